@@ -1,0 +1,302 @@
+"""The connector's settings, as ``kv_connector_extra_config`` gives them.
+
+Every key begins with ``lookaside.``. An unknown or malformed key is an error
+when the engine starts, because a setting that is silently ignored is worse than
+one that is refused. Keys of other connectors may share the dictionary and pass
+unread, with one exception: a key that is one of ours written without its prefix
+or in another spelling (``endpoint``, ``lookaside_endpoint``) is refused too,
+since no connector of vLLM uses these names and its writer meant us.
+
+This module imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+PREFIX = "lookaside."
+
+# sun_path holds 108 bytes with its terminator; the longest name that the
+# sidecar puts into an endpoint is "reply-%016x.sock".
+_SUN_PATH_BYTES = 107
+_LONGEST_SOCKET_NAME = "reply-0123456789abcdef.sock"
+
+_SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*$", re.IGNORECASE)
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message names it and the remedy."""
+
+
+def default_endpoint() -> str:
+    """The endpoint template used when none is set: a directory of this user."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or "/tmp"
+    return f"{base}/lookaside-{os.getuid()}/rank-{{rank}}"
+
+
+def parse_size(value: object) -> int:
+    """Bytes from ``"4G"``, ``"500MiB"``, ``"1048576"`` or a number.
+
+    K, M, G and T are binary whether written with "iB" or not. Raises
+    ConfigError.
+    """
+    if isinstance(value, bool):
+        raise ConfigError(f"{value!r} is not a size")
+    if isinstance(value, int):
+        size = value
+    else:
+        match = _SIZE.match(value) if isinstance(value, str) else None
+        if match is None:
+            raise ConfigError(f'{value!r} is not a size such as "4G" or "500MiB"')
+        size = int(float(match[1]) * _SIZE_UNITS[match[2].upper()])
+    if not 0 < size < 1 << 62:
+        raise ConfigError(f"{value!r} is not a size above 0")
+    return size
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All settings with their defaults; ``parse`` makes one from a mapping."""
+
+    endpoint: str
+    """Directory of the sidecar; ``{rank}`` (pp_rank * tp_size + tp_rank) and
+    ``{dp_rank}`` are filled in."""
+    chunk_tokens: int = 256
+    """Tokens stored and moved as one unit; adjusted down to a multiple of the
+    block, at least one block."""
+    save_decode: bool = True
+    """Whether pages that generated tokens filled are stored too."""
+    lookup_timeout_ms: int = 20
+    """How long a lookup may be out before it counts as a miss."""
+    store_timeout_ms: int = 15
+    """How long a worker waits, beyond its forward, for the room to store into."""
+    load_timeout_ms: int = 10_000
+    """How long a load may take before it is reported as failed."""
+    reset_timeout_ms: int = 2_000
+    """How long reset_cache waits for every rank to clear its space."""
+    autostart: bool = False
+    """Start a sidecar on the endpoint if none answers."""
+    arena_size: int = 4 << 30
+    """Arena limit of an autostarted sidecar, in bytes."""
+    binary: str = "lookaside"
+    """Program that autostart runs; looked up in PATH unless it has a slash."""
+    load_threads: int = 2
+    """Threads that copy loaded pages into the KV cache, on a CPU."""
+
+    def endpoint_for(self, rank: int, dp_rank: int) -> str:
+        """The directory of one rank's sidecar."""
+        return self.endpoint.format(rank=rank, dp_rank=dp_rank)
+
+    def pages_per_chunk(self, page_tokens: int) -> tuple[int, str | None]:
+        """Pages in a chunk, and a warning if ``chunk_tokens`` had to give way."""
+        pages = max(1, self.chunk_tokens // page_tokens)
+        if pages * page_tokens == self.chunk_tokens:
+            return pages, None
+        return pages, (
+            f"{PREFIX}chunk_tokens={self.chunk_tokens} is not a multiple of the"
+            f" block of {page_tokens} tokens; using {pages * page_tokens}"
+        )
+
+
+def _boolean(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    raise ConfigError(f"{value!r} is not true or false")
+
+
+def _integer(low: int, high: int) -> Callable[[object], int]:
+    def check(value: object) -> int:
+        if isinstance(value, str) and re.fullmatch(r"\d{1,12}", value.strip()):
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{value!r} is not a whole number")
+        if not low <= value <= high:
+            raise ConfigError(f"{value} is not between {low} and {high}")
+        return value
+
+    return check
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ConfigError(f"{value!r} is not a non-empty string")
+    return value
+
+
+def _endpoint(value: object) -> str:
+    template = os.path.expanduser(_text(value))
+    try:
+        names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+        if not names <= {"rank", "dp_rank"}:
+            raise ValueError
+        longest = template.format(rank=9999, dp_rank=99)
+    except (ValueError, LookupError):
+        raise ConfigError(f"{value!r}: only {{rank}} and {{dp_rank}} may stand in braces") from None
+    if not os.path.isabs(template):
+        raise ConfigError(f"{value!r} is not an absolute path")
+    room = _SUN_PATH_BYTES - len(_LONGEST_SOCKET_NAME) - 1
+    if len(os.fsencode(longest)) > room:
+        raise ConfigError(
+            f"{value!r} is too long: with the ranks filled in it must fit {room} bytes, "
+            "the room that a Unix socket's path leaves"
+        )
+    return template
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How one setting is read, and the words for its line in the docs."""
+
+    read: Callable[[object], Any]
+    unit: str
+    default: str
+    meaning: str
+
+
+SETTINGS: dict[str, Setting] = {
+    "endpoint": Setting(
+        _endpoint,
+        "directory",
+        "${XDG_RUNTIME_DIR:-/tmp}/lookaside-$UID/rank-{rank}",
+        "The sidecar's directory, an absolute path. `{rank}` becomes `pp_rank * tp_size + "
+        "tp_rank`, `{dp_rank}` the data-parallel rank. With more than one rank it must contain "
+        "`{rank}`: every rank has its own sidecar.",
+    ),
+    "chunk_tokens": Setting(
+        _integer(1, 1 << 20),
+        "tokens",
+        "256",
+        "Tokens stored and moved as one unit. Not a multiple of vLLM's block: adjusted down, to "
+        "at least one block, with a warning. Instances that share must agree on it.",
+    ),
+    "save_decode": Setting(
+        _boolean,
+        "true/false",
+        "true",
+        "Also store the pages that generated tokens fill, so that the next turn of a "
+        "conversation finds the answer too.",
+    ),
+    "lookup_timeout_ms": Setting(
+        _integer(1, 60_000),
+        "ms",
+        "20",
+        "A lookup that is not answered by then is a miss. The scheduler never waits for it.",
+    ),
+    "store_timeout_ms": Setting(
+        _integer(0, 60_000),
+        "ms",
+        "15",
+        "How long a worker waits, beyond its forward pass, to learn where to store. Past it the "
+        "pages are not stored.",
+    ),
+    "load_timeout_ms": Setting(
+        _integer(1, 600_000),
+        "ms",
+        "10000",
+        "A load that is not done by then is reported as failed and vLLM computes the prefix.",
+    ),
+    "reset_timeout_ms": Setting(
+        _integer(1, 60_000),
+        "ms",
+        "2000",
+        "How long resetting the cache waits for every rank's sidecar to clear its space.",
+    ),
+    "autostart": Setting(
+        _boolean,
+        "true/false",
+        "false",
+        "Start a sidecar on the endpoint if none answers there.",
+    ),
+    "arena_size": Setting(
+        parse_size,
+        "size",
+        "4G",
+        "Arena limit of an autostarted sidecar, per rank; `4G`, `500MiB` or bytes.",
+    ),
+    "binary": Setting(
+        _text,
+        "program",
+        "lookaside",
+        "The program that autostart runs; found in `PATH` unless it contains a slash.",
+    ),
+    "load_threads": Setting(
+        _integer(1, 64),
+        "threads",
+        "2",
+        "Threads that copy loaded pages into the KV cache when it lies in host memory.",
+    ),
+}
+
+assert set(SETTINGS) == {field.name for field in fields(Config)}
+
+
+def _misspelt(key: str) -> str | None:
+    """The setting that a key without our prefix obviously means, if any."""
+    folded = key.lower().replace("-", "_")
+    bare = re.sub(r"^lookaside[._]?", "", folded)
+    if folded.startswith("lookaside"):
+        return _nearest(bare)
+    return bare if bare in SETTINGS else None
+
+
+def _nearest(name: str) -> str:
+    folded = name.lower().replace("-", "_")
+    return max(
+        SETTINGS, key=lambda known: difflib.SequenceMatcher(None, folded, known).ratio()
+    )
+
+
+def parse(extra: Mapping[str, object] | None) -> Config:
+    """Settings from ``kv_connector_extra_config``.
+
+    Raises ConfigError naming every bad key with the nearest right one, and
+    every bad value with what it should be.
+    """
+    values: dict[str, Any] = {"endpoint": default_endpoint()}
+    errors: list[str] = []
+    for key, value in (extra or {}).items():
+        name = key.removeprefix(PREFIX)
+        if key.startswith(PREFIX) and name in SETTINGS:
+            try:
+                values[name] = SETTINGS[name].read(value)
+            except ConfigError as error:
+                errors.append(f"{key}: {error}")
+            continue
+        meant = _nearest(name) if key.startswith(PREFIX) else _misspelt(key)
+        if meant is not None:
+            errors.append(f"unknown setting {key!r}; did you mean {PREFIX + meant!r}?")
+    if errors:
+        raise ConfigError("kv_connector_extra_config: " + "; ".join(errors))
+    return Config(**values)
+
+
+def check_world(config: Config, ranks: int) -> None:
+    """Refuse an endpoint that several ranks would share.
+
+    A rank's pages are not another's, and each sidecar belongs to one rank.
+    Several data-parallel engines may share one (they hold the same model).
+    """
+    if ranks > 1 and config.endpoint_for(0, 0) == config.endpoint_for(1, 0):
+        raise ConfigError(
+            f"{PREFIX}endpoint={config.endpoint!r} names one sidecar for {ranks} ranks; "
+            "every rank has its own: put {rank} into it"
+        )
+
+
+def markdown_table() -> str:
+    """The settings as the Markdown table that ``docs/connector.md`` holds."""
+    lines = ["| setting | unit | default | meaning |", "| --- | --- | --- | --- |"]
+    lines += [
+        f"| `{PREFIX}{name}` | {s.unit} | `{s.default}` | {s.meaning} |"
+        for name, s in SETTINGS.items()
+    ]
+    return "\n".join(lines) + "\n"

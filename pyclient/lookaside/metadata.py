@@ -1,0 +1,107 @@
+"""What the scheduler role tells every worker in a step, and what they answer.
+
+One ``LookasideMetadata`` travels in each step's ``SchedulerOutput`` to all
+ranks; each rank returns at most one ``LookasideWorkerMetadata``, which vLLM
+folds with ``aggregate`` before the scheduler role sees it. Both go over vLLM's
+own channels, so these are plain dataclasses of plain values. The order of the
+lists is the order in which the scheduler decided; a worker may work through
+them in any order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+
+@dataclass(slots=True)
+class LoadSpec:
+    """Load ``len(block_ids)`` consecutive pages of a prefix.
+
+    Pages are counted from 0 at the start of the request's prefix; block
+    ``block_ids[i]`` receives page ``first_page + i``. ``refs[rank]`` is the
+    (scheduler session id, lookup id) that leased the pages on that rank's
+    sidecar. A block id 0 is vLLM's null block and must not be written. The
+    worker reports the request as received exactly once, whatever happens.
+    """
+
+    request_id: str
+    refs: tuple[tuple[int, int], ...]
+    first_page: int
+    block_ids: list[int]
+
+
+@dataclass(slots=True)
+class SaveSpec:
+    """Store pages [new_from, first_page + len(block_ids)) of a prefix.
+
+    ``first_page`` is where the chunk of ``new_from`` starts (a multiple of
+    pages_per_chunk), because a chunk that is extended may have to be written
+    anew from its first page. ``hashes`` (digests back to back) and
+    ``block_ids`` have one entry a page from ``first_page`` on; ``prev`` is the
+    digest of page ``first_page - 1``, empty when there is none. The blocks stay
+    pinned until every rank has named ``save_id`` in its worker metadata, which
+    each rank does exactly once, whether the pages could be stored or not.
+    """
+
+    save_id: int
+    request_id: str
+    first_page: int
+    prev: bytes
+    hashes: bytes
+    block_ids: list[int]
+    new_from: int
+
+
+@dataclass
+class LookasideMetadata(KVConnectorMetadata):
+    """The work of one step.
+
+    ``fences`` names saves whose source blocks could not be pinned (no block
+    pool) and are about to be overwritten: the worker finishes or gives up
+    reading them in ``handle_preemptions``, before this step's forward.
+    ``aborted`` names requests that vLLM finished while their load was out: the
+    worker need not finish the copy but must still report them as received.
+    """
+
+    loads: list[LoadSpec] = field(default_factory=list)
+    saves: list[SaveSpec] = field(default_factory=list)
+    fences: list[int] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+
+    def is_empty(self) -> bool:
+        """Whether the step has nothing for the workers to do."""
+        return not (self.loads or self.saves or self.fences or self.aborted)
+
+
+@dataclass
+class LookasideWorkerMetadata(KVConnectorWorkerMetadata):
+    """What the ranks finished since they last answered.
+
+    ``saves_done`` maps a save id to how many ranks are done with its blocks;
+    ``loads_failed`` maps a request id to how many ranks could not load it, so
+    that the scheduler does not offer the same hit again.
+    """
+
+    saves_done: dict[int, int] = field(default_factory=dict)
+    loads_failed: dict[str, int] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> LookasideWorkerMetadata:
+        """Add up two ranks' answers; neither operand changes."""
+        if not isinstance(other, LookasideWorkerMetadata):
+            return self
+        done = dict(self.saves_done)
+        for save_id, ranks in other.saves_done.items():
+            done[save_id] = done.get(save_id, 0) + ranks
+        failed = dict(self.loads_failed)
+        for request_id, ranks in other.loads_failed.items():
+            failed[request_id] = failed.get(request_id, 0) + ranks
+        return LookasideWorkerMetadata(done, failed)
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell the scheduler."""
+        return not (self.saves_done or self.loads_failed)
