@@ -1,0 +1,65 @@
+# Everything runs from here; `make help` lists it. scripts/setup.sh installs what is missing and is quick when nothing is.
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PY := .venv/bin/python
+# Looked up when used: setup puts a Go there where the machine has none that will do.
+GO = $(shell if [ -x .cache/tools/bin/go ]; then echo .cache/tools/bin/go; else echo go; fi)
+# The sidecar's version: the last tag and what came after it, where git can tell.
+VERSION := $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
+LDFLAGS := -X lookaside/sidecar.Version=$(VERSION)
+FUZZTIME ?= 20s
+GOTEST_FLAGS ?=
+PYTEST_FLAGS ?=
+JSON ?=
+NAME ?=
+ARGS ?=
+
+.PHONY: help setup build demo test test-go test-py test-e2e lint bench fuzz clean
+
+help: ## This list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | \
+	while IFS='|' read -r name text; do printf '  make %-10s %s\n' "$$name" "$$text"; done
+
+setup: ## Install what is missing: system packages, Go, .venv with vLLM's CPU build
+	@scripts/setup.sh
+
+build: setup ## Build bin/lookaside and the Python package with its native part
+	@$(GO) build -trimpath -ldflags '$(LDFLAGS)' -o bin/lookaside ./sidecar/cmd/lookaside
+	@scripts/pyclient.sh
+
+demo: build ## Two vLLM servers share every prefix through one sidecar; JSON=FILE writes the table as JSON
+	@$(PY) -m examples.two_instances $(if $(JSON),--json '$(JSON)') $(ARGS)
+
+test: lint test-go test-py test-e2e ## All tests
+
+test-go: setup ## Go tests, with the race detector
+	$(GO) test -race -timeout 10m $(GOTEST_FLAGS) ./...
+
+test-py: build ## Python tests without a running vLLM
+	$(PY) -m pytest -q $(PYTEST_FLAGS) pyclient/tests examples
+
+test-e2e: build ## Tests in real vLLM servers
+	$(PY) -m pytest -q $(PYTEST_FLAGS) pyclient/e2e
+
+lint: build ## gofmt, vet, staticcheck, ruff, pyright
+	@out=$$(gofmt -l $$(git ls-files '*.go')); [ -z "$$out" ] || { echo "not gofmt'ed: $$out"; exit 1; }
+	$(GO) vet ./...
+	$(GO) tool staticcheck ./...
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyright
+
+bench: build ## A bench by name: NAME=lookup|copy|attach|ttft|engine|memcopy, JSON=FILE, ARGS='...'
+	@bench/run $(if $(NAME),'$(NAME)') $(if $(JSON),--json '$(JSON)') $(ARGS)
+
+fuzz: setup ## Fuzz every decoder, FUZZTIME (20s) each
+	@scripts/fuzz.sh $(FUZZTIME)
+
+clean: ## Remove what was built; .venv, the model and downloads stay (make clean ALL=1 removes these as well)
+	rm -rf bin build pyclient/build pyclient/dist pyclient/*.egg-info .pytest_cache .ruff_cache
+	find pyclient/lookaside -name '*.so' -delete 2>/dev/null || true
+	rm -f .cache/stamps/pyclient
+	$(if $(ALL),rm -rf .venv .cache)

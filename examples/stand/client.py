@@ -1,0 +1,100 @@
+"""Sends a prompt to a vLLM server and measures the time to its first token by streaming."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any, NamedTuple
+
+import httpx
+
+_client = httpx.Client(timeout=httpx.Timeout(120.0), trust_env=False)
+
+
+class Answer(NamedTuple):
+    """What a server answered to one prompt."""
+
+    ttft_s: float
+    total_s: float
+    tokens: tuple[int, ...]  # generated token ids
+    prompt_tokens: int
+    cached_tokens: int  # prompt tokens that were not computed, as vLLM reports them
+    finish_reason: str
+
+
+def complete(
+    base_url: str,
+    prompt: list[int],
+    *,
+    max_tokens: int = 8,
+    cache_salt: str | None = None,
+    timeout_s: float = 120.0,
+    **extra: Any,
+) -> Answer:
+    """Greedy completion of a prompt of token ids. Raises httpx.HTTPError, or RuntimeError for an error in the stream."""
+    body: dict[str, Any] = {
+        "model": "small",
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        **extra,
+    }
+    if cache_salt is not None:
+        body["cache_salt"] = cache_salt
+    tokens: list[int] = []
+    usage: dict[str, Any] = {}
+    finish = ""
+    first: float | None = None
+    started = time.perf_counter()
+    with _client.stream("POST", f"{base_url}/v1/completions", json=body, timeout=timeout_s) as response:
+        if response.status_code != 200:
+            raise RuntimeError(f"HTTP {response.status_code}: {response.read().decode(errors='replace')[:500]}")
+        for line in response.iter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line[len("data: ") :])
+            if "error" in event:
+                raise RuntimeError(f"the server answered: {event['error']}")
+            usage = event.get("usage") or usage
+            for choice in event.get("choices", ()):
+                if choice.get("token_ids"):
+                    if first is None:
+                        first = time.perf_counter()
+                    tokens.extend(choice["token_ids"])
+                finish = choice.get("finish_reason") or finish
+    ended = time.perf_counter()
+    details = usage.get("prompt_tokens_details") or {}
+    return Answer(
+        ttft_s=(first or ended) - started,
+        total_s=ended - started,
+        tokens=tuple(tokens),
+        prompt_tokens=usage.get("prompt_tokens", 0),
+        cached_tokens=details.get("cached_tokens") or 0,
+        finish_reason=finish,
+    )
+
+
+def reset_prefix_cache(base_url: str, timeout_s: float = 30.0) -> None:
+    """Empties vLLM's own prefix cache, not the sidecar's. Needs a server in its dev mode; retries while blocks are held."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        response = _client.post(f"{base_url}/reset_prefix_cache", timeout=timeout_s)
+        response.raise_for_status()
+        if response.json().get("success", True):
+            return
+        if time.monotonic() > deadline:
+            raise RuntimeError("vLLM would not reset its prefix cache: blocks are still held")
+        time.sleep(0.05)
+
+
+def metric(base_url: str, name: str) -> float:
+    """The sum of a Prometheus metric's samples on a server, 0 where there is none."""
+    total = 0.0
+    for line in _client.get(f"{base_url}/metrics").text.splitlines():
+        if line.startswith(name) and line[len(name) : len(name) + 1] in ("{", " "):
+            total += float(line.rsplit(" ", 1)[1])
+    return total

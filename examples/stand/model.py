@@ -1,0 +1,142 @@
+"""A small random-weight model and its tokenizer, the same on every machine.
+
+No model is downloaded: weights come from a fixed seed, the tokenizer is trained on made-up text. Random weights give
+varied greedy text, which is enough to see whether two runs agree, and a prefill whose cost is real. Made once, kept in
+``.cache/`` under a name that holds the recipe's version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+RECIPE = 2  # Raise it when what make() writes changes: old copies are then left aside.
+VOCAB = 4096
+MAX_TOKENS = 16384
+SEED = 20240229
+
+ARCHITECTURES = ("llama", "mla")
+
+
+def model_dir(architecture: str = "llama") -> Path:
+    """Where the model of this architecture lies once made."""
+    return REPO / ".cache" / "models" / f"{architecture}-v{RECIPE}"
+
+
+def ensure(architecture: str = "llama") -> Path:
+    """Returns the model's directory, making the model first where it is missing.
+
+    Safe to call from several processes: each writes aside and renames, and the first rename wins.
+    """
+    target = model_dir(architecture)
+    if (target / "config.json").exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
+    try:
+        print(f"making the small {architecture} model (once, about 10 s) ...", file=sys.stderr, flush=True)
+        _make(architecture, aside)
+        try:
+            aside.rename(target)
+        except OSError:
+            if not (target / "config.json").exists():
+                raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return target
+
+
+def _make(architecture: str, out: Path) -> None:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    _tokenizer(out)
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_config(_config(architecture), dtype=torch.float32)
+    model.save_pretrained(out)
+
+
+def _config(architecture: str):
+    from transformers import DeepseekV2Config, LlamaConfig
+
+    if architecture == "llama":
+        return LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=512,
+            intermediate_size=1408,
+            num_hidden_layers=8,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            max_position_embeddings=MAX_TOKENS,
+            initializer_range=0.05,
+            tie_word_embeddings=False,
+            bos_token_id=0,
+            eos_token_id=1,
+        )
+    if architecture == "mla":
+        return DeepseekV2Config(
+            vocab_size=VOCAB,
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            kv_lora_rank=512,
+            q_lora_rank=None,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+            n_routed_experts=None,
+            n_shared_experts=None,
+            first_k_dense_replace=2,
+            max_position_embeddings=MAX_TOKENS,
+            initializer_range=0.05,
+            tie_word_embeddings=False,
+            bos_token_id=0,
+            eos_token_id=1,
+        )
+    raise ValueError(f"unknown architecture {architecture!r}: one of {', '.join(ARCHITECTURES)}")
+
+
+def _tokenizer(out: Path) -> None:
+    """A BPE tokenizer trained on made-up words, saved the way transformers loads it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    rng = random.Random(SEED)
+    syllables = [c + v + e for c in "bcdfghklmnprstvz" for v in "aeiou" for e in ("", "n", "r", "s")]
+    words = ["".join(rng.choices(syllables, k=rng.randint(1, 4))) for _ in range(6000)]
+    lines = [" ".join(rng.choices(words, k=12)) + "." for _ in range(4000)]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(lines, trainer)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", model_max_length=MAX_TOKENS
+    ).save_pretrained(out)
+
+
+def prompt(tokens: int, seed: int, shared: list[int] | None = None) -> list[int]:
+    """A prompt of this many random token ids: the same for the same seed. It starts with ``shared``, if given."""
+    rng = random.Random(seed)
+    head = list(shared or [])[:tokens]
+    return head + [rng.randrange(2, VOCAB) for _ in range(tokens - len(head))]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("architecture", nargs="?", default="llama", choices=ARCHITECTURES)
+    print(ensure(parser.parse_args().architecture))

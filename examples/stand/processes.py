@@ -1,0 +1,300 @@
+"""Starts and ends sidecars and vLLM servers, so that nothing of them is left: not after Ctrl-C, not after a failure.
+
+Each process leads its own process group, which is ended as a whole (vLLM starts an engine and workers of its own), and
+asks the kernel for SIGTERM should its parent be killed. Logs go to files in the stand's directory; the end of one is
+part of every error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from .model import REPO
+
+BINARY = REPO / "bin" / "lookaside"
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def say(text: str) -> None:
+    """One line of progress on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def free_port() -> int:
+    """A TCP port of loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Process:
+    """A child process with its group and its log. Not for use from several threads at once."""
+
+    def __init__(self, name: str, command: list[str], log: Path, env: dict[str, str] | None = None) -> None:
+        self.name = name
+        self.log = log
+        with log.open("ab") as out:
+            self.popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+                cwd=REPO,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+        self.pid = self.popen.pid
+
+    def alive(self) -> bool:
+        return self.popen.poll() is None
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the process alone, not to its group."""
+        self.popen.send_signal(number)
+
+    def wait(self, timeout_s: float) -> int:
+        """Waits for the process to end and returns its status. Raises subprocess.TimeoutExpired."""
+        return self.popen.wait(timeout_s)
+
+    def end(self, patience_s: float = 15.0) -> None:
+        """Ends the whole group: SIGTERM, then SIGKILL for what is left after ``patience_s``. Idempotent."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGCONT)
+        if self.alive():
+            self.popen.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.popen.wait(patience_s)
+        deadline = time.monotonic() + 3
+        while _group_lives(self.pid) and time.monotonic() < deadline and not self.alive():
+            time.sleep(0.05)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.popen.wait()
+
+    def tail(self, lines: int = 30) -> str:
+        """The end of the log."""
+        with contextlib.suppress(OSError):
+            return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        return ""
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+class Sidecar(Process):
+    """A running `lookaside serve`."""
+
+    def __init__(self, endpoint: Path, log: Path, settings: dict[str, str]) -> None:
+        if not BINARY.exists():
+            raise RuntimeError(f"{BINARY.relative_to(REPO)} is not built: run `make build`")
+        command = [str(BINARY), "serve", f"--runtime-dir={endpoint}"]
+        command += [f"--{name}={value}" for name, value in settings.items()]
+        super().__init__(f"sidecar {endpoint.name}", command, log)
+        self.endpoint = endpoint
+
+    def wait_ready(self, timeout_s: float = 30.0) -> None:
+        """Waits until it takes sessions. Raises RuntimeError with the log's end."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if not self.alive():
+                raise RuntimeError(f"the {self.name} ended with {self.popen.returncode}:\n{self.tail()}")
+            if self.healthy():
+                return
+            time.sleep(0.02)
+        raise RuntimeError(f"the {self.name} is not ready after {timeout_s:.0f} s:\n{self.tail()}")
+
+    def healthy(self) -> bool:
+        try:
+            return self.get("/readyz").status_code == 200
+        except (OSError, httpx.HTTPError):
+            return False
+
+    def get(self, path: str) -> httpx.Response:
+        """An answer of the admin HTTP server."""
+        address = (self.endpoint / "admin.addr").read_text().strip()
+        return httpx.get(f"http://{address}{path}", timeout=5.0, trust_env=False)
+
+    def status(self) -> dict[str, Any]:
+        """What `lookaside status --json` says."""
+        return self.get("/v1/status").json()
+
+
+class Server(Process):
+    """A running vLLM OpenAI server."""
+
+    def __init__(self, name: str, model: Path, log: Path, env: dict[str, str], arguments: list[str]) -> None:
+        self.port = free_port()
+        self.base_url = f"http://127.0.0.1:{self.port}"
+        command = [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+            "--model", str(model), "--served-model-name", "small",
+            "--host", "127.0.0.1", "--port", str(self.port), *arguments,
+        ]  # fmt: skip
+        super().__init__(name, command, log, env)
+
+    def wait_ready(self, timeout_s: float = 240.0) -> None:
+        """Waits until it answers. Raises RuntimeError with the log's end."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if not self.alive():
+                raise RuntimeError(f"vLLM {self.name} ended with {self.popen.returncode}:\n{self.tail(60)}")
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{self.base_url}/health", timeout=2.0, trust_env=False).status_code == 200:
+                    return
+            time.sleep(0.1)
+        raise RuntimeError(f"vLLM {self.name} is not ready after {timeout_s:.0f} s:\n{self.tail(60)}")
+
+
+def connector_config(endpoint: str, **extra: Any) -> dict[str, Any]:
+    """The value of --kv-transfer-config for this endpoint. ``extra`` names settings without their `lookaside.`."""
+    return {
+        "kv_connector": "LookasideConnector",
+        "kv_connector_module_path": "lookaside.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "lookaside.endpoint": endpoint,
+            **{f"lookaside.{name}": value for name, value in extra.items()},
+        },
+    }
+
+
+class Stand:
+    """A directory, and the processes that were started in it. A context manager: leaving it ends and removes all."""
+
+    def __init__(self, model: Path, keep_logs: Path | None = None) -> None:
+        self.model = model
+        self.directory = Path(tempfile.mkdtemp(prefix="la-"))
+        self._keep_logs = keep_logs
+        self._processes: list[Process] = []
+        self._closed = False
+
+    def __enter__(self) -> Stand:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends everything, servers before sidecars, and removes the directory. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        servers = [p for p in self._processes if isinstance(p, Server)]
+        enders = [threading.Thread(target=p.end) for p in servers]
+        for ender in enders:
+            ender.start()
+        for ender in enders:
+            ender.join()
+        for process in self._processes:
+            process.end()
+        if self._keep_logs is not None:
+            self._keep_logs.mkdir(parents=True, exist_ok=True)
+            for log in self.directory.glob("*.log"):
+                shutil.copy(log, self._keep_logs / log.name)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def sidecar(self, rank: int = 0, name: str = "ep", ready: bool = True, **settings: str) -> Sidecar:
+        """Starts a sidecar. ``settings`` are `lookaside serve` flags, with _ for -."""
+        endpoint = self.directory / f"{name}-{rank}"
+        flags = {key.replace("_", "-"): value for key, value in settings.items()}
+        flags = {"arena-limit": "2G", **flags}
+        sidecar = Sidecar(endpoint, self.directory / f"sidecar-{name}-{rank}.log", flags)
+        self._processes.append(sidecar)
+        if ready:
+            sidecar.wait_ready()
+        return sidecar
+
+    def endpoint(self, name: str = "ep") -> str:
+        """The endpoint template of the sidecars called ``name``."""
+        return str(self.directory / f"{name}-{{rank}}")
+
+    def server(
+        self,
+        name: str,
+        *,
+        connector: dict[str, Any] | None,
+        arguments: list[str] | None = None,
+        env: dict[str, str] | None = None,
+        kv_gib: int = 1,
+        max_model_len: int = 9216,
+        model: Path | None = None,
+    ) -> Server:
+        """Starts a vLLM server, with the connector where its configuration is given. Does not wait for it."""
+        settings = server_env(kv_gib)
+        settings.update(env or {})
+        flags = [
+            "--dtype", "float32", "--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details",
+            "--max-model-len", str(max_model_len), "--max-num-seqs", "16",
+            "--prefix-caching-hash-algo", "sha256_cbor", *(arguments or []),
+        ]  # fmt: skip
+        if connector is not None:
+            flags += ["--kv-transfer-config", json.dumps(connector)]
+        server = Server(name, model or self.model, self.directory / f"vllm-{name}.log", settings, flags)
+        self._processes.append(server)
+        return server
+
+
+def server_env(kv_gib: int = 1) -> dict[str, str]:
+    """The environment that vLLM's CPU build and this stand need."""
+    cores = sorted(os.sched_getaffinity(0))
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
+        # vLLM's automatic binding keeps a core per process free, which two cores do not have. One server is busy at a
+        # time here, so each may use all of them.
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in cores),
+        "PYTHONHASHSEED": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
+        # Where the package is not installed in this environment, it is found in the tree.
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO / "pyclient"), os.environ.get("PYTHONPATH", "")])),
+    }
+
+
+def stop_on_signals() -> None:
+    """Turns SIGTERM and SIGHUP into KeyboardInterrupt, so that a `with Stand(...)` cleans up after these as well."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)
+
+
+def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+    """Waits until the condition holds. Raises TimeoutError that names ``what``."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not so after {timeout_s:.0f} s")
+        time.sleep(0.02)
