@@ -31,7 +31,7 @@ def complete(
     timeout_s: float = 120.0,
     **extra: Any,
 ) -> Answer:
-    """Greedy completion of a prompt of token ids. Raises httpx.HTTPError, or RuntimeError for an error in the stream."""
+    """Greedy completion of a prompt of token ids. Raises httpx.HTTPError; RuntimeError for an error answered."""
     body: dict[str, Any] = {
         "model": "small",
         "prompt": prompt,
@@ -79,7 +79,7 @@ def complete(
 
 
 def reset_prefix_cache(base_url: str, timeout_s: float = 30.0) -> None:
-    """Empties vLLM's own prefix cache, not the sidecar's. Needs a server in its dev mode; retries while blocks are held."""
+    """Empties vLLM's own prefix cache, not the sidecar's. Retries while blocks are held; needs vLLM's dev mode."""
     deadline = time.monotonic() + timeout_s
     while True:
         response = _client.post(f"{base_url}/reset_prefix_cache", timeout=timeout_s)

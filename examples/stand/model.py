@@ -93,8 +93,8 @@ def _config(architecture: str):
             qk_nope_head_dim=128,
             qk_rope_head_dim=64,
             v_head_dim=128,
-            n_routed_experts=None,
-            n_shared_experts=None,
+            n_routed_experts=None,  # pyright: ignore[reportArgumentType]
+            n_shared_experts=None,  # pyright: ignore[reportArgumentType]
             first_k_dense_replace=2,
             max_position_embeddings=MAX_TOKENS,
             initializer_range=0.05,

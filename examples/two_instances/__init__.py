@@ -1,0 +1,1 @@
+"""Two vLLM servers that share every prefix through one sidecar: `make demo`."""

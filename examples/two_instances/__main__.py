@@ -1,0 +1,145 @@
+"""Two vLLM servers share every prefix through one sidecar.
+
+Server A computes prompts of several lengths. Server B, which has never seen them, gets the same prompts, and prompts
+that share only their beginning with one of A's. Printed for each: the time to the first token when all of it is
+computed, when B loads what A computed, and when B has it in vLLM's own cache; the hit tokens that vLLM reports; whether
+the greedy outputs of the three are the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from examples.stand import client, model
+from examples.stand.processes import Server, Stand, connector_config, say, stop_on_signals
+
+# (prompt tokens, tokens shared with a prompt that A has computed)
+CASES = (
+    (500, 500),
+    (1000, 1000),
+    (2000, 2000),
+    (4000, 4000),
+    (8000, 8000),
+    (4000, 1000),
+    (4000, 3000),
+    (8000, 6500),
+)
+MAX_TOKENS = 16
+
+
+@dataclass
+class Row:
+    """One line of the table, and of the JSON. Times are medians over the rounds, in seconds."""
+
+    prompt_tokens: int
+    shared_tokens: int
+    cold_ttft_s: float
+    lookaside_ttft_s: float
+    local_ttft_s: float
+    hit_tokens: int
+    outputs_equal: bool
+
+
+def measure(a: Server, b: Server, prompt_tokens: int, shared_tokens: int, rounds: int, seed: int) -> Row:
+    """One case, over several rounds of fresh prompts."""
+    cold_s, lookaside_s, local_s, hits = [], [], [], []
+    equal = True
+    for turn in range(rounds):
+        case = seed * 1_000_003 + prompt_tokens * 101 + shared_tokens * 10_007 + turn
+        whole = shared_tokens == prompt_tokens
+        first = model.prompt(prompt_tokens, case)
+        prompt = first if whole else model.prompt(prompt_tokens, case + 500_000, first[:shared_tokens])
+        cold = client.complete(a.base_url, first, max_tokens=MAX_TOKENS)
+        if not whole:
+            # A salt of its own shares nothing with anyone: computed whole, and stored under other names.
+            cold = client.complete(a.base_url, prompt, max_tokens=MAX_TOKENS, cache_salt=f"cold-{case}")
+        shared = client.complete(b.base_url, prompt, max_tokens=MAX_TOKENS)
+        local = client.complete(b.base_url, prompt, max_tokens=MAX_TOKENS)
+        cold_s.append(cold.ttft_s)
+        lookaside_s.append(shared.ttft_s)
+        local_s.append(local.ttft_s)
+        hits.append(shared.cached_tokens)
+        equal = equal and cold.tokens == shared.tokens == local.tokens and len(cold.tokens) == MAX_TOKENS
+    return Row(
+        prompt_tokens=prompt_tokens,
+        shared_tokens=shared_tokens,
+        cold_ttft_s=round(statistics.median(cold_s), 4),
+        lookaside_ttft_s=round(statistics.median(lookaside_s), 4),
+        local_ttft_s=round(statistics.median(local_s), 4),
+        hit_tokens=min(hits),
+        outputs_equal=equal,
+    )
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as text."""
+    head = (
+        f"{'prompt':>7} {'shared':>7} {'cold TTFT':>10} {'Lookaside':>10} {'vLLM cache':>10} {'faster':>8} "
+        f"{'hit tokens':>10}  outputs"
+    )
+    lines = [head, "-" * len(head)]
+    for row in rows:
+        faster = row.cold_ttft_s / row.lookaside_ttft_s if row.lookaside_ttft_s else 0.0
+        outputs = "equal" if row.outputs_equal else "DIFFER"
+        lines.append(
+            f"{row.prompt_tokens:>7} {row.shared_tokens:>7} {row.cold_ttft_s:>8.3f} s {row.lookaside_ttft_s:>8.3f} s "
+            f"{row.local_ttft_s:>8.3f} s {faster:>7.1f}x {row.hit_tokens:>10}  {outputs}"
+        )
+    return "\n".join(lines)
+
+
+def run(rounds: int, seed: int, keep_logs: Path | None) -> list[Row]:
+    """Brings everything up, measures every case, takes everything down."""
+    path = model.ensure()
+    with Stand(path, keep_logs) as stand:
+        started = time.monotonic()
+        stand.sidecar()
+        say("sidecar up; starting two vLLM servers (about a minute) ...")
+        config = connector_config(stand.endpoint())
+        a = stand.server("a", connector=config)
+        b = stand.server("b", connector=config)
+        a.wait_ready()
+        b.wait_ready()
+        say(f"both up after {time.monotonic() - started:.0f} s; warming up ...")
+        for server in (a, b):
+            for tokens in (300, 2000):
+                client.complete(server.base_url, model.prompt(tokens, tokens), max_tokens=4)
+        rows = []
+        for number, (prompt_tokens, shared_tokens) in enumerate(CASES, 1):
+            say(f"[{number}/{len(CASES)}] {prompt_tokens} tokens, {shared_tokens} of them shared ...")
+            rows.append(measure(a, b, prompt_tokens, shared_tokens, rounds, seed))
+        return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.two_instances", description="Two vLLM servers share every prefix."
+    )
+    parser.add_argument("--json", type=Path, help="also write the table to this file as JSON")
+    parser.add_argument("--rounds", type=int, default=3, help="fresh prompts per case; times are medians (default 3)")
+    parser.add_argument("--seed", type=int, default=1, help="of the prompts (default 1)")
+    parser.add_argument("--keep-logs", type=Path, help="copy the servers' and the sidecar's logs to this directory")
+    args = parser.parse_args()
+    stop_on_signals()
+    try:
+        rows = run(max(1, args.rounds), args.seed, args.keep_logs)
+    except KeyboardInterrupt:
+        say("stopped; everything that was started is ended")
+        return 130
+    except RuntimeError as error:
+        say(f"demo: {error}")
+        return 1
+    print(table(rows))
+    if args.json is not None:
+        args.json.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=2) + "\n")
+    return 0 if all(row.outputs_equal for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
