@@ -1,0 +1,306 @@
+"""Names the space: everything that must agree for KV bytes to be reusable.
+
+vLLM's block hashes name token prefixes (with LoRA, cache salt, multimodal
+content and prompt embeddings), but neither the model nor how its KV is laid
+out. ``space_fields`` adds what both roles of an engine can tell from their
+configuration; the worker adds the page layout, which only it knows. The sidecar
+compares the fields one by one, so that a refusal can name the one that differs.
+
+Where a value cannot be told, or would differ from run to run without being
+visible here, the field is made unique to the engine: any doubt is a miss.
+
+This module imports neither torch nor vLLM until a function needs them, and
+reads only attributes of the objects that it is given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lookaside.config import Config
+
+_FIELD_BYTES = 512
+_NON_CRYPTOGRAPHIC = ("xxhash", "xxhash_cbor")
+_DIGEST_BYTES = {"sha256": 32, "sha256_cbor": 32, "xxhash": 16, "xxhash_cbor": 16}
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+
+class World(NamedTuple):
+    """Where ranks are: ``rank = pp_rank * tp_size + tp_rank``."""
+
+    tp_size: int
+    pp_size: int
+    dp_rank: int
+
+    @property
+    def ranks(self) -> int:
+        """Workers of one engine, each with its own sidecar."""
+        return self.tp_size * self.pp_size
+
+
+class Geometry(NamedTuple):
+    """The units of a space that both roles know; page bytes come from the worker."""
+
+    page_tokens: int
+    pages_per_chunk: int
+    digest_bytes: int
+    hashes_per_page: int
+    """Block hashes of vLLM in one page; a page is named by its last one."""
+
+
+def world(vllm_config: Any) -> World:
+    """The sizes of one engine, and which of the data-parallel engines it is."""
+    parallel = vllm_config.parallel_config
+    dp_rank = getattr(parallel, "data_parallel_index", None)
+    if dp_rank is None:
+        dp_rank = parallel.data_parallel_rank
+    return World(parallel.tensor_parallel_size, parallel.pipeline_parallel_size, dp_rank)
+
+
+def idle_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    """Why the connector must stay idle for this model, or None if it need not.
+
+    Pages are stored one block at a time for layers that all keep the whole
+    prefix. A model with anything else starts and runs, without hits.
+    """
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        MLAAttentionSpec,
+        UniformTypeKVCacheSpecs,
+    )
+
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return "prefix caching is disabled; start vLLM with --enable-prefix-caching"
+    if getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1) > 1:
+        return "prefill context parallelism is not supported"
+    groups = kv_cache_config.kv_cache_groups
+    if not groups:
+        return "the model has no KV cache"
+    if len(groups) > 1:
+        return f"the model has {len(groups)} KV-cache groups (a hybrid); only one is supported"
+    group = groups[0]
+    if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
+        return "the model's KV cache does not lie in transferable blocks"
+    spec = group.kv_cache_spec
+    layers = (
+        list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    )
+    for layer in layers:
+        if type(layer) not in (FullAttentionSpec, MLAAttentionSpec):
+            return f"{type(layer).__name__} is not supported, only full attention and MLA are"
+        if getattr(layer, "non_causal", False):
+            return "attention is not causal, so prefixes cannot be shared"
+    return None
+
+
+def geometry(config: Config, vllm_config: Any, kv_cache_config: Any) -> tuple[Geometry, str | None]:
+    """Page and chunk sizes, and a warning if chunk_tokens had to give way."""
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    page_tokens, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    if page_tokens % hash_tokens:
+        raise ValueError(f"block of {page_tokens} tokens, but hashes of {hash_tokens}")
+    pages, warning = config.pages_per_chunk(page_tokens)
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    return (
+        Geometry(page_tokens, pages, _DIGEST_BYTES[algorithm], page_tokens // hash_tokens),
+        warning,
+    )
+
+
+def hash_warning(vllm_config: Any) -> str | None:
+    """A warning if no other process, not even this one restarted, can hash alike."""
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    if algorithm in _NON_CRYPTOGRAPHIC and os.environ.get("PYTHONHASHSEED") is None:
+        return (
+            f"prefix_caching_hash_algo={algorithm} starts from a random seed in every process, so"
+            " nothing stored can be found by another instance or after a restart; use"
+            " --prefix-caching-hash-algo sha256_cbor, or set PYTHONHASHSEED to the same value"
+            " everywhere"
+        )
+    return None
+
+
+def space_fields(
+    vllm_config: Any, tp_rank: int, pp_rank: int, *, engine_id: str
+) -> dict[str, str]:
+    """The fields that either role of ``engine_id`` declares for one rank.
+
+    Both roles of one engine compute equal fields. Keys and values are short
+    strings (values at most 512 bytes; longer ones are replaced by a digest).
+    """
+    from vllm import __version__ as vllm_version
+
+    model = vllm_config.model_config
+    cache = vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    load = vllm_config.load_config
+    dcp = getattr(parallel, "decode_context_parallel_size", 1)
+    load_format = _plain(getattr(load, "load_format", "auto"))
+
+    fields = {
+        "model": _model_name(model.model),
+        "revision": str(model.revision),
+        "weights": _weights_identity(model, load_format),
+        "overrides": _digest_of(getattr(model, "hf_overrides", None)),
+        "runner": _plain(getattr(model, "runner_type", "")),
+        "implementation": _plain(getattr(model, "model_impl", "auto")),
+        "disable_sliding_window": str(getattr(model, "disable_sliding_window", False)),
+        "rope_length": _rope_length(model),
+        "dtype": str(model.dtype),
+        "kv_dtype": str(cache.cache_dtype),
+        "kv_dtype_skip_layers": ",".join(
+            map(str, getattr(cache, "kv_cache_dtype_skip_layers", None) or ())
+        ),
+        "quantization": str(model.quantization),
+        "kv_scales": "checkpoint",
+        "draft": _draft(vllm_config),
+        "tp": str(parallel.tensor_parallel_size),
+        "pp": str(parallel.pipeline_parallel_size),
+        "dcp": str(dcp),
+        "tp_shard": str(tp_rank // _replicas(model, parallel, dcp)),
+        "pp_rank": str(pp_rank),
+        "hash": cache.prefix_caching_hash_algo,
+        "none_hash": _none_hash(cache.prefix_caching_hash_algo, engine_id),
+        "hash_keys": _key_format(cache.prefix_caching_hash_algo),
+        "vllm": ".".join(vllm_version.split(".")[:2]),
+    }
+    if getattr(cache, "calculate_kv_scales", False):
+        # Scales measured on the first batch differ from run to run.
+        fields["kv_scales"] = f"engine:{engine_id}"
+    return {
+        key: value if len(value.encode()) <= _FIELD_BYTES else _digest_of(value)
+        for key, value in fields.items()
+    }
+
+
+def _plain(value: object) -> str:
+    """An enum's value, else the value, as text without addresses."""
+    return str(getattr(value, "value", value))
+
+
+def _model_name(model: str) -> str:
+    return os.path.realpath(model) if os.path.isdir(model) else str(model)
+
+
+def _weights_identity(model: Any, load_format: str) -> str:
+    """What tells two sets of weights under one name apart, as far as is cheap.
+
+    A local directory: the names, sizes and times of its weight files and the
+    bytes of its configurations. A hub model: the commit that was resolved.
+    """
+    if load_format == "dummy":
+        return f"dummy:{getattr(model, 'seed', None)}"
+    path = Path(model.model)
+    if path.is_dir():
+        seen = hashlib.sha256()
+        for entry in sorted(path.iterdir()):
+            if entry.name.endswith(_WEIGHT_SUFFIXES):
+                status = entry.stat()
+                seen.update(f"{entry.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+            elif entry.name in ("config.json", "params.json", "hf_quant_config.json"):
+                seen.update(f"{entry.name}\0".encode() + entry.read_bytes())
+        return f"files:{seen.hexdigest()[:32]}"
+    if path.is_file():
+        status = path.stat()
+        return f"file:{status.st_size}:{status.st_mtime_ns}"
+    commit = getattr(getattr(model, "hf_config", None), "_commit_hash", None)
+    return f"commit:{commit}"
+
+
+def _rope_length(model: Any) -> str:
+    """The context length where a rope that depends on it is used, else empty."""
+    text = getattr(model, "hf_text_config", None)
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = getattr(text, name, None)
+        if isinstance(rope, Mapping) and "longrope" in json.dumps(rope, default=str):
+            return str(model.max_model_len)
+    return ""
+
+
+def _draft(vllm_config: Any) -> str:
+    """The draft model whose layers lie in the same pages, if there is one."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is None:
+        return ""
+    draft = getattr(speculative, "draft_model_config", None)
+    parts = [_plain(getattr(speculative, "method", ""))]
+    if draft is not None:
+        parts += [_model_name(draft.model), str(draft.revision), _weights_identity(draft, "auto")]
+    return "|".join(parts)
+
+
+def _replicas(model: Any, parallel: Any, dcp: int) -> int:
+    """Consecutive TP ranks that hold identical KV: all for MLA, else few heads' worth."""
+    if dcp > 1:
+        return 1
+    tp = parallel.tensor_parallel_size
+    if getattr(model, "use_mla", False):
+        return tp
+    heads = model.get_total_num_kv_heads()
+    return max(1, tp // heads) if heads else 1
+
+
+def _none_hash(algorithm: str, engine_id: str) -> str:
+    """A digest of the seed that all block hashes start from.
+
+    vLLM sets its NONE_HASH in the scheduler's process only, after the connector
+    is made, so that it is derived here the way vLLM derives it.
+    """
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core import kv_cache_utils
+
+    function = get_hash_fn_by_name(algorithm)
+    resolve = getattr(kv_cache_utils, "resolve_none_hash_seed", None)
+    fixed = os.environ.get("PYTHONHASHSEED") is not None or algorithm not in _NON_CRYPTOGRAPHIC
+    if resolve is None or not fixed:
+        return f"engine:{engine_id}"
+    return function(resolve(function)).hex()
+
+
+def _key_format(algorithm: str) -> str:
+    """How vLLM feeds a block to the hash: the form of its extra keys, found by asking it.
+
+    The form changed between versions without a name of its own. The pickle
+    protocol is part of it for the algorithms that hash pickles.
+    """
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+    class Lora:
+        lora_name = "name"
+        lora_path = "path"
+        adapter_id = lora_int_id = 1
+        name = "name"
+
+    class Probe:
+        request_id = "probe"
+        lora_request = Lora()
+        cache_salt = "salt"
+        mm_features = ()
+        prompt_embeds = None
+
+    try:
+        keys = repr(generate_block_hash_extra_keys(Probe(), 0, 1, 0)[0])  # type: ignore[arg-type]
+    except (AttributeError, TypeError):
+        from vllm import __version__
+
+        keys = f"vllm {__version__}"
+    if not algorithm.endswith("_cbor"):
+        keys += f" pickle {pickle.HIGHEST_PROTOCOL}"
+    return hashlib.sha256(keys.encode()).hexdigest()[:32]
+
+
+def _digest_of(value: object) -> str:
+    """A digest of plain data; a function counts by its name. Empty for nothing."""
+    if not value:
+        return ""
+    text = json.dumps(
+        value, sort_keys=True, default=lambda o: getattr(o, "__qualname__", type(o).__qualname__)
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
