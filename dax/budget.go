@@ -1,0 +1,178 @@
+//go:build linux
+
+package dax
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"math"
+	"path"
+)
+
+// budgetReserve stays free beside an arena: page tables, the sidecar itself and
+// the moment between our check and the kernel's.
+const budgetReserve = 64 << 20
+
+const hugePagesDir = "sys/kernel/mm/hugepages/hugepages-2048kB"
+
+// CheckBudget says whether this host, and every control group (v1 or v2) that
+// this process is in, can give sizeBytes of memory of that kind now. It must be
+// asked before populating: a group that goes over its limit has a process
+// killed, it gets no error. The error wraps ErrNoMemory and carries the numbers
+// and the limit's name.
+//
+// The answer is of this moment and reserves nothing. KindFile needs no memory
+// that the kernel could not take back, so it always passes; [Create] checks
+// the filesystem instead. KindAuto is checked as the kind that [Choose] picks.
+func CheckBudget(sizeBytes int64, kind Kind) error {
+	return checkBudget(systemHost, sizeBytes, kind)
+}
+
+func checkBudget(h host, size int64, kind Kind) error {
+	if kind == "" || kind == KindAuto {
+		kind, _, _ = choose(h, KindAuto, size)
+	}
+	switch kind {
+	case KindFile:
+		return nil
+	case KindHugetlb:
+		return checkHugetlb(h, size)
+	default:
+		return checkMemory(h, size)
+	}
+}
+
+// refused is the error for a limit that leaves less than size.
+func refused(size, free int64, limit string) error {
+	return fmt.Errorf("%w: need %s (%d bytes), but %s", ErrNoMemory, FormatSize(size), size, limit+
+		fmt.Sprintf(", of which %s (%d bytes) can be taken", FormatSize(max(free, 0)), max(free, 0)))
+}
+
+func checkMemory(h host, size int64) error {
+	info, err := h.fields("proc/meminfo")
+	if err != nil {
+		return fmt.Errorf("memory budget: %w", err)
+	}
+	available := info["MemAvailable"] << 10
+	if free := available - budgetReserve; size > free {
+		return refused(size, free, fmt.Sprintf("the host has MemAvailable %s", FormatSize(available)))
+	}
+	groups, err := h.cgroups("memory")
+	if err != nil {
+		return fmt.Errorf("memory budget: %w", err)
+	}
+	for _, g := range groups {
+		if err := g.walk(func(dir string) error { return checkMemoryGroup(h, g.version, dir, size) }); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// walk calls check for the group and all its parents: any of them may be the
+// tightest.
+func (g cgroup) walk(check func(dir string) error) error {
+	for p := g.path; ; p = path.Dir(p) {
+		if err := check(path.Join(g.mount, p)); err != nil {
+			return err
+		}
+		if p == "/" {
+			return nil
+		}
+	}
+}
+
+// checkMemoryGroup compares size with one group's limits. Page cache counts as
+// free, since the kernel drops it before it kills.
+func checkMemoryGroup(h host, version int, dir string, size int64) error {
+	limits, usage, prefix := []string{"memory.max", "memory.high"}, "memory.current", ""
+	if version == 1 {
+		limits, usage, prefix = []string{"memory.limit_in_bytes"}, "memory.usage_in_bytes", "total_"
+	}
+	for _, name := range limits {
+		limit, err := h.readInt(path.Join(dir, name))
+		if errors.Is(err, fs.ErrNotExist) { // the root group, or no controller here
+			continue
+		}
+		if err != nil {
+			return fmt.Errorf("memory budget: %w", err)
+		}
+		if limit >= math.MaxInt64>>12<<12 { // v1 writes "none" as that
+			continue
+		}
+		used, err := h.readInt(path.Join(dir, usage))
+		if err != nil {
+			return fmt.Errorf("memory budget: %w", err)
+		}
+		stat, err := h.fields(path.Join(dir, "memory.stat"))
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return fmt.Errorf("memory budget: %w", err)
+		}
+		cache := stat[prefix+"inactive_file"] + stat[prefix+"active_file"]
+		if free := limit - max(used-cache, 0) - budgetReserve; size > free {
+			return refused(size, free, fmt.Sprintf("the control group limit %s is %s with %s used",
+				path.Join(dir, name), FormatSize(limit), FormatSize(max(used-cache, 0))))
+		}
+	}
+	return nil
+}
+
+// freeHugePages is how many 2 MiB pages may be had from the pool, those
+// included that vm.nr_overcommit_hugepages allows.
+func freeHugePages(h host) (pages int64, err error) {
+	var n [4]int64
+	for i, name := range []string{"free_hugepages", "resv_hugepages", "nr_overcommit_hugepages", "surplus_hugepages"} {
+		if n[i], err = h.readInt(path.Join(hugePagesDir, name)); err != nil {
+			return 0, err
+		}
+	}
+	return max(n[0]-n[1], 0) + max(n[2]-n[3], 0), nil
+}
+
+func checkHugetlb(h host, size int64) error {
+	need := (size + HugePageSize - 1) / HugePageSize
+	free, err := freeHugePages(h)
+	if errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("%w: this kernel has no 2 MiB huge pages", ErrUnsupported)
+	}
+	if err != nil {
+		return fmt.Errorf("huge page budget: %w", err)
+	}
+	if free < need {
+		return fmt.Errorf("%w: need %d huge pages of 2 MiB (%s), but the pool has %d free (%s); raise vm.nr_hugepages",
+			ErrNoMemory, need, FormatSize(size), free, FormatSize(free*HugePageSize))
+	}
+	groups, err := h.cgroups("hugetlb")
+	if err != nil {
+		return fmt.Errorf("huge page budget: %w", err)
+	}
+	for _, g := range groups {
+		limitName, usageName := "hugetlb.2MB.max", "hugetlb.2MB.current"
+		if g.version == 1 {
+			limitName, usageName = "hugetlb.2MB.limit_in_bytes", "hugetlb.2MB.usage_in_bytes"
+		}
+		err := g.walk(func(dir string) error {
+			limit, err := h.readInt(path.Join(dir, limitName))
+			if errors.Is(err, fs.ErrNotExist) {
+				return nil
+			}
+			if err != nil {
+				return fmt.Errorf("huge page budget: %w", err)
+			}
+			used, err := h.readInt(path.Join(dir, usageName))
+			if err != nil {
+				return fmt.Errorf("huge page budget: %w", err)
+			}
+			if limit-used < size {
+				return refused(size, limit-used, fmt.Sprintf("the control group limit %s is %s with %s used",
+					path.Join(dir, limitName), FormatSize(limit), FormatSize(used)))
+			}
+			return nil
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}

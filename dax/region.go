@@ -1,0 +1,372 @@
+//go:build linux
+
+// Package dax owns the memory that Lookaside shares or keeps off the Go heap:
+// regions (memfd with 4 KiB pages, with transparent huge pages or from the
+// hugetlb pool, or a file), the control region that clients may only read, and
+// typed tables for the engine's index. It is the only package that maps
+// memory, seals a memfd or uses unsafe to reach either.
+//
+// # Trust
+//
+// A [Region] is mapped read-write by workers, so its bytes may change at any
+// moment and nothing in them may decide an offset, a length or a state. Its
+// memfd is sealed against shrinking and growing where it is born, so that a
+// client cannot make the sidecar fault by truncating it; punching holes stays
+// possible and yields zeros. A file has no seals: whoever can write it can
+// truncate it, and every access to one belongs inside [Guard]. A [Control]
+// region is written by the sidecar alone: F_SEAL_FUTURE_WRITE refuses any
+// later writable mapping, also through /proc/PID/fd.
+//
+// # Page kinds
+//
+// The kind of page decides more than anything else how fast an arena is
+// populated, how fast a second process maps it and how well O_DIRECT reaches
+// it, by factors of three to two hundred; hence hugetlb, else transparent huge
+// pages, else 4 KiB ([Choose]). On a memfd, transparent huge pages come only
+// from mapping first, then MADV_HUGEPAGE, then touching: fallocate and
+// MAP_POPULATE have allocated 4 KiB pages by the time that the advice arrives.
+package dax
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"os"
+	"strings"
+	"sync"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// Kind says what backs a region.
+type Kind string
+
+const (
+	// KindAuto is the best of hugetlb, THP and memfd that the host gives.
+	KindAuto Kind = "auto"
+	// KindHugetlb is a memfd of 2 MiB pages from the pool vm.nr_hugepages.
+	KindHugetlb Kind = "hugetlb"
+	// KindTHP is a memfd of transparent 2 MiB pages. The kernel may still
+	// use 4 KiB pages where memory is fragmented.
+	KindTHP Kind = "thp"
+	// KindMemfd is a memfd of base (4 KiB) pages.
+	KindMemfd Kind = "memfd"
+	// KindFile is a regular file at Options.Path.
+	KindFile Kind = "file"
+)
+
+// Kinds lists every kind that [ParseKind] takes.
+var Kinds = []Kind{KindAuto, KindHugetlb, KindTHP, KindMemfd, KindFile}
+
+// ParseKind checks a setting's value.
+func ParseKind(s string) (Kind, error) {
+	names := make([]string, len(Kinds))
+	for i, k := range Kinds {
+		if s == string(k) {
+			return k, nil
+		}
+		names[i] = string(k)
+	}
+	return "", fmt.Errorf("unknown memory kind %q: one of %s", s, strings.Join(names, ", "))
+}
+
+// Sentinels that errors of this package wrap. The errors carry the numbers.
+var (
+	// ErrNoMemory: the host, its cgroup or its huge page pool has not enough.
+	ErrNoMemory = errors.New("not enough memory")
+	// ErrNoSpace: the filesystem has not enough room.
+	ErrNoSpace = errors.New("not enough space on the filesystem")
+	// ErrUnsupported: this host or filesystem cannot give that kind at all.
+	ErrUnsupported = errors.New("not supported here")
+	// ErrBusy: another process owns the file.
+	ErrBusy = errors.New("in use")
+)
+
+// HugePageSize is the size of the pages of KindHugetlb and KindTHP, in bytes.
+const HugePageSize = 2 << 20
+
+// Options describe a region to create.
+type Options struct {
+	// Kind of memory; "" is KindAuto.
+	Kind Kind
+	// SizeBytes is rounded up to the kind's page size. It must be positive.
+	SizeBytes int64
+	// Path of the backing file, for KindFile only. Every region needs a path
+	// of its own. A stale file there is replaced, never truncated: whoever
+	// still maps it keeps the old bytes.
+	Path string
+	// NUMANode that pages should come from; NoNUMANode (-1) for none. A
+	// preference, see bindNode.
+	NUMANode int
+	// Populate allocates every page before Create returns, which costs some
+	// 125 ms a GiB with huge pages and 400 ms with 4 KiB pages.
+	Populate bool
+	// Threads that populate; 0 means one a core that this process may use.
+	Threads int
+}
+
+// Region is one mapping of fixed size, shared with the clients that are given
+// its descriptor. It never grows, moves or changes.
+//
+// All methods may be called from any goroutine. The bytes are valid until
+// Close; the owner must see to it that nobody uses them by then, which is why
+// no garbage-collector cleanup unmaps a forgotten region: slices of it do not
+// keep the Region alive.
+type Region struct {
+	kind     Kind
+	pageSize int64
+	fd       int
+	mem      []byte
+	path     string // KindFile: removed at Close while still ours
+	lock     int    // KindFile: the descriptor that holds the lock, else -1
+	closing  sync.Once
+	closeErr error
+}
+
+// Create makes a region, after checking that the host can give it
+// ([CheckBudget]). With KindAuto it falls back to the next kind when the better
+// one turns out not to be had; Kind tells which it became. A failed Create
+// leaves nothing behind.
+func Create(o Options) (*Region, error) {
+	switch o.Kind {
+	case "", KindAuto:
+		kind, _, err := Choose(KindAuto, o.SizeBytes)
+		if err != nil {
+			return nil, err
+		}
+		for ; ; kind = worse(kind) {
+			o.Kind = kind
+			r, err := create(o)
+			if err == nil || kind == KindMemfd {
+				return r, err
+			}
+		}
+	default:
+		if _, _, err := Choose(o.Kind, o.SizeBytes); err != nil {
+			return nil, err
+		}
+		return create(o)
+	}
+}
+
+// worse is the next kind to try when k cannot be had.
+func worse(k Kind) Kind {
+	if k == KindHugetlb && choiceTHP(systemHost) == nil {
+		return KindTHP
+	}
+	return KindMemfd
+}
+
+func create(o Options) (r *Region, err error) {
+	pageSize := pageSizeOf(o.Kind)
+	size, err := roundUp(o.SizeBytes, pageSize)
+	if err != nil {
+		return nil, err
+	}
+	if o.Kind != KindFile {
+		if err := CheckBudget(size, o.Kind); err != nil {
+			return nil, err
+		}
+	}
+	r = &Region{kind: o.Kind, pageSize: pageSize, fd: -1, lock: -1}
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("%s region of %s: %w", o.Kind, FormatSize(size), err)
+			_ = r.Close()
+			r = nil
+		}
+	}()
+	if o.Kind == KindFile {
+		if r.fd, r.lock, err = createFile(systemHost, o.Path, size); err != nil {
+			return r, err
+		}
+		r.path = o.Path
+	} else if r.fd, err = createMemfd("lookaside", size, o.Kind == KindHugetlb); err != nil {
+		return r, err
+	}
+	if r.mem, err = mapAligned(r.fd, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err != nil {
+		return r, mapError(err, o.Kind, size)
+	}
+	// An arena is the tenants' data and as large as memory: keep it out of
+	// core dumps. Best effort, no kernel of ours refuses it.
+	_ = unix.Madvise(r.mem, unix.MADV_DONTDUMP)
+	switch o.Kind {
+	case KindTHP:
+		err = unix.Madvise(r.mem, unix.MADV_HUGEPAGE)
+	case KindMemfd:
+		// With shmem_enabled=always the kernel would give huge pages to
+		// what was asked to have none.
+		err = unix.Madvise(r.mem, unix.MADV_NOHUGEPAGE)
+		if errors.Is(err, unix.EINVAL) { // a kernel without THP
+			err = nil
+		}
+	}
+	if err != nil {
+		return r, fmt.Errorf("madvise: %w", err)
+	}
+	if o.NUMANode >= 0 {
+		if err = bindNode(r.mem, o.NUMANode); err != nil {
+			return r, err
+		}
+	}
+	if o.Populate {
+		if err = populate(r.mem, o.Threads); err != nil {
+			return r, err
+		}
+	}
+	return r, nil
+}
+
+// Bytes is the whole region. Any client may change it at any moment.
+func (r *Region) Bytes() []byte { return r.mem }
+
+// Size in bytes, a multiple of PageSize.
+func (r *Region) Size() int64 { return int64(len(r.mem)) }
+
+// Kind that the region became; never KindAuto.
+func (r *Region) Kind() Kind { return r.kind }
+
+// PageSize in bytes: what the region was asked to be made of.
+func (r *Region) PageSize() int64 { return r.pageSize }
+
+// FD is the descriptor to hand to clients. It stays the region's own.
+func (r *Region) FD() int { return r.fd }
+
+// Close unmaps the region and closes its descriptor; clients that mapped it
+// keep their mapping. A region's file is removed: nothing in it outlives the
+// index. Close is idempotent and returns its first error.
+func (r *Region) Close() error {
+	r.closing.Do(func() {
+		var errs []error
+		if r.mem != nil {
+			errs = append(errs, unmap(r.mem))
+			r.mem = nil
+		}
+		if r.lock >= 0 {
+			errs = append(errs, removeIfSame(r.path, r.lock), unix.Close(r.lock))
+			r.lock = -1
+		}
+		if r.fd >= 0 {
+			errs = append(errs, unix.Close(r.fd))
+			r.fd = -1
+		}
+		r.closeErr = errors.Join(errs...)
+	})
+	return r.closeErr
+}
+
+func pageSizeOf(k Kind) int64 {
+	if k == KindHugetlb || k == KindTHP {
+		return HugePageSize
+	}
+	return int64(os.Getpagesize())
+}
+
+func roundUp(size, unit int64) (int64, error) {
+	if size <= 0 {
+		return 0, fmt.Errorf("region size %d bytes: must be positive", size)
+	}
+	if size > math.MaxInt64-unit {
+		return 0, fmt.Errorf("region size %d bytes: too large", size)
+	}
+	return (size + unit - 1) / unit * unit, nil
+}
+
+// createMemfd makes a memfd of size bytes that can neither shrink nor grow,
+// nor be sealed further.
+func createMemfd(name string, size int64, hugetlb bool) (int, error) {
+	fd, err := newMemfd(name, size, hugetlb)
+	if err != nil {
+		return -1, err
+	}
+	if err := addSeals(fd, unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|unix.F_SEAL_SEAL); err != nil {
+		_ = unix.Close(fd)
+		return -1, err
+	}
+	return fd, nil
+}
+
+// newMemfd makes a memfd of size bytes without seals.
+func newMemfd(name string, size int64, hugetlb bool) (int, error) {
+	flags := unix.MFD_CLOEXEC | unix.MFD_ALLOW_SEALING
+	if hugetlb {
+		flags |= unix.MFD_HUGETLB | unix.MFD_HUGE_2MB
+	}
+	// MFD_NOEXEC_SEAL (Linux 6.3) makes the memory unable to ever hold a
+	// program; before that the flag is invalid and the mode says so.
+	fd, err := unix.MemfdCreate(name, flags|unix.MFD_NOEXEC_SEAL)
+	if errors.Is(err, unix.EINVAL) {
+		fd, err = unix.MemfdCreate(name, flags)
+	}
+	if err != nil {
+		return -1, fmt.Errorf("memfd_create: %w", err)
+	}
+	if err := unix.Fchmod(fd, 0o600); err != nil {
+		_ = unix.Close(fd)
+		return -1, fmt.Errorf("fchmod: %w", err)
+	}
+	if err := unix.Ftruncate(fd, size); err != nil {
+		_ = unix.Close(fd)
+		return -1, fmt.Errorf("ftruncate to %d bytes: %w", size, err)
+	}
+	return fd, nil
+}
+
+func addSeals(fd, seals int) error {
+	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals); err != nil {
+		return fmt.Errorf("add seals %#x: %w", seals, err)
+	}
+	return nil
+}
+
+// mapAligned maps size bytes of fd (or anonymous memory when fd is -1) at an
+// address that is a multiple of a huge page, without which none of its pages
+// could be mapped as one.
+func mapAligned(fd int, size int64, prot, flags int) ([]byte, error) {
+	if size > math.MaxInt64-HugePageSize {
+		return nil, fmt.Errorf("mmap of %d bytes: too large", size)
+	}
+	length := (uintptr(size) + HugePageSize - 1) &^ (HugePageSize - 1)
+	reserved, err := unix.MmapPtr(-1, 0, nil, length+HugePageSize, unix.PROT_NONE,
+		unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
+	if err != nil {
+		return nil, fmt.Errorf("mmap: reserve %d bytes: %w", length, err)
+	}
+	head := -uintptr(reserved) & (HugePageSize - 1)
+	at := unsafe.Add(reserved, head)
+	if _, err := unix.MmapPtr(fd, 0, at, uintptr(size), prot, flags|unix.MAP_FIXED); err != nil {
+		// The whole reservation goes, whether or not MAP_FIXED cleared a part.
+		_ = unix.MunmapPtr(reserved, length+HugePageSize)
+		return nil, fmt.Errorf("mmap of %d bytes: %w", size, err)
+	}
+	if head > 0 {
+		err = unix.MunmapPtr(reserved, head)
+	}
+	page := uintptr(os.Getpagesize())
+	end := (uintptr(size) + page - 1) &^ (page - 1)
+	if tail := length + HugePageSize - head - end; err == nil && tail > 0 {
+		err = unix.MunmapPtr(unsafe.Add(at, end), tail)
+	}
+	if err != nil {
+		_ = unix.MunmapPtr(reserved, length+HugePageSize)
+		return nil, fmt.Errorf("munmap: %w", err)
+	}
+	return unsafe.Slice((*byte)(at), size), nil
+}
+
+func unmap(mem []byte) error {
+	return unix.MunmapPtr(unsafe.Pointer(unsafe.SliceData(mem)), uintptr(len(mem)))
+}
+
+// mapError says what an mmap that failed for want of memory means.
+func mapError(err error, kind Kind, size int64) error {
+	if !errors.Is(err, unix.ENOMEM) {
+		return err
+	}
+	if kind == KindHugetlb {
+		return fmt.Errorf("%w: the huge page pool gave less than %d pages: %w (raise vm.nr_hugepages)",
+			ErrNoMemory, size/HugePageSize, err)
+	}
+	return fmt.Errorf("%w: %w (address-space limit, or vm.overcommit_memory=2)", ErrNoMemory, err)
+}

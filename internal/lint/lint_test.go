@@ -1,0 +1,185 @@
+package lint
+
+import (
+	"encoding/json"
+	"errors"
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"io"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+)
+
+const module = "lookaside"
+
+// layers lists the packages of the module from the top down. A package belongs to the longest entry that is a prefix of
+// its path. It may import what belongs to its own entry and to lower layers: nothing above it, and nothing beside it, so
+// that the sockets (ipc) and the engine (tiers) meet in connector only.
+var layers = []struct {
+	path  string
+	layer int
+}{
+	{"sidecar/cmd/lookaside", 6},
+	{"sidecar", 5},
+	{"connector", 4},
+	{"ipc", 3},
+	{"tiers", 3},
+	{"dax", 2},
+	{"ipc/wire", 1},    // knows no engine types, nor sockets, nor memory
+	{"tiers/chunk", 1}, // names only
+	{"internal", 0},
+}
+
+type pkg struct {
+	Dir                               string
+	ImportPath                        string
+	GoFiles, CgoFiles, IgnoredGoFiles []string
+	TestGoFiles, XTestGoFiles         []string
+	Imports                           []string
+}
+
+// rel is the package's path inside the module, "." for its root.
+func (p pkg) rel() string {
+	if p.ImportPath == module {
+		return "."
+	}
+	return strings.TrimPrefix(p.ImportPath, module+"/")
+}
+
+func under(path, root string) bool {
+	return path == root || strings.HasPrefix(path, root+"/")
+}
+
+func packages(t *testing.T) []pkg {
+	t.Helper()
+	cmd := exec.Command("go", "list", "-e", "-json=Dir,ImportPath,GoFiles,CgoFiles,IgnoredGoFiles,TestGoFiles,XTestGoFiles,Imports", module+"/...")
+	out, err := cmd.Output()
+	if err != nil {
+		var exit *exec.ExitError
+		if errors.As(err, &exit) {
+			t.Fatalf("go list: %v\n%s", err, exit.Stderr)
+		}
+		t.Fatal(err)
+	}
+	var all []pkg
+	for dec := json.NewDecoder(strings.NewReader(string(out))); ; {
+		var p pkg
+		if err := dec.Decode(&p); errors.Is(err, io.EOF) {
+			return all
+		} else if err != nil {
+			t.Fatal(err)
+		}
+		all = append(all, p)
+	}
+}
+
+// entryOf returns the entry that a package belongs to and its layer; "" where no entry names it.
+func entryOf(rel string) (entry string, layer int) {
+	for _, l := range layers {
+		if under(rel, l.path) && len(l.path) > len(entry) {
+			entry, layer = l.path, l.layer
+		}
+	}
+	return entry, layer
+}
+
+func TestImportsPointDown(t *testing.T) {
+	t.Parallel()
+	for _, p := range packages(t) {
+		entry, layer := entryOf(p.rel())
+		if entry == "" {
+			t.Errorf("%s is in no layer: name it in this test", p.ImportPath)
+			continue
+		}
+		for _, imported := range p.Imports {
+			rel, ours := strings.CutPrefix(imported, module+"/")
+			if !ours {
+				continue
+			}
+			if toEntry, toLayer := entryOf(rel); toEntry != entry && toLayer >= layer {
+				t.Errorf("%s imports %s, which is above it or beside it", p.rel(), rel)
+			}
+		}
+	}
+}
+
+// TestWireStandsAlone: the messages are bytes to fields and back; a decoder that could reach a socket, a mapping or the
+// engine could be made to use it.
+func TestWireStandsAlone(t *testing.T) {
+	t.Parallel()
+	for _, p := range packages(t) {
+		if !under(p.rel(), "ipc/wire") {
+			continue
+		}
+		for _, imported := range p.Imports {
+			if under(imported, module) && !under(imported, module+"/ipc/wire") {
+				t.Errorf("%s imports %s", p.rel(), imported)
+			}
+			if slices.Contains([]string{"net", "os", "syscall", "unsafe", "golang.org/x/sys/unix"}, imported) {
+				t.Errorf("%s imports %s", p.rel(), imported)
+			}
+		}
+	}
+}
+
+// TestDangerIsConfined reads every source that is not a test: unsafe and mappings belong to dax, cgo to ipc (which may
+// need unsafe in the files that do cgo), and zap is handed in, never reached for.
+func TestDangerIsConfined(t *testing.T) {
+	t.Parallel()
+	files := token.NewFileSet()
+	for _, p := range packages(t) {
+		for _, name := range slices.Concat(p.GoFiles, p.CgoFiles, p.IgnoredGoFiles) {
+			if strings.HasSuffix(name, "_test.go") {
+				continue
+			}
+			path := filepath.Join(p.Dir, name)
+			file, err := parser.ParseFile(files, path, nil, parser.SkipObjectResolution)
+			if err != nil {
+				t.Error(err)
+				continue
+			}
+			imports := map[string]string{} // local name to path
+			for _, spec := range file.Imports {
+				imported, _ := strconv.Unquote(spec.Path.Value)
+				local := imported[strings.LastIndexByte(imported, '/')+1:]
+				if spec.Name != nil {
+					local = spec.Name.Name
+				}
+				imports[local] = imported
+			}
+			where := filepath.Join(p.rel(), name)
+			_, usesC := imports["C"]
+			if usesC && !under(p.rel(), "ipc") {
+				t.Errorf("%s uses cgo, which only ipc may", where)
+			}
+			if _, ok := imports["unsafe"]; ok && !under(p.rel(), "dax") && !(usesC && under(p.rel(), "ipc")) {
+				t.Errorf("%s imports unsafe, which only dax may", where)
+			}
+			ast.Inspect(file, func(n ast.Node) bool {
+				sel, ok := n.(*ast.SelectorExpr)
+				if !ok {
+					return true
+				}
+				x, ok := sel.X.(*ast.Ident)
+				if !ok {
+					return true
+				}
+				at := files.Position(sel.Pos())
+				switch imported := imports[x.Name]; {
+				case imported == "go.uber.org/zap" && slices.Contains([]string{"L", "S", "ReplaceGlobals", "RedirectStdLog"}, sel.Sel.Name):
+					t.Errorf("%s:%d: zap.%s: the logger is passed in, never global", where, at.Line, sel.Sel.Name)
+				case (imported == "syscall" || imported == "golang.org/x/sys/unix") &&
+					slices.Contains([]string{"Mmap", "MmapPtr", "Munmap", "MunmapPtr", "Mremap", "MemfdCreate", "SYS_MMAP"}, sel.Sel.Name) &&
+					!under(p.rel(), "dax") && !under(p.rel(), "internal"):
+					t.Errorf("%s:%d: %s.%s: memory is mapped in dax only", where, at.Line, x.Name, sel.Sel.Name)
+				}
+				return true
+			})
+		}
+	}
+}
