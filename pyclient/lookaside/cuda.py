@@ -1,0 +1,240 @@
+"""Copies between a KV cache in GPU memory and the arena, by the GPU's own copy engines.
+
+Regions are page-locked as they are attached, so each page moves by DMA straight between the mapping and the KV cache.
+Gathers and scatters have one stream each, of the lowest priority; both wait for what the compute stream had been given
+when they were asked for. For a gather that is the forward pass that fills its blocks. For a scatter it is whoever had the
+blocks before: vLLM may hand out a block while a kernel that still writes to it is queued. Compute never waits for us:
+vLLM does not run a request before its load is reported.
+
+Handing tens of thousands of runs to the driver takes milliseconds, so one thread of ours does it, and the engine's step
+only records an event. The driver is called from native code (no torch there), torch is asked for the compute stream.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from lookaside import _native
+from lookaside.copies import AllOf, InFlight, Ticket, finished, make_plan
+from lookaside.layout import PageLayout
+
+# How often a wait looks at its event. The driver's own wait has no deadline, so ours polls.
+POLL_S = 0.0002
+# How long close waits for copies before it leaves their streams to the process's end.
+CLOSE_S = 5.0
+
+
+class CudaTicket(Ticket):
+    """A copy on a stream: submitted by our thread, then done when its event is."""
+
+    def __init__(self, driver: _native.Cuda) -> None:
+        super().__init__()
+        self._driver = driver
+        self._lock = threading.Lock()  # guards _event and _failure
+        self._event: int | None = None  # recorded behind the copy; owned, freed once seen
+        self._failure: str | None = None  # what went wrong while submitting, told when the stream is quiet
+
+    def done(self) -> bool:
+        if self._over.is_set():
+            return True
+        with self._lock:
+            if self._event is None or self._over.is_set():
+                return self._over.is_set()
+            error = self._failure
+            try:
+                if not self._driver.query(self._event):
+                    return False
+            except RuntimeError as fault:
+                error = error or str(fault)
+            _quietly(self._driver.event_free, self._event)
+            self._event = None
+            self._finish(error)
+            return True
+
+    def wait(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while not self.done():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(POLL_S, left))
+        return True
+
+    def _submitted(self, event: int | None, failure: str | None) -> None:
+        """Tells that nothing more will be queued: event is behind it all, or None when nothing was queued."""
+        with self._lock:
+            self._event, self._failure = event, failure
+            if event is None:
+                self._finish(failure)
+
+
+@dataclass(frozen=True)
+class _Job:
+    ticket: CudaTicket
+    copy: Callable[[_native.Plan, int, np.ndarray, np.ndarray], int]
+    stream: int
+    after: int  # event on the compute stream
+    blocks: np.ndarray
+    addresses: np.ndarray
+
+
+class _Unpin(Ticket):
+    """A detached region: done once no copy can touch it and it is not pinned any more."""
+
+    def __init__(self, driver: _native.Cuda, address: int, copies: list[Ticket]) -> None:
+        super().__init__()
+        self._driver, self._address, self._copies = driver, address, AllOf(copies)
+        self._lock = threading.Lock()
+
+    def done(self) -> bool:
+        if self._over.is_set() or not self._copies.done():
+            return self._over.is_set()
+        with self._lock:
+            if not self._over.is_set():
+                error = None
+                try:
+                    self._driver.unpin(self._address)
+                except RuntimeError as fault:
+                    error = str(fault)
+                self._finish(error)
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._copies.wait(timeout_s) and self.done()
+
+
+class CudaCopies:
+    """Copies for a KV cache on one GPU. Methods may be called from any thread.
+
+    compute_stream answers with the handle of the stream that vLLM computes on; by default torch's current one, so gather
+    and scatter are to be called on the thread that runs the model.
+    """
+
+    def __init__(
+        self,
+        layout: PageLayout,
+        ordinal: int,
+        *,
+        library: str = "libcuda.so.1",
+        batched: bool = True,
+        compute_stream: Callable[[], int] | None = None,
+    ) -> None:
+        self._plan = make_plan(layout)
+        self._driver = _native.Cuda(ordinal, library, batched)
+        self._compute_stream = compute_stream or _torch_stream(ordinal)
+        self._gathers = self._driver.stream()
+        self._scatters = self._driver.stream()
+        self._inflight = InFlight()
+        self._lock = threading.Lock()  # guards _pinned and _closed
+        self._pinned: dict[int, int] = {}  # region id -> address
+        self._closed = False
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._submit_all, name="lookaside-cuda", daemon=True)
+        self._thread.start()
+
+    def attach(self, region_id: int, address: int, size: int) -> None:
+        self._driver.pin(address, size)
+        try:
+            with self._lock:
+                if self._closed:
+                    raise RuntimeError("copies are closed")
+                self._plan.attach(region_id, address, size)
+                self._pinned[region_id] = address
+        except (RuntimeError, ValueError):
+            _quietly(self._driver.unpin, address)
+            raise
+
+    def detach(self, region_id: int) -> Ticket:
+        # In this order: a copy that was checked before the region left is in the snapshot, a later one is refused.
+        self._plan.detach(region_id)
+        with self._lock:
+            address = self._pinned.pop(region_id, None)
+        copies = self._inflight.snapshot()
+        return AllOf(copies) if address is None else _Unpin(self._driver, address, copies)
+
+    def gather(self, blocks: np.ndarray, addresses: np.ndarray) -> Ticket:
+        return self._start(self._driver.gather, self._gathers, blocks, addresses)
+
+    def scatter(self, blocks: np.ndarray, addresses: np.ndarray) -> Ticket:
+        return self._start(self._driver.scatter, self._scatters, blocks, addresses)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            regions = list(self._pinned)
+        self._jobs.put(None)
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive() or not AllOf(self._inflight.snapshot()).wait(CLOSE_S):
+            return  # a stuck device: freeing what it may still use would be worse than leaving it
+        for region_id in regions:
+            self.detach(region_id).done()
+        for stream in (self._gathers, self._scatters):
+            _quietly(self._driver.stream_free, stream)
+
+    def _start(
+        self,
+        copy: Callable[[_native.Plan, int, np.ndarray, np.ndarray], int],
+        stream: int,
+        blocks: np.ndarray,
+        addresses: np.ndarray,
+    ) -> Ticket:
+        after: int | None = None
+        try:
+            self._plan.check(blocks, addresses)
+            after = self._driver.event()
+            self._driver.record(after, self._compute_stream())
+        except (TypeError, ValueError, RuntimeError) as fault:
+            if after is not None:
+                _quietly(self._driver.event_free, after)
+            return finished(str(fault))
+        ticket = CudaTicket(self._driver)
+        with self._lock:
+            if self._closed:
+                _quietly(self._driver.event_free, after)
+                return finished("copies are closed")
+            self._inflight.add(ticket)
+            self._jobs.put(_Job(ticket, copy, stream, after, blocks.copy(), addresses.copy()))
+        return ticket
+
+    def _submit_all(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            event: int | None = None
+            failure: str | None = None
+            try:
+                event = self._driver.event()
+                self._driver.wait(job.stream, job.after)
+                job.copy(self._plan, job.stream, job.blocks, job.addresses)
+            except Exception as fault:
+                failure = f"{type(fault).__name__}: {fault}"
+            _quietly(self._driver.event_free, job.after)
+            if event is not None:
+                # Also behind a copy that failed: what was queued before the failure is still moving.
+                try:
+                    self._driver.record(event, job.stream)
+                except RuntimeError as fault:
+                    failure = failure or str(fault)
+                    _quietly(self._driver.event_free, event)
+                    event = None
+            job.ticket._submitted(event, failure)
+
+
+def _torch_stream(ordinal: int) -> Callable[[], int]:
+    import torch
+
+    return lambda: torch.cuda.current_stream(ordinal).cuda_stream
+
+
+def _quietly(release: Callable[[int], None], handle: int) -> None:
+    """Releases a handle of a device that may be broken: there is nobody left to tell."""
+    try:
+        release(handle)
+    except RuntimeError:
+        pass
