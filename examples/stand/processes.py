@@ -215,6 +215,8 @@ class Stand:
             ender.join()
         for process in self._processes:
             process.end()
+        for lock in self.directory.glob("*/lock"):
+            _end_autostarted(lock)
         if self._keep_logs is not None:
             self._keep_logs.mkdir(parents=True, exist_ok=True)
             for log in self.directory.glob("*.log"):
@@ -260,6 +262,19 @@ class Stand:
         server = Server(name, model or self.model, self.directory / f"vllm-{name}.log", settings, flags)
         self._processes.append(server)
         return server
+
+
+def _end_autostarted(lock: Path) -> None:
+    """Ends the sidecar that a server started by itself: its endpoint's lock holds the pid."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        pid = int(lock.read_text().split()[0])
+        if f"--runtime-dir={lock.parent}" not in Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " "):
+            return
+        os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + 10
+        while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(pid, signal.SIGKILL)
 
 
 def server_env(kv_gib: int = 1) -> dict[str, str]:

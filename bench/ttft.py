@@ -1,0 +1,155 @@
+"""Time to first token in real vLLM: a hit against vLLM's own cache, a cold prefill with and without, a dead sidecar.
+
+Three servers of the demo's small model: one without the connector, two on a sidecar. In every round each is asked in
+turn, so that a machine that slows down slows all of them:
+
+  cold      a fresh prompt, without the connector and with it (the second computes and stores)
+  hit       that prompt on the other server, which loads it; again there, and again without the connector: vLLM's cache
+  killed    the first request after the sidecar got SIGKILL, against the same prompt without the connector
+  stopped   the same after SIGSTOP
+
+Figures are medians over the rounds, in seconds; the outputs of every round must be the same tokens.
+"""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import sys
+from collections import defaultdict
+
+from bench._report import Report, arguments
+from examples.stand import client, model
+from examples.stand.client import Answer
+from examples.stand.processes import Server, Sidecar, Stand, connector_config, eventually, say, stop_on_signals
+
+
+class Bench:
+    """The servers, and what was measured on them."""
+
+    def __init__(self, stand: Stand, tokens: int) -> None:
+        self.tokens = tokens
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.stand = stand
+        self.sidecar: Sidecar = stand.sidecar()
+        config = connector_config(stand.endpoint())
+        self.plain: Server = stand.server("plain", connector=None)
+        self.a: Server = stand.server("a", connector=config)
+        self.b: Server = stand.server("b", connector=config)
+        for server in (self.plain, self.a, self.b):
+            server.wait_ready()
+        say("three servers up; warming up ...")
+        for server in (self.plain, self.a, self.b):
+            for number in range(2):
+                client.complete(server.base_url, model.prompt(tokens, 900 + number))
+        self._connected()
+
+    def _connected(self) -> None:
+        eventually(lambda: len(self.sidecar.status()["sessions"]) == 4, "both servers' sessions", 20)
+
+    def _timed(self, name: str, server: Server, prompt: list[int]) -> Answer:
+        answer = client.complete(server.base_url, prompt)
+        self.seconds[name].append(answer.ttft_s)
+        return answer
+
+    def sharing(self, number: int) -> None:
+        """One round of cold, hit and local cache."""
+        prompt = model.prompt(self.tokens, 10_000 + number)
+        order = [("cold.plain", self.plain), ("cold.connector", self.a)]
+        answers = [self._timed(name, server, prompt) for name, server in (order if number % 2 else order[::-1])]
+        hit = self._timed("hit.lookaside", self.b, prompt)
+        local = self._timed("hit.local_connector", self.b, prompt)
+        plain = self._timed("hit.local_plain", self.plain, prompt)
+        if hit.cached_tokens != plain.cached_tokens:
+            raise RuntimeError(f"hits differ: {hit.cached_tokens} from Lookaside, {plain.cached_tokens} from vLLM")
+        check([*answers, hit, local, plain])
+
+    def dead(self, name: str, number: int, how: signal.Signals) -> None:
+        """One first request after the sidecar was killed or stopped, against one without the connector."""
+        prompt = model.prompt(self.tokens, 20_000 + number)
+        plain = client.complete(self.plain.base_url, prompt)
+        self.sidecar.signal(how)
+        try:
+            after = client.complete(self.a.base_url, prompt)
+        finally:
+            if how == signal.SIGSTOP:
+                self.sidecar.signal(signal.SIGCONT)
+        check([plain, after])
+        self.seconds[f"{name}.plain"].append(plain.ttft_s)
+        self.seconds[f"{name}.connector"].append(after.ttft_s)
+        self.seconds[f"{name}.extra"].append(after.ttft_s - plain.ttft_s)
+        if how == signal.SIGKILL:
+            self.sidecar.end()
+            self.sidecar = self.stand.sidecar()
+        self._connected()
+        # Back in order before the next: a request that stores, and is then found.
+        small = model.prompt(600, 30_000 + number)
+        client.complete(self.a.base_url, small)
+
+        def found() -> bool:
+            client.reset_prefix_cache(self.b.base_url)
+            return client.complete(self.b.base_url, small).cached_tokens > 0
+
+        eventually(found, "hits once the sidecar is back", 30)
+
+
+def check(answers: list[Answer]) -> None:
+    """Raises where outputs differ."""
+    if len({answer.tokens for answer in answers}) != 1:
+        raise RuntimeError(f"outputs differ: {[answer.tokens for answer in answers]}")
+
+
+def main() -> int:
+    parser = arguments("Time to first token in real vLLM.")
+    parser.add_argument("--rounds", type=int, default=7, help="fresh prompts for cold and hit (default 7)")
+    parser.add_argument("--faults", type=int, default=3, help="times the sidecar is killed, and stopped (default 3)")
+    parser.add_argument("--tokens", type=int, default=8000, help="of each prompt (default 8000)")
+    args = parser.parse_args()
+    stop_on_signals()
+    try:
+        with Stand(model.ensure()) as stand:
+            say("starting three vLLM servers (about a minute) ...")
+            bench = Bench(stand, args.tokens)
+            for number in range(args.rounds):
+                say(f"round {number + 1} of {args.rounds} ...")
+                bench.sharing(number)
+            for number in range(args.faults):
+                say(f"the sidecar killed and stopped, {number + 1} of {args.faults} ...")
+                bench.dead("killed", 2 * number, signal.SIGKILL)
+                bench.dead("stopped", 2 * number + 1, signal.SIGSTOP)
+    except KeyboardInterrupt:
+        say("stopped; everything that was started is ended")
+        return 130
+    except (RuntimeError, TimeoutError) as error:
+        say(f"ttft: {error}")
+        return 1
+
+    median = {name: statistics.median(values) for name, values in bench.seconds.items()}
+    report = Report("ttft", f"prompts of {args.tokens} tokens, medians of {args.rounds} rounds")
+    report.add("cold.plain", median["cold.plain"], "s")
+    report.add(
+        "cold.connector",
+        median["cold.connector"],
+        "s",
+        limit=1.03 * median["cold.plain"],
+        limit_is="1.03 x without the connector",
+    )
+    report.add("hit.local_plain", median["hit.local_plain"], "s")
+    report.add("hit.local_connector", median["hit.local_connector"], "s")
+    report.add(
+        "hit.lookaside",
+        median["hit.lookaside"],
+        "s",
+        limit=1.25 * median["hit.local_plain"],
+        limit_is="1.25 x vLLM's own cache",
+    )
+    for name in ("killed", "stopped"):
+        if f"{name}.extra" in median:
+            report.add(f"{name}.plain", median[f"{name}.plain"], "s")
+            report.add(f"{name}.connector", median[f"{name}.connector"], "s")
+            report.add(f"{name}.extra", median[f"{name}.extra"], "s", limit=0.050, limit_is="over a cold one")
+    return report.finish(args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

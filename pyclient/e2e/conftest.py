@@ -1,0 +1,179 @@
+"""The servers that the tests share. One takes half a minute to start, so each is started once and used by many tests.
+
+``pair`` is the main stage: a sidecar, two servers on it, and one without the connector, whose answers are the truth
+that all others are held to. Tests on it may kill and restart the sidecar; each leaves it running, with all sessions
+connected. ``shapes`` are servers of other shapes, each with its own sidecars.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO))
+
+from examples.stand import client, model  # noqa: E402
+from examples.stand.client import Answer  # noqa: E402
+from examples.stand.processes import BINARY, Server, Sidecar, Stand, connector_config, eventually  # noqa: E402
+
+PAGE = 128  # vLLM's block on the CPU, in tokens
+_salts = itertools.count()
+
+
+def hits_of(prompt_tokens: int, page: int = PAGE) -> int:
+    """The tokens of a prompt that a cache can serve: whole pages, without the last token."""
+    return (prompt_tokens - 1) // page * page
+
+
+def ask(server: Server, prompt: list[int], max_tokens: int = 8, **extra: Any) -> Answer:
+    """A greedy completion that must end by its length."""
+    answer = client.complete(server.base_url, prompt, max_tokens=max_tokens, **extra)
+    assert answer.finish_reason == "length", answer
+    assert len(answer.tokens) == max_tokens
+    return answer
+
+
+def computed(server: Server, prompt: list[int], max_tokens: int = 8) -> Answer:
+    """The answer when nothing is cached: a salt of its own shares nothing."""
+    answer = ask(server, prompt, max_tokens, cache_salt=f"alone-{next(_salts)}")
+    assert answer.cached_tokens == 0
+    return answer
+
+
+def together(server: Server, prompts: list[list[int]], max_tokens: int = 8) -> list[Answer]:
+    """The answers to prompts sent at once."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(lambda prompt: ask(server, prompt, max_tokens), prompts))
+
+
+@dataclass
+class Pair:
+    """Two servers on one sidecar, and one without."""
+
+    stand: Stand
+    sidecar: Sidecar
+    plain: Server  # no connector
+    a: Server  # chunked prefill, in steps that no page boundary divides
+    b: Server
+    seeds: Iterator[int] = field(default_factory=lambda: itertools.count(1000))
+
+    def prompt(self, tokens: int, shared: list[int] | None = None) -> list[int]:
+        """A prompt that no test has used."""
+        return model.prompt(tokens, next(self.seeds), shared)
+
+    def connected(self) -> None:
+        """Waits until both servers' sessions are there: a scheduler and a worker each."""
+        eventually(lambda: sessions(self.sidecar) == 4, "four sessions", 20)
+
+    def restart_sidecar(self) -> None:
+        """A new sidecar on the same endpoint; the old one must have ended."""
+        self.sidecar.end()
+        self.sidecar = self.stand.sidecar()
+        self.connected()
+
+
+def sessions(sidecar: Sidecar) -> int:
+    """Sessions connected to the sidecar now."""
+    try:
+        return len(sidecar.status()["sessions"])
+    except (OSError, KeyError):
+        return -1
+
+
+@pytest.fixture(scope="session")
+def logs() -> Path | None:
+    """Where LOOKASIDE_E2E_LOGS asks for the logs of all processes to be kept."""
+    where = os.environ.get("LOOKASIDE_E2E_LOGS")
+    return Path(where) if where else None
+
+
+@pytest.fixture(scope="session")
+def small_model() -> Path:
+    return model.ensure()
+
+
+@pytest.fixture(scope="session")
+def pair(small_model: Path, logs: Path | None) -> Iterator[Pair]:
+    with Stand(small_model, logs) as stand:
+        sidecar = stand.sidecar()
+        config = connector_config(stand.endpoint())
+        plain = stand.server("plain", connector=None)
+        a = stand.server("a", connector=config, arguments=["--max-num-batched-tokens", "700"])
+        b = stand.server("b", connector=config)
+        for server in (plain, a, b):
+            server.wait_ready()
+        for server in (plain, a, b):
+            ask(server, model.prompt(300, 1))
+        out = Pair(stand, sidecar, plain, a, b)
+        out.connected()
+        yield out
+
+
+@dataclass
+class Shapes:
+    """Servers that are not of the pair's shape."""
+
+    stand: Stand
+    tp: Server  # two ranks, a sidecar each
+    tp_sidecars: tuple[Sidecar, Sidecar]
+    tight: Server  # room for ten pages of 128 tokens; starts its sidecar itself
+    tight_endpoint: Path
+    multi: Server  # Lookaside first, vLLM's ExampleConnector second
+    mla: Server
+
+
+@pytest.fixture(scope="session")
+def shapes(small_model: Path, logs: Path | None) -> Iterator[Shapes]:
+    mla_model = model.ensure("mla")
+    cores = sorted(os.sched_getaffinity(0))
+    with Stand(small_model, logs) as stand:
+        tp_sidecars = (stand.sidecar(0, "tp"), stand.sidecar(1, "tp"))
+        stand.sidecar(0, "multi")
+        stand.sidecar(0, "mla")
+        lookaside = connector_config(stand.endpoint("multi"))
+        multi = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "connectors": [
+                    lookaside,
+                    {
+                        "kv_connector": "ExampleConnector",
+                        "kv_role": "kv_both",
+                        "kv_connector_extra_config": {"shared_storage_path": str(stand.directory / "example")},
+                    },
+                ]
+            },
+        }
+        out = Shapes(
+            stand=stand,
+            tp=stand.server(
+                "tp",
+                connector=connector_config(stand.endpoint("tp")),
+                arguments=["--tensor-parallel-size", "2"],
+                env={"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"},
+            ),
+            tp_sidecars=tp_sidecars,
+            tight=stand.server(
+                "tight",
+                connector=connector_config(stand.endpoint("auto"), autostart=True, arena_size="1G", binary=str(BINARY)),
+                arguments=["--num-gpu-blocks-override", "12"],
+                max_model_len=1024,
+            ),
+            tight_endpoint=Path(stand.endpoint("auto").format(rank=0)),
+            multi=stand.server("multi", connector=multi),
+            mla=stand.server("mla", connector=connector_config(stand.endpoint("mla")), model=mla_model),
+        )
+        for server in (out.tp, out.tight, out.multi, out.mla):
+            server.wait_ready()
+        yield out

@@ -1,0 +1,163 @@
+"""What one instance has computed, another one and the same one later load instead: with the same tokens."""
+
+from __future__ import annotations
+
+import contextlib
+
+import httpx
+import pytest
+
+from examples.stand import client
+from examples.stand.processes import connector_config, eventually
+
+from .conftest import PAGE, Pair, ask, computed, hits_of, together
+
+
+@pytest.mark.parametrize("tokens", [129, 256, 257, 700, 1537, 4000])
+def test_second_instance_loads_what_the_first_computed(pair: Pair, tokens: int) -> None:
+    prompt = pair.prompt(tokens)
+    truth = ask(pair.plain, prompt)
+    first = ask(pair.a, prompt)
+    second = ask(pair.b, prompt)
+    assert (first.tokens, second.tokens) == (truth.tokens, truth.tokens)
+    assert first.cached_tokens == 0
+    assert second.cached_tokens == hits_of(tokens)
+
+
+def test_less_than_a_page_is_computed(pair: Pair) -> None:
+    prompt = pair.prompt(128)
+    truth = ask(pair.plain, prompt)
+    assert ask(pair.a, prompt).tokens == truth.tokens
+    second = ask(pair.b, prompt)
+    assert second.tokens == truth.tokens
+    assert second.cached_tokens == 0
+
+
+@pytest.mark.parametrize("shared", [200, 384, 1000])
+def test_prompts_that_share_their_beginning(pair: Pair, shared: int) -> None:
+    first = pair.prompt(1500)
+    ask(pair.a, first)
+    prompt = pair.prompt(1400, first[:shared])
+    truth = ask(pair.plain, prompt)
+    second = ask(pair.b, prompt)
+    assert second.tokens == truth.tokens
+    assert second.cached_tokens == shared // PAGE * PAGE
+
+
+def test_what_is_computed_after_a_hit_is_stored_too(pair: Pair) -> None:
+    first = pair.prompt(700)
+    ask(pair.a, first)
+    longer = pair.prompt(1800, first)
+    ask(pair.b, longer)  # loads five pages, computes and stores the rest
+    truth = ask(pair.plain, longer)
+    again = ask(pair.a, longer)
+    assert again.tokens == truth.tokens
+    assert again.cached_tokens == hits_of(1800)
+
+
+def test_local_and_remote_hits_add_up(pair: Pair) -> None:
+    prompt = pair.prompt(2000)
+    ask(pair.b, prompt[:600])  # four pages in b's own cache
+    ask(pair.a, prompt)
+    truth = ask(pair.plain, prompt)
+    second = ask(pair.b, prompt)
+    assert second.tokens == truth.tokens
+    assert second.cached_tokens == hits_of(2000)
+
+
+def test_same_instance_after_its_cache_is_reset(pair: Pair) -> None:
+    prompt = pair.prompt(1200)
+    truth = ask(pair.a, prompt)
+    client.reset_prefix_cache(pair.a.base_url)
+    again = ask(pair.a, prompt)
+    assert again.tokens == truth.tokens
+    assert again.cached_tokens == hits_of(1200)
+
+
+def test_generated_tokens_are_stored(pair: Pair) -> None:
+    prompt = pair.prompt(300)
+    first = ask(pair.a, prompt, max_tokens=300)
+    turn = [*prompt, *first.tokens, *pair.prompt(20)]
+    truth = ask(pair.plain, turn)
+    second = ask(pair.b, turn)
+    assert second.tokens == truth.tokens
+    # 300 + 300 tokens, of which the last was never computed: four whole pages.
+    assert second.cached_tokens == 4 * PAGE
+
+
+def test_salts_do_not_share(pair: Pair) -> None:
+    prompt = pair.prompt(900)
+    truth = ask(pair.plain, prompt)
+    assert ask(pair.a, prompt, cache_salt="alice").cached_tokens == 0
+    other = ask(pair.b, prompt, cache_salt="bob")
+    none = ask(pair.b, prompt)
+    same = ask(pair.b, prompt, cache_salt="alice")
+    assert (other.cached_tokens, none.cached_tokens, same.cached_tokens) == (0, 0, hits_of(900))
+    assert {other.tokens, none.tokens, same.tokens} == {truth.tokens}
+
+
+def test_many_requests_at_once(pair: Pair) -> None:
+    shared = pair.prompt(1000)
+    prompts = [pair.prompt(tokens, shared[:900]) for tokens in (950, 1100, 1300, 1900)]
+    prompts += [pair.prompt(tokens) for tokens in (100, 260, 800, 1500)]
+    truths = [ask(pair.plain, prompt, 16) for prompt in prompts]
+    first = together(pair.a, prompts, 16)
+    second = together(pair.b, prompts, 16)
+    assert [answer.tokens for answer in first] == [truth.tokens for truth in truths]
+    assert [answer.tokens for answer in second] == [truth.tokens for truth in truths]
+    assert [answer.cached_tokens for answer in second] == [hits_of(len(prompt)) for prompt in prompts]
+
+
+def test_clients_that_leave_at_any_moment(pair: Pair) -> None:
+    """Aborted while waiting, loading, prefilling and decoding: the servers go on, nothing stays leased."""
+    prompt = pair.prompt(3000)
+    truth = ask(pair.a, prompt)
+    for timeout_s in (0.005, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.2):
+        client.reset_prefix_cache(pair.b.base_url)
+        for start in (prompt, pair.prompt(2000)):
+            with contextlib.suppress(httpx.TimeoutException):
+                client.complete(pair.b.base_url, start, max_tokens=64, timeout_s=timeout_s)
+    client.reset_prefix_cache(pair.b.base_url)
+    again = ask(pair.b, prompt)
+    assert again.tokens == truth.tokens
+    assert again.cached_tokens == hits_of(3000)
+    eventually(lambda: pair.sidecar.status()["leases"] == 0, "no leases")
+
+
+def test_an_instance_that_dies_and_one_that_starts(pair: Pair) -> None:
+    """Killed in the middle of a load: what it held is free within a second. Its successor loads what is held."""
+    prompt = pair.prompt(4000)
+    truth = ask(pair.a, prompt)
+    with contextlib.suppress(httpx.TimeoutException):
+        client.complete(pair.b.base_url, prompt, timeout_s=0.04)
+    pair.b.end(patience_s=0)
+    eventually(lambda: len(pair.sidecar.status()["sessions"]) == 2, "the dead server's sessions to end", 1.0)
+    assert pair.sidecar.status()["leases"] == 0
+    pair.b = pair.stand.server("b2", connector=connector_config(pair.stand.endpoint()))
+    pair.b.wait_ready()
+    pair.connected()
+    again = ask(pair.b, prompt)
+    assert again.tokens == truth.tokens
+    assert again.cached_tokens == hits_of(4000)
+
+
+def test_reset_of_the_external_cache_forgets(pair: Pair) -> None:
+    prompt = pair.prompt(800)
+    truth = ask(pair.a, prompt)
+    assert ask(pair.b, prompt).cached_tokens == hits_of(800)
+    httpx.post(f"{pair.b.base_url}/reset_prefix_cache?reset_external=true", timeout=30, trust_env=False)
+    again = ask(pair.b, prompt)
+    assert again.tokens == truth.tokens
+    assert again.cached_tokens == 0
+
+
+def test_metrics_inside_vllm(pair: Pair) -> None:
+    """vLLM's own counters of external hits move, and the connector's metrics are exported."""
+    before = client.metric(pair.b.base_url, "vllm:external_prefix_cache_hits_total")
+    prompt = pair.prompt(1000)
+    computed(pair.plain, prompt)
+    ask(pair.a, prompt)
+    ask(pair.b, prompt)
+    assert client.metric(pair.b.base_url, "vllm:external_prefix_cache_hits_total") - before == hits_of(1000)
+    page = httpx.get(f"{pair.b.base_url}/metrics", timeout=10, trust_env=False).text
+    assert "lookaside" in page

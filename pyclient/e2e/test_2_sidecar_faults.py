@@ -1,0 +1,177 @@
+"""The sidecar killed, stopped or restarted at any moment: vLLM answers with the right tokens, and finds it again."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import pytest
+
+from examples.stand import client
+from examples.stand.client import Answer
+from examples.stand.processes import Server, eventually
+
+from .conftest import Pair, ask, hits_of
+
+
+class Asking(threading.Thread):
+    """A request under way while the test does something else."""
+
+    def __init__(self, server: Server, prompt: list[int], max_tokens: int = 8) -> None:
+        super().__init__()
+        self._arguments = (server, prompt, max_tokens)
+        self._answer: Answer | None = None
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._answer = ask(*self._arguments)
+        except BaseException as error:
+            self._error = error
+
+    def answer(self) -> Answer:
+        """Waits for the answer; raises what the request raised."""
+        self.join()
+        if self._error is not None:
+            raise self._error
+        assert self._answer is not None
+        return self._answer
+
+
+def hits_come_back(pair: Pair, prompt: list[int], truth: Answer) -> None:
+    """Once connected again, what is stored is found again: a's cold computation is b's hit."""
+    fresh = pair.prompt(600)
+    want = ask(pair.a, fresh)
+    again = ask(pair.b, fresh)
+    assert again.tokens == want.tokens
+    assert again.cached_tokens == hits_of(600)
+    assert ask(pair.b, prompt).tokens == truth.tokens
+
+
+def test_killed_between_requests(pair: Pair) -> None:
+    prompt = pair.prompt(1500)
+    truth = ask(pair.a, prompt)
+    pair.sidecar.signal(signal.SIGKILL)
+    pair.sidecar.wait(5)
+    missed = ask(pair.b, prompt)
+    assert (missed.tokens, missed.cached_tokens) == (truth.tokens, 0)
+    pair.restart_sidecar()
+    hits_come_back(pair, prompt, truth)
+
+
+@pytest.mark.parametrize("delay_s", [0.008, 0.016, 0.024, 0.032])
+def test_killed_during_a_load(pair: Pair, delay_s: float) -> None:
+    prompt = pair.prompt(4000)
+    truth = ask(pair.a, prompt)
+    asking = Asking(pair.b, prompt)
+    time.sleep(delay_s)
+    pair.sidecar.signal(signal.SIGKILL)
+    pair.sidecar.wait(5)
+    assert asking.answer().tokens == truth.tokens
+    pair.restart_sidecar()
+    hits_come_back(pair, prompt, truth)
+
+
+def test_killed_during_a_store(pair: Pair) -> None:
+    prompt = pair.prompt(3000)
+    truth = ask(pair.plain, prompt)
+    asking = Asking(pair.a, prompt)
+    time.sleep(0.4)
+    pair.sidecar.signal(signal.SIGKILL)
+    pair.sidecar.wait(5)
+    assert asking.answer().tokens == truth.tokens
+    pair.restart_sidecar()
+    second = ask(pair.b, prompt)
+    assert second.tokens == truth.tokens
+    hits_come_back(pair, prompt, truth)
+
+
+def test_stopped_between_requests(pair: Pair) -> None:
+    prompt, other = pair.prompt(1500), pair.prompt(700)
+    truth = ask(pair.a, prompt)
+    want = ask(pair.plain, other)
+    pair.sidecar.signal(signal.SIGSTOP)
+    try:
+        missed = ask(pair.b, prompt)
+        also = ask(pair.b, other, timeout_s=30)
+    finally:
+        pair.sidecar.signal(signal.SIGCONT)
+    assert (missed.tokens, missed.cached_tokens) == (truth.tokens, 0)
+    assert also.tokens == want.tokens
+    pair.connected()
+    eventually(lambda: pair.sidecar.status()["leases"] == 0, "what was asked in vain to be freed")
+    client.reset_prefix_cache(pair.b.base_url)
+
+    def hit() -> bool:
+        client.reset_prefix_cache(pair.b.base_url)
+        return ask(pair.b, prompt).cached_tokens == hits_of(1500)
+
+    eventually(hit, "hits once the sidecar goes on", 20)
+    hits_come_back(pair, prompt, truth)
+
+
+@pytest.mark.parametrize("delay_s", [0.008, 0.02])
+def test_stopped_during_a_load(pair: Pair, delay_s: float) -> None:
+    prompt = pair.prompt(4000)
+    truth = ask(pair.a, prompt)
+    asking = Asking(pair.b, prompt)
+    time.sleep(delay_s)
+    pair.sidecar.signal(signal.SIGSTOP)
+    try:
+        time.sleep(0.5)
+        busy = ask(pair.b, pair.prompt(300))  # others are served meanwhile
+        assert busy.prompt_tokens == 300
+    finally:
+        pair.sidecar.signal(signal.SIGCONT)
+    assert asking.answer().tokens == truth.tokens
+    pair.connected()
+    eventually(lambda: pair.sidecar.status()["leases"] == 0, "no leases")
+
+
+def test_restarted_under_load(pair: Pair) -> None:
+    """Requests keep coming to both servers while the sidecar dies and returns three times."""
+    prompts = [pair.prompt(tokens) for tokens in (300, 700, 1100)]
+    truths = [ask(pair.plain, prompt).tokens for prompt in prompts]
+    done = threading.Event()
+    wrong: list[object] = []
+
+    def stream(server: Server) -> None:
+        try:
+            while not done.is_set():
+                client.reset_prefix_cache(server.base_url)
+                for prompt, truth in zip(prompts, truths, strict=True):
+                    got = ask(server, prompt).tokens
+                    if got != truth:
+                        wrong.append((server.name, len(prompt), got, truth))
+        except BaseException as error:
+            wrong.append(error)
+
+    streams = [threading.Thread(target=stream, args=(server,)) for server in (pair.a, pair.b)]
+    for thread in streams:
+        thread.start()
+    try:
+        for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
+            time.sleep(1.0)
+            pair.sidecar.signal(number)
+            pair.sidecar.wait(15)
+            time.sleep(0.3)
+            pair.restart_sidecar()
+    finally:
+        done.set()
+        for thread in streams:
+            thread.join()
+    assert not wrong
+    eventually(lambda: pair.sidecar.status()["leases"] == 0, "no leases")
+
+
+def test_a_graceful_end_is_a_miss_too(pair: Pair) -> None:
+    prompt = pair.prompt(900)
+    truth = ask(pair.a, prompt)
+    pair.sidecar.signal(signal.SIGTERM)
+    assert pair.sidecar.wait(15) == 0
+    missed = ask(pair.b, prompt)
+    assert (missed.tokens, missed.cached_tokens) == (truth.tokens, 0)
+    pair.restart_sidecar()
+    hits_come_back(pair, prompt, truth)
