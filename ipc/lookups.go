@@ -1,0 +1,642 @@
+package ipc
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/pebbe/zmq4"
+	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
+
+	"lookaside/ipc/wire"
+)
+
+const (
+	// maxLookupPeers bounds the connections to one lookup socket: a scheduler needs
+	// one. libzmq has no such bound of its own and aborts the process when it runs
+	// out of descriptors.
+	maxLookupPeers = 256
+	// maxReplyPeers bounds those to one session's reply socket, which needs one.
+	maxReplyPeers = 4
+	// recvHWM bounds the messages that wait on one connection; the loop empties it
+	// at once, so what is more waits in the sender.
+	recvHWM = 32
+	// sendHWM bounds the answers that wait for a peer that does not read. They are
+	// a few bytes each.
+	sendHWM = 1024
+	// burst is how many messages of one socket are handled before the others have
+	// their turn.
+	burst = 64
+	// handshakeTimeout closes a connection that does not speak ZMTP.
+	handshakeTimeout = 2 * time.Second
+	// breakPause is how long a socket stays shut after a flood.
+	breakPause = 100 * time.Millisecond
+)
+
+// Handler answers lookup messages. Its methods are called from one goroutine,
+// which answers nobody else meanwhile, so they must not wait, nor call AddSession,
+// RemoveSession or Close. Messages are whatever a peer sent, valid until the
+// method returns.
+type Handler interface {
+	// HandleLookup handles one native message. Unless answer is empty, it goes to
+	// the session's reply socket. reply is an empty buffer that answer may use;
+	// answer must stay valid until the next call.
+	HandleLookup(msg, reply []byte) (session uint64, answer []byte)
+	// HandleLMCache handles one message of LMCache's, of 1 to
+	// wire.MaxLMCacheFrames frames, and returns the frames of the answer, none for
+	// no answer. reply is an empty slice to append them to; they must stay valid
+	// until the next call.
+	HandleLMCache(frames, reply [][]byte) [][]byte
+	// Tick is called every LookupOptions.Tick.
+	Tick()
+}
+
+// LookupOptions configure LookupSockets.
+type LookupOptions struct {
+	// MessageBytes is the longest frame accepted. A longer one, libzmq drops
+	// together with its connection. Default: what wire.DefaultLimits allow.
+	MessageBytes int
+	// HeapBytes is how far the C heap may grow above its size at start, before
+	// every lookup connection is dropped: a peer can make libzmq hold any number of
+	// frames of one unfinished message, which no option of it bounds. Default 1 GiB.
+	HeapBytes int
+	// Tick is the period of Handler.Tick. Default 100 ms.
+	Tick time.Duration
+	// LMCacheWorker is the path (with or without "ipc://") that LMCache's lookup
+	// client sends to, where a PULL is bound; LMCacheScheduler the one that it
+	// listens on, where a PUSH connects. Both or neither.
+	LMCacheWorker, LMCacheScheduler string
+	// Log is told of floods. Default: nothing.
+	Log *zap.Logger
+}
+
+func (o *LookupOptions) ensureDefaults() {
+	if o.MessageBytes <= 0 {
+		o.MessageBytes = wire.DefaultLimits.MessageBytes()
+	}
+	if o.HeapBytes <= 0 {
+		o.HeapBytes = 1 << 30
+	}
+	if o.Tick <= 0 {
+		o.Tick = 100 * time.Millisecond
+	}
+	if o.Log == nil {
+		o.Log = zap.NewNop()
+	}
+}
+
+// LookupStats are counts since the start, but for Sessions and Peers.
+type LookupStats struct {
+	Sessions    int    // reply sockets open now
+	Peers       int    // connections to the lookup sockets now
+	Messages    uint64 // handed to the handler
+	Malformed   uint64 // dropped for their number or length of frames
+	Answers     uint64 // sent
+	Dropped     uint64 // answers dropped because the peer does not read, or is not there
+	NoSession   uint64 // answers dropped because their session has no reply socket
+	FloodBreaks uint64 // times that a socket was shut because of too many connections or too much memory
+}
+
+type lookupCounters struct {
+	sessions, peers                                  atomic.Int64
+	messages, malformed, answers, dropped, noSession atomic.Uint64
+	floodBreaks                                      atomic.Uint64
+}
+
+// LookupSockets has the ZMQ sockets of lookups and the goroutine that owns them.
+// A request is received into a fixed buffer, handled, and answered by that one
+// goroutine, on its own thread: handing over to another costs more than the
+// lookup itself. In steady state a lookup allocates nothing.
+//
+// What libzmq does not bound is watched by the same goroutine: the number of
+// connections of each bound socket, by its monitor, and the memory of the C heap.
+// When a bound is passed, the socket is shut with all its connections and opened
+// again a little later; honest peers reconnect by themselves.
+//
+// Methods may be called from any goroutine.
+type LookupSockets struct {
+	dir     string
+	opt     LookupOptions
+	handler Handler
+	count   lookupCounters
+	wake    int // eventfd
+
+	mu      sync.Mutex
+	queue   []func() // for the loop to run; guarded by mu
+	closed  bool     // guarded by mu
+	done    chan struct{}
+	stopped bool // the loop's own
+
+	// All below belongs to the loop.
+	ctx        *zmq4.Context
+	native     *guarded
+	lmWorker   *guarded // nil without LMCache
+	lmSend     *zsock
+	sessions   map[uint64]*guarded
+	poll       *poller
+	buf        []byte
+	reply      []byte
+	frames     [][]byte
+	replies    [][]byte
+	monitorSeq int
+	heapStart  int
+}
+
+// NewLookupSockets opens the lookup sockets in a directory that the caller owns
+// by a Listener, and starts to serve them.
+func NewLookupSockets(dir string, opt LookupOptions, h Handler) (*LookupSockets, error) {
+	opt.ensureDefaults()
+	if (opt.LMCacheWorker == "") != (opt.LMCacheScheduler == "") {
+		return nil, errors.New("lmcache.worker_endpoint and lmcache.scheduler_endpoint: set both or neither")
+	}
+	dir, err := filepath.Abs(dir)
+	if err != nil {
+		return nil, fmt.Errorf("runtime.dir: %w", err)
+	}
+	if err := checkPath("runtime.dir", filepath.Join(dir, fmt.Sprintf(replyFormat, 0))); err != nil {
+		return nil, err
+	}
+	l := &LookupSockets{
+		dir: dir, opt: opt, handler: h,
+		done:     make(chan struct{}),
+		sessions: make(map[uint64]*guarded),
+		buf:      make([]byte, opt.MessageBytes),
+		reply:    make([]byte, 0, 4096),
+	}
+	if l.wake, err = unix.Eventfd(0, unix.EFD_NONBLOCK|unix.EFD_CLOEXEC); err != nil {
+		return nil, fmt.Errorf("eventfd: %w", err)
+	}
+	started := make(chan error)
+	go func() {
+		runtime.LockOSThread() // until the end of the goroutine, which ends the thread too
+		err := l.open()
+		started <- err
+		if err == nil {
+			l.loop()
+		}
+		l.shut()
+		close(l.done)
+	}()
+	if err := <-started; err != nil {
+		<-l.done
+		unix.Close(l.wake)
+		return nil, err
+	}
+	return l, nil
+}
+
+// LookupEndpoint returns the ZMQ endpoint that clients push lookups to.
+func (l *LookupSockets) LookupEndpoint() string { return endpoint(filepath.Join(l.dir, lookupName)) }
+
+// Stats returns the counts.
+func (l *LookupSockets) Stats() LookupStats {
+	c := &l.count
+	return LookupStats{
+		Sessions: int(c.sessions.Load()), Peers: int(c.peers.Load()),
+		Messages: c.messages.Load(), Malformed: c.malformed.Load(),
+		Answers: c.answers.Load(), Dropped: c.dropped.Load(), NoSession: c.noSession.Load(),
+		FloodBreaks: c.floodBreaks.Load(),
+	}
+}
+
+// AddSession opens a session's reply socket and returns its endpoint. A session
+// that has one keeps it.
+func (l *LookupSockets) AddSession(id uint64) (replyEndpoint string, err error) {
+	path := filepath.Join(l.dir, fmt.Sprintf(replyFormat, id))
+	ok := l.do(func() {
+		if l.sessions[id] != nil {
+			return
+		}
+		var g *guarded
+		if g, err = l.bind(zmq4.PUSH, path, maxReplyPeers); err == nil {
+			l.sessions[id] = g
+			l.count.sessions.Add(1)
+		}
+	})
+	if !ok {
+		return "", ErrClosed
+	}
+	return endpoint(path), err
+}
+
+// RemoveSession closes a session's reply socket, if it has one.
+func (l *LookupSockets) RemoveSession(id uint64) {
+	l.do(func() {
+		if g := l.sessions[id]; g != nil {
+			delete(l.sessions, id)
+			l.count.sessions.Add(-1)
+			g.close()
+		}
+	})
+}
+
+// Close stops serving and removes the sockets. Closing again does nothing.
+func (l *LookupSockets) Close() error {
+	l.mu.Lock()
+	first := !l.closed
+	l.closed = true
+	if first {
+		l.queue = append(l.queue, func() { l.stopped = true })
+		l.kick()
+	}
+	l.mu.Unlock()
+	<-l.done
+	if first {
+		unix.Close(l.wake)
+	}
+	return nil
+}
+
+// do runs f on the loop and waits for it; false means that the loop is closed.
+func (l *LookupSockets) do(f func()) bool {
+	ran := make(chan struct{})
+	l.mu.Lock()
+	if l.closed {
+		l.mu.Unlock()
+		return false
+	}
+	l.queue = append(l.queue, func() { f(); close(ran) })
+	l.kick()
+	l.mu.Unlock()
+	<-ran
+	return true
+}
+
+// kick wakes the loop. Called with mu held, so never after the eventfd is closed.
+func (l *LookupSockets) kick() {
+	one := [8]byte{1} // any native-endian number above 0 will do
+	_, _ = unix.Write(l.wake, one[:])
+}
+
+func endpoint(path string) string { return "ipc://" + path }
+
+func (l *LookupSockets) open() error {
+	var err error
+	if l.ctx, err = zmq4.NewContext(); err != nil {
+		return fmt.Errorf("zmq context: %w", err)
+	}
+	if err := l.ctx.SetBlocky(false); err != nil { // nothing lingers at close
+		return fmt.Errorf("zmq context: %w", err)
+	}
+	if l.native, err = l.bind(zmq4.PULL, filepath.Join(l.dir, lookupName), maxLookupPeers); err != nil {
+		return err
+	}
+	socks := []*zsock{l.native.zsock, l.native.monitor}
+	if l.opt.LMCacheWorker != "" {
+		if err := l.openLMCache(); err != nil {
+			return err
+		}
+		socks = append(socks, l.lmWorker.zsock, l.lmWorker.monitor)
+	}
+	l.poll = newPoller(l.wake, socks...)
+	l.heapStart = heapBytes()
+	return nil
+}
+
+func (l *LookupSockets) openLMCache() error {
+	worker := strings.TrimPrefix(l.opt.LMCacheWorker, "ipc://")
+	scheduler := strings.TrimPrefix(l.opt.LMCacheScheduler, "ipc://")
+	for _, p := range []struct{ setting, path string }{
+		{"lmcache.worker_endpoint", worker}, {"lmcache.scheduler_endpoint", scheduler},
+	} {
+		if !filepath.IsAbs(p.path) || strings.Contains(p.path, "://") {
+			return fmt.Errorf("%s: %q is not an absolute path, with or without ipc://", p.setting, p.path)
+		}
+		if err := checkPath(p.setting, p.path); err != nil {
+			return err
+		}
+	}
+	if worker == scheduler {
+		return errors.New("lmcache.worker_endpoint and lmcache.scheduler_endpoint are the same path")
+	}
+	// The path is LMCache's choice and not in our directory, so no lock guards it,
+	// and binding would take it from a living server without a word.
+	if c, err := net.DialTimeout("unix", worker, time.Second); err == nil {
+		c.Close()
+		return fmt.Errorf("lmcache.worker_endpoint: another process listens on %s", worker)
+	}
+	if st, err := os.Lstat(worker); err == nil && st.Mode()&os.ModeSocket == 0 {
+		return fmt.Errorf("lmcache.worker_endpoint: %s is there and is not a socket", worker)
+	}
+	var err error
+	if l.lmWorker, err = l.bind(zmq4.PULL, worker, maxLookupPeers); err != nil {
+		return fmt.Errorf("lmcache.worker_endpoint: %w", err)
+	}
+	if l.lmSend, err = l.socket(zmq4.PUSH); err != nil {
+		return err
+	}
+	if err := l.lmSend.Connect(endpoint(scheduler)); err != nil {
+		return fmt.Errorf("lmcache.scheduler_endpoint: %w", err)
+	}
+	return nil
+}
+
+// socket makes a socket with every bound that libzmq offers.
+func (l *LookupSockets) socket(t zmq4.Type) (*zsock, error) {
+	s, err := newZsock(l.ctx, t)
+	if err != nil {
+		return nil, err
+	}
+	maxBytes := int64(l.opt.MessageBytes)
+	if t == zmq4.PUSH {
+		maxBytes = 64 // a PUSH has nothing to receive
+	}
+	err = errors.Join(
+		s.SetLinger(0),
+		s.SetRcvhwm(recvHWM),
+		s.SetSndhwm(sendHWM),
+		s.SetMaxmsgsize(maxBytes),
+		s.SetBacklog(64),
+		s.SetHandshakeIvl(handshakeTimeout),
+		s.onlyUID(os.Geteuid()),
+	)
+	if err != nil {
+		s.Close()
+		return nil, fmt.Errorf("zmq socket options: %w", err)
+	}
+	return s, nil
+}
+
+// guarded is a bound socket that is shut while it has too many connections.
+type guarded struct {
+	*zsock
+	monitor  *zsock // PAIR that receives the socket's connection events
+	endpoint string
+	limit    int
+	peers    int
+	shutAt   time.Time // when it was unbound, zero while it is bound
+	total    *atomic.Int64
+}
+
+// bind makes a guarded socket on a path. A stale file there is replaced.
+func (l *LookupSockets) bind(t zmq4.Type, path string, limit int) (*guarded, error) {
+	s, err := l.socket(t)
+	if err != nil {
+		return nil, err
+	}
+	g := &guarded{zsock: s, endpoint: endpoint(path), limit: limit, total: &l.count.peers}
+	l.monitorSeq++
+	name := fmt.Sprintf("inproc://monitor-%d", l.monitorSeq)
+	if err = s.Monitor(name, zmq4.EVENT_ACCEPTED|zmq4.EVENT_DISCONNECTED|zmq4.EVENT_HANDSHAKE_FAILED_NO_DETAIL); err == nil {
+		if g.monitor, err = newZsock(l.ctx, zmq4.PAIR); err == nil {
+			if err = errors.Join(g.monitor.SetLinger(0), g.monitor.Connect(name)); err == nil {
+				err = g.open()
+			}
+		}
+	}
+	if err != nil {
+		g.close()
+		return nil, fmt.Errorf("zmq socket %s: %w", path, err)
+	}
+	return g, nil
+}
+
+func (g *guarded) open() error {
+	if err := g.Bind(g.endpoint); err != nil {
+		return err
+	}
+	return os.Chmod(strings.TrimPrefix(g.endpoint, "ipc://"), 0o600)
+}
+
+func (g *guarded) close() {
+	g.total.Add(-int64(g.peers))
+	g.peers = 0
+	g.Close()
+	if g.monitor != nil {
+		g.monitor.Close()
+	}
+}
+
+// watch takes in what has happened to the connections, and says whether there
+// are more than the limit.
+func (g *guarded) watch() (flooded bool) {
+	for {
+		event, _, _, err := g.monitor.RecvEvent(zmq4.DONTWAIT)
+		if err != nil {
+			return g.peers > g.limit
+		}
+		delta := 0
+		switch event {
+		case zmq4.EVENT_ACCEPTED:
+			delta = 1
+		case zmq4.EVENT_DISCONNECTED, zmq4.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+			if g.peers > 0 {
+				delta = -1
+			}
+		}
+		g.peers += delta
+		g.total.Add(int64(delta))
+	}
+}
+
+// shutFor unbinds the socket, which ends its connections.
+func (g *guarded) shutFor(l *LookupSockets, why string) {
+	if !g.shutAt.IsZero() {
+		return
+	}
+	l.opt.Log.Warn("lookup socket shut for a moment", zap.String("why", why), zap.String("endpoint", g.endpoint), zap.Int("peers", g.peers))
+	l.count.floodBreaks.Add(1)
+	if err := g.Unbind(g.endpoint); err != nil {
+		l.opt.Log.Error("lookup socket: unbind", zap.Error(err))
+		return
+	}
+	g.shutAt = time.Now()
+}
+
+// reopen binds the socket again once its pause is over.
+func (g *guarded) reopen(l *LookupSockets) {
+	if g.shutAt.IsZero() || time.Since(g.shutAt) < breakPause {
+		return
+	}
+	g.watch()
+	if err := g.open(); err != nil {
+		l.opt.Log.Error("lookup socket: bind", zap.Error(err))
+		return // again at the next tick
+	}
+	g.shutAt = time.Time{}
+}
+
+func (l *LookupSockets) loop() {
+	next := time.Now().Add(l.opt.Tick)
+	for !l.stopped {
+		if errno := l.poll.wait(time.Until(next)); errno != 0 && errno != syscall.EINTR {
+			l.opt.Log.Error("lookup sockets: poll", zap.Error(errno))
+			time.Sleep(10 * time.Millisecond) // never a busy loop
+		}
+		if l.poll.ready(1) {
+			l.serveNative()
+		}
+		if l.lmWorker != nil && l.poll.ready(3) {
+			l.serveLMCache()
+		}
+		if l.poll.ready(0) {
+			l.runQueue()
+		}
+		if l.poll.ready(2) && l.native.watch() {
+			l.native.shutFor(l, "too many connections")
+		}
+		if l.lmWorker != nil && l.poll.ready(4) && l.lmWorker.watch() {
+			l.lmWorker.shutFor(l, "too many connections")
+		}
+		if now := time.Now(); !now.Before(next) {
+			next = now.Add(l.opt.Tick)
+			l.tick()
+		}
+	}
+}
+
+func (l *LookupSockets) tick() {
+	l.handler.Tick()
+	tooMuch := heapBytes() > l.heapStart+l.opt.HeapBytes
+	each := func(g *guarded) {
+		if g == nil {
+			return
+		}
+		if g.watch() {
+			g.shutFor(l, "too many connections")
+		} else if tooMuch {
+			g.shutFor(l, "too much memory")
+		}
+		g.reopen(l)
+	}
+	each(l.native)
+	each(l.lmWorker)
+	for _, g := range l.sessions {
+		each(g)
+	}
+}
+
+func (l *LookupSockets) runQueue() {
+	var b [8]byte
+	_, _ = unix.Read(l.wake, b[:])
+	l.mu.Lock()
+	queue := l.queue
+	l.queue = nil
+	l.mu.Unlock()
+	for _, f := range queue {
+		f()
+	}
+}
+
+// serveNative handles the native lookups that wait, up to a burst.
+func (l *LookupSockets) serveNative() {
+	for range burst {
+		frames, ok := l.receive(l.native.zsock, 1)
+		if !ok {
+			return
+		}
+		if frames == nil {
+			continue
+		}
+		session, answer := l.handler.HandleLookup(frames[0], l.reply[:0])
+		if len(answer) == 0 {
+			continue
+		}
+		g := l.sessions[session]
+		if g == nil {
+			l.count.noSession.Add(1)
+			continue
+		}
+		if g.send(answer, false) == 0 {
+			l.count.answers.Add(1)
+		} else {
+			l.count.dropped.Add(1)
+		}
+	}
+}
+
+// serveLMCache does the same for LMCache's.
+func (l *LookupSockets) serveLMCache() {
+	for range burst {
+		frames, ok := l.receive(l.lmWorker.zsock, wire.MaxLMCacheFrames)
+		if !ok {
+			return
+		}
+		if frames == nil {
+			continue
+		}
+		l.replies = l.handler.HandleLMCache(frames, l.replies[:0])
+		if len(l.replies) == 0 {
+			continue
+		}
+		sent := true
+		for i, f := range l.replies {
+			// Only the first frame can find no room: libzmq takes a message whole.
+			if l.lmSend.send(f, i+1 < len(l.replies)) != 0 {
+				sent = false
+				break
+			}
+		}
+		if sent {
+			l.count.answers.Add(1)
+		} else {
+			l.count.dropped.Add(1)
+		}
+	}
+}
+
+// receive takes one message. ok is false when there is none; the frames are nil
+// when it was malformed: of more than limit frames or, all in all, longer than
+// the buffer.
+func (l *LookupSockets) receive(s *zsock, limit int) (frames [][]byte, ok bool) {
+	l.frames = l.frames[:0]
+	good, rest := true, l.buf
+	for {
+		size, more, errno := s.recv(rest)
+		if errno != 0 {
+			if errno != syscall.EAGAIN && errno != syscall.EINTR {
+				l.opt.Log.Error("lookup sockets: receive", zap.Error(errno))
+			}
+			return nil, false
+		}
+		if size > len(rest) || len(l.frames) == limit {
+			good = false
+		}
+		if good {
+			l.frames = append(l.frames, rest[:size:size])
+			rest = rest[size:]
+		}
+		if !more {
+			break
+		}
+	}
+	if !good {
+		l.count.malformed.Add(1)
+		return nil, true
+	}
+	l.count.messages.Add(1)
+	return l.frames, true
+}
+
+// shut closes everything that open made, as far as it came.
+func (l *LookupSockets) shut() {
+	for _, g := range l.sessions {
+		g.close()
+	}
+	l.sessions = nil
+	for _, g := range []*guarded{l.native, l.lmWorker} {
+		if g != nil {
+			g.close()
+		}
+	}
+	if l.lmSend != nil {
+		l.lmSend.Close()
+	}
+	if l.poll != nil {
+		l.poll.close()
+	}
+	if l.ctx != nil {
+		if err := l.ctx.Term(); err != nil {
+			l.opt.Log.Error("lookup sockets: term", zap.Error(err))
+		}
+	}
+}

@@ -1,0 +1,379 @@
+package wire
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math"
+	"unicode/utf8"
+)
+
+// ErrMalformed is wrapped by every error that a decoder returns for bytes that
+// are not the message asked for, except [*VersionError].
+var ErrMalformed = errors.New("malformed message")
+
+// ErrVersion is wrapped by [*VersionError].
+var ErrVersion = errors.New("protocol version differs")
+
+// VersionError reports a Hello, Welcome or Refuse of another protocol version.
+// Nothing after the version has been looked at.
+type VersionError struct {
+	Got uint64 // the version that the peer speaks
+}
+
+func (e *VersionError) Error() string {
+	return fmt.Sprintf("protocol version differs: want %d, got %d", Version, e.Got)
+}
+
+func (e *VersionError) Unwrap() error { return ErrVersion }
+
+// DecodeError says which field of which message was refused, and why.
+type DecodeError struct {
+	Message string // name of the message, such as "Lookup"
+	Field   string // name of the field, or "" for the message as a whole
+	Reason  string
+}
+
+func (e *DecodeError) Error() string {
+	if e.Field == "" {
+		return fmt.Sprintf("malformed %s: %s", e.Message, e.Reason)
+	}
+	return fmt.Sprintf("malformed %s: %s: %s", e.Message, e.Field, e.Reason)
+}
+
+func (e *DecodeError) Unwrap() error { return ErrMalformed }
+
+// reader walks one msgpack message. The first failure sticks: every later call
+// returns a zero value, so that a decoder reads straight through and looks at
+// the error once. It never allocates but for that error, never recurses, and
+// takes no length on trust: a count of elements is checked against the bytes
+// left (an element takes one at least) and against the caller's cap before
+// anybody acts on it.
+type reader struct {
+	buf     []byte
+	pos     int
+	message string
+	err     error
+}
+
+func (r *reader) fail(field, reason string) {
+	if r.err == nil {
+		r.err = &DecodeError{Message: r.message, Field: field, Reason: reason}
+		r.pos = len(r.buf)
+	}
+}
+
+// take returns the next n bytes, aliasing the input.
+func (r *reader) take(field string, n uint64) []byte {
+	if r.err != nil {
+		return nil
+	}
+	if n > uint64(len(r.buf)-r.pos) {
+		r.fail(field, "ends before its declared length")
+		return nil
+	}
+	p := r.buf[r.pos : r.pos+int(n) : r.pos+int(n)]
+	r.pos += int(n)
+	return p
+}
+
+func (r *reader) code(field string) byte {
+	if r.err != nil {
+		return 0
+	}
+	if r.pos >= len(r.buf) {
+		r.fail(field, "missing")
+		return 0
+	}
+	c := r.buf[r.pos]
+	r.pos++
+	return c
+}
+
+// word reads a big-endian unsigned integer of n bytes, n being 1, 2, 4 or 8.
+func (r *reader) word(field string, n uint64) uint64 {
+	p := r.take(field, n)
+	switch len(p) {
+	case 1:
+		return uint64(p[0])
+	case 2:
+		return uint64(binary.BigEndian.Uint16(p))
+	case 4:
+		return uint64(binary.BigEndian.Uint32(p))
+	case 8:
+		return binary.BigEndian.Uint64(p)
+	}
+	return 0
+}
+
+// integer reads an integer of any msgpack width. Negative ones come back as
+// two's complement with negative set.
+func (r *reader) integer(field string) (v uint64, negative bool) {
+	c := r.code(field)
+	switch {
+	case r.err != nil:
+	case c <= 0x7f:
+		return uint64(c), false
+	case c >= 0xe0:
+		return uint64(int64(int8(c))), true
+	case c >= 0xcc && c <= 0xcf:
+		return r.word(field, 1<<(c-0xcc)), false
+	case c >= 0xd0 && c <= 0xd3:
+		n := uint64(1) << (c - 0xd0)
+		v := r.word(field, n)
+		shift := 64 - 8*n
+		s := int64(v<<shift) >> shift
+		return uint64(s), s < 0
+	default:
+		r.fail(field, "not an integer")
+	}
+	return 0, false
+}
+
+// uint reads an integer between 0 and limit.
+func (r *reader) uint(field string, limit uint64) uint64 {
+	v, negative := r.integer(field)
+	if negative {
+		r.fail(field, "negative")
+		return 0
+	}
+	if v > limit {
+		r.fail(field, "out of range")
+		return 0
+	}
+	return v
+}
+
+func (r *reader) u32(field string) uint32 { return uint32(r.uint(field, math.MaxUint32)) }
+func (r *reader) u64(field string) uint64 { return r.uint(field, math.MaxUint64) }
+
+// id reads a handle that must not be 0, the value that means "none".
+func (r *reader) id(field string) uint64 {
+	v := r.u64(field)
+	if r.err == nil && v == 0 {
+		r.fail(field, "zero")
+	}
+	return v
+}
+
+func (r *reader) length(field string, n uint64, limit int) uint64 {
+	if r.err != nil {
+		return 0
+	}
+	if n > uint64(len(r.buf)-r.pos) {
+		r.fail(field, "declares more than the message holds")
+		return 0
+	}
+	if n > uint64(limit) {
+		r.fail(field, "longer than its limit")
+		return 0
+	}
+	return n
+}
+
+// bin reads a byte string of at most limit bytes, aliasing the input.
+func (r *reader) bin(field string, limit int) []byte {
+	c := r.code(field)
+	if r.err != nil {
+		return nil
+	}
+	if c < 0xc4 || c > 0xc6 {
+		r.fail(field, "not a byte string")
+		return nil
+	}
+	n := r.word(field, 1<<(c-0xc4))
+	return r.take(field, r.length(field, n, limit))
+}
+
+// strBytes reads a UTF-8 string of at most limit bytes, aliasing the input.
+func (r *reader) strBytes(field string, limit int) []byte {
+	c := r.code(field)
+	if r.err != nil {
+		return nil
+	}
+	var n uint64
+	switch {
+	case c >= 0xa0 && c <= 0xbf:
+		n = uint64(c & 0x1f)
+	case c >= 0xd9 && c <= 0xdb:
+		n = r.word(field, 1<<(c-0xd9))
+	default:
+		r.fail(field, "not a string")
+		return nil
+	}
+	p := r.take(field, r.length(field, n, limit))
+	if !utf8.Valid(p) {
+		r.fail(field, "not UTF-8")
+		return nil
+	}
+	return p
+}
+
+func (r *reader) str(field string, limit int) string { return string(r.strBytes(field, limit)) }
+
+// array reads an array header and returns its number of elements.
+func (r *reader) array(field string, limit int) int {
+	c := r.code(field)
+	if r.err != nil {
+		return 0
+	}
+	var n uint64
+	switch {
+	case c >= 0x90 && c <= 0x9f:
+		n = uint64(c & 0x0f)
+	case c == 0xdc:
+		n = r.word(field, 2)
+	case c == 0xdd:
+		n = r.word(field, 4)
+	default:
+		r.fail(field, "not an array")
+		return 0
+	}
+	return int(r.length(field, n, limit))
+}
+
+// mapping reads a map header and returns its number of entries.
+func (r *reader) mapping(field string, limit int) int {
+	c := r.code(field)
+	if r.err != nil {
+		return 0
+	}
+	var n uint64
+	switch {
+	case c >= 0x80 && c <= 0x8f:
+		n = uint64(c & 0x0f)
+	case c == 0xde:
+		n = r.word(field, 2)
+	case c == 0xdf:
+		n = r.word(field, 4)
+	default:
+		r.fail(field, "not a map")
+		return 0
+	}
+	return int(r.length(field, n, limit))
+}
+
+// header reads the outer array and the type, which must be as given.
+func (r *reader) header(t Type, arity int) {
+	n := r.array("", maxArity)
+	if got := r.uint("type", math.MaxUint8); r.err == nil && Type(got) != t {
+		r.fail("type", "another message")
+	}
+	if r.err == nil && n != arity {
+		r.fail("", "wrong number of fields")
+	}
+}
+
+// versioned reads the outer array, the type and the protocol version. Another
+// version is reported before anything behind it, the number of fields
+// included, is judged: it may mean something else there.
+func (r *reader) versioned(t Type, arity int) uint16 {
+	n := r.array("", maxArity)
+	if got := r.uint("type", math.MaxUint8); r.err == nil && Type(got) != t {
+		r.fail("type", "another message")
+	}
+	v := r.u64("version")
+	if r.err == nil && v != Version {
+		r.err = &VersionError{Got: v}
+		r.pos = len(r.buf)
+	}
+	if r.err == nil && n != arity {
+		r.fail("", "wrong number of fields")
+	}
+	return uint16(v)
+}
+
+// done refuses trailing bytes and returns the first error.
+func (r *reader) done() error {
+	if r.err == nil && r.pos != len(r.buf) {
+		r.fail("", "trailing bytes")
+	}
+	return r.err
+}
+
+// Peek returns the type of a message without looking further.
+func Peek(msg []byte) (Type, error) {
+	r := reader{buf: msg, message: "message"}
+	r.array("", maxArity)
+	t := r.uint("type", math.MaxUint8)
+	return Type(t), r.err
+}
+
+// The encoders write the shortest form of each value, as msgspec and
+// msgpack/v5's compact form do, so that equal messages are equal bytes.
+
+func appendUint(dst []byte, v uint64) []byte {
+	switch {
+	case v <= 0x7f:
+		return append(dst, byte(v))
+	case v <= math.MaxUint8:
+		return append(dst, 0xcc, byte(v))
+	case v <= math.MaxUint16:
+		return binary.BigEndian.AppendUint16(append(dst, 0xcd), uint16(v))
+	case v <= math.MaxUint32:
+		return binary.BigEndian.AppendUint32(append(dst, 0xce), uint32(v))
+	}
+	return binary.BigEndian.AppendUint64(append(dst, 0xcf), v)
+}
+
+func appendArray(dst []byte, n int) []byte {
+	switch {
+	case n <= 0x0f:
+		return append(dst, 0x90|byte(n))
+	case n <= math.MaxUint16:
+		return binary.BigEndian.AppendUint16(append(dst, 0xdc), uint16(n))
+	}
+	return binary.BigEndian.AppendUint32(append(dst, 0xdd), uint32(n))
+}
+
+func appendMap(dst []byte, n int) []byte {
+	if n <= 0x0f {
+		return append(dst, 0x80|byte(n))
+	}
+	return binary.BigEndian.AppendUint16(append(dst, 0xde), uint16(n))
+}
+
+func appendBin[B []byte | string](dst []byte, b B) []byte {
+	switch n := len(b); {
+	case n <= math.MaxUint8:
+		dst = append(dst, 0xc4, byte(n))
+	case n <= math.MaxUint16:
+		dst = binary.BigEndian.AppendUint16(append(dst, 0xc5), uint16(n))
+	default:
+		dst = binary.BigEndian.AppendUint32(append(dst, 0xc6), uint32(n))
+	}
+	return append(dst, b...)
+}
+
+func appendStr[S []byte | string](dst []byte, s S) []byte {
+	switch n := len(s); {
+	case n <= 0x1f:
+		dst = append(dst, 0xa0|byte(n))
+	case n <= math.MaxUint8:
+		dst = append(dst, 0xd9, byte(n))
+	case n <= math.MaxUint16:
+		dst = binary.BigEndian.AppendUint16(append(dst, 0xda), uint16(n))
+	default:
+		dst = binary.BigEndian.AppendUint32(append(dst, 0xdb), uint32(n))
+	}
+	return append(dst, s...)
+}
+
+func appendHeader(dst []byte, t Type, arity int) []byte {
+	return appendUint(appendArray(dst, arity), uint64(t))
+}
+
+// clip shortens s to at most limit bytes without cutting a rune, and replaces
+// what is not UTF-8, so that whatever text an error carries can be decoded.
+func clip(s string, limit int) string {
+	if !utf8.ValidString(s) {
+		s = string([]rune(s))
+	}
+	if len(s) <= limit {
+		return s
+	}
+	for limit > 0 && !utf8.RuneStart(s[limit]) {
+		limit--
+	}
+	return s[:limit]
+}

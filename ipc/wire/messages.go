@@ -1,0 +1,937 @@
+// Package wire has the messages between clients and the sidecar, their limits,
+// and their bounded decoding. It knows no engine types.
+//
+// Every message is one msgpack array whose first element is its type. The peer
+// is a stranger: it may send anything. So the decoders are written by hand,
+// with the schema as their only shape: exact number of fields, exact types
+// (integers of any msgpack width), no recursion, no trailing bytes, and no
+// length believed before it was checked against the bytes left and a limit.
+// msgpack.Unmarshal is not used: an 8-byte message makes it allocate gigabytes.
+//
+// Decoding reads in place. A []byte field of a decoded message aliases the
+// buffer that it was decoded from and is valid only as long as that is; strings
+// are copies. Slices of a message are reused when it is decoded into again, so a
+// caller that keeps one message value decodes without allocating. Encoding
+// appends to the caller's buffer in the shortest form and does not fail: it is
+// the caller who keeps its own messages within the limits.
+//
+// testdata/vectors.json has golden messages, good ones and ones to refuse,
+// which the Go and the Python tests both read.
+package wire
+
+import (
+	"math"
+	"strconv"
+)
+
+// Version is the protocol version. Peers of different versions refuse each other.
+const Version = 1
+
+// MaxPacketBytes is the largest message on the session socket. A Unix datagram
+// must fit the sender's buffer whole, so both ends set SO_SNDBUF to
+// [SocketBufferBytes].
+const MaxPacketBytes = 256 << 10
+
+// SocketBufferBytes is the SO_SNDBUF that a session socket needs for
+// [MaxPacketBytes] and the kernel's bookkeeping.
+const SocketBufferBytes = 1 << 20
+
+// MaxDigestBytes is the longest page hash.
+const MaxDigestBytes = 32
+
+// FingerprintBytes is the length of a space's fingerprint.
+const FingerprintBytes = 32
+
+const (
+	maxArity      = 16 // fields of any message, type included
+	extentBytes   = 25 // encoded bytes of one Extent, at most
+	overheadBytes = 64 // encoded bytes of a PrepareStore or a grant without its lists, at most
+
+	// MaxExtents is the number of extents that fit one packet whatever they are.
+	// A store or load that needs more must be asked for in parts.
+	MaxExtents = (MaxPacketBytes - overheadBytes) / extentBytes
+)
+
+// MaxStorePages is the number of pages of one PrepareStore whose hashes, with
+// the one before them, fit a packet and whose grants do too.
+func MaxStorePages(digestBytes int) int {
+	if digestBytes < 1 {
+		return 0
+	}
+	return min(MaxExtents, (MaxPacketBytes-overheadBytes)/digestBytes-1)
+}
+
+// Limits caps what a decoder accepts.
+type Limits struct {
+	// EngineIDBytes caps the engine id of a Hello.
+	EngineIDBytes int
+	// Fields caps how many fields a space declares; FieldKeyBytes and
+	// FieldValueBytes cap each.
+	Fields, FieldKeyBytes, FieldValueBytes int
+	// TextBytes caps every other string: endpoints, codes, messages.
+	TextBytes int
+	// Pages caps the pages named by one lookup or store.
+	Pages int
+	// Extents caps the extents of a grant and the indices of a commit or release.
+	Extents int
+	// LMCacheIDBytes caps the lookup id of an LMCache message;
+	// LMCacheConfigs the entries and LMCacheConfigBytes each key and value of its
+	// configs (the whole string, in the multipart form).
+	LMCacheIDBytes, LMCacheConfigs, LMCacheConfigBytes int
+}
+
+// DefaultLimits are the limits of the protocol.
+var DefaultLimits = Limits{
+	EngineIDBytes:      256,
+	Fields:             64,
+	FieldKeyBytes:      64,
+	FieldValueBytes:    512,
+	TextBytes:          1024,
+	Pages:              65536,
+	Extents:            MaxExtents,
+	LMCacheIDBytes:     256,
+	LMCacheConfigs:     64,
+	LMCacheConfigBytes: 4096,
+}
+
+// MessageBytes is the longest lookup message, native or LMCache's, that fits
+// the limits: the size of a receive buffer, and what a socket refuses beyond.
+func (l *Limits) MessageBytes() int {
+	native := 64 + l.Pages*MaxDigestBytes
+	lmcache := 256 + l.LMCacheIDBytes + l.Pages*(MaxDigestBytes+2+5) + l.LMCacheConfigs*2*(l.LMCacheConfigBytes+5)
+	return max(native, lmcache)
+}
+
+// Type is the first element of a message.
+type Type uint8
+
+// The types. Session socket below 60, lookup sockets from 60.
+const (
+	TypeHello        Type = 1
+	TypeWelcome      Type = 2
+	TypeRefuse       Type = 3
+	TypePrepareStore Type = 10
+	TypeStoreGrant   Type = 11
+	TypeCommitStore  Type = 12
+	TypeAbortStore   Type = 13
+	TypePrepareLoad  Type = 20
+	TypeLoadGrant    Type = 21
+	TypeRelease      Type = 22
+	TypePing         Type = 30
+	TypePong         Type = 31
+	TypeClearSpace   Type = 32
+	TypeCleared      Type = 33
+	TypeRegionAdded  Type = 40
+	TypeError        Type = 50
+	TypeLookup       Type = 60
+	TypeLookupResult Type = 61
+	TypeTrim         Type = 62
+	TypeCancel       Type = 63
+)
+
+var typeNames = map[Type]string{
+	TypeHello: "Hello", TypeWelcome: "Welcome", TypeRefuse: "Refuse",
+	TypePrepareStore: "PrepareStore", TypeStoreGrant: "StoreGrant", TypeCommitStore: "CommitStore", TypeAbortStore: "AbortStore",
+	TypePrepareLoad: "PrepareLoad", TypeLoadGrant: "LoadGrant", TypeRelease: "Release",
+	TypePing: "Ping", TypePong: "Pong", TypeClearSpace: "ClearSpace", TypeCleared: "Cleared",
+	TypeRegionAdded: "RegionAdded", TypeError: "Error",
+	TypeLookup: "Lookup", TypeLookupResult: "LookupResult", TypeTrim: "Trim", TypeCancel: "Cancel",
+}
+
+// String names the type as the struct is named.
+func (t Type) String() string {
+	if s, ok := typeNames[t]; ok {
+		return s
+	}
+	return "Type(" + strconv.Itoa(int(t)) + ")"
+}
+
+// Message is any message of this package.
+type Message interface {
+	// Type is the message's first element.
+	Type() Type
+	// Append appends the encoded message to dst.
+	Append(dst []byte) []byte
+	// Decode replaces the message by the one that b holds. On an error, which
+	// wraps [ErrMalformed] or [ErrVersion], its content is undefined.
+	Decode(b []byte, lim *Limits) error
+}
+
+// New returns an empty message of a type, or nil if there is no such type.
+func New(t Type) Message {
+	switch t {
+	case TypeHello:
+		return new(Hello)
+	case TypeWelcome:
+		return new(Welcome)
+	case TypeRefuse:
+		return new(Refuse)
+	case TypePrepareStore:
+		return new(PrepareStore)
+	case TypeStoreGrant:
+		return new(StoreGrant)
+	case TypeCommitStore:
+		return new(CommitStore)
+	case TypeAbortStore:
+		return new(AbortStore)
+	case TypePrepareLoad:
+		return new(PrepareLoad)
+	case TypeLoadGrant:
+		return new(LoadGrant)
+	case TypeRelease:
+		return new(Release)
+	case TypePing:
+		return new(Ping)
+	case TypePong:
+		return new(Pong)
+	case TypeClearSpace:
+		return new(ClearSpace)
+	case TypeCleared:
+		return new(Cleared)
+	case TypeRegionAdded:
+		return new(RegionAdded)
+	case TypeError:
+		return new(Error)
+	case TypeLookup:
+		return new(Lookup)
+	case TypeLookupResult:
+		return new(LookupResult)
+	case TypeTrim:
+		return new(Trim)
+	case TypeCancel:
+		return new(Cancel)
+	}
+	return nil
+}
+
+// Roles of a session.
+const (
+	RoleScheduler = "scheduler"
+	RoleWorker    = "worker"
+)
+
+// Field is one named property of a space.
+type Field struct{ Key, Value string }
+
+// Hello opens a session. A worker declares its space; a scheduler may leave
+// PageBytes 0 and give fewer fields, but what it gives must equal its worker's.
+type Hello struct {
+	Version       uint16 // set by Append to [Version] when 0
+	Role          string // RoleScheduler or RoleWorker
+	EngineID      string
+	Rank          uint32
+	PageTokens    uint32  // tokens of a page, at least 1
+	PageBytes     uint64  // KV bytes of a page
+	PagesPerChunk uint32  // at least 1
+	DigestBytes   uint8   // length of a page hash, 1 to MaxDigestBytes
+	Fields        []Field // by rising Key, unique
+}
+
+// Type implements Message.
+func (*Hello) Type() Type { return TypeHello }
+
+// Append implements Message.
+func (m *Hello) Append(dst []byte) []byte {
+	dst = appendVersioned(dst, TypeHello, 10, m.Version)
+	dst = appendStr(dst, m.Role)
+	dst = appendStr(dst, m.EngineID)
+	dst = appendUint(dst, uint64(m.Rank))
+	dst = appendUint(dst, uint64(m.PageTokens))
+	dst = appendUint(dst, m.PageBytes)
+	dst = appendUint(dst, uint64(m.PagesPerChunk))
+	dst = appendUint(dst, uint64(m.DigestBytes))
+	dst = appendMap(dst, len(m.Fields))
+	for _, f := range m.Fields {
+		dst = appendStr(appendStr(dst, f.Key), f.Value)
+	}
+	return dst
+}
+
+// Decode implements Message.
+func (m *Hello) Decode(b []byte, lim *Limits) error {
+	r := reader{buf: b, message: "Hello"}
+	m.Version = r.versioned(TypeHello, 10)
+	m.Role = r.str("role", len(RoleScheduler))
+	if r.err == nil && m.Role != RoleScheduler && m.Role != RoleWorker {
+		r.fail("role", "neither scheduler nor worker")
+	}
+	m.EngineID = r.str("engine_id", lim.EngineIDBytes)
+	m.Rank = r.u32("rank")
+	m.PageTokens = r.u32("page_tokens")
+	m.PageBytes = r.uint("page_bytes", math.MaxInt64)
+	m.PagesPerChunk = r.u32("pages_per_chunk")
+	m.DigestBytes = uint8(r.uint("digest_bytes", MaxDigestBytes))
+	if r.err == nil {
+		switch {
+		case m.PageTokens == 0:
+			r.fail("page_tokens", "zero")
+		case m.PagesPerChunk == 0:
+			r.fail("pages_per_chunk", "zero")
+		case m.DigestBytes == 0:
+			r.fail("digest_bytes", "zero")
+		case m.PageBytes == 0 && m.Role == RoleWorker:
+			r.fail("page_bytes", "zero")
+		}
+	}
+	n := r.mapping("fields", lim.Fields)
+	m.Fields = m.Fields[:0]
+	for i := 0; i < n && r.err == nil; i++ {
+		f := Field{Key: r.str("fields", lim.FieldKeyBytes), Value: r.str("fields", lim.FieldValueBytes)}
+		if i > 0 && r.err == nil && f.Key <= m.Fields[i-1].Key {
+			r.fail("fields", "not in rising order of keys")
+		}
+		m.Fields = append(m.Fields, f)
+	}
+	return r.done()
+}
+
+func appendVersioned(dst []byte, t Type, arity int, version uint16) []byte {
+	if version == 0 {
+		version = Version
+	}
+	return appendUint(appendHeader(dst, t, arity), uint64(version))
+}
+
+// Welcome accepts a session. The control region's fd travels with it.
+type Welcome struct {
+	Version        uint16 // set by Append to [Version] when 0
+	Session        uint64 // never 0
+	Generation     uint64 // of this run of the sidecar
+	Fingerprint    []byte // of the space, FingerprintBytes long
+	LookupEndpoint string // ZMQ endpoint that the sidecar's PULL is bound to
+	ReplyEndpoint  string // ZMQ endpoint that this session's PUSH is bound to, "" for workers
+	Regions        uint32 // how many RegionAdded follow at once, 0 for schedulers
+	MaxPages       uint32 // pages a Lookup or PrepareStore may name; see also MaxStorePages
+	LeaseMs        uint32 // how long an answered lookup keeps its lease, ms
+}
+
+// Type implements Message.
+func (*Welcome) Type() Type { return TypeWelcome }
+
+// Append implements Message.
+func (m *Welcome) Append(dst []byte) []byte {
+	dst = appendVersioned(dst, TypeWelcome, 10, m.Version)
+	dst = appendUint(dst, m.Session)
+	dst = appendUint(dst, m.Generation)
+	dst = appendBin(dst, m.Fingerprint)
+	dst = appendStr(dst, m.LookupEndpoint)
+	dst = appendStr(dst, m.ReplyEndpoint)
+	dst = appendUint(dst, uint64(m.Regions))
+	dst = appendUint(dst, uint64(m.MaxPages))
+	return appendUint(dst, uint64(m.LeaseMs))
+}
+
+// Decode implements Message.
+func (m *Welcome) Decode(b []byte, lim *Limits) error {
+	r := reader{buf: b, message: "Welcome"}
+	m.Version = r.versioned(TypeWelcome, 10)
+	m.Session = r.id("session")
+	m.Generation = r.u64("generation")
+	m.Fingerprint = r.bin("fingerprint", FingerprintBytes)
+	if r.err == nil && len(m.Fingerprint) != FingerprintBytes {
+		r.fail("fingerprint", "wrong length")
+	}
+	m.LookupEndpoint = r.str("lookup_endpoint", lim.TextBytes)
+	m.ReplyEndpoint = r.str("reply_endpoint", lim.TextBytes)
+	m.Regions = r.u32("regions")
+	m.MaxPages = r.u32("max_pages")
+	m.LeaseMs = r.u32("lease_ms")
+	return r.done()
+}
+
+// Codes of a Refuse.
+const (
+	RefuseVersion      = "version"      // another protocol version
+	RefuseIncompatible = "incompatible" // the space disagrees with one it must agree with
+	RefuseNoWorker     = "no_worker"    // a scheduler came before its worker: try again
+	RefuseBusy         = "busy"         // no room for another session: try again
+	RefuseDraining     = "draining"     // the sidecar is going away
+	RefuseLimit        = "limit"        // a configured limit is in the way
+	RefuseMalformed    = "malformed"    // the Hello could not be decoded
+)
+
+// Refuse refuses a session; the sidecar closes the socket behind it.
+type Refuse struct {
+	Version uint16 // set by Append to [Version] when 0
+	Code    string // Refuse…
+	Field   string // the field that disagrees, or ""
+	Want    string // the sidecar's value of it
+	Got     string // the client's value of it
+	Message string // for people
+}
+
+// Type implements Message.
+func (*Refuse) Type() Type { return TypeRefuse }
+
+// Append implements Message. Texts are cut to their limit.
+func (m *Refuse) Append(dst []byte) []byte {
+	limit := DefaultLimits.TextBytes
+	dst = appendVersioned(dst, TypeRefuse, 7, m.Version)
+	dst = appendStr(dst, clip(m.Code, limit))
+	dst = appendStr(dst, clip(m.Field, limit))
+	dst = appendStr(dst, clip(m.Want, limit))
+	dst = appendStr(dst, clip(m.Got, limit))
+	return appendStr(dst, clip(m.Message, limit))
+}
+
+// Decode implements Message.
+func (m *Refuse) Decode(b []byte, lim *Limits) error {
+	r := reader{buf: b, message: "Refuse"}
+	m.Version = r.versioned(TypeRefuse, 7)
+	m.Code = r.str("code", lim.TextBytes)
+	m.Field = r.str("field", lim.TextBytes)
+	m.Want = r.str("want", lim.TextBytes)
+	m.Got = r.str("got", lim.TextBytes)
+	m.Message = r.str("message", lim.TextBytes)
+	return r.done()
+}
+
+// PrepareStore asks for room for the pages from FirstPage on that are not held.
+type PrepareStore struct {
+	ID        uint32
+	FirstPage uint32 // index of the first page in its prefix, a multiple of PagesPerChunk
+	Prev      []byte // hash of the page before, empty when FirstPage is 0; aliases the input
+	Hashes    []byte // packed page hashes, at least one byte; aliases the input
+}
+
+// Type implements Message.
+func (*PrepareStore) Type() Type { return TypePrepareStore }
+
+// Append implements Message.
+func (m *PrepareStore) Append(dst []byte) []byte {
+	dst = appendHeader(dst, TypePrepareStore, 5)
+	dst = appendUint(dst, uint64(m.ID))
+	dst = appendUint(dst, uint64(m.FirstPage))
+	dst = appendBin(dst, m.Prev)
+	return appendBin(dst, m.Hashes)
+}
+
+// Decode implements Message. It does not allocate.
+func (m *PrepareStore) Decode(b []byte, lim *Limits) error {
+	r := reader{buf: b, message: "PrepareStore"}
+	r.header(TypePrepareStore, 5)
+	m.ID = r.u32("id")
+	m.FirstPage = r.u32("first_page")
+	m.Prev = r.bin("prev", MaxDigestBytes)
+	m.Hashes = r.bin("hashes", lim.Pages*MaxDigestBytes)
+	if r.err == nil {
+		switch {
+		case len(m.Hashes) == 0:
+			r.fail("hashes", "empty")
+		case (m.FirstPage == 0) != (len(m.Prev) == 0):
+			r.fail("prev", "must be empty for the first page of a prefix, and only there")
+		case len(m.Prev) != 0 && len(m.Hashes)%len(m.Prev) != 0:
+			r.fail("hashes", "not whole hashes")
+		case uint64(m.FirstPage)+uint64(len(m.Hashes)) > math.MaxUint32:
+			r.fail("first_page", "out of range")
+		}
+	}
+	return r.done()
+}
+
+// Extent is a run of consecutive pages in a region.
+type Extent struct {
+	Page   uint32 // index, in its prefix, of the first page
+	Pages  uint32 // how many, at least 1
+	Region uint32
+	Offset uint64 // of the first page in the region, bytes
+}
+
+func appendExtents(dst []byte, extents []Extent) []byte {
+	dst = appendArray(dst, len(extents))
+	for i := range extents {
+		e := &extents[i]
+		dst = appendArray(dst, 4)
+		dst = appendUint(dst, uint64(e.Page))
+		dst = appendUint(dst, uint64(e.Pages))
+		dst = appendUint(dst, uint64(e.Region))
+		dst = appendUint(dst, e.Offset)
+	}
+	return dst
+}
+
+func (r *reader) extents(field string, into []Extent, limit int) []Extent {
+	n := r.array(field, limit)
+	into = into[:0]
+	for i := 0; i < n && r.err == nil; i++ {
+		if r.array(field, 4) != 4 {
+			r.fail(field, "an extent has four fields")
+		}
+		e := Extent{Page: r.u32(field), Pages: r.u32(field), Region: r.u32(field), Offset: r.uint(field, math.MaxInt64)}
+		if r.err == nil && (e.Pages == 0 || uint64(e.Page)+uint64(e.Pages) > math.MaxUint32) {
+			r.fail(field, "pages out of range")
+		}
+		into = append(into, e)
+	}
+	return into
+}
+
+// StoreGrant answers PrepareStore: where to copy what is not held.
+type StoreGrant struct {
+	ID     uint32
+	Store  uint64 // handle for CommitStore, 0 if there is nothing to store
+	Held   uint32 // pages asked for that are held already
+	Shed   uint32 // pages refused for want of room
+	Grants []Extent
+}
+
+// Type implements Message.
+func (*StoreGrant) Type() Type { return TypeStoreGrant }
+
+// Append implements Message.
+func (m *StoreGrant) Append(dst []byte) []byte {
+	dst = appendHeader(dst, TypeStoreGrant, 6)
+	dst = appendUint(dst, uint64(m.ID))
+	dst = appendUint(dst, m.Store)
+	dst = appendUint(dst, uint64(m.Held))
+	dst = appendUint(dst, uint64(m.Shed))
+	return appendExtents(dst, m.Grants)
+}
+
+// Decode implements Message.
+func (m *StoreGrant) Decode(b []byte, lim *Limits) error {
+	r := reader{buf: b, message: "StoreGrant"}
+	r.header(TypeStoreGrant, 6)
+	m.ID = r.u32("id")
+	m.Store = r.u64("store")
+	m.Held = r.u32("held")
+	m.Shed = r.u32("shed")
+	m.Grants = r.extents("grants", m.Grants, lim.Extents)
+	if r.err == nil && (m.Store == 0) != (len(m.Grants) == 0) {
+		r.fail("grants", "must be empty without a store, and only then")
+	}
+	return r.done()
+}
+
+func appendIndices(dst []byte, indices []uint32) []byte {
+	dst = appendArray(dst, len(indices))
+	for _, i := range indices {
+		dst = appendUint(dst, uint64(i))
+	}
+	return dst
+}
+
+func (r *reader) indices(field string, into []uint32, limit int) []uint32 {
+	n := r.array(field, limit)
+	into = into[:0]
+	for i := 0; i < n && r.err == nil; i++ {
+		v := r.u32(field)
+		if i > 0 && r.err == nil && v <= into[i-1] {
+			r.fail(field, "not in rising order")
+		}
+		into = append(into, v)
+	}
+	return into
+}
+
+// CommitStore makes a store visible, but for the grants whose copy failed.
+// There is no reply.
+type CommitStore struct {
+	Store  uint64
+	Failed []uint32 // indices into StoreGrant.Grants, rising
+}
+
+// Type implements Message.
+func (*CommitStore) Type() Type { return TypeCommitStore }
+
+// Append implements Message.
+func (m *CommitStore) Append(dst []byte) []byte {
+	dst = appendHeader(dst, TypeCommitStore, 3)
+	return appendIndices(appendUint(dst, m.Store), m.Failed)
+}
+
+// Decode implements Message.
+func (m *CommitStore) Decode(b []byte, lim *Limits) error {
+	r := reader{buf: b, message: "CommitStore"}
+	r.header(TypeCommitStore, 3)
+	m.Store = r.id("store")
+	m.Failed = r.indices("failed", m.Failed, lim.Extents)
+	return r.done()
+}
+
+// AbortStore gives a store up. There is no reply.
+type AbortStore struct{ Store uint64 }
+
+// Type implements Message.
+func (*AbortStore) Type() Type { return TypeAbortStore }
+
+// Append implements Message.
+func (m *AbortStore) Append(dst []byte) []byte {
+	return appendUint(appendHeader(dst, TypeAbortStore, 2), m.Store)
+}
+
+// Decode implements Message.
+func (m *AbortStore) Decode(b []byte, _ *Limits) error {
+	r := reader{buf: b, message: "AbortStore"}
+	r.header(TypeAbortStore, 2)
+	m.Store = r.id("store")
+	return r.done()
+}
+
+// PrepareLoad takes over what a scheduler's lookup has leased.
+type PrepareLoad struct {
+	ID        uint32
+	Session   uint64 // the scheduler's
+	Lookup    uint64 // the scheduler's
+	FirstPage uint32
+	Pages     uint32 // at least 1
+}
+
+// Type implements Message.
+func (*PrepareLoad) Type() Type { return TypePrepareLoad }
+
+// Append implements Message.
+func (m *PrepareLoad) Append(dst []byte) []byte {
+	dst = appendHeader(dst, TypePrepareLoad, 6)
+	dst = appendUint(dst, uint64(m.ID))
+	dst = appendUint(dst, m.Session)
+	dst = appendUint(dst, m.Lookup)
+	dst = appendUint(dst, uint64(m.FirstPage))
+	return appendUint(dst, uint64(m.Pages))
+}
+
+// Decode implements Message.
+func (m *PrepareLoad) Decode(b []byte, lim *Limits) error {
+	r := reader{buf: b, message: "PrepareLoad"}
+	r.header(TypePrepareLoad, 6)
+	m.ID = r.u32("id")
+	m.Session = r.id("session")
+	m.Lookup = r.u64("lookup")
+	m.FirstPage = r.u32("first_page")
+	m.Pages = uint32(r.uint("pages", uint64(lim.Pages)))
+	if r.err == nil && (m.Pages == 0 || uint64(m.FirstPage)+uint64(m.Pages) > math.MaxUint32) {
+		r.fail("pages", "out of range")
+	}
+	return r.done()
+}
+
+// LoadGrant answers PrepareLoad: where the pages are.
+type LoadGrant struct {
+	ID      uint32
+	Load    uint64 // handle for Release, never 0
+	Extents []Extent
+}
+
+// Type implements Message.
+func (*LoadGrant) Type() Type { return TypeLoadGrant }
+
+// Append implements Message.
+func (m *LoadGrant) Append(dst []byte) []byte {
+	dst = appendHeader(dst, TypeLoadGrant, 4)
+	dst = appendUint(dst, uint64(m.ID))
+	dst = appendUint(dst, m.Load)
+	return appendExtents(dst, m.Extents)
+}
+
+// Decode implements Message.
+func (m *LoadGrant) Decode(b []byte, lim *Limits) error {
+	r := reader{buf: b, message: "LoadGrant"}
+	r.header(TypeLoadGrant, 4)
+	m.ID = r.u32("id")
+	m.Load = r.id("load")
+	m.Extents = r.extents("extents", m.Extents, lim.Extents)
+	return r.done()
+}
+
+// Release ends a load. Chunks of bad extents are dropped. There is no reply.
+type Release struct {
+	Load uint64
+	Bad  []uint32 // indices into LoadGrant.Extents, rising
+}
+
+// Type implements Message.
+func (*Release) Type() Type { return TypeRelease }
+
+// Append implements Message.
+func (m *Release) Append(dst []byte) []byte {
+	dst = appendHeader(dst, TypeRelease, 3)
+	return appendIndices(appendUint(dst, m.Load), m.Bad)
+}
+
+// Decode implements Message.
+func (m *Release) Decode(b []byte, lim *Limits) error {
+	r := reader{buf: b, message: "Release"}
+	r.header(TypeRelease, 3)
+	m.Load = r.id("load")
+	m.Bad = r.indices("bad", m.Bad, lim.Extents)
+	return r.done()
+}
+
+// Ping asks for a Pong.
+type Ping struct{ ID uint32 }
+
+// Type implements Message.
+func (*Ping) Type() Type { return TypePing }
+
+// Append implements Message.
+func (m *Ping) Append(dst []byte) []byte {
+	return appendUint(appendHeader(dst, TypePing, 2), uint64(m.ID))
+}
+
+// Decode implements Message.
+func (m *Ping) Decode(b []byte, _ *Limits) error {
+	r := reader{buf: b, message: "Ping"}
+	r.header(TypePing, 2)
+	m.ID = r.u32("id")
+	return r.done()
+}
+
+// Pong answers a Ping.
+type Pong struct {
+	ID         uint32
+	Generation uint64
+}
+
+// Type implements Message.
+func (*Pong) Type() Type { return TypePong }
+
+// Append implements Message.
+func (m *Pong) Append(dst []byte) []byte {
+	return appendUint(appendUint(appendHeader(dst, TypePong, 3), uint64(m.ID)), m.Generation)
+}
+
+// Decode implements Message.
+func (m *Pong) Decode(b []byte, _ *Limits) error {
+	r := reader{buf: b, message: "Pong"}
+	r.header(TypePong, 3)
+	m.ID = r.u32("id")
+	m.Generation = r.u64("generation")
+	return r.done()
+}
+
+// ClearSpace drops every chunk of the session's space.
+type ClearSpace struct{ ID uint32 }
+
+// Type implements Message.
+func (*ClearSpace) Type() Type { return TypeClearSpace }
+
+// Append implements Message.
+func (m *ClearSpace) Append(dst []byte) []byte {
+	return appendUint(appendHeader(dst, TypeClearSpace, 2), uint64(m.ID))
+}
+
+// Decode implements Message.
+func (m *ClearSpace) Decode(b []byte, _ *Limits) error {
+	r := reader{buf: b, message: "ClearSpace"}
+	r.header(TypeClearSpace, 2)
+	m.ID = r.u32("id")
+	return r.done()
+}
+
+// Cleared answers ClearSpace.
+type Cleared struct {
+	ID     uint32
+	Chunks uint32 // how many were dropped
+}
+
+// Type implements Message.
+func (*Cleared) Type() Type { return TypeCleared }
+
+// Append implements Message.
+func (m *Cleared) Append(dst []byte) []byte {
+	return appendUint(appendUint(appendHeader(dst, TypeCleared, 3), uint64(m.ID)), uint64(m.Chunks))
+}
+
+// Decode implements Message.
+func (m *Cleared) Decode(b []byte, _ *Limits) error {
+	r := reader{buf: b, message: "Cleared"}
+	r.header(TypeCleared, 3)
+	m.ID = r.u32("id")
+	m.Chunks = r.u32("chunks")
+	return r.done()
+}
+
+// RegionAdded tells a worker of a region to map; its fd travels with it.
+type RegionAdded struct {
+	Region     uint32
+	Generation uint64
+	Kind       string // such as "memfd", for people
+	SizeBytes  uint64
+	PageSize   uint64 // bytes of the pages that back it
+}
+
+// Type implements Message.
+func (*RegionAdded) Type() Type { return TypeRegionAdded }
+
+// Append implements Message.
+func (m *RegionAdded) Append(dst []byte) []byte {
+	dst = appendHeader(dst, TypeRegionAdded, 6)
+	dst = appendUint(dst, uint64(m.Region))
+	dst = appendUint(dst, m.Generation)
+	dst = appendStr(dst, m.Kind)
+	dst = appendUint(dst, m.SizeBytes)
+	return appendUint(dst, m.PageSize)
+}
+
+// Decode implements Message.
+func (m *RegionAdded) Decode(b []byte, lim *Limits) error {
+	r := reader{buf: b, message: "RegionAdded"}
+	r.header(TypeRegionAdded, 6)
+	m.Region = r.u32("region")
+	m.Generation = r.u64("generation")
+	m.Kind = r.str("kind", lim.TextBytes)
+	m.SizeBytes = r.uint("size", math.MaxInt64)
+	m.PageSize = r.uint("page_size", math.MaxInt64)
+	if r.err == nil && m.SizeBytes == 0 {
+		r.fail("size", "zero")
+	}
+	return r.done()
+}
+
+// Codes of an Error.
+const (
+	CodeNotFound     = "not_found"    // no such lookup, store or load, or its lease has gone
+	CodeStale        = "stale"        // of an earlier generation
+	CodeIncompatible = "incompatible" // the two sessions are not of one space
+	CodeBusy         = "busy"         // a limit is reached: try later
+	CodeMalformed    = "malformed"    // the request makes no sense
+	CodeClosed       = "closed"       // the sidecar is going away
+)
+
+// Error answers the request ID instead of its grant.
+type Error struct {
+	ID      uint32
+	Code    string // Code…
+	Message string // for people
+}
+
+// Type implements Message.
+func (*Error) Type() Type { return TypeError }
+
+// Append implements Message. Texts are cut to their limit.
+func (m *Error) Append(dst []byte) []byte {
+	dst = appendUint(appendHeader(dst, TypeError, 4), uint64(m.ID))
+	dst = appendStr(dst, clip(m.Code, DefaultLimits.TextBytes))
+	return appendStr(dst, clip(m.Message, DefaultLimits.TextBytes))
+}
+
+// Decode implements Message.
+func (m *Error) Decode(b []byte, lim *Limits) error {
+	r := reader{buf: b, message: "Error"}
+	r.header(TypeError, 4)
+	m.ID = r.u32("id")
+	m.Code = r.str("code", lim.TextBytes)
+	m.Message = r.str("message", lim.TextBytes)
+	return r.done()
+}
+
+// Lookup asks how much of a prefix is held, and leases it. One with a session
+// and lookup already used frees the earlier one first.
+type Lookup struct {
+	Session    uint64 // the asking scheduler's session
+	Lookup     uint64 // chosen by the client, unique in its session
+	FirstPage  uint32 // index of the first page asked for
+	Hashes     []byte // packed page hashes; aliases the input
+	DeadlineMs uint32 // the answer is of no use after so many ms
+}
+
+// Type implements Message.
+func (*Lookup) Type() Type { return TypeLookup }
+
+// Append implements Message.
+func (m *Lookup) Append(dst []byte) []byte {
+	dst = appendHeader(dst, TypeLookup, 6)
+	dst = appendUint(dst, m.Session)
+	dst = appendUint(dst, m.Lookup)
+	dst = appendUint(dst, uint64(m.FirstPage))
+	dst = appendBin(dst, m.Hashes)
+	return appendUint(dst, uint64(m.DeadlineMs))
+}
+
+// Decode implements Message. It does not allocate.
+func (m *Lookup) Decode(b []byte, lim *Limits) error {
+	r := reader{buf: b, message: "Lookup"}
+	r.header(TypeLookup, 6)
+	m.Session = r.id("session")
+	m.Lookup = r.u64("lookup")
+	m.FirstPage = r.u32("first_page")
+	m.Hashes = r.bin("hashes", lim.Pages*MaxDigestBytes)
+	m.DeadlineMs = r.u32("deadline_ms")
+	if r.err == nil && len(m.Hashes) == 0 {
+		r.fail("hashes", "empty")
+	}
+	if r.err == nil && uint64(m.FirstPage)+uint64(len(m.Hashes)) > math.MaxUint32 {
+		r.fail("first_page", "out of range")
+	}
+	return r.done()
+}
+
+// LookupResult answers a Lookup.
+type LookupResult struct {
+	Lookup    uint64
+	HitPages  uint32 // consecutive, from the lookup's first page
+	HitTokens uint32 // the same in tokens
+}
+
+// Type implements Message.
+func (*LookupResult) Type() Type { return TypeLookupResult }
+
+// Append implements Message.
+func (m *LookupResult) Append(dst []byte) []byte {
+	dst = appendHeader(dst, TypeLookupResult, 4)
+	dst = appendUint(dst, m.Lookup)
+	dst = appendUint(dst, uint64(m.HitPages))
+	return appendUint(dst, uint64(m.HitTokens))
+}
+
+// Decode implements Message. It does not allocate.
+func (m *LookupResult) Decode(b []byte, _ *Limits) error {
+	r := reader{buf: b, message: "LookupResult"}
+	r.header(TypeLookupResult, 4)
+	m.Lookup = r.u64("lookup")
+	m.HitPages = r.u32("hit_pages")
+	m.HitTokens = r.u32("hit_tokens")
+	return r.done()
+}
+
+// Trim frees a lookup's leases on chunks wholly below FirstPage.
+type Trim struct {
+	Session   uint64
+	Lookup    uint64
+	FirstPage uint32
+}
+
+// Type implements Message.
+func (*Trim) Type() Type { return TypeTrim }
+
+// Append implements Message.
+func (m *Trim) Append(dst []byte) []byte {
+	dst = appendHeader(dst, TypeTrim, 4)
+	dst = appendUint(dst, m.Session)
+	dst = appendUint(dst, m.Lookup)
+	return appendUint(dst, uint64(m.FirstPage))
+}
+
+// Decode implements Message. It does not allocate.
+func (m *Trim) Decode(b []byte, _ *Limits) error {
+	r := reader{buf: b, message: "Trim"}
+	r.header(TypeTrim, 4)
+	m.Session = r.id("session")
+	m.Lookup = r.u64("lookup")
+	m.FirstPage = r.u32("first_page")
+	return r.done()
+}
+
+// Cancel frees a lookup's leases.
+type Cancel struct {
+	Session uint64
+	Lookup  uint64
+}
+
+// Type implements Message.
+func (*Cancel) Type() Type { return TypeCancel }
+
+// Append implements Message.
+func (m *Cancel) Append(dst []byte) []byte {
+	dst = appendHeader(dst, TypeCancel, 3)
+	return appendUint(appendUint(dst, m.Session), m.Lookup)
+}
+
+// Decode implements Message. It does not allocate.
+func (m *Cancel) Decode(b []byte, _ *Limits) error {
+	r := reader{buf: b, message: "Cancel"}
+	r.header(TypeCancel, 3)
+	m.Session = r.id("session")
+	m.Lookup = r.u64("lookup")
+	return r.done()
+}
