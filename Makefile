@@ -7,9 +7,6 @@ MAKEFLAGS += --no-print-directory
 PY := .venv/bin/python
 # Looked up when used: setup puts a Go there where the machine has none that will do.
 GO = $(shell if [ -x .cache/tools/bin/go ]; then echo .cache/tools/bin/go; else echo go; fi)
-# The sidecar's version: the last tag and what came after it, where git can tell.
-VERSION := $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
-LDFLAGS := -X lookaside/sidecar.Version=$(VERSION)
 FUZZTIME ?= 20s
 GOTEST_FLAGS ?=
 PYTEST_FLAGS ?=
@@ -27,7 +24,7 @@ setup: ## Install what is missing: system packages, Go, .venv with vLLM's CPU bu
 	@scripts/setup.sh
 
 build: setup ## Build bin/lookaside and the Python package with its native part
-	@$(GO) build -trimpath -ldflags '$(LDFLAGS)' -o bin/lookaside ./sidecar/cmd/lookaside
+	@$(GO) build -trimpath -o bin/lookaside ./sidecar/cmd/lookaside
 	@scripts/pyclient.sh
 
 demo: build ## Two vLLM servers share every prefix through one sidecar; JSON=FILE writes the table as JSON
