@@ -211,10 +211,13 @@ static int plan_check_pairs(const PlanObject *self, const pairs *p) {
         PyErr_Format(PyExc_ValueError, "blocks[%zu] is %lld: not one of the %llu blocks", bad, (long long)p->blocks[bad],
                      (unsigned long long)self->plan.num_blocks);
         break;
-    case LA_BAD_ADDRESS:
-        PyErr_Format(PyExc_ValueError, "addresses[%zu]: no attached region has a page of %llu bytes at 0x%llx", bad,
-                     (unsigned long long)self->plan.page_bytes, (unsigned long long)p->addresses[bad]);
+    case LA_BAD_ADDRESS: {
+        char address[24]; /* PyErr_Format has no 64-bit hexadecimal before Python 3.12 */
+        snprintf(address, sizeof address, "0x%llx", (unsigned long long)p->addresses[bad]);
+        PyErr_Format(PyExc_ValueError, "addresses[%zu]: no attached region has a page of %llu bytes at %s", bad,
+                     (unsigned long long)self->plan.page_bytes, address);
         break;
+    }
     }
     return -1;
 }

@@ -6,9 +6,9 @@ strides we derive the runs of bytes that a block consists of, join neighbours, a
 cache config says about placement: two descriptions that disagree mean that we do not understand this vLLM, and a page that
 is not understood is not cached.
 
-    LBHNC, LBNHC, MLA   one run a layer
-    BLHNC, BLNHC        one run a block, all layers (one a page size where a model has several)
-    LHBNC, BHLNC        one run a layer and head
+    LBHNC, LBNHC, MLA      one run a layer
+    BLHNC, BLNHC, BHLNC    one run a block, all layers
+    LHBNC                  one run a layer and head
 
 Pages are opaque: nothing looks inside a run (on the CPU its bytes are in the order of the instruction set's tiles).
 Alignment padding at a page's end is not copied.
@@ -104,16 +104,16 @@ def build_layout(kv_cache_config: Any, kv_caches: Mapping[str, Any], vllm_config
     specs = dict(_layer_specs(group))
     num_blocks = int(kv_cache_config.num_blocks)
 
-    runs: list[tuple[int, int, int]] = []  # base, stride, length, in page order
+    runs: list[tuple[int, int, int]] = []  # base, stride, length
     shapes: list[str] = []
-    spans: set[tuple[int, int]] = set()
+    spans: dict[tuple[int, int], None] = {}  # in order of appearance
     for placement in kv_cache_config.kv_cache_tensors:
         for index, name in enumerate(placement.layers):
             tensor, spec = kv_caches.get(name), specs.get(name)
             if tensor is None or spec is None:
                 raise UnsupportedLayout("layout", f"layer {name} was not registered")
             storage = tensor.untyped_storage()
-            spans.add((storage.data_ptr(), storage.nbytes()))
+            spans[storage.data_ptr(), storage.nbytes()] = None
             layer = _layer_runs(name, tensor, num_blocks)
             base = min(run[0] for run in layer)
             expected = storage.data_ptr() + placement.offset + index * placement.layer_stride
@@ -127,7 +127,10 @@ def build_layout(kv_cache_config: Any, kv_caches: Mapping[str, Any], vllm_config
     if len(shapes) != len(specs):
         raise UnsupportedLayout("layout", f"{len(specs)} layers, but vLLM placed {len(shapes)}")
 
-    segments = _join(runs)
+    if len(spans) > 1:
+        raise UnsupportedLayout("layout", f"the KV cache is spread over {len(spans)} allocations")
+    # Within one allocation the order of addresses is the same in every process, and puts neighbours side by side.
+    segments = _join(sorted(runs))
     if len(segments) > MAX_SEGMENTS:
         raise UnsupportedLayout("layout", f"{len(segments)} runs of bytes a block")
     block_size = next(iter(specs.values())).block_size
@@ -136,7 +139,7 @@ def build_layout(kv_cache_config: Any, kv_caches: Mapping[str, Any], vllm_config
         page_bytes=segments[-1].page_offset + segments[-1].length,
         num_blocks=num_blocks,
         page_tokens=block_size,
-        spans=tuple(sorted(spans)),
+        spans=tuple(spans),
         description=_describe(kv_cache_config, vllm_config, shapes, segments, specs),
     )
 
@@ -149,7 +152,7 @@ def _layer_specs(group: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _layer_runs(name: str, tensor: Any, num_blocks: int) -> list[tuple[int, int, int]]:
-    """The runs (base, stride, length) of one layer's view, by address."""
+    """The runs (base, stride, length) of one layer's view, in no order."""
     shape, size = tuple(tensor.shape), tensor.element_size()
     strides = tuple(stride * size for stride in tensor.stride())
     if len(shape) < 2 or shape[0] < num_blocks or shape[0] % num_blocks != 0 or 0 in shape:
@@ -164,7 +167,7 @@ def _layer_runs(name: str, tensor: Any, num_blocks: int) -> list[tuple[int, int,
     if any(stride < length for stride, _ in inner):
         raise UnsupportedLayout("layout", f"layer {name} overlaps itself: shape {shape}, strides {strides}")
     offsets = [sum(parts) for parts in product(*([i * stride for i in range(n)] for stride, n in inner))]
-    return [(tensor.data_ptr() + offset, strides[0] * ratio, length) for offset in sorted(offsets)]
+    return [(tensor.data_ptr() + offset, strides[0] * ratio, length) for offset in offsets]
 
 
 def _join(runs: Sequence[tuple[int, int, int]]) -> tuple[Segment, ...]:

@@ -1,0 +1,171 @@
+/*
+ * Seeded sweep of the copy core under sanitizers: native_sweep SEED ROUNDS.
+ *
+ * Every round makes a random plan (segments of any length and alignment) over memory allocated to the byte, gathers and
+ * scatters random blocks with each kernel that runs here and through a pretended GPU, and compares with a copy made byte
+ * by byte. The checks are compared with the same question asked in 128-bit arithmetic. Prints what differed and exits 1.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "_cudacore.h"
+
+static uint64_t state;
+
+static uint64_t draw(void) { /* splitmix64 */
+    uint64_t z = (state += 0x9e3779b97f4a7c15u);
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+static uint64_t below(uint64_t n) { return draw() % n; }
+
+static void fail(const char *what, uint64_t a, uint64_t b) {
+    fprintf(stderr, "%s: %llu, %llu\n", what, (unsigned long long)a, (unsigned long long)b);
+    exit(1);
+}
+
+static void fill(unsigned char *p, size_t n) {
+    for (size_t i = 0; i < n; i++) p[i] = (unsigned char)draw();
+}
+
+/* A pretended driver: copies at once. */
+static size_t single_copies, batch_copies;
+
+static int to_device(uint64_t target, const void *source, size_t size, void *stream) {
+    (void)stream;
+    single_copies++;
+    memcpy((void *)(uintptr_t)target, source, size);
+    return 0;
+}
+
+static int to_host(void *target, uint64_t source, size_t size, void *stream) {
+    (void)stream;
+    single_copies++;
+    memcpy(target, (const void *)(uintptr_t)source, size);
+    return 0;
+}
+
+static int batch(uint64_t *targets, uint64_t *sources, size_t *sizes, size_t count, la_cuda_attributes *attributes,
+                 size_t *indexes, size_t attribute_count, size_t *failed, void *stream) {
+    (void)stream;
+    if (attribute_count != 1 || indexes[0] != 0 || attributes->source_access_order != 1 || *failed != 0) return 1;
+    if (count == 0 || count > LA_CUDA_BATCH) return 1;
+    for (size_t i = 0; i < count; i++) {
+        batch_copies++;
+        memcpy((void *)(uintptr_t)targets[i], (const void *)(uintptr_t)sources[i], sizes[i]);
+    }
+    return 0;
+}
+
+static void copy_round(void) {
+    la_segment segments[6];
+    la_plan plan = {.segments = segments, .segment_count = 1 + below(6), .num_blocks = 1 + below(6)};
+    size_t cache_bytes = below(64);
+    for (size_t k = 0; k < plan.segment_count; k++) {
+        /* Lengths about every branch: short runs, one group, several, with heads and tails. */
+        uint64_t scale[] = {16, 2 * LA_SHORT_RUN, 6 * LA_STREAM, 20 * LA_STREAM};
+        uint64_t length = 1 + below(scale[below(4)]);
+        plan.page_bytes += below(3) * below(100);
+        segments[k] = (la_segment){cache_bytes, length + below(2) * below(200), length, plan.page_bytes};
+        cache_bytes += segments[k].stride * (plan.num_blocks - 1) + length + below(70);
+        plan.page_bytes += length;
+    }
+    size_t count = below(plan.num_blocks + 1), lead = below(64);
+    size_t arena_bytes = lead + count * plan.page_bytes;
+    unsigned char *cache = malloc(cache_bytes + 1), *arena = malloc(arena_bytes + 1);
+    unsigned char *expected_cache = malloc(cache_bytes + 1), *expected_arena = malloc(arena_bytes + 1);
+    int64_t *blocks = malloc(count * sizeof *blocks + 1);
+    uint64_t *addresses = malloc(count * sizeof *addresses + 1);
+    for (size_t k = 0; k < plan.segment_count; k++) segments[k].base += (uintptr_t)cache;
+    uint64_t first = below(plan.num_blocks);
+    for (size_t i = 0; i < count; i++) { /* distinct blocks, pages in any order */
+        blocks[i] = (int64_t)((first + i) % plan.num_blocks);
+        addresses[i] = (uintptr_t)arena + lead + (count - 1 - i) * plan.page_bytes;
+    }
+    la_span region = {(uintptr_t)arena, arena_bytes}, span = {(uintptr_t)cache, cache_bytes};
+    size_t bad;
+    for (size_t k = 0; k < plan.segment_count; k++)
+        if (!la_segment_inside(&segments[k], plan.num_blocks, &span, 1)) fail("segment refused", k, cache_bytes);
+    if (la_check(&plan, &region, 1, blocks, addresses, count, &bad) != LA_OK) fail("pairs refused", bad, count);
+
+    la_cuda with_batch = {.copy_to_device = to_device, .copy_to_host = to_host, .copy_batch = batch};
+    la_cuda without = {.copy_to_device = to_device, .copy_to_host = to_host};
+    for (int way = 0; way < 8; way++) {
+        la_direction direction = way & 1 ? LA_SCATTER : LA_GATHER;
+        int kernel = way / 2 == 0 ? LA_KERNEL_MEMCPY : LA_KERNEL_AVX512;
+        if (way < 4 && !la_kernel_usable((la_kernel)kernel)) continue;
+        fill(cache, cache_bytes);
+        fill(arena, arena_bytes);
+        memcpy(expected_cache, cache, cache_bytes);
+        memcpy(expected_arena, arena, arena_bytes);
+        for (size_t i = 0; i < count; i++) {
+            for (size_t k = 0; k < plan.segment_count; k++) {
+                size_t c = segments[k].base - (uintptr_t)cache + (size_t)blocks[i] * segments[k].stride;
+                size_t a = addresses[i] - (uintptr_t)arena + segments[k].page_offset;
+                for (size_t j = 0; j < segments[k].length; j++) {
+                    if (direction == LA_GATHER)
+                        expected_arena[a + j] = cache[c + j];
+                    else
+                        expected_cache[c + j] = arena[a + j];
+                }
+            }
+        }
+        if (way < 4) {
+            la_copy(&plan, (la_kernel)kernel, direction, blocks, addresses, count);
+        } else {
+            int batched = way < 6;
+            const char *call = NULL;
+            if (la_cuda_copy(way < 6 ? &with_batch : &without, &batched, &plan, direction, blocks, addresses, count, NULL,
+                             &call) != 0)
+                fail(call, (uint64_t)way, count);
+        }
+        if (memcmp(cache, expected_cache, cache_bytes) != 0) fail("KV cache differs", (uint64_t)way, count);
+        if (memcmp(arena, expected_arena, arena_bytes) != 0) fail("arena differs", (uint64_t)way, count);
+    }
+    free(cache), free(arena), free(expected_cache), free(expected_arena), free(blocks), free(addresses);
+}
+
+/* A number near one of the places where arithmetic breaks. */
+static uint64_t edge(void) {
+    uint64_t bases[] = {0, 4096, (uint64_t)1 << 32, (uint64_t)1 << 63, UINT64_MAX};
+    return bases[below(5)] + below(9) - 4;
+}
+
+static void check_round(void) {
+    la_span span = {edge(), edge()};
+    if (span.start + span.size < span.start) span.size = UINT64_MAX - span.start;
+    typedef unsigned __int128 wide;
+    wide end = (wide)span.start + span.size;
+
+    la_plan plan = {.num_blocks = 1 + below(100), .page_bytes = edge()};
+    int64_t block = (int64_t)edge();
+    uint64_t address = edge();
+    size_t bad;
+    la_verdict want = block < 0 || (uint64_t)block >= plan.num_blocks ? LA_BAD_BLOCK
+                      : address >= span.start && (wide)address + plan.page_bytes <= end ? LA_OK
+                                                                                        : LA_BAD_ADDRESS;
+    la_span regions[] = {{8, 0}, span};
+    if (la_check(&plan, regions, 2, &block, &address, 1, &bad) != want) fail("verdict", address, (uint64_t)block);
+
+    la_segment segment = {edge(), edge(), edge(), 0};
+    uint64_t blocks = edge();
+    int fits = 0;
+    if (blocks != 0 && segment.length != 0) {
+        wide reach = (wide)segment.stride * (blocks - 1), top = (wide)segment.base + segment.length;
+        fits = segment.base >= span.start && reach <= end && top <= end && reach + top <= end;
+    }
+    if (la_segment_inside(&segment, blocks, &span, 1) != fits) fail("segment", segment.base, blocks);
+}
+
+int main(int count, char **arguments) {
+    if (count != 3) return 2;
+    state = strtoull(arguments[1], NULL, 10);
+    for (uint64_t rounds = strtoull(arguments[2], NULL, 10); rounds > 0; rounds--) {
+        copy_round();
+        for (int i = 0; i < 1000; i++) check_round();
+    }
+    if (single_copies == 0 || batch_copies == 0) fail("a driver's path was never taken", single_copies, batch_copies);
+    return 0;
+}

@@ -1,0 +1,263 @@
+"""Page layouts, against tensors that vLLM's own code allocates where vLLM is installed."""
+
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from lookaside.copies import make_copies, make_plan  # noqa: E402
+from lookaside.layout import PageLayout, Segment, UnsupportedLayout, build_layout, unsupported_reason  # noqa: E402
+
+SEED = int(os.environ.get("LOOKASIDE_TEST_SEED", "77"))
+BLOCKS = 11
+
+try:
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheTensor,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+        UniformTypeKVCacheSpecs,
+    )
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+    from vllm.v1.worker.utils import allocate_kv_cache
+except ImportError:
+    allocate_kv_cache = None
+
+needs_vllm = pytest.mark.skipif(allocate_kv_cache is None, reason="vLLM is not installed: its allocation cannot be checked")
+
+
+class Cache:
+    """A KV cache as vLLM places and allocates it for one group of layers."""
+
+    def __init__(self, layout: str, specs: dict[str, Any], kernel_tokens: int | None = None, blocks: int = BLOCKS) -> None:
+        distinct = set(specs.values())
+        spec = distinct.pop() if len(distinct) == 1 else None
+        if spec is None:
+            spec = UniformTypeKVCacheSpecs.from_specs(specs)
+        group = KVCacheGroupSpec(list(specs), spec)
+        self.vllm = SimpleNamespace(
+            cache_config=SimpleNamespace(
+                get_resolved_kv_cache_layout=lambda: KVCacheLayout[layout],
+                num_gpu_blocks_override=blocks,
+                prefix_cache_retention_interval=None,
+                kv_cache_layout=layout,
+            ),
+            attention_config=SimpleNamespace(hisparse_config=None),
+        )
+        memory = 1 << 34
+        self.config = get_kv_cache_config_from_groups(self.vllm, [group], memory)
+        self.config.kv_cache_layout = layout
+        sizes = None if kernel_tokens is None else [kernel_tokens]
+        self.tensors = allocate_kv_cache(self.config, torch.device("cpu"), KVCacheLayout[layout], sizes)
+        self.names = list(specs)
+
+    def build(self) -> PageLayout:
+        return build_layout(self.config, self.tensors, self.vllm)
+
+    def fill(self, seed: int) -> None:
+        """Random bytes everywhere, padding included."""
+        storage = next(iter(self.tensors.values())).untyped_storage()
+        raw = torch.empty(0, dtype=torch.uint8).set_(storage)
+        raw.copy_(torch.from_numpy(np.random.default_rng(seed).integers(0, 256, len(raw), np.uint8)))
+
+    def block(self, name: str, block: int) -> Any:
+        """One layer's part of one block, by torch indexing alone, as bytes in logical order."""
+        tensor = self.tensors[name]
+        ratio = tensor.shape[0] // self.config.num_blocks
+        return tensor[block * ratio : (block + 1) * ratio].clone().view(torch.uint8)
+
+
+def full(tokens: int, heads: int = 3, size: int = 32, dtype: Any = torch.bfloat16, **more: Any) -> Any:
+    return FullAttentionSpec(block_size=tokens, num_kv_heads=heads, head_size=size, dtype=dtype, **more)
+
+
+def mla(tokens: int, size: int = 576, dtype: Any = torch.bfloat16, **more: Any) -> Any:
+    return MLAAttentionSpec(block_size=tokens, num_kv_heads=1, head_size=size, dtype=dtype, **more)
+
+
+def layers(spec: Any, count: int = 4) -> dict[str, Any]:
+    return {f"model.layers.{i}.attn": spec for i in range(count)}
+
+
+def cases() -> list[Any]:
+    if allocate_kv_cache is None:
+        return []
+    # name, layout, specs, tokens of a kernel block, runs a block
+    made = []
+    for layout, runs in (("LBHNC", 4), ("LBNHC", 4), ("BLHNC", 1), ("BLNHC", 1), ("LHBNC", 12), ("BHLNC", 1)):
+        made.append((f"full-{layout}", layout, layers(full(16)), None, runs))
+        made.append((f"full128-{layout}", layout, layers(full(128)), None, runs))
+    for layout, runs in (("LBHNC", 4), ("LBNHC", 4), ("BLHNC", 1), ("LHBNC", 4)):
+        made.append((f"mla-{layout}", layout, layers(mla(64)), None, runs))
+    for layout in ("LBHNC", "LBNHC"):
+        made.append((f"split-{layout}", layout, layers(full(128)), 32, 4))
+        made.append((f"split-mla-{layout}", layout, layers(mla(128)), 64, 4))
+        made.append((f"padded-{layout}", layout, layers(full(16, page_size_padded=8192)), None, 4))
+        made.append((f"fp8-{layout}", layout, layers(full(16, dtype=torch.uint8)), None, 4))
+        made.append((f"one-head-{layout}", layout, layers(full(16, heads=1)), None, 4))
+    made.append(("float32", "LBHNC", layers(full(128, heads=4, size=64, dtype=torch.float32)), None, 4))
+    made.append(("odd-head", "LBHNC", layers(full(16, heads=5, size=40)), None, 4))
+    made.append(("padded-BLHNC", "BLHNC", layers(full(16, page_size_padded=8192)), None, 4))
+    made.append(("mla-padded", "LBHNC", layers(mla(16, size=100, alignment=576)), None, 4))
+    two = {"a.attn": mla(64), "b.attn": mla(64, size=128), "c.attn": mla(64), "d.attn": mla(64, size=128)}
+    made.append(("two-sizes-LBHNC", "LBHNC", two, None, 4))
+    made.append(("two-sizes-BLHNC", "BLHNC", two, None, 1))
+    wide = {"a.attn": full(16, size_v) for size_v in (2,)} | {"b.attn": full(16, 2), "c.attn": full(16, 6)}
+    made.append(("two-heads-LBNHC", "LBNHC", wide, None, 3))
+    return [pytest.param(*case[1:], id=case[0]) for case in made]
+
+
+@needs_vllm
+@pytest.mark.parametrize(("layout", "specs", "kernel_tokens", "runs"), cases())
+def test_pages_round_trip(layout: str, specs: dict[str, Any], kernel_tokens: int | None, runs: int) -> None:
+    """Gather random blocks, scatter them to others: what torch sees there is what it saw here, and nothing else moved."""
+    cache = Cache(layout, specs, kernel_tokens)
+    page = cache.build()
+    assert len(page.segments) == runs
+    assert page.num_blocks == BLOCKS
+    assert page.page_tokens == next(iter(specs.values())).block_size
+    assert page.page_bytes == sum(spec.unpadded_page_size_bytes for spec in specs.values())
+    assert make_plan(page).payload_bytes == page.page_bytes
+
+    cache.fill(SEED)
+    # In one process and the next: the layout must not depend on where the allocation lies.
+    again = Cache(layout, specs, kernel_tokens)
+    again.fill(SEED + 1)
+    assert again.build().description == page.description
+    assert [s[1:] for s in again.build().segments] == [s[1:] for s in page.segments]
+
+    rng = np.random.default_rng(SEED)
+    order = rng.permutation(BLOCKS)
+    source, target = order[:5], rng.permutation(BLOCKS)[:5]
+    arena = np.zeros((5, page.page_bytes), np.uint8)
+    addresses = np.uint64(arena.ctypes.data) + np.arange(5, dtype=np.uint64) * np.uint64(page.page_bytes)
+    was = {(name, b): cache.block(name, b) for name in cache.names for b in range(BLOCKS)}
+    theirs = {(name, b): again.block(name, b) for name in cache.names for b in range(BLOCKS)}
+    out, back = make_copies(page, "cpu"), make_copies(again.build(), torch.device("cpu"))
+    for copies in (out, back):
+        copies.attach(0, arena.ctypes.data, arena.nbytes)
+    assert out.gather(source, addresses).error is None
+    ticket = back.scatter(target, addresses)
+    assert ticket.wait(10) and ticket.error is None
+    moved = dict(zip(target.tolist(), source.tolist(), strict=True))
+    for name in cache.names:
+        for b in range(BLOCKS):
+            assert torch.equal(cache.block(name, b), was[name, b])
+            want = was[name, moved[b]] if b in moved else theirs[name, b]
+            assert torch.equal(again.block(name, b), want), f"{name} block {b}, seed {SEED}"
+    for copies in (out, back):
+        copies.close()
+
+
+@needs_vllm
+def test_layouts_that_differ_say_so() -> None:
+    variants = [
+        ("LBHNC", layers(full(16)), None),
+        ("LBNHC", layers(full(16)), None),
+        ("BLHNC", layers(full(16)), None),
+        ("LBHNC", layers(full(32)), None),
+        ("LBHNC", layers(full(32)), 16),
+        ("LBHNC", layers(full(16), 5), None),
+        ("LBHNC", layers(full(16, heads=6, size=16)), None),
+        ("LBHNC", layers(full(16, dtype=torch.float16)), None),
+        ("LBHNC", layers(full(16, size=64, dtype=torch.uint8)), None),
+        ("LBHNC", layers(mla(16, size=192)), None),
+    ]
+    descriptions = [tuple(sorted(Cache(*variant).build().description.items())) for variant in variants]
+    assert len(set(descriptions)) == len(variants)
+    for description in descriptions:
+        assert all(len(key) <= 64 and len(value) <= 512 for key, value in description)
+    # How many blocks an instance has does not change what is in one.
+    assert Cache(*variants[0], blocks=3).build().description == dict(descriptions[0])
+
+
+@needs_vllm
+def test_backend_and_instruction_set_are_told_apart() -> None:
+    cache = Cache("LBHNC", layers(full(16)))
+
+    def described(isa: str) -> dict[str, str]:
+        backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
+        layer = SimpleNamespace(isa=isa, get_attn_backend=lambda: backend)
+        cache.vllm.compilation_config = SimpleNamespace(static_forward_context={name: layer for name in cache.names})
+        return cache.build().description
+
+    assert described("amx")["isa"] == "amx" and described("amx")["attention"] == "CPU_ATTN"
+    assert described("amx") != described("vec16")
+
+
+@needs_vllm
+def test_hybrid_models_are_unsupported() -> None:
+    window = SlidingWindowSpec(block_size=16, num_kv_heads=3, head_size=32, dtype=torch.bfloat16, sliding_window=64)
+    groups = [KVCacheGroupSpec(["a"], full(16)), KVCacheGroupSpec(["b"], window)]
+    tensor = KVCacheTensor(size=1, layers=["a"], layer_stride=1, block_stride=1)
+    reason = unsupported_reason(KVCacheConfig(1, [tensor], groups))
+    assert reason is not None and reason.kind == "hybrid" and "SlidingWindowSpec" in str(reason)
+    with pytest.raises(UnsupportedLayout, match="unsupported: hybrid"):
+        build_layout(KVCacheConfig(1, [tensor], groups), {})
+    alone = unsupported_reason(KVCacheConfig(1, [tensor], groups[1:]))
+    assert alone is not None and alone.kind == "attention"
+    chunked = KVCacheGroupSpec(["a"], full(16, attention_chunk_size=64))
+    assert unsupported_reason(KVCacheConfig(1, [tensor], [chunked])) is not None
+    assert unsupported_reason(KVCacheConfig(1, [], [])) is not None
+    assert unsupported_reason(KVCacheConfig(1, [tensor], groups[:1])) is None
+    sharded = SimpleNamespace(parallel_config=SimpleNamespace(decode_context_parallel_size=2))
+    assert unsupported_reason(KVCacheConfig(1, [tensor], groups[:1]), sharded) is not None
+
+
+@needs_vllm
+def test_a_placement_that_disagrees_is_refused() -> None:
+    cache = Cache("LBHNC", layers(full(16)))
+    placement = cache.config.kv_cache_tensors[0]
+    for wrong in (
+        replace(placement, offset=placement.offset + 64),
+        replace(placement, layer_stride=placement.layer_stride + 64),
+        replace(placement, block_stride=placement.block_stride + 64),
+        replace(placement, layers=placement.layers[:-1]),
+        replace(placement, layers=[*placement.layers, "another"]),
+        replace(placement, layers=placement.layers[::-1]),
+    ):
+        with pytest.raises(UnsupportedLayout, match="layout"):
+            build_layout(replace(cache.config, kv_cache_tensors=[wrong]), cache.tensors, cache.vllm)
+    name = cache.names[1]
+    for tensor in (cache.tensors[name][:-1], cache.tensors[name][:, :, :, ::2], cache.tensors[name][:, 1:]):
+        with pytest.raises(UnsupportedLayout, match="layout"):
+            build_layout(cache.config, cache.tensors | {name: tensor}, cache.vllm)
+    with pytest.raises(UnsupportedLayout, match="not registered"):
+        build_layout(cache.config, {}, cache.vllm)
+    build_layout(cache.config, cache.tensors, cache.vllm)
+
+
+def test_old_configs_are_refused() -> None:
+    """vLLM before 0.29: tensors with shared_by and no strides."""
+    spec = type("FullAttentionSpec", (), {"block_size": 16})()
+    group = SimpleNamespace(layer_names=["a"], kv_cache_spec=spec)
+    config = SimpleNamespace(
+        kv_cache_groups=[group], kv_cache_tensors=[SimpleNamespace(size=1, shared_by=["a"])], num_blocks=1
+    )
+    reason = unsupported_reason(config)
+    assert reason is not None and "0.29" in reason.reason
+
+
+def test_runs_of_a_hand_made_view() -> None:
+    """Without vLLM: two layers [B, H, N, C] with heads outermost, as LHBNC has them."""
+    backing = torch.zeros(2, 3, 5, 4, 8, dtype=torch.int8)  # L H B N C
+    spec = type("FullAttentionSpec", (), {"block_size": 4, "unpadded_page_size_bytes": 96})()
+    config = SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(layer_names=["a", "b"], kv_cache_spec=spec)],
+        kv_cache_tensors=[SimpleNamespace(layers=["a", "b"], offset=0, layer_stride=480, block_stride=32)],
+        num_blocks=5,
+    )
+    views = {name: backing[i].permute(1, 0, 2, 3) for i, name in enumerate("ab")}
+    page = build_layout(config, views)
+    base = backing.data_ptr()
+    assert page.segments == tuple(Segment(base + i * 160, 32, 32, i * 32) for i in range(6))
+    assert page.page_bytes == 192 and page.spans == ((base, backing.nbytes),)
