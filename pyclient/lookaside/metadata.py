@@ -25,8 +25,9 @@ class LoadSpec:
     Pages are counted from 0 at the start of the request's prefix; block
     ``block_ids[i]`` receives page ``first_page + i``. ``refs[rank]`` is the
     (scheduler session id, lookup id) that leased the pages on that rank's
-    sidecar. A block id 0 is vLLM's null block and must not be written. The
-    worker reports the request as received exactly once, whatever happens.
+    sidecar. Without refs the scheduler has nothing to load from: the load fails.
+    A block id 0 is vLLM's null block and must not be written. The worker reports
+    the request as received exactly once, whatever happens.
     """
 
     request_id: str
@@ -61,21 +62,19 @@ class SaveSpec:
 class LookasideMetadata(KVConnectorMetadata):
     """The work of one step.
 
-    ``fences`` names saves whose source blocks could not be pinned (no block
-    pool) and are about to be overwritten: the worker finishes or gives up
-    reading them in ``handle_preemptions``, before this step's forward.
+    There is nothing to fence before the forward: the source blocks of a save
+    are pinned, so that preemption cannot hand them to anybody else.
     ``aborted`` names requests that vLLM finished while their load was out: the
     worker need not finish the copy but must still report them as received.
     """
 
     loads: list[LoadSpec] = field(default_factory=list)
     saves: list[SaveSpec] = field(default_factory=list)
-    fences: list[int] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
 
     def is_empty(self) -> bool:
         """Whether the step has nothing for the workers to do."""
-        return not (self.loads or self.saves or self.fences or self.aborted)
+        return not (self.loads or self.saves or self.aborted)
 
 
 @dataclass

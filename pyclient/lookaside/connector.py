@@ -1,0 +1,342 @@
+"""The class that vLLM loads: ``LookasideConnector``.
+
+A facade: it holds one scheduler or one worker object and hands every call on.
+What it adds is that no exception leaves it, because any exception in a
+connector kills the engine: a failing call is logged once per kind, counted, and
+answered with what costs least (no hit, not saved, load failed).
+
+vLLM imports this module in its API process too, for statistics; importing it
+connects to nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorWorkerMetadata,
+        SupportsHMA,
+    )
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
+
+    # 0.29 laid all layers out in one allocation and described them by strides.
+    if not (
+        hasattr(KVCacheConfig, "prefix_cacheable_group_ids")
+        and {"layers", "layer_stride", "block_stride"} <= KVCacheTensor.__dataclass_fields__.keys()
+    ):
+        raise ImportError("it describes its KV cache in an older way")
+except ImportError as error:
+    try:
+        from vllm import __version__ as _found
+    except ImportError:
+        _found = "none"
+    raise ImportError(
+        f"lookaside needs vLLM 0.29 to 0.32; found vLLM {_found}, which does not do: {error}"
+    ) from error
+
+from lookaside import config as settings
+from lookaside import space
+from lookaside.metadata import LookasideMetadata
+from lookaside.stats import Collector, LookasidePromMetrics, LookasideStats
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+    )
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from lookaside.scheduler import SchedulerConnector
+    from lookaside.worker import WorkerConnector
+
+logger = logging.getLogger("vllm.lookaside")
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _contained(default: Callable[[], Any]) -> Callable[[_Method], _Method]:
+    """Let no exception out of a method; answer with default() instead."""
+
+    def decorate(method: _Method) -> _Method:
+        @functools.wraps(method)
+        def call(self: LookasideConnector, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:
+                self._contain(method.__name__, error)
+                return default()
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def _nothing() -> None:
+    return None
+
+
+class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
+    """Shares every prefix of a model through the sidecars of its ranks.
+
+    Set in ``--kv-transfer-config`` as ``kv_connector`` with
+    ``kv_connector_module_path`` "lookaside.connector" and ``kv_role`` "kv_both".
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        """Raises config.ConfigError for settings that cannot be used, nothing else
+        on account of the sidecar: that is connected to in the background."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._seen: set[tuple[str, str]] = set()
+        self._seen_lock = threading.Lock()
+        self._stats = Collector()
+        self._scheduler: SchedulerConnector | None = None
+        self._worker: WorkerConnector | None = None
+
+        config = settings.parse(self._kv_transfer_config.kv_connector_extra_config)
+        settings.check_world(config, space.world(vllm_config).ranks)
+        is_scheduler = role == KVConnectorRole.SCHEDULER
+        idle = space.idle_reason(vllm_config, kv_cache_config)
+        if idle is not None:
+            if is_scheduler:
+                logger.warning("lookaside: idle, nothing is stored or loaded: %s", idle)
+            return
+        if is_scheduler:
+            self._warn(config, vllm_config, kv_cache_config)
+            from lookaside.scheduler import SchedulerConnector
+            from lookaside.sidecars import RankSidecars
+
+            sidecars = RankSidecars(config, vllm_config, kv_cache_config, self._stats)
+            self._scheduler = SchedulerConnector(
+                config, vllm_config, kv_cache_config, sidecars, self._stats
+            )
+            sidecars.connect()
+        else:
+            from lookaside.worker import WorkerConnector
+
+            self._worker = WorkerConnector(config, vllm_config, kv_cache_config, self._stats)
+
+    def _warn(
+        self, config: settings.Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    ) -> None:
+        """Say once what the user should change; only one role says it."""
+        policy = getattr(self._kv_transfer_config, "kv_load_failure_policy", "recompute")
+        if policy != "recompute":
+            logger.warning(
+                "lookaside: kv_load_failure_policy=%s makes vLLM fail a request whose load"
+                ' failed; add "kv_load_failure_policy": "recompute" to --kv-transfer-config'
+                " so that it is computed instead",
+                policy,
+            )
+        _, adjusted = space.geometry(config, vllm_config, kv_cache_config)
+        for warning in (adjusted, space.hash_warning(vllm_config)):
+            if warning is not None:
+                logger.warning("lookaside: %s", warning)
+
+    def _contain(self, method: str, error: Exception) -> None:
+        """Count an exception, and log the first of its kind."""
+        kind = (method, type(error).__name__)
+        self._stats.add("errors")
+        with self._seen_lock:
+            if kind in self._seen:
+                return
+            self._seen.add(kind)
+        logger.error(
+            "lookaside: %s failed; vLLM goes on without it (logged once per kind)",
+            method,
+            exc_info=error,
+        )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a save that is lost is a later miss, no more."""
+        return False
+
+    # ---- scheduler role ----
+
+    @_contained(_nothing)
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        if self._scheduler is not None:
+            self._scheduler.bind_gpu_block_pool(gpu_block_pool)
+
+    @_contained(_nothing)
+    def on_new_request(self, request: Request) -> None:
+        if self._scheduler is not None:
+            self._scheduler.on_new_request(request)
+
+    @_contained(lambda: (0, False))
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    @_contained(_nothing)
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if self._scheduler is not None:
+            self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    @_contained(LookasideMetadata)
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        if self._scheduler is None:
+            return LookasideMetadata()
+        return self._scheduler.build_connector_meta(scheduler_output)
+
+    @_contained(_nothing)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self._scheduler is not None:
+            self._scheduler.update_connector_output(connector_output)
+
+    @_contained(lambda: (False, None))
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        # Never True: what is saved is pinned, and what loads vLLM holds by itself.
+        if self._scheduler is not None:
+            self._scheduler.request_finished(request, block_ids)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0] if block_ids else [])
+
+    @_contained(lambda: False)
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_pending_push_work()
+
+    @_contained(lambda: False)
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_pending_block_frees()
+
+    @_contained(lambda: False)
+    def reset_cache(self) -> bool | None:
+        # An idle connector holds nothing, so that it is reset already.
+        return True if self._scheduler is None else self._scheduler.reset_cache()
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[Any, int]:
+        """All hits come from host memory. Called by vLLM 0.32 and later."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
+
+    # ---- worker role ----
+
+    @_contained(_nothing)
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._worker is not None:
+            self._worker.register_kv_caches(kv_caches)
+
+    @_contained(_nothing)
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if self._worker is not None:
+            self._worker.handle_preemptions(kv_connector_metadata)
+
+    @_contained(_nothing)
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.bind_connector_metadata(connector_metadata)
+
+    @_contained(_nothing)
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        if self._worker is not None:
+            self._worker.clear_connector_metadata()
+
+    @_contained(_nothing)
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.start_load_kv()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: loads are asynchronous, and whole before their request runs."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: pages are saved whole, after the forward."""
+
+    @_contained(_nothing)
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.wait_for_save()
+
+    @_contained(lambda: (None, None))
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._worker is None:
+            return None, None
+        return self._worker.get_finished(finished_req_ids)
+
+    @_contained(lambda: set())
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        if self._worker is None:
+            return set()
+        return self._worker.get_block_ids_with_load_errors()
+
+    @_contained(_nothing)
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return None if self._worker is None else self._worker.build_connector_worker_meta()
+
+    # ---- both roles ----
+
+    @_contained(_nothing)
+    def shutdown(self) -> None:
+        """End the sessions; the sidecars free what was held. Safe to call again."""
+        if self._scheduler is not None:
+            self._scheduler.shutdown()
+        if self._worker is not None:
+            self._worker.shutdown()
+
+    @_contained(_nothing)
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return self._stats.take()
+
+    def take_events(self) -> Iterable[Any]:
+        """None: vLLM's own prefix-cache events already name these blocks."""
+        return ()
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        return LookasideStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        return LookasidePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+# Under MultiConnector the front end finds a child's statistics by the name of
+# its class alone, without the module path that the child was loaded from.
+if LookasideConnector.__name__ not in KVConnectorFactory._registry:
+    KVConnectorFactory.register_connector(
+        LookasideConnector.__name__, __name__, LookasideConnector.__name__
+    )

@@ -1,0 +1,589 @@
+"""The scheduler role: which prefixes to load, which pages to save, what to pin.
+
+All of it runs on vLLM's scheduler thread and none of it waits, except
+reset_cache, which has a deadline. Nothing here moves KV bytes.
+
+**Lookups** start when a request is added, for its whole prefix, and are asked
+about when vLLM wants to know. While the answer is out vLLM is told to ask again.
+An answer belongs to the prefix and the local hit it was asked for; when either
+changes, or it grows old, the lookup is replaced. Only the last one of a request
+holds leases; it is cancelled when the request is admitted without a load, is
+preempted or ends.
+
+**Loads** are always asynchronous. Once vLLM has given the blocks, the workers
+own the lookup's leases and report the request as received, whatever happens. A
+request whose load failed is not offered a hit again: vLLM would loop.
+
+**Saves** go out as chunks fill, for the rest of the prompt when its prefill
+ends, and for what is left when the request ends. A block may be freed and
+rewritten by the very next step, so every block of a save is pinned with the
+block pool until every rank has said that it is done with it. A request's saved
+pages are a high-water mark that only counts pages handed to the workers; it is
+void when the request is preempted or its hashes change under it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lookaside import space
+from lookaside.config import Config
+from lookaside.metadata import (
+    LoadSpec,
+    LookasideMetadata,
+    LookasideWorkerMetadata,
+    SaveSpec,
+)
+from lookaside.stats import Collector
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+# A hit is asked for again at half its lease, lest it expire before it is used.
+_HIT_LIFE_S = 15.0
+# A miss is asked for again while the request still waits: others may have stored it.
+_MISS_LIFE_S = 1.0
+# Requests that hold a lookup while they wait; later ones start theirs when asked.
+_MAX_LOOKUPS = 512
+# One message names at most this many pages (a packet holds 256 KiB).
+_MAX_LOOKUP_PAGES = 65536
+_MAX_LOAD_CHUNKS = 8192
+_MAX_SAVE_PAGES = 4096
+# Beyond this a save that no worker acknowledged no longer keeps the engine awake.
+_SAVE_PATIENCE_S = 60.0
+
+
+class Lookup(Protocol):
+    """One lookup on all ranks; see lookups.py. No method blocks."""
+
+    def poll(self) -> int | None:
+        """Pages held by every rank, from the first asked for; None while out."""
+        ...
+
+    def trim(self, first_page: int) -> None:
+        """Give back what lies below first_page."""
+        ...
+
+    def cancel(self) -> None:
+        """Give everything back."""
+        ...
+
+    @property
+    def refs(self) -> tuple[tuple[int, int], ...]:
+        """(session, lookup) of every rank."""
+        ...
+
+
+class Sidecars(Protocol):
+    """The sidecars of all ranks, as the scheduler sees them."""
+
+    @property
+    def available(self) -> bool:
+        """Whether all of them are connected."""
+        ...
+
+    def start(self, first_page: int, hashes: bytes) -> Lookup:
+        """Ask all for a run of pages. Never blocks, never fails: it misses."""
+        ...
+
+    def clear(self, timeout_s: float) -> bool:
+        """Drop everything in the space on every rank; False unless all did in time."""
+        ...
+
+    def close(self) -> None:
+        """End the sessions. Safe to call again."""
+        ...
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A lookup that a request holds, and its answer."""
+
+    lookup: Lookup | None  # None once its leases were given back
+    first_page: int
+    end_page: int  # asked for [first_page, end_page)
+    last_digest: bytes
+    since: float
+    trimmed: int
+    held: int | None = None  # absolute end of the pages held, once answered
+    answered: float = 0.0
+
+
+@dataclass(slots=True)
+class _Request:
+    """What is known of a request between its on_new_request and its end."""
+
+    request: Request
+    preemptions: int
+    asked: _Asked | None = None
+    local_page: int = 0  # vLLM's own hit when it last asked
+    denied: bool = False  # a load failed: offer no hit again
+    admitted: bool = False
+    counted: bool = False
+    stale: bool = False  # computed before a reset: must not be saved
+    saved: int = 0  # pages known to be held, or handed to the workers
+    saved_digest: bytes = b""  # of page saved - 1
+    table: list[int] = field(default_factory=list)  # only without block states
+
+
+@dataclass(slots=True)
+class _Pin:
+    blocks: list[KVCacheBlock]
+    ranks_left: int
+    since: float
+
+
+class SchedulerConnector:
+    """See the module's comment. For the scheduler's thread alone."""
+
+    def __init__(
+        self,
+        config: Config,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        sidecars: Sidecars,
+        stats: Collector,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._sidecars = sidecars
+        self._stats = stats
+        self._clock = clock
+        self._ranks = space.world(vllm_config).ranks
+        transfer = vllm_config.kv_transfer_config
+        self._may_load = transfer is None or transfer.is_kv_consumer
+        self._may_save = transfer is None or transfer.is_kv_producer
+
+        geometry, _ = space.geometry(config, vllm_config, kv_cache_config)
+        self._page = geometry.page_tokens
+        self._chunk = geometry.pages_per_chunk
+        self._hashes_per_page = geometry.hashes_per_page
+        self._lookup_pages = min(_MAX_LOOKUP_PAGES, _MAX_LOAD_CHUNKS * self._chunk)
+        self._save_pages = max(1, _MAX_SAVE_PAGES // self._chunk) * self._chunk
+
+        # The draft layers' KV of a page's last position depends on the token
+        # after it, so a page counts only when the next one matches too, and the
+        # newest page of a request that decodes is not final yet.
+        speculative = vllm_config.speculative_config
+        self._drafts = any(
+            getattr(group, "is_eagle_group", False) for group in kv_cache_config.kv_cache_groups
+        ) or (
+            speculative is not None
+            and (
+                speculative.use_eagle_block_drop()
+                if hasattr(speculative, "use_eagle_block_drop")
+                else speculative.use_eagle()
+            )
+        )
+
+        self._pool: BlockPool | None = None
+        self._requests: dict[str, _Request] = {}
+        self._holding = 0  # requests with a lookup
+        self._loads: dict[str, frozenset[int]] = {}  # requests loading: their blocks
+        self._pins: dict[int, _Pin] = {}
+        self._next_save = 1
+        # For the next step's metadata:
+        self._new_loads: list[LoadSpec] = []
+        self._last_saves: list[SaveSpec] = []
+        self._aborted: list[str] = []
+
+    def bind_gpu_block_pool(self, pool: BlockPool) -> None:
+        """The pool to pin blocks with; without one nothing is saved."""
+        self._pool = pool
+
+    # ---- lookups and loads ----
+
+    def on_new_request(self, request: Request) -> None:
+        """Start the lookup of the whole prefix."""
+        state = self._state(request)
+        if self._holding < _MAX_LOOKUPS and self._wants_hit(state):
+            self._ask(state, 0)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens that can be loaded beyond vLLM's own hit; None: ask again."""
+        state = self._state(request)
+        first = state.local_page = num_computed_tokens // self._page
+        if num_computed_tokens % self._page or not self._wants_hit(state):
+            self._drop_lookup(state)
+            return 0, False
+        # The last token must be computed here to give logits.
+        limit = (request.num_tokens - 1) // self._page
+        if first >= limit:
+            self._drop_lookup(state)
+            return 0, False
+
+        asked = state.asked
+        if asked is None or not self._is_valid(state, asked, first):
+            self._drop_lookup(state)
+            asked = self._ask(state, first)
+            if asked is None:
+                return 0, False
+        if asked.lookup is not None and first > asked.trimmed:
+            asked.lookup.trim(first)
+            asked.trimmed = first
+        if asked.held is None:
+            assert asked.lookup is not None
+            pages = asked.lookup.poll()
+            if pages is None:
+                return None, False
+            asked.held = min(asked.first_page + pages, asked.end_page)
+            asked.answered = self._clock()
+            self._stats.observe("lookup_seconds", asked.answered - asked.since)
+
+        hit = min(asked.held - self._drafts, limit) - first
+        if hit <= 0:
+            if asked.lookup is not None:
+                asked.lookup.cancel()
+                asked.lookup = None
+            return 0, False
+        return hit * self._page, True
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """vLLM has decided: load num_external_tokens into these blocks, or nothing."""
+        state = self._state(request)
+        state.admitted = True
+        asked = state.asked
+        if asked is not None and asked.held is not None and asked.first_page == 0:
+            self._note_saved(state, asked.held)
+        if not state.counted:
+            state.counted = True
+            self._stats.add("query_tokens", request.num_tokens - state.local_page * self._page)
+        if num_external_tokens <= 0:
+            self._drop_lookup(state)
+            return
+
+        first, refs = state.local_page, ()
+        pages = -(-num_external_tokens // self._page)
+        if asked is not None and asked.lookup is not None:
+            if asked.held is not None and first + pages <= asked.held:
+                refs = asked.lookup.refs
+                asked.lookup = None  # the workers own it now
+        self._drop_lookup(state)
+        block_ids = list(blocks.get_block_ids()[0][first : first + pages])
+        # Without refs the workers report a failure, which is what it is.
+        self._new_loads.append(LoadSpec(request.request_id, refs, first, block_ids))
+        self._loads[request.request_id] = frozenset(block_ids)
+        self._note_saved(state, first + pages)
+        self._stats.add("hit_tokens", num_external_tokens)
+
+    def _wants_hit(self, state: _Request) -> bool:
+        request = state.request
+        return (
+            self._may_load
+            and not state.denied
+            and not request.skip_reading_prefix_cache
+            and request.num_tokens > self._page
+        )
+
+    def _end_page(self, request: Request, first_page: int) -> int:
+        """Where a lookup from first_page ends: the last page that could be used.
+
+        One more with draft layers, whose last hit page only proves the one before.
+        """
+        usable = (request.num_tokens - 1) // self._page + self._drafts
+        known = len(request.block_hashes) // self._hashes_per_page
+        return min(usable, known, first_page + self._lookup_pages)
+
+    def _ask(self, state: _Request, first_page: int) -> _Asked | None:
+        request = state.request
+        end = self._end_page(request, first_page)
+        if end <= first_page or not self._sidecars.available:
+            return None
+        hashes = self._hashes(request, first_page, end)
+        state.asked = _Asked(
+            lookup=self._sidecars.start(first_page, b"".join(hashes)),
+            first_page=first_page,
+            end_page=end,
+            last_digest=hashes[-1],
+            since=self._clock(),
+            trimmed=first_page,
+        )
+        self._holding += 1
+        self._stats.add("lookups")
+        return state.asked
+
+    def _is_valid(self, state: _Request, asked: _Asked, first_page: int) -> bool:
+        """Whether what was asked still answers the question."""
+        if asked.trimmed > first_page:
+            return False
+        end = self._end_page(state.request, asked.first_page)
+        if end != asked.end_page:
+            return False
+        if self._hashes(state.request, end - 1, end)[0] != asked.last_digest:
+            return False
+        if asked.held is None:
+            return True
+        age = self._clock() - asked.answered
+        return age < (_HIT_LIFE_S if asked.lookup is not None else _MISS_LIFE_S)
+
+    def _drop_lookup(self, state: _Request) -> None:
+        asked, state.asked = state.asked, None
+        if asked is None:
+            return
+        self._holding -= 1
+        if asked.lookup is not None:
+            asked.lookup.cancel()
+
+    # ---- saves ----
+
+    def build_connector_meta(self, output: SchedulerOutput) -> LookasideMetadata:
+        """This step's work. The loads go first: a lost load would park its request."""
+        meta = LookasideMetadata(
+            loads=self._new_loads, saves=self._last_saves, aborted=self._aborted
+        )
+        self._new_loads, self._last_saves, self._aborted = [], [], []
+        try:
+            self._add_saves(output, meta)
+        except Exception:
+            self._stats.add("errors")
+            logger.exception("lookaside: a step's pages are not saved")
+        return meta
+
+    def _add_saves(self, output: SchedulerOutput, meta: LookasideMetadata) -> None:
+        if not self._may_save or self._pool is None:
+            return
+        block_state = getattr(output, "kv_connector_block_state", None)
+        if block_state is None:
+            self._mirror_tables(output)
+        if not self._sidecars.available:
+            return
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            state = self._requests.get(request_id)
+            if state is None or state.stale:
+                continue
+            self._reset_if_preempted(state)
+            request = state.request
+            before = request.num_computed_tokens
+            # Beyond num_tokens lie drafts and placeholders.
+            after = min(before + scheduled, request.num_tokens)
+            if after // self._page <= state.saved:
+                continue
+            pages = self._final_pages(state, after)
+            if self._drafts and after > request.num_prompt_tokens:
+                pages -= 1
+            if not before < request.num_prompt_tokens <= after:
+                pages -= pages % self._chunk
+            if pages <= state.saved:
+                continue
+            if block_state is None:
+                table = state.table
+            else:
+                groups = block_state.get_block_ids(request_id)
+                table = groups[0] if groups else []
+            meta.saves += self._save(state, pages, table)
+
+    def _final_pages(self, state: _Request, valid_tokens: int) -> int:
+        """Whole pages within the valid tokens that may be saved and have hashes."""
+        request = state.request
+        if not self._config.save_decode:
+            valid_tokens = min(valid_tokens, request.num_prompt_tokens)
+        known = len(request.block_hashes) // self._hashes_per_page
+        # A streaming session takes back hashes when its next turn begins.
+        if state.saved and (
+            state.saved > known
+            or self._hashes(request, state.saved - 1, state.saved)[0] != state.saved_digest
+        ):
+            state.saved = 0
+        return min(valid_tokens // self._page, known)
+
+    def _save(self, state: _Request, end_page: int, table: list[int]) -> list[SaveSpec]:
+        """Specs for pages [state.saved, end_page), their blocks pinned."""
+        assert self._pool is not None
+        request = state.request
+        end_page = min(end_page, len(table))
+        specs: list[SaveSpec] = []
+        while state.saved < end_page:
+            first = state.saved - state.saved % self._chunk
+            end = min(end_page, first + self._save_pages)
+            block_ids = list(table[first:end])
+            if 0 in block_ids:  # vLLM's null block: this page's bytes are gone
+                break
+            hashes = self._hashes(request, first, end)
+            prev = self._hashes(request, first - 1, first)[0] if first else b""
+            spec = SaveSpec(
+                save_id=self._next_save,
+                request_id=request.request_id,
+                first_page=first,
+                prev=prev,
+                hashes=b"".join(hashes),
+                block_ids=block_ids,
+                new_from=state.saved,
+            )
+            self._next_save += 1
+            blocks = [self._pool.blocks[i] for i in block_ids]
+            self._pool.touch(blocks)
+            self._pins[spec.save_id] = _Pin(blocks, self._ranks, self._clock())
+            specs.append(spec)
+            state.saved, state.saved_digest = end, hashes[-1]
+            self._stats.add("saves")
+        return specs
+
+    def _note_saved(self, state: _Request, page: int) -> None:
+        """Pages below page are held by every rank."""
+        known = len(state.request.block_hashes) // self._hashes_per_page
+        if state.saved < page <= known and not state.stale:
+            state.saved = page
+            state.saved_digest = self._hashes(state.request, page - 1, page)[0]
+
+    def _mirror_tables(self, output: SchedulerOutput) -> None:
+        """Follow the block tables by their changes, where vLLM does not offer them."""
+        for new in output.scheduled_new_reqs:
+            state = self._requests.get(new.req_id)
+            if state is not None:
+                state.table = list(new.block_ids[0])
+        cached = output.scheduled_cached_reqs
+        for request_id, new_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            state = self._requests.get(request_id)
+            if state is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                state.table = list(new_ids[0]) if new_ids else []
+            elif new_ids:
+                state.table.extend(new_ids[0])
+
+    # ---- the ends of things ----
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Unpin what all ranks are done with; note loads that ended and failed."""
+        meta = output.kv_connector_worker_meta
+        failed = set(getattr(output, "failed_recving", None) or ())
+        if isinstance(meta, LookasideWorkerMetadata):
+            failed.update(meta.loads_failed)
+            for save_id, ranks in meta.saves_done.items():
+                pin = self._pins.get(save_id)
+                if pin is None:
+                    continue
+                pin.ranks_left -= ranks
+                if pin.ranks_left <= 0:
+                    del self._pins[save_id]
+                    assert self._pool is not None
+                    # vLLM's order: the last pages are evicted first.
+                    self._pool.free_blocks(reversed(pin.blocks))
+        if output.invalid_block_ids:
+            failed.update(
+                request_id
+                for request_id, block_ids in self._loads.items()
+                if not block_ids.isdisjoint(output.invalid_block_ids)
+            )
+        for request_id in failed & self._loads.keys():
+            state = self._requests.get(request_id)
+            if state is not None and not state.denied:
+                state.denied = True
+                state.saved = 0
+                self._stats.add("load_failures")
+        for request_id in output.finished_recving or ():
+            self._loads.pop(request_id, None)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> None:
+        """The request ends, for any reason: save what is left of it."""
+        state = self._requests.get(request.request_id)
+        if state is None:
+            return
+        self._reset_if_preempted(state)
+        del self._requests[request.request_id]
+        self._drop_lookup(state)
+        if request.request_id in self._loads:
+            # Its blocks stay with vLLM until the workers report it.
+            self._aborted.append(request.request_id)
+            return
+        if not (self._may_save and block_ids and state.admitted) or state.stale:
+            return
+        if self._pool is None or not self._sidecars.available:
+            return
+        # The last sampled token was never computed; tokens in flight may not
+        # have been, and are of no use if the request was aborted.
+        in_flight = getattr(request, "num_in_flight_tokens", None)
+        if in_flight is None:
+            return
+        valid = min(
+            max(request.num_prompt_tokens, request.num_tokens - 1),
+            request.num_computed_tokens - in_flight,
+        )
+        self._last_saves += self._save(state, self._final_pages(state, valid), block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether saves are out that end by themselves if the engine steps on."""
+        if self._last_saves:
+            return True
+        if not self._pins:
+            return False
+        oldest = next(iter(self._pins.values())).since
+        return self._clock() - oldest < _SAVE_PATIENCE_S
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether some block is held by nothing but our pins."""
+        return any(block.ref_cnt == 1 for pin in self._pins.values() for block in pin.blocks)
+
+    def reset_cache(self) -> bool:
+        """Clear the space on every rank, within the deadline.
+
+        False also if bytes from before may yet arrive: saves that the workers
+        have begun, or loads. Requests that run on keep what they computed
+        before, so it is not saved.
+        """
+        for spec in self._last_saves:
+            pin = self._pins.pop(spec.save_id)
+            assert self._pool is not None
+            self._pool.free_blocks(reversed(pin.blocks))
+        self._last_saves = []
+        for state in self._requests.values():
+            self._reset_if_preempted(state)
+            self._drop_lookup(state)
+            state.saved = 0
+            state.stale = state.request.num_computed_tokens > 0
+        quiet = not self._pins and not self._loads
+        cleared = self._sidecars.clear(self._config.reset_timeout_ms / 1e3)
+        if not cleared:
+            logger.warning("lookaside: not every sidecar cleared its space in time")
+        return cleared and quiet
+
+    def shutdown(self) -> None:
+        """End the sessions, which frees all that they hold. Safe to call again."""
+        self._sidecars.close()
+
+    # ---- state ----
+
+    def _state(self, request: Request) -> _Request:
+        state = self._requests.get(request.request_id)
+        if state is None:
+            state = _Request(request, request.num_preemptions)
+            self._requests[request.request_id] = state
+        self._reset_if_preempted(state)
+        return state
+
+    def _reset_if_preempted(self, state: _Request) -> None:
+        """Start over with a request that has lost its blocks since last seen.
+
+        vLLM lists preempted requests only in the step after, when the request
+        may have been looked up and admitted again; its own count is never late.
+        """
+        if state.request.num_preemptions == state.preemptions:
+            return
+        state.preemptions = state.request.num_preemptions
+        self._drop_lookup(state)
+        state.admitted = state.stale = False
+        state.saved, state.table = 0, []
+
+    def _hashes(self, request: Request, first_page: int, end_page: int) -> list[Any]:
+        """The digests of pages [first_page, end_page): each page's last hash."""
+        step = self._hashes_per_page
+        if step == 1:
+            return request.block_hashes[first_page:end_page]
+        return request.block_hashes[(first_page + 1) * step - 1 : end_page * step : step]

@@ -1,0 +1,95 @@
+"""The scheduler role's sessions with the sidecars of all ranks, as one thing.
+
+An engine with N ranks has N sidecars, on one host with its scheduler. They are
+connected in the background; until all of them are, everything is a miss.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from lookaside import space, wire
+from lookaside.config import Config
+from lookaside.lookups import Lookup, LookupClient
+from lookaside.session import Pending, Session, SessionOptions, SessionUnavailable
+from lookaside.stats import Collector
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class RankSidecars:
+    """For the scheduler's thread alone, but for what Session does by itself."""
+
+    def __init__(
+        self,
+        config: Config,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        stats: Collector,
+    ) -> None:
+        """Opens nothing; connect does."""
+        self._stats = stats
+        where = space.world(vllm_config)
+        geometry, _ = space.geometry(config, vllm_config, kv_cache_config)
+        transfer: Any = vllm_config.kv_transfer_config
+        self.sessions = [
+            Session(
+                SessionOptions(
+                    endpoint=config.endpoint_for(rank, where.dp_rank),
+                    role="scheduler",
+                    engine_id=transfer.engine_id,
+                    rank=rank,
+                    page_tokens=geometry.page_tokens,
+                    page_bytes=0,  # only the worker knows
+                    pages_per_chunk=geometry.pages_per_chunk,
+                    digest_bytes=geometry.digest_bytes,
+                    fields=space.space_fields(
+                        vllm_config,
+                        tp_rank=rank % where.tp_size,
+                        pp_rank=rank // where.tp_size,
+                        engine_id=transfer.engine_id,
+                    ),
+                )
+            )
+            for rank in range(where.ranks)
+        ]
+        self._lookups = LookupClient(self.sessions, config.lookup_timeout_ms / 1e3)
+        self._timeouts_told = 0
+
+    def connect(self) -> None:
+        """Begin to connect, and keep connecting, in the background. Call once."""
+        for session in self.sessions:
+            session.start()
+
+    @property
+    def available(self) -> bool:
+        """Whether every rank's sidecar is connected."""
+        return all(session.connected for session in self.sessions)
+
+    def start(self, first_page: int, hashes: bytes) -> Lookup:
+        """Ask all ranks; a miss if one of them cannot be asked."""
+        timeouts = self._lookups.timeouts
+        self._stats.add("lookup_timeouts", timeouts - self._timeouts_told)
+        self._timeouts_told = timeouts
+        return self._lookups.start(first_page, hashes)
+
+    def clear(self, timeout_s: float) -> bool:
+        """Drop everything in this engine's space; False unless all ranks did in time."""
+        deadline = time.monotonic() + timeout_s
+        pending: list[Pending] = []
+        for session in self.sessions:
+            try:
+                pending.append(session.submit(lambda request_id: wire.ClearSpace(request_id)))
+            except SessionUnavailable:
+                return False
+        replies = [each.wait(max(0.0, deadline - time.monotonic())) for each in pending]
+        return all(isinstance(reply, wire.Cleared) for reply in replies)
+
+    def close(self) -> None:
+        """Cancel what is out and end the sessions. Safe to call again."""
+        self._lookups.close()
+        for session in self.sessions:
+            session.close()
