@@ -1,0 +1,297 @@
+// Package client is the other end of the sidecar's sockets: for the tools of the lookaside command and for tests. vLLM's end
+// is the Python package.
+package client
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"path/filepath"
+	"syscall"
+	"time"
+
+	"github.com/pebbe/zmq4"
+	"golang.org/x/sys/unix"
+
+	"lookaside/ipc/wire"
+)
+
+// A Refused error is the sidecar's refusal of a session.
+type Refused struct{ wire.Refuse }
+
+func (r *Refused) Error() string {
+	if r.Field == "" {
+		return fmt.Sprintf("the sidecar refused the session (%s): %s", r.Code, r.Message)
+	}
+	return fmt.Sprintf("the sidecar refused the session (%s): %s: it has %q, asked was %q: %s", r.Code, r.Field, r.Want, r.Got, r.Message)
+}
+
+// A Session is a client's session. One goroutine at a time may use it, but for Close.
+type Session struct {
+	conn    *net.UnixConn
+	Welcome wire.Welcome
+	Control *os.File // the control region
+
+	buf []byte
+	oob []byte
+	id  uint32
+}
+
+// Connect opens the session socket of the endpoint dir without saying Hello.
+func Connect(dir string) (*Session, error) {
+	conn, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: filepath.Join(dir, "session.sock"), Net: "unixpacket"})
+	if err != nil {
+		return nil, fmt.Errorf("no sidecar answers at %s: %w", dir, err)
+	}
+	if err := conn.SetWriteBuffer(wire.SocketBufferBytes); err != nil {
+		conn.Close()
+		return nil, err
+	}
+	return &Session{conn: conn, buf: make([]byte, wire.MaxPacketBytes), oob: make([]byte, unix.CmsgSpace(4*8))}, nil
+}
+
+// Dial opens a session. The error is a *Refused when the sidecar does not want it.
+func Dial(dir string, hello *wire.Hello, timeout time.Duration) (*Session, error) {
+	s, err := Connect(dir)
+	if err != nil {
+		return nil, err
+	}
+	if err := s.Hello(hello, timeout); err != nil {
+		s.Close()
+		return nil, err
+	}
+	return s, nil
+}
+
+// Hello does the handshake of a session that was opened by Connect. The regions that follow it are left to Recv.
+func (s *Session) Hello(hello *wire.Hello, timeout time.Duration) error {
+	if err := s.Send(hello); err != nil {
+		return err
+	}
+	b, fds, err := s.Recv(timeout)
+	if err != nil {
+		return fmt.Errorf("handshake: %w", err)
+	}
+	for _, fd := range fds {
+		if s.Control != nil {
+			fd.Close()
+			continue
+		}
+		s.Control = fd
+	}
+	t, err := wire.Peek(b)
+	if err != nil {
+		return err
+	}
+	if t == wire.TypeRefuse {
+		r := new(Refused)
+		if err := r.Decode(b, &wire.DefaultLimits); err != nil {
+			return err
+		}
+		return r
+	}
+	if err := s.Welcome.Decode(b, &wire.DefaultLimits); err != nil {
+		return err
+	}
+	s.Welcome.Fingerprint = append([]byte(nil), s.Welcome.Fingerprint...) // it aliased the buffer
+	if s.Control == nil {
+		return errors.New("handshake: no control region came with the welcome")
+	}
+	return nil
+}
+
+// NextID returns an id for the next request.
+func (s *Session) NextID() uint32 { s.id++; return s.id }
+
+// Send sends one message.
+func (s *Session) Send(m wire.Message) error { return s.SendRaw(m.Append(nil)) }
+
+// SendRaw sends one packet as it is.
+func (s *Session) SendRaw(b []byte) error {
+	_, err := s.conn.Write(b)
+	return err
+}
+
+// Recv receives one packet, valid until the next call, and the files that came with it, which are the caller's.
+func (s *Session) Recv(timeout time.Duration) ([]byte, []*os.File, error) {
+	if err := s.conn.SetReadDeadline(time.Now().Add(timeout)); err != nil {
+		return nil, nil, err
+	}
+	n, oobn, flags, _, err := s.conn.ReadMsgUnix(s.buf, s.oob)
+	if err != nil {
+		return nil, nil, err
+	}
+	var files []*os.File
+	if oobn > 0 {
+		msgs, err := unix.ParseSocketControlMessage(s.oob[:oobn])
+		if err != nil {
+			return nil, nil, err
+		}
+		for i := range msgs {
+			fds, err := unix.ParseUnixRights(&msgs[i])
+			if err != nil {
+				continue
+			}
+			for _, fd := range fds {
+				unix.CloseOnExec(fd)
+				files = append(files, os.NewFile(uintptr(fd), "passed"))
+			}
+		}
+	}
+	if n == 0 {
+		return nil, files, io.EOF
+	}
+	if flags&(unix.MSG_TRUNC|unix.MSG_CTRUNC) != 0 {
+		return nil, files, errors.New("packet cut short")
+	}
+	return s.buf[:n], files, nil
+}
+
+// Call sends a request and receives its answer into reply. An Error that answers it is returned as a
+// *CallError.
+func (s *Session) Call(request, reply wire.Message, timeout time.Duration) error {
+	if err := s.Send(request); err != nil {
+		return err
+	}
+	b, files, err := s.Recv(timeout)
+	for _, f := range files {
+		f.Close()
+	}
+	if err != nil {
+		return err
+	}
+	t, err := wire.Peek(b)
+	if err != nil {
+		return err
+	}
+	if t == wire.TypeError {
+		var e wire.Error
+		if err := e.Decode(b, &wire.DefaultLimits); err != nil {
+			return err
+		}
+		return (*CallError)(&e)
+	}
+	return reply.Decode(b, &wire.DefaultLimits)
+}
+
+// A CallError is the sidecar's answer to a request that it cannot grant.
+type CallError wire.Error
+
+func (e *CallError) Error() string { return e.Code + ": " + e.Message }
+
+// Conn is the socket itself.
+func (s *Session) Conn() *net.UnixConn { return s.conn }
+
+// Close ends the session.
+func (s *Session) Close() error {
+	err := s.conn.Close()
+	if s.Control != nil {
+		err = errors.Join(err, s.Control.Close())
+		s.Control = nil
+	}
+	return err
+}
+
+// Lookups is a client's pair of lookup sockets. It belongs to one goroutine.
+type Lookups struct {
+	ctx  *zmq4.Context
+	push *zmq4.Socket
+	pull *zmq4.Socket
+}
+
+// NewLookups connects to the sidecar's two sockets, those of a Welcome, or binds the answers' one (bindReply), as LMCache does.
+func NewLookups(lookupEndpoint, replyEndpoint string, bindReply bool) (*Lookups, error) {
+	ctx, err := zmq4.NewContext()
+	if err != nil {
+		return nil, err
+	}
+	l := &Lookups{ctx: ctx}
+	if err := l.open(lookupEndpoint, replyEndpoint, bindReply); err != nil {
+		return nil, errors.Join(err, l.Close())
+	}
+	return l, nil
+}
+
+func (l *Lookups) open(lookupEndpoint, replyEndpoint string, bindReply bool) (err error) {
+	if err := l.ctx.SetBlocky(false); err != nil {
+		return err
+	}
+	if l.push, err = l.ctx.NewSocket(zmq4.PUSH); err != nil {
+		return err
+	}
+	if l.pull, err = l.ctx.NewSocket(zmq4.PULL); err != nil {
+		return err
+	}
+	if bindReply {
+		err = l.pull.Bind(replyEndpoint)
+	} else {
+		err = l.pull.Connect(replyEndpoint)
+	}
+	return errors.Join(err, l.push.SetLinger(0), l.pull.SetLinger(0), l.push.Connect(lookupEndpoint))
+}
+
+// Send sends one message of one or more frames.
+func (l *Lookups) Send(frames ...[]byte) error {
+	parts := make([]any, len(frames))
+	for i, f := range frames {
+		parts[i] = f
+	}
+	_, err := l.push.SendMessageDontwait(parts...)
+	return err
+}
+
+// Recv receives one message. It fails with os.ErrDeadlineExceeded when none has come in time.
+func (l *Lookups) Recv(timeout time.Duration) ([][]byte, error) {
+	deadline := time.Now().Add(timeout)
+	for {
+		// At least a millisecond: 0 would not wait, and less is rounded down to it.
+		if err := l.pull.SetRcvtimeo(max(time.Until(deadline), time.Millisecond)); err != nil {
+			return nil, err
+		}
+		frames, err := l.pull.RecvMessageBytes(0)
+		switch zmq4.AsErrno(err) {
+		case zmq4.Errno(syscall.EINTR):
+			continue
+		case zmq4.Errno(syscall.EAGAIN):
+			return nil, os.ErrDeadlineExceeded
+		}
+		return frames, err
+	}
+}
+
+// Lookup asks and waits for the answer. Answers to earlier lookups are skipped.
+func (l *Lookups) Lookup(m *wire.Lookup, timeout time.Duration) (wire.LookupResult, error) {
+	var r wire.LookupResult
+	if err := l.Send(m.Append(nil)); err != nil {
+		return r, err
+	}
+	deadline := time.Now().Add(timeout)
+	for {
+		frames, err := l.Recv(time.Until(deadline))
+		if err != nil {
+			return r, err
+		}
+		if len(frames) != 1 {
+			return r, fmt.Errorf("answer of %d frames", len(frames))
+		}
+		if err := r.Decode(frames[0], &wire.DefaultLimits); err != nil {
+			return r, err
+		}
+		if r.Lookup == m.Lookup {
+			return r, nil
+		}
+	}
+}
+
+// Close closes the sockets; what is not yet sent is lost.
+func (l *Lookups) Close() error {
+	var errs []error
+	for _, s := range []*zmq4.Socket{l.push, l.pull} {
+		if s != nil {
+			errs = append(errs, s.Close())
+		}
+	}
+	return errors.Join(append(errs, l.ctx.Term())...)
+}
