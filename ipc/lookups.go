@@ -51,20 +51,19 @@ type Handler interface {
 	// the session's reply socket. reply is an empty buffer that answer may use;
 	// answer must stay valid until the next call.
 	HandleLookup(msg, reply []byte) (session uint64, answer []byte)
-	// HandleLMCache handles one message of LMCache's, of 1 to
-	// wire.MaxLMCacheFrames frames, and returns the frames of the answer, none for
-	// no answer. reply is an empty slice to append them to; they must stay valid
-	// until the next call.
-	HandleLMCache(frames, reply [][]byte) [][]byte
+	// HandleLMCache handles one of LMCache's messages. The answer to a lookup is
+	// how many tokens hit, unless answer is false; a cleanup has none.
+	HandleLMCache(req *wire.LMCacheRequest) (hitTokens uint32, answer bool)
 	// Tick is called every LookupOptions.Tick.
 	Tick()
 }
 
 // LookupOptions configure LookupSockets.
 type LookupOptions struct {
-	// MessageBytes is the longest frame accepted. A longer one, libzmq drops
-	// together with its connection. Default: what wire.DefaultLimits allow.
-	MessageBytes int
+	// Limits are those that messages are decoded by; they also say how long a frame
+	// may be. A longer one is dropped by libzmq, together with its connection.
+	// Default: wire.DefaultLimits.
+	Limits wire.Limits
 	// HeapBytes is how far the C heap may grow above its size at start, before
 	// every lookup connection is dropped: a peer can make libzmq hold any number of
 	// frames of one unfinished message, which no option of it bounds. Default 1 GiB.
@@ -80,8 +79,8 @@ type LookupOptions struct {
 }
 
 func (o *LookupOptions) ensureDefaults() {
-	if o.MessageBytes <= 0 {
-		o.MessageBytes = wire.DefaultLimits.MessageBytes()
+	if o.Limits == (wire.Limits{}) {
+		o.Limits = wire.DefaultLimits
 	}
 	if o.HeapBytes <= 0 {
 		o.HeapBytes = 1 << 30
@@ -98,8 +97,8 @@ func (o *LookupOptions) ensureDefaults() {
 type LookupStats struct {
 	Sessions    int    // reply sockets open now
 	Peers       int    // connections to the lookup sockets now
-	Messages    uint64 // handed to the handler
-	Malformed   uint64 // dropped for their number or length of frames
+	Messages    uint64 // received, malformed ones included
+	Malformed   uint64 // dropped for their frames, or of LMCache's for their content; the handler counts the others
 	Answers     uint64 // sent
 	Dropped     uint64 // answers dropped because the peer does not read, or is not there
 	NoSession   uint64 // answers dropped because their session has no reply socket
@@ -146,7 +145,7 @@ type LookupSockets struct {
 	buf        []byte
 	reply      []byte
 	frames     [][]byte
-	replies    [][]byte
+	lmRequest  wire.LMCacheRequest
 	monitorSeq int
 	heapStart  int
 }
@@ -169,7 +168,7 @@ func NewLookupSockets(dir string, opt LookupOptions, h Handler) (*LookupSockets,
 		dir: dir, opt: opt, handler: h,
 		done:     make(chan struct{}),
 		sessions: make(map[uint64]*guarded),
-		buf:      make([]byte, opt.MessageBytes),
+		buf:      make([]byte, opt.Limits.MessageBytes()),
 		reply:    make([]byte, 0, 4096),
 	}
 	if l.wake, err = unix.Eventfd(0, unix.EFD_NONBLOCK|unix.EFD_CLOEXEC); err != nil {
@@ -346,7 +345,7 @@ func (l *LookupSockets) socket(t zmq4.Type) (*zsock, error) {
 	if err != nil {
 		return nil, err
 	}
-	maxBytes := int64(l.opt.MessageBytes)
+	maxBytes := int64(l.opt.Limits.MessageBytes())
 	if t == zmq4.PUSH {
 		maxBytes = 64 // a PUSH has nothing to receive
 	}
@@ -546,11 +545,7 @@ func (l *LookupSockets) serveNative() {
 			l.count.noSession.Add(1)
 			continue
 		}
-		if g.send(answer, false) == 0 {
-			l.count.answers.Add(1)
-		} else {
-			l.count.dropped.Add(1)
-		}
+		l.countAnswer(g.send(answer, false))
 	}
 }
 
@@ -564,29 +559,38 @@ func (l *LookupSockets) serveLMCache() {
 		if frames == nil {
 			continue
 		}
-		l.replies = l.handler.HandleLMCache(frames, l.replies[:0])
-		if len(l.replies) == 0 {
+		req := &l.lmRequest
+		if err := req.Decode(frames, &l.opt.Limits); err != nil {
+			l.count.malformed.Add(1)
 			continue
 		}
-		sent := true
-		for i, f := range l.replies {
-			// Only the first frame can find no room: libzmq takes a message whole.
-			if l.lmSend.send(f, i+1 < len(l.replies)) != 0 {
-				sent = false
-				break
+		tokens, answer := l.handler.HandleLMCache(req)
+		if !answer || req.Cleanup {
+			continue
+		}
+		var errno syscall.Errno
+		if req.Multipart {
+			// libzmq takes a message whole: if it takes the first frame, it takes both.
+			if errno = l.lmSend.send(req.ID, true); errno == 0 {
+				errno = l.lmSend.send(wire.AppendLMCacheTokens(l.reply[:0], tokens), false)
 			}
-		}
-		if sent {
-			l.count.answers.Add(1)
 		} else {
-			l.count.dropped.Add(1)
+			errno = l.lmSend.send(wire.AppendLMCacheResponse(l.reply[:0], req.ID, tokens), false)
 		}
+		l.countAnswer(errno)
+	}
+}
+
+func (l *LookupSockets) countAnswer(errno syscall.Errno) {
+	if errno == 0 {
+		l.count.answers.Add(1)
+	} else {
+		l.count.dropped.Add(1)
 	}
 }
 
 // receive takes one message. ok is false when there is none; the frames are nil
-// when it was malformed: of more than limit frames or, all in all, longer than
-// the buffer.
+// when it has more than limit of them or is, all in all, longer than the buffer.
 func (l *LookupSockets) receive(s *zsock, limit int) (frames [][]byte, ok bool) {
 	l.frames = l.frames[:0]
 	good, rest := true, l.buf
@@ -609,11 +613,11 @@ func (l *LookupSockets) receive(s *zsock, limit int) (frames [][]byte, ok bool) 
 			break
 		}
 	}
+	l.count.messages.Add(1)
 	if !good {
 		l.count.malformed.Add(1)
 		return nil, true
 	}
-	l.count.messages.Add(1)
 	return l.frames, true
 }
 

@@ -1,0 +1,329 @@
+"""The messages between clients and the sidecar, as typed msgspec structs.
+
+Every message is one msgpack array whose first element is its type. Decoding is
+strict: exact number of fields, exact types (integers of any msgpack width), no
+trailing bytes; it never evaluates anything. Encoding writes the shortest form
+of each value, so equal messages are equal bytes in every language: the golden
+vectors in ``ipc/wire/testdata`` are read by the Go tests and by ours.
+
+Structs are immutable and safe to share between threads. Encoding does not check
+ranges: what is sent is the caller's own.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+VERSION = 1
+"""Protocol version. Peers of different versions refuse each other."""
+
+MAX_PACKET_BYTES = 256 << 10
+"""The longest message on the session socket."""
+
+SOCKET_BUFFER_BYTES = 1 << 20
+"""The SO_SNDBUF with which a packet of that length can be sent."""
+
+MAX_DIGEST_BYTES = 32
+"""The longest page hash."""
+
+FINGERPRINT_BYTES = 32
+"""The length of a space's fingerprint."""
+
+_EXTENT_BYTES = 25
+_OVERHEAD_BYTES = 64
+
+MAX_EXTENTS = (MAX_PACKET_BYTES - _OVERHEAD_BYTES) // _EXTENT_BYTES
+"""How many extents fit one packet whatever they are."""
+
+
+def max_store_pages(digest_bytes: int) -> int:
+    """How many pages one PrepareStore may name: their hashes and their grants must fit a packet each."""
+    return min(MAX_EXTENTS, (MAX_PACKET_BYTES - _OVERHEAD_BYTES) // digest_bytes - 1)
+
+
+class WireError(ValueError):
+    """Bytes that are not a message of this protocol."""
+
+
+class VersionError(WireError):
+    """A message of another protocol version, which alone was looked at."""
+
+    def __init__(self, got: int) -> None:
+        super().__init__(f"protocol version differs: want {VERSION}, got {got}")
+        self.got = got
+
+
+_U16 = Annotated[int, Meta(ge=0, le=0xFFFF)]
+_U32 = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
+_U64 = Annotated[int, Meta(ge=0)]  # msgpack itself has nothing longer
+_Id = Annotated[int, Meta(ge=1)]
+_Size = Annotated[int, Meta(ge=0, le=0x7FFFFFFFFFFFFFFF)]
+_Text = Annotated[str, Meta(max_length=1024)]
+_Digest = Annotated[bytes, Meta(max_length=MAX_DIGEST_BYTES)]
+_Fingerprint = Annotated[bytes, Meta(min_length=FINGERPRINT_BYTES, max_length=FINGERPRINT_BYTES)]
+_Indices = Annotated[tuple[_U32, ...], Meta(max_length=MAX_EXTENTS)]
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
+    """Any message of this module."""
+
+
+class Hello(Message, frozen=True, tag=1):
+    """Opens a session. ``fields`` must be in rising order of keys."""
+
+    version: _U16
+    role: str
+    engine_id: str
+    rank: _U32
+    page_tokens: _U32
+    page_bytes: _Size
+    pages_per_chunk: _U32
+    digest_bytes: int
+    fields: dict[str, str]
+
+
+class Welcome(Message, frozen=True, tag=2):
+    """Accepts a session; the control region's fd travels with it."""
+
+    version: _U16
+    session: _Id
+    generation: _U64
+    fingerprint: _Fingerprint
+    lookup_endpoint: _Text
+    reply_endpoint: _Text
+    regions: _U32
+    max_pages: _U32
+    lease_ms: _U32
+
+
+class Refuse(Message, frozen=True, tag=3):
+    """Refuses a session; the sidecar closes the socket behind it."""
+
+    version: _U16
+    code: _Text
+    field: _Text
+    want: _Text
+    got: _Text
+    message: _Text
+
+
+class PrepareStore(Message, frozen=True, tag=10):
+    """Asks for room for the pages from ``first_page`` on that are not held."""
+
+    id: _U32
+    first_page: _U32
+    prev: _Digest
+    hashes: bytes
+
+
+class Extent(Message, frozen=True):
+    """A run of consecutive pages in a region; ``page`` is an index in the prefix, ``offset`` bytes."""
+
+    page: _U32
+    pages: _U32
+    region: _U32
+    offset: _Size
+
+    def __post_init__(self) -> None:
+        if not 0 < self.pages <= 0xFFFFFFFF - self.page:
+            raise ValueError("pages out of range")
+
+
+_Extents = Annotated[tuple[Extent, ...], Meta(max_length=MAX_EXTENTS)]
+
+
+class StoreGrant(Message, frozen=True, tag=11):
+    """Answers PrepareStore: where to copy what is not held. ``store`` is 0 if there is nothing to."""
+
+    id: _U32
+    store: _U64
+    held: _U32
+    shed: _U32
+    grants: _Extents
+
+    def __post_init__(self) -> None:
+        if (self.store == 0) != (not self.grants):
+            raise ValueError("grants without a store, or a store without grants")
+
+
+class CommitStore(Message, frozen=True, tag=12):
+    """Makes a store visible, but for the grants (by rising index) whose copy failed."""
+
+    store: _Id
+    failed: _Indices = ()
+
+
+class AbortStore(Message, frozen=True, tag=13):
+    """Gives a store up."""
+
+    store: _Id
+
+
+class PrepareLoad(Message, frozen=True, tag=20):
+    """Takes over what a scheduler's lookup has leased; ``session`` and ``lookup`` are the scheduler's."""
+
+    id: _U32
+    session: _Id
+    lookup: _U64
+    first_page: _U32
+    pages: _U32
+
+
+class LoadGrant(Message, frozen=True, tag=21):
+    """Answers PrepareLoad: where the pages are."""
+
+    id: _U32
+    load: _Id
+    extents: _Extents
+
+
+class Release(Message, frozen=True, tag=22):
+    """Ends a load. Chunks of bad extents (by rising index) are dropped."""
+
+    load: _Id
+    bad: _Indices = ()
+
+
+class Ping(Message, frozen=True, tag=30):
+    """Asks for a Pong."""
+
+    id: _U32
+
+
+class Pong(Message, frozen=True, tag=31):
+    """Answers a Ping."""
+
+    id: _U32
+    generation: _U64
+
+
+class ClearSpace(Message, frozen=True, tag=32):
+    """Drops every chunk of the session's space."""
+
+    id: _U32
+
+
+class Cleared(Message, frozen=True, tag=33):
+    """Answers ClearSpace with how many chunks were dropped."""
+
+    id: _U32
+    chunks: _U32
+
+
+class RegionAdded(Message, frozen=True, tag=40):
+    """Tells a worker of a region to map; its fd travels with it. Sizes are bytes."""
+
+    region: _U32
+    generation: _U64
+    kind: _Text
+    size: Annotated[int, Meta(ge=1, le=0x7FFFFFFFFFFFFFFF)]
+    page_size: _Size
+
+
+class Error(Message, frozen=True, tag=50):
+    """Answers the request ``id`` instead of its grant."""
+
+    id: _U32
+    code: _Text
+    message: _Text
+
+
+class Lookup(Message, frozen=True, tag=60):
+    """Asks how much of a prefix is held, and leases it."""
+
+    session: _Id
+    lookup: _U64
+    first_page: _U32
+    hashes: bytes
+    deadline_ms: _U32
+
+
+class LookupResult(Message, frozen=True, tag=61):
+    """Answers a Lookup: consecutive pages from its first one, and the same in tokens."""
+
+    lookup: _U64
+    hit_pages: _U32
+    hit_tokens: _U32
+
+
+class Trim(Message, frozen=True, tag=62):
+    """Frees a lookup's leases on chunks wholly below ``first_page``."""
+
+    session: _Id
+    lookup: _U64
+    first_page: _U32
+
+
+class Cancel(Message, frozen=True, tag=63):
+    """Frees a lookup's leases."""
+
+    session: _Id
+    lookup: _U64
+
+
+AnyMessage = (
+    Hello
+    | Welcome
+    | Refuse
+    | PrepareStore
+    | StoreGrant
+    | CommitStore
+    | AbortStore
+    | PrepareLoad
+    | LoadGrant
+    | Release
+    | Ping
+    | Pong
+    | ClearSpace
+    | Cleared
+    | RegionAdded
+    | Error
+    | Lookup
+    | LookupResult
+    | Trim
+    | Cancel
+)
+
+
+class _Head(msgspec.Struct, array_like=True):
+    """The start of every message that carries a version, whatever follows."""
+
+    type: int
+    version: int
+
+
+# What a client may be sent: nothing else is decoded at all.
+_Received = Welcome | Refuse | StoreGrant | LoadGrant | Pong | Cleared | RegionAdded | Error | LookupResult
+_decoder = msgspec.msgpack.Decoder(_Received)
+_head_decoder = msgspec.msgpack.Decoder(_Head)
+_VERSIONED = (2, 3)
+
+encode = msgspec.msgpack.Encoder().encode
+"""The bytes of a message."""
+
+
+def decode(data: bytes | bytearray | memoryview) -> AnyMessage:
+    """The message, of those that the sidecar sends, in data.
+
+    Raises VersionError for one of another protocol version, else WireError.
+    """
+    try:
+        message = _decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError, MemoryError) as error:
+        _check_version(data)
+        raise WireError(str(error)) from None
+    if isinstance(message, (Welcome, Refuse)) and message.version != VERSION:
+        raise VersionError(message.version)
+    return message
+
+
+def _check_version(data: bytes | bytearray | memoryview) -> None:
+    try:
+        head = _head_decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError, MemoryError):
+        return
+    if head.type in _VERSIONED and head.version >= 0 and head.version != VERSION:
+        raise VersionError(head.version)
