@@ -1,0 +1,111 @@
+package tiers
+
+import (
+	"fmt"
+	"math"
+	"time"
+)
+
+// Config is everything that the engine is told from outside. Zero fields take the stated default.
+type Config struct {
+	// Now is a monotonic clock in nanoseconds. Default: time since the engine was made.
+	Now func() int64
+	// Seed keys the index's hash, so that no client can choose digests that collide in it. It changes no answer. Default 0: fit for tests only.
+	Seed uint64
+	// LeaseDeadline is how long a lookup's leases last unless a load takes them over. Default 30 s.
+	LeaseDeadline time.Duration
+	// MaxSpaces bounds the open spaces, at most 65,535. Default 16.
+	MaxSpaces int
+	// MaxOwners bounds the sessions. Default 256.
+	MaxOwners int
+	// MaxLookupsPerOwner bounds, each by itself, the lookups, loads and unfinished stores of one owner. Default 4,096.
+	MaxLookupsPerOwner int
+	// MaxLeasesPerOwner bounds the leases in all lookups, loads and stores of one owner, a slot leased twice counting twice: it bounds the
+	// engine's own memory (4 bytes a lease). Default 1 Mi.
+	MaxLeasesPerOwner int
+	// MaxPages bounds the pages of one call. Default 65,536.
+	MaxPages int
+	// MinPageBytes is the smallest page of a space, so that the books of an arena (some 60 bytes a page) stay small beside it. Default 256.
+	MinPageBytes int64
+	// OwnerShare is the part of the slots of a geometry that one owner may have leased or filling, a slot leased twice counting once, so that a
+	// client which freezes cannot take everything. At least one slot is always allowed. Default 0.5, at most 1.
+	OwnerShare float64
+	// ArenaLimitBytes is what the regions may come to; the index is sized for it when the first region is carved. Default 0: the regions
+	// that there are then.
+	ArenaLimitBytes int64
+}
+
+func (c *Config) validate() error {
+	setInt := func(v *int, d int) {
+		if *v == 0 {
+			*v = d
+		}
+	}
+	setInt(&c.MaxSpaces, 16)
+	setInt(&c.MaxOwners, 256)
+	setInt(&c.MaxLookupsPerOwner, 4096)
+	setInt(&c.MaxLeasesPerOwner, 1<<20)
+	setInt(&c.MaxPages, 65536)
+	if c.MinPageBytes == 0 {
+		c.MinPageBytes = 256
+	}
+	if c.LeaseDeadline == 0 {
+		c.LeaseDeadline = 30 * time.Second
+	}
+	if c.OwnerShare == 0 {
+		c.OwnerShare = 0.5
+	}
+	if c.Now == nil {
+		start := time.Now()
+		c.Now = func() int64 { return int64(time.Since(start)) }
+	}
+	for _, f := range []struct {
+		name    string
+		v, most int
+	}{
+		{"MaxSpaces", c.MaxSpaces, math.MaxUint16}, {"MaxOwners", c.MaxOwners, math.MaxInt32}, {"MaxPages", c.MaxPages, 1 << 24},
+		{"MaxLookupsPerOwner", c.MaxLookupsPerOwner, math.MaxInt32}, {"MaxLeasesPerOwner", c.MaxLeasesPerOwner, math.MaxInt32},
+	} {
+		if f.v < 1 || f.v > f.most {
+			return fmt.Errorf("%w: %s is %d, want 1 to %d", ErrInvalid, f.name, f.v, f.most)
+		}
+	}
+	if c.LeaseDeadline < 0 {
+		return fmt.Errorf("%w: LeaseDeadline is %v", ErrInvalid, c.LeaseDeadline)
+	}
+	if !(c.OwnerShare > 0 && c.OwnerShare <= 1) {
+		return fmt.Errorf("%w: OwnerShare is %v, want more than 0, at most 1", ErrInvalid, c.OwnerShare)
+	}
+	if c.MinPageBytes < 0 {
+		return fmt.Errorf("%w: MinPageBytes is %d", ErrInvalid, c.MinPageBytes)
+	}
+	if c.ArenaLimitBytes < 0 {
+		return fmt.Errorf("%w: ArenaLimitBytes is %d", ErrInvalid, c.ArenaLimitBytes)
+	}
+	return nil
+}
+
+// Geometry is how a space's pages lie in slots and how they are named.
+type Geometry struct {
+	PageBytes     int64 // bytes of one page
+	PagesPerChunk int   // pages of one slot
+	PageTokens    int   // tokens of one page; the engine only keeps it
+	DigestBytes   int   // length of a page hash: 8, 16 or 32
+}
+
+// maxPagesPerChunk bounds the pages of a slot.
+const maxPagesPerChunk = 4096
+
+func (g Geometry) validate(minPageBytes int64) error {
+	switch {
+	case g.PageBytes < minPageBytes || g.PageBytes > math.MaxInt64/maxPagesPerChunk:
+		return fmt.Errorf("%w: PageBytes is %d, want %d or more", ErrInvalid, g.PageBytes, minPageBytes)
+	case g.PagesPerChunk < 1 || g.PagesPerChunk > maxPagesPerChunk:
+		return fmt.Errorf("%w: PagesPerChunk is %d, want 1 to %d", ErrInvalid, g.PagesPerChunk, maxPagesPerChunk)
+	case g.PageTokens < 1:
+		return fmt.Errorf("%w: PageTokens is %d", ErrInvalid, g.PageTokens)
+	case g.DigestBytes != 8 && g.DigestBytes != 16 && g.DigestBytes != 32:
+		return fmt.Errorf("%w: DigestBytes is %d, want 8, 16 or 32", ErrInvalid, g.DigestBytes)
+	}
+	return nil
+}

@@ -1,0 +1,516 @@
+package tiers
+
+import (
+	"fmt"
+	"math"
+	"sync"
+
+	"lookaside/dax"
+	"lookaside/tiers/chunk"
+)
+
+// maxPage bounds page indices, so that no arithmetic on them wraps.
+const maxPage = 1 << 30
+
+func invalid(format string, args ...any) error {
+	return fmt.Errorf("%w: "+format, append([]any{ErrInvalid}, args...)...)
+}
+
+// Engine is the index and the books of one arena. See the package comment. All methods may be called from any goroutine.
+type Engine struct {
+	cfg Config
+
+	mu      sync.Mutex // guards all that follows
+	closed  bool
+	tick    uint64 // counts operations: the time by which use is ordered
+	regions [maxRegions + 1]*region
+	byID    map[uint32]*region
+	nregion int
+	bytes   int64 // of all regions
+	records int   // in carved regions
+	classes map[Geometry]*class
+	spaces  []*space // by SpaceID; 0 is none
+	byPrint map[chunk.Fingerprint]*space
+	owners  map[Owner]*owner
+	leases  []*lease
+	spare   []uint32 // indices of free leases
+	expiry  leaseList
+	idx     index
+	carving bool // a region is being carved with the lock released
+	// wanted is when a geometry first had to wait for a region, 0 for none waiting.
+	wanted    int64
+	waiting   bool
+	pins      int // leases on slots
+	stats     Counters
+	linkSteps uint64 // links followed, for tests of the work done
+	touched   uint64 // keeps the loads of probe
+	tagMask   uint32 // ^0; tests clear bits to make digests collide
+
+	refs  []uint32 // scratch: MaxPages+1 refs
+	held  []uint32 // scratch: likewise
+	marks []uint64 // scratch: a bit for each of MaxPages+1
+	bufs  bufferPool
+	trash []*carved
+}
+
+// SpaceID names an open space. 0 is none.
+type SpaceID uint16
+
+type space struct {
+	id      uint16
+	print   chunk.Fingerprint
+	g       Geometry
+	class   *class
+	salt    uint64
+	tagMask uint32
+	owners  int
+	chunks  int   // slots that are not free
+	pages   int   // indexed
+	clears  int   // ClearSpace calls under way
+	pinner  owner // of its pins; in no map
+}
+
+// Owner names a session: whoever may hold leases. Its id is the caller's.
+type Owner uint64
+
+type owner struct {
+	id      Owner
+	space   *space
+	lookups map[uint64]*lease
+	all     leaseList
+	loads   int
+	stores  int
+	leases  int   // in all of them, a slot leased twice counting twice
+	slots   tally // by slot
+}
+
+// New makes an engine without regions.
+func New(cfg Config) (*Engine, error) {
+	if err := cfg.validate(); err != nil {
+		return nil, err
+	}
+	e := &Engine{
+		cfg: cfg, byID: map[uint32]*region{}, classes: map[Geometry]*class{}, spaces: []*space{nil}, byPrint: map[chunk.Fingerprint]*space{},
+		owners: map[Owner]*owner{}, tagMask: math.MaxUint32,
+		refs: make([]uint32, cfg.MaxPages+1), held: make([]uint32, cfg.MaxPages+1), marks: make([]uint64, cfg.MaxPages/64+1),
+	}
+	return e, nil
+}
+
+// Close gives back the engine's memory. It is idempotent. Calls after it answer ErrClosed, or nothing.
+func (e *Engine) Close() {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.closed {
+		return
+	}
+	e.closed = true
+	for _, r := range e.regions[1 : e.nregion+1] {
+		if r.mem != nil {
+			r.mem.close()
+		}
+	}
+	e.idx.close()
+	trash, tables := e.takeTrash()
+	emptyTrash(trash, tables)
+	e.regions, e.nregion, e.owners, e.leases = [maxRegions + 1]*region{}, 0, nil, nil
+}
+
+func (e *Engine) takeTrash() ([]*carved, []*dax.Table[uint64]) {
+	a, b := e.trash, e.idx.garbage
+	e.trash, e.idx.garbage = nil, nil
+	return a, b
+}
+
+func emptyTrash(c []*carved, t []*dax.Table[uint64]) {
+	for _, m := range c {
+		m.close()
+	}
+	for _, m := range t {
+		m.Close()
+	}
+}
+
+// AddRegion gives the engine a region of the arena, under an id of the caller's. The engine never touches the memory itself. The region is
+// carved into slots when a store first needs it.
+func (e *Engine) AddRegion(id uint32, size int64) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	switch {
+	case e.closed:
+		return ErrClosed
+	case size <= 0 || size > math.MaxInt64-e.bytes:
+		return invalid("region %d of %d bytes", id, size)
+	case e.byID[id] != nil:
+		return invalid("region %d is there already", id)
+	case e.nregion == maxRegions:
+		return fmt.Errorf("%w: %d regions are the most", ErrBusy, maxRegions)
+	}
+	e.nregion++
+	r := &region{id: id, num: uint32(e.nregion), size: size}
+	e.regions[e.nregion], e.byID[id] = r, r
+	e.bytes += size
+	e.waiting = false
+	e.relimit()
+	return nil
+}
+
+// relimit computes the classes' limits anew.
+func (e *Engine) relimit() {
+	for _, c := range e.classes {
+		slots := c.slots
+		for _, r := range e.regions[1 : e.nregion+1] {
+			if r.class == nil {
+				slots += c.slotsIn(r.size)
+			}
+		}
+		c.limit = max(1, int(e.cfg.OwnerShare*float64(slots)))
+	}
+}
+
+// OpenSpace answers the space of a fingerprint, and makes it if it is new. Another geometry under the same fingerprint is ErrIncompatible,
+// one space too many ErrBusy.
+func (e *Engine) OpenSpace(fp chunk.Fingerprint, g Geometry) (SpaceID, error) {
+	if err := g.validate(e.cfg.MinPageBytes); err != nil {
+		return 0, err
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.closed {
+		return 0, ErrClosed
+	}
+	if s := e.byPrint[fp]; s != nil {
+		if s.g != g {
+			return 0, fmt.Errorf("%w: space %s has geometry %+v, asked for %+v", ErrIncompatible, fp.Short(), s.g, g)
+		}
+		return SpaceID(s.id), nil
+	}
+	if len(e.byPrint) == e.cfg.MaxSpaces {
+		return 0, fmt.Errorf("%w: %d spaces are open", ErrBusy, e.cfg.MaxSpaces)
+	}
+	id := 1
+	for id < len(e.spaces) && e.spaces[id] != nil {
+		id++
+	}
+	if id == len(e.spaces) {
+		e.spaces = append(e.spaces, nil)
+	}
+	if !e.carving {
+		used := map[*class]bool{}
+		for _, s := range e.byPrint {
+			used[s.class] = true
+		}
+		for key, c := range e.classes {
+			if len(c.regions) == 0 && !used[c] {
+				delete(e.classes, key)
+			}
+		}
+	}
+	key := g
+	key.PageTokens = 0
+	c := e.classes[key]
+	if c == nil {
+		c = &class{geometry: key}
+		e.classes[key] = c
+	}
+	s := &space{id: uint16(id), print: fp, g: g, class: c, tagMask: e.tagMask, salt: e.cfg.Seed ^ 0x6C6F6F6B61736964}
+	s.pinner.all.owned, s.pinner.space = true, s
+	for i := range 4 {
+		var w uint64
+		for j := range 8 {
+			w = w<<8 | uint64(fp[8*i+j])
+		}
+		s.salt = mix(s.salt, w)
+	}
+	e.spaces[id], e.byPrint[fp] = s, s
+	e.relimit()
+	return SpaceID(id), nil
+}
+
+// CloseSpace forgets a space that has neither owners nor chunks; ErrBusy if it has. Clear it first if its chunks are not wanted.
+func (e *Engine) CloseSpace(id SpaceID) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	s, err := e.space(id)
+	if err != nil {
+		return err
+	}
+	if s.owners > 0 || s.chunks > 0 || s.clears > 0 {
+		return fmt.Errorf("%w: space %d has %d owners and %d chunks", ErrBusy, id, s.owners, s.chunks)
+	}
+	e.spaces[id] = nil
+	delete(e.byPrint, s.print)
+	return nil
+}
+
+func (e *Engine) space(id SpaceID) (*space, error) {
+	if e.closed {
+		return nil, ErrClosed
+	}
+	if int(id) >= len(e.spaces) || e.spaces[id] == nil {
+		return nil, fmt.Errorf("%w: space %d", ErrNotFound, id)
+	}
+	return e.spaces[id], nil
+}
+
+// clearSlice is how many slots ClearSpace and the emptying of a region look at before they let others have the lock.
+const clearSlice = 512
+
+// ClearSpace drops all chunks that a space has when it is called, and answers how many. Leased ones can no longer be found when it returns,
+// and are freed at their release; what is being stored will not appear. It lets go of the lock between slices of its work.
+func (e *Engine) ClearSpace(id SpaceID) (chunks int) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	s, err := e.space(id)
+	if err != nil {
+		return 0
+	}
+	s.clears++
+	defer func() { s.clears-- }()
+	left := clearSlice
+	for n := 1; n <= e.nregion; n++ {
+		for i := 0; ; i++ {
+			if left == 0 {
+				left = clearSlice
+				e.mu.Unlock()
+				e.mu.Lock()
+				if e.closed {
+					return chunks
+				}
+			}
+			r := e.regions[n]
+			if r.class != s.class || i >= r.fresh {
+				break
+			}
+			left--
+			if sl := &r.slots[i]; sl.state != free && sl.space == s.id && !sl.doomed {
+				if sl.state == ready {
+					chunks++
+				}
+				e.doom(r.num<<recordBits | uint32(i))
+			}
+		}
+	}
+	e.stats.Cleared += uint64(chunks)
+	return chunks
+}
+
+// AddOwner lets a session use a space.
+func (e *Engine) AddOwner(o Owner, id SpaceID) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	s, err := e.space(id)
+	if err != nil {
+		return err
+	}
+	if e.owners[o] != nil {
+		return invalid("owner %d is there already", o)
+	}
+	if len(e.owners) == e.cfg.MaxOwners {
+		return fmt.Errorf("%w: %d owners are the most", ErrBusy, e.cfg.MaxOwners)
+	}
+	e.owners[o] = &owner{id: o, space: s, lookups: map[uint64]*lease{}, all: leaseList{owned: true}}
+	s.owners++
+	return nil
+}
+
+// RemoveOwner ends a session: its lookups and loads are freed, its unfinished stores aborted.
+func (e *Engine) RemoveOwner(o Owner) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	ow := e.owners[o]
+	if ow == nil {
+		return
+	}
+	for ow.all.first != nil {
+		e.endLease(ow.all.first)
+	}
+	ow.space.owners--
+	delete(e.owners, o)
+}
+
+func (e *Engine) owner(o Owner) (*owner, error) {
+	if e.closed {
+		return nil, ErrClosed
+	}
+	if ow := e.owners[o]; ow != nil {
+		return ow, nil
+	}
+	return nil, fmt.Errorf("%w: owner %d", ErrNotFound, o)
+}
+
+// Expire frees the lookups whose deadline has passed and does what else is due; call it some times a second. It answers how many expired.
+func (e *Engine) Expire() (n int) {
+	e.mu.Lock()
+	if e.closed {
+		e.mu.Unlock()
+		return 0
+	}
+	now := e.cfg.Now()
+	for e.expiry.first != nil && e.expiry.first.deadline <= now {
+		e.endLease(e.expiry.first)
+		n++
+	}
+	e.stats.Expired += uint64(n)
+	e.idx.migrate(4 * migrateStep)
+	trash, tables := e.takeTrash()
+	e.mu.Unlock()
+	emptyTrash(trash, tables)
+	return n
+}
+
+// migrateStep is how many index entries move with each operation while a larger index takes over.
+const migrateStep = 128
+
+// growPatience is how long (ns) a geometry without a region waits for the arena to grow before it takes one from another geometry.
+const growPatience = int64(1e9)
+
+// makeRoom carves one more region for a class, an unused one or one that another geometry left cold. It releases the lock while it allocates
+// and between slices of longer work; ok says whether there are new slots, unlocked whether others may have changed anything.
+func (e *Engine) makeRoom(c *class) (ok, unlocked bool) {
+	if e.carving {
+		return false, false
+	}
+	var r *region
+	for _, q := range e.regions[1 : e.nregion+1] {
+		if q.class == nil && c.slotsIn(q.size) > 0 {
+			r = q
+			break
+		}
+	}
+	if r == nil {
+		if r = e.coldRegion(c); r == nil {
+			return false, false
+		}
+		e.carving = true
+		emptied := e.drain(r)
+		e.carving = false
+		if !emptied {
+			return false, true
+		}
+	}
+
+	slots := c.slotsIn(r.size)
+	need := e.records + slots*c.geometry.PagesPerChunk
+	indexWords := 0
+	if need > e.idx.limit() {
+		e.carving = true
+		for e.idx.migrating() && !e.closed {
+			e.idx.migrate(clearSlice)
+			e.mu.Unlock()
+			e.mu.Lock()
+		}
+		e.carving = false
+		if e.closed {
+			return false, true
+		}
+		if e.idx.cur.mem == nil {
+			need = max(need, int(min(e.cfg.ArenaLimitBytes/c.geometry.PageBytes, maxRegions*recordMask)))
+		} else {
+			need += need / 4
+		}
+		indexWords = tableWords(need)
+	}
+	e.carving = true
+	e.mu.Unlock()
+	m, err := makeCarved(slots, c.geometry.PagesPerChunk, c.geometry.DigestBytes/8, indexWords)
+	e.mu.Lock()
+	e.carving = false
+	if err != nil || e.closed {
+		if err == nil {
+			m.close()
+		}
+		e.stats.CarveFailures++
+		return false, true
+	}
+	if m.index != nil {
+		e.idx.grow(m.index)
+		m.index = nil
+	}
+	*r = region{
+		id: r.id, num: r.num, size: r.size, class: c, ppc: c.geometry.PagesPerChunk, words: c.geometry.DigestBytes / 8,
+		slots: m.slots.Slice(), digests: m.digests.Slice(), links: m.links.Slice(), lru: lru{heap: m.heap.Slice(), pos: m.pos.Slice()},
+		firstGen: r.firstGen, free: slots, lastUse: e.tick, mem: m,
+	}
+	c.regions = append(c.regions, r)
+	c.slots += slots
+	c.free += slots
+	e.records += slots * r.ppc
+	e.relimit()
+	return true, true
+}
+
+// coldRegion is the region of another geometry that class c may take: of those in which nothing is leased or being filled the one unused
+// for longest. c takes one if it has none, and otherwise only one that is colder than anything that it could evict itself. A class without
+// any waits for the arena to grow first.
+func (e *Engine) coldRegion(c *class) *region {
+	before := uint64(math.MaxUint64)
+	for _, r := range c.regions {
+		if _, stamp, ok := r.lru.min(); ok {
+			before = min(before, stamp)
+		}
+	}
+	var cold *region
+	for _, r := range e.regions[1 : e.nregion+1] {
+		if r.class != nil && r.class != c && !r.draining && r.leased == 0 && r.filling == 0 && r.lastUse < before && c.slotsIn(r.size) > 0 {
+			cold, before = r, r.lastUse
+		}
+	}
+	if cold != nil && e.bytes < e.cfg.ArenaLimitBytes && len(c.regions) == 0 {
+		if now := e.cfg.Now(); !e.waiting {
+			e.waiting, e.wanted = true, now
+			return nil
+		} else if now-e.wanted < growPatience {
+			return nil
+		}
+	}
+	return cold
+}
+
+// drain empties a region and takes it from its class. It answers false, and leaves the region as it is, if something in it is used meanwhile.
+func (e *Engine) drain(r *region) bool {
+	c := r.class
+	r.draining = true
+	c.free -= r.free
+	c.slots -= len(r.slots)
+	for i := 0; i < r.fresh; i++ {
+		s := &r.slots[i]
+		if s.state == filling || s.state == ready && !s.idle() {
+			r.draining = false
+			c.free += r.free
+			c.slots += len(r.slots)
+			return false
+		}
+		if s.state == ready {
+			e.stats.Evictions++
+			e.stats.EvictedPages += uint64(s.pages)
+			e.doom(r.num<<recordBits | uint32(i))
+		}
+		if i%clearSlice == clearSlice-1 {
+			e.mu.Unlock()
+			e.mu.Lock()
+			if e.closed {
+				return false
+			}
+		}
+	}
+	if r.leased != 0 || r.free != len(r.slots) {
+		panic(fmt.Sprintf("tiers: an emptied region has %d of %d slots free, %d leased", r.free, len(r.slots), r.leased))
+	}
+	for i := range c.regions {
+		if c.regions[i] == r {
+			c.regions = append(c.regions[:i], c.regions[i+1:]...)
+			break
+		}
+	}
+	e.records -= len(r.slots) * r.ppc
+	e.stats.Recarved++
+	e.trash = append(e.trash, r.mem)
+	gen := r.firstGen
+	for i := range r.slots[:r.fresh] {
+		gen = max(gen, r.slots[i].gen)
+	}
+	*r = region{id: r.id, num: r.num, size: r.size, firstGen: gen + 1}
+	e.relimit()
+	return true
+}

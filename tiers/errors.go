@@ -1,0 +1,13 @@
+package tiers
+
+import "errors"
+
+// The reasons for which the engine refuses a call. Callers compare with errors.Is; the wrapped text carries the values.
+var (
+	ErrNotFound     = errors.New("not found")     // never issued, or issued to somebody else
+	ErrStale        = errors.New("stale")         // was valid once: released, expired, trimmed away or dropped
+	ErrIncompatible = errors.New("incompatible")  // another space or geometry
+	ErrBusy         = errors.New("busy")          // a limit is reached
+	ErrClosed       = errors.New("engine closed") // after Close
+	ErrInvalid      = errors.New("invalid")       // arguments that no well-behaved caller sends
+)

@@ -1,0 +1,314 @@
+package tiers
+
+import (
+	"encoding/binary"
+	"math/bits"
+
+	"lookaside/dax"
+)
+
+// A page's record is named by a ref: the region's number and the record's number in it. Records lie slot by slot, so the number also
+// gives slot and position. 0 is no ref, as regions count from 1. Slots are named likewise, by region and slot.
+const (
+	recordBits = 26
+	recordMask = 1<<recordBits - 1
+	maxRegions = 1<<(32-recordBits) - 1
+)
+
+// index maps page digests to the refs of the pages' records. It holds neither digest nor space, these are in the records: a candidate
+// that it names must be compared with them in full.
+//
+// It is open addressing over 8-byte entries, a 32-bit tag above the ref, in one table off the Go heap. The tag also gives an entry's home,
+// so that entries can be moved and removed without reading a record. Tables are sized for the arena's limit when the first region is carved.
+// Should another geometry need more, a larger table takes over step by step: both are searched until the old one is empty.
+type index struct {
+	cur, old table
+	scan     uint32 // in old: entries below it have moved
+	garbage  []*dax.Table[uint64]
+	steps    uint64 // entries looked at, for tests of the work done
+}
+
+type table struct {
+	words []uint64
+	used  int
+	mem   *dax.Table[uint64]
+}
+
+// maxLoad is the part of a table, in quarters, that may be used.
+const maxLoadQuarters = 3
+
+func (t *table) home(tag uint32) uint32 {
+	return uint32(uint64(tag) * uint64(len(t.words)) >> 32)
+}
+
+func (t *table) next(i uint32) uint32 {
+	if i++; int(i) == len(t.words) {
+		return 0
+	}
+	return i
+}
+
+func entry(tag, ref uint32) uint64 { return uint64(tag)<<32 | uint64(ref) }
+
+// limit is the entries that the current table may hold.
+func (x *index) limit() int { return len(x.cur.words) / 4 * maxLoadQuarters }
+
+// tableWords is the size of a table for n entries.
+func tableWords(n int) int { return (n/maxLoadQuarters + 1) * 4 }
+
+func (x *index) migrating() bool { return x.old.used > 0 }
+
+// grow makes an empty table the current one. There must be no other growth under way.
+func (x *index) grow(mem *dax.Table[uint64]) {
+	if x.cur.used == 0 {
+		x.retire(&x.cur)
+	} else {
+		x.old, x.scan = x.cur, 0
+	}
+	x.cur = table{words: mem.Slice(), mem: mem}
+}
+
+func (x *index) retire(t *table) {
+	if t.mem != nil {
+		x.garbage = append(x.garbage, t.mem)
+	}
+	*t = table{}
+}
+
+// migrate moves up to n entries, looking at no more than 8n places.
+func (x *index) migrate(n int) {
+	if !x.migrating() {
+		return
+	}
+	for looked := 0; n > 0 && looked < 8*n; looked++ {
+		w := x.old.words[x.scan]
+		if w == 0 {
+			x.scan = x.old.next(x.scan)
+			continue
+		}
+		x.cur.insert(w)
+		x.old.removeAt(x.scan)
+		n--
+		if x.old.used == 0 {
+			x.retire(&x.old)
+			return
+		}
+	}
+}
+
+func (t *table) insert(w uint64) {
+	i := t.home(uint32(w >> 32))
+	for t.words[i] != 0 {
+		i = t.next(i)
+	}
+	t.words[i] = w
+	t.used++
+}
+
+// removeAt empties place i and closes the gap: what was displaced over it moves back.
+func (t *table) removeAt(i uint32) {
+	n := uint32(len(t.words))
+	distance := func(from, to uint32) uint32 {
+		if to < from {
+			return to + n - from
+		}
+		return to - from
+	}
+	t.used--
+	for j := t.next(i); t.words[j] != 0; j = t.next(j) {
+		if distance(t.home(uint32(t.words[j]>>32)), j) >= distance(i, j) {
+			t.words[i] = t.words[j]
+			i = j
+		}
+	}
+	t.words[i] = 0
+}
+
+// place finds an entry, which must be there.
+func (x *index) place(w uint64) (*table, uint32) {
+	for _, t := range [...]*table{&x.cur, &x.old} {
+		if len(t.words) == 0 {
+			continue
+		}
+		for i := t.home(uint32(w >> 32)); t.words[i] != 0; i = t.next(i) {
+			x.steps++
+			if t.words[i] == w {
+				return t, i
+			}
+		}
+	}
+	panic("tiers: an indexed page has no entry")
+}
+
+func (x *index) insert(tag, ref uint32) { x.cur.insert(entry(tag, ref)) }
+
+func (x *index) remove(tag, ref uint32) {
+	t, i := x.place(entry(tag, ref))
+	t.removeAt(i)
+	if t == &x.old && t.used == 0 {
+		x.retire(t)
+	}
+}
+
+// replace makes the entry of one ref that of another with the same digest.
+func (x *index) replace(tag, ref, by uint32) {
+	t, i := x.place(entry(tag, ref))
+	t.words[i] = entry(tag, by)
+}
+
+func (x *index) len() int { return x.cur.used + x.old.used }
+
+func (x *index) close() {
+	x.retire(&x.cur)
+	x.retire(&x.old)
+}
+
+const mixer = 0x9E3779B97F4A7C15
+
+func mix(h, w uint64) uint64 {
+	hi, lo := bits.Mul64(h^w, mixer)
+	return hi ^ lo
+}
+
+// tag is the keyed hash of a digest in a space.
+func (s *space) tag(d []byte) uint32 {
+	h := s.salt
+	for i := 0; i+8 <= len(d); i += 8 {
+		h = mix(h, binary.LittleEndian.Uint64(d[i:]))
+	}
+	return uint32(h>>32) & s.tagMask
+}
+
+// tagOfRecord is tag for a digest as records keep it.
+func (s *space) tagOfRecord(words []uint64) uint32 {
+	h := s.salt
+	for _, w := range words {
+		h = mix(h, w)
+	}
+	return uint32(h>>32) & s.tagMask
+}
+
+// equal compares a record's digest with one from a message.
+func equal(words []uint64, d []byte) bool {
+	var diff uint64
+	for i, w := range words {
+		diff |= w ^ binary.LittleEndian.Uint64(d[8*i:])
+	}
+	return diff == 0
+}
+
+// same says whether ref is the record of digest d in space s.
+func (e *Engine) same(s *space, ref uint32, d []byte) bool {
+	r := e.regions[ref>>recordBits]
+	if r.class != s.class {
+		return false
+	}
+	rec := int(ref & recordMask)
+	return equal(r.digest(rec), d) && r.slots[rec/r.ppc].space == s.id
+}
+
+// find is the indexed record of digest d in space s, 0 if the page is not held.
+func (e *Engine) find(s *space, d []byte) uint32 {
+	tag := s.tag(d)
+	for _, t := range [...]*table{&e.idx.cur, &e.idx.old} {
+		if t.used == 0 {
+			continue
+		}
+		for i := t.home(tag); t.words[i] != 0; i = t.next(i) {
+			e.idx.steps++
+			if w := t.words[i]; uint32(w>>32) == tag && e.same(s, uint32(w), d) {
+				return uint32(w)
+			}
+		}
+	}
+	return 0
+}
+
+// walk is the chunks of one request: n pages from page first on.
+type walk struct {
+	first, n int
+	chunk    int // the first chunk
+	chunks   int
+	ppc      int
+	digest   int // bytes of a digest
+	hashes   []byte
+}
+
+func (e *Engine) walk(g Geometry, firstPage int, hashes []byte) (walk, error) {
+	w := walk{first: firstPage, ppc: g.PagesPerChunk, digest: g.DigestBytes, hashes: hashes}
+	w.n = len(hashes) / w.digest
+	if len(hashes)%w.digest != 0 || w.n > e.cfg.MaxPages {
+		return w, invalid("%d bytes of hashes: want a multiple of %d, at most %d pages", len(hashes), w.digest, e.cfg.MaxPages)
+	}
+	if firstPage < 0 || firstPage > maxPage-w.n {
+		return w, invalid("first page %d", firstPage)
+	}
+	w.chunk = firstPage / w.ppc
+	if w.n > 0 {
+		w.chunks = (firstPage+w.n-1)/w.ppc - w.chunk + 1
+	}
+	return w, nil
+}
+
+// start is the first page of the walk's chunk i.
+func (w *walk) start(i int) int { return max(w.first, (w.chunk+i)*w.ppc) }
+
+// last is its last page.
+func (w *walk) last(i int) int { return min(w.first+w.n, (w.chunk+i+1)*w.ppc) - 1 }
+
+// end is the page after its last.
+func (w *walk) end() int { return w.first + w.n }
+
+// hash is the digest of a page.
+func (w *walk) hash(page int) []byte {
+	o := (page - w.first) * w.digest
+	return w.hashes[o : o+w.digest]
+}
+
+// probeGroup is how many chunks are probed together. The loads of each pass do not depend on each other, so that their cache misses overlap.
+const probeGroup = 32
+
+// probe finds the last pages of chunks [from, from+n) of a walk, n at most probeGroup, and puts their refs into out, 0 for a miss.
+func (e *Engine) probe(s *space, w *walk, from, n int, out []uint32) {
+	if e.idx.migrating() || e.idx.cur.used == 0 {
+		for i := range n {
+			out[i] = e.find(s, w.hash(w.last(from+i)))
+		}
+		return
+	}
+	t := &e.idx.cur
+	var (
+		tags  [probeGroup]uint32
+		homes [probeGroup]uint32
+		words [probeGroup]uint64
+		seen  uint64
+	)
+	for i := range n {
+		tags[i] = s.tag(w.hash(w.last(from + i)))
+		homes[i] = t.home(tags[i])
+		words[i] = t.words[homes[i]]
+	}
+	for i := range n {
+		// The first entry with the tag: nearly always the page itself.
+		at, word := homes[i], words[i]
+		for word != 0 && uint32(word>>32) != tags[i] {
+			at = t.next(at)
+			word = t.words[at]
+			e.idx.steps++
+		}
+		out[i] = uint32(word)
+	}
+	for i := range n {
+		if ref := out[i]; ref != 0 {
+			r := e.regions[ref>>recordBits]
+			rec := int(ref & recordMask)
+			seen |= r.digests[rec*r.words] | uint64(r.slots[rec/r.ppc].pins)
+		}
+	}
+	e.touched = seen
+	for i := range n {
+		if d := w.hash(w.last(from + i)); out[i] != 0 && !e.same(s, out[i], d) {
+			out[i] = e.find(s, d)
+		}
+	}
+}

@@ -1,0 +1,255 @@
+package tiers
+
+import (
+	"fmt"
+	"math/bits"
+)
+
+type leaseKind uint8
+
+const (
+	noLease leaseKind = iota
+	lookupLease
+	loadLease
+	storeLease
+	pinLease
+)
+
+func (k leaseKind) String() string {
+	return [...]string{"none", "lookup", "load", "store", "pin"}[k]
+}
+
+// lease is what one lookup, load, pin or unfinished store holds: a run of chunks of one prefix, or for a store the slots that it was granted.
+// Leases are reused; the generation in a handle says which use it means.
+type lease struct {
+	kind  leaseKind
+	index uint32
+	gen   uint32
+	owner *owner
+
+	key      uint64 // of a lookup: the client's id
+	first, n int    // pages
+	buf      []uint32
+	slots    []uint32 // what is left of buf
+	deadline int64    // of a lookup
+	prev     [32]byte // of a store: the digest of the page before
+	hasPrev  bool
+	inOwner  leaseNode
+	inExpiry leaseNode
+}
+
+type leaseNode struct{ prev, next *lease }
+
+// leaseList is a list of leases: those of one owner (owned), or the lookups by deadline.
+type leaseList struct {
+	first, last *lease
+	owned       bool
+}
+
+func (l *leaseList) node(x *lease) *leaseNode {
+	if l.owned {
+		return &x.inOwner
+	}
+	return &x.inExpiry
+}
+
+func (l *leaseList) push(x *lease) {
+	*l.node(x) = leaseNode{prev: l.last}
+	if l.last != nil {
+		l.node(l.last).next = x
+	} else {
+		l.first = x
+	}
+	l.last = x
+}
+
+func (l *leaseList) remove(x *lease) {
+	n := l.node(x)
+	if n.prev != nil {
+		l.node(n.prev).next = n.next
+	} else {
+		l.first = n.next
+	}
+	if n.next != nil {
+		l.node(n.next).prev = n.prev
+	} else {
+		l.last = n.prev
+	}
+	*n = leaseNode{}
+}
+
+func (x *lease) handle() uint64 { return uint64(x.gen)<<32 | uint64(x.index) + 1 }
+
+// newLease makes a lease of an owner on slots, which it copies and which are counted on the owner already.
+func (e *Engine) newLease(kind leaseKind, ow *owner, slots []uint32) *lease {
+	var x *lease
+	if n := len(e.spare); n > 0 {
+		x = e.leases[e.spare[n-1]]
+		e.spare = e.spare[:n-1]
+	} else {
+		x = &lease{index: uint32(len(e.leases))}
+		e.leases = append(e.leases, x)
+	}
+	x.gen++
+	x.kind, x.owner = kind, ow
+	x.buf = append(e.bufs.get(len(slots)), slots...)
+	x.slots = x.buf
+	ow.leases += len(slots)
+	ow.all.push(x)
+	return x
+}
+
+// findLease resolves a handle of an owner's; of a pin, whose owner is nobody's, with a nil owner.
+func (e *Engine) findLease(ow *owner, kind leaseKind, handle uint64) (*lease, error) {
+	i, gen := uint32(handle)-1, uint32(handle>>32)
+	if uint32(handle) == 0 || uint64(i) >= uint64(len(e.leases)) || gen == 0 || gen > e.leases[i].gen {
+		return nil, fmt.Errorf("%w: %v %#x", ErrNotFound, kind, handle)
+	}
+	x := e.leases[i]
+	if x.gen != gen || x.kind == noLease {
+		return nil, fmt.Errorf("%w: %v %#x has ended", ErrStale, kind, handle)
+	}
+	if ow != nil && x.owner != ow || x.kind != kind {
+		return nil, fmt.Errorf("%w: %v %#x", ErrNotFound, kind, handle)
+	}
+	return x, nil
+}
+
+// endLease frees all that a lease holds; a store is aborted.
+func (e *Engine) endLease(x *lease) {
+	if x.kind == storeLease {
+		for i := range x.slots {
+			e.finishGrant(x, i, false)
+		}
+	} else {
+		e.freeSlots(x, x.slots)
+	}
+	e.forget(x)
+}
+
+// freeSlots ends a lookup's, load's or pin's leases on some of its slots, the last first, so that a prefix is settled after its continuation.
+func (e *Engine) freeSlots(x *lease, slots []uint32) {
+	for i := len(slots) - 1; i >= 0; i-- {
+		x.owner.slots.sub(slots[i])
+		e.unpin(slots[i])
+	}
+	x.owner.leases -= len(slots)
+}
+
+// forget takes a lease that holds nothing any more out of the books.
+func (e *Engine) forget(x *lease) {
+	ow := x.owner
+	switch x.kind {
+	case lookupLease:
+		delete(ow.lookups, x.key)
+		e.expiry.remove(x)
+	case loadLease:
+		ow.loads--
+	case storeLease:
+		ow.stores--
+	}
+	ow.all.remove(x)
+	e.bufs.put(x.buf)
+	*x = lease{index: x.index, gen: x.gen}
+	e.spare = append(e.spare, x.index)
+}
+
+// bufferPool keeps the buffers of ended leases by size, powers of two.
+type bufferPool struct {
+	free [32][][]uint32
+	kept int // entries in all of free
+}
+
+// maxKept bounds what the pool keeps, in entries of 4 bytes.
+const maxKept = 1 << 22
+
+func (p *bufferPool) get(n int) []uint32 {
+	k := bits.Len(uint(max(n, 4) - 1))
+	if f := p.free[k]; len(f) > 0 {
+		b := f[len(f)-1]
+		p.free[k] = f[:len(f)-1]
+		p.kept -= cap(b)
+		return b[:0]
+	}
+	return make([]uint32, 0, 1<<k)
+}
+
+func (p *bufferPool) put(b []uint32) {
+	if c := cap(b); c > 0 && p.kept+c <= maxKept {
+		k := bits.Len(uint(c)) - 1
+		p.free[k] = append(p.free[k], b[:0])
+		p.kept += c
+	}
+}
+
+// tally counts an owner's leases by slot, so that its share is measured in slots however many of its requests have one prefix in common.
+// Open addressing; neighbouring slots lie together, as those of a prefix often are neighbours.
+type tally struct {
+	entries []uint64 // slot<<32 | count; 0 is empty
+	n       int
+}
+
+func (t *tally) home(ref uint32) uint32 {
+	const line = 8
+	h := ref / line * 0x9E3779B1
+	return (h>>16^h)*line&uint32(len(t.entries)-1) | ref%line
+}
+
+// add counts a lease, unless it is on a slot too many.
+func (t *tally) add(ref uint32, limit int) bool {
+	if 2*(t.n+1) > len(t.entries) {
+		t.grow()
+	}
+	mask := uint32(len(t.entries) - 1)
+	for i := t.home(ref); ; i = (i + 1) & mask {
+		switch w := t.entries[i]; {
+		case w == 0:
+			if t.n >= limit {
+				return false
+			}
+			t.entries[i] = uint64(ref)<<32 | 1
+			t.n++
+			return true
+		case uint32(w>>32) == ref:
+			t.entries[i]++
+			return true
+		}
+	}
+}
+
+func (t *tally) sub(ref uint32) {
+	mask := uint32(len(t.entries) - 1)
+	i := t.home(ref)
+	for uint32(t.entries[i]>>32) != ref {
+		if t.entries[i] == 0 {
+			panic("tiers: an owner ends a lease that it was not counted for")
+		}
+		i = (i + 1) & mask
+	}
+	if t.entries[i]--; uint32(t.entries[i]) > 0 {
+		return
+	}
+	t.n--
+	for j := (i + 1) & mask; t.entries[j] != 0; j = (j + 1) & mask {
+		if (j-t.home(uint32(t.entries[j]>>32)))&mask >= (j-i)&mask {
+			t.entries[i] = t.entries[j]
+			i = j
+		}
+	}
+	t.entries[i] = 0
+}
+
+func (t *tally) grow() {
+	old := t.entries
+	t.entries = make([]uint64, max(64, 2*len(old)))
+	mask := uint32(len(t.entries) - 1)
+	for _, w := range old {
+		if w != 0 {
+			i := t.home(uint32(w >> 32))
+			for t.entries[i] != 0 {
+				i = (i + 1) & mask
+			}
+			t.entries[i] = w
+		}
+	}
+}

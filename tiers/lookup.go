@@ -1,0 +1,185 @@
+package tiers
+
+import "fmt"
+
+// Lookup answers how many pages from firstPage on are held without a gap, and leases them for owner o under an id of its own until Cancel,
+// until PrepareLoad takes them over, or until the deadline. hashes is their digests end to end, page after page. A lookup under an id
+// that is in use ends the older one first. Nothing is leased when the answer is 0. ErrBusy: the owner has too many lookups.
+func (e *Engine) Lookup(o Owner, lookup uint64, firstPage int, hashes []byte) (pages int, err error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	ow, err := e.owner(o)
+	if err != nil {
+		return 0, err
+	}
+	w, err := e.walk(ow.space.g, firstPage, hashes)
+	if err != nil {
+		return 0, err
+	}
+	if x := ow.lookups[lookup]; x != nil {
+		e.endLease(x)
+	}
+	if len(ow.lookups) >= e.cfg.MaxLookupsPerOwner {
+		return 0, fmt.Errorf("%w: owner %d has %d lookups", ErrBusy, o, len(ow.lookups))
+	}
+	e.idx.migrate(migrateStep)
+	pages, slots := e.leaseHits(ow, &w)
+	e.stats.Lookups++
+	e.stats.LookupPages += uint64(w.n)
+	e.stats.HitPages += uint64(pages)
+	if pages == 0 {
+		return 0, nil
+	}
+	x := e.newLease(lookupLease, ow, slots)
+	x.key, x.first, x.n = lookup, firstPage, pages
+	x.deadline = e.cfg.Now() + int64(e.cfg.LeaseDeadline)
+	ow.lookups[lookup] = x
+	e.expiry.push(x)
+	return pages, nil
+}
+
+// leaseHits leases the chunks of a walk that are held, up to the first page that is not. The slots are valid until the next call.
+//
+// It probes one page a chunk, the last: a page's digest names its whole prefix, so the slot that holds it holds the chunk. In the first
+// chunk that is not held whole it finds the last page that is by bisection.
+func (e *Engine) leaseHits(ow *owner, w *walk) (pages int, slots []uint32) {
+	e.tick++
+	sp := ow.space
+	slots = e.held[:0]
+	room := e.cfg.MaxLeasesPerOwner - ow.leases
+	lease := func(ref uint32) bool {
+		if len(slots) >= room || !ow.slots.add(ref, sp.class.limit) {
+			e.stats.Limited++
+			return false
+		}
+		e.pin(ref)
+		slots = append(slots, ref)
+		return true
+	}
+	for i := 0; i < w.chunks; i += probeGroup {
+		n := min(probeGroup, w.chunks-i)
+		refs := e.refs[:n]
+		e.probe(sp, w, i, n, refs)
+		for j, rec := range refs {
+			last := w.last(i + j)
+			if rec == 0 || !e.at(rec, last) {
+				rec, last = e.bisect(sp, w, i+j)
+				if rec == 0 {
+					return pages, slots
+				}
+				if ref, _ := e.slotOf(rec); lease(ref) {
+					pages = last - w.first + 1
+				}
+				return pages, slots
+			}
+			if ref, _ := e.slotOf(rec); !lease(ref) {
+				return pages, slots
+			}
+			pages = last - w.first + 1
+		}
+	}
+	return pages, slots
+}
+
+// bisect finds the last page of chunk i of a walk that is held, given that the chunk's last page in the walk is not. 0: none is.
+func (e *Engine) bisect(s *space, w *walk, i int) (record uint32, page int) {
+	lo, hi := w.start(i), w.last(i) // the answer is below hi, and at or above lo if there is one
+	for lo < hi {
+		mid := int(uint(lo+hi) / 2)
+		if rec := e.find(s, w.hash(mid)); rec != 0 && e.at(rec, mid) {
+			record, page = rec, mid
+			lo = mid + 1
+		} else {
+			hi = mid
+		}
+	}
+	return record, page
+}
+
+// Trim frees a lookup's leases on the chunks wholly below firstPage.
+func (e *Engine) Trim(o Owner, lookup uint64, firstPage int) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	x, err := e.lookup(o, lookup)
+	if err != nil {
+		return err
+	}
+	ppc := x.owner.space.g.PagesPerChunk
+	cut := min(firstPage, x.first+x.n) / ppc * ppc // the first page of the first chunk that stays
+	if firstPage >= x.first+x.n {
+		cut = x.first + x.n
+	}
+	if cut <= x.first {
+		return nil
+	}
+	if cut == x.first+x.n {
+		e.endLease(x)
+		return nil
+	}
+	k := cut/ppc - x.first/ppc
+	e.freeSlots(x, x.slots[:k])
+	x.slots = x.slots[k:]
+	x.n -= cut - x.first
+	x.first = cut
+	return nil
+}
+
+// Cancel ends a lookup and frees its leases. ErrNotFound: there is none (any more) under this id, also because it hit nothing.
+func (e *Engine) Cancel(o Owner, lookup uint64) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	x, err := e.lookup(o, lookup)
+	if err != nil {
+		return err
+	}
+	e.endLease(x)
+	return nil
+}
+
+func (e *Engine) lookup(o Owner, lookup uint64) (*lease, error) {
+	ow, err := e.owner(o)
+	if err != nil {
+		return nil, err
+	}
+	if x := ow.lookups[lookup]; x != nil {
+		return x, nil
+	}
+	return nil, fmt.Errorf("%w: lookup %d of owner %d", ErrNotFound, lookup, o)
+}
+
+// Pin leases what is held of a prefix from its first page on, without a deadline and for no session: it stays until Unpin, or until it is
+// cleared. It answers the pages pinned; 0 pages make no pin.
+func (e *Engine) Pin(id SpaceID, hashes []byte) (pin uint64, pages int, err error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	s, err := e.space(id)
+	if err != nil {
+		return 0, 0, err
+	}
+	w, err := e.walk(s.g, 0, hashes)
+	if err != nil {
+		return 0, 0, err
+	}
+	pages, slots := e.leaseHits(&s.pinner, &w)
+	if pages == 0 {
+		return 0, 0, nil
+	}
+	x := e.newLease(pinLease, &s.pinner, slots)
+	x.n = pages
+	return x.handle(), pages, nil
+}
+
+// Unpin ends a pin.
+func (e *Engine) Unpin(pin uint64) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.closed {
+		return ErrClosed
+	}
+	x, err := e.findLease(nil, pinLease, pin)
+	if err != nil {
+		return err
+	}
+	e.endLease(x)
+	return nil
+}

@@ -1,0 +1,102 @@
+package tiers
+
+import "lookaside/tiers/chunk"
+
+// Counters only rise.
+type Counters struct {
+	Lookups       uint64 // answered
+	LookupPages   uint64 // asked for in them
+	HitPages      uint64 // answered as held
+	Stores        uint64 // prepared
+	StoredPages   uint64 // committed
+	HeldPages     uint64 // asked to be stored and held already
+	ShedPages     uint64 // asked to be stored without room
+	Loads         uint64
+	LoadPages     uint64
+	Duplicates    uint64 // chunks freed because others hold all that they hold
+	Replaced      uint64 // chunks freed because a longer version was stored
+	Extended      uint64 // chunks extended in place
+	Evictions     uint64 // chunks dropped for room
+	EvictedPages  uint64
+	Expired       uint64 // lookups ended by their deadline
+	Cleared       uint64 // chunks dropped by ClearSpace
+	Bad           uint64 // chunks dropped because a load found their bytes bad
+	Limited       uint64 // answers cut short by an owner's share or limits
+	Recarved      uint64 // regions emptied for another geometry
+	CarveFailures uint64 // regions that could not be carved for want of memory
+}
+
+// Stats is the engine at one moment.
+type Stats struct {
+	Counters
+
+	Regions       int
+	CapacityBytes int64 // of all regions
+	UsedBytes     int64 // in slots that are not free
+	Slots         int   // in carved regions
+	FreeSlots     int
+	FillingSlots  int
+	ReadySlots    int
+	LeasedSlots   int   // ready ones in use by lookups, loads, pins and extensions
+	Leases        int   // on them; one slot may have many
+	Pages         int   // indexed
+	MetadataBytes int64 // address space of tables and index; they are paid for as they are used
+	Spaces        int
+	Owners        int
+	OpenLookups   int // that hold leases
+	OpenLoads     int
+	OpenStores    int
+	WantRegion    bool // a geometry without a region waits for the arena to grow
+}
+
+// Stats may be called at any time; its cost does not depend on what is held.
+func (e *Engine) Stats() Stats {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	st := Stats{
+		Counters: e.stats, Regions: e.nregion, CapacityBytes: e.bytes, Leases: e.pins, Pages: e.idx.len(), Spaces: len(e.byPrint),
+		Owners: len(e.owners), WantRegion: e.waiting, MetadataBytes: int64(len(e.idx.cur.words)+len(e.idx.old.words)) * 8,
+	}
+	for _, r := range e.regions[1 : e.nregion+1] {
+		if r.class == nil {
+			continue
+		}
+		n := len(r.slots)
+		st.Slots += n
+		st.FreeSlots += r.free
+		st.FillingSlots += r.filling
+		st.ReadySlots += n - r.free - r.filling
+		st.LeasedSlots += r.leased
+		st.UsedBytes += int64(n-r.free) * r.class.slotBytes()
+		st.MetadataBytes += int64(n)*(64+16+4) + int64(n*r.ppc)*int64(8*r.words+8)
+	}
+	for _, ow := range e.owners {
+		st.OpenLookups += len(ow.lookups)
+		st.OpenLoads += ow.loads
+		st.OpenStores += ow.stores
+	}
+	return st
+}
+
+// SpaceStats is one space at one moment.
+type SpaceStats struct {
+	ID          SpaceID
+	Fingerprint chunk.Fingerprint
+	Geometry    Geometry
+	Owners      int
+	Chunks      int // slots that it has, filling ones as well
+	Pages       int // that can be found
+}
+
+// Spaces lists the open spaces, by id.
+func (e *Engine) Spaces() []SpaceStats {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	var out []SpaceStats
+	for _, s := range e.spaces {
+		if s != nil {
+			out = append(out, SpaceStats{ID: SpaceID(s.id), Fingerprint: s.print, Geometry: s.g, Owners: s.owners, Chunks: s.chunks, Pages: s.pages})
+		}
+	}
+	return out
+}

@@ -1,0 +1,303 @@
+package tiers
+
+import "fmt"
+
+// StoreResult is what PrepareStore found: each page asked for is held, shed or granted.
+type StoreResult struct {
+	Store uint64 // handle for CommitStore or AbortStore; 0: nothing was granted
+	Held  int    // pages that are held already
+	Shed  int    // pages for which there is no room
+}
+
+// PrepareStore finds which of the pages from firstPage on are not held and grants slots for them, one grant a chunk, appended to out.
+// firstPage is the first of a chunk, hashes the digests of the pages, prev that of the page before (empty for the first page of all).
+// What is granted stays invisible until CommitStore. A partly filled last chunk is extended in place if nobody else is extending it;
+// otherwise the grant is the whole chunk, from its first page on. ErrBusy: the owner has too many stores.
+func (e *Engine) PrepareStore(o Owner, firstPage int, prev, hashes []byte, out []Grant) (StoreResult, []Grant, error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	ow, err := e.owner(o)
+	if err != nil {
+		return StoreResult{}, out, err
+	}
+	sp := ow.space
+	w, err := e.walk(sp.g, firstPage, hashes)
+	if err != nil {
+		return StoreResult{}, out, err
+	}
+	if firstPage%w.ppc != 0 || len(prev) != w.digest && firstPage != 0 || len(prev) != 0 && firstPage == 0 {
+		return StoreResult{}, out, invalid("store from page %d with %d bytes of the page before: want a multiple of %d with a digest of %d, or page 0 without",
+			firstPage, len(prev), w.ppc, w.digest)
+	}
+	if ow.stores >= e.cfg.MaxLookupsPerOwner {
+		return StoreResult{}, out, fmt.Errorf("%w: owner %d has %d stores", ErrBusy, o, ow.stores)
+	}
+	e.idx.migrate(migrateStep)
+	refs := e.refs[:w.chunks]
+	for attempt := 0; ; attempt++ {
+		missing := 0
+		for i := 0; i < w.chunks; i += probeGroup {
+			e.probe(sp, &w, i, min(probeGroup, w.chunks-i), refs[i:])
+		}
+		for _, ref := range refs {
+			if ref == 0 {
+				missing++
+			}
+		}
+		if missing <= sp.class.free || attempt > maxRegions {
+			break
+		}
+		ok, unlocked := e.makeRoom(sp.class)
+		if !unlocked {
+			break
+		}
+		if now, err := e.owner(o); err != nil || now != ow {
+			return StoreResult{}, out, fmt.Errorf("%w: owner %d has left", ErrNotFound, o)
+		}
+		if !ok {
+			attempt = maxRegions
+		}
+	}
+
+	e.tick++
+	var parent uint32 // the slot of the chunk before, if it is ready
+	if firstPage > 0 {
+		if rec := e.find(sp, prev); rec != 0 && e.at(rec, firstPage-1) {
+			parent, _ = e.slotOf(rec)
+		}
+	}
+	res := StoreResult{}
+	granted := e.held[:0]
+	for i, rec := range refs {
+		start, last := w.start(i), w.last(i)
+		pages := last - start + 1
+		// Room made for an earlier chunk may have cost this one.
+		if rec != 0 && e.holds(sp, rec, last, w.hash(last)) {
+			ref, _ := e.slotOf(rec)
+			if _, s := e.slot(ref); parent != 0 && e.orphan(s) {
+				e.adopt(parent, ref)
+			}
+			e.touch(ref)
+			parent = ref
+			res.Held += pages
+			continue
+		}
+		if ow.leases+len(granted) >= e.cfg.MaxLeasesPerOwner {
+			res.Shed = w.end() - start
+			break
+		}
+		if rec, page := e.bisect(sp, &w, i); rec != 0 {
+			ref, _ := e.slotOf(rec)
+			r, s := e.slot(ref)
+			if have := page - start + 1; int(s.pages) == have && s.granted == 0 && ow.slots.add(ref, sp.class.limit) {
+				if s.idle() {
+					r.leased++
+					r.lru.remove(ref & recordMask)
+				}
+				s.granted = uint16(pages - have)
+				s.stamp, r.lastUse = e.tick, e.tick
+				e.write(ref, &w, start, have, pages)
+				granted = append(granted, ref)
+				out = append(out, Grant{Page: uint32(start + have), Pages: uint32(pages - have), Region: r.id, Offset: r.offset(ref, have)})
+				res.Held += have
+				parent = 0
+				continue
+			}
+		}
+		ref := e.grant(ow, parent, w.chunk+i, pages)
+		if ref == 0 {
+			e.stats.Limited++
+			res.Shed = w.end() - start
+			break
+		}
+		r, _ := e.slot(ref)
+		e.write(ref, &w, start, 0, pages)
+		granted = append(granted, ref)
+		out = append(out, Grant{Page: uint32(start), Pages: uint32(pages), Region: r.id, Offset: r.offset(ref, 0)})
+		parent = 0
+	}
+	e.stats.Stores++
+	e.stats.HeldPages += uint64(res.Held)
+	e.stats.ShedPages += uint64(res.Shed)
+	if len(granted) == 0 {
+		return res, out, nil
+	}
+	x := e.newLease(storeLease, ow, granted)
+	ow.stores++
+	x.first, x.n = firstPage, w.n
+	x.hasPrev = firstPage > 0
+	copy(x.prev[:], prev)
+	res.Store = x.handle()
+	return res, out, nil
+}
+
+// holds says whether a record that was probed before still is a committed page of its prefix.
+func (e *Engine) holds(s *space, rec uint32, page int, d []byte) bool {
+	ref, pos := e.slotOf(rec)
+	_, sl := e.slot(ref)
+	return sl.state == ready && pos < int(sl.pages) && e.at(rec, page) && e.same(s, rec, d)
+}
+
+// grant takes a slot for a chunk that is to be filled, as a continuation of parent if that is held. 0: there is no room, or the owner has its share.
+func (e *Engine) grant(ow *owner, parent uint32, chunk, pages int) uint32 {
+	if ow.slots.n >= ow.space.class.limit {
+		return 0
+	}
+	if parent != 0 {
+		// It must not make room for its own continuation.
+		r, p := e.slot(parent)
+		if p.children == 0 {
+			r.lru.remove(parent & recordMask)
+		}
+		p.children++
+	}
+	ref := e.alloc(ow.space, chunk, pages)
+	if parent != 0 {
+		r, p := e.slot(parent)
+		if ref != 0 {
+			_, s := e.slot(ref)
+			s.parent, s.parentGen = parent, p.gen
+		} else if p.children--; p.children == 0 && p.idle() {
+			r.lru.add(parent&recordMask, p.stamp)
+		}
+	}
+	if ref != 0 {
+		ow.slots.add(ref, ow.space.class.limit)
+	}
+	return ref
+}
+
+// write notes the digests of pages [from, to) of a slot whose first page is start.
+func (e *Engine) write(ref uint32, w *walk, start, from, to int) {
+	r, _ := e.slot(ref)
+	for pos := from; pos < to; pos++ {
+		r.setDigest(int(ref&recordMask)*r.ppc+pos, w.hash(start+pos))
+	}
+}
+
+// CommitStore makes what a store was granted visible, but for the grants named in failed by their place among those that PrepareStore
+// appended. ErrStale: the store has ended before; ErrInvalid, with nothing changed: failed names a grant that is not there.
+func (e *Engine) CommitStore(o Owner, store uint64, failed []uint32) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	ow, err := e.owner(o)
+	if err != nil {
+		return err
+	}
+	x, err := e.findLease(ow, storeLease, store)
+	if err != nil {
+		return err
+	}
+	for _, i := range failed {
+		if int64(i) >= int64(len(x.slots)) {
+			return invalid("grant %d of a store of %d", i, len(x.slots))
+		}
+	}
+	e.idx.migrate(migrateStep)
+	e.tick++
+	marks := e.marks[:len(x.slots)/64+1]
+	clear(marks)
+	for _, i := range failed {
+		marks[i/64] |= 1 << (i % 64)
+	}
+	for i := range x.slots {
+		e.finishGrant(x, i, marks[i/64]>>(i%64)&1 == 0)
+	}
+	e.forget(x)
+	return nil
+}
+
+// AbortStore gives back what a store was granted. ErrStale: it has ended before.
+func (e *Engine) AbortStore(o Owner, store uint64) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	ow, err := e.owner(o)
+	if err != nil {
+		return err
+	}
+	x, err := e.findLease(ow, storeLease, store)
+	if err != nil {
+		return err
+	}
+	e.endLease(x)
+	return nil
+}
+
+// finishGrant ends the filling of a store's slot i; ok says whether its bytes are there. Grants are finished in their order.
+func (e *Engine) finishGrant(x *lease, i int, ok bool) {
+	ref := x.slots[i]
+	x.owner.slots.sub(ref)
+	x.owner.leases--
+	r, s := e.slot(ref)
+	sp := x.owner.space
+	if s.state == ready {
+		e.finishExtension(ref, ok)
+		return
+	}
+	if !ok || s.doomed {
+		e.release(ref)
+		return
+	}
+	pages := int(s.granted)
+	base := int(ref&recordMask) * r.ppc
+	var buf [32]byte
+	if rec := e.find(sp, r.digestBytes(base+pages-1, &buf)); rec != 0 {
+		e.stats.Duplicates++ // somebody else was first: the slot adds nothing
+		e.release(ref)
+		return
+	}
+	s.state, s.granted = ready, 0
+	r.filling--
+	if !e.enter(ref, 0, pages) {
+		e.disown(ref)
+		e.release(ref)
+		return
+	}
+	if s.chunk > 0 && e.orphan(s) {
+		if rec := e.find(sp, e.before(x, i, &buf)); rec != 0 && e.at(rec, int(s.chunk)*r.ppc-1) {
+			parent, _ := e.slotOf(rec)
+			e.adopt(parent, ref)
+		}
+	}
+	s.stamp, r.lastUse = e.tick, e.tick
+	e.stats.StoredPages += uint64(pages)
+	e.settle(ref)
+}
+
+// before is the digest of the page before grant i, as far as the store knows it; a digest of no page otherwise.
+func (e *Engine) before(x *lease, i int, buf *[32]byte) []byte {
+	d := x.owner.space.g.DigestBytes
+	_, s := e.slot(x.slots[i])
+	if i > 0 {
+		// The chunk before may have been a duplicate: its slot is free by now, but not in use again.
+		ref := x.slots[i-1]
+		r, p := e.slot(ref)
+		if p.state == free || p.chunk+1 == s.chunk {
+			return r.digestBytes(int(ref&recordMask)*r.ppc+r.ppc-1, buf)
+		}
+	}
+	if x.hasPrev && int(s.chunk)*x.owner.space.g.PagesPerChunk == x.first {
+		return x.prev[:d]
+	}
+	clear(buf[:])
+	return buf[:d]
+}
+
+// finishExtension ends the extension of a ready slot.
+func (e *Engine) finishExtension(ref uint32, ok bool) {
+	r, s := e.slot(ref)
+	from, to := int(s.pages), int(s.pages)+int(s.granted)
+	s.granted = 0
+	var buf [32]byte
+	last := r.digestBytes(int(ref&recordMask)*r.ppc+to-1, &buf)
+	// If somebody else was first with the last page, this stays the shorter version.
+	if ok && !s.doomed && e.find(e.spaces[s.space], last) == 0 && e.enter(ref, from, to) {
+		e.stats.StoredPages += uint64(to - from)
+		e.stats.Extended++
+		s.stamp, r.lastUse = e.tick, e.tick
+	}
+	if s.idle() {
+		r.leased--
+		e.settle(ref)
+	}
+}
