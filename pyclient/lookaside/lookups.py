@@ -1,0 +1,364 @@
+"""Asks every rank's sidecar how much of a prefix it holds, without ever waiting.
+
+A LookupClient belongs to the scheduler role and is used by its thread alone:
+start sends, poll looks whether the answers are in. An instance with N ranks has
+N sidecars; a page counts as held only if every rank has it, so the answer is the
+smallest of N, and if one rank cannot be asked the answer is 0 at once.
+
+An answer means leases on the sidecar, which end in one of four ways: a worker
+loads them (the sidecar hands the lease over), cancel, trim, or the deadline that
+the sidecar puts on every lookup. A lookup that this side has given up is cancelled
+when it is given up, and once more if its answer still comes, because the first
+cancel may have been dropped with a full queue.
+
+The sockets are ZMQ over ``ipc://``, a PUSH and a PULL per session. They are made
+and connected on the session's thread, which waits until both are up before it
+lets the session count as connected (an answer sent to a PULL that is not up yet
+would be lost), and then belong to the scheduler's thread; the lock between the
+two is the memory fence that ZMQ asks for when a socket changes threads.
+
+This module imports neither torch nor vLLM, and importing it opens nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from lookaside import wire
+from lookaside.session import RateLimitedLog, Session
+
+# Below "vllm", so that its handlers show it.
+logger = logging.getLogger("vllm.lookaside")
+
+_HANDSHAKE_PATIENCE_S = 1.0
+_MAX_ANSWER_BYTES = 256
+# Lookups that the sidecar has not read yet. One may carry 2 MiB of hashes.
+_SEND_QUEUE = 64
+_RECEIVE_QUEUE = 4096
+
+
+class _Link:
+    """The two sockets of one rank's present session. The scheduler thread's own."""
+
+    __slots__ = ("pull", "push", "session_id")
+
+    def __init__(self, push: zmq.Socket, pull: zmq.Socket, session_id: int) -> None:
+        self.push = push
+        self.pull = pull
+        self.session_id = session_id
+
+    def send(self, data: bytes) -> bool:
+        """Queue a message; False if the queue is full."""
+        try:
+            self.push.send(data, zmq.DONTWAIT)
+            return True
+        except zmq.ZMQError:
+            return False
+
+    def close(self) -> None:
+        self.push.close(0)
+        self.pull.close(0)
+
+
+class Lookup:
+    """One question to all ranks. Made by LookupClient.start; scheduler thread only."""
+
+    __slots__ = ("_client", "_deadline", "_hits", "_out", "_result", "first_page", "id", "refs")
+
+    def __init__(
+        self,
+        client: LookupClient,
+        lookup_id: int,
+        first_page: int,
+        refs: tuple[tuple[int, int], ...],
+        deadline: float,
+    ) -> None:
+        self._client = client
+        self.id = lookup_id
+        self.first_page = first_page
+        """The page that the hits are counted from."""
+        self.refs = refs
+        """(scheduler session id, lookup id) per rank: what a worker needs to load."""
+        self._out = set(range(len(refs)))
+        self._hits: int | None = None
+        self._deadline = deadline
+        self._result: int | None = None
+
+    def poll(self) -> int | None:
+        """Hit pages from first_page on, or None while an answer is out.
+
+        0 at the deadline, and when a rank's sidecar is gone.
+        """
+        if self._result is None:
+            self._client._advance(self)
+        return self._result
+
+    def trim(self, first_page: int) -> None:
+        """Free the leases on chunks wholly below first_page."""
+        self._client._tell(self, lambda session, lookup: wire.Trim(session, lookup, first_page))
+
+    def cancel(self) -> None:
+        """Free everything; the result is 0 unless it was known. Safe to repeat.
+
+        Not for a lookup that a worker was told to load: the load would fail.
+        """
+        self._client._give_up(self, known=self._result)
+
+
+class LookupClient:
+    """See the module's comment."""
+
+    def __init__(
+        self,
+        sessions: Sequence[Session],
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """sessions, one a rank in rank order, are the caller's to start and close."""
+        if not sessions:
+            raise ValueError("a lookup needs at least one rank")
+        self._sessions = tuple(sessions)
+        self._timeout_s = timeout_s
+        self._deadline_ms = max(1, round(timeout_s * 1000))
+        self._clock = clock
+        self._log = RateLimitedLog(logger)
+        self._pid = os.getpid()
+        # Random start: after a restart of this process no id of before returns.
+        self._ids = itertools.count(secrets.randbits(48))
+        self._pending: dict[int, Lookup] = {}
+        self._links: list[_Link | None] = [None] * len(self._sessions)
+        self.timeouts = 0
+        """Lookups that were given up at their deadline."""
+        self.late_answers = 0
+        """Answers that came after that."""
+
+        self._lock = threading.Lock()
+        # Guarded by _lock; filled on the sessions' threads.
+        self._context: zmq.Context | None = None
+        self._fresh: dict[int, _Link | None] = {}
+        self._closed = False
+        self._stale = False  # read without the lock, as a hint that _fresh has something
+        for rank, session in enumerate(self._sessions):
+            session.subscribe(_Linker(self, rank))
+
+    def start(self, first_page: int, hashes: bytes) -> Lookup:
+        """Ask about the pages whose digests are given, the first being first_page."""
+        self._adopt()
+        lookup_id = next(self._ids) & 0xFFFFFFFFFFFFFFFF
+        links = self._links
+        refs = tuple((link.session_id if link is not None else 0, lookup_id) for link in links)
+        lookup = Lookup(self, lookup_id, first_page, refs, self._clock() + self._timeout_s)
+        if not hashes:
+            lookup._result = 0
+            return lookup
+        if not all(self._usable(rank) for rank in range(len(links))):
+            lookup._result = 0
+            return lookup
+        self._pending[lookup_id] = lookup
+        for rank, link in enumerate(links):
+            assert link is not None
+            data = wire.encode(wire.Lookup(link.session_id, lookup_id, first_page, hashes, self._deadline_ms))
+            if not link.send(data):
+                self._sessions[rank].doubt()
+                self._give_up(lookup, known=None)
+                break
+        return lookup
+
+    def wait(self, lookup: Lookup, timeout_s: float) -> int | None:
+        """poll, but waiting up to timeout_s. For tools; a scheduler must not wait."""
+        end = self._clock() + timeout_s
+        while (hits := lookup.poll()) is None:
+            left = min(end, lookup._deadline) - self._clock()
+            if self._clock() >= end:
+                return None
+            poller = zmq.Poller()
+            for rank in lookup._out:
+                link = self._links[rank]
+                if link is not None:
+                    poller.register(link.pull, zmq.POLLIN)
+            poller.poll(max(0, min(50, int(left * 1000) + 1)))
+        return hits
+
+    def close(self) -> None:
+        """Cancel what is out and close all sockets. The sessions stay."""
+        for lookup in list(self._pending.values()):
+            self._give_up(lookup, known=None)
+        with self._lock:
+            self._closed = True
+            fresh, self._fresh = self._fresh, {}
+            context, self._context = self._context, None
+        for link in [*self._links, *fresh.values()]:
+            if link is not None:
+                link.close()
+        self._links = [None] * len(self._sessions)
+        if context is not None and os.getpid() == self._pid:
+            # Not term: it would wait for a session thread that is linking right now.
+            context.destroy(0)
+
+    # ---- the scheduler's thread ----
+
+    def _usable(self, rank: int) -> bool:
+        link, session = self._links[rank], self._sessions[rank]
+        return link is not None and session.available and session.session_id == link.session_id
+
+    def _adopt(self) -> None:
+        """Take over the links that the sessions' threads have made or withdrawn."""
+        if not self._stale:
+            return
+        with self._lock:
+            fresh, self._fresh = self._fresh, {}
+            self._stale = False
+        for rank, link in fresh.items():
+            old, self._links[rank] = self._links[rank], link
+            if old is not None:
+                old.close()
+
+    def _advance(self, lookup: Lookup) -> None:
+        self._adopt()
+        self._receive()
+        if lookup._result is not None:
+            return
+        for rank in lookup._out:
+            link = self._links[rank]
+            if link is None or link.session_id != lookup.refs[rank][0]:
+                self._give_up(lookup, known=None)
+                return
+            if not self._sessions[rank].connected:
+                self._give_up(lookup, known=None)
+                return
+        if self._clock() >= lookup._deadline:
+            self.timeouts += 1
+            for rank in lookup._out:
+                self._sessions[rank].doubt()
+            self._log.warning("timeout", "a lookup was not answered in %g ms; a miss", self._timeout_s * 1000)
+            self._give_up(lookup, known=None)
+
+    def _receive(self) -> None:
+        """Take in every answer that has arrived, of whichever lookup."""
+        for rank, link in enumerate(self._links):
+            if link is None:
+                continue
+            while True:
+                try:
+                    data = link.pull.recv(zmq.DONTWAIT)
+                except zmq.Again:
+                    break
+                except zmq.ZMQError as error:
+                    self._log.warning("receive", "lookup socket: %s", error)
+                    break
+                try:
+                    answer = wire.decode(data)
+                except wire.WireError as error:
+                    self._log.warning("garbage", "an answer that cannot be read: %s", error)
+                    continue
+                if isinstance(answer, wire.LookupResult):
+                    self._answer(rank, link, answer)
+
+    def _answer(self, rank: int, link: _Link, answer: wire.LookupResult) -> None:
+        lookup = self._pending.get(answer.lookup)
+        if lookup is None or lookup.refs[rank][0] != link.session_id:
+            self.late_answers += 1
+            if answer.hit_pages:
+                link.send(wire.encode(wire.Cancel(link.session_id, answer.lookup)))
+            return
+        if rank not in lookup._out:
+            return
+        lookup._out.discard(rank)
+        hits = answer.hit_pages
+        lookup._hits = hits if lookup._hits is None else min(lookup._hits, hits)
+        if not lookup._out:
+            lookup._result = lookup._hits
+            del self._pending[lookup.id]
+
+    def _tell(self, lookup: Lookup, make: Callable[[int, int], object]) -> None:
+        """Send every rank that may hold leases for the lookup what make builds."""
+        for rank, (session_id, lookup_id) in enumerate(lookup.refs):
+            link = self._links[rank]
+            if session_id and link is not None and link.session_id == session_id:
+                link.send(wire.encode(make(session_id, lookup_id)))
+
+    def _give_up(self, lookup: Lookup, known: int | None) -> None:
+        self._pending.pop(lookup.id, None)
+        lookup._result = known or 0
+        self._tell(lookup, wire.Cancel)
+
+    # ---- the sessions' threads ----
+
+    def _link(self, rank: int, welcome: wire.Welcome) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            if self._context is None:
+                self._context = zmq.Context()
+                self._context.set(zmq.BLOCKY, 0)
+            context = self._context
+        push = context.socket(zmq.PUSH)
+        pull = context.socket(zmq.PULL)
+        link = _Link(push, pull, welcome.session)
+        try:
+            push.setsockopt(zmq.LINGER, 0)
+            push.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
+            pull.setsockopt(zmq.LINGER, 0)
+            pull.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
+            pull.setsockopt(zmq.MAXMSGSIZE, _MAX_ANSWER_BYTES)
+            deadline = time.monotonic() + _HANDSHAKE_PATIENCE_S
+            up = _connect(pull, welcome.reply_endpoint, deadline)
+            up = _connect(push, welcome.lookup_endpoint, deadline) and up
+        except BaseException:
+            link.close()
+            raise
+        if not up:
+            self._log.warning("link", "the lookup sockets of rank %d are slow to connect", rank)
+        self._post(rank, link)
+
+    def _post(self, rank: int, link: _Link | None) -> None:
+        with self._lock:
+            old = self._fresh.get(rank)
+            if self._closed:
+                old, link = link, None
+            else:
+                self._fresh[rank] = link
+                self._stale = True
+        if old is not None:
+            old.close()
+
+
+class _Linker:
+    """Follows one rank's session for a LookupClient (session.Subscriber)."""
+
+    def __init__(self, client: LookupClient, rank: int) -> None:
+        self._client = client
+        self._rank = rank
+
+    def on_connected(self, session: Session, welcome: wire.Welcome) -> None:
+        self._client._link(self._rank, welcome)
+
+    def on_region(self, session: Session, region: wire.RegionAdded, fd: int) -> None:
+        pass  # a scheduler is given no regions
+
+    def on_lost(self, session: Session) -> None:
+        self._client._post(self._rank, None)
+
+
+def _connect(sock: zmq.Socket, endpoint: str, deadline: float) -> bool:
+    """Connect, and wait until the peer is there; False if it is not by the deadline."""
+    monitor = sock.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    try:
+        sock.connect(endpoint)
+        left = deadline - time.monotonic()
+        if not monitor.poll(max(0, int(left * 1000))):
+            return False
+        recv_monitor_message(monitor)
+        return True
+    finally:
+        sock.disable_monitor()
+        monitor.close(0)

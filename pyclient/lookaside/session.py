@@ -1,0 +1,809 @@
+"""One session with one sidecar: the handshake, requests with deadlines, reconnecting.
+
+A Session owns one daemon thread, which alone connects, reads and reconnects.
+Everyone else only sends: submit and send write to the socket without blocking
+from the calling thread (a hand-over to another thread would cost more than the
+send), and a Pending is where the reply appears.
+
+Nothing here waits for the sidecar without a deadline, and a sidecar that is
+stopped costs one deadline at most: after a missed one the session is *suspect*.
+A suspect session refuses every submit at once, until the sidecar says anything
+at all, which it is asked to do by a Ping. An idle session is pinged too, so that
+most stops are noticed before anybody waits.
+
+Death is noticed by the socket closing. Then every Pending ends without a reply,
+the subscribers are told, and the thread connects anew, forever, with a growing
+pause. Grants, leases and addresses of the old session are void from then on;
+is_current tells.
+
+Locks: Session._lock guards all fields marked so and is never held across
+anything that can block. Subscribers are called on the session's thread without
+it. This module imports neither torch nor vLLM, and importing it opens nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+import select
+import socket
+import stat
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from lookaside import wire
+from lookaside.regions import Control, RegionError
+
+# Below "vllm", so that its handlers show it.
+logger = logging.getLogger("vllm.lookaside")
+
+SOCKET_NAME = "session.sock"
+_SUN_PATH_BYTES = 107
+
+_BACKOFF_FIRST_S = 0.1
+_BACKOFF_LAST_S = 1.0
+_REFUSED_BACKOFF_S = 5.0
+_CONNECT_PATIENCE_S = 5.0
+_HEARTBEAT_S = 1.0
+_PONG_PATIENCE_S = 0.5
+_RETRY_S = 0.05
+# A wait shorter than this since the request was sent says nothing about the sidecar.
+_DOUBT_AFTER_S = 0.005
+_MAX_OUTBOX = 4096
+_MAX_REGIONS = 4096
+
+
+class SessionUnavailable(RuntimeError):
+    """There is no session that would answer now: not connected, or suspect."""
+
+
+class EndpointError(RuntimeError):
+    """The endpoint's directory cannot be trusted or used; the message says why."""
+
+
+class EndpointAbsent(EndpointError):
+    """Nothing listens at the endpoint."""
+
+
+class HandshakeError(RuntimeError):
+    """The peer is not a sidecar that speaks this protocol."""
+
+
+class RefusedError(RuntimeError):
+    """The sidecar refused the handshake; ``refusal`` says why."""
+
+    def __init__(self, refusal: wire.Refuse) -> None:
+        self.refusal = refusal
+        super().__init__(
+            f"{refusal.code}: {refusal.message}"
+            + (
+                f" ({refusal.field}: sidecar has {refusal.want!r}, this engine {refusal.got!r})"
+                if refusal.field
+                else ""
+            )
+        )
+
+
+class RateLimitedLog:
+    """Logs each kind of trouble at once, then at most once a minute with a count.
+
+    Safe for use by several threads.
+    """
+
+    def __init__(self, target: logging.Logger, every_s: float = 60.0) -> None:
+        self._target = target
+        self._every_s = every_s
+        self._lock = threading.Lock()
+        self._kinds: dict[str, tuple[float, int]] = {}
+        self.counts: dict[str, int] = {}
+
+    def warning(self, kind: str, message: str, *args: object, exc_info: bool = False) -> None:
+        """Count one occurrence of kind and log it unless that was done lately."""
+        now = time.monotonic()
+        with self._lock:
+            self.counts[kind] = self.counts.get(kind, 0) + 1
+            last, muted = self._kinds.get(kind, (float("-inf"), 0))
+            if now - last < self._every_s:
+                self._kinds[kind] = (last, muted + 1)
+                return
+            self._kinds[kind] = (now, 0)
+        if muted:
+            message += f" (and {muted} more times like it)"
+        self._target.warning(message, *args, exc_info=exc_info)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """Whom to connect to, and what to say. A scheduler may leave page_bytes 0."""
+
+    endpoint: str
+    """The sidecar's directory."""
+    role: str
+    """``"scheduler"`` or ``"worker"``."""
+    engine_id: str
+    rank: int
+    page_tokens: int
+    page_bytes: int
+    pages_per_chunk: int
+    digest_bytes: int
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """What else must agree for bytes to be reusable; part of the fingerprint."""
+
+
+class Subscriber(Protocol):
+    """What hears of a session's life, always on the session's thread.
+
+    Exceptions are logged and end the connection, never the thread.
+    """
+
+    def on_connected(self, session: Session, welcome: wire.Welcome) -> None:
+        """The handshake is done; ``session.connected`` turns true after this."""
+        ...
+
+    def on_region(self, session: Session, region: wire.RegionAdded, fd: int) -> None:
+        """A data region; fd is closed after the call."""
+        ...
+
+    def on_lost(self, session: Session) -> None:
+        """The session that on_connected announced is over."""
+        ...
+
+
+class Pending:
+    """One request that is out. Made by Session.submit."""
+
+    __slots__ = ("_answered", "_given_up", "_on_late", "_reply", "_session", "_since")
+
+    def __init__(self, session: Session, on_late: Callable[[Any], None] | None) -> None:
+        self._session = session
+        self._answered = threading.Event()
+        self._reply: Any = None
+        self._given_up = False
+        self._on_late = on_late
+        self._since = time.monotonic()
+
+    @property
+    def done(self) -> bool:
+        """Whether wait would return at once."""
+        return self._answered.is_set()
+
+    def wait_done(self, timeout_s: float) -> bool:
+        """Wait for the reply or the session's end, without giving the request up."""
+        return self._answered.wait(timeout_s)
+
+    def wait(self, timeout_s: float) -> Any:
+        """The reply, or None if none came in time or the session was lost.
+
+        After a None that was a missed deadline the request is given up: should
+        its reply come yet, it goes to on_late, and the session is suspect.
+        """
+        if self._answered.is_set() or (timeout_s > 0 and self._answered.wait(timeout_s)):
+            return self._reply
+        return self._session._give_up(self)
+
+
+class Session:
+    """See the module's comment. Made idle; start connects, close ends for good.
+
+    After a fork the child's copy is dead: it refuses everything, and holds
+    nothing that would keep the parent's session alive.
+    """
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        on_absent: Callable[[], None] | None = None,
+    ) -> None:
+        """on_absent is called on the session's thread each time nothing listens."""
+        self.options = options
+        self._on_absent = on_absent
+        self._log = RateLimitedLog(logger)
+        self._subscribers: list[Subscriber] = []
+        # Written by start and close, on whatever thread.
+        self._thread: threading.Thread | None = None
+        self._wake_fd = -1
+        self._settled = threading.Event()
+        self._up = threading.Event()
+        # The thread's own.
+        self._backoff = _BACKOFF_FIRST_S
+        self._told: list[Subscriber] = []  # who has heard on_connected
+        self._buffer = bytearray(wire.MAX_PACKET_BYTES + 1)
+
+        self._lock = threading.Lock()
+        # All below: guarded by _lock.
+        self._socket: socket.socket | None = None
+        self._control: Control | None = None
+        self._welcome: wire.Welcome | None = None
+        self._connected = False
+        self._suspect = False
+        self._closed = False
+        self._broken: str | None = None
+        self._refused: wire.Refuse | None = None
+        self._ids = itertools.count(1)
+        self._pending: dict[int, Pending] = {}
+        self._outbox: deque[bytes] = deque()
+        self._greet: list[Subscriber] = []
+        _live_sessions.add(self)
+
+    # ---- life ----
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Tell subscriber of every later connection, and of this one if there is.
+
+        A subscriber that joins a running session hears no earlier regions.
+        """
+        with self._lock:
+            self._subscribers.append(subscriber)
+            if self._connected:
+                self._greet.append(subscriber)
+        self._wake()
+
+    def start(self) -> None:
+        """Begin connecting in the background. Call once."""
+        with self._lock:
+            if self._closed or self._thread is not None:
+                return
+            self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            # Not closed earlier: any thread may be about to write to it.
+            weakref.finalize(self, os.close, self._wake_fd)
+            self._thread = threading.Thread(target=self._run, name=f"lookaside-{self.options.role}", daemon=True)
+        self._thread.start()
+
+    def wait_settled(self, timeout_s: float) -> bool:
+        """Wait for the first attempt to connect to end in any way.
+
+        Returns whether the session is connected.
+        """
+        self._settled.wait(timeout_s)
+        return self.connected
+
+    def wait_connected(self, timeout_s: float) -> bool:
+        """Wait until the session is connected; returns whether it is."""
+        self._up.wait(timeout_s)
+        return self.connected
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """End the session and its thread. Safe to call again."""
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+        self._wake()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout_s)
+
+    # ---- state ----
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a session. It may be suspect."""
+        return self._connected
+
+    @property
+    def available(self) -> bool:
+        """Whether a request would be sent: connected and not suspect."""
+        return self._connected and not self._suspect
+
+    @property
+    def suspect(self) -> bool:
+        """Whether the sidecar has missed a deadline and said nothing since."""
+        return self._suspect
+
+    @property
+    def session_id(self) -> int:
+        """The id of the present session, 0 when there is none."""
+        welcome = self._welcome
+        return welcome.session if welcome is not None and self._connected else 0
+
+    @property
+    def generation(self) -> int:
+        """The sidecar run that the present session belongs to, 0 when there is none."""
+        welcome = self._welcome
+        return welcome.generation if welcome is not None and self._connected else 0
+
+    @property
+    def welcome(self) -> wire.Welcome | None:
+        """What the sidecar answered to the handshake of the present session."""
+        return self._welcome if self._connected else None
+
+    @property
+    def refused(self) -> wire.Refuse | None:
+        """The last refusal, None once a handshake has succeeded."""
+        return self._refused
+
+    def is_current(self, session_id: int) -> bool:
+        """Whether session_id is the present session and its sidecar lives.
+
+        Asks the kernel, so that a sidecar killed an instant ago is noticed
+        though the session's thread has not run since.
+        """
+        with self._lock:
+            welcome = self._welcome
+            if not self._connected or welcome is None or welcome.session != session_id:
+                return False
+            if self._broken is not None or self._socket is None or self._control is None:
+                return False
+            if self._control.generation != welcome.generation:
+                return False
+            if self._control.state not in (Control.SERVING, Control.DRAINING):
+                return False
+            poller = select.poll()
+            poller.register(self._socket, select.POLLRDHUP)
+            return not poller.poll(0)
+
+    # ---- requests ----
+
+    def submit(
+        self,
+        make: Callable[[int], Any],
+        on_late: Callable[[Any], None] | None = None,
+    ) -> Pending:
+        """Send the request that make builds for a fresh id. Never blocks.
+
+        on_late gets the reply if it comes after Pending.wait gave up; it runs
+        on the session's thread. Raises SessionUnavailable.
+        """
+        pending = Pending(self, on_late)
+        with self._lock:
+            if not self._connected or self._broken is not None:
+                raise SessionUnavailable("not connected")
+            if self._suspect:
+                raise SessionUnavailable("the sidecar does not answer")
+            request_id = next(self._ids) & 0xFFFFFFFF
+            self._pending[request_id] = pending
+            if not self._transmit(wire.encode(make(request_id))):
+                self._pending.pop(request_id, None)
+                self._suspect = True
+                self._wake()
+                raise SessionUnavailable("the sidecar does not read")
+        return pending
+
+    def send(self, message: Any, session_id: int) -> bool:
+        """Send a message without reply if session_id is the present session.
+
+        Never blocks: what the socket does not take now waits its turn. Returns
+        whether the message went on its way; if not, the session it was meant
+        for is over, and the sidecar has undone what the message was about.
+        """
+        with self._lock:
+            welcome = self._welcome
+            if not self._connected or self._broken is not None or welcome is None:
+                return False
+            if welcome.session != session_id:
+                return False
+            data = wire.encode(message)
+            if self._outbox or not self._transmit(data):
+                if self._broken is not None:
+                    return False
+                self._outbox.append(data)
+                if len(self._outbox) > _MAX_OUTBOX:
+                    # Dropping one message would leak what it was to free;
+                    # ending the session frees everything.
+                    self._broken = "the sidecar has not read for too long"
+                self._wake()
+        return True
+
+    def doubt(self) -> None:
+        """Note a missed deadline: the session is suspect until the sidecar speaks."""
+        with self._lock:
+            if not self._connected or self._suspect:
+                return
+            self._suspect = True
+        self._wake()
+
+    def _give_up(self, pending: Pending) -> Any:
+        with self._lock:
+            if pending._answered.is_set():
+                return pending._reply
+            pending._given_up = True
+        if time.monotonic() - pending._since >= _DOUBT_AFTER_S:
+            self.doubt()
+        return None
+
+    def _transmit(self, data: bytes) -> bool:
+        """Send now, or return False. The caller holds _lock."""
+        if self._socket is None or self._outbox:
+            return False
+        try:
+            self._socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            return True
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as error:
+            self._broken = str(error)
+            self._wake()
+            return False
+
+    def _wake(self) -> None:
+        if self._wake_fd >= 0:
+            try:
+                os.eventfd_write(self._wake_fd, 1)
+            except OSError:
+                pass  # already signalled, or closed
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        while not self._closed:
+            pause = self._attempt()
+            self._settled.set()
+            self._backoff = min(self._backoff * 2, _BACKOFF_LAST_S)
+            self._pause(pause)
+        self._settled.set()
+
+    def _attempt(self) -> float:
+        """Connect and serve once; returns how long to pause before the next."""
+        try:
+            self._connect()
+            self._backoff = _BACKOFF_FIRST_S
+            self._settled.set()
+            self._serve()
+            return self._backoff
+        except EndpointAbsent as error:
+            self._log.warning("absent", "no sidecar answers: %s; serving without it", error)
+            if self._on_absent is not None:
+                try:
+                    self._on_absent()
+                except Exception:
+                    self._log.warning("autostart", "starting a sidecar failed", exc_info=True)
+            return self._backoff
+        except RefusedError as error:
+            with self._lock:
+                self._refused = error.refusal
+            if error.refusal.code == "no_worker":
+                # Its worker has not connected yet: an order of arrival, no fault.
+                logger.debug("sidecar at %s: %s", self.options.endpoint, error)
+                return self._backoff
+            self._log.warning(
+                f"refused {error.refusal.code} {error.refusal.field}",
+                "the sidecar at %s refused this engine: %s",
+                self.options.endpoint,
+                error,
+            )
+            return self._backoff if error.refusal.code in ("busy", "draining") else _REFUSED_BACKOFF_S
+        except (EndpointError, HandshakeError, RegionError, OSError) as error:
+            self._log.warning(type(error).__name__, "session with %s: %s", self.options.endpoint, error)
+            return _BACKOFF_LAST_S if isinstance(error, EndpointError) else self._backoff
+        except Exception:
+            self._log.warning("bug", "session with %s", self.options.endpoint, exc_info=True)
+            return _BACKOFF_LAST_S
+        finally:
+            self._drop()
+
+    def _pause(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        poller = select.poll()
+        poller.register(self._wake_fd, select.POLLIN)
+        while not self._closed:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            if poller.poll(left * 1000):
+                self._drain_wake()
+
+    def _drain_wake(self) -> None:
+        try:
+            os.eventfd_read(self._wake_fd)
+        except BlockingIOError:
+            pass
+
+    def _connect(self) -> None:
+        """The handshake, from the directory's check to all regions being mapped."""
+        options = self.options
+        sock = open_endpoint(options.endpoint)
+        with self._lock:
+            self._socket = sock
+            self._broken = None
+        deadline = time.monotonic() + _CONNECT_PATIENCE_S
+        hello = wire.Hello(
+            version=wire.VERSION,
+            role=options.role,
+            engine_id=options.engine_id,
+            rank=options.rank,
+            page_tokens=options.page_tokens,
+            page_bytes=options.page_bytes,
+            pages_per_chunk=options.pages_per_chunk,
+            digest_bytes=options.digest_bytes,
+            fields=dict(sorted(options.fields.items())),
+        )
+        sock.send(wire.encode(hello), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        message, fds = self._receive_by(deadline)
+        try:
+            if isinstance(message, wire.Refuse):
+                raise RefusedError(message)
+            if not isinstance(message, wire.Welcome) or len(fds) != 1:
+                raise HandshakeError(f"{type(message).__name__} with {len(fds)} fds for a Welcome")
+            if message.version != wire.VERSION or not message.session:
+                raise HandshakeError(f"welcomed with version {message.version}")
+            if message.regions > _MAX_REGIONS:
+                raise HandshakeError(f"{message.regions} regions announced")
+            control = Control(fds[0])
+        finally:
+            _close_all(fds)
+        with self._lock:
+            self._control = control
+            if control.generation != message.generation:
+                raise HandshakeError("control region and welcome are of different sidecar runs")
+            self._welcome = message
+        self._told = list(self._subscribers)
+        for subscriber in self._told:
+            subscriber.on_connected(self, message)
+        for _ in range(message.regions):
+            added, fds = self._receive_by(deadline)
+            if not isinstance(added, wire.RegionAdded):
+                _close_all(fds)
+                raise HandshakeError(f"{type(added).__name__} for a RegionAdded")
+            self._hand_over(added, fds)
+        with self._lock:
+            self._connected = True
+            self._suspect = False
+            self._refused = None
+            self._greet = [s for s in self._subscribers if s not in self._told]
+        self._up.set()
+        logger.info(
+            "session %x with the sidecar at %s: %d regions, generation %x",
+            message.session,
+            options.endpoint,
+            message.regions,
+            message.generation,
+        )
+
+    def _hand_over(self, added: wire.RegionAdded, fds: list[int]) -> None:
+        try:
+            if len(fds) != 1:
+                raise HandshakeError(f"RegionAdded with {len(fds)} fds")
+            for subscriber in self._told:
+                subscriber.on_region(self, added, fds[0])
+        finally:
+            _close_all(fds)
+
+    def _receive_by(self, deadline: float) -> tuple[Any, list[int]]:
+        """The next message of the handshake. Raises HandshakeError at the deadline."""
+        poller = select.poll()
+        assert self._socket is not None
+        poller.register(self._socket, select.POLLIN)
+        poller.register(self._wake_fd, select.POLLIN)
+        while True:
+            received = self._receive()
+            if received is not None:
+                return received
+            left = deadline - time.monotonic()
+            if left <= 0 or self._closed:
+                raise HandshakeError("no answer to the handshake")
+            for fd, _ in poller.poll(left * 1000):
+                if fd == self._wake_fd:
+                    self._drain_wake()
+
+    def _receive(self) -> tuple[Any, list[int]] | None:
+        """One message with its fds, or None if there is none now.
+
+        Raises ConnectionError at the end of the session, HandshakeError for
+        bytes that are no message.
+        """
+        assert self._socket is not None
+        try:
+            size, ancillary, flags, _ = self._socket.recvmsg_into(
+                [self._buffer],
+                socket.CMSG_SPACE(8 * struct.calcsize("i")),
+                socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC,
+            )
+        except (BlockingIOError, InterruptedError):
+            return None
+        fds: list[int] = []
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                count = len(data) // struct.calcsize("i")
+                fds.extend(struct.unpack(f"{count}i", data[: count * struct.calcsize("i")]))
+        try:
+            if size == 0:
+                raise ConnectionResetError("the sidecar has closed the session")
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                raise HandshakeError("a message longer than the protocol allows")
+            return wire.decode(memoryview(self._buffer)[:size]), fds
+        except wire.WireError as error:
+            _close_all(fds)
+            raise HandshakeError(f"a message that cannot be read: {error}") from error
+        except BaseException:
+            _close_all(fds)
+            raise
+
+    def _serve(self) -> None:
+        """Dispatch until the session ends; returns or raises when it has."""
+        assert self._socket is not None
+        poller = select.poll()
+        poller.register(self._wake_fd, select.POLLIN)
+        heard = time.monotonic()
+        pinged: float | None = None  # when the Ping that is out was sent
+        while True:
+            with self._lock:
+                if self._broken is not None:
+                    raise ConnectionResetError(self._broken)
+                self._flush()
+                greet, self._greet = self._greet, []
+                suspect = self._suspect
+                events = select.POLLIN | (select.POLLOUT if self._outbox else 0)
+            if self._closed:
+                return
+            for subscriber in greet:
+                assert self._welcome is not None
+                self._told.append(subscriber)
+                subscriber.on_connected(self, self._welcome)
+
+            now = time.monotonic()
+            if pinged is None and (suspect or now - heard >= _HEARTBEAT_S):
+                with self._lock:
+                    if self._transmit(wire.encode(wire.Ping(next(self._ids) & 0xFFFFFFFF))):
+                        pinged = now
+                    else:
+                        # It reads nothing: as suspect as one that does not answer.
+                        self._suspect = suspect = True
+            if pinged is not None and now - pinged >= _PONG_PATIENCE_S:
+                with self._lock:
+                    self._suspect = True
+            if pinged is not None:
+                late = pinged + _PONG_PATIENCE_S
+                due = late if late > now else now + _HEARTBEAT_S
+            elif suspect:
+                due = now + _RETRY_S
+            else:
+                due = heard + _HEARTBEAT_S
+            poller.register(self._socket, events)
+            poller.poll(max(0.0, due - now) * 1000)
+            self._drain_wake()
+
+            while (received := self._receive()) is not None:
+                heard, message = time.monotonic(), received[0]
+                if isinstance(message, wire.Pong):
+                    pinged = None
+                with self._lock:
+                    self._suspect = False
+                self._dispatch(message, received[1])
+
+    def _flush(self) -> None:
+        """Send what waits in the outbox, as far as the socket takes it. Under _lock."""
+        assert self._socket is not None
+        while self._outbox:
+            try:
+                self._socket.send(self._outbox[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except (BlockingIOError, InterruptedError):
+                return
+            self._outbox.popleft()
+
+    def _dispatch(self, message: Any, fds: list[int]) -> None:
+        if isinstance(message, wire.RegionAdded):
+            self._hand_over(message, fds)
+            return
+        _close_all(fds)
+        if isinstance(message, wire.Pong):
+            return
+        request_id = getattr(message, "id", None)
+        if not isinstance(message, (wire.StoreGrant, wire.LoadGrant, wire.Cleared, wire.Error)):
+            raise HandshakeError(f"unexpected {type(message).__name__}")
+        with self._lock:
+            pending = self._pending.pop(request_id, None) if request_id is not None else None
+            if pending is None:
+                late = None
+            elif pending._given_up:
+                late = pending._on_late
+            else:
+                late = None
+                pending._reply = message
+                pending._answered.set()
+        if isinstance(message, wire.Error) and pending is None:
+            self._log.warning("error", "the sidecar complains: %s: %s", message.code, message.message)
+        if late is not None:
+            late(message)
+
+    def _drop(self) -> None:
+        """Forget the session that was; tells everybody who waits for it."""
+        with self._lock:
+            was = self._told
+            self._told = []
+            self._connected = False
+            self._suspect = False
+            self._up.clear()
+            pending, self._pending = list(self._pending.values()), {}
+            self._outbox.clear()
+            self._greet.clear()
+            sock, self._socket = self._socket, None
+            control, self._control = self._control, None
+        if sock is not None:
+            sock.close()
+        if control is not None:
+            control.close()
+        for each in pending:
+            each._answered.set()
+        for subscriber in was:
+            try:
+                subscriber.on_lost(self)
+            except Exception:
+                self._log.warning("on_lost", "a subscriber failed", exc_info=True)
+
+    def _forget_after_fork(self) -> None:
+        """In a forked child: nothing of this session is ours; touch no lock of it."""
+        self._lock = threading.Lock()
+        self._closed = True
+        self._connected = False
+        self._thread = None
+        sock, self._socket = self._socket, None
+        if sock is not None:
+            sock.close()  # closes the child's descriptor only
+        self._wake_fd = -1
+
+
+def open_endpoint(directory: str) -> socket.socket:
+    """Connect to the session socket of a sidecar's directory, without blocking.
+
+    The directory and the process behind the socket must belong to this user,
+    and nobody else may be able to put a socket there. Raises EndpointAbsent if
+    nothing listens, EndpointError for a directory that cannot be trusted.
+    """
+    path = os.path.join(directory, SOCKET_NAME)
+    if len(os.fsencode(path)) > _SUN_PATH_BYTES:
+        raise EndpointError(
+            f"{path!r} has {len(os.fsencode(path))} bytes; a Unix socket's path has room for {_SUN_PATH_BYTES}"
+        )
+    check_directory(directory)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        sock.setblocking(False)
+        # A packet may be larger than the default send buffer.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wire.SOCKET_BUFFER_BYTES)
+        try:
+            sock.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            raise EndpointAbsent(f"{path}: {error.strerror}") from error
+        except BlockingIOError as error:
+            raise EndpointError(f"{path}: too many clients wait to be accepted") from error
+        except OSError as error:
+            raise EndpointError(f"{path}: {error.strerror}") from error
+        peer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        _, uid, _ = struct.unpack("3i", peer)
+        if uid not in (os.geteuid(), 0):
+            raise EndpointError(f"{path} is served by user {uid}, not by us ({os.geteuid()})")
+        return sock
+    except BaseException:
+        sock.close()
+        raise
+
+
+def check_directory(directory: str) -> None:
+    """Refuse a directory in which others could have put a socket.
+
+    Raises EndpointAbsent if it does not exist, EndpointError otherwise.
+    """
+    try:
+        status = os.lstat(directory)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise EndpointAbsent(f"{directory}: {error.strerror}") from error
+        raise EndpointError(f"{directory}: {error.strerror}") from error
+    if stat.S_ISLNK(status.st_mode) or not stat.S_ISDIR(status.st_mode):
+        raise EndpointError(f"{directory} is not a directory (symbolic links are refused)")
+    if status.st_uid != os.geteuid():
+        raise EndpointError(f"{directory} belongs to user {status.st_uid}, not to us ({os.geteuid()})")
+    if status.st_mode & 0o077:
+        raise EndpointError(f"{directory} has mode {stat.S_IMODE(status.st_mode):04o}; others must have no access")
+
+
+def _close_all(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
+
+
+_live_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for session in list(_live_sessions):
+        session._forget_after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
