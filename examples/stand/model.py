@@ -93,8 +93,12 @@ def _config(architecture: str):
             qk_nope_head_dim=128,
             qk_rope_head_dim=64,
             v_head_dim=128,
-            n_routed_experts=None,  # pyright: ignore[reportArgumentType]
-            n_shared_experts=None,  # pyright: ignore[reportArgumentType]
+            n_routed_experts=2,  # of which none is used: every layer is dense
+            n_shared_experts=1,
+            num_experts_per_tok=1,
+            n_group=1,
+            topk_group=1,
+            moe_intermediate_size=64,
             first_k_dense_replace=2,
             max_position_embeddings=MAX_TOKENS,
             initializer_range=0.05,

@@ -80,6 +80,7 @@ class Process:
 
     def end(self, patience_s: float = 15.0) -> None:
         """Ends the whole group: SIGTERM, then SIGKILL for what is left after ``patience_s``. Idempotent."""
+        left = _shared_memory(self.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGCONT)
         if self.alive():
@@ -92,12 +93,28 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.popen.wait()
+        for path in left:
+            path.unlink(missing_ok=True)
 
     def tail(self, lines: int = 30) -> str:
         """The end of the log."""
         with contextlib.suppress(OSError):
             return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
         return ""
+
+
+def _shared_memory(group: int) -> set[Path]:
+    """What a group's processes map of /dev/shm: vLLM's workers leave theirs behind when they are killed."""
+    found = set()
+    for proc in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            if os.getpgid(int(proc.name)) != group:
+                continue
+            for line in (proc / "maps").read_text().splitlines():
+                path = line.split(maxsplit=5)[-1]
+                if path.startswith("/dev/shm/") and not path.endswith(" (deleted)"):
+                    found.add(Path(path))
+    return found
 
 
 def _group_lives(group: int) -> bool:
@@ -250,7 +267,7 @@ class Stand:
         model: Path | None = None,
     ) -> Server:
         """Starts a vLLM server, with the connector where its configuration is given. Does not wait for it."""
-        settings = server_env(kv_gib)
+        settings = {**server_env(kv_gib), "TMPDIR": str(self.directory), "VLLM_RPC_BASE_PATH": str(self.directory)}
         settings.update(env or {})
         flags = [
             "--dtype", "float32", "--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details",

@@ -172,7 +172,12 @@ def shapes(small_model: Path, logs: Path | None) -> Iterator[Shapes]:
             ),
             tight_endpoint=Path(stand.endpoint("auto").format(rank=0)),
             multi=stand.server("multi", connector=multi),
-            mla=stand.server("mla", connector=connector_config(stand.endpoint("mla")), model=mla_model),
+            mla=stand.server(
+                "mla",
+                connector=connector_config(stand.endpoint("mla")),
+                model=mla_model,
+                arguments=["--dtype", "bfloat16"],  # where the CPU has AMX, vLLM has no MLA in float32
+            ),
         )
         for server in (out.tp, out.tight, out.multi, out.mla):
             server.wait_ready()
