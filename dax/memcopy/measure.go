@@ -1,0 +1,151 @@
+//go:build linux
+
+package memcopy
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"runtime"
+	"slices"
+	"sync"
+	"text/tabwriter"
+	"time"
+
+	"lookaside/dax"
+)
+
+// MeasureOptions say what to measure. Zero values mean the defaults.
+type MeasureOptions struct {
+	// SizesBytes of single copies; default 16 KiB, 64 KiB, 256 KiB, 2 MiB
+	// and 32 MiB.
+	SizesBytes []int
+	// Threads that copy side by side; default 1 and one a core.
+	Threads []int
+	// Rounds, of which the median counts; default 9.
+	Rounds int
+	// WorkingSetBytes of source and of destination, each: far more than the
+	// caches hold; default 256 MiB.
+	WorkingSetBytes int64
+	// Kind of the memory on both sides; default dax.KindAuto, as an arena's.
+	Kind dax.Kind
+}
+
+// Measurement is the median speed of copies of one size, in 10⁹ bytes a
+// second, all threads together.
+type Measurement struct {
+	SizeBytes int     `json:"size_bytes"`
+	Threads   int     `json:"threads"`
+	GoCopy    float64 `json:"go_copy_gb_s"` // the built-in copy: the limit to beat
+	Copy      float64 `json:"copy_gb_s"`    // Copy
+	Pool      float64 `json:"pool_gb_s"`    // Pool.Do, which yields to all else
+}
+
+// Measure times the built-in copy, [Copy] and [Pool.Do] between two regions,
+// turn by turn so that a noisy machine wrongs all alike. Each round copies one
+// working set, at seeded random offsets. The context ends it early.
+func Measure(ctx context.Context, o MeasureOptions) (out []Measurement, err error) {
+	if len(o.SizesBytes) == 0 {
+		o.SizesBytes = []int{16 << 10, 64 << 10, 256 << 10, 2 << 20, 32 << 20}
+	}
+	if len(o.Threads) == 0 {
+		o.Threads = []int{1}
+		if n := runtime.GOMAXPROCS(0); n > 1 {
+			o.Threads = append(o.Threads, n)
+		}
+	}
+	if o.Rounds <= 0 {
+		o.Rounds = 9
+	}
+	if o.WorkingSetBytes <= 0 {
+		o.WorkingSetBytes = 256 << 20
+	}
+	if largest := slices.Max(o.SizesBytes); slices.Min(o.SizesBytes) <= 0 || int64(largest) > o.WorkingSetBytes ||
+		slices.Min(o.Threads) <= 0 {
+		return nil, fmt.Errorf("memcopy: sizes must be from 1 to the working set of %d bytes, threads positive",
+			o.WorkingSetBytes)
+	}
+	var memory [2][]byte
+	for i := range memory {
+		r, err := dax.Create(dax.Options{Kind: o.Kind, SizeBytes: o.WorkingSetBytes, NUMANode: dax.NoNUMANode, Populate: true})
+		if err != nil {
+			return nil, err
+		}
+		defer func() { err = errors.Join(err, r.Close()) }()
+		memory[i] = r.Bytes()
+	}
+	for _, threads := range o.Threads {
+		pool := NewPool(threads)
+		defer pool.Close()
+		for _, size := range o.SizesBytes {
+			m, err := measure(ctx, o, pool, memory[0], memory[1], size, threads)
+			if err != nil {
+				return nil, err
+			}
+			out = append(out, m)
+		}
+	}
+	return out, nil
+}
+
+func measure(ctx context.Context, o MeasureOptions, pool *Pool, dst, src []byte, size, threads int) (Measurement, error) {
+	random := rand.New(rand.NewPCG(1, uint64(size)))
+	pages := (len(dst) - size) / 4096
+	jobs := make([]Job, max(len(dst)/size, threads))
+	for i := range jobs {
+		d, s := random.IntN(pages+1)*4096, random.IntN(pages+1)*4096
+		jobs[i] = Job{dst[d : d+size], src[s : s+size]}
+	}
+	total := float64(len(jobs) * size)
+	each := func(copy func(dst, src []byte) int) func() error {
+		return func() error {
+			var wg sync.WaitGroup
+			for t := range threads {
+				wg.Go(func() {
+					for i := t; i < len(jobs); i += threads {
+						copy(jobs[i].Dst, jobs[i].Src)
+					}
+				})
+			}
+			wg.Wait()
+			return nil
+		}
+	}
+	ways := []func() error{
+		each(func(dst, src []byte) int { return copy(dst, src) }),
+		each(Copy),
+		func() error { return pool.Do(ctx, jobs...) },
+	}
+	speeds := make([][]float64, len(ways))
+	for range o.Rounds {
+		for i, way := range ways {
+			if err := ctx.Err(); err != nil {
+				return Measurement{}, err
+			}
+			start := time.Now()
+			if err := way(); err != nil {
+				return Measurement{}, err
+			}
+			speeds[i] = append(speeds[i], total/time.Since(start).Seconds()/1e9)
+		}
+	}
+	median := func(i int) float64 {
+		slices.Sort(speeds[i])
+		return speeds[i][len(speeds[i])/2]
+	}
+	return Measurement{SizeBytes: size, Threads: threads, GoCopy: median(0), Copy: median(1), Pool: median(2)}, nil
+}
+
+// Print writes the measurements as a table, with what each gains over the
+// built-in copy.
+func Print(w io.Writer, ms []Measurement) error {
+	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', tabwriter.AlignRight)
+	fmt.Fprintln(t, "size\tthreads\tgo copy GB/s\tmemcopy.Copy GB/s\t×\tmemcopy.Pool GB/s\t×\t")
+	for _, m := range ms {
+		fmt.Fprintf(t, "%s\t%d\t%.2f\t%.2f\t%.2f\t%.2f\t%.2f\t\n", dax.FormatSize(int64(m.SizeBytes)), m.Threads,
+			m.GoCopy, m.Copy, m.Copy/m.GoCopy, m.Pool, m.Pool/m.GoCopy)
+	}
+	return t.Flush()
+}
