@@ -1,0 +1,367 @@
+package wire
+
+import (
+	"bytes"
+	"encoding/hex"
+	"encoding/json"
+	"flag"
+	"fmt"
+	"math"
+	"os"
+	"reflect"
+	"strings"
+	"testing"
+	"unicode"
+)
+
+var update = flag.Bool("update", false, "write the golden vectors anew")
+
+const (
+	vectorsFile = "testdata/vectors.json"
+	lmcacheFile = "testdata/lmcache.json"
+)
+
+// A vector is a golden message, or bytes that must be refused.
+type vector struct {
+	Name    string         `json:"name"`
+	Type    string         `json:"type"`              // the message decoded as
+	To      string         `json:"to"`                // who receives it: "sidecar" or "client"
+	Message map[string]any `json:"message,omitempty"` // the fields; bytes in hex
+	Hex     string         `json:"hex"`
+	Valid   bool           `json:"valid"`
+	// Canonical says that encoding the message gives these very bytes.
+	Canonical bool   `json:"canonical"`
+	Why       string `json:"why"`
+}
+
+// toClient are the messages that the sidecar sends.
+var toClient = map[Type]bool{
+	TypeWelcome: true, TypeRefuse: true, TypeStoreGrant: true, TypeLoadGrant: true, TypePong: true,
+	TypeCleared: true, TypeRegionAdded: true, TypeError: true, TypeLookupResult: true,
+}
+
+func receiver(t Type) string {
+	if toClient[t] {
+		return "client"
+	}
+	return "sidecar"
+}
+
+func digests(n, size int) []byte {
+	b := make([]byte, n*size)
+	for i := range b {
+		b[i] = byte(i*7 + i/size)
+	}
+	return b
+}
+
+type named struct {
+	name string
+	m    Message
+}
+
+func goodMessages() []named {
+	const big = math.MaxUint64
+	return []named{
+		{"hello worker", &Hello{Version: 1, Role: RoleWorker, EngineID: "engine-0", Rank: 3, PageTokens: 16, PageBytes: 2 << 20, PagesPerChunk: 16, DigestBytes: 32,
+			Fields: []Field{{"dtype", "bfloat16"}, {"hash", "sha256_cbor"}, {"model", "größer/モデル"}}}},
+		{"hello scheduler", &Hello{Version: 1, Role: RoleScheduler, EngineID: "e", PageTokens: 128, PagesPerChunk: 2, DigestBytes: 8}},
+		{"hello full map", &Hello{Version: 1, Role: RoleWorker, PageTokens: 1, PageBytes: math.MaxInt64, PagesPerChunk: math.MaxUint32, DigestBytes: 1, Rank: math.MaxUint32,
+			EngineID: strings.Repeat("x", 256), Fields: manyFields(64)}},
+		{"welcome worker", &Welcome{Version: 1, Session: big, Generation: 1 << 63, Fingerprint: digests(1, 32), LookupEndpoint: "ipc:///run/l/lookup.sock", Regions: 2, MaxPages: 65536, LeaseMs: 30000}},
+		{"welcome scheduler", &Welcome{Version: 1, Session: 1, Fingerprint: make([]byte, 32), LookupEndpoint: "ipc:///run/l/lookup.sock",
+			ReplyEndpoint: "ipc:///run/l/reply-0000000000000001.sock", MaxPages: 1, LeaseMs: math.MaxUint32}},
+		{"refuse", &Refuse{Version: 1, Code: RefuseIncompatible, Field: "dtype", Want: "bfloat16", Got: "float32", Message: "the worker's dtype differs"}},
+		{"refuse empty", &Refuse{Version: 1, Code: RefuseBusy}},
+		{"prepare store first", &PrepareStore{ID: 1, Prev: []byte{}, Hashes: digests(3, 32)}},
+		{"prepare store later", &PrepareStore{ID: math.MaxUint32, FirstPage: 4096, Prev: digests(1, 16), Hashes: digests(20, 16)}},
+		{"store grant", &StoreGrant{ID: 1, Store: 7, Held: 2, Grants: []Extent{{2, 14, 0, 0}, {16, 16, 1, 1 << 40}}}},
+		{"store grant nothing", &StoreGrant{ID: 2, Held: 65536, Shed: 300}},
+		{"commit store", &CommitStore{Store: 7}},
+		{"commit store failed", &CommitStore{Store: big, Failed: []uint32{0, 5, 200}}},
+		{"abort store", &AbortStore{Store: 300}},
+		{"prepare load", &PrepareLoad{ID: 9, Session: 0xfeedfacecafebeef, Lookup: 1 << 33, FirstPage: 70000, Pages: 65536}},
+		{"load grant", &LoadGrant{ID: 9, Load: 8, Extents: []Extent{{math.MaxUint32 - 1, 1, math.MaxUint32, math.MaxInt64}}}},
+		{"load grant many", &LoadGrant{ID: 9, Load: 8, Extents: manyExtents(17)}},
+		{"release", &Release{Load: 8}},
+		{"release bad", &Release{Load: 8, Bad: []uint32{0, 1, 127, 128, 255, 256, 65535, 65536}}},
+		{"ping", &Ping{ID: 128}},
+		{"pong", &Pong{ID: 255, Generation: 256}},
+		{"clear space", &ClearSpace{ID: 65535}},
+		{"cleared", &Cleared{ID: 65536, Chunks: 127}},
+		{"region added", &RegionAdded{Region: 1, Generation: 3, Kind: "hugetlb", SizeBytes: 1 << 30, PageSize: 2 << 20}},
+		{"error", &Error{ID: 4, Code: CodeNotFound, Message: "no such load"}},
+		{"lookup", &Lookup{Session: 5, Lookup: 6, FirstPage: 7, Hashes: digests(4, 32), DeadlineMs: 20}},
+		{"lookup bin16", &Lookup{Session: big, Lookup: big, Hashes: digests(8, 32), DeadlineMs: 70000}},
+		{"lookup of one 8-byte hash", &Lookup{Session: 5, Lookup: 0, Hashes: digests(1, 8), DeadlineMs: 1}},
+		{"lookup result", &LookupResult{Lookup: 6, HitPages: 4, HitTokens: 64}},
+		{"lookup result miss", &LookupResult{Lookup: big}},
+		{"trim", &Trim{Session: 5, Lookup: 6, FirstPage: 32}},
+		{"cancel", &Cancel{Session: 5, Lookup: 6}},
+	}
+}
+
+func manyFields(n int) []Field {
+	var f []Field
+	for i := range n {
+		f = append(f, Field{fmt.Sprintf("key-%03d", i), strings.Repeat("v", i)})
+	}
+	return f
+}
+
+func manyExtents(n int) []Extent {
+	var e []Extent
+	for i := range n {
+		e = append(e, Extent{uint32(i * 16), 16, uint32(i % 3), uint64(i) << 20})
+	}
+	return e
+}
+
+// badMessages are bytes to refuse. Their Why is the reason, in the words of the
+// Go decoder where it has such.
+func badMessages() []vector {
+	var out []vector
+	add := func(t Type, why, h string) {
+		h = strings.ReplaceAll(h, " ", "")
+		out = append(out, vector{
+			Name: "refuse " + t.String() + ": " + why, Type: t.String(), To: receiver(t), Hex: h, Why: why,
+		})
+	}
+	rep := func(s string, n int) string { return strings.Repeat(s, n) }
+	hexOf := func(s string) string { return hex.EncodeToString([]byte(s)) }
+	digest := rep("00", 32)
+
+	// Each both where the sidecar decodes and where a client does.
+	for _, t := range []struct {
+		t       Type
+		good    string // "[" type fields "]" without the array header
+		arity   string
+		longer  string
+		shorter string
+	}{
+		{TypeLookup, "3c 05 06 07 c401aa 14", "96", "97", "95"},
+		{TypeLookupResult, "3d 06 04 18 40", "94", "95", "93"}, // one field too many by itself
+	} {
+		add(t.t, "empty", "")
+		add(t.t, "array bomb of 8 bytes", "dd ffffffff 000000")
+		add(t.t, "array bomb of 5 bytes", "dd ffffffff")
+		add(t.t, "map instead of an array", "81 a474797065 3c")
+		add(t.t, "nesting", rep("91", 1024))
+		add(t.t, "nested maps", rep("81a161", 1024))
+		add(t.t, "one field too many", t.longer+t.good+"00")
+		add(t.t, "one field too few", t.shorter+t.good[:len(t.good)-2])
+		add(t.t, "a pickle", hexOf("\x80\x04\x95\x20\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x04true\x94\x85\x94R\x94."))
+		add(t.t, "an old pickle", hexOf("cos\nsystem\n(S'true'\ntR."))
+		add(t.t, "JSON", hexOf(`[60, 5, 6]`))
+		add(t.t, "unknown type", "94 7f 01 01 01")
+		add(t.t, "type above a byte", "94 cd0100 01 01 01")
+		add(t.t, "negative type", "94 ff 01 01 01")
+		add(t.t, "type as a string", "94 a13c 01 01 01")
+		add(t.t, "an extension", "d6 01 00000000")
+		add(t.t, "the unused byte", "c1")
+	}
+
+	const lookup = "96 3c 05 06 07"
+	add(TypeLookup, "trailing bytes", lookup+"c401aa 14 00")
+	add(TypeLookup, "another message", "94 3d 06 04 40")
+	add(TypeLookup, "zero session", "96 3c 00 06 07 c401aa 14")
+	add(TypeLookup, "negative session", "96 3c ff 06 07 c401aa 14")
+	add(TypeLookup, "session as a float", "96 3c cb4014000000000000 06 07 c401aa 14")
+	add(TypeLookup, "session as a boolean", "96 3c c3 06 07 c401aa 14")
+	add(TypeLookup, "session as nil", "96 3c c0 06 07 c401aa 14")
+	add(TypeLookup, "first page above 32 bits", "96 3c 05 06 cf0000000100000000 c401aa 14")
+	add(TypeLookup, "first page wraps", "96 3c 05 06 ceffffffff c401aa 14")
+	add(TypeLookup, "hashes as a string", lookup+"a1 61 14")
+	add(TypeLookup, "hashes as a list", lookup+"91 01 14")
+	add(TypeLookup, "hashes empty", lookup+"c400 14")
+	add(TypeLookup, "hashes declare 4 GiB", lookup+"c6 ffffffff aa 14")
+	add(TypeLookup, "hashes declare 1 byte too many", lookup+"c4 03 aa 14")
+	add(TypeLookup, "cut in a length", lookup+"c6 0000")
+	add(TypeLookup, "negative deadline", lookup+"c401aa d0ff")
+
+	add(TypeHello, "another version", "9a 01 02 a6776f726b6572 a0 00 10 cd1000 10 20 80")
+	add(TypeHello, "another version with another body", "92 01 07")
+	add(TypeHello, "another version before a bomb", "93 01 02 dd ffffffff")
+	add(TypeHello, "version above 16 bits", "92 01 ce00010001")
+	add(TypeHello, "negative version", "92 01 ff")
+	const worker = "9a 01 01 a6776f726b6572"
+	add(TypeHello, "unknown role", "9a 01 01 a561646d696e a0 00 10 cd1000 10 20 80")
+	add(TypeHello, "empty role", "9a 01 01 a0 a0 00 10 cd1000 10 20 80")
+	add(TypeHello, "role as bytes", "9a 01 01 c406776f726b6572 a0 00 10 cd1000 10 20 80")
+	add(TypeHello, "engine id not UTF-8", worker+"a2c328 00 10 cd1000 10 20 80")
+	add(TypeHello, "engine id above the limit", worker+"da0101"+rep("61", 257)+"00 10 cd1000 10 20 80")
+	add(TypeHello, "engine id declares 4 GiB", worker+"db ffffffff 61")
+	add(TypeHello, "zero page tokens", worker+"a0 00 00 cd1000 10 20 80")
+	add(TypeHello, "zero page bytes of a worker", worker+"a0 00 10 00 10 20 80")
+	add(TypeHello, "page bytes above 63 bits", worker+"a0 00 10 cfffffffffffffffff 10 20 80")
+	add(TypeHello, "zero pages per chunk", worker+"a0 00 10 cd1000 00 20 80")
+	add(TypeHello, "zero digest bytes", worker+"a0 00 10 cd1000 10 00 80")
+	add(TypeHello, "digest bytes above 32", worker+"a0 00 10 cd1000 10 21 80")
+	add(TypeHello, "fields as an array", worker+"a0 00 10 cd1000 10 20 90")
+	add(TypeHello, "duplicate field", worker+"a0 00 10 cd1000 10 20 82 a161a131 a161a132")
+	add(TypeHello, "fields out of order", worker+"a0 00 10 cd1000 10 20 82 a162a131 a161a132")
+	add(TypeHello, "field key as a number", worker+"a0 00 10 cd1000 10 20 81 01 a131")
+	add(TypeHello, "field value nested", worker+"a0 00 10 cd1000 10 20 81 a161 81a161a162")
+	add(TypeHello, "field key above the limit", worker+"a0 00 10 cd1000 10 20 81 d941"+rep("61", 65)+"a131")
+	add(TypeHello, "field value above the limit", worker+"a0 00 10 cd1000 10 20 81 a161 da0201"+rep("61", 513))
+	add(TypeHello, "map bomb", worker+"a0 00 10 cd1000 10 20 df ffffffff")
+	var many strings.Builder
+	for i := range 65 {
+		fmt.Fprintf(&many, "a3%x a0", fmt.Sprintf("%03d", i))
+	}
+	add(TypeHello, "fields above the limit", worker+"a0 00 10 cd1000 10 20 de0041"+many.String())
+
+	add(TypePrepareStore, "hashes empty", "95 0a 01 00 c400 c400")
+	add(TypePrepareStore, "no hash before a later page", "95 0a 01 10 c400 c420"+digest)
+	add(TypePrepareStore, "a hash before the first page", "95 0a 01 00 c420"+digest+"c420"+digest)
+	add(TypePrepareStore, "not whole hashes", "95 0a 01 10 c420"+digest+"c421"+digest+"00")
+	add(TypePrepareStore, "hash before above the limit", "95 0a 01 10 c421"+digest+"00 c421"+digest+"00")
+	add(TypePrepareStore, "first page wraps", "95 0a 01 cefffffff0 c420"+digest+"c420"+digest)
+	add(TypeCommitStore, "zero store", "93 0c 00 90")
+	add(TypeCommitStore, "indices out of order", "93 0c 01 92 02 01")
+	add(TypeCommitStore, "duplicate index", "93 0c 01 92 02 02")
+	add(TypeCommitStore, "indices bomb", "93 0c 01 dd ffffffff")
+	add(TypeAbortStore, "zero store", "92 0d 00")
+	add(TypePrepareLoad, "zero session", "96 14 01 00 01 00 01")
+	add(TypePrepareLoad, "no pages", "96 14 01 01 01 00 00")
+	add(TypePrepareLoad, "pages above the limit", "96 14 01 01 01 00 ce00010001")
+	add(TypePrepareLoad, "pages wrap", "96 14 01 01 01 ceffffffff 01")
+	add(TypeRelease, "zero load", "93 16 00 90")
+	add(TypePing, "negative id", "92 1e d1ff00")
+	add(TypeTrim, "zero session", "94 3e 00 01 01")
+	add(TypeCancel, "trailing bytes", "93 3f 01 01 c0")
+
+	welcome := func(session, fp, rest string) string { return "9a 02 01" + session + "00" + fp + rest }
+	add(TypeWelcome, "another version", "9a 02 02 01 00 c420"+digest+"a161 a0 00 01 01")
+	add(TypeWelcome, "another version with another body", "93 02 09 c0")
+	add(TypeWelcome, "zero session", welcome("00", "c420"+digest, "a161 a0 00 01 01"))
+	add(TypeWelcome, "short fingerprint", welcome("01", "c41f"+digest[2:], "a161 a0 00 01 01"))
+	add(TypeWelcome, "fingerprint as a string", welcome("01", "d920"+digest, "a161 a0 00 01 01"))
+	add(TypeWelcome, "endpoint above the limit", welcome("01", "c420"+digest, "da0401"+rep("61", 1025)+"a0 00 01 01"))
+	add(TypeRefuse, "another version", "97 03 03 a0 a0 a0 a0 a0")
+	add(TypeRefuse, "code not UTF-8", "97 03 01 a1ff a0 a0 a0 a0")
+	add(TypeStoreGrant, "grants without a store", "96 0b 01 00 00 00 91 94 00 01 00 00")
+	add(TypeStoreGrant, "a store without grants", "96 0b 01 01 00 00 90")
+	add(TypeStoreGrant, "an extent of three", "96 0b 01 01 00 00 91 93 00 01 00")
+	add(TypeStoreGrant, "an extent of five", "96 0b 01 01 00 00 91 95 00 01 00 00 00")
+	add(TypeStoreGrant, "an extent without pages", "96 0b 01 01 00 00 91 94 00 00 00 00")
+	add(TypeStoreGrant, "an extent that wraps", "96 0b 01 01 00 00 91 94 ceffffffff 01 00 00")
+	add(TypeStoreGrant, "a negative offset", "96 0b 01 01 00 00 91 94 00 01 00 ff")
+	add(TypeStoreGrant, "an offset above 63 bits", "96 0b 01 01 00 00 91 94 00 01 00 cf8000000000000000")
+	add(TypeStoreGrant, "grants bomb", "96 0b 01 01 00 00 dd ffffffff")
+	add(TypeStoreGrant, "extent bomb", "96 0b 01 01 00 00 91 dd ffffffff")
+	add(TypeLoadGrant, "zero load", "94 15 01 00 90")
+	add(TypePong, "generation as a string", "93 1f 01 a131")
+	add(TypeCleared, "chunks above 32 bits", "93 21 01 cf0000000100000000")
+	add(TypeRegionAdded, "zero size", "96 28 00 00 a0 00 00")
+	add(TypeRegionAdded, "size above 63 bits", "96 28 00 00 a0 cf8000000000000000 00")
+	add(TypeError, "message as bytes", "94 32 01 a0 c400")
+	add(TypeLookupResult, "hit pages above 32 bits", "94 3d 06 cf0000000100000000 00")
+	add(TypeLookupResult, "negative hit", "94 3d 06 ff 00")
+	add(TypeLookupResult, "trailing bytes", "94 3d 06 04 40 00")
+	add(TypeLookupResult, "a float", "94 3d 06 ca40800000 40")
+	return out
+}
+
+// wideMessages are valid and not the shortest form.
+func wideMessages(t *testing.T) []vector {
+	one := func(name string, m Message, h string) vector {
+		h = strings.ReplaceAll(h, " ", "")
+		return vector{Name: name, Type: m.Type().String(), To: receiver(m.Type()), Message: toJSON(t, m), Hex: h, Valid: true, Why: "integers and lengths of any width"}
+	}
+	return []vector{
+		one("ping wide", &Ping{ID: 5}, "dc0002 cc1e cf0000000000000005"),
+		one("ping signed", &Ping{ID: 5}, "dd00000002 d01e d30000000000000005"),
+		one("pong wide", &Pong{ID: 5, Generation: 1}, "dc0003 cd001f ce00000005 d10001"),
+		one("lookup wide", &Lookup{Session: 1, Lookup: 2, FirstPage: 3, Hashes: []byte{0xaa}, DeadlineMs: 4}, "96 3c d200000001 cc02 03 c6 00000001 aa 04"),
+		one("error wide", &Error{ID: 1, Code: "a", Message: "b"}, "94 32 01 d901 61 db00000001 62"),
+		one("store grant wide", &StoreGrant{ID: 1, Store: 1, Grants: []Extent{{0, 1, 0, 0}}}, "96 0b 01 01 00 00 dc0001 dd00000004 00 cc01 00 00"),
+	}
+}
+
+// toJSON turns a message into what the vectors hold: names as in Python, bytes in hex.
+func toJSON(t *testing.T, m any) map[string]any {
+	t.Helper()
+	v := reflect.ValueOf(m)
+	if v.Kind() == reflect.Pointer {
+		v = v.Elem()
+	}
+	out := map[string]any{}
+	for i := range v.NumField() {
+		name := snake(v.Type().Field(i).Name)
+		switch f := v.Field(i).Interface().(type) {
+		case []byte:
+			out[name] = hex.EncodeToString(f)
+		case []Field:
+			fields := map[string]any{}
+			for _, e := range f {
+				fields[e.Key] = e.Value
+			}
+			out[name] = fields
+		case []Extent:
+			list := []any{}
+			for _, e := range f {
+				list = append(list, toJSON(t, e))
+			}
+			out[name] = list
+		case []uint32:
+			list := []any{}
+			for _, e := range f {
+				list = append(list, e)
+			}
+			out[name] = list
+		default:
+			out[name] = f
+		}
+	}
+	return out
+}
+
+func snake(name string) string {
+	if name == "SizeBytes" {
+		return "size"
+	}
+	var b strings.Builder
+	for i, c := range name {
+		if unicode.IsUpper(c) && i > 0 && !unicode.IsUpper(rune(name[i-1])) {
+			b.WriteByte('_')
+		}
+		b.WriteRune(unicode.ToLower(c))
+	}
+	return b.String()
+}
+
+func allVectors(t *testing.T) []vector {
+	var out []vector
+	for _, g := range goodMessages() {
+		out = append(out, vector{
+			Name: g.name, Type: g.m.Type().String(), To: receiver(g.m.Type()), Message: toJSON(t, g.m),
+			Hex: hex.EncodeToString(g.m.Append(nil)), Valid: true, Canonical: true,
+		})
+	}
+	return append(append(out, wideMessages(t)...), badMessages()...)
+}
+
+// golden compares a file with what it should hold, or writes it.
+func golden(t *testing.T, file string, content any) {
+	t.Helper()
+	var b bytes.Buffer
+	enc := json.NewEncoder(&b)
+	enc.SetEscapeHTML(false)
+	enc.SetIndent("", " ")
+	if err := enc.Encode(content); err != nil {
+		t.Fatal(err)
+	}
+	if *update {
+		if err := os.WriteFile(file, b.Bytes(), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	have, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(have, b.Bytes()) {
+		t.Fatalf("%s is not what the tests generate: run go test ./ipc/wire -update and look at the difference", file)
+	}
+}

@@ -1,0 +1,403 @@
+package wire
+
+import (
+	"bytes"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"math"
+	"math/rand/v2"
+	"os"
+	"reflect"
+	"runtime"
+	"strings"
+	"testing"
+
+	"github.com/vmihailenco/msgpack/v5"
+)
+
+func TestGolden(t *testing.T) {
+	golden(t, vectorsFile, allVectors(t))
+	b, err := os.ReadFile(vectorsFile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var vectors []vector
+	dec := json.NewDecoder(bytes.NewReader(b))
+	dec.UseNumber() // 64-bit integers do not fit a float
+	if err := dec.Decode(&vectors); err != nil {
+		t.Fatal(err)
+	}
+	types := map[string]Type{}
+	for typ, name := range typeNames {
+		types[name] = typ
+	}
+	seen := map[Type]bool{}
+	for _, v := range vectors {
+		t.Run(v.Name, func(t *testing.T) {
+			raw, err := hex.DecodeString(v.Hex)
+			if err != nil {
+				t.Fatal(err)
+			}
+			m := New(types[v.Type])
+			err = m.Decode(raw, &DefaultLimits)
+			if !v.Valid {
+				if err == nil {
+					t.Fatalf("accepted: %+v", m)
+				}
+				wantVersion := strings.Contains(v.Why, "another version") || v.Why == "version above 16 bits"
+				if errors.Is(err, ErrVersion) != wantVersion || errors.Is(err, ErrMalformed) == wantVersion {
+					t.Fatalf("refused by the wrong kind of error: %v", err)
+				}
+				return
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			seen[m.Type()] = true
+			if typ, err := Peek(raw); err != nil || typ != m.Type() {
+				t.Fatalf("Peek: %v, %v", typ, err)
+			}
+			want, _ := json.Marshal(v.Message)
+			if got, _ := json.Marshal(toJSON(t, m)); !bytes.Equal(got, want) {
+				t.Fatalf("decoded %s, want %s", got, want)
+			}
+			if v.Canonical && !bytes.Equal(m.Append(nil), raw) {
+				t.Fatalf("encoded %x, want %x", m.Append(nil), raw)
+			}
+			// Every prefix is cut short somewhere, and must be refused.
+			for n := range raw {
+				if New(m.Type()).Decode(raw[:n], &DefaultLimits) == nil {
+					t.Fatalf("accepted the first %d of %d bytes", n, len(raw))
+				}
+			}
+		})
+	}
+	for typ := range typeNames {
+		if !seen[typ] {
+			t.Errorf("no golden message of type %v", typ)
+		}
+	}
+}
+
+// Refusing costs constant memory, whatever a length declares.
+func TestRefusingAllocatesLittle(t *testing.T) {
+	for _, v := range badMessages() {
+		raw, _ := hex.DecodeString(v.Hex)
+		var m Message
+		for typ, name := range typeNames {
+			if name == v.Type {
+				m = New(typ)
+			}
+		}
+		var before, after runtime.MemStats
+		runtime.ReadMemStats(&before)
+		_ = m.Decode(raw, &DefaultLimits)
+		runtime.ReadMemStats(&after)
+		if n := after.TotalAlloc - before.TotalAlloc; n > 64<<10 {
+			t.Errorf("%s: allocated %d bytes", v.Name, n)
+		}
+	}
+}
+
+func TestLimits(t *testing.T) {
+	lim := DefaultLimits
+	lim.Pages, lim.Extents = 4, 3
+	lookup := Lookup{Session: 1, Hashes: make([]byte, 4*MaxDigestBytes)}
+	store := PrepareStore{Hashes: make([]byte, 4*MaxDigestBytes)}
+	load := PrepareLoad{Session: 1, Pages: 4}
+	commit := CommitStore{Store: 1, Failed: []uint32{1, 2, 3}}
+	grant := LoadGrant{Load: 1, Extents: manyExtents(3)}
+	for _, c := range []struct {
+		m    Message
+		grow func()
+	}{
+		{&lookup, func() { lookup.Hashes = append(lookup.Hashes, 0) }},
+		{&store, func() { store.Hashes = append(store.Hashes, 0) }},
+		{&load, func() { load.Pages++ }},
+		{&commit, func() { commit.Failed = append(commit.Failed, 4) }},
+		{&grant, func() { grant.Extents = manyExtents(4) }},
+	} {
+		if err := New(c.m.Type()).Decode(c.m.Append(nil), &lim); err != nil {
+			t.Errorf("at the limit: %v", err)
+		}
+		c.grow()
+		if err := New(c.m.Type()).Decode(c.m.Append(nil), &lim); !errors.Is(err, ErrMalformed) {
+			t.Errorf("above the limit, %v: %v", c.m.Type(), err)
+		}
+	}
+}
+
+// What the encoder of one side may send, the packet limit must have room for.
+func TestPacketLimits(t *testing.T) {
+	worst := Extent{Page: math.MaxUint32 - 1, Pages: 1 << 30, Region: math.MaxUint32, Offset: math.MaxInt64}
+	grant := StoreGrant{ID: math.MaxUint32, Store: math.MaxUint64, Held: math.MaxUint32, Shed: math.MaxUint32}
+	for range MaxExtents {
+		grant.Grants = append(grant.Grants, worst)
+	}
+	if n := len(grant.Append(nil)); n > MaxPacketBytes {
+		t.Errorf("a grant of MaxExtents has %d bytes", n)
+	}
+	for _, size := range []int{8, 16, 32} {
+		n := MaxStorePages(size)
+		store := PrepareStore{ID: math.MaxUint32, FirstPage: 1 << 31, Prev: make([]byte, size), Hashes: make([]byte, n*size)}
+		if got := len(store.Append(nil)); got > MaxPacketBytes || n > MaxExtents {
+			t.Errorf("a store of %d pages of %d bytes has %d bytes", n, size, got)
+		}
+	}
+	if MaxStorePages(0) != 0 {
+		t.Error("MaxStorePages(0)")
+	}
+	l := DefaultLimits
+	lookup := Lookup{Session: math.MaxUint64, Lookup: math.MaxUint64, FirstPage: math.MaxUint32, DeadlineMs: math.MaxUint32, Hashes: make([]byte, l.Pages*MaxDigestBytes)}
+	if n := len(lookup.Append(nil)); n > l.MessageBytes() {
+		t.Errorf("the longest lookup has %d bytes, above %d", n, l.MessageBytes())
+	}
+}
+
+func TestErrorTextIsClipped(t *testing.T) {
+	long := strings.Repeat("é", 2000)
+	refuse := Refuse{Code: RefuseLimit, Field: "a\xffb", Want: long, Got: "x" + long, Message: long}
+	var got Refuse
+	if err := got.Decode(refuse.Append(nil), &DefaultLimits); err != nil {
+		t.Fatal(err)
+	}
+	if got.Field != "a\uFFFDb" || got.Want != long[:1024] || got.Got != ("x" + long)[:1023] {
+		t.Fatalf("%q %d %d", got.Field, len(got.Want), len(got.Got))
+	}
+}
+
+// random returns a valid message of a type.
+func random(r *rand.Rand, typ Type) Message {
+	u64 := func() uint64 { return r.Uint64() >> r.IntN(64) }
+	id := func() uint64 { return u64() | 1 }
+	u32 := func() uint32 { return r.Uint32() >> r.IntN(32) }
+	text := func() string {
+		n := []int{0, 3, 31, 32, 255, 256}[r.IntN(6)]
+		return strings.Repeat(string(rune('a'+r.IntN(26))), n)
+	}
+	raw := func(n int) []byte {
+		b := make([]byte, n)
+		for i := range b {
+			b[i] = byte(r.Uint32())
+		}
+		return b
+	}
+	indices := func() []uint32 {
+		var out []uint32
+		for v := uint32(r.IntN(3)); len(out) < r.IntN(40); v += 1 + u32()>>8 {
+			out = append(out, v)
+		}
+		return out
+	}
+	extents := func() []Extent {
+		out := make([]Extent, 1+r.IntN(40))
+		for i := range out {
+			out[i] = Extent{Page: u32() >> 1, Pages: 1 + u32()>>2, Region: u32(), Offset: u64() >> 1}
+		}
+		return out
+	}
+	switch typ {
+	case TypeHello:
+		m := &Hello{Version: 1, Role: []string{RoleScheduler, RoleWorker}[r.IntN(2)], EngineID: text(), Rank: u32(), PageTokens: 1 | u32(), PageBytes: 1 | u64()>>1, PagesPerChunk: 1 | u32(), DigestBytes: uint8(1 + r.IntN(32))}
+		for i := range r.IntN(40) {
+			m.Fields = append(m.Fields, Field{string(rune('A' + i)), text()})
+		}
+		return m
+	case TypeWelcome:
+		return &Welcome{Version: 1, Session: id(), Generation: u64(), Fingerprint: raw(32), LookupEndpoint: text(), ReplyEndpoint: text(), Regions: u32(), MaxPages: u32(), LeaseMs: u32()}
+	case TypeRefuse:
+		return &Refuse{Version: 1, Code: text(), Field: text(), Want: text(), Got: text(), Message: text()}
+	case TypePrepareStore:
+		size := []int{8, 16, 32}[r.IntN(3)]
+		m := &PrepareStore{ID: u32(), FirstPage: u32() >> 1, Prev: raw(size), Hashes: raw(size * (1 + r.IntN(3000)))}
+		if m.FirstPage == 0 {
+			m.Prev = []byte{}
+		}
+		return m
+	case TypeStoreGrant:
+		return &StoreGrant{ID: u32(), Store: id(), Held: u32(), Shed: u32(), Grants: extents()}
+	case TypeCommitStore:
+		return &CommitStore{Store: id(), Failed: indices()}
+	case TypeAbortStore:
+		return &AbortStore{Store: id()}
+	case TypePrepareLoad:
+		return &PrepareLoad{ID: u32(), Session: id(), Lookup: u64(), FirstPage: u32() >> 1, Pages: 1 + uint32(r.IntN(65536))}
+	case TypeLoadGrant:
+		return &LoadGrant{ID: u32(), Load: id(), Extents: extents()}
+	case TypeRelease:
+		return &Release{Load: id(), Bad: indices()}
+	case TypePing:
+		return &Ping{ID: u32()}
+	case TypePong:
+		return &Pong{ID: u32(), Generation: u64()}
+	case TypeClearSpace:
+		return &ClearSpace{ID: u32()}
+	case TypeCleared:
+		return &Cleared{ID: u32(), Chunks: u32()}
+	case TypeRegionAdded:
+		return &RegionAdded{Region: u32(), Generation: u64(), Kind: text(), SizeBytes: 1 | u64()>>1, PageSize: u64() >> 1}
+	case TypeError:
+		return &Error{ID: u32(), Code: text(), Message: text()}
+	case TypeLookup:
+		return &Lookup{Session: id(), Lookup: u64(), FirstPage: u32() >> 1, Hashes: raw(8 * (1 + r.IntN(20000))), DeadlineMs: u32()}
+	case TypeLookupResult:
+		return &LookupResult{Lookup: u64(), HitPages: u32(), HitTokens: u32()}
+	case TypeTrim:
+		return &Trim{Session: id(), Lookup: u64(), FirstPage: u32()}
+	case TypeCancel:
+		return &Cancel{Session: id(), Lookup: u64()}
+	}
+	return nil
+}
+
+// oracle encodes a message with msgpack/v5.
+func oracle(t *testing.T, m Message) []byte {
+	t.Helper()
+	var b bytes.Buffer
+	enc := msgpack.NewEncoder(&b)
+	enc.UseCompactInts(true)
+	enc.SetSortMapKeys(true)
+	v := reflect.ValueOf(m).Elem()
+	must := func(err error) {
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	must(enc.EncodeArrayLen(1 + v.NumField()))
+	must(enc.EncodeUint(uint64(m.Type())))
+	for i := range v.NumField() {
+		switch f := v.Field(i).Interface().(type) {
+		case []Field:
+			fields := map[string]string{}
+			for _, e := range f {
+				fields[e.Key] = e.Value
+			}
+			must(enc.Encode(fields))
+		case []Extent:
+			must(enc.EncodeArrayLen(len(f)))
+			for _, e := range f {
+				must(enc.EncodeArrayLen(4))
+				must(errors.Join(enc.EncodeUint(uint64(e.Page)), enc.EncodeUint(uint64(e.Pages)), enc.EncodeUint(uint64(e.Region)), enc.EncodeUint(e.Offset)))
+			}
+		case []uint32:
+			must(enc.EncodeArrayLen(len(f)))
+			for _, e := range f {
+				must(enc.EncodeUint(uint64(e)))
+			}
+		case []byte:
+			must(enc.EncodeBytes(f))
+		case string:
+			must(enc.EncodeString(f))
+		default:
+			must(enc.EncodeUint(v.Field(i).Uint()))
+		}
+	}
+	return b.Bytes()
+}
+
+func TestAgainstOracle(t *testing.T) {
+	const seed = 1
+	r := rand.New(rand.NewPCG(seed, 0))
+	for typ := range typeNames {
+		reused := New(typ)
+		for range 50 {
+			m := random(r, typ)
+			raw := m.Append([]byte("before"))[len("before"):]
+			if want := oracle(t, m); !bytes.Equal(raw, want) {
+				t.Fatalf("seed %d, %v: encoded %x, msgpack/v5 %x", seed, typ, raw, want)
+			}
+			if err := reused.Decode(raw, &DefaultLimits); err != nil {
+				t.Fatalf("seed %d, %v: %v", seed, typ, err)
+			}
+			if again := reused.Append(nil); !bytes.Equal(again, raw) {
+				t.Fatalf("seed %d, %v: encoded again %x, want %x", seed, typ, again, raw)
+			}
+		}
+	}
+}
+
+func TestHotMessagesDoNotAllocate(t *testing.T) {
+	r := rand.New(rand.NewPCG(2, 0))
+	buf := make([]byte, 0, 1<<20)
+	for _, typ := range []Type{
+		TypeLookup, TypeLookupResult, TypeTrim, TypeCancel, TypePrepareStore, TypeStoreGrant, TypeCommitStore,
+		TypePrepareLoad, TypeLoadGrant, TypeRelease, TypePing, TypePong,
+	} {
+		raw := random(r, typ).Append(nil)
+		m := New(typ)
+		if err := m.Decode(raw, &DefaultLimits); err != nil {
+			t.Fatal(err)
+		}
+		n := testing.AllocsPerRun(100, func() {
+			if m.Decode(raw, &DefaultLimits) != nil {
+				panic("refused")
+			}
+			buf = m.Append(buf[:0])
+		})
+		if n != 0 {
+			t.Errorf("%v: %v allocations", typ, n)
+		}
+	}
+}
+
+// Hashes alias the input, so decoding does not copy them.
+func TestHashesAlias(t *testing.T) {
+	raw := (&Lookup{Session: 1, Hashes: digests(2, 32)}).Append(nil)
+	var m Lookup
+	if err := m.Decode(raw, &DefaultLimits); err != nil {
+		t.Fatal(err)
+	}
+	if &m.Hashes[0] != &raw[len(raw)-1-64] || cap(m.Hashes) != 64 {
+		t.Fatal("hashes are a copy, or reach beyond themselves")
+	}
+}
+
+func FuzzDecode(f *testing.F) {
+	for _, g := range goodMessages() {
+		f.Add(g.m.Append(nil))
+	}
+	for _, v := range badMessages() {
+		raw, _ := hex.DecodeString(v.Hex)
+		f.Add(raw)
+	}
+	f.Fuzz(func(t *testing.T, raw []byte) {
+		accepted := 0
+		for typ := range typeNames {
+			m := New(typ)
+			if m.Decode(raw, &DefaultLimits) != nil {
+				continue
+			}
+			accepted++
+			if got, err := Peek(raw); err != nil || got != typ {
+				t.Fatalf("decoded as %v, Peek says %v, %v", typ, got, err)
+			}
+			short := m.Append(nil)
+			if len(short) > len(raw) {
+				t.Fatalf("%v: %d bytes became %d", typ, len(raw), len(short))
+			}
+			again := New(typ)
+			if err := again.Decode(short, &DefaultLimits); err != nil {
+				t.Fatalf("%v: cannot read what it wrote: %v", typ, err)
+			}
+			if !bytes.Equal(again.Append(nil), short) || !bytes.Equal(oracle(t, m), short) {
+				t.Fatalf("%v: does not encode to the same bytes again", typ)
+			}
+		}
+		if accepted > 1 {
+			t.Fatal("one message of two types")
+		}
+	})
+}
+
+func BenchmarkLookupDecode(b *testing.B) {
+	raw := (&Lookup{Session: 1, Lookup: 1 << 40, Hashes: digests(4096, 32), DeadlineMs: 20}).Append(nil)
+	var m Lookup
+	b.SetBytes(int64(len(raw)))
+	b.ReportAllocs()
+	for b.Loop() {
+		if m.Decode(raw, &DefaultLimits) != nil {
+			b.Fatal("refused")
+		}
+	}
+}
