@@ -300,6 +300,8 @@ _Received = Welcome | Refuse | StoreGrant | LoadGrant | Pong | Cleared | RegionA
 _decoder = msgspec.msgpack.Decoder(_Received)
 _head_decoder = msgspec.msgpack.Decoder(_Head)
 _VERSIONED = (2, 3)
+# Text that is not UTF-8 comes as a UnicodeDecodeError, past msgspec's own errors.
+_REFUSED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryError)
 
 encode = msgspec.msgpack.Encoder().encode
 """The bytes of a message."""
@@ -312,7 +314,7 @@ def decode(data: bytes | bytearray | memoryview) -> AnyMessage:
     """
     try:
         message = _decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError, MemoryError) as error:
+    except _REFUSED as error:
         _check_version(data)
         raise WireError(str(error)) from None
     if isinstance(message, (Welcome, Refuse)) and message.version != VERSION:
@@ -323,7 +325,7 @@ def decode(data: bytes | bytearray | memoryview) -> AnyMessage:
 def _check_version(data: bytes | bytearray | memoryview) -> None:
     try:
         head = _head_decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError, MemoryError):
+    except _REFUSED:
         return
     if head.type in _VERSIONED and head.version >= 0 and head.version != VERSION:
         raise VersionError(head.version)

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-
 from lookaside import wire
 
 TESTDATA = Path(__file__).resolve().parents[2] / "ipc" / "wire" / "testdata"
