@@ -1,0 +1,19 @@
+// Package connector is what a connected vLLM role may ask of the sidecar, and what it owns until it leaves.
+//
+// A [Server] accepts sessions on the session socket, checks what they declare, and turns their validated messages into calls
+// of the engine. Everything that a session holds in the engine (lookups, loads, stores) is held in the session's name, so its
+// end, however it comes, frees all of it with one call.
+//
+// # Trust
+//
+// A client may ask for anything at any time and may stop reading, writing or running at any moment. It reaches only chunks of
+// the space that it declared, and only lookups of schedulers of its own engine and rank. Every message is decoded by bounded
+// code before anything is done; one that does not decode ends its session. No client makes another wait: each session has its
+// own goroutine, the engine's lock is held for microseconds, and a client that does not read its answers is closed.
+//
+// # Locks
+//
+// Server.mu guards who is connected, the spaces and the list of regions. A session's sendMu keeps its handshake and the
+// regions that are pushed to it in order. Server.mu may be held when the engine's lock is taken; sendMu is never taken
+// under Server.mu, and no lock is held across a send but sendMu.
+package connector

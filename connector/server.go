@@ -1,0 +1,426 @@
+package connector
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"go.uber.org/zap"
+
+	"lookaside/dax"
+	"lookaside/ipc"
+	"lookaside/ipc/wire"
+	"lookaside/tiers"
+)
+
+// handshakePatience is how long a client may take from connecting to its Hello.
+const handshakePatience = 5 * time.Second
+
+// Config is what a Server works with. All fields but the LMCache ones are required.
+type Config struct {
+	Log        *zap.Logger
+	Engine     *tiers.Engine
+	Generation uint64       // of this run of the sidecar
+	Control    *dax.Control // its fd goes to every client; the state is set by the owner
+
+	MaxSpaces     int           // spaces held side by side
+	MaxPages      int           // pages that one lookup or store may name
+	Lease         time.Duration // told to clients; the engine enforces it
+	ArenaLimit    int64         // bytes; a chunk must fit
+	LMCacheEngine string        // engine whose pages LMCache's lookups ask for; "" is whichever has 8-byte hashes
+
+	// ObserveLookup is told of each answered lookup, on the goroutine that answers: it must not block or allocate. May be nil.
+	ObserveLookup func(hitTokens int, took time.Duration)
+}
+
+// A Server owns the sessions of one sidecar. All methods may be called from any goroutine.
+type Server struct {
+	cfg      Config
+	log      *zap.Logger
+	engine   *tiers.Engine
+	lookups  *ipc.LookupSockets
+	count    counters
+	limits   wire.Limits
+	wanted   chan struct{} // see Wanted
+	draining atomic.Bool
+	wg       sync.WaitGroup // the sessions
+
+	native struct { // decoded into by HandleLookup, which one goroutine calls
+		lookup wire.Lookup
+		trim   wire.Trim
+		cancel wire.Cancel
+	}
+
+	mu       sync.Mutex
+	closed   bool
+	conns    map[*ipc.Conn]struct{} // every accepted connection, welcomed or not
+	sessions map[uint64]*session    // welcomed, or about to be
+	engines  map[engineKey]*engine
+	spaces   []*space
+	regions  []region
+	lmcache  lmcacheState
+}
+
+// A region is one of the arena's, as workers are told of it. Its fd belongs to the region's owner and outlives the Server.
+type region struct {
+	added wire.RegionAdded
+	fd    int
+}
+
+// New returns a Server that accepts nobody yet: bind its lookup sockets with [Server.SetLookupSockets], then call
+// [Server.Serve].
+func New(cfg Config) *Server {
+	limits := wire.DefaultLimits
+	limits.Pages = cfg.MaxPages
+	return &Server{
+		cfg:      cfg,
+		log:      cfg.Log,
+		engine:   cfg.Engine,
+		limits:   limits,
+		wanted:   make(chan struct{}, 1),
+		conns:    make(map[*ipc.Conn]struct{}),
+		sessions: make(map[uint64]*session),
+		engines:  make(map[engineKey]*engine),
+	}
+}
+
+// Limits are those by which the Server decodes; its lookup sockets are sized by them.
+func (s *Server) Limits() wire.Limits { return s.limits }
+
+// SetLookupSockets gives the Server the sockets whose Handler it is. To be called once, before Serve.
+func (s *Server) SetLookupSockets(l *ipc.LookupSockets) { s.lookups = l }
+
+// Wanted is signalled when a store did not find the room that it asked for or changed how full the arena is.
+func (s *Server) Wanted() <-chan struct{} { return s.wanted }
+
+// Serve accepts sessions until the listener is closed or ctx is done. It does not wait for the sessions.
+func (s *Server) Serve(ctx context.Context, l *ipc.Listener) error {
+	for {
+		conn, err := l.Accept(ctx)
+		if err != nil {
+			if ctx.Err() != nil || errors.Is(err, ipc.ErrClosed) {
+				return nil
+			}
+			return fmt.Errorf("accept a session: %w", err)
+		}
+		s.mu.Lock()
+		if s.closed {
+			s.mu.Unlock()
+			conn.Close()
+			return nil
+		}
+		s.conns[conn] = struct{}{}
+		s.wg.Add(1)
+		s.mu.Unlock()
+		go func() {
+			defer s.wg.Done()
+			s.serveConn(conn)
+			conn.Close()
+			s.mu.Lock()
+			delete(s.conns, conn)
+			s.mu.Unlock()
+		}()
+	}
+}
+
+// AddRegion makes r part of the arena as region id. Workers that are connected have its fd before the first grant can name
+// it; one that does not take it within the socket's patience is closed and cannot delay this further.
+func (s *Server) AddRegion(id uint32, r *dax.Region) error {
+	add := region{
+		added: wire.RegionAdded{
+			Region:     id,
+			Generation: s.cfg.Generation,
+			Kind:       string(r.Kind()),
+			SizeBytes:  uint64(r.Size()),
+			PageSize:   uint64(r.PageSize()),
+		},
+		fd: r.FD(),
+	}
+	s.mu.Lock()
+	// From here on a new worker finds it among its first regions.
+	s.regions = append(s.regions, add)
+	var workers []*session
+	for _, ses := range s.sessions {
+		if ses.role == wire.RoleWorker {
+			workers = append(workers, ses)
+		}
+	}
+	s.mu.Unlock()
+
+	var wg sync.WaitGroup
+	for _, w := range workers {
+		wg.Go(func() {
+			if err := w.pushRegion(add); err != nil {
+				s.count.fail(KindSend)
+				w.log.Warn("closing a worker that does not take a new region", zap.Uint32("region", id), zap.Error(err))
+				w.conn.Close()
+			}
+		})
+	}
+	wg.Wait()
+	return s.engine.AddRegion(id, r.Size())
+}
+
+// Drain refuses new sessions and stores, lets stores and loads that are under way finish, and returns when none is left or
+// ctx is done.
+func (s *Server) Drain(ctx context.Context) error {
+	s.draining.Store(true)
+	tick := time.NewTicker(10 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		st := s.engine.Stats()
+		if st.OpenLoads == 0 && st.OpenStores == 0 {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("%d stores and %d loads were still under way: %w", st.OpenStores, st.OpenLoads, context.Cause(ctx))
+		case <-tick.C:
+		}
+	}
+}
+
+// Close ends every session, frees what they hold and waits for them. Serve must have returned; the lookup sockets are closed
+// after it. It is idempotent.
+func (s *Server) Close() {
+	s.draining.Store(true)
+	s.mu.Lock()
+	s.closed = true
+	conns := make([]*ipc.Conn, 0, len(s.conns))
+	for c := range s.conns {
+		conns = append(conns, c)
+	}
+	s.mu.Unlock()
+	for _, c := range conns {
+		c.Close()
+	}
+	s.wg.Wait()
+	s.closeLMCache()
+}
+
+// Sessions returns how many sessions are welcomed.
+func (s *Server) Sessions() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.sessions)
+}
+
+// A refusal turns a client away. It is the error form of wire.Refuse.
+type refusal struct{ wire.Refuse }
+
+func (r *refusal) Error() string {
+	if r.Field == "" {
+		return fmt.Sprintf("%s: %s", r.Code, r.Message)
+	}
+	return fmt.Sprintf("%s: %s: want %q, got %q: %s", r.Code, r.Field, r.Want, r.Got, r.Message)
+}
+
+func refuse(code, message string) *refusal {
+	return &refusal{wire.Refuse{Code: code, Message: message}}
+}
+
+func refuseMismatch(code string, m mismatch, message string) *refusal {
+	return &refusal{wire.Refuse{Code: code, Field: m.field, Want: m.want, Got: m.got, Message: message}}
+}
+
+// The codes of refusals, for the counters.
+var refusalNames = [...]string{
+	wire.RefuseVersion, wire.RefuseIncompatible, wire.RefuseNoWorker, wire.RefuseBusy, wire.RefuseDraining, wire.RefuseLimit, wire.RefuseMalformed,
+}
+
+const refusals = len(refusalNames)
+
+// admit gives the client that said h a session, or refuses it. The session is in the maps and owned in the engine; the caller
+// must end it with s.leave.
+func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []region, *refusal) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.draining.Load() || s.closed {
+		return nil, nil, refuse(wire.RefuseDraining, "the sidecar is shutting down")
+	}
+	key := engineKey{h.EngineID, h.Rank}
+	eng := s.engines[key]
+	var sp *space
+	if h.Role == wire.RoleWorker {
+		var r *refusal
+		if sp, r = s.spaceFor(h); r != nil {
+			return nil, nil, r
+		}
+		if eng != nil && eng.space != sp {
+			diff := compare(&eng.space.hello, h, false)
+			return nil, nil, refuseMismatch(wire.RefuseIncompatible, diff[0],
+				fmt.Sprintf("other sessions of engine %q, rank %d, use another space (%d fields differ)", h.EngineID, h.Rank, len(diff)))
+		}
+	} else {
+		if eng == nil || eng.workers == 0 {
+			return nil, nil, refuse(wire.RefuseNoWorker,
+				fmt.Sprintf("no worker of engine %q, rank %d, is connected; it declares the space, so it comes first", h.EngineID, h.Rank))
+		}
+		sp = eng.space
+		if diff := compare(&sp.hello, h, true); len(diff) > 0 {
+			return nil, nil, refuseMismatch(wire.RefuseIncompatible, diff[0],
+				fmt.Sprintf("the worker of engine %q, rank %d, declared another space (%d fields differ)", h.EngineID, h.Rank, len(diff)))
+		}
+	}
+
+	id := s.newSessionID()
+	if err := s.engine.AddOwner(tiers.Owner(id), sp.id); err != nil {
+		code := wire.RefuseLimit
+		if errors.Is(err, tiers.ErrBusy) {
+			code = wire.RefuseBusy
+		}
+		return nil, nil, refuse(code, err.Error())
+	}
+	if eng == nil {
+		eng = &engine{space: sp}
+		s.engines[key] = eng
+	}
+	eng.sessions++
+	sp.sessions++
+	var regions []region
+	if h.Role == wire.RoleWorker {
+		eng.workers++
+		regions = slices.Clone(s.regions)
+	}
+	ses := &session{
+		server: s,
+		id:     id,
+		owner:  tiers.Owner(id),
+		role:   h.Role,
+		key:    key,
+		space:  sp,
+		conn:   conn,
+		since:  time.Now(),
+		stores: make(map[uint64][]uint32),
+		loads:  make(map[uint64][]uint32),
+		log: s.log.With(zap.String("session", fmt.Sprintf("%016x", id)), zap.String("role", h.Role), zap.String("engine", h.EngineID),
+			zap.Uint32("rank", h.Rank), zap.Int("pid", int(conn.Peer().PID))),
+	}
+	// Held until the handshake has been sent, so that a region pushed meanwhile comes after it.
+	ses.sendMu.Lock()
+	s.sessions[id] = ses
+	s.count.sessionsOpened.Add(1)
+	return ses, regions, nil
+}
+
+// spaceFor finds or opens the space that a worker declares. s.mu is held.
+func (s *Server) spaceFor(h *wire.Hello) (*space, *refusal) {
+	geometry, bad := geometryOf(h, s.cfg.ArenaLimit)
+	if bad != nil {
+		return nil, refuseMismatch(wire.RefuseLimit, *bad, "the page geometry is out of bounds")
+	}
+	fp, err := fingerprintOf(h)
+	if err != nil {
+		return nil, refuse(wire.RefuseMalformed, err.Error())
+	}
+	for _, sp := range s.spaces {
+		if sp.fingerprint == fp {
+			return sp, nil
+		}
+	}
+	if len(s.spaces) >= s.cfg.MaxSpaces {
+		s.dropEmptySpaces()
+	}
+	if len(s.spaces) >= s.cfg.MaxSpaces {
+		return nil, s.refuseSpace(h)
+	}
+	id, err := s.engine.OpenSpace(fp, geometry)
+	if err != nil {
+		return nil, refuse(wire.RefuseLimit, err.Error())
+	}
+	sp := &space{id: id, fingerprint: fp, geometry: geometry, hello: *h}
+	sp.hello.Fields = slices.Clone(h.Fields)
+	s.spaces = append(s.spaces, sp)
+	return sp, nil
+}
+
+// refuseSpace explains by the closest of the spaces held why h cannot have one of its own. s.mu is held.
+func (s *Server) refuseSpace(h *wire.Hello) *refusal {
+	var best []mismatch
+	for _, sp := range s.spaces {
+		if diff := compare(&sp.hello, h, false); best == nil || len(diff) < len(best) {
+			best = diff
+		}
+	}
+	return refuseMismatch(wire.RefuseIncompatible, best[0], fmt.Sprintf(
+		"spaces.limit allows %d, and all are in use; the closest one differs in %d fields", s.cfg.MaxSpaces, len(best)))
+}
+
+// dropEmptySpaces closes spaces that hold nothing and that nobody uses. s.mu is held.
+func (s *Server) dropEmptySpaces() {
+	s.spaces = slices.DeleteFunc(s.spaces, func(sp *space) bool {
+		if sp.sessions > 0 {
+			return false
+		}
+		if s.lmcache.space == sp {
+			s.engine.RemoveOwner(lmcacheOwner)
+			s.lmcache.space = nil
+		}
+		return s.engine.CloseSpace(sp.id) == nil
+	})
+}
+
+// newSessionID returns a random id that is not in use and not 0: a client cannot guess another's. s.mu is held.
+func (s *Server) newSessionID() uint64 {
+	for {
+		id := RandomID()
+		if s.sessions[id] == nil && id != uint64(lmcacheOwner) {
+			return id
+		}
+	}
+}
+
+// RandomID returns a random number that is not 0.
+func RandomID() uint64 {
+	for {
+		var b [8]byte
+		_, _ = rand.Read(b[:]) // never fails
+		if id := binary.LittleEndian.Uint64(b[:]); id != 0 && id != math.MaxUint64 {
+			return id
+		}
+	}
+}
+
+// leave frees everything that ses holds. It is called once for each admitted session.
+func (s *Server) leave(ses *session) {
+	s.engine.RemoveOwner(ses.owner)
+	s.mu.Lock()
+	delete(s.sessions, ses.id)
+	ses.space.sessions--
+	eng := s.engines[ses.key]
+	if ses.role == wire.RoleWorker {
+		eng.workers--
+	}
+	if eng.sessions--; eng.sessions == 0 {
+		delete(s.engines, ses.key)
+	}
+	s.mu.Unlock()
+	if ses.replies {
+		s.lookups.RemoveSession(ses.id)
+	}
+	s.signalWanted()
+}
+
+// findSession returns the welcomed session with that id, or nil.
+func (s *Server) findSession(id uint64) *session {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.sessions[id]
+}
+
+func (s *Server) signalWanted() {
+	select {
+	case s.wanted <- struct{}{}:
+	default:
+	}
+}
+
+// Draining reports whether Drain or Close has begun.
+func (s *Server) Draining() bool { return s.draining.Load() }

@@ -1,0 +1,376 @@
+package connector
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+
+	"lookaside/ipc"
+	"lookaside/ipc/wire"
+	"lookaside/tiers"
+)
+
+// A session is one connected scheduler or worker. Its goroutine reads its messages one after the other and answers each; the
+// fields without a lock are either constant or that goroutine's alone.
+type session struct {
+	server  *Server
+	id      uint64
+	owner   tiers.Owner
+	role    string
+	key     engineKey
+	space   *space
+	conn    *ipc.Conn
+	log     *zap.Logger
+	since   time.Time
+	replies bool // its PUSH socket for lookup results is bound
+
+	// sendMu is held from admission to the end of the handshake and while a region is pushed.
+	sendMu sync.Mutex
+
+	out     []byte // the answer being encoded
+	extents []tiers.Extent
+	// Pages of each extent of the stores and loads under way, for the counters. The engine bounds how many there are.
+	stores, loads map[uint64][]uint32
+	spare         [][]uint32
+
+	msg struct {
+		prepareStore wire.PrepareStore
+		storeGrant   wire.StoreGrant
+		commit       wire.CommitStore
+		abort        wire.AbortStore
+		prepareLoad  wire.PrepareLoad
+		loadGrant    wire.LoadGrant
+		release      wire.Release
+		ping         wire.Ping
+		clear        wire.ClearSpace
+	}
+}
+
+// serveConn runs one connection from its Hello to its end.
+func (s *Server) serveConn(conn *ipc.Conn) {
+	peer := conn.Peer()
+	log := s.log.With(zap.Int("pid", int(peer.PID)), zap.Int("uid", int(peer.UID)))
+	ses, err := s.handshake(conn)
+	if ses != nil {
+		defer s.leave(ses)
+	}
+	if err != nil {
+		var r *refusal
+		if errors.As(err, &r) {
+			for i, name := range refusalNames {
+				if name == r.Code {
+					s.count.refused[i].Add(1)
+				}
+			}
+			// A scheduler that is earlier than its worker asks again every little while: that is no news.
+			level := zap.WarnLevel
+			if r.Code == wire.RefuseNoWorker {
+				level = zap.DebugLevel
+			}
+			log.Log(level, "refused a session", zap.Error(r))
+			if err := conn.Send(r.Append(nil)); err != nil {
+				log.Debug("refusal not delivered", zap.Error(err))
+			}
+			return
+		}
+		s.count.fail(KindHandshake)
+		log.Debug("a client left during its handshake", zap.Error(err))
+		return
+	}
+	ses.log.Info("session opened")
+	err = ses.run()
+	ses.log.Info("session ended", zap.Error(err), zap.Duration("after", time.Since(ses.since).Round(time.Millisecond)))
+}
+
+// handshake reads the Hello and answers it. A session that is not nil must be ended with leave, also beside an error. A
+// *refusal is still to be sent.
+func (s *Server) handshake(conn *ipc.Conn) (*session, error) {
+	if err := conn.SetRecvDeadline(time.Now().Add(handshakePatience)); err != nil {
+		return nil, err
+	}
+	b, err := conn.Recv()
+	if err != nil {
+		return nil, err
+	}
+	if err := conn.SetRecvDeadline(time.Time{}); err != nil {
+		return nil, err
+	}
+	var h wire.Hello
+	if err := h.Decode(b, &s.limits); err != nil {
+		var v *wire.VersionError
+		if errors.As(err, &v) {
+			return nil, refuseMismatch(wire.RefuseVersion,
+				mismatch{"version", fmt.Sprint(wire.Version), fmt.Sprint(v.Got)}, "the sidecar and its client are of different releases")
+		}
+		s.count.fail(KindMalformed)
+		return nil, refuse(wire.RefuseMalformed, err.Error())
+	}
+	ses, regions, r := s.admit(&h, conn)
+	if r != nil {
+		return nil, r
+	}
+	defer ses.sendMu.Unlock()
+
+	w := wire.Welcome{
+		Session:        ses.id,
+		Generation:     s.cfg.Generation,
+		Fingerprint:    ses.space.fingerprint[:],
+		LookupEndpoint: s.lookups.LookupEndpoint(),
+		Regions:        uint32(len(regions)),
+		MaxPages:       uint32(s.cfg.MaxPages),
+		LeaseMs:        uint32(min(s.cfg.Lease.Milliseconds(), 1<<31)),
+	}
+	if ses.role == wire.RoleScheduler {
+		if w.ReplyEndpoint, err = s.lookups.AddSession(ses.id); err != nil {
+			return ses, refuse(wire.RefuseBusy, err.Error())
+		}
+		ses.replies = true
+	}
+	if err := conn.Send(w.Append(nil), s.cfg.Control.FD()); err != nil {
+		return ses, err
+	}
+	for _, r := range regions {
+		if err := conn.Send(r.added.Append(nil), r.fd); err != nil {
+			return ses, err
+		}
+	}
+	return ses, nil
+}
+
+// pushRegion tells the session of a new region. Any goroutine.
+func (ses *session) pushRegion(r region) error {
+	ses.sendMu.Lock()
+	defer ses.sendMu.Unlock()
+	return ses.conn.Send(r.added.Append(nil), r.fd)
+}
+
+// run answers messages until the client leaves, breaks the protocol or stops reading.
+func (ses *session) run() error {
+	for {
+		b, err := ses.conn.Recv()
+		if err != nil {
+			return err
+		}
+		reply, err := ses.handle(b)
+		if reply != nil {
+			if err := ses.conn.Send(reply); err != nil {
+				if errors.Is(err, ipc.ErrPeerStuck) {
+					ses.server.count.fail(KindSend)
+				}
+				return err
+			}
+		}
+		if err != nil {
+			ses.server.count.fail(KindMalformed)
+			return err
+		}
+	}
+}
+
+// handle does what one message asks. It returns the answer, if the message has one, valid until the next call; and an error
+// when the session must end.
+func (ses *session) handle(b []byte) ([]byte, error) {
+	t, err := wire.Peek(b)
+	if err != nil {
+		return nil, err
+	}
+	lim := &ses.server.limits
+	worker := ses.role == wire.RoleWorker
+	m := &ses.msg
+	switch {
+	case t == wire.TypePing:
+		if err := m.ping.Decode(b, lim); err != nil {
+			return nil, err
+		}
+		pong := wire.Pong{ID: m.ping.ID, Generation: ses.server.cfg.Generation}
+		return ses.answer(&pong), nil
+	case t == wire.TypeClearSpace:
+		if err := m.clear.Decode(b, lim); err != nil {
+			return nil, err
+		}
+		n := ses.server.engine.ClearSpace(ses.space.id)
+		ses.log.Info("space cleared", zap.Int("chunks", n))
+		return ses.answer(&wire.Cleared{ID: m.clear.ID, Chunks: uint32(n)}), nil
+	case t == wire.TypePrepareStore && worker:
+		if err := m.prepareStore.Decode(b, lim); err != nil {
+			return nil, err
+		}
+		return ses.prepareStore(), nil
+	case t == wire.TypeCommitStore && worker:
+		if err := m.commit.Decode(b, lim); err != nil {
+			return nil, err
+		}
+		ses.commitStore()
+		return nil, nil
+	case t == wire.TypeAbortStore && worker:
+		if err := m.abort.Decode(b, lim); err != nil {
+			return nil, err
+		}
+		if err := ses.server.engine.AbortStore(ses.owner, m.abort.Store); err != nil {
+			ses.note(err)
+			return nil, nil
+		}
+		ses.done(ses.stores, m.abort.Store, nil)
+		return nil, nil
+	case t == wire.TypePrepareLoad && worker:
+		if err := m.prepareLoad.Decode(b, lim); err != nil {
+			return nil, err
+		}
+		return ses.prepareLoad(), nil
+	case t == wire.TypeRelease && worker:
+		if err := m.release.Decode(b, lim); err != nil {
+			return nil, err
+		}
+		ses.release()
+		return nil, nil
+	}
+	return nil, fmt.Errorf("%w: %v from a %s", wire.ErrMalformed, t, ses.role)
+}
+
+func (ses *session) answer(m wire.Message) []byte {
+	ses.out = m.Append(ses.out[:0])
+	return ses.out
+}
+
+// fail answers request id with the engine's error.
+func (ses *session) fail(id uint32, err error) []byte {
+	kind := kindOf(err)
+	ses.server.count.fail(kind)
+	if kind == KindInternal {
+		// Not one of the wire's codes: the client can only try again.
+		ses.log.Error("engine", zap.Error(err))
+		kind = KindBusy
+	}
+	return ses.answer(&wire.Error{ID: id, Code: kind.String(), Message: err.Error()})
+}
+
+// note counts the error of a request that has no answer.
+func (ses *session) note(err error) {
+	if err != nil {
+		ses.server.count.fail(kindOf(err))
+		ses.log.Debug("request without an answer failed", zap.Error(err))
+	}
+}
+
+func (ses *session) prepareStore() []byte {
+	m, s := &ses.msg.prepareStore, ses.server
+	digest := ses.space.geometry.DigestBytes
+	if len(m.Hashes)%digest != 0 || len(m.Prev) != 0 && len(m.Prev) != digest {
+		return ses.fail(m.ID, fmt.Errorf("%w: hashes are not of %d bytes each", tiers.ErrInvalid, digest))
+	}
+	if s.draining.Load() {
+		return ses.fail(m.ID, fmt.Errorf("%w: the sidecar is shutting down", tiers.ErrClosed))
+	}
+	if n := len(m.Hashes) / digest; n > min(s.cfg.MaxPages, wire.MaxStorePages(digest)) {
+		return ses.fail(m.ID, fmt.Errorf("%w: %d pages in one store, at most %d", tiers.ErrInvalid, n, min(s.cfg.MaxPages, wire.MaxStorePages(digest))))
+	}
+	res, grants, err := s.engine.PrepareStore(ses.owner, int(m.FirstPage), m.Prev, m.Hashes, ses.extents[:0])
+	ses.extents = grants
+	if err != nil {
+		return ses.fail(m.ID, err)
+	}
+	s.count.heldPages.Add(uint64(res.Held))
+	s.count.shedPages.Add(uint64(res.Shed))
+	if res.Shed > 0 || res.Store != 0 {
+		s.signalWanted()
+	}
+	g := &ses.msg.storeGrant
+	*g = wire.StoreGrant{ID: m.ID, Store: res.Store, Held: uint32(res.Held), Shed: uint32(res.Shed), Grants: g.Grants[:0]}
+	g.Grants = ses.convert(g.Grants, grants)
+	if res.Store != 0 {
+		ses.stores[res.Store] = ses.pagesOf(grants)
+	}
+	return ses.answer(g)
+}
+
+// convert appends the engine's extents as the wire's.
+func (ses *session) convert(out []wire.Extent, extents []tiers.Extent) []wire.Extent {
+	for _, e := range extents {
+		out = append(out, wire.Extent{Page: e.Page, Pages: e.Pages, Region: e.Region, Offset: e.Offset})
+	}
+	return out
+}
+
+// pagesOf returns the number of pages of each extent, in a slice that done takes back.
+func (ses *session) pagesOf(extents []tiers.Extent) []uint32 {
+	var pages []uint32
+	if n := len(ses.spare); n > 0 {
+		pages, ses.spare = ses.spare[n-1][:0], ses.spare[:n-1]
+	}
+	for _, e := range extents {
+		pages = append(pages, e.Pages)
+	}
+	return pages
+}
+
+// done ends the account of a store or load and returns its pages, but for those of the extents in except.
+func (ses *session) done(account map[uint64][]uint32, id uint64, except []uint32) (pages uint64) {
+	of := account[id]
+	delete(account, id)
+	for _, n := range of {
+		pages += uint64(n)
+	}
+	for _, i := range except {
+		if int(i) < len(of) {
+			pages -= uint64(of[i])
+		}
+	}
+	if len(ses.spare) < 64 {
+		ses.spare = append(ses.spare, of)
+	}
+	return pages
+}
+
+func (ses *session) commitStore() {
+	m, s := &ses.msg.commit, ses.server
+	if err := s.engine.CommitStore(ses.owner, m.Store, m.Failed); err != nil {
+		ses.note(err)
+		return
+	}
+	pages := ses.done(ses.stores, m.Store, m.Failed)
+	s.count.stores.Add(1)
+	s.count.storedPages.Add(pages)
+	s.count.storedBytes.Add(pages * uint64(ses.space.geometry.PageBytes))
+}
+
+func (ses *session) prepareLoad() []byte {
+	m, s := &ses.msg.prepareLoad, ses.server
+	// The lookup must be of a scheduler of the same engine and rank: a worker reaches no other instance's leases.
+	scheduler := s.findSession(m.Session)
+	if scheduler == nil || scheduler.role != wire.RoleScheduler {
+		return ses.fail(m.ID, fmt.Errorf("%w: no scheduler has the session %016x", tiers.ErrNotFound, m.Session))
+	}
+	if scheduler.key != ses.key {
+		return ses.fail(m.ID, fmt.Errorf("%w: session %016x is of another engine or rank", tiers.ErrIncompatible, m.Session))
+	}
+	ppc := ses.space.geometry.PagesPerChunk
+	if chunks := int(m.Pages)/ppc + 2; chunks > wire.MaxExtents {
+		return ses.fail(m.ID, fmt.Errorf("%w: %d pages in one load, at most %d", tiers.ErrInvalid, m.Pages, (wire.MaxExtents-2)*ppc))
+	}
+	load, extents, err := s.engine.PrepareLoad(ses.owner, scheduler.owner, m.Lookup, int(m.FirstPage), int(m.Pages), ses.extents[:0])
+	ses.extents = extents
+	if err != nil {
+		return ses.fail(m.ID, err)
+	}
+	g := &ses.msg.loadGrant
+	*g = wire.LoadGrant{ID: m.ID, Load: load, Extents: g.Extents[:0]}
+	g.Extents = ses.convert(g.Extents, extents)
+	ses.loads[load] = ses.pagesOf(extents)
+	return ses.answer(g)
+}
+
+func (ses *session) release() {
+	m, s := &ses.msg.release, ses.server
+	if err := s.engine.Release(ses.owner, m.Load, m.Bad); err != nil {
+		ses.note(err)
+		return
+	}
+	pages := ses.done(ses.loads, m.Load, m.Bad)
+	s.count.loads.Add(1)
+	s.count.badExtents.Add(uint64(len(m.Bad)))
+	s.count.loadedPages.Add(pages)
+	s.count.loadedBytes.Add(pages * uint64(ses.space.geometry.PageBytes))
+}

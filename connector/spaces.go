@@ -1,0 +1,125 @@
+package connector
+
+import (
+	"fmt"
+	"strconv"
+
+	"github.com/vmihailenco/msgpack/v5"
+
+	"lookaside/ipc/wire"
+	"lookaside/tiers"
+	"lookaside/tiers/chunk"
+)
+
+// maxSlotBytes bounds pages_per_chunk * page_bytes, so that no arithmetic on slots can wrap.
+const maxSlotBytes = 1 << 40
+
+// minPageBytes keeps what the index needs for a page small beside the page. The engine has the same bound.
+const minPageBytes = 256
+
+// A space is one kind of pages: a worker declared it, and schedulers and further workers join it. Guarded by Server.mu.
+type space struct {
+	id          tiers.SpaceID
+	fingerprint chunk.Fingerprint
+	geometry    tiers.Geometry
+	hello       wire.Hello // what the first worker declared; its Fields are owned by the space
+	sessions    int        // workers and schedulers that are connected
+}
+
+// An engineKey names one rank of one vLLM instance.
+type engineKey struct {
+	id   string
+	rank uint32
+}
+
+// An engine is what connects a scheduler to the space of its worker. It lasts while any session of it does. Guarded by
+// Server.mu.
+type engine struct {
+	space    *space
+	workers  int
+	sessions int
+}
+
+// A mismatch is one field on which two declarations differ.
+type mismatch struct {
+	field, want, got string
+}
+
+func (m mismatch) String() string {
+	return fmt.Sprintf("%s: the sidecar has %q, the client %q", m.field, m.want, m.got)
+}
+
+// fingerprintOf names the space that h declares: the SHA-256 of the canonical msgpack of its geometry and fields. Fields
+// arrive sorted by key and unique, so equal declarations have equal bytes.
+func fingerprintOf(h *wire.Hello) (chunk.Fingerprint, error) {
+	fields := make([][2]string, 0, len(h.Fields))
+	for _, f := range h.Fields {
+		fields = append(fields, [2]string{f.Key, f.Value})
+	}
+	b, err := msgpack.Marshal([]any{h.PageTokens, h.PageBytes, h.PagesPerChunk, h.DigestBytes, fields})
+	if err != nil {
+		return chunk.Fingerprint{}, fmt.Errorf("fingerprint: %w", err)
+	}
+	return chunk.FingerprintOf(b), nil
+}
+
+// geometryOf checks the geometry that a worker declares. A mismatch says what is wrong with which field.
+func geometryOf(h *wire.Hello, arenaLimitBytes int64) (tiers.Geometry, *mismatch) {
+	bad := func(field, want string, got uint64) (tiers.Geometry, *mismatch) {
+		return tiers.Geometry{}, &mismatch{field, want, strconv.FormatUint(got, 10)}
+	}
+	if h.PageTokens == 0 || h.PageTokens > 1<<20 {
+		return bad("page_tokens", "1 to 1048576", uint64(h.PageTokens))
+	}
+	if h.PagesPerChunk == 0 || h.PagesPerChunk > 4096 {
+		return bad("pages_per_chunk", "1 to 4096", uint64(h.PagesPerChunk))
+	}
+	if h.DigestBytes != 8 && h.DigestBytes != 16 && h.DigestBytes != 32 {
+		return bad("digest_bytes", "8, 16 or 32", uint64(h.DigestBytes))
+	}
+	limit := min(uint64(arenaLimitBytes), maxSlotBytes) / uint64(h.PagesPerChunk)
+	if h.PageBytes < minPageBytes || h.PageBytes > limit {
+		return bad("page_bytes", fmt.Sprintf("%d to %d (a chunk of %d pages must fit the arena)", minPageBytes, limit, h.PagesPerChunk), h.PageBytes)
+	}
+	return tiers.Geometry{
+		PageBytes:     int64(h.PageBytes),
+		PagesPerChunk: int(h.PagesPerChunk),
+		PageTokens:    int(h.PageTokens),
+		DigestBytes:   int(h.DigestBytes),
+	}, nil
+}
+
+// compare returns the fields on which got differs from want. With partial, what got leaves out (a number that is 0, a field
+// that it lacks) agrees.
+func compare(want, got *wire.Hello, partial bool) []mismatch {
+	var diff []mismatch
+	number := func(field string, w, g uint64) {
+		if w != g && !(partial && g == 0) {
+			diff = append(diff, mismatch{field, strconv.FormatUint(w, 10), strconv.FormatUint(g, 10)})
+		}
+	}
+	number("page_tokens", uint64(want.PageTokens), uint64(got.PageTokens))
+	number("page_bytes", want.PageBytes, got.PageBytes)
+	number("pages_per_chunk", uint64(want.PagesPerChunk), uint64(got.PagesPerChunk))
+	number("digest_bytes", uint64(want.DigestBytes), uint64(got.DigestBytes))
+	// Both lists are sorted by key: one pass over the two.
+	w, g := want.Fields, got.Fields
+	for len(w) > 0 || len(g) > 0 {
+		switch {
+		case len(g) == 0 || len(w) > 0 && w[0].Key < g[0].Key:
+			if !partial {
+				diff = append(diff, mismatch{w[0].Key, w[0].Value, "(not given)"})
+			}
+			w = w[1:]
+		case len(w) == 0 || g[0].Key < w[0].Key:
+			diff = append(diff, mismatch{g[0].Key, "(not given)", g[0].Value})
+			g = g[1:]
+		default:
+			if w[0].Value != g[0].Value {
+				diff = append(diff, mismatch{w[0].Key, w[0].Value, g[0].Value})
+			}
+			w, g = w[1:], g[1:]
+		}
+	}
+	return diff
+}

@@ -1,0 +1,78 @@
+package connector
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"time"
+)
+
+// SessionStatus describes one session.
+type SessionStatus struct {
+	Session  string    `json:"session"` // hexadecimal
+	Role     string    `json:"role"`
+	EngineID string    `json:"engine_id"`
+	Rank     uint32    `json:"rank"`
+	PID      int32     `json:"pid"`
+	Space    string    `json:"space"` // short fingerprint
+	Since    time.Time `json:"since"`
+}
+
+// SpaceStatus describes one space.
+type SpaceStatus struct {
+	Fingerprint   string            `json:"fingerprint"`
+	PageTokens    int               `json:"page_tokens"`
+	PageBytes     int64             `json:"page_bytes"`
+	PagesPerChunk int               `json:"pages_per_chunk"`
+	DigestBytes   int               `json:"digest_bytes"`
+	Sessions      int               `json:"sessions"`
+	Fields        map[string]string `json:"fields"`
+}
+
+// Status is who is connected and what has happened.
+type Status struct {
+	Draining bool            `json:"draining"`
+	Sessions []SessionStatus `json:"sessions"` // oldest first
+	Spaces   []SpaceStatus   `json:"spaces"`   // in the order of their opening
+	Counters Counters        `json:"counters"`
+}
+
+// Status returns a snapshot.
+func (s *Server) Status() Status {
+	st := Status{Draining: s.draining.Load(), Sessions: []SessionStatus{}, Spaces: []SpaceStatus{}, Counters: s.count.snapshot()}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, ses := range s.sessions {
+		st.Sessions = append(st.Sessions, SessionStatus{
+			Session:  fmt.Sprintf("%016x", ses.id),
+			Role:     ses.role,
+			EngineID: ses.key.id,
+			Rank:     ses.key.rank,
+			PID:      ses.conn.Peer().PID,
+			Space:    ses.space.fingerprint.Short(),
+			Since:    ses.since,
+		})
+	}
+	slices.SortFunc(st.Sessions, func(a, b SessionStatus) int {
+		return cmp.Or(a.Since.Compare(b.Since), cmp.Compare(a.Session, b.Session))
+	})
+	for _, sp := range s.spaces {
+		fields := make(map[string]string, len(sp.hello.Fields))
+		for _, f := range sp.hello.Fields {
+			fields[f.Key] = f.Value
+		}
+		st.Spaces = append(st.Spaces, SpaceStatus{
+			Fingerprint:   sp.fingerprint.String(),
+			PageTokens:    sp.geometry.PageTokens,
+			PageBytes:     sp.geometry.PageBytes,
+			PagesPerChunk: sp.geometry.PagesPerChunk,
+			DigestBytes:   sp.geometry.DigestBytes,
+			Sessions:      sp.sessions,
+			Fields:        fields,
+		})
+	}
+	return st
+}
+
+// Counters returns what has happened since the start.
+func (s *Server) Counters() Counters { return s.count.snapshot() }

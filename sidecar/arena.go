@@ -1,0 +1,197 @@
+package sidecar
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+
+	"lookaside/connector"
+	"lookaside/dax"
+	"lookaside/tiers"
+)
+
+// usageEvery is how often the arena looks at its fill when nobody tells it to.
+const usageEvery = 100 * time.Millisecond
+
+// growthBackOff is how long the arena waits after the host gave no memory, doubling up to growthBackOffMost.
+const (
+	growthBackOff     = 5 * time.Second
+	growthBackOffMost = 5 * time.Minute
+)
+
+// arena owns the regions. It grows by adding one at a time; none is ever removed before the end, because workers map them.
+type arena struct {
+	cfg     ArenaConfig
+	log     *zap.Logger
+	control *dax.Control
+	kind    dax.Kind // of the first region; auto chooses anew for each
+	reason  string
+	node    int
+	limit   int64 // cfg.Limit, rounded up to whole pages
+
+	mu       sync.Mutex
+	regions  []*dax.Region
+	capacity int64
+	failures uint64 // times that the host did not give a region
+}
+
+// ArenaStatus describes the shared memory, in bytes.
+type ArenaStatus struct {
+	Kind           dax.Kind       `json:"kind"`
+	Reason         string         `json:"reason"`
+	LimitBytes     int64          `json:"limit_bytes"`
+	CapacityBytes  int64          `json:"capacity_bytes"`
+	UsedBytes      int64          `json:"used_bytes"` // of occupied slots
+	GrowthFailures uint64         `json:"growth_failures"`
+	Regions        []RegionStatus `json:"regions"`
+}
+
+// RegionStatus describes one region.
+type RegionStatus struct {
+	Kind      dax.Kind `json:"kind"`
+	SizeBytes int64    `json:"size_bytes"`
+	PageSize  int64    `json:"page_size"`
+}
+
+// newArena decides what the arena is made of and refuses what the host cannot give. It takes no memory yet.
+func newArena(cfg ArenaConfig, control *dax.Control, log *zap.Logger) (*arena, error) {
+	kind, reason, err := dax.Choose(cfg.Kind, cfg.Limit)
+	if err != nil {
+		return nil, fmt.Errorf("arena.kind: %w", err)
+	}
+	if err := dax.CheckBudget(cfg.Limit, kind); err != nil {
+		return nil, fmt.Errorf("arena.limit %s of kind %s: %w", dax.FormatSize(cfg.Limit), kind, err)
+	}
+	node, nodeReason, err := dax.NUMANode(cfg.NUMA)
+	if err != nil {
+		return nil, fmt.Errorf("arena.numa: %w", err)
+	}
+	a := &arena{cfg: cfg, log: log, control: control, kind: kind, reason: reason, node: node}
+	page := int64(4096)
+	if kind == dax.KindHugetlb || kind == dax.KindTHP {
+		page = dax.HugePageSize
+	}
+	a.limit = (cfg.Limit + page - 1) / page * page
+	log.Info("arena", zap.String("kind", string(kind)), zap.String("because", reason), zap.String("limit", dax.FormatSize(cfg.Limit)),
+		zap.String("initial", dax.FormatSize(cfg.Initial)), zap.Int("numa_node", node), zap.String("numa", nodeReason))
+	return a, nil
+}
+
+// errArenaFull means that arena.limit is reached.
+var errArenaFull = errors.New("arena.limit is reached")
+
+// grow adds one region of size bytes, or of what is left below the limit.
+func (a *arena) grow(server *connector.Server, size int64) error {
+	a.mu.Lock()
+	id := uint32(len(a.regions))
+	size = min(size, a.limit-a.capacity)
+	a.mu.Unlock()
+	if size <= 0 {
+		return errArenaFull
+	}
+	start := time.Now()
+	kind := a.kind
+	if a.cfg.Kind == dax.KindAuto && id > 0 {
+		// What was best at the start may be used up by now.
+		var err error
+		if kind, _, err = dax.Choose(dax.KindAuto, size); err != nil {
+			return err
+		}
+	}
+	if err := dax.CheckBudget(size, kind); err != nil {
+		return err
+	}
+	o := dax.Options{Kind: kind, SizeBytes: size, NUMANode: a.node, Populate: true, Threads: a.cfg.PopulateThreads}
+	if kind == dax.KindFile {
+		o.Path = filepath.Join(a.cfg.Path, fmt.Sprintf("lookaside-region-%04d", id))
+	}
+	r, err := dax.Create(o)
+	if err != nil {
+		return err
+	}
+	// Only one goroutine grows the arena, so id is still right. From here on the region stays open until the end, even if the
+	// engine does not take it: workers may have its fd by then.
+	a.mu.Lock()
+	a.regions = append(a.regions, r)
+	a.mu.Unlock()
+	if err := server.AddRegion(id, r); err != nil {
+		return err
+	}
+	a.mu.Lock()
+	a.capacity += r.Size()
+	capacity := a.capacity
+	a.mu.Unlock()
+	a.control.SetRegions(uint64(id) + 1)
+	a.log.Info("arena grew", zap.Uint32("region", id), zap.String("by", dax.FormatSize(r.Size())), zap.String("to", dax.FormatSize(capacity)),
+		zap.String("kind", string(r.Kind())), zap.Duration("in", time.Since(start).Round(time.Millisecond)))
+	return nil
+}
+
+// run grows the arena whenever it is short of room, and publishes its usage, until ctx is done. It is short of room when its
+// fill passes arena.grow_at, when a geometry that has no region waits for one, and when something has been evicted or refused
+// for want of room although arena.limit is not reached, as happens when one geometry is full and another is not.
+func (a *arena) run(ctx context.Context, server *connector.Server, engine *tiers.Engine) {
+	tick := time.NewTicker(usageEvery)
+	defer tick.Stop()
+	var retry time.Time
+	var lost uint64
+	backOff := growthBackOff
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		case <-server.Wanted():
+		}
+		st := engine.Stats()
+		a.mu.Lock()
+		capacity := a.capacity
+		a.mu.Unlock()
+		a.control.SetUsage(uint64(capacity), uint64(st.UsedBytes))
+		full := float64(st.UsedBytes) >= a.cfg.GrowAt*float64(capacity) || st.WantRegion || st.Evictions+st.ShedPages > lost
+		lost = st.Evictions + st.ShedPages
+		if !full || capacity >= a.limit || time.Now().Before(retry) {
+			continue
+		}
+		if err := a.grow(server, a.cfg.Step); err != nil {
+			a.mu.Lock()
+			a.failures++
+			a.mu.Unlock()
+			a.log.Warn("the arena cannot grow; it goes on with what it has", zap.Error(err), zap.Duration("next_try_in", backOff))
+			retry = time.Now().Add(backOff)
+			backOff = min(2*backOff, growthBackOffMost)
+			continue
+		}
+		backOff = growthBackOff
+	}
+}
+
+func (a *arena) status(usedBytes int64) ArenaStatus {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	st := ArenaStatus{
+		Kind: a.kind, Reason: a.reason, LimitBytes: a.limit, CapacityBytes: a.capacity, UsedBytes: usedBytes, GrowthFailures: a.failures,
+		Regions: []RegionStatus{},
+	}
+	for _, r := range a.regions {
+		st.Regions = append(st.Regions, RegionStatus{Kind: r.Kind(), SizeBytes: r.Size(), PageSize: r.PageSize()})
+	}
+	return st
+}
+
+// close unmaps the regions. Nobody may use their bytes any more; clients keep their own mappings.
+func (a *arena) close() error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	var errs []error
+	for _, r := range a.regions {
+		errs = append(errs, r.Close())
+	}
+	a.regions, a.capacity = nil, 0
+	return errors.Join(errs...)
+}

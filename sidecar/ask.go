@@ -1,0 +1,126 @@
+package sidecar
+
+import (
+	"context"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"strconv"
+	"time"
+
+	"lookaside/ipc/client"
+	"lookaside/ipc/wire"
+)
+
+// A Query is one lookup from the command line.
+type Query struct {
+	EngineID    string
+	Rank        uint32
+	FirstPage   uint32
+	Hashes      []byte // packed
+	DigestBytes int
+	Timeout     time.Duration // for the handshake, and again for the answer
+}
+
+// An Answer is what the sidecar says to a Query.
+type Answer struct {
+	Pages       int     `json:"pages"` // asked for
+	HitPages    uint32  `json:"hit_pages"`
+	HitTokens   uint32  `json:"hit_tokens"`
+	PageTokens  uint32  `json:"page_tokens"`
+	Fingerprint string  `json:"fingerprint"`
+	LatencyUs   float64 `json:"latency_us"` // of the lookup alone
+}
+
+// ParseHashes packs page hashes in hexadecimal, all of one length.
+func ParseHashes(words []string) (packed []byte, digestBytes int, err error) {
+	if len(words) == 0 {
+		return nil, 0, errors.New("no page hashes given")
+	}
+	for i, w := range words {
+		b, err := hex.DecodeString(w)
+		if err != nil {
+			return nil, 0, fmt.Errorf("hash %d, %q: %w", i+1, w, err)
+		}
+		if i == 0 {
+			digestBytes = len(b)
+		}
+		if len(b) != digestBytes || len(b) == 0 || len(b) > wire.MaxDigestBytes {
+			return nil, 0, fmt.Errorf("hash %d has %d bytes: want 1 to %d, as many as the first one's %d", i+1, len(b), wire.MaxDigestBytes, digestBytes)
+		}
+		packed = append(packed, b...)
+	}
+	return packed, digestBytes, nil
+}
+
+// Ask asks the sidecar at the endpoint dir over its own sockets, in a scheduler's session of its own, and gives back at once
+// what the lookup leased.
+func Ask(ctx context.Context, dir string, q Query) (Answer, error) {
+	// A scheduler must know its engine's page geometry; who asks from the command line need not: the refusal says it.
+	hello := wire.Hello{
+		Role: wire.RoleScheduler, EngineID: q.EngineID, Rank: q.Rank,
+		PageTokens: 1, PagesPerChunk: 1, DigestBytes: uint8(q.DigestBytes),
+	}
+	var ses *client.Session
+	for ses == nil {
+		if err := ctx.Err(); err != nil {
+			return Answer{}, err
+		}
+		s, err := client.Dial(dir, &hello, q.Timeout)
+		var refused *client.Refused
+		if errors.As(err, &refused) && learn(&hello, refused) {
+			continue
+		}
+		if err != nil {
+			return Answer{}, err
+		}
+		ses = s
+	}
+	defer ses.Close()
+	lookups, err := client.NewLookups(ses.Welcome.LookupEndpoint, ses.Welcome.ReplyEndpoint, false)
+	if err != nil {
+		return Answer{}, err
+	}
+	defer lookups.Close()
+
+	m := wire.Lookup{Session: ses.Welcome.Session, Lookup: 1, FirstPage: q.FirstPage, Hashes: q.Hashes, DeadlineMs: uint32(q.Timeout.Milliseconds())}
+	// The first one also waits for the sockets to connect.
+	if _, err := lookups.Lookup(&m, q.Timeout); err != nil {
+		return Answer{}, fmt.Errorf("lookup: %w", err)
+	}
+	m.Lookup = 2
+	start := time.Now()
+	r, err := lookups.Lookup(&m, q.Timeout)
+	took := time.Since(start)
+	if err != nil {
+		return Answer{}, fmt.Errorf("lookup: %w", err)
+	}
+	return Answer{
+		Pages:       len(q.Hashes) / q.DigestBytes,
+		HitPages:    r.HitPages,
+		HitTokens:   r.HitTokens,
+		PageTokens:  hello.PageTokens,
+		Fingerprint: hex.EncodeToString(ses.Welcome.Fingerprint),
+		LatencyUs:   float64(took.Nanoseconds()) / 1e3,
+	}, nil
+}
+
+// learn takes over the sidecar's value of a geometry field that the refusal names. It reports whether asking again makes sense.
+func learn(h *wire.Hello, r *client.Refused) bool {
+	if r.Code != wire.RefuseIncompatible {
+		return false
+	}
+	n, err := strconv.ParseUint(r.Want, 10, 32)
+	if err != nil {
+		return false
+	}
+	switch {
+	case r.Field == "page_tokens" && h.PageTokens == 1:
+		h.PageTokens = uint32(n)
+	case r.Field == "pages_per_chunk" && h.PagesPerChunk == 1:
+		h.PagesPerChunk = uint32(n)
+	default:
+		return false
+	}
+	return true
+}

@@ -1,0 +1,81 @@
+package main
+
+import (
+	"context"
+	"os"
+	"os/signal"
+	"syscall"
+
+	"github.com/spf13/cobra"
+
+	"lookaside/dax/memcopy"
+	"lookaside/sidecar"
+)
+
+func newBench() *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "bench",
+		Short: "Measure parts of the sidecar on this machine",
+		Args:  cobra.NoArgs,
+	}
+	cmd.AddCommand(newBenchMemcopy(), newBenchLookupServer())
+	return cmd
+}
+
+// interruptible is a context that ends with the first Ctrl-C or SIGTERM; after it, the next one ends the process.
+func interruptible(cmd *cobra.Command) (context.Context, context.CancelFunc) {
+	ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
+	context.AfterFunc(ctx, stop)
+	return ctx, stop
+}
+
+func newBenchMemcopy() *cobra.Command {
+	var (
+		asJSON bool
+		o      memcopy.MeasureOptions
+	)
+	cmd := &cobra.Command{
+		Use:   "memcopy",
+		Short: "Speed of the sidecar's copies against the built-in copy",
+		Args:  cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			ctx, stop := interruptible(cmd)
+			defer stop()
+			ms, err := memcopy.Measure(ctx, o)
+			if err != nil {
+				return err
+			}
+			if asJSON {
+				return printJSON(cmd.OutOrStdout(), ms)
+			}
+			return memcopy.Print(cmd.OutOrStdout(), ms)
+		},
+	}
+	cmd.Flags().BoolVar(&asJSON, "json", false, "print JSON")
+	cmd.Flags().IntVar(&o.Rounds, "rounds", 9, "how often each is measured; the median counts")
+	return cmd
+}
+
+func newBenchLookupServer() *cobra.Command {
+	var o sidecar.LookupServerOptions
+	cmd := &cobra.Command{
+		Use:   "lookup-server",
+		Short: "Run a sidecar with many pages indexed, for a client to measure lookups with",
+		Long: `Run a sidecar in a directory of its own with many pages indexed, for a client to measure lookups with.
+
+It prints one line of JSON when it serves: its endpoint, and which pages it holds. It ends when its standard input does.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			ctx, stop := interruptible(cmd)
+			defer stop()
+			log := sidecar.NewLogger(sidecar.LogConfig{Level: "warn", Format: "console"}, os.Stderr)
+			return sidecar.ServeLookups(ctx, o, cmd.InOrStdin(), cmd.OutOrStdout(), log)
+		},
+	}
+	f := cmd.Flags()
+	f.IntVar(&o.Pages, "pages", 1_000_000, "pages indexed")
+	f.IntVar(&o.PrefixPages, "prefix-pages", 4096, "pages of each prefix")
+	f.IntVar(&o.PagesPerChunk, "pages-per-chunk", 16, "pages of a chunk")
+	f.IntVar(&o.CopyThreads, "copy-threads", 0, "threads that copy memory at full speed meanwhile")
+	return cmd
+}

@@ -1,0 +1,624 @@
+package sidecar
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/agnivade/levenshtein"
+	"github.com/knadh/koanf/parsers/yaml"
+	"github.com/knadh/koanf/providers/env/v2"
+	"github.com/knadh/koanf/providers/posflag"
+	"github.com/knadh/koanf/providers/rawbytes"
+	"github.com/knadh/koanf/v2"
+	"github.com/spf13/pflag"
+	"go.uber.org/zap/zapcore"
+
+	"lookaside/dax"
+)
+
+// EnvPrefix begins the name of every environment variable that is a setting.
+const EnvPrefix = "LOOKASIDE_"
+
+// EnvConfigFile names the YAML file when the --config flag does not.
+const EnvConfigFile = EnvPrefix + "CONFIG"
+
+// maxRegions bounds the regions of an arena: the engine names a slot's region in a few bits.
+const maxRegions = 60
+
+// Config is what one sidecar runs with. The zero value is not usable: start from [Defaults] or [Load]. Meaning, unit and
+// default of each field are in [Settings], which is also where the command's help and docs/configuration.md come from.
+type Config struct {
+	Runtime   RuntimeConfig
+	Arena     ArenaConfig
+	Lookup    LookupConfig
+	Sessions  SessionsConfig
+	Spaces    SpacesConfig
+	LMCache   LMCacheConfig
+	Admin     AdminConfig
+	Log       LogConfig
+	Lifecycle LifecycleConfig
+}
+
+// RuntimeConfig says where the sidecar's sockets are.
+type RuntimeConfig struct {
+	Dir string // the endpoint: an absolute path of a directory that the sidecar owns
+}
+
+// ArenaConfig sizes the shared memory. Sizes are in bytes.
+type ArenaConfig struct {
+	Limit           int64
+	Kind            dax.Kind
+	Initial         int64 // never above Limit
+	Step            int64
+	GrowAt          float64 // fraction of the arena's slots that are taken
+	Path            string  // only for dax.KindFile: the directory of the backing files
+	NUMA            string  // "none", "auto" or a node's number
+	PopulateThreads int     // 0: one a CPU
+}
+
+// LookupConfig limits lookups.
+type LookupConfig struct {
+	MaxPages int
+	Lease    time.Duration
+}
+
+// SessionsConfig limits sessions.
+type SessionsConfig struct {
+	Limit int
+	Share float64
+}
+
+// SpacesConfig limits spaces.
+type SpacesConfig struct {
+	Limit int
+}
+
+// LMCacheConfig turns on LMCache's lookup messages; both endpoints or none.
+type LMCacheConfig struct {
+	WorkerEndpoint    string
+	SchedulerEndpoint string
+	EngineID          string
+}
+
+// AdminConfig configures the admin HTTP server.
+type AdminConfig struct {
+	Listen    string
+	TokenFile string
+	PProf     bool
+}
+
+// LogConfig configures logging.
+type LogConfig struct {
+	Level  string
+	Format string
+}
+
+// LifecycleConfig says how a sidecar ends.
+type LifecycleConfig struct {
+	IdleExit time.Duration // 0: never
+	Drain    time.Duration
+}
+
+// A Setting is one thing that a user may set. It is the only place where its meaning, unit and default are written.
+type Setting struct {
+	Key     string // as in the YAML file: section.name
+	Default string // as a user would write it; may name another setting where it depends on one
+	Unit    string // what the value counts, or its form
+	Meaning string
+
+	derived bool // Default is a rule that Load applies, not a value
+	set     func(*Config, string) error
+}
+
+// Env returns the name of the environment variable of the setting.
+func (s Setting) Env() string {
+	return EnvPrefix + strings.ToUpper(strings.NewReplacer(".", "_", "-", "_").Replace(s.Key))
+}
+
+// Flag returns the name of the setting's flag, without dashes.
+func (s Setting) Flag() string {
+	return strings.NewReplacer(".", "-", "_", "-").Replace(s.Key)
+}
+
+// Settings returns every setting, in the order in which they are documented.
+func Settings() []Setting { return slices.Clone(settings) }
+
+var settings = []Setting{
+	{
+		Key: "runtime.dir", Default: "${XDG_RUNTIME_DIR:-/tmp}/lookaside-$UID/rank-0", Unit: "directory", derived: true,
+		Meaning: "The endpoint: where the sidecar makes its sockets. Owned by it alone: made with mode 0700, refused if another user owns it, others may enter it, or it is a symbolic link.",
+		set:     func(c *Config, v string) error { c.Runtime.Dir = v; return nil },
+	},
+	{
+		Key: "arena.limit", Default: "4G", Unit: "bytes (K, M, G and T are powers of 1024)",
+		Meaning: "The most shared memory that KV pages may take. Checked at the start against what the host and its cgroup can give.",
+		set:     func(c *Config, v string) (err error) { c.Arena.Limit, err = parseSize(v); return },
+	},
+	{
+		Key: "arena.kind", Default: "auto", Unit: "auto, hugetlb, thp, memfd or file",
+		Meaning: "What the arena is made of: 2 MiB huge pages (hugetlb), transparent huge pages (thp), 4 KiB pages (memfd) or files in arena.path. auto takes the first of hugetlb, thp and memfd that this host gives, and logs which and why.",
+		set: func(c *Config, v string) error {
+			kinds := []dax.Kind{dax.KindAuto, dax.KindHugetlb, dax.KindTHP, dax.KindMemfd, dax.KindFile}
+			if !slices.Contains(kinds, dax.Kind(v)) {
+				return fmt.Errorf("%q is none of %v", v, kinds)
+			}
+			c.Arena.Kind = dax.Kind(v)
+			return nil
+		},
+	},
+	{
+		Key: "arena.initial", Default: "min(arena.limit, 1G)", Unit: "bytes", derived: true,
+		Meaning: "How much of the arena is made at the start.",
+		set:     func(c *Config, v string) (err error) { c.Arena.Initial, err = parseSize(v); return },
+	},
+	{
+		Key: "arena.step", Default: "max(256M, arena.limit/4)", Unit: "bytes", derived: true,
+		Meaning: "By how much the arena grows at a time, in the background, until arena.limit.",
+		set:     func(c *Config, v string) (err error) { c.Arena.Step, err = parseSize(v); return },
+	},
+	{
+		Key: "arena.grow_at", Default: "0.8", Unit: "fraction of the arena, above 0 and at most 1",
+		Meaning: "How full the arena is when it starts to grow.",
+		set: func(c *Config, v string) (err error) {
+			c.Arena.GrowAt, err = parseFraction(v)
+			return
+		},
+	},
+	{
+		Key: "arena.path", Default: "", Unit: "directory",
+		Meaning: "Where the arena's files are made when arena.kind is file; it must not be set otherwise. Files of an earlier run are replaced.",
+		set:     func(c *Config, v string) error { c.Arena.Path = v; return nil },
+	},
+	{
+		Key: "arena.numa", Default: "none", Unit: "none, auto or a node's number",
+		Meaning: "Which NUMA node the arena's memory comes from. auto: the node of the CPUs that the sidecar may run on, when they are all of one node.",
+		set: func(c *Config, v string) error {
+			if n, err := strconv.Atoi(v); v != "none" && v != "auto" && (err != nil || n < 0) {
+				return fmt.Errorf("%q is neither none, auto nor the number of a node", v)
+			}
+			c.Arena.NUMA = v
+			return nil
+		},
+	},
+	{
+		Key: "arena.populate_threads", Default: "0", Unit: "threads (0: one for each CPU)",
+		Meaning: "How many threads fault in new memory of the arena.",
+		set: func(c *Config, v string) (err error) {
+			c.Arena.PopulateThreads, err = parseInt(v, 0, 1024)
+			return
+		},
+	},
+	{
+		Key: "lookup.max_pages", Default: "65536", Unit: "pages",
+		Meaning: "The most page hashes in one lookup or one store; longer ones are refused.",
+		set:     func(c *Config, v string) (err error) { c.Lookup.MaxPages, err = parseInt(v, 1, 1<<20); return },
+	},
+	{
+		Key: "lookup.lease", Default: "30s", Unit: "duration",
+		Meaning: "How long a lookup keeps what it found from being evicted while no worker has taken it over to load it.",
+		set: func(c *Config, v string) (err error) {
+			c.Lookup.Lease, err = parseDuration(v, time.Millisecond)
+			return
+		},
+	},
+	{
+		Key: "sessions.limit", Default: "64", Unit: "sessions",
+		Meaning: "The most clients connected at a time: one for each scheduler and one for each worker. Further ones are refused as busy.",
+		set:     func(c *Config, v string) (err error) { c.Sessions.Limit, err = parseInt(v, 1, 4096); return },
+	},
+	{
+		Key: "sessions.share", Default: "0.5", Unit: "fraction of the arena's slots, above 0 and at most 1",
+		Meaning: "The most that one session may hold leased or half written, so that a frozen client cannot fill the arena.",
+		set:     func(c *Config, v string) (err error) { c.Sessions.Share, err = parseFraction(v); return },
+	},
+	{
+		Key: "spaces.limit", Default: "16", Unit: "spaces",
+		Meaning: "The most kinds of pages (model, precision, layout, …) held side by side. 1 dedicates the sidecar to the first model that connects. A worker that needs one more is refused, unless a space that holds nothing and that nobody uses can make room.",
+		set:     func(c *Config, v string) (err error) { c.Spaces.Limit, err = parseInt(v, 1, 1024); return },
+	},
+	{
+		Key: "lmcache.worker_endpoint", Default: "", Unit: "ZMQ endpoint, such as ipc:///run/x/engine_0_service_lookup_worker_lmcache_rpc_port_0",
+		Meaning: "Where the sidecar binds the socket on which it receives LMCache's lookup messages. Needs lmcache.scheduler_endpoint.",
+		set:     func(c *Config, v string) error { c.LMCache.WorkerEndpoint = v; return checkIPCEndpoint(v) },
+	},
+	{
+		Key: "lmcache.scheduler_endpoint", Default: "", Unit: "ZMQ endpoint",
+		Meaning: "Where LMCache's scheduler side receives the answers; the sidecar connects to it. Needs lmcache.worker_endpoint.",
+		set:     func(c *Config, v string) error { c.LMCache.SchedulerEndpoint = v; return checkIPCEndpoint(v) },
+	},
+	{
+		Key: "lmcache.engine_id", Default: "", Unit: "engine id",
+		Meaning: "Whose pages LMCache's lookups ask for, when several engines with 8-byte hashes use the sidecar.",
+		set:     func(c *Config, v string) error { c.LMCache.EngineID = v; return nil },
+	},
+	{
+		Key: "admin.listen", Default: "127.0.0.1:0", Unit: "host:port (port 0: any free one, written to admin.addr in runtime.dir)",
+		Meaning: "Where the admin HTTP server listens. An address that other machines can reach is warned about.",
+		set: func(c *Config, v string) error {
+			if _, _, err := net.SplitHostPort(v); err != nil {
+				return err
+			}
+			c.Admin.Listen = v
+			return nil
+		},
+	},
+	{
+		Key: "admin.token_file", Default: "", Unit: "file",
+		Meaning: "A file with the token that admin requests must carry as \"Authorization: Bearer …\". Unset: none is asked for. /healthz and /readyz never ask for it.",
+		set:     func(c *Config, v string) error { c.Admin.TokenFile = v; return nil },
+	},
+	{
+		Key: "admin.pprof", Default: "false", Unit: "true or false",
+		Meaning: "Serves Go's profiles under /debug/pprof/ on the admin server.",
+		set: func(c *Config, v string) (err error) {
+			c.Admin.PProf, err = strconv.ParseBool(v)
+			if err != nil {
+				err = fmt.Errorf("%q is neither true nor false", v)
+			}
+			return
+		},
+	},
+	{
+		Key: "log.level", Default: "info", Unit: "debug, info, warn or error",
+		Meaning: "The least that is logged.",
+		set: func(c *Config, v string) error {
+			c.Log.Level = v
+			return oneOf(v, "debug", "info", "warn", "error")
+		},
+	},
+	{
+		Key: "log.format", Default: "console", Unit: "console or json",
+		Meaning: "How log lines are written to standard error.",
+		set: func(c *Config, v string) error {
+			c.Log.Format = v
+			return oneOf(v, "console", "json")
+		},
+	},
+	{
+		Key: "lifecycle.idle_exit", Default: "0", Unit: "duration (0: never)",
+		Meaning: "The sidecar ends by itself after this long without a session.",
+		set: func(c *Config, v string) (err error) {
+			c.Lifecycle.IdleExit, err = parseDuration(v, 0)
+			return
+		},
+	},
+	{
+		Key: "lifecycle.drain", Default: "5s", Unit: "duration",
+		Meaning: "How long a sidecar that was asked to end waits for stores and loads under way.",
+		set:     func(c *Config, v string) (err error) { c.Lifecycle.Drain, err = parseDuration(v, 0); return },
+	},
+}
+
+// Defaults returns the configuration that an empty file, environment and command line give. The derived settings are filled
+// in by [Config.Complete].
+func Defaults() Config {
+	var c Config
+	for _, s := range settings {
+		if s.derived || s.Default == "" {
+			continue
+		}
+		if err := s.set(&c, s.Default); err != nil {
+			panic(fmt.Sprintf("sidecar: default of %s: %v", s.Key, err))
+		}
+	}
+	return c
+}
+
+// AddFlags defines --config and a flag for every setting, or for those with the given keys.
+func AddFlags(fs *pflag.FlagSet, keys ...string) {
+	fs.String("config", "", "YAML `file` with settings (environment: "+EnvConfigFile+")")
+	for _, s := range settings {
+		if len(keys) == 0 || slices.Contains(keys, s.Key) {
+			fs.String(s.Flag(), "", s.usage())
+		}
+	}
+	fs.SortFlags = false
+}
+
+// usage is the help text of the setting's flag. The back quotes name the value for pflag.
+func (s Setting) usage() string {
+	def := s.Default
+	if def == "" {
+		def = "unset"
+	}
+	return fmt.Sprintf("%s `%s`; default %s", s.Meaning, s.Unit, def)
+}
+
+// Load reads the settings of the YAML file (flag --config, else environment LOOKASIDE_CONFIG, else none), the environment
+// and the flags of fs, each overriding the one before. fs may be nil: no flags. An unknown name is an error that says which right one is nearest.
+func Load(fs *pflag.FlagSet, environ []string) (Config, error) {
+	k := koanf.New(".")
+	file := ""
+	for _, e := range environ {
+		if v, ok := strings.CutPrefix(e, EnvConfigFile+"="); ok {
+			file = v
+		}
+	}
+	if fs != nil {
+		if f := fs.Lookup("config"); f != nil && f.Changed {
+			file = f.Value.String()
+		}
+	}
+	if file != "" {
+		b, err := os.ReadFile(file)
+		if err != nil {
+			return Config{}, fmt.Errorf("settings: %w", err)
+		}
+		if err := loadYAML(k, file, b); err != nil {
+			return Config{}, err
+		}
+	}
+	if err := loadEnv(k, environ); err != nil {
+		return Config{}, err
+	}
+	if fs != nil {
+		p := posflag.ProviderWithFlag(fs, ".", nil, func(f *pflag.Flag) (string, any) {
+			if !f.Changed {
+				return "", nil
+			}
+			for _, s := range settings {
+				if s.Flag() == f.Name {
+					return s.Key, f.Value.String()
+				}
+			}
+			return "", nil
+		})
+		if err := k.Load(p, nil); err != nil {
+			return Config{}, fmt.Errorf("settings: flags: %w", err)
+		}
+	}
+	c := Defaults()
+	for _, s := range settings {
+		if !k.Exists(s.Key) {
+			continue
+		}
+		// k holds strings from flags and the environment, scalars from YAML.
+		v := fmt.Sprint(k.Get(s.Key))
+		if v == "" && s.derived {
+			continue
+		}
+		if v == "" && s.Default == "" {
+			continue
+		}
+		if err := s.set(&c, v); err != nil {
+			return Config{}, fmt.Errorf("settings: %s: %w", s.Key, err)
+		}
+	}
+	return c.Complete(environ)
+}
+
+func loadYAML(k *koanf.Koanf, file string, b []byte) error {
+	one := koanf.New(".")
+	if err := one.Load(rawbytes.Provider(b), yaml.Parser()); err != nil {
+		return fmt.Errorf("settings: %s: %w", file, err)
+	}
+	for key, v := range one.All() {
+		if !slices.ContainsFunc(settings, func(s Setting) bool { return s.Key == key }) {
+			return unknown(fmt.Sprintf("settings: %s: unknown setting %q", file, key), key, "", settingNames(Setting.key))
+		}
+		switch v.(type) {
+		case string, bool, int, int64, uint64, float64:
+		default:
+			return fmt.Errorf("settings: %s: %s: want a single value, got %v", file, key, v)
+		}
+	}
+	return k.Merge(one)
+}
+
+func loadEnv(k *koanf.Koanf, environ []string) error {
+	var err error
+	p := env.Provider(".", env.Opt{
+		Prefix:      EnvPrefix,
+		EnvironFunc: func() []string { return environ },
+		TransformFunc: func(name, value string) (string, any) {
+			if name == EnvConfigFile {
+				return "", nil
+			}
+			for _, s := range settings {
+				if s.Env() == name {
+					return s.Key, value
+				}
+			}
+			if err == nil && looksLikeSetting(name) {
+				err = unknown(fmt.Sprintf("settings: unknown environment variable %s", name), name, "", settingNames(Setting.Env))
+			}
+			return "", nil
+		},
+	})
+	if e := k.Load(p, nil); e != nil {
+		return fmt.Errorf("settings: environment: %w", e)
+	}
+	return err
+}
+
+// looksLikeSetting reports whether an environment variable that is no setting was meant to be one: it names a section, or is
+// a few letters from a setting. Other variables with our prefix belong to other parts, such as the Python package, whose
+// environment a sidecar that it starts inherits.
+func looksLikeSetting(name string) bool {
+	for _, s := range settings {
+		section, _, _ := strings.Cut(s.Key, ".")
+		if strings.HasPrefix(name, EnvPrefix+strings.ToUpper(section)+"_") || levenshtein.ComputeDistance(name, s.Env()) <= 3 {
+			return true
+		}
+	}
+	return false
+}
+
+func (s Setting) key() string { return s.Key }
+
+// FlagError adds the nearest right flag of fs to pflag's complaint about an unknown one.
+func FlagError(fs *pflag.FlagSet, err error) error {
+	var missing *pflag.NotExistError
+	if !errors.As(err, &missing) {
+		return err
+	}
+	var names []string
+	fs.VisitAll(func(f *pflag.Flag) { names = append(names, f.Name) })
+	return unknown(err.Error(), missing.GetSpecifiedName(), "--", names)
+}
+
+// settingNames returns every setting's name as form writes it.
+func settingNames(form func(Setting) string) []string {
+	names := make([]string, 0, len(settings))
+	for _, s := range settings {
+		names = append(names, form(s))
+	}
+	return names
+}
+
+// unknown is an error that begins with what and says which of names is nearest to got.
+func unknown(what, got, prefix string, names []string) error {
+	best, distance := "", len(got)+64
+	for _, name := range names {
+		d := levenshtein.ComputeDistance(strings.ToLower(got), strings.ToLower(name))
+		// A name without its section is the commonest slip.
+		if i := strings.IndexAny(name, ".-"); i >= 0 && strings.EqualFold(name[i+1:], got) {
+			d = 1
+		}
+		if d < distance {
+			best, distance = name, d
+		}
+	}
+	return fmt.Errorf("%s; the nearest is %q", what, prefix+best)
+}
+
+// Complete fills in the settings that depend on others and on environ, and checks what concerns several at once.
+func (c Config) Complete(environ []string) (Config, error) {
+	if c.Runtime.Dir == "" {
+		c.Runtime.Dir = DefaultDir(environ)
+	}
+	if !filepath.IsAbs(c.Runtime.Dir) {
+		return c, fmt.Errorf("settings: runtime.dir: %q is not an absolute path", c.Runtime.Dir)
+	}
+	c.Runtime.Dir = filepath.Clean(c.Runtime.Dir)
+	if c.Arena.Initial == 0 {
+		c.Arena.Initial = min(c.Arena.Limit, 1<<30)
+	}
+	if c.Arena.Initial > c.Arena.Limit {
+		return c, fmt.Errorf("settings: arena.initial is %s, above arena.limit, %s", dax.FormatSize(c.Arena.Initial), dax.FormatSize(c.Arena.Limit))
+	}
+	if c.Arena.Step == 0 {
+		c.Arena.Step = max(256<<20, c.Arena.Limit/4)
+	}
+	if n := 1 + (c.Arena.Limit-c.Arena.Initial+c.Arena.Step-1)/c.Arena.Step; n > maxRegions {
+		return c, fmt.Errorf("settings: arena.step %s takes %d regions to reach arena.limit %s, and there may be %d",
+			dax.FormatSize(c.Arena.Step), n, dax.FormatSize(c.Arena.Limit), maxRegions)
+	}
+	if c.Arena.Kind == dax.KindFile && c.Arena.Path == "" {
+		return c, errors.New("settings: arena.kind is file: arena.path must name a directory")
+	}
+	if c.Arena.Kind != dax.KindFile && c.Arena.Path != "" {
+		return c, fmt.Errorf("settings: arena.path is set, but arena.kind is %s, not file", c.Arena.Kind)
+	}
+	if (c.LMCache.WorkerEndpoint == "") != (c.LMCache.SchedulerEndpoint == "") {
+		return c, errors.New("settings: lmcache.worker_endpoint and lmcache.scheduler_endpoint: set both or neither")
+	}
+	return c, nil
+}
+
+// DefaultDir is the endpoint that a sidecar uses, and a client looks for, when none is named.
+func DefaultDir(environ []string) string {
+	base := "/tmp"
+	for _, e := range environ {
+		if v, ok := strings.CutPrefix(e, "XDG_RUNTIME_DIR="); ok && v != "" {
+			base = v
+		}
+	}
+	return filepath.Join(base, "lookaside-"+strconv.Itoa(os.Getuid()), "rank-0")
+}
+
+// ConfigurationDoc returns docs/configuration.md.
+func ConfigurationDoc() string {
+	var b strings.Builder
+	b.WriteString(`# Settings of the sidecar
+
+<!-- Generated from the table in sidecar/config.go by: go test ./sidecar -run TestConfigurationDoc -update -->
+
+` + "`lookaside serve`" + ` takes each setting from a YAML file (` + "`--config FILE` or `" + EnvConfigFile + "`" + `), from the environment and from flags; each of
+these overrides the one before. An unknown name is an error that says which right one is nearest. In the YAML file the part
+before the dot is a section:
+
+` + "```yaml\narena:\n  limit: 16G\n  kind: hugetlb\nlog:\n  format: json\n```" + `
+
+Sizes are bytes or have a suffix: ` + "`500M`, `500MiB`, `4G`" + ` (powers of 1024). Durations have a unit: ` + "`250ms`, `30s`, `5m`" + `.
+
+`)
+	section := ""
+	for _, s := range settings {
+		if name, _, _ := strings.Cut(s.Key, "."); name != section {
+			section = name
+			fmt.Fprintf(&b, "## %s\n\n", section)
+		}
+		def := "unset"
+		if s.Default != "" {
+			def = "`" + s.Default + "`"
+		}
+		fmt.Fprintf(&b, "### %s\n\n%s\n\n- Value: %s\n- Default: %s\n- Environment: `%s`; flag: `--%s`\n\n", s.Key, s.Meaning, s.Unit, def, s.Env(), s.Flag())
+	}
+	return strings.TrimRight(b.String(), "\n") + "\n"
+}
+
+// level returns the zap level of log.level.
+func (c LogConfig) level() zapcore.Level {
+	l, err := zapcore.ParseLevel(c.Level)
+	if err != nil {
+		return zapcore.InfoLevel
+	}
+	return l
+}
+
+func oneOf(v string, allowed ...string) error {
+	if !slices.Contains(allowed, v) {
+		return fmt.Errorf("%q is none of %v", v, allowed)
+	}
+	return nil
+}
+
+func parseSize(v string) (int64, error) {
+	n, err := dax.ParseSize(v)
+	if err == nil && n <= 0 {
+		err = fmt.Errorf("%q is not above 0", v)
+	}
+	return n, err
+}
+
+func parseFraction(v string) (float64, error) {
+	f, err := strconv.ParseFloat(v, 64)
+	if err != nil || !(f > 0 && f <= 1) {
+		return 0, fmt.Errorf("%q is not a fraction above 0 and at most 1", v)
+	}
+	return f, nil
+}
+
+func parseInt(v string, low, high int) (int, error) {
+	n, err := strconv.Atoi(v)
+	if err != nil || n < low || n > high {
+		return 0, fmt.Errorf("%q is not a whole number from %d to %d", v, low, high)
+	}
+	return n, nil
+}
+
+func parseDuration(v string, low time.Duration) (time.Duration, error) {
+	d, err := time.ParseDuration(v)
+	if err != nil {
+		return 0, fmt.Errorf("%q is not a duration such as 250ms, 30s or 5m", v)
+	}
+	if d < low {
+		return 0, fmt.Errorf("%q is below %v", v, low)
+	}
+	return d, nil
+}
+
+func checkIPCEndpoint(v string) error {
+	if v != "" && !strings.HasPrefix(v, "ipc://") {
+		return fmt.Errorf("%q does not start with ipc:// (anything else would let other machines in)", v)
+	}
+	return nil
+}

@@ -1,0 +1,215 @@
+package sidecar
+
+import (
+	"flag"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/spf13/pflag"
+
+	"lookaside/dax"
+	"lookaside/internal/leak"
+)
+
+var update = flag.Bool("update", false, "rewrite docs/configuration.md")
+
+func TestMain(m *testing.M) { leak.Main(m) }
+
+// load reads settings from a YAML text, an environment and a command line.
+func load(t *testing.T, text string, environ []string, args ...string) (Config, error) {
+	t.Helper()
+	fs := pflag.NewFlagSet("serve", pflag.ContinueOnError)
+	fs.SetOutput(io.Discard)
+	AddFlags(fs)
+	if text != "" {
+		file := filepath.Join(t.TempDir(), "lookaside.yaml")
+		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		args = append(args, "--config", file)
+	}
+	if err := fs.Parse(args); err != nil {
+		return Config{}, FlagError(fs, err)
+	}
+	return Load(fs, environ)
+}
+
+func TestEachSourceOverridesTheOneBefore(t *testing.T) {
+	yaml := "arena:\n  limit: 1G\n  step: 16M\n  grow_at: 0.5\nlog:\n  level: debug\n"
+	environ := []string{"LOOKASIDE_ARENA_STEP=32M", "LOOKASIDE_ARENA_GROW_AT=0.6", "HOME=/root"}
+	c, err := load(t, yaml, environ, "--arena-grow-at=0.7")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if c.Arena.Limit != 1<<30 || c.Arena.Step != 32<<20 || c.Arena.GrowAt != 0.7 || c.Log.Level != "debug" {
+		t.Errorf("limit %d, step %d, grow_at %v, level %s: want 1 GiB of the file, 32 MiB of the environment, 0.7 of the flag, debug of the file",
+			c.Arena.Limit, c.Arena.Step, c.Arena.GrowAt, c.Log.Level)
+	}
+	if c.Lookup.MaxPages != 65536 || c.Lookup.Lease != 30*time.Second {
+		t.Errorf("defaults: %+v", c.Lookup)
+	}
+}
+
+func TestConfigFileOfTheEnvironment(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "c.yaml")
+	if err := os.WriteFile(file, []byte("spaces: {limit: 1}\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	c, err := load(t, "", []string{"LOOKASIDE_CONFIG=" + file})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if c.Spaces.Limit != 1 {
+		t.Errorf("spaces.limit is %d", c.Spaces.Limit)
+	}
+}
+
+func TestDerivedDefaults(t *testing.T) {
+	for _, tc := range []struct {
+		args          []string
+		initial, step int64
+	}{
+		{nil, 1 << 30, 1 << 30},
+		{[]string{"--arena-limit=500MiB"}, 500 << 20, 256 << 20},
+		{[]string{"--arena-limit=64G"}, 1 << 30, 16 << 30},
+		{[]string{"--arena-limit=64G", "--arena-initial=2G", "--arena-step=3G"}, 2 << 30, 3 << 30},
+	} {
+		c, err := load(t, "", []string{"XDG_RUNTIME_DIR=/run/user/7"}, tc.args...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if c.Arena.Initial != tc.initial || c.Arena.Step != tc.step {
+			t.Errorf("%v: initial %s, step %s", tc.args, dax.FormatSize(c.Arena.Initial), dax.FormatSize(c.Arena.Step))
+		}
+		if !strings.HasPrefix(c.Runtime.Dir, "/run/user/7/lookaside-") || !strings.HasSuffix(c.Runtime.Dir, "/rank-0") {
+			t.Errorf("runtime.dir %s", c.Runtime.Dir)
+		}
+	}
+}
+
+func TestBadSettingsSayWhatIsWrong(t *testing.T) {
+	for _, tc := range []struct {
+		name    string
+		yaml    string
+		environ []string
+		args    []string
+		want    []string // all in the error
+	}{
+		{"unknown key", "arena:\n  limt: 4G\n", nil, nil, []string{`"arena.limt"`, `"arena.limit"`}},
+		{"unknown section", "area:\n  limit: 4G\n", nil, nil, []string{`"area.limit"`, `"arena.limit"`}},
+		{"key without its section", "max_pages: 5\n", nil, nil, []string{`"max_pages"`, `"lookup.max_pages"`}},
+		{"unknown variable", "", []string{"LOOKASIDE_ARENA_LIMITS=4G"}, nil, []string{"LOOKASIDE_ARENA_LIMITS", `"LOOKASIDE_ARENA_LIMIT"`}},
+		{"misspelt section of a variable", "", []string{"LOOKASIDE_AREAN_LIMIT=4G"}, nil, []string{"LOOKASIDE_AREAN_LIMIT", `"LOOKASIDE_ARENA_LIMIT"`}},
+		{"unknown flag", "", nil, []string{"--arena-limt=4G"}, []string{"--arena-limt", `"--arena-limit"`}},
+		{"size", "", nil, []string{"--arena-limit=4X"}, []string{"arena.limit", "4X"}},
+		{"zero size", "arena: {step: 0}\n", nil, nil, []string{"arena.step", `"0"`}},
+		{"duration", "lookup: {lease: 30}\n", nil, nil, []string{"lookup.lease", `"30"`, "30s"}},
+		{"kind", "", nil, []string{"--arena-kind=huge"}, []string{"arena.kind", `"huge"`, "hugetlb"}},
+		{"fraction", "", nil, []string{"--arena-grow-at=1.5"}, []string{"arena.grow_at", `"1.5"`}},
+		{"NaN", "", nil, []string{"--sessions-share=NaN"}, []string{"sessions.share", `"NaN"`}},
+		{"list", "arena: {limit: [1, 2]}\n", nil, nil, []string{"arena.limit", "single value"}},
+		{"initial above limit", "", nil, []string{"--arena-limit=1G", "--arena-initial=2G"}, []string{"arena.initial", "arena.limit", "2", "1"}},
+		{"file kind without path", "", nil, []string{"--arena-kind=file"}, []string{"arena.kind", "arena.path"}},
+		{"path without file kind", "", nil, []string{"--arena-path=/x"}, []string{"arena.path", "arena.kind"}},
+		{"one LMCache endpoint", "", nil, []string{"--lmcache-worker-endpoint=ipc:///x"}, []string{"lmcache.worker_endpoint", "lmcache.scheduler_endpoint"}},
+		{"LMCache over TCP", "", nil, []string{"--lmcache-worker-endpoint=tcp://*:5"}, []string{"lmcache.worker_endpoint", "ipc://"}},
+		{"relative directory", "", nil, []string{"--runtime-dir=x/y"}, []string{"runtime.dir", `"x/y"`}},
+		{"boolean", "", nil, []string{"--admin-pprof=maybe"}, []string{"admin.pprof", `"maybe"`}},
+		{"listen", "", nil, []string{"--admin-listen=9090"}, []string{"admin.listen", "9090"}},
+		{"not YAML", "a: [", nil, nil, []string{"lookaside.yaml"}},
+		{"twice in YAML", "log: {level: info}\nlog: {level: debug}\n", nil, nil, []string{"log"}},
+		{"numa", "", nil, []string{"--arena-numa=-2"}, []string{"arena.numa", `"-2"`}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			_, err := load(t, tc.yaml, tc.environ, tc.args...)
+			if err == nil {
+				t.Fatal("accepted")
+			}
+			for _, w := range tc.want {
+				if !strings.Contains(err.Error(), w) {
+					t.Errorf("%q does not say %s", err, w)
+				}
+			}
+		})
+	}
+}
+
+func TestOtherPartsMayHaveVariables(t *testing.T) {
+	if _, err := load(t, "", []string{"LOOKASIDE_COPY_KERNEL=plain"}); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestMissingConfigFile(t *testing.T) {
+	if _, err := load(t, "", nil, "--config=/nowhere/x.yaml"); err == nil || !strings.Contains(err.Error(), "/nowhere/x.yaml") {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestSettingNamesAreUnique(t *testing.T) {
+	seen := map[string]string{}
+	for _, s := range Settings() {
+		for _, name := range []string{s.Key, s.Env(), "--" + s.Flag()} {
+			if other, ok := seen[name]; ok {
+				t.Errorf("%s names both %s and %s", name, other, s.Key)
+			}
+			seen[name] = s.Key
+		}
+		if s.Meaning == "" || s.Unit == "" {
+			t.Errorf("%s: no meaning or unit", s.Key)
+		}
+	}
+}
+
+// Every stated default must be what an empty configuration gives.
+func TestStatedDefaultsAreTrue(t *testing.T) {
+	base, err := load(t, "", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, s := range Settings() {
+		if s.derived || s.Default == "" {
+			continue
+		}
+		c, err := load(t, "", nil, "--"+s.Flag()+"="+s.Default)
+		if err != nil {
+			t.Errorf("%s: %v", s.Key, err)
+		} else if c != base {
+			t.Errorf("%s: setting it to its stated default %q changes the configuration", s.Key, s.Default)
+		}
+	}
+}
+
+func TestConfigurationDoc(t *testing.T) {
+	const path = "../docs/configuration.md"
+	want := ConfigurationDoc()
+	if *update {
+		if err := os.WriteFile(path, []byte(want), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	got, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if string(got) != want {
+		t.Errorf("%s is out of date: go test ./sidecar -run TestConfigurationDoc -update", path)
+	}
+	fs := pflag.NewFlagSet("serve", pflag.ContinueOnError)
+	AddFlags(fs)
+	help := fs.FlagUsages()
+	for _, s := range Settings() {
+		for _, text := range []string{s.Meaning, s.Unit} {
+			if !strings.Contains(help, text) || !strings.Contains(want, text) {
+				t.Errorf("%s: help or document lack %q", s.Key, text)
+			}
+		}
+		if !strings.Contains(help, "--"+s.Flag()+" ") {
+			t.Errorf("help lacks --%s", s.Flag())
+		}
+	}
+}

@@ -1,0 +1,225 @@
+// Package sidecar assembles and runs one daemon that keeps the KV cache of one rank's vLLM workers: its settings, its arena
+// and how that grows, its sockets, its admin HTTP server, and how it ends.
+package sidecar
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"runtime/debug"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+
+	"lookaside/connector"
+	"lookaside/dax"
+	"lookaside/ipc"
+	"lookaside/tiers"
+)
+
+// gcPercent is how far the Go heap may grow before it is collected, unless GOGC says otherwise. The heap is a few MiB,
+// because index, slots and arena are outside it; the default would collect all the time, at the cost of lookups' tails.
+const gcPercent = 800
+
+// A Daemon is one running sidecar. Its methods may be called from any goroutine.
+type Daemon struct {
+	cfg        Config
+	log        *zap.Logger
+	generation uint64
+	start      time.Time
+	done       chan error // see Done
+
+	listener *ipc.Listener
+	control  *dax.Control
+	engine   *tiers.Engine
+	server   *connector.Server
+	lookups  *ipc.LookupSockets
+	arena    *arena
+	admin    *admin
+
+	stop     context.CancelFunc // ends the background goroutines
+	wg       sync.WaitGroup     // of the background goroutines
+	stopOnce sync.Once
+	stopErr  error
+}
+
+// Start starts a sidecar: when it returns, clients can connect. ctx bounds the start only; a start that fails leaves nothing
+// behind. The logger must outlive the Daemon.
+func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err error) {
+	if os.Getenv("GOGC") == "" {
+		debug.SetGCPercent(gcPercent)
+	}
+	background, stop := context.WithCancel(context.Background())
+	d := &Daemon{cfg: cfg, log: log, generation: connector.RandomID(), start: time.Now(), done: make(chan error, 1), stop: stop}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, d.close())
+		}
+	}()
+
+	// The lock comes first: whoever has it owns the sockets and the arena's files.
+	if d.listener, err = ipc.Listen(cfg.Runtime.Dir, ipc.Options{MaxSessions: cfg.Sessions.Limit, Log: log.Named("ipc")}); err != nil {
+		return nil, err
+	}
+	if d.control, err = dax.NewControl(d.generation); err != nil {
+		return nil, fmt.Errorf("control region: %w", err)
+	}
+	if d.arena, err = newArena(cfg.Arena, d.control, log.Named("arena")); err != nil {
+		return nil, err
+	}
+	if d.engine, err = tiers.New(tiers.Config{
+		Seed:            connector.RandomID(),
+		LeaseDeadline:   cfg.Lookup.Lease,
+		MaxSpaces:       cfg.Spaces.Limit,
+		MaxOwners:       2*cfg.Sessions.Limit + 1, // also those that are just leaving, and LMCache
+		MaxPages:        cfg.Lookup.MaxPages,
+		OwnerShare:      cfg.Sessions.Share,
+		ArenaLimitBytes: d.arena.limit,
+	}); err != nil {
+		return nil, err
+	}
+	m := newMetrics()
+	d.server = connector.New(connector.Config{
+		Log:           log.Named("connector"),
+		Engine:        d.engine,
+		Generation:    d.generation,
+		Control:       d.control,
+		MaxSpaces:     cfg.Spaces.Limit,
+		MaxPages:      cfg.Lookup.MaxPages,
+		Lease:         cfg.Lookup.Lease,
+		ArenaLimit:    d.arena.limit,
+		LMCacheEngine: cfg.LMCache.EngineID,
+		ObserveLookup: m.observeLookup,
+	})
+	if err = d.arena.grow(d.server, cfg.Arena.Initial); err != nil {
+		return nil, fmt.Errorf("arena.initial: %w", err)
+	}
+	if err = ctx.Err(); err != nil {
+		return nil, err
+	}
+	if d.lookups, err = newLookupSockets(cfg, d.server, log.Named("ipc")); err != nil {
+		return nil, err
+	}
+	d.server.SetLookupSockets(d.lookups)
+	d.admin, err = startAdmin(cfg.Admin, d.listener.Dir(), log.Named("admin"), m.registry(d), d.Status, d.ready)
+	if err != nil {
+		return nil, err
+	}
+
+	d.wg.Go(func() { d.arena.run(background, d.server, d.engine) })
+	d.wg.Go(func() {
+		if err := d.server.Serve(background, d.listener); err != nil {
+			d.finish(err)
+		}
+	})
+	if cfg.Lifecycle.IdleExit > 0 {
+		d.wg.Go(func() { d.watchIdle(background) })
+	}
+	log.Info("serving", zap.String("version", Version), zap.String("endpoint", d.listener.Dir()), zap.String("admin", "http://"+d.admin.addr),
+		zap.Int("pid", os.Getpid()), zap.String("generation", fmt.Sprintf("%016x", d.generation)))
+	return d, nil
+}
+
+// Done delivers once if the sidecar ends by itself: nil when nobody used it for lifecycle.idle_exit, else what failed. The
+// caller still calls Shutdown.
+func (d *Daemon) Done() <-chan error { return d.done }
+
+// AdminAddr is the host:port of the admin server.
+func (d *Daemon) AdminAddr() string { return d.admin.addr }
+
+func (d *Daemon) finish(err error) {
+	select {
+	case d.done <- err:
+	default:
+	}
+}
+
+// Shutdown refuses new sessions, waits for stores and loads under way for at most lifecycle.drain or until ctx is done, and
+// closes everything. Calling it again returns the first call's error.
+func (d *Daemon) Shutdown(ctx context.Context) error {
+	d.stopOnce.Do(func() {
+		d.control.SetState(dax.StateDraining)
+		ctx, cancel := context.WithTimeout(ctx, d.cfg.Lifecycle.Drain)
+		defer cancel()
+		if err := d.server.Drain(ctx); err != nil {
+			// They are lost, as they are when a sidecar is killed: a cache may forget.
+			d.log.Warn("drained for as long as lifecycle.drain allows", zap.Error(err))
+		}
+		d.stopErr = d.close()
+		d.log.Info("closed")
+	})
+	return d.stopErr
+}
+
+// close ends what has been started, in the opposite order.
+func (d *Daemon) close() error {
+	var errs []error
+	if d.control != nil {
+		d.control.SetState(dax.StateClosed)
+	}
+	d.stop()
+	d.wg.Wait()
+	if d.server != nil {
+		d.server.Close()
+	}
+	if d.admin != nil {
+		errs = append(errs, d.admin.close())
+	}
+	if d.lookups != nil {
+		errs = append(errs, d.lookups.Close())
+	}
+	if d.engine != nil {
+		d.engine.Close()
+	}
+	if d.arena != nil {
+		errs = append(errs, d.arena.close())
+	}
+	if d.control != nil {
+		errs = append(errs, d.control.Close())
+	}
+	if d.listener != nil {
+		errs = append(errs, d.listener.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// ready says why clients are not welcome, or nil.
+func (d *Daemon) ready() error {
+	if d.server.Draining() {
+		return errors.New("draining")
+	}
+	return nil
+}
+
+// watchIdle finishes the sidecar when it has had no session for lifecycle.idle_exit.
+func (d *Daemon) watchIdle(ctx context.Context) {
+	limit := d.cfg.Lifecycle.IdleExit
+	tick := time.NewTicker(max(limit/10, 10*time.Millisecond))
+	defer tick.Stop()
+	last := time.Now()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		if d.server.Sessions() > 0 {
+			last = time.Now()
+		} else if time.Since(last) >= limit {
+			d.log.Info("no session for lifecycle.idle_exit", zap.Duration("idle_exit", limit))
+			d.finish(nil)
+			return
+		}
+	}
+}
+
+func newLookupSockets(cfg Config, server *connector.Server, log *zap.Logger) (*ipc.LookupSockets, error) {
+	return ipc.NewLookupSockets(cfg.Runtime.Dir, ipc.LookupOptions{
+		Limits:           server.Limits(),
+		LMCacheWorker:    cfg.LMCache.WorkerEndpoint,
+		LMCacheScheduler: cfg.LMCache.SchedulerEndpoint,
+		Log:              log,
+	}, server)
+}
