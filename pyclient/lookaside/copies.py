@@ -1,11 +1,11 @@
 """Moves pages between vLLM's KV cache and the mapped arena.
 
 A copy names, for each page, a block of the KV cache and the arena address of the page. Both are checked in native code
-before the first byte moves, and the bytes move there too, without the GIL. Nothing here raises for a copy that cannot be
-made: it comes back as a ticket with an error, so that a bad grant costs one page and never the engine.
+before the first byte moves, and the bytes move there too, without the GIL. Nothing here raises for a copy that cannot
+be made: it comes back as a ticket with an error, so that a bad grant costs one page and never the engine.
 
-On the CPU a gather is over when it returns (its blocks may be rewritten by the next step), a scatter runs on a small pool
-while the engine computes. On CUDA both are queued on streams of their own; see cuda.py.
+On the CPU a gather is over when it returns (its blocks may be rewritten by the next step), a scatter runs on a small
+pool while the engine computes. On CUDA both are queued on streams of their own; see cuda.py.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Ticket:
 
     @property
     def error(self) -> str | None:
-        """Why the copy failed; None while it is out and when it went well. After an error no byte of it is to be used."""
+        """Why the copy failed, and no byte of it may be used; None while it is out and when it went well."""
         return self._error
 
     def _finish(self, error: str | None) -> None:

@@ -2,9 +2,9 @@
 
 Regions are page-locked as they are attached, so each page moves by DMA straight between the mapping and the KV cache.
 Gathers and scatters have one stream each, of the lowest priority; both wait for what the compute stream had been given
-when they were asked for. For a gather that is the forward pass that fills its blocks. For a scatter it is whoever had the
-blocks before: vLLM may hand out a block while a kernel that still writes to it is queued. Compute never waits for us:
-vLLM does not run a request before its load is reported.
+when they were asked for. For a gather that is the forward pass that fills its blocks. For a scatter it is whoever had
+the blocks before: vLLM may hand out a block while a kernel that still writes to it is queued. Compute never waits for
+us: vLLM does not run a request before its load is reported.
 
 Handing tens of thousands of runs to the driver takes milliseconds, so one thread of ours does it, and the engine's step
 only records an event. The driver is called from native code (no torch there), torch is asked for the compute stream.
@@ -112,8 +112,8 @@ class _Unpin(Ticket):
 class CudaCopies:
     """Copies for a KV cache on one GPU. Methods may be called from any thread.
 
-    compute_stream answers with the handle of the stream that vLLM computes on; by default torch's current one, so gather
-    and scatter are to be called on the thread that runs the model.
+    compute_stream answers with the handle of the stream that vLLM computes on; by default torch's current one, so
+    gather and scatter are to be called on the thread that runs the model.
     """
 
     def __init__(

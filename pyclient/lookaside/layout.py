@@ -1,10 +1,10 @@
 """Where the bytes of a page lie in vLLM's KV cache.
 
-A page is one block of one rank, all layers. vLLM (0.29 and later) gives each layer a logical view [B', H, N, C] into one
-allocation; the physical order differs by backend, and kernels may split blocks (B' = num_blocks * ratio). From shape and
-strides we derive the runs of bytes that a block consists of, join neighbours, and check the result against what the KV
-cache config says about placement: two descriptions that disagree mean that we do not understand this vLLM, and a page that
-is not understood is not cached.
+A page is one block of one rank, all layers. vLLM (0.29 and later) gives each layer a logical view [B', H, N, C] into
+one allocation; the physical order differs by backend, and kernels may split blocks (B' = num_blocks * ratio). From
+shape and strides we derive the runs of bytes that a block consists of, join neighbours, and check the result against
+what the KV cache config says about placement: two descriptions that disagree mean that we do not understand this vLLM,
+and a page that is not understood is not cached.
 
     LBHNC, LBNHC, MLA      one run a layer
     BLHNC, BLNHC, BHLNC    one run a block, all layers
@@ -33,8 +33,11 @@ FULL_ATTENTION_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 
 
 class UnsupportedLayout(Exception):
-    """This KV cache cannot be kept outside the engine. kind: "hybrid" (several kinds of attention or state in one model),
-    "attention" (a kind we do not cover), "layout" (a placement we do not understand)."""
+    """This KV cache cannot be kept outside the engine.
+
+    kind: "hybrid" (several kinds of attention or state in one model), "attention" (a kind we do not cover) or "layout"
+    (a placement we do not understand).
+    """
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(f"unsupported: {kind}: {reason}")

@@ -5,7 +5,6 @@ import time
 
 import numpy as np
 import pytest
-
 from lookaside import _native, copies
 from lookaside.copies import AllOf, CpuCopies, Ticket, finished, make_copies
 from lookaside.layout import PageLayout, Segment

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from lookaside import _native
 
 HERE = Path(__file__).parent
@@ -102,7 +101,13 @@ def test_wrong_arrays_are_refused() -> None:
     plan = small_plan(cache)
     plan.attach(1, *span(arena))
     blocks, addresses = np.zeros(2, np.int64), np.full(2, arena.ctypes.data, np.uint64)
-    for bad in (blocks.astype(np.int32), blocks.astype(np.uint64), blocks.astype(float), blocks.reshape(1, 2), b"12345678"):
+    for bad in (
+        blocks.astype(np.int32),
+        blocks.astype(np.uint64),
+        blocks.astype(float),
+        blocks.reshape(1, 2),
+        b"12345678",
+    ):
         with pytest.raises(TypeError, match="blocks"):
             plan.gather(bad, addresses)
     for bad in (addresses.astype(np.int64), addresses.astype(np.uint32)):
@@ -174,7 +179,9 @@ def test_random_plans_agree_with_numpy() -> None:
         plan.attach(0, *span(arena))
         count = rng.randint(0, num_blocks)
         blocks = np.array(rng.sample(range(num_blocks), count), np.int64)
-        pages = np.array(rng.sample(range(num_blocks), count), np.uint64) * np.uint64(offset) + np.uint64(rng.randint(0, 64))
+        pages = np.array(rng.sample(range(num_blocks), count), np.uint64) * np.uint64(offset) + np.uint64(
+            rng.randint(0, 64)
+        )
         addresses = pages + np.uint64(arena.ctypes.data)
         for kernel in kernels():
             for gather in (True, False):
