@@ -196,8 +196,8 @@ func (e *Engine) orphan(s *slot) bool {
 	if s.parent == 0 {
 		return true
 	}
-	_, p := e.slot(s.parent)
-	return p.gen != s.parentGen
+	r, i := e.regions[s.parent>>recordBits], int(s.parent&recordMask)
+	return i >= r.fresh || r.slots[i].gen != s.parentGen // the region may have been carved anew
 }
 
 // disown ends a slot's being the continuation of its parent.
