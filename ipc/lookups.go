@@ -410,6 +410,8 @@ func (g *guarded) close() {
 	g.total.Add(-int64(g.peers))
 	g.peers = 0
 	g.Close()
+	// libzmq removes the file only of endpoints that it named itself.
+	_ = os.Remove(strings.TrimPrefix(g.endpoint, "ipc://"))
 	if g.monitor != nil {
 		g.monitor.Close()
 	}
@@ -419,8 +421,8 @@ func (g *guarded) close() {
 // are more than the limit.
 func (g *guarded) watch() (flooded bool) {
 	for {
-		event, _, _, err := g.monitor.RecvEvent(zmq4.DONTWAIT)
-		if err != nil {
+		event, ok := g.monitor.event()
+		if !ok {
 			return g.peers > g.limit
 		}
 		delta := 0
