@@ -548,6 +548,8 @@ class WorkerConnector:
             if not spec.block_ids or self._rank >= len(spec.refs):
                 raise ValueError("nothing was leased for it")
             scheduler, lookup = spec.refs[self._rank]
+            if not scheduler:
+                raise ValueError("nothing was leased for it")
             now = time.monotonic()
             pending = session.submit(
                 functools.partial(

@@ -1,0 +1,233 @@
+"""A peer that speaks the sidecar's side of the protocol over real sockets, and misbehaves on request.
+
+The real sidecar answers well or not at all. What it cannot be made to do, a late
+answer, garbage, a grant outside its region, a refusal of one's choice, this can:
+``script`` maps a message's type to what answers it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from lookaside import wire
+
+_decode = msgspec.msgpack.Decoder(wire.AnyMessage).decode
+Answer = Any  # a message, bytes, a list of them, or None
+
+
+class Conn:
+    """One client of the peer."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.session = 0
+        self.hello: wire.Hello | None = None
+        self.closed = threading.Event()
+
+    def send(self, message: Any, *fds: int) -> None:
+        data = message if isinstance(message, bytes) else wire.encode(message)
+        with contextlib.suppress(OSError):
+            socket.send_fds(self.sock, [data], list(fds))
+
+
+class Peer:
+    """Listens in ``directory`` until closed. Its threads end with it."""
+
+    def __init__(self, directory: Path, region_bytes: int = 1 << 20, regions: int = 1) -> None:
+        self.directory = directory
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.chmod(directory, 0o700)
+        self.generation = int.from_bytes(os.urandom(7), "little")
+        self.control = os.memfd_create("control", os.MFD_CLOEXEC)
+        self.set_state(1)
+        self.region_bytes = region_bytes
+        self.regions = [self.make_region() for _ in range(regions)]
+        self.script: dict[type, Callable[[Conn, Any], Answer]] = {}
+        self.welcome: Callable[[Conn, wire.Hello], Answer] | None = None
+        self.reading = threading.Event()
+        self.reading.set()
+        self.received: list[Any] = []
+        self.conns: list[Conn] = []
+        self.sessions = itertools.count(int.from_bytes(os.urandom(7), "little") + 1)
+        self._stop = False
+        self._lock = threading.Lock()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path = directory / "session.sock"
+        path.unlink(missing_ok=True)
+        self._listener.bind(str(path))
+        self._listener.listen(16)
+        self._context = zmq.Context()
+        self._pull = self._context.socket(zmq.PULL)
+        self._pull.bind(f"ipc://{directory}/lookup.sock")
+        self._push: dict[int, zmq.Socket] = {}
+        self._threads = [
+            threading.Thread(target=self._accept, daemon=True),
+            threading.Thread(target=self._lookups, daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def set_state(self, state: int) -> None:
+        words = struct.pack("<8sIIQQQQ", b"LOOKASID", 1, state, self.generation, 0, 0, 0)
+        os.ftruncate(self.control, 4096)
+        os.pwrite(self.control, words, 0)
+
+    def make_region(self) -> int:
+        fd = os.memfd_create("region", os.MFD_CLOEXEC)
+        os.ftruncate(fd, self.region_bytes)
+        return fd
+
+    def region_message(self, index: int) -> wire.RegionAdded:
+        return wire.RegionAdded(index, self.generation, "memfd", self.region_bytes, 4096)
+
+    def of(self, kind: type) -> list[Any]:
+        """The messages of a type received so far."""
+        with self._lock:
+            return [message for message in self.received if isinstance(message, kind)]
+
+    def wait_for(self, kind: type, count: int = 1, timeout_s: float = 5.0) -> list[Any]:
+        deadline = time.monotonic() + timeout_s
+        while len(found := self.of(kind)) < count:
+            assert time.monotonic() < deadline, f"{len(found)} {kind.__name__}, wanted {count}"
+            time.sleep(0.002)
+        return found
+
+    def close(self) -> None:
+        """As if killed: everything closes."""
+        self._stop = True
+        self.reading.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for conn in list(self.conns):
+            with contextlib.suppress(OSError):
+                conn.sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(5)
+        for fd in (self.control, *self.regions):
+            os.close(fd)
+        self._context.destroy(0)
+
+    def answer_lookup(self, session: int, message: Any) -> None:
+        """Answer from the lookup thread's own socket; only call from a script."""
+        self._push[session].send(message if isinstance(message, bytes) else wire.encode(message))
+
+    def _answer(self, conn: Conn, answer: Answer) -> None:
+        for each in answer if isinstance(answer, list) else [answer]:
+            if each is not None:
+                conn.send(each)
+
+    def _accept(self) -> None:
+        while not self._stop:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            conn = Conn(sock)
+            self.conns.append(conn)
+            thread = threading.Thread(target=self._serve, args=(conn,), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _serve(self, conn: Conn) -> None:
+        try:
+            while True:
+                self.reading.wait()
+                data = conn.sock.recv(wire.MAX_PACKET_BYTES + 1)
+                if not data:
+                    return
+                message = _decode(data)
+                with self._lock:
+                    self.received.append(message)
+                if isinstance(message, wire.Hello):
+                    conn.hello = message
+                    self._greet(conn, message)
+                elif type(message) in self.script:
+                    self._answer(conn, self.script[type(message)](conn, message))
+                elif isinstance(message, wire.Ping):
+                    conn.send(wire.Pong(message.id, self.generation))
+        except OSError:
+            return
+        finally:
+            conn.sock.close()
+            conn.closed.set()
+
+    def _greet(self, conn: Conn, hello: wire.Hello) -> None:
+        if self.welcome is not None:
+            answer = self.welcome(conn, hello)
+            if answer is not None:
+                self._answer(conn, answer)
+                return
+        conn.session = next(self.sessions)
+        reply = ""
+        if hello.role == "scheduler":
+            reply = f"ipc://{self.directory}/reply-{conn.session:016x}.sock"
+            push = self._context.socket(zmq.PUSH)
+            push.setsockopt(zmq.LINGER, 0)
+            push.bind(reply)
+            self._push[conn.session] = push
+        regions = self.regions if hello.role == "worker" else []
+        conn.send(
+            wire.Welcome(
+                version=wire.VERSION,
+                session=conn.session,
+                generation=self.generation,
+                fingerprint=bytes(32),
+                lookup_endpoint=f"ipc://{self.directory}/lookup.sock",
+                reply_endpoint=reply,
+                regions=len(regions),
+                max_pages=4096,
+                lease_ms=30000,
+            ),
+            self.control,
+        )
+        for index, fd in enumerate(regions):
+            conn.send(self.region_message(index), fd)
+
+    def _lookups(self) -> None:
+        while not self._stop:
+            try:
+                if not self._pull.poll(20):
+                    continue
+                message = _decode(self._pull.recv())
+            except zmq.ZMQError:
+                return
+            with self._lock:
+                self.received.append(message)
+            script = self.script.get(type(message))
+            if script is not None:
+                answer = script(None, message)  # type: ignore[arg-type]
+                for each in answer if isinstance(answer, list) else [answer]:
+                    if each is not None:
+                        self.answer_lookup(message.session, each)
+
+
+@contextlib.contextmanager
+def serving(directory: Path, **options: Any) -> Iterator[Peer]:
+    """A Peer for the length of a block."""
+    peer = Peer(directory, **options)
+    try:
+        yield peer
+    finally:
+        peer.close()
+
+
+def until(condition: Callable[[], Any], timeout_s: float = 5.0) -> Any:
+    """Wait for a condition; fails the test if it does not come true."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.002)
+    return value

@@ -1,0 +1,241 @@
+"""Lookups over real ZMQ sockets against ranks that are late, silent, wrong or gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peer import Peer, until
+from test_session import options
+
+from lookaside import wire
+from lookaside.lookups import Lookup, LookupClient
+from lookaside.session import Session
+
+RANKS = 2
+
+
+class Clock:
+    """Time that stands still until it is told to move."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Ranks:
+    """Some peers and a client of them all."""
+
+    def __init__(self, root: Path, ranks: int = RANKS) -> None:
+        self.peers = [Peer(root / f"rank-{rank}") for rank in range(ranks)]
+        self.clock = Clock()
+        self.sessions = [Session(options(root / f"rank-{rank}", role="scheduler", rank=rank)) for rank in range(ranks)]
+        self.client = LookupClient(self.sessions, 1.0, self.clock)
+        for session in self.sessions:
+            session.start()
+        for session in self.sessions:
+            assert session.wait_connected(5)
+
+    def answers(self, *hits: int | None) -> None:
+        """What each rank will answer; None for nothing."""
+        for peer, pages in zip(self.peers, hits, strict=True):
+            peer.script[wire.Lookup] = lambda conn, m, pages=pages: (
+                None if pages is None else wire.LookupResult(m.lookup, pages, pages * 16)
+            )
+
+    def close(self) -> None:
+        self.client.close()
+        for session in self.sessions:
+            session.close()
+        for peer in self.peers:
+            if not peer._stop:
+                peer.close()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    each = Ranks(tmp_path)
+    yield each
+    each.close()
+
+
+def answered(lookup: Lookup) -> Any:
+    until(lambda: lookup.poll() is not None)
+    return lookup.poll()
+
+
+def test_hit_is_the_minimum_over_ranks(ranks: Ranks) -> None:
+    for hits in [(5, 3), (3, 5), (0, 9), (4, 4)]:
+        ranks.answers(*hits)
+        assert answered(ranks.client.start(8, bytes(32 * 9))) == min(hits)
+    message = ranks.peers[0].of(wire.Lookup)[0]
+    assert (message.first_page, message.hashes, message.deadline_ms) == (8, bytes(32 * 9), 1000)
+
+
+def test_refs_name_the_lookup_on_every_rank(ranks: Ranks) -> None:
+    ranks.answers(1, 1)
+    lookup = ranks.client.start(0, bytes(32))
+    answered(lookup)
+    for rank, peer in enumerate(ranks.peers):
+        (seen,) = peer.of(wire.Lookup)
+        assert lookup.refs[rank] == (seen.session, seen.lookup)
+        assert seen.session == ranks.sessions[rank].session_id
+
+
+def test_start_and_poll_do_not_wait(ranks: Ranks) -> None:
+    ranks.answers(None, None)
+    began = time.monotonic()
+    lookups = [ranks.client.start(0, bytes(32 * 64)) for _ in range(20)]
+    for _ in range(50):
+        assert all(lookup.poll() is None for lookup in lookups)
+    assert time.monotonic() - began < 1
+
+
+def test_deadline_is_a_miss_and_frees(ranks: Ranks) -> None:
+    ranks.answers(4, None)
+    lookup = ranks.client.start(0, bytes(32 * 4))
+    ranks.peers[1].wait_for(wire.Lookup)
+    assert lookup.poll() is None
+    ranks.clock.now += 1.01
+    assert lookup.poll() == 0
+    assert ranks.client.timeouts == 1
+    for peer in ranks.peers:
+        (cancel,) = peer.wait_for(wire.Cancel)
+        assert cancel.lookup == lookup.id
+    until(lambda: ranks.sessions[1].available)  # the pong has cleared it
+    assert lookup.poll() == 0
+
+
+def test_late_answer_is_cancelled(ranks: Ranks) -> None:
+    asked: list[Any] = []
+    ranks.answers(4, None)
+    ranks.peers[1].script[wire.Lookup] = lambda conn, m: asked.append(m)
+    late = ranks.client.start(0, bytes(32 * 4))
+    ranks.peers[1].wait_for(wire.Lookup)
+    ranks.clock.now += 2
+    assert late.poll() == 0
+    ranks.peers[1].wait_for(wire.Cancel)
+    until(lambda: ranks.sessions[1].available)
+    # The answer comes with the next one's.
+    ranks.peers[1].script[wire.Lookup] = lambda conn, m: [
+        wire.LookupResult(asked[0].lookup, 4, 64),
+        wire.LookupResult(m.lookup, 2, 32),
+    ]
+    assert answered(ranks.client.start(0, bytes(32 * 4))) == 2
+    assert ranks.client.late_answers == 1
+    assert ranks.peers[1].wait_for(wire.Cancel, 2)[1].lookup == late.id
+    assert late.poll() == 0
+
+
+def test_suspect_rank_is_not_asked(ranks: Ranks) -> None:
+    ranks.answers(4, 4)
+    ranks.peers[0].script[wire.Ping] = lambda conn, m: None
+    ranks.sessions[0].doubt()
+    assert ranks.client.start(0, bytes(32)).poll() == 0
+    assert not ranks.peers[1].of(wire.Lookup), "nobody is asked for nothing"
+
+
+def test_trim_and_cancel_reach_every_rank(ranks: Ranks) -> None:
+    ranks.answers(4, 4)
+    lookup = ranks.client.start(0, bytes(32 * 4))
+    assert answered(lookup) == 4
+    lookup.trim(2)
+    lookup.cancel()
+    lookup.cancel()
+    assert lookup.poll() == 4
+    for peer in ranks.peers:
+        assert peer.wait_for(wire.Trim)[0].first_page == 2
+        peer.wait_for(wire.Cancel)
+
+
+def test_cancel_before_the_answer(ranks: Ranks) -> None:
+    ranks.answers(None, None)
+    lookup = ranks.client.start(0, bytes(32 * 4))
+    lookup.cancel()
+    assert lookup.poll() == 0
+
+
+def test_nothing_asked_is_nothing_held(ranks: Ranks) -> None:
+    assert ranks.client.start(0, b"").poll() == 0
+    assert not ranks.peers[0].of(wire.Lookup)
+
+
+def test_lost_rank_ends_the_lookup_at_once(ranks: Ranks) -> None:
+    ranks.answers(4, None)
+    lookup = ranks.client.start(0, bytes(32 * 4))
+    ranks.peers[1].wait_for(wire.Lookup)
+    ranks.peers[1].close()
+    assert until(lambda: lookup.poll() is not None)
+    assert lookup.poll() == 0 and ranks.client.timeouts == 0
+    ranks.peers[0].wait_for(wire.Cancel)
+    assert ranks.client.start(0, bytes(32)).poll() == 0
+
+
+def test_reconnected_rank_is_asked_again(ranks: Ranks) -> None:
+    ranks.answers(4, 4)
+    before = ranks.client.start(0, bytes(32 * 4))
+    assert answered(before) == 4
+    directory = ranks.peers[1].directory
+    ranks.peers[1].close()
+    until(lambda: not ranks.sessions[1].connected)
+    ranks.peers[1] = Peer(directory)
+    ranks.answers(4, 3)
+    assert ranks.sessions[1].wait_connected(5)
+    assert answered(ranks.client.start(0, bytes(32 * 4))) == 3
+    before.cancel()
+    ranks.peers[0].wait_for(wire.Cancel)
+    time.sleep(0.05)
+    assert not ranks.peers[1].of(wire.Cancel), "the new session knows nothing of old lookups"
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\xc1", b"x" * 200, b"x" * 4096, wire.encode(wire.Pong(1, 1))])
+def test_garbage_answers_are_dropped(ranks: Ranks, garbage: bytes) -> None:
+    ranks.answers(4, 4)
+    ranks.peers[0].script[wire.Lookup] = lambda conn, m: [
+        garbage,
+        wire.LookupResult(m.lookup, 4, 64),
+    ]
+    lookup = ranks.client.start(0, bytes(32 * 4))
+    if len(garbage) > 256:
+        # ZMQ drops the connection of one that sends too much; the deadline remains.
+        time.sleep(0.1)
+        ranks.clock.now += 2
+        assert lookup.poll() in (0, 4)
+    else:
+        assert answered(lookup) == 4
+
+
+def test_same_answer_twice_counts_once(ranks: Ranks) -> None:
+    ranks.answers(4, None)
+    ranks.peers[0].script[wire.Lookup] = lambda conn, m: [wire.LookupResult(m.lookup, 4, 64)] * 2
+    lookup = ranks.client.start(0, bytes(32 * 4))
+    time.sleep(0.1)
+    assert lookup.poll() is None
+
+
+def test_first_lookup_of_a_session_is_answered(tmp_path: Path) -> None:
+    """The reply socket is up before the session counts as connected."""
+    for attempt in range(10):
+        ranks = Ranks(tmp_path / str(attempt), ranks=1)
+        ranks.answers(1)
+        assert answered(ranks.client.start(0, bytes(32))) == 1
+        ranks.close()
+
+
+def test_wait_is_poll_with_patience(ranks: Ranks) -> None:
+    ranks.client._clock = time.monotonic
+    ranks.answers(4, 4)
+    assert ranks.client.wait(ranks.client.start(0, bytes(32 * 4)), 5) == 4
+    ranks.answers(None, None)
+    assert ranks.client.wait(ranks.client.start(0, bytes(32 * 4)), 0.01) is None
+
+
+def test_closed_client_misses(ranks: Ranks) -> None:
+    ranks.client.close()
+    assert ranks.client.start(0, bytes(32)).poll() == 0
+    ranks.client.close()

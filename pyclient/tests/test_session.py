@@ -1,0 +1,434 @@
+"""A session with a sidecar that is absent, slow, silent, wrong or gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peer import Conn, Peer, serving, until
+
+from lookaside import wire
+from lookaside.session import (
+    EndpointAbsent,
+    EndpointError,
+    Session,
+    SessionOptions,
+    SessionUnavailable,
+    check_directory,
+    open_endpoint,
+)
+
+
+def options(directory: Path, role: str = "worker", **more: Any) -> SessionOptions:
+    values: dict[str, Any] = dict(
+        endpoint=str(directory),
+        role=role,
+        engine_id="engine",
+        rank=0,
+        page_tokens=16,
+        page_bytes=4096,
+        pages_per_chunk=4,
+        digest_bytes=32,
+        fields={"model": "m", "dtype": "float32"},
+    )
+    return SessionOptions(**{**values, **more})
+
+
+class Heard:
+    """A subscriber that takes notes."""
+
+    def __init__(self) -> None:
+        self.connected: list[int] = []
+        self.regions: list[int] = []
+        self.lost = 0
+
+    def on_connected(self, session: Session, welcome: wire.Welcome) -> None:
+        self.connected.append(welcome.session)
+
+    def on_region(self, session: Session, region: wire.RegionAdded, fd: int) -> None:
+        assert os.fstat(fd).st_size == region.size
+        self.regions.append(region.region)
+
+    def on_lost(self, session: Session) -> None:
+        self.lost += 1
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "endpoint"
+
+
+@pytest.fixture
+def peer(directory: Path) -> Iterator[Peer]:
+    with serving(directory, regions=2) as each:
+        yield each
+
+
+@pytest.fixture
+def session(directory: Path, peer: Peer) -> Iterator[Session]:
+    each = Session(options(directory))
+    each.start()
+    assert each.wait_connected(5)
+    yield each
+    each.close()
+
+
+def ping(session: Session) -> Any:
+    return session.submit(lambda i: wire.ClearSpace(i))
+
+
+def test_handshake_tells_who_we_are_and_maps_everything_first(directory: Path, peer: Peer) -> None:
+    heard = Heard()
+    session = Session(options(directory))
+    session.subscribe(heard)
+    session.start()
+    assert session.wait_settled(5)
+    (hello,) = peer.of(wire.Hello)
+    assert hello.fields == {"dtype": "float32", "model": "m"}
+    assert list(hello.fields) == sorted(hello.fields)
+    assert heard.regions == [0, 1]
+    assert heard.connected == [session.session_id]
+    assert session.generation == peer.generation
+    assert session.is_current(session.session_id)
+    assert not session.is_current(session.session_id + 1)
+    session.close()
+    assert heard.lost == 1
+    assert not session.connected and session.session_id == 0
+    session.close()
+
+
+def test_absent_sidecar_is_awaited(directory: Path) -> None:
+    absent = threading.Event()
+    session = Session(options(directory), on_absent=absent.set)
+    session.start()
+    assert not session.wait_settled(5)
+    assert absent.is_set()
+    with pytest.raises(SessionUnavailable):
+        ping(session)
+    with serving(directory):
+        assert session.wait_connected(5)
+    until(lambda: not session.connected)
+    session.close()
+
+
+def test_starting_sidecar_that_fails_is_only_logged(directory: Path) -> None:
+    calls = []
+
+    def fail() -> None:
+        calls.append(1)
+        raise RuntimeError("no")
+
+    session = Session(options(directory), on_absent=fail)
+    session.start()
+    until(lambda: len(calls) >= 2)
+    session.close()
+
+
+def test_refusal_is_kept_and_retried(directory: Path, peer: Peer) -> None:
+    refusal = wire.Refuse(1, "no_worker", "", "", "", "its worker has not come yet")
+    refused: list[int] = []
+
+    def refuse_twice(conn: Conn, hello: wire.Hello) -> Any:
+        refused.append(1)
+        return refusal if len(refused) <= 2 else None
+
+    peer.welcome = refuse_twice
+    session = Session(options(directory, role="scheduler", page_bytes=0))
+    session.start()
+    assert not session.wait_settled(5)
+    assert session.refused == refusal
+    assert session.wait_connected(5)
+    assert session.refused is None
+    session.close()
+
+
+def test_refusal_names_field_and_values(directory: Path, peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
+    peer.welcome = lambda conn, hello: wire.Refuse(1, "incompatible", "dtype", "bf16", "fp32", "no")
+    session = Session(options(directory))
+    session.start()
+    session.wait_settled(5)
+    session.close()
+    assert "dtype" in caplog.text and "bf16" in caplog.text and "fp32" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"\xc1garbage",
+        b"\xdd\xff\xff\xff\xff",
+        wire.encode(wire.Pong(1, 1)),
+        wire.encode(wire.Refuse(2, "version", "version", "2", "1", "newer")),
+    ],
+)
+def test_wrong_handshakes_end_in_another_try(directory: Path, peer: Peer, answer: bytes) -> None:
+    wrong = []
+
+    def once(conn: Conn, hello: wire.Hello) -> Any:
+        if wrong:
+            return None
+        wrong.append(1)
+        if not answer:
+            conn.sock.shutdown(socket.SHUT_RDWR)
+        return answer
+
+    peer.welcome = once
+    fds = len(os.listdir("/proc/self/fd"))
+    session = Session(options(directory))
+    session.start()
+    assert session.wait_connected(5)
+    session.close()
+    until(lambda: all(conn.closed.is_set() for conn in peer.conns))
+    # The session keeps its wake-up descriptor until it is collected, no more.
+    assert len(os.listdir("/proc/self/fd")) <= fds + 1
+
+
+def test_control_region_of_another_run_is_refused(directory: Path, peer: Peer) -> None:
+    true = peer.generation
+    peer.generation += 1  # the welcome's, not the control region's
+    session = Session(options(directory))
+    session.start()
+    session.wait_settled(5)
+    assert not session.connected
+    peer.generation = true
+    assert session.wait_connected(5)
+    session.close()
+
+
+def test_reply_reaches_its_request(session: Session, peer: Peer) -> None:
+    peer.script[wire.ClearSpace] = lambda conn, m: wire.Cleared(m.id, 7)
+    pending = [ping(session) for _ in range(50)]
+    assert all(each.wait(5).chunks == 7 for each in pending)
+    peer.script[wire.ClearSpace] = lambda conn, m: wire.Error(m.id, "stale", "old")
+    assert ping(session).wait(5).code == "stale"
+
+
+def test_silence_costs_one_deadline(session: Session, peer: Peer) -> None:
+    """The breaker: one wait, then nothing is waited for until the peer speaks."""
+    held: list[Any] = []
+    late: list[Any] = []
+    peer.script[wire.ClearSpace] = lambda conn, m: held.append((conn, m))
+    peer.script[wire.Ping] = lambda conn, m: held.append((conn, m))
+    pending = session.submit(lambda i: wire.ClearSpace(i), late.append)
+    began = time.monotonic()
+    assert pending.wait(0.03) is None
+    assert 0.02 < time.monotonic() - began < 0.5
+    assert session.suspect and session.connected and not session.available
+    for _ in range(100):
+        with pytest.raises(SessionUnavailable):
+            ping(session)
+    assert time.monotonic() - began < 1
+    peer.wait_for(wire.Ping)
+    conn, message = next(each for each in held if isinstance(each[1], wire.ClearSpace))
+    conn.send(wire.Cleared(message.id, 3))
+    until(lambda: session.available)
+    until(lambda: late)
+    assert late[0].chunks == 3
+    assert len(peer.of(wire.Ping)) == 1, "one ping at a time"
+
+
+def test_pong_ends_suspicion(session: Session, peer: Peer) -> None:
+    peer.script[wire.ClearSpace] = lambda conn, m: None
+    assert ping(session).wait(0.02) is None
+    until(lambda: session.available)
+
+
+def test_impatience_is_not_suspicion(session: Session, peer: Peer) -> None:
+    peer.script[wire.ClearSpace] = lambda conn, m: None
+    assert ping(session).wait(0) is None
+    assert session.available
+
+
+def test_idle_session_notices_a_stop(session: Session, peer: Peer) -> None:
+    peer.script[wire.Ping] = lambda conn, m: None
+    until(lambda: session.suspect, 5)
+    assert session.connected
+
+
+def test_death_ends_every_wait_at_once(directory: Path) -> None:
+    peer = Peer(directory)
+    heard = Heard()
+    session = Session(options(directory))
+    session.subscribe(heard)
+    session.start()
+    assert session.wait_connected(5)
+    old = session.session_id
+    peer.script[wire.ClearSpace] = lambda conn, m: None
+    pending = ping(session)
+    waited: list[float] = []
+
+    def wait() -> None:
+        began = time.monotonic()
+        assert pending.wait(30) is None
+        waited.append(time.monotonic() - began)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.02)
+    peer.close()
+    assert not session.is_current(old), "known before the session's thread has run"
+    thread.join(5)
+    assert waited and waited[0] < 5
+    until(lambda: heard.lost == 1)
+    assert not session.send(wire.AbortStore(1), old)
+    with serving(directory):
+        until(lambda: session.connected)
+        assert session.session_id and len(heard.connected) == 2
+        assert not session.send(wire.AbortStore(1), old), "the old session's messages stay unsent"
+        assert session.send(wire.AbortStore(1), session.session_id)
+    session.close()
+
+
+@pytest.mark.parametrize("garbage", [b"\xc1", b"\x93\x0b\x01", wire.encode(wire.Refuse(1, "", "", "", "", ""))])
+def test_garbage_ends_the_session_not_the_thread(session: Session, peer: Peer, garbage: bytes) -> None:
+    first = session.session_id
+    peer.conns[0].send(garbage)
+    until(lambda: session.session_id not in (0, first))
+
+
+def test_unknown_ids_are_ignored(session: Session, peer: Peer) -> None:
+    first = session.session_id
+    peer.conns[0].send(wire.Cleared(99999, 1))
+    peer.conns[0].send(wire.Error(0, "malformed", "what was that"))
+    peer.script[wire.ClearSpace] = lambda conn, m: wire.Cleared(m.id, 7)
+    assert ping(session).wait(5).chunks == 7
+    assert session.session_id == first
+
+
+def test_region_added_later(directory: Path, peer: Peer) -> None:
+    heard = Heard()
+    session = Session(options(directory))
+    session.subscribe(heard)
+    session.start()
+    assert session.wait_connected(5)
+    peer.conns[0].send(peer.region_message(2), peer.regions[0])
+    until(lambda: heard.regions == [0, 1, 2])
+    # Without its fd it is no region; the session starts over.
+    peer.conns[0].send(peer.region_message(3))
+    until(lambda: heard.lost == 1)
+    session.close()
+
+
+def test_peer_that_does_not_read_never_blocks_us(session: Session, peer: Peer) -> None:
+    peer.reading.clear()
+    first = session.session_id
+    began = time.monotonic()
+    hashes = bytes(wire.max_store_pages(32) * 32)
+    with pytest.raises(SessionUnavailable):
+        for _ in range(1000):
+            session.submit(lambda i: wire.PrepareStore(i, 0, b"", hashes))
+    for i in range(100):
+        assert session.send(wire.AbortStore(i + 1), first)
+    assert session.suspect
+    assert time.monotonic() - began < 2
+    peer.reading.set()
+    assert [m.store for m in peer.wait_for(wire.AbortStore, 100)] == list(range(1, 101))
+    until(lambda: session.available)
+
+
+def test_outbox_is_bounded(session: Session, peer: Peer) -> None:
+    """Messages are never dropped one by one: past the bound the session ends, which frees all."""
+    peer.reading.clear()
+    first = session.session_id
+    for i in range(1 << 20):
+        if not session.send(wire.AbortStore(i + 1), first):
+            break
+    else:
+        pytest.fail("it took a million messages")
+    peer.reading.set()
+    until(lambda: session.session_id not in (0, first))
+
+
+def test_late_subscriber_is_greeted(session: Session) -> None:
+    heard = Heard()
+    session.subscribe(heard)
+    until(lambda: heard.connected == [session.session_id])
+
+
+def test_forked_child_neither_uses_nor_keeps_the_session(session: Session, peer: Peer) -> None:
+    r, w = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            session.submit(lambda i: wire.ClearSpace(i))
+            os.write(w, b"usable")
+        except SessionUnavailable:
+            os.write(w, b"refused")
+        signal.pause()
+        os._exit(0)
+    try:
+        os.close(w)
+        assert os.read(r, 16) == b"refused"
+        peer.script[wire.ClearSpace] = lambda conn, m: wire.Cleared(m.id, 7)
+        assert ping(session).wait(5).chunks == 7, "the parent's session is as it was"
+        session.close()
+        assert peer.conns[0].closed.wait(5), "the child kept the parent's session open"
+    finally:
+        os.close(r)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_directory_that_others_could_enter_is_refused(directory: Path) -> None:
+    with pytest.raises(EndpointAbsent):
+        check_directory(str(directory))
+    directory.mkdir(mode=0o700)
+    check_directory(str(directory))
+    with pytest.raises(EndpointAbsent):
+        open_endpoint(str(directory))
+    os.chmod(directory, 0o750)
+    with pytest.raises(EndpointError, match="0750"):
+        open_endpoint(str(directory))
+    os.chmod(directory, 0o700)
+    link = directory.parent / "link"
+    link.symlink_to(directory)
+    with pytest.raises(EndpointError, match="symbolic"):
+        open_endpoint(str(link))
+    file = directory.parent / "file"
+    file.write_text("")
+    with pytest.raises(EndpointError, match="not a directory"):
+        open_endpoint(str(file))
+    with pytest.raises(EndpointError, match="107"):
+        open_endpoint(str(directory.parent / ("x" * 120)))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a directory away")
+def test_directory_of_another_user_is_refused(directory: Path) -> None:
+    with serving(directory):
+        os.chown(directory, 65534, 65534)
+        with pytest.raises(EndpointError, match="65534"):
+            open_endpoint(str(directory))
+        os.chown(directory, 0, 0)
+
+
+def test_stale_socket_is_absence(directory: Path) -> None:
+    Peer(directory).close()
+    assert (directory / "session.sock").exists()
+    with pytest.raises(EndpointAbsent):
+        open_endpoint(str(directory))
+
+
+def test_nothing_leaks_over_many_sessions(directory: Path) -> None:
+    def run() -> None:
+        with serving(directory):
+            session = Session(options(directory))
+            session.start()
+            assert session.wait_connected(5)
+            session.close()
+
+    run()
+    threads, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        run()
+    until(lambda: threading.active_count() <= threads)
+    import gc
+
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= fds + 1

@@ -1,0 +1,578 @@
+"""The worker role against a peer that can do what the real sidecar would not."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peer import Conn, Peer, until
+from scheduling import BLOCK, make_config, make_kv_config, write_model
+
+from lookaside import wire
+from lookaside.config import parse
+from lookaside.copies import Ticket
+from lookaside.metadata import LoadSpec, LookasideMetadata, SaveSpec
+from lookaside.stats import Collector
+from lookaside.worker import WorkerConnector
+
+BLOCKS = 32
+PAGE = 4096  # 2 heads x 16 tokens x 32 floats
+PPC = 4
+
+
+def filled(seed: int = 0) -> torch.Tensor:
+    """A KV cache of one layer in vLLM's LBHNC layout, every byte random."""
+    values = torch.randint(0, 256, (BLOCKS * PAGE,), dtype=torch.uint8,
+                           generator=torch.Generator().manual_seed(seed))  # fmt: skip
+    return values.view(torch.float32).view(BLOCKS, 2, BLOCK, 32)
+
+
+def page(cache: torch.Tensor, block: int) -> bytes:
+    return cache[block].contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def hashes(*names: int) -> bytes:
+    return b"".join(name.to_bytes(32, "big") for name in names)
+
+
+class Stand:
+    """A worker role that has registered its KV cache, and steps like vLLM's."""
+
+    def __init__(self, model: Path, endpoint: str, extra: dict[str, Any] | None = None) -> None:
+        settings = {
+            "lookaside.endpoint": endpoint,
+            "lookaside.chunk_tokens": PPC * BLOCK,
+            **(extra or {}),
+        }
+        self.vllm_config = make_config(model, settings)
+        self.cache = filled()
+        self.stats = Collector()
+        self.worker = WorkerConnector(parse(settings), self.vllm_config, make_kv_config(BLOCKS), self.stats)
+        self.counts: dict[str, Any] = {}
+        self.received: list[str] = []
+        self.invalid: set[int] = set()
+        self.failed: dict[str, int] = {}
+        self.acked: list[int] = []
+        self._ids = iter(range(1, 1 << 30))
+
+    def register(self) -> None:
+        self.worker.register_kv_caches({"layer0": self.cache})
+
+    def step(self, meta: LookasideMetadata | None = None, forward: Any = None) -> None:
+        worker, meta = self.worker, meta or LookasideMetadata()
+        worker.handle_preemptions(meta)
+        worker.bind_connector_metadata(meta)
+        if forward is not None:
+            forward()
+        worker.start_load_kv()
+        worker.wait_for_save()
+        _, received = worker.get_finished(set())
+        # Invalid blocks come no later than the request that they belong to.
+        self.invalid |= worker.get_block_ids_with_load_errors()
+        self.received += received or ()
+        answer = worker.build_connector_worker_meta()
+        if answer is not None:
+            self.acked += answer.saves_done
+            for request, ranks in answer.loads_failed.items():
+                self.failed[request] = self.failed.get(request, 0) + ranks
+        worker.clear_connector_metadata()
+
+    def count(self, name: str) -> int:
+        taken = self.stats.take()
+        for key, value in (taken.data if taken else {}).items():
+            if not isinstance(value, list):
+                self.counts[key] = self.counts.get(key, 0) + value
+        return self.counts.get(name, 0)
+
+    def save(self, first_page: int, blocks: list[int], names: list[int], **more: Any) -> SaveSpec:
+        prev = hashes(more.pop("prev", first_page - 1)) if first_page else b""
+        new_from = more.pop("new_from", first_page)
+        return SaveSpec(next(self._ids), "r", first_page, prev, hashes(*names), blocks, new_from)
+
+    def save_now(self, *specs: SaveSpec, forward: Any = None) -> None:
+        self.step(LookasideMetadata(saves=list(specs)), forward)
+        for _ in range(200):
+            if all(spec.save_id in self.acked for spec in specs):
+                return
+            self.step()
+            time.sleep(0.005)
+        pytest.fail("a save was not acknowledged")
+
+    def load_now(self, *specs: LoadSpec, steps: int = 2000) -> None:
+        self.step(LookasideMetadata(loads=list(specs)))
+        for _ in range(steps):
+            if all(spec.request_id in self.received for spec in specs):
+                return
+            self.step()
+            time.sleep(0.002)
+        pytest.fail("a load was not reported")
+
+
+class Shelf:
+    """Grants from one region, page by page, as a sidecar with endless room would."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.next = 0
+        self.stores: dict[int, wire.StoreGrant] = {}
+        peer.script[wire.PrepareStore] = self.store
+
+    def store(self, conn: Conn, message: wire.PrepareStore) -> wire.StoreGrant:
+        pages = len(message.hashes) // 32
+        grant = wire.Extent(message.first_page, pages, 0, self.next * PAGE)
+        self.next += pages
+        answer = wire.StoreGrant(message.id, self.next, 0, 0, (grant,))
+        self.stores[answer.store] = answer
+        return answer
+
+    def bytes_at(self, offset: int, size: int = PAGE) -> bytes:
+        return os.pread(self.peer.regions[0], size, offset)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[Peer]:
+    each = Peer(tmp_path / "endpoint", region_bytes=BLOCKS * PAGE)
+    yield each
+    if not each._stop:
+        each.close()
+
+
+@pytest.fixture
+def stand(model: Path, peer: Peer) -> Iterator[Stand]:
+    each = Stand(model, str(peer.directory), {"lookaside.load_timeout_ms": 1000})
+    each.register()
+    assert each.worker._session is not None and each.worker._session.connected
+    yield each
+    each.worker.shutdown()
+
+
+def test_constructing_opens_nothing(model: Path) -> None:
+    threads, fds = threading.active_count(), set(os.listdir("/proc/self/fd"))
+    stand = Stand(model, "/nonexistent/rank-{rank}")
+    assert threading.active_count() == threads
+    assert len(set(os.listdir("/proc/self/fd")) - fds) == 0
+    stand.step(LookasideMetadata(loads=[LoadSpec("a", ((1, 1),), 0, [1])], saves=[stand.save(0, [1], [1])]))
+    assert stand.received == ["a"] and stand.invalid == {1} and stand.acked == [1]
+    stand.worker.shutdown()
+    stand.worker.shutdown()
+
+
+def test_worker_declares_its_space(stand: Stand, peer: Peer) -> None:
+    (hello,) = peer.of(wire.Hello)
+    assert (hello.role, hello.rank, hello.page_tokens, hello.page_bytes) == (
+        "worker",
+        0,
+        BLOCK,
+        PAGE,
+    )
+    assert (hello.pages_per_chunk, hello.digest_bytes) == (PPC, 32)
+    assert {"model", "dtype", "page", "isa", "none_hash"} <= set(hello.fields)
+
+
+def test_save_copies_what_the_forward_computed(stand: Stand, peer: Peer) -> None:
+    shelf = Shelf(peer)
+
+    def forward() -> None:
+        stand.cache[3] = 42.0
+
+    stand.save_now(stand.save(0, [3, 9, 4], [1, 2, 3]), forward=forward)
+    peer.wait_for(wire.CommitStore)
+    assert shelf.bytes_at(0) == page(stand.cache, 3) == b"\x00\x00\x28\x42" * (PAGE // 4)
+    assert shelf.bytes_at(PAGE) == page(stand.cache, 9)
+    assert shelf.bytes_at(2 * PAGE) == page(stand.cache, 4)
+    assert peer.of(wire.CommitStore) == [wire.CommitStore(3)]
+    assert stand.acked == [1]
+    assert stand.count("save_bytes") == 3 * PAGE
+
+
+def test_save_of_what_is_held_copies_nothing(stand: Stand, peer: Peer) -> None:
+    peer.script[wire.PrepareStore] = lambda conn, m: wire.StoreGrant(m.id, 0, 2, 0, ())
+    stand.save_now(stand.save(0, [1, 2], [1, 2]))
+    assert stand.acked == [1] and stand.count("save_failures") == 0
+
+
+def test_only_what_was_granted_is_copied(stand: Stand, peer: Peer) -> None:
+    Shelf(peer)
+    peer.script[wire.PrepareStore] = lambda conn, m: wire.StoreGrant(m.id, 5, 1, 1, (wire.Extent(5, 2, 0, 7 * PAGE),))
+    stand.save_now(stand.save(4, [10, 11, 12, 13], [4, 5, 6, 7]))
+    region = os.pread(peer.regions[0], BLOCKS * PAGE, 0)
+    assert region[7 * PAGE : 8 * PAGE] == page(stand.cache, 11)
+    assert region[8 * PAGE : 9 * PAGE] == page(stand.cache, 12)
+    assert region.count(0) >= 30 * PAGE, "nothing else was touched"
+    assert stand.count("shed_pages") == 1
+    (asked,) = peer.of(wire.PrepareStore)
+    assert (asked.first_page, asked.prev) == (4, hashes(3))
+
+
+def test_long_save_is_asked_for_in_pieces(stand: Stand, peer: Peer) -> None:
+    shelf = Shelf(peer)
+    live = stand.worker._live
+    assert live is not None
+    stand.worker._live = type(live)(live.session_id, live.regions, 2 * PPC)
+    names = list(range(100, 120))
+    stand.save_now(stand.save(8, list(range(1, 21)), names))
+    asked = peer.of(wire.PrepareStore)
+    assert [(m.first_page, len(m.hashes) // 32) for m in asked] == [(8, 8), (16, 8), (24, 4)]
+    assert [m.prev for m in asked] == [hashes(7), hashes(107), hashes(115)]
+    assert len(peer.wait_for(wire.CommitStore, 3)) == 3
+    for index in range(20):
+        assert shelf.bytes_at(index * PAGE) == page(stand.cache, index + 1)
+
+
+@pytest.mark.parametrize(
+    "extents",
+    [
+        [(0, 2, 0, BLOCKS * PAGE - PAGE)],  # beyond the region
+        [(0, 2, 9, 0)],  # an unknown region
+        [(0, 3, 0, 0)],  # more than was asked
+        [(7, 1, 0, 0)],  # not what was asked
+        [(0, 2, 0, (1 << 63) - 1)],
+        [(0, 0xFFFFFFFE, 0, 0)],
+    ],
+)
+def test_grants_that_cannot_be_right_are_failed(stand: Stand, peer: Peer, extents: list[tuple[int, ...]]) -> None:
+    grants = tuple(wire.Extent(*extent) for extent in extents)
+    peer.script[wire.PrepareStore] = lambda conn, m: wire.StoreGrant(m.id, 5, 0, 0, grants)
+    stand.save_now(stand.save(0, [1, 2], [1, 2]))
+    assert peer.wait_for(wire.CommitStore) == [wire.CommitStore(5, (0,))]
+    assert not any(os.pread(peer.regions[0], BLOCKS * PAGE, 0))
+
+
+def test_room_that_comes_late_is_given_back(stand: Stand, peer: Peer) -> None:
+    asked: list[tuple[Conn, Any]] = []
+    peer.script[wire.PrepareStore] = lambda conn, m: asked.append((conn, m))
+    began = time.monotonic()
+    stand.step(LookasideMetadata(saves=[stand.save(0, [1], [1])]))
+    assert time.monotonic() - began < 1
+    assert stand.acked == [1] and stand.count("save_failures") == 1
+    conn, message = asked[0]
+    conn.send(wire.StoreGrant(message.id, 77, 0, 0, (wire.Extent(0, 1, 0, 0),)))
+    assert peer.wait_for(wire.AbortStore) == [wire.AbortStore(77)]
+    assert not any(os.pread(peer.regions[0], PAGE, 0))
+
+
+def test_silent_peer_costs_one_patience(stand: Stand, peer: Peer) -> None:
+    for kind in (wire.PrepareStore, wire.PrepareLoad, wire.Ping):
+        peer.script[kind] = lambda conn, m: None
+    stand.step(LookasideMetadata(saves=[stand.save(0, [1], [1])]))
+    began = time.monotonic()
+    for i in range(50):
+        stand.step(
+            LookasideMetadata(saves=[stand.save(0, [1], [1])], loads=[LoadSpec(f"r{i}", ((1, 1),), 0, [i % 8 + 1])])
+        )
+    assert time.monotonic() - began < 1
+    assert len(stand.acked) == 51 and len(stand.received) == 50 == len(set(stand.received))
+    assert set(stand.failed) == set(stand.received)
+
+
+def test_refused_store_is_acknowledged(stand: Stand, peer: Peer) -> None:
+    peer.script[wire.PrepareStore] = lambda conn, m: wire.Error(m.id, "busy", "no")
+    stand.save_now(stand.save(0, [1], [1]))
+    assert stand.count("save_failures") == 1
+
+
+@pytest.mark.parametrize("what", ["hashes", "first_page", "blocks"])
+def test_malformed_save_is_acknowledged(stand: Stand, what: str) -> None:
+    spec = stand.save(0, [1, 2], [1, 2])
+    if what == "hashes":
+        spec.hashes = spec.hashes[:-1]
+    elif what == "first_page":
+        spec.first_page = 1
+    else:
+        spec.block_ids = []
+    stand.save_now(spec)
+    assert stand.count("errors") == 1
+
+
+def grant_load(peer: Peer, *extents: tuple[int, ...]) -> None:
+    peer.script[wire.PrepareLoad] = lambda conn, m: wire.LoadGrant(
+        m.id, 55, tuple(wire.Extent(*extent) for extent in extents)
+    )
+
+
+def test_load_fills_the_blocks_and_releases(stand: Stand, peer: Peer) -> None:
+    content = random.Random(1).randbytes(BLOCKS * PAGE)
+    os.pwrite(peer.regions[0], content, 0)
+    before = stand.cache.clone()
+    grant_load(peer, (4, 2, 0, 10 * PAGE), (6, 1, 0, 3 * PAGE))
+    stand.load_now(LoadSpec("r", ((71, 72),), 4, [5, 8, 6]))
+    (asked,) = peer.of(wire.PrepareLoad)
+    assert (asked.session, asked.lookup, asked.first_page, asked.pages) == (71, 72, 4, 3)
+    assert page(stand.cache, 5) == content[10 * PAGE : 11 * PAGE]
+    assert page(stand.cache, 8) == content[11 * PAGE : 12 * PAGE]
+    assert page(stand.cache, 6) == content[3 * PAGE : 4 * PAGE]
+    untouched = [b for b in range(BLOCKS) if b not in (5, 6, 8)]
+    assert torch.equal(stand.cache[untouched].view(torch.uint8), before[untouched].view(torch.uint8))
+    assert peer.wait_for(wire.Release) == [wire.Release(55)]
+    assert stand.received == ["r"] and not stand.invalid and not stand.failed
+    assert stand.count("load_bytes") == 3 * PAGE
+    for _ in range(5):
+        stand.step()
+    assert stand.received == ["r"], "exactly once"
+
+
+def test_null_block_is_never_written(stand: Stand, peer: Peer) -> None:
+    os.pwrite(peer.regions[0], b"\xff" * BLOCKS * PAGE, 0)
+    before = page(stand.cache, 0)
+    grant_load(peer, (0, 3, 0, 0))
+    stand.load_now(LoadSpec("r", ((1, 1),), 0, [0, 2, 0]))
+    assert page(stand.cache, 0) == before
+    assert page(stand.cache, 2) == b"\xff" * PAGE
+
+
+@pytest.mark.parametrize(
+    "extents",
+    [
+        [],
+        [(0, 1, 0, 0)],  # too few
+        [(0, 1, 0, 0), (0, 1, 0, PAGE)],  # the same twice
+        [(0, 3, 0, 0)],  # too many
+        [(0, 2, 0, BLOCKS * PAGE - PAGE)],  # beyond the region
+        [(0, 2, 5, 0)],  # an unknown region
+        [(1, 2, 0, 0)],
+    ],
+)
+def test_load_of_anything_else_than_asked_fails(stand: Stand, peer: Peer, extents: list[tuple[int, ...]]) -> None:
+    before = stand.cache.clone()
+    grant_load(peer, *extents)
+    stand.load_now(LoadSpec("r", ((1, 1),), 0, [5, 6]))
+    assert stand.invalid == {5, 6} and stand.failed == {"r": 1}
+    assert peer.wait_for(wire.Release) == [wire.Release(55)]
+    assert torch.equal(stand.cache.view(torch.uint8), before.view(torch.uint8))
+
+
+def test_refused_load_fails(stand: Stand, peer: Peer) -> None:
+    peer.script[wire.PrepareLoad] = lambda conn, m: wire.Error(m.id, "not_found", "expired")
+    stand.load_now(LoadSpec("r", ((1, 1),), 0, [5, 0]))
+    assert stand.invalid == {5} and stand.failed == {"r": 1}
+
+
+@pytest.mark.parametrize("refs", [(), ((0, 0),)])
+def test_load_without_a_lease_fails_at_once(stand: Stand, refs: tuple[tuple[int, int], ...]) -> None:
+    stand.load_now(LoadSpec("r", refs, 0, [5]))
+    assert stand.invalid == {5} and stand.received == ["r"]
+
+
+def test_load_granted_late_is_given_back(stand: Stand, peer: Peer) -> None:
+    asked: list[tuple[Conn, Any]] = []
+    peer.script[wire.PrepareLoad] = lambda conn, m: asked.append((conn, m))
+    stand.load_now(LoadSpec("r", ((1, 1),), 0, [5]))
+    assert stand.failed == {"r": 1}
+    conn, message = asked[0]
+    conn.send(wire.LoadGrant(message.id, 9, (wire.Extent(0, 1, 0, 0),)))
+    assert peer.wait_for(wire.Release) == [wire.Release(9)]
+
+
+def test_many_loads_are_each_reported_once(stand: Stand, peer: Peer) -> None:
+    rng = random.Random(5)
+    pages = random.Random(6).randbytes(BLOCKS * PAGE)
+    os.pwrite(peer.regions[0], pages, 0)
+
+    def answer(conn: Conn, m: wire.PrepareLoad) -> Any:
+        if m.lookup % 3 == 2:
+            return wire.Error(m.id, "stale", "gone")
+        return wire.LoadGrant(m.id, m.lookup + 1, (wire.Extent(0, 1, 0, m.lookup % 16 * PAGE),))
+
+    peer.script[wire.PrepareLoad] = answer
+    specs = [LoadSpec(f"r{i}", ((1, i),), 0, [1 + i % (BLOCKS - 1)]) for i in range(200)]
+    todo = list(specs)
+    while todo or len(stand.received) < len(specs):
+        batch = [todo.pop(0) for _ in range(min(len(todo), rng.randrange(8)))]
+        stand.step(LookasideMetadata(loads=batch))
+    assert sorted(stand.received) == sorted(spec.request_id for spec in specs)
+    assert set(stand.failed) == {f"r{i}" for i in range(200) if i % 3 == 2}
+    assert len(peer.wait_for(wire.Release, 134)) == 134
+
+
+class SlowCopies:
+    """Copies that end when the test says so; delegates the bytes to the real ones."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.tickets: list[Ticket] = []
+        self.error: str | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def _slow(self, *_: Any) -> Ticket:
+        self.tickets.append(Ticket())
+        return self.tickets[-1]
+
+    gather = scatter = _slow
+
+    def finish(self) -> None:
+        for ticket in self.tickets:
+            ticket._finish(self.error)
+        self.tickets = []
+
+
+@pytest.fixture
+def slow(stand: Stand) -> SlowCopies:
+    copies = SlowCopies(stand.worker._copies)
+    stand.worker._copies = copies  # type: ignore[assignment]
+    return copies
+
+
+def test_load_is_not_reported_while_its_bytes_move(stand: Stand, peer: Peer, slow: SlowCopies) -> None:
+    """Not even at its deadline, or when it is aborted: vLLM would reuse the blocks."""
+    grant_load(peer, (0, 1, 0, 0))
+    stand.step(LookasideMetadata(loads=[LoadSpec("r", ((1, 1),), 0, [5])]))
+    until(lambda: slow.tickets)
+    stand.step(LookasideMetadata(aborted=["r"]))
+    end = time.monotonic() + 1.2
+    while time.monotonic() < end:
+        stand.step()
+        assert not stand.received and not peer.of(wire.Release)
+        time.sleep(0.05)
+    slow.finish()
+    until(lambda: stand.step() or stand.received)
+    assert stand.received == ["r"]
+    assert not stand.invalid, "an aborted request's blocks are nobody's business"
+    peer.wait_for(wire.Release)
+
+
+def test_aborted_load_is_not_copied(stand: Stand, peer: Peer) -> None:
+    before = stand.cache.clone()
+    os.pwrite(peer.regions[0], b"\xff" * PAGE, 0)
+    grant_load(peer, (0, 1, 0, 0))
+    load = LoadSpec("r", ((1, 1),), 0, [5])
+    stand.worker.bind_connector_metadata(LookasideMetadata(loads=[load]))
+    stand.worker.bind_connector_metadata(LookasideMetadata(aborted=["r", "unknown"]))
+    until(lambda: stand.step() or stand.received)
+    assert stand.received == ["r"] and not stand.failed and not stand.invalid
+    assert torch.equal(stand.cache.view(torch.uint8), before.view(torch.uint8))
+    peer.wait_for(wire.Release)
+
+
+def test_session_lost_during_a_load_fails_it(stand: Stand, peer: Peer, slow: SlowCopies) -> None:
+    grant_load(peer, (0, 2, 0, 0))
+    stand.step(LookasideMetadata(loads=[LoadSpec("r", ((1, 1),), 0, [5, 6])]))
+    until(lambda: slow.tickets)
+    live = stand.worker._live
+    assert live is not None
+    peer.close()
+    until(lambda: stand.worker._live is None)
+    assert not live.regions.wait_unmapped(0), "unmapped under a copy"
+    stand.step()
+    assert not stand.received
+    slow.finish()
+    until(lambda: stand.step() or stand.received)
+    assert stand.invalid == {5, 6} and stand.failed == {"r": 1}
+    assert live.regions.wait_unmapped(5)
+
+
+@pytest.mark.parametrize("how", ["state", "generation"])
+def test_load_from_a_sidecar_that_says_it_is_over_fails(stand: Stand, peer: Peer, slow: SlowCopies, how: str) -> None:
+    grant_load(peer, (0, 1, 0, 0))
+    stand.step(LookasideMetadata(loads=[LoadSpec("r", ((1, 1),), 0, [5])]))
+    until(lambda: slow.tickets)
+    if how == "generation":
+        peer.generation += 1
+    peer.set_state(3 if how == "state" else 1)
+    slow.finish()
+    until(lambda: stand.step() or stand.received)
+    assert stand.failed == {"r": 1}
+
+
+def test_copy_errors_fail_the_load_and_abort_the_store(stand: Stand, peer: Peer, slow: SlowCopies) -> None:
+    Shelf(peer)
+    grant_load(peer, (0, 1, 0, 0))
+    slow.error = "the device has fallen off the bus"
+    stand.step(LookasideMetadata(loads=[LoadSpec("r", ((1, 1),), 0, [5])], saves=[stand.save(0, [1], [1])]))
+    until(lambda: len(slow.tickets) == 2)
+    slow.finish()
+    until(lambda: stand.step() or (stand.received and stand.acked))
+    assert stand.failed == {"r": 1}
+    peer.wait_for(wire.AbortStore)
+    assert not peer.of(wire.CommitStore)
+
+
+def test_asynchronous_save_is_acknowledged_when_its_copy_ends(stand: Stand, peer: Peer, slow: SlowCopies) -> None:
+    """As on CUDA: the scheduler keeps the blocks until then."""
+    Shelf(peer)
+    stand.step(LookasideMetadata(saves=[stand.save(0, [1], [1]), stand.save(4, [2], [2])]))
+    for _ in range(5):
+        stand.step()
+    assert not stand.acked and not peer.of(wire.CommitStore)
+    slow.tickets.pop(0)._finish(None)
+    stand.step()
+    assert stand.acked == [1]
+    slow.finish()
+    stand.step()
+    assert stand.acked == [1, 2]
+    assert len(peer.wait_for(wire.CommitStore, 2)) == 2
+
+
+def test_session_lost_between_room_and_copy(stand: Stand, peer: Peer) -> None:
+    Shelf(peer)
+    spec = stand.save(0, [1], [1])
+
+    def die() -> None:
+        peer.wait_for(wire.PrepareStore)
+        peer.close()
+        until(lambda: stand.worker._live is None)
+
+    stand.save_now(spec, forward=die)
+    assert stand.count("save_failures") == 1
+
+
+def test_nothing_that_goes_wrong_inside_leaves_the_worker(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise MemoryError("injected")
+
+    for name in ("_order_load", "_copy_out", "_finish_saves"):
+        monkeypatch.setattr(stand.worker, name, broken)
+    meta = LookasideMetadata(loads=[LoadSpec("r", ((1, 1),), 0, [5])], saves=[stand.save(0, [1], [1])])
+    for _ in range(3):
+        stand.step(meta)
+    stand.worker.bind_connector_metadata("not metadata")
+    stand.worker.handle_preemptions({"r"})
+    stand.worker.register_kv_caches({})
+    assert stand.count("errors") >= 3
+
+
+def test_sidecar_comes_goes_and_comes_back(model: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "endpoint"
+    stand = Stand(model, str(directory))
+    began = time.monotonic()
+    stand.register()
+    assert time.monotonic() - began < 4, "an absent sidecar does not hold up the start"
+    for round_ in range(3):
+        stand.save_now(stand.save(0, [1], [1]))
+        peer = Peer(directory, region_bytes=BLOCKS * PAGE)
+        shelf = Shelf(peer)
+        until(lambda: stand.worker._live is not None and stand.worker._session.connected)
+        stand.save_now(stand.save(0, [round_ + 1], [1]))
+        peer.wait_for(wire.CommitStore)
+        assert shelf.bytes_at(0) == page(stand.cache, round_ + 1)
+        peer.close()
+        until(lambda: stand.worker._live is None)
+    stand.worker.shutdown()
+
+
+def test_shutdown_ends_everything(model: Path, peer: Peer) -> None:
+    threads = set(threading.enumerate())
+    stand = Stand(model, str(peer.directory))
+    stand.register()
+    Shelf(peer)
+    stand.save_now(stand.save(0, [1], [1]))
+    stand.worker.shutdown()
+    stand.worker.shutdown()
+    assert peer.conns[-1].closed.wait(5)
+    until(lambda: not [t for t in set(threading.enumerate()) - threads if "lookaside" in t.name])
+    assert "region" not in open("/proc/self/maps").read()
+    stand.step(LookasideMetadata(loads=[LoadSpec("late", ((1, 1),), 0, [5])], saves=[stand.save(0, [1], [1])]))
+    assert stand.received == ["late"] and len(stand.acked) == 2
