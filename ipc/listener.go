@@ -336,7 +336,7 @@ func (l *Listener) admit(uc *net.UnixConn) *Conn {
 			Code: wire.RefuseBusy, Field: "sessions.limit", Want: strconv.Itoa(l.opt.MaxSessions),
 			Message: fmt.Sprintf("the sidecar has its %d sessions already", l.opt.MaxSessions),
 		}
-		_ = uc.SetWriteDeadline(time.Now()) // a fresh socket has room, or never mind
+		_ = uc.SetWriteDeadline(time.Now().Add(100 * time.Millisecond)) // a fresh socket has room at once
 		_, _ = uc.Write(refuse.Append(nil))
 		closeFD(pidfd)
 		uc.Close()

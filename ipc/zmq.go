@@ -49,6 +49,7 @@ static size_t la_heap(void) {
 import "C"
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"reflect"
@@ -105,6 +106,21 @@ func (s *zsock) send(b []byte, more bool) syscall.Errno {
 		return syscall.Errno(-n)
 	}
 	return 0
+}
+
+// event receives one event of a monitor without waiting.
+func (s *zsock) event() (event zmq4.Event, ok bool) {
+	// Two frames: the event's number (16 bits) and its value (32 bits) in the
+	// machine's order, and the endpoint, which we know.
+	var head [6]byte
+	n, more, errno := s.recv(head[:])
+	for more && errno == 0 {
+		_, more, errno = s.recv(nil)
+	}
+	if errno != 0 || n != len(head) {
+		return 0, false
+	}
+	return zmq4.Event(binary.NativeEndian.Uint16(head[:])), true
 }
 
 // onlyUID makes a socket that will be bound to an ipc path refuse peers of
