@@ -195,8 +195,7 @@ SETTINGS: dict[str, Setting] = {
         _integer(0, 60_000),
         "ms",
         "15",
-        "How long a worker waits, beyond its forward pass, to learn where to store. Past it the "
-        "pages are not stored.",
+        "How long a worker waits, beyond its forward pass, to learn where to store. Past it the pages are not stored.",
     ),
     "load_timeout_ms": Setting(
         _integer(1, 600_000),
@@ -250,9 +249,7 @@ def _misspelt(key: str) -> str | None:
 
 def _nearest(name: str) -> str:
     folded = name.lower().replace("-", "_")
-    return max(
-        SETTINGS, key=lambda known: difflib.SequenceMatcher(None, folded, known).ratio()
-    )
+    return max(SETTINGS, key=lambda known: difflib.SequenceMatcher(None, folded, known).ratio())
 
 
 def parse(extra: Mapping[str, object] | None) -> Config:
@@ -295,8 +292,5 @@ def check_world(config: Config, ranks: int) -> None:
 def markdown_table() -> str:
     """The settings as the Markdown table that ``docs/connector.md`` holds."""
     lines = ["| setting | unit | default | meaning |", "| --- | --- | --- | --- |"]
-    lines += [
-        f"| `{PREFIX}{name}` | {s.unit} | `{s.default}` | {s.meaning} |"
-        for name, s in SETTINGS.items()
-    ]
+    lines += [f"| `{PREFIX}{name}` | {s.unit} | `{s.default}` | {s.meaning} |" for name, s in SETTINGS.items()]
     return "\n".join(lines) + "\n"

@@ -178,9 +178,7 @@ class SchedulerConnector:
         # after it, so a page counts only when the next one matches too, and the
         # newest page of a request that decodes is not final yet.
         speculative = vllm_config.speculative_config
-        self._drafts = any(
-            getattr(group, "is_eagle_group", False) for group in kv_cache_config.kv_cache_groups
-        ) or (
+        self._drafts = any(getattr(group, "is_eagle_group", False) for group in kv_cache_config.kv_cache_groups) or (
             speculative is not None
             and (
                 speculative.use_eagle_block_drop()
@@ -212,9 +210,7 @@ class SchedulerConnector:
         if self._holding < _MAX_LOOKUPS and self._wants_hit(state):
             self._ask(state, 0)
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond vLLM's own hit; None: ask again."""
         state = self._state(request)
         first = state.local_page = num_computed_tokens // self._page
@@ -253,9 +249,7 @@ class SchedulerConnector:
             return 0, False
         return hit * self._page, True
 
-    def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM has decided: load num_external_tokens into these blocks, or nothing."""
         state = self._state(request)
         state.admitted = True
@@ -271,10 +265,9 @@ class SchedulerConnector:
 
         first, refs = state.local_page, ()
         pages = -(-num_external_tokens // self._page)
-        if asked is not None and asked.lookup is not None:
-            if asked.held is not None and first + pages <= asked.held:
-                refs = asked.lookup.refs
-                asked.lookup = None  # the workers own it now
+        if asked is not None and asked.lookup is not None and first + pages <= (asked.held or 0):
+            refs = asked.lookup.refs
+            asked.lookup = None  # the workers own it now
         self._drop_lookup(state)
         block_ids = list(blocks.get_block_ids()[0][first : first + pages])
         # Without refs the workers report a failure, which is what it is.
@@ -339,15 +332,16 @@ class SchedulerConnector:
             return
         self._holding -= 1
         if asked.lookup is not None:
-            asked.lookup.cancel()
+            try:
+                asked.lookup.cancel()
+            except Exception:  # its lease has a deadline anyway
+                self._stats.add("errors")
 
     # ---- saves ----
 
     def build_connector_meta(self, output: SchedulerOutput) -> LookasideMetadata:
         """This step's work. The loads go first: a lost load would park its request."""
-        meta = LookasideMetadata(
-            loads=self._new_loads, saves=self._last_saves, aborted=self._aborted
-        )
+        meta = LookasideMetadata(loads=self._new_loads, saves=self._last_saves, aborted=self._aborted)
         self._new_loads, self._last_saves, self._aborted = [], [], []
         try:
             self._add_saves(output, meta)
@@ -397,8 +391,7 @@ class SchedulerConnector:
         known = len(request.block_hashes) // self._hashes_per_page
         # A streaming session takes back hashes when its next turn begins.
         if state.saved and (
-            state.saved > known
-            or self._hashes(request, state.saved - 1, state.saved)[0] != state.saved_digest
+            state.saved > known or self._hashes(request, state.saved - 1, state.saved)[0] != state.saved_digest
         ):
             state.saved = 0
         return min(valid_tokens // self._page, known)
@@ -463,7 +456,7 @@ class SchedulerConnector:
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Unpin what all ranks are done with; note loads that ended and failed."""
         meta = output.kv_connector_worker_meta
-        failed = set(getattr(output, "failed_recving", None) or ())
+        failed: set[str] = set(getattr(output, "failed_recving", None) or ())
         if isinstance(meta, LookasideWorkerMetadata):
             failed.update(meta.loads_failed)
             for save_id, ranks in meta.saves_done.items():
@@ -484,10 +477,9 @@ class SchedulerConnector:
             )
         for request_id in failed & self._loads.keys():
             state = self._requests.get(request_id)
-            if state is not None and not state.denied:
+            if state is not None:
                 state.denied = True
                 state.saved = 0
-                self._stats.add("load_failures")
         for request_id in output.finished_recving or ():
             self._loads.pop(request_id, None)
 

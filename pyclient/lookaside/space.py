@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,9 +88,7 @@ def idle_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
         return "the model's KV cache does not lie in transferable blocks"
     spec = group.kv_cache_spec
-    layers = (
-        list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-    )
+    layers = list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
     for layer in layers:
         if type(layer) not in (FullAttentionSpec, MLAAttentionSpec):
             return f"{type(layer).__name__} is not supported, only full attention and MLA are"
@@ -127,9 +125,7 @@ def hash_warning(vllm_config: Any) -> str | None:
     return None
 
 
-def space_fields(
-    vllm_config: Any, tp_rank: int, pp_rank: int, *, engine_id: str
-) -> dict[str, str]:
+def space_fields(vllm_config: Any, tp_rank: int, pp_rank: int, *, engine_id: str) -> dict[str, str]:
     """The fields that either role of ``engine_id`` declares for one rank.
 
     Both roles of one engine compute equal fields. Keys and values are short
@@ -155,9 +151,7 @@ def space_fields(
         "rope_length": _rope_length(model),
         "dtype": str(model.dtype),
         "kv_dtype": str(cache.cache_dtype),
-        "kv_dtype_skip_layers": ",".join(
-            map(str, getattr(cache, "kv_cache_dtype_skip_layers", None) or ())
-        ),
+        "kv_dtype_skip_layers": ",".join(map(str, getattr(cache, "kv_cache_dtype_skip_layers", None) or ())),
         "quantization": str(model.quantization),
         "kv_scales": "checkpoint",
         "draft": _draft(vllm_config),
@@ -174,10 +168,7 @@ def space_fields(
     if getattr(cache, "calculate_kv_scales", False):
         # Scales measured on the first batch differ from run to run.
         fields["kv_scales"] = f"engine:{engine_id}"
-    return {
-        key: value if len(value.encode()) <= _FIELD_BYTES else _digest_of(value)
-        for key, value in fields.items()
-    }
+    return {key: value if len(value.encode()) <= _FIELD_BYTES else _digest_of(value) for key, value in fields.items()}
 
 
 def _plain(value: object) -> str:
@@ -267,8 +258,8 @@ def _none_hash(algorithm: str, engine_id: str) -> str:
 def _key_format(algorithm: str) -> str:
     """How vLLM feeds a block to the hash: the form of its extra keys, found by asking it.
 
-    The form changed between versions without a name of its own. The pickle
-    protocol is part of it for the algorithms that hash pickles.
+    The form changed between versions without a name of its own. Algorithms
+    that hash pickles depend on Python's version as well.
     """
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
@@ -292,7 +283,7 @@ def _key_format(algorithm: str) -> str:
 
         keys = f"vllm {__version__}"
     if not algorithm.endswith("_cbor"):
-        keys += f" pickle {pickle.HIGHEST_PROTOCOL}"
+        keys += f" python {sys.version_info.major}.{sys.version_info.minor}"
     return hashlib.sha256(keys.encode()).hexdigest()[:32]
 
 
@@ -300,7 +291,5 @@ def _digest_of(value: object) -> str:
     """A digest of plain data; a function counts by its name. Empty for nothing."""
     if not value:
         return ""
-    text = json.dumps(
-        value, sort_keys=True, default=lambda o: getattr(o, "__qualname__", type(o).__qualname__)
-    )
+    text = json.dumps(value, sort_keys=True, default=lambda o: getattr(o, "__qualname__", type(o).__qualname__))
     return hashlib.sha256(text.encode()).hexdigest()[:32]

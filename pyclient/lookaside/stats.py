@@ -25,7 +25,7 @@ COUNTERS: dict[str, str] = {
     "lookups": "Lookups sent.",
     "lookup_timeouts": "Lookups without an answer at their deadline, counted as misses.",
     "loads": "Requests whose load finished, once a rank.",
-    "load_failures": "Requests whose load failed on some rank; vLLM computes them.",
+    "load_failures": "Requests whose load failed, once a rank; vLLM computes them.",
     "load_bytes": "Bytes copied from the arena into the KV cache.",
     "saves": "Saves handed to the workers, once for all ranks.",
     "save_failures": "Saves that a rank could not carry out.",
@@ -131,12 +131,13 @@ class LookasidePromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, Any] = {}
+        histogram: Any = self._histogram_cls  # typed as if it were any metric
         for name, meaning in COUNTERS.items():
             self._metrics[name] = self._counter_cls(
                 name=f"vllm:lookaside_{name}", documentation=meaning, labelnames=labelnames
             )
         for name, meaning in HISTOGRAMS.items():
-            self._metrics[name] = self._histogram_cls(
+            self._metrics[name] = histogram(
                 name=f"vllm:lookaside_{name}",
                 documentation=meaning,
                 buckets=_BUCKETS,

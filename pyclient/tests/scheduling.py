@@ -1,0 +1,558 @@
+"""Drives vLLM's real Scheduler without weights, against a scripted sidecar.
+
+``Stand`` holds one Scheduler whose connector is the real LookasideConnector in
+its scheduler role; only the sidecars are replaced. It plays the workers: a step
+schedules, hands the metadata to a model of them and feeds the output back.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from lookaside.metadata import LookasideMetadata, LookasideWorkerMetadata
+from lookaside.sidecars import RankSidecars
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    LoadConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiKVConnectorMetadata,
+    MultiKVConnectorWorkerMetadata,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVCacheTensor,
+)
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+BLOCK = 16
+ids = itertools.count()
+
+
+def write_model(directory: Path) -> Path:
+    """A model directory that is enough for a ModelConfig."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 1024,
+        "max_position_embeddings": 8192,
+        "torch_dtype": "float32",
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def full_attention(block: int = BLOCK) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=block, num_kv_heads=2, head_size=16, dtype=torch.float32)
+
+
+def make_config(
+    model: Path,
+    extra: dict[str, Any] | None = None,
+    *,
+    connector: dict[str, Any] | None = None,
+    block: int = BLOCK,
+    batched_tokens: int = 4096,
+    max_seqs: int = 16,
+    tp: int = 1,
+    pp: int = 1,
+    policy: str = "recompute",
+    prefix_caching: bool = True,
+    hash_algo: str = "sha256_cbor",
+    async_scheduling: bool = False,
+) -> VllmConfig:
+    transfer: dict[str, Any] = {
+        "kv_connector": "LookasideConnector",
+        "kv_connector_module_path": "lookaside.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {
+            "lookaside.endpoint": "/nonexistent/rank-{rank}",
+            "lookaside.chunk_tokens": 4 * block,
+            **(extra or {}),
+        },
+    } | (connector or {})
+    model_config = ModelConfig(model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=4096)
+    cache = CacheConfig(
+        block_size=block,
+        enable_prefix_caching=prefix_caching,
+        prefix_caching_hash_algo=hash_algo,  # type: ignore[arg-type]
+    )
+    config = VllmConfig(
+        model_config=model_config,
+        cache_config=cache,
+        device_config=DeviceConfig("cpu"),
+        load_config=LoadConfig(),
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=tp,
+            pipeline_parallel_size=pp,
+            distributed_executor_backend="mp" if tp * pp > 1 else None,
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=max_seqs,
+            max_num_batched_tokens=batched_tokens,
+            max_model_len=4096,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=async_scheduling,
+        ),
+        kv_transfer_config=KVTransferConfig(**transfer),
+    )
+    # CPU platforms replace the block size; the test's own must hold.
+    config.cache_config.block_size = block
+    return config
+
+
+def make_kv_config(blocks: int, specs: Iterable[KVCacheSpec] | None = None, eagle: bool = False) -> KVCacheConfig:
+    groups = [
+        KVCacheGroupSpec([f"layer{i}"], spec, is_eagle_group=eagle)
+        for i, spec in enumerate(specs or [full_attention()])
+    ]
+    size = blocks * groups[0].kv_cache_spec.page_size_bytes
+    tensors = [
+        KVCacheTensor(
+            size=size,
+            layers=[name for group in groups for name in group.layer_names],
+            layer_stride=size,
+            block_stride=groups[0].kv_cache_spec.page_size_bytes,
+        )
+    ]
+    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
+
+
+class ScriptedLookup:
+    """A lookup whose answer the test decides, now or later."""
+
+    def __init__(self, book: ScriptedSidecars, first_page: int, hashes: bytes) -> None:
+        self.first_page = first_page
+        self.hashes = hashes
+        self.cancelled = False
+        self.trims: list[int] = []
+        self.polls = 0
+        self.answer: int | None = None
+        self.refs = tuple((rank + 1, next(ids)) for rank in range(book.ranks))
+
+    @property
+    def digests(self) -> list[bytes]:
+        return [self.hashes[i : i + 32] for i in range(0, len(self.hashes), 32)]
+
+    def poll(self) -> int | None:
+        assert not self.cancelled, "a cancelled lookup was polled"
+        self.polls += 1
+        return self.answer
+
+    def trim(self, first_page: int) -> None:
+        assert not self.cancelled
+        self.trims.append(first_page)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class ScriptedSidecars:
+    """Keeps pages by digest, as all the ranks' sidecars together would."""
+
+    def __init__(self, ranks: int = 1) -> None:
+        self.ranks = ranks
+        self.available = True
+        self.held: dict[bytes, Page] = {}
+        self.lookups: list[ScriptedLookup] = []
+        self.hold_answers = False
+        self.clears = 0
+        self.clear_answer = True
+        self.closed = 0
+        self.raises: Exception | None = None
+
+    def start(self, first_page: int, hashes: bytes) -> ScriptedLookup:
+        if self.raises is not None:
+            raise self.raises
+        lookup = ScriptedLookup(self, first_page, hashes)
+        self.lookups.append(lookup)
+        if not self.hold_answers:
+            self.answer(lookup)
+        return lookup
+
+    def answer(self, lookup: ScriptedLookup) -> None:
+        missing = (i for i, digest in enumerate(lookup.digests) if digest not in self.held)
+        lookup.answer = next(missing, len(lookup.digests))
+
+    def clear(self, timeout_s: float) -> bool:
+        assert timeout_s > 0
+        self.clears += 1
+        if self.clear_answer:
+            self.held.clear()
+        return self.clear_answer
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+Page = tuple[int, ...]
+"""What a page holds: for each token, a digest of the tokens up to it."""
+
+
+def contents(request: Request, drafts: list[int] | None = None) -> list[int]:
+    """What the KV of each of a request's tokens (then drafts) must be."""
+    lora = request.lora_request
+    value = hash((request.cache_salt, lora.lora_name if lora else None))
+    out = []
+    for token in [*request.all_token_ids, *(drafts or ())]:
+        value = hash((value, token))
+        out.append(value)
+    return out
+
+
+@dataclass
+class Batch:
+    """A step on its way: what the model runner needs to carry it out."""
+
+    scheduled: SchedulerOutput
+    meta: LookasideMetadata
+    tables: dict[str, list[int]]
+    before: dict[str, int]
+    samples: dict[str, bool]
+    wrap: Callable[[Any], Any] | None = None  # into a MultiConnector's answer
+
+
+@dataclass
+class Workers:
+    """The ranks: a KV cache whose every token is known, and what the role asks of it.
+
+    Each forward checks that all it attends to is what it must be, and each save
+    that the block still holds the page when its bytes are read. That is the
+    oracle of all tests here.
+    """
+
+    sidecars: ScriptedSidecars
+    requests: dict[str, Request]
+    block: int
+    memory: dict[int, list[int | None]] = field(default_factory=dict)
+    load_steps: int = 0  # until a load is reported
+    copy_steps: int = 0  # until a save's blocks are read, and it is acknowledged
+    ack: bool = True
+    fail_pages: Callable[[Any], Iterable[int]] = lambda load: ()  # indices into a load
+    fail_requests: bool = False  # report the request, not blocks
+    out: list[tuple[int, Any]] = field(default_factory=list)
+    copying: list[tuple[int, Any]] = field(default_factory=list)
+    loads: list[Any] = field(default_factory=list)
+    saves: list[Any] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    unacked: list[int] = field(default_factory=list)
+
+    def run(self, batch: Batch) -> KVConnectorOutput:
+        """Carry out a step: the loads that end with it, its forward, its saves."""
+        meta = copy.deepcopy(batch.meta)  # vLLM sends a copy
+        self.aborted += meta.aborted
+        self.loads += meta.loads
+        self.saves += meta.saves
+        self.out += [(self.load_steps, load) for load in meta.loads]
+        self.copying += [(self.copy_steps, save) for save in meta.saves]
+        output = KVConnectorOutput(finished_recving=set())
+        self.forward(batch)
+        due, self.out = self._due(self.out)
+        for load in due:
+            self.load(load, output)
+        due, self.copying = self._due(self.copying)
+        for save in due:
+            self.save(save)
+        if self.ack and self.unacked:
+            one = LookasideWorkerMetadata(dict.fromkeys(self.unacked, 1))
+            folded = one
+            for _ in range(self.sidecars.ranks - 1):
+                folded = folded.aggregate(one)
+            output.kv_connector_worker_meta = folded
+            self.unacked = []
+        return output
+
+    @staticmethod
+    def _due(waiting: list[tuple[int, Any]]) -> tuple[list[Any], list[tuple[int, Any]]]:
+        return (
+            [each for steps, each in waiting if steps <= 0],
+            [(steps - 1, each) for steps, each in waiting if steps > 0],
+        )
+
+    def forward(self, batch: Batch) -> None:
+        for request_id, count in batch.scheduled.num_scheduled_tokens.items():
+            request, table = self.requests[request_id], batch.tables[request_id]
+            before = batch.before[request_id]
+            drafts = batch.scheduled.scheduled_spec_decode_tokens.get(request_id, [])
+            known = request.all_token_ids[: before + count - len(drafts)]
+            value = contents(request)[: len(known)]
+            for token in drafts:
+                value.append(hash((value[-1], token)))
+            for position in range(before):
+                page, offset = divmod(position, self.block)
+                assert self.memory[table[page]][offset] == value[position], (
+                    f"{request_id} attends to wrong KV at {position} of {before}"
+                )
+            for position in range(before, before + count):
+                page, offset = divmod(position, self.block)
+                slots = self.memory.setdefault(table[page], [None] * self.block)
+                slots[offset] = value[position] if position < len(value) else None
+
+    def load(self, load: Any, output: KVConnectorOutput) -> None:
+        assert len(load.refs) in (0, self.sidecars.ranks)
+        assert output.finished_recving is not None
+        output.finished_recving.add(load.request_id)
+        digests = self.requests[load.request_id].block_hashes[load.first_page :]
+        bad = set(self.fail_pages(load)) if load.refs else set(range(len(load.block_ids)))
+        for i, block_id in enumerate(load.block_ids):
+            page = self.sidecars.held.get(digests[i])
+            if i in bad or page is None:
+                bad.add(i)
+                page = (-1,) * self.block
+            self.memory[block_id] = list(page)
+        if bad and self.fail_requests:
+            output.failed_recving.add(load.request_id)
+        else:
+            output.invalid_block_ids |= {load.block_ids[i] for i in bad}
+
+    def save(self, save: Any) -> None:
+        pages = len(save.block_ids)
+        assert len(save.hashes) == 32 * pages
+        assert save.first_page <= save.new_from < save.first_page + pages
+        assert 0 not in save.block_ids
+        expected = contents(self.requests[save.request_id])
+        for i, block_id in enumerate(save.block_ids):
+            start = (save.first_page + i) * self.block
+            page = tuple(expected[start : start + self.block])
+            assert tuple(self.memory[block_id]) == page, (
+                f"save {save.save_id} of {save.request_id} reads what is not page "
+                f"{save.first_page + i} of {save.first_page}+{pages}"
+            )
+            digest = save.hashes[32 * i : 32 * i + 32]
+            assert self.sidecars.held.setdefault(digest, page) == page
+        self.unacked.append(save.save_id)
+
+
+class Stand:
+    """A Scheduler, its connector and the workers; ``step`` until it is done."""
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        blocks: int = 200,
+        kv_config: KVCacheConfig | None = None,
+        sidecars: ScriptedSidecars | None = None,
+    ) -> None:
+        self.config = config
+        parallel = config.parallel_config
+        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hash_fn)
+        block = config.cache_config.block_size
+        self.hasher = get_request_block_hasher(block, hash_fn)
+        kv_config = kv_config or make_kv_config(blocks)
+        config.cache_config.num_gpu_blocks = kv_config.num_blocks
+        is_async = config.scheduler_config.async_scheduling
+        with mock.patch.object(RankSidecars, "connect"):
+            self.scheduler = (AsyncScheduler if is_async else Scheduler)(
+                vllm_config=config,
+                kv_cache_config=kv_config,
+                structured_output_manager=StructuredOutputManager(config),
+                block_size=block,
+                hash_block_size=block,
+                log_stats=True,
+            )
+        self.connector: Any = self.scheduler.connector
+        self.sidecars = sidecars or ScriptedSidecars(ranks)
+        self.requests: dict[str, Request] = {}
+        self.workers = Workers(self.sidecars, self.requests, block)
+        self.clock = 0.0
+        for each in self.roles():
+            each._sidecars = self.sidecars
+            each._clock = lambda: self.clock
+        self.depth = 2 if is_async else 1
+        self.under_way: list[Batch] = []
+        self.outputs: dict[str, list[int]] = {}
+        self.finish_reasons: dict[str, Any] = {}
+        self.counts: dict[str, int] = {}  # as vLLM's front end gets them
+        self.token = itertools.count(1)
+        self.accept: Callable[[str, list[int]], int] = lambda request_id, drafts: 0
+        self.draft: Callable[[Request], list[int]] | None = None
+
+    def roles(self) -> list[Any]:
+        """The scheduler roles of ours, inside a MultiConnector too."""
+        found = getattr(self.connector, "_connectors", [self.connector])
+        found = [getattr(each, "_scheduler", None) for each in found]
+        return [each for each in found if each is not None]
+
+    @property
+    def role(self) -> Any:
+        return self.roles()[0]
+
+    @property
+    def pool(self) -> Any:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    def add(self, prompt: list[int], max_tokens: int = 4, request_id: str | None = None, **kwargs: Any) -> str:
+        request_id = request_id or f"r{next(ids)}"
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **kwargs.pop("params", {}))
+        params.update_from_generation_config({}, eos_token_id=None)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=params,
+            pooling_params=None,
+            block_hasher=self.hasher,
+            **kwargs,
+        )
+        self.requests.setdefault(request_id, request)
+        self.outputs.setdefault(request_id, [])
+        self.scheduler.add_request(request)
+        return request_id
+
+    def schedule(self) -> Batch:
+        scheduled = self.scheduler.schedule()
+        meta: Any = scheduled.kv_connector_metadata
+        wrap = None
+        if isinstance(meta, MultiKVConnectorMetadata):
+            parts = meta.metadata
+            (ours,) = [i for i, part in enumerate(parts) if isinstance(part, LookasideMetadata)]
+            meta = parts[ours]
+
+            def wrap(answer: Any) -> Any:
+                answers = [answer if i == ours else None for i in range(len(parts))]
+                return MultiKVConnectorWorkerMetadata(metadata=tuple(answers))
+
+        assert isinstance(meta, LookasideMetadata)
+        batch = Batch(scheduled, meta, {}, {}, {}, wrap)
+        for request_id, count in scheduled.num_scheduled_tokens.items():
+            request = self.requests[request_id]
+            table = self.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
+            batch.tables[request_id] = list(table)
+            batch.before[request_id] = request.num_computed_tokens - count
+            batch.samples[request_id] = not request.is_prefill_chunk
+        return batch
+
+    def complete(self, batch: Batch) -> None:
+        """Carry a batch out and feed its output back."""
+        scheduled = batch.scheduled
+        connector = self.workers.run(batch)
+        if connector.kv_connector_worker_meta is not None and batch.wrap is not None:
+            connector.kv_connector_worker_meta = batch.wrap(connector.kv_connector_worker_meta)
+        request_ids = list(scheduled.num_scheduled_tokens)
+        if not request_ids:
+            result = ModelRunnerOutput.with_kv_conn_output_only(connector)
+        else:
+            sampled: list[list[int]] = []
+            for request_id in request_ids:
+                drafts = scheduled.scheduled_spec_decode_tokens.get(request_id, [])
+                accepted = drafts[: self.accept(request_id, drafts)]
+                new = next(self.token) % 1000
+                sampled.append([*accepted, new] if batch.samples[request_id] else [])
+            result = ModelRunnerOutput(
+                req_ids=request_ids,
+                req_id_to_index={r: i for i, r in enumerate(request_ids)},
+                sampled_token_ids=sampled,
+                kv_connector_output=None if connector.is_empty() else connector,
+            )
+        for outputs in self.scheduler.update_from_output(scheduled, result).values():
+            stats = outputs.scheduler_stats
+            for name, value in ((stats and stats.kv_connector_stats) or {}).items():
+                if isinstance(value, int):
+                    self.counts[name] = self.counts.get(name, 0) + value
+            for each in outputs.outputs:
+                self.outputs[each.request_id] += each.new_token_ids
+                if each.finish_reason is not None:
+                    self.finish_reasons[each.request_id] = each.finish_reason
+        if self.draft is not None:
+            running = self.scheduler.running
+            drafts = DraftTokenIds([r.request_id for r in running], [self.draft(r) for r in running])
+            self.scheduler.update_draft_token_ids(drafts)
+
+    def step(self) -> Batch:
+        """Schedule, and complete the oldest batch under way if the pipe is full."""
+        batch = self.schedule()
+        self.under_way.append(batch)
+        if len(self.under_way) >= self.depth:
+            self.complete(self.under_way.pop(0))
+        self.clock += 0.001
+        return batch
+
+    def run(self, limit: int = 500) -> int:
+        """Step until the scheduler has nothing to do; the steps taken."""
+        for steps in range(limit):
+            if not self.scheduler.has_requests():
+                self.drain()
+                if not self.scheduler.has_requests():
+                    return steps
+            self.step()
+        raise AssertionError(f"not done after {limit} steps")
+
+    def drain(self) -> None:
+        """Complete everything under way."""
+        while self.under_way:
+            self.complete(self.under_way.pop(0))
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def forget_local(self) -> None:
+        """Empty vLLM's own prefix cache; the sidecars keep theirs."""
+        assert self.scheduler.reset_prefix_cache()
+
+    def digests(self, prompt: list[int], **kwargs: Any) -> list[bytes]:
+        """The page digests of a prompt."""
+        request = Request(
+            request_id="digests",
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            block_hasher=self.hasher,
+            **kwargs,
+        )
+        return list(request.block_hashes)
+
+    def holds(self, prompt: list[int], **kwargs: Any) -> int:
+        """How many of a prompt's pages the sidecars hold, from its start."""
+        digests = self.digests(prompt, **kwargs)
+        missing = (i for i, digest in enumerate(digests) if digest not in self.sidecars.held)
+        return next(missing, len(digests))
+
+    def check_idle(self) -> None:
+        """Nothing is held: no pins, leases, requests or blocks."""
+        for role in self.roles():
+            assert not role._pins and not role._requests and not role._loads
+            assert not role._new_loads and not role._last_saves and role._holding == 0
+            assert not role.has_pending_push_work()
+        owned = {load.refs for load in self.workers.loads}
+        assert all(each.cancelled or each.refs in owned for each in self.sidecars.lookups)
+        assert self.pool.get_num_free_blocks() == len(self.pool.blocks) - 1
+        assert not self.scheduler.has_requests()
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    """A prompt; prompts of one seed share their prefix."""
+    return [(i * 7 + seed * 131 + 1) % 1000 + 1 for i in range(count)]

@@ -1,0 +1,186 @@
+"""What names a space, from configurations of the real vLLM."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+from lookaside import space
+from lookaside.config import parse
+from scheduling import BLOCK, full_attention, make_config, make_kv_config, write_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def fields(config, tp_rank=0, pp_rank=0, engine_id="e"):
+    return space.space_fields(config, tp_rank, pp_rank, engine_id=engine_id)
+
+
+def differing(one, other):
+    assert one.keys() == other.keys()
+    return {key for key in one if one[key] != other[key]}
+
+
+def test_two_engines_of_one_model_agree(model):
+    one, other = fields(make_config(model), engine_id="a"), fields(make_config(model), engine_id="b")
+    assert one == other
+    assert len(one) <= 64
+    assert all(key and len(key) <= 64 and len(value.encode()) <= 512 for key, value in one.items())
+
+
+@pytest.mark.parametrize(
+    "kwargs, changed",
+    [
+        ({"hash_algo": "sha256"}, {"hash", "none_hash", "hash_keys"}),
+        ({"tp": 2}, {"tp"}),
+        ({"pp": 2}, {"pp"}),
+    ],
+)
+def test_what_differs_is_named(model, kwargs, changed):
+    assert differing(fields(make_config(model)), fields(make_config(model, **kwargs))) == changed
+
+
+@pytest.mark.parametrize(
+    "change, changed",
+    [
+        (lambda c: setattr(c.cache_config, "cache_dtype", "fp8"), {"kv_dtype"}),
+        (lambda c: setattr(c.model_config, "dtype", "bfloat16"), {"dtype"}),
+        (lambda c: setattr(c.model_config, "revision", "v2"), {"revision"}),
+        (lambda c: setattr(c.model_config, "quantization", "fp8"), {"quantization"}),
+        (lambda c: setattr(c.model_config, "hf_overrides", {"rope_theta": 1}), {"overrides"}),
+        (lambda c: setattr(c.load_config, "load_format", "dummy"), {"weights"}),
+        (lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2), {"dcp"}),
+    ],
+)
+def test_settings_that_change_the_bytes_change_the_space(model, change, changed):
+    config = make_config(model)
+    before = fields(config)
+    change(config)
+    assert differing(before, fields(config)) == changed
+
+
+def test_ranks_do_not_meet(model):
+    config = make_config(model, tp=2, pp=2)
+    seen = {tuple(sorted(fields(config, t, p).items())) for t in range(2) for p in range(2)}
+    assert len(seen) == 4
+
+
+def test_ranks_that_hold_the_same_bytes_do(model):
+    config = make_config(model, tp=4)  # two KV heads
+    shards = [fields(config, t)["tp_shard"] for t in range(4)]
+    assert shards == ["0", "0", "1", "1"]
+    assert space._replicas(SimpleNamespace(use_mla=True), config.parallel_config, 1) == 4
+    assert space._replicas(SimpleNamespace(use_mla=True), config.parallel_config, 2) == 1
+
+
+def test_new_weights_under_the_old_name(tmp_path):
+    model = write_model(tmp_path / "m")
+    weights = model / "model.safetensors"
+    weights.write_bytes(b"one")
+    before = fields(make_config(model))
+    assert fields(make_config(model)) == before
+    weights.write_bytes(b"two!")
+    assert differing(before, fields(make_config(model))) == {"weights"}
+    weights.write_bytes(b"one")
+    os.utime(weights, ns=(1, 1))
+    assert differing(before, fields(make_config(model))) == {"weights"}
+
+
+def test_a_link_to_the_model_is_the_model(model, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(model)
+    assert fields(make_config(link)) == fields(make_config(model))
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
+def test_the_seed_is_vllms_own(model, algorithm, monkeypatch):
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core import kv_cache_utils
+
+    config = make_config(model, hash_algo=algorithm)
+    for seed in (None, "7"):
+        if seed is None:
+            monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+        else:
+            monkeypatch.setenv("PYTHONHASHSEED", seed)
+        kv_cache_utils.init_none_hash(get_hash_fn_by_name(algorithm))
+        assert fields(config)["none_hash"] == kv_cache_utils.NONE_HASH.hex()
+        assert space.hash_warning(config) is None
+
+
+def test_a_random_seed_is_the_engines_own_and_said(model, monkeypatch):
+    config = make_config(model)
+    config.cache_config.prefix_caching_hash_algo = "xxhash"
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert "PYTHONHASHSEED" in str(space.hash_warning(config))
+    assert differing(fields(config, engine_id="a"), fields(config, engine_id="b")) == {"none_hash"}
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert space.hash_warning(config) is None
+
+
+def test_scales_measured_at_run_time_are_the_engines_own(model):
+    config = SimpleNamespace(**vars(make_config(model)))
+    cache = vars(config.cache_config)
+    config.cache_config = SimpleNamespace(**{**cache, "calculate_kv_scales": True})
+    assert differing(fields(config, engine_id="a"), fields(config, engine_id="b")) == {"kv_scales"}
+
+
+def test_the_form_of_the_keys_is_part_of_it(model, monkeypatch):
+    from vllm.v1.core import kv_cache_utils
+
+    config = make_config(model)
+    before = fields(config)
+    monkeypatch.setattr(kv_cache_utils, "generate_block_hash_extra_keys", lambda *a: (("name", "salt"), 0))
+    assert differing(before, fields(config)) == {"hash_keys"}
+
+
+def test_long_values_are_digested(model):
+    config = make_config(model)
+    config.model_config.revision = "r" * 600
+    one = fields(config)["revision"]
+    config.model_config.revision = "r" * 601
+    assert len(one) == 32 and fields(config)["revision"] != one
+
+
+def test_geometry(model):
+    config = make_config(model)
+    kv_config = make_kv_config(10)
+    got, warning = space.geometry(parse({"lookaside.chunk_tokens": 100}), config, kv_config)
+    assert got == (BLOCK, 6, 32, 1) and warning is not None
+    config.parallel_config.decode_context_parallel_size = 2
+    got, _ = space.geometry(parse({}), config, kv_config)
+    assert got.page_tokens == 2 * BLOCK
+
+
+def test_world_names_the_data_parallel_engine(model):
+    config = make_config(model, tp=2, pp=3)
+    config.parallel_config.data_parallel_index = 4
+    where = space.world(config)
+    assert where == (2, 3, 4) and where.ranks == 6
+
+
+def test_models_that_can_be_served(model):
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec, UniformTypeKVCacheSpecs
+
+    config, dtype = make_config(model), full_attention().dtype
+    mla = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=dtype)
+    mixed = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": full_attention(), "b": full_attention()})
+    for spec in (full_attention(), mla, mixed):
+        assert space.idle_reason(config, make_kv_config(4, [spec])) is None
+
+
+def test_models_that_cannot(model):
+    from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+
+    config, dtype = make_config(model), full_attention().dtype
+    window = SlidingWindowSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=dtype, sliding_window=64)
+    mamba = MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(dtype,))
+    assert "SlidingWindowSpec" in str(space.idle_reason(config, make_kv_config(4, [window])))
+    assert "MambaSpec" in str(space.idle_reason(config, make_kv_config(4, [mamba])))
+    assert "2 KV-cache groups" in str(space.idle_reason(config, make_kv_config(4, [full_attention(), window])))
+    config.parallel_config.prefill_context_parallel_size = 2
+    assert "context parallel" in str(space.idle_reason(config, make_kv_config(4)))
