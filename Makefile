@@ -36,10 +36,10 @@ test-go: setup ## Go tests, with the race detector
 	$(GO) test -race -timeout 10m $(GOTEST_FLAGS) ./...
 
 test-py: build ## Python tests without a running vLLM
-	$(PY) -m pytest -q $(PYTEST_FLAGS) pyclient/tests examples
+	$(PY) -m pytest -q --timeout=120 --durations=5 $(PYTEST_FLAGS) pyclient/tests
 
 test-e2e: build ## Tests in real vLLM servers
-	$(PY) -m pytest -q $(PYTEST_FLAGS) pyclient/e2e
+	$(PY) -m pytest -q --timeout=400 --durations=8 $(PYTEST_FLAGS) pyclient/e2e
 
 lint: build ## gofmt, vet, staticcheck, ruff, pyright
 	@out=$$(gofmt -l $$(git ls-files '*.go')); [ -z "$$out" ] || { echo "not gofmt'ed: $$out"; exit 1; }

@@ -29,6 +29,16 @@ PAGE = 128  # vLLM's block on the CPU, in tokens
 _salts = itertools.count()
 
 
+# What is tested here is what happens, not how fast: on a machine that is busy with other things, the default patience of
+# 20 ms with a lookup turns a hit into a miss now and then, as it should.
+PATIENT = {"lookup_timeout_ms": 2000, "store_timeout_ms": 2000}
+
+
+def configured(endpoint: str, **extra: Any) -> dict[str, Any]:
+    """The connector on this endpoint, patient."""
+    return connector_config(endpoint, **{**PATIENT, **extra})
+
+
 def hits_of(prompt_tokens: int, page: int = PAGE) -> int:
     """The tokens of a prompt that a cache can serve: whole pages, without the last token."""
     return (prompt_tokens - 1) // page * page
@@ -105,7 +115,7 @@ def small_model() -> Path:
 def pair(small_model: Path, logs: Path | None) -> Iterator[Pair]:
     with Stand(small_model, logs) as stand:
         sidecar = stand.sidecar()
-        config = connector_config(stand.endpoint())
+        config = configured(stand.endpoint())
         plain = stand.server("plain", connector=None)
         a = stand.server("a", connector=config, arguments=["--max-num-batched-tokens", "700"])
         b = stand.server("b", connector=config)
@@ -139,7 +149,7 @@ def shapes(small_model: Path, logs: Path | None) -> Iterator[Shapes]:
         tp_sidecars = (stand.sidecar(0, "tp"), stand.sidecar(1, "tp"))
         stand.sidecar(0, "multi")
         stand.sidecar(0, "mla")
-        lookaside = connector_config(stand.endpoint("multi"))
+        lookaside = configured(stand.endpoint("multi"))
         multi = {
             "kv_connector": "MultiConnector",
             "kv_role": "kv_both",
@@ -159,14 +169,14 @@ def shapes(small_model: Path, logs: Path | None) -> Iterator[Shapes]:
             stand=stand,
             tp=stand.server(
                 "tp",
-                connector=connector_config(stand.endpoint("tp")),
+                connector=configured(stand.endpoint("tp")),
                 arguments=["--tensor-parallel-size", "2"],
                 env={"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"},
             ),
             tp_sidecars=tp_sidecars,
             tight=stand.server(
                 "tight",
-                connector=connector_config(stand.endpoint("auto"), autostart=True, arena_size="1G", binary=str(BINARY)),
+                connector=configured(stand.endpoint("auto"), autostart=True, arena_size="1G", binary=str(BINARY)),
                 arguments=["--num-gpu-blocks-override", "12"],
                 max_model_len=1024,
             ),
@@ -174,7 +184,7 @@ def shapes(small_model: Path, logs: Path | None) -> Iterator[Shapes]:
             multi=stand.server("multi", connector=multi),
             mla=stand.server(
                 "mla",
-                connector=connector_config(stand.endpoint("mla")),
+                connector=configured(stand.endpoint("mla")),
                 model=mla_model,
                 arguments=["--dtype", "bfloat16"],  # where the CPU has AMX, vLLM has no MLA in float32
             ),

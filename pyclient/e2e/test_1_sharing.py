@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 from examples.stand import client
-from examples.stand.processes import connector_config, eventually
+from examples.stand.processes import eventually
 
-from .conftest import PAGE, Pair, ask, computed, hits_of, together
+from .conftest import PAGE, Pair, ask, computed, configured, hits_of, together
 
 
 @pytest.mark.parametrize("tokens", [129, 256, 257, 700, 1537, 4000])
@@ -133,7 +133,7 @@ def test_an_instance_that_dies_and_one_that_starts(pair: Pair) -> None:
     pair.b.end(patience_s=0)
     eventually(lambda: len(pair.sidecar.status()["sessions"]) == 2, "the dead server's sessions to end", 1.0)
     assert pair.sidecar.status()["leases"] == 0
-    pair.b = pair.stand.server("b2", connector=connector_config(pair.stand.endpoint()))
+    pair.b = pair.stand.server("b2", connector=configured(pair.stand.endpoint()))
     pair.b.wait_ready()
     pair.connected()
     again = ask(pair.b, prompt)
