@@ -162,9 +162,10 @@ func helperCheckLimit(arg string) string {
 		return err.Error()
 	}
 	fmt.Println(CheckBudget(size, KindMemfd))
-	r, err := Create(Options{Kind: KindMemfd, SizeBytes: size, NUMANode: NoNUMANode, Populate: true})
+	_, err = Create(Options{Kind: KindMemfd, SizeBytes: size, NUMANode: NoNUMANode, Populate: true})
 	fmt.Println(err)
-	if r, err = Create(Options{Kind: KindMemfd, SizeBytes: 16 << 20, NUMANode: NoNUMANode, Populate: true}); err != nil {
+	r, err := Create(Options{Kind: KindMemfd, SizeBytes: 16 << 20, NUMANode: NoNUMANode, Populate: true})
+	if err != nil {
 		return err.Error()
 	}
 	if err := r.Close(); err != nil {

@@ -87,12 +87,16 @@ func TestMapping(t *testing.T) {
 
 func TestGoroutine(t *testing.T) {
 	before := Take()
-	quit := make(chan struct{})
-	go forgotten(quit)
+	started, quit := make(chan struct{}), make(chan struct{})
+	go forgotten(started, quit)
+	<-started
 	expect(t, before, func() { close(quit) }, "goroutine", "leak.forgotten", "leak_test.go")
 }
 
-func forgotten(quit chan struct{}) { <-quit }
+func forgotten(started, quit chan struct{}) {
+	close(started)
+	<-quit
+}
 
 // What goes away by itself in time is no leak.
 func TestPatience(t *testing.T) {
