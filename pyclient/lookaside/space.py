@@ -77,8 +77,9 @@ def idle_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
 
     if not vllm_config.cache_config.enable_prefix_caching:
         return "prefix caching is disabled; start vLLM with --enable-prefix-caching"
-    if getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1) > 1:
-        return "prefill context parallelism is not supported"
+    for kind in ("prefill", "decode"):
+        if getattr(vllm_config.parallel_config, f"{kind}_context_parallel_size", 1) > 1:
+            return f"{kind} context parallelism is not supported"
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         return "the model has no KV cache"
@@ -137,7 +138,6 @@ def space_fields(vllm_config: Any, tp_rank: int, pp_rank: int, *, engine_id: str
     cache = vllm_config.cache_config
     parallel = vllm_config.parallel_config
     load = vllm_config.load_config
-    dcp = getattr(parallel, "decode_context_parallel_size", 1)
     load_format = _plain(getattr(load, "load_format", "auto"))
 
     fields = {
@@ -157,8 +157,7 @@ def space_fields(vllm_config: Any, tp_rank: int, pp_rank: int, *, engine_id: str
         "draft": _draft(vllm_config),
         "tp": str(parallel.tensor_parallel_size),
         "pp": str(parallel.pipeline_parallel_size),
-        "dcp": str(dcp),
-        "tp_shard": str(tp_rank // _replicas(model, parallel, dcp)),
+        "tp_shard": str(tp_rank // _replicas(model, parallel)),
         "pp_rank": str(pp_rank),
         "hash": cache.prefix_caching_hash_algo,
         "none_hash": _none_hash(cache.prefix_caching_hash_algo, engine_id),
@@ -227,10 +226,8 @@ def _draft(vllm_config: Any) -> str:
     return "|".join(parts)
 
 
-def _replicas(model: Any, parallel: Any, dcp: int) -> int:
+def _replicas(model: Any, parallel: Any) -> int:
     """Consecutive TP ranks that hold identical KV: all for MLA, else few heads' worth."""
-    if dcp > 1:
-        return 1
     tp = parallel.tensor_parallel_size
     if getattr(model, "use_mla", False):
         return tp

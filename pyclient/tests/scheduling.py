@@ -7,6 +7,7 @@ schedules, hands the metadata to a model of them and feeds the output back.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
@@ -364,8 +365,9 @@ class Stand:
         config: VllmConfig,
         blocks: int = 200,
         kv_config: KVCacheConfig | None = None,
-        sidecars: ScriptedSidecars | None = None,
+        real: bool = False,
     ) -> None:
+        """real: the connector keeps its own sidecars, and workers are for the caller to set."""
         self.config = config
         parallel = config.parallel_config
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
@@ -376,7 +378,7 @@ class Stand:
         kv_config = kv_config or make_kv_config(blocks)
         config.cache_config.num_gpu_blocks = kv_config.num_blocks
         is_async = config.scheduler_config.async_scheduling
-        with mock.patch.object(RankSidecars, "connect"):
+        with contextlib.nullcontext() if real else mock.patch.object(RankSidecars, "connect"):
             self.scheduler = (AsyncScheduler if is_async else Scheduler)(
                 vllm_config=config,
                 kv_cache_config=kv_config,
@@ -386,11 +388,11 @@ class Stand:
                 log_stats=True,
             )
         self.connector: Any = self.scheduler.connector
-        self.sidecars = sidecars or ScriptedSidecars(ranks)
+        self.sidecars = ScriptedSidecars(ranks)
         self.requests: dict[str, Request] = {}
         self.workers = Workers(self.sidecars, self.requests, block)
         self.clock = 0.0
-        for each in self.roles():
+        for each in self.roles() if not real else ():
             each._sidecars = self.sidecars
             each._clock = lambda: self.clock
         self.depth = 2 if is_async else 1

@@ -9,7 +9,6 @@ import random
 import pytest
 from scheduling import (
     BLOCK,
-    ScriptedSidecars,
     Stand,
     full_attention,
     make_config,
@@ -868,8 +867,7 @@ def test_the_front_end_rebuilds_statistics_by_name(model):
     assert rebuilt is not None and rebuilt.reduce()["LookasideConnector"]["saves"] >= 1
 
 
-def test_a_second_sidecar_set_is_not_needed_to_shut_down_twice(model):
-    stand = Stand(make_config(model), sidecars=ScriptedSidecars())
+def test_shutdown_may_come_twice(stand):
     stand.connector.shutdown()
     stand.connector.shutdown()
     assert stand.sidecars.closed == 2

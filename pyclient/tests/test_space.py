@@ -53,7 +53,6 @@ def test_what_differs_is_named(model, kwargs, changed):
         (lambda c: setattr(c.model_config, "quantization", "fp8"), {"quantization"}),
         (lambda c: setattr(c.model_config, "hf_overrides", {"rope_theta": 1}), {"overrides"}),
         (lambda c: setattr(c.load_config, "load_format", "dummy"), {"weights"}),
-        (lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2), {"dcp"}),
     ],
 )
 def test_settings_that_change_the_bytes_change_the_space(model, change, changed):
@@ -73,8 +72,7 @@ def test_ranks_that_hold_the_same_bytes_do(model):
     config = make_config(model, tp=4)  # two KV heads
     shards = [fields(config, t)["tp_shard"] for t in range(4)]
     assert shards == ["0", "0", "1", "1"]
-    assert space._replicas(SimpleNamespace(use_mla=True), config.parallel_config, 1) == 4
-    assert space._replicas(SimpleNamespace(use_mla=True), config.parallel_config, 2) == 1
+    assert space._replicas(SimpleNamespace(use_mla=True), config.parallel_config) == 4
 
 
 def test_new_weights_under_the_old_name(tmp_path):
@@ -151,9 +149,6 @@ def test_geometry(model):
     kv_config = make_kv_config(10)
     got, warning = space.geometry(parse({"lookaside.chunk_tokens": 100}), config, kv_config)
     assert got == (BLOCK, 6, 32, 1) and warning is not None
-    config.parallel_config.decode_context_parallel_size = 2
-    got, _ = space.geometry(parse({}), config, kv_config)
-    assert got.page_tokens == 2 * BLOCK
 
 
 def test_world_names_the_data_parallel_engine(model):
@@ -182,5 +177,7 @@ def test_models_that_cannot(model):
     assert "SlidingWindowSpec" in str(space.idle_reason(config, make_kv_config(4, [window])))
     assert "MambaSpec" in str(space.idle_reason(config, make_kv_config(4, [mamba])))
     assert "2 KV-cache groups" in str(space.idle_reason(config, make_kv_config(4, [full_attention(), window])))
-    config.parallel_config.prefill_context_parallel_size = 2
-    assert "context parallel" in str(space.idle_reason(config, make_kv_config(4)))
+    for kind in ("prefill", "decode"):
+        config = make_config(model)
+        setattr(config.parallel_config, f"{kind}_context_parallel_size", 2)
+        assert f"{kind} context parallel" in str(space.idle_reason(config, make_kv_config(4)))

@@ -1,0 +1,339 @@
+"""Both roles, vLLM's real Scheduler and the real sidecar: an engine without a model.
+
+A forward writes into real KV tensors what each token's KV must be, and checks
+all that it attends to; everything between is the product's own code. Needs
+``bin/lookaside`` (``make build``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lookaside.connector import LookasideConnector
+from scheduling import BLOCK, Batch, Stand, contents, make_config, make_kv_config, tokens, write_model
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.outputs import KVConnectorOutput
+
+BINARY = Path(__file__).parents[2] / "bin" / "lookaside"
+BLOCKS = 64
+
+pytestmark = pytest.mark.skipif(not BINARY.exists(), reason="bin/lookaside is not built")
+
+
+class Sidecar:
+    """One `lookaside serve`."""
+
+    def __init__(self, endpoint: Path) -> None:
+        self.endpoint = endpoint
+        self.process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [BINARY, "serve", "--runtime-dir", self.endpoint, "--arena-limit", "64M", "--arena-initial", "64M",
+             "--arena-kind", "memfd", "--log-level", "error"],
+        )  # fmt: skip
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        assert self.process is not None
+        self.process.wait()
+
+
+class Ranks:
+    """The worker roles of one engine in this process, called in vLLM's order."""
+
+    def __init__(self, config: Any, requests: dict[str, Any]) -> None:
+        self.requests = requests
+        parallel = config.parallel_config
+        self.caches = []
+        self.roles = []
+        for rank in range(parallel.tensor_parallel_size):
+            mine = copy.copy(config)
+            mine.parallel_config = copy.copy(parallel)
+            mine.parallel_config.rank = rank
+            cache = torch.zeros(BLOCKS, 2, BLOCK, 32)
+            role = LookasideConnector(mine, KVConnectorRole.WORKER, make_kv_config(BLOCKS))
+            role.register_kv_caches({"layer0": cache})
+            self.caches.append(cache)
+            self.roles.append(role)
+        self.received: dict[str, int] = {}
+        self.loads: list[Any] = []
+        self.saves: list[Any] = []
+        self.finished: set[str] = set()
+        self.invalid = 0
+
+    def run(self, batch: Batch) -> KVConnectorOutput:
+        self.loads += batch.meta.loads
+        self.saves += batch.meta.saves
+        output = KVConnectorOutput(finished_recving=set())
+        folded = None
+        for rank, role in enumerate(self.roles):
+            role.handle_preemptions(batch.meta)
+            role.bind_connector_metadata(batch.meta)
+            self.forward(batch, rank)
+            role.start_load_kv(None)
+            role.wait_for_save()
+            results = role.get_transfer_results(batch.scheduled.finished_req_ids)
+            for request_id in results.finished_recving:
+                self.received[request_id] = self.received.get(request_id, 0) + 1
+                if self.received[request_id] == len(self.roles):
+                    del self.received[request_id]
+                    assert output.finished_recving is not None
+                    output.finished_recving.add(request_id)
+            errors = role.get_block_ids_with_load_errors()
+            self.invalid += len(errors)
+            output.invalid_block_ids |= errors
+            answer = role.build_connector_worker_meta()
+            if answer is not None:
+                folded = answer if folded is None else folded.aggregate(answer)
+            role.clear_connector_metadata()
+        output.kv_connector_worker_meta = folded
+        return output
+
+    def forward(self, batch: Batch, rank: int) -> None:
+        cache = self.caches[rank]
+        for request_id, count in batch.scheduled.num_scheduled_tokens.items():
+            table, before = batch.tables[request_id], batch.before[request_id]
+            values = [float(v % (1 << 20)) + rank / 2 for v in contents(self.requests[request_id])]
+            for position in range(before):
+                page, offset = divmod(position, BLOCK)
+                got = cache[table[page], :, offset]
+                assert bool((got == values[position]).all()), f"{request_id}: wrong KV at {position} of {before}"
+            for position in range(before, before + count):
+                page, offset = divmod(position, BLOCK)
+                cache[table[page], :, offset] = values[position]
+
+    def shutdown(self) -> None:
+        for role in self.roles:
+            role.shutdown()
+
+
+class Engine(Stand):
+    """A Stand whose workers and sidecars are real."""
+
+    def __init__(self, config: Any) -> None:
+        requests: dict[str, Any] = {}
+        ranks = Ranks(config, requests)  # as in vLLM, before the scheduler
+        super().__init__(config, BLOCKS, real=True)
+        self.requests = requests
+        self.workers = ranks  # type: ignore[assignment]
+        self.connect()
+
+    def connect(self, patience_s: float = 10.0) -> None:
+        """Wait until every session is up."""
+        deadline = time.monotonic() + patience_s
+        while not self.role._sidecars.available or any(s.suspect for s in self.role._sidecars.sessions):
+            assert time.monotonic() < deadline, "the sidecars do not answer"
+            time.sleep(0.01)
+
+    def ask(self, prompt: list[int], **kwargs: Any) -> tuple[str, int]:
+        """Serve one request; how many pages were loaded for it."""
+        before = len(self.workers.loads)
+        request_id = self.add(prompt, **kwargs)
+        self.run()
+        return request_id, sum(len(load.block_ids) for load in self.workers.loads[before:])
+
+    def run(self, limit: int = 20000) -> int:
+        for steps in range(limit):
+            if not self.scheduler.has_requests():
+                return steps
+            if not self.step().scheduled.num_scheduled_tokens:
+                time.sleep(0.001)
+        raise AssertionError("not done")
+
+    def settle(self) -> None:
+        """Nothing pinned, nobody loading."""
+        assert not self.role._pins and not self.role._requests and not self.role._loads
+        assert self.pool.get_num_free_blocks() == len(self.pool.blocks) - 1
+
+    def shutdown(self) -> None:
+        self.connector.shutdown()
+        self.workers.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def sidecars(tmp_path: Path) -> Iterator[list[Sidecar]]:
+    made = [Sidecar(tmp_path / f"rank-{rank}") for rank in range(2)]
+    deadline = time.monotonic() + 20
+    while not all((each.endpoint / "session.sock").exists() for each in made):
+        assert time.monotonic() < deadline, "the sidecars do not start"
+        time.sleep(0.02)
+    yield made
+    for each in made:
+        with contextlib.suppress(ProcessLookupError):
+            each.signal(signal.SIGCONT)
+            each.kill()
+
+
+@pytest.fixture
+def engines(model: Path, sidecars: list[Sidecar]) -> Iterator[Any]:
+    made: list[Engine] = []
+
+    def make(**kwargs: Any) -> Engine:
+        # A bound for the test's answers, not for the product's: the machine is shared.
+        extra = {
+            "lookaside.endpoint": str(sidecars[0].endpoint.parent / "rank-{rank}"),
+            "lookaside.lookup_timeout_ms": 2000,
+            "lookaside.store_timeout_ms": 2000,
+            **kwargs.pop("extra", {}),
+        }
+        made.append(Engine(make_config(model, extra, **kwargs)))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_two_engines_share_every_prefix(engines, tp):
+    one, other = engines(tp=tp), engines(tp=tp)
+    prompt = tokens(13 * BLOCK + 5)
+    assert one.ask(prompt, max_tokens=2 * BLOCK)[1] == 0
+    assert other.ask(prompt)[1] == 13
+    # A prefix that parts in the middle of a chunk, and a longer one.
+    assert other.ask(tokens(6 * BLOCK) + tokens(99, seed=4))[1] == 0, "vLLM has these itself"
+    one.forget_local()
+    assert one.ask(tokens(6 * BLOCK) + tokens(99, seed=4))[1] == 12
+    one.forget_local()
+    whole = prompt + next(iter(one.outputs.values()))
+    assert one.ask(whole + tokens(40, seed=7))[1] == (len(whole) - 1) // BLOCK
+    for engine in (one, other):
+        assert engine.workers.invalid == 0
+        engine.settle()
+
+
+def test_a_restarted_engine_finds_what_it_stored(engines):
+    prompt = tokens(9 * BLOCK + 1)
+    first = engines()
+    first.ask(prompt)
+    first.shutdown()
+    assert engines().ask(prompt)[1] == 9
+
+
+def test_reset_is_for_everybody(engines):
+    one, other = engines(tp=2), engines(tp=2)
+    prompt = tokens(9 * BLOCK + 1)
+    one.ask(prompt)
+    assert other.scheduler.reset_prefix_cache(reset_connector=True)
+    one.forget_local()
+    assert one.ask(prompt)[1] == 0
+
+
+def test_salts_do_not_share(engines):
+    one, other = engines(), engines()
+    prompt = tokens(9 * BLOCK + 1)
+    one.ask(prompt, cache_salt="a")
+    assert other.ask(prompt, cache_salt="b")[1] == 0
+    assert other.ask(prompt)[1] == 0
+    other.forget_local()
+    assert other.ask(prompt, cache_salt="a")[1] == 9
+
+
+def test_other_weights_do_not_share(engines, model):
+    prompt = tokens(9 * BLOCK + 1)
+    engines().ask(prompt)
+    weights = model / "model.safetensors"
+    weights.write_bytes(b"new")
+    try:
+        assert engines().ask(prompt)[1] == 0
+    finally:
+        weights.unlink()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_without_its_sidecar_the_engine_serves_on(engines, sidecars, number):
+    engine = engines(extra={"lookaside.lookup_timeout_ms": 20, "lookaside.store_timeout_ms": 15})
+    prompt = tokens(9 * BLOCK + 1)
+    engine.ask(prompt)
+    engine.forget_local()
+    sidecars[0].signal(number)
+    for seed in range(3):
+        request_id, pages = engine.ask(prompt if seed == 0 else tokens(150, seed=seed))
+        assert len(engine.outputs[request_id]) == 4 and pages == 0
+    engine.settle()
+    if number == signal.SIGSTOP:
+        sidecars[0].signal(signal.SIGCONT)
+    else:
+        sidecars[0].kill()
+        sidecars[0].start()
+        time.sleep(0.2)  # past the sessions' view of the old one
+    engine.connect()
+    engine.forget_local()
+    engine.ask(prompt)
+    engine.forget_local()
+    assert engine.ask(prompt)[1] == 9
+    engine.settle()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_histories_with_deaths(engines, sidecars, seed):
+    """Two engines at once, their sidecar killed, stopped and started at any moment."""
+    rng = random.Random(seed)
+    pair = [engines(batched_tokens=100, max_seqs=4) for _ in range(2)]
+    stopped = dead = False
+    for _ in range(250):
+        roll = rng.random()
+        engine = rng.choice(pair)
+        if roll < 0.15:
+            engine.add(tokens(rng.randrange(1, 12 * BLOCK), seed=rng.randrange(4)), max_tokens=rng.randrange(1, 20))
+        elif roll < 0.17:
+            with contextlib.suppress(RuntimeError):
+                engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        elif roll < 0.18 and engine.scheduler.running:
+            engine.abort(rng.choice(engine.scheduler.running).request_id)
+        elif roll < 0.20:
+            if dead:
+                sidecars[0].start()
+                dead = False
+            elif stopped:
+                sidecars[0].signal(signal.SIGCONT)
+                stopped = False
+            elif rng.random() < 0.5:
+                sidecars[0].kill()
+                dead = True
+            else:
+                sidecars[0].signal(signal.SIGSTOP)
+                stopped = True
+        for each in pair:
+            each.step()
+        time.sleep(0.002)
+    if dead:
+        sidecars[0].start()
+    if stopped:
+        sidecars[0].signal(signal.SIGCONT)
+    for engine in pair:
+        engine.run()
+        engine.settle()
+        assert all(engine.outputs[r] or engine.requests[r].status.name == "FINISHED_ABORTED" for r in engine.outputs)
+
+
+def test_nothing_of_it_is_left(engines, sidecars, tmp_path):
+    engine = engines()
+    engine.ask(tokens(9 * BLOCK))
+    engine.shutdown()
+    deadline = time.monotonic() + 5
+    while any(name.startswith("reply-") for name in os.listdir(sidecars[0].endpoint)):
+        assert time.monotonic() < deadline, "the session outlives its client"
+        time.sleep(0.02)
