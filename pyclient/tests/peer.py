@@ -20,7 +20,6 @@ from typing import Any
 
 import msgspec
 import zmq
-
 from lookaside import wire
 
 _decode = msgspec.msgpack.Decoder(wire.AnyMessage).decode

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from peer import Peer, until
-from test_session import options
-
 from lookaside import wire
 from lookaside.lookups import Lookup, LookupClient
 from lookaside.session import Session
+from peer import Peer, until
+from test_session import options
 
 RANKS = 2
 

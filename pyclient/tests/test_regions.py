@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-
 from lookaside.regions import Control, RegionError, RegionSet, map_region, populate, unmap
 
 SIZE = 4 << 20

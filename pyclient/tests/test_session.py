@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from peer import Conn, Peer, serving, until
-
 from lookaside import wire
 from lookaside.session import (
     EndpointAbsent,
@@ -24,6 +22,7 @@ from lookaside.session import (
     check_directory,
     open_endpoint,
 )
+from peer import Conn, Peer, serving, until
 
 
 def options(directory: Path, role: str = "worker", **more: Any) -> SessionOptions:

@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from peer import Conn, Peer, until
-from scheduling import BLOCK, make_config, make_kv_config, write_model
-
 from lookaside import wire
 from lookaside.config import parse
 from lookaside.copies import Ticket
 from lookaside.metadata import LoadSpec, LookasideMetadata, SaveSpec
 from lookaside.stats import Collector
 from lookaside.worker import WorkerConnector
+from peer import Conn, Peer, until
+from scheduling import BLOCK, make_config, make_kv_config, write_model
 
 BLOCKS = 32
 PAGE = 4096  # 2 heads x 16 tokens x 32 floats
@@ -573,6 +572,6 @@ def test_shutdown_ends_everything(model: Path, peer: Peer) -> None:
     stand.worker.shutdown()
     assert peer.conns[-1].closed.wait(5)
     until(lambda: not [t for t in set(threading.enumerate()) - threads if "lookaside" in t.name])
-    assert "region" not in open("/proc/self/maps").read()
+    assert "memfd:region" not in Path("/proc/self/maps").read_text()
     stand.step(LookasideMetadata(loads=[LoadSpec("late", ((1, 1),), 0, [5])], saves=[stand.save(0, [1], [1])]))
     assert stand.received == ["late"] and len(stand.acked) == 2

@@ -1,0 +1,545 @@
+"""The client against the real sidecar: bytes through real regions, and what survives its death.
+
+Needs ``bin/lookaside`` (``make build``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lookaside.autostart import Autostart
+from lookaside.config import parse
+from lookaside.lookups import Lookup
+from lookaside.metadata import LoadSpec, LookasideMetadata
+from lookaside.session import EndpointAbsent, EndpointError, Session, open_endpoint
+from lookaside.sidecars import RankSidecars
+from peer import until
+from scheduling import make_kv_config
+from test_session import Heard, options
+from test_worker import BLOCKS, PAGE, PPC, Stand, hashes, model, page
+
+BINARY = Path(__file__).parents[2] / "bin" / "lookaside"
+
+__all__ = ["model"]
+
+pytestmark = pytest.mark.skipif(not BINARY.exists(), reason=f"{BINARY} is not built")
+
+
+class Sidecar:
+    """One ``lookaside serve``; ends with the test."""
+
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        self.directory = directory
+        self.settings = {"arena_limit": "32M", "arena_kind": "memfd", **settings}
+        self.process: subprocess.Popen[bytes] | None = None
+        self.log = directory.parent / f"{directory.name}.log"
+        self.start()
+
+    def start(self) -> None:
+        flags = [f"--{key.replace('_', '-')}={value}" for key, value in self.settings.items()]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [str(BINARY), "serve", f"--runtime-dir={self.directory}", *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        until(self.answers, 20)
+
+    def answers(self) -> bool:
+        assert self.process is not None and self.process.poll() is None, self.log.read_text()
+        try:
+            open_endpoint(str(self.directory)).close()
+        except EndpointError:
+            return False
+        return True
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    def status(self) -> dict[str, Any]:
+        address = (self.directory / "admin.addr").read_text().strip()
+        with urllib.request.urlopen(f"http://{address}/v1/status", timeout=5) as answer:
+            return json.load(answer)
+
+
+class Engine(Stand):
+    """Both roles of one engine, without vLLM between them."""
+
+    def __init__(self, model: Path, directory: Path, seed: int = 0, **extra: Any) -> None:
+        settings = {f"lookaside.{key}": value for key, value in extra.items()}
+        super().__init__(model, str(directory), settings)
+        generator = torch.Generator().manual_seed(seed)
+        raw = torch.randint(0, 256, (BLOCKS * PAGE,), dtype=torch.uint8, generator=generator)
+        self.cache.view(torch.uint8).view(-1).copy_(raw)
+        config = parse(self.vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self.sidecars = RankSidecars(config, self.vllm_config, make_kv_config(BLOCKS), self.stats)
+
+    def start(self) -> Engine:
+        self.register()
+        self.sidecars.connect()
+        self.wait_up()
+        return self
+
+    def wait_up(self) -> None:
+        until(lambda: self.worker._session.available and self.sidecars.sessions[0].available, 20)
+
+    def lookup(self, first_page: int, *names: int) -> Lookup:
+        lookup = self.sidecars.start(first_page, hashes(*names))
+        until(lambda: lookup.poll() is not None)
+        return lookup
+
+    def held(self, first_page: int, *names: int) -> int:
+        """How many of the pages are held, without keeping leases on them."""
+        lookup = self.lookup(first_page, *names)
+        hits = lookup.poll()
+        lookup.cancel()
+        assert hits is not None
+        return hits
+
+    def fetch(self, name: str, names: list[int], blocks: list[int]) -> int:
+        """Look up and load what is held into the first of the blocks; returns how much."""
+        lookup = self.lookup(0, *names)
+        hits = lookup.poll()
+        assert hits is not None
+        if hits:
+            self.load_now(LoadSpec(name, lookup.refs, 0, blocks[:hits]))
+        return hits
+
+    def close(self) -> None:
+        self.sidecars.close()
+        self.worker.shutdown()
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+    each = Sidecar(tmp_path / "endpoint")
+    yield each
+    each.kill()
+
+
+@pytest.fixture
+def engine(model: Path, sidecar: Sidecar) -> Iterator[Engine]:
+    each = Engine(model, sidecar.directory).start()
+    yield each
+    each.close()
+
+
+def test_bytes_come_back(engine: Engine, sidecar: Sidecar) -> None:
+    names = [101, 102, 103, 104, 105]
+    want = [page(engine.cache, block) for block in range(1, 6)]
+    engine.save_now(engine.save(0, [1, 2, 3, 4, 5], names))
+    until(lambda: engine.held(0, *names) == 5)
+    engine.cache[1:6] = 0
+    assert engine.fetch("r", names, [20, 21, 22, 23, 24]) == 5
+    assert [page(engine.cache, block) for block in range(20, 25)] == want
+    assert engine.received == ["r"] and not engine.failed
+    until(lambda: sidecar.status()["leases"] == 0)
+
+
+def test_prefix_and_partial_chunks(engine: Engine) -> None:
+    engine.save_now(engine.save(0, list(range(1, 7)), list(range(101, 107))))
+    until(lambda: engine.held(0, *range(101, 107)) == 6)
+    assert engine.held(0, 101, 102, 103, 999) == 3
+    assert engine.held(0, 999, 101) == 0
+    assert engine.held(0, *range(101, 108)) == 6
+    # The partly filled chunk grows in place.
+    engine.save_now(engine.save(4, [7, 8, 9, 10], [105, 106, 107, 108], prev=104, new_from=6))
+    until(lambda: engine.held(0, *range(101, 109)) == 8)
+    assert engine.held(4, 105, 106, 107, 108) == 4
+    want = [page(engine.cache, b) for b in (1, 2, 3, 4, 5, 6, 9, 10)]
+    assert engine.fetch("r", list(range(101, 109)), list(range(20, 28))) == 8
+    assert [page(engine.cache, b) for b in range(20, 28)] == want
+
+
+def test_another_engine_of_the_model_loads_it(model: Path, engine: Engine, sidecar: Sidecar) -> None:
+    names = list(range(201, 209))
+    engine.save_now(engine.save(0, list(range(1, 9)), names))
+    other = Engine(model, sidecar.directory, seed=9).start()
+    try:
+        until(lambda: other.held(0, *names) == 8)
+        assert other.fetch("r", names, list(range(10, 18))) == 8
+        for index in range(8):
+            assert page(other.cache, 10 + index) == page(engine.cache, 1 + index)
+    finally:
+        other.close()
+
+
+def test_load_of_an_expired_or_cancelled_lookup_fails(engine: Engine) -> None:
+    engine.save_now(engine.save(0, [1, 2], [1, 2]))
+    until(lambda: engine.held(0, 1, 2) == 2)
+    lookup = engine.lookup(0, 1, 2)
+    lookup.cancel()
+    time.sleep(0.1)
+    engine.load_now(LoadSpec("r", lookup.refs, 0, [5, 6]))
+    assert engine.failed == {"r": 1} and engine.invalid == {5, 6}
+
+
+def test_save_of_what_is_held_moves_no_bytes(engine: Engine) -> None:
+    engine.save_now(engine.save(0, [1, 2, 3, 4], [1, 2, 3, 4]))
+    until(lambda: engine.held(0, 1, 2, 3, 4) == 4)
+    moved = engine.count("save_bytes")
+    engine.save_now(engine.save(0, [5, 6, 7, 8], [1, 2, 3, 4]))
+    assert engine.count("save_bytes") == moved == 4 * PAGE
+    assert engine.count("save_failures") == 0
+
+
+def test_arena_grows_under_the_workers(model: Path, tmp_path: Path) -> None:
+    sidecar = Sidecar(tmp_path / "grow", arena_limit="16M", arena_initial="1M", arena_step="1M", arena_grow_at=0.5)
+    engine = Engine(model, sidecar.directory).start()
+    rng = random.Random(3)
+    try:
+        kept: dict[int, list[bytes]] = {}
+        for prefix in range(128):  # 128 x 8 pages of 4 KiB: 4 MiB, four times the first region
+            names = [1000 * (prefix + 1) + i for i in range(8)]
+            blocks = rng.sample(range(1, BLOCKS), 8)
+            engine.cache[blocks] = float(prefix)
+            engine.save_now(engine.save(0, blocks, names))
+            kept[prefix] = [page(engine.cache, b) for b in blocks]
+            # At full speed the arena would be outrun, and would evict.
+            until(lambda: sidecar.status() is not None)
+        live = engine.worker._live
+        assert live is not None
+        until(lambda: live.regions.bytes_mapped >= 4 << 20)
+        held = 0
+        for prefix, want in kept.items():
+            names = [1000 * (prefix + 1) + i for i in range(8)]
+            hits = engine.fetch(f"r{prefix}", names, list(range(10, 18)))
+            assert [page(engine.cache, 10 + i) for i in range(hits)] == want[:hits]
+            held += hits
+        assert held >= 64 * 8
+    finally:
+        engine.close()
+        sidecar.kill()
+
+
+def test_killed_sidecar_costs_hits_only(engine: Engine, sidecar: Sidecar) -> None:
+    engine.save_now(engine.save(0, [1, 2], [1, 2]))
+    until(lambda: engine.held(0, 1, 2) == 2)
+    lookup = engine.lookup(0, 1, 2)
+    sidecar.kill()
+    began = time.monotonic()
+    engine.step(LookasideMetadata(loads=[LoadSpec("r", lookup.refs, 0, [5, 6])], saves=[engine.save(4, [1], [5])]))
+    until(lambda: engine.step() or engine.received)
+    assert engine.held(0, 1) == 0
+    assert time.monotonic() - began < 2
+    assert engine.invalid == {5, 6} and len(engine.acked) == 2
+    sidecar.start()
+    engine.wait_up()
+    assert engine.held(0, 1, 2) == 0, "a new arena is empty"
+    engine.save_now(engine.save(0, [3, 4], [1, 2]))
+    until(lambda: engine.held(0, 1, 2) == 2)
+    assert engine.fetch("again", [1, 2], [10, 11]) == 2
+    assert page(engine.cache, 10) == page(engine.cache, 3)
+
+
+def test_stopped_sidecar_costs_one_patience_and_keeps_everything(engine: Engine, sidecar: Sidecar) -> None:
+    engine.save_now(engine.save(0, [1, 2], [1, 2]))
+    until(lambda: engine.held(0, 1, 2) == 2)
+    generation = engine.worker._session.generation
+    sidecar.signal(signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        lookup = engine.sidecars.start(0, hashes(1, 2))
+        until(lambda: lookup.poll() is not None)
+        assert lookup.poll() == 0
+        engine.step(LookasideMetadata(saves=[engine.save(4, [3], [3])]))
+        first = time.monotonic() - began
+        began = time.monotonic()
+        for i in range(100):
+            assert engine.sidecars.start(0, hashes(1, 2)).poll() == 0
+            engine.step(
+                LookasideMetadata(
+                    saves=[engine.save(4, [3], [3])],
+                    loads=[LoadSpec(f"r{i}", lookup.refs, 0, [7])],
+                )
+            )
+        rest = time.monotonic() - began
+        assert first < 1 and rest < 1, (first, rest)
+        assert len(engine.received) == 100 and len(engine.acked) == 102
+    finally:
+        sidecar.signal(signal.SIGCONT)
+    engine.wait_up()
+    assert engine.worker._session.generation == generation
+    assert engine.fetch("r", [1, 2], [10, 11]) == 2
+    assert page(engine.cache, 10) == page(engine.cache, 1)
+    until(lambda: sidecar.status()["leases"] == 0)
+
+
+def test_sidecar_that_drains_is_survived(engine: Engine, sidecar: Sidecar) -> None:
+    sidecar.signal(signal.SIGTERM)
+    assert sidecar.process is not None and sidecar.process.wait(15) == 0
+    until(lambda: not engine.worker._session.connected)
+    engine.save_now(engine.save(0, [1], [1]))
+    sidecar.start()
+    engine.wait_up()
+
+
+def test_refusal_names_the_field_that_differs(model: Path, engine: Engine, sidecar: Sidecar) -> None:
+    own = engine.worker._session.options
+    wrong = Session(
+        options(
+            sidecar.directory,
+            role="scheduler",
+            engine_id=own.engine_id,
+            page_tokens=own.page_tokens,
+            page_bytes=0,
+            pages_per_chunk=own.pages_per_chunk,
+            fields={"dtype": "torch.bfloat16"},
+        )
+    )
+    wrong.start()
+    until(lambda: wrong.refused)
+    refusal = wrong.refused
+    assert refusal is not None and refusal.code == "incompatible"
+    assert "dtype" in refusal.field
+    assert {refusal.want, refusal.got} == {"torch.float32", "torch.bfloat16"}
+    wrong.close()
+
+
+def test_scheduler_before_its_worker_is_told_to_wait(model: Path, sidecar: Sidecar) -> None:
+    engine = Engine(model, sidecar.directory)
+    engine.sidecars.connect()
+    session = engine.sidecars.sessions[0]
+    until(lambda: session.refused)
+    assert session.refused is not None and session.refused.code == "no_worker"
+    engine.register()
+    engine.wait_up()
+    engine.close()
+
+
+def test_other_models_are_kept_apart(model: Path, engine: Engine, sidecar: Sidecar) -> None:
+    engine.save_now(engine.save(0, [1, 2], [1, 2]))
+    until(lambda: engine.held(0, 1, 2) == 2)
+    own = engine.worker._session.options
+    fields = {**own.fields, "model": "another"}
+    worker = Session(options(sidecar.directory, engine_id="b", page_bytes=PAGE, pages_per_chunk=PPC, fields=fields))
+    scheduler = Session(options(sidecar.directory, role="scheduler", engine_id="b", page_bytes=0, fields=fields))
+    worker.start()
+    assert worker.wait_connected(5)
+    from lookaside.lookups import LookupClient
+
+    client = LookupClient([scheduler], 5.0)
+    scheduler.start()
+    assert scheduler.wait_connected(5)
+    assert client.wait(client.start(0, hashes(1, 2)), 5) == 0
+    client.close()
+    for session in (scheduler, worker):
+        session.close()
+
+
+def test_stale_directory_is_taken_over(model: Path, sidecar: Sidecar) -> None:
+    sidecar.kill()
+    assert (sidecar.directory / "session.sock").exists()
+    with pytest.raises(EndpointAbsent):
+        open_endpoint(str(sidecar.directory))
+    sidecar.start()
+    session = Session(options(sidecar.directory))
+    session.start()
+    assert session.wait_connected(5)
+    session.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a directory away")
+def test_directory_that_changes_hands_is_not_used_again(engine: Engine, sidecar: Sidecar) -> None:
+    os.chown(sidecar.directory, 65534, 65534)
+    try:
+        session = Session(options(sidecar.directory))
+        session.start()
+        assert not session.wait_settled(5)
+        assert not session.connected
+        session.close()
+        assert engine.worker._session.connected, "who is connected stays so"
+    finally:
+        os.chown(sidecar.directory, os.geteuid(), os.getegid())
+
+
+def test_garbage_client_disturbs_nobody(engine: Engine, sidecar: Sidecar) -> None:
+    rng = random.Random(11)
+    for _ in range(20):
+        with contextlib.closing(open_endpoint(str(sidecar.directory))) as sock:
+            sock.setblocking(True)
+            with contextlib.suppress(OSError):
+                sock.send(rng.randbytes(rng.randrange(1, 500)))
+                sock.settimeout(2)
+                sock.recv(1024)
+    engine.save_now(engine.save(0, [1], [1]))
+    until(lambda: engine.held(0, 1) == 1)
+
+
+def test_dead_worker_frees_everything(model: Path, engine: Engine, sidecar: Sidecar) -> None:
+    """A killed process: its session ends though nobody closed it."""
+    engine.save_now(engine.save(0, [1, 2], [1, 2]))
+    until(lambda: engine.held(0, 1, 2) == 2)
+    for lookup in [engine.lookup(0, 1, 2) for _ in range(5)]:
+        assert lookup.poll() == 2
+    assert sidecar.status()["leases"] == 5
+    before = len(sidecar.status()["sessions"])
+    child = os.fork()
+    if child == 0:
+        session = Session(options(sidecar.directory, engine_id="doomed"))
+        session.start()
+        session.wait_connected(5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    until(lambda: len(sidecar.status()["sessions"]) == before, 2)
+    engine.sidecars.close()
+    until(lambda: sidecar.status()["leases"] == 0, 2)
+
+
+def test_autostart(model: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "auto" / "rank-0"
+    engine = Engine(model, directory, autostart=True, arena_size="16M", binary=str(BINARY))
+    other = Engine(model, directory, autostart=True, arena_size="16M", binary=str(BINARY))
+    pids: set[int] = set()
+
+    def owner() -> int:
+        return int((directory / "lock").read_text().split()[0])
+
+    try:
+        engine.start()
+        other.start()
+        pids.add(owner())
+        assert os.stat(directory).st_mode & 0o777 == 0o700
+        engine.save_now(engine.save(0, [1], [1]))
+        until(lambda: other.held(0, 1) == 1)
+        # It is started anew when it dies.
+        os.kill(owner(), signal.SIGKILL)
+        until(lambda: not engine.worker._session.connected)
+        until(lambda: engine.worker._session.connected, 20)
+        pids.add(owner())
+        assert len(pids) == 2
+    finally:
+        engine.close()
+        other.close()
+        with contextlib.suppress(OSError, ValueError):
+            os.kill(owner(), signal.SIGKILL)
+
+
+def test_autostart_that_cannot_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(FileNotFoundError, match=r"lookaside\.binary"):
+        Autostart("no-such-program", str(tmp_path / "a"), 1 << 24).ensure()
+    directory = tmp_path / "b"
+    starter = Autostart(str(BINARY), str(directory), 1 << 60)
+    starter.ensure()
+    assert starter._process is not None
+    starter._process.wait(20)
+    starter.ensure()
+    assert "exited" in caplog.text and "said nothing" not in caplog.text
+    directory = tmp_path / "c"
+    directory.mkdir(mode=0o755)
+    with pytest.raises(EndpointError, match="0755"):
+        Autostart(str(BINARY), str(directory), 1 << 24).ensure()
+
+
+def test_second_client_maps_the_same_memory(engine: Engine, sidecar: Sidecar) -> None:
+    heard = Heard()
+    session = Session(options(sidecar.directory, engine_id="second"))
+    session.subscribe(heard)
+    session.start()
+    assert session.wait_connected(5)
+    assert heard.regions == [0]
+    session.close()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_history_never_lies(model: Path, tmp_path: Path, seed: int) -> None:
+    """Saves and loads while the sidecar is stopped, continued, killed and restarted at random.
+
+    Every byte that a load reports as good is the byte that was saved under that
+    name; every load is reported once, every save acknowledged once.
+    """
+    rng = random.Random(seed)
+    sidecar = Sidecar(tmp_path / "chaos", arena_limit="2M", arena_initial="2M")
+    engine = Engine(model, sidecar.directory, load_timeout_ms=2000).start()
+    content: dict[int, bytes] = {}  # what every page of that name holds, whoever saved it
+    loads = hits = saves = 0
+    stopped = False
+    try:
+        for turn in range(600):
+            what = rng.random()
+            prefix = rng.randrange(20)
+            length = rng.randrange(1, 3 * PPC)
+            names = [1000 * prefix + i + 1 for i in range(length)]
+            blocks = rng.sample(range(1, BLOCKS), length)
+            if what < 0.5:
+                for name, block in zip(names, blocks, strict=True):
+                    engine.cache[block] = float(name)
+                    content.setdefault(name, page(engine.cache, block))
+                engine.step(LookasideMetadata(saves=[engine.save(0, blocks, names)]))
+                saves += 1
+            elif what < 0.9:
+                lookup = engine.sidecars.start(0, hashes(*names))
+                until(lambda lookup=lookup: lookup.poll() is not None)
+                held = lookup.poll()
+                if not held:
+                    continue
+                loads += 1
+                engine.cache[blocks] = -1.0
+                if rng.random() < 0.05:
+                    sidecar.kill()
+                engine.load_now(LoadSpec(f"r{turn}", lookup.refs, 0, blocks[:held]))
+                if f"r{turn}" not in engine.failed:
+                    hits += 1
+                    for name, block in zip(names[:held], blocks, strict=False):
+                        assert page(engine.cache, block) == content[name], (seed, turn, name)
+            elif what < 0.94:
+                stopped = not stopped
+                if sidecar.process is not None:
+                    sidecar.signal(signal.SIGSTOP if stopped else signal.SIGCONT)
+            else:
+                if sidecar.process is not None and rng.random() < 0.2:
+                    sidecar.kill()
+                if sidecar.process is None:
+                    sidecar.start()
+                    stopped = False
+            if rng.random() < 0.5 and sidecar.process is not None:
+                if stopped:
+                    sidecar.signal(signal.SIGCONT)
+                    stopped = False
+                engine.wait_up()
+        assert len(engine.acked) == len(set(engine.acked)) == saves
+        assert len(engine.received) == len(set(engine.received)) == loads
+        assert hits > 20, "too little happened to prove anything"
+        assert engine.count("errors") == 0
+    finally:
+        if sidecar.process is not None:
+            sidecar.signal(signal.SIGCONT)
+        engine.close()
+        sidecar.kill()
+
+
+def test_real_sidecar_is_not_fooled_by_a_closed_socket(sidecar: Sidecar) -> None:
+    """Handshakes cut off anywhere leave it serving."""
+    for cut in range(3):
+        sock = open_endpoint(str(sidecar.directory))
+        if cut:
+            sock.send(b"\x9a\x01")
+        if cut == 2:
+            sock.shutdown(socket.SHUT_WR)
+        sock.close()
+    assert sidecar.answers()
