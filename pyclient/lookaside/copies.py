@@ -153,7 +153,7 @@ class CpuCopies:
         self._kernel = best_kernel()
         self._threads = threads
         self._split_pages = max(1, -(-SPLIT_BYTES // self._plan.payload_bytes))
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lookaside-copy")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lookaside-copy", initializer=use_all_cores)
         self._inflight = InFlight()
 
     def attach(self, region_id: int, address: int, size: int) -> None:
@@ -210,16 +210,38 @@ class CpuCopies:
             part._finish(error)
 
 
-def make_copies(layout: PageLayout, device: object) -> Copies:
+def use_all_cores() -> None:
+    """Frees the calling thread, and those it starts, from the main thread's binding.
+
+    vLLM on a CPU binds each compute thread, the main one among them, to one core, and new threads inherit that. What all
+    threads of the process together may use is what the process was given.
+    """
+    try:
+        cores: set[int] = set()
+        for task in os.listdir("/proc/self/task"):
+            cores |= os.sched_getaffinity(int(task))
+        os.sched_setaffinity(0, cores)
+    except OSError:
+        pass  # a thread that has just ended; the binding costs speed only
+
+
+def make_copies(
+    layout: PageLayout,
+    device: object,
+    *,
+    threads: int = POOL_THREADS,
+    compute_stream: Callable[[], int] | None = None,
+) -> Copies:
     """The copies for a KV cache on this device ("cpu", "cuda:1", a torch.device).
 
+    threads: how many copy on a CPU. compute_stream: see CudaCopies.
     Raises ValueError for a device that has none, RuntimeError or OSError when its driver cannot be used.
     """
     kind, _, index = str(device).partition(":")
     if kind == "cpu":
-        return CpuCopies(layout)
+        return CpuCopies(layout, threads)
     if kind == "cuda":
         from lookaside.cuda import CudaCopies
 
-        return CudaCopies(layout, int(index or 0))
+        return CudaCopies(layout, int(index or 0), compute_stream=compute_stream)
     raise ValueError(f"KV cache on {device}: only cpu and cuda are supported")

@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import queue
 import threading
 import time
@@ -48,7 +47,7 @@ import numpy as np
 from lookaside import space, wire
 from lookaside.autostart import Autostart
 from lookaside.config import Config
-from lookaside.copies import Copies, Ticket, make_copies
+from lookaside.copies import Copies, Ticket, make_copies, use_all_cores
 from lookaside.layout import UnsupportedLayout, build_layout
 from lookaside.metadata import (
     LoadSpec,
@@ -184,6 +183,11 @@ class WorkerConnector:
         self._live: _Live | None = None
         self._shut = False
 
+        # The stream that vLLM computes on, by its handle: torch tells it to the main
+        # thread only, and the loader's copies must come after what it was given.
+        self._note_stream: Callable[[], int] | None = None
+        self._compute_stream = 0
+
         # The main thread's own.
         self._orders: list[_Save] = []  # asked for in this step
         self._copying: list[_Save] = []  # whose ticket is out
@@ -242,7 +246,14 @@ class WorkerConnector:
         fields = space.space_fields(self._vllm_config, tp_rank, pp_rank, engine_id=engine_id)
         endpoint = self._config.endpoint_for(self._rank, world.dp_rank)
         device = next(iter(kv_caches.values())).device
-        self._copies = make_copies(layout, device)
+        if device.type == "cuda":
+            self._note_stream = functools.partial(_current_stream, device)
+        self._copies = make_copies(
+            layout,
+            device,
+            threads=self._config.load_threads,
+            compute_stream=lambda: self._compute_stream,
+        )
         autostart = (
             Autostart(self._config.binary, endpoint, self._config.arena_size) if self._config.autostart else None
         )
@@ -346,6 +357,8 @@ class WorkerConnector:
     @_never_raises()
     def start_load_kv(self, *_: object, **__: object) -> None:
         """Let the loader write to the blocks of the step's loads."""
+        if self._note_stream is not None:
+            self._compute_stream = self._note_stream()
         fresh, self._fresh_loads = self._fresh_loads, []
         for load in fresh:
             self._loads.put(load)
@@ -611,7 +624,7 @@ class WorkerConnector:
 
     def _load_loop(self) -> None:
         """Brings loads from their grant to their report, several at a time."""
-        _use_all_cores()
+        use_all_cores()
         asked: list[_Load] = []  # waiting for their grant
         moving: list[_Load] = []  # being copied
         stopping = False
@@ -750,17 +763,7 @@ def _place(vllm_config: VllmConfig, world: space.World) -> tuple[int, int]:
     return rank % world.tp_size, rank // world.tp_size
 
 
-def _use_all_cores() -> None:
-    """Free the calling thread, and those it starts, from the main thread's binding.
+def _current_stream(device: torch.device) -> int:
+    import torch
 
-    vLLM on a CPU binds each compute thread, the main one among them, to one core,
-    and new threads inherit that. What all threads together may use is what this
-    process was given.
-    """
-    cores: set[int] = set()
-    try:
-        for task in os.listdir("/proc/self/task"):
-            cores |= os.sched_getaffinity(int(task))
-        os.sched_setaffinity(0, cores)
-    except (OSError, ValueError):
-        pass  # a thread that has just ended; the binding costs speed only
+    return torch.cuda.current_stream(device).cuda_stream
