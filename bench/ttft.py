@@ -13,6 +13,7 @@ Figures are medians over the rounds, in seconds; the outputs of every round must
 
 from __future__ import annotations
 
+import itertools
 import signal
 import statistics
 import sys
@@ -82,12 +83,12 @@ class Bench:
             self.sidecar.end()
             self.sidecar = self.stand.sidecar()
         self._connected()
-        # Back in order before the next: a request that stores, and is then found.
-        small = model.prompt(600, 30_000 + number)
-        client.complete(self.a.base_url, small)
+        # Back in order before the next: what one stores, the other finds.
+        seeds = itertools.count(30_000 + 1000 * number)
 
         def found() -> bool:
-            client.reset_prefix_cache(self.b.base_url)
+            small = model.prompt(600, next(seeds))
+            client.complete(self.a.base_url, small)
             return client.complete(self.b.base_url, small).cached_tokens > 0
 
         eventually(found, "hits once the sidecar is back", 30)

@@ -29,8 +29,8 @@ PAGE = 128  # vLLM's block on the CPU, in tokens
 _salts = itertools.count()
 
 
-# What is tested here is what happens, not how fast: on a machine that is busy with other things, the default patience of
-# 20 ms with a lookup turns a hit into a miss now and then, as it should.
+# What is tested here is what happens, not how fast: on a machine that is busy with other things, the default patience
+# of 20 ms with a lookup turns a hit into a miss now and then, as it should.
 PATIENT = {"lookup_timeout_ms": 2000, "store_timeout_ms": 2000}
 
 
