@@ -84,11 +84,6 @@ func Ask(ctx context.Context, dir string, q Query) (Answer, error) {
 	defer lookups.Close()
 
 	m := wire.Lookup{Session: ses.Welcome.Session, Lookup: 1, FirstPage: q.FirstPage, Hashes: q.Hashes, DeadlineMs: uint32(q.Timeout.Milliseconds())}
-	// The first one also waits for the sockets to connect.
-	if _, err := lookups.Lookup(&m, q.Timeout); err != nil {
-		return Answer{}, fmt.Errorf("lookup: %w", err)
-	}
-	m.Lookup = 2
 	start := time.Now()
 	r, err := lookups.Lookup(&m, q.Timeout)
 	took := time.Since(start)

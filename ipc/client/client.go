@@ -201,7 +201,11 @@ type Lookups struct {
 	pull *zmq4.Socket
 }
 
+// connectPatience is how long NewLookups waits for a connection.
+const connectPatience = 5 * time.Second
+
 // NewLookups connects to the sidecar's two sockets, those of a Welcome, or binds the answers' one (bindReply), as LMCache does.
+// It returns when both are up: an answer to a socket that is not would be dropped.
 func NewLookups(lookupEndpoint, replyEndpoint string, bindReply bool) (*Lookups, error) {
 	ctx, err := zmq4.NewContext()
 	if err != nil {
@@ -224,12 +228,55 @@ func (l *Lookups) open(lookupEndpoint, replyEndpoint string, bindReply bool) (er
 	if l.pull, err = l.ctx.NewSocket(zmq4.PULL); err != nil {
 		return err
 	}
-	if bindReply {
-		err = l.pull.Bind(replyEndpoint)
-	} else {
-		err = l.pull.Connect(replyEndpoint)
+	if err := errors.Join(l.pull.SetLinger(0), l.push.SetLinger(0)); err != nil {
+		return err
 	}
-	return errors.Join(err, l.push.SetLinger(0), l.pull.SetLinger(0), l.push.Connect(lookupEndpoint))
+	if bindReply {
+		err = l.up(l.pull, "reply", func() error { return l.pull.Bind(replyEndpoint) })
+	} else {
+		err = l.up(l.pull, "reply", func() error { return l.pull.Connect(replyEndpoint) })
+	}
+	if err != nil {
+		return fmt.Errorf("%s: %w", replyEndpoint, err)
+	}
+	if err := l.up(l.push, "lookup", func() error { return l.push.Connect(lookupEndpoint) }); err != nil {
+		return fmt.Errorf("%s: %w", lookupEndpoint, err)
+	}
+	return nil
+}
+
+// up starts a socket and waits until its peer is there.
+func (l *Lookups) up(s *zmq4.Socket, name string, start func() error) error {
+	endpoint := "inproc://" + name
+	if err := s.Monitor(endpoint, zmq4.EVENT_HANDSHAKE_SUCCEEDED); err != nil {
+		return err
+	}
+	monitor, err := l.ctx.NewSocket(zmq4.PAIR)
+	if err != nil {
+		return err
+	}
+	// libzmq tells of events by a blocking send: it must have stopped before nobody is left to take them in.
+	defer func() {
+		_ = s.Monitor("", 0)
+		_ = monitor.Close()
+	}()
+	if err := errors.Join(monitor.SetLinger(0), monitor.Connect(endpoint), start()); err != nil {
+		return err
+	}
+	deadline := time.Now().Add(connectPatience)
+	for {
+		if err := monitor.SetRcvtimeo(max(time.Until(deadline), time.Millisecond)); err != nil {
+			return err
+		}
+		_, _, _, err := monitor.RecvEvent(0)
+		switch zmq4.AsErrno(err) {
+		case zmq4.Errno(syscall.EINTR):
+			continue
+		case zmq4.Errno(syscall.EAGAIN):
+			return os.ErrDeadlineExceeded
+		}
+		return err
+	}
 }
 
 // Send sends one message of one or more frames.

@@ -2,13 +2,17 @@ package main
 
 import (
 	"context"
+	"encoding/json"
+	"io"
 	"os"
 	"os/signal"
+	"path/filepath"
 	"syscall"
 
 	"github.com/spf13/cobra"
 
 	"lookaside/dax/memcopy"
+	"lookaside/ipc/zmqecho"
 	"lookaside/sidecar"
 )
 
@@ -18,7 +22,7 @@ func newBench() *cobra.Command {
 		Short: "Measure parts of the sidecar on this machine",
 		Args:  cobra.NoArgs,
 	}
-	cmd.AddCommand(newBenchMemcopy(), newBenchLookupServer())
+	cmd.AddCommand(newBenchMemcopy(), newBenchLookupServer(), newBenchEcho())
 	return cmd
 }
 
@@ -77,5 +81,51 @@ It prints one line of JSON when it serves: its endpoint, and which pages it hold
 	f.IntVar(&o.PrefixPages, "prefix-pages", 4096, "pages of each prefix")
 	f.IntVar(&o.PagesPerChunk, "pages-per-chunk", 16, "pages of a chunk")
 	f.IntVar(&o.CopyThreads, "copy-threads", 0, "threads that copy memory at full speed meanwhile")
+	return cmd
+}
+
+func newBenchEcho() *cobra.Command {
+	var replyBytes int
+	cmd := &cobra.Command{
+		Use:   "echo",
+		Short: "Answer ZMQ messages with as little work as can be, for a client to measure that as its limit",
+		Long: `Answer ZMQ messages with as little work as can be, for a client to measure that as its limit.
+
+It prints one line of JSON when it serves: the endpoints to push to and to pull from. It ends when its standard input does.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			dir, err := os.MkdirTemp("", "lookaside-echo-")
+			if err != nil {
+				return err
+			}
+			defer os.RemoveAll(dir)
+			push, pull := "ipc://"+filepath.Join(dir, "in"), "ipc://"+filepath.Join(dir, "out")
+			ready, done := make(chan struct{}), make(chan error, 1)
+			// It is never stopped: the process ends with the command.
+			go func() { done <- zmqecho.Serve(push, pull, replyBytes, func() { close(ready) }) }()
+			select {
+			case err := <-done:
+				return err
+			case <-ready:
+			}
+			// One line, unlike printJSON's: a client reads it while we go on.
+			if err := json.NewEncoder(cmd.OutOrStdout()).Encode(map[string]string{"push": push, "pull": pull}); err != nil {
+				return err
+			}
+			ctx, stop := interruptible(cmd)
+			defer stop()
+			go func() {
+				_, _ = io.Copy(io.Discard, cmd.InOrStdin())
+				stop()
+			}()
+			select {
+			case err := <-done:
+				return err
+			case <-ctx.Done():
+				return nil
+			}
+		},
+	}
+	cmd.Flags().IntVar(&replyBytes, "reply-bytes", -1, "bytes of each answer; negative: the message itself")
 	return cmd
 }

@@ -1,0 +1,250 @@
+package connector_test
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"lookaside/ipc/client"
+	"lookaside/ipc/wire"
+)
+
+// The tests here start the test binary again as a client process: clientMain is what it does. Its first argument is the
+// endpoint, its second how far to go; then it says so on standard output and waits for standard input to close.
+func clientMain() {
+	if err := runClient(os.Args[1], os.Args[2]); err != nil {
+		fmt.Println("error:", err)
+		os.Exit(1)
+	}
+	fmt.Println("ready")
+	_, _ = io.Copy(io.Discard, os.Stdin)
+}
+
+// The stages at which a client process can be, in the order of their doing. Each includes a worker's session with the arena
+// mapped but the first; the prefix that it uses is 1 for what it reads and 2 for what it writes.
+const (
+	stageConnected = "connected" // no hello yet
+	stageWelcomed  = "welcomed"
+	stagePrepared  = "prepared" // a store was granted
+	stageFilled    = "filled"   // its bytes are written
+	stageLooked    = "looked"   // a lookup holds leases
+	stageLoading   = "loading"  // a load holds them
+	stageVerified  = "verified" // its bytes were right, and it was released
+)
+
+// kept is what a client process holds until its end: not even its finalizers may close it.
+var kept []any
+
+func runClient(dir, stage string) error {
+	if stage == stageConnected {
+		ses, err := client.Connect(dir)
+		kept = append(kept, ses)
+		return err
+	}
+	w, err := dialWorker(dir, workerHello("child"))
+	kept = append(kept, w)
+	if err != nil || stage == stageWelcomed {
+		return err
+	}
+	if stage == stagePrepared || stage == stageFilled {
+		p := onePrefix(2)
+		g, err := w.prepare(p, 0, 8)
+		if err != nil || stage == stagePrepared {
+			return err
+		}
+		return w.fill(p, g.Grants)
+	}
+	ses, err := client.Dial(dir, schedulerHello("child"), patience)
+	if err != nil {
+		return err
+	}
+	l, err := client.NewLookups(ses.Welcome.LookupEndpoint, ses.Welcome.ReplyEndpoint, false)
+	kept = append(kept, ses, l)
+	if err != nil {
+		return err
+	}
+	p := onePrefix(1)
+	r, err := l.Lookup(&wire.Lookup{Session: ses.Welcome.Session, Lookup: 1, Hashes: p.hashes(0, 8)}, patience)
+	if err != nil {
+		return err
+	}
+	if r.HitPages != 8 {
+		return fmt.Errorf("%d of 8 pages hit", r.HitPages)
+	}
+	if stage == stageLooked {
+		return nil
+	}
+	g, err := w.load(&scheduler{ses: ses}, 1, p, 0, 8) // checks the bytes
+	if err != nil || stage == stageLoading {
+		return err
+	}
+	return w.ses.Send(&wire.Release{Load: g.Load})
+}
+
+// A process is a client in another process.
+type process struct {
+	cmd   *exec.Cmd
+	stdin io.Closer
+}
+
+// start runs a client process up to a stage.
+func (r *rig) start(stage string) *process {
+	r.t.Helper()
+	cmd := exec.Command(os.Args[0], r.dir, stage)
+	cmd.Env = append(os.Environ(), clientEnv+"=1")
+	cmd.Stderr = os.Stderr
+	stdin, err := cmd.StdinPipe()
+	check(r.t, err)
+	stdout, err := cmd.StdoutPipe()
+	check(r.t, err)
+	check(r.t, cmd.Start())
+	p := &process{cmd: cmd, stdin: stdin}
+	r.t.Cleanup(p.kill)
+	line, err := bufio.NewReader(stdout).ReadString('\n')
+	if err != nil || strings.TrimSpace(line) != "ready" {
+		r.t.Fatalf("client process at stage %s: %q, %v", stage, line, err)
+	}
+	return p
+}
+
+// kill ends the process with SIGKILL and waits for it. It may be called twice.
+func (p *process) kill() {
+	if p.cmd.ProcessState == nil {
+		_ = p.cmd.Process.Kill()
+		_ = p.cmd.Wait()
+	}
+}
+
+// Another process sees the bytes that this one wrote, on the mapping itself.
+func TestSecondProcessReadsWhatTheFirstWrote(t *testing.T) {
+	r := newRig(t, rigOptions{})
+	w := r.worker(workerHello("e"))
+	w.store(onePrefix(1), 0, 8)
+	p := r.start(stageVerified)
+	r.eventually("released", func() bool { return r.engine.Stats().Leases == 0 })
+	check(t, p.stdin.Close())
+	check(t, p.cmd.Wait())
+	// And the other way round: what a process that has gone had stored stays.
+	if n := r.server.Counters().LoadedPages; n != 8 {
+		t.Errorf("%d pages loaded", n)
+	}
+}
+
+// Whatever a client was doing when it was killed, within a second it holds nothing.
+func TestDeathAtEveryStage(t *testing.T) {
+	for _, stage := range []string{stageConnected, stageWelcomed, stagePrepared, stageFilled, stageLooked, stageLoading} {
+		t.Run(stage, func(t *testing.T) {
+			r := newRig(t, rigOptions{})
+			w := r.worker(workerHello("e"))
+			s := r.scheduler(schedulerHello("e"))
+			w.store(onePrefix(1), 0, 8)
+			p := r.start(stage)
+			st := r.engine.Stats()
+			switch stage {
+			case stagePrepared, stageFilled:
+				if st.OpenStores != 1 || st.FillingSlots != 2 {
+					t.Fatalf("%+v", st)
+				}
+			case stageLooked, stageLoading:
+				if st.Leases != 2 {
+					t.Fatalf("%+v", st)
+				}
+			}
+			check(t, p.cmd.Process.Signal(syscall.SIGKILL))
+			r.eventually("all that it held is free", func() bool {
+				st := r.engine.Stats()
+				return st.Owners == 2 && st.Leases == 0 && st.OpenStores == 0 && st.OpenLoads == 0 && st.OpenLookups == 0 && st.FillingSlots == 0 &&
+					r.listener.Stats().Sessions == 2
+			})
+			if _, hit := s.lookup(onePrefix(2), 0, 8); hit != 0 {
+				t.Errorf("%d pages of a store that was never committed are visible", hit)
+			}
+			if _, hit := s.lookup(onePrefix(1), 0, 8); hit != 8 {
+				t.Errorf("%d of 8 pages hit", hit)
+			}
+			w.store(onePrefix(2), 0, 8)
+		})
+	}
+}
+
+// A frozen client keeps what it holds, because it lives; others notice nothing, also while the arena grows.
+func TestFrozenClient(t *testing.T) {
+	r := newRig(t, rigOptions{regionBytes: 8 * perChunk * pageBytes})
+	w := r.worker(workerHello("e"))
+	s := r.scheduler(schedulerHello("e"))
+	w.store(onePrefix(1), 0, 8)
+	p := r.start(stageLoading)
+	check(t, p.cmd.Process.Signal(syscall.SIGSTOP))
+
+	start := time.Now()
+	r.grow(8 * perChunk * pageBytes)
+	for i := range uint8(40) { // fills the arena many times over
+		q := onePrefix(10 + i)
+		w.store(q, 0, 8)
+		if _, hit := s.lookup(q, 0, 8); hit != 8 {
+			t.Fatalf("prefix %d: %d of 8 pages hit", i, hit)
+		}
+		s.cancel(s.next)
+	}
+	if took := time.Since(start); took > 5*time.Second {
+		t.Errorf("others took %v", took)
+	}
+	st := r.engine.Stats()
+	if st.OpenLoads != 1 || st.Evictions == 0 {
+		t.Errorf("%d loads, %d evictions: the frozen client's load must stand, and others be evicted", st.OpenLoads, st.Evictions)
+	}
+	if _, hit := s.lookup(onePrefix(1), 0, 8); hit != 8 {
+		t.Error("a leased chunk was evicted")
+	}
+	s.cancel(s.next)
+	check(t, p.cmd.Process.Signal(syscall.SIGKILL)) // also ends a stopped process
+	r.eventually("all that it held is free", func() bool { st := r.engine.Stats(); return st.OpenLoads == 0 && st.Leases == 0 })
+}
+
+// A client that sends and never reads is closed, and nobody waits for it.
+func TestClientThatDoesNotRead(t *testing.T) {
+	r := newRig(t, rigOptions{})
+	w := r.worker(workerHello("e"))
+	deaf := r.worker(workerHello("deaf"))
+	_, err := deaf.prepare(onePrefix(2), 0, 8)
+	check(t, err)
+	ping := (&wire.Ping{ID: 1}).Append(nil)
+	flooded := make(chan error, 1)
+	go func() {
+		_ = deaf.ses.Conn().SetWriteDeadline(time.Now().Add(10 * time.Second))
+		for {
+			if err := deaf.ses.SendRaw(ping); err != nil {
+				flooded <- err
+				return
+			}
+		}
+	}()
+	slowest := time.Duration(0)
+	for done := false; !done; {
+		select {
+		case err := <-flooded:
+			if errors.Is(err, os.ErrDeadlineExceeded) {
+				t.Fatal("it still is connected")
+			}
+			done = true
+		default:
+			start := time.Now()
+			w.sync()
+			slowest = max(slowest, time.Since(start))
+		}
+	}
+	if slowest > aSecond {
+		t.Errorf("somebody else waited %v", slowest)
+	}
+	r.eventually("what it held is free", func() bool { return r.engine.Stats().OpenStores == 0 && r.server.Sessions() == 1 })
+	if r.errorCount("send") == 0 {
+		t.Error("not counted")
+	}
+}
