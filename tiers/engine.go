@@ -3,6 +3,7 @@ package tiers
 import (
 	"fmt"
 	"math"
+	"math/bits"
 	"sync"
 
 	"lookaside/dax"
@@ -428,7 +429,7 @@ func (e *Engine) makeRoom(c *class) (ok, unlocked bool) {
 		m.index = nil
 	}
 	*r = region{
-		id: r.id, num: r.num, size: r.size, class: c, ppc: c.geometry.PagesPerChunk, words: c.geometry.DigestBytes / 8,
+		id: r.id, num: r.num, size: r.size, class: c, ppc: c.geometry.PagesPerChunk, shift: logarithm(c.geometry.PagesPerChunk), words: c.geometry.DigestBytes / 8,
 		slots: m.slots.Slice(), digests: m.digests.Slice(), links: m.links.Slice(), lru: lru{heap: m.heap.Slice(), pos: m.pos.Slice()},
 		firstGen: r.firstGen, free: slots, lastUse: e.tick, mem: m,
 	}
@@ -438,6 +439,14 @@ func (e *Engine) makeRoom(c *class) (ok, unlocked bool) {
 	e.records += slots * r.ppc
 	e.relimit()
 	return true, true
+}
+
+// logarithm of a power of two; -1 for other numbers.
+func logarithm(n int) int8 {
+	if n&(n-1) != 0 {
+		return -1
+	}
+	return int8(bits.TrailingZeros(uint(n)))
 }
 
 // coldRegion is the region of another geometry that class c may take: of those in which nothing is leased or being filled the one unused

@@ -63,19 +63,18 @@ func (e *Engine) leaseHits(ow *owner, w *walk) (pages int, slots []uint32) {
 		for j, rec := range refs {
 			last := w.last(i + j)
 			if rec == 0 || !e.at(rec, last) {
-				rec, last = e.bisect(sp, w, i+j)
-				if rec == 0 {
+				if rec, last = e.bisect(sp, w, i+j); rec == 0 {
 					return pages, slots
 				}
-				if ref, _ := e.slotOf(rec); lease(ref) {
-					pages = last - w.first + 1
-				}
-				return pages, slots
+				n = 0 // the last one
 			}
 			if ref, _ := e.slotOf(rec); !lease(ref) {
 				return pages, slots
 			}
 			pages = last - w.first + 1
+			if n == 0 {
+				return pages, slots
+			}
 		}
 	}
 	return pages, slots

@@ -45,7 +45,8 @@ type region struct {
 	class    *class // nil: not carved
 	draining bool   // being emptied for another geometry: hands out no slots
 	ppc      int
-	words    int // of a digest
+	shift    int8 // its logarithm if it is a power of two, else -1
+	words    int  // of a digest
 
 	slots   []slot
 	digests []uint64
@@ -101,18 +102,26 @@ func (e *Engine) slot(ref uint32) (*region, *slot) {
 	return r, &r.slots[ref&recordMask]
 }
 
+// split is the slot of a record in its region, and the position in it. The division would be a good part of a lookup's time.
+func (r *region) split(rec uint32) (slot, pos uint32) {
+	if r.shift >= 0 {
+		return rec >> (r.shift & 31), rec & uint32(r.ppc-1)
+	}
+	slot = rec / uint32(r.ppc)
+	return slot, rec - slot*uint32(r.ppc)
+}
+
 // slotOf is the slot of a page's record, and the page's position in it.
 func (e *Engine) slotOf(page uint32) (ref uint32, pos int) {
-	r := e.regions[page>>recordBits]
-	rec := int(page & recordMask)
-	return r.num<<recordBits | uint32(rec/r.ppc), rec % r.ppc
+	i, p := e.regions[page>>recordBits].split(page & recordMask)
+	return page&^recordMask | i, int(p)
 }
 
 // at says whether a record is that of the given page of its prefix: an honest client's always is.
 func (e *Engine) at(record uint32, page int) bool {
-	ref, pos := e.slotOf(record)
-	r, s := e.slot(ref)
-	return pos == page%r.ppc && int(s.chunk) == page/r.ppc
+	r := e.regions[record>>recordBits]
+	i, pos := r.split(record & recordMask)
+	return int(r.slots[i].chunk)*r.ppc+int(pos) == page
 }
 
 // offset is where page pos of a slot lies in its region.
@@ -164,7 +173,7 @@ func (e *Engine) settle(ref uint32) {
 	switch {
 	case s.doomed:
 		e.release(ref)
-	case e.redundant(ref):
+	case int(s.pages) < r.ppc && e.redundant(ref): // there are no two whole ones
 		e.stats.Duplicates++
 		e.leave(ref)
 		e.release(ref)

@@ -249,7 +249,7 @@ type bareLoop struct {
 func newBareLoop(chunks, ppc int) (*bareLoop, error) {
 	b := &bareLoop{}
 	var err error
-	if b.index, err = dax.NewTable[uint64](chunks * ppc * 4 / 3); err == nil {
+	if b.index, err = dax.NewTable[uint64](chunks * ppc * 2); err == nil {
 		if b.digests, err = dax.NewTable[[4]uint64](chunks * ppc); err == nil {
 			b.slots, err = dax.NewTable[[8]uint64](chunks)
 		}
