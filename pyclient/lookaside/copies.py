@@ -14,7 +14,8 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -174,32 +175,35 @@ class CpuCopies:
         self._pool.shutdown(wait=True)
 
     def _start(self, copy: Callable[..., Any], blocks: np.ndarray, addresses: np.ndarray, *, inline: bool) -> Ticket:
-        """Splits a copy over the threads; inline, this thread does its share and waits for the others'."""
+        """Splits a copy over the threads; inline, this thread does what no other has begun when it gets there."""
         try:
             self._plan.check(blocks, addresses)
         except (TypeError, ValueError) as fault:
             return finished(str(fault))
-        shares = min(self._threads, max(1, len(blocks) // self._split_pages))
-        bounds = [len(blocks) * i // shares for i in range(shares + 1)]
-        parts = [Ticket() for _ in range(shares)]
-        whole = AllOf(parts)
+        if not inline:
+            blocks, addresses = blocks.copy(), addresses.copy()  # the caller may reuse its own once we return
+        count = min(self._threads, max(1, len(blocks) // self._split_pages))
+        bounds = [len(blocks) * i // count for i in range(count + 1)]
+        shares = [(Ticket(), blocks[i:j], addresses[i:j]) for i, j in pairwise(bounds)]
+        whole = AllOf([part for part, *_ in shares])
         self._inflight.add(whole)
-        for i, part in enumerate(parts):
-            share = slice(bounds[i], bounds[i + 1])
-            if inline and i == shares - 1:
-                self._run(part, copy, blocks[share], addresses[share])
-                continue
-            try:
-                # The arrays are the caller's: slices are copied, for it may reuse them once we return.
-                self._pool.submit(self._run, part, copy, blocks[share].copy(), addresses[share].copy())
-            except RuntimeError:
+        futures: list[Future[None]] = []
+        try:
+            for share in shares[1:] if inline else shares:
+                futures.append(self._pool.submit(self._run, copy, *share))
+        except RuntimeError:
+            for part, *_ in shares[len(futures) + inline :]:
                 part._finish("copies are closed")
         if inline:
-            for part in parts:
-                part._over.wait()  # bounded: the share of a copy of our own size
+            self._run(copy, *shares[0])
+            for future, share in zip(futures, shares[1:], strict=False):
+                # The pool may be busy with a long scatter: the engine's step does not queue behind that.
+                if future.cancel():
+                    self._run(copy, *share)
+                share[0]._over.wait()  # bounded by the time of our own share
         return whole
 
-    def _run(self, part: Ticket, copy: Callable[..., Any], blocks: np.ndarray, addresses: np.ndarray) -> None:
+    def _run(self, copy: Callable[..., Any], part: Ticket, blocks: np.ndarray, addresses: np.ndarray) -> None:
         error: str | None = "copy interrupted"
         try:
             copy(blocks, addresses, kernel=self._kernel)
@@ -213,8 +217,8 @@ class CpuCopies:
 def use_all_cores() -> None:
     """Frees the calling thread, and those it starts, from the main thread's binding.
 
-    vLLM on a CPU binds each compute thread, the main one among them, to one core, and new threads inherit that. What all
-    threads of the process together may use is what the process was given.
+    vLLM on a CPU binds each compute thread, the main one among them, to one core, and new threads inherit that. What
+    all threads of the process together may use is what the process was given.
     """
     try:
         cores: set[int] = set()

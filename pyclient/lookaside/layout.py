@@ -67,40 +67,9 @@ class PageLayout:
     description: dict[str, str] = field(default_factory=dict)
 
 
-def unsupported_reason(kv_cache_config: Any, vllm_config: Any | None = None) -> UnsupportedLayout | None:
-    """Why pages of this KV cache cannot be kept, judged by its config alone; None if they can.
-
-    For the scheduler role, which sees no tensors. Never raises for a config of the supported vLLM versions.
-    """
-    groups = list(kv_cache_config.kv_cache_groups)
-    if not groups:
-        return UnsupportedLayout("attention", "the model has no KV cache")
-    if len(groups) > 1:
-        kinds = sorted({type(spec).__name__ for group in groups for _, spec in _layer_specs(group)})
-        return UnsupportedLayout("hybrid", f"{len(groups)} KV-cache groups ({', '.join(kinds)})")
-    specs = [spec for _, spec in _layer_specs(groups[0])]
-    for spec in specs:
-        name = type(spec).__name__
-        if name not in FULL_ATTENTION_SPECS:
-            return UnsupportedLayout("attention", f"{name} is neither full attention nor MLA")
-        if getattr(spec, "attention_chunk_size", None) is not None:
-            return UnsupportedLayout("attention", "chunked local attention")
-    if len({spec.block_size for spec in specs}) != 1:
-        return UnsupportedLayout("hybrid", "layers with different block sizes")
-    if getattr(groups[0], "host_resident", False):
-        return UnsupportedLayout("attention", "the KV cache lives in host memory of vLLM's own")
-    if not all(hasattr(t, "layer_stride") for t in kv_cache_config.kv_cache_tensors):
-        return UnsupportedLayout("layout", "vLLM before 0.29 (its KV-cache tensors do not say where layers lie)")
-    parallel = getattr(vllm_config, "parallel_config", None)
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            return UnsupportedLayout("attention", f"{name} above 1 spreads a block's tokens over ranks")
-    return None
-
-
 def build_layout(kv_cache_config: Any, kv_caches: Mapping[str, Any], vllm_config: Any | None = None) -> PageLayout:
     """The page layout of the tensors that vLLM registers. Raises UnsupportedLayout."""
-    fault = unsupported_reason(kv_cache_config, vllm_config)
+    fault = _config_fault(kv_cache_config)
     if fault is not None:
         raise fault
     (group,) = kv_cache_config.kv_cache_groups
@@ -145,6 +114,28 @@ def build_layout(kv_cache_config: Any, kv_caches: Mapping[str, Any], vllm_config
         spans=tuple(spans),
         description=_describe(kv_cache_config, vllm_config, shapes, segments, specs),
     )
+
+
+def _config_fault(kv_cache_config: Any) -> UnsupportedLayout | None:
+    """Why pages of this KV cache cannot be kept, judged by its config alone; None if they can."""
+    groups = list(kv_cache_config.kv_cache_groups)
+    if not groups:
+        return UnsupportedLayout("attention", "the model has no KV cache")
+    if len(groups) > 1:
+        kinds = sorted({type(spec).__name__ for group in groups for _, spec in _layer_specs(group)})
+        return UnsupportedLayout("hybrid", f"{len(groups)} KV-cache groups ({', '.join(kinds)})")
+    specs = [spec for _, spec in _layer_specs(groups[0])]
+    for spec in specs:
+        name = type(spec).__name__
+        if name not in FULL_ATTENTION_SPECS:
+            return UnsupportedLayout("attention", f"{name} is neither full attention nor MLA")
+    if len({spec.block_size for spec in specs}) != 1:
+        return UnsupportedLayout("hybrid", "layers with different block sizes")
+    if getattr(groups[0], "host_resident", False):
+        return UnsupportedLayout("attention", "the KV cache lives in host memory of vLLM's own")
+    if not all(hasattr(t, "layer_stride") for t in kv_cache_config.kv_cache_tensors):
+        return UnsupportedLayout("layout", "vLLM before 0.29 (its KV-cache tensors do not say where layers lie)")
+    return None
 
 
 def _layer_specs(group: Any) -> Iterable[tuple[str, Any]]:

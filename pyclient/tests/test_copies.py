@@ -97,9 +97,33 @@ def test_detach_waits_for_copies_under_way(bench: Bench, monkeypatch: pytest.Mon
     assert left.wait(10) and copy.done() and copy.error
 
 
+def test_a_gather_does_not_queue_behind_scatters(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = threading.Event()
+    run = CpuCopies._run
+    main = threading.get_ident()
+
+    def slow(self, *arguments) -> None:
+        if threading.get_ident() != main:
+            held.wait(10)
+        run(self, *arguments)
+
+    monkeypatch.setattr(CpuCopies, "_run", slow)
+    scatters = [bench.copies.scatter(np.array([i]), bench.addresses(np.array([40 + i]))) for i in range(4)]
+    blocks = np.arange(8, 8 + 36)
+    ticket = bench.copies.gather(blocks, bench.addresses(np.arange(36)))
+    assert ticket.done() and ticket.error is None and not any(s.done() for s in scatters)
+    assert (bench.arena[:36] == bench.pages(blocks)).all()
+    held.set()
+    assert all(s.wait(10) and s.error is None for s in scatters)
+
+
 def test_closed_copies_fail_and_do_not_raise(bench: Bench) -> None:
     bench.copies.close()
-    ticket = bench.copies.scatter(np.array([0]), bench.addresses(np.array([0])))
+    for count in (1, BLOCKS):
+        ticket = bench.copies.scatter(np.arange(count), bench.addresses(np.arange(count)))
+        assert ticket.done() and ticket.error == "copies are closed"
+    assert bench.copies.gather(np.array([0]), bench.addresses(np.array([0]))).done()
+    ticket = bench.copies.gather(np.arange(BLOCKS), bench.addresses(np.arange(BLOCKS)))
     assert ticket.done() and ticket.error == "copies are closed"
     bench.copies.close()
 

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from lookaside.copies import make_copies, make_plan  # noqa: E402
-from lookaside.layout import PageLayout, Segment, UnsupportedLayout, build_layout, unsupported_reason  # noqa: E402
+from lookaside.layout import PageLayout, Segment, UnsupportedLayout, build_layout  # noqa: E402
 
 SEED = int(os.environ.get("LOOKASIDE_TEST_SEED", "77"))
 BLOCKS = 11
@@ -199,22 +199,21 @@ def test_backend_and_instruction_set_are_told_apart() -> None:
 
 
 @needs_vllm
-def test_hybrid_models_are_unsupported() -> None:
+def test_what_is_not_full_attention_is_unsupported() -> None:
     window = SlidingWindowSpec(block_size=16, num_kv_heads=3, head_size=32, dtype=torch.bfloat16, sliding_window=64)
-    groups = [KVCacheGroupSpec(["a"], full(16)), KVCacheGroupSpec(["b"], window)]
+    both = [KVCacheGroupSpec(["a"], full(16)), KVCacheGroupSpec(["b"], window)]
     tensor = KVCacheTensor(size=1, layers=["a"], layer_stride=1, block_stride=1)
-    reason = unsupported_reason(KVCacheConfig(1, [tensor], groups))
-    assert reason is not None and reason.kind == "hybrid" and "SlidingWindowSpec" in str(reason)
-    with pytest.raises(UnsupportedLayout, match="unsupported: hybrid"):
-        build_layout(KVCacheConfig(1, [tensor], groups), {})
-    alone = unsupported_reason(KVCacheConfig(1, [tensor], groups[1:]))
-    assert alone is not None and alone.kind == "attention"
-    chunked = KVCacheGroupSpec(["a"], full(16, attention_chunk_size=64))
-    assert unsupported_reason(KVCacheConfig(1, [tensor], [chunked])) is not None
-    assert unsupported_reason(KVCacheConfig(1, [], [])) is not None
-    assert unsupported_reason(KVCacheConfig(1, [tensor], groups[:1])) is None
-    sharded = SimpleNamespace(parallel_config=SimpleNamespace(decode_context_parallel_size=2))
-    assert unsupported_reason(KVCacheConfig(1, [tensor], groups[:1]), sharded) is not None
+    host = KVCacheGroupSpec(["a"], full(16), host_resident=True)
+    for groups, kind, word in (
+        (both, "hybrid", "SlidingWindowSpec"),
+        (both[1:], "attention", "SlidingWindowSpec"),
+        ([host], "attention", "host"),
+        ([], "attention", "no KV cache"),
+        (both[:1], "layout", "not registered"),
+    ):
+        with pytest.raises(UnsupportedLayout, match=f"unsupported: {kind}: .*{word}") as caught:
+            build_layout(KVCacheConfig(1, [tensor], groups), {})
+        assert caught.value.kind == kind
 
 
 @needs_vllm
@@ -247,8 +246,8 @@ def test_old_configs_are_refused() -> None:
     config = SimpleNamespace(
         kv_cache_groups=[group], kv_cache_tensors=[SimpleNamespace(size=1, shared_by=["a"])], num_blocks=1
     )
-    reason = unsupported_reason(config)
-    assert reason is not None and "0.29" in reason.reason
+    with pytest.raises(UnsupportedLayout, match=r"layout: vLLM before 0\.29"):
+        build_layout(config, {})
 
 
 def test_runs_of_a_hand_made_view() -> None:
