@@ -89,7 +89,8 @@ class RankSidecars:
         return all(isinstance(reply, wire.Cleared) for reply in replies)
 
     def close(self) -> None:
-        """Cancel what is out and end the sessions. Safe to call again."""
-        self._lookups.close()
+        """End the sessions, which frees whatever they held. Safe to call again."""
         for session in self.sessions:
             session.close()
+        # Last: a session that is just connecting makes its lookup sockets.
+        self._lookups.close()

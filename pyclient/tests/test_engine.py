@@ -293,29 +293,29 @@ def test_random_histories_with_deaths(engines, sidecars, seed):
     rng = random.Random(seed)
     pair = [engines(batched_tokens=100, max_seqs=4) for _ in range(2)]
     stopped = dead = False
-    for _ in range(250):
+    for _ in range(400):
         roll = rng.random()
         engine = rng.choice(pair)
         if roll < 0.15:
-            engine.add(tokens(rng.randrange(1, 12 * BLOCK), seed=rng.randrange(4)), max_tokens=rng.randrange(1, 20))
-        elif roll < 0.17:
+            engine.add(tokens(rng.randrange(1, 12 * BLOCK), seed=rng.randrange(3)), max_tokens=rng.randrange(1, 20))
+        elif roll < 0.175:
             with contextlib.suppress(RuntimeError):
                 engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-        elif roll < 0.18 and engine.scheduler.running:
+        elif roll < 0.185 and engine.scheduler.running:
             engine.abort(rng.choice(engine.scheduler.running).request_id)
-        elif roll < 0.20:
+        elif (dead or stopped) and roll < 0.30:
             if dead:
                 sidecars[0].start()
-                dead = False
-            elif stopped:
+            else:
                 sidecars[0].signal(signal.SIGCONT)
-                stopped = False
-            elif rng.random() < 0.5:
+            dead = stopped = False
+        elif not (dead or stopped) and roll < 0.20:
+            stopped = rng.random() < 0.5
+            dead = not stopped
+            if dead:
                 sidecars[0].kill()
-                dead = True
             else:
                 sidecars[0].signal(signal.SIGSTOP)
-                stopped = True
         for each in pair:
             each.step()
         time.sleep(0.002)
@@ -323,6 +323,7 @@ def test_random_histories_with_deaths(engines, sidecars, seed):
         sidecars[0].start()
     if stopped:
         sidecars[0].signal(signal.SIGCONT)
+    assert any(engine.workers.loads for engine in pair), "the history had no hit to go wrong"
     for engine in pair:
         engine.run()
         engine.settle()

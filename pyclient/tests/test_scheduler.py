@@ -728,6 +728,27 @@ def test_streaming_sessions(stand):
     stand.check_idle()
 
 
+@pytest.mark.parametrize("grown", [0, 4 * BLOCK])
+def test_hashes_that_change_under_saved_pages_are_saved_anew(model, grown):
+    stand = Stand(make_config(model, batched_tokens=4 * BLOCK))
+    stand.workers.forward = lambda batch: None  # type: ignore[method-assign]
+    stand.workers.save = lambda save: stand.workers.unacked.append(save.save_id)  # type: ignore[method-assign]
+    request_id = stand.add(tokens(12 * BLOCK))
+    stand.step()
+    stand.step()
+    request = stand.requests[request_id]
+    request._all_token_ids[2 * BLOCK :] = tokens(10 * BLOCK + grown, seed=3)
+    del request.block_hashes[2:]
+    request.update_block_hashes()
+    stand.workers.saves.clear()
+    stand.step()
+    first = stand.workers.saves[0]
+    assert (first.first_page, first.new_from) == (0, 0)
+    assert first.hashes == b"".join(request.block_hashes[: len(first.block_ids)])
+    stand.run()
+    stand.check_idle()
+
+
 # ---- models and settings it cannot serve ----
 
 
