@@ -40,6 +40,9 @@ const (
 	handshakeTimeout = 2 * time.Second
 	// breakPause is how long a socket stays shut after a flood.
 	breakPause = 100 * time.Millisecond
+	// closePatience bounds the wait for libzmq's thread to close a socket; it takes
+	// microseconds.
+	closePatience = time.Second
 )
 
 // Handler answers lookup messages. Its methods are called from one goroutine,
@@ -372,8 +375,11 @@ type guarded struct {
 	endpoint string
 	limit    int
 	peers    int
-	shutAt   time.Time // when it was unbound, zero while it is bound
+	bound    bool
+	shutAt   time.Time // when it was unbound because of a flood
+	closed   bool      // libzmq has told that its listening end is closed
 	total    *atomic.Int64
+	log      *zap.Logger
 }
 
 // bind makes a guarded socket on a path. A stale file there is replaced.
@@ -382,10 +388,10 @@ func (l *LookupSockets) bind(t zmq4.Type, path string, limit int) (*guarded, err
 	if err != nil {
 		return nil, err
 	}
-	g := &guarded{zsock: s, endpoint: endpoint(path), limit: limit, total: &l.count.peers}
+	g := &guarded{zsock: s, endpoint: endpoint(path), limit: limit, total: &l.count.peers, log: l.opt.Log}
 	l.monitorSeq++
 	name := fmt.Sprintf("inproc://monitor-%d", l.monitorSeq)
-	if err = s.Monitor(name, zmq4.EVENT_ACCEPTED|zmq4.EVENT_DISCONNECTED|zmq4.EVENT_HANDSHAKE_FAILED_NO_DETAIL); err == nil {
+	if err = s.Monitor(name, zmq4.EVENT_ACCEPTED|zmq4.EVENT_DISCONNECTED|zmq4.EVENT_CLOSED); err == nil {
 		if g.monitor, err = newZsock(l.ctx, zmq4.PAIR); err == nil {
 			if err = errors.Join(g.monitor.SetLinger(0), g.monitor.Connect(name)); err == nil {
 				err = g.open()
@@ -400,21 +406,41 @@ func (l *LookupSockets) bind(t zmq4.Type, path string, limit int) (*guarded, err
 }
 
 func (g *guarded) open() error {
+	g.closed = false
 	if err := g.Bind(g.endpoint); err != nil {
 		return err
 	}
-	return os.Chmod(strings.TrimPrefix(g.endpoint, "ipc://"), 0o600)
+	g.bound = true
+	return os.Chmod(g.path(), 0o600)
 }
 
+func (g *guarded) path() string { return strings.TrimPrefix(g.endpoint, "ipc://") }
+
+// close closes the socket with its connections. libzmq's own thread tells of
+// them by a blocking send to the monitor, and would hang for ever if nobody were
+// left to take it in: so first the source dries up, and the taker goes last.
 func (g *guarded) close() {
-	g.total.Add(-int64(g.peers))
-	g.peers = 0
+	if g.bound && g.Unbind(g.endpoint) == nil {
+		for end := time.Now().Add(closePatience); !g.closed && time.Now().Before(end); {
+			time.Sleep(20 * time.Microsecond)
+			g.watch()
+		}
+	}
+	// Now only the connections that are left may be told of, and there is room for that.
+	if err := g.Monitor("", 0); err != nil {
+		g.log.Error("lookup socket: monitor", zap.Error(err))
+	}
 	g.Close()
-	// libzmq removes the file only of endpoints that it named itself.
-	_ = os.Remove(strings.TrimPrefix(g.endpoint, "ipc://"))
 	if g.monitor != nil {
 		g.monitor.Close()
 	}
+	if g.bound { // libzmq leaves the file; what is there while it is shut need not be ours
+		if err := os.Remove(g.path()); err != nil {
+			g.log.Warn("lookup socket: remove", zap.Error(err))
+		}
+	}
+	g.total.Add(-int64(g.peers))
+	g.peers = 0
 }
 
 // watch takes in what has happened to the connections, and says whether there
@@ -429,41 +455,46 @@ func (g *guarded) watch() (flooded bool) {
 		switch event {
 		case zmq4.EVENT_ACCEPTED:
 			delta = 1
-		case zmq4.EVENT_DISCONNECTED, zmq4.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+		case zmq4.EVENT_DISCONNECTED:
 			if g.peers > 0 {
 				delta = -1
 			}
+		case zmq4.EVENT_CLOSED: // unbound: libzmq ends the connections without a word on each
+			delta = -g.peers
+			g.closed = true
 		}
 		g.peers += delta
 		g.total.Add(int64(delta))
 	}
 }
 
-// shutFor unbinds the socket, which ends its connections.
-func (g *guarded) shutFor(l *LookupSockets, why string) {
-	if !g.shutAt.IsZero() {
-		return
+// shut unbinds the socket, which ends its connections, and says whether it was
+// bound.
+func (g *guarded) shut(why string) bool {
+	if !g.bound {
+		return false
 	}
-	l.opt.Log.Warn("lookup socket shut for a moment", zap.String("why", why), zap.String("endpoint", g.endpoint), zap.Int("peers", g.peers))
-	l.count.floodBreaks.Add(1)
+	g.log.Warn("lookup socket shut for a moment", zap.String("why", why), zap.String("endpoint", g.endpoint), zap.Int("peers", g.peers))
 	if err := g.Unbind(g.endpoint); err != nil {
-		l.opt.Log.Error("lookup socket: unbind", zap.Error(err))
-		return
+		g.log.Error("lookup socket: unbind", zap.Error(err))
+		return false
 	}
-	g.shutAt = time.Now()
+	if err := os.Remove(g.path()); err != nil {
+		g.log.Warn("lookup socket: remove", zap.Error(err))
+	}
+	g.bound, g.shutAt = false, time.Now()
+	return true
 }
 
 // reopen binds the socket again once its pause is over.
-func (g *guarded) reopen(l *LookupSockets) {
-	if g.shutAt.IsZero() || time.Since(g.shutAt) < breakPause {
+func (g *guarded) reopen() {
+	if g.bound || time.Since(g.shutAt) < breakPause {
 		return
 	}
 	g.watch()
 	if err := g.open(); err != nil {
-		l.opt.Log.Error("lookup socket: bind", zap.Error(err))
-		return // again at the next tick
+		g.log.Error("lookup socket: bind", zap.Error(err)) // again at the next tick
 	}
-	g.shutAt = time.Time{}
 }
 
 func (l *LookupSockets) loop() {
@@ -482,11 +513,11 @@ func (l *LookupSockets) loop() {
 		if l.poll.ready(0) {
 			l.runQueue()
 		}
-		if l.poll.ready(2) && l.native.watch() {
-			l.native.shutFor(l, "too many connections")
+		if l.poll.ready(2) {
+			l.check(l.native, false)
 		}
-		if l.lmWorker != nil && l.poll.ready(4) && l.lmWorker.watch() {
-			l.lmWorker.shutFor(l, "too many connections")
+		if l.lmWorker != nil && l.poll.ready(4) {
+			l.check(l.lmWorker, false)
 		}
 		if now := time.Now(); !now.Before(next) {
 			next = now.Add(l.opt.Tick)
@@ -498,21 +529,23 @@ func (l *LookupSockets) loop() {
 func (l *LookupSockets) tick() {
 	l.handler.Tick()
 	tooMuch := heapBytes() > l.heapStart+l.opt.HeapBytes
-	each := func(g *guarded) {
-		if g == nil {
-			return
-		}
-		if g.watch() {
-			g.shutFor(l, "too many connections")
-		} else if tooMuch {
-			g.shutFor(l, "too much memory")
-		}
-		g.reopen(l)
+	l.check(l.native, tooMuch)
+	l.native.reopen()
+	if l.lmWorker != nil {
+		l.check(l.lmWorker, tooMuch)
+		l.lmWorker.reopen()
 	}
-	each(l.native)
-	each(l.lmWorker)
 	for _, g := range l.sessions {
-		each(g)
+		l.check(g, tooMuch)
+		g.reopen()
+	}
+}
+
+// check shuts a socket that has too many connections, or holds too much memory.
+func (l *LookupSockets) check(g *guarded, tooMuch bool) {
+	flooded := g.watch()
+	if flooded && g.shut("too many connections") || tooMuch && g.shut("too much memory") {
+		l.count.floodBreaks.Add(1)
 	}
 }
 

@@ -7,15 +7,17 @@ package ipc
 #include <stdlib.h>
 #include <zmq.h>
 
-// Each helper makes one crossing from Go and returns -errno for a failure, so
-// that the Go side allocates nothing.
+// Each helper makes one crossing from Go and returns -errno for a failure. None
+// writes through a pointer to a Go variable, which would have to be allocated.
 
-static int la_recv(void *sock, void *buf, size_t cap, int *more) {
+// The size of the frame times two, plus one if more frames follow.
+static long long la_recv(void *sock, void *buf, size_t cap) {
 	int n = zmq_recv(sock, buf, cap, ZMQ_DONTWAIT);
 	if (n < 0) return -zmq_errno();
-	size_t size = sizeof *more;
-	if (zmq_getsockopt(sock, ZMQ_RCVMORE, more, &size) != 0) return -zmq_errno();
-	return n;
+	int more = 0;
+	size_t size = sizeof more;
+	if (zmq_getsockopt(sock, ZMQ_RCVMORE, &more, &size) != 0) return -zmq_errno();
+	return 2LL * n + (more != 0);
 }
 
 static int la_send(void *sock, void *buf, size_t n, int more) {
@@ -88,12 +90,11 @@ func newZsock(ctx *zmq4.Context, t zmq4.Type) (*zsock, error) {
 // exceed len(buf) (the rest is lost), and whether more frames of the message
 // follow. syscall.EAGAIN means that there is none.
 func (s *zsock) recv(buf []byte) (size int, more bool, errno syscall.Errno) {
-	var m C.int
-	n := C.la_recv(s.ptr, unsafe.Pointer(unsafe.SliceData(buf)), C.size_t(len(buf)), &m)
+	n := int64(C.la_recv(s.ptr, unsafe.Pointer(unsafe.SliceData(buf)), C.size_t(len(buf))))
 	if n < 0 {
 		return 0, false, syscall.Errno(-n)
 	}
-	return int(n), m != 0, 0
+	return int(n / 2), n%2 != 0, 0
 }
 
 // send queues one frame without waiting; libzmq copies it.
