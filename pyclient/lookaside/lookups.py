@@ -44,6 +44,8 @@ _MAX_ANSWER_BYTES = 256
 # Lookups that the sidecar has not read yet. One may carry 2 MiB of hashes.
 _SEND_QUEUE = 64
 _RECEIVE_QUEUE = 4096
+# How long wait goes without looking whether a session was lost.
+_WAIT_SLICE_MS = 50
 
 
 class _Link:
@@ -180,12 +182,11 @@ class LookupClient:
             left = min(end, lookup._deadline) - self._clock()
             if self._clock() >= end:
                 return None
-            poller = zmq.Poller()
-            for rank in lookup._out:
-                link = self._links[rank]
-                if link is not None:
-                    poller.register(link.pull, zmq.POLLIN)
-            poller.poll(max(0, min(50, int(left * 1000) + 1)))
+            links = [self._links[rank] for rank in lookup._out]
+            zmq.zmq_poll(
+                [(link.pull, zmq.POLLIN) for link in links if link is not None],
+                max(0, min(_WAIT_SLICE_MS, int(left * 1000) + 1)),
+            )
         return hits
 
     def close(self) -> None:

@@ -1,0 +1,268 @@
+"""Bench `lookup`: a Python client asking a sidecar with 1 M pages indexed, against a bare ZMQ echo.
+
+Three servers run for the length of the bench: the sidecar, the same with threads that copy memory at full speed
+meanwhile, and an echo that answers as little. The echo is sent the very bytes of the lookups and answers with as many
+bytes as a lookup's answer has (`echo_whole` cases: with the message itself). Lookups and echoes alternate; a round's
+ratio is that of its two medians. What is asked for is held in full, which is the longest walk of the index, and each
+answer is checked. Leases are given back between the rounds.
+
+Prints a table to stderr and, last, one JSON object to stdout:
+{"benchmark":"lookup","cases":[{"name","value","unit","limit","ratio","spread"}]}. Times are microseconds. For p50,
+limit is the echo's p50 and ratio the median of the rounds' ratios; for p99.9 under copies, limit is 2 ms and ratio
+value / limit. spread is the distance between the quartiles of the rounds' ratios (p50), or of their p99 / limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import zmq
+from lookaside import wire
+from lookaside.lookups import Lookup, LookupClient
+from lookaside.session import Session, SessionOptions
+
+BINARY = Path(__file__).resolve().parents[1] / "bin" / "lookaside"
+SIZES = (64, 1024, 4096)
+PATIENCE_S = 5.0
+TAIL_LIMIT_US = 2000.0
+
+
+@contextlib.contextmanager
+def serving(*command: str) -> Iterator[dict[str, Any]]:
+    """A process of the sidecar's binary; yields the line of JSON that it begins with."""
+    process = subprocess.Popen([str(BINARY), "bench", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        if not line:
+            raise SystemExit(f"bench: lookaside bench {' '.join(command)} ended with {process.wait()}")
+        yield json.loads(line)
+    finally:
+        process.stdin.close()
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+class Asker:
+    """A scheduler's client of one lookup server."""
+
+    def __init__(self, server: dict[str, Any]) -> None:
+        self.pages_per_prefix = server["pages_per_prefix"]
+        self.prefixes = server["prefixes"]
+        self._session = Session(
+            SessionOptions(
+                endpoint=server["endpoint"],
+                role="scheduler",
+                engine_id=server["engine_id"],
+                rank=server["rank"],
+                page_tokens=server["page_tokens"],
+                page_bytes=0,
+                pages_per_chunk=server["pages_per_chunk"],
+                digest_bytes=server["digest_bytes"],
+            )
+        )
+        self._client = LookupClient([self._session], PATIENCE_S)
+        self._session.start()
+        if not self._session.wait_connected(PATIENCE_S):
+            raise SystemExit(f"bench: no session with the lookup server: {self._session.refused}")
+        self._out: list[Lookup] = []
+
+    def prefix(self, number: int, pages: int) -> bytes:
+        """The hashes of the first pages of one of the prefixes that the server holds."""
+        digests = (
+            hashlib.sha256(number.to_bytes(8, "little") + page.to_bytes(8, "little")).digest() for page in range(pages)
+        )
+        return b"".join(digests)
+
+    def ask(self, hashes: bytes) -> float:
+        """Microseconds of one lookup, of which all must be held."""
+        begin = time.perf_counter_ns()
+        lookup = self._client.start(0, hashes)
+        hits = self._client.wait(lookup, PATIENCE_S)
+        took = time.perf_counter_ns() - begin
+        if hits != len(hashes) // 32:
+            raise SystemExit(f"bench: {hits} of {len(hashes) // 32} pages found")
+        self._out.append(lookup)
+        return took / 1e3
+
+    def give_back(self) -> None:
+        """Free all leases, outside of any measurement."""
+        for lookup in self._out:
+            lookup.cancel()
+        self._out.clear()
+        time.sleep(0.005)
+
+    def close(self) -> None:
+        self._client.close()
+        self._session.close()
+
+
+class Echo:
+    """A client of the bare echo."""
+
+    def __init__(self, server: dict[str, Any]) -> None:
+        self._context = zmq.Context()
+        self._push = self._context.socket(zmq.PUSH)
+        self._pull = self._context.socket(zmq.PULL)
+        self._push.connect(server["push"])
+        self._pull.connect(server["pull"])
+        self._pull.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
+
+    def ask(self, message: bytes) -> float:
+        """Microseconds of one round trip."""
+        begin = time.perf_counter_ns()
+        self._push.send(message)
+        self._pull.recv()
+        return (time.perf_counter_ns() - begin) / 1e3
+
+    def close(self) -> None:
+        self._context.destroy(0)
+
+
+def message_of(hashes: bytes) -> bytes:
+    """The bytes that a lookup of these pages sends; its numbers are as long as real ones."""
+    return wire.encode(wire.Lookup(1 << 63, 1 << 47, 0, hashes, 5000))
+
+
+ANSWER_BYTES = len(wire.encode(wire.LookupResult(1 << 47, 4096, 65536)))
+
+
+def quantile(values: list[float], q: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+
+def spread(values: list[float]) -> float:
+    quarters = statistics.quantiles(values, n=4)
+    return quarters[2] - quarters[0]
+
+
+def paired(
+    asker: Asker, echoes: dict[str, Echo], pages: int, rounds: int, pairs: int, rng: random.Random
+) -> list[dict[str, Any]]:
+    """p50 of lookups beside that of every echo, in alternation."""
+    prefixes = [asker.prefix(number, pages) for number in rng.sample(range(asker.prefixes), min(8, asker.prefixes))]
+    message = message_of(prefixes[0])
+    for _ in range(50):
+        asker.ask(prefixes[0])
+        for echo in echoes.values():
+            echo.ask(message)
+    asker.give_back()
+    own: list[float] = []
+    others: dict[str, list[float]] = {name: [] for name in echoes}
+    ratios: dict[str, list[float]] = {name: [] for name in echoes}
+    for _ in range(rounds):
+        times: list[float] = []
+        bare: dict[str, list[float]] = {name: [] for name in echoes}
+        for _ in range(pairs):
+            turns: list[tuple[list[float], Callable[[bytes], float], bytes]] = [
+                (times, asker.ask, rng.choice(prefixes)),
+                *((bare[name], echo.ask, message) for name, echo in echoes.items()),
+            ]
+            rng.shuffle(turns)
+            for into, ask, what in turns:
+                into.append(ask(what))
+        asker.give_back()
+        own += times
+        for name in echoes:
+            others[name] += bare[name]
+            ratios[name].append(statistics.median(times) / statistics.median(bare[name]))
+    return [
+        {
+            "name": f"p50.{pages}_pages.{name}",
+            "value": round(statistics.median(own), 1),
+            "unit": "us",
+            "limit": round(statistics.median(others[name]), 1),
+            "ratio": round(statistics.median(ratios[name]), 3),
+            "spread": round(spread(ratios[name]), 3),
+        }
+        for name in echoes
+    ]
+
+
+def tail(asker: Asker, pages: int, rounds: int, lookups: int, rng: random.Random) -> dict[str, Any]:
+    """p99.9 of lookups from a server that copies memory meanwhile."""
+    prefixes = [asker.prefix(number, pages) for number in rng.sample(range(asker.prefixes), min(8, asker.prefixes))]
+    times: list[float] = []
+    per_round: list[float] = []
+    for _ in range(rounds):
+        chunk = []
+        for start in range(0, lookups, 100):
+            chunk += [asker.ask(rng.choice(prefixes)) for _ in range(min(100, lookups - start))]
+            asker.give_back()
+        times += chunk
+        per_round.append(quantile(chunk, 0.99) / TAIL_LIMIT_US)
+    value = quantile(times, 0.999)
+    print(
+        f"  {pages} pages under copies, {len(times)} lookups: p50 {statistics.median(times):.0f}, "
+        f"p99 {quantile(times, 0.99):.0f}, p99.9 {value:.0f}, worst {max(times):.0f} us",
+        file=sys.stderr,
+    )
+    return {
+        "name": f"p99.9.{pages}_pages.under_copies",
+        "value": round(value, 1),
+        "unit": "us",
+        "limit": TAIL_LIMIT_US,
+        "ratio": round(value / TAIL_LIMIT_US, 3),
+        "spread": round(spread(per_round), 3),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="also write the object to this file")
+    parser.add_argument("--pages", type=int, default=1_000_000, help="pages indexed (1000000)")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of a case (15)")
+    parser.add_argument("--pairs", type=int, default=60, help="lookups of a round (60)")
+    parser.add_argument("--tail", type=int, default=1500, help="lookups of a round under copies (1500)")
+    parser.add_argument("--copy-threads", type=int, default=4, help="threads that copy meanwhile (4)")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    rng = random.Random(args.seed)
+    cases: list[dict[str, Any]] = []
+    pages = f"--pages={args.pages}"
+    with (
+        serving("echo", f"--reply-bytes={ANSWER_BYTES}") as short,
+        serving("echo") as whole,
+        serving("lookup-server", pages) as server,
+    ):
+        asker, echoes = Asker(server), {"echo": Echo(short), "echo_whole": Echo(whole)}
+        for size in SIZES:
+            cases += paired(asker, echoes, size, args.rounds, args.pairs, rng)
+        asker.close()
+        for echo in echoes.values():
+            echo.close()
+    with serving("lookup-server", pages, f"--copy-threads={args.copy_threads}") as server:
+        asker = Asker(server)
+        for size in SIZES:
+            cases.append(tail(asker, size, args.rounds, args.tail, rng))
+        asker.close()
+    for case in cases:
+        print(
+            f"  {case['name']:<32} {case['value']:>9.1f} {case['unit']}   limit {case['limit']:>8.1f}   "
+            f"ratio {case['ratio']:.3f}   spread {case['spread']:.3f}",
+            file=sys.stderr,
+        )
+    result = {"benchmark": "lookup", "cases": cases}
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
