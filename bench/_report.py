@@ -1,8 +1,7 @@
-"""How a bench says what it measured: a table for people, JSON for tools, each figure beside its limit from the same run.
+"""What a bench's JSON has in common: its name, its cases, and the machine and commit that they were measured on.
 
-report = Report("lookup", "a Python client asking a sidecar with 1 M pages indexed")
-report.add("p50_us.pages_64", 81.0, "us", limit=1.5 * echo_us, limit_is="1.5 x bare ZMQ echo")
-raise SystemExit(report.finish(args.json))
+Every bench writes {"benchmark", "cases": [{"name", "value", "unit", "limit", ...}]}, each figure beside its limit of
+the same run. `bench/run` then adds the machine, by running this file on what was written.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Report:
     def __init__(self, bench: str, text: str) -> None:
         self.bench = bench
         self.text = text
-        self.results: list[dict[str, Any]] = []
+        self.cases: list[dict[str, Any]] = []
 
     def add(
         self,
@@ -39,17 +38,17 @@ class Report:
         limit_is: str = "",
     ) -> None:
         """One figure. ``limit`` is what it may not pass, in its unit; ``limit_is`` says where that comes from."""
-        result: dict[str, Any] = {"name": name, "value": value, "unit": unit}
+        case: dict[str, Any] = {"name": name, "value": value, "unit": unit}
         if limit is not None:
             held = value <= limit if better == "less" else value >= limit
-            result.update(limit=limit, better=better, limit_is=limit_is, held=held)
-        self.results.append(result)
+            case.update(limit=limit, better=better, limit_is=limit_is, held=held)
+        self.cases.append(case)
 
     def finish(self, path: str | Path | None = None) -> int:
         """Prints the table, writes the JSON where asked. Returns 0: a missed limit is for the reader to judge."""
         print(f"{self.bench}: {self.text}")
-        width = max((len(r["name"]) for r in self.results), default=0)
-        for r in self.results:
+        width = max((len(r["name"]) for r in self.cases), default=0)
+        for r in self.cases:
             line = f"  {r['name']:<{width}}  {r['value']:>12.4g} {r['unit']:<6}"
             if "limit" in r:
                 sign = "<=" if r["better"] == "less" else ">="
@@ -57,19 +56,19 @@ class Report:
                 line += f"  {sign} {r['limit']:.4g} {r['unit']} ({r['limit_is']}): {verdict}"
             print(line)
         if path:
-            Path(path).write_text(json.dumps(self.as_dict(), indent=2) + "\n")
+            Path(path).write_text(json.dumps({"benchmark": self.bench, "cases": self.cases}, indent=2) + "\n")
         return 0
 
-    def as_dict(self) -> dict[str, Any]:
-        """The report as JSON values."""
-        return {
-            "bench": self.bench,
-            "text": self.text,
-            "machine": machine(),
-            "commit": _output("git", "-C", str(REPO), "describe", "--always", "--dirty"),
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "results": self.results,
-        }
+
+def stamp(name: str, path: Path) -> None:
+    """Adds machine, commit and time to a bench's JSON in a file."""
+    report = json.loads(path.read_text())
+    if not isinstance(report, dict) or "benchmark" not in report:
+        report = {"benchmark": name, "result": report}  # what `lookaside bench` prints
+    report["machine"] = machine()
+    report["commit"] = _output("git", "-C", str(REPO), "describe", "--always", "--dirty")
+    report["time"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    path.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def machine() -> dict[str, Any]:
@@ -113,3 +112,7 @@ def _output(*command: str) -> str:
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"{command[0]}: {error}", file=sys.stderr)
         return ""
+
+
+if __name__ == "__main__":
+    stamp(sys.argv[1], Path(sys.argv[2]))

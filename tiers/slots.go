@@ -60,7 +60,6 @@ type region struct {
 	filling  int
 	leased   int    // slots with pins or with an extension under way
 	lastUse  uint64 // newest stamp
-	drained  int    // slots [:drained] are done
 
 	mem *carved // what the slices lie in
 }
