@@ -268,7 +268,7 @@ func (w *walk) hash(page int) []byte {
 }
 
 // probeGroup is how many chunks are probed together. The loads of each pass do not depend on each other, so that their cache misses overlap.
-const probeGroup = 32
+const probeGroup = 64
 
 // probe finds the last pages of chunks [from, from+n) of a walk, n at most probeGroup, and puts their refs into out, 0 for a miss.
 func (e *Engine) probe(s *space, w *walk, from, n int, out []uint32) {
@@ -291,12 +291,15 @@ func (e *Engine) probe(s *space, w *walk, from, n int, out []uint32) {
 	for i := range out {
 		tags[i] = s.tag(w.hash(w.last(from + i)))
 		homes[i] = t.home(tags[i])
-		words[i] = table[homes[i]]
 	}
-	for i := range out {
+	// What misses the cache stands in loops of its own, as short as can be: the more of them fit into the processor's window, the more misses
+	// are under way at once.
+	for i, home := range homes[:n] {
+		words[i] = table[home]
+	}
+	for i, word := range words[:n] {
 		// The first entry with the tag: nearly always the page itself.
-		word, tag := words[i], tags[i]
-		if word != 0 && uint32(word>>32) != tag {
+		if tag := tags[i]; word != 0 && uint32(word>>32) != tag {
 			for at := homes[i]; word != 0 && uint32(word>>32) != tag; {
 				at = t.next(at)
 				word = table[at]
@@ -304,11 +307,18 @@ func (e *Engine) probe(s *space, w *walk, from, n int, out []uint32) {
 			}
 		}
 		out[i] = uint32(word)
-		if word != 0 {
-			r := e.regions[uint32(word)>>recordBits]
-			rec := uint32(word) & recordMask
-			slot, _ := r.split(rec)
-			seen |= r.digests[int(rec)*r.words] | uint64(r.slots[slot].pins)
+	}
+	for _, ref := range out {
+		if ref != 0 {
+			r := e.regions[ref>>recordBits]
+			seen |= r.digests[int(ref&recordMask)*r.words]
+		}
+	}
+	for _, ref := range out {
+		if ref != 0 {
+			r := e.regions[ref>>recordBits]
+			slot, _ := r.split(ref & recordMask)
+			seen |= uint64(r.slots[slot].pins)
 		}
 	}
 	e.touched = seen
