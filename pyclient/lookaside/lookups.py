@@ -41,8 +41,9 @@ logger = logging.getLogger("vllm.lookaside")
 
 _HANDSHAKE_PATIENCE_S = 1.0
 _MAX_ANSWER_BYTES = 256
-# Lookups that the sidecar has not read yet. One may carry 2 MiB of hashes.
-_SEND_QUEUE = 64
+# Messages that the sidecar has not read yet. libzmq counts those late that it has, so
+# that this must be far above a burst of requests; the breaker bounds what piles up.
+_SEND_QUEUE = 4096
 _RECEIVE_QUEUE = 4096
 # How long wait goes without looking whether a session was lost.
 _WAIT_SLICE_MS = 50
@@ -225,7 +226,8 @@ class LookupClient:
 
     def _advance(self, lookup: Lookup) -> None:
         self._adopt()
-        self._receive()
+        for rank in tuple(lookup._out):
+            self._receive(rank, lookup)
         if lookup._result is not None:
             return
         for rank in lookup._out:
@@ -243,26 +245,25 @@ class LookupClient:
             self._log.warning("timeout", "a lookup was not answered in %g ms; a miss", self._timeout_s * 1000)
             self._give_up(lookup, known=None)
 
-    def _receive(self) -> None:
-        """Take in every answer that has arrived, of whichever lookup."""
-        for rank, link in enumerate(self._links):
-            if link is None:
+    def _receive(self, rank: int, wanted: Lookup) -> None:
+        """Take in a rank's answers, of whichever lookup, up to the wanted one."""
+        link = self._links[rank]
+        if link is None:
+            return
+        # Asking for the socket's state first: an exception for "nothing there" costs more.
+        while rank in wanted._out and int(link.pull.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            try:
+                data = link.pull.recv(zmq.DONTWAIT)
+            except zmq.ZMQError as error:
+                self._log.warning("receive", "lookup socket: %s", error)
+                return
+            try:
+                answer = wire.decode(data)
+            except wire.WireError as error:
+                self._log.warning("garbage", "an answer that cannot be read: %s", error)
                 continue
-            while True:
-                try:
-                    data = link.pull.recv(zmq.DONTWAIT)
-                except zmq.Again:
-                    break
-                except zmq.ZMQError as error:
-                    self._log.warning("receive", "lookup socket: %s", error)
-                    break
-                try:
-                    answer = wire.decode(data)
-                except wire.WireError as error:
-                    self._log.warning("garbage", "an answer that cannot be read: %s", error)
-                    continue
-                if isinstance(answer, wire.LookupResult):
-                    self._answer(rank, link, answer)
+            if isinstance(answer, wire.LookupResult):
+                self._answer(rank, link, answer)
 
     def _answer(self, rank: int, link: _Link, answer: wire.LookupResult) -> None:
         lookup = self._pending.get(answer.lookup)
