@@ -473,6 +473,35 @@ func TestColdRegionChangesGeometry(t *testing.T) {
 	}
 }
 
+// TestContinuationOutlivesItsRegion: a continuation whose prefix lay in a region that was carved anew must not be taken for that of what lies
+// there now.
+func TestContinuationOutlivesItsRegion(t *testing.T) {
+	b := newBench(t, 2, 1, Config{})
+	b.ok(b.e.AddRegion(8, 2*64))
+	p := numbered(1, 4)
+	b.store(p)
+	if n, err := b.e.Lookup(me, 1, 2, p[64:]); n != 2 || err != nil { // the prefix is cold, its continuation is not
+		t.Fatal(n, err)
+	}
+	b.ok(b.e.Cancel(me, 1))
+	other, err := b.e.OpenSpace(chunk.Fingerprint{2}, Geometry{PageBytes: 32, PagesPerChunk: 2, PageTokens: 1, DigestBytes: 8})
+	b.ok(err)
+	b.ok(b.e.AddOwner(2, other))
+	res, grants, err := b.e.PrepareStore(2, 0, nil, numbered(2, 1), nil)
+	if err != nil || len(grants) != 2 || grants[0].Region != 7 {
+		t.Fatal(grants, err)
+	}
+	b.ok(b.e.CommitStore(2, res.Store, nil))
+	b.ok(b.e.Check())
+	if n := b.e.ClearSpace(b.sp); n != 2 {
+		t.Fatalf("%d chunks cleared", n)
+	}
+	b.ok(b.e.Check())
+	if n, err := b.e.Lookup(2, 1, 0, numbered(2, 1)); n != 4 || err != nil {
+		t.Fatal(n, err)
+	}
+}
+
 // TestIndexGrowsInSteps: when records outgrow the index, no call moves more than a bounded number of entries, and all stay found.
 func TestIndexGrowsInSteps(t *testing.T) {
 	b := newBench(t, 5000, 1, Config{MaxPages: 5000})
