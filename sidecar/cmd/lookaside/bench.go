@@ -3,17 +3,21 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"errors"
+	"fmt"
 	"io"
 	"os"
 	"os/signal"
 	"path/filepath"
 	"syscall"
+	"text/tabwriter"
 
 	"github.com/spf13/cobra"
 
 	"lookaside/dax/memcopy"
 	"lookaside/ipc/zmqecho"
 	"lookaside/sidecar"
+	"lookaside/tiers/enginebench"
 )
 
 func newBench() *cobra.Command {
@@ -21,8 +25,9 @@ func newBench() *cobra.Command {
 		Use:   "bench",
 		Short: "Measure parts of the sidecar on this machine",
 		Args:  cobra.NoArgs,
+		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() }, // or a wrong name would pass for success
 	}
-	cmd.AddCommand(newBenchMemcopy(), newBenchLookupServer(), newBenchEcho())
+	cmd.AddCommand(newBenchEngine(), newBenchMemcopy(), newBenchLookupServer(), newBenchEcho())
 	return cmd
 }
 
@@ -33,10 +38,31 @@ func interruptible(cmd *cobra.Command) (context.Context, context.CancelFunc) {
 	return ctx, stop
 }
 
+// report prints a table and, with a file named, writes the same as JSON to it; "-" is standard output, without the table.
+func report(cmd *cobra.Command, file string, v any, table func(io.Writer) error) error {
+	if file == "-" {
+		return printJSON(cmd.OutOrStdout(), v)
+	}
+	if file != "" {
+		f, err := os.Create(file)
+		if err != nil {
+			return err
+		}
+		if err := errors.Join(printJSON(f, v), f.Close()); err != nil {
+			return err
+		}
+	}
+	return table(cmd.OutOrStdout())
+}
+
+func addJSONFlag(cmd *cobra.Command, file *string) {
+	cmd.Flags().StringVar(file, "json", "", "`file` to write the figures to as JSON; \"-\" is standard output")
+}
+
 func newBenchMemcopy() *cobra.Command {
 	var (
-		asJSON bool
-		o      memcopy.MeasureOptions
+		file string
+		o    memcopy.MeasureOptions
 	)
 	cmd := &cobra.Command{
 		Use:   "memcopy",
@@ -49,15 +75,50 @@ func newBenchMemcopy() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			if asJSON {
-				return printJSON(cmd.OutOrStdout(), ms)
-			}
-			return memcopy.Print(cmd.OutOrStdout(), ms)
+			return report(cmd, file, ms, func(w io.Writer) error { return memcopy.Print(w, ms) })
 		},
 	}
-	cmd.Flags().BoolVar(&asJSON, "json", false, "print JSON")
+	addJSONFlag(cmd, &file)
 	cmd.Flags().IntVar(&o.Rounds, "rounds", 9, "how often each is measured; the median counts")
 	return cmd
+}
+
+func newBenchEngine() *cobra.Command {
+	var (
+		file  string
+		pages []int
+	)
+	cmd := &cobra.Command{
+		Use:   "engine",
+		Short: "Lookups and stores of the engine, with many pages held",
+		Args:  cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			var results []enginebench.Result
+			for _, n := range pages {
+				r, err := enginebench.Run(n)
+				if err != nil {
+					return err
+				}
+				results = append(results, r)
+			}
+			return report(cmd, file, results, func(w io.Writer) error { return printEngine(w, results) })
+		},
+	}
+	addJSONFlag(cmd, &file)
+	cmd.Flags().IntSliceVar(&pages, "pages", []int{1_000_000, 10_000_000}, "pages held")
+	return cmd
+}
+
+func printEngine(w io.Writer, results []enginebench.Result) error {
+	tw := tabwriter.NewWriter(w, 0, 8, 2, ' ', tabwriter.AlignRight)
+	fmt.Fprintln(tw, "pages\tpages/chunk\tB/page\t4,096 hits µs\tp99.9\tbare µs\tlookups/s\tof 64 pages/s\tstored pages/s\tfilled pages/s\t")
+	for _, r := range results {
+		for _, f := range []enginebench.Figures{r.Chunked, r.Single} {
+			fmt.Fprintf(tw, "%d\t%d\t%.0f\t%.1f\t%.1f\t%.1f\t%.0f\t%.0f\t%.0f\t%.0f\t\n", f.Pages, f.PagesPerChunk, f.BytesPerPage,
+				f.Hits.MedianUs, f.Hits.P999Us, f.BareHits.MedianUs, f.LookupsPerSecond, f.ShortPerSecond, f.StorePagesPerSecond, f.FillPagesPerSecond)
+		}
+	}
+	return tw.Flush()
 }
 
 func newBenchLookupServer() *cobra.Command {

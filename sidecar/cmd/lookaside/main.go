@@ -23,7 +23,6 @@ func newRoot() *cobra.Command {
 		Short:         "KV-cache sidecar for vLLM: no prefix is prefilled twice on a host",
 		SilenceErrors: true, // main prints it
 		SilenceUsage:  true,
-		Args:          cobra.NoArgs,
 	}
 	root.CompletionOptions.HiddenDefaultCmd = true
 	root.SetFlagErrorFunc(flagError)

@@ -1,0 +1,258 @@
+package sidecar
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"encoding/binary"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
+
+	"lookaside/dax"
+	"lookaside/ipc/client"
+	"lookaside/ipc/wire"
+)
+
+const patience = 5 * time.Second
+
+// testDir is a directory whose name is short enough for sockets.
+func testDir(t *testing.T) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "la")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	return dir
+}
+
+// startDaemon starts a sidecar with small memory of 4 KiB pages; edit may change its settings. The log is what it wrote so far.
+func startDaemon(t *testing.T, edit func(*Config)) (*Daemon, *bytes.Buffer) {
+	t.Helper()
+	c := Defaults()
+	c.Runtime.Dir = testDir(t)
+	c.Arena.Kind = dax.KindMemfd
+	c.Arena.Limit = 8 << 20
+	c.Lifecycle.Drain = 100 * time.Millisecond
+	if edit != nil {
+		edit(&c)
+	}
+	c, err := c.Complete(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var log bytes.Buffer
+	d, err := Start(context.Background(), c, NewLogger(c.Log, &log))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := d.Shutdown(context.Background()); err != nil {
+			t.Error(err)
+		}
+	})
+	return d, &log
+}
+
+func dialWorker(t *testing.T, d *Daemon, pageBytes uint64) *client.Session {
+	t.Helper()
+	w, err := client.Dial(d.cfg.Runtime.Dir, &wire.Hello{
+		Role: wire.RoleWorker, EngineID: "e", PageTokens: 16, PageBytes: pageBytes, PagesPerChunk: 1, DigestBytes: 32,
+	}, patience)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { w.Close() })
+	return w
+}
+
+// next receives one message, and the region that it announces, if it does.
+func next(t *testing.T, w *client.Session) (wire.Type, []byte, *wire.RegionAdded) {
+	t.Helper()
+	b, files, err := w.Recv(patience)
+	if err != nil {
+		t.Fatal(err)
+	}
+	typ, _ := wire.Peek(b)
+	if typ != wire.TypeRegionAdded {
+		return typ, b, nil
+	}
+	var r wire.RegionAdded
+	if err := r.Decode(b, &wire.DefaultLimits); err != nil {
+		t.Fatal(err)
+	}
+	var st unix.Stat_t
+	if len(files) != 1 || unix.Fstat(int(files[0].Fd()), &st) != nil || uint64(st.Size) != r.SizeBytes {
+		t.Fatalf("region %+v came with %d files, size %d", r, len(files), st.Size)
+	}
+	files[0].Close()
+	return typ, b, &r
+}
+
+func TestArenaGrowsToItsLimitInTheBackground(t *testing.T) {
+	const page = 64 << 10
+	d, _ := startDaemon(t, func(c *Config) {
+		c.Arena.Limit, c.Arena.Initial, c.Arena.Step = 7<<20, 1<<20, 2<<20
+		c.Sessions.Share = 1
+	})
+	w := dialWorker(t, d, page)
+	known := map[uint32]bool{}
+	store := func(n int) {
+		h := sha256.Sum256([]byte{byte(n), byte(n >> 8)})
+		if err := w.Send(&wire.PrepareStore{ID: uint32(n + 1), Hashes: h[:]}); err != nil {
+			t.Fatal(err)
+		}
+		for {
+			typ, b, r := next(t, w)
+			if r != nil {
+				known[r.Region] = true
+				continue
+			}
+			if typ != wire.TypeStoreGrant {
+				t.Fatalf("got %v", typ)
+			}
+			var g wire.StoreGrant
+			if err := g.Decode(b, &wire.DefaultLimits); err != nil {
+				t.Fatal(err)
+			}
+			for _, e := range g.Grants {
+				if !known[e.Region] {
+					t.Fatalf("a grant names region %d, of which the worker was not told", e.Region)
+				}
+			}
+			if g.Store != 0 {
+				if err := w.Send(&wire.CommitStore{Store: g.Store}); err != nil {
+					t.Fatal(err)
+				}
+			}
+			return
+		}
+	}
+	deadline := time.Now().Add(2 * patience)
+	n := 0
+	for ; d.Status().Arena.CapacityBytes < 7<<20; n++ {
+		if time.Now().After(deadline) {
+			t.Fatalf("%+v", d.Status().Arena)
+		}
+		store(n)
+		time.Sleep(2 * time.Millisecond)
+	}
+	for range 200 {
+		store(n)
+		n++
+	}
+	st := d.Status()
+	sizes := []int64{}
+	for _, r := range st.Arena.Regions {
+		sizes = append(sizes, r.SizeBytes)
+	}
+	if len(sizes) != 4 || sizes[0] != 1<<20 || sizes[1] != 2<<20 || st.Arena.CapacityBytes != 7<<20 {
+		t.Errorf("regions %v", sizes)
+	}
+	if st.Evictions["room"] == 0 || st.Arena.GrowthFailures != 0 {
+		t.Errorf("at its limit it must evict: %+v", st.Evictions)
+	}
+	if err := d.engine.Check(); err != nil {
+		t.Error(err)
+	}
+	// The control region says the same to whoever polls it.
+	mem, err := unix.Mmap(int(w.Control.Fd()), 0, dax.ControlSize, unix.PROT_READ, unix.MAP_SHARED)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Munmap(mem)
+	for wait := time.Now().Add(patience); ; {
+		regions, capacity, used := binary.LittleEndian.Uint64(mem[24:]), binary.LittleEndian.Uint64(mem[32:]), binary.LittleEndian.Uint64(mem[40:])
+		if regions == 4 && capacity == 7<<20 && used == uint64(d.Status().Arena.UsedBytes) {
+			break
+		}
+		if time.Now().After(wait) {
+			t.Fatalf("control region: %d regions, %d of %d bytes", regions, used, capacity)
+		}
+		time.Sleep(5 * time.Millisecond)
+	}
+	if err := d.Shutdown(context.Background()); err != nil {
+		t.Error(err)
+	}
+	if state := binary.LittleEndian.Uint32(mem[12:]); state != uint32(dax.StateClosed) {
+		t.Errorf("state %d after the end", state)
+	}
+}
+
+func TestFileArenaAndItsLock(t *testing.T) {
+	files := t.TempDir()
+	edit := func(c *Config) {
+		c.Arena.Kind, c.Arena.Path, c.Arena.Limit = dax.KindFile, files, 1<<20
+	}
+	d, _ := startDaemon(t, edit)
+	w := dialWorker(t, d, 4096)
+	if _, _, r := next(t, w); r == nil || r.Kind != "file" {
+		t.Errorf("region %+v", r)
+	}
+	c := d.cfg
+	c.Runtime.Dir = testDir(t)
+	if _, err := Start(context.Background(), c, zap.NewNop()); err == nil || !strings.Contains(err.Error(), files) {
+		t.Errorf("a second sidecar on the same files: %v", err)
+	}
+}
+
+func TestStartRefusesWhatTheHostCannotGive(t *testing.T) {
+	for _, tc := range []struct {
+		name string
+		edit func(*Config)
+		want []string
+	}{
+		{"arena above the host's memory", func(c *Config) { c.Arena.Limit, c.Arena.Step = 1<<50, 1<<49 }, []string{"arena.limit", "1024TiB", "bytes"}},
+		{"NUMA node that is not there", func(c *Config) { c.Arena.NUMA = "99" }, []string{"arena.numa", "99"}},
+		{"token file that is not there", func(c *Config) { c.Admin.TokenFile = "/nowhere" }, []string{"admin.token_file", "/nowhere"}},
+		{"address that is taken", func(c *Config) {
+			ln, err := net.Listen("tcp", "127.0.0.1:0")
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { ln.Close() })
+			c.Admin.Listen = ln.Addr().String()
+		}, []string{"admin.listen"}},
+		{"path too long for a socket", func(c *Config) { c.Runtime.Dir = filepath.Join(c.Runtime.Dir, strings.Repeat("x", 100)) }, []string{"runtime.dir", "107"}},
+		{"more sessions than descriptors", func(c *Config) { c.Sessions.Limit = 1 << 40 }, []string{"sessions.limit"}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			c := Defaults()
+			c.Runtime.Dir = testDir(t)
+			c.Arena.Kind = dax.KindMemfd
+			c.Arena.Limit = 1 << 20
+			tc.edit(&c)
+			c, err := c.Complete(nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			d, err := Start(context.Background(), c, zap.NewNop())
+			if err == nil {
+				_ = d.Shutdown(context.Background())
+				t.Fatal("started")
+			}
+			for _, w := range tc.want {
+				if !strings.Contains(err.Error(), w) {
+					t.Errorf("%q does not say %s", err, w)
+				}
+			}
+		})
+	}
+}
+
+func TestAnAddressThatOthersReachIsWarnedAbout(t *testing.T) {
+	_, log := startDaemon(t, func(c *Config) { c.Admin.Listen = "0.0.0.0:0" })
+	if !strings.Contains(log.String(), "other machines") {
+		t.Errorf("no warning:\n%s", log)
+	}
+	if !strings.Contains(log.String(), "because") {
+		t.Errorf("the log does not say why the arena is of its kind:\n%s", log)
+	}
+}
