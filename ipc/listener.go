@@ -8,7 +8,8 @@
 // trusted for a length or a handle, and none can make the sidecar wait, block
 // others, or grow past its limits.
 //
-// Goroutines: a [Listener] has none of its own; a [Conn] has one that waits for
+// Goroutines: a [Listener] has a few, short-lived, for clients that it turns
+// away; a [Conn] has one that waits for
 // its peer's death; a [LookupSockets] has one, locked to its thread, which alone
 // touches ZMQ sockets. No lock of this package is held while another is taken.
 package ipc
@@ -53,6 +54,13 @@ var (
 	ErrPeerGone = errors.New("peer is gone")
 	// ErrPeerStuck means that a peer did not read in time, and was closed.
 	ErrPeerStuck = errors.New("peer does not read")
+)
+
+const (
+	// maxRefusing is how many refused clients are waited for at a time, and
+	// helloPatience how long for each.
+	maxRefusing   = 16
+	helloPatience = 100 * time.Millisecond
 )
 
 // OwnedError says that another sidecar owns the directory.
@@ -114,6 +122,9 @@ type Listener struct {
 	refusedUID  atomic.Uint64
 	refusedBusy atomic.Uint64
 
+	refusing chan struct{}  // a token for each refusal under way
+	refusals sync.WaitGroup // their goroutines
+
 	closeOnce sync.Once
 	closeErr  error
 }
@@ -151,7 +162,7 @@ func Listen(dir string, opt Options) (*Listener, error) {
 		lock.Close()
 		return nil, err
 	}
-	return &Listener{dir: dir, opt: opt, lock: lock, sock: sock}, nil
+	return &Listener{dir: dir, opt: opt, lock: lock, sock: sock, refusing: make(chan struct{}, maxRefusing)}, nil
 }
 
 // checkPath refuses a socket path that the kernel would cut.
@@ -332,14 +343,8 @@ func (l *Listener) admit(uc *net.UnixConn) *Conn {
 		l.sessions.Add(-1)
 		l.refusedBusy.Add(1)
 		l.opt.Log.Warn("session refused: sessions.limit is reached", zap.Int("limit", l.opt.MaxSessions), zap.Int32("pid", peer.PID))
-		refuse := wire.Refuse{
-			Code: wire.RefuseBusy, Field: "sessions.limit", Want: strconv.Itoa(l.opt.MaxSessions),
-			Message: fmt.Sprintf("the sidecar has its %d sessions already", l.opt.MaxSessions),
-		}
-		_ = uc.SetWriteDeadline(time.Now().Add(100 * time.Millisecond)) // a fresh socket has room at once
-		_, _ = uc.Write(refuse.Append(nil))
 		closeFD(pidfd)
-		uc.Close()
+		l.refuseBusy(uc)
 		return nil
 	}
 	c, err := newConn(uc, peer, pidfd, l.opt.SendPatience, func() { l.sessions.Add(-1) })
@@ -351,12 +356,37 @@ func (l *Listener) admit(uc *net.UnixConn) *Conn {
 	return c
 }
 
+// refuseBusy tells a client that there is no room, and closes. It first takes in
+// the client's Hello: closing over it would reset the connection, and the client
+// would see that instead of the reason. A few clients at a time are worth that
+// wait; of more, each is closed at once.
+func (l *Listener) refuseBusy(uc *net.UnixConn) {
+	refuse := wire.Refuse{
+		Code: wire.RefuseBusy, Field: "sessions.limit", Want: strconv.Itoa(l.opt.MaxSessions),
+		Message: fmt.Sprintf("the sidecar has its %d sessions already", l.opt.MaxSessions),
+	}
+	_ = uc.SetDeadline(time.Now().Add(helloPatience))
+	_, _ = uc.Write(refuse.Append(nil)) // a fresh socket has room at once
+	select {
+	case l.refusing <- struct{}{}:
+	default:
+		uc.Close()
+		return
+	}
+	l.refusals.Go(func() {
+		_, _ = uc.Read(make([]byte, 1)) // the rest of the packet is dropped
+		uc.Close()
+		<-l.refusing
+	})
+}
+
 // Close stops accepting, removes the session socket and gives up the directory.
 // Open connections stay open. Lookup sockets in the directory must have been
 // closed before.
 func (l *Listener) Close() error {
 	l.closeOnce.Do(func() {
 		l.closeErr = l.sock.Close() // unlinks the socket, which is still ours
+		l.refusals.Wait()
 		if err := l.lock.Close(); l.closeErr == nil {
 			l.closeErr = err
 		}

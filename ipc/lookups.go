@@ -24,9 +24,11 @@ const (
 	// maxLookupPeers bounds the connections to one lookup socket: a scheduler needs
 	// one. libzmq has no such bound of its own and aborts the process when it runs
 	// out of descriptors.
-	maxLookupPeers = 256
+	maxLookupPeers = 128
 	// maxReplyPeers bounds those to one session's reply socket, which needs one.
-	maxReplyPeers = 4
+	maxReplyPeers = 3
+	// maxSockets is how many ZMQ sockets there may be: three a session.
+	maxSockets = 1 << 14
 	// recvHWM bounds the messages that wait on one connection; the loop empties it
 	// at once, so what is more waits in the sender.
 	recvHWM = 32
@@ -139,18 +141,20 @@ type LookupSockets struct {
 	stopped bool // the loop's own
 
 	// All below belongs to the loop.
-	ctx        *zmq4.Context
-	native     *guarded
-	lmWorker   *guarded // nil without LMCache
-	lmSend     *zsock
-	sessions   map[uint64]*guarded
-	poll       *poller
-	buf        []byte
-	reply      []byte
-	frames     [][]byte
-	lmRequest  wire.LMCacheRequest
-	monitorSeq int
-	heapStart  int
+	ctx          *zmq4.Context
+	native       *guarded
+	lmWorker     *guarded // nil without LMCache
+	lmSend       *zsock
+	sessions     map[uint64]*guarded
+	poll         *poller
+	watched      []*guarded // every bound socket
+	firstMonitor int        // index of the poll item of watched[0]'s monitor; the others follow
+	buf          []byte
+	reply        []byte
+	frames       [][]byte
+	lmRequest    wire.LMCacheRequest
+	monitorSeq   int
+	heapStart    int
 }
 
 // NewLookupSockets opens the lookup sockets in a directory that the caller owns
@@ -222,6 +226,7 @@ func (l *LookupSockets) AddSession(id uint64) (replyEndpoint string, err error) 
 		if g, err = l.bind(zmq4.PUSH, path, maxReplyPeers); err == nil {
 			l.sessions[id] = g
 			l.count.sessions.Add(1)
+			l.repoll()
 		}
 	})
 	if !ok {
@@ -236,6 +241,7 @@ func (l *LookupSockets) RemoveSession(id uint64) {
 		if g := l.sessions[id]; g != nil {
 			delete(l.sessions, id)
 			l.count.sessions.Add(-1)
+			l.repoll()
 			g.close()
 		}
 	})
@@ -286,22 +292,43 @@ func (l *LookupSockets) open() error {
 	if l.ctx, err = zmq4.NewContext(); err != nil {
 		return fmt.Errorf("zmq context: %w", err)
 	}
-	if err := l.ctx.SetBlocky(false); err != nil { // nothing lingers at close
+	// Not blocky: nothing lingers at close.
+	if err := errors.Join(l.ctx.SetBlocky(false), l.ctx.SetMaxSockets(maxSockets)); err != nil {
 		return fmt.Errorf("zmq context: %w", err)
 	}
 	if l.native, err = l.bind(zmq4.PULL, filepath.Join(l.dir, lookupName), maxLookupPeers); err != nil {
 		return err
 	}
-	socks := []*zsock{l.native.zsock, l.native.monitor}
 	if l.opt.LMCacheWorker != "" {
 		if err := l.openLMCache(); err != nil {
 			return err
 		}
-		socks = append(socks, l.lmWorker.zsock, l.lmWorker.monitor)
 	}
-	l.poll = newPoller(l.wake, socks...)
+	l.repoll()
 	l.heapStart = heapBytes()
 	return nil
+}
+
+// repoll makes the poller anew, for the sockets that there are now: the eventfd,
+// the two that receive lookups, and the monitors of all bound ones.
+func (l *LookupSockets) repoll() {
+	if l.poll != nil {
+		l.poll.close()
+	}
+	l.watched = append(l.watched[:0], l.native)
+	socks := []*zsock{l.native.zsock}
+	if l.lmWorker != nil {
+		l.watched = append(l.watched, l.lmWorker)
+		socks = append(socks, l.lmWorker.zsock)
+	}
+	for _, g := range l.sessions {
+		l.watched = append(l.watched, g)
+	}
+	l.firstMonitor = 1 + len(socks)
+	for _, g := range l.watched {
+		socks = append(socks, g.monitor)
+	}
+	l.poll = newPoller(l.wake, socks...)
 }
 
 func (l *LookupSockets) openLMCache() error {
@@ -507,17 +534,16 @@ func (l *LookupSockets) loop() {
 		if l.poll.ready(1) {
 			l.serveNative()
 		}
-		if l.lmWorker != nil && l.poll.ready(3) {
+		if l.lmWorker != nil && l.poll.ready(2) {
 			l.serveLMCache()
 		}
+		for i, g := range l.watched {
+			if l.poll.ready(l.firstMonitor + i) {
+				l.check(g, false)
+			}
+		}
 		if l.poll.ready(0) {
-			l.runQueue()
-		}
-		if l.poll.ready(2) {
-			l.check(l.native, false)
-		}
-		if l.lmWorker != nil && l.poll.ready(4) {
-			l.check(l.lmWorker, false)
+			l.runQueue() // may replace the poller
 		}
 		if now := time.Now(); !now.Before(next) {
 			next = now.Add(l.opt.Tick)
@@ -529,13 +555,7 @@ func (l *LookupSockets) loop() {
 func (l *LookupSockets) tick() {
 	l.handler.Tick()
 	tooMuch := heapBytes() > l.heapStart+l.opt.HeapBytes
-	l.check(l.native, tooMuch)
-	l.native.reopen()
-	if l.lmWorker != nil {
-		l.check(l.lmWorker, tooMuch)
-		l.lmWorker.reopen()
-	}
-	for _, g := range l.sessions {
+	for _, g := range l.watched {
 		l.check(g, tooMuch)
 		g.reopen()
 	}

@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"github.com/pebbe/zmq4"
+	"golang.org/x/sys/unix"
 
 	"lookaside/ipc/wire"
 	"lookaside/ipc/zmqecho"
@@ -371,6 +372,46 @@ func TestConnectionFlood(t *testing.T) {
 		c.ask(1, 1, 5)
 	}
 	eventually(t, "only the honest peer is left", func() bool { return s.Stats().Peers <= 2 })
+}
+
+// libzmq aborts the process when it cannot accept for want of descriptors.
+func TestFloodWithFewDescriptors(t *testing.T) {
+	dir := runDir(t)
+	cmd, _, said := helper(t, "serve", dir, -1)
+	lookup, reply, _ := strings.Cut(said, " ")
+	c := newClient(t, lookup, reply, false)
+	c.warm(1)
+	for range 3 {
+		for _, path := range []string{strings.TrimPrefix(lookup, "ipc://"), strings.TrimPrefix(reply, "ipc://"), filepath.Join(dir, sessionName)} {
+			var flood sync.WaitGroup
+			for range 4 {
+				flood.Go(func() {
+					var raws []int
+					for range 1500 {
+						fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+						if strings.HasSuffix(path, sessionName) {
+							unix.Close(fd)
+							fd, err = unix.Socket(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+						}
+						if err != nil {
+							break
+						}
+						raws = append(raws, fd)
+						_ = unix.Connect(fd, &unix.SockaddrUnix{Name: path})
+					}
+					for _, fd := range raws {
+						unix.Close(fd)
+					}
+				})
+			}
+			flood.Wait()
+		}
+		if err := cmd.Process.Signal(syscall.Signal(0)); err != nil {
+			t.Fatalf("the server is gone: %v", err)
+		}
+		c.warm(1)
+		c.ask(1, 1, 1)
+	}
 }
 
 // Frames of a message that never ends are not bounded by any option of libzmq.

@@ -2,6 +2,7 @@ package ipc
 
 import (
 	"bufio"
+	"context"
 	"fmt"
 	"net"
 	"os"
@@ -13,6 +14,7 @@ import (
 	"time"
 
 	"github.com/pebbe/zmq4"
+	"golang.org/x/sys/unix"
 
 	"lookaside/internal/leak"
 )
@@ -69,6 +71,33 @@ var helpers = map[string]func(arg string) error{
 		}
 		_, err = c.Write([]byte("commit"))
 		return err
+	},
+	// serve answers lookups with few descriptors to spend.
+	"serve": func(dir string) error {
+		lim := unix.Rlimit{Cur: 1024, Max: 1024}
+		if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &lim); err != nil {
+			return err
+		}
+		l, err := Listen(dir, Options{})
+		if err != nil {
+			return err
+		}
+		s, err := NewLookupSockets(dir, LookupOptions{}, new(testHandler))
+		if err != nil {
+			return err
+		}
+		reply, err := s.AddSession(1)
+		if err != nil {
+			return err
+		}
+		go func() {
+			for {
+				if _, err := l.Accept(context.Background()); err != nil {
+					return
+				}
+			}
+		}()
+		return waitForKill(s.LookupEndpoint() + " " + reply)
 	},
 	// push sends lookups until killed.
 	"push": func(endpoint string) error {

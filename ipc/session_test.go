@@ -309,6 +309,10 @@ func TestSessionCap(t *testing.T) {
 		c, _ := l.Accept(context.Background())
 		accepted <- c
 	}()
+	// It has said hello already: what is left unread must not hide the refusal.
+	if _, err := third.Write((&wire.Ping{ID: 1}).Append(nil)); err != nil {
+		t.Fatal(err)
+	}
 	buf := make([]byte, 4096)
 	n, err := third.Read(buf)
 	if err != nil {
@@ -359,6 +363,8 @@ func TestSessionFlood(t *testing.T) {
 		}
 		defer c.Close()
 	}
+	// The clients say nothing, and each refusal waits a little for their hello; but
+	// only of a few at a time.
 	eventually(t, "all are dealt with", func() bool {
 		s := l.Stats()
 		return s.Accepted+s.RefusedBusy == flood
