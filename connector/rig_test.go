@@ -3,7 +3,6 @@ package connector_test
 import (
 	"context"
 	"crypto/sha256"
-	"encoding/binary"
 	"encoding/hex"
 	"errors"
 	"fmt"
@@ -433,29 +432,28 @@ func (s *scheduler) close() {
 	s.ses.Close()
 }
 
-// A prefix is a made-up prompt: numbers, one for each stretch of pages that it shares with other prefixes.
-// Page i is named by the stretches up to it, as a cumulative hash is.
+// A prefix is a made-up prompt: its pages come in stretches, each of which is all the same number. Prefixes share the pages
+// up to the first that differs.
 type prefix struct {
 	stretches [4]uint8
 	stretch   int // pages of a stretch
 }
 
 func (p prefix) digest(page int) [32]byte {
-	var b [16]byte
-	for i := range p.stretches {
-		if i*p.stretch <= page {
-			b[i] = p.stretches[i] + 1
-		}
-	}
-	binary.LittleEndian.PutUint64(b[8:], uint64(page))
-	return sha256.Sum256(b[:])
+	h := p.hashes(page, 1)
+	return [32]byte(h)
 }
 
+// hashes chains the digests from the first page on, so that each names all that comes before it: the engine relies on it.
 func (p prefix) hashes(first, pages int) []byte {
 	out := make([]byte, 0, pages*32)
-	for i := range pages {
-		d := p.digest(first + i)
-		out = append(out, d[:]...)
+	var d [32]byte
+	for i := range first + pages {
+		token := p.stretches[min(i/p.stretch, len(p.stretches)-1)]
+		d = sha256.Sum256(append(d[:], token))
+		if i >= first {
+			out = append(out, d[:]...)
+		}
 	}
 	return out
 }
