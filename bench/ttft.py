@@ -49,6 +49,7 @@ class Bench:
         eventually(lambda: len(self.sidecar.status()["sessions"]) == 4, "both servers' sessions", 20)
 
     def _timed(self, name: str, server: Server, prompt: list[int]) -> Answer:
+        client.settle()
         answer = client.complete(server.base_url, prompt)
         self.seconds[name].append(answer.ttft_s)
         return answer
@@ -68,7 +69,9 @@ class Bench:
     def dead(self, name: str, number: int, how: signal.Signals) -> None:
         """One first request after the sidecar was killed or stopped, against one without the connector."""
         prompt = model.prompt(self.tokens, 20_000 + number)
+        client.settle()
         plain = client.complete(self.plain.base_url, prompt)
+        client.settle()
         self.sidecar.signal(how)
         try:
             after = client.complete(self.a.base_url, prompt)

@@ -78,6 +78,15 @@ def complete(
     )
 
 
+def settle() -> None:
+    """Waits until the servers that answered last are idle: call it before timing another server.
+
+    A worker of vLLM spins on its queue for a second after its last step, so on few cores it slows down whoever is asked
+    next, by more than all that is measured here.
+    """
+    time.sleep(1.3)
+
+
 def reset_prefix_cache(base_url: str, timeout_s: float = 30.0) -> None:
     """Empties vLLM's own prefix cache, not the sidecar's. Retries while blocks are held; needs vLLM's dev mode."""
     deadline = time.monotonic() + timeout_s

@@ -314,12 +314,12 @@ def server_env(kv_gib: int = 1) -> dict[str, str]:
 
 
 def stop_on_signals() -> None:
-    """Turns SIGTERM and SIGHUP into KeyboardInterrupt, so that a `with Stand(...)` cleans up after these as well."""
+    """Makes SIGINT (also where it was inherited as ignored), SIGTERM and SIGHUP a KeyboardInterrupt: cleanup runs."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)
 
 

@@ -55,10 +55,12 @@ def measure(a: Server, b: Server, prompt_tokens: int, shared_tokens: int, rounds
         whole = shared_tokens == prompt_tokens
         first = model.prompt(prompt_tokens, case)
         prompt = first if whole else model.prompt(prompt_tokens, case + 500_000, first[:shared_tokens])
+        client.settle()
         cold = client.complete(a.base_url, first, max_tokens=MAX_TOKENS)
         if not whole:
             # A salt of its own shares nothing with anyone: computed whole, and stored under other names.
             cold = client.complete(a.base_url, prompt, max_tokens=MAX_TOKENS, cache_salt=f"cold-{case}")
+        client.settle()
         shared = client.complete(b.base_url, prompt, max_tokens=MAX_TOKENS)
         local = client.complete(b.base_url, prompt, max_tokens=MAX_TOKENS)
         cold_s.append(cold.ttft_s)
