@@ -139,15 +139,13 @@ func (c *checker) leases() error {
 
 func (c *checker) parents() error {
 	return c.each(func(r *region, ref uint32, s *slot) error {
-		if s.state == free || s.parent == 0 {
+		if s.state == free || c.e.orphan(ref) {
 			return nil
 		}
-		if c.e.orphan(s) {
-			return nil
-		}
-		c.children[s.parent]++
-		if _, p := c.e.slot(s.parent); p.state != ready || p.chunk+1 != s.chunk || p.space != s.space || !p.doomed && int(p.pages) != r.ppc {
-			return broken("slot %#x, chunk %d, has parent %#x, chunk %d with %d pages in state %d", ref, s.chunk, s.parent, p.chunk, p.pages, p.state)
+		parent := c.e.kin(ref).parent
+		c.children[parent]++
+		if _, p := c.e.slot(parent); p.state != ready || p.chunk+1 != s.chunk || p.space != s.space || !p.doomed && int(p.pages) != r.ppc {
+			return broken("slot %#x, chunk %d, has parent %#x, chunk %d with %d pages in state %d", ref, s.chunk, parent, p.chunk, p.pages, p.state)
 		}
 		return nil
 	})
@@ -221,7 +219,7 @@ func (c *checker) slots() error {
 			}
 		}
 		listed := 0
-		for i := r.freeList; i != 0; i = r.slots[i-1].next {
+		for i := r.freeList; i != 0; i = r.kin[i-1].next {
 			if listed++; r.slots[i-1].state != free || listed > r.free {
 				return broken("the list of free slots of region %d", r.id)
 			}
@@ -260,7 +258,7 @@ func (c *checker) pageRecords(r *region, ref uint32, s *slot) error {
 			or, op := e.slotOf(other)
 			ro, o := e.slot(or)
 			if o.state != ready || o.doomed || op >= int(o.pages) || op != pos || o.chunk != s.chunk || o.space != s.space ||
-				!equal(ro.digest(int(other&recordMask)), r.digestBytes(base+pos, &buf)) {
+				!equal(ro.digest(or&recordMask, op), r.digestBytes(ref&recordMask, pos, &buf)) {
 				return broken("page %d of slot %#x is linked to another page, %#x", pos, ref, other)
 			}
 		}
@@ -270,7 +268,7 @@ func (c *checker) pageRecords(r *region, ref uint32, s *slot) error {
 		if l.prev == 0 {
 			c.heads++
 			c.pages[s.space]++
-			if found := e.find(e.spaces[s.space], r.digestBytes(base+pos, &buf)); found != rec {
+			if found := e.find(e.spaces[s.space], r.digestBytes(ref&recordMask, pos, &buf)); found != rec {
 				return broken("page %d of slot %#x is found as %#x", pos, ref, found)
 			}
 		}

@@ -430,8 +430,11 @@ func (e *Engine) makeRoom(c *class) (ok, unlocked bool) {
 	}
 	*r = region{
 		id: r.id, num: r.num, size: r.size, class: c, ppc: c.geometry.PagesPerChunk, shift: logarithm(c.geometry.PagesPerChunk), words: c.geometry.DigestBytes / 8,
-		slots: m.slots.Slice(), digests: m.digests.Slice(), links: m.links.Slice(), lru: lru{heap: m.heap.Slice(), pos: m.pos.Slice()},
+		slots: m.slots.Slice(), kin: m.kin.Slice(), links: m.links.Slice(), lru: lru{heap: m.heap.Slice(), pos: m.pos.Slice()},
 		firstGen: r.firstGen, free: slots, lastUse: e.tick, mem: m,
+	}
+	if m.digests != nil {
+		r.digests = m.digests.Slice()
 	}
 	c.regions = append(c.regions, r)
 	c.slots += slots

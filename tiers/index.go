@@ -204,9 +204,8 @@ func (e *Engine) same(s *space, ref uint32, d []byte) bool {
 	if r.class != s.class {
 		return false
 	}
-	rec := ref & recordMask
-	i, _ := r.split(rec)
-	return equal(r.digest(int(rec)), d) && r.slots[i].space == s.id
+	i, pos := r.split(ref & recordMask)
+	return r.slots[i].space == s.id && equal(r.digest(i, int(pos)), d)
 }
 
 // find is the indexed record of digest d in space s, 0 if the page is not held.
@@ -268,7 +267,7 @@ func (w *walk) hash(page int) []byte {
 }
 
 // probeGroup is how many chunks are probed together. The loads of each pass do not depend on each other, so that their cache misses overlap.
-const probeGroup = 64
+const probeGroup = 128
 
 // probe finds the last pages of chunks [from, from+n) of a walk, n at most probeGroup, and puts their refs into out, 0 for a miss.
 func (e *Engine) probe(s *space, w *walk, from, n int, out []uint32) {
@@ -307,12 +306,6 @@ func (e *Engine) probe(s *space, w *walk, from, n int, out []uint32) {
 			}
 		}
 		out[i] = uint32(word)
-	}
-	for _, ref := range out {
-		if ref != 0 {
-			r := e.regions[ref>>recordBits]
-			seen |= r.digests[int(ref&recordMask)*r.words]
-		}
 	}
 	for _, ref := range out {
 		if ref != 0 {

@@ -15,22 +15,26 @@ const (
 	ready
 )
 
-// slot is the engine's account of one slot, a cache line of it.
+// slot is the engine's account of one slot: a cache line with all of it that a lookup of the whole chunk reads and writes. The rest is its kin.
 type slot struct {
-	stamp     uint64 // tick of the last use; a prefix inherits that of a continuation that leaves
-	gen       uint32 // rises each time the slot becomes free
-	pins      uint32 // leases
-	children  uint32 // slots whose parent this is
+	stamp    uint64 // tick of the last use; a prefix inherits that of a continuation that leaves
+	gen      uint32 // rises each time the slot becomes free
+	pins     uint32 // leases
+	children uint32 // slots whose parent this is
+	chunk    uint32 // the chunk's number in its prefix
+	pages    uint16 // committed pages
+	granted  uint16 // pages after them that a store is writing; the whole chunk while filling
+	space    uint16
+	state    state
+	doomed   bool      // ready or filling, out of the index for good; freed when nobody uses it
+	last     [4]uint64 // digest of the page at the chunk's last position; outlives the slot's becoming free
+}
+
+// kin is what a slot hangs on.
+type kin struct {
 	parent    uint32 // the slot of the chunk before, if it was held when this one came
 	parentGen uint32 // generation of parent; another one there now means that the parent is gone
-	chunk     uint32 // the chunk's number in its prefix
-	pages     uint16 // committed pages
-	granted   uint16 // pages after them that a store is writing; the whole chunk while filling
-	space     uint16
-	state     state
-	doomed    bool   // ready or filling, out of the index for good; freed when nobody uses it
-	next      uint32 // next free slot plus one
-	_         [20]byte
+	next      uint32 // of a free slot: the next free one plus one
 }
 
 // link chains the records of one page that several slots hold. The one without prev is in the index.
@@ -49,7 +53,8 @@ type region struct {
 	words    int  // of a digest
 
 	slots   []slot
-	digests []uint64
+	kin     []kin    // by slot
+	digests []uint64 // of the pages at all but the last position of each slot
 	links   []link
 	lru     lru
 
@@ -80,17 +85,24 @@ func (c *class) slotsIn(size int64) int {
 	return int(min(size/c.slotBytes(), recordMask/int64(c.geometry.PagesPerChunk)))
 }
 
-func (r *region) digest(rec int) []uint64 { return r.digests[rec*r.words : (rec+1)*r.words] }
+// digest is where that of a slot's page is kept.
+func (r *region) digest(slot uint32, pos int) []uint64 {
+	if pos == r.ppc-1 {
+		return r.slots[slot].last[:r.words]
+	}
+	at := (int(slot)*(r.ppc-1) + pos) * r.words
+	return r.digests[at : at+r.words]
+}
 
-func (r *region) setDigest(rec int, d []byte) {
-	for i, words := 0, r.digest(rec); i < len(words); i++ {
+func (r *region) setDigest(slot uint32, pos int, d []byte) {
+	for i, words := 0, r.digest(slot, pos); i < len(words); i++ {
 		words[i] = binary.LittleEndian.Uint64(d[8*i:])
 	}
 }
 
-// digestBytes writes record rec's digest into buf.
-func (r *region) digestBytes(rec int, buf *[32]byte) []byte {
-	for i, w := range r.digest(rec) {
+// digestBytes writes the digest of a slot's page into buf.
+func (r *region) digestBytes(slot uint32, pos int, buf *[32]byte) []byte {
+	for i, w := range r.digest(slot, pos) {
 		binary.LittleEndian.PutUint64(buf[8*i:], w)
 	}
 	return buf[:8*r.words]
@@ -99,6 +111,10 @@ func (r *region) digestBytes(rec int, buf *[32]byte) []byte {
 func (e *Engine) slot(ref uint32) (*region, *slot) {
 	r := e.regions[ref>>recordBits]
 	return r, &r.slots[ref&recordMask]
+}
+
+func (e *Engine) kin(ref uint32) *kin {
+	return &e.regions[ref>>recordBits].kin[ref&recordMask]
 }
 
 // split is the slot of a record in its region, and the position in it. The division would be a good part of a lookup's time.
@@ -190,36 +206,38 @@ func (e *Engine) redundant(ref uint32) bool {
 
 // adopt makes parent the parent of a held slot.
 func (e *Engine) adopt(parent, child uint32) {
-	_, s := e.slot(child)
 	r, p := e.slot(parent)
 	if p.children == 0 {
 		r.lru.remove(parent & recordMask)
 	}
 	p.children++
-	s.parent, s.parentGen = parent, p.gen
+	k := e.kin(child)
+	k.parent, k.parentGen = parent, p.gen
 }
 
 // orphan says whether a held slot has no parent, or none any more.
-func (e *Engine) orphan(s *slot) bool {
-	if s.parent == 0 {
+func (e *Engine) orphan(ref uint32) bool {
+	k := e.kin(ref)
+	if k.parent == 0 {
 		return true
 	}
-	r, i := e.regions[s.parent>>recordBits], int(s.parent&recordMask)
-	return i >= r.fresh || r.slots[i].gen != s.parentGen // the region may have been carved anew
+	r, i := e.regions[k.parent>>recordBits], int(k.parent&recordMask)
+	return i >= r.fresh || r.slots[i].gen != k.parentGen // the region may have been carved anew
 }
 
 // disown ends a slot's being the continuation of its parent.
 func (e *Engine) disown(ref uint32) {
-	_, s := e.slot(ref)
-	if !e.orphan(s) {
-		r, p := e.slot(s.parent)
+	k := e.kin(ref)
+	if !e.orphan(ref) {
+		_, s := e.slot(ref)
+		r, p := e.slot(k.parent)
 		p.children--
 		p.stamp = max(p.stamp, s.stamp)
 		if p.children == 0 && p.state == ready && !p.doomed && p.idle() {
-			r.lru.add(s.parent&recordMask, p.stamp)
+			r.lru.add(k.parent&recordMask, p.stamp)
 		}
 	}
-	s.parent = 0
+	k.parent = 0
 }
 
 // enter indexes pages [from, to) of a slot, whose digests are written. It undoes itself and answers false if one of them is held as another
@@ -231,10 +249,10 @@ func (e *Engine) enter(ref uint32, from, to int) bool {
 	var buf [32]byte
 	for pos := from; pos < to; pos++ {
 		rec := ref&^recordMask | uint32(base+pos)
-		d := r.digestBytes(base+pos, &buf)
+		d := r.digestBytes(ref&recordMask, pos, &buf)
 		head := e.find(sp, d)
 		if head == 0 {
-			e.idx.insert(sp.tagOfRecord(r.digest(base+pos)), rec)
+			e.idx.insert(sp.tagOfRecord(r.digest(ref&recordMask, pos)), rec)
 			sp.pages++
 			s.pages++
 			continue
@@ -290,9 +308,9 @@ func (e *Engine) retract(ref uint32, from int) {
 			}
 		case l.next != 0:
 			e.links(l.next).prev = 0
-			e.idx.replace(sp.tagOfRecord(r.digest(base+pos)), rec, l.next)
+			e.idx.replace(sp.tagOfRecord(r.digest(ref&recordMask, pos)), rec, l.next)
 		default:
-			e.idx.remove(sp.tagOfRecord(r.digest(base+pos)), rec)
+			e.idx.remove(sp.tagOfRecord(r.digest(ref&recordMask, pos)), rec)
 			sp.pages--
 		}
 		*l = link{}
@@ -333,7 +351,8 @@ func (e *Engine) release(ref uint32) {
 		e.disown(ref)
 	}
 	e.spaces[s.space].chunks--
-	*s = slot{gen: s.gen + 1, next: r.freeList}
+	*s = slot{gen: s.gen + 1, last: s.last}
+	e.kin(ref).next = r.freeList
 	r.freeList = ref&recordMask + 1
 	r.free++
 	if !r.draining {
@@ -376,7 +395,7 @@ func (e *Engine) alloc(s *space, chunk, pages int) uint32 {
 		i, gen := uint32(r.fresh), r.firstGen
 		if r.freeList != 0 {
 			i = r.freeList - 1
-			r.freeList = r.slots[i].next
+			r.freeList = r.kin[i].next
 			gen = r.slots[i].gen
 		} else {
 			r.fresh++
@@ -395,7 +414,8 @@ func (e *Engine) alloc(s *space, chunk, pages int) uint32 {
 // carved is what carving a region takes, made outside the lock.
 type carved struct {
 	slots   *dax.Table[slot]
-	digests *dax.Table[uint64]
+	kin     *dax.Table[kin]
+	digests *dax.Table[uint64] // nil: a slot has one page
 	links   *dax.Table[link]
 	heap    *dax.Table[lruEntry]
 	pos     *dax.Table[uint32]
@@ -404,27 +424,44 @@ type carved struct {
 
 func makeCarved(slots, ppc, words, indexWords int) (c *carved, err error) {
 	c = &carved{}
-	if c.slots, err = dax.NewTable[slot](slots); err == nil {
-		if c.digests, err = dax.NewTable[uint64](slots * ppc * words); err == nil {
-			if c.links, err = dax.NewTable[link](slots * ppc); err == nil {
-				if c.heap, err = dax.NewTable[lruEntry](slots); err == nil {
-					if c.pos, err = dax.NewTable[uint32](slots); err == nil && indexWords > 0 {
-						c.index, err = dax.NewTable[uint64](indexWords)
-					}
-				}
-			}
+	defer func() {
+		if err != nil {
+			c.close()
+			c = nil
+		}
+	}()
+	if c.slots, err = dax.NewTable[slot](slots); err != nil {
+		return c, err
+	}
+	if c.kin, err = dax.NewTable[kin](slots); err != nil {
+		return c, err
+	}
+	if ppc > 1 {
+		if c.digests, err = dax.NewTable[uint64](slots * (ppc - 1) * words); err != nil {
+			return c, err
 		}
 	}
-	if err != nil {
-		c.close()
-		return nil, err
+	if c.links, err = dax.NewTable[link](slots * ppc); err != nil {
+		return c, err
 	}
-	return c, nil
+	if c.heap, err = dax.NewTable[lruEntry](slots); err != nil {
+		return c, err
+	}
+	if c.pos, err = dax.NewTable[uint32](slots); err != nil {
+		return c, err
+	}
+	if indexWords > 0 {
+		c.index, err = dax.NewTable[uint64](indexWords)
+	}
+	return c, err
 }
 
 func (c *carved) close() {
 	if c.slots != nil {
 		c.slots.Close()
+	}
+	if c.kin != nil {
+		c.kin.Close()
 	}
 	if c.digests != nil {
 		c.digests.Close()

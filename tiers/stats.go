@@ -68,7 +68,7 @@ func (e *Engine) Stats() Stats {
 		st.ReadySlots += n - r.free - r.filling
 		st.LeasedSlots += r.leased
 		st.UsedBytes += int64(n-r.free) * r.class.slotBytes()
-		st.MetadataBytes += int64(n)*(64+16+4) + int64(n*r.ppc)*int64(8*r.words+8)
+		st.MetadataBytes += int64(n)*(64+12+16+4) + int64(n*(r.ppc-1))*int64(8*r.words) + int64(n*r.ppc)*8
 	}
 	for _, ow := range e.owners {
 		st.OpenLookups += len(ow.lookups)

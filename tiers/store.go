@@ -74,7 +74,7 @@ func (e *Engine) PrepareStore(o Owner, firstPage int, prev, hashes []byte, out [
 		// Room made for an earlier chunk may have cost this one.
 		if rec != 0 && e.holds(sp, rec, last, w.hash(last)) {
 			ref, _ := e.slotOf(rec)
-			if _, s := e.slot(ref); parent != 0 && e.orphan(s) {
+			if parent != 0 && e.orphan(ref) {
 				e.adopt(parent, ref)
 			}
 			e.touch(ref)
@@ -155,8 +155,8 @@ func (e *Engine) grant(ow *owner, parent uint32, chunk, pages int) uint32 {
 	if parent != 0 {
 		r, p := e.slot(parent)
 		if ref != 0 {
-			_, s := e.slot(ref)
-			s.parent, s.parentGen = parent, p.gen
+			k := e.kin(ref)
+			k.parent, k.parentGen = parent, p.gen
 		} else if p.children--; p.children == 0 && p.idle() {
 			r.lru.add(parent&recordMask, p.stamp)
 		}
@@ -171,7 +171,7 @@ func (e *Engine) grant(ow *owner, parent uint32, chunk, pages int) uint32 {
 func (e *Engine) write(ref uint32, w *walk, start, from, to int) {
 	r, _ := e.slot(ref)
 	for pos := from; pos < to; pos++ {
-		r.setDigest(int(ref&recordMask)*r.ppc+pos, w.hash(start+pos))
+		r.setDigest(ref&recordMask, pos, w.hash(start+pos))
 	}
 }
 
@@ -239,9 +239,8 @@ func (e *Engine) finishGrant(x *lease, i int, ok bool) {
 		return
 	}
 	pages := int(s.granted)
-	base := int(ref&recordMask) * r.ppc
 	var buf [32]byte
-	if rec := e.find(sp, r.digestBytes(base+pages-1, &buf)); rec != 0 {
+	if rec := e.find(sp, r.digestBytes(ref&recordMask, pages-1, &buf)); rec != 0 {
 		e.stats.Duplicates++ // somebody else was first: the slot adds nothing
 		e.release(ref)
 		return
@@ -253,7 +252,7 @@ func (e *Engine) finishGrant(x *lease, i int, ok bool) {
 		e.release(ref)
 		return
 	}
-	if s.chunk > 0 && e.orphan(s) {
+	if s.chunk > 0 && e.orphan(ref) {
 		if rec := e.find(sp, e.before(x, i, &buf)); rec != 0 && e.at(rec, int(s.chunk)*r.ppc-1) {
 			parent, _ := e.slotOf(rec)
 			e.adopt(parent, ref)
@@ -273,7 +272,7 @@ func (e *Engine) before(x *lease, i int, buf *[32]byte) []byte {
 		ref := x.slots[i-1]
 		r, p := e.slot(ref)
 		if p.state == free || p.chunk+1 == s.chunk {
-			return r.digestBytes(int(ref&recordMask)*r.ppc+r.ppc-1, buf)
+			return r.digestBytes(ref&recordMask, r.ppc-1, buf)
 		}
 	}
 	if x.hasPrev && int(s.chunk)*x.owner.space.g.PagesPerChunk == x.first {
@@ -289,7 +288,7 @@ func (e *Engine) finishExtension(ref uint32, ok bool) {
 	from, to := int(s.pages), int(s.pages)+int(s.granted)
 	s.granted = 0
 	var buf [32]byte
-	last := r.digestBytes(int(ref&recordMask)*r.ppc+to-1, &buf)
+	last := r.digestBytes(ref&recordMask, to-1, &buf)
 	// If somebody else was first with the last page, this stays the shorter version.
 	if ok && !s.doomed && e.find(e.spaces[s.space], last) == 0 && e.enter(ref, from, to) {
 		e.stats.StoredPages += uint64(to - from)
