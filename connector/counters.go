@@ -64,6 +64,7 @@ type counters struct {
 	loadedBytes    atomic.Uint64
 	badExtents     atomic.Uint64
 	sessionsOpened atomic.Uint64
+	lingered       atomic.Uint64
 	refused        [refusals]atomic.Uint64
 	errors         [errorKinds]atomic.Uint64
 }
@@ -86,6 +87,7 @@ type Counters struct {
 	LoadedBytes    uint64            `json:"loaded_bytes"`
 	BadExtents     uint64            `json:"bad_extents"` // reported bad by a worker that loaded them
 	SessionsOpened uint64            `json:"sessions_opened"`
+	Lingered       uint64            `json:"lingered"` // sessions that were given up while their clients lived and held something
 	Refused        map[string]uint64 `json:"refused"`
 	Errors         map[string]uint64 `json:"errors"`
 }
@@ -106,6 +108,7 @@ func (c *counters) snapshot() Counters {
 		LoadedBytes:    c.loadedBytes.Load(),
 		BadExtents:     c.badExtents.Load(),
 		SessionsOpened: c.sessionsOpened.Load(),
+		Lingered:       c.lingered.Load(),
 		Refused:        make(map[string]uint64, refusals),
 		Errors:         make(map[string]uint64, errorKinds),
 	}

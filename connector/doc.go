@@ -4,12 +4,21 @@
 // of the engine. Everything that a session holds in the engine (lookups, loads, stores) is held in the session's name, so its
 // end, however it comes, frees all of it with one call.
 //
+// # Ends
+//
+// A session ends when its client closes the socket or dies: then none of its threads touches the arena any more. When it is
+// we who want to hear no more of a client (it breaks the protocol, or does not read), it may live, and be writing to what it
+// was granted or reading what it leased: that must not become another's. Such a worker lingers: its end of the socket reads as
+// closed, nothing that it says is heard, what it was filling will never be visible, but its slots stay its own until it has
+// closed its end or has died.
+//
 // # Trust
 //
 // A client may ask for anything at any time and may stop reading, writing or running at any moment. It reaches only chunks of
 // the space that it declared, and only lookups of schedulers of its own engine and rank. Every message is decoded by bounded
 // code before anything is done; one that does not decode ends its session. No client makes another wait: each session has its
-// own goroutine, the engine's lock is held for microseconds, and a client that does not read its answers is closed.
+// own goroutine, the engine's lock is held for microseconds, and a client that does not read its answers is given up. One that
+// lingers keeps no more than it had, and takes one of the places for sessions.
 //
 // # Locks
 //

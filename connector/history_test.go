@@ -20,6 +20,9 @@ var (
 // A history drives many sessions over real sockets at random, and compares each answer with a plain model: the set of pages that
 // were committed. A lookup may answer less than the model where room is short, never more; bytes that are loaded must be the
 // page's; and when all sessions have gone, nothing is held (the rig's audit).
+//
+// Some workers break the protocol, are given up, and go on: they write into what they were granted and read what they had
+// leased, at any later time, until they leave.
 type history struct {
 	t     *testing.T
 	r     *rig
@@ -27,6 +30,7 @@ type history struct {
 	exact bool // room is never short: lookups must find all of the model's pages
 
 	engines []*instance
+	linger  []*instance                  // given up: their worker, its stores and loads
 	held    map[string]map[[32]byte]bool // by model: pages committed
 	log     []string                     // last steps, for a failure
 }
@@ -113,6 +117,63 @@ func (h *history) die(in *instance) {
 	h.r.eventually("the dead are gone", func() bool { return h.r.server.Sessions() == before-gone })
 }
 
+// maxLingering bounds the workers that linger at a time.
+const maxLingering = 5
+
+// breakOff makes the sidecar give a worker up.
+func (h *history) breakOff(in *instance) {
+	if len(h.linger) == maxLingering {
+		return
+	}
+	how := breaks[h.rnd.IntN(len(breaks)-1)] // the last one takes a second
+	sessions, lingering := h.r.server.Sessions(), len(h.linger)
+	old := &instance{name: in.name, w: in.w, stores: in.stores, loads: in.loads}
+	h.step("%s: %s, with %d stores and %d loads", in.name, how.name, len(old.stores), len(old.loads))
+	check(h.t, how.do(in.w.ses))
+	in.w, in.stores, in.loads = nil, nil, nil
+	if len(old.stores)+len(old.loads) == 0 {
+		defer old.w.close()
+	} else {
+		h.linger = append(h.linger, old)
+		lingering++
+	}
+	h.r.eventually("it is given up", func() bool {
+		return h.r.server.Sessions() == sessions-1 && len(h.r.lingering()) == lingering
+	})
+}
+
+// goOn lets one of the workers that linger use what it held, or leave.
+func (h *history) goOn() {
+	if len(h.linger) == 0 {
+		return
+	}
+	i := h.rnd.IntN(len(h.linger))
+	old := h.linger[i]
+	for _, l := range old.loads {
+		if err := old.w.verify(l.p, l.g.Extents, l.first, l.pages); err != nil {
+			h.fatal("what a lingering worker reads: %v", err)
+		}
+	}
+	for _, st := range old.stores {
+		for _, e := range st.g.Grants {
+			for page := range int(e.Pages) {
+				dst, err := old.w.page(e, page)
+				check(h.t, err)
+				for b := range dst {
+					dst[b] = 0xEE
+				}
+			}
+		}
+	}
+	if h.rnd.IntN(8) > 0 {
+		return
+	}
+	h.step("%s: a lingering worker leaves", old.name)
+	old.w.close()
+	h.linger = append(h.linger[:i], h.linger[i+1:]...)
+	h.r.eventually("it has left", func() bool { return len(h.r.lingering()) == len(h.linger) })
+}
+
 func (h *history) randomPrefix() prefix {
 	p := prefix{stretch: 3 + h.rnd.IntN(2)*4}
 	for i := range p.stretches {
@@ -127,6 +188,11 @@ func (h *history) act(in *instance) {
 	case op < 4:
 		h.die(in)
 		h.connect(in)
+	case op < 6:
+		h.breakOff(in)
+		h.connect(in)
+	case op < 10:
+		h.goOn()
 	case op < 30:
 		first := h.rnd.IntN(4) * perChunk
 		pages := 1 + h.rnd.IntN(12)
@@ -271,7 +337,14 @@ func runHistory(t *testing.T, seed uint64, exact bool, o rigOptions) {
 		in.w.close()
 		in.s.close()
 	}
-	h.r.eventually("all are gone", func() bool { return h.r.server.Sessions() == 0 })
+	h.r.eventually("all are gone", func() bool { return h.r.server.Sessions() == 0 && len(h.r.lingering()) == len(h.linger) })
+	for _, old := range h.linger {
+		old.w.close()
+	}
+	h.r.eventually("nobody lingers", func() bool { return len(h.r.lingering()) == 0 })
+	if h.r.server.Counters().Lingered == 0 {
+		t.Error("no worker lingered: the history tests less than it says")
+	}
 	h.r.audit()
 }
 

@@ -58,14 +58,15 @@ type Server struct {
 		cancel wire.Cancel
 	}
 
-	mu       sync.Mutex
-	closed   bool
-	conns    map[*ipc.Conn]struct{} // every accepted connection, welcomed or not
-	sessions map[uint64]*session    // welcomed, or about to be
-	engines  map[engineKey]*engine
-	spaces   []*space
-	regions  []region
-	lmcache  lmcacheState
+	mu        sync.Mutex
+	closed    bool
+	conns     map[*ipc.Conn]struct{}   // every accepted connection, welcomed or not
+	sessions  map[uint64]*session      // welcomed, or about to be
+	lingering map[*session]*lingerInfo // given up while their clients live; in no other map
+	engines   map[engineKey]*engine
+	spaces    []*space
+	regions   []region
+	lmcache   lmcacheState
 }
 
 // A region is one of the arena's, as workers are told of it. Its fd belongs to the region's owner and outlives the Server.
@@ -80,14 +81,15 @@ func New(cfg Config) *Server {
 	limits := wire.DefaultLimits
 	limits.Pages = cfg.MaxPages
 	return &Server{
-		cfg:      cfg,
-		log:      cfg.Log,
-		engine:   cfg.Engine,
-		limits:   limits,
-		wanted:   make(chan struct{}, 1),
-		conns:    make(map[*ipc.Conn]struct{}),
-		sessions: make(map[uint64]*session),
-		engines:  make(map[engineKey]*engine),
+		cfg:       cfg,
+		log:       cfg.Log,
+		engine:    cfg.Engine,
+		limits:    limits,
+		wanted:    make(chan struct{}, 1),
+		conns:     make(map[*ipc.Conn]struct{}),
+		sessions:  make(map[uint64]*session),
+		lingering: make(map[*session]*lingerInfo),
+		engines:   make(map[engineKey]*engine),
 	}
 }
 
@@ -131,7 +133,7 @@ func (s *Server) Serve(ctx context.Context, l *ipc.Listener) error {
 }
 
 // AddRegion makes r part of the arena as region id. Workers that are connected have its fd before the first grant can name
-// it; one that does not take it within the socket's patience is closed and cannot delay this further.
+// it; one that does not take it within the socket's patience is given up and cannot delay this further.
 func (s *Server) AddRegion(id uint32, r *dax.Region) error {
 	add := region{
 		added: wire.RegionAdded{
@@ -159,8 +161,8 @@ func (s *Server) AddRegion(id uint32, r *dax.Region) error {
 		wg.Go(func() {
 			if err := w.pushRegion(add); err != nil {
 				s.count.fail(KindSend)
-				w.log.Warn("closing a worker that does not take a new region", zap.Uint32("region", id), zap.Error(err))
-				w.conn.Close()
+				w.log.Warn("giving up a worker that does not take a new region", zap.Uint32("region", id), zap.Error(err))
+				w.conn.GiveUp(err)
 			}
 		})
 	}
@@ -169,22 +171,35 @@ func (s *Server) AddRegion(id uint32, r *dax.Region) error {
 }
 
 // Drain refuses new sessions and stores, lets stores and loads that are under way finish, and returns when none is left or
-// ctx is done.
+// ctx is done. Those of lingering sessions have nobody who could finish them, and are not waited for.
 func (s *Server) Drain(ctx context.Context) error {
 	s.draining.Store(true)
 	tick := time.NewTicker(10 * time.Millisecond)
 	defer tick.Stop()
 	for {
-		st := s.engine.Stats()
-		if st.OpenLoads == 0 && st.OpenStores == 0 {
+		stores, loads := s.underWay()
+		if stores == 0 && loads == 0 {
 			return nil
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("%d stores and %d loads were still under way: %w", st.OpenStores, st.OpenLoads, context.Cause(ctx))
+			return fmt.Errorf("%d stores and %d loads were still under way: %w", stores, loads, context.Cause(ctx))
 		case <-tick.C:
 		}
 	}
+}
+
+// underWay counts the stores and loads of the sessions that do not linger.
+func (s *Server) underWay() (stores, loads int) {
+	s.mu.Lock() // what lingers is freed under it, so that the two counts agree
+	defer s.mu.Unlock()
+	st := s.engine.Stats()
+	stores, loads = st.OpenStores, st.OpenLoads
+	for _, l := range s.lingering {
+		stores -= l.stores
+		loads -= l.loads
+	}
+	return stores, loads
 }
 
 // Close ends every session, frees what they hold and waits for them. Serve must have returned; the lookup sockets are closed
@@ -205,7 +220,7 @@ func (s *Server) Close() {
 	s.closeLMCache()
 }
 
-// Sessions returns how many sessions are welcomed.
+// Sessions returns how many sessions are welcomed; those that linger are none any more.
 func (s *Server) Sessions() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -371,7 +386,7 @@ func (s *Server) dropEmptySpaces() {
 func (s *Server) newSessionID() uint64 {
 	for {
 		id := RandomID()
-		if s.sessions[id] == nil && id != uint64(lmcacheOwner) {
+		if s.sessions[id] == nil && id != uint64(lmcacheOwner) { // that of one that lingers the engine would refuse
 			return id
 		}
 	}
@@ -390,8 +405,27 @@ func RandomID() uint64 {
 
 // leave frees everything that ses holds. It is called once for each admitted session.
 func (s *Server) leave(ses *session) {
-	s.engine.RemoveOwner(ses.owner)
 	s.mu.Lock()
+	_, lingers := s.lingering[ses]
+	if lingers {
+		s.engine.RemoveOwner(ses.owner)
+		delete(s.lingering, ses)
+	}
+	s.mu.Unlock()
+	if !lingers {
+		s.engine.RemoveOwner(ses.owner)
+		s.mu.Lock()
+		s.strike(ses)
+		s.mu.Unlock()
+	}
+	if ses.replies {
+		s.lookups.RemoveSession(ses.id)
+	}
+	s.signalWanted()
+}
+
+// strike takes ses out of the books of who is connected. s.mu is held.
+func (s *Server) strike(ses *session) {
 	delete(s.sessions, ses.id)
 	ses.space.sessions--
 	eng := s.engines[ses.key]
@@ -401,11 +435,32 @@ func (s *Server) leave(ses *session) {
 	if eng.sessions--; eng.sessions == 0 {
 		delete(s.engines, ses.key)
 	}
-	s.mu.Unlock()
-	if ses.replies {
-		s.lookups.RemoveSession(ses.id)
+}
+
+// lingerInfo is what is told of a session that lingers. It does not change.
+type lingerInfo struct {
+	why           error
+	since         time.Time
+	stores, loads int // that it keeps
+}
+
+// linger ends a session of which we want to hear no more, and returns when what it holds in the arena may become another's:
+// when its client has closed its end or has died, at once if it holds nothing there, and when the Server is closed. A
+// scheduler's lookups are nothing there: only a worker's loads and stores move bytes.
+func (s *Server) linger(ses *session, why error) {
+	open := ses.conn.GiveUp(why)
+	info := &lingerInfo{why: why, since: time.Now(), stores: len(ses.stores), loads: len(ses.loads)}
+	if !open || info.stores+info.loads == 0 {
+		return
 	}
-	s.signalWanted()
+	s.mu.Lock()
+	s.strike(ses)
+	s.lingering[ses] = info
+	s.mu.Unlock()
+	s.count.lingered.Add(1)
+	ses.log.Warn("session given up; what it was granted and leased stays its own until its client leaves",
+		zap.Error(why), zap.Int("stores", info.stores), zap.Int("loads", info.loads))
+	ses.conn.Linger()
 }
 
 // findSession returns the welcomed session with that id, or nil.

@@ -82,6 +82,7 @@ func (s *Server) serveConn(conn *ipc.Conn) {
 	}
 	ses.log.Info("session opened")
 	err = ses.run()
+	s.linger(ses, err)
 	ses.log.Info("session ended", zap.Error(err), zap.Duration("after", time.Since(ses.since).Round(time.Millisecond)))
 }
 
@@ -152,6 +153,9 @@ func (ses *session) run() error {
 	for {
 		b, err := ses.conn.Recv()
 		if err != nil {
+			if errors.Is(err, ipc.ErrOversize) || errors.Is(err, ipc.ErrEmpty) {
+				ses.server.count.fail(KindMalformed)
+			}
 			return err
 		}
 		reply, err := ses.handle(b)

@@ -18,6 +18,15 @@ type SessionStatus struct {
 	Since    time.Time `json:"since"`
 }
 
+// LingeringStatus describes a session that was given up while its client lives. What it holds stays its own until then.
+type LingeringStatus struct {
+	SessionStatus
+	Why       string    `json:"why"`
+	GivenUpAt time.Time `json:"given_up_at"`
+	Stores    int       `json:"stores"`
+	Loads     int       `json:"loads"`
+}
+
 // SpaceStatus describes one space.
 type SpaceStatus struct {
 	Fingerprint   string            `json:"fingerprint"`
@@ -31,31 +40,31 @@ type SpaceStatus struct {
 
 // Status is who is connected and what has happened.
 type Status struct {
-	Draining bool            `json:"draining"`
-	Sessions []SessionStatus `json:"sessions"` // oldest first
-	Spaces   []SpaceStatus   `json:"spaces"`   // in the order of their opening
-	Counters Counters        `json:"counters"`
+	Draining  bool              `json:"draining"`
+	Sessions  []SessionStatus   `json:"sessions"`  // oldest first
+	Lingering []LingeringStatus `json:"lingering"` // likewise; these are not in Sessions
+	Spaces    []SpaceStatus     `json:"spaces"`    // in the order of their opening
+	Counters  Counters          `json:"counters"`
 }
 
 // Status returns a snapshot.
 func (s *Server) Status() Status {
-	st := Status{Draining: s.draining.Load(), Sessions: []SessionStatus{}, Spaces: []SpaceStatus{}, Counters: s.count.snapshot()}
+	st := Status{
+		Draining: s.draining.Load(), Sessions: []SessionStatus{}, Lingering: []LingeringStatus{}, Spaces: []SpaceStatus{}, Counters: s.count.snapshot(),
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, ses := range s.sessions {
-		st.Sessions = append(st.Sessions, SessionStatus{
-			Session:  fmt.Sprintf("%016x", ses.id),
-			Role:     ses.role,
-			EngineID: ses.key.id,
-			Rank:     ses.key.rank,
-			PID:      ses.conn.Peer().PID,
-			Space:    ses.space.fingerprint.Short(),
-			Since:    ses.since,
-		})
+		st.Sessions = append(st.Sessions, ses.status())
 	}
-	slices.SortFunc(st.Sessions, func(a, b SessionStatus) int {
+	for ses, l := range s.lingering {
+		st.Lingering = append(st.Lingering, LingeringStatus{ses.status(), l.why.Error(), l.since, l.stores, l.loads})
+	}
+	older := func(a, b SessionStatus) int {
 		return cmp.Or(a.Since.Compare(b.Since), cmp.Compare(a.Session, b.Session))
-	})
+	}
+	slices.SortFunc(st.Sessions, older)
+	slices.SortFunc(st.Lingering, func(a, b LingeringStatus) int { return older(a.SessionStatus, b.SessionStatus) })
 	for _, sp := range s.spaces {
 		fields := make(map[string]string, len(sp.hello.Fields))
 		for _, f := range sp.hello.Fields {
@@ -72,6 +81,18 @@ func (s *Server) Status() Status {
 		})
 	}
 	return st
+}
+
+func (ses *session) status() SessionStatus {
+	return SessionStatus{
+		Session:  fmt.Sprintf("%016x", ses.id),
+		Role:     ses.role,
+		EngineID: ses.key.id,
+		Rank:     ses.key.rank,
+		PID:      ses.conn.Peer().PID,
+		Space:    ses.space.fingerprint.Short(),
+		Since:    ses.since,
+	}
 }
 
 // Counters returns what has happened since the start.

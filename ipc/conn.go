@@ -35,9 +35,13 @@ type Peer struct {
 // Conn is one connection on the session socket: packets, at most
 // wire.MaxPacketBytes long, each of them one message.
 //
-// One goroutine calls Recv; Send and Close may be called from any. The
-// connection ends when its peer dies, even if other processes hold copies of the
-// peer's socket (where the kernel has SO_PEERPIDFD, Linux 6.5).
+// One goroutine calls Recv and Linger; the other methods may be called from any.
+// The connection ends when its peer dies, even if other processes hold copies of
+// the peer's socket (where the kernel has SO_PEERPIDFD, Linux 6.5).
+//
+// States: open; given up, when we want nothing more of a peer that may live: it
+// sees the end of what we send, nothing of it is received any more, and its
+// leaving can still be noticed (Linger); closed.
 type Conn struct {
 	uc       *net.UnixConn
 	raw      syscall.RawConn
@@ -49,6 +53,7 @@ type Conn struct {
 	buf      []byte
 	recvN    int
 	recvErr  error
+	recvGone bool // at an empty read: the peer has ended its side
 	recvFunc func(uintptr) bool
 
 	sendMu   sync.Mutex
@@ -61,7 +66,8 @@ type Conn struct {
 	watchDone chan struct{}
 
 	closeMu sync.Mutex
-	cause   error // why it was closed, nil while it is open; guarded by closeMu
+	cause   error // why it was given up or closed, nil while it is open; guarded by closeMu, as the next
+	closed  bool
 }
 
 // credentials returns who is at the other end, and a pidfd or -1.
@@ -164,25 +170,28 @@ func (c *Conn) Peer() Peer { return c.peer }
 func (c *Conn) SetRecvDeadline(t time.Time) error { return c.uc.SetReadDeadline(t) }
 
 // Recv waits for the next packet. The bytes are valid until the next Recv. It
-// returns io.EOF when the peer has closed (an empty packet counts as that),
-// ErrPeerGone when it has died, ErrOversize for a packet above
-// wire.MaxPacketBytes, ErrClosed after Close. After an error other than
-// os.ErrDeadlineExceeded the caller must Close. File descriptors that a peer
-// sends along are dropped by the kernel.
+// returns io.EOF when the peer has closed or has shut down its sending side,
+// ErrPeerGone when it has died, ErrEmpty for a packet of no bytes, ErrOversize
+// for one above wire.MaxPacketBytes, the cause after GiveUp, ErrClosed after
+// Close. After an error other than os.ErrDeadlineExceeded the caller must Close,
+// at once or after GiveUp and Linger. File descriptors that a peer sends along
+// are dropped by the kernel.
 func (c *Conn) Recv() ([]byte, error) {
 	err := c.raw.Read(c.recvFunc)
+	if cause := c.endedBy(); cause != nil {
+		return nil, cause
+	}
 	if err == nil {
 		err = c.recvErr
 	}
 	if err != nil {
-		if cause := c.closedBy(); cause != nil {
-			return nil, cause
-		}
 		return nil, err
 	}
 	switch n := c.recvN; {
-	case n <= 0:
+	case n <= 0 && c.recvGone:
 		return nil, io.EOF
+	case n <= 0:
+		return nil, ErrEmpty
 	case n > wire.MaxPacketBytes:
 		return nil, ErrOversize
 	default:
@@ -201,12 +210,23 @@ func (c *Conn) recvOnce(fd uintptr) bool {
 		case unix.EAGAIN:
 			return false
 		}
+		if c.recvN == 0 {
+			c.recvGone = ended(fd)
+		}
 		return true
 	}
 }
 
+// ended says whether the peer of a socket has closed its end or shut down its
+// sending side. Reading nothing does not tell: an empty packet reads the same.
+func ended(fd uintptr) bool {
+	p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLRDHUP}}
+	n, err := unix.Poll(p, 0)
+	return err == nil && n == 1
+}
+
 // Send sends one packet and with it file descriptors, which stay the caller's.
-// A peer that leaves no room for it within the patience is closed, and the
+// A peer that leaves no room for it within the patience is given up, and the
 // error wraps ErrPeerStuck; one that has gone gives ErrPeerGone. The order of
 // packets is the order of calls.
 func (c *Conn) Send(msg []byte, fds ...int) error {
@@ -215,7 +235,7 @@ func (c *Conn) Send(msg []byte, fds ...int) error {
 	}
 	c.sendMu.Lock()
 	defer c.sendMu.Unlock()
-	if cause := c.closedBy(); cause != nil {
+	if cause := c.endedBy(); cause != nil {
 		return cause
 	}
 	c.sendMsg, c.sendOOB = msg, nil
@@ -233,12 +253,12 @@ func (c *Conn) Send(msg []byte, fds ...int) error {
 	if err == nil {
 		return nil
 	}
-	if cause := c.closedBy(); cause != nil {
+	if cause := c.endedBy(); cause != nil {
 		return cause
 	}
 	switch {
 	case errors.Is(err, os.ErrDeadlineExceeded):
-		_ = c.close(ErrPeerStuck)
+		c.GiveUp(ErrPeerStuck)
 		return fmt.Errorf("%w for %v", ErrPeerStuck, c.patience)
 	case errors.Is(err, unix.EPIPE), errors.Is(err, unix.ECONNRESET), errors.Is(err, unix.ENOTCONN):
 		return ErrPeerGone
@@ -259,14 +279,44 @@ func (c *Conn) sendOnce(fd uintptr) bool {
 	}
 }
 
-func (c *Conn) closedBy() error {
+func (c *Conn) endedBy() error {
 	c.closeMu.Lock()
 	defer c.closeMu.Unlock()
 	return c.cause
 }
 
-// Close ends the connection; Recv and Send return ErrClosed from then on.
-// Closing again does nothing.
+// GiveUp ends the exchange for a reason of ours: Recv and Send return cause from
+// now on, and the peer reads the end once it has read what it was sent before.
+// The connection still counts for [Options].MaxSessions, because the peer may
+// live: Linger waits for it to leave, Close does not. GiveUp says whether the
+// peer has its end open still; if it was given up before, only that.
+func (c *Conn) GiveUp(cause error) (open bool) {
+	c.closeMu.Lock()
+	defer c.closeMu.Unlock()
+	if c.closed {
+		return false
+	}
+	if c.cause == nil {
+		c.cause = cause
+		// Errors mean that there is nobody to tell. A Recv or Send that waits ends.
+		_ = c.uc.CloseWrite()
+		_ = c.uc.SetDeadline(time.Unix(1, 0))
+	}
+	ctlErr := c.raw.Control(func(fd uintptr) { open = !ended(fd) })
+	return open && ctlErr == nil
+}
+
+// Linger waits, after GiveUp, until the peer has closed its end or shut down its
+// sending side, until it has died, or until Close.
+func (c *Conn) Linger() {
+	if c.uc.SetReadDeadline(time.Time{}) == nil {
+		// What the peer still sends stays in its own buffer.
+		_ = c.raw.Read(ended)
+	}
+}
+
+// Close ends the connection; Recv and Send return ErrClosed from then on, unless
+// there was a cause before. Closing again does nothing.
 func (c *Conn) Close() error {
 	err := c.close(ErrClosed)
 	if c.watchDone != nil {
@@ -277,11 +327,14 @@ func (c *Conn) Close() error {
 
 func (c *Conn) close(cause error) error {
 	c.closeMu.Lock()
-	if c.cause != nil {
+	if c.closed {
 		c.closeMu.Unlock()
 		return nil
 	}
-	c.cause = cause
+	c.closed = true
+	if c.cause == nil {
+		c.cause = cause
+	}
 	c.closeMu.Unlock()
 	err := c.uc.Close()
 	if c.pidfd != nil {

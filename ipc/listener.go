@@ -11,7 +11,8 @@
 // Goroutines: a [Listener] has a few, short-lived, for clients that it turns
 // away; a [Conn] has one that waits for
 // its peer's death; a [LookupSockets] has one, locked to its thread, which alone
-// touches ZMQ sockets. No lock of this package is held while another is taken.
+// touches ZMQ sockets. A Conn's sendMu may be held when its closeMu is taken; no
+// other lock of this package is held while another is taken.
 package ipc
 
 import (
@@ -50,9 +51,11 @@ var (
 	ErrClosed = errors.New("closed")
 	// ErrOversize means that a peer sent a packet above the limit.
 	ErrOversize = errors.New("message exceeds its limit")
+	// ErrEmpty means that a peer sent a packet of no bytes.
+	ErrEmpty = errors.New("empty message")
 	// ErrPeerGone means that a peer has died or closed its end.
 	ErrPeerGone = errors.New("peer is gone")
-	// ErrPeerStuck means that a peer did not read in time, and was closed.
+	// ErrPeerStuck means that a peer did not read in time, and was given up.
 	ErrPeerStuck = errors.New("peer does not read")
 )
 
@@ -78,12 +81,13 @@ func (e *OwnedError) Error() string {
 
 // Options configure a Listener.
 type Options struct {
-	// MaxSessions is how many connections may be open at once; further ones are
-	// refused as busy. Default 64. Their file descriptors are reserved: Listen
-	// fails if the process's limit does not allow for them.
+	// MaxSessions is how many connections may be open at once, those included that
+	// were given up and not yet closed; further ones are refused as busy. Default
+	// 64. Their file descriptors are reserved: Listen fails if the process's limit
+	// does not allow for them.
 	MaxSessions int
 	// SendPatience is how long Send waits for a peer that does not read before
-	// the connection is closed. Default 1 s.
+	// the connection is given up. Default 1 s.
 	SendPatience time.Duration
 	// Log is told of refusals. Default: nothing.
 	Log *zap.Logger

@@ -164,8 +164,16 @@ func TestRecvEnds(t *testing.T) {
 	if _, err := client.Write(nil); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := c.Recv(); err != io.EOF {
+	if _, err := c.Recv(); err != ErrEmpty { // it reads like an end, but its sender is there
 		t.Fatalf("empty packet: %v", err)
+	}
+
+	c, client = pair(t, l)
+	if err := client.CloseWrite(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.Recv(); err != io.EOF {
+		t.Fatalf("peer that has ended its side: %v", err)
 	}
 
 	c, client = pair(t, l)
@@ -208,7 +216,7 @@ func TestRecvEnds(t *testing.T) {
 
 func TestPeerThatDoesNotRead(t *testing.T) {
 	l := listen(t, Options{SendPatience: 50 * time.Millisecond})
-	c, _ := pair(t, l)
+	c, client := pair(t, l)
 	start := time.Now()
 	var wg sync.WaitGroup
 	for range 4 { // several senders: the patience is not theirs one after the other
@@ -229,6 +237,189 @@ func TestPeerThatDoesNotRead(t *testing.T) {
 	}
 	if _, err := c.Recv(); err != ErrPeerStuck {
 		t.Fatalf("Recv: %v", err)
+	}
+	lingered := linger(c)
+	select {
+	case <-lingered:
+		t.Fatal("it was given up, but it is there")
+	case <-time.After(50 * time.Millisecond):
+	}
+	if n := l.Stats().Sessions; n != 1 {
+		t.Fatalf("%d sessions are counted", n)
+	}
+	// What it was sent is still there to read, and then the end.
+	buf, packets := make([]byte, 64<<10), 0
+	for {
+		n, err := client.Read(buf)
+		if n == 0 || err != nil {
+			break
+		}
+		packets++
+	}
+	if packets == 0 {
+		t.Fatal("nothing was there to read")
+	}
+	client.Close()
+	<-lingered
+	c.Close()
+	if n := l.Stats().Sessions; n != 0 {
+		t.Fatalf("%d sessions are counted after its end", n)
+	}
+}
+
+// linger lingers in the background; the channel closes when that is over.
+func linger(c *Conn) <-chan struct{} {
+	over := make(chan struct{})
+	go func() {
+		c.Linger()
+		close(over)
+	}()
+	return over
+}
+
+func TestGivenUp(t *testing.T) {
+	l := listen(t, Options{MaxSessions: 2})
+	cause := errors.New("we have heard enough")
+	for _, tc := range []struct {
+		name  string
+		leave func(c *Conn, client *net.UnixConn)
+	}{
+		{"the peer closes", func(_ *Conn, client *net.UnixConn) { client.Close() }},
+		{"the peer ends its side", func(_ *Conn, client *net.UnixConn) { _ = client.CloseWrite() }},
+		{"we close", func(c *Conn, _ *net.UnixConn) { c.Close() }},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			c, client := pair(t, l)
+			if err := c.Send([]byte("before")); err != nil {
+				t.Fatal(err)
+			}
+			waiting := make(chan error)
+			go func() { _, err := c.Recv(); waiting <- err }()
+			time.Sleep(5 * time.Millisecond)
+			if !c.GiveUp(cause) {
+				t.Fatal("the peer is there")
+			}
+			if err := <-waiting; err != cause {
+				t.Fatalf("a Recv that waited: %v", err)
+			}
+			if !c.GiveUp(errors.New("again")) {
+				t.Fatal("the peer is still there")
+			}
+			lingered := linger(c)
+			// Nothing that it says is heard, and what it may say is bounded by its own buffer.
+			_ = client.SetWriteDeadline(time.Now().Add(50 * time.Millisecond))
+			for {
+				if _, err := client.Write(make([]byte, 1000)); errors.Is(err, os.ErrDeadlineExceeded) {
+					break
+				} else if err != nil {
+					t.Fatal(err)
+				}
+			}
+			if err := c.Send([]byte("after")); err != cause {
+				t.Fatalf("Send: %v", err)
+			}
+			buf := make([]byte, 64)
+			if n, err := client.Read(buf); string(buf[:n]) != "before" {
+				t.Fatalf("%q, %v", buf[:n], err)
+			}
+			if n, err := client.Read(buf); n != 0 || err != nil && err != io.EOF {
+				t.Fatalf("then %d bytes, %v", n, err)
+			}
+			select {
+			case <-lingered:
+				t.Fatal("nobody has left")
+			default:
+			}
+			if n := l.Stats().Sessions; n != 1 {
+				t.Fatalf("%d sessions", n)
+			}
+			tc.leave(c, client)
+			<-lingered
+			if c.GiveUp(cause) {
+				t.Error("the peer is gone, or we are")
+			}
+			c.Close()
+			if _, err := c.Recv(); err != cause {
+				t.Errorf("Recv: %v", err)
+			}
+			if n := l.Stats().Sessions; n != 0 {
+				t.Errorf("%d sessions", n)
+			}
+		})
+	}
+}
+
+// Those that were given up take the places of sessions: their descriptors are open.
+func TestGivenUpCountForTheCap(t *testing.T) {
+	l := listen(t, Options{MaxSessions: 2})
+	first, gone := pair(t, l)
+	first.GiveUp(ErrPeerStuck)
+	pair(t, l)
+	third, err := dial(l.Dir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer third.Close()
+	accepted := make(chan *Conn)
+	go func() {
+		c, _ := l.Accept(context.Background())
+		accepted <- c
+	}()
+	eventually(t, "the third is refused", func() bool { return l.Stats().RefusedBusy == 1 })
+	gone.Close()
+	first.Linger()
+	first.Close()
+	fourth, err := dial(l.Dir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer fourth.Close()
+	c := <-accepted
+	if c == nil {
+		t.Fatal("no room after one has left")
+	}
+	c.Close()
+}
+
+// A process that is stopped, or whose child holds the socket, lingers until it is dead.
+func TestLingeringProcessDies(t *testing.T) {
+	l := listen(t, Options{SendPatience: 50 * time.Millisecond})
+	cmd, _, child := helper(t, "connect and fork", l.Dir(), -1)
+	pid, err := strconv.Atoi(child)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = syscall.Kill(pid, syscall.SIGKILL) }()
+	c, err := l.Accept(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if c.pidfd == nil {
+		t.Skip("this kernel has no SO_PEERPIDFD")
+	}
+	if err := cmd.Process.Signal(syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	for err == nil {
+		err = c.Send(make([]byte, 64<<10))
+	}
+	if !errors.Is(err, ErrPeerStuck) {
+		t.Fatal(err)
+	}
+	lingered := linger(c)
+	select {
+	case <-lingered:
+		t.Fatal("it is only stopped")
+	case <-time.After(2 * deathGrace):
+	}
+	start := time.Now()
+	if err := cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	<-lingered
+	if took := time.Since(start); took > time.Second {
+		t.Fatalf("its death was noticed after %v", took)
 	}
 	eventually(t, "the session is given back", func() bool { return l.Stats().Sessions == 0 })
 }

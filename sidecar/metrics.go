@@ -58,6 +58,8 @@ var collected = []struct {
 	{"lookaside_build_info", "1; its labels say which release this is.", []string{"version", "goversion"}},
 	{"lookaside_state", "1 while serving, 2 while draining.", nil},
 	{"lookaside_sessions", "Sessions that are connected.", []string{"role"}},
+	{"lookaside_lingering_sessions", "Sessions that the sidecar gave up while their clients live: what they were granted and leased stays theirs until they close or die.", nil},
+	{"lookaside_lingered_sessions_total", "Sessions that have become such.", nil},
 	{"lookaside_sessions_opened_total", "Sessions opened.", nil},
 	{"lookaside_sessions_refused_total", "Sessions refused, by why.", []string{"code"}},
 	{"lookaside_spaces", "Kinds of pages held side by side.", nil},
@@ -129,7 +131,9 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	for role, n := range roles {
 		gauge("lookaside_sessions", float64(n), role)
 	}
+	gauge("lookaside_lingering_sessions", float64(len(st.Lingering)))
 	n := st.Counters
+	count("lookaside_lingered_sessions_total", n.Lingered)
 	count("lookaside_sessions_opened_total", n.SessionsOpened)
 	for code, v := range n.Refused {
 		count("lookaside_sessions_refused_total", v, code)

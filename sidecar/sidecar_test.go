@@ -5,7 +5,10 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/binary"
+	"errors"
+	"io"
 	"net"
+	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
@@ -183,6 +186,60 @@ func TestArenaGrowsToItsLimitInTheBackground(t *testing.T) {
 	}
 	if state := binary.LittleEndian.Uint32(mem[12:]); state != uint32(dax.StateClosed) {
 		t.Errorf("state %d after the end", state)
+	}
+}
+
+// A worker that was given up with a store open is shown, takes a place, and holds up no shutdown.
+func TestLingeringSession(t *testing.T) {
+	d, _ := startDaemon(t, func(c *Config) { c.Sessions.Limit, c.Lifecycle.Drain = 1, time.Hour })
+	w := dialWorker(t, d, 4096)
+	if err := w.Send(&wire.PrepareStore{ID: 1, Hashes: make([]byte, 32)}); err != nil {
+		t.Fatal(err)
+	}
+	for typ := wire.TypeRegionAdded; typ == wire.TypeRegionAdded; {
+		typ, _, _ = next(t, w)
+	}
+	if err := w.SendRaw([]byte{0xc1}); err != nil {
+		t.Fatal(err)
+	}
+	if _, _, err := w.Recv(patience); !errors.Is(err, io.EOF) {
+		t.Fatalf("got %v, want the end", err)
+	}
+	var st Status
+	for end := time.Now().Add(patience); len(st.Lingering) == 0; st = d.Status() {
+		if time.Now().After(end) {
+			t.Fatalf("%+v", st)
+		}
+		time.Sleep(time.Millisecond)
+	}
+	var table bytes.Buffer
+	if err := st.WriteTable(&table); err != nil || !strings.Contains(table.String(), "LINGERING") || !strings.Contains(table.String(), st.Lingering[0].Session) {
+		t.Errorf("%v:\n%s", err, &table)
+	}
+	resp, err := http.Get("http://" + d.AdminAddr() + "/metrics")
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, err := io.ReadAll(resp.Body)
+	resp.Body.Close()
+	for _, want := range []string{"lookaside_lingering_sessions 1\n", "lookaside_lingered_sessions_total 1\n", "lookaside_sessions{role=\"worker\"} 0\n", "lookaside_stores_in_flight 1\n"} {
+		if err != nil || !strings.Contains(string(text), want) {
+			t.Errorf("%v: the metrics have no %q", err, want)
+		}
+	}
+	_, err = client.Dial(d.cfg.Runtime.Dir, &wire.Hello{
+		Role: wire.RoleWorker, EngineID: "next", PageTokens: 16, PageBytes: 4096, PagesPerChunk: 1, DigestBytes: 32,
+	}, patience)
+	var no *client.Refused
+	if !errors.As(err, &no) || no.Code != wire.RefuseBusy || no.Field != "sessions.limit" {
+		t.Errorf("beyond sessions.limit: %v", err)
+	}
+	start := time.Now()
+	if err := d.Shutdown(context.Background()); err != nil {
+		t.Error(err)
+	}
+	if took := time.Since(start); took > patience {
+		t.Errorf("the shutdown took %v", took)
 	}
 }
 

@@ -39,7 +39,9 @@ type Status struct {
 	Evictions      map[string]uint64         `json:"evictions"` // chunks, by cause
 	Spaces         []SpaceStatus             `json:"spaces"`
 	Sessions       []connector.SessionStatus `json:"sessions"`
-	Counters       connector.Counters        `json:"counters"`
+	// Lingering sessions were given up while their clients live. They hold what they held, and count for sessions.limit.
+	Lingering []connector.LingeringStatus `json:"lingering"`
+	Counters  connector.Counters          `json:"counters"`
 }
 
 // SlotStatus counts the slots of regions in use. Leased ones are ready ones as well.
@@ -91,9 +93,10 @@ func (d *Daemon) Status() Status {
 		Evictions: map[string]uint64{
 			"room": e.Evictions, "cleared": e.Cleared, "bad": e.Bad, "duplicate": e.Duplicates, "replaced": e.Replaced,
 		},
-		Spaces:   []SpaceStatus{},
-		Sessions: c.Sessions,
-		Counters: c.Counters,
+		Spaces:    []SpaceStatus{},
+		Sessions:  c.Sessions,
+		Lingering: c.Lingering,
+		Counters:  c.Counters,
 	}
 	if c.Draining {
 		st.State = stateDraining
@@ -138,6 +141,12 @@ func (st Status) WriteTable(w io.Writer) error {
 		fmt.Fprintln(tw, "\nSESSION\tROLE\tENGINE\tRANK\tPID\tSPACE\tSINCE")
 		for _, s := range st.Sessions {
 			fmt.Fprintf(tw, "%s\t%s\t%s\t%d\t%d\t%s\t%s\n", s.Session, s.Role, s.EngineID, s.Rank, s.PID, s.Space, s.Since.Format(time.DateTime))
+		}
+	}
+	if len(st.Lingering) > 0 {
+		fmt.Fprintln(tw, "\nLINGERING\tENGINE\tRANK\tPID\tSTORES\tLOADS\tSINCE\tWHY")
+		for _, s := range st.Lingering {
+			fmt.Fprintf(tw, "%s\t%s\t%d\t%d\t%d\t%d\t%s\t%s\n", s.Session, s.EngineID, s.Rank, s.PID, s.Stores, s.Loads, s.GivenUpAt.Format(time.DateTime), s.Why)
 		}
 	}
 	return tw.Flush()
