@@ -79,7 +79,11 @@ class Process:
         return self.popen.wait(timeout_s)
 
     def end(self, patience_s: float = 15.0) -> None:
-        """Ends the whole group: SIGTERM, then SIGKILL for what is left after ``patience_s``. Idempotent."""
+        """Ends the whole group: SIGTERM, then SIGKILL for what is left after ``patience_s``. Idempotent.
+
+        Python's resource trackers, which remove the semaphores and shared memory of processes that were killed, go last
+        and by themselves.
+        """
         left = _shared_memory(self.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGCONT)
@@ -87,12 +91,17 @@ class Process:
             self.popen.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.popen.wait(patience_s)
-        deadline = time.monotonic() + 3
-        while _group_lives(self.pid) and time.monotonic() < deadline and not self.alive():
+        left |= _shared_memory(self.pid)
+        for pid, command in _members(self.pid):
+            if "resource_tracker" not in command:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self.popen.wait()
+        deadline = time.monotonic() + 10
+        while _members(self.pid) and time.monotonic() < deadline:
             time.sleep(0.05)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        self.popen.wait()
         for path in left:
             path.unlink(missing_ok=True)
 
@@ -103,26 +112,27 @@ class Process:
         return ""
 
 
+def _members(group: int) -> list[tuple[int, str]]:
+    """Process id and command line of each process of a group that has not ended."""
+    found = []
+    for proc in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            pid = int(proc.name)
+            if os.getpgid(pid) == group and (proc / "stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX":
+                found.append((pid, (proc / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")))
+    return found
+
+
 def _shared_memory(group: int) -> set[Path]:
     """What a group's processes map of /dev/shm: vLLM's workers leave theirs behind when they are killed."""
     found = set()
-    for proc in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
-            if os.getpgid(int(proc.name)) != group:
-                continue
-            for line in (proc / "maps").read_text().splitlines():
+    for pid, _ in _members(group):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
                 path = line.split(maxsplit=5)[-1]
                 if path.startswith("/dev/shm/") and not path.endswith(" (deleted)"):
                     found.add(Path(path))
     return found
-
-
-def _group_lives(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 class Sidecar(Process):
