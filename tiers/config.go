@@ -21,7 +21,7 @@ type Config struct {
 	// MaxLookupsPerOwner bounds, each by itself, the lookups, loads and unfinished stores of one owner. Default 4,096.
 	MaxLookupsPerOwner int
 	// MaxLeasesPerOwner bounds the leases in all lookups, loads and stores of one owner, a slot leased twice counting twice: it bounds the
-	// engine's own memory (4 bytes a lease). Default 1 Mi.
+	// engine's own memory (4 bytes a lease, and up to 64 bytes a slot that the owner uses). Default 1 Mi.
 	MaxLeasesPerOwner int
 	// MaxPages bounds the pages of one call. Default 65,536.
 	MaxPages int

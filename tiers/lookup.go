@@ -47,32 +47,27 @@ func (e *Engine) leaseHits(ow *owner, w *walk) (pages int, slots []uint32) {
 	sp := ow.space
 	slots = e.held[:0]
 	room := e.cfg.MaxLeasesPerOwner - ow.leases
-	lease := func(ref uint32) bool {
-		if len(slots) >= room || !ow.slots.add(ref, sp.class.limit) {
-			e.stats.Limited++
-			return false
-		}
-		e.pin(ref)
-		slots = append(slots, ref)
-		return true
-	}
 	for i := 0; i < w.chunks; i += probeGroup {
 		n := min(probeGroup, w.chunks-i)
 		refs := e.refs[:n]
 		e.probe(sp, w, i, n, refs)
 		for j, rec := range refs {
 			last := w.last(i + j)
-			if rec == 0 || !e.at(rec, last) {
+			end := rec == 0 || !e.at(rec, last)
+			if end {
 				if rec, last = e.bisect(sp, w, i+j); rec == 0 {
 					return pages, slots
 				}
-				n = 0 // the last one
 			}
-			if ref, _ := e.slotOf(rec); !lease(ref) {
+			ref, _ := e.slotOf(rec)
+			if len(slots) >= room || !ow.slots.add(ref, sp.class.limit) {
+				e.stats.Limited++
 				return pages, slots
 			}
+			e.pin(ref)
+			slots = append(slots, ref)
 			pages = last - w.first + 1
-			if n == 0 {
+			if end {
 				return pages, slots
 			}
 		}
