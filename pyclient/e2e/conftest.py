@@ -23,10 +23,23 @@ sys.path.insert(0, str(REPO))
 
 from examples.stand import client, model  # noqa: E402
 from examples.stand.client import Answer  # noqa: E402
-from examples.stand.processes import BINARY, Server, Sidecar, Stand, connector_config, eventually  # noqa: E402
+from examples.stand.processes import (  # noqa: E402
+    BINARY,
+    Server,
+    Sidecar,
+    Stand,
+    connector_config,
+    eventually,
+    stop_on_signals,
+)
 
 PAGE = 128  # vLLM's block on the CPU, in tokens
 _salts = itertools.count()
+
+
+def pytest_configure() -> None:
+    """A run that is told to end ends its servers first."""
+    stop_on_signals()
 
 
 # What is tested here is what happens, not how fast: on a machine that is busy with other things, the default patience
