@@ -8,7 +8,8 @@ The control region is mapped read-only; the sidecar alone writes it.
 The regions of one session form a RegionSet. When the session ends, the set is
 closed, but its mappings stay until the last copy that holds the set has ended:
 a thread that copies must never see its memory vanish (that would be SIGSEGV in
-the engine). Mappings are marked MADV_DONTFORK: a forked child can neither keep
+the engine). Nor may the sidecar give that memory to others before: the set says
+when no byte of it moves any more. Mappings are marked MADV_DONTFORK: a forked child can neither keep
 the arena alive nor write to it, and fork need not copy page tables.
 
 libc is called through ctypes because that releases the GIL: populating a
@@ -18,11 +19,14 @@ This module imports neither torch nor vLLM.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 import struct
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -175,8 +179,10 @@ class RegionSet:
     _handles_lock = threading.Lock()
     _next_handle = 0
 
-    def __init__(self, attachable: Attachable | None = None) -> None:
+    def __init__(self, attachable: Attachable | None = None, on_unmapped: Callable[[], None] | None = None) -> None:
+        """on_unmapped is called once, on whatever thread: the set is closed, and nothing touches its memory."""
         self._attachable = attachable
+        self._on_unmapped = on_unmapped
         self._lock = threading.Lock()
         self._regions: dict[int, Region] = {}
         self._holds = 0
@@ -268,17 +274,42 @@ class RegionSet:
     def _unmap(self, regions: list[Region] | None) -> None:
         if regions is None:
             return
+        deadline = time.monotonic() + _DETACH_PATIENCE_S
+        stuck: list[tuple[Region, Waitable]] = []
+        known = True
         for region in regions:
             if self._attachable is not None and region.attached:
                 try:
-                    if not self._attachable.detach(region.handle).wait(_DETACH_PATIENCE_S):
+                    detached = self._attachable.detach(region.handle)
+                    if not detached.wait(max(0.0, deadline - time.monotonic())):
+                        stuck.append((region, detached))
                         continue
                 except Exception:
                     # Still registered with a device: a leaked mapping is
                     # better than a device that writes to other memory.
+                    known = False
                     continue
             unmap(region.address, region.size)
+        if not known:
+            return  # nor will anybody be told that it is over
+        if not stuck:
+            self._gone()
+            return
+        with contextlib.suppress(RuntimeError):  # no thread to be had: as above
+            threading.Thread(target=self._unmap_late, args=(stuck,), name="lookaside-unmap", daemon=True).start()
+
+    def _unmap_late(self, stuck: list[tuple[Region, Waitable]]) -> None:
+        """Unmaps what a device still uses, as it lets go of it."""
+        for region, detached in stuck:
+            while not detached.wait(_DETACH_PATIENCE_S):
+                pass
+            unmap(region.address, region.size)
+        self._gone()
+
+    def _gone(self) -> None:
         self._unmapped.set()
+        if self._on_unmapped is not None:
+            self._on_unmapped()
 
     def locate(self, region_id: int, offset: int, size: int, timeout_s: float) -> int:
         """The address of size bytes at offset of a region.

@@ -16,6 +16,11 @@ the subscribers are told, and the thread connects anew, forever, with a growing
 pause. Grants, leases and addresses of the old session are void from then on;
 is_current tells.
 
+The end of our side of the socket tells the sidecar that what this process was
+granted may be given to others. So whoever lets bytes move in the arena holds the
+socket (Session.hold): it closes when the session has ended here, whoever ended
+it, and the last hold is gone.
+
 Locks: Session._lock guards all fields marked so and is never held across
 anything that can block. Subscribers are called on the session's thread without
 it. This module imports neither torch nor vLLM, and importing it opens nothing.
@@ -190,6 +195,26 @@ class Pending:
         return self._session._give_up(self)
 
 
+class _Line:
+    """The socket of one session. It closes when nobody holds it; it is made held once."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self._lock = threading.Lock()
+        self._holds = 1
+
+    def hold(self) -> None:
+        with self._lock:
+            self._holds += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._holds -= 1
+            last = not self._holds
+        if last:
+            self.socket.close()
+
+
 class Session:
     """See the module's comment. Made idle; start connects, close ends for good.
 
@@ -220,6 +245,8 @@ class Session:
         self._lock = threading.Lock()
         # All below: guarded by _lock.
         self._socket: socket.socket | None = None
+        self._line: _Line | None = None  # has _socket
+        self._lines: tuple[_Line, ...] = ()  # all that may be open; replaced, never changed
         self._control: Control | None = None
         self._welcome: wire.Welcome | None = None
         self._connected = False
@@ -337,6 +364,26 @@ class Session:
             poller = select.poll()
             poller.register(self._socket, select.POLLRDHUP)
             return not poller.poll(0)
+
+    def hold(self) -> Callable[[], None]:
+        """Keep the present session's socket open until the result is called, once, on any thread.
+
+        The session may end meanwhile: its sidecar is not told before. To be
+        called by a subscriber in on_connected.
+        """
+        with self._lock:
+            line = self._line
+            if line is None:
+                raise SessionUnavailable("not connected")
+            line.hold()
+
+        def release() -> None:
+            line.release()
+            # Also keeps the session for as long, which a fork has to find.
+            with self._lock:
+                self._lines = tuple(each for each in self._lines if each.socket.fileno() >= 0)
+
+        return release
 
     # ---- requests ----
 
@@ -500,6 +547,8 @@ class Session:
         sock = open_endpoint(options.endpoint)
         with self._lock:
             self._socket = sock
+            self._line = _Line(sock)
+            self._lines = (*(each for each in self._lines if each.socket.fileno() >= 0), self._line)
             self._broken = None
         deadline = time.monotonic() + _CONNECT_PATIENCE_S
         hello = wire.Hello(
@@ -702,7 +751,10 @@ class Session:
             late(message)
 
     def _drop(self) -> None:
-        """Forget the session that was; tells everybody who waits for it."""
+        """Forget the session that was; tells everybody who waits for it.
+
+        Its socket closes here, unless somebody holds it.
+        """
         with self._lock:
             was = self._told
             self._told = []
@@ -712,10 +764,11 @@ class Session:
             pending, self._pending = list(self._pending.values()), {}
             self._outbox.clear()
             self._greet.clear()
-            sock, self._socket = self._socket, None
+            self._socket = None
+            line, self._line = self._line, None
             control, self._control = self._control, None
-        if sock is not None:
-            sock.close()
+        if line is not None:
+            line.release()
         if control is not None:
             control.close()
         for each in pending:
@@ -732,9 +785,9 @@ class Session:
         self._closed = True
         self._connected = False
         self._thread = None
-        sock, self._socket = self._socket, None
-        if sock is not None:
-            sock.close()  # closes the child's descriptor only
+        self._socket = None
+        for line in self._lines:
+            line.socket.close()  # closes the child's descriptor only
         self._wake_fd = -1
 
 

@@ -24,8 +24,9 @@ What is promised to vLLM, whatever the sidecar does:
   is still there and its sidecar alive. Otherwise its blocks are reported as
   invalid, which makes vLLM compute them; the local prefix before them stays.
 
-A session that is lost while copies run is not replaced before they have ended: its
-room would go to others while we still write there.
+A session that is lost while copies run is not replaced before they have ended, for a
+few seconds at most. Its socket stays open until the last of them has, however long that
+takes: when it closes, the sidecar gives its room to others.
 
 Locks: _lock guards what the threads share, marked so, and is held for
 bookkeeping only.
@@ -297,6 +298,7 @@ class WorkerConnector:
             self._session.close(_SHUTDOWN_PATIENCE_S)
         if self._copies is not None:
             self._copies.close()
+        self._finish_saves()  # of copies that have ended since: nothing else would let go of their memory
 
     # ---- session.Subscriber, on the session's thread ----
 
@@ -304,7 +306,8 @@ class WorkerConnector:
         """A new session: grants of the one before mean nothing any more."""
         pages = min(welcome.max_pages, wire.max_store_pages(self._digest_bytes))
         chunks = max(1, pages // self._pages_per_chunk)
-        self._live = _Live(welcome.session, RegionSet(self._copies), chunks * self._pages_per_chunk)
+        regions = RegionSet(self._copies, on_unmapped=session.hold())
+        self._live = _Live(welcome.session, regions, chunks * self._pages_per_chunk)
 
     def on_region(self, session: Session, region: wire.RegionAdded, fd: int) -> None:
         """Map a region. One that cannot be mapped costs its grants, not the session."""
@@ -329,7 +332,7 @@ class WorkerConnector:
         if live is not None:
             live.regions.close()
             if not live.regions.wait_unmapped(_DRAIN_PATIENCE_S):
-                self._log.warning("drain", "copies still use the memory of a session that is over")
+                self._log.warning("drain", "copies still use the memory of a session that is over; it stays ours")
 
     # ---- a step, on the main thread ----
 

@@ -40,6 +40,16 @@ class Ended:
         return True
 
 
+class Stuck:
+    """A device that lets go of a region only when it is told to."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self.over.wait(timeout_s)
+
+
 class Device:
     """Counts what is attached; fails when told to."""
 
@@ -129,6 +139,32 @@ def test_closed_set_keeps_its_mappings_until_the_last_hold(fd: int) -> None:
     regions.close()
     with pytest.raises(RegionError):
         regions.add(1, fd, SIZE, huge=False, background=False)
+
+
+@pytest.mark.parametrize("how", ["at once", "late", "never"])
+def test_unmapped_is_told_when_nothing_touches_the_memory(fd: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lookaside.regions._DETACH_PATIENCE_S", 0.05)
+    device, stuck, told = Device(), Stuck(), threading.Event()
+    if how == "late":
+        monkeypatch.setattr(device, "detach", lambda region_id: stuck)
+    elif how == "never":
+        monkeypatch.setattr(device, "detach", lambda region_id: 1 / 0)
+    regions = RegionSet(device, told.set)
+    regions.add(0, fd, SIZE, huge=False, background=False)
+    assert regions.acquire()
+    address = regions.locate(0, 0, 1, 0)
+    regions.close()
+    assert not told.is_set(), "it is held"
+    regions.release()
+    if how != "at once":
+        assert not told.wait(0.2) and not regions.wait_unmapped(0)
+        assert flags_of(address), "unmapped under a device"
+    if how == "never":
+        unmap(address, SIZE)
+        return
+    stuck.over.set()
+    assert told.wait(5) and regions.wait_unmapped(0)
+    assert not flags_of(address)
 
 
 def test_region_in_the_background_is_not_ready_before_it_is_attached(fd: int) -> None:

@@ -375,6 +375,66 @@ def test_forked_child_neither_uses_nor_keeps_the_session(session: Session, peer:
         os.waitpid(child, 0)
 
 
+class Holder(Heard):
+    """Holds the socket of every session that it hears of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.releases: list[Any] = []
+
+    def on_connected(self, session: Session, welcome: wire.Welcome) -> None:
+        super().on_connected(session, welcome)
+        self.releases.append(session.hold())
+
+
+@pytest.mark.parametrize("who", ["sidecar", "client", "garbage"])
+def test_held_socket_outlives_its_session(directory: Path, peer: Peer, who: str) -> None:
+    """Its end tells the sidecar to give our room to others, so it waits for our copies."""
+    holder = Holder()
+    session = Session(options(directory))
+    session.subscribe(holder)
+    session.start()
+    assert session.wait_connected(5)
+    if who == "sidecar":  # as when it gives us up
+        peer.conns[0].sock.shutdown(socket.SHUT_WR)
+    elif who == "garbage":
+        peer.conns[0].send(b"\xc1")
+    else:
+        session.close()
+    until(lambda: holder.lost == 1)
+    if who != "client":
+        until(lambda: len(holder.releases) == 2 and session.connected)
+    assert not peer.conns[0].closed.wait(0.2), "closed while it is held"
+    holder.releases[0]()
+    assert peer.conns[0].closed.wait(5)
+    session.close()
+    if who != "client":
+        assert not peer.conns[1].closed.wait(0.05)
+        holder.releases[1]()
+        assert peer.conns[1].closed.wait(5)
+    with pytest.raises(SessionUnavailable):
+        session.hold()
+
+
+def test_forked_child_does_not_keep_a_held_socket(directory: Path, peer: Peer) -> None:
+    holder = Holder()
+    session = Session(options(directory))
+    session.subscribe(holder)
+    session.start()
+    assert session.wait_connected(5)
+    session.close()
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(0)
+    try:
+        holder.releases[0]()
+        assert peer.conns[0].closed.wait(5), "the child keeps it open"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 def test_directory_that_others_could_enter_is_refused(directory: Path) -> None:
     with pytest.raises(EndpointAbsent):
         check_directory(str(directory))

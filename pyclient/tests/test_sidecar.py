@@ -29,7 +29,7 @@ from lookaside.sidecars import RankSidecars
 from peer import until
 from scheduling import make_kv_config
 from test_session import Heard, options
-from test_worker import BLOCKS, PAGE, PPC, Stand, hashes, model, page
+from test_worker import BLOCKS, PAGE, PPC, SlowCopies, Stand, hashes, model, page
 
 BINARY = Path(__file__).parents[2] / "bin" / "lookaside"
 
@@ -531,6 +531,48 @@ def test_random_history_never_lies(model: Path, tmp_path: Path, seed: int) -> No
             sidecar.signal(signal.SIGCONT)
         engine.close()
         sidecar.kill()
+
+
+@pytest.mark.parametrize("what", ["load", "save"])
+def test_sidecar_that_gives_us_up_waits_for_our_copies(
+    sidecar: Sidecar, model: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lookaside.worker._DRAIN_PATIENCE_S", 0.2)
+    engine = Engine(model, sidecar.directory).start()
+    try:
+        engine.save_now(engine.save(0, [1, 2, 3, 4], [1, 2, 3, 4]))
+        lookup = engine.lookup(0, 1, 2, 3, 4)
+        assert lookup.poll() == 4
+        inner = engine.worker._copies
+        slow = SlowCopies(inner)
+        engine.worker._copies = slow  # type: ignore[assignment]
+        if what == "load":
+            engine.step(LookasideMetadata(loads=[LoadSpec("r", lookup.refs, 0, [9, 10, 11, 12])]))
+        else:
+            lookup.cancel()
+            engine.step(LookasideMetadata(saves=[engine.save(0, [5, 6, 7, 8], [5, 6, 7, 8])]))
+        until(lambda: slow.tickets)
+        session = engine.worker._session
+        assert session is not None and session._socket is not None
+        first = session.session_id
+        session._socket.send(b"\xc1")
+        until(lambda: session.connected and session.session_id not in (0, first), 10)
+        status = sidecar.status()
+        assert [each["session"] for each in status["lingering"]] == [f"{first:016x}"]
+        assert status["loads_in_flight" if what == "load" else "stores_in_flight"] == 1
+        time.sleep(0.3)
+        assert len(sidecar.status()["lingering"]) == 1
+        slow.finish()
+        until(lambda: engine.step() or (engine.received if what == "load" else len(engine.acked) == 2))
+        until(lambda: not sidecar.status()["lingering"], 1)
+        status = sidecar.status()
+        assert status["loads_in_flight"] == status["stores_in_flight"] == status["slots"]["filling"] == 0
+        assert engine.held(0, 5, 6, 7, 8) == 0 and engine.held(0, 1, 2, 3, 4) == 4
+        engine.worker._copies = inner
+        engine.save_now(engine.save(0, [5, 6, 7, 8], [5, 6, 7, 8]))
+        assert engine.held(0, 5, 6, 7, 8) == 4
+    finally:
+        engine.close()
 
 
 def test_real_sidecar_is_not_fooled_by_a_closed_socket(sidecar: Sidecar) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -471,6 +472,41 @@ def test_session_lost_during_a_load_fails_it(stand: Stand, peer: Peer, slow: Slo
     until(lambda: stand.step() or stand.received)
     assert stand.invalid == {5, 6} and stand.failed == {"r": 1}
     assert live.regions.wait_unmapped(5)
+
+
+@pytest.mark.parametrize("what", ["load", "save"])
+def test_given_up_session_stays_open_until_its_copies_have_ended(
+    stand: Stand, peer: Peer, slow: SlowCopies, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long they take: its end would give our room to others while we write there."""
+    monkeypatch.setattr("lookaside.worker._DRAIN_PATIENCE_S", 0.2)
+    Shelf(peer)
+    grant_load(peer, (0, 2, 0, 0))
+    if what == "load":
+        stand.step(LookasideMetadata(loads=[LoadSpec("r", ((1, 1),), 0, [5, 6])]))
+    else:
+        stand.step(LookasideMetadata(saves=[stand.save(0, [1], [1])]))
+    until(lambda: slow.tickets)
+    tickets = list(slow.tickets)
+    live = stand.worker._live
+    assert live is not None
+    peer.conns[0].sock.shutdown(socket.SHUT_WR)
+    until(lambda: stand.worker._live is not live and stand.worker._live is not None, 10)
+    until(lambda: stand.worker._session.connected)
+    slow.tickets.clear()
+    # Past its patience the worker has a session again, and the old one is not over.
+    stand.save_now(stand.save(8, [], []))
+    assert not peer.conns[0].closed.wait(0.3)
+    assert not live.regions.wait_unmapped(0), "unmapped under a copy"
+    for ticket in tickets:
+        ticket._finish(None)
+    until(lambda: stand.step() or (stand.received if what == "load" else len(stand.acked) == 2))
+    assert peer.conns[0].closed.wait(5)
+    assert live.regions.wait_unmapped(0)
+    assert not peer.conns[1].closed.is_set()
+    if what == "load":
+        assert stand.invalid == {5, 6} and stand.failed == {"r": 1}
+    assert not peer.of(wire.Release) and not peer.of(wire.CommitStore), "the new session knows nothing of them"
 
 
 @pytest.mark.parametrize("how", ["state", "generation"])
