@@ -86,6 +86,12 @@ func startAdmin(cfg AdminConfig, dir string, log *zap.Logger, reg *prometheus.Re
 		mux.Handle("/debug/pprof/trace", guard(http.HandlerFunc(pprof.Trace)))
 	}
 
+	// At a level of its own: http.Server reports only what is wrong.
+	errorLog, err := zap.NewStdLogAt(log, zap.WarnLevel)
+	if err != nil {
+		ln.Close()
+		return nil, fmt.Errorf("admin server's log: %w", err)
+	}
 	a := &admin{
 		srv: &http.Server{
 			Handler:           mux,
@@ -94,7 +100,7 @@ func startAdmin(cfg AdminConfig, dir string, log *zap.Logger, reg *prometheus.Re
 			WriteTimeout:      90 * time.Second, // a CPU profile takes 30 s
 			IdleTimeout:       time.Minute,
 			MaxHeaderBytes:    16 << 10,
-			ErrorLog:          zap.NewStdLog(log.WithOptions(zap.IncreaseLevel(zap.WarnLevel))),
+			ErrorLog:          errorLog,
 		},
 		done: make(chan struct{}),
 		addr: ln.Addr().String(),

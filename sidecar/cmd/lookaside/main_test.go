@@ -280,6 +280,39 @@ func TestIdleExit(t *testing.T) {
 	}
 }
 
+// Whatever the level, nothing below it is written, and nothing that is no line of the log.
+func TestLogLevels(t *testing.T) {
+	levels := []string{"debug", "info", "warn", "error"}
+	for least, level := range levels {
+		t.Run(level, func(t *testing.T) {
+			dir, err := os.MkdirTemp("", "la")
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer os.RemoveAll(dir)
+			// An address that others reach is warned about.
+			_, log, code := run(t, nil, "serve", "--runtime-dir", filepath.Join(dir, "rank-0"), "--arena-limit=8M", "--arena-kind=memfd",
+				"--lifecycle-idle-exit=50ms", "--admin-listen=0.0.0.0:0", "--log-format=json", "--log-level="+level)
+			if code != 0 {
+				t.Errorf("exit code %d", code)
+			}
+			seen := map[string]bool{}
+			for line := range strings.Lines(log) {
+				var entry struct{ Level, Msg string }
+				if err := json.Unmarshal([]byte(line), &entry); err != nil || entry.Msg == "" {
+					t.Errorf("no line of the log: %q", line)
+				}
+				seen[entry.Level] = true
+			}
+			for i, l := range levels[:3] { // nothing failed
+				if l != "debug" && seen[l] != (i >= least) || l == "debug" && seen[l] && least > 0 {
+					t.Errorf("level %s written: %v:\n%s", l, seen[l], log)
+				}
+			}
+		})
+	}
+}
+
 func TestBadSettings(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "c.yaml")
 	if err := os.WriteFile(file, []byte("arena:\n  limti: 4G\n"), 0o600); err != nil {
