@@ -362,8 +362,8 @@ func (l *Listener) admit(uc *net.UnixConn) *Conn {
 
 // refuseBusy tells a client that there is no room, and closes. It first takes in
 // the client's Hello: closing over it would reset the connection, and the client
-// would see that instead of the reason. A few clients at a time are worth that
-// wait; of more, each is closed at once.
+// would see that before the reason. Normally it is there already; a few clients
+// at a time are worth waiting for it; of more, each is closed at once.
 func (l *Listener) refuseBusy(uc *net.UnixConn) {
 	refuse := wire.Refuse{
 		Code: wire.RefuseBusy, Field: "sessions.limit", Want: strconv.Itoa(l.opt.MaxSessions),
@@ -371,6 +371,10 @@ func (l *Listener) refuseBusy(uc *net.UnixConn) {
 	}
 	_ = uc.SetDeadline(time.Now().Add(helloPatience))
 	_, _ = uc.Write(refuse.Append(nil)) // a fresh socket has room at once
+	if takePacket(uc) {
+		uc.Close()
+		return
+	}
 	select {
 	case l.refusing <- struct{}{}:
 	default:
@@ -382,6 +386,18 @@ func (l *Listener) refuseBusy(uc *net.UnixConn) {
 		uc.Close()
 		<-l.refusing
 	})
+}
+
+// takePacket drops one packet if there is one.
+func takePacket(uc *net.UnixConn) (took bool) {
+	raw, err := uc.SyscallConn()
+	if err != nil {
+		return false
+	}
+	ctlErr := raw.Control(func(fd uintptr) {
+		_, _, err = unix.Recvfrom(int(fd), make([]byte, 1), unix.MSG_DONTWAIT)
+	})
+	return ctlErr == nil && err == nil
 }
 
 // Close stops accepting, removes the session socket and gives up the directory.

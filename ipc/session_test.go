@@ -532,6 +532,77 @@ func TestSessionCap(t *testing.T) {
 	}
 }
 
+// However many ask at once, each can read why there is no room for it.
+func TestEveryRefusedClientLearnsWhy(t *testing.T) {
+	l := listen(t, Options{MaxSessions: 1})
+	pair(t, l)
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for {
+			c, err := l.Accept(ctx)
+			if err != nil {
+				return
+			}
+			t.Error("accepted")
+			c.Close()
+		}
+	}()
+	hello := (&wire.Hello{Role: wire.RoleScheduler, EngineID: "e", PageTokens: 16, PagesPerChunk: 4, DigestBytes: 32}).Append(nil)
+	// Some say hello at once, as clients do, some late, some never.
+	refused := func(wait time.Duration) error {
+		c, err := dial(l.Dir())
+		if err != nil {
+			return err
+		}
+		defer c.Close()
+		if wait < time.Minute {
+			time.Sleep(wait)
+			if _, err := c.Write(hello); err != nil && !errors.Is(err, unix.EPIPE) {
+				return err
+			}
+		}
+		buf := make([]byte, 4096)
+		n, err := c.Read(buf)
+		if errors.Is(err, unix.ECONNRESET) { // told once; what was sent before is there
+			n, err = c.Read(buf)
+		}
+		if err != nil {
+			return err
+		}
+		var refuse wire.Refuse
+		if err := refuse.Decode(buf[:n], &wire.DefaultLimits); err != nil {
+			return err
+		}
+		if refuse.Code != wire.RefuseBusy || refuse.Field != "sessions.limit" {
+			return fmt.Errorf("%+v", refuse)
+		}
+		return nil
+	}
+	var wg sync.WaitGroup
+	for i := range 150 {
+		wg.Go(func() {
+			wait := time.Duration(0)
+			switch i % 5 {
+			case 0:
+				wait = time.Duration(i) * time.Millisecond / 2
+			case 1:
+				wait = time.Hour
+			}
+			if err := refused(wait); err != nil {
+				t.Errorf("client %d: %v", i, err)
+			}
+		})
+	}
+	wg.Wait()
+	cancel()
+	<-done
+	if s := l.Stats(); s.RefusedBusy != 150 || s.Sessions != 1 {
+		t.Errorf("%+v", s)
+	}
+}
+
 func TestSessionFlood(t *testing.T) {
 	l := listen(t, Options{MaxSessions: 4})
 	var conns []*Conn

@@ -67,12 +67,14 @@ func Dial(dir string, hello *wire.Hello, timeout time.Duration) (*Session, error
 
 // Hello does the handshake of a session that was opened by Connect. The regions that follow it are left to Recv.
 func (s *Session) Hello(hello *wire.Hello, timeout time.Duration) error {
-	if err := s.Send(hello); err != nil {
-		return err
+	sendErr := s.Send(hello)
+	if sendErr != nil && !errors.Is(sendErr, unix.EPIPE) {
+		return sendErr
 	}
+	// Also of a socket that was closed before: the refusal may be there to read.
 	b, fds, err := s.Recv(timeout)
 	if err != nil {
-		return fmt.Errorf("handshake: %w", err)
+		return fmt.Errorf("handshake: %w", errors.Join(sendErr, err))
 	}
 	for _, fd := range fds {
 		if s.Control != nil {
@@ -120,6 +122,10 @@ func (s *Session) Recv(timeout time.Duration) ([]byte, []*os.File, error) {
 		return nil, nil, err
 	}
 	n, oobn, flags, _, err := s.conn.ReadMsgUnix(s.buf, s.oob)
+	if errors.Is(err, unix.ECONNRESET) {
+		// The sidecar closed with something of ours unread. That is said once, before what it had sent.
+		n, oobn, flags, _, err = s.conn.ReadMsgUnix(s.buf, s.oob)
+	}
 	if err != nil {
 		return nil, nil, err
 	}

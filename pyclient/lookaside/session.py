@@ -28,6 +28,7 @@ it. This module imports neither torch nor vLLM, and importing it opens nothing.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import logging
@@ -562,7 +563,9 @@ class Session:
             digest_bytes=options.digest_bytes,
             fields=dict(sorted(options.fields.items())),
         )
-        sock.send(wire.encode(hello), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        # A sidecar without room for us may have refused and closed already.
+        with contextlib.suppress(BrokenPipeError):
+            sock.send(wire.encode(hello), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         message, fds = self._receive_by(deadline)
         try:
             if isinstance(message, wire.Refuse):
@@ -638,13 +641,12 @@ class Session:
         """
         assert self._socket is not None
         try:
-            size, ancillary, flags, _ = self._socket.recvmsg_into(
-                [self._buffer],
-                socket.CMSG_SPACE(8 * struct.calcsize("i")),
-                socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC,
-            )
+            size, ancillary, flags, _ = self._receive_packet(self._socket)
         except (BlockingIOError, InterruptedError):
             return None
+        except ConnectionResetError:
+            # It closed with something of ours unread: said once, before what it had sent.
+            size, ancillary, flags, _ = self._receive_packet(self._socket)
         fds: list[int] = []
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -662,6 +664,13 @@ class Session:
         except BaseException:
             _close_all(fds)
             raise
+
+    def _receive_packet(self, sock: socket.socket) -> tuple[int, list[Any], int, Any]:
+        return sock.recvmsg_into(
+            [self._buffer],
+            socket.CMSG_SPACE(8 * struct.calcsize("i")),
+            socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC,
+        )
 
     def _serve(self) -> None:
         """Dispatch until the session ends; returns or raises when it has."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import threading
@@ -145,6 +146,40 @@ def test_refusal_is_kept_and_retried(directory: Path, peer: Peer) -> None:
     assert session.refused == refusal
     assert session.wait_connected(5)
     assert session.refused is None
+    session.close()
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_refusal_of_a_sidecar_that_reads_nothing_is_read(directory: Path, early: bool) -> None:
+    """It closes over our unread Hello, which resets the connection, or before we have sent one."""
+    directory.mkdir(mode=0o700)
+    refusal = wire.Refuse(1, "busy", "sessions.limit", "1", "", "full")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(directory / "session.sock"))
+        listener.listen(4)
+        session = Session(options(directory))
+        if early:
+            sent = threading.Event()
+            inner = session.options
+
+            class Late:  # its Hello is built only when the sidecar has closed
+                def __getattr__(self, name: str) -> Any:
+                    if name == "fields":
+                        assert sent.wait(5)
+                    return getattr(inner, name)
+
+            session.options = Late()  # type: ignore[assignment]
+        session.start()
+        conn, _ = listener.accept()
+        if not early:
+            poller = select.poll()
+            poller.register(conn, select.POLLIN)
+            assert poller.poll(5000)
+        conn.send(wire.encode(refusal))
+        conn.close()
+        if early:
+            sent.set()
+        until(lambda: session.refused == refusal)
     session.close()
 
 

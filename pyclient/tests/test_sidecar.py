@@ -533,6 +533,23 @@ def test_random_history_never_lies(model: Path, tmp_path: Path, seed: int) -> No
         sidecar.kill()
 
 
+def test_busy_sidecar_says_so(tmp_path: Path) -> None:
+    sidecar = Sidecar(tmp_path / "endpoint", sessions_limit=1)
+    try:
+        first, second = Session(options(sidecar.directory)), Session(options(sidecar.directory))
+        first.start()
+        assert first.wait_connected(5)
+        second.start()
+        until(lambda: second.refused is not None)
+        refused = second.refused
+        assert refused is not None and (refused.code, refused.field, refused.want) == ("busy", "sessions.limit", "1")
+        first.close()
+        assert second.wait_connected(10)
+        second.close()
+    finally:
+        sidecar.kill()
+
+
 @pytest.mark.parametrize("what", ["load", "save"])
 def test_sidecar_that_gives_us_up_waits_for_our_copies(
     sidecar: Sidecar, model: Path, what: str, monkeypatch: pytest.MonkeyPatch
