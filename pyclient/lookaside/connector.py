@@ -252,7 +252,7 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
     @_contained(_nothing)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
-            self._worker.start_load_kv()
+            self._worker.start_load_kv(getattr(forward_context, "attn_metadata", None) is None)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: loads are asynchronous, and whole before their request runs."""

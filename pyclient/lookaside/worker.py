@@ -11,7 +11,9 @@ One step, on the worker's main thread:
    On a CPU the copy is over when it returns; on CUDA it is queued behind the
    forward, and the scheduler keeps the blocks until build_connector_worker_meta
    names the save.
-4. get_finished and the calls after it report what has ended.
+4. get_finished and the calls after it report what has ended. In a step without a
+   forward it first waits a little for a load to end: vLLM does nothing but ask
+   again until then, on the very cores that copy.
 
 What is promised to vLLM, whatever the sidecar does:
 
@@ -81,6 +83,8 @@ _GRANT_PATIENCE_S = 0.5
 # Copies take milliseconds; this bounds what a stuck device can hold up.
 _DRAIN_PATIENCE_S = 5.0
 _SHUTDOWN_PATIENCE_S = 2.0
+# How long a step without a forward waits for a load; new requests wait as long.
+_IDLE_STEP_PATIENCE_S = 0.005
 # How often the loader looks at several things that are out at once.
 _POLL_S = 0.0005
 _HUGE_KINDS = ("hugetlb", "thp")
@@ -198,7 +202,10 @@ class WorkerConnector:
         self._loader: threading.Thread | None = None
         self._loads: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
 
+        self._idle_step = False  # the main thread's own, too: no forward in this step
+
         self._lock = threading.Lock()
+        self._load_ended = threading.Condition(self._lock)
         # Guarded by _lock.
         self._out: dict[str, int] = {}  # request -> loads of it that are out
         self._failed: set[str] = set()  # of these, the ones that cannot succeed any more
@@ -358,8 +365,12 @@ class WorkerConnector:
             self._order_save(spec)
 
     @_never_raises()
-    def start_load_kv(self, *_: object, **__: object) -> None:
-        """Let the loader write to the blocks of the step's loads."""
+    def start_load_kv(self, idle_step: bool = False) -> None:
+        """Let the loader write to the blocks of the step's loads. idle_step: the step has no forward."""
+        self._idle_step = idle_step
+        self._hand_over_loads()
+
+    def _hand_over_loads(self) -> None:
         if self._note_stream is not None:
             self._compute_stream = self._note_stream()
         fresh, self._fresh_loads = self._fresh_loads, []
@@ -369,8 +380,8 @@ class WorkerConnector:
     @_never_raises()
     def wait_for_save(self) -> None:
         """Copy out what the forward has computed."""
-        # Also where vLLM had no reason to call it: a load must never stay behind.
-        self.start_load_kv()
+        # Also where vLLM had no reason to start loads: one must never stay behind.
+        self._hand_over_loads()
         orders, self._orders = self._orders, []
         if not orders:
             return
@@ -390,7 +401,11 @@ class WorkerConnector:
 
         Nothing is ever reported as sent: blocks are kept by pinning instead.
         """
+        patience_s = _IDLE_STEP_PATIENCE_S if self._idle_step else 0.0
+        self._idle_step = False
         with self._lock:
+            if patience_s and self._out:
+                self._load_ended.wait_for(lambda: self._received, patience_s)
             received, self._received = self._received, set()
         return None, received or None
 
@@ -613,6 +628,7 @@ class WorkerConnector:
                 self._out.pop(spec.request_id, None)
                 self._aborted.discard(spec.request_id)
                 self._received.add(spec.request_id)
+                self._load_ended.notify()
                 if spec.request_id in self._failed:
                     self._failed.discard(spec.request_id)
                     if not aborted:

@@ -65,13 +65,13 @@ class Stand:
     def register(self) -> None:
         self.worker.register_kv_caches({"layer0": self.cache})
 
-    def step(self, meta: LookasideMetadata | None = None, forward: Any = None) -> None:
+    def step(self, meta: LookasideMetadata | None = None, forward: Any = None, idle: bool = False) -> None:
         worker, meta = self.worker, meta or LookasideMetadata()
         worker.handle_preemptions(meta)
         worker.bind_connector_metadata(meta)
         if forward is not None:
             forward()
-        worker.start_load_kv()
+        worker.start_load_kv(idle)
         worker.wait_for_save()
         _, received = worker.get_finished(set())
         # Invalid blocks come no later than the request that they belong to.
@@ -442,6 +442,23 @@ def test_load_is_not_reported_while_its_bytes_move(stand: Stand, peer: Peer, slo
     assert stand.received == ["r"]
     assert not stand.invalid, "an aborted request's blocks are nobody's business"
     peer.wait_for(wire.Release)
+
+
+def test_step_without_a_forward_waits_for_a_load(
+    stand: Stand, peer: Peer, slow: SlowCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Instead of being asked again at once; one with a forward has waited enough."""
+    monkeypatch.setattr("lookaside.worker._IDLE_STEP_PATIENCE_S", 30.0)
+    grant_load(peer, (0, 1, 0, 0))
+    stand.step(LookasideMetadata(loads=[LoadSpec("r", ((1, 1),), 0, [5])]))
+    until(lambda: slow.tickets)
+    stand.step()
+    assert not stand.received
+    threading.Timer(0.1, slow.finish).start()
+    stand.step(idle=True)
+    assert stand.received == ["r"]
+    stand.step(idle=True)  # nothing is out: nothing to wait for
+    assert stand.received == ["r"]
 
 
 def test_aborted_load_is_not_copied(stand: Stand, peer: Peer) -> None:
