@@ -91,6 +91,7 @@ var collected = []struct {
 	{"lookaside_arena_used_bytes", "Bytes of occupied slots.", nil},
 	{"lookaside_arena_growth_failures_total", "Times that the host did not give the arena the memory to grow.", nil},
 	{"lookaside_metadata_bytes", "Address space of the index and the slot tables.", nil},
+	{"lookaside_limited_total", "Lookups and stores that were cut short because their session had its share of the arena, or its leases.", nil},
 	{"lookaside_errors_total", "Requests that failed, by kind.", []string{"kind"}},
 }
 
@@ -174,6 +175,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	gauge("lookaside_arena_used_bytes", float64(st.Arena.UsedBytes))
 	count("lookaside_arena_growth_failures_total", st.Arena.GrowthFailures)
 	gauge("lookaside_metadata_bytes", float64(st.MetadataBytes))
+	count("lookaside_limited_total", st.Limited)
 	for kind, v := range n.Errors {
 		count("lookaside_errors_total", v, kind)
 	}

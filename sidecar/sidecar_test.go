@@ -243,6 +243,36 @@ func TestLingeringSession(t *testing.T) {
 	}
 }
 
+// A session that asks for more than its share is told so, and so is the operator.
+func TestWhatAShareCutsShortIsCounted(t *testing.T) {
+	d, _ := startDaemon(t, func(c *Config) { c.Arena.Limit, c.Sessions.Share = 1<<20, 0.25 })
+	w := dialWorker(t, d, 64<<10) // 16 slots
+	if err := w.Send(&wire.PrepareStore{ID: 1, Hashes: distinct(8)}); err != nil {
+		t.Fatal(err)
+	}
+	var g wire.StoreGrant
+	for g.ID == 0 {
+		if typ, b, _ := next(t, w); typ == wire.TypeStoreGrant {
+			if err := g.Decode(b, &wire.DefaultLimits); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	if st := d.Status(); len(g.Grants) != 4 || g.Shed != 4 || st.Limited != 1 || st.Counters.ShedPages != 4 {
+		t.Errorf("%d slots granted, %d pages shed; %d limited", len(g.Grants), g.Shed, st.Limited)
+	}
+}
+
+// distinct makes up hashes of pages.
+func distinct(pages int) []byte {
+	var out []byte
+	for i := range pages {
+		h := sha256.Sum256([]byte{byte(i)})
+		out = append(out, h[:]...)
+	}
+	return out
+}
+
 func TestFileArenaAndItsLock(t *testing.T) {
 	files := t.TempDir()
 	edit := func(c *Config) {

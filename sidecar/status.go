@@ -36,6 +36,7 @@ type Status struct {
 	LoadsInFlight  int                       `json:"loads_in_flight"`
 	Lookups        LookupStatus              `json:"lookups"`
 	HitRatio       float64                   `json:"hit_ratio"` // pages found of pages asked for; 0 before the first lookup
+	Limited        uint64                    `json:"limited"`   // lookups and stores cut short by their session's share or its leases
 	Evictions      map[string]uint64         `json:"evictions"` // chunks, by cause
 	Spaces         []SpaceStatus             `json:"spaces"`
 	Sessions       []connector.SessionStatus `json:"sessions"`
@@ -96,6 +97,7 @@ func (d *Daemon) Status() Status {
 		Spaces:    []SpaceStatus{},
 		Sessions:  c.Sessions,
 		Lingering: c.Lingering,
+		Limited:   e.Limited,
 		Counters:  c.Counters,
 	}
 	if c.Draining {

@@ -143,6 +143,8 @@ class LookupClient:
         """Lookups that were given up at their deadline."""
         self.late_answers = 0
         """Answers that came after that."""
+        self.unasked = 0
+        """Lookups that were a miss because a rank was not there, suspect, lost, or did not read."""
 
         self._lock = threading.Lock()
         # Guarded by _lock; filled on the sessions' threads.
@@ -164,6 +166,7 @@ class LookupClient:
             lookup._result = 0
             return lookup
         if not all(self._usable(rank) for rank in range(len(links))):
+            self.unasked += 1
             lookup._result = 0
             return lookup
         self._pending[lookup_id] = lookup
@@ -171,6 +174,8 @@ class LookupClient:
             assert link is not None
             data = wire.encode(wire.Lookup(link.session_id, lookup_id, first_page, hashes, self._deadline_ms))
             if not link.send(data):
+                self.unasked += 1
+                self._log.warning("queue", "a lookup could not be sent: its rank reads nothing; a miss")
                 self._sessions[rank].doubt()
                 self._give_up(lookup, known=None)
                 break
@@ -232,10 +237,9 @@ class LookupClient:
             return
         for rank in lookup._out:
             link = self._links[rank]
-            if link is None or link.session_id != lookup.refs[rank][0]:
-                self._give_up(lookup, known=None)
-                return
-            if not self._sessions[rank].connected:
+            gone = link is None or link.session_id != lookup.refs[rank][0]
+            if gone or not self._sessions[rank].connected:
+                self.unasked += 1
                 self._give_up(lookup, known=None)
                 return
         if self._clock() >= lookup._deadline:

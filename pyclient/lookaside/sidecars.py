@@ -57,7 +57,7 @@ class RankSidecars:
             for rank in range(where.ranks)
         ]
         self._lookups = LookupClient(self.sessions, config.lookup_timeout_ms / 1e3)
-        self._timeouts_told = 0
+        self._told = {"lookup_timeouts": 0, "lookups_unasked": 0}
 
     def connect(self) -> None:
         """Begin to connect, and keep connecting, in the background. Call once."""
@@ -71,10 +71,12 @@ class RankSidecars:
 
     def start(self, first_page: int, hashes: bytes) -> Lookup:
         """Ask all ranks; a miss if one of them cannot be asked."""
-        timeouts = self._lookups.timeouts
-        self._stats.add("lookup_timeouts", timeouts - self._timeouts_told)
-        self._timeouts_told = timeouts
-        return self._lookups.start(first_page, hashes)
+        lookup = self._lookups.start(first_page, hashes)
+        counts = {"lookup_timeouts": self._lookups.timeouts, "lookups_unasked": self._lookups.unasked}
+        for name, count in counts.items():
+            self._stats.add(name, count - self._told[name])
+        self._told = counts
+        return lookup
 
     def clear(self, timeout_s: float) -> bool:
         """Drop everything in this engine's space; False unless all ranks did in time."""

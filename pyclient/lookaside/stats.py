@@ -24,6 +24,7 @@ COUNTERS: dict[str, str] = {
     "hit_tokens": "Tokens that vLLM accepted to load.",
     "lookups": "Lookups sent.",
     "lookup_timeouts": "Lookups without an answer at their deadline, counted as misses.",
+    "lookups_unasked": "Lookups that were misses because a rank's sidecar was absent, lost, or did not answer before.",
     "loads": "Requests whose load finished, once a rank.",
     "load_failures": "Requests whose load failed, once a rank; vLLM computes them.",
     "load_bytes": "Bytes copied from the arena into the KV cache.",

@@ -137,6 +137,18 @@ def test_suspect_rank_is_not_asked(ranks: Ranks) -> None:
     ranks.sessions[0].doubt()
     assert ranks.client.start(0, bytes(32)).poll() == 0
     assert not ranks.peers[1].of(wire.Lookup), "nobody is asked for nothing"
+    assert ranks.client.unasked == 1 and ranks.client.timeouts == 0
+
+
+def test_rank_whose_queue_is_full_is_a_miss_and_counted(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks.answers(4, 4)
+    assert answered(ranks.client.start(0, bytes(32))) == 4
+    link = ranks.client._links[1]
+    assert link is not None
+    monkeypatch.setattr(type(link), "send", lambda self, data: self is not link)
+    assert ranks.client.start(0, bytes(32)).poll() == 0
+    assert ranks.client.unasked == 1 and ranks.client.timeouts == 0
+    assert ranks.sessions[1].suspect or ranks.peers[1].of(wire.Ping), "doubted until it speaks"
 
 
 def test_trim_and_cancel_reach_every_rank(ranks: Ranks) -> None:
@@ -170,7 +182,7 @@ def test_lost_rank_ends_the_lookup_at_once(ranks: Ranks) -> None:
     ranks.peers[1].wait_for(wire.Lookup)
     ranks.peers[1].close()
     assert until(lambda: lookup.poll() is not None)
-    assert lookup.poll() == 0 and ranks.client.timeouts == 0
+    assert lookup.poll() == 0 and ranks.client.timeouts == 0 and ranks.client.unasked == 1
     ranks.peers[0].wait_for(wire.Cancel)
     assert ranks.client.start(0, bytes(32)).poll() == 0
 

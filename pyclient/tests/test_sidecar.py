@@ -533,6 +533,35 @@ def test_random_history_never_lies(model: Path, tmp_path: Path, seed: int) -> No
         sidecar.kill()
 
 
+@pytest.mark.parametrize("cancel", [True, False])
+def test_long_burst_of_lookups(engine: Engine, sidecar: Sidecar, cancel: bool) -> None:
+    """Every one is answered, up to the bound on lookups that are neither loaded nor cancelled."""
+    bound = 4096
+    engine.save_now(engine.save(0, list(range(1, 9)), list(range(101, 109))))
+    until(lambda: engine.held(0, *range(101, 109)) == 8)
+    client = engine.sidecars._lookups
+    client._timeout_s = 5.0
+    before = sidecar.status()["counters"]["errors"]["busy"]
+    asked = hashes(*range(101, 109))
+    lookups: list[Lookup] = []
+    hits: list[int | None] = []
+    for _ in range(bound + 500):
+        lookups.append(client.start(0, asked))
+        hits.append(client.wait(lookups[-1], 5.0))
+        if cancel:
+            lookups.pop().cancel()
+    assert client.timeouts == 0 and client.unasked == 0
+    busy = sidecar.status()["counters"]["errors"]["busy"] - before
+    if cancel:
+        assert set(hits) == {8} and busy == 0
+    else:
+        assert set(hits[:bound]) == {8} and set(hits[bound:]) == {0} and busy == 500
+    for lookup in lookups:
+        lookup.cancel()
+    until(lambda: sidecar.status()["leases"] == 0)
+    assert engine.held(0, *range(101, 109)) == 8
+
+
 def test_busy_sidecar_says_so(tmp_path: Path) -> None:
     sidecar = Sidecar(tmp_path / "endpoint", sessions_limit=1)
     try:
