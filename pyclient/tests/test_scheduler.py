@@ -17,6 +17,7 @@ from scheduling import (
     write_model,
 )
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.engine import FinishReason
 
 CHUNK = 4  # pages
@@ -244,6 +245,23 @@ def test_salts_and_adapters_do_not_share(stand, one, other):
     stand.run()
     assert len(stand.workers.loads) == 1
     stand.check_idle()
+
+
+def test_images_and_their_places_do_not_share(stand):
+    """The same placeholder tokens stand for other content; pages before the first of them are shared."""
+    prompt = tokens(6 * BLOCK + 1)
+    asked = []
+    for image, offset in [("a", 2 * BLOCK), ("a", 2 * BLOCK), ("b", 2 * BLOCK), ("a", 2 * BLOCK + 1)]:
+        place = PlaceholderRange(offset=offset, length=BLOCK)
+        feature = MultiModalFeatureSpec(data=None, modality="image", identifier=image, mm_position=place)
+        request_id = stand.add(prompt, mm_features=[feature])
+        asked.append(stand.sidecars.lookups[-1].digests)
+        stand.abort(request_id)
+    first, again, other_image, other_place = asked
+    assert len(first) == 6 and first == again
+    for other in (other_image, other_place):
+        assert other[:2] == first[:2]
+        assert not set(other[2:]) & set(first[2:])
 
 
 # ---- saves ----
