@@ -9,6 +9,7 @@ import pytest
 
 from examples.stand import client
 from examples.stand.processes import eventually
+from examples.two_instances import __main__ as two_instances
 
 from .conftest import PAGE, Pair, ask, computed, configured, hits_of, together
 
@@ -22,6 +23,17 @@ def test_second_instance_loads_what_the_first_computed(pair: Pair, tokens: int) 
     assert (first.tokens, second.tokens) == (truth.tokens, truth.tokens)
     assert first.cached_tokens == 0
     assert second.cached_tokens == hits_of(tokens)
+
+
+def test_what_the_demo_measures_and_prints(pair: Pair) -> None:
+    """examples/two_instances on these servers: the rows that `make demo JSON=FILE` writes, and its table."""
+    rows = [two_instances.measure(pair.a, pair.b, *case, rounds=1, seed=77) for case in ((1000, 1000), (1500, 700))]
+    assert [(row.prompt_tokens, row.shared_tokens) for row in rows] == [(1000, 1000), (1500, 700)]
+    assert [row.hit_tokens for row in rows] == [hits_of(1000), 700 // PAGE * PAGE]
+    for row in rows:
+        assert row.outputs_equal
+        assert min(row.cold_ttft_s, row.lookaside_ttft_s, row.local_ttft_s) > 0
+    assert two_instances.table(rows).count(" equal") == 2
 
 
 def test_less_than_a_page_is_computed(pair: Pair) -> None:
