@@ -1,7 +1,8 @@
-"""What a bench's JSON has in common: its name, its cases, and the machine and commit that they were measured on.
+"""What a bench prints: one form for all of them, and the machine and commit that it was measured on.
 
-Every bench writes {"benchmark", "cases": [{"name", "value", "unit", "limit", ...}]}, each figure beside its limit of
-the same run. `bench/run` then adds the machine, by running this file on what was written.
+A bench prints a table to stderr and, last, one JSON object to stdout:
+{"benchmark", "cases": [{"name", "value", "unit", "limit", "ratio", "spread"}]}. `--json FILE` writes the same, with
+machine, commit and time, to a file. `lookaside bench` leaves these three out; run on such a file, this one adds them.
 """
 
 from __future__ import annotations
@@ -10,65 +11,95 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One figure. Without a limit, what is measured against one is None too."""
+
+    name: str
+    value: float
+    unit: str
+    limit: float | None
+    """In the same unit, of the same run."""
+    ratio: float | None
+    """Value to limit."""
+    spread: float | None
+    """The distance between the quartiles of the rounds' own ratios."""
 
 
 class Report:
     """The figures of one run. Not for use from several threads."""
 
-    def __init__(self, bench: str, text: str) -> None:
-        self.bench = bench
-        self.text = text
-        self.cases: list[dict[str, Any]] = []
+    def __init__(self, benchmark: str) -> None:
+        self.benchmark = benchmark
+        self.cases: list[Case] = []
+
+    def rounds(
+        self, name: str, unit: str, values: Sequence[float], limits: Sequence[float] | float | None = None
+    ) -> None:
+        """The median of a figure's rounds, beside that of their limits: one a round, or one for all.
+
+        The ratio is the median of the rounds' ratios: what slows a whole round down slows both of its sides. Raises
+        ValueError where values and limits are not of the same rounds, StatisticsError where there are no rounds.
+        """
+        value = statistics.median(values)
+        if limits is None:
+            self.add(name, value, unit)
+            return
+        if isinstance(limits, (int, float)):
+            limits = [limits] * len(values)
+        ratios = [value / limit for value, limit in zip(values, limits, strict=True)]
+        self.add(name, value, unit, statistics.median(limits), statistics.median(ratios), spread(ratios))
 
     def add(
         self,
         name: str,
         value: float,
         unit: str,
-        *,
         limit: float | None = None,
-        better: Literal["less", "more"] = "less",
-        limit_is: str = "",
+        ratio: float | None = None,
+        spread: float | None = None,
     ) -> None:
-        """One figure. ``limit`` is what it may not pass, in its unit; ``limit_is`` says where that comes from."""
-        case: dict[str, Any] = {"name": name, "value": value, "unit": unit}
-        if limit is not None:
-            held = value <= limit if better == "less" else value >= limit
-            case.update(limit=limit, better=better, limit_is=limit_is, held=held)
-        self.cases.append(case)
+        """A figure that is no median of rounds. Raises ValueError unless it has limit, ratio and spread, or none."""
+        if len({part is None for part in (limit, ratio, spread)}) > 1:
+            raise ValueError(f"{name}: limit {limit}, ratio {ratio}, spread {spread}")
+        against = (None if part is None else _short(part) for part in (limit, ratio, spread))
+        self.cases.append(Case(name, _short(value), unit, *against))
 
     def finish(self, path: str | Path | None = None) -> int:
-        """Prints the table, writes the JSON where asked. Returns 0: a missed limit is for the reader to judge."""
-        print(f"{self.bench}: {self.text}")
-        width = max((len(r["name"]) for r in self.cases), default=0)
-        for r in self.cases:
-            line = f"  {r['name']:<{width}}  {r['value']:>12.4g} {r['unit']:<6}"
-            if "limit" in r:
-                sign = "<=" if r["better"] == "less" else ">="
-                verdict = "held" if r["held"] else "MISSED"
-                line += f"  {sign} {r['limit']:.4g} {r['unit']} ({r['limit_is']}): {verdict}"
-            print(line)
+        """Prints the table and the JSON, and writes that to a file where asked. Returns 0: it judges no figure."""
+        width = max((len(case.name) for case in self.cases), default=0)
+        print(f"{'':<{width}}  {'value':>12} {'':<8}{'limit':>12}{'ratio':>9}{'spread':>9}", file=sys.stderr)
+        for case in self.cases:
+            line = f"{case.name:<{width}}  {case.value:>12.5g} {case.unit:<8}"
+            if case.limit is not None:
+                line += f"{case.limit:>12.5g}{case.ratio:>9.3f}{case.spread:>9.3f}"
+            print(line.rstrip(), file=sys.stderr)
+        sys.stderr.flush()
+        report: dict[str, Any] = {"benchmark": self.benchmark, "cases": [asdict(case) for case in self.cases]}
+        print(json.dumps(report), flush=True)
         if path:
-            Path(path).write_text(json.dumps({"benchmark": self.bench, "cases": self.cases}, indent=2) + "\n")
+            _write(Path(path), report)
         return 0
 
 
-def stamp(name: str, path: Path) -> None:
-    """Adds machine, commit and time to a bench's JSON in a file."""
-    report = json.loads(path.read_text())
-    if not isinstance(report, dict) or "benchmark" not in report:
-        report = {"benchmark": name, "result": report}  # what `lookaside bench` prints
-    report["machine"] = machine()
-    report["commit"] = _output("git", "-C", str(REPO), "describe", "--always", "--dirty")
-    report["time"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    path.write_text(json.dumps(report, indent=2) + "\n")
+def spread(values: Sequence[float]) -> float:
+    """The distance between the quartiles; of a single value it is 0."""
+    if len(values) < 2:
+        return 0.0
+    quartiles = statistics.quantiles(values, n=4, method="inclusive")
+    return quartiles[2] - quartiles[0]
 
 
 def machine() -> dict[str, Any]:
@@ -87,11 +118,26 @@ def machine() -> dict[str, Any]:
     }
 
 
-def arguments(text: str) -> argparse.ArgumentParser:
+def arguments(text: str | None) -> argparse.ArgumentParser:
     """A parser with the options that every bench has."""
-    parser = argparse.ArgumentParser(description=text)
-    parser.add_argument("--json", help="also write the figures to this file")
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="also write the figures to this file, with machine, commit and time")
     return parser
+
+
+def _write(path: Path, report: dict[str, Any]) -> None:
+    """Writes a bench's JSON with where and when it was measured."""
+    stamp = {
+        "machine": machine(),
+        "commit": _output("git", "-C", str(REPO), "describe", "--always", "--dirty"),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    path.write_text(json.dumps(report | stamp, indent=2) + "\n")
+
+
+def _short(value: float) -> float:
+    """Five digits: no bench is more exact than that."""
+    return float(f"{value:.5g}")
 
 
 def _read(path: str) -> str:
@@ -115,4 +161,4 @@ def _output(*command: str) -> str:
 
 
 if __name__ == "__main__":
-    stamp(sys.argv[1], Path(sys.argv[2]))
+    _write(Path(sys.argv[-1]), json.loads(Path(sys.argv[-1]).read_text()))

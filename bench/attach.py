@@ -4,19 +4,13 @@ A sidecar with 1 GiB of arena is started on a directory of its own, a first work
 and go. Measured is what a worker does before it can copy: the handshake, mapping every region, filling its page tables.
 The limit of 20 ms is for huge pages (hugetlb, or transparent ones where the host permits them for shared memory); on a
 host that has neither, the same is measured with 4 KiB pages and the case says so. `bare` is one mmap and one
-MADV_POPULATE_WRITE of as much memory of the same kind, by itself.
-
-Prints a table to stderr and, last, one JSON object to stdout:
-{"benchmark":"attach","cases":[{"name","value","unit","limit","ratio","spread"}]}. Times are milliseconds; ratio is
-value / limit, spread the distance between the quartiles of the rounds' ratios.
+MADV_POPULATE_WRITE of as much memory of the same kind, by itself. Times are milliseconds.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,6 +22,8 @@ from typing import Any
 from lookaside import wire
 from lookaside.regions import RegionSet, map_region, populate, unmap
 from lookaside.session import EndpointError, Session, SessionOptions, open_endpoint
+
+from bench._report import Report, arguments
 
 BINARY = Path(__file__).resolve().parents[1] / "bin" / "lookaside"
 SIZE = 1 << 30
@@ -105,9 +101,17 @@ def arena_kind(endpoint: str) -> dict[str, Any]:
         return json.load(answer)["arena"]
 
 
+def figures(kind: str, attached: list[float], bare: list[float]) -> Report:
+    """What is reported of the rounds of second clients, and of those of bare mappings."""
+    report = Report("attach")
+    # Without huge pages the 20 ms are not promised.
+    report.rounds(f"second_client_1GiB.{kind}", "ms", attached, LIMIT_MS if kind in HUGE else None)
+    report.rounds(f"bare_mmap_and_populate_1GiB.{kind}", "ms", bare)
+    return report
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", help="also write the object to this file")
+    parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="second clients that come and go (15)")
     parser.add_argument("--kind", default="auto", help="arena.kind of the sidecar (auto)")
     args = parser.parse_args()
@@ -151,37 +155,9 @@ def main() -> int:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        floor = statistics.median(bare(kind) for _ in range(3))
-    ratios = [each / LIMIT_MS for each in times]
-    quarters = statistics.quantiles(ratios, n=4)
-    value = statistics.median(times)
-    cases = [
-        {
-            "name": f"second_client_1GiB.{kind}",
-            "value": round(value, 3),
-            "unit": "ms",
-            # Without huge pages the 20 ms are not promised.
-            "limit": LIMIT_MS if kind in HUGE else None,
-            "ratio": round(value / LIMIT_MS, 3),
-            "spread": round(quarters[2] - quarters[0], 3),
-        },
-        {
-            "name": f"bare_mmap_and_populate_1GiB.{kind}",
-            "value": round(floor, 3),
-            "unit": "ms",
-            "limit": None,
-            "ratio": round(floor / LIMIT_MS, 3),
-            "spread": 0.0,
-        },
-    ]
+        floor = [bare(kind) for _ in range(3)]
     print(f"  first client {cold:.2f} ms", file=sys.stderr)
-    for case in cases:
-        print(f"  {case['name']:<40} {case['value']:>9.2f} {case['unit']}   limit {case['limit']}", file=sys.stderr)
-    result = {"benchmark": "attach", "cases": cases}
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result))
-    return 0
+    return figures(kind, times, floor).finish(args.json)
 
 
 if __name__ == "__main__":

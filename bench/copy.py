@@ -3,35 +3,25 @@
 Limit and value come from the same process, the same memory and the same plan, one thread each, in interleaved rounds:
 only the copy kernel differs. The KV cache is allocated as vLLM does (torch.zeros, one tensor); the arena as the
 sidecar does: a memfd with transparent huge pages where the system grants them, else 4 KiB pages, populated before the
-first round.
-
-Prints a table to stderr and, last, one JSON object to stdout:
-{"benchmark":"copy","cases":[{"name","value","unit","limit","ratio","spread"}]}. value and limit are medians in GB/s,
-ratio is the median of the rounds' own ratios, spread the distance between their quartiles.
+first round. Speeds are 10⁹ bytes a second.
 """
 
 from __future__ import annotations
 
-import sys
-
-if __name__ == "__main__" and not __package__:
-    del sys.path[0]  # run as a file, this one would be what everybody else imports as `copy`
-
-import argparse
 import ctypes
-import json
 import mmap
 import os
-import statistics
+import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
 from lookaside import _native
 from lookaside.copies import CpuCopies
 from lookaside.layout import PageLayout, Segment
+
+from bench._report import Report, arguments
 
 MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23
@@ -129,49 +119,25 @@ def check(layout: PageLayout, arena: Arena, backing: torch.Tensor) -> None:
     copies.close()
 
 
-def spread(values: list[float]) -> float:
-    if len(values) < 2:
-        return 0.0
-    quartiles = statistics.quantiles(values, n=4)
-    return quartiles[2] - quartiles[0]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    parser = arguments(__doc__)
     parser.add_argument("--bytes", type=int, default=1 << 30, help="bytes of pages copied a round (default 1 GiB)")
     parser.add_argument("--rounds", type=int, default=9, help="measured rounds a case (default 9)")
     parser.add_argument("--seed", type=int, default=1, help="of the order of the blocks (default 1)")
-    parser.add_argument("--json", help="also write the JSON object to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     arena = Arena(options.bytes)
     print(f"arena: {options.bytes >> 20} MiB, {arena.huge:.0%} in huge pages; one thread", file=sys.stderr)
-    cases = []
+    report = Report("copy")
     for name in ("LBHNC", "LBNHC"):
         for tokens in (16, 128):
             layout, backing = make_layout(name, tokens, options.bytes)
             check(layout, arena, backing)
             for direction, speeds in measure(layout, arena, options.rounds, options.seed).items():
-                ratios = [v / limit for v, limit in zip(speeds["value"], speeds["limit"], strict=True)]
-                case = {
-                    "name": f"{direction} {name} {tokens} tokens",
-                    "value": round(statistics.median(speeds["value"]), 3),
-                    "unit": "GB/s",
-                    "limit": round(statistics.median(speeds["limit"]), 3),
-                    "ratio": round(statistics.median(ratios), 3),
-                    "spread": round(spread(ratios), 3),
-                }
-                cases.append(case)
-                print(
-                    "{name:28} {value:7.2f} of {limit:6.2f} {unit}  x{ratio:.2f} ±{spread:.2f}".format(**case),
-                    file=sys.stderr,
-                )
+                report.rounds(f"{direction} {name} {tokens} tokens", "GB/s", speeds["value"], speeds["limit"])
             del layout, backing
-    result = json.dumps({"benchmark": "copy", "cases": cases})
-    if options.json:
-        Path(options.json).write_text(result + "\n")
-    print(result)
+    return report.finish(options.json)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -6,15 +6,12 @@ bytes as a lookup's answer has (`echo_whole` cases: with the message itself). Lo
 ratio is that of its two medians. What is asked for is held in full, which is the longest walk of the index, and each
 answer is checked. Leases are given back between the rounds.
 
-Prints a table to stderr and, last, one JSON object to stdout:
-{"benchmark":"lookup","cases":[{"name","value","unit","limit","ratio","spread"}]}. Times are microseconds. For p50,
-limit is the echo's p50 and ratio the median of the rounds' ratios; for p99.9 under copies, limit is 2 ms and ratio
-value / limit. spread is the distance between the quartiles of the rounds' ratios (p50), or of their p99 / limit.
+Times are microseconds. The limit of a p50 is the echo's, of p99.9 under copies 2 ms; the latter's spread is that of the
+rounds' p99 / limit, as a round is too short for its own p99.9.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -31,6 +28,8 @@ import zmq
 from lookaside import wire
 from lookaside.lookups import Lookup, LookupClient
 from lookaside.session import Session, SessionOptions
+
+from bench._report import Report, arguments, spread
 
 BINARY = Path(__file__).resolve().parents[1] / "bin" / "lookaside"
 SIZES = (64, 1024, 4096)
@@ -146,14 +145,9 @@ def quantile(values: list[float], q: float) -> float:
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
 
 
-def spread(values: list[float]) -> float:
-    quarters = statistics.quantiles(values, n=4)
-    return quarters[2] - quarters[0]
-
-
 def paired(
-    asker: Asker, echoes: dict[str, Echo], pages: int, rounds: int, pairs: int, rng: random.Random
-) -> list[dict[str, Any]]:
+    report: Report, asker: Asker, echoes: dict[str, Echo], pages: int, rounds: int, pairs: int, rng: random.Random
+) -> None:
     """p50 of lookups beside that of every echo, in alternation."""
     prefixes = [asker.prefix(number, pages) for number in rng.sample(range(asker.prefixes), min(8, asker.prefixes))]
     message = message_of(prefixes[0])
@@ -164,7 +158,6 @@ def paired(
     asker.give_back()
     own: list[float] = []
     others: dict[str, list[float]] = {name: [] for name in echoes}
-    ratios: dict[str, list[float]] = {name: [] for name in echoes}
     for _ in range(rounds):
         times: list[float] = []
         bare: dict[str, list[float]] = {name: [] for name in echoes}
@@ -177,24 +170,14 @@ def paired(
             for into, ask, what in turns:
                 into.append(ask(what))
         asker.give_back()
-        own += times
+        own.append(statistics.median(times))
         for name in echoes:
-            others[name] += bare[name]
-            ratios[name].append(statistics.median(times) / statistics.median(bare[name]))
-    return [
-        {
-            "name": f"p50.{pages}_pages.{name}",
-            "value": round(statistics.median(own), 1),
-            "unit": "us",
-            "limit": round(statistics.median(others[name]), 1),
-            "ratio": round(statistics.median(ratios[name]), 3),
-            "spread": round(spread(ratios[name]), 3),
-        }
-        for name in echoes
-    ]
+            others[name].append(statistics.median(bare[name]))
+    for name in echoes:
+        report.rounds(f"p50.{pages}_pages.{name}", "us", own, others[name])
 
 
-def tail(asker: Asker, pages: int, rounds: int, lookups: int, rng: random.Random) -> dict[str, Any]:
+def tail(report: Report, asker: Asker, pages: int, rounds: int, lookups: int, rng: random.Random) -> None:
     """p99.9 of lookups from a server that copies memory meanwhile."""
     prefixes = [asker.prefix(number, pages) for number in rng.sample(range(asker.prefixes), min(8, asker.prefixes))]
     times: list[float] = []
@@ -212,19 +195,12 @@ def tail(asker: Asker, pages: int, rounds: int, lookups: int, rng: random.Random
         f"p99 {quantile(times, 0.99):.0f}, p99.9 {value:.0f}, worst {max(times):.0f} us",
         file=sys.stderr,
     )
-    return {
-        "name": f"p99.9.{pages}_pages.under_copies",
-        "value": round(value, 1),
-        "unit": "us",
-        "limit": TAIL_LIMIT_US,
-        "ratio": round(value / TAIL_LIMIT_US, 3),
-        "spread": round(spread(per_round), 3),
-    }
+    name = f"p99.9.{pages}_pages.under_copies"
+    report.add(name, value, "us", TAIL_LIMIT_US, value / TAIL_LIMIT_US, spread(per_round))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", help="also write the object to this file")
+    parser = arguments(__doc__)
     parser.add_argument("--pages", type=int, default=1_000_000, help="pages indexed (1000000)")
     parser.add_argument("--rounds", type=int, default=15, help="rounds of a case (15)")
     parser.add_argument("--pairs", type=int, default=60, help="lookups of a round (60)")
@@ -233,7 +209,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     rng = random.Random(args.seed)
-    cases: list[dict[str, Any]] = []
+    report = Report("lookup")
     pages = f"--pages={args.pages}"
     with (
         serving("echo", f"--reply-bytes={ANSWER_BYTES}") as short,
@@ -242,26 +218,16 @@ def main() -> int:
     ):
         asker, echoes = Asker(server), {"echo": Echo(short), "echo_whole": Echo(whole)}
         for size in SIZES:
-            cases += paired(asker, echoes, size, args.rounds, args.pairs, rng)
+            paired(report, asker, echoes, size, args.rounds, args.pairs, rng)
         asker.close()
         for echo in echoes.values():
             echo.close()
     with serving("lookup-server", pages, f"--copy-threads={args.copy_threads}") as server:
         asker = Asker(server)
         for size in SIZES:
-            cases.append(tail(asker, size, args.rounds, args.tail, rng))
+            tail(report, asker, size, args.rounds, args.tail, rng)
         asker.close()
-    for case in cases:
-        print(
-            f"  {case['name']:<32} {case['value']:>9.1f} {case['unit']}   limit {case['limit']:>8.1f}   "
-            f"ratio {case['ratio']:.3f}   spread {case['spread']:.3f}",
-            file=sys.stderr,
-        )
-    result = {"benchmark": "lookup", "cases": cases}
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result))
-    return 0
+    return report.finish(args.json)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"math/rand/v2"
 	"runtime"
 	"slices"
 	"sync"
-	"text/tabwriter"
 	"time"
 
 	"lookaside/dax"
@@ -24,7 +22,7 @@ type MeasureOptions struct {
 	SizesBytes []int
 	// Threads that copy side by side; default 1 and one a core.
 	Threads []int
-	// Rounds, of which the median counts; default 9.
+	// Rounds of each; default 9.
 	Rounds int
 	// WorkingSetBytes of source and of destination, each: far more than the
 	// caches hold; default 256 MiB.
@@ -33,14 +31,14 @@ type MeasureOptions struct {
 	Kind dax.Kind
 }
 
-// Measurement is the median speed of copies of one size, in 10⁹ bytes a
-// second, all threads together.
+// Measurement is the speed of copies of one size in each round, in 10⁹ bytes
+// a second, all threads together.
 type Measurement struct {
-	SizeBytes int     `json:"size_bytes"`
-	Threads   int     `json:"threads"`
-	GoCopy    float64 `json:"go_copy_gb_s"` // the built-in copy: the limit to beat
-	Copy      float64 `json:"copy_gb_s"`    // Copy
-	Pool      float64 `json:"pool_gb_s"`    // Pool.Do, which yields to all else
+	SizeBytes int
+	Threads   int
+	GoCopy    []float64 // the built-in copy: the limit to beat
+	Copy      []float64 // Copy
+	Pool      []float64 // Pool.Do, which yields to all else
 }
 
 // Measure times the built-in copy, [Copy] and [Pool.Do] between two regions,
@@ -131,21 +129,5 @@ func measure(ctx context.Context, o MeasureOptions, pool *Pool, dst, src []byte,
 			speeds[i] = append(speeds[i], total/time.Since(start).Seconds()/1e9)
 		}
 	}
-	median := func(i int) float64 {
-		slices.Sort(speeds[i])
-		return speeds[i][len(speeds[i])/2]
-	}
-	return Measurement{SizeBytes: size, Threads: threads, GoCopy: median(0), Copy: median(1), Pool: median(2)}, nil
-}
-
-// Print writes the measurements as a table, with what each gains over the
-// built-in copy.
-func Print(w io.Writer, ms []Measurement) error {
-	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(t, "size\tthreads\tgo copy GB/s\tmemcopy.Copy GB/s\t×\tmemcopy.Pool GB/s\t×\t")
-	for _, m := range ms {
-		fmt.Fprintf(t, "%s\t%d\t%.2f\t%.2f\t%.2f\t%.2f\t%.2f\t\n", dax.FormatSize(int64(m.SizeBytes)), m.Threads,
-			m.GoCopy, m.Copy, m.Copy/m.GoCopy, m.Pool, m.Pool/m.GoCopy)
-	}
-	return t.Flush()
+	return Measurement{SizeBytes: size, Threads: threads, GoCopy: speeds[0], Copy: speeds[1], Pool: speeds[2]}, nil
 }

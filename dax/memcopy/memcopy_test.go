@@ -11,7 +11,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
-	"strings"
+	"slices"
 	"testing"
 	"time"
 
@@ -372,16 +372,11 @@ func TestMeasure(t *testing.T) {
 		t.Fatalf("%d measurements, want 4", len(ms))
 	}
 	for _, m := range ms {
-		if m.GoCopy <= 0 || m.Copy <= 0 || m.Pool <= 0 {
-			t.Errorf("%+v", m)
+		for _, speeds := range [][]float64{m.GoCopy, m.Copy, m.Pool} {
+			if len(speeds) != 2 || slices.Min(speeds) <= 0 {
+				t.Errorf("%+v", m)
+			}
 		}
-	}
-	var out strings.Builder
-	if err := Print(&out, ms); err != nil {
-		t.Fatal(err)
-	}
-	if lines := strings.Count(out.String(), "\n"); lines != 5 || !strings.Contains(out.String(), "64KiB") {
-		t.Errorf("unexpected table:\n%s", out.String())
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()

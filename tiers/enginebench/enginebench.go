@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"os"
 	"runtime/debug"
-	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -23,37 +22,28 @@ const hitPages = 4096
 // pageBytes is the size of a page. No byte of one is touched.
 const pageBytes = 256 << 10
 
-// Latency sums up repeated measurements, in microseconds.
-type Latency struct {
-	MedianUs float64 `json:"median_us"`
-	P10Us    float64 `json:"p10_us"`
-	P90Us    float64 `json:"p90_us"`
-	P999Us   float64 `json:"p99_9_us"`
-}
-
 // Figures are those of one engine.
 type Figures struct {
-	Pages         int     `json:"pages"` // held
-	PagesPerChunk int     `json:"pages_per_chunk"`
-	BytesPerPage  float64 `json:"bytes_per_page"` // resident, of the whole process, for each page held
+	Pages         int // held
+	PagesPerChunk int
+	BytesPerPage  float64 // resident, of the whole process, for each page held
 
-	// A lookup of 4,096 pages, all held, with a lease on each of its chunks. The prompt is another each time, and its chunks lie in random places.
-	Hits Latency `json:"hits_4096"`
-	// The limit of Hits: index entry, digest and slot of as many chunks read at random places of memory of the same size.
-	BareHits Latency `json:"bare_4096"`
+	// HitsUs is the microseconds of each round's lookup of 4,096 pages, all held, with a lease on each of its chunks. The prompt is another
+	// each time, and its chunks lie in random places.
+	HitsUs []float64
+	// BareUs is the limit of HitsUs in the same round: for each chunk, its last page's index entry and its slot's cache line, which has that
+	// page's digest, read at random places of memory of the same size.
+	BareUs []float64
 
-	LookupsPerSecond     float64 `json:"lookups_per_s"`      // of 4,096 pages, the leases given back each time
-	LookupPagesPerSecond float64 `json:"lookup_pages_per_s"` // in these
-	ShortPerSecond       float64 `json:"lookups_64_per_s"`   // of 64 pages
-	StoresPerSecond      float64 `json:"stores_per_s"`       // of 256 pages, prepared and committed, each evicting as many
-	StorePagesPerSecond  float64 `json:"store_pages_per_s"`  // in these
-	FillPagesPerSecond   float64 `json:"fill_pages_per_s"`   // while filling an empty engine chunk by chunk, memory touched for the first time
+	LookupsPerSecond    float64 // of 4,096 pages, the leases given back each time
+	ShortPerSecond      float64 // of 64 pages
+	StorePagesPerSecond float64 // by stores of 256 pages, prepared and committed, each evicting as many
+	FillPagesPerSecond  float64 // while filling an empty engine chunk by chunk, memory touched for the first time
 }
 
 // Result has the figures of vLLM's usual chunks (16 pages) and of clients that name only whole chunks (1 page).
 type Result struct {
-	Chunked Figures `json:"chunked"`
-	Single  Figures `json:"single"`
+	Chunked, Single Figures
 }
 
 // Run measures engines that hold the given number of pages, at least 8,192. It takes seconds for each million pages, and some 200 bytes of
@@ -177,7 +167,6 @@ func run(pages, ppc int) (f Figures, err error) {
 	}
 	defer bare.close()
 	const rounds = 1001
-	hits, limits := make([]time.Duration, 0, rounds), make([]time.Duration, 0, rounds)
 	var looking time.Duration
 	lookup := func(n int) (time.Duration, error) {
 		prompt := pick(prompts)
@@ -198,12 +187,10 @@ func run(pages, ppc int) (f Figures, err error) {
 		if err != nil {
 			return f, err
 		}
-		hits = append(hits, took)
-		limits = append(limits, bare.run(hitPages/ppc, uint64(pick(1<<30))))
+		f.HitsUs = append(f.HitsUs, microseconds(took))
+		f.BareUs = append(f.BareUs, microseconds(bare.run(hitPages/ppc, uint64(pick(1<<30)))))
 	}
-	f.Hits, f.BareHits = summary(hits), summary(limits)
 	f.LookupsPerSecond = rounds / looking.Seconds()
-	f.LookupPagesPerSecond = f.LookupsPerSecond * hitPages
 
 	const short = 64
 	looking = 0
@@ -224,35 +211,27 @@ func run(pages, ppc int) (f Figures, err error) {
 		}
 		storing += time.Since(start)
 	}
-	f.StoresPerSecond = float64(stores) / storing.Seconds()
-	f.StorePagesPerSecond = f.StoresPerSecond * storePages
+	f.StorePagesPerSecond = float64(stores*storePages) / storing.Seconds()
 	if st := e.Stats(); st.EvictedPages < uint64(stores*storePages) {
 		return f, fmt.Errorf("bench: %d pages stored into a full arena evicted %d", stores*storePages, st.EvictedPages)
 	}
 	return f, nil
 }
 
-func summary(d []time.Duration) Latency {
-	slices.Sort(d)
-	at := func(q float64) float64 { return float64(d[int(q*float64(len(d)-1))].Nanoseconds()) / 1e3 }
-	return Latency{MedianUs: at(0.5), P10Us: at(0.1), P90Us: at(0.9), P999Us: at(0.999)}
-}
+func microseconds(d time.Duration) float64 { return float64(d.Nanoseconds()) / 1e3 }
 
-// bareLoop is memory of the size that the engine's tables have.
+// bareLoop is memory of the size of the engine's tables that a lookup of whole chunks reads.
 type bareLoop struct {
-	index   *dax.Table[uint64]
-	digests *dax.Table[[4]uint64]
-	slots   *dax.Table[[8]uint64]
-	sink    uint64
+	index *dax.Table[uint64]
+	slots *dax.Table[[8]uint64] // a cache line each
+	sink  uint64
 }
 
 func newBareLoop(chunks, ppc int) (*bareLoop, error) {
 	b := &bareLoop{}
 	var err error
 	if b.index, err = dax.NewTable[uint64](chunks * ppc * 2); err == nil {
-		if b.digests, err = dax.NewTable[[4]uint64](chunks * ppc); err == nil {
-			b.slots, err = dax.NewTable[[8]uint64](chunks)
-		}
+		b.slots, err = dax.NewTable[[8]uint64](chunks)
 	}
 	if err != nil {
 		b.close()
@@ -260,9 +239,6 @@ func newBareLoop(chunks, ppc int) (*bareLoop, error) {
 	}
 	for i := range b.index.Slice() {
 		b.index.Slice()[i] = 1
-	}
-	for i := range b.digests.Slice() {
-		b.digests.Slice()[i][0] = 1
 	}
 	for i := range b.slots.Slice() {
 		b.slots.Slice()[i][0] = 1
@@ -274,24 +250,20 @@ func (b *bareLoop) close() {
 	if b.index != nil {
 		b.index.Close()
 	}
-	if b.digests != nil {
-		b.digests.Close()
-	}
 	if b.slots != nil {
 		b.slots.Close()
 	}
 }
 
-// run reads one entry, one digest and one slot n times, each from a random place that depends on nothing read before.
+// run reads one entry and one slot's line n times, each from a random place that depends on nothing read before.
 func (b *bareLoop) run(n int, seed uint64) time.Duration {
-	index, digests, slots := b.index.Slice(), b.digests.Slice(), b.slots.Slice()
+	index, slots := b.index.Slice(), b.slots.Slice()
 	start := time.Now()
 	sum := uint64(0)
 	for i := range uint64(n) {
 		x := random(seed + i)
-		at := x >> 32 // one place for each is random enough: the tables differ in size
-		d := &digests[at*uint64(len(digests))>>32]
-		sum += index[at*uint64(len(index))>>32] + d[0] + d[1] + d[2] + d[3] + slots[(x&0xFFFFFFFF)*uint64(len(slots))>>32][0]
+		s := &slots[(x&0xFFFFFFFF)*uint64(len(slots))>>32]
+		sum += index[(x>>32)*uint64(len(index))>>32] + s[0] + s[4] + s[5] + s[6] + s[7] // the last four: a digest
 	}
 	took := time.Since(start)
 	b.sink += sum

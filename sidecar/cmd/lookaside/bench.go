@@ -3,17 +3,16 @@ package main
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"os"
 	"os/signal"
 	"path/filepath"
 	"syscall"
-	"text/tabwriter"
 
 	"github.com/spf13/cobra"
 
+	"lookaside/dax"
 	"lookaside/dax/memcopy"
 	"lookaside/ipc/zmqecho"
 	"lookaside/sidecar"
@@ -38,27 +37,6 @@ func interruptible(cmd *cobra.Command) (context.Context, context.CancelFunc) {
 	return ctx, stop
 }
 
-// report prints a table and, with a file named, writes the same as JSON to it; "-" is standard output, without the table.
-func report(cmd *cobra.Command, file string, v any, table func(io.Writer) error) error {
-	if file == "-" {
-		return printJSON(cmd.OutOrStdout(), v)
-	}
-	if file != "" {
-		f, err := os.Create(file)
-		if err != nil {
-			return err
-		}
-		if err := errors.Join(printJSON(f, v), f.Close()); err != nil {
-			return err
-		}
-	}
-	return table(cmd.OutOrStdout())
-}
-
-func addJSONFlag(cmd *cobra.Command, file *string) {
-	cmd.Flags().StringVar(file, "json", "", "`file` to write the figures to as JSON; \"-\" is standard output")
-}
-
 func newBenchMemcopy() *cobra.Command {
 	var (
 		file string
@@ -75,12 +53,22 @@ func newBenchMemcopy() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return report(cmd, file, ms, func(w io.Writer) error { return memcopy.Print(w, ms) })
+			return memcopyReport(ms).print(cmd, file)
 		},
 	}
 	addJSONFlag(cmd, &file)
 	cmd.Flags().IntVar(&o.Rounds, "rounds", 9, "how often each is measured; the median counts")
 	return cmd
+}
+
+func memcopyReport(ms []memcopy.Measurement) *benchReport {
+	r := newBenchReport("memcopy")
+	for _, m := range ms {
+		of := fmt.Sprintf("%s.%d_threads", dax.FormatSize(int64(m.SizeBytes)), m.Threads)
+		r.rounds("copy."+of, "GB/s", m.Copy, m.GoCopy)
+		r.rounds("pool."+of, "GB/s", m.Pool, m.GoCopy)
+	}
+	return r
 }
 
 func newBenchEngine() *cobra.Command {
@@ -93,15 +81,16 @@ func newBenchEngine() *cobra.Command {
 		Short: "Lookups and stores of the engine, with many pages held",
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			var results []enginebench.Result
+			report := newBenchReport("engine")
 			for _, n := range pages {
 				r, err := enginebench.Run(n)
 				if err != nil {
 					return err
 				}
-				results = append(results, r)
+				addEngine(report, n, r.Chunked)
+				addEngine(report, n, r.Single)
 			}
-			return report(cmd, file, results, func(w io.Writer) error { return printEngine(w, results) })
+			return report.print(cmd, file)
 		},
 	}
 	addJSONFlag(cmd, &file)
@@ -109,16 +98,16 @@ func newBenchEngine() *cobra.Command {
 	return cmd
 }
 
-func printEngine(w io.Writer, results []enginebench.Result) error {
-	tw := tabwriter.NewWriter(w, 0, 8, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(tw, "pages\tpages/chunk\tB/page\t4,096 hits µs\tp99.9\tbare µs\tlookups/s\tof 64 pages/s\tstored pages/s\tfilled pages/s\t")
-	for _, r := range results {
-		for _, f := range []enginebench.Figures{r.Chunked, r.Single} {
-			fmt.Fprintf(tw, "%d\t%d\t%.0f\t%.1f\t%.1f\t%.1f\t%.0f\t%.0f\t%.0f\t%.0f\t\n", f.Pages, f.PagesPerChunk, f.BytesPerPage,
-				f.Hits.MedianUs, f.Hits.P999Us, f.BareHits.MedianUs, f.LookupsPerSecond, f.ShortPerSecond, f.StorePagesPerSecond, f.FillPagesPerSecond)
-		}
-	}
-	return tw.Flush()
+// addEngine adds the figures of an engine that was to hold the given number of pages.
+func addEngine(r *benchReport, pages int, f enginebench.Figures) {
+	of := fmt.Sprintf(".%d_pages.%d_a_chunk", pages, f.PagesPerChunk)
+	r.rounds("hits_4096.p50"+of, "us", f.HitsUs, f.BareUs)
+	r.add("hits_4096.p99.9"+of, quantile(f.HitsUs, 0.999), "us")
+	r.add("lookups_4096"+of, f.LookupsPerSecond, "1/s")
+	r.add("lookups_64"+of, f.ShortPerSecond, "1/s")
+	r.add("stored_pages"+of, f.StorePagesPerSecond, "1/s")
+	r.add("filled_pages"+of, f.FillPagesPerSecond, "1/s")
+	r.add("memory_a_page"+of, f.BytesPerPage, "B")
 }
 
 func newBenchLookupServer() *cobra.Command {

@@ -1,0 +1,137 @@
+"""The one form in which every bench reports; what they measure is not looked at."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO))
+
+from bench import attach, ttft  # noqa: E402
+from bench._report import Case, Report  # noqa: E402
+
+KEYS = ["name", "value", "unit", "limit", "ratio", "spread"]
+
+
+def form(benchmark: str, text: str) -> dict[str, dict]:
+    """The cases by name of what a bench wrote."""
+    whole = json.loads(text)
+    assert whole["benchmark"] == benchmark
+    assert whole["cases"]
+    for case in whole["cases"]:
+        assert list(case) == KEYS
+        assert case["name"] and case["unit"]
+        assert isinstance(case["value"], float)
+        assert {type(case[key]) for key in ("limit", "ratio", "spread")} in ({float}, {type(None)})
+    cases = {case["name"]: case for case in whole["cases"]}
+    assert len(cases) == len(whole["cases"])
+    return cases
+
+
+def printed(report: Report, capsys: pytest.CaptureFixture[str]) -> dict[str, dict]:
+    assert report.finish() == 0
+    out, err = capsys.readouterr()
+    cases = form(report.benchmark, out)
+    assert out.count("\n") == 1
+    assert all(name in err for name in cases)
+    return cases
+
+
+def test_report_pairs_rounds():
+    """The numbers are those of TestBenchRounds in sidecar/cmd/lookaside."""
+    report = Report("x")
+    report.rounds("five", "us", [10, 30, 24, 8, 60], [10, 10, 20, 5, 40])  # 1, 3, 1.2, 1.6, 1.5
+    report.rounds("one", "us", [123456.7], 1000)
+    report.rounds("free", "us", [3, 1, 2])
+    assert report.cases == [
+        Case("five", 24, "us", 10, 1.5, 0.4),
+        Case("one", 123460, "us", 1000, 123.46, 0),
+        Case("free", 2, "us", None, None, None),
+    ]
+    with pytest.raises(ValueError):
+        report.rounds("unpaired", "us", [1, 2], [1])
+    with pytest.raises(ValueError):
+        report.add("half", 1, "us", limit=2, ratio=0.5)
+
+
+def test_report_is_last_on_stdout_and_stamped_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    report = Report("x")
+    report.rounds("limited", "us", [1, 2], [2, 2])
+    report.add("free", 3, "us")
+    path = tmp_path / "x.json"
+    assert report.finish(path) == 0
+    out, err = capsys.readouterr()
+    assert set(form("x", out)) == {"limited", "free"}
+    assert out.count("\n") == 1 and "limited" in err
+    written = json.loads(path.read_text())
+    assert written.keys() == {"benchmark", "cases", "machine", "commit", "time"}
+    assert written["cases"] == json.loads(out)["cases"]
+
+
+def test_report_stamps_what_the_command_wrote(tmp_path: Path):
+    path = tmp_path / "x.json"
+    path.write_text('{"benchmark": "x", "cases": []}')
+    subprocess.run([sys.executable, "-m", "bench._report", str(path)], cwd=REPO, check=True)
+    written = json.loads(path.read_text())
+    assert written.keys() == {"benchmark", "cases", "machine", "commit", "time"}
+    assert written["machine"]["cores"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "cases"),
+    [
+        ("copy", ["--bytes=33554432", "--rounds=2"], 8),
+        ("lookup", ["--pages=8192", "--rounds=2", "--pairs=3", "--tail=20", "--copy-threads=1"], 9),
+    ],
+)
+def test_bench_in_small(name: str, options: list[str], cases: int):
+    done = subprocess.run(
+        [sys.executable, "-m", f"bench.{name}", *options],
+        cwd=REPO,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    found = form(name, done.stdout)
+    assert len(found) == cases
+    assert all(case["limit"] is not None for case in found.values())
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("hugetlb", 20.0), ("thp", 20.0), ("memfd", None)])
+def test_attach_promises_only_huge_pages(kind: str, limit: float | None, capsys: pytest.CaptureFixture[str]):
+    second, bare = printed(attach.figures(kind, [10.0, 12.0], [9.0]), capsys).values()
+    assert second["limit"] == limit
+    assert bare["limit"] is None
+
+
+def test_ttft_pairs_rounds(capsys: pytest.CaptureFixture[str]):
+    seconds = {
+        "cold.plain": [1.0, 2.0, 4.0],
+        "cold.connector": [1.1, 2.0, 4.0],
+        "hit.local_plain": [0.1, 0.2, 0.1],
+        "hit.local_connector": [0.11, 0.22, 0.11],
+        "hit.lookaside": [0.12, 0.22, 0.12],
+    }
+    shared = {
+        name: tuple(case[key] for key in ("limit", "ratio", "spread"))
+        for name, case in printed(ttft.figures(seconds), capsys).items()
+    }
+    assert shared == {
+        "cold.plain": (None, None, None),
+        "cold.connector": pytest.approx((2.0, 1.0, 0.05)),
+        "hit.local_plain": (None, None, None),
+        "hit.local_connector": pytest.approx((0.1, 1.1, 0.0)),
+        "hit.lookaside": pytest.approx((0.1, 1.2, 0.05)),
+    }
+    for fault in ("killed", "stopped"):
+        seconds |= {f"{fault}.plain": [1.0], f"{fault}.connector": [1.01], f"{fault}.extra": [0.01]}
+    cases = printed(ttft.figures(seconds), capsys)
+    for fault in ("killed", "stopped"):
+        assert (cases[f"{fault}.extra"]["limit"], cases[f"{fault}.extra"]["ratio"]) == (0.05, 0.2)
+        assert cases[f"{fault}.plain"]["limit"] is None
