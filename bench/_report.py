@@ -50,7 +50,7 @@ class Report:
     ) -> None:
         """The median of a figure's rounds, beside that of their limits: one a round, or one for all.
 
-        The ratio is the median of the rounds' ratios: what slows a whole round down slows both of its sides. Raises
+        The spread is that of the rounds' own ratios: what slows a whole round down slows both of its sides. Raises
         ValueError where values and limits are not of the same rounds, StatisticsError where there are no rounds.
         """
         value = statistics.median(values)
@@ -59,8 +59,9 @@ class Report:
             return
         if isinstance(limits, (int, float)):
             limits = [limits] * len(values)
-        ratios = [value / limit for value, limit in zip(values, limits, strict=True)]
-        self.add(name, value, unit, statistics.median(limits), statistics.median(ratios), spread(ratios))
+        ratios = [each / its_limit for each, its_limit in zip(values, limits, strict=True)]
+        limit = statistics.median(limits)
+        self.add(name, value, unit, limit, value / limit, spread(ratios))
 
     def add(
         self,

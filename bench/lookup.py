@@ -3,7 +3,7 @@
 Three servers run for the length of the bench: the sidecar, the same with threads that copy memory at full speed
 meanwhile, and an echo that answers as little. The echo is sent the very bytes of the lookups and answers with as many
 bytes as a lookup's answer has (`echo_whole` cases: with the message itself). Lookups and echoes alternate; a round's
-ratio is that of its two medians. What is asked for is held in full, which is the longest walk of the index, and each
+own ratio is that of its two medians. What is asked for is all held, which is the longest walk of the index, and each
 answer is checked. Leases are given back between the rounds.
 
 Times are microseconds. The limit of a p50 is the echo's, of p99.9 under copies 2 ms; the latter's spread is that of the

@@ -17,7 +17,7 @@ One step, on the worker's main thread:
 
 What is promised to vLLM, whatever the sidecar does:
 
-- No exception leaves a method. No wait is without a deadline.
+- No wait is without a deadline. (An exception is a bug, which the facade contains.)
 - Every request that a load was ordered for is reported as received exactly once,
   and not before the last byte has moved: vLLM may free its blocks then.
 - Every save is acknowledged exactly once, carried out or not, and not before the
@@ -43,7 +43,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -142,27 +142,6 @@ class _Load:
     error: str | None = None
 
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _never_raises(default: Callable[[], Any] = lambda: None) -> Callable[[_Method], _Method]:
-    """Turns any exception of a method into a logged, counted default."""
-
-    def wrap(method: _Method) -> _Method:
-        @functools.wraps(method)
-        def guarded(self: WorkerConnector, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return method(self, *args, **kwargs)
-            except Exception:
-                self._stats.add("errors")
-                self._log.warning(f"bug {method.__name__}", "%s failed", method.__name__, exc_info=True)
-                return default()
-
-        return cast(_Method, guarded)
-
-    return wrap
-
-
 class WorkerConnector:
     """See the module's comment. Constructing it opens nothing."""
 
@@ -216,7 +195,6 @@ class WorkerConnector:
 
     # ---- life ----
 
-    @_never_raises()
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Learn where the pages lie and connect. Called once, with the engine not yet serving.
 
@@ -287,7 +265,6 @@ class WorkerConnector:
         if not session.wait_settled(_START_PATIENCE_S) and autostart is not None:
             session.wait_connected(_AUTOSTART_PATIENCE_S)
 
-    @_never_raises()
     def shutdown(self) -> None:
         """Finish what is being copied and end the session. Safe to call again."""
         if self._shut:
@@ -343,7 +320,6 @@ class WorkerConnector:
 
     # ---- a step, on the main thread ----
 
-    @_never_raises()
     def handle_preemptions(self, argument: object) -> None:
         """Nothing, whether vLLM gives the step's metadata or, as older ones, request ids.
 
@@ -351,7 +327,6 @@ class WorkerConnector:
         load are held until it is reported: no forward can overwrite either.
         """
 
-    @_never_raises()
     def bind_connector_metadata(self, metadata: object) -> None:
         """Send the step's questions to the sidecar."""
         if not isinstance(metadata, LookasideMetadata):
@@ -364,7 +339,6 @@ class WorkerConnector:
         for spec in metadata.saves:
             self._order_save(spec)
 
-    @_never_raises()
     def start_load_kv(self, idle_step: bool = False) -> None:
         """Let the loader write to the blocks of the step's loads. idle_step: the step has no forward."""
         self._idle_step = idle_step
@@ -377,7 +351,6 @@ class WorkerConnector:
         for load in fresh:
             self._loads.put(load)
 
-    @_never_raises()
     def wait_for_save(self) -> None:
         """Copy out what the forward has computed."""
         # Also where vLLM had no reason to start loads: one must never stay behind.
@@ -395,7 +368,6 @@ class WorkerConnector:
                 self._abandon(save)
         self._finish_saves()
 
-    @_never_raises(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """(None, requests whose load has ended since the last call).
 
@@ -409,14 +381,12 @@ class WorkerConnector:
             received, self._received = self._received, set()
         return None, received or None
 
-    @_never_raises(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that loads should have filled and did not, since the last call."""
         with self._lock:
             invalid, self._invalid_blocks = self._invalid_blocks, set()
         return invalid
 
-    @_never_raises()
     def build_connector_worker_meta(self) -> LookasideWorkerMetadata | None:
         """The saves that are over and the loads that failed, since the last call."""
         self._finish_saves()
@@ -426,7 +396,6 @@ class WorkerConnector:
         meta = LookasideWorkerMetadata(saves_done=done, loads_failed=failed)
         return None if meta.is_empty() else meta
 
-    @_never_raises()
     def clear_connector_metadata(self) -> None:
         """The step is over; nothing of it stays behind."""
         self.wait_for_save()

@@ -49,7 +49,7 @@ def test_report_pairs_rounds():
     report.rounds("one", "us", [123456.7], 1000)
     report.rounds("free", "us", [3, 1, 2])
     assert report.cases == [
-        Case("five", 24, "us", 10, 1.5, 0.4),
+        Case("five", 24, "us", 10, 2.4, 0.4),
         Case("one", 123460, "us", 1000, 123.46, 0),
         Case("free", 2, "us", None, None, None),
     ]

@@ -15,12 +15,14 @@ import pytest
 import torch
 from lookaside import wire
 from lookaside.config import parse
+from lookaside.connector import LookasideConnector
 from lookaside.copies import Ticket
 from lookaside.metadata import LoadSpec, LookasideMetadata, SaveSpec
 from lookaside.stats import Collector
 from lookaside.worker import WorkerConnector
 from peer import Conn, Peer, until
 from scheduling import BLOCK, make_config, make_kv_config, write_model
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 BLOCKS = 32
 PAGE = 4096  # 2 heads x 16 tokens x 32 floats
@@ -581,19 +583,22 @@ def test_session_lost_between_room_and_copy(stand: Stand, peer: Peer) -> None:
     assert stand.count("save_failures") == 1
 
 
-def test_nothing_that_goes_wrong_inside_leaves_the_worker(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_that_goes_wrong_inside_leaves_the_connector(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise MemoryError("injected")
 
-    for name in ("_order_load", "_copy_out", "_finish_saves"):
-        monkeypatch.setattr(stand.worker, name, broken)
+    connector = LookasideConnector(stand.vllm_config, KVConnectorRole.WORKER, make_kv_config(BLOCKS))
+    worker, connector._worker, connector._stats = stand.worker, stand.worker, stand.stats
+    for name in ("_order_load", "_copy_out", "_finish_saves", "_hand_over_loads"):
+        monkeypatch.setattr(worker, name, broken)
+    stand.worker = connector  # type: ignore[assignment]
     meta = LookasideMetadata(loads=[LoadSpec("r", ((1, 1),), 0, [5])], saves=[stand.save(0, [1], [1])])
     for _ in range(3):
         stand.step(meta)
-    stand.worker.bind_connector_metadata("not metadata")
-    stand.worker.handle_preemptions({"r"})
-    stand.worker.register_kv_caches({})
+    connector.register_kv_caches({})
+    assert not stand.received and not stand.acked
     assert stand.count("errors") >= 3
+    stand.worker = worker
 
 
 def test_sidecar_comes_goes_and_comes_back(model: Path, tmp_path: Path) -> None:

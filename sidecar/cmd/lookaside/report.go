@@ -24,7 +24,7 @@ type benchCase struct {
 	Value  float64  `json:"value"`
 	Unit   string   `json:"unit"`
 	Limit  *float64 `json:"limit"`  // in the same unit, of the same run
-	Ratio  *float64 `json:"ratio"`  // value to limit, the median of the rounds' own
+	Ratio  *float64 `json:"ratio"`  // value / limit
 	Spread *float64 `json:"spread"` // distance between the quartiles of the rounds' ratios
 }
 
@@ -43,8 +43,9 @@ func (r *benchReport) rounds(name, unit string, values, limits []float64) {
 	for i, v := range values {
 		ratios[i] = v / limits[i]
 	}
-	r.Cases = append(r.Cases, benchCase{name, *short(quantile(values, 0.5)), unit, short(quantile(limits, 0.5)),
-		short(quantile(ratios, 0.5)), short(quantile(ratios, 0.75) - quantile(ratios, 0.25))})
+	value, limit := quantile(values, 0.5), quantile(limits, 0.5)
+	r.Cases = append(r.Cases, benchCase{name, *short(value), unit, short(limit), short(value / limit),
+		short(quantile(ratios, 0.75) - quantile(ratios, 0.25))})
 }
 
 // print prints a table to standard error and, last, the JSON to standard output; with a file named, that gets the JSON too.

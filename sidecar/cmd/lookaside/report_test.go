@@ -107,7 +107,7 @@ func TestBenchRounds(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := `{"benchmark":"x","cases":[{"name":"five","value":24,"unit":"us","limit":10,"ratio":1.5,"spread":0.4},` +
+	want := `{"benchmark":"x","cases":[{"name":"five","value":24,"unit":"us","limit":10,"ratio":2.4,"spread":0.4},` +
 		`{"name":"one","value":123460,"unit":"us","limit":1000,"ratio":123.46,"spread":0}]}`
 	if string(got) != want {
 		t.Errorf("%s, not %s", got, want)
