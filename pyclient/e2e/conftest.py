@@ -2,7 +2,7 @@
 
 ``pair`` is the main stage: a sidecar, two servers on it, and one without the connector, whose answers are the truth
 that all others are held to. Tests on it may kill and restart the sidecar; each leaves it running, with all sessions
-connected. ``shapes`` are servers of other shapes, each with its own sidecars.
+connected. Servers of other shapes are their tests' own (test_3_shapes.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ sys.path.insert(0, str(REPO))
 from examples.stand import client, model  # noqa: E402
 from examples.stand.client import Answer  # noqa: E402
 from examples.stand.processes import (  # noqa: E402
-    BINARY,
     Server,
     Sidecar,
     Stand,
@@ -138,70 +137,4 @@ def pair(small_model: Path, logs: Path | None) -> Iterator[Pair]:
             ask(server, model.prompt(300, 1))
         out = Pair(stand, sidecar, plain, a, b)
         out.connected()
-        yield out
-
-
-@dataclass
-class Shapes:
-    """Servers that are not of the pair's shape."""
-
-    stand: Stand
-    tp: Server  # two ranks, a sidecar each
-    tp_sidecars: tuple[Sidecar, Sidecar]
-    tight: Server  # room for ten pages of 128 tokens; starts its sidecar itself
-    tight_endpoint: Path
-    multi: Server  # Lookaside first, vLLM's ExampleConnector second
-    mla: Server
-
-
-@pytest.fixture(scope="session")
-def shapes(small_model: Path, logs: Path | None) -> Iterator[Shapes]:
-    mla_model = model.ensure("mla")
-    cores = sorted(os.sched_getaffinity(0))
-    with Stand(small_model, logs) as stand:
-        tp_sidecars = (stand.sidecar(0, "tp"), stand.sidecar(1, "tp"))
-        stand.sidecar(0, "multi")
-        stand.sidecar(0, "mla")
-        lookaside = configured(stand.endpoint("multi"))
-        multi = {
-            "kv_connector": "MultiConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {
-                "connectors": [
-                    lookaside,
-                    {
-                        "kv_connector": "ExampleConnector",
-                        "kv_role": "kv_both",
-                        "kv_connector_extra_config": {"shared_storage_path": str(stand.directory / "example")},
-                    },
-                ]
-            },
-        }
-        out = Shapes(
-            stand=stand,
-            tp=stand.server(
-                "tp",
-                connector=configured(stand.endpoint("tp")),
-                arguments=["--tensor-parallel-size", "2"],
-                env={"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"},
-            ),
-            tp_sidecars=tp_sidecars,
-            tight=stand.server(
-                "tight",
-                connector=configured(stand.endpoint("auto"), autostart=True, arena_size="1G", binary=str(BINARY)),
-                arguments=["--num-gpu-blocks-override", "12"],
-                max_model_len=1024,
-            ),
-            tight_endpoint=Path(stand.endpoint("auto").format(rank=0)),
-            multi=stand.server("multi", connector=multi),
-            mla=stand.server(
-                "mla",
-                connector=configured(stand.endpoint("mla")),
-                model=mla_model,
-                arguments=["--dtype", "bfloat16"],  # where the CPU has AMX, vLLM has no MLA in float32
-            ),
-        )
-        for server in (out.tp, out.tight, out.multi, out.mla):
-            server.wait_ready()
         yield out

@@ -84,6 +84,7 @@ class Autostart:
                     f"--arena-limit={self._arena_bytes}",
                     f"--lifecycle-idle-exit={IDLE_EXIT_S}s",
                 ],
+                env=_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -104,6 +105,19 @@ class Autostart:
         except OSError:
             return ""
         return lines[-1] if lines else ""
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without what vLLM put there for its own compute threads.
+
+    On a CPU it preloads an OpenMP runtime that binds whatever process loads it to
+    the worker's first core, and an allocator that the sidecar has no use for.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name != "LD_PRELOAD" and not name.startswith(("KMP_", "OMP_"))
+    }
 
 
 def make_directory(path: str) -> None:

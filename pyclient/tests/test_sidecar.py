@@ -411,7 +411,10 @@ def test_dead_worker_frees_everything(model: Path, engine: Engine, sidecar: Side
     until(lambda: sidecar.status()["leases"] == 0, 2)
 
 
-def test_autostart(model: Path, tmp_path: Path) -> None:
+def test_autostart(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What vLLM's workers have in theirs binds whoever inherits it to a core of theirs.
+    for name in ("LD_PRELOAD", "KMP_AFFINITY", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "")
     directory = tmp_path / "auto" / "rank-0"
     engine = Engine(model, directory, autostart=True, arena_size="16M", binary=str(BINARY))
     other = Engine(model, directory, autostart=True, arena_size="16M", binary=str(BINARY))
@@ -425,6 +428,8 @@ def test_autostart(model: Path, tmp_path: Path) -> None:
         other.start()
         pids.add(owner())
         assert os.stat(directory).st_mode & 0o777 == 0o700
+        inherited = Path(f"/proc/{owner()}/environ").read_bytes()
+        assert b"PATH=" in inherited and not any(name in inherited for name in (b"LD_PRELOAD", b"KMP_", b"OMP_"))
         engine.save_now(engine.save(0, [1], [1]))
         until(lambda: other.held(0, 1) == 1)
         # It is started anew when it dies.
