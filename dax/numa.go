@@ -33,14 +33,6 @@ func NUMANode(setting string) (node int, reason string, err error) {
 	return numaNode(systemHost, setting)
 }
 
-// NUMANodeOfPID is the node of all CPUs that the process may run on, or
-// NoNUMANode if they span several, the host has but one node, or the process
-// cannot be read.
-func NUMANodeOfPID(pid int) int {
-	node, _ := nodeOfProcess(systemHost, strconv.Itoa(pid))
-	return node
-}
-
 func numaNode(h host, setting string) (int, string, error) {
 	switch setting {
 	case "", "none":

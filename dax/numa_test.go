@@ -6,6 +6,7 @@ import (
 	"errors"
 	"maps"
 	"os"
+	"strconv"
 	"strings"
 	"testing"
 	"unsafe"
@@ -77,7 +78,7 @@ func TestNUMANode(t *testing.T) {
 	}
 }
 
-func TestNUMANodeOfPID(t *testing.T) {
+func TestNodeOfProcess(t *testing.T) {
 	files := twoNodes("0-15", "0-1")
 	maps.Copy(files, map[string]string{"proc/42/status": "Cpus_allowed_list:\t4-5\n"})
 	h := fakeHost(t, files)
@@ -87,7 +88,7 @@ func TestNUMANodeOfPID(t *testing.T) {
 	if node, reason := nodeOfProcess(h, "43"); node != NoNUMANode {
 		t.Errorf("a process that is not there: %d (%s)", node, reason)
 	}
-	if node := NUMANodeOfPID(os.Getpid()); node < NoNUMANode {
+	if node, _ := nodeOfProcess(systemHost, strconv.Itoa(os.Getpid())); node < NoNUMANode {
 		t.Errorf("this process: %d", node)
 	}
 }
