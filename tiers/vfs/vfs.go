@@ -51,7 +51,9 @@ func (e *LockedError) Error() string {
 }
 
 // IsNoSpace says whether err is that of a full disk, or of a quota that is used up.
-func IsNoSpace(err error) bool { return errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) }
+func IsNoSpace(err error) bool {
+	return errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT)
+}
 
 // Info is what Stat knows of a name.
 type Info struct {
