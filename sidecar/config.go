@@ -37,7 +37,10 @@ const maxRegions = 60
 type Config struct {
 	Runtime   RuntimeConfig
 	Arena     ArenaConfig
+	Tiers     []TierConfig // below the arena, nearest first; see [TierSettings]
 	Lookup    LookupConfig
+	Promotion PromotionConfig
+	Cascade   CascadeConfig
 	Sessions  SessionsConfig
 	Spaces    SpacesConfig
 	LMCache   LMCacheConfig
@@ -61,12 +64,26 @@ type ArenaConfig struct {
 	Path            string  // only for dax.KindFile: the directory of the backing files
 	NUMA            string  // "none", "auto" or a node's number
 	PopulateThreads int     // 0: one a CPU
+	Eviction        string  // name of a policy
+	LowWater        float64 // fraction of the slots
 }
 
 // LookupConfig limits lookups.
 type LookupConfig struct {
 	MaxPages int
 	Lease    time.Duration
+	Promote  string // auto, always or never
+	Deadline time.Duration
+}
+
+// PromotionConfig limits promotions, which bring chunks from the tiers into the arena.
+type PromotionConfig struct {
+	Share float64 // fraction of the slots
+}
+
+// CascadeConfig says how chunks are written to the tiers.
+type CascadeConfig struct {
+	PartialDelay time.Duration
 }
 
 // SessionsConfig limits sessions.
@@ -104,6 +121,7 @@ type LogConfig struct {
 type LifecycleConfig struct {
 	IdleExit time.Duration // 0: never
 	Drain    time.Duration
+	Flush    time.Duration
 }
 
 // A Setting is one thing that a user may set. It is the only place where its meaning, unit and default are written.
@@ -196,6 +214,16 @@ var settings = []Setting{
 		},
 	},
 	{
+		Key: "arena.eviction", Default: "lru", Unit: choices(evictionPolicies),
+		Meaning: "Which chunk leaves the arena first when there is no room. Never one whose continuation is held: a continuation without its prefix is worth nothing. lookaside simulate compares them on a trace.",
+		set:     func(c *Config, v string) error { c.Arena.Eviction = v; return nearestOf(v, evictionPolicies) },
+	},
+	{
+		Key: "arena.low_water", Default: "0.125", Unit: "fraction of the arena's slots, above 0 and at most 1",
+		Meaning: "A tier with admit: evicted is written to while fewer slots than these are free, so that what is evicted then is there already.",
+		set:     func(c *Config, v string) (err error) { c.Arena.LowWater, err = parseFraction(v); return },
+	},
+	{
 		Key: "lookup.max_pages", Default: "65536", Unit: "pages",
 		Meaning: "The most page hashes in one lookup or one store; longer ones are refused.",
 		set:     func(c *Config, v string) (err error) { c.Lookup.MaxPages, err = parseInt(v, 1, 1<<20); return },
@@ -205,6 +233,32 @@ var settings = []Setting{
 		Meaning: "How long a lookup keeps what it found from being evicted while no worker has taken it over to load it.",
 		set: func(c *Config, v string) (err error) {
 			c.Lookup.Lease, err = parseDuration(v, time.Millisecond)
+			return
+		},
+	},
+	{
+		Key: "lookup.promote", Default: "auto", Unit: choices(promoteModes),
+		Meaning: "Whether a lookup waits for what the tiers have. auto: unless vLLM would compute it again sooner than it arrives, going by each tier's measured latency and bandwidth and by vLLM's prefill rate.",
+		set:     func(c *Config, v string) error { c.Lookup.Promote = v; return nearestOf(v, promoteModes) },
+	},
+	{
+		Key: "lookup.deadline", Default: "3s", Unit: "duration",
+		Meaning: "The longest that a lookup waits for the tiers: then it is answered with what is in the arena. A lookup may ask for a shorter one.",
+		set: func(c *Config, v string) (err error) {
+			c.Lookup.Deadline, err = parseDuration(v, time.Millisecond)
+			return
+		},
+	},
+	{
+		Key: "promotion.share", Default: "0.5", Unit: "fraction of the arena's slots, above 0 and at most 1",
+		Meaning: "The most slots that may be filling from the tiers at a time; further promotions wait for their turn.",
+		set:     func(c *Config, v string) (err error) { c.Promotion.Share, err = parseFraction(v); return },
+	},
+	{
+		Key: "cascade.partial_delay", Default: "1s", Unit: "duration",
+		Meaning: "How long a partly filled chunk must not have grown before it is written to the tiers. Whole ones are written at once.",
+		set: func(c *Config, v string) (err error) {
+			c.Cascade.PartialDelay, err = parseDuration(v, 0)
 			return
 		},
 	},
@@ -294,6 +348,21 @@ var settings = []Setting{
 		Meaning: "How long a sidecar that was asked to end waits for stores and loads under way.",
 		set:     func(c *Config, v string) (err error) { c.Lifecycle.Drain, err = parseDuration(v, 0); return },
 	},
+	{
+		Key: "lifecycle.flush", Default: "10s", Unit: "duration",
+		Meaning: "How long it then goes on writing to the tiers what waits for that.",
+		set:     func(c *Config, v string) (err error) { c.Lifecycle.Flush, err = parseDuration(v, 0); return },
+	},
+}
+
+var promoteModes = []string{"auto", "always", "never"}
+
+// choices writes a setting's unit.
+func choices(of []string) string {
+	if len(of) == 1 {
+		return of[0]
+	}
+	return strings.Join(of[:len(of)-1], ", ") + " or " + of[len(of)-1]
 }
 
 // Defaults returns the configuration that an empty file, environment and command line give. The derived settings are filled
@@ -311,13 +380,16 @@ func Defaults() Config {
 	return c
 }
 
-// AddFlags defines --config and a flag for every setting, or for those with the given keys.
+// AddFlags defines --config and a flag for every setting and for every kind of tier, or only for the settings with the given keys.
 func AddFlags(fs *pflag.FlagSet, keys ...string) {
 	fs.String("config", "", "YAML `file` with settings (environment: "+EnvConfigFile+")")
 	for _, s := range settings {
 		if len(keys) == 0 || slices.Contains(keys, s.Key) {
 			fs.String(s.Flag(), "", s.usage())
 		}
+	}
+	if len(keys) == 0 {
+		addTierFlags(fs)
 	}
 	fs.SortFlags = false
 }
@@ -332,9 +404,11 @@ func (s Setting) usage() string {
 }
 
 // Load reads the settings of the YAML file (flag --config, else environment LOOKASIDE_CONFIG, else none), the environment
-// and the flags of fs, each overriding the one before. fs may be nil: no flags. An unknown name is an error that says which right one is nearest.
+// and the flags of fs, each overriding the one before; of the tiers, all that one names take the place of all that one before it named. fs may be
+// nil: no flags. An unknown name is an error that says which right one is nearest.
 func Load(fs *pflag.FlagSet, environ []string) (Config, error) {
 	k := koanf.New(".")
+	var tiers []tierEntry
 	file := ""
 	for _, e := range environ {
 		if v, ok := strings.CutPrefix(e, EnvConfigFile+"="); ok {
@@ -351,14 +425,20 @@ func Load(fs *pflag.FlagSet, environ []string) (Config, error) {
 		if err != nil {
 			return Config{}, fmt.Errorf("settings: %w", err)
 		}
-		if err := loadYAML(k, file, b); err != nil {
+		if tiers, err = loadYAML(k, file, b); err != nil {
 			return Config{}, err
 		}
 	}
 	if err := loadEnv(k, environ); err != nil {
 		return Config{}, err
 	}
+	if more := envTiers(environ); len(more) > 0 {
+		tiers = more
+	}
 	if fs != nil {
+		if more := flagTiers(fs); len(more) > 0 {
+			tiers = more
+		}
 		p := posflag.ProviderWithFlag(fs, ".", nil, func(f *pflag.Flag) (string, any) {
 			if !f.Changed {
 				return "", nil
@@ -391,25 +471,37 @@ func Load(fs *pflag.FlagSet, environ []string) (Config, error) {
 			return Config{}, fmt.Errorf("settings: %s: %w", s.Key, err)
 		}
 	}
+	for _, e := range tiers {
+		t, err := parseTier(e)
+		if err != nil {
+			return Config{}, err
+		}
+		c.Tiers = append(c.Tiers, t)
+	}
 	return c.Complete(environ)
 }
 
-func loadYAML(k *koanf.Koanf, file string, b []byte) error {
+func loadYAML(k *koanf.Koanf, file string, b []byte) ([]tierEntry, error) {
 	one := koanf.New(".")
 	if err := one.Load(rawbytes.Provider(b), yaml.Parser()); err != nil {
-		return fmt.Errorf("settings: %s: %w", file, err)
+		return nil, fmt.Errorf("settings: %s: %w", file, err)
 	}
+	tiers, err := yamlTiers(file, one.Get("tiers"))
+	if err != nil {
+		return nil, err
+	}
+	one.Delete("tiers")
 	for key, v := range one.All() {
 		if !slices.ContainsFunc(settings, func(s Setting) bool { return s.Key == key }) {
-			return unknown(fmt.Sprintf("settings: %s: unknown setting %q", file, key), key, "", settingNames(Setting.key))
+			return nil, unknown(fmt.Sprintf("settings: %s: unknown setting %q", file, key), key, "", append(settingNames(Setting.key), "tiers"))
 		}
 		switch v.(type) {
 		case string, bool, int, int64, uint64, float64:
 		default:
-			return fmt.Errorf("settings: %s: %s: want a single value, got %v", file, key, v)
+			return nil, fmt.Errorf("settings: %s: %s: want a single value, got %v", file, key, v)
 		}
 	}
-	return k.Merge(one)
+	return tiers, k.Merge(one)
 }
 
 func loadEnv(k *koanf.Koanf, environ []string) error {
@@ -427,7 +519,7 @@ func loadEnv(k *koanf.Koanf, environ []string) error {
 				}
 			}
 			if err == nil && looksLikeSetting(name) {
-				err = unknown(fmt.Sprintf("settings: unknown environment variable %s", name), name, "", settingNames(Setting.Env))
+				err = unknown(fmt.Sprintf("settings: unknown environment variable %s", name), name, "", append(settingNames(Setting.Env), TierEnv(tierDisk), TierEnv(tierRedis), TierEnv(tierS3)))
 			}
 			return "", nil
 		},
@@ -442,6 +534,14 @@ func loadEnv(k *koanf.Koanf, environ []string) error {
 // a few letters from a setting. Other variables with our prefix belong to other parts, such as the Python package, whose
 // environment a sidecar that it starts inherits.
 func looksLikeSetting(name string) bool {
+	for _, kind := range tierKinds {
+		// One letter only: these names are short, and so are others'.
+		if d := levenshtein.ComputeDistance(name, TierEnv(kind)); d == 1 {
+			return true
+		} else if d == 0 {
+			return false
+		}
+	}
 	for _, s := range settings {
 		section, _, _ := strings.Cut(s.Key, ".")
 		if strings.HasPrefix(name, EnvPrefix+strings.ToUpper(section)+"_") || levenshtein.ComputeDistance(name, s.Env()) <= 3 {
@@ -520,7 +620,9 @@ func (c Config) Complete(environ []string) (Config, error) {
 	if (c.LMCache.WorkerEndpoint == "") != (c.LMCache.SchedulerEndpoint == "") {
 		return c, errors.New("settings: lmcache.worker_endpoint and lmcache.scheduler_endpoint: set both or neither")
 	}
-	return c, nil
+	var err error
+	c.Tiers, err = completeTiers(c.Tiers)
+	return c, err
 }
 
 // DefaultDir is the endpoint that a sidecar uses, and a client looks for, when none is named.
@@ -552,17 +654,27 @@ Sizes are bytes or have a suffix: ` + "`500M`, `500MiB`, `4G`" + ` (powers of 10
 `)
 	section := ""
 	for _, s := range settings {
-		if name, _, _ := strings.Cut(s.Key, "."); name != section {
+		name, _, _ := strings.Cut(s.Key, ".")
+		if name != section {
+			if section == "arena" {
+				tiersDoc(&b)
+			}
 			section = name
 			fmt.Fprintf(&b, "## %s\n\n", section)
 		}
-		def := "unset"
-		if s.Default != "" {
-			def = "`" + s.Default + "`"
-		}
-		fmt.Fprintf(&b, "### %s\n\n%s\n\n- Value: %s\n- Default: %s\n- Environment: `%s`; flag: `--%s`\n\n", s.Key, s.Meaning, s.Unit, def, s.Env(), s.Flag())
+		fmt.Fprintf(&b, "### %s\n\n%s\n\n- Value: %s\n- Default: %s\n- Environment: `%s`; flag: `--%s`\n\n", s.Key, s.Meaning, s.Unit, shownDefault(s.Default, s.derived), s.Env(), s.Flag())
 	}
 	return strings.TrimRight(b.String(), "\n") + "\n"
+}
+
+func shownDefault(def string, derived bool) string {
+	switch {
+	case def == "":
+		return "unset"
+	case derived && strings.Contains(def, " "):
+		return def
+	}
+	return "`" + def + "`"
 }
 
 // level returns the zap level of log.level.

@@ -5,6 +5,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"reflect"
 	"strings"
 	"testing"
 	"time"
@@ -178,7 +179,7 @@ func TestStatedDefaultsAreTrue(t *testing.T) {
 		c, err := load(t, "", nil, "--"+s.Flag()+"="+s.Default)
 		if err != nil {
 			t.Errorf("%s: %v", s.Key, err)
-		} else if c != base {
+		} else if !reflect.DeepEqual(c, base) {
 			t.Errorf("%s: setting it to its stated default %q changes the configuration", s.Key, s.Default)
 		}
 	}

@@ -1,0 +1,727 @@
+package sidecar
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"net/url"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/pflag"
+
+	"lookaside/dax"
+)
+
+// maxTiers bounds the tiers: the engine has a bit of a byte for each.
+const maxTiers = 8
+
+// The kinds of tiers. Each is also the name of a flag, and in capitals the end of the name of an environment variable.
+const (
+	tierDisk  = "disk"
+	tierRedis = "redis"
+	tierS3    = "s3"
+)
+
+var tierKinds = []string{tierDisk, tierRedis, tierS3}
+
+// TierConfig is one tier below the arena. What the fields mean is in [TierSettings]. Only the part of its Kind is used.
+type TierConfig struct {
+	Kind         string // disk, redis or s3
+	Name         string // unique
+	Admit        string // stored, reused, evicted or never
+	Queue        int    // chunks
+	Workers      int
+	LoadTimeout  time.Duration
+	StoreTimeout time.Duration
+	Disk         DiskConfig
+	Redis        RedisConfig
+	S3           S3Config
+
+	source string // where it was set, for errors
+}
+
+// DiskConfig is what a disk tier has beside what all tiers have.
+type DiskConfig struct {
+	Paths    []string // absolute
+	Capacity int64    // bytes
+	Slab     int64    // bytes; 0: the store chooses
+	Eviction string
+	Direct   string // auto, always or never
+}
+
+// RedisConfig is what a Redis tier has beside what all tiers have.
+type RedisConfig struct {
+	URL          string // without a password
+	PasswordFile string
+	PasswordEnv  string
+	CAFile       string
+	CertFile     string
+	KeyFile      string
+	TTL          time.Duration // 0: none
+	Serde        string
+	Split        int64 // bytes
+	Pool         int   // connections
+}
+
+// S3Config is what an S3 tier has beside what all tiers have.
+type S3Config struct {
+	URL             string // s3://bucket/prefix
+	Endpoint        string // http(s)://host[:port]; "" is AWS
+	Region          string
+	CredentialsFile string
+	AccessKeyEnv    string
+	SecretKeyEnv    string
+	CAFile          string
+	Serde           string
+}
+
+// A TierSetting is one key of an entry of the list tiers. It is the only place where its meaning, unit and default are written.
+type TierSetting struct {
+	Key     string
+	Kinds   []string // that have it
+	Default string   // as a user would write it; "" is unset
+	Unit    string
+	Meaning string
+
+	required bool
+	derived  bool // Default is a rule, not a value
+	set      func(*TierConfig, string) error
+}
+
+// TierSettings returns every key of a tier, in the order in which they are documented. A key may be there more than once, with other kinds.
+func TierSettings() []TierSetting { return slices.Clone(tierSettings) }
+
+var evictionPolicies = []string{"lru", "s3fifo", "sieve", "arc", "wtinylfu", "adaptive"}
+
+var serdes = []string{"raw"}
+
+const sizeUnit = "bytes (K, M, G and T are powers of 1024)"
+
+func timeoutSetting(key, def, meaning string, kinds []string, field func(*TierConfig) *time.Duration) TierSetting {
+	return TierSetting{Key: key, Kinds: kinds, Default: def, Unit: "duration", Meaning: meaning, set: func(c *TierConfig, v string) (err error) {
+		*field(c), err = parseDuration(v, time.Millisecond)
+		return
+	}}
+}
+
+func workersSetting(kinds []string, def, unit, meaning string) TierSetting {
+	return TierSetting{Key: "workers", Kinds: kinds, Default: def, Unit: unit, Meaning: meaning, set: func(c *TierConfig, v string) (err error) {
+		c.Workers, err = parseInt(v, 1, 256)
+		return
+	}}
+}
+
+func textSetting(key string, kinds []string, def, unit, meaning string, field func(*TierConfig) *string) TierSetting {
+	return TierSetting{Key: key, Kinds: kinds, Default: def, Unit: unit, Meaning: meaning, set: func(c *TierConfig, v string) error {
+		*field(c) = v
+		return nil
+	}}
+}
+
+func choiceSetting(key string, kinds []string, def, meaning string, of []string, field func(*TierConfig) *string) TierSetting {
+	return TierSetting{Key: key, Kinds: kinds, Default: def, Unit: choices(of), Meaning: meaning, set: func(c *TierConfig, v string) error {
+		*field(c) = v
+		return nearestOf(v, of)
+	}}
+}
+
+var tierSettings = slices.Concat(commonTierSettings, diskSettings, redisSettings, s3Settings)
+
+var commonTierSettings = []TierSetting{
+	{
+		Key: "kind", Kinds: tierKinds, Unit: "disk, redis or s3", required: true,
+		Meaning: "What the tier is.",
+		set:     func(*TierConfig, string) error { return nil }, // it decided which settings there are
+	},
+	{
+		Key: "name", Kinds: tierKinds, Default: "the kind; disk-2, … when repeated", Unit: "up to 32 of a-z, 0-9, - and _", derived: true,
+		Meaning: "What the tier is called in commands, status, metrics and logs.",
+		set: func(c *TierConfig, v string) error {
+			if !tierName.MatchString(v) || v == "arena" || v == "all" {
+				return fmt.Errorf("%q is no name for a tier: take up to 32 of a-z, 0-9, - and _, the first a letter or digit; not arena and not all", v)
+			}
+			c.Name = v
+			return nil
+		},
+	},
+	choiceSetting("admit", tierKinds, "stored", "When a chunk is written to the tier: when it was stored in the arena (and when it was promoted from a tier below); "+
+		"when it is hit for the first time (reused); shortly before it would be evicted from the arena; or never: what is there is only read.",
+		[]string{"stored", "reused", "evicted", "never"}, func(c *TierConfig) *string { return &c.Admit }),
+	{
+		Key: "queue", Kinds: tierKinds, Default: "4096", Unit: "chunks",
+		Meaning: "How many chunks may wait to be written. What comes when it is full is not written to the tier and is counted as shed: a tier that is slower than vLLM never slows it down.",
+		set:     func(c *TierConfig, v string) (err error) { c.Queue, err = parseInt(v, 1, 1<<20); return },
+	},
+	workersSetting([]string{tierDisk}, "4", "I/O goroutines", "How many reads and writes are under way at a time."),
+	workersSetting([]string{tierRedis}, "4", "calls", "How many loads, and how many stores, are under way at a time."),
+	workersSetting([]string{tierS3}, "16", "calls", "How many loads, and how many stores, are under way at a time."),
+	timeoutSetting("load_timeout", "2s", "How long loading a batch of chunks may take. A chunk that is not there by then is a miss; several in a row turn the tier off for a while.",
+		[]string{tierDisk, tierRedis}, func(c *TierConfig) *time.Duration { return &c.LoadTimeout }),
+	timeoutSetting("load_timeout", "10s", "How long loading a batch of chunks may take. A chunk that is not there by then is a miss; several in a row turn the tier off for a while.",
+		[]string{tierS3}, func(c *TierConfig) *time.Duration { return &c.LoadTimeout }),
+	timeoutSetting("store_timeout", "30s", "How long writing a batch of chunks may take. What is not written by then is given up.",
+		tierKinds, func(c *TierConfig) *time.Duration { return &c.StoreTimeout }),
+}
+
+var diskSettings = []TierSetting{
+	{
+		Key: "paths", Kinds: []string{tierDisk}, Unit: "list of directories", required: true,
+		Meaning: "Where the store is; made if they are not there. With several, best on devices of their own, chunks are spread over all of them. One sidecar at a time uses a directory.",
+		set: func(c *TierConfig, v string) error {
+			for p := range strings.SplitSeq(v, ",") {
+				p = strings.TrimSpace(p)
+				if !filepath.IsAbs(p) {
+					return fmt.Errorf("%q is not an absolute path: write it from the root, /…", p)
+				}
+				if p = filepath.Clean(p); slices.Contains(c.Disk.Paths, p) {
+					return fmt.Errorf("%s is there twice", p)
+				}
+				c.Disk.Paths = append(c.Disk.Paths, p)
+			}
+			return nil
+		},
+	},
+	{
+		Key: "capacity", Kinds: []string{tierDisk}, Unit: sizeUnit, required: true,
+		Meaning: "How much of the disks the store takes, over all its directories together. It is allocated when the sidecar starts. With another capacity an existing store grows or shrinks; shrinking drops what was in the part that goes.",
+		set:     func(c *TierConfig, v string) (err error) { c.Disk.Capacity, err = parseSize(v); return },
+	},
+	choiceSetting("eviction", []string{tierDisk}, "lru", "Which chunk leaves first when the store is full. Never one whose continuation is held: a continuation without its prefix is worth nothing.",
+		evictionPolicies, func(c *TierConfig) *string { return &c.Disk.Eviction }),
+	choiceSetting("direct", []string{tierDisk}, "auto", "Whether I/O goes around the page cache (O_DIRECT). auto: where the file system allows it; always: an error where it does not.",
+		[]string{"auto", "always", "never"}, func(c *TierConfig) *string { return &c.Disk.Direct }),
+	{
+		Key: "slab", Kinds: []string{tierDisk}, Default: "capacity/32, from 256M to 64G", Unit: sizeUnit, derived: true,
+		Meaning: "Size of one file of the store. Each has room for chunks of one geometry.",
+		set:     func(c *TierConfig, v string) (err error) { c.Disk.Slab, err = parseSize(v); return },
+	},
+}
+
+var redisSettings = []TierSetting{
+	{
+		Key: "url", Kinds: []string{tierRedis}, Unit: "redis://[USER@]HOST[:PORT][/DB], rediss:// for TLS; redis+sentinel://HOST,HOST…/MASTER, redis+cluster://HOST,HOST…", required: true,
+		Meaning: "The server. A password does not belong in it, because commands and settings are seen by others: use password_file or password_env.",
+		set:     func(c *TierConfig, v string) error { c.Redis.URL = v; return checkRedisURL(v) },
+	},
+	textSetting("password_file", []string{tierRedis}, "", "file", "A file with the password.", func(c *TierConfig) *string { return &c.Redis.PasswordFile }),
+	textSetting("password_env", []string{tierRedis}, "", "name of an environment variable", "An environment variable that has the password.",
+		func(c *TierConfig) *string { return &c.Redis.PasswordEnv }),
+	textSetting("ca_file", []string{tierRedis}, "", "PEM file", "Certificates of the authorities that the server's is checked by; unset: the system's.",
+		func(c *TierConfig) *string { return &c.Redis.CAFile }),
+	textSetting("cert_file", []string{tierRedis}, "", "PEM file", "Our own certificate, where the server asks for one. Needs key_file.",
+		func(c *TierConfig) *string { return &c.Redis.CertFile }),
+	textSetting("key_file", []string{tierRedis}, "", "PEM file", "The key of cert_file.", func(c *TierConfig) *string { return &c.Redis.KeyFile }),
+	{
+		Key: "ttl", Kinds: []string{tierRedis}, Default: "0", Unit: "duration (0: the server decides)",
+		Meaning: "After how long the server forgets a chunk.",
+		set: func(c *TierConfig, v string) (err error) {
+			if c.Redis.TTL, err = parseDuration(v, 0); err == nil && c.Redis.TTL > 0 && c.Redis.TTL < time.Second {
+				err = fmt.Errorf("%q is below 1s", v)
+			}
+			return
+		},
+	},
+	choiceSetting("serde", []string{tierRedis}, "raw", "How pages are encoded on their way.", serdes, func(c *TierConfig) *string { return &c.Redis.Serde }),
+	{
+		Key: "split", Kinds: []string{tierRedis}, Default: "8M", Unit: sizeUnit,
+		Meaning: "Larger chunks are kept as several values of this size, which are sent one behind the other without waiting.",
+		set: func(c *TierConfig, v string) (err error) {
+			if c.Redis.Split, err = parseSize(v); err == nil && (c.Redis.Split < 64<<10 || c.Redis.Split > 512<<20) {
+				err = fmt.Errorf("%q is not from 64K to 512M", v)
+			}
+			return
+		},
+	},
+	{
+		Key: "pool", Kinds: []string{tierRedis}, Default: "16", Unit: "connections",
+		Meaning: "The most connections to the server (to each, in a cluster).",
+		set:     func(c *TierConfig, v string) (err error) { c.Redis.Pool, err = parseInt(v, 1, 1024); return },
+	},
+}
+
+var s3Settings = []TierSetting{
+	{
+		Key: "url", Kinds: []string{tierS3}, Unit: "s3://BUCKET[/PREFIX]", required: true,
+		Meaning: "The bucket, and what the names of our objects in it begin with. The bucket must be there.",
+		set:     func(c *TierConfig, v string) error { c.S3.URL = v; return checkS3URL(v) },
+	},
+	{
+		Key: "endpoint", Kinds: []string{tierS3}, Unit: "http:// or https:// and HOST[:PORT]", Default: "https://s3.amazonaws.com",
+		Meaning: "The server.",
+		set:     func(c *TierConfig, v string) error { c.S3.Endpoint = v; return checkEndpoint(v) },
+	},
+	textSetting("region", []string{tierS3}, "", "region", "The bucket's region; unset: the server is asked.", func(c *TierConfig) *string { return &c.S3.Region }),
+	textSetting("credentials_file", []string{tierS3}, "", "file", "Credentials in the form of ~/.aws/credentials, section default. Unset: the two environment variables.",
+		func(c *TierConfig) *string { return &c.S3.CredentialsFile }),
+	textSetting("access_key_env", []string{tierS3}, "AWS_ACCESS_KEY_ID", "name of an environment variable", "An environment variable that has the access key.",
+		func(c *TierConfig) *string { return &c.S3.AccessKeyEnv }),
+	textSetting("secret_key_env", []string{tierS3}, "AWS_SECRET_ACCESS_KEY", "name of an environment variable", "An environment variable that has the secret key.",
+		func(c *TierConfig) *string { return &c.S3.SecretKeyEnv }),
+	textSetting("ca_file", []string{tierS3}, "", "PEM file", "Certificates of the authorities that the server's is checked by; unset: the system's.",
+		func(c *TierConfig) *string { return &c.S3.CAFile }),
+	choiceSetting("serde", []string{tierS3}, "raw", "How pages are encoded on their way.", serdes, func(c *TierConfig) *string { return &c.S3.Serde }),
+}
+
+var tierName = regexp.MustCompile(`^[a-z0-9][a-z0-9_-]{0,31}$`)
+
+// nearestOf is nil if v is one of choices, or an error that names the nearest.
+func nearestOf(v string, choices []string) error {
+	if slices.Contains(choices, v) {
+		return nil
+	}
+	return unknown(fmt.Sprintf("%q is none of %s", v, strings.Join(choices, ", ")), v, "", choices)
+}
+
+// A parsed URL's error and text could carry a password, so neither is ever shown before this has passed.
+var errPasswordInURL = errors.New("the URL has a password in it, which commands and settings show to others: take it out and set password_file or password_env")
+
+func checkRedisURL(v string) error {
+	u, err := url.Parse(v)
+	if err != nil {
+		return errors.New("it is not a URL such as redis://user@host:6379/0 (what was given is not repeated here, for it may have a password in it)")
+	}
+	if _, has := u.User.Password(); has {
+		return errPasswordInURL
+	}
+	schemes := []string{"redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster"}
+	if err := nearestOf(u.Scheme, schemes); err != nil {
+		return fmt.Errorf("scheme %w", err)
+	}
+	if u.Host == "" {
+		return fmt.Errorf("%q names no host: write it as %s://host:6379/0", v, u.Scheme)
+	}
+	return nil
+}
+
+func checkS3URL(v string) error {
+	u, err := url.Parse(v)
+	if err != nil || u.Scheme != "s3" || u.Host == "" {
+		return errors.New("it is not of the form s3://bucket/prefix")
+	}
+	if u.User != nil {
+		return errors.New("the URL has credentials in it, which commands and settings show to others: set credentials_file, or the environment variables")
+	}
+	if u.RawQuery != "" || u.Fragment != "" {
+		return fmt.Errorf("it has more than a bucket and a prefix: write it as s3://%s%s, and the rest as keys of the tier", u.Host, u.Path)
+	}
+	return nil
+}
+
+func checkEndpoint(v string) error {
+	u, err := url.Parse(v)
+	if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" || u.User != nil || strings.Trim(u.Path, "/") != "" {
+		return errors.New("it is not of the form https://host:port")
+	}
+	return nil
+}
+
+// shownURL is a URL as an error may show it.
+func shownURL(v string) string {
+	if u, err := url.Parse(v); err == nil {
+		return u.Redacted()
+	}
+	return "(no URL)"
+}
+
+// A tierEntry is one tier as a source names it, before it is understood.
+type tierEntry struct {
+	source string      // names the place, for errors
+	keys   [][2]string // key and value, in the order of the source
+	err    error       // it was not of the short form
+}
+
+// tierFlag is the value of --disk, --redis or --s3: all append to one list, so that their order is kept.
+type tierFlag struct {
+	kind string
+	list *[]tierEntry
+}
+
+var _ pflag.Value = tierFlag{}
+
+// String implements pflag.Value.
+func (tierFlag) String() string { return "" }
+
+// Type implements pflag.Value.
+func (f tierFlag) Type() string { return f.kind }
+
+// Set implements pflag.Value. It never fails, because pflag would repeat the value, and with it what secret may be in it.
+func (f tierFlag) Set(v string) error {
+	*f.list = append(*f.list, shortTier("--"+f.kind, f.kind, v))
+	return nil
+}
+
+// shortForms says how a tier is written in one word, by its kind.
+var shortForms = map[string]string{
+	tierDisk:  "DIR[,DIR…]:CAPACITY[:KEY=VALUE…]",
+	tierRedis: "URL[?KEY=VALUE&…]",
+	tierS3:    "URL[?KEY=VALUE&…]",
+}
+
+var shortExamples = map[string]string{
+	tierDisk:  "/mnt/nvme0/kv,/mnt/nvme1/kv:200G:admit=reused",
+	tierRedis: "redis://cache.internal:6379/0?ttl=24h&password_file=/run/secrets/redis",
+	tierS3:    "s3://kv-cache/llama?endpoint=https://minio.internal:9000",
+}
+
+// addTierFlags defines a flag for each kind of tier.
+func addTierFlags(fs *pflag.FlagSet) {
+	list := new([]tierEntry)
+	for _, kind := range tierKinds {
+		fs.Var(tierFlag{kind, list}, kind, fmt.Sprintf("Adds a tier of kind %s below those before it, in place of the list tiers of the file; may be repeated. `%s`, such as %s; the keys are those of a tier in the file",
+			kind, shortForms[kind], shortExamples[kind]))
+	}
+}
+
+// flagTiers returns the tiers of the command line, in their order.
+func flagTiers(fs *pflag.FlagSet) []tierEntry {
+	for _, kind := range tierKinds {
+		if f := fs.Lookup(kind); f != nil {
+			return *f.Value.(tierFlag).list
+		}
+	}
+	return nil
+}
+
+// TierEnv is the environment variable that adds tiers of a kind.
+func TierEnv(kind string) string { return EnvPrefix + strings.ToUpper(kind) }
+
+// envTiers returns the tiers of the environment: disks, then Redis servers, then buckets, for variables have no order.
+func envTiers(environ []string) (out []tierEntry) {
+	for _, kind := range tierKinds {
+		for _, e := range environ {
+			if v, ok := strings.CutPrefix(e, TierEnv(kind)+"="); ok {
+				for _, word := range strings.Fields(v) {
+					out = append(out, shortTier(TierEnv(kind), kind, word))
+				}
+			}
+		}
+	}
+	return out
+}
+
+// shortTier takes the short form of a tier apart. Which keys and values are right is not decided here.
+func shortTier(source, kind, v string) tierEntry {
+	e := tierEntry{source: source, keys: [][2]string{{"kind", kind}}}
+	add := func(key, value string) { e.keys = append(e.keys, [2]string{key, value}) }
+	form := fmt.Sprintf("want %s, such as %s", shortForms[kind], shortExamples[kind])
+	if kind == tierDisk {
+		parts := strings.Split(v, ":")
+		if len(parts) < 2 || parts[0] == "" || strings.Contains(parts[1], "=") {
+			e.err = fmt.Errorf("%q has no capacity: %s", v, form)
+			return e
+		}
+		add("paths", parts[0])
+		add("capacity", parts[1])
+		for _, p := range parts[2:] {
+			key, value, ok := strings.Cut(p, "=")
+			if !ok {
+				e.err = fmt.Errorf("%q: %q is not KEY=VALUE: %s", v, p, form)
+			}
+			add(key, value)
+		}
+		return e
+	}
+	add("url", v)
+	return e
+}
+
+// splitURL makes keys of the query of a URL, whichever source the tier is of.
+func splitURL(e *tierEntry) error {
+	var out [][2]string
+	for _, kv := range e.keys {
+		base, query, _ := strings.Cut(kv[1], "?")
+		if kv[0] != "url" || query == "" {
+			out = append(out, kv)
+			continue
+		}
+		out = append(out, [2]string{"url", base})
+		// Not url.ParseQuery: it keeps no order, and its errors repeat what they are about, which could be a secret.
+		for p := range strings.SplitSeq(query, "&") {
+			key, value, ok := strings.Cut(p, "=")
+			value, err := url.QueryUnescape(value)
+			if !ok || err != nil {
+				return errors.New("url: what follows the ? is not KEY=VALUE&…, with keys of the tier")
+			}
+			out = append(out, [2]string{key, value})
+		}
+	}
+	e.keys = out
+	return nil
+}
+
+// yamlTiers understands the value of the key tiers.
+func yamlTiers(file string, v any) ([]tierEntry, error) {
+	list, ok := v.([]any)
+	if !ok && v != nil {
+		return nil, fmt.Errorf("settings: %s: tiers: %w", file, errNoTierList)
+	}
+	out := []tierEntry{}
+	for i, item := range list {
+		source := fmt.Sprintf("%s: tiers[%d]", file, i)
+		m, ok := item.(map[string]any)
+		if !ok {
+			return nil, fmt.Errorf("settings: %s: %w", source, errNoTierList)
+		}
+		e := tierEntry{source: source}
+		for _, key := range slices.Sorted(maps.Keys(m)) {
+			value, err := yamlTierValue(key, m[key])
+			if err != nil {
+				return nil, fmt.Errorf("settings: %s: %s: %w", source, key, err)
+			}
+			e.keys = append(e.keys, [2]string{key, value})
+		}
+		out = append(out, e)
+	}
+	return out, nil
+}
+
+var errNoTierList = errors.New("want a list of tiers, nearest first, each beginning with \"- kind: disk\" (or redis, or s3)")
+
+func yamlTierValue(key string, v any) (string, error) {
+	switch v := v.(type) {
+	case string, bool, int, int64, uint64, float64:
+		return fmt.Sprint(v), nil
+	case nil:
+		return "", errors.New("it has no value")
+	case []any:
+		if key != "paths" {
+			return "", fmt.Errorf("want a single value, got %v", v)
+		}
+		var parts []string
+		for _, p := range v {
+			s, ok := p.(string)
+			if !ok || strings.Contains(s, ",") {
+				return "", fmt.Errorf("%v is not a directory (a comma in its name is not supported)", p)
+			}
+			parts = append(parts, s)
+		}
+		return strings.Join(parts, ","), nil
+	}
+	return "", fmt.Errorf("want a single value, got %v", v)
+}
+
+// parseTier understands one tier. Errors name the place, the tier and the key.
+func parseTier(e tierEntry) (TierConfig, error) {
+	c := TierConfig{source: e.source}
+	fail := func(err error) (TierConfig, error) {
+		return c, fmt.Errorf("settings: %s: %w", e.source, err)
+	}
+	if e.err != nil {
+		return fail(e.err)
+	}
+	if err := splitURL(&e); err != nil {
+		return fail(err)
+	}
+	for _, kv := range e.keys {
+		if kv[0] == "kind" {
+			c.Kind = kv[1]
+		}
+	}
+	if c.Kind == "" {
+		return fail(fmt.Errorf("kind is missing: add \"kind: \" and one of %s", strings.Join(tierKinds, ", ")))
+	}
+	if err := nearestOf(c.Kind, tierKinds); err != nil {
+		return fail(fmt.Errorf("kind: %w", err))
+	}
+	mine := tierSettingsOf(c.Kind)
+	for _, s := range mine {
+		if s.Default != "" && !s.derived {
+			if err := s.set(&c, s.Default); err != nil {
+				panic(fmt.Sprintf("sidecar: default of a %s tier's %s: %v", c.Kind, s.Key, err))
+			}
+		}
+	}
+	// The name first, so that errors of other keys can use it.
+	what := func() string {
+		if c.Name != "" {
+			return fmt.Sprintf("%s tier %q", c.Kind, c.Name)
+		}
+		return c.Kind + " tier"
+	}
+	given := map[string]bool{}
+	ordered := slices.Clone(e.keys)
+	slices.SortStableFunc(ordered, func(a, b [2]string) int { return rankOfKey(a[0]) - rankOfKey(b[0]) })
+	for _, kv := range ordered {
+		key, value := kv[0], kv[1]
+		i := slices.IndexFunc(mine, func(s TierSetting) bool { return s.Key == key })
+		if i < 0 {
+			var names []string
+			for _, s := range mine {
+				names = append(names, s.Key)
+			}
+			msg := fmt.Sprintf("%s: unknown key %q", what(), key)
+			if others := kindsWith(key); len(others) > 0 {
+				msg += fmt.Sprintf(" (%s tiers have it)", strings.Join(others, " and "))
+			}
+			return fail(unknown(msg, key, "", names))
+		}
+		if given[key] {
+			return fail(fmt.Errorf("%s: %s is there twice", what(), key))
+		}
+		given[key] = true
+		if value == "" {
+			if mine[i].Default == "" && !mine[i].required {
+				continue
+			}
+			return fail(fmt.Errorf("%s: %s: it has no value: want %s", what(), key, mine[i].Unit))
+		}
+		if err := mine[i].set(&c, value); err != nil {
+			return fail(fmt.Errorf("%s: %s: %w", what(), key, err))
+		}
+	}
+	for _, s := range mine {
+		if s.required && !given[s.Key] {
+			return fail(fmt.Errorf("%s: %s is missing: add %s: %s", what(), s.Key, s.Key, s.Unit))
+		}
+	}
+	if err := c.check(); err != nil {
+		return fail(fmt.Errorf("%s: %w", what(), err))
+	}
+	return c, nil
+}
+
+func rankOfKey(key string) int {
+	if key == "name" {
+		return 0
+	}
+	return 1
+}
+
+// tierSettingsOf returns the settings of one kind of tier.
+func tierSettingsOf(kind string) []TierSetting {
+	return slices.DeleteFunc(slices.Clone(tierSettings), func(s TierSetting) bool { return !slices.Contains(s.Kinds, kind) })
+}
+
+// kindsWith returns the kinds of tiers that have a key.
+func kindsWith(key string) (kinds []string) {
+	for _, kind := range tierKinds {
+		if slices.ContainsFunc(tierSettingsOf(kind), func(s TierSetting) bool { return s.Key == key }) {
+			kinds = append(kinds, kind)
+		}
+	}
+	return kinds
+}
+
+// check checks what concerns several keys of a tier.
+func (c *TierConfig) check() error {
+	switch r := c.Redis; c.Kind {
+	case tierDisk:
+		if c.Disk.Slab > c.Disk.Capacity {
+			return fmt.Errorf("slab is %s, above capacity, %s", dax.FormatSize(c.Disk.Slab), dax.FormatSize(c.Disk.Capacity))
+		}
+	case tierRedis:
+		if r.PasswordFile != "" && r.PasswordEnv != "" {
+			return errors.New("password_file and password_env: set one of them")
+		}
+		if (r.CertFile == "") != (r.KeyFile == "") {
+			return errors.New("cert_file and key_file: set both or neither")
+		}
+		if !strings.HasPrefix(r.URL, "rediss") && (r.CAFile != "" || r.CertFile != "") {
+			return fmt.Errorf("ca_file and cert_file are for TLS, and the URL is %s: write it with rediss", shownURL(r.URL))
+		}
+	}
+	return nil
+}
+
+// completeTiers names the tiers that have no name, and checks what concerns several of them.
+func completeTiers(list []TierConfig) ([]TierConfig, error) {
+	if len(list) > maxTiers {
+		return nil, fmt.Errorf("settings: %d tiers, and there may be %d", len(list), maxTiers)
+	}
+	out := slices.Clone(list)
+	names := map[string]string{}
+	for _, t := range out {
+		if t.Name == "" {
+			continue
+		}
+		if other, ok := names[t.Name]; ok {
+			return nil, fmt.Errorf("settings: %s and %s: both tiers are called %q: give one another name", other, t.source, t.Name)
+		}
+		names[t.Name] = t.source
+	}
+	dirs := map[string]string{}
+	for i := range out {
+		t := &out[i]
+		for n := 1; t.Name == ""; n++ {
+			name := t.Kind
+			if n > 1 {
+				name = fmt.Sprintf("%s-%d", t.Kind, n)
+			}
+			if _, taken := names[name]; !taken {
+				t.Name = name
+				names[name] = t.source
+			}
+		}
+		for _, dir := range t.Disk.Paths {
+			for other, name := range dirs {
+				if dir == other || strings.HasPrefix(dir, other+"/") || strings.HasPrefix(other, dir+"/") {
+					return nil, fmt.Errorf("settings: %s: disk tier %q: %s and %s of tier %q are one in the other: give each a directory of its own", t.source, t.Name, dir, other, name)
+				}
+			}
+		}
+		for _, dir := range t.Disk.Paths {
+			dirs[dir] = t.Name
+		}
+	}
+	return out, nil
+}
+
+// tiersDoc writes the part of docs/configuration.md that is about tiers.
+func tiersDoc(b *strings.Builder) {
+	b.WriteString(`## tiers
+
+The tiers below the arena, as a list, nearest first. A lookup walks them in this order; what it finds is brought into the arena. Without any,
+the arena is all there is.
+
+` + "```yaml" + `
+tiers:
+  - kind: disk
+    paths: [/mnt/nvme0/kv, /mnt/nvme1/kv]
+    capacity: 200G
+  - kind: redis
+    url: rediss://lookaside@cache.internal:6379/0
+    password_file: /run/secrets/redis
+    admit: reused
+    ttl: 24h
+  - kind: s3
+    url: s3://kv-cache/llama
+    endpoint: https://minio.internal:9000
+` + "```" + `
+
+On the command line and in the environment a tier is one word. Flags may be repeated, and are taken in their order whatever their kinds; a
+variable may hold several words, and the tiers of ` + "`" + TierEnv(tierDisk) + "` come before those of `" + TierEnv(tierRedis) + "` and `" + TierEnv(tierS3) + "`" + `. If there is any such flag, the
+tiers of the environment and of the file are not used; if there is any such variable, those of the file are not.
+
+| kind | flag | variable | form | for example |
+|---|---|---|---|---|
+`)
+	for _, kind := range tierKinds {
+		form := strings.ReplaceAll(shortForms[kind], "|", "\\|")
+		fmt.Fprintf(b, "| %s | `--%s` | `%s` | `%s` | `%s` |\n", kind, kind, TierEnv(kind), form, shortExamples[kind])
+	}
+	b.WriteString("\n")
+	table := func(title string, list []TierSetting) {
+		fmt.Fprintf(b, "### %s\n\n| key | value | default | meaning |\n|---|---|---|---|\n", title)
+		for _, s := range list {
+			key, def := "`"+s.Key+"`", shownDefault(s.Default, s.derived)
+			if s.required {
+				def = "(required)"
+			}
+			if title == allTiersTitle && len(s.Kinds) < len(tierKinds) {
+				key += " (" + strings.Join(s.Kinds, ", ") + ")"
+			}
+			fmt.Fprintf(b, "| %s | %s | %s | %s |\n", key, s.Unit, def, s.Meaning)
+		}
+		b.WriteString("\n")
+	}
+	table(allTiersTitle, commonTierSettings)
+	table("Disk", diskSettings)
+	table("Redis, Valkey", redisSettings)
+	table("S3", s3Settings)
+}
+
+const allTiersTitle = "All tiers"
