@@ -28,7 +28,7 @@ func TestRefusals(t *testing.T) {
 		messageHas      string
 	}{
 		{name: "version", hello: workerHello("v"), edit: func(h *wire.Hello) { h.Version = 9 },
-			code: wire.RefuseVersion, field: "version", wantVal: "1", gotVal: "9"},
+			code: wire.RefuseVersion, field: "version", wantVal: fmt.Sprint(wire.Version), gotVal: "9"},
 		{name: "scheduler before its worker", hello: schedulerHello("nobody"),
 			code: wire.RefuseNoWorker, messageHas: `"nobody"`},
 		{name: "scheduler of another rank", hello: schedulerHello("e"), edit: func(h *wire.Hello) { h.Rank = 1 },

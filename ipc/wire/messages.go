@@ -25,7 +25,7 @@ import (
 )
 
 // Version is the protocol version. Peers of different versions refuse each other.
-const Version = 1
+const Version = 2
 
 // MaxPacketBytes is the largest message on the session socket. A Unix datagram
 // must fit the sender's buffer whole, so both ends set SO_SNDBUF to
@@ -97,7 +97,7 @@ var DefaultLimits = Limits{
 // MessageBytes is the longest lookup message, native or LMCache's, that fits
 // the limits: the size of a receive buffer, and what a socket refuses beyond.
 func (l *Limits) MessageBytes() int {
-	native := 64 + l.Pages*MaxDigestBytes
+	native := 96 + l.Pages*MaxDigestBytes
 	lmcache := 256 + l.LMCacheIDBytes + l.Pages*(MaxDigestBytes+2+5) + l.LMCacheConfigs*2*(l.LMCacheConfigBytes+5)
 	return max(native, lmcache)
 }
@@ -107,26 +107,27 @@ type Type uint8
 
 // The types. Session socket below 60, lookup sockets from 60.
 const (
-	TypeHello        Type = 1
-	TypeWelcome      Type = 2
-	TypeRefuse       Type = 3
-	TypePrepareStore Type = 10
-	TypeStoreGrant   Type = 11
-	TypeCommitStore  Type = 12
-	TypeAbortStore   Type = 13
-	TypePrepareLoad  Type = 20
-	TypeLoadGrant    Type = 21
-	TypeRelease      Type = 22
-	TypePing         Type = 30
-	TypePong         Type = 31
-	TypeClearSpace   Type = 32
-	TypeCleared      Type = 33
-	TypeRegionAdded  Type = 40
-	TypeError        Type = 50
-	TypeLookup       Type = 60
-	TypeLookupResult Type = 61
-	TypeTrim         Type = 62
-	TypeCancel       Type = 63
+	TypeHello         Type = 1
+	TypeWelcome       Type = 2
+	TypeRefuse        Type = 3
+	TypePrepareStore  Type = 10
+	TypeStoreGrant    Type = 11
+	TypeCommitStore   Type = 12
+	TypeAbortStore    Type = 13
+	TypePrepareLoad   Type = 20
+	TypeLoadGrant     Type = 21
+	TypeRelease       Type = 22
+	TypePing          Type = 30
+	TypePong          Type = 31
+	TypeClearSpace    Type = 32
+	TypeCleared       Type = 33
+	TypeRegionAdded   Type = 40
+	TypeError         Type = 50
+	TypeLookup        Type = 60
+	TypeLookupResult  Type = 61
+	TypeTrim          Type = 62
+	TypeCancel        Type = 63
+	TypeLookupPending Type = 64
 )
 
 var typeNames = map[Type]string{
@@ -136,6 +137,7 @@ var typeNames = map[Type]string{
 	TypePing: "Ping", TypePong: "Pong", TypeClearSpace: "ClearSpace", TypeCleared: "Cleared",
 	TypeRegionAdded: "RegionAdded", TypeError: "Error",
 	TypeLookup: "Lookup", TypeLookupResult: "LookupResult", TypeTrim: "Trim", TypeCancel: "Cancel",
+	TypeLookupPending: "LookupPending",
 }
 
 // String names the type as the struct is named.
@@ -200,6 +202,8 @@ func New(t Type) Message {
 		return new(Trim)
 	case TypeCancel:
 		return new(Cancel)
+	case TypeLookupPending:
+		return new(LookupPending)
 	}
 	return nil
 }
@@ -818,11 +822,13 @@ func (m *Error) Decode(b []byte, lim *Limits) error {
 // Lookup asks how much of a prefix is held, and leases it. One with a session
 // and lookup already used frees the earlier one first.
 type Lookup struct {
-	Session    uint64 // the asking scheduler's session
-	Lookup     uint64 // chosen by the client, unique in its session
-	FirstPage  uint32 // index of the first page asked for
-	Hashes     []byte // packed page hashes; aliases the input
-	DeadlineMs uint32 // the answer is of no use after so many ms
+	Session     uint64 // the asking scheduler's session
+	Lookup      uint64 // chosen by the client, unique in its session
+	FirstPage   uint32 // index of the first page asked for
+	Prev        []byte // hash of the page before; empty when FirstPage is 0 or it is not known; aliases the input
+	Hashes      []byte // packed page hashes, at least one byte; aliases the input
+	DeadlineMs  uint32 // the answer is of no use after so many ms, 0 for the sidecar's own bound
+	RecomputeUs uint32 // what computing one page anew takes, µs, 0 when it is not known
 }
 
 // Type implements Message.
@@ -830,28 +836,38 @@ func (*Lookup) Type() Type { return TypeLookup }
 
 // Append implements Message.
 func (m *Lookup) Append(dst []byte) []byte {
-	dst = appendHeader(dst, TypeLookup, 6)
+	dst = appendHeader(dst, TypeLookup, 8)
 	dst = appendUint(dst, m.Session)
 	dst = appendUint(dst, m.Lookup)
 	dst = appendUint(dst, uint64(m.FirstPage))
+	dst = appendBin(dst, m.Prev)
 	dst = appendBin(dst, m.Hashes)
-	return appendUint(dst, uint64(m.DeadlineMs))
+	dst = appendUint(dst, uint64(m.DeadlineMs))
+	return appendUint(dst, uint64(m.RecomputeUs))
 }
 
 // Decode implements Message. It does not allocate.
 func (m *Lookup) Decode(b []byte, lim *Limits) error {
 	r := reader{buf: b, message: "Lookup"}
-	r.header(TypeLookup, 6)
+	r.header(TypeLookup, 8)
 	m.Session = r.id("session")
 	m.Lookup = r.u64("lookup")
 	m.FirstPage = r.u32("first_page")
+	m.Prev = r.bin("prev", MaxDigestBytes)
 	m.Hashes = r.bin("hashes", lim.Pages*MaxDigestBytes)
 	m.DeadlineMs = r.u32("deadline_ms")
-	if r.err == nil && len(m.Hashes) == 0 {
-		r.fail("hashes", "empty")
-	}
-	if r.err == nil && uint64(m.FirstPage)+uint64(len(m.Hashes)) > math.MaxUint32 {
-		r.fail("first_page", "out of range")
+	m.RecomputeUs = r.u32("recompute_us")
+	if r.err == nil {
+		switch {
+		case len(m.Hashes) == 0:
+			r.fail("hashes", "empty")
+		case m.FirstPage == 0 && len(m.Prev) != 0:
+			r.fail("prev", "must be empty for the first page of a prefix")
+		case len(m.Prev) != 0 && len(m.Hashes)%len(m.Prev) != 0:
+			r.fail("hashes", "not whole hashes")
+		case uint64(m.FirstPage)+uint64(len(m.Hashes)) > math.MaxUint32:
+			r.fail("first_page", "out of range")
+		}
 	}
 	return r.done()
 }
@@ -881,6 +897,38 @@ func (m *LookupResult) Decode(b []byte, _ *Limits) error {
 	m.Lookup = r.u64("lookup")
 	m.HitPages = r.u32("hit_pages")
 	m.HitTokens = r.u32("hit_tokens")
+	return r.done()
+}
+
+// LookupPending tells the asker of a Lookup, at most once and before its result,
+// that what it asks for is on its way from a slower tier.
+type LookupPending struct {
+	Lookup uint64
+	Pages  uint32 // the hit to expect, from the lookup's first page; at least 1
+	EtaMs  uint32 // when to expect it, ms from now
+}
+
+// Type implements Message.
+func (*LookupPending) Type() Type { return TypeLookupPending }
+
+// Append implements Message.
+func (m *LookupPending) Append(dst []byte) []byte {
+	dst = appendHeader(dst, TypeLookupPending, 4)
+	dst = appendUint(dst, m.Lookup)
+	dst = appendUint(dst, uint64(m.Pages))
+	return appendUint(dst, uint64(m.EtaMs))
+}
+
+// Decode implements Message. It does not allocate.
+func (m *LookupPending) Decode(b []byte, _ *Limits) error {
+	r := reader{buf: b, message: "LookupPending"}
+	r.header(TypeLookupPending, 4)
+	m.Lookup = r.u64("lookup")
+	m.Pages = r.u32("pages")
+	m.EtaMs = r.u32("eta_ms")
+	if r.err == nil && m.Pages == 0 {
+		r.fail("pages", "zero")
+	}
 	return r.done()
 }
 

@@ -37,7 +37,7 @@ type vector struct {
 // toClient are the messages that the sidecar sends.
 var toClient = map[Type]bool{
 	TypeWelcome: true, TypeRefuse: true, TypeStoreGrant: true, TypeLoadGrant: true, TypePong: true,
-	TypeCleared: true, TypeRegionAdded: true, TypeError: true, TypeLookupResult: true,
+	TypeCleared: true, TypeRegionAdded: true, TypeError: true, TypeLookupResult: true, TypeLookupPending: true,
 }
 
 func receiver(t Type) string {
@@ -63,16 +63,16 @@ type named struct {
 func goodMessages() []named {
 	const big = math.MaxUint64
 	return []named{
-		{"hello worker", &Hello{Version: 1, Role: RoleWorker, EngineID: "engine-0", Rank: 3, PageTokens: 16, PageBytes: 2 << 20, PagesPerChunk: 16, DigestBytes: 32,
+		{"hello worker", &Hello{Version: Version, Role: RoleWorker, EngineID: "engine-0", Rank: 3, PageTokens: 16, PageBytes: 2 << 20, PagesPerChunk: 16, DigestBytes: 32,
 			Fields: []Field{{"dtype", "bfloat16"}, {"hash", "sha256_cbor"}, {"model", "größer/モデル"}}}},
-		{"hello scheduler", &Hello{Version: 1, Role: RoleScheduler, EngineID: "e", PageTokens: 128, PagesPerChunk: 2, DigestBytes: 8}},
-		{"hello full map", &Hello{Version: 1, Role: RoleWorker, PageTokens: 1, PageBytes: math.MaxInt64, PagesPerChunk: math.MaxUint32, DigestBytes: 1, Rank: math.MaxUint32,
+		{"hello scheduler", &Hello{Version: Version, Role: RoleScheduler, EngineID: "e", PageTokens: 128, PagesPerChunk: 2, DigestBytes: 8}},
+		{"hello full map", &Hello{Version: Version, Role: RoleWorker, PageTokens: 1, PageBytes: math.MaxInt64, PagesPerChunk: math.MaxUint32, DigestBytes: 1, Rank: math.MaxUint32,
 			EngineID: strings.Repeat("x", 256), Fields: manyFields(64)}},
-		{"welcome worker", &Welcome{Version: 1, Session: big, Generation: 1 << 63, Fingerprint: digests(1, 32), LookupEndpoint: "ipc:///run/l/lookup.sock", Regions: 2, MaxPages: 65536, LeaseMs: 30000}},
-		{"welcome scheduler", &Welcome{Version: 1, Session: 1, Fingerprint: make([]byte, 32), LookupEndpoint: "ipc:///run/l/lookup.sock",
+		{"welcome worker", &Welcome{Version: Version, Session: big, Generation: 1 << 63, Fingerprint: digests(1, 32), LookupEndpoint: "ipc:///run/l/lookup.sock", Regions: 2, MaxPages: 65536, LeaseMs: 30000}},
+		{"welcome scheduler", &Welcome{Version: Version, Session: 1, Fingerprint: make([]byte, 32), LookupEndpoint: "ipc:///run/l/lookup.sock",
 			ReplyEndpoint: "ipc:///run/l/reply-0000000000000001.sock", MaxPages: 1, LeaseMs: math.MaxUint32}},
-		{"refuse", &Refuse{Version: 1, Code: RefuseIncompatible, Field: "dtype", Want: "bfloat16", Got: "float32", Message: "the worker's dtype differs"}},
-		{"refuse empty", &Refuse{Version: 1, Code: RefuseBusy}},
+		{"refuse", &Refuse{Version: Version, Code: RefuseIncompatible, Field: "dtype", Want: "bfloat16", Got: "float32", Message: "the worker's dtype differs"}},
+		{"refuse empty", &Refuse{Version: Version, Code: RefuseBusy}},
 		{"prepare store first", &PrepareStore{ID: 1, Prev: []byte{}, Hashes: digests(3, 32)}},
 		{"prepare store later", &PrepareStore{ID: math.MaxUint32, FirstPage: 4096, Prev: digests(1, 16), Hashes: digests(20, 16)}},
 		{"store grant", &StoreGrant{ID: 1, Store: 7, Held: 2, Grants: []Extent{{2, 14, 0, 0}, {16, 16, 1, 1 << 40}}}},
@@ -91,11 +91,14 @@ func goodMessages() []named {
 		{"cleared", &Cleared{ID: 65536, Chunks: 127}},
 		{"region added", &RegionAdded{Region: 1, Generation: 3, Kind: "hugetlb", SizeBytes: 1 << 30, PageSize: 2 << 20}},
 		{"error", &Error{ID: 4, Code: CodeNotFound, Message: "no such load"}},
-		{"lookup", &Lookup{Session: 5, Lookup: 6, FirstPage: 7, Hashes: digests(4, 32), DeadlineMs: 20}},
-		{"lookup bin16", &Lookup{Session: big, Lookup: big, Hashes: digests(8, 32), DeadlineMs: 70000}},
-		{"lookup of one 8-byte hash", &Lookup{Session: 5, Lookup: 0, Hashes: digests(1, 8), DeadlineMs: 1}},
+		{"lookup", &Lookup{Session: 5, Lookup: 6, FirstPage: 7, Prev: digests(1, 32), Hashes: digests(4, 32), DeadlineMs: 20, RecomputeUs: 1500}},
+		{"lookup bin16", &Lookup{Session: big, Lookup: big, Prev: []byte{}, Hashes: digests(8, 32), DeadlineMs: 70000}},
+		{"lookup of one 8-byte hash", &Lookup{Session: 5, Lookup: 0, Prev: []byte{}, Hashes: digests(1, 8), DeadlineMs: 1, RecomputeUs: math.MaxUint32}},
+		{"lookup from a later page, the one before not known", &Lookup{Session: 5, Lookup: 7, FirstPage: 16, Prev: []byte{}, Hashes: digests(2, 16)}},
 		{"lookup result", &LookupResult{Lookup: 6, HitPages: 4, HitTokens: 64}},
 		{"lookup result miss", &LookupResult{Lookup: big}},
+		{"lookup pending", &LookupPending{Lookup: 6, Pages: 4, EtaMs: 120}},
+		{"lookup pending large", &LookupPending{Lookup: big, Pages: math.MaxUint32, EtaMs: math.MaxUint32}},
 		{"trim", &Trim{Session: 5, Lookup: 6, FirstPage: 32}},
 		{"cancel", &Cancel{Session: 5, Lookup: 6}},
 	}
@@ -139,7 +142,7 @@ func badMessages() []vector {
 		longer  string
 		shorter string
 	}{
-		{TypeLookup, "3c 05 06 07 c401aa 14", "96", "97", "95"},
+		{TypeLookup, "3c 05 06 07 c400 c401aa 14 00", "98", "99", "97"},
 		{TypeLookupResult, "3d 06 04 18 40", "94", "95", "93"}, // one field too many by itself
 	} {
 		add(t.t, "empty", "")
@@ -161,33 +164,43 @@ func badMessages() []vector {
 		add(t.t, "the unused byte", "c1")
 	}
 
-	const lookup = "96 3c 05 06 07"
-	add(TypeLookup, "trailing bytes", lookup+"c401aa 14 00")
+	const lookup = "98 3c 05 06 07 c400"
+	add(TypeLookup, "trailing bytes", lookup+"c401aa 14 00 00")
 	add(TypeLookup, "another message", "94 3d 06 04 40")
-	add(TypeLookup, "zero session", "96 3c 00 06 07 c401aa 14")
-	add(TypeLookup, "negative session", "96 3c ff 06 07 c401aa 14")
-	add(TypeLookup, "session as a float", "96 3c cb4014000000000000 06 07 c401aa 14")
-	add(TypeLookup, "session as a boolean", "96 3c c3 06 07 c401aa 14")
-	add(TypeLookup, "session as nil", "96 3c c0 06 07 c401aa 14")
-	add(TypeLookup, "first page above 32 bits", "96 3c 05 06 cf0000000100000000 c401aa 14")
-	add(TypeLookup, "first page wraps", "96 3c 05 06 ceffffffff c401aa 14")
-	add(TypeLookup, "hashes as a string", lookup+"a1 61 14")
-	add(TypeLookup, "hashes as a list", lookup+"91 01 14")
-	add(TypeLookup, "hashes empty", lookup+"c400 14")
-	add(TypeLookup, "hashes declare 4 GiB", lookup+"c6 ffffffff aa 14")
-	add(TypeLookup, "hashes declare 1 byte too many", lookup+"c4 03 aa 14")
+	add(TypeLookup, "zero session", "98 3c 00 06 07 c400 c401aa 14 00")
+	add(TypeLookup, "negative session", "98 3c ff 06 07 c400 c401aa 14 00")
+	add(TypeLookup, "session as a float", "98 3c cb4014000000000000 06 07 c400 c401aa 14 00")
+	add(TypeLookup, "session as a boolean", "98 3c c3 06 07 c400 c401aa 14 00")
+	add(TypeLookup, "session as nil", "98 3c c0 06 07 c400 c401aa 14 00")
+	add(TypeLookup, "first page above 32 bits", "98 3c 05 06 cf0000000100000000 c400 c401aa 14 00")
+	add(TypeLookup, "first page wraps", "98 3c 05 06 ceffffffff c400 c401aa 14 00")
+	add(TypeLookup, "hashes as a string", lookup+"a1 61 14 00")
+	add(TypeLookup, "hashes as a list", lookup+"91 01 14 00")
+	add(TypeLookup, "hashes empty", lookup+"c400 14 00")
+	add(TypeLookup, "hashes declare 4 GiB", lookup+"c6 ffffffff aa 14 00")
+	add(TypeLookup, "hashes declare 1 byte too many", lookup+"c4 04 aa 14 00")
 	add(TypeLookup, "cut in a length", lookup+"c6 0000")
-	add(TypeLookup, "negative deadline", lookup+"c401aa d0ff")
+	add(TypeLookup, "negative deadline", lookup+"c401aa d0ff 00")
+	add(TypeLookup, "deadline above 32 bits", lookup+"c401aa cf0000000100000000 00")
+	add(TypeLookup, "negative recompute time", lookup+"c401aa 14 ff")
+	add(TypeLookup, "recompute time above 32 bits", lookup+"c401aa 14 cf0000000100000000")
+	add(TypeLookup, "the body of version 1", "96 3c 05 06 07 c401aa 14")
+	add(TypeLookup, "a hash before the first page", "98 3c 05 06 00 c401aa c401aa 14 00")
+	add(TypeLookup, "hash before above the limit", "98 3c 05 06 07 c421"+digest+"00 c421"+digest+"00 14 00")
+	add(TypeLookup, "hash before as a string", "98 3c 05 06 07 a161 c401aa 14 00")
+	add(TypeLookup, "hash before as nil", "98 3c 05 06 07 c0 c401aa 14 00")
+	add(TypeLookup, "not whole hashes", "98 3c 05 06 07 c402aaaa c403aaaaaa 14 00")
+	add(TypeLookup, "hash before declares 4 GiB", "98 3c 05 06 07 c6 ffffffff aa")
 
-	add(TypeHello, "another version", "9a 01 02 a6776f726b6572 a0 00 10 cd1000 10 20 80")
+	add(TypeHello, "another version", "9a 01 01 a6776f726b6572 a0 00 10 cd1000 10 20 80")
 	add(TypeHello, "another version with another body", "92 01 07")
-	add(TypeHello, "another version before a bomb", "93 01 02 dd ffffffff")
+	add(TypeHello, "another version before a bomb", "93 01 01 dd ffffffff")
 	add(TypeHello, "version above 16 bits", "92 01 ce00010001")
 	add(TypeHello, "negative version", "92 01 ff")
-	const worker = "9a 01 01 a6776f726b6572"
-	add(TypeHello, "unknown role", "9a 01 01 a561646d696e a0 00 10 cd1000 10 20 80")
-	add(TypeHello, "empty role", "9a 01 01 a0 a0 00 10 cd1000 10 20 80")
-	add(TypeHello, "role as bytes", "9a 01 01 c406776f726b6572 a0 00 10 cd1000 10 20 80")
+	const worker = "9a 01 02 a6776f726b6572"
+	add(TypeHello, "unknown role", "9a 01 02 a561646d696e a0 00 10 cd1000 10 20 80")
+	add(TypeHello, "empty role", "9a 01 02 a0 a0 00 10 cd1000 10 20 80")
+	add(TypeHello, "role as bytes", "9a 01 02 c406776f726b6572 a0 00 10 cd1000 10 20 80")
 	add(TypeHello, "engine id not UTF-8", worker+"a2c328 00 10 cd1000 10 20 80")
 	add(TypeHello, "engine id above the limit", worker+"da0101"+rep("61", 257)+"00 10 cd1000 10 20 80")
 	add(TypeHello, "engine id declares 4 GiB", worker+"db ffffffff 61")
@@ -231,15 +244,15 @@ func badMessages() []vector {
 	add(TypeTrim, "zero session", "94 3e 00 01 01")
 	add(TypeCancel, "trailing bytes", "93 3f 01 01 c0")
 
-	welcome := func(session, fp, rest string) string { return "9a 02 01" + session + "00" + fp + rest }
-	add(TypeWelcome, "another version", "9a 02 02 01 00 c420"+digest+"a161 a0 00 01 01")
+	welcome := func(session, fp, rest string) string { return "9a 02 02" + session + "00" + fp + rest }
+	add(TypeWelcome, "another version", "9a 02 01 01 00 c420"+digest+"a161 a0 00 01 01")
 	add(TypeWelcome, "another version with another body", "93 02 09 c0")
 	add(TypeWelcome, "zero session", welcome("00", "c420"+digest, "a161 a0 00 01 01"))
 	add(TypeWelcome, "short fingerprint", welcome("01", "c41f"+digest[2:], "a161 a0 00 01 01"))
 	add(TypeWelcome, "fingerprint as a string", welcome("01", "d920"+digest, "a161 a0 00 01 01"))
 	add(TypeWelcome, "endpoint above the limit", welcome("01", "c420"+digest, "da0401"+rep("61", 1025)+"a0 00 01 01"))
-	add(TypeRefuse, "another version", "97 03 03 a0 a0 a0 a0 a0")
-	add(TypeRefuse, "code not UTF-8", "97 03 01 a1ff a0 a0 a0 a0")
+	add(TypeRefuse, "another version", "97 03 01 a0 a0 a0 a0 a0")
+	add(TypeRefuse, "code not UTF-8", "97 03 02 a1ff a0 a0 a0 a0")
 	add(TypeStoreGrant, "grants without a store", "96 0b 01 00 00 00 91 94 00 01 00 00")
 	add(TypeStoreGrant, "a store without grants", "96 0b 01 01 00 00 90")
 	add(TypeStoreGrant, "an extent of three", "96 0b 01 01 00 00 91 93 00 01 00")
@@ -260,6 +273,11 @@ func badMessages() []vector {
 	add(TypeLookupResult, "negative hit", "94 3d 06 ff 00")
 	add(TypeLookupResult, "trailing bytes", "94 3d 06 04 40 00")
 	add(TypeLookupResult, "a float", "94 3d 06 ca40800000 40")
+	add(TypeLookupPending, "no pages", "94 40 06 00 14")
+	add(TypeLookupPending, "negative pages", "94 40 06 ff 14")
+	add(TypeLookupPending, "eta above 32 bits", "94 40 06 04 cf0000000100000000")
+	add(TypeLookupPending, "one field too few", "93 40 06 04")
+	add(TypeLookupPending, "trailing bytes", "94 40 06 04 14 00")
 	return out
 }
 
@@ -273,7 +291,7 @@ func wideMessages(t *testing.T) []vector {
 		one("ping wide", &Ping{ID: 5}, "dc0002 cc1e cf0000000000000005"),
 		one("ping signed", &Ping{ID: 5}, "dd00000002 d01e d30000000000000005"),
 		one("pong wide", &Pong{ID: 5, Generation: 1}, "dc0003 cd001f ce00000005 d10001"),
-		one("lookup wide", &Lookup{Session: 1, Lookup: 2, FirstPage: 3, Hashes: []byte{0xaa}, DeadlineMs: 4}, "96 3c d200000001 cc02 03 c6 00000001 aa 04"),
+		one("lookup wide", &Lookup{Session: 1, Lookup: 2, FirstPage: 3, Prev: []byte{0xbb}, Hashes: []byte{0xaa}, DeadlineMs: 4, RecomputeUs: 5}, "98 3c d200000001 cc02 03 c5 0001 bb c6 00000001 aa 04 cd0005"),
 		one("error wide", &Error{ID: 1, Code: "a", Message: "b"}, "94 32 01 d901 61 db00000001 62"),
 		one("store grant wide", &StoreGrant{ID: 1, Store: 1, Grants: []Extent{{0, 1, 0, 0}}}, "96 0b 01 01 00 00 dc0001 dd00000004 00 cc01 00 00"),
 	}

@@ -149,7 +149,8 @@ func TestPacketLimits(t *testing.T) {
 		t.Error("MaxStorePages(0)")
 	}
 	l := DefaultLimits
-	lookup := Lookup{Session: math.MaxUint64, Lookup: math.MaxUint64, FirstPage: math.MaxUint32, DeadlineMs: math.MaxUint32, Hashes: make([]byte, l.Pages*MaxDigestBytes)}
+	lookup := Lookup{Session: math.MaxUint64, Lookup: math.MaxUint64, FirstPage: math.MaxUint32, DeadlineMs: math.MaxUint32, RecomputeUs: math.MaxUint32,
+		Prev: make([]byte, MaxDigestBytes), Hashes: make([]byte, l.Pages*MaxDigestBytes)}
 	if n := len(lookup.Append(nil)); n > l.MessageBytes() {
 		t.Errorf("the longest lookup has %d bytes, above %d", n, l.MessageBytes())
 	}
@@ -199,15 +200,15 @@ func random(r *rand.Rand, typ Type) Message {
 	}
 	switch typ {
 	case TypeHello:
-		m := &Hello{Version: 1, Role: []string{RoleScheduler, RoleWorker}[r.IntN(2)], EngineID: text(), Rank: u32(), PageTokens: 1 | u32(), PageBytes: 1 | u64()>>1, PagesPerChunk: 1 | u32(), DigestBytes: uint8(1 + r.IntN(32))}
+		m := &Hello{Version: Version, Role: []string{RoleScheduler, RoleWorker}[r.IntN(2)], EngineID: text(), Rank: u32(), PageTokens: 1 | u32(), PageBytes: 1 | u64()>>1, PagesPerChunk: 1 | u32(), DigestBytes: uint8(1 + r.IntN(32))}
 		for i := range r.IntN(40) {
 			m.Fields = append(m.Fields, Field{string(rune('A' + i)), text()})
 		}
 		return m
 	case TypeWelcome:
-		return &Welcome{Version: 1, Session: id(), Generation: u64(), Fingerprint: raw(32), LookupEndpoint: text(), ReplyEndpoint: text(), Regions: u32(), MaxPages: u32(), LeaseMs: u32()}
+		return &Welcome{Version: Version, Session: id(), Generation: u64(), Fingerprint: raw(32), LookupEndpoint: text(), ReplyEndpoint: text(), Regions: u32(), MaxPages: u32(), LeaseMs: u32()}
 	case TypeRefuse:
-		return &Refuse{Version: 1, Code: text(), Field: text(), Want: text(), Got: text(), Message: text()}
+		return &Refuse{Version: Version, Code: text(), Field: text(), Want: text(), Got: text(), Message: text()}
 	case TypePrepareStore:
 		size := []int{8, 16, 32}[r.IntN(3)]
 		m := &PrepareStore{ID: u32(), FirstPage: u32() >> 1, Prev: raw(size), Hashes: raw(size * (1 + r.IntN(3000)))}
@@ -240,13 +241,20 @@ func random(r *rand.Rand, typ Type) Message {
 	case TypeError:
 		return &Error{ID: u32(), Code: text(), Message: text()}
 	case TypeLookup:
-		return &Lookup{Session: id(), Lookup: u64(), FirstPage: u32() >> 1, Hashes: raw(8 * (1 + r.IntN(20000))), DeadlineMs: u32()}
+		size := []int{8, 16, 32}[r.IntN(3)]
+		m := &Lookup{Session: id(), Lookup: u64(), FirstPage: u32() >> 1, Prev: raw(size), Hashes: raw(size * (1 + r.IntN(5000))), DeadlineMs: u32(), RecomputeUs: u32()}
+		if m.FirstPage == 0 || r.IntN(3) == 0 {
+			m.Prev = []byte{}
+		}
+		return m
 	case TypeLookupResult:
 		return &LookupResult{Lookup: u64(), HitPages: u32(), HitTokens: u32()}
 	case TypeTrim:
 		return &Trim{Session: id(), Lookup: u64(), FirstPage: u32()}
 	case TypeCancel:
 		return &Cancel{Session: id(), Lookup: u64()}
+	case TypeLookupPending:
+		return &LookupPending{Lookup: u64(), Pages: 1 | u32(), EtaMs: u32()}
 	}
 	return nil
 }
@@ -321,7 +329,7 @@ func TestHotMessagesDoNotAllocate(t *testing.T) {
 	r := rand.New(rand.NewPCG(2, 0))
 	buf := make([]byte, 0, 1<<20)
 	for _, typ := range []Type{
-		TypeLookup, TypeLookupResult, TypeTrim, TypeCancel, TypePrepareStore, TypeStoreGrant, TypeCommitStore,
+		TypeLookup, TypeLookupResult, TypeLookupPending, TypeTrim, TypeCancel, TypePrepareStore, TypeStoreGrant, TypeCommitStore,
 		TypePrepareLoad, TypeLoadGrant, TypeRelease, TypePing, TypePong,
 	} {
 		raw := random(r, typ).Append(nil)
@@ -348,7 +356,7 @@ func TestHashesAlias(t *testing.T) {
 	if err := m.Decode(raw, &DefaultLimits); err != nil {
 		t.Fatal(err)
 	}
-	if &m.Hashes[0] != &raw[len(raw)-1-64] || cap(m.Hashes) != 64 {
+	if &m.Hashes[0] != &raw[len(raw)-2-64] || cap(m.Hashes) != 64 {
 		t.Fatal("hashes are a copy, or reach beyond themselves")
 	}
 }
