@@ -19,6 +19,10 @@ var makers = []struct {
 	make func(Options) Policy
 }{
 	{"lru", func(Options) Policy { return &lru{} }},
+	{"s3fifo", newS3FIFO},
+	{"sieve", func(Options) Policy { return &sieve{} }},
+	{"arc", newARC},
+	{"wtinylfu", newWTinyLFU},
 }
 
 // Names lists the policies that there are.

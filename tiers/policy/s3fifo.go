@@ -1,0 +1,113 @@
+package policy
+
+// s3fifo is S3-FIFO (Yang, Zhang, Qiu, Yue, Vigfusson: FIFO Queues are All You Need for Cache Eviction, SOSP 2023): a small queue, through
+// which a tenth of the cache passes, weeds out what is not used again before it gets into the main one, and what it weeds out
+// is remembered for a while and enters the main queue if it comes back.
+type s3fifo struct {
+	books
+	queues [2]queue
+	sizes  [2]int // resident, offered or not
+	gone   ghosts
+}
+
+const (
+	s3small = iota
+	s3main
+)
+
+func newS3FIFO(o Options) Policy { return &s3fifo{gone: ghosts{seed: o.Seed}} }
+
+func (s *s3fifo) Name() string { return "s3fifo" }
+
+func (s *s3fifo) Grow(region uint32, slots int) {
+	s.grow(region, slots)
+	s.resize()
+}
+
+func (s *s3fifo) Shrink(region uint32) {
+	s.shrink(region)
+	s.resize()
+}
+
+func (s *s3fifo) resize() {
+	for i := range s.queues {
+		s.queues[i].resize(&s.books)
+	}
+	s.gone.resize(s.capacity - s.capacity/10)
+}
+
+func (s *s3fifo) Enter(ref uint32, key, _ uint64) {
+	n := s.enter(ref, key)
+	n.queue = s3small
+	if g := s.gone.find(key); g != 0 {
+		s.gone.remove(g)
+		n.queue = s3main
+	}
+	n.rank = s.tick()
+	s.sizes[n.queue]++
+}
+
+func (s *s3fifo) Use(ref uint32) {
+	if n := s.note(ref); n.uses < 3 {
+		n.uses++
+	}
+}
+
+func (s *s3fifo) Offer(ref uint32) {
+	n := s.note(ref)
+	s.queues[n.queue].offer(&s.books, ref, n)
+}
+
+func (s *s3fifo) Hold(ref uint32) {
+	n := s.note(ref)
+	s.queues[n.queue].hold(&s.books, n)
+}
+
+func (s *s3fifo) Leave(ref uint32, evicted bool) {
+	n := s.note(ref)
+	s.queues[n.queue].hold(&s.books, n)
+	s.sizes[n.queue]--
+	if evicted && n.queue == s3small && n.key != 0 && len(s.gone.nodes) > 1 {
+		if s.gone.full() {
+			s.gone.drop(0)
+		}
+		s.gone.add(0, n.key)
+	}
+	s.leave(n)
+}
+
+// Inherit passes on the uses that the continuation did not spend yet.
+func (s *s3fifo) Inherit(parent, child uint32) {
+	p, c := s.note(parent), s.note(child)
+	p.uses = max(p.uses, c.uses)
+}
+
+func (s *s3fifo) Victim() (ref uint32, ok bool) {
+	small, main := &s.queues[s3small], &s.queues[s3main]
+	for {
+		if small.n > 0 && (s.sizes[s3small] >= max(s.capacity/10, 1) || main.n == 0) {
+			ref, _ = small.first()
+			n := s.note(ref)
+			if n.uses <= 1 {
+				return ref, true
+			}
+			small.hold(&s.books, n)
+			s.sizes[s3small]--
+			n.queue, n.rank = s3main, s.tick()
+			s.sizes[s3main]++
+			main.offer(&s.books, ref, n)
+			continue
+		}
+		if ref, ok = main.first(); !ok {
+			return 0, false
+		}
+		n := s.note(ref)
+		if n.uses == 0 {
+			return ref, true
+		}
+		n.uses--
+		main.rank(&s.books, ref, n, s.tick())
+	}
+}
+
+func (s *s3fifo) Work(int) {}

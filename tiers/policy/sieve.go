@@ -1,0 +1,67 @@
+package policy
+
+// sieve is SIEVE (Zhang, Yang, Yue, Vigfusson, Rashmi: SIEVE is Simpler than LRU, NSDI 2024): a hand goes round the slots from the oldest to the
+// newest, passes over what was used since it was there last, and evicts what was not. What enters is the newest and waits for the
+// hand's whole round.
+//
+// A slot's rank is the round in which the hand comes to it, then the order of entering. A slot that was held when the hand would have
+// come to it is looked at as soon as it is offered: most are prefixes whose last continuation just left.
+type sieve struct {
+	books
+	q     queue
+	round uint64
+}
+
+// sieveRound is where the round stands in a rank, above the order of entering.
+const sieveRound = 40
+
+func (s *sieve) Name() string { return "sieve" }
+
+func (s *sieve) Grow(region uint32, slots int) {
+	s.grow(region, slots)
+	s.q.resize(&s.books)
+}
+
+func (s *sieve) Shrink(region uint32) {
+	s.shrink(region)
+	s.q.resize(&s.books)
+}
+
+func (s *sieve) Enter(ref uint32, key, _ uint64) {
+	s.enter(ref, key).rank = s.round<<sieveRound | s.tick()&(1<<sieveRound-1)
+}
+
+func (s *sieve) Use(ref uint32) { s.note(ref).uses = 1 }
+
+func (s *sieve) Offer(ref uint32) { s.q.offer(&s.books, ref, s.note(ref)) }
+
+func (s *sieve) Hold(ref uint32) { s.q.hold(&s.books, s.note(ref)) }
+
+func (s *sieve) Leave(ref uint32, _ bool) {
+	n := s.note(ref)
+	s.q.hold(&s.books, n)
+	s.leave(n)
+}
+
+// Inherit passes on a use that the hand has not seen.
+func (s *sieve) Inherit(parent, child uint32) {
+	p, c := s.note(parent), s.note(child)
+	p.uses = max(p.uses, c.uses)
+}
+
+func (s *sieve) Victim() (ref uint32, ok bool) {
+	for {
+		if ref, ok = s.q.first(); !ok {
+			return 0, false
+		}
+		n := s.note(ref)
+		s.round = max(s.round, n.rank>>sieveRound)
+		if n.uses == 0 {
+			return ref, true
+		}
+		n.uses = 0
+		s.q.rank(&s.books, ref, n, (s.round+1)<<sieveRound|n.rank&(1<<sieveRound-1))
+	}
+}
+
+func (s *sieve) Work(int) {}

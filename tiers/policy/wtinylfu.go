@@ -1,0 +1,193 @@
+package policy
+
+import "math/bits"
+
+// wtinylfu is W-TinyLFU (Einziger, Friedman, Manes: TinyLFU: A Highly Efficient Cache Admission Policy, ACM TOS 2017): what enters passes through a
+// window of a hundredth of the cache; at its end it replaces the victim of the main part only if a sketch of the recent past has seen it more
+// often. The main part is segmented: four fifths are protected, for what was used there again.
+//
+// What is protected beyond that share steps down when a victim is wanted rather than at each use, which keeps a use cheap.
+type wtinylfu struct {
+	books
+	queues [3]queue
+	sizes  [3]int // resident, offered or not
+	sketch sketch
+}
+
+const (
+	tlWindow = iota
+	tlProbation
+	tlProtected
+)
+
+func newWTinyLFU(o Options) Policy { return &wtinylfu{sketch: sketch{seed: o.Seed}} }
+
+func (w *wtinylfu) Name() string { return "wtinylfu" }
+
+func (w *wtinylfu) Grow(region uint32, slots int) {
+	w.grow(region, slots)
+	w.resize()
+}
+
+func (w *wtinylfu) Shrink(region uint32) {
+	w.shrink(region)
+	w.resize()
+}
+
+func (w *wtinylfu) resize() {
+	for i := range w.queues {
+		w.queues[i].resize(&w.books)
+	}
+	w.sketch.resize(w.capacity)
+}
+
+func (w *wtinylfu) Enter(ref uint32, key, _ uint64) {
+	n := w.enter(ref, key)
+	n.rank, n.queue = w.tick(), tlWindow
+	w.sizes[tlWindow]++
+	w.sketch.add(key)
+	// While the main part has room, what the window has too many of goes there uncontested.
+	for i := 0; i < 2 && w.sizes[tlWindow] > w.window() && w.resident <= w.capacity && w.sizes[tlProbation]+w.sizes[tlProtected] < w.capacity-w.window() && w.step(tlWindow); i++ {
+	}
+}
+
+func (w *wtinylfu) Use(ref uint32) {
+	n := w.note(ref)
+	w.sketch.add(n.key)
+	if n.queue == tlProbation {
+		w.move(ref, n, tlProtected, w.tick())
+		return
+	}
+	w.queues[n.queue].rank(&w.books, ref, n, w.tick())
+}
+
+// move puts a slot into another queue.
+func (w *wtinylfu) move(ref uint32, n *note, to uint8, rank uint64) {
+	offered := n.pos != 0
+	w.queues[n.queue].hold(&w.books, n)
+	w.sizes[n.queue]--
+	w.sizes[to]++
+	n.queue, n.rank = to, rank
+	if offered {
+		w.queues[to].offer(&w.books, ref, n)
+	}
+}
+
+func (w *wtinylfu) Offer(ref uint32) {
+	n := w.note(ref)
+	w.queues[n.queue].offer(&w.books, ref, n)
+}
+
+func (w *wtinylfu) Hold(ref uint32) {
+	n := w.note(ref)
+	w.queues[n.queue].hold(&w.books, n)
+}
+
+func (w *wtinylfu) Leave(ref uint32, _ bool) {
+	n := w.note(ref)
+	w.queues[n.queue].hold(&w.books, n)
+	w.sizes[n.queue]--
+	w.leave(n)
+}
+
+func (w *wtinylfu) Inherit(parent, child uint32) {
+	p, c := w.note(parent), w.note(child)
+	if c.rank > p.rank {
+		w.queues[p.queue].rank(&w.books, parent, p, c.rank)
+	}
+}
+
+func (w *wtinylfu) Victim() (ref uint32, ok bool) {
+	for w.sizes[tlProtected] > (w.capacity-w.window())*4/5 && w.step(tlProtected) {
+	}
+	victim, has := w.queues[tlProbation].first()
+	if !has {
+		victim, has = w.queues[tlProtected].first()
+	}
+	if w.sizes[tlWindow] < w.window() && has {
+		return victim, true
+	}
+	candidate, ok := w.queues[tlWindow].first()
+	if !ok || !has {
+		return max(candidate, victim), ok || has
+	}
+	n := w.note(candidate)
+	if w.sketch.estimate(n.key) <= w.sketch.estimate(w.note(victim).key) {
+		return candidate, true
+	}
+	w.move(candidate, n, tlProbation, n.rank)
+	return victim, true
+}
+
+// window is the room of the window.
+func (w *wtinylfu) window() int { return max(w.capacity/100, 1) }
+
+// step moves the end of a queue to probation, if it has one.
+func (w *wtinylfu) step(from uint8) bool {
+	ref, ok := w.queues[from].first()
+	if ok {
+		n := w.note(ref)
+		w.move(ref, n, tlProbation, n.rank)
+	}
+	return ok
+}
+
+func (w *wtinylfu) Work(int) {}
+
+// sketch counts how often keys were seen in the recent past, in counters of 4 bits: a count-min sketch of four rows, all of a key's counters in one cache line,
+// that is halved whenever as many keys were counted as ten times the capacity.
+type sketch struct {
+	words  []uint64 // blocks of 8
+	mask   uint64   // of blocks
+	seed   uint64
+	added  int
+	period int
+}
+
+func (s *sketch) resize(capacity int) {
+	blocks := 1 << bits.Len(uint(max(capacity, 8)/8-1))
+	*s = sketch{words: make([]uint64, 8*blocks), mask: uint64(blocks - 1), seed: s.seed, period: 10 * max(capacity, 1)}
+}
+
+func mix(x uint64) uint64 {
+	x = (x ^ x>>30) * 0xBF58476D1CE4E5B9
+	x = (x ^ x>>27) * 0x94D049BB133111EB
+	return x ^ x>>31
+}
+
+// add counts a key.
+func (s *sketch) add(key uint64) {
+	h := mix(key ^ s.seed)
+	block := s.words[h>>32&s.mask*8:][:8]
+	grew := false
+	for row := range uint64(4) {
+		b := h >> (8 * row) // 1 bit for the word, 4 for the counter
+		w := &block[2*row+b&1]
+		shift := b >> 1 & 15 * 4
+		if *w>>shift&15 < 15 {
+			*w += 1 << shift
+			grew = true
+		}
+	}
+	if !grew {
+		return
+	}
+	if s.added++; s.added >= s.period {
+		for i := range s.words {
+			s.words[i] = s.words[i] >> 1 & 0x7777777777777777
+		}
+		s.added /= 2
+	}
+}
+
+// estimate is how often a key was counted, or more.
+func (s *sketch) estimate(key uint64) (n uint64) {
+	h := mix(key ^ s.seed)
+	block := s.words[h>>32&s.mask*8:][:8]
+	n = 15
+	for row := range uint64(4) {
+		b := h >> (8 * row)
+		n = min(n, block[2*row+b&1]>>(b>>1&15*4)&15)
+	}
+	return n
+}

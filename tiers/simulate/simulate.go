@@ -1,0 +1,154 @@
+// Package simulate replays the requests of a trace through the eviction policies of package policy, to see which keeps most of what is
+// asked for again. It keeps names only: an engine's books without an engine.
+package simulate
+
+import (
+	"context"
+	"fmt"
+
+	"lookaside/tiers/policy"
+)
+
+// Result is what one policy made of one trace at one capacity.
+type Result struct {
+	Trace    string `json:"trace"`
+	Policy   string `json:"policy"`
+	Capacity int    `json:"capacity"` // blocks
+	Requests int    `json:"requests"`
+	Blocks   int    `json:"blocks"` // asked for
+	Hits     int    `json:"hits"`   // of those, in the prefix that was held when its request came
+	Evicted  int    `json:"evicted"`
+}
+
+// Ratio is the part of the blocks that hit.
+func (r Result) Ratio() float64 { return float64(r.Hits) / float64(max(r.Blocks, 1)) }
+
+// every is how many requests a run goes on before it looks whether it should end, and reports.
+const every = 1024
+
+// Run replays a trace. A request first hits the longest prefix of its blocks that is held, then stores the rest, evicting where there is no
+// room; what it hits and stores is leased until it is done. A request that is larger than the cache keeps what there is room for. progress, if
+// not nil, is told now and then how many requests were replayed since it was told last.
+func Run(ctx context.Context, t *Trace, p policy.Policy, capacity int, progress func(requests int)) (Result, error) {
+	if capacity <= 0 || capacity > policy.SlotMask {
+		return Result{}, fmt.Errorf("capacity of %d blocks: must be 1 to %d", capacity, policy.SlotMask)
+	}
+	s := newStore(t, p, capacity)
+	res := Result{Trace: t.Name, Policy: p.Name(), Capacity: capacity, Requests: t.Requests(), Blocks: len(t.blocks)}
+	told := 0
+	for i := range t.ends {
+		if i%every == 0 && i > 0 {
+			if err := ctx.Err(); err != nil {
+				return res, err
+			}
+			if progress != nil {
+				progress(i - told)
+				told = i
+			}
+		}
+		res.Hits += s.request(t.request(i))
+	}
+	if progress != nil {
+		progress(t.Requests() - told)
+	}
+	res.Evicted = s.evicted
+	return res, nil
+}
+
+// store is what an engine is to a policy: which blocks are resident, what continues what, what is leased.
+type store struct {
+	t       *Trace
+	p       policy.Policy
+	at      []uint32 // by block: its slot plus one, 0 if it is not resident
+	slots   []resident
+	free    []uint32
+	evicted int
+}
+
+type resident struct {
+	block    uint32
+	children uint32
+	leased   bool
+}
+
+func newStore(t *Trace, p policy.Policy, capacity int) *store {
+	s := &store{t: t, p: p, at: make([]uint32, len(t.parent)), slots: make([]resident, capacity), free: make([]uint32, capacity)}
+	for i := range s.free {
+		s.free[i] = uint32(capacity - 1 - i)
+	}
+	p.Grow(0, capacity)
+	return s
+}
+
+// key names a block to a policy. 0 names none.
+func key(block uint32) uint64 { return (uint64(block) + 1) * 0x9E3779B97F4A7C15 }
+
+// request replays one request and answers the blocks that hit.
+func (s *store) request(blocks []uint32) (hits int) {
+	for _, b := range blocks {
+		at := s.at[b]
+		if at == 0 {
+			break
+		}
+		s.p.Use(at - 1)
+		s.p.Hold(at - 1)
+		s.slots[at-1].leased = true
+		hits++
+	}
+	held := hits
+	for _, b := range blocks[hits:] {
+		slot, ok := s.room()
+		if !ok {
+			break
+		}
+		parent := uint64(0)
+		if up := s.t.parent[b]; up >= 0 {
+			parent = key(uint32(up))
+			s.slots[s.at[up]-1].children++
+		}
+		s.slots[slot] = resident{block: b, leased: true}
+		s.at[b] = slot + 1
+		s.p.Enter(slot, key(b), parent)
+		held++
+	}
+	for i := held - 1; i >= 0; i-- {
+		slot := s.at[blocks[i]] - 1
+		r := &s.slots[slot]
+		r.leased = false
+		if r.children == 0 {
+			s.p.Offer(slot)
+		}
+	}
+	s.p.Work(len(blocks))
+	return hits
+}
+
+// room is a free slot, evicting if there is none.
+func (s *store) room() (slot uint32, ok bool) {
+	if n := len(s.free); n > 0 {
+		slot = s.free[n-1]
+		s.free = s.free[:n-1]
+		return slot, true
+	}
+	slot, ok = s.p.Victim()
+	if !ok {
+		return 0, false
+	}
+	b := s.slots[slot].block
+	up := s.t.parent[b]
+	if up >= 0 {
+		s.p.Inherit(s.at[up]-1, slot)
+	}
+	s.p.Leave(slot, true)
+	s.at[b] = 0
+	s.evicted++
+	if up >= 0 {
+		above := s.at[up] - 1
+		r := &s.slots[above]
+		r.children--
+		if r.children == 0 && !r.leased {
+			s.p.Offer(above)
+		}
+	}
+	return slot, true
+}
