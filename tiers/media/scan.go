@@ -1,0 +1,39 @@
+package media
+
+import (
+	"fmt"
+	"io"
+)
+
+// ScanUnit is how many slots a scan reads at least: their entries are whole blocks, whatever the size of one.
+const ScanUnit = BlockBytes / entryAlign
+
+// ScanBytes is the size of a buffer that scans read into: about want bytes, as many as whole units of entries are, a multiple of BlockBytes.
+func (l *Layout) ScanBytes(want int) int {
+	unit := ScanUnit * l.EntryBytes
+	return max(1, want/unit) * unit
+}
+
+// Scan decodes the entries of slots [from, to) in their order, where from is a multiple of ScanUnit. It reads pieces of buf, which has ScanBytes and, for
+// a file that bypasses the page cache, lies aligned. Entries are valid during the call that they are handed to. An error is r's or f's.
+func (l *Layout) Scan(r io.ReaderAt, id Identity, from, to int, buf []byte, f func(slot int, state State, e *Entry) error) error {
+	if from%ScanUnit != 0 || from < 0 || to > l.Slots {
+		return fmt.Errorf("scan of slots %d to %d of %d", from, to, l.Slots)
+	}
+	var e Entry
+	step := len(buf) / l.EntryBytes
+	for ; from < to; from += step {
+		n := min(step, to-from)
+		piece := buf[:roundUp(int64(n*l.EntryBytes), BlockBytes)]
+		if _, err := r.ReadAt(piece, l.EntryOffset(from)); err != nil {
+			return err
+		}
+		for i := range n {
+			state := l.DecodeEntry(piece[i*l.EntryBytes:], id, from+i, &e)
+			if err := f(from+i, state, &e); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
