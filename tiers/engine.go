@@ -52,6 +52,8 @@ type Engine struct {
 	marks []uint64 // scratch: a bit for each of MaxPages+1
 	bufs  bufferPool
 	trash []*carved
+
+	staged []staged // what EndRestore has yet to make ready
 }
 
 // SpaceID names an open space. 0 is none.
@@ -137,23 +139,40 @@ func emptyTrash(c []*carved, t []*dax.Table[uint64]) {
 func (e *Engine) AddRegion(id uint32, size int64) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	_, err := e.addRegion(id, size)
+	return err
+}
+
+func (e *Engine) addRegion(id uint32, size int64) (*region, error) {
 	switch {
 	case e.closed:
-		return ErrClosed
+		return nil, ErrClosed
 	case size <= 0 || size > math.MaxInt64-e.bytes:
-		return invalid("region %d of %d bytes", id, size)
+		return nil, invalid("region %d of %d bytes", id, size)
 	case e.byID[id] != nil:
-		return invalid("region %d is there already", id)
-	case e.nregion == maxRegions:
-		return fmt.Errorf("%w: %d regions are the most", ErrBusy, maxRegions)
+		return nil, invalid("region %d is there already", id)
+	case len(e.byID) == maxRegions:
+		return nil, fmt.Errorf("%w: %d regions are the most", ErrBusy, maxRegions)
 	}
-	e.nregion++
-	r := &region{id: id, num: uint32(e.nregion), size: size}
-	e.regions[e.nregion], e.byID[id] = r, r
+	var r *region
+	if len(e.byID) < e.nregion { // one was removed
+		for _, q := range e.regions[1 : e.nregion+1] {
+			if e.byID[q.id] != q {
+				r = q
+				break
+			}
+		}
+	} else {
+		e.nregion++
+		r = &region{num: uint32(e.nregion)}
+		e.regions[e.nregion] = r
+	}
+	r.id, r.size = id, size
+	e.byID[id] = r
 	e.bytes += size
 	e.waiting = false
 	e.relimit()
-	return nil
+	return r, nil
 }
 
 // relimit computes the classes' limits anew.
@@ -207,14 +226,7 @@ func (e *Engine) OpenSpace(fp chunk.Fingerprint, g Geometry) (SpaceID, error) {
 			}
 		}
 	}
-	key := g
-	key.PageTokens = 0
-	c := e.classes[key]
-	if c == nil {
-		c = &class{geometry: key}
-		e.classes[key] = c
-	}
-	s := &space{id: uint16(id), print: fp, g: g, class: c, tagMask: e.tagMask, salt: e.cfg.Seed ^ 0x6C6F6F6B61736964}
+	s := &space{id: uint16(id), print: fp, g: g, class: e.classOf(g), tagMask: e.tagMask, salt: e.cfg.Seed ^ 0x6C6F6F6B61736964}
 	s.pinner.all.owned, s.pinner.space = true, s
 	for i := range 4 {
 		var w uint64
@@ -226,6 +238,17 @@ func (e *Engine) OpenSpace(fp chunk.Fingerprint, g Geometry) (SpaceID, error) {
 	e.spaces[id], e.byPrint[fp] = s, s
 	e.relimit()
 	return SpaceID(id), nil
+}
+
+// classOf is the class of a geometry, made if there is none.
+func (e *Engine) classOf(g Geometry) *class {
+	g.PageTokens = 0
+	c := e.classes[g]
+	if c == nil {
+		c = &class{geometry: g}
+		e.classes[g] = c
+	}
+	return c
 }
 
 // CloseSpace forgets a space that has neither owners nor chunks; ErrBusy if it has. Clear it first if its chunks are not wanted.
@@ -369,7 +392,7 @@ const growPatience = int64(1e9)
 // makeRoom carves one more region for a class, an unused one or one that another geometry left cold. It releases the lock while it allocates
 // and between slices of longer work; ok says whether there are new slots, unlocked whether others may have changed anything.
 func (e *Engine) makeRoom(c *class) (ok, unlocked bool) {
-	if e.carving {
+	if e.carving || e.cfg.FixedRegions {
 		return false, false
 	}
 	var r *region
@@ -391,7 +414,11 @@ func (e *Engine) makeRoom(c *class) (ok, unlocked bool) {
 		}
 	}
 
-	slots := c.slotsIn(r.size)
+	return e.carve(r, c, c.slotsIn(r.size)) == nil, true
+}
+
+// carve makes slots of a region for a class. It releases the lock while it allocates.
+func (e *Engine) carve(r *region, c *class, slots int) error {
 	need := e.records + slots*c.geometry.PagesPerChunk
 	indexWords := 0
 	if need > e.idx.limit() {
@@ -403,7 +430,7 @@ func (e *Engine) makeRoom(c *class) (ok, unlocked bool) {
 		}
 		e.carving = false
 		if e.closed {
-			return false, true
+			return ErrClosed
 		}
 		if e.idx.cur.mem == nil {
 			need = max(need, int(min(e.cfg.ArenaLimitBytes/c.geometry.PageBytes, maxRegions*recordMask)))
@@ -417,12 +444,13 @@ func (e *Engine) makeRoom(c *class) (ok, unlocked bool) {
 	m, err := makeCarved(slots, c.geometry.PagesPerChunk, c.geometry.DigestBytes/8, indexWords)
 	e.mu.Lock()
 	e.carving = false
-	if err != nil || e.closed {
-		if err == nil {
-			m.close()
-		}
+	if err != nil {
 		e.stats.CarveFailures++
-		return false, true
+		return err
+	}
+	if e.closed {
+		m.close()
+		return ErrClosed
 	}
 	if m.index != nil {
 		e.idx.grow(m.index)
@@ -441,7 +469,7 @@ func (e *Engine) makeRoom(c *class) (ok, unlocked bool) {
 	c.free += slots
 	e.records += slots * r.ppc
 	e.relimit()
-	return true, true
+	return nil
 }
 
 // logarithm of a power of two; -1 for other numbers.
@@ -509,6 +537,15 @@ func (e *Engine) drain(r *region) bool {
 	if r.leased != 0 || r.free != len(r.slots) {
 		panic(fmt.Sprintf("tiers: an emptied region has %d of %d slots free, %d leased", r.free, len(r.slots), r.leased))
 	}
+	e.stats.Recarved++
+	e.uncarve(r)
+	e.relimit()
+	return true
+}
+
+// uncarve takes an empty region that hands out no slots from its class.
+func (e *Engine) uncarve(r *region) {
+	c := r.class
 	for i := range c.regions {
 		if c.regions[i] == r {
 			c.regions = append(c.regions[:i], c.regions[i+1:]...)
@@ -516,13 +553,10 @@ func (e *Engine) drain(r *region) bool {
 		}
 	}
 	e.records -= len(r.slots) * r.ppc
-	e.stats.Recarved++
 	e.trash = append(e.trash, r.mem)
 	gen := r.firstGen
 	for i := range r.slots[:r.fresh] {
 		gen = max(gen, r.slots[i].gen)
 	}
 	*r = region{id: r.id, num: r.num, size: r.size, firstGen: gen + 1}
-	e.relimit()
-	return true
 }

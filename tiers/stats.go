@@ -54,7 +54,7 @@ func (e *Engine) Stats() Stats {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	st := Stats{
-		Counters: e.stats, Regions: e.nregion, CapacityBytes: e.bytes, Leases: e.pins, Pages: e.idx.len(), Spaces: len(e.byPrint),
+		Counters: e.stats, Regions: len(e.byID), CapacityBytes: e.bytes, Leases: e.pins, Pages: e.idx.len(), Spaces: len(e.byPrint),
 		Owners: len(e.owners), WantRegion: e.waiting, MetadataBytes: int64(len(e.idx.cur.words)+len(e.idx.old.words)) * 8,
 	}
 	for _, r := range e.regions[1 : e.nregion+1] {

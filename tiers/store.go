@@ -12,7 +12,7 @@ type StoreResult struct {
 // PrepareStore finds which of the pages from firstPage on are not held and grants slots for them, one grant a chunk, appended to out.
 // firstPage is the first of a chunk, hashes the digests of the pages, prev that of the page before (empty for the first page of all).
 // What is granted stays invisible until CommitStore. A partly filled last chunk is extended in place if nobody else is extending it;
-// otherwise the grant is the whole chunk, from its first page on. ErrBusy: the owner has too many stores.
+// otherwise, or with Config.NoExtend, the grant is the whole chunk, from its first page on. ErrBusy: the owner has too many stores.
 func (e *Engine) PrepareStore(o Owner, firstPage int, prev, hashes []byte, out []Grant) (StoreResult, []Grant, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -86,7 +86,7 @@ func (e *Engine) PrepareStore(o Owner, firstPage int, prev, hashes []byte, out [
 			res.Shed = w.end() - start
 			break
 		}
-		if rec, page := e.bisect(sp, &w, i); rec != 0 {
+		if rec, page := e.bisect(sp, &w, i); rec != 0 && !e.cfg.NoExtend {
 			ref, _ := e.slotOf(rec)
 			r, s := e.slot(ref)
 			if have := page - start + 1; int(s.pages) == have && s.granted == 0 && ow.slots.add(ref, sp.class.limit) {

@@ -1,0 +1,280 @@
+package tiers
+
+import (
+	"cmp"
+	"fmt"
+	"math"
+	"slices"
+)
+
+// Restored is a slot that was ready when the engine of another run ended.
+type Restored struct {
+	Slot   uint32
+	Space  SpaceID
+	First  int    // index of the chunk's first page
+	Pages  int    // committed
+	Prev   []byte // digest of the page before; empty if there is none, or it is not known
+	Hashes []byte // digests of the pages, end to end
+	Order  uint64 // by which the slots of all regions were committed, smaller ones first
+}
+
+// staged is a slot that Restore was told of and EndRestore has yet to make ready. Its digests are in the region already.
+type staged struct {
+	order   uint64
+	ref     uint32
+	hasPrev bool
+	prev    [32]byte
+}
+
+// AddCarvedRegion gives the engine a region that is carved for a geometry from the start, for other media than the arena: its slots lie where
+// the caller says, and offsets in it are as if they lay one after another. ErrBusy: there is no room for another region, or one is being carved.
+func (e *Engine) AddCarvedRegion(id uint32, g Geometry, slots int) error {
+	if err := g.validate(e.cfg.MinPageBytes); err != nil {
+		return err
+	}
+	if slots < 1 || slots > recordMask/g.PagesPerChunk {
+		return invalid("region %d of %d slots of %d pages", id, slots, g.PagesPerChunk)
+	}
+	bytes := g.PageBytes * int64(g.PagesPerChunk)
+	if bytes > math.MaxInt64/int64(slots) {
+		return invalid("region %d of %d slots of %d bytes", id, slots, bytes)
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.carving {
+		return fmt.Errorf("%w: a region is being carved", ErrBusy)
+	}
+	r, err := e.addRegion(id, bytes*int64(slots))
+	if err != nil {
+		return err
+	}
+	if err := e.carve(r, e.classOf(g), slots); err != nil {
+		if !e.closed {
+			e.dropRegion(r)
+		}
+		return err
+	}
+	return nil
+}
+
+// RemoveRegion drops all that a region holds and takes it from the engine. ErrBusy: something in it is leased or being filled. Nothing in the region
+// can be found then, nor is more granted; call again when these uses have ended. It lets go of the lock between slices of its work.
+func (e *Engine) RemoveRegion(id uint32) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.closed {
+		return ErrClosed
+	}
+	r := e.byID[id]
+	if r == nil {
+		return fmt.Errorf("%w: region %d", ErrNotFound, id)
+	}
+	if r.class != nil {
+		if !r.draining {
+			r.draining = true
+			r.class.free -= r.free
+			r.class.slots -= len(r.slots)
+		}
+		for i := 0; i < r.fresh; i++ {
+			if r.slots[i].state != free {
+				e.doom(r.num<<recordBits | uint32(i))
+			}
+			if i%clearSlice == clearSlice-1 {
+				e.mu.Unlock()
+				e.mu.Lock()
+				if e.closed {
+					return ErrClosed
+				}
+				if e.byID[id] != r {
+					return fmt.Errorf("%w: region %d", ErrNotFound, id)
+				}
+			}
+		}
+		if r.free != len(r.slots) {
+			return fmt.Errorf("%w: %d slots of region %d are in use", ErrBusy, len(r.slots)-r.free, id)
+		}
+		e.uncarve(r)
+	}
+	e.dropRegion(r)
+	e.relimit()
+	return nil
+}
+
+// dropRegion takes a region that is not carved out of the books. Its number stays, for the next region that is added.
+func (e *Engine) dropRegion(r *region) {
+	delete(e.byID, r.id)
+	e.bytes -= r.size
+	*r = region{num: r.num, firstGen: r.firstGen}
+}
+
+// Restore tells of slots that are to be ready again, in regions that are carved and in which nothing was ever stored. It may be called any number of
+// times, for any region, and takes effect with EndRestore. ErrInvalid, with nothing of the call in effect: an entry that
+// no engine can have had, or a slot that a call before told of. What entries point to is not kept.
+func (e *Engine) Restore(region uint32, entries []Restored) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.closed {
+		return ErrClosed
+	}
+	r := e.byID[region]
+	if r == nil || r.class == nil || r.draining {
+		return fmt.Errorf("%w: region %d", ErrNotFound, region)
+	}
+	if r.fresh > 0 {
+		return fmt.Errorf("%w: region %d was stored to", ErrBusy, region)
+	}
+	for i := range entries {
+		x := &entries[i]
+		s, err := e.space(x.Space)
+		if err != nil {
+			return err
+		}
+		d := s.g.DigestBytes
+		if s.class != r.class || int64(x.Slot) >= int64(len(r.slots)) || x.Pages < 1 || x.Pages > r.ppc || x.First < 0 || x.First > maxPage-x.Pages ||
+			x.First%r.ppc != 0 || r.slots[x.Slot].granted != 0 || len(x.Hashes) != x.Pages*d || len(x.Prev) != 0 && (len(x.Prev) != d || x.First == 0) {
+			return invalid("slot %d of region %d restored with pages %d to %d of space %d", x.Slot, region, x.First, x.First+x.Pages-1, x.Space)
+		}
+	}
+	for i := range entries {
+		x := &entries[i]
+		sl := &r.slots[x.Slot]
+		if sl.granted != 0 { // twice in one call
+			continue
+		}
+		d := len(x.Hashes) / x.Pages
+		for pos := range x.Pages {
+			r.setDigest(x.Slot, pos, x.Hashes[pos*d:])
+		}
+		sl.chunk, sl.granted, sl.space = uint32(x.First/r.ppc), uint16(x.Pages), uint16(x.Space)
+		st := staged{order: x.Order, ref: r.num<<recordBits | x.Slot, hasPrev: len(x.Prev) > 0}
+		copy(st.prev[:], x.Prev)
+		e.staged = append(e.staged, st)
+	}
+	return nil
+}
+
+// EndRestore makes the slots ready that Restore was told of, in their order, and answers how many. One that another slot makes
+// redundant, one of a region that was stored to meanwhile and one with a page that is held as another page of its prefix are left free; OnFree
+// is told of them. It holds the lock throughout, for about a second a million chunks of 16 pages: it is for before the engine is in use.
+func (e *Engine) EndRestore() (chunks int) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	all := e.staged
+	e.staged = nil
+	if e.closed || len(all) == 0 {
+		return 0
+	}
+	slices.SortStableFunc(all, func(a, b staged) int { return cmp.Compare(a.order, b.order) })
+	all = e.takeStaged(all)
+	const group = 64
+	for i := range all {
+		if i%group == 0 {
+			e.warm(all[i:min(i+group, len(all))])
+		}
+		if e.restore(&all[i]) {
+			chunks++
+		}
+	}
+	// Prefixes that came before their continuations are their parents by now; the others follow.
+	for i := range all {
+		x := &all[i]
+		if _, s := e.slot(x.ref); x.hasPrev && s.state == ready && s.pages > 0 && e.orphan(x.ref) {
+			if parent := e.parentOf(s, x.prev[:]); parent != 0 {
+				e.adopt(parent, x.ref)
+			}
+		}
+	}
+	return chunks
+}
+
+// takeStaged takes the slots that can be restored from the free ones of their regions, as ready ones without a page.
+func (e *Engine) takeStaged(all []staged) []staged {
+	stale := map[*region]bool{} // stored to since Restore
+	top := map[*region]int{}
+	for i := range all {
+		r, _ := e.slot(all[i].ref)
+		if r.fresh > 0 || r.class == nil || r.draining {
+			stale[r] = true
+		} else {
+			top[r] = max(top[r], int(all[i].ref&recordMask)+1)
+		}
+	}
+	kept := all[:0]
+	for i := range all {
+		r, s := e.slot(all[i].ref)
+		if stale[r] || s.state != free || e.spaces[s.space] == nil || e.spaces[s.space].class != r.class {
+			continue
+		}
+		s.state, s.gen = ready, r.firstGen
+		r.free--
+		r.class.free--
+		e.spaces[s.space].chunks++
+		kept = append(kept, all[i])
+	}
+	for r, n := range top {
+		r.fresh = n
+		for i := n - 1; i >= 0; i-- {
+			if s := &r.slots[i]; s.state == free {
+				*s = slot{gen: r.firstGen, last: s.last}
+				r.kin[i].next = r.freeList
+				r.freeList = uint32(i) + 1
+			}
+		}
+	}
+	return kept
+}
+
+// warm reads the places of the index that some slots' pages belong to. The reads do not depend on each other, so that their cache misses overlap.
+func (e *Engine) warm(some []staged) {
+	t := &e.idx.cur
+	if len(t.words) == 0 {
+		return
+	}
+	var seen uint64
+	for i := range some {
+		r, s := e.slot(some[i].ref)
+		sp := e.spaces[s.space]
+		for pos := range int(s.granted) {
+			seen ^= t.words[t.home(sp.tagOfRecord(r.digest(some[i].ref&recordMask, pos)))]
+		}
+	}
+	e.touched = seen
+}
+
+// restore puts one slot into the index and its prefix; false: it is free again.
+func (e *Engine) restore(x *staged) bool {
+	r, s := e.slot(x.ref)
+	sp := e.spaces[s.space]
+	pages := int(s.granted)
+	s.granted = 0
+	e.tick++
+	s.stamp, r.lastUse = e.tick, e.tick
+	var buf [32]byte
+	if e.find(sp, r.digestBytes(x.ref&recordMask, pages-1, &buf)) != 0 {
+		e.stats.Duplicates++
+		e.release(x.ref)
+		return false
+	}
+	if !e.enter(x.ref, 0, pages) {
+		e.release(x.ref)
+		return false
+	}
+	if x.hasPrev {
+		if parent := e.parentOf(s, x.prev[:]); parent != 0 {
+			e.adopt(parent, x.ref)
+		}
+	}
+	e.settle(x.ref)
+	return true
+}
+
+// parentOf is the slot that holds the page before a slot's first, whose digest prev begins with. 0: none does.
+func (e *Engine) parentOf(s *slot, prev []byte) uint32 {
+	sp := e.spaces[s.space]
+	rec := e.find(sp, prev[:sp.g.DigestBytes])
+	if rec == 0 || !e.at(rec, int(s.chunk)*sp.g.PagesPerChunk-1) {
+		return 0
+	}
+	ref, _ := e.slotOf(rec)
+	return ref
+}

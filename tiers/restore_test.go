@@ -1,0 +1,306 @@
+package tiers
+
+import (
+	"encoding/binary"
+	"errors"
+	"math/rand/v2"
+	"slices"
+	"testing"
+
+	"lookaside/tiers/chunk"
+)
+
+var restoreGeometry = Geometry{PageBytes: 256, PagesPerChunk: 4, PageTokens: 16, DigestBytes: 16}
+
+// fixedEngine has regions that are carved from the start, and an owner for each of two spaces.
+func fixedEngine(t testing.TB, regions, slots int) *Engine {
+	t.Helper()
+	e, err := New(Config{FixedRegions: true, NoExtend: true, OwnerShare: 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(e.Close)
+	for i := range regions {
+		if err := e.AddCarvedRegion(uint32(10+i), restoreGeometry, slots); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for i := range 2 {
+		id, err := e.OpenSpace(chunk.Fingerprint{byte(i)}, restoreGeometry)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := e.AddOwner(Owner(id), id); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return e
+}
+
+// treeHashes is the digests of a random walk from the root of a tree of prompts: walks share their beginnings.
+func treeHashes(rnd *rand.Rand, pages int) []byte {
+	var out []byte
+	path := uint64(1)
+	for range pages {
+		path = path*31 + uint64(rnd.IntN(10)/9)
+		out = binary.LittleEndian.AppendUint64(out, path)
+		out = binary.LittleEndian.AppendUint64(out, path*path)
+	}
+	return out
+}
+
+func storeAll(t testing.TB, e *Engine, o Owner, first int, prev, hashes []byte) {
+	t.Helper()
+	res, _, err := e.PrepareStore(o, first, prev, hashes, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if res.Store != 0 {
+		if err := e.CommitStore(o, res.Store, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// dump is what a medium would know of an engine's slots.
+func dump(e *Engine) map[uint32][]Restored {
+	out := map[uint32][]Restored{}
+	for _, r := range e.regions[1 : e.nregion+1] {
+		for i := range r.fresh {
+			s := &r.slots[i]
+			if s.state != ready {
+				continue
+			}
+			ref := r.num<<recordBits | uint32(i)
+			x := Restored{Slot: uint32(i), Space: SpaceID(s.space), First: int(s.chunk) * r.ppc, Pages: int(s.pages), Order: s.stamp}
+			var buf [32]byte
+			for pos := range int(s.pages) {
+				x.Hashes = append(x.Hashes, r.digestBytes(uint32(i), pos, &buf)...)
+			}
+			if !e.orphan(ref) {
+				p := e.kin(ref).parent
+				x.Prev = slices.Clone(e.regions[p>>recordBits].digestBytes(p&recordMask, r.ppc-1, &buf))
+			}
+			out[r.id] = append(out[r.id], x)
+		}
+	}
+	return out
+}
+
+// TestRestore: an engine that was told of the slots of another one answers as that one, and its books are in order.
+func TestRestore(t *testing.T) {
+	t.Parallel()
+	for seed := range uint64(40) {
+		rnd := rand.New(rand.NewPCG(seed, 1))
+		a := fixedEngine(t, 3, 20)
+		for range 60 {
+			storeAll(t, a, Owner(1+rnd.IntN(2)), 0, nil, treeHashes(rnd, 1+rnd.IntN(24)))
+		}
+		held := dump(a)
+		b := fixedEngine(t, 3, 20)
+		want := 0
+		for id, all := range held {
+			want += len(all)
+			rnd.Shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] })
+			for len(all) > 0 {
+				n := 1 + rnd.IntN(len(all))
+				if err := b.Restore(id, all[:n]); err != nil {
+					t.Fatalf("seed %d: %v", seed, err)
+				}
+				all = all[n:]
+			}
+		}
+		if got := b.EndRestore(); got != want {
+			t.Fatalf("seed %d: %d of %d chunks", seed, got, want)
+		}
+		for range 300 {
+			o, hashes := Owner(1+rnd.IntN(2)), treeHashes(rnd, 1+rnd.IntN(24))
+			x, errA := a.Lookup(o, 1, 0, hashes)
+			y, errB := b.Lookup(o, 1, 0, hashes)
+			if x != y || errA != nil || errB != nil {
+				t.Fatalf("seed %d: %d pages before, %d after (%v, %v)", seed, x, y, errA, errB)
+			}
+		}
+		for range 60 {
+			storeAll(t, b, Owner(1+rnd.IntN(2)), 0, nil, treeHashes(rnd, 1+rnd.IntN(24)))
+		}
+		if err := b.Check(); err != nil {
+			t.Fatalf("seed %d: %v", seed, err)
+		}
+	}
+}
+
+// TestRestoreKeepsOne: of what is redundant, told of twice or contradictory one is kept, and the rest is free.
+func TestRestoreKeepsOne(t *testing.T) {
+	t.Parallel()
+	e := fixedEngine(t, 2, 8)
+	h := treeHashes(rand.New(rand.NewPCG(1, 1)), 8)
+	d := restoreGeometry.DigestBytes
+	for _, x := range []struct {
+		region uint32
+		r      Restored
+	}{
+		{10, Restored{Slot: 3, Space: 1, Pages: 2, Hashes: h[:2*d], Order: 1}},                              // the shorter version
+		{11, Restored{Slot: 0, Space: 1, Pages: 4, Hashes: h[:4*d], Order: 2}},                              //
+		{11, Restored{Slot: 1, Space: 1, Pages: 4, Hashes: h[:4*d], Order: 3}},                              // a duplicate
+		{10, Restored{Slot: 5, Space: 1, First: 4, Pages: 4, Prev: h[3*d : 4*d], Hashes: h[4*d:]}},          // before its prefix
+		{10, Restored{Slot: 6, Space: 1, First: 8, Pages: 4, Hashes: h[4*d:], Order: 9}},                    // the same pages in another place
+		{10, Restored{Slot: 7, Space: 2, First: 4, Pages: 4, Prev: h[:d], Hashes: h[4*d:], Order: 10}},      // of the other space, its prefix unknown
+		{11, Restored{Slot: 7, Space: 2, First: 400, Pages: 1, Prev: h[:d], Hashes: h[:d], Order: 1 << 60}}, //
+	} {
+		if err := e.Restore(x.region, []Restored{x.r}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := e.Restore(10, []Restored{{Slot: 5, Space: 1, Pages: 1, Hashes: h[:d]}}); !errors.Is(err, ErrInvalid) {
+		t.Errorf("a slot told of twice: %v", err)
+	}
+	if n := e.EndRestore(); n != 5 {
+		t.Fatalf("%d chunks", n)
+	}
+	if err := e.Check(); err != nil {
+		t.Fatal(err)
+	}
+	if n, err := e.Lookup(1, 1, 0, h); n != 8 || err != nil {
+		t.Fatal(n, err)
+	}
+	if st := e.Stats(); st.ReadySlots != 4 || st.FreeSlots != 12 {
+		t.Fatalf("%+v", st)
+	}
+
+	for _, x := range []Restored{
+		{Slot: 8, Space: 1, Pages: 1, Hashes: h[:d]}, {Space: 1, Pages: 0}, {Space: 1, Pages: 5, Hashes: h[:5*d]}, {Space: 1, First: 2, Pages: 1, Hashes: h[:d]},
+		{Space: 1, First: -4, Pages: 1, Hashes: h[:d]}, {Space: 1, First: maxPage, Pages: 1, Hashes: h[:d]}, {Space: 1, Pages: 2, Hashes: h[:d]},
+		{Space: 1, Pages: 1, Hashes: h[:d], Prev: h[:d]}, {Space: 1, First: 4, Pages: 1, Hashes: h[:d], Prev: h[:1]},
+	} {
+		f := fixedEngine(t, 1, 8)
+		if err := f.Restore(10, []Restored{{Space: 1, Pages: 1, Hashes: h[:d]}, x}); !errors.Is(err, ErrInvalid) {
+			t.Errorf("%+v: %v", x, err)
+		}
+		if n := f.EndRestore(); n != 0 {
+			t.Errorf("%+v: %d chunks", x, n)
+		}
+	}
+	if err := e.Restore(10, []Restored{{Space: 1, Pages: 1, Hashes: h[:d]}}); !errors.Is(err, ErrBusy) {
+		t.Error(err)
+	}
+}
+
+// TestRemoveRegion: what a region held cannot be found at once, it goes when nobody uses it any more, and its number serves another.
+func TestRemoveRegion(t *testing.T) {
+	t.Parallel()
+	rnd := rand.New(rand.NewPCG(4, 4))
+	e := fixedEngine(t, 2, 6)
+	for range 30 {
+		storeAll(t, e, 1, 0, nil, treeHashes(rnd, 12))
+	}
+	h := treeHashes(rnd, 12)
+	storeAll(t, e, 1, 0, nil, h)
+	n, err := e.Lookup(1, 1, 0, h)
+	if err != nil || n != 12 {
+		t.Fatal(n, err)
+	}
+	res, grants, err := e.PrepareStore(1, 0, nil, treeHashes(rand.New(rand.NewPCG(9, 9)), 12), nil)
+	if err != nil || len(grants) == 0 {
+		t.Fatal(res, err)
+	}
+	for _, id := range []uint32{10, 11} {
+		if err := e.RemoveRegion(id); err != nil && !errors.Is(err, ErrBusy) {
+			t.Fatal(err)
+		}
+	}
+	if err := e.Check(); err != nil {
+		t.Fatal(err)
+	}
+	if n, err := e.Lookup(1, 2, 0, h); n != 0 || err != nil {
+		t.Fatalf("%d pages of removed regions are found (%v)", n, err)
+	}
+	if err := e.CommitStore(1, res.Store, nil); err != nil {
+		t.Fatal(err)
+	}
+	if err := e.Cancel(1, 1); err != nil {
+		t.Fatal(err)
+	}
+	for _, id := range []uint32{10, 11} {
+		if err := e.RemoveRegion(id); err != nil && !errors.Is(err, ErrNotFound) {
+			t.Fatal(err)
+		}
+	}
+	if st := e.Stats(); st.Regions != 0 || st.Slots != 0 || st.CapacityBytes != 0 || st.Pages != 0 {
+		t.Fatalf("%+v", st)
+	}
+	if err := e.AddCarvedRegion(7, restoreGeometry, 5); err != nil {
+		t.Fatal(err)
+	}
+	storeAll(t, e, 1, 0, nil, h)
+	if n, err := e.Lookup(1, 3, 0, h); n != 12 || err != nil {
+		t.Fatal(n, err)
+	}
+	if err := e.Check(); err != nil {
+		t.Fatal(err)
+	}
+	if e.nregion != 2 {
+		t.Fatalf("%d numbers of regions were used", e.nregion)
+	}
+}
+
+// TestNoExtend: a longer version of a chunk gets a slot of its own, and the shorter one goes at its commit.
+func TestNoExtend(t *testing.T) {
+	t.Parallel()
+	e := fixedEngine(t, 1, 4)
+	h := treeHashes(rand.New(rand.NewPCG(2, 2)), 4)
+	storeAll(t, e, 1, 0, nil, h[:2*16])
+	res, grants, err := e.PrepareStore(1, 0, nil, h, nil)
+	if err != nil || len(grants) != 1 || grants[0].Page != 0 || grants[0].Pages != 4 {
+		t.Fatalf("%+v %+v %v", res, grants, err)
+	}
+	if err := e.CommitStore(1, res.Store, nil); err != nil {
+		t.Fatal(err)
+	}
+	if st := e.Stats(); st.ReadySlots != 1 || st.Replaced != 1 {
+		t.Fatalf("%+v", st)
+	}
+	// A full engine of fixed regions evicts, and carves nothing.
+	for range 20 {
+		storeAll(t, e, 2, 0, nil, treeHashes(rand.New(rand.NewPCG(rand.Uint64(), 2)), 4))
+	}
+	if err := e.Check(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// BenchmarkRestore restores a million pages a round, as of a store that was filled evenly.
+func BenchmarkRestore(b *testing.B) {
+	const chunks, ppc = 1 << 18, 16
+	g := Geometry{PageBytes: 4096, PagesPerChunk: ppc, PageTokens: 1, DigestBytes: 32}
+	rnd := rand.New(rand.NewPCG(1, 1))
+	hashes := make([]byte, ppc*32)
+	for b.Loop() {
+		e, err := New(Config{FixedRegions: true, NoExtend: true, OwnerShare: 1, ArenaLimitBytes: chunks * ppc * 4096})
+		if err != nil {
+			b.Fatal(err)
+		}
+		if err := e.AddCarvedRegion(1, g, chunks); err != nil {
+			b.Fatal(err)
+		}
+		id, err := e.OpenSpace(chunk.Fingerprint{}, g)
+		if err != nil {
+			b.Fatal(err)
+		}
+		entries := make([]Restored, 1)
+		for i := range chunks {
+			for j := 0; j < len(hashes); j += 8 {
+				binary.LittleEndian.PutUint64(hashes[j:], rnd.Uint64())
+			}
+			entries[0] = Restored{Slot: uint32(i), Space: id, Pages: ppc, Hashes: hashes, Order: uint64(i)}
+			if err := e.Restore(1, entries); err != nil {
+				b.Fatal(err)
+			}
+		}
+		if n := e.EndRestore(); n != chunks {
+			b.Fatal(n)
+		}
+		e.Close()
+	}
+	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/chunks, "ns/chunk")
+}
