@@ -1,6 +1,7 @@
 package ipc
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"net"
@@ -35,9 +36,12 @@ const (
 	// sendHWM bounds the answers that wait for a peer that does not read. They are
 	// a few bytes each.
 	sendHWM = 1024
-	// burst is how many messages of one socket are handled before the others have
-	// their turn.
+	// burst is how many messages of one socket, or posted answers, are handled
+	// before the others have their turn.
 	burst = 64
+	// maxPosts bounds the posted answers that wait for the loop. It sends them
+	// within microseconds, so that these many are a sign that it is stuck.
+	maxPosts = 1 << 14
 	// handshakeTimeout closes a connection that does not speak ZMTP.
 	handshakeTimeout = 2 * time.Second
 	// breakPause is how long a socket stays shut after a flood.
@@ -54,10 +58,12 @@ const (
 type Handler interface {
 	// HandleLookup handles one native message. Unless answer is empty, it goes to
 	// the session's reply socket. reply is an empty buffer that answer may use;
-	// answer must stay valid until the next call.
+	// answer must stay valid until the next call. What is answered later goes
+	// through Post.
 	HandleLookup(msg, reply []byte) (session uint64, answer []byte)
 	// HandleLMCache handles one of LMCache's messages. The answer to a lookup is
-	// how many tokens hit, unless answer is false; a cleanup has none.
+	// how many tokens hit, unless answer is false; a cleanup has none. What is
+	// answered later goes through PostLMCache.
 	HandleLMCache(req *wire.LMCacheRequest) (hitTokens uint32, answer bool)
 	// Tick is called every LookupOptions.Tick.
 	Tick()
@@ -136,6 +142,7 @@ type LookupSockets struct {
 
 	mu      sync.Mutex
 	queue   []func() // for the loop to run; guarded by mu
+	posts   []post   // for the loop to send; guarded by mu
 	closed  bool     // guarded by mu
 	done    chan struct{}
 	stopped bool // the loop's own
@@ -151,6 +158,7 @@ type LookupSockets struct {
 	firstMonitor int        // index of the poll item of watched[0]'s monitor; the others follow
 	buf          []byte
 	reply        []byte
+	sending      []post // posts that were taken from the queue
 	frames       [][]byte
 	lmRequest    wire.LMCacheRequest
 	monitorSeq   int
@@ -245,6 +253,43 @@ func (l *LookupSockets) RemoveSession(id uint64) {
 			g.close()
 		}
 	})
+}
+
+// post is an answer from another goroutine than the loop's.
+type post struct {
+	session uint64 // whose reply socket; 0: LMCache's
+	lookup  []byte // LMCache's id in frames: the first frame; otherwise empty
+	msg     []byte
+}
+
+// Post sends a message, which it copies, to a session's reply socket. It does not
+// wait: what the socket loop has no room for, or whose session has none any more,
+// is dropped and counted.
+func (l *LookupSockets) Post(session uint64, msg []byte) {
+	l.post(post{session: session, msg: bytes.Clone(msg)})
+}
+
+// PostLMCache answers one of LMCache's lookups, by its id and in the form that it
+// came in, like Post.
+func (l *LookupSockets) PostLMCache(id []byte, multipart bool, hitTokens uint32) {
+	if multipart {
+		l.post(post{lookup: bytes.Clone(id), msg: wire.AppendLMCacheTokens(nil, hitTokens)})
+	} else {
+		l.post(post{msg: wire.AppendLMCacheResponse(nil, id, hitTokens)})
+	}
+}
+
+func (l *LookupSockets) post(p post) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed || len(l.posts) >= maxPosts {
+		l.count.dropped.Add(1)
+		return
+	}
+	l.posts = append(l.posts, p)
+	if len(l.posts) == 1 {
+		l.kick()
+	}
 }
 
 // Close stops serving and removes the sockets. Closing again does nothing.
@@ -575,10 +620,52 @@ func (l *LookupSockets) runQueue() {
 	l.mu.Lock()
 	queue := l.queue
 	l.queue = nil
+	n := min(len(l.posts), burst)
+	l.sending = append(l.sending[:0], l.posts[:n]...)
+	left := copy(l.posts, l.posts[n:])
+	clear(l.posts[left:])
+	if l.posts = l.posts[:left]; left > 0 && !l.closed {
+		l.kick()
+	}
 	l.mu.Unlock()
+	for i := range l.sending {
+		l.send(&l.sending[i])
+	}
+	clear(l.sending)
 	for _, f := range queue {
 		f()
 	}
+}
+
+// send sends a posted answer.
+func (l *LookupSockets) send(p *post) {
+	if p.session != 0 {
+		l.answer(p.session, p.msg)
+	} else if l.lmSend != nil {
+		l.answerLMCache(p.lookup, p.msg)
+	}
+}
+
+func (l *LookupSockets) answer(session uint64, msg []byte) {
+	g := l.sessions[session]
+	if g == nil {
+		l.count.noSession.Add(1)
+		return
+	}
+	l.countAnswer(g.send(msg, false))
+}
+
+// answerLMCache sends an answer in one frame, or in two with the lookup's id as
+// the first.
+func (l *LookupSockets) answerLMCache(id, msg []byte) {
+	if len(id) > 0 {
+		// libzmq takes a message whole: if it takes the first frame, it takes both.
+		if errno := l.lmSend.send(id, true); errno != 0 {
+			l.countAnswer(errno)
+			return
+		}
+	}
+	l.countAnswer(l.lmSend.send(msg, false))
 }
 
 // serveNative handles the native lookups that wait, up to a burst.
@@ -595,12 +682,7 @@ func (l *LookupSockets) serveNative() {
 		if len(answer) == 0 {
 			continue
 		}
-		g := l.sessions[session]
-		if g == nil {
-			l.count.noSession.Add(1)
-			continue
-		}
-		l.countAnswer(g.send(answer, false))
+		l.answer(session, answer)
 	}
 }
 
@@ -623,16 +705,11 @@ func (l *LookupSockets) serveLMCache() {
 		if !answer || req.Cleanup {
 			continue
 		}
-		var errno syscall.Errno
 		if req.Multipart {
-			// libzmq takes a message whole: if it takes the first frame, it takes both.
-			if errno = l.lmSend.send(req.ID, true); errno == 0 {
-				errno = l.lmSend.send(wire.AppendLMCacheTokens(l.reply[:0], tokens), false)
-			}
+			l.answerLMCache(req.ID, wire.AppendLMCacheTokens(l.reply[:0], tokens))
 		} else {
-			errno = l.lmSend.send(wire.AppendLMCacheResponse(l.reply[:0], req.ID, tokens), false)
+			l.answerLMCache(nil, wire.AppendLMCacheResponse(l.reply[:0], req.ID, tokens))
 		}
-		l.countAnswer(errno)
 	}
 }
 

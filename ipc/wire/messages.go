@@ -820,14 +820,16 @@ func (m *Error) Decode(b []byte, lim *Limits) error {
 }
 
 // Lookup asks how much of a prefix is held, and leases it. One with a session
-// and lookup already used frees the earlier one first.
+// and lookup already used frees the earlier one first. Slower tiers know chunks
+// only by all their pages: a first page within a chunk hits in them only if
+// memory holds the rest of that chunk, so ask from the chunk's first page.
 type Lookup struct {
 	Session     uint64 // the asking scheduler's session
 	Lookup      uint64 // chosen by the client, unique in its session
 	FirstPage   uint32 // index of the first page asked for
 	Prev        []byte // hash of the page before; empty when FirstPage is 0 or it is not known; aliases the input
 	Hashes      []byte // packed page hashes, at least one byte; aliases the input
-	DeadlineMs  uint32 // the answer is of no use after so many ms, 0 for the sidecar's own bound
+	DeadlineMs  uint32 // the answer is of no use after so many ms, the wait after a LookupPending included; 0: not said
 	RecomputeUs uint32 // what computing one page anew takes, µs, 0 when it is not known
 }
 
