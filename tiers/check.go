@@ -13,8 +13,9 @@ func (e *Engine) Check() error {
 	if e.closed {
 		return ErrClosed
 	}
-	c := checker{e: e, pins: map[uint32]uint32{}, children: map[uint32]uint32{}, writers: map[uint32]int{}, chunks: map[uint16]int{}, pages: map[uint16]int{}}
-	for _, step := range []func() error{c.leases, c.parents, c.slots, c.index, c.totals} {
+	c := checker{e: e, pins: map[uint32]uint32{}, children: map[uint32]uint32{}, writers: map[uint32]int{}, chunks: map[uint16]int{}, pages: map[uint16]int{},
+		busy: map[uint32]uint8{}, promoting: map[*class]int{}, cold: map[*class]int{}}
+	for _, step := range []func() error{c.leases, c.parents, c.slots, c.index, c.promotions, c.cascades, c.totals} {
 		if err := step(); err != nil {
 			return err
 		}
@@ -31,6 +32,11 @@ type checker struct {
 	pages    map[uint16]int    // by space: indexed
 	heads    int
 	records  int
+
+	busy      map[uint32]uint8 // by slot: tiers that it is being written to
+	promoting map[*class]int
+	flying    int // slots that are being promoted into, and may be joined
+	cold      map[*class]int
 }
 
 func broken(format string, args ...any) error {
@@ -39,7 +45,7 @@ func broken(format string, args ...any) error {
 
 func (c *checker) leases() error {
 	e := c.e
-	live, pins := 0, 0
+	live, pins, waits := 0, 0, 0
 	byOwner := map[*owner]map[uint32]uint32{}
 	for i, x := range e.leases {
 		if x.index != uint32(i) {
@@ -52,7 +58,7 @@ func (c *checker) leases() error {
 		if byOwner[x.owner] == nil {
 			byOwner[x.owner] = map[uint32]uint32{}
 		}
-		for _, ref := range x.slots {
+		for j, ref := range x.slots {
 			byOwner[x.owner][ref]++
 			_, s := e.slot(ref)
 			if x.kind == storeLease {
@@ -64,9 +70,37 @@ func (c *checker) leases() error {
 			}
 			c.pins[ref]++
 			pins++
-			if s.state != ready {
+			if s.state != ready && !(s.state == filling && s.flags&promoting != 0 && x.waiting && j >= x.held) {
 				return broken("slot %#x of a %v is in state %d", ref, x.kind, s.state)
 			}
+			want := int(s.chunk)
+			switch {
+			case x.waiting && j >= x.held:
+				want = x.after + j - x.held
+			case x.kind == lookupLease || x.kind == loadLease:
+				want = x.first/x.owner.space.g.PagesPerChunk + j
+			case x.kind == cascadeLease:
+				c.busy[ref] |= uint8(x.key)
+			}
+			if int(s.chunk) != want {
+				return broken("slot %#x of a %v is chunk %d, want %d", ref, x.kind, s.chunk, want)
+			}
+		}
+		if x.kind == lookupLease {
+			held, end := len(x.slots), x.first+x.n
+			if x.waiting {
+				held, end = x.held, x.end
+				if x.n < 0 || x.held < 0 || x.held >= len(x.slots) || (x.end+x.owner.space.g.PagesPerChunk-1)/x.owner.space.g.PagesPerChunk != x.after+len(x.slots)-x.held {
+					return broken("a lookup waits for the chunks from %d on, up to page %d, with %d slots, %d of them held", x.after, x.end, len(x.slots), x.held)
+				}
+			} else {
+				waits--
+			}
+			ppc := x.owner.space.g.PagesPerChunk
+			if end <= x.first || x.n == 0 != (held == 0) || x.n > 0 && held != (x.first+x.n-1)/ppc-x.first/ppc+1 {
+				return broken("a lookup of %d pages from %d has %d slots, waiting %v to %d", x.n, x.first, held, x.waiting, end)
+			}
+			waits++
 		}
 		if x.kind == lookupLease && x.owner.lookups[x.key] != x {
 			return broken("lookup %d is not its owner's", x.key)
@@ -78,7 +112,7 @@ func (c *checker) leases() error {
 	if pins != e.pins {
 		return broken("%d leases on slots, counted %d", pins, e.pins)
 	}
-	owners := make([]*owner, 0, len(e.owners))
+	owners := []*owner{&e.cascades.owner}
 	for _, ow := range e.owners {
 		owners = append(owners, ow)
 	}
@@ -122,7 +156,7 @@ func (c *checker) leases() error {
 	lookups := 0
 	last := int64(math.MinInt64)
 	for x := e.expiry.first; x != nil; x = x.inExpiry.next {
-		if x.kind != lookupLease || x.deadline < last {
+		if x.kind != lookupLease || x.waiting || x.deadline < last {
 			return broken("the deadlines' order")
 		}
 		last = x.deadline
@@ -131,8 +165,8 @@ func (c *checker) leases() error {
 	for _, ow := range e.owners {
 		lookups -= len(ow.lookups)
 	}
-	if lookups != 0 {
-		return broken("%d lookups too many have a deadline", lookups)
+	if lookups+waits != 0 {
+		return broken("%d lookups too many have a deadline or wait", lookups+waits)
 	}
 	return nil
 }
@@ -144,7 +178,7 @@ func (c *checker) parents() error {
 		}
 		parent := c.e.kin(ref).parent
 		c.children[parent]++
-		if _, p := c.e.slot(parent); p.state != ready || p.chunk+1 != s.chunk || p.space != s.space || !p.doomed && int(p.pages) != r.ppc {
+		if _, p := c.e.slot(parent); p.state != ready && p.flags&promoting == 0 || p.chunk+1 != s.chunk || p.space != s.space || !p.doomed() && int(p.pages) != r.ppc && int(p.granted) != r.ppc {
 			return broken("slot %#x, chunk %d, has parent %#x, chunk %d with %d pages in state %d", ref, s.chunk, parent, p.chunk, p.pages, p.state)
 		}
 		return nil
@@ -186,12 +220,25 @@ func (c *checker) slots() error {
 			if s.pins != c.pins[ref] || s.children != c.children[ref] {
 				return broken("slot %#x has %d leases and %d continuations, counted %d and %d", ref, c.pins[ref], c.children[ref], s.pins, s.children)
 			}
-			if want := b2i(s.state == filling || s.state == ready && s.granted > 0); c.writers[ref] != want {
+			if want := b2i(s.state == filling && s.flags&promoting == 0 || s.state == ready && s.granted > 0); c.writers[ref] != want {
 				return broken("slot %#x in state %d with %d pages granted has %d writers", ref, s.state, s.granted, c.writers[ref])
 			}
 			in := r.lru.has(uint32(i))
-			if want := s.state == ready && !s.doomed && s.idle() && s.children == 0; in != want {
+			if want := s.state == ready && !s.doomed() && s.idle() && s.children == 0 && s.flags&cold == 0; in != want {
 				return broken("slot %#x is evictable: %v, and in the lru: %v", ref, want, in)
+			}
+			if s.flags&promoting != 0 && s.state != filling || s.flags&(twin|reused|cold) != 0 && s.state != ready || s.flags&cold != 0 && (s.doomed() || s.children > 0) {
+				return broken("slot %#x in state %d with %d continuations has flags %b", ref, s.state, s.children, s.flags)
+			}
+			c.cold[r.class] += b2i(s.flags&cold != 0)
+			if s.flags&promoting != 0 {
+				c.promoting[r.class]++
+				if !s.doomed() {
+					c.flying++
+					if f := e.flight(ref); e.flights[f] != ref {
+						return broken("slot %#x is being promoted into, and cannot be joined", ref)
+					}
+				}
 			}
 			evictable += b2i(in)
 			switch s.state {
@@ -202,15 +249,15 @@ func (c *checker) slots() error {
 				}
 			case filling:
 				fillings++
-				if s.pages != 0 || s.granted == 0 || int(s.granted) > r.ppc || s.pins != 0 || s.children != 0 {
+				if s.pages != 0 || s.granted == 0 || int(s.granted) > r.ppc || s.flags&promoting == 0 && (s.pins != 0 || s.children != 0) {
 					return broken("filling slot %#x has %d pages, %d granted, %d leases, %d continuations", ref, s.pages, s.granted, s.pins, s.children)
 				}
 			case ready:
 				leased += b2i(!s.idle())
-				if s.doomed && (s.idle() || s.pages != 0) || !s.doomed && (s.pages == 0 || int(s.pages)+int(s.granted) > r.ppc) {
-					return broken("ready slot %#x has %d pages, %d granted, doomed %v, idle %v", ref, s.pages, s.granted, s.doomed, s.idle())
+				if s.doomed() && (s.idle() || s.pages != 0) || !s.doomed() && (s.pages == 0 || int(s.pages)+int(s.granted) > r.ppc) {
+					return broken("ready slot %#x has %d pages, %d granted, doomed %v, idle %v", ref, s.pages, s.granted, s.doomed(), s.idle())
 				}
-				if !s.doomed && s.idle() && e.redundant(ref) {
+				if !s.doomed() && s.idle() && (int(s.pages) < r.ppc || s.flags&twin != 0) && e.redundant(ref) {
 					return broken("idle slot %#x adds nothing", ref)
 				}
 				if err := c.pageRecords(r, ref, s); err != nil {
@@ -257,7 +304,7 @@ func (c *checker) pageRecords(r *region, ref uint32, s *slot) error {
 			}
 			or, op := e.slotOf(other)
 			ro, o := e.slot(or)
-			if o.state != ready || o.doomed || op >= int(o.pages) || op != pos || o.chunk != s.chunk || o.space != s.space ||
+			if o.state != ready || o.doomed() || op >= int(o.pages) || op != pos || o.chunk != s.chunk || o.space != s.space ||
 				!equal(ro.digest(or&recordMask, op), r.digestBytes(ref&recordMask, pos, &buf)) {
 				return broken("page %d of slot %#x is linked to another page, %#x", pos, ref, other)
 			}
@@ -268,6 +315,17 @@ func (c *checker) pageRecords(r *region, ref uint32, s *slot) error {
 		if l.prev == 0 {
 			c.heads++
 			c.pages[s.space]++
+			if pos == r.ppc-1 {
+				originals := b2i(s.flags&twin == 0)
+				for next := l.next; next != 0; next = e.links(next).next {
+					or, _ := e.slotOf(next)
+					_, o := e.slot(or)
+					originals += b2i(o.flags&twin == 0)
+				}
+				if originals > 1 {
+					return broken("%d slots have the whole chunk of slot %#x", originals, ref)
+				}
+			}
 			if found := e.find(e.spaces[s.space], r.digestBytes(ref&recordMask, pos, &buf)); found != rec {
 				return broken("page %d of slot %#x is found as %#x", pos, ref, found)
 			}
@@ -288,6 +346,89 @@ func (c *checker) index() error {
 	}
 	if c.heads != c.e.idx.len() {
 		return broken("%d pages can be found, %d entries", c.heads, c.e.idx.len())
+	}
+	return nil
+}
+
+func (c *checker) promotions() error {
+	if len(c.e.flights) != c.flying {
+		return broken("%d chunks are on their way, counted %d", c.flying, len(c.e.flights))
+	}
+	for _, cl := range c.e.classes {
+		if cl.promoting != c.promoting[cl] || cl.promoting > 0 && len(cl.regions) == 0 {
+			return broken("a class has %d slots that are promoted into, counted %d", c.promoting[cl], cl.promoting)
+		}
+	}
+	return nil
+}
+
+func (c *checker) cascades() error {
+	e := c.e
+	var queued [MaxTiers]int
+	if err := c.each(func(r *region, ref uint32, s *slot) error {
+		t := e.route(ref)
+		if t == nil {
+			return nil
+		}
+		all := t.held | t.whole | t.part | t.busy
+		if s.state != ready && all != 0 || all>>len(e.cfg.Tiers) != 0 || s.doomed() && all != t.busy || t.whole&t.part != 0 || (t.whole|t.part)&t.held != 0 ||
+			t.whole != 0 && int(s.pages) < r.ppc || t.part != 0 && int(s.pages) == r.ppc || t.busy != c.busy[ref] {
+			return broken("slot %#x in state %d with flags %b and %d pages, being written to %b, stands to the tiers as %+v", ref, s.state, s.flags, s.pages, c.busy[ref], *t)
+		}
+		for i := range queued {
+			queued[i] += int((t.whole|t.part)>>i) & 1
+		}
+		return nil
+	}); err != nil {
+		return err
+	}
+	for i := range e.cfg.Tiers {
+		q, bit := &e.cascades.queues[i], uint8(1)<<i
+		entries := 0
+		for _, f := range []struct {
+			fifo
+			in func(*route, uint8) bool
+		}{{q.whole, (*route).isWhole}, {q.part, (*route).isPart}} {
+			seen := map[uint32]bool{}
+			for _, x := range f.entries[f.head:] {
+				if t := e.queuedRoute(x); t != nil && f.in(t, bit) {
+					if seen[x.ref] {
+						return broken("slot %#x is queued twice for tier %d", x.ref, i)
+					}
+					seen[x.ref] = true
+					entries++
+				}
+			}
+			if len(f.entries) > 2*q.limit {
+				return broken("a queue of at most %d has %d entries", q.limit, len(f.entries))
+			}
+		}
+		if queued[i] != q.queued || entries != q.queued || q.queued > q.limit {
+			return broken("%d slots are queued for tier %d by %d entries, counted %d of at most %d", queued[i], i, entries, q.queued, q.limit)
+		}
+	}
+	for _, cl := range e.classes {
+		if cl.cold != c.cold[cl] {
+			return broken("a class has %d cold slots, counted %d", c.cold[cl], cl.cold)
+		}
+		idle, prev := 0, uint32(0)
+		for ref := cl.coldFirst; ref != 0; ref = e.route(ref).next {
+			r, s := e.slot(ref)
+			if r.class != cl || s.flags&cold == 0 || !s.idle() || e.route(ref).prev != prev {
+				return broken("slot %#x with flags %b is listed as cold", ref, s.flags)
+			}
+			idle++
+			prev = ref
+		}
+		if prev != cl.coldLast {
+			return broken("the list of cold slots ends with %#x, not %#x", prev, cl.coldLast)
+		}
+		if err := c.each(func(r *region, _ uint32, s *slot) error {
+			idle -= b2i(r.class == cl && s.flags&cold != 0 && s.idle())
+			return nil
+		}); err != nil || idle != 0 {
+			return broken("%d cold slots too many are listed", idle)
+		}
 	}
 	return nil
 }

@@ -30,6 +30,21 @@ type Config struct {
 	// OwnerShare is the part of the slots of a geometry that one owner may have leased or filling, a slot leased twice counting once, so that a
 	// client which freezes cannot take everything. At least one slot is always allowed. Default 0.5, at most 1.
 	OwnerShare float64
+	// PromotingShare is the part of the slots of a geometry that may be on their way up from a tier at one time. At least one slot always may. Default
+	// 0.5, at most 1.
+	PromotingShare float64
+	// OnFree, if given, is called whenever a Ready slot is freed, whatever the reason, with its region and number. It is called under the engine's lock, so it must
+	// be quick and call nothing of the engine. Default: none.
+	OnFree func(region, slot uint32)
+	// Tiers are those below the arena, nearest first, at most MaxTiers. Default: none, and then nothing is queued.
+	Tiers []TierAdmission
+	// PartialDelay is how long a partly filled chunk must not have grown before it goes to a tier. Default 1 s.
+	PartialDelay time.Duration
+	// LowWater is the part of the slots of a geometry that should be free, or have been written to the tiers that admit what is evicted. Default 1/8.
+	LowWater float64
+	// Wake, if given, is called when NextCascades has something for a tier again. It is called under the engine's lock, so it must not block and
+	// call nothing of the engine. Default: none.
+	Wake func(tier int)
 	// ArenaLimitBytes is what the regions may come to; the index is sized for it when the first region is carved. Default 0: the regions
 	// that there are then.
 	ArenaLimitBytes int64
@@ -59,6 +74,9 @@ func (c *Config) validate() error {
 	if c.OwnerShare == 0 {
 		c.OwnerShare = 0.5
 	}
+	if c.PromotingShare == 0 {
+		c.PromotingShare = 0.5
+	}
 	if c.Now == nil {
 		start := time.Now()
 		c.Now = func() int64 { return int64(time.Since(start)) }
@@ -80,13 +98,16 @@ func (c *Config) validate() error {
 	if !(c.OwnerShare > 0 && c.OwnerShare <= 1) {
 		return fmt.Errorf("%w: OwnerShare is %v, want more than 0, at most 1", ErrInvalid, c.OwnerShare)
 	}
+	if !(c.PromotingShare > 0 && c.PromotingShare <= 1) {
+		return fmt.Errorf("%w: PromotingShare is %v, want more than 0, at most 1", ErrInvalid, c.PromotingShare)
+	}
 	if c.MinPageBytes < 0 {
 		return fmt.Errorf("%w: MinPageBytes is %d", ErrInvalid, c.MinPageBytes)
 	}
 	if c.ArenaLimitBytes < 0 {
 		return fmt.Errorf("%w: ArenaLimitBytes is %d", ErrInvalid, c.ArenaLimitBytes)
 	}
-	return nil
+	return c.validateCascades()
 }
 
 // Geometry is how a space's pages lie in slots and how they are named.

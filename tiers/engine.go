@@ -21,23 +21,25 @@ func invalid(format string, args ...any) error {
 type Engine struct {
 	cfg Config
 
-	mu      sync.Mutex // guards all that follows
-	closed  bool
-	tick    uint64 // counts operations: the time by which use is ordered
-	regions [maxRegions + 1]*region
-	byID    map[uint32]*region
-	nregion int
-	bytes   int64 // of all regions
-	records int   // in carved regions
-	classes map[Geometry]*class
-	spaces  []*space // by SpaceID; 0 is none
-	byPrint map[chunk.Fingerprint]*space
-	owners  map[Owner]*owner
-	leases  []*lease
-	spare   []uint32 // indices of free leases
-	expiry  leaseList
-	idx     index
-	carving bool // a region is being carved with the lock released
+	mu       sync.Mutex // guards all that follows
+	closed   bool
+	tick     uint64 // counts operations: the time by which use is ordered
+	regions  [maxRegions + 1]*region
+	byID     map[uint32]*region
+	nregion  int
+	bytes    int64 // of all regions
+	records  int   // in carved regions
+	classes  map[Geometry]*class
+	spaces   []*space // by SpaceID; 0 is none
+	byPrint  map[chunk.Fingerprint]*space
+	owners   map[Owner]*owner
+	leases   []*lease
+	spare    []uint32 // indices of free leases
+	expiry   leaseList
+	idx      index
+	cascades cascades
+	flights  map[flight]uint32 // slots that are being promoted into and may be joined
+	carving  bool              // a region is being carved with the lock released
 	// wanted is when a geometry first had to wait for a region, 0 for none waiting.
 	wanted    int64
 	waiting   bool
@@ -94,9 +96,10 @@ func New(cfg Config) (*Engine, error) {
 	}
 	e := &Engine{
 		cfg: cfg, byID: map[uint32]*region{}, classes: map[Geometry]*class{}, spaces: []*space{nil}, byPrint: map[chunk.Fingerprint]*space{},
-		owners: map[Owner]*owner{}, tagMask: math.MaxUint32,
+		owners: map[Owner]*owner{}, flights: map[flight]uint32{}, tagMask: math.MaxUint32,
 		refs: make([]uint32, cfg.MaxPages+1), held: make([]uint32, cfg.MaxPages+1), marks: make([]uint64, cfg.MaxPages/64+1),
 	}
+	e.setUpCascades()
 	return e, nil
 }
 
@@ -178,13 +181,15 @@ func (e *Engine) addRegion(id uint32, size int64) (*region, error) {
 // relimit computes the classes' limits anew.
 func (e *Engine) relimit() {
 	for _, c := range e.classes {
-		slots := c.slots
+		c.uncarved = 0
 		for _, r := range e.regions[1 : e.nregion+1] {
 			if r.class == nil {
-				slots += c.slotsIn(r.size)
+				c.uncarved += c.slotsIn(r.size)
 			}
 		}
+		slots := c.slots + c.uncarved
 		c.limit = max(1, int(e.cfg.OwnerShare*float64(slots)))
+		c.promotable = max(1, int(e.cfg.PromotingShare*float64(slots)))
 	}
 }
 
@@ -307,7 +312,7 @@ func (e *Engine) ClearSpace(id SpaceID) (chunks int) {
 				break
 			}
 			left--
-			if sl := &r.slots[i]; sl.state != free && sl.space == s.id && !sl.doomed {
+			if sl := &r.slots[i]; sl.state != free && sl.space == s.id && !sl.doomed() {
 				if sl.state == ready {
 					chunks++
 				}
@@ -376,6 +381,7 @@ func (e *Engine) Expire() (n int) {
 		n++
 	}
 	e.stats.Expired += uint64(n)
+	e.duePartials(now)
 	e.idx.migrate(4 * migrateStep)
 	trash, tables := e.takeTrash()
 	e.mu.Unlock()
@@ -441,7 +447,7 @@ func (e *Engine) carve(r *region, c *class, slots int) error {
 	}
 	e.carving = true
 	e.mu.Unlock()
-	m, err := makeCarved(slots, c.geometry.PagesPerChunk, c.geometry.DigestBytes/8, indexWords)
+	m, err := makeCarved(slots, c.geometry.PagesPerChunk, c.geometry.DigestBytes/8, indexWords, len(e.cfg.Tiers) > 0)
 	e.mu.Lock()
 	e.carving = false
 	if err != nil {
@@ -464,6 +470,9 @@ func (e *Engine) carve(r *region, c *class, slots int) error {
 	if m.digests != nil {
 		r.digests = m.digests.Slice()
 	}
+	if m.routes != nil {
+		r.routes = m.routes.Slice()
+	}
 	c.regions = append(c.regions, r)
 	c.slots += slots
 	c.free += slots
@@ -485,10 +494,13 @@ func logarithm(n int) int8 {
 // any waits for the arena to grow first.
 func (e *Engine) coldRegion(c *class) *region {
 	before := uint64(math.MaxUint64)
-	for _, r := range c.regions {
-		if _, stamp, ok := r.lru.min(); ok {
-			before = min(before, stamp)
-		}
+	if ref, ok := e.victim(c); ok {
+		_, s := e.slot(ref)
+		before = s.stamp
+	}
+	if c.coldFirst != 0 {
+		_, s := e.slot(c.coldFirst)
+		before = min(before, s.stamp)
 	}
 	var cold *region
 	for _, r := range e.regions[1 : e.nregion+1] {
@@ -524,6 +536,7 @@ func (e *Engine) drain(r *region) bool {
 		if s.state == ready {
 			e.stats.Evictions++
 			e.stats.EvictedPages += uint64(s.pages)
+			e.unqueue(r.num<<recordBits|uint32(i), true)
 			e.doom(r.num<<recordBits | uint32(i))
 		}
 		if i%clearSlice == clearSlice-1 {

@@ -13,10 +13,11 @@ const (
 	loadLease
 	storeLease
 	pinLease
+	cascadeLease
 )
 
 func (k leaseKind) String() string {
-	return [...]string{"none", "lookup", "load", "store", "pin"}[k]
+	return [...]string{"none", "lookup", "load", "store", "pin", "cascade"}[k]
 }
 
 // lease is what one lookup, load, pin or unfinished store holds: a run of chunks of one prefix, or for a store the slots that it was granted.
@@ -27,11 +28,15 @@ type lease struct {
 	gen   uint32
 	owner *owner
 
-	key      uint64 // of a lookup: the client's id
+	key      uint64 // of a lookup: the client's id; of a cascade: the tier's bit
 	first, n int    // pages
 	buf      []uint32
 	slots    []uint32 // what is left of buf
-	deadline int64    // of a lookup
+	deadline int64    // of a lookup; it runs while the lookup does not wait
+	waiting  bool     // for promotions: slots[held:] are the chunks from chunk `after` on, of which it wants the pages before `end`
+	held     int      // before them come the n pages that it held when it began to wait; the last may be a shorter version of chunk `after`
+	after    int
+	end      int
 	prev     [32]byte // of a store: the digest of the page before
 	hasPrev  bool
 	inOwner  leaseNode
@@ -142,7 +147,9 @@ func (e *Engine) forget(x *lease) {
 	switch x.kind {
 	case lookupLease:
 		delete(ow.lookups, x.key)
-		e.expiry.remove(x)
+		if !x.waiting {
+			e.expiry.remove(x)
+		}
 	case loadLease:
 		ow.loads--
 	case storeLease:

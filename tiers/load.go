@@ -45,7 +45,7 @@ func (e *Engine) PrepareLoad(o, scheduler Owner, lookup uint64, firstPage, pages
 	to := (firstPage+pages-1)/ppc - x.first/ppc + 1
 	slots := x.slots[from:to]
 	for _, ref := range slots {
-		if _, s := e.slot(ref); s.doomed {
+		if _, s := e.slot(ref); s.doomed() {
 			return 0, out, fmt.Errorf("%w: chunk %d of lookup %d was dropped", ErrStale, s.chunk, lookup)
 		}
 	}
@@ -96,7 +96,7 @@ func (e *Engine) Release(o Owner, load uint64, bad []uint32) error {
 		}
 	}
 	for _, i := range bad {
-		if _, s := e.slot(x.slots[i]); !s.doomed {
+		if _, s := e.slot(x.slots[i]); !s.doomed() {
 			e.stats.Bad++
 			e.doom(x.slots[i])
 		}

@@ -90,7 +90,7 @@ func (e *Engine) bisect(s *space, w *walk, i int) (record uint32, page int) {
 	return record, page
 }
 
-// Trim frees a lookup's leases on the chunks wholly below firstPage.
+// Trim frees a lookup's leases on the chunks wholly below firstPage, also those that it waits for.
 func (e *Engine) Trim(o Owner, lookup uint64, firstPage int) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -99,21 +99,33 @@ func (e *Engine) Trim(o Owner, lookup uint64, firstPage int) error {
 		return err
 	}
 	ppc := x.owner.space.g.PagesPerChunk
-	cut := min(firstPage, x.first+x.n) / ppc * ppc // the first page of the first chunk that stays
-	if firstPage >= x.first+x.n {
-		cut = x.first + x.n
+	end := x.first + x.n // of what it holds or waits for
+	if x.waiting {
+		end = x.end
+	}
+	cut := min(firstPage, end) / ppc * ppc // the first page of the first chunk that stays
+	if firstPage >= end {
+		cut = end
 	}
 	if cut <= x.first {
 		return nil
 	}
-	if cut == x.first+x.n {
+	if cut == end {
 		e.endLease(x)
 		return nil
 	}
 	k := cut/ppc - x.first/ppc
+	if x.waiting {
+		if cut/ppc > x.after {
+			k = x.held + cut/ppc - x.after
+			x.after = cut / ppc
+		}
+		k = min(k, len(x.slots))
+		x.held = max(0, x.held-k)
+	}
 	e.freeSlots(x, x.slots[:k])
 	x.slots = x.slots[k:]
-	x.n -= cut - x.first
+	x.n = max(0, x.n-(cut-x.first))
 	x.first = cut
 	return nil
 }

@@ -15,6 +15,17 @@ const (
 	ready
 )
 
+// flags are what else is to know of a slot.
+type flags uint8
+
+const (
+	doomed    flags = 1 << iota // ready or filling, out of the index for good; freed when nobody uses it
+	promoting                   // filling from a tier: lookups lease it meanwhile, and it stays until FinishPromotion whoever gives up
+	twin                        // ready, promoted while a store was first with the same chunk: freed when nobody uses it, if that still is there
+	reused                      // ready, used since it was stored or grew, and queued for the tiers that admit that
+	cold                        // ready, taken out of the policy's order to be written to the tiers below before it is evicted
+)
+
 // slot is the engine's account of one slot: a cache line with all of it that a lookup of the whole chunk reads and writes. The rest is its kin.
 type slot struct {
 	stamp    uint64 // tick of the last use; a prefix inherits that of a continuation that leaves
@@ -26,7 +37,7 @@ type slot struct {
 	granted  uint16 // pages after them that a store is writing; the whole chunk while filling
 	space    uint16
 	state    state
-	doomed   bool      // ready or filling, out of the index for good; freed when nobody uses it
+	flags    flags
 	last     [4]uint64 // digest of the page at the chunk's last position; outlives the slot's becoming free
 }
 
@@ -56,6 +67,7 @@ type region struct {
 	kin     []kin    // by slot
 	digests []uint64 // of the pages at all but the last position of each slot
 	links   []link
+	routes  []route // by slot; nil without tiers below
 	lru     lru
 
 	fresh    int    // slots [fresh:] were never used since the carving
@@ -76,6 +88,13 @@ type class struct {
 	slots    int // in regions that are not draining
 	free     int // of those
 	limit    int // slots that one owner may have leased or filling
+
+	promoting  int // slots that are filling from a tier
+	promotable int // how many may be
+
+	uncarved            int    // slots that the regions which are not carved yet would have
+	cold                int    // slots that are
+	coldFirst, coldLast uint32 // those of them that nobody uses, which are evicted next
 }
 
 func (c *class) slotBytes() int64 { return c.geometry.PageBytes * int64(c.geometry.PagesPerChunk) }
@@ -145,15 +164,47 @@ func (r *region) offset(ref uint32, pos int) uint64 {
 	return uint64(ref&recordMask)*uint64(r.class.slotBytes()) + uint64(pos)*uint64(g.PageBytes)
 }
 
+func (s *slot) doomed() bool { return s.flags&doomed != 0 }
+
+// idle says that nobody leases or extends the slot.
 func (s *slot) idle() bool { return s.pins == 0 && (s.state != ready || s.granted == 0) }
 
 // touch records a use. Only ends of prefixes are in the lru, so that of a slot with continuations is a store.
 func (e *Engine) touch(ref uint32) {
 	r, s := e.slot(ref)
 	s.stamp, r.lastUse = e.tick, e.tick
-	if i := ref & recordMask; s.children == 0 && r.lru.has(i) {
+	if i := ref & recordMask; s.flags&cold != 0 {
+		e.thaw(ref)
+		if s.idle() {
+			e.offer(ref)
+		}
+	} else if s.children == 0 && r.lru.has(i) {
 		r.lru.touch(i, e.tick)
 	}
+	if e.cascades.reused != 0 && s.flags&reused == 0 {
+		e.reuse(ref)
+	}
+}
+
+// offer lets a slot be evicted from now on: it is ready, nobody uses it, and it has no continuation.
+func (e *Engine) offer(ref uint32) {
+	r, s := e.slot(ref)
+	if s.flags&cold != 0 {
+		e.cool(r.class, ref)
+		return
+	}
+	r.lru.add(ref&recordMask, s.stamp)
+	e.wantVictims(r.class)
+}
+
+// hold ends that, if it was so: it is about to be used, continued, or to leave.
+func (e *Engine) hold(ref uint32) {
+	r, s := e.slot(ref)
+	if s.flags&cold != 0 {
+		e.thaw(ref)
+		return
+	}
+	r.lru.remove(ref & recordMask)
 }
 
 // pin takes a lease on a ready slot.
@@ -162,20 +213,25 @@ func (e *Engine) pin(ref uint32) {
 	if s.idle() {
 		r.leased++
 		if s.children == 0 {
-			r.lru.remove(ref & recordMask)
+			e.hold(ref)
 		}
+	} else if s.flags&cold != 0 {
+		e.thaw(ref)
 	}
 	s.pins++
 	e.pins++
 	s.stamp, r.lastUse = e.tick, e.tick
+	if e.cascades.reused != 0 && s.flags&reused == 0 {
+		e.reuse(ref)
+	}
 }
 
-// unpin ends a lease.
+// unpin ends a lease. A slot that is still filling stays: somebody may be writing it.
 func (e *Engine) unpin(ref uint32) {
 	r, s := e.slot(ref)
 	s.pins--
 	e.pins--
-	if s.idle() {
+	if s.state == ready && s.idle() {
 		r.leased--
 		e.settle(ref)
 	}
@@ -186,14 +242,14 @@ func (e *Engine) unpin(ref uint32) {
 func (e *Engine) settle(ref uint32) {
 	r, s := e.slot(ref)
 	switch {
-	case s.doomed:
+	case s.doomed():
 		e.release(ref)
-	case int(s.pages) < r.ppc && e.redundant(ref): // there are no two whole ones
+	case (int(s.pages) < r.ppc || s.flags&twin != 0) && e.redundant(ref):
 		e.stats.Duplicates++
 		e.leave(ref)
 		e.release(ref)
 	case s.children == 0:
-		r.lru.add(ref&recordMask, s.stamp)
+		e.offer(ref)
 	}
 }
 
@@ -206,9 +262,9 @@ func (e *Engine) redundant(ref uint32) bool {
 
 // adopt makes parent the parent of a held slot.
 func (e *Engine) adopt(parent, child uint32) {
-	r, p := e.slot(parent)
+	_, p := e.slot(parent)
 	if p.children == 0 {
-		r.lru.remove(parent & recordMask)
+		e.hold(parent)
 	}
 	p.children++
 	k := e.kin(child)
@@ -230,11 +286,11 @@ func (e *Engine) disown(ref uint32) {
 	k := e.kin(ref)
 	if !e.orphan(ref) {
 		_, s := e.slot(ref)
-		r, p := e.slot(k.parent)
+		_, p := e.slot(k.parent)
 		p.children--
 		p.stamp = max(p.stamp, s.stamp)
-		if p.children == 0 && p.state == ready && !p.doomed && p.idle() {
-			r.lru.add(k.parent&recordMask, p.stamp)
+		if p.children == 0 && p.state == ready && !p.doomed() && p.idle() {
+			e.offer(k.parent)
 		}
 	}
 	k.parent = 0
@@ -265,10 +321,10 @@ func (e *Engine) enter(ref uint32, from, to int) bool {
 		s.pages++
 		// The slot that ended here is the shorter version of this one.
 		if other, _ := e.slotOf(head); other != ref {
-			ro, o := e.slot(other)
-			if int(o.pages) == pos+1 && o.idle() {
+			_, o := e.slot(other)
+			if int(o.pages) == pos+1 && o.idle() && pos+1 < r.ppc {
 				e.stats.Replaced++
-				ro.lru.remove(other & recordMask)
+				e.hold(other)
 				e.leave(other)
 				e.release(other)
 			}
@@ -321,22 +377,26 @@ func (e *Engine) retract(ref uint32, from int) {
 // leave takes a ready slot out of the index and out of its prefix. It must not be in the lru any more.
 func (e *Engine) leave(ref uint32) {
 	_, s := e.slot(ref)
+	e.unqueue(ref, false)
 	e.retract(ref, 0)
 	e.disown(ref)
-	s.doomed = true
+	s.flags |= doomed
 }
 
 // doom drops what a slot holds: at once if nobody uses it, else it leaves the index now and is freed after its last use.
 func (e *Engine) doom(ref uint32) {
-	r, s := e.slot(ref)
-	if s.doomed {
+	_, s := e.slot(ref)
+	if s.doomed() {
 		return
 	}
 	if s.state == filling {
-		s.doomed = true
+		if s.flags&promoting != 0 {
+			e.land(ref)
+		}
+		s.flags |= doomed
 		return
 	}
-	r.lru.remove(ref & recordMask)
+	e.hold(ref)
 	e.leave(ref)
 	if s.idle() {
 		e.release(ref)
@@ -350,6 +410,9 @@ func (e *Engine) release(ref uint32) {
 		r.filling--
 		e.disown(ref)
 	}
+	if s.state == ready && e.cfg.OnFree != nil {
+		e.cfg.OnFree(r.id, ref&recordMask)
+	}
 	e.spaces[s.space].chunks--
 	*s = slot{gen: s.gen + 1, last: s.last}
 	e.kin(ref).next = r.freeList
@@ -360,23 +423,31 @@ func (e *Engine) release(ref uint32) {
 	}
 }
 
-// evict makes room by dropping the least recently used end of a prefix of a class. It answers false if there is none.
-func (e *Engine) evict(c *class) bool {
-	var from *region
+// victim is the slot of a class that its policy would evict next.
+func (e *Engine) victim(c *class) (ref uint32, ok bool) {
 	var oldest uint64
 	for _, r := range c.regions {
-		if _, stamp, ok := r.lru.min(); ok && !r.draining && (from == nil || stamp < oldest) {
-			from, oldest = r, stamp
+		if i, stamp, there := r.lru.min(); there && !r.draining && (!ok || stamp < oldest) {
+			ref, oldest, ok = r.num<<recordBits|i, stamp, true
 		}
 	}
-	if from == nil {
-		return false
+	return ref, ok
+}
+
+// evict makes room by dropping the end of a prefix of a class: one that was written ahead, or the policy's choice. It answers false if there is none.
+func (e *Engine) evict(c *class) bool {
+	ref := c.coldFirst
+	if ref == 0 {
+		var ok bool
+		if ref, ok = e.victim(c); !ok {
+			return false
+		}
 	}
-	i, _, _ := from.lru.min()
-	from.lru.remove(i)
-	ref := from.num<<recordBits | i
+	_, s := e.slot(ref)
 	e.stats.Evictions++
-	e.stats.EvictedPages += uint64(from.slots[i].pages)
+	e.stats.EvictedPages += uint64(s.pages)
+	e.hold(ref)
+	e.unqueue(ref, true)
 	e.leave(ref)
 	e.release(ref)
 	return true
@@ -406,6 +477,7 @@ func (e *Engine) alloc(s *space, chunk, pages int) uint32 {
 		s.chunks++
 		r.lastUse = e.tick
 		r.slots[i] = slot{stamp: e.tick, gen: gen, chunk: uint32(chunk), granted: uint16(pages), space: s.id, state: filling}
+		e.wantVictims(c)
 		return r.num<<recordBits | i
 	}
 	panic("tiers: a class counts free slots that its regions have not")
@@ -420,9 +492,10 @@ type carved struct {
 	heap    *dax.Table[lruEntry]
 	pos     *dax.Table[uint32]
 	index   *dax.Table[uint64] // nil: not wanted
+	routes  *dax.Table[route]  // likewise
 }
 
-func makeCarved(slots, ppc, words, indexWords int) (c *carved, err error) {
+func makeCarved(slots, ppc, words, indexWords int, routes bool) (c *carved, err error) {
 	c = &carved{}
 	defer func() {
 		if err != nil {
@@ -449,6 +522,11 @@ func makeCarved(slots, ppc, words, indexWords int) (c *carved, err error) {
 	}
 	if c.pos, err = dax.NewTable[uint32](slots); err != nil {
 		return c, err
+	}
+	if routes {
+		if c.routes, err = dax.NewTable[route](slots); err != nil {
+			return c, err
+		}
 	}
 	if indexWords > 0 {
 		c.index, err = dax.NewTable[uint64](indexWords)
@@ -477,5 +555,8 @@ func (c *carved) close() {
 	}
 	if c.index != nil {
 		c.index.Close()
+	}
+	if c.routes != nil {
+		c.routes.Close()
 	}
 }

@@ -20,10 +20,17 @@ type Counters struct {
 	EvictedPages  uint64
 	Expired       uint64 // lookups ended by their deadline
 	Cleared       uint64 // chunks dropped by ClearSpace
+	Dropped       uint64 // chunks dropped by Drop
 	Bad           uint64 // chunks dropped because a load found their bytes bad
 	Limited       uint64 // answers cut short by an owner's share or limits
 	Recarved      uint64 // regions emptied for another geometry
 	CarveFailures uint64 // regions that could not be carved for want of memory
+
+	Promotions       uint64 // chunks for which slots were reserved, to be loaded from a tier
+	PromotionsJoined uint64 // chunks that were on their way already when another lookup wanted them
+	PromotionsFailed uint64
+	PromotionsLate   uint64 // chunks that a store was first with
+	PromotedPages    uint64 // that can be found since
 }
 
 // Stats is the engine at one moment.
@@ -36,9 +43,10 @@ type Stats struct {
 	Slots         int   // in carved regions
 	FreeSlots     int
 	FillingSlots  int
+	Promoting     int // of those: from a tier
 	ReadySlots    int
 	LeasedSlots   int   // ready ones in use by lookups, loads, pins and extensions
-	Leases        int   // on them; one slot may have many
+	Leases        int   // on them and on those being promoted into; one slot may have many
 	Pages         int   // indexed
 	MetadataBytes int64 // address space of tables and index; they are paid for as they are used
 	Spaces        int
@@ -69,6 +77,9 @@ func (e *Engine) Stats() Stats {
 		st.LeasedSlots += r.leased
 		st.UsedBytes += int64(n-r.free) * r.class.slotBytes()
 		st.MetadataBytes += int64(n)*(64+12+16+4) + int64(n*(r.ppc-1))*int64(8*r.words) + int64(n*r.ppc)*8
+	}
+	for _, c := range e.classes {
+		st.Promoting += c.promoting
 	}
 	for _, ow := range e.owners {
 		st.OpenLookups += len(ow.lookups)

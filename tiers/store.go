@@ -90,9 +90,9 @@ func (e *Engine) PrepareStore(o Owner, firstPage int, prev, hashes []byte, out [
 			ref, _ := e.slotOf(rec)
 			r, s := e.slot(ref)
 			if have := page - start + 1; int(s.pages) == have && s.granted == 0 && ow.slots.add(ref, sp.class.limit) {
+				e.hold(ref)
 				if s.idle() {
 					r.leased++
-					r.lru.remove(ref & recordMask)
 				}
 				s.granted = uint16(pages - have)
 				s.stamp, r.lastUse = e.tick, e.tick
@@ -145,20 +145,20 @@ func (e *Engine) grant(ow *owner, parent uint32, chunk, pages int) uint32 {
 	}
 	if parent != 0 {
 		// It must not make room for its own continuation.
-		r, p := e.slot(parent)
+		_, p := e.slot(parent)
 		if p.children == 0 {
-			r.lru.remove(parent & recordMask)
+			e.hold(parent)
 		}
 		p.children++
 	}
 	ref := e.alloc(ow.space, chunk, pages)
 	if parent != 0 {
-		r, p := e.slot(parent)
+		_, p := e.slot(parent)
 		if ref != 0 {
 			k := e.kin(ref)
 			k.parent, k.parentGen = parent, p.gen
-		} else if p.children--; p.children == 0 && p.idle() {
-			r.lru.add(parent&recordMask, p.stamp)
+		} else if p.children--; p.children == 0 && p.state == ready && p.idle() {
+			e.offer(parent)
 		}
 	}
 	if ref != 0 {
@@ -234,7 +234,7 @@ func (e *Engine) finishGrant(x *lease, i int, ok bool) {
 		e.finishExtension(ref, ok)
 		return
 	}
-	if !ok || s.doomed {
+	if !ok || s.doomed() {
 		e.release(ref)
 		return
 	}
@@ -260,6 +260,7 @@ func (e *Engine) finishGrant(x *lease, i int, ok bool) {
 	}
 	s.stamp, r.lastUse = e.tick, e.tick
 	e.stats.StoredPages += uint64(pages)
+	e.admit(ref, e.cascades.stored)
 	e.settle(ref)
 }
 
@@ -290,10 +291,11 @@ func (e *Engine) finishExtension(ref uint32, ok bool) {
 	var buf [32]byte
 	last := r.digestBytes(ref&recordMask, to-1, &buf)
 	// If somebody else was first with the last page, this stays the shorter version.
-	if ok && !s.doomed && e.find(e.spaces[s.space], last) == 0 && e.enter(ref, from, to) {
+	if ok && !s.doomed() && e.find(e.spaces[s.space], last) == 0 && e.enter(ref, from, to) {
 		e.stats.StoredPages += uint64(to - from)
 		e.stats.Extended++
 		s.stamp, r.lastUse = e.tick, e.tick
+		e.grown(ref)
 	}
 	if s.idle() {
 		r.leased--
