@@ -35,7 +35,7 @@ func (a *arc) resize() {
 	a.p = min(a.p, a.capacity)
 }
 
-func (a *arc) Enter(ref uint32, key, _ uint64) {
+func (a *arc) Enter(ref uint32, key uint64, _ uint32) {
 	n := a.enter(ref, key)
 	n.rank = a.tick()
 	if g := a.gone.find(key); g != 0 {

@@ -18,7 +18,7 @@ func (l *lru) Shrink(region uint32) {
 	l.q.resize(&l.books)
 }
 
-func (l *lru) Enter(ref uint32, key, _ uint64) { l.enter(ref, key).rank = l.tick() }
+func (l *lru) Enter(ref uint32, key uint64, _ uint32) { l.enter(ref, key).rank = l.tick() }
 
 func (l *lru) Use(ref uint32) { l.q.rank(&l.books, ref, l.note(ref), l.tick()) }
 

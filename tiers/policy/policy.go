@@ -28,8 +28,9 @@ type Policy interface {
 	Grow(region uint32, slots int)
 	// Shrink forgets a region, none of whose slots is resident.
 	Shrink(region uint32)
-	// Enter says that a chunk became resident in a slot. It is held (not offered) until Offer. parent is the key of the chunk that it continues, 0 for none.
-	Enter(ref uint32, key, parent uint64)
+	// Enter says that a chunk became resident in a slot. It is held (not offered) until Offer. parent is the resident slot that it continues, 0 for none (so
+	// no slot may have the ref 0: regions are best numbered from 1).
+	Enter(ref uint32, key uint64, parent uint32)
 	// Use says that a resident chunk was hit (or stored again).
 	Use(ref uint32)
 	// Offer says that a resident slot may be chosen from now on. Offering what is offered changes nothing.

@@ -25,7 +25,7 @@ func TestPrefixInherits(t *testing.T) {
 	p.Grow(1, 4)
 	ref := func(i uint32) uint32 { return 1<<SlotBits | i }
 	p.Enter(ref(0), 10, 0)
-	p.Enter(ref(1), 11, 10) // continues 0
+	p.Enter(ref(1), 11, ref(0)) // continues 0
 	p.Enter(ref(2), 12, 0)
 	p.Offer(ref(1))
 	p.Offer(ref(2))

@@ -36,7 +36,7 @@ func (s *s3fifo) resize() {
 	s.gone.resize(s.capacity - s.capacity/10)
 }
 
-func (s *s3fifo) Enter(ref uint32, key, _ uint64) {
+func (s *s3fifo) Enter(ref uint32, key uint64, _ uint32) {
 	n := s.enter(ref, key)
 	n.queue = s3small
 	if g := s.gone.find(key); g != 0 {

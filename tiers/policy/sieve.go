@@ -27,7 +27,7 @@ func (s *sieve) Shrink(region uint32) {
 	s.q.resize(&s.books)
 }
 
-func (s *sieve) Enter(ref uint32, key, _ uint64) {
+func (s *sieve) Enter(ref uint32, key uint64, _ uint32) {
 	s.enter(ref, key).rank = s.round<<sieveRound | s.tick()&(1<<sieveRound-1)
 }
 

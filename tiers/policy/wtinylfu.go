@@ -41,7 +41,7 @@ func (w *wtinylfu) resize() {
 	w.sketch.resize(w.capacity)
 }
 
-func (w *wtinylfu) Enter(ref uint32, key, _ uint64) {
+func (w *wtinylfu) Enter(ref uint32, key uint64, _ uint32) {
 	n := w.enter(ref, key)
 	n.rank, n.queue = w.tick(), tlWindow
 	w.sizes[tlWindow]++

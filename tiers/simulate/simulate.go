@@ -59,7 +59,7 @@ func Run(ctx context.Context, t *Trace, p policy.Policy, capacity int, progress 
 type store struct {
 	t       *Trace
 	p       policy.Policy
-	at      []uint32 // by block: its slot plus one, 0 if it is not resident
+	at      []uint32 // by block: the ref of its slot, 0 if it is not resident
 	slots   []resident
 	free    []uint32
 	evicted int
@@ -74,11 +74,16 @@ type resident struct {
 func newStore(t *Trace, p policy.Policy, capacity int) *store {
 	s := &store{t: t, p: p, at: make([]uint32, len(t.parent)), slots: make([]resident, capacity), free: make([]uint32, capacity)}
 	for i := range s.free {
-		s.free[i] = uint32(capacity - 1 - i)
+		s.free[i] = region<<policy.SlotBits | uint32(capacity-1-i)
 	}
-	p.Grow(0, capacity)
+	p.Grow(region, capacity)
 	return s
 }
+
+// region is the number of the one region.
+const region = 1
+
+func (s *store) slot(ref uint32) *resident { return &s.slots[ref&policy.SlotMask] }
 
 // key names a block to a policy. 0 names none.
 func key(block uint32) uint64 { return (uint64(block) + 1) * 0x9E3779B97F4A7C15 }
@@ -90,9 +95,9 @@ func (s *store) request(blocks []uint32) (hits int) {
 		if at == 0 {
 			break
 		}
-		s.p.Use(at - 1)
-		s.p.Hold(at - 1)
-		s.slots[at-1].leased = true
+		s.p.Use(at)
+		s.p.Hold(at)
+		s.slot(at).leased = true
 		hits++
 	}
 	held := hits
@@ -101,19 +106,19 @@ func (s *store) request(blocks []uint32) (hits int) {
 		if !ok {
 			break
 		}
-		parent := uint64(0)
+		parent := uint32(0)
 		if up := s.t.parent[b]; up >= 0 {
-			parent = key(uint32(up))
-			s.slots[s.at[up]-1].children++
+			parent = s.at[up]
+			s.slot(parent).children++
 		}
-		s.slots[slot] = resident{block: b, leased: true}
-		s.at[b] = slot + 1
+		*s.slot(slot) = resident{block: b, leased: true}
+		s.at[b] = slot
 		s.p.Enter(slot, key(b), parent)
 		held++
 	}
 	for i := held - 1; i >= 0; i-- {
-		slot := s.at[blocks[i]] - 1
-		r := &s.slots[slot]
+		slot := s.at[blocks[i]]
+		r := s.slot(slot)
 		r.leased = false
 		if r.children == 0 {
 			s.p.Offer(slot)
@@ -134,17 +139,17 @@ func (s *store) room() (slot uint32, ok bool) {
 	if !ok {
 		return 0, false
 	}
-	b := s.slots[slot].block
+	b := s.slot(slot).block
 	up := s.t.parent[b]
 	if up >= 0 {
-		s.p.Inherit(s.at[up]-1, slot)
+		s.p.Inherit(s.at[up], slot)
 	}
 	s.p.Leave(slot, true)
 	s.at[b] = 0
 	s.evicted++
 	if up >= 0 {
-		above := s.at[up] - 1
-		r := &s.slots[above]
+		above := s.at[up]
+		r := s.slot(above)
 		r.children--
 		if r.children == 0 && !r.leased {
 			s.p.Offer(above)
