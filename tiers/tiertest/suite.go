@@ -6,6 +6,7 @@ import (
 	"flag"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -241,6 +242,11 @@ func chunks(run tiers.Run) (all []tiers.Run) {
 	return all
 }
 
+// twin says whether an earlier run of the same call begins with the same page: a tier may be too busy with that one.
+func twin(runs []tiers.Run, i int) bool {
+	return slices.ContainsFunc(runs[:i], func(r tiers.Run) bool { return keyOf(r) == keyOf(runs[i]) })
+}
+
 // tokens is a prefix of n pages that begins like no other with another first token.
 func tokens(first byte, n int) Prefix {
 	p := make(Prefix, n)
@@ -399,7 +405,7 @@ func testBatches(t *testing.T, f Factory, g tiers.Geometry) {
 	}
 	for _, shift := range []int{0, 1, 512, 8} {
 		for i, err := range transfers(t.Context(), t, tier, Store, shift, stored...) {
-			if err != nil {
+			if err != nil && !(errors.Is(err, tiers.ErrBusy) && twin(stored, i)) {
 				t.Fatalf("Store %d: %v", i, err)
 			}
 		}
