@@ -208,7 +208,7 @@ func (c *checker) slots() error {
 			continue
 		}
 		c.records += len(r.slots) * r.ppc
-		frees, fillings, leased, evictable := len(r.slots)-r.fresh, 0, 0, 0
+		frees, fillings, leased := len(r.slots)-r.fresh, 0, 0
 		for i := range r.fresh {
 			ref, s := r.num<<recordBits|uint32(i), &r.slots[i]
 			if s.state != free {
@@ -223,10 +223,6 @@ func (c *checker) slots() error {
 			if want := b2i(s.state == filling && s.flags&promoting == 0 || s.state == ready && s.granted > 0); c.writers[ref] != want {
 				return broken("slot %#x in state %d with %d pages granted has %d writers", ref, s.state, s.granted, c.writers[ref])
 			}
-			in := r.lru.has(uint32(i))
-			if want := s.state == ready && !s.doomed() && s.idle() && s.children == 0 && s.flags&cold == 0; in != want {
-				return broken("slot %#x is evictable: %v, and in the lru: %v", ref, want, in)
-			}
 			if s.flags&promoting != 0 && s.state != filling || s.flags&(twin|reused|cold) != 0 && s.state != ready || s.flags&cold != 0 && (s.doomed() || s.children > 0) {
 				return broken("slot %#x in state %d with %d continuations has flags %b", ref, s.state, s.children, s.flags)
 			}
@@ -240,7 +236,6 @@ func (c *checker) slots() error {
 					}
 				}
 			}
-			evictable += b2i(in)
 			switch s.state {
 			case free:
 				frees++
@@ -271,15 +266,8 @@ func (c *checker) slots() error {
 				return broken("the list of free slots of region %d", r.id)
 			}
 		}
-		if frees != r.free || listed+len(r.slots)-r.fresh != r.free || fillings != r.filling || leased != r.leased || evictable != r.lru.n {
-			return broken("region %d has %d free, %d listed, %d filling, %d leased, %d evictable; counted %d, %d, %d, %d", r.id, frees, listed, fillings,
-				leased, evictable, r.free, r.filling, r.leased, r.lru.n)
-		}
-		for i := range r.lru.n {
-			l := r.lru.heap[i]
-			if r.lru.pos[l.slot] != uint32(i+1) || r.slots[l.slot].stamp != l.stamp || i > 0 && r.lru.heap[(i-1)/4].stamp > l.stamp {
-				return broken("the lru of region %d at %d", r.id, i)
-			}
+		if frees != r.free || listed+len(r.slots)-r.fresh != r.free || fillings != r.filling || leased != r.leased {
+			return broken("region %d has %d free, %d listed, %d filling, %d leased; counted %d, %d, %d", r.id, frees, listed, fillings, leased, r.free, r.filling, r.leased)
 		}
 	}
 	return nil

@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"math"
 	"time"
+
+	"lookaside/tiers/policy"
 )
 
 // Config is everything that the engine is told from outside. Zero fields take the stated default.
@@ -30,6 +32,8 @@ type Config struct {
 	// OwnerShare is the part of the slots of a geometry that one owner may have leased or filling, a slot leased twice counting once, so that a
 	// client which freezes cannot take everything. At least one slot is always allowed. Default 0.5, at most 1.
 	OwnerShare float64
+	// Policy names the order of eviction of each geometry, as package policy does. Default: its default.
+	Policy string
 	// PromotingShare is the part of the slots of a geometry that may be on their way up from a tier at one time. At least one slot always may. Default
 	// 0.5, at most 1.
 	PromotingShare float64
@@ -100,6 +104,9 @@ func (c *Config) validate() error {
 	}
 	if !(c.PromotingShare > 0 && c.PromotingShare <= 1) {
 		return fmt.Errorf("%w: PromotingShare is %v, want more than 0, at most 1", ErrInvalid, c.PromotingShare)
+	}
+	if _, err := policy.New(c.Policy, policy.Options{}); err != nil {
+		return fmt.Errorf("%w: %w", ErrInvalid, err)
 	}
 	if c.MinPageBytes < 0 {
 		return fmt.Errorf("%w: MinPageBytes is %d", ErrInvalid, c.MinPageBytes)

@@ -8,6 +8,7 @@ import (
 
 	"lookaside/dax"
 	"lookaside/tiers/chunk"
+	"lookaside/tiers/policy"
 )
 
 // maxPage bounds page indices, so that no arithmetic on them wraps.
@@ -47,6 +48,7 @@ type Engine struct {
 	stats     Counters
 	linkSteps uint64 // links followed, for tests of the work done
 	touched   uint64 // keeps the loads of probe
+	newPolicy func() policy.Policy
 	tagMask   uint32 // ^0; tests clear bits to make digests collide
 
 	refs  []uint32 // scratch: MaxPages+1 refs
@@ -98,6 +100,13 @@ func New(cfg Config) (*Engine, error) {
 		cfg: cfg, byID: map[uint32]*region{}, classes: map[Geometry]*class{}, spaces: []*space{nil}, byPrint: map[chunk.Fingerprint]*space{},
 		owners: map[Owner]*owner{}, flights: map[flight]uint32{}, tagMask: math.MaxUint32,
 		refs: make([]uint32, cfg.MaxPages+1), held: make([]uint32, cfg.MaxPages+1), marks: make([]uint64, cfg.MaxPages/64+1),
+	}
+	e.newPolicy = func() policy.Policy {
+		p, err := policy.New(cfg.Policy, policy.Options{Seed: cfg.Seed})
+		if err != nil {
+			panic(err) // validate tried it
+		}
+		return p
 	}
 	e.setUpCascades()
 	return e, nil
@@ -250,7 +259,7 @@ func (e *Engine) classOf(g Geometry) *class {
 	g.PageTokens = 0
 	c := e.classes[g]
 	if c == nil {
-		c = &class{geometry: g}
+		c = &class{geometry: g, policy: e.newPolicy()}
 		e.classes[g] = c
 	}
 	return c
@@ -464,7 +473,7 @@ func (e *Engine) carve(r *region, c *class, slots int) error {
 	}
 	*r = region{
 		id: r.id, num: r.num, size: r.size, class: c, ppc: c.geometry.PagesPerChunk, shift: logarithm(c.geometry.PagesPerChunk), words: c.geometry.DigestBytes / 8,
-		slots: m.slots.Slice(), kin: m.kin.Slice(), links: m.links.Slice(), lru: lru{heap: m.heap.Slice(), pos: m.pos.Slice()},
+		slots: m.slots.Slice(), kin: m.kin.Slice(), links: m.links.Slice(),
 		firstGen: r.firstGen, free: slots, lastUse: e.tick, mem: m,
 	}
 	if m.digests != nil {
@@ -473,6 +482,7 @@ func (e *Engine) carve(r *region, c *class, slots int) error {
 	if m.routes != nil {
 		r.routes = m.routes.Slice()
 	}
+	c.policy.Grow(r.num, slots)
 	c.regions = append(c.regions, r)
 	c.slots += slots
 	c.free += slots
@@ -534,10 +544,7 @@ func (e *Engine) drain(r *region) bool {
 			return false
 		}
 		if s.state == ready {
-			e.stats.Evictions++
-			e.stats.EvictedPages += uint64(s.pages)
-			e.unqueue(r.num<<recordBits|uint32(i), true)
-			e.doom(r.num<<recordBits | uint32(i))
+			e.expel(r.num<<recordBits | uint32(i))
 		}
 		if i%clearSlice == clearSlice-1 {
 			e.mu.Unlock()
@@ -565,6 +572,7 @@ func (e *Engine) uncarve(r *region) {
 			break
 		}
 	}
+	c.policy.Shrink(r.num)
 	e.records -= len(r.slots) * r.ppc
 	e.trash = append(e.trash, r.mem)
 	gen := r.firstGen

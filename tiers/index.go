@@ -189,6 +189,15 @@ func (s *space) tagOfRecord(words []uint64) uint32 {
 	return uint32(h>>32) & s.tagMask
 }
 
+// key is what the policies know a page by.
+func (s *space) key(words []uint64) uint64 {
+	h := s.salt
+	for _, w := range words {
+		h = mix(h, w)
+	}
+	return max(h, 1)
+}
+
 // equal compares a record's digest with one from a message.
 func equal(words []uint64, d []byte) bool {
 	var diff uint64

@@ -46,6 +46,7 @@ func (e *Engine) leaseHits(ow *owner, w *walk) (pages int, slots []uint32) {
 	e.tick++
 	sp := ow.space
 	slots = e.held[:0]
+	defer func() { uses(sp.class.policy, slots) }()
 	room := e.cfg.MaxLeasesPerOwner - ow.leases
 	for i := 0; i < w.chunks; i += probeGroup {
 		n := min(probeGroup, w.chunks-i)

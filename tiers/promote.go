@@ -114,6 +114,7 @@ func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, h
 		if rec != 0 && e.at(rec, w.last(i)) {
 			refs[i], _ = e.slotOf(rec)
 			e.pin(refs[i])
+			sp.class.policy.Use(refs[i])
 		} else {
 			refs[i] = 0
 		}
@@ -195,6 +196,7 @@ func (e *Engine) promote(ow *owner, w *walk, i, have int, parent uint32, x *leas
 			return 0
 		}
 		e.pin(ref)
+		sp.class.policy.Use(ref)
 		c.Pages = held
 		return ref
 	}
@@ -336,7 +338,7 @@ func (e *Engine) FinishPromotion(p uint64, ok bool, fromTier int) error {
 	if there {
 		s.flags |= twin
 	}
-	s.stamp, r.lastUse = e.tick, e.tick
+	e.register(ref)
 	e.stats.PromotedPages += uint64(pages)
 	e.admitPromoted(ref, fromTier)
 	if s.idle() {

@@ -202,7 +202,7 @@ func (e *Engine) takeStaged(all []staged) []staged {
 	kept := all[:0]
 	for i := range all {
 		r, s := e.slot(all[i].ref)
-		if stale[r] || s.state != free || e.spaces[s.space] == nil || e.spaces[s.space].class != r.class {
+		if stale[r] || s.state != free || s.granted == 0 || e.spaces[s.space] == nil || e.spaces[s.space].class != r.class {
 			continue
 		}
 		s.state, s.gen = ready, r.firstGen
@@ -264,6 +264,7 @@ func (e *Engine) restore(x *staged) bool {
 			e.adopt(parent, x.ref)
 		}
 	}
+	e.register(x.ref)
 	e.settle(x.ref)
 	return true
 }
@@ -277,4 +278,24 @@ func (e *Engine) parentOf(s *slot, prev []byte) uint32 {
 	}
 	ref, _ := e.slotOf(rec)
 	return ref
+}
+
+// Room is how many slots the regions of a geometry have, and how many of them are free.
+func (e *Engine) Room(g Geometry) (slots, free int) {
+	g.PageTokens = 0
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if c := e.classes[g]; c != nil && !e.closed {
+		return c.slots, c.free
+	}
+	return 0, 0
+}
+
+// Unrestore takes back what Restore was told of a slot, before EndRestore.
+func (e *Engine) Unrestore(region, slot uint32) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if r := e.byID[region]; r != nil && int64(slot) < int64(len(r.slots)) && r.fresh == 0 {
+		r.slots[slot].granted = 0
+	}
 }

@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 
 	"lookaside/dax"
+	"lookaside/tiers/policy"
 )
 
 type state uint8
@@ -68,7 +69,6 @@ type region struct {
 	digests []uint64 // of the pages at all but the last position of each slot
 	links   []link
 	routes  []route // by slot; nil without tiers below
-	lru     lru
 
 	fresh    int    // slots [fresh:] were never used since the carving
 	firstGen uint32 // their generation
@@ -87,6 +87,7 @@ type class struct {
 	regions  []*region
 	slots    int // in regions that are not draining
 	free     int // of those
+	policy   policy.Policy
 	limit    int // slots that one owner may have leased or filling
 
 	promoting  int // slots that are filling from a tier
@@ -169,17 +170,16 @@ func (s *slot) doomed() bool { return s.flags&doomed != 0 }
 // idle says that nobody leases or extends the slot.
 func (s *slot) idle() bool { return s.pins == 0 && (s.state != ready || s.granted == 0) }
 
-// touch records a use. Only ends of prefixes are in the lru, so that of a slot with continuations is a store.
+// touch records a use of a ready slot.
 func (e *Engine) touch(ref uint32) {
 	r, s := e.slot(ref)
 	s.stamp, r.lastUse = e.tick, e.tick
-	if i := ref & recordMask; s.flags&cold != 0 {
+	r.class.policy.Use(ref)
+	if s.flags&cold != 0 {
 		e.thaw(ref)
 		if s.idle() {
 			e.offer(ref)
 		}
-	} else if s.children == 0 && r.lru.has(i) {
-		r.lru.touch(i, e.tick)
 	}
 	if e.cascades.reused != 0 && s.flags&reused == 0 {
 		e.reuse(ref)
@@ -193,21 +193,33 @@ func (e *Engine) offer(ref uint32) {
 		e.cool(r.class, ref)
 		return
 	}
-	r.lru.add(ref&recordMask, s.stamp)
+	r.class.policy.Offer(ref)
 	e.wantVictims(r.class)
 }
 
-// hold ends that, if it was so: it is about to be used, continued, or to leave.
+// hold ends that, if it was so: it is about to be used, or continued.
 func (e *Engine) hold(ref uint32) {
-	r, s := e.slot(ref)
-	if s.flags&cold != 0 {
+	switch r, s := e.slot(ref); {
+	case s.flags&cold != 0:
 		e.thaw(ref)
-		return
+	case s.state == ready:
+		r.class.policy.Hold(ref)
 	}
-	r.lru.remove(ref & recordMask)
 }
 
-// pin takes a lease on a ready slot.
+// register tells the policy of a slot that has just become ready, and whose place in its prefix is known.
+func (e *Engine) register(ref uint32) {
+	r, s := e.slot(ref)
+	sp := e.spaces[s.space]
+	pos := 0 // of a page that stays when a partly filled chunk grows
+	if int(s.pages) == r.ppc {
+		pos = r.ppc - 1
+	}
+	r.class.policy.Enter(ref, sp.key(r.digest(ref&recordMask, pos)), e.heldParent(ref))
+	s.stamp, r.lastUse = e.tick, e.tick
+}
+
+// pin takes a lease on a ready slot. The policy is told of it by uses.
 func (e *Engine) pin(ref uint32) {
 	r, s := e.slot(ref)
 	if s.idle() {
@@ -223,6 +235,13 @@ func (e *Engine) pin(ref uint32) {
 	s.stamp, r.lastUse = e.tick, e.tick
 	if e.cascades.reused != 0 && s.flags&reused == 0 {
 		e.reuse(ref)
+	}
+}
+
+// uses tells the policy of slots of one class that were leased. It is a loop of its own because its cache misses can then overlap.
+func uses(p policy.Policy, slots []uint32) {
+	for _, ref := range slots {
+		p.Use(ref)
 	}
 }
 
@@ -246,7 +265,7 @@ func (e *Engine) settle(ref uint32) {
 		e.release(ref)
 	case (int(s.pages) < r.ppc || s.flags&twin != 0) && e.redundant(ref):
 		e.stats.Duplicates++
-		e.leave(ref)
+		e.leave(ref, false)
 		e.release(ref)
 	case s.children == 0:
 		e.offer(ref)
@@ -279,6 +298,18 @@ func (e *Engine) orphan(ref uint32) bool {
 	}
 	r, i := e.regions[k.parent>>recordBits], int(k.parent&recordMask)
 	return i >= r.fresh || r.slots[i].gen != k.parentGen // the region may have been carved anew
+}
+
+// heldParent is a slot's parent if that can be found, else 0.
+func (e *Engine) heldParent(ref uint32) uint32 {
+	if e.orphan(ref) {
+		return 0
+	}
+	parent := e.kin(ref).parent
+	if _, p := e.slot(parent); p.state != ready || p.doomed() {
+		return 0
+	}
+	return parent
 }
 
 // disown ends a slot's being the continuation of its parent.
@@ -324,8 +355,7 @@ func (e *Engine) enter(ref uint32, from, to int) bool {
 			_, o := e.slot(other)
 			if int(o.pages) == pos+1 && o.idle() && pos+1 < r.ppc {
 				e.stats.Replaced++
-				e.hold(other)
-				e.leave(other)
+				e.leave(other, false)
 				e.release(other)
 			}
 		}
@@ -374,12 +404,19 @@ func (e *Engine) retract(ref uint32, from int) {
 	s.pages = uint16(from)
 }
 
-// leave takes a ready slot out of the index and out of its prefix. It must not be in the lru any more.
-func (e *Engine) leave(ref uint32) {
-	_, s := e.slot(ref)
-	e.unqueue(ref, false)
+// leave takes a ready slot out of the index, out of its prefix and out of the order of eviction; evicted says that it is for room.
+func (e *Engine) leave(ref uint32, evicted bool) {
+	r, s := e.slot(ref)
+	e.unqueue(ref, evicted)
+	if s.flags&cold != 0 {
+		e.thaw(ref)
+	}
 	e.retract(ref, 0)
+	if parent := e.heldParent(ref); parent != 0 {
+		r.class.policy.Inherit(parent, ref)
+	}
 	e.disown(ref)
+	r.class.policy.Leave(ref, evicted)
 	s.flags |= doomed
 }
 
@@ -396,8 +433,7 @@ func (e *Engine) doom(ref uint32) {
 		s.flags |= doomed
 		return
 	}
-	e.hold(ref)
-	e.leave(ref)
+	e.leave(ref, false)
 	if s.idle() {
 		e.release(ref)
 	}
@@ -423,34 +459,45 @@ func (e *Engine) release(ref uint32) {
 	}
 }
 
-// victim is the slot of a class that its policy would evict next.
+// maxStrays bounds the victims in regions that are being emptied which a call drops on its way to one elsewhere.
+const maxStrays = 64
+
+// victim is the slot of a class that its policy would evict next. Slots of regions that are being emptied may be dropped on the way.
 func (e *Engine) victim(c *class) (ref uint32, ok bool) {
-	var oldest uint64
-	for _, r := range c.regions {
-		if i, stamp, there := r.lru.min(); there && !r.draining && (!ok || stamp < oldest) {
-			ref, oldest, ok = r.num<<recordBits|i, stamp, true
+	for range maxStrays {
+		if ref, ok = c.policy.Victim(); !ok || !e.regions[ref>>recordBits].draining {
+			return ref, ok
 		}
+		e.expel(ref)
 	}
-	return ref, ok
+	return 0, false
 }
 
 // evict makes room by dropping the end of a prefix of a class: one that was written ahead, or the policy's choice. It answers false if there is none.
 func (e *Engine) evict(c *class) bool {
-	ref := c.coldFirst
-	if ref == 0 {
-		var ok bool
-		if ref, ok = e.victim(c); !ok {
-			return false
+	for range maxStrays {
+		ref := c.coldFirst
+		if ref == 0 {
+			var ok bool
+			if ref, ok = e.victim(c); !ok {
+				return false
+			}
+		}
+		e.expel(ref)
+		if c.free > 0 {
+			return true
 		}
 	}
+	return false
+}
+
+// expel drops an idle ready slot for room.
+func (e *Engine) expel(ref uint32) {
 	_, s := e.slot(ref)
 	e.stats.Evictions++
 	e.stats.EvictedPages += uint64(s.pages)
-	e.hold(ref)
-	e.unqueue(ref, true)
-	e.leave(ref)
+	e.leave(ref, true)
 	e.release(ref)
-	return true
 }
 
 // alloc takes a free slot for a store, evicting if it must. 0: there is none.
@@ -489,8 +536,6 @@ type carved struct {
 	kin     *dax.Table[kin]
 	digests *dax.Table[uint64] // nil: a slot has one page
 	links   *dax.Table[link]
-	heap    *dax.Table[lruEntry]
-	pos     *dax.Table[uint32]
 	index   *dax.Table[uint64] // nil: not wanted
 	routes  *dax.Table[route]  // likewise
 }
@@ -517,12 +562,6 @@ func makeCarved(slots, ppc, words, indexWords int, routes bool) (c *carved, err 
 	if c.links, err = dax.NewTable[link](slots * ppc); err != nil {
 		return c, err
 	}
-	if c.heap, err = dax.NewTable[lruEntry](slots); err != nil {
-		return c, err
-	}
-	if c.pos, err = dax.NewTable[uint32](slots); err != nil {
-		return c, err
-	}
 	if routes {
 		if c.routes, err = dax.NewTable[route](slots); err != nil {
 			return c, err
@@ -546,12 +585,6 @@ func (c *carved) close() {
 	}
 	if c.links != nil {
 		c.links.Close()
-	}
-	if c.heap != nil {
-		c.heap.Close()
-	}
-	if c.pos != nil {
-		c.pos.Close()
 	}
 	if c.index != nil {
 		c.index.Close()

@@ -258,7 +258,7 @@ func (e *Engine) finishGrant(x *lease, i int, ok bool) {
 			e.adopt(parent, ref)
 		}
 	}
-	s.stamp, r.lastUse = e.tick, e.tick
+	e.register(ref)
 	e.stats.StoredPages += uint64(pages)
 	e.admit(ref, e.cascades.stored)
 	e.settle(ref)
@@ -295,6 +295,7 @@ func (e *Engine) finishExtension(ref uint32, ok bool) {
 		e.stats.StoredPages += uint64(to - from)
 		e.stats.Extended++
 		s.stamp, r.lastUse = e.tick, e.tick
+		r.class.policy.Use(ref)
 		e.grown(ref)
 	}
 	if s.idle() {
