@@ -74,7 +74,7 @@ class Asker:
                 digest_bytes=server["digest_bytes"],
             )
         )
-        self._client = LookupClient([self._session], PATIENCE_S)
+        self._client = LookupClient([self._session], PATIENCE_S, 0)
         self._session.start()
         if not self._session.wait_connected(PATIENCE_S):
             raise SystemExit(f"bench: no session with the lookup server: {self._session.refused}")
@@ -90,7 +90,7 @@ class Asker:
     def ask(self, hashes: bytes) -> float:
         """Microseconds of one lookup, of which all must be held."""
         begin = time.perf_counter_ns()
-        lookup = self._client.start(0, hashes)
+        lookup = self._client.start(0, b"", hashes)
         hits = self._client.wait(lookup, PATIENCE_S)
         took = time.perf_counter_ns() - begin
         if hits != len(hashes) // 32:
@@ -134,7 +134,7 @@ class Echo:
 
 def message_of(hashes: bytes) -> bytes:
     """The bytes that a lookup of these pages sends; its numbers are as long as real ones."""
-    return wire.encode(wire.Lookup(1 << 63, 1 << 47, 0, hashes, 5000))
+    return wire.encode(wire.Lookup(1 << 63, 1 << 47, 0, b"", hashes, 5000, 0))
 
 
 ANSWER_BYTES = len(wire.encode(wire.LookupResult(1 << 47, 4096, 65536)))

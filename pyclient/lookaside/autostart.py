@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Sequence
 
 from lookaside.session import EndpointAbsent, check_directory
 
@@ -28,10 +29,11 @@ _LAST_PAUSE_S = 60.0
 class Autostart:
     """Keeps one endpoint served. Used by one thread, the session's."""
 
-    def __init__(self, binary: str, endpoint: str, arena_bytes: int) -> None:
+    def __init__(self, binary: str, endpoint: str, arguments: Sequence[str] = ()) -> None:
+        """arguments come behind those that this module gives, and so override them."""
         self._binary = binary
         self._endpoint = endpoint
-        self._arena_bytes = arena_bytes
+        self._arguments = tuple(arguments)
         self._process: subprocess.Popen[bytes] | None = None
         self._next = 0.0
         self._pause_s = _FIRST_PAUSE_S
@@ -81,8 +83,8 @@ class Autostart:
                     program,
                     "serve",
                     f"--runtime-dir={self._endpoint}",
-                    f"--arena-limit={self._arena_bytes}",
                     f"--lifecycle-idle-exit={IDLE_EXIT_S}s",
+                    *self._arguments,
                 ],
                 env=_environment(),
                 stdin=subprocess.DEVNULL,

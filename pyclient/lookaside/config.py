@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shlex
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -75,6 +76,9 @@ class Config:
     """Whether pages that generated tokens filled are stored too."""
     lookup_timeout_ms: int = 20
     """How long a lookup may be out before it counts as a miss."""
+    promotion_timeout_ms: int = 3_000
+    """How long one may be out whose pages a sidecar is bringing up from a tier
+    below its memory; 0: none are brought up."""
     store_timeout_ms: int = 15
     """How long a worker waits, beyond its forward, for the room to store into."""
     load_timeout_ms: int = 10_000
@@ -83,8 +87,12 @@ class Config:
     """How long reset_cache waits for every rank to clear its space."""
     autostart: bool = False
     """Start a sidecar on the endpoint if none answers."""
-    arena_size: int = 4 << 30
-    """Arena limit of an autostarted sidecar, in bytes."""
+    arena_size: int | None = None
+    """Arena limit of an autostarted sidecar, in bytes; None: the sidecar's own."""
+    sidecar_config: str | None = None
+    """Settings file of an autostarted sidecar; ranks as in ``endpoint``."""
+    sidecar_args: tuple[str, ...] = ()
+    """More arguments of an autostarted sidecar; ranks as in ``endpoint``."""
     binary: str = "lookaside"
     """Program that autostart runs; looked up in PATH unless it has a slash."""
     load_threads: int = 2
@@ -93,6 +101,17 @@ class Config:
     def endpoint_for(self, rank: int, dp_rank: int) -> str:
         """The directory of one rank's sidecar."""
         return self.endpoint.format(rank=rank, dp_rank=dp_rank)
+
+    def sidecar_arguments(self, rank: int, dp_rank: int) -> list[str]:
+        """What one rank's autostarted sidecar is given beside its directory."""
+        arguments = [] if self.arena_size is None else [f"--arena-limit={self.arena_size}"]
+        if self.sidecar_config is not None:
+            arguments.append(f"--config={self.sidecar_config}")
+        arguments += self.sidecar_args
+        names = {"{rank}": str(rank), "{dp_rank}": str(dp_rank)}
+        for name, value in names.items():
+            arguments = [argument.replace(name, value) for argument in arguments]
+        return arguments
 
     def pages_per_chunk(self, page_tokens: int) -> tuple[int, str | None]:
         """Pages in a chunk, and a warning if ``chunk_tokens`` had to give way."""
@@ -130,6 +149,27 @@ def _text(value: object) -> str:
     if not isinstance(value, str) or not value or "\0" in value:
         raise ConfigError(f"{value!r} is not a non-empty string")
     return value
+
+
+def _path(value: object) -> str:
+    path = os.path.expanduser(_text(value))
+    if not os.path.isabs(path):
+        raise ConfigError(f"{value!r} is not an absolute path")
+    return path
+
+
+def _arguments(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        try:
+            value = shlex.split(value)
+        except ValueError as error:
+            raise ConfigError(f"{value!r}: {error}") from None
+    if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
+        raise ConfigError(f"{value!r} is not a list of strings")
+    for each in value:
+        if re.match("--runtime-dir($|=)", each):
+            raise ConfigError(f"{each!r}: {PREFIX}endpoint says where the sidecar runs")
+    return tuple(_text(each) for each in value)
 
 
 def _endpoint(value: object) -> str:
@@ -189,7 +229,16 @@ SETTINGS: dict[str, Setting] = {
         _integer(1, 60_000),
         "ms",
         "20",
-        "A lookup that is not answered by then is a miss. The scheduler never waits for it.",
+        "A lookup that is not answered by then is a miss, unless the sidecar says that it is bringing "
+        "pages up from a tier below its memory. The scheduler never waits for it.",
+    ),
+    "promotion_timeout_ms": Setting(
+        _integer(0, 600_000),
+        "ms",
+        "3000",
+        "How long a request may wait for pages that a sidecar brings up from a disk or another tier; "
+        "other requests run meanwhile. What is not there then is computed. 0: only what lies in the "
+        "sidecars' memory is a hit.",
     ),
     "store_timeout_ms": Setting(
         _integer(0, 60_000),
@@ -218,8 +267,22 @@ SETTINGS: dict[str, Setting] = {
     "arena_size": Setting(
         parse_size,
         "size",
-        "4G",
+        "the sidecar's: 4G",
         "Arena limit of an autostarted sidecar, per rank; `4G`, `500MiB` or bytes.",
+    ),
+    "sidecar_config": Setting(
+        _path,
+        "file",
+        "none",
+        "Settings file (YAML) of an autostarted sidecar, an absolute path; `{rank}` and `{dp_rank}` in "
+        "it are filled in. What is set here beside it overrides it.",
+    ),
+    "sidecar_args": Setting(
+        _arguments,
+        "list",
+        "[]",
+        "More arguments of an autostarted sidecar, such as its tiers; `{rank}` and `{dp_rank}` in them "
+        "are filled in. A string is split as a shell would.",
     ),
     "binary": Setting(
         _text,

@@ -5,6 +5,12 @@ start sends, poll looks whether the answers are in. An instance with N ranks has
 N sidecars; a page counts as held only if every rank has it, so the answer is the
 smallest of N, and if one rank cannot be asked the answer is 0 at once.
 
+What lies in a sidecar's memory is answered within a fraction of a millisecond, and
+a rank that says nothing for timeout_s is given up. One that has to bring pages up
+from a tier below says so first, and when it expects them; it is then given twice
+that time, within promotion_timeout_s. A sidecar that ends meanwhile is noticed at
+once, because its session ends.
+
 An answer means leases on the sidecar, which end in one of four ways: a worker
 loads them (the sidecar hands the lease over), cancel, trim, or the deadline that
 the sidecar puts on every lookup. A lookup that this side has given up is cancelled
@@ -47,6 +53,8 @@ _SEND_QUEUE = 4096
 _RECEIVE_QUEUE = 4096
 # How long wait goes without looking whether a session was lost.
 _WAIT_SLICE_MS = 50
+# What a rank that promotes may be late by, beside twice the time that it named.
+_PROMOTION_GRACE_S = 0.1
 
 
 class _Link:
@@ -75,7 +83,7 @@ class _Link:
 class Lookup:
     """One question to all ranks. Made by LookupClient.start; scheduler thread only."""
 
-    __slots__ = ("_client", "_deadline", "_hits", "_out", "_result", "first_page", "id", "refs")
+    __slots__ = ("_client", "_hits", "_out", "_promised", "_result", "first_page", "id", "refs")
 
     def __init__(
         self,
@@ -91,15 +99,17 @@ class Lookup:
         """The page that the hits are counted from."""
         self.refs = refs
         """(scheduler session id, lookup id) per rank: what a worker needs to load."""
-        self._out = set(range(len(refs)))
+        self._out = dict.fromkeys(range(len(refs)), deadline)
+        """The ranks that have not answered, and when each is given up."""
+        self._promised: set[int] = set()
+        """Those of them that promote pages."""
         self._hits: int | None = None
-        self._deadline = deadline
         self._result: int | None = None
 
     def poll(self) -> int | None:
-        """Hit pages from first_page on, or None while an answer is out.
+        """Hit pages from first_page on, or None while the answer of any rank is out.
 
-        0 at the deadline, and when a rank's sidecar is gone.
+        0 at a rank's deadline, and when its sidecar is gone.
         """
         if self._result is None:
             self._client._advance(self)
@@ -124,14 +134,19 @@ class LookupClient:
         self,
         sessions: Sequence[Session],
         timeout_s: float,
+        promotion_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """sessions, one a rank in rank order, are the caller's to start and close."""
+        """sessions, one a rank in rank order, are the caller's to start and close.
+
+        With promotion_timeout_s 0 nothing is promoted for these lookups.
+        """
         if not sessions:
             raise ValueError("a lookup needs at least one rank")
         self._sessions = tuple(sessions)
         self._timeout_s = timeout_s
-        self._deadline_ms = max(1, round(timeout_s * 1000))
+        self._promotion_timeout_s = promotion_timeout_s
+        self._deadline_ms = max(1, round(max(timeout_s, promotion_timeout_s) * 1000))
         self._clock = clock
         self._log = RateLimitedLog(logger)
         self._pid = os.getpid()
@@ -141,6 +156,8 @@ class LookupClient:
         self._links: list[_Link | None] = [None] * len(self._sessions)
         self.timeouts = 0
         """Lookups that were given up at their deadline."""
+        self.promotions = 0
+        """Lookups that had to wait for a tier below the memory of a rank."""
         self.late_answers = 0
         """Answers that came after that."""
         self.unasked = 0
@@ -155,8 +172,12 @@ class LookupClient:
         for rank, session in enumerate(self._sessions):
             session.subscribe(_Linker(self, rank))
 
-    def start(self, first_page: int, hashes: bytes) -> Lookup:
-        """Ask about the pages whose digests are given, the first being first_page."""
+    def start(self, first_page: int, prev: bytes, hashes: bytes, recompute_us: int = 0) -> Lookup:
+        """Ask about the pages whose digests are given, the first being first_page.
+
+        prev is the digest of the page before it, recompute_us how long vLLM takes
+        to compute a page (0: not known).
+        """
         self._adopt()
         lookup_id = next(self._ids) & 0xFFFFFFFFFFFFFFFF
         links = self._links
@@ -172,8 +193,10 @@ class LookupClient:
         self._pending[lookup_id] = lookup
         for rank, link in enumerate(links):
             assert link is not None
-            data = wire.encode(wire.Lookup(link.session_id, lookup_id, first_page, hashes, self._deadline_ms))
-            if not link.send(data):
+            question = wire.Lookup(
+                link.session_id, lookup_id, first_page, prev, hashes, self._deadline_ms, recompute_us
+            )
+            if not link.send(wire.encode(question)):
                 self.unasked += 1
                 self._log.warning("queue", "a lookup could not be sent: its rank reads nothing; a miss")
                 self._sessions[rank].doubt()
@@ -185,7 +208,7 @@ class LookupClient:
         """poll, but waiting up to timeout_s. For tools; a scheduler must not wait."""
         end = self._clock() + timeout_s
         while (hits := lookup.poll()) is None:
-            left = min(end, lookup._deadline) - self._clock()
+            left = min(end, *lookup._out.values()) - self._clock()
             if self._clock() >= end:
                 return None
             links = [self._links[rank] for rank in lookup._out]
@@ -242,12 +265,18 @@ class LookupClient:
                 self.unasked += 1
                 self._give_up(lookup, known=None)
                 return
-        if self._clock() >= lookup._deadline:
-            self.timeouts += 1
-            for rank in lookup._out:
-                self._sessions[rank].doubt()
+        now = self._clock()
+        late = [rank for rank, deadline in lookup._out.items() if now >= deadline]
+        if not late:
+            return
+        self.timeouts += 1
+        for rank in late:
+            self._sessions[rank].doubt()
+        if lookup._promised.isdisjoint(late):
             self._log.warning("timeout", "a lookup was not answered in %g ms; a miss", self._timeout_s * 1000)
-            self._give_up(lookup, known=None)
+        else:
+            self._log.warning("promotion", "pages promised to a lookup did not arrive in time; a miss")
+        self._give_up(lookup, known=None)
 
     def _receive(self, rank: int, wanted: Lookup) -> None:
         """Take in a rank's answers, of whichever lookup, up to the wanted one."""
@@ -268,6 +297,21 @@ class LookupClient:
                 continue
             if isinstance(answer, wire.LookupResult):
                 self._answer(rank, link, answer)
+            elif isinstance(answer, wire.LookupPending):
+                self._promise(rank, link, answer)
+
+    def _promise(self, rank: int, link: _Link, promise: wire.LookupPending) -> None:
+        """Give a rank that promotes the time that it asks for. Only once: it may not ask again and again."""
+        lookup = self._pending.get(promise.lookup)
+        if lookup is None or lookup.refs[rank][0] != link.session_id:
+            return
+        if rank not in lookup._out or rank in lookup._promised or not self._promotion_timeout_s:
+            return
+        if not lookup._promised:
+            self.promotions += 1
+        lookup._promised.add(rank)
+        patience_s = min(self._promotion_timeout_s, 2 * promise.eta_ms / 1000 + _PROMOTION_GRACE_S)
+        lookup._out[rank] = max(lookup._out[rank], self._clock() + patience_s)
 
     def _answer(self, rank: int, link: _Link, answer: wire.LookupResult) -> None:
         lookup = self._pending.get(answer.lookup)
@@ -278,7 +322,7 @@ class LookupClient:
             return
         if rank not in lookup._out:
             return
-        lookup._out.discard(rank)
+        del lookup._out[rank]
         hits = answer.hit_pages
         lookup._hits = hits if lookup._hits is None else min(lookup._hits, hits)
         if not lookup._out:

@@ -66,15 +66,18 @@ class LookasideMetadata(KVConnectorMetadata):
     are pinned, so that preemption cannot hand them to anybody else.
     ``aborted`` names requests that vLLM finished while their load was out: the
     worker need not finish the copy but must still report them as received.
+    ``timed`` is not 0 if the workers shall tell how long the step's forward took,
+    under this number.
     """
 
     loads: list[LoadSpec] = field(default_factory=list)
     saves: list[SaveSpec] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    timed: int = 0
 
     def is_empty(self) -> bool:
         """Whether the step has nothing for the workers to do."""
-        return not (self.loads or self.saves or self.aborted)
+        return not (self.loads or self.saves or self.aborted or self.timed)
 
 
 @dataclass
@@ -83,14 +86,16 @@ class LookasideWorkerMetadata(KVConnectorWorkerMetadata):
 
     ``saves_done`` maps a save id to how many ranks are done with its blocks;
     ``loads_failed`` maps a request id to how many ranks could not load it, so
-    that the scheduler does not offer the same hit again.
+    that the scheduler does not offer the same hit again. ``forward_seconds`` maps
+    the number of a timed step to how long the slowest rank's forward took.
     """
 
     saves_done: dict[int, int] = field(default_factory=dict)
     loads_failed: dict[str, int] = field(default_factory=dict)
+    forward_seconds: dict[int, float] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> LookasideWorkerMetadata:
-        """Add up two ranks' answers; neither operand changes."""
+        """Put two ranks' answers together; neither operand changes."""
         if not isinstance(other, LookasideWorkerMetadata):
             return self
         done = dict(self.saves_done)
@@ -99,8 +104,11 @@ class LookasideWorkerMetadata(KVConnectorWorkerMetadata):
         failed = dict(self.loads_failed)
         for request_id, ranks in other.loads_failed.items():
             failed[request_id] = failed.get(request_id, 0) + ranks
-        return LookasideWorkerMetadata(done, failed)
+        seconds = dict(self.forward_seconds)
+        for step, took in other.forward_seconds.items():
+            seconds[step] = max(seconds.get(step, 0.0), took)
+        return LookasideWorkerMetadata(done, failed, seconds)
 
     def is_empty(self) -> bool:
         """Whether there is nothing to tell the scheduler."""
-        return not (self.saves_done or self.loads_failed)
+        return not (self.saves_done or self.loads_failed or self.forward_seconds)

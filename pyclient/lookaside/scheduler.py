@@ -4,11 +4,18 @@ All of it runs on vLLM's scheduler thread and none of it waits, except
 reset_cache, which has a deadline. Nothing here moves KV bytes.
 
 **Lookups** start when a request is added, for its whole prefix, and are asked
-about when vLLM wants to know. While the answer is out vLLM is told to ask again.
+about when vLLM wants to know. While the answer is out vLLM is told to ask again:
+some steps at most for what lies in the sidecars' memory, for longer where they
+bring pages up from a tier below. What vLLM turns out to have itself is trimmed
+from the lookup, so that it is not brought up either.
 An answer belongs to the prefix and the local hit it was asked for; when either
 changes, or it grows old, the lookup is replaced. Only the last one of a request
 holds leases; it is cancelled when the request is admitted without a load, is
 preempted or ends.
+
+With each lookup goes what computing a page takes (prefill.py), from the forward
+times that the workers report, so that a sidecar does not bring up what vLLM would
+compute sooner.
 
 **Loads** are always asynchronous. Once vLLM has given the blocks, the workers
 own the lookup's leases and report the request as received, whatever happens. A
@@ -38,6 +45,7 @@ from lookaside.metadata import (
     LookasideWorkerMetadata,
     SaveSpec,
 )
+from lookaside.prefill import PrefillRate
 from lookaside.stats import Collector
 
 if TYPE_CHECKING:
@@ -64,6 +72,9 @@ _MAX_LOAD_CHUNKS = 8192
 _MAX_SAVE_PAGES = 4096
 # Beyond this a save that no worker acknowledged no longer keeps the engine awake.
 _SAVE_PATIENCE_S = 60.0
+# Timed steps whose time has not come back; an engine has a few under way.
+_MAX_TIMED = 64
+_MAX_RECOMPUTE_US = 0xFFFFFFFF
 
 
 class Lookup(Protocol):
@@ -95,8 +106,12 @@ class Sidecars(Protocol):
         """Whether all of them are connected."""
         ...
 
-    def start(self, first_page: int, hashes: bytes) -> Lookup:
-        """Ask all for a run of pages. Never blocks, never fails: it misses."""
+    def start(self, first_page: int, prev: bytes, hashes: bytes, recompute_us: int) -> Lookup:
+        """Ask all for a run of pages. Never blocks, never fails: it misses.
+
+        prev is the digest of the page before the first, empty for page 0;
+        recompute_us what computing a page takes, 0 if it is not known.
+        """
         ...
 
     def clear(self, timeout_s: float) -> bool:
@@ -193,6 +208,9 @@ class SchedulerConnector:
         self._loads: dict[str, frozenset[int]] = {}  # requests loading: their blocks
         self._pins: dict[int, _Pin] = {}
         self._next_save = 1
+        self._prefill = PrefillRate()
+        self._timed: dict[int, int] = {}  # step -> its prompt tokens
+        self._next_timed = 1
         # For the next step's metadata:
         self._new_loads: list[LoadSpec] = []
         self._last_saves: list[SaveSpec] = []
@@ -300,8 +318,9 @@ class SchedulerConnector:
         if end <= first_page or not self._sidecars.available:
             return None
         hashes = self._hashes(request, first_page, end)
+        prev = self._hashes(request, first_page - 1, first_page)[0] if first_page else b""
         state.asked = _Asked(
-            lookup=self._sidecars.start(first_page, b"".join(hashes)),
+            lookup=self._sidecars.start(first_page, prev, b"".join(hashes), self._recompute_us()),
             first_page=first_page,
             end_page=end,
             last_digest=hashes[-1],
@@ -337,6 +356,37 @@ class SchedulerConnector:
             except Exception:  # its lease has a deadline anyway
                 self._stats.add("errors")
 
+    # ---- load or recompute ----
+
+    def _recompute_us(self) -> int:
+        """What computing a page takes, in microseconds; 0 while it is not known."""
+        us = self._prefill.seconds_per_token * self._page * 1e6
+        return min(max(1, round(us)), _MAX_RECOMPUTE_US) if us else 0
+
+    def _time_forward(self, output: SchedulerOutput, meta: LookasideMetadata) -> None:
+        """Have the step timed if it mostly computes prompts."""
+        prompt_tokens = 0
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            state = self._requests.get(request_id)
+            if state is None:
+                continue
+            request = state.request
+            left = request.num_tokens - request.num_computed_tokens
+            if left > 1:  # one that generates computes only its last token, and drafts
+                prompt_tokens += min(scheduled, left)
+        if PrefillRate.tells(prompt_tokens, output.total_num_scheduled_tokens):
+            meta.timed = self._next_timed
+            self._next_timed += 1
+            self._timed[meta.timed] = prompt_tokens
+            if len(self._timed) > _MAX_TIMED:
+                del self._timed[next(iter(self._timed))]
+
+    def _note_forwards(self, seconds: dict[int, float]) -> None:
+        for step, took in seconds.items():
+            self._prefill.add(self._timed.pop(step, 0), took)
+        if seconds and self._prefill.seconds_per_token:
+            self._stats.set("prefill_tokens_per_second", round(1 / self._prefill.seconds_per_token, 1))
+
     # ---- saves ----
 
     def build_connector_meta(self, output: SchedulerOutput) -> LookasideMetadata:
@@ -344,6 +394,8 @@ class SchedulerConnector:
         meta = LookasideMetadata(loads=self._new_loads, saves=self._last_saves, aborted=self._aborted)
         self._new_loads, self._last_saves, self._aborted = [], [], []
         try:
+            if self._may_load:
+                self._time_forward(output, meta)
             self._add_saves(output, meta)
         except Exception:
             self._stats.add("errors")
@@ -459,6 +511,7 @@ class SchedulerConnector:
         failed: set[str] = set(getattr(output, "failed_recving", None) or ())
         if isinstance(meta, LookasideWorkerMetadata):
             failed.update(meta.loads_failed)
+            self._note_forwards(meta.forward_seconds)
             for save_id, ranks in meta.saves_done.items():
                 pin = self._pins.get(save_id)
                 if pin is None:

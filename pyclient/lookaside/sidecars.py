@@ -56,8 +56,8 @@ class RankSidecars:
             )
             for rank in range(where.ranks)
         ]
-        self._lookups = LookupClient(self.sessions, config.lookup_timeout_ms / 1e3)
-        self._told = {"lookup_timeouts": 0, "lookups_unasked": 0}
+        self._lookups = LookupClient(self.sessions, config.lookup_timeout_ms / 1e3, config.promotion_timeout_ms / 1e3)
+        self._told = {"lookup_timeouts": 0, "lookups_promoted": 0, "lookups_unasked": 0}
 
     def connect(self) -> None:
         """Begin to connect, and keep connecting, in the background. Call once."""
@@ -69,10 +69,14 @@ class RankSidecars:
         """Whether every rank's sidecar is connected."""
         return all(session.connected for session in self.sessions)
 
-    def start(self, first_page: int, hashes: bytes) -> Lookup:
+    def start(self, first_page: int, prev: bytes, hashes: bytes, recompute_us: int) -> Lookup:
         """Ask all ranks; a miss if one of them cannot be asked."""
-        lookup = self._lookups.start(first_page, hashes)
-        counts = {"lookup_timeouts": self._lookups.timeouts, "lookups_unasked": self._lookups.unasked}
+        lookup = self._lookups.start(first_page, prev, hashes, recompute_us)
+        counts = {
+            "lookup_timeouts": self._lookups.timeouts,
+            "lookups_promoted": self._lookups.promotions,
+            "lookups_unasked": self._lookups.unasked,
+        }
         for name, count in counts.items():
             self._stats.add(name, count - self._told[name])
         self._told = counts

@@ -24,6 +24,7 @@ COUNTERS: dict[str, str] = {
     "hit_tokens": "Tokens that vLLM accepted to load.",
     "lookups": "Lookups sent.",
     "lookup_timeouts": "Lookups without an answer at their deadline, counted as misses.",
+    "lookups_promoted": "Lookups that had to wait for a tier below the sidecars' memory.",
     "lookups_unasked": "Lookups that were misses because a rank's sidecar was absent, lost, or did not answer before.",
     "loads": "Requests whose load finished, once a rank.",
     "load_failures": "Requests whose load failed, once a rank; vLLM computes them.",
@@ -35,6 +36,11 @@ COUNTERS: dict[str, str] = {
     "errors": "Failures inside the connector that were turned into misses.",
 }
 """Counter name to its meaning; the names are the keys of the statistics."""
+
+GAUGES: dict[str, str] = {
+    "prefill_tokens_per_second": "How fast vLLM computes prompts, as sidecars are told; absent until it is known.",
+}
+"""Gauge name to its meaning; of several values the newest counts."""
 
 HISTOGRAMS: dict[str, str] = {
     "lookup_seconds": "Time from sending a lookup to using its answer.",
@@ -67,6 +73,8 @@ class LookasideStats(KVConnectorStats):
         for name, value in other.data.items():
             if isinstance(value, list):
                 self.data[name] = (self.data.get(name, []) + value)[:_OBSERVATIONS]
+            elif name in GAUGES:
+                self.data[name] = value
             else:
                 self.data[name] = self.data.get(name, 0) + value
         return self
@@ -94,7 +102,7 @@ class Collector:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: dict[str, int | float] = {}  # guarded by _lock
+        self._counts: dict[str, int | float] = {}  # guarded by _lock; gauges, too
         self._times: dict[str, list[float]] = {}  # guarded by _lock
 
     def add(self, name: str, count: int = 1) -> None:
@@ -102,6 +110,11 @@ class Collector:
         if count:
             with self._lock:
                 self._counts[name] = self._counts.get(name, 0) + count
+
+    def set(self, name: str, value: float) -> None:
+        """Set a gauge of GAUGES."""
+        with self._lock:
+            self._counts[name] = value
 
     def observe(self, name: str, seconds: float) -> None:
         """Record a time for a histogram of HISTOGRAMS."""
@@ -137,6 +150,14 @@ class LookasidePromMetrics(KVConnectorPromMetrics):
             self._metrics[name] = self._counter_cls(
                 name=f"vllm:lookaside_{name}", documentation=meaning, labelnames=labelnames
             )
+        gauge: Any = self._gauge_cls
+        for name, meaning in GAUGES.items():
+            self._metrics[name] = gauge(
+                name=f"vllm:lookaside_{name}",
+                documentation=meaning,
+                multiprocess_mode="mostrecent",
+                labelnames=labelnames,
+            )
         for name, meaning in HISTOGRAMS.items():
             self._metrics[name] = histogram(
                 name=f"vllm:lookaside_{name}",
@@ -159,5 +180,7 @@ class LookasidePromMetrics(KVConnectorPromMetrics):
             if isinstance(value, list):
                 for seconds in value:
                     child.observe(seconds)
+            elif name in GAUGES:
+                child.set(value)
             else:
                 child.inc(value)

@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-VERSION = 1
+VERSION = 2
 """Protocol version. Peers of different versions refuse each other."""
 
 MAX_PACKET_BYTES = 256 << 10
@@ -232,13 +232,20 @@ class Error(Message, frozen=True, tag=50):
 
 
 class Lookup(Message, frozen=True, tag=60):
-    """Asks how much of a prefix is held, and leases it."""
+    """Asks how much of a prefix is held, and leases it.
+
+    ``prev`` is the digest of page ``first_page - 1``, empty for page 0. The answer
+    is awaited for ``deadline_ms`` at most. ``recompute_us`` is how long computing
+    one page takes instead; 0: not known.
+    """
 
     session: _Id
     lookup: _U64
     first_page: _U32
+    prev: _Digest
     hashes: bytes
     deadline_ms: _U32
+    recompute_us: _U32
 
 
 class LookupResult(Message, frozen=True, tag=61):
@@ -264,6 +271,17 @@ class Cancel(Message, frozen=True, tag=63):
     lookup: _U64
 
 
+class LookupPending(Message, frozen=True, tag=64):
+    """Before the answer to a Lookup, at most once: pages are on their way from a tier below.
+
+    ``pages`` are expected from the lookup's first page on, after ``eta_ms`` from now.
+    """
+
+    lookup: _U64
+    pages: Annotated[int, Meta(ge=1, le=0xFFFFFFFF)]
+    eta_ms: _U32
+
+
 AnyMessage = (
     Hello
     | Welcome
@@ -285,6 +303,7 @@ AnyMessage = (
     | LookupResult
     | Trim
     | Cancel
+    | LookupPending
 )
 
 
@@ -296,7 +315,9 @@ class _Head(msgspec.Struct, array_like=True):
 
 
 # What a client may be sent: nothing else is decoded at all.
-_Received = Welcome | Refuse | StoreGrant | LoadGrant | Pong | Cleared | RegionAdded | Error | LookupResult
+_Received = (
+    Welcome | Refuse | StoreGrant | LoadGrant | Pong | Cleared | RegionAdded | Error | LookupResult | LookupPending
+)
 _decoder = msgspec.msgpack.Decoder(_Received)
 _head_decoder = msgspec.msgpack.Decoder(_Head)
 _VERSIONED = (2, 3)

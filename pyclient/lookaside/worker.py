@@ -15,6 +15,10 @@ One step, on the worker's main thread:
    forward it first waits a little for a load to end: vLLM does nothing but ask
    again until then, on the very cores that copy.
 
+Between 1 and 3 lies the forward. Where the scheduler asks for its time, that is
+told in build_connector_worker_meta, of this step or, on CUDA, of a later one: by
+events on the stream, so that nothing waits for the device.
+
 What is promised to vLLM, whatever the sidecar does:
 
 - No wait is without a deadline. (An exception is a bug, which the facade contains.)
@@ -41,6 +45,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -88,6 +93,8 @@ _IDLE_STEP_PATIENCE_S = 0.005
 # How often the loader looks at several things that are out at once.
 _POLL_S = 0.0005
 _HUGE_KINDS = ("hugetlb", "thp")
+# Timed forwards that may be under way on a device; further ones are not timed.
+_MAX_FORWARDS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +149,41 @@ class _Load:
     error: str | None = None
 
 
+class _Forward:
+    """The time of one step's forward, from here to end(). Main thread only.
+
+    On a device it is taken by two events on the present stream, else by the clock.
+    """
+
+    __slots__ = ("_begin", "_end", "_first", "_last", "step")
+
+    def __init__(self, step: int, device: bool) -> None:
+        self.step = step
+        self._first = self._last = None
+        self._begin = self._end = 0.0
+        if device:
+            self._first, self._last = _event(), _event()
+            self._first.record()
+        else:
+            self._begin = time.monotonic()
+
+    def end(self) -> None:
+        """Mark the forward's end, the first time that this is called."""
+        if self._end:
+            return
+        self._end = time.monotonic()
+        if self._last is not None:
+            self._last.record()
+
+    def seconds(self) -> float | None:
+        """How long it took; None if it is not over. Never waits."""
+        if not self._end:
+            return None
+        if self._first is None or self._last is None:
+            return self._end - self._begin
+        return self._first.elapsed_time(self._last) / 1e3 if self._last.query() else None
+
+
 class WorkerConnector:
     """See the module's comment. Constructing it opens nothing."""
 
@@ -177,6 +219,7 @@ class WorkerConnector:
         self._copying: list[_Save] = []  # whose ticket is out
         self._fresh_loads: list[_Load] = []  # not yet handed to the loader
         self._saves_done: dict[int, int] = {}
+        self._forwards: deque[_Forward] = deque()  # timed, the newest perhaps not over
 
         self._loader: threading.Thread | None = None
         self._loads: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
@@ -240,9 +283,8 @@ class WorkerConnector:
             threads=self._config.load_threads,
             compute_stream=lambda: self._compute_stream,
         )
-        autostart = (
-            Autostart(self._config.binary, endpoint, self._config.arena_size) if self._config.autostart else None
-        )
+        arguments = self._config.sidecar_arguments(self._rank, world.dp_rank)
+        autostart = Autostart(self._config.binary, endpoint, arguments) if self._config.autostart else None
         session = Session(
             SessionOptions(
                 endpoint=endpoint,
@@ -338,6 +380,9 @@ class WorkerConnector:
             self._order_load(spec)
         for spec in metadata.saves:
             self._order_save(spec)
+        if metadata.timed and len(self._forwards) < _MAX_FORWARDS:
+            # Last: what comes now is the forward.
+            self._forwards.append(_Forward(metadata.timed, device=self._note_stream is not None))
 
     def start_load_kv(self, idle_step: bool = False) -> None:
         """Let the loader write to the blocks of the step's loads. idle_step: the step has no forward."""
@@ -353,6 +398,8 @@ class WorkerConnector:
 
     def wait_for_save(self) -> None:
         """Copy out what the forward has computed."""
+        if self._forwards:
+            self._forwards[-1].end()
         # Also where vLLM had no reason to start loads: one must never stay behind.
         self._hand_over_loads()
         orders, self._orders = self._orders, []
@@ -388,13 +435,23 @@ class WorkerConnector:
         return invalid
 
     def build_connector_worker_meta(self) -> LookasideWorkerMetadata | None:
-        """The saves that are over and the loads that failed, since the last call."""
+        """The saves and timed forwards that are over and the loads that failed, since the last call."""
         self._finish_saves()
         with self._lock:
             failed, self._loads_failed = self._loads_failed, {}
         done, self._saves_done = self._saves_done, {}
-        meta = LookasideWorkerMetadata(saves_done=done, loads_failed=failed)
+        meta = LookasideWorkerMetadata(done, failed, self._timed_forwards())
         return None if meta.is_empty() else meta
+
+    def _timed_forwards(self) -> dict[int, float]:
+        """The forwards that are over, by step; each is told once."""
+        told: dict[int, float] = {}
+        while self._forwards:
+            seconds = self._forwards[0].seconds()
+            if seconds is None:
+                break
+            told[self._forwards.popleft().step] = seconds
+        return told
 
     def clear_connector_metadata(self) -> None:
         """The step is over; nothing of it stays behind."""
@@ -755,3 +812,9 @@ def _current_stream(device: torch.device) -> int:
     import torch
 
     return torch.cuda.current_stream(device).cuda_stream
+
+
+def _event() -> torch.cuda.Event:
+    import torch
+
+    return torch.cuda.Event(enable_timing=True)

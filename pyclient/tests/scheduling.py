@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 from lookaside.metadata import LookasideMetadata, LookasideWorkerMetadata
 from lookaside.sidecars import RankSidecars
+from lookaside.stats import GAUGES
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -155,9 +156,11 @@ def make_kv_config(blocks: int, specs: Iterable[KVCacheSpec] | None = None, eagl
 class ScriptedLookup:
     """A lookup whose answer the test decides, now or later."""
 
-    def __init__(self, book: ScriptedSidecars, first_page: int, hashes: bytes) -> None:
+    def __init__(self, book: ScriptedSidecars, first_page: int, prev: bytes, hashes: bytes, recompute_us: int) -> None:
         self.first_page = first_page
+        self.prev = prev
         self.hashes = hashes
+        self.recompute_us = recompute_us
         self.cancelled = False
         self.trims: list[int] = []
         self.polls = 0
@@ -195,10 +198,11 @@ class ScriptedSidecars:
         self.closed = 0
         self.raises: Exception | None = None
 
-    def start(self, first_page: int, hashes: bytes) -> ScriptedLookup:
+    def start(self, first_page: int, prev: bytes, hashes: bytes, recompute_us: int) -> ScriptedLookup:
         if self.raises is not None:
             raise self.raises
-        lookup = ScriptedLookup(self, first_page, hashes)
+        assert len(prev) == (32 if first_page else 0)
+        lookup = ScriptedLookup(self, first_page, prev, hashes, recompute_us)
         self.lookups.append(lookup)
         if not self.hold_answers:
             self.answer(lookup)
@@ -262,6 +266,8 @@ class Workers:
     load_steps: int = 0  # until a load is reported
     copy_steps: int = 0  # until a save's blocks are read, and it is acknowledged
     ack: bool = True
+    second_per_token: float = 0.0  # what a forward takes; 0: it is not told
+    forward_steps: int = 0  # until that is told
     fail_pages: Callable[[Any], Iterable[int]] = lambda load: ()  # indices into a load
     fail_requests: bool = False  # report the request, not blocks
     out: list[tuple[int, Any]] = field(default_factory=list)
@@ -270,6 +276,7 @@ class Workers:
     saves: list[Any] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     unacked: list[int] = field(default_factory=list)
+    timed: list[tuple[int, tuple[int, float]]] = field(default_factory=list)
 
     def run(self, batch: Batch) -> KVConnectorOutput:
         """Carry out a step: the loads that end with it, its forward, its saves."""
@@ -287,13 +294,18 @@ class Workers:
         due, self.copying = self._due(self.copying)
         for save in due:
             self.save(save)
-        if self.ack and self.unacked:
-            one = LookasideWorkerMetadata(dict.fromkeys(self.unacked, 1))
+        if meta.timed and self.second_per_token:
+            took = self.second_per_token * batch.scheduled.total_num_scheduled_tokens
+            self.timed.append((self.forward_steps, (meta.timed, took)))
+        told, self.timed = self._due(self.timed)
+        if told or (self.ack and self.unacked):
+            done = self.unacked if self.ack else []
+            one = LookasideWorkerMetadata(dict.fromkeys(done, 1), forward_seconds=dict(told))
             folded = one
             for _ in range(self.sidecars.ranks - 1):
                 folded = folded.aggregate(one)
             output.kv_connector_worker_meta = folded
-            self.unacked = []
+            self.unacked = [] if self.ack else self.unacked
         return output
 
     @staticmethod
@@ -400,6 +412,7 @@ class Stand:
         self.outputs: dict[str, list[int]] = {}
         self.finish_reasons: dict[str, Any] = {}
         self.counts: dict[str, int] = {}  # as vLLM's front end gets them
+        self.gauges: dict[str, float] = {}
         self.token = itertools.count(1)
         self.accept: Callable[[str, list[int]], int] = lambda request_id, drafts: 0
         self.draft: Callable[[Request], list[int]] | None = None
@@ -483,7 +496,9 @@ class Stand:
         for outputs in self.scheduler.update_from_output(scheduled, result).values():
             stats = outputs.scheduler_stats
             for name, value in ((stats and stats.kv_connector_stats) or {}).items():
-                if isinstance(value, int):
+                if name in GAUGES:
+                    self.gauges[name] = value
+                elif isinstance(value, int):
                     self.counts[name] = self.counts.get(name, 0) + value
             for each in outputs.outputs:
                 self.outputs[each.request_id] += each.new_token_ids

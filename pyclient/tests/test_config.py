@@ -31,19 +31,47 @@ def test_every_setting_is_read():
             "lookaside.chunk_tokens": 512,
             "lookaside.save_decode": False,
             "lookaside.lookup_timeout_ms": "30",
+            "lookaside.promotion_timeout_ms": 0,
             "lookaside.store_timeout_ms": 0,
             "lookaside.load_timeout_ms": 1000,
             "lookaside.reset_timeout_ms": 500,
             "lookaside.autostart": "true",
             "lookaside.arena_size": "500MiB",
+            "lookaside.sidecar_config": "/etc/lookaside/{rank}.yaml",
+            "lookaside.sidecar_args": ["--disk", "/mnt/{dp_rank}/{rank}:200G"],
             "lookaside.binary": "/opt/bin/lookaside",
             "lookaside.load_threads": 4,
         }
     )
     assert config == Config(
-        "/run/x/{dp_rank}/{rank}", 512, False, 30, 0, 1000, 500, True, 500 << 20, "/opt/bin/lookaside", 4
+        endpoint="/run/x/{dp_rank}/{rank}",
+        chunk_tokens=512,
+        save_decode=False,
+        lookup_timeout_ms=30,
+        promotion_timeout_ms=0,
+        store_timeout_ms=0,
+        load_timeout_ms=1000,
+        reset_timeout_ms=500,
+        autostart=True,
+        arena_size=500 << 20,
+        sidecar_config="/etc/lookaside/{rank}.yaml",
+        sidecar_args=("--disk", "/mnt/{dp_rank}/{rank}:200G"),
+        binary="/opt/bin/lookaside",
+        load_threads=4,
     )
     assert config.endpoint_for(2, 1) == "/run/x/1/2"
+    assert config.sidecar_arguments(2, 1) == [
+        "--arena-limit=524288000",
+        "--config=/etc/lookaside/2.yaml",
+        "--disk",
+        "/mnt/1/2:200G",
+    ]
+
+
+def test_arguments_of_a_started_sidecar():
+    assert parse({}).sidecar_arguments(0, 0) == []
+    config = parse({"lookaside.sidecar_args": "--disk '/mnt/a b/{rank}:1G' --redis=redis://h/0?x={y}"})
+    assert config.sidecar_arguments(3, 0) == ["--disk", "/mnt/a b/3:1G", "--redis=redis://h/0?x={y}"]
 
 
 @pytest.mark.parametrize(
@@ -96,6 +124,13 @@ def test_keys_of_others_pass():
         ("arena_size", "4X", "size"),
         ("load_threads", 65, "between 1"),
         ("binary", None, "non-empty"),
+        ("promotion_timeout_ms", -1, "between 0"),
+        ("sidecar_config", "lookaside.yaml", "absolute"),
+        ("sidecar_args", 5, "list of strings"),
+        ("sidecar_args", ["--disk", 5], "list of strings"),
+        ("sidecar_args", "--disk 'x", "No closing quotation"),
+        ("sidecar_args", ["--runtime-dir=/x"], "endpoint"),
+        ("sidecar_args", ["--runtime-dir", "/x"], "endpoint"),
     ],
 )
 def test_bad_values_name_the_key(key, value, words):

@@ -34,7 +34,7 @@ class Ranks:
         self.peers = [Peer(root / f"rank-{rank}") for rank in range(ranks)]
         self.clock = Clock()
         self.sessions = [Session(options(root / f"rank-{rank}", role="scheduler", rank=rank)) for rank in range(ranks)]
-        self.client = LookupClient(self.sessions, 1.0, self.clock)
+        self.client = LookupClient(self.sessions, 1.0, 10.0, self.clock)
         for session in self.sessions:
             session.start()
         for session in self.sessions:
@@ -71,14 +71,15 @@ def answered(lookup: Lookup) -> Any:
 def test_hit_is_the_minimum_over_ranks(ranks: Ranks) -> None:
     for hits in [(5, 3), (3, 5), (0, 9), (4, 4)]:
         ranks.answers(*hits)
-        assert answered(ranks.client.start(8, bytes(32 * 9))) == min(hits)
+        assert answered(ranks.client.start(8, b"p" * 32, bytes(32 * 9), 1500)) == min(hits)
     message = ranks.peers[0].of(wire.Lookup)[0]
-    assert (message.first_page, message.hashes, message.deadline_ms) == (8, bytes(32 * 9), 1000)
+    assert (message.first_page, message.prev, message.hashes) == (8, b"p" * 32, bytes(32 * 9))
+    assert (message.deadline_ms, message.recompute_us) == (10_000, 1500)
 
 
 def test_refs_name_the_lookup_on_every_rank(ranks: Ranks) -> None:
     ranks.answers(1, 1)
-    lookup = ranks.client.start(0, bytes(32))
+    lookup = ranks.client.start(0, b"", bytes(32))
     answered(lookup)
     for rank, peer in enumerate(ranks.peers):
         (seen,) = peer.of(wire.Lookup)
@@ -89,7 +90,7 @@ def test_refs_name_the_lookup_on_every_rank(ranks: Ranks) -> None:
 def test_start_and_poll_do_not_wait(ranks: Ranks) -> None:
     ranks.answers(None, None)
     began = time.monotonic()
-    lookups = [ranks.client.start(0, bytes(32 * 64)) for _ in range(20)]
+    lookups = [ranks.client.start(0, b"", bytes(32 * 64)) for _ in range(20)]
     for _ in range(50):
         assert all(lookup.poll() is None for lookup in lookups)
     assert time.monotonic() - began < 1
@@ -97,7 +98,7 @@ def test_start_and_poll_do_not_wait(ranks: Ranks) -> None:
 
 def test_deadline_is_a_miss_and_frees(ranks: Ranks) -> None:
     ranks.answers(4, None)
-    lookup = ranks.client.start(0, bytes(32 * 4))
+    lookup = ranks.client.start(0, b"", bytes(32 * 4))
     ranks.peers[1].wait_for(wire.Lookup)
     assert lookup.poll() is None
     ranks.clock.now += 1.01
@@ -114,7 +115,7 @@ def test_late_answer_is_cancelled(ranks: Ranks) -> None:
     asked: list[Any] = []
     ranks.answers(4, None)
     ranks.peers[1].script[wire.Lookup] = lambda conn, m: asked.append(m)
-    late = ranks.client.start(0, bytes(32 * 4))
+    late = ranks.client.start(0, b"", bytes(32 * 4))
     ranks.peers[1].wait_for(wire.Lookup)
     ranks.clock.now += 2
     assert late.poll() == 0
@@ -125,7 +126,7 @@ def test_late_answer_is_cancelled(ranks: Ranks) -> None:
         wire.LookupResult(asked[0].lookup, 4, 64),
         wire.LookupResult(m.lookup, 2, 32),
     ]
-    assert answered(ranks.client.start(0, bytes(32 * 4))) == 2
+    assert answered(ranks.client.start(0, b"", bytes(32 * 4))) == 2
     assert ranks.client.late_answers == 1
     assert ranks.peers[1].wait_for(wire.Cancel, 2)[1].lookup == late.id
     assert late.poll() == 0
@@ -135,25 +136,25 @@ def test_suspect_rank_is_not_asked(ranks: Ranks) -> None:
     ranks.answers(4, 4)
     ranks.peers[0].script[wire.Ping] = lambda conn, m: None
     ranks.sessions[0].doubt()
-    assert ranks.client.start(0, bytes(32)).poll() == 0
+    assert ranks.client.start(0, b"", bytes(32)).poll() == 0
     assert not ranks.peers[1].of(wire.Lookup), "nobody is asked for nothing"
     assert ranks.client.unasked == 1 and ranks.client.timeouts == 0
 
 
 def test_rank_whose_queue_is_full_is_a_miss_and_counted(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks.answers(4, 4)
-    assert answered(ranks.client.start(0, bytes(32))) == 4
+    assert answered(ranks.client.start(0, b"", bytes(32))) == 4
     link = ranks.client._links[1]
     assert link is not None
     monkeypatch.setattr(type(link), "send", lambda self, data: self is not link)
-    assert ranks.client.start(0, bytes(32)).poll() == 0
+    assert ranks.client.start(0, b"", bytes(32)).poll() == 0
     assert ranks.client.unasked == 1 and ranks.client.timeouts == 0
     assert ranks.sessions[1].suspect or ranks.peers[1].of(wire.Ping), "doubted until it speaks"
 
 
 def test_trim_and_cancel_reach_every_rank(ranks: Ranks) -> None:
     ranks.answers(4, 4)
-    lookup = ranks.client.start(0, bytes(32 * 4))
+    lookup = ranks.client.start(0, b"", bytes(32 * 4))
     assert answered(lookup) == 4
     lookup.trim(2)
     lookup.cancel()
@@ -166,30 +167,30 @@ def test_trim_and_cancel_reach_every_rank(ranks: Ranks) -> None:
 
 def test_cancel_before_the_answer(ranks: Ranks) -> None:
     ranks.answers(None, None)
-    lookup = ranks.client.start(0, bytes(32 * 4))
+    lookup = ranks.client.start(0, b"", bytes(32 * 4))
     lookup.cancel()
     assert lookup.poll() == 0
 
 
 def test_nothing_asked_is_nothing_held(ranks: Ranks) -> None:
-    assert ranks.client.start(0, b"").poll() == 0
+    assert ranks.client.start(0, b"", b"").poll() == 0
     assert not ranks.peers[0].of(wire.Lookup)
 
 
 def test_lost_rank_ends_the_lookup_at_once(ranks: Ranks) -> None:
     ranks.answers(4, None)
-    lookup = ranks.client.start(0, bytes(32 * 4))
+    lookup = ranks.client.start(0, b"", bytes(32 * 4))
     ranks.peers[1].wait_for(wire.Lookup)
     ranks.peers[1].close()
     assert until(lambda: lookup.poll() is not None)
     assert lookup.poll() == 0 and ranks.client.timeouts == 0 and ranks.client.unasked == 1
     ranks.peers[0].wait_for(wire.Cancel)
-    assert ranks.client.start(0, bytes(32)).poll() == 0
+    assert ranks.client.start(0, b"", bytes(32)).poll() == 0
 
 
 def test_reconnected_rank_is_asked_again(ranks: Ranks) -> None:
     ranks.answers(4, 4)
-    before = ranks.client.start(0, bytes(32 * 4))
+    before = ranks.client.start(0, b"", bytes(32 * 4))
     assert answered(before) == 4
     directory = ranks.peers[1].directory
     ranks.peers[1].close()
@@ -197,7 +198,7 @@ def test_reconnected_rank_is_asked_again(ranks: Ranks) -> None:
     ranks.peers[1] = Peer(directory)
     ranks.answers(4, 3)
     assert ranks.sessions[1].wait_connected(5)
-    assert answered(ranks.client.start(0, bytes(32 * 4))) == 3
+    assert answered(ranks.client.start(0, b"", bytes(32 * 4))) == 3
     before.cancel()
     ranks.peers[0].wait_for(wire.Cancel)
     time.sleep(0.05)
@@ -211,7 +212,7 @@ def test_garbage_answers_are_dropped(ranks: Ranks, garbage: bytes) -> None:
         garbage,
         wire.LookupResult(m.lookup, 4, 64),
     ]
-    lookup = ranks.client.start(0, bytes(32 * 4))
+    lookup = ranks.client.start(0, b"", bytes(32 * 4))
     if len(garbage) > 256:
         # ZMQ drops the connection of one that sends too much; the deadline remains.
         time.sleep(0.1)
@@ -224,9 +225,151 @@ def test_garbage_answers_are_dropped(ranks: Ranks, garbage: bytes) -> None:
 def test_same_answer_twice_counts_once(ranks: Ranks) -> None:
     ranks.answers(4, None)
     ranks.peers[0].script[wire.Lookup] = lambda conn, m: [wire.LookupResult(m.lookup, 4, 64)] * 2
-    lookup = ranks.client.start(0, bytes(32 * 4))
+    lookup = ranks.client.start(0, b"", bytes(32 * 4))
     time.sleep(0.1)
     assert lookup.poll() is None
+
+
+# ---- ranks that promote ----
+
+
+def pending(ranks: Ranks, *etas_ms: int | None) -> Lookup:
+    """A lookup that each rank has promised pages for after its eta; None: that rank says nothing."""
+    for peer, eta_ms in zip(ranks.peers, etas_ms, strict=True):
+        peer.script[wire.Lookup] = lambda conn, m, eta_ms=eta_ms: (
+            None if eta_ms is None else wire.LookupPending(m.lookup, 4, eta_ms)
+        )
+    lookup = ranks.client.start(0, b"", bytes(32 * 4))
+    wanted = {rank for rank, eta_ms in enumerate(etas_ms) if eta_ms is not None}
+    for peer in ranks.peers:
+        peer.wait_for(wire.Lookup)
+    until(lambda: lookup.poll() is None and lookup._promised == wanted)
+    return lookup
+
+
+def answer(ranks: Ranks, rank: int, lookup: Lookup, pages: int) -> None:
+    """Have a rank answer a lookup that it has been asked before. By way of another one's message."""
+    peer = ranks.peers[rank]
+    done = len(peer.of(wire.Cancel))
+    peer.script[wire.Cancel] = lambda conn, m: wire.LookupResult(lookup.id, pages, pages * 16)
+    link = ranks.client._links[rank]
+    assert link is not None
+    link.send(wire.encode(wire.Cancel(link.session_id, 1)))
+    peer.wait_for(wire.Cancel, done + 1)
+
+
+def test_a_promise_extends_the_wait(ranks: Ranks) -> None:
+    lookup = pending(ranks, 3000, 200)
+    assert ranks.client.promotions == 1
+    ranks.clock.now += 5.9  # long past the first wait, and within 2 * 3 s + 0.1 s
+    answer(ranks, 1, lookup, 3)
+    time.sleep(0.05)
+    assert lookup.poll() is None, "pending while any rank is"
+    answer(ranks, 0, lookup, 4)
+    assert answered(lookup) == 3
+    assert ranks.client.timeouts == 0 and all(session.available for session in ranks.sessions)
+
+
+@pytest.mark.parametrize("eta_ms, patience_s", [(0, 1.0), (200, 1.0), (2000, 4.1), (5000, 10.0), (0xFFFFFFFF, 10.0)])
+def test_the_extended_wait_ends_too(ranks: Ranks, eta_ms: int, patience_s: float) -> None:
+    """At twice the promised time and a little, never before the first wait's end, never after promotion_timeout_s."""
+    lookup = pending(ranks, eta_ms, eta_ms)
+    ranks.clock.now += patience_s - 0.01
+    assert lookup.poll() is None
+    ranks.clock.now += 0.02
+    assert lookup.poll() == 0 and ranks.client.timeouts == 1
+    for peer in ranks.peers:
+        assert peer.wait_for(wire.Cancel)[0].lookup == lookup.id
+
+
+def test_the_wait_is_extended_once(ranks: Ranks) -> None:
+    lookup = pending(ranks, 2000, None)
+    for _ in range(3):
+        ranks.peers[0].script[wire.Trim] = lambda conn, m: wire.LookupPending(m.lookup, 4, 2000)
+        lookup.trim(0)
+    time.sleep(0.1)
+    ranks.answers(1, 1)
+    ranks.clock.now += 0.99
+    answer(ranks, 1, lookup, 4)
+    until(lambda: lookup._out.keys() == {0} or lookup.poll())
+    ranks.clock.now += 4.1
+    assert lookup.poll() == 0
+
+
+def test_a_rank_without_a_promise_has_its_first_wait_only(ranks: Ranks) -> None:
+    lookup = pending(ranks, 2000, None)
+    ranks.clock.now += 0.99
+    assert lookup.poll() is None
+    ranks.clock.now += 0.02
+    assert lookup.poll() == 0 and ranks.client.timeouts == 1
+    ranks.peers[0].wait_for(wire.Cancel)
+
+
+def test_a_promise_read_late_counts_from_then(ranks: Ranks) -> None:
+    """The scheduler was busy past the first wait: what has come meanwhile is read first."""
+    for peer in ranks.peers:
+        peer.script[wire.Lookup] = lambda conn, m: wire.LookupPending(m.lookup, 4, 100)
+    lookup = ranks.client.start(0, b"", bytes(32 * 4))
+    for peer in ranks.peers:
+        peer.wait_for(wire.Lookup)
+    time.sleep(0.1)
+    ranks.clock.now += 5
+    assert lookup.poll() is None and ranks.client.timeouts == 0
+    for rank in (0, 1):
+        answer(ranks, rank, lookup, 4)
+    assert answered(lookup) == 4
+
+
+def test_lost_while_pending_is_a_miss_at_once(ranks: Ranks) -> None:
+    lookup = pending(ranks, 5000, 5000)
+    ranks.peers[1].close()
+    until(lambda: lookup.poll() is not None)
+    assert lookup.poll() == 0 and ranks.client.unasked == 1 and ranks.client.timeouts == 0
+    ranks.peers[0].wait_for(wire.Cancel)
+
+
+def test_trim_and_cancel_while_pending(ranks: Ranks) -> None:
+    lookup = pending(ranks, 5000, 5000)
+    lookup.trim(2)
+    assert lookup.poll() is None
+    lookup.cancel()
+    assert lookup.poll() == 0
+    for peer in ranks.peers:
+        assert peer.wait_for(wire.Trim)[0].first_page == 2
+        peer.wait_for(wire.Cancel)
+    late = len(ranks.peers[0].of(wire.Cancel))
+    answer(ranks, 0, lookup, 4)  # what had been promoted already is given back
+    ranks.peers[0].script.clear()
+    ranks.answers(1, 1)
+    assert answered(ranks.client.start(0, b"", bytes(32))) == 1
+    assert ranks.client.late_answers == 1
+    ranks.peers[0].wait_for(wire.Cancel, late + 2)
+
+
+def test_promises_to_nobody_are_dropped(ranks: Ranks) -> None:
+    ranks.answers(2, 2)
+    ranks.peers[0].script[wire.Lookup] = lambda conn, m: [
+        wire.LookupPending(m.lookup + 1, 4, 5000),
+        wire.LookupResult(m.lookup, 2, 32),
+        wire.LookupPending(m.lookup, 4, 5000),
+    ]
+    lookup = ranks.client.start(0, b"", bytes(32 * 4))
+    assert answered(lookup) == 2
+    assert answered(ranks.client.start(0, b"", bytes(32 * 4))) == 2
+    assert ranks.client.promotions == 0
+
+
+def test_without_promotions_a_promise_changes_nothing(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, ranks=1)
+    ranks.client._promotion_timeout_s = 0
+    ranks.peers[0].script[wire.Lookup] = lambda conn, m: wire.LookupPending(m.lookup, 4, 5000)
+    lookup = ranks.client.start(0, b"", bytes(32))
+    ranks.peers[0].wait_for(wire.Lookup)
+    time.sleep(0.05)
+    assert lookup.poll() is None
+    ranks.clock.now += 1.01
+    assert lookup.poll() == 0
+    ranks.close()
 
 
 def test_first_lookup_of_a_session_is_answered(tmp_path: Path) -> None:
@@ -234,19 +377,19 @@ def test_first_lookup_of_a_session_is_answered(tmp_path: Path) -> None:
     for attempt in range(10):
         ranks = Ranks(tmp_path / str(attempt), ranks=1)
         ranks.answers(1)
-        assert answered(ranks.client.start(0, bytes(32))) == 1
+        assert answered(ranks.client.start(0, b"", bytes(32))) == 1
         ranks.close()
 
 
 def test_wait_is_poll_with_patience(ranks: Ranks) -> None:
     ranks.client._clock = time.monotonic
     ranks.answers(4, 4)
-    assert ranks.client.wait(ranks.client.start(0, bytes(32 * 4)), 5) == 4
+    assert ranks.client.wait(ranks.client.start(0, b"", bytes(32 * 4)), 5) == 4
     ranks.answers(None, None)
-    assert ranks.client.wait(ranks.client.start(0, bytes(32 * 4)), 0.01) is None
+    assert ranks.client.wait(ranks.client.start(0, b"", bytes(32 * 4)), 0.01) is None
 
 
 def test_closed_client_misses(ranks: Ranks) -> None:
     ranks.client.close()
-    assert ranks.client.start(0, bytes(32)).poll() == 0
+    assert ranks.client.start(0, b"", bytes(32)).poll() == 0
     ranks.client.close()

@@ -264,6 +264,190 @@ def test_images_and_their_places_do_not_share(stand):
         assert not set(other[2:]) & set(first[2:])
 
 
+# ---- answers that take long: pages on their way from a tier below ----
+
+
+def waiting(stand: Stand, prompt: list[int], **kwargs) -> tuple[str, object]:
+    """A request whose lookup is out, and stays so."""
+    stand.sidecars.hold_answers = True
+    request_id = stand.add(prompt, **kwargs)
+    stand.sidecars.hold_answers = False
+    return request_id, stand.sidecars.lookups[-1]
+
+
+@pytest.mark.parametrize("seconds", [1, 40])
+def test_an_answer_may_take_longer_than_hits_and_misses_live(stand, seconds):
+    """A lookup does not grow old while it is out, and its answer not from when it was asked."""
+    prompt = tokens(8 * BLOCK + 1)
+    warm(stand, prompt)
+    request_id, lookup = waiting(stand, prompt)
+    for _ in range(10):
+        stand.clock += seconds / 10
+        stand.step()
+    assert not lookup.cancelled and stand.sidecars.lookups == [lookup]
+    stand.sidecars.answer(lookup)
+    stand.run()
+    assert [load.refs for load in stand.workers.loads] == [lookup.refs]
+    assert len(stand.outputs[request_id]) == 4
+    stand.check_idle()
+
+
+def test_the_answer_grows_old_from_when_it_came(model):
+    stand = Stand(make_config(model), blocks=20)
+    prompt = tokens(10 * BLOCK + 1)
+    warm(stand, prompt)
+    hog = stand.add(tokens(12 * BLOCK, seed=5), max_tokens=90)
+    stand.step()
+    _, lookup = waiting(stand, prompt, max_tokens=1)
+    stand.step()
+    stand.clock += 30
+    stand.step()
+    stand.sidecars.answer(lookup)
+    stand.step()
+    stand.clock += 14
+    stand.step()
+    assert not lookup.cancelled and stand.sidecars.lookups[-1] is lookup
+    stand.clock += 2
+    stand.step()
+    assert lookup.cancelled and stand.sidecars.lookups[-1] is not lookup
+    stand.abort(hog)
+    stand.run()
+    stand.check_idle()
+
+
+def test_what_vllm_has_itself_is_not_brought_up(stand):
+    prompt = tokens(12 * BLOCK + 1)
+    warm(stand, prompt)
+    stand.add(prompt[: 5 * BLOCK + 1], max_tokens=1)
+    stand.run()
+    stand.workers.loads.clear()
+    stand.sidecars.lookups.clear()
+    _, lookup = waiting(stand, prompt)
+    assert lookup.trims == [] and lookup.first_page == 0 and lookup.prev == b""
+    stand.step()
+    stand.step()
+    assert lookup.trims == [5], "once, when vLLM knows"
+    stand.sidecars.answer(lookup)
+    stand.run()
+    (load,) = stand.workers.loads
+    assert (load.first_page, len(load.block_ids)) == (5, 7)
+    stand.check_idle()
+
+
+def test_a_lookup_that_is_out_ends_when_vllm_has_all_of_it(stand):
+    prompt = tokens(6 * BLOCK + 1)
+    stand.add(prompt, max_tokens=1)
+    stand.run()
+    request_id, lookup = waiting(stand, prompt)
+    stand.run()
+    assert lookup.cancelled and len(stand.outputs[request_id]) == 4 and not stand.workers.loads
+    stand.check_idle()
+
+
+def test_another_request_that_computes_the_prefix_meanwhile(stand):
+    """Two with one prefix, of which one waits: what the other has computed is trimmed from its lookup."""
+    prompt = tokens(10 * BLOCK + 1)
+    warm(stand, prompt)
+    slow, lookup = waiting(stand, prompt)
+    stand.step()
+    stand.sidecars.available = False  # the other one is not looked up
+    stand.add(prompt[: 6 * BLOCK + 3], max_tokens=1)
+    for _ in range(3):
+        stand.step()
+    stand.sidecars.available = True
+    stand.step()
+    assert lookup.trims == [6]
+    stand.sidecars.answer(lookup)
+    stand.run()
+    assert stand.workers.loads[-1].first_page == 6 and len(stand.outputs[slow]) == 4
+    stand.check_idle()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_abort_while_pages_are_on_their_way(stand, steps):
+    prompt = tokens(8 * BLOCK + 1)
+    warm(stand, prompt)
+    request_id, lookup = waiting(stand, prompt)
+    for _ in range(steps):
+        stand.step()
+    stand.abort(request_id)
+    stand.run()
+    assert lookup.cancelled and not stand.workers.loads
+    stand.check_idle()
+
+
+def test_preemption_while_pages_are_on_their_way(stand):
+    """A request that comes back after a preemption waits for a lookup of its own, not for that of before."""
+    prompt = tokens(8 * BLOCK + 1)
+    warm(stand, prompt)
+    request_id, lookup = waiting(stand, prompt)
+    stand.step()
+    stand.requests[request_id].num_preemptions += 1
+    stand.step()
+    assert lookup.cancelled and stand.sidecars.lookups[-1] is not lookup
+    stand.run()
+    assert len(stand.outputs[request_id]) == 4
+    stand.check_idle()
+
+
+def test_a_later_lookup_names_the_page_before_it(stand):
+    prompt = tokens(8 * BLOCK + 1)
+    warm(stand, prompt)
+    stand.add(prompt)
+    request = list(stand.requests.values())[-1]
+    assert stand.connector.get_num_new_matched_tokens(request, 4 * BLOCK) == (4 * BLOCK, True)
+    assert stand.connector.get_num_new_matched_tokens(request, 2 * BLOCK) == (6 * BLOCK, True)
+    assert [lookup.prev for lookup in stand.sidecars.lookups] == [b"", stand.digests(prompt)[1]]
+    stand.run()
+    stand.check_idle()
+
+
+# ---- load or recompute ----
+
+
+@pytest.mark.parametrize("is_async, forward_steps", [(False, 0), (False, 3), (True, 0), (True, 3)])
+def test_sidecars_are_told_what_computing_a_page_takes(model, is_async, forward_steps):
+    stand = Stand(make_config(model, batched_tokens=512, async_scheduling=is_async))
+    stand.workers.second_per_token = 0.001
+    stand.workers.forward_steps = forward_steps
+    for seed in range(4):
+        stand.add(tokens(20 * BLOCK, seed=seed), max_tokens=12)
+        stand.run()
+    assert [lookup.recompute_us for lookup in stand.sidecars.lookups[:3]] == [0, 0, 0]
+    assert stand.sidecars.lookups[3].recompute_us == 1000 * BLOCK
+    assert stand.gauges["prefill_tokens_per_second"] == 1000
+    assert not stand.role._timed
+    stand.check_idle()
+
+
+def test_only_steps_that_mostly_compute_prompts_are_timed(model):
+    stand = Stand(make_config(model, batched_tokens=64))
+    made = [stand.add(tokens(BLOCK, seed=i), max_tokens=40) for i in range(3)]
+    timed = []
+    while stand.scheduler.has_requests():
+        batch = stand.step()
+        generating = sum(len(stand.outputs[r]) > 1 for r in made)
+        timed.append(bool(batch.meta.timed))
+        assert not (timed[-1] and generating), "nothing but generated tokens"
+    assert timed[0]
+    late = stand.add(tokens(10 * BLOCK, seed=7), max_tokens=1)
+    assert stand.step().meta.timed
+    stand.abort(late)
+    stand.run()
+    stand.check_idle()
+
+
+def test_times_that_never_come_do_not_pile_up(model):
+    stand = Stand(make_config(model, batched_tokens=BLOCK))
+    for seed in range(10):
+        stand.add(tokens(12 * BLOCK, seed=seed), max_tokens=1)
+    stand.run()
+    assert len(stand.role._timed) == 64
+    assert stand.role._recompute_us() == 0
+    stand.role._note_forwards({5: 0.1, 10**9: 0.1})  # of steps that are not known any more
+    assert stand.role._recompute_us() == 0
+
+
 # ---- saves ----
 
 

@@ -132,7 +132,7 @@ def test_starting_sidecar_that_fails_is_only_logged(directory: Path) -> None:
 
 
 def test_refusal_is_kept_and_retried(directory: Path, peer: Peer) -> None:
-    refusal = wire.Refuse(1, "no_worker", "", "", "", "its worker has not come yet")
+    refusal = wire.Refuse(wire.VERSION, "no_worker", "", "", "", "its worker has not come yet")
     refused: list[int] = []
 
     def refuse_twice(conn: Conn, hello: wire.Hello) -> Any:
@@ -153,7 +153,7 @@ def test_refusal_is_kept_and_retried(directory: Path, peer: Peer) -> None:
 def test_refusal_of_a_sidecar_that_reads_nothing_is_read(directory: Path, early: bool) -> None:
     """It closes over our unread Hello, which resets the connection, or before we have sent one."""
     directory.mkdir(mode=0o700)
-    refusal = wire.Refuse(1, "busy", "sessions.limit", "1", "", "full")
+    refusal = wire.Refuse(wire.VERSION, "busy", "sessions.limit", "1", "", "full")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(directory / "session.sock"))
         listener.listen(4)
@@ -184,7 +184,7 @@ def test_refusal_of_a_sidecar_that_reads_nothing_is_read(directory: Path, early:
 
 
 def test_refusal_names_field_and_values(directory: Path, peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
-    peer.welcome = lambda conn, hello: wire.Refuse(1, "incompatible", "dtype", "bf16", "fp32", "no")
+    peer.welcome = lambda conn, hello: wire.Refuse(wire.VERSION, "incompatible", "dtype", "bf16", "fp32", "no")
     session = Session(options(directory))
     session.start()
     session.wait_settled(5)
@@ -199,7 +199,7 @@ def test_refusal_names_field_and_values(directory: Path, peer: Peer, caplog: pyt
         b"\xc1garbage",
         b"\xdd\xff\xff\xff\xff",
         wire.encode(wire.Pong(1, 1)),
-        wire.encode(wire.Refuse(2, "version", "version", "2", "1", "newer")),
+        wire.encode(wire.Refuse(9, "version", "version", "9", "2", "newer")),
     ],
 )
 def test_wrong_handshakes_end_in_another_try(directory: Path, peer: Peer, answer: bytes) -> None:
@@ -320,7 +320,7 @@ def test_death_ends_every_wait_at_once(directory: Path) -> None:
     session.close()
 
 
-@pytest.mark.parametrize("garbage", [b"\xc1", b"\x93\x0b\x01", wire.encode(wire.Refuse(1, "", "", "", "", ""))])
+@pytest.mark.parametrize("garbage", [b"\xc1", b"\x93\x0b\x01", wire.encode(wire.Refuse(wire.VERSION, "", "", "", "", ""))])
 def test_garbage_ends_the_session_not_the_thread(session: Session, peer: Peer, garbage: bytes) -> None:
     first = session.session_id
     peer.conns[0].send(garbage)

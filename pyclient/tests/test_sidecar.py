@@ -110,7 +110,7 @@ class Engine(Stand):
         until(lambda: self.worker._session.available and self.sidecars.sessions[0].available, 20)
 
     def lookup(self, first_page: int, *names: int) -> Lookup:
-        lookup = self.sidecars.start(first_page, hashes(*names))
+        lookup = self.sidecars.start(first_page, b"", hashes(*names), 0)
         until(lambda: lookup.poll() is not None)
         return lookup
 
@@ -272,14 +272,14 @@ def test_stopped_sidecar_costs_one_patience_and_keeps_everything(engine: Engine,
     sidecar.signal(signal.SIGSTOP)
     try:
         began = time.monotonic()
-        lookup = engine.sidecars.start(0, hashes(1, 2))
+        lookup = engine.sidecars.start(0, b"", hashes(1, 2), 0)
         until(lambda: lookup.poll() is not None)
         assert lookup.poll() == 0
         engine.step(LookasideMetadata(saves=[engine.save(4, [3], [3])]))
         first = time.monotonic() - began
         began = time.monotonic()
         for i in range(100):
-            assert engine.sidecars.start(0, hashes(1, 2)).poll() == 0
+            assert engine.sidecars.start(0, b"", hashes(1, 2), 0).poll() == 0
             engine.step(
                 LookasideMetadata(
                     saves=[engine.save(4, [3], [3])],
@@ -351,10 +351,10 @@ def test_other_models_are_kept_apart(model: Path, engine: Engine, sidecar: Sidec
     assert worker.wait_connected(5)
     from lookaside.lookups import LookupClient
 
-    client = LookupClient([scheduler], 5.0)
+    client = LookupClient([scheduler], 5.0, 5.0)
     scheduler.start()
     assert scheduler.wait_connected(5)
-    assert client.wait(client.start(0, hashes(1, 2)), 5) == 0
+    assert client.wait(client.start(0, b"", hashes(1, 2)), 5) == 0
     client.close()
     for session in (scheduler, worker):
         session.close()
@@ -455,9 +455,9 @@ def test_autostart(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_autostart_that_cannot_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(FileNotFoundError, match=r"lookaside\.binary"):
-        Autostart("no-such-program", str(tmp_path / "a"), 1 << 24).ensure()
+        Autostart("no-such-program", str(tmp_path / "a")).ensure()
     directory = tmp_path / "b"
-    starter = Autostart(str(BINARY), str(directory), 1 << 60)
+    starter = Autostart(str(BINARY), str(directory), [f"--arena-limit={1 << 60}"])
     starter.ensure()
     assert starter._process is not None
     starter._process.wait(20)
@@ -466,7 +466,7 @@ def test_autostart_that_cannot_says_why(tmp_path: Path, caplog: pytest.LogCaptur
     directory = tmp_path / "c"
     directory.mkdir(mode=0o755)
     with pytest.raises(EndpointError, match="0755"):
-        Autostart(str(BINARY), str(directory), 1 << 24).ensure()
+        Autostart(str(BINARY), str(directory)).ensure()
 
 
 def test_second_client_maps_the_same_memory(engine: Engine, sidecar: Sidecar) -> None:
@@ -506,7 +506,7 @@ def test_random_history_never_lies(model: Path, tmp_path: Path, seed: int) -> No
                 engine.step(LookasideMetadata(saves=[engine.save(0, blocks, names)]))
                 saves += 1
             elif what < 0.9:
-                lookup = engine.sidecars.start(0, hashes(*names))
+                lookup = engine.sidecars.start(0, b"", hashes(*names), 0)
                 until(lambda lookup=lookup: lookup.poll() is not None)
                 held = lookup.poll()
                 if not held:
@@ -560,7 +560,7 @@ def test_long_burst_of_lookups(engine: Engine, sidecar: Sidecar, cancel: bool) -
     hits: list[int | None] = []
     while len(hits) < bound + 500:
         unasked = client.unasked
-        lookup = client.start(0, asked)
+        lookup = client.start(0, b"", asked)
         hit = client.wait(lookup, 5.0)
         if client.unasked != unasked:
             # A busy machine may make a session suspect for a moment; a queue that is too short does every few dozen.

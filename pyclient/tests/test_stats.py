@@ -7,7 +7,7 @@ import threading
 import pytest
 from lookaside.connector import LookasideConnector
 from lookaside.metadata import LookasideMetadata, LookasideWorkerMetadata
-from lookaside.stats import COUNTERS, HISTOGRAMS, Collector, LookasideStats
+from lookaside.stats import COUNTERS, GAUGES, HISTOGRAMS, Collector, LookasideStats
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from scheduling import make_config, write_model
 
@@ -41,6 +41,20 @@ def test_collector_counts_for_several_threads():
     stats = collector.take()
     assert stats is not None and stats.data["loads"] == 8000
     assert len(stats.data["load_seconds"]) == 1024, "bounded"
+
+
+def test_the_newest_value_of_a_gauge_counts(model):
+    collector = Collector()
+    collector.set("prefill_tokens_per_second", 100.0)
+    collector.set("prefill_tokens_per_second", 200.0)
+    stats = collector.take()
+    assert stats is not None and stats.data == {"prefill_tokens_per_second": 200.0}
+    total = stats.aggregate(LookasideStats(data={"prefill_tokens_per_second": 150.0, "saves": 1}))
+    assert total.aggregate(LookasideStats(data={"saves": 1})).reduce() == {
+        "prefill_tokens_per_second": 150.0,
+        "saves": 2,
+    }
+    assert collector.take() is None
 
 
 def test_ranks_and_intervals_add_up():
@@ -81,7 +95,8 @@ def test_prometheus(model):
     assert prom is not None
     prom.observe({"hit_tokens": 7, "lookup_seconds": [0.001, 0.3], "of a later version": 1}, 1)
     prom.observe({"hit_tokens": 3}, 1)
-    prom.observe({"errors": 1})
+    prom.observe({"errors": 1, "prefill_tokens_per_second": 5000.0})
+    prom.observe({"prefill_tokens_per_second": 4000.0})
 
     def value(name, engine):
         return registry.get_sample_value(name, {"model_name": "m", "engine": engine})
@@ -89,14 +104,17 @@ def test_prometheus(model):
     assert value("vllm:lookaside_hit_tokens_total", "1") == 10
     assert value("vllm:lookaside_lookup_seconds_count", "1") == 2
     assert value("vllm:lookaside_errors_total", "0") == 1
+    assert value("vllm:lookaside_prefill_tokens_per_second", "0") == 4000
     families = {family.name for family in registry.collect()}
-    assert families == {f"vllm:lookaside_{name}" for name in [*COUNTERS, *HISTOGRAMS]}
+    assert families == {f"vllm:lookaside_{name}" for name in [*COUNTERS, *GAUGES, *HISTOGRAMS]}
 
 
 def test_worker_metadata_adds_up():
-    one = LookasideWorkerMetadata({1: 1, 2: 1}, {"a": 1})
-    other = LookasideWorkerMetadata({2: 1, 3: 1}, {"b": 1})
-    assert one.aggregate(other) == LookasideWorkerMetadata({1: 1, 2: 2, 3: 1}, {"a": 1, "b": 1})
-    assert one == LookasideWorkerMetadata({1: 1, 2: 1}, {"a": 1})
+    one = LookasideWorkerMetadata({1: 1, 2: 1}, {"a": 1}, {7: 0.1, 8: 0.3})
+    other = LookasideWorkerMetadata({2: 1, 3: 1}, {"b": 1}, {8: 0.2, 9: 0.4})
+    both = LookasideWorkerMetadata({1: 1, 2: 2, 3: 1}, {"a": 1, "b": 1}, {7: 0.1, 8: 0.3, 9: 0.4})
+    assert one.aggregate(other) == other.aggregate(one) == both, "the slowest rank's forward counts"
+    assert one == LookasideWorkerMetadata({1: 1, 2: 1}, {"a": 1}, {7: 0.1, 8: 0.3})
+    assert not LookasideWorkerMetadata(forward_seconds={1: 0.1}).is_empty()
     assert LookasideWorkerMetadata().is_empty() and not one.is_empty()
     assert LookasideMetadata().is_empty() and not LookasideMetadata(aborted=["a"]).is_empty()

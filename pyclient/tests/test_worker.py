@@ -62,6 +62,7 @@ class Stand:
         self.invalid: set[int] = set()
         self.failed: dict[str, int] = {}
         self.acked: list[int] = []
+        self.seconds: dict[int, float] = {}
         self._ids = iter(range(1, 1 << 30))
 
     def register(self) -> None:
@@ -82,6 +83,8 @@ class Stand:
         answer = worker.build_connector_worker_meta()
         if answer is not None:
             self.acked += answer.saves_done
+            assert not self.seconds.keys() & answer.forward_seconds.keys(), "told twice"
+            self.seconds |= answer.forward_seconds
             for request, ranks in answer.loads_failed.items():
                 self.failed[request] = self.failed.get(request, 0) + ranks
         worker.clear_connector_metadata()
@@ -181,6 +184,55 @@ def test_worker_declares_its_space(stand: Stand, peer: Peer) -> None:
     )
     assert (hello.pages_per_chunk, hello.digest_bytes) == (PPC, 32)
     assert {"model", "dtype", "page", "isa", "none_hash"} <= set(hello.fields)
+
+
+def test_forwards_are_timed_where_asked(stand: Stand, peer: Peer) -> None:
+    """From when the step's questions have been sent to before its pages are copied."""
+    Shelf(peer)
+    stand.step(LookasideMetadata(timed=7), forward=lambda: time.sleep(0.05))
+    stand.step(forward=lambda: time.sleep(0.05))
+    stand.step(LookasideMetadata(timed=9, saves=[stand.save(0, [3], [1])]))
+    assert stand.seconds.keys() == {7, 9}
+    assert 0.05 <= stand.seconds[7] < 5 and stand.seconds[9] < 0.05 + stand.seconds[7]
+
+
+class Events:
+    """A device's events, which come true when the test says so."""
+
+    def __init__(self) -> None:
+        self.recorded: list[Any] = []
+        self.over = 0  # so many of those recorded have come true
+
+    def make(self) -> Any:
+        events = self
+
+        class Event:
+            def record(self) -> None:
+                events.recorded.append(self)
+
+            def query(self) -> bool:
+                return events.recorded.index(self) < events.over
+
+            def elapsed_time(self, end: Any) -> float:
+                assert self.query() and end.query()
+                return 250.0 * (events.recorded.index(end) - events.recorded.index(self))
+
+        return Event()
+
+
+def test_forwards_on_a_device_are_timed_without_waiting(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = Events()
+    monkeypatch.setattr("lookaside.worker._event", events.make)
+    stand.worker._note_stream = lambda: 1
+    for number in range(1, 30):
+        stand.step(LookasideMetadata(timed=number))
+    assert not stand.seconds and len(events.recorded) == 2 * 16, "bounded"
+    events.over = 3
+    stand.step()
+    assert stand.seconds == {1: 0.25}
+    events.over = 32
+    stand.step()
+    assert stand.seconds == dict.fromkeys(range(1, 17), 0.25)
 
 
 def test_save_copies_what_the_forward_computed(stand: Stand, peer: Peer) -> None:
