@@ -320,7 +320,9 @@ def test_death_ends_every_wait_at_once(directory: Path) -> None:
     session.close()
 
 
-@pytest.mark.parametrize("garbage", [b"\xc1", b"\x93\x0b\x01", wire.encode(wire.Refuse(wire.VERSION, "", "", "", "", ""))])
+@pytest.mark.parametrize(
+    "garbage", [b"\xc1", b"\x93\x0b\x01", wire.encode(wire.Refuse(wire.VERSION, "", "", "", "", ""))]
+)
 def test_garbage_ends_the_session_not_the_thread(session: Session, peer: Peer, garbage: bytes) -> None:
     first = session.session_id
     peer.conns[0].send(garbage)
