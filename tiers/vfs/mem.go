@@ -39,12 +39,53 @@ const memBlock = 4096
 // memSector is what a disk writes whole or not at all.
 const memSector = 512
 
+type block = [memBlock]byte
+
+// leaf is the blocks of a piece of a file; nil: a hole. It is immutable once it is in an image, too: a change of an image copies the leaves that it
+// touches, 8 KiB for 4 MiB of file.
+type leaf [1024]*block
+
+const leafBytes = int64(len(leaf{})) * memBlock
+
+var (
+	zeroBlock block
+	zeroLeaf  = func() *leaf {
+		l := new(leaf)
+		for i := range l {
+			l[i] = &zeroBlock
+		}
+		return l
+	}()
+)
+
 type image struct {
 	size   int64
-	blocks map[int64]*[memBlock]byte
+	leaves map[int64]*leaf
+	n      int64 // blocks
 }
 
-func (im *image) clone() image { return image{im.size, maps.Clone(im.blocks)} }
+func newImage() image { return image{leaves: map[int64]*leaf{}} }
+
+func (im *image) clone() image { return image{im.size, maps.Clone(im.leaves), im.n} }
+
+// pieces calls do for each leaf that [off, end) touches, with the blocks of it that are in the range.
+func pieces(off, end int64, do func(at int64, lo, hi int)) {
+	for at := off / leafBytes; at*leafBytes < end; at++ {
+		lo := max(off-at*leafBytes, 0) / memBlock
+		hi := (min(end-at*leafBytes, leafBytes) + memBlock - 1) / memBlock
+		do(at, int(lo), int(hi))
+	}
+}
+
+// edit is a leaf of the image that may be changed until anybody else sees the image.
+func (im *image) edit(at int64) *leaf {
+	l := new(leaf)
+	if old := im.leaves[at]; old != nil {
+		*l = *old
+	}
+	im.leaves[at] = l
+	return l
+}
 
 // memOp is one change of a file that is not durable yet: bytes at an offset, or, where data is nil, a size.
 type memOp struct {
@@ -85,9 +126,7 @@ func newMemDir() *memNode {
 	return &memNode{dir: true, entries: map[string]*memNode{}, durEntries: map[string]*memNode{}}
 }
 
-func newMemFile() *memNode {
-	return &memNode{now: image{blocks: map[int64]*[memBlock]byte{}}, durable: image{blocks: map[int64]*[memBlock]byte{}}}
-}
+func newMemFile() *memNode { return &memNode{now: newImage(), durable: newImage()} }
 
 func clean(name string) string { return path.Clean("/" + name) }
 
@@ -222,8 +261,8 @@ func (m *Mem) MkdirAll(dir string) error {
 // unlinked gives back the space of a node that has no name and no descriptor.
 func (m *Mem) unlinked(n *memNode) {
 	if n.nlink == 0 && n.open == 0 {
-		m.used -= int64(len(n.now.blocks)) * memBlock
-		n.now.blocks = nil
+		m.used -= n.now.n * memBlock
+		n.now = newImage()
 	}
 }
 
@@ -307,7 +346,7 @@ func (m *Mem) Stat(name string) (Info, error) {
 	if err != nil {
 		return Info{}, pathError("stat", name, err)
 	}
-	return Info{Dir: n.dir, Size: n.now.size, Allocated: int64(len(n.now.blocks)) * memBlock}, nil
+	return Info{Dir: n.dir, Size: n.now.size, Allocated: n.now.n * memBlock}, nil
 }
 
 // SyncDir implements FS.
@@ -411,7 +450,7 @@ func (c *Mem) crashed(n *memNode, rnd *rand.Rand, likely float64) *memNode {
 			}
 		}
 		f.durable = f.now.clone()
-		c.used += int64(len(f.now.blocks)) * memBlock
+		c.used += f.now.n * memBlock
 		return f
 	}
 	entries := n.entries
@@ -470,49 +509,90 @@ func crashOp(im *image, op memOp, rnd *rand.Rand, likely float64) {
 
 // apply does one change. It returns how many blocks it added.
 func (im *image) apply(op memOp) int64 {
-	before := int64(len(im.blocks))
+	before := im.n
 	switch {
 	case op.data != nil:
 		im.write(op.off, op.data)
 	case op.hold:
-		for b := op.off / memBlock; b*memBlock < op.size; b++ {
-			if im.blocks[b] == nil {
-				im.blocks[b] = &zeroBlock
-			}
-		}
-		im.size = max(im.size, op.size)
+		im.hold(op.off, op.size)
 	default:
 		im.truncate(op.size)
 	}
-	return int64(len(im.blocks)) - before
+	return im.n - before
 }
 
-var zeroBlock [memBlock]byte
-
 func (im *image) write(off int64, p []byte) {
-	im.size = max(im.size, off+int64(len(p)))
-	for len(p) > 0 {
-		b, in := off/memBlock, int(off%memBlock)
-		var block [memBlock]byte
-		if old := im.blocks[b]; old != nil {
-			block = *old
+	end := off + int64(len(p))
+	im.size = max(im.size, end)
+	pieces(off, end, func(at int64, lo, hi int) {
+		l := im.edit(at)
+		for b := lo; b < hi; b++ {
+			begin := at*leafBytes + int64(b)*memBlock
+			in := max(off-begin, 0)
+			next := new(block)
+			if old := l[b]; old == nil {
+				im.n++
+			} else if in > 0 || end < begin+memBlock {
+				*next = *old
+			}
+			copy(next[in:], p[begin+in-off:])
+			l[b] = next
 		}
-		n := copy(block[in:], p)
-		im.blocks[b] = &block
-		p, off = p[n:], off+int64(n)
-	}
+	})
+}
+
+func (im *image) hold(off, end int64) {
+	im.size = max(im.size, end)
+	pieces(off, end, func(at int64, lo, hi int) {
+		if im.leaves[at] == nil && lo == 0 && hi == len(leaf{}) {
+			im.leaves[at] = zeroLeaf
+			im.n += int64(hi)
+			return
+		}
+		l := im.edit(at)
+		for b := lo; b < hi; b++ {
+			if l[b] == nil {
+				l[b] = &zeroBlock
+				im.n++
+			}
+		}
+	})
 }
 
 func (im *image) truncate(size int64) {
 	if size < im.size {
-		maps.DeleteFunc(im.blocks, func(b int64, _ *[memBlock]byte) bool { return b*memBlock >= size })
-		if in := size % memBlock; in != 0 && im.blocks[size/memBlock] != nil {
-			block := *im.blocks[size/memBlock]
-			clear(block[in:])
-			im.blocks[size/memBlock] = &block
+		keep := (size + memBlock - 1) / memBlock * memBlock
+		for at, old := range im.leaves {
+			from := max(keep-at*leafBytes, 0) / memBlock
+			if from >= int64(len(leaf{})) {
+				continue
+			}
+			for _, b := range old[from:] {
+				if b != nil {
+					im.n--
+				}
+			}
+			if from == 0 {
+				delete(im.leaves, at)
+			} else {
+				clear(im.edit(at)[from:])
+			}
+		}
+		if in := size % memBlock; in != 0 && im.at(size) != nil {
+			next := *im.at(size)
+			clear(next[in:])
+			im.edit(size / leafBytes)[size%leafBytes/memBlock] = &next
 		}
 	}
 	im.size = size
+}
+
+// at is the block of an offset; nil in a hole.
+func (im *image) at(off int64) *block {
+	if l := im.leaves[off/leafBytes]; l != nil {
+		return l[off%leafBytes/memBlock]
+	}
+	return nil
 }
 
 func (im *image) read(p []byte, off int64) int {
@@ -522,10 +602,10 @@ func (im *image) read(p []byte, off int64) int {
 	p = p[:min(int64(len(p)), im.size-off)]
 	total := len(p)
 	for len(p) > 0 {
-		b, in := off/memBlock, int(off%memBlock)
-		n := min(memBlock-in, len(p))
-		if block := im.blocks[b]; block != nil {
-			copy(p[:n], block[in:])
+		in := off % memBlock
+		n := min(memBlock-int(in), len(p))
+		if b := im.at(off); b != nil {
+			copy(p[:n], b[in:])
 		} else {
 			clear(p[:n])
 		}
@@ -536,12 +616,36 @@ func (im *image) read(p []byte, off int64) int {
 
 // missing is how many blocks of [off, end) an image has not.
 func (im *image) missing(off, end int64) (n int64) {
-	for b := off / memBlock; b*memBlock < end; b++ {
-		if im.blocks[b] == nil {
-			n++
+	pieces(off, end, func(at int64, lo, hi int) {
+		l := im.leaves[at]
+		if l == nil {
+			n += int64(hi - lo)
+			return
 		}
-	}
+		for _, b := range l[lo:hi] {
+			if b == nil {
+				n++
+			}
+		}
+	})
 	return n
+}
+
+// take makes the blocks of [off, end) those of another image, which is not shorter there.
+func (im *image) take(from *image, off, end int64) {
+	pieces(off, end, func(at int64, lo, hi int) {
+		src := from.leaves[at]
+		if src == nil || src == im.leaves[at] {
+			return
+		}
+		dst := im.edit(at)
+		for b := lo; b < hi; b++ {
+			if dst[b] == nil && src[b] != nil {
+				im.n++
+			}
+			dst[b] = src[b]
+		}
+	})
 }
 
 type memFile struct {
@@ -676,9 +780,7 @@ func (n *memNode) settle() {
 		if op.data != nil {
 			end = op.off + int64(len(op.data))
 		}
-		for b := op.off / memBlock; b*memBlock < end; b++ {
-			n.durable.blocks[b] = n.now.blocks[b]
-		}
+		n.durable.take(&n.now, op.off, end)
 	}
 	n.durable.size = n.now.size
 	n.pending = nil

@@ -585,3 +585,54 @@ func TestEveryOperationFails(t *testing.T) {
 		t.Errorf("%d failed, want the read and the sync", len(failed))
 	}
 }
+
+// Files in memory against plain bytes, over several leaves, with syncs and crashes between that must cost nothing that was synced.
+func TestMemAgainstBytes(t *testing.T) {
+	const seed = 1
+	t.Logf("seed %d", seed)
+	rnd := rand.New(rand.NewPCG(seed, 1))
+	m := NewMem()
+	f := open(t, m, "/f", Create)
+	ok(t, m.SyncDir("/"))
+	var want []byte
+	grow := func(n int) {
+		if n > len(want) {
+			want = append(want, make([]byte, n-len(want))...)
+		}
+	}
+	const most = 3*int(leafBytes) + 1000
+	for i := range 150 {
+		off, n := rnd.IntN(most), 1+rnd.IntN(most/(1+rnd.IntN(100)))
+		switch rnd.IntN(8) {
+		case 0:
+			ok(t, f.Allocate(int64(off), int64(n)))
+			grow(off + n)
+		case 1:
+			ok(t, f.Truncate(int64(off)))
+			want = want[:min(off, len(want))]
+			grow(off)
+		case 2:
+			ok(t, f.Datasync())
+			if got := read(t, open(t, m.CrashClone(uint64(i)), "/f", 0), 0, most*2); got != string(want) {
+				t.Fatalf("step %d: what was synced is not what a crash leaves", i)
+			}
+		default:
+			p := bytes.Repeat([]byte{byte(1 + rnd.IntN(255))}, n)
+			_, err := f.WriteAt(p, int64(off))
+			ok(t, err)
+			grow(off + n)
+			copy(want[off:], p)
+		}
+		if got := read(t, f, int64(off), n); got != string(want[min(off, len(want)):min(off+n, len(want))]) {
+			t.Fatalf("step %d: read other bytes", i)
+		}
+		c := m.Clone()
+		if n := c.root.entries["f"].now.missing(0, int64(most*2)); c.used != (int64(most*2+memBlock-1)/memBlock-n)*memBlock || c.used != m.used {
+			t.Fatalf("step %d: %d bytes used, %d in the clone, %d blocks missing", i, m.used, c.used, n)
+		}
+		clear(want[len(want):cap(want)])
+	}
+	if got := read(t, f, 0, most*2); got != string(want) {
+		t.Fatal("other bytes at the end")
+	}
+}
