@@ -1,0 +1,114 @@
+package stack
+
+import (
+	"sync"
+	"time"
+)
+
+// The first and the longest pause of a tier that is off before it is tried again; it doubles each time.
+const (
+	firstPause = time.Second
+	lastPause  = time.Minute
+)
+
+// verdict is how a call of a tier went.
+type verdict uint8
+
+const (
+	worked  verdict = iota // it answered, a miss included
+	failed                 // it did not, or too late
+	neither                // it was not asked in the end
+)
+
+// breaker turns a tier off that fails, and tries it again after a pause, by one call at a time. Any goroutine.
+//
+//	closed ── failures in a row ──▶ open ── pause is over, one call ──▶ probing ── works ──▶ closed
+//	                                 ▲                                    │
+//	                                 └──────── fails; a longer pause ─────┘
+type breaker struct {
+	limit  int                                  // failures in a row that open it
+	change func(open bool, pause time.Duration) // told of changes between closed and not; the lock is held
+
+	mu       sync.Mutex
+	failures int // in a row
+	open     bool
+	probing  bool
+	until    time.Time // the pause's end
+	pause    time.Duration
+	opened   uint64
+}
+
+// usable says whether a call could be let through now.
+func (b *breaker) usable() bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return !b.open || !b.probing && !time.Now().Before(b.until)
+}
+
+// enter lets a call through, or not. leave must follow if it does.
+func (b *breaker) enter() bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.open {
+		if b.probing || time.Now().Before(b.until) {
+			return false
+		}
+		b.probing = true
+	}
+	return true
+}
+
+// leave says how a call went that was let through.
+func (b *breaker) leave(v verdict) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	switch v {
+	case worked:
+		b.failures = 0
+		if b.open {
+			b.open, b.probing, b.pause = false, false, 0
+			b.change(false, 0)
+		}
+	case failed:
+		b.failures++
+		switch {
+		case !b.open && b.failures >= b.limit:
+			b.open, b.pause = true, firstPause
+			b.until = time.Now().Add(b.pause)
+			b.opened++
+			b.change(true, b.pause)
+		case b.probing:
+			b.probing = false
+			b.pause = min(2*b.pause, lastPause)
+			b.until = time.Now().Add(b.pause)
+		}
+	case neither:
+		b.probing = false
+	}
+}
+
+// wait is how long it takes until a call may be let through, 0 if one may be now.
+func (b *breaker) wait() time.Duration {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	switch {
+	case !b.open:
+		return 0
+	case b.probing:
+		return firstPause / 4
+	}
+	return max(0, time.Until(b.until))
+}
+
+// state is closed, open or probing, and how often it opened.
+func (b *breaker) state() (string, uint64) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	switch {
+	case !b.open:
+		return "closed", b.opened
+	case b.probing:
+		return "probing", b.opened
+	}
+	return "open", b.opened
+}

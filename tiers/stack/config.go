@@ -1,0 +1,194 @@
+package stack
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"go.uber.org/zap"
+
+	"lookaside/tiers"
+)
+
+// Mode says which hits in tiers are promoted.
+type Mode uint8
+
+const (
+	PromoteAuto   Mode = iota // those that arrive before they could be computed again, as far as that is known
+	PromoteAlways             // all
+	PromoteNever              // none: lookups ask the arena only
+)
+
+var modeNames = [...]string{"auto", "always", "never"}
+
+func (m Mode) String() string { return modeNames[m] }
+
+// ParseMode understands a mode's name.
+func ParseMode(name string) (Mode, error) {
+	for i, n := range modeNames {
+		if n == name {
+			return Mode(i), nil
+		}
+	}
+	return 0, fmt.Errorf("%w: %q is not auto, always or never", tiers.ErrInvalid, name)
+}
+
+// Op is a kind of call of a tier.
+type Op uint8
+
+const (
+	OpLookup Op = iota
+	OpLoad
+	OpStore
+)
+
+// Config is what a Stack works with. Engine, Arena and, if there are tiers, Bell are required; other zero fields take the stated default.
+type Config struct {
+	// Engine is told of the tiers by [Admissions] and of the Bell by [Bell.Ring], when it is made.
+	Engine *tiers.Engine
+	Bell   *Bell
+	// Arena is the memory of a region, for its whole length.
+	Arena func(region uint32) []byte
+	// Log is told of breakers and other news, once each. Default: nothing.
+	Log *zap.Logger
+	// Promote says which hits in tiers are worth their time. Default PromoteAuto.
+	Promote Mode
+	// LookupDeadline bounds how long a lookup waits, whatever the asker allows. Default 3 s.
+	LookupDeadline time.Duration
+	// MaxPending bounds the lookups under way, and MaxPendingBytes the digests that they hold; one more is answered with what the arena has. Defaults 1,024
+	// and 64 MiB.
+	MaxPending      int
+	MaxPendingBytes int64
+	// BounceBytes is the size of the buffer for chunks on their way from one tier to another, at least one chunk. Each such tier has one, and each
+	// Move. Default 64 MiB.
+	BounceBytes int64
+	// Observe, if given, is told of each chunk loaded or stored without error, with its bytes, and of each lookup of a tier; took is the time since the call of the tier
+	// began. Any goroutine; it must not block.
+	Observe func(tier int, op Op, bytes int64, took time.Duration)
+	// Tiers are the tiers, nearest first. The Stack does not close them.
+	Tiers []TierConfig
+}
+
+// TierConfig is one tier, and how it is used.
+type TierConfig struct {
+	Name  string // unique, not "arena"
+	Tier  tiers.Tier
+	Admit tiers.Admission // what is written to it
+	Queue int             // chunks that may wait to be written to it; default as in tiers.TierAdmission
+
+	LookupWorkers int           // lookups of it at one time, if it is not Local. Default 4
+	LoadWorkers   int           // calls of Load at one time. Default 2
+	StoreWorkers  int           // calls of Store at one time. Default 2
+	Batch         int           // chunks of one call, at most. Default 16
+	LookupTimeout time.Duration // Default 500 ms
+	LoadTimeout   time.Duration // of one call. Default 2 s
+	StoreTimeout  time.Duration // of one call. Default 30 s
+	// Failures is how many calls in a row fail before the breaker opens. Default 3.
+	Failures int
+}
+
+// arenaName is the arena's name where tiers are named.
+const arenaName = "arena"
+
+func orDefault[T int | int64 | time.Duration](v *T, d T) {
+	if *v == 0 {
+		*v = d
+	}
+}
+
+func (c *Config) validate() error {
+	if c.Log == nil {
+		c.Log = zap.NewNop()
+	}
+	orDefault(&c.LookupDeadline, 3*time.Second)
+	orDefault(&c.MaxPending, 1024)
+	orDefault(&c.MaxPendingBytes, 64<<20)
+	orDefault(&c.BounceBytes, 64<<20)
+	if c.Engine == nil || c.Arena == nil || c.Bell == nil && len(c.Tiers) > 0 {
+		return fmt.Errorf("%w: a stack needs an engine, an arena and a bell", tiers.ErrInvalid)
+	}
+	if c.Promote > PromoteNever || c.LookupDeadline < 0 || c.MaxPending < 0 || c.MaxPendingBytes < 0 || c.BounceBytes < 0 {
+		return fmt.Errorf("%w: a limit of the stack is negative", tiers.ErrInvalid)
+	}
+	if len(c.Tiers) > tiers.MaxTiers {
+		return fmt.Errorf("%w: %d tiers, at most %d", tiers.ErrInvalid, len(c.Tiers), tiers.MaxTiers)
+	}
+	names := map[string]bool{"": true, arenaName: true}
+	for i := range c.Tiers {
+		t := &c.Tiers[i]
+		if names[t.Name] || t.Tier == nil {
+			return fmt.Errorf("%w: tier %d has the name %q, which is another's, or no tier", tiers.ErrInvalid, i, t.Name)
+		}
+		names[t.Name] = true
+		orDefault(&t.LookupWorkers, 4)
+		orDefault(&t.LoadWorkers, 2)
+		orDefault(&t.StoreWorkers, 2)
+		orDefault(&t.Batch, 16)
+		orDefault(&t.LookupTimeout, 500*time.Millisecond)
+		orDefault(&t.LoadTimeout, 2*time.Second)
+		orDefault(&t.StoreTimeout, 30*time.Second)
+		orDefault(&t.Failures, 3)
+		if min(t.LookupWorkers, t.LoadWorkers, t.StoreWorkers, t.Batch, t.Failures) < 1 || min(t.LookupTimeout, t.LoadTimeout, t.StoreTimeout) < 0 {
+			return fmt.Errorf("%w: tier %s has a limit below 1", tiers.ErrInvalid, t.Name)
+		}
+	}
+	return nil
+}
+
+// Admissions is what an engine is to be told of tiers. One that admits what is evicted from a tier above that names its victims gets that from
+// there, not from the arena.
+func Admissions(list []TierConfig) []tiers.TierAdmission {
+	out := make([]tiers.TierAdmission, len(list))
+	for i, t := range list {
+		out[i] = tiers.TierAdmission{Admit: t.Admit, Queue: t.Queue}
+		if victims(list, i) != nil {
+			out[i].Admit = tiers.AdmitNever
+		}
+	}
+	return out
+}
+
+// victims is the tier above tier i if tier i is to be given its victims.
+func victims(list []TierConfig, i int) tiers.Victims {
+	if i == 0 || list[i].Admit != tiers.AdmitEvicted {
+		return nil
+	}
+	v, _ := list[i-1].Tier.(tiers.Victims)
+	return v
+}
+
+// Bell is how the engine says that a tier has something to be written: give Ring to it as tiers.Config.Wake.
+type Bell struct {
+	tiers [tiers.MaxTiers]chan struct{}
+}
+
+// NewBell makes a Bell.
+func NewBell() *Bell {
+	b := &Bell{}
+	for i := range b.tiers {
+		b.tiers[i] = make(chan struct{}, 1)
+	}
+	return b
+}
+
+// Ring wakes a worker of a tier. It never blocks.
+func (b *Bell) Ring(tier int) { ring(b.tiers[tier]) }
+
+func ring(c chan struct{}) {
+	select {
+	case c <- struct{}{}:
+	default:
+	}
+}
+
+// sleep waits for d, or less if ctx ends: then it answers false.
+func sleep(ctx context.Context, d time.Duration) bool {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}

@@ -1,0 +1,352 @@
+package stack
+
+import (
+	"context"
+	"fmt"
+	"math"
+	"time"
+
+	"lookaside/tiers"
+	"lookaside/tiers/chunk"
+)
+
+// firstOwner is the first of the owners in whose names the Stack itself leases: one for each call, for its time.
+const firstOwner = math.MaxUint64 >> 1 &^ 0xFFFFFFFF
+
+// window is how many chunks Prefetch and Move lease at a time.
+const window = 64
+
+// asOwner calls f with an owner of a space that lives as long.
+func (s *Stack) asOwner(id tiers.SpaceID, f func(o tiers.Owner, sp *tiers.Space) error) error {
+	sp := s.space(id)
+	if sp == nil {
+		return fmt.Errorf("%w: space %d", tiers.ErrNotFound, id)
+	}
+	o := tiers.Owner(firstOwner + s.owners.Add(1)%(1<<32))
+	if err := s.engine.AddOwner(o, id); err != nil {
+		return err
+	}
+	defer s.RemoveOwner(o)
+	return f(o, sp)
+}
+
+// answer is an Asker that waits.
+type answer chan int
+
+func (answer) LookupPending(tiers.Owner, uint64, int, time.Duration) {}
+func (a answer) LookupAnswered(_ tiers.Owner, _ uint64, pages int)   { a <- pages }
+
+// windows calls f with a prefix piece by piece, until it does less than it was given or fails. It answers the pages that f did.
+func windows(sp *tiers.Space, hashes []byte, f func(run tiers.Run) (int, error)) (pages int, err error) {
+	run := tiers.Run{Space: sp, Hashes: hashes}
+	if len(hashes)%sp.Geometry.DigestBytes != 0 {
+		return 0, fmt.Errorf("%w: %d bytes of hashes, want a multiple of %d", tiers.ErrInvalid, len(hashes), sp.Geometry.DigestBytes)
+	}
+	for i := 0; i < run.Chunks(); i += window {
+		part := tail(run, i)
+		part.Hashes = part.Hashes[:min(len(part.Hashes), window*sp.Geometry.PagesPerChunk*sp.Geometry.DigestBytes)]
+		n, err := f(part)
+		pages += n
+		if err != nil || n < part.Pages() {
+			return pages, err
+		}
+	}
+	return pages, nil
+}
+
+// Prefetch brings a prefix into the arena, as far as some tier has it and there is room, and answers how many pages of it the arena had at the end or in
+// between. Nothing of it stays leased.
+func (s *Stack) Prefetch(ctx context.Context, id tiers.SpaceID, hashes []byte) (pages int, err error) {
+	err = s.asOwner(id, func(o tiers.Owner, sp *tiers.Space) error {
+		pages, err = windows(sp, hashes, func(run tiers.Run) (int, error) { return s.fetch(ctx, o, id, run) })
+		return err
+	})
+	return pages, err
+}
+
+// fetch brings a run into the arena.
+func (s *Stack) fetch(ctx context.Context, o tiers.Owner, id tiers.SpaceID, run tiers.Run) (pages int, err error) {
+	if ctx.Err() != nil {
+		return 0, context.Cause(ctx)
+	}
+	got := make(answer, 1)
+	q := Query{Owner: o, Lookup: uint64(run.First), Space: id, FirstPage: run.First, Prev: run.Prev, Hashes: run.Hashes, Deadline: time.Hour, always: true}
+	pages, done, err := s.Lookup(&q, got)
+	defer func() { _ = s.Cancel(o, q.Lookup) }()
+	if done || err != nil {
+		return pages, err
+	}
+	select {
+	case pages = <-got:
+		return pages, nil
+	case <-ctx.Done():
+		return pages, context.Cause(ctx)
+	case <-s.ctx.Done():
+		return pages, tiers.ErrClosed
+	}
+}
+
+// probeTier loads the first chunk of what was cut off a lookup, for nobody, if its tier has not been measured for a while: what made it look slow may be over.
+func (s *Stack) probeTier(r *request) {
+	if r.chunks > 0 || len(r.source) == 0 || r.source[0] < 0 {
+		return
+	}
+	if _, _, age := s.tiers[r.source[0]].estimate.read(); age < probeAge || !s.probe.CompareAndSwap(false, true) {
+		return
+	}
+	run := r.run.Chunk(0)
+	run.Prev, run.Hashes = append([]byte(nil), run.Prev...), append([]byte(nil), run.Hashes...)
+	id := r.id
+	s.mu.Lock()
+	defer s.unlock()
+	if s.closed {
+		return
+	}
+	s.wg.Go(func() {
+		defer s.probe.Store(false)
+		_ = s.asOwner(id, func(o tiers.Owner, _ *tiers.Space) error {
+			_, err := s.fetch(s.ctx, o, id, run)
+			return err
+		})
+	})
+}
+
+// probeAge is how old a tier's estimates must be for a probe.
+const probeAge = time.Second
+
+// tierNamed is a tier by its name, nil for the arena.
+func (s *Stack) tierNamed(name string) (*tier, error) {
+	if name == arenaName {
+		return nil, nil
+	}
+	for _, t := range s.tiers {
+		if t.Name == name {
+			return t, nil
+		}
+	}
+	return nil, fmt.Errorf("%w: tier %q", tiers.ErrNotFound, name)
+}
+
+// Move copies a prefix from one tier to another, either of which may be "arena", as far as the first has it without a gap and the second has room, and
+// unless keep drops it from the first. It answers how many pages arrived.
+func (s *Stack) Move(ctx context.Context, id tiers.SpaceID, hashes []byte, from, to string, keep bool) (pages int, err error) {
+	src, err := s.tierNamed(from)
+	if err != nil {
+		return 0, err
+	}
+	dst, err := s.tierNamed(to)
+	if err != nil {
+		return 0, err
+	}
+	if src == dst {
+		return 0, fmt.Errorf("%w: %q is where it is to be moved from", tiers.ErrInvalid, to)
+	}
+	var bounce []byte
+	err = s.asOwner(id, func(o tiers.Owner, sp *tiers.Space) error {
+		pages, err = windows(sp, hashes, func(run tiers.Run) (n int, err error) {
+			if ctx.Err() != nil {
+				return 0, context.Cause(ctx)
+			}
+			switch {
+			case dst == nil:
+				n, err = s.fetch(ctx, o, id, run)
+			case src == nil:
+				n, err = s.putDown(o, run, dst)
+			default:
+				n, bounce, err = s.carryOver(ctx, run, src, dst, bounce)
+			}
+			if n == 0 || keep {
+				return n, err
+			}
+			run.Hashes = run.Hashes[:n*sp.Geometry.DigestBytes]
+			if src == nil {
+				_, dropErr := s.engine.Drop(id, run.First, run.Hashes)
+				if err == nil {
+					err = dropErr
+				}
+				return n, err
+			}
+			if dropErr := src.Tier.Drop(ctx, run); err == nil {
+				err = dropErr
+			}
+			return n, err
+		})
+		return err
+	})
+	return pages, err
+}
+
+// putDown stores what the arena has of a run in a tier.
+func (s *Stack) putDown(o tiers.Owner, run tiers.Run, to *tier) (pages int, err error) {
+	n, err := s.engine.Lookup(o, 1, run.First, run.Hashes)
+	if err != nil || n == 0 {
+		return 0, err
+	}
+	load, extents, err := s.engine.PrepareLoad(o, o, 1, run.First, n, nil)
+	if err != nil {
+		return 0, err
+	}
+	defer func() { _ = s.engine.Release(o, load, nil) }()
+	g := &run.Space.Geometry
+	run.Hashes = run.Hashes[:n*g.DigestBytes]
+	kept := make([]bool, len(extents))
+	for at := 0; at < len(extents); at += to.Batch {
+		batch := extents[at:min(at+to.Batch, len(extents))]
+		transfers := make([]tiers.Transfer, len(batch))
+		for i, x := range batch {
+			size := uint64(x.Pages) * uint64(g.PageBytes)
+			transfers[i] = tiers.Transfer{Run: run.Chunk(at + i), Bytes: s.cfg.Arena(x.Region)[x.Offset : x.Offset+size : x.Offset+size]}
+		}
+		if !s.beginStore(to) {
+			return 0, tiers.ErrClosed
+		}
+		if !to.breaker.enter() {
+			s.endStore(to)
+			err = errOff
+			break
+		}
+		to.breaker.leave(s.callStore(to, transfers, func(i int, err error) { kept[at+i] = err == nil }))
+		s.endStore(to)
+	}
+	return prefixOf(run, kept), err
+}
+
+// carryOver copies what one tier has of a run to another.
+func (s *Stack) carryOver(ctx context.Context, run tiers.Run, from, to *tier, buf []byte) (pages int, bounce []byte, err error) {
+	if !from.breaker.usable() || !to.breaker.usable() {
+		return 0, buf, errOff
+	}
+	g := &run.Space.Geometry
+	held := make([]uint16, run.Chunks())
+	if err := from.Tier.Contains(ctx, run, held); err != nil {
+		return 0, buf, err
+	}
+	var parts []tiers.Run
+	for i, n := range held {
+		part := run.Chunk(i)
+		whole := int(n) >= part.Pages()
+		if !whole {
+			part.Hashes = part.Hashes[:int(n)*g.DigestBytes]
+		}
+		if n > 0 {
+			parts = append(parts, part)
+		}
+		if !whole {
+			break
+		}
+	}
+	kept := make([]bool, len(parts))
+	for at := 0; at < len(parts); {
+		var n int
+		of := func(i int) tiers.Run { return parts[at+i] }
+		if buf, n = s.bounce(buf, min(to.Batch, len(parts)-at), of); n == 0 {
+			return prefixOf(run, kept), buf, fmt.Errorf("%w: a chunk is larger than the buffer between tiers", tiers.ErrBusy)
+		}
+		if !s.beginStore(to) {
+			return 0, buf, tiers.ErrClosed
+		}
+		s.copyUp(from, to, carry(buf, n, of), kept[at:at+n])
+		s.endStore(to)
+		if at += n; ctx.Err() != nil {
+			err = context.Cause(ctx)
+			break
+		}
+	}
+	pages = 0
+	for i, ok := range kept {
+		if !ok {
+			break
+		}
+		pages += parts[i].Pages()
+	}
+	return pages, buf, err
+}
+
+// prefixOf is how many pages of a run its first chunks that were kept come to.
+func prefixOf(run tiers.Run, kept []bool) (pages int) {
+	for i, ok := range kept {
+		if !ok {
+			break
+		}
+		pages += run.Chunk(i).Pages()
+	}
+	return pages
+}
+
+// Cleared is what was dropped from one tier.
+type Cleared struct {
+	Tier   string // "arena" for the arena
+	Chunks int    // -1: it cannot know
+	Err    error  // why it may still have some
+}
+
+// Clear forgets a space, or with the zero Fingerprint everything, in the tier of that name ("arena" for the arena), or with no name in all of them. What is
+// on its way from one to another is forgotten as well. Tiers whose Clear fails are in the answer with their error; ErrNotFound: there is no such tier.
+func (s *Stack) Clear(ctx context.Context, fp chunk.Fingerprint, name string) (out []Cleared, err error) {
+	which := s.tiers
+	arena := name == "" || name == arenaName
+	if name != "" {
+		t, err := s.tierNamed(name)
+		if err != nil {
+			return nil, err
+		}
+		if which = nil; t != nil {
+			which = []*tier{t}
+		}
+	}
+	if arena {
+		out = append(out, Cleared{Tier: arenaName, Chunks: s.clearArena(fp)})
+	}
+	for _, t := range which {
+		c := Cleared{Tier: t.Name}
+		if c.Err = s.pause(ctx, t); c.Err == nil {
+			c.Chunks, c.Err = t.Tier.Clear(ctx, fp)
+		}
+		s.resume(t)
+		out = append(out, c)
+	}
+	if arena && len(which) > 0 {
+		out[0].Chunks += s.clearArena(fp) // what was promoted meanwhile
+	}
+	return out, nil
+}
+
+func (s *Stack) clearArena(fp chunk.Fingerprint) (chunks int) {
+	for _, sp := range s.engine.Spaces() {
+		if fp == (chunk.Fingerprint{}) || sp.Fingerprint == fp {
+			chunks += s.engine.ClearSpace(sp.ID)
+		}
+	}
+	return chunks
+}
+
+// pause lets nothing new be stored in a tier until resume, and waits until nothing is.
+func (s *Stack) pause(ctx context.Context, t *tier) error {
+	stop := context.AfterFunc(ctx, func() {
+		s.mu.Lock()
+		defer s.unlock()
+		t.calm.Broadcast()
+	})
+	defer stop()
+	s.mu.Lock()
+	defer s.unlock()
+	t.paused++
+	for t.storing > 0 {
+		switch {
+		case ctx.Err() != nil:
+			return context.Cause(ctx)
+		case s.closed:
+			return tiers.ErrClosed
+		}
+		t.calm.Wait()
+	}
+	return nil
+}
+
+func (s *Stack) resume(t *tier) {
+	s.mu.Lock()
+	defer s.unlock()
+	if t.paused--; t.paused == 0 {
+		t.calm.Broadcast()
+	}
+}

@@ -1,0 +1,164 @@
+package stack
+
+import (
+	"errors"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"lookaside/tiers"
+)
+
+// tierCounters count what was asked of one tier since the start. Any goroutine.
+type tierCounters struct {
+	lookups, lookupPages, hitPages atomic.Uint64
+	loads, loadBytes, loadNanos    atomic.Uint64
+	stores, storeBytes, storeNanos atomic.Uint64
+	noRoom, demoted                atomic.Uint64
+	missed, corrupt, late          atomic.Uint64
+	failures                       [3]atomic.Uint64 // by Op
+	seekNanos                      atomic.Int64     // what its lookups take, averaged
+
+	mu   sync.Mutex
+	last error
+}
+
+// failed counts an error of a call, or of one chunk in it.
+func (c *tierCounters) failed(op Op, err error) {
+	switch {
+	case errors.Is(err, tiers.ErrNotFound):
+		c.missed.Add(1)
+		return
+	case errors.Is(err, tiers.ErrCorrupt):
+		c.corrupt.Add(1)
+		return
+	case errors.Is(err, tiers.ErrBusy):
+		c.noRoom.Add(1)
+		return
+	case errors.Is(err, tiers.ErrClosed), errors.Is(err, errOff):
+		return
+	case errors.Is(err, errLate):
+		c.late.Add(1)
+	}
+	c.failures[op].Add(1)
+	c.mu.Lock()
+	c.last = err
+	c.mu.Unlock()
+}
+
+func (c *tierCounters) lastError() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.last
+}
+
+func (c *tierCounters) loaded(bytes int64, took time.Duration) {
+	c.loads.Add(1)
+	c.loadBytes.Add(uint64(bytes))
+	c.loadNanos.Add(uint64(took))
+}
+
+func (c *tierCounters) stored(bytes int64, took time.Duration) {
+	c.stores.Add(1)
+	c.storeBytes.Add(uint64(bytes))
+	c.storeNanos.Add(uint64(took))
+}
+
+// sought averages what a lookup took. That two at one time may lose one does not matter.
+func (c *tierCounters) sought(took time.Duration) {
+	was := c.seekNanos.Load()
+	c.seekNanos.Store(was + int64(estimateWeight*float64(int64(took)-was)))
+}
+
+func (c *tierCounters) lookupTime() time.Duration { return time.Duration(c.seekNanos.Load()) }
+
+// TierStatus is one tier at one moment: what it says of itself, and what was asked of it since the start.
+type TierStatus struct {
+	Name string `json:"name"`
+	tiers.TierStats
+	Admit string `json:"admit"`
+
+	Breaker   string `json:"breaker"` // closed, open or probing
+	Opened    uint64 `json:"opened"`  // times that it opened
+	LastError string `json:"last_error,omitempty"`
+
+	Lookups      uint64  `json:"lookups"`
+	LookupPages  uint64  `json:"lookup_pages"` // asked for
+	HitPages     uint64  `json:"hit_pages"`    // that it had
+	Loads        uint64  `json:"loads"`        // chunks
+	LoadBytes    uint64  `json:"load_bytes"`
+	LoadSeconds  float64 `json:"load_seconds"` // from the call's beginning to each chunk, summed up
+	Stores       uint64  `json:"stores"`
+	StoreBytes   uint64  `json:"store_bytes"`
+	StoreSeconds float64 `json:"store_seconds"`
+	Demoted      uint64  `json:"demoted"` // of the stores, chunks that the tier above was about to drop
+
+	LookupFailures uint64 `json:"lookup_failures"` // calls
+	LoadFailures   uint64 `json:"load_failures"`   // chunks
+	StoreFailures  uint64 `json:"store_failures"`  // chunks
+	Late           uint64 `json:"late"`            // of the failures, those by time
+	Missed         uint64 `json:"missed"`          // chunks that it had said it has
+	CorruptLoads   uint64 `json:"corrupt_loads"`   // chunks
+	NoRoom         uint64 `json:"no_room"`         // chunks that it would not store
+
+	LoadQueue  int    `json:"load_queue"`  // chunks that wait to be loaded or are being
+	StoreQueue int    `json:"store_queue"` // chunks that wait to be stored
+	Shed       uint64 `json:"shed"`        // chunks that were not stored, for want of room in the queue or because they were evicted before
+	AheadBytes int64  `json:"ahead_bytes"` // that lookups wait for
+
+	LookupSeconds  float64 `json:"lookup_seconds"`   // estimate: of a lookup of it, if it is not local
+	LatencySeconds float64 `json:"latency_seconds"`  // estimate: of a load
+	BytesPerSecond float64 `json:"bytes_per_second"` // estimate: of all loads at one time; 0: not known
+}
+
+// Status lists the tiers, nearest first.
+func (s *Stack) Status() []TierStatus {
+	out := make([]TierStatus, 0, len(s.tiers))
+	queued := make([]int, len(s.tiers))
+	s.mu.Lock()
+	for _, l := range s.loads {
+		if l.tier != nil {
+			queued[l.tier.index]++
+		}
+	}
+	s.unlock()
+	for i, t := range s.tiers {
+		c := &t.count
+		st := TierStatus{
+			Name: t.Name, TierStats: t.Tier.Stats(), Admit: t.Admit.String(),
+			Lookups: c.lookups.Load(), LookupPages: c.lookupPages.Load(), HitPages: c.hitPages.Load(),
+			Loads: c.loads.Load(), LoadBytes: c.loadBytes.Load(), LoadSeconds: time.Duration(c.loadNanos.Load()).Seconds(),
+			Stores: c.stores.Load(), StoreBytes: c.storeBytes.Load(), StoreSeconds: time.Duration(c.storeNanos.Load()).Seconds(), Demoted: c.demoted.Load(),
+			LookupFailures: c.failures[OpLookup].Load(), LoadFailures: c.failures[OpLoad].Load(), StoreFailures: c.failures[OpStore].Load(),
+			Late: c.late.Load(), Missed: c.missed.Load(), CorruptLoads: c.corrupt.Load(), NoRoom: c.noRoom.Load(),
+			LoadQueue: queued[i], AheadBytes: t.ahead.Load(), LookupSeconds: c.lookupTime().Seconds(),
+		}
+		st.Breaker, st.Opened = t.breaker.state()
+		if err := c.lastError(); err != nil {
+			st.LastError = err.Error()
+		}
+		st.StoreQueue, st.Shed = s.engine.CascadeQueue(i)
+		latency, rate, _ := t.estimate.read()
+		st.LatencySeconds, st.BytesPerSecond = latency.Seconds(), rate
+		out = append(out, st)
+	}
+	return out
+}
+
+// LookupStats is what goes on in the Stack beside the tiers.
+type LookupStats struct {
+	Pending int    // lookups under way
+	Loading int    // chunks on their way to the arena
+	Refused uint64 // lookups answered by the arena alone, because too many were under way
+	Late    uint64 // lookups answered by their deadline
+	Cut     uint64 // lookups of which some was left to be computed, being faster
+}
+
+// LookupStats may be called at any time.
+func (s *Stack) LookupStats() LookupStats {
+	s.mu.Lock()
+	defer s.unlock()
+	return LookupStats{
+		Pending: len(s.pending), Loading: len(s.loads), Refused: s.count.refused.Load(), Late: s.count.late.Load(), Cut: s.count.cut.Load(),
+	}
+}

@@ -1,0 +1,33 @@
+// Package stack puts the tiers below the arena under one engine: it answers lookups from all of them, brings up what they have before it is needed,
+// and writes down what the arena has before that is lost. A tier (see tiers.Tier) only moves chunks; queues, workers, deadlines, estimates and the
+// breaker are here, alike for all tiers, so that a tier that is slow, full or dead costs nobody but those who wait for it, and these a bounded time.
+//
+// # Lookups
+//
+// What the arena answers in full is answered at once, on the caller's goroutine, and so is what no tier can better: when there is none, or all answer
+// from memory (Local) and have no more. Everything else goes on without the caller:
+//
+//	seeking ──▶ queued ──▶ preparing ──▶ loading ──▶ answered
+//
+// Seeking asks the tiers in their order how much they have of the rest; for each tier that is not Local a few workers do, so that a slow one delays only
+// what the faster ones have not. Then it is known what could come from where, and the lookup is cut where waiting longer would take more time than
+// computing: the sum of what a tier still has to load, at the latency and bandwidth that it showed lately, against the time for a page that the asker named.
+// What is left is queued. One goroutine, the dispatcher, lets promotions go in their order, each when the engine has room for all of it: one that waits
+// holds no slots, so promotions can neither dead-lock nor starve each other. Its chunks are then loaded in the order of the prefix.
+// The answer is sent when the last of them has arrived, the first has failed in every tier that could have it, or the deadline has passed: it is what is
+// in the arena then, without a gap. Whoever else asks for a chunk that is on its way waits for the same load.
+//
+// A lookup may be trimmed, cancelled or lose its owner in every phase. A load that nobody waits for any more is not begun; one that was begun
+// ends in the arena, where the next may find it.
+//
+// # Cascades
+//
+// Workers of each tier take what the engine has queued for it (see tiers.Engine.NextCascades), write it, and tell the engine. While a tier's breaker is
+// open its queue fills and sheds in the engine; nothing else notices. A tier below another one that admits what is evicted gets what the tier above
+// names as its next victims (see tiers.Victims), through a buffer of bounded size.
+//
+// # Concurrency
+//
+// Stack.mu guards the lookups under way, the loads and the queues; it is held for microseconds and across no call of a tier. The engine's lock may be taken
+// under it. An [Asker] is called with no lock held, and a lookup's messages come in order. All goroutines belong to the Stack and end in Close.
+package stack

@@ -1,0 +1,214 @@
+package stack
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"sync/atomic"
+	"time"
+
+	"lookaside/dax"
+	"lookaside/tiers"
+)
+
+// loadState is where a load is.
+type loadState uint8
+
+const (
+	loadNew loadState = iota
+	loadQueued
+	loadRunning
+	loadOver
+)
+
+// load is a chunk on its way from a tier to the arena: one promotion of the engine's. Guarded by Stack.mu; what is constant from newLoad on is not.
+type load struct {
+	promotion uint64
+	transfer  tiers.Transfer
+	known     uint8                  // tiers that said whether they have it
+	held      [tiers.MaxTiers]uint16 // how much of it
+	tried     uint8                  // tiers that failed to give it
+	tier      *tier                  // that it waits for, or is read from
+	state     loadState
+	waiters   []waiter // the requests that wait for it
+}
+
+func (l *load) over() bool { return l.state != loadQueued }
+
+type waiter struct {
+	r     *request
+	chunk int // of its run
+}
+
+// newLoad makes the load of a chunk that was granted to a request. mu is held.
+func (s *Stack) newLoad(r *request, c *tiers.PromotedChunk) *load {
+	g := &r.run.Space.Geometry
+	run := r.run.Chunk(c.Chunk)
+	run.Hashes = run.Hashes[:c.Pages*g.DigestBytes]
+	size := uint64(c.Pages) * uint64(g.PageBytes)
+	l := &load{
+		promotion: c.Promotion, known: r.known,
+		transfer: tiers.Transfer{Run: run, Bytes: s.cfg.Arena(c.Region)[c.Offset : c.Offset+size : c.Offset+size]},
+	}
+	for i := range s.tiers {
+		if r.known&(1<<i) != 0 {
+			l.held[i] = r.held[i][c.Chunk]
+		}
+	}
+	s.loads[c.Promotion] = l
+	return l
+}
+
+// sendLoad queues a load for the next tier that may have the chunk, or gives it up. mu is held.
+func (s *Stack) sendLoad(l *load) {
+	for i, t := range s.tiers {
+		bit := uint8(1) << i
+		// A tier that was not asked may have it.
+		if l.tried&bit == 0 && (l.known&bit == 0 || int(l.held[i]) >= l.transfer.Pages()) && t.breaker.usable() {
+			l.tier, l.state = t, loadQueued
+			t.ahead.Add(int64(len(l.transfer.Bytes)))
+			t.loads.push(l)
+			t.loadable.Signal()
+			return
+		}
+	}
+	s.endLoad(l, false)
+}
+
+// endLoad ends a load that is with no tier: the engine is told unless it knows, and so is everybody who waits. mu is held.
+func (s *Stack) endLoad(l *load, ok bool) {
+	l.state = loadOver
+	delete(s.loads, l.promotion)
+	if !ok {
+		_ = s.engine.FinishPromotion(l.promotion, false, -1)
+	}
+	waiters := l.waiters
+	l.waiters = nil
+	for _, w := range waiters {
+		s.arrived(w.r, w.chunk, ok)
+	}
+}
+
+// leave ends a request's waiting for a load. One that nobody waits for is not begun; if it has begun it goes on. mu is held.
+func (s *Stack) leave(l *load, r *request) {
+	l.waiters = slices.DeleteFunc(l.waiters, func(w waiter) bool { return w.r == r })
+	if len(l.waiters) > 0 || l.state > loadQueued {
+		return
+	}
+	if l.state == loadQueued {
+		l.tier.ahead.Add(-int64(len(l.transfer.Bytes)))
+	}
+	s.endLoad(l, false)
+}
+
+// loadWorker loads from one tier, batch by batch.
+func (s *Stack) loadWorker(t *tier) {
+	var batch []*load
+	for {
+		s.mu.Lock()
+		l, ok := t.loads.peek()
+		for ; !ok && !s.closed; l, ok = t.loads.peek() {
+			t.loadable.Wait()
+		}
+		if s.closed {
+			s.unlock()
+			return
+		}
+		batch = batch[:0]
+		for ; ok && len(batch) < t.Batch; l, ok = t.loads.peek() {
+			l.state = loadRunning
+			batch = append(batch, l)
+			t.loads.pop()
+		}
+		s.unlock()
+		s.load(t, batch)
+	}
+}
+
+// load loads a batch from a tier.
+func (s *Stack) load(t *tier, batch []*load) {
+	if !t.breaker.enter() {
+		for _, l := range batch {
+			s.loaded(t, l, errOff)
+		}
+		return
+	}
+	transfers := make([]tiers.Transfer, len(batch))
+	for i, l := range batch {
+		transfers[i] = l.transfer
+	}
+	start := time.Now()
+	alone := t.estimate.begin()
+	var first atomic.Bool
+	v := s.call(t.Tier.Load, t.LoadTimeout, transfers, func(i int, err error) {
+		l, bytes := batch[i], int64(len(transfers[i].Bytes))
+		took := time.Since(start)
+		if err == nil {
+			if alone && first.CompareAndSwap(false, true) {
+				t.estimate.first(took, bytes)
+			}
+			t.estimate.moved(bytes)
+			t.count.loaded(bytes, took)
+			if s.cfg.Observe != nil {
+				s.cfg.Observe(t.index, OpLoad, bytes, took)
+			}
+		} else {
+			t.count.failed(OpLoad, err)
+		}
+		s.loaded(t, l, err)
+	})
+	t.estimate.end()
+	t.breaker.leave(v)
+}
+
+// loaded says that a tier has loaded a chunk, or not.
+func (s *Stack) loaded(t *tier, l *load, err error) {
+	if err == nil {
+		_ = s.engine.FinishPromotion(l.promotion, true, t.index)
+	}
+	s.mu.Lock()
+	defer s.unlock()
+	t.ahead.Add(-int64(len(l.transfer.Bytes)))
+	l.tried |= 1 << t.index
+	if err != nil && len(l.waiters) > 0 && !s.closed {
+		s.sendLoad(l)
+		return
+	}
+	s.endLoad(l, err == nil)
+}
+
+// call calls a tier's Load or Store. done is called exactly once for each transfer, whatever the tier does; the verdict is the breaker's: a call worked if
+// anything in it did.
+func (s *Stack) call(op func(context.Context, []tiers.Transfer, func(int, error)), timeout time.Duration, transfers []tiers.Transfer, done func(i int, err error)) verdict {
+	ctx, cancel := context.WithTimeoutCause(s.ctx, timeout, errLate)
+	defer cancel()
+	told := make([]atomic.Bool, len(transfers))
+	var verdicts [3]atomic.Int32
+	once := func(i int, err error) {
+		if told[i].CompareAndSwap(false, true) {
+			verdicts[s.judge(err)].Add(1)
+			done(i, err)
+		}
+	}
+	mem := make([][]byte, len(transfers))
+	for i := range transfers {
+		mem[i] = transfers[i].Bytes
+	}
+	// A tier guards what it does on goroutines of its own; this is for what it does on ours.
+	err := dax.Guard(func() { op(ctx, transfers, once) }, mem...)
+	if err == nil {
+		err = errSilent
+	}
+	for i := range transfers {
+		once(i, err)
+	}
+	switch {
+	case verdicts[worked].Load() > 0:
+		return worked
+	case verdicts[failed].Load() > 0:
+		return failed
+	}
+	return neither
+}
+
+var errSilent = errors.New("the tier did not say how it went")

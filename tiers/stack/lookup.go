@@ -1,0 +1,692 @@
+package stack
+
+import (
+	"bytes"
+	"container/heap"
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"lookaside/tiers"
+)
+
+// Asker is told how a lookup goes on that was not answered at once. Its methods are called from the Stack's goroutines, or those of its callers, and may not
+// block, nor call the Stack. They may still come when the lookup was cancelled at that moment.
+type Asker interface {
+	// LookupPending says, at most once, that pages from the lookup's first on are expected so much later.
+	LookupPending(o tiers.Owner, lookup uint64, pages int, eta time.Duration)
+	// LookupAnswered says how many pages from the lookup's first on are leased.
+	LookupAnswered(o tiers.Owner, lookup uint64, pages int)
+}
+
+// Query is a lookup.
+type Query struct {
+	Owner     tiers.Owner
+	Lookup    uint64 // the owner's name for it
+	Space     tiers.SpaceID
+	FirstPage int
+	Prev      []byte        // digest of the page before FirstPage; empty if there is none or it is not known
+	Hashes    []byte        // digests of the pages, end to end; copied if the lookup is not answered at once
+	Deadline  time.Duration // after which the answer is of no use; 0: not said
+	Recompute time.Duration // that computing a page takes; 0: not known
+
+	always bool // whatever Config says of promotion and deadlines
+}
+
+// phase is where a lookup is; see the package comment.
+type phase uint8
+
+const (
+	asking phase = iota // on the caller's goroutine, and nobody else knows of it
+	seeking
+	queued
+	preparing
+	loading
+	ended
+)
+
+// request is a lookup. Whoever has it in the phases asking, seeking (a worker of a tier) and preparing (the dispatcher) may use what is not said to be
+// guarded without a lock, and sees only when it is done whether it has ended meanwhile.
+type request struct {
+	asker     Asker
+	owner     tiers.Owner
+	lookup    uint64
+	first     int // the first page asked for
+	asked     int // pages
+	hit       int // pages that the arena had when it came
+	part      int // of them, those in the run's first chunk
+	run       tiers.Run
+	id        tiers.SpaceID
+	deadline  time.Time
+	recompute time.Duration
+	held      [tiers.MaxTiers][]uint16 // by tier: what it says that it has of the run's chunks
+	known     uint8                    // the tiers that said so
+	have      []uint16                 // what can be had of each chunk
+	source    []int8                   // and from which tier; -1: the arena
+	chunks    int                      // of the run, how many are worth having
+	pages     int                      // that the lookup would hold then
+	eta       time.Duration
+
+	// Guarded by Stack.mu.
+	phase     phase
+	told      bool // that it is pending
+	cancelled bool // while preparing
+	trim      int  // pages before this one are not wanted any more
+	place     int  // in Stack.deadlines
+	wants     [tiers.MaxTiers]int64
+	turn      time.Time // when it came to the queue's head
+	loads     []*load   // by chunk; nil: it has arrived, or nobody waits for it
+	from      int       // chunks [from, want) are wanted,
+	want      int
+	left      int // of which so many have not arrived
+}
+
+func (r *request) over() bool { return r.phase == ended }
+
+// deadlines is a heap of the lookups under way.
+type deadlines []*request
+
+func (d deadlines) Len() int           { return len(d) }
+func (d deadlines) Less(i, j int) bool { return d[i].deadline.Before(d[j].deadline) }
+func (d deadlines) Swap(i, j int) {
+	d[i], d[j] = d[j], d[i]
+	d[i].place, d[j].place = i, j
+}
+func (d *deadlines) Push(x any) {
+	r := x.(*request)
+	r.place = len(*d)
+	*d = append(*d, r)
+}
+func (d *deadlines) Pop() any {
+	last := len(*d) - 1
+	r := (*d)[last]
+	(*d)[last] = nil
+	*d = (*d)[:last]
+	return r
+}
+
+// Lookup answers how many pages from q.FirstPage on are leased, as tiers.Engine.Lookup does, if that is known at once (done). Otherwise a is told
+// later, once, unless the lookup is cancelled or repeated, its owner removed or the Stack closed before; pages is then what the arena has now. ErrBusy: a
+// lookup of that name is just being ended.
+func (s *Stack) Lookup(q *Query, a Asker) (pages int, done bool, err error) {
+	if s.open.Load() > 0 {
+		if err := s.replace(lookupKey{q.Owner, q.Lookup}); err != nil {
+			return 0, true, err
+		}
+	}
+	pages, err = s.engine.Lookup(q.Owner, q.Lookup, q.FirstPage, q.Hashes)
+	if err != nil || len(s.tiers) == 0 || s.cfg.Promote == PromoteNever && !q.always {
+		return pages, true, err
+	}
+	sp := s.space(q.Space)
+	if sp == nil {
+		return pages, true, nil
+	}
+	g := &sp.Geometry
+	asked := len(q.Hashes) / g.DigestBytes
+	start := (q.FirstPage + pages) / g.PagesPerChunk * g.PagesPerChunk
+	if pages >= asked || start < q.FirstPage {
+		return pages, true, nil // tiers know a chunk only by all its pages
+	}
+	r := s.spare.Get().(*request)
+	r.asker, r.owner, r.lookup, r.id = a, q.Owner, q.Lookup, q.Space
+	r.first, r.asked, r.hit, r.part = q.FirstPage, asked, pages, q.FirstPage+pages-start
+	r.recompute, r.known = q.Recompute, 0
+	at := (start - q.FirstPage) * g.DigestBytes
+	r.run = tiers.Run{Space: sp, First: start, Hashes: q.Hashes[at:]}
+	switch {
+	case at > 0:
+		r.run.Prev = q.Hashes[at-g.DigestBytes : at]
+	case start > 0:
+		r.run.Prev = q.Prev
+	}
+	for _, t := range s.tiers {
+		if t.local {
+			s.ask(r, t, 0)
+		}
+	}
+	next := s.nextSeek(r, 0)
+	if next == nil {
+		s.plan(r)
+	}
+	if next == nil && r.chunks == 0 || !s.begin(r, next, q) {
+		r.asker, r.run = nil, tiers.Run{}
+		s.spare.Put(r)
+		return pages, true, nil
+	}
+	return pages, false, nil
+}
+
+// replace ends a lookup that is asked again.
+func (s *Stack) replace(key lookupKey) error {
+	s.mu.Lock()
+	defer s.unlock()
+	r := s.pending[key]
+	if r == nil {
+		return nil
+	}
+	if r.phase == preparing {
+		r.cancelled = true
+		return fmt.Errorf("%w: lookup %d is being ended", tiers.ErrBusy, key.lookup)
+	}
+	s.remove(r)
+	_ = s.engine.Cancel(key.owner, key.lookup)
+	return nil
+}
+
+// ask asks a tier for what it has of a request's run, from chunk i on.
+func (s *Stack) ask(r *request, t *tier, i int) {
+	held := r.held[t.index][:0]
+	for range r.run.Chunks() {
+		held = append(held, 0)
+	}
+	r.held[t.index] = held
+	if !t.breaker.usable() {
+		return
+	}
+	run := tail(r.run, i)
+	start := time.Now()
+	var err error
+	if t.local {
+		err = t.Tier.Contains(s.ctx, run, held[i:])
+	} else {
+		if !t.breaker.enter() {
+			return
+		}
+		ctx, cancel := context.WithTimeoutCause(s.ctx, t.LookupTimeout, errLate)
+		err = t.Tier.Contains(ctx, run, held[i:])
+		cancel()
+		t.breaker.leave(s.judge(err))
+	}
+	took := time.Since(start)
+	if !t.local {
+		t.count.sought(took)
+	}
+	if err != nil {
+		clear(held)
+		t.count.failed(OpLookup, err)
+		return
+	}
+	r.known |= 1 << t.index
+	pages := 0
+	for _, n := range held[i:] {
+		pages += int(n)
+	}
+	t.count.lookups.Add(1)
+	t.count.lookupPages.Add(uint64(run.Pages()))
+	t.count.hitPages.Add(uint64(pages))
+	if s.cfg.Observe != nil {
+		s.cfg.Observe(t.index, OpLookup, 0, took)
+	}
+}
+
+// judge says what an error of a tier is to its breaker.
+func (s *Stack) judge(err error) verdict {
+	switch {
+	case err == nil, errors.Is(err, tiers.ErrNotFound), errors.Is(err, tiers.ErrCorrupt), errors.Is(err, tiers.ErrBusy):
+		return worked
+	case s.ctx.Err() != nil, errors.Is(err, tiers.ErrClosed):
+		return neither
+	}
+	return failed
+}
+
+// missing is the first chunk of a request's run of which no tier has said that it has all.
+func (r *request) missing(list []*tier) int {
+	n, ppc := r.run.Pages(), r.run.Space.Geometry.PagesPerChunk
+	chunks := r.run.Chunks()
+	for i := range chunks {
+		want, best := pagesOf(n, ppc, i), 0
+		for _, t := range list {
+			if r.known&(1<<t.index) != 0 {
+				best = max(best, int(r.held[t.index][i]))
+			}
+		}
+		if best < want {
+			return i
+		}
+	}
+	return chunks
+}
+
+// nextSeek is the next tier, from the given one on, that is to be asked by a worker of its own. nil: none.
+func (s *Stack) nextSeek(r *request, from int) *tier {
+	for _, t := range s.tiers[from:] {
+		if !t.local && t.breaker.usable() {
+			if r.missing(s.tiers) == r.run.Chunks() {
+				return nil
+			}
+			return t
+		}
+	}
+	return nil
+}
+
+// plan finds what of a request's run can be had, from where, and how much of it is worth its time.
+func (s *Stack) plan(r *request) {
+	g := &r.run.Space.Geometry
+	n, chunks := r.run.Pages(), r.run.Chunks()
+	r.have, r.source = r.have[:0], r.source[:0]
+	r.chunks, r.pages, r.eta = 0, r.hit, 0
+	var arena []uint16
+	for i := range chunks {
+		want := pagesOf(n, g.PagesPerChunk, i)
+		best, source := 0, -1
+		for _, t := range s.tiers {
+			if r.known&(1<<t.index) == 0 {
+				continue
+			}
+			if have := min(int(r.held[t.index][i]), want); have > best {
+				best, source = have, t.index
+			}
+		}
+		if best < want && i > 0 {
+			// It may be in the arena, behind a hole.
+			if arena == nil {
+				arena = make([]uint16, chunks)
+				if s.engine.Contains(r.id, r.run.First, r.run.Hashes, arena) != nil {
+					clear(arena)
+				}
+			}
+			if have := min(int(arena[i]), want); have > best {
+				best, source = have, -1
+			}
+		}
+		if best == 0 || i == 0 && best <= r.part {
+			break
+		}
+		r.have, r.source = append(r.have, uint16(best)), append(r.source, int8(source))
+		if best < want {
+			break
+		}
+	}
+	var bytes [tiers.MaxTiers]int64
+	var arrival, gain time.Duration
+	pages := r.hit - r.part
+	auto := s.cfg.Promote == PromoteAuto && r.recompute > 0
+	for i, have := range r.have {
+		pages += int(have)
+		if t := r.source[i]; t >= 0 {
+			bytes[t] += int64(have) * g.PageBytes
+			arrival = max(arrival, s.tiers[t].estimate.arrival(s.tiers[t].ahead.Load()+bytes[t]))
+		}
+		if won := time.Duration(pages-r.hit)*r.recompute - arrival; !auto || won > gain {
+			r.chunks, r.pages, r.eta, gain = i+1, pages, arrival, won
+		}
+	}
+	if auto && r.chunks < len(r.have) {
+		s.count.cut.Add(1)
+		s.probeTier(r)
+	}
+	r.wants = [tiers.MaxTiers]int64{}
+	for i := range r.chunks {
+		if t := r.source[i]; t >= 0 {
+			r.wants[t] += int64(r.have[i]) * g.PageBytes
+		}
+	}
+}
+
+// begin lets a request go on without its caller: to a tier that is to be asked, or to be promoted. false: there is no room.
+func (s *Stack) begin(r *request, next *tier, q *Query) bool {
+	s.mu.Lock()
+	defer s.unlock()
+	size := int64(len(r.run.Hashes) + len(r.run.Prev))
+	if s.closed || len(s.pending) >= s.cfg.MaxPending || s.bytes+size > s.cfg.MaxPendingBytes {
+		s.count.refused.Add(1)
+		return false
+	}
+	r.run.Hashes, r.run.Prev = bytes.Clone(r.run.Hashes), bytes.Clone(r.run.Prev)
+	deadline := q.Deadline
+	if !q.always && (deadline <= 0 || deadline > s.cfg.LookupDeadline) {
+		deadline = s.cfg.LookupDeadline
+	}
+	s.add(r, deadline)
+	if next != nil {
+		s.seek(r, next)
+	} else {
+		s.enqueue(r)
+	}
+	return true
+}
+
+// add takes a request into the books. mu is held.
+func (s *Stack) add(r *request, deadline time.Duration) {
+	r.deadline = time.Now().Add(deadline)
+	s.pending[lookupKey{r.owner, r.lookup}] = r
+	s.bytes += int64(len(r.run.Hashes) + len(r.run.Prev))
+	heap.Push(&s.deadlines, r)
+	if r.place == 0 {
+		ring(s.kick)
+	}
+	s.open.Add(1)
+}
+
+// remove takes a request out of all books, and lets go of what it waits for. mu is held.
+func (s *Stack) remove(r *request) {
+	delete(s.pending, lookupKey{r.owner, r.lookup})
+	s.bytes -= int64(len(r.run.Hashes) + len(r.run.Prev))
+	heap.Remove(&s.deadlines, r.place)
+	s.open.Add(-1)
+	s.unwant(r)
+	for _, l := range r.loads {
+		if l != nil {
+			s.leave(l, r)
+		}
+	}
+	r.loads = nil
+	r.phase = ended
+}
+
+// unwant takes a request's bytes out of what tiers are asked for. mu is held.
+func (s *Stack) unwant(r *request) {
+	if r.phase == queued || r.phase == preparing {
+		for i, t := range s.tiers {
+			t.ahead.Add(-r.wants[i])
+		}
+	}
+}
+
+// seek gives a request to a worker that asks a tier. mu is held.
+func (s *Stack) seek(r *request, t *tier) {
+	if latency := t.count.lookupTime(); latency > slowSeek {
+		s.tell(r, r.asked, 2*latency)
+	}
+	r.phase = seeking
+	t.seeks.push(r)
+	t.seekable.Signal()
+}
+
+// slowSeek is how long a tier takes to say what it has before an asker is told that its lookup is pending for that alone. It is well below what an
+// asker waits who is told nothing.
+const slowSeek = 5 * time.Millisecond
+
+// seekWorker asks one tier for what requests miss.
+func (s *Stack) seekWorker(t *tier) {
+	for {
+		s.mu.Lock()
+		r, ok := t.seeks.peek()
+		for ; !ok && !s.closed; r, ok = t.seeks.peek() {
+			t.seekable.Wait()
+		}
+		if s.closed {
+			s.unlock()
+			return
+		}
+		t.seeks.pop()
+		s.unlock()
+		s.ask(r, t, r.missing(s.tiers))
+		next := s.nextSeek(r, t.index+1)
+		if next == nil {
+			s.plan(r)
+		}
+		s.mu.Lock()
+		switch {
+		case r.phase == ended || s.closed:
+		case next != nil:
+			s.seek(r, next)
+		case r.chunks == 0:
+			s.settle(r)
+		default:
+			s.enqueue(r)
+		}
+		s.unlock()
+	}
+}
+
+// enqueue lets a request wait for its turn to be promoted. mu is held.
+func (s *Stack) enqueue(r *request) {
+	r.phase = queued
+	for i, t := range s.tiers {
+		t.ahead.Add(r.wants[i])
+	}
+	s.tell(r, r.pages, r.eta)
+	s.queue.push(r)
+	ring(s.kick)
+}
+
+// tell says once that a request is pending. mu is held.
+func (s *Stack) tell(r *request, pages int, eta time.Duration) {
+	if !r.told {
+		r.told = true
+		s.outbox = append(s.outbox, message{r.asker, lookupKey{r.owner, r.lookup}, true, pages, eta})
+	}
+}
+
+// settle ends a request: its lookup keeps what it has by now, and its asker is told. mu is held.
+func (s *Stack) settle(r *request) {
+	s.remove(r)
+	pages := 0
+	if n, err := s.engine.SettleLookup(r.owner, r.lookup, r.asked); err == nil && n > 0 {
+		pages = r.base() + n - r.first
+	}
+	s.outbox = append(s.outbox, message{r.asker, lookupKey{r.owner, r.lookup}, false, pages, 0})
+}
+
+// base is the first page that the lookup still holds or waits for: the engine frees whole chunks below what is trimmed. Stack.mu is held.
+func (r *request) base() int {
+	ppc := r.run.Space.Geometry.PagesPerChunk
+	return max(r.first, r.trim/ppc*ppc)
+}
+
+const (
+	// roomPoll is how often the queue's head looks whether there is room for it: what workers release is not told.
+	roomPoll = 2 * time.Millisecond
+	// roomPatience is how long it waits for room that others hold while nothing is on its way.
+	roomPatience = 100 * time.Millisecond
+)
+
+// dispatch is the dispatcher: it answers what is late, and promotes what has its turn.
+func (s *Stack) dispatch() {
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	var out []tiers.PromotedChunk
+	for {
+		s.mu.Lock()
+		if s.closed {
+			s.unlock()
+			return
+		}
+		now := time.Now()
+		for len(s.deadlines) > 0 && !s.deadlines[0].deadline.After(now) {
+			s.count.late.Add(1)
+			s.settle(s.deadlines[0])
+		}
+		wait := time.Hour
+		if len(s.deadlines) > 0 {
+			wait = s.deadlines[0].deadline.Sub(now)
+		}
+		r, ok := s.queue.peek()
+		if ok && s.hasRoom(r, now) {
+			s.queue.pop()
+			r.phase = preparing
+			s.unlock()
+			out = s.prepare(r, out[:0])
+			continue
+		}
+		if ok {
+			wait = min(wait, roomPoll)
+		}
+		s.unlock()
+		timer.Reset(wait)
+		select {
+		case <-s.kick:
+		case <-timer.C:
+		case <-s.ctx.Done():
+		}
+	}
+}
+
+// hasRoom says whether a request's turn has come: there is room for all of it, or as much as there ever will be.
+func (s *Stack) hasRoom(r *request, now time.Time) bool {
+	free, most, err := s.engine.PromotionRoom(r.owner)
+	if err != nil || free >= min(r.chunks, most) {
+		return true
+	}
+	if r.turn.IsZero() {
+		r.turn = now
+	}
+	return len(s.loads) == 0 && now.Sub(r.turn) >= roomPatience
+}
+
+// prepare reserves slots for a request's chunks, and queues the loads. The dispatcher alone calls it, so that of several requests for one chunk each but the first
+// finds the load that the first has begun.
+func (s *Stack) prepare(r *request, out []tiers.PromotedChunk) []tiers.PromotedChunk {
+	ppc := r.run.Space.Geometry.PagesPerChunk
+	s.mu.Lock()
+	trim, base := r.trim, r.base()
+	s.unlock()
+	skip := 0
+	if base > r.run.First {
+		skip = (base - r.run.First) / ppc
+	}
+	ok := skip < r.chunks
+	if held := r.first + r.hit; ok && base < held {
+		// What it holds may have run out, or been dropped, while it waited.
+		n, err := s.engine.SettleLookup(r.owner, r.lookup, r.asked)
+		ok = err == nil && base+n == held
+	}
+	if ok {
+		run := tail(r.run, skip)
+		n := min(run.Pages(), (r.chunks-skip)*ppc)
+		// Whatever goes wrong, nothing is appended, and the lookup ends with what it has.
+		out, _ = s.engine.PreparePromotion(r.owner, r.lookup, run.First, run.Prev, run.Hashes[:n*run.Space.Geometry.DigestBytes], r.have[skip:r.chunks], out)
+	}
+
+	s.mu.Lock()
+	defer s.unlock()
+	s.unwant(r)
+	r.phase = loading
+	r.loads = make([]*load, r.chunks)
+	r.from, r.want, r.left = skip, skip+len(out), 0
+	for i := range out {
+		c := &out[i]
+		c.Chunk += skip
+		l := s.loads[c.Promotion] // nil: it has ended by now
+		if c.State == tiers.PromotionGranted {
+			l = s.newLoad(r, c)
+		}
+		if l != nil {
+			l.waiters = append(l.waiters, waiter{r, c.Chunk})
+			r.loads[c.Chunk] = l
+			r.left++
+		}
+	}
+	for i := range out {
+		if l := s.loads[out[i].Promotion]; l != nil && l.state == loadNew {
+			s.sendLoad(l)
+		}
+	}
+	if r.phase == ended {
+		return out // none of it could be had after all
+	}
+	if r.cancelled || s.closed {
+		_ = s.engine.Cancel(r.owner, r.lookup)
+		s.remove(r)
+		return out
+	}
+	if r.trim != trim {
+		_ = s.engine.Trim(r.owner, r.lookup, r.trim)
+		s.trimLoads(r)
+	}
+	if r.left == 0 {
+		s.settle(r)
+	}
+	return out
+}
+
+// trimLoads lets go of the chunks below what a loading request still wants. mu is held.
+func (s *Stack) trimLoads(r *request) {
+	ppc := r.run.Space.Geometry.PagesPerChunk
+	for to := min((r.base()-r.run.First)/ppc, r.want); r.from < to; r.from++ {
+		s.letGo(r, r.from)
+	}
+}
+
+// letGo ends a request's waiting for one chunk. mu is held.
+func (s *Stack) letGo(r *request, chunk int) {
+	if l := r.loads[chunk]; l != nil {
+		r.loads[chunk] = nil
+		r.left--
+		s.leave(l, r)
+	}
+}
+
+// arrived says that a chunk that a request waits for is there, or will not be. mu is held.
+func (s *Stack) arrived(r *request, chunk int, ok bool) {
+	r.loads[chunk] = nil
+	r.left--
+	if !ok {
+		for c := chunk + 1; c < r.want; c++ {
+			s.letGo(r, c)
+		}
+		r.want = chunk
+	}
+	if r.left == 0 {
+		s.settle(r)
+	}
+}
+
+// Trim says that a lookup's pages before firstPage are not wanted any more: its leases on chunks wholly below are freed, and their promotion ends.
+func (s *Stack) Trim(o tiers.Owner, lookup uint64, firstPage int) error {
+	if s.open.Load() == 0 {
+		return s.engine.Trim(o, lookup, firstPage)
+	}
+	s.mu.Lock()
+	defer s.unlock()
+	err := s.engine.Trim(o, lookup, firstPage)
+	r := s.pending[lookupKey{o, lookup}]
+	if r == nil {
+		return err
+	}
+	r.trim = max(r.trim, firstPage)
+	switch {
+	case r.phase == preparing:
+	case r.trim >= r.first+r.asked:
+		s.settle(r)
+	case r.phase == loading:
+		if s.trimLoads(r); r.left == 0 {
+			s.settle(r)
+		}
+	}
+	return nil
+}
+
+// Cancel ends a lookup, and frees what it holds. It will not be answered any more.
+func (s *Stack) Cancel(o tiers.Owner, lookup uint64) error {
+	if s.open.Load() == 0 {
+		return s.engine.Cancel(o, lookup)
+	}
+	s.mu.Lock()
+	defer s.unlock()
+	err := s.engine.Cancel(o, lookup)
+	r := s.pending[lookupKey{o, lookup}]
+	if r == nil {
+		return err
+	}
+	s.end(r)
+	return nil
+}
+
+// end ends a request without an answer. mu is held.
+func (s *Stack) end(r *request) {
+	if r.phase == preparing {
+		r.cancelled = true
+	} else {
+		s.remove(r)
+	}
+}
+
+// RemoveOwner ends a session in the engine, and all its lookups.
+func (s *Stack) RemoveOwner(o tiers.Owner) {
+	if s.open.Load() > 0 {
+		s.mu.Lock()
+		for key, r := range s.pending {
+			if key.owner == o {
+				s.end(r)
+			}
+		}
+		s.unlock()
+	}
+	s.engine.RemoveOwner(o)
+}

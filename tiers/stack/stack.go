@@ -1,0 +1,263 @@
+package stack
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"go.uber.org/zap"
+
+	"lookaside/tiers"
+)
+
+var (
+	errLate = errors.New("not done in time")
+	errOff  = errors.New("the tier is off after failures")
+)
+
+// Stack is the tiers below one engine. See the package comment. Methods may be called from any goroutine, but those for the lookups of one owner from one
+// at a time.
+type Stack struct {
+	cfg    Config
+	engine *tiers.Engine
+	log    *zap.Logger
+	tiers  []*tier
+	spaces atomic.Pointer[[]*tiers.Space] // by SpaceID; replaced under mu
+	spare  sync.Pool                      // *request, for lookups that end at once
+	owners atomic.Uint64                  // names the owners of what the Stack asks for itself
+	ctx    context.Context                // ends when Close begins
+	cancel context.CancelCauseFunc
+	wg     sync.WaitGroup // all goroutines
+	open   atomic.Int64   // lookups under way
+	kick   chan struct{}  // wakes the dispatcher
+	count  lookupCounters
+	probe  atomic.Bool // a probe is under way
+
+	mu        sync.Mutex // guards all that follows, and where it is said
+	closed    bool
+	pending   map[lookupKey]*request
+	bytes     int64 // of their digests
+	deadlines deadlines
+	queue     fifo[*request] // wait for their turn to be promoted
+	loads     map[uint64]*load
+	outbox    []message
+	sending   bool // somebody empties the outbox
+}
+
+type lookupKey struct {
+	owner  tiers.Owner
+	lookup uint64
+}
+
+// lookupCounters count since the start.
+type lookupCounters struct {
+	refused atomic.Uint64 // lookups answered by the arena alone, for want of room for another under way
+	late    atomic.Uint64 // lookups answered by their deadline
+	cut     atomic.Uint64 // lookups of which some was left to be computed, being faster
+}
+
+// tier is one tier and what is asked of it.
+type tier struct {
+	TierConfig
+	index    int
+	local    bool
+	breaker  breaker
+	estimate estimate
+	count    tierCounters
+	ahead    atomic.Int64 // bytes that lookups wait for, or will, from this tier
+	bell     chan struct{}
+	victims  tiers.Victims // that this tier is given, or nil
+
+	// Guarded by Stack.mu.
+	seeks    fifo[*request]
+	loads    fifo[*load]
+	seekable sync.Cond
+	loadable sync.Cond
+	calm     sync.Cond // storing fell to 0
+	storing  int       // calls of Store under way, with what leads to them
+	paused   int       // who wants none to begin
+}
+
+// fifo is a queue. What has ended while it waited is let go of when the queue has doubled, and skipped when its turn comes.
+type fifo[T interface{ over() bool }] struct {
+	list []T
+	head int
+	mark int // length at which it is looked through
+}
+
+func (f *fifo[T]) push(v T) {
+	if len(f.list) >= max(64, f.mark) {
+		n := 0
+		for _, v := range f.list[f.head:] {
+			if !v.over() {
+				f.list[n] = v
+				n++
+			}
+		}
+		clear(f.list[n:])
+		f.list, f.head, f.mark = f.list[:n], 0, 2*n
+	}
+	f.list = append(f.list, v)
+}
+
+// peek is the first that has not ended.
+func (f *fifo[T]) peek() (v T, ok bool) {
+	for ; f.head < len(f.list); f.pop() {
+		if v = f.list[f.head]; !v.over() {
+			return v, true
+		}
+	}
+	return v, false
+}
+
+// pop drops the first.
+func (f *fifo[T]) pop() {
+	var none T
+	f.list[f.head] = none
+	if f.head++; f.head == len(f.list) {
+		f.list, f.head = f.list[:0], 0
+	}
+}
+
+// New makes a Stack and starts its goroutines. Close ends them.
+func New(cfg Config) (*Stack, error) {
+	if err := cfg.validate(); err != nil {
+		return nil, err
+	}
+	s := &Stack{
+		cfg: cfg, engine: cfg.Engine, log: cfg.Log, kick: make(chan struct{}, 1), pending: map[lookupKey]*request{}, loads: map[uint64]*load{},
+	}
+	s.spaces.Store(&[]*tiers.Space{})
+	s.spare.New = func() any { return new(request) }
+	s.ctx, s.cancel = context.WithCancelCause(context.Background())
+	for i, c := range cfg.Tiers {
+		t := &tier{TierConfig: c, index: i, local: c.Tier.Stats().Local, bell: cfg.Bell.tiers[i], victims: victims(cfg.Tiers, i)}
+		t.seekable.L, t.loadable.L, t.calm.L = &s.mu, &s.mu, &s.mu
+		log := s.log.With(zap.String("tier", c.Name))
+		t.breaker = breaker{limit: c.Failures, change: func(open bool, pause time.Duration) {
+			if open {
+				log.Warn("tier off: it fails", zap.Duration("tried_again_in", pause), zap.NamedError("last", t.count.lastError()))
+			} else {
+				log.Info("tier on again")
+				ring(t.bell) // what waited to be written
+			}
+		}}
+		s.tiers = append(s.tiers, t)
+	}
+	for _, t := range s.tiers {
+		if !t.local {
+			for range t.LookupWorkers {
+				s.wg.Go(func() { s.seekWorker(t) })
+			}
+		}
+		for range t.LoadWorkers {
+			s.wg.Go(func() { s.loadWorker(t) })
+		}
+		for range t.StoreWorkers {
+			s.wg.Go(func() { s.storeWorker(t) })
+		}
+		if t.victims != nil {
+			s.wg.Go(func() { s.demoteWorker(t) })
+		}
+	}
+	if len(s.tiers) > 0 {
+		s.wg.Go(s.dispatch)
+	}
+	return s, nil
+}
+
+// Close ends everything under way, unanswered, and waits for the calls of tiers to return. What waits to be written is not: see Flush. Lookups go on to be
+// answered by the arena. It is idempotent. The tiers, and then the engine, are closed after it.
+func (s *Stack) Close() {
+	s.mu.Lock()
+	first := !s.closed
+	s.closed = true
+	if first {
+		s.cancel(tiers.ErrClosed)
+		for _, t := range s.tiers {
+			t.seekable.Broadcast()
+			t.loadable.Broadcast()
+			t.calm.Broadcast()
+		}
+	}
+	s.unlock()
+	s.wg.Wait()
+	if !first {
+		return
+	}
+	s.mu.Lock()
+	defer s.unlock()
+	for _, r := range s.pending {
+		s.remove(r)
+		_, _ = s.engine.SettleLookup(r.owner, r.lookup, 0)
+	}
+	for p := range s.loads {
+		_ = s.engine.FinishPromotion(p, false, -1)
+	}
+	clear(s.loads)
+}
+
+// OpenSpace says what a space of the engine is. A space under the id of one that was closed takes its place.
+func (s *Stack) OpenSpace(id tiers.SpaceID, sp *tiers.Space) {
+	s.mu.Lock()
+	defer s.unlock()
+	old := *s.spaces.Load()
+	list := make([]*tiers.Space, max(len(old), int(id)+1))
+	copy(list, old)
+	list[id] = sp
+	s.spaces.Store(&list)
+}
+
+// space is a space by its id, or nil.
+func (s *Stack) space(id tiers.SpaceID) *tiers.Space {
+	if list := *s.spaces.Load(); int(id) < len(list) {
+		return list[id]
+	}
+	return nil
+}
+
+// message is what an Asker is to be told.
+type message struct {
+	asker   Asker
+	key     lookupKey
+	pending bool
+	pages   int
+	eta     time.Duration
+}
+
+// unlock lets go of mu and sends what is in the outbox, in order: whoever comes while another sends leaves it to that one.
+func (s *Stack) unlock() {
+	if !s.sending && len(s.outbox) > 0 {
+		s.sending = true
+		for len(s.outbox) > 0 {
+			out := s.outbox
+			s.outbox = nil
+			s.mu.Unlock()
+			for _, m := range out {
+				if m.pending {
+					m.asker.LookupPending(m.key.owner, m.key.lookup, m.pages, m.eta)
+				} else {
+					m.asker.LookupAnswered(m.key.owner, m.key.lookup, m.pages)
+				}
+			}
+			s.mu.Lock()
+		}
+		s.sending = false
+	}
+	s.mu.Unlock()
+}
+
+// tail is a run from its i-th chunk on.
+func tail(r tiers.Run, i int) tiers.Run {
+	if i == 0 {
+		return r
+	}
+	g := &r.Space.Geometry
+	at := i * g.PagesPerChunk * g.DigestBytes
+	return tiers.Run{Space: r.Space, First: r.First + i*g.PagesPerChunk, Prev: r.Hashes[at-g.DigestBytes : at], Hashes: r.Hashes[at:]}
+}
+
+// pagesOf is how many pages the i-th chunk of a run of n pages has.
+func pagesOf(n, ppc, i int) int { return min(ppc, n-i*ppc) }
