@@ -37,7 +37,7 @@ type Config struct {
 	// PromotingShare is the part of the slots of a geometry that may be on their way up from a tier at one time. At least one slot always may. Default
 	// 0.5, at most 1.
 	PromotingShare float64
-	// OnFree, if given, is called whenever a Ready slot is freed, whatever the reason, with its region and number. It is called under the engine's lock, so it must
+	// OnFree, if given, is called whenever a slot becomes Free, whatever the reason, with its region and number. It is called under the engine's lock, so it must
 	// be quick and call nothing of the engine. Default: none.
 	OnFree func(region, slot uint32)
 	// Tiers are those below the arena, nearest first, at most MaxTiers. Default: none, and then nothing is queued.

@@ -446,7 +446,7 @@ func (e *Engine) release(ref uint32) {
 		r.filling--
 		e.disown(ref)
 	}
-	if s.state == ready && e.cfg.OnFree != nil {
+	if e.cfg.OnFree != nil {
 		e.cfg.OnFree(r.id, ref&recordMask)
 	}
 	e.spaces[s.space].chunks--

@@ -212,11 +212,11 @@ func TestScan(t *testing.T) {
 			t.Fatalf("slot %d is in state %d: %+v", slot, st, e)
 		}
 		return nil
-	})
+	}, nil)
 	if err != nil || next != l.Slots {
 		t.Fatal(next, err)
 	}
-	if err := l.Scan(bytes.NewReader(file[:len(file)-BlockBytes]), id, 0, l.Slots, buf, func(int, State, *Entry) error { return nil }); err == nil {
+	if err := l.Scan(bytes.NewReader(file[:len(file)-BlockBytes]), id, 0, l.Slots, buf, func(int, State, *Entry) error { return nil }, nil); err == nil {
 		t.Fatal("a short directory was read whole")
 	}
 }

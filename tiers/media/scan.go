@@ -15,8 +15,8 @@ func (l *Layout) ScanBytes(want int) int {
 }
 
 // Scan decodes the entries of slots [from, to) in their order, where from is a multiple of ScanUnit. It reads pieces of buf, which has ScanBytes and, for
-// a file that bypasses the page cache, lies aligned. Entries are valid during the call that they are handed to. An error is r's or f's.
-func (l *Layout) Scan(r io.ReaderAt, id Identity, from, to int, buf []byte, f func(slot int, state State, e *Entry) error) error {
+// a file that bypasses the page cache, lies aligned. What entries point to is valid until after, which may be nil, is called: it is after each piece, the last one too. An error is r's, f's or after's.
+func (l *Layout) Scan(r io.ReaderAt, id Identity, from, to int, buf []byte, f func(slot int, state State, e *Entry) error, after func() error) error {
 	if from%ScanUnit != 0 || from < 0 || to > l.Slots {
 		return fmt.Errorf("scan of slots %d to %d of %d", from, to, l.Slots)
 	}
@@ -31,6 +31,11 @@ func (l *Layout) Scan(r io.ReaderAt, id Identity, from, to int, buf []byte, f fu
 		for i := range n {
 			state := l.DecodeEntry(piece[i*l.EntryBytes:], id, from+i, &e)
 			if err := f(from+i, state, &e); err != nil {
+				return err
+			}
+		}
+		if after != nil {
+			if err := after(); err != nil {
 				return err
 			}
 		}

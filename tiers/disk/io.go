@@ -1,0 +1,232 @@
+package disk
+
+import (
+	"context"
+	"fmt"
+	"runtime"
+	"sync"
+	"sync/atomic"
+
+	"lookaside/dax"
+	"lookaside/tiers"
+	"lookaside/tiers/vfs"
+)
+
+// job is one chunk on its way between memory and a slot.
+type job struct {
+	ctx   context.Context
+	i     int // in the call's transfers
+	t     *tiers.Transfer
+	s     *slab
+	sp    *space
+	slot  int
+	gen   uint64
+	sums  []uint64 // of the slot's pages: to be filled by a store, to be compared by a load
+	store bool
+	lease uint64 // the engine's handle
+
+	file   vfs.File
+	direct bool
+	step   int64        // bytes of a piece
+	left   atomic.Int32 // pieces that are not done
+
+	mu  sync.Mutex
+	err error // the first; guarded by mu until left is 0
+	// done is called by whoever does the last piece.
+	done func(*job)
+}
+
+// piece is one request: bytes [from, to) of a job.
+type piece struct {
+	j        *job
+	from, to int64
+}
+
+func (j *job) fail(err error) {
+	j.mu.Lock()
+	if j.err == nil {
+		j.err = err
+	}
+	j.mu.Unlock()
+}
+
+func (j *job) failure() error {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.err
+}
+
+// submit has the job's pieces done by the workers. It waits while all of these are busy.
+func (d *Disk) submit(j *job) {
+	j.file, j.direct = j.s.buffed, false
+	if j.s.takes(j.t.Bytes) {
+		j.file, j.direct = j.s.direct, true
+	}
+	queue := d.loads
+	if j.store {
+		queue = d.stores
+	}
+	size := int64(len(j.t.Bytes))
+	j.step = int64(d.o.PieceBytes)
+	j.left.Store(int32((size + j.step - 1) / j.step))
+	for from := int64(0); from < size; from += j.step {
+		queue <- piece{j: j, from: from, to: min(from+j.step, size)}
+	}
+}
+
+// work is a worker: it does pieces until the tier is closed. Loads come first, as somebody waits for them, but every so often a store does.
+func (d *Disk) work() {
+	defer d.helpers.Done()
+	bounce, err := dax.NewTable[byte](block)
+	var tail []byte
+	if err == nil {
+		tail = bounce.Slice()
+		defer bounce.Close()
+	} else {
+		tail = make([]byte, block) // misaligned perhaps: then the file says so
+	}
+	for n := 0; ; n++ {
+		first, second := d.loads, d.stores
+		if n%8 == 7 {
+			first, second = second, first
+		}
+		var p piece
+		select {
+		case p = <-first:
+		default:
+			select {
+			case p = <-first:
+			case p = <-second:
+			case <-d.stop:
+				return
+			}
+		}
+		p.do(tail)
+	}
+}
+
+// do moves a piece and computes what checksums it can.
+func (p *piece) do(tail []byte) {
+	j := p.j
+	switch {
+	case j.ctx.Err() != nil:
+		j.fail(context.Cause(j.ctx))
+	case j.failure() != nil:
+		// Whatever else comes, the job has failed.
+	case j.store:
+		err := p.check()
+		if err == nil {
+			err = p.move(tail)
+		}
+		if err != nil {
+			j.fail(err)
+		}
+	default:
+		err := p.move(tail)
+		if err == nil {
+			err = p.check()
+		}
+		if err != nil {
+			j.fail(err)
+		}
+	}
+	if j.left.Add(-1) == 0 {
+		if j.failure() == nil {
+			if err := j.checkSplit(); err != nil {
+				j.fail(err)
+			}
+		}
+		j.done(j)
+	}
+	runtime.Gosched() // or lookups wait for copies
+}
+
+// move reads or writes the piece. Where the page cache is bypassed, what is left of a block at its end goes through tail.
+func (p *piece) move(tail []byte) error {
+	j := p.j
+	off := j.s.layout.SlotOffset(j.slot)
+	buf := j.t.Bytes[p.from:p.to]
+	whole := len(buf)
+	if j.direct {
+		whole -= len(buf) % j.s.align
+	}
+	if whole > 0 {
+		if err := p.transfer(buf[:whole], off+p.from); err != nil {
+			return err
+		}
+	}
+	if rest := buf[whole:]; len(rest) > 0 {
+		at := off + p.from + int64(whole)
+		t := tail[:j.s.align]
+		if j.store {
+			var err error
+			clear(t)
+			if err = dax.Guard(func() { copy(t, rest) }, rest); err != nil {
+				return err
+			}
+			return p.transfer(t, at)
+		}
+		if err := p.transfer(t, at); err != nil {
+			return err
+		}
+		return dax.Guard(func() { copy(rest, t) }, rest)
+	}
+	return nil
+}
+
+func (p *piece) transfer(buf []byte, at int64) error {
+	if p.j.store {
+		_, err := p.j.file.WriteAt(buf, at)
+		return err
+	}
+	_, err := p.j.file.ReadAt(buf, at)
+	if err == nil && !p.j.direct {
+		_ = p.j.file.Advise(at, int64(len(buf)), vfs.DontNeed)
+	}
+	return err
+}
+
+// check computes, or compares, the checksums of the pages that lie wholly in the piece.
+func (p *piece) check() error {
+	size := p.j.s.layout.Geometry.PageBytes
+	first, end := int((p.from+size-1)/size), int(p.to/size)
+	return p.j.checkPages(first, end)
+}
+
+// checkSplit does so for those that lie in several pieces.
+func (j *job) checkSplit() error {
+	size, step := j.s.layout.Geometry.PageBytes, j.step
+	if step%size == 0 {
+		return nil
+	}
+	for i := range j.t.Pages() {
+		if from := int64(i) * size; from/step != (from+size-1)/step {
+			if err := j.checkPages(i, i+1); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// checkPages computes, or compares, the checksums of pages [from, end).
+func (j *job) checkPages(from, end int) error {
+	size, d := j.s.layout.Geometry.PageBytes, j.sp.g.DigestBytes
+	wrong := -1
+	err := dax.Guard(func() {
+		for i := from; i < end; i++ {
+			sum := j.s.id.PageSum(j.t.Hashes[i*d:(i+1)*d], j.gen, j.t.Bytes[int64(i)*size:int64(i+1)*size])
+			switch {
+			case j.store:
+				j.sums[i] = sum
+			case j.sums[i] != sum:
+				wrong = i
+				return
+			}
+		}
+	}, j.t.Bytes)
+	if err == nil && wrong >= 0 {
+		err = fmt.Errorf("%w: page %d in slot %d of %s", tiers.ErrCorrupt, j.t.First+wrong, j.slot, j.s.place.name())
+	}
+	return err
+}

@@ -1,0 +1,505 @@
+package disk
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"path"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"go.uber.org/zap"
+
+	"lookaside/dax"
+	"lookaside/tiers"
+	"lookaside/tiers/chunk"
+	"lookaside/tiers/media"
+	"lookaside/tiers/vfs"
+)
+
+// LockName is the file in each directory that says which process has it open.
+const LockName = "lock"
+
+const slabPrefix = "slab-"
+
+// Open opens the store in some directories, making what is missing. A failed Open leaves nothing open; what it made on disk stays.
+// Errors: a directory that another process has open (a *vfs.LockedError, with its pid), no room for the slabs, a slab of another version of the format, and
+// whatever keeps it from working in the directories at all. A slab that does not work is given up and tried again later.
+func Open(o Options) (_ *Disk, err error) {
+	if err := o.validate(); err != nil {
+		return nil, err
+	}
+	d := &Disk{
+		o: o, log: o.Log, start: time.Now(), loads: make(chan piece), stores: make(chan piece), stop: make(chan struct{}),
+		byRegion: map[uint32]*slab{}, spaces: map[chunk.Fingerprint]*space{},
+	}
+	binary.LittleEndian.PutUint64(d.store[:], rand.Uint64())
+	binary.LittleEndian.PutUint64(d.store[8:], rand.Uint64())
+	d.engine, err = tiers.New(tiers.Config{
+		Seed: o.Seed, MaxSpaces: o.MaxSpaces, MaxOwners: o.MaxSpaces, MaxPages: maxPages, OwnerShare: 1, ArenaLimitBytes: o.CapacityBytes,
+		FixedRegions: true, NoExtend: true, OnFree: d.onFree, Policy: o.Policy,
+	})
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			close(d.stop)
+			d.healers.Wait()
+			err = errors.Join(err, d.shut())
+		}
+	}()
+	if d.locks, err = lockAll(o.FS, o.Dirs, true); err != nil {
+		return nil, err
+	}
+	slabs, err := d.survey()
+	if err != nil {
+		return nil, err
+	}
+	if err := d.recover(slabs); err != nil {
+		return nil, err
+	}
+	for range o.Workers {
+		d.helpers.Add(1)
+		go d.work()
+	}
+	d.helpers.Add(1)
+	go d.flusher()
+	return d, nil
+}
+
+// lockAll takes the directories' locks, making these first if wanted.
+func lockAll(fsys vfs.FS, dirs []string, make bool) (locks []io.Closer, err error) {
+	for _, dir := range dirs {
+		var l io.Closer
+		if make {
+			err = fsys.MkdirAll(dir)
+		}
+		if err == nil {
+			l, err = fsys.Lock(path.Join(dir, LockName))
+		}
+		if err != nil {
+			for _, l := range locks {
+				err = errors.Join(err, l.Close())
+			}
+			return nil, fmt.Errorf("disk tier in %s: %w", dir, err)
+		}
+		locks = append(locks, l)
+	}
+	return locks, nil
+}
+
+// slabNumbers lists the slabs in a directory by number.
+func slabNumbers(fsys vfs.FS, dir string) ([]uint32, error) {
+	names, err := fsys.ReadDir(dir)
+	if err != nil {
+		return nil, err
+	}
+	var out []uint32
+	for _, name := range names {
+		digits, ok := strings.CutPrefix(name, slabPrefix)
+		n, err := strconv.ParseUint(digits, 10, 16)
+		if ok && err == nil && name == slabName(uint32(n)) {
+			out = append(out, uint32(n))
+		}
+	}
+	slices.Sort(out)
+	return out, nil
+}
+
+func slabName(index uint32) string { return fmt.Sprintf("%s%03d", slabPrefix, index) }
+
+// readHeader reads what a file says of itself. An error that wraps media.ErrBlank or media.ErrCorrupt says that it has no intact header.
+func readHeader(f vfs.File) (media.Header, error) {
+	size, err := f.Size()
+	if err != nil {
+		return media.Header{}, err
+	}
+	b := make([]byte, 2*media.BlockBytes)
+	if size < int64(len(b)) {
+		return media.Header{}, fmt.Errorf("%w: the file has %d bytes", media.ErrCorrupt, size)
+	}
+	if _, err := f.ReadAt(b, 0); err != nil {
+		return media.Header{}, err
+	}
+	h, err := media.DecodeHeader(b)
+	if err == nil && h.Bytes > size {
+		return h, fmt.Errorf("%w: the file has %d bytes of %d", media.ErrCorrupt, size, h.Bytes)
+	}
+	return h, err
+}
+
+// survey finds which slabs are there, makes the directories' sizes those wanted, and answers the slabs that are carved.
+func (d *Disk) survey() (found []*slab, err error) {
+	share := d.o.CapacityBytes / int64(len(d.o.Dirs)) / block * block
+	total := 0
+	numbers := make([][]uint32, len(d.o.Dirs))
+	for i, dir := range d.o.Dirs {
+		if numbers[i], err = slabNumbers(d.o.FS, dir); err != nil {
+			return nil, fmt.Errorf("disk tier in %s: %w", dir, err)
+		}
+	}
+	want := d.o.SlabBytes
+	if want == 0 {
+		want = min(max(d.o.CapacityBytes/32, minSlabBytes), maxSlabBytes)
+	}
+	perDir := int64(maxSlabs / len(d.o.Dirs))
+	for i, dir := range d.o.Dirs {
+		var places []*place
+		var have int64
+		var headers []media.Header
+		for _, n := range numbers[i] {
+			p := &place{dir: dir, index: n}
+			h, err := d.look(p, want)
+			if err != nil {
+				return nil, err
+			}
+			if have+p.bytes > share || int64(len(places)) == perDir {
+				d.log.Info("dropping a slab: the capacity is smaller than what is there", zap.String("slab", p.name()), zap.Int64("bytes", p.bytes))
+				if err := d.o.FS.Remove(p.name()); err != nil {
+					return nil, fmt.Errorf("disk tier in %s: %w", dir, err)
+				}
+				continue
+			}
+			have += p.bytes
+			places, headers = append(places, p), append(headers, h)
+		}
+		next := uint32(0)
+		had := len(places)
+		for left := share - have; left >= leastSlabBytes && int64(len(places)) < perDir; left = share - have {
+			size := max(min(want, left), left/(perDir-int64(len(places)))/block*block)
+			if rest := left - size; rest < max(size/4, leastSlabBytes) && rest > 0 && had+len(places) > 0 {
+				size = left // no odd little one at the end
+			}
+			size = size / block * block
+			for slices.ContainsFunc(places, func(p *place) bool { return p.index == next }) {
+				next++
+			}
+			p := &place{dir: dir, index: next, bytes: size}
+			if err := d.remake(p); err != nil {
+				return nil, fmt.Errorf("disk tier: %w", err)
+			}
+			places, headers = append(places, p), append(headers, media.Header{Epoch: p.epoch, Bytes: p.bytes})
+			have += size
+		}
+		if had > 0 && had < len(places) {
+			d.log.Info("added slabs: the capacity is larger than what was there", zap.String("directory", dir), zap.Int("slabs", len(places)-had))
+		}
+		for k, p := range places {
+			d.places = append(d.places, p)
+			total++
+			switch {
+			case p.failure() != nil:
+				d.heal(p, nil)
+			case headers[k].Carved():
+				s, err := d.newSlab(p, headers[k])
+				if err != nil {
+					if ours(err) {
+						return nil, fmt.Errorf("disk tier: %w", err)
+					}
+					d.off(p, err)
+					d.heal(p, nil)
+					continue
+				}
+				p.slab = s
+				found = append(found, s)
+			default:
+				d.blank.Add(1)
+			}
+		}
+	}
+	if total == 0 {
+		return nil, fmt.Errorf("%w: no slab fits into %d bytes in %d directories", tiers.ErrInvalid, d.o.CapacityBytes, len(d.o.Dirs))
+	}
+	if d.o.Direct == DirectAlways && len(found) == 0 { // or it would come out at the first store
+		buffed, direct, _, err := d.openFiles(d.places[0].name())
+		if err != nil {
+			return nil, fmt.Errorf("disk tier: %w", err)
+		}
+		if err := errors.Join(buffed.Close(), direct.Close()); err != nil {
+			return nil, err
+		}
+	}
+	return found, nil
+}
+
+// look reads what a file that is there says of itself. One that is damaged is made anew, with so many bytes if its size is no help; one that
+// does not work is off.
+func (d *Disk) look(p *place, bytes int64) (media.Header, error) {
+	h, err := func() (media.Header, error) {
+		f, err := d.o.FS.OpenFile(p.name(), 0)
+		if err != nil {
+			return media.Header{}, err
+		}
+		size, err := f.Size()
+		p.bytes = size / block * block
+		var h media.Header
+		if err == nil {
+			h, err = readHeader(f)
+		}
+		return h, errors.Join(err, f.Close())
+	}()
+	switch {
+	case err == nil:
+		p.bytes, p.epoch = h.Bytes, h.Epoch
+		p.fresh = !h.Carved()
+		if h.Epoch+1 < media.EpochLimit {
+			return h, nil
+		}
+		err = errors.New("its header was written too often")
+	case errors.Is(err, media.ErrVersion):
+		return h, fmt.Errorf("disk tier: %s: %w: use the version of this program that wrote it, or remove the directory's slabs to start empty", p.name(), err)
+	case ours(err):
+		return h, fmt.Errorf("disk tier: %w", err)
+	case !errors.Is(err, media.ErrBlank) && !errors.Is(err, media.ErrCorrupt):
+		if p.bytes < leastSlabBytes {
+			p.bytes = bytes
+		}
+		d.off(p, err)
+		return media.Header{}, nil
+	}
+	if h.Bytes > 0 {
+		p.bytes = h.Bytes
+	}
+	if p.bytes < leastSlabBytes {
+		p.bytes = bytes
+	}
+	d.log.Warn("a slab has no intact header: it is made anew", zap.String("slab", p.name()), zap.Error(err))
+	if err := d.remake(p); err != nil {
+		d.off(p, err)
+		return media.Header{}, nil
+	}
+	return media.Header{Epoch: p.epoch, Bytes: p.bytes}, nil
+}
+
+// ours says whether an error is no fault of the medium but of how we are set up: then nothing is given up, opening fails.
+func ours(err error) bool {
+	for _, e := range []error{vfs.ErrNoDirect, dax.ErrNoMemory, syscall.EMFILE, syscall.ENFILE, syscall.ENOMEM, syscall.EACCES, syscall.EPERM, syscall.EROFS} {
+		if errors.Is(err, e) {
+			return true
+		}
+	}
+	return false
+}
+
+// recover finds what the slabs hold.
+func (d *Disk) recover(slabs []*slab) error {
+	for _, s := range slabs {
+		if err := d.addSlab(s); err != nil {
+			return err
+		}
+	}
+	found := make([]findings, len(slabs))
+	var wait sync.WaitGroup
+	next := make(chan int)
+	for range min(len(slabs), runtime.GOMAXPROCS(0)) {
+		wait.Add(1)
+		go func() {
+			defer wait.Done()
+			for i := range next {
+				found[i].err = d.restore(slabs[i], &found[i])
+			}
+		}()
+	}
+	for i := range slabs {
+		next <- i
+	}
+	close(next)
+	wait.Wait()
+	last := uint64(0)
+	for i := range found {
+		last = max(last, found[i].last)
+	}
+	d.commits.Store(last)
+	chunks := d.engine.EndRestore()
+	bad, doubtful := 0, 0
+	for i, s := range slabs {
+		f := &found[i]
+		if f.err == nil {
+			f.err = s.ready()
+		}
+		if f.err != nil {
+			d.giveUp(s, f.err)
+			continue
+		}
+		bad, doubtful = bad+f.bad, doubtful+f.dropped
+	}
+	d.log.Info("opened", zap.Strings("directories", d.o.Dirs), zap.Int("slabs", len(d.places)), zap.Int("blank", int(d.blank.Load())),
+		zap.Int("chunks", chunks), zap.Int("damaged", bad), zap.Int("unfinished", doubtful), zap.Duration("in", time.Since(d.start)))
+	return nil
+}
+
+// findings is what was found in a slab.
+type findings struct {
+	err     error
+	last    uint64 // the highest commit number
+	bad     int    // entries that did not check out
+	dropped int    // entries whose data had not been synced, and did not check out
+}
+
+// doubt is an entry of which it is not known that it is durable.
+type doubt struct {
+	commit uint64
+	slot   int
+}
+
+// maxDoubts is how many are remembered before they are looked through.
+const maxDoubts = 1 << 14
+
+// restoreBatch is how many slots the engine is told of at a time.
+const restoreBatch = 512
+
+// restore tells the engine of what a slab holds.
+func (d *Disk) restore(s *slab, out *findings) error {
+	table, err := dax.NewTable[byte](s.layout.ScanBytes(1 << 20)) // aligned
+	if err != nil {
+		return err
+	}
+	defer table.Close()
+	var (
+		file   vfs.File = s.buffed
+		batch           = make([]tiers.Restored, 0, restoreBatch)
+		doubts []doubt
+		stable = s.header.Stable
+		spaces = map[chunk.Fingerprint]*space{} // nil: it cannot be had
+		last   *space
+		ppc    = s.layout.Geometry.PagesPerChunk
+		sums   = s.sums.Slice()
+		gens   = s.gens.Slice()
+	)
+	if s.direct != nil {
+		file = s.direct
+	}
+	flush := func() error {
+		if len(batch) == 0 {
+			return nil
+		}
+		err := d.engine.Restore(s.region, batch)
+		batch = batch[:0]
+		return err
+	}
+	drop := func(slot int) {
+		s.slots[slot] = written
+		s.noteFree(uint32(slot))
+	}
+	err = s.layout.Scan(file, s.id, 0, s.layout.Slots, table.Slice(), func(slot int, state media.State, e *media.Entry) error {
+		switch state {
+		case media.Free:
+			return nil
+		case media.Bad:
+			out.bad++
+			drop(slot)
+			return nil
+		}
+		out.last, stable = max(out.last, e.Commit), max(stable, e.Stable)
+		if last == nil || last.print != e.Space {
+			sp, known := spaces[e.Space]
+			if !known {
+				sp, _ = d.space(e.Space, s.layout.Geometry, true)
+				spaces[e.Space] = sp
+			}
+			if last = sp; sp == nil {
+				drop(slot)
+				return nil
+			}
+		}
+		s.slots[slot] = written
+		gens[slot] = e.Generation
+		for i := range e.Pages {
+			sums[slot*ppc+i] = e.Sum(i)
+		}
+		if e.Commit > stable {
+			if len(doubts) >= maxDoubts {
+				doubts = slices.DeleteFunc(doubts, func(x doubt) bool { return x.commit <= stable })
+			}
+			doubts = append(doubts, doubt{e.Commit, slot})
+		}
+		batch = append(batch, tiers.Restored{Slot: uint32(slot), Space: last.id, First: e.First, Pages: e.Pages, Prev: e.Prev, Hashes: e.Digests, Order: e.Commit})
+		if len(batch) == restoreBatch {
+			return flush()
+		}
+		return nil
+	}, flush) // what the entries point to is read over after that
+	for _, sp := range spaces {
+		if sp != nil {
+			d.letGo(sp)
+		}
+	}
+	if err != nil {
+		return err
+	}
+	for _, x := range doubts {
+		if x.commit <= stable {
+			continue
+		}
+		ok, err := s.intact(x.slot)
+		if err != nil {
+			return err
+		}
+		if !ok {
+			out.dropped++
+			d.engine.Unrestore(s.region, uint32(x.slot))
+			drop(x.slot)
+		}
+	}
+	s.lastDone, s.stable = max(out.last, s.header.Stable), stable
+	return nil
+}
+
+// intact reads an entry again, and the data that it tells of.
+func (s *slab) intact(slot int) (bool, error) {
+	b := make([]byte, s.layout.EntryBytes)
+	if _, err := s.buffed.ReadAt(b, s.layout.EntryOffset(slot)); err != nil {
+		return false, err
+	}
+	var e media.Entry
+	if s.layout.DecodeEntry(b, s.id, slot, &e) != media.Used {
+		return false, nil
+	}
+	n, err := verify(s.buffed, s.layout, s.id, slot, &e, make([]byte, min(verifyBytes, s.layout.Geometry.PageBytes)))
+	return n == e.Pages, err
+}
+
+// verifyBytes is how much verify reads at once.
+const verifyBytes = 1 << 20
+
+// verify reads the pages of an entry until one does not check out, in pieces of buf. It answers how many did.
+func verify(f vfs.File, l *media.Layout, id media.Identity, slot int, e *media.Entry, buf []byte) (int, error) {
+	g := &l.Geometry
+	for i := range e.Pages {
+		h := id.PageHasher(e.Digests[i*g.DigestBytes:(i+1)*g.DigestBytes], e.Generation)
+		at := l.SlotOffset(slot) + int64(i)*g.PageBytes
+		for left := g.PageBytes; left > 0; {
+			n := min(left, int64(len(buf)))
+			if _, err := f.ReadAt(buf[:n], at); err != nil {
+				return i, err
+			}
+			_, _ = h.Write(buf[:n]) // it never fails
+			at, left = at+n, left-n
+		}
+		if h.Sum64() != e.Sum(i) {
+			return i, nil
+		}
+	}
+	return e.Pages, nil
+}
+
+// ready makes a recovered slab fit for stores: what is in it is durable, and its generations are its own.
+func (s *slab) ready() error {
+	if err := s.buffed.Datasync(); err != nil {
+		return err
+	}
+	s.stable = s.lastDone
+	if err := s.writeHeader(s.lastDone); err != nil {
+		return err
+	}
+	s.place.epoch = s.header.Epoch
+	return nil
+}

@@ -1,0 +1,351 @@
+package disk
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io/fs"
+	"math/rand/v2"
+	"time"
+
+	"go.uber.org/zap"
+
+	"lookaside/tiers"
+	"lookaside/tiers/media"
+	"lookaside/tiers/vfs"
+)
+
+const (
+	// coldAfter is how long a slab must not have been used for a geometry that has slabs of its own to take it.
+	coldAfter = 10 * time.Minute
+	// coolAfter is the same for a geometry that has none.
+	coolAfter = time.Second
+)
+
+func (d *Disk) touch(s *slab) { s.usedAt.Store(int64(time.Since(d.start))) }
+
+// makeRoom carves slabs for a geometry that has fewer free slots than wanted, while there are blank ones or such that another geometry left cold.
+func (d *Disk) makeRoom(g tiers.Geometry, want int) {
+	slots, free := d.engine.Room(g)
+	if free >= want || slots > 0 && d.blank.Load() == 0 && d.coldest(g, coldAfter) == nil {
+		return
+	}
+	d.shape.Lock()
+	defer d.shape.Unlock()
+	if slots, free = d.engine.Room(g); free >= want {
+		return
+	}
+	// One in each directory, so that all of them get their share of what comes.
+	for _, dir := range d.o.Dirs {
+		for _, p := range d.places {
+			if p.dir == dir && p.slab == nil && p.failure() == nil {
+				d.carveOrGiveUp(p, g)
+				break
+			}
+		}
+	}
+	if slots, free = d.engine.Room(g); free > 0 {
+		return
+	}
+	idle := coldAfter
+	if slots == 0 {
+		idle = coolAfter
+	}
+	if s := d.coldest(g, idle); s != nil {
+		d.reclaim(s, g)
+	}
+}
+
+// coldest is the slab of another geometry that was not used for longest, and at least for idle.
+func (d *Disk) coldest(g tiers.Geometry, idle time.Duration) *slab {
+	before := int64(time.Since(d.start) - idle)
+	var cold *slab
+	d.regionsMu.RLock()
+	defer d.regionsMu.RUnlock()
+	for _, s := range d.byRegion {
+		if at := s.usedAt.Load(); at <= before && s.layout.Geometry != normal(g) && !s.failed.Load() {
+			cold, before = s, at-1
+		}
+	}
+	return cold
+}
+
+// reclaim carves a slab anew for another geometry. The caller holds shape.
+func (d *Disk) reclaim(s *slab, g tiers.Geometry) {
+	p := s.place
+	if _, err := media.NewLayout(g, p.bytes); err != nil || !s.failed.CompareAndSwap(false, true) {
+		return
+	}
+	d.log.Info("a slab goes to another geometry", zap.String("slab", p.name()), zap.Any("from", s.layout.Geometry), zap.Any("to", g))
+	if err := d.engine.RemoveRegion(s.region); err != nil {
+		// Somebody uses it after all. What is left of it is dropped, so let that end.
+		p.setFailure(errors.New("it is being emptied for another geometry"))
+		d.heal(p, s)
+		return
+	}
+	d.forget(s)
+	p.slab = nil
+	d.blank.Add(1)
+	d.carveOrGiveUp(p, g)
+}
+
+// forget lets go of a slab whose region is removed.
+func (d *Disk) forget(s *slab) {
+	d.regionsMu.Lock()
+	delete(d.byRegion, s.region)
+	d.regionsMu.Unlock()
+	if err := s.close(); err != nil {
+		d.log.Warn("closing a slab", zap.String("slab", s.place.name()), zap.Error(err))
+	}
+}
+
+// carveOrGiveUp carves a blank place. The caller holds shape.
+func (d *Disk) carveOrGiveUp(p *place, g tiers.Geometry) {
+	err := d.carve(p, g)
+	switch {
+	case err == nil:
+		d.blank.Add(-1)
+	case errors.Is(err, media.ErrLayout):
+		d.log.Warn("chunks are too large for a slab", zap.String("slab", p.name()), zap.Error(err))
+	default:
+		d.blank.Add(-1)
+		d.off(p, err)
+		d.heal(p, nil)
+	}
+}
+
+// carve makes a blank place a slab of a geometry.
+func (d *Disk) carve(p *place, g tiers.Geometry) error {
+	layout, err := media.NewLayout(g, p.bytes)
+	if err != nil {
+		return err
+	}
+	if p.epoch+1 >= media.EpochLimit {
+		if err := d.remake(p); err != nil {
+			return err
+		}
+	}
+	h := media.Header{Store: d.store, Index: p.index, Bytes: p.bytes, Format: rand.Uint64(), Epoch: p.epoch + 1, Stable: d.commits.Load(), Layout: layout}
+	s, err := d.newSlab(p, h)
+	if err != nil {
+		return err
+	}
+	if !p.fresh {
+		// What is there would not check out, but it would look like damage.
+		if err = zero(s.buffed, layout.EntryOffset(0), layout.DataOffset); err == nil {
+			err = s.buffed.Datasync()
+		}
+	}
+	p.fresh = false
+	if err == nil {
+		err = writeHeader(s.buffed, &h)
+	}
+	if err == nil {
+		err = d.addSlab(s)
+	}
+	if err != nil {
+		return errors.Join(err, s.close())
+	}
+	p.slab, p.epoch = s, h.Epoch
+	return nil
+}
+
+// addSlab gives a slab's slots to the engine.
+func (d *Disk) addSlab(s *slab) error {
+	s.region = d.regionIDs.Add(1)
+	d.touch(s)
+	d.regionsMu.Lock()
+	d.byRegion[s.region] = s
+	d.regionsMu.Unlock()
+	err := d.engine.AddCarvedRegion(s.region, s.layout.Geometry, s.layout.Slots)
+	if err != nil {
+		d.regionsMu.Lock()
+		delete(d.byRegion, s.region)
+		d.regionsMu.Unlock()
+	}
+	return err
+}
+
+// zero writes zeros over [from, to) of a file.
+func zero(f vfs.File, from, to int64) error {
+	zeros := make([]byte, min(1<<20, to-from))
+	for from < to {
+		n, err := f.WriteAt(zeros[:min(int64(len(zeros)), to-from)], from)
+		if err != nil {
+			return err
+		}
+		from += int64(n)
+	}
+	return nil
+}
+
+// off marks a place as given up.
+func (d *Disk) off(p *place, err error) {
+	p.setFailure(err)
+	d.log.Error("a slab is given up, what it held is dropped; it is tried again from time to time", zap.String("slab", p.name()), zap.Error(err))
+}
+
+// giveUp drops all that a slab holds, and has it made anew.
+func (d *Disk) giveUp(s *slab, err error) {
+	if s.failed.CompareAndSwap(false, true) {
+		d.off(s.place, err)
+		d.heal(s.place, s)
+	}
+}
+
+// heal brings a place that is off back, in a goroutine of its own. s is the slab that is there still, if one is.
+func (d *Disk) heal(p *place, s *slab) {
+	d.healers.Add(1)
+	go func() {
+		defer d.healers.Done()
+		if s != nil && !d.empty(s) {
+			return
+		}
+		d.discard(p)
+		for wait := d.o.RetryEvery; ; wait = min(2*wait, 60*d.o.RetryEvery) {
+			select {
+			case <-d.stop:
+				return
+			case <-time.After(wait):
+			}
+			d.shape.Lock()
+			err := d.remake(p)
+			if err == nil {
+				p.setFailure(nil)
+				d.blank.Add(1)
+			}
+			d.shape.Unlock()
+			if err == nil {
+				d.log.Info("a slab works again, and is empty", zap.String("slab", p.name()))
+				return
+			}
+			p.setFailure(err)
+		}
+	}()
+}
+
+// empty takes a slab that was given up from the engine and closes it, when nobody uses it any more. false: the tier is being closed, which does that.
+func (d *Disk) empty(s *slab) bool {
+	for {
+		err := d.engine.RemoveRegion(s.region)
+		if err == nil || errors.Is(err, tiers.ErrNotFound) {
+			break
+		}
+		select {
+		case <-d.stop:
+			return false
+		case <-time.After(20 * time.Millisecond):
+		}
+	}
+	d.forget(s)
+	d.shape.Lock()
+	s.place.slab = nil
+	d.shape.Unlock()
+	return true
+}
+
+// discard removes the file of a place that was given up, so that what was dropped with it is not found when the store is opened again.
+func (d *Disk) discard(p *place) {
+	if err := d.o.FS.Remove(p.name()); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		d.log.Warn("removing a slab that was given up", zap.String("slab", p.name()), zap.Error(err))
+	}
+}
+
+// remake makes a place's file anew, and blank. The caller holds shape, or is Open.
+func (d *Disk) remake(p *place) (err error) {
+	if err := d.o.FS.MkdirAll(p.dir); err != nil {
+		return err
+	}
+	if err := d.o.FS.Remove(p.name()); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	f, err := d.o.FS.OpenFile(p.name(), vfs.Create|vfs.Exclusive)
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if e := f.Close(); err == nil {
+			err = e
+		}
+	}()
+	if err := f.Allocate(0, p.bytes); err != nil {
+		if vfs.IsNoSpace(err) {
+			// A part may have been allocated, which nobody has a use for.
+			_ = f.Truncate(0)
+			free, e := d.o.FS.FreeSpace(p.dir)
+			return errors.Join(fmt.Errorf("%s: no room for a slab of %d bytes, %d are free: %w", p.dir, p.bytes, free, err), e)
+		}
+		return err
+	}
+	h := media.Header{Store: d.store, Index: p.index, Bytes: p.bytes, Format: rand.Uint64(), Epoch: 1}
+	if err := writeHeader(f, &h); err != nil {
+		return err
+	}
+	if err := d.o.FS.SyncDir(p.dir); err != nil {
+		return err
+	}
+	// It must work both ways.
+	want, got := make([]byte, media.BlockBytes), make([]byte, media.BlockBytes)
+	h.Encode(want)
+	if _, err := f.ReadAt(got, media.HeaderOffset(h.Epoch)); err != nil {
+		return err
+	}
+	if !bytes.Equal(want, got) {
+		return fmt.Errorf("%s: it does not read back what was written", p.name())
+	}
+	p.fresh, p.epoch = true, h.Epoch
+	return nil
+}
+
+// noRoom is why a store got no slot.
+func (d *Disk) noRoom() error {
+	var why error
+	for _, p := range d.places {
+		err := p.failure()
+		if err == nil {
+			return fmt.Errorf("%w: no slot is free", tiers.ErrBusy)
+		}
+		why = err
+	}
+	return fmt.Errorf("every slab is given up: %w", why)
+}
+
+// flushEvery is how often the entries of what was dropped are freed on the medium.
+const flushEvery = time.Second
+
+func (d *Disk) flusher() {
+	defer d.helpers.Done()
+	tick := time.NewTicker(flushEvery)
+	defer tick.Stop()
+	for {
+		select {
+		case <-d.stop:
+			return
+		case <-tick.C:
+			_ = d.flushFrees() // a slab that fails is given up
+			d.engine.Expire()  // nothing expires, but it gives tables back
+		}
+	}
+}
+
+// flushFrees durably frees the entries of what was dropped.
+func (d *Disk) flushFrees() error {
+	d.regionsMu.RLock()
+	all := make([]*slab, 0, len(d.byRegion))
+	for _, s := range d.byRegion {
+		all = append(all, s)
+	}
+	d.regionsMu.RUnlock()
+	var errs []error
+	for _, s := range all {
+		s.life.RLock()
+		if !s.closed && !s.failed.Load() {
+			if err := s.freeStale(); err != nil {
+				errs = append(errs, err)
+				d.giveUp(s, err)
+			}
+		}
+		s.life.RUnlock()
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,370 @@
+package disk
+
+import (
+	"errors"
+	"fmt"
+	"path"
+	"reflect"
+	"sync"
+	"sync/atomic"
+	"syscall"
+
+	"lookaside/dax"
+	"lookaside/tiers"
+	"lookaside/tiers/media"
+	"lookaside/tiers/vfs"
+)
+
+// place is where a slab's file is. There is nothing in it (blank), a carved slab, or what is there does not work (off).
+type place struct {
+	dir   string
+	index uint32
+	bytes int64
+	slab  *slab // nil: blank or off; guarded by Disk.shape
+	// fresh: nothing but a header was ever written to the file; guarded by Disk.shape.
+	fresh bool
+	epoch uint64 // of its header; guarded by Disk.shape
+
+	mu  sync.Mutex
+	off error // why it was given up; guarded by mu
+}
+
+func (p *place) name() string { return path.Join(p.dir, slabName(p.index)) }
+
+// failure is why the place was given up, nil if it was not.
+func (p *place) failure() error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.off
+}
+
+func (p *place) setFailure(err error) {
+	p.mu.Lock()
+	p.off = err
+	p.mu.Unlock()
+}
+
+// What a slab knows of a slot's entry on the medium.
+const (
+	written = 1 << iota // it may be there
+	stale               // and it is of something that the engine has freed
+	blanked             // and it was freed as well, but that is not synced
+)
+
+// slab is a place's file as it was carved once. Carved or made anew it is another slab.
+type slab struct {
+	place  *place
+	region uint32
+	header media.Header
+	id     media.Identity
+	layout *media.Layout
+	buffed vfs.File // through the page cache: headers, the directory, and data that O_DIRECT does not take
+	direct vfs.File // nil: not to be had
+	align  int      // of addresses, offsets and lengths in direct
+	failed atomic.Bool
+	usedAt atomic.Int64 // ns since the tier was opened
+	faults atomic.Int32 // failures of I/O since the last success
+
+	// life is held for reading by whoever uses the files or tables without a lease on a slot, for writing to close them.
+	life   sync.RWMutex
+	closed bool
+	sums   *dax.Table[uint64] // of the pages, by slot
+	gens   *dax.Table[uint64] // generation of what a slot holds; a slot's are its writer's, and readers' who have a lease
+
+	fills atomic.Uint64 // generations given out
+
+	order    sync.Mutex // held while an entry is written
+	entry    []byte     // to encode into
+	lastDone uint64     // the commit number of the last entry that was written
+	stable   uint64     // commits up to this one are durable
+
+	syncs    group
+	flushing sync.Mutex // held by freeStale, outside order
+
+	mu    sync.Mutex
+	slots []uint8  // by slot: written, stale
+	frees []uint32 // stale ones, perhaps outdated
+}
+
+// group lets those who wait for a sync of the same file share one.
+type group struct {
+	mu      sync.Mutex
+	cond    *sync.Cond
+	running bool
+	started uint64
+	done    uint64
+	err     error // of the last one
+}
+
+// do returns after a call of f that began after do was called.
+func (g *group) do(f func() error) error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.cond == nil {
+		g.cond = sync.NewCond(&g.mu)
+	}
+	want := g.started + 1
+	for g.done < want {
+		if g.running {
+			g.cond.Wait()
+			continue
+		}
+		g.running = true
+		g.started++
+		n := g.started
+		g.mu.Unlock()
+		err := f()
+		g.mu.Lock()
+		g.running, g.done = false, n
+		if g.err == nil {
+			g.err = err // one that failed leaves everything after it in doubt
+		}
+		g.cond.Broadcast()
+	}
+	return g.err
+}
+
+// sync makes what was written before it durable. Once one has failed, all fail.
+func (s *slab) sync() error {
+	return s.syncs.do(func() error {
+		s.order.Lock()
+		upTo := s.lastDone
+		s.order.Unlock()
+		if err := s.buffed.Datasync(); err != nil {
+			return err
+		}
+		s.order.Lock()
+		s.stable = max(s.stable, upTo)
+		s.order.Unlock()
+		return nil
+	})
+}
+
+// writeEntry writes the entry of a slot.
+func (s *slab) writeEntry(d *Disk, slot int, e *media.Entry) error {
+	s.order.Lock()
+	defer s.order.Unlock()
+	e.Commit, e.Stable = d.commits.Add(1), s.stable
+	s.layout.EncodeEntry(s.entry, s.id, slot, e)
+	s.mu.Lock()
+	s.slots[slot] = written
+	s.mu.Unlock()
+	if _, err := s.buffed.WriteAt(s.entry, s.layout.EntryOffset(slot)); err != nil {
+		return err
+	}
+	s.lastDone = e.Commit
+	return nil
+}
+
+// noteFree remembers that a slot's entry, if there is one, is of something that is gone.
+func (s *slab) noteFree(slot uint32) {
+	s.mu.Lock()
+	if s.slots[slot]&(written|stale) == written {
+		s.slots[slot] |= stale
+		s.frees = append(s.frees, slot)
+	}
+	s.mu.Unlock()
+}
+
+var freeEntry = media.FreeEntry()
+
+// freeSlot frees a slot's entry; it says whether there was anything to write. The caller was granted the slot.
+func (s *slab) freeSlot(slot uint32) (wrote bool, err error) {
+	s.order.Lock()
+	defer s.order.Unlock()
+	s.mu.Lock()
+	was := s.slots[slot]
+	s.slots[slot] = 0 // the caller syncs before it uses the slot
+	s.mu.Unlock()
+	if was&written == 0 {
+		return false, nil
+	}
+	if _, err := s.buffed.WriteAt(freeEntry, s.layout.EntryOffset(int(slot))); err != nil {
+		s.mu.Lock()
+		s.slots[slot] = written | stale
+		s.frees = append(s.frees, slot)
+		s.mu.Unlock()
+		return false, err
+	}
+	return true, nil
+}
+
+// freeStale durably frees the entries of what the engine has freed since it did so last. A slot that is granted again meanwhile is its writer's.
+func (s *slab) freeStale() error {
+	s.flushing.Lock()
+	defer s.flushing.Unlock()
+	s.mu.Lock()
+	frees := s.frees
+	s.frees = nil
+	s.mu.Unlock()
+	if len(frees) == 0 {
+		return nil
+	}
+	err := s.blank(frees)
+	if err == nil {
+		err = s.sync()
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if err != nil {
+		s.frees = append(s.frees, frees...)
+		return err
+	}
+	for _, slot := range frees {
+		if s.slots[slot] == written|stale|blanked {
+			s.slots[slot] = 0
+		}
+	}
+	return nil
+}
+
+// blank writes free entries over stale ones.
+func (s *slab) blank(slots []uint32) error {
+	for _, slot := range slots {
+		s.order.Lock()
+		s.mu.Lock()
+		is := s.slots[slot]&stale != 0
+		s.mu.Unlock()
+		var err error
+		if is {
+			if _, err = s.buffed.WriteAt(freeEntry, s.layout.EntryOffset(int(slot))); err == nil {
+				s.mu.Lock()
+				s.slots[slot] |= blanked
+				s.mu.Unlock()
+			}
+		}
+		s.order.Unlock()
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// pageSums is where the checksums of a slot's pages are kept.
+func (s *slab) pageSums(slot int) []uint64 {
+	ppc := s.layout.Geometry.PagesPerChunk
+	return s.sums.Slice()[slot*ppc : (slot+1)*ppc]
+}
+
+// takes says whether memory can be moved to or from the slab without the page cache.
+func (s *slab) takes(p []byte) bool {
+	return s.direct != nil && reflect.ValueOf(p).Pointer()&uintptr(s.align-1) == 0
+}
+
+// writeHeader writes the header of the next epoch.
+func (s *slab) writeHeader(stable uint64) error {
+	h := s.header
+	h.Epoch++
+	h.Stable = stable
+	if err := writeHeader(s.buffed, &h); err != nil {
+		return err
+	}
+	s.header = h
+	return nil
+}
+
+func writeHeader(f vfs.File, h *media.Header) error {
+	b := make([]byte, media.BlockBytes)
+	h.Encode(b)
+	if _, err := f.WriteAt(b, media.HeaderOffset(h.Epoch)); err != nil {
+		return err
+	}
+	return f.Datasync()
+}
+
+// seal marks the slab as whole: opened again, nothing in it is in doubt. Nobody else uses it.
+func (s *slab) seal() error {
+	if s.failed.Load() {
+		return nil
+	}
+	err := s.freeStale()
+	if err == nil {
+		err = s.sync()
+	}
+	if err == nil && s.header.Epoch+1 < media.EpochLimit {
+		err = s.writeHeader(s.lastDone)
+	}
+	return err
+}
+
+// close gives back what the slab has, when nobody uses it any more.
+func (s *slab) close() error {
+	s.life.Lock()
+	defer s.life.Unlock()
+	if s.closed {
+		return nil
+	}
+	s.closed = true
+	errs := []error{s.buffed.Close()}
+	if s.direct != nil {
+		errs = append(errs, s.direct.Close())
+	}
+	if s.sums != nil {
+		errs = append(errs, s.sums.Close())
+	}
+	if s.gens != nil {
+		errs = append(errs, s.gens.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// newSlab makes what a carved slab has in memory, and opens its files. It has no region yet.
+func (d *Disk) newSlab(p *place, h media.Header) (s *slab, err error) {
+	s = &slab{place: p, header: h, id: h.Identity()}
+	s.layout = &s.header.Layout
+	s.entry = make([]byte, s.layout.EntryBytes)
+	s.slots = make([]uint8, s.layout.Slots)
+	s.lastDone, s.stable = h.Stable, h.Stable
+	if s.buffed, s.direct, s.align, err = d.openFiles(p.name()); err != nil {
+		return nil, err
+	}
+	s.sums, err = dax.NewTable[uint64](s.layout.Slots * s.layout.Geometry.PagesPerChunk)
+	if err == nil {
+		s.gens, err = dax.NewTable[uint64](s.layout.Slots)
+	}
+	if err != nil {
+		return nil, errors.Join(err, s.close())
+	}
+	return s, nil
+}
+
+// openFiles opens a slab's file through the page cache and, where that is possible and wanted, around it.
+func (d *Disk) openFiles(name string) (buffed, direct vfs.File, align int, err error) {
+	if buffed, err = d.o.FS.OpenFile(name, 0); err != nil {
+		return nil, nil, 0, err
+	}
+	if d.o.Direct == DirectNever {
+		return buffed, nil, 0, nil
+	}
+	direct, err = d.o.FS.OpenFile(name, vfs.Direct)
+	if err == nil {
+		mem, offset := direct.DirectAlign()
+		if align = max(mem, offset); align <= block {
+			return buffed, direct, align, nil
+		}
+		err = fmt.Errorf("%s: %w: it wants an alignment of %d bytes", name, vfs.ErrNoDirect, align)
+		err = errors.Join(err, direct.Close())
+	}
+	if errors.Is(err, vfs.ErrNoDirect) && d.o.Direct == DirectAuto {
+		return buffed, nil, 0, nil
+	}
+	return nil, nil, 0, errors.Join(err, buffed.Close())
+}
+
+// enough is after how many failures in a row a slab is given up.
+const enough = 4
+
+// faulty counts a failure of I/O, and gives the slab up when it is one too many.
+func (d *Disk) faulty(s *slab, err error) {
+	if s.faults.Add(1) >= enough {
+		d.giveUp(s, err)
+	}
+}
+
+// callersFault says whether an error is not the medium's but that of the memory that was to be moved.
+func callersFault(err error) bool {
+	return errors.Is(err, syscall.EFAULT) || errors.Is(err, dax.ErrFault)
+}
+
+var _ tiers.Tier = (*Disk)(nil)

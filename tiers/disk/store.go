@@ -1,0 +1,175 @@
+package disk
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"sync"
+
+	"lookaside/tiers"
+	"lookaside/tiers/media"
+	"lookaside/tiers/vfs"
+)
+
+// Store implements tiers.Tier. The transfers of a call share their syncs.
+func (d *Disk) Store(ctx context.Context, transfers []tiers.Transfer, done func(i int, err error)) {
+	if err := d.begin(ctx); err != nil {
+		for i := range transfers {
+			done(i, err)
+		}
+		return
+	}
+	defer d.end()
+	var jobs []*job
+	for i := range transfers {
+		j, err := d.prepareStore(ctx, i, &transfers[i], len(transfers)-i)
+		if j == nil {
+			done(i, err)
+			continue
+		}
+		jobs = append(jobs, j)
+	}
+	d.freeOld(jobs)
+	var wait sync.WaitGroup
+	for _, j := range jobs {
+		if j.failure() != nil {
+			continue
+		}
+		wait.Add(1)
+		j.done = func(*job) { wait.Done() }
+		d.submit(j)
+	}
+	wait.Wait()
+	for _, j := range jobs {
+		if j.failure() == nil {
+			if err := d.enter(j); err != nil {
+				j.fail(err)
+			}
+		}
+	}
+	d.syncAll(jobs, func(j *job) bool { return j.failure() == nil })
+	for _, j := range jobs {
+		done(j.i, d.endStore(j))
+	}
+}
+
+// prepareStore has a slot granted for a chunk. It answers nil if there is nothing to do: the chunk is held (no error), or there is no room.
+func (d *Disk) prepareStore(ctx context.Context, i int, t *tiers.Transfer, more int) (*job, error) {
+	if ctx.Err() != nil {
+		return nil, context.Cause(ctx)
+	}
+	if err := checkTransfer(t); err != nil {
+		return nil, err
+	}
+	sp, err := d.space(t.Space.Fingerprint, t.Space.Geometry, true)
+	if err != nil {
+		return nil, err
+	}
+	j, err := d.grant(ctx, sp, i, t, more)
+	if j == nil {
+		d.letGo(sp)
+	}
+	return j, err
+}
+
+func (d *Disk) grant(ctx context.Context, sp *space, i int, t *tiers.Transfer, more int) (*job, error) {
+	d.makeRoom(sp.g, more)
+	prev := t.Prev
+	if t.First == 0 {
+		prev = nil
+	} else if len(prev) == 0 {
+		prev = make([]byte, sp.g.DigestBytes) // of no page
+	}
+	var room [1]tiers.Grant
+	o := sp.owner()
+	res, grants, err := d.engine.PrepareStore(o, t.First, prev, t.Hashes, room[:0])
+	if err != nil {
+		return nil, err
+	}
+	if res.Store == 0 {
+		if res.Shed == 0 {
+			return nil, nil
+		}
+		return nil, d.noRoom()
+	}
+	s := d.slabOf(grants[0].Region)
+	if s == nil || len(grants) != 1 || int(grants[0].Pages) != t.Pages() { // cannot be: a region being filled stays, and nothing is extended
+		return nil, errors.Join(tiers.ErrBusy, d.engine.AbortStore(o, res.Store))
+	}
+	if s.failed.Load() {
+		return nil, errors.Join(d.noRoom(), d.engine.AbortStore(o, res.Store))
+	}
+	d.touch(s)
+	slot := int(grants[0].Offset / uint64(sp.g.PageBytes*int64(sp.g.PagesPerChunk)))
+	gen := media.Generation(s.header.Epoch, s.fills.Add(1))
+	s.gens.Slice()[slot] = gen
+	return &job{ctx: ctx, i: i, t: t, s: s, sp: sp, slot: slot, gen: gen, sums: s.pageSums(slot), store: true, lease: res.Store}, nil
+}
+
+// freeOld frees the entries of what the jobs' slots held before, durably: their data is about to be overwritten.
+func (d *Disk) freeOld(jobs []*job) {
+	wrote := map[*job]bool{}
+	for _, j := range jobs {
+		did, err := j.s.freeSlot(uint32(j.slot))
+		if err != nil {
+			j.fail(err)
+			d.faulty(j.s, err)
+		}
+		if did {
+			wrote[j] = true
+		}
+	}
+	d.syncAll(jobs, func(j *job) bool { return wrote[j] && j.failure() == nil })
+}
+
+// syncAll syncs the slabs of the jobs that want it. A slab that fails at it is given up, and all its jobs fail.
+func (d *Disk) syncAll(jobs []*job, wants func(*job) bool) {
+	errs := map[*slab]error{}
+	for _, j := range jobs {
+		if _, synced := errs[j.s]; synced || !wants(j) {
+			continue
+		}
+		err := j.s.sync()
+		errs[j.s] = err
+		if err != nil {
+			d.giveUp(j.s, err)
+		}
+	}
+	for _, j := range jobs {
+		if err := errs[j.s]; err != nil {
+			j.fail(err)
+		}
+	}
+}
+
+// enter writes the entry of a job whose data is written.
+func (d *Disk) enter(j *job) error {
+	e := media.Entry{Generation: j.gen, Space: j.sp.print, First: j.t.First, Pages: j.t.Pages(), Digests: j.t.Hashes}
+	if j.t.First > 0 {
+		e.Prev = j.t.Prev
+	}
+	e.Sums = make([]byte, 0, 8*e.Pages)
+	for _, sum := range j.sums[:e.Pages] {
+		e.Sums = binary.LittleEndian.AppendUint64(e.Sums, sum)
+	}
+	return j.s.writeEntry(d, j.slot, &e)
+}
+
+// endStore makes a job's chunk visible, or gives its slot back.
+func (d *Disk) endStore(j *job) error {
+	err := j.failure()
+	defer d.letGo(j.sp)
+	if err == nil {
+		j.s.faults.Store(0)
+		if !j.direct {
+			_ = j.s.buffed.Advise(j.s.layout.SlotOffset(j.slot), int64(len(j.t.Bytes)), vfs.DontNeed)
+		}
+		return d.engine.CommitStore(j.sp.owner(), j.lease, nil)
+	}
+	if !callersFault(err) && j.ctx.Err() == nil {
+		d.faulty(j.s, err)
+	}
+	// Its entry may have been written. The slot is still ours, so nobody else frees it, and it is stale from now on.
+	j.s.noteFree(uint32(j.slot))
+	return errors.Join(err, d.engine.AbortStore(j.sp.owner(), j.lease))
+}
