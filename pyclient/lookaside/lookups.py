@@ -101,8 +101,8 @@ class Lookup:
         """(scheduler session id, lookup id) per rank: what a worker needs to load."""
         self._out = dict.fromkeys(range(len(refs)), deadline)
         """The ranks that have not answered, and when each is given up."""
-        self._promised: set[int] = set()
-        """Those of them that promote pages."""
+        self._promised: dict[int, float] = {}
+        """The ranks that promote pages, and until when they may at most."""
         self._hits: int | None = None
         self._result: int | None = None
 
@@ -272,7 +272,7 @@ class LookupClient:
         self.timeouts += 1
         for rank in late:
             self._sessions[rank].doubt()
-        if lookup._promised.isdisjoint(late):
+        if lookup._promised.keys().isdisjoint(late):
             self._log.warning("timeout", "a lookup was not answered in %g ms; a miss", self._timeout_s * 1000)
         else:
             self._log.warning("promotion", "pages promised to a lookup did not arrive in time; a miss")
@@ -301,17 +301,18 @@ class LookupClient:
                 self._promise(rank, link, answer)
 
     def _promise(self, rank: int, link: _Link, promise: wire.LookupPending) -> None:
-        """Give a rank that promotes the time that it asks for. Only once: it may not ask again and again."""
+        """Give a rank that promotes the time that it asks for: in all no longer than promotion_timeout_s."""
         lookup = self._pending.get(promise.lookup)
         if lookup is None or lookup.refs[rank][0] != link.session_id:
             return
-        if rank not in lookup._out or rank in lookup._promised or not self._promotion_timeout_s:
+        if rank not in lookup._out or not self._promotion_timeout_s:
             return
         if not lookup._promised:
             self.promotions += 1
-        lookup._promised.add(rank)
-        patience_s = min(self._promotion_timeout_s, 2 * promise.eta_ms / 1000 + _PROMOTION_GRACE_S)
-        lookup._out[rank] = max(lookup._out[rank], self._clock() + patience_s)
+        now = self._clock()
+        latest = lookup._promised.setdefault(rank, now + self._promotion_timeout_s)
+        wanted = now + 2 * promise.eta_ms / 1000 + _PROMOTION_GRACE_S
+        lookup._out[rank] = max(lookup._out[rank], min(latest, wanted))
 
     def _answer(self, rank: int, link: _Link, answer: wire.LookupResult) -> None:
         lookup = self._pending.get(answer.lookup)
