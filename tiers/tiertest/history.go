@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"testing"
 
@@ -28,10 +29,12 @@ type world struct {
 	step   int
 	spaces []*tiers.Space
 	model  map[memKey][]version
-	// faulty: the medium may fail at any call. An error is then no fault of the tier, but leaves the model in doubt.
-	faulty bool
-	hits   int
-	exact  int // answers of which the model knew that they had to be a hit
+	// faulty: the medium may fail at any call. An error is then no fault of the tier, but leaves the model in doubt. Where it has failed, what was dropped
+	// (not what was cleared) may be back when the medium is opened again.
+	faulty  bool
+	dropped map[memKey][]version
+	hits    int
+	exact   int // answers of which the model knew that they had to be a hit
 }
 
 func (w *world) fatalf(format string, args ...any) {
@@ -161,6 +164,8 @@ func (w *world) drop() {
 		for _, v := range w.model[key] {
 			if agree(v.run, c) < min(v.run.Pages(), c.Pages()) {
 				left = append(left, v)
+			} else {
+				w.dropped[key] = append(w.dropped[key], version{run: v.run})
 			}
 		}
 		w.model[key] = left
@@ -176,19 +181,26 @@ func (w *world) clear() {
 	if err != nil && !w.allowed(err) {
 		w.fatalf("Clear: %v", err)
 	}
+	of := func(key memKey) bool { return fp == (chunk.Fingerprint{}) || key.fp == fp }
 	for key := range w.model {
-		if fp == (chunk.Fingerprint{}) || key.fp == fp {
-			if err != nil {
-				w.doubt(key)
-			} else {
-				delete(w.model, key)
-			}
+		if of(key) && err != nil {
+			w.doubt(key)
 		}
+	}
+	if err == nil {
+		maps.DeleteFunc(w.model, func(key memKey, _ []version) bool { return of(key) })
+		maps.DeleteFunc(w.dropped, func(key memKey, _ []version) bool { return of(key) })
 	}
 }
 
 // open opens the medium, again if it fails and may.
 func (w *world) open() {
+	if w.faulty && w.m.Failed() {
+		for key, vs := range w.dropped {
+			w.model[key] = append(w.model[key], vs...)
+		}
+		clear(w.dropped)
+	}
 	for try := 0; ; try++ {
 		tier, err := w.m.Open()
 		if err == nil {
@@ -277,16 +289,17 @@ func testHistories(t *testing.T, f Factory, gs []tiers.Geometry) {
 }
 
 func newWorld(t *testing.T, f Factory, m *Medium, seed uint64, gs []tiers.Geometry) *world {
-	w := &world{t: t, f: f, m: m, seed: seed, rnd: rand.New(rand.NewPCG(seed, 0x74696572)), model: map[memKey][]version{}}
+	w := &world{t: t, f: f, m: m, seed: seed, rnd: rand.New(rand.NewPCG(seed, 0x74696572)), model: map[memKey][]version{},
+		dropped: map[memKey][]version{}}
 	for _, g := range gs {
 		w.spaces = append(w.spaces, NewSpace("one", g), NewSpace("other", g))
 	}
 	return w
 }
 
-// testFaults runs one history again and again; in each run one operation of the medium fails, the first, the second, … until there are no more. It
-// may cost what it was about, and never gives a wrong byte.
-func testFaults(t *testing.T, f Factory) {
+// Faults runs one history again and again; in each run one operation of the medium fails, the first, the second, … until there are no more. It
+// may cost what it was about, and never gives a wrong byte. It is part of Run, and by itself for media that fail in other ways.
+func Faults(t *testing.T, f Factory) {
 	seed := seedOr(1)
 	t.Logf("seed %d", seed)
 	for n := int64(1); ; n++ {

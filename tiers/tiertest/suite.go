@@ -86,7 +86,7 @@ func Run(t *testing.T, f Factory) {
 	t.Run("Eviction", func(t *testing.T) { testEviction(t, f) })
 	t.Run("Rot", func(t *testing.T) { testRot(t, f) })
 	t.Run("Stalled", func(t *testing.T) { testStalled(t, f) })
-	t.Run("Faults", func(t *testing.T) { testFaults(t, f) })
+	t.Run("Faults", func(t *testing.T) { Faults(t, f) })
 }
 
 // plenty is a capacity that no test but that of eviction reaches.
