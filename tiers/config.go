@@ -52,7 +52,7 @@ type Config struct {
 	// ArenaLimitBytes is what the regions may come to; the index is sized for it when the first region is carved. Default 0: the regions
 	// that there are then.
 	ArenaLimitBytes int64
-	// FixedRegions: no store carves a region, or takes one from another geometry; only AddCarvedRegion carves.
+	// FixedRegions: no store carves a region, or takes one from another geometry; only AddCarvedRegion carves. Stores go to the regions by turns.
 	FixedRegions bool
 	// NoExtend: a store never writes behind the committed pages of a slot, it always gets a slot of its own.
 	NoExtend bool

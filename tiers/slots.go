@@ -96,6 +96,7 @@ type class struct {
 	uncarved            int    // slots that the regions which are not carved yet would have
 	cold                int    // slots that are
 	coldFirst, coldLast uint32 // those of them that nobody uses, which are evicted next
+	turn                int    // the region that the last store went to, counted on
 }
 
 func (c *class) slotBytes() int64 { return c.geometry.PageBytes * int64(c.geometry.PagesPerChunk) }
@@ -506,7 +507,13 @@ func (e *Engine) alloc(s *space, chunk, pages int) uint32 {
 	if c.free == 0 && !e.evict(c) {
 		return 0
 	}
-	for _, r := range c.regions {
+	first := 0
+	if e.cfg.FixedRegions { // each may be on a device of its own
+		c.turn++
+		first = c.turn
+	}
+	for k := range c.regions {
+		r := c.regions[(first+k)%len(c.regions)]
 		if r.free == 0 || r.draining {
 			continue
 		}

@@ -463,32 +463,41 @@ func (s *slab) intact(slot int) (bool, error) {
 	if s.layout.DecodeEntry(b, s.id, slot, &e) != media.Used {
 		return false, nil
 	}
-	n, err := verify(s.buffed, s.layout, s.id, slot, &e, make([]byte, min(verifyBytes, s.layout.Geometry.PageBytes)))
+	n, err := verify(s.buffed, s.layout, s.id, slot, &e, make([]byte, verifyBytes))
 	return n == e.Pages, err
 }
 
 // verifyBytes is how much verify reads at once.
 const verifyBytes = 1 << 20
 
-// verify reads the pages of an entry until one does not check out, in pieces of buf. It answers how many did.
-func verify(f vfs.File, l *media.Layout, id media.Identity, slot int, e *media.Entry, buf []byte) (int, error) {
+// verify reads the pages of an entry until one does not check out, in pieces of buf, which has a multiple of a block. It answers how many did.
+func verify(f vfs.File, l *media.Layout, id media.Identity, slot int, e *media.Entry, buf []byte) (pages int, err error) {
 	g := &l.Geometry
-	for i := range e.Pages {
-		h := id.PageHasher(e.Digests[i*g.DigestBytes:(i+1)*g.DigestBytes], e.Generation)
-		at := l.SlotOffset(slot) + int64(i)*g.PageBytes
-		for left := g.PageBytes; left > 0; {
-			n := min(left, int64(len(buf)))
-			if _, err := f.ReadAt(buf[:n], at); err != nil {
-				return i, err
-			}
-			_, _ = h.Write(buf[:n]) // it never fails
-			at, left = at+n, left-n
+	total := int64(e.Pages) * g.PageBytes
+	hasher := id.PageHasher(e.Digests[:g.DigestBytes], e.Generation)
+	room := g.PageBytes // of the page being hashed
+	for at := int64(0); at < total; at += int64(len(buf)) {
+		n := min(total-at, int64(len(buf)))
+		if _, err := f.ReadAt(buf[:(n+block-1)/block*block], l.SlotOffset(slot)+at); err != nil { // strides are whole blocks
+			return pages, err
 		}
-		if h.Sum64() != e.Sum(i) {
-			return i, nil
+		for rest := buf[:n]; len(rest) > 0; {
+			m := min(room, int64(len(rest)))
+			_, _ = hasher.Write(rest[:m]) // it never fails
+			rest, room = rest[m:], room-m
+			if room > 0 {
+				continue
+			}
+			if hasher.Sum64() != e.Sum(pages) {
+				return pages, nil
+			}
+			if pages++; pages < e.Pages {
+				hasher = id.PageHasher(e.Digests[pages*g.DigestBytes:(pages+1)*g.DigestBytes], e.Generation)
+				room = g.PageBytes
+			}
 		}
 	}
-	return e.Pages, nil
+	return pages, nil
 }
 
 // ready makes a recovered slab fit for stores: what is in it is durable, and its generations are its own.

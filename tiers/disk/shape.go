@@ -32,7 +32,7 @@ func (d *Disk) makeRoom(g tiers.Geometry, want int) {
 	}
 	d.shape.Lock()
 	defer d.shape.Unlock()
-	if slots, free = d.engine.Room(g); free >= want {
+	if _, free = d.engine.Room(g); free >= want {
 		return
 	}
 	// One in each directory, so that all of them get their share of what comes.
