@@ -36,6 +36,7 @@ type breaker struct {
 	until    time.Time // the pause's end
 	pause    time.Duration
 	opened   uint64
+	tried    chan struct{} // closed when the call that is probing has ended
 }
 
 // usable says whether a call could be let through now.
@@ -45,23 +46,47 @@ func (b *breaker) usable() bool {
 	return !b.open || !b.probing && !time.Now().Before(b.until)
 }
 
-// enter lets a call through, or not. leave must follow if it does.
-func (b *breaker) enter() bool {
+// enter lets a call through, or not. leave must follow if it does. probe says that the call is a try, and little should depend on it.
+func (b *breaker) enter() (ok, probe bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.open {
 		if b.probing || time.Now().Before(b.until) {
-			return false
+			return false, false
 		}
-		b.probing = true
+		b.probing, b.tried = true, make(chan struct{})
 	}
-	return true
+	return true, b.open
+}
+
+// enterAfter is enter, but waits for the outcome of a call that is trying the tier.
+func (b *breaker) enterAfter() bool {
+	for {
+		if ok, _ := b.enter(); ok {
+			return true
+		}
+		b.mu.Lock()
+		tried, probing, paused := b.tried, b.probing, b.open && !b.probing && time.Now().Before(b.until)
+		b.mu.Unlock()
+		switch {
+		case paused:
+			return false
+		case probing:
+			<-tried
+		}
+	}
 }
 
 // leave says how a call went that was let through.
 func (b *breaker) leave(v verdict) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	probing := b.probing
+	defer func() {
+		if probing && !b.probing {
+			close(b.tried)
+		}
+	}()
 	switch v {
 	case worked:
 		b.failures = 0

@@ -46,12 +46,17 @@ func (s *Stack) storeWorker(t *tier) {
 		if !s.beginStore(t) {
 			return
 		}
-		if !t.breaker.enter() {
+		ok, probe := t.breaker.enter()
+		if !ok {
 			s.endStore(t)
 			continue
 		}
-		items, buf = s.engine.NextCascades(t.index, t.Batch, buf, items[:0])
-		if len(items) == t.Batch {
+		most := t.Batch
+		if probe {
+			most = 1
+		}
+		items, buf = s.engine.NextCascades(t.index, most, buf, items[:0])
+		if len(items) == most {
 			ring(t.bell) // there may be some for another worker
 		}
 		v := neither
@@ -223,7 +228,7 @@ func carry(buf []byte, n int, run func(i int) tiers.Run) []tiers.Transfer {
 
 // copyUp copies chunks from one tier to another through the transfers' bytes, but for those that it has already. kept[i] says that it has one in the end.
 func (s *Stack) copyUp(from, to *tier, transfers []tiers.Transfer, kept []bool) {
-	if !to.breaker.enter() {
+	if ok, _ := to.breaker.enter(); !ok {
 		return
 	}
 	v := neither
@@ -245,7 +250,10 @@ func (s *Stack) copyUp(from, to *tier, transfers []tiers.Transfer, kept []bool) 
 			todo = append(todo, i)
 		}
 	}
-	if len(todo) == 0 || !from.breaker.enter() {
+	if len(todo) == 0 {
+		return
+	}
+	if ok, _ := from.breaker.enter(); !ok {
 		return
 	}
 	pick := func(list []int) []tiers.Transfer {

@@ -200,7 +200,7 @@ func (s *Stack) putDown(o tiers.Owner, run tiers.Run, to *tier) (pages int, err 
 		if !s.beginStore(to) {
 			return 0, tiers.ErrClosed
 		}
-		if !to.breaker.enter() {
+		if ok, _ := to.breaker.enter(); !ok {
 			s.endStore(to)
 			err = errOff
 			break

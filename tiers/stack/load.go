@@ -127,7 +127,7 @@ func (s *Stack) loadWorker(t *tier) {
 
 // load loads a batch from a tier.
 func (s *Stack) load(t *tier, batch []*load) {
-	if !t.breaker.enter() {
+	if !t.breaker.enterAfter() {
 		for _, l := range batch {
 			s.loaded(t, l, errOff)
 		}

@@ -191,7 +191,7 @@ func (s *Stack) ask(r *request, t *tier, i int) {
 	if t.local {
 		err = t.Tier.Contains(s.ctx, run, held[i:])
 	} else {
-		if !t.breaker.enter() {
+		if ok, _ := t.breaker.enter(); !ok {
 			return
 		}
 		ctx, cancel := context.WithTimeoutCause(s.ctx, t.LookupTimeout, errLate)
@@ -453,9 +453,13 @@ func (s *Stack) tell(r *request, pages int, eta time.Duration) {
 	}
 }
 
-// settle ends a request: its lookup keeps what it has by now, and its asker is told. mu is held.
+// settle ends a request: its lookup keeps what it has by now, and its asker is told, unless the Stack is closed. mu is held.
 func (s *Stack) settle(r *request) {
 	s.remove(r)
+	if s.closed {
+		_, _ = s.engine.SettleLookup(r.owner, r.lookup, 0)
+		return
+	}
 	pages := 0
 	if n, err := s.engine.SettleLookup(r.owner, r.lookup, r.asked); err == nil && n > 0 {
 		pages = r.base() + n - r.first
