@@ -6,14 +6,16 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"net/http"
-	"net/http/pprof"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
+	"github.com/danielgtaylor/huma/v2"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"go.uber.org/zap"
@@ -27,16 +29,21 @@ const adminAddrFile = "admin.addr"
 // descriptors that sessions need (libzmq aborts the process when accept meets EMFILE).
 const adminConnections = 32
 
-// admin is the HTTP server that operators and Prometheus talk to. It reads; nothing that it serves changes anything.
+// adminOperations bounds the requests that change something and are under way at a time.
+const adminOperations = 4
+
+// admin is the HTTP server that operators and Prometheus talk to. What it serves is described in api.go.
 type admin struct {
 	srv  *http.Server
 	done chan struct{} // closed when Serve has returned
 	addr string
 	file string
+	mux  *router
 }
 
-// startAdmin listens and serves. ready says why the sidecar cannot serve clients, or nil.
-func startAdmin(cfg AdminConfig, dir string, log *zap.Logger, reg *prometheus.Registry, status func() Status, ready func() error) (*admin, error) {
+// startAdmin listens and serves d.
+func startAdmin(d *Daemon, reg *prometheus.Registry, log *zap.Logger) (*admin, error) {
+	cfg := d.cfg.Admin
 	var token string
 	if cfg.TokenFile != "" {
 		b, err := os.ReadFile(cfg.TokenFile)
@@ -59,32 +66,9 @@ func startAdmin(cfg AdminConfig, dir string, log *zap.Logger, reg *prometheus.Re
 			zap.Stringer("address", ln.Addr()), zap.Bool("token", token != ""))
 	}
 
-	mux := http.NewServeMux()
-	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
-	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) {
-		if err := ready(); err != nil {
-			http.Error(w, err.Error(), http.StatusServiceUnavailable)
-			return
-		}
-		fmt.Fprintln(w, "ok")
-	})
-	guard := func(h http.Handler) http.Handler { return requireToken(token, h) }
-	mux.Handle("GET /metrics", guard(promhttp.HandlerFor(reg, promhttp.HandlerOpts{MaxRequestsInFlight: 4, Registry: reg})))
-	mux.Handle("GET /v1/status", guard(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		w.Header().Set("Content-Type", "application/json")
-		enc := json.NewEncoder(w)
-		enc.SetIndent("", "  ")
-		if err := enc.Encode(status()); err != nil {
-			log.Debug("status not delivered", zap.Error(err))
-		}
-	})))
-	if cfg.PProf {
-		mux.Handle("/debug/pprof/", guard(http.HandlerFunc(pprof.Index)))
-		mux.Handle("/debug/pprof/cmdline", guard(http.HandlerFunc(pprof.Cmdline)))
-		mux.Handle("/debug/pprof/profile", guard(http.HandlerFunc(pprof.Profile)))
-		mux.Handle("/debug/pprof/symbol", guard(http.HandlerFunc(pprof.Symbol)))
-		mux.Handle("/debug/pprof/trace", guard(http.HandlerFunc(pprof.Trace)))
-	}
+	mux := new(router)
+	doc := newAPI(mux, d, promhttp.HandlerFor(reg, promhttp.HandlerOpts{MaxRequestsInFlight: 4, Registry: reg}), token != "", cfg.PProf)
+	mux.ServeMux.HandleFunc("/", noRoute(doc))
 
 	// At a level of its own: http.Server reports only what is wrong.
 	errorLog, err := zap.NewStdLogAt(log, zap.WarnLevel)
@@ -94,7 +78,7 @@ func startAdmin(cfg AdminConfig, dir string, log *zap.Logger, reg *prometheus.Re
 	}
 	a := &admin{
 		srv: &http.Server{
-			Handler:           mux,
+			Handler:           guard(token, mux),
 			ReadHeaderTimeout: 5 * time.Second,
 			ReadTimeout:       10 * time.Second,
 			WriteTimeout:      90 * time.Second, // a CPU profile takes 30 s
@@ -104,7 +88,8 @@ func startAdmin(cfg AdminConfig, dir string, log *zap.Logger, reg *prometheus.Re
 		},
 		done: make(chan struct{}),
 		addr: ln.Addr().String(),
-		file: filepath.Join(dir, adminAddrFile),
+		file: filepath.Join(d.listener.Dir(), adminAddrFile),
+		mux:  mux,
 	}
 	if err := writeFile(a.file, a.addr+"\n"); err != nil {
 		ln.Close()
@@ -126,19 +111,63 @@ func (a *admin) close() error {
 	return errors.Join(err, os.Remove(a.file))
 }
 
-func requireToken(token string, h http.Handler) http.Handler {
-	if token == "" {
-		return h
-	}
+// controllerKey is where a request's context has its http.ResponseController.
+type controllerKey struct{}
+
+// guard lets through who carries the token, what no page of another site made a browser send, and a few changes at a time.
+func guard(token string, h http.Handler) http.Handler {
+	origin := http.NewCrossOriginProtection()
+	operations := make(chan struct{}, adminOperations)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		got, ok := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
-		if !ok || subtle.ConstantTimeCompare([]byte(got), []byte(token)) != 1 {
-			w.Header().Set("WWW-Authenticate", "Bearer")
-			http.Error(w, "admin.token_file is set: a bearer token is required", http.StatusUnauthorized)
+		if r.URL.Path == "/healthz" || r.URL.Path == "/readyz" {
+			h.ServeHTTP(w, r)
 			return
 		}
-		h.ServeHTTP(w, r)
+		got, ok := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
+		if token != "" && (!ok || subtle.ConstantTimeCompare([]byte(got), []byte(token)) != 1) {
+			w.Header().Set("WWW-Authenticate", "Bearer")
+			apiError(http.StatusUnauthorized, "send the header Authorization: Bearer TOKEN; commands take it from --admin-token-file", "admin.token_file is set: a bearer token is required").write(w)
+			return
+		}
+		if err := origin.Check(r); err != nil {
+			apiError(http.StatusForbidden, "send it from a program, not from another site's page", "%v", err).write(w)
+			return
+		}
+		if r.Method != http.MethodGet && r.Method != http.MethodHead {
+			select {
+			case operations <- struct{}{}:
+				defer func() { <-operations }()
+			default:
+				apiError(http.StatusServiceUnavailable, "try again when one of them has ended", "%d operations are under way", adminOperations).write(w)
+				return
+			}
+		}
+		h.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), controllerKey{}, http.NewResponseController(w))))
 	})
+}
+
+// noRoute answers what no route takes.
+func noRoute(doc *huma.OpenAPI) http.HandlerFunc {
+	paths := slices.Sorted(maps.Keys(doc.Paths))
+	return func(w http.ResponseWriter, r *http.Request) {
+		if p := doc.Paths[r.URL.Path]; p != nil {
+			allowed := http.MethodGet
+			if p.Post != nil {
+				allowed = http.MethodPost
+			}
+			w.Header().Set("Allow", allowed)
+			apiError(http.StatusMethodNotAllowed, "use "+allowed, "%s is not for %s", r.URL.Path, r.Method).write(w)
+			return
+		}
+		apiError(http.StatusNotFound, fmt.Sprintf("the nearest is %s; GET /openapi.json lists all", nearest(r.URL.Path, paths)), "there is no %s", r.URL.Path).write(w)
+	}
+}
+
+// write answers a request with the error.
+func (e *APIError) write(w http.ResponseWriter) {
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(e.status)
+	_ = json.NewEncoder(w).Encode(e) // who asked may have left
 }
 
 // writeFile replaces path as a whole, so that a reader sees the old text or the new one.
@@ -148,37 +177,4 @@ func writeFile(path, text string) error {
 		return err
 	}
 	return os.Rename(tmp, path)
-}
-
-// FetchStatus asks the sidecar that owns the endpoint dir for its status. tokenFile may be empty.
-func FetchStatus(ctx context.Context, dir, tokenFile string) (Status, error) {
-	var st Status
-	addr, err := os.ReadFile(filepath.Join(dir, adminAddrFile))
-	if errors.Is(err, os.ErrNotExist) {
-		return st, fmt.Errorf("no sidecar runs at %s (it has no %s)", dir, adminAddrFile)
-	}
-	if err != nil {
-		return st, err
-	}
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+strings.TrimSpace(string(addr))+"/v1/status", nil)
-	if err != nil {
-		return st, err
-	}
-	if tokenFile != "" {
-		b, err := os.ReadFile(tokenFile)
-		if err != nil {
-			return st, fmt.Errorf("admin.token_file: %w", err)
-		}
-		req.Header.Set("Authorization", "Bearer "+strings.TrimSpace(string(b)))
-	}
-	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
-	resp, err := client.Do(req)
-	if err != nil {
-		return st, fmt.Errorf("no sidecar answers at %s: %w", dir, err)
-	}
-	defer resp.Body.Close()
-	if resp.StatusCode != http.StatusOK {
-		return st, fmt.Errorf("%s: %s", req.URL, resp.Status)
-	}
-	return st, json.NewDecoder(resp.Body).Decode(&st)
 }

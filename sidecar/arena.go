@@ -171,6 +171,13 @@ func (a *arena) run(ctx context.Context, server *connector.Server, engine *tiers
 	}
 }
 
+// bytes is the memory of a region, for its whole length, until close.
+func (a *arena) bytes(region uint32) []byte {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.regions[region].Bytes()
+}
+
 func (a *arena) status(usedBytes int64) ArenaStatus {
 	a.mu.Lock()
 	defer a.mu.Unlock()

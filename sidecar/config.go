@@ -258,7 +258,7 @@ var settings = []Setting{
 		Key: "cascade.partial_delay", Default: "1s", Unit: "duration",
 		Meaning: "How long a partly filled chunk must not have grown before it is written to the tiers. Whole ones are written at once.",
 		set: func(c *Config, v string) (err error) {
-			c.Cascade.PartialDelay, err = parseDuration(v, 0)
+			c.Cascade.PartialDelay, err = parseDuration(v, time.Millisecond)
 			return
 		},
 	},
@@ -408,7 +408,7 @@ func (s Setting) usage() string {
 // nil: no flags. An unknown name is an error that says which right one is nearest.
 func Load(fs *pflag.FlagSet, environ []string) (Config, error) {
 	k := koanf.New(".")
-	var tiers []tierEntry
+	var entries []tierEntry
 	file := ""
 	for _, e := range environ {
 		if v, ok := strings.CutPrefix(e, EnvConfigFile+"="); ok {
@@ -425,7 +425,7 @@ func Load(fs *pflag.FlagSet, environ []string) (Config, error) {
 		if err != nil {
 			return Config{}, fmt.Errorf("settings: %w", err)
 		}
-		if tiers, err = loadYAML(k, file, b); err != nil {
+		if entries, err = loadYAML(k, file, b); err != nil {
 			return Config{}, err
 		}
 	}
@@ -433,11 +433,11 @@ func Load(fs *pflag.FlagSet, environ []string) (Config, error) {
 		return Config{}, err
 	}
 	if more := envTiers(environ); len(more) > 0 {
-		tiers = more
+		entries = more
 	}
 	if fs != nil {
 		if more := flagTiers(fs); len(more) > 0 {
-			tiers = more
+			entries = more
 		}
 		p := posflag.ProviderWithFlag(fs, ".", nil, func(f *pflag.Flag) (string, any) {
 			if !f.Changed {
@@ -471,7 +471,7 @@ func Load(fs *pflag.FlagSet, environ []string) (Config, error) {
 			return Config{}, fmt.Errorf("settings: %s: %w", s.Key, err)
 		}
 	}
-	for _, e := range tiers {
+	for _, e := range entries {
 		t, err := parseTier(e)
 		if err != nil {
 			return Config{}, err
@@ -575,6 +575,11 @@ func settingNames(form func(Setting) string) []string {
 
 // unknown is an error that begins with what and says which of names is nearest to got.
 func unknown(what, got, prefix string, names []string) error {
+	return fmt.Errorf("%s; the nearest is %q", what, prefix+nearest(got, names))
+}
+
+// nearest is the one of names that got was probably meant to be.
+func nearest(got string, names []string) string {
 	best, distance := "", len(got)+64
 	for _, name := range names {
 		d := levenshtein.ComputeDistance(strings.ToLower(got), strings.ToLower(name))
@@ -586,7 +591,7 @@ func unknown(what, got, prefix string, names []string) error {
 			best, distance = name, d
 		}
 	}
-	return fmt.Errorf("%s; the nearest is %q", what, prefix+best)
+	return best
 }
 
 // Complete fills in the settings that depend on others and on environ, and checks what concerns several at once.

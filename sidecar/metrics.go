@@ -7,26 +7,71 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
+
+	"lookaside/tiers/stack"
 )
 
 // metrics has the histograms that are fed as things happen; all else is read from the parts when Prometheus asks.
 type metrics struct {
 	lookupSeconds prometheus.Histogram
 	hitTokens     prometheus.Histogram
+	tierSeconds   *prometheus.HistogramVec
+	tierBytes     *prometheus.HistogramVec
+	tiers         []tierMetrics // by the tier's number: what observeTier adds to, found once
 }
 
-func newMetrics() *metrics {
-	return &metrics{
+// tierMetrics are a tier's histograms, by what is done.
+type tierMetrics struct {
+	seconds, bytes [tierOps]prometheus.Observer // bytes has none for lookups
+}
+
+// tierOps is how many ops there are; tierOpNames are their names as labels.
+const tierOps = 3
+
+var tierOpNames = [tierOps]string{stack.OpLookup: "lookup", stack.OpLoad: "load", stack.OpStore: "store"}
+
+func newMetrics(tiers []TierConfig) *metrics {
+	m := &metrics{
 		lookupSeconds: prometheus.NewHistogram(prometheus.HistogramOpts{
 			Name:    "lookaside_lookup_seconds",
 			Help:    "Time that the sidecar took to answer a lookup, from its decoding to its answer.",
-			Buckets: prometheus.ExponentialBuckets(1e-6, 4, 10),
+			Buckets: prometheus.ExponentialBuckets(1e-6, 4, 12),
 		}),
 		hitTokens: prometheus.NewHistogram(prometheus.HistogramOpts{
 			Name:    "lookaside_hit_tokens",
 			Help:    "Tokens found by each lookup.",
 			Buckets: append([]float64{0}, prometheus.ExponentialBuckets(64, 2, 13)...),
 		}),
+		tierSeconds: prometheus.NewHistogramVec(prometheus.HistogramOpts{
+			Name:    "lookaside_tier_seconds",
+			Help:    "Time that a lookup of a tier took, or that passed from the beginning of the call of the tier until a chunk was loaded or stored.",
+			Buckets: prometheus.ExponentialBuckets(1e-5, 4, 12),
+		}, []string{"tier", "op"}),
+		tierBytes: prometheus.NewHistogramVec(prometheus.HistogramOpts{
+			Name:    "lookaside_tier_chunk_bytes",
+			Help:    "Bytes of the chunks that were loaded from a tier or stored in it; the sum is the traffic each way.",
+			Buckets: prometheus.ExponentialBuckets(64<<10, 4, 8),
+		}, []string{"tier", "op"}),
+	}
+	for _, t := range tiers {
+		var tm tierMetrics
+		for op, name := range tierOpNames {
+			tm.seconds[op] = m.tierSeconds.WithLabelValues(t.Name, name)
+			if stack.Op(op) != stack.OpLookup {
+				tm.bytes[op] = m.tierBytes.WithLabelValues(t.Name, name)
+			}
+		}
+		m.tiers = append(m.tiers, tm)
+	}
+	return m
+}
+
+// observeTier implements stack.Config.Observe.
+func (m *metrics) observeTier(tier int, op stack.Op, bytes int64, took time.Duration) {
+	t := &m.tiers[tier]
+	t.seconds[op].Observe(took.Seconds())
+	if t.bytes[op] != nil {
+		t.bytes[op].Observe(float64(bytes))
 	}
 }
 
@@ -39,7 +84,7 @@ func (m *metrics) observeLookup(hitTokens int, took time.Duration) {
 // registry returns a registry of the daemon's metrics, Go's and the process's.
 func (m *metrics) registry(d *Daemon) *prometheus.Registry {
 	reg := prometheus.NewRegistry()
-	reg.MustRegister(m.lookupSeconds, m.hitTokens, newCollector(d),
+	reg.MustRegister(m.lookupSeconds, m.hitTokens, m.tierSeconds, m.tierBytes, newCollector(d),
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return reg
 }
@@ -93,6 +138,39 @@ var collected = []struct {
 	{"lookaside_metadata_bytes", "Address space of the index and the slot tables.", nil},
 	{"lookaside_limited_total", "Lookups and stores that were cut short because their session had its share of the arena, or its leases.", nil},
 	{"lookaside_errors_total", "Requests that failed, by kind.", []string{"kind"}},
+	{"lookaside_pins", "Prefixes that are pinned.", nil},
+	{"lookaside_lookups_waiting", "Lookups that wait for tiers.", nil},
+	{"lookaside_lookups_refused_total", "Lookups that were answered by the arena alone, because too many waited for tiers.", nil},
+	{"lookaside_lookups_late_total", "Lookups that were answered with what there was at their deadline.", nil},
+	{"lookaside_lookups_cut_total", "Lookups of which vLLM was left to compute a part that a tier has, because that is faster.", nil},
+	{"lookaside_promotions_total", "Chunks for which room was made in the arena, to be loaded from a tier.", nil},
+	{"lookaside_promotions_joined_total", "Chunks that lookups wanted and that were on their way for others already.", nil},
+	{"lookaside_promotions_failed_total", "Chunks that no tier could load.", nil},
+	{"lookaside_promotions_late_total", "Chunks that came when a store had been first.", nil},
+	{"lookaside_promoted_pages_total", "Pages that came from tiers.", nil},
+	{"lookaside_promoting_slots", "Chunks on their way from tiers to the arena.", nil},
+	{"lookaside_tier_up", "1 while the tier is in use, 0 while its breaker is not closed.", []string{"tier", "kind"}},
+	{"lookaside_tier_breaker_opened_total", "Times that the breaker of the tier opened.", []string{"tier"}},
+	{"lookaside_tier_lookups_total", "Lookups that asked the tier.", []string{"tier"}},
+	{"lookaside_tier_lookup_pages_total", "Pages that lookups asked the tier for: those that no tier above has.", []string{"tier"}},
+	{"lookaside_tier_hit_pages_total", "Pages that the tier had of those.", []string{"tier"}},
+	{"lookaside_tier_load_queue_chunks", "Chunks that wait to be loaded from the tier, or are being.", []string{"tier"}},
+	{"lookaside_tier_store_queue_chunks", "Chunks that wait to be written to the tier.", []string{"tier"}},
+	{"lookaside_tier_shed_chunks_total", "Chunks that were not written to the tier, because its queue was full or they were evicted before their turn.", []string{"tier"}},
+	{"lookaside_tier_no_room_chunks_total", "Chunks for which the tier had no room.", []string{"tier"}},
+	{"lookaside_tier_demoted_chunks_total", "Chunks written to the tier because the tier above was about to drop them.", []string{"tier"}},
+	{"lookaside_tier_failures_total", "Lookups of the tier, and chunks loaded and stored, that failed or were late.", []string{"tier", "op"}},
+	{"lookaside_tier_late_total", "Of the failures, those by time.", []string{"tier"}},
+	{"lookaside_tier_missed_chunks_total", "Chunks that the tier had said it has, and did not have when they were loaded.", []string{"tier"}},
+	{"lookaside_tier_corrupt_chunks_total", "Chunks that did not match their checksum, and were dropped.", []string{"tier"}},
+	{"lookaside_tier_evictions_total", "Chunks that the tier dropped for room.", []string{"tier"}},
+	{"lookaside_tier_capacity_bytes", "Size of the tier, where it is known.", []string{"tier"}},
+	{"lookaside_tier_used_bytes", "Bytes of what the tier holds, where it is known.", []string{"tier"}},
+	{"lookaside_tier_chunks", "Chunks that the tier holds, where it is known.", []string{"tier"}},
+	{"lookaside_tier_pages", "Pages that the tier holds, where it is known.", []string{"tier"}},
+	{"lookaside_tier_lookup_estimate_seconds", "Estimate of how long a lookup of the tier takes, where it is not local.", []string{"tier"}},
+	{"lookaside_tier_latency_estimate_seconds", "Estimate of how long it takes until a load's first byte.", []string{"tier"}},
+	{"lookaside_tier_bandwidth_estimate_bytes_per_second", "Estimate of how fast the tier loads; 0 before the first load.", []string{"tier"}},
 }
 
 func newCollector(d *Daemon) *collector {
@@ -178,5 +256,52 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	count("lookaside_limited_total", st.Limited)
 	for kind, v := range n.Errors {
 		count("lookaside_errors_total", v, kind)
+	}
+	gauge("lookaside_pins", float64(st.Pins))
+	gauge("lookaside_lookups_waiting", float64(st.Lookups.Waiting))
+	count("lookaside_lookups_refused_total", st.Lookups.Refused)
+	count("lookaside_lookups_late_total", st.Lookups.Late)
+	count("lookaside_lookups_cut_total", st.Lookups.Cut)
+	p := st.Promotions
+	count("lookaside_promotions_total", p.Chunks)
+	count("lookaside_promotions_joined_total", p.Joined)
+	count("lookaside_promotions_failed_total", p.Failed)
+	count("lookaside_promotions_late_total", p.Late)
+	count("lookaside_promoted_pages_total", p.Pages)
+	gauge("lookaside_promoting_slots", float64(p.InFlight))
+	for i := range st.Tiers {
+		c.collectTier(&st.Tiers[i], gauge, count)
+	}
+}
+
+func (c *collector) collectTier(t *TierStatus, gauge func(string, float64, ...string), count func(string, uint64, ...string)) {
+	up := 0.0
+	if t.State == breakerClosed {
+		up = 1
+	}
+	gauge("lookaside_tier_up", up, t.Name, t.Kind)
+	for _, n := range []struct {
+		name string
+		v    uint64
+	}{
+		{"breaker_opened", t.Opened}, {"lookups", t.Lookups}, {"lookup_pages", t.LookupPages}, {"hit_pages", t.HitPages}, {"shed_chunks", t.Shed},
+		{"no_room_chunks", t.NoRoom}, {"demoted_chunks", t.Demoted}, {"late", t.Late}, {"missed_chunks", t.Missed}, {"corrupt_chunks", t.CorruptChunks}, {"evictions", t.Evictions},
+	} {
+		count("lookaside_tier_"+n.name+"_total", n.v, t.Name)
+	}
+	for op, v := range [tierOps]uint64{stack.OpLookup: t.LookupFailures, stack.OpLoad: t.LoadFailures, stack.OpStore: t.StoreFailures} {
+		count("lookaside_tier_failures_total", v, t.Name, tierOpNames[op])
+	}
+	for _, n := range []struct {
+		name string
+		v    float64
+	}{
+		{"load_queue_chunks", float64(t.LoadQueue)}, {"store_queue_chunks", float64(t.StoreQueue)},
+		{"capacity_bytes", float64(t.CapacityBytes)}, {"used_bytes", float64(t.UsedBytes)}, {"chunks", float64(t.Chunks)}, {"pages", float64(t.Pages)},
+		{"lookup_estimate_seconds", t.LookupS}, {"latency_estimate_seconds", t.LatencyS}, {"bandwidth_estimate_bytes_per_second", t.BytesPerSecond},
+	} {
+		if n.v >= 0 { // -1 is not known
+			gauge("lookaside_tier_"+n.name, n.v, t.Name)
+		}
 	}
 }

@@ -17,6 +17,7 @@ import (
 	"lookaside/dax"
 	"lookaside/ipc"
 	"lookaside/tiers"
+	"lookaside/tiers/stack"
 )
 
 // gcPercent is how far the Go heap may grow before it is collected, unless GOGC says otherwise. The heap is a few MiB,
@@ -33,11 +34,14 @@ type Daemon struct {
 
 	listener *ipc.Listener
 	control  *dax.Control
+	tiers    []stack.TierConfig // open
 	engine   *tiers.Engine
+	stack    *stack.Stack
 	server   *connector.Server
 	lookups  *ipc.LookupSockets
 	arena    *arena
 	admin    *admin
+	pins     pins
 
 	stop     context.CancelFunc // ends the background goroutines
 	wg       sync.WaitGroup     // of the background goroutines
@@ -69,6 +73,10 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 	if d.arena, err = newArena(cfg.Arena, d.control, log.Named("arena")); err != nil {
 		return nil, err
 	}
+	if d.tiers, err = openTiers(cfg, log); err != nil {
+		return nil, err
+	}
+	bell := stack.NewBell()
 	if d.engine, err = tiers.New(tiers.Config{
 		Seed:            connector.RandomID(),
 		LeaseDeadline:   cfg.Lookup.Lease,
@@ -77,10 +85,32 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 		MaxPages:        cfg.Lookup.MaxPages,
 		OwnerShare:      cfg.Sessions.Share,
 		ArenaLimitBytes: d.arena.limit,
+		Policy:          cfg.Arena.Eviction,
+		PromotingShare:  cfg.Promotion.Share,
+		Tiers:           stack.Admissions(d.tiers),
+		PartialDelay:    cfg.Cascade.PartialDelay,
+		LowWater:        cfg.Arena.LowWater,
+		Wake:            bell.Ring,
 	}); err != nil {
 		return nil, err
 	}
-	m := newMetrics()
+	m := newMetrics(cfg.Tiers)
+	mode, err := stack.ParseMode(cfg.Lookup.Promote)
+	if err != nil {
+		return nil, err
+	}
+	if d.stack, err = stack.New(stack.Config{
+		Engine:         d.engine,
+		Bell:           bell,
+		Arena:          d.arena.bytes,
+		Log:            log.Named("tiers"),
+		Promote:        mode,
+		LookupDeadline: cfg.Lookup.Deadline,
+		Observe:        m.observeTier,
+		Tiers:          d.tiers,
+	}); err != nil {
+		return nil, err
+	}
 	d.server = connector.New(connector.Config{
 		Log:           log.Named("connector"),
 		Engine:        d.engine,
@@ -103,8 +133,7 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 		return nil, err
 	}
 	d.server.SetLookupSockets(d.lookups)
-	d.admin, err = startAdmin(cfg.Admin, d.listener.Dir(), log.Named("admin"), m.registry(d), d.Status, d.ready)
-	if err != nil {
+	if d.admin, err = startAdmin(d, m.registry(d), log.Named("admin")); err != nil {
 		return nil, err
 	}
 
@@ -136,16 +165,22 @@ func (d *Daemon) finish(err error) {
 	}
 }
 
-// Shutdown refuses new sessions, waits for stores and loads under way for at most lifecycle.drain or until ctx is done, and
-// closes everything. Calling it again returns the first call's error.
+// Shutdown refuses new sessions, waits for stores and loads under way for at most lifecycle.drain, then until what is queued for the tiers
+// is written for at most lifecycle.flush, both no longer than ctx allows, and closes everything. Calling it again returns the first call's error.
 func (d *Daemon) Shutdown(ctx context.Context) error {
 	d.stopOnce.Do(func() {
 		d.control.SetState(dax.StateDraining)
+		parent := ctx
 		ctx, cancel := context.WithTimeout(ctx, d.cfg.Lifecycle.Drain)
 		defer cancel()
 		if err := d.server.Drain(ctx); err != nil {
 			// They are lost, as they are when a sidecar is killed: a cache may forget.
 			d.log.Warn("drained for as long as lifecycle.drain allows", zap.Error(err))
+		}
+		flush, cancelFlush := context.WithTimeout(parent, d.cfg.Lifecycle.Flush)
+		defer cancelFlush()
+		if err := d.stack.Flush(flush); err != nil {
+			d.log.Warn("wrote to the tiers for as long as lifecycle.flush allows; the rest is forgotten", zap.Error(err))
 		}
 		d.stopErr = d.close()
 		d.log.Info("closed")
@@ -167,6 +202,11 @@ func (d *Daemon) close() error {
 	if d.admin != nil {
 		errs = append(errs, d.admin.close())
 	}
+	// Before the sockets that its answers go to, and the memory that its tiers read and write.
+	if d.stack != nil {
+		d.stack.Close()
+	}
+	errs = append(errs, closeTiers(d.tiers))
 	if d.lookups != nil {
 		errs = append(errs, d.lookups.Close())
 	}

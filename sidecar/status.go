@@ -35,6 +35,9 @@ type Status struct {
 	StoresInFlight int                       `json:"stores_in_flight"`
 	LoadsInFlight  int                       `json:"loads_in_flight"`
 	Lookups        LookupStatus              `json:"lookups"`
+	Promotions     PromotionStatus           `json:"promotions"`
+	Pins           int                       `json:"pins"`
+	Tiers          []TierStatus              `json:"tiers"`     // nearest first
 	HitRatio       float64                   `json:"hit_ratio"` // pages found of pages asked for; 0 before the first lookup
 	Limited        uint64                    `json:"limited"`   // lookups and stores cut short by their session's share or its leases
 	Evictions      map[string]uint64         `json:"evictions"` // chunks, by cause
@@ -60,6 +63,20 @@ type LookupStatus struct {
 	Expired        uint64 `json:"expired"`
 	AnswersDropped uint64 `json:"answers_dropped"`
 	Floods         uint64 `json:"floods"`
+	Waiting        int    `json:"waiting"` // for tiers
+	Refused        uint64 `json:"refused"` // answered by the arena alone, because too many waited
+	Late           uint64 `json:"late"`    // answered with what there was at their deadline
+	Cut            uint64 `json:"cut"`     // a part was left to be computed, being faster
+}
+
+// PromotionStatus describes what comes up from the tiers.
+type PromotionStatus struct {
+	InFlight int    `json:"in_flight"` // chunks
+	Chunks   uint64 `json:"chunks"`    // for which room was made
+	Joined   uint64 `json:"joined"`    // chunks that were on their way for another lookup
+	Failed   uint64 `json:"failed"`    // chunks that no tier could load
+	Late     uint64 `json:"late"`      // chunks that came when a store had been first
+	Pages    uint64 `json:"pages"`     // that came
 }
 
 // SpaceStatus is one space and what it holds.
@@ -71,7 +88,7 @@ type SpaceStatus struct {
 
 // Status returns a snapshot. Its parts are of slightly different moments.
 func (d *Daemon) Status() Status {
-	e, c, l := d.engine.Stats(), d.server.Status(), d.lookups.Stats()
+	e, c, l, w := d.engine.Stats(), d.server.Status(), d.lookups.Stats(), d.stack.LookupStats()
 	st := Status{
 		Version:    Version,
 		PID:        os.Getpid(),
@@ -90,7 +107,13 @@ func (d *Daemon) Status() Status {
 		LoadsInFlight:  e.OpenLoads,
 		Lookups: LookupStatus{
 			InFlight: e.OpenLookups, Expired: e.Expired, AnswersDropped: l.Dropped + l.NoSession, Floods: l.FloodBreaks,
+			Waiting: w.Pending, Refused: w.Refused, Late: w.Late, Cut: w.Cut,
 		},
+		Promotions: PromotionStatus{
+			InFlight: e.Promoting, Chunks: e.Promotions, Joined: e.PromotionsJoined, Failed: e.PromotionsFailed, Late: e.PromotionsLate, Pages: e.PromotedPages,
+		},
+		Pins:  len(d.Pins()),
+		Tiers: d.Tiers(),
 		Evictions: map[string]uint64{
 			"room": e.Evictions, "cleared": e.Cleared, "bad": e.Bad, "duplicate": e.Duplicates, "replaced": e.Replaced,
 		},
@@ -126,12 +149,22 @@ func (st Status) WriteTable(w io.Writer) error {
 	row("arena", "%s used of %s in %d regions (%s), limit %s", dax.FormatSize(a.UsedBytes), dax.FormatSize(a.CapacityBytes), len(a.Regions), a.Kind, dax.FormatSize(a.LimitBytes))
 	row("slots", "%d free, %d ready (%d leased), %d filling; %d leases", st.Slots.Free, st.Slots.Ready, st.Slots.Leased, st.Slots.Filling, st.Leases)
 	row("pages", "%d held, %d stored (%s), %d loaded (%s), %d shed", st.Pages, n.StoredPages, dax.FormatSize(int64(n.StoredBytes)), n.LoadedPages, dax.FormatSize(int64(n.LoadedBytes)), n.ShedPages)
-	row("lookups", "%d, %d holding leases; hit ratio %.3f, %d tokens hit", n.Lookups, st.Lookups.InFlight, st.HitRatio, n.HitTokens)
+	row("lookups", "%d, %d holding leases, %d waiting for tiers; hit ratio %.3f, %d tokens hit", n.Lookups, st.Lookups.InFlight, st.Lookups.Waiting, st.HitRatio, n.HitTokens)
+	if p := st.Promotions; len(st.Tiers) > 0 {
+		row("promotions", "%d chunks, %d under way, %d failed; %d pages came; %d lookups late, %d cut for computing is faster", p.Chunks, p.InFlight, p.Failed, p.Pages, st.Lookups.Late, st.Lookups.Cut)
+	}
+	if st.Pins > 0 {
+		row("pins", "%d", st.Pins)
+	}
 	row("under way", "%d stores, %d loads", st.StoresInFlight, st.LoadsInFlight)
 	row("evictions", "%s", counts(st.Evictions))
 	row("errors", "%s", counts(n.Errors))
 	if err := tw.Flush(); err != nil {
 		return err
+	}
+	if len(st.Tiers) > 0 {
+		fmt.Fprintln(tw)
+		writeTiers(tw, st.Tiers)
 	}
 	if len(st.Spaces) > 0 {
 		fmt.Fprintln(tw, "\nSPACE\tPAGES\tCHUNKS\tSESSIONS\tPAGE\tTOKENS/PAGE\tPAGES/CHUNK\tMODEL")

@@ -14,10 +14,8 @@ import (
 	"github.com/spf13/pflag"
 
 	"lookaside/dax"
+	"lookaside/tiers"
 )
-
-// maxTiers bounds the tiers: the engine has a bit of a byte for each.
-const maxTiers = 8
 
 // The kinds of tiers. Each is also the name of a flag, and in capitals the end of the name of an environment variable.
 const (
@@ -32,8 +30,8 @@ var tierKinds = []string{tierDisk, tierRedis, tierS3}
 type TierConfig struct {
 	Kind         string // disk, redis or s3
 	Name         string // unique
-	Admit        string // stored, reused, evicted or never
-	Queue        int    // chunks
+	Admit        tiers.Admission
+	Queue        int // chunks
 	Workers      int
 	LoadTimeout  time.Duration
 	StoreTimeout time.Duration
@@ -95,6 +93,14 @@ type TierSetting struct {
 // TierSettings returns every key of a tier, in the order in which they are documented. A key may be there more than once, with other kinds.
 func TierSettings() []TierSetting { return slices.Clone(tierSettings) }
 
+// admissions are the names of all, in their order.
+func admissions() (names []string) {
+	for a := tiers.AdmitStored; a <= tiers.AdmitNever; a++ {
+		names = append(names, a.String())
+	}
+	return names
+}
+
 var evictionPolicies = []string{"lru", "s3fifo", "sieve", "arc", "wtinylfu", "adaptive"}
 
 var serdes = []string{"raw"}
@@ -148,9 +154,15 @@ var commonTierSettings = []TierSetting{
 			return nil
 		},
 	},
-	choiceSetting("admit", tierKinds, "stored", "When a chunk is written to the tier: when it was stored in the arena (and when it was promoted from a tier below); "+
-		"when it is hit for the first time (reused); shortly before it would be evicted from the arena; or never: what is there is only read.",
-		[]string{"stored", "reused", "evicted", "never"}, func(c *TierConfig) *string { return &c.Admit }),
+	{
+		Key: "admit", Kinds: tierKinds, Default: "stored", Unit: choices(admissions()),
+		Meaning: "When a chunk is written to the tier: when it was stored in the arena (and when it was promoted from a tier below); " +
+			"when it is hit for the first time (reused); shortly before it would be evicted from the arena; or never: what is there is only read.",
+		set: func(c *TierConfig, v string) error {
+			c.Admit = tiers.Admission(max(slices.Index(admissions(), v), 0))
+			return nearestOf(v, admissions())
+		},
+	},
 	{
 		Key: "queue", Kinds: tierKinds, Default: "4096", Unit: "chunks",
 		Meaning: "How many chunks may wait to be written. What comes when it is full is not written to the tier and is counted as shed: a tier that is slower than vLLM never slows it down.",
@@ -629,8 +641,8 @@ func (c *TierConfig) check() error {
 
 // completeTiers names the tiers that have no name, and checks what concerns several of them.
 func completeTiers(list []TierConfig) ([]TierConfig, error) {
-	if len(list) > maxTiers {
-		return nil, fmt.Errorf("settings: %d tiers, and there may be %d", len(list), maxTiers)
+	if len(list) > tiers.MaxTiers {
+		return nil, fmt.Errorf("settings: %d tiers, and there may be %d", len(list), tiers.MaxTiers)
 	}
 	out := slices.Clone(list)
 	names := map[string]string{}

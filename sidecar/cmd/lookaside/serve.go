@@ -46,7 +46,7 @@ func serve(cfg sidecar.Config, log *zap.Logger) error {
 	defer stop(nil)
 	go func() {
 		first := <-signals
-		log.Info("draining; another signal leaves at once", zap.Stringer("signal", first), zap.Duration("at_most", cfg.Lifecycle.Drain))
+		log.Info("draining; another signal leaves at once", zap.Stringer("signal", first), zap.Duration("at_most", cfg.Lifecycle.Drain+cfg.Lifecycle.Flush))
 		stop(errInterrupted)
 		second := <-signals
 		log.Warn("leaving at once", zap.Stringer("signal", second))
@@ -66,7 +66,7 @@ func serve(cfg sidecar.Config, log *zap.Logger) error {
 	case failure = <-d.Done():
 	}
 	// Closing what is drained takes a little longer than the drain itself.
-	drain, cancel := context.WithTimeout(context.Background(), cfg.Lifecycle.Drain+time.Second)
+	drain, cancel := context.WithTimeout(context.Background(), cfg.Lifecycle.Drain+cfg.Lifecycle.Flush+time.Second)
 	defer cancel()
 	return errors.Join(failure, d.Shutdown(drain))
 }

@@ -1,0 +1,394 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"text/tabwriter"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"lookaside/sidecar"
+)
+
+// hashesHelp is the part of the help that commands with a prefix share.
+const hashesHelp = `Page hashes are given in hexadecimal, from the prefix's first page on, as arguments or in a file (--hashes; "-" is standard
+input), separated by white space.`
+
+// A control is what the commands that talk to the admin server share.
+type control struct {
+	asJSON bool
+	cfg    sidecar.Config
+}
+
+// flags adds the flags of all of them to cmd.
+func (c *control) flags(cmd *cobra.Command) {
+	cmd.Flags().BoolVar(&c.asJSON, "json", false, "print JSON")
+	sidecar.AddFlags(cmd.Flags(), "runtime.dir", "admin.token_file")
+}
+
+// client finds the sidecar that the flags and the environment name.
+func (c *control) client(cmd *cobra.Command) (*sidecar.Client, error) {
+	var err error
+	if c.cfg, err = sidecar.Load(cmd.Flags(), os.Environ()); err != nil {
+		return nil, err
+	}
+	return sidecar.NewClient(c.cfg.Runtime.Dir, c.cfg.Admin.TokenFile)
+}
+
+// print prints the answer as JSON, or calls table.
+func (c *control) print(cmd *cobra.Command, answer any, table func(io.Writer) error) error {
+	if c.asJSON {
+		return printJSON(cmd.OutOrStdout(), answer)
+	}
+	return table(cmd.OutOrStdout())
+}
+
+// A prefix is the flags of a command that names one.
+type prefix struct {
+	space   string
+	file    string
+	timeout time.Duration
+}
+
+func (p *prefix) flags(cmd *cobra.Command) {
+	f := cmd.Flags()
+	f.StringVar(&p.space, "space", "", "`fingerprint` of the space, or its beginning; may be left out while only one is open")
+	f.StringVar(&p.file, "hashes", "", "`file` with page hashes")
+	timeoutFlag(cmd, &p.timeout)
+}
+
+func timeoutFlag(cmd *cobra.Command, timeout *time.Duration) {
+	cmd.Flags().DurationVar(timeout, "timeout", time.Minute, "how long it may take; what was done until then stays")
+}
+
+// request is the prefix that the flags and arguments name.
+func (p *prefix) request(cmd *cobra.Command, args []string) (sidecar.PrefixRequest, error) {
+	if p.file != "" {
+		more, err := readWords(p.file, cmd.InOrStdin())
+		if err != nil {
+			return sidecar.PrefixRequest{}, err
+		}
+		args = append(args, more...)
+	}
+	if _, _, err := sidecar.ParseHashes(args); err != nil {
+		return sidecar.PrefixRequest{}, err
+	}
+	return sidecar.PrefixRequest{Space: p.space, Hashes: args}, nil
+}
+
+// seconds is a timeout as requests have it.
+func seconds(timeout time.Duration) sidecar.TimeoutRequest {
+	return sidecar.TimeoutRequest{TimeoutS: timeout.Seconds()}
+}
+
+// patiently bounds a request by what the sidecar is given, and a little for the way.
+func patiently(cmd *cobra.Command, timeout time.Duration) (context.Context, context.CancelFunc) {
+	return context.WithTimeout(cmd.Context(), timeout+10*time.Second)
+}
+
+func showProgress(w io.Writer, what string, p sidecar.ProgressResult) error {
+	_, err := fmt.Fprintf(w, "%s: %d of %d pages, in %s%s\n", what, p.Pages, p.PagesAsked, took(p.Seconds), unless(p.Complete, "; the time ran out"))
+	return err
+}
+
+func took(seconds float64) time.Duration {
+	return time.Duration(seconds * float64(time.Second)).Round(10 * time.Microsecond)
+}
+
+func unless(ok bool, text string) string {
+	if ok {
+		return ""
+	}
+	return text
+}
+
+func newTiers() *cobra.Command {
+	var c control
+	cmd := &cobra.Command{
+		Use:   "tiers",
+		Short: "Show the tiers of a running sidecar: state, use, traffic",
+		Args:  cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			client, err := c.client(cmd)
+			if err != nil {
+				return err
+			}
+			ctx, cancel := context.WithTimeout(cmd.Context(), 5*time.Second)
+			defer cancel()
+			var answer sidecar.TiersResult
+			if err := client.Get(ctx, "/v1/tiers", &answer); err != nil {
+				return err
+			}
+			return c.print(cmd, answer, answer.WriteTable)
+		},
+	}
+	c.flags(cmd)
+	return cmd
+}
+
+func newPrefetch() *cobra.Command {
+	var (
+		c control
+		p prefix
+	)
+	cmd := &cobra.Command{
+		Use:   "prefetch [HASH …]",
+		Short: "Bring a prefix from the tiers into the arena",
+		Long: `Bring a prefix from the tiers into the arena, so that the next lookup finds it there.
+
+` + hashesHelp,
+		Example: "  lookaside prefetch --hashes prompt.hashes\n  lookaside prefetch --space 3f9a --timeout 5m --hashes -",
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return c.post(cmd, &p, args, func(r sidecar.PrefixRequest) (string, any) {
+				return "/v1/prefetch", sidecar.PrefetchRequest{PrefixRequest: r, TimeoutRequest: seconds(p.timeout)}
+			}, "in the arena")
+		},
+	}
+	p.flags(cmd)
+	c.flags(cmd)
+	return cmd
+}
+
+// post sends what request makes of the prefix, and shows how far the sidecar got.
+func (c *control) post(cmd *cobra.Command, p *prefix, args []string, request func(sidecar.PrefixRequest) (path string, in any), what string) error {
+	r, err := p.request(cmd, args)
+	if err != nil {
+		return err
+	}
+	client, err := c.client(cmd)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := patiently(cmd, p.timeout)
+	defer cancel()
+	path, in := request(r)
+	var answer sidecar.ProgressResult
+	if err := client.Post(ctx, path, in, &answer); err != nil {
+		return err
+	}
+	return c.print(cmd, answer, func(w io.Writer) error { return showProgress(w, what, answer) })
+}
+
+func newMove() *cobra.Command {
+	var (
+		c        control
+		p        prefix
+		from, to string
+		keep     bool
+	)
+	cmd := &cobra.Command{
+		Use:   "move --from TIER --to TIER [HASH …]",
+		Short: "Move or copy a prefix from one tier to another",
+		Long: `Move a prefix from one tier to another, or copy it (--keep). Tiers are named as lookaside tiers shows them.
+
+` + hashesHelp,
+		Example: "  lookaside move --from disk --to s3 --keep --hashes prompt.hashes",
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return c.post(cmd, &p, args, func(r sidecar.PrefixRequest) (string, any) {
+				return "/v1/move", sidecar.MoveRequest{PrefixRequest: r, TimeoutRequest: seconds(p.timeout), From: from, To: to, Keep: keep}
+			}, "in "+to)
+		},
+	}
+	f := cmd.Flags()
+	f.StringVar(&from, "from", "", "`tier` that has the prefix (required)")
+	f.StringVar(&to, "to", "", "`tier` that is to have it (required)")
+	f.BoolVar(&keep, "keep", false, "copy: leave it where it was as well")
+	p.flags(cmd)
+	c.flags(cmd)
+	_ = cmd.MarkFlagRequired("from")
+	_ = cmd.MarkFlagRequired("to")
+	return cmd
+}
+
+func newPin() *cobra.Command {
+	var (
+		c        control
+		p        prefix
+		list     bool
+		prefetch bool
+		label    string
+	)
+	cmd := &cobra.Command{
+		Use:   "pin [HASH …]",
+		Short: "Keep a prefix in the arena, or list what is kept",
+		Long: `Keep what the arena has of a prefix from being evicted, until it is unpinned or cleared, or the sidecar ends. All pins together may
+hold the share of one session (sessions.share). With --list: list the pins.
+
+` + hashesHelp,
+		Example: "  lookaside pin --label 'system prompt' --prefetch --hashes prompt.hashes\n  lookaside pin --list",
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if list {
+				return c.listPins(cmd)
+			}
+			r, err := p.request(cmd, args)
+			if err != nil {
+				return err
+			}
+			client, err := c.client(cmd)
+			if err != nil {
+				return err
+			}
+			ctx, cancel := patiently(cmd, p.timeout)
+			defer cancel()
+			var pin sidecar.PinStatus
+			if err := client.Post(ctx, "/v1/pin", sidecar.PinRequest{PrefixRequest: r, TimeoutRequest: seconds(p.timeout), Prefetch: prefetch, Label: label}, &pin); err != nil {
+				return err
+			}
+			return c.print(cmd, pin, func(w io.Writer) error {
+				_, err := fmt.Fprintf(w, "pinned: %d of %d pages; unpin with: lookaside unpin %s\n", pin.Pages, pin.PagesAsked, pin.Pin)
+				return err
+			})
+		},
+	}
+	f := cmd.Flags()
+	f.BoolVar(&list, "list", false, "list the pins")
+	f.BoolVar(&prefetch, "prefetch", false, "bring what the tiers have into the arena first")
+	f.StringVar(&label, "label", "", "what the pin is for; shown in the list")
+	p.flags(cmd)
+	c.flags(cmd)
+	cmd.MarkFlagsMutuallyExclusive("list", "hashes")
+	return cmd
+}
+
+func (c *control) listPins(cmd *cobra.Command) error {
+	client, err := c.client(cmd)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(cmd.Context(), 5*time.Second)
+	defer cancel()
+	var answer sidecar.PinsResult
+	if err := client.Get(ctx, "/v1/pins", &answer); err != nil {
+		return err
+	}
+	return c.print(cmd, answer, func(w io.Writer) error {
+		tw := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+		fmt.Fprintln(tw, "PIN\tPAGES\tSPACE\tSINCE\tLABEL")
+		for _, p := range answer.Pins {
+			fmt.Fprintf(tw, "%s\t%d\t%.12s\t%s\t%s\n", p.Pin, p.Pages, p.Space, p.Since.Format(time.DateTime), p.Label)
+		}
+		return tw.Flush()
+	})
+}
+
+func newUnpin() *cobra.Command {
+	var (
+		c   control
+		all bool
+	)
+	cmd := &cobra.Command{
+		Use:   "unpin {PIN … | --all}",
+		Short: "Let what was pinned be evicted again",
+		Long:  "Let what was pinned be evicted again. Pins are named by their ids, which lookaside pin --list shows.",
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if all == (len(args) > 0) {
+				return errors.New("unpin what? Give the ids of pins (lookaside pin --list shows them), or --all")
+			}
+			client, err := c.client(cmd)
+			if err != nil {
+				return err
+			}
+			requests := []sidecar.UnpinRequest{{All: true}}
+			if !all {
+				requests = nil
+				for _, id := range args {
+					requests = append(requests, sidecar.UnpinRequest{Pin: id})
+				}
+			}
+			ctx, cancel := context.WithTimeout(cmd.Context(), 10*time.Second)
+			defer cancel()
+			var sum sidecar.UnpinResult
+			for _, r := range requests {
+				var answer sidecar.UnpinResult
+				if err := client.Post(ctx, "/v1/unpin", r, &answer); err != nil {
+					return err
+				}
+				sum.Unpinned += answer.Unpinned
+			}
+			return c.print(cmd, sum, func(w io.Writer) error {
+				_, err := fmt.Fprintf(w, "unpinned: %d\n", sum.Unpinned)
+				return err
+			})
+		},
+	}
+	cmd.Flags().BoolVar(&all, "all", false, "all pins")
+	c.flags(cmd)
+	return cmd
+}
+
+func newClear() *cobra.Command {
+	var (
+		c         control
+		all, yes  bool
+		space, of string
+		timeout   time.Duration
+	)
+	cmd := &cobra.Command{
+		Use:   "clear {--space FINGERPRINT | --all} [--tier TIER] --yes",
+		Short: "Forget what is held: of a space or of all, in one tier or everywhere",
+		Long: `Forget what is held: of one space or of all; in the arena and every tier, or in one of them (--tier; the arena is called arena). Pins
+of what is cleared from the arena end. In a tier that several sidecars share, such as Redis, it is gone for all of them.
+
+Nothing is cleared without --yes.`,
+		Example: "  lookaside clear --all --yes\n  lookaside clear --space 3f9a --tier disk --yes",
+		Args:    cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if all == (space != "") {
+				return errors.New("clear what? Give --space with a fingerprint (lookaside status shows them), or --all")
+			}
+			if !yes {
+				what, where := "everything", "the arena and every tier"
+				if !all {
+					what = "what space " + space + " has"
+				}
+				if of != "" {
+					where = of
+				}
+				return fmt.Errorf("this would forget %s in %s: say --yes if that is meant", what, where)
+			}
+			client, err := c.client(cmd)
+			if err != nil {
+				return err
+			}
+			ctx, cancel := patiently(cmd, timeout)
+			defer cancel()
+			var answer sidecar.ClearResult
+			r := sidecar.ClearRequest{TimeoutRequest: seconds(timeout), Space: space, All: all, Tier: of}
+			if err := client.Post(ctx, "/v1/clear", r, &answer); err != nil {
+				return err
+			}
+			err = c.print(cmd, answer, func(w io.Writer) error {
+				for _, t := range answer.Cleared {
+					switch {
+					case t.Error != "":
+						fmt.Fprintf(w, "%s: not cleared: %s\n", t.Tier, t.Error)
+					case t.Chunks < 0:
+						fmt.Fprintf(w, "%s: cleared\n", t.Tier)
+					default:
+						fmt.Fprintf(w, "%s: %d chunks\n", t.Tier, t.Chunks)
+					}
+				}
+				if answer.Pins > 0 {
+					fmt.Fprintf(w, "pins ended: %d\n", answer.Pins)
+				}
+				return nil
+			})
+			if err == nil && !answer.Complete {
+				err = errors.New("not all was cleared")
+			}
+			return err
+		},
+	}
+	f := cmd.Flags()
+	f.BoolVar(&all, "all", false, "all spaces, also those that no worker uses now")
+	f.StringVar(&space, "space", "", "`fingerprint` of the space; its beginning is enough while it is open")
+	f.StringVar(&of, "tier", "", "only this `tier`; arena is the arena")
+	f.BoolVar(&yes, "yes", false, "do it")
+	timeoutFlag(cmd, &timeout)
+	c.flags(cmd)
+	return cmd
+}
