@@ -374,6 +374,7 @@ func (d *Disk) restore(s *slab, out *findings) error {
 		sums   = s.sums.Slice()
 		gens   = s.gens.Slice()
 	)
+	out.last = stable // what has that number may have been dropped since, but none that comes may have it again
 	if s.direct != nil {
 		file = s.direct
 	}
@@ -449,7 +450,7 @@ func (d *Disk) restore(s *slab, out *findings) error {
 			drop(x.slot)
 		}
 	}
-	s.lastDone, s.stable = max(out.last, s.header.Stable), stable
+	s.lastDone, s.stable = out.last, stable
 	return nil
 }
 
