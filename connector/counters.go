@@ -54,6 +54,7 @@ type counters struct {
 	lookupPages    atomic.Uint64
 	hitPages       atomic.Uint64
 	hitTokens      atomic.Uint64
+	promised       atomic.Uint64
 	stores         atomic.Uint64
 	storedPages    atomic.Uint64
 	storedBytes    atomic.Uint64
@@ -77,7 +78,8 @@ type Counters struct {
 	LookupPages    uint64            `json:"lookup_pages"` // asked for
 	HitPages       uint64            `json:"hit_pages"`
 	HitTokens      uint64            `json:"hit_tokens"`
-	Stores         uint64            `json:"stores"` // committed
+	Promised       uint64            `json:"promised"` // times that a scheduler was told that its pages are on their way
+	Stores         uint64            `json:"stores"`   // committed
 	StoredPages    uint64            `json:"stored_pages"`
 	StoredBytes    uint64            `json:"stored_bytes"`
 	HeldPages      uint64            `json:"held_pages"` // offered for storing, but held already
@@ -98,6 +100,7 @@ func (c *counters) snapshot() Counters {
 		LookupPages:    c.lookupPages.Load(),
 		HitPages:       c.hitPages.Load(),
 		HitTokens:      c.hitTokens.Load(),
+		Promised:       c.promised.Load(),
 		Stores:         c.stores.Load(),
 		StoredPages:    c.storedPages.Load(),
 		StoredBytes:    c.storedBytes.Load(),

@@ -1,8 +1,9 @@
 // Package connector is what a connected vLLM role may ask of the sidecar, and what it owns until it leaves.
 //
 // A [Server] accepts sessions on the session socket, checks what they declare, and turns their validated messages into calls
-// of the engine. Everything that a session holds in the engine (lookups, loads, stores) is held in the session's name, so its
-// end, however it comes, frees all of it with one call.
+// of the engine, and lookups into calls of the stack of tiers over it: what the arena has is answered at once, the rest when it
+// has been brought up. Everything that a session holds in the engine (lookups, loads, stores) is held in the session's name, so
+// its end, however it comes, frees all of it with one call.
 //
 // # Ends
 //
@@ -22,7 +23,8 @@
 //
 // # Locks
 //
-// Server.mu guards who is connected, the spaces and the list of regions. A session's sendMu keeps its handshake and the
-// regions that are pushed to it in order. Server.mu may be held when the engine's lock is taken; sendMu is never taken
-// under Server.mu, and no lock is held across a send but sendMu.
+// Server.mu guards who is connected, the spaces and the list of regions. The locks of the stack and of the engine may be taken
+// under it, and that of LMCache's waiting lookups; under the latter those of the stack and the engine. A session's sendMu keeps
+// its handshake and the regions that are pushed to it in order; it is never taken under Server.mu, and no lock is held across a
+// send but sendMu. Answers to lookups that had to wait come from a goroutine of the stack, which holds no lock.
 package connector

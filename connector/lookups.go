@@ -1,7 +1,11 @@
 package connector
 
 import (
+	"bytes"
 	"errors"
+	"math"
+	"slices"
+	"sync"
 	"time"
 
 	"github.com/cespare/xxhash/v2"
@@ -9,6 +13,7 @@ import (
 
 	"lookaside/ipc/wire"
 	"lookaside/tiers"
+	"lookaside/tiers/stack"
 )
 
 // HandleLookup does what one message of the native lookup socket asks: it returns the session to answer and the answer,
@@ -29,12 +34,12 @@ func (s *Server) HandleLookup(msg, reply []byte) (uint64, []byte) {
 		}
 	case wire.TypeTrim:
 		if err = m.trim.Decode(msg, &s.limits); err == nil {
-			s.noteLookup(s.engine.Trim(tiers.Owner(m.trim.Session), m.trim.Lookup, int(m.trim.FirstPage)))
+			s.noteLookup(s.stack.Trim(tiers.Owner(m.trim.Session), m.trim.Lookup, int(m.trim.FirstPage)))
 			return 0, nil
 		}
 	case wire.TypeCancel:
 		if err = m.cancel.Decode(msg, &s.limits); err == nil {
-			s.noteLookup(s.engine.Cancel(tiers.Owner(m.cancel.Session), m.cancel.Lookup))
+			s.noteLookup(s.stack.Cancel(tiers.Owner(m.cancel.Session), m.cancel.Lookup))
 			return 0, nil
 		}
 	}
@@ -60,33 +65,67 @@ func (s *Server) lookup(m *wire.Lookup, reply []byte) (uint64, []byte) {
 	}
 	g := &ses.space.geometry
 	asked := len(m.Hashes) / g.DigestBytes
+	s.count.lookups.Add(1)
+	s.count.lookupPages.Add(uint64(asked))
 	pages := 0
 	switch {
-	case len(m.Hashes)%g.DigestBytes != 0 || asked > s.cfg.MaxPages:
+	case len(m.Hashes)%g.DigestBytes != 0 || asked > s.cfg.MaxPages || len(m.Prev) != 0 && len(m.Prev) != g.DigestBytes:
 		s.count.fail(KindMalformed)
 	case s.draining.Load():
 		// A miss: nothing new starts here.
 	default:
-		var err error
-		if pages, err = s.engine.Lookup(ses.owner, m.Lookup, int(m.FirstPage), m.Hashes); err != nil {
+		q := &s.native.query
+		*q = stack.Query{
+			Owner: ses.owner, Lookup: m.Lookup, Space: ses.space.id, FirstPage: int(m.FirstPage), Prev: m.Prev, Hashes: m.Hashes,
+			Deadline: time.Duration(m.DeadlineMs) * time.Millisecond, Recompute: time.Duration(m.RecomputeUs) * time.Microsecond,
+		}
+		n, done, err := s.stack.Lookup(q, s)
+		if err == nil && !done {
+			return 0, nil
+		}
+		if pages = n; err != nil {
 			s.count.fail(kindOf(err))
 			pages = 0
 		}
 	}
 	tokens := pages * g.PageTokens
-	s.countLookup(asked, pages, tokens, start)
+	s.countAnswer(pages, tokens, time.Since(start))
 	r := wire.LookupResult{Lookup: m.Lookup, HitPages: uint32(pages), HitTokens: uint32(tokens)}
 	return m.Session, r.Append(reply)
 }
 
-func (s *Server) countLookup(asked, pages, tokens int, start time.Time) {
-	s.count.lookups.Add(1)
-	s.count.lookupPages.Add(uint64(asked))
+func (s *Server) countAnswer(pages, tokens int, took time.Duration) {
 	s.count.hitPages.Add(uint64(pages))
 	s.count.hitTokens.Add(uint64(tokens))
 	if s.cfg.ObserveLookup != nil {
-		s.cfg.ObserveLookup(tokens, time.Since(start))
+		s.cfg.ObserveLookup(tokens, took)
 	}
+}
+
+// LookupPending implements stack.Asker: what is asked for is on its way from a tier.
+func (s *Server) LookupPending(o tiers.Owner, lookup uint64, pages int, eta time.Duration) {
+	if o == lmcacheOwner {
+		return // its protocol has no such message
+	}
+	s.count.promised.Add(1)
+	m := wire.LookupPending{Lookup: lookup, Pages: uint32(pages), EtaMs: uint32(min((eta + time.Millisecond - 1).Milliseconds(), math.MaxUint32))}
+	s.lookups.Post(uint64(o), m.Append(nil))
+}
+
+// LookupAnswered implements stack.Asker: a lookup that waited for a tier has its answer.
+func (s *Server) LookupAnswered(a stack.Answer) {
+	if a.Owner == lmcacheOwner {
+		s.lmcacheAnswered(a)
+		return
+	}
+	ses := s.findSession(uint64(a.Owner))
+	if ses == nil {
+		return // it has left, and with it the lookup
+	}
+	tokens := a.Pages * ses.space.geometry.PageTokens
+	s.countAnswer(a.Pages, tokens, a.Took)
+	m := wire.LookupResult{Lookup: a.Lookup, HitPages: uint32(a.Pages), HitTokens: uint32(tokens)}
+	s.lookups.Post(ses.id, m.Append(nil))
 }
 
 // Tick frees the leases of lookups whose deadline has passed. The goroutine of the lookup sockets calls it every little while.
@@ -100,9 +139,20 @@ func (s *Server) Tick() {
 // lmcacheOwner holds the leases of LMCache's lookups. They end by cleanup or by the lease's deadline; no worker loads them.
 const lmcacheOwner = tiers.Owner(1<<64 - 1)
 
-// lmcacheState is what answers LMCache's messages. Guarded by Server.mu.
+// lmcacheState is what answers LMCache's messages.
 type lmcacheState struct {
-	space *space // the one that lmcacheOwner is in, or nil
+	space *space // the one that lmcacheOwner is in, or nil; guarded by Server.mu
+
+	// mu is held while a lookup is asked, so that an answer from another goroutine finds it among those that wait. Server.mu is not taken under it.
+	mu      sync.Mutex
+	waiting map[uint64]*lmcacheWait // by lookup; the stack bounds them
+}
+
+// lmcacheWait is a lookup of LMCache's that waits for a tier.
+type lmcacheWait struct {
+	id        []byte
+	multipart bool
+	offsets   []uint32
 }
 
 // lmcacheSpace returns the space that LMCache's hashes of that length are of, with lmcacheOwner in it, or nil when there is
@@ -134,10 +184,7 @@ func (s *Server) lmcacheSpace(digestBytes int) *space {
 	if found == s.lmcache.space {
 		return found
 	}
-	if s.lmcache.space != nil {
-		s.engine.RemoveOwner(lmcacheOwner)
-		s.lmcache.space = nil
-	}
+	s.dropLMCache()
 	if found != nil {
 		if err := s.engine.AddOwner(lmcacheOwner, found.id); err != nil {
 			s.count.fail(kindOf(err))
@@ -151,43 +198,97 @@ func (s *Server) lmcacheSpace(digestBytes int) *space {
 func (s *Server) closeLMCache() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.lmcache.space != nil {
-		s.engine.RemoveOwner(lmcacheOwner)
-		s.lmcache.space = nil
-	}
+	s.dropLMCache()
 }
 
-// HandleLMCache does what one of LMCache's messages asks, and answers with the tokens that hit; a cleanup has no answer.
-// Called like HandleLookup.
+// dropLMCache ends all that LMCache asked. s.mu is held.
+func (s *Server) dropLMCache() {
+	if s.lmcache.space == nil {
+		return
+	}
+	s.stack.RemoveOwner(lmcacheOwner)
+	s.lmcache.space = nil
+	s.lmcache.mu.Lock()
+	defer s.lmcache.mu.Unlock()
+	clear(s.lmcache.waiting)
+}
+
+// HandleLMCache does what one of LMCache's messages asks, and answers with the tokens that hit; a cleanup has no answer, and what waits for a tier has it
+// later. Called like HandleLookup.
 //
 // LMCache names its lookups by strings; the engine's by numbers. The string's hash is the number: two that collide replace
 // each other, which costs the earlier its leases and nothing else.
 func (s *Server) HandleLMCache(m *wire.LMCacheRequest) (hitTokens uint32, answer bool) {
+	start := time.Now()
 	lookup := xxhash.Sum64(m.ID)
 	if m.Cleanup {
-		s.noteLookup(s.engine.Cancel(lmcacheOwner, lookup))
+		s.forgetLMCache(lookup)
+		s.noteLookup(s.stack.Cancel(lmcacheOwner, lookup))
 		return 0, false
 	}
-	return uint32(s.lookupLMCache(m, lookup)), true
-}
-
-// lookupLMCache returns the tokens of the chunks that hit.
-func (s *Server) lookupLMCache(m *wire.LMCacheRequest, lookup uint64) (tokens int) {
-	start := time.Now()
 	asked, pages := len(m.Offsets), 0
+	s.count.lookups.Add(1)
+	s.count.lookupPages.Add(uint64(asked))
 	// A tag is part of LMCache's key, but of no hash here: a chunk that was stored under another must not hit.
 	if asked > 0 && !m.Tagged && !s.draining.Load() {
 		if sp := s.lmcacheSpace(m.DigestBytes); sp != nil {
-			var err error
-			if pages, err = s.engine.Lookup(lmcacheOwner, lookup, 0, m.Hashes); err != nil {
-				s.count.fail(kindOf(err))
-				pages = 0
+			n, done := s.lookupLMCache(m, lookup, sp.id)
+			if !done {
+				return 0, false
 			}
+			pages = n
 		}
 	}
-	for _, n := range m.Offsets[:pages] {
+	tokens := tokensOf(m.Offsets[:pages])
+	s.countAnswer(pages, tokens, time.Since(start))
+	return uint32(tokens), true
+}
+
+func (s *Server) lookupLMCache(m *wire.LMCacheRequest, lookup uint64, space tiers.SpaceID) (pages int, done bool) {
+	l := &s.lmcache
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	q := &s.native.query
+	*q = stack.Query{Owner: lmcacheOwner, Lookup: lookup, Space: space, Hashes: m.Hashes}
+	pages, done, err := s.stack.Lookup(q, s)
+	if err != nil {
+		s.count.fail(kindOf(err))
+		pages = 0
+	}
+	delete(l.waiting, lookup) // an earlier one of that name
+	if !done {
+		if l.waiting == nil {
+			l.waiting = make(map[uint64]*lmcacheWait)
+		}
+		l.waiting[lookup] = &lmcacheWait{id: bytes.Clone(m.ID), multipart: m.Multipart, offsets: slices.Clone(m.Offsets)}
+	}
+	return pages, done
+}
+
+// forgetLMCache takes a lookup of LMCache's from those that wait, and returns it, or nil.
+func (s *Server) forgetLMCache(lookup uint64) *lmcacheWait {
+	l := &s.lmcache
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	w := l.waiting[lookup]
+	delete(l.waiting, lookup)
+	return w
+}
+
+func (s *Server) lmcacheAnswered(a stack.Answer) {
+	w := s.forgetLMCache(a.Lookup)
+	if w == nil {
+		return // it was cleaned up
+	}
+	tokens := tokensOf(w.offsets[:min(a.Pages, len(w.offsets))])
+	s.countAnswer(a.Pages, tokens, a.Took)
+	s.lookups.PostLMCache(w.id, w.multipart, uint32(tokens))
+}
+
+// tokensOf is the tokens of chunks.
+func tokensOf(offsets []uint32) (tokens int) {
+	for _, n := range offsets {
 		tokens += int(n)
 	}
-	s.countLookup(asked, pages, tokens, start)
 	return tokens
 }

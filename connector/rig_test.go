@@ -21,6 +21,8 @@ import (
 	"lookaside/ipc/client"
 	"lookaside/ipc/wire"
 	"lookaside/tiers"
+	"lookaside/tiers/stack"
+	"lookaside/tiers/tiertest"
 )
 
 // clientEnv makes the test binary a client process instead: see process_test.go.
@@ -64,6 +66,8 @@ type rig struct {
 	t        testing.TB
 	dir      string
 	engine   *tiers.Engine
+	stack    *stack.Stack
+	tiers    []*tiertest.Memory
 	server   *connector.Server
 	lookups  *ipc.LookupSockets
 	listener *ipc.Listener
@@ -80,6 +84,7 @@ type rigOptions struct {
 	lease       time.Duration
 	share       float64
 	lmcache     bool
+	tiers       []tiertest.MemoryOptions // below the arena
 }
 
 func newRig(t testing.TB, o rigOptions) *rig {
@@ -106,8 +111,20 @@ func newRig(t testing.TB, o rigOptions) *rig {
 	}
 	r := &rig{t: t, dir: dir, served: make(chan error, 1)}
 	check(t, err)
+	bell := stack.NewBell()
+	var list []stack.TierConfig
+	for i, mo := range o.tiers {
+		m := tiertest.NewMemory(mo)
+		r.tiers = append(r.tiers, m)
+		list = append(list, stack.TierConfig{Name: fmt.Sprintf("t%d", i), Tier: m})
+	}
 	r.engine, err = tiers.New(tiers.Config{
 		LeaseDeadline: o.lease, MaxSpaces: o.spaces, MaxOwners: 129, MaxPages: 4096, OwnerShare: o.share, ArenaLimitBytes: 16 << 20,
+		Tiers: stack.Admissions(list), Wake: bell.Ring, PartialDelay: 10 * time.Millisecond,
+	})
+	check(t, err)
+	r.stack, err = stack.New(stack.Config{
+		Engine: r.engine, Bell: bell, Log: log, Tiers: list, Arena: func(id uint32) []byte { return r.regions[id].Bytes() },
 	})
 	check(t, err)
 	r.control, err = dax.NewControl(77)
@@ -115,7 +132,7 @@ func newRig(t testing.TB, o rigOptions) *rig {
 	r.listener, err = ipc.Listen(dir, ipc.Options{MaxSessions: 64, Log: log})
 	check(t, err)
 	r.server = connector.New(connector.Config{
-		Log: log, Engine: r.engine, Generation: 77, Control: r.control, MaxSpaces: o.spaces, MaxPages: 4096, Lease: o.lease, ArenaLimit: 16 << 20,
+		Log: log, Engine: r.engine, Stack: r.stack, Generation: 77, Control: r.control, MaxSpaces: o.spaces, MaxPages: 4096, Lease: o.lease, ArenaLimit: 16 << 20,
 	})
 	lo := ipc.LookupOptions{Limits: r.server.Limits(), Tick: 20 * time.Millisecond, Log: log}
 	if o.lmcache {
@@ -149,7 +166,11 @@ func (r *rig) close() {
 		r.t.Errorf("Serve: %v", err)
 	}
 	r.server.Close()
+	r.stack.Close()
 	r.audit()
+	for _, m := range r.tiers {
+		check(r.t, m.Close())
+	}
 	if err := errors.Join(r.lookups.Close(), r.listener.Close(), r.control.Close()); err != nil {
 		r.t.Error(err)
 	}

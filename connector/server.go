@@ -18,6 +18,7 @@ import (
 	"lookaside/ipc"
 	"lookaside/ipc/wire"
 	"lookaside/tiers"
+	"lookaside/tiers/stack"
 )
 
 // handshakePatience is how long a client may take from connecting to its Hello.
@@ -27,6 +28,7 @@ const handshakePatience = 5 * time.Second
 type Config struct {
 	Log        *zap.Logger
 	Engine     *tiers.Engine
+	Stack      *stack.Stack // over the engine; lookups and what ends them go through it
 	Generation uint64       // of this run of the sidecar
 	Control    *dax.Control // its fd goes to every client; the state is set by the owner
 
@@ -36,7 +38,7 @@ type Config struct {
 	ArenaLimit    int64         // bytes; a chunk must fit
 	LMCacheEngine string        // engine whose pages LMCache's lookups ask for; "" is whichever has 8-byte hashes
 
-	// ObserveLookup is told of each answered lookup, on the goroutine that answers: it must not block or allocate. May be nil.
+	// ObserveLookup is told of each answered lookup, on the goroutine that answers, which may be another each time: it must not block or allocate. May be nil.
 	ObserveLookup func(hitTokens int, took time.Duration)
 }
 
@@ -45,6 +47,7 @@ type Server struct {
 	cfg      Config
 	log      *zap.Logger
 	engine   *tiers.Engine
+	stack    *stack.Stack
 	lookups  *ipc.LookupSockets
 	count    counters
 	limits   wire.Limits
@@ -52,11 +55,13 @@ type Server struct {
 	draining atomic.Bool
 	wg       sync.WaitGroup // the sessions
 
-	native struct { // decoded into by HandleLookup, which one goroutine calls
+	native struct { // HandleLookup's, which one goroutine calls
 		lookup wire.Lookup
 		trim   wire.Trim
 		cancel wire.Cancel
+		query  stack.Query
 	}
+	lmcache lmcacheState
 
 	mu        sync.Mutex
 	closed    bool
@@ -66,7 +71,6 @@ type Server struct {
 	engines   map[engineKey]*engine
 	spaces    []*space
 	regions   []region
-	lmcache   lmcacheState
 }
 
 // A region is one of the arena's, as workers are told of it. Its fd belongs to the region's owner and outlives the Server.
@@ -84,6 +88,7 @@ func New(cfg Config) *Server {
 		cfg:       cfg,
 		log:       cfg.Log,
 		engine:    cfg.Engine,
+		stack:     cfg.Stack,
 		limits:    limits,
 		wanted:    make(chan struct{}, 1),
 		conns:     make(map[*ipc.Conn]struct{}),
@@ -350,6 +355,7 @@ func (s *Server) spaceFor(h *wire.Hello) (*space, *refusal) {
 	if err != nil {
 		return nil, refuse(wire.RefuseLimit, err.Error())
 	}
+	s.stack.OpenSpace(id, &tiers.Space{Fingerprint: fp, Geometry: geometry, Element: elementOf(h.Fields)})
 	sp := &space{id: id, fingerprint: fp, geometry: geometry, hello: *h}
 	sp.hello.Fields = slices.Clone(h.Fields)
 	s.spaces = append(s.spaces, sp)
@@ -375,8 +381,7 @@ func (s *Server) dropEmptySpaces() {
 			return false
 		}
 		if s.lmcache.space == sp {
-			s.engine.RemoveOwner(lmcacheOwner)
-			s.lmcache.space = nil
+			s.dropLMCache()
 		}
 		return s.engine.CloseSpace(sp.id) == nil
 	})
@@ -408,12 +413,12 @@ func (s *Server) leave(ses *session) {
 	s.mu.Lock()
 	_, lingers := s.lingering[ses]
 	if lingers {
-		s.engine.RemoveOwner(ses.owner)
+		s.stack.RemoveOwner(ses.owner)
 		delete(s.lingering, ses)
 	}
 	s.mu.Unlock()
 	if !lingers {
-		s.engine.RemoveOwner(ses.owner)
+		s.stack.RemoveOwner(ses.owner)
 		s.mu.Lock()
 		s.strike(ses)
 		s.mu.Unlock()

@@ -1,8 +1,10 @@
 package connector
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"math"
 	"sync"
 	"time"
 
@@ -195,9 +197,7 @@ func (ses *session) handle(b []byte) ([]byte, error) {
 		if err := m.clear.Decode(b, lim); err != nil {
 			return nil, err
 		}
-		n := ses.server.engine.ClearSpace(ses.space.id)
-		ses.log.Info("space cleared", zap.Int("chunks", n))
-		return ses.answer(&wire.Cleared{ID: m.clear.ID, Chunks: uint32(n)}), nil
+		return ses.clearSpace(), nil
 	case t == wire.TypePrepareStore && worker:
 		if err := m.prepareStore.Decode(b, lim); err != nil {
 			return nil, err
@@ -237,6 +237,30 @@ func (ses *session) handle(b []byte) ([]byte, error) {
 func (ses *session) answer(m wire.Message) []byte {
 	ses.out = m.Append(ses.out[:0])
 	return ses.out
+}
+
+// clearPatience bounds the clearing of a space in the tiers below the arena.
+const clearPatience = 30 * time.Second
+
+// clearSpace forgets the session's space wherever it is held. What a client clears its cache for, such as new weights, makes every page that is left a wrong
+// one: so where a tier fails the client is told.
+func (ses *session) clearSpace() []byte {
+	id := ses.msg.clear.ID
+	ctx, cancel := context.WithTimeout(context.Background(), clearPatience)
+	defer cancel()
+	cleared, err := ses.server.stack.Clear(ctx, ses.space.fingerprint, "")
+	chunks := 0
+	for _, c := range cleared {
+		chunks += max(0, c.Chunks)
+		if c.Err != nil {
+			err = errors.Join(err, fmt.Errorf("%w: tier %s is not cleared: %w", tiers.ErrBusy, c.Tier, c.Err))
+		}
+	}
+	ses.log.Info("space cleared", zap.Int("chunks", chunks), zap.Error(err))
+	if err != nil {
+		return ses.fail(id, err)
+	}
+	return ses.answer(&wire.Cleared{ID: id, Chunks: uint32(min(chunks, math.MaxUint32))})
 }
 
 // fail answers request id with the engine's error.

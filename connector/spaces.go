@@ -3,6 +3,7 @@ package connector
 import (
 	"fmt"
 	"strconv"
+	"strings"
 
 	"github.com/vmihailenco/msgpack/v5"
 
@@ -87,6 +88,25 @@ func geometryOf(h *wire.Hello, arenaLimitBytes int64) (tiers.Geometry, *mismatch
 		PageTokens:    int(h.PageTokens),
 		DigestBytes:   int(h.DigestBytes),
 	}, nil
+}
+
+// elements are the names under which vLLM and PyTorch know what a page is made of, and ours for codecs.
+var elements = map[string]string{
+	"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32", "float": "float32",
+	"fp8": "float8", "fp8_e4m3": "float8", "fp8_e5m2": "float8", "fp8_inc": "float8", "float8_e4m3fn": "float8", "float8_e5m2": "float8",
+}
+
+// elementOf is what the pages of a space are made of, by the fields that its worker declared: the type of its cache, or where that is "auto" the
+// model's. "" if they do not say, or something that is not known.
+func elementOf(fields []wire.Field) string {
+	named := map[string]string{}
+	for _, f := range fields {
+		named[f.Key] = strings.TrimPrefix(f.Value, "torch.")
+	}
+	if t := named["kv_dtype"]; t != "" && t != "auto" {
+		return elements[t]
+	}
+	return elements[named["dtype"]]
 }
 
 // compare returns the fields on which got differs from want. With partial, what got leaves out (a number that is 0, a field

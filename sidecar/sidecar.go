@@ -114,6 +114,7 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 	d.server = connector.New(connector.Config{
 		Log:           log.Named("connector"),
 		Engine:        d.engine,
+		Stack:         d.stack,
 		Generation:    d.generation,
 		Control:       d.control,
 		MaxSpaces:     cfg.Spaces.Limit,

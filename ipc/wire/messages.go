@@ -902,8 +902,9 @@ func (m *LookupResult) Decode(b []byte, _ *Limits) error {
 	return r.done()
 }
 
-// LookupPending tells the asker of a Lookup, at most once and before its result,
-// that what it asks for is on its way from a slower tier.
+// LookupPending tells the asker of a Lookup, before its result, that what it asks
+// for is on its way from a slower tier. A later one takes the place of an earlier
+// one.
 type LookupPending struct {
 	Lookup uint64
 	Pages  uint32 // the hit to expect, from the lookup's first page; at least 1

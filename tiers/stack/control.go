@@ -34,7 +34,7 @@ func (s *Stack) asOwner(id tiers.SpaceID, f func(o tiers.Owner, sp *tiers.Space)
 type answer chan int
 
 func (answer) LookupPending(tiers.Owner, uint64, int, time.Duration) {}
-func (a answer) LookupAnswered(_ tiers.Owner, _ uint64, pages int)   { a <- pages }
+func (a answer) LookupAnswered(x Answer)                             { a <- x.Pages }
 
 // windows calls f with a prefix piece by piece, until it does less than it was given or fails. It answers the pages that f did.
 func windows(sp *tiers.Space, hashes []byte, f func(run tiers.Run) (int, error)) (pages int, err error) {

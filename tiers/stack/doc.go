@@ -29,5 +29,5 @@
 // # Concurrency
 //
 // Stack.mu guards the lookups under way, the loads and the queues; it is held for microseconds and across no call of a tier. The engine's lock may be taken
-// under it. An [Asker] is called with no lock held, and a lookup's messages come in order. All goroutines belong to the Stack and end in Close.
+// under it. An [Asker] is called by one goroutine, without a lock. All goroutines belong to the Stack and end in Close.
 package stack

@@ -11,13 +11,21 @@ import (
 	"lookaside/tiers"
 )
 
-// Asker is told how a lookup goes on that was not answered at once. Its methods are called from the Stack's goroutines, or those of its callers, and may not
-// block, nor call the Stack. They may still come when the lookup was cancelled at that moment.
+// Asker is told how a lookup goes on that was not answered at once. Its methods are called from one goroutine, which tells nobody else meanwhile, so they must
+// not wait long; they may not close the Stack. They may still come when the lookup was cancelled at that moment.
 type Asker interface {
-	// LookupPending says, at most once, that pages from the lookup's first on are expected so much later.
+	// LookupPending says that so many pages from the lookup's first on are expected so much later. A later one takes the place of an earlier one.
 	LookupPending(o tiers.Owner, lookup uint64, pages int, eta time.Duration)
-	// LookupAnswered says how many pages from the lookup's first on are leased.
-	LookupAnswered(o tiers.Owner, lookup uint64, pages int)
+	// LookupAnswered says what is leased in the end.
+	LookupAnswered(a Answer)
+}
+
+// Answer is the answer to a lookup.
+type Answer struct {
+	Owner  tiers.Owner
+	Lookup uint64
+	Pages  int // leased, from the lookup's first on
+	Took   time.Duration
 }
 
 // Query is a lookup.
@@ -70,12 +78,13 @@ type request struct {
 
 	// Guarded by Stack.mu.
 	phase     phase
-	told      bool // that it is pending
 	cancelled bool // while preparing
 	trim      int  // pages before this one are not wanted any more
 	place     int  // in Stack.deadlines
 	wants     [tiers.MaxTiers]int64
-	turn      time.Time // when it came to the queue's head
+	since     time.Time // when it came,
+	queued    time.Time // was queued,
+	turn      time.Time // and was first in the queue without finding room
 	loads     []*load   // by chunk; nil: it has arrived, or nobody waits for it
 	from      int       // chunks [from, want) are wanted,
 	want      int
@@ -352,7 +361,8 @@ func (s *Stack) begin(r *request, next *tier, q *Query) bool {
 
 // add takes a request into the books. mu is held.
 func (s *Stack) add(r *request, deadline time.Duration) {
-	r.deadline = time.Now().Add(deadline)
+	r.since = time.Now()
+	r.deadline = r.since.Add(deadline)
 	s.pending[lookupKey{r.owner, r.lookup}] = r
 	s.bytes += int64(len(r.run.Hashes) + len(r.run.Prev))
 	heap.Push(&s.deadlines, r)
@@ -440,17 +450,15 @@ func (s *Stack) enqueue(r *request) {
 	for i, t := range s.tiers {
 		t.ahead.Add(r.wants[i])
 	}
+	r.queued = time.Now()
 	s.tell(r, r.pages, r.eta)
 	s.queue.push(r)
 	ring(s.kick)
 }
 
-// tell says once that a request is pending. mu is held.
+// tell says that a request is pending. mu is held.
 func (s *Stack) tell(r *request, pages int, eta time.Duration) {
-	if !r.told {
-		r.told = true
-		s.outbox = append(s.outbox, message{r.asker, lookupKey{r.owner, r.lookup}, true, pages, eta})
-	}
+	s.outbox = append(s.outbox, message{asker: r.asker, pending: true, eta: eta, answer: Answer{Owner: r.owner, Lookup: r.lookup, Pages: pages}})
 }
 
 // settle ends a request: its lookup keeps what it has by now, and its asker is told, unless the Stack is closed. mu is held.
@@ -464,7 +472,7 @@ func (s *Stack) settle(r *request) {
 	if n, err := s.engine.SettleLookup(r.owner, r.lookup, r.asked); err == nil && n > 0 {
 		pages = r.base() + n - r.first
 	}
-	s.outbox = append(s.outbox, message{r.asker, lookupKey{r.owner, r.lookup}, false, pages, 0})
+	s.outbox = append(s.outbox, message{asker: r.asker, answer: Answer{r.owner, r.lookup, pages, time.Since(r.since)}})
 }
 
 // base is the first page that the lookup still holds or waits for: the engine frees whole chunks below what is trimmed. Stack.mu is held.
@@ -588,6 +596,9 @@ func (s *Stack) prepare(r *request, out []tiers.PromotedChunk) []tiers.PromotedC
 		_ = s.engine.Cancel(r.owner, r.lookup)
 		s.remove(r)
 		return out
+	}
+	if time.Since(r.queued) > roomPoll && r.left > 0 {
+		s.tell(r, r.pages, r.eta) // it was promised from an earlier moment on
 	}
 	if r.trim != trim {
 		_ = s.engine.Trim(r.owner, r.lookup, r.trim)

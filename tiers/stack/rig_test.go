@@ -157,21 +157,20 @@ func (r *rig) close() {
 func (r *rig) LookupPending(o tiers.Owner, lookup uint64, pages int, eta time.Duration) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	_, answered := r.answers[lookup]
-	if _, twice := r.pending[lookup]; twice || answered || pages < 1 || eta < 0 {
-		r.wrong = fmt.Errorf("lookup %d: pending %d pages in %v; answered before: %v, told before: %v", lookup, pages, eta, answered, twice)
+	if _, answered := r.answers[lookup]; answered || pages < 1 || eta < 0 {
+		r.wrong = fmt.Errorf("lookup %d: pending %d pages in %v; answered before: %v", lookup, pages, eta, answered)
 	}
 	r.pending[lookup], r.etas[lookup] = pages, eta
 }
 
 // LookupAnswered implements Asker.
-func (r *rig) LookupAnswered(o tiers.Owner, lookup uint64, pages int) {
+func (r *rig) LookupAnswered(a Answer) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if _, twice := r.answers[lookup]; twice {
-		r.wrong = fmt.Errorf("lookup %d was answered twice", lookup)
+	if _, twice := r.answers[a.Lookup]; twice || a.Took < 0 || a.Owner != scheduler {
+		r.wrong = fmt.Errorf("%+v; answered before: %v", a, twice)
 	}
-	r.answers[lookup] = pages
+	r.answers[a.Lookup] = a.Pages
 }
 
 // prefix is one of n pages that begins with those of common if that is given.

@@ -32,6 +32,7 @@ type Stack struct {
 	wg     sync.WaitGroup // all goroutines
 	open   atomic.Int64   // lookups under way
 	kick   chan struct{}  // wakes the dispatcher
+	mail   chan struct{}  // wakes the mailer
 	count  lookupCounters
 	probe  atomic.Bool // a probe is under way
 
@@ -43,7 +44,6 @@ type Stack struct {
 	queue     fifo[*request] // wait for their turn to be promoted
 	loads     map[uint64]*load
 	outbox    []message
-	sending   bool // somebody empties the outbox
 }
 
 type lookupKey struct {
@@ -127,7 +127,7 @@ func New(cfg Config) (*Stack, error) {
 		return nil, err
 	}
 	s := &Stack{
-		cfg: cfg, engine: cfg.Engine, log: cfg.Log, kick: make(chan struct{}, 1), pending: map[lookupKey]*request{}, loads: map[uint64]*load{},
+		cfg: cfg, engine: cfg.Engine, log: cfg.Log, kick: make(chan struct{}, 1), mail: make(chan struct{}, 1), pending: map[lookupKey]*request{}, loads: map[uint64]*load{},
 	}
 	s.spaces.Store(&[]*tiers.Space{})
 	s.spare.New = func() any { return new(request) }
@@ -164,6 +164,7 @@ func New(cfg Config) (*Stack, error) {
 	}
 	if len(s.tiers) > 0 {
 		s.wg.Go(s.dispatch)
+		s.wg.Go(s.mailer)
 	}
 	return s, nil
 }
@@ -221,32 +222,40 @@ func (s *Stack) space(id tiers.SpaceID) *tiers.Space {
 // message is what an Asker is to be told.
 type message struct {
 	asker   Asker
-	key     lookupKey
 	pending bool
-	pages   int
 	eta     time.Duration
+	answer  Answer
 }
 
-// unlock lets go of mu and sends what is in the outbox, in order: whoever comes while another sends leaves it to that one.
+// unlock lets go of mu, and has the mailer send what is in the outbox.
 func (s *Stack) unlock() {
-	if !s.sending && len(s.outbox) > 0 {
-		s.sending = true
-		for len(s.outbox) > 0 {
-			out := s.outbox
-			s.outbox = nil
-			s.mu.Unlock()
-			for _, m := range out {
-				if m.pending {
-					m.asker.LookupPending(m.key.owner, m.key.lookup, m.pages, m.eta)
-				} else {
-					m.asker.LookupAnswered(m.key.owner, m.key.lookup, m.pages)
-				}
-			}
-			s.mu.Lock()
-		}
-		s.sending = false
+	if len(s.outbox) > 0 {
+		ring(s.mail)
 	}
 	s.mu.Unlock()
+}
+
+// mailer tells the askers, in order. It is a goroutine of its own so that an Asker may lock what its own callers of the Stack have locked.
+func (s *Stack) mailer() {
+	var out []message
+	for {
+		select {
+		case <-s.mail:
+		case <-s.ctx.Done():
+			return
+		}
+		s.mu.Lock()
+		out, s.outbox = s.outbox, out[:0]
+		s.mu.Unlock()
+		for i := range out {
+			if m := &out[i]; m.pending {
+				m.asker.LookupPending(m.answer.Owner, m.answer.Lookup, m.answer.Pages, m.eta)
+			} else {
+				m.asker.LookupAnswered(m.answer)
+			}
+		}
+		clear(out)
+	}
 }
 
 // tail is a run from its i-th chunk on.
