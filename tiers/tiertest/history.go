@@ -30,7 +30,7 @@ type world struct {
 	spaces []*tiers.Space
 	model  map[memKey][]version
 	// faulty: the medium may fail at any call. An error is then no fault of the tier, but leaves the model in doubt. Where it has failed, what was dropped
-	// (not what was cleared) may be back when the medium is opened again.
+	// (or, where it lies, what was cleared) may be back when the medium is opened again.
 	faulty  bool
 	dropped map[memKey][]version
 	hits    int
@@ -188,16 +188,22 @@ func (w *world) clear() {
 		}
 	}
 	if err == nil {
+		for key, vs := range w.model {
+			if of(key) && w.f.Lies {
+				w.dropped[key] = append(w.dropped[key], vs...)
+			}
+		}
 		maps.DeleteFunc(w.model, func(key memKey, _ []version) bool { return of(key) })
-		maps.DeleteFunc(w.dropped, func(key memKey, _ []version) bool { return of(key) })
+		maps.DeleteFunc(w.dropped, func(key memKey, _ []version) bool { return of(key) && !w.f.Lies })
 	}
 }
 
-// open opens the medium, again if it fails and may.
-func (w *world) open() {
+// open opens the medium, again if it fails and may. It says whether it is open.
+func (w *world) open() bool {
 	if w.faulty && w.m.Failed() {
 		for key, vs := range w.dropped {
 			w.model[key] = append(w.model[key], vs...)
+			w.doubt(key)
 		}
 		clear(w.dropped)
 	}
@@ -205,10 +211,13 @@ func (w *world) open() {
 		tier, err := w.m.Open()
 		if err == nil {
 			w.tier = tier
-			return
+			return true
 		}
-		if !w.allowed(err) || try == 3 {
+		if !w.allowed(err) {
 			w.fatalf("Open: %v", err)
+		}
+		if try == 3 {
+			return false
 		}
 		for key := range w.model {
 			w.doubt(key)
@@ -231,13 +240,18 @@ func (w *world) close() {
 }
 
 func (w *world) steps(n int) {
-	w.open()
+	if !w.open() {
+		return
+	}
 	defer func() {
 		if w.tier != nil {
 			_ = w.tier.Close()
 		}
 	}()
 	for w.step = range n {
+		if w.tier == nil && !w.open() {
+			return // it has failed for good
+		}
 		within(w.t, "a step", func() {
 			switch at := w.rnd.IntN(100); {
 			case at < 35:
@@ -251,8 +265,7 @@ func (w *world) steps(n int) {
 			case at < 97:
 				w.clear()
 			case at < 99 && w.f.Persistent:
-				w.close()
-				w.open()
+				w.close() // and the next step opens it
 			default:
 				if s := w.tier.Stats(); s.CapacityBytes != -1 && s.UsedBytes > s.CapacityBytes {
 					w.fatalf("more is used than there is: %+v", s)
@@ -260,7 +273,9 @@ func (w *world) steps(n int) {
 			}
 		})
 	}
-	w.close()
+	if w.tier != nil {
+		w.close()
+	}
 }
 
 // testHistories runs random calls against the model.

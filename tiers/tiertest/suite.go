@@ -33,6 +33,8 @@ type Factory struct {
 	Evicts bool
 	// MayForget: any chunk may be gone at any time.
 	MayForget bool
+	// Lies: the medium's failures (see MediumOptions.FailNth) go unreported, so that what was dropped or cleared may be back when it is opened again.
+	Lies bool
 }
 
 // MediumOptions is what a test wants of a medium.

@@ -1,0 +1,581 @@
+package faults
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"lookaside/internal/leak"
+	"lookaside/tiers"
+	"lookaside/tiers/disk"
+	"lookaside/tiers/tiertest"
+	"lookaside/tiers/vfs"
+)
+
+var (
+	seedFlag   = flag.Uint64("faults.seed", 1, "of what is random")
+	roundsFlag = flag.Int("faults.rounds", 1, "how often the random ones run, each with another seed")
+)
+
+// childEnv makes this binary the process that strace runs: see TestErrorsInSystemCalls.
+const childEnv = "FAULTS_TEST_CHILD"
+
+func TestMain(m *testing.M) {
+	if dir := os.Getenv(childEnv); dir != "" {
+		if err := child(dir); err != nil {
+			fmt.Println("WRONG:", err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+	leak.Main(m)
+}
+
+// The space of all tests here: chunks of 256 KiB.
+var space = tiertest.NewSpace("faults", tiers.Geometry{PageBytes: 64 << 10, PagesPerChunk: 4, PageTokens: 16, DigestBytes: 32})
+
+// chunk is the n-th of endlessly many.
+func chunk(n int) tiers.Run {
+	p := tiertest.Prefix{byte(n), byte(n >> 8), byte(n >> 16), 0}
+	return p.Run(space, 0, len(p))
+}
+
+func transfers(from, to int) (ts []tiers.Transfer) {
+	for n := from; n < to; n++ {
+		run := chunk(n)
+		ts = append(ts, tiers.Transfer{Run: run, Bytes: make([]byte, int64(run.Pages())*space.Geometry.PageBytes)})
+	}
+	return ts
+}
+
+// store stores chunks [from, to) and says how each went.
+func store(ctx context.Context, tier tiers.Tier, from, to int) []error {
+	ts := transfers(from, to)
+	for _, t := range ts {
+		tiertest.FillRun(t.Bytes, t.Run)
+	}
+	errs := make([]error, len(ts))
+	tier.Store(ctx, ts, func(i int, err error) { errs[i] = err })
+	return errs
+}
+
+// load loads chunks [from, to) and says how each went. The error is about what must never be: a hit with other bytes.
+func load(ctx context.Context, tier tiers.Tier, from, to int) ([]error, error) {
+	ts := transfers(from, to)
+	errs := make([]error, len(ts))
+	tier.Load(ctx, ts, func(i int, err error) { errs[i] = err })
+	for i, t := range ts {
+		if errs[i] == nil {
+			if page := tiertest.WrongPage(t.Bytes, t.Run); page >= 0 {
+				return errs, fmt.Errorf("page %d of chunk %d has other bytes than were stored, and no error", page, from+i)
+			}
+		}
+	}
+	return errs, nil
+}
+
+func stored(t *testing.T, tier tiers.Tier, from, to int) {
+	t.Helper()
+	for i, err := range store(t.Context(), tier, from, to) {
+		if err != nil {
+			t.Fatalf("Store of chunk %d: %v", from+i, err)
+		}
+	}
+}
+
+func loaded(t *testing.T, tier tiers.Tier, from, to int) []error {
+	t.Helper()
+	errs, wrong := load(t.Context(), tier, from, to)
+	ok(t, wrong)
+	return errs
+}
+
+func count(errs []error, is func(error) bool) (n int) {
+	for _, err := range errs {
+		if is(err) {
+			n++
+		}
+	}
+	return n
+}
+
+func isNil(err error) bool     { return err == nil }
+func isMissing(e error) bool   { return errors.Is(e, tiers.ErrNotFound) }
+func isCorrupt(err error) bool { return errors.Is(err, tiers.ErrCorrupt) }
+
+// options are of a store of slabs of 4 MiB.
+func options(dir string, capacity int64) disk.Options {
+	return disk.Options{Dirs: []string{dir}, CapacityBytes: capacity, SlabBytes: 4 << 20, RetryEvery: 20 * time.Millisecond}
+}
+
+func open(t *testing.T, o disk.Options) *disk.Disk {
+	t.Helper()
+	d, err := disk.Open(o)
+	ok(t, err)
+	t.Cleanup(func() { _ = d.Close() })
+	return d
+}
+
+// recovers waits until the tier has all of its capacity, and takes and gives chunks again: what went wrong is over.
+func recovers(t *testing.T, tier tiers.Tier, capacity int64) {
+	t.Helper()
+	for n, deadline := 1<<20, time.Now().Add(20*time.Second); ; n++ {
+		if tier.Stats().CapacityBytes == capacity && store(t.Context(), tier, n, n+1)[0] == nil && loaded(t, tier, n, n+1)[0] == nil {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("20 s after the fault was over the tier does not work: %+v", tier.Stats())
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+}
+
+// checkClean verifies a store offline.
+func checkClean(t *testing.T, fsys vfs.FS, dir string) {
+	t.Helper()
+	r, err := disk.Check(t.Context(), disk.CheckOptions{FS: fsys, Dirs: []string{dir}})
+	if err != nil || r.Bad() > 0 {
+		t.Fatalf("check of %s: %v, %+v", dir, err, r)
+	}
+}
+
+// Media that do something else than what they say, at every third operation in turn (with -faults.rounds=3 at every one).
+func TestMediaThatLie(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		kinds vfs.Op
+		fault vfs.Fault
+		stays bool
+	}{
+		"write torn":                 {vfs.OpWrite, vfs.Fault{Torn: true}, false},
+		"write torn, failing":        {vfs.OpWrite, vfs.Fault{Torn: true, Err: syscall.ENOSPC}, false},
+		"write flipped":              {vfs.OpWrite, vfs.Fault{Flip: 12345}, false},
+		"write misdirected":          {vfs.OpWrite, vfs.Fault{Shift: 4096}, false},
+		"write misdirected far":      {vfs.OpWrite, vfs.Fault{Shift: -128 << 10}, false},
+		"read flipped":               {vfs.OpRead, vfs.Fault{Flip: 12345}, false},
+		"read misdirected":           {vfs.OpRead, vfs.Fault{Shift: 4096}, false},
+		"no space from then on":      {vfs.OpWrite | vfs.OpAllocate, vfs.Fault{Err: syscall.ENOSPC}, true},
+		"read-only from then on":     {vfs.OpChange, vfs.Fault{Err: syscall.EROFS}, true},
+		"unreadable from then on":    {vfs.OpRead, vfs.Fault{Err: syscall.EIO}, true},
+		"syncs fail from then on":    {vfs.OpSync, vfs.Fault{Err: syscall.EIO}, true},
+		"writes flip from then on":   {vfs.OpWrite, vfs.Fault{Flip: 777}, true},
+		"reads stray from then on":   {vfs.OpRead, vfs.Fault{Shift: 8192}, true},
+		"nothing works from then on": {vfs.OpAny, vfs.Fault{Err: syscall.EIO}, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			tiertest.Faults(t, tiertest.Factory{Persistent: true, Evicts: true, Lies: c.fault.Err == nil, New: func(t testing.TB, o tiertest.MediumOptions) *tiertest.Medium {
+				n := o.FailNth // 0: never
+				if n > 0 && *roundsFlag < 3 {
+					n = 3*n - int64(*seedFlag%3)
+				}
+				counter := &vfs.Counter{Kinds: c.kinds, N: n, Fault: c.fault, Stays: c.stays}
+				opts := options("/d", 16<<20)
+				opts.FS = vfs.Faulty(vfs.NewMem(), counter.Inject)
+				opts.RetryEvery = time.Millisecond
+				return &tiertest.Medium{Open: func() (tiers.Tier, error) {
+					d, err := disk.Open(opts)
+					if err != nil {
+						return nil, err
+					}
+					return d, nil
+				}, Failed: counter.Met}
+			}})
+		})
+	}
+}
+
+// The file under the loop device is cut: what lies behind is read with EIO.
+func TestLoopDeviceTooShort(t *testing.T) {
+	need(t, "losetup", "mkfs.ext4")
+	device, backing := loop(t, t.TempDir(), 64<<20)
+	m := mount(t, device, "ext4", "")
+	dir := filepath.Join(m.dir, "kv")
+	d := open(t, options(dir, 40<<20))
+	const n = 120
+	stored(t, d, 0, n)
+	if good := count(loaded(t, d, 0, n), isNil); good != n {
+		t.Fatalf("%d of %d chunks are there before anything fails", good, n)
+	}
+	ok(t, os.Truncate(backing, 24<<20))
+	errs := loaded(t, d, 0, n)
+	good := count(errs, isNil)
+	if good == n {
+		t.Error("nothing failed, though 40 of 64 MiB are gone")
+	}
+	for _, err := range errs {
+		if err != nil && !errors.Is(err, syscall.EIO) && !isMissing(err) && !isCorrupt(err) {
+			t.Errorf("neither an I/O error nor a miss: %v", err)
+		}
+	}
+	t.Logf("%d of %d chunks are left; %+v", good, n, d.Stats())
+	// What failed is a miss from now on, and does not come back with the bytes' being gone.
+	for i, err := range loaded(t, d, 0, n) {
+		if err == nil && errs[i] != nil {
+			t.Errorf("chunk %d is back", i)
+		}
+	}
+	store(t.Context(), d, n, n+10) // may fail: no wrong bytes
+	loaded(t, d, n, n+10)
+	_ = d.Close()
+	// The machine is repaired, the lost blocks are zeros.
+	ok(t, os.Truncate(backing, 64<<20))
+	m.unmount()
+	m.remount()
+	d, err := disk.Open(options(dir, 40<<20))
+	if err != nil { // of the file system, whose own blocks are lost as well
+		t.Logf("opened again: %v", err)
+		return
+	}
+	defer d.Close()
+	back := loaded(t, d, 0, n)
+	t.Logf("%d chunks after the repair, %d corrupt", count(back, isNil), count(back, isCorrupt))
+}
+
+// The file system under the loop device is full: writes and syncs fail with EIO, sooner or later. What was acknowledged before is there.
+func TestLoopDeviceOverFull(t *testing.T) {
+	need(t, "losetup", "mkfs.ext4")
+	small := mount(t, "tmpfs", "tmpfs", "size=32m")
+	device, _ := loop(t, small.dir, 128<<20)
+	m := mount(t, device, "ext4", "")
+	for _, direct := range []disk.Direct{disk.DirectAuto, disk.DirectNever} {
+		dir := filepath.Join(m.dir, string(direct))
+		o := options(dir, 40<<20)
+		o.Direct = direct
+		d, err := disk.Open(o)
+		if err != nil {
+			if direct == disk.DirectAuto {
+				t.Fatal(err)
+			}
+			t.Logf("%s: the file system is too broken by now: %v", direct, err)
+			continue
+		}
+		var acknowledged []int
+		var failed error
+		for n := 0; n < 140; n++ {
+			if err := store(t.Context(), d, n, n+1)[0]; err != nil {
+				failed = err
+			} else {
+				acknowledged = append(acknowledged, n)
+			}
+		}
+		if failed == nil {
+			t.Errorf("%s: 35 MiB went into a device of 32", direct)
+		}
+		t.Logf("%s: %d stores acknowledged; the last failure: %v; %+v", direct, len(acknowledged), failed, d.Stats())
+		good := 0
+		for _, n := range acknowledged { // given up slabs forget, nothing lies
+			good += count(loaded(t, d, n, n+1), isNil)
+		}
+		if err := d.Close(); err != nil {
+			t.Logf("%s: Close: %v", direct, err)
+		}
+		t.Logf("%s: %d are still there", direct, good)
+	}
+}
+
+// The file system stops at once, in the middle of stores: its journal and what was not synced are as a power cut leaves them.
+func TestPowerCut(t *testing.T) {
+	need(t, "losetup", "mkfs.ext4")
+	device, _ := loop(t, t.TempDir(), 96<<20)
+	m := mount(t, device, "ext4", "")
+	dir := filepath.Join(m.dir, "kv")
+	rnd := rand.New(rand.NewPCG(*seedFlag, 0))
+	t.Logf("seed %d", *seedFlag)
+	const workers = 4
+	total := 0
+	for round := range 3 * *roundsFlag {
+		o := options(dir, 64<<20)
+		if round%2 == 1 {
+			o.Direct = disk.DirectNever
+		}
+		d, err := disk.Open(o)
+		ok(t, err)
+		var mu sync.Mutex
+		acknowledged := map[int]bool{}
+		ctx, cancel := context.WithCancel(t.Context())
+		var running sync.WaitGroup
+		for w := range workers {
+			running.Go(func() {
+				for n := round<<16 | w<<12; ctx.Err() == nil && n < round<<16|w<<12+48; n += 2 {
+					for i, err := range store(t.Context(), d, n, n+2) {
+						if err == nil {
+							mu.Lock()
+							acknowledged[n+i] = true
+							mu.Unlock()
+						}
+					}
+				}
+			})
+		}
+		time.Sleep(time.Duration(5+rnd.IntN(120)) * time.Millisecond)
+		// What was acknowledged by now must last; what is acknowledged a moment later may have been before the cut or not.
+		mu.Lock()
+		before := make([]int, 0, len(acknowledged))
+		for n := range acknowledged {
+			before = append(before, n)
+		}
+		mu.Unlock()
+		powerCut(t, m)
+		cancel()
+		running.Wait()
+		_ = d.Close() // cannot do much
+		m.unmount()
+		m.remount()
+		d, err = disk.Open(o)
+		ok(t, err)
+		evictions := d.Stats().Evictions
+		for _, n := range before {
+			if err := loaded(t, d, n, n+1)[0]; err != nil && evictions == 0 && len(before) < 160 {
+				t.Errorf("round %d: chunk %d was acknowledged before the power cut: %v", round, n, err)
+			}
+		}
+		for w := range workers { // the others are right or gone
+			loaded(t, d, round<<16|w<<12, round<<16|w<<12+48)
+		}
+		total += len(before)
+		if _, err := d.Clear(t.Context(), space.Fingerprint); err != nil {
+			t.Error(err)
+		}
+		ok(t, d.Close())
+		checkClean(t, vfs.OS, dir)
+	}
+	t.Logf("%d chunks were acknowledged before a cut", total)
+	if total == 0 {
+		t.Error("none: the cuts came too early to show anything")
+	}
+}
+
+// A disk that lies in each way there is, under the kernel's own file operations.
+func TestFUSE(t *testing.T) {
+	need(t)
+	if _, err := os.Stat("/dev/fuse"); err != nil {
+		t.Skip("SKIPPED: needs /dev/fuse")
+	}
+	var s switchable
+	dir := filepath.Join(fuseMount(t, s.inject), "kv")
+	d := open(t, options(dir, 16<<20))
+	next := 0
+	some := func() (from, to int) { next += 8; return next - 8, next }
+
+	from, to := some()
+	stored(t, d, from, to)
+	if n := count(loaded(t, d, from, to), isNil); n != to-from {
+		t.Fatalf("%d of %d chunks without a fault", n, to-from)
+	}
+	t.Run("flip on reading", func(t *testing.T) {
+		s.set(always(vfs.OpRead, vfs.Fault{Flip: 4321}))
+		errs := loaded(t, d, from, to)
+		s.set(nil)
+		if n := count(errs, isCorrupt); n != to-from {
+			t.Errorf("%d of %d loads say that the chunk is corrupt: %v", n, to-from, errs)
+		}
+		if n := count(loaded(t, d, from, to), isMissing); n != to-from {
+			t.Errorf("%d of %d corrupt chunks were dropped", n, to-from)
+		}
+	})
+	for _, c := range []struct {
+		name  string
+		fault vfs.Fault
+	}{{"flip on writing", vfs.Fault{Flip: 999}}, {"torn", vfs.Fault{Torn: true}}, {"misdirected", vfs.Fault{Shift: 64 << 10}}} {
+		t.Run(c.name, func(t *testing.T) {
+			from, to := some()
+			s.set(always(vfs.OpWrite, c.fault))
+			store(t.Context(), d, from, to) // perhaps acknowledged: nobody can know
+			s.set(nil)
+			if n := count(loaded(t, d, from, to), isNil); n > 0 {
+				t.Errorf("%d chunks are a hit", n)
+			}
+			recovers(t, d, 16<<20)
+		})
+	}
+	for _, op := range []vfs.Op{vfs.OpRead, vfs.OpWrite, vfs.OpSync} {
+		t.Run(map[vfs.Op]string{vfs.OpRead: "reads", vfs.OpWrite: "writes", vfs.OpSync: "syncs"}[op]+" fail", func(t *testing.T) {
+			from, to := some()
+			if op == vfs.OpRead {
+				stored(t, d, from, to)
+			}
+			met := s.met.Load()
+			s.set(always(op, vfs.Fault{Err: syscall.EIO}))
+			errs := store(t.Context(), d, to+1000, to+1004)
+			if op == vfs.OpRead {
+				errs = loaded(t, d, from, to)
+			}
+			s.set(nil)
+			if s.met.Load() == met {
+				t.Fatal("no operation met the fault")
+			}
+			if n := count(errs, isNil); n > 0 {
+				t.Errorf("%d of %d calls succeeded", n, len(errs))
+			}
+			recovers(t, d, 16<<20)
+		})
+	}
+	t.Run("late", func(t *testing.T) {
+		from, to := some()
+		stored(t, d, from, to)
+		s.set(func(c vfs.Call) vfs.Fault {
+			if c.Op&(vfs.OpRead|vfs.OpWrite) != 0 {
+				time.Sleep(300 * time.Millisecond)
+			}
+			return vfs.Fault{}
+		})
+		ctx, cancel := context.WithTimeoutCause(t.Context(), 50*time.Millisecond, errLate)
+		defer cancel()
+		start := time.Now()
+		held := make([]uint16, 1)
+		ok(t, d.Contains(t.Context(), chunk(from), held))
+		if took := time.Since(start); took > 200*time.Millisecond || held[0] != 4 {
+			t.Errorf("Contains took %v and says %d while the disk is slow", took, held[0])
+		}
+		errs, wrong := load(ctx, d, from, to)
+		s.set(nil)
+		ok(t, wrong)
+		if n := count(errs, func(err error) bool { return errors.Is(err, errLate) }); n == 0 {
+			t.Errorf("no load says that it was late: %v", errs)
+		}
+		if n := count(loaded(t, d, from, to), isNil); n != to-from {
+			t.Errorf("%d of %d chunks are left after loads that were late", n, to-from)
+		}
+	})
+	ok(t, d.Close())
+}
+
+var errLate = errors.New("late")
+
+// A store that does not fit is refused with the directory and what is free; one that is open needs no more room than it has taken.
+func TestFullTmpfs(t *testing.T) {
+	need(t)
+	m := mount(t, "tmpfs", "tmpfs", "size=1m")
+	dir := filepath.Join(m.dir, "kv")
+	_, err := disk.Open(options(dir, 16<<20))
+	if err == nil {
+		t.Fatal("16 MiB fit into 1")
+	}
+	if !vfs.IsNoSpace(err) || !strings.Contains(err.Error(), dir) {
+		t.Errorf("does not say what is full: %v", err)
+	}
+	t.Logf("refused: %v", err)
+	m.unmount()
+
+	m = mount(t, "tmpfs", "tmpfs", "size=20m")
+	d := open(t, options(filepath.Join(m.dir, "kv"), 16<<20))
+	stored(t, d, 0, 4)
+	filler, err := os.Create(filepath.Join(m.dir, "filler"))
+	ok(t, err)
+	for err == nil {
+		_, err = filler.Write(make([]byte, 64<<10))
+	}
+	if !errors.Is(err, unix.ENOSPC) {
+		t.Fatal(err)
+	}
+	ok(t, filler.Close())
+	for n := 4; n < 200; n += 4 { // around the store several times
+		stored(t, d, n, n+4)
+	}
+	if n := count(loaded(t, d, 190, 200), isNil); n != 10 {
+		t.Errorf("%d of the last 10 chunks are there", n)
+	}
+	ok(t, d.Close())
+	checkClean(t, vfs.OS, filepath.Join(m.dir, "kv"))
+}
+
+// Somebody cuts the slabs short while they are open.
+func TestSlabsCutShort(t *testing.T) {
+	dir := t.TempDir()
+	d := open(t, options(dir, 16<<20))
+	stored(t, d, 0, 40)
+	slabs, err := filepath.Glob(filepath.Join(dir, "slab-*"))
+	ok(t, err)
+	for _, s := range slabs {
+		ok(t, os.Truncate(s, 1<<20))
+	}
+	errs := loaded(t, d, 0, 40)
+	if count(errs, isNil) > 20 {
+		t.Errorf("%d of 40 chunks are a hit", count(errs, isNil))
+	}
+	recovers(t, d, 16<<20)
+	ok(t, d.Close())
+	d = open(t, options(dir, 16<<20))
+	loaded(t, d, 0, 40)
+	recovers(t, d, 16<<20)
+}
+
+// Errors that strace puts into the system calls on the slabs, in a process of its own that checks itself.
+func TestErrorsInSystemCalls(t *testing.T) {
+	need(t, "strace")
+	for _, c := range []struct {
+		name       string
+		injections []string
+	}{
+		{"reads", []string{"inject=pread64:error=EIO:when=20+7"}},
+		{"writes", []string{"inject=pwrite64:error=EIO:when=30+11"}},
+		{"no space", []string{"inject=pwrite64:error=ENOSPC:when=25+2"}},
+		{"syncs", []string{"inject=fdatasync:error=EIO:when=15+9"}},
+		{"all", []string{"inject=pread64:error=EIO:when=40+13", "inject=pwrite64:error=EIO:when=50+17", "inject=fdatasync:error=EIO:when=30+19"}},
+		{"short", []string{"inject=pread64:retval=512:when=20+9"}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			dir := t.TempDir()
+			var slabs []string
+			for i := range 4 {
+				slabs = append(slabs, filepath.Join(dir, fmt.Sprintf("slab-%03d", i)))
+			}
+			out, err := straced(t, slabs, c.injections, childEnv+"="+dir)
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Logf("%s", out)
+			if !strings.Contains(out, "failures") || strings.Contains(out, " 0 failures") {
+				t.Error("the child met no error")
+			}
+			d, err := disk.Open(options(dir, 16<<20))
+			ok(t, err)
+			loaded(t, d, 0, 80)
+			recovers(t, d, 16<<20)
+			ok(t, d.Close())
+		})
+	}
+}
+
+// child stores and loads while its system calls fail.
+func child(dir string) error {
+	d, err := disk.Open(options(dir, 16<<20))
+	if err != nil {
+		return err
+	}
+	ctx := context.Background()
+	hits, failures := 0, 0
+	for round := range 3 {
+		for n := 0; n < 80; n += 4 {
+			failures += count(store(ctx, d, n, n+4), func(err error) bool { return err != nil && !errors.Is(err, tiers.ErrBusy) })
+			errs, wrong := load(ctx, d, max(n-8, 0), n+4)
+			if wrong != nil {
+				return wrong
+			}
+			hits += count(errs, isNil)
+			failures += count(errs, func(err error) bool { return err != nil && !isMissing(err) })
+		}
+		if round < 2 {
+			time.Sleep(50 * time.Millisecond) // slabs that were given up come back
+		}
+	}
+	err = d.Close()
+	fmt.Printf("%d hits, %d failures; %+v; Close: %v\n", hits, failures, d.Stats(), err)
+	if hits == 0 {
+		return errors.New("not one hit")
+	}
+	return nil
+}
