@@ -26,6 +26,9 @@ func newBench(t testing.TB, slots, ppc int, cfg Config) *bench {
 	b := &bench{t: t}
 	cfg.Now = func() int64 { return b.now }
 	cfg.MinPageBytes = 1
+	if cfg.Policy == "" {
+		cfg.Policy = "lru" // whose victims a test can name
+	}
 	if cfg.OwnerShare == 0 {
 		cfg.OwnerShare = 1
 	}

@@ -46,7 +46,10 @@ func (e *Engine) leaseHits(ow *owner, w *walk) (pages int, slots []uint32) {
 	e.tick++
 	sp := ow.space
 	slots = e.held[:0]
-	defer func() { uses(sp.class.policy, slots) }()
+	defer func() {
+		uses(sp.class.policy, slots)
+		sp.class.policy.Work(policySteps(len(slots)))
+	}()
 	room := e.cfg.MaxLeasesPerOwner - ow.leases
 	for i := 0; i < w.chunks; i += probeGroup {
 		n := min(probeGroup, w.chunks-i)

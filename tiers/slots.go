@@ -246,6 +246,9 @@ func uses(p policy.Policy, slots []uint32) {
 	}
 }
 
+// policySteps is how much a policy may do at the end of a call that used or stored some chunks.
+func policySteps(chunks int) int { return min(chunks/4+1, 64) }
+
 // unpin ends a lease. A slot that is still filling stays: somebody may be writing it.
 func (e *Engine) unpin(ref uint32) {
 	r, s := e.slot(ref)

@@ -8,8 +8,8 @@ package policy
 type arc struct {
 	books
 	queues [2]queue // once, again
-	sizes  [2]int   // resident, offered or not: T1, T2
-	gone   ghosts   // B1, B2
+	sizes  [2]int   // resident, offered or not: the paper's T1 and T2
+	gone   ghosts   // B1 and B2
 	p      int      // what sizes[0] aims at
 }
 
@@ -18,19 +18,12 @@ func newARC(o Options) Policy { return &arc{gone: ghosts{seed: o.Seed}} }
 func (a *arc) Name() string { return "arc" }
 
 func (a *arc) Grow(region uint32, slots int) {
-	a.grow(region, slots)
-	a.resize()
+	a.grow(region, slots, a.queues[:])
+	a.gone.resize(a.capacity)
 }
 
 func (a *arc) Shrink(region uint32) {
-	a.shrink(region)
-	a.resize()
-}
-
-func (a *arc) resize() {
-	for i := range a.queues {
-		a.queues[i].resize(&a.books)
-	}
+	a.shrink(region, a.queues[:])
 	a.gone.resize(a.capacity)
 	a.p = min(a.p, a.capacity)
 }
@@ -57,19 +50,9 @@ func (a *arc) Use(ref uint32) {
 		a.queues[1].rank(&a.books, ref, n, a.tick())
 		return
 	}
-	a.again(ref, n)
-}
-
-// again moves a slot that is used for the second time to the other order.
-func (a *arc) again(ref uint32, n *note) {
-	offered := n.pos != 0
-	a.queues[0].hold(&a.books, n)
 	a.sizes[0]--
 	a.sizes[1]++
-	n.queue, n.rank = 1, a.tick()
-	if offered {
-		a.queues[1].offer(&a.books, ref, n)
-	}
+	a.move(a.queues[:], ref, n, 1, a.tick())
 }
 
 func (a *arc) Offer(ref uint32) {
@@ -87,34 +70,34 @@ func (a *arc) Leave(ref uint32, evicted bool) {
 	a.queues[n.queue].hold(&a.books, n)
 	a.sizes[n.queue]--
 	if evicted && n.key != 0 {
-		a.remember(uint32(n.queue), n.key)
+		a.remember(n.queue, n.key)
 	}
 	a.leave(n)
 }
 
-// remember keeps what left, within the bounds of the paper: resident and remembered, those used once are at most the capacity, and all are at most
-// twice that.
-func (a *arc) remember(list uint32, key uint64) {
-	if a.gone.full() {
-		if list == 0 && a.gone.lists[0].n+a.sizes[0] >= a.capacity || a.gone.lists[1].n == 0 {
+// remember keeps what left within the bounds of the paper: what was used once, resident and remembered, is at most the capacity, and so is all that
+// is remembered.
+func (a *arc) remember(list uint8, key uint64) {
+	if list == 0 {
+		for a.gone.lists[0].n > 0 && a.gone.lists[0].n+a.sizes[0] >= a.capacity {
 			a.gone.drop(0)
-		} else {
+		}
+	}
+	if a.gone.full() {
+		if a.gone.lists[1].n > 0 {
 			a.gone.drop(1)
+		} else {
+			a.gone.drop(0)
 		}
 	}
 	a.gone.add(list, key)
-	for a.gone.lists[0].n > 0 && a.gone.lists[0].n+a.sizes[0] > a.capacity {
-		a.gone.drop(0)
-	}
 }
 
-// Inherit passes on the later use, and that there was a second one.
+// Inherit passes on the later use.
 func (a *arc) Inherit(parent, child uint32) {
-	p, c := a.note(parent), a.note(child)
-	if c.rank <= p.rank {
-		return
+	if p, c := a.note(parent), a.note(child); c.rank > p.rank {
+		a.queues[p.queue].rank(&a.books, parent, p, c.rank)
 	}
-	a.queues[p.queue].rank(&a.books, parent, p, c.rank)
 }
 
 func (a *arc) Victim() (ref uint32, ok bool) {

@@ -4,22 +4,25 @@ import "fmt"
 
 // note is what a policy keeps of a slot: under half a cache line, so that a lookup's walk along a prefix reads few of them.
 type note struct {
-	key     uint64
-	rank    uint64 // where the slot stands in its queue: the victim is the smallest that is offered
-	pos     uint32 // its place in the queue's heap plus one; 0: it is not offered
-	queue   uint8  // which of the policy's queues
-	uses    uint8  // as the policy counts them
-	present bool   // resident
-	_       uint8
+	key       uint64
+	rank      uint64 // where the slot stands in its queue: the victim is the smallest that is offered
+	pos       uint32 // its place in the queue's heap plus one; 0: it is not offered
+	queue     uint8  // which of the policy's queues
+	uses      uint8  // as the policy counts them
+	present   bool   // resident
+	continued bool   // another chunk continued it some time; kept by adaptive only
 }
 
-// books are the notes of all slots and the clock that all policies share. The memory is plain slices without pointers, which the garbage
-// collector does not scan: policies need no Close, and are replaced by dropping them.
+// books are the notes of all slots and the clock that all policies share. Their memory is the garbage collector's: policies need no Close, and
+// are replaced by dropping them. What grows with the slots holds no pointers but those to a queue's pages, one for 128 slots.
 type books struct {
 	regions  [1 << (32 - SlotBits)][]note
-	capacity int    // slots
-	resident int    // slots
-	clock    uint64 // rises at each entering and use
+	grown    []uint32 // regions that have slots
+	capacity int      // slots
+	resident int      // slots
+	clock    uint64   // rises at each entering and use
+	spare    []*page  // that no queue uses
+	pages    int      // all there are
 }
 
 func (b *books) note(ref uint32) *note { return &b.regions[ref>>SlotBits][ref&SlotMask] }
@@ -29,20 +32,64 @@ func (b *books) tick() uint64 {
 	return b.clock
 }
 
-func (b *books) grow(region uint32, slots int) {
+func (b *books) grow(region uint32, slots int, queues []queue) {
 	if b.regions[region] != nil {
 		panic(fmt.Sprintf("policy: region %d grown twice", region))
 	}
 	b.regions[region] = make([]note, slots)
+	b.grown = append(b.grown, region)
 	b.capacity += slots
+	b.paginate(queues)
 }
 
-func (b *books) shrink(region uint32) {
+func (b *books) shrink(region uint32, queues []queue) {
 	b.capacity -= len(b.regions[region])
 	b.regions[region] = nil
+	for i, r := range b.grown {
+		if r == region {
+			b.grown = append(b.grown[:i], b.grown[i+1:]...)
+			break
+		}
+	}
+	b.paginate(queues)
 }
 
-// enter notes that a chunk is resident, under its key, in no queue's heap.
+// paginate has as many pages as the queues can need together: each may have one that is partly and one that is not used.
+func (b *books) paginate(queues []queue) {
+	whole := b.capacity>>pageBits + 1
+	want := whole + 2*len(queues)
+	for b.pages < want {
+		b.spare = append(b.spare, new(page))
+		b.pages++
+	}
+	for b.pages > want && len(b.spare) > 0 {
+		b.spare[len(b.spare)-1] = nil
+		b.spare = b.spare[:len(b.spare)-1]
+		b.pages--
+	}
+	for i := range queues {
+		if q := &queues[i]; cap(q.pages) < whole+1 {
+			q.pages = append(make([]*page, 0, max(whole+1, 2*cap(q.pages))), q.pages...)
+		}
+	}
+	if cap(b.spare) < b.pages {
+		b.spare = append(make([]*page, 0, b.pages), b.spare...)
+	}
+}
+
+// nth is the note of the i-th slot of all regions.
+func (b *books) nth(i int) *note {
+	for _, r := range b.grown {
+		if n := len(b.regions[r]); i >= n {
+			i -= n
+		} else {
+			return &b.regions[r][i]
+		}
+	}
+	panic("policy: a slot beyond the capacity")
+}
+
+// enter notes that a chunk is resident, under its key, not offered.
 func (b *books) enter(ref uint32, key uint64) *note {
 	n := b.note(ref)
 	if n.present {
@@ -53,7 +100,7 @@ func (b *books) enter(ref uint32, key uint64) *note {
 	return n
 }
 
-// leave forgets a chunk, which no queue's heap holds any more.
+// leave forgets a chunk that is not offered any more.
 func (b *books) leave(n *note) {
 	*n = note{}
 	b.resident--
@@ -61,11 +108,16 @@ func (b *books) leave(n *note) {
 
 // queue is the offered slots of one of a policy's queues by their rank, in a 4-ary heap. It is a heap rather than a list because slots are
 // offered and held in any order: a prefix is offered only when its last continuation leaves, which puts it into the middle of the
-// order. Only ends of prefixes that nobody leases are in it, so a use mostly changes a note and moves nothing.
+// order. Only ends of prefixes that nobody leases are in it, so a use mostly changes a note and moves nothing. The heap lies in pages, which the
+// queues of a policy hand to one another: together they never have more than there are slots.
 type queue struct {
-	heap []place
-	n    int // places in use
+	pages []*page
+	n     int // places in use
 }
+
+const pageBits = 7
+
+type page [1 << pageBits]place
 
 type place struct {
 	rank uint64
@@ -73,27 +125,28 @@ type place struct {
 	_    uint32
 }
 
-// resize makes room for as many slots as there are.
-func (q *queue) resize(b *books) {
-	heap := make([]place, b.capacity)
-	copy(heap, q.heap[:q.n])
-	q.heap = heap
-}
+func (q *queue) at(i int) *place { return &q.pages[i>>pageBits][i&(1<<pageBits-1)] }
 
 // first is the offered slot of the smallest rank.
 func (q *queue) first() (ref uint32, ok bool) {
 	if q.n == 0 {
 		return 0, false
 	}
-	return q.heap[0].ref, true
+	return q.pages[0][0].ref, true
 }
 
 // offer puts a slot in by its note's rank, if it is not in.
 func (q *queue) offer(b *books, ref uint32, n *note) {
-	if n.pos == 0 {
-		q.n++
-		q.up(b, q.n-1, place{rank: n.rank, ref: ref})
+	if n.pos != 0 {
+		return
 	}
+	if q.n == len(q.pages)<<pageBits {
+		last := len(b.spare) - 1
+		q.pages = append(q.pages, b.spare[last])
+		b.spare = b.spare[:last]
+	}
+	q.n++
+	q.up(b, q.n-1, place{rank: n.rank, ref: ref})
 }
 
 // hold takes a slot out if it is in.
@@ -105,7 +158,12 @@ func (q *queue) hold(b *books, n *note) {
 	n.pos = 0
 	q.n--
 	if i != q.n {
-		q.fix(b, i, q.heap[q.n])
+		q.fix(b, i, *q.at(q.n))
+	}
+	if q.n <= (len(q.pages)-2)<<pageBits { // two are empty: one stays, as the next offer may want it
+		last := len(q.pages) - 1
+		b.spare = append(b.spare, q.pages[last])
+		q.pages = q.pages[:last]
 	}
 }
 
@@ -119,7 +177,7 @@ func (q *queue) rank(b *books, ref uint32, n *note, rank uint64) {
 
 // fix puts p at or around place i, whose content it replaces.
 func (q *queue) fix(b *books, i int, p place) {
-	if i > 0 && p.rank < q.heap[(i-1)/4].rank {
+	if i > 0 && p.rank < q.at((i-1)/4).rank {
 		q.up(b, i, p)
 	} else {
 		q.down(b, i, p)
@@ -127,17 +185,17 @@ func (q *queue) fix(b *books, i int, p place) {
 }
 
 func (q *queue) put(b *books, i int, p place) {
-	q.heap[i] = p
+	*q.at(i) = p
 	b.note(p.ref).pos = uint32(i + 1)
 }
 
 func (q *queue) up(b *books, i int, p place) {
 	for i > 0 {
 		above := (i - 1) / 4
-		if q.heap[above].rank <= p.rank {
+		if q.at(above).rank <= p.rank {
 			break
 		}
-		q.put(b, i, q.heap[above])
+		q.put(b, i, *q.at(above))
 		i = above
 	}
 	q.put(b, i, p)
@@ -150,15 +208,26 @@ func (q *queue) down(b *books, i int, p place) {
 			break
 		}
 		for c := below + 1; c < min(4*i+5, q.n); c++ {
-			if q.heap[c].rank < q.heap[below].rank {
+			if q.at(c).rank < q.at(below).rank {
 				below = c
 			}
 		}
-		if q.heap[below].rank >= p.rank {
+		if q.at(below).rank >= p.rank {
 			break
 		}
-		q.put(b, i, q.heap[below])
+		q.put(b, i, *q.at(below))
 		i = below
 	}
 	q.put(b, i, p)
+}
+
+// move puts a slot into another of a policy's queues, offered there if it was.
+func (b *books) move(queues []queue, ref uint32, n *note, to uint8, rank uint64) {
+	if n.pos == 0 {
+		n.queue, n.rank = to, rank
+		return
+	}
+	queues[n.queue].hold(b, n)
+	n.queue, n.rank = to, rank
+	queues[to].offer(b, ref, n)
 }

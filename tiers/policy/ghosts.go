@@ -2,37 +2,60 @@ package policy
 
 import "math/bits"
 
-// ghosts remembers chunks that are resident no more, by key, in lists by the order of their leaving. It is bounded: who adds makes room first.
+// ghosts remembers chunks that are resident no more, by key, in lists by the order of their leaving. It is bounded: who adds to it when it is
+// full drops something first.
 type ghosts struct {
-	nodes []ghost  // nodes[0] is none; the free ones are chained by next
-	table []uint32 // open addressing, at most half full: nodes by key
+	nodes []ghost  // nodes[0] is none
+	table []uint32 // open addressing, at most two thirds full: nodes by key
 	shift uint
 	seed  uint64
-	free  uint32
-	lists [2]struct {
-		oldest, newest uint32
-		n              int
-	}
+	limit int
+	fresh uint32 // nodes[fresh:] were never used
+	free  uint32 // others that are not used, chained by next
+	lists [2]ghostList
 }
 
+type ghostList struct {
+	oldest, newest uint32
+	n              int
+}
+
+// ghost is what is remembered of a chunk: its note, as it was.
 type ghost struct {
 	key        uint64
+	rank       uint64
 	prev, next uint32
-	list       uint32
-	_          uint32
+	list       uint8
+	uses       uint8
+	continued  bool
 }
 
-// resize forgets all and makes room for limit ghosts. Stores grow before they are full, so there is seldom anything to forget.
+// resize makes room for limit ghosts. It forgets what there is if the tables must be made anew, which is seldom:
+// stores mostly grow before they are full, when there is nothing to remember.
 func (g *ghosts) resize(limit int) {
-	size := 1 << bits.Len(uint(2*limit+1))
-	*g = ghosts{seed: g.seed, nodes: make([]ghost, limit+1), table: make([]uint32, size), shift: uint(64 - bits.Len(uint(size-1)))}
-	for i := 1; i < limit; i++ {
-		g.nodes[i].next = uint32(i + 1)
+	limit = max(limit, 1)
+	g.limit = limit
+	if room := len(g.nodes) - 1; room < limit || room > 4*limit {
+		if room > 0 && room < limit {
+			limit = max(limit, room+room/2)
+		}
+		size := 1 << bits.Len(uint(limit+limit/2))
+		*g = ghosts{seed: g.seed, limit: g.limit, nodes: make([]ghost, limit+1), table: make([]uint32, size), fresh: 1,
+			shift: uint(64 - bits.Len(uint(size-1)))}
 	}
-	if limit > 0 {
-		g.free = 1
+	for g.n() > g.limit {
+		if g.lists[0].n > g.lists[1].n {
+			g.drop(0)
+		} else {
+			g.drop(1)
+		}
 	}
 }
+
+// n is how many are remembered.
+func (g *ghosts) n() int { return g.lists[0].n + g.lists[1].n }
+
+func (g *ghosts) full() bool { return g.n() >= g.limit }
 
 func (g *ghosts) home(key uint64) uint32 {
 	return uint32((key ^ g.seed) * 0x9E3779B97F4A7C15 >> g.shift)
@@ -51,19 +74,18 @@ func (g *ghosts) find(key uint64) uint32 {
 	}
 }
 
-// full says that nothing can be added.
-func (g *ghosts) full() bool { return g.free == 0 }
-
-// add remembers a key as the newest of a list, from which it is moved if it was remembered already. There must be room.
-func (g *ghosts) add(list uint32, key uint64) {
-	if key == 0 {
-		return
-	}
-	if n := g.find(key); n != 0 {
+// add remembers a key, which is not 0, as the newest of a list. There must be room.
+func (g *ghosts) add(list uint8, key uint64) *ghost {
+	if n := g.find(key); n != 0 { // two chunks of one key were resident: one of them is remembered
 		g.remove(n)
 	}
 	n := g.free
-	g.free = g.nodes[n].next
+	if n != 0 {
+		g.free = g.nodes[n].next
+	} else {
+		n = g.fresh
+		g.fresh++
+	}
 	l := &g.lists[list]
 	g.nodes[n] = ghost{key: key, list: list, prev: l.newest}
 	if l.newest != 0 {
@@ -79,6 +101,7 @@ func (g *ghosts) add(list uint32, key uint64) {
 		i = (i + 1) & mask
 	}
 	g.table[i] = n
+	return &g.nodes[n]
 }
 
 // remove forgets a node.
@@ -113,7 +136,7 @@ func (g *ghosts) remove(n uint32) {
 }
 
 // drop forgets the oldest of a list, if there is one.
-func (g *ghosts) drop(list uint32) {
+func (g *ghosts) drop(list uint8) {
 	if n := g.lists[list].oldest; n != 0 {
 		g.remove(n)
 	}

@@ -5,8 +5,8 @@ import (
 	"strings"
 )
 
-// Default is the policy of a store that names none.
-const Default = "lru"
+// Default is the policy of a store that names none: no other keeps more of any trace that was tried, but for a hundredth here and there.
+const Default = "adaptive"
 
 // Options are what all policies can be given.
 type Options struct {
@@ -18,11 +18,12 @@ var makers = []struct {
 	name string
 	make func(Options) Policy
 }{
-	{"lru", func(Options) Policy { return &lru{} }},
+	{"lru", newLRU},
 	{"s3fifo", newS3FIFO},
-	{"sieve", func(Options) Policy { return &sieve{} }},
+	{"sieve", newSIEVE},
 	{"arc", newARC},
 	{"wtinylfu", newWTinyLFU},
+	{"adaptive", newAdaptive},
 }
 
 // Names lists the policies that there are.

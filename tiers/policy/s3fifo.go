@@ -11,8 +11,8 @@ type s3fifo struct {
 }
 
 const (
-	s3small = iota
-	s3main
+	s3Small = iota
+	s3Main
 )
 
 func newS3FIFO(o Options) Policy { return &s3fifo{gone: ghosts{seed: o.Seed}} }
@@ -20,28 +20,20 @@ func newS3FIFO(o Options) Policy { return &s3fifo{gone: ghosts{seed: o.Seed}} }
 func (s *s3fifo) Name() string { return "s3fifo" }
 
 func (s *s3fifo) Grow(region uint32, slots int) {
-	s.grow(region, slots)
-	s.resize()
+	s.grow(region, slots, s.queues[:])
+	s.gone.resize(s.capacity - s.capacity/10)
 }
 
 func (s *s3fifo) Shrink(region uint32) {
-	s.shrink(region)
-	s.resize()
-}
-
-func (s *s3fifo) resize() {
-	for i := range s.queues {
-		s.queues[i].resize(&s.books)
-	}
+	s.shrink(region, s.queues[:])
 	s.gone.resize(s.capacity - s.capacity/10)
 }
 
 func (s *s3fifo) Enter(ref uint32, key uint64, _ uint32) {
 	n := s.enter(ref, key)
-	n.queue = s3small
 	if g := s.gone.find(key); g != 0 {
 		s.gone.remove(g)
-		n.queue = s3main
+		n.queue = s3Main
 	}
 	n.rank = s.tick()
 	s.sizes[n.queue]++
@@ -67,7 +59,7 @@ func (s *s3fifo) Leave(ref uint32, evicted bool) {
 	n := s.note(ref)
 	s.queues[n.queue].hold(&s.books, n)
 	s.sizes[n.queue]--
-	if evicted && n.queue == s3small && n.key != 0 && len(s.gone.nodes) > 1 {
+	if evicted && n.queue == s3Small && n.key != 0 {
 		if s.gone.full() {
 			s.gone.drop(0)
 		}
@@ -83,19 +75,17 @@ func (s *s3fifo) Inherit(parent, child uint32) {
 }
 
 func (s *s3fifo) Victim() (ref uint32, ok bool) {
-	small, main := &s.queues[s3small], &s.queues[s3main]
+	small, main := &s.queues[s3Small], &s.queues[s3Main]
 	for {
-		if small.n > 0 && (s.sizes[s3small] >= max(s.capacity/10, 1) || main.n == 0) {
+		if small.n > 0 && (s.sizes[s3Small] >= max(s.capacity/10, 1) || main.n == 0) {
 			ref, _ = small.first()
 			n := s.note(ref)
 			if n.uses <= 1 {
 				return ref, true
 			}
-			small.hold(&s.books, n)
-			s.sizes[s3small]--
-			n.queue, n.rank = s3main, s.tick()
-			s.sizes[s3main]++
-			main.offer(&s.books, ref, n)
+			s.sizes[s3Small]--
+			s.sizes[s3Main]++
+			s.move(s.queues[:], ref, n, s3Main, s.tick())
 			continue
 		}
 		if ref, ok = main.first(); !ok {

@@ -8,24 +8,20 @@ package policy
 // come to it is looked at as soon as it is offered: most are prefixes whose last continuation just left.
 type sieve struct {
 	books
-	q     queue
-	round uint64
+	queues [1]queue
+	round  uint64
 }
 
 // sieveRound is where the round stands in a rank, above the order of entering.
 const sieveRound = 40
 
+func newSIEVE(Options) Policy { return &sieve{} }
+
 func (s *sieve) Name() string { return "sieve" }
 
-func (s *sieve) Grow(region uint32, slots int) {
-	s.grow(region, slots)
-	s.q.resize(&s.books)
-}
+func (s *sieve) Grow(region uint32, slots int) { s.grow(region, slots, s.queues[:]) }
 
-func (s *sieve) Shrink(region uint32) {
-	s.shrink(region)
-	s.q.resize(&s.books)
-}
+func (s *sieve) Shrink(region uint32) { s.shrink(region, s.queues[:]) }
 
 func (s *sieve) Enter(ref uint32, key uint64, _ uint32) {
 	s.enter(ref, key).rank = s.round<<sieveRound | s.tick()&(1<<sieveRound-1)
@@ -33,13 +29,13 @@ func (s *sieve) Enter(ref uint32, key uint64, _ uint32) {
 
 func (s *sieve) Use(ref uint32) { s.note(ref).uses = 1 }
 
-func (s *sieve) Offer(ref uint32) { s.q.offer(&s.books, ref, s.note(ref)) }
+func (s *sieve) Offer(ref uint32) { s.queues[0].offer(&s.books, ref, s.note(ref)) }
 
-func (s *sieve) Hold(ref uint32) { s.q.hold(&s.books, s.note(ref)) }
+func (s *sieve) Hold(ref uint32) { s.queues[0].hold(&s.books, s.note(ref)) }
 
 func (s *sieve) Leave(ref uint32, _ bool) {
 	n := s.note(ref)
-	s.q.hold(&s.books, n)
+	s.queues[0].hold(&s.books, n)
 	s.leave(n)
 }
 
@@ -51,7 +47,7 @@ func (s *sieve) Inherit(parent, child uint32) {
 
 func (s *sieve) Victim() (ref uint32, ok bool) {
 	for {
-		if ref, ok = s.q.first(); !ok {
+		if ref, ok = s.queues[0].first(); !ok {
 			return 0, false
 		}
 		n := s.note(ref)
@@ -60,7 +56,7 @@ func (s *sieve) Victim() (ref uint32, ok bool) {
 			return ref, true
 		}
 		n.uses = 0
-		s.q.rank(&s.books, ref, n, (s.round+1)<<sieveRound|n.rank&(1<<sieveRound-1))
+		s.queues[0].rank(&s.books, ref, n, (s.round+1)<<sieveRound|n.rank&(1<<sieveRound-1))
 	}
 }
 

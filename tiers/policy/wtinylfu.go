@@ -25,19 +25,12 @@ func newWTinyLFU(o Options) Policy { return &wtinylfu{sketch: sketch{seed: o.See
 func (w *wtinylfu) Name() string { return "wtinylfu" }
 
 func (w *wtinylfu) Grow(region uint32, slots int) {
-	w.grow(region, slots)
-	w.resize()
+	w.grow(region, slots, w.queues[:])
+	w.sketch.resize(w.capacity)
 }
 
 func (w *wtinylfu) Shrink(region uint32) {
-	w.shrink(region)
-	w.resize()
-}
-
-func (w *wtinylfu) resize() {
-	for i := range w.queues {
-		w.queues[i].resize(&w.books)
-	}
+	w.shrink(region, w.queues[:])
 	w.sketch.resize(w.capacity)
 }
 
@@ -46,8 +39,8 @@ func (w *wtinylfu) Enter(ref uint32, key uint64, _ uint32) {
 	n.rank, n.queue = w.tick(), tlWindow
 	w.sizes[tlWindow]++
 	w.sketch.add(key)
-	// While the main part has room, what the window has too many of goes there uncontested.
-	for i := 0; i < 2 && w.sizes[tlWindow] > w.window() && w.resident <= w.capacity && w.sizes[tlProbation]+w.sizes[tlProtected] < w.capacity-w.window() && w.step(tlWindow); i++ {
+	// While the main part has room, what the window has too many of goes there uncontested; two at a time catch up with what could not go while held.
+	for i := 0; i < 2 && w.sizes[tlWindow] > w.window() && w.sizes[tlProbation]+w.sizes[tlProtected] < w.capacity-w.window() && w.step(tlWindow); i++ {
 	}
 }
 
@@ -55,22 +48,17 @@ func (w *wtinylfu) Use(ref uint32) {
 	n := w.note(ref)
 	w.sketch.add(n.key)
 	if n.queue == tlProbation {
-		w.move(ref, n, tlProtected, w.tick())
+		w.shift(ref, n, tlProtected, w.tick())
 		return
 	}
 	w.queues[n.queue].rank(&w.books, ref, n, w.tick())
 }
 
-// move puts a slot into another queue.
-func (w *wtinylfu) move(ref uint32, n *note, to uint8, rank uint64) {
-	offered := n.pos != 0
-	w.queues[n.queue].hold(&w.books, n)
+// shift moves a slot to another queue.
+func (w *wtinylfu) shift(ref uint32, n *note, to uint8, rank uint64) {
 	w.sizes[n.queue]--
 	w.sizes[to]++
-	n.queue, n.rank = to, rank
-	if offered {
-		w.queues[to].offer(&w.books, ref, n)
-	}
+	w.move(w.queues[:], ref, n, to, rank)
 }
 
 func (w *wtinylfu) Offer(ref uint32) {
@@ -115,7 +103,7 @@ func (w *wtinylfu) Victim() (ref uint32, ok bool) {
 	if w.sketch.estimate(n.key) <= w.sketch.estimate(w.note(victim).key) {
 		return candidate, true
 	}
-	w.move(candidate, n, tlProbation, n.rank)
+	w.shift(candidate, n, tlProbation, n.rank)
 	return victim, true
 }
 
@@ -127,7 +115,7 @@ func (w *wtinylfu) step(from uint8) bool {
 	ref, ok := w.queues[from].first()
 	if ok {
 		n := w.note(ref)
-		w.move(ref, n, tlProbation, n.rank)
+		w.shift(ref, n, tlProbation, n.rank)
 	}
 	return ok
 }
@@ -144,9 +132,13 @@ type sketch struct {
 	period int
 }
 
+// resize makes room for the keys of a store. It forgets what it counted if it must be larger or smaller.
 func (s *sketch) resize(capacity int) {
 	blocks := 1 << bits.Len(uint(max(capacity, 8)/8-1))
-	*s = sketch{words: make([]uint64, 8*blocks), mask: uint64(blocks - 1), seed: s.seed, period: 10 * max(capacity, 1)}
+	s.period = 10 * max(capacity, 1)
+	if len(s.words) != 8*blocks {
+		*s = sketch{words: make([]uint64, 8*blocks), mask: uint64(blocks - 1), seed: s.seed, period: s.period}
+	}
 }
 
 func mix(x uint64) uint64 {

@@ -124,7 +124,7 @@ func (s *store) request(blocks []uint32) (hits int) {
 			s.p.Offer(slot)
 		}
 	}
-	s.p.Work(len(blocks))
+	s.p.Work(len(blocks)/4 + 1)
 	return hits
 }
 

@@ -1,0 +1,338 @@
+package policy
+
+import (
+	"math"
+	"math/bits"
+)
+
+// adaptive evicts the end of a prefix that is expected to earn least for the room it takes, by what chunks of its kind have done lately. It
+// follows LHD (Beckmann, Chen, Cidon: LHD: Improving Cache Hit Rate by Maximizing Hit Density, NSDI 2018) in what it learns, and differs in how.
+//
+// # What it learns
+//
+// A chunk's class is how often it was used (what left is remembered, so a chunk that comes back goes on counting) and whether anything ever
+// continued it: the last block of a prompt seldom is asked for again, those before it are. A chunk's age is the time since its last use, on the
+// clock of all uses and enterings. For each class and each half octave of age are kept
+//
+//   - reused: the uses that came at that age, of chunks resident or remembered;
+//   - held: the time that chunks, resident or remembered, have spent at that age, estimated by looking at a few of them at each Work. They are chosen by a
+//     Weyl sequence, as those that lie side by side came together.
+//
+// Their quotient is the hazard, the chance of a use per unit of time at that age. As what was evicted goes on being counted, the hazards do not
+// depend on what the policy does, and there is nothing to explore. Both are forgotten exponentially. Where a class has seen little of an age, its
+// hazard is taken to be that of all classes at that age times one factor for the class; where that is little too, a guess.
+//
+// From the hazards follows what a chunk of a class and age is worth: the most hits per unit of time that keeping it for any length of time from
+// now on can be expected to bring (its Gittins index). With falling hazards that is the hazard now, and within a class the least recently used
+// is worth least; where things come back after a fixed time, in a loop, it rises with the age, and the newest is worth least. So the victim is the
+// least worth of the oldest of each class and the newest of all. LRU, LFU, and admission at second sight are all special cases, and which of them, for
+// which class, and from which age on, is what it finds out.
+//
+// # What it costs
+//
+// A use adds one to a counter and changes a note. A victim takes one comparison for each class. Work looks at one note a step and renews one class's worths
+// now and then. Each slot takes 40 bytes, and two remembered chunks of 48.
+type adaptive struct {
+	books
+	queues [classes]queue
+	gone   ghosts
+	recent stack // of offered slots, the newest last
+
+	reused [classes][ages]float64
+	held   [classes][ages]float64
+	pooled [ages]float64 // hazards of all classes together
+	worth  [classes][ages + 1]float64
+
+	at      [2]uint32 // where sampling is: of residents, of ghosts
+	sampled uint64    // the clock then
+	begun   uint64    // the clock when worths were last begun to be renewed
+	renewed int       // classes done since
+}
+
+const (
+	levels  = 7          // of use
+	classes = 2 * levels // those never continued first
+	ages    = 64         // half octaves
+
+	// What it remembers of the past: chunks that left, and for how many times as many uses as there are slots their uses count.
+	minGhosts = 1 << 16 // beside one for each slot
+	memory    = 8
+	minMemory = 40000
+	// How many uses must be seen of a class and age, and of a class, to be trusted as much as what they are compared with.
+	ageTrust   = 20
+	classTrust = 100
+	// How many half octaves away what was seen tells something of an age.
+	reach = 4
+)
+
+// guess is how much likelier to be used a class is than all are together, before anything is seen.
+var guess = [classes]float64{0.5, 1, 1.5, 2, 3, 4, 5, 1, 2, 3, 4, 6, 8, 10}
+
+// starts is the age with which each half octave begins: 0, 1, 2, 3, 4, 6, 8, 12, …
+var starts = func() (s [ages + 1]float64) {
+	for i := 1; i <= ages; i++ {
+		s[i] = math.Ldexp(1+0.5*float64(i&1), i/2)
+	}
+	s[1] = 1
+	return s
+}()
+
+// halfOctave is the one that an age lies in.
+func halfOctave(age uint64) int {
+	if age < 2 {
+		return int(age)
+	}
+	o := bits.Len64(age) - 1
+	return min(2*o+int(age>>(o-1)&1), ages-1)
+}
+
+// classOf is the class of a chunk.
+func classOf(uses uint8, continued bool) (c uint8) {
+	switch {
+	case uses <= 2:
+		c = uses - 1
+	case uses <= 4:
+		c = 2
+	case uses <= 8:
+		c = 3
+	case uses <= 16:
+		c = 4
+	case uses <= 64:
+		c = 5
+	default:
+		c = 6
+	}
+	if continued {
+		c += levels
+	}
+	return c
+}
+
+func newAdaptive(o Options) Policy {
+	a := &adaptive{gone: ghosts{seed: o.Seed}}
+	a.at[0], a.at[1] = uint32(mix(o.Seed)), uint32(mix(o.Seed)>>32)
+	a.renew(0)
+	for a.renewed < classes {
+		a.assess()
+	}
+	return a
+}
+
+func (a *adaptive) Name() string { return "adaptive" }
+
+func (a *adaptive) Grow(region uint32, slots int) {
+	a.grow(region, slots, a.queues[:])
+	a.gone.resize(a.capacity + minGhosts)
+}
+
+func (a *adaptive) Shrink(region uint32) {
+	a.shrink(region, a.queues[:])
+	a.gone.resize(a.capacity + minGhosts)
+}
+
+func (a *adaptive) Enter(ref uint32, key uint64, parent uint32) {
+	n := a.enter(ref, key)
+	n.rank, n.uses = a.tick(), 1
+	if i := a.gone.find(key); i != 0 {
+		g := &a.gone.nodes[i]
+		a.reused[classOf(g.uses, g.continued)][halfOctave(n.rank-g.rank)]++
+		n.uses, n.continued = more(g.uses), g.continued
+		a.gone.remove(i)
+	}
+	n.queue = classOf(n.uses, n.continued)
+	if parent != 0 {
+		a.goesOn(parent)
+	}
+}
+
+// more is one use more.
+func more(uses uint8) uint8 { return max(uses, uses+1) }
+
+// goesOn notes that a slot has a continuation.
+func (a *adaptive) goesOn(ref uint32) {
+	if n := a.note(ref); !n.continued {
+		n.continued = true
+		a.move(a.queues[:], ref, n, classOf(n.uses, true), n.rank)
+	}
+}
+
+func (a *adaptive) Use(ref uint32) {
+	n := a.note(ref)
+	t := a.tick()
+	a.reused[n.queue][halfOctave(t-n.rank)]++
+	n.uses = more(n.uses)
+	a.move(a.queues[:], ref, n, classOf(n.uses, n.continued), t)
+}
+
+func (a *adaptive) Offer(ref uint32) {
+	if n := a.note(ref); n.pos == 0 {
+		a.queues[n.queue].offer(&a.books, ref, n)
+		a.recent.push(ref)
+	}
+}
+
+func (a *adaptive) Hold(ref uint32) {
+	n := a.note(ref)
+	a.queues[n.queue].hold(&a.books, n)
+}
+
+func (a *adaptive) Leave(ref uint32, evicted bool) {
+	n := a.note(ref)
+	a.queues[n.queue].hold(&a.books, n)
+	if evicted && n.key != 0 {
+		if a.gone.full() {
+			a.gone.drop(0)
+		}
+		g := a.gone.add(0, n.key)
+		g.rank, g.uses, g.continued = n.rank, n.uses, n.continued
+	}
+	a.leave(n)
+}
+
+// Inherit passes on the later use, from which the prefix's age counts, too.
+func (a *adaptive) Inherit(parent, child uint32) {
+	a.goesOn(parent)
+	if p, c := a.note(parent), a.note(child); c.rank > p.rank {
+		a.queues[p.queue].rank(&a.books, parent, p, c.rank)
+	}
+}
+
+func (a *adaptive) Victim() (ref uint32, ok bool) {
+	var least float64
+	for i := range a.queues {
+		if a.queues[i].n == 0 {
+			continue
+		}
+		first := a.queues[i].at(0)
+		if w := a.value(uint8(i), first.rank); !ok || w < least {
+			ref, least, ok = first.ref, w, true
+		}
+	}
+	for a.recent.n > 0 {
+		r := a.recent.top()
+		if notes := a.regions[r>>SlotBits]; int(r&SlotMask) < len(notes) && notes[r&SlotMask].pos != 0 {
+			if n := &notes[r&SlotMask]; a.value(n.queue, n.rank) < least {
+				ref = r
+			}
+			break
+		}
+		a.recent.pop()
+	}
+	return ref, ok
+}
+
+// value is what a chunk of a class that was last used at a time is worth, interpolated between half octaves.
+func (a *adaptive) value(class uint8, last uint64) float64 {
+	age := a.clock - last
+	i := halfOctave(age)
+	low, high := starts[i], starts[i+1]
+	part := min((float64(age)-low)/(high-low), 1)
+	return a.worth[class][i] + part*(a.worth[class][i+1]-a.worth[class][i])
+}
+
+// Work looks at n chunks, and renews at most one class's worths. One step for each chunk that is looked up or stored is plenty.
+func (a *adaptive) Work(n int) {
+	past := float64(a.clock - a.sampled)
+	if past == 0 || n <= 0 {
+		return
+	}
+	a.sampled = a.clock
+	n = n/2 + 1
+	for i, weight := 0, past*float64(a.capacity)/float64(n); i < n && a.capacity > 0; i++ {
+		if x := a.nth(weyl(&a.at[0], a.capacity)); x.present {
+			a.held[x.queue][halfOctave(a.clock-x.rank)] += weight
+		}
+	}
+	known := int(a.gone.fresh) - 1
+	for i, weight := 0, past*float64(known)/float64(n); i < n && known > 0; i++ {
+		if x := &a.gone.nodes[1+weyl(&a.at[1], known)]; x.key != 0 {
+			a.held[classOf(x.uses, x.continued)][halfOctave(a.clock-x.rank)] += weight
+		}
+	}
+	if a.renewed < classes {
+		a.assess()
+	} else if since := a.clock - a.begun; since >= uint64(max(a.capacity/4, 500)) {
+		a.renew(since)
+	}
+}
+
+// weyl is the next of a sequence that is spread evenly over 0 … n-1 wherever it is cut.
+func weyl(at *uint32, n int) int {
+	*at += 0x9E3779B9
+	return int(uint64(*at) * uint64(n) >> 32)
+}
+
+// renew begins to renew the worths: it forgets a little, for the time since it did so last, and takes all classes together.
+func (a *adaptive) renew(since uint64) {
+	a.begun, a.renewed = a.clock, 0
+	keep := math.Exp(-float64(since) / float64(max(memory*a.capacity, minMemory)))
+	for i := range a.pooled {
+		var reused, held float64
+		for c := range classes {
+			a.reused[c][i] *= keep
+			a.held[c][i] *= keep
+			reused += a.reused[c][i]
+			held += a.held[c][i]
+		}
+		// Most traces' hazards fall about as the inverse of the age.
+		a.pooled[i] = (reused + ageTrust) / (held + ageTrust*20*(starts[i]+1))
+	}
+}
+
+// assess renews the worths of the next class.
+func (a *adaptive) assess() {
+	c := a.renewed
+	a.renewed++
+	var reused, expected float64
+	for i := range a.pooled {
+		reused += a.reused[c][i]
+		expected += a.held[c][i] * a.pooled[i]
+	}
+	factor := (reused + classTrust*guess[c]) / (expected + classTrust)
+	var chance [ages]float64 // of a use while an age lasts
+	for i := range chance {
+		// What was seen at neighbouring ages counts as well: chunks come in requests, so that what is seen of one age is few lumps.
+		reused, expected = 0, 0
+		for j := max(i-reach, 0); j <= min(i+reach, ages-1); j++ {
+			near := 1 - math.Abs(float64(i-j))/(reach+1)
+			reused += near * a.reused[c][j]
+			expected += near * a.held[c][j] * a.pooled[j] * factor
+		}
+		hazard := a.pooled[i] * factor * (reused + ageTrust) / (expected + ageTrust)
+		chance[i] = -math.Expm1(-hazard * (starts[i+1] - starts[i]))
+	}
+	for from := range chance {
+		left, hits, time := 1.0, 0.0, 0.0
+		bestHits, bestTime := 0.0, 1.0
+		for i := from; i < ages && left > 1e-3; i++ {
+			hits += left * chance[i]
+			time += left * (starts[i+1] - starts[i]) * (1 - chance[i]/2)
+			left *= 1 - chance[i]
+			if hits*bestTime > bestHits*time {
+				bestHits, bestTime = hits, time
+			}
+		}
+		a.worth[c][from] = bestHits / bestTime
+	}
+	a.worth[c][ages] = a.worth[c][ages-1]
+}
+
+// stack is the last refs that were pushed, the newest on top. What falls out at the bottom is forgotten.
+type stack struct {
+	refs [256]uint32
+	end  uint8 // where the next goes
+	n    int
+}
+
+func (s *stack) push(ref uint32) {
+	s.refs[s.end] = ref
+	s.end++
+	s.n = min(s.n+1, len(s.refs))
+}
+
+func (s *stack) top() uint32 { return s.refs[s.end-1] }
+
+func (s *stack) pop() {
+	s.end--
+	s.n--
+}

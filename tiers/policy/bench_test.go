@@ -1,0 +1,71 @@
+package policy
+
+import (
+	"math/rand/v2"
+	"testing"
+)
+
+// BenchmarkUse is a lookup's part: chunks of a prefix are used that are leased, so nothing moves.
+func BenchmarkUse(b *testing.B) {
+	const slots, run = 1 << 20, 256
+	for _, name := range Names() {
+		b.Run(name, func(b *testing.B) {
+			p := full(name, slots)
+			rnd := rand.New(rand.NewPCG(1, 2))
+			b.ReportAllocs()
+			for i := 0; i < b.N; {
+				first := rnd.Uint32N(slots - run)
+				for j := range uint32(run) { // neighbours, as chunks of a prefix mostly are
+					p.Use(1<<SlotBits | (first + j))
+				}
+				i += run
+			}
+		})
+	}
+}
+
+// BenchmarkTurnover is what a new chunk costs in all: a victim leaves, a chunk enters and is offered.
+func BenchmarkTurnover(b *testing.B) {
+	const slots = 1 << 16
+	for _, name := range Names() {
+		b.Run(name, func(b *testing.B) {
+			p := full(name, slots)
+			for i := range uint32(slots) {
+				p.Offer(1<<SlotBits | i)
+			}
+			b.ReportAllocs()
+			key := uint64(1) << 40
+			for b.Loop() {
+				v, ok := p.Victim()
+				if !ok {
+					b.Fatal("nothing is offered")
+				}
+				p.Leave(v, true)
+				key++
+				p.Enter(v, mix(key), 0)
+				p.Offer(v)
+			}
+		})
+	}
+}
+
+// BenchmarkWork is one step.
+func BenchmarkWork(b *testing.B) {
+	p := full("adaptive", 1<<20)
+	for b.Loop() {
+		p.Use(1 << SlotBits)
+		p.Work(1)
+	}
+}
+
+func full(name string, slots int) Policy {
+	p, err := New(name, Options{Seed: 1})
+	if err != nil {
+		panic(err)
+	}
+	p.Grow(1, slots)
+	for i := range uint32(slots) {
+		p.Enter(1<<SlotBits|i, mix(uint64(i)+1), 0)
+	}
+	return p
+}
