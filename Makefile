@@ -8,13 +8,16 @@ PY := .venv/bin/python
 # Looked up when used: setup puts a Go there where the machine has none that will do.
 GO = $(shell if [ -x .cache/tools/bin/go ]; then echo .cache/tools/bin/go; else echo go; fi)
 FUZZTIME ?= 20s
+SOAK ?= 10m
+SEED ?= 0
+ROUNDS ?= 20
 GOTEST_FLAGS ?=
 PYTEST_FLAGS ?=
 JSON ?=
 NAME ?=
 ARGS ?=
 
-.PHONY: help setup build demo test test-go test-py test-e2e lint bench fuzz clean
+.PHONY: help setup build demo test test-go test-py test-e2e lint bench fuzz soak faults clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | \
@@ -54,6 +57,13 @@ bench: build ## A bench by name: NAME=lookup|copy|attach|ttft|engine|memcopy, JS
 
 fuzz: setup ## Fuzz every decoder, FUZZTIME (20s) each
 	@scripts/fuzz.sh $(FUZZTIME)
+
+soak: build ## Kill sidecars, clients and a Redis at random for SOAK (10m), checking every byte; SEED=N, JSON=FILE
+	@$(GO) build -trimpath -o bin/soak ./sidecar/soak
+	@bin/soak --bin bin/lookaside --duration '$(SOAK)' --seed '$(SEED)' $(if $(JSON),--json '$(JSON)') $(ARGS)
+
+faults: setup ## The disk tier on media that fail, ROUNDS (20) of what is random; needs root
+	$(GO) test -v -timeout 1h ./tiers/faults -faults.rounds='$(ROUNDS)' $(if $(filter-out 0,$(SEED)),-faults.seed='$(SEED)')
 
 clean: ## Remove what was built; .venv, the model and downloads stay (make clean ALL=1 removes these as well)
 	rm -rf bin build pyclient/build pyclient/dist pyclient/*.egg-info .pytest_cache .ruff_cache

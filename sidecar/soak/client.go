@@ -1,0 +1,433 @@
+package main
+
+import (
+	"bufio"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"os"
+	"strconv"
+	"time"
+
+	"github.com/spf13/pflag"
+
+	"lookaside/dax"
+	"lookaside/ipc/client"
+	"lookaside/ipc/wire"
+	"lookaside/tiers"
+	"lookaside/tiers/tiertest"
+)
+
+// counts are what clients did since they last said so.
+type counts struct {
+	Lookups      int            `json:"lookups"`
+	LookupPages  int            `json:"lookup_pages"`
+	HitPages     int            `json:"hit_pages"`
+	Late         int            `json:"late"` // lookups that were not answered within their deadline and some
+	Loads        int            `json:"loads"`
+	CheckedPages int            `json:"checked_pages"`
+	Stores       int            `json:"stores"`
+	StoredPages  int            `json:"stored_pages"`
+	Connects     int            `json:"connects"`
+	Refusals     map[string]int `json:"refusals"` // requests that were answered by an error, by its code
+}
+
+func (c *counts) add(d counts) {
+	c.Lookups += d.Lookups
+	c.LookupPages += d.LookupPages
+	c.HitPages += d.HitPages
+	c.Late += d.Late
+	c.Loads += d.Loads
+	c.CheckedPages += d.CheckedPages
+	c.Stores += d.Stores
+	c.StoredPages += d.StoredPages
+	c.Connects += d.Connects
+	for code, n := range d.Refusals {
+		if c.Refusals == nil {
+			c.Refusals = map[string]int{}
+		}
+		c.Refusals[code] += n
+	}
+}
+
+// report is what a client prints, one a line.
+type report struct {
+	Counts counts `json:"counts"`
+	Wrong  string `json:"wrong,omitempty"` // what it found that must never be
+}
+
+// patience is what a sidecar has for an answer over the session socket; it is stopped for up to two seconds now and then.
+const patience = 10 * time.Second
+
+// peer is one client process: a worker and its scheduler.
+type peer struct {
+	rnd    *rand.Rand
+	dir    string
+	engine string
+	space  *tiers.Space // its name is what the content of pages depends on
+	out    *json.Encoder
+	n      counts
+	said   time.Time
+
+	worker, scheduler *client.Session
+	lookups           *client.Lookups
+	regions           map[uint32]*dax.Attached
+	next              uint64
+}
+
+// clientMain is a client process. It ends when its standard input does, or by a signal; a sidecar that goes away it waits for.
+func clientMain(args []string) error {
+	p := &peer{out: json.NewEncoder(os.Stdout), said: time.Now()}
+	var seed uint64
+	var space int
+	fs := pflag.NewFlagSet("client", pflag.ContinueOnError)
+	fs.StringVar(&p.dir, "dir", "", "endpoint")
+	fs.StringVar(&p.engine, "engine", "", "engine id")
+	fs.Uint64Var(&seed, "seed", 0, "")
+	fs.IntVar(&space, "space", 0, "")
+	if err := fs.Parse(args); err != nil {
+		return err
+	}
+	p.rnd = rand.New(rand.NewPCG(seed, 0x736f616b))
+	p.space = spaces[space%len(spaces)]
+	parent := make(chan struct{})
+	go func() {
+		_, _ = io.Copy(io.Discard, bufio.NewReader(os.Stdin))
+		close(parent)
+	}()
+	for {
+		err := p.session(parent)
+		p.disconnect()
+		select {
+		case <-parent:
+			return p.say("")
+		default:
+		}
+		var wrong *wrongError
+		if errors.As(err, &wrong) {
+			return errors.Join(p.say(wrong.Error()), err)
+		}
+		// The sidecar is gone, or wants no more of us for now.
+		time.Sleep(time.Duration(20+p.rnd.IntN(100)) * time.Millisecond)
+	}
+}
+
+// wrongError is what must never be.
+type wrongError struct{ text string }
+
+func (e *wrongError) Error() string { return e.text }
+
+func (p *peer) say(wrong string) error {
+	err := p.out.Encode(report{p.n, wrong})
+	p.n, p.said = counts{}, time.Now()
+	return err
+}
+
+// spaces are the geometries that clients have, each with its own model.
+var spaces = []*tiers.Space{
+	tiertest.NewSpace("soak-0", tiers.Geometry{PageBytes: 16 << 10, PagesPerChunk: 8, PageTokens: 16, DigestBytes: 32}),
+	tiertest.NewSpace("soak-1", tiers.Geometry{PageBytes: 10000, PagesPerChunk: 3, PageTokens: 16, DigestBytes: 16}),
+	tiertest.NewSpace("soak-2", tiers.Geometry{PageBytes: 64 << 10, PagesPerChunk: 1, PageTokens: 256, DigestBytes: 8}),
+}
+
+func (p *peer) connect() (err error) {
+	g := p.space.Geometry
+	hello := wire.Hello{Role: wire.RoleWorker, EngineID: p.engine, PageTokens: uint32(g.PageTokens), PageBytes: uint64(g.PageBytes),
+		PagesPerChunk: uint32(g.PagesPerChunk), DigestBytes: uint8(g.DigestBytes), Fields: []wire.Field{{Key: "model", Value: p.space.Fingerprint.Short()}}}
+	p.regions = map[uint32]*dax.Attached{}
+	if p.worker, err = client.Dial(p.dir, &hello, patience); err != nil {
+		return err
+	}
+	for range p.worker.Welcome.Regions {
+		if _, err := p.recv(true); err != nil {
+			return err
+		}
+	}
+	hello.Role, hello.PageBytes = wire.RoleScheduler, 0
+	if p.scheduler, err = client.Dial(p.dir, &hello, patience); err != nil {
+		return err
+	}
+	w := p.scheduler.Welcome
+	if p.lookups, err = client.NewLookups(w.LookupEndpoint, w.ReplyEndpoint, false); err != nil {
+		return err
+	}
+	p.n.Connects++
+	return nil
+}
+
+func (p *peer) disconnect() {
+	if p.lookups != nil {
+		_ = p.lookups.Close()
+		p.lookups = nil
+	}
+	for _, s := range []*client.Session{p.scheduler, p.worker} {
+		if s != nil {
+			_ = s.Close()
+		}
+	}
+	p.scheduler, p.worker = nil, nil
+	for _, r := range p.regions {
+		_ = r.Close()
+	}
+	p.regions = nil
+}
+
+// recv receives one packet of the worker's session. Regions that come are attached; whoever waits for one is told.
+func (p *peer) recv(regions bool) ([]byte, error) {
+	for {
+		b, files, err := p.worker.Recv(patience)
+		if err != nil {
+			return nil, err
+		}
+		if t, _ := wire.Peek(b); t != wire.TypeRegionAdded {
+			for _, f := range files {
+				f.Close()
+			}
+			return b, nil
+		}
+		var m wire.RegionAdded
+		err = m.Decode(b, &wire.DefaultLimits)
+		if err == nil && len(files) == 1 {
+			p.regions[m.Region], err = dax.Attach(files[0], int64(m.SizeBytes))
+		}
+		for _, f := range files {
+			f.Close()
+		}
+		if err != nil {
+			return nil, err
+		}
+		if regions {
+			return b, nil
+		}
+	}
+}
+
+// call sends a request and decodes its answer; granted is false if the sidecar refused it.
+func (p *peer) call(request, reply wire.Message) (granted bool, err error) {
+	if err := p.worker.Send(request); err != nil {
+		return false, err
+	}
+	b, err := p.recv(false)
+	if err != nil {
+		return false, err
+	}
+	if t, _ := wire.Peek(b); t == wire.TypeError {
+		var e wire.Error
+		if err := e.Decode(b, &wire.DefaultLimits); err != nil {
+			return false, err
+		}
+		if p.n.Refusals == nil {
+			p.n.Refusals = map[string]int{}
+		}
+		p.n.Refusals[e.Code]++
+		return false, nil
+	}
+	return true, reply.Decode(b, &wire.DefaultLimits)
+}
+
+// session connects and works until something fails or the parent says to end.
+func (p *peer) session(parent <-chan struct{}) error {
+	if err := p.connect(); err != nil {
+		return err
+	}
+	for steps := 50 + p.rnd.IntN(1000); steps > 0; steps-- {
+		select {
+		case <-parent:
+			return nil
+		default:
+		}
+		if err := p.request(); err != nil {
+			return err
+		}
+		if time.Since(p.said) > 200*time.Millisecond {
+			if err := p.say(""); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func (p *peer) chance(n int) bool { return p.rnd.IntN(n) == 0 }
+
+// prefix is one of some hundreds that begin alike by dozens: more than the tiers hold together, some asked for much more often than others.
+func (p *peer) prefix() tiertest.Prefix {
+	ppc := p.space.Geometry.PagesPerChunk
+	t := make(tiertest.Prefix, 1+p.rnd.IntN(10*ppc))
+	t[0] = byte(min(p.rnd.IntN(40), p.rnd.IntN(40)))
+	if len(t) > ppc {
+		t[ppc] = byte(p.rnd.IntN(4))
+	}
+	if len(t) > 2*ppc && p.chance(2) {
+		t[2*ppc+p.rnd.IntN(len(t)-2*ppc)] = byte(p.rnd.IntN(6))
+	}
+	return t
+}
+
+// request does what an engine does for one request: look the prefix up, load what hits, store the rest. Now and then it does so badly.
+func (p *peer) request() error {
+	t := p.prefix()
+	g := p.space.Geometry
+	p.next++
+	m := wire.Lookup{Session: p.scheduler.Welcome.Session, Lookup: p.next, Hashes: t.Digests(0, len(t), g.DigestBytes), DeadlineMs: 1000}
+	if p.chance(10) {
+		m.DeadlineMs = uint32(1 + p.rnd.IntN(20))
+	}
+	if p.chance(3) {
+		m.RecomputeUs = uint32(1 + p.rnd.IntN(2000))
+	}
+	p.n.Lookups++
+	p.n.LookupPages += len(t)
+	r, err := p.lookups.Lookup(&m, 3*time.Second)
+	if errors.Is(err, os.ErrDeadlineExceeded) {
+		// A sidecar that is stopped or gone, which the session socket will tell.
+		p.n.Late++
+		r.HitPages = 0
+	} else if err != nil {
+		return err
+	}
+	hit := int(r.HitPages)
+	if hit > len(t) {
+		return &wrongError{fmt.Sprintf("a hit of %d of %d pages", hit, len(t))}
+	}
+	p.n.HitPages += hit
+	if hit > 0 {
+		if err := p.load(t, hit); err != nil {
+			return err
+		}
+	}
+	if p.chance(300) {
+		_, err := p.call(&wire.ClearSpace{ID: p.worker.NextID()}, &wire.Cleared{})
+		return err
+	}
+	if hit < len(t) && !p.chance(5) {
+		return p.store(t, hit/g.PagesPerChunk*g.PagesPerChunk)
+	}
+	return nil
+}
+
+// page is page i of an extent in the arena, checked as a client must.
+func (p *peer) page(e wire.Extent, i int) ([]byte, error) {
+	size := uint64(p.space.Geometry.PageBytes)
+	r, off := p.regions[e.Region], e.Offset+uint64(i)*size
+	if r == nil || off > uint64(len(r.Bytes())) || uint64(len(r.Bytes()))-off < size {
+		return nil, &wrongError{fmt.Sprintf("extent %+v is in no region that is mapped", e)}
+	}
+	return r.Bytes()[off:][:size], nil
+}
+
+func (p *peer) load(t tiertest.Prefix, hit int) error {
+	session := p.scheduler.Welcome.Session
+	first := 0
+	switch n := p.rnd.IntN(100); {
+	case n < 8:
+		return p.lookups.Send((&wire.Cancel{Session: session, Lookup: p.next}).Append(nil))
+	case n < 11:
+		return nil // forgotten: freed with its deadline
+	case n < 20 && hit > 1:
+		first = p.rnd.IntN(hit)
+		if err := p.lookups.Send((&wire.Trim{Session: session, Lookup: p.next, FirstPage: uint32(first)}).Append(nil)); err != nil {
+			return err
+		}
+	}
+	var g wire.LoadGrant
+	m := wire.PrepareLoad{ID: p.worker.NextID(), Session: session, Lookup: p.next, FirstPage: uint32(first), Pages: uint32(hit - first)}
+	if granted, err := p.call(&m, &g); !granted || err != nil {
+		return err
+	}
+	p.n.Loads++
+	if err := p.verify(t, g.Extents, first, hit); err != nil {
+		return err
+	}
+	if p.chance(10) { // a slow copy: as long as it is leased nothing may change
+		time.Sleep(time.Duration(p.rnd.IntN(30)) * time.Millisecond)
+		if err := p.verify(t, g.Extents, first, hit); err != nil {
+			return err
+		}
+	}
+	if p.chance(50) {
+		return nil // released with the session
+	}
+	release := wire.Release{Load: g.Load}
+	if p.chance(50) {
+		release.Bad = []uint32{0} // drops a good chunk
+	}
+	return p.worker.Send(&release)
+}
+
+func (p *peer) verify(t tiertest.Prefix, extents []wire.Extent, first, end int) error {
+	at, d := first, p.space.Geometry.DigestBytes
+	digests := t.Digests(0, len(t), d)
+	want := make([]byte, p.space.Geometry.PageBytes)
+	for _, e := range extents {
+		if int(e.Page) != at {
+			return &wrongError{fmt.Sprintf("extent of page %d, expected %d", e.Page, at)}
+		}
+		for i := range int(e.Pages) {
+			src, err := p.page(e, i)
+			if err != nil {
+				return err
+			}
+			tiertest.Fill(want, p.space, digests[at*d:(at+1)*d])
+			if string(src) != string(want) {
+				return &wrongError{fmt.Sprintf("WRONG BYTES: page %d of %d of prefix %v in space %s, extent %+v, digest %x", at, len(t), t, p.space.Fingerprint.Short(), e, digests[at*d:(at+1)*d])}
+			}
+			at++
+			p.n.CheckedPages++
+		}
+	}
+	if at != end {
+		return &wrongError{fmt.Sprintf("extents end at page %d, asked for %d to %d", at, first, end)}
+	}
+	return nil
+}
+
+func (p *peer) store(t tiertest.Prefix, first int) error {
+	d := p.space.Geometry.DigestBytes
+	m := wire.PrepareStore{ID: p.worker.NextID(), FirstPage: uint32(first), Hashes: t.Digests(first, len(t), d)}
+	if first > 0 {
+		m.Prev = t.Digests(first-1, first, d)
+	}
+	var g wire.StoreGrant
+	if granted, err := p.call(&m, &g); !granted || err != nil {
+		return err
+	}
+	if g.Store == 0 {
+		return nil
+	}
+	p.n.Stores++
+	var failed []uint32
+	abort := p.chance(20)
+	digests := t.Digests(0, len(t), d)
+	for n, e := range g.Grants {
+		spoil := abort || p.chance(30)
+		if spoil {
+			failed = append(failed, uint32(n))
+		}
+		for i := range int(e.Pages) {
+			dst, err := p.page(e, i)
+			if err != nil {
+				return err
+			}
+			at := int(e.Page) + i
+			tiertest.Fill(dst, p.space, digests[at*d:(at+1)*d])
+			if spoil {
+				dst[p.rnd.IntN(len(dst))]++ // never to be seen by anybody
+			} else {
+				p.n.StoredPages++
+			}
+		}
+	}
+	switch {
+	case abort && p.chance(10):
+		return errors.New("ending the session with a store open, on purpose")
+	case abort:
+		return p.worker.Send(&wire.AbortStore{Store: g.Store})
+	default:
+		return p.worker.Send(&wire.CommitStore{Store: g.Store, Failed: failed})
+	}
+}
+
+func seedArg(seed uint64) string { return strconv.FormatUint(seed, 10) }
