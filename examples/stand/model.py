@@ -8,6 +8,7 @@ varied greedy text, which is enough to see whether two runs agree, and a prefill
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import shutil
@@ -131,6 +132,14 @@ def _tokenizer(out: Path) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", model_max_length=MAX_TOKENS
     ).save_pretrained(out)
+
+
+def kv_bytes_per_token(path: Path, value_bytes: int = 4) -> int:
+    """The bytes of a token's keys and values in all layers of a Llama."""
+    config = json.loads((path / "config.json").read_text())
+    heads = config["num_key_value_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return 2 * config["num_hidden_layers"] * heads * size * value_bytes
 
 
 def prompt(tokens: int, seed: int, shared: list[int] | None = None) -> list[int]:

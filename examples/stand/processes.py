@@ -172,6 +172,58 @@ class Sidecar(Process):
         """What `lookaside status --json` says."""
         return self.get("/v1/status").json()
 
+    def tiers(self) -> dict[str, dict[str, Any]]:
+        """What `lookaside tiers --json` says, by name."""
+        return {tier["name"]: tier for tier in self.get("/v1/tiers").json()["tiers"]}
+
+    def wait_stored(self, tier: str, pages: int, timeout_s: float = 30.0) -> None:
+        """Waits until a tier, which is written to behind vLLM's back, holds so many pages.
+
+        Where that cannot be known, as of Redis, until nothing was written to it for two seconds. Raises TimeoutError.
+        """
+        seen, since = -1, time.monotonic()
+
+        def stored() -> bool:
+            nonlocal seen, since
+            status = self.tiers()[tier]
+            if status["pages"] >= 0:
+                return status["pages"] >= pages
+            if status["store_queue_chunks"] or status["stored_chunks"] != seen:
+                seen, since = status["stored_chunks"], time.monotonic()
+            return time.monotonic() - since > 2
+
+        eventually(stored, f"{pages} pages in {tier}", timeout_s)
+
+
+class Redis(Process):
+    """A Redis server on loopback that keeps nothing on disk."""
+
+    def __init__(self, name: str, log: Path) -> None:
+        program = shutil.which("redis-server") or shutil.which("valkey-server")
+        if program is None:
+            raise RuntimeError("no redis-server in PATH: run `make setup`")
+        self.port = free_port()
+        command = [program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        super().__init__(name, command, log)
+
+    def command(self, *words: str) -> bytes:
+        """The first bytes of what it answers to a command. Raises OSError."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=5) as link:
+            link.sendall(b"".join([b"*%d\r\n" % len(words), *(b"$%d\r\n%s\r\n" % (len(w), w.encode()) for w in words)]))
+            return link.recv(65536)
+
+    def wait_ready(self, timeout_s: float = 10.0) -> None:
+        """Waits until it answers. Raises RuntimeError with the log's end."""
+
+        def answers() -> bool:
+            if not self.alive():
+                raise RuntimeError(f"{self.name} ended with {self.popen.returncode}:\n{self.tail()}")
+            with contextlib.suppress(OSError):
+                return self.command("PING") == b"+PONG\r\n"
+            return False
+
+        eventually(answers, f"{self.name} to answer", timeout_s)
+
 
 class Server(Process):
     """A running vLLM OpenAI server."""
@@ -250,16 +302,25 @@ class Stand:
                 shutil.copy(log, self._keep_logs / log.name)
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def sidecar(self, rank: int = 0, name: str = "ep", ready: bool = True, **settings: str) -> Sidecar:
-        """Starts a sidecar. ``settings`` are `lookaside serve` flags, with _ for -."""
+    def sidecar(
+        self, rank: int = 0, name: str = "ep", ready: bool = True, settings: dict[str, str] | None = None
+    ) -> Sidecar:
+        """Starts a sidecar. ``settings`` are `lookaside serve` flags, with _ for -; tiers in their order."""
         endpoint = self.directory / f"{name}-{rank}"
-        flags = {key.replace("_", "-"): value for key, value in settings.items()}
+        flags = {key.replace("_", "-"): value for key, value in (settings or {}).items()}
         flags = {"arena-limit": "2G", **flags}
         sidecar = Sidecar(endpoint, self.directory / f"sidecar-{name}-{rank}.log", flags)
         self._processes.append(sidecar)
         if ready:
             sidecar.wait_ready()
         return sidecar
+
+    def redis(self, name: str = "redis") -> Redis:
+        """Starts a Redis server, and waits for it."""
+        server = Redis(name, self.directory / f"{name}.log")
+        self._processes.append(server)
+        server.wait_ready()
+        return server
 
     def endpoint(self, name: str = "ep") -> str:
         """The endpoint template of the sidecars called ``name``."""

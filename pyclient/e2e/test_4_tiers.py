@@ -1,0 +1,304 @@
+"""Tiers below the arena: a prefix outlives memory, restarts and machines; what fails in one is never a wrong token.
+
+The tests of the class build on each other, because every server takes half a minute to start: "one" is a machine with a
+disk and a Redis server, whose arena holds a tenth of what is asked of it; "two" is another machine, which comes later
+and has nothing but the same Redis server.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from examples.beyond_memory import __main__ as beyond_memory
+from examples.stand import client, model
+from examples.stand.client import Answer
+from examples.stand.processes import BINARY, Redis, Server, Sidecar, Stand, eventually
+
+from .conftest import PAGE, Pair, ask, configured, hits_of, sessions
+
+LENGTHS = (300, 700, 1000)  # two, five and seven pages, two to a chunk
+ROUNDS = 12
+ARENA = "36M"  # a tenth of the 336 MiB that the prompts' pages take
+PROMPTS = [model.prompt(LENGTHS[number % 3], 60_000 + number) for number in range(3 * ROUNDS)]
+PAGES = sum(hits_of(len(prompt)) // PAGE for prompt in PROMPTS)
+SEED = 20261120
+
+# On a busy machine bringing pages up takes as long as it takes.
+PATIENCE = {"lookup_timeout_ms": 10_000, "promotion_timeout_ms": 30_000, "load_timeout_ms": 30_000}
+
+
+@dataclass
+class Machine:
+    """A sidecar and a server on it. Either may be ended and started anew; what lies on the disk stays."""
+
+    stand: Stand
+    name: str
+    settings: dict[str, str]
+    disk: Path | None = None
+    runs: int = 0
+    sidecar: Sidecar = field(init=False)
+    server: Server = field(init=False)
+
+    def start_sidecar(self, **settings: str) -> None:
+        """settings: instead of those of before, where given."""
+        self.settings = settings or self.settings
+        self.sidecar = self.stand.sidecar(0, self.name, settings=self.settings)
+
+    def start_server(self) -> None:
+        """Does not wait for it."""
+        self.runs += 1
+        name = f"{self.name}-{self.runs}"
+        self.server = self.stand.server(name, connector=configured(self.stand.endpoint(self.name), **PATIENCE))
+
+    def kill_sidecar(self) -> None:
+        self.sidecar.signal(signal.SIGKILL)
+        self.sidecar.wait(10)
+        self.sidecar.end()
+
+    def ask(self, prompt: list[int]) -> Answer:
+        """An answer for which vLLM's own cache has nothing."""
+        client.reset_prefix_cache(self.server.base_url)
+        return ask(self.server, prompt)
+
+    def connected(self, truth: dict[int, Answer]) -> None:
+        """Waits until both roles are connected and the first prompt hits: regions may be mapped a little later."""
+        eventually(lambda: sessions(self.sidecar) == 2, "both roles' sessions", 30)
+
+        def hit() -> bool:
+            answer = self.ask(PROMPTS[0])
+            assert answer.tokens == truth[0].tokens
+            return answer.cached_tokens == hits_of(len(PROMPTS[0]))
+
+        eventually(hit, "a first hit", 30)
+
+    def hits(self, truth: dict[int, Answer], which: range) -> None:
+        """All of these prompts hit as far as they can, and their answers are the right ones."""
+        for number in which:
+            answer = self.ask(PROMPTS[number])
+            assert answer.tokens == truth[number].tokens, f"prompt {number}"
+            assert answer.cached_tokens == hits_of(len(PROMPTS[number])), f"prompt {number}"
+
+
+@dataclass
+class Tiered:
+    """The machines, and what they share."""
+
+    redis: Redis
+    one: Machine
+    two: Machine
+    truth: dict[int, Answer] = field(default_factory=dict)  # by prompt
+
+
+@pytest.fixture(scope="class")
+def tiered(small_model: Path, logs: Path | None) -> Iterator[Tiered]:
+    with Stand(small_model, logs) as stand:
+        redis = stand.redis()
+        url = f"redis://127.0.0.1:{redis.port}/0"
+        disk = stand.directory / "disk"
+        one = Machine(
+            stand,
+            "one",
+            {"arena_limit": ARENA, "disk": f"{disk}:1G:slab=128M", "redis": f"{url}?load_timeout=20s"},
+            disk,
+        )
+        one.start_sidecar()
+        one.start_server()
+        one.server.wait_ready()
+        yield Tiered(redis, one, Machine(stand, "two", {"arena_limit": "1G", "redis": url}))
+
+
+def known_serdes(directory: Path) -> str:
+    """What the sidecar says that it can encode pages with."""
+    wrong = [str(BINARY), "serve", f"--runtime-dir={directory}", "--redis=redis://127.0.0.1:1/0?serde=none-such"]
+    return subprocess.run(wrong, capture_output=True, text=True, timeout=30).stderr
+
+
+class TestTiers:
+    def test_a_tenth_of_the_memory_is_enough(self, tiered: Tiered, pair: Pair) -> None:
+        one = tiered.one
+        for number, prompt in enumerate(PROMPTS):
+            tiered.truth[number] = ask(one.server, prompt)
+            assert tiered.truth[number].cached_tokens == 0
+        for number in range(0, len(PROMPTS), 7):
+            assert ask(pair.plain, PROMPTS[number]).tokens == tiered.truth[number].tokens
+        one.sidecar.wait_stored("disk", PAGES, 60)
+        assert one.sidecar.status()["pages"] <= PAGES // 8, "the arena was meant to be too small"
+        one.hits(tiered.truth, range(len(PROMPTS)))
+        status = one.sidecar.tiers()["disk"]
+        assert status["loaded_chunks"] > ROUNDS * len(LENGTHS)
+        assert status["corrupt_chunks"] == 0 and status["shed_chunks"] == 0
+        assert client.metric(one.server.base_url, "vllm:lookaside_load_failures_total") == 0
+        assert client.metric(one.server.base_url, "vllm:lookaside_prefill_tokens_per_second") > 0
+
+    def test_what_the_demo_measures_and_prints(self, tiered: Tiered) -> None:
+        """examples/beyond_memory on this server: the rows that `make demo TIERS=disk` writes, and its table."""
+        one = tiered.one
+        rows = beyond_memory.measure(one.server, one.sidecar, "disk", (300, 1000), rounds=2, seed=78)
+        assert [row.prompt_tokens for row in rows] == [300, 1000]
+        assert [row.hit_tokens for row in rows] == [hits_of(300), hits_of(1000)]
+        for row in rows:
+            assert row.outputs_equal
+            assert min(row.computed_ttft_s, row.tier_ttft_s, row.arena_ttft_s, row.local_ttft_s) > 0
+        text = beyond_memory.table(beyond_memory.Result("disk", 1 << 30, 1 << 27, 1 << 26, rows))
+        assert text.count(" equal") == 2
+
+    def test_local_hits_are_not_brought_up_again(self, tiered: Tiered) -> None:
+        """vLLM has the first four of seven pages itself: they stay where they are."""
+        one, number = tiered.one, len(LENGTHS) - 1
+        prompt = PROMPTS[number]
+        one.hits(tiered.truth, range(20, len(PROMPTS)))  # the arena forgets it
+        client.reset_prefix_cache(one.server.base_url)
+        ask(one.server, prompt[: 4 * PAGE + 1], max_tokens=1)
+        before = client.metric(one.server.base_url, "vllm:lookaside_load_bytes_total")
+        again = ask(one.server, prompt)
+        assert again.tokens == tiered.truth[number].tokens
+        assert again.cached_tokens == hits_of(len(prompt))
+        loaded = client.metric(one.server.base_url, "vllm:lookaside_load_bytes_total") - before
+        assert loaded == 3 * PAGE * model.kv_bytes_per_token(one.stand.model)
+
+    def test_sidecar_is_killed_and_finds_its_disk_again(self, tiered: Tiered) -> None:
+        one = tiered.one
+        one.kill_sidecar()
+        missed = one.ask(PROMPTS[1])
+        assert (missed.tokens, missed.cached_tokens) == (tiered.truth[1].tokens, 0)
+        one.start_sidecar()
+        one.connected(tiered.truth)
+        one.hits(tiered.truth, range(2, 12))
+        assert one.sidecar.tiers()["disk"]["loaded_chunks"] > 0
+
+    def test_everything_is_killed_and_started_anew(self, tiered: Tiered) -> None:
+        one, two = tiered.one, tiered.two
+        one.sidecar.wait_stored("redis", PAGES, 60)
+        one.sidecar.signal(signal.SIGKILL)
+        one.server.end(patience_s=0)
+        one.sidecar.end()
+        one.start_sidecar()
+        two.start_sidecar()
+        one.start_server()
+        two.start_server()
+        one.server.wait_ready()
+        two.server.wait_ready()
+        one.hits(tiered.truth, range(12, 24))
+        assert one.sidecar.tiers()["disk"]["loaded_chunks"] > 0
+
+    def test_another_machine_finds_it_in_redis(self, tiered: Tiered) -> None:
+        tiered.two.hits(tiered.truth, range(len(PROMPTS)))
+        assert tiered.two.sidecar.tiers()["redis"]["loaded_chunks"] > len(PROMPTS)
+
+    def test_an_emptied_disk_is_filled_from_redis(self, tiered: Tiered) -> None:
+        one = tiered.one
+        one.sidecar.end()
+        assert one.disk is not None
+        shutil.rmtree(one.disk)
+        one.start_sidecar()
+        one.connected(tiered.truth)
+        one.hits(tiered.truth, range(len(PROMPTS)))
+        assert one.sidecar.tiers()["redis"]["loaded_chunks"] > 0
+        one.sidecar.wait_stored("disk", PAGES, 60)
+
+    def test_redis_that_stops_answering_costs_nothing(self, tiered: Tiered, pair: Pair) -> None:
+        """Stopped, it is turned off; requests hit in the arena and compute what is new. Then it comes back."""
+        two, seeds = tiered.two, iter(range(61_000, 62_000))
+
+        def new_one() -> Answer:
+            prompt = model.prompt(400, next(seeds))
+            answer = two.ask(prompt)
+            assert answer.cached_tokens == 0
+            return answer
+
+        new_one()
+        tiered.redis.signal(signal.SIGSTOP)
+        try:
+            eventually(lambda: bool(new_one()) and two.sidecar.tiers()["redis"]["state"] != "closed", "it is off", 60)
+            late = client.metric(two.server.base_url, "vllm:lookaside_lookup_timeouts_total")
+            two.hits(tiered.truth, range(0, 6))
+            for _ in range(3):
+                new_one()
+            assert client.metric(two.server.base_url, "vllm:lookaside_lookup_timeouts_total") == late
+        finally:
+            tiered.redis.signal(signal.SIGCONT)
+        two.sidecar.end()
+        two.start_sidecar()  # its arena is empty now
+        two.connected(tiered.truth)
+        eventually(lambda: two.sidecar.tiers()["redis"]["state"] == "closed", "it is in use again", 90)
+        two.hits(tiered.truth, range(6, 12))
+
+    def test_redis_that_is_gone_costs_nothing(self, tiered: Tiered) -> None:
+        two = tiered.two
+        tiered.redis.signal(signal.SIGKILL)
+        tiered.redis.wait(10)
+        two.hits(tiered.truth, range(6, 12))
+        for number in range(3):
+            answer = two.ask(model.prompt(400, 62_000 + number))
+            assert answer.cached_tokens == 0
+
+    def test_a_corrupted_disk_is_never_a_wrong_token(self, tiered: Tiered) -> None:
+        """Bytes flipped all over the store while nobody has it open; Redis is gone, so the disk is all there is."""
+        one = tiered.one
+        one.sidecar.end()
+        rng = random.Random(SEED)
+        assert one.disk is not None
+        slabs = [path for path in one.disk.rglob("*") if path.is_file() and path.stat().st_size > 1 << 20]
+        assert slabs
+        for path in slabs:
+            with path.open("r+b") as slab:
+                size = path.stat().st_size
+                # The first MiB has the headers and the directory: what becomes of them is not this test's question.
+                for _ in range(size >> 20):
+                    at = rng.randrange(1 << 20, size)
+                    slab.seek(at)
+                    byte = slab.read(1)
+                    slab.seek(at)
+                    slab.write(bytes([byte[0] ^ 1 << rng.randrange(8)]))
+        one.start_sidecar()
+        eventually(lambda: sessions(one.sidecar) == 2, "both roles' sessions", 30)
+        found = 0
+        for number, prompt in enumerate(PROMPTS):
+            answer = one.ask(prompt)
+            assert answer.tokens == tiered.truth[number].tokens, f"prompt {number}, seed {SEED}"
+            assert answer.cached_tokens <= hits_of(len(prompt))
+            found += answer.cached_tokens // PAGE
+        print(f"\n{found} of {PAGES} pages were still found")
+        assert found < PAGES
+        assert one.sidecar.tiers()["disk"]["corrupt_chunks"] > 0
+
+    @pytest.mark.parametrize("serde", ["fp8", "int8"])
+    def test_lossy_pages_in_redis(self, tiered: Tiered, serde: str, tmp_path: Path) -> None:
+        """What they do to greedy tokens is reported, not judged: it is the model's, and an opt-in."""
+        if serde not in known_serdes(tmp_path / "never"):
+            pytest.skip(f"this sidecar has no serde {serde}")
+        two = tiered.two
+        lossless = {space["fingerprint"] for space in tiered.one.sidecar.status()["spaces"]}
+        redis = two.stand.redis(f"redis-{serde}")
+        two.sidecar.end()
+        two.start_sidecar(arena_limit="1G", redis=f"redis://127.0.0.1:{redis.port}/0?serde={serde}")
+        eventually(lambda: sessions(two.sidecar) == 2, "both roles' sessions", 30)
+        lossy = {space["fingerprint"] for space in two.sidecar.status()["spaces"]}
+        assert lossy and not lossy & lossless, "pages that lost bits are not those of who did not ask for it"
+        which = range(8)
+        for number in which:
+            answer = two.ask(PROMPTS[number])
+            assert (answer.tokens, answer.cached_tokens) == (tiered.truth[number].tokens, 0)
+        pages = sum(hits_of(len(PROMPTS[number])) // PAGE for number in which)
+        two.sidecar.wait_stored("redis", pages, 60)
+        two.sidecar.end()
+        two.start_sidecar()
+        eventually(lambda: sessions(two.sidecar) == 2, "both roles' sessions", 30)
+        eventually(lambda: two.ask(PROMPTS[0]).cached_tokens > 0, "a first hit", 30)
+        same = total = 0
+        for number in which:
+            answer = two.ask(PROMPTS[number])
+            assert answer.cached_tokens == hits_of(len(PROMPTS[number]))
+            truth = tiered.truth[number].tokens
+            same += sum(a == b for a, b in zip(answer.tokens, truth, strict=True))
+            total += len(truth)
+        print(f"\n{serde} in Redis: {same} of {total} greedy tokens are those of the lossless run ({same / total:.0%})")
+        assert total == 8 * len(which)
