@@ -83,7 +83,7 @@ func Check(ctx context.Context, o CheckOptions) (Report, error) {
 			return Report{}, fmt.Errorf("%s: %w: there are no slabs in it", dir, tiers.ErrNotFound)
 		}
 		for _, n := range numbers {
-			files = append(files, path.Join(dir, slabName(n)))
+			files = append(files, path.Join(dir, SlabName(n)))
 		}
 	}
 	locks, err := lockAll(o.FS, o.Dirs, false)

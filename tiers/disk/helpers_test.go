@@ -51,7 +51,7 @@ func eachEntry(t testing.TB, fsys vfs.FS, dirs []string, f func(file vfs.File, h
 			t.Fatal(err)
 		}
 		for _, n := range numbers {
-			file, err := fsys.OpenFile(path.Join(dir, slabName(n)), 0)
+			file, err := fsys.OpenFile(path.Join(dir, SlabName(n)), 0)
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -106,7 +106,7 @@ func slabNumbers(fsys vfs.FS, dir string) ([]uint32, error) {
 	for _, name := range names {
 		digits, ok := strings.CutPrefix(name, slabPrefix)
 		n, err := strconv.ParseUint(digits, 10, 16)
-		if ok && err == nil && name == slabName(uint32(n)) {
+		if ok && err == nil && name == SlabName(uint32(n)) {
 			out = append(out, uint32(n))
 		}
 	}
@@ -114,7 +114,8 @@ func slabNumbers(fsys vfs.FS, dir string) ([]uint32, error) {
 	return out, nil
 }
 
-func slabName(index uint32) string { return fmt.Sprintf("%s%03d", slabPrefix, index) }
+// SlabName is the name of a slab in its directory.
+func SlabName(index uint32) string { return fmt.Sprintf("%s%03d", slabPrefix, index) }
 
 // readHeader reads what a file says of itself. An error that wraps media.ErrBlank or media.ErrCorrupt says that it has no intact header.
 func readHeader(f vfs.File) (media.Header, error) {

@@ -29,7 +29,7 @@ type place struct {
 	off error // why it was given up; guarded by mu
 }
 
-func (p *place) name() string { return path.Join(p.dir, slabName(p.index)) }
+func (p *place) name() string { return path.Join(p.dir, SlabName(p.index)) }
 
 // failure is why the place was given up, nil if it was not.
 func (p *place) failure() error {

@@ -1,0 +1,120 @@
+package main
+
+import (
+	"fmt"
+
+	"github.com/spf13/cobra"
+
+	"lookaside/dax"
+	"lookaside/tiers/diskbench"
+)
+
+func newBenchDisk() *cobra.Command {
+	var (
+		file, bytes, piece, kind string
+		slots                    []string
+		o                        diskbench.Transfers
+	)
+	cmd := &cobra.Command{
+		Use:   "disk",
+		Short: "The disk tier's reads and writes, against fio's with as large requests, as many at a time, into memory of the same kind",
+		Args:  cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			var err error
+			if o.Bytes, err = dax.ParseSize(bytes); err != nil {
+				return fmt.Errorf("--bytes: %w", err)
+			}
+			if o.Piece, err = dax.ParseSize(piece); err != nil {
+				return fmt.Errorf("--piece: %w", err)
+			}
+			if o.Kind, err = dax.ParseKind(kind); err != nil {
+				return fmt.Errorf("--kind: %w", err)
+			}
+			ctx, stop := interruptible(cmd)
+			defer stop()
+			report := newBenchReport("disk")
+			for _, slot := range slots {
+				if o.SlotBytes, err = dax.ParseSize(slot); err != nil {
+					return fmt.Errorf("--slots: %w", err)
+				}
+				f, err := o.Run(ctx)
+				if err != nil {
+					return err
+				}
+				addDisk(report, o.SlotBytes, f)
+			}
+			return report.print(cmd, file)
+		},
+	}
+	addJSONFlag(cmd, &file)
+	fs := cmd.Flags()
+	fs.StringVar(&o.Dir, "dir", "", "directory on the disk to measure (default: that for temporary files); takes twice --bytes")
+	fs.StringSliceVar(&slots, "slots", []string{"1M", "8M", "64M"}, "bytes of a slot")
+	fs.StringVar(&bytes, "bytes", "1G", "bytes written and read each round")
+	fs.StringVar(&piece, "piece", "4M", "bytes of a request at most")
+	fs.IntVar(&o.Workers, "workers", 4, "requests under way at a time")
+	fs.StringVar(&kind, "kind", "auto", "kind of the memory: auto, hugetlb, thp or memfd")
+	fs.IntVar(&o.Rounds, "rounds", 5, "how often each is measured; the median counts")
+	return cmd
+}
+
+// coresBudget is what moving bytes may take of the processor.
+const coresBudget = 0.5
+
+func addDisk(r *benchReport, slot int64, f diskbench.Figures) {
+	of := "." + dax.FormatSize(slot)
+	r.rounds("read"+of, "GB/s", f.Read, f.FioR)
+	r.rounds("write"+of, "GB/s", f.Write, f.FioW)
+	budget := make([]float64, len(f.ReadC))
+	for i := range budget {
+		budget[i] = coresBudget
+	}
+	r.rounds("read.cores"+of, "", f.ReadC, budget)
+	r.rounds("write.cores"+of, "", f.WriteC, budget)
+	r.add("page_cache"+of, f.CachedFraction, "of the bytes")
+}
+
+func newBenchRecovery() *cobra.Command {
+	var (
+		file, page string
+		o          diskbench.Recovery
+	)
+	cmd := &cobra.Command{
+		Use:   "recovery",
+		Short: "Opening a disk tier that holds many chunks, against reading and hashing its directories",
+		Long: `Opening a disk tier that holds many chunks, against reading and hashing its directories and doing nothing else. The store is made for it,
+with directories that are there and slots that are holes.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			var err error
+			if o.PageBytes, err = dax.ParseSize(page); err != nil {
+				return fmt.Errorf("--page: %w", err)
+			}
+			ctx, stop := interruptible(cmd)
+			defer stop()
+			f, err := o.Run(ctx)
+			if err != nil {
+				return err
+			}
+			report := newBenchReport("recovery")
+			of := fmt.Sprintf(".%d_chunks.%d_pages", o.Chunks, o.PagesPerChunk)
+			report.rounds("open"+of, "s", f.Seconds, f.BareS)
+			budget, memory := make([]float64, len(f.Seconds)), make([]float64, len(f.Seconds))
+			for i := range budget {
+				budget[i], memory[i] = 3*float64(o.Chunks)/1e6, 2048
+			}
+			report.rounds("open_in_budget"+of, "s", f.Seconds, budget)
+			report.rounds("memory_a_chunk"+of, "B", f.MemoryB, memory)
+			report.add("directory_a_chunk"+of, float64(f.EntryB), "B")
+			return report.print(cmd, file)
+		},
+	}
+	addJSONFlag(cmd, &file)
+	fs := cmd.Flags()
+	fs.StringVar(&o.Dir, "dir", "", "directory on the disk to measure (default: that for temporary files)")
+	fs.IntVar(&o.Chunks, "chunks", 1_000_000, "chunks held")
+	fs.IntVar(&o.PagesPerChunk, "pages-per-chunk", 16, "pages of a chunk")
+	fs.StringVar(&page, "page", "256K", "bytes of a page, which takes no room")
+	fs.IntVar(&o.Rounds, "rounds", 5, "how often it is measured; the median counts")
+	return cmd
+}
