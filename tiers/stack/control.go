@@ -298,11 +298,12 @@ func (s *Stack) Clear(ctx context.Context, fp chunk.Fingerprint, name string) (o
 		out = append(out, Cleared{Tier: arenaName, Chunks: s.clearArena(fp)})
 	}
 	for _, t := range which {
+		// None is given anything until all are clear, or what is promoted from one meanwhile would come to another again.
+		defer s.resume(t)
 		c := Cleared{Tier: t.Name}
 		if c.Err = s.pause(ctx, t); c.Err == nil {
 			c.Chunks, c.Err = t.Tier.Clear(ctx, fp)
 		}
-		s.resume(t)
 		out = append(out, c)
 	}
 	if arena && len(which) > 0 {

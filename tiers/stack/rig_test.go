@@ -1,7 +1,6 @@
 package stack
 
 import (
-	"context"
 	"fmt"
 	"math/rand/v2"
 	"slices"
@@ -292,13 +291,3 @@ func (r *rig) want(lookup uint64, p tiertest.Prefix, first, n, pages int) {
 }
 
 func (r *rig) clearArena() { r.engine.ClearSpace(r.id) }
-
-// fails is a fault for some kinds of calls.
-func fails(err error, ops ...tiertest.Op) func(context.Context, tiertest.Op, tiers.Run) error {
-	return func(_ context.Context, op tiertest.Op, _ tiers.Run) error {
-		if slices.Contains(ops, op) {
-			return err
-		}
-		return nil
-	}
-}

@@ -15,8 +15,6 @@ import (
 
 var errBroken = errors.New("broken")
 
-func local(o tiertest.MemoryOptions) tiertest.MemoryOptions { o.Local = true; return o }
-
 // What was stored is found after the arena has forgotten it, in each kind of tier, whole and partly filled chunks alike.
 func TestPromotes(t *testing.T) {
 	for name, o := range map[string]tiertest.MemoryOptions{
