@@ -243,7 +243,7 @@ func (e *Engine) grown(ref uint32) {
 		_, s := e.slot(ref)
 		t.held = 0
 		s.flags &^= reused
-		e.admit(ref, e.cascades.stored)
+		e.admit(ref, e.cascades.stored|t.part) // what is whole by now waits among the whole ones
 	}
 }
 
