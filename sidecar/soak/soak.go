@@ -173,7 +173,7 @@ func (s *soak) startSidecar() error {
 		"serve", "--runtime-dir", s.endpoint(), "--arena-limit", pick(s.rnd, "8M", "12M", "24M"), "--arena-kind", "memfd", "--lifecycle-drain", "1s", "--lifecycle-flush", "2s",
 		"--lookup-lease", "3s", "--log-level", "warn", "--arena-eviction", pick(s.rnd, "lru", "adaptive"), "--lookup-promote", pick(s.rnd, "auto", "always", "always"),
 		"--disk", s.store() + ":" + pick(s.rnd, "48M", "64M", "64M", "64M") + ":admit=" + pick(s.rnd, "stored", "stored", "reused", "evicted") +
-			":direct=" + pick(s.rnd, "auto", "never") + ":workers=" + pick(s.rnd, "1", "4"),
+			":direct=" + pick(s.rnd, "auto", "never") + ":workers=" + pick(s.rnd, "1", "4") + ":slab=" + pick(s.rnd, "4M", "8M", "16M"),
 	}
 	if s.redis != nil {
 		args = append(args, "--redis", fmt.Sprintf("redis://127.0.0.1:%d/0?admit=%s", s.port, pick(s.rnd, "stored", "reused", "evicted")))

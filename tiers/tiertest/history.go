@@ -98,7 +98,8 @@ func (w *world) store() {
 		runs = append(runs, chunks(w.run())...)
 	}
 	for i, err := range transfers(w.t.Context(), w.t, w.tier, Store, w.shift(), runs...) {
-		if err != nil && !w.allowed(err) && !(errors.Is(err, tiers.ErrBusy) && twin(runs, i)) {
+		// The least capacity there is may be too little for all chunks of a call at once.
+		if err != nil && !w.allowed(err) && !(errors.Is(err, tiers.ErrBusy) && (w.f.Evicts || twin(runs, i))) {
 			w.fatalf("Store: %v", err)
 		}
 		key := keyOf(runs[i])
