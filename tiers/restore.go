@@ -164,16 +164,18 @@ func (e *Engine) EndRestore() (chunks int) {
 	if e.closed || len(all) == 0 {
 		return 0
 	}
-	slices.SortStableFunc(all, func(a, b staged) int { return cmp.Compare(a.order, b.order) })
-	all = e.takeStaged(all)
-	const group = 64
+	all = e.takeStaged(byOrder(all))
+	var tags []uint32
 	for i := range all {
-		if i%group == 0 {
-			e.warm(all[i:min(i+group, len(all))])
+		if i%warmGroup == 0 {
+			tags = e.warm(all[i:min(i+warmGroup, len(all))], tags[:0])
 		}
-		if e.restore(&all[i]) {
+		_, s := e.slot(all[i].ref)
+		n := int(s.granted)
+		if e.restore(&all[i], tags[:n]) {
 			chunks++
 		}
+		tags = tags[n:]
 	}
 	// Prefixes that came before their continuations are their parents by now; the others follow.
 	for i := range all {
@@ -224,25 +226,70 @@ func (e *Engine) takeStaged(all []staged) []staged {
 	return kept
 }
 
-// warm reads the places of the index that some slots' pages belong to. The reads do not depend on each other, so that their cache misses overlap.
-func (e *Engine) warm(some []staged) {
-	t := &e.idx.cur
-	if len(t.words) == 0 {
-		return
+// byOrder sorts what is staged.
+func byOrder(all []staged) []staged {
+	type key struct {
+		order uint64
+		i     int
 	}
-	var seen uint64
+	keys := make([]key, len(all))
+	for i := range all {
+		keys[i] = key{all[i].order, i}
+	}
+	slices.SortFunc(keys, func(a, b key) int { return cmp.Or(cmp.Compare(a.order, b.order), cmp.Compare(a.i, b.i)) })
+	out := make([]staged, len(all))
+	for i, k := range keys {
+		out[i] = all[k.i]
+	}
+	return out
+}
+
+// warmGroup is how many slots are warmed together: the lines of the index that 16 pages of each need still fit into a core's cache.
+const warmGroup = 64
+
+// warm reads the places of the index that some slots' pages belong to, in a loop of its own, so that its cache misses overlap. It appends the pages' tags.
+func (e *Engine) warm(some []staged, tags []uint32) []uint32 {
 	for i := range some {
 		r, s := e.slot(some[i].ref)
 		sp := e.spaces[s.space]
 		for pos := range int(s.granted) {
-			seen ^= t.words[t.home(sp.tagOfRecord(r.digest(some[i].ref&recordMask, pos)))]
+			tags = append(tags, sp.tagOfRecord(r.digest(some[i].ref&recordMask, pos)))
 		}
 	}
+	t := &e.idx.cur
+	var seen uint64
+	for _, tag := range tags {
+		seen ^= t.words[t.home(tag)]
+	}
 	e.touched = seen
+	return tags
+}
+
+// enterFresh indexes pages of a slot, from its first on, up to one whose tag is indexed already: mostly there is none.
+func (e *Engine) enterFresh(ref uint32, tags []uint32) (pages int) {
+	t := &e.idx.cur
+	r, s := e.slot(ref)
+	rec := ref&^recordMask | uint32(int(ref&recordMask)*r.ppc)
+	for _, tag := range tags {
+		at := t.home(tag)
+		for t.words[at] != 0 && uint32(t.words[at]>>32) != tag {
+			at = t.next(at)
+		}
+		if t.words[at] != 0 {
+			break
+		}
+		t.words[at] = entry(tag, rec)
+		rec++
+		pages++
+	}
+	t.used += pages
+	s.pages += uint16(pages)
+	e.spaces[s.space].pages += pages
+	return pages
 }
 
 // restore puts one slot into the index and its prefix; false: it is free again.
-func (e *Engine) restore(x *staged) bool {
+func (e *Engine) restore(x *staged, tags []uint32) bool {
 	r, s := e.slot(x.ref)
 	sp := e.spaces[s.space]
 	pages := int(s.granted)
@@ -255,7 +302,12 @@ func (e *Engine) restore(x *staged) bool {
 		e.release(x.ref)
 		return false
 	}
-	if !e.enter(x.ref, 0, pages) {
+	from := 0
+	if !e.idx.migrating() { // which it never is before the engine is used
+		from = e.enterFresh(x.ref, tags)
+	}
+	if !e.enter(x.ref, from, pages) {
+		e.retract(x.ref, 0)
 		e.release(x.ref)
 		return false
 	}
