@@ -512,6 +512,23 @@ func (s *soak) endAll() {
 		s.end(s.redis, syscall.SIGKILL, 10*time.Second)
 	}
 	s.check()
+	s.readLogs()
+}
+
+// readLogs looks for what no process may ever say. A race is reported by binaries that were built with the race detector.
+func (s *soak) readLogs() {
+	for _, name := range []string{"sidecar", "client"} {
+		b, err := os.ReadFile(filepath.Join(s.o.dir, name+".log"))
+		if err != nil {
+			s.problem("%v", err)
+			continue
+		}
+		for _, never := range []string{"WARNING: DATA RACE", "panic: ", "fatal error: ", "DPANIC"} {
+			if at := strings.Index(string(b), never); at >= 0 {
+				s.problem("in %s.log: %s", name, b[at:min(at+4000, len(b))])
+			}
+		}
+	}
 }
 
 func (s *soak) say() {
