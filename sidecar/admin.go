@@ -163,8 +163,9 @@ func noRoute(doc *huma.OpenAPI) http.HandlerFunc {
 	}
 }
 
-// write answers a request with the error.
+// write answers a request with the error, at once: without waiting for its body.
 func (e *APIError) write(w http.ResponseWriter) {
+	w.Header().Set("Connection", "close")
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(e.status)
 	_ = json.NewEncoder(w).Encode(e) // who asked may have left

@@ -97,12 +97,16 @@ func BenchPromotion(ctx context.Context, o PromotionBench, log *zap.Logger) (f P
 	}()
 	f.Kind = d.arena.kind
 
-	b := promotionBench{o: o, d: d, pages: pages, chunkBytes: chunkBytes}
+	b := &prefixRig{o: o, d: d, pages: pages}
 	defer b.close()
+	b.name()
 	if err := b.connect(dir); err != nil {
 		return f, err
 	}
-	if err := b.store(ctx); err != nil {
+	if err := b.store(); err != nil {
+		return f, err
+	}
+	if err := b.cascaded(ctx); err != nil {
 		return f, err
 	}
 	bare, err := newBareReader(data, f.Bytes, o, d.arena.kind)
@@ -146,20 +150,19 @@ func BenchPromotion(ctx context.Context, o PromotionBench, log *zap.Logger) (f P
 	return f, nil
 }
 
-// promotionBench is one engine's worker and scheduler on a sidecar of this process.
-type promotionBench struct {
-	o          PromotionBench
-	d          *Daemon
-	pages      int
-	chunkBytes int64
-	hashes     []byte
+// prefixRig is a prefix with one engine's worker and scheduler on a sidecar of this process.
+type prefixRig struct {
+	o      PromotionBench
+	d      *Daemon
+	pages  int
+	hashes []byte
 
 	worker, scheduler *client.Session
 	lookups           *client.Lookups
 	id                uint64
 }
 
-func (b *promotionBench) connect(dir string) (err error) {
+func (b *prefixRig) connect(dir string) (err error) {
 	hello := wire.Hello{
 		Role: wire.RoleWorker, EngineID: "bench", PageTokens: 16, PageBytes: uint64(b.o.PageBytes), PagesPerChunk: uint32(b.o.PagesPerChunk), DigestBytes: 32,
 	}
@@ -183,7 +186,7 @@ func (b *promotionBench) connect(dir string) (err error) {
 	return err
 }
 
-func (b *promotionBench) close() {
+func (b *prefixRig) close() {
 	if b.lookups != nil {
 		_ = b.lookups.Close()
 	}
@@ -201,12 +204,16 @@ func content(page int, p []byte) {
 	_, _ = rand.NewChaCha8(seed).Read(p) // never fails
 }
 
-// store writes the prefix into the arena, and waits until all of it is on disk.
-func (b *promotionBench) store(ctx context.Context) error {
+// name makes up the prefix's hashes.
+func (b *prefixRig) name() {
 	for i := range b.pages {
 		h := BenchDigest(0, i)
 		b.hashes = append(b.hashes, h[:]...)
 	}
+}
+
+// store writes the prefix into the arena.
+func (b *prefixRig) store() error {
 	step := min(wire.MaxStorePages(32), 1024) / b.o.PagesPerChunk * b.o.PagesPerChunk
 	if step == 0 {
 		return fmt.Errorf("%d pages a chunk are too many for one message", b.o.PagesPerChunk)
@@ -231,6 +238,11 @@ func (b *promotionBench) store(ctx context.Context) error {
 			return err
 		}
 	}
+	return b.worker.Call(&wire.Ping{ID: b.worker.NextID()}, new(wire.Pong), 10*time.Second) // the commits have been read before it
+}
+
+// cascaded waits until all of the prefix is in the first tier.
+func (b *prefixRig) cascaded(ctx context.Context) error {
 	want := int64(b.pages)
 	for {
 		st := b.d.Tiers()[0]
@@ -249,7 +261,7 @@ func (b *promotionBench) store(ctx context.Context) error {
 }
 
 // fill writes what an extent's pages are to hold.
-func (b *promotionBench) fill(e wire.Extent) {
+func (b *prefixRig) fill(e wire.Extent) {
 	mem := b.d.arena.bytes(e.Region)
 	for i := range int64(e.Pages) {
 		at := int64(e.Offset) + i*b.o.PageBytes
@@ -257,12 +269,18 @@ func (b *promotionBench) fill(e wire.Extent) {
 	}
 }
 
-// lookup asks for the prefix, and frees what it leased but for the last one's.
-func (b *promotionBench) lookup() (time.Duration, error) {
-	if b.id > 0 {
-		if err := b.lookups.Send((&wire.Cancel{Session: b.scheduler.Welcome.Session, Lookup: b.id}).Append(nil)); err != nil {
-			return 0, err
-		}
+// letGo frees what the last lookup leased.
+func (b *prefixRig) letGo() error {
+	if b.id == 0 {
+		return nil
+	}
+	return b.lookups.Send((&wire.Cancel{Session: b.scheduler.Welcome.Session, Lookup: b.id}).Append(nil))
+}
+
+// lookup asks for the prefix, and frees what the one before it leased.
+func (b *prefixRig) lookup() (time.Duration, error) {
+	if err := b.letGo(); err != nil {
+		return 0, err
 	}
 	b.id++
 	const patience = time.Minute
@@ -277,7 +295,7 @@ func (b *promotionBench) lookup() (time.Duration, error) {
 }
 
 // verify loads what the last lookup found, and compares every byte.
-func (b *promotionBench) verify() error {
+func (b *prefixRig) verify() error {
 	var g wire.LoadGrant
 	m := wire.PrepareLoad{ID: b.worker.NextID(), Session: b.scheduler.Welcome.Session, Lookup: b.id, Pages: uint32(b.pages)}
 	if err := b.worker.Call(&m, &g, 10*time.Second); err != nil {

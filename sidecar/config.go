@@ -21,6 +21,7 @@ import (
 	"go.uber.org/zap/zapcore"
 
 	"lookaside/dax"
+	"lookaside/tiers/policy"
 )
 
 // EnvPrefix begins the name of every environment variable that is a setting.
@@ -214,9 +215,9 @@ var settings = []Setting{
 		},
 	},
 	{
-		Key: "arena.eviction", Default: "lru", Unit: choices(evictionPolicies),
+		Key: "arena.eviction", Default: policy.Default, Unit: choices(policy.Names()),
 		Meaning: "Which chunk leaves the arena first when there is no room. Never one whose continuation is held: a continuation without its prefix is worth nothing. lookaside simulate compares them on a trace.",
-		set:     func(c *Config, v string) error { c.Arena.Eviction = v; return nearestOf(v, evictionPolicies) },
+		set:     func(c *Config, v string) error { c.Arena.Eviction = v; return nearestOf(v, policy.Names()) },
 	},
 	{
 		Key: "arena.low_water", Default: "0.125", Unit: "fraction of the arena's slots, above 0 and at most 1",

@@ -15,6 +15,8 @@ import (
 
 	"lookaside/dax"
 	"lookaside/tiers"
+	"lookaside/tiers/policy"
+	"lookaside/tiers/serde"
 )
 
 // The kinds of tiers. Each is also the name of a flag, and in capitals the end of the name of an environment variable.
@@ -28,16 +30,17 @@ var tierKinds = []string{tierDisk, tierRedis, tierS3}
 
 // TierConfig is one tier below the arena. What the fields mean is in [TierSettings]. Only the part of its Kind is used.
 type TierConfig struct {
-	Kind         string // disk, redis or s3
-	Name         string // unique
-	Admit        tiers.Admission
-	Queue        int // chunks
-	Workers      int
-	LoadTimeout  time.Duration
-	StoreTimeout time.Duration
-	Disk         DiskConfig
-	Redis        RedisConfig
-	S3           S3Config
+	Kind          string // disk, redis or s3
+	Name          string // unique
+	Admit         tiers.Admission
+	Queue         int // chunks
+	Workers       int
+	LookupTimeout time.Duration // not for disks, which answer from memory
+	LoadTimeout   time.Duration
+	StoreTimeout  time.Duration
+	Disk          DiskConfig
+	Redis         RedisConfig
+	S3            S3Config
 
 	source string // where it was set, for errors
 }
@@ -100,10 +103,6 @@ func admissions() (names []string) {
 	}
 	return names
 }
-
-var evictionPolicies = []string{"lru", "s3fifo", "sieve", "arc", "wtinylfu", "adaptive"}
-
-var serdes = []string{"raw"}
 
 const sizeUnit = "bytes (K, M, G and T are powers of 1024)"
 
@@ -171,6 +170,8 @@ var commonTierSettings = []TierSetting{
 	workersSetting([]string{tierDisk}, "4", "I/O goroutines", "How many reads and writes are under way at a time."),
 	workersSetting([]string{tierRedis}, "4", "calls", "How many loads, and how many stores, are under way at a time."),
 	workersSetting([]string{tierS3}, "16", "calls", "How many loads, and how many stores, are under way at a time."),
+	timeoutSetting("lookup_timeout", "500ms", "How long asking what it has may take. What it has not answered by then is a miss; several in a row turn the tier off for a while.",
+		[]string{tierRedis, tierS3}, func(c *TierConfig) *time.Duration { return &c.LookupTimeout }),
 	timeoutSetting("load_timeout", "2s", "How long loading a batch of chunks may take. A chunk that is not there by then is a miss; several in a row turn the tier off for a while.",
 		[]string{tierDisk, tierRedis}, func(c *TierConfig) *time.Duration { return &c.LoadTimeout }),
 	timeoutSetting("load_timeout", "10s", "How long loading a batch of chunks may take. A chunk that is not there by then is a miss; several in a row turn the tier off for a while.",
@@ -202,8 +203,8 @@ var diskSettings = []TierSetting{
 		Meaning: "How much of the disks the store takes, over all its directories together. It is allocated when the sidecar starts. With another capacity an existing store grows or shrinks; shrinking drops what was in the part that goes.",
 		set:     func(c *TierConfig, v string) (err error) { c.Disk.Capacity, err = parseSize(v); return },
 	},
-	choiceSetting("eviction", []string{tierDisk}, "lru", "Which chunk leaves first when the store is full. Never one whose continuation is held: a continuation without its prefix is worth nothing.",
-		evictionPolicies, func(c *TierConfig) *string { return &c.Disk.Eviction }),
+	choiceSetting("eviction", []string{tierDisk}, policy.Default, "Which chunk leaves first when the store is full. Never one whose continuation is held: a continuation without its prefix is worth nothing.",
+		policy.Names(), func(c *TierConfig) *string { return &c.Disk.Eviction }),
 	choiceSetting("direct", []string{tierDisk}, "auto", "Whether I/O goes around the page cache (O_DIRECT). auto: where the file system allows it; always: an error where it does not.",
 		[]string{"auto", "always", "never"}, func(c *TierConfig) *string { return &c.Disk.Direct }),
 	{
@@ -237,7 +238,7 @@ var redisSettings = []TierSetting{
 			return
 		},
 	},
-	choiceSetting("serde", []string{tierRedis}, "raw", "How pages are encoded on their way.", serdes, func(c *TierConfig) *string { return &c.Redis.Serde }),
+	choiceSetting("serde", []string{tierRedis}, "raw", "How pages are encoded on their way.", serde.Names(), func(c *TierConfig) *string { return &c.Redis.Serde }),
 	{
 		Key: "split", Kinds: []string{tierRedis}, Default: "8M", Unit: sizeUnit,
 		Meaning: "Larger chunks are kept as several values of this size, which are sent one behind the other without waiting.",
@@ -275,7 +276,7 @@ var s3Settings = []TierSetting{
 		func(c *TierConfig) *string { return &c.S3.SecretKeyEnv }),
 	textSetting("ca_file", []string{tierS3}, "", "PEM file", "Certificates of the authorities that the server's is checked by; unset: the system's.",
 		func(c *TierConfig) *string { return &c.S3.CAFile }),
-	choiceSetting("serde", []string{tierS3}, "raw", "How pages are encoded on their way.", serdes, func(c *TierConfig) *string { return &c.S3.Serde }),
+	choiceSetting("serde", []string{tierS3}, "raw", "How pages are encoded on their way.", serde.Names(), func(c *TierConfig) *string { return &c.S3.Serde }),
 }
 
 var tierName = regexp.MustCompile(`^[a-z0-9][a-z0-9_-]{0,31}$`)

@@ -48,10 +48,10 @@ func TestTiersOfTheFile(t *testing.T) {
 	want := []TierConfig{
 		{Kind: "disk", Name: "disk", Admit: tiers.AdmitReused, Queue: 12, Workers: 3, LoadTimeout: time.Second, StoreTimeout: 3 * time.Second,
 			Disk: DiskConfig{Paths: []string{"/a", "/b"}, Capacity: 200 << 30, Eviction: "lru", Direct: "never"}},
-		{Kind: "redis", Name: "redis", Admit: tiers.AdmitStored, Queue: 4096, Workers: 4, LoadTimeout: 2 * time.Second, StoreTimeout: 30 * time.Second,
+		{Kind: "redis", Name: "redis", Admit: tiers.AdmitStored, Queue: 4096, Workers: 4, LookupTimeout: 500 * time.Millisecond, LoadTimeout: 2 * time.Second, StoreTimeout: 30 * time.Second,
 			Redis: RedisConfig{URL: "rediss://user@host:6379/0", PasswordFile: "/run/secret", CAFile: "/ca.pem", CertFile: "/cert.pem", KeyFile: "/key.pem",
 				TTL: 24 * time.Hour, Serde: "raw", Split: 4 << 20, Pool: 7}},
-		{Kind: "s3", Name: "archive", Admit: tiers.AdmitNever, Queue: 4096, Workers: 16, LoadTimeout: 10 * time.Second, StoreTimeout: 30 * time.Second,
+		{Kind: "s3", Name: "archive", Admit: tiers.AdmitNever, Queue: 4096, Workers: 16, LookupTimeout: 500 * time.Millisecond, LoadTimeout: 10 * time.Second, StoreTimeout: 30 * time.Second,
 			S3: S3Config{URL: "s3://bucket/some/prefix", Endpoint: "http://localhost:9000", Region: "eu-1", AccessKeyEnv: "AWS_ACCESS_KEY_ID",
 				SecretKeyEnv: "AWS_SECRET_ACCESS_KEY", Serde: "raw"}},
 	}

@@ -3,14 +3,19 @@ package sidecar
 import (
 	"errors"
 	"fmt"
+	"path/filepath"
 	"slices"
+	"strings"
 
 	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
 
 	"lookaside/connector"
+	"lookaside/dax"
 	"lookaside/tiers"
 	"lookaside/tiers/disk"
 	"lookaside/tiers/stack"
+	"lookaside/tiers/vfs"
 )
 
 // openTiers opens the tiers of the settings, nearest first. After an error none is open.
@@ -28,7 +33,7 @@ func openTiers(cfg Config, log *zap.Logger) (open []stack.TierConfig, err error)
 			return open, fmt.Errorf("%s tier %q: %w", c.Kind, c.Name, err)
 		}
 		sc := stack.TierConfig{
-			Name: c.Name, Tier: t, Admit: c.Admit, Queue: c.Queue, LoadTimeout: c.LoadTimeout, StoreTimeout: c.StoreTimeout,
+			Name: c.Name, Tier: t, Admit: c.Admit, Queue: c.Queue, LookupTimeout: c.LookupTimeout, LoadTimeout: c.LoadTimeout, StoreTimeout: c.StoreTimeout,
 		}
 		if c.Kind != tierDisk { // which has workers of its own
 			sc.LookupWorkers, sc.LoadWorkers, sc.StoreWorkers = c.Workers, c.Workers, c.Workers
@@ -41,6 +46,9 @@ func openTiers(cfg Config, log *zap.Logger) (open []stack.TierConfig, err error)
 func openTier(c *TierConfig, log *zap.Logger) (tiers.Tier, error) {
 	switch c.Kind {
 	case tierDisk:
+		if err := checkRoom(c.Disk); err != nil {
+			return nil, err
+		}
 		return disk.Open(disk.Options{
 			Dirs: c.Disk.Paths, CapacityBytes: c.Disk.Capacity, SlabBytes: c.Disk.Slab, Policy: c.Disk.Eviction, Workers: c.Workers,
 			Direct: disk.Direct(c.Disk.Direct), Seed: connector.RandomID(), Log: log,
@@ -58,4 +66,57 @@ func closeTiers(open []stack.TierConfig) error {
 		}
 	}
 	return errors.Join(errs...)
+}
+
+// checkRoom refuses a capacity that the file systems cannot give, before any of it is taken: finding out by taking it would leave them full.
+func checkRoom(c DiskConfig) error {
+	type fileSystem struct {
+		dirs       []string
+		want, free int64
+	}
+	byDevice := map[uint64]*fileSystem{}
+	var order []uint64
+	for _, dir := range c.Paths {
+		at := dir
+		var st unix.Stat_t
+		for {
+			err := unix.Stat(at, &st)
+			if err == nil {
+				break
+			}
+			if !errors.Is(err, unix.ENOENT) || at == filepath.Dir(at) {
+				return fmt.Errorf("paths: %s: %w", at, err)
+			}
+			at = filepath.Dir(at) // it will be made
+		}
+		fs := byDevice[st.Dev]
+		if fs == nil {
+			free, err := vfs.OS.FreeSpace(at)
+			if err != nil {
+				return fmt.Errorf("paths: %s: %w", at, err)
+			}
+			fs = &fileSystem{free: free}
+			byDevice[st.Dev] = fs
+			order = append(order, st.Dev)
+		}
+		fs.dirs = append(fs.dirs, dir)
+		fs.want += c.Capacity / int64(len(c.Paths))
+		// What the store has taken already is not taken again.
+		slabs, err := filepath.Glob(filepath.Join(dir, "slab-*"))
+		if err != nil {
+			return err
+		}
+		for _, name := range slabs {
+			if info, err := vfs.OS.Stat(name); err == nil {
+				fs.free += info.Allocated
+			}
+		}
+	}
+	for _, dev := range order {
+		if fs := byDevice[dev]; fs.want > fs.free {
+			return fmt.Errorf("capacity: %s are wanted in %s, and %s are free there: set a smaller capacity, or other paths",
+				dax.FormatSize(fs.want), strings.Join(fs.dirs, ", "), dax.FormatSize(fs.free))
+		}
+	}
+	return nil
 }
