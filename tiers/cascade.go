@@ -442,6 +442,11 @@ func (e *Engine) chill(bit uint8) uint32 {
 		e.admit(ref, e.cascades.evicted&^bit)
 		e.cool(c, ref)
 		if t.held&bit == 0 {
+			if (t.whole|t.part)&bit != 0 { // as a victim of before
+				t.whole &^= bit
+				t.part &^= bit
+				e.cascades.queues[bits.TrailingZeros8(bit)].queued--
+			}
 			return ref
 		}
 		if left--; left == 0 {

@@ -14,6 +14,7 @@ import (
 
 	"lookaside/internal/leak"
 	"lookaside/tiers/chunk"
+	"lookaside/tiers/policy"
 )
 
 var (
@@ -54,12 +55,33 @@ type modelSpace struct {
 	id        SpaceID
 	committed map[string]bool // page digests
 	clears    int
+	tiers     [3]map[string]bool // what the tiers have of it
 }
 
 type modelLookup struct {
 	p        prefix
 	first, n int
 	deadline int64
+	clears   int            // of the space when it began to wait
+	waits    []*modelFlight // by chunk, from the one that holds page first+n on; nil: it was ready
+	end      int            // the page after the last that it waits for
+}
+
+// modelFlight is a chunk on its way up from a tier.
+type modelFlight struct {
+	space  *modelSpace
+	p      prefix
+	ex     Extent
+	clears int
+	ended  bool
+	ok     bool
+}
+
+// modelCascade is a chunk on its way down to a tier.
+type modelCascade struct {
+	tier  int
+	space *modelSpace
+	item  CascadeItem
 }
 
 type modelLoad struct {
@@ -83,24 +105,33 @@ type modelSession struct {
 }
 
 type world struct {
-	t        *testing.T
-	seed     uint64
-	rng      *rand.Rand
-	e        *Engine
-	now      int64
-	deadline int64
-	arena    map[uint32][]byte
-	spaces   []*modelSpace
-	sessions []*modelSession
-	owners   Owner
-	pins     map[uint64]*modelSpace
-	ended    []uint64 // handles that are no longer good
-	alphabet int
-	depth    int
-	step     int
-	bad      bool // a chunk was dropped as bad
-	hits     int
-	exacts   int // answers that the model knew exactly
+	t                         *testing.T
+	seed                      uint64
+	rng                       *rand.Rand
+	e                         *Engine
+	now                       int64
+	deadline                  int64
+	arena                     map[uint32][]byte
+	spaces                    []*modelSpace
+	sessions                  []*modelSession
+	owners                    Owner
+	pins                      map[uint64]*modelSpace
+	flights                   map[uint64]*modelFlight
+	cascades                  map[uint64]*modelCascade
+	tiers                     []TierAdmission
+	chain                     map[string]string // by digest: that of the page before
+	place                     map[string]int    // by digest: the page's index
+	awake                     [3]bool
+	freed                     int
+	policies                  []*strict
+	ended                     []uint64 // handles that are no longer good
+	alphabet                  int
+	depth                     int
+	step                      int
+	bad                       bool // a chunk was dropped as bad
+	hits                      int
+	cascaded, droppedCascades int
+	exacts                    int // answers that the model knew exactly
 }
 
 func (w *world) fatal(format string, args ...any) {
@@ -124,7 +155,8 @@ func (w *world) exact() bool {
 }
 
 func newWorld(t *testing.T, seed uint64) *world {
-	w := &world{t: t, seed: seed, rng: rand.New(rand.NewPCG(seed, 1)), arena: map[uint32][]byte{}, pins: map[uint64]*modelSpace{}}
+	w := &world{t: t, seed: seed, rng: rand.New(rand.NewPCG(seed, 1)), arena: map[uint32][]byte{}, pins: map[uint64]*modelSpace{},
+		flights: map[uint64]*modelFlight{}, cascades: map[uint64]*modelCascade{}, chain: map[string]string{}, place: map[string]int{}}
 	w.alphabet, w.depth = 1+w.rng.IntN(3), 1+w.rng.IntN(40)
 	w.deadline = 1 + w.rng.Int64N(2*growPatience)
 	digest := []int{8, 16, 32}[w.rng.IntN(3)]
@@ -159,12 +191,33 @@ func newWorld(t *testing.T, seed uint64) *world {
 		Now: func() int64 { return w.now }, Seed: seed, LeaseDeadline: time.Duration(w.deadline), MaxSpaces: 4, MaxOwners: 8, MaxLookupsPerOwner: 1 + w.rng.IntN(20),
 		MaxPages: 64, MinPageBytes: 1, OwnerShare: []float64{0.3, 0.5, 1}[w.rng.IntN(3)], ArenaLimitBytes: limit,
 	}
+	cfg.Policy = policy.Names()[w.rng.IntN(len(policy.Names()))]
+	cfg.PromotingShare = []float64{0.1, 0.5, 1}[w.rng.IntN(3)]
+	cfg.LowWater = []float64{0.1, 0.5, 1}[w.rng.IntN(3)]
+	cfg.PartialDelay = time.Duration(1 + w.rng.Int64N(growPatience/5))
+	cfg.Wake = func(tier int) { w.awake[tier] = true }
+	cfg.OnFree = func(region, slot uint32) {
+		if w.arena[region] == nil {
+			w.fatal("slot %d of region %d is freed", slot, region)
+		}
+		w.freed++
+	}
+	for range w.rng.IntN(4) {
+		cfg.Tiers = append(cfg.Tiers, TierAdmission{Admit: Admission(w.rng.IntN(4)), Queue: []int{1, 3, 0}[w.rng.IntN(3)]})
+	}
+	w.tiers = cfg.Tiers
 	if w.chance(4) {
 		cfg.MaxLeasesPerOwner = 1 + w.rng.IntN(30)
 	}
 	e, err := New(cfg)
 	w.check(err)
 	w.e = e
+	plain := e.newPolicy
+	e.newPolicy = func() policy.Policy {
+		s := &strict{Policy: plain(), notes: map[uint32]bool{}}
+		w.policies = append(w.policies, s)
+		return s
+	}
 	if w.chance(3) {
 		e.tagMask = 3 << 30 // nearly all digests collide
 	}
@@ -174,6 +227,9 @@ func newWorld(t *testing.T, seed uint64) *world {
 	}
 	for i := range 1 + w.rng.IntN(3) {
 		s := &modelSpace{fp: chunk.FingerprintOf([]byte{byte(i)}), g: geometries[w.rng.IntN(len(geometries))], committed: map[string]bool{}}
+		for t := range s.tiers {
+			s.tiers[t] = map[string]bool{}
+		}
 		s.id, err = e.OpenSpace(s.fp, s.g)
 		w.check(err)
 		w.spaces = append(w.spaces, s)
@@ -254,6 +310,9 @@ func (w *world) lookup(s *modelSession) {
 	size := s.space.g.DigestBytes
 	id := uint64(w.rng.IntN(8))
 	delete(s.lookups, id)
+	held := make([]uint16, len(p)/s.space.g.PagesPerChunk+1)
+	w.check(w.e.Contains(s.space.id, first, p.digests(first, len(p), size), held))
+	limited := w.e.Stats().Limited
 	pages, err := w.e.Lookup(s.owner, id, first, p.digests(first, len(p), size))
 	if errors.Is(err, ErrBusy) {
 		return
@@ -269,6 +328,16 @@ func (w *world) lookup(s *modelSession) {
 		if next := first + pages; next < len(p) && s.space.committed[string(p.digests(next, next+1, size))] {
 			w.fatal("page %d of %v is held and was not found", next, p)
 		}
+	}
+	contained := 0
+	for i := 0; first+contained < len(p); i++ {
+		contained += int(held[i])
+		if next := first + contained; held[i] == 0 || next%s.space.g.PagesPerChunk != 0 {
+			break
+		}
+	}
+	if contained != pages && w.e.Stats().Limited == limited {
+		w.fatal("%d pages of %v from page %d hit, contained are %v", pages, p, first, held)
 	}
 	if pages > 0 {
 		w.hits++
@@ -349,6 +418,7 @@ func (w *world) commit(s *modelSession) {
 			if st.clears == s.space.clears {
 				s.space.committed[string(d)] = true
 			}
+			w.note(st.p, p, g.DigestBytes)
 		}
 	}
 	if w.chance(10) {
@@ -367,6 +437,9 @@ func (w *world) prepareLoad(s *modelSession) {
 	id, l, ok := pick(w, sched.lookups)
 	if !ok {
 		return
+	}
+	if l.n == 0 {
+		return // it waits for all of it
 	}
 	first := l.first + w.rng.IntN(l.n)
 	n := 1 + w.rng.IntN(l.first+l.n-first)
@@ -425,15 +498,20 @@ func (w *world) trim(s *modelSession) {
 	if !ok {
 		return
 	}
-	at := l.first + w.rng.IntN(l.n+2)
+	ppc := s.space.g.PagesPerChunk
+	end := max(l.first+l.n, l.end)
+	at := l.first + w.rng.IntN(end-l.first+2)
 	w.check(w.e.Trim(s.owner, id, at))
-	for (l.first/s.space.g.PagesPerChunk+1)*s.space.g.PagesPerChunk <= at && l.n > 0 {
-		next := min((l.first/s.space.g.PagesPerChunk+1)*s.space.g.PagesPerChunk, l.first+l.n)
-		l.n -= next - l.first
-		l.first = next
-	}
-	if at >= l.first+l.n || l.n == 0 {
+	if at >= end {
 		delete(s.lookups, id)
+		return
+	}
+	if cut := at / ppc * ppc; cut > l.first {
+		if gone := cut/ppc - (l.first+l.n)/ppc; gone > 0 {
+			l.waits = l.waits[gone:]
+		}
+		l.n = max(0, l.n-(cut-l.first))
+		l.first = cut
 	}
 }
 
@@ -473,6 +551,9 @@ func (w *world) clear() {
 	s := w.spaces[w.rng.IntN(len(w.spaces))]
 	w.e.ClearSpace(s.id)
 	s.committed = map[string]bool{}
+	for t := range s.tiers {
+		s.tiers[t] = map[string]bool{}
+	}
 	s.clears++
 }
 
@@ -493,7 +574,7 @@ func (w *world) stall() {
 	want := 0
 	for _, s := range w.sessions {
 		for id, l := range s.lookups {
-			if l.deadline <= w.now {
+			if l.deadline <= w.now && len(l.waits) == 0 {
 				want++
 				delete(s.lookups, id)
 			}
@@ -529,7 +610,7 @@ func (w *world) pin() {
 func (w *world) run(steps int) {
 	for w.step = 0; w.step < steps; w.step++ {
 		s := w.session()
-		switch w.rng.IntN(40) {
+		switch w.rng.IntN(60) {
 		case 0, 1, 2, 3, 4, 5, 6, 7:
 			w.lookup(s)
 		case 8, 9, 10, 11, 12, 13, 14:
@@ -569,11 +650,26 @@ func (w *world) run(steps int) {
 			}
 		case 38:
 			w.pin()
+		case 40, 41, 42, 43, 44:
+			w.promote(s)
+		case 45, 46, 47, 48, 49:
+			w.finishPromotion()
+		case 50, 51, 52:
+			w.settle(s)
+		case 53, 54, 55:
+			w.cascade()
+		case 56, 57, 58:
+			w.endCascade()
+		case 59:
+			if w.chance(6) {
+				w.drop()
+			}
 		case 39:
 			w.now += w.rng.Int64N(growPatience / 20) // less than a deadline: nothing is done about it yet
 		}
 		if w.seed%4 == 0 || w.chance(20) {
 			w.check(w.e.Check())
+			w.checkPolicies()
 		}
 		st := w.e.Stats()
 		leases := 0
@@ -586,6 +682,12 @@ func (w *world) run(steps int) {
 	}
 	for len(w.sessions) > 0 {
 		w.die(w.sessions[0])
+	}
+	for len(w.flights) > 0 {
+		w.finishPromotion()
+	}
+	for len(w.cascades) > 0 {
+		w.endCascade()
 	}
 	for pin := range w.pins {
 		w.check(w.e.Unpin(pin))
@@ -617,24 +719,30 @@ func TestRandomHistories(t *testing.T) {
 		return
 	}
 	var total Counters
-	hits, exacts := 0, 0
+	hits, exacts, cascades, dropped := 0, 0, 0, 0
 	for seed := uint64(1); seed <= uint64(*seedsFlag); seed++ {
 		w := newWorld(t, seed)
 		w.run(*stepsFlag)
 		s := w.e.stats
 		hits += w.hits
 		exacts += w.exacts
+		cascades += w.cascaded
+		dropped += w.droppedCascades
 		for _, c := range []struct {
 			to *uint64
 			v  uint64
 		}{{&total.Evictions, s.Evictions}, {&total.Duplicates, s.Duplicates}, {&total.Replaced, s.Replaced}, {&total.Extended, s.Extended}, {&total.Recarved, s.Recarved},
+			{&total.Promotions, s.Promotions}, {&total.PromotionsJoined, s.PromotionsJoined}, {&total.PromotionsFailed, s.PromotionsFailed},
+			{&total.PromotionsLate, s.PromotionsLate}, {&total.PromotedPages, s.PromotedPages}, {&total.Dropped, s.Dropped},
 			{&total.Limited, s.Limited}, {&total.Bad, s.Bad}, {&total.Cleared, s.Cleared}, {&total.LoadPages, s.LoadPages}, {&total.Expired, s.Expired}} {
 			*c.to += c.v
 		}
 	}
 	t.Logf("%d hits, %d answers known exactly; %+v", hits, exacts, total)
 	for name, n := range map[string]uint64{"evictions": total.Evictions, "duplicates": total.Duplicates, "replaced": total.Replaced, "extended": total.Extended,
-		"recarved": total.Recarved, "limited": total.Limited, "bad": total.Bad, "cleared": total.Cleared, "loads": total.LoadPages, "expired": total.Expired, "known answers": uint64(exacts)} {
+		"recarved": total.Recarved, "limited": total.Limited, "bad": total.Bad, "cleared": total.Cleared, "loads": total.LoadPages, "expired": total.Expired,
+		"promotions": total.Promotions, "joined promotions": total.PromotionsJoined, "failed promotions": total.PromotionsFailed, "late promotions": total.PromotionsLate,
+		"promoted pages": total.PromotedPages, "dropped": total.Dropped, "cascades": uint64(cascades), "dropped cascades": uint64(dropped), "known answers": uint64(exacts)} {
 		if n == 0 && *seedsFlag >= 100 {
 			t.Errorf("the histories never came to %s", name)
 		}

@@ -127,6 +127,9 @@ func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, h
 		c := PromotedChunk{Chunk: i, Pages: w.last(i) - w.start(i) + 1}
 		ref := refs[i]
 		if ref != 0 {
+			if i == 0 && x != nil && w.last(0) < x.first+x.n {
+				break // it has more
+			}
 			if !ow.slots.add(ref, sp.class.limit) {
 				e.stats.Limited++
 				break
@@ -186,10 +189,10 @@ func (e *Engine) promote(ow *owner, w *walk, i, have int, parent uint32, x *leas
 	if rec != 0 {
 		held = page - start + 1
 	}
+	if got := start + max(held, have); got == start || i == 0 && x != nil && got <= x.first+x.n {
+		return 0
+	}
 	if held >= have {
-		if held == 0 || i == 0 && x != nil && page < x.first+x.n {
-			return 0
-		}
 		ref, _ := e.slotOf(rec)
 		if !ow.slots.add(ref, sp.class.limit) {
 			e.stats.Limited++
@@ -241,7 +244,7 @@ func (e *Engine) promote(ow *owner, w *walk, i, have int, parent uint32, x *leas
 func (e *Engine) chunkBefore(sp *space, x *lease, w *walk, prev []byte) uint32 {
 	if x != nil {
 		for i := len(x.slots) - 1; i >= max(0, len(x.slots)-2); i-- {
-			if _, s := e.slot(x.slots[i]); int(s.chunk) == w.chunk-1 && !s.doomed() {
+			if _, s := e.slot(x.slots[i]); int(s.chunk) == w.chunk-1 && !s.doomed() && max(s.pages, s.granted) == uint16(w.ppc) {
 				return x.slots[i]
 			}
 		}

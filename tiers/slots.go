@@ -269,6 +269,9 @@ func (e *Engine) settle(ref uint32) {
 		e.release(ref)
 	case (int(s.pages) < r.ppc || s.flags&twin != 0) && e.redundant(ref):
 		e.stats.Duplicates++
+		if s.flags&cold != 0 {
+			e.cool(r.class, ref) // as thaw expects
+		}
 		e.leave(ref, false)
 		e.release(ref)
 	case s.children == 0:
