@@ -30,13 +30,17 @@ import (
 //
 // # What it costs
 //
-// A use adds one to a counter and changes a note. A victim takes one comparison for each class. Work looks at one note a step and renews one class's worths
-// now and then. Each slot takes 40 bytes, and two remembered chunks of 48.
+// A use changes one word of a note and puts by another. A victim takes one comparison for each class. Work looks at one note a step and renews one class's worths
+// now and then. Each slot takes some 40 bytes and each remembered chunk as many, of which there are as many as slots and 65,536 more.
 type adaptive struct {
 	books
 	queues [classes]queue
 	gone   ghosts
 	recent stack // of offered slots, the newest last
+
+	// Ranks before the last uses, by the time of use: those that reused does not count yet. Counting at once would make a lookup of many chunks
+	// wait for each note, as it decides which counter is the next one's.
+	used [256]uint64
 
 	reused [classes][ages]float64
 	held   [classes][ages]float64
@@ -86,27 +90,34 @@ func halfOctave(age uint64) int {
 	return min(2*o+int(age>>(o-1)&1), ages-1)
 }
 
-// classOf is the class of a chunk.
-func classOf(uses uint8, continued bool) (c uint8) {
-	switch {
-	case uses <= 2:
-		c = uses - 1
-	case uses <= 4:
-		c = 2
-	case uses <= 8:
-		c = 3
-	case uses <= 16:
-		c = 4
-	case uses <= 64:
-		c = 5
-	default:
-		c = 6
+// A chunk's rank is the time of its last use, shifted by rankShift, and in the bits below whether it was continued (goneOn) and its uses up to
+// maxUses: all that a use reads and writes of a note is one word.
+const (
+	rankShift = 8
+	goneOn    = 1 << 7
+	maxUses   = goneOn - 1
+)
+
+// classOf is the class of a chunk by the last byte of its rank: the level of 1, 2, 3–4, 5–8, 9–16, 17–64 and more uses. It is a table, as
+// is the byte of one use more, because branches would keep a lookup waiting for each note.
+var classOf, oneMore = func() (class, next [256]uint8) {
+	for b := range class {
+		uses := b & maxUses
+		switch {
+		case uses <= 16:
+			class[b] = uint8(bits.Len(uint(max(uses, 1) - 1)))
+		case uses <= 64:
+			class[b] = 5
+		default:
+			class[b] = 6
+		}
+		if b&goneOn != 0 {
+			class[b] += levels
+		}
+		next[b] = uint8(b&goneOn | min(uses+1, maxUses))
 	}
-	if continued {
-		c += levels
-	}
-	return c
-}
+	return class, next
+}()
 
 func newAdaptive(o Options) Policy {
 	a := &adaptive{gone: ghosts{seed: o.Seed}}
@@ -132,69 +143,108 @@ func (a *adaptive) Shrink(region uint32) {
 
 func (a *adaptive) Enter(ref uint32, key uint64, parent uint32) {
 	n := a.enter(ref, key)
-	n.rank, n.uses = a.tick(), 1
 	if i := a.gone.find(key); i != 0 {
-		g := &a.gone.nodes[i]
-		a.reused[classOf(g.uses, g.continued)][halfOctave(n.rank-g.rank)]++
-		n.uses, n.continued = more(g.uses), g.continued
+		n.rank = a.again(a.gone.nodes[i].rank)
 		a.gone.remove(i)
+	} else {
+		n.rank = a.again(0)
 	}
-	n.queue = classOf(n.uses, n.continued)
 	if parent != 0 {
 		a.goesOn(parent)
 	}
 }
 
-// more is one use more.
-func more(uses uint8) uint8 { return max(uses, uses+1) }
+// count counts the uses that are put by, when the next would overwrite the first of them. Chunks of one request are often alike, hence the runs.
+//
+//go:noinline
+func (a *adaptive) count() {
+	first := a.clock - uint64(len(a.used))
+	var none float64
+	counter, run := &none, 0.0
+	for i, rank := range a.used {
+		if rank == 0 {
+			continue
+		}
+		if c := &a.reused[classOf[uint8(rank)]][halfOctave(first+uint64(i)-rank>>rankShift)]; c != counter {
+			*counter += run
+			counter, run = c, 0
+		}
+		run++
+	}
+	*counter += run
+}
 
 // goesOn notes that a slot has a continuation.
 func (a *adaptive) goesOn(ref uint32) {
-	if n := a.note(ref); !n.continued {
-		n.continued = true
-		a.move(a.queues[:], ref, n, classOf(n.uses, true), n.rank)
+	if n := a.note(ref); n.rank&goneOn == 0 {
+		a.shift(ref, n, n.rank|goneOn)
 	}
+}
+
+// shift gives a slot another rank, and by it perhaps another class.
+func (a *adaptive) shift(ref uint32, n *note, rank uint64) {
+	if n.pos == 0 {
+		n.rank = rank
+		return
+	}
+	from, to := &a.queues[classOf[uint8(n.rank)]], &a.queues[classOf[uint8(rank)]]
+	if from == to {
+		from.rank(&a.books, ref, n, rank)
+		return
+	}
+	from.hold(&a.books, n)
+	n.rank = rank
+	to.offer(&a.books, ref, n)
 }
 
 func (a *adaptive) Use(ref uint32) {
 	n := a.note(ref)
-	t := a.tick()
-	a.reused[n.queue][halfOctave(t-n.rank)]++
-	n.uses = more(n.uses)
-	a.move(a.queues[:], ref, n, classOf(n.uses, n.continued), t)
+	if rank := a.again(n.rank); n.pos == 0 {
+		n.rank = rank
+	} else {
+		a.shift(ref, n, rank)
+	}
+}
+
+// again is the rank that a use makes of another one, or of 0 for a chunk that was not known.
+func (a *adaptive) again(rank uint64) uint64 {
+	a.clock++
+	if uint8(a.clock) == 0 {
+		a.count()
+	}
+	a.used[uint8(a.clock)] = rank
+	return a.clock<<rankShift | uint64(oneMore[uint8(rank)])
 }
 
 func (a *adaptive) Offer(ref uint32) {
 	if n := a.note(ref); n.pos == 0 {
-		a.queues[n.queue].offer(&a.books, ref, n)
+		a.queues[classOf[uint8(n.rank)]].offer(&a.books, ref, n)
 		a.recent.push(ref)
 	}
 }
 
 func (a *adaptive) Hold(ref uint32) {
 	n := a.note(ref)
-	a.queues[n.queue].hold(&a.books, n)
+	a.queues[classOf[uint8(n.rank)]].hold(&a.books, n)
 }
 
 func (a *adaptive) Leave(ref uint32, evicted bool) {
 	n := a.note(ref)
-	a.queues[n.queue].hold(&a.books, n)
+	a.queues[classOf[uint8(n.rank)]].hold(&a.books, n)
 	if evicted && n.key != 0 {
 		if a.gone.full() {
 			a.gone.drop(0)
 		}
-		g := a.gone.add(0, n.key)
-		g.rank, g.uses, g.continued = n.rank, n.uses, n.continued
+		a.gone.add(0, n.key).rank = n.rank
 	}
 	a.leave(n)
 }
 
 // Inherit passes on the later use, from which the prefix's age counts, too.
 func (a *adaptive) Inherit(parent, child uint32) {
-	a.goesOn(parent)
-	if p, c := a.note(parent), a.note(child); c.rank > p.rank {
-		a.queues[p.queue].rank(&a.books, parent, p, c.rank)
-	}
+	p, c := a.note(parent), a.note(child)
+	last := max(p.rank, c.rank) >> rankShift
+	a.shift(parent, p, last<<rankShift|goneOn|p.rank&maxUses)
 }
 
 func (a *adaptive) Victim() (ref uint32, ok bool) {
@@ -204,14 +254,14 @@ func (a *adaptive) Victim() (ref uint32, ok bool) {
 			continue
 		}
 		first := a.queues[i].at(0)
-		if w := a.value(uint8(i), first.rank); !ok || w < least {
+		if w := a.value(first.rank); !ok || w < least {
 			ref, least, ok = first.ref, w, true
 		}
 	}
 	for a.recent.n > 0 {
 		r := a.recent.top()
 		if notes := a.regions[r>>SlotBits]; int(r&SlotMask) < len(notes) && notes[r&SlotMask].pos != 0 {
-			if n := &notes[r&SlotMask]; a.value(n.queue, n.rank) < least {
+			if n := &notes[r&SlotMask]; a.value(n.rank) < least {
 				ref = r
 			}
 			break
@@ -221,13 +271,14 @@ func (a *adaptive) Victim() (ref uint32, ok bool) {
 	return ref, ok
 }
 
-// value is what a chunk of a class that was last used at a time is worth, interpolated between half octaves.
-func (a *adaptive) value(class uint8, last uint64) float64 {
-	age := a.clock - last
+// value is what a chunk of a rank is worth, interpolated between half octaves.
+func (a *adaptive) value(rank uint64) float64 {
+	worth := &a.worth[classOf[uint8(rank)]]
+	age := a.clock - rank>>rankShift
 	i := halfOctave(age)
 	low, high := starts[i], starts[i+1]
 	part := min((float64(age)-low)/(high-low), 1)
-	return a.worth[class][i] + part*(a.worth[class][i+1]-a.worth[class][i])
+	return worth[i] + part*(worth[i+1]-worth[i])
 }
 
 // Work looks at n chunks, and renews at most one class's worths. One step for each chunk that is looked up or stored is plenty.
@@ -240,13 +291,13 @@ func (a *adaptive) Work(n int) {
 	n = n/2 + 1
 	for i, weight := 0, past*float64(a.capacity)/float64(n); i < n && a.capacity > 0; i++ {
 		if x := a.nth(weyl(&a.at[0], a.capacity)); x.present {
-			a.held[x.queue][halfOctave(a.clock-x.rank)] += weight
+			a.held[classOf[uint8(x.rank)]][halfOctave(a.clock-x.rank>>rankShift)] += weight
 		}
 	}
 	known := int(a.gone.fresh) - 1
 	for i, weight := 0, past*float64(known)/float64(n); i < n && known > 0; i++ {
 		if x := &a.gone.nodes[1+weyl(&a.at[1], known)]; x.key != 0 {
-			a.held[classOf(x.uses, x.continued)][halfOctave(a.clock-x.rank)] += weight
+			a.held[classOf[uint8(x.rank)]][halfOctave(a.clock-x.rank>>rankShift)] += weight
 		}
 	}
 	if a.renewed < classes {

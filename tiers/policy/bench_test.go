@@ -5,22 +5,29 @@ import (
 	"testing"
 )
 
-// BenchmarkUse is a lookup's part: chunks of a prefix are used that are leased, so nothing moves.
+// BenchmarkUse is a lookup's part: chunks of a prefix are used that are leased, so nothing moves. They are neighbours, as chunks of a prefix
+// mostly are, or lie in random places of a table larger than the caches.
 func BenchmarkUse(b *testing.B) {
 	const slots, run = 1 << 20, 256
 	for _, name := range Names() {
-		b.Run(name, func(b *testing.B) {
-			p := full(name, slots)
-			rnd := rand.New(rand.NewPCG(1, 2))
-			b.ReportAllocs()
-			for i := 0; i < b.N; {
-				first := rnd.Uint32N(slots - run)
-				for j := range uint32(run) { // neighbours, as chunks of a prefix mostly are
-					p.Use(1<<SlotBits | (first + j))
+		p := full(name, slots)
+		rnd := rand.New(rand.NewPCG(1, 2))
+		for _, scattered := range []bool{false, true} {
+			var refs [1 << 16]uint32
+			for i := range refs {
+				if refs[i] = 1<<SlotBits | rnd.Uint32N(slots); !scattered && i%run > 0 {
+					refs[i] = 1<<SlotBits | (refs[i-1]&SlotMask+1)%slots
 				}
-				i += run
 			}
-		})
+			b.Run(name+map[bool]string{true: "/scattered"}[scattered], func(b *testing.B) {
+				b.ReportAllocs()
+				for i := 0; i < b.N; i += run {
+					for _, ref := range refs[i%len(refs):][:run] {
+						p.Use(ref)
+					}
+				}
+			})
+		}
 	}
 }
 

@@ -4,13 +4,13 @@ import "fmt"
 
 // note is what a policy keeps of a slot: under half a cache line, so that a lookup's walk along a prefix reads few of them.
 type note struct {
-	key       uint64
-	rank      uint64 // where the slot stands in its queue: the victim is the smallest that is offered
-	pos       uint32 // its place in the queue's heap plus one; 0: it is not offered
-	queue     uint8  // which of the policy's queues
-	uses      uint8  // as the policy counts them
-	present   bool   // resident
-	continued bool   // another chunk continued it some time; kept by adaptive only
+	key     uint64
+	rank    uint64 // where the slot stands in its queue: the victim is the smallest that is offered
+	pos     uint32 // its place in the queue's heap plus one; 0: it is not offered
+	queue   uint8  // which of the policy's queues
+	uses    uint8  // as the policy counts them
+	present bool   // resident
+	_       uint8
 }
 
 // books are the notes of all slots and the clock that all policies share. Their memory is the garbage collector's: policies need no Close, and

@@ -26,8 +26,6 @@ type ghost struct {
 	rank       uint64
 	prev, next uint32
 	list       uint8
-	uses       uint8
-	continued  bool
 }
 
 // resize makes room for limit ghosts. It forgets what there is if the tables must be made anew, which is seldom:
