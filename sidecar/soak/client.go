@@ -252,23 +252,23 @@ func (p *peer) session(parent <-chan struct{}) error {
 
 func (p *peer) chance(n int) bool { return p.rnd.IntN(n) == 0 }
 
-// prefix is one of some hundreds that begin alike by dozens: more than the tiers hold together, some asked for much more often than others.
-func (p *peer) prefix() tiertest.Prefix {
-	ppc := p.space.Geometry.PagesPerChunk
-	t := make(tiertest.Prefix, 1+p.rnd.IntN(10*ppc))
-	t[0] = byte(min(p.rnd.IntN(40), p.rnd.IntN(40)))
+// randomPrefix is one of some hundreds that begin alike by dozens: more than the tiers hold together, some asked for much more often than others.
+func randomPrefix(rnd *rand.Rand, space *tiers.Space) tiertest.Prefix {
+	ppc := space.Geometry.PagesPerChunk
+	t := make(tiertest.Prefix, 1+rnd.IntN(10*ppc))
+	t[0] = byte(min(rnd.IntN(40), rnd.IntN(40)))
 	if len(t) > ppc {
-		t[ppc] = byte(p.rnd.IntN(4))
+		t[ppc] = byte(rnd.IntN(4))
 	}
-	if len(t) > 2*ppc && p.chance(2) {
-		t[2*ppc+p.rnd.IntN(len(t)-2*ppc)] = byte(p.rnd.IntN(6))
+	if len(t) > 2*ppc && rnd.IntN(2) == 0 {
+		t[2*ppc+rnd.IntN(len(t)-2*ppc)] = byte(rnd.IntN(6))
 	}
 	return t
 }
 
 // request does what an engine does for one request: look the prefix up, load what hits, store the rest. Now and then it does so badly.
 func (p *peer) request() error {
-	t := p.prefix()
+	t := randomPrefix(p.rnd, p.space)
 	g := p.space.Geometry
 	p.next++
 	m := wire.Lookup{Session: p.scheduler.Welcome.Session, Lookup: p.next, Hashes: t.Digests(0, len(t), g.DigestBytes), DeadlineMs: 1000}

@@ -2,7 +2,9 @@ package main
 
 import (
 	"bufio"
+	"bytes"
 	"context"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -13,10 +15,13 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
 	"time"
+
+	"lookaside/tiers"
 )
 
 type options struct {
@@ -215,21 +220,39 @@ type status struct {
 	} `json:"lookups"`
 	Sessions  []any `json:"sessions"`
 	Lingering []any `json:"lingering"`
+	Spaces    []struct {
+		Fingerprint string            `json:"fingerprint"`
+		Fields      map[string]string `json:"fields"`
+	} `json:"spaces"`
 }
 
-func (s *soak) get(path string, into any) error {
+func (s *soak) get(path string, into any) error { return s.ask(http.MethodGet, path, nil, into) }
+
+// ask asks the admin server. What it refuses is an error; that it has failed is a problem.
+func (s *soak) ask(method, path string, body, into any) error {
 	addr, err := os.ReadFile(filepath.Join(s.endpoint(), "admin.addr"))
 	if err != nil {
 		return err
 	}
-	r, err := s.http.Get("http://" + strings.TrimSpace(string(addr)) + path)
+	b, err := json.Marshal(body)
+	if err != nil {
+		return err
+	}
+	q, err := http.NewRequest(method, "http://"+strings.TrimSpace(string(addr))+path, bytes.NewReader(b))
+	if err != nil {
+		return err
+	}
+	q.Header.Set("Content-Type", "application/json")
+	r, err := s.http.Do(q)
 	if err != nil {
 		return err
 	}
 	defer r.Body.Close()
-	b, err := io.ReadAll(io.LimitReader(r.Body, 16<<20))
-	if err != nil {
+	if b, err = io.ReadAll(io.LimitReader(r.Body, 16<<20)); err != nil {
 		return err
+	}
+	if r.StatusCode == http.StatusInternalServerError {
+		s.problem("%s %s: %s", method, path, b)
 	}
 	if r.StatusCode != http.StatusOK {
 		return fmt.Errorf("%s: %s: %s", path, r.Status, b)
@@ -316,7 +339,10 @@ func (s *soak) run(ctx context.Context) {
 		s.fill()
 	}
 	for said := time.Now(); ctx.Err() == nil && !s.broken(); {
-		s.wait(ctx, time.Duration(s.rnd.ExpFloat64()*float64(700*time.Millisecond)))
+		for until := time.Now().Add(time.Duration(s.rnd.ExpFloat64() * float64(700*time.Millisecond))); time.Now().Before(until) && ctx.Err() == nil; {
+			s.operate()
+			s.wait(ctx, min(time.Until(until), 100*time.Millisecond))
+		}
 		s.chaos(ctx)
 		s.fill()
 		if time.Since(said) > 15*time.Second {
@@ -425,6 +451,47 @@ func (s *soak) chaos(ctx context.Context) {
 	}
 }
 
+// operate does what an operator may, over HTTP, with prefixes such as the clients have. It may be refused; the sidecar may be gone.
+func (s *soak) operate() {
+	type object = map[string]any
+	var st status
+	if s.get("/v1/status", &st) != nil || len(st.Spaces) == 0 {
+		return
+	}
+	sp := st.Spaces[s.rnd.IntN(len(st.Spaces))]
+	own := slices.IndexFunc(spaces, func(o *tiers.Space) bool { return o.Fingerprint.Short() == sp.Fields["model"] })
+	if own < 0 {
+		return
+	}
+	t := randomPrefix(s.rnd, spaces[own])
+	var hashes []string
+	for i := range t {
+		hashes = append(hashes, hex.EncodeToString(t.Digests(i, i+1, spaces[own].Geometry.DigestBytes)))
+	}
+	do := func(path string, body object) {
+		if s.ask(http.MethodPost, path, body, new(object)) != nil {
+			path += " refused"
+		}
+		s.event(path)
+	}
+	switch n := s.rnd.IntN(100); {
+	case n < 40:
+		do("/v1/prefetch", object{"space": sp.Fingerprint, "hashes": hashes, "timeout_s": 0.5})
+	case n < 60:
+		do("/v1/pin", object{"space": sp.Fingerprint, "hashes": hashes, "prefetch": s.rnd.IntN(2) == 0, "timeout_s": 0.5})
+	case n < 75:
+		do("/v1/unpin", object{"all": true})
+	case n < 90:
+		where := s.rnd.Perm(2)
+		names := []string{"arena", "disk"}
+		do("/v1/move", object{"space": sp.Fingerprint, "hashes": hashes, "from": names[where[0]], "to": names[where[1]], "keep": s.rnd.IntN(2) == 0, "timeout_s": 0.5})
+	case n < 92:
+		do("/v1/clear", object{"space": sp.Fingerprint, "tier": pick(s.rnd, "", "arena", "disk"), "timeout_s": 2})
+	case n < 93:
+		do("/v1/clear", object{"all": true, "timeout_s": 2})
+	}
+}
+
 func (s *soak) killPeers() {
 	for _, p := range s.peers {
 		p.ending.Do(func() { close(p.wanted) })
@@ -452,6 +519,7 @@ func (s *soak) audit() {
 		s.end(p, syscall.SIGCONT, 20*time.Second) // their standard input has ended
 	}
 	s.peers = nil
+	_ = s.ask(http.MethodPost, "/v1/unpin", map[string]any{"all": true}, new(any))
 	var st status
 	var err error
 	for deadline := time.Now().Add(5 * time.Second); time.Now().Before(deadline); time.Sleep(20 * time.Millisecond) {

@@ -132,7 +132,7 @@ func (w *world) load() {
 
 func (w *world) contains() {
 	run := w.run()
-	held := make([]uint16, run.Chunks())
+	held := dirty(run)
 	if err := w.tier.Contains(w.t.Context(), run, held); err != nil {
 		if !w.allowed(err) {
 			w.fatalf("Contains: %v", err)

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"slices"
 	"sync"
@@ -176,9 +177,12 @@ func store(t *testing.T, tier tiers.Tier, runs ...tiers.Run) {
 	}
 }
 
+// dirty is room for Contains' answers that holds old ones.
+func dirty(run tiers.Run) []uint16 { return slices.Repeat([]uint16{math.MaxUint16}, run.Chunks()) }
+
 func contains(t *testing.T, tier tiers.Tier, run tiers.Run) []uint16 {
 	t.Helper()
-	held := make([]uint16, run.Chunks())
+	held := dirty(run)
 	var err error
 	within(t, "Contains", func() { err = tier.Contains(t.Context(), run, held) })
 	if err != nil {
