@@ -15,6 +15,8 @@ GOTEST_FLAGS ?=
 PYTEST_FLAGS ?=
 JSON ?=
 NAME ?=
+TIERS ?=
+ARENA ?=
 ARGS ?=
 
 .PHONY: help setup build demo test test-go test-py test-e2e lint bench fuzz soak faults clean
@@ -30,8 +32,9 @@ build: setup ## Build bin/lookaside and the Python package with its native part
 	@$(GO) build -trimpath -o bin/lookaside ./sidecar/cmd/lookaside
 	@scripts/pyclient.sh
 
-demo: build ## Two vLLM servers share every prefix through one sidecar; JSON=FILE writes the table as JSON
-	@$(PY) -m examples.two_instances $(if $(JSON),--json '$(JSON)') $(ARGS)
+demo: build ## Two vLLM servers on one sidecar; TIERS=disk|redis: prompts for ten times the arena (ARENA=SIZE); JSON=FILE
+	@$(PY) -m examples.$(if $(TIERS),beyond_memory --tier '$(TIERS)' $(if $(ARENA),--arena '$(ARENA)'),two_instances) \
+		$(if $(JSON),--json '$(JSON)') $(ARGS)
 
 test: lint test-go test-py test-e2e ## All tests
 

@@ -1,4 +1,4 @@
-"""Time to first token in real vLLM: a hit against vLLM's own cache, a cold prefill with and without, a dead sidecar.
+"""Time to first token in real vLLM: hits in the arena and on disk, vLLM's own cache, prefill, a dead sidecar.
 
 Three servers of the demo's small model: one without the connector, two on a sidecar. In every round each is asked in
 turn, so that a machine that slows down slows all of them:
@@ -9,7 +9,14 @@ turn, so that a machine that slows down slows all of them:
   stopped   the same after SIGSTOP
 
 The limit of a hit is the same round's with vLLM's own cache and no connector, that of a cold prompt the same round's
-without the connector, and of the first request after a fault 50 ms on top of the one without the connector. Times are
+without the connector, and of the first request after a fault 50 ms on top of the one without the connector.
+
+These ended, one server runs on a sidecar with a disk tier, whose arena has room for three of the prompts:
+
+  disk      a fresh prompt, computed; again with vLLM's own cache emptied, from the arena; and one of three rounds ago,
+            which only the disk has still
+
+The limit of a hit on disk is computing in the same round, and that of disk.over_arena the hit in the arena. Times are
 seconds; the outputs of every round must be the same tokens.
 """
 
@@ -27,6 +34,8 @@ from examples.stand.client import Answer
 from examples.stand.processes import Server, Sidecar, Stand, connector_config, eventually, say, stop_on_signals
 
 EXTRA_LIMIT_S = 0.050
+# Rounds that a prompt of the disk's lies back; the arena has room for as many.
+BEHIND = 3
 
 
 class Bench:
@@ -57,10 +66,6 @@ class Bench:
         answer = client.complete(server.base_url, prompt)
         self.seconds[name].append(answer.ttft_s)
         return answer
-
-    def latest(self, *prefixes: str) -> str:
-        """The newest seconds of the figures whose names begin so."""
-        return ", ".join(f"{name} {each[-1]:.4f}" for name, each in self.seconds.items() if name.startswith(prefixes))
 
     def sharing(self, number: int) -> None:
         """One round of cold, hit and local cache."""
@@ -105,6 +110,57 @@ class Bench:
         eventually(found, "hits once the sidecar is back", 30)
 
 
+class DiskBench:
+    """A server on a sidecar with a small arena and a disk tier, and what was measured on it."""
+
+    def __init__(self, stand: Stand, tokens: int, rounds: int) -> None:
+        self.tokens = tokens
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self._answers: list[Answer] = []
+        self._bytes = tokens * model.kv_bytes_per_token(stand.model)
+        settings = {
+            "arena_limit": str(BEHIND * self._bytes),
+            "disk": f"{stand.directory / 'disk'}:{((rounds + BEHIND + 2) * self._bytes >> 20) + 512}M",
+        }
+        self._sidecar = stand.sidecar(settings=settings)
+        self._server = stand.server("disk", connector=connector_config(stand.endpoint()))
+        self._server.wait_ready()
+        for number in range(2):
+            client.complete(self._server.base_url, model.prompt(tokens, 900 + number))
+
+    def round(self, number: int) -> None:
+        """A fresh prompt, and one of before. The first rounds have none of before, and are not counted."""
+        prompt = model.prompt(self.tokens, 40_000 + number)
+        client.settle()
+        computed = client.complete(self._server.base_url, prompt)
+        arena = self._again(prompt)
+        self._answers.append(computed)
+        check([computed, arena])
+        # Writing goes on behind vLLM's back: it is not to disturb what is timed next.
+        eventually(lambda: self._sidecar.tiers()["disk"]["store_queue_chunks"] == 0, "the disk to be written", 60)
+        if number < BEHIND:
+            return
+        before = self._sidecar.tiers()["disk"]["loaded_bytes"]
+        disk = self._again(model.prompt(self.tokens, 40_000 + number - BEHIND))
+        check([self._answers[number - BEHIND], disk])
+        if disk.cached_tokens != arena.cached_tokens:
+            raise RuntimeError(f"hits differ: {disk.cached_tokens} from the disk, {arena.cached_tokens} from the arena")
+        if self._sidecar.tiers()["disk"]["loaded_bytes"] - before < 0.9 * self._bytes:
+            raise RuntimeError("what was meant to lie on the disk alone was in the arena")
+        for name, answer in (("disk.computed", computed), ("disk.arena", arena), ("disk.disk", disk)):
+            self.seconds[name].append(answer.ttft_s)
+
+    def _again(self, prompt: list[int]) -> Answer:
+        client.reset_prefix_cache(self._server.base_url)
+        client.settle()
+        return client.complete(self._server.base_url, prompt)
+
+
+def latest(seconds: Mapping[str, Sequence[float]], *prefixes: str) -> str:
+    """The newest seconds of the figures whose names begin so."""
+    return ", ".join(f"{name} {each[-1]:.4f}" for name, each in seconds.items() if name.startswith(prefixes))
+
+
 def check(answers: list[Answer]) -> None:
     """Raises where outputs differ."""
     if len({answer.tokens for answer in answers}) != 1:
@@ -112,7 +168,7 @@ def check(answers: list[Answer]) -> None:
 
 
 def figures(seconds: Mapping[str, Sequence[float]]) -> Report:
-    """What is reported of the rounds' seconds, by name; without faults there are none of theirs."""
+    """What is reported of the rounds' seconds, by name; without faults, or a disk, there are none of theirs."""
     report = Report("ttft")
     report.rounds("cold.plain", "s", seconds["cold.plain"])
     report.rounds("cold.connector", "s", seconds["cold.connector"], seconds["cold.plain"])
@@ -124,6 +180,11 @@ def figures(seconds: Mapping[str, Sequence[float]]) -> Report:
             report.rounds(f"{fault}.plain", "s", seconds[f"{fault}.plain"])
             report.rounds(f"{fault}.connector", "s", seconds[f"{fault}.connector"])
             report.rounds(f"{fault}.extra", "s", seconds[f"{fault}.extra"], EXTRA_LIMIT_S)
+    if "disk.disk" in seconds:
+        report.rounds("disk.computed", "s", seconds["disk.computed"])
+        for name in ("disk.arena", "disk.disk"):
+            report.rounds(name, "s", seconds[name], seconds["disk.computed"])
+        report.rounds("disk.over_arena", "s", seconds["disk.disk"], seconds["disk.arena"])
     return report
 
 
@@ -131,20 +192,31 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="fresh prompts for cold and hit (default 7)")
     parser.add_argument("--faults", type=int, default=5, help="times the sidecar is killed, and stopped (default 5)")
+    parser.add_argument("--disk", type=int, default=7, help="fresh prompts for the hits on disk (default 7)")
     parser.add_argument("--tokens", type=int, default=8000, help="of each prompt (default 8000)")
     args = parser.parse_args()
     stop_on_signals()
+    seconds: dict[str, list[float]] = {}
     try:
         with Stand(model.ensure()) as stand:
             say("starting three vLLM servers (about a minute) ...")
             bench = Bench(stand, args.tokens)
             for number in range(args.rounds):
                 bench.sharing(number)
-                say(f"round {number + 1} of {args.rounds}, seconds: {bench.latest('cold.', 'hit.')}")
+                say(f"round {number + 1} of {args.rounds}, seconds: {latest(bench.seconds, 'cold.', 'hit.')}")
             for number in range(args.faults):
                 bench.dead("killed", 2 * number, signal.SIGKILL)
                 bench.dead("stopped", 2 * number + 1, signal.SIGSTOP)
-                say(f"fault {number + 1} of {args.faults}, seconds: {bench.latest('killed.', 'stopped.')}")
+                say(f"fault {number + 1} of {args.faults}, seconds: {latest(bench.seconds, 'killed.', 'stopped.')}")
+            seconds |= bench.seconds
+        if args.disk:
+            with Stand(model.ensure()) as stand:
+                say("starting a vLLM server on a sidecar with a disk ...")
+                disk = DiskBench(stand, args.tokens, args.disk)
+                for number in range(args.disk + BEHIND):
+                    disk.round(number)
+                    say(f"round {number + 1 - BEHIND} of {args.disk}, seconds: {latest(disk.seconds, 'disk.')}")
+                seconds |= disk.seconds
     except KeyboardInterrupt:
         say("stopped; everything that was started is ended")
         return 130
@@ -152,7 +224,7 @@ def main() -> int:
         say(f"ttft: {error}")
         return 1
 
-    return figures(bench.seconds).finish(args.json)
+    return figures(seconds).finish(args.json)
 
 
 if __name__ == "__main__":

@@ -135,3 +135,6 @@ def test_ttft_pairs_rounds(capsys: pytest.CaptureFixture[str]):
     for fault in ("killed", "stopped"):
         assert (cases[f"{fault}.extra"]["limit"], cases[f"{fault}.extra"]["ratio"]) == (0.05, 0.2)
         assert cases[f"{fault}.plain"]["limit"] is None
+    seconds |= {"disk.computed": [4.0, 4.0], "disk.arena": [0.2, 0.2], "disk.disk": [0.4, 0.4]}
+    cases = printed(ttft.figures(seconds), capsys)
+    assert [cases[f"disk.{name}"]["ratio"] for name in ("arena", "disk", "over_arena")] == [0.05, 0.1, 2.0]

@@ -184,6 +184,50 @@ def test_prefix_and_partial_chunks(engine: Engine) -> None:
     assert [page(engine.cache, b) for b in range(20, 28)] == want
 
 
+def disk_in(directory: Path, wanted: bool = True) -> dict[str, str]:
+    """Settings of a sidecar with a small disk tier; without one, if it is not wanted."""
+    return {"disk": f"{directory / 'disk'}:32M:slab=8M", "cascade_partial_delay": "1ms"} if wanted else {}
+
+
+def test_what_the_arena_has_no_room_for_comes_up_from_the_disk(model: Path, tmp_path: Path) -> None:
+    """Ten times the arena, read from its first page on; then again after the sidecar was killed."""
+    sidecar = Sidecar(tmp_path / "tiered", arena_limit="2M", arena_initial="2M", **disk_in(tmp_path))
+    patience = {"lookup_timeout_ms": 5000, "promotion_timeout_ms": 20_000, "store_timeout_ms": 5000}
+    engine = Engine(model, sidecar.directory, **patience).start()
+    prefixes = {1000 * number: 3 * PPC - number % PPC for number in range(420)}  # pages of each, by its first name
+    blocks = list(range(1, 3 * PPC + 1))
+
+    def everything_is_there(turn: str) -> None:
+        for first, pages in prefixes.items():
+            engine.cache[:] = -1.0
+            names = [first + page + 1 for page in range(pages)]
+            assert engine.fetch(f"{turn}-{first}", names, blocks[:pages]) == pages
+            assert (engine.cache[blocks[:pages], 0, 0, 0] == torch.tensor(names, dtype=torch.float32)).all()
+        assert not engine.failed
+
+    try:
+        total = 0
+        for first, pages in prefixes.items():
+            engine.cache[blocks] = torch.arange(first + 1, first + len(blocks) + 1).float().view(-1, 1, 1, 1)
+            engine.save_now(engine.save(0, blocks[:pages], [first + page + 1 for page in range(pages)]))
+            total += pages
+            if first % 20_000 == 0:  # what is evicted before the disk has it is shed
+                until(lambda want=total: sidecar.status()["tiers"][0]["pages"] == want, 20)
+        until(lambda: sidecar.status()["tiers"][0]["pages"] == total, 20)
+        assert sidecar.status()["pages"] < total // 5
+        everything_is_there("once")
+        assert engine.count("lookups_promoted") > 0
+        sidecar.restart()
+        until(lambda: not engine.worker._session.connected or engine.worker._session.available, 20)
+        engine.wait_up()
+        until(lambda: engine.held(0, 1, 2, 3) == 3, 20)
+        everything_is_there("again")
+        until(lambda: sidecar.status()["leases"] == 0)
+    finally:
+        engine.close()
+        sidecar.kill()
+
+
 def test_another_engine_of_the_model_loads_it(model: Path, engine: Engine, sidecar: Sidecar) -> None:
     names = list(range(201, 209))
     engine.save_now(engine.save(0, list(range(1, 9)), names))
@@ -479,15 +523,15 @@ def test_second_client_maps_the_same_memory(engine: Engine, sidecar: Sidecar) ->
     session.close()
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_random_history_never_lies(model: Path, tmp_path: Path, seed: int) -> None:
-    """Saves and loads while the sidecar is stopped, continued, killed and restarted at random.
+@pytest.mark.parametrize(("seed", "below"), [(1, False), (2, False), (3, True), (4, True)])
+def test_random_history_never_lies(model: Path, tmp_path: Path, seed: int, below: bool) -> None:
+    """Saves and loads while the sidecar, with a disk below or without, is stopped, continued, killed and restarted.
 
     Every byte that a load reports as good is the byte that was saved under that
     name; every load is reported once, every save acknowledged once.
     """
     rng = random.Random(seed)
-    sidecar = Sidecar(tmp_path / "chaos", arena_limit="2M", arena_initial="2M")
+    sidecar = Sidecar(tmp_path / "chaos", arena_limit="2M", arena_initial="2M", **disk_in(tmp_path, below))
     engine = Engine(model, sidecar.directory, load_timeout_ms=2000).start()
     content: dict[int, bytes] = {}  # what every page of that name holds, whoever saved it
     loads = hits = saves = 0
