@@ -1,0 +1,157 @@
+package remote
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"syscall"
+)
+
+// Limits of one reply of a Redis server, beside the largest value that we ask for. go-redis believes what lengths a server announces, and takes that much
+// memory before it reads on; so they are looked at before it sees them.
+const (
+	maxReplyLine     = 64 << 10
+	maxReplyDepth    = 8
+	maxReplyElements = 1 << 18 // of all aggregates in it, those of CLUSTER SLOTS of the largest cluster among them
+	maxReplyRest     = 16 << 20
+)
+
+// guard is a connection to a Redis server that ends when the server sends what is no RESP2, or more than it may. It is a connection's reading side, so used by one
+// goroutine at a time.
+type guard struct {
+	net.Conn
+	maxValue int64 // largest bulk string
+	err      error // what was wrong; then nothing more is read
+
+	line     []byte  // what there is of the line being read, up to lineKept bytes
+	lineLen  int     // its length
+	skip     int64   // bytes of a bulk string and its end that are still to come
+	open     []int64 // elements still to come of the aggregates being read
+	elements int64   // of the reply so far
+	rest     int64   // bytes of the reply so far
+}
+
+const lineKept = 32 // more than any length has
+
+// Read implements net.Conn.
+func (g *guard) Read(p []byte) (int, error) {
+	if g.err != nil {
+		return 0, g.err
+	}
+	n, err := g.Conn.Read(p)
+	if g.err = g.scan(p[:n]); g.err != nil {
+		return 0, g.err
+	}
+	return n, err
+}
+
+// SyscallConn implements syscall.Conn, by which go-redis sees whether an idle connection is still alive.
+func (g *guard) SyscallConn() (syscall.RawConn, error) {
+	if c, ok := g.Conn.(syscall.Conn); ok {
+		return c.SyscallConn()
+	}
+	if c, ok := g.Conn.(interface{ NetConn() net.Conn }); ok { // TLS
+		if c, ok := c.NetConn().(syscall.Conn); ok {
+			return c.SyscallConn()
+		}
+	}
+	return nil, errors.ErrUnsupported
+}
+
+func (g *guard) scan(p []byte) error {
+	for len(p) > 0 {
+		if g.skip > 0 {
+			n := min(g.skip, int64(len(p)))
+			p, g.skip = p[n:], g.skip-n
+			if g.skip == 0 {
+				g.ended()
+			}
+			continue
+		}
+		c := p[0]
+		p = p[1:]
+		if g.lineLen++; g.lineLen > maxReplyLine {
+			return errors.New("the server answers with a line that is too long: it is no Redis, or not in its right mind")
+		}
+		if c != '\n' {
+			if len(g.line) < lineKept {
+				g.line = append(g.line, c)
+			}
+			continue
+		}
+		if err := g.lineEnded(); err != nil {
+			return err
+		}
+		g.line, g.lineLen = g.line[:0], 0
+	}
+	return nil
+}
+
+func (g *guard) lineEnded() error {
+	if g.rest += int64(g.lineLen); g.rest > maxReplyRest+g.maxValue {
+		return errors.New("the server's answer is too long")
+	}
+	if len(g.line) < 2 || g.lineLen-1 <= lineKept && g.line[len(g.line)-1] != '\r' {
+		return errNoRESP
+	}
+	switch g.line[0] {
+	case '+', '-', ':':
+		g.ended()
+		return nil
+	case '$', '*':
+	default:
+		return errNoRESP
+	}
+	n, ok := replyLength(g.line[1 : len(g.line)-1])
+	switch {
+	case !ok || g.lineLen-1 > lineKept:
+		return errNoRESP
+	case n < 0: // nil
+		g.ended()
+	case g.line[0] == '$':
+		if g.rest += n; n > g.maxValue || g.rest > maxReplyRest+g.maxValue {
+			return fmt.Errorf("the server announces %d bytes, and %d at most were asked for", n, g.maxValue)
+		}
+		g.skip = n + 2
+	case n == 0:
+		g.ended()
+	default:
+		if g.elements += n; g.elements > maxReplyElements || len(g.open) == maxReplyDepth {
+			return errors.New("the server's answer has too many parts")
+		}
+		g.open = append(g.open, n)
+	}
+	return nil
+}
+
+var errNoRESP = errors.New("the server does not speak the Redis protocol")
+
+// ended says that an element ended, and with it perhaps those around it.
+func (g *guard) ended() {
+	for len(g.open) > 0 {
+		last := len(g.open) - 1
+		if g.open[last]--; g.open[last] > 0 {
+			return
+		}
+		g.open = g.open[:last]
+	}
+	g.elements, g.rest = 0, 0
+}
+
+// replyLength reads a decimal length, or -1.
+func replyLength(b []byte) (int64, bool) {
+	if string(b) == "-1" {
+		return -1, true
+	}
+	if len(b) == 0 || len(b) > 15 {
+		return 0, false
+	}
+	var n int64
+	for _, c := range b {
+		if c < '0' || c > '9' {
+			return 0, false
+		}
+		n = 10*n + int64(c-'0')
+	}
+	return n, true
+}

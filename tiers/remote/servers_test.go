@@ -1,0 +1,194 @@
+package remote
+
+import (
+	"bytes"
+	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"fmt"
+	"math/big"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"lookaside/internal/leak"
+	"lookaside/tiers"
+	"lookaside/tiers/tiertest"
+)
+
+func TestMain(m *testing.M) { leak.Main(m) }
+
+const password = "correct horse battery staple"
+
+// freePort is a port that nobody listens on, and below those that the kernel gives out, so that nobody will.
+func freePort(t testing.TB) int {
+	t.Helper()
+	for range 1000 {
+		port := int(20000 + (nextPort.Add(1)+uint32(os.Getpid())*37)%10000)
+		if l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port)); err == nil {
+			l.Close()
+			return port
+		}
+	}
+	t.Fatal("no free port")
+	return 0
+}
+
+var nextPort atomic.Uint32
+
+// server is a process that serves on a port of this machine.
+type server struct {
+	t    testing.TB
+	path string
+	args []string
+	env  []string
+	addr string
+	cmd  *exec.Cmd
+	out  *bytes.Buffer
+}
+
+// start starts it, also again, and waits until it listens. What it needs is installed by scripts/setup.sh.
+func (s *server) start() {
+	s.t.Helper()
+	s.out = &bytes.Buffer{}
+	s.cmd = exec.Command(s.path, s.args...)
+	s.cmd.Env = append(os.Environ(), s.env...)
+	s.cmd.Stdout, s.cmd.Stderr = s.out, s.out
+	s.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	if err := s.cmd.Start(); err != nil {
+		s.t.Fatalf("%v: run scripts/setup.sh", err)
+	}
+	for deadline := time.Now().Add(20 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+		conn, err := net.Dial("tcp", s.addr)
+		if err == nil {
+			conn.Close()
+			return
+		}
+		if time.Now().After(deadline) {
+			s.kill()
+			s.t.Fatalf("%s does not listen on %s: %v\n%s", s.path, s.addr, err, s.out)
+		}
+	}
+}
+
+func (s *server) signal(sig syscall.Signal) { _ = s.cmd.Process.Signal(sig) }
+
+func (s *server) kill() {
+	_ = s.cmd.Process.Kill()
+	_ = s.cmd.Wait()
+}
+
+// launch starts a server that ends with the test.
+func launch(t testing.TB, s *server) *server {
+	t.Helper()
+	s.t = t
+	s.start()
+	t.Cleanup(s.kill)
+	return s
+}
+
+// redisServer starts a redis-server. It keeps nothing on disk.
+func redisServer(t testing.TB, args ...string) *server {
+	t.Helper()
+	port := freePort(t)
+	return redisServerOn(t, port, append([]string{"--port", fmt.Sprint(port)}, args...)...)
+}
+
+func redisServerOn(t testing.TB, port int, args ...string) *server {
+	t.Helper()
+	return launch(t, &server{path: "redis-server", addr: fmt.Sprintf("127.0.0.1:%d", port),
+		args: append([]string{"--bind", "127.0.0.1", "--save", "", "--dir", t.TempDir(), "--requirepass", password, "--masterauth", password}, args...)})
+}
+
+// passwordFile is a file with the servers' password.
+func passwordFile(t testing.TB) string {
+	t.Helper()
+	file := filepath.Join(t.TempDir(), "password")
+	if err := os.WriteFile(file, []byte(password+"\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return file
+}
+
+func openRedis(t testing.TB, o RedisOptions) *Tier {
+	t.Helper()
+	tier, err := OpenRedis(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { tier.Close() })
+	return tier
+}
+
+// awaitReady waits until a tier's server is up.
+func awaitReady(t testing.TB, tier *Tier) {
+	t.Helper()
+	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(50 * time.Millisecond) {
+		ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+		err := tier.Check(ctx)
+		cancel()
+		if err == nil {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatal(err)
+		}
+	}
+}
+
+// factory runs the suite on a tier of its own prefix for each medium.
+func factory(open func(prefix string) (*Tier, error), rot func(prefix string), stall func() func()) tiertest.Factory {
+	var n atomic.Int64
+	return tiertest.Factory{Persistent: true, New: func(t testing.TB, o tiertest.MediumOptions) *tiertest.Medium {
+		prefix := fmt.Sprintf("test%d", n.Add(1))
+		return &tiertest.Medium{
+			Open:  func() (tiers.Tier, error) { return open(prefix) },
+			Rot:   func() { rot(prefix) },
+			Stall: stall,
+		}
+	}}
+}
+
+// certificates writes an authority's certificate, and one for 127.0.0.1 with its key, good for servers and clients.
+func certificates(t testing.TB) TLSFiles {
+	t.Helper()
+	dir := t.TempDir()
+	write := func(name, kind string, der []byte) string {
+		file := filepath.Join(dir, name)
+		if err := os.WriteFile(file, pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der}), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return file
+	}
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	caKey, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	must(err)
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	must(err)
+	ca := &x509.Certificate{SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "test authority"}, NotBefore: time.Now().Add(-time.Hour),
+		NotAfter: time.Now().Add(time.Hour), IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign}
+	leaf := &x509.Certificate{SerialNumber: big.NewInt(2), Subject: pkix.Name{CommonName: "test"}, NotBefore: ca.NotBefore, NotAfter: ca.NotAfter,
+		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth},
+		IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)}}
+	caDER, err := x509.CreateCertificate(rand.Reader, ca, ca, &caKey.PublicKey, caKey)
+	must(err)
+	leafDER, err := x509.CreateCertificate(rand.Reader, leaf, ca, &key.PublicKey, caKey)
+	must(err)
+	keyDER, err := x509.MarshalPKCS8PrivateKey(key)
+	must(err)
+	return TLSFiles{CA: write("ca.pem", "CERTIFICATE", caDER), Cert: write("cert.pem", "CERTIFICATE", leafDER), Key: write("key.pem", "PRIVATE KEY", keyDER)}
+}
