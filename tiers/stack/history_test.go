@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"slices"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -119,7 +120,7 @@ func (h *history) settleOne(i int) {
 		h.t.Fatalf("lookup %d is not answered", l.id)
 	}
 	if most := max(0, known(h.ever, l.p[:l.n])-l.first); pages > most {
-		h.t.Fatalf("lookup %d hits %d pages, and %d were stored", l.id, pages, most)
+		h.t.Fatalf("lookup %d of pages %d to %d hits %d, and %d were stored; trimmed %d", l.id, l.first, l.n-1, pages, most, l.trimmed)
 	}
 	from, to := max(l.first, l.trimmed), l.first+pages
 	if from >= to {
@@ -185,11 +186,11 @@ func (h *history) checkpoint(p tiertest.Prefix) {
 		if slots < 256 {
 			least = min(want, slots/2*ppc) // what may be promoted at a time
 		}
-		if slots == 1 {
-			least = min(want, 1) // a shorter version of the chunk may be in the only slot
+		if slots <= 2 {
+			least = min(want, 1) // the rest may be taken by a shorter version of the chunk, and by one that continues it
 		}
 		if pages < least {
-			h.t.Fatalf("%d pages hit, want %d or more: %d were stored; %+v", pages, least, want, h.Status())
+			h.t.Fatalf("%d pages hit, want %d or more: %d were stored", pages, least, want)
 		}
 		if slots >= 256 {
 			h.checks = append(h.checks, pages)
@@ -204,7 +205,8 @@ func (h *history) checkpoint(p tiertest.Prefix) {
 // fault lets tiers misbehave in one of many ways.
 func (h *history) fault() {
 	m := h.mem[h.rnd.IntN(len(h.mem))]
-	seed := h.rnd.Uint64()
+	var count atomic.Uint64
+	count.Store(h.rnd.Uint64())
 	switch h.rnd.IntN(6) {
 	case 0:
 		m.Forget(h.rnd, 0.3)
@@ -216,7 +218,8 @@ func (h *history) fault() {
 		kinds, share := h.rnd.IntN(32), []int{2, 5, 20}[h.rnd.IntN(3)]
 		stall := h.rnd.IntN(2) == 0
 		m.SetFault(func(ctx context.Context, op tiertest.Op, run tiers.Run) error {
-			seed = seed*6364136223846793005 + 1442695040888963407 // racing is fine: it is a fault
+			seed := count.Add(1) * 0x9E3779B97F4A7C15
+			seed = (seed ^ seed>>29) * 0xBF58476D1CE4E5B9
 			if kinds>>op&1 == 0 || int(seed>>33)%share != 0 {
 				return nil
 			}
@@ -234,9 +237,11 @@ func (h *history) step() {
 	switch k := rnd.IntN(100); {
 	case k < 25:
 		p := h.prefix()
+		if h.c.complete {
+			h.settleAll() // what they promote would take the room of what is not written yet
+		}
 		n := h.store(p, len(p))
 		if h.c.complete {
-			h.settleAll()
 			h.flush()
 		}
 		if n > 0 {

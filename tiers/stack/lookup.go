@@ -138,7 +138,10 @@ func (s *Stack) Lookup(q *Query, a Asker) (pages int, done bool, err error) {
 	if pages >= asked || start < q.FirstPage {
 		return pages, true, nil // tiers know a chunk only by all its pages
 	}
-	r := s.spare.Get().(*request)
+	r := s.spare.Swap(nil)
+	if r == nil {
+		r = new(request)
+	}
 	r.asker, r.owner, r.lookup, r.id = a, q.Owner, q.Lookup, q.Space
 	r.first, r.asked, r.hit, r.part = q.FirstPage, asked, pages, q.FirstPage+pages-start
 	r.recompute, r.known = q.Recompute, 0
@@ -161,7 +164,7 @@ func (s *Stack) Lookup(q *Query, a Asker) (pages int, done bool, err error) {
 	}
 	if next == nil && r.chunks == 0 || !s.begin(r, next, q) {
 		r.asker, r.run = nil, tiers.Run{}
-		s.spare.Put(r)
+		s.spare.Store(r)
 		return pages, true, nil
 	}
 	return pages, false, nil

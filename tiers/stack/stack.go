@@ -25,7 +25,7 @@ type Stack struct {
 	log    *zap.Logger
 	tiers  []*tier
 	spaces atomic.Pointer[[]*tiers.Space] // by SpaceID; replaced under mu
-	spare  sync.Pool                      // *request, for lookups that end at once
+	spare  atomic.Pointer[request]        // for lookups that end at once
 	owners atomic.Uint64                  // names the owners of what the Stack asks for itself
 	ctx    context.Context                // ends when Close begins
 	cancel context.CancelCauseFunc
@@ -130,7 +130,6 @@ func New(cfg Config) (*Stack, error) {
 		cfg: cfg, engine: cfg.Engine, log: cfg.Log, kick: make(chan struct{}, 1), mail: make(chan struct{}, 1), pending: map[lookupKey]*request{}, loads: map[uint64]*load{},
 	}
 	s.spaces.Store(&[]*tiers.Space{})
-	s.spare.New = func() any { return new(request) }
 	s.ctx, s.cancel = context.WithCancelCause(context.Background())
 	for i, c := range cfg.Tiers {
 		t := &tier{TierConfig: c, index: i, local: c.Tier.Stats().Local, bell: cfg.Bell.tiers[i], victims: victims(cfg.Tiers, i)}

@@ -28,9 +28,11 @@ func TestPromotes(t *testing.T) {
 				r.flush()
 				r.clearArena()
 				r.want(1, p, 0, 30, 22)
+				r.mu.Lock()
 				if r.pending[1] != 22 {
 					t.Errorf("%d pages were promised", r.pending[1])
 				}
+				r.mu.Unlock()
 				r.want(2, p, 0, 30, 22) // in the arena by now
 				if st := r.Status()[0]; st.Loads != 6 || st.LoadBytes != 22*pageBytes || st.Stores != 6 {
 					t.Errorf("%+v", st)
@@ -106,7 +108,7 @@ func TestLookupAllocatesNothing(t *testing.T) {
 		if pages, done, err := r.Lookup(&miss, r); pages != 0 || !done || err != nil {
 			panic("no miss")
 		}
-	}); n > 0.1 { // the pool may be emptied by the garbage collector
+	}); n != 0 {
 		t.Errorf("a miss: %v allocations", n)
 	}
 	if none.asked.Load() == 0 {
@@ -479,6 +481,8 @@ func TestLoadOrRecompute(t *testing.T) {
 		if n, done := r.ask(5, q, 0, 16, recompute(3*time.Millisecond)); !done || n != 0 {
 			t.Errorf("behind 40 chunks: %d, %v", n, done)
 		}
+		r.mu.Lock()
+		defer r.mu.Unlock()
 		if eta := r.etas[4]; eta < 25*time.Millisecond || eta > 60*time.Millisecond {
 			t.Errorf("eta %v", eta)
 		}
