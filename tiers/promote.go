@@ -243,8 +243,12 @@ func (e *Engine) promote(ow *owner, w *walk, i, have int, parent uint32, x *leas
 // chunkBefore is the slot of the chunk before a run, if it is held: by the lookup that goes on, or by anybody.
 func (e *Engine) chunkBefore(sp *space, x *lease, w *walk, prev []byte) uint32 {
 	if x != nil {
-		for i := len(x.slots) - 1; i >= max(0, len(x.slots)-2); i-- {
-			if _, s := e.slot(x.slots[i]); int(s.chunk) == w.chunk-1 && !s.doomed() && max(s.pages, s.granted) == uint16(w.ppc) {
+		i := len(x.slots) - 1
+		if _, s := e.slot(x.slots[i]); !x.waiting && int(s.chunk) == w.chunk {
+			i--
+		}
+		if i >= 0 {
+			if _, s := e.slot(x.slots[i]); int(s.chunk) == w.chunk-1 && !s.doomed() {
 				return x.slots[i]
 			}
 		}
