@@ -168,6 +168,9 @@ func (s *Stack) demoteWorker(t *tier) {
 			return
 		}
 		list = t.victims.NextVictims(t.Batch, list[:0])
+		for i := range list {
+			list[i].Space = s.spaceLike(list[i].Space)
+		}
 		for rest := list; len(rest) > 0; {
 			var n int
 			if bounce, n = s.bounce(bounce, len(rest), func(i int) tiers.Run { return rest[i].Run }); n == 0 {
@@ -195,6 +198,16 @@ func (s *Stack) demoteWorker(t *tier) {
 			}
 		}
 	}
+}
+
+// spaceLike is the space as the Stack knows it, and else as a tier does, which keeps only what it needs.
+func (s *Stack) spaceLike(sp *tiers.Space) *tiers.Space {
+	for _, known := range *s.spaces.Load() {
+		if known != nil && known.Fingerprint == sp.Fingerprint {
+			return known
+		}
+	}
+	return sp
 }
 
 // bounce makes the buffer between two tiers, if need be, and says how many of n runs fit it. 0: the first is larger than it may be.
