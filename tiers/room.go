@@ -1,13 +1,19 @@
 package tiers
 
-// PromotionRoom is how many chunks an owner's lookups could be granted or lease now, in PreparePromotion, and how many they could if nobody else used
-// anything: what a promotion that wants more may as well not wait for. It is an estimate: a slot that nobody uses may still be no victim.
-func (e *Engine) PromotionRoom(o Owner) (now, most int, err error) {
+// Room is what PreparePromotion could reserve or lease now, in chunks. It is an estimate: a slot that nobody uses may still be no victim.
+type Room struct {
+	Budget int // of the part of the slots that may be promoted into at a time: it frees itself as promotions end
+	Share  int // of the owner's share, and of the slots that nobody uses: it frees itself as leases end
+	Most   int // with all of both: what wants more may as well not wait for it
+}
+
+// PromotionRoom is the room for the lookups of an owner.
+func (e *Engine) PromotionRoom(o Owner) (Room, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	ow, err := e.owner(o)
 	if err != nil {
-		return 0, 0, err
+		return Room{}, err
 	}
 	c := ow.space.class
 	idle, all := c.uncarved, c.uncarved
@@ -17,6 +23,5 @@ func (e *Engine) PromotionRoom(o Owner) (now, most int, err error) {
 			all += len(r.slots)
 		}
 	}
-	now = max(0, min(c.promotable-c.promoting, c.limit-ow.slots.n, idle))
-	return now, min(c.promotable, c.limit, all), nil
+	return Room{Budget: max(0, c.promotable-c.promoting), Share: max(0, min(c.limit-ow.slots.n, idle)), Most: min(c.promotable, c.limit, all)}, nil
 }

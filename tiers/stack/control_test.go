@@ -113,6 +113,56 @@ func TestNoRoom(t *testing.T) {
 	})
 }
 
+// An owner that has leased all of its share waits for itself, and lets others pass.
+func TestOthersPass(t *testing.T) {
+	inBubble(t, rigOptions{
+		slots: 32, tiers: []tiertest.MemoryOptions{{Local: true, BytesPerSec: 10000 * slotBytes}}, engine: func(c *tiers.Config) { c.OwnerShare = 0.25 },
+	}, func(t *testing.T, r *rig) {
+		rnd := rand.New(rand.NewPCG(1, 1))
+		var list []tiertest.Prefix
+		for range 8 {
+			p := prefix(rnd, 16)
+			r.store(p, 16)
+			r.flush()
+			list = append(list, p)
+		}
+		r.clearArena()
+		for i := range uint64(2) { // 8 slots are the share
+			if n := r.lookup(i, list[i], 0, 16); n != 16 {
+				t.Fatalf("%d pages", n)
+			}
+		}
+		for i := uint64(2); i < 7; i++ {
+			r.ask(i, list[i], 0, 16, func(q *Query) { q.Recompute = 100 * time.Millisecond / 16 })
+		}
+		other := tiers.Owner(3)
+		if err := r.engine.AddOwner(other, r.id); err != nil {
+			t.Fatal(err)
+		}
+		defer r.RemoveOwner(other)
+		got := make(answer, 1)
+		start := time.Now()
+		q := Query{Owner: other, Lookup: 1, Space: r.id, Hashes: list[7].Digests(0, 16, 32)}
+		if n, done, err := r.Lookup(&q, got); n != 0 || done || err != nil {
+			t.Fatal(n, done, err)
+		}
+		if n := <-got; n != 16 || time.Since(start) > 10*time.Millisecond {
+			t.Errorf("%d pages after %v", n, time.Since(start))
+		}
+		// What waits has room once the owner has loaded, as long as waiting is not longer than computing.
+		time.Sleep(40 * time.Millisecond)
+		r.load(0, list[0], 0, 16)
+		if n, ok := r.answer(2, 10*time.Millisecond); !ok || n != 16 {
+			t.Errorf("%d pages, %v", n, ok)
+		}
+		for i := uint64(3); i < 7; i++ {
+			if n, ok := r.answer(i, time.Second); !ok || n != 0 || time.Since(start) > 110*time.Millisecond {
+				t.Errorf("%d pages, %v, after %v", n, ok, time.Since(start))
+			}
+		}
+	})
+}
+
 func TestPendingIsBounded(t *testing.T) {
 	inBubble(t, rigOptions{
 		tiers:  []tiertest.MemoryOptions{{Latency: 100 * time.Millisecond}},

@@ -84,14 +84,15 @@ type request struct {
 	wants     [tiers.MaxTiers]int64
 	since     time.Time // when it came,
 	queued    time.Time // was queued,
-	turn      time.Time // and was first in the queue without finding room
+	told      time.Time // and said last to be pending
 	loads     []*load   // by chunk; nil: it has arrived, or nobody waits for it
 	from      int       // chunks [from, want) are wanted,
 	want      int
 	left      int // of which so many have not arrived
 }
 
-func (r *request) over() bool { return r.phase == ended }
+// over says that a request has left the queue that it was in. Stack.mu is held.
+func (r *request) over() bool { return r.phase != seeking && r.phase != queued }
 
 // deadlines is a heap of the lookups under way.
 type deadlines []*request
@@ -454,6 +455,7 @@ func (s *Stack) enqueue(r *request) {
 		t.ahead.Add(r.wants[i])
 	}
 	r.queued = time.Now()
+	r.told = r.queued
 	s.tell(r, r.pages, r.eta)
 	s.queue.push(r)
 	ring(s.kick)
@@ -485,10 +487,12 @@ func (r *request) base() int {
 }
 
 const (
-	// roomPoll is how often the queue's head looks whether there is room for it: what workers release is not told.
+	// roomPoll is how often those that are queued look whether there is room for them: what workers release is not told.
 	roomPoll = 2 * time.Millisecond
-	// roomPatience is how long it waits for room that others hold while nothing is on its way.
-	roomPatience = 100 * time.Millisecond
+	// roomPatience is how long a request waits for room that others have leased, unless it is known that computing takes longer.
+	roomPatience = 250 * time.Millisecond
+	// tellEvery is how often the asker of one that waits for room is told that it does.
+	tellEvery = 50 * time.Millisecond
 )
 
 // dispatch is the dispatcher: it answers what is late, and promotes what has its turn.
@@ -511,15 +515,13 @@ func (s *Stack) dispatch() {
 		if len(s.deadlines) > 0 {
 			wait = s.deadlines[0].deadline.Sub(now)
 		}
-		r, ok := s.queue.peek()
-		if ok && s.hasRoom(r, now) {
-			s.queue.pop()
+		if r := s.next(now); r != nil {
 			r.phase = preparing
 			s.unlock()
 			out = s.prepare(r, out[:0])
 			continue
 		}
-		if ok {
+		if _, ok := s.queue.peek(); ok {
 			wait = min(wait, roomPoll)
 		}
 		s.unlock()
@@ -532,16 +534,42 @@ func (s *Stack) dispatch() {
 	}
 }
 
-// hasRoom says whether a request's turn has come: there is room for all of it, or as much as there ever will be.
-func (s *Stack) hasRoom(r *request, now time.Time) bool {
-	free, most, err := s.engine.PromotionRoom(r.owner)
-	if err != nil || free >= min(r.chunks, most) {
-		return true
+// next is the request whose turn it is: the first for all of which there is room, or as much as there ever will be. For room in the budget, which frees itself,
+// everybody waits in order; one that waits for leases to end, which may take long and may be its own owner's, lets others pass, and in the end takes what there
+// is. mu is held.
+func (s *Stack) next(now time.Time) *request {
+	s.queue.peek() // what is over goes
+	var room tiers.Room
+	var err error
+	full := false
+	for i, last := s.queue.head, tiers.Owner(0); i < len(s.queue.list); i++ {
+		r := s.queue.list[i]
+		if r.over() {
+			continue
+		}
+		if i == s.queue.head || r.owner != last {
+			room, err = s.engine.PromotionRoom(r.owner)
+			last = r.owner
+		}
+		trimmed := max(0, r.base()-r.run.First) / r.run.Space.Geometry.PagesPerChunk
+		need := min(r.chunks-trimmed, room.Most)
+		if full = full || err == nil && room.Budget < need; !full && (err != nil || room.Share >= need || now.Sub(r.queued) >= s.patience(r)) {
+			return r
+		}
+		if now.Sub(r.told) >= tellEvery {
+			r.told = now
+			s.tell(r, r.pages, max(r.eta, tellEvery))
+		}
 	}
-	if r.turn.IsZero() {
-		r.turn = now
+	return nil
+}
+
+// patience is how long a request waits for room that others have leased.
+func (s *Stack) patience(r *request) time.Duration {
+	if s.cfg.Promote == PromoteAuto && r.recompute > 0 {
+		return time.Duration(r.pages-r.hit) * r.recompute
 	}
-	return len(s.loads) == 0 && now.Sub(r.turn) >= roomPatience
+	return roomPatience
 }
 
 // prepare reserves slots for a request's chunks, and queues the loads. The dispatcher alone calls it, so that of several requests for one chunk each but the first
