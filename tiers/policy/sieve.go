@@ -24,6 +24,9 @@ func (s *sieve) Grow(region uint32, slots int) { s.grow(region, slots, s.queues[
 func (s *sieve) Shrink(region uint32) { s.shrink(region, s.queues[:]) }
 
 func (s *sieve) Enter(ref uint32, key uint64, _ uint32) {
+	if q := &s.queues[0]; q.n > 0 { // nothing may be left for the hand to look at in this round
+		s.round = max(s.round, q.at(0).rank>>sieveRound)
+	}
 	s.enter(ref, key).rank = s.round<<sieveRound | s.tick()&(1<<sieveRound-1)
 }
 
