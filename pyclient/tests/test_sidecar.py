@@ -83,9 +83,14 @@ class Sidecar:
         self.start()
 
     def status(self) -> dict[str, Any]:
-        address = (self.directory / "admin.addr").read_text().strip()
-        with urllib.request.urlopen(f"http://{address}/v1/status", timeout=5) as answer:
-            return json.load(answer)
+        return status_of(self.directory)
+
+
+def status_of(directory: Path) -> dict[str, Any]:
+    """What the sidecar of an endpoint says of itself."""
+    address = (directory / "admin.addr").read_text().strip()
+    with urllib.request.urlopen(f"http://{address}/v1/status", timeout=5) as answer:
+        return json.load(answer)
 
 
 class Engine(Stand):
@@ -468,8 +473,11 @@ def test_autostart(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for name in ("LD_PRELOAD", "KMP_AFFINITY", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "")
     directory = tmp_path / "auto" / "rank-0"
-    engine = Engine(model, directory, autostart=True, arena_size="16M", binary=str(BINARY))
-    other = Engine(model, directory, autostart=True, arena_size="16M", binary=str(BINARY))
+    below = ["--disk", f"{tmp_path}/disk-{{rank}}:32M:slab=8M", "--cascade-partial-delay=1ms"]
+    started = {"autostart": True, "arena_size": "16M", "binary": str(BINARY), "sidecar_args": below}
+    patience = {"lookup_timeout_ms": 5000, "store_timeout_ms": 5000}
+    engine = Engine(model, directory, **started, **patience)
+    other = Engine(model, directory, **started, **patience)
     pids: set[int] = set()
 
     def owner() -> int:
@@ -484,12 +492,16 @@ def test_autostart(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert b"PATH=" in inherited and not any(name in inherited for name in (b"LD_PRELOAD", b"KMP_", b"OMP_"))
         engine.save_now(engine.save(0, [1], [1]))
         until(lambda: other.held(0, 1) == 1)
-        # It is started anew when it dies.
+        until(lambda: status_of(directory)["tiers"][0]["pages"] == 1)
+        assert (tmp_path / "disk-0").is_dir()
+        # It is started anew when it dies, and finds its disk again.
         os.kill(owner(), signal.SIGKILL)
         until(lambda: not engine.worker._session.connected)
         until(lambda: engine.worker._session.connected, 20)
         pids.add(owner())
         assert len(pids) == 2
+        engine.wait_up()
+        until(lambda: engine.held(0, 1) == 1)
     finally:
         engine.close()
         other.close()
