@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs what building, testing and the demo need and what is missing here: system packages (apt), Go, and .venv with
-# the packages of requirements.lock. Says what it does. A second run only compares stamps.
+# Installs what building, testing and the demo need and what is missing here: system packages (apt), Go, the servers that the tests of remote tiers
+# run (Redis, and an S3 server), and .venv with the packages of requirements.lock. Says what it does. A second run only compares stamps.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -45,6 +45,7 @@ command -v pkg-config >/dev/null || missing+=(pkg-config)
 if ! { command -v pkg-config >/dev/null && pkg-config --exists libzmq; }; then missing+=(libzmq3-dev); fi
 [[ -n ${python:-} ]] && has_headers "$python" || missing+=(python3-dev)
 [[ -n ${python:-} ]] && has_venv "$python" || missing+=(python3-venv)
+command -v redis-server >/dev/null && command -v redis-cli >/dev/null || missing+=(redis-server redis-tools)
 if ((${#missing[@]})); then
 	say "installing system packages: ${missing[*]}"
 	command -v apt-get >/dev/null || fail "apt-get is not here" \
@@ -81,6 +82,19 @@ if ! go_ok go && ! { go_fetches go && go version >/dev/null 2>&1; } && [[ ! -x $
 	if command -v go >/dev/null; then
 		say "note: the go on PATH is older than 1.21; put $PWD/$tools/bin first on PATH, or remove it"
 	fi
+fi
+
+# --- An S3 server for the tests: a gateway to a directory.
+s3_version=v1.8.0
+if [[ ! -x $tools/bin/versitygw || $(cat "$stamps/versitygw" 2>/dev/null) != "$s3_version" ]]; then
+	say "building the S3 server of the tests, versitygw $s3_version, into $tools (minutes the first time)"
+	go=go
+	if [[ -x $tools/bin/go ]]; then go=$PWD/$tools/bin/go; fi
+	(
+		bin=$PWD/$tools/bin
+		cd / && GOFLAGS='' GOBIN=$bin "$go" install -trimpath -ldflags='-s -w' "github.com/versity/versitygw/cmd/versitygw@$s3_version"
+	) || fail "versitygw could not be built" "Check that Go reaches a module proxy (go env GOPROXY), then run this again."
+	echo "$s3_version" >"$stamps/versitygw"
 fi
 
 # --- .venv.

@@ -21,8 +21,6 @@ type Secret struct {
 	Env  string // name of the variable
 }
 
-func (s Secret) given() bool { return s.File != "" || s.Env != "" }
-
 // read reads the secret. It is read again for each connection, so that it can be changed.
 func (s Secret) read() (string, error) {
 	switch {
@@ -135,6 +133,8 @@ const (
 
 var prefixForm = regexp.MustCompile(`^[A-Za-z0-9_.:-]+(/[A-Za-z0-9_.:-]+)*$`)
 
+var bucketForm = regexp.MustCompile(`^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$`)
+
 func validPrefix(p string) error {
 	if len(p) > 256 || !prefixForm.MatchString(p) {
 		return fmt.Errorf("prefix %q is not of letters, digits and _.:- with single slashes between them", p)
@@ -212,8 +212,8 @@ func (o *S3Options) validate() error {
 		return errors.New("endpoint: it is not of the form https://host:port")
 	case u.Scheme == "http" && o.Files != TLSFiles{}:
 		return errors.New("files for TLS, and the endpoint is http")
-	case o.Bucket == "":
-		return errors.New("no bucket")
+	case !bucketForm.MatchString(o.Bucket):
+		return fmt.Errorf("bucket %q is not 3 to 63 of a-z, 0-9, - and .", o.Bucket)
 	case o.Pool < 1 || o.Pool > 1024:
 		return fmt.Errorf("pool %d is not from 1 to 1024", o.Pool)
 	case o.DialTimeout < 0:

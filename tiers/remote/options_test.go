@@ -64,10 +64,10 @@ func TestParseRedisURL(t *testing.T) {
 
 func TestParseS3URL(t *testing.T) {
 	for text, want := range map[string]S3Options{
-		"s3://b": {Bucket: "b"},
+		"s3://bbb": {Bucket: "bbb"},
 		"s3://b.c/p/q/?endpoint=http://h:9000&region=eu&credentials_file=/c&profile=x&pool=4&serde=raw": {Bucket: "b.c", Prefix: "p/q", Endpoint: "http://h:9000", Region: "eu",
 			CredentialsFile: "/c", Profile: "x", Pool: 4, Serde: "raw"},
-		"s3://b?endpoint=https://h&ca_file=/ca&virtual_host=true&access_key_env=A&secret_key_env=S&session_token_env=T": {Bucket: "b", Endpoint: "https://h",
+		"s3://bbb?endpoint=https://h&ca_file=/ca&virtual_host=true&access_key_env=A&secret_key_env=S&session_token_env=T": {Bucket: "bbb", Endpoint: "https://h",
 			Files: TLSFiles{CA: "/ca"}, VirtualHost: true, AccessKeyEnv: "A", SecretKeyEnv: "S", SessionTokenEnv: "T"},
 	} {
 		if got, err := ParseS3URL(text); err != nil || got != want {
@@ -75,15 +75,16 @@ func TestParseS3URL(t *testing.T) {
 		}
 	}
 	for text, want := range map[string]string{
-		"b/p":                                 "not a URL",
-		"s3:///p":                             "s3://bucket/prefix",
-		"s3://key:hunter2@b":                  "credentials_file",
-		"s3://b?endpoint=h:9000":              "endpoint",
-		"s3://b?endpoint=http://u:p@h":        "endpoint",
-		"s3://b?endpont=http://h":             `"endpont"`,
-		"s3://b?ca_file=/x&endpoint=http://h": "files for TLS",
-		"s3://b?virtual_host=1":               "neither",
-		"s3://b/..%2f*":                       "prefix",
+		"b/p":                                   "not a URL",
+		"s3://B":                                "bucket",
+		"s3:///p":                               "s3://bucket/prefix",
+		"s3://key:hunter2@bbb":                  "credentials_file",
+		"s3://bbb?endpoint=h:9000":              "endpoint",
+		"s3://bbb?endpoint=http://u:p@h":        "endpoint",
+		"s3://bbb?endpont=http://h":             `"endpont"`,
+		"s3://bbb?ca_file=/x&endpoint=http://h": "files for TLS",
+		"s3://bbb?virtual_host=1":               "neither",
+		"s3://bbb/..%2f*":                       "prefix",
 	} {
 		if _, err := ParseS3URL(text); err == nil || !strings.Contains(err.Error(), want) || strings.Contains(err.Error(), "hunter2") {
 			t.Errorf("%s: %v, want something of %q, and no secret", text, err, want)

@@ -1,0 +1,450 @@
+package remote
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"iter"
+	"net"
+	"net/http"
+	"net/url"
+	"os"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/minio/minio-go/v7"
+	"github.com/minio/minio-go/v7/pkg/credentials"
+
+	"lookaside/tiers"
+	"lookaside/tiers/chunk"
+	"lookaside/tiers/serde"
+)
+
+// An object in a bucket is PREFIX/SPACE/FIRST/LAST-PAGES: the header, and the encoded pages behind it.
+const (
+	maxAnswer  = 8 << 20 // bytes of an answer that is no object: a listing of 1,000 names is some 0.5 MiB
+	maxListing = 1000    // names of one listing, S3's own limit
+)
+
+type s3Objects struct {
+	client   minio.Core
+	http     *http.Transport
+	o        S3Options
+	requests chan struct{} // room for Pool
+	secrets  secrets
+}
+
+// OpenS3 makes a tier of a bucket. It does not ask the server anything: Check does. An error is about the options and their files.
+func OpenS3(o S3Options) (*Tier, error) {
+	if err := o.validate(); err != nil {
+		return nil, fmt.Errorf("s3: %w", err)
+	}
+	s := &s3Objects{o: o, requests: make(chan struct{}, o.Pool)}
+	creds, err := s.credentials()
+	if err != nil {
+		return nil, fmt.Errorf("s3: %w", err)
+	}
+	conf, err := o.Files.config()
+	if err != nil {
+		return nil, fmt.Errorf("s3: %w", err)
+	}
+	endpoint, _ := url.Parse(o.Endpoint) // it was validated
+	dialer := &net.Dialer{Timeout: o.DialTimeout, KeepAlive: time.Minute}
+	s.http = &http.Transport{
+		Proxy: http.ProxyFromEnvironment, DialContext: dialer.DialContext, TLSClientConfig: conf, TLSHandshakeTimeout: o.DialTimeout, ForceAttemptHTTP2: false,
+		MaxIdleConns: o.Pool, MaxIdleConnsPerHost: o.Pool, MaxConnsPerHost: o.Pool, IdleConnTimeout: 90 * time.Second, MaxResponseHeaderBytes: 256 << 10,
+		DisableCompression: true, ReadBufferSize: 64 << 10, WriteBufferSize: 64 << 10,
+	}
+	lookup := minio.BucketLookupPath
+	if o.VirtualHost || strings.HasSuffix(endpoint.Hostname(), ".amazonaws.com") {
+		lookup = minio.BucketLookupDNS
+	}
+	client, err := minio.New(endpoint.Host, &minio.Options{
+		Creds: creds, Secure: endpoint.Scheme == "https", Region: o.Region, BucketLookup: lookup, Transport: bounded{s.http},
+		MaxRetries: 1, // package stack decides
+	})
+	if err != nil {
+		return nil, fmt.Errorf("s3: endpoint: %w", err)
+	}
+	s.client = minio.Core{Client: client}
+	return newTier("s3", o.detail(), o.Serde, s), nil
+}
+
+func (o *S3Options) detail() string {
+	return fmt.Sprintf("%s, bucket %s, prefix %s, %s", o.Endpoint, o.Bucket, o.Prefix, o.Serde)
+}
+
+// credentials reads what requests are signed with. Secrets are remembered, so that they can be kept out of what is shown.
+func (s *s3Objects) credentials() (*credentials.Credentials, error) {
+	if s.o.CredentialsFile != "" {
+		c := credentials.NewFileAWSCredentials(s.o.CredentialsFile, s.o.Profile)
+		v, err := c.GetWithContext(nil)
+		if err != nil || v.AccessKeyID == "" || v.SecretAccessKey == "" {
+			// The error may have part of the file in it.
+			return nil, fmt.Errorf("credentials_file: %s cannot be read, or has no aws_access_key_id and aws_secret_access_key in its section %s", s.o.CredentialsFile, s.o.Profile)
+		}
+		s.secrets.add(v.SecretAccessKey)
+		s.secrets.add(v.SessionToken)
+		return c, nil
+	}
+	key, secret, token := os.Getenv(s.o.AccessKeyEnv), os.Getenv(s.o.SecretKeyEnv), os.Getenv(s.o.SessionTokenEnv)
+	if (key == "") != (secret == "") {
+		return nil, fmt.Errorf("of the environment variables %s and %s only one is set", s.o.AccessKeyEnv, s.o.SecretKeyEnv)
+	}
+	s.secrets.add(secret)
+	s.secrets.add(token)
+	return credentials.NewStaticV4(key, secret, token), nil
+}
+
+// bounded is a RoundTripper whose answers are cut where they are no objects and too long: the client reads those to their end.
+type bounded struct{ http.RoundTripper }
+
+// RoundTrip implements http.RoundTripper.
+func (b bounded) RoundTrip(r *http.Request) (*http.Response, error) {
+	a, err := b.RoundTripper.RoundTrip(r)
+	if err != nil || a.StatusCode/100 == 2 && r.Method == http.MethodGet && r.Context().Value(objectKey{}) != nil {
+		return a, err
+	}
+	a.Body = &cut{ReadCloser: a.Body, left: maxAnswer}
+	return a, nil
+}
+
+// objectKey is the key of a context whose requests get objects: their bodies are read as far as they are wanted, and no further.
+type objectKey struct{}
+
+type cut struct {
+	io.ReadCloser
+	left int64
+}
+
+var errTooLong = errors.New("the server's answer is too long")
+
+// Read implements io.Reader.
+func (c *cut) Read(p []byte) (int, error) {
+	if c.left == 0 {
+		return 0, errTooLong
+	}
+	n, err := c.ReadCloser.Read(p[:min(int64(len(p)), c.left)])
+	c.left -= int64(n)
+	return n, err
+}
+
+// dir is what the names of all objects begin with that begin with a name's first page.
+func (s *s3Objects) dir(space *tiers.Space, first string) string {
+	return fmt.Sprintf("%s/%s/%x/", s.o.Prefix, space.Fingerprint, first)
+}
+
+func (s *s3Objects) key(n name) string { return s.dir(n.space, n.first) + string(n.append(nil)) }
+
+// turn waits for one of Pool turns.
+func (s *s3Objects) turn(ctx context.Context) (end func(), err error) {
+	select {
+	case s.requests <- struct{}{}:
+		return func() { <-s.requests }, nil
+	case <-ctx.Done():
+		return nil, context.Cause(ctx)
+	}
+}
+
+// missing says whether an error is that there is no such object.
+func missing(err error) bool {
+	code := minio.ToErrorResponse(err).Code
+	return code == minio.NoSuchKey || code == "NotFound"
+}
+
+func (s *s3Objects) has(ctx context.Context, names []name, there []bool) error {
+	var first atomic.Int64 // that is not there, or that was not asked for
+	first.Store(int64(len(names)))
+	errs := make([]error, len(names))
+	inParallel(len(names), s.o.Pool, func(i int) {
+		if int64(i) > first.Load() {
+			return
+		}
+		if there[i], errs[i] = s.stat(ctx, names[i]); there[i] {
+			return
+		}
+		for at := first.Load(); int64(i) < at && !first.CompareAndSwap(at, int64(i)); at = first.Load() {
+		}
+	})
+	if at := first.Load(); at < int64(len(names)) {
+		return errs[at]
+	}
+	return nil
+}
+
+func (s *s3Objects) stat(ctx context.Context, n name) (bool, error) {
+	end, err := s.turn(ctx)
+	if err != nil {
+		return false, err
+	}
+	defer end()
+	_, err = s.client.StatObject(ctx, s.o.Bucket, s.key(n), minio.StatObjectOptions{})
+	if missing(err) {
+		return false, nil
+	}
+	return err == nil, err
+}
+
+func (s *s3Objects) variants(ctx context.Context, runs []tiers.Run, all bool) ([][]variant, error) {
+	out, errs := make([][]variant, len(runs)), make([]error, len(runs))
+	inParallel(len(runs), s.o.Pool, func(i int) { out[i], errs[i] = s.list(ctx, runs[i], all) })
+	return out, firstOf(errs)
+}
+
+// firstOf is the first error that is one.
+func firstOf(errs []error) error {
+	for _, err := range errs {
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (s *s3Objects) list(ctx context.Context, run tiers.Run, all bool) ([]variant, error) {
+	dir := s.dir(run.Space, nameOf(run, 1).first)
+	end, err := s.turn(ctx)
+	if err != nil {
+		return nil, err
+	}
+	var out []variant
+	var times []time.Time
+	more := false
+	for o := range s.client.ListObjectsIter(ctx, s.o.Bucket, minio.ListObjectsOptions{Prefix: dir, Recursive: true, MaxKeys: maxListing}) {
+		if o.Err != nil {
+			end()
+			return nil, o.Err
+		}
+		if more = !all && len(out) == maxListing; more {
+			break
+		}
+		if n, ok := parseName(run, strings.TrimPrefix(o.Key, dir)); ok {
+			out, times = append(out, variant{n, true}), append(times, o.LastModified)
+		}
+	}
+	end()
+	if all {
+		return out, nil
+	}
+	order := make([]int, len(out))
+	for i := range order {
+		order[i] = i
+	}
+	slices.SortStableFunc(order, func(a, b int) int { return times[b].Compare(times[a]) })
+	sorted := make([]variant, len(out))
+	for i, at := range order {
+		sorted[i] = out[at]
+	}
+	if !more {
+		return sorted, nil
+	}
+	// There are more than one listing has: what is a beginning of the run is asked for by name.
+	names, there, errs := make([]name, run.Pages()), make([]bool, run.Pages()), make([]error, run.Pages())
+	inParallel(len(names), s.o.Pool, func(i int) {
+		names[i] = nameOf(run, i+1)
+		if !slices.Contains(sorted, variant{names[i], true}) {
+			there[i], errs[i] = s.stat(ctx, names[i])
+		}
+	})
+	for i, n := range names {
+		if there[i] {
+			sorted = append(sorted, variant{n, true})
+		}
+	}
+	return sorted, firstOf(errs)
+}
+
+// get begins to read an object's first bytes; size is how many of them the server will send. What is not wanted after all need not be read.
+func (s *s3Objects) get(ctx context.Context, n name, first int64) (body io.ReadCloser, size int64, err error) {
+	var o minio.GetObjectOptions
+	if err := o.SetRange(0, first-1); err != nil {
+		return nil, 0, err
+	}
+	body, info, _, err := s.client.GetObject(context.WithValue(ctx, objectKey{}, true), s.o.Bucket, s.key(n), o)
+	if missing(err) {
+		err = tiers.ErrNotFound
+	}
+	return body, info.Size, err
+}
+
+// readHeader reads an object's header.
+func readHeader(n name, body io.Reader, size int64) ([]byte, error) {
+	b := make([]byte, headerBytes(n.pages, n.space.Geometry.DigestBytes))
+	if size < int64(len(b)) {
+		return nil, fmt.Errorf("%w: an object of %d bytes", tiers.ErrCorrupt, size)
+	}
+	_, err := io.ReadFull(body, b)
+	return b, err
+}
+
+func (s *s3Objects) headers(ctx context.Context, names []name, each func(i int, b []byte, err error)) {
+	bufs, errs := make([][]byte, len(names)), make([]error, len(names))
+	inParallel(len(names), s.o.Pool, func(i int) {
+		bufs[i], errs[i] = func() ([]byte, error) {
+			end, err := s.turn(ctx)
+			if err != nil {
+				return nil, err
+			}
+			defer end()
+			n := names[i]
+			body, size, err := s.get(ctx, n, int64(headerBytes(n.pages, n.space.Geometry.DigestBytes)))
+			if err != nil {
+				return nil, err
+			}
+			defer body.Close()
+			return readHeader(n, body, size)
+		}()
+	})
+	for i := range names {
+		each(i, bufs[i], errs[i])
+	}
+}
+
+func (s *s3Objects) fetch(ctx context.Context, fetches []*fetch) {
+	inParallel(len(fetches), s.o.Pool, func(i int) { fetches[i].end(s.fetchOne(ctx, fetches[i])) })
+}
+
+func (s *s3Objects) fetchOne(ctx context.Context, f *fetch) error {
+	end, err := s.turn(ctx)
+	if err != nil {
+		return err
+	}
+	defer end()
+	head := int64(headerBytes(f.name.pages, f.name.space.Geometry.DigestBytes))
+	// How many bytes the pages were encoded to is known when the header was read; no more than this.
+	most := int64(len(f.dst))
+	if _, raw := f.tier.codec.(serde.Raw); !raw {
+		most = int64(f.run.Pages()) * serde.Bound(f.run.Space.Geometry.PageBytes)
+	}
+	body, size, err := s.get(ctx, f.name, head+most)
+	if err != nil {
+		return err
+	}
+	defer body.Close()
+	b, err := readHeader(f.name, body, size)
+	if err != nil {
+		return err
+	}
+	stream, err := f.begin(b)
+	if err != nil {
+		return err
+	}
+	if size < head+int64(len(stream)) {
+		return fmt.Errorf("%w: an object of %d bytes, want %d", tiers.ErrCorrupt, size, head+int64(len(stream)))
+	}
+	if _, err = io.ReadFull(body, stream); err == nil && size-head-int64(len(stream)) < 64<<10 {
+		_, _ = io.Copy(io.Discard, body) // then the connection is of use again
+	}
+	return err
+}
+
+func (s *s3Objects) put(ctx context.Context, puts []*put) {
+	inParallel(len(puts), s.o.Pool, func(i int) { puts[i].end(s.putOne(ctx, puts[i])) })
+}
+
+func (s *s3Objects) putOne(ctx context.Context, w *put) error {
+	end, err := s.turn(ctx)
+	if err != nil {
+		return err
+	}
+	defer end()
+	head, stream, err := w.begin(0)
+	if err != nil {
+		return err
+	}
+	// Its own checksums would be a second pass over what has ours.
+	_, err = s.client.Client.PutObject(ctx, s.o.Bucket, s.key(w.name), io.MultiReader(bytes.NewReader(head), bytes.NewReader(stream)), int64(len(head)+len(stream)),
+		minio.PutObjectOptions{DisableMultipart: true, DisableContentSha256: true, ContentType: "application/octet-stream"})
+	return err
+}
+
+func (s *s3Objects) remove(ctx context.Context, names []name) error {
+	errs := make([]error, len(names))
+	inParallel(len(names), s.o.Pool, func(i int) {
+		end, err := s.turn(ctx)
+		if err == nil {
+			err = s.client.RemoveObject(ctx, s.o.Bucket, s.key(names[i]), minio.RemoveObjectOptions{})
+			end()
+		}
+		if !missing(err) {
+			errs[i] = err
+		}
+	})
+	return firstOf(errs)
+}
+
+func (s *s3Objects) clear(ctx context.Context, fp chunk.Fingerprint) (n int, err error) {
+	prefix := s.o.Prefix + "/"
+	if fp != (chunk.Fingerprint{}) {
+		prefix += fp.String() + "/"
+	}
+	end, err := s.turn(ctx)
+	if err != nil {
+		return 0, err
+	}
+	defer end()
+	ours := func(yield func(minio.ObjectInfo) bool) {
+		for o := range s.client.ListObjectsIter(ctx, s.o.Bucket, minio.ListObjectsOptions{Prefix: prefix, Recursive: true}) {
+			if o.Err != nil {
+				err = o.Err
+				return
+			}
+			// Only what is of our form: another's prefix may begin with ours.
+			if space, _, _ := strings.Cut(strings.TrimPrefix(o.Key, s.o.Prefix+"/"), "/"); len(space) != 2*len(fp) {
+				continue
+			}
+			if !yield(o) {
+				return
+			}
+		}
+	}
+	results, rerr := s.client.RemoveObjectsWithIter(ctx, s.o.Bucket, iter.Seq[minio.ObjectInfo](ours), minio.RemoveObjectsOptions{})
+	if rerr != nil {
+		return 0, rerr
+	}
+	for r := range results {
+		if r.Err != nil && !missing(r.Err) {
+			return n, r.Err
+		}
+		n++
+	}
+	return n, err
+}
+
+func (s *s3Objects) check(ctx context.Context) error {
+	end, err := s.turn(ctx)
+	if err != nil {
+		return err
+	}
+	defer end()
+	there, err := s.client.BucketExists(ctx, s.o.Bucket)
+	if err == nil && !there {
+		err = errNoBucket
+	}
+	return err
+}
+
+var errNoBucket = errors.New("the bucket is not there")
+
+func (s *s3Objects) explain(err error) error {
+	shown, where := s.secrets.scrub(err.Error()), fmt.Sprintf("s3 at %s", s.o.detail())
+	switch code := minio.ToErrorResponse(err).Code; {
+	case errors.Is(err, errNoBucket) || code == "NoSuchBucket":
+		return fmt.Errorf("%s: the bucket is not there: make it, or look at url", where)
+	case slices.Contains([]string{"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken", "XAdminNoSuchUser"}, code):
+		return fmt.Errorf("%s refuses the credentials: look at credentials_file, or at %s and %s in the environment: %s", where, s.o.AccessKeyEnv, s.o.SecretKeyEnv, shown)
+	case code == "AccessDenied":
+		return fmt.Errorf("%s does not let these credentials do this: they need to list, get, put and delete under the prefix: %s", where, shown)
+	case slices.Contains([]string{"XMinioStorageFull", "InsufficientStorage", "QuotaExceeded", "XQuotaExceeded"}, code):
+		return fmt.Errorf("%w: %s is full: %s", tiers.ErrBusy, where, shown)
+	case strings.Contains(shown, "x509:") || strings.Contains(shown, "tls:"):
+		return fmt.Errorf("%s: TLS: look at ca_file and at endpoint: %s", where, shown)
+	}
+	return fmt.Errorf("%s: %s", where, shown)
+}
+
+func (s *s3Objects) close() { s.http.CloseIdleConnections() }

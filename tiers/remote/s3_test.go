@@ -1,0 +1,98 @@
+package remote
+
+import (
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"lookaside/tiers/tiertest"
+)
+
+const accessKey = "lookaside-test"
+
+// s3Server starts a versitygw over a directory. Its bucket is "kv-cache".
+func s3Server(t testing.TB, args ...string) (s *server, dir string) {
+	t.Helper()
+	path, err := filepath.Abs("../../.cache/tools/bin/versitygw")
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir = t.TempDir()
+	if err := os.Mkdir(filepath.Join(dir, "kv-cache"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	addr := fmt.Sprintf("127.0.0.1:%d", freePort(t))
+	args = append([]string{"--port", addr, "--quiet", "--keep-alive"}, args...)
+	s = launch(t, &server{path: path, addr: addr, args: append(args, "posix", dir),
+		env: []string{"ROOT_ACCESS_KEY=" + accessKey, "ROOT_SECRET_KEY=" + password}})
+	return s, dir
+}
+
+// credentialsFile is a file with the S3 server's credentials.
+func credentialsFile(t testing.TB, key, secret string) string {
+	t.Helper()
+	file := filepath.Join(t.TempDir(), "credentials")
+	text := fmt.Sprintf("[other]\naws_access_key_id = x\n\n[default]\naws_access_key_id = %s\naws_secret_access_key = %s\n", key, secret)
+	if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return file
+}
+
+// rotFiles changes the last byte of every object with a prefix.
+func rotFiles(t testing.TB, dir string) func(prefix string) {
+	return func(prefix string) {
+		t.Helper()
+		err := filepath.WalkDir(filepath.Join(dir, "kv-cache", prefix), func(path string, e fs.DirEntry, err error) error {
+			if err != nil || e.IsDir() {
+				return err
+			}
+			f, err := os.OpenFile(path, os.O_RDWR, 0)
+			if err != nil {
+				return err
+			}
+			defer f.Close()
+			info, err := f.Stat()
+			if err != nil {
+				return err
+			}
+			b := make([]byte, 1)
+			if _, err := f.ReadAt(b, info.Size()-1); err != nil {
+				return err
+			}
+			_, err = f.WriteAt([]byte{b[0] ^ 1}, info.Size()-1)
+			return err
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func TestContractS3(t *testing.T) {
+	s, dir := s3Server(t)
+	o := S3Options{Endpoint: "http://" + s.addr, Bucket: "kv-cache", CredentialsFile: credentialsFile(t, accessKey, password)}
+	tiertest.Run(t, factory(func(prefix string) (*Tier, error) {
+		o := o
+		o.Prefix = prefix
+		return OpenS3(o)
+	}, rotFiles(t, dir), stalled(s)))
+}
+
+func TestContractS3TLS(t *testing.T) {
+	if testing.Short() {
+		t.Skip("the same again over TLS")
+	}
+	files := certificates(t)
+	s, dir := s3Server(t, "--cert", files.Cert, "--key", files.Key)
+	o := S3Options{Endpoint: "https://" + s.addr, Bucket: "kv-cache", Region: "us-east-1", Files: TLSFiles{CA: files.CA}, Pool: 4, AccessKeyEnv: "REMOTE_TEST_KEY", SecretKeyEnv: "REMOTE_TEST_SECRET"}
+	t.Setenv("REMOTE_TEST_KEY", accessKey)
+	t.Setenv("REMOTE_TEST_SECRET", password)
+	tiertest.Run(t, factory(func(prefix string) (*Tier, error) {
+		o := o
+		o.Prefix = prefix
+		return OpenS3(o)
+	}, rotFiles(t, dir), stalled(s)))
+}
