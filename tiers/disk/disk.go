@@ -142,6 +142,7 @@ type Disk struct {
 	places  []*place // never changes once open
 	loads   chan piece
 	stores  chan piece
+	turns   chan struct{}  // has an entry for each request under way
 	stop    chan struct{}  // closed by Close
 	helpers sync.WaitGroup // the workers and the flusher
 	healers sync.WaitGroup // those that bring slabs back

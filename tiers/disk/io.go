@@ -101,12 +101,12 @@ func (d *Disk) work() {
 				return
 			}
 		}
-		p.do(tail)
+		d.do(&p, tail)
 	}
 }
 
 // do moves a piece and computes what checksums it can.
-func (p *piece) do(tail []byte) {
+func (d *Disk) do(p *piece, tail []byte) {
 	j := p.j
 	switch {
 	case j.ctx.Err() != nil:
@@ -116,13 +116,13 @@ func (p *piece) do(tail []byte) {
 	case j.store:
 		err := p.check()
 		if err == nil {
-			err = p.move(tail)
+			err = d.move(p, tail)
 		}
 		if err != nil {
 			j.fail(err)
 		}
 	default:
-		err := p.move(tail)
+		err := d.move(p, tail)
 		if err == nil {
 			err = p.check()
 		}
@@ -142,7 +142,7 @@ func (p *piece) do(tail []byte) {
 }
 
 // move reads or writes the piece. Where the page cache is bypassed, what is left of a block at its end goes through tail.
-func (p *piece) move(tail []byte) error {
+func (d *Disk) move(p *piece, tail []byte) error {
 	j := p.j
 	off := j.s.layout.SlotOffset(j.slot)
 	buf := j.t.Bytes[p.from:p.to]
@@ -151,7 +151,7 @@ func (p *piece) move(tail []byte) error {
 		whole -= len(buf) % j.s.align
 	}
 	if whole > 0 {
-		if err := p.transfer(buf[:whole], off+p.from); err != nil {
+		if err := d.transfer(p, buf[:whole], off+p.from); err != nil {
 			return err
 		}
 	}
@@ -164,9 +164,9 @@ func (p *piece) move(tail []byte) error {
 			if err = dax.Guard(func() { copy(t, rest) }, rest); err != nil {
 				return err
 			}
-			return p.transfer(t, at)
+			return d.transfer(p, t, at)
 		}
-		if err := p.transfer(t, at); err != nil {
+		if err := d.transfer(p, t, at); err != nil {
 			return err
 		}
 		return dax.Guard(func() { copy(rest, t) }, rest)
@@ -174,7 +174,10 @@ func (p *piece) move(tail []byte) error {
 	return nil
 }
 
-func (p *piece) transfer(buf []byte, at int64) error {
+// transfer does one request. There are more workers than requests may be under way, so that checksums are computed meanwhile.
+func (d *Disk) transfer(p *piece, buf []byte, at int64) error {
+	d.turns <- struct{}{}
+	defer func() { <-d.turns }()
 	if p.j.store {
 		_, err := p.j.file.WriteAt(buf, at)
 		return err

@@ -38,6 +38,7 @@ func Open(o Options) (_ *Disk, err error) {
 	}
 	d := &Disk{
 		o: o, log: o.Log, start: time.Now(), loads: make(chan piece), stores: make(chan piece), stop: make(chan struct{}),
+		turns:    make(chan struct{}, o.Workers),
 		byRegion: map[uint32]*slab{}, spaces: map[chunk.Fingerprint]*space{},
 	}
 	binary.LittleEndian.PutUint64(d.store[:], rand.Uint64())
@@ -66,7 +67,7 @@ func Open(o Options) (_ *Disk, err error) {
 	if err := d.recover(slabs); err != nil {
 		return nil, err
 	}
-	for range o.Workers {
+	for range o.Workers + min(2, runtime.GOMAXPROCS(0)) { // see transfer
 		d.helpers.Add(1)
 		go d.work()
 	}

@@ -10,6 +10,7 @@ import (
 	"os/exec"
 	"path"
 	"strconv"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -35,7 +36,6 @@ type Transfers struct {
 // Figures has a value for each round.
 type Figures struct {
 	Memory         string // what the bytes lie in, and fio's
-	Direct         bool
 	Write, FioW    []float64 // GB/s
 	Read, FioR     []float64 // GB/s
 	WriteC, ReadC  []float64 // cores that were busy with it in this process, in the kernel too
@@ -71,7 +71,7 @@ func (o Transfers) Run(ctx context.Context) (f Figures, err error) {
 	fill(arena.Bytes())
 	d, err := disk.Open(disk.Options{
 		Dirs: []string{path.Join(dir, "store")}, CapacityBytes: (int64(n)*(o.SlotBytes+64<<10) + 64<<20) / 4096 * 4096, SlabBytes: int64(n)*(o.SlotBytes+64<<10) + 64<<20,
-		Workers: o.Workers, PieceBytes: int(min(o.Piece, o.SlotBytes)),
+		Workers: o.Workers, PieceBytes: int(min(o.Piece, o.SlotBytes)), Policy: "lru", // what is stored last stays
 	})
 	if err != nil {
 		return f, err
@@ -127,29 +127,43 @@ const pagesPerSlot = 16
 func (o Transfers) move(ctx context.Context, d *disk.Disk, arena []byte, n, round int, write bool) (speed, cores float64, err error) {
 	g := tiers.Geometry{PageBytes: o.SlotBytes / pagesPerSlot, PagesPerChunk: pagesPerSlot, PageTokens: 16, DigestBytes: 32}
 	space := tiers.Space{Fingerprint: chunk.FingerprintOf(fmt.Append(nil, g)), Geometry: g}
-	per := min(batch, int(int64(len(arena))/o.SlotBytes))
-	var hashes []byte
+	const callers = 2 // so that one's requests are under way while the other syncs, as the workers of a tier's queue do it
+	per := max(1, min(batch, int(int64(len(arena))/o.SlotBytes))/callers)
 	var failed atomic.Pointer[error]
+	var next atomic.Int64
+	var wait sync.WaitGroup
 	cpu, start := cpuSeconds(), time.Now()
-	for from := 0; from < n; from += per {
-		ts := make([]tiers.Transfer, min(per, n-from))
-		for i := range ts {
-			hashes = digests(nil, round*n+from+i, g.PagesPerChunk)
-			ts[i] = tiers.Transfer{Run: tiers.Run{Space: &space, Hashes: hashes}, Bytes: arena[int64(i)*o.SlotBytes : int64(i+1)*o.SlotBytes]}
-		}
-		done := func(_ int, err error) {
-			if err != nil {
-				failed.Store(&err)
+	for c := range callers {
+		wait.Go(func() {
+			at := arena[c*per*int(o.SlotBytes)%len(arena):]
+			for failed.Load() == nil {
+				from := int(next.Add(int64(per))) - per
+				if from >= n {
+					return
+				}
+				ts := make([]tiers.Transfer, min(per, n-from))
+				for i := range ts {
+					ts[i] = tiers.Transfer{
+						Run:   tiers.Run{Space: &space, Hashes: digests(nil, round*n+from+i, g.PagesPerChunk)},
+						Bytes: at[int64(i)*o.SlotBytes : int64(i+1)*o.SlotBytes],
+					}
+				}
+				done := func(_ int, err error) {
+					if err != nil {
+						failed.Store(&err)
+					}
+				}
+				if write {
+					d.Store(ctx, ts, done)
+				} else {
+					d.Load(ctx, ts, done)
+				}
 			}
-		}
-		if write {
-			d.Store(ctx, ts, done)
-		} else {
-			d.Load(ctx, ts, done)
-		}
-		if err := failed.Load(); err != nil {
-			return 0, 0, *err
-		}
+		})
+	}
+	wait.Wait()
+	if err := failed.Load(); err != nil {
+		return 0, 0, *err
 	}
 	took := time.Since(start).Seconds()
 	return float64(n) * float64(o.SlotBytes) / 1e9 / took, (cpuSeconds() - cpu) / took, nil
