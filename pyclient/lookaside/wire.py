@@ -272,9 +272,10 @@ class Cancel(Message, frozen=True, tag=63):
 
 
 class LookupPending(Message, frozen=True, tag=64):
-    """Before the answer to a Lookup, at most once: pages are on their way from a tier below.
+    """Before the answer to a Lookup: pages are on their way from a tier below.
 
     ``pages`` are expected from the lookup's first page on, after ``eta_ms`` from now.
+    A later one takes the place of an earlier one.
     """
 
     lookup: _U64
