@@ -418,6 +418,12 @@ func (u *upper) EndVictim(handle uint64, ok bool) {
 	}
 }
 
+func (u *upper) count() (kept, lost, out int) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return u.ended[true], u.ended[false], len(u.out)
+}
+
 func (u *upper) VictimsReady() <-chan struct{} { return u.ready }
 
 // What a tier is about to drop goes to the one below that admits what is evicted, through a small buffer, and is found there.
@@ -446,8 +452,8 @@ func TestVictims(t *testing.T) {
 		r.has("t1", p, 200, 46*ppc)
 		r.has("t0", p, 200, 0)
 		st := r.Status()[1]
-		if st.Demoted != 46 || st.Stores != 46 || u.ended[true] != 46 || len(u.out) != 0 {
-			t.Errorf("%+v, %v", st, u.ended)
+		if kept, lost, out := u.count(); st.Demoted != 46 || st.Stores != 46 || kept != 46 || lost+out != 0 {
+			t.Errorf("%+v, %d kept, %d lost, %d out", st, kept, lost, out)
 		}
 		r.clearArena()
 		r.want(1, p, 0, 200, 198)
@@ -462,8 +468,8 @@ func TestVictims(t *testing.T) {
 		r.store(q, 40)
 		r.flush()
 		time.Sleep(10 * time.Second)
-		if len(u.out) != 0 || u.ended[false] == 0 {
-			t.Errorf("%d victims are out, %v", len(u.out), u.ended)
+		if _, lost, out := u.count(); out != 0 || lost == 0 {
+			t.Errorf("%d victims are out, %d lost", out, lost)
 		}
 		r.has("t0", q, 200, 40)
 	})
