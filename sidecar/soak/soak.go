@@ -482,8 +482,11 @@ func (s *soak) operate() {
 	case n < 75:
 		do("/v1/unpin", object{"all": true})
 	case n < 90:
-		where := s.rnd.Perm(2)
 		names := []string{"arena", "disk"}
+		if s.redis != nil {
+			names = append(names, "redis")
+		}
+		where := s.rnd.Perm(len(names))
 		do("/v1/move", object{"space": sp.Fingerprint, "hashes": hashes, "from": names[where[0]], "to": names[where[1]], "keep": s.rnd.IntN(2) == 0, "timeout_s": 0.5})
 	case n < 92:
 		do("/v1/clear", object{"space": sp.Fingerprint, "tier": pick(s.rnd, "", "arena", "disk"), "timeout_s": 2})
