@@ -1,6 +1,10 @@
 package tiers
 
-import "fmt"
+import (
+	"fmt"
+
+	"lookaside/tiers/policy"
+)
 
 // Lookup answers how many pages from firstPage on are held without a gap, and leases them for owner o under an id of its own until Cancel,
 // until PrepareLoad takes them over, or until the deadline. hashes is their digests end to end, page after page. A lookup under an id
@@ -47,7 +51,7 @@ func (e *Engine) leaseHits(ow *owner, w *walk) (pages int, slots []uint32) {
 	sp := ow.space
 	slots = e.held[:0]
 	defer func() {
-		uses(sp.class.policy, slots)
+		policy.UseAll(sp.class.policy, slots)
 		sp.class.policy.Work(policySteps(len(slots)))
 	}()
 	room := e.cfg.MaxLeasesPerOwner - ow.leases

@@ -220,7 +220,7 @@ func (e *Engine) register(ref uint32) {
 	s.stamp, r.lastUse = e.tick, e.tick
 }
 
-// pin takes a lease on a ready slot. The policy is told of it by uses.
+// pin takes a lease on a ready slot. The caller tells the policy.
 func (e *Engine) pin(ref uint32) {
 	r, s := e.slot(ref)
 	if s.idle() {
@@ -236,13 +236,6 @@ func (e *Engine) pin(ref uint32) {
 	s.stamp, r.lastUse = e.tick, e.tick
 	if e.cascades.reused != 0 && s.flags&reused == 0 {
 		e.reuse(ref)
-	}
-}
-
-// uses tells the policy of slots of one class that were leased. It is a loop of its own because its cache misses can then overlap.
-func uses(p policy.Policy, slots []uint32) {
-	for _, ref := range slots {
-		p.Use(ref)
 	}
 }
 
