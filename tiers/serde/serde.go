@@ -29,7 +29,7 @@ type Codec interface {
 func Bound(n int64) int64 { return n + 64 }
 
 // codecs are all that there are, by their names.
-var codecs = []Codec{Raw{}, FP8{}, Int8{}}
+var codecs = []Codec{Raw{}, Lossless{}, FP8{}, Int8{}}
 
 // Names are the names of all codecs.
 func Names() (names []string) {
