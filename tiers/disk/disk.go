@@ -133,7 +133,7 @@ func (o *Options) validate() error {
 	return nil
 }
 
-// Disk is a tiers.Tier. See the package comment.
+// Disk is a tiers.Tier, and names its victims. See the package comment.
 type Disk struct {
 	o       Options
 	log     *zap.Logger
@@ -162,6 +162,8 @@ type Disk struct {
 
 	spacesMu sync.Mutex
 	spaces   map[chunk.Fingerprint]*space
+
+	victims chan struct{} // see VictimsReady
 
 	commits atomic.Uint64 // the last commit number
 	lookups atomic.Uint64

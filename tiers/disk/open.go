@@ -39,13 +39,14 @@ func Open(o Options) (_ *Disk, err error) {
 	d := &Disk{
 		o: o, log: o.Log, start: time.Now(), loads: make(chan piece), stores: make(chan piece), stop: make(chan struct{}),
 		turns:    make(chan struct{}, o.Workers),
-		byRegion: map[uint32]*slab{}, spaces: map[chunk.Fingerprint]*space{},
+		byRegion: map[uint32]*slab{}, spaces: map[chunk.Fingerprint]*space{}, victims: make(chan struct{}, 1),
 	}
 	binary.LittleEndian.PutUint64(d.store[:], rand.Uint64())
 	binary.LittleEndian.PutUint64(d.store[8:], rand.Uint64())
 	d.engine, err = tiers.New(tiers.Config{
 		Seed: o.Seed, MaxSpaces: o.MaxSpaces, MaxOwners: o.MaxSpaces, MaxPages: maxPages, OwnerShare: 1, ArenaLimitBytes: o.CapacityBytes,
 		FixedRegions: true, NoExtend: true, OnFree: d.onFree, Policy: o.Policy,
+		Tiers: []tiers.TierAdmission{{Admit: tiers.AdmitEvicted}}, Wake: d.wakeVictims, // see NextVictims; nobody need call it
 	})
 	if err != nil {
 		return nil, err

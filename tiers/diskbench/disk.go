@@ -35,7 +35,7 @@ type Transfers struct {
 
 // Figures has a value for each round.
 type Figures struct {
-	Memory         string // what the bytes lie in, and fio's
+	Memory         string    // what the bytes lie in, and fio's
 	Write, FioW    []float64 // GB/s
 	Read, FioR     []float64 // GB/s
 	WriteC, ReadC  []float64 // cores that were busy with it in this process, in the kernel too
