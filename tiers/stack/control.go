@@ -202,7 +202,7 @@ func (s *Stack) putDown(o tiers.Owner, run tiers.Run, to *tier) (pages int, err 
 		}
 		if ok, _ := to.breaker.enter(); !ok {
 			s.endStore(to)
-			err = errOff
+			err = ErrOff
 			break
 		}
 		to.breaker.leave(s.callStore(to, transfers, func(i int, err error) { kept[at+i] = err == nil }))
@@ -214,7 +214,7 @@ func (s *Stack) putDown(o tiers.Owner, run tiers.Run, to *tier) (pages int, err 
 // carryOver copies what one tier has of a run to another.
 func (s *Stack) carryOver(ctx context.Context, run tiers.Run, from, to *tier, buf []byte) (pages int, bounce []byte, err error) {
 	if !from.breaker.usable() || !to.breaker.usable() {
-		return 0, buf, errOff
+		return 0, buf, ErrOff
 	}
 	g := &run.Space.Geometry
 	held := make([]uint16, run.Chunks())

@@ -35,7 +35,7 @@ func (c *tierCounters) failed(op Op, err error) {
 	case errors.Is(err, tiers.ErrBusy):
 		c.noRoom.Add(1)
 		return
-	case errors.Is(err, tiers.ErrClosed), errors.Is(err, errOff):
+	case errors.Is(err, tiers.ErrClosed), errors.Is(err, ErrOff):
 		return
 	case errors.Is(err, errLate):
 		c.late.Add(1)

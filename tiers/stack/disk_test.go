@@ -55,3 +55,55 @@ func TestDiskOutlivesTheStack(t *testing.T) {
 		}
 	}
 }
+
+// What a full disk drops has gone to the tier below before, which admits what is evicted: a working set of several times arena and disk is found whole.
+func TestDiskHandsDown(t *testing.T) {
+	r := newRig(t, rigOptions{slots: 32, tiers: []tiertest.MemoryOptions{{}, {}},
+		wrap: func(i int, mem tiers.Tier) tiers.Tier {
+			if i > 0 {
+				return mem
+			}
+			d, err := disk.Open(disk.Options{FS: vfs.NewMem(), Dirs: []string{"/a"}, CapacityBytes: 1 << 20, SlabBytes: 1 << 20})
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() {
+				if err := d.Close(); err != nil {
+					t.Error(err)
+				}
+			})
+			return d
+		},
+		config: func(c *Config) {
+			c.Tiers[1].Admit = tiers.AdmitEvicted
+			c.BounceBytes = 4 * slotBytes
+		},
+	})
+	defer r.close()
+	rnd := rand.New(rand.NewPCG(1, 1))
+	var list []tiertest.Prefix
+	for range 60 {
+		p := prefix(rnd, 10*ppc)
+		r.store(p, 10*ppc)
+		r.flush()
+		list = append(list, p)
+		for r.Status()[0].Evictions > r.Status()[1].Demoted { // it is ahead of the evictions again
+			time.Sleep(time.Millisecond)
+		}
+		time.Sleep(2 * time.Millisecond)
+	}
+	st := r.Status()
+	if st[0].Evictions == 0 || st[1].Demoted == 0 || st[1].Stores > 600 {
+		t.Fatalf("%+v", st)
+	}
+	found := 0
+	for i, p := range list {
+		n := r.lookup(uint64(i), p, 0, 10*ppc)
+		r.load(uint64(i), p, 0, n)
+		found += n
+	}
+	// What was evicted in a burst, faster than it could be handed down, may be lost.
+	if found < 60*10*ppc*8/10 {
+		t.Errorf("%d of %d pages found", found, 60*10*ppc)
+	}
+}

@@ -129,7 +129,7 @@ func (s *Stack) loadWorker(t *tier) {
 func (s *Stack) load(t *tier, batch []*load) {
 	if !t.breaker.enterAfter() {
 		for _, l := range batch {
-			s.loaded(t, l, errOff)
+			s.loaded(t, l, ErrOff)
 		}
 		return
 	}

@@ -12,10 +12,10 @@ import (
 	"lookaside/tiers"
 )
 
-var (
-	errLate = errors.New("not done in time")
-	errOff  = errors.New("the tier is off after failures")
-)
+// ErrOff is the answer of operations on a tier whose breaker is open: it has failed, and is tried again by itself.
+var ErrOff = errors.New("the tier is off after failures")
+
+var errLate = errors.New("not done in time")
 
 // Stack is the tiers below one engine. See the package comment. Methods may be called from any goroutine, but those for the lookups of one owner from one
 // at a time.
