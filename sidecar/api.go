@@ -18,6 +18,7 @@ import (
 	"github.com/danielgtaylor/huma/v2/adapters/humago"
 
 	"lookaside/tiers"
+	"lookaside/tiers/stack"
 )
 
 // APIError is what an admin request gets that does not succeed.
@@ -363,6 +364,8 @@ func operationError(err error) error {
 		return e
 	case errors.Is(err, tiers.ErrBusy):
 		return apiError(http.StatusServiceUnavailable, "try again in a moment, or ask for less", "%v", err)
+	case errors.Is(err, stack.ErrOff):
+		return apiError(http.StatusServiceUnavailable, "GET /v1/tiers says what failed; it is tried again by itself", "%v", err)
 	case errors.Is(err, tiers.ErrClosed):
 		return apiError(http.StatusServiceUnavailable, "ask this sidecar's successor", "%v", err)
 	case errors.Is(err, tiers.ErrInvalid):
@@ -370,7 +373,8 @@ func operationError(err error) error {
 	case errors.Is(err, tiers.ErrNotFound), errors.Is(err, tiers.ErrStale):
 		return apiError(http.StatusNotFound, "GET /v1/status, /v1/tiers and /v1/pins list what there is", "%v", err)
 	}
-	return apiError(http.StatusInternalServerError, "look at the sidecar's log", "%v", err)
+	// By the contract of tiers whatever is left is a failure of a medium or a server.
+	return apiError(http.StatusBadGateway, "GET /v1/tiers and the sidecar's log say which tier fails", "%v", err)
 }
 
 // OpenAPI returns the document that /openapi.json serves, as a sidecar with a token and profiles serves it.
