@@ -323,7 +323,7 @@ func (l *Layout) DecodeEntry(b []byte, id Identity, slot int, e *Entry) State {
 	}
 	g := &l.Geometry
 	pages, first, prev := le.Uint32(b[36:]), le.Uint32(b[40:]), le.Uint32(b[44:])
-	if le.Uint32(b[32:]) != stateUsed || pages < 1 || pages > uint32(g.PagesPerChunk) || first > maxFirst || first%uint32(g.PagesPerChunk) != 0 ||
+	if le.Uint32(b[32:]) != stateUsed || pages < 1 || pages > uint32(g.PagesPerChunk) || first > maxFirst-pages || first%uint32(g.PagesPerChunk) != 0 ||
 		prev != 0 && (prev != uint32(g.DigestBytes) || first == 0) {
 		return Bad
 	}
