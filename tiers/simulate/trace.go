@@ -36,7 +36,7 @@ func (t *Trace) Ceiling() float64 {
 	if len(t.blocks) == 0 {
 		return 0
 	}
-	return 1 - float64(len(t.parent))/float64(len(t.blocks))
+	return float64(len(t.blocks)-len(t.parent)) / float64(len(t.blocks))
 }
 
 // request is the blocks of a request.
@@ -133,9 +133,9 @@ func plain(err error) string {
 	var wrong *json.UnmarshalTypeError
 	if errors.As(err, &wrong) {
 		if wrong.Field == "" {
-			return fmt.Sprintf("a %s, not an object", wrong.Value)
+			return fmt.Sprintf("not an object but %s", wrong.Value)
 		}
-		return fmt.Sprintf("%s: a %s where a list of whole numbers from 0 belongs", wrong.Field, wrong.Value)
+		return fmt.Sprintf("%s: %s where a list of whole numbers from 0 belongs", wrong.Field, wrong.Value)
 	}
 	return err.Error()
 }

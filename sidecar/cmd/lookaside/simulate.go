@@ -1,0 +1,236 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"text/tabwriter"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"lookaside/tiers/policy"
+	"lookaside/tiers/simulate"
+)
+
+func newSimulate() *cobra.Command {
+	var (
+		capacities, policies []string
+		format, plotFile     string
+		seed                 uint64
+	)
+	cmd := &cobra.Command{
+		Use:   "simulate TRACE …",
+		Short: "Replay request traces to see how many prefix blocks each eviction policy would hit",
+		Long: `Replay request traces to see how many prefix blocks each eviction policy would hit at which capacity.
+
+A trace is a file of JSON objects, one a line, each with hash_ids: a list of whole numbers, one for each block of the request's prompt, where
+equal beginnings of lists are equal prefixes. This is the form in which Mooncake publishes traces; other fields are ignored. "-" is standard
+input. Capacities are in those blocks, with k and m for thousands and millions.
+
+The ratio is that of blocks that hit to all blocks: a block hits if it and all before it in its request are held. What else a request has is
+stored after it.`,
+		Args: cobra.MinimumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if format != "table" && format != "json" {
+				return fmt.Errorf("--format %s: want table or json", format)
+			}
+			image := strings.TrimPrefix(strings.ToLower(filepath.Ext(plotFile)), ".")
+			if plotFile != "" && image != "png" && image != "svg" {
+				return fmt.Errorf("--plot %s: want a name that ends in .png or .svg", plotFile)
+			}
+			plan := simulate.Plan{Policies: policies, Seed: seed}
+			if slices.Contains(policies, "all") {
+				plan.Policies = policy.Names()
+			}
+			for _, name := range plan.Policies {
+				if _, err := policy.New(name, policy.Options{}); err != nil || name == "" {
+					return fmt.Errorf("--policy: no eviction policy %q: there are %s", name, strings.Join(policy.Names(), ", "))
+				}
+			}
+			for _, text := range capacities {
+				n, err := parseBlocks(text)
+				if err != nil {
+					return fmt.Errorf("--capacity: %w", err)
+				}
+				plan.Capacities = append(plan.Capacities, n)
+			}
+			ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
+			defer stop()
+			var err error
+			if plan.Traces, err = readTraces(args, cmd.InOrStdin()); err != nil {
+				return err
+			}
+			plan.Progress = progressTo(cmd.ErrOrStderr(), 5*time.Second)
+			results, err := plan.Run(ctx)
+			if errors.Is(err, context.Canceled) {
+				return errors.New("interrupted")
+			} else if err != nil {
+				return err
+			}
+			if plotFile != "" {
+				if err := writePlot(plotFile, image, plan, results); err != nil {
+					return err
+				}
+			}
+			if format == "json" {
+				return printJSON(cmd.OutOrStdout(), newSimulateReport(plan, results))
+			}
+			return simulateTable(cmd.OutOrStdout(), plan, results)
+		},
+	}
+	f := cmd.Flags()
+	f.StringSliceVar(&capacities, "capacity", []string{"500", "1k", "2k", "5k", "10k", "20k", "30k", "50k"}, "capacities in blocks")
+	f.StringSliceVar(&policies, "policy", []string{"all"}, "policies: "+strings.Join(policy.Names(), ", ")+", or all")
+	f.StringVar(&format, "format", "table", "what to print: table or json")
+	f.StringVar(&plotFile, "plot", "", "also draw the ratios into this `file`, .png or .svg")
+	f.Uint64Var(&seed, "seed", 1, "seed of the policies' hash functions and samples")
+	return cmd
+}
+
+// parseBlocks reads a capacity: 500, 10k, 2.5k, 1m.
+func parseBlocks(text string) (int, error) {
+	number, unit := strings.ToLower(strings.TrimSpace(text)), 1.0
+	for suffix, size := range map[string]float64{"k": 1e3, "m": 1e6} {
+		if rest, ok := strings.CutSuffix(number, suffix); ok {
+			number, unit = rest, size
+			break
+		}
+	}
+	v, err := strconv.ParseFloat(number, 64)
+	if n := v * unit; err == nil && n >= 1 && n <= policy.SlotMask && n == math.Trunc(n) {
+		return int(n), nil
+	}
+	return 0, fmt.Errorf("%q: want a whole number of blocks from 1 to %d, such as 500 or 10k", text, policy.SlotMask)
+}
+
+// readTraces reads all traces side by side, "-" from stdin. Each is named by its file.
+func readTraces(paths []string, stdin io.Reader) ([]*simulate.Trace, error) {
+	if i := slices.Index(paths, "-"); i >= 0 && slices.Contains(paths[i+1:], "-") {
+		return nil, errors.New("standard input can be read once only")
+	}
+	traces, errs := make([]*simulate.Trace, len(paths)), make([]error, len(paths))
+	var wg sync.WaitGroup
+	for i, path := range paths {
+		wg.Go(func() {
+			if path == "-" {
+				traces[i], errs[i] = simulate.Read("standard input", stdin)
+				return
+			}
+			f, err := os.Open(path)
+			if err != nil {
+				errs[i] = err
+				return
+			}
+			defer f.Close()
+			if traces[i], errs[i] = simulate.Read(path, f); errs[i] == nil {
+				traces[i].Name = strings.TrimSuffix(filepath.Base(path), filepath.Ext(path))
+			}
+		})
+	}
+	wg.Wait()
+	return traces, errors.Join(errs...)
+}
+
+// progressTo writes a line about long runs, at most once in every.
+func progressTo(w io.Writer, every time.Duration) func(done float64) {
+	var mu sync.Mutex
+	begun, last := time.Now(), time.Now()
+	return func(done float64) {
+		mu.Lock()
+		defer mu.Unlock()
+		if now := time.Now(); now.Sub(last) >= every && done > 0 && done < 1 {
+			last = now
+			left := time.Duration(float64(now.Sub(begun)) * (1 - done) / done)
+			fmt.Fprintf(w, "simulated %.0f %%, some %s left\n", 100*done, left.Round(time.Second))
+		}
+	}
+}
+
+func writePlot(file, format string, plan simulate.Plan, results []simulate.Result) (err error) {
+	f, err := os.Create(file)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, f.Close()) }()
+	return simulate.Plot(f, format, plan, results)
+}
+
+// simulateReport is what --format json prints.
+type simulateReport struct {
+	Traces  []simulateTrace   `json:"traces"`
+	Results []simulateOutcome `json:"results"`
+}
+
+type simulateTrace struct {
+	Name     string  `json:"name"`
+	Requests int     `json:"requests"`
+	Blocks   int     `json:"blocks"`
+	Distinct int     `json:"distinct_blocks"`
+	Ceiling  float64 `json:"ceiling"` // hit ratio of a cache that never evicts
+}
+
+type simulateOutcome struct {
+	simulate.Result
+	Ratio float64 `json:"hit_ratio"`
+}
+
+func newSimulateReport(plan simulate.Plan, results []simulate.Result) simulateReport {
+	report := simulateReport{}
+	for _, t := range plan.Traces {
+		blocks, distinct := t.Blocks()
+		report.Traces = append(report.Traces, simulateTrace{t.Name, t.Requests(), blocks, distinct, t.Ceiling()})
+	}
+	for _, r := range results {
+		report.Results = append(report.Results, simulateOutcome{r, r.Ratio()})
+	}
+	return report
+}
+
+// simulateTable prints a table for each trace, and marks the best ratio of each capacity.
+func simulateTable(w io.Writer, plan simulate.Plan, results []simulate.Result) error {
+	for i, t := range plan.Traces {
+		blocks, distinct := t.Blocks()
+		if i > 0 {
+			fmt.Fprintln(w)
+		}
+		fmt.Fprintf(w, "%s: %d requests, %d blocks, %d of them distinct; a cache that never evicts hits %.4f of them\n",
+			t.Name, t.Requests(), blocks, distinct, t.Ceiling())
+		of := results[i*len(plan.Policies)*len(plan.Capacities):][:len(plan.Policies)*len(plan.Capacities)]
+		table := tabwriter.NewWriter(w, 0, 8, 2, ' ', tabwriter.AlignRight)
+		fmt.Fprint(table, "blocks\t")
+		for _, c := range plan.Capacities {
+			fmt.Fprintf(table, "%s \t", simulate.FormatBlocks(c))
+		}
+		fmt.Fprintln(table)
+		for k, name := range plan.Policies {
+			fmt.Fprintf(table, "%s\t", name)
+			for j := range plan.Capacities {
+				hits, best := of[k*len(plan.Capacities)+j].Hits, 0
+				for other := range plan.Policies {
+					best = max(best, of[other*len(plan.Capacities)+j].Hits)
+				}
+				mark := " "
+				if hits == best {
+					mark = "*"
+				}
+				fmt.Fprintf(table, "%.4f%s\t", of[k*len(plan.Capacities)+j].Ratio(), mark)
+			}
+			fmt.Fprintln(table)
+		}
+		if err := table.Flush(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
