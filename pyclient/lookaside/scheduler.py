@@ -244,7 +244,8 @@ class SchedulerConnector:
         asked = state.asked
         if asked is None or not self._is_valid(state, asked, first):
             self._drop_lookup(state)
-            asked = self._ask(state, first)
+            # From the chunk's first page on: tiers know a chunk by all its pages.
+            asked = self._ask(state, first - first % self._chunk)
             if asked is None:
                 return 0, False
         if asked.lookup is not None and first > asked.trimmed:

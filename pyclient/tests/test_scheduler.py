@@ -204,12 +204,12 @@ def test_a_shrinking_local_hit_is_looked_up_anew(stand):
     stand.add(prompt)
     request = list(stand.requests.values())[-1]
     connector = stand.connector
-    assert connector.get_num_new_matched_tokens(request, 4 * BLOCK) == (4 * BLOCK, True)
-    assert connector.get_num_new_matched_tokens(request, 4 * BLOCK) == (4 * BLOCK, True)
-    assert connector.get_num_new_matched_tokens(request, 2 * BLOCK) == (6 * BLOCK, True)
+    assert connector.get_num_new_matched_tokens(request, 6 * BLOCK) == (2 * BLOCK, True)
+    assert connector.get_num_new_matched_tokens(request, 6 * BLOCK) == (2 * BLOCK, True)
+    assert connector.get_num_new_matched_tokens(request, 5 * BLOCK) == (3 * BLOCK, True)
     old, new = stand.sidecars.lookups
-    assert old.cancelled and new.first_page == 2
-    assert connector.get_num_new_matched_tokens(request, 2 * BLOCK + 1) == (0, False)
+    assert old.cancelled and new.first_page == 4  # the chunk's first, as tiers know whole chunks only
+    assert connector.get_num_new_matched_tokens(request, 5 * BLOCK + 1) == (0, False)
     assert new.cancelled
     assert connector.get_num_new_matched_tokens(request, 8 * BLOCK) == (0, False)
     stand.run()
@@ -395,9 +395,9 @@ def test_a_later_lookup_names_the_page_before_it(stand):
     warm(stand, prompt)
     stand.add(prompt)
     request = list(stand.requests.values())[-1]
-    assert stand.connector.get_num_new_matched_tokens(request, 4 * BLOCK) == (4 * BLOCK, True)
-    assert stand.connector.get_num_new_matched_tokens(request, 2 * BLOCK) == (6 * BLOCK, True)
-    assert [lookup.prev for lookup in stand.sidecars.lookups] == [b"", stand.digests(prompt)[1]]
+    assert stand.connector.get_num_new_matched_tokens(request, 6 * BLOCK) == (2 * BLOCK, True)
+    assert stand.connector.get_num_new_matched_tokens(request, 5 * BLOCK) == (3 * BLOCK, True)
+    assert [lookup.prev for lookup in stand.sidecars.lookups] == [b"", stand.digests(prompt)[3]]
     stand.run()
     stand.check_idle()
 
