@@ -16,7 +16,7 @@ const (
 	maxReplyRest     = 16 << 20
 )
 
-// guard is a connection to a Redis server that ends when the server sends what is no RESP2, or more than it may. It is a connection's reading side, so used by one
+// guard is a connection to a Redis server that ends when the server sends what is no RESP (attributes are not wanted), or more than it may. It is a connection's reading side, so used by one
 // goroutine at a time.
 type guard struct {
 	net.Conn
@@ -94,21 +94,25 @@ func (g *guard) lineEnded() error {
 	if len(g.line) < 2 || g.lineLen-1 <= lineKept && g.line[len(g.line)-1] != '\r' {
 		return errNoRESP
 	}
-	switch g.line[0] {
-	case '+', '-', ':':
+	kind := g.line[0]
+	switch kind {
+	case '+', '-', ':', '_', '#', ',', '(':
 		g.ended()
 		return nil
-	case '$', '*':
+	case '$', '=', '!', '*', '~', '>', '%':
 	default:
 		return errNoRESP
 	}
 	n, ok := replyLength(g.line[1 : len(g.line)-1])
+	if kind == '%' {
+		n *= 2
+	}
 	switch {
 	case !ok || g.lineLen-1 > lineKept:
 		return errNoRESP
 	case n < 0: // nil
 		g.ended()
-	case g.line[0] == '$':
+	case kind == '$', kind == '=', kind == '!':
 		if g.rest += n; n > g.maxValue || g.rest > maxReplyRest+g.maxValue {
 			return fmt.Errorf("the server announces %d bytes, and %d at most were asked for", n, g.maxValue)
 		}

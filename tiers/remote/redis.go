@@ -152,7 +152,9 @@ func (r *redisObjects) dial(ctx context.Context, network, addr string, conf *tls
 	} else {
 		ctx, cancel := context.WithTimeout(ctx, r.o.DialTimeout)
 		defer cancel()
-		conn, err = (&tls.Dialer{NetDialer: &d, Config: conf}).DialContext(ctx, network, addr)
+		if conn, err = (&tls.Dialer{NetDialer: &d, Config: conf}).DialContext(ctx, network, addr); err != nil {
+			err = fmt.Errorf("tls: %w", err)
+		}
 	}
 	if err != nil {
 		return nil, err
@@ -198,15 +200,19 @@ func send(ctx context.Context, p redis.Pipeliner) error {
 	err := context.Cause(ctx)
 	if err == nil {
 		_, err = p.Exec(ctx)
-		var answer redis.Error
-		if errors.As(err, &answer) {
-			return nil
-		}
 	}
-	if err != nil && !slices.ContainsFunc(cmds, func(c redis.Cmder) bool { return c.Err() != nil }) {
+	if err == nil {
+		return nil
+	}
+	if !slices.ContainsFunc(cmds, func(c redis.Cmder) bool { return c.Err() != nil }) {
 		for _, c := range cmds { // nothing was sent
 			c.SetErr(err)
 		}
+		return err
+	}
+	var answer redis.Error
+	if errors.As(err, &answer) {
+		return nil
 	}
 	return err
 }
@@ -281,8 +287,7 @@ func (r *redisObjects) variants(ctx context.Context, runs []tiers.Run, all bool)
 				return nil, err
 			}
 			for _, m := range members {
-				// What is a beginning of the run was asked for by name.
-				if n, ok := parseName(run, m); ok && (n.pages > run.Pages() || n != nameOf(run, n.pages)) {
+				if n, ok := parseName(run, m); ok && !slices.Contains(out[from+i], variant{n, true}) {
 					out[from+i] = append(out[from+i], variant{n, false})
 				}
 			}

@@ -1,8 +1,11 @@
 package remote
 
 import (
+	"context"
 	"fmt"
+	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"syscall"
 	"testing"
@@ -110,4 +113,88 @@ func TestContractRedisCluster(t *testing.T) {
 			t.Errorf("node %d stored nothing", i)
 		}
 	}
+}
+
+// sentinel starts a sentinel that watches a master, and waits until it knows it and its replicas.
+func sentinel(t *testing.T, master *server, replicas int) *server {
+	t.Helper()
+	host, port, _ := strings.Cut(master.addr, ":")
+	own := freePort(t)
+	file := filepath.Join(t.TempDir(), "sentinel.conf")
+	conf := fmt.Sprintf("bind 127.0.0.1\nport %d\nsentinel monitor kv %s %s 1\nsentinel auth-pass kv \"%s\"\nsentinel down-after-milliseconds kv 500\nsentinel failover-timeout kv 3000\nrequirepass watch\n",
+		own, host, port, password)
+	if err := os.WriteFile(file, []byte(conf), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s := launch(t, &server{path: "redis-server", args: []string{file, "--sentinel"}, addr: fmt.Sprintf("127.0.0.1:%d", own)})
+	c := redis.NewSentinelClient(&redis.Options{Addr: s.addr, Password: "watch"})
+	defer c.Close()
+	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(50 * time.Millisecond) {
+		if found, err := c.Replicas(t.Context(), "kv").Result(); err == nil && len(found) == replicas && (replicas == 0 || found[0]["master-link-status"] == "ok") {
+			return s
+		}
+		if time.Now().After(deadline) {
+			t.Fatal("the sentinel does not find the servers")
+		}
+	}
+}
+
+func sentinelOptions(t *testing.T, s *server) RedisOptions {
+	t.Setenv("REMOTE_TEST_SENTINEL", "watch")
+	return RedisOptions{Mode: RedisSentinel, Addrs: []string{s.addr}, Master: "kv", SentinelPassword: Secret{Env: "REMOTE_TEST_SENTINEL"}, Password: Secret{File: passwordFile(t)}}
+}
+
+func TestContractRedisSentinel(t *testing.T) {
+	master := redisServer(t)
+	o := sentinelOptions(t, sentinel(t, master, 0))
+	// The sentinel takes a stalled master for dead, and there is no other: stalling is left to TestFailover.
+	tiertest.Run(t, factory(func(prefix string) (*Tier, error) {
+		o := o
+		o.Prefix = prefix
+		return OpenRedis(o)
+	}, rotRedis(t, client(t, master)), nil))
+}
+
+// The master dies, and a replica takes its place: after failures all is as before.
+func TestFailover(t *testing.T) {
+	master := redisServer(t)
+	host, port, _ := strings.Cut(master.addr, ":")
+	redisServer(t, "--replicaof", host, port, "--repl-diskless-sync-delay", "0")
+	tier := openRedis(t, sentinelOptions(t, sentinel(t, master, 1)))
+	tr := chunkOf(tiertest.NewSpace("failover", geometry), 1, 2, 3, 4)
+	mustStore(t, tier, tr)
+	if n := client(t, master).Wait(t.Context(), 1, 10*time.Second).Val(); n != 1 {
+		t.Fatal("the replica does not follow")
+	}
+	stop := stalled(master)()
+	defer stop()
+	for deadline := time.Now().Add(40 * time.Second); ; time.Sleep(50 * time.Millisecond) {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		err := load(ctx, tier, tr)
+		cancel()
+		if err == nil {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("the tier does not come back: %v", err)
+		}
+	}
+	mustStore(t, tier, chunkOf(tiertest.NewSpace("failover", geometry), 2, 2, 3, 4))
+}
+
+// TestContractValkey runs where there is Valkey: Debian has it from version 13 on.
+func TestContractValkey(t *testing.T) {
+	path, err := exec.LookPath("valkey-server")
+	if err != nil {
+		t.Skip("no valkey-server on PATH")
+	}
+	port := freePort(t)
+	s := launch(t, &server{path: path, addr: fmt.Sprintf("127.0.0.1:%d", port),
+		args: []string{"--bind", "127.0.0.1", "--port", fmt.Sprint(port), "--save", "", "--dir", t.TempDir(), "--requirepass", password}})
+	o := RedisOptions{Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}}
+	tiertest.Run(t, factory(func(prefix string) (*Tier, error) {
+		o := o
+		o.Prefix = prefix
+		return OpenRedis(o)
+	}, rotRedis(t, client(t, s)), stalled(s)))
 }

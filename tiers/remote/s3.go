@@ -432,10 +432,11 @@ var errNoBucket = errors.New("the bucket is not there")
 
 func (s *s3Objects) explain(err error) error {
 	shown, where := s.secrets.scrub(err.Error()), fmt.Sprintf("s3 at %s", s.o.detail())
-	switch code := minio.ToErrorResponse(err).Code; {
+	answer := minio.ToErrorResponse(err)
+	switch code := answer.Code; {
 	case errors.Is(err, errNoBucket) || code == "NoSuchBucket":
 		return fmt.Errorf("%s: the bucket is not there: make it, or look at url", where)
-	case slices.Contains([]string{"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken", "XAdminNoSuchUser"}, code):
+	case code != "AccessDenied" && answer.StatusCode == http.StatusForbidden || strings.Contains(code, "NoSuchUser") || strings.Contains(code, "UserNotFound"):
 		return fmt.Errorf("%s refuses the credentials: look at credentials_file, or at %s and %s in the environment: %s", where, s.o.AccessKeyEnv, s.o.SecretKeyEnv, shown)
 	case code == "AccessDenied":
 		return fmt.Errorf("%s does not let these credentials do this: they need to list, get, put and delete under the prefix: %s", where, shown)

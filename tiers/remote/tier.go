@@ -127,10 +127,12 @@ func (t *Tier) failure(ctx context.Context, err error) error {
 	return t.objects.explain(err)
 }
 
-// found is the chunk that has the most of a run of one chunk, and the beginnings of the run that are there as chunks of their own.
+// found is the chunk that has the most of a run of one chunk.
 type found struct {
-	name    name
-	pages   int // 0: there is none
+	name  name
+	pages int // 0: there is none
+	// shorter are the chunks that a chunk of all the run makes needless: beginnings of it, unless there are so many others that one that needs only the
+	// beginning might not be told that the longer one has it.
 	shorter []name
 }
 
@@ -157,6 +159,9 @@ func (t *Tier) find(ctx context.Context, runs []tiers.Run, exact func(i int) boo
 			if v.name.pages == n && n < run.Pages() {
 				f.shorter = append(f.shorter, v.name)
 			}
+		}
+		if len(list) >= maxVariants {
+			f.shorter = nil
 		}
 		if exact(i) {
 			continue
