@@ -4,7 +4,9 @@ import (
 	"cmp"
 	"fmt"
 	"math"
+	"runtime"
 	"slices"
+	"sync"
 )
 
 // Restored is a slot that was ready when the engine of another run ended.
@@ -165,17 +167,19 @@ func (e *Engine) EndRestore() (chunks int) {
 		return 0
 	}
 	all = e.takeStaged(byOrder(all))
-	var tags []uint32
-	for i := range all {
-		if i%warmGroup == 0 {
-			tags = e.warm(all[i:min(i+warmGroup, len(all))], tags[:0])
+	odd := e.indexAll(all)
+	for i, next := 0, 0; i < len(all); i++ {
+		if next < len(odd) && odd[next] == i {
+			next++
+			continue
 		}
-		_, s := e.slot(all[i].ref)
-		n := int(s.granted)
-		if e.restore(&all[i], tags[:n]) {
+		e.restore(&all[i])
+		chunks++
+	}
+	for _, i := range odd { // last, as they may replace others
+		if e.restoreOdd(&all[i]) {
 			chunks++
 		}
-		tags = tags[n:]
 	}
 	// Prefixes that came before their continuations are their parents by now; the others follow.
 	for i := range all {
@@ -244,73 +248,136 @@ func byOrder(all []staged) []staged {
 	return out
 }
 
-// warmGroup is how many slots are warmed together: the lines of the index that 16 pages of each need still fit into a core's cache.
-const warmGroup = 64
+// fresh is a page that is about to be indexed.
+type fresh struct {
+	tag, rec uint32
+	i        int32 // whose it is, in a batch
+}
 
-// warm reads the places of the index that some slots' pages belong to, in a loop of its own, so that its cache misses overlap. It appends the pages' tags.
-func (e *Engine) warm(some []staged, tags []uint32) []uint32 {
-	for i := range some {
-		r, s := e.slot(some[i].ref)
+// indexBatch is how many slots are indexed together.
+const indexBatch = 1 << 14
+
+// indexAll indexes the pages of slots that have none yet, and answers, in order, which slots it left for restoreOdd: those with a page whose tag is
+// indexed already, which mostly is the same page of another slot. It uses all processors: each first computes the tags of a part of the slots, and then has
+// a part of the index to itself.
+func (e *Engine) indexAll(all []staged) (odd []int) {
+	t := &e.idx.cur
+	workers := runtime.GOMAXPROCS(0)
+	size := uint64(len(t.words))
+	if e.idx.migrating() || size < uint64(workers) { // never before the engine is used
+		for i := range all {
+			odd = append(odd, i)
+		}
+		return odd
+	}
+	lists := make([][]fresh, workers*workers) // by who computed them and who enters them
+	left := make([][]int32, workers)
+	entered := make([]int, workers)
+	touched := make([]uint64, workers)
+	parallel := func(f func(w int)) {
+		var wait sync.WaitGroup
+		for w := range workers {
+			wait.Go(func() { f(w) })
+		}
+		wait.Wait()
+	}
+	for from := 0; from < len(all); from += indexBatch {
+		batch := all[from:min(from+indexBatch, len(all))]
+		parallel(func(w int) {
+			mine := lists[w*workers : (w+1)*workers]
+			for part := range mine {
+				mine[part] = mine[part][:0]
+			}
+			for i := w * len(batch) / workers; i < (w+1)*len(batch)/workers; i++ {
+				ref := batch[i].ref
+				r, s := e.slot(ref)
+				sp := e.spaces[s.space]
+				rec := ref&^recordMask | uint32(int(ref&recordMask)*r.ppc)
+				for pos := range int(s.granted) {
+					tag := sp.tagOfRecord(r.digest(ref&recordMask, pos))
+					part := uint64(t.home(tag)) * uint64(workers) / size
+					mine[part] = append(mine[part], fresh{tag, rec + uint32(pos), int32(i)})
+				}
+			}
+		})
+		parallel(func(part int) {
+			left[part] = left[part][:0]
+			end := (uint64(part+1)*size + uint64(workers) - 1) / uint64(workers)
+			for w := range workers {
+				n, missed, seen := t.enterAll(lists[w*workers+part], uint32(end), left[part])
+				entered[part] += n
+				left[part] = missed
+				touched[part] |= seen
+			}
+		})
+		some := slices.Concat(left...)
+		slices.Sort(some)
+		for _, i := range slices.Compact(some) {
+			odd = append(odd, from+int(i))
+		}
+	}
+	for part, n := range entered {
+		t.used += n
+		e.touched |= touched[part] // keeps the loop that only reads
+	}
+	next := 0
+	for i := range all {
+		r, s := e.slot(all[i].ref)
 		sp := e.spaces[s.space]
-		for pos := range int(s.granted) {
-			tags = append(tags, sp.tagOfRecord(r.digest(some[i].ref&recordMask, pos)))
+		if next < len(odd) && odd[next] == i {
+			next++
+			rec := all[i].ref&^recordMask | uint32(int(all[i].ref&recordMask)*r.ppc)
+			for pos := range int(s.granted) {
+				t.removeIf(entry(sp.tagOfRecord(r.digest(all[i].ref&recordMask, pos)), rec+uint32(pos)))
+			}
+			continue
 		}
+		s.pages, s.granted = s.granted, 0
+		sp.pages += int(s.pages)
 	}
-	t := &e.idx.cur
-	var seen uint64
-	for _, tag := range tags {
-		seen ^= t.words[t.home(tag)]
-	}
-	e.touched = seen
-	return tags
+	return odd
 }
 
-// enterFresh indexes pages of a slot, from its first on, up to one whose tag is indexed already: mostly there is none.
-func (e *Engine) enterFresh(ref uint32, tags []uint32) (pages int) {
-	t := &e.idx.cur
-	r, s := e.slot(ref)
-	rec := ref&^recordMask | uint32(int(ref&recordMask)*r.ppc)
-	for _, tag := range tags {
-		at := t.home(tag)
-		for t.words[at] != 0 && uint32(t.words[at]>>32) != tag {
-			at = t.next(at)
+// enterAll enters pages whose places are below end, but for those whose tag is there or that find no place below it: whose these are it appends to left.
+func (t *table) enterAll(pages []fresh, end uint32, left []int32) (entered int, _ []int32, seen uint64) {
+	const group = 64 // whose places are read first, in a loop of its own, so that the cache misses overlap
+	for from := 0; from < len(pages); from += group {
+		some := pages[from:min(from+group, len(pages))]
+		for i := range some {
+			seen |= t.words[t.home(some[i].tag)]
 		}
-		if t.words[at] != 0 {
-			break
+		for i := range some {
+			x := &some[i]
+			at := t.home(x.tag)
+			for at < end && t.words[at] != 0 && uint32(t.words[at]>>32) != x.tag {
+				at++
+			}
+			if at == end || t.words[at] != 0 {
+				left = append(left, x.i)
+				continue
+			}
+			t.words[at] = entry(x.tag, x.rec)
+			entered++
 		}
-		t.words[at] = entry(tag, rec)
-		rec++
-		pages++
 	}
-	t.used += pages
-	s.pages += uint16(pages)
-	e.spaces[s.space].pages += pages
-	return pages
+	return entered, left, seen
 }
 
-// restore puts one slot into the index and its prefix; false: it is free again.
-func (e *Engine) restore(x *staged, tags []uint32) bool {
+// removeIf removes an entry if it is there.
+func (t *table) removeIf(w uint64) {
+	for at := t.home(uint32(w >> 32)); t.words[at] != 0; at = t.next(at) {
+		if t.words[at] == w {
+			t.removeAt(at)
+			return
+		}
+	}
+}
+
+// restore puts a slot whose pages are indexed into its prefix and the order of eviction.
+func (e *Engine) restore(x *staged) {
 	r, s := e.slot(x.ref)
-	sp := e.spaces[s.space]
-	pages := int(s.granted)
-	s.granted = 0
 	e.tick++
 	s.stamp, r.lastUse = e.tick, e.tick
-	var buf [32]byte
-	if e.find(sp, r.digestBytes(x.ref&recordMask, pages-1, &buf)) != 0 {
-		e.stats.Duplicates++
-		e.release(x.ref)
-		return false
-	}
-	from := 0
-	if !e.idx.migrating() { // which it never is before the engine is used
-		from = e.enterFresh(x.ref, tags)
-	}
-	if !e.enter(x.ref, from, pages) {
-		e.retract(x.ref, 0)
-		e.release(x.ref)
-		return false
-	}
 	if x.hasPrev {
 		if parent := e.parentOf(s, x.prev[:]); parent != 0 {
 			e.adopt(parent, x.ref)
@@ -318,6 +385,24 @@ func (e *Engine) restore(x *staged, tags []uint32) bool {
 	}
 	e.register(x.ref)
 	e.settle(x.ref)
+}
+
+// restoreOdd does all that for a slot whose pages are not indexed yet; false: it is free again, as it adds nothing or cannot be.
+func (e *Engine) restoreOdd(x *staged) bool {
+	r, s := e.slot(x.ref)
+	pages := int(s.granted)
+	s.granted = 0
+	var buf [32]byte
+	if e.find(e.spaces[s.space], r.digestBytes(x.ref&recordMask, pages-1, &buf)) != 0 {
+		e.stats.Duplicates++
+		e.release(x.ref)
+		return false
+	}
+	if !e.enter(x.ref, 0, pages) {
+		e.release(x.ref)
+		return false
+	}
+	e.restore(x)
 	return true
 }
 
