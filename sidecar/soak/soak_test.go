@@ -34,7 +34,7 @@ func TestSoak(t *testing.T) {
 	if out, err := exec.Command("go", "build", "-o", bin, "lookaside/sidecar/cmd/lookaside").CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
-	s := newSoak(options{bin: bin, dir: dir, duration: 4 * time.Second, seed: 1, clients: 2, redis: "never"})
+	s := newSoak(options{bin: bin, dir: dir, duration: 4 * time.Second, seed: 1, clients: 2, redis: "auto"})
 	s.run(context.Background())
 	for _, p := range s.problems {
 		t.Error(p)
