@@ -1,6 +1,10 @@
 package policy
 
-import "fmt"
+import (
+	"fmt"
+
+	"lookaside/dax"
+)
 
 // note is what a policy keeps of a slot: under half a cache line, so that a lookup's walk along a prefix reads few of them.
 type note struct {
@@ -38,6 +42,7 @@ func (b *books) grow(region uint32, slots int, queues []queue) {
 		panic(fmt.Sprintf("policy: region %d grown twice", region))
 	}
 	b.regions[region] = make([]note, slots)
+	dax.AdviseHuge(b.regions[region])
 	b.grown = append(b.grown, region)
 	b.capacity += slots
 	b.paginate(queues)
