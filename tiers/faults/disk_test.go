@@ -150,7 +150,7 @@ func checkClean(t *testing.T, fsys vfs.FS, dir string) {
 	}
 }
 
-// Media that do something else than what they say, at every third operation in turn (with -faults.rounds=3 at every one).
+// Media that do something else than what they say, at every sixth operation in turn (with -faults.rounds=3 at every one).
 func TestMediaThatLie(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
@@ -178,7 +178,7 @@ func TestMediaThatLie(t *testing.T) {
 			tiertest.Faults(t, tiertest.Factory{Persistent: true, Evicts: true, Lies: c.fault.Err == nil, New: func(t testing.TB, o tiertest.MediumOptions) *tiertest.Medium {
 				n := o.FailNth // 0: never
 				if n > 0 && *roundsFlag < 3 {
-					n = 3*n - int64(*seedFlag%3)
+					n = 6*n - int64(*seedFlag%6)
 				}
 				counter := &vfs.Counter{Kinds: c.kinds, N: n, Fault: c.fault, Stays: c.stays}
 				opts := options("/d", 16<<20)
