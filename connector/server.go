@@ -38,6 +38,9 @@ type Config struct {
 	ArenaLimit    int64         // bytes; a chunk must fit
 	LMCacheEngine string        // engine whose pages LMCache's lookups ask for; "" is whichever has 8-byte hashes
 
+	// ExtraFields become fields of every space, as if its worker had declared them: what the sidecar does to pages that makes them differ.
+	ExtraFields []wire.Field
+
 	// ObserveLookup is told of each answered lookup, on the goroutine that answers, which may be another each time: it must not block or allocate. May be nil.
 	ObserveLookup func(hitTokens int, took time.Duration)
 }
@@ -269,6 +272,7 @@ func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []region, *refu
 	eng := s.engines[key]
 	var sp *space
 	if h.Role == wire.RoleWorker {
+		h = withFields(h, s.cfg.ExtraFields)
 		var r *refusal
 		if sp, r = s.spaceFor(h); r != nil {
 			return nil, nil, r

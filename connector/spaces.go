@@ -2,6 +2,7 @@ package connector
 
 import (
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -62,6 +63,20 @@ func fingerprintOf(h *wire.Hello) (chunk.Fingerprint, error) {
 		return chunk.Fingerprint{}, fmt.Errorf("fingerprint: %w", err)
 	}
 	return chunk.FingerprintOf(b), nil
+}
+
+// withFields is h with further fields, which replace its own of the same keys.
+func withFields(h *wire.Hello, more []wire.Field) *wire.Hello {
+	if len(more) == 0 {
+		return h
+	}
+	out := *h
+	out.Fields = slices.DeleteFunc(slices.Clone(h.Fields), func(f wire.Field) bool {
+		return slices.ContainsFunc(more, func(m wire.Field) bool { return m.Key == f.Key })
+	})
+	out.Fields = append(out.Fields, more...)
+	slices.SortFunc(out.Fields, func(a, b wire.Field) int { return strings.Compare(a.Key, b.Key) })
+	return &out
 }
 
 // geometryOf checks the geometry that a worker declares. A mismatch says what is wrong with which field.

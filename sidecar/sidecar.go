@@ -122,6 +122,7 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 		Lease:         cfg.Lookup.Lease,
 		ArenaLimit:    d.arena.limit,
 		LMCacheEngine: cfg.LMCache.EngineID,
+		ExtraFields:   lossyFields(cfg.Tiers),
 		ObserveLookup: m.observeLookup,
 	})
 	if err = d.arena.grow(d.server, cfg.Arena.Initial); err != nil {
@@ -138,6 +139,7 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 		return nil, err
 	}
 
+	d.wg.Go(func() { checkTiers(background, d.tiers, log.Named("tiers")) })
 	d.wg.Go(func() { d.arena.run(background, d.server, d.engine) })
 	d.wg.Go(func() {
 		if err := d.server.Serve(background, d.listener); err != nil {

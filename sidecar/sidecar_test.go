@@ -12,6 +12,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -36,8 +37,26 @@ func testDir(t *testing.T) string {
 	return dir
 }
 
+// logBuffer is what a sidecar has logged so far.
+type logBuffer struct {
+	mu   sync.Mutex
+	text strings.Builder
+}
+
+func (b *logBuffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.text.Write(p)
+}
+
+func (b *logBuffer) String() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.text.String()
+}
+
 // startDaemon starts a sidecar with small memory of 4 KiB pages; edit may change its settings. The log is what it wrote so far.
-func startDaemon(t *testing.T, edit func(*Config)) (*Daemon, *bytes.Buffer) {
+func startDaemon(t *testing.T, edit func(*Config)) (*Daemon, *logBuffer) {
 	t.Helper()
 	c := Defaults()
 	c.Runtime.Dir = testDir(t)
@@ -51,8 +70,8 @@ func startDaemon(t *testing.T, edit func(*Config)) (*Daemon, *bytes.Buffer) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var log bytes.Buffer
-	d, err := Start(context.Background(), c, NewLogger(c.Log, &log))
+	log := new(logBuffer)
+	d, err := Start(context.Background(), c, NewLogger(c.Log, log))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -61,7 +80,7 @@ func startDaemon(t *testing.T, edit func(*Config)) (*Daemon, *bytes.Buffer) {
 			t.Error(err)
 		}
 	})
-	return d, &log
+	return d, log
 }
 
 func dialWorker(t *testing.T, d *Daemon, pageBytes uint64) *client.Session {

@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -16,6 +17,7 @@ import (
 	"lookaside/dax"
 	"lookaside/tiers"
 	"lookaside/tiers/policy"
+	"lookaside/tiers/remote"
 	"lookaside/tiers/serde"
 )
 
@@ -39,8 +41,8 @@ type TierConfig struct {
 	LoadTimeout   time.Duration
 	StoreTimeout  time.Duration
 	Disk          DiskConfig
-	Redis         RedisConfig
-	S3            S3Config
+	Redis         remote.RedisOptions // but for what the URL says, zero fields are its defaults
+	S3            remote.S3Options
 
 	source string // where it was set, for errors
 }
@@ -52,32 +54,6 @@ type DiskConfig struct {
 	Slab     int64    // bytes; 0: the store chooses
 	Eviction string
 	Direct   string // auto, always or never
-}
-
-// RedisConfig is what a Redis tier has beside what all tiers have.
-type RedisConfig struct {
-	URL          string // without a password
-	PasswordFile string
-	PasswordEnv  string
-	CAFile       string
-	CertFile     string
-	KeyFile      string
-	TTL          time.Duration // 0: none
-	Serde        string
-	Split        int64 // bytes
-	Pool         int   // connections
-}
-
-// S3Config is what an S3 tier has beside what all tiers have.
-type S3Config struct {
-	URL             string // s3://bucket/prefix
-	Endpoint        string // http(s)://host[:port]; "" is AWS
-	Region          string
-	CredentialsFile string
-	AccessKeyEnv    string
-	SecretKeyEnv    string
-	CAFile          string
-	Serde           string
 }
 
 // A TierSetting is one key of an entry of the list tiers. It is the only place where its meaning, unit and default are written.
@@ -169,7 +145,7 @@ var commonTierSettings = []TierSetting{
 	},
 	workersSetting([]string{tierDisk}, "4", "I/O goroutines", "How many reads and writes are under way at a time."),
 	workersSetting([]string{tierRedis}, "4", "calls", "How many loads, and how many stores, are under way at a time."),
-	workersSetting([]string{tierS3}, "16", "calls", "How many loads, and how many stores, are under way at a time."),
+	workersSetting([]string{tierS3}, "8", "calls", "How many loads, and how many stores, are under way at a time."),
 	timeoutSetting("lookup_timeout", "500ms", "How long asking what it has may take. What it has not answered by then is a miss; several in a row turn the tier off for a while.",
 		[]string{tierRedis, tierS3}, func(c *TierConfig) *time.Duration { return &c.LookupTimeout }),
 	timeoutSetting("load_timeout", "2s", "How long loading a batch of chunks may take. A chunk that is not there by then is a miss; several in a row turn the tier off for a while.",
@@ -214,20 +190,40 @@ var diskSettings = []TierSetting{
 	},
 }
 
-var redisSettings = []TierSetting{
+var redisSchemes = []string{"redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster", "redis+unix"}
+
+var redisSettings = slices.Concat([]TierSetting{
 	{
-		Key: "url", Kinds: []string{tierRedis}, Unit: "redis://[USER@]HOST[:PORT][/DB], rediss:// for TLS; redis+sentinel://HOST,HOST…/MASTER, redis+cluster://HOST,HOST…", required: true,
+		Key: "url", Kinds: []string{tierRedis}, required: true,
+		Unit:    "redis://[USER@]HOST[:PORT][/DB]; redis+sentinel://HOST,HOST…/MASTER[/DB]; redis+cluster://HOST,HOST…; each with rediss for TLS; redis+unix:///SOCKET",
 		Meaning: "The server. A password does not belong in it, because commands and settings are seen by others: use password_file or password_env.",
-		set:     func(c *TierConfig, v string) error { c.Redis.URL = v; return checkRedisURL(v) },
+		set: func(c *TierConfig, v string) error {
+			if scheme, _, ok := strings.Cut(v, "://"); ok && !strings.ContainsAny(scheme, ":@/") {
+				if err := nearestOf(scheme, redisSchemes); err != nil {
+					return fmt.Errorf("scheme %w", err)
+				}
+			}
+			o, err := remote.ParseRedisURL(v)
+			r := &c.Redis
+			r.Mode, r.Addrs, r.Master, r.DB, r.User, r.TLS = o.Mode, o.Addrs, o.Master, o.DB, o.User, o.TLS
+			return err
+		},
 	},
-	textSetting("password_file", []string{tierRedis}, "", "file", "A file with the password.", func(c *TierConfig) *string { return &c.Redis.PasswordFile }),
+	{
+		Key: "db", Kinds: []string{tierRedis}, Default: "that of the URL, or 0", Unit: "number", Meaning: "The database.", derived: true,
+		set: func(c *TierConfig, v string) (err error) { c.Redis.DB, err = parseInt(v, 0, 1<<20); return },
+	},
+	textSetting("password_file", []string{tierRedis}, "", "file", "A file with the password. It is read again for each connection.", func(c *TierConfig) *string { return &c.Redis.Password.File }),
 	textSetting("password_env", []string{tierRedis}, "", "name of an environment variable", "An environment variable that has the password.",
-		func(c *TierConfig) *string { return &c.Redis.PasswordEnv }),
-	textSetting("ca_file", []string{tierRedis}, "", "PEM file", "Certificates of the authorities that the server's is checked by; unset: the system's.",
-		func(c *TierConfig) *string { return &c.Redis.CAFile }),
-	textSetting("cert_file", []string{tierRedis}, "", "PEM file", "Our own certificate, where the server asks for one. Needs key_file.",
-		func(c *TierConfig) *string { return &c.Redis.CertFile }),
-	textSetting("key_file", []string{tierRedis}, "", "PEM file", "The key of cert_file.", func(c *TierConfig) *string { return &c.Redis.KeyFile }),
+		func(c *TierConfig) *string { return &c.Redis.Password.Env }),
+	textSetting("sentinel_user", []string{tierRedis}, "", "name", "Who we are to the sentinels.", func(c *TierConfig) *string { return &c.Redis.SentinelUser }),
+	textSetting("sentinel_password_file", []string{tierRedis}, "", "file", "A file with the password for the sentinels.",
+		func(c *TierConfig) *string { return &c.Redis.SentinelPassword.File }),
+	textSetting("sentinel_password_env", []string{tierRedis}, "", "name of an environment variable", "An environment variable that has the password for the sentinels.",
+		func(c *TierConfig) *string { return &c.Redis.SentinelPassword.Env }),
+}, tlsSettings(tierRedis, func(c *TierConfig) *remote.TLSFiles { return &c.Redis.Files }), []TierSetting{
+	textSetting("prefix", []string{tierRedis}, "la1", "letters, digits and _.:-/", "What the names of all keys begin with. Sidecars with the same prefix share their chunks.",
+		func(c *TierConfig) *string { return &c.Redis.Prefix }),
 	{
 		Key: "ttl", Kinds: []string{tierRedis}, Default: "0", Unit: "duration (0: the server decides)",
 		Meaning: "After how long the server forgets a chunk.",
@@ -238,12 +234,12 @@ var redisSettings = []TierSetting{
 			return
 		},
 	},
-	choiceSetting("serde", []string{tierRedis}, "raw", "How pages are encoded on their way.", serde.Names(), func(c *TierConfig) *string { return &c.Redis.Serde }),
+	serdeSetting(tierRedis, func(c *TierConfig) *string { return &c.Redis.Serde }),
 	{
 		Key: "split", Kinds: []string{tierRedis}, Default: "8M", Unit: sizeUnit,
 		Meaning: "Larger chunks are kept as several values of this size, which are sent one behind the other without waiting.",
 		set: func(c *TierConfig, v string) (err error) {
-			if c.Redis.Split, err = parseSize(v); err == nil && (c.Redis.Split < 64<<10 || c.Redis.Split > 512<<20) {
+			if c.Redis.SplitBytes, err = parseSize(v); err == nil && (c.Redis.SplitBytes < 64<<10 || c.Redis.SplitBytes > 512<<20) {
 				err = fmt.Errorf("%q is not from 64K to 512M", v)
 			}
 			return
@@ -254,13 +250,18 @@ var redisSettings = []TierSetting{
 		Meaning: "The most connections to the server (to each, in a cluster).",
 		set:     func(c *TierConfig, v string) (err error) { c.Redis.Pool, err = parseInt(v, 1, 1024); return },
 	},
-}
+	timeoutSetting("dial_timeout", "2s", "How long making a connection may take.", []string{tierRedis}, func(c *TierConfig) *time.Duration { return &c.Redis.DialTimeout }),
+})
 
-var s3Settings = []TierSetting{
+var s3Settings = slices.Concat([]TierSetting{
 	{
 		Key: "url", Kinds: []string{tierS3}, Unit: "s3://BUCKET[/PREFIX]", required: true,
-		Meaning: "The bucket, and what the names of our objects in it begin with. The bucket must be there.",
-		set:     func(c *TierConfig, v string) error { c.S3.URL = v; return checkS3URL(v) },
+		Meaning: "The bucket, and what the names of our objects in it begin with (la1 if nothing is said). The bucket must be there.",
+		set: func(c *TierConfig, v string) error {
+			o, err := remote.ParseS3URL(v)
+			c.S3.Bucket, c.S3.Prefix = o.Bucket, o.Prefix
+			return err
+		},
 	},
 	{
 		Key: "endpoint", Kinds: []string{tierS3}, Unit: "http:// or https:// and HOST[:PORT]", Default: "https://s3.amazonaws.com",
@@ -268,15 +269,61 @@ var s3Settings = []TierSetting{
 		set:     func(c *TierConfig, v string) error { c.S3.Endpoint = v; return checkEndpoint(v) },
 	},
 	textSetting("region", []string{tierS3}, "", "region", "The bucket's region; unset: the server is asked.", func(c *TierConfig) *string { return &c.S3.Region }),
-	textSetting("credentials_file", []string{tierS3}, "", "file", "Credentials in the form of ~/.aws/credentials, section default. Unset: the two environment variables.",
+	textSetting("credentials_file", []string{tierS3}, "", "file", "Credentials in the form of ~/.aws/credentials. Unset: the environment variables; if these are not set either, requests are not signed.",
 		func(c *TierConfig) *string { return &c.S3.CredentialsFile }),
+	textSetting("profile", []string{tierS3}, "default", "name", "The section of credentials_file.", func(c *TierConfig) *string { return &c.S3.Profile }),
 	textSetting("access_key_env", []string{tierS3}, "AWS_ACCESS_KEY_ID", "name of an environment variable", "An environment variable that has the access key.",
 		func(c *TierConfig) *string { return &c.S3.AccessKeyEnv }),
 	textSetting("secret_key_env", []string{tierS3}, "AWS_SECRET_ACCESS_KEY", "name of an environment variable", "An environment variable that has the secret key.",
 		func(c *TierConfig) *string { return &c.S3.SecretKeyEnv }),
-	textSetting("ca_file", []string{tierS3}, "", "PEM file", "Certificates of the authorities that the server's is checked by; unset: the system's.",
-		func(c *TierConfig) *string { return &c.S3.CAFile }),
-	choiceSetting("serde", []string{tierS3}, "raw", "How pages are encoded on their way.", serde.Names(), func(c *TierConfig) *string { return &c.S3.Serde }),
+	textSetting("session_token_env", []string{tierS3}, "AWS_SESSION_TOKEN", "name of an environment variable", "An environment variable that has the session's token, if there is one.",
+		func(c *TierConfig) *string { return &c.S3.SessionTokenEnv }),
+}, tlsSettings(tierS3, func(c *TierConfig) *remote.TLSFiles { return &c.S3.Files }), []TierSetting{
+	{
+		Key: "virtual_host", Kinds: []string{tierS3}, Unit: "true or false", Default: "false",
+		Meaning: "Whether the bucket is named in the host's name and not in the path. AWS's own endpoints always do it so.",
+		set: func(c *TierConfig, v string) (err error) {
+			if c.S3.VirtualHost, err = strconv.ParseBool(v); err != nil {
+				err = fmt.Errorf("%q is neither true nor false", v)
+			}
+			return
+		},
+	},
+	serdeSetting(tierS3, func(c *TierConfig) *string { return &c.S3.Serde }),
+	{
+		Key: "pool", Kinds: []string{tierS3}, Default: "32", Unit: "requests",
+		Meaning: "The most requests that are under way at a time.",
+		set:     func(c *TierConfig, v string) (err error) { c.S3.Pool, err = parseInt(v, 1, 1024); return },
+	},
+	timeoutSetting("dial_timeout", "5s", "How long making a connection may take.", []string{tierS3}, func(c *TierConfig) *time.Duration { return &c.S3.DialTimeout }),
+})
+
+func tlsSettings(kind string, files func(*TierConfig) *remote.TLSFiles) []TierSetting {
+	return []TierSetting{
+		textSetting("ca_file", []string{kind}, "", "PEM file", "Certificates of the authorities that the server's is checked by; unset: the system's.",
+			func(c *TierConfig) *string { return &files(c).CA }),
+		textSetting("cert_file", []string{kind}, "", "PEM file", "Our own certificate, where the server asks for one. Needs key_file.",
+			func(c *TierConfig) *string { return &files(c).Cert }),
+		textSetting("key_file", []string{kind}, "", "PEM file", "The key of cert_file.", func(c *TierConfig) *string { return &files(c).Key }),
+	}
+}
+
+func serdeSetting(kind string, field func(*TierConfig) *string) TierSetting {
+	return choiceSetting("serde", []string{kind}, "raw", "How pages are encoded on their way. "+lossyMeaning(), serde.Names(), field)
+}
+
+// lossyMeaning says which codecs change what they carry.
+func lossyMeaning() string {
+	var lossy []string
+	for _, name := range serde.Names() {
+		if c, err := serde.New(name); err == nil && c.Lossy() {
+			lossy = append(lossy, name)
+		}
+	}
+	if len(lossy) == 0 {
+		return "None changes a byte."
+	}
+	return strings.Join(lossy, " and ") + " change the pages a little, and so perhaps what vLLM computes from them: what is stored with one of them is of a space of its own, that nobody else hits."
 }
 
 var tierName = regexp.MustCompile(`^[a-z0-9][a-z0-9_-]{0,31}$`)
@@ -289,55 +336,12 @@ func nearestOf(v string, choices []string) error {
 	return unknown(fmt.Sprintf("%q is none of %s", v, strings.Join(choices, ", ")), v, "", choices)
 }
 
-// A parsed URL's error and text could carry a password, so neither is ever shown before this has passed.
-var errPasswordInURL = errors.New("the URL has a password in it, which commands and settings show to others: take it out and set password_file or password_env")
-
-func checkRedisURL(v string) error {
-	u, err := url.Parse(v)
-	if err != nil {
-		return errors.New("it is not a URL such as redis://user@host:6379/0 (what was given is not repeated here, for it may have a password in it)")
-	}
-	if _, has := u.User.Password(); has {
-		return errPasswordInURL
-	}
-	schemes := []string{"redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster"}
-	if err := nearestOf(u.Scheme, schemes); err != nil {
-		return fmt.Errorf("scheme %w", err)
-	}
-	if u.Host == "" {
-		return fmt.Errorf("%q names no host: write it as %s://host:6379/0", v, u.Scheme)
-	}
-	return nil
-}
-
-func checkS3URL(v string) error {
-	u, err := url.Parse(v)
-	if err != nil || u.Scheme != "s3" || u.Host == "" {
-		return errors.New("it is not of the form s3://bucket/prefix")
-	}
-	if u.User != nil {
-		return errors.New("the URL has credentials in it, which commands and settings show to others: set credentials_file, or the environment variables")
-	}
-	if u.RawQuery != "" || u.Fragment != "" {
-		return fmt.Errorf("it has more than a bucket and a prefix: write it as s3://%s%s, and the rest as keys of the tier", u.Host, u.Path)
-	}
-	return nil
-}
-
 func checkEndpoint(v string) error {
 	u, err := url.Parse(v)
 	if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" || u.User != nil || strings.Trim(u.Path, "/") != "" {
 		return errors.New("it is not of the form https://host:port")
 	}
 	return nil
-}
-
-// shownURL is a URL as an error may show it.
-func shownURL(v string) string {
-	if u, err := url.Parse(v); err == nil {
-		return u.Redacted()
-	}
-	return "(no URL)"
 }
 
 // A tierEntry is one tier as a source names it, before it is understood.
@@ -597,11 +601,15 @@ func parseTier(e tierEntry) (TierConfig, error) {
 	return c, nil
 }
 
+// rankOfKey is the place of a key among those of a tier: the name, for the errors of the others, then the URL, a part of which other keys may replace.
 func rankOfKey(key string) int {
-	if key == "name" {
+	switch key {
+	case "name":
 		return 0
+	case "url":
+		return 1
 	}
-	return 1
+	return 2
 }
 
 // tierSettingsOf returns the settings of one kind of tier.
@@ -621,23 +629,50 @@ func kindsWith(key string) (kinds []string) {
 
 // check checks what concerns several keys of a tier.
 func (c *TierConfig) check() error {
-	switch r := c.Redis; c.Kind {
+	var files remote.TLSFiles
+	tls := true
+	switch c.Kind {
 	case tierDisk:
 		if c.Disk.Slab > c.Disk.Capacity {
 			return fmt.Errorf("slab is %s, above capacity, %s", dax.FormatSize(c.Disk.Slab), dax.FormatSize(c.Disk.Capacity))
 		}
+		if c.Disk.Capacity < int64(len(c.Disk.Paths))<<20 {
+			return fmt.Errorf("capacity is %s: a directory wants 1M at least, and a useful one many G", dax.FormatSize(c.Disk.Capacity))
+		}
 	case tierRedis:
-		if r.PasswordFile != "" && r.PasswordEnv != "" {
+		r := &c.Redis
+		if r.Password.File != "" && r.Password.Env != "" {
 			return errors.New("password_file and password_env: set one of them")
 		}
-		if (r.CertFile == "") != (r.KeyFile == "") {
-			return errors.New("cert_file and key_file: set both or neither")
+		if r.SentinelPassword.File != "" && r.SentinelPassword.Env != "" {
+			return errors.New("sentinel_password_file and sentinel_password_env: set one of them")
 		}
-		if !strings.HasPrefix(r.URL, "rediss") && (r.CAFile != "" || r.CertFile != "") {
-			return fmt.Errorf("ca_file and cert_file are for TLS, and the URL is %s: write it with rediss", shownURL(r.URL))
+		if r.Mode != remote.RedisSentinel && (r.SentinelUser != "" || r.SentinelPassword != remote.Secret{}) {
+			return errors.New("sentinel_user and sentinel_password are set, and the URL is not of sentinels: write it as redis+sentinel://HOST,HOST/MASTER")
 		}
+		files, tls = r.Files, r.TLS
+	case tierS3:
+		files, tls = c.S3.Files, strings.HasPrefix(c.S3.Endpoint, "https:")
+	}
+	if (files.Cert == "") != (files.Key == "") {
+		return errors.New("cert_file and key_file: set both or neither")
+	}
+	if !tls && files != (remote.TLSFiles{}) {
+		return errors.New("ca_file and cert_file are for TLS, and the connection has none: write the URL with rediss://, or the endpoint with https://")
 	}
 	return nil
+}
+
+// lossy is the tier's codec if what comes back may differ from what was stored, or "".
+func (c *TierConfig) lossy() string {
+	name := c.Redis.Serde
+	if c.Kind == tierS3 {
+		name = c.S3.Serde
+	}
+	if codec, err := serde.New(name); err != nil || !codec.Lossy() {
+		return ""
+	}
+	return name
 }
 
 // completeTiers names the tiers that have no name, and checks what concerns several of them.

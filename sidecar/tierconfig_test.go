@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/pflag"
 
 	"lookaside/tiers"
+	"lookaside/tiers/remote"
 )
 
 const threeTiers = `tiers:
@@ -49,11 +50,11 @@ func TestTiersOfTheFile(t *testing.T) {
 		{Kind: "disk", Name: "disk", Admit: tiers.AdmitReused, Queue: 12, Workers: 3, LoadTimeout: time.Second, StoreTimeout: 3 * time.Second,
 			Disk: DiskConfig{Paths: []string{"/a", "/b"}, Capacity: 200 << 30, Eviction: "lru", Direct: "never"}},
 		{Kind: "redis", Name: "redis", Admit: tiers.AdmitStored, Queue: 4096, Workers: 4, LookupTimeout: 500 * time.Millisecond, LoadTimeout: 2 * time.Second, StoreTimeout: 30 * time.Second,
-			Redis: RedisConfig{URL: "rediss://user@host:6379/0", PasswordFile: "/run/secret", CAFile: "/ca.pem", CertFile: "/cert.pem", KeyFile: "/key.pem",
-				TTL: 24 * time.Hour, Serde: "raw", Split: 4 << 20, Pool: 7}},
-		{Kind: "s3", Name: "archive", Admit: tiers.AdmitNever, Queue: 4096, Workers: 16, LookupTimeout: 500 * time.Millisecond, LoadTimeout: 10 * time.Second, StoreTimeout: 30 * time.Second,
-			S3: S3Config{URL: "s3://bucket/some/prefix", Endpoint: "http://localhost:9000", Region: "eu-1", AccessKeyEnv: "AWS_ACCESS_KEY_ID",
-				SecretKeyEnv: "AWS_SECRET_ACCESS_KEY", Serde: "raw"}},
+			Redis: remote.RedisOptions{Addrs: []string{"host:6379"}, User: "user", TLS: true, Password: remote.Secret{File: "/run/secret"}, Prefix: "la1",
+				Files: remote.TLSFiles{CA: "/ca.pem", Cert: "/cert.pem", Key: "/key.pem"}, TTL: 24 * time.Hour, Serde: "raw", SplitBytes: 4 << 20, Pool: 7, DialTimeout: 2 * time.Second}},
+		{Kind: "s3", Name: "archive", Admit: tiers.AdmitNever, Queue: 4096, Workers: 8, LookupTimeout: 500 * time.Millisecond, LoadTimeout: 10 * time.Second, StoreTimeout: 30 * time.Second,
+			S3: remote.S3Options{Bucket: "bucket", Prefix: "some/prefix", Endpoint: "http://localhost:9000", Region: "eu-1", Profile: "default", AccessKeyEnv: "AWS_ACCESS_KEY_ID",
+				SecretKeyEnv: "AWS_SECRET_ACCESS_KEY", SessionTokenEnv: "AWS_SESSION_TOKEN", Serde: "raw", Pool: 32, DialTimeout: 5 * time.Second}},
 	}
 	for i := range c.Tiers {
 		if !strings.HasSuffix(c.Tiers[i].source, "tiers["+string(rune('0'+i))+"]") {
@@ -74,7 +75,7 @@ func tierNames(c Config) (names []string) {
 }
 
 func TestShortTiers(t *testing.T) {
-	flags := []string{"--s3=s3://b?endpoint=http://h:9000&region=x", "--disk", "/a,/b:20G:admit=evicted:name=fast", "--redis=redis://h:1/2?ttl=1h&serde=raw", "--disk=/c:1G", "--disk=/d:1G"}
+	flags := []string{"--s3=s3://kv1?endpoint=http://h:9000&region=x", "--disk", "/a,/b:20G:admit=evicted:name=fast", "--redis=redis://h:1/2?ttl=1h&serde=raw", "--disk=/c:1G", "--disk=/d:1G"}
 	environ := []string{"LOOKASIDE_REDIS=redis://one  redis://two", "LOOKASIDE_DISK=/e:3M\t/f:4M"}
 	for _, tc := range []struct {
 		name, yaml string
@@ -108,10 +109,10 @@ func TestShortTiers(t *testing.T) {
 	if d := c.Tiers[1]; !slices.Equal(d.Disk.Paths, []string{"/a", "/b"}) || d.Disk.Capacity != 20<<30 || d.Admit != tiers.AdmitEvicted {
 		t.Errorf("%+v", d)
 	}
-	if r := c.Tiers[2].Redis; r.URL != "redis://h:1/2" || r.TTL != time.Hour {
+	if r := c.Tiers[2].Redis; !slices.Equal(r.Addrs, []string{"h:1"}) || r.DB != 2 || r.TTL != time.Hour {
 		t.Errorf("%+v", r)
 	}
-	if s := c.Tiers[0].S3; s.URL != "s3://b" || s.Endpoint != "http://h:9000" || s.Region != "x" {
+	if s := c.Tiers[0].S3; s.Bucket != "kv1" || s.Endpoint != "http://h:9000" || s.Region != "x" {
 		t.Errorf("%+v", s)
 	}
 }
@@ -132,7 +133,7 @@ func TestBadTiersSayWhatIsWrong(t *testing.T) {
 		{"another kind's key", disk("ttl: 5h"), nil, nil, []string{"disk tier", `"ttl"`, "redis tiers have it"}},
 		{"no kind", list("paths: [/a]"), nil, nil, []string{"tiers[0]", "kind is missing", "disk, redis, s3"}},
 		{"unknown kind", list("kind: disc"), nil, nil, []string{"tiers[0]", `"disc"`, `"disk"`}},
-		{"the second one", disk("queue: 5") + "  - kind: s3\n    url: s3:/x\n", nil, nil, []string{"tiers[1]", "s3 tier", "url", "s3://bucket"}},
+		{"the second one", disk("queue: 5") + "  - kind: s3\n    url: s3:/x\n", nil, nil, []string{"tiers[1]", "s3 tier", "url", "not a URL"}},
 		{"no capacity", list("kind: disk; paths: [/a]"), nil, nil, []string{"disk tier", "capacity is missing"}},
 		{"no paths", list("kind: disk; capacity: 1G"), nil, nil, []string{"disk tier", "paths is missing"}},
 		{"no url", list("kind: redis"), nil, nil, []string{"redis tier", "url is missing", "redis://"}},
@@ -171,14 +172,21 @@ func TestBadTiersSayWhatIsWrong(t *testing.T) {
 		{"misspelt variable", "", []string{"LOOKASIDE_DISKS=/a:1G"}, nil, []string{"LOOKASIDE_DISKS", `"LOOKASIDE_DISK"`}},
 		{"misspelt flag", "", nil, []string{"--disks=/a:1G"}, []string{"--disks", `"--disk"`}},
 		{"scheme", redis("url: reddis://h"), nil, nil, []string{"url", `"reddis"`, `"redis"`}},
-		{"host", redis("url: 'redis:///0'"), nil, nil, []string{"url", "no host"}},
+		{"host", redis("url: 'redis:///0'"), nil, nil, []string{"url", "host is missing", "redis://host:6379"}},
 		{"two passwords", redis("url: redis://h; password_file: /x; password_env: Y"), nil, nil, []string{"password_file", "password_env", "one of them"}},
 		{"certificate without key", redis("url: rediss://h; cert_file: /x"), nil, nil, []string{"cert_file", "key_file"}},
 		{"TLS files without TLS", redis("url: redis://h; ca_file: /x"), nil, nil, []string{"ca_file", "rediss"}},
 		{"ttl", redis("url: redis://h; ttl: 5ms"), nil, nil, []string{"ttl", `"5ms"`, "1s"}},
+		{"capacity without a unit", list("kind: disk; paths: [/a]; capacity: 200"), nil, nil, []string{"capacity", "200B", "1M"}},
+		{"two passwords for sentinels", redis("url: redis+sentinel://h/m; sentinel_password_file: /x; sentinel_password_env: Y"), nil, nil, []string{"sentinel_password_env", "one of them"}},
+		{"sentinels' password without sentinels", redis("url: redis://h; sentinel_password_file: /x"), nil, nil, []string{"sentinel_password", "redis+sentinel://"}},
+		{"sentinels without a master", redis("url: redis+sentinel://h"), nil, nil, []string{"url", "master"}},
+		{"database", redis("url: redis://h; db: x"), nil, nil, []string{"db", `"x"`}},
+		{"TLS files without https", list("kind: s3; url: s3://kv1; endpoint: http://h; ca_file: /x"), nil, nil, []string{"ca_file", "https://"}},
+		{"virtual_host", list("kind: s3; url: s3://kv1; virtual_host: maybe"), nil, nil, []string{"virtual_host", `"maybe"`}},
 		{"split", redis("url: redis://h; split: 1K"), nil, nil, []string{"split", `"1K"`, "64K"}},
-		{"serde", redis("url: redis://h; serde: pickle"), nil, nil, []string{"serde", `"pickle"`, `"raw"`}},
-		{"endpoint", list("kind: s3; url: s3://b; endpoint: localhost:9000"), nil, nil, []string{"endpoint", "https://host:port"}},
+		{"serde", redis("url: redis://h; serde: pickle"), nil, nil, []string{"serde", `"pickle"`, "raw, "}},
+		{"endpoint", list("kind: s3; url: s3://kv1; endpoint: localhost:9000"), nil, nil, []string{"endpoint", "https://host:port"}},
 		{"bucket", list("kind: s3; url: s3:///x"), nil, nil, []string{"url", "s3://bucket"}},
 		{"eviction of the arena", "", nil, []string{"--arena-eviction=fifo"}, []string{"arena.eviction", `"fifo"`}},
 		{"promote", "", nil, []string{"--lookup-promote=alway"}, []string{"lookup.promote", `"always"`}},
@@ -202,7 +210,7 @@ func TestErrorsKeepSecrets(t *testing.T) {
 	const secret = "hunter2"
 	for _, url := range []string{
 		"redis://user:" + secret + "@h", "redis://:" + secret + "@h:77777777/x", "reddis://user:" + secret + "@h", "redis://u:" + secret + "@h:port", "redis://u:" + secret + "%zz@h",
-		"redis://h?password=" + secret, "redis://u:" + secret + "@h?=%zz", "redis://h?pasword_file=" + secret + "&pool=0", "s3://" + secret + ":" + secret + "@b",
+		"redis://h?password=" + secret, "redis://u:" + secret + "@h?=%zz", "redis://h?pasword_file=" + secret + "&pool=0", "s3://" + secret + ":" + secret + "@kv1",
 	} {
 		kind, _, _ := strings.Cut(url, ":")
 		kind = strings.Replace(kind, "reddis", "redis", 1)
@@ -230,7 +238,7 @@ func TestStatedDefaultsOfTiersAreTrue(t *testing.T) {
 	least := map[string][][2]string{
 		tierDisk:  {{"kind", "disk"}, {"paths", "/a"}, {"capacity", "1G"}},
 		tierRedis: {{"kind", "redis"}, {"url", "redis://h"}},
-		tierS3:    {{"kind", "s3"}, {"url", "s3://b"}},
+		tierS3:    {{"kind", "s3"}, {"url", "s3://kv1"}},
 	}
 	for _, kind := range tierKinds {
 		base, err := parseTier(tierEntry{keys: least[kind]})

@@ -1,19 +1,24 @@
 package sidecar
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
+	"time"
 
 	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
 
 	"lookaside/connector"
 	"lookaside/dax"
+	"lookaside/ipc/wire"
 	"lookaside/tiers"
 	"lookaside/tiers/disk"
+	"lookaside/tiers/remote"
 	"lookaside/tiers/stack"
 	"lookaside/tiers/vfs"
 )
@@ -53,8 +58,61 @@ func openTier(c *TierConfig, log *zap.Logger) (tiers.Tier, error) {
 			Dirs: c.Disk.Paths, CapacityBytes: c.Disk.Capacity, SlabBytes: c.Disk.Slab, Policy: c.Disk.Eviction, Workers: c.Workers,
 			Direct: disk.Direct(c.Disk.Direct), Seed: connector.RandomID(), Log: log,
 		})
+	case tierRedis:
+		return remoteTier(remote.OpenRedis(c.Redis))
+	default:
+		return remoteTier(remote.OpenS3(c.S3))
 	}
-	return nil, fmt.Errorf("%w: no such kind of tier", tiers.ErrInvalid)
+}
+
+// remoteTier is t, or err without a Tier that holds a nil.
+func remoteTier(t *remote.Tier, err error) (tiers.Tier, error) {
+	if err != nil {
+		return nil, err
+	}
+	return t, nil
+}
+
+// checkPatience is how long a server may take to say that it is there.
+const checkPatience = 5 * time.Second
+
+// checkTiers tells the log which servers cannot be reached. Nobody waits for it: a sidecar serves without them, and package stack finds out by itself.
+func checkTiers(ctx context.Context, open []stack.TierConfig, log *zap.Logger) {
+	var wg sync.WaitGroup
+	for _, t := range open {
+		server, ok := t.Tier.(*remote.Tier)
+		if !ok {
+			continue
+		}
+		wg.Go(func() {
+			ctx, cancel := context.WithTimeout(ctx, checkPatience)
+			defer cancel()
+			log := log.With(zap.String("tier", t.Name), zap.String("at", server.Stats().Detail))
+			switch err := server.Check(ctx); {
+			case err == nil:
+				log.Info("tier is there")
+			case ctx.Err() != nil && errors.Is(context.Cause(ctx), context.Canceled):
+			default:
+				log.Warn("tier cannot be used now; serving without it until it can", zap.Error(err))
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// lossyFields are the fields that keep apart the spaces of sidecars whose tiers change what they keep.
+func lossyFields(list []TierConfig) []wire.Field {
+	var codecs []string
+	for i := range list {
+		if name := list[i].lossy(); name != "" {
+			codecs = append(codecs, name)
+		}
+	}
+	if len(codecs) == 0 {
+		return nil
+	}
+	slices.Sort(codecs)
+	return []wire.Field{{Key: "remote_serde", Value: strings.Join(slices.Compact(codecs), "+")}}
 }
 
 // closeTiers closes tiers, the lowest first.

@@ -116,7 +116,7 @@ func TestAPrefixOutlivesArenaAndSidecar(t *testing.T) {
 		t.Errorf("%d pages; %+v", d.Status().Pages, cleared)
 	}
 	b.hits(t)
-	if st := d.Status(); st.Promotions.Pages != pages || st.Tiers[0].HitPages != pages || st.Tiers[0].LoadedBytes != pages*4096 || st.Tiers[0].Lookups != 1 || st.Tiers[0].BytesPerSecond <= 0 {
+	if st := d.Status(); st.Promotions.Pages != pages || st.Tiers[0].HitPages != pages || st.Tiers[0].LoadedBytes != pages*4096 || st.Tiers[0].Lookups != 1 {
 		t.Errorf("%+v", st)
 	}
 	b.close()
