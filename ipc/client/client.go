@@ -314,7 +314,7 @@ func (l *Lookups) Recv(timeout time.Duration) ([][]byte, error) {
 	}
 }
 
-// Lookup asks and waits for the answer. Answers to earlier lookups are skipped.
+// Lookup asks and waits for the answer. Answers to earlier lookups are skipped, and so is what says that the answer will take a while.
 func (l *Lookups) Lookup(m *wire.Lookup, timeout time.Duration) (wire.LookupResult, error) {
 	var r wire.LookupResult
 	if err := l.Send(m.Append(nil)); err != nil {
@@ -328,6 +328,9 @@ func (l *Lookups) Lookup(m *wire.Lookup, timeout time.Duration) (wire.LookupResu
 		}
 		if len(frames) != 1 {
 			return r, fmt.Errorf("answer of %d frames", len(frames))
+		}
+		if t, _ := wire.Peek(frames[0]); t == wire.TypeLookupPending {
+			continue
 		}
 		if err := r.Decode(frames[0], &wire.DefaultLimits); err != nil {
 			return r, err
