@@ -15,7 +15,7 @@ import (
 func TestPost(t *testing.T) {
 	s, _ := lookupSockets(t, LookupOptions{Tick: time.Hour})
 	a, b, other := session(t, s, 1), session(t, s, 2), session(t, s, 4)
-	const goroutines, each = 8, 300
+	const goroutines, each = 8, 200 // fewer for each session than its socket holds: on a busy machine a reader may come late
 	var posters sync.WaitGroup
 	for g := range goroutines {
 		posters.Go(func() {
