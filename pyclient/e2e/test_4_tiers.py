@@ -29,6 +29,8 @@ ROUNDS = 12
 ARENA = "36M"  # a tenth of the 336 MiB that the prompts' pages take
 PROMPTS = [model.prompt(LENGTHS[number % 3], 60_000 + number) for number in range(3 * ROUNDS)]
 PAGES = sum(hits_of(len(prompt)) // PAGE for prompt in PROMPTS)
+SOME = range(18)
+SOME_PAGES = PAGES // 2
 SEED = 20261120
 
 # On a busy machine bringing pages up takes as long as it takes.
@@ -167,7 +169,7 @@ class TestTiers:
         """vLLM has the first four of seven pages itself: they stay where they are."""
         one, number = tiered.one, len(LENGTHS) - 1
         prompt = PROMPTS[number]
-        one.hits(tiered.truth, range(20, len(PROMPTS)))  # the arena forgets it
+        one.hits(tiered.truth, range(27, len(PROMPTS)))  # the arena forgets it
         client.reset_prefix_cache(one.server.base_url)
         ask(one.server, prompt[: 4 * PAGE + 1], max_tokens=1)
         before = client.metric(one.server.base_url, "vllm:lookaside_load_bytes_total")
@@ -213,9 +215,9 @@ class TestTiers:
         shutil.rmtree(one.disk)
         one.start_sidecar()
         one.connected(tiered.truth)
-        one.hits(tiered.truth, range(len(PROMPTS)))
+        one.hits(tiered.truth, SOME)
         assert one.sidecar.tiers()["redis"]["loaded_chunks"] > 0
-        one.stored(PAGES)
+        one.stored(SOME_PAGES)
 
     def test_redis_that_stops_answering_costs_nothing(self, tiered: Tiered) -> None:
         """Stopped, it is turned off; requests hit in the arena and compute what is new. Then it comes back."""
@@ -274,34 +276,36 @@ class TestTiers:
         one.start_sidecar()
         eventually(lambda: sessions(one.sidecar) == 2, "both roles' sessions", 30)
         found = 0
-        for number, prompt in enumerate(PROMPTS):
+        for number in SOME:
+            prompt = PROMPTS[number]
             answer = one.ask(prompt)
             assert answer.tokens == tiered.truth[number].tokens, f"prompt {number}, seed {SEED}"
             assert answer.cached_tokens <= hits_of(len(prompt))
             found += answer.cached_tokens // PAGE
-        print(f"\n{found} of {PAGES} pages were still found")
-        assert found < PAGES
+        print(f"\n{found} of {SOME_PAGES} pages were still found")
+        assert found < SOME_PAGES
         assert one.sidecar.tiers()["disk"]["corrupt_chunks"] > 0
 
-    @pytest.mark.parametrize("serde", ["fp8", "int8"])
-    def test_lossy_pages_in_redis(self, tiered: Tiered, serde: str, tmp_path: Path) -> None:
-        """What they do to greedy tokens is reported, not judged: it is the model's, and an opt-in."""
+    @pytest.mark.parametrize("serde", ["lossless", "fp8", "int8"])
+    def test_encoded_pages_in_redis(self, tiered: Tiered, serde: str, tmp_path: Path) -> None:
+        """What an encoding does to greedy tokens: nothing, or, where it may lose bits, what is reported but not judged."""
         if serde not in known_serdes(tmp_path / "never"):
             pytest.skip(f"this sidecar has no serde {serde}")
         two = tiered.two
-        lossless = {space["fingerprint"] for space in tiered.one.sidecar.status()["spaces"]}
+        spaces = {space["fingerprint"] for space in tiered.one.sidecar.status()["spaces"]}
         redis = two.stand.redis(f"redis-{serde}")
         two.sidecar.end()
         two.start_sidecar(arena_limit="1G", redis=f"redis://127.0.0.1:{redis.port}/0?serde={serde}")
         eventually(lambda: sessions(two.sidecar) == 2, "both roles' sessions", 30)
-        lossy = {space["fingerprint"] for space in two.sidecar.status()["spaces"]}
-        assert lossy and not lossy & lossless, "pages that lost bits are not those of who did not ask for it"
-        which = range(8)
+        lossy = two.sidecar.tiers()["redis"]["lossy"]
+        assert lossy == (serde != "lossless")
+        encoded = {space["fingerprint"] for space in two.sidecar.status()["spaces"]}
+        assert encoded.isdisjoint(spaces) if lossy else encoded == spaces, "lost bits are for those who asked for it"
+        which = range(6)
         for number in which:
             answer = two.ask(PROMPTS[number])
             assert (answer.tokens, answer.cached_tokens) == (tiered.truth[number].tokens, 0)
-        pages = sum(hits_of(len(PROMPTS[number])) // PAGE for number in which)
-        two.sidecar.wait_stored("redis", pages, 60)
+        two.sidecar.wait_stored("redis", sum(hits_of(len(PROMPTS[number])) // PAGE for number in which), 60)
         two.sidecar.end()
         two.start_sidecar()
         eventually(lambda: sessions(two.sidecar) == 2, "both roles' sessions", 30)
@@ -314,4 +318,4 @@ class TestTiers:
             same += sum(a == b for a, b in zip(answer.tokens, truth, strict=True))
             total += len(truth)
         print(f"\n{serde} in Redis: {same} of {total} greedy tokens are those of the lossless run ({same / total:.0%})")
-        assert total == 8 * len(which)
+        assert same == total or lossy
