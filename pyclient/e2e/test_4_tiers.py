@@ -288,7 +288,7 @@ class TestTiers:
 
     @pytest.mark.parametrize("serde", ["lossless", "fp8", "int8"])
     def test_encoded_pages_in_redis(self, tiered: Tiered, serde: str, tmp_path: Path) -> None:
-        """What an encoding does to greedy tokens: nothing, or, where it may lose bits, what is reported but not judged."""
+        """What it does to greedy tokens: nothing, or, where it may lose bits, what is reported but not judged."""
         if serde not in known_serdes(tmp_path / "never"):
             pytest.skip(f"this sidecar has no serde {serde}")
         two = tiered.two
