@@ -139,6 +139,9 @@ func (e *Engine) freeSlots(x *lease, slots []uint32) {
 		e.unpin(slots[i])
 	}
 	x.owner.leases -= len(slots)
+	if x.kind != cascadeLease { // its owner is of no space, and it was no use
+		x.owner.space.class.work(len(slots))
+	}
 }
 
 // forget takes a lease that holds nothing any more out of the books.

@@ -50,10 +50,7 @@ func (e *Engine) leaseHits(ow *owner, w *walk) (pages int, slots []uint32) {
 	e.tick++
 	sp := ow.space
 	slots = e.held[:0]
-	defer func() {
-		policy.UseAll(sp.class.policy, slots)
-		sp.class.policy.Work(policySteps(len(slots)))
-	}()
+	defer func() { policy.UseAll(sp.class.policy, slots) }()
 	room := e.cfg.MaxLeasesPerOwner - ow.leases
 	for i := 0; i < w.chunks; i += probeGroup {
 		n := min(probeGroup, w.chunks-i)

@@ -88,6 +88,7 @@ type class struct {
 	slots    int // in regions that are not draining
 	free     int // of those
 	policy   policy.Policy
+	due      int // chunks since it did what it puts off
 	limit    int // slots that one owner may have leased or filling
 
 	promoting  int // slots that are filling from a tier
@@ -239,8 +240,17 @@ func (e *Engine) pin(ref uint32) {
 	}
 }
 
-// policySteps is how much a policy may do at the end of a call that used or stored some chunks.
-func policySteps(chunks int) int { return min(chunks/4+1, 64) }
+// workSteps is how much a policy does at a time, and after the leases of how many chunks have ended or begun to be stored: a lookup's answer
+// does not wait for it.
+const workSteps = 32
+
+// work counts chunks after which the policy may do what it has put off.
+func (c *class) work(chunks int) {
+	if c.due += chunks; c.due >= workSteps {
+		c.due = 0
+		c.policy.Work(workSteps)
+	}
+}
 
 // unpin ends a lease. A slot that is still filling stays: somebody may be writing it.
 func (e *Engine) unpin(ref uint32) {

@@ -116,7 +116,7 @@ func (e *Engine) PrepareStore(o Owner, firstPage int, prev, hashes []byte, out [
 		out = append(out, Grant{Page: uint32(start), Pages: uint32(pages), Region: r.id, Offset: r.offset(ref, 0)})
 		parent = 0
 	}
-	sp.class.policy.Work(policySteps(len(granted)))
+	sp.class.work(len(granted))
 	e.stats.Stores++
 	e.stats.HeldPages += uint64(res.Held)
 	e.stats.ShedPages += uint64(res.Shed)
