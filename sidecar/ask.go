@@ -83,7 +83,8 @@ func Ask(ctx context.Context, dir string, q Query) (Answer, error) {
 	}
 	defer lookups.Close()
 
-	m := wire.Lookup{Session: ses.Welcome.Session, Lookup: 1, FirstPage: q.FirstPage, Hashes: q.Hashes, DeadlineMs: uint32(q.Timeout.Milliseconds())}
+	m := wire.Lookup{Session: ses.Welcome.Session, Lookup: 1, FirstPage: q.FirstPage, Hashes: q.Hashes,
+		DeadlineMs: uint32(q.Timeout.Milliseconds() * 9 / 10)} // an answer at the deadline needs a moment to arrive
 	start := time.Now()
 	r, err := lookups.Lookup(&m, q.Timeout)
 	took := time.Since(start)

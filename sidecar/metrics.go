@@ -140,6 +140,7 @@ var collected = []struct {
 	{"lookaside_errors_total", "Requests that failed, by kind.", []string{"kind"}},
 	{"lookaside_pins", "Prefixes that are pinned.", nil},
 	{"lookaside_lookups_waiting", "Lookups that wait for tiers.", nil},
+	{"lookaside_promises_total", "Times that a scheduler was told that its pages are on their way, and when they arrive.", nil},
 	{"lookaside_lookups_refused_total", "Lookups that were answered by the arena alone, because too many waited for tiers.", nil},
 	{"lookaside_lookups_late_total", "Lookups that were answered with what there was at their deadline.", nil},
 	{"lookaside_lookups_cut_total", "Lookups of which vLLM was left to compute a part that a tier has, because that is faster.", nil},
@@ -259,6 +260,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	}
 	gauge("lookaside_pins", float64(st.Pins))
 	gauge("lookaside_lookups_waiting", float64(st.Lookups.Waiting))
+	count("lookaside_promises_total", n.Promised)
 	count("lookaside_lookups_refused_total", st.Lookups.Refused)
 	count("lookaside_lookups_late_total", st.Lookups.Late)
 	count("lookaside_lookups_cut_total", st.Lookups.Cut)
