@@ -324,9 +324,12 @@ func TestOperationsEndInTime(t *testing.T) {
 	b := storedPrefix(t, d, 1200)
 	untilTierHas(t, d, 0, 1200)
 	r := newAdminRig(t, d, "")
-	d.engine.ClearSpace(d.engine.Spaces()[0].ID)
 	var p ProgressResult
-	r.post("/v1/prefetch", PrefetchRequest{PrefixRequest{Hashes: b.words()}, TimeoutRequest{0.001}}, &p)
+	// A busy machine may see the deadline only when all is there already.
+	for try := 0; try == 0 || p.Complete && try < 50; try++ {
+		d.engine.ClearSpace(d.engine.Spaces()[0].ID)
+		r.post("/v1/prefetch", PrefetchRequest{PrefixRequest{Hashes: b.words()}, TimeoutRequest{0.001}}, &p)
+	}
 	if p.Complete || p.Pages >= 1200 {
 		t.Errorf("%+v", p)
 	}
