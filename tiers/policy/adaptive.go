@@ -38,9 +38,10 @@ type adaptive struct {
 	gone   ghosts
 	recent stack // of offered slots, the newest last
 
-	// Ranks before the last uses, by the time of use: those that reused does not count yet. Counting at once would make a lookup of many chunks
-	// wait for each note, as it decides which counter is the next one's.
-	used [256]uint64
+	// Ranks before the last uses, by the time of use: those since counted are not in reused yet. Work counts them. Counting at once would make a
+	// lookup of many chunks wait for each note, as it decides which counter is the next one's.
+	used    [1024]uint64
+	counted uint64
 
 	reused [classes][ages]float64
 	held   [classes][ages]float64
@@ -154,18 +155,19 @@ func (a *adaptive) Enter(ref uint32, key uint64, parent uint32) {
 	}
 }
 
-// count counts the uses that are put by, when the next would overwrite the first of them. Chunks of one request are often alike, hence the runs.
+// count counts the uses that are put by. Chunks of one request are often alike, hence the runs.
 //
 //go:noinline
 func (a *adaptive) count() {
-	first := a.clock - uint64(len(a.used))
 	var none float64
 	counter, run := &none, 0.0
-	for i, rank := range a.used {
+	for ; a.counted < a.clock; a.counted++ {
+		t := a.counted + 1
+		rank := a.used[t%uint64(len(a.used))]
 		if rank == 0 {
 			continue
 		}
-		if c := &a.reused[classOf[uint8(rank)]][halfOctave(first+uint64(i)-rank>>rankShift)]; c != counter {
+		if c := &a.reused[classOf[uint8(rank)]][halfOctave(t-rank>>rankShift)]; c != counter {
 			*counter += run
 			counter, run = c, 0
 		}
@@ -208,11 +210,11 @@ func (a *adaptive) Use(ref uint32) {
 
 // again is the rank that a use makes of another one, or of 0 for a chunk that was not known.
 func (a *adaptive) again(rank uint64) uint64 {
-	a.clock++
-	if uint8(a.clock) == 0 {
+	if a.clock-a.counted == uint64(len(a.used)) {
 		a.count()
 	}
-	a.used[uint8(a.clock)] = rank
+	a.clock++
+	a.used[a.clock%uint64(len(a.used))] = rank
 	return a.clock<<rankShift | uint64(oneMore[uint8(rank)])
 }
 
@@ -283,6 +285,7 @@ func (a *adaptive) value(rank uint64) float64 {
 
 // Work looks at n chunks, and renews at most one class's worths. One step for each chunk that is looked up or stored is plenty.
 func (a *adaptive) Work(n int) {
+	a.count()
 	past := float64(a.clock - a.sampled)
 	if past == 0 || n <= 0 {
 		return

@@ -63,7 +63,11 @@ type store struct {
 	slots   []resident
 	free    []uint32
 	evicted int
+	due     int // blocks that the policy did not work for yet
 }
+
+// workSteps is how much a policy does at a time, and after how many blocks, as in the engine.
+const workSteps = 32
 
 type resident struct {
 	block    uint32
@@ -124,7 +128,10 @@ func (s *store) request(blocks []uint32) (hits int) {
 			s.p.Offer(slot)
 		}
 	}
-	s.p.Work(len(blocks)/4 + 1)
+	if s.due += len(blocks); s.due >= workSteps {
+		s.due = 0
+		s.p.Work(workSteps)
+	}
 	return hits
 }
 
