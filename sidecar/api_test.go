@@ -138,7 +138,7 @@ func (r *adminRig) get(path string, out any) {
 func (r *adminRig) post(path string, in, out any) {
 	r.t.Helper()
 	if code, body := r.try(path, in); code != http.StatusOK {
-		r.t.Fatalf("%s %+v: %d: %s", path, in, code, body)
+		r.t.Fatalf("%s: %d: %s", path, code, body)
 	} else if err := json.Unmarshal(body, out); err != nil {
 		r.t.Fatal(err)
 	}
