@@ -16,8 +16,9 @@ These ended, one server runs on a sidecar with a disk tier, whose arena has room
   disk      a fresh prompt, computed; again with vLLM's own cache emptied, from the arena; and one of three rounds ago,
             which only the disk has still
 
-The limit of a hit on disk is computing in the same round, and that of disk.over_arena the hit in the arena. Times are
-seconds; the outputs of every round must be the same tokens.
+The limit of a hit on disk is computing in the same round, and that of disk.over_arena the hit in the arena. disk.missed
+counts rounds in which a lookup was given up, which are left out. Times are seconds; the outputs of every round must be
+the same tokens.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from examples.stand.processes import Server, Sidecar, Stand, connector_config, e
 EXTRA_LIMIT_S = 0.050
 # Rounds that a prompt of the disk's lies back; the arena has room for as many.
 BEHIND = 3
+PAGE = 128  # vLLM's block on the CPU, in tokens
 
 
 class Bench:
@@ -143,8 +145,11 @@ class DiskBench:
         before = self._sidecar.tiers()["disk"]["loaded_bytes"]
         disk = self._again(model.prompt(self.tokens, 40_000 + number - BEHIND))
         check([self._answers[number - BEHIND], disk])
-        if disk.cached_tokens != arena.cached_tokens:
-            raise RuntimeError(f"hits differ: {disk.cached_tokens} from the disk, {arena.cached_tokens} from the arena")
+        # A lookup that was given up is no hit: it is counted, and its round is not, because it would say nothing of a hit.
+        missed = disk.cached_tokens < arena.cached_tokens or arena.cached_tokens < (self.tokens - 1) // PAGE * PAGE
+        self.seconds["disk.missed"].append(float(missed))
+        if missed:
+            return
         if self._sidecar.tiers()["disk"]["loaded_bytes"] - before < 0.9 * self._bytes:
             raise RuntimeError("what was meant to lie on the disk alone was in the arena")
         for name, answer in (("disk.computed", computed), ("disk.arena", arena), ("disk.disk", disk)):
@@ -181,6 +186,7 @@ def figures(seconds: Mapping[str, Sequence[float]]) -> Report:
             report.rounds(f"{fault}.connector", "s", seconds[f"{fault}.connector"])
             report.rounds(f"{fault}.extra", "s", seconds[f"{fault}.extra"], EXTRA_LIMIT_S)
     if "disk.disk" in seconds:
+        report.add("disk.missed", sum(seconds["disk.missed"]), "rounds")
         report.rounds("disk.computed", "s", seconds["disk.computed"])
         for name in ("disk.arena", "disk.disk"):
             report.rounds(name, "s", seconds[name], seconds["disk.computed"])
@@ -216,6 +222,8 @@ def main() -> int:
                 for number in range(args.disk + BEHIND):
                     disk.round(number)
                     say(f"round {number + 1 - BEHIND} of {args.disk}, seconds: {latest(disk.seconds, 'disk.')}")
+                if not disk.seconds["disk.disk"]:
+                    raise RuntimeError("no round had hits both in the arena and on disk")
                 seconds |= disk.seconds
     except KeyboardInterrupt:
         say("stopped; everything that was started is ended")

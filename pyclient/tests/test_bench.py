@@ -136,5 +136,7 @@ def test_ttft_pairs_rounds(capsys: pytest.CaptureFixture[str]):
         assert (cases[f"{fault}.extra"]["limit"], cases[f"{fault}.extra"]["ratio"]) == (0.05, 0.2)
         assert cases[f"{fault}.plain"]["limit"] is None
     seconds |= {"disk.computed": [4.0, 4.0], "disk.arena": [0.2, 0.2], "disk.disk": [0.4, 0.4]}
+    seconds |= {"disk.missed": [0.0, 1.0, 0.0]}
     cases = printed(ttft.figures(seconds), capsys)
+    assert cases["disk.missed"]["value"] == 1
     assert [cases[f"disk.{name}"]["ratio"] for name in ("arena", "disk", "over_arena")] == [0.05, 0.1, 2.0]
