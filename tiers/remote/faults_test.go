@@ -81,6 +81,7 @@ func everyCall(ctx context.Context, tier *Tier, tr tiers.Transfer) map[string]er
 
 // A server that dies and comes back: failures, misses, and then all is as before.
 func TestRedisRestarts(t *testing.T) {
+	t.Parallel()
 	s := redisServer(t)
 	tier := openRedis(t, RedisOptions{Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}})
 	space := tiertest.NewSpace("restarts", geometry)
@@ -381,6 +382,7 @@ func FuzzGuard(f *testing.F) {
 
 // What is wrong with settings is said in words of the settings, and without secrets.
 func TestRedisRefuses(t *testing.T) {
+	t.Parallel()
 	files := certificates(t)
 	port := freePort(t)
 	secure := redisServerOn(t, port, "--port", "0", "--tls-port", strconv.Itoa(port), "--tls-ca-cert-file", files.CA, "--tls-cert-file", files.Cert, "--tls-key-file", files.Key)
@@ -446,6 +448,7 @@ func TestRedisRefuses(t *testing.T) {
 }
 
 func TestS3Refuses(t *testing.T) {
+	t.Parallel()
 	s, _ := s3Server(t)
 	http := "http://" + s.addr
 	for name, c := range map[string]struct {
@@ -491,6 +494,7 @@ func TestS3Refuses(t *testing.T) {
 
 // A server with little memory that evicts: what is loaded is right, the rest is a miss. One that does not evict has no room.
 func TestRedisMaxmemory(t *testing.T) {
+	t.Parallel()
 	space := tiertest.NewSpace("maxmemory", tiers.Geometry{PageBytes: 64 << 10, PagesPerChunk: 4, PageTokens: 16, DigestBytes: 32})
 	s := redisServer(t, "--maxmemory", "24mb", "--maxmemory-policy", "allkeys-lru")
 	tier := openRedis(t, RedisOptions{Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}, SplitBytes: minSplit})
@@ -537,6 +541,7 @@ func TestRedisMaxmemory(t *testing.T) {
 
 // Keys that vanish between Contains and Load, are of another type, or not what they should be.
 func TestRedisVanishing(t *testing.T) {
+	t.Parallel()
 	s := redisServer(t)
 	c := client(t, s)
 	tier := openRedis(t, RedisOptions{Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}, SplitBytes: minSplit})
@@ -583,6 +588,7 @@ func TestRedisVanishing(t *testing.T) {
 }
 
 func TestRedisTTL(t *testing.T) {
+	t.Parallel()
 	s := redisServer(t)
 	c := client(t, s)
 	tier := openRedis(t, RedisOptions{Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}, TTL: time.Second})
@@ -607,6 +613,7 @@ func TestRedisTTL(t *testing.T) {
 
 // Very many chunks that begin with the same page: each is found whole, also as the beginning of a longer request, and the index stays small.
 func TestManyVariants(t *testing.T) {
+	t.Parallel()
 	s := redisServer(t)
 	c := client(t, s)
 	tier := openRedis(t, RedisOptions{Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}})
@@ -652,6 +659,7 @@ func TestManyVariants(t *testing.T) {
 
 // Several sidecars that store one chunk at once, with bytes that differ, as those of different GPUs may: a load gives those of one of them.
 func TestWritersAtOnce(t *testing.T) {
+	t.Parallel()
 	s := redisServer(t)
 	space := tiertest.NewSpace("writers", tiers.Geometry{PageBytes: 48 << 10, PagesPerChunk: 8, PageTokens: 16, DigestBytes: 32})
 	o := RedisOptions{Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}, SplitBytes: minSplit}
@@ -686,6 +694,7 @@ func TestWritersAtOnce(t *testing.T) {
 
 // Sidecars with other codecs and splits read each other's chunks where nothing is lost.
 func TestCodecsMeet(t *testing.T) {
+	t.Parallel()
 	s := redisServer(t)
 	bucket, _ := s3Server(t)
 	var ts []*Tier
@@ -728,6 +737,7 @@ func TestCodecsMeet(t *testing.T) {
 
 // Prefixes keep tiers apart, also where one begins with another.
 func TestPrefixes(t *testing.T) {
+	t.Parallel()
 	s := redisServer(t)
 	bucket, _ := s3Server(t)
 	space := tiertest.NewSpace("prefixes", geometry)
@@ -768,6 +778,7 @@ func TestPrefixes(t *testing.T) {
 
 // An S3 server that answers anything.
 func TestS3Garbage(t *testing.T) {
+	t.Parallel()
 	tr := chunkOf(tiertest.NewSpace("garbage", geometry), 1, 2, 3)
 	flood := func(w http.ResponseWriter, what string, n int) {
 		for range n {
@@ -794,7 +805,9 @@ func TestS3Garbage(t *testing.T) {
 			w.Header().Set("Content-Length", "1000000")
 			io.WriteString(w, "x")
 		},
-		"redirect": func(w http.ResponseWriter, r *http.Request) { http.Redirect(w, r, r.URL.String(), 307) },
+		"redirect": func(w http.ResponseWriter, r *http.Request) {
+			http.Redirect(w, r, r.URL.String(), http.StatusTemporaryRedirect)
+		},
 		"not found": func(w http.ResponseWriter, _ *http.Request) {
 			w.WriteHeader(404)
 			io.WriteString(w, "<Error><Code>NoSuchKey</Code></Error>")

@@ -213,7 +213,7 @@ func (o *S3Options) validate() error {
 	case u.Scheme == "http" && o.Files != TLSFiles{}:
 		return errors.New("files for TLS, and the endpoint is http")
 	case !bucketForm.MatchString(o.Bucket):
-		return fmt.Errorf("bucket %q is not 3 to 63 of a-z, 0-9, - and .", o.Bucket)
+		return fmt.Errorf("bucket %q is not 3 to 63 letters, digits, hyphens and dots, all in lower case", o.Bucket)
 	case o.Pool < 1 || o.Pool > 1024:
 		return fmt.Errorf("pool %d is not from 1 to 1024", o.Pool)
 	case o.DialTimeout < 0:

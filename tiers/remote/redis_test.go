@@ -61,6 +61,7 @@ func client(t testing.TB, s *server) *redis.Client {
 }
 
 func TestContractRedis(t *testing.T) {
+	t.Parallel()
 	s := redisServer(t)
 	o := RedisOptions{Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}, SplitBytes: minSplit}
 	tiertest.Run(t, factory(func(prefix string) (*Tier, error) {
@@ -71,6 +72,7 @@ func TestContractRedis(t *testing.T) {
 }
 
 func TestContractRedisTLS(t *testing.T) {
+	t.Parallel()
 	files := certificates(t)
 	port := freePort(t)
 	s := redisServerOn(t, port, "--port", "0", "--tls-port", fmt.Sprint(port), "--tls-ca-cert-file", files.CA, "--tls-cert-file", files.Cert, "--tls-key-file", files.Key)
@@ -89,6 +91,7 @@ func TestContractRedisTLS(t *testing.T) {
 }
 
 func TestContractRedisCluster(t *testing.T) {
+	t.Parallel()
 	var nodes []*server
 	var clients []*redis.Client
 	var addrs []string
@@ -184,6 +187,7 @@ func TestFailover(t *testing.T) {
 
 // TestContractValkey runs where there is Valkey: Debian has it from version 13 on.
 func TestContractValkey(t *testing.T) {
+	t.Parallel()
 	path, err := exec.LookPath("valkey-server")
 	if err != nil {
 		t.Skip("no valkey-server on PATH")

@@ -189,9 +189,9 @@ func (s *s3Objects) stat(ctx context.Context, n name) (bool, error) {
 	return err == nil, err
 }
 
-func (s *s3Objects) variants(ctx context.Context, runs []tiers.Run, all bool) ([][]variant, error) {
+func (s *s3Objects) variants(ctx context.Context, runs []tiers.Run, look look) ([][]variant, error) {
 	out, errs := make([][]variant, len(runs)), make([]error, len(runs))
-	inParallel(len(runs), s.o.Pool, func(i int) { out[i], errs[i] = s.list(ctx, runs[i], all) })
+	inParallel(len(runs), s.o.Pool, func(i int) { out[i], errs[i] = s.list(ctx, runs[i], look) })
 	return out, firstOf(errs)
 }
 
@@ -205,7 +205,7 @@ func firstOf(errs []error) error {
 	return nil
 }
 
-func (s *s3Objects) list(ctx context.Context, run tiers.Run, all bool) ([]variant, error) {
+func (s *s3Objects) list(ctx context.Context, run tiers.Run, look look) ([]variant, error) {
 	dir := s.dir(run.Space, nameOf(run, 1).first)
 	end, err := s.turn(ctx)
 	if err != nil {
@@ -219,7 +219,7 @@ func (s *s3Objects) list(ctx context.Context, run tiers.Run, all bool) ([]varian
 			end()
 			return nil, o.Err
 		}
-		if more = !all && len(out) == maxListing; more {
+		if more = look != lookForAll && len(out) == maxListing; more {
 			break
 		}
 		if n, ok := parseName(run, strings.TrimPrefix(o.Key, dir)); ok {
@@ -227,7 +227,7 @@ func (s *s3Objects) list(ctx context.Context, run tiers.Run, all bool) ([]varian
 		}
 	}
 	end()
-	if all {
+	if look == lookForAll {
 		return out, nil
 	}
 	order := make([]int, len(out))
@@ -265,17 +265,23 @@ func (s *s3Objects) get(ctx context.Context, n name, first int64) (body io.ReadC
 		return nil, 0, err
 	}
 	body, info, _, err := s.client.GetObject(context.WithValue(ctx, objectKey{}, true), s.o.Bucket, s.key(n), o)
-	if missing(err) {
+	switch {
+	case missing(err):
 		err = tiers.ErrNotFound
+	case minio.ToErrorResponse(err).Code == "InvalidRange": // it is empty
+		err = errTorn
 	}
 	return body, info.Size, err
 }
+
+// errTorn is that of an object which is shorter than it should be: some servers keep what they got when a connection is lost. As if it had never been written.
+var errTorn = fmt.Errorf("%w whole", tiers.ErrNotFound)
 
 // readHeader reads an object's header.
 func readHeader(n name, body io.Reader, size int64) ([]byte, error) {
 	b := make([]byte, headerBytes(n.pages, n.space.Geometry.DigestBytes))
 	if size < int64(len(b)) {
-		return nil, fmt.Errorf("%w: an object of %d bytes", tiers.ErrCorrupt, size)
+		return nil, errTorn
 	}
 	_, err := io.ReadFull(body, b)
 	return b, err
@@ -305,7 +311,14 @@ func (s *s3Objects) headers(ctx context.Context, names []name, each func(i int, 
 }
 
 func (s *s3Objects) fetch(ctx context.Context, fetches []*fetch) {
-	inParallel(len(fetches), s.o.Pool, func(i int) { fetches[i].end(s.fetchOne(ctx, fetches[i])) })
+	inParallel(len(fetches), s.o.Pool, func(i int) {
+		f := fetches[i]
+		err := s.fetchOne(ctx, f)
+		if errors.Is(err, errTorn) {
+			_ = s.remove(ctx, []name{f.name})
+		}
+		f.end(err)
+	})
 }
 
 func (s *s3Objects) fetchOne(ctx context.Context, f *fetch) error {
@@ -334,7 +347,7 @@ func (s *s3Objects) fetchOne(ctx context.Context, f *fetch) error {
 		return err
 	}
 	if size < head+int64(len(stream)) {
-		return fmt.Errorf("%w: an object of %d bytes, want %d", tiers.ErrCorrupt, size, head+int64(len(stream)))
+		return errTorn
 	}
 	if _, err = io.ReadFull(body, stream); err == nil && size-head-int64(len(stream)) < 64<<10 {
 		_, _ = io.Copy(io.Discard, body) // then the connection is of use again

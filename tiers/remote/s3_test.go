@@ -1,12 +1,14 @@
 package remote
 
 import (
+	"errors"
 	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
 	"testing"
 
+	"lookaside/tiers"
 	"lookaside/tiers/tiertest"
 )
 
@@ -72,6 +74,7 @@ func rotFiles(t testing.TB, dir string) func(prefix string) {
 }
 
 func TestContractS3(t *testing.T) {
+	t.Parallel()
 	s, dir := s3Server(t)
 	o := S3Options{Endpoint: "http://" + s.addr, Bucket: "kv-cache", CredentialsFile: credentialsFile(t, accessKey, password)}
 	tiertest.Run(t, factory(func(prefix string) (*Tier, error) {
@@ -81,18 +84,49 @@ func TestContractS3(t *testing.T) {
 	}, rotFiles(t, dir), stalled(s)))
 }
 
-func TestContractS3TLS(t *testing.T) {
-	if testing.Short() {
-		t.Skip("the same again over TLS")
-	}
+// Over TLS, with credentials of the environment and little room; and objects that were torn when they were written.
+func TestS3TLS(t *testing.T) {
 	files := certificates(t)
 	s, dir := s3Server(t, "--cert", files.Cert, "--key", files.Key)
-	o := S3Options{Endpoint: "https://" + s.addr, Bucket: "kv-cache", Region: "us-east-1", Files: TLSFiles{CA: files.CA}, Pool: 4, AccessKeyEnv: "REMOTE_TEST_KEY", SecretKeyEnv: "REMOTE_TEST_SECRET"}
 	t.Setenv("REMOTE_TEST_KEY", accessKey)
 	t.Setenv("REMOTE_TEST_SECRET", password)
-	tiertest.Run(t, factory(func(prefix string) (*Tier, error) {
-		o := o
-		o.Prefix = prefix
-		return OpenS3(o)
-	}, rotFiles(t, dir), stalled(s)))
+	tier, err := OpenS3(S3Options{Endpoint: "https://" + s.addr, Bucket: "kv-cache", Region: "us-east-1", Files: TLSFiles{CA: files.CA}, Pool: 2,
+		AccessKeyEnv: "REMOTE_TEST_KEY", SecretKeyEnv: "REMOTE_TEST_SECRET"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer tier.Close()
+	if err := tier.Check(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	space := tiertest.NewSpace("tls", geometry)
+	var all []tiers.Transfer
+	for i := range byte(20) {
+		all = append(all, chunkOf(space, i, 2, 3, 4))
+	}
+	mustStore(t, tier, all...)
+	for _, tr := range all {
+		if err := load(t.Context(), tier, tr); err != nil {
+			t.Error(err)
+		}
+	}
+	length := int64(0)
+	err = filepath.WalkDir(filepath.Join(dir, "kv-cache", "la1"), func(path string, e fs.DirEntry, err error) error {
+		if err != nil || e.IsDir() {
+			return err
+		}
+		length += 1600 // of some 33 KiB
+		return os.Truncate(path, length-1600)
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, tr := range all {
+		if err := load(t.Context(), tier, tr); !errors.Is(err, tiers.ErrNotFound) {
+			t.Errorf("load of torn object %d: %v", i, err)
+		}
+	}
+	if n, err := tier.Clear(t.Context(), space.Fingerprint); n > 0 || err != nil {
+		t.Errorf("%d torn objects are left, %v", n, err)
+	}
 }

@@ -9,6 +9,7 @@ import (
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"encoding/pem"
+	"errors"
 	"fmt"
 	"math/big"
 	"net"
@@ -19,6 +20,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/redis/go-redis/v9"
 
 	"lookaside/internal/leak"
 	"lookaside/tiers"
@@ -145,17 +148,69 @@ func awaitReady(t testing.TB, tier *Tier) {
 	}
 }
 
-// factory runs the suite on a tier of its own prefix for each medium.
+// factory runs the suite on a tier of its own prefix for each medium. Of Redis, the Nth operation can be made to fail.
 func factory(open func(prefix string) (*Tier, error), rot func(prefix string), stall func() func()) tiertest.Factory {
 	var n atomic.Int64
 	return tiertest.Factory{Persistent: true, New: func(t testing.TB, o tiertest.MediumOptions) *tiertest.Medium {
 		prefix := fmt.Sprintf("test%d", n.Add(1))
-		return &tiertest.Medium{
-			Open:  func() (tiers.Tier, error) { return open(prefix) },
+		f := &failNth{nth: o.FailNth}
+		m := &tiertest.Medium{
+			Open: func() (tiers.Tier, error) {
+				tier, err := open(prefix)
+				if err != nil {
+					return nil, err
+				}
+				if r, ok := tier.objects.(*redisObjects); ok {
+					r.client.AddHook(f)
+				}
+				return tier, nil
+			},
 			Rot:   func() { rot(prefix) },
 			Stall: stall,
 		}
+		if tier, err := open(prefix); err == nil {
+			if _, ok := tier.objects.(*redisObjects); ok {
+				m.Failed = func() bool { return f.ops.Load() >= f.nth }
+			}
+			tier.Close()
+		}
+		return m
 	}}
+}
+
+var errInjected = errors.New("injected")
+
+// failNth is a hook in a Redis client that makes the Nth operation fail: before it is sent or, every other N, after the server has done it.
+type failNth struct {
+	nth int64
+	ops atomic.Int64
+}
+
+func (f *failNth) DialHook(next redis.DialHook) redis.DialHook { return next }
+
+func (f *failNth) ProcessHook(next redis.ProcessHook) redis.ProcessHook {
+	return func(ctx context.Context, cmd redis.Cmder) error {
+		return f.do([]redis.Cmder{cmd}, func() error { return next(ctx, cmd) })
+	}
+}
+
+func (f *failNth) ProcessPipelineHook(next redis.ProcessPipelineHook) redis.ProcessPipelineHook {
+	return func(ctx context.Context, cmds []redis.Cmder) error {
+		return f.do(cmds, func() error { return next(ctx, cmds) })
+	}
+}
+
+func (f *failNth) do(cmds []redis.Cmder, do func() error) error {
+	fail := f.ops.Add(1) == f.nth
+	if !fail || f.nth%2 == 0 {
+		if err := do(); err != nil || !fail {
+			return err
+		}
+	}
+	for _, c := range cmds {
+		c.SetErr(errInjected)
+	}
+	return errInjected
 }
 
 // certificates writes an authority's certificate, and one for 127.0.0.1 with its key, good for servers and clients.

@@ -31,13 +31,21 @@ type variant struct {
 	there bool // it was seen; else something only said so
 }
 
+// look says what of the chunks that begin with a page is wanted.
+type look uint8
+
+const (
+	lookForPages look = iota // all that are a beginning of the run, and of the others the newest maxVariants
+	lookForStore             // the run itself, and of the others the newest maxVariants
+	lookForAll               // all
+)
+
 // objects is a service that keeps objects. Errors are tiers.ErrNotFound, ErrBusy or ErrCorrupt, or failures, on which explain has the last word.
 type objects interface {
 	// has sets there for the objects that are there, in their order, up to the first that is not.
 	has(ctx context.Context, names []name, there []bool) error
-	// variants lists for each run of one chunk objects that begin with its first page: all that are a beginning of the run, and of the others at least the newest
-	// maxVariants; with all, really all.
-	variants(ctx context.Context, runs []tiers.Run, all bool) ([][]variant, error)
+	// variants lists for each run of one chunk objects that begin with its first page.
+	variants(ctx context.Context, runs []tiers.Run, look look) ([][]variant, error)
 	// headers reads headers and says for each what it read, which is valid during the call.
 	headers(ctx context.Context, names []name, each func(i int, b []byte, err error))
 	// fetch calls begin of each with its header and end when the bytes that begin returned were read, or with an error.
@@ -136,9 +144,9 @@ type found struct {
 	shorter []name
 }
 
-// find finds chunks for runs of one chunk each. With exact it is content with what the names say.
-func (t *Tier) find(ctx context.Context, runs []tiers.Run, exact func(i int) bool) ([]found, error) {
-	lists, err := t.objects.variants(ctx, runs, false)
+// find finds chunks for runs of one chunk each.
+func (t *Tier) find(ctx context.Context, runs []tiers.Run, look look) ([]found, error) {
+	lists, err := t.objects.variants(ctx, runs, look)
 	if err != nil {
 		return nil, err
 	}
@@ -150,21 +158,18 @@ func (t *Tier) find(ctx context.Context, runs []tiers.Run, exact func(i int) boo
 		run, f := runs[i], &out[i]
 		for _, v := range list {
 			n, sure := v.name.agrees(run)
-			if !v.there || !sure {
-				continue
-			}
-			if n > f.pages {
+			if sure && v.there && n > f.pages {
 				f.name, f.pages = v.name, n
 			}
-			if v.name.pages == n && n < run.Pages() {
+			if sure && v.name.pages == n && n < run.Pages() {
 				f.shorter = append(f.shorter, v.name)
 			}
 		}
 		if len(list) >= maxVariants {
 			f.shorter = nil
 		}
-		if exact(i) {
-			continue
+		if look == lookForStore && run.Pages() == run.Space.Geometry.PagesPerChunk {
+			continue // no other has it all
 		}
 		looks := 0
 		for _, v := range list {
@@ -227,7 +232,7 @@ func (t *Tier) Contains(ctx context.Context, run tiers.Run, held []uint16) error
 			if run.Space.Geometry.PagesPerChunk == 1 {
 				return nil
 			}
-			f, err := t.find(ctx, []tiers.Run{run.Chunk(from + i)}, func(int) bool { return false })
+			f, err := t.find(ctx, []tiers.Run{run.Chunk(from + i)}, lookForPages)
 			if err == nil {
 				held[from+i] = uint16(f[0].pages)
 			}
@@ -283,7 +288,7 @@ func (t *Tier) Load(ctx context.Context, transfers []tiers.Transfer, done func(i
 	for i, at := range again {
 		runs[i] = transfers[at].Run
 	}
-	f, err := t.find(ctx, runs, func(int) bool { return false })
+	f, err := t.find(ctx, runs, lookForPages)
 	fetches = fetches[:0]
 	for i, at := range again {
 		tr := transfers[at]
@@ -337,8 +342,7 @@ func (t *Tier) store(ctx context.Context, transfers []tiers.Transfer, done func(
 		}
 		at, runs = append(at, i), append(runs, tr.Run)
 	}
-	whole := func(i int) bool { return runs[i].Pages() == runs[i].Space.Geometry.PagesPerChunk }
-	f, err := t.find(ctx, runs, whole)
+	f, err := t.find(ctx, runs, lookForStore)
 	var puts []*put
 	for i, run := range runs {
 		switch {
@@ -374,7 +378,7 @@ func (t *Tier) Drop(ctx context.Context, run tiers.Run) error {
 }
 
 func (t *Tier) drop(ctx context.Context, run tiers.Run) error {
-	lists, err := t.objects.variants(ctx, []tiers.Run{run}, true)
+	lists, err := t.objects.variants(ctx, []tiers.Run{run}, lookForAll)
 	if err != nil {
 		return err
 	}
