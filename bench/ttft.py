@@ -145,7 +145,7 @@ class DiskBench:
         before = self._sidecar.tiers()["disk"]["loaded_bytes"]
         disk = self._again(model.prompt(self.tokens, 40_000 + number - BEHIND))
         check([self._answers[number - BEHIND], disk])
-        # A lookup that was given up is no hit: it is counted, and its round is not, because it would say nothing of a hit.
+        # A lookup that was given up is counted, and its round left out: it would say nothing of a hit.
         missed = disk.cached_tokens < arena.cached_tokens or arena.cached_tokens < (self.tokens - 1) // PAGE * PAGE
         self.seconds["disk.missed"].append(float(missed))
         if missed:
