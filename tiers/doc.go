@@ -9,21 +9,40 @@
 //
 // # States of a slot
 //
-//	Free ── PrepareStore ──▶ Filling ── CommitStore ──▶ Ready ── evicted, cleared, replaced, bad ──▶ Free
-//	  ▲                         │
-//	  └── AbortStore, failed, ──┘
-//	      duplicate, cleared
+//	Free ── PrepareStore ──────▶ Filling ── CommitStore ─────▶ Ready ── evicted, cleared, replaced, bad ──▶ Free
+//	  ▲  └─ PreparePromotion ──▶    │    └─ FinishPromotion ──▶  │ ▲
+//	  │                             │                            ▼ │
+//	  └── AbortStore, failed, ──────┘                        being written to a tier
+//	      duplicate, cleared                                 (NextCascades … EndCascade)
 //
 // Only Ready slots are in the index. A Ready slot whose last chunk is partly filled may be extended: a store writes behind its committed
-// pages, which stay readable meanwhile. A slot's generation rises each time it becomes Free. A Ready slot in use by a lookup, load, pin or
-// extension is neither evicted nor moved; dropped meanwhile, it leaves the index at once and becomes Free after its last use.
+// pages, which stay readable meanwhile. A slot's generation rises each time it becomes Free. A Ready slot in use by a lookup, load, pin,
+// extension or cascade is neither evicted nor moved; dropped meanwhile, it leaves the index at once and becomes Free after its last use.
+//
+// # Promotions
+//
+// A lookup that goes on with what a tier has (PreparePromotion) leases slots that are still Filling, its own or those that another lookup is having
+// filled with the same chunks, and waits. They are reserved all at once or cut from its end: no lookup ever waits for a slot while it has others, so
+// promotions cannot deadlock. Whoever gives up meanwhile, a slot that somebody may be writing stays until FinishPromotion. SettleLookup ends the
+// waiting: the lookup holds what has arrived without a gap, and its deadline starts.
+//
+// A chunk that is cleared while it comes up does not appear. If a store is first with it, both slots stay, linked like any that share pages, until
+// the lookups that wait for the promoted one have let go of it. A partly filled chunk that a lookup holds is replaced by the longer one
+// that it waited for when it settles.
+//
+// # Cascades
+//
+// Each tier below has a bounded queue of slots to be written to it, and each slot a bit for each tier: held, queued, being written. A chunk is queued
+// when it is committed, when it is used again, or ahead of its eviction, as the tier admits; a partly filled one when it has not grown for a while. What
+// finds the queue full, or is evicted before its turn, is shed and counted. What is evicted ahead goes through a list of cold slots: taken out
+// of the policy's order, written, evicted before all others, and put back by any use.
 //
 // # Promises
 //
 //   - No false hit. A page is found only if its bytes were committed under its full digest in its very space. Any doubt is a miss.
-//   - A prefix outlives its continuation: what is evicted is the least recently used slot that no held slot continues.
-//   - Where several slots share a page one of them is in the index; when it leaves another takes its place. No operation walks over the slots that share.
-//   - Every lease has a living owner, or is a pin. An owner that leaves or dies leaves nothing behind; one that freezes keeps at most its share.
+//   - A prefix outlives its continuation: what is evicted is a slot that no held slot continues, in the order of the geometry's policy.
+//   - Where several slots share a page one of them is in the index; when it leaves another takes its place. No operation but Drop walks over the slots that share.
+//   - Every lease has a living owner, or is a pin or a cascade. An owner that leaves or dies leaves nothing behind; one that freezes keeps at most its share.
 //   - Handles of what has ended are refused, and change nothing.
 //
 // # Concurrency

@@ -762,7 +762,8 @@ func FuzzEngine(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, data []byte) {
 		now := int64(0)
-		e, err := New(Config{Now: func() int64 { return now }, MaxPages: 40, MaxOwners: 4, MaxLookupsPerOwner: 4, MaxSpaces: 3, MinPageBytes: 1, ArenaLimitBytes: 4096})
+		e, err := New(Config{Now: func() int64 { return now }, MaxPages: 40, MaxOwners: 4, MaxLookupsPerOwner: 4, MaxSpaces: 3, MinPageBytes: 1, ArenaLimitBytes: 4096,
+			Tiers: []TierAdmission{{Admit: AdmitStored, Queue: 3}, {Admit: AdmitReused}, {Admit: AdmitEvicted}}, LowWater: 0.5})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -790,7 +791,36 @@ func FuzzEngine(f *testing.F) {
 		handle := func() uint64 { return handles[next()%len(handles)] }
 		for len(data) > 0 {
 			o := Owner(next() % 5)
-			switch next() % 17 {
+			switch next() % 23 {
+			case 17, 18:
+				have := []uint16{uint16(next()), uint16(odd()), uint16(next() % 5), 4, 4, 4, 4, 4, 4, 4, 4, 4}
+				h := take(next() % 12)
+				out, err := e.PreparePromotion(o, uint64(next()%4), odd(), take(next()%2), h, have[:next()%13], nil)
+				for _, c := range out {
+					handles = append(handles, c.Promotion)
+				}
+				if err != nil && len(out) > 0 {
+					t.Fatal(out, err)
+				}
+			case 19:
+				h := handle()
+				e.PromotionWanted(h)
+				_ = e.FinishPromotion(h, next()%4 > 0, odd())
+			case 20:
+				_, _ = e.SettleLookup(o, uint64(next()%4), odd())
+			case 21:
+				items, _ := e.NextCascades(odd(), odd(), nil, nil)
+				for _, c := range items {
+					handles = append(handles, c.Handle)
+				}
+				e.EndCascade(handle(), next()%3 > 0)
+				e.CascadeQueue(odd())
+			case 22:
+				first, h := odd(), take(next()%12)
+				_ = e.Contains(SpaceID(next()%5), first, h, make([]uint16, next()%13))
+				if next()%4 == 0 {
+					_, _ = e.Drop(SpaceID(next()%5), first, h)
+				}
 			case 0:
 				_ = e.AddRegion(uint32(next()%4), int64(odd()))
 			case 1:
