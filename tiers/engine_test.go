@@ -6,10 +6,12 @@ import (
 	"math/rand/v2"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"lookaside/tiers/chunk"
+	"lookaside/tiers/policy"
 )
 
 // bench is an engine with one space and one session, for tests of one thing.
@@ -633,10 +635,19 @@ func TestManyContinuations(t *testing.T) {
 }
 
 func TestNothingIsAllocated(t *testing.T) {
+	for _, name := range policy.Names() {
+		t.Run(name, func(t *testing.T) { nothingIsAllocated(t, Config{Policy: name}) })
+	}
+	t.Run("with tiers", func(t *testing.T) {
+		nothingIsAllocated(t, Config{Tiers: []TierAdmission{{Admit: AdmitStored}, {Admit: AdmitReused}, {Admit: AdmitEvicted}}})
+	})
+}
+
+func nothingIsAllocated(t *testing.T, cfg Config) {
 	for _, ppc := range []int{1, 16} {
-		b := newBench(t, 4096/ppc, ppc, Config{})
+		b := newBench(t, 4096/ppc, ppc, cfg)
 		var prompts [][]byte
-		for i := range 64 {
+		for i := range 300 { // none is stored twice: some policies would keep it
 			prompts = append(prompts, numbered(uint64(i), 1000))
 		}
 		grants := make([]Grant, 0, 2000)
@@ -676,7 +687,8 @@ func TestNothingIsAllocated(t *testing.T) {
 // detector it also shows that nobody may read what another may write.
 func TestConcurrentSessions(t *testing.T) {
 	const slots = 60
-	e, err := New(Config{MinPageBytes: 1, MaxSpaces: 4, LeaseDeadline: 2 * time.Millisecond, MaxPages: 64, ArenaLimitBytes: 1})
+	e, err := New(Config{MinPageBytes: 1, MaxSpaces: 4, LeaseDeadline: 2 * time.Millisecond, MaxPages: 64, ArenaLimitBytes: 1, PartialDelay: time.Microsecond,
+		Tiers: []TierAdmission{{Admit: AdmitStored}, {Admit: AdmitReused}, {Admit: AdmitEvicted}}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -720,6 +732,39 @@ func TestConcurrentSessions(t *testing.T) {
 			time.Sleep(time.Millisecond)
 		}
 	})
+	var promoted atomic.Int64
+	cascaded := [3]int{}
+	for tier := range cascaded {
+		background.Go(func() {
+			w := &world{t: t, arena: arena}
+			var buf []byte
+			var items []CascadeItem
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+				}
+				items, buf = e.NextCascades(tier, 8, buf, items[:0])
+				for _, x := range items {
+					s := spaces[slices.IndexFunc(spaces, func(s *modelSpace) bool { return s.id == x.Space })]
+					want := make([]byte, s.g.PageBytes)
+					for j := range x.Pages {
+						pattern(want, s.fp, x.Hashes[j*s.g.DigestBytes:(j+1)*s.g.DigestBytes])
+						if !slices.Equal(w.page(s, Extent{Region: x.Region, Offset: x.Offset}, j), want) {
+							t.Errorf("tier %d is given the wrong bytes of page %d", tier, x.First+j)
+							return
+						}
+					}
+					e.EndCascade(x.Handle, true)
+					cascaded[tier]++
+				}
+				if len(items) == 0 {
+					time.Sleep(50 * time.Microsecond)
+				}
+			}
+		})
+	}
 	for i := range 6 {
 		wg.Go(func() {
 			w := &world{t: t, seed: uint64(i), rng: rand.New(rand.NewPCG(uint64(i), 9)), e: e, arena: arena, alphabet: 2, depth: 30}
@@ -756,6 +801,34 @@ func TestConcurrentSessions(t *testing.T) {
 				if err != nil {
 					t.Error(err)
 					return
+				}
+				if from := n / s.g.PagesPerChunk * s.g.PagesPerChunk; n < len(p) && w.chance(2) {
+					// A tier that has everything.
+					out, err := e.PreparePromotion(me, 1, from, nil, p.digests(from, len(p), size), slices.Repeat([]uint16{99}, len(p)), nil)
+					if err != nil && !errors.Is(err, ErrStale) { // it has expired
+						t.Error(err)
+						return
+					}
+					for _, c := range out {
+						if c.State != PromotionGranted {
+							continue
+						}
+						for j := range c.Pages {
+							page := from + c.Chunk*s.g.PagesPerChunk + j
+							pattern(w.page(s, Extent{Region: c.Region, Offset: c.Offset}, j), s.fp, p.digests(page, page+1, size))
+						}
+						if err := e.FinishPromotion(c.Promotion, true, 0); err != nil {
+							t.Error(err)
+							return
+						}
+						promoted.Add(1)
+					}
+					if n, err = e.SettleLookup(me, 1, len(p)); errors.Is(err, ErrNotFound) {
+						n = 0
+					} else if err != nil {
+						t.Error(err)
+						return
+					}
 				}
 				if n == 0 {
 					continue
@@ -795,6 +868,9 @@ func TestConcurrentSessions(t *testing.T) {
 	s := e.Stats()
 	if s.Leases+s.LeasedSlots+s.FillingSlots != 0 || s.FreeSlots+s.ReadySlots != s.Slots {
 		t.Fatalf("at the end: %+v", s)
+	}
+	if promoted.Load() == 0 || cascaded[0] == 0 || cascaded[1] == 0 || cascaded[2] == 0 {
+		t.Errorf("%d chunks were promoted, %d cascaded", promoted.Load(), cascaded)
 	}
 	t.Logf("%+v", s)
 }
