@@ -11,7 +11,7 @@ while read -r file; do
 	for target in $(grep -hoE '^func (Fuzz[A-Za-z0-9_]+)' "$file" | cut -d' ' -f2); do
 		found=1
 		echo "fuzz: $package $target" >&2
-		"$go" test -run '^$' -fuzz "^$target\$" -fuzztime "${1:-20s}" "$package"
+		"$go" test -run '^$' -fuzz "^$target\$" -fuzztime "${1:-20s}" -fuzzminimizetime 5x "$package"
 	done
 done < <(git ls-files --cached --others --exclude-standard '*_test.go' | sort)
 ((found)) || { echo 'fuzz: there is no fuzz target' >&2; exit 1; }
