@@ -3,6 +3,8 @@ package tiers
 import (
 	"fmt"
 	"math/bits"
+
+	"lookaside/tiers/policy"
 )
 
 type leaseKind uint8
@@ -134,6 +136,9 @@ func (e *Engine) endLease(x *lease) {
 
 // freeSlots ends a lookup's, load's or pin's leases on some of its slots, the last first, so that a prefix is settled after its continuation.
 func (e *Engine) freeSlots(x *lease, slots []uint32) {
+	if x.kind == lookupLease || x.kind == pinLease { // a load's were its lookup's
+		e.used(x.owner.space.class, slots)
+	}
 	for i := len(slots) - 1; i >= 0; i-- {
 		x.owner.slots.sub(slots[i])
 		e.unpin(slots[i])
@@ -141,6 +146,24 @@ func (e *Engine) freeSlots(x *lease, slots []uint32) {
 	x.owner.leases -= len(slots)
 	if x.kind != cascadeLease { // its owner is of no space, and it was no use
 		x.owner.space.class.work(len(slots))
+	}
+}
+
+// used tells the policy of a class of the use of leased slots, those that are still held.
+func (e *Engine) used(c *class, slots []uint32) {
+	gone := false
+	for _, ref := range slots {
+		_, s := e.slot(ref)
+		gone = gone || s.state != ready || s.doomed()
+	}
+	if !gone {
+		policy.UseAll(c.policy, slots)
+		return
+	}
+	for _, ref := range slots {
+		if _, s := e.slot(ref); s.state == ready && !s.doomed() {
+			c.policy.Use(ref)
+		}
 	}
 }
 

@@ -1,10 +1,6 @@
 package tiers
 
-import (
-	"fmt"
-
-	"lookaside/tiers/policy"
-)
+import "fmt"
 
 // Lookup answers how many pages from firstPage on are held without a gap, and leases them for owner o under an id of its own until Cancel,
 // until PrepareLoad takes them over, or until the deadline. hashes is their digests end to end, page after page. A lookup under an id
@@ -50,7 +46,6 @@ func (e *Engine) leaseHits(ow *owner, w *walk) (pages int, slots []uint32) {
 	e.tick++
 	sp := ow.space
 	slots = e.held[:0]
-	defer func() { policy.UseAll(sp.class.policy, slots) }()
 	room := e.cfg.MaxLeasesPerOwner - ow.leases
 	for i := 0; i < w.chunks; i += probeGroup {
 		n := min(probeGroup, w.chunks-i)

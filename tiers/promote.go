@@ -114,7 +114,6 @@ func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, h
 		if rec != 0 && e.at(rec, w.last(i)) {
 			refs[i], _ = e.slotOf(rec)
 			e.pin(refs[i])
-			sp.class.policy.Use(refs[i])
 		} else {
 			refs[i] = 0
 		}
@@ -199,7 +198,6 @@ func (e *Engine) promote(ow *owner, w *walk, i, have int, parent uint32, x *leas
 			return 0
 		}
 		e.pin(ref)
-		sp.class.policy.Use(ref)
 		c.Pages = held
 		return ref
 	}

@@ -221,7 +221,7 @@ func (e *Engine) register(ref uint32) {
 	s.stamp, r.lastUse = e.tick, e.tick
 }
 
-// pin takes a lease on a ready slot. The caller tells the policy.
+// pin takes a lease on a ready slot. The policy is told of the use when the lease ends: until then it has no say, and an answer need not wait for it.
 func (e *Engine) pin(ref uint32) {
 	r, s := e.slot(ref)
 	if s.idle() {
