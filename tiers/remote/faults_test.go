@@ -320,9 +320,12 @@ func TestRedisGarbage(t *testing.T) {
 			})
 			tier := openRedis(t, RedisOptions{Addrs: []string{addr}})
 			start := time.Now()
-			for call := range everyCallUnder(t, 100*time.Millisecond, tier, tr) {
-				if err := call.err; call.name == "Load" && err == nil {
-					t.Errorf("%s to %s: a load is a hit", name, at)
+			// On a busy machine a deadline may pass before the command is sent.
+			for try := 0; try == 0 || !met.Load() && try < 50; try++ {
+				for call := range everyCallUnder(t, 100*time.Millisecond, tier, tr) {
+					if err := call.err; call.name == "Load" && err == nil {
+						t.Errorf("%s to %s: a load is a hit", name, at)
+					}
 				}
 			}
 			if took := time.Since(start); took > 20*time.Second {
