@@ -77,8 +77,10 @@ func (h *header) bytes(pages int) (n int64) {
 
 // sumOf is the checksum of a page: a page that lies in another's place does not have it.
 func sumOf(page, digest []byte) uint64 {
-	return xxh3.HashSeed(page, binary.LittleEndian.Uint64(digest))
+	return xxh3.HashSeed(page, seedOf(digest))
 }
+
+func seedOf(digest []byte) uint64 { return binary.LittleEndian.Uint64(digest) }
 
 // appendHeader appends the header of a chunk whose pages were encoded to these lengths and, decoded, have these sums.
 func appendHeader(b []byte, run tiers.Run, codec string, partBytes int64, lengths []int64, sums []uint64) []byte {

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"sync"
 
+	"github.com/zeebo/xxh3"
+
 	"lookaside/tiers"
 	"lookaside/tiers/serde"
 )
@@ -99,51 +101,85 @@ type put struct {
 	src  []byte
 	done func(error)
 
-	buffer *[]byte
+	buffer  *[]byte // what the pages were encoded to; nil where the codec is raw
+	lengths []int64
+	sums    []uint64
+	summed  int64 // bytes of a raw chunk whose sums were begun
+	hash    *xxh3.Hasher
 }
 
-// begin encodes the chunk for parts of a size. What it returns is valid until end.
-func (p *put) begin(partBytes int64) (head, stream []byte, err error) {
+func (p *put) digest(i int) []byte {
+	d := p.run.Space.Geometry.DigestBytes
+	return p.run.Hashes[i*d : (i+1)*d]
+}
+
+// begin encodes the chunk. What it returns is valid until end.
+func (p *put) begin() (stream []byte, err error) {
 	g, n := p.run.Space.Geometry, p.run.Pages()
 	codec := p.tier.codec
-	lengths, sums := make([]int64, n), make([]uint64, n)
-	_, raw := codec.(serde.Raw)
-	stream = p.src
+	p.lengths, p.sums = make([]int64, n), make([]uint64, n)
+	if _, raw := codec.(serde.Raw); raw {
+		for i := range p.lengths {
+			p.lengths[i] = g.PageBytes
+		}
+		return p.src, nil
+	}
+	p.summed = int64(len(p.src))
+	p.buffer = buffers.Get().(*[]byte)
+	stream = (*p.buffer)[:0]
+	if most := int64(n) * serde.Bound(g.PageBytes); int64(cap(stream)) < most {
+		stream = make([]byte, 0, most)
+	}
 	var scratch []byte
-	if !raw {
-		p.buffer = buffers.Get().(*[]byte)
-		stream = (*p.buffer)[:0]
-		if most := int64(n) * serde.Bound(g.PageBytes); int64(cap(stream)) < most {
-			stream = make([]byte, 0, most)
-		}
-		if codec.Lossy() {
-			scratch = make([]byte, g.PageBytes)
-		}
+	if codec.Lossy() {
+		scratch = make([]byte, g.PageBytes)
 	}
 	for i := range n {
 		page := p.src[int64(i)*g.PageBytes : int64(i+1)*g.PageBytes]
-		lengths[i] = g.PageBytes
-		if !raw {
-			at := len(stream)
-			if stream, err = codec.Encode(stream, page, p.run.Space.Element); err != nil {
-				return nil, nil, err
-			}
-			if lengths[i] = int64(len(stream) - at); lengths[i] < 1 || lengths[i] > serde.Bound(g.PageBytes) {
-				return nil, nil, errors.New("remote: " + codec.Name() + " keeps no bounds")
-			}
-			if codec.Lossy() {
-				if err := codec.Decode(scratch, stream[at:], p.run.Space.Element); err != nil {
-					return nil, nil, err
-				}
-				page = scratch
-			}
+		at := len(stream)
+		if stream, err = codec.Encode(stream, page, p.run.Space.Element); err != nil {
+			return nil, err
 		}
-		sums[i] = sumOf(page, p.run.Hashes[i*g.DigestBytes:(i+1)*g.DigestBytes])
+		if p.lengths[i] = int64(len(stream) - at); p.lengths[i] < 1 || p.lengths[i] > serde.Bound(g.PageBytes) {
+			return nil, errors.New("remote: " + codec.Name() + " keeps no bounds")
+		}
+		if codec.Lossy() {
+			if err := codec.Decode(scratch, stream[at:], p.run.Space.Element); err != nil {
+				return nil, err
+			}
+			page = scratch
+		}
+		p.sums[i] = sumOf(page, p.digest(i))
 	}
-	if p.buffer != nil {
-		*p.buffer = stream
+	*p.buffer = stream
+	return stream, nil
+}
+
+// sum goes on with the checksums of a raw chunk up to a byte. Done for each part just before it is sent, it leaves the bytes in the processor's cache for the kernel's copy.
+func (p *put) sum(to int64) {
+	page := p.run.Space.Geometry.PageBytes
+	for p.summed < to {
+		i := int(p.summed / page)
+		end := min(int64(i+1)*page, to)
+		if p.summed%page == 0 {
+			if end == int64(i+1)*page { // a whole one
+				p.sums[i] = sumOf(p.src[p.summed:end], p.digest(i))
+				p.summed = end
+				continue
+			}
+			p.hash = xxh3.NewSeed(seedOf(p.digest(i)))
+		}
+		_, _ = p.hash.Write(p.src[p.summed:end])
+		if p.summed = end; end == int64(i+1)*page {
+			p.sums[i] = p.hash.Sum64()
+		}
 	}
-	return appendHeader(nil, p.run, codec.Name(), partBytes, lengths, sums), stream, nil
+}
+
+// header is the header of the chunk, in parts of a size.
+func (p *put) header(partBytes int64) []byte {
+	p.sum(int64(len(p.src)))
+	return appendHeader(nil, p.run, p.tier.codec.Name(), partBytes, p.lengths, p.sums)
 }
 
 // end takes the outcome.

@@ -486,16 +486,22 @@ func (r *redisObjects) put(ctx context.Context, puts []*put) {
 	inParallel(len(puts), streams, func(i int) { puts[i].end(r.putOne(ctx, puts[i])) })
 }
 
+// lazy is a value that is made when it is written to the connection, once or more.
+type lazy func() []byte
+
+// MarshalBinary implements encoding.BinaryMarshaler, which is how go-redis asks for it.
+func (l lazy) MarshalBinary() ([]byte, error) { return l(), nil }
+
 func (r *redisObjects) putOne(ctx context.Context, w *put) error {
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
-	head, stream, err := w.begin(r.o.SplitBytes)
+	stream, err := w.begin()
 	if err != nil {
 		return err
 	}
 	p := r.client.TxPipeline()
-	set := func(key, value []byte) {
+	set := func(key []byte, value any) {
 		args := []any{"set", key, value}
 		if r.o.TTL > 0 {
 			args = append(args, "px", r.o.TTL.Milliseconds())
@@ -504,11 +510,14 @@ func (r *redisObjects) putOne(ctx context.Context, w *put) error {
 	}
 	root := r.root(w.name)
 	for at, part := int64(0), int64(0); at < int64(len(stream)); part++ {
-		n := min(int64(len(stream))-at, r.o.SplitBytes)
-		set(partOf(root, part), stream[at:at+n])
-		at += n
+		from, to := at, min(at+r.o.SplitBytes, int64(len(stream)))
+		set(partOf(root, part), lazy(func() []byte {
+			w.sum(min(to, int64(len(w.src))))
+			return stream[from:to]
+		}))
+		at = to
 	}
-	set(root, head)
+	set(root, lazy(func() []byte { return w.header(r.o.SplitBytes) }))
 	if !r.cluster {
 		r.list(ctx, p, w.name)
 	}

@@ -365,10 +365,11 @@ func (s *s3Objects) putOne(ctx context.Context, w *put) error {
 		return err
 	}
 	defer end()
-	head, stream, err := w.begin(0)
+	stream, err := w.begin()
 	if err != nil {
 		return err
 	}
+	head := w.header(0)
 	// Its own checksums would be a second pass over what has ours.
 	_, err = s.client.Client.PutObject(ctx, s.o.Bucket, s.key(w.name), io.MultiReader(bytes.NewReader(head), bytes.NewReader(stream)), int64(len(head)+len(stream)),
 		minio.PutObjectOptions{DisableMultipart: true, DisableContentSha256: true, ContentType: "application/octet-stream"})
