@@ -48,6 +48,11 @@ class Sidecar:
     def signal(self, number: int) -> None:
         assert self.process is not None
         self.process.send_signal(number)
+        # It may still answer until the signal has reached all its threads.
+        if number == signal.SIGSTOP:
+            os.waitpid(self.process.pid, os.WUNTRACED)
+        elif number == signal.SIGKILL:
+            self.process.wait()
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
