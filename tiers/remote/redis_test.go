@@ -13,6 +13,7 @@ import (
 
 	"github.com/redis/go-redis/v9"
 
+	"lookaside/tiers"
 	"lookaside/tiers/tiertest"
 )
 
@@ -90,22 +91,35 @@ func TestContractRedisTLS(t *testing.T) {
 	}, rotRedis(t, c), stalled(s)))
 }
 
-func TestContractRedisCluster(t *testing.T) {
-	t.Parallel()
-	var nodes []*server
-	var clients []*redis.Client
+// redisCluster starts three masters that know each other.
+func redisCluster(t *testing.T) (nodes []*server, o RedisOptions) {
+	t.Helper()
 	var addrs []string
 	for range 3 {
 		port := freePort(t)
 		s := redisServerOn(t, port, "--port", fmt.Sprint(port), "--cluster-enabled", "yes", "--cluster-port", fmt.Sprint(freePort(t)))
-		nodes, clients, addrs = append(nodes, s), append(clients, client(t, s)), append(addrs, s.addr)
+		nodes, addrs = append(nodes, s), append(addrs, s.addr)
 	}
-	args := append([]string{"--no-auth-warning", "-a", password, "--cluster", "create"}, addrs...)
-	if out, err := exec.Command("redis-cli", append(args, "--cluster-replicas", "0", "--cluster-yes")...).CombinedOutput(); err != nil {
-		t.Fatalf("%v\n%s", err, out)
-	}
-	o := RedisOptions{Mode: RedisCluster, Addrs: addrs[:1], Password: Secret{File: passwordFile(t)}}
+	redisCLI(t, append(append([]string{"--cluster", "create"}, addrs...), "--cluster-replicas", "0", "--cluster-yes")...)
+	o = RedisOptions{Mode: RedisCluster, Addrs: addrs[:1], Password: Secret{File: passwordFile(t)}}
 	awaitReady(t, openRedis(t, o))
+	return nodes, o
+}
+
+func redisCLI(t *testing.T, args ...string) {
+	t.Helper()
+	if out, err := exec.Command("redis-cli", append([]string{"--no-auth-warning", "-a", password}, args...)...).CombinedOutput(); err != nil {
+		t.Fatalf("redis-cli %q: %v\n%s", args, err, out)
+	}
+}
+
+func TestContractRedisCluster(t *testing.T) {
+	t.Parallel()
+	nodes, o := redisCluster(t)
+	var clients []*redis.Client
+	for _, s := range nodes {
+		clients = append(clients, client(t, s))
+	}
 	tiertest.Run(t, factory(func(prefix string) (*Tier, error) {
 		o := o
 		o.Prefix = prefix
@@ -115,6 +129,41 @@ func TestContractRedisCluster(t *testing.T) {
 		if n := c.Info(t.Context(), "commandstats").Val(); !strings.Contains(n, "cmdstat_exec") {
 			t.Errorf("node %d stored nothing", i)
 		}
+	}
+}
+
+// Slots move to another node while chunks are loaded and stored: nothing is lost.
+func TestClusterMoves(t *testing.T) {
+	t.Parallel()
+	nodes, o := redisCluster(t)
+	tier := openRedis(t, o)
+	space := tiertest.NewSpace("moves", geometry)
+	var all []tiers.Transfer
+	for i := range byte(60) {
+		all = append(all, chunkOf(space, i, 2, 3, 4))
+	}
+	mustStore(t, tier, all...)
+	id := func(s *server) string { return client(t, s).Do(t.Context(), "cluster", "myid").Val().(string) }
+	moved := make(chan struct{})
+	go func() {
+		defer close(moved)
+		redisCLI(t, "--cluster", "reshard", nodes[0].addr, "--cluster-from", id(nodes[0]), "--cluster-to", id(nodes[1]), "--cluster-slots", "5461", "--cluster-yes")
+	}()
+	for again := true; again; {
+		select {
+		case <-moved:
+			again = false
+		default:
+		}
+		for i, tr := range all {
+			if err := load(t.Context(), tier, tr); err != nil {
+				t.Fatalf("chunk %d: %v", i, err)
+			}
+		}
+		mustStore(t, tier, all[:10]...)
+	}
+	if keys := client(t, nodes[0]).DBSize(t.Context()).Val(); keys != 0 {
+		t.Errorf("%d keys did not move", keys)
 	}
 }
 

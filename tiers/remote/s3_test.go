@@ -3,9 +3,15 @@ package remote
 import (
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
+	"log"
+	"net/http"
+	"net/http/httptest"
+	"net/http/httputil"
 	"os"
 	"path/filepath"
+	"sync/atomic"
 	"testing"
 
 	"lookaside/tiers"
@@ -77,11 +83,51 @@ func TestContractS3(t *testing.T) {
 	t.Parallel()
 	s, dir := s3Server(t)
 	o := S3Options{Endpoint: "http://" + s.addr, Bucket: "kv-cache", CredentialsFile: credentialsFile(t, accessKey, password)}
-	tiertest.Run(t, factory(func(prefix string) (*Tier, error) {
+	f := factory(func(prefix string) (*Tier, error) {
 		o := o
 		o.Prefix = prefix
 		return OpenS3(o)
-	}, rotFiles(t, dir), stalled(s)))
+	}, rotFiles(t, dir), stalled(s))
+	whole := f.New
+	f.New = func(t testing.TB, mo tiertest.MediumOptions) *tiertest.Medium {
+		m := whole(t, mo)
+		if mo.FailNth == 0 {
+			return m
+		}
+		o := o
+		o.Prefix = fmt.Sprintf("faults%d", mo.FailNth)
+		// There are too many to let each fail in turn; each kind does.
+		o.Endpoint, m.Failed = failingProxy(t, s.addr, mo.FailNth*3)
+		m.Open = func() (tiers.Tier, error) { return OpenS3(o) }
+		return m
+	}
+	tiertest.Run(t, f)
+}
+
+// failingProxy is a server before another one. It lets the Nth request fail: without passing it on or, every other N, by losing the answer.
+func failingProxy(t testing.TB, addr string, nth int64) (endpoint string, failed func() bool) {
+	t.Helper()
+	var n atomic.Int64
+	proxy := &httputil.ReverseProxy{
+		Rewrite: func(r *httputil.ProxyRequest) {
+			r.Out.URL.Scheme, r.Out.URL.Host = "http", addr
+			r.Out.Host = r.In.Host // it is signed
+		},
+		ErrorLog: log.New(io.Discard, "", 0),
+	}
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if n.Add(1) != nth {
+			proxy.ServeHTTP(w, r)
+			return
+		}
+		if nth%2 == 0 {
+			proxy.ServeHTTP(httptest.NewRecorder(), r)
+			panic(http.ErrAbortHandler)
+		}
+		w.WriteHeader(http.StatusServiceUnavailable)
+	}))
+	t.Cleanup(s.Close)
+	return s.URL, func() bool { return n.Load() >= nth }
 }
 
 // Over TLS, with credentials of the environment and little room; and objects that were torn when they were written.
