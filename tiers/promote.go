@@ -70,32 +70,8 @@ func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, h
 	}
 	e.idx.migrate(migrateStep)
 	refs := e.refs[:w.chunks]
-	for attempt := 0; ; attempt++ {
-		missing := 0
-		for i := 0; i < w.chunks; i += probeGroup {
-			e.probe(sp, &w, i, min(probeGroup, w.chunks-i), refs[i:])
-		}
-		for i, ref := range refs {
-			if ref == 0 {
-				if have[i] == 0 {
-					break
-				}
-				missing++
-			}
-		}
-		if missing <= sp.class.free || attempt > maxRegions {
-			break
-		}
-		ok, unlocked := e.makeRoom(sp.class)
-		if !unlocked {
-			break
-		}
-		if now, err := e.owner(o); err != nil || now != ow {
-			return out, fmt.Errorf("%w: owner %d has left", ErrNotFound, o)
-		}
-		if !ok {
-			attempt = maxRegions
-		}
+	if err := e.probeWithRoom(ow, &w, refs, have); err != nil {
+		return out, err
 	}
 	x := ow.lookups[lookup]
 	switch {

@@ -34,29 +34,8 @@ func (e *Engine) PrepareStore(o Owner, firstPage int, prev, hashes []byte, out [
 	}
 	e.idx.migrate(migrateStep)
 	refs := e.refs[:w.chunks]
-	for attempt := 0; ; attempt++ {
-		missing := 0
-		for i := 0; i < w.chunks; i += probeGroup {
-			e.probe(sp, &w, i, min(probeGroup, w.chunks-i), refs[i:])
-		}
-		for _, ref := range refs {
-			if ref == 0 {
-				missing++
-			}
-		}
-		if missing <= sp.class.free || attempt > maxRegions {
-			break
-		}
-		ok, unlocked := e.makeRoom(sp.class)
-		if !unlocked {
-			break
-		}
-		if now, err := e.owner(o); err != nil || now != ow {
-			return StoreResult{}, out, fmt.Errorf("%w: owner %d has left", ErrNotFound, o)
-		}
-		if !ok {
-			attempt = maxRegions
-		}
+	if err := e.probeWithRoom(ow, &w, refs, nil); err != nil {
+		return StoreResult{}, out, err
 	}
 
 	e.tick++
@@ -130,6 +109,39 @@ func (e *Engine) PrepareStore(o Owner, firstPage int, prev, hashes []byte, out [
 	copy(x.prev[:], prev)
 	res.Store = x.handle()
 	return res, out, nil
+}
+
+// probeWithRoom finds which chunks of a walk are held, as probe does, and carves regions while fewer slots are free than chunks are missing. With have, what is
+// missing counts up to the first chunk of which have is 0. It may release the lock, and answers ErrNotFound if the owner has left meanwhile.
+func (e *Engine) probeWithRoom(ow *owner, w *walk, refs []uint32, have []uint16) error {
+	c := ow.space.class
+	for attempt := 0; ; attempt++ {
+		missing := 0
+		for i := 0; i < w.chunks; i += probeGroup {
+			e.probe(ow.space, w, i, min(probeGroup, w.chunks-i), refs[i:])
+		}
+		for i, ref := range refs {
+			if ref == 0 {
+				if have != nil && have[i] == 0 {
+					break
+				}
+				missing++
+			}
+		}
+		if missing <= c.free || attempt > maxRegions {
+			return nil
+		}
+		ok, unlocked := e.makeRoom(c)
+		if !unlocked {
+			return nil
+		}
+		if now, err := e.owner(ow.id); err != nil || now != ow {
+			return fmt.Errorf("%w: owner %d has left", ErrNotFound, ow.id)
+		}
+		if !ok {
+			attempt = maxRegions
+		}
+	}
 }
 
 // holds says whether a record that was probed before still is a committed page of its prefix.
