@@ -56,6 +56,8 @@ const (
 type Options struct {
 	// FS has the directories. Default vfs.OS.
 	FS vfs.FS
+	// Recycled: what FS allocates reads as what was there before, not as zeros.
+	Recycled bool
 	// Dirs are the directories, made if they are not there; one process at a time has them open. The slabs are spread over all of them.
 	Dirs []string
 	// CapacityBytes is the size of all slabs together, directories and all. What is there already grows or shrinks to it by whole slabs.

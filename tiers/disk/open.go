@@ -252,7 +252,7 @@ func (d *Disk) look(p *place, bytes int64) (media.Header, error) {
 	switch {
 	case err == nil:
 		p.bytes, p.epoch = h.Bytes, h.Epoch
-		p.fresh = !h.Carved()
+		p.fresh = !h.Carved() && !d.o.Recycled
 		if h.Epoch+1 < media.EpochLimit {
 			return h, nil
 		}

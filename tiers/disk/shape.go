@@ -277,6 +277,11 @@ func (d *Disk) remake(p *place) (err error) {
 		}
 		return err
 	}
+	if d.o.Recycled { // or the header of a slab that was there before would count
+		if err := errors.Join(zero(f, 0, 2*media.BlockBytes), f.Datasync()); err != nil {
+			return err
+		}
+	}
 	h := media.Header{Store: d.store, Index: p.index, Bytes: p.bytes, Format: rand.Uint64(), Epoch: 1}
 	if err := writeHeader(f, &h); err != nil {
 		return err
@@ -293,7 +298,7 @@ func (d *Disk) remake(p *place) (err error) {
 	if !bytes.Equal(want, got) {
 		return fmt.Errorf("%s: it does not read back what was written", p.name())
 	}
-	p.fresh, p.epoch = true, h.Epoch
+	p.fresh, p.epoch = !d.o.Recycled, h.Epoch
 	return nil
 }
 
