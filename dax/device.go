@@ -64,11 +64,12 @@ type DeviceOptions struct {
 	// OffsetBytes and SizeBytes are the partition, multiples of the device's
 	// alignment. SizeBytes 0 is all from the offset to the device's end.
 	OffsetBytes, SizeBytes int64
-	// AllowFile lets a regular file that is not on DAX stand in for a device.
+	// Ranks, if more than one, cuts these bytes into as many equal parts, each as
+	// large as alignment allows; the partition is the one of Rank, from 0.
+	Rank, Ranks int
+	// AllowFile lets a regular file that is not on DAX stand in for a device. One
+	// that is not there, or is empty, is made to end with these bytes.
 	AllowFile bool
-	// FileBytes is how large a file is made that is not there, or empty. It needs
-	// AllowFile; 0 is where the partition ends.
-	FileBytes int64
 	// SysFS is where the kernel describes devices; "" is /sys.
 	SysFS string
 }
@@ -109,7 +110,10 @@ func OpenDevice(o DeviceOptions) (d *Device, err error) {
 	switch {
 	case o.OffsetBytes < 0 || o.SizeBytes < 0 || o.OffsetBytes > math.MaxInt64-o.SizeBytes:
 		return nil, fmt.Errorf("%s: %w: a partition of %d bytes from byte %d on", o.Path, ErrDevice, o.SizeBytes, o.OffsetBytes)
-	case o.SysFS == "":
+	case o.Ranks < 0 || o.Rank < 0 || o.Rank >= max(o.Ranks, 1):
+		return nil, fmt.Errorf("%s: %w: rank %d of %d", o.Path, ErrDevice, o.Rank, o.Ranks)
+	}
+	if o.SysFS == "" {
 		o.SysFS = "/sys"
 	}
 	fd, err := openDeviceFile(&o)
@@ -159,6 +163,15 @@ func OpenDevice(o DeviceOptions) (d *Device, err error) {
 	if size == 0 {
 		size = (total - d.offset) / d.align * d.align
 	}
+	if o.Ranks > 1 {
+		if size > total-d.offset {
+			return d, d.fits(size, total)
+		}
+		share := size / int64(o.Ranks) / d.align * d.align
+		if d.offset, size = d.offset+int64(o.Rank)*share, share; share == 0 {
+			return d, fmt.Errorf("%s: %w: %s in %d parts, each a multiple of %s", o.Path, ErrDevice, FormatSize(o.SizeBytes), o.Ranks, FormatSize(d.align))
+		}
+	}
 	if err = d.fits(size, total); err != nil {
 		return d, err
 	}
@@ -171,7 +184,10 @@ func OpenDevice(o DeviceOptions) (d *Device, err error) {
 		}
 	}
 	room := total - d.offset
-	if d.kind != DevDAX {
+	switch {
+	case o.Ranks > 1: // behind it is another's
+		room = size
+	case d.kind != DevDAX:
 		room = max(room, fileRoom)
 	}
 	if d.room, err = reserve(room, d.align); err != nil {
@@ -200,7 +216,7 @@ func openDeviceFile(o *DeviceOptions) (fd int, err error) {
 	const flags = unix.O_RDWR | unix.O_CLOEXEC | unix.O_NONBLOCK | unix.O_NOCTTY
 	fd, err = unix.Open(o.Path, flags, 0)
 	if errors.Is(err, unix.ENOENT) && o.AllowFile {
-		if o.FileBytes == 0 && o.SizeBytes == 0 {
+		if o.SizeBytes == 0 {
 			return -1, fmt.Errorf("%s: %w: there is no such file, and no size to make it of", o.Path, ErrDevice)
 		}
 		fd, err = unix.Open(o.Path, flags|unix.O_CREAT, 0o600)
@@ -273,10 +289,10 @@ func makeDeviceFile(o DeviceOptions, lock int) (size int64, err error) {
 	if err := unix.Fstat(lock, &st); err != nil || st.Size > 0 {
 		return st.Size, err
 	}
-	size = max(o.FileBytes, o.OffsetBytes+o.SizeBytes)
-	if o.SizeBytes == 0 && o.FileBytes == 0 || size == 0 {
+	if o.SizeBytes == 0 {
 		return 0, fmt.Errorf("%s: %w: the file is empty, and there is no size to make it of", o.Path, ErrDevice)
 	}
+	size = o.OffsetBytes + o.SizeBytes
 	return size, allocateRange(o.Path, lock, 0, size)
 }
 

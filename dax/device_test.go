@@ -120,7 +120,10 @@ func TestDeviceAllocates(t *testing.T) {
 func TestDevicePartitions(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "dev")
 	part := func(offset, size int64) DeviceOptions {
-		return DeviceOptions{Path: path, OffsetBytes: offset, SizeBytes: size, AllowFile: true, FileBytes: 4 * mib}
+		return DeviceOptions{Path: path, OffsetBytes: offset, SizeBytes: size, AllowFile: true}
+	}
+	if err := os.WriteFile(path, make([]byte, 4*mib), 0o600); err != nil {
+		t.Fatal(err)
 	}
 	a := mustOpenDevice(t, part(0, mib))
 	b := mustOpenDevice(t, part(mib, mib))
@@ -143,6 +146,32 @@ func TestDevicePartitions(t *testing.T) {
 	if c.Bytes()[0] != 2 {
 		t.Error("what was on the partition is gone")
 	}
+}
+
+func TestDeviceRanks(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "dev")
+	o := DeviceOptions{Path: path, SizeBytes: 3*mib + 4096, Ranks: 3, Rank: 3, AllowFile: true}
+	wantNoDevice(t, o, ErrDevice, "rank 3 of 3")
+	var all [3]*Device
+	for _, rank := range []int{1, 0, 2} { // whoever comes first makes the file
+		o.Rank = rank
+		all[rank] = mustOpenDevice(t, o)
+		if d := all[rank]; d.Size() != mib || d.Offset() != int64(rank)*mib {
+			t.Errorf("rank %d has %d bytes from %d on", rank, d.Size(), d.Offset())
+		}
+		wantError(t, all[rank].Resize(mib+4096), ErrDevice, "does not fit")
+	}
+	wantNoDevice(t, o, ErrBusy)
+	o.OffsetBytes, o.SizeBytes = 3*mib+4096, 0
+	wantNoDevice(t, o, ErrDevice)
+	o.OffsetBytes, o.SizeBytes = 0, 4*mib
+	wantNoDevice(t, o, ErrDevice, "does not fit")
+	info, err := os.Stat(path)
+	if err != nil || info.Size() != 3*mib+4096 {
+		t.Errorf("the file has %d bytes: %v", info.Size(), err)
+	}
+	o = DeviceOptions{Path: path, OffsetBytes: 3 * mib, SizeBytes: 4096, Ranks: 2, AllowFile: true}
+	wantNoDevice(t, o, ErrDevice, "2 parts")
 }
 
 func TestDeviceResize(t *testing.T) {
