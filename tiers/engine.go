@@ -39,6 +39,7 @@ type Engine struct {
 	expiry   leaseList
 	idx      index
 	cascades cascades
+	mover    owner             // of the leases on what is being moved
 	flights  map[flight]uint32 // slots that are being promoted into and may be joined
 	carving  bool              // a region is being carved with the lock released
 	// wanted is when a geometry first had to wait for a region, 0 for none waiting.
@@ -108,6 +109,7 @@ func New(cfg Config) (*Engine, error) {
 		}
 		return p
 	}
+	e.mover.all.owned = true
 	e.setUpCascades()
 	return e, nil
 }
@@ -192,7 +194,7 @@ func (e *Engine) relimit() {
 	for _, c := range e.classes {
 		c.uncarved = 0
 		for _, r := range e.regions[1 : e.nregion+1] {
-			if r.class == nil {
+			if r.class == nil && !r.draining {
 				c.uncarved += c.slotsIn(r.size)
 			}
 		}
@@ -412,7 +414,7 @@ func (e *Engine) makeRoom(c *class) (ok, unlocked bool) {
 	}
 	var r *region
 	for _, q := range e.regions[1 : e.nregion+1] {
-		if q.class == nil && c.slotsIn(q.size) > 0 {
+		if q.class == nil && !q.draining && c.slotsIn(q.size) > 0 {
 			r = q
 			break
 		}

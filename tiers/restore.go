@@ -77,6 +77,7 @@ func (e *Engine) RemoveRegion(id uint32) error {
 			r.class.free -= r.free
 			r.class.slots -= len(r.slots)
 		}
+		r.retired = false // what is not dropped yet may be evicted meanwhile
 		for i := 0; i < r.fresh; i++ {
 			if r.slots[i].state != free {
 				e.doom(r.num<<recordBits | uint32(i))
