@@ -24,6 +24,9 @@ import (
 // ErrDevice: a device cannot be used as it was asked to, whoever asks: it is not there, is something else, or the partition does not fit.
 var ErrDevice = dax.ErrDevice
 
+// ErrForeign: a file holds something that is not ours.
+var ErrForeign = mapped.ErrForeign
+
 // DeviceSpec is a device of a pool.
 type DeviceSpec struct {
 	Path string

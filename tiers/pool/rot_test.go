@@ -3,7 +3,6 @@ package pool
 import (
 	"errors"
 	"fmt"
-	"os"
 	"path"
 	"strings"
 	"testing"
@@ -73,7 +72,3 @@ func rot(t testing.TB, p *Pool) {
 		}
 	})
 }
-
-const childEnv = "LOOKASIDE_POOL_TEST_CHILD"
-
-func child(string) { os.Exit(1) }

@@ -90,7 +90,23 @@ type node struct {
 
 // Mount opens a partition as a directory. Errors are those of dax.OpenDevice, with the owner's process id where the partition is locked,
 // ErrVersion, and ErrForeign for a file that holds something which is not ours. A device that does so is taken: what is on one that is volatile is whatever was left.
-func (f *FS) Mount(dir string, o dax.DeviceOptions) error {
+func (f *FS) Mount(dir string, o dax.DeviceOptions) error { return f.mount(dir, o, true) }
+
+// MountExisting opens the partition that begins at o.OffsetBytes, as large as it says that it is. fs.ErrNotExist: there is none of ours. It makes nothing.
+func (f *FS) MountExisting(dir string, o dax.DeviceOptions) error {
+	h, err := peek(o, o.OffsetBytes)
+	switch {
+	case err == nil:
+	case errors.Is(err, errBlank), errors.Is(err, errCorrupt), errors.Is(err, ErrForeign), errors.Is(err, dax.ErrFault):
+		return &fs.PathError{Op: "mount", Path: o.Path, Err: fmt.Errorf("%w: no partition of ours begins at byte %d: %w", fs.ErrNotExist, o.OffsetBytes, err)}
+	default:
+		return err
+	}
+	o.SizeBytes, o.Ranks = h.size, 0
+	return f.mount(dir, o, false)
+}
+
+func (f *FS) mount(dir string, o dax.DeviceOptions, create bool) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	dir = path.Clean(dir)
@@ -106,7 +122,7 @@ func (f *FS) Mount(dir string, o dax.DeviceOptions) error {
 		return err
 	}
 	v := &volume{dir: dir, dev: dev, open: map[string]*node{}, locks: map[string]bool{}}
-	if err := v.load(f.log); err != nil {
+	if err := v.load(f.log, create); err != nil {
 		return errors.Join(fmt.Errorf("%s: %w", o.Path, err), dev.Close())
 	}
 	f.volumes[dir] = v
@@ -115,19 +131,24 @@ func (f *FS) Mount(dir string, o dax.DeviceOptions) error {
 
 // ownerOf is the process that opened the partition that begins at offset, as it wrote it; 0 if it cannot be read.
 func ownerOf(o dax.DeviceOptions, offset int64) int {
-	b := make([]byte, headBytes)
-	if dax.Peek(o.Path, o.SysFS, offset, b) != nil {
-		return 0
-	}
-	h, err := decodeHeader(b, offset)
+	h, err := peek(o, offset)
 	if err != nil {
 		return 0
 	}
 	return int(h.pid)
 }
 
-// load reads the partition's header, or makes one.
-func (v *volume) load(log *zap.Logger) error {
+// peek reads the header of a partition that may be another's.
+func peek(o dax.DeviceOptions, offset int64) (*header, error) {
+	b := make([]byte, headBytes)
+	if err := dax.Peek(o.Path, o.SysFS, offset, b); err != nil {
+		return nil, err
+	}
+	return decodeHeader(b, offset)
+}
+
+// load reads the partition's header, or makes one if it may.
+func (v *volume) load(log *zap.Logger, create bool) error {
 	if v.dev.Size() < headBytes+blockBytes {
 		return fmt.Errorf("%w: a partition of %d bytes", dax.ErrDevice, v.dev.Size())
 	}
@@ -138,6 +159,8 @@ func (v *volume) load(log *zap.Logger) error {
 	h, err := decodeHeader(b, v.dev.Offset())
 	switch {
 	case err == nil:
+	case !create:
+		return err
 	case errors.Is(err, ErrVersion):
 		return fmt.Errorf("%w: use the version of this program that wrote it, or clear its first %d bytes to start empty", err, headBytes)
 	case errors.Is(err, ErrForeign) && v.dev.Kind() != dax.DevDAX:

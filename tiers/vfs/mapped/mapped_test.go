@@ -279,6 +279,33 @@ func TestMounts(t *testing.T) {
 	is(t, New(nil).Mount(path+"2", dax.DeviceOptions{Path: path + "2", AllowFile: true, SizeBytes: 8192}), dax.ErrDevice)
 }
 
+func TestMountExisting(t *testing.T) {
+	t.Parallel()
+	path := filepath.Join(t.TempDir(), "dev")
+	o := dax.DeviceOptions{Path: path, AllowFile: true}
+	is(t, New(nil).MountExisting(path, o), fs.ErrNotExist)
+	ok(t, os.WriteFile(path, make([]byte, 2*mib), 0o600))
+	is(t, New(nil).MountExisting(path, o), fs.ErrNotExist)
+	v := New(nil)
+	o.Ranks = 2
+	ok(t, v.Mount("/zero", o))
+	o.Rank = 1
+	ok(t, v.Mount("/one", o))
+	is(t, New(nil).MountExisting(path, dax.DeviceOptions{Path: path, AllowFile: true}), dax.ErrBusy)
+	ok(t, v.Close())
+	for _, offset := range []int64{0, mib} {
+		ok(t, v.MountExisting("/any", dax.DeviceOptions{Path: path, AllowFile: true, OffsetBytes: offset}))
+		if d := v.Device("/any"); d.Size() != mib || d.Offset() != offset {
+			t.Errorf("%d bytes from %d on", d.Size(), d.Offset())
+		}
+		ok(t, v.Close())
+	}
+	for _, offset := range []int64{4096, 2 * mib, 100 * mib} {
+		is(t, v.MountExisting("/any", dax.DeviceOptions{Path: path, AllowFile: true, OffsetBytes: offset}), fs.ErrNotExist)
+	}
+	is(t, v.MountExisting("/any", dax.DeviceOptions{Path: path}), dax.ErrDevice)
+}
+
 func TestLock(t *testing.T) {
 	t.Parallel()
 	path := filepath.Join(t.TempDir(), "dev")
