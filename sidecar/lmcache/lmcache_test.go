@@ -320,6 +320,59 @@ func TestS3(t *testing.T) {
 	}
 }
 
+func TestDAX(t *testing.T) {
+	type want struct {
+		devices                         string
+		restore, regions, store, lookup int
+		hotplug, files                  bool
+		eviction                        string
+		keys                            int // that became the tier
+	}
+	for _, tc := range []struct {
+		name, text, adapter string
+		want                want
+	}{
+		{"plugin", "storage_plugins: [dax]\ncache_policy: LRU\nextra_config:\n  storage_plugin.dax.module_path: lmcache.v1.storage_backend.plugins.dax_backend\n  storage_plugin.dax.class_name: DaxBackend\n" +
+			"  dax.device_path: /dev/dax1.0\n  dax.max_dax_size: 100\n  dax.restore_workers: 16\n  dax.restore_max_regions: 12\n  dax.retrieve_staging_slab_bytes: 268435456\n", "",
+			want{"/dev/dax1.0 107374182400", 16, 12, 4, 0, false, false, "lru", 5}},
+		{"one device", "", `{"type": "dax", "device_path": "/dev/dax1.0", "max_dax_size_gb": 100, "slot_bytes": 268435456, "num_store_workers": 1, "num_lookup_workers": 2, "num_load_workers": 4, "persist_enabled": true,
+			"eviction": {"eviction_policy": "LRU", "trigger_watermark": 0.9, "eviction_ratio": 0.1}}`,
+			want{"/dev/dax1.0 107374182400", 4, 8, 1, 2, false, false, "lru", 7}},
+		{"two devices", "", `{"type": "dax", "devices": [{"device_path": "/dev/dax0.0", "max_dax_size_gb": 1.5}, {"device_path": "/dev/dax0.1", "max_dax_size_gb": 2}], "slot_bytes": 1, "hotplug_enabled": true}`,
+			want{"/dev/dax0.0 1610612736,/dev/dax0.1 2147483648", 8, 8, 4, 0, true, false, "adaptive", 3}},
+		{"none yet", "", `{"type": "dax", "devices": [], "slot_bytes": 1, "hotplug_enabled": true}`, want{"", 8, 8, 4, 0, true, false, "adaptive", 3}},
+		{"a file", "", `{"type": "dax", "device_path": "/mnt/kv.img", "max_dax_size_gb": 1, "slot_bytes": 1}`, want{"/mnt/kv.img 1073741824", 8, 8, 4, 0, false, true, "adaptive", 3}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			src := source(tc.text)
+			if tc.adapter != "" {
+				src.Adapters = []string{tc.adapter}
+			}
+			r, c := converted(t, src)
+			if len(c.Tiers) != 1 || c.Tiers[0].Kind != "dax" {
+				t.Fatalf("%+v\n%s", c.Tiers, r.YAML)
+			}
+			d := c.Tiers[0].DAX
+			var devices []string
+			for _, dev := range d.Devices {
+				devices = append(devices, fmt.Sprintf("%s %d", dev.Path, dev.Size))
+			}
+			got := want{strings.Join(devices, ","), d.RestoreWorkers, d.MaxRegions, d.StoreWorkers, d.LookupWorkers, d.HotPlug, d.AllowFiles, d.Eviction, 0}
+			for _, k := range r.Keys {
+				if len(k.To) > 0 && strings.HasPrefix(k.To[0], "tiers: dax") {
+					got.keys++
+				}
+			}
+			if got != tc.want {
+				t.Errorf("%+v, want %+v\n%s", got, tc.want, r.YAML)
+			}
+			if m := r.Missing(); len(m) > 0 {
+				t.Errorf("without an equivalent: %+v", m)
+			}
+		})
+	}
+}
+
 // Tiers are in LMCache's order, but that devices, which are memory, come before disks.
 func TestOrderOfTiers(t *testing.T) {
 	_, c := converted(t, source("remote_url: redis://h\nlocal_disk: /a\nmax_local_disk_size: 1"))
@@ -522,10 +575,10 @@ func TestEveryKeyIsKnown(t *testing.T) {
 		if flat := strings.Join(strings.Fields(strings.ReplaceAll(r.YAML, "\n#", " ")), " "); k.Outcome == lmcache.None && !strings.Contains(flat, k.Why) {
 			t.Errorf("the YAML lacks why %s has no equivalent:\n%s", name, r.YAML)
 		}
+		if _, err := sidecar.Parse(name, []byte(r.YAML), nil); err != nil {
+			t.Errorf("%v:\n%s", err, r.YAML)
+		}
 		if part == "config" {
-			if _, err := sidecar.Parse(name, []byte(r.YAML), nil); err != nil {
-				t.Errorf("%v:\n%s", err, r.YAML)
-			}
 			// Without a value it says nothing.
 			r, _ := converted(t, source(name+":"))
 			if k := key(t, r, name); k.Outcome != lmcache.Unused && k.Outcome != lmcache.None {
