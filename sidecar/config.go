@@ -535,7 +535,7 @@ func loadEnv(k *koanf.Koanf, environ []string) error {
 				}
 			}
 			if err == nil && looksLikeSetting(name) {
-				err = unknown(fmt.Sprintf("settings: unknown environment variable %s", name), name, "", append(settingNames(Setting.Env), TierEnv(tierDisk), TierEnv(tierRedis), TierEnv(tierS3)))
+				err = unknown(fmt.Sprintf("settings: unknown environment variable %s", name), name, "", append(settingNames(Setting.Env), TierEnv(tierDAX), TierEnv(tierDisk), TierEnv(tierRedis), TierEnv(tierS3)))
 			}
 			return "", nil
 		},
