@@ -224,7 +224,7 @@ func (c *checker) slots() error {
 			continue
 		}
 		c.records += len(r.slots) * r.ppc
-		frees, fillings, leased := len(r.slots)-r.fresh, 0, 0
+		frees, spoilt, fillings, leased := len(r.slots)-r.fresh, 0, 0, 0
 		for i := range r.fresh {
 			ref, s := r.num<<recordBits|uint32(i), &r.slots[i]
 			if s.state != free {
@@ -260,7 +260,8 @@ func (c *checker) slots() error {
 			}
 			switch s.state {
 			case free:
-				frees++
+				bad := b2i(s.flags&spoiled != 0)
+				frees, spoilt = frees+1-bad, spoilt+bad
 				if s.pages != 0 || s.granted != 0 || s.pins != 0 {
 					return broken("free slot %#x has %d pages, %d granted, %d leases", ref, s.pages, s.granted, s.pins)
 				}
@@ -284,11 +285,11 @@ func (c *checker) slots() error {
 		}
 		listed := 0
 		for i := r.freeList; i != 0; i = r.kin[i-1].next {
-			if listed++; r.slots[i-1].state != free || listed > r.free {
+			if listed++; r.slots[i-1].state != free || r.slots[i-1].flags != 0 || listed > r.free {
 				return broken("the list of free slots of region %d", r.id)
 			}
 		}
-		if frees != r.free || listed+len(r.slots)-r.fresh != r.free || fillings != r.filling || leased != r.leased {
+		if frees != r.free || spoilt != r.spoiled || listed+len(r.slots)-r.fresh != r.free || fillings != r.filling || leased != r.leased {
 			return broken("region %d has %d free, %d listed, %d filling, %d leased; counted %d, %d, %d", r.id, frees, listed, fillings, leased, r.free, r.filling, r.leased)
 		}
 	}

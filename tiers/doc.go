@@ -18,6 +18,7 @@
 // Only Ready slots are in the index. A Ready slot whose last chunk is partly filled may be extended: a store writes behind its committed
 // pages, which stay readable meanwhile. A slot's generation rises each time it becomes Free. A Ready slot in use by a lookup, load, pin,
 // extension, cascade or move is not evicted, and its bytes stay where they are; dropped meanwhile, it leaves the index at once and becomes Free after its last use.
+// One whose memory has turned out to be bad (Spoil) is Free, and never granted again.
 //
 // # Promotions
 //

@@ -556,7 +556,7 @@ func (e *Engine) drain(r *region) bool {
 			}
 		}
 	}
-	if r.leased != 0 || r.free != len(r.slots) {
+	if r.leased != 0 || r.free+r.spoiled != len(r.slots) {
 		panic(fmt.Sprintf("tiers: an emptied region has %d of %d slots free, %d leased", r.free, len(r.slots), r.leased))
 	}
 	e.stats.Recarved++

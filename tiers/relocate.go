@@ -268,7 +268,7 @@ func (e *Engine) relocate(from, to uint32) {
 	if s.flags&cold != 0 {
 		e.thaw(from)
 	}
-	*t = slot{stamp: s.stamp, gen: t.gen, chunk: s.chunk, pages: s.pages, space: s.space, state: ready, flags: s.flags &^ moved, pins: 1, last: t.last}
+	*t = slot{stamp: s.stamp, gen: t.gen, chunk: s.chunk, pages: s.pages, space: s.space, state: ready, flags: s.flags&^(moved|spoiled) | t.flags&spoiled, pins: 1, last: t.last}
 	e.pins++
 	rt.filling--
 	rt.leased++

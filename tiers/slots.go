@@ -27,6 +27,7 @@ const (
 	cold                        // ready, taken out of the policy's order to be written to the tiers below before it is evicted
 	moving                      // ready, being copied to another slot: not extended meanwhile; or filling, and that slot
 	moved                       // ready, and another slot has what it holds since: freed when nobody uses it, if that still is there
+	spoiled                     // its memory is bad: never granted again once it is free
 )
 
 // slot is the engine's account of one slot: a cache line with all of it that a lookup of the whole chunk reads and writes. The rest is its kin.
@@ -78,7 +79,8 @@ type region struct {
 	fresh    int    // slots [fresh:] were never used since the carving
 	firstGen uint32 // their generation
 	freeList uint32 // a free slot plus one
-	free     int
+	free     int    // and not spoiled
+	spoiled  int    // free ones that are
 	filling  int
 	leased   int    // slots with pins or with an extension under way
 	lastUse  uint64 // newest stamp
@@ -535,7 +537,12 @@ func (e *Engine) release(ref uint32) {
 		e.cfg.OnFree(r.id, ref&recordMask)
 	}
 	e.spaces[s.space].chunks--
-	*s = slot{gen: s.gen + 1, last: s.last}
+	bad := s.flags & spoiled
+	*s = slot{gen: s.gen + 1, last: s.last, flags: bad}
+	if bad != 0 {
+		r.spoiled++
+		return
+	}
 	e.kin(ref).next = r.freeList
 	r.freeList = ref&recordMask + 1
 	r.free++

@@ -74,7 +74,7 @@ func (e *Engine) Stats() Stats {
 		st.Slots += n
 		st.FreeSlots += r.free
 		st.FillingSlots += r.filling
-		st.ReadySlots += n - r.free - r.filling
+		st.ReadySlots += n - r.free - r.spoiled - r.filling
 		st.LeasedSlots += r.leased
 		st.UsedBytes += int64(n-r.free) * r.class.slotBytes()
 		st.MetadataBytes += int64(n)*(64+20+16+4) + int64(n*(r.ppc-1))*int64(8*r.words) + int64(n*r.ppc)*8

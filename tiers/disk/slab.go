@@ -53,17 +53,18 @@ const (
 
 // slab is a place's file as it was carved once. Carved or made anew it is another slab.
 type slab struct {
-	place  *place
-	region uint32
-	header media.Header
-	id     media.Identity
-	layout *media.Layout
-	buffed vfs.File // through the page cache: headers, the directory, and data that O_DIRECT does not take
-	direct vfs.File // nil: not to be had
-	align  int      // of addresses, offsets and lengths in direct
-	failed atomic.Bool
-	usedAt atomic.Int64 // ns since the tier was opened
-	faults atomic.Int32 // failures of I/O since the last success
+	place   *place
+	region  uint32
+	header  media.Header
+	id      media.Identity
+	layout  *media.Layout
+	buffed  vfs.File // through the page cache: headers, the directory, and data that O_DIRECT does not take
+	direct  vfs.File // nil: not to be had
+	align   int      // of addresses, offsets and lengths in direct
+	failed  atomic.Bool
+	usedAt  atomic.Int64 // ns since the tier was opened
+	faults  atomic.Int32 // failures of I/O since the last success
+	spoiled atomic.Int32 // slots that are not used any more
 
 	// life is held for reading by whoever uses the files or tables without a lease on a slot, for writing to close them.
 	life   sync.RWMutex
@@ -355,8 +356,11 @@ func (d *Disk) openFiles(name string) (buffed, direct vfs.File, align int, err e
 // enough is after how many failures in a row a slab is given up.
 const enough = 4
 
-// faulty counts a failure of I/O, and gives the slab up when it is one too many.
+// faulty takes a slot that alone has failed out of use, or counts a failure of I/O, and gives the slab up when it is one too many. Who calls it has the slot still.
 func (d *Disk) faulty(s *slab, err error) {
+	if d.spoil(s, err) {
+		return
+	}
 	if s.faults.Add(1) >= enough {
 		d.giveUp(s, err)
 	}

@@ -15,7 +15,7 @@
 // # Faults
 //
 // A device that is gone, a poisoned page or a file that was cut short raises SIGBUS at the load or store. Each copy is under dax.Guard: a fault in
-// the partition is an I/O error (EIO) of the call, one in the caller's memory is its dax.ErrFault.
+// the partition is an I/O error (EIO) of the call, and a *vfs.BadPlaceError if the beginning of the file can be read still; one in the caller's memory is its dax.ErrFault.
 //
 // # Locks
 //
@@ -611,7 +611,7 @@ func (f *file) ReadAt(p []byte, off int64) (int, error) {
 	n := int(min(int64(len(p)), max(size-off, 0)))
 	if n > 0 {
 		if err := v.copyOut(p[:n], f.n.at+off); err != nil {
-			return 0, f.fail("read", err)
+			return 0, f.fail("read", f.n.locate(err))
 		}
 	}
 	if n < len(p) {
@@ -651,7 +651,7 @@ func (f *file) WriteAt(p []byte, off int64) (int, error) {
 		n.dirty.Unlock()
 	}
 	if err := v.copyIn(n.at+off, p); err != nil {
-		return 0, f.fail("write", err)
+		return 0, f.fail("write", n.locate(err))
 	}
 	return len(p), nil
 }
@@ -788,12 +788,13 @@ func (v *volume) copyOut(p []byte, at int64) error {
 	mem := v.dev.Bytes()[at : at+int64(len(p))]
 	for {
 		n := min(len(p), memcopy.PieceBytes)
-		if err := v.guard(func() { memcopy.Copy(p[:n], mem[:n]) }, mem[:n], p[:n]); err != nil {
+		if err := v.guard(func() { memcopy.Copy(p[:n], mem[:n]) }, at, mem[:n], p[:n]); err != nil {
 			return err
 		}
 		if p, mem = p[n:], mem[n:]; len(p) == 0 {
 			return nil
 		}
+		at += int64(n)
 		runtime.Gosched() // or lookups wait for copies
 	}
 }
@@ -804,7 +805,7 @@ func (v *volume) copyIn(at int64, p []byte) error {
 	direct := v.dev.Direct()
 	for {
 		n := min(len(p), memcopy.PieceBytes)
-		if err := v.guard(func() { memcopy.Copy(mem[:n], p[:n]) }, mem[:n], p[:n]); err != nil {
+		if err := v.guard(func() { memcopy.Copy(mem[:n], p[:n]) }, at, mem[:n], p[:n]); err != nil {
 			return err
 		}
 		if direct {
@@ -823,13 +824,33 @@ func (v *volume) copyIn(at int64, p []byte) error {
 	}
 }
 
-// guard calls f, which uses memory of the partition and of the caller.
-func (v *volume) guard(f func(), mem, p []byte) error {
+// guard calls f, which uses memory of the partition, from byte at on, and of the caller. A fault in the former is a *faultError.
+func (v *volume) guard(f func(), at int64, mem, p []byte) error {
 	err := dax.Guard(f, mem, p)
 	var fault *dax.FaultError
 	if errors.As(err, &fault) && fault.Slice == 0 {
-		// Not ErrFault, which is the caller's.
-		return fmt.Errorf("%w: the memory of %s faults at byte %d of what was moved", syscall.EIO, v.dev.Path(), fault.Offset)
+		return &faultError{v.dev.Path(), at + fault.Offset}
 	}
 	return err
+}
+
+// faultError is an I/O error of a partition. It is not dax.ErrFault, which is the caller's.
+type faultError struct {
+	device string
+	at     int64
+}
+
+func (e *faultError) Error() string {
+	return fmt.Sprintf("%v: the memory of %s faults at byte %d of the partition", syscall.EIO, e.device, e.at)
+}
+
+func (e *faultError) Unwrap() error { return syscall.EIO }
+
+// locate makes an error of a copy one about a place, if the file is not bad as a whole. The caller holds life.
+func (n *node) locate(err error) error {
+	var fault *faultError
+	if !errors.As(err, &fault) || fault.at < n.at+blockBytes || n.v.copyOut(make([]byte, 1), n.at) != nil {
+		return err
+	}
+	return &vfs.BadPlaceError{Off: fault.at - n.at, Err: err}
 }

@@ -461,8 +461,9 @@ func TestCutShort(t *testing.T) {
 	ok(t, os.Truncate(path, mib))
 	_, err = f.ReadAt(make([]byte, 3*mib), 0)
 	is(t, err, syscall.EIO)
-	if errors.Is(err, dax.ErrFault) {
-		t.Errorf("the caller would be blamed: %v", err)
+	var bad *vfs.BadPlaceError
+	if errors.Is(err, dax.ErrFault) || !errors.As(err, &bad) || bad.Off != mib-headBytes {
+		t.Errorf("the caller would be blamed, or another place: %v, %+v", err, bad)
 	}
 	_, err = f.WriteAt(text, 0)
 	is(t, err, syscall.EIO)
@@ -479,6 +480,11 @@ func TestCutShort(t *testing.T) {
 	}
 	ok(t, gone.Close())
 	ok(t, os.Truncate(path, 0))
+	_, err = f.ReadAt(make([]byte, 10), 10000)
+	is(t, err, syscall.EIO)
+	if errors.As(err, &bad) {
+		t.Errorf("a place is blamed, and nothing is left: %v", err)
+	}
 	_, err = v.OpenFile(path+"/g", vfs.Create)
 	is(t, err, syscall.EIO)
 	if _, err := v.OpenFile(path+"/f", 0); err != nil {
