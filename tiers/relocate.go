@@ -147,7 +147,7 @@ func (e *Engine) NextMoves(region uint32, from, max int, leased bool, buf []byte
 			return out, i, buf, nil
 		}
 		s := &r.slots[i]
-		if s.state != ready || s.doomed() || s.flags&moving != 0 || s.granted != 0 || s.pins != 0 && !leased {
+		if s.state != ready || s.doomed() || s.flags&moving != 0 || s.granted != 0 || s.pins != 0 && !leased || e.spaces[s.space].clears > 0 {
 			continue
 		}
 		if r.class.free == 0 {
@@ -209,7 +209,7 @@ func (e *Engine) digests(ref uint32, buf []byte) (prev, hashes, _ []byte) {
 }
 
 // EndMove ends a move. It answers whether the chunk is found in its new slot from now on; its old one becomes free when nobody leases it any more. Otherwise the new slot is
-// free again: the move failed, or the chunk was dropped, or replaced by a longer version, meanwhile. A handle that has ended changes nothing. A chunk with many
+// free again: the move failed, or the chunk was dropped, or replaced by a longer version, or is being cleared. A handle that has ended changes nothing. A chunk with many
 // continuations takes more than one slice of the lock.
 func (e *Engine) EndMove(handle uint64, how MoveEnd) (found bool) {
 	e.mu.Lock()
@@ -229,7 +229,9 @@ func (e *Engine) EndMove(handle uint64, how MoveEnd) (found bool) {
 	s.flags &^= moving
 	t.flags &^= moving
 	short := int(s.pages) < r.ppc || s.flags&(twin|moved) != 0
-	if how != MoveDone || s.doomed() || t.doomed() || short && e.redundant(from) {
+	// While a space is cleared nothing moves in it: the chunk might come to where the clearing has been already.
+	clearing := e.spaces[s.space].clears > 0
+	if how != MoveDone || s.doomed() || t.doomed() || clearing || short && e.redundant(from) {
 		e.release(to)
 		if how == MoveBad && !s.doomed() {
 			e.stats.Bad++

@@ -17,10 +17,13 @@ import (
 
 // place is where a slab's file is. There is nothing in it (blank), a carved slab, or what is there does not work (off).
 type place struct {
-	dir   string
+	home  *directory
 	index uint32
 	bytes int64
 	slab  *slab // nil: blank or off; guarded by Disk.shape
+	// retired: it is not carved any more, and if it is its region is drained; changed under Disk.shape. gone: it is the store's no more; guarded by Disk.shape.
+	retired atomic.Bool
+	gone    bool
 	// fresh: nothing but a header was ever written to the file; guarded by Disk.shape.
 	fresh bool
 	epoch uint64 // of its header; guarded by Disk.shape
@@ -29,7 +32,7 @@ type place struct {
 	off error // why it was given up; guarded by mu
 }
 
-func (p *place) name() string { return path.Join(p.dir, SlabName(p.index)) }
+func (p *place) name() string { return path.Join(p.home.path, SlabName(p.index)) }
 
 // failure is why the place was given up, nil if it was not.
 func (p *place) failure() error {
