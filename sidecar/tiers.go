@@ -72,7 +72,7 @@ func openTier(c *TierConfig, log *zap.Logger) (tiers.Tier, error) {
 func daxOptions(c *DAXConfig, log *zap.Logger) pool.Options {
 	o := pool.Options{
 		OffsetBytes: c.Offset, Rank: c.Rank, Ranks: c.Ranks, AllowFiles: c.AllowFiles, SlabBytes: c.Slab, Policy: c.Eviction, LoadWorkers: c.RestoreWorkers,
-		MaxRegions: c.MaxRegions, StoreWorkers: c.StoreWorkers, LookupWorkers: c.LookupWorkers, Seed: connector.RandomID(), Log: log,
+		MaxRegions: c.MaxRegions, StoreWorkers: c.StoreWorkers, LookupWorkers: c.LookupWorkers, HotPlug: c.HotPlug, Seed: connector.RandomID(), Log: log,
 	}
 	for _, d := range c.Devices {
 		size := d.Size

@@ -98,11 +98,15 @@ type RegionStats struct {
 	Geometry  Geometry // PageTokens is 0; zero if it is not carved
 	Slots     int
 	Free      int
+	Spoiled   int // free ones that are never granted again
 	Filling   int
 	Leased    int // ready ones in use by lookups, loads, pins, extensions, cascades and moves
 	SlotBytes int64
 	Draining  bool // it hands out no slots
 }
+
+// Used is how many slots hold something, or are being filled.
+func (s *RegionStats) Used() int { return s.Slots - s.Free - s.Spoiled }
 
 // Region is what a region is like now; false: there is none.
 func (e *Engine) Region(id uint32) (RegionStats, bool) {
@@ -112,7 +116,7 @@ func (e *Engine) Region(id uint32) (RegionStats, bool) {
 	if e.closed || r == nil {
 		return RegionStats{}, false
 	}
-	st := RegionStats{Slots: len(r.slots), Free: r.free, Filling: r.filling, Leased: r.leased, Draining: r.draining}
+	st := RegionStats{Slots: len(r.slots), Free: r.free, Spoiled: r.spoiled, Filling: r.filling, Leased: r.leased, Draining: r.draining}
 	if r.class != nil {
 		st.Geometry, st.SlotBytes = r.class.geometry, r.class.slotBytes()
 	}

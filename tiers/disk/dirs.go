@@ -113,7 +113,7 @@ func (d *Disk) Dirs() []DirStatus {
 		if !ok {
 			continue
 		}
-		used := r.Slots - r.Free
+		used := r.Used()
 		st.UsedBytes += int64(used) * r.SlotBytes
 		st.Slots.Used += used
 		st.Slots.Leased += r.Leased + r.Filling
@@ -311,8 +311,8 @@ func (d *Disk) RemoveDir(ctx context.Context, dir string, how Mode, force bool) 
 	if err := d.vacate(ctx, h, places, how, force); err != nil {
 		return err
 	}
-	if err := errors.Join(d.detach(h, places, true), h.lock.Close()); err != nil {
-		return fmt.Errorf("%s is no longer used, but: %w", dir, err)
+	if err := errors.Join(d.detach(h, places, true), h.lock.Close()); err != nil { // as where it is gone already
+		d.log.Warn("a directory is removed, and its files may be there still", zap.String("directory", dir), zap.Error(err))
 	}
 	d.log.Info("removed a directory", zap.String("directory", dir), zap.String("mode", string(how)))
 	return nil
@@ -342,33 +342,40 @@ func (d *Disk) ResizeDir(ctx context.Context, dir string, bytes int64, how Mode,
 	if state == Draining {
 		return fmt.Errorf("%w: %s is drained", tiers.ErrBusy, dir)
 	}
-	keep, left := 0, bytes
-	for keep < len(places) && places[keep].bytes <= left {
-		left -= places[keep].bytes
-		keep++
-	}
-	places, leaving := places[:keep], places[keep:]
+	keep, leaving, left := d.fits(places, bytes)
 	if len(leaving) > 0 {
 		if err := d.vacate(ctx, h, leaving, how, force); err != nil {
 			return err
 		}
 		err := d.detach(h, leaving, false)
 		d.setState(h, Active)
+		h.bytes = bytesOf(keep)
 		if err != nil {
-			h.bytes = bytesOf(places)
 			return fmt.Errorf("%d slabs of %s are no longer used, but: %w", len(leaving), dir, err)
 		}
 	}
 	_, all := d.table()
+	sized, ok := d.o.FS.(Sized)
+	if ok {
+		if err := sized.ResizeDir(dir, bytes); err != nil {
+			return fmt.Errorf("disk tier: %w", roomError(err))
+		}
+	}
 	var made []*place
 	if left >= leastSlabBytes {
-		if len(all) >= maxSlabs {
-			return fmt.Errorf("%w: there are %d slabs, the most that a store can have: open it with larger ones", tiers.ErrBusy, len(all))
+		if len(all) < maxSlabs {
+			most := max(1, (maxSlabs-len(all)+1)/2)
+			made, err = d.fill(h, keep, left, d.slabBytes(bytesOf(all)+left), most)
+		} else {
+			err = fmt.Errorf("%w: there are %d slabs, the most that a store can have: open it with larger ones", tiers.ErrBusy, len(all))
 		}
-		most := max(1, (maxSlabs-len(all)+1)/2)
-		if made, err = d.fill(h, places, left, d.slabBytes(bytesOf(all)+left), most); err != nil && len(leaving) == 0 {
-			return errors.Join(fmt.Errorf("disk tier: %w", roomError(err)), d.erase(h, made))
-		} // what is left of a slab that has gone is not worth failing for
+		if err != nil && len(leaving) == 0 { // what is left of a slab that has gone is not worth failing for
+			err = errors.Join(fmt.Errorf("disk tier: %w", roomError(err)), d.erase(h, made))
+			if ok {
+				err = errors.Join(err, sized.ResizeDir(dir, h.bytes))
+			}
+			return err
+		}
 	}
 	d.shape.Lock()
 	d.regionsMu.Lock()
@@ -377,8 +384,40 @@ func (d *Disk) ResizeDir(ctx context.Context, dir string, bytes int64, how Mode,
 	d.countBlank()
 	d.shape.Unlock()
 	h.bytes = bytes
-	d.log.Info("resized a directory", zap.String("directory", dir), zap.Int64("bytes", bytesOf(places)+bytesOf(made)))
+	d.log.Info("resized a directory", zap.String("directory", dir), zap.Int64("bytes", bytesOf(keep)+bytesOf(made)))
 	return nil
+}
+
+// Sized is what Options.FS may be beside: a file system whose directories have sizes of their own, in which files lie in one piece.
+type Sized interface {
+	vfs.FS
+	// ResizeDir lets a directory hold files of so many bytes together, and no more.
+	ResizeDir(dir string, bytes int64) error
+	// End is how many bytes a directory must hold for one of its files to stay where it is.
+	End(name string) (int64, error)
+	// Hole is the longest piece that a file which is made in a directory can get.
+	Hole(dir string) (int64, error)
+}
+
+// fits parts the places of a directory into those that fit into so many bytes and those that do not, which are the last ones, and says how many bytes are left.
+func (d *Disk) fits(places []*place, bytes int64) (keep, leaving []*place, left int64) {
+	sized, ok := d.o.FS.(Sized)
+	left = bytes
+	for _, p := range places {
+		end := p.bytes - left // what it would need beyond them
+		if ok {
+			if at, err := sized.End(p.name()); err == nil {
+				end = max(end, at-bytes)
+			}
+		}
+		if end > 0 || !ok && len(leaving) > 0 {
+			leaving = append(leaving, p)
+			continue
+		}
+		keep = append(keep, p)
+		left -= p.bytes
+	}
+	return keep, leaving, left
 }
 
 // retire drains places and lets no more be carved there. It answers those with which it was not so before.

@@ -60,7 +60,7 @@ func (d *Disk) migrate(ctx context.Context, h *directory, places []*place) error
 				return err
 			}
 			if st, ok := d.engine.Region(s.region); ok {
-				left += st.Slots - st.Free
+				left += st.Used()
 			}
 		}
 		if left == 0 {
@@ -89,8 +89,8 @@ func (d *Disk) room(places []*place, h *directory) error {
 	need := map[tiers.Geometry]int{}
 	for _, s := range d.slabsOf(places) {
 		if st, ok := d.engine.Region(s.region); ok {
-			need[s.layout.Geometry] += st.Slots - st.Free
-			h.total.Add(int64(st.Slots - st.Free))
+			need[s.layout.Geometry] += st.Used()
+			h.total.Add(int64(st.Used()))
 		}
 	}
 	missing := int64(0)
@@ -137,7 +137,7 @@ func (v *mover) empty(ctx context.Context, s *slab, h *directory, leased bool) (
 			return moved, nil
 		case errors.Is(err, tiers.ErrBusy):
 			st, _ := v.d.engine.Region(s.region)
-			if rest := st.Slots - st.Free; v.d.carveFor(s.layout.Geometry, rest) == 0 && rest > 0 {
+			if rest := st.Used(); v.d.carveFor(s.layout.Geometry, rest) == 0 && rest > 0 {
 				return moved, fmt.Errorf("%w: others have taken it: %d chunks, %d bytes, have not moved", ErrNoRoom, rest, int64(rest)*st.SlotBytes)
 			}
 		case errors.Is(err, errMove):

@@ -260,6 +260,15 @@ func (d *Disk) fill(dir *directory, has []*place, left, want int64, most int) (m
 		if rest := left - size; rest < max(size/4, leastSlabBytes) && rest > 0 && len(has)+len(made) > 0 {
 			size = left // no odd little one at the end
 		}
+		if sized, ok := d.o.FS.(Sized); ok {
+			hole, err := sized.Hole(dir.path)
+			if err != nil {
+				return made, err
+			}
+			if size = min(size, hole); size < leastSlabBytes {
+				break
+			}
+		}
 		p := &place{home: dir, index: next, bytes: size / block * block}
 		if err := d.remake(p); err != nil {
 			return made, err

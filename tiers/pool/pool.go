@@ -9,7 +9,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math"
 	"path/filepath"
 	"time"
 
@@ -37,6 +36,8 @@ type DeviceSpec struct {
 // Options says what to open. Zero fields take the stated default.
 type Options struct {
 	Devices []DeviceSpec
+	// HotPlug: there may be no device yet. Add, Remove and Resize work in any case.
+	HotPlug bool
 	// OffsetBytes is where what is used of each device begins.
 	OffsetBytes int64
 	// Rank of Ranks: that is cut into so many equal partitions, of which this process has one. Default: one.
@@ -81,7 +82,7 @@ func (o *Options) validate() error {
 		}
 	}
 	switch {
-	case len(o.Devices) == 0:
+	case len(o.Devices) == 0 && !o.HotPlug:
 		return fmt.Errorf("%w: no device", tiers.ErrInvalid)
 	case o.LoadWorkers < 1 || o.StoreWorkers < 1 || o.MaxRegions < 1 || o.LookupWorkers < 0:
 		return fmt.Errorf("%w: %d load workers, %d store workers, %d regions, %d lookup workers", tiers.ErrInvalid, o.LoadWorkers, o.StoreWorkers, o.MaxRegions, o.LookupWorkers)
@@ -116,7 +117,7 @@ func Open(o Options) (_ *Pool, err error) {
 		}
 	}()
 	var dirs []string
-	least := int64(math.MaxInt64)
+	var sizes []int64
 	for _, d := range o.Devices {
 		dir, err := p.mount(d)
 		if err != nil {
@@ -126,10 +127,10 @@ func Open(o Options) (_ *Pool, err error) {
 		if err != nil {
 			return nil, err
 		}
-		dirs, least = append(dirs, dir), min(least, n)
+		dirs, sizes = append(dirs, dir), append(sizes, n)
 	}
 	p.Disk, err = disk.Open(disk.Options{
-		FS: p.fs, Recycled: true, Dirs: dirs, CapacityBytes: least * int64(len(dirs)), SlabBytes: o.SlabBytes, Policy: o.Policy, Workers: max(o.LoadWorkers, o.StoreWorkers),
+		FS: p.fs, Recycled: true, Dirs: dirs, DirBytes: sizes, SlabBytes: o.SlabBytes, Policy: o.Policy, Workers: max(o.LoadWorkers, o.StoreWorkers),
 		PieceBytes: pieceBytes, Direct: disk.DirectNever, MaxSpaces: o.MaxSpaces, Seed: o.Seed, RetryEvery: o.RetryEvery, Log: o.Log,
 	})
 	if err != nil {
