@@ -193,13 +193,17 @@ func (e *Engine) addRegion(id uint32, size int64) (*region, error) {
 func (e *Engine) relimit() {
 	for _, c := range e.classes {
 		c.uncarved = 0
+		retired := 0 // slots that may be leased, but are not handed out
 		for _, r := range e.regions[1 : e.nregion+1] {
 			if r.class == nil && !r.draining {
 				c.uncarved += c.slotsIn(r.size)
 			}
+			if r.class == c && r.retired {
+				retired += len(r.slots)
+			}
 		}
 		slots := c.slots + c.uncarved
-		c.limit = max(1, int(e.cfg.OwnerShare*float64(slots)))
+		c.limit = max(1, int(e.cfg.OwnerShare*float64(slots+retired)))
 		c.promotable = max(1, int(e.cfg.PromotingShare*float64(slots)))
 	}
 }

@@ -332,6 +332,18 @@ func TestDrained(t *testing.T) {
 	if err := e.Contains(sp, 0, old, held); err != nil || held[4] != 1 || held[5] != 0 {
 		t.Fatal(held, err) // the oldest
 	}
+	if err := errors.Join(e.Drain(1), e.Check()); err != nil {
+		t.Fatal(err)
+	}
+	if err := e.Drain(2); err != nil { // what is drained can be leased as before
+		t.Fatal(err)
+	}
+	if n, err := e.Lookup(1, 1, 0, old); n != 5 || err != nil {
+		t.Fatal(n, err)
+	}
+	if err := errors.Join(e.Cancel(1, 1), e.Undrain(1), e.Undrain(2)); err != nil {
+		t.Fatal(err)
+	}
 	if err := e.Drain(5); !errors.Is(err, ErrNotFound) {
 		t.Fatal(err)
 	}

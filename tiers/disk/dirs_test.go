@@ -669,8 +669,17 @@ func (w *dirWorld) open() {
 // verify looks for everything in a store.
 func (w *dirWorld) verify(d *Disk, what string) {
 	lost := 0
-	for i := range w.u.runs {
-		err := w.u.load(w.t, d, i)
+	ts, errs := make([]tiers.Transfer, len(w.u.runs)), make([]error, len(w.u.runs))
+	for i := range ts {
+		ts[i] = w.u.transfer(i)
+	}
+	d.Load(context.Background(), ts, func(i int, err error) { errs[i] = err })
+	for i, err := range errs {
+		if err == nil {
+			if page := tiertest.WrongPage(ts[i].Bytes, ts[i].Run); page >= 0 {
+				w.fatal("%s: page %d of chunk %d is wrong", what, page, i)
+			}
+		}
 		if err != nil && !errors.Is(err, tiers.ErrNotFound) {
 			w.fatal("%s: chunk %d: %v", what, i, err)
 		}
