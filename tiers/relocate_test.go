@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"slices"
+	"sync"
 	"testing"
 
 	"lookaside/tiers/chunk"
@@ -494,6 +495,57 @@ func TestMoveManyContinuations(t *testing.T) {
 		if held := make([]uint16, 1); e.Contains(1, 0, root, held) != nil || held[0] != 1 {
 			t.Fatalf("after %d stores the root is gone", i)
 		}
+	}
+}
+
+// TestClearWhileMoving: what is on its way to a region that the clearing of its space has been to already is cleared nonetheless.
+func TestClearWhileMoving(t *testing.T) {
+	t.Parallel()
+	g := Geometry{PageBytes: 16, PagesPerChunk: 1, PageTokens: 1, DigestBytes: 32}
+	const slots = 32 * clearSlice
+	for range 5 {
+		e, sp := newMoveRig(t, g, slots)
+		if err := e.Drain(1); err != nil {
+			t.Fatal(err)
+		}
+		for i := range uint64(slots / 4096) {
+			moveStore(t, e, 0, nil, numbered(i, 4096))
+		}
+		if err := errors.Join(e.Undrain(1), e.Drain(2)); err != nil {
+			t.Fatal(err)
+		}
+		started, stop := make(chan struct{}), make(chan struct{})
+		var mover sync.WaitGroup
+		var once sync.Once
+		mover.Go(func() {
+			var moves []Move
+			var buf []byte
+			for from := 0; ; {
+				select {
+				case <-stop:
+					return
+				default:
+				}
+				var err error
+				if moves, from, buf, err = e.NextMoves(2, max(from, 0), 8, true, buf, moves[:0]); err != nil {
+					t.Error(err)
+					return
+				}
+				for i, m := range moves {
+					if i == 4 {
+						once.Do(func() { close(started) })
+					}
+					e.EndMove(m.Handle, MoveDone)
+				}
+			}
+		})
+		<-started
+		e.ClearSpace(sp)
+		if st := e.Stats(); st.Pages != 0 {
+			t.Errorf("%d pages are there after the space was cleared, %d chunks had moved", st.Pages, st.Moved)
+		}
+		close(stop)
+		mover.Wait()
 	}
 }
 

@@ -639,6 +639,7 @@ type dirWorld struct {
 	names []string
 	sizes map[string]int64
 	must  map[int]bool // chunks that are there unless something was evicted
+	gone  map[int]bool // chunks that were dropped, and not stored since: they are not there, whatever happens
 	next  int
 	stats struct{ moves, evictions uint64 }
 	told  map[string]int
@@ -685,6 +686,9 @@ func (w *dirWorld) verify(d *Disk, what string) {
 		}
 		if err != nil && w.must[i] {
 			lost++
+		}
+		if err == nil && w.gone[i] {
+			w.fatal("%s: chunk %d was dropped, and is back", what, i)
 		}
 	}
 	if lost > 0 {
@@ -757,6 +761,9 @@ func (w *dirWorld) change() {
 		if !had || st.State != Draining {
 			w.next++
 			name, had = fmt.Sprintf("/d%d", w.next), false
+			if old := 1 + w.rnd.IntN(w.next); !slices.Contains(w.names, fmt.Sprintf("/d%d", old)) { // or one that was there before
+				name = fmt.Sprintf("/d%d", old)
+			}
 		} else {
 			bytes = 0
 		}
@@ -835,6 +842,11 @@ func (w *dirWorld) run(steps int) {
 				which = append(which, w.rnd.IntN(len(w.u.runs)))
 			}
 			for j, err := range w.u.store(w.t.Context(), w.d, which...) {
+				for k := range w.u.runs {
+					if w.u.covers(which[j], k) {
+						delete(w.gone, k)
+					}
+				}
 				if err == nil {
 					w.must[which[j]] = true
 				} else if !errors.Is(err, tiers.ErrBusy) {
@@ -852,6 +864,9 @@ func (w *dirWorld) run(steps int) {
 			for j := range w.u.runs {
 				if w.u.covers(i, j) || w.u.covers(j, i) {
 					delete(w.must, j)
+				}
+				if w.u.covers(j, i) {
+					w.gone[j] = true
 				}
 			}
 			if err := w.d.Drop(w.t.Context(), w.u.runs[i]); err != nil {
@@ -899,7 +914,7 @@ func TestDirHistories(t *testing.T) {
 	told := map[string]int{}
 	run := func(seed uint64) {
 		rnd := rand.New(rand.NewPCG(seed, 9))
-		w := &dirWorld{t: t, seed: seed, rnd: rnd, mem: vfs.NewMem(), sizes: map[string]int64{}, must: map[int]bool{}, told: told}
+		w := &dirWorld{t: t, seed: seed, rnd: rnd, mem: vfs.NewMem(), sizes: map[string]int64{}, must: map[int]bool{}, gone: map[int]bool{}, told: told}
 		w.u = many([]tiers.Geometry{testGeometry, {PageBytes: 1000, PagesPerChunk: 4, PageTokens: 16, DigestBytes: 16}}[rnd.IntN(2)], 5+rnd.IntN(30))
 		for range rnd.IntN(4) {
 			w.next++

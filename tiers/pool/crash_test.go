@@ -12,7 +12,6 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -45,12 +44,13 @@ const (
 )
 
 func killOptions(dir string) Options {
-	o := files(dir, 2, killCapacity)
+	o := files(dir, 3, killCapacity) // two have room for all of it
 	o.SlabBytes = 1 << 20
 	return o
 }
 
-// child stores and drops chunks until it is killed, and says what it is about to do and what is done: "+n" chunk n is stored, "-n" it may be dropped from now on.
+// child stores and drops chunks, and has devices come and go, until it is killed. It says what it is about to do and what is done: "+n" chunk n is
+// stored, "-n" it may be dropped from now on.
 func child(spec string) {
 	dir, text, _ := strings.Cut(spec, "#")
 	seed, _ := strconv.ParseUint(text, 10, 64)
@@ -61,9 +61,8 @@ func child(spec string) {
 	}
 	fmt.Println("open")
 	space := testSpace()
-	var wg sync.WaitGroup
 	for w := range 2 {
-		wg.Go(func() {
+		go func() {
 			rnd := rand.New(rand.NewPCG(seed, uint64(w)))
 			for {
 				n := w + 2*rnd.IntN(killChunks/2) // each worker has chunks of its own, so that what it says is in order
@@ -79,9 +78,21 @@ func child(spec string) {
 				}
 				fmt.Printf("+%d\n", n)
 			}
-		})
+		}()
 	}
-	wg.Wait()
+	rnd := rand.New(rand.NewPCG(seed, 2))
+	for {
+		path, ctx := killOptions(dir).Devices[rnd.IntN(3)].Path, context.Background()
+		var err error
+		if rnd.IntN(2) == 0 {
+			err = errors.Join(p.Resize(ctx, path, killCapacity/2, Migrate, true), p.Resize(ctx, path, killCapacity, Migrate, true))
+		} else if err = p.Remove(ctx, path, Migrate, true); err == nil {
+			err = p.Add(ctx, path, killCapacity)
+		}
+		if err != nil {
+			fmt.Println("!", err)
+		}
+	}
 }
 
 // TestKilled kills a process at a random moment, again and again. Opened again, the devices have every chunk that it said was stored, right in every byte,
