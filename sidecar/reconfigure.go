@@ -452,7 +452,7 @@ func daxError(ctx context.Context, path string, err error) error {
 	case ctx.Err() != nil:
 		return apiError(http.StatusServiceUnavailable, "ask again to go on; what was moved is moved, and the rest is where it was", "%s: it was stopped: %v", path, err)
 	case errors.Is(err, tiers.ErrBusy):
-		return apiError(http.StatusServiceUnavailable, "try again when it has ended", "%v", err)
+		return apiError(http.StatusServiceUnavailable, "try again when it has ended; a device that is drained is taken into use again by adding it", "%v", err)
 	}
 	return err // operationError knows the rest
 }

@@ -5,13 +5,17 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"flag"
 	"fmt"
+	"maps"
+	"math/rand/v2"
 	"net/http"
 	"net/http/httptest"
 	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -560,6 +564,96 @@ func TestHotPlugOfDevices(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// Devices come, go, grow and shrink while others look up and load from them: nothing is lost, and every byte is right.
+func TestHotPlugUnderTraffic(t *testing.T) {
+	seed := uint64(time.Now().UnixNano())
+	if *hotPlugSeed != 0 {
+		seed = *hotPlugSeed
+	}
+	t.Logf("-hotplug.seed=%d", seed)
+	rnd := rand.New(rand.NewPCG(seed, 0))
+	dir := t.TempDir()
+	const pages, readers, prefixes = 60, 3, 6
+	edit := withDAX(t, dir, ":hotplug=true")
+	d, _ := startDaemon(t, func(c *Config) {
+		edit(c)
+		c.Arena.Limit = 1 << 20 // for two thirds of it all, so that most of what is looked up has to come from the devices
+	})
+	r := newAdminRig(t, d, "")
+	var rigs []*prefixRig
+	for n := range prefixes {
+		rigs = append(rigs, otherPrefix(t, d, n, pages))
+		untilTierHas(t, d, 0, int64(n+1)*pages)
+	}
+
+	stop := make(chan struct{})
+	var wg sync.WaitGroup
+	var loads atomic.Int64
+	for n := range readers {
+		wg.Go(func() {
+			for i := 0; ; i++ {
+				select {
+				case <-stop:
+					return
+				default:
+				}
+				b := rigs[n+readers*(i%2)]
+				if _, err := b.lookup(); err != nil {
+					t.Error(err)
+					return
+				}
+				if err := b.verify(); err != nil {
+					t.Error(err)
+					return
+				}
+				if err := b.letGo(); err != nil {
+					t.Error(err)
+					return
+				}
+				loads.Add(1)
+			}
+		})
+	}
+	in := map[string]int{filepath.Join(dir, "dax0.0"): 4, filepath.Join(dir, "dax1.0"): 4} // MiB
+	next := 2
+	for range 30 {
+		paths := slices.Sorted(maps.Keys(in))
+		path := paths[rnd.IntN(len(paths))]
+		var out DAXResult
+		switch k := rnd.IntN(4); {
+		case k == 0 && len(in) < 5 || len(in) == 1:
+			path = filepath.Join(dir, fmt.Sprintf("dax%d.0", next))
+			next++
+			in[path] = 4
+			r.post("/reconfigure/dax/add", body{"device_path": path, "size": "4MiB"}, &out)
+		case k == 1:
+			in[path] = 3 + rnd.IntN(4)
+			r.post("/reconfigure/dax/resize", body{"device_path": path, "size": in[path] << 20, "force": true}, &out)
+		case k == 2:
+			r.post("/reconfigure/dax/remove", body{"device_path": path, "mode": "drain"}, &out)
+			r.post("/reconfigure/dax/add", body{"device_path": path, "size": in[path] << 20}, &out)
+		default:
+			delete(in, path)
+			r.post("/reconfigure/dax/remove", body{"device_path": path, "force": true}, &out)
+		}
+	}
+	close(stop)
+	wg.Wait()
+	st := d.Tiers()[0]
+	t.Logf("%d loads of %d pages; %d chunks came from the devices", loads.Load(), pages, st.LoadedChunks)
+	if st.Pages != prefixes*pages || st.CorruptChunks != 0 || st.LoadFailures != 0 || st.LoadedChunks == 0 {
+		t.Errorf("%d loads: %+v", loads.Load(), st)
+	}
+	for _, b := range rigs {
+		b.close()
+	}
+	if err := d.engine.Check(); err != nil {
+		t.Error(err)
+	}
+}
+
+var hotPlugSeed = flag.Uint64("hotplug.seed", 0, "replay this seed of TestHotPlugUnderTraffic")
 
 // A tier may begin without a device.
 func TestHotPlugOfTheFirstDevice(t *testing.T) {
