@@ -314,10 +314,18 @@ func (d *Daemon) DAXStatus() DAXStatus {
 // seeDAXStatus is the fix where a device or a tier is not known.
 const seeDAXStatus = "GET /reconfigure/dax/status lists the tiers of DAX devices, and their devices"
 
+// checkDevicePath refuses what is no path from the root.
+func checkDevicePath(path string) error {
+	if !filepath.IsAbs(path) {
+		return apiError(http.StatusBadRequest, "name a device by its path from the root, such as /dev/dax0.0", "device_path: %q is not an absolute path", path)
+	}
+	return nil
+}
+
 // target is the adapter that a request means, and its number.
 func (d *Daemon) target(r DAXTarget) (int, *daxAdapter, error) {
-	if strings.TrimSpace(r.DevicePath) == "" {
-		return 0, nil, apiError(http.StatusBadRequest, "name a device, such as /dev/dax0.0", "device_path is empty")
+	if err := checkDevicePath(r.DevicePath); err != nil {
+		return 0, nil, err
 	}
 	if len(d.adapters) == 0 {
 		return 0, nil, apiError(http.StatusNotFound, "add a tier of kind dax to the settings; with hotplug: true it may have no devices at first", "there is no tier of DAX devices")
@@ -498,7 +506,7 @@ func (d *Daemon) DAXArenaAdd(ctx context.Context, r DAXArenaAddRequest) (DAXAren
 		return DAXArenaAddResult{}, d.notOnDAX()
 	}
 	size, err := r.Size.bytes()
-	if err != nil {
+	if err = errors.Join(checkDevicePath(r.DevicePath), err); err != nil {
 		return DAXArenaAddResult{}, err
 	}
 	if err := d.arenaPool.Add(ctx, r.DevicePath, size); err != nil {

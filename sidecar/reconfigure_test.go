@@ -247,7 +247,10 @@ func TestHotPlugRefusals(t *testing.T) {
 			r.fails(root+"add", with("size", size), 400, "size", "100GiB")
 		}
 		r.fails(root+"resize", with("size", "0GiB"), 400, "size")
-		r.fails(root+"remove", body{"device_path": " "}, 400, "device_path", "/dev/dax0.0")
+		for _, path := range []string{"", " ", "dax0.0", "./dax0.0", "../dev/dax0.0"} {
+			r.fails(root+"remove", body{"device_path": path}, 400, "device_path", "/dev/dax0.0")
+			r.fails(root+"add", body{"device_path": path, "size": 1}, 400, "absolute")
+		}
 		// 403 and 404.
 		r.fails(root+"remove", body{"device_path": "/dev/dax9.0"}, 403, "dax-1", "hotplug: true")
 		r.fails(root+"add", with("size", 1, "adapter_index", 1), 403, "hotplug: true")
@@ -337,6 +340,7 @@ func TestHotPlugOfTheArena(t *testing.T) {
 	p.err = fmt.Errorf("%w: it is the only one", pool.ErrLeased)
 	r.fails("/reconfigure/dax/l1/remove", body{"device_path": "/dev/dax0.0"}, 409, "only one")
 	r.fails("/reconfigure/dax/l1/add", body{"device_path": "/dev/dax0.0", "size": "0"}, 400, "size")
+	r.fails("/reconfigure/dax/l1/add", body{"device_path": "dax0.0", "size": 1}, 400, "absolute")
 }
 
 // A change ends when who asked for it leaves, and when the sidecar does, which waits for it.
