@@ -24,7 +24,7 @@ var update = flag.Bool("update", false, "rewrite testdata/*.yaml")
 
 // source is a Source with places for relative paths.
 func source(text string) lmcache.Source {
-	return lmcache.Source{Text: []byte(text), Dir: "/work", Home: "/home/u"}
+	return lmcache.Source{Text: []byte(text), Dir: "/srv", Home: "/home/u"}
 }
 
 // converted converts, and loads what came out as a sidecar does.
@@ -171,7 +171,7 @@ func TestDisks(t *testing.T) {
 		{"local disk", "local_disk: 'file:///mnt/kv/'\nmax_local_disk_size: 5.5", nil, "/mnt/kv", 11 << 29, nil},
 		{"a plain path", "local_disk: /mnt/kv\nmax_local_disk_size: 5", nil, "/mnt/kv", 5 << 30, nil},
 		{"a home", "local_disk: 'file://~/kv/'\nmax_local_disk_size: 5", nil, "/home/u/kv", 5 << 30, nil},
-		{"a relative path", "local_disk: local/kv\nmax_local_disk_size: 5", nil, "/work/local/kv", 5 << 30, nil},
+		{"a relative path", "local_disk: local/kv\nmax_local_disk_size: 5", nil, "/srv/local/kv", 5 << 30, nil},
 		{"several", "local_disk: 'file:///a/,file:///b/'\nmax_local_disk_size: 5", nil, "/a,/b", 5 << 30, nil},
 		{"a list", "local_disk: [/a, /b]\nmax_local_disk_size: 5", nil, "/a,/b", 5 << 30, nil},
 		{"page cache", "local_disk: /a\nmax_local_disk_size: 5\nextra_config: {use_odirect: false, disk_io_threads: 7}\ncache_policy: LRU", nil, "/a", 5 << 30, func(c sidecar.TierConfig) bool {
