@@ -72,6 +72,7 @@ type volume struct {
 	head   *header          // as it is on the device; replaced, never changed
 	open   map[string]*node // files that are open, or were
 	ghosts []*node          // that were removed while they were open
+	places map[string]entry // where files that are gone were: made anew they go there, or the rest would fall to pieces
 	locks  map[string]bool
 }
 
@@ -121,7 +122,7 @@ func (f *FS) mount(dir string, o dax.DeviceOptions, create bool) error {
 		}
 		return err
 	}
-	v := &volume{dir: dir, dev: dev, open: map[string]*node{}, locks: map[string]bool{}}
+	v := &volume{dir: dir, dev: dev, open: map[string]*node{}, places: map[string]entry{}, locks: map[string]bool{}}
 	if err := v.load(f.log, create); err != nil {
 		return errors.Join(fmt.Errorf("%s: %w", o.Path, err), dev.Close())
 	}
@@ -303,6 +304,9 @@ func (v *volume) has(base string) bool {
 // Remove implements vfs.FS. The piece of a file that somebody has open is taken when the last one closes it.
 func (f *FS) Remove(name string) error {
 	return f.change("remove", name, func(v *volume, next *header, i int) error {
+		if e := next.files[i]; e.capacity > 0 {
+			v.places[e.name] = e
+		}
 		next.files = slices.Delete(next.files, i, i+1)
 		return nil
 	}, func(v *volume, base string) { v.bury(base) })
@@ -458,7 +462,7 @@ func (l *lock) Close() error {
 	return nil
 }
 
-// FreeSpace implements vfs.FS: the holes between the files, of which a file gets one.
+// FreeSpace implements vfs.FS: the largest hole, as a file gets but one.
 func (f *FS) FreeSpace(dir string) (int64, error) {
 	v, _, err := f.lookup("statfs", dir)
 	if err != nil {
@@ -467,7 +471,7 @@ func (f *FS) FreeSpace(dir string) (int64, error) {
 	v.meta.Lock()
 	defer v.meta.Unlock()
 	var free int64
-	v.holes(v.head, func(_, n int64) bool { free += n; return true })
+	v.holes(v.head, func(_, n int64) bool { free = max(free, n); return true })
 	return free, nil
 }
 
@@ -723,15 +727,19 @@ func (f *file) grow(op string, size int64) error {
 		return f.reshape(op, size, n.at, n.capacity)
 	}
 	want := (size + blockBytes - 1) / blockBytes * blockBytes
-	at := int64(0)
+	at, was := int64(0), v.places[n.name]
 	v.holes(v.head, func(from, length int64) bool {
 		switch {
-		case n.capacity == 0 && length >= want: // first fit
-			at = from
 		case n.capacity > 0 && from == n.at+n.capacity && length >= want-n.capacity:
 			at = n.at
+		case n.capacity > 0:
+		case was.capacity == want && from <= was.at && was.at+want <= from+length:
+			at = was.at
+			return false
+		case at == 0 && length >= want: // first fit
+			at = from
 		}
-		return at == 0
+		return true
 	})
 	if at == 0 {
 		return f.fail(op, syscall.ENOSPC)

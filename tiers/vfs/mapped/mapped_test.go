@@ -215,6 +215,15 @@ func TestRoom(t *testing.T) {
 	if got := free(); got != whole-1000<<10 {
 		t.Errorf("%d bytes are free of %d", got, whole)
 	}
+	// What is made anew goes where it was, whatever the order.
+	ok(t, errors.Join(v.Remove(dir+"/a"), v.Remove(dir+"/c"), a.Close(), c.Close()))
+	if got := free(); got != max(300<<10, whole-600<<10) {
+		t.Errorf("%d bytes are free in one piece", got)
+	}
+	c = open(t, v, dir+"/c", vfs.Create)
+	ok(t, c.Allocate(0, 400<<10))
+	a = open(t, v, dir+"/a", vfs.Create)
+	ok(t, a.Allocate(0, 300<<10))
 	write(t, b, 0, "still there")
 	ok(t, v.Remove(dir+"/b"))
 	d := open(t, v, dir+"/b", vfs.Create)
