@@ -72,14 +72,14 @@ func createFile(h host, path string, size int64) (fd, lock int, err error) {
 	if free := int64(fs.Bavail) * fs.Bsize; free < size {
 		return fd, lock, fmt.Errorf("%s: %w: need %s, free %s", path, ErrNoSpace, FormatSize(size), FormatSize(free))
 	}
-	return fd, lock, allocate(path, fd, size)
+	return fd, lock, allocate(path, fd, 0, size)
 }
 
-// allocate gives the file all its blocks, so that no store into the mapping can
-// meet a full filesystem (which is SIGBUS).
-func allocate(path string, fd int, size int64) error {
+// allocate gives a range of the file all its blocks, so that no store into the
+// mapping can meet a full filesystem (which is SIGBUS).
+func allocate(path string, fd int, off, size int64) error {
 	for {
-		err := unix.Fallocate(fd, 0, 0, size)
+		err := unix.Fallocate(fd, 0, off, size)
 		switch {
 		case err == nil:
 			return nil

@@ -227,7 +227,7 @@ func TestFileNoSpace(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer f.Close()
-	wantError(t, allocate(f.Name(), int(f.Fd()), 3<<20), ErrNoSpace, "fallocate")
+	wantError(t, allocate(f.Name(), int(f.Fd()), 0, 3<<20), ErrNoSpace, "fallocate")
 	if err := os.Remove(f.Name()); err != nil {
 		t.Fatal(err)
 	}

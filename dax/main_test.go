@@ -27,6 +27,7 @@ var helpers = map[string]func(arg string) string{
 	"own-file":    helperOwnFile,
 	"check-limit": helperCheckLimit,
 	"map-region":  helperMapRegion,
+	"own-device":  helperOwnDevice,
 }
 
 func TestMain(m *testing.M) {

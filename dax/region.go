@@ -324,20 +324,27 @@ func addSeals(fd, seals int) error {
 // address that is a multiple of a huge page, without which none of its pages
 // could be mapped as one.
 func mapAligned(fd int, size int64, prot, flags int) ([]byte, error) {
-	if size > math.MaxInt64-HugePageSize {
+	return mapAlignedAt(fd, 0, size, HugePageSize, prot, flags)
+}
+
+// mapAlignedAt maps size bytes of fd from off on at an address that is a multiple
+// of align, which is a power of two and at least a page.
+func mapAlignedAt(fd int, off, size, align int64, prot, flags int) ([]byte, error) {
+	if size > math.MaxInt64-2*align {
 		return nil, fmt.Errorf("mmap of %d bytes: too large", size)
 	}
-	length := (uintptr(size) + HugePageSize - 1) &^ (HugePageSize - 1)
-	reserved, err := unix.MmapPtr(-1, 0, nil, length+HugePageSize, unix.PROT_NONE,
+	unit := uintptr(align)
+	length := (uintptr(size) + unit - 1) &^ (unit - 1)
+	reserved, err := unix.MmapPtr(-1, 0, nil, length+unit, unix.PROT_NONE,
 		unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
 	if err != nil {
 		return nil, fmt.Errorf("mmap: reserve %d bytes: %w", length, err)
 	}
-	head := -uintptr(reserved) & (HugePageSize - 1)
+	head := -uintptr(reserved) & (unit - 1)
 	at := unsafe.Add(reserved, head)
-	if _, err := unix.MmapPtr(fd, 0, at, uintptr(size), prot, flags|unix.MAP_FIXED); err != nil {
+	if _, err := unix.MmapPtr(fd, off, at, uintptr(size), prot, flags|unix.MAP_FIXED); err != nil {
 		// The whole reservation goes, whether or not MAP_FIXED cleared a part.
-		_ = unix.MunmapPtr(reserved, length+HugePageSize)
+		_ = unix.MunmapPtr(reserved, length+unit)
 		return nil, fmt.Errorf("mmap of %d bytes: %w", size, err)
 	}
 	if head > 0 {
@@ -345,11 +352,11 @@ func mapAligned(fd int, size int64, prot, flags int) ([]byte, error) {
 	}
 	page := uintptr(os.Getpagesize())
 	end := (uintptr(size) + page - 1) &^ (page - 1)
-	if tail := length + HugePageSize - head - end; err == nil && tail > 0 {
+	if tail := length + unit - head - end; err == nil && tail > 0 {
 		err = unix.MunmapPtr(unsafe.Add(at, end), tail)
 	}
 	if err != nil {
-		_ = unix.MunmapPtr(reserved, length+HugePageSize)
+		_ = unix.MunmapPtr(reserved, length+unit)
 		return nil, fmt.Errorf("munmap: %w", err)
 	}
 	return unsafe.Slice((*byte)(at), size), nil

@@ -312,6 +312,7 @@ func newAPI(mux *router, d *Daemon, metrics http.Handler, token, profiles bool) 
 	registerOperation(api, post("/v1/unpin", "unpin", "End pins"), d.Unpin)
 	registerOperation(api, post("/v1/clear", "clear", "Forget what is held"), d.Clear)
 	registerOperation(api, post("/v1/move", "move", "Move or copy a prefix from one tier to another"), d.Move)
+	d.registerDAX(api, get, post)
 	mux.HandleFunc("GET /openapi.json", func(w http.ResponseWriter, _ *http.Request) {
 		b, err := marshalDocument(api.OpenAPI())
 		if err != nil {

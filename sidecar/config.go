@@ -455,6 +455,21 @@ func Load(fs *pflag.FlagSet, environ []string) (Config, error) {
 			return Config{}, fmt.Errorf("settings: flags: %w", err)
 		}
 	}
+	return settle(k, entries, environ)
+}
+
+// Parse reads the settings of a YAML text alone, as Load reads those of a file. The name is for errors.
+func Parse(name string, text []byte, environ []string) (Config, error) {
+	k := koanf.New(".")
+	entries, err := loadYAML(k, name, text)
+	if err != nil {
+		return Config{}, err
+	}
+	return settle(k, entries, environ)
+}
+
+// settle makes a configuration of what the sources say.
+func settle(k *koanf.Koanf, entries []tierEntry, environ []string) (Config, error) {
 	c := Defaults()
 	for _, s := range settings {
 		if !k.Exists(s.Key) {
@@ -520,7 +535,7 @@ func loadEnv(k *koanf.Koanf, environ []string) error {
 				}
 			}
 			if err == nil && looksLikeSetting(name) {
-				err = unknown(fmt.Sprintf("settings: unknown environment variable %s", name), name, "", append(settingNames(Setting.Env), TierEnv(tierDisk), TierEnv(tierRedis), TierEnv(tierS3)))
+				err = unknown(fmt.Sprintf("settings: unknown environment variable %s", name), name, "", append(settingNames(Setting.Env), TierEnv(tierDAX), TierEnv(tierDisk), TierEnv(tierRedis), TierEnv(tierS3)))
 			}
 			return "", nil
 		},

@@ -43,10 +43,15 @@ type Daemon struct {
 	admin    *admin
 	pins     pins
 
-	stop     context.CancelFunc // ends the background goroutines
-	wg       sync.WaitGroup     // of the background goroutines
-	stopOnce sync.Once
-	stopErr  error
+	adapters  []daxAdapter // tiers whose devices may come and go
+	arenaPool daxPool      // nil: the arena is not on DAX
+	changes   changes
+
+	background context.Context    // ends when the daemon does
+	stop       context.CancelFunc // ends the background goroutines
+	wg         sync.WaitGroup     // of the background goroutines
+	stopOnce   sync.Once
+	stopErr    error
 }
 
 // Start starts a sidecar: when it returns, clients can connect. ctx bounds the start only; a start that fails leaves nothing
@@ -56,7 +61,7 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 		debug.SetGCPercent(gcPercent)
 	}
 	background, stop := context.WithCancel(context.Background())
-	d := &Daemon{cfg: cfg, log: log, generation: connector.RandomID(), start: time.Now(), done: make(chan error, 1), stop: stop}
+	d := &Daemon{cfg: cfg, log: log, generation: connector.RandomID(), start: time.Now(), done: make(chan error, 1), background: background, stop: stop}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, d.close())
@@ -76,6 +81,7 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 	if d.tiers, err = openTiers(cfg, log); err != nil {
 		return nil, err
 	}
+	d.adapters = d.findAdapters()
 	bell := stack.NewBell()
 	if d.engine, err = tiers.New(tiers.Config{
 		Seed:            connector.RandomID(),
@@ -205,6 +211,7 @@ func (d *Daemon) close() error {
 	if d.admin != nil {
 		errs = append(errs, d.admin.close())
 	}
+	d.endChanges()
 	// Before the sockets that its answers go to, and the memory that its tiers read and write.
 	if d.stack != nil {
 		d.stack.Close()

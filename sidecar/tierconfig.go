@@ -23,28 +23,56 @@ import (
 
 // The kinds of tiers. Each is also the name of a flag, and in capitals the end of the name of an environment variable.
 const (
+	tierDAX   = "dax"
 	tierDisk  = "disk"
 	tierRedis = "redis"
 	tierS3    = "s3"
 )
 
-var tierKinds = []string{tierDisk, tierRedis, tierS3}
+// tierKinds lists all, those first that are mostly nearer.
+var tierKinds = []string{tierDAX, tierDisk, tierRedis, tierS3}
+
+// localKinds are those whose tiers know from memory what they hold.
+var localKinds = []string{tierDAX, tierDisk}
 
 // TierConfig is one tier below the arena. What the fields mean is in [TierSettings]. Only the part of its Kind is used.
 type TierConfig struct {
-	Kind          string // disk, redis or s3
+	Kind          string // dax, disk, redis or s3
 	Name          string // unique
 	Admit         tiers.Admission
 	Queue         int // chunks
 	Workers       int
-	LookupTimeout time.Duration // not for disks, which answer from memory
+	LookupTimeout time.Duration // not for devices and disks, which answer from memory
 	LoadTimeout   time.Duration
 	StoreTimeout  time.Duration
+	DAX           DAXConfig
 	Disk          DiskConfig
 	Redis         remote.RedisOptions // but for what the URL says, zero fields are its defaults
 	S3            remote.S3Options
 
 	source string // where it was set, for errors
+}
+
+// DAXConfig is what a tier of DAX devices has beside what all tiers have.
+type DAXConfig struct {
+	Devices        []DAXDevice
+	Size           int64 // bytes of those without a size of their own; 0: all
+	Offset         int64 // bytes
+	Rank, Ranks    int
+	AllowFiles     bool
+	RestoreWorkers int
+	MaxRegions     int
+	StoreWorkers   int
+	LookupWorkers  int // 0: not bounded
+	Eviction       string
+	Slab           int64 // bytes; 0: the store chooses
+	HotPlug        bool
+}
+
+// DAXDevice is a device of a tier.
+type DAXDevice struct {
+	Path string // absolute
+	Size int64  // bytes; 0: see DAXConfig.Size
 }
 
 // DiskConfig is what a disk tier has beside what all tiers have.
@@ -110,11 +138,11 @@ func choiceSetting(key string, kinds []string, def, meaning string, of []string,
 	}}
 }
 
-var tierSettings = slices.Concat(commonTierSettings, diskSettings, redisSettings, s3Settings)
+var tierSettings = slices.Concat(commonTierSettings, daxSettings, diskSettings, redisSettings, s3Settings)
 
 var commonTierSettings = []TierSetting{
 	{
-		Key: "kind", Kinds: tierKinds, Unit: "disk, redis or s3", required: true,
+		Key: "kind", Kinds: tierKinds, Unit: "dax, disk, redis or s3", required: true,
 		Meaning: "What the tier is.",
 		set:     func(*TierConfig, string) error { return nil }, // it decided which settings there are
 	},
@@ -149,12 +177,99 @@ var commonTierSettings = []TierSetting{
 	timeoutSetting("lookup_timeout", "500ms", "How long asking what it has may take. What it has not answered by then is a miss; several in a row turn the tier off for a while.",
 		[]string{tierRedis, tierS3}, func(c *TierConfig) *time.Duration { return &c.LookupTimeout }),
 	timeoutSetting("load_timeout", "2s", "How long loading a batch of chunks may take. A chunk that is not there by then is a miss; several in a row turn the tier off for a while.",
-		[]string{tierDisk, tierRedis}, func(c *TierConfig) *time.Duration { return &c.LoadTimeout }),
+		[]string{tierDAX, tierDisk, tierRedis}, func(c *TierConfig) *time.Duration { return &c.LoadTimeout }),
 	timeoutSetting("load_timeout", "10s", "How long loading a batch of chunks may take. A chunk that is not there by then is a miss; several in a row turn the tier off for a while.",
 		[]string{tierS3}, func(c *TierConfig) *time.Duration { return &c.LoadTimeout }),
 	timeoutSetting("store_timeout", "30s", "How long writing a batch of chunks may take. What is not written by then is given up.",
 		tierKinds, func(c *TierConfig) *time.Duration { return &c.StoreTimeout }),
 }
+
+func countSetting(key string, kinds []string, def string, least, most int, unit, meaning string, field func(*TierConfig) *int) TierSetting {
+	return TierSetting{Key: key, Kinds: kinds, Default: def, Unit: unit, Meaning: meaning, set: func(c *TierConfig, v string) (err error) {
+		*field(c), err = parseInt(v, least, most)
+		return
+	}}
+}
+
+func flagSetting(key string, kinds []string, meaning string, field func(*TierConfig) *bool) TierSetting {
+	return TierSetting{Key: key, Kinds: kinds, Default: "false", Unit: "true or false", Meaning: meaning, set: func(c *TierConfig, v string) (err error) {
+		if *field(c), err = strconv.ParseBool(v); err != nil {
+			err = fmt.Errorf("%q is neither true nor false", v)
+		}
+		return
+	}}
+}
+
+// maxRanks is more than any host has workers.
+const maxRanks = 1024
+
+var daxSettings = []TierSetting{
+	{
+		Key: "devices", Kinds: []string{tierDAX}, Unit: "list of devices, or of {path: DEVICE, size: BYTES}",
+		Meaning: "The DAX devices (/dev/daxX.Y), or files on a file system mounted with -o dax. Chunks are spread over all of them. It may be empty if hotplug is true.",
+		set: func(c *TierConfig, v string) error {
+			for d := range strings.SplitSeq(v, ",") {
+				if err := c.DAX.add(d); err != nil {
+					return err
+				}
+			}
+			return nil
+		},
+	},
+	{
+		Key: "device", Kinds: []string{tierDAX}, Unit: "device", Meaning: "In place of devices, where there is but one.",
+		set: func(c *TierConfig, v string) error { return c.DAX.add(v) },
+	},
+	{
+		Key: "size", Kinds: []string{tierDAX}, Unit: sizeUnit, Default: "all of the device", derived: true,
+		Meaning: "How much to use of each device that has no size of its own: a multiple of its alignment, which is 2M or 1G.",
+		set:     func(c *TierConfig, v string) (err error) { c.DAX.Size, err = parseSize(v); return },
+	},
+	{
+		Key: "offset", Kinds: []string{tierDAX}, Unit: sizeUnit, Default: "0",
+		Meaning: "Where in each device begins what is used of it: a multiple of its alignment. What lies before and behind is left to others.",
+		set:     func(c *TierConfig, v string) (err error) { c.DAX.Offset, err = dax.ParseSize(v); return },
+	},
+	countSetting("ranks", []string{tierDAX}, "1", 1, maxRanks, "sidecars", "How many sidecars share the devices, one for each rank: each has an equal part of what is used of a device.",
+		func(c *TierConfig) *int { return &c.DAX.Ranks }),
+	countSetting("rank", []string{tierDAX}, "0", 0, maxRanks-1, "number", "Which of the parts is this sidecar's, from 0.", func(c *TierConfig) *int { return &c.DAX.Rank }),
+	flagSetting("allow_files", []string{tierDAX}, "Whether regular files may stand in for devices. One that is not there is made, of the size that is set.", func(c *TierConfig) *bool { return &c.DAX.AllowFiles }),
+	countSetting("restore_workers", []string{tierDAX}, "8", 1, 256, "threads", "How many threads copy from the devices into the arena.", func(c *TierConfig) *int { return &c.DAX.RestoreWorkers }),
+	countSetting("restore_max_regions", []string{tierDAX}, "8", 1, 256, "runs", "How many runs of neighbouring chunks are being copied into the arena at a time.", func(c *TierConfig) *int { return &c.DAX.MaxRegions }),
+	countSetting("store_workers", []string{tierDAX}, "4", 1, 256, "threads", "How many threads copy from the arena onto the devices.", func(c *TierConfig) *int { return &c.DAX.StoreWorkers }),
+	countSetting("lookup_workers", []string{tierDAX}, "0", 0, 256, "lookups (0: any number)", "How many lookups walk the index at a time. They are answered from memory and wait for nothing, so this is of use only to keep cores free.",
+		func(c *TierConfig) *int { return &c.DAX.LookupWorkers }),
+	choiceSetting("eviction", []string{tierDAX}, policy.Default, evictionMeaning, policy.Names(), func(c *TierConfig) *string { return &c.DAX.Eviction }),
+	{
+		Key: "slab", Kinds: []string{tierDAX}, Default: "a 32nd of all devices, from 256M to 64G", Unit: sizeUnit, derived: true,
+		Meaning: "Size of the pieces that a device is cut into. Each has room for chunks of one geometry.",
+		set:     func(c *TierConfig, v string) (err error) { c.DAX.Slab, err = parseSize(v); return },
+	},
+	flagSetting("hotplug", []string{tierDAX}, "Whether devices may be added, removed and resized while the sidecar serves, by lookaside dax and over HTTP.", func(c *TierConfig) *bool { return &c.DAX.HotPlug }),
+}
+
+// add adds a device, written as DEVICE or DEVICE:SIZE.
+func (c *DAXConfig) add(v string) error {
+	d := DAXDevice{Path: strings.TrimSpace(v)}
+	if i := strings.LastIndexByte(d.Path, ':'); i >= 0 {
+		size, err := parseSize(d.Path[i+1:])
+		if err != nil {
+			return err
+		}
+		d.Path, d.Size = d.Path[:i], size
+	}
+	if !filepath.IsAbs(d.Path) {
+		return fmt.Errorf("%q is not an absolute path: write it from the root, /dev/dax0.0", d.Path)
+	}
+	d.Path = filepath.Clean(d.Path)
+	if slices.ContainsFunc(c.Devices, func(o DAXDevice) bool { return o.Path == d.Path }) {
+		return fmt.Errorf("%s is there twice", d.Path)
+	}
+	c.Devices = append(c.Devices, d)
+	return nil
+}
+
+const evictionMeaning = "Which chunk leaves first when the store is full. Never one whose continuation is held: a continuation without its prefix is worth nothing."
 
 var diskSettings = []TierSetting{
 	{
@@ -179,7 +294,7 @@ var diskSettings = []TierSetting{
 		Meaning: "How much of the disks the store takes, over all its directories together. It is allocated when the sidecar starts. With another capacity an existing store grows or shrinks; shrinking drops what was in the part that goes.",
 		set:     func(c *TierConfig, v string) (err error) { c.Disk.Capacity, err = parseSize(v); return },
 	},
-	choiceSetting("eviction", []string{tierDisk}, policy.Default, "Which chunk leaves first when the store is full. Never one whose continuation is held: a continuation without its prefix is worth nothing.",
+	choiceSetting("eviction", []string{tierDisk}, policy.Default, evictionMeaning,
 		policy.Names(), func(c *TierConfig) *string { return &c.Disk.Eviction }),
 	choiceSetting("direct", []string{tierDisk}, "auto", "Whether I/O goes around the page cache (O_DIRECT). auto: where the file system allows it; always: an error where it does not.",
 		[]string{"auto", "always", "never"}, func(c *TierConfig) *string { return &c.Disk.Direct }),
@@ -279,16 +394,8 @@ var s3Settings = slices.Concat([]TierSetting{
 	textSetting("session_token_env", []string{tierS3}, "AWS_SESSION_TOKEN", "name of an environment variable", "An environment variable that has the session's token, if there is one.",
 		func(c *TierConfig) *string { return &c.S3.SessionTokenEnv }),
 }, tlsSettings(tierS3, func(c *TierConfig) *remote.TLSFiles { return &c.S3.Files }), []TierSetting{
-	{
-		Key: "virtual_host", Kinds: []string{tierS3}, Unit: "true or false", Default: "false",
-		Meaning: "Whether the bucket is named in the host's name and not in the path. AWS's own endpoints always do it so.",
-		set: func(c *TierConfig, v string) (err error) {
-			if c.S3.VirtualHost, err = strconv.ParseBool(v); err != nil {
-				err = fmt.Errorf("%q is neither true nor false", v)
-			}
-			return
-		},
-	},
+	flagSetting("virtual_host", []string{tierS3}, "Whether the bucket is named in the host's name and not in the path. AWS's own endpoints always do it so.",
+		func(c *TierConfig) *bool { return &c.S3.VirtualHost }),
 	serdeSetting(tierS3, func(c *TierConfig) *string { return &c.S3.Serde }),
 	{
 		Key: "pool", Kinds: []string{tierS3}, Default: "32", Unit: "requests",
@@ -351,7 +458,7 @@ type tierEntry struct {
 	err    error       // it was not of the short form
 }
 
-// tierFlag is the value of --disk, --redis or --s3: all append to one list, so that their order is kept.
+// tierFlag is the value of --dax, --disk, --redis or --s3: all append to one list, so that their order is kept.
 type tierFlag struct {
 	kind string
 	list *[]tierEntry
@@ -373,12 +480,14 @@ func (f tierFlag) Set(v string) error {
 
 // shortForms says how a tier is written in one word, by its kind.
 var shortForms = map[string]string{
+	tierDAX:   "DEVICE[,DEVICE…][:SIZE][:KEY=VALUE…]",
 	tierDisk:  "DIR[,DIR…]:CAPACITY[:KEY=VALUE…]",
 	tierRedis: "URL[?KEY=VALUE&…]",
 	tierS3:    "URL[?KEY=VALUE&…]",
 }
 
 var shortExamples = map[string]string{
+	tierDAX:   "/dev/dax0.0,/dev/dax1.0:100G:hotplug=true",
 	tierDisk:  "/mnt/nvme0/kv,/mnt/nvme1/kv:200G:admit=reused",
 	tierRedis: "redis://cache.internal:6379/0?ttl=24h&password_file=/run/secrets/redis",
 	tierS3:    "s3://kv-cache/llama?endpoint=https://minio.internal:9000",
@@ -406,7 +515,7 @@ func flagTiers(fs *pflag.FlagSet) []tierEntry {
 // TierEnv is the environment variable that adds tiers of a kind.
 func TierEnv(kind string) string { return EnvPrefix + strings.ToUpper(kind) }
 
-// envTiers returns the tiers of the environment: disks, then Redis servers, then buckets, for variables have no order.
+// envTiers returns the tiers of the environment: devices, then disks, then Redis servers, then buckets, for variables have no order.
 func envTiers(environ []string) (out []tierEntry) {
 	for _, kind := range tierKinds {
 		for _, e := range environ {
@@ -425,15 +534,28 @@ func shortTier(source, kind, v string) tierEntry {
 	e := tierEntry{source: source, keys: [][2]string{{"kind", kind}}}
 	add := func(key, value string) { e.keys = append(e.keys, [2]string{key, value}) }
 	form := fmt.Sprintf("want %s, such as %s", shortForms[kind], shortExamples[kind])
-	if kind == tierDisk {
+	if slices.Contains(localKinds, kind) {
 		parts := strings.Split(v, ":")
-		if len(parts) < 2 || parts[0] == "" || strings.Contains(parts[1], "=") {
+		rest := parts[1:]
+		switch has := len(rest) > 0 && !strings.Contains(rest[0], "="); {
+		case kind == tierDAX && parts[0] == "":
+			e.err = fmt.Errorf("%q has no device: %s", v, form)
+			return e
+		case kind == tierDAX:
+			add("devices", parts[0])
+			if has {
+				add("size", rest[0])
+				rest = rest[1:]
+			}
+		case parts[0] == "" || !has:
 			e.err = fmt.Errorf("%q has no capacity: %s", v, form)
 			return e
+		default:
+			add("paths", parts[0])
+			add("capacity", rest[0])
+			rest = rest[1:]
 		}
-		add("paths", parts[0])
-		add("capacity", parts[1])
-		for _, p := range parts[2:] {
+		for _, p := range rest {
 			key, value, ok := strings.Cut(p, "=")
 			if !ok {
 				e.err = fmt.Errorf("%q: %q is not KEY=VALUE: %s", v, p, form)
@@ -496,7 +618,7 @@ func yamlTiers(file string, v any) ([]tierEntry, error) {
 	return out, nil
 }
 
-var errNoTierList = errors.New("want a list of tiers, nearest first, each beginning with \"- kind: disk\" (or redis, or s3)")
+var errNoTierList = errors.New("want a list of tiers, nearest first, each beginning with \"- kind: disk\" (or dax, redis, s3)")
 
 func yamlTierValue(key string, v any) (string, error) {
 	switch v := v.(type) {
@@ -505,20 +627,48 @@ func yamlTierValue(key string, v any) (string, error) {
 	case nil:
 		return "", errors.New("it has no value")
 	case []any:
-		if key != "paths" {
+		if key != "paths" && key != "devices" {
 			return "", fmt.Errorf("want a single value, got %v", v)
 		}
 		var parts []string
 		for _, p := range v {
 			s, ok := p.(string)
-			if !ok || strings.Contains(s, ",") {
-				return "", fmt.Errorf("%v is not a directory (a comma in its name is not supported)", p)
+			switch m, isMap := p.(map[string]any); {
+			case isMap && key == "devices":
+				var err error
+				if s, err = yamlDevice(m); err != nil {
+					return "", err
+				}
+			case !ok || strings.Contains(s, ","):
+				what := map[string]string{"paths": "directory", "devices": "device"}[key]
+				return "", fmt.Errorf("%v is not a %s (a comma in its name is not supported)", p, what)
 			}
 			parts = append(parts, s)
 		}
 		return strings.Join(parts, ","), nil
 	}
 	return "", fmt.Errorf("want a single value, got %v", v)
+}
+
+// yamlDevice writes {path: DEVICE, size: BYTES} as DEVICE:BYTES.
+func yamlDevice(m map[string]any) (string, error) {
+	path, ok := m["path"].(string)
+	if !ok || strings.ContainsAny(path, ",:") {
+		return "", fmt.Errorf("%v: path is not that of a device (commas and colons are not supported)", m)
+	}
+	for _, key := range slices.Sorted(maps.Keys(m)) {
+		if key != "path" && key != "size" {
+			return "", unknown(fmt.Sprintf("%s: unknown key %q", path, key), key, "", []string{"path", "size"})
+		}
+	}
+	switch size := m["size"].(type) {
+	case nil:
+		return path, nil
+	case string, int, int64, uint64:
+		return fmt.Sprintf("%s:%v", path, size), nil
+	default:
+		return "", fmt.Errorf("%s: size: want a single value, got %v", path, size)
+	}
 }
 
 // parseTier understands one tier. Errors name the place, the tier and the key.
@@ -632,6 +782,8 @@ func (c *TierConfig) check() error {
 	var files remote.TLSFiles
 	tls := true
 	switch c.Kind {
+	case tierDAX:
+		return c.DAX.check()
 	case tierDisk:
 		if c.Disk.Slab > c.Disk.Capacity {
 			return fmt.Errorf("slab is %s, above capacity, %s", dax.FormatSize(c.Disk.Slab), dax.FormatSize(c.Disk.Capacity))
@@ -659,6 +811,16 @@ func (c *TierConfig) check() error {
 	}
 	if !tls && files != (remote.TLSFiles{}) {
 		return errors.New("ca_file and cert_file are for TLS, and the connection has none: write the URL with rediss://, or the endpoint with https://")
+	}
+	return nil
+}
+
+func (c *DAXConfig) check() error {
+	switch {
+	case len(c.Devices) == 0 && !c.HotPlug:
+		return errors.New("devices is missing: add the devices' paths, such as [/dev/dax0.0]; only with hotplug: true there may be none at the start")
+	case c.Rank >= c.Ranks:
+		return fmt.Errorf("rank is %d of ranks %d: they count from 0", c.Rank, c.Ranks)
 	}
 	return nil
 }
@@ -727,6 +889,8 @@ the arena is all there is.
 
 ` + "```yaml" + `
 tiers:
+  - kind: dax
+    devices: [{path: /dev/dax0.0, size: 100G}, /dev/dax1.0]
   - kind: disk
     paths: [/mnt/nvme0/kv, /mnt/nvme1/kv]
     capacity: 200G
@@ -741,7 +905,7 @@ tiers:
 ` + "```" + `
 
 On the command line and in the environment a tier is one word. Flags may be repeated, and are taken in their order whatever their kinds; a
-variable may hold several words, and the tiers of ` + "`" + TierEnv(tierDisk) + "` come before those of `" + TierEnv(tierRedis) + "` and `" + TierEnv(tierS3) + "`" + `. If there is any such flag, the
+variable may hold several words, and the tiers of ` + "`" + TierEnv(tierDAX) + "` come before those of `" + TierEnv(tierDisk) + "`, `" + TierEnv(tierRedis) + "` and `" + TierEnv(tierS3) + "`" + `. If there is any such flag, the
 tiers of the environment and of the file are not used; if there is any such variable, those of the file are not.
 
 | kind | flag | variable | form | for example |
@@ -767,6 +931,7 @@ tiers of the environment and of the file are not used; if there is any such vari
 		b.WriteString("\n")
 	}
 	table(allTiersTitle, commonTierSettings)
+	table("DAX", daxSettings)
 	table("Disk", diskSettings)
 	table("Redis, Valkey", redisSettings)
 	table("S3", s3Settings)

@@ -10,6 +10,8 @@ import (
 	"github.com/spf13/pflag"
 
 	"lookaside/tiers"
+	"lookaside/tiers/policy"
+	"lookaside/tiers/pool"
 	"lookaside/tiers/remote"
 )
 
@@ -64,6 +66,93 @@ func TestTiersOfTheFile(t *testing.T) {
 	}
 	if !reflect.DeepEqual(c.Tiers, want) {
 		t.Errorf("got  %+v\nwant %+v", c.Tiers, want)
+	}
+}
+
+func TestDAXTiers(t *testing.T) {
+	of := func(edit func(*DAXConfig)) DAXConfig {
+		c := DAXConfig{Devices: []DAXDevice{{Path: "/dev/dax0.0"}}, Ranks: 1, RestoreWorkers: 8, MaxRegions: 8, StoreWorkers: 4, Eviction: policy.Default}
+		edit(&c)
+		return c
+	}
+	file := func(text string) string {
+		return "tiers:\n  - kind: dax\n    " + strings.ReplaceAll(text, "; ", "\n    ") + "\n"
+	}
+	for _, tc := range []struct {
+		name, yaml string
+		args       []string
+		want       DAXConfig
+	}{
+		{"a device", file("device: /dev/dax0.0"), nil, of(func(*DAXConfig) {})},
+		{"a list of one", file("devices: /dev/dax0.0"), nil, of(func(*DAXConfig) {})},
+		{"with its size", file("device: /dev/dax0.0; size: 100G"), nil, of(func(c *DAXConfig) { c.Size = 100 << 30 })},
+		{"devices", file("devices: [/dev/dax0.0, {path: /dev/dax1.0, size: 2G}, {path: /mnt/pmem/kv}, '/dev/dax2.0:1M', {path: /dev/x, size: 1048576}]; size: 1G"), nil, of(func(c *DAXConfig) {
+			c.Devices = append(c.Devices, DAXDevice{"/dev/dax1.0", 2 << 30}, DAXDevice{Path: "/mnt/pmem/kv"}, DAXDevice{"/dev/dax2.0", 1 << 20}, DAXDevice{"/dev/x", 1 << 20})
+			c.Size = 1 << 30
+		})},
+		{"all keys", file("devices: [/dev/dax0.0]; offset: 2M; rank: 1; ranks: 2; allow_files: true; restore_workers: 3; restore_max_regions: 5; store_workers: 2; lookup_workers: 9; eviction: lru; slab: 256M; hotplug: true"), nil,
+			of(func(c *DAXConfig) {
+				c.Offset, c.Rank, c.Ranks, c.AllowFiles, c.RestoreWorkers, c.MaxRegions, c.StoreWorkers, c.LookupWorkers = 2<<20, 1, 2, true, 3, 5, 2, 9
+				c.Eviction, c.Slab, c.HotPlug = "lru", 256<<20, true
+			})},
+		{"none yet", file("devices: []; hotplug: true"), nil, of(func(c *DAXConfig) { c.Devices, c.HotPlug = nil, true })},
+		{"none named", file("hotplug: true"), nil, of(func(c *DAXConfig) { c.Devices, c.HotPlug = nil, true })},
+		{"in a word", "", []string{"--dax=/dev/dax0.0"}, of(func(*DAXConfig) {})},
+		{"in a word with its size", "", []string{"--dax=/dev/dax0.0:100G"}, of(func(c *DAXConfig) { c.Size = 100 << 30 })},
+		{"in a word with keys", "", []string{"--dax", "/dev/dax0.0:rank=1:ranks=4"}, of(func(c *DAXConfig) { c.Rank, c.Ranks = 1, 4 })},
+		{"in a word with all", "", []string{"--dax", "/dev/dax0.0,/dev/dax1.0:1T:allow_files=1"}, of(func(c *DAXConfig) {
+			c.Devices, c.Size, c.AllowFiles = append(c.Devices, DAXDevice{Path: "/dev/dax1.0"}), 1<<40, true
+		})},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			c, err := load(t, tc.yaml, nil, tc.args...)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got := c.Tiers[0]; got.Kind != "dax" || got.Name != "dax" || !reflect.DeepEqual(got.DAX, tc.want) {
+				t.Errorf("got  %+v\nwant %+v", got.DAX, tc.want)
+			}
+		})
+	}
+	c, err := load(t, file("device: /dev/dax0.0; size: 2M"), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if o := daxOptions(&c.Tiers[0].DAX, nil); !reflect.DeepEqual(o.Devices, []pool.DeviceSpec{{Path: "/dev/dax0.0", SizeBytes: 2 << 20}}) {
+		t.Errorf("%+v", o)
+	}
+	for _, tc := range []struct {
+		name, yaml string
+		args       []string
+		want       []string
+	}{
+		{"none", file("size: 1G"), nil, []string{"dax tier", "devices is missing", "hotplug"}},
+		{"relative", file("device: dax0.0"), nil, []string{"device", `"dax0.0"`, "absolute"}},
+		{"twice", file("devices: [/dev/dax0.0, /dev/../dev/dax0.0]"), nil, []string{"devices", "twice"}},
+		{"twice by both keys", file("device: /dev/dax0.0; devices: [/dev/dax0.0]"), nil, []string{"twice"}},
+		{"size", file("device: /dev/dax0.0; size: lots"), nil, []string{"size", "lots"}},
+		{"size of one", file("devices: [{path: /dev/dax0.0, size: lots}]"), nil, []string{"devices", "lots"}},
+		{"no path", file("devices: [{size: 1G}]"), nil, []string{"devices", "path"}},
+		{"another key of one", file("devices: [{path: /dev/dax0.0, sise: 1G}]"), nil, []string{"devices", `"sise"`, `"size"`}},
+		{"a list as size", file("devices: [{path: /dev/dax0.0, size: [1]}]"), nil, []string{"devices", "single value"}},
+		{"a number as device", file("devices: [5]"), nil, []string{"devices", "5", "device"}},
+		{"rank", file("device: /dev/dax0.0; rank: 2; ranks: 2"), nil, []string{"rank", "2", "from 0"}},
+		{"hotplug", file("device: /dev/dax0.0; hotplug: perhaps"), nil, []string{"hotplug", `"perhaps"`}},
+		{"another kind's key", file("device: /dev/dax0.0; paths: [/a]"), nil, []string{"dax tier", `"paths"`, "disk tiers have it"}},
+		{"short without device", "", []string{"--dax=:1G"}, []string{"--dax", "no device", "/dev/dax0.0"}},
+		{"short, no key", "", []string{"--dax=/dev/dax0.0:1G:true"}, []string{"--dax", `"true"`, "KEY=VALUE"}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			_, err := load(t, tc.yaml, nil, tc.args...)
+			if err == nil {
+				t.Fatal("accepted")
+			}
+			for _, w := range tc.want {
+				if !strings.Contains(err.Error(), w) {
+					t.Errorf("%q does not say %s", err, w)
+				}
+			}
+		})
 	}
 }
 
@@ -131,7 +220,7 @@ func TestBadTiersSayWhatIsWrong(t *testing.T) {
 		{"unknown key", disk("capcity: 5G"), nil, nil, []string{"tiers[0]", "disk tier", `"capcity"`, `"capacity"`}},
 		{"with its name", disk("name: nvme; capcity: 5G"), nil, nil, []string{`disk tier "nvme"`, `"capcity"`, `"capacity"`}},
 		{"another kind's key", disk("ttl: 5h"), nil, nil, []string{"disk tier", `"ttl"`, "redis tiers have it"}},
-		{"no kind", list("paths: [/a]"), nil, nil, []string{"tiers[0]", "kind is missing", "disk, redis, s3"}},
+		{"no kind", list("paths: [/a]"), nil, nil, []string{"tiers[0]", "kind is missing", "dax, disk, redis, s3"}},
 		{"unknown kind", list("kind: disc"), nil, nil, []string{"tiers[0]", `"disc"`, `"disk"`}},
 		{"the second one", disk("queue: 5") + "  - kind: s3\n    url: s3:/x\n", nil, nil, []string{"tiers[1]", "s3 tier", "url", "not a URL"}},
 		{"no capacity", list("kind: disk; paths: [/a]"), nil, nil, []string{"disk tier", "capacity is missing"}},
@@ -236,6 +325,7 @@ func TestErrorsKeepSecrets(t *testing.T) {
 // Every stated default of a tier must be what leaving it out gives.
 func TestStatedDefaultsOfTiersAreTrue(t *testing.T) {
 	least := map[string][][2]string{
+		tierDAX:   {{"kind", "dax"}, {"devices", "/dev/dax0.0"}},
 		tierDisk:  {{"kind", "disk"}, {"paths", "/a"}, {"capacity", "1G"}},
 		tierRedis: {{"kind", "redis"}, {"url", "redis://h"}},
 		tierS3:    {{"kind", "s3"}, {"url", "s3://kv1"}},
@@ -288,7 +378,7 @@ func TestTiersAreDocumented(t *testing.T) {
 	// The example is one that works.
 	_, example, _ := strings.Cut(doc[strings.Index(doc, "## tiers"):], "```yaml\n")
 	example, _, _ = strings.Cut(example, "```")
-	if c, err := load(t, example, nil); err != nil || len(c.Tiers) != 3 {
+	if c, err := load(t, example, nil); err != nil || len(c.Tiers) != 4 {
 		t.Errorf("%v: %s", err, example)
 	}
 }

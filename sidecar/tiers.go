@@ -18,6 +18,7 @@ import (
 	"lookaside/ipc/wire"
 	"lookaside/tiers"
 	"lookaside/tiers/disk"
+	"lookaside/tiers/pool"
 	"lookaside/tiers/remote"
 	"lookaside/tiers/stack"
 	"lookaside/tiers/vfs"
@@ -40,7 +41,7 @@ func openTiers(cfg Config, log *zap.Logger) (open []stack.TierConfig, err error)
 		sc := stack.TierConfig{
 			Name: c.Name, Tier: t, Admit: c.Admit, Queue: c.Queue, LookupTimeout: c.LookupTimeout, LoadTimeout: c.LoadTimeout, StoreTimeout: c.StoreTimeout,
 		}
-		if c.Kind != tierDisk { // which has workers of its own
+		if !slices.Contains(localKinds, c.Kind) { // which have workers of their own
 			sc.LookupWorkers, sc.LoadWorkers, sc.StoreWorkers = c.Workers, c.Workers, c.Workers
 		}
 		open = append(open, sc)
@@ -50,6 +51,8 @@ func openTiers(cfg Config, log *zap.Logger) (open []stack.TierConfig, err error)
 
 func openTier(c *TierConfig, log *zap.Logger) (tiers.Tier, error) {
 	switch c.Kind {
+	case tierDAX:
+		return daxTier(pool.Open(daxOptions(&c.DAX, log)))
 	case tierDisk:
 		if err := checkRoom(c.Disk); err != nil {
 			return nil, err
@@ -63,6 +66,30 @@ func openTier(c *TierConfig, log *zap.Logger) (tiers.Tier, error) {
 	default:
 		return remoteTier(remote.OpenS3(c.S3))
 	}
+}
+
+// daxOptions are those of a pool.
+func daxOptions(c *DAXConfig, log *zap.Logger) pool.Options {
+	o := pool.Options{
+		OffsetBytes: c.Offset, Rank: c.Rank, Ranks: c.Ranks, AllowFiles: c.AllowFiles, SlabBytes: c.Slab, Policy: c.Eviction, LoadWorkers: c.RestoreWorkers,
+		MaxRegions: c.MaxRegions, StoreWorkers: c.StoreWorkers, LookupWorkers: c.LookupWorkers, HotPlug: c.HotPlug, Seed: connector.RandomID(), Log: log,
+	}
+	for _, d := range c.Devices {
+		size := d.Size
+		if size == 0 {
+			size = c.Size
+		}
+		o.Devices = append(o.Devices, pool.DeviceSpec{Path: d.Path, SizeBytes: size})
+	}
+	return o
+}
+
+// daxTier is p, or err without a Tier that holds a nil.
+func daxTier(p *pool.Pool, err error) (tiers.Tier, error) {
+	if err != nil {
+		return nil, err
+	}
+	return p, nil
 }
 
 // remoteTier is t, or err without a Tier that holds a nil.

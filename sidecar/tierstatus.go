@@ -13,7 +13,7 @@ import (
 // TierStatus is one tier at one moment. Counters are since the start.
 type TierStatus struct {
 	Name   string `json:"name" doc:"Its name in the settings."`
-	Kind   string `json:"kind" doc:"disk, redis or s3."`
+	Kind   string `json:"kind" doc:"dax, disk, redis or s3."`
 	Admit  string `json:"admit" doc:"When a chunk is written to it: stored, reused, evicted or never."`
 	State  string `json:"state" doc:"State of its breaker. closed: in use; open: off for a while, because it failed; probing: being tried."`
 	Error  string `json:"error" doc:"Its last failure; empty if there was none."`

@@ -346,17 +346,7 @@ func (e *Engine) startCascade(ref uint32, bit uint8, buf []byte) (CascadeItem, [
 	item := CascadeItem{
 		Handle: x.handle(), Space: SpaceID(s.space), Region: r.id, Offset: r.offset(ref, 0), First: int(s.chunk) * r.ppc, Pages: int(s.pages),
 	}
-	var d [32]byte
-	from := len(buf)
-	if !e.orphan(ref) {
-		k := e.kin(ref)
-		buf = append(buf, e.regions[k.parent>>recordBits].digestBytes(k.parent&recordMask, r.ppc-1, &d)...)
-	}
-	mid := len(buf)
-	for pos := range item.Pages {
-		buf = append(buf, r.digestBytes(ref&recordMask, pos, &d)...)
-	}
-	item.Prev, item.Hashes = buf[from:mid:mid], buf[mid:len(buf):len(buf)]
+	item.Prev, item.Hashes, buf = e.digests(ref, buf)
 	return item, buf
 }
 

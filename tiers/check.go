@@ -14,7 +14,7 @@ func (e *Engine) Check() error {
 		return ErrClosed
 	}
 	c := checker{e: e, pins: map[uint32]uint32{}, children: map[uint32]uint32{}, writers: map[uint32]int{}, chunks: map[uint16]int{}, pages: map[uint16]int{},
-		busy: map[uint32]uint8{}, promoting: map[*class]int{}, cold: map[*class]int{}}
+		busy: map[uint32]uint8{}, promoting: map[*class]int{}, cold: map[*class]int{}, moving: map[uint32]bool{}}
 	for _, step := range []func() error{c.leases, c.parents, c.slots, c.index, c.promotions, c.cascades, c.totals} {
 		if err := step(); err != nil {
 			return err
@@ -37,6 +37,7 @@ type checker struct {
 	promoting map[*class]int
 	flying    int // slots that are being promoted into, and may be joined
 	cold      map[*class]int
+	moving    map[uint32]bool // slots that moves are from or to
 }
 
 func broken(format string, args ...any) error {
@@ -81,6 +82,14 @@ func (c *checker) leases() error {
 				want = x.first/x.owner.space.g.PagesPerChunk + j
 			case x.kind == cascadeLease:
 				c.busy[ref] |= uint8(x.key)
+			case x.kind == moveLease && len(x.slots) == 1:
+				to := uint32(x.key)
+				_, t := e.slot(to)
+				if c.moving[ref] || c.moving[to] || t.state != filling || t.chunk != s.chunk || int(t.granted) != x.n || !s.doomed() && int(s.pages) != x.n {
+					return broken("slot %#x with %d pages moves to slot %#x in state %d with %d granted", ref, s.pages, to, t.state, t.granted)
+				}
+				c.writers[to]++
+				c.moving[ref], c.moving[to] = true, true
 			}
 			if int(s.chunk) != want {
 				return broken("slot %#x of a %v is chunk %d, want %d", ref, x.kind, s.chunk, want)
@@ -112,7 +121,7 @@ func (c *checker) leases() error {
 	if pins != e.pins {
 		return broken("%d leases on slots, counted %d", pins, e.pins)
 	}
-	owners := []*owner{&e.cascades.owner}
+	owners := []*owner{&e.cascades.owner, &e.mover}
 	for _, ow := range e.owners {
 		owners = append(owners, ow)
 	}
@@ -178,6 +187,10 @@ func (c *checker) parents() error {
 		}
 		parent := c.e.kin(ref).parent
 		c.children[parent]++
+		k := c.e.kin(ref)
+		if k.prev != 0 && c.e.kin(k.prev).next != ref || k.prev == 0 && c.e.kin(parent).child != ref || k.next != 0 && c.e.kin(k.next).prev != ref {
+			return broken("slot %#x is not in the list of what continues slot %#x", ref, parent)
+		}
 		if _, p := c.e.slot(parent); p.state != ready && p.flags&promoting == 0 || p.chunk+1 != s.chunk || p.space != s.space || !p.doomed() && int(p.pages) != r.ppc && int(p.granted) != r.ppc {
 			return broken("slot %#x, chunk %d, has parent %#x, chunk %d with %d pages in state %d", ref, s.chunk, parent, p.chunk, p.pages, p.state)
 		}
@@ -204,11 +217,14 @@ func (c *checker) slots() error {
 	e := c.e
 	for n := 1; n <= e.nregion; n++ {
 		r := e.regions[n]
+		if r.retired && !r.draining {
+			return broken("region %d is retired and hands out slots", r.id)
+		}
 		if r.class == nil {
 			continue
 		}
 		c.records += len(r.slots) * r.ppc
-		frees, fillings, leased := len(r.slots)-r.fresh, 0, 0
+		frees, spoilt, fillings, leased := len(r.slots)-r.fresh, 0, 0, 0
 		for i := range r.fresh {
 			ref, s := r.num<<recordBits|uint32(i), &r.slots[i]
 			if s.state != free {
@@ -223,8 +239,14 @@ func (c *checker) slots() error {
 			if want := b2i(s.state == filling && s.flags&promoting == 0 || s.state == ready && s.granted > 0); c.writers[ref] != want {
 				return broken("slot %#x in state %d with %d pages granted has %d writers", ref, s.state, s.granted, c.writers[ref])
 			}
-			if s.flags&promoting != 0 && s.state != filling || s.flags&(twin|reused|cold) != 0 && s.state != ready || s.flags&cold != 0 && (s.doomed() || s.children > 0) {
+			if s.flags&promoting != 0 && s.state != filling || s.flags&(twin|reused|cold|moved) != 0 && s.state != ready || s.flags&cold != 0 && (s.doomed() || s.children > 0) {
 				return broken("slot %#x in state %d with %d continuations has flags %b", ref, s.state, s.children, s.flags)
+			}
+			if (s.flags&moving != 0) != c.moving[ref] {
+				return broken("slot %#x in state %d with flags %b moves: %v", ref, s.state, s.flags, c.moving[ref])
+			}
+			if s.state != free && (s.children == 0) != (e.kin(ref).child == 0) {
+				return broken("slot %#x has %d continuations, the first of them %#x", ref, s.children, e.kin(ref).child)
 			}
 			c.cold[r.class] += b2i(s.flags&cold != 0)
 			if s.flags&promoting != 0 {
@@ -238,7 +260,8 @@ func (c *checker) slots() error {
 			}
 			switch s.state {
 			case free:
-				frees++
+				bad := b2i(s.flags&spoiled != 0)
+				frees, spoilt = frees+1-bad, spoilt+bad
 				if s.pages != 0 || s.granted != 0 || s.pins != 0 {
 					return broken("free slot %#x has %d pages, %d granted, %d leases", ref, s.pages, s.granted, s.pins)
 				}
@@ -252,7 +275,7 @@ func (c *checker) slots() error {
 				if s.doomed() && (s.idle() || s.pages != 0) || !s.doomed() && (s.pages == 0 || int(s.pages)+int(s.granted) > r.ppc) {
 					return broken("ready slot %#x has %d pages, %d granted, doomed %v, idle %v", ref, s.pages, s.granted, s.doomed(), s.idle())
 				}
-				if !s.doomed() && s.idle() && (int(s.pages) < r.ppc || s.flags&twin != 0) && e.redundant(ref) {
+				if !s.doomed() && s.idle() && (int(s.pages) < r.ppc || s.flags&(twin|moved) != 0) && e.redundant(ref) {
 					return broken("idle slot %#x adds nothing", ref)
 				}
 				if err := c.pageRecords(r, ref, s); err != nil {
@@ -262,11 +285,11 @@ func (c *checker) slots() error {
 		}
 		listed := 0
 		for i := r.freeList; i != 0; i = r.kin[i-1].next {
-			if listed++; r.slots[i-1].state != free || listed > r.free {
+			if listed++; r.slots[i-1].state != free || r.slots[i-1].flags != 0 || listed > r.free {
 				return broken("the list of free slots of region %d", r.id)
 			}
 		}
-		if frees != r.free || listed+len(r.slots)-r.fresh != r.free || fillings != r.filling || leased != r.leased {
+		if frees != r.free || spoilt != r.spoiled || listed+len(r.slots)-r.fresh != r.free || fillings != r.filling || leased != r.leased {
 			return broken("region %d has %d free, %d listed, %d filling, %d leased; counted %d, %d, %d", r.id, frees, listed, fillings, leased, r.free, r.filling, r.leased)
 		}
 	}
@@ -304,11 +327,11 @@ func (c *checker) pageRecords(r *region, ref uint32, s *slot) error {
 			c.heads++
 			c.pages[s.space]++
 			if pos == r.ppc-1 {
-				originals := b2i(s.flags&twin == 0)
+				originals := b2i(s.flags&(twin|moved) == 0)
 				for next := l.next; next != 0; next = e.links(next).next {
 					or, _ := e.slotOf(next)
 					_, o := e.slot(or)
-					originals += b2i(o.flags&twin == 0)
+					originals += b2i(o.flags&(twin|moved) == 0)
 				}
 				if originals > 1 {
 					return broken("%d slots have the whole chunk of slot %#x", originals, ref)

@@ -17,7 +17,8 @@
 //
 // Only Ready slots are in the index. A Ready slot whose last chunk is partly filled may be extended: a store writes behind its committed
 // pages, which stay readable meanwhile. A slot's generation rises each time it becomes Free. A Ready slot in use by a lookup, load, pin,
-// extension or cascade is neither evicted nor moved; dropped meanwhile, it leaves the index at once and becomes Free after its last use.
+// extension, cascade or move is not evicted, and its bytes stay where they are; dropped meanwhile, it leaves the index at once and becomes Free after its last use.
+// One whose memory has turned out to be bad (Spoil) is Free, and never granted again.
 //
 // # Promotions
 //
@@ -36,6 +37,13 @@
 // when it is committed, when it is used again, or ahead of its eviction, as the tier admits; a partly filled one when it has not grown for a while. What
 // finds the queue full, or is evicted before its turn, is shed and counted. What is evicted ahead goes through a list of cold slots: taken out
 // of the policy's order, written, evicted before all others, and put back by any use.
+//
+// # Moves
+//
+// A region that is drained (Drain) hands out no slots, and nothing in it is evicted. Its chunks are moved out of it one by one: NextMoves grants a slot elsewhere,
+// without evicting anything for it, and leases the chunk, which goes on being found and read where it is; EndMove makes the index, the slots that continue it, its place in the
+// order of eviction and what the tiers have of it those of the new slot, at one moment. Leases stay with the old slot, which is free when they have ended. What was
+// dropped, or replaced by a longer version, during its move has not moved. An empty region can be taken away (RemoveRegion).
 //
 // # Promises
 //

@@ -39,6 +39,7 @@ type Engine struct {
 	expiry   leaseList
 	idx      index
 	cascades cascades
+	mover    owner             // of the leases on what is being moved
 	flights  map[flight]uint32 // slots that are being promoted into and may be joined
 	carving  bool              // a region is being carved with the lock released
 	// wanted is when a geometry first had to wait for a region, 0 for none waiting.
@@ -108,6 +109,7 @@ func New(cfg Config) (*Engine, error) {
 		}
 		return p
 	}
+	e.mover.all.owned = true
 	e.setUpCascades()
 	return e, nil
 }
@@ -191,13 +193,17 @@ func (e *Engine) addRegion(id uint32, size int64) (*region, error) {
 func (e *Engine) relimit() {
 	for _, c := range e.classes {
 		c.uncarved = 0
+		retired := 0 // slots that may be leased, but are not handed out
 		for _, r := range e.regions[1 : e.nregion+1] {
-			if r.class == nil {
+			if r.class == nil && !r.draining {
 				c.uncarved += c.slotsIn(r.size)
+			}
+			if r.class == c && r.retired {
+				retired += len(r.slots)
 			}
 		}
 		slots := c.slots + c.uncarved
-		c.limit = max(1, int(e.cfg.OwnerShare*float64(slots)))
+		c.limit = max(1, int(e.cfg.OwnerShare*float64(slots+retired)))
 		c.promotable = max(1, int(e.cfg.PromotingShare*float64(slots)))
 	}
 }
@@ -412,7 +418,7 @@ func (e *Engine) makeRoom(c *class) (ok, unlocked bool) {
 	}
 	var r *region
 	for _, q := range e.regions[1 : e.nregion+1] {
-		if q.class == nil && c.slotsIn(q.size) > 0 {
+		if q.class == nil && !q.draining && c.slotsIn(q.size) > 0 {
 			r = q
 			break
 		}
@@ -554,7 +560,7 @@ func (e *Engine) drain(r *region) bool {
 			}
 		}
 	}
-	if r.leased != 0 || r.free != len(r.slots) {
+	if r.leased != 0 || r.free+r.spoiled != len(r.slots) {
 		panic(fmt.Sprintf("tiers: an emptied region has %d of %d slots free, %d leased", r.free, len(r.slots), r.leased))
 	}
 	e.stats.Recarved++

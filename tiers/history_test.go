@@ -324,6 +324,12 @@ func (s *strict) Leave(ref uint32, evicted bool) {
 	s.Policy.Leave(ref, evicted)
 }
 
+func (s *strict) Copy(from, to uint32) {
+	s.must(s.resident(from) && !s.resident(to), "a copy of what is not resident, or to what is", to)
+	s.notes[to] = false
+	s.Policy.Copy(from, to)
+}
+
 func (s *strict) Inherit(parent, child uint32) {
 	s.must(s.resident(parent) && s.resident(child), "an inheritance of what is not resident", parent)
 	s.Policy.Inherit(parent, child)
@@ -357,7 +363,7 @@ func (w *world) checkPolicies() {
 				}
 			}
 			offered, ok := r.class.policy.(*strict).notes[ref]
-			if want := s.idle() && s.children == 0 && s.flags&cold == 0; !ok || offered != want {
+			if want := s.idle() && s.children == 0 && s.flags&cold == 0 && !r.retired; !ok || offered != want {
 				w.fatal("slot %#x is evictable: %v; the policy knows it: %v, and was offered it: %v", ref, want, ok, offered)
 			}
 		}

@@ -16,10 +16,11 @@ const (
 	storeLease
 	pinLease
 	cascadeLease
+	moveLease
 )
 
 func (k leaseKind) String() string {
-	return [...]string{"none", "lookup", "load", "store", "pin", "cascade"}[k]
+	return [...]string{"none", "lookup", "load", "store", "pin", "cascade", "move"}[k]
 }
 
 // lease is what one lookup, load, pin or unfinished store holds: a run of chunks of one prefix, or for a store the slots that it was granted.
@@ -30,7 +31,7 @@ type lease struct {
 	gen   uint32
 	owner *owner
 
-	key      uint64 // of a lookup: the client's id; of a cascade: the tier's bit
+	key      uint64 // of a lookup: the client's id; of a cascade: the tier's bit; of a move: the slot that it fills
 	first, n int    // pages
 	buf      []uint32
 	slots    []uint32 // what is left of buf
@@ -144,7 +145,7 @@ func (e *Engine) freeSlots(x *lease, slots []uint32) {
 		e.unpin(slots[i])
 	}
 	x.owner.leases -= len(slots)
-	if x.kind != cascadeLease { // its owner is of no space, and it was no use
+	if x.kind != cascadeLease && x.kind != moveLease { // their owners are of no space, and they were no use
 		x.owner.space.class.work(len(slots))
 	}
 }

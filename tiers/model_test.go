@@ -118,6 +118,12 @@ type world struct {
 	pins                      map[uint64]*modelSpace
 	flights                   map[uint64]*modelFlight
 	cascades                  map[uint64]*modelCascade
+	moves                     map[uint64]*modelMove
+	drained, going            map[uint32]bool // regions
+	sizes                     []int64         // of regions
+	nextRegion                uint32
+	moved, unplugged          int
+	calls                     int // kinds of calls, by their weight
 	tiers                     []TierAdmission
 	chain                     map[string]string // by digest: that of the page before
 	place                     map[string]int    // by digest: the page's index
@@ -156,7 +162,12 @@ func (w *world) exact() bool {
 
 func newWorld(t *testing.T, seed uint64) *world {
 	w := &world{t: t, seed: seed, rng: rand.New(rand.NewPCG(seed, 1)), arena: map[uint32][]byte{}, pins: map[uint64]*modelSpace{},
-		flights: map[uint64]*modelFlight{}, cascades: map[uint64]*modelCascade{}, chain: map[string]string{}, place: map[string]int{}}
+		flights: map[uint64]*modelFlight{}, cascades: map[uint64]*modelCascade{}, moves: map[uint64]*modelMove{}, drained: map[uint32]bool{}, going: map[uint32]bool{},
+		nextRegion: 200, chain: map[string]string{}, place: map[string]int{}}
+	w.calls = 60
+	if w.chance(2) { // regions are drained, and go
+		w.calls = 72
+	}
 	w.alphabet, w.depth = 1+w.rng.IntN(3), 1+w.rng.IntN(40)
 	w.deadline = 1 + w.rng.Int64N(2*growPatience)
 	digest := []int{8, 16, 32}[w.rng.IntN(3)]
@@ -180,6 +191,7 @@ func newWorld(t *testing.T, seed uint64) *world {
 	case 3: // room for all
 		regions = []int64{slot * 3000, slot * 3000, 200 * 16 * 40}
 	}
+	w.sizes = regions
 	var limit int64
 	for _, r := range regions {
 		limit += r
@@ -610,7 +622,7 @@ func (w *world) pin() {
 func (w *world) run(steps int) {
 	for w.step = 0; w.step < steps; w.step++ {
 		s := w.session()
-		switch w.rng.IntN(60) {
+		switch w.rng.IntN(w.calls) {
 		case 0, 1, 2, 3, 4, 5, 6, 7:
 			w.lookup(s)
 		case 8, 9, 10, 11, 12, 13, 14:
@@ -664,6 +676,18 @@ func (w *world) run(steps int) {
 			if w.chance(6) {
 				w.drop()
 			}
+		case 60, 61:
+			if w.chance(2) {
+				w.drain()
+			}
+		case 62, 63, 64, 65, 66:
+			w.move()
+		case 67, 68, 69, 70:
+			w.endMove()
+		case 71:
+			if w.chance(4) {
+				w.unplug()
+			}
 		case 39:
 			w.now += w.rng.Int64N(growPatience / 20) // less than a deadline: nothing is done about it yet
 		}
@@ -688,6 +712,9 @@ func (w *world) run(steps int) {
 	}
 	for len(w.cascades) > 0 {
 		w.endCascade()
+	}
+	for len(w.moves) > 0 {
+		w.endMove()
 	}
 	for pin := range w.pins {
 		w.check(w.e.Unpin(pin))
@@ -719,7 +746,7 @@ func TestRandomHistories(t *testing.T) {
 		return
 	}
 	var total Counters
-	hits, exacts, cascades, dropped := 0, 0, 0, 0
+	hits, exacts, cascades, dropped, unplugged := 0, 0, 0, 0, 0
 	for seed := uint64(1); seed <= uint64(*seedsFlag); seed++ {
 		w := newWorld(t, seed)
 		w.run(*stepsFlag)
@@ -728,13 +755,14 @@ func TestRandomHistories(t *testing.T) {
 		exacts += w.exacts
 		cascades += w.cascaded
 		dropped += w.droppedCascades
+		unplugged += w.unplugged
 		for _, c := range []struct {
 			to *uint64
 			v  uint64
 		}{{&total.Evictions, s.Evictions}, {&total.Duplicates, s.Duplicates}, {&total.Replaced, s.Replaced}, {&total.Extended, s.Extended}, {&total.Recarved, s.Recarved},
 			{&total.Promotions, s.Promotions}, {&total.PromotionsJoined, s.PromotionsJoined}, {&total.PromotionsFailed, s.PromotionsFailed},
 			{&total.PromotionsLate, s.PromotionsLate}, {&total.PromotedPages, s.PromotedPages}, {&total.Dropped, s.Dropped},
-			{&total.Limited, s.Limited}, {&total.Bad, s.Bad}, {&total.Cleared, s.Cleared}, {&total.LoadPages, s.LoadPages}, {&total.Expired, s.Expired}} {
+			{&total.Limited, s.Limited}, {&total.Bad, s.Bad}, {&total.Cleared, s.Cleared}, {&total.LoadPages, s.LoadPages}, {&total.Expired, s.Expired}, {&total.Moved, s.Moved}} {
 			*c.to += c.v
 		}
 	}
@@ -742,7 +770,7 @@ func TestRandomHistories(t *testing.T) {
 	for name, n := range map[string]uint64{"evictions": total.Evictions, "duplicates": total.Duplicates, "replaced": total.Replaced, "extended": total.Extended,
 		"recarved": total.Recarved, "limited": total.Limited, "bad": total.Bad, "cleared": total.Cleared, "loads": total.LoadPages, "expired": total.Expired,
 		"promotions": total.Promotions, "joined promotions": total.PromotionsJoined, "failed promotions": total.PromotionsFailed, "late promotions": total.PromotionsLate,
-		"promoted pages": total.PromotedPages, "dropped": total.Dropped, "cascades": uint64(cascades), "dropped cascades": uint64(dropped), "known answers": uint64(exacts)} {
+		"promoted pages": total.PromotedPages, "dropped": total.Dropped, "cascades": uint64(cascades), "dropped cascades": uint64(dropped), "known answers": uint64(exacts), "moves": total.Moved, "removed regions": uint64(unplugged)} {
 		if n == 0 && *seedsFlag >= 100 {
 			t.Errorf("the histories never came to %s", name)
 		}
@@ -791,7 +819,7 @@ func FuzzEngine(f *testing.F) {
 		handle := func() uint64 { return handles[next()%len(handles)] }
 		for len(data) > 0 {
 			o := Owner(next() % 5)
-			switch next() % 23 {
+			switch next() % 25 {
 			case 17, 18:
 				have := []uint16{uint16(next()), uint16(odd()), uint16(next() % 5), 4, 4, 4, 4, 4, 4, 4, 4, 4}
 				h := take(next() % 12)
@@ -821,6 +849,19 @@ func FuzzEngine(f *testing.F) {
 				if next()%4 == 0 {
 					_, _ = e.Drop(SpaceID(next()%5), first, h)
 				}
+			case 23:
+				if err := e.Drain(uint32(next() % 4)); err == nil && next()%3 == 0 {
+					_ = e.Undrain(uint32(next() % 4))
+				}
+				if next()%8 == 0 {
+					_ = e.RemoveRegion(uint32(next() % 4))
+				}
+			case 24:
+				moves, _, _, _ := e.NextMoves(uint32(next()%4), odd(), odd(), next()%2 == 0, nil, nil)
+				for _, m := range moves {
+					handles = append(handles, m.Handle)
+				}
+				e.EndMove(handle(), MoveEnd(next()%3))
 			case 0:
 				_ = e.AddRegion(uint32(next()%4), int64(odd()))
 			case 1:

@@ -77,6 +77,7 @@ func (e *Engine) RemoveRegion(id uint32) error {
 			r.class.free -= r.free
 			r.class.slots -= len(r.slots)
 		}
+		r.retired = false // what is not dropped yet may be evicted meanwhile
 		for i := 0; i < r.fresh; i++ {
 			if r.slots[i].state != free {
 				e.doom(r.num<<recordBits | uint32(i))
@@ -92,14 +93,27 @@ func (e *Engine) RemoveRegion(id uint32) error {
 				}
 			}
 		}
-		if r.free != len(r.slots) {
-			return fmt.Errorf("%w: %d slots of region %d are in use", ErrBusy, len(r.slots)-r.free, id)
+		if n := len(r.slots) - r.free - r.spoiled; n > 0 {
+			return fmt.Errorf("%w: %d slots of region %d are in use", ErrBusy, n, id)
 		}
 		e.uncarve(r)
 	}
 	e.dropRegion(r)
 	e.relimit()
 	return nil
+}
+
+// Spoil has a slot that is in use never be granted again: its memory has turned out to be bad. What it holds is the caller's to drop. It lasts until the region is removed or
+// carved again. false: there is no such slot, or it is free.
+func (e *Engine) Spoil(region, slot uint32) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	r := e.byID[region]
+	if e.closed || r == nil || int64(slot) >= int64(r.fresh) || r.slots[slot].state == free {
+		return false
+	}
+	r.slots[slot].flags |= spoiled
+	return true
 }
 
 // dropRegion takes a region that is not carved out of the books. Its number stays, for the next region that is added.

@@ -25,6 +25,9 @@ const (
 	twin                        // ready, promoted while a store was first with the same chunk: freed when nobody uses it, if that still is there
 	reused                      // ready, used since it was stored or grew, and queued for the tiers that admit that
 	cold                        // ready, taken out of the policy's order to be written to the tiers below before it is evicted
+	moving                      // ready, being copied to another slot: not extended meanwhile; or filling, and that slot
+	moved                       // ready, and another slot has what it holds since: freed when nobody uses it, if that still is there
+	spoiled                     // its memory is bad: never granted again once it is free
 )
 
 // slot is the engine's account of one slot: a cache line with all of it that a lookup of the whole chunk reads and writes. The rest is its kin.
@@ -42,11 +45,13 @@ type slot struct {
 	last     [4]uint64 // digest of the page at the chunk's last position; outlives the slot's becoming free
 }
 
-// kin is what a slot hangs on.
+// kin is what a slot hangs on, and what hangs on it.
 type kin struct {
 	parent    uint32 // the slot of the chunk before, if it was held when this one came
 	parentGen uint32 // generation of parent; another one there now means that the parent is gone
-	next      uint32 // of a free slot: the next free one plus one
+	next      uint32 // of a held slot with a parent: the next one with that parent, by ref; of a free slot: the next free one plus one
+	prev      uint32 // of a held slot with a parent: the one before
+	child     uint32 // the first slot whose parent this is
 }
 
 // link chains the records of one page that several slots hold. The one without prev is in the index.
@@ -59,7 +64,8 @@ type region struct {
 	size int64
 
 	class    *class // nil: not carved
-	draining bool   // being emptied for another geometry: hands out no slots
+	draining bool   // hands out no slots
+	retired  bool   // draining, and nothing in it is evicted; see Drain. Otherwise what drains is being emptied
 	ppc      int
 	shift    int8 // its logarithm if it is a power of two, else -1
 	words    int  // of a digest
@@ -73,7 +79,8 @@ type region struct {
 	fresh    int    // slots [fresh:] were never used since the carving
 	firstGen uint32 // their generation
 	freeList uint32 // a free slot plus one
-	free     int
+	free     int    // and not spoiled
+	spoiled  int    // free ones that are
 	filling  int
 	leased   int    // slots with pins or with an extension under way
 	lastUse  uint64 // newest stamp
@@ -191,7 +198,14 @@ func (e *Engine) touch(ref uint32) {
 // offer lets a slot be evicted from now on: it is ready, nobody uses it, and it has no continuation.
 func (e *Engine) offer(ref uint32) {
 	r, s := e.slot(ref)
-	if s.flags&cold != 0 {
+	switch {
+	case r.retired:
+		if s.flags&cold != 0 {
+			s.flags &^= cold
+			r.class.cold--
+		}
+		return
+	case s.flags&cold != 0:
 		e.cool(r.class, ref)
 		return
 	}
@@ -270,8 +284,9 @@ func (e *Engine) settle(ref uint32) {
 	switch {
 	case s.doomed():
 		e.release(ref)
-	case (int(s.pages) < r.ppc || s.flags&twin != 0) && e.redundant(ref):
+	case (int(s.pages) < r.ppc || s.flags&(twin|moved) != 0) && e.redundant(ref):
 		e.stats.Duplicates++
+		e.bequeath(ref)
 		if s.flags&cold != 0 {
 			e.cool(r.class, ref) // as thaw expects
 		}
@@ -282,22 +297,83 @@ func (e *Engine) settle(ref uint32) {
 	}
 }
 
-// redundant says whether another slot holds all that this one holds. Then it holds its last page, as a page's digest names the whole prefix.
-func (e *Engine) redundant(ref uint32) bool {
+// redundant says whether another slot holds all that this one holds, and is there to stay.
+func (e *Engine) redundant(ref uint32) bool { return e.heir(ref) != 0 }
+
+// heir is such a slot, 0 if there is none. It holds the last page, as a page's digest names the whole prefix. It looks beyond the neighbours among those that share that
+// page only where these have been moved away.
+func (e *Engine) heir(ref uint32) uint32 {
 	r, s := e.slot(ref)
 	l := r.links[int(ref&recordMask)*r.ppc+int(s.pages)-1]
-	return l.next != 0 || l.prev != 0
+	for rec := l.prev; rec != 0; rec = e.links(rec).prev {
+		if other, _ := e.slotOf(rec); e.stays(other) {
+			return other
+		}
+	}
+	for rec := l.next; rec != 0; rec = e.links(rec).next {
+		if other, _ := e.slotOf(rec); e.stays(other) {
+			return other
+		}
+	}
+	return 0
 }
 
-// adopt makes parent the parent of a held slot.
+func (e *Engine) stays(ref uint32) bool {
+	_, s := e.slot(ref)
+	return s.flags&moved == 0
+}
+
+// adopt makes parent the parent of a held slot that has none.
 func (e *Engine) adopt(parent, child uint32) {
-	_, p := e.slot(parent)
-	if p.children == 0 {
+	if _, p := e.slot(parent); p.children == 0 {
 		e.hold(parent)
 	}
+	e.hang(parent, child)
+}
+
+// hang puts a slot without a parent among those that continue parent.
+func (e *Engine) hang(parent, child uint32) {
+	_, p := e.slot(parent)
+	k, c := e.kin(parent), e.kin(child)
+	*c = kin{parent: parent, parentGen: p.gen, next: k.child, child: c.child}
+	if k.child != 0 {
+		e.kin(k.child).prev = child
+	}
+	k.child = child
 	p.children++
-	k := e.kin(child)
-	k.parent, k.parentGen = parent, p.gen
+}
+
+// unhang undoes that. What has been orphaned is in no list: its siblings may be other chunks by now.
+func (e *Engine) unhang(child uint32) {
+	c := e.kin(child)
+	_, p := e.slot(c.parent)
+	p.children--
+	if c.prev != 0 {
+		e.kin(c.prev).next = c.next
+	} else {
+		e.kin(c.parent).child = c.next
+	}
+	if c.next != 0 {
+		e.kin(c.next).prev = c.prev
+	}
+	*c = kin{child: c.child}
+}
+
+// bequeath hands what continues a slot to another that holds the same chunk. Beyond clearSlice of them they are left without a parent.
+func (e *Engine) bequeath(ref uint32) {
+	k := e.kin(ref)
+	if k.child == 0 {
+		return
+	}
+	heir := e.heir(ref)
+	if _, h := e.slot(heir); h.children == 0 {
+		e.hold(heir)
+	}
+	for n := 0; k.child != 0 && n < clearSlice; n++ {
+		child := k.child
+		e.unhang(child)
+		e.hang(heir, child)
+	}
 }
 
 // orphan says whether a held slot has no parent, or none any more.
@@ -324,17 +400,18 @@ func (e *Engine) heldParent(ref uint32) uint32 {
 
 // disown ends a slot's being the continuation of its parent.
 func (e *Engine) disown(ref uint32) {
-	k := e.kin(ref)
-	if !e.orphan(ref) {
-		_, s := e.slot(ref)
-		_, p := e.slot(k.parent)
-		p.children--
-		p.stamp = max(p.stamp, s.stamp)
-		if p.children == 0 && p.state == ready && !p.doomed() && p.idle() {
-			e.offer(k.parent)
-		}
+	if e.orphan(ref) {
+		e.kin(ref).parent = 0
+		return
 	}
-	k.parent = 0
+	parent := e.kin(ref).parent
+	_, s := e.slot(ref)
+	_, p := e.slot(parent)
+	e.unhang(ref)
+	p.stamp = max(p.stamp, s.stamp)
+	if p.children == 0 && p.state == ready && !p.doomed() && p.idle() {
+		e.offer(parent)
+	}
 }
 
 // enter indexes pages [from, to) of a slot, whose digests are written. It undoes itself and answers false if one of them is held as another
@@ -460,7 +537,12 @@ func (e *Engine) release(ref uint32) {
 		e.cfg.OnFree(r.id, ref&recordMask)
 	}
 	e.spaces[s.space].chunks--
-	*s = slot{gen: s.gen + 1, last: s.last}
+	bad := s.flags & spoiled
+	*s = slot{gen: s.gen + 1, last: s.last, flags: bad}
+	if bad != 0 {
+		r.spoiled++
+		return
+	}
 	e.kin(ref).next = r.freeList
 	r.freeList = ref&recordMask + 1
 	r.free++
@@ -469,16 +551,23 @@ func (e *Engine) release(ref uint32) {
 	}
 }
 
-// maxStrays bounds the victims in regions that are being emptied which a call drops on its way to one elsewhere.
+// maxStrays bounds the victims in regions that hand out no slots which a call passes on its way to one elsewhere.
 const maxStrays = 64
 
 // victim is the slot of a class that its policy would evict next. Slots of regions that are being emptied may be dropped on the way.
 func (e *Engine) victim(c *class) (ref uint32, ok bool) {
 	for range maxStrays {
-		if ref, ok = c.policy.Victim(); !ok || !e.regions[ref>>recordBits].draining {
+		if ref, ok = c.policy.Victim(); !ok {
 			return ref, ok
 		}
-		e.expel(ref)
+		switch r := e.regions[ref>>recordBits]; {
+		case r.retired: // Drain has not come to it yet
+			e.hold(ref)
+		case r.draining:
+			e.expel(ref)
+		default:
+			return ref, ok
+		}
 	}
 	return 0, false
 }
@@ -492,6 +581,9 @@ func (e *Engine) evict(c *class) bool {
 			if ref, ok = e.victim(c); !ok {
 				return false
 			}
+		} else if e.regions[ref>>recordBits].retired {
+			e.thaw(ref)
+			continue
 		}
 		e.expel(ref)
 		if c.free > 0 {
@@ -540,6 +632,7 @@ func (e *Engine) alloc(s *space, chunk, pages int) uint32 {
 		s.chunks++
 		r.lastUse = e.tick
 		r.slots[i] = slot{stamp: e.tick, gen: gen, chunk: uint32(chunk), granted: uint16(pages), space: s.id, state: filling}
+		r.kin[i] = kin{}
 		e.wantVictims(c)
 		return r.num<<recordBits | i
 	}

@@ -25,6 +25,7 @@ type Counters struct {
 	Limited       uint64 // answers cut short by an owner's share or limits
 	Recarved      uint64 // regions emptied for another geometry
 	CarveFailures uint64 // regions that could not be carved for want of memory
+	Moved         uint64 // chunks moved from one region to another
 
 	Promotions       uint64 // chunks for which slots were reserved, to be loaded from a tier
 	PromotionsJoined uint64 // chunks that were on their way already when another lookup wanted them
@@ -73,10 +74,10 @@ func (e *Engine) Stats() Stats {
 		st.Slots += n
 		st.FreeSlots += r.free
 		st.FillingSlots += r.filling
-		st.ReadySlots += n - r.free - r.filling
+		st.ReadySlots += n - r.free - r.spoiled - r.filling
 		st.LeasedSlots += r.leased
 		st.UsedBytes += int64(n-r.free) * r.class.slotBytes()
-		st.MetadataBytes += int64(n)*(64+12+16+4) + int64(n*(r.ppc-1))*int64(8*r.words) + int64(n*r.ppc)*8
+		st.MetadataBytes += int64(n)*(64+20+16+4) + int64(n*(r.ppc-1))*int64(8*r.words) + int64(n*r.ppc)*8
 	}
 	for _, c := range e.classes {
 		st.Promoting += c.promoting

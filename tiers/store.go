@@ -68,7 +68,7 @@ func (e *Engine) PrepareStore(o Owner, firstPage int, prev, hashes []byte, out [
 		if rec, page := e.bisect(sp, &w, i); rec != 0 && !e.cfg.NoExtend {
 			ref, _ := e.slotOf(rec)
 			r, s := e.slot(ref)
-			if have := page - start + 1; int(s.pages) == have && s.granted == 0 && ow.slots.add(ref, sp.class.limit) {
+			if have := page - start + 1; int(s.pages) == have && s.granted == 0 && s.flags&moving == 0 && !r.draining && ow.slots.add(ref, sp.class.limit) {
 				e.hold(ref)
 				if s.idle() {
 					r.leased++
@@ -167,10 +167,10 @@ func (e *Engine) grant(ow *owner, parent uint32, chunk, pages int) uint32 {
 	ref := e.alloc(ow.space, chunk, pages)
 	if parent != 0 {
 		_, p := e.slot(parent)
+		p.children--
 		if ref != 0 {
-			k := e.kin(ref)
-			k.parent, k.parentGen = parent, p.gen
-		} else if p.children--; p.children == 0 && p.state == ready && p.idle() {
+			e.hang(parent, ref)
+		} else if p.children == 0 && p.state == ready && p.idle() {
 			e.offer(parent)
 		}
 	}

@@ -23,14 +23,15 @@
 // A Disk's calls hold calls for reading, Close for writing. shape guards which slabs there are, and is held while one is carved. A slab's files are used under a
 // lease or grant of a slot in it, without which the engine does not let its region go, or under its life. Its order is held while an entry is written; its mu
 // and the Disk's regionsMu are the innermost, taken also under the engine's lock, and never held across I/O. They are taken in the order:
-// calls, shape, life, order, the engine's, mu or regionsMu.
+// calls, moving, shape, life, order, the engine's, mu or regionsMu. admin is held by whoever changes the directories, and by Close, before all of them; calls is not
+// taken under it but by Close.
 package disk
 
 import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
+	"math"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -56,10 +57,15 @@ const (
 type Options struct {
 	// FS has the directories. Default vfs.OS.
 	FS vfs.FS
-	// Dirs are the directories, made if they are not there; one process at a time has them open. The slabs are spread over all of them.
+	// Recycled: what FS allocates reads as what was there before, not as zeros.
+	Recycled bool
+	// Dirs are the directories, made if they are not there; one process at a time has them open. The slabs are spread over all of them. There may be none: AddDir
+	// adds some.
 	Dirs []string
 	// CapacityBytes is the size of all slabs together, directories and all. What is there already grows or shrinks to it by whole slabs.
 	CapacityBytes int64
+	// DirBytes is the part of each directory in it, in the order of Dirs; CapacityBytes is their sum then. Default: equal parts.
+	DirBytes []int64
 	// SlabBytes is the size of a new slab. Default: a 32nd of the capacity, but 256 MiB to 64 GiB, and as much as makes 60 slabs at most.
 	SlabBytes int64
 	// Policy of eviction by name. Default: the engine's.
@@ -111,9 +117,21 @@ func (o *Options) validate() error {
 	if o.RetryEvery == 0 {
 		o.RetryEvery = time.Second
 	}
+	if o.DirBytes != nil {
+		if len(o.DirBytes) != len(o.Dirs) {
+			return fmt.Errorf("%w: sizes of %d directories, and %d directories", tiers.ErrInvalid, len(o.DirBytes), len(o.Dirs))
+		}
+		o.CapacityBytes = 0
+		for i, n := range o.DirBytes {
+			if n < leastSlabBytes || n > math.MaxInt64-o.CapacityBytes {
+				return fmt.Errorf("%w: a capacity of %d bytes in %s", tiers.ErrInvalid, n, o.Dirs[i])
+			}
+			o.CapacityBytes += n
+		}
+	}
 	switch {
-	case len(o.Dirs) == 0 || len(o.Dirs) > maxSlabs:
-		return fmt.Errorf("%w: %d directories: want 1 to %d", tiers.ErrInvalid, len(o.Dirs), maxSlabs)
+	case len(o.Dirs) > maxSlabs || len(o.Dirs) == 0 && o.CapacityBytes != 0:
+		return fmt.Errorf("%w: %d directories for %d bytes: at most %d directories", tiers.ErrInvalid, len(o.Dirs), o.CapacityBytes, maxSlabs)
 	case o.CapacityBytes < int64(len(o.Dirs))*leastSlabBytes:
 		return fmt.Errorf("%w: a capacity of %d bytes in %d directories", tiers.ErrInvalid, o.CapacityBytes, len(o.Dirs))
 	case o.SlabBytes != 0 && o.SlabBytes < leastSlabBytes:
@@ -138,8 +156,6 @@ type Disk struct {
 	o       Options
 	log     *zap.Logger
 	engine  *tiers.Engine
-	locks   []io.Closer
-	places  []*place // never changes once open
 	loads   line
 	stores  line
 	stop    chan struct{}  // closed by Close
@@ -148,6 +164,10 @@ type Disk struct {
 	start   time.Time
 	store   [16]byte // the store that slabs made now belong to
 
+	admin    sync.Mutex // see the package comment
+	ending   sync.Once
+	stopping chan struct{} // closed when Close begins
+
 	calls  sync.RWMutex // see the package comment
 	closed bool         // guarded by calls
 	closeE error
@@ -155,8 +175,12 @@ type Disk struct {
 	shape sync.Mutex // see the package comment; guards what places point to
 	blank atomic.Int32
 
+	moving sync.Mutex // held while some chunks move; see flushDropped
+
 	regionsMu sync.RWMutex // innermost
 	byRegion  map[uint32]*slab
+	dirs      []*directory // this and places change under shape and regionsMu, and are read under either; what was read stays as it is
+	places    []*place
 	regionIDs atomic.Uint32
 
 	spacesMu sync.Mutex
@@ -318,7 +342,7 @@ func (d *Disk) Drop(ctx context.Context, run tiers.Run) error {
 	if dropped == 0 {
 		return nil
 	}
-	return d.flushFrees()
+	return d.flushDropped()
 }
 
 // Clear implements tiers.Tier. It is as durable as Drop.
@@ -332,7 +356,7 @@ func (d *Disk) Clear(ctx context.Context, fp chunk.Fingerprint) (chunks int, err
 			chunks += d.engine.ClearSpace(st.ID)
 		}
 	}
-	return chunks, d.flushFrees()
+	return chunks, d.flushDropped()
 }
 
 // Stats implements tiers.Tier.
@@ -344,7 +368,8 @@ func (d *Disk) Stats() tiers.TierStats {
 	}
 	off := 0
 	var why error
-	for _, p := range d.places {
+	dirs, places := d.table()
+	for _, p := range places {
 		if err := p.failure(); err != nil {
 			off++
 			why = err
@@ -352,7 +377,11 @@ func (d *Disk) Stats() tiers.TierStats {
 		}
 		out.CapacityBytes += p.bytes
 	}
-	out.Detail = fmt.Sprintf("%d slabs in %s", len(d.places), list(d.o.Dirs))
+	names := make([]string, len(dirs))
+	for i, dir := range dirs {
+		names[i] = dir.path
+	}
+	out.Detail = fmt.Sprintf("%d slabs in %s", len(places), list(names))
 	if off > 0 {
 		out.Detail += fmt.Sprintf("; %d given up: %v", off, why)
 	}
@@ -360,7 +389,7 @@ func (d *Disk) Stats() tiers.TierStats {
 }
 
 func list(names []string) string {
-	if len(names) > 4 {
+	if len(names) > 4 || len(names) == 0 {
 		return fmt.Sprintf("%d directories", len(names))
 	}
 	out := names[0]
@@ -372,6 +401,9 @@ func list(names []string) string {
 
 // Close implements tiers.Tier.
 func (d *Disk) Close() error {
+	d.ending.Do(func() { close(d.stopping) })
+	d.admin.Lock() // whoever changes the directories stops
+	defer d.admin.Unlock()
 	d.calls.Lock()
 	defer d.calls.Unlock()
 	if d.closed {
@@ -398,8 +430,8 @@ func (d *Disk) shut() error {
 		}
 	}
 	d.engine.Close()
-	for _, l := range d.locks {
-		errs = append(errs, l.Close())
+	for _, dir := range d.dirs {
+		errs = append(errs, dir.lock.Close())
 	}
 	return errors.Join(errs...)
 }

@@ -71,11 +71,11 @@ func newLine(pieces int) line {
 // startWorkers has the workers go on until the tier is closed. Movers do nothing but requests, one after another, so that the medium always has as many as it may have;
 // checksums are the business of checkers, on half of the processors, as who comes back from a request wants one at once.
 func (d *Disk) startWorkers() {
-	checkers := max(1, runtime.GOMAXPROCS(0)/2)
+	checkers := min(2, runtime.GOMAXPROCS(0))
 	pieces := 2 * (d.o.Workers + checkers)
 	d.loads, d.stores = newLine(pieces), newLine(pieces)
 	for range d.o.Workers {
-		d.helpers.Go(d.mover)
+		d.helpers.Go(d.moveWorker)
 	}
 	for range checkers {
 		d.helpers.Go(func() { d.work(d.loads.checks, d.stores.checks, d.check) })
@@ -133,8 +133,8 @@ func (d *Disk) work(loads, stores chan piece, do func(piece)) {
 	}
 }
 
-// mover moves pieces.
-func (d *Disk) mover() {
+// moveWorker moves pieces.
+func (d *Disk) moveWorker() {
 	bounce, err := dax.NewTable[byte](block)
 	var tail []byte
 	if err == nil {

@@ -37,7 +37,7 @@ func Open(o Options) (_ *Disk, err error) {
 		return nil, err
 	}
 	d := &Disk{
-		o: o, log: o.Log, start: time.Now(), stop: make(chan struct{}),
+		o: o, log: o.Log, start: time.Now(), stop: make(chan struct{}), stopping: make(chan struct{}),
 		byRegion: map[uint32]*slab{}, spaces: map[chunk.Fingerprint]*space{}, victims: make(chan struct{}, 1),
 	}
 	binary.LittleEndian.PutUint64(d.store[:], rand.Uint64())
@@ -57,8 +57,16 @@ func Open(o Options) (_ *Disk, err error) {
 			err = errors.Join(err, d.shut())
 		}
 	}()
-	if d.locks, err = lockAll(o.FS, o.Dirs, true); err != nil {
+	locks, err := lockAll(o.FS, o.Dirs, true)
+	if err != nil {
 		return nil, err
+	}
+	for i, lock := range locks {
+		dir := &directory{path: o.Dirs[i], lock: lock, bytes: o.CapacityBytes / int64(len(locks)) / block * block}
+		if o.DirBytes != nil {
+			dir.bytes = o.DirBytes[i] / block * block
+		}
+		d.dirs = append(d.dirs, dir)
 	}
 	slabs, err := d.survey()
 	if err != nil {
@@ -133,89 +141,97 @@ func readHeader(f vfs.File) (media.Header, error) {
 	return h, err
 }
 
+// slabBytes is the size of a new slab of a store of some capacity.
+func (d *Disk) slabBytes(capacity int64) int64 {
+	if d.o.SlabBytes != 0 {
+		return d.o.SlabBytes
+	}
+	return min(max(capacity/32, minSlabBytes), maxSlabBytes)
+}
+
 // survey finds which slabs are there, makes the directories' sizes those wanted, and answers the slabs that are carved.
 func (d *Disk) survey() (found []*slab, err error) {
-	share := d.o.CapacityBytes / int64(len(d.o.Dirs)) / block * block
-	total := 0
-	numbers := make([][]uint32, len(d.o.Dirs))
-	for i, dir := range d.o.Dirs {
-		if numbers[i], err = slabNumbers(d.o.FS, dir); err != nil {
-			return nil, fmt.Errorf("disk tier in %s: %w", dir, err)
+	want := d.slabBytes(d.o.CapacityBytes)
+	numbers := make([][]uint32, len(d.dirs))
+	there := 0 // with one for each directory that has none
+	for i, dir := range d.dirs {
+		if numbers[i], err = slabNumbers(d.o.FS, dir.path); err != nil {
+			return nil, fmt.Errorf("disk tier in %s: %w", dir.path, err)
 		}
+		there += max(len(numbers[i]), 1)
 	}
-	want := d.o.SlabBytes
-	if want == 0 {
-		want = min(max(d.o.CapacityBytes/32, minSlabBytes), maxSlabBytes)
-	}
-	perDir := int64(maxSlabs / len(d.o.Dirs))
-	for i, dir := range d.o.Dirs {
-		var places []*place
-		var have int64
-		var headers []media.Header
+	headers := map[*place]media.Header{}
+	places := make([][]*place, len(d.dirs))
+	left := make([]int64, len(d.dirs))
+	free, wanting := maxSlabs, 0 // slabs that may be made, and directories that want some
+	for i, dir := range d.dirs {
+		left[i] = dir.bytes
+		most := max(maxSlabs/len(d.dirs), maxSlabs-there+max(len(numbers[i]), 1))
 		for _, n := range numbers[i] {
-			p := &place{dir: dir, index: n}
+			p := &place{home: dir, index: n}
 			h, err := d.look(p, want)
 			if err != nil {
 				return nil, err
 			}
-			if have+p.bytes > share || int64(len(places)) == perDir {
+			if p.bytes > left[i] || len(places[i]) == most {
 				d.log.Info("dropping a slab: the capacity is smaller than what is there", zap.String("slab", p.name()), zap.Int64("bytes", p.bytes))
 				if err := d.o.FS.Remove(p.name()); err != nil {
-					return nil, fmt.Errorf("disk tier in %s: %w", dir, err)
+					return nil, fmt.Errorf("disk tier in %s: %w", dir.path, err)
 				}
 				continue
 			}
-			have += p.bytes
-			places, headers = append(places, p), append(headers, h)
+			left[i] -= p.bytes
+			places[i] = append(places[i], p)
+			headers[p] = h
+			free--
 		}
-		next := uint32(0)
-		had := len(places)
-		for left := share - have; left >= leastSlabBytes && int64(len(places)) < perDir; left = share - have {
-			size := max(min(want, left), left/(perDir-int64(len(places)))/block*block)
-			if rest := left - size; rest < max(size/4, leastSlabBytes) && rest > 0 && had+len(places) > 0 {
-				size = left // no odd little one at the end
-			}
-			size = size / block * block
-			for slices.ContainsFunc(places, func(p *place) bool { return p.index == next }) {
-				next++
-			}
-			p := &place{dir: dir, index: next, bytes: size}
-			if err := d.remake(p); err != nil {
+		if left[i] >= leastSlabBytes {
+			wanting++
+		}
+	}
+	for i, dir := range d.dirs {
+		if left[i] >= leastSlabBytes {
+			made, err := d.fill(dir, places[i], left[i], want, free/wanting)
+			if err != nil {
 				return nil, fmt.Errorf("disk tier: %w", err)
 			}
-			places, headers = append(places, p), append(headers, media.Header{Epoch: p.epoch, Bytes: p.bytes})
-			have += size
-		}
-		if had > 0 && had < len(places) {
-			d.log.Info("added slabs: the capacity is larger than what was there", zap.String("directory", dir), zap.Int("slabs", len(places)-had))
-		}
-		for k, p := range places {
-			d.places = append(d.places, p)
-			total++
-			switch {
-			case p.failure() != nil:
-				d.heal(p, nil)
-			case headers[k].Carved():
-				s, err := d.newSlab(p, headers[k])
-				if err != nil {
-					if ours(err) {
-						return nil, fmt.Errorf("disk tier: %w", err)
-					}
-					d.off(p, err)
-					d.heal(p, nil)
-					continue
-				}
-				p.slab = s
-				found = append(found, s)
-			default:
-				d.blank.Add(1)
+			if len(places[i]) > 0 && len(made) > 0 {
+				d.log.Info("added slabs: the capacity is larger than what was there", zap.String("directory", dir.path), zap.Int("slabs", len(made)))
 			}
+			places[i] = append(places[i], made...)
+			free -= len(made)
+			wanting--
+		}
+		d.places = append(d.places, places[i]...)
+	}
+	for _, p := range d.places {
+		h, known := headers[p]
+		switch {
+		case p.failure() != nil:
+			d.heal(p, nil)
+		case known && h.Carved():
+			s, err := d.newSlab(p, h)
+			if err != nil {
+				if ours(err) {
+					return nil, fmt.Errorf("disk tier: %w", err)
+				}
+				d.off(p, err)
+				d.heal(p, nil)
+				continue
+			}
+			d.shape.Lock()
+			p.slab = s
+			d.shape.Unlock()
+			found = append(found, s)
 		}
 	}
-	if total == 0 {
-		return nil, fmt.Errorf("%w: no slab fits into %d bytes in %d directories", tiers.ErrInvalid, d.o.CapacityBytes, len(d.o.Dirs))
+	d.shape.Lock()
+	d.countBlank()
+	d.shape.Unlock()
+	if len(d.places) == 0 && len(d.dirs) > 0 {
+		return nil, fmt.Errorf("%w: no slab fits into %d bytes in %d directories", tiers.ErrInvalid, d.o.CapacityBytes, len(d.dirs))
 	}
-	if d.o.Direct == DirectAlways && len(found) == 0 { // or it would come out at the first store
+	if d.o.Direct == DirectAlways && len(found) == 0 && len(d.places) > 0 { // or it would come out at the first store
 		buffed, direct, _, err := d.openFiles(d.places[0].name())
 		if err != nil {
 			return nil, fmt.Errorf("disk tier: %w", err)
@@ -225,6 +241,36 @@ func (d *Disk) survey() (found []*slab, err error) {
 		}
 	}
 	return found, nil
+}
+
+// fill makes slabs for what is left of a directory's capacity beside those that it has, at most so many. What was made before an error is answered with it.
+func (d *Disk) fill(dir *directory, has []*place, left, want int64, most int) (made []*place, err error) {
+	next := uint32(0)
+	for ; left >= leastSlabBytes && len(made) < most; next++ {
+		if slices.ContainsFunc(has, func(p *place) bool { return p.index == next }) {
+			continue
+		}
+		size := max(min(want, left), left/int64(most-len(made))/block*block)
+		if rest := left - size; rest < max(size/4, leastSlabBytes) && rest > 0 && len(has)+len(made) > 0 {
+			size = left // no odd little one at the end
+		}
+		if sized, ok := d.o.FS.(Sized); ok {
+			hole, err := sized.Hole(dir.path)
+			if err != nil {
+				return made, err
+			}
+			if size = min(size, hole); size < leastSlabBytes {
+				break
+			}
+		}
+		p := &place{home: dir, index: next, bytes: size / block * block}
+		if err := d.remake(p); err != nil {
+			return made, err
+		}
+		made = append(made, p)
+		left -= p.bytes
+	}
+	return made, nil
 }
 
 // look reads what a file that is there says of itself. One that is damaged is made anew, with so many bytes if its size is no help; one that
@@ -246,7 +292,7 @@ func (d *Disk) look(p *place, bytes int64) (media.Header, error) {
 	switch {
 	case err == nil:
 		p.bytes, p.epoch = h.Bytes, h.Epoch
-		p.fresh = !h.Carved()
+		p.fresh = !h.Carved() && !d.o.Recycled
 		if h.Epoch+1 < media.EpochLimit {
 			return h, nil
 		}

@@ -36,9 +36,9 @@ func (d *Disk) makeRoom(g tiers.Geometry, want int) {
 		return
 	}
 	// One in each directory, so that all of them get their share of what comes.
-	for _, dir := range d.o.Dirs {
+	for _, dir := range d.dirs {
 		for _, p := range d.places {
-			if p.dir == dir && p.slab == nil && p.failure() == nil {
+			if p.home == dir && p.blank() {
 				d.carveOrGiveUp(p, g)
 				break
 			}
@@ -56,6 +56,20 @@ func (d *Disk) makeRoom(g tiers.Geometry, want int) {
 	}
 }
 
+// blank says whether a place can be carved. The caller holds Disk.shape.
+func (p *place) blank() bool { return p.slab == nil && !p.retired.Load() && p.failure() == nil }
+
+// countBlank counts the places that can be carved. The caller holds shape.
+func (d *Disk) countBlank() {
+	n := int32(0)
+	for _, p := range d.places {
+		if p.blank() {
+			n++
+		}
+	}
+	d.blank.Store(n)
+}
+
 // coldest is the slab of another geometry that was not used for longest, and at least for idle.
 func (d *Disk) coldest(g tiers.Geometry, idle time.Duration) *slab {
 	before := int64(time.Since(d.start) - idle)
@@ -63,7 +77,7 @@ func (d *Disk) coldest(g tiers.Geometry, idle time.Duration) *slab {
 	d.regionsMu.RLock()
 	defer d.regionsMu.RUnlock()
 	for _, s := range d.byRegion {
-		if at := s.usedAt.Load(); at <= before && s.layout.Geometry != normal(g) && !s.failed.Load() {
+		if at := s.usedAt.Load(); at <= before && s.layout.Geometry != normal(g) && !s.failed.Load() && !s.place.retired.Load() {
 			cold, before = s, at-1
 		}
 	}
@@ -85,7 +99,6 @@ func (d *Disk) reclaim(s *slab, g tiers.Geometry) {
 	}
 	d.forget(s)
 	p.slab = nil
-	d.blank.Add(1)
 	d.carveOrGiveUp(p, g)
 }
 
@@ -102,13 +115,12 @@ func (d *Disk) forget(s *slab) {
 // carveOrGiveUp carves a blank place. The caller holds shape.
 func (d *Disk) carveOrGiveUp(p *place, g tiers.Geometry) {
 	err := d.carve(p, g)
+	defer d.countBlank()
 	switch {
 	case err == nil:
-		d.blank.Add(-1)
 	case errors.Is(err, media.ErrLayout):
 		d.log.Warn("chunks are too large for a slab", zap.String("slab", p.name()), zap.Error(err))
 	default:
-		d.blank.Add(-1)
 		d.off(p, err)
 		d.heal(p, nil)
 	}
@@ -201,7 +213,11 @@ func (d *Disk) heal(p *place, s *slab) {
 		if s != nil && !d.empty(s) {
 			return
 		}
-		d.discard(p)
+		d.shape.Lock()
+		if !p.gone {
+			d.discard(p)
+		}
+		d.shape.Unlock()
 		for wait := d.o.RetryEvery; ; wait = min(2*wait, 60*d.o.RetryEvery) {
 			select {
 			case <-d.stop:
@@ -209,10 +225,14 @@ func (d *Disk) heal(p *place, s *slab) {
 			case <-time.After(wait):
 			}
 			d.shape.Lock()
+			if p.gone {
+				d.shape.Unlock()
+				return
+			}
 			err := d.remake(p)
 			if err == nil {
 				p.setFailure(nil)
-				d.blank.Add(1)
+				d.countBlank()
 			}
 			d.shape.Unlock()
 			if err == nil {
@@ -251,9 +271,9 @@ func (d *Disk) discard(p *place) {
 	}
 }
 
-// remake makes a place's file anew, and blank. The caller holds shape, or is Open.
+// remake makes a place's file anew, and blank. The caller holds shape, or nobody else knows the place yet.
 func (d *Disk) remake(p *place) (err error) {
-	if err := d.o.FS.MkdirAll(p.dir); err != nil {
+	if err := d.o.FS.MkdirAll(p.home.path); err != nil {
 		return err
 	}
 	if err := d.o.FS.Remove(p.name()); err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -272,16 +292,21 @@ func (d *Disk) remake(p *place) (err error) {
 		if vfs.IsNoSpace(err) {
 			// A part may have been allocated, which nobody has a use for.
 			_ = f.Truncate(0)
-			free, e := d.o.FS.FreeSpace(p.dir)
-			return errors.Join(fmt.Errorf("%s: no room for a slab of %d bytes, %d are free: %w", p.dir, p.bytes, free, err), e)
+			free, e := d.o.FS.FreeSpace(p.home.path)
+			return errors.Join(fmt.Errorf("%s: no room for a slab of %d bytes, %d are free: %w", p.home.path, p.bytes, free, err), e)
 		}
 		return err
+	}
+	if d.o.Recycled { // or the header of a slab that was there before would count
+		if err := errors.Join(zero(f, 0, 2*media.BlockBytes), f.Datasync()); err != nil {
+			return err
+		}
 	}
 	h := media.Header{Store: d.store, Index: p.index, Bytes: p.bytes, Format: rand.Uint64(), Epoch: 1}
 	if err := writeHeader(f, &h); err != nil {
 		return err
 	}
-	if err := d.o.FS.SyncDir(p.dir); err != nil {
+	if err := d.o.FS.SyncDir(p.home.path); err != nil {
 		return err
 	}
 	// It must work both ways.
@@ -293,19 +318,26 @@ func (d *Disk) remake(p *place) (err error) {
 	if !bytes.Equal(want, got) {
 		return fmt.Errorf("%s: it does not read back what was written", p.name())
 	}
-	p.fresh, p.epoch = true, h.Epoch
+	p.fresh, p.epoch = !d.o.Recycled, h.Epoch
 	return nil
 }
 
 // noRoom is why a store got no slot.
 func (d *Disk) noRoom() error {
 	var why error
-	for _, p := range d.places {
+	_, places := d.table()
+	for _, p := range places {
+		if p.retired.Load() {
+			continue
+		}
 		err := p.failure()
 		if err == nil {
 			return fmt.Errorf("%w: no slot is free", tiers.ErrBusy)
 		}
 		why = err
+	}
+	if why == nil {
+		return fmt.Errorf("%w: no directory takes more", tiers.ErrBusy)
 	}
 	return fmt.Errorf("every slab is given up: %w", why)
 }
@@ -325,6 +357,13 @@ func (d *Disk) flusher() {
 			d.engine.Expire()  // nothing expires, but it gives tables back
 		}
 	}
+}
+
+// flushDropped durably frees the entries of what was dropped, wherever it is on its way to.
+func (d *Disk) flushDropped() error {
+	d.moving.Lock()
+	defer d.moving.Unlock()
+	return d.flushFrees()
 }
 
 // flushFrees durably frees the entries of what was dropped.

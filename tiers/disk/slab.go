@@ -18,10 +18,13 @@ import (
 
 // place is where a slab's file is. There is nothing in it (blank), a carved slab, or what is there does not work (off).
 type place struct {
-	dir   string
+	home  *directory
 	index uint32
 	bytes int64
 	slab  *slab // nil: blank or off; guarded by Disk.shape
+	// retired: it is not carved any more, and if it is its region is drained; changed under Disk.shape. gone: it is the store's no more; guarded by Disk.shape.
+	retired atomic.Bool
+	gone    bool
 	// fresh: nothing but a header was ever written to the file; guarded by Disk.shape.
 	fresh bool
 	epoch uint64 // of its header; guarded by Disk.shape
@@ -30,7 +33,7 @@ type place struct {
 	off error // why it was given up; guarded by mu
 }
 
-func (p *place) name() string { return path.Join(p.dir, SlabName(p.index)) }
+func (p *place) name() string { return path.Join(p.home.path, SlabName(p.index)) }
 
 // failure is why the place was given up, nil if it was not.
 func (p *place) failure() error {
@@ -54,17 +57,18 @@ const (
 
 // slab is a place's file as it was carved once. Carved or made anew it is another slab.
 type slab struct {
-	place  *place
-	region uint32
-	header media.Header
-	id     media.Identity
-	layout *media.Layout
-	buffed vfs.File // through the page cache: headers, the directory, and data that O_DIRECT does not take
-	direct vfs.File // nil: not to be had
-	align  int      // of addresses, offsets and lengths in direct
-	failed atomic.Bool
-	usedAt atomic.Int64 // ns since the tier was opened
-	faults atomic.Int32 // failures of I/O since the last success
+	place   *place
+	region  uint32
+	header  media.Header
+	id      media.Identity
+	layout  *media.Layout
+	buffed  vfs.File // through the page cache: headers, the directory, and data that O_DIRECT does not take
+	direct  vfs.File // nil: not to be had
+	align   int      // of addresses, offsets and lengths in direct
+	failed  atomic.Bool
+	usedAt  atomic.Int64 // ns since the tier was opened
+	faults  atomic.Int32 // failures of I/O since the last success
+	spoiled atomic.Int32 // slots that are not used any more
 
 	// life is held for reading by whoever uses the files or tables without a lease on a slot, for writing to close them.
 	life   sync.RWMutex
@@ -405,8 +409,11 @@ func (d *Disk) openFiles(name string) (buffed, direct vfs.File, align int, err e
 // enough is after how many failures in a row a slab is given up.
 const enough = 4
 
-// faulty counts a failure of I/O, and gives the slab up when it is one too many.
+// faulty takes a slot that alone has failed out of use, or counts a failure of I/O, and gives the slab up when it is one too many. Who calls it has the slot still.
 func (d *Disk) faulty(s *slab, err error) {
+	if d.spoil(s, err) {
+		return
+	}
 	if s.faults.Add(1) >= enough {
 		d.giveUp(s, err)
 	}

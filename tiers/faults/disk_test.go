@@ -39,6 +39,10 @@ func TestMain(m *testing.M) {
 		}
 		os.Exit(0)
 	}
+	if dirs := os.Getenv(fuseEnv); dirs != "" {
+		serveFUSE(dirs)
+		return
+	}
 	leak.Main(m)
 }
 

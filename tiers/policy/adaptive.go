@@ -242,6 +242,8 @@ func (a *adaptive) Leave(ref uint32, evicted bool) {
 	a.leave(n)
 }
 
+func (a *adaptive) Copy(from, to uint32) { a.copy(from, to) }
+
 // Inherit passes on the later use, from which the prefix's age counts, too.
 func (a *adaptive) Inherit(parent, child uint32) {
 	p, c := a.note(parent), a.note(child)

@@ -93,6 +93,8 @@ func (a *arc) remember(list uint8, key uint64) {
 	a.gone.add(list, key)
 }
 
+func (a *arc) Copy(from, to uint32) { a.sizes[a.copy(from, to).queue]++ }
+
 // Inherit passes on the later use.
 func (a *arc) Inherit(parent, child uint32) {
 	if p, c := a.note(parent), a.note(child); c.rank > p.rank {

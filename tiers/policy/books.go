@@ -106,6 +106,18 @@ func (b *books) enter(ref uint32, key uint64) *note {
 	return n
 }
 
+// copy notes that what is resident in one slot is resident in another as well, not offered.
+func (b *books) copy(from, to uint32) *note {
+	n := b.note(to)
+	if n.present {
+		panic(fmt.Sprintf("policy: slot %#x entered twice", to))
+	}
+	*n = *b.note(from)
+	n.pos = 0
+	b.resident++
+	return n
+}
+
 // leave forgets a chunk that is not offered any more.
 func (b *books) leave(n *note) {
 	*n = note{}

@@ -134,6 +134,31 @@ func (o *owner) evict() bool {
 	return true
 }
 
+// move puts what a slot holds into another one.
+func (o *owner) move(ref uint32) {
+	if len(o.free) == 0 {
+		return
+	}
+	to := o.free[len(o.free)-1]
+	o.free = o.free[:len(o.free)-1]
+	c := o.chunks[ref]
+	o.p.Copy(ref, to)
+	o.chunks[to] = &held{at: len(o.refs), parent: c.parent, children: c.children}
+	o.refs = append(o.refs, to)
+	for _, x := range o.chunks {
+		if x.parent == ref {
+			x.parent = to
+		}
+	}
+	c.parent, c.children = 0, 0
+	if o.offered(to) {
+		o.p.Offer(to)
+	}
+	if c.leases == 0 {
+		o.leave(ref, false)
+	}
+}
+
 // check compares a policy's books with the owner's.
 func (o *owner) check() error {
 	b, queues, sizes, ghosts := innards(o.p)
@@ -272,6 +297,8 @@ func history(t *testing.T, name string, seed uint64) (sum uint64) {
 			if ref := o.refs[o.rnd.IntN(len(o.refs))]; o.chunks[ref].children == 0 {
 				o.leave(ref, false)
 			}
+		case op < 90 && len(o.refs) > 0:
+			o.move(o.refs[o.rnd.IntN(len(o.refs))])
 		case op < 97:
 			p.Work(o.rnd.IntN(20))
 		case op < 98 && len(o.slots) < 5:

@@ -28,6 +28,8 @@ func (l *lru) Leave(ref uint32, _ bool) {
 	l.leave(n)
 }
 
+func (l *lru) Copy(from, to uint32) { l.copy(from, to) }
+
 func (l *lru) Inherit(parent, child uint32) {
 	if p, c := l.note(parent), l.note(child); c.rank > p.rank {
 		l.queues[0].rank(&l.books, parent, p, c.rank)

@@ -39,6 +39,9 @@ type Policy interface {
 	Hold(ref uint32)
 	// Leave says that a chunk is resident no more; evicted says that it went for room, and might be wanted back. Its slot is not offered any more.
 	Leave(ref uint32, evicted bool)
+	// Copy says that what is resident in one slot is resident in another as well from now on, with the same past and not offered: it is moving there, and will leave
+	// the first slot, not evicted, before long.
+	Copy(from, to uint32)
 	// Inherit says that a continuation was used last when its prefix was: child is about to leave, parent stays.
 	Inherit(parent, child uint32)
 	// Victim is the offered slot that should leave first. It stays until Leave. It may change what the policy knows (a second chance was given).

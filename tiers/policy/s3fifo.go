@@ -68,6 +68,8 @@ func (s *s3fifo) Leave(ref uint32, evicted bool) {
 	s.leave(n)
 }
 
+func (s *s3fifo) Copy(from, to uint32) { s.sizes[s.copy(from, to).queue]++ }
+
 // Inherit passes on the uses that the continuation did not spend yet.
 func (s *s3fifo) Inherit(parent, child uint32) {
 	p, c := s.note(parent), s.note(child)

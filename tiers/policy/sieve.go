@@ -42,6 +42,8 @@ func (s *sieve) Leave(ref uint32, _ bool) {
 	s.leave(n)
 }
 
+func (s *sieve) Copy(from, to uint32) { s.copy(from, to) }
+
 // Inherit passes on a use that the hand has not seen.
 func (s *sieve) Inherit(parent, child uint32) {
 	p, c := s.note(parent), s.note(child)

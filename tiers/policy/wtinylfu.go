@@ -78,6 +78,8 @@ func (w *wtinylfu) Leave(ref uint32, _ bool) {
 	w.leave(n)
 }
 
+func (w *wtinylfu) Copy(from, to uint32) { w.sizes[w.copy(from, to).queue]++ }
+
 func (w *wtinylfu) Inherit(parent, child uint32) {
 	p, c := w.note(parent), w.note(child)
 	if c.rank > p.rank {

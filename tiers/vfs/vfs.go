@@ -50,6 +50,16 @@ func (e *LockedError) Error() string {
 	return fmt.Sprintf("%s: locked by process %d", e.Name, e.PID)
 }
 
+// BadPlaceError is an I/O error that is about a part of a file only: the medium is bad there, and elsewhere it works.
+type BadPlaceError struct {
+	Off int64 // in the file, of a byte that cannot be read or written
+	Err error
+}
+
+func (e *BadPlaceError) Error() string { return e.Err.Error() }
+
+func (e *BadPlaceError) Unwrap() error { return e.Err }
+
 // IsNoSpace says whether err is that of a full disk, or of a quota that is used up.
 func IsNoSpace(err error) bool {
 	return errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT)

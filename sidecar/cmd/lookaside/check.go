@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"fmt"
 	"io"
 	"os"
@@ -12,27 +13,29 @@ import (
 
 	"lookaside/dax"
 	"lookaside/tiers/disk"
+	"lookaside/tiers/pool"
 )
 
 func newCheck() *cobra.Command {
 	var (
 		o      disk.CheckOptions
+		offset string
 		asJSON bool
 	)
 	cmd := &cobra.Command{
 		Use:   "check PATH…",
-		Short: "Verify a disk tier that no sidecar has open, and drop what is bad",
-		Long: `Verify a disk tier that no sidecar has open: every entry of its directories, and the checksum of every page.
+		Short: "Verify a tier on disks or DAX devices that no sidecar has open, and drop what is bad",
+		Long: `Verify a tier on disks or DAX devices that no sidecar has open: every entry of its directories, and the checksum of every page.
 
-PATH is a directory of the tier; name all of them. It exits with 1 if something is bad. With --repair what is bad is dropped: a slab whose
+PATH is a directory of the tier, or a DAX device or file of it; name all of them. Of a device all partitions are checked that lie one behind the
+other, as those of several ranks do. It exits with 1 if something is bad. With --repair what is bad is dropped: a slab whose
 header is damaged is removed, and made anew when the sidecar starts.`,
 		Args: cobra.MinimumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			ctx, stop := interruptible(cmd)
 			defer stop()
-			o.Dirs = args
 			o.Progress = checkProgress(cmd.ErrOrStderr())
-			r, err := disk.Check(ctx, o)
+			r, err := checkPaths(ctx, args, offset, o)
 			if o.Progress != nil {
 				fmt.Fprint(cmd.ErrOrStderr(), "\r\033[K")
 			}
@@ -54,8 +57,37 @@ header is damaged is removed, and made anew when the sidecar starts.`,
 		},
 	}
 	cmd.Flags().BoolVar(&o.Repair, "repair", false, "drop what is bad")
+	cmd.Flags().StringVar(&offset, "offset", "0", "where on DAX devices the first partition begins, in bytes")
 	cmd.Flags().BoolVar(&asJSON, "json", false, "print JSON")
 	return cmd
+}
+
+// checkPaths checks directories, or devices: a tier is on one or the other.
+func checkPaths(ctx context.Context, paths []string, offset string, o disk.CheckOptions) (disk.Report, error) {
+	at, err := dax.ParseSize(offset)
+	if err != nil {
+		return disk.Report{}, fmt.Errorf("--offset: %w", err)
+	}
+	var dirs, devices []string
+	for _, p := range paths {
+		info, err := os.Stat(p)
+		switch {
+		case err != nil:
+			return disk.Report{}, err
+		case info.IsDir():
+			dirs = append(dirs, p)
+		default:
+			devices = append(devices, p)
+		}
+	}
+	if len(dirs) > 0 && len(devices) > 0 {
+		return disk.Report{}, fmt.Errorf("%s is a directory and %s is not: check a tier at a time", dirs[0], devices[0])
+	}
+	if len(devices) > 0 {
+		return pool.Check(ctx, pool.CheckOptions{Devices: devices, OffsetBytes: at, Repair: o.Repair, Progress: o.Progress})
+	}
+	o.Dirs = dirs
+	return disk.Check(ctx, o)
 }
 
 // checkProgress prints how far a check is, where somebody sees it; nil elsewhere.

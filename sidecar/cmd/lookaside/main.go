@@ -26,7 +26,7 @@ func newRoot() *cobra.Command {
 	}
 	root.CompletionOptions.HiddenDefaultCmd = true
 	root.SetFlagErrorFunc(flagError)
-	root.AddCommand(newServe(), newStatus(), newTiers(), newLookup(), newPrefetch(), newPin(), newUnpin(), newClear(), newMove(), newCheck(), newSimulate(), newBench(), newVersion())
+	root.AddCommand(newServe(), newStatus(), newTiers(), newLookup(), newPrefetch(), newPin(), newUnpin(), newClear(), newMove(), newCheck(), newConfig(), newDAX(), newSimulate(), newBench(), newVersion())
 	return root
 }
 

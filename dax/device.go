@@ -1,0 +1,533 @@
+//go:build linux
+
+package dax
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"math"
+	"os"
+	"sync"
+	"sync/atomic"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// DeviceKind says what byte-addressable memory a [Device] is on.
+type DeviceKind string
+
+const (
+	// DevDAX is a character device /dev/daxX.Y: persistent memory or CXL memory,
+	// without a file system.
+	DevDAX DeviceKind = "devdax"
+	// FSDAX is a file on a file system mounted with -o dax that takes MAP_SYNC:
+	// its pages are the persistent memory itself.
+	FSDAX DeviceKind = "fsdax"
+	// PlainFile is a regular file, which stands in for a device: its pages are
+	// the page cache's.
+	PlainFile DeviceKind = "file"
+)
+
+// ErrDevice: what was named is no DAX device that this process can use as it was
+// asked to: not there, no permission, another kind of file, or a partition that
+// does not fit or is not aligned.
+var ErrDevice = errors.New("not usable as a DAX device")
+
+// RangeLockedError says that another open Device has a part of the partition.
+// It wraps [ErrBusy].
+type RangeLockedError struct {
+	Path string
+	// OffsetBytes and SizeBytes are the part of the device that is locked, as
+	// far as the first lock that is in the way goes.
+	OffsetBytes, SizeBytes int64
+	// PID of its owner, 0 where nobody knows it: the lock does not tell, but who
+	// keeps something on the device can (see Peek).
+	PID int
+}
+
+func (e *RangeLockedError) Error() string {
+	who := "another process"
+	if e.PID > 0 {
+		who = fmt.Sprintf("process %d", e.PID)
+	}
+	return fmt.Sprintf("%s: %v: %s has its bytes %d to %d (%s)", e.Path, ErrBusy, who, e.OffsetBytes, e.OffsetBytes+e.SizeBytes-1, FormatSize(e.SizeBytes))
+}
+
+func (e *RangeLockedError) Unwrap() error { return ErrBusy }
+
+// DeviceOptions say which part of which device to open.
+type DeviceOptions struct {
+	// Path of a DAX character device or of a file.
+	Path string
+	// OffsetBytes and SizeBytes are the partition, multiples of the device's
+	// alignment. SizeBytes 0 is all from the offset to the device's end.
+	OffsetBytes, SizeBytes int64
+	// Ranks, if more than one, cuts these bytes into as many equal parts, each as
+	// large as alignment allows; the partition is the one of Rank, from 0.
+	Rank, Ranks int
+	// AllowFile lets a regular file that is not on DAX stand in for a device. One
+	// that is not there, or is empty, is made to end with these bytes.
+	AllowFile bool
+	// SysFS is where the kernel describes devices; "" is /sys.
+	SysFS string
+}
+
+// Device is a partition of a DAX device, mapped. The partition is this process's
+// alone for as long as it is open, by a lock on exactly these bytes: several
+// ranks share a device, each with a partition of its own.
+//
+// All methods may be called from any goroutine, but for Resize and Close, which
+// want nobody to use the bytes that go. Every access to the bytes belongs inside
+// [Guard]: a device can go away, a page be poisoned, and whoever can write a file
+// can truncate it.
+type Device struct {
+	path   string
+	kind   DeviceKind
+	align  int64
+	node   int
+	offset int64
+	fd     int // to map and to hand out
+	lock   int // an open file of its own that has the lock, see createFile
+
+	room []byte       // address space reserved for the partition to grow in; the first size bytes are mapped
+	size atomic.Int64 // of the partition
+
+	mu       sync.Mutex // held by Resize and Close
+	closed   bool
+	closeErr error
+}
+
+// fileRoom is how much address space is reserved for a file, so that its
+// partition can grow without moving.
+const fileRoom = 1 << 40
+
+// OpenDevice locks and maps a partition of a device. Errors wrap [ErrDevice],
+// [ErrBusy] (a *RangeLockedError), [ErrNoSpace] or [ErrNoMemory], and say what to
+// do about it. A failed OpenDevice leaves nothing open; a file that it made stays.
+func OpenDevice(o DeviceOptions) (d *Device, err error) {
+	switch {
+	case o.OffsetBytes < 0 || o.SizeBytes < 0 || o.OffsetBytes > math.MaxInt64-o.SizeBytes:
+		return nil, fmt.Errorf("%s: %w: a partition of %d bytes from byte %d on", o.Path, ErrDevice, o.SizeBytes, o.OffsetBytes)
+	case o.Ranks < 0 || o.Rank < 0 || o.Rank >= max(o.Ranks, 1):
+		return nil, fmt.Errorf("%s: %w: rank %d of %d", o.Path, ErrDevice, o.Rank, o.Ranks)
+	}
+	if o.SysFS == "" {
+		o.SysFS = "/sys"
+	}
+	fd, err := openDeviceFile(&o)
+	if err != nil {
+		return nil, err
+	}
+	d = &Device{path: o.Path, fd: fd, lock: -1, offset: o.OffsetBytes, node: NoNUMANode, kind: PlainFile, align: int64(os.Getpagesize())}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, d.Close())
+			d = nil
+		}
+	}()
+	// The lock's open file must not be the mapped one: mappings that workers
+	// were handed would keep it alive beyond our death.
+	if d.lock, err = unix.Open(fmt.Sprintf("/proc/self/fd/%d", fd), unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0); err != nil {
+		return d, fmt.Errorf("%s: open: %w", o.Path, err)
+	}
+	var st unix.Stat_t
+	if err = unix.Fstat(fd, &st); err != nil {
+		return d, fmt.Errorf("%s: stat: %w", o.Path, err)
+	}
+	total := st.Size // that the partition must lie in
+	switch st.Mode & unix.S_IFMT {
+	case unix.S_IFCHR:
+		info, err := readDaxInfo(o.SysFS, o.Path, st.Rdev)
+		if err != nil {
+			return d, err
+		}
+		d.kind, d.align, d.node, total = DevDAX, info.align, info.node, info.size
+	case unix.S_IFREG:
+		if d.kind, err = fileKind(fd); err != nil {
+			return d, fmt.Errorf("%s: %w", o.Path, err)
+		}
+		if d.kind == PlainFile && !o.AllowFile {
+			return d, fmt.Errorf("%s: %w: it is a regular file, and not on a file system mounted with -o dax; set allow_files to have it stand in for a device", o.Path, ErrDevice)
+		}
+		if total == 0 && o.AllowFile {
+			if total, err = makeDeviceFile(o, d.lock); err != nil {
+				return d, err
+			}
+		}
+	default:
+		return d, fmt.Errorf("%s: %w: it is %s", o.Path, ErrDevice, fileType(st.Mode))
+	}
+	size := o.SizeBytes
+	if size == 0 {
+		size = (total - d.offset) / d.align * d.align
+	}
+	if o.Ranks > 1 {
+		if size > total-d.offset {
+			return d, d.fits(size, total)
+		}
+		share := size / int64(o.Ranks) / d.align * d.align
+		if d.offset, size = d.offset+int64(o.Rank)*share, share; share == 0 {
+			return d, fmt.Errorf("%s: %w: %s in %d parts, each a multiple of %s", o.Path, ErrDevice, FormatSize(o.SizeBytes), o.Ranks, FormatSize(d.align))
+		}
+	}
+	if err = d.fits(size, total); err != nil {
+		return d, err
+	}
+	if err = d.lockRange(d.offset, size); err != nil {
+		return d, err
+	}
+	if d.kind != DevDAX { // or a store into the mapping could meet a full file system, which is SIGBUS
+		if err = allocateRange(d.path, fd, d.offset, size); err != nil {
+			return d, err
+		}
+	}
+	room := total - d.offset
+	switch {
+	case o.Ranks > 1: // behind it is another's
+		room = size
+	case d.kind != DevDAX:
+		room = max(room, fileRoom)
+	}
+	if d.room, err = reserve(room, d.align); err != nil {
+		if d.room, err = reserve(size, d.align); err != nil {
+			return d, fmt.Errorf("%s: %w", o.Path, err)
+		}
+	}
+	return d, d.mapTo(size)
+}
+
+// fits says whether a partition of a size can be.
+func (d *Device) fits(size, total int64) error {
+	switch {
+	case d.offset%d.align != 0 || size%d.align != 0:
+		return fmt.Errorf("%s: %w: a partition of %d bytes from byte %d on is not aligned to %s, as this device wants it", d.path, ErrDevice, size, d.offset, FormatSize(d.align))
+	case size <= 0:
+		return fmt.Errorf("%s: %w: a partition of %d bytes from byte %d on, of %s", d.path, ErrDevice, size, d.offset, FormatSize(total))
+	case size > total-d.offset:
+		return fmt.Errorf("%s: %w: a partition of %s from byte %d on does not fit: it has %s (%d bytes)", d.path, ErrDevice, FormatSize(size), d.offset, FormatSize(total), total)
+	}
+	return nil
+}
+
+// openDeviceFile opens the path, and makes the file if it may.
+func openDeviceFile(o *DeviceOptions) (fd int, err error) {
+	const flags = unix.O_RDWR | unix.O_CLOEXEC | unix.O_NONBLOCK | unix.O_NOCTTY
+	fd, err = unix.Open(o.Path, flags, 0)
+	if errors.Is(err, unix.ENOENT) && o.AllowFile {
+		if o.SizeBytes == 0 {
+			return -1, fmt.Errorf("%s: %w: there is no such file, and no size to make it of", o.Path, ErrDevice)
+		}
+		fd, err = unix.Open(o.Path, flags|unix.O_CREAT, 0o600)
+	}
+	switch {
+	case err == nil:
+		return fd, nil
+	case errors.Is(err, unix.ENOENT):
+		return -1, fmt.Errorf("%s: %w: %w (`daxctl list` shows the devices; one in system-ram mode has no node: `daxctl reconfigure-device --mode=devdax NAME`)", o.Path, ErrDevice, err)
+	case errors.Is(err, unix.EACCES), errors.Is(err, unix.EPERM):
+		return -1, fmt.Errorf("%s: %w: %w for uid %d: give it read and write permission, for good by a udev rule such as SUBSYSTEM==\"dax\", GROUP=\"…\", MODE=\"0660\"",
+			o.Path, ErrDevice, err, os.Geteuid())
+	case errors.Is(err, unix.EISDIR):
+		return -1, fmt.Errorf("%s: %w: it is a directory; name a device, or a file in it", o.Path, ErrDevice)
+	default:
+		return -1, fmt.Errorf("%s: %w: open: %w", o.Path, ErrDevice, err)
+	}
+}
+
+func fileType(mode uint32) string {
+	switch mode & unix.S_IFMT {
+	case unix.S_IFBLK:
+		return "a block device; `ndctl create-namespace --mode=devdax` makes a DAX device of persistent memory, or mount a file system on it with -o dax and name a file there"
+	case unix.S_IFDIR:
+		return "a directory"
+	case unix.S_IFIFO:
+		return "a pipe"
+	}
+	return "no device"
+}
+
+// fileKind says whether a regular file is on DAX: the kernel takes MAP_SYNC there
+// and nowhere else.
+func fileKind(fd int) (DeviceKind, error) {
+	page := uintptr(os.Getpagesize())
+	p, err := unix.MmapPtr(fd, 0, nil, page, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED_VALIDATE|unix.MAP_SYNC)
+	switch {
+	case err == nil:
+		return FSDAX, unix.MunmapPtr(p, page)
+	case errors.Is(err, unix.EOPNOTSUPP), errors.Is(err, unix.EINVAL): // EINVAL: a kernel before 4.15
+		return PlainFile, nil
+	}
+	return PlainFile, fmt.Errorf("%w: mmap: %w", ErrDevice, err)
+}
+
+// makingByte is locked by whoever makes a file, so that ranks that share one that
+// is not there yet make it once.
+const makingByte = 1 << 62
+
+// makeDeviceFile gives an empty file its size, unless another process just did,
+// and answers it.
+func makeDeviceFile(o DeviceOptions, lock int) (size int64, err error) {
+	making := unix.Flock_t{Type: unix.F_WRLCK, Start: makingByte, Len: 1}
+	for {
+		err = unix.FcntlFlock(uintptr(lock), unix.F_OFD_SETLKW, &making)
+		if !errors.Is(err, unix.EINTR) {
+			break
+		}
+	}
+	if err != nil {
+		return 0, fmt.Errorf("%s: lock: %w", o.Path, err)
+	}
+	defer func() {
+		making.Type = unix.F_UNLCK
+		if e := unix.FcntlFlock(uintptr(lock), unix.F_OFD_SETLK, &making); err == nil && e != nil {
+			err = fmt.Errorf("%s: unlock: %w", o.Path, e)
+		}
+	}()
+	var st unix.Stat_t
+	if err := unix.Fstat(lock, &st); err != nil || st.Size > 0 {
+		return st.Size, err
+	}
+	if o.SizeBytes == 0 {
+		return 0, fmt.Errorf("%s: %w: the file is empty, and there is no size to make it of", o.Path, ErrDevice)
+	}
+	size = o.OffsetBytes + o.SizeBytes
+	return size, allocateRange(o.Path, lock, 0, size)
+}
+
+// allocateRange gives a file all blocks of a range, making it longer if it ends
+// before, after looking whether there is room for what is missing.
+func allocateRange(path string, fd int, off, n int64) error {
+	var st unix.Stat_t
+	var fs unix.Statfs_t
+	if err := errors.Join(unix.Fstat(fd, &st), unix.Fstatfs(fd, &fs)); err != nil {
+		return fmt.Errorf("%s: stat: %w", path, err)
+	}
+	if fs.Type == unix.HUGETLBFS_MAGIC {
+		return fmt.Errorf("%s: %w: a file on hugetlbfs", path, ErrDevice)
+	}
+	if missing := off + n - st.Size; missing > 0 {
+		if fs.Type == unix.TMPFS_MAGIC { // a file in memory is memory
+			if err := checkBudget(systemHost, missing, KindMemfd); err != nil {
+				return fmt.Errorf("%s: on tmpfs: %w", path, err)
+			}
+		}
+		if free := int64(fs.Bavail) * fs.Bsize; free < missing {
+			return fmt.Errorf("%s: %w: need %s more, free %s", path, ErrNoSpace, FormatSize(missing), FormatSize(free))
+		}
+	}
+	return allocate(path, fd, off, n)
+}
+
+// lockRange takes the lock on some bytes of the device. An open file description
+// lock is this open file's own: it conflicts also with others of this process,
+// and ends when the file is closed, however that comes about.
+func (d *Device) lockRange(off, n int64) error {
+	l := unix.Flock_t{Type: unix.F_WRLCK, Start: off, Len: n}
+	err := unix.FcntlFlock(uintptr(d.lock), unix.F_OFD_SETLK, &l)
+	if err == nil {
+		return nil
+	}
+	if !errors.Is(err, unix.EAGAIN) && !errors.Is(err, unix.EACCES) {
+		return fmt.Errorf("%s: lock: %w", d.path, err)
+	}
+	busy := &RangeLockedError{Path: d.path, OffsetBytes: off, SizeBytes: n}
+	l = unix.Flock_t{Type: unix.F_WRLCK, Start: off, Len: n}
+	if unix.FcntlFlock(uintptr(d.lock), unix.F_OFD_GETLK, &l) == nil && l.Type != unix.F_UNLCK {
+		busy.OffsetBytes, busy.SizeBytes = l.Start, l.Len
+		if l.Pid > 0 { // a lock of the old kind, by another program
+			busy.PID = int(l.Pid)
+		}
+	}
+	return busy
+}
+
+// reserve takes address space for a mapping of n bytes that may have to begin at
+// a multiple of align.
+func reserve(n, align int64) ([]byte, error) {
+	return mapAlignedAt(-1, 0, n, max(align, HugePageSize), unix.PROT_NONE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
+}
+
+// mapTo maps what is missing for the partition to have size bytes.
+func (d *Device) mapTo(size int64) error {
+	from := d.size.Load()
+	flags := unix.MAP_SHARED | unix.MAP_FIXED
+	if d.kind == FSDAX {
+		flags = unix.MAP_SHARED_VALIDATE | unix.MAP_SYNC | unix.MAP_FIXED
+	}
+	at := unsafe.Pointer(&d.room[from])
+	if _, err := unix.MmapPtr(d.fd, d.offset+from, at, uintptr(size-from), unix.PROT_READ|unix.PROT_WRITE, flags); err != nil {
+		return fmt.Errorf("%s: %w: mmap of %s from byte %d on: %w", d.path, ErrDevice, FormatSize(size-from), d.offset+from, err)
+	}
+	mem := d.room[from:size]
+	_ = unix.Madvise(mem, unix.MADV_DONTDUMP) // as in create
+	if d.kind == PlainFile {
+		_ = unix.Madvise(mem, unix.MADV_HUGEPAGE) // where the file system has them
+	}
+	d.size.Store(size)
+	return nil
+}
+
+// Resize makes the partition end elsewhere. To grow it locks what comes: errors
+// are those of OpenDevice, and a file that was allowed to stand in for a device is
+// made longer. What goes when it shrinks must not be in use; what stays does not
+// move, and keeps its bytes.
+func (d *Device) Resize(sizeBytes int64) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	was := d.size.Load()
+	if d.closed {
+		return fmt.Errorf("%s: %w: closed", d.path, ErrDevice)
+	}
+	switch err := d.fits(sizeBytes, d.offset+int64(len(d.room))); {
+	case err != nil:
+		return err
+	case sizeBytes == was:
+		return nil
+	case sizeBytes < was:
+		at := unsafe.Pointer(&d.room[sizeBytes])
+		if _, err := unix.MmapPtr(-1, 0, at, uintptr(was-sizeBytes), unix.PROT_NONE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE|unix.MAP_FIXED); err != nil {
+			return fmt.Errorf("%s: munmap: %w", d.path, err)
+		}
+		d.size.Store(sizeBytes)
+		return d.unlockRange(d.offset+sizeBytes, was-sizeBytes)
+	}
+	if err := d.lockRange(d.offset+was, sizeBytes-was); err != nil {
+		return err
+	}
+	var err error
+	if d.kind != DevDAX {
+		err = allocateRange(d.path, d.fd, d.offset+was, sizeBytes-was)
+	}
+	if err == nil {
+		err = d.mapTo(sizeBytes)
+	}
+	if err != nil {
+		return errors.Join(err, d.unlockRange(d.offset+was, sizeBytes-was))
+	}
+	return nil
+}
+
+func (d *Device) unlockRange(off, n int64) error {
+	l := unix.Flock_t{Type: unix.F_UNLCK, Start: off, Len: n}
+	if err := unix.FcntlFlock(uintptr(d.lock), unix.F_OFD_SETLK, &l); err != nil {
+		return fmt.Errorf("%s: unlock: %w", d.path, err)
+	}
+	return nil
+}
+
+// Bytes is the partition. It is valid until Close, and as far as Resize has left it.
+func (d *Device) Bytes() []byte {
+	n := d.size.Load()
+	return d.room[:n:n]
+}
+
+// Path is the path that was opened.
+func (d *Device) Path() string { return d.path }
+
+// Offset of the partition in the device, in bytes.
+func (d *Device) Offset() int64 { return d.offset }
+
+// Size of the partition in bytes, a multiple of Align.
+func (d *Device) Size() int64 { return d.size.Load() }
+
+// Align is what partitions of the device begin and end at multiples of, in bytes.
+func (d *Device) Align() int64 { return d.align }
+
+// NUMANode is the node that the device is attached to, NoNUMANode if the kernel does not know.
+func (d *Device) NUMANode() int { return d.node }
+
+// Kind says what the device is.
+func (d *Device) Kind() DeviceKind { return d.kind }
+
+// FD is the descriptor to hand to clients. It stays the device's own.
+func (d *Device) FD() int { return d.fd }
+
+// Direct says whether the bytes are the medium itself, so that a write-back of the
+// caches (see Persist) is all that makes them last.
+func (d *Device) Direct() bool { return d.kind != PlainFile }
+
+// Persist makes n bytes of the partition from off on, as they are now, last. On a
+// device, or a file on DAX, their cache lines are written back; the file under any
+// other mapping is synced. An error leaves it open what lasts.
+func (d *Device) Persist(off, n int64) error {
+	if n == 0 {
+		return nil
+	}
+	mem := d.Bytes()[off : off+n]
+	if d.Direct() {
+		if err := Guard(func() { writeBack(mem) }, mem); err != nil {
+			return fmt.Errorf("%s: %w", d.path, err)
+		}
+		return nil
+	}
+	page := int64(os.Getpagesize())
+	from := off / page * page
+	for {
+		err := unix.Msync(d.Bytes()[from:off+n], unix.MS_SYNC)
+		if errors.Is(err, unix.EINTR) {
+			continue
+		}
+		if err != nil {
+			return fmt.Errorf("%s: msync: %w", d.path, err)
+		}
+		return nil
+	}
+}
+
+// Close unmaps and unlocks the partition. It is idempotent and returns its first
+// error. What is on the device stays.
+func (d *Device) Close() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.closed {
+		return d.closeErr
+	}
+	d.closed = true
+	d.size.Store(0)
+	var errs []error
+	if d.room != nil {
+		errs = append(errs, unmap(d.room))
+		d.room = nil
+	}
+	if d.lock >= 0 {
+		errs = append(errs, unix.Close(d.lock))
+	}
+	errs = append(errs, unix.Close(d.fd))
+	d.closeErr = errors.Join(errs...)
+	return d.closeErr
+}
+
+// Peek reads a few bytes of a device that may be another's, without a lock: what
+// it says may be torn, or outdated. SysFS is as in DeviceOptions.
+func Peek(path, sysFS string, off int64, p []byte) error {
+	if sysFS == "" {
+		sysFS = "/sys"
+	}
+	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
+	if err != nil {
+		return &fs.PathError{Op: "open", Path: path, Err: err}
+	}
+	defer unix.Close(fd)
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return &fs.PathError{Op: "stat", Path: path, Err: err}
+	}
+	align := int64(os.Getpagesize())
+	if st.Mode&unix.S_IFMT == unix.S_IFCHR {
+		info, err := readDaxInfo(sysFS, path, st.Rdev)
+		if err != nil {
+			return err
+		}
+		align = info.align
+	}
+	from := off / align * align
+	size := (off + int64(len(p)) - from + align - 1) / align * align
+	mem, err := mapAlignedAt(fd, from, size, max(align, HugePageSize), unix.PROT_READ, unix.MAP_SHARED)
+	if err != nil {
+		return fmt.Errorf("%s: %w", path, err)
+	}
+	err = Guard(func() { copy(p, mem[off-from:]) }, mem)
+	return errors.Join(err, unmap(mem))
+}

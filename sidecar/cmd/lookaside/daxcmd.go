@@ -1,0 +1,226 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"lookaside/sidecar"
+)
+
+// A daxControl is what the commands for DAX devices share.
+type daxControl struct {
+	control
+	adapter int
+	quiet   bool
+}
+
+func (c *daxControl) flags(cmd *cobra.Command) {
+	cmd.Flags().IntVar(&c.adapter, "adapter", -1, "`number` of the tier of DAX devices, if there are several; default: the one that has the device, or the first")
+	cmd.Flags().BoolVar(&c.quiet, "quiet", false, "show no progress")
+	c.control.flags(cmd)
+}
+
+// target names the device of a request.
+func (c *daxControl) target(device string) sidecar.DAXTarget {
+	t := sidecar.DAXTarget{DevicePath: device}
+	if c.adapter >= 0 {
+		t.AdapterIndex = &c.adapter
+	}
+	return t
+}
+
+func newDAX() *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "dax",
+		Short: "Show, add, remove and resize the DAX devices of a running sidecar",
+		Long: `Show, add, remove and resize the DAX devices of the tiers of a running sidecar, while it serves. Changes are refused unless the tier has
+hotplug: true. They last as long as the sidecar: change its settings too.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+	}
+	cmd.AddCommand(newDAXStatus(), newDAXAdd(), newDAXRemove(), newDAXResize())
+	return cmd
+}
+
+func newDAXStatus() *cobra.Command {
+	var c control
+	cmd := &cobra.Command{
+		Use:   "status",
+		Short: "Show the devices: state, use, slots, and what is under way",
+		Args:  cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			client, err := c.client(cmd)
+			if err != nil {
+				return err
+			}
+			ctx, cancel := context.WithTimeout(cmd.Context(), 5*time.Second)
+			defer cancel()
+			var st sidecar.DAXStatus
+			if err := client.Get(ctx, daxPath+"status", &st); err != nil {
+				return err
+			}
+			return c.print(cmd, st, st.WriteTable)
+		},
+	}
+	c.flags(cmd)
+	return cmd
+}
+
+func newDAXAdd() *cobra.Command {
+	var c daxControl
+	cmd := &cobra.Command{
+		Use:     "add DEVICE SIZE",
+		Short:   "Add a device to a tier; chunks are written to it from then on",
+		Example: "  lookaside dax add /dev/dax1.0 100G",
+		Args:    exactly("a device and how much of it to use", 2),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return c.change(cmd, "add", args[0], sidecar.DAXAddRequest{DAXTarget: c.target(args[0]), Size: sidecar.DAXSize(args[1])})
+		},
+	}
+	c.flags(cmd)
+	return cmd
+}
+
+func newDAXRemove() *cobra.Command {
+	var (
+		c     daxControl
+		mode  string
+		force bool
+	)
+	cmd := &cobra.Command{
+		Use:   "remove DEVICE",
+		Short: "Remove a device from a tier: move its chunks away, drop them, or only write no more",
+		Long: `Remove a device from a tier while it serves.
+
+  --mode migrate   moves its chunks to the other devices; each can be read at every moment. Without room for all of them nothing is moved.
+  --mode evict     drops its chunks.
+  --mode drain     writes nothing new to it. What is there can be read; the device stays until it is removed with another mode.
+
+Chunks that are being loaded are refused, unless --force: then these loads are waited for. Ctrl-C stops: what was moved is moved, and the device stays.`,
+		Example: "  lookaside dax remove /dev/dax1.0\n  lookaside dax remove /dev/dax1.0 --mode evict --force",
+		Args:    exactly("one device", 1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return c.change(cmd, "remove", args[0], sidecar.DAXRemoveRequest{DAXTarget: c.target(args[0]), Mode: mode, Force: force})
+		},
+	}
+	cmd.Flags().StringVar(&mode, "mode", "migrate", "what becomes of its chunks: `migrate`, evict or drain")
+	cmd.Flags().BoolVar(&force, "force", false, "wait for loads of its chunks")
+	c.flags(cmd)
+	return cmd
+}
+
+func newDAXResize() *cobra.Command {
+	var (
+		c     daxControl
+		mode  string
+		force bool
+	)
+	cmd := &cobra.Command{
+		Use:   "resize DEVICE SIZE",
+		Short: "Use more or less of a device",
+		Long: `Use more or less of a device while its tier serves. Growing moves nothing. When it shrinks, chunks that lie beyond the new size are moved
+(--mode migrate) or dropped (--mode evict).
+
+Chunks that are being loaded are refused, unless --force: then these loads are waited for. Ctrl-C stops: what was moved is moved, and the size stays.`,
+		Example: "  lookaside dax resize /dev/dax1.0 200G",
+		Args:    exactly("a device and its new size", 2),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return c.change(cmd, "resize", args[0], sidecar.DAXResizeRequest{DAXTarget: c.target(args[0]), Size: sidecar.DAXSize(args[1]), Mode: mode, Force: force})
+		},
+	}
+	cmd.Flags().StringVar(&mode, "mode", "migrate", "what becomes of chunks beyond the new size: `migrate` or evict")
+	cmd.Flags().BoolVar(&force, "force", false, "wait for loads of these chunks")
+	c.flags(cmd)
+	return cmd
+}
+
+// daxPath is where the sidecar serves changes of devices.
+const daxPath = "/reconfigure/dax/"
+
+// exactly wants so many arguments.
+func exactly(what string, n int) cobra.PositionalArgs {
+	return func(cmd *cobra.Command, args []string) error {
+		if len(args) != n {
+			return fmt.Errorf("give %s: %s", what, cmd.UseLine())
+		}
+		return nil
+	}
+}
+
+// progressEvery is how often a change is asked how far it is.
+const progressEvery = 500 * time.Millisecond
+
+// change asks for a change of a device, shows how far it is, and what came of it. Interrupted, it stops.
+func (c *daxControl) change(cmd *cobra.Command, operation, device string, request any) error {
+	client, err := c.client(cmd)
+	if err != nil {
+		return err
+	}
+	ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	var result sidecar.DAXResult
+	done := make(chan error, 1)
+	go func() { done <- client.Post(ctx, daxPath+operation, request, &result) }()
+	tick := time.NewTicker(progressEvery)
+	defer tick.Stop()
+	shown := ""
+	for err = errUnderWay; errors.Is(err, errUnderWay); {
+		select {
+		case err = <-done:
+		case <-tick.C:
+			if line := c.progress(ctx, client, device); !c.quiet && line != "" && line != shown {
+				shown = line
+				fmt.Fprintln(cmd.ErrOrStderr(), line)
+			}
+		}
+	}
+	if ctx.Err() != nil && cmd.Context().Err() == nil {
+		return fmt.Errorf("stopped: %s is still a device of its tier, and what had been moved by then is moved (see lookaside dax status)", device)
+	}
+	if err != nil {
+		return err
+	}
+	return c.print(cmd, result, func(w io.Writer) error { return showDAXResult(w, result) })
+}
+
+// errUnderWay: there is no answer yet.
+var errUnderWay = errors.New("under way")
+
+// progress says how far the change of a device is, or nothing if that is not known.
+func (c *daxControl) progress(ctx context.Context, client *sidecar.Client, device string) string {
+	ctx, cancel := context.WithTimeout(ctx, progressEvery)
+	defer cancel()
+	var st sidecar.DAXStatus
+	if client.Get(ctx, daxPath+"status", &st) != nil {
+		return ""
+	}
+	for _, d := range st.Devices {
+		if filepath.Clean(d.DevicePath) == filepath.Clean(device) && d.Progress.Total > 0 && d.State != "active" {
+			return fmt.Sprintf("%s: %s, %d of %d chunks (%d %%)", d.DevicePath, d.State, d.Progress.Moved, d.Progress.Total, 100*d.Progress.Moved/d.Progress.Total)
+		}
+	}
+	return ""
+}
+
+func showDAXResult(w io.Writer, r sidecar.DAXResult) error {
+	var more []string
+	if r.MovedKeys != nil && *r.MovedKeys > 0 {
+		more = append(more, fmt.Sprintf("%d chunks moved", *r.MovedKeys))
+	}
+	if r.DeletedKeys != nil && *r.DeletedKeys > 0 {
+		more = append(more, fmt.Sprintf("%d chunks dropped", *r.DeletedKeys))
+	}
+	more = append(more, "in "+took(r.Seconds).String())
+	_, err := fmt.Fprintf(w, "%s: %s: %s\n", r.DevicePath, r.State, strings.Join(more, ", "))
+	return err
+}

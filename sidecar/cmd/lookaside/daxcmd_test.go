@@ -1,0 +1,146 @@
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"lookaside/sidecar"
+)
+
+// Files stand in for devices.
+func TestDAXFromTheCommandLine(t *testing.T) {
+	dir := t.TempDir()
+	dev := func(n int) string { return filepath.Join(dir, fmt.Sprintf("dax%d.0", n)) }
+	s := serveProcess(t, "--dax="+dev(0)+","+dev(1)+":8M:slab=1M:allow_files=true:hotplug=true", "--cascade-partial-delay=10ms", "--sessions-share=1", "--promotion-share=1", "--lookup-promote=always")
+	c := commander{t, s.dir}
+	words := storePages(t, s, 100)
+	c.untilStored(100)
+	var st sidecar.DAXStatus
+	c.says([]string{"dax", "status", "--json"}, &st)
+	if len(st.Devices) != 2 || !st.HotPlugEnabled || st.TotalUsedBytes == 0 {
+		t.Fatalf("%+v", st)
+	}
+	c.says([]string{"dax", "status"}, nil, "DEVICE", dev(0), dev(1), "active", "hot plug")
+	c.says([]string{"dax", "add", dev(2), "8M"}, nil, dev(2)+": active")
+	var r sidecar.DAXResult
+	c.says([]string{"dax", "remove", dev(0), "--json"}, &r)
+	if r.State != "removed" || r.MovedKeys == nil || *r.MovedKeys == 0 || *r.DeletedKeys != 0 {
+		t.Errorf("%+v", r)
+	}
+	// Nothing is lost.
+	c.says([]string{"clear", "--all", "--tier=arena", "--yes"}, nil)
+	c.says(append([]string{"lookup", "--engine-id=engine"}, words...), nil, "hit: 100 of 100 pages")
+	c.says([]string{"dax", "resize", dev(1), "4M", "--mode=evict", "--force"}, nil, dev(1)+": active")
+	c.says([]string{"dax", "remove", dev(1), "--mode", "drain"}, nil, dev(1)+": draining")
+	c.says([]string{"dax", "status"}, nil, "draining")
+	c.says([]string{"dax", "remove", dev(1), "--mode=evict", "--force", "--quiet", "--adapter=0"}, nil, dev(1)+": removed")
+	c.says([]string{"dax", "status", "--json"}, &st)
+	if len(st.Devices) != 1 || st.Devices[0].DevicePath != dev(2) {
+		t.Errorf("%+v", st)
+	}
+
+	c.fails([]string{"dax", "remove", dev(1)}, dev(1), "404", "status")
+	c.fails([]string{"dax", "add", dev(2), "8M"}, dev(2), "409")
+	c.fails([]string{"dax", "add", dev(3), "lots"}, `"lots"`, "400", "100GiB")
+	c.fails([]string{"dax", "add", dir, "8M"}, dir, "400")
+	c.fails([]string{"dax", "add", dev(3), "8M", "--adapter=7"}, "adapter_index", "404")
+	c.fails([]string{"dax", "remove", dev(2), "--mode=copy"}, "mode", "422")
+	c.fails([]string{"dax", "add", dev(3)}, "a device and how much of it to use", "lookaside dax add DEVICE SIZE")
+	c.fails([]string{"dax", "remove"}, "one device")
+	if out, _, code := run(t, nil, "dax", "--help"); code != 0 || !strings.Contains(out, "resize") || !strings.Contains(out, "hotplug") {
+		t.Errorf("exit code %d: %s", code, out)
+	}
+}
+
+func TestDAXWithoutDevices(t *testing.T) {
+	s := serveProcess(t)
+	c := commander{t, s.dir}
+	c.says([]string{"dax", "status"}, nil, "no tier of DAX devices", "--dax")
+	c.fails([]string{"dax", "add", "/dev/dax0.0", "1G"}, "no tier of DAX devices", "404")
+	if _, stderr, code := run(t, nil, "dax", "status", "--runtime-dir=/nowhere"); code != 1 || !strings.Contains(stderr, "no sidecar") {
+		t.Errorf("exit code %d: %s", code, stderr)
+	}
+}
+
+// A change that takes long shows how far it is; interrupted, it is given up, and so it is by the sidecar, whose connection ends.
+func TestDAXProgress(t *testing.T) {
+	var asked atomic.Int64
+	var endless atomic.Bool
+	finish := make(chan struct{})
+	left := make(chan struct{}, 1)
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /reconfigure/dax/status", func(w http.ResponseWriter, _ *http.Request) {
+		st := sidecar.DAXStatus{DAXTierStatus: sidecar.DAXTierStatus{Devices: []sidecar.DAXDeviceStatus{{
+			DevicePath: "/dev/dax0.0", State: "migrating", Progress: sidecar.DAXProgress{Moved: 10 * asked.Add(1), Total: 200},
+		}}}}
+		if asked.Load() == 3 && !endless.Load() {
+			close(finish)
+		}
+		_ = json.NewEncoder(w).Encode(st)
+	})
+	mux.HandleFunc("POST /reconfigure/dax/remove", func(w http.ResponseWriter, r *http.Request) {
+		var in sidecar.DAXRemoveRequest
+		if err := json.NewDecoder(r.Body).Decode(&in); err != nil || in.DevicePath != "/dev/dax0.0" || in.Mode != "migrate" || in.Force {
+			t.Errorf("%v: %+v", err, in)
+		}
+		done := finish
+		if endless.Load() {
+			done = nil
+		}
+		select {
+		case <-done:
+			n := int64(200)
+			_ = json.NewEncoder(w).Encode(sidecar.DAXResult{Status: "ok", DevicePath: in.DevicePath, State: "removed", MovedKeys: &n, Seconds: 1.5})
+		case <-r.Context().Done():
+			left <- struct{}{}
+		}
+	})
+	srv := httptest.NewServer(mux)
+	defer srv.Close()
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "admin.addr"), []byte(srv.Listener.Addr().String()+"\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	c := commander{t, dir}
+	out, progress, code := c.run("dax", "remove", "/dev/dax0.0")
+	if code != 0 || out != "/dev/dax0.0: removed: 200 chunks moved, in 1.5s\n" || !strings.Contains(progress, "/dev/dax0.0: migrating, 10 of 200 chunks (5 %)\n") || !strings.Contains(progress, "20 of 200 chunks (10 %)") {
+		t.Errorf("exit code %d: %q, %q", code, out, progress)
+	}
+
+	endless.Store(true)
+	asked.Store(0)
+	cmd := exec.Command(binary, "dax", "remove", "/dev/dax0.0", "--runtime-dir", dir)
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	for end := time.Now().Add(patience); asked.Load() < 2; time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatal("it does not ask how far it is")
+		}
+	}
+	if err := cmd.Process.Signal(syscall.SIGINT); err != nil {
+		t.Fatal(err)
+	}
+	err := cmd.Wait()
+	if err == nil || !strings.Contains(stderr.String(), "stopped: /dev/dax0.0 is still a device") {
+		t.Errorf("%v: %s", err, &stderr)
+	}
+	select {
+	case <-left:
+	case <-time.After(patience):
+		t.Error("the sidecar was not told")
+	}
+}

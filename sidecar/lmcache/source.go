@@ -1,0 +1,388 @@
+package lmcache
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"math"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"unicode/utf8"
+
+	"go.yaml.in/yaml/v3"
+)
+
+// maxText bounds each text that is read.
+const maxText = 1 << 20
+
+// A given is a key with its value, as one source has it.
+type given struct {
+	key   string // by which rules know it
+	shown string // as it was written
+	from  string
+	value any
+}
+
+func (g *given) origin() string {
+	if g == nil {
+		return ""
+	}
+	return g.shown + ": " + g.safe()
+}
+
+// notShown takes the place of a value that is a secret, or could be one.
+const notShown = "(not shown)"
+
+var secretName = regexp.MustCompile(`(?i)passw|secret|token|credential|access_key|api_key|private_key`)
+
+var userInfo = regexp.MustCompile(`//[^/@\s]*@`)
+
+// safe is the value without what could be a secret.
+func (g *given) safe() string {
+	if secretName.MatchString(g.shown) {
+		return notShown
+	}
+	switch v := g.value.(type) {
+	case map[string]any, map[any]any:
+		return "{…}"
+	case []any:
+		if slices.ContainsFunc(v, func(e any) bool { _, ok := e.(map[string]any); return ok }) {
+			return "[…]"
+		}
+	case nil:
+		return "null"
+	}
+	text := userInfo.ReplaceAllString(g.text(), "//…@")
+	if path, query, ok := strings.Cut(text, "?"); ok && strings.Contains(path, "://") && query != "" {
+		text = path + "?…"
+	}
+	if r := []rune(text); len(r) > 80 {
+		text = string(r[:80]) + "…"
+	}
+	if strings.ContainsAny(text, "\n\r\t") {
+		text = strconv.Quote(text)
+	}
+	return text
+}
+
+// text is the value as a word.
+func (g *given) text() string {
+	switch v := g.value.(type) {
+	case nil:
+		return ""
+	case string:
+		return v
+	case float64:
+		return strconv.FormatFloat(v, 'f', -1, 64)
+	case []any:
+		return strings.Join(g.list(), ",")
+	}
+	return fmt.Sprint(g.value)
+}
+
+// list is the value as a list of words; a word with commas is one.
+func (g *given) list() []string {
+	var out []string
+	switch v := g.value.(type) {
+	case nil:
+	case []any:
+		for _, e := range v {
+			out = append(out, (&given{value: e}).text())
+		}
+	default:
+		for p := range strings.SplitSeq(g.text(), ",") {
+			if p = strings.TrimSpace(p); p != "" {
+				out = append(out, p)
+			}
+		}
+	}
+	return out
+}
+
+func (g *given) wrong(want string) error {
+	return fmt.Errorf("%s: %s is not %s", g.shown, strconv.Quote(g.safe()), want)
+}
+
+// number is the value as a number, which is finite.
+func (g *given) number() (float64, error) {
+	f, err := strconv.ParseFloat(strings.TrimSpace(g.text()), 64)
+	if err != nil || math.IsInf(f, 0) || math.IsNaN(f) {
+		return 0, g.wrong("a number")
+	}
+	return f, nil
+}
+
+// integer is the value as a whole number from low to high.
+func (g *given) integer(low, high int) (int, error) {
+	f, err := g.number()
+	if err != nil || f != math.Trunc(f) || f < float64(low) || f > float64(high) {
+		return 0, g.wrong(fmt.Sprintf("a whole number from %d to %d", low, high))
+	}
+	return int(f), nil
+}
+
+// boolean is the value as LMCache understands it: everything but true and 1 is false.
+func (g *given) boolean() bool {
+	t := strings.ToLower(strings.TrimSpace(g.text()))
+	return t == "true" || t == "1"
+}
+
+// off reports whether the value says that what the key is about is not in use.
+func (g *given) off() bool {
+	if g == nil {
+		return true
+	}
+	switch v := g.value.(type) {
+	case map[string]any:
+		return len(v) == 0
+	case map[any]any:
+		return len(v) == 0
+	case []any:
+		return len(v) == 0
+	}
+	switch strings.ToLower(strings.TrimSpace(g.text())) {
+	case "", "false", "0", "0.0", "none", "null":
+		return true
+	}
+	return false
+}
+
+// bytes is a number of GiB, as LMCache's sizes are.
+func (g *given) bytes() (int64, error) {
+	f, err := g.number()
+	if err != nil {
+		return 0, err
+	}
+	if f *= 1 << 30; f > 1<<60 {
+		return 0, g.wrong("a size in GiB")
+	}
+	return int64(f), nil
+}
+
+// absolute is a path from the root. Its note says what it was, if that changed.
+func (c *converter) absolute(g *given, path string) (string, error) {
+	path = strings.TrimPrefix(path, "file://")
+	base := ""
+	if rest, ok := strings.CutPrefix(path, "~"); ok && (rest == "" || rest[0] == '/') {
+		base, path = c.src.Home, strings.TrimPrefix(rest, "/")
+	} else if !filepath.IsAbs(path) {
+		base = c.src.Dir
+	}
+	if base != "" {
+		path = filepath.Join(base, path)
+	}
+	if path == "" || !filepath.IsAbs(path) || strings.ContainsAny(path, ",\x00") {
+		return "", fmt.Errorf("%s: %q is not an absolute path of one directory or device", g.shown, path)
+	}
+	return filepath.Clean(path), nil
+}
+
+// parse reads YAML or JSON.
+func parse(name string, text []byte) (v any, err error) {
+	if len(text) > maxText {
+		return nil, fmt.Errorf("%s is larger than %d bytes", name, maxText)
+	}
+	if !utf8.Valid(text) {
+		return nil, fmt.Errorf("%s is not UTF-8", name)
+	}
+	if json.Unmarshal(text, &v) == nil { // which may have tabs in it
+		return v, nil
+	}
+	if err := yaml.Unmarshal(text, &v); err != nil {
+		return nil, fmt.Errorf("%s is neither YAML nor JSON (the parser's words are not repeated: it may have secrets in it)", name)
+	}
+	return v, nil
+}
+
+// aliases are earlier names of keys.
+var aliases = map[string]string{
+	"enable_xpyd": "enable_pd", "nixl_peer_host": "pd_peer_host", "nixl_peer_init_port": "pd_peer_init_port", "nixl_peer_alloc_port": "pd_peer_alloc_port",
+	"nixl_proxy_host": "pd_proxy_host", "nixl_proxy_port": "pd_proxy_port", "nixl_role": "pd_role",
+	"controller_url": "controller_pull_url", "lmcache_worker_port": "lmcache_worker_ports", "plugin_locations": "runtime_plugin_locations",
+	"external_backends": "storage_plugins", "cufile_buffer_size": "gds_buffer_size", "weka_path": "gds_path",
+	"peer_init_ports": "p2p_init_ports", "peer_lookup_ports": "p2p_lookup_ports",
+}
+
+func current(key string) string {
+	key = strings.ToLower(strings.TrimSpace(key))
+	if now, ok := aliases[key]; ok {
+		return now
+	}
+	return key
+}
+
+// read takes the source apart.
+func (c *converter) read() error {
+	name := c.src.Name
+	if name == "" {
+		name = "the configuration"
+	}
+	if strings.TrimSpace(string(c.src.Text)) != "" {
+		v, err := parse(name, c.src.Text)
+		if err != nil {
+			return err
+		}
+		if err := c.readText(name, v); err != nil {
+			return err
+		}
+	}
+	if err := c.readServer(); err != nil {
+		return err
+	}
+	for _, text := range c.src.Adapters {
+		where := fmt.Sprintf("--l2-adapter %d", len(c.adapters)+1)
+		var v any
+		if len(text) > maxText || !utf8.ValidString(text) || json.Unmarshal([]byte(text), &v) != nil {
+			return fmt.Errorf("%s: it is not JSON (what was given is not repeated: it may have a secret in it)", where)
+		}
+		if err := c.readAdapter(where, v); err != nil {
+			return err
+		}
+	}
+	if err := c.readEnviron(); err != nil {
+		return err
+	}
+	if len(c.config)+len(c.extra)+len(c.unknown)+len(c.adapters)+len(c.server)+len(c.mp) == 0 {
+		return errors.New("there is nothing to convert: no key of LMCache was found")
+	}
+	return nil
+}
+
+// readText understands what kind of text it is.
+func (c *converter) readText(name string, v any) error {
+	switch v := v.(type) {
+	case nil:
+		return nil // comments only
+	case []any:
+		for _, e := range v {
+			if err := c.readAdapter(fmt.Sprintf("--l2-adapter %d", len(c.adapters)+1), e); err != nil {
+				return err
+			}
+		}
+		return nil
+	case map[string]any:
+		if _, ok := v["type"].(string); ok {
+			return c.readAdapter(fmt.Sprintf("--l2-adapter %d", len(c.adapters)+1), v)
+		}
+		if _, ok := v["kv_connector"]; ok {
+			more, _ := v["kv_connector_extra_config"].(map[string]any)
+			c.readTransfer(more)
+			return nil
+		}
+		for _, key := range slices.Sorted(maps.Keys(v)) {
+			if err := c.readKey("file", key, key, v[key]); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	return fmt.Errorf("%s: it holds a single %T, not keys and values", name, v)
+}
+
+// readKey takes a key of LMCache's configuration. What the same key had before is overridden.
+func (c *converter) readKey(from, shown, key string, value any) error {
+	g := &given{current(key), shown, from, value}
+	if g.key == "extra_config" {
+		if text, ok := value.(string); ok && strings.TrimSpace(text) != "" {
+			v, err := parse(shown, []byte(text))
+			if err != nil {
+				return err
+			}
+			value = v
+		}
+		switch m := value.(type) {
+		case map[string]any:
+			for _, k := range slices.Sorted(maps.Keys(m)) {
+				c.take(c.extra, &given{k, "extra_config." + k, from, m[k]})
+			}
+		case nil, string:
+		default:
+			return fmt.Errorf("%s: it is not a map of keys", shown)
+		}
+		return nil
+	}
+	if _, known := configRules[g.key]; !known {
+		c.unknown = append(c.unknown, g)
+		return nil
+	}
+	c.take(c.config, g)
+	return nil
+}
+
+// take remembers a key. What it had from another source is overridden.
+func (c *converter) take(in map[string]*given, g *given) {
+	if before := in[g.key]; before != nil && g.value != nil {
+		c.tell(before, unused("overridden by "+g.shown))
+	} else if before != nil {
+		return
+	}
+	in[g.key] = g
+}
+
+// readTransfer takes what vLLM passes on to LMCache's connectors.
+func (c *converter) readTransfer(m map[string]any) {
+	for _, key := range slices.Sorted(maps.Keys(m)) {
+		name, ours := strings.CutPrefix(key, "lmcache.")
+		g := &given{name, key, "kv_connector_extra_config", m[key]}
+		if _, known := configRules[current(name)]; ours && known && !strings.HasPrefix(name, "mp.") {
+			g.key = current(name)
+			c.take(c.config, g)
+			continue
+		}
+		g.key = key
+		c.mp = append(c.mp, g)
+	}
+}
+
+// readEnviron takes LMCache's variables.
+func (c *converter) readEnviron() error {
+	environ := slices.Sorted(slices.Values(c.src.Environ))
+	for _, e := range environ {
+		name, value, _ := strings.Cut(e, "=")
+		key, ours := strings.CutPrefix(name, "LMCACHE_")
+		_, known := environRules[name]
+		if !ours && !known {
+			continue
+		}
+		value = unquote(strings.ToValidUTF8(value, "?"))
+		if known {
+			c.tell(&given{name, name, "environment", value}, environRules[name](c, &given{name, name, "environment", value}))
+			continue
+		}
+		if rest, ok := strings.CutPrefix(key, "EC_"); ok && rest != "" {
+			c.tell(&given{name, name, "environment", value}, none(whyEncoder))
+			continue
+		}
+		var v any = value
+		if value == "" {
+			v = nil
+		}
+		if err := c.readKey("environment", name, key, v); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// unquote takes the quotes from a variable's value, as LMCache does.
+func unquote(v string) string {
+	v = strings.TrimSpace(v)
+	if n := len(v); n >= 2 && v[0] == v[n-1] && (v[0] == '"' || v[0] == '\'') {
+		return v[1 : n-1]
+	}
+	return v
+}
+
+// variable is a variable of the environment, or "".
+func (c *converter) variable(name string) string {
+	for _, e := range c.src.Environ {
+		if v, ok := strings.CutPrefix(e, name+"="); ok {
+			return v
+		}
+	}
+	return ""
+}

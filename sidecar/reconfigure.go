@@ -1,0 +1,601 @@
+package sidecar
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"text/tabwriter"
+	"time"
+
+	"github.com/danielgtaylor/huma/v2"
+	"go.uber.org/zap"
+
+	"lookaside/dax"
+	"lookaside/tiers"
+	"lookaside/tiers/pool"
+)
+
+// daxPool is what devices can be added to and removed from while it serves: a *pool.Pool. Its methods may be called at the same time.
+type daxPool interface {
+	Status() pool.Status
+	Add(ctx context.Context, path string, sizeBytes int64) error
+	Remove(ctx context.Context, path string, mode pool.Mode, force bool) error
+	Resize(ctx context.Context, path string, sizeBytes int64, mode pool.Mode, force bool) error
+}
+
+var _ daxPool = (*pool.Pool)(nil)
+
+// A daxAdapter is a tier of DAX devices, which LMCache calls an adapter.
+type daxAdapter struct {
+	tier    string // its name
+	hotPlug bool
+	daxPool
+}
+
+// A DAXSize is a number of bytes, or a size with a unit.
+type DAXSize string
+
+// UnmarshalJSON takes a number or a string; which sizes are right is for bytes to say.
+func (s *DAXSize) UnmarshalJSON(b []byte) error {
+	text := string(b)
+	if len(b) > 0 && b[0] == '"' {
+		if err := json.Unmarshal(b, &text); err != nil {
+			return err
+		}
+	}
+	*s = DAXSize(text)
+	return nil
+}
+
+// Schema implements huma.SchemaProvider.
+func (DAXSize) Schema(huma.Registry) *huma.Schema {
+	return &huma.Schema{
+		OneOf:    []*huma.Schema{{Type: huma.TypeInteger}, {Type: huma.TypeString}},
+		Examples: []any{"100GiB", 107374182400},
+	}
+}
+
+// bytes understands the size. As LMCache does, it takes GB and the like for powers of 1024 too.
+func (s DAXSize) bytes() (int64, error) {
+	text := strings.ToLower(strings.TrimSpace(string(s)))
+	for _, unit := range []string{"kb", "mb", "gb", "tb"} {
+		if number, ok := strings.CutSuffix(text, unit); ok {
+			text = number + unit[:1]
+		}
+	}
+	n, err := dax.ParseSize(text)
+	if err != nil || n <= 0 {
+		return 0, apiError(http.StatusBadRequest, `give a number of bytes above 0, or a size such as "100GiB"`, "size: %q is not a size", string(s))
+	}
+	return n, nil
+}
+
+// A DAXTarget says which tier is meant.
+type DAXTarget struct {
+	AdapterIndex *int   `json:"adapter_index,omitempty" doc:"Which of the tiers of DAX devices, from 0, as the status lists them. Left out: the one that has the device, or the first."`
+	DevicePath   string `json:"device_path" doc:"The device."`
+}
+
+// DAXAddRequest is the body of POST /reconfigure/dax/add.
+type DAXAddRequest struct {
+	DAXTarget
+	Size DAXSize `json:"size" doc:"How much of the device to use: bytes, or a size such as \"100GiB\" (powers of 1024)."`
+}
+
+// DAXRemoveRequest is the body of POST /reconfigure/dax/remove.
+type DAXRemoveRequest struct {
+	DAXTarget
+	Mode  string `json:"mode,omitempty" enum:"migrate,evict,drain" default:"migrate" doc:"What becomes of its chunks. migrate: they are moved to the other devices. evict: they are dropped. drain: they stay, and can be read until they are evicted or the device is removed; nothing new is written."`
+	Force bool   `json:"force,omitempty" doc:"Wait for loads of its chunks that are under way; otherwise they make the answer 409."`
+}
+
+// DAXResizeRequest is the body of POST /reconfigure/dax/resize.
+type DAXResizeRequest struct {
+	DAXTarget
+	Size  DAXSize `json:"size" doc:"How much of the device to use from now on: bytes, or a size such as \"100GiB\" (powers of 1024)."`
+	Mode  string  `json:"mode,omitempty" enum:"migrate,evict" default:"migrate" doc:"What becomes of chunks that lie beyond the new size."`
+	Force bool    `json:"force,omitempty" doc:"Wait for loads of these chunks that are under way; otherwise they make the answer 409."`
+}
+
+// DAXSlots counts the slots of a device.
+type DAXSlots struct {
+	Free     int64 `json:"free" doc:"That may be written to."`
+	Used     int64 `json:"used" doc:"That have a chunk, or are being written."`
+	Leased   int64 `json:"leased" doc:"Of the used ones, those being read or written now."`
+	Draining int64 `json:"draining" doc:"Of the used ones, those in parts of the device that nothing new is written to."`
+}
+
+// DAXProgress is how far the last migration from a device is.
+type DAXProgress struct {
+	Moved int64 `json:"moved" doc:"Chunks that have been moved."`
+	Total int64 `json:"total" doc:"Chunks that were to be, when the last migration began."`
+}
+
+// DAXDeviceStatus is one device. Fields without a description say the same under LMCache's names.
+type DAXDeviceStatus struct {
+	Index         int         `json:"index" doc:"In its tier, from 0."`
+	AdapterIndex  int         `json:"adapter_index" doc:"The tier's number, from 0."`
+	DevicePath    string      `json:"device_path" doc:"The device."`
+	State         string      `json:"state" doc:"active, draining, migrating or removing."`
+	SizeBytes     int64       `json:"size_bytes" doc:"What this sidecar has of the device."`
+	CapacityBytes int64       `json:"capacity_bytes" doc:"Of this, what is for chunks."`
+	UsedBytes     int64       `json:"used_bytes" doc:"Of this, what chunks take."`
+	Slots         DAXSlots    `json:"slots" doc:"The slots for chunks, as far as they have been cut."`
+	Progress      DAXProgress `json:"progress" doc:"How far the last migration from it is."`
+
+	MaxDAXSizeBytes   int64 `json:"max_dax_size_bytes"`
+	MaxSlots          int64 `json:"max_slots"`
+	LiveSlotCount     int64 `json:"live_slot_count"`
+	LockedKeyCount    int64 `json:"locked_key_count"`
+	BorrowedSlotCount int64 `json:"borrowed_slot_count"`
+	RestartRecovery   bool  `json:"supports_restart_recovery"`
+}
+
+// DAXTierStatus is one tier of devices.
+type DAXTierStatus struct {
+	HotPlugEnabled     bool              `json:"hotplug_enabled" doc:"Whether devices may be added, removed and resized: hotplug of the tier's settings."`
+	TotalCapacityBytes int64             `json:"total_capacity_bytes" doc:"Of all devices."`
+	TotalUsedBytes     int64             `json:"total_used_bytes" doc:"Of all devices."`
+	Devices            []DAXDeviceStatus `json:"devices" doc:"In the order in which they came."`
+}
+
+// DAXAdapterStatus is one tier of devices, as LMCache describes an adapter.
+type DAXAdapterStatus struct {
+	AdapterIndex        int           `json:"adapter_index" doc:"From 0, in the order of the tiers."`
+	Backend             string        `json:"backend" doc:"dax."`
+	Tier                string        `json:"tier" doc:"The tier's name."`
+	SupportedOperations []string      `json:"supported_operations" doc:"What it can be asked to do."`
+	Status              DAXTierStatus `json:"status" doc:"Its devices."`
+}
+
+// DAXStatus is the answer of GET /reconfigure/dax/status.
+type DAXStatus struct {
+	Enabled     bool               `json:"enabled" doc:"Whether there is a tier of DAX devices."`
+	Backend     string             `json:"backend" doc:"dax."`
+	NumAdapters int                `json:"num_adapters" doc:"Tiers of DAX devices."`
+	Adapters    []DAXAdapterStatus `json:"adapters" doc:"These tiers, nearest first."`
+	DAXTierStatus
+}
+
+// DAXResult is the answer to a change that succeeded.
+type DAXResult struct {
+	Status           string           `json:"status" doc:"ok."`
+	Operation        string           `json:"operation" doc:"add, remove, drain or resize."`
+	AdapterIndex     int              `json:"adapter_index" doc:"The tier's number."`
+	DevicePath       string           `json:"device_path" doc:"The device."`
+	Index            int              `json:"index" doc:"The device's number in its tier, before the change if it was removed."`
+	State            string           `json:"state" doc:"Its state now; removed if it is no part of the tier any more."`
+	Device           *DAXDeviceStatus `json:"device,omitempty" doc:"The device, if it is still there."`
+	MovedKeys        *int64           `json:"moved_keys,omitempty" doc:"Chunks that it had when they began to be moved away."`
+	MovedBytes       *int64           `json:"moved_bytes,omitempty" doc:"Their bytes."`
+	DeletedKeys      *int64           `json:"deleted_keys,omitempty" doc:"Chunks that it had when they began to be dropped."`
+	SourceSlotsFreed *int64           `json:"source_slots_freed,omitempty" doc:"Slots that had them."`
+	OldSizeBytes     *int64           `json:"old_size_bytes,omitempty" doc:"What was used of it before."`
+	NewSizeBytes     *int64           `json:"new_size_bytes,omitempty" doc:"What was asked for."`
+	Seconds          float64          `json:"seconds" doc:"How long it took."`
+}
+
+// DAXArenaAddRequest is the body of POST /reconfigure/dax/l1/add.
+type DAXArenaAddRequest struct {
+	DevicePath string  `json:"device_path" doc:"The device."`
+	Size       DAXSize `json:"size" doc:"How much of it to use: bytes, or a size such as \"100GiB\" (powers of 1024)."`
+}
+
+// DAXArenaRemoveRequest is the body of POST /reconfigure/dax/l1/remove.
+type DAXArenaRemoveRequest struct {
+	DevicePath string `json:"device_path" doc:"The device."`
+	Mode       string `json:"mode,omitempty" enum:"drain" default:"drain" doc:"Nothing new is written to it, and it is unmapped when nobody has a lease in it."`
+}
+
+// DAXArena is one device of the arena.
+type DAXArena struct {
+	DevicePath        string `json:"device_path" doc:"The device."`
+	SizeInBytes       int64  `json:"size_in_bytes" doc:"What is used of it."`
+	UsedBytes         int64  `json:"used_bytes" doc:"Of this, what chunks take."`
+	FreeBytes         int64  `json:"free_bytes" doc:"The rest."`
+	ActiveAllocations int64  `json:"active_allocations" doc:"Slots that have a chunk."`
+	State             string `json:"state" doc:"active, draining or removed."`
+	IsPrimary         bool   `json:"is_primary" doc:"Whether it cannot be removed, being the only one."`
+}
+
+// DAXArenasResult is the answer of GET /reconfigure/dax/l1/status.
+type DAXArenasResult struct {
+	Arenas []DAXArena `json:"arenas" doc:"The arena's devices."`
+}
+
+// DAXArenaAddResult is the answer of POST /reconfigure/dax/l1/add.
+type DAXArenaAddResult struct {
+	Added DAXArena `json:"added" doc:"The device."`
+}
+
+// DAXArenaRemoveResult is the answer of POST /reconfigure/dax/l1/remove.
+type DAXArenaRemoveResult struct {
+	Removed struct {
+		DevicePath string     `json:"device_path" doc:"The device."`
+		Arenas     []DAXArena `json:"arenas" doc:"What it was."`
+	} `json:"removed" doc:"What is gone, or is going once nobody reads it."`
+}
+
+// changes are the reconfigurations under way. They use tiers and so end before these are closed.
+type changes struct {
+	mu     sync.Mutex
+	closed bool // guarded by mu, as is wg's growing
+	wg     sync.WaitGroup
+}
+
+// begin counts a change and binds it to the daemon's life; the caller calls end.
+func (d *Daemon) begin(ctx context.Context) (_ context.Context, end func(), err error) {
+	if err := d.ready(); err != nil {
+		return nil, nil, apiError(http.StatusServiceUnavailable, "ask this sidecar's successor", "%v", err)
+	}
+	d.changes.mu.Lock()
+	defer d.changes.mu.Unlock()
+	if d.changes.closed {
+		return nil, nil, tiers.ErrClosed
+	}
+	d.changes.wg.Add(1)
+	ctx, cancel := context.WithCancelCause(ctx)
+	stop := context.AfterFunc(d.background, func() { cancel(tiers.ErrClosed) })
+	return ctx, func() {
+		stop()
+		cancel(nil)
+		d.changes.wg.Done()
+	}, nil
+}
+
+// endChanges waits for the changes under way, which the end of d.background has stopped.
+func (d *Daemon) endChanges() {
+	d.changes.mu.Lock()
+	d.changes.closed = true
+	d.changes.mu.Unlock()
+	d.changes.wg.Wait()
+}
+
+// findAdapters lists the tiers of DAX devices, nearest first.
+func (d *Daemon) findAdapters() (out []daxAdapter) {
+	for i, t := range d.tiers {
+		if p, ok := t.Tier.(*pool.Pool); ok {
+			out = append(out, daxAdapter{tier: t.Name, hotPlug: d.cfg.Tiers[i].DAX.HotPlug, daxPool: p})
+		}
+	}
+	return out
+}
+
+// status describes an adapter.
+func (a *daxAdapter) status(index int) DAXAdapterStatus {
+	st := a.Status()
+	out := DAXAdapterStatus{
+		AdapterIndex: index, Backend: "dax", Tier: a.tier, SupportedOperations: []string{"status", "add", "remove", "resize"},
+		Status: DAXTierStatus{HotPlugEnabled: a.hotPlug, TotalCapacityBytes: st.TotalCapacityBytes, TotalUsedBytes: st.TotalUsedBytes, Devices: []DAXDeviceStatus{}},
+	}
+	for i, dev := range st.Devices {
+		slots := DAXSlots{Free: int64(dev.Slots.Free), Used: int64(dev.Slots.Used), Leased: int64(dev.Slots.Leased), Draining: int64(dev.Slots.Draining)}
+		out.Status.Devices = append(out.Status.Devices, DAXDeviceStatus{
+			Index: i, AdapterIndex: index, DevicePath: dev.Path, State: string(dev.State), SizeBytes: dev.SizeBytes, CapacityBytes: dev.CapacityBytes, UsedBytes: dev.UsedBytes, Slots: slots,
+			Progress:        DAXProgress{Moved: dev.Moved, Total: dev.Total},
+			MaxDAXSizeBytes: dev.SizeBytes, MaxSlots: slots.Free + slots.Used, LiveSlotCount: slots.Used, LockedKeyCount: slots.Leased, RestartRecovery: true,
+		})
+	}
+	return out
+}
+
+// device is a device of an adapter, or nil.
+func (s *DAXTierStatus) device(path string) *DAXDeviceStatus {
+	path = filepath.Clean(path)
+	if i := slices.IndexFunc(s.Devices, func(d DAXDeviceStatus) bool { return filepath.Clean(d.DevicePath) == path }); i >= 0 {
+		return &s.Devices[i]
+	}
+	return nil
+}
+
+// DAXStatus describes the tiers of DAX devices.
+func (d *Daemon) DAXStatus() DAXStatus {
+	out := DAXStatus{
+		Enabled: len(d.adapters) > 0, Backend: "dax", NumAdapters: len(d.adapters), Adapters: []DAXAdapterStatus{}, DAXTierStatus: DAXTierStatus{Devices: []DAXDeviceStatus{}},
+	}
+	for i := range d.adapters {
+		a := d.adapters[i].status(i)
+		out.Adapters = append(out.Adapters, a)
+		out.HotPlugEnabled = out.HotPlugEnabled || a.Status.HotPlugEnabled
+		out.TotalCapacityBytes += a.Status.TotalCapacityBytes
+		out.TotalUsedBytes += a.Status.TotalUsedBytes
+		out.Devices = append(out.Devices, a.Status.Devices...)
+	}
+	return out
+}
+
+// seeDAXStatus is the fix where a device or a tier is not known.
+const seeDAXStatus = "GET /reconfigure/dax/status lists the tiers of DAX devices, and their devices"
+
+// checkDevicePath refuses what is no path from the root.
+func checkDevicePath(path string) error {
+	if !filepath.IsAbs(path) {
+		return apiError(http.StatusBadRequest, "name a device by its path from the root, such as /dev/dax0.0", "device_path: %q is not an absolute path", path)
+	}
+	return nil
+}
+
+// target is the adapter that a request means, and its number.
+func (d *Daemon) target(r DAXTarget) (int, *daxAdapter, error) {
+	if err := checkDevicePath(r.DevicePath); err != nil {
+		return 0, nil, err
+	}
+	if len(d.adapters) == 0 {
+		return 0, nil, apiError(http.StatusNotFound, "add a tier of kind dax to the settings; with hotplug: true it may have no devices at first", "there is no tier of DAX devices")
+	}
+	i := 0
+	if r.AdapterIndex != nil {
+		if i = *r.AdapterIndex; i < 0 || i >= len(d.adapters) {
+			return 0, nil, apiError(http.StatusNotFound, seeDAXStatus, "adapter_index: there is no %d: there are %d tiers of DAX devices, from 0 on", i, len(d.adapters))
+		}
+	} else {
+		for k := range d.adapters {
+			if st := d.adapters[k].status(k); st.Status.device(r.DevicePath) != nil {
+				i = k
+			}
+		}
+	}
+	a := &d.adapters[i]
+	if !a.hotPlug {
+		return 0, nil, apiError(http.StatusForbidden, "set hotplug: true for it in the settings, and restart the sidecar", "tier %q does not allow its devices to be changed while it serves", a.tier)
+	}
+	return i, a, nil
+}
+
+// DAXAdd adds a device.
+func (d *Daemon) DAXAdd(ctx context.Context, r DAXAddRequest) (DAXResult, error) {
+	start := time.Now()
+	i, a, err := d.target(r.DAXTarget)
+	if err != nil {
+		return DAXResult{}, err
+	}
+	size, err := r.Size.bytes()
+	if err != nil {
+		return DAXResult{}, err
+	}
+	if err := a.Add(ctx, r.DevicePath, size); err != nil {
+		return DAXResult{}, daxError(ctx, r.DevicePath, err)
+	}
+	out := d.daxResult("add", i, r.DevicePath, nil, start)
+	d.log.Info("DAX device added: put it into the settings if it is to be there after a restart", zap.String("tier", a.tier), zap.String("device", r.DevicePath), zap.String("size", dax.FormatSize(size)))
+	return out, nil
+}
+
+// DAXRemove removes a device, or has it drained.
+func (d *Daemon) DAXRemove(ctx context.Context, r DAXRemoveRequest) (DAXResult, error) {
+	start := time.Now()
+	i, a, err := d.target(r.DAXTarget)
+	if err != nil {
+		return DAXResult{}, err
+	}
+	st := a.status(i)
+	before := st.Status.device(r.DevicePath)
+	if err := a.Remove(ctx, r.DevicePath, pool.Mode(r.Mode), r.Force); err != nil {
+		return DAXResult{}, daxError(ctx, r.DevicePath, err)
+	}
+	operation := "remove"
+	if r.Mode == string(pool.Drain) {
+		operation = "drain"
+	}
+	out := d.daxResult(operation, i, r.DevicePath, before, start)
+	if before != nil && r.Mode != string(pool.Drain) {
+		none := int64(0)
+		out.MovedKeys, out.MovedBytes, out.DeletedKeys, out.SourceSlotsFreed = &before.Slots.Used, &before.UsedBytes, &none, &before.Slots.Used
+		if r.Mode == string(pool.Evict) {
+			out.MovedKeys, out.MovedBytes, out.DeletedKeys = &none, &none, &before.Slots.Used
+		}
+	}
+	d.log.Info("DAX device "+map[bool]string{true: "is drained", false: "removed: take it out of the settings too"}[r.Mode == string(pool.Drain)],
+		zap.String("tier", a.tier), zap.String("device", r.DevicePath), zap.String("mode", r.Mode), zap.Duration("took", time.Since(start)))
+	return out, nil
+}
+
+// DAXResize changes how much of a device is used.
+func (d *Daemon) DAXResize(ctx context.Context, r DAXResizeRequest) (DAXResult, error) {
+	start := time.Now()
+	i, a, err := d.target(r.DAXTarget)
+	if err != nil {
+		return DAXResult{}, err
+	}
+	size, err := r.Size.bytes()
+	if err != nil {
+		return DAXResult{}, err
+	}
+	st := a.status(i)
+	before := st.Status.device(r.DevicePath)
+	if err := a.Resize(ctx, r.DevicePath, size, pool.Mode(r.Mode), r.Force); err != nil {
+		return DAXResult{}, daxError(ctx, r.DevicePath, err)
+	}
+	out := d.daxResult("resize", i, r.DevicePath, before, start)
+	if out.NewSizeBytes = &size; before != nil {
+		out.OldSizeBytes = &before.SizeBytes
+	}
+	d.log.Info("DAX device resized: change it in the settings too", zap.String("tier", a.tier), zap.String("device", r.DevicePath), zap.String("size", dax.FormatSize(size)), zap.Duration("took", time.Since(start)))
+	return out, nil
+}
+
+// daxResult says what a change came to. before is the device before it, if it was there.
+func (d *Daemon) daxResult(operation string, adapter int, path string, before *DAXDeviceStatus, start time.Time) DAXResult {
+	out := DAXResult{Status: "ok", Operation: operation, AdapterIndex: adapter, DevicePath: path, State: "removed", Seconds: time.Since(start).Seconds()}
+	if before != nil {
+		out.Index, out.DevicePath = before.Index, before.DevicePath
+	}
+	st := d.adapters[adapter].status(adapter)
+	if now := st.Status.device(path); now != nil {
+		out.Index, out.DevicePath, out.State, out.Device = now.Index, now.DevicePath, now.State, now
+	}
+	return out
+}
+
+// daxError gives what a pool says a status and a fix.
+func daxError(ctx context.Context, path string, err error) error {
+	switch {
+	case errors.Is(err, pool.ErrNotFound):
+		return apiError(http.StatusNotFound, seeDAXStatus, "%v", err)
+	case errors.Is(err, pool.ErrExists):
+		return apiError(http.StatusConflict, "resize it if it is to have another size; "+seeDAXStatus, "%v", err)
+	case errors.Is(err, dax.ErrBusy):
+		return apiError(http.StatusConflict, "end that process, or give it a part of its own: offset and size, or rank and ranks", "%v", err)
+	case errors.Is(err, pool.ErrLeased):
+		return apiError(http.StatusConflict, "try again when these loads have ended, or set force: then they are waited for", "%v", err)
+	case errors.Is(err, dax.ErrNoSpace), errors.Is(err, dax.ErrNoMemory):
+		return apiError(http.StatusInsufficientStorage, "ask for less, or make room for the file that stands in for a device", "%v", err)
+	case errors.Is(err, pool.ErrNoRoom):
+		return apiError(http.StatusInsufficientStorage, "add a device first, make another one larger, or set mode to evict: then its chunks are dropped", "%v", err)
+	case errors.Is(err, pool.ErrForeign):
+		return apiError(http.StatusBadRequest, "name another file, or clear its first page if what is in it is not needed", "%v", err)
+	case errors.Is(err, pool.ErrDevice):
+		return apiError(http.StatusBadRequest, "see that the device is there, that this user may read and write it, and that its size and alignment fit", "%v", err)
+	case errors.Is(err, tiers.ErrInvalid):
+		return apiError(http.StatusBadRequest, seeDocument, "%v", err)
+	case errors.Is(context.Cause(ctx), tiers.ErrClosed), errors.Is(err, tiers.ErrClosed):
+		return apiError(http.StatusServiceUnavailable, "ask this sidecar's successor; what was moved is moved, and the rest is where it was", "%s: the sidecar is ending", path)
+	case ctx.Err() != nil:
+		return apiError(http.StatusServiceUnavailable, "ask again to go on; what was moved is moved, and the rest is where it was", "%s: it was stopped: %v", path, err)
+	case errors.Is(err, tiers.ErrBusy):
+		return apiError(http.StatusServiceUnavailable, "try again when it has ended; a device that is drained is taken into use again by adding it", "%v", err)
+	}
+	return err // operationError knows the rest
+}
+
+// notOnDAX is the answer while the arena is made of something else.
+func (d *Daemon) notOnDAX() error {
+	return apiError(http.StatusNotFound, "the devices of tiers are below /reconfigure/dax/l2", "the arena is not on DAX, but of kind %s", d.cfg.Arena.Kind)
+}
+
+// daxArenas describes devices as those of an arena.
+func daxArenas(p daxPool) []DAXArena {
+	out := []DAXArena{}
+	st := p.Status()
+	for _, dev := range st.Devices {
+		out = append(out, DAXArena{
+			DevicePath: dev.Path, SizeInBytes: dev.SizeBytes, UsedBytes: dev.UsedBytes, FreeBytes: dev.CapacityBytes - dev.UsedBytes,
+			ActiveAllocations: int64(dev.Slots.Used), State: string(dev.State), IsPrimary: len(st.Devices) == 1,
+		})
+	}
+	return out
+}
+
+func arenaOf(list []DAXArena, path string) (DAXArena, bool) {
+	path = filepath.Clean(path)
+	i := slices.IndexFunc(list, func(a DAXArena) bool { return filepath.Clean(a.DevicePath) == path })
+	if i < 0 {
+		return DAXArena{}, false
+	}
+	return list[i], true
+}
+
+// DAXArenas lists the devices of the arena.
+func (d *Daemon) DAXArenas() (DAXArenasResult, error) {
+	if d.arenaPool == nil {
+		return DAXArenasResult{}, d.notOnDAX()
+	}
+	return DAXArenasResult{daxArenas(d.arenaPool)}, nil
+}
+
+// DAXArenaAdd adds a device to the arena.
+func (d *Daemon) DAXArenaAdd(ctx context.Context, r DAXArenaAddRequest) (DAXArenaAddResult, error) {
+	if d.arenaPool == nil {
+		return DAXArenaAddResult{}, d.notOnDAX()
+	}
+	size, err := r.Size.bytes()
+	if err = errors.Join(checkDevicePath(r.DevicePath), err); err != nil {
+		return DAXArenaAddResult{}, err
+	}
+	if err := d.arenaPool.Add(ctx, r.DevicePath, size); err != nil {
+		return DAXArenaAddResult{}, daxError(ctx, r.DevicePath, err)
+	}
+	a, _ := arenaOf(daxArenas(d.arenaPool), r.DevicePath)
+	return DAXArenaAddResult{a}, nil
+}
+
+// DAXArenaRemove removes a device from the arena.
+func (d *Daemon) DAXArenaRemove(ctx context.Context, r DAXArenaRemoveRequest) (out DAXArenaRemoveResult, err error) {
+	if d.arenaPool == nil {
+		return out, d.notOnDAX()
+	}
+	before, _ := arenaOf(daxArenas(d.arenaPool), r.DevicePath)
+	if err := d.arenaPool.Remove(ctx, r.DevicePath, pool.Drain, false); err != nil {
+		return out, daxError(ctx, r.DevicePath, err)
+	}
+	now, ok := arenaOf(daxArenas(d.arenaPool), r.DevicePath)
+	if !ok {
+		now, now.State = before, "removed"
+	}
+	out.Removed.DevicePath, out.Removed.Arenas = now.DevicePath, []DAXArena{now}
+	return out, nil
+}
+
+// registerDAX makes the routes for hot plug, under the paths of LMCache's earlier and later versions.
+func (d *Daemon) registerDAX(api huma.API, get, post func(at, id, summary string) huma.Operation) {
+	for _, at := range []struct{ path, id string }{{"/reconfigure/dax/", "dax-"}, {"/reconfigure/dax/l2/", "dax-l2-"}} {
+		huma.Register(api, get(at.path+"status", at.id+"status", "The DAX devices of the tiers, and what is under way on them"),
+			func(context.Context, *struct{}) (*output[DAXStatus], error) {
+				return &output[DAXStatus]{d.DAXStatus()}, nil
+			})
+		registerChange(d, api, post(at.path+"add", at.id+"add", "Add a DAX device to a tier that serves"), d.DAXAdd)
+		registerChange(d, api, post(at.path+"remove", at.id+"remove", "Remove a DAX device from a tier that serves, or have it drained"), d.DAXRemove)
+		registerChange(d, api, post(at.path+"resize", at.id+"resize", "Use more or less of a DAX device of a tier that serves"), d.DAXResize)
+	}
+	huma.Register(api, get("/reconfigure/dax/l1/status", "dax-l1-status", "The DAX devices of the arena; 404 if it is not made of any"),
+		func(context.Context, *struct{}) (*output[DAXArenasResult], error) {
+			out, err := d.DAXArenas()
+			if err != nil {
+				return nil, err
+			}
+			return &output[DAXArenasResult]{out}, nil
+		})
+	registerChange(d, api, post("/reconfigure/dax/l1/add", "dax-l1-add", "Add a DAX device to the arena"), d.DAXArenaAdd)
+	registerChange(d, api, post("/reconfigure/dax/l1/remove", "dax-l1-remove", "Remove a DAX device from the arena, once nobody reads it"), d.DAXArenaRemove)
+}
+
+// registerChange makes the route of a change of devices, which may take as long as it needs: it ends early when who asked leaves, or the sidecar ends.
+func registerChange[In, Out any](d *Daemon, api huma.API, op huma.Operation, do func(context.Context, In) (Out, error)) {
+	huma.Register(api, op, func(ctx context.Context, in *input[In]) (*output[Out], error) {
+		if rc, ok := ctx.Value(controllerKey{}).(*http.ResponseController); ok {
+			if err := errors.Join(rc.SetReadDeadline(time.Time{}), rc.SetWriteDeadline(time.Time{})); err != nil {
+				return nil, err
+			}
+		}
+		ctx, end, err := d.begin(ctx)
+		if err != nil {
+			return nil, operationError(err)
+		}
+		defer end()
+		out, err := do(ctx, in.Body)
+		if err != nil {
+			return nil, operationError(err)
+		}
+		return &output[Out]{out}, nil
+	})
+}
+
+// WriteTable writes the devices for people.
+func (s DAXStatus) WriteTable(w io.Writer) error {
+	if len(s.Adapters) == 0 {
+		_, err := fmt.Fprintln(w, "no tier of DAX devices (see --dax of lookaside serve)")
+		return err
+	}
+	tw := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+	fmt.Fprintln(tw, "TIER\tDEVICE\tSTATE\tUSED\tSLOTS\tFREE\tLEASED\tDRAINING\tPROGRESS")
+	for _, a := range s.Adapters {
+		for _, dev := range a.Status.Devices {
+			progress := "-"
+			if dev.Progress.Total > 0 {
+				progress = fmt.Sprintf("%d of %d", dev.Progress.Moved, dev.Progress.Total)
+			}
+			fmt.Fprintf(tw, "%s\t%s\t%s\t%s of %s\t%d\t%d\t%d\t%d\t%s\n", a.Tier, dev.DevicePath, dev.State, dax.FormatSize(dev.UsedBytes), dax.FormatSize(dev.CapacityBytes),
+				dev.Slots.Used, dev.Slots.Free, dev.Slots.Leased, dev.Slots.Draining, progress)
+		}
+		fmt.Fprintf(tw, "%s\t\t%s\t%s of %s\n", a.Tier, map[bool]string{true: "hot plug", false: "fixed"}[a.Status.HotPlugEnabled],
+			dax.FormatSize(a.Status.TotalUsedBytes), dax.FormatSize(a.Status.TotalCapacityBytes))
+	}
+	return tw.Flush()
+}

@@ -1,0 +1,171 @@
+// Package pool is the tier on DAX devices: the store of package disk, over package mapped. Each device is a directory of the store, which lies in
+// this rank's partition of it; slabs, recovery, checksums, healing and eviction are the disk's, and so are its promises.
+//
+// A load is one copy from the mapping into the arena's slot and a store one back, past the caches, with the checksums of the pages. There is no page
+// cache below, no system call in between, and nothing to wait for but memory.
+package pool
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"time"
+
+	"go.uber.org/zap"
+
+	"lookaside/dax"
+	"lookaside/tiers"
+	"lookaside/tiers/disk"
+	"lookaside/tiers/vfs/mapped"
+)
+
+// ErrDevice: a device cannot be used as it was asked to, whoever asks: it is not there, is something else, or the partition does not fit.
+var ErrDevice = dax.ErrDevice
+
+// ErrForeign: a file holds something that is not ours.
+var ErrForeign = mapped.ErrForeign
+
+// DeviceSpec is a device of a pool.
+type DeviceSpec struct {
+	Path string
+	// SizeBytes of it to use, from the pool's offset on; 0 is all. With ranks it is what all of them together use.
+	SizeBytes int64
+}
+
+// Options says what to open. Zero fields take the stated default.
+type Options struct {
+	Devices []DeviceSpec
+	// HotPlug: there may be no device yet. Add, Remove and Resize work in any case.
+	HotPlug bool
+	// OffsetBytes is where what is used of each device begins.
+	OffsetBytes int64
+	// Rank of Ranks: that is cut into so many equal partitions, of which this process has one. Default: one.
+	Rank, Ranks int
+	// AllowFiles lets regular files stand in for devices. One that is not there is made, of the size that was given.
+	AllowFiles bool
+	// SlabBytes, Policy, MaxSpaces, Seed and RetryEvery are package disk's.
+	SlabBytes  int64
+	Policy     string
+	MaxSpaces  int
+	Seed       uint64
+	RetryEvery time.Duration
+	// LoadWorkers is how many threads copy to restore, MaxRegions how many runs of neighbouring chunks are under way at a time. Default 8 of each.
+	LoadWorkers, MaxRegions int
+	// StoreWorkers is how many threads copy to store. Default 4.
+	StoreWorkers int
+	// LookupWorkers bounds the lookups that walk the index at a time; 0: nothing does.
+	LookupWorkers int
+	// SysFS is where the kernel describes devices. Default /sys.
+	SysFS string
+	// Log gets what an operator wants to know. Default: nothing.
+	Log *zap.Logger
+}
+
+const (
+	defaultLoadWorkers  = 8
+	defaultStoreWorkers = 4
+	// pieceBytes is what is copied and checked in one go: while its checksums are computed it is in the core's cache.
+	pieceBytes = 1 << 20
+)
+
+func (o *Options) validate() error {
+	if o.Log == nil {
+		o.Log = zap.NewNop()
+	}
+	for _, v := range []struct {
+		n *int
+		d int
+	}{{&o.LoadWorkers, defaultLoadWorkers}, {&o.MaxRegions, defaultLoadWorkers}, {&o.StoreWorkers, defaultStoreWorkers}, {&o.Ranks, 1}} {
+		if *v.n == 0 {
+			*v.n = v.d
+		}
+	}
+	switch {
+	case len(o.Devices) == 0 && !o.HotPlug:
+		return fmt.Errorf("%w: no device", tiers.ErrInvalid)
+	case o.LoadWorkers < 1 || o.StoreWorkers < 1 || o.MaxRegions < 1 || o.LookupWorkers < 0:
+		return fmt.Errorf("%w: %d load workers, %d store workers, %d regions, %d lookup workers", tiers.ErrInvalid, o.LoadWorkers, o.StoreWorkers, o.MaxRegions, o.LookupWorkers)
+	case o.Ranks < 1 || o.Rank < 0 || o.Rank >= o.Ranks:
+		return fmt.Errorf("%w: rank %d of %d", tiers.ErrInvalid, o.Rank, o.Ranks)
+	}
+	return nil
+}
+
+// Pool is a tiers.Tier, and names its victims. See the package comment.
+type Pool struct {
+	*disk.Disk
+	o       Options
+	fs      *mapped.FS
+	lookups chan struct{} // nil: not bounded
+}
+
+var _ tiers.Tier = (*Pool)(nil)
+
+// Open opens the devices. A failed Open leaves nothing open; what it made on them stays. Errors are those of dax.OpenDevice, of mapped.FS.Mount and of disk.Open.
+func Open(o Options) (_ *Pool, err error) {
+	if err := o.validate(); err != nil {
+		return nil, err
+	}
+	p := &Pool{o: o, fs: mapped.New(o.Log)}
+	if o.LookupWorkers > 0 {
+		p.lookups = make(chan struct{}, o.LookupWorkers)
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, p.fs.Close())
+		}
+	}()
+	var dirs []string
+	var sizes []int64
+	for _, d := range o.Devices {
+		dir, err := p.mount(d)
+		if err != nil {
+			return nil, err
+		}
+		n, err := p.fs.Capacity(dir)
+		if err != nil {
+			return nil, err
+		}
+		dirs, sizes = append(dirs, dir), append(sizes, n)
+	}
+	p.Disk, err = disk.Open(disk.Options{
+		FS: p.fs, Recycled: true, Dirs: dirs, DirBytes: sizes, SlabBytes: o.SlabBytes, Policy: o.Policy, Workers: max(o.LoadWorkers, o.StoreWorkers),
+		PieceBytes: pieceBytes, Direct: disk.DirectNever, MaxSpaces: o.MaxSpaces, Seed: o.Seed, RetryEvery: o.RetryEvery, Log: o.Log,
+	})
+	if err != nil {
+		return nil, err
+	}
+	return p, nil
+}
+
+// mount opens this process's partition of a device, and answers what it is called.
+func (p *Pool) mount(d DeviceSpec) (dir string, err error) {
+	dir = filepath.Clean(d.Path)
+	return dir, p.fs.Mount(dir, dax.DeviceOptions{
+		Path: d.Path, OffsetBytes: p.o.OffsetBytes, SizeBytes: d.SizeBytes, Rank: p.o.Rank, Ranks: p.o.Ranks, AllowFile: p.o.AllowFiles, SysFS: p.o.SysFS,
+	})
+}
+
+// Contains implements tiers.Tier.
+func (p *Pool) Contains(ctx context.Context, run tiers.Run, held []uint16) error {
+	if p.lookups != nil {
+		select {
+		case p.lookups <- struct{}{}:
+			defer func() { <-p.lookups }()
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+	return p.Disk.Contains(ctx, run, held)
+}
+
+// Stats implements tiers.Tier.
+func (p *Pool) Stats() tiers.TierStats {
+	st := p.Disk.Stats()
+	st.Kind = "dax"
+	return st
+}
+
+// Close implements tiers.Tier.
+func (p *Pool) Close() error { return errors.Join(p.Disk.Close(), p.fs.Close()) }

@@ -1,0 +1,199 @@
+package mapped
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/zeebo/xxh3"
+)
+
+// The form of a partition:
+//
+//	0       header, two copies of 4 KiB each; the one that is intact and of the higher epoch counts
+//	8 KiB   the files, each in one piece that begins and ends at a multiple of 4 KiB
+//
+// A header: magic 0, version 8, owner's process id 12, identity 16, offset of the partition in its device 32, its size 40, epoch 48, number of
+// files 56; from 64 on the files, 48 bytes each: name 0 (padded with zeros), where it begins 24, bytes that it has room for 32, its length 40; its checksum is the
+// last 8 bytes, XXH3-64 of all before. Numbers are little-endian, what is not described is zero.
+
+const (
+	magic   = "LookPool"
+	version = 1
+
+	// blockBytes is the size of a header, and what pieces are multiples of.
+	blockBytes = 4096
+	// headBytes are taken by the headers.
+	headBytes = 2 * blockBytes
+
+	entriesAt  = 64
+	entryBytes = 48
+	maxName    = 24
+	sumAt      = blockBytes - 8
+	// MaxFiles is how many files a partition has at most.
+	MaxFiles = 64
+)
+
+var (
+	// ErrVersion: the partition was written by another version of this program.
+	ErrVersion = errors.New("another version of the form of a DAX partition")
+	// ErrForeign: it holds something that is not ours.
+	ErrForeign = errors.New("it holds something else")
+
+	errBlank   = errors.New("blank")
+	errCorrupt = errors.New("no intact header")
+)
+
+// header is what a partition says of itself.
+type header struct {
+	pid      uint32 // of the process that has it open, 0 if it was closed
+	identity [16]byte
+	offset   int64
+	size     int64
+	epoch    uint64
+	files    []entry // by where they begin
+}
+
+// entry is a file.
+type entry struct {
+	name     string
+	at       int64 // 0: it has no piece, and no byte
+	capacity int64
+	size     int64
+}
+
+func (h *header) clone() *header {
+	c := *h
+	c.files = slices.Clone(h.files)
+	return &c
+}
+
+// find is the index of a file, -1 if there is none of that name.
+func (h *header) find(name string) int {
+	return slices.IndexFunc(h.files, func(e entry) bool { return e.name == name })
+}
+
+// slot is where the header of an epoch belongs.
+func (h *header) slot() int64 { return int64(h.epoch%2) * blockBytes }
+
+func (h *header) encode() []byte {
+	b := make([]byte, blockBytes)
+	copy(b, magic)
+	le := binary.LittleEndian
+	le.PutUint32(b[8:], version)
+	le.PutUint32(b[12:], h.pid)
+	copy(b[16:], h.identity[:])
+	le.PutUint64(b[32:], uint64(h.offset))
+	le.PutUint64(b[40:], uint64(h.size))
+	le.PutUint64(b[48:], h.epoch)
+	le.PutUint32(b[56:], uint32(len(h.files)))
+	for i := range h.files {
+		e, at := &h.files[i], b[entriesAt+i*entryBytes:]
+		copy(at[:maxName], e.name)
+		le.PutUint64(at[24:], uint64(e.at))
+		le.PutUint64(at[32:], uint64(e.capacity))
+		le.PutUint64(at[40:], uint64(e.size))
+	}
+	le.PutUint64(b[sumAt:], xxh3.Hash(b[:sumAt]))
+	return b
+}
+
+// decodeHeader reads a partition's first headBytes, which is at offset in its device. Errors are errBlank, errCorrupt (ours, but damaged), ErrForeign and ErrVersion.
+func decodeHeader(b []byte, offset int64) (*header, error) {
+	var best *header
+	var why error
+	worst := func(err error) {
+		if why == nil || errors.Is(why, ErrForeign) || errors.Is(err, ErrVersion) {
+			why = err
+		}
+	}
+	for i := range int64(2) {
+		h, err := decodeCopy(b[i*blockBytes : (i+1)*blockBytes])
+		switch {
+		case err != nil:
+			worst(err)
+		case h.offset != offset || h.slot() != i*blockBytes:
+			worst(errCorrupt) // of another place
+		case best == nil || h.epoch > best.epoch:
+			best = h
+		}
+	}
+	switch {
+	case best != nil:
+		return best, nil
+	case bytes.Equal(b, make([]byte, len(b))):
+		return nil, errBlank
+	}
+	return nil, why
+}
+
+func decodeCopy(b []byte) (*header, error) {
+	if string(b[:8]) != magic {
+		return nil, ErrForeign
+	}
+	le := binary.LittleEndian
+	if v := le.Uint32(b[8:]); v != version {
+		return nil, fmt.Errorf("%w: version %d, this is for %d", ErrVersion, v, version)
+	}
+	if xxh3.Hash(b[:sumAt]) != le.Uint64(b[sumAt:]) {
+		return nil, errCorrupt
+	}
+	const most = 1 << 60
+	h := &header{pid: le.Uint32(b[12:]), identity: [16]byte(b[16:]), epoch: le.Uint64(b[48:])}
+	offset, size, n := le.Uint64(b[32:]), le.Uint64(b[40:]), le.Uint32(b[56:])
+	if offset > most || size > most || n > MaxFiles {
+		return nil, errCorrupt
+	}
+	h.offset, h.size = int64(offset), int64(size)
+	for i := range int(n) {
+		x := b[entriesAt+i*entryBytes:]
+		at, capacity, length := le.Uint64(x[24:]), le.Uint64(x[32:]), le.Uint64(x[40:])
+		name := string(bytes.TrimRight(x[:maxName], "\x00"))
+		if !validName(name) || at > most || capacity > most || length > capacity || h.find(name) >= 0 {
+			return nil, errCorrupt
+		}
+		h.files = append(h.files, entry{name, int64(at), int64(capacity), int64(length)})
+	}
+	end := int64(headBytes)
+	for _, e := range h.pieces() {
+		if e.at < end || e.at%blockBytes != 0 || e.capacity%blockBytes != 0 {
+			return nil, errCorrupt
+		}
+		end = e.at + e.capacity
+	}
+	for _, e := range h.files {
+		if (e.capacity == 0) != (e.at == 0) {
+			return nil, errCorrupt
+		}
+	}
+	return h, nil
+}
+
+func validName(name string) bool {
+	if name == "" || len(name) > maxName || name == "." || name == ".." {
+		return false
+	}
+	for _, c := range []byte(name) {
+		if c <= ' ' || c >= 0x7f || c == '/' {
+			return false
+		}
+	}
+	return true
+}
+
+// pieces are the files that have one, in the order in which they lie.
+func (h *header) pieces() []entry {
+	out := slices.DeleteFunc(slices.Clone(h.files), func(e entry) bool { return e.capacity == 0 })
+	slices.SortFunc(out, func(a, b entry) int {
+		switch {
+		case a.at < b.at:
+			return -1
+		case a.at > b.at:
+			return 1
+		}
+		return 0
+	})
+	return out
+}

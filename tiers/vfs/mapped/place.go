@@ -1,0 +1,40 @@
+package mapped
+
+import (
+	"io/fs"
+	"path"
+)
+
+// End is how many bytes a partition must have room for, in the sense of Capacity, so that a file in it can stay where it is.
+func (f *FS) End(name string) (int64, error) {
+	v, base, err := f.lookup("stat", name)
+	if err != nil {
+		return 0, err
+	}
+	v.meta.Lock()
+	defer v.meta.Unlock()
+	i := v.head.find(base)
+	if i < 0 {
+		return 0, &fs.PathError{Op: "stat", Path: path.Clean(name), Err: fs.ErrNotExist}
+	}
+	e := &v.head.files[i]
+	return max(e.at+e.capacity-headBytes, 0), nil
+}
+
+// Hole is the longest piece that a new file in a partition can get.
+func (f *FS) Hole(dir string) (longest int64, err error) {
+	v, _, err := f.lookup("statfs", dir)
+	if err != nil {
+		return 0, err
+	}
+	v.meta.Lock()
+	defer v.meta.Unlock()
+	v.holes(v.head, func(_, n int64) bool {
+		longest = max(longest, n)
+		return true
+	})
+	return longest, nil
+}
+
+// ResizeDir is Resize to a size in the sense of Capacity.
+func (f *FS) ResizeDir(dir string, bytes int64) error { return f.Resize(dir, bytes+headBytes) }
