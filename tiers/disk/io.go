@@ -71,7 +71,7 @@ func newLine(pieces int) line {
 // startWorkers has the workers go on until the tier is closed. Movers do nothing but requests, one after another, so that the medium always has as many as it may have;
 // checksums are the business of checkers, on half of the processors, as who comes back from a request wants one at once.
 func (d *Disk) startWorkers() {
-	checkers := max(1, runtime.GOMAXPROCS(0)/2)
+	checkers := min(2, runtime.GOMAXPROCS(0))
 	pieces := 2 * (d.o.Workers + checkers)
 	d.loads, d.stores = newLine(pieces), newLine(pieces)
 	for range d.o.Workers {
