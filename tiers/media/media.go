@@ -253,7 +253,7 @@ func (id Identity) entrySeed(slot int) uint64 {
 
 // PageSum is the checksum of a page's bytes in a slot of a generation.
 func (id Identity) PageSum(digest []byte, generation uint64, page []byte) uint64 {
-	return xxh3.HashSeed(page, id.pageSeed(digest, generation))
+	return xxh3.HashSeed(page, id.PageSeed(digest, generation))
 }
 
 // Entry is what the directory says of a slot in use. Decoded, its slices are those of the bytes that it was decoded from.
@@ -340,9 +340,10 @@ func (l *Layout) DecodeEntry(b []byte, id Identity, slot int, e *Entry) State {
 
 // PageHasher computes a PageSum piece by piece.
 func (id Identity) PageHasher(digest []byte, generation uint64) *xxh3.Hasher {
-	return xxh3.NewSeed(id.pageSeed(digest, generation))
+	return xxh3.NewSeed(id.PageSeed(digest, generation))
 }
 
-func (id Identity) pageSeed(digest []byte, generation uint64) uint64 {
+// PageSeed is the seed of a page's checksum, which is its XXH3-64.
+func (id Identity) PageSeed(digest []byte, generation uint64) uint64 {
 	return xxh3.HashSeed(digest, id.seed^generation*0xC2B2AE3D27D4EB4F)
 }

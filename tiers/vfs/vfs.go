@@ -96,6 +96,14 @@ type FS interface {
 	FreeSpace(dir string) (int64, error)
 }
 
+// Summing is a File that computes checksums of what it moves as it moves it, which costs less than doing so before or after. p is len(sums) pages of the same size; sums[i] becomes
+// the XXH3-64 of page i as it was moved, with seed seeds[i]. Errors are those of ReadAt and WriteAt.
+type Summing interface {
+	File
+	ReadSums(p []byte, off int64, seeds, sums []uint64) error
+	WriteSums(p []byte, off int64, seeds, sums []uint64) error
+}
+
 // File is an open file. Methods may be called concurrently with each other, Close only when none of them is under way.
 type File interface {
 	// ReadAt and WriteAt move len(p) bytes or return an error: io.EOF, or one that wraps it, at the file's end. In a file opened with Direct, off and

@@ -463,17 +463,7 @@ func (l *lock) Close() error {
 }
 
 // FreeSpace implements vfs.FS: the largest hole, as a file gets but one.
-func (f *FS) FreeSpace(dir string) (int64, error) {
-	v, _, err := f.lookup("statfs", dir)
-	if err != nil {
-		return 0, err
-	}
-	v.meta.Lock()
-	defer v.meta.Unlock()
-	var free int64
-	v.holes(v.head, func(_, n int64) bool { free = max(free, n); return true })
-	return free, nil
-}
+func (f *FS) FreeSpace(dir string) (int64, error) { return f.Hole(dir) }
 
 // Capacity is how many bytes the files of a partition can have together.
 func (f *FS) Capacity(dir string) (int64, error) {
@@ -645,19 +635,25 @@ func (f *file) WriteAt(p []byte, off int64) (int, error) {
 	if off+int64(len(p)) > n.size.Load() { // it was cut short meanwhile
 		return 0, f.fail("write", io.ErrUnexpectedEOF)
 	}
-	if !v.dev.Direct() {
-		n.dirty.Lock()
-		if n.from == n.to {
-			n.from, n.to = off, off+int64(len(p))
-		} else {
-			n.from, n.to = min(n.from, off), max(n.to, off+int64(len(p)))
-		}
-		n.dirty.Unlock()
-	}
+	n.soil(off, off+int64(len(p)))
 	if err := v.copyIn(n.at+off, p); err != nil {
 		return 0, f.fail("write", n.locate(err))
 	}
 	return len(p), nil
+}
+
+// soil notes what Datasync has to sync.
+func (n *node) soil(from, to int64) {
+	if n.v.dev.Direct() {
+		return
+	}
+	n.dirty.Lock()
+	if n.from == n.to {
+		n.from, n.to = from, to
+	} else {
+		n.from, n.to = min(n.from, from), max(n.to, to)
+	}
+	n.dirty.Unlock()
 }
 
 // Datasync implements vfs.File.

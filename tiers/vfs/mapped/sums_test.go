@@ -1,0 +1,130 @@
+package mapped
+
+import (
+	"bytes"
+	"errors"
+	"io/fs"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"runtime"
+	"syscall"
+	"testing"
+
+	"github.com/zeebo/xxh3"
+	"golang.org/x/sys/unix"
+
+	"lookaside/dax"
+	"lookaside/tiers/vfs"
+)
+
+// fakeDevice is /dev/zero, with a made-up sysfs that says that it is a DAX device: mapped, it is memory that lasts as long as the mapping.
+func fakeDevice(t *testing.T) dax.DeviceOptions {
+	t.Helper()
+	if runtime.GOARCH != "amd64" {
+		t.Skip("SKIPPED: DAX devices are for amd64")
+	}
+	sysFS := t.TempDir()
+	device, bus := filepath.Join(sysFS, "devices", "dax0.0"), filepath.Join(sysFS, "bus", "dax")
+	ok(t, errors.Join(os.MkdirAll(device, 0o755), os.MkdirAll(bus, 0o755), os.MkdirAll(filepath.Join(sysFS, "dev", "char"), 0o755),
+		os.Symlink(device, filepath.Join(sysFS, "dev", "char", "1:5")), os.Symlink(bus, filepath.Join(device, "subsystem")),
+		os.WriteFile(filepath.Join(device, "size"), []byte("16777216\n"), 0o644), os.WriteFile(filepath.Join(device, "align"), []byte("2097152\n"), 0o644)))
+	path := filepath.Join(t.TempDir(), "dax0.0")
+	if err := unix.Mknod(path, unix.S_IFCHR|0o600, int(unix.Mkdev(1, 5))); err != nil {
+		t.Skipf("SKIPPED: mknod: %v", err)
+	}
+	return dax.DeviceOptions{Path: path, SysFS: sysFS}
+}
+
+// The same on a device, where what is written lasts at once, and on a file.
+func TestDevices(t *testing.T) {
+	t.Parallel()
+	for name, o := range map[string]dax.DeviceOptions{
+		"device": fakeDevice(t),
+		"file":   {Path: filepath.Join(t.TempDir(), "dev"), SizeBytes: 16 * mib, AllowFile: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			v := New(nil)
+			ok(t, v.Mount("/dax0.0", o))
+			t.Cleanup(func() { ok(t, v.Close()) })
+			f := open(t, v, "/dax0.0/f", vfs.Create)
+			ok(t, f.Allocate(0, 12*mib))
+			rnd := rand.New(rand.NewPCG(1, 9))
+			arena, err := dax.Create(dax.Options{Kind: dax.KindMemfd, SizeBytes: 8 * mib, NUMANode: dax.NoNUMANode})
+			ok(t, err)
+			t.Cleanup(func() { ok(t, arena.Close()) })
+			for _, n := range []int{1, 63, 4096, 100_001, 3 * mib} { // in the common way
+				p := arena.Bytes()[:n]
+				for i := range p {
+					p[i] = byte(rnd.Uint32())
+				}
+				off := int64(rnd.IntN(mib))
+				_, err := f.WriteAt(p, off)
+				ok(t, err)
+				ok(t, f.Datasync())
+				if got := read(t, f, off, n); got != string(p) {
+					t.Errorf("%d bytes read back otherwise", n)
+				}
+			}
+			sums := f.(vfs.Summing)
+			for _, page := range []int{100, 4096, 5000, 128 << 10, 600 << 10} {
+				for _, pages := range []int{1, 4, 7} {
+					p := arena.Bytes()[:page*pages]
+					for i := range p {
+						p[i] = byte(rnd.Uint32())
+					}
+					want := bytes.Clone(p)
+					seeds, wrote, back := make([]uint64, pages), make([]uint64, pages), make([]uint64, pages)
+					for i := range seeds {
+						seeds[i] = rnd.Uint64()
+					}
+					const off = 3 * 4096
+					ok(t, sums.WriteSums(p, off, seeds, wrote))
+					ok(t, f.Datasync())
+					clear(p)
+					ok(t, sums.ReadSums(p, off, seeds, back))
+					if !bytes.Equal(p, want) {
+						t.Errorf("%d pages of %d bytes read back otherwise", pages, page)
+					}
+					for i := range pages {
+						if sum := xxh3.HashSeed(want[i*page:(i+1)*page], seeds[i]); wrote[i] != sum || back[i] != sum {
+							t.Errorf("page %d of %d bytes: %x written, %x read, want %x", i, page, wrote[i], back[i], sum)
+						}
+					}
+				}
+			}
+			one := make([]uint64, 1)
+			if sums.ReadSums(arena.Bytes()[:4096], 12*mib-100, one, one) == nil || sums.WriteSums(arena.Bytes()[:4096], 12*mib, one, one) == nil ||
+				sums.ReadSums(arena.Bytes()[:4095], 0, make([]uint64, 2), make([]uint64, 2)) == nil || sums.ReadSums(nil, 0, nil, nil) == nil || sums.ReadSums(arena.Bytes()[:10], -1, one, one) == nil {
+				t.Error("moved what cannot be")
+			}
+			ro := open(t, v, "/dax0.0/f", vfs.ReadOnly)
+			if ro.(vfs.Summing).WriteSums(arena.Bytes()[:4096], 0, one, one) == nil {
+				t.Error("wrote to what is open for reading only")
+			}
+			ok(t, v.Unmount("/dax0.0"))
+			is(t, sums.ReadSums(arena.Bytes()[:4096], 0, one, one), fs.ErrClosed)
+		})
+	}
+}
+
+func TestSumsCutShort(t *testing.T) {
+	t.Parallel()
+	path := filepath.Join(t.TempDir(), "dev")
+	v := New(nil)
+	ok(t, v.Mount("/d", dax.DeviceOptions{Path: path, SizeBytes: 4 * mib, AllowFile: true}))
+	defer v.Close()
+	f := open(t, v, "/d/f", vfs.Create)
+	ok(t, f.Allocate(0, 3*mib))
+	ok(t, os.Truncate(path, mib))
+	p, n := make([]byte, 2*mib), make([]uint64, 8)
+	var bad *vfs.BadPlaceError
+	err := f.(vfs.Summing).ReadSums(p, 0, n, n)
+	if !errors.As(err, &bad) || !errors.Is(err, syscall.EIO) || bad.Off != mib-headBytes && bad.Off%(256<<10) != 0 {
+		t.Errorf("%v", err)
+	}
+	if err := f.(vfs.Summing).WriteSums(p, mib, n, n); !errors.Is(err, syscall.EIO) {
+		t.Errorf("%v", err)
+	}
+}
