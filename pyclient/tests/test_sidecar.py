@@ -267,7 +267,8 @@ def test_save_of_what_is_held_moves_no_bytes(engine: Engine) -> None:
 
 def test_arena_grows_under_the_workers(model: Path, tmp_path: Path) -> None:
     sidecar = Sidecar(tmp_path / "grow", arena_limit="16M", arena_initial="1M", arena_step="1M", arena_grow_at=0.5)
-    engine = Engine(model, sidecar.directory).start()
+    # Every page is asked for once: on a busy machine an answer may take longer than usual.
+    engine = Engine(model, sidecar.directory, lookup_timeout_ms=5000, store_timeout_ms=5000).start()
     rng = random.Random(3)
     try:
         kept: dict[int, list[bytes]] = {}
