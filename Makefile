@@ -32,7 +32,7 @@ build: setup ## Build bin/lookaside and the Python package with its native part
 	@$(GO) build -trimpath -o bin/lookaside ./sidecar/cmd/lookaside
 	@scripts/pyclient.sh
 
-demo: build ## Two vLLM servers on one sidecar; TIERS=disk|redis: prompts for ten times the arena (ARENA=SIZE); JSON=FILE
+demo: build ## Two vLLM servers on one sidecar; TIERS=disk|dax|redis: prompts for ten times the arena (ARENA=SIZE); JSON=FILE
 	@$(PY) -m examples.$(if $(TIERS),beyond_memory --tier '$(TIERS)' $(if $(ARENA),--arena '$(ARENA)'),two_instances) \
 		$(if $(JSON),--json '$(JSON)') $(ARGS)
 

@@ -10,6 +10,7 @@ import (
 	"os"
 	"sync"
 	"sync/atomic"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -320,14 +321,24 @@ func allocateRange(path string, fd int, off, n int64) error {
 	return allocate(path, fd, off, n)
 }
 
+// lockPatience is how long a lock is asked for that somebody else has: what a
+// killed process had open may be closed some time after its end was seen.
+const lockPatience = 250 * time.Millisecond
+
 // lockRange takes the lock on some bytes of the device. An open file description
 // lock is this open file's own: it conflicts also with others of this process,
 // and ends when the file is closed, however that comes about.
 func (d *Device) lockRange(off, n int64) error {
-	l := unix.Flock_t{Type: unix.F_WRLCK, Start: off, Len: n}
-	err := unix.FcntlFlock(uintptr(d.lock), unix.F_OFD_SETLK, &l)
-	if err == nil {
-		return nil
+	var l unix.Flock_t
+	var err error
+	for start := time.Now(); ; time.Sleep(5 * time.Millisecond) {
+		l = unix.Flock_t{Type: unix.F_WRLCK, Start: off, Len: n}
+		if err = unix.FcntlFlock(uintptr(d.lock), unix.F_OFD_SETLK, &l); err == nil {
+			return nil
+		}
+		if time.Since(start) > lockPatience {
+			break
+		}
 	}
 	if !errors.Is(err, unix.EAGAIN) && !errors.Is(err, unix.EACCES) {
 		return fmt.Errorf("%s: lock: %w", d.path, err)

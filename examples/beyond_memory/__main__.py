@@ -1,9 +1,10 @@
 """A working set ten times the sidecar's memory, and every prefix of it still hits.
 
-One vLLM server on a sidecar whose arena holds a tenth of what is asked, with a disk (or a Redis server) below it. Each
-prompt is computed, found in vLLM's own cache, and, that emptied, in the arena. When all have gone by, the arena holds
-but the last ones, and the first is asked again: what it hits comes up from the tier. Printed for each length: the time
-to the first token of the four; the hit tokens that vLLM reports; whether the greedy outputs are the same tokens.
+One vLLM server on a sidecar whose arena holds a tenth of what is asked, with a disk, DAX memory or a Redis server
+below it. Each prompt is computed, found in vLLM's own cache, and, that emptied, in the arena. When all have gone by,
+the arena holds but the last ones, and the first is asked again: what it hits comes up from the tier. Printed for each
+length: the time to the first token of the four; the hit tokens that vLLM reports; whether the greedy outputs are the
+same tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from examples.stand.processes import Server, Sidecar, Stand, connector_config, s
 LENGTHS = (1000, 2000, 4000)
 PAGE = 128  # vLLM's block on the CPU, in tokens
 MAX_TOKENS = 16
-TIERS = ("disk", "redis")
+TIERS = ("disk", "dax", "redis")
 _MIB = 1 << 20
 
 
@@ -121,7 +122,7 @@ def measure(server: Server, sidecar: Sidecar, tier: str, lengths: tuple[int, ...
 
 def table(result: Result) -> str:
     """The rows as text."""
-    tier = result.tier if result.tier == "disk" else result.tier.capitalize()
+    tier = {"disk": "disk", "dax": "DAX", "redis": "Redis"}[result.tier]
     head = (
         f"{'prompt':>7} {'computed':>10} {tier:>10} {'arena':>10} {'vLLM cache':>10} {f'{tier} faster':>12} "
         f"{'hit tokens':>10}  outputs"
@@ -148,8 +149,11 @@ def run(tier: str, arena: str | None, directory: Path | None, rounds: int, seed:
     _, set_bytes = working_set(path, LENGTHS, rounds)
     with Stand(path, keep_logs) as stand:
         started = time.monotonic()
+        size = f"{2 * set_bytes // _MIB + 512}M"
         if tier == "disk":
-            below = f"{directory or stand.directory / 'disk'}:{2 * set_bytes // _MIB + 512}M"
+            below = f"{directory or stand.directory / 'disk'}:{size}"
+        elif tier == "dax":  # a file stands in for the device
+            below = f"{(directory or stand.directory) / 'dax0.0'}:{size}:allow_files=true"
         else:
             below = f"redis://127.0.0.1:{stand.redis().port}/0"
         settings = {"arena_limit": arena or str(set_bytes // 10), tier: below}
@@ -172,7 +176,11 @@ def main() -> int:
     )
     parser.add_argument("--tier", choices=TIERS, default="disk", help="what lies below the arena (default disk)")
     parser.add_argument("--arena", help="size of the arena, such as 256M (default: a tenth of the working set)")
-    parser.add_argument("--directory", type=Path, help="for the disk: where (default: a temporary directory)")
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        help="for the disk, or the file in place of a DAX device: where (default: a temporary one)",
+    )
     parser.add_argument("--json", type=Path, help="also write the table to this file as JSON")
     parser.add_argument("--rounds", type=int, default=14, help="prompts of each length; times are medians (default 14)")
     parser.add_argument("--seed", type=int, default=1, help="of the prompts (default 1)")

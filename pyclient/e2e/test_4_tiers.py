@@ -11,7 +11,9 @@ import random
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -134,6 +136,46 @@ def known_serdes(directory: Path) -> str:
     """What the sidecar says that it can encode pages with."""
     wrong = [str(BINARY), "serve", f"--runtime-dir={directory}", "--redis=redis://127.0.0.1:1/0?serde=none-such"]
     return subprocess.run(wrong, capture_output=True, text=True, timeout=30).stderr
+
+
+@dataclass
+class Seen:
+    """What came of prompts that were asked in the background."""
+
+    asked: int = 0
+    wrong: list[int] = field(default_factory=list)
+    missed: list[int] = field(default_factory=list)
+
+
+@contextmanager
+def traffic(tiered: Tiered, machine: Machine) -> Iterator[Seen]:
+    """Asks one prompt after the other until the block ends, and each at least once."""
+    seen, enough = Seen(), threading.Event()
+
+    def ask_all() -> None:
+        while not enough.is_set():
+            for number in SOME:
+                answer = machine.ask(PROMPTS[number])
+                seen.asked += 1
+                if answer.tokens != tiered.truth[number].tokens:
+                    seen.wrong.append(number)
+                if answer.cached_tokens != hits_of(len(PROMPTS[number])):
+                    seen.missed.append(number)
+
+    asking = threading.Thread(target=ask_all)
+    asking.start()
+    try:
+        yield seen
+    finally:
+        enough.set()
+        asking.join()
+
+
+def dax(machine: Machine, *arguments: str) -> None:
+    """`lookaside dax ...` of the machine's sidecar."""
+    command = [str(BINARY), "dax", arguments[0], f"--runtime-dir={machine.sidecar.endpoint}", *arguments[1:]]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, f"{arguments}: {run.stderr}"
 
 
 class TestTiers:
@@ -285,6 +327,52 @@ class TestTiers:
         print(f"\n{found} of {SOME_PAGES} pages were still found")
         assert found < SOME_PAGES
         assert one.sidecar.tiers()["disk"]["corrupt_chunks"] > 0
+
+    def test_dax_devices_come_and_go_under_traffic(self, tiered: Tiered) -> None:
+        """Devices are added, removed in each mode and resized; files stand in for them. Then the sidecar is killed."""
+        one = tiered.one
+        a, b, c = (str(one.stand.directory / f"dax{number}.0") for number in range(3))
+        options = "256M:hotplug=true:allow_files=true"
+
+        def restart(*devices: str) -> None:
+            one.start_sidecar(arena_limit=ARENA, dax=f"{','.join(devices)}:{options}")
+            eventually(lambda: sessions(one.sidecar) == 2, "both roles' sessions", 30)
+
+        def used(device: str) -> int:
+            devices = one.sidecar.get("/reconfigure/dax/status").json()["devices"]
+            return next((d["used_bytes"] for d in devices if d["device_path"] == device), -1)
+
+        def all_hit() -> bool:
+            hits = []
+            for number in SOME:
+                answer = one.ask(PROMPTS[number])
+                assert answer.tokens == tiered.truth[number].tokens
+                hits.append(answer.cached_tokens == hits_of(len(PROMPTS[number])))
+            return all(hits)
+
+        one.sidecar.end()
+        restart(a, b)
+        eventually(all_hit, "all to be on the devices", 120)
+        assert used(a) > 0 and used(b) > 0
+        with traffic(tiered, one) as seen:
+            dax(one, "add", c, "256M")
+            dax(one, "remove", a)
+            dax(one, "resize", b, "128M")
+            dax(one, "remove", b, "--mode", "drain")
+            dax(one, "add", b, "128M")
+            dax(one, "add", a, "256M")
+            dax(one, "remove", b)
+        assert seen.wrong == [] and seen.missed == [] and seen.asked > 0
+        assert used(b) == -1 and used(a) + used(c) > 0
+        one.kill_sidecar()
+        restart(a, c)
+        eventually(lambda: one.ask(PROMPTS[0]).cached_tokens > 0, "a first hit", 30)
+        one.hits(tiered.truth, SOME)
+        with traffic(tiered, one) as seen:
+            dax(one, "remove", c, "--mode", "evict")
+        assert seen.wrong == [] and seen.asked > 0
+        tier = one.sidecar.tiers()["dax"]
+        assert tier["loaded_chunks"] > 0 and tier["corrupt_chunks"] == 0
 
     @pytest.mark.parametrize("serde", ["lossless", "fp8", "int8"])
     def test_encoded_pages_in_redis(self, tiered: Tiered, serde: str, tmp_path: Path) -> None:

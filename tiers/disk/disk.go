@@ -156,9 +156,8 @@ type Disk struct {
 	o       Options
 	log     *zap.Logger
 	engine  *tiers.Engine
-	loads   chan piece
-	stores  chan piece
-	turns   chan struct{}  // has an entry for each request under way
+	loads   line
+	stores  line
 	stop    chan struct{}  // closed by Close
 	helpers sync.WaitGroup // the workers and the flusher
 	healers sync.WaitGroup // those that bring slabs back

@@ -56,37 +56,64 @@ func (j *job) failure() error {
 	return j.err
 }
 
-// submit has the job's pieces done by the workers. It waits while all of these are busy.
+// line is the way of the pieces of loads, or of stores: they are moved and then checked, or the other way round. Every queue has room for all that are on
+// their way, so that nobody waits to hand one on.
+type line struct {
+	room   chan struct{} // has an entry for each piece on its way
+	moves  chan piece
+	checks chan piece
+}
+
+func newLine(pieces int) line {
+	return line{room: make(chan struct{}, pieces), moves: make(chan piece, pieces), checks: make(chan piece, pieces)}
+}
+
+// startWorkers has the workers go on until the tier is closed. Movers do nothing but requests, one after another, so that the medium always has as many as it may have;
+// checksums are the business of checkers, on half of the processors, as who comes back from a request wants one at once.
+func (d *Disk) startWorkers() {
+	checkers := min(2, runtime.GOMAXPROCS(0))
+	pieces := 2 * (d.o.Workers + checkers)
+	d.loads, d.stores = newLine(pieces), newLine(pieces)
+	for range d.o.Workers {
+		d.helpers.Go(d.moveWorker)
+	}
+	for range checkers {
+		d.helpers.Go(func() { d.work(d.loads.checks, d.stores.checks, d.check) })
+	}
+	d.helpers.Go(d.flusher)
+}
+
+// submit has the job's pieces done by the workers. It waits while there are too many.
 func (d *Disk) submit(j *job) {
 	j.file, j.direct = j.s.buffed, false
 	if j.s.takes(j.t.Bytes) {
 		j.file, j.direct = j.s.direct, true
 	}
-	queue := d.loads
-	if j.store {
-		queue = d.stores
-	}
 	size := int64(len(j.t.Bytes))
 	j.step = int64(d.o.PieceBytes)
 	j.left.Store(int32((size + j.step - 1) / j.step))
+	l, first := d.line(j), d.loads.moves
+	if j.store {
+		first = d.stores.checks
+	}
 	for from := int64(0); from < size; from += j.step {
-		queue <- piece{j: j, from: from, to: min(from+j.step, size)}
+		l.room <- struct{}{}
+		first <- piece{j: j, from: from, to: min(from+j.step, size)}
 	}
 }
 
-// work is a worker: it does pieces until the tier is closed. Loads come first, as somebody waits for them, but every so often a store does.
-func (d *Disk) work() {
-	defer d.helpers.Done()
-	bounce, err := dax.NewTable[byte](block)
-	var tail []byte
-	if err == nil {
-		tail = bounce.Slice()
-		defer bounce.Close()
-	} else {
-		tail = make([]byte, block) // misaligned perhaps: then the file says so
+// line is the way of a job's pieces.
+func (d *Disk) line(j *job) *line {
+	if j.store {
+		return &d.stores
 	}
+	return &d.loads
+}
+
+// work does pieces until the tier is closed. Loads come first, as somebody waits for them, but every so often a store does.
+func (d *Disk) work(loads, stores chan piece, do func(piece)) {
 	for n := 0; ; n++ {
-		first, second := d.loads, d.stores
+		first, second := loads, stores
 		if n%8 == 7 {
 			first, second = second, first
 		}
@@ -101,44 +128,70 @@ func (d *Disk) work() {
 				return
 			}
 		}
-		d.do(&p, tail)
+		do(p)
+		runtime.Gosched() // or lookups wait for copies
 	}
 }
 
-// do moves a piece and computes what checksums it can.
-func (d *Disk) do(p *piece, tail []byte) {
-	j := p.j
-	switch {
-	case j.ctx.Err() != nil:
-		j.fail(context.Cause(j.ctx))
-	case j.failure() != nil:
-		// Whatever else comes, the job has failed.
-	case j.store:
-		err := p.check()
-		if err == nil {
-			err = d.move(p, tail)
-		}
-		if err != nil {
-			j.fail(err)
-		}
-	default:
-		err := d.move(p, tail)
-		if err == nil {
-			err = p.check()
-		}
-		if err != nil {
-			j.fail(err)
-		}
+// moveWorker moves pieces.
+func (d *Disk) moveWorker() {
+	bounce, err := dax.NewTable[byte](block)
+	var tail []byte
+	if err == nil {
+		tail = bounce.Slice()
+		defer bounce.Close()
+	} else {
+		tail = make([]byte, block) // misaligned perhaps: then the file says so
 	}
-	if j.left.Add(-1) == 0 {
-		if j.failure() == nil {
-			if err := j.checkSplit(); err != nil {
-				j.fail(err)
+	d.work(d.loads.moves, d.stores.moves, func(p piece) {
+		if p.wanted() {
+			if err := d.move(&p, tail); err != nil {
+				p.j.fail(err)
 			}
 		}
-		j.done(j)
+		if p.j.store {
+			d.finish(p)
+		} else {
+			d.loads.checks <- p
+		}
+	})
+}
+
+// check computes what checksums it can.
+func (d *Disk) check(p piece) {
+	if p.wanted() {
+		if err := p.check(); err != nil {
+			p.j.fail(err)
+		}
 	}
-	runtime.Gosched() // or lookups wait for copies
+	if p.j.store {
+		d.stores.moves <- p
+	} else {
+		d.finish(p)
+	}
+}
+
+// wanted says whether a piece's job can still succeed.
+func (p *piece) wanted() bool {
+	if p.j.ctx.Err() != nil {
+		p.j.fail(context.Cause(p.j.ctx))
+	}
+	return p.j.failure() == nil
+}
+
+// finish ends a piece, and with the last one its job.
+func (d *Disk) finish(p piece) {
+	j := p.j
+	<-d.line(j).room
+	if j.left.Add(-1) > 0 {
+		return
+	}
+	if j.failure() == nil {
+		if err := j.checkSplit(); err != nil {
+			j.fail(err)
+		}
+	}
+	j.done(j)
 }
 
 // move reads or writes the piece. Where the page cache is bypassed, what is left of a block at its end goes through tail.
@@ -174,10 +227,8 @@ func (d *Disk) move(p *piece, tail []byte) error {
 	return nil
 }
 
-// transfer does one request. There are more workers than requests may be under way, so that checksums are computed meanwhile.
+// transfer does one request.
 func (d *Disk) transfer(p *piece, buf []byte, at int64) error {
-	d.turns <- struct{}{}
-	defer func() { <-d.turns }()
 	if p.j.store {
 		_, err := p.j.file.WriteAt(buf, at)
 		return err

@@ -219,7 +219,8 @@ func (v *mover) prepare(s *slab, m *tiers.Move) *trip {
 	v.d.touch(t.to)
 	t.gen = media.Generation(t.to.header.Epoch, t.to.fills.Add(1))
 	t.to.gens.Slice()[t.place] = t.gen
-	if t.wrote, t.err = t.to.freeSlot(uint32(t.place)); t.err != nil {
+	t.to.freeSlots([]uint32{uint32(t.place)}, func(_ uint32, err error) { t.wrote, t.err = true, err })
+	if t.err != nil {
 		v.d.faulty(t.to, t.err)
 	}
 	return t
@@ -280,7 +281,7 @@ func (v *mover) carry(ctx context.Context, t *trip) {
 	for _, sum := range t.to.pageSums(t.place)[:e.Pages] {
 		e.Sums = binary.LittleEndian.AppendUint64(e.Sums, sum)
 	}
-	if t.err = t.to.writeEntry(d, t.place, &e); t.err != nil {
+	if t.err = t.to.writeEntries(d, uint32(t.place), []media.Entry{e}); t.err != nil {
 		d.faulty(t.to, t.err)
 	}
 }
@@ -320,7 +321,7 @@ func (v *mover) copy(ctx context.Context, t *trip) (read, write error) {
 		}
 		n := min(total-at, int64(len(v.buf)))
 		b := v.buf[:(n+block-1)/block*block] // strides are whole blocks
-		if err := v.request(func() error { _, err := in.ReadAt(b, t.from.layout.SlotOffset(t.slot)+at); return err }); err != nil {
+		if _, err := in.ReadAt(b, t.from.layout.SlotOffset(t.slot)+at); err != nil {
 			return err, nil
 		}
 		for rest := b[:n]; len(rest) > 0; {
@@ -340,7 +341,7 @@ func (v *mover) copy(ctx context.Context, t *trip) (read, write error) {
 			}
 		}
 		clear(b[n:])
-		if err := v.request(func() error { _, err := out.WriteAt(b, t.to.layout.SlotOffset(t.place)+at); return err }); err != nil {
+		if _, err := out.WriteAt(b, t.to.layout.SlotOffset(t.place)+at); err != nil {
 			return nil, err
 		}
 		if in == t.from.buffed {
@@ -349,11 +350,4 @@ func (v *mover) copy(ctx context.Context, t *trip) (read, write error) {
 		runtime.Gosched() // or lookups wait for copies
 	}
 	return nil, nil
-}
-
-// request does one request when there is a turn for it; see transfer.
-func (v *mover) request(f func() error) error {
-	v.d.turns <- struct{}{}
-	defer func() { <-v.d.turns }()
-	return f()
 }

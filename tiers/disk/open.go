@@ -37,8 +37,7 @@ func Open(o Options) (_ *Disk, err error) {
 		return nil, err
 	}
 	d := &Disk{
-		o: o, log: o.Log, start: time.Now(), loads: make(chan piece), stores: make(chan piece), stop: make(chan struct{}), stopping: make(chan struct{}),
-		turns:    make(chan struct{}, o.Workers),
+		o: o, log: o.Log, start: time.Now(), stop: make(chan struct{}), stopping: make(chan struct{}),
 		byRegion: map[uint32]*slab{}, spaces: map[chunk.Fingerprint]*space{}, victims: make(chan struct{}, 1),
 	}
 	binary.LittleEndian.PutUint64(d.store[:], rand.Uint64())
@@ -76,12 +75,7 @@ func Open(o Options) (_ *Disk, err error) {
 	if err := d.recover(slabs); err != nil {
 		return nil, err
 	}
-	for range o.Workers + min(2, runtime.GOMAXPROCS(0)) { // see transfer
-		d.helpers.Add(1)
-		go d.work()
-	}
-	d.helpers.Add(1)
-	go d.flusher()
+	d.startWorkers()
 	return d, nil
 }
 

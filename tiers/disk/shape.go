@@ -346,7 +346,6 @@ func (d *Disk) noRoom() error {
 const flushEvery = time.Second
 
 func (d *Disk) flusher() {
-	defer d.helpers.Done()
 	tick := time.NewTicker(flushEvery)
 	defer tick.Stop()
 	for {

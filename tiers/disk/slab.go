@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"path"
 	"reflect"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -78,7 +79,7 @@ type slab struct {
 	fills atomic.Uint64 // generations given out
 
 	order    sync.Mutex // held while an entry is written
-	entry    []byte     // to encode into
+	entries  []byte     // to encode into
 	lastDone uint64     // the commit number of the last entry that was written
 	stable   uint64     // commits up to this one are durable
 
@@ -144,19 +145,42 @@ func (s *slab) sync() error {
 	})
 }
 
-// writeEntry writes the entry of a slot.
-func (s *slab) writeEntry(d *Disk, slot int, e *media.Entry) error {
+// maxRun is how many bytes of the directory are written at once, but at least one entry.
+const maxRun = 256 << 10
+
+// runs calls do for each run of slots that are neighbours, of sorted ones. A file system makes each write through the page cache wait for all that are under way around it, and others
+// for that: the fewer the better.
+func (s *slab) runs(slots []uint32, do func(from, to int)) {
+	for from := 0; from < len(slots); {
+		to := from + 1
+		for to < len(slots) && slots[to] == slots[to-1]+1 && (to-from+1)*s.layout.EntryBytes <= maxRun {
+			to++
+		}
+		do(from, to)
+		from = to
+	}
+}
+
+// writeEntries writes the entries of slots that are neighbours. They get the next commit numbers.
+func (s *slab) writeEntries(d *Disk, first uint32, entries []media.Entry) error {
 	s.order.Lock()
 	defer s.order.Unlock()
-	e.Commit, e.Stable = d.commits.Add(1), s.stable
-	s.layout.EncodeEntry(s.entry, s.id, slot, e)
+	size := s.layout.EntryBytes
+	s.entries = slices.Grow(s.entries[:0], len(entries)*size)[:len(entries)*size]
+	for i := range entries {
+		e := &entries[i]
+		e.Commit, e.Stable = d.commits.Add(1), s.stable
+		s.layout.EncodeEntry(s.entries[i*size:], s.id, int(first)+i, e)
+	}
 	s.mu.Lock()
-	s.slots[slot] = written
+	for i := range entries {
+		s.slots[int(first)+i] = written
+	}
 	s.mu.Unlock()
-	if _, err := s.buffed.WriteAt(s.entry, s.layout.EntryOffset(slot)); err != nil {
+	if _, err := s.buffed.WriteAt(s.entries, s.layout.EntryOffset(int(first))); err != nil {
 		return err
 	}
-	s.lastDone = e.Commit
+	s.lastDone = entries[len(entries)-1].Commit
 	return nil
 }
 
@@ -170,27 +194,43 @@ func (s *slab) noteFree(slot uint32) {
 	s.mu.Unlock()
 }
 
+// zeros are as many as are written at once: entries that are free, at least where it counts.
+var zeros = make([]byte, maxRun)
+
+// free writes that the entries of n neighbouring slots are free. order is held.
+func (s *slab) free(first uint32, n int) error {
+	_, err := s.buffed.WriteAt(zeros[:(n-1)*s.layout.EntryBytes+len(freeEntry)], s.layout.EntryOffset(int(first)))
+	return err
+}
+
 var freeEntry = media.FreeEntry()
 
-// freeSlot frees a slot's entry; it says whether there was anything to write. The caller was granted the slot.
-func (s *slab) freeSlot(slot uint32) (wrote bool, err error) {
+// freeSlots frees the entries of slots, sorted, that the caller was granted. wrote is told of each where there was anything to write, and whether that failed.
+func (s *slab) freeSlots(slots []uint32, wrote func(slot uint32, err error)) {
 	s.order.Lock()
 	defer s.order.Unlock()
 	s.mu.Lock()
-	was := s.slots[slot]
-	s.slots[slot] = 0 // the caller syncs before it uses the slot
+	slots = slices.Clone(slots)
+	slots = slices.DeleteFunc(slots, func(slot uint32) bool {
+		was := s.slots[slot]
+		s.slots[slot] = 0 // the caller syncs before it uses the slot
+		return was&written == 0
+	})
 	s.mu.Unlock()
-	if was&written == 0 {
-		return false, nil
-	}
-	if _, err := s.buffed.WriteAt(freeEntry, s.layout.EntryOffset(int(slot))); err != nil {
-		s.mu.Lock()
-		s.slots[slot] = written | stale
-		s.frees = append(s.frees, slot)
-		s.mu.Unlock()
-		return false, err
-	}
-	return true, nil
+	s.runs(slots, func(from, to int) {
+		err := s.free(slots[from], to-from)
+		if err != nil {
+			s.mu.Lock()
+			for _, slot := range slots[from:to] {
+				s.slots[slot] = written | stale
+				s.frees = append(s.frees, slot)
+			}
+			s.mu.Unlock()
+		}
+		for _, slot := range slots[from:to] {
+			wrote(slot, err)
+		}
+	})
 }
 
 // freeStale durably frees the entries of what the engine has freed since it did so last. A slot that is granted again meanwhile is its writer's.
@@ -224,25 +264,36 @@ func (s *slab) freeStale() error {
 
 // blank writes free entries over stale ones.
 func (s *slab) blank(slots []uint32) error {
-	for _, slot := range slots {
-		s.order.Lock()
-		s.mu.Lock()
-		is := s.slots[slot]&stale != 0
-		s.mu.Unlock()
-		var err error
-		if is {
-			if _, err = s.buffed.WriteAt(freeEntry, s.layout.EntryOffset(int(slot))); err == nil {
-				s.mu.Lock()
-				s.slots[slot] |= blanked
-				s.mu.Unlock()
-			}
-		}
-		s.order.Unlock()
-		if err != nil {
+	const most = 64 // for which order is held
+	slots = slices.Sorted(slices.Values(slots))
+	for some := range slices.Chunk(slots, most) {
+		if err := s.blankSome(some); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+func (s *slab) blankSome(slots []uint32) (err error) {
+	s.order.Lock()
+	defer s.order.Unlock()
+	s.mu.Lock()
+	slots = slices.DeleteFunc(slots, func(slot uint32) bool { return s.slots[slot]&stale == 0 })
+	s.mu.Unlock()
+	s.runs(slots, func(from, to int) {
+		if err == nil {
+			err = s.free(slots[from], to-from)
+		}
+		if err != nil {
+			return
+		}
+		s.mu.Lock()
+		for _, slot := range slots[from:to] {
+			s.slots[slot] |= blanked
+		}
+		s.mu.Unlock()
+	})
+	return err
 }
 
 // pageSums is where the checksums of a slot's pages are kept.
@@ -317,7 +368,6 @@ func (s *slab) close() error {
 func (d *Disk) newSlab(p *place, h media.Header) (s *slab, err error) {
 	s = &slab{place: p, header: h, id: h.Identity()}
 	s.layout = &s.header.Layout
-	s.entry = make([]byte, s.layout.EntryBytes)
 	s.slots = make([]uint8, s.layout.Slots)
 	s.lastDone, s.stable = h.Stable, h.Stable
 	if s.buffed, s.direct, s.align, err = d.openFiles(p.name()); err != nil {

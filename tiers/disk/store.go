@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"slices"
 	"sync"
 
 	"lookaside/tiers"
@@ -40,13 +41,7 @@ func (d *Disk) Store(ctx context.Context, transfers []tiers.Transfer, done func(
 		d.submit(j)
 	}
 	wait.Wait()
-	for _, j := range jobs {
-		if j.failure() == nil {
-			if err := d.enter(j); err != nil {
-				j.fail(err)
-			}
-		}
-	}
+	d.enter(jobs)
 	d.syncAll(jobs, func(j *job) bool { return j.failure() == nil })
 	for _, j := range jobs {
 		done(j.i, d.endStore(j))
@@ -106,19 +101,38 @@ func (d *Disk) grant(ctx context.Context, sp *space, i int, t *tiers.Transfer, m
 	return &job{ctx: ctx, i: i, t: t, s: s, sp: sp, slot: slot, gen: gen, sums: s.pageSums(slot), store: true, lease: res.Store}, nil
 }
 
+// bySlab calls do for the jobs of each slab that have not failed, in the order of their slots.
+func bySlab(jobs []*job, do func(s *slab, jobs []*job, slots []uint32)) {
+	all := map[*slab][]*job{}
+	for _, j := range jobs {
+		if j.failure() == nil {
+			all[j.s] = append(all[j.s], j)
+		}
+	}
+	for s, jobs := range all {
+		slices.SortFunc(jobs, func(a, b *job) int { return a.slot - b.slot })
+		slots := make([]uint32, len(jobs))
+		for i, j := range jobs {
+			slots[i] = uint32(j.slot)
+		}
+		do(s, jobs, slots)
+	}
+}
+
 // freeOld frees the entries of what the jobs' slots held before, durably: their data is about to be overwritten.
 func (d *Disk) freeOld(jobs []*job) {
 	wrote := map[*job]bool{}
-	for _, j := range jobs {
-		did, err := j.s.freeSlot(uint32(j.slot))
-		if err != nil {
-			j.fail(err)
-			d.faulty(j.s, err)
-		}
-		if did {
-			wrote[j] = true
-		}
-	}
+	bySlab(jobs, func(s *slab, jobs []*job, slots []uint32) {
+		s.freeSlots(slots, func(slot uint32, err error) {
+			i, _ := slices.BinarySearch(slots, slot)
+			if err != nil {
+				jobs[i].fail(err)
+				d.faulty(s, err)
+			} else {
+				wrote[jobs[i]] = true
+			}
+		})
+	})
 	d.syncAll(jobs, func(j *job) bool { return wrote[j] && j.failure() == nil })
 }
 
@@ -142,8 +156,25 @@ func (d *Disk) syncAll(jobs []*job, wants func(*job) bool) {
 	}
 }
 
-// enter writes the entry of a job whose data is written.
-func (d *Disk) enter(j *job) error {
+// enter writes the entries of the jobs whose data is written.
+func (d *Disk) enter(jobs []*job) {
+	bySlab(jobs, func(s *slab, jobs []*job, slots []uint32) {
+		s.runs(slots, func(from, to int) {
+			entries := make([]media.Entry, to-from)
+			for i, j := range jobs[from:to] {
+				entries[i] = j.entry()
+			}
+			if err := s.writeEntries(d, slots[from], entries); err != nil {
+				for _, j := range jobs[from:to] {
+					j.fail(err)
+				}
+			}
+		})
+	})
+}
+
+// entry is what the directory is to say of a job's chunk.
+func (j *job) entry() media.Entry {
 	e := media.Entry{Generation: j.gen, Space: j.sp.print, First: j.t.First, Pages: j.t.Pages(), Digests: j.t.Hashes}
 	if j.t.First > 0 {
 		e.Prev = j.t.Prev
@@ -152,7 +183,7 @@ func (d *Disk) enter(j *job) error {
 	for _, sum := range j.sums[:e.Pages] {
 		e.Sums = binary.LittleEndian.AppendUint64(e.Sums, sum)
 	}
-	return j.s.writeEntry(d, j.slot, &e)
+	return e
 }
 
 // endStore makes a job's chunk visible, or gives its slot back.

@@ -20,6 +20,7 @@ import (
 	"lookaside/tiers"
 	"lookaside/tiers/chunk"
 	"lookaside/tiers/disk"
+	"lookaside/tiers/vfs"
 )
 
 // Transfers says what to move.
@@ -35,9 +36,12 @@ type Transfers struct {
 
 // Figures has a value for each round.
 type Figures struct {
-	Memory         string    // what the bytes lie in, and fio's
-	Write, FioW    []float64 // GB/s
-	Read, FioR     []float64 // GB/s
+	Memory      string    // what the bytes lie in, and fio's
+	Write, FioW []float64 // GB/s
+	Read, FioR  []float64 // GB/s
+	// BareW and BareR, in GB/s, are what a loop does that moves the same requests between a file and all of the tier's memory. fio has but the memory of the requests under way: where that
+	// fits into a cache of the processor, it is faster than any memory that bytes can stay in.
+	BareW, BareR   []float64
 	WriteC, ReadC  []float64 // cores that were busy with it in this process, in the kernel too
 	CachedFraction float64   // of the store's bytes, that are in the page cache at the end
 }
@@ -90,16 +94,20 @@ func (o Transfers) Run(ctx context.Context) (f Figures, err error) {
 			if err != nil {
 				return f, err
 			}
-			bare, err := limit.run(ctx, write)
+			fast, err := limit.run(ctx, write)
+			if err != nil {
+				return f, err
+			}
+			loop, err := bareLoop(limit.file, arena.Bytes(), limit, write)
 			if err != nil {
 				return f, err
 			}
 			switch {
 			case round == 0:
 			case write:
-				f.Write, f.WriteC, f.FioW = append(f.Write, speed), append(f.WriteC, cores), append(f.FioW, bare)
+				f.Write, f.WriteC, f.FioW, f.BareW = append(f.Write, speed), append(f.WriteC, cores), append(f.FioW, fast), append(f.BareW, loop)
 			default:
-				f.Read, f.ReadC, f.FioR = append(f.Read, speed), append(f.ReadC, cores), append(f.FioR, bare)
+				f.Read, f.ReadC, f.FioR, f.BareR = append(f.Read, speed), append(f.ReadC, cores), append(f.FioR, fast), append(f.BareR, loop)
 			}
 		}
 	}
@@ -167,6 +175,46 @@ func (o Transfers) move(ctx context.Context, d *disk.Disk, arena []byte, n, roun
 	}
 	took := time.Since(start).Seconds()
 	return float64(n) * float64(o.SlotBytes) / 1e9 / took, (cpuSeconds() - cpu) / took, nil
+}
+
+// bareLoop moves what fio's job moves, with the same requests, as many at a time, from and to all of the memory. It answers GB/s.
+func bareLoop(name string, memory []byte, j fioJob, write bool) (gbs float64, err error) {
+	file, err := vfs.OS.OpenFile(name, vfs.Direct)
+	if err != nil {
+		return 0, err
+	}
+	defer func() { err = errors.Join(err, file.Close()) }()
+	requests := j.bytes / j.request
+	errs := make([]error, j.depth)
+	var next atomic.Int64
+	var wait sync.WaitGroup
+	start := time.Now()
+	for w := range errs {
+		wait.Go(func() {
+			for errs[w] == nil {
+				at := (next.Add(1) - 1) * j.request
+				if at >= requests*j.request {
+					return
+				}
+				p := memory[at%(int64(len(memory))/j.request*j.request):][:j.request]
+				if write {
+					_, errs[w] = file.WriteAt(p, at)
+				} else {
+					_, errs[w] = file.ReadAt(p, at)
+				}
+			}
+		})
+	}
+	wait.Wait()
+	if err := errors.Join(errs...); err != nil {
+		return 0, err
+	}
+	if write {
+		if err := file.Datasync(); err != nil {
+			return 0, err
+		}
+	}
+	return float64(requests*j.request) / 1e9 / time.Since(start).Seconds(), nil
 }
 
 func cpuSeconds() float64 {

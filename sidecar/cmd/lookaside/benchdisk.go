@@ -65,6 +65,8 @@ func addDisk(r *benchReport, slot int64, f diskbench.Figures) {
 	of := "." + dax.FormatSize(slot)
 	r.rounds("read"+of, "GB/s", f.Read, f.FioR)
 	r.rounds("write"+of, "GB/s", f.Write, f.FioW)
+	r.rounds("read.over_bare"+of, "GB/s", f.Read, f.BareR)
+	r.rounds("write.over_bare"+of, "GB/s", f.Write, f.BareW)
 	budget := make([]float64, len(f.ReadC))
 	for i := range budget {
 		budget[i] = coresBudget
