@@ -12,14 +12,13 @@ import (
 
 // The numbers of XXH3 (Yann Collet, the xxHash specification 0.2.0) for inputs of
 // more than 240 bytes. Its state is eight lanes of 64 bits, one register of
-// AVX-512: blocks of 1,024 bytes are taken in stripes of 64, each with the next 8
-// bytes of a secret, and the state is scrambled after each block but the last.
+// AVX-512: blocks of 1,024 bytes are taken in stripes of 64, each with the secret 8
+// bytes further on, and the state is scrambled after each block but the last, whose last stripe has
+// the secret from 121 on.
 const (
 	blockBytes  = 1024
-	stripeBytes = 64
 	secretBytes = 192
-	lastSecret  = secretBytes - stripeBytes - 7 // where the last stripe's secret begins
-	mergeSecret = 11
+	mergeSecret = 11 // where in it what merges the lanes begins
 
 	prime32x1 = 0x9E3779B1
 	prime32x2 = 0x85EBCA77
@@ -71,7 +70,11 @@ func CopySums(dst, src []byte, pageBytes int, seeds, sums []uint64, yield func()
 	if SumsStreamed(dst, pageBytes) {
 		var s states
 		for ; len(sums)-i >= streams; i += streams {
-			copySums(dst[i*pageBytes:], src[i*pageBytes:], pageBytes, seeds[i:i+streams], sums[i:i+streams], &s, yield)
+			then := 0 // where the next pages begin, so that they are there when these end
+			if len(sums)-i >= 2*streams {
+				then = aheadBytes + (streams-1)*pageBytes
+			}
+			copySums(dst[i*pageBytes:], src[i*pageBytes:], pageBytes, then, seeds[i:i+streams], sums[i:i+streams], &s, yield)
 		}
 	}
 	for ; i < len(sums); i++ {
@@ -111,30 +114,23 @@ func copySum(dst, src []byte, seed uint64, sum *uint64, yield func()) {
 }
 
 // copySums does so for streams pages, by the kernel.
-func copySums(dst, src []byte, pageBytes int, seeds, sums []uint64, s *states, yield func()) {
+func copySums(dst, src []byte, pageBytes, then int, seeds, sums []uint64, s *states, yield func()) {
 	_, _ = dst[streams*pageBytes-1], src[streams*pageBytes-1]
 	for k := range streams {
 		s.lanes[k] = [8]uint64{prime32x3, prime64x1, prime64x2, prime64x3, prime64x4, prime32x2, prime64x5, prime32x1}
 		seedSecret(&s.secret[k], seeds[k])
 	}
-	blocks := pageBytes/blockBytes - 1
-	at := 0
-	for blocks > 0 {
+	for at, blocks := 0, pageBytes/blockBytes; blocks > 0; {
 		n := min(blocks, turnBlocks)
-		copyHash(&dst[at], &src[at], pageBytes, n, s)
+		copyHash(&dst[at], &src[at], pageBytes, n, blocks-aheadBytes/blockBytes, then, s, n == blocks)
 		at += n * blockBytes
-		if blocks -= n; yield != nil && blocks > 0 {
+		blocks -= n
+		if yield != nil {
 			yield()
 		}
 	}
-	// The last block ends otherwise. The kernel copies it, and what it computes is dropped.
-	last := *s
-	copyHash(&dst[at], &src[at], pageBytes, 1, &last)
 	for k := range streams {
-		sums[k] = s.end(k, src[k*pageBytes+at:k*pageBytes+at+blockBytes], pageBytes)
-	}
-	if yield != nil {
-		yield()
+		sums[k] = s.sum(k, pageBytes)
 	}
 }
 
@@ -147,25 +143,13 @@ func seedSecret(secret *[secretBytes]byte, seed uint64) {
 	}
 }
 
-// end takes in the last block of a page, and answers the page's hash.
-func (s *states) end(k int, block []byte, pageBytes int) uint64 {
+// sum is the hash of a page whose blocks have all been taken in.
+func (s *states) sum(k, pageBytes int) uint64 {
 	le := binary.LittleEndian
-	lanes, secret := &s.lanes[k], s.secret[k][:]
-	stripe := func(p, key []byte) {
-		for i := range lanes {
-			v := le.Uint64(p[8*i:])
-			x := v ^ le.Uint64(key[8*i:])
-			lanes[i^1] += v
-			lanes[i] += (x & 0xffffffff) * (x >> 32)
-		}
-	}
-	for i := range blockBytes/stripeBytes - 1 {
-		stripe(block[i*stripeBytes:], secret[8*i:])
-	}
-	stripe(block[blockBytes-stripeBytes:], secret[lastSecret:])
+	lanes, secret := &s.lanes[k], s.secret[k][mergeSecret:]
 	sum := uint64(pageBytes) * prime64x1
 	for i := 0; i < 8; i += 2 {
-		hi, lo := bits.Mul64(lanes[i]^le.Uint64(secret[mergeSecret+8*i:]), lanes[i+1]^le.Uint64(secret[mergeSecret+8*i+8:]))
+		hi, lo := bits.Mul64(lanes[i]^le.Uint64(secret[8*i:]), lanes[i+1]^le.Uint64(secret[8*i+8:]))
 		sum += hi ^ lo
 	}
 	sum ^= sum >> 37

@@ -27,6 +27,7 @@ type job struct {
 
 	file   vfs.File
 	direct bool
+	summed vfs.Summing  // nil: pieces are moved and checked one after the other
 	step   int64        // bytes of a piece
 	left   atomic.Int32 // pieces that are not done
 
@@ -36,10 +37,11 @@ type job struct {
 	done func(*job)
 }
 
-// piece is one request: bytes [from, to) of a job.
+// piece is one request: bytes [from, to) of a job, or all of it and of the jobs after it: see neighbours.
 type piece struct {
 	j        *job
 	from, to int64
+	rest     []*job
 }
 
 func (j *job) fail(err error) {
@@ -64,7 +66,11 @@ type line struct {
 	checks chan piece
 }
 
-func newLine(pieces int) line {
+// newLine has room for as many pieces, or for most of them if that is not 0 and fewer.
+func newLine(pieces, most int) line {
+	if most > 0 {
+		pieces = min(pieces, most)
+	}
 	return line{room: make(chan struct{}, pieces), moves: make(chan piece, pieces), checks: make(chan piece, pieces)}
 }
 
@@ -73,7 +79,7 @@ func newLine(pieces int) line {
 func (d *Disk) startWorkers() {
 	checkers := min(2, runtime.GOMAXPROCS(0))
 	pieces := 2 * (d.o.Workers + checkers)
-	d.loads, d.stores = newLine(pieces), newLine(pieces)
+	d.loads, d.stores = newLine(pieces, d.o.MaxLoads), newLine(pieces, d.o.MaxStores)
 	for range d.o.Workers {
 		d.helpers.Go(d.moveWorker)
 	}
@@ -91,10 +97,12 @@ func (d *Disk) submit(j *job) {
 	}
 	size := int64(len(j.t.Bytes))
 	j.step = int64(d.o.PieceBytes)
+	d.summing(j)
 	j.left.Store(int32((size + j.step - 1) / j.step))
-	l, first := d.line(j), d.loads.moves
-	if j.store {
-		first = d.stores.checks
+	l := d.line(j)
+	first := l.moves
+	if j.store && j.summed == nil {
+		first = l.checks
 	}
 	for from := int64(0); from < size; from += j.step {
 		l.room <- struct{}{}
@@ -144,6 +152,10 @@ func (d *Disk) moveWorker() {
 		tail = make([]byte, block) // misaligned perhaps: then the file says so
 	}
 	d.work(d.loads.moves, d.stores.moves, func(p piece) {
+		if p.j.summed != nil {
+			d.moveSummed(p)
+			return
+		}
 		if p.wanted() {
 			if err := d.move(&p, tail); err != nil {
 				p.j.fail(err)
@@ -179,10 +191,14 @@ func (p *piece) wanted() bool {
 	return p.j.failure() == nil
 }
 
-// finish ends a piece, and with the last one its job.
+// finish ends a piece.
 func (d *Disk) finish(p piece) {
-	j := p.j
-	<-d.line(j).room
+	<-d.line(p.j).room
+	d.finishOne(p.j)
+}
+
+// finishOne ends a piece of a job, and with the last one the job.
+func (d *Disk) finishOne(j *job) {
 	if j.left.Add(-1) > 0 {
 		return
 	}

@@ -32,6 +32,7 @@ func (d *Disk) Load(ctx context.Context, transfers []tiers.Transfer, done func(i
 	}
 	defer d.end()
 	var wait sync.WaitGroup
+	near := neighbours{d: d}
 	for i := range transfers {
 		j, err := d.prepareLoad(ctx, i, &transfers[i])
 		if err != nil {
@@ -43,8 +44,9 @@ func (d *Disk) Load(ctx context.Context, transfers []tiers.Transfer, done func(i
 			done(j.i, d.endLoad(j))
 			wait.Done()
 		}
-		d.submit(j)
+		near.submit(j)
 	}
+	near.flush()
 	wait.Wait()
 }
 

@@ -129,9 +129,16 @@ func Open(o Options) (_ *Pool, err error) {
 		}
 		dirs, sizes = append(dirs, dir), append(sizes, n)
 	}
+	workers := max(o.LoadWorkers, o.StoreWorkers)
+	atMost := func(n int) int { // a bound where there are more workers than that
+		if n >= workers {
+			n = 0
+		}
+		return n
+	}
 	p.Disk, err = disk.Open(disk.Options{
-		FS: p.fs, Recycled: true, Dirs: dirs, DirBytes: sizes, SlabBytes: o.SlabBytes, Policy: o.Policy, Workers: max(o.LoadWorkers, o.StoreWorkers),
-		PieceBytes: pieceBytes, Direct: disk.DirectNever, MaxSpaces: o.MaxSpaces, Seed: o.Seed, RetryEvery: o.RetryEvery, Log: o.Log,
+		FS: p.fs, Recycled: true, Dirs: dirs, DirBytes: sizes, SlabBytes: o.SlabBytes, Policy: o.Policy, Workers: workers,
+		MaxLoads: atMost(min(o.LoadWorkers, o.MaxRegions)), MaxStores: atMost(o.StoreWorkers), PieceBytes: pieceBytes, Direct: disk.DirectNever, MaxSpaces: o.MaxSpaces, Seed: o.Seed, RetryEvery: o.RetryEvery, Log: o.Log,
 	})
 	if err != nil {
 		return nil, err
