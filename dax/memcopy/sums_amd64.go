@@ -3,7 +3,7 @@
 package memcopy
 
 // aheadBytes is how far ahead copyHash prefetches.
-const aheadBytes = 2048
+const aheadBytes = 1024
 
 // copyHash copies blocks blocks of each of four streams, stride bytes apart in dst
 // and in src, and takes them into the states, scrambling after each block, but not

@@ -5,7 +5,7 @@
 // func copyHash(dst, src *byte, stride, blocks, ahead, then int, s *states, last bool)
 //
 // Z0 to Z3 are the lanes of the four streams. R8 is where the next stripe's secret lies, in that of the first stream; those of the others are 192 bytes
-// apart. R14 runs ahead of SI by 2048 bytes, or then by R13: the processor's own prefetchers end with a page. R12 is from the second
+// apart. R14 runs ahead of SI by 1024 bytes, or then by R13: the processor's own prefetchers end with a page. R12 is from the second
 // stripe of a turn of two to its secret, in the last turn of a block.
 TEXT ·copyHash(SB), NOSPLIT, $0-57
 	MOVQ dst+0(FP), DI
@@ -20,7 +20,7 @@ TEXT ·copyHash(SB), NOSPLIT, $0-57
 	LEAQ (R9)(R9*2), R11
 	LEAQ 256(R10), R8
 	MOVQ $8, R12
-	LEAQ 2048(SI), R14
+	LEAQ 1024(SI), R14
 	VMOVDQU64 (R10), Z0
 	VMOVDQU64 64(R10), Z1
 	VMOVDQU64 128(R10), Z2

@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
+	"runtime"
 	"time"
 
 	"go.uber.org/zap"
@@ -50,7 +51,8 @@ type Options struct {
 	MaxSpaces  int
 	Seed       uint64
 	RetryEvery time.Duration
-	// LoadWorkers is how many threads copy to restore, MaxRegions how many runs of neighbouring chunks are under way at a time. Default 8 of each.
+	// LoadWorkers is how many threads copy to restore, MaxRegions how many regions (large chunks in pieces, small neighbours together) are on their way at a time. Default 8
+	// of each; there are no more threads than processors.
 	LoadWorkers, MaxRegions int
 	// StoreWorkers is how many threads copy to store. Default 4.
 	StoreWorkers int
@@ -129,7 +131,8 @@ func Open(o Options) (_ *Pool, err error) {
 		}
 		dirs, sizes = append(dirs, dir), append(sizes, n)
 	}
-	workers := max(o.LoadWorkers, o.StoreWorkers)
+	// They wait for nothing but memory: more than one a core would only take turns, and each begins with cold streams.
+	workers := min(max(o.LoadWorkers, o.StoreWorkers), runtime.GOMAXPROCS(0))
 	atMost := func(n int) int { // a bound where there are more workers than that
 		if n >= workers {
 			n = 0
