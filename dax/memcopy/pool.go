@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
-	"runtime/metrics"
 	"slices"
 	"sync"
 
@@ -124,7 +123,7 @@ func (p *Pool) run() {
 	runtime.LockOSThread()
 	// Best effort: a filter may forbid it, and the copies are right anyway.
 	_ = unix.Setpriority(unix.PRIO_PROCESS, unix.Gettid(), poolNice)
-	y := newYielder()
+	y := NewYielder()
 	var turn []Job // reused
 	for {
 		var b *batch
@@ -139,7 +138,7 @@ func (p *Pool) run() {
 		}
 		clear(turn) // keep nobody's memory alive
 		p.finish(b, err)
-		y.yield()
+		y.Yield()
 	}
 }
 
@@ -169,35 +168,6 @@ func (p *Pool) take(turn []Job) (*batch, []Job) {
 		p.queue = p.queue[1:]
 	}
 	return b, turn
-}
-
-// yielder gives the processor away between turns, when somebody wants it.
-//
-// A Gosched of a locked goroutine is two switches between system threads, 15 µs
-// on an idle machine: most of a turn. Asking the runtime whether any goroutine
-// is waiting costs 60 ns, so the switch is paid when it helps. What the
-// runtime would only notice while scheduling (timers, sockets that became
-// ready) gets its chance every yieldTurns turns.
-type yielder struct {
-	runnable [1]metrics.Sample
-	turns    int
-}
-
-const yieldTurns = 16 // 4 MiB, some 400 µs
-
-func newYielder() *yielder {
-	return &yielder{runnable: [1]metrics.Sample{{Name: "/sched/goroutines/runnable:goroutines"}}}
-}
-
-func (y *yielder) yield() {
-	y.turns++
-	metrics.Read(y.runnable[:])
-	v := y.runnable[0].Value
-	if v.Kind() == metrics.KindUint64 && v.Uint64() == 0 && y.turns < yieldTurns {
-		return
-	}
-	y.turns = 0
-	runtime.Gosched()
 }
 
 // finish accounts for a turn that was copied or faulted.

@@ -3,7 +3,7 @@ package mapped
 import (
 	"fmt"
 	"io"
-	"runtime"
+	"sync"
 	"syscall"
 
 	"lookaside/dax/memcopy"
@@ -12,6 +12,9 @@ import (
 
 var _ vfs.Summing = (*file)(nil)
 
+// yielders are those of copies that have ended.
+var yielders = sync.Pool{New: func() any { return memcopy.NewYielder() }}
+
 // ReadSums implements vfs.Summing.
 func (f *file) ReadSums(p []byte, off int64, seeds, sums []uint64) error {
 	mem, err := f.pages("read", p, off, sums)
@@ -19,7 +22,9 @@ func (f *file) ReadSums(p []byte, off int64, seeds, sums []uint64) error {
 		return err
 	}
 	defer f.n.v.life.RUnlock()
-	if err := f.n.v.guard(func() { memcopy.CopySums(p, mem, len(p)/len(sums), seeds, sums, runtime.Gosched) }, f.n.at+off, mem, p); err != nil {
+	y := yielders.Get().(*memcopy.Yielder)
+	defer yielders.Put(y)
+	if err := f.n.v.guard(func() { memcopy.CopySums(p, mem, len(p)/len(sums), seeds, sums, y.Yield) }, f.n.at+off, mem, p); err != nil {
 		return f.fail("read", f.n.locate(err))
 	}
 	return nil
@@ -38,7 +43,9 @@ func (f *file) WriteSums(p []byte, off int64, seeds, sums []uint64) error {
 	defer n.v.life.RUnlock()
 	n.soil(off, off+int64(len(p)))
 	page := len(p) / len(sums)
-	err = n.v.guard(func() { memcopy.CopySums(mem, p, page, seeds, sums, runtime.Gosched) }, n.at+off, mem, p)
+	y := yielders.Get().(*memcopy.Yielder)
+	defer yielders.Put(y)
+	err = n.v.guard(func() { memcopy.CopySums(mem, p, page, seeds, sums, y.Yield) }, n.at+off, mem, p)
 	if err == nil && n.v.dev.Direct() {
 		err = n.v.persistSums(n.at+off, mem, page, len(sums))
 	}
