@@ -1,6 +1,7 @@
 package stack
 
 import (
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"slices"
@@ -220,6 +221,9 @@ func (r *rig) ask(lookup uint64, p tiertest.Prefix, first, n int, options ...fun
 		o(&q)
 	}
 	pages, done, err := r.Lookup(&q, r)
+	for end := time.Now().Add(10 * time.Second); errors.Is(err, tiers.ErrBusy) && time.Now().Before(end); pages, done, err = r.Lookup(&q, r) {
+		time.Sleep(time.Millisecond) // the one of that name is just being ended
+	}
 	if err != nil {
 		r.t.Fatal(err)
 	}
