@@ -75,7 +75,7 @@ func newLine(pieces, most int) line {
 }
 
 // startWorkers has the workers go on until the tier is closed. Movers do nothing but requests, one after another, so that the medium always has as many as it may have;
-// checksums are the business of checkers, on half of the processors, as who comes back from a request wants one at once.
+// checksums are the business of checkers, for which two are enough at several GB/s each.
 func (d *Disk) startWorkers() {
 	checkers := min(2, runtime.GOMAXPROCS(0))
 	pieces := 2 * (d.o.Workers + checkers)
