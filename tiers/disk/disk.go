@@ -72,6 +72,8 @@ type Options struct {
 	Policy string
 	// Workers is how many requests are under way at one time, at most 256. Default 4.
 	Workers int
+	// Queue is how many requests may wait for a worker, each way. Default: as many as keep the workers busy; more spare whoever submits them being woken for each.
+	Queue int
 	// MaxLoads and MaxStores bound the requests of loads and of stores that are on their way at one time. Default: as many as keep the workers busy.
 	MaxLoads, MaxStores int
 	// PieceBytes is the most that one request moves, a multiple of 4 KiB. Default 4 MiB.
@@ -138,8 +140,8 @@ func (o *Options) validate() error {
 		return fmt.Errorf("%w: a capacity of %d bytes in %d directories", tiers.ErrInvalid, o.CapacityBytes, len(o.Dirs))
 	case o.SlabBytes != 0 && o.SlabBytes < leastSlabBytes:
 		return fmt.Errorf("%w: slabs of %d bytes: want %d or more", tiers.ErrInvalid, o.SlabBytes, leastSlabBytes)
-	case o.MaxLoads < 0 || o.MaxStores < 0:
-		return fmt.Errorf("%w: %d loads and %d stores at most", tiers.ErrInvalid, o.MaxLoads, o.MaxStores)
+	case o.MaxLoads < 0 || o.MaxStores < 0 || o.Queue < 0:
+		return fmt.Errorf("%w: %d loads and %d stores at most, %d in the queue", tiers.ErrInvalid, o.MaxLoads, o.MaxStores, o.Queue)
 	case o.Workers < 1 || o.Workers > maxWorkers:
 		return fmt.Errorf("%w: %d workers: want 1 to %d", tiers.ErrInvalid, o.Workers, maxWorkers)
 	case o.PieceBytes < block || o.PieceBytes%block != 0:

@@ -78,7 +78,7 @@ func newLine(pieces, most int) line {
 // checksums are the business of checkers, for which two are enough at several GB/s each.
 func (d *Disk) startWorkers() {
 	checkers := min(2, runtime.GOMAXPROCS(0))
-	pieces := 2 * (d.o.Workers + checkers)
+	pieces := max(2*(d.o.Workers+checkers), d.o.Queue)
 	d.loads, d.stores = newLine(pieces, d.o.MaxLoads), newLine(pieces, d.o.MaxStores)
 	for range d.o.Workers {
 		d.helpers.Go(d.moveWorker)
@@ -136,8 +136,11 @@ func (d *Disk) work(loads, stores chan piece, do func(piece)) {
 				return
 			}
 		}
+		yields := p.j.summed != nil
 		do(p)
-		runtime.Gosched() // or lookups wait for copies
+		if !yields { // by itself, and not for nothing: see memcopy.Yielder
+			runtime.Gosched() // or lookups wait for copies
+		}
 	}
 }
 

@@ -67,6 +67,9 @@ type Options struct {
 const (
 	defaultLoadWorkers  = 8
 	defaultStoreWorkers = 4
+	// queue is how many pieces may wait: all of a large batch, so that the copying threads are not made to wake anybody between two pieces. Waking
+	// a thread takes longer than such a copy, and may cost the one that runs its processor for a tick.
+	queue = 1024
 	// pieceBytes is what is copied and checked in one go: while its checksums are computed it is in the core's cache.
 	pieceBytes = 1 << 20
 )
@@ -141,7 +144,7 @@ func Open(o Options) (_ *Pool, err error) {
 	}
 	p.Disk, err = disk.Open(disk.Options{
 		FS: p.fs, Recycled: true, Dirs: dirs, DirBytes: sizes, SlabBytes: o.SlabBytes, Policy: o.Policy, Workers: workers,
-		MaxLoads: atMost(min(o.LoadWorkers, o.MaxRegions)), MaxStores: atMost(o.StoreWorkers), PieceBytes: pieceBytes, Direct: disk.DirectNever, MaxSpaces: o.MaxSpaces, Seed: o.Seed, RetryEvery: o.RetryEvery, Log: o.Log,
+		MaxLoads: atMost(min(o.LoadWorkers, o.MaxRegions)), MaxStores: atMost(o.StoreWorkers), Queue: queue, PieceBytes: pieceBytes, Direct: disk.DirectNever, MaxSpaces: o.MaxSpaces, Seed: o.Seed, RetryEvery: o.RetryEvery, Log: o.Log,
 	})
 	if err != nil {
 		return nil, err
