@@ -168,8 +168,8 @@ func (c *checker) open(r *SlabReport) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, f.Close()) }()
-	if r.Bytes, err = f.Size(); err != nil {
-		return err
+	if r.Bytes, err = f.Size(); err != nil || r.Bytes == 0 {
+		return err // an empty one was about to be made when its process ended: there is nothing in it
 	}
 	h, err := readHeader(f)
 	if err != nil {
