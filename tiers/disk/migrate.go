@@ -2,7 +2,6 @@ package disk
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"runtime"
@@ -277,10 +276,7 @@ func (v *mover) carry(ctx context.Context, t *trip) {
 	if len(e.Prev) == 0 && e.First > 0 {
 		e.Prev = t.from.prevOf(t.slot)
 	}
-	e.Sums = make([]byte, 0, 8*e.Pages)
-	for _, sum := range t.to.pageSums(t.place)[:e.Pages] {
-		e.Sums = binary.LittleEndian.AppendUint64(e.Sums, sum)
-	}
+	e.Sums = encodeSums(t.to.pageSums(t.place)[:e.Pages])
 	if t.err = t.to.writeEntries(d, uint32(t.place), []media.Entry{e}); t.err != nil {
 		d.faulty(t.to, t.err)
 	}

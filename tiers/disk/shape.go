@@ -180,7 +180,6 @@ func (d *Disk) addSlab(s *slab) error {
 
 // zero writes zeros over [from, to) of a file.
 func zero(f vfs.File, from, to int64) error {
-	zeros := make([]byte, min(1<<20, to-from))
 	for from < to {
 		n, err := f.WriteAt(zeros[:min(int64(len(zeros)), to-from)], from)
 		if err != nil {

@@ -173,16 +173,22 @@ func (d *Disk) enter(jobs []*job) {
 	})
 }
 
+// encodeSums is checksums as an entry has them.
+func encodeSums(sums []uint64) []byte {
+	b := make([]byte, 0, 8*len(sums))
+	for _, sum := range sums {
+		b = binary.LittleEndian.AppendUint64(b, sum)
+	}
+	return b
+}
+
 // entry is what the directory is to say of a job's chunk.
 func (j *job) entry() media.Entry {
 	e := media.Entry{Generation: j.gen, Space: j.sp.print, First: j.t.First, Pages: j.t.Pages(), Digests: j.t.Hashes}
 	if j.t.First > 0 {
 		e.Prev = j.t.Prev
 	}
-	e.Sums = make([]byte, 0, 8*e.Pages)
-	for _, sum := range j.sums[:e.Pages] {
-		e.Sums = binary.LittleEndian.AppendUint64(e.Sums, sum)
-	}
+	e.Sums = encodeSums(j.sums[:e.Pages])
 	return e
 }
 

@@ -82,7 +82,7 @@ func (d *Disk) moveSummed(p piece) {
 func (p *piece) moveSums() error {
 	j, d := p.j, p.j.sp.g.DigestBytes
 	first, end := int(p.from/j.s.layout.Geometry.PageBytes), int(p.to/j.s.layout.Geometry.PageBytes)
-	seeds, sums := make([]uint64, end-first), make([]uint64, end-first)
+	seeds := make([]uint64, end-first)
 	for i := range seeds {
 		page := first + i
 		seeds[i] = j.s.id.PageSeed(j.t.Hashes[page*d:(page+1)*d], j.gen)
@@ -91,6 +91,7 @@ func (p *piece) moveSums() error {
 	if j.store {
 		return j.summed.WriteSums(buf, off, seeds, j.sums[first:end])
 	}
+	sums := make([]uint64, end-first)
 	if err := j.summed.ReadSums(buf, off, seeds, sums); err != nil {
 		return err
 	}
