@@ -22,6 +22,9 @@ func invalid(format string, args ...any) error {
 type Engine struct {
 	cfg Config
 
+	// restores is held for reading while slots are restored without mu, for writing to take a region's tables away. It is taken before mu.
+	restores sync.RWMutex
+
 	mu       sync.Mutex // guards all that follows
 	closed   bool
 	tick     uint64 // counts operations: the time by which use is ordered
@@ -58,7 +61,7 @@ type Engine struct {
 	bufs  bufferPool
 	trash []*carved
 
-	staged []staged // what EndRestore has yet to make ready
+	staged [][]staged // what EndRestore has yet to make ready
 }
 
 // SpaceID names an open space. 0 is none.
@@ -116,6 +119,8 @@ func New(cfg Config) (*Engine, error) {
 
 // Close gives back the engine's memory. It is idempotent. Calls after it answer ErrClosed, or nothing.
 func (e *Engine) Close() {
+	e.restores.Lock()
+	defer e.restores.Unlock()
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.closed {
@@ -509,6 +514,9 @@ func logarithm(n int) int8 {
 // for longest. c takes one if it has none, and otherwise only one that is colder than anything that it could evict itself. A class without
 // any waits for the arena to grow first.
 func (e *Engine) coldRegion(c *class) *region {
+	if len(e.staged) > 0 { // what is being restored looks empty
+		return nil
+	}
 	before := uint64(math.MaxUint64)
 	if ref, ok := e.victim(c); ok {
 		_, s := e.slot(ref)

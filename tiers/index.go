@@ -219,19 +219,26 @@ func (e *Engine) same(s *space, ref uint32, d []byte) bool {
 
 // find is the indexed record of digest d in space s, 0 if the page is not held.
 func (e *Engine) find(s *space, d []byte) uint32 {
+	rec, steps := e.seek(s, d)
+	e.idx.steps += steps
+	return rec
+}
+
+// seek is find, which changes nothing: the entries that it looked at are for its caller to count.
+func (e *Engine) seek(s *space, d []byte) (rec uint32, steps uint64) {
 	tag := s.tag(d)
 	for _, t := range [...]*table{&e.idx.cur, &e.idx.old} {
 		if t.used == 0 {
 			continue
 		}
 		for i := t.home(tag); t.words[i] != 0; i = t.next(i) {
-			e.idx.steps++
+			steps++
 			if w := t.words[i]; uint32(w>>32) == tag && e.same(s, uint32(w), d) {
-				return uint32(w)
+				return uint32(w), steps
 			}
 		}
 	}
-	return 0
+	return 0, steps
 }
 
 // walk is the chunks of one request: n pages from page first on.

@@ -1,7 +1,6 @@
 package tiers
 
 import (
-	"cmp"
 	"fmt"
 	"math"
 	"runtime"
@@ -62,6 +61,8 @@ func (e *Engine) AddCarvedRegion(id uint32, g Geometry, slots int) error {
 // RemoveRegion drops all that a region holds and takes it from the engine. ErrBusy: something in it is leased or being filled. Nothing in the region
 // can be found then, nor is more granted; call again when these uses have ended. It lets go of the lock between slices of its work.
 func (e *Engine) RemoveRegion(id uint32) error {
+	e.restores.Lock()
+	defer e.restores.Unlock()
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.closed {
@@ -124,71 +125,101 @@ func (e *Engine) dropRegion(r *region) {
 }
 
 // Restore tells of slots that are to be ready again, in regions that are carved and in which nothing was ever stored. It may be called any number of
-// times, for any region, and takes effect with EndRestore. ErrInvalid, with nothing of the call in effect: an entry that
+// times, for any region, also concurrently for different ones, and takes effect with EndRestore. ErrInvalid, with nothing of the call in effect: an entry that
 // no engine can have had, or a slot that a call before told of. What entries point to is not kept.
 func (e *Engine) Restore(region uint32, entries []Restored) error {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	if e.closed {
-		return ErrClosed
+	e.restores.RLock()
+	defer e.restores.RUnlock()
+	r, block, err := e.stage(region, entries)
+	if err != nil {
+		return err
 	}
-	r := e.byID[region]
-	if r == nil || r.class == nil || r.draining {
-		return fmt.Errorf("%w: region %d", ErrNotFound, region)
-	}
-	if r.fresh > 0 {
-		return fmt.Errorf("%w: region %d was stored to", ErrBusy, region)
-	}
+	// Most of the time goes into the digests' memory, which is touched for the first time here. Nobody else looks at it yet.
 	for i := range entries {
 		x := &entries[i]
-		s, err := e.space(x.Space)
-		if err != nil {
-			return err
-		}
-		d := s.g.DigestBytes
-		if s.class != r.class || int64(x.Slot) >= int64(len(r.slots)) || x.Pages < 1 || x.Pages > r.ppc || x.First < 0 || x.First > maxPage-x.Pages ||
-			x.First%r.ppc != 0 || r.slots[x.Slot].granted != 0 || len(x.Hashes) != x.Pages*d || len(x.Prev) != 0 && (len(x.Prev) != d || x.First == 0) {
-			return invalid("slot %d of region %d restored with pages %d to %d of space %d", x.Slot, region, x.First, x.First+x.Pages-1, x.Space)
-		}
-	}
-	for i := range entries {
-		x := &entries[i]
-		sl := &r.slots[x.Slot]
-		if sl.granted != 0 { // twice in one call
+		if block[i].ref == 0 {
 			continue
 		}
 		d := len(x.Hashes) / x.Pages
 		for pos := range x.Pages {
 			r.setDigest(x.Slot, pos, x.Hashes[pos*d:])
 		}
-		sl.chunk, sl.granted, sl.space = uint32(x.First/r.ppc), uint16(x.Pages), uint16(x.Space)
-		st := staged{order: x.Order, ref: r.num<<recordBits | x.Slot, hasPrev: len(x.Prev) > 0}
-		copy(st.prev[:], x.Prev)
-		e.staged = append(e.staged, st)
 	}
 	return nil
+}
+
+// stage notes all of some entries but their digests. What it answers is for each of them what is staged, without a ref if it was told of twice.
+func (e *Engine) stage(region uint32, entries []Restored) (*region, []staged, error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.closed {
+		return nil, nil, ErrClosed
+	}
+	r := e.byID[region]
+	if r == nil || r.class == nil || r.draining {
+		return nil, nil, fmt.Errorf("%w: region %d", ErrNotFound, region)
+	}
+	if r.fresh > 0 {
+		return nil, nil, fmt.Errorf("%w: region %d was stored to", ErrBusy, region)
+	}
+	for i := range entries {
+		x := &entries[i]
+		s, err := e.space(x.Space)
+		if err != nil {
+			return nil, nil, err
+		}
+		d := s.g.DigestBytes
+		if s.class != r.class || int64(x.Slot) >= int64(len(r.slots)) || x.Pages < 1 || x.Pages > r.ppc || x.First < 0 || x.First > maxPage-x.Pages ||
+			x.First%r.ppc != 0 || r.slots[x.Slot].granted != 0 || len(x.Hashes) != x.Pages*d || len(x.Prev) != 0 && (len(x.Prev) != d || x.First == 0) {
+			return nil, nil, invalid("slot %d of region %d restored with pages %d to %d of space %d", x.Slot, region, x.First, x.First+x.Pages-1, x.Space)
+		}
+	}
+	block := make([]staged, len(entries))
+	for i := range entries {
+		x := &entries[i]
+		sl := &r.slots[x.Slot]
+		if sl.granted != 0 { // twice in one call
+			continue
+		}
+		sl.chunk, sl.granted, sl.space = uint32(x.First/r.ppc), uint16(x.Pages), uint16(x.Space)
+		block[i] = staged{order: x.Order, ref: r.num<<recordBits | x.Slot, hasPrev: len(x.Prev) > 0}
+		copy(block[i].prev[:], x.Prev)
+	}
+	e.staged = append(e.staged, block)
+	return r, block, nil
 }
 
 // EndRestore makes the slots ready that Restore was told of, in their order, and answers how many. One that another slot makes
 // redundant, one of a region that was stored to meanwhile and one with a page that is held as another page of its prefix are left free; OnFree
 // is told of them. It holds the lock throughout, for about a second a million chunks of 16 pages: it is for before the engine is in use.
 func (e *Engine) EndRestore() (chunks int) {
+	e.restores.Lock()
+	defer e.restores.Unlock()
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	all := e.staged
+	blocks := e.staged
 	e.staged = nil
-	if e.closed || len(all) == 0 {
+	if e.closed || len(blocks) == 0 {
 		return 0
 	}
-	all = e.takeStaged(byOrder(all))
+	all := e.takeStaged(byOrder(blocks))
 	odd := e.indexAll(all)
+	parents := e.parentsOf(all)
+	// What many would continue is offered for eviction only once all is there.
 	for i, next := 0, 0; i < len(all); i++ {
 		if next < len(odd) && odd[next] == i {
 			next++
 			continue
 		}
-		e.restore(&all[i])
+		e.restore(&all[i], parents[i])
 		chunks++
+	}
+	for i, next := 0, 0; i < len(all); i++ {
+		if next < len(odd) && odd[next] == i {
+			next++
+			continue
+		}
+		e.settle(all[i].ref)
 	}
 	for _, i := range odd { // last, as they may replace others
 		if e.restoreOdd(&all[i]) {
@@ -205,6 +236,30 @@ func (e *Engine) EndRestore() (chunks int) {
 		}
 	}
 	return chunks
+}
+
+// each calls f for 0 to n-1 on all processors, in pieces.
+func each(n int, f func(from, to int)) {
+	workers := runtime.GOMAXPROCS(0)
+	var wait sync.WaitGroup
+	for w := range workers {
+		wait.Go(func() { f(w*n/workers, (w+1)*n/workers) })
+	}
+	wait.Wait()
+}
+
+// parentsOf finds the slots that hold the pages before those of staged slots, all of whose pages are indexed but of the odd ones.
+func (e *Engine) parentsOf(all []staged) []uint32 {
+	parents := make([]uint32, len(all))
+	each(len(all), func(from, to int) {
+		for i := from; i < to; i++ {
+			if x := &all[i]; x.hasPrev {
+				_, s := e.slot(x.ref)
+				parents[i] = e.parentOf(s, x.prev[:])
+			}
+		}
+	})
+	return parents
 }
 
 // takeStaged takes the slots that can be restored from the free ones of their regions, as ready ones without a page.
@@ -244,21 +299,50 @@ func (e *Engine) takeStaged(all []staged) []staged {
 	return kept
 }
 
-// byOrder sorts what is staged.
-func byOrder(all []staged) []staged {
+// byOrder is all that is staged, sorted.
+func byOrder(blocks [][]staged) []staged {
 	type key struct {
 		order uint64
-		i     int
+		x     *staged
 	}
-	keys := make([]key, len(all))
-	for i := range all {
-		keys[i] = key{all[i].order, i}
+	n := 0
+	for _, block := range blocks {
+		n += len(block)
 	}
-	slices.SortFunc(keys, func(a, b key) int { return cmp.Or(cmp.Compare(a.order, b.order), cmp.Compare(a.i, b.i)) })
-	out := make([]staged, len(all))
-	for i, k := range keys {
-		out[i] = all[k.i]
+	keys := make([]key, 0, n)
+	least, most := uint64(math.MaxUint64), uint64(0)
+	for _, block := range blocks {
+		for i := range block {
+			if x := &block[i]; x.ref != 0 {
+				keys = append(keys, key{x.order, x})
+				least, most = min(least, x.order), max(most, x.order)
+			}
+		}
 	}
+	// By digits, the last first: these are mostly numbers without large gaps, so there are few digits.
+	const digit = 11
+	other := make([]key, len(keys))
+	for shift := 0; len(keys) > 0 && (most-least)>>shift > 0; shift += digit {
+		var at [1<<digit + 1]int
+		for i := range keys {
+			at[(keys[i].order-least)>>shift&(1<<digit-1)+1]++
+		}
+		for i := range 1 << digit {
+			at[i+1] += at[i]
+		}
+		for i := range keys {
+			d := (keys[i].order - least) >> shift & (1<<digit - 1)
+			other[at[d]] = keys[i]
+			at[d]++
+		}
+		keys, other = other, keys
+	}
+	out := make([]staged, len(keys))
+	each(len(keys), func(from, to int) {
+		for i := from; i < to; i++ {
+			out[i] = *keys[i].x
+		}
+	})
 	return out
 }
 
@@ -387,18 +471,15 @@ func (t *table) removeIf(w uint64) {
 	}
 }
 
-// restore puts a slot whose pages are indexed into its prefix and the order of eviction.
-func (e *Engine) restore(x *staged) {
+// restore puts a slot whose pages are indexed into its prefix and makes it known to the policy. It is still to be settled.
+func (e *Engine) restore(x *staged, parent uint32) {
 	r, s := e.slot(x.ref)
 	e.tick++
 	s.stamp, r.lastUse = e.tick, e.tick
-	if x.hasPrev {
-		if parent := e.parentOf(s, x.prev[:]); parent != 0 {
-			e.adopt(parent, x.ref)
-		}
+	if parent != 0 {
+		e.adopt(parent, x.ref)
 	}
 	e.register(x.ref)
-	e.settle(x.ref)
 }
 
 // restoreOdd does all that for a slot whose pages are not indexed yet; false: it is free again, as it adds nothing or cannot be.
@@ -416,14 +497,19 @@ func (e *Engine) restoreOdd(x *staged) bool {
 		e.release(x.ref)
 		return false
 	}
-	e.restore(x)
+	parent := uint32(0)
+	if x.hasPrev {
+		parent = e.parentOf(s, x.prev[:])
+	}
+	e.restore(x, parent)
+	e.settle(x.ref)
 	return true
 }
 
 // parentOf is the slot that holds the page before a slot's first, whose digest prev begins with. 0: none does.
 func (e *Engine) parentOf(s *slot, prev []byte) uint32 {
 	sp := e.spaces[s.space]
-	rec := e.find(sp, prev[:sp.g.DigestBytes])
+	rec, _ := e.seek(sp, prev[:sp.g.DigestBytes])
 	if rec == 0 || !e.at(rec, int(s.chunk)*sp.g.PagesPerChunk-1) {
 		return 0
 	}
