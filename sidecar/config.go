@@ -6,6 +6,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strconv"
 	"strings"
@@ -55,18 +56,22 @@ type RuntimeConfig struct {
 	Dir string // the endpoint: an absolute path of a directory that the sidecar owns
 }
 
+// kindDAX is the kind of an arena on DAX devices, which package dax does not make as it makes the others.
+const kindDAX dax.Kind = "dax"
+
 // ArenaConfig sizes the shared memory. Sizes are in bytes.
 type ArenaConfig struct {
 	Limit           int64
 	Kind            dax.Kind
 	Initial         int64 // never above Limit
 	Step            int64
-	GrowAt          float64 // fraction of the arena's slots that are taken
-	Path            string  // only for dax.KindFile: the directory of the backing files
-	NUMA            string  // "none", "auto" or a node's number
-	PopulateThreads int     // 0: one a CPU
-	Eviction        string  // name of a policy
-	LowWater        float64 // fraction of the slots
+	GrowAt          float64    // fraction of the arena's slots that are taken
+	Path            string     // only for dax.KindFile: the directory of the backing files
+	NUMA            string     // "none", "auto" or a node's number
+	PopulateThreads int        // 0: one a CPU
+	Eviction        string     // name of a policy
+	LowWater        float64    // fraction of the slots
+	DAX             DAXDevices // only for kindDAX, which uses of the others Kind, Eviction and LowWater
 }
 
 // LookupConfig limits lookups.
@@ -133,8 +138,19 @@ type Setting struct {
 	Meaning string
 
 	derived bool // Default is a rule that Load applies, not a value
+	list    bool // in YAML it may be a list of devices
+	onDAX   use  // whether it is of use for an arena on DAX
 	set     func(*Config, string) error
 }
+
+// A use says for which arenas a setting is.
+type use uint8
+
+const (
+	everywhere use = iota
+	onlyOnDAX      // and an error with arenas of another kind
+	neverOnDAX     // and an error there
+)
 
 // Env returns the name of the environment variable of the setting.
 func (s Setting) Env() string {
@@ -156,15 +172,16 @@ var settings = []Setting{
 		set:     func(c *Config, v string) error { c.Runtime.Dir = v; return nil },
 	},
 	{
-		Key: "arena.limit", Default: "4G", Unit: "bytes (K, M, G and T are powers of 1024)",
+		Key: "arena.limit", Default: "4G", Unit: "bytes (K, M, G and T are powers of 1024)", onDAX: neverOnDAX,
 		Meaning: "The most shared memory that KV pages may take. Checked at the start against what the host and its cgroup can give.",
 		set:     func(c *Config, v string) (err error) { c.Arena.Limit, err = parseSize(v); return },
 	},
 	{
-		Key: "arena.kind", Default: "auto", Unit: "auto, hugetlb, thp, memfd or file",
-		Meaning: "What the arena is made of: 2 MiB huge pages (hugetlb), transparent huge pages (thp), 4 KiB pages (memfd) or files in arena.path. auto takes the first of hugetlb, thp and memfd that this host gives, and logs which and why.",
+		Key: "arena.kind", Default: "auto", Unit: "auto, hugetlb, thp, memfd, file or dax",
+		Meaning: "What the arena is made of: 2 MiB huge pages (hugetlb), transparent huge pages (thp), 4 KiB pages (memfd), files in arena.path, or the DAX devices of arena.devices. auto takes the first of hugetlb, thp and memfd that this host gives, and logs which and why. " +
+			"What an arena on DAX holds is found again after a restart or a crash; it is as large as its devices, and arena.limit, initial, step, grow_at, path, numa and populate_threads are errors with it.",
 		set: func(c *Config, v string) error {
-			kinds := []dax.Kind{dax.KindAuto, dax.KindHugetlb, dax.KindTHP, dax.KindMemfd, dax.KindFile}
+			kinds := []dax.Kind{dax.KindAuto, dax.KindHugetlb, dax.KindTHP, dax.KindMemfd, dax.KindFile, kindDAX}
 			if !slices.Contains(kinds, dax.Kind(v)) {
 				return fmt.Errorf("%q is none of %v", v, kinds)
 			}
@@ -173,17 +190,17 @@ var settings = []Setting{
 		},
 	},
 	{
-		Key: "arena.initial", Default: "min(arena.limit, 1G)", Unit: "bytes", derived: true,
+		Key: "arena.initial", Default: "min(arena.limit, 1G)", Unit: "bytes", derived: true, onDAX: neverOnDAX,
 		Meaning: "How much of the arena is made at the start.",
 		set:     func(c *Config, v string) (err error) { c.Arena.Initial, err = parseSize(v); return },
 	},
 	{
-		Key: "arena.step", Default: "max(256M, arena.limit/4)", Unit: "bytes", derived: true,
+		Key: "arena.step", Default: "max(256M, arena.limit/4)", Unit: "bytes", derived: true, onDAX: neverOnDAX,
 		Meaning: "By how much the arena grows at a time, in the background, until arena.limit.",
 		set:     func(c *Config, v string) (err error) { c.Arena.Step, err = parseSize(v); return },
 	},
 	{
-		Key: "arena.grow_at", Default: "0.8", Unit: "fraction of the arena, above 0 and at most 1",
+		Key: "arena.grow_at", Default: "0.8", Unit: "fraction of the arena, above 0 and at most 1", onDAX: neverOnDAX,
 		Meaning: "How full the arena is when it starts to grow.",
 		set: func(c *Config, v string) (err error) {
 			c.Arena.GrowAt, err = parseFraction(v)
@@ -191,12 +208,12 @@ var settings = []Setting{
 		},
 	},
 	{
-		Key: "arena.path", Default: "", Unit: "directory",
+		Key: "arena.path", Default: "", Unit: "directory", onDAX: neverOnDAX,
 		Meaning: "Where the arena's files are made when arena.kind is file; it must not be set otherwise. Files of an earlier run are replaced.",
 		set:     func(c *Config, v string) error { c.Arena.Path = v; return nil },
 	},
 	{
-		Key: "arena.numa", Default: "none", Unit: "none, auto or a node's number",
+		Key: "arena.numa", Default: "none", Unit: "none, auto or a node's number", onDAX: neverOnDAX,
 		Meaning: "Which NUMA node the arena's memory comes from. auto: the node of the CPUs that the sidecar may run on, when they are all of one node.",
 		set: func(c *Config, v string) error {
 			if n, err := strconv.Atoi(v); v != "none" && v != "auto" && (err != nil || n < 0) {
@@ -207,7 +224,7 @@ var settings = []Setting{
 		},
 	},
 	{
-		Key: "arena.populate_threads", Default: "0", Unit: "threads (0: one for each CPU)",
+		Key: "arena.populate_threads", Default: "0", Unit: "threads (0: one for each CPU)", onDAX: neverOnDAX,
 		Meaning: "How many threads fault in new memory of the arena.",
 		set: func(c *Config, v string) (err error) {
 			c.Arena.PopulateThreads, err = parseInt(v, 0, 1024)
@@ -223,6 +240,41 @@ var settings = []Setting{
 		Key: "arena.low_water", Default: "0.125", Unit: "fraction of the arena's slots, above 0 and at most 1",
 		Meaning: "A tier with admit: evicted is written to while fewer slots than these are free, so that what is evicted then is there already.",
 		set:     func(c *Config, v string) (err error) { c.Arena.LowWater, err = parseFraction(v); return },
+	},
+	{
+		Key: "arena.devices", Default: "", Unit: "DEVICE[:SIZE],… (in the file also a list of devices, or of {path: DEVICE, size: BYTES})", list: true, onDAX: onlyOnDAX,
+		Meaning: "With arena.kind: dax, the DAX devices (/dev/daxX.Y) that the arena lies on, or files on a file system mounted with -o dax, and how much to use of each: a multiple of its alignment; all, if nothing is said. It may be empty if arena.hotplug is true. Workers map the devices, and copy straight to and from them.",
+		set:     func(c *Config, v string) error { return c.Arena.DAX.addAll(v) },
+	},
+	{
+		Key: "arena.offset", Default: "0", Unit: sizeUnit, onDAX: onlyOnDAX,
+		Meaning: "Where in each device of arena.devices begins what is used of it: a multiple of its alignment. What lies before and behind is left to others.",
+		set:     func(c *Config, v string) (err error) { c.Arena.DAX.Offset, err = dax.ParseSize(v); return },
+	},
+	{
+		Key: "arena.ranks", Default: "1", Unit: "sidecars", onDAX: onlyOnDAX,
+		Meaning: "How many sidecars share arena.devices, one for each rank: each has an equal part of what is used of a device.",
+		set:     func(c *Config, v string) (err error) { c.Arena.DAX.Ranks, err = parseInt(v, 1, maxRanks); return },
+	},
+	{
+		Key: "arena.rank", Default: "0", Unit: "number", onDAX: onlyOnDAX,
+		Meaning: "Which of these parts is this sidecar's, from 0.",
+		set:     func(c *Config, v string) (err error) { c.Arena.DAX.Rank, err = parseInt(v, 0, maxRanks-1); return },
+	},
+	{
+		Key: "arena.allow_files", Default: "false", Unit: "true or false", onDAX: onlyOnDAX,
+		Meaning: "Whether regular files may stand in for arena.devices. One that is not there is made, of the size that is set.",
+		set:     func(c *Config, v string) (err error) { c.Arena.DAX.AllowFiles, err = parseBool(v); return },
+	},
+	{
+		Key: "arena.hotplug", Default: "false", Unit: "true or false", onDAX: onlyOnDAX,
+		Meaning: "Whether devices of the arena may be added, removed and resized while the sidecar serves, by lookaside dax --arena and over HTTP.",
+		set:     func(c *Config, v string) (err error) { c.Arena.DAX.HotPlug, err = parseBool(v); return },
+	},
+	{
+		Key: "arena.slab", Default: "a 32nd of all devices, from 256M to 64G", Unit: sizeUnit, derived: true, onDAX: onlyOnDAX,
+		Meaning: "Size of the pieces that arena.devices are cut into. Each has room for chunks of one geometry, and is a region that workers map.",
+		set:     func(c *Config, v string) (err error) { c.Arena.DAX.Slab, err = parseSize(v); return },
 	},
 	{
 		Key: "lookup.max_pages", Default: "65536", Unit: "pages",
@@ -313,10 +365,7 @@ var settings = []Setting{
 		Key: "admin.pprof", Default: "false", Unit: "true or false",
 		Meaning: "Serves Go's profiles under /debug/pprof/ on the admin server.",
 		set: func(c *Config, v string) (err error) {
-			c.Admin.PProf, err = strconv.ParseBool(v)
-			if err != nil {
-				err = fmt.Errorf("%q is neither true nor false", v)
-			}
+			c.Admin.PProf, err = parseBool(v)
 			return
 		},
 	},
@@ -471,11 +520,12 @@ func Parse(name string, text []byte, environ []string) (Config, error) {
 // settle makes a configuration of what the sources say.
 func settle(k *koanf.Koanf, entries []tierEntry, environ []string) (Config, error) {
 	c := Defaults()
+	var given []Setting
 	for _, s := range settings {
 		if !k.Exists(s.Key) {
 			continue
 		}
-		// k holds strings from flags and the environment, scalars from YAML.
+		// k holds strings from flags and the environment, scalars and lists that loadYAML has made strings of from YAML.
 		v := fmt.Sprint(k.Get(s.Key))
 		if v == "" && s.derived {
 			continue
@@ -486,6 +536,10 @@ func settle(k *koanf.Koanf, entries []tierEntry, environ []string) (Config, erro
 		if err := s.set(&c, v); err != nil {
 			return Config{}, fmt.Errorf("settings: %s: %w", s.Key, err)
 		}
+		given = append(given, s)
+	}
+	if err := c.Arena.fits(given); err != nil {
+		return Config{}, fmt.Errorf("settings: %w", err)
 	}
 	for _, e := range entries {
 		t, err := parseTier(e)
@@ -511,8 +565,19 @@ func loadYAML(k *koanf.Koanf, file string, b []byte) ([]tierEntry, error) {
 		if !slices.ContainsFunc(settings, func(s Setting) bool { return s.Key == key }) {
 			return nil, unknown(fmt.Sprintf("settings: %s: unknown setting %q", file, key), key, "", append(settingNames(Setting.key), "tiers"))
 		}
-		switch v.(type) {
+		switch v := v.(type) {
 		case string, bool, int, int64, uint64, float64:
+		case []any:
+			if i := slices.IndexFunc(settings, func(s Setting) bool { return s.Key == key }); !settings[i].list {
+				return nil, fmt.Errorf("settings: %s: %s: want a single value, got %v", file, key, v)
+			}
+			text, err := yamlTierValue("devices", v)
+			if err == nil {
+				err = one.Set(key, text)
+			}
+			if err != nil {
+				return nil, fmt.Errorf("settings: %s: %s: %w", file, key, err)
+			}
 		default:
 			return nil, fmt.Errorf("settings: %s: %s: want a single value, got %v", file, key, v)
 		}
@@ -619,6 +684,12 @@ func (c Config) Complete(environ []string) (Config, error) {
 		return c, fmt.Errorf("settings: runtime.dir: %q is not an absolute path", c.Runtime.Dir)
 	}
 	c.Runtime.Dir = filepath.Clean(c.Runtime.Dir)
+	if c.Arena.Kind == kindDAX {
+		if err := c.Arena.DAX.check("arena."); err != nil {
+			return c, fmt.Errorf("settings: arena.kind is dax: %w", err)
+		}
+		return c.completeRest()
+	}
 	if c.Arena.Initial == 0 {
 		c.Arena.Initial = min(c.Arena.Limit, 1<<30)
 	}
@@ -638,12 +709,47 @@ func (c Config) Complete(environ []string) (Config, error) {
 	if c.Arena.Kind != dax.KindFile && c.Arena.Path != "" {
 		return c, fmt.Errorf("settings: arena.path is set, but arena.kind is %s, not file", c.Arena.Kind)
 	}
+	return c.completeRest()
+}
+
+// completeRest completes and checks what is not about the arena.
+func (c Config) completeRest() (Config, error) {
 	if (c.LMCache.WorkerEndpoint == "") != (c.LMCache.SchedulerEndpoint == "") {
 		return c, errors.New("settings: lmcache.worker_endpoint and lmcache.scheduler_endpoint: set both or neither")
 	}
 	var err error
 	c.Tiers, err = completeTiers(c.Tiers)
 	return c, err
+}
+
+// fits refuses settings that were given and do not go with the arena's kind: who sets them expects something that would not happen.
+func (c *ArenaConfig) fits(given []Setting) error {
+	for _, s := range given {
+		switch on := c.Kind == kindDAX; {
+		case on && s.onDAX == neverOnDAX:
+			return fmt.Errorf("%s is set, and arena.kind is dax: %s; take it out", s.Key, whyNeverOnDAX[s.Key])
+		case !on && s.onDAX == onlyOnDAX && !s.isDefault(c):
+			return fmt.Errorf("%s is set, but arena.kind is %s: set arena.kind to dax, or take it out", s.Key, c.Kind)
+		}
+	}
+	return nil
+}
+
+// isDefault says whether a setting of the arena on DAX, which was given, has no more than its default.
+func (s Setting) isDefault(c *ArenaConfig) bool {
+	with := Config{Arena: *c}
+	return s.Default != "" && !s.derived && s.set(&with, s.Default) == nil && reflect.DeepEqual(with.Arena.DAX, c.DAX)
+}
+
+// whyNeverOnDAX says why a setting is of no use for an arena on DAX.
+var whyNeverOnDAX = map[string]string{
+	"arena.limit":            "such an arena is as large as its devices, whose sizes are set as DEVICE:SIZE in arena.devices",
+	"arena.initial":          "such an arena has all of its devices from the start",
+	"arena.step":             "such an arena does not grow by itself; with arena.hotplug devices are added by lookaside dax add --arena",
+	"arena.grow_at":          "such an arena does not grow by itself; with arena.hotplug devices are added by lookaside dax add --arena",
+	"arena.path":             "its devices, or the files that stand in for them, are set in arena.devices",
+	"arena.numa":             "its memory is of the node that the device is on: see lookaside status",
+	"arena.populate_threads": "the memory of a device is there, and need not be faulted in by the sidecar",
 }
 
 // DefaultDir is the endpoint that a sidecar uses, and a client looks for, when none is named.
@@ -728,6 +834,14 @@ func parseFraction(v string) (float64, error) {
 		return 0, fmt.Errorf("%q is not a fraction above 0 and at most 1", v)
 	}
 	return f, nil
+}
+
+func parseBool(v string) (bool, error) {
+	b, err := strconv.ParseBool(v)
+	if err != nil {
+		return false, fmt.Errorf("%q is neither true nor false", v)
+	}
+	return b, nil
 }
 
 func parseInt(v string, low, high int) (int, error) {

@@ -8,7 +8,6 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -55,24 +54,29 @@ type TierConfig struct {
 
 // DAXConfig is what a tier of DAX devices has beside what all tiers have.
 type DAXConfig struct {
-	Devices        []DAXDevice
+	DAXDevices
 	Size           int64 // bytes of those without a size of their own; 0: all
-	Offset         int64 // bytes
-	Rank, Ranks    int
-	AllowFiles     bool
 	RestoreWorkers int
 	MaxRegions     int
 	StoreWorkers   int
 	LookupWorkers  int // 0: not bounded
 	Eviction       string
-	Slab           int64 // bytes; 0: the store chooses
-	HotPlug        bool
 }
 
-// DAXDevice is a device of a tier.
+// DAXDevices is what a tier and an arena on DAX devices have in common.
+type DAXDevices struct {
+	Devices     []DAXDevice
+	Offset      int64 // bytes
+	Rank, Ranks int
+	AllowFiles  bool
+	HotPlug     bool
+	Slab        int64 // bytes; 0: the store chooses
+}
+
+// DAXDevice is a device of a tier or of the arena.
 type DAXDevice struct {
 	Path string // absolute
-	Size int64  // bytes; 0: see DAXConfig.Size
+	Size int64  // bytes; 0: for a tier see DAXConfig.Size, else all
 }
 
 // DiskConfig is what a disk tier has beside what all tiers have.
@@ -193,9 +197,7 @@ func countSetting(key string, kinds []string, def string, least, most int, unit,
 
 func flagSetting(key string, kinds []string, meaning string, field func(*TierConfig) *bool) TierSetting {
 	return TierSetting{Key: key, Kinds: kinds, Default: "false", Unit: "true or false", Meaning: meaning, set: func(c *TierConfig, v string) (err error) {
-		if *field(c), err = strconv.ParseBool(v); err != nil {
-			err = fmt.Errorf("%q is neither true nor false", v)
-		}
+		*field(c), err = parseBool(v)
 		return
 	}}
 }
@@ -207,14 +209,7 @@ var daxSettings = []TierSetting{
 	{
 		Key: "devices", Kinds: []string{tierDAX}, Unit: "list of devices, or of {path: DEVICE, size: BYTES}",
 		Meaning: "The DAX devices (/dev/daxX.Y), or files on a file system mounted with -o dax. Chunks are spread over all of them. It may be empty if hotplug is true.",
-		set: func(c *TierConfig, v string) error {
-			for d := range strings.SplitSeq(v, ",") {
-				if err := c.DAX.add(d); err != nil {
-					return err
-				}
-			}
-			return nil
-		},
+		set:     func(c *TierConfig, v string) error { return c.DAX.addAll(v) },
 	},
 	{
 		Key: "device", Kinds: []string{tierDAX}, Unit: "device", Meaning: "In place of devices, where there is but one.",
@@ -248,8 +243,18 @@ var daxSettings = []TierSetting{
 	flagSetting("hotplug", []string{tierDAX}, "Whether devices may be added, removed and resized while the sidecar serves, by lookaside dax and over HTTP.", func(c *TierConfig) *bool { return &c.DAX.HotPlug }),
 }
 
+// addAll adds devices, separated by commas.
+func (c *DAXDevices) addAll(v string) error {
+	for d := range strings.SplitSeq(v, ",") {
+		if err := c.add(d); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // add adds a device, written as DEVICE or DEVICE:SIZE.
-func (c *DAXConfig) add(v string) error {
+func (c *DAXDevices) add(v string) error {
 	d := DAXDevice{Path: strings.TrimSpace(v)}
 	if i := strings.LastIndexByte(d.Path, ':'); i >= 0 {
 		size, err := parseSize(d.Path[i+1:])
@@ -783,7 +788,7 @@ func (c *TierConfig) check() error {
 	tls := true
 	switch c.Kind {
 	case tierDAX:
-		return c.DAX.check()
+		return c.DAX.check("")
 	case tierDisk:
 		if c.Disk.Slab > c.Disk.Capacity {
 			return fmt.Errorf("slab is %s, above capacity, %s", dax.FormatSize(c.Disk.Slab), dax.FormatSize(c.Disk.Capacity))
@@ -815,12 +820,13 @@ func (c *TierConfig) check() error {
 	return nil
 }
 
-func (c *DAXConfig) check() error {
+// check checks what concerns several settings of devices, whose names begin with at.
+func (c *DAXDevices) check(at string) error {
 	switch {
 	case len(c.Devices) == 0 && !c.HotPlug:
-		return errors.New("devices is missing: add the devices' paths, such as [/dev/dax0.0]; only with hotplug: true there may be none at the start")
+		return fmt.Errorf("%[1]sdevices is missing: add the devices' paths, such as [/dev/dax0.0]; only with %[1]shotplug: true there may be none at the start", at)
 	case c.Rank >= c.Ranks:
-		return fmt.Errorf("rank is %d of ranks %d: they count from 0", c.Rank, c.Ranks)
+		return fmt.Errorf("%[1]srank is %[2]d of %[1]sranks %[3]d: they count from 0", at, c.Rank, c.Ranks)
 	}
 	return nil
 }

@@ -71,7 +71,7 @@ func TestTiersOfTheFile(t *testing.T) {
 
 func TestDAXTiers(t *testing.T) {
 	of := func(edit func(*DAXConfig)) DAXConfig {
-		c := DAXConfig{Devices: []DAXDevice{{Path: "/dev/dax0.0"}}, Ranks: 1, RestoreWorkers: 8, MaxRegions: 8, StoreWorkers: 4, Eviction: policy.Default}
+		c := DAXConfig{DAXDevices: DAXDevices{Devices: []DAXDevice{{Path: "/dev/dax0.0"}}, Ranks: 1}, RestoreWorkers: 8, MaxRegions: 8, StoreWorkers: 4, Eviction: policy.Default}
 		edit(&c)
 		return c
 	}
