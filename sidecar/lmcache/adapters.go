@@ -473,6 +473,47 @@ func (c *converter) daxTier(from *given, devices []device) *tier {
 	return t
 }
 
+// daxArena puts the arena on devices, beside those that it has.
+func (c *converter) daxArena(from *given, note string, devices ...device) {
+	c.arena, c.arenaFrom = append(c.arena, devices...), from
+	c.set("arena.kind", "dax", from, "")
+	c.set("arena.devices", c.arena, from, note)
+	if slices.ContainsFunc(c.arena, func(d device) bool { return !strings.HasPrefix(d.Path, "/dev/") }) {
+		c.settings = put(c.settings, setting{key: "arena.allow_files", value: true, note: "not all of these are devices: files serve as well, but more slowly"})
+	}
+}
+
+// neverOnDAX are the settings that an arena on devices does not take.
+var neverOnDAX = []string{"arena.limit", "arena.initial", "arena.step", "arena.grow_at", "arena.numa"}
+
+// settleArena takes back what was set for an arena of DRAM, if it lies on devices.
+func (c *converter) settleArena() error {
+	if len(c.arena) == 0 {
+		return nil
+	}
+	c.settings = slices.DeleteFunc(c.settings, func(s setting) bool { return slices.Contains(neverOnDAX, s.key) })
+	c.set("arena.kind", "dax", c.arenaFrom, "")
+	for i := range c.keys {
+		k := &c.keys[i]
+		to := slices.DeleteFunc(slices.Clone(k.To), func(key string) bool {
+			return slices.Contains(neverOnDAX, key) || key == "arena.kind" && strings.Contains(k.Key, "hugepages")
+		})
+		switch {
+		case len(to) == len(k.To):
+		case len(to) == 0:
+			k.Outcome, k.To, k.Why = Unused, nil, "the arena lies on devices, and is as large as they are"
+		default:
+			k.To = to
+		}
+	}
+	return nil
+}
+
+// daxPrimary says whether the configuration's device is the arena.
+func (c *converter) daxPrimary() bool {
+	return strings.EqualFold(c.extraText("dax.mode"), "primary") && !c.extra["dax.device_path"].off()
+}
+
 func daxDevice(c *converter, g *given) (verdict, error) {
 	if g.off() {
 		return unused("it is off"), nil
@@ -494,6 +535,10 @@ func daxDevice(c *converter, g *given) (verdict, error) {
 			d.Size = size(n)
 		}
 	}
+	if c.daxPrimary() {
+		c.daxArena(g, "", d)
+		return became("several ranks may share it: see arena.rank and arena.ranks", "arena.devices"), nil
+	}
 	t := c.daxTier(g, []device{d})
 	if c.eviction == "" && c.config["cache_policy"] != nil {
 		if p, ok := policies[strings.ToLower(c.config["cache_policy"].text())]; ok {
@@ -507,6 +552,12 @@ func daxKey(to string) rule {
 	return func(c *converter, g *given) (verdict, error) {
 		if c.extra["dax.device_path"].off() {
 			return unused("there is no dax.device_path"), nil
+		}
+		if c.daxPrimary() && to == "devices" {
+			return became("", "arena.devices"), nil
+		}
+		if c.daxPrimary() {
+			return unused("nothing is brought up from the device: the arena lies on it"), nil
 		}
 		if to == "devices" {
 			return became("", "tiers: dax: devices"), nil

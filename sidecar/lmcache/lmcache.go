@@ -76,7 +76,7 @@ func Convert(src Source) (*Result, error) {
 	if err := c.read(); err != nil {
 		return nil, err
 	}
-	for _, step := range []func() error{c.applyServer, c.applyConfig, c.applyAdapters} {
+	for _, step := range []func() error{c.applyServer, c.applyConfig, c.applyAdapters, c.settleArena} {
 		if err := step(); err != nil {
 			return nil, err
 		}
@@ -223,7 +223,9 @@ type converter struct {
 	tiers     []*tier
 	connector []setting
 	keys      []Key
-	eviction  string // of tiers, as cache_policy has it; or ""
+	arena     []device // that the arena lies on
+	arenaFrom *given   // what put it there
+	eviction  string   // of tiers, as cache_policy has it; or ""
 }
 
 // set sets a setting; the last one counts.

@@ -460,6 +460,62 @@ func TestServersCommandLine(t *testing.T) {
 	}
 }
 
+// An arena on a device is one here too, and what was said of memory says nothing of it.
+func TestArenaOnDevices(t *testing.T) {
+	server := func(args ...string) lmcache.Source {
+		src := source("")
+		src.Server = args
+		return src
+	}
+	type want struct {
+		devices string
+		files   bool
+		unused  []string
+		shared  bool // ranks are told what to do
+	}
+	for _, tc := range []struct {
+		name string
+		src  lmcache.Source
+		want want
+	}{
+		{"primary", source("max_local_cpu_size: 80\nlocal_cpu_use_hugepages: true\nnuma_mode: auto\nstorage_plugins: [dax]\nextra_config:\n  dax.mode: primary\n  dax.device_path: /dev/dax1.0\n  dax.max_dax_size: 100\n  dax.restore_workers: 16"),
+			want{"/dev/dax1.0 107374182400", false, []string{"max_local_cpu_size", "local_cpu_use_hugepages", "numa_mode", "extra_config.dax.restore_workers"}, false}},
+		{"primary, all of it", source("extra_config: {dax.mode: Primary, dax.device_path: /dev/dax1.0}"), want{"/dev/dax1.0 0", false, nil, false}},
+		{"the server's", server("--l1-devdax-path", "/dev/dax0.0", "--l1-size-gb", "100", "--l1-use-lazy", "--l1-init-size-gb", "20", "--l1-use-hugepages"),
+			want{"/dev/dax0.0 107374182400", false, []string{"--l1-init-size-gb", "--l1-use-hugepages"}, true}},
+		{"the server's, a file", server("--l1-devdax-path=/mnt/pmem/kv", "--l1-size-gb=1"), want{"/mnt/pmem/kv 1073741824", true, nil, true}},
+		{"the server's managers", server("--l1-manager", `{"type":"DEVDAX","size_gb":2,"path":"/dev/dax0.0"}`, "--l1-manager", `{"type":"devdax","size_gb":3,"path":"/dev/dax1.0"}`),
+			want{"/dev/dax0.0 2147483648,/dev/dax1.0 3221225472", false, nil, true}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			r, c := converted(t, tc.src)
+			var devices []string
+			for _, d := range c.Arena.DAX.Devices {
+				devices = append(devices, fmt.Sprintf("%s %d", d.Path, d.Size))
+			}
+			if got := strings.Join(devices, ","); c.Arena.Kind != "dax" || got != tc.want.devices || c.Arena.DAX.AllowFiles != tc.want.files || len(c.Tiers) != 0 {
+				t.Errorf("%+v, %+v\n%s", c.Arena, c.Tiers, r.YAML)
+			}
+			for _, name := range tc.want.unused {
+				if k := key(t, r, name); k.Outcome != lmcache.Unused || k.Why == "" || len(k.To) > 0 {
+					t.Errorf("%+v", k)
+				}
+			}
+			if got := strings.Contains(r.YAML, "# LMCache's server held this for all ranks together"); got != tc.want.shared {
+				t.Errorf("%s", r.YAML)
+			}
+			if m := r.Missing(); len(m) > 0 {
+				t.Errorf("without an equivalent: %+v", m)
+			}
+		})
+	}
+	// Beside memory it is below it.
+	_, c := converted(t, server("--l1-manager", `{"type":"DRAM","size_gb":8}`, "--l1-manager", `{"type":"DEVDAX","size_gb":2,"path":"/dev/dax0.0"}`))
+	if c.Arena.Limit != 8<<30 || len(c.Tiers) != 1 || c.Tiers[0].Kind != "dax" {
+		t.Errorf("%+v", c)
+	}
+}
+
 // keyList is testdata/keys.yaml.
 type keyList struct {
 	With          map[string]map[string]any

@@ -176,9 +176,12 @@ var extraTable = []struct {
 	{"dax.restore_workers", daxKey("restore_workers")},
 	{"dax.restore_max_regions", daxKey("restore_max_regions")},
 	{"dax.retrieve_staging_slab_bytes", say(builtIn("nothing is staged: a restore is one copy from the device into the arena"))},
-	{"dax.mode", func(_ *converter, g *given) (verdict, error) {
-		if strings.EqualFold(g.text(), "primary") {
-			return none("the devices are a tier below an arena of DRAM, which may be small"), nil
+	{"dax.mode", func(c *converter, g *given) (verdict, error) {
+		switch {
+		case c.extra["dax.device_path"].off():
+			return unused("there is no dax.device_path"), nil
+		case c.daxPrimary():
+			return became("the arena lies on the device, and what it holds is found again after a restart", "arena.kind"), nil
 		}
 		return builtIn("a dax tier is below the arena"), nil
 	}},

@@ -56,6 +56,7 @@ func redact(text string) string { return (&given{value: text}).safe() }
 // The reasons that several flags share.
 const (
 	whyTransport = "vLLM finds the sidecar by lookaside.endpoint, on the same host: there is no port for it"
+	whyShared    = "LMCache's server held this for all ranks together: where there are several, give each rank's sidecar the same device, with arena.ranks and its arena.rank. Changing devices while it serves wants arena.hotplug: true"
 	whyThreads   = "vLLM's workers copy for themselves, and each tier has its own workers"
 	whyTrace     = "there is no export of traces or events; /metrics is always served by the admin server"
 )
@@ -92,8 +93,24 @@ var serverTable = []struct {
 		return builtIn("the arena grows from arena.initial, by arena.step, to arena.limit"), nil
 	}},
 	{"l1-use-hugepages", hugepages},
-	{"l1-devdax-path", func(*converter, *given) (verdict, error) {
-		return none("the arena is made of DRAM: add the device to a dax tier below it"), nil
+	{"l1-devdax-path", func(c *converter, g *given) (verdict, error) {
+		if g.off() {
+			return unused("it is off"), nil
+		}
+		path, err := c.absolute(g, g.text())
+		if err != nil {
+			return verdict{}, err
+		}
+		d := device{Path: path}
+		if s := c.flag("l1-size-gb"); s != nil {
+			n, err := s.bytes()
+			if err != nil {
+				return verdict{}, err
+			}
+			d.Size = size(n)
+		}
+		c.daxArena(g, whyShared, d)
+		return became(whyShared, "arena.kind", "arena.devices"), nil
 	}},
 	{"l1-manager", l1Manager},
 	{"l1-read-ttl-seconds", pinTimeout},
@@ -258,8 +275,20 @@ func arenaLimitOfServer(c *converter, g *given) (verdict, error) {
 	if n <= 0 {
 		return verdict{}, g.wrong("a size above 0")
 	}
+	if !c.flag("l1-devdax-path").off() {
+		return became("", "arena.devices"), nil
+	}
 	c.set("arena.limit", size(n), g, "LMCache's server held this for all ranks together, and a sidecar is for one: divide it by them")
 	return became("LMCache's server held this for all ranks together, and a sidecar is for one: divide it by them", "arena.limit"), nil
+}
+
+// managerType is the type of an L1 manager.
+func managerType(g *given) string {
+	var m struct {
+		Type string `json:"type"`
+	}
+	_ = json.Unmarshal([]byte(g.text()), &m) // what is no JSON has none
+	return m.Type
 }
 
 // l1Manager treats one of the server's L1 managers, which is JSON.
@@ -285,8 +314,13 @@ func l1Manager(c *converter, g *given) (verdict, error) {
 		if err != nil {
 			return verdict{}, err
 		}
-		c.daxTier(g, []device{{path, size(n)}})
-		return became("the device is a tier below the arena", "tiers: dax"), nil
+		d := device{path, size(n)}
+		if slices.ContainsFunc(c.server, func(o *given) bool { return o.key == g.key && strings.EqualFold(managerType(o), "DRAM") }) {
+			c.daxTier(g, []device{d})
+			return became("there is one arena, of DRAM, and the device is a tier below it", "tiers: dax"), nil
+		}
+		c.daxArena(g, whyShared, d)
+		return became(whyShared, "arena.kind", "arena.devices"), nil
 	}
 	return none(whyGDS), nil
 }
