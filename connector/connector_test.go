@@ -286,6 +286,9 @@ func TestBrokenProtocolEndsTheSession(t *testing.T) {
 	ends("an array bomb", r.worker(workerHello("f")).ses, []byte{0xdd, 0xff, 0xff, 0xff, 0xff, 10})
 	ends("more pages than max_pages", r.worker(workerHello("f")).ses, (&wire.PrepareStore{ID: 6, Hashes: make([]byte, 32*4097)}).Append(nil))
 	ends("trailing bytes", r.worker(workerHello("f")).ses, append((&wire.Ping{ID: 1}).Append(nil), 0))
+	ends("a region that stays is unmapped", r.worker(workerHello("f")).ses, (&wire.RegionUnmapped{Region: 0}).Append(nil))
+	ends("a region that never was is unmapped", r.worker(workerHello("f")).ses, (&wire.RegionUnmapped{Region: 9}).Append(nil))
+	ends("a scheduler unmaps a region", r.scheduler(schedulerHello("e")).ses, (&wire.RegionUnmapped{Region: 0}).Append(nil))
 	ends("an answer as a request", r.worker(workerHello("f")).ses, (&wire.Pong{ID: 1}).Append(nil))
 	w.sync() // others do not notice
 }

@@ -13,6 +13,13 @@
 // closed, nothing that it says is heard, what it was filling will never be visible, but its slots stay its own until it has
 // closed its end or has died.
 //
+// # Regions
+//
+// A worker hears of each region before a grant can name it, and of its end when no lease is left in it ([Server.AnnounceRegion],
+// [Server.RetractRegion]). It then lets its copies that began before end, unmaps the region and says so; one that does not in time
+// is given up, so that its mapping, which only its own death ends, keeps nobody waiting. It has no business there any more, but
+// could write: workers are trusted with the bytes of the arena (see the protocol).
+//
 // # Trust
 //
 // A client may ask for anything at any time and may stop reading, writing or running at any moment. It reaches only chunks of
@@ -25,6 +32,6 @@
 //
 // Server.mu guards who is connected, the spaces and the list of regions. The locks of the stack and of the engine may be taken
 // under it, and that of LMCache's waiting lookups; under the latter those of the stack and the engine. A session's sendMu keeps
-// its handshake and the regions that are pushed to it in order; it is never taken under Server.mu, and no lock is held across a
-// send but sendMu. Answers to lookups that had to wait come from a goroutine of the stack, which holds no lock.
+// its handshake and what is pushed to it, of regions that come and go, in order; it is never taken under Server.mu, and no lock
+// is held across a send but sendMu. Answers to lookups that had to wait come from a goroutine of the stack, which holds no lock.
 package connector

@@ -10,6 +10,7 @@ import (
 
 	"lookaside/ipc/client"
 	"lookaside/ipc/wire"
+	"lookaside/tiers"
 )
 
 var (
@@ -20,6 +21,8 @@ var (
 // A history drives many sessions over real sockets at random, and compares each answer with a plain model: the set of pages that
 // were committed. A lookup may answer less than the model where room is short, never more; bytes that are loaded must be the
 // page's; and when all sessions have gone, nothing is held (the rig's audit).
+//
+// Where room is short, regions come and go, too: a region goes from the engine first, and from the workers when nobody uses it.
 //
 // Some workers break the protocol, are given up, and go on: they write into what they were granted and read what they had
 // leased, at any later time, until they leave.
@@ -32,6 +35,8 @@ type history struct {
 	engines []*instance
 	linger  []*instance                  // given up: their worker, its stores and loads
 	held    map[string]map[[32]byte]bool // by model: pages committed
+	going   int                          // the region that is being removed, -1 if none is
+	removed int                          // regions that are gone; those after it are there
 	log     []string                     // last steps, for a failure
 }
 
@@ -174,6 +179,43 @@ func (h *history) goOn() {
 	h.r.eventually("it has left", func() bool { return len(h.r.lingering()) == len(h.linger) })
 }
 
+// changeRegions adds a region, or takes the oldest out of the engine, and as soon as nobody has a lease in it from the workers, too.
+func (h *history) changeRegions() {
+	if h.going < 0 {
+		if len(h.r.regions) < 40 {
+			h.r.grow(8 << 10)
+		}
+		if len(h.r.regions)-h.removed > 3 {
+			h.going = h.removed
+		}
+		return
+	}
+	err := h.r.engine.RemoveRegion(uint32(h.going))
+	h.step("removing region %d: %v", h.going, err)
+	if errors.Is(err, tiers.ErrBusy) {
+		return
+	}
+	check(h.t, err)
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		h.r.server.RetractRegion(uint32(h.going), patience)
+	}()
+	for _, in := range h.engines {
+		for !in.w.gone[uint32(h.going)] {
+			b, err := in.w.recv(true)
+			if err != nil {
+				h.fatal("%s: waiting for the end of region %d: %v", in.name, h.going, err)
+			}
+			if t, _ := wire.Peek(b); t != wire.TypeRegionAdded && t != wire.TypeRegionRemoved {
+				h.fatal("%s: %v while waiting for the end of region %d", in.name, t, h.going)
+			}
+		}
+	}
+	<-done
+	h.going, h.removed = -1, h.going+1
+}
+
 func (h *history) randomPrefix() prefix {
 	p := prefix{stretch: 3 + h.rnd.IntN(2)*4}
 	for i := range p.stretches {
@@ -193,6 +235,8 @@ func (h *history) act(in *instance) {
 		h.connect(in)
 	case op < 10:
 		h.goOn()
+	case op < 20 && !h.exact:
+		h.changeRegions()
 	case op < 30:
 		first := h.rnd.IntN(4) * perChunk
 		pages := 1 + h.rnd.IntN(12)
@@ -311,11 +355,11 @@ func (h *history) finish(in *instance, st openStore) {
 	in.w.sync()
 }
 
-func runHistory(t *testing.T, seed uint64, exact bool, o rigOptions) {
+func runHistory(t *testing.T, seed uint64, exact bool, o rigOptions) (regionsRemoved int) {
 	t.Logf("seed %d: replay with -run '%s' -history.seed=%d", seed, t.Name(), seed)
 	h := &history{
 		t: t, r: newRig(t, o), rnd: rand.New(rand.NewPCG(seed, 1)), exact: exact,
-		held: map[string]map[[32]byte]bool{"small": {}, "large": {}},
+		held: map[string]map[[32]byte]bool{"small": {}, "large": {}}, going: -1,
 	}
 	for i, model := range []string{"small", "small", "large", "small"} {
 		in := &instance{name: fmt.Sprintf("engine-%d", i), model: model}
@@ -329,8 +373,11 @@ func runHistory(t *testing.T, seed uint64, exact bool, o rigOptions) {
 				h.fatal("engine: %v", err)
 			}
 		}
-		if !exact && i == *historySteps/2 {
-			h.r.grow(8 << 10)
+	}
+	for _, in := range h.engines {
+		in.w.sync()
+		if n := len(in.w.regions); n != len(h.r.regions)-h.removed {
+			t.Errorf("%s has %d regions, there are %d", in.name, n, len(h.r.regions)-h.removed)
 		}
 	}
 	for _, in := range h.engines {
@@ -346,6 +393,7 @@ func runHistory(t *testing.T, seed uint64, exact bool, o rigOptions) {
 		t.Error("no worker lingered: the history tests less than it says")
 	}
 	h.r.audit()
+	return h.removed
 }
 
 func TestHistories(t *testing.T) {
@@ -363,8 +411,13 @@ func TestHistories(t *testing.T) {
 			if *historySeed != 0 {
 				seeds = []uint64{*historySeed}
 			}
+			removed := 0
 			for _, seed := range seeds {
-				t.Run(fmt.Sprint(seed), func(t *testing.T) { runHistory(t, seed, tc.exact, tc.o) })
+				t.Run(fmt.Sprint(seed), func(t *testing.T) { removed += runHistory(t, seed, tc.exact, tc.o) })
+			}
+			t.Logf("%d regions removed", removed)
+			if removed == 0 && !tc.exact && *historySeed == 0 {
+				t.Error("no region was removed: the histories test less than they say")
 			}
 		})
 	}

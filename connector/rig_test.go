@@ -85,6 +85,7 @@ type rigOptions struct {
 	share       float64
 	lmcache     bool
 	tiers       []tiertest.MemoryOptions // below the arena
+	makeRoom    func(g tiers.Geometry, slots int)
 }
 
 func newRig(t testing.TB, o rigOptions) *rig {
@@ -132,7 +133,7 @@ func newRig(t testing.TB, o rigOptions) *rig {
 	r.listener, err = ipc.Listen(dir, ipc.Options{MaxSessions: 64, Log: log})
 	check(t, err)
 	r.server = connector.New(connector.Config{
-		Log: log, Engine: r.engine, Stack: r.stack, Generation: 77, Control: r.control, MaxSpaces: o.spaces, MaxPages: 4096, Lease: o.lease, ArenaLimit: 16 << 20,
+		Log: log, Engine: r.engine, Stack: r.stack, Generation: 77, Control: r.control, MaxSpaces: o.spaces, MaxPages: 4096, Lease: o.lease, ArenaLimit: 16 << 20, MakeRoom: o.makeRoom,
 	})
 	lo := ipc.LookupOptions{Limits: r.server.Limits(), Tick: 20 * time.Millisecond, Log: log}
 	if o.lmcache {
@@ -222,6 +223,7 @@ type worker struct {
 	t       testing.TB
 	ses     *client.Session
 	regions map[uint32][]byte
+	gone    map[uint32]bool // regions that there were
 }
 
 func (r *rig) worker(h *wire.Hello) *worker {
@@ -238,7 +240,7 @@ func dialWorker(dir string, h *wire.Hello) (*worker, error) {
 	if err != nil {
 		return nil, err
 	}
-	w := &worker{ses: ses, regions: map[uint32][]byte{}}
+	w := &worker{ses: ses, regions: map[uint32][]byte{}, gone: map[uint32]bool{}}
 	for range ses.Welcome.Regions {
 		if _, err := w.recv(true); err != nil {
 			w.close()
@@ -248,33 +250,60 @@ func dialWorker(dir string, h *wire.Hello) (*worker, error) {
 	return w, nil
 }
 
-// recv receives one packet; regions that come are mapped, and skipped unless the caller wants to see them.
+// recv receives one packet; regions that come are mapped and those that go unmapped, which is skipped unless the caller wants to see it.
 func (w *worker) recv(regions bool) ([]byte, error) {
 	for {
 		b, files, err := w.ses.Recv(patience)
 		if err != nil {
 			return nil, err
 		}
-		if t, _ := wire.Peek(b); t != wire.TypeRegionAdded {
+		t, _ := wire.Peek(b)
+		switch t {
+		case wire.TypeRegionAdded:
+			err = w.mapRegion(b, files)
+		case wire.TypeRegionRemoved:
+			err = w.unmapRegion(b)
+		default:
 			return b, nil
 		}
-		var m wire.RegionAdded
-		if err := m.Decode(b, &wire.DefaultLimits); err != nil {
-			return nil, err
-		}
-		if len(files) != 1 {
-			return nil, fmt.Errorf("region %d came with %d files", m.Region, len(files))
-		}
-		mem, err := unix.Mmap(int(files[0].Fd()), 0, int(m.SizeBytes), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
-		files[0].Close()
-		if err != nil {
-			return nil, err
-		}
-		w.regions[m.Region] = mem
-		if regions {
-			return b, nil
+		if err != nil || regions {
+			return b, err
 		}
 	}
+}
+
+func (w *worker) mapRegion(b []byte, files []*os.File) error {
+	var m wire.RegionAdded
+	if err := m.Decode(b, &wire.DefaultLimits); err != nil {
+		return err
+	}
+	if len(files) != 1 {
+		return fmt.Errorf("region %d came with %d files", m.Region, len(files))
+	}
+	defer files[0].Close()
+	if _, there := w.regions[m.Region]; there || w.gone[m.Region] {
+		return fmt.Errorf("region %d came again", m.Region)
+	}
+	mem, err := unix.Mmap(int(files[0].Fd()), int64(m.Offset), int(m.SizeBytes), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	if err != nil {
+		return err
+	}
+	w.regions[m.Region] = mem
+	return nil
+}
+
+func (w *worker) unmapRegion(b []byte) error {
+	var m wire.RegionRemoved
+	if err := m.Decode(b, &wire.DefaultLimits); err != nil {
+		return err
+	}
+	mem, there := w.regions[m.Region]
+	if !there {
+		return fmt.Errorf("region %d goes, and never came", m.Region)
+	}
+	delete(w.regions, m.Region)
+	w.gone[m.Region] = true
+	return errors.Join(unix.Munmap(mem), w.ses.Send(&wire.RegionUnmapped{Region: m.Region}))
 }
 
 // call sends a request and decodes its answer.

@@ -24,7 +24,7 @@ import (
 // handshakePatience is how long a client may take from connecting to its Hello.
 const handshakePatience = 5 * time.Second
 
-// Config is what a Server works with. All fields but the LMCache ones are required.
+// Config is what a Server works with. All fields are required but the LMCache one and those that say so.
 type Config struct {
 	Log        *zap.Logger
 	Engine     *tiers.Engine
@@ -43,6 +43,10 @@ type Config struct {
 
 	// ObserveLookup is told of each answered lookup, on the goroutine that answers, which may be another each time: it must not block or allocate. May be nil.
 	ObserveLookup func(hitTokens int, took time.Duration)
+
+	// MakeRoom is told, before they are asked for, how many slots of a geometry are going to be: 1 for each worker that connects, then the chunks of each store.
+	// It is called on goroutines of sessions, without locks: others do not wait for it, but it must not wait for a session, such as for a RetractRegion. May be nil.
+	MakeRoom func(g tiers.Geometry, slots int)
 }
 
 // A Server owns the sessions of one sidecar. All methods may be called from any goroutine.
@@ -73,13 +77,8 @@ type Server struct {
 	lingering map[*session]*lingerInfo // given up while their clients live; in no other map
 	engines   map[engineKey]*engine
 	spaces    []*space
-	regions   []region
-}
-
-// A region is one of the arena's, as workers are told of it. Its fd belongs to the region's owner and outlives the Server.
-type region struct {
-	added wire.RegionAdded
-	fd    int
+	regions   []Region
+	retracted map[uint32]struct{} // ids of regions that there were
 }
 
 // New returns a Server that accepts nobody yet: bind its lookup sockets with [Server.SetLookupSockets], then call
@@ -98,6 +97,7 @@ func New(cfg Config) *Server {
 		sessions:  make(map[uint64]*session),
 		lingering: make(map[*session]*lingerInfo),
 		engines:   make(map[engineKey]*engine),
+		retracted: make(map[uint32]struct{}),
 	}
 }
 
@@ -138,44 +138,6 @@ func (s *Server) Serve(ctx context.Context, l *ipc.Listener) error {
 			s.mu.Unlock()
 		}()
 	}
-}
-
-// AddRegion makes r part of the arena as region id. Workers that are connected have its fd before the first grant can name
-// it; one that does not take it within the socket's patience is given up and cannot delay this further.
-func (s *Server) AddRegion(id uint32, r *dax.Region) error {
-	add := region{
-		added: wire.RegionAdded{
-			Region:     id,
-			Generation: s.cfg.Generation,
-			Kind:       string(r.Kind()),
-			SizeBytes:  uint64(r.Size()),
-			PageSize:   uint64(r.PageSize()),
-		},
-		fd: r.FD(),
-	}
-	s.mu.Lock()
-	// From here on a new worker finds it among its first regions.
-	s.regions = append(s.regions, add)
-	var workers []*session
-	for _, ses := range s.sessions {
-		if ses.role == wire.RoleWorker {
-			workers = append(workers, ses)
-		}
-	}
-	s.mu.Unlock()
-
-	var wg sync.WaitGroup
-	for _, w := range workers {
-		wg.Go(func() {
-			if err := w.pushRegion(add); err != nil {
-				s.count.fail(KindSend)
-				w.log.Warn("giving up a worker that does not take a new region", zap.Uint32("region", id), zap.Error(err))
-				w.conn.GiveUp(err)
-			}
-		})
-	}
-	wg.Wait()
-	return s.engine.AddRegion(id, r.Size())
 }
 
 // Drain refuses new sessions and stores, lets stores and loads that are under way finish, and returns when none is left or
@@ -262,7 +224,7 @@ const refusals = len(refusalNames)
 
 // admit gives the client that said h a session, or refuses it. The session is in the maps and owned in the engine; the caller
 // must end it with s.leave.
-func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []region, *refusal) {
+func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []Region, *refusal) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.draining.Load() || s.closed {
@@ -308,7 +270,7 @@ func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []region, *refu
 	}
 	eng.sessions++
 	sp.sessions++
-	var regions []region
+	var regions []Region
 	if h.Role == wire.RoleWorker {
 		eng.workers++
 		regions = slices.Clone(s.regions)
@@ -322,6 +284,7 @@ func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []region, *refu
 		space:  sp,
 		conn:   conn,
 		since:  time.Now(),
+		struck: make(chan struct{}),
 		stores: make(map[uint64][]uint32),
 		loads:  make(map[uint64][]uint32),
 		log: s.log.With(zap.String("session", fmt.Sprintf("%016x", id)), zap.String("role", h.Role), zap.String("engine", h.EngineID),
@@ -436,6 +399,7 @@ func (s *Server) leave(ses *session) {
 // strike takes ses out of the books of who is connected. s.mu is held.
 func (s *Server) strike(ses *session) {
 	delete(s.sessions, ses.id)
+	close(ses.struck)
 	ses.space.sessions--
 	eng := s.engines[ses.key]
 	if ses.role == wire.RoleWorker {

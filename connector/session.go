@@ -29,8 +29,12 @@ type session struct {
 	since   time.Time
 	replies bool // its PUSH socket for lookup results is bound
 
-	// sendMu is held from admission to the end of the handshake and while a region is pushed.
+	// sendMu is held from admission to the end of the handshake and while the coming or going of a region is pushed.
 	sendMu sync.Mutex
+
+	// Guarded by Server.mu: the regions that the worker was told to unmap, each with what is closed when it has.
+	unmapping map[uint32]chan struct{}
+	struck    chan struct{} // closed when the session is struck off the books of who is connected
 
 	out     []byte // the answer being encoded
 	extents []tiers.Extent
@@ -48,6 +52,7 @@ type session struct {
 		release      wire.Release
 		ping         wire.Ping
 		clear        wire.ClearSpace
+		unmapped     wire.RegionUnmapped
 	}
 }
 
@@ -83,6 +88,9 @@ func (s *Server) serveConn(conn *ipc.Conn) {
 		return
 	}
 	ses.log.Info("session opened")
+	if ses.role == wire.RoleWorker {
+		s.makeRoom(ses.space.geometry, 1)
+	}
 	err = ses.run()
 	s.linger(ses, err)
 	ses.log.Info("session ended", zap.Error(err), zap.Duration("after", time.Since(ses.since).Round(time.Millisecond)))
@@ -135,19 +143,19 @@ func (s *Server) handshake(conn *ipc.Conn) (*session, error) {
 	if err := conn.Send(w.Append(nil), s.cfg.Control.FD()); err != nil {
 		return ses, err
 	}
-	for _, r := range regions {
-		if err := conn.Send(r.added.Append(nil), r.fd); err != nil {
+	for i := range regions {
+		if err := conn.Send(regions[i].message(s.cfg.Generation), regions[i].FD); err != nil {
 			return ses, err
 		}
 	}
 	return ses, nil
 }
 
-// pushRegion tells the session of a new region. Any goroutine.
-func (ses *session) pushRegion(r region) error {
+// push sends what the session did not ask for, behind its handshake. Any goroutine.
+func (ses *session) push(message []byte, fds ...int) error {
 	ses.sendMu.Lock()
 	defer ses.sendMu.Unlock()
-	return ses.conn.Send(r.added.Append(nil), r.fd)
+	return ses.conn.Send(message, fds...)
 }
 
 // run answers messages until the client leaves, breaks the protocol or stops reading.
@@ -230,6 +238,11 @@ func (ses *session) handle(b []byte) ([]byte, error) {
 		}
 		ses.release()
 		return nil, nil
+	case t == wire.TypeRegionUnmapped && worker:
+		if err := m.unmapped.Decode(b, lim); err != nil {
+			return nil, err
+		}
+		return nil, ses.server.unmapped(ses, m.unmapped.Region)
 	}
 	return nil, fmt.Errorf("%w: %v from a %s", wire.ErrMalformed, t, ses.role)
 }
@@ -283,6 +296,13 @@ func (ses *session) note(err error) {
 	}
 }
 
+// makeRoom says that so many slots of a geometry are going to be asked for.
+func (s *Server) makeRoom(g tiers.Geometry, slots int) {
+	if s.cfg.MakeRoom != nil {
+		s.cfg.MakeRoom(g, slots)
+	}
+}
+
 func (ses *session) prepareStore() []byte {
 	m, s := &ses.msg.prepareStore, ses.server
 	digest := ses.space.geometry.DigestBytes
@@ -295,6 +315,8 @@ func (ses *session) prepareStore() []byte {
 	if n := len(m.Hashes) / digest; n > min(s.cfg.MaxPages, wire.MaxStorePages(digest)) {
 		return ses.fail(m.ID, fmt.Errorf("%w: %d pages in one store, at most %d", tiers.ErrInvalid, n, min(s.cfg.MaxPages, wire.MaxStorePages(digest))))
 	}
+	ppc := ses.space.geometry.PagesPerChunk
+	s.makeRoom(ses.space.geometry, (len(m.Hashes)/digest+ppc-1)/ppc)
 	res, grants, err := s.engine.PrepareStore(ses.owner, int(m.FirstPage), m.Prev, m.Hashes, ses.extents[:0])
 	ses.extents = grants
 	if err != nil {

@@ -4,6 +4,7 @@ package dax
 
 import (
 	"fmt"
+	"math"
 	"os"
 
 	"golang.org/x/sys/unix"
@@ -12,19 +13,27 @@ import (
 // Attached is another process's region, mapped. Its bytes are valid until Close.
 type Attached struct{ mem []byte }
 
-// Attach maps the first sizeBytes of a region's descriptor that came over a socket, to read and to write. The descriptor stays the caller's, and may be
-// closed at once.
-func Attach(f *os.File, sizeBytes int64) (*Attached, error) {
-	if sizeBytes <= 0 {
-		return nil, fmt.Errorf("region size %d bytes: must be positive", sizeBytes)
+// Attach maps sizeBytes at offsetBytes of a region's descriptor that came over a socket, to read and to write. The offset is a multiple of pageSize, that of
+// the pages behind the descriptor (0: the system's), and so is the address. The descriptor stays the caller's, and may be closed at once.
+func Attach(f *os.File, offsetBytes, sizeBytes, pageSize int64) (*Attached, error) {
+	if pageSize == 0 {
+		pageSize = int64(os.Getpagesize())
 	}
-	// Beyond the file's end an access would be a bus error, not an error.
-	if info, err := f.Stat(); err != nil {
+	if sizeBytes <= 0 || offsetBytes < 0 || offsetBytes > math.MaxInt64-sizeBytes {
+		return nil, fmt.Errorf("region of %d bytes at %d: out of range", sizeBytes, offsetBytes)
+	}
+	if pageSize < 0 || pageSize&(pageSize-1) != 0 || offsetBytes%pageSize != 0 {
+		return nil, fmt.Errorf("region at %d bytes: not at a page of %d bytes", offsetBytes, pageSize)
+	}
+	// Beyond the file's end an access would be a bus error, not an error. A device tells no size here, and maps no more than it has.
+	info, err := f.Stat()
+	if err != nil {
 		return nil, err
-	} else if info.Size() < sizeBytes {
-		return nil, fmt.Errorf("region of %d bytes in a file of %d", sizeBytes, info.Size())
 	}
-	mem, err := mapAligned(int(f.Fd()), sizeBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	if info.Mode()&os.ModeCharDevice == 0 && info.Size() < offsetBytes+sizeBytes {
+		return nil, fmt.Errorf("region of %d bytes at %d in a file of %d", sizeBytes, offsetBytes, info.Size())
+	}
+	mem, err := mapAlignedAt(int(f.Fd()), offsetBytes, sizeBytes, max(pageSize, HugePageSize), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 	if err != nil {
 		return nil, err
 	}

@@ -25,7 +25,7 @@ import (
 )
 
 // Version is the protocol version. Peers of different versions refuse each other.
-const Version = 2
+const Version = 3
 
 // MaxPacketBytes is the largest message on the session socket. A Unix datagram
 // must fit the sender's buffer whole, so both ends set SO_SNDBUF to
@@ -107,27 +107,29 @@ type Type uint8
 
 // The types. Session socket below 60, lookup sockets from 60.
 const (
-	TypeHello         Type = 1
-	TypeWelcome       Type = 2
-	TypeRefuse        Type = 3
-	TypePrepareStore  Type = 10
-	TypeStoreGrant    Type = 11
-	TypeCommitStore   Type = 12
-	TypeAbortStore    Type = 13
-	TypePrepareLoad   Type = 20
-	TypeLoadGrant     Type = 21
-	TypeRelease       Type = 22
-	TypePing          Type = 30
-	TypePong          Type = 31
-	TypeClearSpace    Type = 32
-	TypeCleared       Type = 33
-	TypeRegionAdded   Type = 40
-	TypeError         Type = 50
-	TypeLookup        Type = 60
-	TypeLookupResult  Type = 61
-	TypeTrim          Type = 62
-	TypeCancel        Type = 63
-	TypeLookupPending Type = 64
+	TypeHello          Type = 1
+	TypeWelcome        Type = 2
+	TypeRefuse         Type = 3
+	TypePrepareStore   Type = 10
+	TypeStoreGrant     Type = 11
+	TypeCommitStore    Type = 12
+	TypeAbortStore     Type = 13
+	TypePrepareLoad    Type = 20
+	TypeLoadGrant      Type = 21
+	TypeRelease        Type = 22
+	TypePing           Type = 30
+	TypePong           Type = 31
+	TypeClearSpace     Type = 32
+	TypeCleared        Type = 33
+	TypeRegionAdded    Type = 40
+	TypeRegionRemoved  Type = 41
+	TypeRegionUnmapped Type = 42
+	TypeError          Type = 50
+	TypeLookup         Type = 60
+	TypeLookupResult   Type = 61
+	TypeTrim           Type = 62
+	TypeCancel         Type = 63
+	TypeLookupPending  Type = 64
 )
 
 var typeNames = map[Type]string{
@@ -135,7 +137,7 @@ var typeNames = map[Type]string{
 	TypePrepareStore: "PrepareStore", TypeStoreGrant: "StoreGrant", TypeCommitStore: "CommitStore", TypeAbortStore: "AbortStore",
 	TypePrepareLoad: "PrepareLoad", TypeLoadGrant: "LoadGrant", TypeRelease: "Release",
 	TypePing: "Ping", TypePong: "Pong", TypeClearSpace: "ClearSpace", TypeCleared: "Cleared",
-	TypeRegionAdded: "RegionAdded", TypeError: "Error",
+	TypeRegionAdded: "RegionAdded", TypeRegionRemoved: "RegionRemoved", TypeRegionUnmapped: "RegionUnmapped", TypeError: "Error",
 	TypeLookup: "Lookup", TypeLookupResult: "LookupResult", TypeTrim: "Trim", TypeCancel: "Cancel",
 	TypeLookupPending: "LookupPending",
 }
@@ -192,6 +194,10 @@ func New(t Type) Message {
 		return new(Cleared)
 	case TypeRegionAdded:
 		return new(RegionAdded)
+	case TypeRegionRemoved:
+		return new(RegionRemoved)
+	case TypeRegionUnmapped:
+		return new(RegionUnmapped)
 	case TypeError:
 		return new(Error)
 	case TypeLookup:
@@ -747,11 +753,12 @@ func (m *Cleared) Decode(b []byte, _ *Limits) error {
 
 // RegionAdded tells a worker of a region to map; its fd travels with it.
 type RegionAdded struct {
-	Region     uint32
+	Region     uint32 // not that of a region that there was before in this run
 	Generation uint64
-	Kind       string // such as "memfd", for people
-	SizeBytes  uint64
-	PageSize   uint64 // bytes of the pages that back it
+	Kind       string // such as "memfd"
+	Offset     uint64 // of the region in its fd, bytes: a multiple of PageSize
+	SizeBytes  uint64 // at least 1
+	PageSize   uint64 // bytes of the pages that back it, at least 1; the address that it is mapped at must be a multiple, too
 }
 
 // Type implements Message.
@@ -759,10 +766,11 @@ func (*RegionAdded) Type() Type { return TypeRegionAdded }
 
 // Append implements Message.
 func (m *RegionAdded) Append(dst []byte) []byte {
-	dst = appendHeader(dst, TypeRegionAdded, 6)
+	dst = appendHeader(dst, TypeRegionAdded, 7)
 	dst = appendUint(dst, uint64(m.Region))
 	dst = appendUint(dst, m.Generation)
 	dst = appendStr(dst, m.Kind)
+	dst = appendUint(dst, m.Offset)
 	dst = appendUint(dst, m.SizeBytes)
 	return appendUint(dst, m.PageSize)
 }
@@ -770,15 +778,66 @@ func (m *RegionAdded) Append(dst []byte) []byte {
 // Decode implements Message.
 func (m *RegionAdded) Decode(b []byte, lim *Limits) error {
 	r := reader{buf: b, message: "RegionAdded"}
-	r.header(TypeRegionAdded, 6)
+	r.header(TypeRegionAdded, 7)
 	m.Region = r.u32("region")
 	m.Generation = r.u64("generation")
 	m.Kind = r.str("kind", lim.TextBytes)
+	m.Offset = r.uint("offset", math.MaxInt64)
 	m.SizeBytes = r.uint("size", math.MaxInt64)
 	m.PageSize = r.uint("page_size", math.MaxInt64)
-	if r.err == nil && m.SizeBytes == 0 {
-		r.fail("size", "zero")
+	if r.err == nil {
+		switch {
+		case m.SizeBytes == 0:
+			r.fail("size", "zero")
+		case m.PageSize == 0:
+			r.fail("page_size", "zero")
+		case m.Offset%m.PageSize != 0:
+			r.fail("offset", "not a multiple of the page size")
+		case m.Offset+m.SizeBytes > math.MaxInt64:
+			r.fail("offset", "out of range")
+		}
 	}
+	return r.done()
+}
+
+// RegionRemoved tells a worker to unmap a region, once no copy of its own is left
+// that began before, and to say so by RegionUnmapped. No grant or lease that is
+// open names the region.
+type RegionRemoved struct{ Region uint32 }
+
+// Type implements Message.
+func (*RegionRemoved) Type() Type { return TypeRegionRemoved }
+
+// Append implements Message.
+func (m *RegionRemoved) Append(dst []byte) []byte {
+	return appendUint(appendHeader(dst, TypeRegionRemoved, 2), uint64(m.Region))
+}
+
+// Decode implements Message.
+func (m *RegionRemoved) Decode(b []byte, _ *Limits) error {
+	r := reader{buf: b, message: "RegionRemoved"}
+	r.header(TypeRegionRemoved, 2)
+	m.Region = r.u32("region")
+	return r.done()
+}
+
+// RegionUnmapped answers RegionRemoved: the worker has the region mapped no more.
+// There is no reply.
+type RegionUnmapped struct{ Region uint32 }
+
+// Type implements Message.
+func (*RegionUnmapped) Type() Type { return TypeRegionUnmapped }
+
+// Append implements Message.
+func (m *RegionUnmapped) Append(dst []byte) []byte {
+	return appendUint(appendHeader(dst, TypeRegionUnmapped, 2), uint64(m.Region))
+}
+
+// Decode implements Message.
+func (m *RegionUnmapped) Decode(b []byte, _ *Limits) error {
+	r := reader{buf: b, message: "RegionUnmapped"}
+	r.header(TypeRegionUnmapped, 2)
+	m.Region = r.u32("region")
 	return r.done()
 }
 

@@ -37,7 +37,7 @@ type vector struct {
 // toClient are the messages that the sidecar sends.
 var toClient = map[Type]bool{
 	TypeWelcome: true, TypeRefuse: true, TypeStoreGrant: true, TypeLoadGrant: true, TypePong: true,
-	TypeCleared: true, TypeRegionAdded: true, TypeError: true, TypeLookupResult: true, TypeLookupPending: true,
+	TypeCleared: true, TypeRegionAdded: true, TypeRegionRemoved: true, TypeError: true, TypeLookupResult: true, TypeLookupPending: true,
 }
 
 func receiver(t Type) string {
@@ -90,6 +90,12 @@ func goodMessages() []named {
 		{"clear space", &ClearSpace{ID: 65535}},
 		{"cleared", &Cleared{ID: 65536, Chunks: 127}},
 		{"region added", &RegionAdded{Region: 1, Generation: 3, Kind: "hugetlb", SizeBytes: 1 << 30, PageSize: 2 << 20}},
+		{"region added at an offset", &RegionAdded{Region: 9, Generation: big, Kind: "devdax", Offset: 6 << 20, SizeBytes: 4 << 20, PageSize: 2 << 20}},
+		{"region added at the end of all offsets", &RegionAdded{Region: math.MaxUint32, Offset: math.MaxInt64 - 1, SizeBytes: 1, PageSize: 1}},
+		{"region removed", &RegionRemoved{Region: 9}},
+		{"region removed large", &RegionRemoved{Region: math.MaxUint32}},
+		{"region unmapped", &RegionUnmapped{Region: 9}},
+		{"region unmapped large", &RegionUnmapped{Region: math.MaxUint32}},
 		{"error", &Error{ID: 4, Code: CodeNotFound, Message: "no such load"}},
 		{"lookup", &Lookup{Session: 5, Lookup: 6, FirstPage: 7, Prev: digests(1, 32), Hashes: digests(4, 32), DeadlineMs: 20, RecomputeUs: 1500}},
 		{"lookup bin16", &Lookup{Session: big, Lookup: big, Prev: []byte{}, Hashes: digests(8, 32), DeadlineMs: 70000}},
@@ -192,15 +198,15 @@ func badMessages() []vector {
 	add(TypeLookup, "not whole hashes", "98 3c 05 06 07 c402aaaa c403aaaaaa 14 00")
 	add(TypeLookup, "hash before declares 4 GiB", "98 3c 05 06 07 c6 ffffffff aa")
 
-	add(TypeHello, "another version", "9a 01 01 a6776f726b6572 a0 00 10 cd1000 10 20 80")
+	add(TypeHello, "another version", "9a 01 02 a6776f726b6572 a0 00 10 cd1000 10 20 80")
 	add(TypeHello, "another version with another body", "92 01 07")
 	add(TypeHello, "another version before a bomb", "93 01 01 dd ffffffff")
 	add(TypeHello, "version above 16 bits", "92 01 ce00010001")
 	add(TypeHello, "negative version", "92 01 ff")
-	const worker = "9a 01 02 a6776f726b6572"
-	add(TypeHello, "unknown role", "9a 01 02 a561646d696e a0 00 10 cd1000 10 20 80")
-	add(TypeHello, "empty role", "9a 01 02 a0 a0 00 10 cd1000 10 20 80")
-	add(TypeHello, "role as bytes", "9a 01 02 c406776f726b6572 a0 00 10 cd1000 10 20 80")
+	const worker = "9a 01 03 a6776f726b6572"
+	add(TypeHello, "unknown role", "9a 01 03 a561646d696e a0 00 10 cd1000 10 20 80")
+	add(TypeHello, "empty role", "9a 01 03 a0 a0 00 10 cd1000 10 20 80")
+	add(TypeHello, "role as bytes", "9a 01 03 c406776f726b6572 a0 00 10 cd1000 10 20 80")
 	add(TypeHello, "engine id not UTF-8", worker+"a2c328 00 10 cd1000 10 20 80")
 	add(TypeHello, "engine id above the limit", worker+"da0101"+rep("61", 257)+"00 10 cd1000 10 20 80")
 	add(TypeHello, "engine id declares 4 GiB", worker+"db ffffffff 61")
@@ -244,15 +250,15 @@ func badMessages() []vector {
 	add(TypeTrim, "zero session", "94 3e 00 01 01")
 	add(TypeCancel, "trailing bytes", "93 3f 01 01 c0")
 
-	welcome := func(session, fp, rest string) string { return "9a 02 02" + session + "00" + fp + rest }
-	add(TypeWelcome, "another version", "9a 02 01 01 00 c420"+digest+"a161 a0 00 01 01")
+	welcome := func(session, fp, rest string) string { return "9a 02 03" + session + "00" + fp + rest }
+	add(TypeWelcome, "another version", "9a 02 02 01 00 c420"+digest+"a161 a0 00 01 01")
 	add(TypeWelcome, "another version with another body", "93 02 09 c0")
 	add(TypeWelcome, "zero session", welcome("00", "c420"+digest, "a161 a0 00 01 01"))
 	add(TypeWelcome, "short fingerprint", welcome("01", "c41f"+digest[2:], "a161 a0 00 01 01"))
 	add(TypeWelcome, "fingerprint as a string", welcome("01", "d920"+digest, "a161 a0 00 01 01"))
 	add(TypeWelcome, "endpoint above the limit", welcome("01", "c420"+digest, "da0401"+rep("61", 1025)+"a0 00 01 01"))
-	add(TypeRefuse, "another version", "97 03 01 a0 a0 a0 a0 a0")
-	add(TypeRefuse, "code not UTF-8", "97 03 02 a1ff a0 a0 a0 a0")
+	add(TypeRefuse, "another version", "97 03 02 a0 a0 a0 a0 a0")
+	add(TypeRefuse, "code not UTF-8", "97 03 03 a1ff a0 a0 a0 a0")
 	add(TypeStoreGrant, "grants without a store", "96 0b 01 00 00 00 91 94 00 01 00 00")
 	add(TypeStoreGrant, "a store without grants", "96 0b 01 01 00 00 90")
 	add(TypeStoreGrant, "an extent of three", "96 0b 01 01 00 00 91 93 00 01 00")
@@ -266,8 +272,23 @@ func badMessages() []vector {
 	add(TypeLoadGrant, "zero load", "94 15 01 00 90")
 	add(TypePong, "generation as a string", "93 1f 01 a131")
 	add(TypeCleared, "chunks above 32 bits", "93 21 01 cf0000000100000000")
-	add(TypeRegionAdded, "zero size", "96 28 00 00 a0 00 00")
-	add(TypeRegionAdded, "size above 63 bits", "96 28 00 00 a0 cf8000000000000000 00")
+	add(TypeRegionAdded, "zero size", "97 28 00 00 a0 00 00 01")
+	add(TypeRegionAdded, "size above 63 bits", "97 28 00 00 a0 00 cf8000000000000000 01")
+	add(TypeRegionAdded, "zero page size", "97 28 00 00 a0 00 01 00")
+	add(TypeRegionAdded, "page size above 63 bits", "97 28 00 00 a0 00 01 cf8000000000000000")
+	add(TypeRegionAdded, "offset within a page", "97 28 00 00 a0 cd1001 cd1000 cd1000")
+	add(TypeRegionAdded, "negative offset", "97 28 00 00 a0 ff 01 01")
+	add(TypeRegionAdded, "offset above 63 bits", "97 28 00 00 a0 cf8000000000000000 01 01")
+	add(TypeRegionAdded, "an end above 63 bits", "97 28 00 00 a0 cf7fffffffffffffff 01 01")
+	add(TypeRegionAdded, "the body of version 2", "96 28 00 00 a0 cd1000 cd1000")
+	add(TypeRegionRemoved, "region above 32 bits", "92 29 cf0000000100000000")
+	add(TypeRegionRemoved, "negative region", "92 29 ff")
+	add(TypeRegionRemoved, "no region", "91 29")
+	add(TypeRegionRemoved, "trailing bytes", "92 29 01 00")
+	add(TypeRegionUnmapped, "region above 32 bits", "92 2a cf0000000100000000")
+	add(TypeRegionUnmapped, "negative region", "92 2a ff")
+	add(TypeRegionUnmapped, "region as a string", "92 2a a131")
+	add(TypeRegionUnmapped, "one field too many", "93 2a 01 00")
 	add(TypeError, "message as bytes", "94 32 01 a0 c400")
 	add(TypeLookupResult, "hit pages above 32 bits", "94 3d 06 cf0000000100000000 00")
 	add(TypeLookupResult, "negative hit", "94 3d 06 ff 00")

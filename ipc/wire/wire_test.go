@@ -237,7 +237,12 @@ func random(r *rand.Rand, typ Type) Message {
 	case TypeCleared:
 		return &Cleared{ID: u32(), Chunks: u32()}
 	case TypeRegionAdded:
-		return &RegionAdded{Region: u32(), Generation: u64(), Kind: text(), SizeBytes: 1 | u64()>>1, PageSize: u64() >> 1}
+		page := 1 + u64()>>40
+		return &RegionAdded{Region: u32(), Generation: u64(), Kind: text(), Offset: u64() >> 2 / page * page, SizeBytes: 1 | u64()>>2, PageSize: page}
+	case TypeRegionRemoved:
+		return &RegionRemoved{Region: u32()}
+	case TypeRegionUnmapped:
+		return &RegionUnmapped{Region: u32()}
 	case TypeError:
 		return &Error{ID: u32(), Code: text(), Message: text()}
 	case TypeLookup:

@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-VERSION = 2
+VERSION = 3
 """Protocol version. Peers of different versions refuse each other."""
 
 MAX_PACKET_BYTES = 256 << 10
@@ -214,13 +214,33 @@ class Cleared(Message, frozen=True, tag=33):
 
 
 class RegionAdded(Message, frozen=True, tag=40):
-    """Tells a worker of a region to map; its fd travels with it. Sizes are bytes."""
+    """Tells a worker of a region to map: ``size`` bytes at ``offset`` of the fd that travels with it.
+
+    The offset is a multiple of ``page_size``, and so must the address be that it is mapped at.
+    """
 
     region: _U32
     generation: _U64
     kind: _Text
+    offset: _Size
     size: Annotated[int, Meta(ge=1, le=0x7FFFFFFFFFFFFFFF)]
-    page_size: _Size
+    page_size: Annotated[int, Meta(ge=1, le=0x7FFFFFFFFFFFFFFF)]
+
+    def __post_init__(self) -> None:
+        if self.offset % self.page_size or self.offset + self.size > 0x7FFFFFFFFFFFFFFF:
+            raise ValueError("offset out of range, or not a multiple of the page size")
+
+
+class RegionRemoved(Message, frozen=True, tag=41):
+    """Tells a worker to unmap a region once its copies that began before have ended, and to say so."""
+
+    region: _U32
+
+
+class RegionUnmapped(Message, frozen=True, tag=42):
+    """Answers RegionRemoved."""
+
+    region: _U32
 
 
 class Error(Message, frozen=True, tag=50):
@@ -299,6 +319,8 @@ AnyMessage = (
     | ClearSpace
     | Cleared
     | RegionAdded
+    | RegionRemoved
+    | RegionUnmapped
     | Error
     | Lookup
     | LookupResult
@@ -317,7 +339,17 @@ class _Head(msgspec.Struct, array_like=True):
 
 # What a client may be sent: nothing else is decoded at all.
 _Received = (
-    Welcome | Refuse | StoreGrant | LoadGrant | Pong | Cleared | RegionAdded | Error | LookupResult | LookupPending
+    Welcome
+    | Refuse
+    | StoreGrant
+    | LoadGrant
+    | Pong
+    | Cleared
+    | RegionAdded
+    | RegionRemoved
+    | Error
+    | LookupResult
+    | LookupPending
 )
 _decoder = msgspec.msgpack.Decoder(_Received)
 _head_decoder = msgspec.msgpack.Decoder(_Head)

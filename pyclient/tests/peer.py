@@ -89,7 +89,7 @@ class Peer:
         return fd
 
     def region_message(self, index: int) -> wire.RegionAdded:
-        return wire.RegionAdded(index, self.generation, "memfd", self.region_bytes, 4096)
+        return wire.RegionAdded(index, self.generation, "memfd", 0, self.region_bytes, 4096)
 
     def of(self, kind: type) -> list[Any]:
         """The messages of a type received so far."""

@@ -73,6 +73,7 @@ def test_every_received_type_has_both_kinds_of_vector() -> None:
             "Pong",
             "Cleared",
             "RegionAdded",
+            "RegionRemoved",
             "Error",
             "LookupResult",
             "LookupPending",

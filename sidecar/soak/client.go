@@ -174,23 +174,23 @@ func (p *peer) disconnect() {
 	p.regions = nil
 }
 
-// recv receives one packet of the worker's session. Regions that come are attached; whoever waits for one is told.
+// recv receives one packet of the worker's session. Regions that come are attached, and those that go are let go of; whoever waits for one to come is told.
 func (p *peer) recv(regions bool) ([]byte, error) {
 	for {
 		b, files, err := p.worker.Recv(patience)
 		if err != nil {
 			return nil, err
 		}
-		if t, _ := wire.Peek(b); t != wire.TypeRegionAdded {
-			for _, f := range files {
-				f.Close()
+		t, _ := wire.Peek(b)
+		switch t {
+		case wire.TypeRegionAdded:
+			var m wire.RegionAdded
+			err = m.Decode(b, &wire.DefaultLimits)
+			if err == nil && len(files) == 1 {
+				p.regions[m.Region], err = dax.Attach(files[0], int64(m.Offset), int64(m.SizeBytes), int64(m.PageSize))
 			}
-			return b, nil
-		}
-		var m wire.RegionAdded
-		err = m.Decode(b, &wire.DefaultLimits)
-		if err == nil && len(files) == 1 {
-			p.regions[m.Region], err = dax.Attach(files[0], int64(m.SizeBytes))
+		case wire.TypeRegionRemoved:
+			err = p.detach(b)
 		}
 		for _, f := range files {
 			f.Close()
@@ -198,10 +198,24 @@ func (p *peer) recv(regions bool) ([]byte, error) {
 		if err != nil {
 			return nil, err
 		}
-		if regions {
+		if t == wire.TypeRegionAdded && regions || t != wire.TypeRegionAdded && t != wire.TypeRegionRemoved {
 			return b, nil
 		}
 	}
+}
+
+// detach lets go of the region that a RegionRemoved names: nothing is copied meanwhile, on this goroutine, and no lease of ours lies in it.
+func (p *peer) detach(b []byte) error {
+	var m wire.RegionRemoved
+	if err := m.Decode(b, &wire.DefaultLimits); err != nil {
+		return err
+	}
+	r := p.regions[m.Region]
+	if r == nil {
+		return fmt.Errorf("region %d is to be removed, but never came", m.Region)
+	}
+	delete(p.regions, m.Region)
+	return errors.Join(r.Close(), p.worker.Send(&wire.RegionUnmapped{Region: m.Region}))
 }
 
 // call sends a request and decodes its answer; granted is false if the sidecar refused it.

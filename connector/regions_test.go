@@ -1,0 +1,328 @@
+package connector_test
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"sync"
+	"testing"
+	"time"
+
+	"lookaside/connector"
+	"lookaside/ipc/client"
+	"lookaside/ipc/wire"
+	"lookaside/tiers"
+)
+
+// A device is a file whose parts are regions.
+func device(t *testing.T, size int64) *os.File {
+	t.Helper()
+	f, err := os.Create(filepath.Join(t.TempDir(), "device"))
+	check(t, err)
+	t.Cleanup(func() { f.Close() })
+	check(t, f.Truncate(size))
+	return f
+}
+
+// part is page n of a device as a region.
+func part(f *os.File, id uint32, n int64) connector.Region {
+	return connector.Region{ID: id, Kind: "file", FD: int(f.Fd()), OffsetBytes: n << 12, SizeBytes: 4096, PageSize: 4096}
+}
+
+// retract retracts a region in the background.
+func (r *rig) retract(id uint32, patience time.Duration) (done chan struct{}) {
+	done = make(chan struct{})
+	go func() {
+		defer close(done)
+		r.server.RetractRegion(id, patience)
+	}()
+	return done
+}
+
+func finished(done chan struct{}) bool {
+	select {
+	case <-done:
+		return true
+	default:
+		return false
+	}
+}
+
+// readsRegion reads until a region has come or gone.
+func (w *worker) readsRegion(typ wire.Type) {
+	w.t.Helper()
+	b, err := w.recv(true)
+	check(w.t, err)
+	if got, _ := wire.Peek(b); got != typ {
+		w.t.Fatalf("got %v, want %v", got, typ)
+	}
+}
+
+// A part of a device is announced where it lies, and its retraction is over when the last worker has unmapped it.
+func TestRegionsComeAndGo(t *testing.T) {
+	r := newRig(t, rigOptions{})
+	f := device(t, 16<<12)
+	a, b := r.worker(workerHello("a")), r.worker(workerHello("b"))
+	r.server.AnnounceRegion(part(f, 7, 3))
+	r.server.AnnounceRegion(part(f, 8, 5))
+	for _, w := range []*worker{a, b} {
+		w.readsRegion(wire.TypeRegionAdded)
+		w.readsRegion(wire.TypeRegionAdded)
+	}
+	late := r.worker(workerHello("late"))
+	if len(late.regions) != 3 {
+		t.Fatalf("%d regions at the handshake", len(late.regions))
+	}
+	a.regions[7][5], late.regions[8][6] = 1, 2
+	got := make([]byte, 6<<12)
+	_, err := f.ReadAt(got, 0)
+	check(t, err)
+	if b.regions[7][5] != 1 || got[3<<12+5] != 1 || got[5<<12+6] != 2 {
+		t.Error("the regions are not the device's pages 3 and 5")
+	}
+
+	done := r.retract(7, time.Hour)
+	a.readsRegion(wire.TypeRegionRemoved)
+	late.readsRegion(wire.TypeRegionRemoved)
+	a.sync()
+	late.sync()
+	if finished(done) {
+		t.Error("retracted while a worker has it mapped")
+	}
+	after := r.worker(workerHello("after"))
+	if after.regions[7] != nil || len(after.regions) != 2 {
+		t.Error("a worker heard of a region that is being retracted")
+	}
+	b.store(onePrefix(1), 0, 4) // unmaps it meanwhile
+	<-done
+	for _, w := range []*worker{a, b, late, after} {
+		w.sync()
+		if len(w.regions) != 2 || w.regions[8] == nil {
+			t.Errorf("regions %v", w.regions)
+		}
+	}
+	r.server.RetractRegion(7, time.Hour) // again, and what never was: no wait
+	r.server.RetractRegion(99, time.Hour)
+
+	func() {
+		defer func() {
+			if recover() == nil {
+				t.Error("a region's id was used again")
+			}
+		}()
+		r.server.AnnounceRegion(part(f, 7, 3))
+	}()
+	check(t, a.ses.Send(&wire.RegionUnmapped{Region: 7})) // once more
+	a.readsEnd()
+	r.eventually("it is given up", func() bool { return r.server.Sessions() == 3 })
+	if n := r.errorCount("malformed"); n != 1 {
+		t.Errorf("%d malformed messages", n)
+	}
+}
+
+// A worker that never lets go of a region is given up when the patience is over, and what it has elsewhere stays its own.
+func TestWorkerThatKeepsARegion(t *testing.T) {
+	for _, stores := range []bool{true, false} {
+		t.Run(fmt.Sprint(stores), func(t *testing.T) {
+			r := newRig(t, rigOptions{})
+			f := device(t, 1<<20)
+			r.server.AnnounceRegion(part(f, 7, 0))
+			good, bad := r.worker(workerHello("good")), r.worker(workerHello("bad"))
+			var g wire.StoreGrant
+			if stores {
+				var err error
+				g, err = bad.prepare(onePrefix(1), 0, 8)
+				check(t, err)
+			}
+			// It reads, and asks for other things, but says nothing of the region.
+			stop, stopped := make(chan struct{}), make(chan error, 1)
+			go func() {
+				for !finished(stop) {
+					if err := bad.ses.Send(&wire.Ping{ID: 1}); err != nil {
+						break
+					}
+					if _, _, err := bad.ses.Recv(patience); err != nil {
+						stopped <- err
+						return
+					}
+				}
+				stopped <- nil
+			}()
+			done := r.retract(7, 200*time.Millisecond)
+			good.readsRegion(wire.TypeRegionRemoved)
+			<-done
+			r.eventually("it is given up", func() bool { return r.server.Sessions() == 1 })
+			close(stop)
+			<-stopped
+			if n := r.errorCount("send"); n != 1 {
+				t.Errorf("%d counted", n)
+			}
+			if !stores {
+				r.eventually("its session is closed", func() bool { return r.listener.Stats().Sessions == 1 })
+				return
+			}
+			r.waitLingering(1)
+			if why := r.lingering()[0].Why; why != "it does not unmap a region that is removed" {
+				t.Errorf("it lingers because %s", why)
+			}
+			check(t, bad.fill(onePrefix(1), g.Grants))
+			// One that lingers is not waited for.
+			r.server.AnnounceRegion(part(f, 8, 1))
+			done = r.retract(8, time.Hour)
+			good.sync()
+			<-done
+		})
+	}
+}
+
+// Whoever leaves, is given up for something else or does not read, is not waited for any longer.
+func TestWorkerThatGoesWhileARegionDoes(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		do   func(w *worker)
+	}{
+		{"leaves", func(w *worker) { w.close() }},
+		{"breaks the protocol", func(w *worker) { check(w.t, w.ses.SendRaw([]byte{0xc1})) }},
+		{"does not read", func(w *worker) { flood(w.ses) }},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			r := newRig(t, rigOptions{})
+			r.server.AnnounceRegion(part(device(t, 4096), 7, 0))
+			w := r.worker(workerHello("e"))
+			_, err := w.prepare(onePrefix(1), 0, 8)
+			check(t, err)
+			done := r.retract(7, time.Hour)
+			r.eventually("the region is retracted", func() bool { // for whoever comes now
+				probe, err := client.Dial(r.dir, workerHello("probe"), patience)
+				check(t, err)
+				n := probe.Welcome.Regions
+				probe.Close()
+				return n == 1
+			})
+			c.do(w)
+			<-done
+		})
+	}
+}
+
+// A closed server lets go of everybody who waits for a worker.
+func TestCloseWhileARegionGoes(t *testing.T) {
+	r := newRig(t, rigOptions{})
+	r.server.AnnounceRegion(part(device(t, 4096), 7, 0))
+	w := r.worker(workerHello("e"))
+	done := r.retract(7, time.Hour)
+	if _, _, err := w.ses.Recv(patience); err != nil { // the end of the region, which is not answered
+		t.Fatal(err)
+	}
+	r.cancel()
+	check(t, <-r.served)
+	r.served <- nil // for the rig
+	r.server.Close()
+	<-done
+}
+
+// Workers connect and leave while regions come and go: each hears of a region once, of its end only if it had heard of the region, and of every end.
+func TestRegionsChangeWhileWorkersConnect(t *testing.T) {
+	const seed = 1
+	r := newRig(t, rigOptions{})
+	f := device(t, 8<<12)
+	stop := make(chan struct{})
+	failed := make(chan error, 4)
+	for i := range 4 {
+		rnd := rand.New(rand.NewPCG(seed, uint64(i)))
+		go func() {
+			failed <- func() error {
+				for n := 0; !finished(stop); n++ {
+					w, err := dialWorker(r.dir, workerHello(fmt.Sprintf("engine-%d", i)))
+					if err != nil {
+						return err
+					}
+					for range rnd.IntN(20) { // mapRegion and unmapRegion check
+						var pong wire.Pong
+						if err := w.call(&wire.Ping{ID: 1}, &pong); err != nil {
+							return fmt.Errorf("connection %d: %w", n, err)
+						}
+					}
+					w.close()
+				}
+				return nil
+			}()
+		}()
+	}
+	var wg sync.WaitGroup
+	for i := range 3 {
+		wg.Go(func() {
+			for n := range 60 {
+				id := uint32(1 + i*60 + n)
+				r.server.AnnounceRegion(part(f, id, int64(n%8)))
+				r.server.RetractRegion(id, time.Minute)
+			}
+		})
+	}
+	wg.Wait()
+	close(stop)
+	for range 4 {
+		if err := <-failed; err != nil {
+			t.Error(err)
+		}
+	}
+	if n := r.errorCount("send") + r.errorCount("malformed"); n != 0 {
+		t.Errorf("%d workers were given up", n)
+	}
+	if w := r.worker(workerHello("last")); len(w.regions) != 1 {
+		t.Errorf("%d regions are left", len(w.regions))
+	}
+}
+
+// The engine's owner hears of a geometry before its worker stores, and of the chunks of each store before they are granted.
+func TestMakeRoom(t *testing.T) {
+	type call struct {
+		g     tiers.Geometry
+		slots int
+	}
+	var mu sync.Mutex
+	var calls []call
+	var r *rig
+	r = newRig(t, rigOptions{regionBytes: 8 << 10, makeRoom: func(g tiers.Geometry, slots int) {
+		mu.Lock()
+		calls = append(calls, call{g, slots})
+		n := len(calls)
+		mu.Unlock()
+		if n > 1 { // the region comes before the store is granted, and its worker hears of it before the grant
+			r.grow(int64(slots) * perChunk * pageBytes)
+		}
+	}})
+	w := r.worker(workerHello("e"))
+	r.scheduler(schedulerHello("e"))
+	first := func(n int) []call {
+		mu.Lock()
+		defer mu.Unlock()
+		return append([]call(nil), calls[:min(n, len(calls))]...)
+	}
+	r.eventually("its geometry is known", func() bool { return len(first(1)) == 1 })
+	for i, pages := range []int{40 * perChunk, 1, perChunk + 1} {
+		g, err := w.prepare(onePrefix(uint8(i)), 0, pages)
+		check(t, err)
+		if g.Shed != 0 {
+			t.Errorf("%d of %d pages shed", g.Shed, pages)
+		}
+		check(t, w.fill(onePrefix(uint8(i)), g.Grants))
+	}
+	var bad *client.CallError
+	if _, err := w.prepare(onePrefix(9), 2, 4); !errors.As(err, &bad) {
+		t.Errorf("a store from within a chunk: %v", err)
+	}
+	want := tiers.Geometry{PageBytes: pageBytes, PagesPerChunk: perChunk, PageTokens: pageTokens, DigestBytes: 32}
+	got := first(100)
+	if len(got) < 4 {
+		t.Fatalf("calls %+v", got)
+	}
+	for i, slots := range []int{1, 40, 1, 2} {
+		if got[i].g != want || got[i].slots != slots {
+			t.Errorf("call %d: %+v, want %d slots of %+v", i, got[i], slots, want)
+		}
+	}
+}
