@@ -32,6 +32,9 @@ type TierAdmission struct {
 	Admit Admission
 	// Queue bounds the chunks that wait to be written to the tier. What comes when it is full is shed. Default 4,096.
 	Queue int
+	// Self: it is the arena itself, which keeps a chunk where it lies once that is written down. So a partly filled chunk does not wait until it has not grown for a while, a
+	// chunk that comes up is queued from whatever tier, and one that was restored is held. It admits what is stored, and wants NoExtend.
+	Self bool
 }
 
 const (
@@ -58,6 +61,9 @@ func (c *Config) validateCascades() error {
 		}
 		if t.Admit > AdmitNever || t.Queue < 1 || t.Queue > 1<<24 {
 			return fmt.Errorf("%w: tier %d admits %v with a queue of %d", ErrInvalid, i, t.Admit, t.Queue)
+		}
+		if t.Self && (t.Admit != AdmitStored || !c.NoExtend) {
+			return fmt.Errorf("%w: tier %d is the arena itself and admits %v, with NoExtend %v", ErrInvalid, i, t.Admit, c.NoExtend)
 		}
 	}
 	if c.PartialDelay < 0 {
@@ -95,6 +101,7 @@ type route struct {
 type cascades struct {
 	queues  [MaxTiers]cascadeQueue
 	stored  uint8 // tiers that admit what is stored
+	self    uint8 // those of them that are the arena itself
 	reused  uint8
 	evicted uint8
 	owner   owner // of the leases on what is being written
@@ -126,6 +133,9 @@ func (e *Engine) setUpCascades() {
 	for i, t := range e.cfg.Tiers {
 		e.cascades.queues[i].limit = t.Queue
 		bit := uint8(1) << i
+		if t.Self {
+			e.cascades.self |= bit
+		}
 		switch t.Admit {
 		case AdmitStored:
 			e.cascades.stored |= bit
@@ -176,7 +186,12 @@ func (e *Engine) admit(ref uint32, tiers uint8) (shed uint8) {
 			t.whole |= bit
 			e.wake(i)
 		} else {
-			x.due = e.cfg.Now() + int64(e.cfg.PartialDelay)
+			x.due = e.cfg.Now()
+			if e.cascades.self&bit != 0 {
+				e.wake(i)
+			} else {
+				x.due += int64(e.cfg.PartialDelay)
+			}
 			e.push(&q.part, q.limit, (*route).isPart, bit, x)
 			t.part |= bit
 		}
@@ -256,12 +271,12 @@ func (e *Engine) reuse(ref uint32) {
 	}
 }
 
-// admitPromoted queues what came up from a tier for those above it that admit what is stored, and for all that admit what is used again.
+// admitPromoted queues what came up from a tier for those above it that admit what is stored, for the arena itself, and for all that admit what is used again.
 func (e *Engine) admitPromoted(ref uint32, from int) {
 	tiers := e.cascades.stored
 	if t := e.route(ref); t != nil && from >= 0 && from < len(e.cfg.Tiers) {
 		t.held |= 1 << from
-		tiers &= 1<<from - 1
+		tiers &= 1<<from - 1 | e.cascades.self
 	}
 	e.admit(ref, tiers)
 	e.reuse(ref)
@@ -368,6 +383,7 @@ func (e *Engine) EndCascade(handle uint64, ok bool) (dropped bool) {
 	t.busy &^= bit
 	switch dropped = s.doomed(); {
 	case dropped:
+		e.gone(ref)
 	case int(s.pages) != x.n:
 		e.admit(ref, bit) // it has grown
 	case ok:

@@ -37,9 +37,10 @@ type Config struct {
 	// PromotingShare is the part of the slots of a geometry that may be on their way up from a tier at one time. At least one slot always may. Default
 	// 0.5, at most 1.
 	PromotingShare float64
-	// OnFree, if given, is called whenever a slot becomes Free, whatever the reason, with its region and number. It is called under the engine's lock, so it must
-	// be quick and call nothing of the engine. Default: none.
-	OnFree func(region, slot uint32)
+	// OnGone, if given, is told the region and number of a slot whose content is gone: when that leaves the index, when a cascade of it ends after that, and when the
+	// slot becomes Free, whatever the reason. So what was written of it down to any of these moments is known to be of something that is gone. It is called under the
+	// engine's lock, so it must be quick and call nothing of the engine. Default: none.
+	OnGone func(region, slot uint32)
 	// Tiers are those below the arena, nearest first, at most MaxTiers. Default: none, and then nothing is queued.
 	Tiers []TierAdmission
 	// PartialDelay is how long a partly filled chunk must not have grown before it goes to a tier. Default 1 s.

@@ -38,6 +38,8 @@
 // finds the queue full, or is evicted before its turn, is shed and counted. What is evicted ahead goes through a list of cold slots: taken out
 // of the policy's order, written, evicted before all others, and put back by any use.
 //
+// An arena that lies on something that lasts is the last of its own tiers (TierAdmission.Self): what is to be written there is what makes a chunk be found again.
+//
 // # Moves
 //
 // A region that is drained (Drain) hands out no slots, and nothing in it is evicted. Its chunks are moved out of it one by one: NextMoves grants a slot elsewhere,

@@ -79,6 +79,9 @@ type space struct {
 	pages   int   // indexed
 	clears  int   // ClearSpace calls under way
 	pinner  owner // of its pins; in no map
+	// recovered: only RecoverSpace opened it, so nobody has said its PageTokens; lastUse is the tick of the newest of its chunks then.
+	recovered bool
+	lastUse   uint64
 }
 
 // Owner names a session: whoever may hold leases. Its id is the caller's.
@@ -214,24 +217,95 @@ func (e *Engine) relimit() {
 }
 
 // OpenSpace answers the space of a fingerprint, and makes it if it is new. Another geometry under the same fingerprint is ErrIncompatible,
-// one space too many ErrBusy.
+// one space too many ErrBusy. Room for it is made by closing spaces that only RecoverSpace opened: empty ones, or else the one that was used longest ago, which is
+// cleared. For that it may let go of the lock.
 func (e *Engine) OpenSpace(fp chunk.Fingerprint, g Geometry) (SpaceID, error) {
 	if err := g.validate(e.cfg.MinPageBytes); err != nil {
 		return 0, err
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	for e.byPrint[fp] == nil && len(e.byPrint) == e.cfg.MaxSpaces && e.closeRecovered() {
+	}
+	s, err := e.openSpace(fp, g)
+	if err != nil {
+		return 0, err
+	}
+	if s.recovered {
+		s.g, s.recovered = g, false
+	}
+	return SpaceID(s.id), nil
+}
+
+// RecoverSpace answers the space of a fingerprint whose chunks are to be restored, and makes it if it is new. PageTokens are those of whoever opens it by OpenSpace. Errors
+// are those of OpenSpace, but no room is made.
+func (e *Engine) RecoverSpace(fp chunk.Fingerprint, g Geometry) (SpaceID, error) {
+	g.PageTokens = 1
+	if err := g.validate(e.cfg.MinPageBytes); err != nil {
+		return 0, err
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	known := e.byPrint[fp]
+	if known != nil {
+		g.PageTokens = known.g.PageTokens
+	}
+	s, err := e.openSpace(fp, g)
+	if err != nil {
+		return 0, err
+	}
+	s.recovered = s.recovered || known == nil
+	return SpaceID(s.id), nil
+}
+
+// closeRecovered closes a space that only RecoverSpace opened, as OpenSpace says. It answers false if there is none that can be, and may let go of the lock.
+func (e *Engine) closeRecovered() bool {
+	var old *space
+	for _, s := range e.spaces {
+		if s == nil || !s.recovered || s.owners > 0 || s.clears > 0 || len(e.staged) > 0 {
+			continue
+		}
+		if s.chunks == 0 {
+			e.closeSpace(s)
+			return true
+		}
+		if old == nil || s.lastUse < old.lastUse {
+			old = s
+		}
+	}
+	if e.closed || old == nil {
+		return false
+	}
+	e.clearSpace(old)
+	switch {
+	case e.closed:
+		return false
+	case !old.recovered: // somebody opened it meanwhile
+		return true
+	case old.chunks > 0 || old.owners > 0 || old.clears > 0:
+		return false
+	}
+	e.closeSpace(old)
+	return true
+}
+
+// openSpace finds or makes a space. One that only RecoverSpace opened is found whatever g.PageTokens is.
+func (e *Engine) openSpace(fp chunk.Fingerprint, g Geometry) (*space, error) {
 	if e.closed {
-		return 0, ErrClosed
+		return nil, ErrClosed
 	}
 	if s := e.byPrint[fp]; s != nil {
-		if s.g != g {
-			return 0, fmt.Errorf("%w: space %s has geometry %+v, asked for %+v", ErrIncompatible, fp.Short(), s.g, g)
+		has := s.g
+		if s.recovered {
+			has.PageTokens = g.PageTokens
 		}
-		return SpaceID(s.id), nil
+		if has != g {
+			return nil, fmt.Errorf("%w: space %s has geometry %+v, asked for %+v", ErrIncompatible, fp.Short(), s.g, g)
+		}
+		return s, nil
 	}
 	if len(e.byPrint) == e.cfg.MaxSpaces {
-		return 0, fmt.Errorf("%w: %d spaces are open", ErrBusy, e.cfg.MaxSpaces)
+		return nil, fmt.Errorf("%w: %d spaces are open", ErrBusy, e.cfg.MaxSpaces)
 	}
 	id := 1
 	for id < len(e.spaces) && e.spaces[id] != nil {
@@ -262,7 +336,7 @@ func (e *Engine) OpenSpace(fp chunk.Fingerprint, g Geometry) (SpaceID, error) {
 	}
 	e.spaces[id], e.byPrint[fp] = s, s
 	e.relimit()
-	return SpaceID(id), nil
+	return s, nil
 }
 
 // classOf is the class of a geometry, made if there is none.
@@ -287,9 +361,13 @@ func (e *Engine) CloseSpace(id SpaceID) error {
 	if s.owners > 0 || s.chunks > 0 || s.clears > 0 {
 		return fmt.Errorf("%w: space %d has %d owners and %d chunks", ErrBusy, id, s.owners, s.chunks)
 	}
-	e.spaces[id] = nil
-	delete(e.byPrint, s.print)
+	e.closeSpace(s)
 	return nil
+}
+
+func (e *Engine) closeSpace(s *space) {
+	e.spaces[s.id] = nil
+	delete(e.byPrint, s.print)
 }
 
 func (e *Engine) space(id SpaceID) (*space, error) {
@@ -314,6 +392,10 @@ func (e *Engine) ClearSpace(id SpaceID) (chunks int) {
 	if err != nil {
 		return 0
 	}
+	return e.clearSpace(s)
+}
+
+func (e *Engine) clearSpace(s *space) (chunks int) {
 	s.clears++
 	defer func() { s.clears-- }()
 	left := clearSlice
@@ -440,11 +522,11 @@ func (e *Engine) makeRoom(c *class) (ok, unlocked bool) {
 		}
 	}
 
-	return e.carve(r, c, c.slotsIn(r.size)) == nil, true
+	return e.carve(r, c, c.slotsIn(r.size), Placement{Stride: c.slotBytes()}) == nil, true
 }
 
 // carve makes slots of a region for a class. It releases the lock while it allocates.
-func (e *Engine) carve(r *region, c *class, slots int) error {
+func (e *Engine) carve(r *region, c *class, slots int, at Placement) error {
 	need := e.records + slots*c.geometry.PagesPerChunk
 	indexWords := 0
 	if need > e.idx.limit() {
@@ -483,7 +565,7 @@ func (e *Engine) carve(r *region, c *class, slots int) error {
 		m.index = nil
 	}
 	*r = region{
-		id: r.id, num: r.num, size: r.size, class: c, ppc: c.geometry.PagesPerChunk, shift: logarithm(c.geometry.PagesPerChunk), words: c.geometry.DigestBytes / 8,
+		id: r.id, num: r.num, size: r.size, class: c, at: at, ppc: c.geometry.PagesPerChunk, shift: logarithm(c.geometry.PagesPerChunk), words: c.geometry.DigestBytes / 8,
 		slots: m.slots.Slice(), kin: m.kin.Slice(), links: m.links.Slice(),
 		firstGen: r.firstGen, free: slots, lastUse: e.tick, mem: m,
 	}

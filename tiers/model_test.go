@@ -55,8 +55,11 @@ type modelSpace struct {
 	id        SpaceID
 	committed map[string]bool // page digests
 	clears    int
-	tiers     [3]map[string]bool // what the tiers have of it
+	tiers     [modelTiers]map[string]bool // what the tiers have of it
 }
+
+// modelTiers is how many tiers there are at most.
+const modelTiers = 3
 
 type modelLookup struct {
 	p        prefix
@@ -127,8 +130,9 @@ type world struct {
 	tiers                     []TierAdmission
 	chain                     map[string]string // by digest: that of the page before
 	place                     map[string]int    // by digest: the page's index
-	awake                     [3]bool
-	freed                     int
+	awake                     [modelTiers]bool
+	gone                      int
+	fixed                     []Geometry // what regions are carved for from the start, if they are: then it is an arena that keeps its chunks itself
 	policies                  []*strict
 	ended                     []uint64 // handles that are no longer good
 	alphabet                  int
@@ -208,14 +212,19 @@ func newWorld(t *testing.T, seed uint64) *world {
 	cfg.LowWater = []float64{0.1, 0.5, 1}[w.rng.IntN(3)]
 	cfg.PartialDelay = time.Duration(1 + w.rng.Int64N(growPatience/5))
 	cfg.Wake = func(tier int) { w.awake[tier] = true }
-	cfg.OnFree = func(region, slot uint32) {
+	cfg.OnGone = func(region, slot uint32) {
 		if w.arena[region] == nil {
-			w.fatal("slot %d of region %d is freed", slot, region)
+			w.fatal("slot %d of region %d is gone", slot, region)
 		}
-		w.freed++
+		w.gone++
 	}
 	for range w.rng.IntN(4) {
 		cfg.Tiers = append(cfg.Tiers, TierAdmission{Admit: Admission(w.rng.IntN(4)), Queue: []int{1, 3, 0}[w.rng.IntN(3)]})
+	}
+	if len(cfg.Tiers) < modelTiers && w.chance(3) {
+		w.fixed = geometries
+		cfg.FixedRegions, cfg.NoExtend = true, true
+		cfg.Tiers = append(cfg.Tiers, TierAdmission{Self: true, Queue: []int{3, 0}[w.rng.IntN(2)]})
 	}
 	w.tiers = cfg.Tiers
 	if w.chance(4) {
@@ -234,8 +243,7 @@ func newWorld(t *testing.T, seed uint64) *world {
 		e.tagMask = 3 << 30 // nearly all digests collide
 	}
 	for i, size := range regions {
-		w.arena[uint32(100+i)] = make([]byte, size)
-		w.check(e.AddRegion(uint32(100+i), size))
+		w.addRegion(uint32(100+i), size)
 	}
 	for i := range 1 + w.rng.IntN(3) {
 		s := &modelSpace{fp: chunk.FingerprintOf([]byte{byte(i)}), g: geometries[w.rng.IntN(len(geometries))], committed: map[string]bool{}}
@@ -247,6 +255,21 @@ func newWorld(t *testing.T, seed uint64) *world {
 		w.spaces = append(w.spaces, s)
 	}
 	return w
+}
+
+// addRegion adds a region, and in an arena that keeps its chunks itself carves it, with slots that lie somewhere.
+func (w *world) addRegion(id uint32, size int64) {
+	if w.fixed == nil {
+		w.arena[id] = make([]byte, size)
+		w.check(w.e.AddRegion(id, size))
+		return
+	}
+	g := w.fixed[w.rng.IntN(len(w.fixed))]
+	slot := packed(g).Stride
+	slots := max(1, size/slot)
+	at := Placement{Offset: w.rng.Int64N(100), Stride: slot + w.rng.Int64N(2)*w.rng.Int64N(30)}
+	w.arena[id] = make([]byte, at.Offset+at.Stride*slots)
+	w.check(w.e.AddCarvedRegion(id, g, int(slots), at))
 }
 
 func (w *world) page(s *modelSpace, ex Extent, i int) []byte {

@@ -53,8 +53,7 @@ func (w *world) unplug() {
 	if w.chance(2) && len(w.arena) < 8 {
 		w.nextRegion++
 		size := w.sizes[w.rng.IntN(len(w.sizes))]
-		w.check(w.e.AddRegion(w.nextRegion, size))
-		w.arena[w.nextRegion] = make([]byte, size)
+		w.addRegion(w.nextRegion, size)
 		return
 	}
 	for _, id := range regionIDs(w.arena) {
@@ -183,7 +182,7 @@ func newMoveRig(t *testing.T, g Geometry, slots int64, tiers ...TierAdmission) (
 		e.Close()
 	})
 	for id := uint32(1); id <= 2; id++ {
-		if err := e.AddCarvedRegion(id, g, int(slots)); err != nil {
+		if err := e.AddCarvedRegion(id, g, int(slots), packed(g)); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -558,7 +557,7 @@ func BenchmarkMove(b *testing.B) {
 	}
 	defer e.Close()
 	const slots = 4096
-	if err := errors.Join(e.AddCarvedRegion(1, g, slots), e.AddCarvedRegion(2, g, slots)); err != nil {
+	if err := errors.Join(e.AddCarvedRegion(1, g, slots, packed(g)), e.AddCarvedRegion(2, g, slots, packed(g))); err != nil {
 		b.Fatal(err)
 	}
 	sp, _ := e.OpenSpace(chunk.FingerprintOf([]byte("bench")), g)

@@ -27,9 +27,12 @@ type staged struct {
 	prev    [32]byte
 }
 
-// AddCarvedRegion gives the engine a region that is carved for a geometry from the start, for other media than the arena: its slots lie where
-// the caller says, and offsets in it are as if they lay one after another. ErrBusy: there is no room for another region, or one is being carved.
-func (e *Engine) AddCarvedRegion(id uint32, g Geometry, slots int) error {
+// Placement is where the slots of a carved region lie in it: slot i begins at Offset + i × Stride. In bytes.
+type Placement struct{ Offset, Stride int64 }
+
+// AddCarvedRegion gives the engine a region that is carved for a geometry from the start. Its slots lie where the caller says, and all offsets that the engine
+// answers are by that. ErrBusy: there is no room for another region, or one is being carved.
+func (e *Engine) AddCarvedRegion(id uint32, g Geometry, slots int, at Placement) error {
 	if err := g.validate(e.cfg.MinPageBytes); err != nil {
 		return err
 	}
@@ -40,6 +43,9 @@ func (e *Engine) AddCarvedRegion(id uint32, g Geometry, slots int) error {
 	if bytes > math.MaxInt64/int64(slots) {
 		return invalid("region %d of %d slots of %d bytes", id, slots, bytes)
 	}
+	if at.Offset < 0 || at.Stride < bytes || at.Stride > (math.MaxInt64-at.Offset)/int64(slots) {
+		return invalid("region %d of %d slots of %d bytes, from byte %d on every %d", id, slots, bytes, at.Offset, at.Stride)
+	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.carving {
@@ -49,7 +55,7 @@ func (e *Engine) AddCarvedRegion(id uint32, g Geometry, slots int) error {
 	if err != nil {
 		return err
 	}
-	if err := e.carve(r, e.classOf(g), slots); err != nil {
+	if err := e.carve(r, e.classOf(g), slots, at); err != nil {
 		if !e.closed {
 			e.dropRegion(r)
 		}
@@ -190,7 +196,7 @@ func (e *Engine) stage(region uint32, entries []Restored) (*region, []staged, er
 }
 
 // EndRestore makes the slots ready that Restore was told of, in their order, and answers how many. One that another slot makes
-// redundant, one of a region that was stored to meanwhile and one with a page that is held as another page of its prefix are left free; OnFree
+// redundant, one of a region that was stored to meanwhile and one with a page that is held as another page of its prefix are left free; OnGone
 // is told of them. It holds the lock throughout, for about a second a million chunks of 16 pages: it is for before the engine is in use.
 func (e *Engine) EndRestore() (chunks int) {
 	e.restores.Lock()
@@ -476,10 +482,14 @@ func (e *Engine) restore(x *staged, parent uint32) {
 	r, s := e.slot(x.ref)
 	e.tick++
 	s.stamp, r.lastUse = e.tick, e.tick
+	e.spaces[s.space].lastUse = e.tick
 	if parent != 0 {
 		e.adopt(parent, x.ref)
 	}
 	e.register(x.ref)
+	if t := e.route(x.ref); t != nil {
+		t.held = e.cascades.self
+	}
 }
 
 // restoreOdd does all that for a slot whose pages are not indexed yet; false: it is free again, as it adds nothing or cannot be.

@@ -12,6 +12,9 @@ import (
 
 var restoreGeometry = Geometry{PageBytes: 256, PagesPerChunk: 4, PageTokens: 16, DigestBytes: 16}
 
+// packed is slots one behind the other.
+func packed(g Geometry) Placement { return Placement{Stride: g.PageBytes * int64(g.PagesPerChunk)} }
+
 // fixedEngine has regions that are carved from the start, and an owner for each of two spaces.
 func fixedEngine(t testing.TB, regions, slots int) *Engine {
 	t.Helper()
@@ -21,7 +24,7 @@ func fixedEngine(t testing.TB, regions, slots int) *Engine {
 	}
 	t.Cleanup(e.Close)
 	for i := range regions {
-		if err := e.AddCarvedRegion(uint32(10+i), restoreGeometry, slots); err != nil {
+		if err := e.AddCarvedRegion(uint32(10+i), restoreGeometry, slots, packed(restoreGeometry)); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -229,7 +232,7 @@ func TestRemoveRegion(t *testing.T) {
 	if st := e.Stats(); st.Regions != 0 || st.Slots != 0 || st.CapacityBytes != 0 || st.Pages != 0 {
 		t.Fatalf("%+v", st)
 	}
-	if err := e.AddCarvedRegion(7, restoreGeometry, 5); err != nil {
+	if err := e.AddCarvedRegion(7, restoreGeometry, 5, packed(restoreGeometry)); err != nil {
 		t.Fatal(err)
 	}
 	storeAll(t, e, 1, 0, nil, h)
@@ -280,7 +283,7 @@ func BenchmarkRestore(b *testing.B) {
 		if err != nil {
 			b.Fatal(err)
 		}
-		if err := e.AddCarvedRegion(1, g, chunks); err != nil {
+		if err := e.AddCarvedRegion(1, g, chunks, packed(g)); err != nil {
 			b.Fatal(err)
 		}
 		id, err := e.OpenSpace(chunk.Fingerprint{}, g)

@@ -66,6 +66,7 @@ type region struct {
 	class    *class // nil: not carved
 	draining bool   // hands out no slots
 	retired  bool   // draining, and nothing in it is evicted; see Drain. Otherwise what drains is being emptied
+	at       Placement
 	ppc      int
 	shift    int8 // its logarithm if it is a power of two, else -1
 	words    int  // of a digest
@@ -170,8 +171,7 @@ func (e *Engine) at(record uint32, page int) bool {
 
 // offset is where page pos of a slot lies in its region.
 func (r *region) offset(ref uint32, pos int) uint64 {
-	g := r.class.geometry
-	return uint64(ref&recordMask)*uint64(r.class.slotBytes()) + uint64(pos)*uint64(g.PageBytes)
+	return uint64(r.at.Offset) + uint64(ref&recordMask)*uint64(r.at.Stride) + uint64(pos)*uint64(r.class.geometry.PageBytes)
 }
 
 func (s *slot) doomed() bool { return s.flags&doomed != 0 }
@@ -505,6 +505,14 @@ func (e *Engine) leave(ref uint32, evicted bool) {
 	e.disown(ref)
 	r.class.policy.Leave(ref, evicted)
 	s.flags |= doomed
+	e.gone(ref)
+}
+
+// gone tells whoever wants to know that what a slot holds has left the index for good.
+func (e *Engine) gone(ref uint32) {
+	if e.cfg.OnGone != nil {
+		e.cfg.OnGone(e.regions[ref>>recordBits].id, ref&recordMask)
+	}
 }
 
 // doom drops what a slot holds: at once if nobody uses it, else it leaves the index now and is freed after its last use.
@@ -533,9 +541,7 @@ func (e *Engine) release(ref uint32) {
 		r.filling--
 		e.disown(ref)
 	}
-	if e.cfg.OnFree != nil {
-		e.cfg.OnFree(r.id, ref&recordMask)
-	}
+	e.gone(ref)
 	e.spaces[s.space].chunks--
 	bad := s.flags & spoiled
 	*s = slot{gen: s.gen + 1, last: s.last, flags: bad}

@@ -21,7 +21,7 @@ func TestSpoil(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	check(e.AddCarvedRegion(1, g, 8))
+	check(e.AddCarvedRegion(1, g, 8, packed(g)))
 	space, err := e.OpenSpace(chunk.FingerprintOf([]byte("spoil")), g)
 	check(err)
 	check(e.AddOwner(1, space))
@@ -73,7 +73,7 @@ func TestSpoil(t *testing.T) {
 		t.Errorf("%d slots, %d free", slots, free)
 	}
 	check(e.RemoveRegion(1))
-	check(e.AddCarvedRegion(1, g, 8))
+	check(e.AddCarvedRegion(1, g, 8, packed(g)))
 	for range 8 {
 		res, _ := grant()
 		check(e.CommitStore(1, res.Store, nil))

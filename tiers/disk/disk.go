@@ -290,8 +290,8 @@ func (d *Disk) slabOf(region uint32) *slab {
 	return d.byRegion[region]
 }
 
-// onFree is told by the engine, under its lock, that a slot is free.
-func (d *Disk) onFree(region, slot uint32) {
+// onGone is told by the engine, under its lock, that what a slot held is gone.
+func (d *Disk) onGone(region, slot uint32) {
 	if s := d.slabOf(region); s != nil {
 		s.noteFree(slot)
 	}

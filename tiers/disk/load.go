@@ -99,7 +99,7 @@ func (d *Disk) lease(ctx context.Context, sp *space, i int, t *tiers.Transfer) (
 		return nil, errors.Join(tiers.ErrNotFound, d.engine.Release(o, load, nil))
 	}
 	d.touch(s)
-	slot := int(extents[0].Offset / uint64(s.layout.Geometry.PageBytes*int64(s.layout.Geometry.PagesPerChunk)))
+	slot := s.slotAt(extents[0].Offset)
 	return &job{
 		ctx: ctx, i: i, t: t, s: s, sp: sp, slot: slot, gen: s.gens.Slice()[slot], sums: s.pageSums(slot), lease: load,
 	}, nil

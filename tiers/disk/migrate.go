@@ -209,12 +209,12 @@ type trip struct {
 }
 
 func (v *mover) prepare(s *slab, m *tiers.Move) *trip {
-	slotBytes := uint64(s.layout.Geometry.PageBytes * int64(s.layout.Geometry.PagesPerChunk))
-	t := &trip{move: m, from: s, to: v.d.slabOf(m.To.Region), slot: int(m.From.Offset / slotBytes), place: int(m.To.Offset / slotBytes)}
+	t := &trip{move: m, from: s, to: v.d.slabOf(m.To.Region), slot: s.slotAt(m.From.Offset)}
 	if t.to == nil || t.to.failed.Load() {
 		t.err = errors.New("where it was to go has been given up")
 		return t
 	}
+	t.place = t.to.slotAt(m.To.Offset)
 	v.d.touch(t.to)
 	t.gen = media.Generation(t.to.header.Epoch, t.to.fills.Add(1))
 	t.to.gens.Slice()[t.place] = t.gen

@@ -44,7 +44,7 @@ func Open(o Options) (_ *Disk, err error) {
 	binary.LittleEndian.PutUint64(d.store[8:], rand.Uint64())
 	d.engine, err = tiers.New(tiers.Config{
 		Seed: o.Seed, MaxSpaces: o.MaxSpaces, MaxOwners: o.MaxSpaces, MaxPages: maxPages, OwnerShare: 1, ArenaLimitBytes: o.CapacityBytes,
-		FixedRegions: true, NoExtend: true, OnFree: d.onFree, Policy: o.Policy,
+		FixedRegions: true, NoExtend: true, OnGone: d.onGone, Policy: o.Policy,
 		Tiers: []tiers.TierAdmission{{Admit: tiers.AdmitEvicted}}, Wake: d.wakeVictims, // see NextVictims; nobody need call it
 	})
 	if err != nil {

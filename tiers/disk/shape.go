@@ -169,7 +169,7 @@ func (d *Disk) addSlab(s *slab) error {
 	d.regionsMu.Lock()
 	d.byRegion[s.region] = s
 	d.regionsMu.Unlock()
-	err := d.engine.AddCarvedRegion(s.region, s.layout.Geometry, s.layout.Slots)
+	err := d.engine.AddCarvedRegion(s.region, s.layout.Geometry, s.layout.Slots, s.placement())
 	if err != nil {
 		d.regionsMu.Lock()
 		delete(d.byRegion, s.region)

@@ -296,6 +296,17 @@ func (s *slab) blankSome(slots []uint32) (err error) {
 	return err
 }
 
+// placement is where the slots lie in the region that the slab is.
+func (s *slab) placement() tiers.Placement {
+	return tiers.Placement{Offset: s.layout.DataOffset, Stride: s.layout.StrideBytes}
+}
+
+// slotAt is the slot that an offset in that region lies in.
+func (s *slab) slotAt(offset uint64) int {
+	at := s.placement()
+	return int((int64(offset) - at.Offset) / at.Stride)
+}
+
 // pageSums is where the checksums of a slot's pages are kept.
 func (s *slab) pageSums(slot int) []uint64 {
 	ppc := s.layout.Geometry.PagesPerChunk

@@ -95,7 +95,7 @@ func (d *Disk) grant(ctx context.Context, sp *space, i int, t *tiers.Transfer, m
 		return nil, errors.Join(d.noRoom(), d.engine.AbortStore(o, res.Store))
 	}
 	d.touch(s)
-	slot := int(grants[0].Offset / uint64(sp.g.PageBytes*int64(sp.g.PagesPerChunk)))
+	slot := s.slotAt(grants[0].Offset)
 	gen := media.Generation(s.header.Epoch, s.fills.Add(1))
 	s.gens.Slice()[slot] = gen
 	return &job{ctx: ctx, i: i, t: t, s: s, sp: sp, slot: slot, gen: gen, sums: s.pageSums(slot), store: true, lease: res.Store}, nil
