@@ -85,6 +85,9 @@ type CascadeItem struct {
 	Pages  int
 	Prev   []byte // digest of the page before; empty if there is none, or it is not known
 	Hashes []byte // digests of the pages, end to end
+
+	Unverified   bool   // to be checked before it is written
+	VerifyHandle uint64 // for EndVerify and Verified
 }
 
 // route is how a slot stands to the tiers below: a bit for each.
@@ -360,6 +363,7 @@ func (e *Engine) startCascade(ref uint32, bit uint8, buf []byte) (CascadeItem, [
 
 	item := CascadeItem{
 		Handle: x.handle(), Space: SpaceID(s.space), Region: r.id, Offset: r.offset(ref, 0), First: int(s.chunk) * r.ppc, Pages: int(s.pages),
+		Unverified: s.flags&unverified != 0, VerifyHandle: verifyHandle(ref, s),
 	}
 	item.Prev, item.Hashes, buf = e.digests(ref, buf)
 	return item, buf

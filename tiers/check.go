@@ -13,7 +13,7 @@ func (e *Engine) Check() error {
 	if e.closed {
 		return ErrClosed
 	}
-	c := checker{e: e, pins: map[uint32]uint32{}, children: map[uint32]uint32{}, writers: map[uint32]int{}, chunks: map[uint16]int{}, pages: map[uint16]int{},
+	c := checker{e: e, pins: map[uint32]uint32{}, copied: map[uint32]uint32{}, children: map[uint32]uint32{}, writers: map[uint32]int{}, chunks: map[uint16]int{}, pages: map[uint16]int{},
 		busy: map[uint32]uint8{}, promoting: map[*class]int{}, cold: map[*class]int{}, moving: map[uint32]bool{}}
 	for _, step := range []func() error{c.leases, c.parents, c.slots, c.index, c.promotions, c.cascades, c.totals} {
 		if err := step(); err != nil {
@@ -26,6 +26,7 @@ func (e *Engine) Check() error {
 type checker struct {
 	e        *Engine
 	pins     map[uint32]uint32 // by slot: leases of lookups, loads and pins
+	copied   map[uint32]uint32 // by slot: those of cascades and moves among them
 	children map[uint32]uint32 // by slot
 	writers  map[uint32]int    // by slot: stores
 	chunks   map[uint16]int    // by space
@@ -38,6 +39,8 @@ type checker struct {
 	flying    int // slots that are being promoted into, and may be joined
 	cold      map[*class]int
 	moving    map[uint32]bool // slots that moves are from or to
+
+	unverified int
 }
 
 func broken(format string, args ...any) error {
@@ -71,6 +74,9 @@ func (c *checker) leases() error {
 			}
 			c.pins[ref]++
 			pins++
+			if x.kind == cascadeLease || x.kind == moveLease {
+				c.copied[ref]++
+			}
 			if s.state != ready && !(s.state == filling && s.flags&promoting != 0 && x.waiting && j >= x.held) {
 				return broken("slot %#x of a %v is in state %d", ref, x.kind, s.state)
 			}
@@ -239,7 +245,8 @@ func (c *checker) slots() error {
 			if want := b2i(s.state == filling && s.flags&promoting == 0 || s.state == ready && s.granted > 0); c.writers[ref] != want {
 				return broken("slot %#x in state %d with %d pages granted has %d writers", ref, s.state, s.granted, c.writers[ref])
 			}
-			if s.flags&promoting != 0 && s.state != filling || s.flags&(twin|reused|cold|moved) != 0 && s.state != ready || s.flags&cold != 0 && (s.doomed() || s.children > 0) {
+			isUnverified, isPromoting := s.state == ready && s.flags&unverified != 0, s.state == filling && s.flags&promoting != 0
+			if s.flags&promoting != 0 && !isUnverified && !isPromoting || isUnverified && (s.doomed() || s.granted > 0 || s.pins != c.copied[ref]) || s.flags&(twin|reused|cold|moved) != 0 && s.state != ready || s.flags&cold != 0 && (s.doomed() || s.children > 0) {
 				return broken("slot %#x in state %d with %d continuations has flags %b", ref, s.state, s.children, s.flags)
 			}
 			if (s.flags&moving != 0) != c.moving[ref] {
@@ -249,7 +256,8 @@ func (c *checker) slots() error {
 				return broken("slot %#x has %d continuations, the first of them %#x", ref, s.children, e.kin(ref).child)
 			}
 			c.cold[r.class] += b2i(s.flags&cold != 0)
-			if s.flags&promoting != 0 {
+			c.unverified += b2i(isUnverified)
+			if isPromoting {
 				c.promoting[r.class]++
 				if !s.doomed() {
 					c.flying++
@@ -448,6 +456,9 @@ func (c *checker) totals() error {
 	e := c.e
 	if c.records != e.records {
 		return broken("%d records, counted %d", c.records, e.records)
+	}
+	if n := e.Unverified(); n != c.unverified {
+		return broken("%d slots are unverified, counted %d", c.unverified, n)
 	}
 	for _, s := range e.byPrint {
 		if s.chunks != c.chunks[s.id] || s.pages != c.pages[s.id] {

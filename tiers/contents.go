@@ -1,6 +1,6 @@
 package tiers
 
-// Contains sets held[i] to how many pages of the i-th chunk that the given pages touch are held, from the first of them in the chunk on. Chunks behind one that
+// Contains sets held[i] to how many pages of the i-th chunk that the given pages touch are held and verified, from the first of them in the chunk on. Chunks behind one that
 // is not held whole count as well. Nothing is leased, and it is no use: what is held may be gone when it returns. ErrInvalid: held is too short.
 func (e *Engine) Contains(id SpaceID, firstPage int, hashes []byte, held []uint16) error {
 	e.mu.Lock()
@@ -23,7 +23,7 @@ func (e *Engine) Contains(id SpaceID, firstPage int, hashes []byte, held []uint1
 		e.probe(s, &w, i, n, refs)
 		for j, rec := range refs {
 			start, last := w.start(i+j), w.last(i+j)
-			if rec == 0 || !e.at(rec, last) {
+			if rec = e.served(rec); rec == 0 || !e.at(rec, last) {
 				rec, last = e.bisect(s, &w, i+j)
 			}
 			held[i+j] = 0

@@ -5,6 +5,7 @@ import (
 	"math"
 	"math/bits"
 	"sync"
+	"sync/atomic"
 
 	"lookaside/dax"
 	"lookaside/tiers/chunk"
@@ -52,8 +53,10 @@ type Engine struct {
 	stats     Counters
 	linkSteps uint64 // links followed, for tests of the work done
 	touched   uint64 // keeps the loads of probe
-	newPolicy func() policy.Policy
-	tagMask   uint32 // ^0; tests clear bits to make digests collide
+	// unverified counts the slots that are, and is read without the lock.
+	unverified atomic.Int64
+	newPolicy  func() policy.Policy
+	tagMask    uint32 // ^0; tests clear bits to make digests collide
 
 	refs  []uint32 // scratch: MaxPages+1 refs
 	held  []uint32 // scratch: likewise
@@ -130,6 +133,7 @@ func (e *Engine) Close() {
 		return
 	}
 	e.closed = true
+	e.unverified.Store(0)
 	for _, r := range e.regions[1 : e.nregion+1] {
 		if r.mem != nil {
 			r.mem.close()

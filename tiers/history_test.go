@@ -213,7 +213,7 @@ func (w *world) cascade() {
 				w.fatal("%+v is written to tier %d twice at once", item, tier)
 			}
 		}
-		w.verifyCascade(c)
+		w.verifyItem(c)
 		w.cascades[item.Handle] = c
 		w.cascaded++
 	}
@@ -246,9 +246,12 @@ func (w *world) endCascade() {
 	if !ok {
 		return
 	}
-	w.verifyCascade(c)
-	written := !w.chance(5)
+	good := w.verifyItem(c)
+	written := good && !w.chance(5)
 	dropped := w.e.EndCascade(h, written)
+	if !good && !dropped {
+		w.fatal("%+v was found bad, and is not dropped", c.item)
+	}
 	delete(w.cascades, h)
 	if w.e.EndCascade(h, true) {
 		w.fatal("a cascade ends twice")

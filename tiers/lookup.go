@@ -38,7 +38,7 @@ func (e *Engine) Lookup(o Owner, lookup uint64, firstPage int, hashes []byte) (p
 	return pages, nil
 }
 
-// leaseHits leases the chunks of a walk that are held, up to the first page that is not. The slots are valid until the next call.
+// leaseHits leases the chunks of a walk that are held and verified, up to the first page that is not. The slots are valid until the next call.
 //
 // It probes one page a chunk, the last: a page's digest names its whole prefix, so the slot that holds it holds the chunk. In the first
 // chunk that is not held whole it finds the last page that is by bisection.
@@ -47,11 +47,15 @@ func (e *Engine) leaseHits(ow *owner, w *walk) (pages int, slots []uint32) {
 	sp := ow.space
 	slots = e.held[:0]
 	room := e.cfg.MaxLeasesPerOwner - ow.leases
+	anyUnverified := e.unverified.Load() > 0
 	for i := 0; i < w.chunks; i += probeGroup {
 		n := min(probeGroup, w.chunks-i)
 		refs := e.refs[:n]
 		e.probe(sp, w, i, n, refs)
 		for j, rec := range refs {
+			if anyUnverified {
+				rec = e.served(rec)
+			}
 			last := w.last(i + j)
 			end := rec == 0 || !e.at(rec, last)
 			if end {
@@ -75,12 +79,31 @@ func (e *Engine) leaseHits(ow *owner, w *walk) (pages int, slots []uint32) {
 	return pages, slots
 }
 
-// bisect finds the last page of chunk i of a walk that is held, given that the chunk's last page in the walk is not. 0: none is.
+// bisect finds the last page of chunk i of a walk that can be read, given that the chunk's last page in the walk cannot. 0: none can.
 func (e *Engine) bisect(s *space, w *walk, i int) (record uint32, page int) {
+	if record, page = e.lastHeld(s, w, i); e.unverified.Load() == 0 {
+		return record, page
+	}
+	if rec := e.served(record); rec != 0 || record == 0 {
+		return rec, page
+	}
+	return e.lastPage(s, w, i, true)
+}
+
+// lastHeld is bisect for what is held, verified or not.
+func (e *Engine) lastHeld(s *space, w *walk, i int) (record uint32, page int) {
+	return e.lastPage(s, w, i, false)
+}
+
+func (e *Engine) lastPage(s *space, w *walk, i int, readable bool) (record uint32, page int) {
 	lo, hi := w.start(i), w.last(i) // the answer is below hi, and at or above lo if there is one
 	for lo < hi {
 		mid := int(uint(lo+hi) / 2)
-		if rec := e.find(s, w.hash(mid)); rec != 0 && e.at(rec, mid) {
+		rec := e.find(s, w.hash(mid))
+		if readable {
+			rec = e.served(rec)
+		}
+		if rec != 0 && e.at(rec, mid) {
 			record, page = rec, mid
 			lo = mid + 1
 		} else {

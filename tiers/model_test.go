@@ -56,6 +56,7 @@ type modelSpace struct {
 	committed map[string]bool // page digests
 	clears    int
 	tiers     [modelTiers]map[string]bool // what the tiers have of it
+	restored  map[string]bool             // page digests that may be held and not verified
 }
 
 // modelTiers is how many tiers there are at most.
@@ -124,6 +125,9 @@ type world struct {
 	moves                     map[uint64]*modelMove
 	drained, going            map[uint32]bool // regions
 	sizes                     []int64         // of regions
+	restores                  bool            // regions come with restored chunks
+	checks                    []modelCheck
+	verified, corrupt         int
 	nextRegion                uint32
 	moved, unplugged          int
 	calls                     int // kinds of calls, by their weight
@@ -172,6 +176,7 @@ func newWorld(t *testing.T, seed uint64) *world {
 	if w.chance(2) { // regions are drained, and go
 		w.calls = 72
 	}
+	w.restores = w.chance(3)
 	w.alphabet, w.depth = 1+w.rng.IntN(3), 1+w.rng.IntN(40)
 	w.deadline = 1 + w.rng.Int64N(2*growPatience)
 	digest := []int{8, 16, 32}[w.rng.IntN(3)]
@@ -246,7 +251,7 @@ func newWorld(t *testing.T, seed uint64) *world {
 		w.addRegion(uint32(100+i), size)
 	}
 	for i := range 1 + w.rng.IntN(3) {
-		s := &modelSpace{fp: chunk.FingerprintOf([]byte{byte(i)}), g: geometries[w.rng.IntN(len(geometries))], committed: map[string]bool{}}
+		s := &modelSpace{fp: chunk.FingerprintOf([]byte{byte(i)}), g: geometries[w.rng.IntN(len(geometries))], committed: map[string]bool{}, restored: map[string]bool{}}
 		for t := range s.tiers {
 			s.tiers[t] = map[string]bool{}
 		}
@@ -364,6 +369,9 @@ func (w *world) lookup(s *modelSession) {
 			w.fatal("page %d of %v is held and was not found", next, p)
 		}
 	}
+	if w.e.Unverified() > 0 { // an older lookup of that name may have been the last to use what an unverified chunk holds as well
+		w.check(w.e.Contains(s.space.id, first, p.digests(first, len(p), size), held))
+	}
 	contained := 0
 	for i := 0; first+contained < len(p); i++ {
 		contained += int(held[i])
@@ -418,7 +426,7 @@ func (w *world) prepareStore(s *modelSession) {
 	}
 	for i := first; i < len(p)-res.Shed; i++ {
 		held := s.space.committed[string(p.digests(i, i+1, g.DigestBytes))]
-		if !granted[i] && !held {
+		if !granted[i] && !held && !s.space.restored[string(p.digests(i, i+1, g.DigestBytes))] {
 			w.fatal("page %d of %v is neither held nor granted", i, p)
 		}
 		if exact && res.Shed == 0 && granted[i] && held {
@@ -585,7 +593,7 @@ func (w *world) stale(s *modelSession) {
 func (w *world) clear() {
 	s := w.spaces[w.rng.IntN(len(w.spaces))]
 	w.e.ClearSpace(s.id)
-	s.committed = map[string]bool{}
+	s.committed, s.restored = map[string]bool{}, map[string]bool{}
 	for t := range s.tiers {
 		s.tiers[t] = map[string]bool{}
 	}
@@ -645,6 +653,9 @@ func (w *world) pin() {
 func (w *world) run(steps int) {
 	for w.step = 0; w.step < steps; w.step++ {
 		s := w.session()
+		if w.restores {
+			w.restoreSome(s)
+		}
 		switch w.rng.IntN(w.calls) {
 		case 0, 1, 2, 3, 4, 5, 6, 7:
 			w.lookup(s)
@@ -739,6 +750,9 @@ func (w *world) run(steps int) {
 	for len(w.moves) > 0 {
 		w.endMove()
 	}
+	for len(w.checks) > 0 {
+		w.endVerify()
+	}
 	for pin := range w.pins {
 		w.check(w.e.Unpin(pin))
 	}
@@ -769,7 +783,7 @@ func TestRandomHistories(t *testing.T) {
 		return
 	}
 	var total Counters
-	hits, exacts, cascades, dropped, unplugged := 0, 0, 0, 0, 0
+	hits, exacts, cascades, dropped, unplugged, verified, corrupt := 0, 0, 0, 0, 0, 0, 0
 	for seed := uint64(1); seed <= uint64(*seedsFlag); seed++ {
 		w := newWorld(t, seed)
 		w.run(*stepsFlag)
@@ -779,6 +793,8 @@ func TestRandomHistories(t *testing.T) {
 		cascades += w.cascaded
 		dropped += w.droppedCascades
 		unplugged += w.unplugged
+		verified += w.verified
+		corrupt += w.corrupt
 		for _, c := range []struct {
 			to *uint64
 			v  uint64
@@ -793,7 +809,8 @@ func TestRandomHistories(t *testing.T) {
 	for name, n := range map[string]uint64{"evictions": total.Evictions, "duplicates": total.Duplicates, "replaced": total.Replaced, "extended": total.Extended,
 		"recarved": total.Recarved, "limited": total.Limited, "bad": total.Bad, "cleared": total.Cleared, "loads": total.LoadPages, "expired": total.Expired,
 		"promotions": total.Promotions, "joined promotions": total.PromotionsJoined, "failed promotions": total.PromotionsFailed, "late promotions": total.PromotionsLate,
-		"promoted pages": total.PromotedPages, "dropped": total.Dropped, "cascades": uint64(cascades), "dropped cascades": uint64(dropped), "known answers": uint64(exacts), "moves": total.Moved, "removed regions": uint64(unplugged)} {
+		"promoted pages": total.PromotedPages, "dropped": total.Dropped, "cascades": uint64(cascades), "dropped cascades": uint64(dropped), "known answers": uint64(exacts), "moves": total.Moved, "removed regions": uint64(unplugged),
+		"verified": uint64(verified), "corrupt": uint64(corrupt)} {
 		if n == 0 && *seedsFlag >= 100 {
 			t.Errorf("the histories never came to %s", name)
 		}
@@ -842,7 +859,7 @@ func FuzzEngine(f *testing.F) {
 		handle := func() uint64 { return handles[next()%len(handles)] }
 		for len(data) > 0 {
 			o := Owner(next() % 5)
-			switch next() % 25 {
+			switch next() % 27 {
 			case 17, 18:
 				have := []uint16{uint16(next()), uint16(odd()), uint16(next() % 5), 4, 4, 4, 4, 4, 4, 4, 4, 4}
 				h := take(next() % 12)
@@ -879,6 +896,33 @@ func FuzzEngine(f *testing.F) {
 				if next()%8 == 0 {
 					_ = e.RemoveRegion(uint32(next() % 4))
 				}
+			case 25:
+				id, g := uint32(next()%4), Geometry{16, 4, 16, 8}
+				sp, _ := e.OpenSpace(chunk.Fingerprint{1}, g)
+				_ = e.AddCarvedRegion(id, g, next()%20, Placement{int64(odd()), int64(odd())})
+				for range next() % 4 {
+					first, h := next()%3*4, take(12)
+					n := 1 + next()%4
+					x := Restored{Slot: uint32(next() % 20), Space: sp, First: first, Pages: n, Order: uint64(next()), Unverified: next()%4 > 0}
+					for page := first; page < first+n; page++ {
+						x.Hashes = append(x.Hashes, h[page*32:page*32+8]...)
+					}
+					_ = e.Restore(id, []Restored{x})
+				}
+				if next()%4 > 0 {
+					e.EndRestore()
+				}
+			case 26:
+				found, _, err := e.NextVerify(o, odd(), take(next()%12), nil, nil)
+				if err == nil && len(found) > 0 && e.Unverified() == 0 {
+					t.Fatal(found)
+				}
+				for _, v := range found {
+					handles = append(handles, v.Handle)
+				}
+				h := handle()
+				e.EndVerify(h, next()%3 > 0)
+				e.Verified(h)
 			case 24:
 				moves, _, _, _ := e.NextMoves(uint32(next()%4), odd(), odd(), next()%2 == 0, nil, nil)
 				for _, m := range moves {

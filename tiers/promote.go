@@ -87,7 +87,7 @@ func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, h
 	e.tick++
 	// What is held is leased first, so that room for one chunk does not cost another.
 	for i, rec := range refs {
-		if rec != 0 && e.at(rec, w.last(i)) {
+		if rec = e.served(rec); rec != 0 && e.at(rec, w.last(i)) {
 			refs[i], _ = e.slotOf(rec)
 			e.pin(refs[i])
 		} else {

@@ -10,13 +10,15 @@ type Move struct {
 	To     Extent // as many
 	Prev   []byte // digest of the page before; empty if there is none, or it is not known
 	Hashes []byte // digests of the pages, end to end
+
+	Unverified bool // whoever moves it checks it as well
 }
 
 // MoveEnd says how a move ended.
 type MoveEnd uint8
 
 const (
-	MoveDone   MoveEnd = iota // the bytes are in the new slot, as durable as they are to be
+	MoveDone   MoveEnd = iota // the bytes are in the new slot, as durable as they are to be, and checked
 	MoveFailed                // they are not; the chunk stays where it was
 	MoveBad                   // they are bad where they were: the chunk is dropped
 )
@@ -189,8 +191,9 @@ func (e *Engine) startMove(from uint32, buf []byte) (Move, []byte) {
 	page := s.chunk * uint32(r.ppc)
 	m := Move{
 		Handle: x.handle(), Space: SpaceID(s.space),
-		From: Extent{Page: page, Pages: uint32(s.pages), Region: r.id, Offset: r.offset(from, 0)},
-		To:   Extent{Page: page, Pages: uint32(s.pages), Region: rt.id, Offset: rt.offset(to, 0)},
+		From:       Extent{Page: page, Pages: uint32(s.pages), Region: r.id, Offset: r.offset(from, 0)},
+		To:         Extent{Page: page, Pages: uint32(s.pages), Region: rt.id, Offset: rt.offset(to, 0)},
+		Unverified: s.flags&unverified != 0,
 	}
 	m.Prev, m.Hashes, buf = e.digests(from, buf)
 	return m, buf
@@ -273,6 +276,10 @@ func (e *Engine) relocate(from, to uint32) {
 	sp := e.spaces[s.space]
 	if s.flags&cold != 0 {
 		e.thaw(from)
+	}
+	if s.flags&unverified != 0 {
+		e.vouch(s)
+		e.stats.Verified++
 	}
 	*t = slot{stamp: s.stamp, gen: t.gen, chunk: s.chunk, pages: s.pages, space: s.space, state: ready, flags: s.flags&^(moved|spoiled) | t.flags&spoiled, pins: 1, last: t.last}
 	e.pins++

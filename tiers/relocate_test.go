@@ -127,6 +127,9 @@ func (w *world) move() {
 
 // verifyMove compares what is being moved with what it should be, where it was.
 func (w *world) verifyMove(x *modelMove) {
+	if x.m.Unverified {
+		return
+	}
 	w.verifyCascade(&modelCascade{space: x.space, item: CascadeItem{
 		Space: x.m.Space, Region: x.m.From.Region, Offset: x.m.From.Offset, First: int(x.m.From.Page), Pages: int(x.m.From.Pages), Prev: x.m.Prev, Hashes: x.m.Hashes,
 	}})
@@ -144,6 +147,9 @@ func (w *world) endMove() {
 	} else if w.chance(30) {
 		how = MoveBad
 		w.bad = true
+	}
+	if x.m.Unverified && !w.good(x.space, x.m.From, x.m.Hashes) {
+		how = MoveBad
 	}
 	if how == MoveDone {
 		for i := range int(x.m.To.Pages) {
@@ -164,6 +170,9 @@ func (w *world) endMove() {
 		w.fatal("a move changed %+v to %+v", before, after)
 	}
 	if moved {
+		if x.m.Unverified {
+			w.commitAll(x.space, x.m.Hashes)
+		}
 		w.moved++
 	}
 }

@@ -17,14 +17,17 @@ type Restored struct {
 	Prev   []byte // digest of the page before; empty if there is none, or it is not known
 	Hashes []byte // digests of the pages, end to end
 	Order  uint64 // by which the slots of all regions were committed, smaller ones first
+
+	Unverified bool // its bytes are to be checked before anybody reads them: see NextVerify
 }
 
 // staged is a slot that Restore was told of and EndRestore has yet to make ready. Its digests are in the region already.
 type staged struct {
-	order   uint64
-	ref     uint32
-	hasPrev bool
-	prev    [32]byte
+	order      uint64
+	ref        uint32
+	hasPrev    bool
+	unverified bool
+	prev       [32]byte
 }
 
 // Placement is where the slots of a carved region lie in it: slot i begins at Offset + i × Stride. In bytes.
@@ -188,7 +191,7 @@ func (e *Engine) stage(region uint32, entries []Restored) (*region, []staged, er
 			continue
 		}
 		sl.chunk, sl.granted, sl.space = uint32(x.First/r.ppc), uint16(x.Pages), uint16(x.Space)
-		block[i] = staged{order: x.Order, ref: r.num<<recordBits | x.Slot, hasPrev: len(x.Prev) > 0}
+		block[i] = staged{order: x.Order, ref: r.num<<recordBits | x.Slot, hasPrev: len(x.Prev) > 0, unverified: x.Unverified}
 		copy(block[i].prev[:], x.Prev)
 	}
 	e.staged = append(e.staged, block)
@@ -272,6 +275,13 @@ func (e *Engine) parentsOf(all []staged) []uint32 {
 func (e *Engine) takeStaged(all []staged) []staged {
 	stale := map[*region]bool{} // stored to since Restore
 	top := map[*region]int{}
+	here := all[:0]
+	for i := range all { // the region may have been removed since, or carved for another geometry
+		if int64(all[i].ref&recordMask) < int64(len(e.regions[all[i].ref>>recordBits].slots)) {
+			here = append(here, all[i])
+		}
+	}
+	all = here
 	for i := range all {
 		r, _ := e.slot(all[i].ref)
 		if r.fresh > 0 || r.class == nil || r.draining {
@@ -287,6 +297,10 @@ func (e *Engine) takeStaged(all []staged) []staged {
 			continue
 		}
 		s.state, s.gen = ready, r.firstGen
+		if all[i].unverified {
+			s.flags |= unverified
+			e.unverified.Add(1)
+		}
 		r.free--
 		r.class.free--
 		e.spaces[s.space].chunks++
@@ -484,7 +498,9 @@ func (e *Engine) restore(x *staged, parent uint32) {
 	s.stamp, r.lastUse = e.tick, e.tick
 	e.spaces[s.space].lastUse = e.tick
 	if parent != 0 {
-		e.adopt(parent, x.ref)
+		if _, p := e.slot(parent); p.stamp != 0 { // else its own turn is to come, and the policy does not know it yet
+			e.adopt(parent, x.ref)
+		}
 	}
 	e.register(x.ref)
 	if t := e.route(x.ref); t != nil {

@@ -28,6 +28,9 @@ const (
 	moving                      // ready, being copied to another slot: not extended meanwhile; or filling, and that slot
 	moved                       // ready, and another slot has what it holds since: freed when nobody uses it, if that still is there
 	spoiled                     // its memory is bad: never granted again once it is free
+
+	// unverified, of a ready slot: restored, and nobody reads it before its bytes were checked. A slot that is promoting is filling, so that both are one bit.
+	unverified = promoting
 )
 
 // slot is the engine's account of one slot: a cache line with all of it that a lookup of the whole chunk reads and writes. The rest is its kin.
@@ -499,6 +502,7 @@ func (e *Engine) leave(ref uint32, evicted bool) {
 		e.thaw(ref)
 	}
 	e.retract(ref, 0)
+	e.vouch(s)
 	if parent := e.heldParent(ref); parent != 0 {
 		r.class.policy.Inherit(parent, ref)
 	}
@@ -541,6 +545,7 @@ func (e *Engine) release(ref uint32) {
 		r.filling--
 		e.disown(ref)
 	}
+	e.vouch(s)
 	e.gone(ref)
 	e.spaces[s.space].chunks--
 	bad := s.flags & spoiled

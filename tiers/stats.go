@@ -21,7 +21,8 @@ type Counters struct {
 	Expired       uint64 // lookups ended by their deadline
 	Cleared       uint64 // chunks dropped by ClearSpace
 	Dropped       uint64 // chunks dropped by Drop
-	Bad           uint64 // chunks dropped because a load found their bytes bad
+	Bad           uint64 // chunks dropped because their bytes were found bad
+	Verified      uint64 // restored chunks whose bytes were found good
 	Limited       uint64 // answers cut short by an owner's share or limits
 	Recarved      uint64 // regions emptied for another geometry
 	CarveFailures uint64 // regions that could not be carved for want of memory
@@ -46,6 +47,7 @@ type Stats struct {
 	FillingSlots  int
 	Promoting     int // of those: from a tier
 	ReadySlots    int
+	Unverified    int   // of those: restored, and not checked since
 	LeasedSlots   int   // ready ones in use by lookups, loads, pins and extensions
 	Leases        int   // on them and on those being promoted into; one slot may have many
 	Pages         int   // indexed
@@ -63,7 +65,7 @@ func (e *Engine) Stats() Stats {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	st := Stats{
-		Counters: e.stats, Regions: len(e.byID), CapacityBytes: e.bytes, Leases: e.pins, Pages: e.idx.len(), Spaces: len(e.byPrint),
+		Counters: e.stats, Regions: len(e.byID), CapacityBytes: e.bytes, Leases: e.pins, Pages: e.idx.len(), Unverified: e.Unverified(), Spaces: len(e.byPrint),
 		Owners: len(e.owners), WantRegion: e.waiting, MetadataBytes: int64(len(e.idx.cur.words)+len(e.idx.old.words)) * 8,
 	}
 	for _, r := range e.regions[1 : e.nregion+1] {

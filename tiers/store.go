@@ -68,7 +68,7 @@ func (e *Engine) PrepareStore(o Owner, firstPage int, prev, hashes []byte, out [
 		if rec, page := e.bisect(sp, &w, i); rec != 0 && !e.cfg.NoExtend {
 			ref, _ := e.slotOf(rec)
 			r, s := e.slot(ref)
-			if have := page - start + 1; int(s.pages) == have && s.granted == 0 && s.flags&moving == 0 && !r.draining && ow.slots.add(ref, sp.class.limit) {
+			if have := page - start + 1; int(s.pages) == have && s.granted == 0 && s.flags&(moving|unverified) == 0 && !r.draining && ow.slots.add(ref, sp.class.limit) {
 				e.hold(ref)
 				if s.idle() {
 					r.leased++
