@@ -79,6 +79,8 @@ class Config:
     promotion_timeout_ms: int = 3_000
     """How long one may be out whose pages a sidecar is bringing up from a tier
     below its memory; 0: none are brought up."""
+    handover_timeout_ms: int = 500
+    """How long a decoder waits for pages that a prefiller said it is storing."""
     store_timeout_ms: int = 15
     """How long a worker waits, beyond its forward, for the room to store into."""
     load_timeout_ms: int = 10_000
@@ -239,6 +241,13 @@ SETTINGS: dict[str, Setting] = {
         "How long a request may wait for pages that a sidecar brings up from a disk or another tier; "
         "other requests run meanwhile. What is not there then is computed. 0: only what lies in the "
         "sidecars' memory is a hit.",
+    ),
+    "handover_timeout_ms": Setting(
+        _integer(0, 60_000),
+        "ms",
+        "500",
+        "How long a request that a prefiller handed over, with `kv_transfer_params`, may wait for pages that "
+        "it said it is storing; other requests run meanwhile. What is not there then is computed.",
     ),
     "store_timeout_ms": Setting(
         _integer(0, 60_000),

@@ -92,7 +92,8 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
     """Shares every prefix of a model through the sidecars of its ranks.
 
     Set in ``--kv-transfer-config`` as ``kv_connector`` with
-    ``kv_connector_module_path`` "lookaside.connector" and ``kv_role`` "kv_both".
+    ``kv_connector_module_path`` "lookaside.connector" and ``kv_role`` "kv_both", or
+    "kv_producer" and "kv_consumer" for an instance that only stores or only loads.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -197,9 +198,7 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
     @_contained(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         # Never True: what is saved is pinned, and what loads vLLM holds by itself.
-        if self._scheduler is not None:
-            self._scheduler.request_finished(request, block_ids)
-        return False, None
+        return False, None if self._scheduler is None else self._scheduler.request_finished(request, block_ids)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

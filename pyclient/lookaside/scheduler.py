@@ -27,6 +27,13 @@ rewritten by the very next step, so every block of a save is pinned with the
 block pool until every rank has said that it is done with it. A request's saved
 pages are a high-water mark that only counts pages handed to the workers; it is
 void when the request is preempted or its hashes change under it.
+
+**Roles**: a kv_producer stores and never looks up, a kv_consumer looks up and
+never stores, kv_both does both. A prompt that is handed over (handover.py) is
+stored to its last token, the incomplete page included, and may be hit to its last
+token: vLLM then computes that one alone. Only what was handed over is hit beyond
+the last whole page, and only such a lookup is repeated while it falls short of
+what the prefiller promised.
 """
 
 from __future__ import annotations
@@ -37,7 +44,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lookaside import space
+from lookaside import handover, space
 from lookaside.config import Config
 from lookaside.metadata import (
     LoadSpec,
@@ -64,6 +71,8 @@ logger = logging.getLogger(__name__)
 _HIT_LIFE_S = 15.0
 # A miss is asked for again while the request still waits: others may have stored it.
 _MISS_LIFE_S = 1.0
+# An answer short of what a prefiller promised is asked for again after this.
+_SHORT_LIFE_S = 0.005
 # Requests that hold a lookup while they wait; later ones start theirs when asked.
 _MAX_LOOKUPS = 512
 # One message names at most this many pages (a packet holds 256 KiB).
@@ -151,7 +160,12 @@ class _Request:
     stale: bool = False  # computed before a reset: must not be saved
     saved: int = 0  # pages known to be held, or handed to the workers
     saved_digest: bytes = b""  # of page saved - 1
+    saved_tail: bool = False  # the prompt's incomplete last page, too
     table: list[int] = field(default_factory=list)  # only without block states
+    handed: int = 0  # tokens that a prefiller may have handed over
+    tail: bytes = b""  # names the page they end in, if that is incomplete
+    promised: int = 0  # pages that it said it stores
+    patient_until: float = 0.0  # for these
 
 
 @dataclass(slots=True)
@@ -181,11 +195,13 @@ class SchedulerConnector:
         transfer = vllm_config.kv_transfer_config
         self._may_load = transfer is None or transfer.is_kv_consumer
         self._may_save = transfer is None or transfer.is_kv_producer
+        self._warned = False  # of a promise that cannot be kept
 
         geometry, _ = space.geometry(config, vllm_config, kv_cache_config)
         self._page = geometry.page_tokens
         self._chunk = geometry.pages_per_chunk
         self._hashes_per_page = geometry.hashes_per_page
+        self._names = handover.PageNames(vllm_config, self._page, self._hashes_per_page)
         self._lookup_pages = min(_MAX_LOOKUP_PAGES, _MAX_LOAD_CHUNKS * self._chunk)
         self._save_pages = max(1, _MAX_SAVE_PAGES // self._chunk) * self._chunk
 
@@ -235,8 +251,7 @@ class SchedulerConnector:
         if num_computed_tokens % self._page or not self._wants_hit(state):
             self._drop_lookup(state)
             return 0, False
-        # The last token must be computed here to give logits.
-        limit = (request.num_tokens - 1) // self._page
+        limit, limit_tokens = self._reach(state)
         if first >= limit:
             self._drop_lookup(state)
             return 0, False
@@ -259,14 +274,19 @@ class SchedulerConnector:
             asked.held = min(asked.first_page + pages, asked.end_page)
             asked.answered = self._clock()
             self._stats.observe("lookup_seconds", asked.answered - asked.since)
+        if self._falls_short(state, asked) and self._may_wait(state, asked):
+            if self._clock() - asked.answered >= _SHORT_LIFE_S:
+                self._drop_lookup(state)
+                self._ask(state, first - first % self._chunk)
+            return None, False
 
-        hit = min(asked.held - self._drafts, limit) - first
-        if hit <= 0:
+        hit = min(asked.held - self._drafts, limit)
+        if hit <= first:
             if asked.lookup is not None:
                 asked.lookup.cancel()
                 asked.lookup = None
             return 0, False
-        return hit * self._page, True
+        return min(hit * self._page, limit_tokens) - num_computed_tokens, True
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM has decided: load num_external_tokens into these blocks, or nothing."""
@@ -278,6 +298,8 @@ class SchedulerConnector:
         if not state.counted:
             state.counted = True
             self._stats.add("query_tokens", request.num_tokens - state.local_page * self._page)
+            if asked is not None and self._falls_short(state, asked):
+                self._stats.add("promises_broken")
         if num_external_tokens <= 0:
             self._drop_lookup(state)
             return
@@ -298,27 +320,45 @@ class SchedulerConnector:
     def _wants_hit(self, state: _Request) -> bool:
         request = state.request
         return (
-            self._may_load
-            and not state.denied
-            and not request.skip_reading_prefix_cache
-            and request.num_tokens > self._page
+            self._may_load and not state.denied and not request.skip_reading_prefix_cache and self._reach(state)[0] > 0
         )
 
-    def _end_page(self, request: Request, first_page: int) -> int:
+    def _reach(self, state: _Request) -> tuple[int, int]:
+        """(pages, tokens) that a hit may reach at most.
+
+        The last token is computed here to give logits, so that the page it is in is
+        of no use, unless all before it was handed over: vLLM takes a load that ends
+        anywhere, and goes back by one token where it is the whole prompt.
+        """
+        pages = (state.request.num_tokens - 1) // self._page
+        if min(state.handed, state.request.num_tokens - 1) > pages * self._page:
+            return pages + 1, state.handed
+        return pages, pages * self._page
+
+    def _end_page(self, state: _Request, first_page: int) -> int:
         """Where a lookup from first_page ends: the last page that could be used.
 
         One more with draft layers, whose last hit page only proves the one before.
         """
-        usable = (request.num_tokens - 1) // self._page + self._drafts
-        known = len(request.block_hashes) // self._hashes_per_page
-        return min(usable, known, first_page + self._lookup_pages)
+        pages, tokens = self._reach(state)
+        known = len(state.request.block_hashes) // self._hashes_per_page
+        if tokens % self._page:
+            known = pages  # its last page is named by what is in it
+        return min(pages + self._drafts, known, first_page + self._lookup_pages)
+
+    def _wanted(self, state: _Request, first_page: int, end_page: int) -> list[Any]:
+        """The digests of pages [first_page, end_page) that a lookup asks for."""
+        pages, tokens = self._reach(state)
+        if tokens % self._page and end_page == pages:
+            return [*self._hashes(state.request, first_page, pages - 1), state.tail]
+        return self._hashes(state.request, first_page, end_page)
 
     def _ask(self, state: _Request, first_page: int) -> _Asked | None:
         request = state.request
-        end = self._end_page(request, first_page)
+        end = self._end_page(state, first_page)
         if end <= first_page or not self._sidecars.available:
             return None
-        hashes = self._hashes(request, first_page, end)
+        hashes = self._wanted(state, first_page, end)
         prev = self._hashes(request, first_page - 1, first_page)[0] if first_page else b""
         state.asked = _Asked(
             lookup=self._sidecars.start(first_page, prev, b"".join(hashes), self._recompute_us()),
@@ -336,10 +376,10 @@ class SchedulerConnector:
         """Whether what was asked still answers the question."""
         if asked.trimmed > first_page:
             return False
-        end = self._end_page(state.request, asked.first_page)
+        end = self._end_page(state, asked.first_page)
         if end != asked.end_page:
             return False
-        if self._hashes(state.request, end - 1, end)[0] != asked.last_digest:
+        if self._wanted(state, end - 1, end)[0] != asked.last_digest:
             return False
         if asked.held is None:
             return True
@@ -356,6 +396,78 @@ class SchedulerConnector:
                 asked.lookup.cancel()
             except Exception:  # its lease has a deadline anyway
                 self._stats.add("errors")
+
+    # ---- what is handed over ----
+
+    def _expect(self, state: _Request) -> None:
+        """Note what a prefiller may have handed over of a new request."""
+        request = state.request
+        if not self._may_load or getattr(request, "resumable", False):
+            return
+        promise = handover.read(request)
+        if promise is not None and promise.tokens % self._page and self._drafts:
+            promise = None  # it has layers that these pages lack
+        if promise is not None and self._names.digest(request, promise.tokens) != promise.digest:
+            promise = None
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "lookaside: a prefiller names the pages of a prompt otherwise than this decoder, which will"
+                    " not find them: compare the prompt as the two get it, --block-size,"
+                    " --prefix-caching-hash-algo and PYTHONHASHSEED"
+                )
+        if promise is not None:
+            state.promised = -(-promise.tokens // self._page)
+            state.patient_until = self._clock() + self._config.handover_timeout_ms / 1e3
+        if self._drafts:
+            return  # their layers need a token beyond each page
+        # One that only consumes is a decoder, whether its proxy passes promises on or not.
+        tokens = promise.tokens if promise is not None else 0 if self._may_save else request.num_prompt_tokens
+        if tokens % self._page:
+            state.tail = self._names.digest(request, tokens)
+            if not state.tail:
+                return
+        state.handed = tokens
+
+    @staticmethod
+    def _falls_short(state: _Request, asked: _Asked) -> bool:
+        """Whether an answer is in and less than what was promised."""
+        return asked.held is not None and asked.held < min(state.promised, asked.end_page)
+
+    def _may_wait(self, state: _Request, asked: _Asked) -> bool:
+        """Whether to ask once more after an answer that falls short of the promise.
+
+        The last time is after the deadline, so that one asked early and answered
+        long ago, while the request waited for other things, does not count.
+        """
+        return asked.since < state.patient_until and self._sidecars.available
+
+    def _hands_over(self, request: Request) -> bool:
+        """Whether a request is computed here for another instance to go on with."""
+        if not self._may_save or getattr(request, "resumable", False):
+            return False
+        return handover.is_asked(request) or (not self._may_load and request.max_tokens == 1)
+
+    def _tail(self, request: Request) -> bytes:
+        """The name of a prompt's incomplete last page, if that is to be stored.
+
+        With one token in it there is nothing to win: the decoder computes that anyway.
+        """
+        tokens = request.num_prompt_tokens
+        if tokens % self._page < 2 or self._drafts or not self._hands_over(request):
+            return b""
+        return self._names.digest(request, tokens)
+
+    def _promise(self, state: _Request) -> dict[str, Any] | None:
+        """What the answer of a request that is handed over says is stored."""
+        request = state.request
+        if not self._hands_over(request) or not self._sidecars.available:
+            return None
+        tokens = request.num_prompt_tokens
+        if not state.saved_tail:
+            tokens = min(state.saved, tokens // self._page) * self._page
+        digest = self._names.digest(request, tokens)
+        return handover.write(handover.Promise(tokens, digest)) if digest else None
 
     # ---- load or recompute ----
 
@@ -420,21 +532,25 @@ class SchedulerConnector:
             before = request.num_computed_tokens
             # Beyond num_tokens lie drafts and placeholders.
             after = min(before + scheduled, request.num_tokens)
-            if after // self._page <= state.saved:
+            ends_prompt = before < request.num_prompt_tokens <= after
+            tail = self._tail(request) if ends_prompt else b""
+            if after // self._page <= state.saved and not tail:
                 continue
             pages = self._final_pages(state, after)
             if self._drafts and after > request.num_prompt_tokens:
                 pages -= 1
-            if not before < request.num_prompt_tokens <= after:
+            if not ends_prompt:
                 pages -= pages % self._chunk
-            if pages <= state.saved:
+            if pages != request.num_prompt_tokens // self._page:
+                tail = b""  # a resumed request may be past it
+            if pages <= state.saved and not tail:
                 continue
             if block_state is None:
                 table = state.table
             else:
                 groups = block_state.get_block_ids(request_id)
                 table = groups[0] if groups else []
-            meta.saves += self._save(state, pages, table)
+            meta.saves += self._save(state, pages, table, tail)
 
     def _final_pages(self, state: _Request, valid_tokens: int) -> int:
         """Whole pages within the valid tokens that may be saved and have hashes."""
@@ -449,19 +565,26 @@ class SchedulerConnector:
             state.saved = 0
         return min(valid_tokens // self._page, known)
 
-    def _save(self, state: _Request, end_page: int, table: list[int]) -> list[SaveSpec]:
-        """Specs for pages [state.saved, end_page), their blocks pinned."""
+    def _save(self, state: _Request, end_page: int, table: list[int], tail: bytes = b"") -> list[SaveSpec]:
+        """Specs for pages [state.saved, end_page), their blocks pinned.
+
+        With a tail, which names the prompt's incomplete page, for that too: it is
+        the one after end_page, and not counted in state.saved.
+        """
         assert self._pool is not None
         request = state.request
-        end_page = min(end_page, len(table))
+        at, whole = state.saved, end_page
+        end_page = min(end_page + bool(tail), len(table))
         specs: list[SaveSpec] = []
-        while state.saved < end_page:
-            first = state.saved - state.saved % self._chunk
+        while at < end_page:
+            first = at - at % self._chunk
             end = min(end_page, first + self._save_pages)
             block_ids = list(table[first:end])
             if 0 in block_ids:  # vLLM's null block: this page's bytes are gone
                 break
-            hashes = self._hashes(request, first, end)
+            hashes = self._hashes(request, first, min(end, whole))
+            if end > whole:
+                hashes = [*hashes, tail]
             prev = self._hashes(request, first - 1, first)[0] if first else b""
             spec = SaveSpec(
                 save_id=self._next_save,
@@ -470,21 +593,25 @@ class SchedulerConnector:
                 prev=prev,
                 hashes=b"".join(hashes),
                 block_ids=block_ids,
-                new_from=state.saved,
+                new_from=at,
             )
             self._next_save += 1
             blocks = [self._pool.blocks[i] for i in block_ids]
             self._pool.touch(blocks)
             self._pins[spec.save_id] = _Pin(blocks, self._ranks, self._clock())
             specs.append(spec)
-            state.saved, state.saved_digest = end, hashes[-1]
+            at = end
+            if min(end, whole) > state.saved:
+                state.saved = min(end, whole)
+                state.saved_digest = hashes[state.saved - first - 1]
+            state.saved_tail = state.saved_tail or end > whole
             self._stats.add("saves")
         return specs
 
     def _note_saved(self, state: _Request, page: int) -> None:
-        """Pages below page are held by every rank."""
-        known = len(state.request.block_hashes) // self._hashes_per_page
-        if state.saved < page <= known and not state.stale:
+        """Pages below page are held by every rank, as far as they are whole."""
+        page = min(page, len(state.request.block_hashes) // self._hashes_per_page)
+        if state.saved < page and not state.stale:
             state.saved = page
             state.saved_digest = self._hashes(state.request, page - 1, page)[0]
 
@@ -537,32 +664,35 @@ class SchedulerConnector:
         for request_id in output.finished_recving or ():
             self._loads.pop(request_id, None)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> None:
-        """The request ends, for any reason: save what is left of it."""
+    def request_finished(self, request: Request, block_ids: list[int]) -> dict[str, Any] | None:
+        """The request ends, for any reason: save what is left of it.
+
+        Answers the kv_transfer_params for whoever goes on with it, if anybody shall.
+        """
         state = self._requests.get(request.request_id)
         if state is None:
-            return
+            return None
         self._reset_if_preempted(state)
         del self._requests[request.request_id]
         self._drop_lookup(state)
         if request.request_id in self._loads:
             # Its blocks stay with vLLM until the workers report it.
             self._aborted.append(request.request_id)
-            return
+            return None
         if not (self._may_save and block_ids and state.admitted) or state.stale:
-            return
+            return None
         if self._pool is None or not self._sidecars.available:
-            return
+            return None
         # The last sampled token was never computed; tokens in flight may not
         # have been, and are of no use if the request was aborted.
         in_flight = getattr(request, "num_in_flight_tokens", None)
-        if in_flight is None:
-            return
-        valid = min(
-            max(request.num_prompt_tokens, request.num_tokens - 1),
-            request.num_computed_tokens - in_flight,
-        )
-        self._last_saves += self._save(state, self._final_pages(state, valid), block_ids)
+        if in_flight is not None:
+            valid = min(
+                max(request.num_prompt_tokens, request.num_tokens - 1),
+                request.num_computed_tokens - in_flight,
+            )
+            self._last_saves += self._save(state, self._final_pages(state, valid), block_ids)
+        return self._promise(state)
 
     def has_pending_push_work(self) -> bool:
         """Whether saves are out that end by themselves if the engine steps on."""
@@ -611,6 +741,7 @@ class SchedulerConnector:
         if state is None:
             state = _Request(request, request.num_preemptions)
             self._requests[request.request_id] = state
+            self._expect(state)
         self._reset_if_preempted(state)
         return state
 
@@ -624,7 +755,7 @@ class SchedulerConnector:
             return
         state.preemptions = state.request.num_preemptions
         self._drop_lookup(state)
-        state.admitted = state.stale = False
+        state.admitted = state.stale = state.saved_tail = False
         state.saved, state.table = 0, []
 
     def _hashes(self, request: Request, first_page: int, end_page: int) -> list[Any]:
