@@ -228,10 +228,10 @@ func powerCut(t *testing.T, seed uint64, tight bool) {
 			t.Fatalf("seed %d step %d: %v", seed, step, err)
 		}
 	}
-	mem.OnWrite = nil
 	if err := d.Close(); err != nil {
 		t.Fatal(err)
 	}
+	mem.OnWrite = nil // nobody writes any more
 	cleanCheck(t, mem, o.Dirs)
 	t.Logf("%d changes", clones)
 }
