@@ -165,7 +165,7 @@ func powerCut(t *testing.T, seed uint64, tight bool) {
 		return d
 	}
 	d := open()
-	mem.OnWrite = examine
+	mem.OnWrite(examine)
 	for step := range steps {
 		switch k := rnd.IntN(20); {
 		case k < 12:
@@ -231,7 +231,7 @@ func powerCut(t *testing.T, seed uint64, tight bool) {
 	if err := d.Close(); err != nil {
 		t.Fatal(err)
 	}
-	mem.OnWrite = nil // nobody writes any more
+	mem.OnWrite(nil) // nobody writes any more
 	cleanCheck(t, mem, o.Dirs)
 	t.Logf("%d changes", clones)
 }

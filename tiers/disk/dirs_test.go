@@ -591,7 +591,7 @@ func TestPowerCutWhileMoving(t *testing.T) {
 		var cutErr error
 		ctx, cancel := context.WithCancel(t.Context())
 		defer cancel()
-		mem.OnWrite = func() {
+		mem.OnWrite(func() {
 			mu.Lock()
 			defer mu.Unlock()
 			if clones++; clones == 12+4*int(seed) {
@@ -619,7 +619,7 @@ func TestPowerCutWhileMoving(t *testing.T) {
 				cleanCheck(t, o.FS, o.Dirs)
 				return err
 			}()
-		}
+		})
 		first := d.RemoveDir(ctx, "/a", Migrate, false)
 		if !errors.Is(first, context.Canceled) {
 			first = fmt.Errorf("not cancelled: %v", first)
@@ -629,7 +629,7 @@ func TestPowerCutWhileMoving(t *testing.T) {
 		second := d.RemoveDir(t.Context(), "/b", Migrate, false)
 		mu.Lock()
 		err, doubled, cuts := errors.Join(first, second, cutErr), both, clones
-		mem.OnWrite = nil
+		mem.OnWrite(nil)
 		mu.Unlock()
 		if err != nil || doubled == 0 {
 			t.Fatalf("seed %d: %v; %d of %d cuts left some chunks twice", seed, err, doubled, cuts)
@@ -746,7 +746,7 @@ func (w *dirWorld) change() {
 	var clone *vfs.Mem
 	cutAt, writes := 1+w.rnd.IntN(60), 0
 	cancels := w.rnd.IntN(3) == 0
-	w.mem.OnWrite = func() {
+	w.mem.OnWrite(func() {
 		mu.Lock()
 		defer mu.Unlock()
 		if writes++; writes == cutAt {
@@ -755,7 +755,7 @@ func (w *dirWorld) change() {
 				cancel()
 			}
 		}
-	}
+	})
 	before := w.options(nil)
 	name, how, force := w.dir(), []Mode{Migrate, Migrate, Evict, Drain}[w.rnd.IntN(4)], w.rnd.IntN(2) == 0
 	had := slices.Contains(w.names, name)
@@ -800,7 +800,7 @@ func (w *dirWorld) change() {
 		}
 	}
 	mu.Lock()
-	w.mem.OnWrite = nil
+	w.mem.OnWrite(nil)
 	mu.Unlock()
 	what += " " + name
 	switch {

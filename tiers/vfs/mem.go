@@ -13,6 +13,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 )
 
@@ -23,9 +24,7 @@ type Mem struct {
 	SpaceBytes int64
 	// Align is what Direct wants of addresses, offsets and lengths, and enforces with EINVAL. 0: direct I/O is refused.
 	Align int
-	// OnWrite, if set, is called after each change: a write, truncation, allocation, sync, or change of a directory. It runs in the caller's goroutine
-	// with no lock held, so it may clone.
-	OnWrite func()
+	onWrite atomic.Pointer[func()]
 
 	mu    sync.Mutex
 	root  *memNode
@@ -172,9 +171,19 @@ func pathError(op, name string, err error) error {
 	return &fs.PathError{Op: op, Path: name, Err: err}
 }
 
+// OnWrite has f called after each change from now on: a write, truncation, allocation, sync, or change of a directory; nil ends that. It runs in the goroutine that
+// made the change, with no lock held, so it may clone. It may be set while files are in use.
+func (m *Mem) OnWrite(f func()) {
+	if f == nil {
+		m.onWrite.Store(nil)
+		return
+	}
+	m.onWrite.Store(&f)
+}
+
 func (m *Mem) changed() {
-	if m.OnWrite != nil {
-		m.OnWrite()
+	if f := m.onWrite.Load(); f != nil {
+		(*f)()
 	}
 }
 

@@ -423,7 +423,7 @@ func TestMemFull(t *testing.T) {
 func TestOnWrite(t *testing.T) {
 	m := NewMem()
 	n := 0
-	m.OnWrite = func() { n++; m.CrashClone(uint64(n)) }
+	m.OnWrite(func() { n++; m.CrashClone(uint64(n)) })
 	f := open(t, m, "/f", Create)
 	write(t, f, 0, "x")
 	ok(t, f.Datasync())
