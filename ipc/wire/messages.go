@@ -105,7 +105,8 @@ func (l *Limits) MessageBytes() int {
 // Type is the first element of a message.
 type Type uint8
 
-// The types. Session socket below 60, lookup sockets from 60.
+// The types. Session socket below 60, lookup sockets from 60, between sidecars from 70 (and RegionAdded, RegionRemoved,
+// RegionUnmapped, Refuse).
 const (
 	TypeHello          Type = 1
 	TypeWelcome        Type = 2
@@ -130,6 +131,14 @@ const (
 	TypeTrim           Type = 62
 	TypeCancel         Type = 63
 	TypeLookupPending  Type = 64
+
+	TypePeerHello   Type = 70
+	TypePeerWelcome Type = 71
+	TypePeerSpace   Type = 72
+	TypePeerPages   Type = 73
+	TypePeerLease   Type = 74
+	TypePeerGrant   Type = 75
+	TypePeerRelease Type = 76
 )
 
 var typeNames = map[Type]string{
@@ -140,6 +149,8 @@ var typeNames = map[Type]string{
 	TypeRegionAdded: "RegionAdded", TypeRegionRemoved: "RegionRemoved", TypeRegionUnmapped: "RegionUnmapped", TypeError: "Error",
 	TypeLookup: "Lookup", TypeLookupResult: "LookupResult", TypeTrim: "Trim", TypeCancel: "Cancel",
 	TypeLookupPending: "LookupPending",
+	TypePeerHello:     "PeerHello", TypePeerWelcome: "PeerWelcome", TypePeerSpace: "PeerSpace", TypePeerPages: "PeerPages",
+	TypePeerLease: "PeerLease", TypePeerGrant: "PeerGrant", TypePeerRelease: "PeerRelease",
 }
 
 // String names the type as the struct is named.
@@ -210,6 +221,20 @@ func New(t Type) Message {
 		return new(Cancel)
 	case TypeLookupPending:
 		return new(LookupPending)
+	case TypePeerHello:
+		return new(PeerHello)
+	case TypePeerWelcome:
+		return new(PeerWelcome)
+	case TypePeerSpace:
+		return new(PeerSpace)
+	case TypePeerPages:
+		return new(PeerPages)
+	case TypePeerLease:
+		return new(PeerLease)
+	case TypePeerGrant:
+		return new(PeerGrant)
+	case TypePeerRelease:
+		return new(PeerRelease)
 	}
 	return nil
 }
@@ -250,11 +275,7 @@ func (m *Hello) Append(dst []byte) []byte {
 	dst = appendUint(dst, m.PageBytes)
 	dst = appendUint(dst, uint64(m.PagesPerChunk))
 	dst = appendUint(dst, uint64(m.DigestBytes))
-	dst = appendMap(dst, len(m.Fields))
-	for _, f := range m.Fields {
-		dst = appendStr(appendStr(dst, f.Key), f.Value)
-	}
-	return dst
+	return appendFields(dst, m.Fields)
 }
 
 // Decode implements Message.
@@ -283,15 +304,7 @@ func (m *Hello) Decode(b []byte, lim *Limits) error {
 			r.fail("page_bytes", "zero")
 		}
 	}
-	n := r.mapping("fields", lim.Fields)
-	m.Fields = m.Fields[:0]
-	for i := 0; i < n && r.err == nil; i++ {
-		f := Field{Key: r.str("fields", lim.FieldKeyBytes), Value: r.str("fields", lim.FieldValueBytes)}
-		if i > 0 && r.err == nil && f.Key <= m.Fields[i-1].Key {
-			r.fail("fields", "not in rising order of keys")
-		}
-		m.Fields = append(m.Fields, f)
-	}
+	m.Fields = r.fields(m.Fields, lim)
 	return r.done()
 }
 

@@ -9,6 +9,7 @@ import (
 	"math"
 	"os"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 	"unicode"
@@ -19,13 +20,14 @@ var update = flag.Bool("update", false, "write the golden vectors anew")
 const (
 	vectorsFile = "testdata/vectors.json"
 	lmcacheFile = "testdata/lmcache.json"
+	peersFile   = "testdata/peers.json" // which only sidecars read
 )
 
 // A vector is a golden message, or bytes that must be refused.
 type vector struct {
 	Name    string         `json:"name"`
 	Type    string         `json:"type"`              // the message decoded as
-	To      string         `json:"to"`                // who receives it: "sidecar" or "client"
+	To      string         `json:"to"`                // who receives it: "sidecar", "client", "lender" or "borrower"
 	Message map[string]any `json:"message,omitempty"` // the fields; bytes in hex
 	Hex     string         `json:"hex"`
 	Valid   bool           `json:"valid"`
@@ -41,6 +43,12 @@ var toClient = map[Type]bool{
 }
 
 func receiver(t Type) string {
+	switch t {
+	case TypePeerHello, TypePeerLease, TypePeerRelease:
+		return "lender"
+	case TypePeerWelcome, TypePeerSpace, TypePeerPages, TypePeerGrant:
+		return "borrower"
+	}
 	if toClient[t] {
 		return "client"
 	}
@@ -107,6 +115,21 @@ func goodMessages() []named {
 		{"lookup pending large", &LookupPending{Lookup: big, Pages: math.MaxUint32, EtaMs: math.MaxUint32}},
 		{"trim", &Trim{Session: 5, Lookup: 6, FirstPage: 32}},
 		{"cancel", &Cancel{Session: 5, Lookup: 6}},
+
+		{"peer hello", &PeerHello{Version: Version, Generation: 0xfeedfacecafebeef}},
+		{"peer welcome", &PeerWelcome{Version: Version, Generation: 1, MaxPages: 65536}},
+		{"peer space", &PeerSpace{Fingerprint: digests(1, 32), PageTokens: 16, PageBytes: 2 << 20, PagesPerChunk: 16, DigestBytes: 32, Fields: []Field{{"hash_seed", "0"}, {"model", "m"}}}},
+		{"peer space of which little is known", &PeerSpace{Fingerprint: make([]byte, 32), PageBytes: math.MaxInt64, PagesPerChunk: math.MaxUint32, DigestBytes: 8}},
+		{"peer pages begin", &PeerPages{Seq: 1, Begin: true, Hints: digests(3, 8)}},
+		{"peer pages end", &PeerPages{Seq: big, End: true, Hints: []byte{}}},
+		{"peer pages many", &PeerPages{Seq: 70000, Begin: true, End: true, Hints: digests(600, 8)}},
+		{"peer lease", &PeerLease{ID: math.MaxUint32, Fingerprint: digests(1, 32), FirstPage: 4096, Hashes: digests(5, 32)}},
+		{"peer lease touch", &PeerLease{ID: 1, Fingerprint: digests(1, 32), Touch: true, Hashes: digests(40, 8)}},
+		{"peer grant", &PeerGrant{ID: 9, Load: 8, Pages: 26, Extents: []Extent{{64, 16, 1, 1 << 40}, {80, 10, 0, 0}}}},
+		{"peer grant nothing", &PeerGrant{ID: 9, More: true}},
+		{"peer grant touched", &PeerGrant{ID: 10, Pages: 640}},
+		{"peer release", &PeerRelease{Load: big, Extents: []uint32{0, 1, 300}, Bad: true}},
+		{"peer release all", &PeerRelease{Load: 1}},
 	}
 }
 
@@ -299,6 +322,52 @@ func badMessages() []vector {
 	add(TypeLookupPending, "eta above 32 bits", "94 40 06 04 cf0000000100000000")
 	add(TypeLookupPending, "one field too few", "93 40 06 04")
 	add(TypeLookupPending, "trailing bytes", "94 40 06 04 14 00")
+
+	hello := func(version, generation string) string { return "93 46" + version + generation }
+	add(TypePeerHello, "another version", hello("02", "01"))
+	add(TypePeerHello, "another version with another body", "92 46 09")
+	add(TypePeerHello, "zero generation", hello("03", "00"))
+	add(TypePeerHello, "generation as bytes", hello("03", "c40101"))
+	add(TypePeerHello, "one field too many", "94 46 03 01 00")
+	add(TypePeerHello, "trailing bytes", hello("03", "01 00"))
+	add(TypePeerWelcome, "another version", "94 47 04 01 01")
+	add(TypePeerWelcome, "zero generation", "94 47 03 00 01")
+	add(TypePeerWelcome, "no pages", "94 47 03 01 00")
+	add(TypePeerWelcome, "max pages above 32 bits", "94 47 03 01 cf0000000100000000")
+	const space = "97 48 c420"
+	add(TypePeerSpace, "short fingerprint", "97 48 c41f"+digest[2:]+"10 cd1000 10 20 80")
+	add(TypePeerSpace, "fingerprint above the limit", "97 48 c421"+digest+"00 10 cd1000 10 20 80")
+	add(TypePeerSpace, "fingerprint as a string", "97 48 d920"+digest+"10 cd1000 10 20 80")
+	add(TypePeerSpace, "zero page bytes", space+digest+"10 00 10 20 80")
+	add(TypePeerSpace, "page bytes above 63 bits", space+digest+"10 cfffffffffffffffff 10 20 80")
+	add(TypePeerSpace, "zero pages per chunk", space+digest+"10 cd1000 00 20 80")
+	add(TypePeerSpace, "zero digest bytes", space+digest+"10 cd1000 10 00 80")
+	add(TypePeerSpace, "digest bytes above 32", space+digest+"10 cd1000 10 21 80")
+	add(TypePeerSpace, "fields out of order", space+digest+"10 cd1000 10 20 82 a162a131 a161a132")
+	add(TypePeerSpace, "fields bomb", space+digest+"10 cd1000 10 20 df ffffffff")
+	add(TypePeerPages, "zero seq", "95 49 00 01 00 c400")
+	add(TypePeerPages, "begin above 1", "95 49 01 02 00 c400")
+	add(TypePeerPages, "end as a boolean", "95 49 01 00 c3 c400")
+	add(TypePeerPages, "not whole hints", "95 49 01 00 00 c407 00000000000000")
+	add(TypePeerPages, "hints as an array", "95 49 01 00 00 91 01")
+	add(TypePeerPages, "hints declare 4 GiB", "95 49 01 00 00 c6 ffffffff 00")
+	add(TypePeerPages, "trailing bytes", "95 49 01 00 00 c400 00")
+	const lease = "96 4a 01 c420"
+	add(TypePeerLease, "hashes empty", lease+digest+"00 00 c400")
+	add(TypePeerLease, "touch above 1", lease+digest+"00 02 c40100")
+	add(TypePeerLease, "first page wraps", lease+digest+"ceffffffff 00 c40100")
+	add(TypePeerLease, "short fingerprint", "96 4a 01 c41f"+digest[2:]+"00 00 c40100")
+	add(TypePeerLease, "hashes declare 4 GiB", lease+digest+"00 00 c6 ffffffff 00")
+	add(TypePeerLease, "negative id", "96 4a ff c420"+digest+"00 00 c40100")
+	add(TypePeerGrant, "extents without a load", "96 4b 01 00 01 00 91 94 00 01 00 00")
+	add(TypePeerGrant, "a load without extents", "96 4b 01 01 01 00 90")
+	add(TypePeerGrant, "more above 1", "96 4b 01 00 00 02 90")
+	add(TypePeerGrant, "extents bomb", "96 4b 01 01 01 00 dd ffffffff")
+	add(TypePeerGrant, "a negative offset", "96 4b 01 01 01 00 91 94 00 01 00 ff")
+	add(TypePeerRelease, "zero load", "94 4c 00 90 00")
+	add(TypePeerRelease, "indices out of order", "94 4c 01 92 02 01 00")
+	add(TypePeerRelease, "indices bomb", "94 4c 01 dd ffffffff")
+	add(TypePeerRelease, "bad above 1", "94 4c 01 90 02")
 	return out
 }
 
@@ -314,6 +383,7 @@ func wideMessages(t *testing.T) []vector {
 		one("pong wide", &Pong{ID: 5, Generation: 1}, "dc0003 cd001f ce00000005 d10001"),
 		one("lookup wide", &Lookup{Session: 1, Lookup: 2, FirstPage: 3, Prev: []byte{0xbb}, Hashes: []byte{0xaa}, DeadlineMs: 4, RecomputeUs: 5}, "98 3c d200000001 cc02 03 c5 0001 bb c6 00000001 aa 04 cd0005"),
 		one("error wide", &Error{ID: 1, Code: "a", Message: "b"}, "94 32 01 d901 61 db00000001 62"),
+		one("peer lease wide", &PeerLease{ID: 1, Fingerprint: make([]byte, 32), FirstPage: 2, Touch: true, Hashes: []byte{0xaa}}, "dc0006 cc4a cd0001 c5 0020"+strings.Repeat("00", 32)+"cc02 d001 c6 00000001 aa"),
 		one("store grant wide", &StoreGrant{ID: 1, Store: 1, Grants: []Extent{{0, 1, 0, 0}}}, "96 0b 01 01 00 00 dc0001 dd00000004 00 cc01 00 00"),
 	}
 }
@@ -370,7 +440,8 @@ func snake(name string) string {
 	return b.String()
 }
 
-func allVectors(t *testing.T) []vector {
+// allVectors are those with clients, or those between sidecars.
+func allVectors(t *testing.T, sidecars bool) []vector {
 	var out []vector
 	for _, g := range goodMessages() {
 		out = append(out, vector{
@@ -378,7 +449,8 @@ func allVectors(t *testing.T) []vector {
 			Hex: hex.EncodeToString(g.m.Append(nil)), Valid: true, Canonical: true,
 		})
 	}
-	return append(append(out, wideMessages(t)...), badMessages()...)
+	out = append(append(out, wideMessages(t)...), badMessages()...)
+	return slices.DeleteFunc(out, func(v vector) bool { return (v.To == "lender" || v.To == "borrower") != sidecars })
 }
 
 // golden compares a file with what it should hold, or writes it.

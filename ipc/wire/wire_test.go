@@ -17,16 +17,21 @@ import (
 )
 
 func TestGolden(t *testing.T) {
-	golden(t, vectorsFile, allVectors(t))
-	b, err := os.ReadFile(vectorsFile)
-	if err != nil {
-		t.Fatal(err)
-	}
+	golden(t, vectorsFile, allVectors(t, false))
+	golden(t, peersFile, allVectors(t, true))
 	var vectors []vector
-	dec := json.NewDecoder(bytes.NewReader(b))
-	dec.UseNumber() // 64-bit integers do not fit a float
-	if err := dec.Decode(&vectors); err != nil {
-		t.Fatal(err)
+	for _, file := range []string{vectorsFile, peersFile} {
+		b, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var some []vector
+		dec := json.NewDecoder(bytes.NewReader(b))
+		dec.UseNumber() // 64-bit integers do not fit a float
+		if err := dec.Decode(&some); err != nil {
+			t.Fatal(err)
+		}
+		vectors = append(vectors, some...)
 	}
 	types := map[string]Type{}
 	for typ, name := range typeNames {
@@ -145,8 +150,38 @@ func TestPacketLimits(t *testing.T) {
 			t.Errorf("a store of %d pages of %d bytes has %d bytes", n, size, got)
 		}
 	}
-	if MaxStorePages(0) != 0 {
-		t.Error("MaxStorePages(0)")
+	for _, size := range []int{8, 16, 32} {
+		n := MaxLeasePages(size)
+		lease := PeerLease{ID: math.MaxUint32, Fingerprint: make([]byte, FingerprintBytes), FirstPage: 1 << 31, Touch: true, Hashes: make([]byte, n*size)}
+		if got := len(lease.Append(nil)); got > MaxPacketBytes || n > MaxExtents {
+			t.Errorf("a lease of %d pages of %d bytes has %d bytes", n, size, got)
+		}
+	}
+	peerGrant := PeerGrant{ID: math.MaxUint32, Load: math.MaxUint64, Pages: math.MaxUint32, More: true, Extents: grant.Grants}
+	if n := len(peerGrant.Append(nil)); n > MaxPacketBytes {
+		t.Errorf("a peer's grant of MaxExtents has %d bytes", n)
+	}
+	release := PeerRelease{Load: math.MaxUint64, Extents: make([]uint32, MaxExtents), Bad: true}
+	for i := range release.Extents {
+		release.Extents[i] = math.MaxUint32 - MaxExtents + uint32(i)
+	}
+	if n := len(release.Append(nil)); n > MaxPacketBytes {
+		t.Errorf("a release of MaxExtents has %d bytes", n)
+	}
+	pages := PeerPages{Seq: math.MaxUint64, Begin: true, End: true, Hints: make([]byte, 8*MaxBatchHints)}
+	if n := len(pages.Append(nil)); n > MaxPacketBytes {
+		t.Errorf("pages of MaxBatchHints have %d bytes", n)
+	}
+	space := PeerSpace{Fingerprint: make([]byte, 32), PageTokens: math.MaxUint32, PageBytes: math.MaxInt64, PagesPerChunk: math.MaxUint32, DigestBytes: 32}
+	for i := range DefaultLimits.Fields {
+		key := strings.Repeat("k", DefaultLimits.FieldKeyBytes-2) + string(rune('A'+i/10)) + string(rune('0'+i%10))
+		space.Fields = append(space.Fields, Field{key, strings.Repeat("v", DefaultLimits.FieldValueBytes)})
+	}
+	if raw := space.Append(nil); len(raw) > MaxPacketBytes || new(PeerSpace).Decode(raw, &DefaultLimits) != nil {
+		t.Errorf("the longest space has %d bytes", len(raw))
+	}
+	if MaxStorePages(0) != 0 || MaxLeasePages(0) != 0 {
+		t.Error("pages of no hash")
 	}
 	l := DefaultLimits
 	lookup := Lookup{Session: math.MaxUint64, Lookup: math.MaxUint64, FirstPage: math.MaxUint32, DeadlineMs: math.MaxUint32, RecomputeUs: math.MaxUint32,
@@ -260,6 +295,24 @@ func random(r *rand.Rand, typ Type) Message {
 		return &Cancel{Session: id(), Lookup: u64()}
 	case TypeLookupPending:
 		return &LookupPending{Lookup: u64(), Pages: 1 | u32(), EtaMs: u32()}
+	case TypePeerHello:
+		return &PeerHello{Version: Version, Generation: id()}
+	case TypePeerWelcome:
+		return &PeerWelcome{Version: Version, Generation: id(), MaxPages: 1 | u32()}
+	case TypePeerSpace:
+		m := &PeerSpace{Fingerprint: raw(32), PageTokens: u32(), PageBytes: 1 | u64()>>1, PagesPerChunk: 1 | u32(), DigestBytes: uint8(1 + r.IntN(32))}
+		for i := range r.IntN(40) {
+			m.Fields = append(m.Fields, Field{string(rune('A' + i)), text()})
+		}
+		return m
+	case TypePeerPages:
+		return &PeerPages{Seq: id(), Begin: r.IntN(2) == 0, End: r.IntN(2) == 0, Hints: raw(8 * r.IntN(3000))}
+	case TypePeerLease:
+		return &PeerLease{ID: u32(), Fingerprint: raw(32), FirstPage: u32() >> 1, Touch: r.IntN(2) == 0, Hashes: raw(1 + r.IntN(100000))}
+	case TypePeerGrant:
+		return &PeerGrant{ID: u32(), Load: id(), Pages: u32(), More: r.IntN(2) == 0, Extents: extents()}
+	case TypePeerRelease:
+		return &PeerRelease{Load: id(), Extents: indices(), Bad: r.IntN(2) == 0}
 	}
 	return nil
 }
@@ -302,6 +355,12 @@ func oracle(t *testing.T, m Message) []byte {
 			must(enc.EncodeBytes(f))
 		case string:
 			must(enc.EncodeString(f))
+		case bool: // 0 or 1
+			n := uint64(0)
+			if f {
+				n = 1
+			}
+			must(enc.EncodeUint(n))
 		default:
 			must(enc.EncodeUint(v.Field(i).Uint()))
 		}
@@ -335,7 +394,7 @@ func TestHotMessagesDoNotAllocate(t *testing.T) {
 	buf := make([]byte, 0, 1<<20)
 	for _, typ := range []Type{
 		TypeLookup, TypeLookupResult, TypeLookupPending, TypeTrim, TypeCancel, TypePrepareStore, TypeStoreGrant, TypeCommitStore,
-		TypePrepareLoad, TypeLoadGrant, TypeRelease, TypePing, TypePong,
+		TypePrepareLoad, TypeLoadGrant, TypeRelease, TypePing, TypePong, TypePeerPages, TypePeerLease, TypePeerGrant, TypePeerRelease,
 	} {
 		raw := random(r, typ).Append(nil)
 		m := New(typ)
