@@ -62,7 +62,12 @@ func (c *checker) leases() error {
 		if byOwner[x.owner] == nil {
 			byOwner[x.owner] = map[uint32]uint32{}
 		}
+		returned := 0
 		for j, ref := range x.slots {
+			if ref == 0 && x.kind == loanLease {
+				returned++
+				continue
+			}
 			byOwner[x.owner][ref]++
 			_, s := e.slot(ref)
 			if x.kind == storeLease {
@@ -84,7 +89,7 @@ func (c *checker) leases() error {
 			switch {
 			case x.waiting && j >= x.held:
 				want = x.after + j - x.held
-			case x.kind == lookupLease || x.kind == loadLease:
+			case x.kind == lookupLease || x.kind == loadLease || x.kind == loanLease:
 				want = x.first/x.owner.space.g.PagesPerChunk + j
 			case x.kind == cascadeLease:
 				c.busy[ref] |= uint8(x.key)
@@ -100,6 +105,9 @@ func (c *checker) leases() error {
 			if int(s.chunk) != want {
 				return broken("slot %#x of a %v is chunk %d, want %d", ref, x.kind, s.chunk, want)
 			}
+		}
+		if returned != x.returned || returned > 0 && returned == len(x.slots) {
+			return broken("%d of the %d slots of a %v have been given back, counted %d", returned, len(x.slots), x.kind, x.returned)
 		}
 		if x.kind == lookupLease {
 			held, end := len(x.slots), x.first+x.n
@@ -143,9 +151,9 @@ func (c *checker) leases() error {
 			}
 			live--
 			counts[x.kind]++
-			total += len(x.slots)
+			total += len(x.slots) - x.returned
 		}
-		if counts[lookupLease] != len(ow.lookups) || counts[loadLease] != ow.loads || counts[storeLease] != ow.stores || total != ow.leases {
+		if counts[lookupLease] != len(ow.lookups) || counts[loadLease] != ow.loads || counts[loanLease] != ow.loans || counts[storeLease] != ow.stores || total != ow.leases {
 			return broken("owner %d has %v on %d slots, counted %d lookups, %d loads, %d stores, %d", ow.id, counts, total,
 				len(ow.lookups), ow.loads, ow.stores, ow.leases)
 		}

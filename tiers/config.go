@@ -20,7 +20,7 @@ type Config struct {
 	MaxSpaces int
 	// MaxOwners bounds the sessions. Default 256.
 	MaxOwners int
-	// MaxLookupsPerOwner bounds, each by itself, the lookups, loads and unfinished stores of one owner. Default 4,096.
+	// MaxLookupsPerOwner bounds, each by itself, the lookups, loads, loans and unfinished stores of one owner. Default 4,096.
 	MaxLookupsPerOwner int
 	// MaxLeasesPerOwner bounds the leases in all lookups, loads and stores of one owner, a slot leased twice counting twice: it bounds the
 	// engine's own memory (4 bytes a lease, and up to 64 bytes a slot that the owner uses). Default 1 Mi.

@@ -96,6 +96,7 @@ type owner struct {
 	lookups map[uint64]*lease
 	all     leaseList
 	loads   int
+	loans   int
 	stores  int
 	leases  int   // in all of them, a slot leased twice counting twice
 	slots   tally // by slot
@@ -438,6 +439,10 @@ func (e *Engine) AddOwner(o Owner, id SpaceID) error {
 	if err != nil {
 		return err
 	}
+	return e.addOwner(o, s)
+}
+
+func (e *Engine) addOwner(o Owner, s *space) error {
 	if e.owners[o] != nil {
 		return invalid("owner %d is there already", o)
 	}

@@ -17,10 +17,11 @@ const (
 	pinLease
 	cascadeLease
 	moveLease
+	loanLease
 )
 
 func (k leaseKind) String() string {
-	return [...]string{"none", "lookup", "load", "store", "pin", "cascade", "move"}[k]
+	return [...]string{"none", "lookup", "load", "store", "pin", "cascade", "move", "loan"}[k]
 }
 
 // lease is what one lookup, load, pin or unfinished store holds: a run of chunks of one prefix, or for a store the slots that it was granted.
@@ -42,6 +43,7 @@ type lease struct {
 	end      int
 	prev     [32]byte // of a store: the digest of the page before
 	hasPrev  bool
+	returned int // of a loan: slots that have been given back, and are 0
 	inOwner  leaseNode
 	inExpiry leaseNode
 }
@@ -140,11 +142,16 @@ func (e *Engine) freeSlots(x *lease, slots []uint32) {
 	if x.kind == lookupLease || x.kind == pinLease { // a load's were its lookup's
 		e.used(x.owner.space.class, slots)
 	}
+	freed := 0
 	for i := len(slots) - 1; i >= 0; i-- {
+		if slots[i] == 0 { // of a loan
+			continue
+		}
 		x.owner.slots.sub(slots[i])
 		e.unpin(slots[i])
+		freed++
 	}
-	x.owner.leases -= len(slots)
+	x.owner.leases -= freed
 	if x.kind != cascadeLease && x.kind != moveLease { // their owners are of no space, and they were no use
 		x.owner.space.class.work(len(slots))
 	}
@@ -179,6 +186,8 @@ func (e *Engine) forget(x *lease) {
 		}
 	case loadLease:
 		ow.loads--
+	case loanLease:
+		ow.loans--
 	case storeLease:
 		ow.stores--
 	}

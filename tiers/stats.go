@@ -13,6 +13,7 @@ type Counters struct {
 	ShedPages     uint64 // asked to be stored without room
 	Loads         uint64
 	LoadPages     uint64
+	LentPages     uint64 // leased to other sidecars
 	Duplicates    uint64 // chunks freed because others hold all that they hold
 	Replaced      uint64 // chunks freed because a longer version was stored
 	Extended      uint64 // chunks extended in place
@@ -48,7 +49,7 @@ type Stats struct {
 	Promoting     int // of those: from a tier
 	ReadySlots    int
 	Unverified    int   // of those: restored, and not checked since
-	LeasedSlots   int   // ready ones in use by lookups, loads, pins and extensions
+	LeasedSlots   int   // ready ones in use by lookups, loads, loans, pins and extensions
 	Leases        int   // on them and on those being promoted into; one slot may have many
 	Pages         int   // indexed
 	MetadataBytes int64 // address space of tables and index; they are paid for as they are used
@@ -56,6 +57,7 @@ type Stats struct {
 	Owners        int
 	OpenLookups   int // that hold leases
 	OpenLoads     int
+	OpenLoans     int // to other sidecars
 	OpenStores    int
 	WantRegion    bool // a geometry without a region waits for the arena to grow
 }
@@ -87,6 +89,7 @@ func (e *Engine) Stats() Stats {
 	for _, ow := range e.owners {
 		st.OpenLookups += len(ow.lookups)
 		st.OpenLoads += ow.loads
+		st.OpenLoans += ow.loans
 		st.OpenStores += ow.stores
 	}
 	return st

@@ -1,0 +1,149 @@
+package tiers
+
+import (
+	"fmt"
+
+	"lookaside/tiers/chunk"
+)
+
+// Lending: what another sidecar may ask of this arena. A loan is a lease without a deadline on what is held and lies in regions that the other can see; its
+// slots are given back one by one, as the other has no more use for them. Nothing is promoted for it.
+
+// AddLender lets another sidecar use the space of a fingerprint, as owner o, until RemoveOwner. ErrNotFound: there is no such space.
+func (e *Engine) AddLender(o Owner, fp chunk.Fingerprint) (Geometry, error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.closed {
+		return Geometry{}, ErrClosed
+	}
+	s := e.byPrint[fp]
+	if s == nil {
+		return Geometry{}, fmt.Errorf("%w: space %s", ErrNotFound, fp.Short())
+	}
+	return s.g, e.addOwner(o, s)
+}
+
+// Lend leases what is held without a gap of the pages from firstPage on, as far as it lies in regions that visible says yes to, and appends one extent a chunk
+// to out. It is a use. more says that the page after it is held, too, but is out of sight, or beyond the owner's share. No pages make no loan. visible is called
+// under the engine's lock.
+func (e *Engine) Lend(o Owner, firstPage int, hashes []byte, visible func(region uint32) bool, out []Extent) (loan uint64, pages int, more bool, extents []Extent, err error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	ow, w, err := e.borrower(o, firstPage, hashes)
+	if err != nil {
+		return 0, 0, false, out, err
+	}
+	if ow.loans >= e.cfg.MaxLookupsPerOwner {
+		return 0, 0, false, out, fmt.Errorf("%w: owner %d has %d loans", ErrBusy, o, ow.loans)
+	}
+	pages, slots := e.leaseHits(ow, &w)
+	for i, ref := range slots {
+		if r, _ := e.slot(ref); !visible(r.id) {
+			e.unlease(ow, slots[i:])
+			slots, pages, more = slots[:i], w.start(i)-firstPage, true
+			break
+		}
+	}
+	if !more && pages < w.n {
+		rec := e.find(ow.space, w.hash(firstPage+pages))
+		more = rec != 0 && e.at(rec, firstPage+pages)
+	}
+	if len(slots) == 0 {
+		return 0, 0, more, out, nil
+	}
+	e.used(ow.space.class, slots)
+	x := e.newLease(loanLease, ow, slots)
+	ow.loans++
+	x.first, x.n = firstPage, pages
+	for i, ref := range slots {
+		r, _ := e.slot(ref)
+		page := w.start(i)
+		end := min(firstPage+pages, w.last(i)+1)
+		out = append(out, Extent{Page: uint32(page), Pages: uint32(end - page), Region: r.id, Offset: r.offset(ref, page%r.ppc)})
+	}
+	e.stats.LentPages += uint64(pages)
+	return x.handle(), pages, more, out, nil
+}
+
+// Touch answers how many of the pages from firstPage on are held without a gap, as Lend would find them, and counts as a use of them. Nothing is leased.
+func (e *Engine) Touch(o Owner, firstPage int, hashes []byte) (pages int, err error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	ow, w, err := e.borrower(o, firstPage, hashes)
+	if err != nil {
+		return 0, err
+	}
+	pages, slots := e.leaseHits(ow, &w)
+	e.used(ow.space.class, slots)
+	e.unlease(ow, slots)
+	return pages, nil
+}
+
+func (e *Engine) borrower(o Owner, firstPage int, hashes []byte) (*owner, walk, error) {
+	ow, err := e.owner(o)
+	if err != nil {
+		return nil, walk{}, err
+	}
+	w, err := e.walk(ow.space.g, firstPage, hashes)
+	if err != nil {
+		return nil, walk{}, err
+	}
+	e.idx.migrate(migrateStep)
+	return ow, w, nil
+}
+
+// unlease ends leases that leaseHits has just taken.
+func (e *Engine) unlease(ow *owner, slots []uint32) {
+	for i := len(slots) - 1; i >= 0; i-- {
+		ow.slots.sub(slots[i])
+		e.unpin(slots[i])
+	}
+}
+
+// EndLoan gives back the slots of a loan that some names, by the place of their extents, rising; nil: all that are left. With bad their chunks are dropped: their bytes
+// did not check out. The loan ends with the last of them; ended says so. ErrStale: it has ended before. A place that is not there is ErrInvalid, with nothing changed; one that has
+// been given back before is passed over.
+func (e *Engine) EndLoan(o Owner, loan uint64, some []uint32, bad bool) (ended bool, err error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	ow, err := e.owner(o)
+	if err != nil {
+		return false, err
+	}
+	x, err := e.findLease(ow, loanLease, loan)
+	if err != nil {
+		return false, err
+	}
+	for _, i := range some {
+		if int64(i) >= int64(len(x.slots)) {
+			return false, invalid("extent %d of a loan of %d", i, len(x.slots))
+		}
+	}
+	if some == nil {
+		for i := len(x.slots) - 1; i >= 0; i-- {
+			e.giveBack(x, i, bad)
+		}
+	}
+	for k := len(some) - 1; k >= 0; k-- {
+		e.giveBack(x, int(some[k]), bad)
+	}
+	if x.returned == len(x.slots) {
+		e.forget(x)
+		return true, nil
+	}
+	return false, nil
+}
+
+func (e *Engine) giveBack(x *lease, i int, bad bool) {
+	ref := x.slots[i]
+	if ref == 0 {
+		return
+	}
+	if _, s := e.slot(ref); bad && !s.doomed() {
+		e.stats.Bad++
+		e.doom(ref)
+	}
+	e.freeSlots(x, x.slots[i:i+1])
+	x.slots[i] = 0
+	x.returned++
+}
