@@ -23,7 +23,7 @@ type Mem struct {
 	// SpaceBytes is how much files may allocate before writes fail with ENOSPC, as on a disk of that size. Default 0: 1 TiB.
 	SpaceBytes int64
 	// Align is what Direct wants of addresses, offsets and lengths, and enforces with EINVAL. 0: direct I/O is refused.
-	Align int
+	Align   int
 	onWrite atomic.Pointer[func()]
 
 	mu    sync.Mutex
