@@ -53,6 +53,9 @@ type Config struct {
 	// ArenaLimitBytes is what the regions may come to; the index is sized for it when the first region is carved. Default 0: the regions
 	// that there are then.
 	ArenaLimitBytes int64
+	// JournalBytes bounds the journal of changes that followers (Follow) read, rounded up to a power of two; memory is taken while somebody follows. Default 0: nobody
+	// can. Otherwise at least 512 KiB.
+	JournalBytes int64
 	// FixedRegions: no store carves a region, or takes one from another geometry; only AddCarvedRegion carves. Stores go to the regions by turns.
 	FixedRegions bool
 	// NoExtend: a store never writes behind the committed pages of a slot, it always gets a slot of its own.
@@ -114,6 +117,9 @@ func (c *Config) validate() error {
 	}
 	if c.ArenaLimitBytes < 0 {
 		return fmt.Errorf("%w: ArenaLimitBytes is %d", ErrInvalid, c.ArenaLimitBytes)
+	}
+	if c.JournalBytes != 0 && (c.JournalBytes < minJournalBytes || c.JournalBytes > maxJournalBytes) {
+		return fmt.Errorf("%w: JournalBytes is %d, want 0 or %d to %d", ErrInvalid, c.JournalBytes, minJournalBytes, int64(maxJournalBytes))
 	}
 	return c.validateCascades()
 }

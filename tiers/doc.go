@@ -47,6 +47,11 @@
 // order of eviction and what the tiers have of it those of the new slot, at one moment. Leases stay with the old slot, which is free when they have ended. What was
 // dropped, or replaced by a longer version, during its move has not moved. An empty region can be taken away (RemoveRegion).
 //
+// # Followers
+//
+// With Config.JournalBytes anybody may follow (Follow) what can be found: everything that is held, walked over in slices of the lock, and each change from then on,
+// out of a bounded ring that is written only while somebody follows. Who falls behind by more than the ring is told so, and gets everything anew.
+//
 // # Promises
 //
 //   - No false hit. A page is found only if its bytes were committed under its full digest in its very space. Any doubt is a miss.

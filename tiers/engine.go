@@ -43,7 +43,8 @@ type Engine struct {
 	expiry   leaseList
 	idx      index
 	cascades cascades
-	mover    owner             // of the leases on what is being moved
+	mover    owner // of the leases on what is being moved
+	journal  journal
 	flights  map[flight]uint32 // slots that are being promoted into and may be joined
 	carving  bool              // a region is being carved with the lock released
 	// wanted is when a geometry first had to wait for a region, 0 for none waiting.
@@ -78,10 +79,11 @@ type space struct {
 	salt    uint64
 	tagMask uint32
 	owners  int
-	chunks  int   // slots that are not free
-	pages   int   // indexed
-	clears  int   // ClearSpace calls under way
-	pinner  owner // of its pins; in no map
+	chunks  int    // slots that are not free
+	pages   int    // indexed
+	clears  int    // ClearSpace calls under way
+	serial  uint32 // by which the journal knows it
+	pinner  owner  // of its pins; in no map
 	// recovered: only RecoverSpace opened it, so nobody has said its PageTokens; lastUse is the tick of the newest of its chunks then.
 	recovered bool
 	lastUse   uint64
@@ -120,6 +122,7 @@ func New(cfg Config) (*Engine, error) {
 		return p
 	}
 	e.mover.all.owned = true
+	e.journal.words = journalWords(cfg.JournalBytes)
 	e.setUpCascades()
 	return e, nil
 }
@@ -141,6 +144,7 @@ func (e *Engine) Close() {
 		}
 	}
 	e.idx.close()
+	e.journal.close()
 	trash, tables := e.takeTrash()
 	emptyTrash(trash, tables)
 	e.regions, e.nregion, e.owners, e.leases = [maxRegions + 1]*region{}, 0, nil, nil
@@ -238,6 +242,7 @@ func (e *Engine) OpenSpace(fp chunk.Fingerprint, g Geometry) (SpaceID, error) {
 	}
 	if s.recovered {
 		s.g, s.recovered = g, false
+		e.journal.name(s)
 	}
 	return SpaceID(s.id), nil
 }
@@ -339,6 +344,7 @@ func (e *Engine) openSpace(fp chunk.Fingerprint, g Geometry) (*space, error) {
 		}
 		s.salt = mix(s.salt, w)
 	}
+	e.journal.opened(s)
 	e.spaces[id], e.byPrint[fp] = s, s
 	e.relimit()
 	return s, nil
@@ -371,6 +377,7 @@ func (e *Engine) CloseSpace(id SpaceID) error {
 }
 
 func (e *Engine) closeSpace(s *space) {
+	e.journal.forgotten(s)
 	e.spaces[s.id] = nil
 	delete(e.byPrint, s.print)
 }

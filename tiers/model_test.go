@@ -146,6 +146,7 @@ type world struct {
 	hits                      int
 	cascaded, droppedCascades int
 	exacts                    int // answers that the model knew exactly
+	followers                 followers
 }
 
 func (w *world) fatal(format string, args ...any) {
@@ -212,6 +213,7 @@ func newWorld(t *testing.T, seed uint64) *world {
 		Now: func() int64 { return w.now }, Seed: seed, LeaseDeadline: time.Duration(w.deadline), MaxSpaces: 4, MaxOwners: 8, MaxLookupsPerOwner: 1 + w.rng.IntN(20),
 		MaxPages: 64, MinPageBytes: 1, OwnerShare: []float64{0.3, 0.5, 1}[w.rng.IntN(3)], ArenaLimitBytes: limit,
 	}
+	cfg.JournalBytes = minJournalBytes
 	cfg.Policy = policy.Names()[w.rng.IntN(len(policy.Names()))]
 	cfg.PromotingShare = []float64{0.1, 0.5, 1}[w.rng.IntN(3)]
 	cfg.LowWater = []float64{0.1, 0.5, 1}[w.rng.IntN(3)]
@@ -729,6 +731,7 @@ func (w *world) run(steps int) {
 			w.check(w.e.Check())
 			w.checkPolicies()
 		}
+		w.follow()
 		st := w.e.Stats()
 		leases := 0
 		for _, s := range w.sessions {
@@ -756,6 +759,7 @@ func (w *world) run(steps int) {
 	for pin := range w.pins {
 		w.check(w.e.Unpin(pin))
 	}
+	w.endFollow()
 	w.check(w.e.Check())
 	st := w.e.Stats()
 	if st.Leases != 0 || st.LeasedSlots != 0 || st.FillingSlots != 0 || st.OpenLookups+st.OpenLoads+st.OpenStores != 0 || st.FreeSlots+st.ReadySlots != st.Slots {
@@ -784,6 +788,7 @@ func TestRandomHistories(t *testing.T) {
 	}
 	var total Counters
 	hits, exacts, cascades, dropped, unplugged, verified, corrupt := 0, 0, 0, 0, 0, 0, 0
+	var synced, gaps uint64
 	for seed := uint64(1); seed <= uint64(*seedsFlag); seed++ {
 		w := newWorld(t, seed)
 		w.run(*stepsFlag)
@@ -795,6 +800,8 @@ func TestRandomHistories(t *testing.T) {
 		unplugged += w.unplugged
 		verified += w.verified
 		corrupt += w.corrupt
+		synced += uint64(w.followers.synced)
+		gaps += w.followers.gaps
 		for _, c := range []struct {
 			to *uint64
 			v  uint64
@@ -810,7 +817,7 @@ func TestRandomHistories(t *testing.T) {
 		"recarved": total.Recarved, "limited": total.Limited, "bad": total.Bad, "cleared": total.Cleared, "loads": total.LoadPages, "expired": total.Expired,
 		"promotions": total.Promotions, "joined promotions": total.PromotionsJoined, "failed promotions": total.PromotionsFailed, "late promotions": total.PromotionsLate,
 		"promoted pages": total.PromotedPages, "dropped": total.Dropped, "cascades": uint64(cascades), "dropped cascades": uint64(dropped), "known answers": uint64(exacts), "moves": total.Moved, "removed regions": uint64(unplugged),
-		"verified": uint64(verified), "corrupt": uint64(corrupt)} {
+		"verified": uint64(verified), "corrupt": uint64(corrupt), "followers compared": synced, "followers overrun": gaps} {
 		if n == 0 && *seedsFlag >= 100 {
 			t.Errorf("the histories never came to %s", name)
 		}

@@ -301,6 +301,11 @@ func (e *Engine) relocate(from, to uint32) {
 		}
 		l.prev = recTo
 	}
+	if e.journal.walks > 0 {
+		for pos := range int(s.pages) {
+			e.note(PagesStored, to, pos)
+		}
+	}
 
 	c := r.class
 	c.policy.Copy(from, to)

@@ -244,6 +244,7 @@ func (e *Engine) EndRestore() (chunks int) {
 			}
 		}
 	}
+	e.noteRestored(all)
 	return chunks
 }
 

@@ -432,6 +432,9 @@ func (e *Engine) enter(ref uint32, from, to int) bool {
 			e.idx.insert(sp.tagOfRecord(r.digest(ref&recordMask, pos)), rec)
 			sp.pages++
 			s.pages++
+			if e.journal.on {
+				e.note(PagesStored, ref, pos)
+			}
 			continue
 		}
 		if !e.at(head, int(s.chunk)*r.ppc+pos) {
@@ -440,6 +443,9 @@ func (e *Engine) enter(ref uint32, from, to int) bool {
 		}
 		e.linkAfter(head, rec)
 		s.pages++
+		if e.journal.walks > 0 {
+			e.note(PagesStored, ref, pos)
+		}
 		// The slot that ended here is the shorter version of this one.
 		if other, _ := e.slotOf(head); other != ref {
 			_, o := e.slot(other)
@@ -488,6 +494,9 @@ func (e *Engine) retract(ref uint32, from int) {
 		default:
 			e.idx.remove(sp.tagOfRecord(r.digest(ref&recordMask, pos)), rec)
 			sp.pages--
+			if e.journal.on {
+				e.note(PagesRemoved, ref, pos)
+			}
 		}
 		*l = link{}
 	}

@@ -260,7 +260,12 @@ func (e *Engine) finishGrant(x *lease, i int, ok bool) {
 	}
 	s.state, s.granted = ready, 0
 	r.filling--
-	if !e.enter(ref, 0, pages) {
+	if e.journal.on && s.chunk > 0 && e.orphan(ref) {
+		e.noteBefore(ref, e.before(x, i, &buf))
+	}
+	entered := e.enter(ref, 0, pages)
+	e.journal.hasBefore = false
+	if !entered {
 		e.disown(ref)
 		e.release(ref)
 		return
