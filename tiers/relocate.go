@@ -104,7 +104,8 @@ type RegionStats struct {
 	Filling   int
 	Leased    int // ready ones in use by lookups, loads, pins, extensions, cascades and moves
 	SlotBytes int64
-	Draining  bool // it hands out no slots
+	Draining  bool   // it hands out no slots
+	LastUse   uint64 // rises with each use of it
 }
 
 // Used is how many slots hold something, or are being filled.
@@ -118,7 +119,7 @@ func (e *Engine) Region(id uint32) (RegionStats, bool) {
 	if e.closed || r == nil {
 		return RegionStats{}, false
 	}
-	st := RegionStats{Slots: len(r.slots), Free: r.free, Spoiled: r.spoiled, Filling: r.filling, Leased: r.leased, Draining: r.draining}
+	st := RegionStats{Slots: len(r.slots), Free: r.free, Spoiled: r.spoiled, Filling: r.filling, Leased: r.leased, Draining: r.draining, LastUse: r.lastUse}
 	if r.class != nil {
 		st.Geometry, st.SlotBytes = r.class.geometry, r.class.slotBytes()
 	}

@@ -105,6 +105,21 @@ type SpaceStats struct {
 	Pages       int // that can be found
 }
 
+// Space is one open space; false: there is none of that id.
+func (e *Engine) Space(id SpaceID) (SpaceStats, bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	s, err := e.space(id)
+	if err != nil {
+		return SpaceStats{}, false
+	}
+	return s.stats(), true
+}
+
+func (s *space) stats() SpaceStats {
+	return SpaceStats{ID: SpaceID(s.id), Fingerprint: s.print, Geometry: s.g, Owners: s.owners, Chunks: s.chunks, Pages: s.pages}
+}
+
 // Spaces lists the open spaces, by id.
 func (e *Engine) Spaces() []SpaceStats {
 	e.mu.Lock()
@@ -112,7 +127,7 @@ func (e *Engine) Spaces() []SpaceStats {
 	var out []SpaceStats
 	for _, s := range e.spaces {
 		if s != nil {
-			out = append(out, SpaceStats{ID: SpaceID(s.id), Fingerprint: s.print, Geometry: s.g, Owners: s.owners, Chunks: s.chunks, Pages: s.pages})
+			out = append(out, s.stats())
 		}
 	}
 	return out

@@ -109,23 +109,24 @@ func (e *Engine) verification(ref uint32, buf []byte) (Verification, []byte) {
 }
 
 // EndVerify says what the check of a chunk has found: ok, and from now on it can be read; otherwise it is dropped. A handle of what has left meanwhile changes
-// nothing, nor does one of what somebody else has found good.
-func (e *Engine) EndVerify(handle uint64, ok bool) {
+// nothing, nor does one of what somebody else has found good: then it answers false.
+func (e *Engine) EndVerify(handle uint64, ok bool) (ended bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	ref, s := e.verifying(handle)
 	if s == nil || s.flags&unverified == 0 {
-		return
+		return false
 	}
 	e.idx.migrate(migrateStep)
 	e.tick++
 	if ok {
 		e.vouch(s)
 		e.stats.Verified++
-		return
+		return true
 	}
 	e.stats.Bad++
 	e.doom(ref)
+	return true
 }
 
 // Verified says whether what a handle names is still held, and need not be checked (any more).

@@ -82,6 +82,33 @@ func CopySums(dst, src []byte, pageBytes int, seeds, sums []uint64, yield func()
 	}
 }
 
+// Sums computes the XXH3-64 of len(sums) pages of pageBytes each, which follow on one another in src, with their seeds, where they lie. It calls yield, which may be nil,
+// after every PieceBytes.
+func Sums(src []byte, pageBytes int, seeds, sums []uint64, yield func()) {
+	since := 0 // bytes since the last yield
+	for i := range sums {
+		page := src[i*pageBytes : (i+1)*pageBytes]
+		if pageBytes <= PieceBytes {
+			sums[i] = xxh3.HashSeed(page, seeds[i])
+			if since += pageBytes; since >= PieceBytes && yield != nil {
+				yield()
+				since = 0
+			}
+			continue
+		}
+		h := xxh3.NewSeed(seeds[i])
+		for len(page) > 0 {
+			n := min(len(page), PieceBytes)
+			_, _ = h.Write(page[:n]) // it never fails
+			page = page[n:]
+			if yield != nil {
+				yield()
+			}
+		}
+		sums[i] = h.Sum64()
+	}
+}
+
 // SumsStreamed says whether CopySums stores past the caches what it copies to dst four
 // pages at a time.
 func SumsStreamed(dst []byte, pageBytes int) bool {

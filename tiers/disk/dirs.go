@@ -494,6 +494,7 @@ func (d *Disk) vacate(ctx context.Context, h *directory, places []*place, how Mo
 		for {
 			err := d.engine.RemoveRegion(s.region)
 			if err == nil || errors.Is(err, tiers.ErrNotFound) {
+				d.retract(s)
 				break
 			}
 			if err := d.pause(ctx, time.Millisecond); err != nil {

@@ -20,7 +20,8 @@
 //
 // # Locks
 //
-// A Disk's calls hold calls for reading, Close for writing. shape guards which slabs there are, and is held while one is carved. A slab's files are used under a
+// A Disk's calls hold calls for reading, Close for writing. moving is held for writing by whoever moves chunks or is to free
+// the entries of all that was dropped, for reading by whoever writes entries of chunks that can be found already. shape guards which slabs there are, and is held while one is carved. A slab's files are used under a
 // lease or grant of a slot in it, without which the engine does not let its region go, or under its life. Its order is held while an entry is written; its mu
 // and the Disk's regionsMu are the innermost, taken also under the engine's lock, and never held across I/O. They are taken in the order:
 // calls, moving, shape, life, order, the engine's, mu or regionsMu. admin is held by whoever changes the directories, and by Close, before all of them; calls is not
@@ -162,6 +163,7 @@ type Disk struct {
 	o       Options
 	log     *zap.Logger
 	engine  *tiers.Engine
+	arena   *Arena // nil: it is a tier
 	loads   line
 	stores  line
 	stop    chan struct{}  // closed by Close
@@ -181,7 +183,7 @@ type Disk struct {
 	shape sync.Mutex // see the package comment; guards what places point to
 	blank atomic.Int32
 
-	moving sync.Mutex // held while some chunks move; see flushDropped
+	moving sync.RWMutex // see the package comment, and flushDropped
 
 	regionsMu sync.RWMutex // innermost
 	byRegion  map[uint32]*slab
@@ -288,6 +290,28 @@ func (d *Disk) slabOf(region uint32) *slab {
 	d.regionsMu.RLock()
 	defer d.regionsMu.RUnlock()
 	return d.byRegion[region]
+}
+
+// found is a space that chunks are recovered of. It is the caller's to let go of. nil: there is no room for it.
+func (d *Disk) found(fp chunk.Fingerprint, g tiers.Geometry) *space {
+	if d.arena == nil {
+		s, _ := d.space(fp, g, true)
+		return s
+	}
+	id, err := d.engine.RecoverSpace(fp, g)
+	if err != nil {
+		return nil
+	}
+	return &space{id: id, g: normal(g), print: fp}
+}
+
+// spaceByID is what is known of a space that has chunks, nil if it is none.
+func (d *Disk) spaceByID(id tiers.SpaceID) *tiers.Space {
+	s, ok := d.engine.Space(id)
+	if !ok {
+		return nil
+	}
+	return &tiers.Space{Fingerprint: s.Fingerprint, Geometry: s.Geometry}
 }
 
 // onGone is told by the engine, under its lock, that what a slot held is gone.

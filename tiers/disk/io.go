@@ -2,7 +2,6 @@ package disk
 
 import (
 	"context"
-	"fmt"
 	"runtime"
 	"sync"
 	"sync/atomic"
@@ -86,7 +85,6 @@ func (d *Disk) startWorkers() {
 	for range checkers {
 		d.helpers.Go(func() { d.work(d.loads.checks, d.stores.checks, d.check) })
 	}
-	d.helpers.Go(d.flusher)
 }
 
 // submit has the job's pieces done by the workers. It waits while there are too many.
@@ -299,7 +297,7 @@ func (j *job) checkPages(from, end int) error {
 		}
 	}, j.t.Bytes)
 	if err == nil && wrong >= 0 {
-		err = fmt.Errorf("%w: page %d in slot %d of %s", tiers.ErrCorrupt, j.t.First+wrong, j.slot, j.s.place.name())
+		err = j.s.corrupt(j.t.First+wrong, j.slot)
 	}
 	return err
 }

@@ -203,6 +203,7 @@ type trip struct {
 	slot     int // in from
 	place    int // in to
 	gen      uint64
+	kept     bool  // there is an entry of it, with checksums
 	wrote    bool  // the old entry of where it goes was freed, and is to be synced
 	err      error // why it does not get there
 	bad      bool  // it is because of where it was
@@ -216,8 +217,7 @@ func (v *mover) prepare(s *slab, m *tiers.Move) *trip {
 	}
 	t.place = t.to.slotAt(m.To.Offset)
 	v.d.touch(t.to)
-	t.gen = media.Generation(t.to.header.Epoch, t.to.fills.Add(1))
-	t.to.gens.Slice()[t.place] = t.gen
+	t.gen, t.kept = media.Generation(t.to.header.Epoch, t.to.fills.Add(1)), s.isKept(t.slot)
 	t.to.freeSlots([]uint32{uint32(t.place)}, func(_ uint32, err error) { t.wrote, t.err = true, err })
 	if t.err != nil {
 		v.d.faulty(t.to, t.err)
@@ -246,7 +246,7 @@ func (v *mover) sync(trips []*trip, wants func(*trip) bool) {
 // carry copies a chunk, and writes its entry. Neither is synced.
 func (v *mover) carry(ctx context.Context, t *trip) {
 	d := v.d
-	read, write := v.copy(ctx, t)
+	sums, read, write := v.copy(ctx, t)
 	switch {
 	case read != nil && errors.Is(read, d.going(ctx)):
 		t.err = read
@@ -273,10 +273,11 @@ func (v *mover) carry(ctx context.Context, t *trip) {
 		return
 	}
 	e.Space = sp.Fingerprint
-	if len(e.Prev) == 0 && e.First > 0 {
+	if len(e.Prev) == 0 && e.First > 0 && t.kept {
 		e.Prev = t.from.prevOf(t.slot)
 	}
-	e.Sums = encodeSums(t.to.pageSums(t.place)[:e.Pages])
+	e.Sums = encodeSums(sums)
+	t.to.setSums(t.place, t.gen, sums)
 	if t.err = t.to.writeEntries(d, uint32(t.place), []media.Entry{e}); t.err != nil {
 		d.faulty(t.to, t.err)
 	}
@@ -295,8 +296,9 @@ func (s *slab) prevOf(slot int) []byte {
 	return e.Prev
 }
 
-// copy reads the pages of a chunk, checks them, and writes them to where they go, with the checksums that they have there. It answers what is wrong with reading, or writing.
-func (v *mover) copy(ctx context.Context, t *trip) (read, write error) {
+// copy reads the pages of a chunk, checks them if that can be, and writes them to where they go. It answers the checksums that they have there, and what is wrong with
+// reading, or writing.
+func (v *mover) copy(ctx context.Context, t *trip) (sums []uint64, read, write error) {
 	g := &t.from.layout.Geometry
 	pages := int(t.move.From.Pages)
 	total := int64(pages) * g.PageBytes
@@ -307,18 +309,18 @@ func (v *mover) copy(ctx context.Context, t *trip) (read, write error) {
 	if t.to.direct != nil {
 		out = t.to.direct
 	}
-	oldSums, sums, oldGen := t.from.pageSums(t.slot), t.to.pageSums(t.place), t.from.gens.Slice()[t.slot]
+	oldGen, oldSums := t.from.getSums(t.slot, pages, nil)
 	digest := func(i int) []byte { return t.move.Hashes[i*g.DigestBytes : (i+1)*g.DigestBytes] }
 	page, room := 0, g.PageBytes // the page that is being hashed, and what is left of it
 	was, is := t.from.id.PageHasher(digest(0), oldGen), t.to.id.PageHasher(digest(0), t.gen)
 	for at := int64(0); at < total; at += int64(len(v.buf)) {
 		if err := v.d.going(ctx); err != nil {
-			return err, nil
+			return nil, err, nil
 		}
 		n := min(total-at, int64(len(v.buf)))
 		b := v.buf[:(n+block-1)/block*block] // strides are whole blocks
 		if _, err := in.ReadAt(b, t.from.layout.SlotOffset(t.slot)+at); err != nil {
-			return err, nil
+			return nil, err, nil
 		}
 		for rest := b[:n]; len(rest) > 0; {
 			k := min(room, int64(len(rest)))
@@ -328,22 +330,22 @@ func (v *mover) copy(ctx context.Context, t *trip) (read, write error) {
 			if room > 0 {
 				continue
 			}
-			if was.Sum64() != oldSums[page] {
-				return fmt.Errorf("%w: page %d in slot %d of %s", tiers.ErrCorrupt, int(t.move.From.Page)+page, t.slot, t.from.place.name()), nil
+			if t.kept && was.Sum64() != oldSums[page] {
+				return nil, t.from.corrupt(int(t.move.From.Page)+page, t.slot), nil
 			}
-			sums[page] = is.Sum64()
+			sums = append(sums, is.Sum64())
 			if page++; page < pages {
 				was, is, room = t.from.id.PageHasher(digest(page), oldGen), t.to.id.PageHasher(digest(page), t.gen), g.PageBytes
 			}
 		}
 		clear(b[n:])
 		if _, err := out.WriteAt(b, t.to.layout.SlotOffset(t.place)+at); err != nil {
-			return nil, err
+			return nil, nil, err
 		}
 		if in == t.from.buffed {
 			_ = in.Advise(t.from.layout.SlotOffset(t.slot)+at, n, vfs.DontNeed)
 		}
 		runtime.Gosched() // or lookups wait for copies
 	}
-	return nil, nil
+	return sums, nil, nil
 }

@@ -32,22 +32,29 @@ const slabPrefix = "slab-"
 // Open opens the store in some directories, making what is missing. A failed Open leaves nothing open; what it made on disk stays.
 // Errors: a directory that another process has open (a *vfs.LockedError, with its pid), no room for the slabs, a slab of another version of the format, and
 // whatever keeps it from working in the directories at all. A slab that does not work is given up and tried again later.
-func Open(o Options) (_ *Disk, err error) {
+func Open(o Options) (*Disk, error) { return open(o, nil) }
+
+// open opens a store as a tier, or as an arena, which gets to know of it.
+func open(o Options, arena *Arena) (_ *Disk, err error) {
 	if err := o.validate(); err != nil {
 		return nil, err
 	}
 	d := &Disk{
-		o: o, log: o.Log, start: time.Now(), stop: make(chan struct{}), stopping: make(chan struct{}),
+		o: o, log: o.Log, arena: arena, start: time.Now(), stop: make(chan struct{}), stopping: make(chan struct{}),
 		byRegion: map[uint32]*slab{}, spaces: map[chunk.Fingerprint]*space{}, victims: make(chan struct{}, 1),
 	}
 	binary.LittleEndian.PutUint64(d.store[:], rand.Uint64())
 	binary.LittleEndian.PutUint64(d.store[8:], rand.Uint64())
-	d.engine, err = tiers.New(tiers.Config{
+	books := tiers.Config{
 		Seed: o.Seed, MaxSpaces: o.MaxSpaces, MaxOwners: o.MaxSpaces, MaxPages: maxPages, OwnerShare: 1, ArenaLimitBytes: o.CapacityBytes,
 		FixedRegions: true, NoExtend: true, OnGone: d.onGone, Policy: o.Policy,
 		Tiers: []tiers.TierAdmission{{Admit: tiers.AdmitEvicted}}, Wake: d.wakeVictims, // see NextVictims; nobody need call it
-	})
-	if err != nil {
+	}
+	if arena != nil {
+		arena.d = d
+		books = arena.books()
+	}
+	if d.engine, err = tiers.New(books); err != nil {
 		return nil, err
 	}
 	defer func() {
@@ -75,7 +82,12 @@ func Open(o Options) (_ *Disk, err error) {
 	if err := d.recover(slabs); err != nil {
 		return nil, err
 	}
-	d.startWorkers()
+	if arena != nil {
+		arena.start()
+	} else {
+		d.startWorkers()
+	}
+	d.helpers.Go(d.flusher)
 	return d, nil
 }
 
@@ -430,7 +442,7 @@ func (d *Disk) restore(s *slab, out *findings) error {
 		return err
 	}
 	drop := func(slot int) {
-		s.slots[slot] = written
+		s.mark(slot, written)
 		s.noteFree(uint32(slot))
 	}
 	err = s.layout.Scan(file, s.id, 0, s.layout.Slots, table.Slice(), func(slot int, state media.State, e *media.Entry) error {
@@ -446,7 +458,7 @@ func (d *Disk) restore(s *slab, out *findings) error {
 		if last == nil || last.print != e.Space {
 			sp, known := spaces[e.Space]
 			if !known {
-				sp, _ = d.space(e.Space, s.layout.Geometry, true)
+				sp = d.found(e.Space, s.layout.Geometry)
 				spaces[e.Space] = sp
 			}
 			if last = sp; sp == nil {
@@ -454,18 +466,18 @@ func (d *Disk) restore(s *slab, out *findings) error {
 				return nil
 			}
 		}
-		s.slots[slot] = written
+		s.mark(slot, written)
 		gens[slot] = e.Generation
 		for i := range e.Pages {
 			sums[slot*ppc+i] = e.Sum(i)
 		}
-		if e.Commit > stable {
+		if e.Commit > stable && d.arena == nil { // an arena checks all of them before they are used
 			if len(doubts) >= maxDoubts {
 				doubts = slices.DeleteFunc(doubts, func(x doubt) bool { return x.commit <= stable })
 			}
 			doubts = append(doubts, doubt{e.Commit, slot})
 		}
-		batch = append(batch, tiers.Restored{Slot: uint32(slot), Space: last.id, First: e.First, Pages: e.Pages, Prev: e.Prev, Hashes: e.Digests, Order: e.Commit})
+		batch = append(batch, tiers.Restored{Slot: uint32(slot), Space: last.id, First: e.First, Pages: e.Pages, Prev: e.Prev, Hashes: e.Digests, Order: e.Commit, Unverified: d.arena != nil})
 		if len(batch) == restoreBatch {
 			return flush()
 		}

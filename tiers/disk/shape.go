@@ -32,20 +32,30 @@ func (d *Disk) makeRoom(g tiers.Geometry, want int) {
 	}
 	d.shape.Lock()
 	defer d.shape.Unlock()
-	if _, free = d.engine.Room(g); free >= want {
+	if slots, free = d.engine.Room(g); free >= want {
 		return
 	}
-	// One in each directory, so that all of them get their share of what comes.
-	for _, dir := range d.dirs {
-		for _, p := range d.places {
-			if p.home == dir && p.blank() {
-				d.carveOrGiveUp(p, g)
-				break
+	for {
+		// One in each directory, so that all of them get their share of what comes.
+		had := slots
+		for _, dir := range d.dirs {
+			for _, p := range d.places {
+				if p.home == dir && p.blank() {
+					d.carveOrGiveUp(p, g)
+					break
+				}
 			}
 		}
+		slots, free = d.engine.Room(g)
+		if d.arena == nil || free >= want || slots == had { // in an arena nothing is evicted for what a blank place has room for
+			break
+		}
 	}
-	if slots, free = d.engine.Room(g); free > 0 {
+	if free > 0 {
 		return
+	}
+	if d.arena != nil {
+		d.arena.noteUse()
 	}
 	idle := coldAfter
 	if slots == 0 {
@@ -102,8 +112,16 @@ func (d *Disk) reclaim(s *slab, g tiers.Geometry) {
 	d.carveOrGiveUp(p, g)
 }
 
+// retract says once that the region of a slab is removed.
+func (d *Disk) retract(s *slab) {
+	if d.arena != nil {
+		s.told.Do(func() { d.arena.o.Removed(s.region) })
+	}
+}
+
 // forget lets go of a slab whose region is removed.
 func (d *Disk) forget(s *slab) {
+	d.retract(s)
 	d.regionsMu.Lock()
 	delete(d.byRegion, s.region)
 	d.regionsMu.Unlock()
@@ -166,6 +184,11 @@ func (d *Disk) carve(p *place, g tiers.Geometry) error {
 func (d *Disk) addSlab(s *slab) error {
 	s.region = d.regionIDs.Add(1)
 	d.touch(s)
+	if d.arena != nil {
+		if err := d.arena.announce(s); err != nil {
+			return err
+		}
+	}
 	d.regionsMu.Lock()
 	d.byRegion[s.region] = s
 	d.regionsMu.Unlock()
@@ -174,6 +197,7 @@ func (d *Disk) addSlab(s *slab) error {
 		d.regionsMu.Lock()
 		delete(d.byRegion, s.region)
 		d.regionsMu.Unlock()
+		d.retract(s)
 	}
 	return err
 }
@@ -353,7 +377,11 @@ func (d *Disk) flusher() {
 			return
 		case <-tick.C:
 			_ = d.flushFrees() // a slab that fails is given up
-			d.engine.Expire()  // nothing expires, but it gives tables back
+			if d.arena != nil {
+				d.arena.noteUse()
+			} else {
+				d.engine.Expire() // nothing expires, but it gives tables back
+			}
 		}
 	}
 }

@@ -74,9 +74,13 @@ type slab struct {
 	life   sync.RWMutex
 	closed bool
 	sums   *dax.Table[uint64] // of the pages, by slot
-	gens   *dax.Table[uint64] // generation of what a slot holds; a slot's are its writer's, and readers' who have a lease
+	gens   *dax.Table[uint64] // generation of what a slot holds; a slot's are its writer's, and readers' who have a lease, in an arena under mu
 
 	fills atomic.Uint64 // generations given out
+	base  int64         // of an arena: where what workers map begins in the file
+	told  sync.Once     // of an arena: that its region has gone
+	// lastUse is, of an arena, what the engine called the region's last use when that was looked at last.
+	lastUse atomic.Uint64
 
 	order    sync.Mutex // held while an entry is written
 	entries  []byte     // to encode into
@@ -88,6 +92,7 @@ type slab struct {
 
 	mu    sync.Mutex
 	slots []uint8  // by slot: written, stale
+	kept  int      // slots that are written and not stale
 	frees []uint32 // stale ones, perhaps outdated
 }
 
@@ -174,7 +179,7 @@ func (s *slab) writeEntries(d *Disk, first uint32, entries []media.Entry) error 
 	}
 	s.mu.Lock()
 	for i := range entries {
-		s.slots[int(first)+i] = written
+		s.mark(int(first)+i, written)
 	}
 	s.mu.Unlock()
 	if _, err := s.buffed.WriteAt(s.entries, s.layout.EntryOffset(int(first))); err != nil {
@@ -184,11 +189,50 @@ func (s *slab) writeEntries(d *Disk, first uint32, entries []media.Entry) error 
 	return nil
 }
 
+// mark changes what is known of a slot's entry. The caller holds mu, or is alone.
+func (s *slab) mark(slot int, now uint8) {
+	was := s.slots[slot]
+	s.slots[slot] = now
+	if was&(written|stale) == written {
+		s.kept--
+	}
+	if now&(written|stale) == written {
+		s.kept++
+	}
+}
+
+// isKept says whether a slot's entry is on the medium and of what the slot holds.
+func (s *slab) isKept(slot int) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.slots[slot]&(written|stale) == written
+}
+
+// setSums sets the generation of what a slot holds, and the checksums of its pages.
+func (s *slab) setSums(slot int, gen uint64, sums []uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.gens.Slice()[slot] = gen
+	copy(s.pageSums(slot), sums)
+}
+
+// getSums appends the checksums of so many pages of a slot to out, and answers their generation.
+func (s *slab) getSums(slot, pages int, out []uint64) (gen uint64, sums []uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.gens.Slice()[slot], append(out, s.pageSums(slot)[:pages]...)
+}
+
+// corrupt is the error of a page that does not check out.
+func (s *slab) corrupt(page, slot int) error {
+	return fmt.Errorf("%w: page %d in slot %d of %s", tiers.ErrCorrupt, page, slot, s.place.name())
+}
+
 // noteFree remembers that a slot's entry, if there is one, is of something that is gone.
 func (s *slab) noteFree(slot uint32) {
 	s.mu.Lock()
 	if s.slots[slot]&(written|stale) == written {
-		s.slots[slot] |= stale
+		s.mark(int(slot), s.slots[slot]|stale)
 		s.frees = append(s.frees, slot)
 	}
 	s.mu.Unlock()
@@ -213,7 +257,7 @@ func (s *slab) freeSlots(slots []uint32, wrote func(slot uint32, err error)) {
 	slots = slices.Clone(slots)
 	slots = slices.DeleteFunc(slots, func(slot uint32) bool {
 		was := s.slots[slot]
-		s.slots[slot] = 0 // the caller syncs before it uses the slot
+		s.mark(int(slot), 0) // the caller syncs before it uses the slot
 		return was&written == 0
 	})
 	s.mu.Unlock()
@@ -222,7 +266,7 @@ func (s *slab) freeSlots(slots []uint32, wrote func(slot uint32, err error)) {
 		if err != nil {
 			s.mu.Lock()
 			for _, slot := range slots[from:to] {
-				s.slots[slot] = written | stale
+				s.mark(int(slot), written|stale)
 				s.frees = append(s.frees, slot)
 			}
 			s.mu.Unlock()
@@ -298,7 +342,7 @@ func (s *slab) blankSome(slots []uint32) (err error) {
 
 // placement is where the slots lie in the region that the slab is.
 func (s *slab) placement() tiers.Placement {
-	return tiers.Placement{Offset: s.layout.DataOffset, Stride: s.layout.StrideBytes}
+	return tiers.Placement{Offset: s.layout.DataOffset - s.base, Stride: s.layout.StrideBytes}
 }
 
 // slotAt is the slot that an offset in that region lies in.

@@ -1,10 +1,7 @@
 package disk
 
 import (
-	"fmt"
-
 	"lookaside/dax/memcopy"
-	"lookaside/tiers"
 	"lookaside/tiers/vfs"
 )
 
@@ -97,7 +94,7 @@ func (p *piece) moveSums() error {
 	}
 	for i, sum := range sums {
 		if sum != j.sums[first+i] {
-			return fmt.Errorf("%w: page %d in slot %d of %s", tiers.ErrCorrupt, j.t.First+first+i, j.slot, j.s.place.name())
+			return j.s.corrupt(j.t.First+first+i, j.slot)
 		}
 	}
 	return nil

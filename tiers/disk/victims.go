@@ -23,18 +23,6 @@ func (d *Disk) NextVictims(max int, out []tiers.Victim) []tiers.Victim {
 	return out
 }
 
-// spaceByID is what is known of a space that has chunks, nil if it is none.
-func (d *Disk) spaceByID(id tiers.SpaceID) *tiers.Space {
-	d.spacesMu.Lock()
-	defer d.spacesMu.Unlock()
-	for _, s := range d.spaces {
-		if s.id == id {
-			return &tiers.Space{Fingerprint: s.print, Geometry: s.g}
-		}
-	}
-	return nil
-}
-
 // EndVictim implements tiers.Victims.
 func (d *Disk) EndVictim(handle uint64, ok bool) { d.engine.EndCascade(handle, ok) }
 

@@ -174,6 +174,13 @@ func checkClean(t *testing.T, o Options) disk.Report {
 	return r
 }
 
+func chunksOf(r disk.Report) (n int) {
+	for i := range r.Slabs {
+		n += r.Slabs[i].Chunks
+	}
+	return n
+}
+
 // Everything else that can be wrong with what is on the devices costs chunks at most: faults 26 to 29.
 func TestDamaged(t *testing.T) {
 	t.Parallel()
@@ -281,7 +288,7 @@ func TestCheck(t *testing.T) {
 		p := mustOpen(t, o)
 		mustStore(t, p, rank*20, rank*20+20)
 		if rank == 1 {
-			rot(t, p)
+			rot(t, &p.devices)
 		} else if _, err := Check(t.Context(), CheckOptions{Devices: []string{o.Devices[0].Path}}); err == nil || !strings.Contains(err.Error(), "in use") {
 			t.Errorf("of devices that are in use: %v", err)
 		}

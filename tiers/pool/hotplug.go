@@ -45,10 +45,49 @@ type Status struct {
 	TotalCapacityBytes, TotalUsedBytes int64
 }
 
+// devices are what a pool is on, and how they come and go.
+type devices struct {
+	o     Options
+	fs    *mapped.FS
+	store directories // on them
+}
+
+// directories is what is needed of that.
+type directories interface {
+	Dirs() []disk.DirStatus
+	AddDir(ctx context.Context, dir string, bytes int64) error
+	RemoveDir(ctx context.Context, dir string, how disk.Mode, force bool) error
+	ResizeDir(ctx context.Context, dir string, bytes int64, how disk.Mode, force bool) error
+}
+
+// mountAll opens this process's partitions of the devices, and answers what they are called and hold.
+func (p *devices) mountAll() (dirs []string, sizes []int64, err error) {
+	for _, d := range p.o.Devices {
+		dir, err := p.mount(d)
+		if err != nil {
+			return nil, nil, err
+		}
+		n, err := p.fs.Capacity(dir)
+		if err != nil {
+			return nil, nil, err
+		}
+		dirs, sizes = append(dirs, dir), append(sizes, n)
+	}
+	return dirs, sizes, nil
+}
+
+// mount opens this process's partition of a device, and answers what it is called.
+func (p *devices) mount(d DeviceSpec) (dir string, err error) {
+	dir = filepath.Clean(d.Path)
+	return dir, p.fs.Mount(dir, dax.DeviceOptions{
+		Path: d.Path, OffsetBytes: p.o.OffsetBytes, SizeBytes: d.SizeBytes, Rank: p.o.Rank, Ranks: p.o.Ranks, AllowFile: p.o.AllowFiles, SysFS: p.o.SysFS,
+	})
+}
+
 // Status is cheap, and never blocks on what is under way.
-func (p *Pool) Status() Status {
+func (p *devices) Status() Status {
 	var st Status
-	for _, d := range p.Dirs() {
+	for _, d := range p.store.Dirs() {
 		x := DeviceStatus{DirStatus: d}
 		if dev := p.fs.Device(d.Path); dev != nil {
 			x.SizeBytes = dev.Size()
@@ -60,7 +99,7 @@ func (p *Pool) Status() Status {
 	return st
 }
 
-func (p *Pool) device(dir string) (DeviceStatus, error) {
+func (p *devices) device(dir string) (DeviceStatus, error) {
 	devices := p.Status().Devices
 	i := slices.IndexFunc(devices, func(x DeviceStatus) bool { return x.Path == dir })
 	if i < 0 {
@@ -72,20 +111,20 @@ func (p *Pool) device(dir string) (DeviceStatus, error) {
 // Add takes a device into use, as DeviceSpec says it: what is stored from now on goes there too. What was on it is dropped. A device that is drained is taken into use again, if
 // sizeBytes is 0 or what it has. Errors: ErrExists, ErrDevice, ErrLeased, ErrNoRoom; tiers.ErrBusy while another device is being added, removed or resized, and where the pool
 // has all the slabs that it can have.
-func (p *Pool) Add(ctx context.Context, path string, sizeBytes int64) error {
+func (p *devices) Add(ctx context.Context, path string, sizeBytes int64) error {
 	dir := filepath.Clean(path)
 	if d, err := p.device(dir); err == nil {
 		if d.State != disk.Draining || sizeBytes != 0 && sizeBytes/int64(p.o.Ranks) != d.SizeBytes {
 			return fmt.Errorf("%w: device %s of %s", ErrExists, dir, dax.FormatSize(d.SizeBytes))
 		}
-		return p.AddDir(ctx, dir, 0)
+		return p.store.AddDir(ctx, dir, 0)
 	}
 	if _, err := p.mount(DeviceSpec{Path: path, SizeBytes: sizeBytes}); err != nil {
 		return deviceError(err)
 	}
 	n, err := p.fs.Capacity(dir)
 	if err == nil {
-		err = p.AddDir(ctx, dir, n)
+		err = p.store.AddDir(ctx, dir, n)
 	}
 	if err != nil {
 		return errors.Join(deviceError(err), p.fs.Unmount(dir))
@@ -110,9 +149,9 @@ func deviceError(err error) error {
 
 // Remove takes a device out of use, as disk.Disk.RemoveDir does with a directory, and lets go of it; with Drain it only takes nothing new, and stays. It returns when that is done:
 // Status tells how far a migration is. Errors: ErrNotFound, ErrLeased, ErrNoRoom, tiers.ErrBusy; the device is in use as before then.
-func (p *Pool) Remove(ctx context.Context, path string, mode Mode, force bool) error {
+func (p *devices) Remove(ctx context.Context, path string, mode Mode, force bool) error {
 	dir := filepath.Clean(path)
-	if err := p.RemoveDir(ctx, dir, mode, force); err != nil || mode == Drain {
+	if err := p.store.RemoveDir(ctx, dir, mode, force); err != nil || mode == Drain {
 		return err
 	}
 	return p.fs.Unmount(dir)
@@ -120,7 +159,7 @@ func (p *Pool) Remove(ctx context.Context, path string, mode Mode, force bool) e
 
 // Resize makes a device's partition larger or smaller, as disk.Disk.ResizeDir does with a directory. Errors are those of Add and Remove. A device that several ranks share
 // cannot be resized: each would find its part elsewhere.
-func (p *Pool) Resize(ctx context.Context, path string, sizeBytes int64, mode Mode, force bool) error {
+func (p *devices) Resize(ctx context.Context, path string, sizeBytes int64, mode Mode, force bool) error {
 	dir := filepath.Clean(path)
 	if _, err := p.device(dir); err != nil {
 		return err
@@ -137,5 +176,5 @@ func (p *Pool) Resize(ctx context.Context, path string, sizeBytes int64, mode Mo
 	if mode != Migrate && mode != Evict {
 		return fmt.Errorf("%w: mode %q: want %s or %s", tiers.ErrInvalid, mode, Migrate, Evict)
 	}
-	return deviceError(p.ResizeDir(ctx, dir, mapped.CapacityOf(sizeBytes), mode, force))
+	return deviceError(p.store.ResizeDir(ctx, dir, mapped.CapacityOf(sizeBytes), mode, force))
 }

@@ -78,7 +78,7 @@ func (p *poison) page(off int64) {
 }
 
 // where answers the places of all chunks' data in the device, by chunk as far as they are in use.
-func where(t *testing.T, p *Pool) (at []int64) {
+func where(t *testing.T, p *devices) (at []int64) {
 	t.Helper()
 	mem := p.fs.Device(p.o.Devices[0].Path).Bytes()
 	eachEntry(t, p, func(file vfs.File, h *media.Header, slot int, e *media.Entry) {
@@ -106,7 +106,7 @@ func TestPoisonedPages(t *testing.T) {
 	p := mustOpen(t, o)
 	const n = 60
 	mustStore(t, p, 0, n)
-	places := where(t, p)
+	places := where(t, &p.devices)
 	if len(places) != n {
 		t.Fatalf("%d places of %d chunks", len(places), n)
 	}

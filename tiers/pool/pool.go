@@ -9,7 +9,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"path/filepath"
 	"runtime"
 	"time"
 
@@ -100,8 +99,7 @@ func (o *Options) validate() error {
 // Pool is a tiers.Tier, and names its victims. See the package comment.
 type Pool struct {
 	*disk.Disk
-	o       Options
-	fs      *mapped.FS
+	devices
 	lookups chan struct{} // nil: not bounded
 }
 
@@ -112,7 +110,7 @@ func Open(o Options) (_ *Pool, err error) {
 	if err := o.validate(); err != nil {
 		return nil, err
 	}
-	p := &Pool{o: o, fs: mapped.New(o.Log)}
+	p := &Pool{devices: devices{o: o, fs: mapped.New(o.Log)}}
 	if o.LookupWorkers > 0 {
 		p.lookups = make(chan struct{}, o.LookupWorkers)
 	}
@@ -121,18 +119,9 @@ func Open(o Options) (_ *Pool, err error) {
 			err = errors.Join(err, p.fs.Close())
 		}
 	}()
-	var dirs []string
-	var sizes []int64
-	for _, d := range o.Devices {
-		dir, err := p.mount(d)
-		if err != nil {
-			return nil, err
-		}
-		n, err := p.fs.Capacity(dir)
-		if err != nil {
-			return nil, err
-		}
-		dirs, sizes = append(dirs, dir), append(sizes, n)
+	dirs, sizes, err := p.mountAll()
+	if err != nil {
+		return nil, err
 	}
 	// They wait for nothing but memory: more than one a core would only take turns, and each begins with cold streams.
 	workers := min(max(o.LoadWorkers, o.StoreWorkers), runtime.GOMAXPROCS(0))
@@ -149,15 +138,8 @@ func Open(o Options) (_ *Pool, err error) {
 	if err != nil {
 		return nil, err
 	}
+	p.store = p.Disk
 	return p, nil
-}
-
-// mount opens this process's partition of a device, and answers what it is called.
-func (p *Pool) mount(d DeviceSpec) (dir string, err error) {
-	dir = filepath.Clean(d.Path)
-	return dir, p.fs.Mount(dir, dax.DeviceOptions{
-		Path: d.Path, OffsetBytes: p.o.OffsetBytes, SizeBytes: d.SizeBytes, Rank: p.o.Rank, Ranks: p.o.Ranks, AllowFile: p.o.AllowFiles, SysFS: p.o.SysFS,
-	})
 }
 
 // Contains implements tiers.Tier.

@@ -78,7 +78,7 @@ func TestContract(t *testing.T) {
 					}
 					return p, nil
 				},
-				Rot: func() { rot(t, p) },
+				Rot: func() { rot(t, &p.devices) },
 			}
 		},
 	})

@@ -12,7 +12,7 @@ import (
 )
 
 // eachEntry calls f for every entry in use on a pool's devices.
-func eachEntry(t testing.TB, p *Pool, f func(file vfs.File, h *media.Header, slot int, e *media.Entry)) {
+func eachEntry(t testing.TB, p *devices, f func(file vfs.File, h *media.Header, slot int, e *media.Entry)) {
 	t.Helper()
 	fsys := p.fs
 	for _, d := range p.o.Devices {
@@ -54,7 +54,7 @@ func eachEntry(t testing.TB, p *Pool, f func(file vfs.File, h *media.Header, slo
 }
 
 // rot flips a bit in every page.
-func rot(t testing.TB, p *Pool) {
+func rot(t testing.TB, p *devices) {
 	t.Helper()
 	eachEntry(t, p, func(file vfs.File, h *media.Header, slot int, e *media.Entry) {
 		var b [1]byte

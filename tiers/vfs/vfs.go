@@ -104,6 +104,16 @@ type Summing interface {
 	WriteSums(p []byte, off int64, seeds, sums []uint64) error
 }
 
+// Resident is a File whose bytes lie in memory that others have mapped too, and write to and read from there.
+type Resident interface {
+	File
+	// Sums computes the checksums of pages where they lie: sums[i] becomes the XXH3-64, with seed seeds[i], of the i-th page of so many bytes from off on. Errors
+	// are those of ReadAt.
+	Sums(off, pageBytes int64, seeds, sums []uint64) error
+	// Persist makes what others wrote to n bytes from off on last. Errors are those of Datasync; a *BadPlaceError is about a part of the range only.
+	Persist(off, n int64) error
+}
+
 // File is an open file. Methods may be called concurrently with each other, Close only when none of them is under way.
 type File interface {
 	// ReadAt and WriteAt move len(p) bytes or return an error: io.EOF, or one that wraps it, at the file's end. In a file opened with Direct, off and

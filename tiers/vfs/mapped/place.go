@@ -3,6 +3,8 @@ package mapped
 import (
 	"io/fs"
 	"path"
+
+	"lookaside/dax"
 )
 
 // End is how many bytes a partition must have room for, in the sense of Capacity, so that a file in it can stay where it is.
@@ -19,6 +21,27 @@ func (f *FS) End(name string) (int64, error) {
 	}
 	e := &v.head.files[i]
 	return max(e.at+e.capacity-headBytes, 0), nil
+}
+
+// Piece is where a file lies: in so many bytes of its device's from byte At on.
+type Piece struct {
+	Device    *dax.Device
+	At, Bytes int64
+}
+
+// Piece answers where a file lies. It stays there until it is removed, or made longer.
+func (f *FS) Piece(name string) (Piece, error) {
+	v, base, err := f.lookup("stat", name)
+	if err != nil {
+		return Piece{}, err
+	}
+	v.meta.Lock()
+	defer v.meta.Unlock()
+	i := v.head.find(base)
+	if i < 0 {
+		return Piece{}, &fs.PathError{Op: "stat", Path: path.Clean(name), Err: fs.ErrNotExist}
+	}
+	return Piece{Device: v.dev, At: v.head.files[i].at, Bytes: v.head.files[i].capacity}, nil
 }
 
 // Hole is the longest piece that a new file in a partition can get.

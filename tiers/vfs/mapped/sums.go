@@ -1,23 +1,30 @@
 package mapped
 
 import (
+	"errors"
 	"fmt"
 	"io"
+	"math"
+	"runtime"
 	"sync"
 	"syscall"
 
+	"lookaside/dax"
 	"lookaside/dax/memcopy"
 	"lookaside/tiers/vfs"
 )
 
-var _ vfs.Summing = (*file)(nil)
+var (
+	_ vfs.Summing  = (*file)(nil)
+	_ vfs.Resident = (*file)(nil)
+)
 
 // yielders are those of copies that have ended.
 var yielders = sync.Pool{New: func() any { return memcopy.NewYielder() }}
 
 // ReadSums implements vfs.Summing.
 func (f *file) ReadSums(p []byte, off int64, seeds, sums []uint64) error {
-	mem, err := f.pages("read", p, off, sums)
+	mem, err := f.span("read", off, int64(len(p)), len(sums))
 	if err != nil {
 		return err
 	}
@@ -35,7 +42,7 @@ func (f *file) WriteSums(p []byte, off int64, seeds, sums []uint64) error {
 	if f.readOnly {
 		return f.fail("write", syscall.EBADF)
 	}
-	mem, err := f.pages("write", p, off, sums)
+	mem, err := f.span("write", off, int64(len(p)), len(sums))
 	if err != nil {
 		return err
 	}
@@ -55,20 +62,63 @@ func (f *file) WriteSums(p []byte, off int64, seeds, sums []uint64) error {
 	return nil
 }
 
-// pages answers the memory of pages, all of which must be in the file, with life held for reading.
-func (f *file) pages(op string, p []byte, off int64, sums []uint64) (mem []byte, err error) {
-	if len(sums) == 0 || len(p)%len(sums) != 0 || off < 0 {
+// span answers the memory of n bytes of pages, all of which must be in the file, with life held for reading.
+func (f *file) span(op string, off, n int64, pages int) (mem []byte, err error) {
+	if pages == 0 || n <= 0 || n%int64(pages) != 0 || off < 0 || off > math.MaxInt64-n {
 		return nil, f.fail(op, syscall.EINVAL)
 	}
 	if err := f.n.v.enter(op); err != nil {
 		return nil, err
 	}
-	if off+int64(len(p)) > f.n.size.Load() {
+	if off+n > f.n.size.Load() {
 		f.n.v.life.RUnlock()
 		return nil, f.fail(op, io.ErrUnexpectedEOF)
 	}
 	at := f.n.at + off
-	return f.n.v.dev.Bytes()[at : at+int64(len(p))], nil
+	return f.n.v.dev.Bytes()[at : at+n], nil
+}
+
+// Sums implements vfs.Resident.
+func (f *file) Sums(off, pageBytes int64, seeds, sums []uint64) error {
+	mem, err := f.span("read", off, pageBytes*int64(len(sums)), len(sums))
+	if err != nil {
+		return err
+	}
+	defer f.n.v.life.RUnlock()
+	y := yielders.Get().(*memcopy.Yielder)
+	defer yielders.Put(y)
+	if err := f.n.v.guard(func() { memcopy.Sums(mem, int(pageBytes), seeds, sums, y.Yield) }, f.n.at+off, mem, nil); err != nil {
+		return f.fail("read", f.n.locate(err))
+	}
+	return nil
+}
+
+// Persist implements vfs.Resident.
+func (f *file) Persist(off, n int64) error {
+	if _, err := f.span("sync", off, n, 1); err != nil {
+		return err
+	}
+	v, at := f.n.v, f.n.at+off
+	defer v.life.RUnlock()
+	if !v.dev.Direct() { // one system call for all of it
+		if err := v.dev.Persist(at, n); err != nil {
+			return f.fail("sync", err)
+		}
+		return nil
+	}
+	for from := int64(0); from < n; from += memcopy.PieceBytes {
+		size := min(n-from, memcopy.PieceBytes)
+		err := v.dev.Persist(at+from, size)
+		var fault *dax.FaultError
+		if errors.As(err, &fault) {
+			err = f.n.locate(&faultError{v.dev.Path(), at + from + fault.Offset})
+		}
+		if err != nil {
+			return f.fail("sync", err)
+		}
+		runtime.Gosched()
+	}
+	return nil
 }
 
 // persistSums makes what CopySums stored last: what it did not store past the caches is written back.

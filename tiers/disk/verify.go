@@ -1,0 +1,115 @@
+package disk
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"sync/atomic"
+
+	"go.uber.org/zap"
+
+	"lookaside/tiers"
+	"lookaside/tiers/vfs"
+)
+
+// Verify checks chunks that were found when the arena was opened, in their order but several at a time, and tells the engine how that ended. What is not checked when ctx ends stays
+// unverified. Chunks that are being checked for somebody else are waited for.
+func (a *Arena) Verify(ctx context.Context, v []tiers.Verification) {
+	if a.d.begin(ctx) != nil {
+		return
+	}
+	defer a.d.end()
+	var next atomic.Int64
+	work := func() {
+		for {
+			i := int(next.Add(1)) - 1
+			if i >= len(v) || a.d.going(ctx) != nil {
+				return
+			}
+			a.verifyOnce(ctx, &v[i])
+		}
+	}
+	var wait sync.WaitGroup
+	for range min(len(v), cap(a.checks)) - 1 {
+		wait.Go(work)
+	}
+	work()
+	wait.Wait()
+}
+
+// verifyOnce checks a chunk, or waits for whoever does.
+func (a *Arena) verifyOnce(ctx context.Context, v *tiers.Verification) {
+	a.checkMu.Lock()
+	ended, there := a.checking[v.Handle]
+	if !there {
+		ended = make(chan struct{})
+		a.checking[v.Handle] = ended
+	}
+	a.checkMu.Unlock()
+	if there {
+		select {
+		case <-ended:
+		case <-ctx.Done():
+		case <-a.d.stopping:
+		}
+		return
+	}
+	defer func() {
+		a.checkMu.Lock()
+		delete(a.checking, v.Handle)
+		a.checkMu.Unlock()
+		close(ended)
+	}()
+	if a.d.engine.Verified(v.Handle) { // by who was asked just before
+		return
+	}
+	select {
+	case a.checks <- struct{}{}:
+		defer func() { <-a.checks }()
+	case <-ctx.Done():
+		return
+	case <-a.d.stopping:
+		return
+	}
+	a.verify(v)
+}
+
+// verify checks a chunk. Nobody has a lease on it, so it may be gone at any moment, and its slot another's: then what is found says nothing, and its handle changes nothing.
+func (a *Arena) verify(v *tiers.Verification) {
+	d, s := a.d, a.d.slabOf(v.Region)
+	if s == nil {
+		return
+	}
+	s.life.RLock()
+	defer s.life.RUnlock()
+	if s.closed {
+		return
+	}
+	slot := s.slotAt(v.Offset)
+	gen, want := s.getSums(slot, v.Pages, nil)
+	sums := make([]uint64, v.Pages)
+	err := s.buffed.(vfs.Resident).Sums(s.layout.SlotOffset(slot), s.layout.Geometry.PageBytes, s.seeds(nil, v.Hashes, gen), sums)
+	if err == nil {
+		for i := range sums {
+			if sums[i] != want[i] {
+				err = s.corrupt(v.First+i, slot)
+				break
+			}
+		}
+	}
+	if err != nil && !errors.Is(err, tiers.ErrCorrupt) {
+		d.faulty(s, err)
+	}
+	switch ended := d.engine.EndVerify(v.Handle, err == nil); {
+	case !ended:
+	case err == nil:
+		a.verified.Add(1)
+		s.faults.Store(0)
+	case errors.Is(err, tiers.ErrCorrupt):
+		d.corrupt.Add(1)
+		d.log.Warn("a chunk that was found is corrupt; dropped", zap.Error(err))
+	default:
+		d.unread.Add(1)
+		d.log.Warn("a chunk that was found cannot be read; dropped", zap.Error(err))
+	}
+}
