@@ -44,7 +44,12 @@ class Mapper:
 
     def on_region(self, session: Session, region: wire.RegionAdded, fd: int) -> None:
         self.kind = region.kind
-        self.regions.add(region.region, fd, region.size, huge=region.kind in HUGE, background=False)
+        self.regions.add(
+            region.region, fd, region.size, huge=region.kind in HUGE, background=False, offset=region.offset
+        )
+
+    def on_region_removed(self, session: Session, region: int) -> None:
+        pass
 
     def on_lost(self, session: Session) -> None:
         self.regions.close()

@@ -26,11 +26,11 @@ setup(
         Extension(
             "lookaside._native",
             sources=["lookaside/_native.c"],
-            depends=["lookaside/_copycore.h", "lookaside/_cudacore.h"],
+            depends=["lookaside/_copycore.h", "lookaside/_cudacore.h", "lookaside/_guard.h"],
             define_macros=[("Py_LIMITED_API", "0x030B0000")] if STABLE_ABI else [],
             py_limited_api=STABLE_ABI,
-            extra_compile_args=["-std=gnu11", "-O3", "-Wall", "-Wextra", "-fvisibility=hidden"],
-            libraries=["dl"],
+            extra_compile_args=["-std=gnu11", "-O3", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"],
+            libraries=["dl", "pthread"],
         )
     ],
     cmdclass={"bdist_wheel": StableWheel},

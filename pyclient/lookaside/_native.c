@@ -6,13 +6,15 @@
  *
  * Memory rules. A Plan holds addresses, not objects: whoever makes one keeps the KV cache alive as long as the plan, and
  * keeps a region mapped until every copy that was started before its detach has ended. What a caller passes per copy
- * (block ids and addresses) is copied first, then checked, then used, so changing the arrays meanwhile does no harm.
+ * (block ids and addresses) is copied first, then checked, then used, so changing the arrays meanwhile does no harm. A copy on
+ * the CPU that meets a bus error raises BusError; those that the driver makes are its own affair.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include "_copycore.h"
 #include "_cudacore.h"
+#include "_guard.h"
 
 /* ---- arguments ------------------------------------------------------------------------------------------------- */
 
@@ -178,6 +180,8 @@ static PyObject *plan_attach(PyObject *object, PyObject *args) {
         return PyErr_Format(PyExc_ValueError, "region %llu: address or size out of range", id);
     for (size_t i = 0; i < self->region_count; i++)
         if (self->region_ids[i] == id) return PyErr_Format(PyExc_ValueError, "region %llu is attached already", id);
+    int failed = la_guard_install(); /* no copy begins without a region */
+    if (failed != 0) return PyErr_Format(PyExc_RuntimeError, "no handler of bus errors: %s", strerror(failed));
     la_span *regions = PyMem_Realloc(self->regions, (self->region_count + 1) * sizeof *regions);
     if (regions == NULL) return PyErr_NoMemory();
     self->regions = regions;
@@ -233,6 +237,20 @@ static PyObject *plan_check(PyObject *object, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *bus_error_type; /* set once at import; never freed */
+
+static PyObject *bus_error(uint64_t address) {
+    char where[24]; /* as above */
+    snprintf(where, sizeof where, "0x%llx", (unsigned long long)address);
+    PyObject *message = PyUnicode_FromFormat("bus error at %s: a device has gone, a page is bad or a file was cut short", where);
+    PyObject *arguments = message != NULL ? Py_BuildValue("(NK)", message, (unsigned long long)address) : NULL;
+    if (arguments != NULL) {
+        PyErr_SetObject(bus_error_type, arguments);
+        Py_DECREF(arguments);
+    }
+    return NULL;
+}
+
 static PyObject *plan_copy(PyObject *object, PyObject *args, PyObject *keywords, la_direction direction) {
     static char *names[] = {"blocks", "addresses", "kernel", NULL};
     PlanObject *self = (PlanObject *)object;
@@ -246,11 +264,18 @@ static PyObject *plan_copy(PyObject *object, PyObject *args, PyObject *keywords,
         pairs_free(&p);
         return NULL;
     }
+    if (p.count == 0) { /* also without a region, and so without a handler */
+        pairs_free(&p);
+        return PyLong_FromLong(0);
+    }
+    int faulted;
+    uint64_t fault = 0;
     Py_BEGIN_ALLOW_THREADS
-    la_copy(&self->plan, (la_kernel)kernel, direction, p.blocks, p.addresses, p.count);
+    faulted = la_copy_guarded(&self->plan, (la_kernel)kernel, direction, p.blocks, p.addresses, p.count, &fault);
     Py_END_ALLOW_THREADS
     unsigned long long bytes = (unsigned long long)p.count * self->payload_bytes;
     pairs_free(&p);
+    if (faulted) return bus_error(fault);
     return PyLong_FromUnsignedLongLong(bytes);
 }
 
@@ -529,6 +554,14 @@ static PyModuleDef module_def = {
 PyMODINIT_FUNC PyInit__native(void) {
     PyObject *module = PyModule_Create(&module_def);
     if (module == NULL) return NULL;
+    bus_error_type = PyErr_NewExceptionWithDoc("lookaside._native.BusError",
+                                               "BusError(message, address): the memory of a copy was not there (address 0: where "
+                                               "is not known). How much of it was copied is not known, either.",
+                                               PyExc_RuntimeError, NULL);
+    if (bus_error_type == NULL || PyModule_AddObjectRef(module, "BusError", bus_error_type) < 0) {
+        Py_DECREF(module);
+        return NULL;
+    }
     plan_type = (PyTypeObject *)PyType_FromSpec(&plan_spec);
     PyObject *cuda_type = PyType_FromSpec(&cuda_spec);
     if (plan_type == NULL || cuda_type == NULL || PyModule_AddObjectRef(module, "Plan", (PyObject *)plan_type) < 0 ||

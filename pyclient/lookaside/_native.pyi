@@ -8,6 +8,9 @@ AVX512: int
 
 def usable(kernel: int, /) -> bool: ...
 
+class BusError(RuntimeError):
+    """args: (message, address); see _guard.h."""
+
 @final
 class Plan:
     def __new__(

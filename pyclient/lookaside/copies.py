@@ -2,7 +2,8 @@
 
 A copy names, for each page, a block of the KV cache and the arena address of the page. Both are checked in native code
 before the first byte moves, and the bytes move there too, without the GIL. Nothing here raises for a copy that cannot
-be made: it comes back as a ticket with an error, so that a bad grant costs one page and never the engine.
+be made: it comes back as a ticket with an error, so that a bad grant costs one page and never the engine. So does one by
+the CPU that meets memory that is not there any more: a device has gone, or a page of it is bad.
 
 On the CPU a gather is over when it returns (its blocks may be rewritten by the next step), a scatter runs on a small
 pool while the engine computes. On CUDA both are queued on streams of their own; see cuda.py.
@@ -38,6 +39,7 @@ class Ticket:
     def __init__(self) -> None:
         self._over = threading.Event()
         self._error: str | None = None
+        self._faults: tuple[int, ...] = ()
 
     def done(self) -> bool:
         """Whether no byte of the copy will move any more. Never blocks."""
@@ -52,8 +54,13 @@ class Ticket:
         """Why the copy failed, and no byte of it may be used; None while it is out and when it went well."""
         return self._error
 
-    def _finish(self, error: str | None) -> None:
-        self._error = error
+    @property
+    def faults(self) -> tuple[int, ...]:
+        """Addresses at which memory was not there, of a copy that is done: they will fail again."""
+        return self._faults
+
+    def _finish(self, error: str | None, faults: tuple[int, ...] = ()) -> None:
+        self._error, self._faults = error, faults
         self._over.set()
 
 
@@ -82,6 +89,10 @@ class AllOf(Ticket):
         if not self.done():
             return None
         return next((part.error for part in self._parts if part.error is not None), None)
+
+    @property
+    def faults(self) -> tuple[int, ...]:
+        return tuple(fault for part in self._parts for fault in part.faults)
 
 
 class InFlight:
@@ -205,13 +216,16 @@ class CpuCopies:
 
     def _run(self, copy: Callable[..., Any], part: Ticket, blocks: np.ndarray, addresses: np.ndarray) -> None:
         error: str | None = "copy interrupted"
+        faults: tuple[int, ...] = ()
         try:
             copy(blocks, addresses, kernel=self._kernel)
             error = None
+        except _native.BusError as fault:
+            error, faults = fault.args[0], (fault.args[1],)
         except Exception as fault:
             error = f"{type(fault).__name__}: {fault}"
         finally:
-            part._finish(error)
+            part._finish(error, faults)
 
 
 def use_all_cores() -> None:

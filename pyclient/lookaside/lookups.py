@@ -396,6 +396,9 @@ class _Linker:
     def on_region(self, session: Session, region: wire.RegionAdded, fd: int) -> None:
         pass  # a scheduler is given no regions
 
+    def on_region_removed(self, session: Session, region: int) -> None:
+        pass
+
     def on_lost(self, session: Session) -> None:
         self._client._post(self._rank, None)
 

@@ -9,8 +9,10 @@ The regions of one session form a RegionSet. When the session ends, the set is
 closed, but its mappings stay until the last copy that holds the set has ended:
 a thread that copies must never see its memory vanish (that would be SIGSEGV in
 the engine). Nor may the sidecar give that memory to others before: the set says
-when no byte of it moves any more. Mappings are marked MADV_DONTFORK: a forked child can neither keep
-the arena alive nor write to it, and fork need not copy page tables.
+when no byte of it moves any more. A region that the sidecar removes goes alone,
+when no hold is left that was told an address in it. Mappings are marked
+MADV_DONTFORK: a forked child can neither keep the arena alive nor write to it,
+and fork need not copy page tables.
 
 libc is called through ctypes because that releases the GIL: populating a
 region of 4 KiB pages takes 0.1 s per GiB, during which the engine must run.
@@ -23,6 +25,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import stat
 import struct
 import threading
 import time
@@ -48,6 +51,7 @@ _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
+_MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 _HUGE = 2 << 20
 # The kernel holds the process's mapping lock while it populates a range; pieces
@@ -64,25 +68,29 @@ class RegionError(OSError):
     """A region that could not be mapped, or does not hold what was asked of it."""
 
 
-def map_region(fd: int, size: int, huge: bool) -> int:
-    """Map size bytes of fd read-write and return the address; fd stays open.
+def map_region(fd: int, size: int, huge: bool, offset: int = 0, page_size: int = mmap.PAGESIZE) -> int:
+    """Map size bytes at offset of fd read-write and return the address; fd stays open.
 
-    With huge the address is a multiple of 2 MiB, without which the kernel could
-    not map transparent huge pages, and the mapping asks for them. The size must
-    be what the object behind fd has: a shorter one would make later copies die
-    of SIGBUS. Raises RegionError.
+    The address is a multiple of page_size, and with huge of 2 MiB, without which
+    the kernel could not map transparent huge pages, for which the mapping then
+    asks. A file must have what is mapped: a shorter one would make later copies
+    fail of SIGBUS. Raises RegionError.
     """
     if size <= 0 or size % mmap.PAGESIZE:
         raise RegionError(f"region size {size} is not a positive multiple of the page")
-    actual = os.fstat(fd).st_size
-    if actual < size:
-        raise RegionError(f"region of {size} bytes announced, but its fd holds {actual}")
-    if not huge:
-        address = _mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd)
+    if page_size <= 0 or page_size & (page_size - 1) or offset < 0 or offset % page_size:
+        raise RegionError(f"region at {offset}: not at a page of {page_size} bytes")
+    status = os.fstat(fd)
+    # A device tells no size there, and refuses to map more than it has.
+    if not stat.S_ISCHR(status.st_mode) and status.st_size < offset + size:
+        raise RegionError(f"region of {size} bytes at {offset} announced, but its fd holds {status.st_size}")
+    align = max(page_size, _HUGE if huge else 0)
+    if align <= mmap.PAGESIZE:
+        address = _mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, offset)
     else:
-        room = size + _HUGE
+        room = size + align
         reserved = _mmap(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
-        address = (reserved + _HUGE - 1) & ~(_HUGE - 1)
+        address = (reserved + align - 1) & ~(align - 1)
         try:
             _mmap(
                 address,
@@ -90,6 +98,7 @@ def map_region(fd: int, size: int, huge: bool) -> int:
                 mmap.PROT_READ | mmap.PROT_WRITE,
                 mmap.MAP_SHARED | _MAP_FIXED,
                 fd,
+                offset,
             )
         except RegionError:
             _libc.munmap(reserved, room)
@@ -100,6 +109,7 @@ def map_region(fd: int, size: int, huge: bool) -> int:
         tail = address + size
         if reserved + room > tail:
             _libc.munmap(tail, reserved + room - tail)
+    if huge:
         # Refused for hugetlb, which needs no asking.
         _libc.madvise(address, size, _MADV_HUGEPAGE)
     if _libc.madvise(address, size, _MADV_DONTFORK) != 0:
@@ -109,17 +119,19 @@ def map_region(fd: int, size: int, huge: bool) -> int:
     return address
 
 
-def populate(address: int, size: int) -> bool:
+def populate(address: int, size: int, write: bool = True) -> bool:
     """Fill the page tables of a mapping, without the GIL.
 
-    Returns whether the kernel could: one before 5.14 cannot, and then the first
-    touch of each page pays for it instead.
+    With write for writing too, which would make all of a file dirty. Returns
+    whether the kernel could: one before 5.14 cannot, nor can any for pages that
+    are bad, and then the first touch of each page pays for it instead.
     """
+    advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
+    filled = True
     for start in range(0, size, _POPULATE_PIECE):
         piece = min(_POPULATE_PIECE, size - start)
-        if _libc.madvise(address + start, piece, _MADV_POPULATE_WRITE) != 0:
-            return False
-    return True
+        filled = _libc.madvise(address + start, piece, advice) == 0 and filled
+    return filled
 
 
 def unmap(address: int, size: int) -> None:
@@ -127,8 +139,8 @@ def unmap(address: int, size: int) -> None:
     _libc.munmap(address, size)
 
 
-def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int) -> int:
-    result = _libc.mmap(address, size, protection, flags, fd, 0)
+def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int, offset: int = 0) -> int:
+    result = _libc.mmap(address, size, protection, flags, fd, offset)
     if result is None or result == _MAP_FAILED:
         code = ctypes.get_errno()
         raise RegionError(code, f"mmap of {size} bytes: {os.strerror(code)}")
@@ -155,7 +167,7 @@ class Attachable(Protocol):
         ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Region:
     """One mapped data region. It never moves or changes size."""
 
@@ -166,14 +178,51 @@ class Region:
     """Set once the region is attached or has failed."""
     attached: bool = False
     failed: str | None = None
+    # Guarded by the set's lock.
+    holds: int = 0
+    """Those that were told an address in it, and that of the thread that prepares it."""
+    on_removed: Callable[[], object] | None = None
+    """Set when the sidecar removes it: to be called when it is unmapped."""
+
+
+class Hold:
+    """Keeps the mappings of a set. One thread at a time uses it, and releases it once."""
+
+    __slots__ = ("_regions", "_set")
+
+    def __init__(self, of: RegionSet) -> None:
+        self._set = of
+        self._regions: set[Region] = set()  # told of; guarded by the set's lock
+
+    def locate(self, region_id: int, offset: int, size: int, timeout_s: float) -> int:
+        """The address of size bytes at offset of a region, valid until release.
+
+        Waits up to timeout_s for a region that is not ready yet. Raises
+        RegionError for an unknown or removed region, one that is not ready, and
+        bytes outside it.
+        """
+        region = self._set._pin(self, region_id)
+        if offset < 0 or size < 0 or offset + size > region.size:
+            raise RegionError(f"[{offset}, {offset + size}) is outside region {region_id} of {region.size} bytes")
+        if not region.settled.is_set() and not region.settled.wait(max(0.0, timeout_s)):
+            raise RegionError(f"region {region_id} is not ready yet")
+        if region.failed is not None:
+            raise RegionError(region.failed)
+        return region.address + offset
+
+    def release(self) -> None:
+        """Let go: whatever was located may be unmapped from now on."""
+        self._set._release(self)
 
 
 class RegionSet:
     """The regions of one session, shared by the threads that copy.
 
-    One thread (the session's) adds and closes. Others bracket their work with
-    acquire and release; between the two no mapping of the set goes away, even
-    if the session ends. Whoever drops the last hold of a closed set unmaps it.
+    One thread (the session's) adds, removes and closes. Others bracket their
+    work with acquire and Hold.release; between the two no mapping that the hold
+    was told of goes away, and no mapping at all because the session ends.
+    Whoever drops the last hold of a closed set unmaps it; a removed region is
+    unmapped on a thread of its own, as that may wait for a device.
     """
 
     _handles_lock = threading.Lock()
@@ -186,7 +235,9 @@ class RegionSet:
         self._lock = threading.Lock()
         self._regions: dict[int, Region] = {}
         self._holds = 0
+        self._leaving = 0  # removed regions that are still mapped
         self._closed = False
+        self._taken = False  # closed, and its regions are being unmapped or are
         self._unmapped = threading.Event()
 
     @classmethod
@@ -197,38 +248,56 @@ class RegionSet:
             cls._next_handle += 1
             return cls._next_handle
 
-    def add(self, region_id: int, fd: int, size: int, huge: bool, background: bool) -> None:
+    def add(
+        self,
+        region_id: int,
+        fd: int,
+        size: int,
+        huge: bool,
+        background: bool,
+        offset: int = 0,
+        page_size: int = mmap.PAGESIZE,
+        write: bool = True,
+    ) -> None:
         """Map a region; fd is the caller's and may be closed afterwards.
 
-        With background the page tables are filled and the region attached on a
-        thread of its own, and it is not ready before; without, on return.
-        Raises RegionError for what cannot be mapped or attached.
+        See map_region and populate. With background the page tables are filled
+        and the region attached on a thread of its own, and it is not ready
+        before; without, on return. Raises RegionError for what cannot be mapped
+        or attached.
         """
         with self._lock:
             if self._closed:
                 raise RegionError("the session has ended")
             if region_id in self._regions:
                 raise RegionError(f"region {region_id} was added twice")
-            region = Region(map_region(fd, size, huge), size, self._handle())
+            region = Region(map_region(fd, size, huge, offset, page_size), size, self._handle())
             self._regions[region_id] = region
+            hold = Hold(self)
+            hold._regions.add(region)
+            region.holds += 1
             self._holds += 1
         if background:
             try:
-                threading.Thread(target=self._prepare, args=(region,), name="lookaside-region", daemon=True).start()
+                arguments = (region, hold, write)
+                threading.Thread(target=self._prepare, args=arguments, name="lookaside-region", daemon=True).start()
             except RuntimeError as error:
                 region.failed = str(error)
                 region.settled.set()
-                self.release()
+                hold.release()
                 raise RegionError(region.failed) from error
         else:
-            self._prepare(region)
+            self._prepare(region, hold, write)
         if region.failed is not None:
             raise RegionError(region.failed)
 
-    def _prepare(self, region: Region) -> None:
-        """Make a mapped region fast and attach it; drops the hold that add took."""
+    def _prepare(self, region: Region, hold: Hold, write: bool) -> None:
+        """Make a mapped region fast and attach it; releases the hold that add took."""
         try:
-            populate(region.address, region.size)
+            if region.on_removed is None:
+                populate(region.address, region.size, write)
+            if region.on_removed is not None:
+                raise RegionError("it was removed")
             if self._attachable is not None:
                 self._attachable.attach(region.handle, region.address, region.size)
             region.attached = True
@@ -236,21 +305,57 @@ class RegionSet:
             region.failed = f"region could not be attached: {error}"
         finally:
             region.settled.set()
-            self.release()
+            hold.release()
 
-    def acquire(self) -> bool:
-        """Hold the mappings; False if the set is closed already."""
+    def remove(self, region_id: int, then: Callable[[], object]) -> None:
+        """Forget a region, unmap it once no hold has been told of it, and then call then on whatever thread.
+
+        At once, on this one, if there is no such region. Not at all once the set
+        is closed, or if a device does not give the region back.
+        """
         with self._lock:
             if self._closed:
-                return False
-            self._holds += 1
-            return True
+                return
+            region = self._regions.pop(region_id, None)
+            if region is not None:
+                region.on_removed = then
+                self._leaving += 1
+            idle = region is not None and not region.holds
+        if region is None:
+            then()
+        elif idle:
+            self._leave(region)
 
-    def release(self) -> None:
-        """Drop a hold."""
+    def acquire(self) -> Hold | None:
+        """Hold the mappings; None if the set is closed already."""
         with self._lock:
+            if self._closed:
+                return None
+            self._holds += 1
+        return Hold(self)
+
+    def _pin(self, hold: Hold, region_id: int) -> Region:
+        with self._lock:
+            region = self._regions.get(region_id)
+            if region is None:
+                raise RegionError(f"region {region_id} is not mapped")
+            if region not in hold._regions:
+                hold._regions.add(region)
+                region.holds += 1
+        return region
+
+    def _release(self, hold: Hold) -> None:
+        leave: list[Region] = []
+        with self._lock:
+            for region in hold._regions:
+                region.holds -= 1
+                if region.on_removed is not None and not region.holds:
+                    leave.append(region)
+            hold._regions.clear()
             self._holds -= 1
             gone = self._take_if_idle()
+        for region in leave:
+            self._leave(region)
         self._unmap(gone)
 
     def wait_unmapped(self, timeout_s: float) -> bool:
@@ -265,11 +370,37 @@ class RegionSet:
         self._unmap(gone)
 
     def _take_if_idle(self) -> list[Region] | None:
-        if not self._closed or self._holds:
+        if not self._closed or self._holds or self._leaving or self._taken:
             return None
+        self._taken = True
         gone = list(self._regions.values())
         self._regions.clear()
         return gone
+
+    def _leave(self, region: Region) -> None:
+        """Unmap a removed region that nobody holds, not on the thread that noticed."""
+        try:
+            threading.Thread(target=self._unmap_removed, args=(region,), name="lookaside-unmap", daemon=True).start()
+        except RuntimeError:
+            self._unmap_removed(region)
+
+    def _unmap_removed(self, region: Region) -> None:
+        try:
+            if self._attachable is not None and region.attached:
+                detached = self._attachable.detach(region.handle)
+                while not detached.wait(_DETACH_PATIENCE_S):
+                    pass
+        except Exception:
+            return  # still registered with a device, as in _unmap: nobody is told that it is over
+        unmap(region.address, region.size)
+        assert region.on_removed is not None
+        try:
+            region.on_removed()
+        finally:
+            with self._lock:
+                self._leaving -= 1
+                gone = self._take_if_idle()
+            self._unmap(gone)
 
     def _unmap(self, regions: list[Region] | None) -> None:
         if regions is None:
@@ -310,25 +441,6 @@ class RegionSet:
         self._unmapped.set()
         if self._on_unmapped is not None:
             self._on_unmapped()
-
-    def locate(self, region_id: int, offset: int, size: int, timeout_s: float) -> int:
-        """The address of size bytes at offset of a region.
-
-        Waits up to timeout_s for a region that is not ready yet. The caller
-        holds the set. Raises RegionError for an unknown region, one that is not
-        ready, and bytes outside it.
-        """
-        with self._lock:
-            region = self._regions.get(region_id)
-        if region is None:
-            raise RegionError(f"region {region_id} is not mapped")
-        if offset < 0 or size < 0 or offset + size > region.size:
-            raise RegionError(f"[{offset}, {offset + size}) is outside region {region_id} of {region.size} bytes")
-        if not region.settled.is_set() and not region.settled.wait(max(0.0, timeout_s)):
-            raise RegionError(f"region {region_id} is not ready yet")
-        if region.failed is not None:
-            raise RegionError(region.failed)
-        return region.address + offset
 
     @property
     def bytes_mapped(self) -> int:

@@ -158,6 +158,10 @@ class Subscriber(Protocol):
         """A data region; fd is closed after the call."""
         ...
 
+    def on_region_removed(self, session: Session, region: int) -> None:
+        """A region to unmap, and to tell the sidecar of by a RegionUnmapped once it is."""
+        ...
+
     def on_lost(self, session: Session) -> None:
         """The session that on_connected announced is over."""
         ...
@@ -739,6 +743,10 @@ class Session:
             self._hand_over(message, fds)
             return
         _close_all(fds)
+        if isinstance(message, wire.RegionRemoved):
+            for subscriber in self._told:
+                subscriber.on_region_removed(self, message.region)
+            return
         if isinstance(message, wire.Pong):
             return
         request_id = getattr(message, "id", None)

@@ -46,7 +46,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +63,7 @@ from lookaside.metadata import (
     LookasideWorkerMetadata,
     SaveSpec,
 )
-from lookaside.regions import RegionError, RegionSet
+from lookaside.regions import Hold, RegionError, RegionSet
 from lookaside.session import (
     Pending,
     RateLimitedLog,
@@ -92,7 +92,10 @@ _SHUTDOWN_PATIENCE_S = 2.0
 _IDLE_STEP_PATIENCE_S = 0.005
 # How often the loader looks at several things that are out at once.
 _POLL_S = 0.0005
-_HUGE_KINDS = ("hugetlb", "thp")
+# Kinds of region that are mapped by pages of 2 MiB, where their pages and the kernel allow it.
+_HUGE_KINDS = ("hugetlb", "thp", "devdax", "fsdax")
+# The kind whose pages are the page cache's: to write to each of them would have all of the file written back.
+_FILE_KIND = "file"
 # Timed forwards that may be under way on a device; further ones are not timed.
 _MAX_FORWARDS = 16
 
@@ -122,6 +125,7 @@ class _Save:
     live: _Live
     pieces: list[_Piece]
     since: float
+    hold: Hold | None = None
     stores: list[tuple[int, list[int]]] = field(default_factory=list)
     """(store, indices of its grants that could not be copied)."""
     pages: int = 0
@@ -144,6 +148,9 @@ class _Load:
     deadline: float
     load: int = 0
     """The sidecar's id of it once granted."""
+    hold: Hold | None = None
+    sources: list[tuple[int, int]] = field(default_factory=list)
+    """[first, last) address of each extent."""
     pages: int = 0
     ticket: Ticket | None = None
     error: str | None = None
@@ -347,10 +354,19 @@ class WorkerConnector:
                 region.size,
                 huge=region.kind in _HUGE_KINDS,
                 background=session.connected,
+                offset=region.offset,
+                page_size=region.page_size,
+                write=region.kind != _FILE_KIND,
             )
         except RegionError as error:
             self._stats.add("errors")
             self._log.warning("region", "region %d of the arena: %s", region.region, error)
+
+    def on_region_removed(self, session: Session, region: int) -> None:
+        """Unmap a region once no copy of ours can touch it, and say so."""
+        live = self._live
+        if live is not None:
+            live.regions.remove(region, functools.partial(session.send, wire.RegionUnmapped(region), live.session_id))
 
     def on_lost(self, session: Session) -> None:
         """The session is over; wait for copies that use its memory, then unmap it."""
@@ -505,7 +521,8 @@ class WorkerConnector:
         blocks: list[np.ndarray] = []
         addresses: list[np.ndarray] = []
         failed = False
-        if not save.live.regions.acquire():
+        hold = save.hold = save.live.regions.acquire()
+        if hold is None:
             self._abandon(save)
             return
         held = True
@@ -524,7 +541,7 @@ class WorkerConnector:
                 save.stores.append((reply.store, bad))
                 for index, grant in enumerate(reply.grants):
                     try:
-                        into = self._resolve(save.live, piece.asked, grant, 0.0)
+                        into = self._resolve(hold, piece.asked, grant, 0.0)
                     except RegionError as error:
                         self._log.warning("grant", "a grant cannot be used: %s", error)
                         bad.append(index)
@@ -545,14 +562,15 @@ class WorkerConnector:
             held = False  # _finish_saves releases
         finally:
             if held:
-                save.live.regions.release()
+                save.hold = None
+                hold.release()
 
-    def _resolve(self, live: _Live, asked: range, extent: wire.Extent, timeout_s: float) -> np.ndarray:
+    def _resolve(self, hold: Hold, asked: range, extent: wire.Extent, timeout_s: float) -> np.ndarray:
         """The arena addresses of an extent's pages. Raises RegionError for one that cannot be right."""
         page, pages = extent.page, extent.pages
         if pages < 1 or page < asked.start or page + pages > asked.stop:
             raise RegionError(f"pages [{page}, {page + pages}) were not asked for")
-        base = live.regions.locate(extent.region, extent.offset, pages * self._page_bytes, timeout_s)
+        base = hold.locate(extent.region, extent.offset, pages * self._page_bytes, timeout_s)
         return np.uint64(base) + np.arange(pages, dtype=np.uint64) * np.uint64(self._page_bytes)
 
     def _finish_saves(self) -> None:
@@ -566,7 +584,8 @@ class WorkerConnector:
                 still.append(save)
                 continue
             error = save.ticket.error if save.ticket is not None else None
-            save.live.regions.release()
+            if save.hold is not None:
+                save.hold.release()
             for store, bad in save.stores:
                 message = wire.CommitStore(store, tuple(bad)) if error is None else wire.AbortStore(store)
                 if session is not None:
@@ -718,7 +737,6 @@ class WorkerConnector:
 
     def _begin(self, load: _Load) -> bool:
         """Start copying a load whose grant is in. False: it has ended, reported."""
-        held = False
         try:
             reply = load.pending.wait(0)
             if isinstance(reply, wire.Error):
@@ -729,22 +747,22 @@ class WorkerConnector:
             with self._lock:
                 if load.spec.request_id in self._aborted:
                     raise RegionError("aborted")
-            held = load.live.regions.acquire()
-            if not held:
+            load.hold = load.live.regions.acquire()
+            if load.hold is None:
                 raise RegionError("the session was lost")
-            blocks, addresses = self._sources(load, reply.extents)
+            blocks, addresses = self._sources(load, load.hold, reply.extents)
             load.pages = len(blocks)
             assert self._copies is not None
             load.ticket = self._copies.scatter(blocks, addresses)
             return True
         except Exception as error:
-            if held:
-                load.live.regions.release()
+            if load.hold is not None:
+                load.hold.release()
             self._release(load)
             self._report(load.spec, str(error))
             return False
 
-    def _sources(self, load: _Load, extents: tuple[wire.Extent, ...]) -> tuple[np.ndarray, np.ndarray]:
+    def _sources(self, load: _Load, hold: Hold, extents: tuple[wire.Extent, ...]) -> tuple[np.ndarray, np.ndarray]:
         """Blocks and where their bytes are. Raises unless the extents give exactly what was asked."""
         spec = load.spec
         pages = len(spec.block_ids)
@@ -752,7 +770,8 @@ class WorkerConnector:
         addresses = np.zeros(pages, np.uint64)
         given = 0
         for extent in extents:
-            source = self._resolve(load.live, asked, extent, load.deadline - time.monotonic())
+            source = self._resolve(hold, asked, extent, load.deadline - time.monotonic())
+            load.sources.append((int(source[0]), int(source[-1]) + self._page_bytes))
             at = extent.page - spec.first_page
             if addresses[at : at + len(source)].any():
                 raise RegionError("a page was granted twice")
@@ -766,15 +785,15 @@ class WorkerConnector:
 
     def _end(self, load: _Load) -> None:
         """The copy of a load has ended: check, release, report."""
-        assert load.ticket is not None and self._session is not None
+        assert load.ticket is not None and load.hold is not None and self._session is not None
         error = load.ticket.error
         try:
             if error is None and not self._session.is_current(load.live.session_id):
                 error = "the session was lost during the copy"
             if error is None and time.monotonic() > load.deadline:
                 error = "it took too long"
-            load.live.regions.release()
-            self._release(load)
+            load.hold.release()
+            self._release(load, load.ticket.faults)
             if error is None:
                 self._stats.add("load_bytes", load.pages * self._page_bytes)
                 self._stats.observe("load_seconds", time.monotonic() - load.since)
@@ -782,9 +801,15 @@ class WorkerConnector:
             error = error or str(fault)
         self._report(load.spec, error)
 
-    def _release(self, load: _Load) -> None:
+    def _release(self, load: _Load, faults: Collection[int] = ()) -> None:
+        """Give the leases back; what lies at the addresses of faults is bad for good."""
         if load.load and self._session is not None:
-            self._session.send(wire.Release(load.load), load.live.session_id)
+            bad = tuple(
+                index
+                for index, (first, end) in enumerate(load.sources)
+                if any(first <= fault < end for fault in faults)
+            )
+            self._session.send(wire.Release(load.load, bad), load.live.session_id)
 
 
 def _prepare_store(request_id: int, first_page: int, prev: bytes, hashes: bytes) -> wire.PrepareStore:

@@ -3,12 +3,16 @@
  *
  * Every round makes a random plan (segments of any length and alignment) over memory allocated to the byte, gathers and
  * scatters random blocks with each kernel that runs here and through a pretended GPU, and compares with a copy made byte
- * by byte. The checks are compared with the same question asked in 128-bit arithmetic. Prints what differed and exits 1.
+ * by byte. The checks are compared with the same question asked in 128-bit arithmetic. And threads copy from and to a file
+ * that is cut short. Prints what differed and exits 1.
  */
+#define _GNU_SOURCE
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 
 #include "_cudacore.h"
+#include "_guard.h"
 
 static uint64_t state;
 
@@ -159,6 +163,49 @@ static void check_round(void) {
     if (la_segment_inside(&segment, blocks, &span, 1) != fits) fail("segment", segment.base, blocks);
 }
 
+#define GUARD_PAGE 65536u
+#define GUARD_PAGES 4u
+
+/* Copies pages of a file of which only the first half is left, with whole pages between those that fail. */
+static void *guard_rounds(void *argument) {
+    int file = *(int *)argument;
+    unsigned char *arena = mmap(NULL, GUARD_PAGES * GUARD_PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    unsigned char *cache = malloc(GUARD_PAGES * GUARD_PAGE);
+    if (arena == MAP_FAILED || cache == NULL) fail("no memory", 0, 0);
+    la_segment segment = {(uintptr_t)cache, GUARD_PAGE, GUARD_PAGE, 0};
+    la_plan plan = {.segments = &segment, .segment_count = 1, .num_blocks = GUARD_PAGES, .page_bytes = GUARD_PAGE};
+    for (int i = 0; i < 400; i++) {
+        la_kernel kernel = i & 1 && la_kernel_usable(LA_KERNEL_AVX512) ? LA_KERNEL_AVX512 : LA_KERNEL_MEMCPY;
+        la_direction direction = i & 2 ? LA_SCATTER : LA_GATHER;
+        int bad = i & 4, page = bad ? 2 : 1;
+        int64_t block = 3;
+        uint64_t address = (uintptr_t)arena + (unsigned)page * GUARD_PAGE, fault = 0;
+        memset(cache, i, GUARD_PAGES * GUARD_PAGE);
+        int failed = la_copy_guarded(&plan, kernel, direction, &block, &address, 1, &fault);
+        if (failed != !!bad) fail("guarded copy", (uint64_t)failed, (uint64_t)i);
+        if (bad && (fault < address || fault >= address + GUARD_PAGE)) fail("address of the fault", fault, address);
+        if (!bad && memcmp(cache + 3 * GUARD_PAGE, arena + GUARD_PAGE, GUARD_PAGE) != 0) fail("guarded bytes", (uint64_t)i, 0);
+    }
+    munmap(arena, GUARD_PAGES * GUARD_PAGE);
+    free(cache);
+    return NULL;
+}
+
+static void guard_threads(void) {
+    int files[4];
+    pthread_t threads[4];
+    if (la_guard_install() != 0 || la_guard_install() != 0) fail("guard", 0, 0);
+    for (int i = 0; i < 4; i++) {
+        files[i] = memfd_create("cut", 0);
+        if (files[i] < 0 || ftruncate(files[i], GUARD_PAGES / 2 * GUARD_PAGE) != 0) fail("memfd", (uint64_t)i, 0);
+        if (pthread_create(&threads[i], NULL, guard_rounds, &files[i]) != 0) fail("thread", (uint64_t)i, 0);
+    }
+    for (int i = 0; i < 4; i++) {
+        pthread_join(threads[i], NULL);
+        close(files[i]);
+    }
+}
+
 int main(int count, char **arguments) {
     if (count != 3) return 2;
     state = strtoull(arguments[1], NULL, 10);
@@ -166,6 +213,7 @@ int main(int count, char **arguments) {
         copy_round();
         for (int i = 0; i < 1000; i++) check_round();
     }
+    guard_threads();
     if (single_copies == 0 || batch_copies == 0) fail("a driver's path was never taken", single_copies, batch_copies);
     return 0;
 }

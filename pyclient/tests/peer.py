@@ -91,6 +91,22 @@ class Peer:
     def region_message(self, index: int) -> wire.RegionAdded:
         return wire.RegionAdded(index, self.generation, "memfd", 0, self.region_bytes, 4096)
 
+    def add_region(self, offset: int = 0, kind: str = "memfd") -> int:
+        """Tell every connected client of one more region, at an offset of its fd; its index."""
+        fd = os.memfd_create("region", os.MFD_CLOEXEC)
+        os.ftruncate(fd, offset + self.region_bytes)
+        self.regions.append(fd)
+        index = len(self.regions) - 1
+        message = wire.RegionAdded(index, self.generation, kind, offset, self.region_bytes, 4096)
+        for conn in self.conns:
+            conn.send(message, fd)
+        return index
+
+    def remove_region(self, index: int) -> None:
+        """Tell every connected client to unmap a region."""
+        for conn in self.conns:
+            conn.send(wire.RegionRemoved(index))
+
     def of(self, kind: type) -> list[Any]:
         """The messages of a type received so far."""
         with self._lock:

@@ -1,5 +1,7 @@
 """Copies on the CPU: splitting, threads, tickets, and regions that leave while copies run."""
 
+import mmap
+import os
 import threading
 import time
 
@@ -157,6 +159,30 @@ def test_threads_may_copy_and_regions_come_and_go() -> None:
     bench.copies.close()
     assert not wrong
     assert (bench.pages(np.arange(BLOCKS)) == pages).all()
+
+
+def test_memory_that_is_not_there_fails_the_copy_that_meets_it(bench: Bench) -> None:
+    """In whichever of its threads; each part that did says where."""
+    fd = os.memfd_create("cut", os.MFD_CLOEXEC)
+    os.ftruncate(fd, BLOCKS * PAGE)
+    mapping = mmap.mmap(fd, BLOCKS * PAGE)
+    start = np.frombuffer(mapping, np.uint8).ctypes.data
+    bench.copies.attach(2, start, BLOCKS * PAGE)
+    blocks = np.arange(BLOCKS)
+    addresses = np.uint64(start) + blocks.astype(np.uint64) * np.uint64(PAGE)
+    os.ftruncate(fd, BLOCKS // 4 * PAGE)
+    for copy in (bench.copies.gather, bench.copies.scatter):
+        ticket = copy(blocks, addresses)
+        assert ticket.wait(10) and ticket.error is not None and "bus error" in ticket.error
+        assert len(ticket.faults) == 2 and all(
+            start + BLOCKS // 4 * PAGE <= fault < start + BLOCKS * PAGE for fault in ticket.faults
+        )
+        good = copy(blocks[: BLOCKS // 4], addresses[: BLOCKS // 4])
+        assert good.wait(10) and good.error is None and good.faults == ()
+    ticket = bench.copies.gather(blocks, bench.addresses(blocks))
+    assert ticket.error is None and (bench.arena == bench.pages(blocks)).all()
+    assert bench.copies.detach(2).wait(10)
+    os.close(fd)
 
 
 def test_tickets_of_parts() -> None:

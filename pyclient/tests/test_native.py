@@ -3,6 +3,7 @@
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,8 @@ def test_core_under_sanitizers(tmp_path: Path) -> None:
         pytest.skip("no C compiler")
     program = tmp_path / "native_sweep"
     build = [compiler, "-g", "-O1", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-fno-sanitize-recover=all"]
-    build += ["-fsanitize=address,undefined", f"-I{SOURCES}", str(HERE / "native_sweep.c"), "-o", str(program), "-ldl"]
+    build += ["-fsanitize=address,undefined", f"-I{SOURCES}", str(HERE / "native_sweep.c")]
+    build += ["-o", str(program), "-ldl", "-pthread"]
     made = subprocess.run(build, capture_output=True, text=True)
     if made.returncode != 0 and "sanitize" in made.stderr and "cannot find" in made.stderr:
         pytest.skip("the compiler has no sanitizers")
@@ -208,3 +210,150 @@ def test_plans_do_not_leak() -> None:
             _native.Plan([(0, 16, 8, 0)], 4, 16, [span(cache)])
     del plan
     assert sys.getrefcount(_native.Plan) < references + 10
+
+
+# ---- bus errors ----
+
+CUT = """
+import faulthandler, os, mmap, signal, sys, threading
+import numpy as np
+from lookaside import _native
+
+PAGE = 16384
+cache = np.arange(4 * PAGE, dtype=np.uint8)
+plan = _native.Plan([(cache.ctypes.data, PAGE, PAGE, 0)], 4, PAGE, [(cache.ctypes.data, cache.nbytes)])
+fd = os.memfd_create("cut")
+os.ftruncate(fd, 4 * PAGE)
+mapping = mmap.mmap(fd, 4 * PAGE)
+arena = np.frombuffer(mapping, np.uint8)
+address = arena.ctypes.data
+blocks = np.arange(4)
+addresses = np.uint64(address) + np.arange(4, dtype=np.uint64) * np.uint64(PAGE)
+
+def attach():
+    plan.attach(1, address, arena.nbytes)
+
+def cut():
+    os.ftruncate(fd, 2 * PAGE)
+
+def copies_fail():
+    for copy in (plan.gather, plan.scatter):
+        for kernel in (_native.MEMCPY, _native.AVX512):
+            if not _native.usable(kernel):
+                continue
+            for first in (0, 3):
+                try:
+                    copy(blocks[first:], addresses[first:], kernel=kernel)
+                    raise SystemExit("copied what is not there")
+                except _native.BusError as error:
+                    message, where = error.args
+                    assert address + 2 * PAGE <= where < address + 4 * PAGE and hex(where) in message, error
+            assert copy(blocks[:2], addresses[:2], kernel=kernel) == 2 * PAGE
+            assert (arena[: 2 * PAGE] == cache[: 2 * PAGE]).all()
+"""
+
+
+def run(program: str, **more: str) -> subprocess.CompletedProcess:
+    """Runs what follows CUT in a process of its own; no core is dumped."""
+    program = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n" + CUT + program
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), **more}
+    environment.pop("PYTHONFAULTHANDLER", None)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=100)
+
+
+def test_a_copy_from_what_is_not_there_fails_alone() -> None:
+    """Again and again, on every thread, while others copy what is there."""
+    done = run("""
+attach()
+cut()
+copies_fail()
+threads = [threading.Thread(target=lambda: [copies_fail() for _ in range(20)]) for _ in range(4)]
+for t in threads: t.start()
+for t in threads: t.join()
+assert signal.SIGBUS not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+os.ftruncate(fd, 4 * PAGE)
+assert plan.gather(blocks, addresses) == 4 * PAGE and (arena == cache).all()
+print("lives")
+""")
+    assert (done.returncode, done.stdout.strip()) == (0, "lives"), done
+
+
+def test_the_modes_of_arithmetic_survive() -> None:
+    """A handler begins with the default ones, and leaving it by a jump would keep them."""
+    done = run("""
+import torch
+if not torch.set_flush_denormal(True):
+    print("lives"); raise SystemExit
+tiny = torch.tensor([1e-310], dtype=torch.float64)
+assert (tiny * 1).item() == 0
+attach()
+cut()
+copies_fail()
+assert (tiny * 1).item() == 0, "denormals are back"
+print("lives")
+""")
+    assert (done.returncode, done.stdout.strip()) == (0, "lives"), done
+
+
+@pytest.mark.parametrize(
+    "how", ["arena[3 * PAGE]", "os.kill(os.getpid(), signal.SIGBUS)", "signal.raise_signal(signal.SIGBUS)"]
+)
+@pytest.mark.parametrize("handler", ["none", "faulthandler before", "faulthandler after"])
+def test_a_bus_error_outside_of_a_copy_kills_as_ever(how: str, handler: str) -> None:
+    before = "faulthandler.enable()" if handler == "faulthandler before" else ""
+    after = "faulthandler.enable()" if handler == "faulthandler after" else ""
+    done = run(f"""
+{before}
+attach()
+{after}
+cut()
+{"copies_fail()" if not after else ""}
+print("copied", flush=True)
+{how}
+print("lives")
+""")
+    assert done.returncode == -signal.SIGBUS and done.stdout.strip() == "copied", done
+    assert ("Fatal Python error: Bus error" in done.stderr) == (handler != "none"), done.stderr
+
+
+def test_a_fault_handler_that_was_installed_later_tells_and_lets_live() -> None:
+    done = run("""
+attach()
+faulthandler.enable()
+cut()
+try:
+    plan.gather(blocks, addresses)
+except _native.BusError as error:
+    print(error.args[1])
+copies_fail()
+print("lives")
+""")
+    assert (done.returncode, done.stdout.split()) == (0, ["0", "lives"]), done
+    assert "Fatal Python error: Bus error" in done.stderr
+
+
+def test_other_handlers_of_bus_errors_are_called() -> None:
+    done = run("""
+heard = []
+signal.signal(signal.SIGBUS, lambda number, frame: heard.append(number))
+attach()
+cut()
+copies_fail()
+assert not heard
+os.kill(os.getpid(), signal.SIGBUS)
+while not heard: pass
+copies_fail()
+print("lives")
+""")
+    assert (done.returncode, done.stdout.strip()) == (0, "lives"), done
+    done = run("""
+signal.signal(signal.SIGBUS, signal.SIG_IGN)
+attach()
+cut()
+os.kill(os.getpid(), signal.SIGBUS)
+copies_fail()
+print("ignored", flush=True)
+arena[3 * PAGE]
+print("lives")
+""")
+    assert (done.returncode, done.stdout.strip()) == (-signal.SIGBUS, "ignored"), done

@@ -56,6 +56,10 @@ class Heard:
         assert os.fstat(fd).st_size == region.size
         self.regions.append(region.region)
 
+    def on_region_removed(self, session: Session, region: int) -> None:
+        self.regions.remove(region)
+        session.send(wire.RegionUnmapped(region), session.session_id)
+
     def on_lost(self, session: Session) -> None:
         self.lost += 1
 
@@ -349,6 +353,40 @@ def test_region_added_later(directory: Path, peer: Peer) -> None:
     # Without its fd it is no region; the session starts over.
     peer.conns[0].send(peer.region_message(3))
     until(lambda: heard.lost == 1)
+    session.close()
+
+
+def test_region_removed(directory: Path, peer: Peer) -> None:
+    heard = Heard()
+    session = Session(options(directory))
+    session.subscribe(heard)
+    session.start()
+    assert session.wait_connected(5)
+    first = session.session_id
+    peer.remove_region(0)
+    assert peer.wait_for(wire.RegionUnmapped) == [wire.RegionUnmapped(0)]
+    assert heard.regions == [1] and session.session_id == first
+    # What only a client sends is no answer from a sidecar; the session starts over.
+    peer.conns[0].send(wire.RegionUnmapped(1))
+    until(lambda: heard.lost == 1)
+    session.close()
+
+
+def test_region_may_go_as_soon_as_the_handshake_is_over(directory: Path, peer: Peer) -> None:
+    heard = Heard()
+    greet = peer._greet
+
+    def greet_and_remove(conn: Conn, hello: wire.Hello) -> None:
+        greet(conn, hello)
+        conn.send(wire.RegionRemoved(1))
+
+    peer._greet = greet_and_remove  # type: ignore[method-assign]
+    session = Session(options(directory))
+    session.subscribe(heard)
+    session.start()
+    assert session.wait_connected(5)
+    assert peer.wait_for(wire.RegionUnmapped) == [wire.RegionUnmapped(1)]
+    assert heard.regions == [0] and heard.lost == 0
     session.close()
 
 

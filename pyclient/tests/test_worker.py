@@ -685,3 +685,124 @@ def test_shutdown_ends_everything(model: Path, peer: Peer) -> None:
     assert "memfd:region" not in Path("/proc/self/maps").read_text()
     stand.step(LookasideMetadata(loads=[LoadSpec("late", ((1, 1),), 0, [5])], saves=[stand.save(0, [1], [1])]))
     assert stand.received == ["late"] and len(stand.acked) == 2
+
+
+# ---- regions that come and go ----
+
+
+def mapped(fd: int) -> int:
+    """How many mappings of what is behind fd this process has."""
+    status = os.fstat(fd)
+    count = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        _, _, _, device, inode, *_ = line.split()
+        major, minor = (int(part, 16) for part in device.split(":"))
+        count += (os.makedev(major, minor), int(inode)) == (status.st_dev, status.st_ino)
+    return count
+
+
+def test_region_at_an_offset_comes_while_the_session_lives(stand: Stand, peer: Peer) -> None:
+    content = random.Random(1).randbytes(PAGE)
+    index = peer.add_region(offset=12 * PAGE, kind="devdax")
+    os.pwrite(peer.regions[index], content, 14 * PAGE)
+    until(lambda: mapped(peer.regions[index]))
+    grant_load(peer, (0, 1, index, 2 * PAGE))
+    stand.load_now(LoadSpec("r", ((1, 1),), 0, [5]))
+    assert not stand.failed and page(stand.cache, 5) == content
+    peer.script[wire.PrepareStore] = lambda conn, m: wire.StoreGrant(m.id, 5, 0, 0, (wire.Extent(0, 1, index, PAGE),))
+    stand.save_now(stand.save(0, [7], [1]))
+    assert peer.wait_for(wire.CommitStore) == [wire.CommitStore(5)]
+    assert os.pread(peer.regions[index], PAGE, 13 * PAGE) == page(stand.cache, 7)
+
+
+def test_removed_region_is_unmapped_and_told(stand: Stand, peer: Peer) -> None:
+    index = peer.add_region()
+    until(lambda: mapped(peer.regions[index]))
+    peer.remove_region(0)
+    assert peer.wait_for(wire.RegionUnmapped) == [wire.RegionUnmapped(0)]
+    assert not mapped(peer.regions[0]) and mapped(peer.regions[index])
+    # What a grant says of it from now on is an error of that grant.
+    grant_load(peer, (0, 1, 0, 0), (1, 1, index, 0))
+    stand.load_now(LoadSpec("r", ((1, 1),), 0, [5, 6]))
+    assert stand.invalid == {5, 6} and stand.failed == {"r": 1}
+    grants = (wire.Extent(0, 1, 0, 0), wire.Extent(1, 1, index, 0))
+    peer.script[wire.PrepareStore] = lambda conn, m: wire.StoreGrant(m.id, 5, 0, 0, grants)
+    stand.save_now(stand.save(0, [1, 2], [1, 2]))
+    assert peer.wait_for(wire.CommitStore) == [wire.CommitStore(5, (0,))]
+    assert os.pread(peer.regions[index], PAGE, 0) == page(stand.cache, 2)
+    # One that was never there, or could not be mapped, is told of as well: the sidecar waits for that.
+    peer.remove_region(77)
+    peer.wait_for(wire.RegionUnmapped, 2)
+    peer.remove_region(index)
+    assert peer.wait_for(wire.RegionUnmapped, 3)[1:] == [wire.RegionUnmapped(77), wire.RegionUnmapped(index)]
+    assert stand.worker._session is not None and stand.worker._session.connected and len(peer.conns) == 1
+
+
+@pytest.mark.parametrize("what", ["load", "save"])
+def test_removed_region_stays_until_its_last_copy_has_ended(
+    stand: Stand, peer: Peer, slow: SlowCopies, what: str
+) -> None:
+    """A sidecar that removes what it has leased is wrong; but it is not vLLM that dies of it."""
+    Shelf(peer)
+    grant_load(peer, (0, 2, 0, 0))
+    index = peer.add_region()
+    if what == "load":
+        stand.step(LookasideMetadata(loads=[LoadSpec("r", ((1, 1),), 0, [5, 6])]))
+    else:
+        stand.step(LookasideMetadata(saves=[stand.save(0, [1], [1])]))
+    until(lambda: slow.tickets)
+    peer.remove_region(0)
+    peer.remove_region(index)
+    assert peer.wait_for(wire.RegionUnmapped) == [wire.RegionUnmapped(index)], "no copy is there"
+    stand.step()
+    assert mapped(peer.regions[0]) and not mapped(peer.regions[index]), "unmapped under a copy"
+    slow.finish()
+    until(lambda: stand.step() or stand.received or stand.acked)
+    assert peer.wait_for(wire.RegionUnmapped, 2)[1] == wire.RegionUnmapped(0)
+    assert not mapped(peer.regions[0]) and not stand.failed
+
+
+def test_session_that_ends_while_a_region_is_removed(stand: Stand, peer: Peer, slow: SlowCopies) -> None:
+    grant_load(peer, (0, 2, 0, 0))
+    stand.step(LookasideMetadata(loads=[LoadSpec("r", ((1, 1),), 0, [5, 6])]))
+    until(lambda: slow.tickets)
+    live = stand.worker._live
+    assert live is not None
+    peer.remove_region(0)
+    until(lambda: not live.regions.bytes_mapped)
+    peer.conns[0].sock.shutdown(socket.SHUT_WR)
+    until(lambda: stand.worker._live is not live)
+    assert mapped(peer.regions[0]) == 1 and not live.regions.wait_unmapped(0) and not peer.conns[0].closed.is_set()
+    slow.finish()
+    assert live.regions.wait_unmapped(5) and peer.conns[0].closed.wait(5)
+    until(lambda: stand.step() or stand.received)
+    assert stand.invalid == {5, 6}
+    until(lambda: stand.worker._session.connected)
+    assert mapped(peer.regions[0]) == 1, "that of the session after it"
+    assert not peer.of(wire.RegionUnmapped), "the next session knows nothing of it"
+
+
+def test_memory_that_is_not_there_fails_its_copies_alone(stand: Stand, peer: Peer) -> None:
+    """A device has gone, a page of it is bad: here, a file was cut short. The chunk is said to be bad."""
+    shelf = Shelf(peer)
+    index = peer.add_region(kind="file")
+    until(lambda: mapped(peer.regions[index]))
+    content = random.Random(2).randbytes(4 * PAGE)
+    os.pwrite(peer.regions[index], content, 0)
+    os.ftruncate(peer.regions[index], 4 * PAGE)
+    grant_load(peer, (0, 2, index, 0), (2, 2, index, 4 * PAGE), (4, 1, 0, 0))
+    stand.load_now(LoadSpec("bad", ((1, 1),), 0, [5, 6, 7, 8, 9]))
+    assert stand.invalid == {5, 6, 7, 8, 9} and stand.failed == {"bad": 1}
+    assert peer.wait_for(wire.Release) == [wire.Release(55, (1,))]
+    grant_load(peer, (0, 2, index, 2 * PAGE))
+    stand.load_now(LoadSpec("good", ((1, 1),), 0, [5, 6]))
+    assert "good" not in stand.failed and page(stand.cache, 6) == content[3 * PAGE :]
+    peer.script[wire.PrepareStore] = lambda conn, m: wire.StoreGrant(
+        m.id, 9, 0, 0, (wire.Extent(0, 2, index, 3 * PAGE),)
+    )
+    stand.save_now(stand.save(0, [1, 2], [1, 2]))
+    assert peer.wait_for(wire.AbortStore) == [wire.AbortStore(9)] and stand.count("save_failures") == 1
+    peer.script[wire.PrepareStore] = shelf.store
+    stand.save_now(stand.save(4, [3], [3]))
+    peer.wait_for(wire.CommitStore)
+    assert shelf.bytes_at(0) == page(stand.cache, 3)
