@@ -92,12 +92,15 @@ func (d *Daemon) Pin(ctx context.Context, r PinRequest) (PinStatus, error) {
 	if err != nil {
 		return PinStatus{}, err
 	}
+	ctx, cancel := r.bound(ctx)
+	defer cancel()
 	if r.Prefetch {
-		ctx, cancel := r.bound(ctx)
-		defer cancel()
-		if _, err := d.stack.Prefetch(ctx, sp.ID, hashes); err != nil && !errors.Is(err, context.DeadlineExceeded) {
-			return PinStatus{}, err
-		}
+		_, err = d.stack.Prefetch(ctx, sp.ID, hashes)
+	} else {
+		err = d.stack.Verify(ctx, sp.ID, hashes)
+	}
+	if err != nil && !errors.Is(err, context.DeadlineExceeded) {
+		return PinStatus{}, err
 	}
 	d.pins.mu.Lock()
 	defer d.pins.mu.Unlock()

@@ -129,7 +129,7 @@ var collected = []struct {
 	{"lookaside_leases", "Leases on slots.", nil},
 	{"lookaside_slots", "Slots of the arena, by state; leased ones are ready ones as well.", []string{"state"}},
 	{"lookaside_pages", "Pages that can be found.", nil},
-	{"lookaside_evictions_total", "Chunks that left the arena, by why: room (least recently used), cleared, bad (a worker found its bytes wrong), duplicate or replaced (another chunk holds the same pages).", []string{"cause"}},
+	{"lookaside_evictions_total", "Chunks that left the arena, by why: room (least recently used), cleared, bad (a worker, or the check of a restored chunk before its first use, found its bytes wrong), duplicate or replaced (another chunk holds the same pages).", []string{"cause"}},
 	{"lookaside_region_bytes", "Bytes of each region of the arena.", []string{"region", "kind"}},
 	{"lookaside_arena_limit_bytes", "arena.limit, in whole pages.", nil},
 	{"lookaside_arena_capacity_bytes", "Bytes of all regions.", nil},
@@ -139,11 +139,15 @@ var collected = []struct {
 	{"lookaside_limited_total", "Lookups and stores that were cut short because their session had its share of the arena, or its leases.", nil},
 	{"lookaside_errors_total", "Requests that failed, by kind.", []string{"kind"}},
 	{"lookaside_pins", "Prefixes that are pinned.", nil},
-	{"lookaside_lookups_waiting", "Lookups that wait for tiers.", nil},
+	{"lookaside_lookups_waiting", "Lookups that wait for tiers, or for restored chunks to be verified.", nil},
 	{"lookaside_promises_total", "Times that a scheduler was told that its pages are on their way, and when they arrive.", nil},
 	{"lookaside_lookups_refused_total", "Lookups that were answered by the arena alone, because too many waited for tiers.", nil},
 	{"lookaside_lookups_late_total", "Lookups that were answered with what there was at their deadline.", nil},
 	{"lookaside_lookups_cut_total", "Lookups of which vLLM was left to compute a part that a tier has, because that is faster.", nil},
+	{"lookaside_lookups_verified_total", "Lookups that waited for restored chunks to be verified.", nil},
+	{"lookaside_unverified_chunks", "Chunks restored with the arena that nobody has used so far: they are verified before their first use.", nil},
+	{"lookaside_verified_chunks_total", "Chunks restored with the arena that matched their checksums when they were first used.", nil},
+	{"lookaside_corrupt_chunks_total", "Chunks restored with the arena that did not match their checksums, and were dropped.", nil},
 	{"lookaside_promotions_total", "Chunks for which room was made in the arena, to be loaded from a tier.", nil},
 	{"lookaside_promotions_joined_total", "Chunks that lookups wanted and that were on their way for others already.", nil},
 	{"lookaside_promotions_failed_total", "Chunks that no tier could load.", nil},
@@ -264,6 +268,11 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	count("lookaside_lookups_refused_total", st.Lookups.Refused)
 	count("lookaside_lookups_late_total", st.Lookups.Late)
 	count("lookaside_lookups_cut_total", st.Lookups.Cut)
+	count("lookaside_lookups_verified_total", st.Lookups.Verified)
+	v := st.Verifications
+	gauge("lookaside_unverified_chunks", float64(v.Unverified))
+	count("lookaside_verified_chunks_total", v.Verified)
+	count("lookaside_corrupt_chunks_total", v.Corrupt)
 	p := st.Promotions
 	count("lookaside_promotions_total", p.Chunks)
 	count("lookaside_promotions_joined_total", p.Joined)

@@ -36,6 +36,7 @@ type Status struct {
 	LoadsInFlight  int                       `json:"loads_in_flight"`
 	Lookups        LookupStatus              `json:"lookups"`
 	Promotions     PromotionStatus           `json:"promotions"`
+	Verifications  VerificationStatus        `json:"verifications"`
 	Pins           int                       `json:"pins"`
 	Tiers          []TierStatus              `json:"tiers"`     // nearest first
 	HitRatio       float64                   `json:"hit_ratio"` // pages found of pages asked for; 0 before the first lookup
@@ -63,10 +64,11 @@ type LookupStatus struct {
 	Expired        uint64 `json:"expired"`
 	AnswersDropped uint64 `json:"answers_dropped"`
 	Floods         uint64 `json:"floods"`
-	Waiting        int    `json:"waiting"` // for tiers
-	Refused        uint64 `json:"refused"` // answered by the arena alone, because too many waited
-	Late           uint64 `json:"late"`    // answered with what there was at their deadline
-	Cut            uint64 `json:"cut"`     // a part was left to be computed, being faster
+	Waiting        int    `json:"waiting"`  // for tiers, or for restored chunks to be verified
+	Refused        uint64 `json:"refused"`  // answered by the arena alone, because too many waited
+	Late           uint64 `json:"late"`     // answered with what there was at their deadline
+	Cut            uint64 `json:"cut"`      // a part was left to be computed, being faster
+	Verified       uint64 `json:"verified"` // waited for restored chunks to be verified
 }
 
 // PromotionStatus describes what comes up from the tiers.
@@ -77,6 +79,13 @@ type PromotionStatus struct {
 	Failed   uint64 `json:"failed"`    // chunks that no tier could load
 	Late     uint64 `json:"late"`      // chunks that came when a store had been first
 	Pages    uint64 `json:"pages"`     // that came
+}
+
+// VerificationStatus describes the chunks that were restored with the arena, which are verified before their first use.
+type VerificationStatus struct {
+	Unverified int    `json:"unverified"` // that are still to be
+	Verified   uint64 `json:"verified"`
+	Corrupt    uint64 `json:"corrupt"` // dropped, for they did not match their checksums
 }
 
 // SpaceStatus is one space and what it holds.
@@ -107,13 +116,14 @@ func (d *Daemon) Status() Status {
 		LoadsInFlight:  e.OpenLoads,
 		Lookups: LookupStatus{
 			InFlight: e.OpenLookups, Expired: e.Expired, AnswersDropped: l.Dropped + l.NoSession, Floods: l.FloodBreaks,
-			Waiting: w.Pending, Refused: w.Refused, Late: w.Late, Cut: w.Cut,
+			Waiting: w.Pending, Refused: w.Refused, Late: w.Late, Cut: w.Cut, Verified: w.Verified,
 		},
 		Promotions: PromotionStatus{
 			InFlight: e.Promoting, Chunks: e.Promotions, Joined: e.PromotionsJoined, Failed: e.PromotionsFailed, Late: e.PromotionsLate, Pages: e.PromotedPages,
 		},
-		Pins:  len(d.Pins()),
-		Tiers: d.Tiers(),
+		Verifications: VerificationStatus{Unverified: e.Unverified, Verified: e.Verified, Corrupt: e.VerifyFailed},
+		Pins:          len(d.Pins()),
+		Tiers:         d.Tiers(),
 		Evictions: map[string]uint64{
 			"room": e.Evictions, "cleared": e.Cleared, "bad": e.Bad, "duplicate": e.Duplicates, "replaced": e.Replaced,
 		},
@@ -152,6 +162,9 @@ func (st Status) WriteTable(w io.Writer) error {
 	row("lookups", "%d, %d holding leases, %d waiting for tiers; hit ratio %.3f, %d tokens hit", n.Lookups, st.Lookups.InFlight, st.Lookups.Waiting, st.HitRatio, n.HitTokens)
 	if p := st.Promotions; len(st.Tiers) > 0 {
 		row("promotions", "%d chunks, %d under way, %d failed; %d pages came; %d lookups late, %d cut for computing is faster", p.Chunks, p.InFlight, p.Failed, p.Pages, st.Lookups.Late, st.Lookups.Cut)
+	}
+	if v := st.Verifications; v != (VerificationStatus{}) {
+		row("restored", "%d chunks verified, %d corrupt, %d not used so far; %d lookups waited for it", v.Verified, v.Corrupt, v.Unverified, st.Lookups.Verified)
 	}
 	if st.Pins > 0 {
 		row("pins", "%d", st.Pins)

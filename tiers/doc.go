@@ -20,6 +20,12 @@
 // extension, cascade or move is not evicted, and its bytes stay where they are; dropped meanwhile, it leaves the index at once and becomes Free after its last use.
 // One whose memory has turned out to be bad (Spoil) is Free, and never granted again.
 //
+// # Unverified slots
+//
+// A slot may be restored (Restore) as Ready and unverified: nobody has checked yet that its bytes are those of its pages. Such a slot is held, so stores offer nothing for it
+// and it is evicted like any other, but nobody is led to its bytes: for lookups, pins and promotions it is the end of what is held, unless a verified slot has the page as well. Whoever wants it
+// has it checked (NextVerify … EndVerify), which makes it an ordinary one, or drops it. Only cascades and moves lease unverified slots, and are told so. A move checks what it copies.
+//
 // # Promotions
 //
 // A lookup that goes on with what a tier has (PreparePromotion) leases slots that are still Filling, its own or those that another lookup is having

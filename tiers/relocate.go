@@ -243,6 +243,9 @@ func (e *Engine) EndMove(handle uint64, how MoveEnd) (found bool) {
 		e.release(to)
 		if how == MoveBad && !s.doomed() {
 			e.stats.Bad++
+			if s.flags&unverified != 0 {
+				e.stats.VerifyFailed++
+			}
 			e.doom(from)
 		}
 		e.endLease(x)

@@ -24,6 +24,7 @@ type Counters struct {
 	Dropped       uint64 // chunks dropped by Drop
 	Bad           uint64 // chunks dropped because their bytes were found bad
 	Verified      uint64 // restored chunks whose bytes were found good
+	VerifyFailed  uint64 // of the bad ones: restored chunks, before anybody used them
 	Limited       uint64 // answers cut short by an owner's share or limits
 	Recarved      uint64 // regions emptied for another geometry
 	CarveFailures uint64 // regions that could not be carved for want of memory

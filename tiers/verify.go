@@ -125,11 +125,20 @@ func (e *Engine) EndVerify(handle uint64, ok bool) (ended bool) {
 		return true
 	}
 	e.stats.Bad++
+	e.stats.VerifyFailed++
 	e.doom(ref)
 	return true
 }
 
-// Verified says whether what a handle names is still held, and need not be checked (any more).
+// NeedsVerify says whether what a handle names is still held, and still to be checked.
+func (e *Engine) NeedsVerify(handle uint64) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	_, s := e.verifying(handle)
+	return s != nil && s.flags&unverified != 0
+}
+
+// Verified says whether what a handle names is still held, and need not be checked any more.
 func (e *Engine) Verified(handle uint64) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -77,6 +77,9 @@ func (s *Stack) storeWorker(t *tier) {
 
 // store writes a batch of the arena's chunks to a tier. What fails is tried once more, then left to its next use.
 func (s *Stack) store(t *tier, items []tiers.CascadeItem) (v verdict) {
+	if items = s.verifyItems(items); len(items) == 0 {
+		return neither
+	}
 	transfers := make([]tiers.Transfer, 0, len(items))
 	handles := make([]uint64, 0, len(items))
 	for i := range items {

@@ -62,6 +62,12 @@ type Config struct {
 	// BounceBytes is the size of the buffer for chunks on their way from one tier to another, at least one chunk. Each such tier has one, and each
 	// Move. Default 64 MiB.
 	BounceBytes int64
+	// Verify, if given, checks the bytes of restored chunks, of one call in their order, and says of each what it found (tiers.Engine.EndVerify) before it returns. It may be called
+	// from several goroutines, never for one chunk at the same time, and calls nothing of the Stack. ctx ends with the Stack. Default: there are none that need it.
+	Verify func(ctx context.Context, chunks []tiers.Verification)
+	// Forget, if given, has what was dropped from the arena forgotten by whatever would restore it. It is called by Clear and Move before they say what they dropped; its
+	// error is the arena's. Default: nothing would.
+	Forget func() error
 	// Observe, if given, is told of each chunk loaded or stored without error, with its bytes, and of each lookup of a tier; took is the time since the call of the tier
 	// began. Any goroutine; it must not block.
 	Observe func(tier int, op Op, bytes int64, took time.Duration)

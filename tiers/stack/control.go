@@ -2,6 +2,7 @@ package stack
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"math"
 	"time"
@@ -151,7 +152,7 @@ func (s *Stack) Move(ctx context.Context, id tiers.SpaceID, hashes []byte, from,
 			case dst == nil:
 				n, err = s.fetch(ctx, o, id, run)
 			case src == nil:
-				n, err = s.putDown(o, run, dst)
+				n, err = s.putDown(ctx, o, run, dst)
 			default:
 				n, bounce, err = s.carryOver(ctx, run, src, dst, bounce)
 			}
@@ -161,7 +162,7 @@ func (s *Stack) Move(ctx context.Context, id tiers.SpaceID, hashes []byte, from,
 			run.Hashes = run.Hashes[:n*sp.Geometry.DigestBytes]
 			if src == nil {
 				_, dropErr := s.engine.Drop(id, run.First, run.Hashes)
-				if err == nil {
+				if dropErr = errors.Join(dropErr, s.forget()); err == nil {
 					err = dropErr
 				}
 				return n, err
@@ -177,7 +178,10 @@ func (s *Stack) Move(ctx context.Context, id tiers.SpaceID, hashes []byte, from,
 }
 
 // putDown stores what the arena has of a run in a tier.
-func (s *Stack) putDown(o tiers.Owner, run tiers.Run, to *tier) (pages int, err error) {
+func (s *Stack) putDown(ctx context.Context, o tiers.Owner, run tiers.Run, to *tier) (pages int, err error) {
+	if err := s.verifyRun(ctx, o, run); err != nil {
+		return 0, err
+	}
 	n, err := s.engine.Lookup(o, 1, run.First, run.Hashes)
 	if err != nil || n == 0 {
 		return 0, err
@@ -295,7 +299,8 @@ func (s *Stack) Clear(ctx context.Context, fp chunk.Fingerprint, name string) (o
 		}
 	}
 	if arena {
-		out = append(out, Cleared{Tier: arenaName, Chunks: s.clearArena(fp)})
+		chunks, err := s.clearArena(fp)
+		out = append(out, Cleared{Tier: arenaName, Chunks: chunks, Err: err})
 	}
 	for _, t := range which {
 		// None is given anything until all are clear, or what is promoted from one meanwhile would come to another again.
@@ -307,18 +312,19 @@ func (s *Stack) Clear(ctx context.Context, fp chunk.Fingerprint, name string) (o
 		out = append(out, c)
 	}
 	if arena && len(which) > 0 {
-		out[0].Chunks += s.clearArena(fp) // what was promoted meanwhile
+		chunks, err := s.clearArena(fp) // what was promoted meanwhile
+		out[0].Chunks, out[0].Err = out[0].Chunks+chunks, err
 	}
 	return out, nil
 }
 
-func (s *Stack) clearArena(fp chunk.Fingerprint) (chunks int) {
+func (s *Stack) clearArena(fp chunk.Fingerprint) (chunks int, err error) {
 	for _, sp := range s.engine.Spaces() {
 		if fp == (chunk.Fingerprint{}) || sp.Fingerprint == fp {
 			chunks += s.engine.ClearSpace(sp.ID)
 		}
 	}
-	return chunks
+	return chunks, s.forget()
 }
 
 // pause lets nothing new be stored in a tier until resume, and waits until nothing is.

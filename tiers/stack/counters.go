@@ -147,11 +147,12 @@ func (s *Stack) Status() []TierStatus {
 
 // LookupStats is what goes on in the Stack beside the tiers.
 type LookupStats struct {
-	Pending int    // lookups under way
-	Loading int    // chunks on their way to the arena
-	Refused uint64 // lookups answered by the arena alone, because too many were under way
-	Late    uint64 // lookups answered by their deadline
-	Cut     uint64 // lookups of which some was left to be computed, being faster
+	Pending  int    // lookups under way
+	Loading  int    // chunks on their way to the arena
+	Refused  uint64 // lookups answered by the arena alone, because too many were under way
+	Late     uint64 // lookups answered by their deadline
+	Cut      uint64 // lookups of which some was left to be computed, being faster
+	Verified uint64 // lookups that waited for restored chunks to be verified
 }
 
 // LookupStats may be called at any time.
@@ -160,5 +161,6 @@ func (s *Stack) LookupStats() LookupStats {
 	defer s.unlock()
 	return LookupStats{
 		Pending: len(s.pending), Loading: len(s.loads), Refused: s.count.refused.Load(), Late: s.count.late.Load(), Cut: s.count.cut.Load(),
+		Verified: s.count.verified.Load(),
 	}
 }

@@ -7,8 +7,10 @@
 // What the arena answers in full is answered at once, on the caller's goroutine, and so is what no tier can better: when there is none, or all answer
 // from memory (Local) and have no more. Everything else goes on without the caller:
 //
-//	seeking ──▶ queued ──▶ preparing ──▶ loading ──▶ answered
+//	verifying ──▶ seeking ──▶ queued ──▶ preparing ──▶ loading ──▶ answered
 //
+// Verifying is for what the arena has from its last run (see Config.Verify): its chunks are verified, near ones first, by a few workers in turns, each chunk once whoever wants
+// it. Then the lookup is looked up again, as if it came then; a chunk that was corrupt ends its hit, unless a tier has it. At the deadline it is answered with what is verified.
 // Seeking asks the tiers in their order how much they have of the rest; for each tier that is not Local a few workers do, so that a slow one delays only
 // what the faster ones have not. Then it is known what could come from where, and the lookup is cut where waiting longer would take more time than
 // computing: the sum of what a tier still has to load, at the latency and bandwidth that it showed lately, against the time for a page that the asker named.
@@ -22,7 +24,7 @@
 //
 // # Cascades
 //
-// Workers of each tier take what the engine has queued for it (see tiers.Engine.NextCascades), write it, and tell the engine. While a tier's breaker is
+// Workers of each tier take what the engine has queued for it (see tiers.Engine.NextCascades), have verified what is to be, write it, and tell the engine. While a tier's breaker is
 // open its queue fills and sheds in the engine; nothing else notices. A tier below another one that admits what is evicted gets what the tier above
 // names as its next victims (see tiers.Victims), through a buffer of bounded size.
 //

@@ -26,6 +26,7 @@ type configuration struct {
 	o        rigOptions
 	faults   bool // tiers fail, forget, rot and stall
 	complete bool // nothing that was stored and flushed is ever lost
+	restored int  // chunks that the arena has from its last run, some of them corrupt
 }
 
 func configurations() []configuration {
@@ -59,6 +60,13 @@ func configurations() []configuration {
 				c.Tiers[i].LoadTimeout, c.Tiers[i].LookupTimeout, c.Tiers[i].StoreTimeout = 50*time.Millisecond, 30*time.Millisecond, 100*time.Millisecond
 			}
 		}}, faults: true},
+		{name: "restored", o: rigOptions{slots: 256}, restored: 150},
+		{name: "restored, never promoted", o: rigOptions{slots: 40, tiers: []tiertest.MemoryOptions{local}, config: func(c *Config) { c.Promote = PromoteNever }}, restored: 40},
+		{name: "restored, both", o: rigOptions{slots: 64, tiers: []tiertest.MemoryOptions{local, slow}}, restored: 60},
+		{name: "restored, reused, evicted", o: rigOptions{slots: 80, tiers: []tiertest.MemoryOptions{local, remote}, config: func(c *Config) {
+			c.Tiers[0].Admit, c.Tiers[1].Admit = tiers.AdmitReused, tiers.AdmitEvicted
+		}}, restored: 80},
+		{name: "restored, tiny queues, faults", o: rigOptions{slots: 48, tiers: []tiertest.MemoryOptions{local, slow}, config: tiny}, restored: 40, faults: true},
 	}
 }
 
@@ -231,6 +239,20 @@ func (h *history) fault() {
 	}
 }
 
+// restore lets the arena have some prefixes, not all of them right or whole.
+func (h *history) restore(m *medium) {
+	h.rig = m.rig
+	m.took = time.Duration(h.rnd.IntN(4000)) * time.Microsecond
+	for m.next < h.c.restored {
+		p := h.prefix()
+		m.add(p, 0, len(p), func(int) bool { return h.rnd.IntN(8) > 0 })
+		for range h.rnd.IntN(2) {
+			m.rot(h.rnd.IntN(m.next))
+		}
+		h.held, h.ever = append(h.held, stored{p, len(p)}), append(h.ever, stored{p, len(p)})
+	}
+}
+
 // step does one random operation.
 func (h *history) step() {
 	rnd := h.rnd
@@ -315,8 +337,12 @@ func TestHistories(t *testing.T) {
 	for _, seed := range seeds {
 		for _, c := range configurations() {
 			t.Run(fmt.Sprintf("%s/seed %d", c.name, seed), func(t *testing.T) {
+				h := &history{c: c, rnd: rand.New(rand.NewPCG(seed, 0))}
+				if c.restored > 0 {
+					c.o.restore = h.restore
+				}
 				inBubble(t, c.o, func(t *testing.T, r *rig) {
-					h := &history{rig: r, c: c, rnd: rand.New(rand.NewPCG(seed, 0))}
+					h.rig = r
 					for range *stepsFlag {
 						h.step()
 					}

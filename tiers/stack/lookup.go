@@ -1,7 +1,6 @@
 package stack
 
 import (
-	"bytes"
 	"container/heap"
 	"context"
 	"errors"
@@ -47,6 +46,7 @@ type phase uint8
 
 const (
 	asking phase = iota // on the caller's goroutine, and nobody else knows of it
+	verifying
 	seeking
 	queued
 	preparing
@@ -54,7 +54,7 @@ const (
 	ended
 )
 
-// request is a lookup. Whoever has it in the phases asking, seeking (a worker of a tier) and preparing (the dispatcher) may use what is not said to be
+// request is a lookup. Whoever has it in the phases asking, verifying (a verifyWorker), seeking (a worker of a tier) and preparing (the dispatcher) may use what is not said to be
 // guarded without a lock, and sees only when it is done whether it has ended meanwhile.
 type request struct {
 	asker     Asker
@@ -75,24 +75,32 @@ type request struct {
 	chunks    int                      // of the run, how many are worth having
 	pages     int                      // that the lookup would hold then
 	eta       time.Duration
+	promote   bool                 // tiers may be asked
+	all       tiers.Run            // all that was asked for. Of the rest of these only one that is to be verified has any:
+	checks    []tiers.Verification // chunks that are to be verified,
+	names     []byte               // their digests,
+	done      int                  // how many are, or are about to be,
+	expect    int                  // and the pages that the lookup would hold then
 
 	// Guarded by Stack.mu.
-	phase     phase
-	cancelled bool // while preparing
-	trim      int  // pages before this one are not wanted any more
-	place     int  // in Stack.deadlines
-	wants     [tiers.MaxTiers]int64
-	since     time.Time // when it came,
-	queued    time.Time // was queued,
-	told      time.Time // and said last to be pending
-	loads     []*load   // by chunk; nil: it has arrived, or nobody waits for it
-	from      int       // chunks [from, want) are wanted,
-	want      int
-	left      int // of which so many have not arrived
+	phase      phase
+	cancelled  bool  // while preparing
+	trim       int   // pages before this one are not wanted any more
+	place      int   // in Stack.deadlines
+	size       int64 // of its digests
+	unverified int64 // bytes of checks that are not done
+	wants      [tiers.MaxTiers]int64
+	since      time.Time // when it came,
+	queued     time.Time // was queued,
+	told       time.Time // and said last to be pending
+	loads      []*load   // by chunk; nil: it has arrived, or nobody waits for it
+	from       int       // chunks [from, want) are wanted,
+	want       int
+	left       int // of which so many have not arrived
 }
 
 // over says that a request has left the queue that it was in. Stack.mu is held.
-func (r *request) over() bool { return r.phase != seeking && r.phase != queued }
+func (r *request) over() bool { return r.phase != verifying && r.phase != seeking && r.phase != queued }
 
 // deadlines is a heap of the lookups under way.
 type deadlines []*request
@@ -126,49 +134,77 @@ func (s *Stack) Lookup(q *Query, a Asker) (pages int, done bool, err error) {
 		}
 	}
 	pages, err = s.engine.Lookup(q.Owner, q.Lookup, q.FirstPage, q.Hashes)
-	if err != nil || len(s.tiers) == 0 || s.cfg.Promote == PromoteNever && !q.always {
+	check := s.cfg.Verify != nil && s.engine.Unverified() > 0
+	promote := len(s.tiers) > 0 && (s.cfg.Promote != PromoteNever || q.always)
+	if err != nil || !check && !promote {
 		return pages, true, err
 	}
 	sp := s.space(q.Space)
 	if sp == nil {
 		return pages, true, nil
 	}
-	g := &sp.Geometry
-	asked := len(q.Hashes) / g.DigestBytes
-	start := (q.FirstPage + pages) / g.PagesPerChunk * g.PagesPerChunk
-	if pages >= asked || start < q.FirstPage {
-		return pages, true, nil // tiers know a chunk only by all its pages
+	asked := len(q.Hashes) / sp.Geometry.DigestBytes
+	if pages >= asked {
+		return pages, true, nil
 	}
 	r := s.spare.Swap(nil)
 	if r == nil {
 		r = new(request)
 	}
 	r.asker, r.owner, r.lookup, r.id = a, q.Owner, q.Lookup, q.Space
-	r.first, r.asked, r.hit, r.part = q.FirstPage, asked, pages, q.FirstPage+pages-start
-	r.recompute, r.known = q.Recompute, 0
-	at := (start - q.FirstPage) * g.DigestBytes
-	r.run = tiers.Run{Space: sp, First: start, Hashes: q.Hashes[at:]}
+	r.first, r.asked, r.recompute, r.promote = q.FirstPage, asked, q.Recompute, promote
+	r.all = tiers.Run{Space: sp, First: q.FirstPage, Prev: q.Prev, Hashes: q.Hashes}
+	r.checks = nil
+	if check {
+		s.list(r)
+	}
+	var next *tier
+	goesOn := len(r.checks) > 0
+	if goesOn {
+		r.run = r.all
+	} else if promote && r.aim(pages) {
+		next = s.sound(r)
+		goesOn = next != nil || r.chunks > 0
+	}
+	if !goesOn || !s.begin(r, next, q) {
+		r.asker, r.run, r.all, r.checks = nil, tiers.Run{}, tiers.Run{}, nil
+		s.spare.Store(r)
+		return pages, true, nil
+	}
+	return pages, false, nil
+}
+
+// aim makes the run of a request what comes behind the pages that hit. false: there is nothing, or no tier can know it: they know a chunk only by all its pages.
+func (r *request) aim(hit int) bool {
+	g := &r.all.Space.Geometry
+	start := (r.first + hit) / g.PagesPerChunk * g.PagesPerChunk
+	if hit >= r.asked || start < r.first {
+		return false
+	}
+	r.hit, r.part = hit, r.first+hit-start
+	at := (start - r.first) * g.DigestBytes
+	r.run = tiers.Run{Space: r.all.Space, First: start, Hashes: r.all.Hashes[at:]}
 	switch {
 	case at > 0:
-		r.run.Prev = q.Hashes[at-g.DigestBytes : at]
+		r.run.Prev = r.all.Hashes[at-g.DigestBytes : at]
 	case start > 0:
-		r.run.Prev = q.Prev
+		r.run.Prev = r.all.Prev
 	}
+	return true
+}
+
+// sound asks the tiers that answer from memory for a request's run. It answers the tier that is to be asked next, or plans.
+func (s *Stack) sound(r *request) (next *tier) {
+	r.known = 0
 	for _, t := range s.tiers {
 		if t.local {
 			s.ask(r, t, 0)
 		}
 	}
-	next := s.nextSeek(r, 0)
-	if next == nil {
+	if next = s.nextSeek(r, 0); next == nil {
 		s.plan(r)
 	}
-	if next == nil && r.chunks == 0 || !s.begin(r, next, q) {
-		r.asker, r.run = nil, tiers.Run{}
-		s.spare.Store(r)
-		return pages, true, nil
-	}
-	return pages, false, nil
+	return next
 }
 
 // replace ends a lookup that is asked again.
@@ -340,7 +376,7 @@ func (s *Stack) plan(r *request) {
 	}
 }
 
-// begin lets a request go on without its caller: to a tier that is to be asked, or to be promoted. false: there is no room.
+// begin lets a request go on without its caller: to be verified, to a tier that is to be asked, or to be promoted. false: there is no room.
 func (s *Stack) begin(r *request, next *tier, q *Query) bool {
 	s.mu.Lock()
 	defer s.unlock()
@@ -349,15 +385,18 @@ func (s *Stack) begin(r *request, next *tier, q *Query) bool {
 		s.count.refused.Add(1)
 		return false
 	}
-	r.run.Hashes, r.run.Prev = bytes.Clone(r.run.Hashes), bytes.Clone(r.run.Prev)
+	r.keep()
 	deadline := q.Deadline
 	if !q.always && (deadline <= 0 || deadline > s.cfg.LookupDeadline) {
 		deadline = s.cfg.LookupDeadline
 	}
 	s.add(r, deadline)
-	if next != nil {
+	switch {
+	case len(r.checks) > 0:
+		s.sendVerify(r)
+	case next != nil:
 		s.seek(r, next)
-	} else {
+	default:
 		s.enqueue(r)
 	}
 	return true
@@ -368,7 +407,7 @@ func (s *Stack) add(r *request, deadline time.Duration) {
 	r.since = time.Now()
 	r.deadline = r.since.Add(deadline)
 	s.pending[lookupKey{r.owner, r.lookup}] = r
-	s.bytes += int64(len(r.run.Hashes) + len(r.run.Prev))
+	s.bytes += r.size
 	heap.Push(&s.deadlines, r)
 	if r.place == 0 {
 		ring(s.kick)
@@ -379,10 +418,13 @@ func (s *Stack) add(r *request, deadline time.Duration) {
 // remove takes a request out of all books, and lets go of what it waits for. mu is held.
 func (s *Stack) remove(r *request) {
 	delete(s.pending, lookupKey{r.owner, r.lookup})
-	s.bytes -= int64(len(r.run.Hashes) + len(r.run.Prev))
+	s.bytes -= r.size
 	heap.Remove(&s.deadlines, r.place)
 	s.open.Add(-1)
 	s.unwant(r)
+	if r.phase == verifying {
+		s.sure(r)
+	}
 	for _, l := range r.loads {
 		if l != nil {
 			s.leave(l, r)
@@ -468,6 +510,9 @@ func (s *Stack) tell(r *request, pages int, eta time.Duration) {
 
 // settle ends a request: its lookup keeps what it has by now, and its asker is told, unless the Stack is closed. mu is held.
 func (s *Stack) settle(r *request) {
+	if r.phase == verifying && !s.closed {
+		s.lookAgain(r)
+	}
 	s.remove(r)
 	if s.closed {
 		_, _ = s.engine.SettleLookup(r.owner, r.lookup, 0)
@@ -491,7 +536,7 @@ const (
 	roomPoll = 2 * time.Millisecond
 	// roomPatience is how long a request waits for room that others have leased, unless it is known that computing takes longer.
 	roomPatience = 250 * time.Millisecond
-	// tellEvery is how often the asker of one that waits for room is told that it does.
+	// tellEvery is how often the asker of one that waits for room, or is being verified, is told that it does.
 	tellEvery = 50 * time.Millisecond
 )
 
@@ -514,6 +559,10 @@ func (s *Stack) dispatch() {
 		wait := time.Hour
 		if len(s.deadlines) > 0 {
 			wait = s.deadlines[0].deadline.Sub(now)
+		}
+		if s.unsure > 0 {
+			s.remind(now)
+			wait = min(wait, tellEvery)
 		}
 		if r := s.next(now); r != nil {
 			r.phase = preparing

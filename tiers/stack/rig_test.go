@@ -37,6 +37,7 @@ type rig struct {
 	mem    []*tiertest.Memory
 	space  *tiers.Space
 	id     tiers.SpaceID
+	medium *medium // nil: nothing is restored
 
 	mu      sync.Mutex
 	answers map[uint64]int // by lookup
@@ -51,12 +52,13 @@ const (
 )
 
 type rigOptions struct {
-	slots  int
-	tiers  []tiertest.MemoryOptions
-	config func(c *Config)       // changes the stack's
-	engine func(c *tiers.Config) // changes the engine's
-	wrap   func(i int, t tiers.Tier) tiers.Tier
-	log    bool
+	slots   int
+	tiers   []tiertest.MemoryOptions
+	config  func(c *Config)       // changes the stack's
+	engine  func(c *tiers.Config) // changes the engine's
+	wrap    func(i int, t tiers.Tier) tiers.Tier
+	log     bool
+	restore func(m *medium) // says what the arena has from its last run
 }
 
 // inBubble runs f with a rig in a bubble of its own, and checks the rig when f is done.
@@ -92,10 +94,17 @@ func newRig(t testing.TB, o rigOptions) *rig {
 		}
 		cfg.Tiers = append(cfg.Tiers, TierConfig{Name: fmt.Sprintf("t%d", i), Tier: tier})
 	}
+	if o.restore != nil {
+		r.medium = newMedium(r)
+		cfg.Verify, cfg.Forget = r.medium.verify, r.medium.forget
+	}
 	if o.config != nil {
 		o.config(&cfg)
 	}
 	ec := tiers.Config{Tiers: Admissions(cfg.Tiers), Wake: bell.Ring, OwnerShare: 1, PartialDelay: 100 * time.Millisecond}
+	if o.restore != nil {
+		ec.FixedRegions, ec.NoExtend = true, true
+	}
 	if o.engine != nil {
 		o.engine(&ec)
 	}
@@ -104,11 +113,20 @@ func newRig(t testing.TB, o rigOptions) *rig {
 		t.Fatal(err)
 	}
 	cfg.Engine = r.engine
-	if err := r.engine.AddRegion(7, int64(len(r.arena))); err != nil {
+	if o.restore != nil {
+		err = r.engine.AddCarvedRegion(7, geometry, o.slots, tiers.Placement{Stride: slotBytes})
+	} else {
+		err = r.engine.AddRegion(7, int64(len(r.arena)))
+	}
+	if err != nil {
 		t.Fatal(err)
 	}
 	if r.id, err = r.engine.OpenSpace(r.space.Fingerprint, geometry); err != nil {
 		t.Fatal(err)
+	}
+	if o.restore != nil {
+		o.restore(r.medium)
+		r.engine.EndRestore()
 	}
 	if r.Stack, err = New(cfg); err != nil {
 		t.Fatal(err)

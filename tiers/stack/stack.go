@@ -20,30 +20,36 @@ var errLate = errors.New("not done in time")
 // Stack is the tiers below one engine. See the package comment. Methods may be called from any goroutine, but those for the lookups of one owner from one
 // at a time.
 type Stack struct {
-	cfg    Config
-	engine *tiers.Engine
-	log    *zap.Logger
-	tiers  []*tier
-	spaces atomic.Pointer[[]*tiers.Space] // by SpaceID; replaced under mu
-	spare  atomic.Pointer[request]        // for lookups that end at once
-	owners atomic.Uint64                  // names the owners of what the Stack asks for itself
-	ctx    context.Context                // ends when Close begins
-	cancel context.CancelCauseFunc
-	wg     sync.WaitGroup // all goroutines
-	open   atomic.Int64   // lookups under way
-	kick   chan struct{}  // wakes the dispatcher
-	mail   chan struct{}  // wakes the mailer
-	count  lookupCounters
-	probe  atomic.Bool // a probe is under way
+	cfg       Config
+	engine    *tiers.Engine
+	log       *zap.Logger
+	tiers     []*tier
+	spaces    atomic.Pointer[[]*tiers.Space] // by SpaceID; replaced under mu
+	spare     atomic.Pointer[request]        // for lookups that end at once
+	owners    atomic.Uint64                  // names the owners of what the Stack asks for itself
+	ctx       context.Context                // ends when Close begins
+	cancel    context.CancelCauseFunc
+	wg        sync.WaitGroup // all goroutines
+	open      atomic.Int64   // lookups under way
+	kick      chan struct{}  // wakes the dispatcher
+	mail      chan struct{}  // wakes the mailer
+	count     lookupCounters
+	probe     atomic.Bool // a probe is under way
+	verifying estimate    // of Config.Verify
 
-	mu        sync.Mutex // guards all that follows, and where it is said
-	closed    bool
-	pending   map[lookupKey]*request
-	bytes     int64 // of their digests
-	deadlines deadlines
-	queue     fifo[*request] // wait for their turn to be promoted
-	loads     map[uint64]*load
-	outbox    []message
+	mu         sync.Mutex // guards all that follows, and where it is said
+	closed     bool
+	pending    map[lookupKey]*request
+	bytes      int64 // of their digests
+	deadlines  deadlines
+	queue      fifo[*request] // wait for their turn to be promoted
+	loads      map[uint64]*load
+	verifies   fifo[*request] // wait for their turn to be verified
+	verifiable sync.Cond
+	unsure     int                      // requests that are being verified
+	unverified int64                    // bytes of them that are still to be
+	checking   map[uint64]chan struct{} // what Verify is called for, by handle; closed when it has returned
+	outbox     []message
 }
 
 type lookupKey struct {
@@ -53,9 +59,10 @@ type lookupKey struct {
 
 // lookupCounters count since the start.
 type lookupCounters struct {
-	refused atomic.Uint64 // lookups answered by the arena alone, for want of room for another under way
-	late    atomic.Uint64 // lookups answered by their deadline
-	cut     atomic.Uint64 // lookups of which some was left to be computed, being faster
+	refused  atomic.Uint64 // lookups answered by the arena alone, for want of room for another under way
+	late     atomic.Uint64 // lookups answered by their deadline
+	cut      atomic.Uint64 // lookups of which some was left to be computed, being faster
+	verified atomic.Uint64 // lookups that waited for chunks to be verified
 }
 
 // tier is one tier and what is asked of it.
@@ -128,7 +135,9 @@ func New(cfg Config) (*Stack, error) {
 	}
 	s := &Stack{
 		cfg: cfg, engine: cfg.Engine, log: cfg.Log, kick: make(chan struct{}, 1), mail: make(chan struct{}, 1), pending: map[lookupKey]*request{}, loads: map[uint64]*load{},
+		checking: map[uint64]chan struct{}{},
 	}
+	s.verifiable.L = &s.mu
 	s.spaces.Store(&[]*tiers.Space{})
 	s.ctx, s.cancel = context.WithCancelCause(context.Background())
 	for i, c := range cfg.Tiers {
@@ -161,7 +170,12 @@ func New(cfg Config) (*Stack, error) {
 			s.wg.Go(func() { s.demoteWorker(t) })
 		}
 	}
-	if len(s.tiers) > 0 {
+	if cfg.Verify != nil {
+		for range verifyWorkers {
+			s.wg.Go(s.verifyWorker)
+		}
+	}
+	if len(s.tiers) > 0 || cfg.Verify != nil {
 		s.wg.Go(s.dispatch)
 		s.wg.Go(s.mailer)
 	}
@@ -176,6 +190,7 @@ func (s *Stack) Close() {
 	s.closed = true
 	if first {
 		s.cancel(tiers.ErrClosed)
+		s.verifiable.Broadcast()
 		for _, t := range s.tiers {
 			t.seekable.Broadcast()
 			t.loadable.Broadcast()
