@@ -405,6 +405,11 @@ func TestHistories(t *testing.T) {
 		{"room for all", true, rigOptions{regionBytes: 8 << 20}},
 		{"little room", false, rigOptions{regionBytes: 24 << 10}},
 		{"little room, small shares", false, rigOptions{regionBytes: 48 << 10, share: 0.3}},
+		{"little room, made slowly", false, rigOptions{regionBytes: 24 << 10, makeRoom: func(tiers.Geometry, int) {
+			if rand.IntN(4) == 0 {
+				time.Sleep(3 * time.Millisecond)
+			}
+		}}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			seeds := []uint64{1, 2, 3}

@@ -65,8 +65,7 @@ func (s *Server) AnnounceRegion(r Region) {
 // RetractRegion has workers unmap a region that was announced. It returns when all that are connected have said so: one that
 // does not within the patience, from now on, is given up. Workers that connect from now on never hear of the region. Nobody may
 // have a lease in it or be granted one: then a worker that lives on, lingering or given up, has no copy under way there. A region
-// that is not announced, or is being retracted already, is not waited for. It must not be called, nor waited for, by what
-// Config.MakeRoom calls: the session whose goroutine that is could not answer.
+// that is not announced, or is being retracted already, is not waited for.
 func (s *Server) RetractRegion(id uint32, patience time.Duration) {
 	s.mu.Lock()
 	i := slices.IndexFunc(s.regions, func(r Region) bool { return r.ID == id })

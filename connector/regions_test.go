@@ -1,6 +1,7 @@
 package connector_test
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -324,5 +325,130 @@ func TestMakeRoom(t *testing.T) {
 		if got[i].g != want || got[i].slots != slots {
 			t.Errorf("call %d: %+v, want %d slots of %+v", i, got[i], slots, want)
 		}
+	}
+}
+
+// Room may be long in coming, and may need what the very worker that waits for it is to do: meanwhile it is answered everything else.
+func TestMakeRoomThatWaitsForTheWorker(t *testing.T) {
+	const slots = 8
+	var r *rig
+	var mu sync.Mutex
+	var asked []int
+	gate := make(chan struct{})
+	r = newRig(t, rigOptions{regionBytes: slots * perChunk * pageBytes, makeRoom: func(_ tiers.Geometry, n int) {
+		mu.Lock()
+		asked = append(asked, n)
+		mu.Unlock()
+		switch n {
+		case 2:
+			<-gate
+		case 3:
+			r.server.RetractRegion(7, time.Hour)
+		}
+	}})
+	r.server.AnnounceRegion(part(device(t, 4096), 7, 0))
+	w, s := r.worker(workerHello("e")), r.scheduler(schedulerHello("e"))
+	w.store(onePrefix(1), 0, perChunk)
+	id, hit := s.lookup(onePrefix(1), 0, perChunk)
+	if hit != perChunk {
+		t.Fatalf("%d pages hit", hit)
+	}
+	send := func(id uint32, n uint8, chunks int) {
+		check(t, w.ses.Send(&wire.PrepareStore{ID: id, Hashes: onePrefix(n).hashes(0, chunks*perChunk)}))
+	}
+	send(101, 2, 2) // waits for the gate
+	send(102, 3, 3) // waits for the one before, and then for this worker
+	send(103, 4, 1)
+	lg, err := w.load(s, id, onePrefix(1), 0, perChunk)
+	check(t, err)
+	check(t, w.ses.Send(&wire.Release{Load: lg.Load}))
+	w.sync()
+	close(gate)
+	for _, id := range []uint32{101, 102, 103} {
+		b, err := w.recv(false) // which unmaps the region
+		check(t, err)
+		var g wire.StoreGrant
+		check(t, g.Decode(b, &wire.DefaultLimits))
+		if g.ID != id || g.Shed != 0 || g.Store == 0 {
+			t.Errorf("got %+v, want the grant for %d", g, id)
+		}
+		check(t, w.ses.Send(&wire.AbortStore{Store: g.Store}))
+	}
+	if !w.gone[7] {
+		t.Error("the region is still there")
+	}
+	w.store(onePrefix(5), 0, perChunk) // as ever
+	mu.Lock()
+	defer mu.Unlock()
+	if fmt.Sprint(asked) != "[1 1 2 3 1 1]" {
+		t.Errorf("asked for %v", asked)
+	}
+}
+
+// A worker for whom no room is made waits within limits, and its end, or the server's, waits for nothing.
+func TestEndsWhileRoomIsMade(t *testing.T) {
+	for _, how := range []string{"leaves", "breaks the protocol", "is given up", "server closes"} {
+		t.Run(how, func(t *testing.T) {
+			gate := make(chan struct{})
+			r := newRig(t, rigOptions{makeRoom: func(_ tiers.Geometry, n int) {
+				if n == 2 {
+					<-gate
+				}
+			}})
+			r.server.AnnounceRegion(part(device(t, 4096), 7, 0))
+			w := r.worker(workerHello("e"))
+			for i := range uint32(65) { // one more than may wait
+				check(t, w.ses.Send(&wire.PrepareStore{ID: i, Hashes: onePrefix(uint8(i)).hashes(0, 2*perChunk)}))
+			}
+			b, err := w.recv(false)
+			check(t, err)
+			var e wire.Error
+			check(t, e.Decode(b, &wire.DefaultLimits))
+			if e.ID != 64 || e.Code != wire.CodeBusy {
+				t.Errorf("got %+v", e)
+			}
+			switch how {
+			case "leaves":
+				w.close()
+			case "breaks the protocol":
+				check(t, w.ses.SendRaw([]byte{0xc1}))
+			case "is given up":
+				r.server.RetractRegion(7, 10*time.Millisecond)
+			case "server closes":
+				time.AfterFunc(10*time.Millisecond, func() { close(gate) }) // it waits for calls of MakeRoom
+				r.cancel()
+				check(t, <-r.served)
+				r.served <- nil // for the rig
+				r.server.Close()
+				return
+			}
+			r.eventually("it has ended", func() bool { return r.server.Sessions() == 0 && r.listener.Stats().Sessions == 0 })
+			close(gate)
+			r.worker(workerHello("e")).store(onePrefix(1), 0, perChunk)
+		})
+	}
+}
+
+// What waits for room when the sidecar drains is refused.
+func TestDrainingWhileRoomIsMade(t *testing.T) {
+	gate := make(chan struct{})
+	r := newRig(t, rigOptions{makeRoom: func(_ tiers.Geometry, n int) {
+		if n == 2 {
+			<-gate
+		}
+	}})
+	w := r.worker(workerHello("e"))
+	check(t, w.ses.Send(&wire.PrepareStore{ID: 5, Hashes: onePrefix(1).hashes(0, 2*perChunk)}))
+	w.sync()
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	check(t, r.server.Drain(ctx))
+	close(gate)
+	b, err := w.recv(false)
+	check(t, err)
+	var e wire.Error
+	check(t, e.Decode(b, &wire.DefaultLimits))
+	if e.ID != 5 || e.Code != wire.CodeClosed {
+		t.Errorf("got %+v", e)
 	}
 }

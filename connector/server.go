@@ -44,8 +44,8 @@ type Config struct {
 	// ObserveLookup is told of each answered lookup, on the goroutine that answers, which may be another each time: it must not block or allocate. May be nil.
 	ObserveLookup func(hitTokens int, took time.Duration)
 
-	// MakeRoom is told, before they are asked for, how many slots of a geometry are going to be: 1 for each worker that connects, then the chunks of each store.
-	// It is called on goroutines of sessions, without locks: others do not wait for it, but it must not wait for a session, such as for a RetractRegion. May be nil.
+	// MakeRoom is told, before they are asked for, how many slots of a geometry are going to be: 1 for each worker that connects, then the chunks of each store. The
+	// stores of that worker wait for it, nothing else does: it may wait for any session, such as for a RetractRegion. Several goroutines call it. May be nil.
 	MakeRoom func(g tiers.Geometry, slots int)
 }
 

@@ -1,10 +1,12 @@
 package connector
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"math"
+	"os"
 	"sync"
 	"time"
 
@@ -15,8 +17,8 @@ import (
 	"lookaside/tiers"
 )
 
-// A session is one connected scheduler or worker. Its goroutine reads its messages one after the other and answers each; the
-// fields without a lock are either constant or that goroutine's alone.
+// A session is one connected scheduler or worker. Its goroutine reads its messages one after the other and answers each, but for
+// stores that wait for room (room.go); the fields without a lock are either constant or that goroutine's alone.
 type session struct {
 	server  *Server
 	id      uint64
@@ -35,6 +37,9 @@ type session struct {
 	// Guarded by Server.mu: the regions that the worker was told to unmap, each with what is closed when it has.
 	unmapping map[uint32]chan struct{}
 	struck    chan struct{} // closed when the session is struck off the books of who is connected
+
+	room    *roomCall // of Config.MakeRoom, that takes long; nil if none does
+	waiting [][]byte  // the PrepareStores that wait for it, oldest first: copies
 
 	out     []byte // the answer being encoded
 	extents []tiers.Extent
@@ -89,7 +94,7 @@ func (s *Server) serveConn(conn *ipc.Conn) {
 	}
 	ses.log.Info("session opened")
 	if ses.role == wire.RoleWorker {
-		s.makeRoom(ses.space.geometry, 1)
+		ses.makeRoom(1, false)
 	}
 	err = ses.run()
 	s.linger(ses, err)
@@ -162,6 +167,11 @@ func (ses *session) push(message []byte, fds ...int) error {
 func (ses *session) run() error {
 	for {
 		b, err := ses.conn.Recv()
+		if ses.room != nil && errors.Is(err, os.ErrDeadlineExceeded) {
+			if err = ses.resumeStores(); err == nil {
+				continue
+			}
+		}
 		if err != nil {
 			if errors.Is(err, ipc.ErrOversize) || errors.Is(err, ipc.ErrEmpty) {
 				ses.server.count.fail(KindMalformed)
@@ -170,10 +180,7 @@ func (ses *session) run() error {
 		}
 		reply, err := ses.handle(b)
 		if reply != nil {
-			if err := ses.conn.Send(reply); err != nil {
-				if errors.Is(err, ipc.ErrPeerStuck) {
-					ses.server.count.fail(KindSend)
-				}
+			if err := ses.reply(reply); err != nil {
 				return err
 			}
 		}
@@ -182,6 +189,15 @@ func (ses *session) run() error {
 			return err
 		}
 	}
+}
+
+// reply sends an answer; an error ends the session.
+func (ses *session) reply(b []byte) error {
+	err := ses.conn.Send(b)
+	if errors.Is(err, ipc.ErrPeerStuck) {
+		ses.server.count.fail(KindSend)
+	}
+	return err
 }
 
 // handle does what one message asks. It returns the answer, if the message has one, valid until the next call; and an error
@@ -210,7 +226,7 @@ func (ses *session) handle(b []byte) ([]byte, error) {
 		if err := m.prepareStore.Decode(b, lim); err != nil {
 			return nil, err
 		}
-		return ses.prepareStore(), nil
+		return ses.prepareStore(b), nil
 	case t == wire.TypeCommitStore && worker:
 		if err := m.commit.Decode(b, lim); err != nil {
 			return nil, err
@@ -296,27 +312,42 @@ func (ses *session) note(err error) {
 	}
 }
 
-// makeRoom says that so many slots of a geometry are going to be asked for.
-func (s *Server) makeRoom(g tiers.Geometry, slots int) {
-	if s.cfg.MakeRoom != nil {
-		s.cfg.MakeRoom(g, slots)
-	}
-}
-
-func (ses *session) prepareStore() []byte {
+// prepareStore answers m.prepareStore, which b is, unless it has to wait for room.
+func (ses *session) prepareStore(b []byte) []byte {
 	m, s := &ses.msg.prepareStore, ses.server
 	digest := ses.space.geometry.DigestBytes
 	if len(m.Hashes)%digest != 0 || len(m.Prev) != 0 && len(m.Prev) != digest {
 		return ses.fail(m.ID, fmt.Errorf("%w: hashes are not of %d bytes each", tiers.ErrInvalid, digest))
 	}
-	if s.draining.Load() {
-		return ses.fail(m.ID, fmt.Errorf("%w: the sidecar is shutting down", tiers.ErrClosed))
-	}
 	if n := len(m.Hashes) / digest; n > min(s.cfg.MaxPages, wire.MaxStorePages(digest)) {
 		return ses.fail(m.ID, fmt.Errorf("%w: %d pages in one store, at most %d", tiers.ErrInvalid, n, min(s.cfg.MaxPages, wire.MaxStorePages(digest))))
 	}
+	waits := ses.room != nil
+	if !waits && !s.draining.Load() {
+		waits = !ses.makeRoom(ses.chunksOf(m), true)
+	}
+	if !waits {
+		return ses.grantStore()
+	}
+	if len(ses.waiting) == maxWaitingStores {
+		return ses.fail(m.ID, fmt.Errorf("%w: %d stores wait for room", tiers.ErrBusy, maxWaitingStores))
+	}
+	ses.waiting = append(ses.waiting, bytes.Clone(b))
+	return nil
+}
+
+// chunksOf is how many chunks the pages of a store lie in.
+func (ses *session) chunksOf(m *wire.PrepareStore) int {
 	ppc := ses.space.geometry.PagesPerChunk
-	s.makeRoom(ses.space.geometry, (len(m.Hashes)/digest+ppc-1)/ppc)
+	return (len(m.Hashes)/ses.space.geometry.DigestBytes + ppc - 1) / ppc
+}
+
+// grantStore answers m.prepareStore, for which room was made.
+func (ses *session) grantStore() []byte {
+	m, s := &ses.msg.prepareStore, ses.server
+	if s.draining.Load() {
+		return ses.fail(m.ID, fmt.Errorf("%w: the sidecar is shutting down", tiers.ErrClosed))
+	}
 	res, grants, err := s.engine.PrepareStore(ses.owner, int(m.FirstPage), m.Prev, m.Hashes, ses.extents[:0])
 	ses.extents = grants
 	if err != nil {

@@ -166,8 +166,16 @@ func (c *Conn) Peer() Peer { return c.peer }
 
 // SetRecvDeadline makes a Recv that has nothing by then fail with
 // os.ErrDeadlineExceeded, as the first message of a session should; the
-// connection stays usable. The zero time means never.
-func (c *Conn) SetRecvDeadline(t time.Time) error { return c.uc.SetReadDeadline(t) }
+// connection stays usable. The zero time means never. A Recv that waits heeds it,
+// too. Once the connection was given up or closed, it fails with the cause.
+func (c *Conn) SetRecvDeadline(t time.Time) error {
+	c.closeMu.Lock()
+	defer c.closeMu.Unlock()
+	if c.cause != nil {
+		return c.cause // and the deadline is GiveUp's
+	}
+	return c.uc.SetReadDeadline(t)
+}
 
 // Recv waits for the next packet. The bytes are valid until the next Recv. It
 // returns io.EOF when the peer has closed or has shut down its sending side,

@@ -2,8 +2,8 @@
 
 A copy names, for each page, a block of the KV cache and the arena address of the page. Both are checked in native code
 before the first byte moves, and the bytes move there too, without the GIL. Nothing here raises for a copy that cannot
-be made: it comes back as a ticket with an error, so that a bad grant costs one page and never the engine. So does one by
-the CPU that meets memory that is not there any more: a device has gone, or a page of it is bad.
+be made: it comes back as a ticket with an error, so that a bad grant costs one page and never the engine. So does one
+by the CPU that meets memory that is not there any more: a device has gone, or a page of it is bad.
 
 On the CPU a gather is over when it returns (its blocks may be rewritten by the next step), a scatter runs on a small
 pool while the engine computes. On CUDA both are queued on streams of their own; see cuda.py.
