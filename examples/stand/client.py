@@ -20,6 +20,7 @@ class Answer(NamedTuple):
     prompt_tokens: int
     cached_tokens: int  # prompt tokens that were not computed, as vLLM reports them
     finish_reason: str
+    prefill_s: float  # of the total, at a prefiller, as the proxy of examples/prefill_decode reports it; else 0
 
 
 def complete(
@@ -53,6 +54,7 @@ def complete(
     with _client.stream("POST", f"{base_url}/v1/completions", json=body, timeout=timeout_s) as response:
         if response.status_code != 200:
             raise RuntimeError(f"HTTP {response.status_code}: {response.read().decode(errors='replace')[:500]}")
+        prefill_s = float(response.headers.get("X-Prefill-Seconds", 0))
         for line in response.iter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
@@ -75,6 +77,7 @@ def complete(
         prompt_tokens=usage.get("prompt_tokens", 0),
         cached_tokens=details.get("cached_tokens") or 0,
         finish_reason=finish,
+        prefill_s=prefill_s,
     )
 
 

@@ -251,12 +251,37 @@ class Server(Process):
         raise RuntimeError(f"vLLM {self.name} is not ready after {timeout_s:.0f} s:\n{self.tail(60)}")
 
 
-def connector_config(endpoint: str, **extra: Any) -> dict[str, Any]:
+class Proxy(Process):
+    """A running examples.prefill_decode.proxy in front of two servers."""
+
+    def __init__(self, prefiller: Server, decoder: Server, log: Path) -> None:
+        self.port = free_port()
+        self.base_url = f"http://127.0.0.1:{self.port}"
+        command = [
+            sys.executable, "-m", "examples.prefill_decode.proxy", "--port", str(self.port),
+            "--prefiller", prefiller.base_url, "--decoder", decoder.base_url,
+        ]  # fmt: skip
+        super().__init__("proxy", command, log)
+
+    def wait_ready(self, timeout_s: float = 30.0) -> None:
+        """Waits until it reaches the decoder. Raises RuntimeError with the log's end, TimeoutError."""
+
+        def answers() -> bool:
+            if not self.alive():
+                raise RuntimeError(f"the proxy ended with {self.popen.returncode}:\n{self.tail()}")
+            with contextlib.suppress(httpx.HTTPError):
+                return httpx.get(f"{self.base_url}/health", timeout=2.0, trust_env=False).status_code == 200
+            return False
+
+        eventually(answers, "the proxy to answer", timeout_s)
+
+
+def connector_config(endpoint: str, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
     """The value of --kv-transfer-config for this endpoint. ``extra`` names settings without their `lookaside.`."""
     return {
         "kv_connector": "LookasideConnector",
         "kv_connector_module_path": "lookaside.connector",
-        "kv_role": "kv_both",
+        "kv_role": role,
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "lookaside.endpoint": endpoint,
@@ -350,6 +375,13 @@ class Stand:
         server = Server(name, model or self.model, self.directory / f"vllm-{name}.log", settings, flags)
         self._processes.append(server)
         return server
+
+    def proxy(self, prefiller: Server, decoder: Server) -> Proxy:
+        """Starts the proxy of examples/prefill_decode, and waits for it: the decoder must be up."""
+        proxy = Proxy(prefiller, decoder, self.directory / "proxy.log")
+        self._processes.append(proxy)
+        proxy.wait_ready()
+        return proxy
 
 
 def _end_autostarted(lock: Path) -> None:

@@ -24,6 +24,7 @@ sys.path.insert(0, str(REPO))
 from examples.stand import client, model  # noqa: E402
 from examples.stand.client import Answer  # noqa: E402
 from examples.stand.processes import (  # noqa: E402
+    Proxy,
     Server,
     Sidecar,
     Stand,
@@ -56,7 +57,7 @@ def hits_of(prompt_tokens: int, page: int = PAGE) -> int:
     return (prompt_tokens - 1) // page * page
 
 
-def ask(server: Server, prompt: list[int], max_tokens: int = 8, **extra: Any) -> Answer:
+def ask(server: Server | Proxy, prompt: list[int], max_tokens: int = 8, **extra: Any) -> Answer:
     """A greedy completion that must end by its length."""
     answer = client.complete(server.base_url, prompt, max_tokens=max_tokens, **extra)
     assert answer.finish_reason == "length", answer
@@ -71,7 +72,7 @@ def computed(server: Server, prompt: list[int], max_tokens: int = 8) -> Answer:
     return answer
 
 
-def together(server: Server, prompts: list[list[int]], max_tokens: int = 8) -> list[Answer]:
+def together(server: Server | Proxy, prompts: list[list[int]], max_tokens: int = 8) -> list[Answer]:
     """The answers to prompts sent at once."""
     with ThreadPoolExecutor(len(prompts)) as pool:
         return list(pool.map(lambda prompt: ask(server, prompt, max_tokens), prompts))

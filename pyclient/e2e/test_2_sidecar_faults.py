@@ -10,7 +10,7 @@ import pytest
 
 from examples.stand import client
 from examples.stand.client import Answer
-from examples.stand.processes import Server, eventually
+from examples.stand.processes import Proxy, Server, eventually
 
 from .conftest import Pair, ask, hits_of
 
@@ -18,7 +18,7 @@ from .conftest import Pair, ask, hits_of
 class Asking(threading.Thread):
     """A request under way while the test does something else."""
 
-    def __init__(self, server: Server, prompt: list[int], max_tokens: int = 8) -> None:
+    def __init__(self, server: Server | Proxy, prompt: list[int], max_tokens: int = 8) -> None:
         super().__init__()
         self._arguments = (server, prompt, max_tokens)
         self._answer: Answer | None = None

@@ -1,0 +1,1 @@
+"""A prefiller and a decoder that meet in one sidecar, behind a small proxy: `make demo PD=1`."""

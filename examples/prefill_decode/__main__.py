@@ -1,0 +1,144 @@
+"""A prefiller and a decoder meet in one sidecar, behind a small proxy.
+
+The prefiller is a kv_producer, the decoder a kv_consumer; each has half of the cores. Prompts of several lengths go to
+the decoder alone, which computes them, and through the proxy: the prefiller computes and stores, the decoder loads and
+goes on. Printed for each: the time to the first token in both ways, and of the second how much the prefiller took and
+how much was left to the decoder, which is all that its other requests feel of the prompt; the hit tokens that vLLM
+reports; whether the greedy outputs are the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from examples.stand import client, model
+from examples.stand.processes import Proxy, Server, Stand, connector_config, say, stop_on_signals
+
+LENGTHS = (100, 500, 1000, 2000, 4000)
+MAX_TOKENS = 16
+
+
+@dataclass
+class Row:
+    """One line of the table, and of the JSON. Times are medians over the rounds, in seconds."""
+
+    prompt_tokens: int
+    alone_ttft_s: float
+    proxy_ttft_s: float
+    prefill_s: float
+    decoder_ttft_s: float
+    hit_tokens: int
+    outputs_equal: bool
+
+
+def measure(proxy: Proxy, decoder: Server, prompt_tokens: int, rounds: int, seed: int) -> Row:
+    """One length, over several rounds of fresh prompts."""
+    alone_s, proxy_s, prefill_s, decoder_s, hits = [], [], [], [], []
+    equal = True
+    for turn in range(rounds):
+        case = seed * 1_000_003 + prompt_tokens * 101 + turn
+        prompt = model.prompt(prompt_tokens, case)
+        client.settle()
+        # A salt of its own shares nothing with anyone: the decoder computes it whole.
+        alone = client.complete(decoder.base_url, prompt, max_tokens=MAX_TOKENS, cache_salt=f"alone-{case}")
+        client.settle()
+        apart = client.complete(proxy.base_url, prompt, max_tokens=MAX_TOKENS)
+        alone_s.append(alone.ttft_s)
+        proxy_s.append(apart.ttft_s)
+        prefill_s.append(apart.prefill_s)
+        decoder_s.append(apart.ttft_s - apart.prefill_s)
+        hits.append(apart.cached_tokens)
+        equal = equal and alone.tokens == apart.tokens and len(apart.tokens) == MAX_TOKENS
+    return Row(
+        prompt_tokens=prompt_tokens,
+        alone_ttft_s=round(statistics.median(alone_s), 4),
+        proxy_ttft_s=round(statistics.median(proxy_s), 4),
+        prefill_s=round(statistics.median(prefill_s), 4),
+        decoder_ttft_s=round(statistics.median(decoder_s), 4),
+        hit_tokens=min(hits),
+        outputs_equal=equal,
+    )
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as text."""
+    head = (
+        f"{'prompt':>7} {'alone TTFT':>11} {'proxy TTFT':>11} {'= prefill':>10} {'+ decoder':>10} "
+        f"{'hit tokens':>11}  outputs"
+    )
+    lines = [head, "-" * len(head)]
+    for row in rows:
+        outputs = "equal" if row.outputs_equal else "DIFFER"
+        lines.append(
+            f"{row.prompt_tokens:>7} {row.alone_ttft_s:>9.3f} s {row.proxy_ttft_s:>9.3f} s {row.prefill_s:>8.3f} s "
+            f"{row.decoder_ttft_s:>8.3f} s {row.hit_tokens:>11}  {outputs}"
+        )
+    return "\n".join(lines)
+
+
+def on_cores(half: int) -> dict[str, str]:
+    """The environment of a server that has the first (0) or second (1) half of the cores for itself."""
+    cores = sorted(os.sched_getaffinity(0))
+    middle = (len(cores) + 1) // 2
+    mine = (cores[:middle], cores[middle:])[half] or cores
+    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, mine))}
+
+
+def run(rounds: int, seed: int, keep_logs: Path | None) -> list[Row]:
+    """Brings everything up, measures every length, takes everything down."""
+    path = model.ensure()
+    with Stand(path, keep_logs) as stand:
+        started = time.monotonic()
+        stand.sidecar()
+        say("sidecar up; starting a prefiller and a decoder (about a minute) ...")
+        prefiller, decoder = (
+            stand.server(name, connector=connector_config(stand.endpoint(), role), env=on_cores(half))
+            for half, (name, role) in enumerate((("prefiller", "kv_producer"), ("decoder", "kv_consumer")))
+        )
+        prefiller.wait_ready()
+        decoder.wait_ready()
+        proxy = stand.proxy(prefiller, decoder)
+        say(f"all up after {time.monotonic() - started:.0f} s; warming up ...")
+        for server in (prefiller, decoder, proxy):
+            for tokens in (300, 2000):
+                client.complete(server.base_url, model.prompt(tokens, tokens), max_tokens=4)
+        rows = []
+        for number, prompt_tokens in enumerate(LENGTHS, 1):
+            say(f"[{number}/{len(LENGTHS)}] {prompt_tokens} tokens ...")
+            rows.append(measure(proxy, decoder, prompt_tokens, rounds, seed))
+        return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.prefill_decode", description="Prefill and decode on two vLLM servers."
+    )
+    parser.add_argument("--json", type=Path, help="also write the table to this file as JSON")
+    parser.add_argument("--rounds", type=int, default=3, help="fresh prompts per length; times are medians (default 3)")
+    parser.add_argument("--seed", type=int, default=1, help="of the prompts (default 1)")
+    parser.add_argument("--keep-logs", type=Path, help="copy the logs of all processes to this directory")
+    args = parser.parse_args()
+    stop_on_signals()
+    try:
+        rows = run(max(1, args.rounds), args.seed, args.keep_logs)
+    except KeyboardInterrupt:
+        say("stopped; everything that was started is ended")
+        return 130
+    except (RuntimeError, TimeoutError) as error:
+        say(f"demo: {error}")
+        return 1
+    print(table(rows))
+    if args.json is not None:
+        args.json.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=2) + "\n")
+    return 0 if all(row.outputs_equal for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
