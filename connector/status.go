@@ -3,6 +3,7 @@ package connector
 import (
 	"cmp"
 	"fmt"
+	"lookaside/tiers/chunk"
 	"slices"
 	"time"
 )
@@ -97,3 +98,19 @@ func (ses *session) status() SessionStatus {
 
 // Counters returns what has happened since the start.
 func (s *Server) Counters() Counters { return s.count.snapshot() }
+
+// SpaceFields are what the worker declared that brought a space here; false: nobody has declared it, or it is gone. They are not to be changed.
+func (s *Server) SpaceFields(fp chunk.Fingerprint) (map[string]string, bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, sp := range s.spaces {
+		if sp.fingerprint == fp {
+			fields := make(map[string]string, len(sp.hello.Fields))
+			for _, f := range sp.hello.Fields {
+				fields[f.Key] = f.Value
+			}
+			return fields, true
+		}
+	}
+	return nil, false
+}

@@ -446,6 +446,7 @@ type guarded struct {
 	monitor  *zsock // PAIR that receives the socket's connection events
 	endpoint string
 	limit    int
+	public   bool // of any transport, and for any user that can reach it
 	peers    int
 	bound    bool
 	shutAt   time.Time // when it was unbound because of a flood
@@ -463,18 +464,25 @@ func (l *LookupSockets) bind(t zmq4.Type, path string, limit int) (*guarded, err
 	g := &guarded{zsock: s, endpoint: endpoint(path), limit: limit, total: &l.count.peers, log: l.opt.Log}
 	l.monitorSeq++
 	name := fmt.Sprintf("inproc://monitor-%d", l.monitorSeq)
-	if err = s.Monitor(name, zmq4.EVENT_ACCEPTED|zmq4.EVENT_DISCONNECTED|zmq4.EVENT_CLOSED); err == nil {
-		if g.monitor, err = newZsock(l.ctx, zmq4.PAIR); err == nil {
-			if err = errors.Join(g.monitor.SetLinger(0), g.monitor.Connect(name)); err == nil {
-				err = g.open()
-			}
-		}
-	}
-	if err != nil {
+	if err := g.start(l.ctx, name); err != nil {
 		g.close()
 		return nil, fmt.Errorf("zmq socket %s: %w", path, err)
 	}
 	return g, nil
+}
+
+// start begins to watch the socket, by a monitor of the given endpoint, and binds it.
+func (g *guarded) start(ctx *zmq4.Context, monitor string) (err error) {
+	if err = g.Monitor(monitor, zmq4.EVENT_ACCEPTED|zmq4.EVENT_DISCONNECTED|zmq4.EVENT_CLOSED); err != nil {
+		return err
+	}
+	if g.monitor, err = newZsock(ctx, zmq4.PAIR); err != nil {
+		return err
+	}
+	if err = errors.Join(g.monitor.SetLinger(0), g.monitor.Connect(monitor)); err != nil {
+		return err
+	}
+	return g.open()
 }
 
 func (g *guarded) open() error {
@@ -483,7 +491,15 @@ func (g *guarded) open() error {
 		return err
 	}
 	g.bound = true
-	return os.Chmod(g.path(), 0o600)
+	if !g.public {
+		return os.Chmod(g.path(), 0o600)
+	}
+	// With the port that was found for a wildcard, to be unbound, and bound again, by.
+	last, err := g.GetLastEndpoint()
+	if err == nil {
+		g.endpoint = last
+	}
+	return err
 }
 
 func (g *guarded) path() string { return strings.TrimPrefix(g.endpoint, "ipc://") }
@@ -500,16 +516,14 @@ func (g *guarded) close() {
 	}
 	// Now only the connections that are left may be told of, and there is room for that.
 	if err := g.Monitor("", 0); err != nil {
-		g.log.Error("lookup socket: monitor", zap.Error(err))
+		g.log.Error("zmq socket: monitor", zap.Error(err))
 	}
 	g.Close()
 	if g.monitor != nil {
 		g.monitor.Close()
 	}
 	if g.bound { // libzmq leaves the file; what is there while it is shut need not be ours
-		if err := os.Remove(g.path()); err != nil {
-			g.log.Warn("lookup socket: remove", zap.Error(err))
-		}
+		g.unlink()
 	}
 	g.total.Add(-int64(g.peers))
 	g.peers = 0
@@ -546,14 +560,12 @@ func (g *guarded) shut(why string) bool {
 	if !g.bound {
 		return false
 	}
-	g.log.Warn("lookup socket shut for a moment", zap.String("why", why), zap.String("endpoint", g.endpoint), zap.Int("peers", g.peers))
+	g.log.Warn("zmq socket shut for a moment", zap.String("why", why), zap.String("endpoint", g.endpoint), zap.Int("peers", g.peers))
 	if err := g.Unbind(g.endpoint); err != nil {
-		g.log.Error("lookup socket: unbind", zap.Error(err))
+		g.log.Error("zmq socket: unbind", zap.Error(err))
 		return false
 	}
-	if err := os.Remove(g.path()); err != nil {
-		g.log.Warn("lookup socket: remove", zap.Error(err))
-	}
+	g.unlink()
 	g.bound, g.shutAt = false, time.Now()
 	return true
 }
@@ -565,7 +577,7 @@ func (g *guarded) reopen() {
 	}
 	g.watch()
 	if err := g.open(); err != nil {
-		g.log.Error("lookup socket: bind", zap.Error(err)) // again at the next tick
+		g.log.Error("zmq socket: bind", zap.Error(err)) // again at the next tick
 	}
 }
 

@@ -22,6 +22,7 @@ import (
 	"go.uber.org/zap/zapcore"
 
 	"lookaside/dax"
+	"lookaside/ipc/wire"
 	"lookaside/tiers/policy"
 )
 
@@ -46,6 +47,7 @@ type Config struct {
 	Sessions  SessionsConfig
 	Spaces    SpacesConfig
 	LMCache   LMCacheConfig
+	Events    EventsConfig
 	Admin     AdminConfig
 	Log       LogConfig
 	Lifecycle LifecycleConfig
@@ -101,6 +103,19 @@ type SessionsConfig struct {
 // SpacesConfig limits spaces.
 type SpacesConfig struct {
 	Limit int
+}
+
+// EventsConfig has what the arena holds published, as vLLM publishes what its own cache holds.
+type EventsConfig struct {
+	Endpoint       string // empty: not published
+	ReplayEndpoint string // empty: not replayed
+	Topic          string // a template; see topicOf
+	Hashes         wire.KVHashes
+	BufferSteps    int
+	HWM            int
+	Interval       time.Duration
+	DPRank         uint32
+	Journal        int64 // bytes; 0: nobody can follow
 }
 
 // LMCacheConfig turns on LMCache's lookup messages; both endpoints or none.
@@ -344,6 +359,75 @@ var settings = []Setting{
 		Key: "lmcache.engine_id", Default: "", Unit: "engine id",
 		Meaning: "Whose pages LMCache's lookups ask for, when several engines with 8-byte hashes use the sidecar.",
 		set:     func(c *Config, v string) error { c.LMCache.EngineID = v; return nil },
+	},
+	{
+		Key: "events.endpoint", Default: "", Unit: "ZMQ endpoint, such as tcp://*:5557 or ipc:///run/x/events",
+		Meaning: "Where the sidecar publishes which pages the arena holds, in vLLM's format of KV events (docs/events.md). As in vLLM it is bound if it has a wildcard or is of ipc://, else connected to. Unset: nothing is published.",
+		set:     func(c *Config, v string) error { c.Events.Endpoint = v; return checkEventsEndpoint(v) },
+	},
+	{
+		Key: "events.replay_endpoint", Default: "", Unit: "ZMQ endpoint",
+		Meaning: "Where subscribers may ask for events again from a sequence number on; the sidecar binds it. Needs events.endpoint.",
+		set:     func(c *Config, v string) error { c.Events.ReplayEndpoint = v; return checkEventsEndpoint(v) },
+	},
+	{
+		Key: "events.topic", Default: "kv@{host}@{model}", Unit: "text",
+		Meaning: "The topic of events. {model} and any other field of the space that the pages are of (lookaside status lists them), {fingerprint}, {host} and {rank} (events.data_parallel_rank) are filled in.",
+		set:     func(c *Config, v string) error { c.Events.Topic = v; return checkTopic(v) },
+	},
+	{
+		Key: "events.hashes", Default: "int", Unit: "int or bytes",
+		Meaning: "How events name blocks: by the last 8 bytes of their hash as a number, vLLM's default, or by the whole hash, as vLLM does with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0.",
+		set: func(c *Config, v string) error {
+			switch v {
+			case "int":
+				c.Events.Hashes = wire.KVHashInts
+			case "bytes":
+				c.Events.Hashes = wire.KVHashBytes
+			default:
+				return errors.New("want int or bytes")
+			}
+			return nil
+		},
+	},
+	{
+		Key: "events.buffer_steps", Default: "10000", Unit: "batches",
+		Meaning: "How many batches are kept for events.replay_endpoint, within 64 MiB.",
+		set:     func(c *Config, v string) (err error) { c.Events.BufferSteps, err = parseInt(v, 1, 1<<24); return },
+	},
+	{
+		Key: "events.hwm", Default: "1000", Unit: "batches",
+		Meaning: "How many batches wait for a subscriber that does not read, before it loses some. A batch has up to 1,024 pages, and then some 10 or 36 KiB.",
+		set:     func(c *Config, v string) (err error) { c.Events.HWM, err = parseInt(v, 1, 1<<24); return },
+	},
+	{
+		Key: "events.interval", Default: "10ms", Unit: "duration",
+		Meaning: "How long changes are collected into one batch.",
+		set:     func(c *Config, v string) (err error) { c.Events.Interval, err = parseDuration(v, 0); return },
+	},
+	{
+		Key: "events.data_parallel_rank", Default: "0", Unit: "rank",
+		Meaning: "The data-parallel rank of the engine that the sidecar serves, which events carry.",
+		set: func(c *Config, v string) error {
+			n, err := parseInt(v, 0, 1<<20)
+			c.Events.DPRank = uint32(n)
+			return err
+		},
+	},
+	{
+		Key: "events.journal", Default: "16MiB", Unit: "size",
+		Meaning: "How many bytes of changes are remembered for those that follow what the arena holds: events.endpoint, and schedulers whose engines publish KV events. Taken only while somebody follows; who falls behind by more is told everything anew. 0: nobody can follow.",
+		set: func(c *Config, v string) (err error) {
+			if v == "0" {
+				c.Events.Journal = 0
+				return nil
+			}
+			c.Events.Journal, err = dax.ParseSize(v)
+			if err == nil && (c.Events.Journal < 512<<10 || c.Events.Journal > 1<<32) {
+				err = errors.New("want 0, or 512KiB to 4GiB")
+			}
+			return err
+		},
 	},
 	{
 		Key: "admin.listen", Default: "127.0.0.1:0", Unit: "host:port (port 0: any free one, written to admin.addr in runtime.dir)",
@@ -716,6 +800,12 @@ func (c Config) Complete(environ []string) (Config, error) {
 func (c Config) completeRest() (Config, error) {
 	if (c.LMCache.WorkerEndpoint == "") != (c.LMCache.SchedulerEndpoint == "") {
 		return c, errors.New("settings: lmcache.worker_endpoint and lmcache.scheduler_endpoint: set both or neither")
+	}
+	if c.Events.ReplayEndpoint != "" && c.Events.Endpoint == "" {
+		return c, errors.New("settings: events.replay_endpoint is set, but events.endpoint is not")
+	}
+	if c.Events.Endpoint != "" && c.Events.Journal == 0 {
+		return c, errors.New("settings: events.endpoint is set, but events.journal is 0: there would be nothing to publish")
 	}
 	var err error
 	c.Tiers, err = completeTiers(c.Tiers)

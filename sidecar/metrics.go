@@ -138,6 +138,13 @@ var collected = []struct {
 	{"lookaside_metadata_bytes", "Address space of the index and the slot tables.", nil},
 	{"lookaside_limited_total", "Lookups and stores that were cut short because their session had its share of the arena, or its leases.", nil},
 	{"lookaside_errors_total", "Requests that failed, by kind.", []string{"kind"}},
+	{"lookaside_event_subscribers", "Connections to events.endpoint.", nil},
+	{"lookaside_event_batches_total", "Batches of KV events published.", nil},
+	{"lookaside_event_bytes_total", "Bytes in them.", nil},
+	{"lookaside_event_batches_dropped_total", "Batches that could not be published, and replays that there were too many of. What libzmq drops for one subscriber that does not read is not known.", nil},
+	{"lookaside_event_replays_total", "Times that events were asked for again.", nil},
+	{"lookaside_event_gaps_total", "Times that all that is held was published anew: changes were lost because the publisher fell behind by more than events.journal, or batches were asked for that are no longer kept.", nil},
+	{"lookaside_event_pages_total", "Pages that followers (events.endpoint, schedulers) were told of, by what happened.", []string{"kind"}},
 	{"lookaside_pins", "Prefixes that are pinned.", nil},
 	{"lookaside_lookups_waiting", "Lookups that wait for tiers, or for restored chunks to be verified.", nil},
 	{"lookaside_promises_total", "Times that a scheduler was told that its pages are on their way, and when they arrive.", nil},
@@ -262,6 +269,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	for kind, v := range n.Errors {
 		count("lookaside_errors_total", v, kind)
 	}
+	c.collectEvents(gauge, count)
 	gauge("lookaside_pins", float64(st.Pins))
 	gauge("lookaside_lookups_waiting", float64(st.Lookups.Waiting))
 	count("lookaside_promises_total", n.Promised)
@@ -283,6 +291,22 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	for i := range st.Tiers {
 		c.collectTier(&st.Tiers[i], gauge, count)
 	}
+}
+
+func (c *collector) collectEvents(gauge func(string, float64, ...string), count func(string, uint64, ...string)) {
+	j := c.d.engine.Journal()
+	count("lookaside_event_pages_total", j.StoredPages, "stored")
+	count("lookaside_event_pages_total", j.RemovedPages, "removed")
+	if c.d.events == nil {
+		return
+	}
+	st := c.d.events.pub.Stats()
+	gauge("lookaside_event_subscribers", float64(st.Subscribers))
+	count("lookaside_event_batches_total", st.Batches)
+	count("lookaside_event_bytes_total", st.Bytes)
+	count("lookaside_event_batches_dropped_total", st.Dropped)
+	count("lookaside_event_replays_total", st.Replays)
+	count("lookaside_event_gaps_total", c.d.events.feed.Gaps()+st.Resyncs)
 }
 
 func (c *collector) collectTier(t *TierStatus, gauge func(string, float64, ...string), count func(string, uint64, ...string)) {

@@ -41,6 +41,7 @@ type Daemon struct {
 	lookups  *ipc.LookupSockets
 	arena    *arena
 	admin    *admin
+	events   *events // nil: not published
 	pins     pins
 
 	adapters  []daxAdapter // tiers whose devices may come and go
@@ -97,6 +98,7 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 		PartialDelay:    cfg.Cascade.PartialDelay,
 		LowWater:        cfg.Arena.LowWater,
 		Wake:            bell.Ring,
+		JournalBytes:    cfg.Events.Journal,
 	}); err != nil {
 		return nil, err
 	}
@@ -141,6 +143,12 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 		return nil, err
 	}
 	d.server.SetLookupSockets(d.lookups)
+	if cfg.Events.Endpoint != "" {
+		if d.events, err = newEvents(cfg.Events, d.engine, d.server.SpaceFields, log.Named("events")); err != nil {
+			return nil, err
+		}
+		d.wg.Go(func() { d.events.run(background) })
+	}
 	if d.admin, err = startAdmin(d, m.registry(d), log.Named("admin")); err != nil {
 		return nil, err
 	}
@@ -219,6 +227,9 @@ func (d *Daemon) close() error {
 	errs = append(errs, closeTiers(d.tiers))
 	if d.lookups != nil {
 		errs = append(errs, d.lookups.Close())
+	}
+	if d.events != nil {
+		errs = append(errs, d.events.close())
 	}
 	if d.engine != nil {
 		d.engine.Close()

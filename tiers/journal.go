@@ -56,7 +56,7 @@ type FeedBatch struct {
 //
 // Pages of restored chunks count as held from EndRestore on, whether their bytes were checked already or not.
 //
-// Its methods may be called from one goroutine at a time.
+// Its methods may be called from any goroutine, Next from one at a time.
 type Feed struct {
 	e      *Engine
 	serial uint32        // of the only space to follow; 0: all

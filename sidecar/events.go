@@ -1,0 +1,267 @@
+package sidecar
+
+import (
+	"context"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"go.uber.org/zap"
+
+	"lookaside/ipc"
+	"lookaside/ipc/wire"
+	"lookaside/tiers"
+	"lookaside/tiers/chunk"
+)
+
+// mediumArena is what vLLM calls memory of the host.
+const mediumArena = "CPU"
+
+const (
+	// eventPages is about how many pages one look at the journal takes in: as many as a batch has at most.
+	eventPages = 1024
+	// unknownPatience is how often the publisher looks whether somebody has declared the spaces that nobody had.
+	unknownPatience = time.Second
+)
+
+// events publish what the arena holds.
+type events struct {
+	pub  *ipc.EventPublisher
+	feed *tiers.Feed
+	src  *eventSource
+}
+
+// eventSource turns what a feed tells into batches of vLLM's events, a topic each. But for unknown its fields are the publisher's goroutine's.
+type eventSource struct {
+	cfg    EventsConfig
+	feed   *tiers.Feed
+	fields func(chunk.Fingerprint) (map[string]string, bool)
+	now    func() time.Time
+	log    *zap.Logger
+
+	unknown atomic.Bool // pages of spaces that nobody has declared were passed over
+	topics  map[string]bool
+	of      map[chunk.Fingerprint]string
+	buf     []byte
+	events  []tiers.Event
+	queue   []topicBatch
+	ended   bool
+	payload []byte
+}
+
+// topicBatch are the events of one topic that go out together.
+type topicBatch struct {
+	topic   string
+	n       int
+	encoded []byte
+}
+
+// newEvents follows the engine and opens the sockets.
+func newEvents(cfg EventsConfig, e *tiers.Engine, fields func(chunk.Fingerprint) (map[string]string, bool), log *zap.Logger) (_ *events, err error) {
+	feed, err := e.Follow(0)
+	if err != nil {
+		return nil, fmt.Errorf("events: %w", err)
+	}
+	defer func() {
+		if err != nil {
+			feed.Close()
+		}
+	}()
+	src := &eventSource{cfg: cfg, feed: feed, fields: fields, now: time.Now, log: log, topics: map[string]bool{}, of: map[chunk.Fingerprint]string{}}
+	pub, err := ipc.NewEventPublisher(ipc.EventOptions{
+		Endpoint: cfg.Endpoint, ReplayEndpoint: cfg.ReplayEndpoint, BufferSteps: cfg.BufferSteps, HWM: cfg.HWM, Log: log,
+	}, src)
+	if err != nil {
+		return nil, err
+	}
+	at, replay := pub.Endpoints()
+	log.Info("publishing KV events", zap.String("endpoint", at), zap.String("replay_endpoint", replay), zap.String("topic", cfg.Topic))
+	return &events{pub: pub, feed: feed, src: src}, nil
+}
+
+// run wakes the publisher when there is something, until ctx is done.
+func (ev *events) run(ctx context.Context) {
+	tick := time.NewTicker(unknownPatience)
+	defer tick.Stop()
+	ev.pub.Wake()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+			if !ev.src.unknown.Swap(false) {
+				continue
+			}
+			ev.feed.Restart() // if they are known by now they are told of; otherwise it comes to this again
+		case <-ev.feed.Ready():
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(ev.src.cfg.Interval):
+		}
+		ev.pub.Wake()
+	}
+}
+
+func (ev *events) close() error {
+	err := ev.pub.Close()
+	ev.feed.Close()
+	return err
+}
+
+// Resync implements ipc.EventSource.
+func (s *eventSource) Resync() { s.feed.Restart() }
+
+// NextBatch implements ipc.EventSource.
+func (s *eventSource) NextBatch() (topic string, payload []byte, ok bool) {
+	for len(s.queue) == 0 {
+		b, buf, err := s.feed.Next(eventPages, s.buf, s.events[:0])
+		s.buf, s.events = buf, b.Events
+		if err != nil {
+			if !errors.Is(err, tiers.ErrClosed) {
+				s.log.Error("events", zap.Error(err))
+			}
+			return "", nil, false
+		}
+		if b.Reset {
+			for _, topic := range slices.Sorted(maps.Keys(s.topics)) {
+				s.add(topic, 1, wire.AppendAllBlocksCleared(nil))
+			}
+		}
+		s.encode(b.Events)
+		if len(s.queue) == 0 && !b.More {
+			return "", nil, false
+		}
+	}
+	return s.pop()
+}
+
+func (s *eventSource) pop() (string, []byte, bool) {
+	b := s.queue[0]
+	s.queue = s.queue[1:]
+	s.payload = wire.AppendKVEventBatch(s.payload[:0], float64(s.now().UnixNano())/1e9, b.n, b.encoded, s.cfg.DPRank)
+	return b.topic, s.payload, true
+}
+
+// LastBatch implements ipc.EventSource: from now on nothing can be had here.
+func (s *eventSource) LastBatch() (topic string, payload []byte, ok bool) {
+	if !s.ended {
+		s.ended = true
+		s.queue = nil
+		for _, topic := range slices.Sorted(maps.Keys(s.topics)) {
+			s.add(topic, 1, wire.AppendAllBlocksCleared(nil))
+		}
+	}
+	if len(s.queue) == 0 {
+		return "", nil, false
+	}
+	return s.pop()
+}
+
+// add puts encoded events into the batch of their topic that has yet to go out.
+func (s *eventSource) add(topic string, n int, encoded []byte) {
+	for i := range s.queue {
+		if s.queue[i].topic == topic {
+			s.queue[i].n += n
+			s.queue[i].encoded = append(s.queue[i].encoded, encoded...)
+			return
+		}
+	}
+	s.queue = append(s.queue, topicBatch{topic, n, encoded})
+}
+
+// encode turns events into vLLM's. Stored pages that continue those of the event before become one with them, as do removed pages.
+func (s *eventSource) encode(events []tiers.Event) {
+	for i := 0; i < len(events); {
+		ev := events[i]
+		hashes, d := ev.Hashes, ev.Space.Geometry.DigestBytes
+		for i++; i < len(events) && events[i].Space == ev.Space && events[i].Kind == ev.Kind; i++ {
+			if next := &events[i]; ev.Kind == tiers.PagesStored && (len(next.Prev) == 0 || string(next.Prev) != string(hashes[len(hashes)-d:])) {
+				break
+			}
+			hashes = append(hashes[:len(hashes):len(hashes)], events[i].Hashes...)
+		}
+		topic, ok := s.topic(ev.Space)
+		if !ok {
+			s.unknown.Store(true)
+			continue
+		}
+		n := 1
+		var b []byte
+		if !s.topics[topic] {
+			// Whoever knows something of an earlier sidecar may forget it.
+			s.topics[topic] = true
+			b, n = wire.AppendAllBlocksCleared(b), 2
+		}
+		if ev.Kind == tiers.PagesStored {
+			b = (&wire.BlockStored{Hashes: hashes, Parent: ev.Prev, DigestBytes: d, BlockTokens: ev.Space.Geometry.PageTokens, Medium: mediumArena}).Append(b, s.cfg.Hashes)
+		} else {
+			b = (&wire.BlockRemoved{Hashes: hashes, DigestBytes: d, Medium: mediumArena}).Append(b, s.cfg.Hashes)
+		}
+		s.add(topic, n, b)
+	}
+}
+
+// topic is that of a space, once somebody has declared it.
+func (s *eventSource) topic(sp *tiers.FollowedSpace) (string, bool) {
+	if topic, ok := s.of[sp.Fingerprint]; ok {
+		return topic, true
+	}
+	fields, ok := s.fields(sp.Fingerprint)
+	if !ok {
+		return "", false
+	}
+	if len(s.of) > 1024 { // spaces come and go
+		clear(s.of)
+	}
+	topic := topicOf(s.cfg, sp.Fingerprint, fields)
+	s.of[sp.Fingerprint] = topic
+	return topic, true
+}
+
+var topicField = regexp.MustCompile(`\{[^{}]*\}`)
+
+// topicOf fills in a template: host, rank, fingerprint, and the fields that the space's worker declared.
+func topicOf(cfg EventsConfig, fp chunk.Fingerprint, fields map[string]string) string {
+	return topicField.ReplaceAllStringFunc(cfg.Topic, func(m string) string {
+		switch name := m[1 : len(m)-1]; name {
+		case "host":
+			host, _ := os.Hostname()
+			return host
+		case "rank":
+			return strconv.Itoa(int(cfg.DPRank))
+		case "fingerprint":
+			return hex.EncodeToString(fp[:])
+		default:
+			return fields[name]
+		}
+	})
+}
+
+func checkTopic(v string) error {
+	if strings.ContainsAny(topicField.ReplaceAllString(v, ""), "{}") {
+		return fmt.Errorf("%q has a brace without its other", v)
+	}
+	if len(v) > 512 {
+		return errors.New("longer than 512 bytes")
+	}
+	return nil
+}
+
+func checkEventsEndpoint(v string) error {
+	for _, t := range []string{"tcp://", "ipc://"} {
+		if len(v) > len(t) && strings.HasPrefix(v, t) {
+			return nil
+		}
+	}
+	return fmt.Errorf("%q is not an endpoint of tcp:// or ipc://", v)
+}
