@@ -44,6 +44,7 @@ const (
 	stageLooked    = "looked"   // a lookup holds leases
 	stageLoading   = "loading"  // a load holds them
 	stageVerified  = "verified" // its bytes were right, and it was released
+	stageUnmapped  = "unmapped" // a region has gone
 )
 
 // kept is what a client process holds until its end: not even its finalizers may close it.
@@ -59,6 +60,14 @@ func runClient(dir, stage string) error {
 	kept = append(kept, w)
 	if err != nil || stage == stageWelcomed {
 		return err
+	}
+	if stage == stageUnmapped {
+		for len(w.gone) == 0 {
+			if _, err := w.recv(true); err != nil {
+				return err
+			}
+		}
+		return nil
 	}
 	if stage == stagePrepared || stage == stageFilled || stage == stageDeaf {
 		p := onePrefix(2)
@@ -246,4 +255,61 @@ func TestClientThatDoesNotRead(t *testing.T) {
 	if r.errorCount("send") == 0 {
 		t.Error("not counted")
 	}
+}
+
+// maps says whether a process has a file mapped.
+func (p *process) maps(t *testing.T, file string) bool {
+	t.Helper()
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/maps", p.cmd.Process.Pid))
+	check(t, err)
+	return strings.Contains(string(b), file)
+}
+
+// When a region is retracted, no process that was told of it has it mapped any more.
+func TestRetractedRegionIsMappedNowhere(t *testing.T) {
+	r := newRig(t, rigOptions{})
+	f := device(t, 4096)
+	r.server.AnnounceRegion(part(f, 7, 0))
+	welcomed := r.start(stageWelcomed)
+	if !welcomed.maps(t, f.Name()) {
+		t.Fatal("a worker has not mapped the region")
+	}
+	welcomed.kill()
+	r.eventually("it is gone", func() bool { return r.server.Sessions() == 0 })
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for r.server.Sessions() == 0 {
+			time.Sleep(time.Millisecond)
+		}
+		r.server.RetractRegion(7, patience)
+	}()
+	p := r.start(stageUnmapped)
+	<-done
+	if p.maps(t, f.Name()) {
+		t.Error("it is mapped")
+	}
+	if n := r.server.Sessions(); n != 1 {
+		t.Errorf("%d sessions", n)
+	}
+}
+
+// A frozen process keeps a region mapped that is retracted: it is given up, nobody waits for it any longer, and what it reads stays its own until it is dead.
+func TestFrozenClientKeepsARegion(t *testing.T) {
+	r := newRig(t, rigOptions{})
+	r.server.AnnounceRegion(part(device(t, 4096), 7, 0))
+	w := r.worker(workerHello("e"))
+	w.store(onePrefix(1), 0, 8)
+	p := r.start(stageLoading)
+	check(t, p.cmd.Process.Signal(syscall.SIGSTOP))
+	done := r.retract(7, 300*time.Millisecond)
+	w.readsRegion(wire.TypeRegionRemoved)
+	<-done
+	r.waitLingering(1)
+	if st := r.engine.Stats(); st.OpenLoads != 1 {
+		t.Errorf("%d loads", st.OpenLoads)
+	}
+	w.sync()
+	check(t, p.cmd.Process.Signal(syscall.SIGKILL))
+	r.eventually("all that it held is free", func() bool { return r.engine.Stats().Leases == 0 && len(r.lingering()) == 0 })
 }

@@ -264,7 +264,7 @@ class RegionSet:
         See map_region and populate. With background the page tables are filled
         and the region attached on a thread of its own, and it is not ready
         before; without, on return. Raises RegionError for what cannot be mapped
-        or attached.
+        or attached; what fails in the background, Hold.locate tells.
         """
         with self._lock:
             if self._closed:
@@ -286,8 +286,8 @@ class RegionSet:
                 region.settled.set()
                 hold.release()
                 raise RegionError(region.failed) from error
-        else:
-            self._prepare(region, hold, write)
+            return
+        self._prepare(region, hold, write)
         if region.failed is not None:
             raise RegionError(region.failed)
 
