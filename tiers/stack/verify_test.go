@@ -1,6 +1,7 @@
 package stack
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -360,7 +361,10 @@ func TestEndsWhileVerifying(t *testing.T) {
 				}
 			},
 			"close": func(t *testing.T, r *rig, release func()) {
-				go release()
+				go func() {
+					<-r.ctx.Done()
+					release()
+				}()
 				r.Stack.Close()
 				if n, ok := r.answer(1, time.Second); ok {
 					t.Errorf("answered with %d pages", n)
@@ -400,6 +404,13 @@ func TestCascadesAreVerified(t *testing.T) {
 				m.add(p, 0, 32, nil)
 				m.rot(5)
 			}}, func(t *testing.T, r *rig) {
+				rotten := p.Run(r.space, 5*ppc, 6*ppc)
+				r.mem[0].SetFault(func(_ context.Context, op tiertest.Op, run tiers.Run) error {
+					if op == tiertest.Store && bytes.Equal(run.Hashes, rotten.Hashes) {
+						t.Error("a corrupt chunk is written")
+					}
+					return nil
+				})
 				if admit == tiers.AdmitReused {
 					if n := r.store(p, 32); n != 32 || r.engine.Unverified() != 8 { // held: a use
 						t.Fatal(n, r.engine.Unverified())
