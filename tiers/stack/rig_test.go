@@ -155,6 +155,9 @@ func (r *rig) close() {
 	if n := r.open.Load(); n != 0 || len(r.Stack.pending) != 0 || len(r.loads) != 0 || r.bytes != 0 || len(r.deadlines) != 0 {
 		r.t.Errorf("left behind: %d lookups, %d, %d loads, %d bytes, %d deadlines", n, len(r.Stack.pending), len(r.loads), r.bytes, len(r.deadlines))
 	}
+	if r.unsure != 0 || r.unverified != 0 || len(r.checking) != 0 {
+		r.t.Errorf("left behind: %d lookups that are being verified, %d bytes, %d chunks", r.unsure, r.unverified, len(r.checking))
+	}
 	for _, t := range r.Stack.tiers {
 		if n := t.ahead.Load(); n != 0 {
 			r.t.Errorf("tier %s: %d bytes ahead", t.Name, n)
