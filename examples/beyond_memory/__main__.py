@@ -21,7 +21,7 @@ from pathlib import Path
 
 from examples.stand import client, model
 from examples.stand.client import Answer
-from examples.stand.processes import Server, Sidecar, Stand, connector_config, say, stop_on_signals
+from examples.stand.processes import Server, Sidecar, Stand, connector_config, dax_arena, say, stop_on_signals
 
 LENGTHS = (1000, 2000, 4000)
 PAGE = 128  # vLLM's block on the CPU, in tokens
@@ -156,7 +156,11 @@ def run(tier: str, arena: str | None, directory: Path | None, rounds: int, seed:
             below = f"{(directory or stand.directory) / 'dax0.0'}:{size}:allow_files=true"
         else:
             below = f"redis://127.0.0.1:{stand.redis().port}/0"
-        settings = {"arena_limit": arena or str(set_bytes // 10), tier: below}
+        tenth = f"{set_bytes // 10 // _MIB}M"
+        if arena == "dax":  # a file stands in for this device too
+            settings = {**dax_arena((directory or stand.directory) / "arena-dax0.0", tenth), tier: below}
+        else:
+            settings = {"arena_limit": arena or tenth, tier: below}
         sidecar = stand.sidecar(settings=settings)
         arena_bytes = sidecar.status()["arena"]["limit_bytes"]
         say(f"sidecar up, with {arena_bytes / _MIB:.0f} MiB of arena; starting a vLLM server (half a minute) ...")
@@ -175,7 +179,10 @@ def main() -> int:
         prog="python -m examples.beyond_memory", description="A working set ten times the arena, with a tier below it."
     )
     parser.add_argument("--tier", choices=TIERS, default="disk", help="what lies below the arena (default disk)")
-    parser.add_argument("--arena", help="size of the arena, such as 256M (default: a tenth of the working set)")
+    parser.add_argument(
+        "--arena",
+        help="size of the arena (default: a tenth of the working set), or dax: on a file in place of a device",
+    )
     parser.add_argument(
         "--directory",
         type=Path,

@@ -78,6 +78,12 @@ class Process:
         """Waits for the process to end and returns its status. Raises subprocess.TimeoutExpired."""
         return self.popen.wait(timeout_s)
 
+    def kill(self) -> None:
+        """SIGKILL for the whole group. Idempotent."""
+        self.signal(signal.SIGKILL)
+        self.wait(10)
+        self.end(patience_s=0)
+
     def end(self, patience_s: float = 15.0) -> None:
         """Ends the whole group: SIGTERM, then SIGKILL for what is left after ``patience_s``. Idempotent.
 
@@ -175,6 +181,16 @@ class Sidecar(Process):
     def tiers(self) -> dict[str, dict[str, Any]]:
         """What `lookaside tiers --json` says, by name."""
         return {tier["name"]: tier for tier in self.get("/v1/tiers").json()["tiers"]}
+
+    def wait_kept(self, timeout_s: float = 60.0) -> None:
+        """Waits until all that is in an arena on DAX would outlive the sidecar. Raises TimeoutError."""
+
+        def kept() -> bool:
+            status = self.status()
+            arena = status["arena"]["dax"]
+            return arena["waiting_chunks"] == 0 and arena["kept_chunks"] == status["slots"]["ready"]
+
+        eventually(kept, "the arena to be kept", timeout_s)
 
     def wait_stored(self, tier: str, pages: int, timeout_s: float = 30.0) -> None:
         """Waits until a tier, which is written to behind vLLM's back, holds so many pages.
@@ -276,6 +292,11 @@ class Proxy(Process):
         eventually(answers, "the proxy to answer", timeout_s)
 
 
+def dax_arena(device: Path, size: str, **settings: str) -> dict[str, str]:
+    """Settings of a sidecar whose arena lies on a file that stands in for a DAX device."""
+    return {"arena_kind": "dax", "arena_devices": f"{device}:{size}", "arena_allow_files": "true", **settings}
+
+
 def connector_config(endpoint: str, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
     """The value of --kv-transfer-config for this endpoint. ``extra`` names settings without their `lookaside.`."""
     return {
@@ -333,7 +354,8 @@ class Stand:
         """Starts a sidecar. ``settings`` are `lookaside serve` flags, with _ for -; tiers in their order."""
         endpoint = self.directory / f"{name}-{rank}"
         flags = {key.replace("_", "-"): value for key, value in (settings or {}).items()}
-        flags = {"arena-limit": "2G", **flags}
+        if flags.get("arena-kind") != "dax":  # which is as large as its devices
+            flags = {"arena-limit": "2G", **flags}
         sidecar = Sidecar(endpoint, self.directory / f"sidecar-{name}-{rank}.log", flags)
         self._processes.append(sidecar)
         if ready:

@@ -4,6 +4,9 @@ Server A computes prompts of several lengths. Server B, which has never seen the
 that share only their beginning with one of A's. Printed for each: the time to the first token when all of it is
 computed, when B loads what A computed, and when B has it in vLLM's own cache; the hit tokens that vLLM reports; whether
 the greedy outputs of the three are the same tokens.
+
+With the arena on DAX (--arena dax; a file stands in for the device) the sidecar and both servers are then killed, and
+a sidecar and a server started anew: what was computed before is found on the device, and hits.
 """
 
 from __future__ import annotations
@@ -17,7 +20,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from examples.stand import client, model
-from examples.stand.processes import Server, Stand, connector_config, say, stop_on_signals
+from examples.stand.processes import (
+    Server,
+    Sidecar,
+    Stand,
+    connector_config,
+    dax_arena,
+    eventually,
+    say,
+    stop_on_signals,
+)
 
 # (prompt tokens, tokens shared with a prompt that A has computed)
 CASES = (
@@ -31,6 +43,7 @@ CASES = (
     (8000, 6500),
 )
 MAX_TOKENS = 16
+DEVICE = "3G"  # in place of the device: all of the prompts' pages
 
 
 @dataclass
@@ -46,8 +59,36 @@ class Row:
     outputs_equal: bool
 
 
-def measure(a: Server, b: Server, prompt_tokens: int, shared_tokens: int, rounds: int, seed: int) -> Row:
-    """One case, over several rounds of fresh prompts."""
+@dataclass
+class Asked:
+    """A prompt that was computed, and its greedy output."""
+
+    prompt: list[int]
+    tokens: tuple[int, ...]
+    cold_ttft_s: float
+
+
+@dataclass
+class Restarted:
+    """A prompt after everything was killed and started anew. Times in seconds."""
+
+    prompt_tokens: int
+    cold_ttft_s: float
+    restarted_ttft_s: float
+    hit_tokens: int
+    outputs_equal: bool
+
+
+def measure(
+    a: Server,
+    b: Server,
+    prompt_tokens: int,
+    shared_tokens: int,
+    rounds: int,
+    seed: int,
+    asked: list[Asked] | None = None,
+) -> Row:
+    """One case, over several rounds of fresh prompts; the last one is added to ``asked``."""
     cold_s, lookaside_s, local_s, hits = [], [], [], []
     equal = True
     for turn in range(rounds):
@@ -68,6 +109,8 @@ def measure(a: Server, b: Server, prompt_tokens: int, shared_tokens: int, rounds
         local_s.append(local.ttft_s)
         hits.append(shared.cached_tokens)
         equal = equal and cold.tokens == shared.tokens == local.tokens and len(cold.tokens) == MAX_TOKENS
+        if asked is not None and turn == rounds - 1:
+            asked.append(Asked(prompt, cold.tokens, cold.ttft_s))
     return Row(
         prompt_tokens=prompt_tokens,
         shared_tokens=shared_tokens,
@@ -96,12 +139,66 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def run(rounds: int, seed: int, keep_logs: Path | None) -> list[Row]:
+def restarted_table(rows: list[Restarted]) -> str:
+    """The rows as text."""
+    head = f"{'prompt':>7} {'cold TTFT':>10} {'restarted':>10} {'faster':>8} {'hit tokens':>10}  outputs"
+    lines = ["after the sidecar and both servers were killed and started anew:", head, "-" * len(head)]
+    for row in rows:
+        faster = row.cold_ttft_s / row.restarted_ttft_s if row.restarted_ttft_s else 0.0
+        lines.append(
+            f"{row.prompt_tokens:>7} {row.cold_ttft_s:>8.3f} s {row.restarted_ttft_s:>8.3f} s {faster:>7.1f}x "
+            f"{row.hit_tokens:>10}  {'equal' if row.outputs_equal else 'DIFFER'}"
+        )
+    return "\n".join(lines)
+
+
+def again(server: Server, asked: list[Asked]) -> list[Restarted]:
+    """Asks for what was computed before the server was started."""
+    rows = []
+    for before in asked:
+        answer = client.complete(server.base_url, before.prompt, max_tokens=MAX_TOKENS)
+        rows.append(
+            Restarted(
+                prompt_tokens=len(before.prompt),
+                cold_ttft_s=round(before.cold_ttft_s, 4),
+                restarted_ttft_s=round(answer.ttft_s, 4),
+                hit_tokens=answer.cached_tokens,
+                outputs_equal=answer.tokens == before.tokens,
+            )
+        )
+    return rows
+
+
+def settings_of(arena: str | None, stand: Stand) -> dict[str, str]:
+    """The sidecar's settings for an arena of dax, of a size, or as it comes."""
+    if arena == "dax":
+        return dax_arena(stand.directory / "dax0.0", DEVICE)
+    return {} if arena is None else {"arena_limit": arena}
+
+
+def restart(stand: Stand, sidecar: Sidecar, servers: tuple[Server, Server], asked: list[Asked]) -> list[Restarted]:
+    """Kills everything, starts a sidecar and a server, and asks again."""
+    sidecar.wait_kept()
+    say("killing the sidecar and both servers, starting a sidecar and a server (half a minute) ...")
+    for process in (sidecar, *servers):
+        process.kill()
+    new = stand.sidecar(settings=settings_of("dax", stand))
+    found = new.status()["arena"]["dax"]["recovered_chunks"]
+    server = stand.server("c", connector=connector_config(stand.endpoint()))
+    server.wait_ready()
+    eventually(lambda: len(new.status()["sessions"]) == 2, "the server's sessions", 30)
+    say(f"{found} chunks were found on the device; warming up, and asking again ...")
+    for tokens in (300, 2000):
+        client.complete(server.base_url, model.prompt(tokens, tokens), max_tokens=4)
+    return again(server, asked)
+
+
+def run(rounds: int, seed: int, arena: str | None, keep_logs: Path | None) -> tuple[list[Row], list[Restarted]]:
     """Brings everything up, measures every case, takes everything down."""
     path = model.ensure()
     with Stand(path, keep_logs) as stand:
         started = time.monotonic()
-        stand.sidecar()
+        sidecar = stand.sidecar(settings=settings_of(arena, stand))
         say("sidecar up; starting two vLLM servers (about a minute) ...")
         config = connector_config(stand.endpoint())
         a = stand.server("a", connector=config)
@@ -112,11 +209,12 @@ def run(rounds: int, seed: int, keep_logs: Path | None) -> list[Row]:
         for server in (a, b):
             for tokens in (300, 2000):
                 client.complete(server.base_url, model.prompt(tokens, tokens), max_tokens=4)
-        rows = []
+        rows: list[Row] = []
+        asked: list[Asked] = []
         for number, (prompt_tokens, shared_tokens) in enumerate(CASES, 1):
             say(f"[{number}/{len(CASES)}] {prompt_tokens} tokens, {shared_tokens} of them shared ...")
-            rows.append(measure(a, b, prompt_tokens, shared_tokens, rounds, seed))
-        return rows
+            rows.append(measure(a, b, prompt_tokens, shared_tokens, rounds, seed, asked))
+        return rows, restart(stand, sidecar, (a, b), asked) if arena == "dax" else []
 
 
 def main() -> int:
@@ -126,21 +224,31 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="also write the table to this file as JSON")
     parser.add_argument("--rounds", type=int, default=3, help="fresh prompts per case; times are medians (default 3)")
     parser.add_argument("--seed", type=int, default=1, help="of the prompts (default 1)")
+    parser.add_argument(
+        "--arena",
+        help="what it is: a size, or dax: on a file in place of a DAX device; then all is killed and restarted",
+    )
     parser.add_argument("--keep-logs", type=Path, help="copy the servers' and the sidecar's logs to this directory")
     args = parser.parse_args()
     stop_on_signals()
     try:
-        rows = run(max(1, args.rounds), args.seed, args.keep_logs)
+        rows, restarted = run(max(1, args.rounds), args.seed, args.arena, args.keep_logs)
     except KeyboardInterrupt:
         say("stopped; everything that was started is ended")
         return 130
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:
         say(f"demo: {error}")
         return 1
     print(table(rows))
+    if restarted:
+        print("\n" + restarted_table(restarted))
     if args.json is not None:
-        args.json.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=2) + "\n")
-    return 0 if all(row.outputs_equal for row in rows) else 1
+        result = {"rows": [asdict(row) for row in rows]}
+        if restarted:
+            result["restarted"] = [asdict(row) for row in restarted]
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    found = all(row.hit_tokens > 0 for row in restarted)
+    return 0 if found and all(row.outputs_equal for row in [*rows, *restarted]) else 1
 
 
 if __name__ == "__main__":
