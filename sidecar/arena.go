@@ -24,9 +24,41 @@ const (
 	growthBackOffMost = 5 * time.Minute
 )
 
-// arena owns the regions. It grows by adding one at a time; none is ever removed before the end, because workers map them.
-type arena struct {
+// An arena is the memory that workers map. There are two kinds: memory that grows, and DAX devices, which come and go.
+type arena interface {
+	// begin makes the engine of the slots, with these books; close closes it.
+	begin(books tiers.Config) (*tiers.Engine, error)
+	// limitBytes is the most that it may come to, as far as that is known: no chunk can be larger.
+	limitBytes() int64
+	// bytes is the memory of a region, for its whole length, for as long as somebody has a lease in it.
+	bytes(region uint32) []byte
+	// start tells the server, which serves nobody yet, of the regions.
+	start(server *connector.Server) error
+	// run does what is to be done in the background, until ctx is done.
+	run(ctx context.Context, server *connector.Server)
+	// flush waits until what was committed outlives the process, as far as it can.
+	flush(ctx context.Context) error
+	status(st *tiers.Stats) ArenaStatus
+	// close lets go of the memory, which nobody may use any more; clients keep their own mappings.
+	close() error
+}
+
+// newArena decides what the arena is made of, and refuses what the host cannot give. It takes no memory for pages yet, and opens no device.
+func newArena(cfg ArenaConfig, control *dax.Control, log *zap.Logger) (arena, error) {
+	if cfg.Kind == kindDAX {
+		return newDAXArena(cfg, control, log), nil
+	}
+	a, err := newMemoryArena(cfg, control, log)
+	if err != nil {
+		return nil, err
+	}
+	return a, nil
+}
+
+// memoryArena owns its regions. It grows by adding one at a time; none is ever removed before the end.
+type memoryArena struct {
 	cfg     ArenaConfig
+	engine  *tiers.Engine // from begin on
 	log     *zap.Logger
 	control *dax.Control
 	kind    dax.Kind // of the first region; auto chooses anew for each
@@ -44,22 +76,24 @@ type arena struct {
 type ArenaStatus struct {
 	Kind           dax.Kind       `json:"kind"`
 	Reason         string         `json:"reason"`
-	LimitBytes     int64          `json:"limit_bytes"`
+	LimitBytes     int64          `json:"limit_bytes" doc:"arena.limit, in whole pages; of an arena on DAX, its capacity."`
 	CapacityBytes  int64          `json:"capacity_bytes"`
 	UsedBytes      int64          `json:"used_bytes"` // of occupied slots
 	GrowthFailures uint64         `json:"growth_failures"`
 	Regions        []RegionStatus `json:"regions"`
+	DAX            *DAXArenaState `json:"dax,omitempty" doc:"Only of an arena on DAX."`
 }
 
 // RegionStatus describes one region.
 type RegionStatus struct {
-	Kind      dax.Kind `json:"kind"`
+	Region    uint32   `json:"region" doc:"Its number."`
+	Kind      dax.Kind `json:"kind" doc:"Of an arena on DAX: devdax, fsdax or file."`
+	Device    string   `json:"device,omitempty" doc:"What it lies on, of an arena on DAX."`
 	SizeBytes int64    `json:"size_bytes"`
 	PageSize  int64    `json:"page_size"`
 }
 
-// newArena decides what the arena is made of and refuses what the host cannot give. It takes no memory yet.
-func newArena(cfg ArenaConfig, control *dax.Control, log *zap.Logger) (*arena, error) {
+func newMemoryArena(cfg ArenaConfig, control *dax.Control, log *zap.Logger) (*memoryArena, error) {
 	kind, reason, err := dax.Choose(cfg.Kind, cfg.Limit)
 	if err != nil {
 		return nil, fmt.Errorf("arena.kind: %w", err)
@@ -71,7 +105,7 @@ func newArena(cfg ArenaConfig, control *dax.Control, log *zap.Logger) (*arena, e
 	if err != nil {
 		return nil, fmt.Errorf("arena.numa: %w", err)
 	}
-	a := &arena{cfg: cfg, log: log, control: control, kind: kind, reason: reason, node: node}
+	a := &memoryArena{cfg: cfg, log: log, control: control, kind: kind, reason: reason, node: node}
 	page := int64(4096)
 	if kind == dax.KindHugetlb || kind == dax.KindTHP {
 		page = dax.HugePageSize
@@ -82,11 +116,29 @@ func newArena(cfg ArenaConfig, control *dax.Control, log *zap.Logger) (*arena, e
 	return a, nil
 }
 
+// begin implements arena.
+func (a *memoryArena) begin(books tiers.Config) (_ *tiers.Engine, err error) {
+	books.ArenaLimitBytes = a.limit
+	a.engine, err = tiers.New(books)
+	return a.engine, err
+}
+
+func (a *memoryArena) limitBytes() int64           { return a.limit }
+func (a *memoryArena) flush(context.Context) error { return nil }
+
+// start implements arena.
+func (a *memoryArena) start(server *connector.Server) error {
+	if err := a.grow(server, a.cfg.Initial); err != nil {
+		return fmt.Errorf("arena.initial: %w", err)
+	}
+	return nil
+}
+
 // errArenaFull means that arena.limit is reached.
 var errArenaFull = errors.New("arena.limit is reached")
 
 // grow adds one region of size bytes, or of what is left below the limit.
-func (a *arena) grow(server *connector.Server, size int64) error {
+func (a *memoryArena) grow(server *connector.Server, size int64) error {
 	a.mu.Lock()
 	id := uint32(len(a.regions))
 	size = min(size, a.limit-a.capacity)
@@ -135,7 +187,7 @@ func (a *arena) grow(server *connector.Server, size int64) error {
 // run grows the arena whenever it is short of room, and publishes its usage, until ctx is done. It is short of room when its
 // fill passes arena.grow_at, when a geometry that has no region waits for one, and when something has been evicted or refused
 // for want of room although arena.limit is not reached, as happens when one geometry is full and another is not.
-func (a *arena) run(ctx context.Context, server *connector.Server, engine *tiers.Engine) {
+func (a *memoryArena) run(ctx context.Context, server *connector.Server) {
 	tick := time.NewTicker(usageEvery)
 	defer tick.Stop()
 	var retry time.Time
@@ -148,7 +200,7 @@ func (a *arena) run(ctx context.Context, server *connector.Server, engine *tiers
 		case <-tick.C:
 		case <-server.Wanted():
 		}
-		st := engine.Stats()
+		st := a.engine.Stats()
 		a.mu.Lock()
 		capacity := a.capacity
 		a.mu.Unlock()
@@ -171,28 +223,31 @@ func (a *arena) run(ctx context.Context, server *connector.Server, engine *tiers
 	}
 }
 
-// bytes is the memory of a region, for its whole length, until close.
-func (a *arena) bytes(region uint32) []byte {
+// bytes implements arena.
+func (a *memoryArena) bytes(region uint32) []byte {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	return a.regions[region].Bytes()
 }
 
-func (a *arena) status(usedBytes int64) ArenaStatus {
+func (a *memoryArena) status(stats *tiers.Stats) ArenaStatus {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	st := ArenaStatus{
-		Kind: a.kind, Reason: a.reason, LimitBytes: a.limit, CapacityBytes: a.capacity, UsedBytes: usedBytes, GrowthFailures: a.failures,
+		Kind: a.kind, Reason: a.reason, LimitBytes: a.limit, CapacityBytes: a.capacity, UsedBytes: stats.UsedBytes, GrowthFailures: a.failures,
 		Regions: []RegionStatus{},
 	}
-	for _, r := range a.regions {
-		st.Regions = append(st.Regions, RegionStatus{Kind: r.Kind(), SizeBytes: r.Size(), PageSize: r.PageSize()})
+	for i, r := range a.regions {
+		st.Regions = append(st.Regions, RegionStatus{Region: uint32(i), Kind: r.Kind(), SizeBytes: r.Size(), PageSize: r.PageSize()})
 	}
 	return st
 }
 
-// close unmaps the regions. Nobody may use their bytes any more; clients keep their own mappings.
-func (a *arena) close() error {
+// close implements arena.
+func (a *memoryArena) close() error {
+	if a.engine != nil {
+		a.engine.Close()
+	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	var errs []error

@@ -21,6 +21,7 @@ import (
 	"lookaside/dax"
 	"lookaside/ipc/client"
 	"lookaside/ipc/wire"
+	"lookaside/tiers"
 	"lookaside/tiers/vfs"
 )
 
@@ -95,7 +96,7 @@ func BenchPromotion(ctx context.Context, o PromotionBench, log *zap.Logger) (f P
 		defer cancel()
 		err = errors.Join(err, d.Shutdown(ctx))
 	}()
-	f.Kind = d.arena.kind
+	f.Kind = d.arena.status(new(tiers.Stats)).Kind
 
 	b := &prefixRig{o: o, d: d, pages: pages}
 	defer b.close()
@@ -109,7 +110,7 @@ func BenchPromotion(ctx context.Context, o PromotionBench, log *zap.Logger) (f P
 	if err := b.cascaded(ctx); err != nil {
 		return f, err
 	}
-	bare, err := newBareReader(data, f.Bytes, o, d.arena.kind)
+	bare, err := newBareReader(data, f.Bytes, o, f.Kind)
 	if err != nil {
 		return f, err
 	}
@@ -160,6 +161,54 @@ type prefixRig struct {
 	worker, scheduler *client.Session
 	lookups           *client.Lookups
 	id                uint64
+	answers           chan []byte // to the worker's requests; closed when its session has ended
+}
+
+// receive takes in what the sidecar sends to the worker. Regions that go are let go of at once: the bytes are read and written in the sidecar's mapping.
+func (b *prefixRig) receive(w *client.Session, answers chan<- []byte) {
+	defer close(answers)
+	for {
+		m, files, err := w.Recv(time.Hour)
+		for _, f := range files {
+			f.Close()
+		}
+		if err != nil {
+			return
+		}
+		switch t, _ := wire.Peek(m); t {
+		case wire.TypeRegionAdded:
+		case wire.TypeRegionRemoved:
+			var r wire.RegionRemoved
+			if r.Decode(m, &wire.DefaultLimits) != nil || w.Send(&wire.RegionUnmapped{Region: r.Region}) != nil {
+				return
+			}
+		default:
+			answers <- bytes.Clone(m)
+		}
+	}
+}
+
+// call sends a request of the worker's and waits for its answer.
+func (b *prefixRig) call(request, reply wire.Message) error {
+	if err := b.worker.Send(request); err != nil {
+		return err
+	}
+	select {
+	case m, ok := <-b.answers:
+		if !ok {
+			return io.ErrUnexpectedEOF
+		}
+		if t, _ := wire.Peek(m); t == wire.TypeError {
+			var e wire.Error
+			if err := e.Decode(m, &wire.DefaultLimits); err != nil {
+				return err
+			}
+			return (*client.CallError)(&e)
+		}
+		return reply.Decode(m, &wire.DefaultLimits)
+	case <-time.After(10 * time.Second):
+		return fmt.Errorf("a worker's request: %w", os.ErrDeadlineExceeded)
+	}
 }
 
 func (b *prefixRig) connect(dir string) (err error) {
@@ -169,15 +218,8 @@ func (b *prefixRig) connect(dir string) (err error) {
 	if b.worker, err = client.Dial(dir, &hello, 5*time.Second); err != nil {
 		return err
 	}
-	for range b.worker.Welcome.Regions {
-		_, files, err := b.worker.Recv(5 * time.Second)
-		for _, f := range files {
-			f.Close()
-		}
-		if err != nil {
-			return err
-		}
-	}
+	b.answers = make(chan []byte, 1)
+	go b.receive(b.worker, b.answers)
 	hello.Role, hello.PageBytes = wire.RoleScheduler, 0
 	if b.scheduler, err = client.Dial(dir, &hello, 5*time.Second); err != nil {
 		return err
@@ -193,6 +235,11 @@ func (b *prefixRig) close() {
 	for _, s := range []*client.Session{b.scheduler, b.worker} {
 		if s != nil {
 			_ = s.Close()
+		}
+	}
+	if b.answers != nil {
+		for range b.answers { // until the receiver has ended
+			continue
 		}
 	}
 }
@@ -225,7 +272,7 @@ func (b *prefixRig) store() error {
 			m.Prev = b.hashes[32*(from-1) : 32*from]
 		}
 		var g wire.StoreGrant
-		if err := b.worker.Call(&m, &g, 10*time.Second); err != nil {
+		if err := b.call(&m, &g); err != nil {
 			return err
 		}
 		if g.Shed > 0 || g.Held > 0 {
@@ -238,7 +285,7 @@ func (b *prefixRig) store() error {
 			return err
 		}
 	}
-	return b.worker.Call(&wire.Ping{ID: b.worker.NextID()}, new(wire.Pong), 10*time.Second) // the commits have been read before it
+	return b.call(&wire.Ping{ID: b.worker.NextID()}, new(wire.Pong)) // the commits have been read before it
 }
 
 // cascaded waits until all of the prefix is in the first tier.
@@ -298,7 +345,7 @@ func (b *prefixRig) lookup() (time.Duration, error) {
 func (b *prefixRig) verify() error {
 	var g wire.LoadGrant
 	m := wire.PrepareLoad{ID: b.worker.NextID(), Session: b.scheduler.Welcome.Session, Lookup: b.id, Pages: uint32(b.pages)}
-	if err := b.worker.Call(&m, &g, 10*time.Second); err != nil {
+	if err := b.call(&m, &g); err != nil {
 		return err
 	}
 	want := make([]byte, b.o.PageBytes)

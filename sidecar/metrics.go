@@ -130,11 +130,19 @@ var collected = []struct {
 	{"lookaside_slots", "Slots of the arena, by state; leased ones are ready ones as well.", []string{"state"}},
 	{"lookaside_pages", "Pages that can be found.", nil},
 	{"lookaside_evictions_total", "Chunks that left the arena, by why: room (least recently used), cleared, bad (a worker, or the check of a restored chunk before its first use, found its bytes wrong), duplicate or replaced (another chunk holds the same pages).", []string{"cause"}},
-	{"lookaside_region_bytes", "Bytes of each region of the arena.", []string{"region", "kind"}},
+	{"lookaside_region_bytes", "Bytes of each region of the arena.", []string{"region", "kind", "device"}},
 	{"lookaside_arena_limit_bytes", "arena.limit, in whole pages.", nil},
 	{"lookaside_arena_capacity_bytes", "Bytes of all regions.", nil},
 	{"lookaside_arena_used_bytes", "Bytes of occupied slots.", nil},
 	{"lookaside_arena_growth_failures_total", "Times that the host did not give the arena the memory to grow.", nil},
+	{"lookaside_arena_device_bytes", "Of an arena on DAX: bytes of each device that are for chunks, by use.", []string{"device", "use"}},
+	{"lookaside_arena_device_state", "Of an arena on DAX: 1, for each device with the state that it is in.", []string{"device", "state"}},
+	{"lookaside_arena_kept_chunks", "Of an arena on DAX: chunks that would be found again after a kill now.", nil},
+	{"lookaside_arena_waiting_chunks", "Of an arena on DAX: chunks that were committed and wait to be kept: what a kill would lose now.", nil},
+	{"lookaside_arena_unkept_chunks_total", "Of an arena on DAX: chunks that could not be kept, because the device failed there.", nil},
+	{"lookaside_arena_recovered_chunks", "Of an arena on DAX: chunks that were found at the start.", nil},
+	{"lookaside_arena_unreadable_chunks_total", "Of an arena on DAX: chunks that were dropped because the device could not be read there.", nil},
+	{"lookaside_arena_slabs", "Of an arena on DAX: pieces that the devices are cut into, by state: in_use, or given_up with what they held, because they failed.", []string{"state"}},
 	{"lookaside_metadata_bytes", "Address space of the index and the slot tables.", nil},
 	{"lookaside_limited_total", "Lookups and stores that were cut short because their session had its share of the arena, or its leases.", nil},
 	{"lookaside_errors_total", "Requests that failed, by kind.", []string{"kind"}},
@@ -257,8 +265,22 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	for cause, v := range st.Evictions {
 		count("lookaside_evictions_total", v, cause)
 	}
-	for i, r := range st.Arena.Regions {
-		gauge("lookaside_region_bytes", float64(r.SizeBytes), strconv.Itoa(i), string(r.Kind))
+	for _, r := range st.Arena.Regions {
+		gauge("lookaside_region_bytes", float64(r.SizeBytes), strconv.FormatUint(uint64(r.Region), 10), string(r.Kind), r.Device)
+	}
+	if a := st.Arena.DAX; a != nil {
+		for _, dev := range a.Devices {
+			gauge("lookaside_arena_device_bytes", float64(dev.UsedBytes), dev.DevicePath, "used")
+			gauge("lookaside_arena_device_bytes", float64(dev.FreeBytes), dev.DevicePath, "free")
+			gauge("lookaside_arena_device_state", 1, dev.DevicePath, dev.State)
+		}
+		gauge("lookaside_arena_kept_chunks", float64(a.KeptChunks))
+		gauge("lookaside_arena_waiting_chunks", float64(a.WaitingChunks))
+		count("lookaside_arena_unkept_chunks_total", a.UnkeptChunks)
+		gauge("lookaside_arena_recovered_chunks", float64(a.RecoveredChunks))
+		count("lookaside_arena_unreadable_chunks_total", a.UnreadableChunks)
+		gauge("lookaside_arena_slabs", float64(a.Slabs-a.SlabsGivenUp), "in_use")
+		gauge("lookaside_arena_slabs", float64(a.SlabsGivenUp), "given_up")
 	}
 	gauge("lookaside_arena_limit_bytes", float64(st.Arena.LimitBytes))
 	gauge("lookaside_arena_capacity_bytes", float64(st.Arena.CapacityBytes))

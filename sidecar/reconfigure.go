@@ -182,47 +182,6 @@ type DAXResult struct {
 	Seconds          float64          `json:"seconds" doc:"How long it took."`
 }
 
-// DAXArenaAddRequest is the body of POST /reconfigure/dax/l1/add.
-type DAXArenaAddRequest struct {
-	DevicePath string  `json:"device_path" doc:"The device."`
-	Size       DAXSize `json:"size" doc:"How much of it to use: bytes, or a size such as \"100GiB\" (powers of 1024)."`
-}
-
-// DAXArenaRemoveRequest is the body of POST /reconfigure/dax/l1/remove.
-type DAXArenaRemoveRequest struct {
-	DevicePath string `json:"device_path" doc:"The device."`
-	Mode       string `json:"mode,omitempty" enum:"drain" default:"drain" doc:"Nothing new is written to it, and it is unmapped when nobody has a lease in it."`
-}
-
-// DAXArena is one device of the arena.
-type DAXArena struct {
-	DevicePath        string `json:"device_path" doc:"The device."`
-	SizeInBytes       int64  `json:"size_in_bytes" doc:"What is used of it."`
-	UsedBytes         int64  `json:"used_bytes" doc:"Of this, what chunks take."`
-	FreeBytes         int64  `json:"free_bytes" doc:"The rest."`
-	ActiveAllocations int64  `json:"active_allocations" doc:"Slots that have a chunk."`
-	State             string `json:"state" doc:"active, draining or removed."`
-	IsPrimary         bool   `json:"is_primary" doc:"Whether it cannot be removed, being the only one."`
-}
-
-// DAXArenasResult is the answer of GET /reconfigure/dax/l1/status.
-type DAXArenasResult struct {
-	Arenas []DAXArena `json:"arenas" doc:"The arena's devices."`
-}
-
-// DAXArenaAddResult is the answer of POST /reconfigure/dax/l1/add.
-type DAXArenaAddResult struct {
-	Added DAXArena `json:"added" doc:"The device."`
-}
-
-// DAXArenaRemoveResult is the answer of POST /reconfigure/dax/l1/remove.
-type DAXArenaRemoveResult struct {
-	Removed struct {
-		DevicePath string     `json:"device_path" doc:"The device."`
-		Arenas     []DAXArena `json:"arenas" doc:"What it was."`
-	} `json:"removed" doc:"What is gone, or is going once nobody reads it."`
-}
-
 // changes are the reconfigurations under way. They use tiers and so end before these are closed.
 type changes struct {
 	mu     sync.Mutex
@@ -268,6 +227,10 @@ func (d *Daemon) findAdapters() (out []daxAdapter) {
 	return out
 }
 
+func daxSlots(dev *pool.DeviceStatus) DAXSlots {
+	return DAXSlots{Free: int64(dev.Slots.Free), Used: int64(dev.Slots.Used), Leased: int64(dev.Slots.Leased), Draining: int64(dev.Slots.Draining)}
+}
+
 // status describes an adapter.
 func (a *daxAdapter) status(index int) DAXAdapterStatus {
 	st := a.Status()
@@ -276,7 +239,7 @@ func (a *daxAdapter) status(index int) DAXAdapterStatus {
 		Status: DAXTierStatus{HotPlugEnabled: a.hotPlug, TotalCapacityBytes: st.TotalCapacityBytes, TotalUsedBytes: st.TotalUsedBytes, Devices: []DAXDeviceStatus{}},
 	}
 	for i, dev := range st.Devices {
-		slots := DAXSlots{Free: int64(dev.Slots.Free), Used: int64(dev.Slots.Used), Leased: int64(dev.Slots.Leased), Draining: int64(dev.Slots.Draining)}
+		slots := daxSlots(&dev)
 		out.Status.Devices = append(out.Status.Devices, DAXDeviceStatus{
 			Index: i, AdapterIndex: index, DevicePath: dev.Path, State: string(dev.State), SizeBytes: dev.SizeBytes, CapacityBytes: dev.CapacityBytes, UsedBytes: dev.UsedBytes, Slots: slots,
 			Progress:        DAXProgress{Moved: dev.Moved, Total: dev.Total},
@@ -361,7 +324,7 @@ func (d *Daemon) DAXAdd(ctx context.Context, r DAXAddRequest) (DAXResult, error)
 		return DAXResult{}, err
 	}
 	if err := a.Add(ctx, r.DevicePath, size); err != nil {
-		return DAXResult{}, daxError(ctx, r.DevicePath, err)
+		return DAXResult{}, daxError(ctx, ofTier, r.DevicePath, err)
 	}
 	out := d.daxResult("add", i, r.DevicePath, nil, start)
 	d.log.Info("DAX device added: put it into the settings if it is to be there after a restart", zap.String("tier", a.tier), zap.String("device", r.DevicePath), zap.String("size", dax.FormatSize(size)))
@@ -378,7 +341,7 @@ func (d *Daemon) DAXRemove(ctx context.Context, r DAXRemoveRequest) (DAXResult, 
 	st := a.status(i)
 	before := st.Status.device(r.DevicePath)
 	if err := a.Remove(ctx, r.DevicePath, pool.Mode(r.Mode), r.Force); err != nil {
-		return DAXResult{}, daxError(ctx, r.DevicePath, err)
+		return DAXResult{}, daxError(ctx, ofTier, r.DevicePath, err)
 	}
 	operation := "remove"
 	if r.Mode == string(pool.Drain) {
@@ -411,7 +374,7 @@ func (d *Daemon) DAXResize(ctx context.Context, r DAXResizeRequest) (DAXResult, 
 	st := a.status(i)
 	before := st.Status.device(r.DevicePath)
 	if err := a.Resize(ctx, r.DevicePath, size, pool.Mode(r.Mode), r.Force); err != nil {
-		return DAXResult{}, daxError(ctx, r.DevicePath, err)
+		return DAXResult{}, daxError(ctx, ofTier, r.DevicePath, err)
 	}
 	out := d.daxResult("resize", i, r.DevicePath, before, start)
 	if out.NewSizeBytes = &size; before != nil {
@@ -434,17 +397,31 @@ func (d *Daemon) daxResult(operation string, adapter int, path string, before *D
 	return out
 }
 
+// A daxOwner is whose devices an error is about, as far as its fix goes.
+type daxOwner struct{ list, leased, partition string }
+
+var (
+	ofTier = daxOwner{
+		seeDAXStatus, "try again when these loads have ended, or set force: then they are waited for", "offset and size, or rank and ranks",
+	}
+	ofArena = daxOwner{
+		"GET /reconfigure/dax/l1/status lists the devices of the arena",
+		"try again when the lookups, loads and stores that have leases on it have ended, and unpin what is pinned there (GET /v1/pins); set force: then they are waited for; or set mode to drain, which waits in the background",
+		"arena.offset and a size, or arena.rank and arena.ranks",
+	}
+)
+
 // daxError gives what a pool says a status and a fix.
-func daxError(ctx context.Context, path string, err error) error {
+func daxError(ctx context.Context, of daxOwner, path string, err error) error {
 	switch {
 	case errors.Is(err, pool.ErrNotFound):
-		return apiError(http.StatusNotFound, seeDAXStatus, "%v", err)
+		return apiError(http.StatusNotFound, of.list, "%v", err)
 	case errors.Is(err, pool.ErrExists):
-		return apiError(http.StatusConflict, "resize it if it is to have another size; "+seeDAXStatus, "%v", err)
+		return apiError(http.StatusConflict, "resize it if it is to have another size; "+of.list, "%v", err)
 	case errors.Is(err, dax.ErrBusy):
-		return apiError(http.StatusConflict, "end that process, or give it a part of its own: offset and size, or rank and ranks", "%v", err)
+		return apiError(http.StatusConflict, "end that process, or give it a part of its own: "+of.partition, "%v", err)
 	case errors.Is(err, pool.ErrLeased):
-		return apiError(http.StatusConflict, "try again when these loads have ended, or set force: then they are waited for", "%v", err)
+		return apiError(http.StatusConflict, of.leased, "%v", err)
 	case errors.Is(err, dax.ErrNoSpace), errors.Is(err, dax.ErrNoMemory):
 		return apiError(http.StatusInsufficientStorage, "ask for less, or make room for the file that stands in for a device", "%v", err)
 	case errors.Is(err, pool.ErrNoRoom):
@@ -465,74 +442,6 @@ func daxError(ctx context.Context, path string, err error) error {
 	return err // operationError knows the rest
 }
 
-// notOnDAX is the answer while the arena is made of something else.
-func (d *Daemon) notOnDAX() error {
-	return apiError(http.StatusNotFound, "the devices of tiers are below /reconfigure/dax/l2", "the arena is not on DAX, but of kind %s", d.cfg.Arena.Kind)
-}
-
-// daxArenas describes devices as those of an arena.
-func daxArenas(p daxPool) []DAXArena {
-	out := []DAXArena{}
-	st := p.Status()
-	for _, dev := range st.Devices {
-		out = append(out, DAXArena{
-			DevicePath: dev.Path, SizeInBytes: dev.SizeBytes, UsedBytes: dev.UsedBytes, FreeBytes: dev.CapacityBytes - dev.UsedBytes,
-			ActiveAllocations: int64(dev.Slots.Used), State: string(dev.State), IsPrimary: len(st.Devices) == 1,
-		})
-	}
-	return out
-}
-
-func arenaOf(list []DAXArena, path string) (DAXArena, bool) {
-	path = filepath.Clean(path)
-	i := slices.IndexFunc(list, func(a DAXArena) bool { return filepath.Clean(a.DevicePath) == path })
-	if i < 0 {
-		return DAXArena{}, false
-	}
-	return list[i], true
-}
-
-// DAXArenas lists the devices of the arena.
-func (d *Daemon) DAXArenas() (DAXArenasResult, error) {
-	if d.arenaPool == nil {
-		return DAXArenasResult{}, d.notOnDAX()
-	}
-	return DAXArenasResult{daxArenas(d.arenaPool)}, nil
-}
-
-// DAXArenaAdd adds a device to the arena.
-func (d *Daemon) DAXArenaAdd(ctx context.Context, r DAXArenaAddRequest) (DAXArenaAddResult, error) {
-	if d.arenaPool == nil {
-		return DAXArenaAddResult{}, d.notOnDAX()
-	}
-	size, err := r.Size.bytes()
-	if err = errors.Join(checkDevicePath(r.DevicePath), err); err != nil {
-		return DAXArenaAddResult{}, err
-	}
-	if err := d.arenaPool.Add(ctx, r.DevicePath, size); err != nil {
-		return DAXArenaAddResult{}, daxError(ctx, r.DevicePath, err)
-	}
-	a, _ := arenaOf(daxArenas(d.arenaPool), r.DevicePath)
-	return DAXArenaAddResult{a}, nil
-}
-
-// DAXArenaRemove removes a device from the arena.
-func (d *Daemon) DAXArenaRemove(ctx context.Context, r DAXArenaRemoveRequest) (out DAXArenaRemoveResult, err error) {
-	if d.arenaPool == nil {
-		return out, d.notOnDAX()
-	}
-	before, _ := arenaOf(daxArenas(d.arenaPool), r.DevicePath)
-	if err := d.arenaPool.Remove(ctx, r.DevicePath, pool.Drain, false); err != nil {
-		return out, daxError(ctx, r.DevicePath, err)
-	}
-	now, ok := arenaOf(daxArenas(d.arenaPool), r.DevicePath)
-	if !ok {
-		now, now.State = before, "removed"
-	}
-	out.Removed.DevicePath, out.Removed.Arenas = now.DevicePath, []DAXArena{now}
-	return out, nil
-}
-
 // registerDAX makes the routes for hot plug, under the paths of LMCache's earlier and later versions.
 func (d *Daemon) registerDAX(api huma.API, get, post func(at, id, summary string) huma.Operation) {
 	for _, at := range []struct{ path, id string }{{"/reconfigure/dax/", "dax-"}, {"/reconfigure/dax/l2/", "dax-l2-"}} {
@@ -544,16 +453,7 @@ func (d *Daemon) registerDAX(api huma.API, get, post func(at, id, summary string
 		registerChange(d, api, post(at.path+"remove", at.id+"remove", "Remove a DAX device from a tier that serves, or have it drained"), d.DAXRemove)
 		registerChange(d, api, post(at.path+"resize", at.id+"resize", "Use more or less of a DAX device of a tier that serves"), d.DAXResize)
 	}
-	huma.Register(api, get("/reconfigure/dax/l1/status", "dax-l1-status", "The DAX devices of the arena; 404 if it is not made of any"),
-		func(context.Context, *struct{}) (*output[DAXArenasResult], error) {
-			out, err := d.DAXArenas()
-			if err != nil {
-				return nil, err
-			}
-			return &output[DAXArenasResult]{out}, nil
-		})
-	registerChange(d, api, post("/reconfigure/dax/l1/add", "dax-l1-add", "Add a DAX device to the arena"), d.DAXArenaAdd)
-	registerChange(d, api, post("/reconfigure/dax/l1/remove", "dax-l1-remove", "Remove a DAX device from the arena, once nobody reads it"), d.DAXArenaRemove)
+	d.registerDAXArena(api, get, post)
 }
 
 // registerChange makes the route of a change of devices, which may take as long as it needs: it ends early when who asked leaves, or the sidecar ends.
@@ -580,7 +480,7 @@ func registerChange[In, Out any](d *Daemon, api huma.API, op huma.Operation, do 
 // WriteTable writes the devices for people.
 func (s DAXStatus) WriteTable(w io.Writer) error {
 	if len(s.Adapters) == 0 {
-		_, err := fmt.Fprintln(w, "no tier of DAX devices (see --dax of lookaside serve)")
+		_, err := fmt.Fprintln(w, "no tier of DAX devices (see --dax of lookaside serve); those of an arena on DAX: lookaside dax status --arena")
 		return err
 	}
 	tw := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)

@@ -39,13 +39,14 @@ type Daemon struct {
 	stack    *stack.Stack
 	server   *connector.Server
 	lookups  *ipc.LookupSockets
-	arena    *arena
+	arena    arena
 	admin    *admin
 	events   *events // nil: not published
 	pins     pins
 
 	adapters  []daxAdapter // tiers whose devices may come and go
 	arenaPool daxPool      // nil: the arena is not on DAX
+	drainer   drainer      // of arenaPool's devices
 	changes   changes
 
 	background context.Context    // ends when the daemon does
@@ -84,30 +85,33 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 	}
 	d.adapters = d.findAdapters()
 	bell := stack.NewBell()
-	if d.engine, err = tiers.New(tiers.Config{
-		Seed:            connector.RandomID(),
-		LeaseDeadline:   cfg.Lookup.Lease,
-		MaxSpaces:       cfg.Spaces.Limit,
-		MaxOwners:       2*cfg.Sessions.Limit + 1, // also those that are just leaving, and LMCache
-		MaxPages:        cfg.Lookup.MaxPages,
-		OwnerShare:      cfg.Sessions.Share,
-		ArenaLimitBytes: d.arena.limit,
-		Policy:          cfg.Arena.Eviction,
-		PromotingShare:  cfg.Promotion.Share,
-		Tiers:           stack.Admissions(d.tiers),
-		PartialDelay:    cfg.Cascade.PartialDelay,
-		LowWater:        cfg.Arena.LowWater,
-		Wake:            bell.Ring,
-		JournalBytes:    cfg.Events.Journal,
+	if d.engine, err = d.arena.begin(tiers.Config{
+		Seed:           connector.RandomID(),
+		LeaseDeadline:  cfg.Lookup.Lease,
+		MaxSpaces:      cfg.Spaces.Limit,
+		MaxOwners:      2*cfg.Sessions.Limit + 1, // also those that are just leaving, and LMCache
+		MaxPages:       cfg.Lookup.MaxPages,
+		OwnerShare:     cfg.Sessions.Share,
+		Policy:         cfg.Arena.Eviction,
+		PromotingShare: cfg.Promotion.Share,
+		Tiers:          stack.Admissions(d.tiers),
+		PartialDelay:   cfg.Cascade.PartialDelay,
+		LowWater:       cfg.Arena.LowWater,
+		Wake:           bell.Ring,
+		JournalBytes:   cfg.Events.Journal,
 	}); err != nil {
 		return nil, err
+	}
+	onDAX, _ := d.arena.(*daxArena)
+	if onDAX != nil {
+		d.arenaPool = onDAX
 	}
 	m := newMetrics(cfg.Tiers)
 	mode, err := stack.ParseMode(cfg.Lookup.Promote)
 	if err != nil {
 		return nil, err
 	}
-	if d.stack, err = stack.New(stack.Config{
+	sc := stack.Config{
 		Engine:         d.engine,
 		Bell:           bell,
 		Arena:          d.arena.bytes,
@@ -116,25 +120,30 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 		LookupDeadline: cfg.Lookup.Deadline,
 		Observe:        m.observeTier,
 		Tiers:          d.tiers,
-	}); err != nil {
-		return nil, err
 	}
-	d.server = connector.New(connector.Config{
+	cc := connector.Config{
 		Log:           log.Named("connector"),
 		Engine:        d.engine,
-		Stack:         d.stack,
 		Generation:    d.generation,
 		Control:       d.control,
 		MaxSpaces:     cfg.Spaces.Limit,
 		MaxPages:      cfg.Lookup.MaxPages,
 		Lease:         cfg.Lookup.Lease,
-		ArenaLimit:    d.arena.limit,
+		ArenaLimit:    d.arena.limitBytes(),
 		LMCacheEngine: cfg.LMCache.EngineID,
 		ExtraFields:   lossyFields(cfg.Tiers),
 		ObserveLookup: m.observeLookup,
-	})
-	if err = d.arena.grow(d.server, cfg.Arena.Initial); err != nil {
-		return nil, fmt.Errorf("arena.initial: %w", err)
+	}
+	if onDAX != nil {
+		sc.Verify, sc.Forget, cc.MakeRoom = onDAX.pool.Verify, onDAX.pool.Forget, onDAX.pool.MakeRoom
+	}
+	if d.stack, err = stack.New(sc); err != nil {
+		return nil, err
+	}
+	cc.Stack = d.stack
+	d.server = connector.New(cc)
+	if err = d.arena.start(d.server); err != nil {
+		return nil, err
 	}
 	if err = ctx.Err(); err != nil {
 		return nil, err
@@ -154,7 +163,10 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 	}
 
 	d.wg.Go(func() { checkTiers(background, d.tiers, log.Named("tiers")) })
-	d.wg.Go(func() { d.arena.run(background, d.server, d.engine) })
+	d.wg.Go(func() { d.arena.run(background, d.server) })
+	if onDAX != nil {
+		d.wg.Go(func() { d.drainArena(background) })
+	}
 	d.wg.Go(func() {
 		if err := d.server.Serve(background, d.listener); err != nil {
 			d.finish(err)
@@ -199,6 +211,9 @@ func (d *Daemon) Shutdown(ctx context.Context) error {
 		if err := d.stack.Flush(flush); err != nil {
 			d.log.Warn("wrote to the tiers for as long as lifecycle.flush allows; the rest is forgotten", zap.Error(err))
 		}
+		if err := d.arena.flush(flush); err != nil {
+			d.log.Warn("kept what is in the arena for as long as lifecycle.flush allows; what was committed last is forgotten", zap.Error(err))
+		}
 		d.stopErr = d.close()
 		d.log.Info("closed")
 	})
@@ -230,9 +245,6 @@ func (d *Daemon) close() error {
 	}
 	if d.events != nil {
 		errs = append(errs, d.events.close())
-	}
-	if d.engine != nil {
-		d.engine.Close()
 	}
 	if d.arena != nil {
 		errs = append(errs, d.arena.close())

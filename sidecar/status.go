@@ -105,7 +105,7 @@ func (d *Daemon) Status() Status {
 		Generation: fmt.Sprintf("%016x", d.generation),
 		Endpoint:   d.cfg.Runtime.Dir,
 		UptimeS:    time.Since(d.start).Seconds(),
-		Arena:      d.arena.status(e.UsedBytes),
+		Arena:      d.arena.status(&e),
 		Slots: SlotStatus{
 			Total: e.Slots, Free: e.FreeSlots, Filling: e.FillingSlots, Ready: e.ReadySlots, Leased: e.LeasedSlots,
 		},
@@ -156,7 +156,15 @@ func (st Status) WriteTable(w io.Writer) error {
 	row := func(name, format string, args ...any) { fmt.Fprintf(tw, name+"\t"+format+"\n", args...) }
 	a, n := st.Arena, st.Counters
 	row("sidecar", "%s, pid %d, %s for %s, version %s", st.Endpoint, st.PID, st.State, time.Duration(st.UptimeS*float64(time.Second)).Round(time.Second), st.Version)
-	row("arena", "%s used of %s in %d regions (%s), limit %s", dax.FormatSize(a.UsedBytes), dax.FormatSize(a.CapacityBytes), len(a.Regions), a.Kind, dax.FormatSize(a.LimitBytes))
+	if x := a.DAX; x != nil {
+		row("arena", "%s used of %s on %d DAX devices, in %d regions", dax.FormatSize(a.UsedBytes), dax.FormatSize(a.CapacityBytes), len(x.Devices), len(a.Regions))
+		row("kept", "%d chunks, %d wait; %d were found at the start; %d were corrupt, %d unreadable", x.KeptChunks, x.WaitingChunks, x.RecoveredChunks, x.CorruptChunks, x.UnreadableChunks)
+		if x.SlabsGivenUp > 0 {
+			row("failing", "%d of %d slabs are given up: %s", x.SlabsGivenUp, x.Slabs, x.Error)
+		}
+	} else {
+		row("arena", "%s used of %s in %d regions (%s), limit %s", dax.FormatSize(a.UsedBytes), dax.FormatSize(a.CapacityBytes), len(a.Regions), a.Kind, dax.FormatSize(a.LimitBytes))
+	}
 	row("slots", "%d free, %d ready (%d leased), %d filling; %d leases", st.Slots.Free, st.Slots.Ready, st.Slots.Leased, st.Slots.Filling, st.Leases)
 	row("pages", "%d held, %d stored (%s), %d loaded (%s), %d shed", st.Pages, n.StoredPages, dax.FormatSize(int64(n.StoredBytes)), n.LoadedPages, dax.FormatSize(int64(n.LoadedBytes)), n.ShedPages)
 	row("lookups", "%d, %d holding leases, %d waiting for tiers; hit ratio %.3f, %d tokens hit", n.Lookups, st.Lookups.InFlight, st.Lookups.Waiting, st.HitRatio, n.HitTokens)
@@ -174,6 +182,13 @@ func (st Status) WriteTable(w io.Writer) error {
 	row("errors", "%s", counts(n.Errors))
 	if err := tw.Flush(); err != nil {
 		return err
+	}
+	if a.DAX != nil && len(a.DAX.Devices) > 0 {
+		fmt.Fprintln(tw)
+		writeArenaDevices(tw, a.DAX.Devices)
+		if err := tw.Flush(); err != nil {
+			return err
+		}
 	}
 	if len(st.Tiers) > 0 {
 		fmt.Fprintln(tw)

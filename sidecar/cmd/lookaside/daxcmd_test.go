@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net/http"
 	"net/http/httptest"
@@ -15,6 +16,9 @@ import (
 	"testing"
 	"time"
 
+	"lookaside/dax"
+	"lookaside/ipc/client"
+	"lookaside/ipc/wire"
 	"lookaside/sidecar"
 )
 
@@ -63,11 +67,148 @@ func TestDAXFromTheCommandLine(t *testing.T) {
 	}
 }
 
+// stored is what all pages of storeMapped are filled with.
+const stored = 0xa7
+
+// storeMapped stores pages into regions that it maps, as vLLM's workers do, and leaves.
+func storeMapped(t *testing.T, s *server, pages int) (words []string) {
+	t.Helper()
+	w, err := client.Dial(s.dir, hello(wire.RoleWorker), patience)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer w.Close()
+	packed, words := hashes(pages)
+	if err := w.Send(&wire.PrepareStore{ID: 1, Hashes: packed}); err != nil {
+		t.Fatal(err)
+	}
+	regions := map[uint32]*dax.Attached{}
+	for {
+		b, files, err := w.Recv(patience)
+		if err != nil {
+			t.Fatal(err)
+		}
+		switch typ, _ := wire.Peek(b); typ {
+		case wire.TypeRegionAdded:
+			var m wire.RegionAdded
+			if err := m.Decode(b, &wire.DefaultLimits); err != nil {
+				t.Fatal(err)
+			}
+			if regions[m.Region], err = dax.Attach(files[0], int64(m.Offset), int64(m.SizeBytes), int64(m.PageSize)); err != nil {
+				t.Fatal(err)
+			}
+			files[0].Close()
+			defer regions[m.Region].Close()
+			continue
+		case wire.TypeStoreGrant:
+		default:
+			t.Fatalf("got %v", typ)
+		}
+		var g wire.StoreGrant
+		if err := g.Decode(b, &wire.DefaultLimits); err != nil || g.Shed > 0 || g.Held > 0 {
+			t.Fatalf("%v: %+v", err, g)
+		}
+		for _, e := range g.Grants {
+			page := regions[e.Region].Bytes()[e.Offset:][:int(e.Pages)*4096]
+			for i := range page {
+				page[i] = stored
+			}
+		}
+		if err := errors.Join(w.Send(&wire.CommitStore{Store: g.Store}), w.Send(&wire.Ping{ID: 2})); err != nil {
+			t.Fatal(err)
+		}
+		if b, _, err = w.Recv(patience); err != nil {
+			t.Fatal(err)
+		}
+		if typ, _ := wire.Peek(b); typ != wire.TypePong {
+			t.Fatalf("got %v", typ)
+		}
+		return words
+	}
+}
+
+// The same of an arena; and what is on its devices is checked when the sidecar has ended.
+func TestArenaOnDAXFromTheCommandLine(t *testing.T) {
+	dir := t.TempDir()
+	dev := func(n int) string { return filepath.Join(dir, fmt.Sprintf("dax%d.0", n)) }
+	s := serveOnly(t, "--arena-kind=dax", "--arena-devices="+dev(0)+":8M,"+dev(1)+":8M", "--arena-slab=1M", "--arena-allow-files=true", "--arena-hotplug=true", "--sessions-share=1")
+	c := commander{t, s.dir}
+	words := storeMapped(t, s, 100)
+	hits := func() {
+		t.Helper()
+		w, err := client.Dial(s.dir, hello(wire.RoleWorker), patience) // without a worker there is no space to ask in
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer w.Close()
+		c.says(append([]string{"lookup", "--engine-id=engine"}, words...), nil, "hit: 100 of 100 pages")
+	}
+	var st sidecar.DAXArenasResult
+	c.says([]string{"dax", "status", "--arena", "--json"}, &st)
+	if len(st.Arenas) != 2 || st.Arenas[0].UsedBytes+st.Arenas[1].UsedBytes == 0 {
+		t.Fatalf("%+v", st)
+	}
+	c.says([]string{"dax", "status", "--arena"}, nil, "ARENA DEVICE", dev(0), dev(1), "active")
+	c.says([]string{"status"}, nil, "on 2 DAX devices", "kept", dev(1))
+	c.says([]string{"dax", "status"}, nil, "no tier of DAX devices", "--arena")
+	c.says([]string{"dax", "add", "--arena", dev(2), "8M"}, nil, dev(2)+": active")
+	var r sidecar.DAXArenaRemoveResult
+	c.says([]string{"dax", "remove", "--arena", dev(0), "--mode=migrate", "--force", "--json"}, &r)
+	if r.Removed.Arenas[0].State != "removed" || r.Removed.MovedKeys == nil || *r.Removed.MovedKeys == 0 {
+		t.Errorf("%+v", r)
+	}
+	hits()
+	c.says([]string{"dax", "resize", "--arena", dev(1), "4M", "--force"}, nil, dev(1)+": active")
+	c.says([]string{"dax", "remove", "--arena", dev(1)}, nil, dev(1)+": ")
+	for end := time.Now().Add(patience); ; time.Sleep(10 * time.Millisecond) {
+		if c.says([]string{"dax", "status", "--arena", "--json"}, &st); len(st.Arenas) == 1 {
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatalf("%+v", st)
+		}
+	}
+	hits()
+	c.fails([]string{"dax", "remove", "--arena", dev(2)}, "only device", "409")
+	c.fails([]string{"dax", "remove", "--arena", dev(1)}, dev(1), "404")
+	c.fails([]string{"dax", "add", "--arena", dev(2), "8M"}, "409")
+	c.fails([]string{"dax", "add", "--arena", "--adapter=0", dev(3), "8M"}, "adapter", "arena")
+	c.fails([]string{"check", dev(2)}, "in use")
+
+	s.signal(syscall.SIGTERM)
+	if code := s.exit(patience); code != 0 {
+		t.Fatalf("exit code %d: %s", code, s.text())
+	}
+	if out, errs, code := run(t, nil, "check", dev(2)); code != 0 || !strings.Contains(out, dev(2)+"/slab-") {
+		t.Fatalf("exit code %d: %s%s", code, out, errs)
+	}
+	b, err := os.ReadFile(dev(2))
+	if err != nil {
+		t.Fatal(err)
+	}
+	at := bytes.LastIndexByte(b, stored)
+	b[at] ^= 1
+	if err := os.WriteFile(dev(2), b, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if out, errs, code := run(t, nil, "check", dev(2)); code != 1 || !strings.Contains(errs, "1 things are bad") {
+		t.Errorf("exit code %d: %s%s", code, out, errs)
+	}
+	if out, errs, code := run(t, nil, "check", "--repair", dev(2)); code != 1 || !strings.Contains(errs, "check again") {
+		t.Errorf("exit code %d: %s%s", code, out, errs)
+	}
+	if out, errs, code := run(t, nil, "check", dev(2)); code != 0 {
+		t.Errorf("exit code %d: %s%s", code, out, errs)
+	}
+}
+
 func TestDAXWithoutDevices(t *testing.T) {
 	s := serveProcess(t)
 	c := commander{t, s.dir}
 	c.says([]string{"dax", "status"}, nil, "no tier of DAX devices", "--dax")
 	c.fails([]string{"dax", "add", "/dev/dax0.0", "1G"}, "no tier of DAX devices", "404")
+	c.fails([]string{"dax", "add", "--arena", "/dev/dax0.0", "1G"}, "not on DAX", "404", "arena.kind")
+	c.fails([]string{"dax", "status", "--arena"}, "not on DAX", "404")
 	if _, stderr, code := run(t, nil, "dax", "status", "--runtime-dir=/nowhere"); code != 1 || !strings.Contains(stderr, "no sidecar") {
 		t.Errorf("exit code %d: %s", code, stderr)
 	}

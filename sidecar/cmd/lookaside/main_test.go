@@ -77,13 +77,19 @@ type server struct {
 
 func serveProcess(t *testing.T, args ...string) *server {
 	t.Helper()
+	return serveOnly(t, append([]string{"--arena-limit", "8M", "--arena-kind", "memfd"}, args...)...)
+}
+
+// serveOnly starts a sidecar with these settings alone.
+func serveOnly(t *testing.T, args ...string) *server {
+	t.Helper()
 	dir, err := os.MkdirTemp("", "la") // t.TempDir's names are too long for a socket
 	if err != nil {
 		t.Fatal(err)
 	}
 	dir = filepath.Join(dir, "rank-0")
 	s := &server{t: t, dir: dir, exited: make(chan struct{})}
-	s.cmd = exec.Command(binary, append([]string{"serve", "--runtime-dir", dir, "--arena-limit", "8M", "--arena-kind", "memfd"}, args...)...)
+	s.cmd = exec.Command(binary, append([]string{"serve", "--runtime-dir", dir}, args...)...)
 	stderr, err := s.cmd.StderrPipe()
 	if err != nil {
 		t.Fatal(err)
