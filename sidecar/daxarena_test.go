@@ -209,18 +209,26 @@ func TestRanksShareTheDevicesOfTheirArenas(t *testing.T) {
 func TestTiersBelowAnArenaOnDAX(t *testing.T) {
 	dir := t.TempDir()
 	const pages = 300
-	edit := withArena(t, filepath.Join(dir, "dax0.0")+":2M", "--disk="+filepath.Join(dir, "disk")+":16M:slab=4M")
+	edit := withArena(t, filepath.Join(dir, "dax0.0")+":4M", "--disk="+filepath.Join(dir, "disk")+":16M:slab=4M")
 	d, _ := startDaemon(t, edit)
 	var all []*prefixRig
-	for n := range 3 {
+	for n := range 5 {
 		all = append(all, otherPrefix(t, d, n, pages))
 		untilTierHas(t, d, 0, int64((n+1)*pages))
+		untilKept(t, d)
 	}
 	for round := range 2 {
 		for _, b := range all {
-			b.hits(t)
+			// In so small an arena what is being kept, or written to the disk, may leave no room for all of it.
+			var err error
+			until(t, func() any { return fmt.Sprintf("round %d: %v", round, err) }, func() bool {
+				_, err = b.lookup()
+				return err == nil
+			})
+			if err := b.verify(); err != nil {
+				t.Fatal(err)
+			}
 			b.cancel(t)
-			untilKept(t, d) // what is being kept cannot make room
 		}
 		if st := d.Status(); st.Tiers[0].LoadedChunks == 0 || st.Arena.DAX.CorruptChunks != 0 {
 			t.Errorf("%+v", st)
