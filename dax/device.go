@@ -105,7 +105,7 @@ type Device struct {
 const fileRoom = 1 << 40
 
 // OpenDevice locks and maps a partition of a device. Errors wrap [ErrDevice],
-// [ErrBusy] (a *RangeLockedError), [ErrNoSpace] or [ErrNoMemory], and say what to
+// [ErrBusy] (a *RangeLockedError, or after a few seconds a *LentError), [ErrNoSpace] or [ErrNoMemory], and say what to
 // do about it. A failed OpenDevice leaves nothing open; a file that it made stays.
 func OpenDevice(o DeviceOptions) (d *Device, err error) {
 	switch {
@@ -177,6 +177,9 @@ func OpenDevice(o DeviceOptions) (d *Device, err error) {
 		return d, err
 	}
 	if err = d.lockRange(d.offset, size); err != nil {
+		return d, err
+	}
+	if err = d.awaitLent(d.offset, size); err != nil {
 		return d, err
 	}
 	if d.kind != DevDAX { // or a store into the mapping could meet a full file system, which is SIGBUS
@@ -407,8 +410,8 @@ func (d *Device) Resize(sizeBytes int64) error {
 	if err := d.lockRange(d.offset+was, sizeBytes-was); err != nil {
 		return err
 	}
-	var err error
-	if d.kind != DevDAX {
+	err := d.awaitLent(d.offset+was, sizeBytes-was)
+	if err == nil && d.kind != DevDAX {
 		err = allocateRange(d.path, d.fd, d.offset+was, sizeBytes-was)
 	}
 	if err == nil {
