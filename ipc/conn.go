@@ -56,6 +56,11 @@ type Conn struct {
 	recvGone bool // at an empty read: the peer has ended its side
 	recvFunc func(uintptr) bool
 
+	// RecvFDs's, besides.
+	recvOOB     []byte
+	recvFDs     []int
+	recvMsgFunc func(uintptr) bool
+
 	sendMu   sync.Mutex
 	sendMsg  []byte // guarded by sendMu, as the next three
 	sendOOB  []byte
@@ -68,6 +73,8 @@ type Conn struct {
 	closeMu sync.Mutex
 	cause   error // why it was given up or closed, nil while it is open; guarded by closeMu, as the next
 	closed  bool
+
+	closedCh chan struct{} // closed with it
 }
 
 // credentials returns who is at the other end, and a pidfd or -1.
@@ -127,7 +134,7 @@ func newConn(uc *net.UnixConn, peer Peer, pidfd int, patience time.Duration, onC
 	}
 	c := &Conn{
 		uc: uc, raw: raw, peer: peer, patience: patience, onClose: onClose,
-		buf: make([]byte, wire.MaxPacketBytes+1),
+		buf: make([]byte, wire.MaxPacketBytes+1), closedCh: make(chan struct{}),
 	}
 	c.recvFunc = c.recvOnce
 	c.sendFunc = c.sendOnce
@@ -185,7 +192,11 @@ func (c *Conn) SetRecvDeadline(t time.Time) error {
 // at once or after GiveUp and Linger. File descriptors that a peer sends along
 // are dropped by the kernel.
 func (c *Conn) Recv() ([]byte, error) {
-	err := c.raw.Read(c.recvFunc)
+	return c.received(c.raw.Read(c.recvFunc))
+}
+
+// received judges what recvOnce has brought.
+func (c *Conn) received(err error) ([]byte, error) {
 	if cause := c.endedBy(); cause != nil {
 		return nil, cause
 	}
@@ -238,6 +249,10 @@ func ended(fd uintptr) bool {
 // error wraps ErrPeerStuck; one that has gone gives ErrPeerGone. The order of
 // packets is the order of calls.
 func (c *Conn) Send(msg []byte, fds ...int) error {
+	return c.send(msg, time.Now().Add(c.patience), fds...)
+}
+
+func (c *Conn) send(msg []byte, deadline time.Time, fds ...int) error {
 	if len(msg) == 0 || len(msg) > wire.MaxPacketBytes {
 		return fmt.Errorf("%w: %d bytes", ErrOversize, len(msg))
 	}
@@ -250,7 +265,7 @@ func (c *Conn) Send(msg []byte, fds ...int) error {
 	if len(fds) > 0 {
 		c.sendOOB = unix.UnixRights(fds...)
 	}
-	err := c.uc.SetWriteDeadline(time.Now().Add(c.patience))
+	err := c.uc.SetWriteDeadline(deadline)
 	if err == nil {
 		err = c.raw.Write(c.sendFunc)
 	}
@@ -344,6 +359,7 @@ func (c *Conn) close(cause error) error {
 		c.cause = cause
 	}
 	c.closeMu.Unlock()
+	close(c.closedCh)
 	err := c.uc.Close()
 	if c.pidfd != nil {
 		c.pidfd.Close()

@@ -86,6 +86,8 @@ type Options struct {
 	// 64. Their file descriptors are reserved: Listen fails if the process's limit
 	// does not allow for them.
 	MaxSessions int
+	// Limit names the setting that MaxSessions is. Default "sessions.limit".
+	Limit string
 	// SendPatience is how long Send waits for a peer that does not read before
 	// the connection is given up. Default 1 s.
 	SendPatience time.Duration
@@ -96,6 +98,9 @@ type Options struct {
 func (o *Options) ensureDefaults() {
 	if o.MaxSessions <= 0 {
 		o.MaxSessions = 64
+	}
+	if o.Limit == "" {
+		o.Limit = "sessions.limit"
 	}
 	if o.SendPatience <= 0 {
 		o.SendPatience = time.Second
@@ -118,8 +123,11 @@ const (
 type Listener struct {
 	dir  string
 	opt  Options
-	lock *os.File // holds the flock; closed last
+	lock *os.File // holds the flock; closed last; nil for peers
 	sock *net.UnixListener
+
+	there  func() bool // of peers: the socket is where it was made
+	remove func()      // of peers: removes it
 
 	sessions    atomic.Int64
 	accepted    atomic.Uint64
@@ -278,6 +286,9 @@ func globQuote(s string) string {
 	return strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`).Replace(s)
 }
 
+// Present says, of a listener for peers, whether its socket is still where it was made.
+func (l *Listener) Present() bool { return l.there() }
+
 // Dir returns the directory that the listener owns, as an absolute path.
 func (l *Listener) Dir() string { return l.dir }
 
@@ -346,7 +357,7 @@ func (l *Listener) admit(uc *net.UnixConn) *Conn {
 	if l.sessions.Add(1) > int64(l.opt.MaxSessions) {
 		l.sessions.Add(-1)
 		l.refusedBusy.Add(1)
-		l.opt.Log.Warn("session refused: sessions.limit is reached", zap.Int("limit", l.opt.MaxSessions), zap.Int32("pid", peer.PID))
+		l.opt.Log.Warn("session refused: "+l.opt.Limit+" is reached", zap.Int("limit", l.opt.MaxSessions), zap.Int32("pid", peer.PID))
 		closeFD(pidfd)
 		l.refuseBusy(uc)
 		return nil
@@ -366,8 +377,8 @@ func (l *Listener) admit(uc *net.UnixConn) *Conn {
 // at a time are worth waiting for it; of more, each is closed at once.
 func (l *Listener) refuseBusy(uc *net.UnixConn) {
 	refuse := wire.Refuse{
-		Code: wire.RefuseBusy, Field: "sessions.limit", Want: strconv.Itoa(l.opt.MaxSessions),
-		Message: fmt.Sprintf("the sidecar has its %d sessions already", l.opt.MaxSessions),
+		Code: wire.RefuseBusy, Field: l.opt.Limit, Want: strconv.Itoa(l.opt.MaxSessions),
+		Message: fmt.Sprintf("the sidecar has its %d connections already", l.opt.MaxSessions),
 	}
 	_ = uc.SetDeadline(time.Now().Add(helloPatience))
 	_, _ = uc.Write(refuse.Append(nil)) // a fresh socket has room at once
@@ -405,8 +416,14 @@ func takePacket(uc *net.UnixConn) (took bool) {
 // closed before.
 func (l *Listener) Close() error {
 	l.closeOnce.Do(func() {
-		l.closeErr = l.sock.Close() // unlinks the socket, which is still ours
+		if l.remove != nil {
+			l.remove() // before it refuses
+		}
+		l.closeErr = l.sock.Close() // unlinks the socket, which is still ours, but for peers
 		l.refusals.Wait()
+		if l.lock == nil {
+			return
+		}
 		if err := l.lock.Close(); l.closeErr == nil {
 			l.closeErr = err
 		}

@@ -19,14 +19,15 @@ const module = "lookaside"
 
 // layers lists the packages of the module from the top down. A package belongs to the longest entry that is a prefix of
 // its path. It may import what belongs to its own entry and to lower layers: nothing above it, and nothing beside it, so
-// that the sockets (ipc) and the engine (tiers) meet in connector only.
+// that the sockets (ipc) and the engine (tiers) meet in connector and tiers/peer only.
 var layers = []struct {
 	path  string
 	layer int
 }{
-	{"sidecar/cmd/lookaside", 6},
-	{"sidecar", 5},
-	{"connector", 4},
+	{"sidecar/cmd/lookaside", 7},
+	{"sidecar", 6},
+	{"connector", 5},
+	{"tiers/peer", 4}, // sockets and the engine meet here, too, but without clients
 	{"ipc", 3},
 	{"tiers", 3},
 	{"dax", 2},

@@ -267,7 +267,7 @@ func (m *PeerGrant) Decode(b []byte, lim *Limits) error {
 
 // PeerRelease ends leases. There is no reply.
 type PeerRelease struct {
-	Load    uint64
+	Load    uint64   // 0: all that the borrower has, and is being granted; it is its last message
 	Extents []uint32 // indices into PeerGrant.Extents, rising; none: all that are left of the load
 	Bad     bool     // their bytes did not check out: their chunks are dropped
 }
@@ -285,8 +285,11 @@ func (m *PeerRelease) Append(dst []byte) []byte {
 func (m *PeerRelease) Decode(b []byte, lim *Limits) error {
 	r := reader{buf: b, message: "PeerRelease"}
 	r.header(TypePeerRelease, 4)
-	m.Load = r.id("load")
+	m.Load = r.u64("load")
 	m.Extents = r.indices("extents", m.Extents, lim.Extents)
 	m.Bad = r.flag("bad")
+	if r.err == nil && m.Load == 0 && (len(m.Extents) != 0 || m.Bad) {
+		r.fail("extents", "must be empty without a load, and nothing bad")
+	}
 	return r.done()
 }

@@ -130,6 +130,7 @@ func goodMessages() []named {
 		{"peer grant touched", &PeerGrant{ID: 10, Pages: 640}},
 		{"peer release", &PeerRelease{Load: big, Extents: []uint32{0, 1, 300}, Bad: true}},
 		{"peer release all", &PeerRelease{Load: 1}},
+		{"peer release everything", &PeerRelease{}},
 	}
 }
 
@@ -364,7 +365,8 @@ func badMessages() []vector {
 	add(TypePeerGrant, "more above 1", "96 4b 01 00 00 02 90")
 	add(TypePeerGrant, "extents bomb", "96 4b 01 01 01 00 dd ffffffff")
 	add(TypePeerGrant, "a negative offset", "96 4b 01 01 01 00 91 94 00 01 00 ff")
-	add(TypePeerRelease, "zero load", "94 4c 00 90 00")
+	add(TypePeerRelease, "extents without a load", "94 4c 00 91 00 00")
+	add(TypePeerRelease, "bad without a load", "94 4c 00 90 01")
 	add(TypePeerRelease, "indices out of order", "94 4c 01 92 02 01 00")
 	add(TypePeerRelease, "indices bomb", "94 4c 01 dd ffffffff")
 	add(TypePeerRelease, "bad above 1", "94 4c 01 90 02")

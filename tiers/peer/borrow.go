@@ -1,0 +1,542 @@
+package peer
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"math/bits"
+	"slices"
+	"sync"
+	"time"
+
+	"lookaside/ipc"
+	"lookaside/ipc/wire"
+	"lookaside/tiers"
+)
+
+// Loan is what a lender lets us read of one chunk, from the chunk's first page on, until Return: at Offset of its region.
+type Loan struct {
+	Peer   uint64 // generation of the lender
+	Region uint32 // the lender's id
+	Offset uint64 // in that region, bytes
+	Pages  int
+	Handle uint64 // for Return, never 0
+}
+
+// scratch is what a call needs for the pages of a run, kept so that it allocates nothing.
+type scratch struct {
+	keys []uint64
+	who  []uint64 // by chunk: lenders that are said to hold all of it that the run has
+	part uint64   // lenders that are said to hold partPages of the first chunk that nobody holds all of
+	// that chunk's index, len(who) if there is none, and the pages
+	partChunk, partPages int
+}
+
+var scratches = sync.Pool{New: func() any { return new(scratch) }}
+
+// hinted sets held[i], where held is not nil, to how many pages of the i-th chunk of a run some peer is said to hold, and notes in s who does.
+func (p *Peers) hinted(run *tiers.Run, s *scratch, held []uint16) {
+	g := &run.Space.Geometry
+	d, ppc := g.DigestBytes, g.PagesPerChunk
+	pages, chunks := run.Pages(), run.Chunks()
+	if cap(s.keys) < chunks {
+		s.keys, s.who = make([]uint64, chunks), make([]uint64, chunks)
+	}
+	s.keys, s.who = s.keys[:chunks], s.who[:chunks]
+	s.part, s.partChunk, s.partPages = 0, chunks, 0
+	fp := &run.Space.Fingerprint
+	key := func(page int) uint64 { return hintKey(fp, run.Hashes[page*d:(page+1)*d]) }
+	t := p.hints
+	t.mu.RLock()
+	defer t.mu.RUnlock()
+	mask := t.mask & t.asked[*fp]
+	if mask == 0 || chunks == 0 {
+		clear(s.who)
+		clear(held)
+		return
+	}
+	for i := range chunks {
+		s.keys[i] = key(min((i+1)*ppc, pages) - 1)
+	}
+	t.lookUp(s.keys, mask, s.who)
+	for i, who := range s.who {
+		from, to := i*ppc, min((i+1)*ppc, pages)
+		n := 0
+		if who != 0 {
+			n = to - from
+		} else if i < s.partChunk {
+			// The first that is not held whole: its last page that is, by bisection.
+			s.partChunk = i
+			lo, hi := from, to-1
+			for lo < hi {
+				mid := (lo + hi) / 2
+				var at [1]uint64
+				t.lookUp([]uint64{key(mid)}, mask, at[:])
+				if at[0] != 0 {
+					s.part, s.partPages = at[0], mid+1-from
+					lo = mid + 1
+				} else {
+					hi = mid
+				}
+			}
+			n = s.partPages
+		}
+		if held != nil {
+			held[i] = uint16(n)
+		}
+	}
+}
+
+// Contains sets held[i] to how many pages of the run's i-th chunk, from its first, some peer is said to hold. Of chunks behind the first that is not held whole, only those that are
+// held whole count. Nobody is asked: it is a hint, and takes microseconds. len(held) == run.Chunks().
+func (p *Peers) Contains(run tiers.Run, held []uint16) {
+	s := scratches.Get().(*scratch)
+	p.hinted(&run, s, held)
+	scratches.Put(s)
+}
+
+// Borrow leases what the hints say that peers hold of a run, from its first page on without a gap: from the peer that has most of it, and what comes after from others. out is told of each chunk, in
+// order, on the caller's goroutine, before Borrow returns. It answers the pages that were leased; an error only when that is none, and peers that were asked have failed. Each loan
+// must be returned, also after OnGone. It waits until ctx is done, and a quarter of a second, at most.
+func (p *Peers) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l Loan)) (pages int, err error) {
+	p.borrows.Add(1)
+	pages, err = p.asking(ctx, &run, out)
+	p.borrowedPages.Add(uint64(pages))
+	if err != nil {
+		p.failedBorrows.Add(1)
+	}
+	return pages, err
+}
+
+// Touch answers how many pages of a run peers hold, from its first on without a gap, and has that counted as a use of them. Peers that the hints name are asked; nothing is leased.
+func (p *Peers) Touch(ctx context.Context, run tiers.Run) (pages int) {
+	p.touches.Add(1)
+	pages, _ = p.asking(ctx, &run, nil)
+	return pages
+}
+
+// asking is Borrow, or with a nil out Touch.
+func (p *Peers) asking(ctx context.Context, run *tiers.Run, out func(chunk int, l Loan)) (pages int, err error) {
+	if run.Pages() == 0 {
+		return 0, nil
+	}
+	s := scratches.Get().(*scratch)
+	defer scratches.Put(s)
+	p.hinted(run, s, nil)
+	ppc := run.Space.Geometry.PagesPerChunk
+	var failed uint64 // peers that were asked and did not answer
+	var failure error
+	for at := 0; at < len(s.who) && at <= s.partChunk; {
+		bit, chunks, part := s.best(at, failed)
+		if bit < 0 {
+			break
+		}
+		ask := chunks * ppc
+		if part {
+			ask += s.partPages
+		}
+		ask = min(ask, run.Pages()-at*ppc)
+		p.mu.Lock()
+		b := p.byBit[bit]
+		p.mu.Unlock()
+		if b == nil {
+			failed |= 1 << bit
+			continue
+		}
+		a := asked{run: run, at: at, pages: ask, out: out, others: func(chunk int) bool {
+			return chunk < s.partChunk && s.who[chunk]&^failed&^(1<<bit) != 0
+		}}
+		got, err := b.ask(ctx, &a)
+		if err != nil {
+			failed |= 1 << bit
+			failure = err
+			if ctx.Err() != nil {
+				break
+			}
+			continue
+		}
+		ask = a.pages
+		pages = at*ppc + got
+		if got >= ask || got%ppc != 0 {
+			at += (got + ppc - 1) / ppc
+			if got%ppc != 0 {
+				break // the rest of the chunk is nobody's
+			}
+			continue
+		}
+		// It does not have what it was said to have, or cannot lease it now: others are asked for that chunk.
+		at += got / ppc
+		if !a.more {
+			p.wrongHints.Add(1)
+			last := min((at+1)*ppc, run.Pages())
+			if at == s.partChunk {
+				last = at*ppc + s.partPages
+			}
+			d := run.Space.Geometry.DigestBytes
+			p.hints.forget(hintKey(&run.Space.Fingerprint, run.Hashes[(last-1)*d:last*d]), bit)
+		}
+		s.who[at] &^= 1 << bit
+		if at == s.partChunk {
+			s.part &^= 1 << bit
+		}
+	}
+	if pages > 0 {
+		return pages, nil
+	}
+	return 0, failure
+}
+
+// best is the peer that is said to hold most from chunk at on: so many chunks whole, and the part of the next one that s.part is about. -1: none holds anything.
+func (s *scratch) best(at int, without uint64) (bit, chunks int, part bool) {
+	if at == s.partChunk {
+		if who := s.part &^ without; who != 0 {
+			return bits.TrailingZeros64(who), 0, true
+		}
+		return -1, 0, false
+	}
+	who := s.who[at] &^ without
+	if who == 0 {
+		return -1, 0, false
+	}
+	n := 1
+	for at+n < s.partChunk && who&s.who[at+n] != 0 {
+		who &= s.who[at+n]
+		n++
+	}
+	if at+n == s.partChunk && who&s.part != 0 {
+		who &= s.part
+		part = true
+	}
+	return bits.TrailingZeros64(who), n, part
+}
+
+// asked is what a lender is asked for: pages of a run from its at-th chunk on.
+type asked struct {
+	run       *tiers.Run
+	at, pages int
+	out       func(chunk int, l Loan) // nil: nothing is leased
+	others    func(chunk int) bool    // others are said to hold all of a chunk
+	more      bool                    // answered: it holds more, but cannot lease it now
+}
+
+// ask asks the lender, and answers the pages that it leased.
+func (b *borrower) ask(ctx context.Context, a *asked) (pages int, err error) {
+	g := &a.run.Space.Geometry
+	a.pages = min(a.pages, b.pagesAtMost(g.DigestBytes)/g.PagesPerChunk*g.PagesPerChunk)
+	if a.pages <= 0 {
+		return 0, fmt.Errorf("%w: it takes no leases on chunks of %d pages", ipc.ErrOversize, g.PagesPerChunk)
+	}
+	from := a.at * g.PagesPerChunk
+	c, err := b.call(ctx, &wire.PeerLease{
+		Fingerprint: a.run.Space.Fingerprint[:], FirstPage: uint32(a.run.First + from), Touch: a.out == nil, Hashes: a.run.Hashes[from*g.DigestBytes : (from+a.pages)*g.DigestBytes],
+	})
+	if err != nil {
+		return 0, err
+	}
+	defer calls.Put(c)
+	a.more = c.grant.More
+	if a.out == nil {
+		return min(int(c.grant.Pages), a.pages), nil
+	}
+	return b.accept(a, &c.grant)
+}
+
+func (b *borrower) pagesAtMost(digestBytes int) int {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return min(b.maxPages, wire.MaxLeasePages(digestBytes))
+}
+
+// accept checks a grant and makes loans of it, as far as its regions can be read.
+func (b *borrower) accept(a *asked, m *wire.PeerGrant) (pages int, err error) {
+	if m.Load == 0 {
+		return 0, nil
+	}
+	g := &a.run.Space.Geometry
+	first := a.run.First + a.at*g.PagesPerChunk
+	usable := 0
+	b.mu.Lock()
+	cut := b.ended
+	a.more = a.more || cut
+	for i := range m.Extents {
+		e := &m.Extents[i]
+		r := b.regions[e.Region]
+		whole := int(e.Pages) == g.PagesPerChunk || first+pages+int(e.Pages) == first+a.pages
+		switch {
+		case cut:
+		case int(e.Page) != first+i*g.PagesPerChunk || int(e.Pages) > g.PagesPerChunk || i*g.PagesPerChunk+int(e.Pages) > a.pages || !whole && i < len(m.Extents)-1:
+			err = malformed("extent %d of a grant has pages %d to %d", i, e.Page, e.Page+e.Pages-1)
+		case r == nil || !r.ready || !whole && a.others(a.at+i): // being told of, or going; or another has more of the chunk
+			cut, a.more = true, true
+		case e.Offset > uint64(r.SizeBytes) || uint64(r.SizeBytes)-e.Offset < uint64(e.Pages)*uint64(g.PageBytes):
+			err = malformed("extent %d of a grant lies at %d of a region of %d bytes", i, e.Offset, r.SizeBytes)
+		default:
+			usable++
+			pages += int(e.Pages)
+		}
+		if err != nil {
+			break
+		}
+	}
+	if err != nil {
+		b.mu.Unlock()
+		b.p.malformed.Add(1)
+		b.conn.GiveUp(err)
+		return 0, err
+	}
+	b.out += usable
+	for i := usable; i < len(m.Extents); i++ {
+		b.returns = append(b.returns, loanReturn{m.Load, uint32(i), false})
+	}
+	b.mu.Unlock()
+	if usable < len(m.Extents) {
+		b.p.wake()
+	}
+	for i := range usable {
+		e := &m.Extents[i]
+		a.out(a.at+i, Loan{Peer: b.gen, Region: e.Region, Offset: e.Offset, Pages: int(e.Pages), Handle: b.p.loans.add(b, m.Load, uint32(i))})
+	}
+	return pages, nil
+}
+
+var calls = sync.Pool{New: func() any {
+	c := &call{answered: make(chan struct{}, 1), timer: time.NewTimer(time.Hour)}
+	c.timer.Stop()
+	return c
+}}
+
+// call sends a request and waits for its answer; the call is the caller's, for the pool, if there is no error.
+func (b *borrower) call(ctx context.Context, m *wire.PeerLease) (*call, error) {
+	if err := ctx.Err(); err != nil {
+		return nil, context.Cause(ctx)
+	}
+	c := calls.Get().(*call)
+	c.err, c.abandoned = nil, false
+	now := time.Now()
+	b.mu.Lock()
+	switch {
+	case b.ended:
+		b.mu.Unlock()
+		calls.Put(c)
+		return nil, ipc.ErrPeerGone
+	case !b.stalled && len(b.calls) > 0 && now.Sub(b.waitSince) > stalledAfter:
+		b.stall(true)
+		fallthrough
+	case b.stalled:
+		b.mu.Unlock()
+		calls.Put(c)
+		return nil, ErrNoAnswer
+	}
+	if len(b.calls) == 0 {
+		b.waitSince = now
+	}
+	b.nextCall++
+	c.id = b.nextCall
+	b.calls[c.id] = c
+	b.mu.Unlock()
+	m.ID = c.id
+	buf := packets.Get().(*[]byte)
+	*buf = m.Append((*buf)[:0])
+	sent, err := b.conn.TrySend(*buf)
+	packets.Put(buf)
+	if !sent {
+		b.mu.Lock()
+		_, mine := b.calls[c.id]
+		delete(b.calls, c.id)
+		b.mu.Unlock()
+		if mine { // else it has been failed, and its channel is not empty
+			calls.Put(c)
+		}
+		if err == nil {
+			err = ErrNoAnswer // it has not read for long
+		}
+		return nil, err
+	}
+	c.timer.Reset(callPatience)
+	defer c.timer.Stop()
+	select {
+	case <-c.answered:
+		if c.err != nil {
+			err := c.err
+			calls.Put(c)
+			return nil, err
+		}
+		return c, nil
+	case <-ctx.Done():
+		err = context.Cause(ctx)
+	case <-c.timer.C:
+		err = ErrNoAnswer
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.calls[c.id] != c { // just now
+		<-c.answered
+		if c.err != nil {
+			err := c.err
+			calls.Put(c)
+			return nil, err
+		}
+		return c, nil
+	}
+	c.abandoned = true
+	if time.Since(b.waitSince) > stalledAfter {
+		b.stall(true)
+	}
+	return nil, err
+}
+
+var packets = sync.Pool{New: func() any { return new([]byte) }}
+
+// stall passes the lender over, or not any more. b.mu is held.
+func (b *borrower) stall(does bool) {
+	b.stalled = does
+	for _, bit := range []int{b.bit, b.filling} {
+		if bit >= 0 {
+			b.p.hints.answers(bit, !does)
+		}
+	}
+}
+
+// answer hands a grant to who asked for it.
+func (b *borrower) answer() error {
+	m := &b.grant
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	c := b.calls[m.ID]
+	if c == nil {
+		return malformed("a grant that nobody asked for")
+	}
+	delete(b.calls, m.ID)
+	b.waitSince = time.Now()
+	if b.stalled {
+		b.stall(false)
+	}
+	if c.abandoned {
+		for i := range m.Extents {
+			b.returns = append(b.returns, loanReturn{m.Load, uint32(i), false})
+		}
+		b.p.wake()
+		return nil
+	}
+	c.grant, b.grant = b.grant, c.grant
+	c.answered <- struct{}{}
+	return nil
+}
+
+// Return gives loans back: nobody reads them any more. With bad their bytes did not check out, and the lender drops the chunks. It does not wait. Handles that are not out are passed over.
+func (p *Peers) Return(handles []uint64, bad bool) {
+	wake := false
+	for _, h := range handles {
+		l, ok := p.loans.take(h)
+		if !ok {
+			continue
+		}
+		wake = true
+		b := l.b
+		b.mu.Lock()
+		b.returns = append(b.returns, loanReturn{l.load, l.index, bad})
+		if b.out--; b.out == 0 && b.ended {
+			b.ring()
+		}
+		b.mu.Unlock()
+	}
+	if wake {
+		p.wake()
+	}
+}
+
+// flush sends what has been returned. It answers false if there is something left, as the lender does not read.
+func (b *borrower) flush() bool {
+	b.mu.Lock()
+	returns := b.returns
+	b.returns = nil
+	b.mu.Unlock()
+	if len(returns) == 0 {
+		return true
+	}
+	slices.SortFunc(returns, func(x, y loanReturn) int {
+		if x.bad != y.bad {
+			if x.bad {
+				return -1 // before the load can end
+			}
+			return 1
+		}
+		return cmp.Or(cmp.Compare(x.load, y.load), cmp.Compare(x.index, y.index))
+	})
+	m := wire.PeerRelease{}
+	buf := packets.Get().(*[]byte)
+	defer packets.Put(buf)
+	for i := 0; i < len(returns); {
+		r := returns[i]
+		m.Load, m.Bad, m.Extents = r.load, r.bad, m.Extents[:0]
+		k := i
+		for ; k < len(returns) && returns[k].load == r.load && returns[k].bad == r.bad; k++ {
+			m.Extents = append(m.Extents, returns[k].index)
+		}
+		*buf = m.Append((*buf)[:0])
+		sent, err := b.conn.TrySend(*buf)
+		if err != nil {
+			return true // it is dead, or has been given up: nothing is to be returned
+		}
+		if !sent {
+			b.mu.Lock()
+			b.returns = append(b.returns, returns[i:]...)
+			b.mu.Unlock()
+			return false
+		}
+		i = k
+	}
+	return true
+}
+
+// bye returns everything, and tells the lender that it is the end.
+func (b *borrower) bye() {
+	_, _ = b.conn.TrySend((&wire.PeerRelease{}).Append(nil))
+}
+
+// loanTable has the loans that are out.
+type loanTable struct {
+	mu      sync.Mutex // guards what follows
+	entries []loanEntry
+	spare   []uint32
+}
+
+type loanEntry struct {
+	b     *borrower // nil: not in use
+	load  uint64
+	index uint32
+	gen   uint32
+}
+
+func (t *loanTable) add(b *borrower, load uint64, index uint32) (handle uint64) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	var i uint32
+	if n := len(t.spare); n > 0 {
+		i = t.spare[n-1]
+		t.spare = t.spare[:n-1]
+	} else {
+		i = uint32(len(t.entries))
+		t.entries = append(t.entries, loanEntry{})
+	}
+	e := &t.entries[i]
+	*e = loanEntry{b: b, load: load, index: index, gen: e.gen + 1}
+	return uint64(e.gen)<<32 | uint64(i) + 1
+}
+
+// take takes a loan out of the table.
+func (t *loanTable) take(handle uint64) (loanEntry, bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	i := uint32(handle) - 1
+	if uint32(handle) == 0 || int64(i) >= int64(len(t.entries)) {
+		return loanEntry{}, false
+	}
+	e := t.entries[i]
+	if e.b == nil || e.gen != uint32(handle>>32) {
+		return loanEntry{}, false
+	}
+	t.entries[i] = loanEntry{gen: e.gen}
+	t.spare = append(t.spare, i)
+	return e, true
+}

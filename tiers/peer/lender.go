@@ -1,0 +1,622 @@
+package peer
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"maps"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"go.uber.org/zap"
+
+	"lookaside/ipc"
+	"lookaside/ipc/wire"
+	"lookaside/tiers"
+	"lookaside/tiers/chunk"
+)
+
+const (
+	// batchPages is how many pages are read from the journal at a time: the engine's lock is held meanwhile.
+	batchPages = 1024
+	// gather is how long changes are let come together before they are told.
+	gather = 2 * time.Millisecond
+	// ownerIdle is how long a space of which nothing is lent any more is kept from being closed.
+	ownerIdle = time.Second
+)
+
+// lender is our side of a connection to a sidecar that borrows from us. Its goroutine answers, one more sends what comes up.
+type lender struct {
+	p    *Peers
+	conn *ipc.Conn
+	gen  uint64        // of the borrower
+	done chan struct{} // closed at its end
+	bell chan struct{} // cap 1: there are regions or spaces to tell of
+
+	// visible are the regions that the borrower has been told of; it is replaced, never changed.
+	visible atomic.Pointer[map[uint32]struct{}]
+
+	mu       sync.Mutex // guards what follows; the engine's lock may be taken under it
+	welcomed bool
+	regions  map[uint32]*toldRegion
+	change   chan struct{} // closed, and made anew, when regions change
+	owners   map[chunk.Fingerprint]*lentSpace
+	loans    map[uint64]*lentSpace
+	over     bool // nothing is lent any more
+	// told are the spaces as they were last told of. The sender's alone.
+	told map[chunk.Fingerprint]*declared
+
+	// The receiver's, kept so that it allocates nothing.
+	msg struct {
+		lease    wire.PeerLease
+		grant    wire.PeerGrant
+		release  wire.PeerRelease
+		unmapped wire.RegionUnmapped
+	}
+	extents []tiers.Extent
+	out     []byte
+}
+
+type toldRegion struct{ sent, going bool }
+
+// lentSpace is a space of which something was asked for.
+type lentSpace struct {
+	owner tiers.Owner
+	g     tiers.Geometry
+	loans int
+	used  time.Time
+}
+
+func newLender(p *Peers, conn *ipc.Conn) *lender {
+	l := &lender{
+		p: p, conn: conn, done: make(chan struct{}), bell: make(chan struct{}, 1), regions: map[uint32]*toldRegion{}, change: make(chan struct{}),
+		owners: map[chunk.Fingerprint]*lentSpace{}, loans: map[uint64]*lentSpace{}, told: map[chunk.Fingerprint]*declared{},
+	}
+	l.visible.Store(&map[uint32]struct{}{})
+	return l
+}
+
+func (l *lender) ring() {
+	select {
+	case l.bell <- struct{}{}:
+	default:
+	}
+}
+
+// run serves a borrower until its end, however that comes.
+func (l *lender) run() {
+	err := l.welcome()
+	log := l.p.log.With(zap.Uint64("peer", l.gen), zap.Int32("pid", l.conn.Peer().PID))
+	if err == nil {
+		log.Info("a sidecar borrows from us")
+		var sender sync.WaitGroup
+		ended := make(chan struct{})
+		sender.Go(func() { l.send(ended) })
+		err = l.serve()
+		close(ended)
+		l.linger(err)
+		_ = l.conn.Close() // wakes the sender
+		sender.Wait()
+		log.Info("a sidecar borrows from us no more", zap.Error(err))
+	}
+	l.end()
+	_ = l.conn.Close()
+	close(l.done)
+	l.p.mu.Lock()
+	delete(l.p.lenders, l)
+	l.p.mu.Unlock()
+}
+
+// welcome does the handshake.
+func (l *lender) welcome() error {
+	if err := l.conn.SetRecvDeadline(time.Now().Add(helloPatience)); err != nil {
+		return err
+	}
+	b, err := l.conn.Recv()
+	if err != nil {
+		return err
+	}
+	if err := l.conn.SetRecvDeadline(time.Time{}); err != nil {
+		return err
+	}
+	var h wire.PeerHello
+	if err := h.Decode(b, &wire.DefaultLimits); err != nil {
+		l.p.malformed.Add(1)
+		refuse := wire.Refuse{Code: wire.RefuseMalformed, Message: err.Error()}
+		var v *wire.VersionError
+		if errors.As(err, &v) {
+			refuse = wire.Refuse{Code: wire.RefuseVersion, Field: "version", Want: fmt.Sprint(wire.Version), Got: fmt.Sprint(v.Got), Message: "the two sidecars are of different releases"}
+		}
+		_ = l.conn.Send(refuse.Append(nil))
+		return err
+	}
+	w := wire.PeerWelcome{Generation: l.p.cfg.Generation, MaxPages: uint32(l.p.cfg.MaxPages)}
+	if err := l.conn.Send(w.Append(nil)); err != nil {
+		return err
+	}
+	l.mu.Lock()
+	l.gen, l.welcomed = h.Generation, true
+	l.mu.Unlock()
+	return nil
+}
+
+// serve answers until the borrower leaves or breaks the protocol.
+func (l *lender) serve() error {
+	for {
+		b, err := l.conn.Recv()
+		if err == nil {
+			err = l.handle(b)
+		}
+		if errors.Is(err, wire.ErrMalformed) || errors.Is(err, ipc.ErrOversize) || errors.Is(err, ipc.ErrEmpty) {
+			l.p.malformed.Add(1)
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+func (l *lender) handle(b []byte) error {
+	t, err := wire.Peek(b)
+	if err != nil {
+		return err
+	}
+	lim := &wire.DefaultLimits
+	switch t {
+	case wire.TypePeerLease:
+		if err := l.msg.lease.Decode(b, lim); err != nil {
+			return err
+		}
+		return l.lease()
+	case wire.TypePeerRelease:
+		if err := l.msg.release.Decode(b, lim); err != nil {
+			return err
+		}
+		return l.release()
+	case wire.TypeRegionUnmapped:
+		if err := l.msg.unmapped.Decode(b, lim); err != nil {
+			return err
+		}
+		return l.unmapped(l.msg.unmapped.Region)
+	}
+	return fmt.Errorf("%w: %v from a borrower", wire.ErrMalformed, t)
+}
+
+// lease answers a PeerLease.
+func (l *lender) lease() error {
+	m := &l.msg.lease
+	g := &l.msg.grant
+	*g = wire.PeerGrant{ID: m.ID, Extents: g.Extents[:0]}
+	fp := chunk.Fingerprint(m.Fingerprint)
+	if s := l.space(fp); s != nil {
+		d := s.g.DigestBytes
+		n := len(m.Hashes) / d
+		if len(m.Hashes)%d != 0 || n > min(l.p.cfg.MaxPages, wire.MaxLeasePages(d)) {
+			return fmt.Errorf("%w: a lease on %d bytes of hashes of %d each", wire.ErrMalformed, len(m.Hashes), d)
+		}
+		var err error
+		if m.Touch {
+			var pages int
+			pages, err = l.p.cfg.Engine.Touch(s.owner, int(m.FirstPage), m.Hashes)
+			g.Pages = uint32(pages)
+		} else {
+			err = l.lend(s, m, g)
+		}
+		if errors.Is(err, tiers.ErrInvalid) {
+			return fmt.Errorf("%w: %w", wire.ErrMalformed, err)
+		}
+		if err != nil { // busy, or closed
+			g.More = true
+		}
+	}
+	if !m.Touch {
+		l.p.leases.Add(1)
+		l.p.lentPages.Add(uint64(g.Pages))
+		if g.Pages == 0 {
+			l.p.refusedLeases.Add(1)
+		}
+	}
+	l.out = g.Append(l.out[:0])
+	return l.conn.SendWaiting(l.out)
+}
+
+// lend leases what a PeerLease asks for.
+func (l *lender) lend(s *lentSpace, m *wire.PeerLease, g *wire.PeerGrant) error {
+	visible := *l.visible.Load()
+	loan, pages, more, extents, err := l.p.cfg.Engine.Lend(s.owner, int(m.FirstPage), m.Hashes, func(r uint32) bool {
+		_, ok := visible[r]
+		return ok
+	}, l.extents[:0])
+	l.extents = extents
+	if err != nil {
+		return err
+	}
+	g.Load, g.Pages, g.More = loan, uint32(pages), more
+	if loan == 0 {
+		return nil
+	}
+	for _, e := range extents {
+		g.Extents = append(g.Extents, wire.Extent{Page: e.Page, Pages: e.Pages, Region: e.Region, Offset: e.Offset})
+	}
+	l.mu.Lock()
+	s.loans++
+	l.loans[loan] = s
+	l.mu.Unlock()
+	return nil
+}
+
+// space is what a space is known by in the engine, nil if that has no such space, or no room for one who uses it.
+func (l *lender) space(fp chunk.Fingerprint) *lentSpace {
+	now := time.Now()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if s := l.owners[fp]; s != nil {
+		s.used = now
+		return s
+	}
+	if len(l.owners) >= maxSpaces || l.over {
+		return nil
+	}
+	s := &lentSpace{owner: tiers.Owner(randomID()), used: now}
+	var err error
+	if s.g, err = l.p.cfg.Engine.AddLender(s.owner, fp); err != nil {
+		return nil
+	}
+	l.owners[fp] = s
+	return s
+}
+
+var errBye = errors.New("it has returned everything")
+
+// release ends leases.
+func (l *lender) release() error {
+	m := &l.msg.release
+	if m.Load == 0 {
+		l.end()
+		return errBye
+	}
+	l.mu.Lock()
+	s := l.loans[m.Load]
+	l.mu.Unlock()
+	if s == nil {
+		return fmt.Errorf("%w: no loan %#x to return", wire.ErrMalformed, m.Load)
+	}
+	some := m.Extents
+	if len(some) == 0 {
+		some = nil
+	}
+	ended, err := l.p.cfg.Engine.EndLoan(s.owner, m.Load, some, m.Bad)
+	if errors.Is(err, tiers.ErrClosed) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("%w: %w", wire.ErrMalformed, err)
+	}
+	if ended {
+		l.mu.Lock()
+		delete(l.loans, m.Load)
+		s.loans--
+		s.used = time.Now()
+		l.mu.Unlock()
+	}
+	return nil
+}
+
+// retireOwners lets go of spaces of which nothing is lent: others may want them closed.
+func (l *lender) retireOwners(now time.Time) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for fp, s := range l.owners {
+		if s.loans == 0 && now.Sub(s.used) > ownerIdle {
+			l.p.cfg.Engine.RemoveOwner(s.owner)
+			delete(l.owners, fp)
+		}
+	}
+}
+
+// linger waits, after the borrower's connection has ended, until what it has not returned may become another's. One that ends its side has returned all that its workers read; one
+// that is dead has left nobody who could tell them, but a worker knows its sidecar's death by its own socket, which is closed when the process is dead.
+func (l *lender) linger(why error) {
+	l.mu.Lock()
+	left := len(l.loans)
+	l.mu.Unlock()
+	if left == 0 || l.p.ctx.Err() != nil {
+		return
+	}
+	l.conn.EndSending()
+	died := l.conn.Died()
+	if died == nil { // an old kernel
+		if !errors.Is(why, wire.ErrMalformed) {
+			return
+		}
+		l.conn.Linger()
+		return
+	}
+	l.p.log.Warn("a sidecar's connection has ended with loans that it has not returned; they stay its own until its process has ended",
+		zap.Uint64("peer", l.gen), zap.Int32("pid", l.conn.Peer().PID), zap.Int("loans", left), zap.Error(why))
+	select {
+	case <-died:
+	case <-l.p.ctx.Done():
+	}
+}
+
+// end frees all that the borrower has.
+func (l *lender) end() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, s := range l.owners {
+		l.p.cfg.Engine.RemoveOwner(s.owner)
+	}
+	clear(l.owners)
+	clear(l.loans)
+	clear(l.regions)
+	l.over = true
+	l.changedLocked()
+}
+
+func (l *lender) changedLocked() {
+	close(l.change)
+	l.change = make(chan struct{})
+}
+
+// changed is closed when what without says may have changed.
+func (l *lender) changed() <-chan struct{} {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.change
+}
+
+// without says whether the borrower does not know a region, or has let go of it.
+func (l *lender) without(id uint32) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.regions[id] == nil
+}
+
+// giveUp wants no more of the borrower. What it holds stays its own until it has returned it or is dead.
+func (l *lender) giveUp(why error) {
+	l.p.log.Warn("giving up a sidecar that borrows from us", zap.Uint64("peer", l.gen), zap.Int32("pid", l.conn.Peer().PID), zap.Error(why))
+	l.conn.EndSending()
+}
+
+func (l *lender) unmapped(id uint32) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if r := l.regions[id]; r == nil || !r.going {
+		return fmt.Errorf("%w: region %d is not to be unmapped", wire.ErrMalformed, id)
+	}
+	delete(l.regions, id)
+	l.changedLocked()
+	return nil
+}
+
+// send tells the borrower of regions, spaces and pages until it can take no more.
+func (l *lender) send(ended <-chan struct{}) {
+	feed, err := l.p.cfg.Engine.Follow(0)
+	for errors.Is(err, tiers.ErrBusy) {
+		select {
+		case <-ended:
+			return
+		case <-time.After(gather):
+		}
+		feed, err = l.p.cfg.Engine.Follow(0)
+	}
+	if err != nil {
+		l.p.log.Error("what is held cannot be told to other sidecars", zap.Error(err))
+		l.conn.EndSending()
+		return
+	}
+	defer feed.Close()
+	s := sender{l: l, feed: feed}
+	if err := s.run(ended); err != nil {
+		l.conn.EndSending() // also where it could not be told: it comes again
+	}
+}
+
+// sender is what send keeps.
+type sender struct {
+	l      *lender
+	feed   *tiers.Feed
+	seq    uint64
+	begin  bool // to be said with the next pages
+	all    bool // what is held has been told once since then
+	hints  []byte
+	digest []byte
+	events []tiers.Event
+	out    []byte
+}
+
+func (s *sender) run(ended <-chan struct{}) error {
+	l := s.l
+	tick := time.NewTicker(ownerIdle)
+	defer tick.Stop()
+	pause := time.NewTimer(0)
+	defer pause.Stop()
+	<-pause.C
+	for {
+		if err := s.tellRegions(); err != nil {
+			return err
+		}
+		if err := s.tellSpaces(); err != nil {
+			return err
+		}
+		more, err := s.tellPages()
+		if err != nil {
+			return err
+		}
+		if more {
+			select {
+			case <-ended:
+				return nil
+			default:
+				continue
+			}
+		}
+		select {
+		case <-ended:
+			return nil
+		case <-l.bell:
+		case now := <-tick.C:
+			l.retireOwners(now)
+		case <-s.feed.Ready():
+			pause.Reset(gather)
+			select {
+			case <-ended:
+				return nil
+			case <-pause.C:
+			}
+		}
+	}
+}
+
+// tellRegions sends regions that are new, and those that go.
+func (s *sender) tellRegions() error {
+	l, p := s.l, s.l.p
+	for {
+		var add *ownRegion
+		p.mu.Lock()
+		l.mu.Lock()
+		for _, id := range p.order {
+			if l.regions[id] == nil {
+				add = p.regions[id]
+				l.regions[id] = &toldRegion{}
+				break
+			}
+		}
+		l.mu.Unlock()
+		p.mu.Unlock()
+		if add == nil {
+			break
+		}
+		m := wire.RegionAdded{
+			Region: add.ID, Generation: p.cfg.Generation, Kind: add.Kind, Offset: uint64(add.OffsetBytes), SizeBytes: uint64(add.SizeBytes), PageSize: uint64(add.PageSize),
+		}
+		s.out = m.Append(s.out[:0])
+		if err := l.conn.SendWaiting(s.out, add.ro); err != nil {
+			return err
+		}
+		l.mu.Lock()
+		if r := l.regions[add.ID]; r != nil {
+			r.sent = true
+		}
+		l.mu.Unlock()
+		l.see(add.ID, true)
+	}
+	var going []uint32
+	p.mu.Lock()
+	l.mu.Lock()
+	for id, r := range l.regions {
+		if own := p.regions[id]; r.sent && !r.going && (own == nil || own.going) {
+			r.going = true
+			going = append(going, id)
+		}
+	}
+	l.mu.Unlock()
+	p.mu.Unlock()
+	for _, id := range going {
+		l.see(id, false)
+		s.out = (&wire.RegionRemoved{Region: id}).Append(s.out[:0])
+		if err := l.conn.SendWaiting(s.out); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// see has a region lent from, or not any more.
+func (l *lender) see(id uint32, does bool) {
+	now := maps.Clone(*l.visible.Load())
+	if does {
+		now[id] = struct{}{}
+	} else {
+		delete(now, id)
+	}
+	l.visible.Store(&now)
+}
+
+// tellSpaces sends spaces that were declared since.
+func (s *sender) tellSpaces() error {
+	p := s.l.p
+	var news []*declared
+	p.mu.Lock()
+	for fp, d := range p.spaces {
+		if s.l.told[fp] != d {
+			news = append(news, d)
+		}
+	}
+	p.mu.Unlock()
+	for _, d := range news {
+		if err := s.tellSpace(d); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+var errManySpaces = errors.New("it has been told of too many spaces")
+
+func (s *sender) tellSpace(d *declared) error {
+	if len(s.l.told) == maxSpaces {
+		return errManySpaces // it comes again, and is told of those that there are then
+	}
+	s.l.told[d.fp] = d
+	m := wire.PeerSpace{
+		Fingerprint: d.fp[:], PageTokens: uint32(d.g.PageTokens), PageBytes: uint64(d.g.PageBytes), PagesPerChunk: uint32(d.g.PagesPerChunk),
+		DigestBytes: uint8(d.g.DigestBytes), Fields: d.fields,
+	}
+	s.out = m.Append(s.out[:0])
+	return s.l.conn.SendWaiting(s.out)
+}
+
+// tellPages sends what comes next in the feed. more: there is more at once.
+func (s *sender) tellPages() (more bool, err error) {
+	batch, buf, err := s.feed.Next(batchPages, s.digest, s.events[:0])
+	s.digest, s.events = buf, batch.Events
+	if err != nil {
+		return false, err
+	}
+	if batch.Reset {
+		s.begin, s.all = true, false
+	}
+	s.hints = s.hints[:0]
+	for i := range batch.Events {
+		ev := &batch.Events[i]
+		fp := &ev.Space.Fingerprint
+		if s.l.told[*fp] == nil {
+			if err := s.tellSpace(&declared{fp: *fp, g: ev.Space.Geometry}); err != nil {
+				return false, err
+			}
+		}
+		for d := ev.Space.Geometry.DigestBytes; len(ev.Hashes) >= d; ev.Hashes = ev.Hashes[d:] {
+			h := hintKey(fp, ev.Hashes[:d])
+			if ev.Kind == tiers.PagesRemoved {
+				h &^= 1
+			}
+			s.hints = binary.LittleEndian.AppendUint64(s.hints, h)
+			if len(s.hints) == 8*wire.MaxBatchHints {
+				if err := s.flush(false); err != nil {
+					return false, err
+				}
+			}
+		}
+	}
+	end := !batch.More && !s.all
+	if len(s.hints) > 0 || end || batch.Reset {
+		if err := s.flush(end); err != nil {
+			return false, err
+		}
+	}
+	s.all = s.all || end
+	return batch.More, nil
+}
+
+func (s *sender) flush(end bool) error {
+	s.seq++
+	m := wire.PeerPages{Seq: s.seq, Begin: s.begin, End: end, Hints: s.hints}
+	s.begin = false
+	s.out = m.Append(s.out[:0])
+	s.l.p.hintsTold.Add(uint64(len(s.hints) / 8))
+	s.hints = s.hints[:0]
+	return s.l.conn.SendWaiting(s.out)
+}

@@ -1,0 +1,136 @@
+package peer
+
+import (
+	"crypto/rand"
+	"encoding/binary"
+	"math/bits"
+	"slices"
+	"strconv"
+
+	"go.uber.org/zap"
+
+	"lookaside/ipc/wire"
+	"lookaside/tiers"
+	"lookaside/tiers/chunk"
+)
+
+// declared is what is known of a space. It does not change.
+type declared struct {
+	fp     chunk.Fingerprint
+	g      tiers.Geometry // PageTokens 0: not known
+	fields []wire.Field   // by rising key; none: not known
+}
+
+// Difference is one field in which two spaces differ.
+type Difference struct {
+	Field string `json:"field"`
+	Ours  string `json:"ours"`
+	Peers string `json:"peers"`
+}
+
+// DeclareSpace tells peers, and Status, what the worker of a space has declared: so that users can see why two spaces are not one.
+func (p *Peers) DeclareSpace(s *tiers.Space, fields []wire.Field) {
+	d := &declared{fp: s.Fingerprint, g: s.Geometry, fields: slices.Clone(fields)}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if was := p.spaces[d.fp]; p.ctx.Err() != nil || was != nil && was.g == d.g && slices.Equal(was.fields, d.fields) {
+		return
+	}
+	if len(p.spaces) == maxSpaces/2 { // some that was closed long ago, most likely
+		for fp := range p.spaces {
+			delete(p.spaces, fp)
+			break
+		}
+	}
+	p.spaces[d.fp] = d
+	for _, b := range p.allPeers() {
+		b.explain(d)
+	}
+	p.wakeLenders()
+}
+
+// differences lists in what two spaces differ.
+func differences(ours, peers *declared) []Difference {
+	var out []Difference
+	number := func(field string, o, p int64) {
+		if o != p && o != 0 && p != 0 {
+			out = append(out, Difference{field, strconv.FormatInt(o, 10), strconv.FormatInt(p, 10)})
+		}
+	}
+	number("page_tokens", int64(ours.g.PageTokens), int64(peers.g.PageTokens))
+	number("page_bytes", ours.g.PageBytes, peers.g.PageBytes)
+	number("pages_per_chunk", int64(ours.g.PagesPerChunk), int64(peers.g.PagesPerChunk))
+	number("digest_bytes", int64(ours.g.DigestBytes), int64(peers.g.DigestBytes))
+	o, p := ours.fields, peers.fields
+	if len(o) == 0 || len(p) == 0 {
+		return out
+	}
+	for len(o) > 0 || len(p) > 0 { // both are sorted by key
+		switch {
+		case len(p) == 0 || len(o) > 0 && o[0].Key < p[0].Key:
+			out = append(out, Difference{o[0].Key, o[0].Value, "(not given)"})
+			o = o[1:]
+		case len(o) == 0 || p[0].Key < o[0].Key:
+			out = append(out, Difference{p[0].Key, "(not given)", p[0].Value})
+			p = p[1:]
+		default:
+			if o[0].Value != p[0].Value {
+				out = append(out, Difference{o[0].Key, o[0].Value, p[0].Value})
+			}
+			o, p = o[1:], p[1:]
+		}
+	}
+	return out
+}
+
+// closest is the space of a lender that differs least from one of ours, nil if it has that very space, or none that is known well enough. p.mu is held.
+func (b *borrower) closest(ours *declared) (*declared, []Difference) {
+	if b.spaces[ours.fp] != nil {
+		return nil, nil
+	}
+	var best *declared
+	var least []Difference
+	for _, d := range b.spaces {
+		if len(d.fields) == 0 {
+			continue
+		}
+		if diff := differences(ours, d); best == nil || len(diff) < len(least) || len(diff) == len(least) && d.fp.String() < best.fp.String() {
+			best, least = d, diff
+		}
+	}
+	return best, least
+}
+
+// rankFields are those in which spaces of one model differ as they should.
+func rankField(name string) bool {
+	return slices.Contains([]string{"rank", "tp_rank", "pp_rank", "layers"}, name)
+}
+
+// explain logs once why nothing of one of our spaces is shared with a lender that has one much like it. p.mu is held.
+func (b *borrower) explain(ours *declared) {
+	if len(ours.fields) == 0 {
+		return
+	}
+	theirs, diff := b.closest(ours)
+	if theirs == nil || len(diff) == 0 || b.explained[ours.fp] == theirs.fp || slices.ContainsFunc(diff, func(d Difference) bool { return rankField(d.Field) }) {
+		return
+	}
+	b.explained[ours.fp] = theirs.fp
+	fields := make([]string, 0, len(diff))
+	for _, d := range diff {
+		fields = append(fields, d.Field+": ours "+strconv.Quote(d.Ours)+", the peer's "+strconv.Quote(d.Peers))
+	}
+	b.log.Info("nothing is shared with a sidecar that has another space: these fields differ", zap.String("ours", ours.fp.Short()), zap.String("peers", theirs.fp.Short()),
+		zap.Strings("fields", fields))
+}
+
+// randomID is a random number that is not 0.
+func randomID() uint64 {
+	for {
+		var b [8]byte
+		_, _ = rand.Read(b[:]) // never fails
+		if id := binary.LittleEndian.Uint64(b[:]); id != 0 && bits.OnesCount64(id) != 64 {
+			return id
+		}
+	}
+}

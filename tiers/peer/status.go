@@ -1,0 +1,142 @@
+package peer
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"time"
+)
+
+// Status is what is known of other sidecars, and what has gone between them.
+type Status struct {
+	Dir       string           `json:"dir"`
+	Off       string           `json:"off,omitempty"` // why no others are looked for
+	Lenders   []LenderStatus   `json:"lenders"`       // that we borrow from
+	Borrowers []BorrowerStatus `json:"borrowers"`     // that borrow from us
+	Unusable  []UnusableStatus `json:"unusable"`      // that cannot be talked to
+
+	HintPages      int     `json:"hint_pages"` // that some other is said to hold
+	HintBytes      int64   `json:"hint_bytes"` // of memory
+	HintsDropped   uint64  `json:"hints_dropped"`
+	HintsWrong     uint64  `json:"hints_wrong"` // that were found out
+	HintsHeard     uint64  `json:"hints_heard"`
+	HintsTold      uint64  `json:"hints_told"`
+	HeardPerSecond float64 `json:"heard_per_second"`
+	ToldPerSecond  float64 `json:"told_per_second"`
+	Resyncs        uint64  `json:"resyncs"` // lenders that told us everything anew
+
+	Borrows       uint64 `json:"borrows"`
+	FailedBorrows uint64 `json:"failed_borrows"`
+	BorrowedPages uint64 `json:"borrowed_pages"`
+	Touches       uint64 `json:"touches"`
+	Leases        uint64 `json:"leases"` // that others asked for
+	RefusedLeases uint64 `json:"refused_leases"`
+	LentPages     uint64 `json:"lent_pages"`
+	Malformed     uint64 `json:"malformed"`
+}
+
+// LenderStatus is a sidecar that we borrow from.
+type LenderStatus struct {
+	Peer     string        `json:"peer"` // its generation
+	PID      int32         `json:"pid"`
+	Pages    int           `json:"pages"`    // that it is said to hold
+	Complete bool          `json:"complete"` // it has told of all that it holds
+	Stalled  bool          `json:"stalled"`  // it does not answer, and is passed over until it does
+	Gone     bool          `json:"gone"`     // what is out of it is still to be returned
+	Regions  int           `json:"regions"`
+	Loans    int           `json:"loans"` // chunks that are out
+	Resyncs  uint64        `json:"resyncs"`
+	Shared   int           `json:"shared_spaces"`
+	Unshared []SpaceStatus `json:"unshared"` // spaces of ours that it has one much like, but not the same
+}
+
+// SpaceStatus says why a space is not shared.
+type SpaceStatus struct {
+	Ours        string       `json:"ours"` // short fingerprints
+	Peers       string       `json:"peers"`
+	Differences []Difference `json:"differences"`
+}
+
+// BorrowerStatus is a sidecar that borrows from us.
+type BorrowerStatus struct {
+	Peer    string `json:"peer"`
+	PID     int32  `json:"pid"`
+	Regions int    `json:"regions"` // that it knows
+	Loads   int    `json:"loads"`   // grants that are not wholly returned
+}
+
+// UnusableStatus is a sidecar that cannot be talked to.
+type UnusableStatus struct {
+	Peer string `json:"peer"`
+	PID  int32  `json:"pid,omitempty"`
+	Why  string `json:"why"`
+}
+
+// Status returns a snapshot.
+func (p *Peers) Status() Status {
+	h := p.hints.stats()
+	st := Status{
+		Dir: p.cfg.Dir, Lenders: []LenderStatus{}, Borrowers: []BorrowerStatus{}, Unusable: []UnusableStatus{},
+		HintPages: h.pages, HintBytes: h.bytes, HintsDropped: h.dropped, HintsWrong: p.wrongHints.Load(), HintsHeard: p.hintsHeard.Load(), HintsTold: p.hintsTold.Load(),
+		Borrows: p.borrows.Load(), FailedBorrows: p.failedBorrows.Load(), BorrowedPages: p.borrowedPages.Load(), Touches: p.touches.Load(),
+		Leases: p.leases.Load(), RefusedLeases: p.refusedLeases.Load(), LentPages: p.lentPages.Load(), Malformed: p.malformed.Load(),
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	st.Off, st.HeardPerSecond, st.ToldPerSecond = p.off, p.rates.heardPer, p.rates.toldPer
+	for _, b := range p.allPeers() {
+		l := b.status()
+		st.Resyncs += l.Resyncs
+		st.Lenders = append(st.Lenders, l)
+	}
+	for l := range p.lenders {
+		l.mu.Lock()
+		if l.welcomed {
+			st.Borrowers = append(st.Borrowers, BorrowerStatus{fmt.Sprintf("%016x", l.gen), l.conn.Peer().PID, len(l.regions), len(l.loans)})
+		}
+		l.mu.Unlock()
+	}
+	for gen, t := range p.troubles {
+		st.Unusable = append(st.Unusable, UnusableStatus{fmt.Sprintf("%016x", gen), t.pid, t.why})
+	}
+	slices.SortFunc(st.Borrowers, func(a, b BorrowerStatus) int { return cmp.Compare(a.Peer, b.Peer) })
+	slices.SortFunc(st.Unusable, func(a, b UnusableStatus) int { return cmp.Compare(a.Peer, b.Peer) })
+	return st
+}
+
+// status describes a lender. p.mu is held.
+func (b *borrower) status() LenderStatus {
+	b.mu.Lock()
+	l := LenderStatus{
+		Peer: fmt.Sprintf("%016x", b.gen), PID: b.conn.Peer().PID, Complete: b.bit >= 0, Stalled: b.stalled, Gone: b.ended, Regions: len(b.regions), Loans: b.out, Resyncs: b.resyncs,
+		Unshared: []SpaceStatus{},
+	}
+	for _, bit := range []int{b.bit, b.filling} {
+		if bit >= 0 {
+			l.Pages = max(l.Pages, b.p.hints.held(bit))
+		}
+	}
+	b.mu.Unlock()
+	for fp, ours := range b.p.spaces {
+		if b.spaces[fp] != nil {
+			l.Shared++
+		} else if theirs, diff := b.closest(ours); theirs != nil && len(diff) > 0 {
+			l.Unshared = append(l.Unshared, SpaceStatus{fp.Short(), theirs.fp.Short(), diff})
+		}
+	}
+	slices.SortFunc(l.Unshared, func(a, b SpaceStatus) int { return cmp.Compare(a.Ours, b.Ours) })
+	return l
+}
+
+// completeAt is when a lender had told of all that it held, the zero time if it has not.
+func (p *Peers) completeAt(gen uint64) time.Time {
+	p.mu.Lock()
+	b := p.peers[gen]
+	p.mu.Unlock()
+	if b == nil {
+		return time.Time{}
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.complete
+}
