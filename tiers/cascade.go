@@ -274,12 +274,15 @@ func (e *Engine) reuse(ref uint32) {
 	}
 }
 
-// admitPromoted queues what came up from a tier for those above it that admit what is stored, for the arena itself, and for all that admit what is used again.
+// admitPromoted queues what came up from a tier for those above it that admit what is stored, for all that admit what is used again, and for the arena itself, if that has it in no other slot.
 func (e *Engine) admitPromoted(ref uint32, from int) {
 	tiers := e.cascades.stored
 	if t := e.route(ref); t != nil && from >= 0 && from < len(e.cfg.Tiers) {
 		t.held |= 1 << from
 		tiers &= 1<<from - 1 | e.cascades.self
+	}
+	if _, s := e.slot(ref); s.flags&twin != 0 {
+		tiers &^= e.cascades.self
 	}
 	e.admit(ref, tiers)
 	e.reuse(ref)

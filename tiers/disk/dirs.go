@@ -439,8 +439,9 @@ func (d *Disk) retire(places []*place) (newly []*place) {
 	return newly
 }
 
-// restoreUse undoes that. What has been emptied meanwhile is made anew.
+// restoreUse undoes that. What has been emptied meanwhile is made anew. Entries of what has moved away are freed before their places are filled again.
 func (d *Disk) restoreUse(places []*place) {
+	_ = d.flushFrees() // a slab that fails is given up
 	d.shape.Lock()
 	defer d.shape.Unlock()
 	for _, p := range places {

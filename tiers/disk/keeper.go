@@ -81,6 +81,10 @@ func (a *Arena) keepSome(k *keepings) (full bool) {
 		}
 		k.all = append(k.all, x)
 	}
+	if len(k.all) > 0 {
+		// Where one of these was before it was dropped and stored again, others may be by now: only one of the two entries may be found.
+		_ = d.eachSlab((*slab).hideStale) // a slab that fails is given up
+	}
 	slices.SortFunc(k.all, func(x, y keeping) int {
 		return cmp.Or(cmp.Compare(x.s.region, y.s.region), cmp.Compare(x.slot, y.slot))
 	})

@@ -394,7 +394,10 @@ func (d *Disk) flushDropped() error {
 }
 
 // flushFrees durably frees the entries of what was dropped.
-func (d *Disk) flushFrees() error {
+func (d *Disk) flushFrees() error { return d.eachSlab((*slab).freeStale) }
+
+// eachSlab calls f for the slabs that work. Those for which it fails are given up.
+func (d *Disk) eachSlab(f func(*slab) error) error {
 	d.regionsMu.RLock()
 	all := make([]*slab, 0, len(d.byRegion))
 	for _, s := range d.byRegion {
@@ -405,7 +408,7 @@ func (d *Disk) flushFrees() error {
 	for _, s := range all {
 		s.life.RLock()
 		if !s.closed && !s.failed.Load() {
-			if err := s.freeStale(); err != nil {
+			if err := f(s); err != nil {
 				errs = append(errs, err)
 				d.giveUp(s, err)
 			}

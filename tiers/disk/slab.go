@@ -88,12 +88,13 @@ type slab struct {
 	stable   uint64     // commits up to this one are durable
 
 	syncs    group
-	flushing sync.Mutex // held by freeStale, outside order
+	flushing sync.Mutex // held by freeStale and hideStale, outside order
 
 	mu    sync.Mutex
 	slots []uint8  // by slot: written, stale
 	kept  int      // slots that are written and not stale
-	frees []uint32 // stale ones, perhaps outdated
+	frees []uint32 // stale ones that are not blanked, perhaps outdated
+	blank []uint32 // that are blanked, likewise
 }
 
 // group lets those who wait for a sync of the same file share one.
@@ -281,33 +282,55 @@ func (s *slab) freeSlots(slots []uint32, wrote func(slot uint32, err error)) {
 func (s *slab) freeStale() error {
 	s.flushing.Lock()
 	defer s.flushing.Unlock()
+	if err := s.blankStale(); err != nil {
+		return err
+	}
 	s.mu.Lock()
-	frees := s.frees
-	s.frees = nil
+	done := len(s.blank) == 0
 	s.mu.Unlock()
-	if len(frees) == 0 {
+	if done {
 		return nil
 	}
-	err := s.blank(frees)
-	if err == nil {
-		err = s.sync()
+	if err := s.sync(); err != nil {
+		return err
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if err != nil {
-		s.frees = append(s.frees, frees...)
-		return err
-	}
-	for _, slot := range frees {
+	for _, slot := range s.blank {
 		if s.slots[slot] == written|stale|blanked {
 			s.slots[slot] = 0
 		}
 	}
+	s.blank = s.blank[:0]
 	return nil
 }
 
-// blank writes free entries over stale ones.
-func (s *slab) blank(slots []uint32) error {
+// hideStale does so for a process that ends in any way, but not for a machine that does.
+func (s *slab) hideStale() error {
+	s.flushing.Lock()
+	defer s.flushing.Unlock()
+	return s.blankStale()
+}
+
+// blankStale writes free entries over those that are stale. The caller holds flushing.
+func (s *slab) blankStale() error {
+	s.mu.Lock()
+	frees := s.frees
+	s.frees = nil
+	s.mu.Unlock()
+	err := s.writeBlanks(frees)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if err != nil {
+		s.frees = append(s.frees, frees...)
+	} else {
+		s.blank = append(s.blank, frees...)
+	}
+	return err
+}
+
+// writeBlanks writes free entries over those of slots that are stale.
+func (s *slab) writeBlanks(slots []uint32) error {
 	const most = 64 // for which order is held
 	slots = slices.Sorted(slices.Values(slots))
 	for some := range slices.Chunk(slots, most) {

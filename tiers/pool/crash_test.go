@@ -19,11 +19,15 @@ import (
 	"lookaside/tiers/disk"
 )
 
-var seedFlag = flag.Uint64("pool.seed", 0, "replay this one seed")
+var (
+	seedFlag  = flag.Uint64("pool.seed", 0, "replay this one seed")
+	timesFlag = flag.Uint64("pool.times", 1, "how many times as many seeds to run")
+)
 
 // seeds calls f as a subtest for each of n seeds, or for the one that is asked for.
 func seeds(t *testing.T, n uint64, f func(t *testing.T, seed uint64)) {
 	from := uint64(1)
+	n *= *timesFlag
 	if *seedFlag != 0 {
 		from, n = *seedFlag, 1
 	}

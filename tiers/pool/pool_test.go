@@ -21,6 +21,10 @@ func TestMain(m *testing.M) {
 		child(spec)
 		return
 	}
+	if spec := os.Getenv(arenaChildEnv); spec != "" {
+		arenaChild(spec)
+		return
+	}
 	leak.Main(m)
 }
 
