@@ -24,6 +24,32 @@ func aligned(t testing.TB, n int) []byte {
 	return table.Slice()
 }
 
+func TestSums(t *testing.T) {
+	rnd := rand.New(rand.NewPCG(1, 3))
+	src := aligned(t, 3<<20)
+	for i := range src {
+		src[i] = byte(rnd.Uint32())
+	}
+	for _, pageBytes := range []int{1, 241, 5000, 64 << 10, PieceBytes, PieceBytes + 64, 1<<20 + 7} {
+		pages := min(len(src)/pageBytes, 50)
+		seeds, sums := make([]uint64, pages), make([]uint64, pages)
+		for i := range seeds {
+			seeds[i] = rnd.Uint64()
+		}
+		yields := 0
+		Sums(src, pageBytes, seeds, sums, func() { yields++ })
+		for i, sum := range sums {
+			if want := xxh3.HashSeed(src[i*pageBytes:(i+1)*pageBytes], seeds[i]); sum != want {
+				t.Errorf("page %d of %d bytes has %x, want %x", i, pageBytes, sum, want)
+			}
+		}
+		if want := pages * pageBytes / (2 * PieceBytes); yields < want {
+			t.Errorf("%d pages of %d bytes: %d yields", pages, pageBytes, yields)
+		}
+		Sums(src, pageBytes, seeds, sums, nil)
+	}
+}
+
 func TestCopySums(t *testing.T) {
 	rnd := rand.New(rand.NewPCG(1, 2))
 	const room = 6 << 20

@@ -18,6 +18,10 @@
 // is dropped, as nothing is known about it any more. Its file is made anew, after a second at first and up to a minute later, until that works; then the slab is
 // there again, empty. Other slabs go on meanwhile.
 //
+// # Arenas
+//
+// An Arena is the same store with another way in: its chunks are written and read in place, by those who have the slabs mapped, under leases of the same engine. See there.
+//
 // # Locks
 //
 // A Disk's calls hold calls for reading, Close for writing. moving is held for writing by whoever moves chunks or is to free

@@ -12,8 +12,19 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// keepBatch is how many chunks a keeper takes at a time: their entries are synced together.
+// keepBatch is how many chunks a keeper takes at a time, fewer if they may be large: their entries are synced together, and Forget waits for no more than that.
 const keepBatch = 32
+
+// batch is how many a keeper takes next.
+func (a *Arena) batch() int {
+	a.d.regionsMu.RLock()
+	defer a.d.regionsMu.RUnlock()
+	most := int64(keepBatch)
+	for _, s := range a.d.byRegion {
+		most = min(most, max(batchBytes/s.layout.StrideBytes, 1))
+	}
+	return int(most)
+}
 
 // keeper has what is committed be found again, until the arena is closed.
 func (a *Arena) keeper() {
@@ -66,7 +77,8 @@ func (a *Arena) keepSome(k *keepings) (full bool) {
 	defer d.moving.RUnlock()
 	a.keeping.Add(1)
 	defer a.keeping.Add(-1)
-	k.items, k.names = d.engine.NextCascades(a.tier, keepBatch, k.names, k.items[:0])
+	batch := a.batch()
+	k.items, k.names = d.engine.NextCascades(a.tier, batch, k.names, k.items[:0])
 	k.all = k.all[:0]
 	for _, c := range k.items {
 		x := keeping{item: c, sp: d.spaceByID(c.Space), s: d.slabOf(c.Region)}
@@ -96,7 +108,7 @@ func (a *Arena) keepSome(k *keepings) (full bool) {
 		a.keepIn(k.all[from].s, k.all[from:to], k)
 		from = to
 	}
-	return len(k.items) == keepBatch
+	return len(k.items) == batch
 }
 
 // keepIn keeps chunks of one slab, in the order of their slots: first their bytes last, then their entries are written, then these last.

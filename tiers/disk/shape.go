@@ -40,7 +40,7 @@ func (d *Disk) makeRoom(g tiers.Geometry, want int) {
 		had := slots
 		for _, dir := range d.dirs {
 			for _, p := range d.places {
-				if p.home == dir && p.blank() {
+				if p.home == dir && p.blank() && p.unfit != normal(g) {
 					d.carveOrGiveUp(p, g)
 					break
 				}
@@ -137,6 +137,7 @@ func (d *Disk) carveOrGiveUp(p *place, g tiers.Geometry) {
 	switch {
 	case err == nil:
 	case errors.Is(err, media.ErrLayout):
+		p.unfit = normal(g)
 		d.log.Warn("chunks are too large for a slab", zap.String("slab", p.name()), zap.Error(err))
 	default:
 		d.off(p, err)

@@ -28,6 +28,8 @@ type place struct {
 	// fresh: nothing but a header was ever written to the file; guarded by Disk.shape.
 	fresh bool
 	epoch uint64 // of its header; guarded by Disk.shape
+	// unfit is the last geometry that it turned out to be too small for; guarded by Disk.shape.
+	unfit tiers.Geometry
 
 	mu  sync.Mutex
 	off error // why it was given up; guarded by mu

@@ -3,6 +3,9 @@
 //
 // A load is one copy from the mapping into the arena's slot and a store one back, past the caches, with the checksums of the pages. There is no page
 // cache below, no system call in between, and nothing to wait for but memory.
+//
+// An Arena is on devices too, in the same form, but its chunks are used where they lie: workers map the slabs and copy between them and their GPUs, and what was committed is
+// found again when it is opened. See disk.Arena.
 package pool
 
 import (

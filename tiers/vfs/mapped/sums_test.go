@@ -128,3 +128,60 @@ func TestSumsCutShort(t *testing.T) {
 		t.Errorf("%v", err)
 	}
 }
+
+// Where a file lies, others find it; what they write there is summed in place, and made to last.
+func TestResident(t *testing.T) {
+	t.Parallel()
+	for name, o := range map[string]dax.DeviceOptions{
+		"device": fakeDevice(t),
+		"file":   {Path: filepath.Join(t.TempDir(), "dev"), SizeBytes: 16 * mib, AllowFile: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			v := New(nil)
+			ok(t, v.Mount("/dax0.0", o))
+			t.Cleanup(func() { ok(t, v.Close()) })
+			open(t, v, "/dax0.0/before", vfs.Create)
+			f := open(t, v, "/dax0.0/f", vfs.Create)
+			ok(t, f.Allocate(0, 5*mib))
+			p, err := v.Piece("/dax0.0/f")
+			ok(t, err)
+			if p.Device != v.Device("/dax0.0") || p.Bytes != 5*mib {
+				t.Fatalf("%+v", p)
+			}
+			mem := p.Device.Bytes()[p.At : p.At+p.Bytes]
+			rnd := rand.New(rand.NewPCG(4, 4))
+			for i := range mem {
+				mem[i] = byte(rnd.Uint32())
+			}
+			r := f.(vfs.Resident)
+			ok(t, r.Persist(4096, 3*mib))
+			ok(t, r.Persist(4097, 1))
+			const off, page, pages = 8192, 70_000, 30
+			seeds, sums := make([]uint64, pages), make([]uint64, pages)
+			for i := range seeds {
+				seeds[i] = rnd.Uint64()
+			}
+			ok(t, r.Sums(off, page, seeds, sums))
+			for i, sum := range sums {
+				if want := xxh3.HashSeed(mem[off+i*page:off+(i+1)*page], seeds[i]); sum != want {
+					t.Errorf("page %d has %x, want %x", i, sum, want)
+				}
+			}
+			for what, err := range map[string]error{
+				"sums behind the end":    r.Sums(5*mib-page, page, seeds, sums),
+				"sums of nothing":        r.Sums(0, page, nil, nil),
+				"sums from before":       r.Sums(-1, page, seeds, sums),
+				"persisting behind that": r.Persist(5*mib-1, 2),
+				"persisting nothing":     r.Persist(0, 0),
+			} {
+				if err == nil {
+					t.Errorf("%s: no error", what)
+				}
+			}
+			if _, err := v.Piece("/dax0.0/none"); !errors.Is(err, fs.ErrNotExist) {
+				t.Errorf("a file that is not there lies somewhere: %v", err)
+			}
+		})
+	}
+}
