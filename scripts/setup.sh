@@ -98,13 +98,14 @@ if [[ ! -x $tools/bin/versitygw || $(cat "$stamps/versitygw" 2>/dev/null) != "$s
 fi
 
 # --- .venv.
-want=$({ cat requirements.lock; "$python" -VV; } | sha256sum | cut -d' ' -f1)
+# Compiled here, as Python may be told not to (PYTHONDONTWRITEBYTECODE): each of a vLLM server's three processes would compile thousands of modules as it starts, for 15 s.
+want=$({ cat requirements.lock; "$python" -VV; echo compiled; } | sha256sum | cut -d' ' -f1)
 if [[ ! -x .venv/bin/python || $(cat "$stamps/venv" 2>/dev/null) != "$want" ]]; then
 	say "installing the packages of requirements.lock into .venv (6 GB; minutes the first time)"
 	if [[ ! -x .venv/bin/python ]] || [[ $(.venv/bin/python -VV 2>/dev/null) != $("$python" -VV) ]]; then
 		"$tools/bin/uv" venv -q --clear -p "$python" .venv
 	fi
-	"$tools/bin/uv" pip install -q -p .venv/bin/python --no-deps -r requirements.lock ||
+	"$tools/bin/uv" pip install -q -p .venv/bin/python --no-deps --compile-bytecode -r requirements.lock ||
 		fail "the Python packages could not be installed" "Check that uv reaches a PyPI index and that 7 GB are free, then run this again."
 	rm -f "$stamps/pyclient"
 	echo "$want" >"$stamps/venv"
