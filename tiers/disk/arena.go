@@ -134,8 +134,11 @@ func (a *Arena) MakeRoom(g tiers.Geometry, slots int) {
 		return
 	}
 	defer a.d.end()
-	a.d.makeRoom(g, slots)
+	a.d.makeRoom(g, slots+spareSlots)
 }
+
+// spareSlots are carved beyond what is wanted: others, and moves, may take some before it is granted, and then something would be evicted.
+const spareSlots = 32
 
 // Forget durably frees the entries of what was dropped, also of what is on its way to where it is kept, or moved to.
 func (a *Arena) Forget() error {

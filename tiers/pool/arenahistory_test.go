@@ -360,6 +360,15 @@ func TestArenaHistories(t *testing.T) {
 // arenaChildEnv makes the test binary the process that TestArenaKilled kills.
 const arenaChildEnv = "LOOKASIDE_ARENA_TEST_CHILD"
 
+// arenaKillCapacity is room for all chunks several times over on each device: nothing is ever evicted.
+const arenaKillCapacity = 2 * killCapacity
+
+func arenaKillOptions(dir string) Options {
+	o := files(dir, 3, arenaKillCapacity)
+	o.SlabBytes = 1 << 20
+	return o
+}
+
 // complaining is a testing.TB of a process that is no test.
 type complaining struct{ testing.TB }
 
@@ -379,7 +388,7 @@ func (complaining) Fatalf(format string, args ...any) {
 func arenaChild(spec string) {
 	dir, text, _ := strings.Cut(spec, "#")
 	seed, _ := strconv.ParseUint(text, 10, 64)
-	r, err := tryRig(complaining{}, arenaOptions(killOptions(dir)))
+	r, err := tryRig(complaining{}, arenaOptions(arenaKillOptions(dir)))
 	if err != nil {
 		fmt.Println("!", err)
 		os.Exit(1)
@@ -413,6 +422,9 @@ func arenaChild(spec string) {
 				if rnd.IntN(3) > 0 {
 					r.flush()
 					fmt.Printf("+%d\n", n)
+					if st := r.e.Stats(); st.Evictions > 0 {
+						fmt.Printf("! %d chunks are evicted\n", st.Evictions)
+					}
 				}
 				if rnd.IntN(4) == 0 {
 					r.find(space, prefixOf(rnd.IntN(killChunks), testPages))
@@ -422,12 +434,12 @@ func arenaChild(spec string) {
 	}
 	rnd := rand.New(rand.NewPCG(seed, 2))
 	for {
-		path, ctx := killOptions(dir).Devices[rnd.IntN(3)].Path, context.Background()
+		path, ctx := arenaKillOptions(dir).Devices[rnd.IntN(3)].Path, context.Background()
 		var err error
 		if rnd.IntN(2) == 0 {
-			err = errors.Join(r.a.Resize(ctx, path, killCapacity/2, Migrate, true), r.a.Resize(ctx, path, killCapacity, Migrate, true))
+			err = errors.Join(r.a.Resize(ctx, path, arenaKillCapacity/2, Migrate, true), r.a.Resize(ctx, path, arenaKillCapacity, Migrate, true))
 		} else if err = r.a.Remove(ctx, path, Migrate, true); err == nil {
-			err = r.a.Add(ctx, path, killCapacity)
+			err = r.a.Add(ctx, path, arenaKillCapacity)
 		}
 		if err != nil {
 			fmt.Println("!", err)
@@ -478,7 +490,7 @@ func TestArenaKilled(t *testing.T) {
 				t.Fatal("the child did not open the arena")
 			}
 			_ = cmd.Wait()
-			o := arenaOptions(killOptions(dir))
+			o := arenaOptions(arenaKillOptions(dir))
 			r, err := tryRig(t, o)
 			if err != nil {
 				t.Fatal(err)

@@ -575,7 +575,9 @@ func (f *FS) Close() error {
 	f.mu.Unlock()
 	var errs []error
 	for _, dir := range dirs {
-		errs = append(errs, f.Unmount(dir))
+		if err := f.Unmount(dir); !errors.Is(err, fs.ErrNotExist) { // else somebody else just does
+			errs = append(errs, err)
+		}
 	}
 	return errors.Join(errs...)
 }
