@@ -158,7 +158,7 @@ def run(tier: str, arena: str | None, directory: Path | None, rounds: int, seed:
             below = f"redis://127.0.0.1:{stand.redis().port}/0"
         tenth = f"{set_bytes // 10 // _MIB}M"
         if arena == "dax":  # a file stands in for this device too
-            settings = {**dax_arena((directory or stand.directory) / "arena-dax0.0", tenth), tier: below}
+            settings = {**dax_arena(f"{(directory or stand.directory) / 'arena-dax0.0'}:{tenth}"), tier: below}
         else:
             settings = {"arena_limit": arena or tenth, tier: below}
         sidecar = stand.sidecar(settings=settings)

@@ -292,9 +292,10 @@ class Proxy(Process):
         eventually(answers, "the proxy to answer", timeout_s)
 
 
-def dax_arena(device: Path, size: str, **settings: str) -> dict[str, str]:
-    """Settings of a sidecar whose arena lies on a file that stands in for a DAX device."""
-    return {"arena_kind": "dax", "arena_devices": f"{device}:{size}", "arena_allow_files": "true", **settings}
+def dax_arena(devices: str, **more: str) -> dict[str, str]:
+    """Settings of a sidecar whose arena lies on files, PATH:SIZE,..., that stand in for DAX devices."""
+    settings = {"kind": "dax", "devices": devices, "allow_files": "true", **more}
+    return {f"arena_{name}": value for name, value in settings.items()}
 
 
 def connector_config(endpoint: str, role: str = "kv_both", **extra: Any) -> dict[str, Any]:

@@ -172,7 +172,7 @@ def again(server: Server, asked: list[Asked]) -> list[Restarted]:
 def settings_of(arena: str | None, stand: Stand) -> dict[str, str]:
     """The sidecar's settings for an arena of dax, of a size, or as it comes."""
     if arena == "dax":
-        return dax_arena(stand.directory / "dax0.0", DEVICE)
+        return dax_arena(f"{stand.directory / 'dax0.0'}:{DEVICE}")
     return {} if arena is None else {"arena_limit": arena}
 
 

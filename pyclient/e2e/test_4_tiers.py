@@ -7,6 +7,7 @@ and has nothing but the same Redis server.
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
@@ -16,13 +17,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from examples.beyond_memory import __main__ as beyond_memory
 from examples.stand import client, model
 from examples.stand.client import Answer
-from examples.stand.processes import BINARY, Redis, Server, Sidecar, Stand, eventually
+from examples.stand.processes import BINARY, Redis, Server, Sidecar, Stand, dax_arena, eventually
 
 from .conftest import PAGE, ask, configured, hits_of, sessions
 
@@ -34,6 +36,7 @@ PAGES = sum(hits_of(len(prompt)) // PAGE for prompt in PROMPTS)
 SOME = range(18)
 SOME_PAGES = PAGES // 2
 SEED = 20261120
+DEVICE = "256M"  # of the arena on DAX
 
 # On a busy machine bringing pages up takes as long as it takes.
 PATIENCE = {
@@ -63,6 +66,21 @@ class Machine:
         self.settings = settings or self.settings
         self.sidecar = self.stand.sidecar(0, self.name, settings={**PATIENT_SIDECAR, **self.settings})
 
+    def device(self, number: int) -> str:
+        """A file that stands in for a DAX device of the arena."""
+        return str(self.stand.directory / f"arena-dax{number}.0")
+
+    def start_arena(self, *devices: str, wait: bool = True) -> None:
+        """A sidecar whose arena lies on these devices."""
+        settings = dax_arena(",".join(f"{device}:{DEVICE}" for device in devices), slab="64M", hotplug="true")
+        self.start_sidecar(**settings)
+        if wait:
+            eventually(lambda: sessions(self.sidecar) == 2, "both roles' sessions", 30)
+
+    def arena(self) -> dict[str, Any]:
+        """What the sidecar says of an arena on DAX."""
+        return self.sidecar.status()["arena"]["dax"]
+
     def start_server(self) -> None:
         """Does not wait for it."""
         self.runs += 1
@@ -70,9 +88,7 @@ class Machine:
         self.server = self.stand.server(name, connector=configured(self.stand.endpoint(self.name), **PATIENCE))
 
     def kill_sidecar(self) -> None:
-        self.sidecar.signal(signal.SIGKILL)
-        self.sidecar.wait(10)
-        self.sidecar.end()
+        self.sidecar.kill()
 
     def stored(self, pages: int) -> None:
         """Waits until the disk holds so many pages and nothing waits to be written to any tier."""
@@ -176,6 +192,18 @@ def dax(machine: Machine, *arguments: str) -> None:
     command = [str(BINARY), "dax", arguments[0], f"--runtime-dir={machine.sidecar.endpoint}", *arguments[1:]]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, f"{arguments}: {run.stderr}"
+
+
+def flip_bits(path: Path, rng: random.Random) -> None:
+    """One bit in every 16 MiB of a store's file, but for what it begins with: headers and a slab's directory."""
+    with path.open("r+b") as slab:
+        size = path.stat().st_size
+        for _ in range(size >> 24):
+            at = rng.randrange(1 << 20, size)
+            slab.seek(at)
+            byte = slab.read(1)
+            slab.seek(at)
+            slab.write(bytes([byte[0] ^ 1 << rng.randrange(8)]))
 
 
 class TestTiers:
@@ -306,15 +334,7 @@ class TestTiers:
         slabs = [path for path in one.disk.rglob("*") if path.is_file() and path.stat().st_size > 1 << 20]
         assert slabs
         for path in slabs:
-            with path.open("r+b") as slab:
-                size = path.stat().st_size
-                # The first MiB has the headers and the directory: what becomes of them is not this test's question.
-                for _ in range(size >> 24):
-                    at = rng.randrange(1 << 20, size)
-                    slab.seek(at)
-                    byte = slab.read(1)
-                    slab.seek(at)
-                    slab.write(bytes([byte[0] ^ 1 << rng.randrange(8)]))
+            flip_bits(path, rng)
         one.start_sidecar()
         eventually(lambda: sessions(one.sidecar) == 2, "both roles' sessions", 30)
         found = 0
@@ -373,6 +393,80 @@ class TestTiers:
         assert seen.wrong == [] and seen.asked > 0
         tier = one.sidecar.tiers()["dax"]
         assert tier["loaded_chunks"] > 0 and tier["corrupt_chunks"] == 0
+
+    def test_an_arena_on_dax_changes_under_traffic(self, tiered: Tiered) -> None:
+        """Workers map the devices. They are added, removed in each mode and resized, and nothing is missed."""
+        one = tiered.one
+        a, b, c = one.device(0), one.device(1), one.device(2)
+        one.sidecar.end()
+        one.start_arena(a, b)
+
+        def gone(device: str) -> bool:
+            return device not in [d["device_path"] for d in one.arena()["devices"]]
+
+        for number in SOME:
+            answer = one.ask(PROMPTS[number])
+            assert (answer.tokens, answer.cached_tokens) == (tiered.truth[number].tokens, 0)
+        one.hits(tiered.truth, SOME)
+        with traffic(tiered, one) as seen:
+            dax(one, "add", "--arena", c, DEVICE)
+            dax(one, "remove", "--arena", a)  # drained, in the background
+            eventually(lambda: gone(a), "the drained device to be gone", 60)
+            dax(one, "add", "--arena", a, DEVICE)
+            dax(one, "remove", "--arena", b, "--mode=migrate", "--force")
+            dax(one, "resize", "--arena", c, "192M", "--force")
+            dax(one, "resize", "--arena", c, DEVICE)
+        assert seen.wrong == [] and seen.missed == [] and seen.asked > 0
+        assert gone(b) and not gone(a) and not gone(c)
+        with traffic(tiered, one) as seen:
+            dax(one, "remove", "--arena", c, "--mode=evict", "--force")
+        assert seen.wrong == [] and seen.asked > 0
+        one.hits(tiered.truth, SOME)
+        assert client.metric(one.server.base_url, "vllm:lookaside_load_failures_total") == 0
+        assert one.arena()["corrupt_chunks"] == 0
+
+    def test_an_arena_on_dax_outlives_everything(self, tiered: Tiered) -> None:
+        """Killed, first the sidecar alone, then vLLM as well, it is found again."""
+        one, a = tiered.one, tiered.one.device(0)
+        one.sidecar.wait_kept()
+        for everything in (False, True):
+            if everything:
+                one.server.kill()
+            one.kill_sidecar()
+            one.start_arena(a, wait=False)
+            assert one.arena()["recovered_chunks"] > 0
+            if everything:
+                one.start_server()
+                one.server.wait_ready()
+            eventually(lambda: sessions(one.sidecar) == 2, "both roles' sessions", 30)
+            eventually(lambda: one.ask(PROMPTS[0]).cached_tokens > 0, "a first hit", 30)
+            one.hits(tiered.truth, SOME)
+            status = one.sidecar.status()["verifications"]
+            assert status["verified"] > 0 and status["corrupt"] == 0
+
+    def test_a_corrupted_arena_is_never_a_wrong_token(self, tiered: Tiered) -> None:
+        one, a = tiered.one, tiered.one.device(0)
+        one.sidecar.end()
+        flip_bits(Path(a), random.Random(SEED))
+        one.start_arena(a)
+        found = 0
+        for number in SOME:
+            answer = one.ask(PROMPTS[number])
+            assert answer.tokens == tiered.truth[number].tokens, f"prompt {number}, seed {SEED}"
+            found += answer.cached_tokens // PAGE
+        print(f"\n{found} of {SOME_PAGES} pages were still found")
+        assert found < SOME_PAGES
+        assert one.sidecar.status()["verifications"]["corrupt"] > 0
+        one.hits(tiered.truth, SOME)  # it was stored again
+
+    def test_an_arena_whose_file_is_cut_short(self, tiered: Tiered) -> None:
+        """vLLM and the sidecar live on, and compute what is not there any more."""
+        one, a = tiered.one, tiered.one.device(0)
+        os.truncate(a, 32 << 20)
+        for number in SOME:
+            answer = one.ask(PROMPTS[number])
+            assert answer.tokens == tiered.truth[number].tokens
+        assert one.server.alive() and one.sidecar.alive()
 
     @pytest.mark.parametrize("serde", ["lossless", "fp8", "int8"])
     def test_encoded_pages_in_redis(self, tiered: Tiered, serde: str, tmp_path: Path) -> None:
