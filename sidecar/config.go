@@ -3,6 +3,7 @@ package sidecar
 import (
 	"errors"
 	"fmt"
+	"math"
 	"net"
 	"os"
 	"path/filepath"
@@ -808,8 +809,36 @@ func (c Config) completeRest() (Config, error) {
 		return c, errors.New("settings: events.endpoint is set, but events.journal is 0: there would be nothing to publish")
 	}
 	var err error
-	c.Tiers, err = completeTiers(c.Tiers)
-	return c, err
+	if c.Tiers, err = completeTiers(c.Tiers); err != nil {
+		return c, err
+	}
+	return c, c.checkDevices()
+}
+
+// checkDevices refuses devices that the arena and a tier both want: the one that is opened later would find this very process in its way.
+func (c *Config) checkDevices() error {
+	if c.Arena.Kind != kindDAX {
+		return nil
+	}
+	for _, mine := range c.Arena.DAX.Devices {
+		for i := range c.Tiers {
+			t := &c.Tiers[i]
+			for _, other := range t.DAX.Devices {
+				if other.Path != mine.Path {
+					continue
+				}
+				size := other.Size
+				if size == 0 {
+					size = t.DAX.Size
+				}
+				before := func(at, size, next int64) bool { return size > 0 && at <= math.MaxInt64-size && at+size <= next }
+				if !before(c.Arena.DAX.Offset, mine.Size, t.DAX.Offset) && !before(t.DAX.Offset, size, c.Arena.DAX.Offset) {
+					return fmt.Errorf("settings: %s is in arena.devices and in tier %q: give each a part of its own, by arena.offset, the tier's offset, and sizes", mine.Path, t.Name)
+				}
+			}
+		}
+	}
+	return nil
 }
 
 // fits refuses settings that were given and do not go with the arena's kind: who sets them expects something that would not happen.

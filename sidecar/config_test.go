@@ -184,6 +184,13 @@ func TestArenaOnDAXSettings(t *testing.T) {
 	if err != nil || len(c.Arena.DAX.Devices) != 0 || c.Arena.DAX.Ranks != 1 {
 		t.Errorf("%v: %+v", err, c.Arena)
 	}
+	// A tier may have another part of a device.
+	for sizes, ok := range map[[2]string]bool{{":1G", ":offset=1G"}: true, {":1G", ":offset=512M"}: false, {"", ":offset=1G"}: false, {":1G", ""}: false} {
+		_, err := load(t, "", nil, "--arena-kind=dax", "--arena-devices=/dev/dax0.0"+sizes[0], "--dax=/dev/dax0.0"+sizes[1])
+		if (err == nil) != ok || err != nil && (!strings.Contains(err.Error(), "/dev/dax0.0") || !strings.Contains(err.Error(), `tier "dax"`)) {
+			t.Errorf("%q: %v", sizes, err)
+		}
+	}
 	// A default that is written out is no contradiction.
 	if _, err := load(t, "", nil, "--arena-kind=memfd", "--arena-ranks=1", "--arena-hotplug=false"); err != nil {
 		t.Error(err)
