@@ -421,6 +421,8 @@ class TestTiers:
         with traffic(tiered, one) as seen:
             dax(one, "remove", "--arena", c, "--mode=evict", "--force")
         assert seen.wrong == [] and seen.asked > 0
+        for number in SOME:  # what was dropped is stored again
+            assert one.ask(PROMPTS[number]).tokens == tiered.truth[number].tokens
         one.hits(tiered.truth, SOME)
         assert client.metric(one.server.base_url, "vllm:lookaside_load_failures_total") == 0
         assert one.arena()["corrupt_chunks"] == 0
