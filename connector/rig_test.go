@@ -121,7 +121,7 @@ func newRig(t testing.TB, o rigOptions) *rig {
 	}
 	r.engine, err = tiers.New(tiers.Config{
 		LeaseDeadline: o.lease, MaxSpaces: o.spaces, MaxOwners: 129, MaxPages: 4096, OwnerShare: o.share, ArenaLimitBytes: 16 << 20,
-		Tiers: stack.Admissions(list), Wake: bell.Ring, PartialDelay: 10 * time.Millisecond,
+		Tiers: stack.Admissions(list), Wake: bell.Ring, PartialDelay: 10 * time.Millisecond, JournalBytes: 1 << 20,
 	})
 	check(t, err)
 	r.stack, err = stack.New(stack.Config{

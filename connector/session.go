@@ -47,6 +47,10 @@ type session struct {
 	stores, loads map[uint64][]uint32
 	spare         [][]uint32
 
+	feed   *tiers.Feed // nil until it asks for events
+	events []tiers.Event
+	told   []byte // digests of these
+
 	msg struct {
 		prepareStore wire.PrepareStore
 		storeGrant   wire.StoreGrant
@@ -57,6 +61,8 @@ type session struct {
 		release      wire.Release
 		ping         wire.Ping
 		clear        wire.ClearSpace
+		readEvents   wire.ReadEvents
+		events       wire.Events
 		unmapped     wire.RegionUnmapped
 	}
 }
@@ -97,6 +103,9 @@ func (s *Server) serveConn(conn *ipc.Conn) {
 		ses.makeRoom(1, false)
 	}
 	err = ses.run()
+	if ses.feed != nil {
+		ses.feed.Close()
+	}
 	s.linger(ses, err)
 	ses.log.Info("session ended", zap.Error(err), zap.Duration("after", time.Since(ses.since).Round(time.Millisecond)))
 }
@@ -222,6 +231,11 @@ func (ses *session) handle(b []byte) ([]byte, error) {
 			return nil, err
 		}
 		return ses.clearSpace(), nil
+	case t == wire.TypeReadEvents:
+		if err := m.readEvents.Decode(b, lim); err != nil {
+			return nil, err
+		}
+		return ses.tellEvents(), nil
 	case t == wire.TypePrepareStore && worker:
 		if err := m.prepareStore.Decode(b, lim); err != nil {
 			return nil, err
@@ -290,6 +304,32 @@ func (ses *session) clearSpace() []byte {
 		return ses.fail(id, err)
 	}
 	return ses.answer(&wire.Cleared{ID: id, Chunks: uint32(min(chunks, math.MaxUint32))})
+}
+
+// tellPages is how many pages one answer to ReadEvents has, by at most a chunk's more: with these it fits a packet.
+const tellPages = 2048
+
+// tellEvents answers what came and went in the session's space since it asked before.
+func (ses *session) tellEvents() []byte {
+	id := ses.msg.readEvents.ID
+	if ses.feed == nil {
+		feed, err := ses.server.engine.Follow(ses.space.id)
+		if err != nil {
+			return ses.fail(id, err)
+		}
+		ses.feed = feed
+	}
+	b, buf, err := ses.feed.Next(tellPages, ses.told, ses.events[:0])
+	ses.told, ses.events = buf, b.Events
+	if err != nil {
+		return ses.fail(id, err)
+	}
+	m := &ses.msg.events
+	*m = wire.Events{ID: id, Reset: b.Reset, More: b.More, Runs: m.Runs[:0]}
+	for i := range b.Events {
+		m.Runs = append(m.Runs, wire.Run{Removed: b.Events[i].Kind == tiers.PagesRemoved, Hashes: b.Events[i].Hashes})
+	}
+	return ses.answer(m)
 }
 
 // fail answers request id with the engine's error.

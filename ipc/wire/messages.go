@@ -122,6 +122,8 @@ const (
 	TypePong           Type = 31
 	TypeClearSpace     Type = 32
 	TypeCleared        Type = 33
+	TypeReadEvents     Type = 34
+	TypeEvents         Type = 35
 	TypeRegionAdded    Type = 40
 	TypeRegionRemoved  Type = 41
 	TypeRegionUnmapped Type = 42
@@ -145,7 +147,7 @@ var typeNames = map[Type]string{
 	TypeHello: "Hello", TypeWelcome: "Welcome", TypeRefuse: "Refuse",
 	TypePrepareStore: "PrepareStore", TypeStoreGrant: "StoreGrant", TypeCommitStore: "CommitStore", TypeAbortStore: "AbortStore",
 	TypePrepareLoad: "PrepareLoad", TypeLoadGrant: "LoadGrant", TypeRelease: "Release",
-	TypePing: "Ping", TypePong: "Pong", TypeClearSpace: "ClearSpace", TypeCleared: "Cleared",
+	TypePing: "Ping", TypePong: "Pong", TypeClearSpace: "ClearSpace", TypeCleared: "Cleared", TypeReadEvents: "ReadEvents", TypeEvents: "Events",
 	TypeRegionAdded: "RegionAdded", TypeRegionRemoved: "RegionRemoved", TypeRegionUnmapped: "RegionUnmapped", TypeError: "Error",
 	TypeLookup: "Lookup", TypeLookupResult: "LookupResult", TypeTrim: "Trim", TypeCancel: "Cancel",
 	TypeLookupPending: "LookupPending",
@@ -203,6 +205,10 @@ func New(t Type) Message {
 		return new(ClearSpace)
 	case TypeCleared:
 		return new(Cleared)
+	case TypeReadEvents:
+		return new(ReadEvents)
+	case TypeEvents:
+		return new(Events)
 	case TypeRegionAdded:
 		return new(RegionAdded)
 	case TypeRegionRemoved:
@@ -761,6 +767,75 @@ func (m *Cleared) Decode(b []byte, _ *Limits) error {
 	r.header(TypeCleared, 3)
 	m.ID = r.u32("id")
 	m.Chunks = r.u32("chunks")
+	return r.done()
+}
+
+// ReadEvents asks a sidecar what has changed in the session's space since the
+// session asked before.
+type ReadEvents struct{ ID uint32 }
+
+// Type implements Message.
+func (*ReadEvents) Type() Type { return TypeReadEvents }
+
+// Append implements Message.
+func (m *ReadEvents) Append(dst []byte) []byte {
+	return appendUint(appendHeader(dst, TypeReadEvents, 2), uint64(m.ID))
+}
+
+// Decode implements Message. It does not allocate.
+func (m *ReadEvents) Decode(b []byte, _ *Limits) error {
+	r := reader{buf: b, message: "ReadEvents"}
+	r.header(TypeReadEvents, 2)
+	m.ID = r.u32("id")
+	return r.done()
+}
+
+// Run is pages that came or went together.
+type Run struct {
+	Removed bool   // they cannot be found any more; else they can
+	Hashes  []byte // packed page hashes, at least one byte; aliases the input
+}
+
+// Events answers ReadEvents.
+type Events struct {
+	ID    uint32
+	Reset bool // what was told before is void
+	More  bool // there is more at once
+	Runs  []Run
+}
+
+// Type implements Message.
+func (*Events) Type() Type { return TypeEvents }
+
+// Append implements Message.
+func (m *Events) Append(dst []byte) []byte {
+	dst = appendUint(appendHeader(dst, TypeEvents, 5), uint64(m.ID))
+	dst = appendArray(appendFlag(appendFlag(dst, m.Reset), m.More), len(m.Runs))
+	for i := range m.Runs {
+		dst = appendBin(appendFlag(appendArray(dst, 2), m.Runs[i].Removed), m.Runs[i].Hashes)
+	}
+	return dst
+}
+
+// Decode implements Message. It allocates only for more runs than it had before.
+func (m *Events) Decode(b []byte, lim *Limits) error {
+	r := reader{buf: b, message: "Events"}
+	r.header(TypeEvents, 5)
+	m.ID = r.u32("id")
+	m.Reset = r.flag("reset")
+	m.More = r.flag("more")
+	n := r.array("runs", lim.Pages)
+	m.Runs = m.Runs[:0]
+	for i := 0; i < n && r.err == nil; i++ {
+		if r.array("runs", 2) != 2 {
+			r.fail("runs", "a run has two fields")
+		}
+		run := Run{Removed: r.flag("runs"), Hashes: r.bin("runs", MaxPacketBytes)}
+		if r.err == nil && len(run.Hashes) == 0 {
+			r.fail("runs", "empty")
+		}
+		m.Runs = append(m.Runs, run)
+	}
 	return r.done()
 }
 

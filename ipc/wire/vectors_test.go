@@ -39,7 +39,7 @@ type vector struct {
 // toClient are the messages that the sidecar sends.
 var toClient = map[Type]bool{
 	TypeWelcome: true, TypeRefuse: true, TypeStoreGrant: true, TypeLoadGrant: true, TypePong: true,
-	TypeCleared: true, TypeRegionAdded: true, TypeRegionRemoved: true, TypeError: true, TypeLookupResult: true, TypeLookupPending: true,
+	TypeCleared: true, TypeEvents: true, TypeRegionAdded: true, TypeRegionRemoved: true, TypeError: true, TypeLookupResult: true, TypeLookupPending: true,
 }
 
 func receiver(t Type) string {
@@ -97,6 +97,9 @@ func goodMessages() []named {
 		{"pong", &Pong{ID: 255, Generation: 256}},
 		{"clear space", &ClearSpace{ID: 65535}},
 		{"cleared", &Cleared{ID: 65536, Chunks: 127}},
+		{"read events", &ReadEvents{ID: 70}},
+		{"events", &Events{ID: 70, More: true, Runs: []Run{{false, digests(3, 32)}, {true, digests(20, 16)}}}},
+		{"events nothing", &Events{ID: 71, Reset: true}},
 		{"region added", &RegionAdded{Region: 1, Generation: 3, Kind: "hugetlb", SizeBytes: 1 << 30, PageSize: 2 << 20}},
 		{"region added at an offset", &RegionAdded{Region: 9, Generation: big, Kind: "devdax", Offset: 6 << 20, SizeBytes: 4 << 20, PageSize: 2 << 20}},
 		{"region added at the end of all offsets", &RegionAdded{Region: math.MaxUint32, Offset: math.MaxInt64 - 1, SizeBytes: 1, PageSize: 1}},
@@ -295,6 +298,12 @@ func badMessages() []vector {
 	add(TypeStoreGrant, "extent bomb", "96 0b 01 01 00 00 91 dd ffffffff")
 	add(TypeLoadGrant, "zero load", "94 15 01 00 90")
 	add(TypePong, "generation as a string", "93 1f 01 a131")
+	add(TypeReadEvents, "no id", "91 22")
+	add(TypeEvents, "a flag of two", "95 23 01 02 00 90")
+	add(TypeEvents, "a run of one", "95 23 01 00 00 91 91 00")
+	add(TypeEvents, "a run without hashes", "95 23 01 00 00 91 92 00 c400")
+	add(TypeEvents, "hashes as a string", "95 23 01 00 00 91 92 00 a161")
+	add(TypeEvents, "runs bomb", "95 23 01 00 00 dd ffffffff")
 	add(TypeCleared, "chunks above 32 bits", "93 21 01 cf0000000100000000")
 	add(TypeRegionAdded, "zero size", "97 28 00 00 a0 00 00 01")
 	add(TypeRegionAdded, "size above 63 bits", "97 28 00 00 a0 00 cf8000000000000000 01")
@@ -410,6 +419,12 @@ func toJSON(t *testing.T, m any) map[string]any {
 			}
 			out[name] = fields
 		case []Extent:
+			list := []any{}
+			for _, e := range f {
+				list = append(list, toJSON(t, e))
+			}
+			out[name] = list
+		case []Run:
 			list := []any{}
 			for _, e := range f {
 				list = append(list, toJSON(t, e))

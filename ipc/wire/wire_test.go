@@ -271,6 +271,14 @@ func random(r *rand.Rand, typ Type) Message {
 		return &ClearSpace{ID: u32()}
 	case TypeCleared:
 		return &Cleared{ID: u32(), Chunks: u32()}
+	case TypeReadEvents:
+		return &ReadEvents{ID: u32()}
+	case TypeEvents:
+		m := &Events{ID: u32(), Reset: r.IntN(2) == 0, More: r.IntN(2) == 0}
+		for range r.IntN(30) {
+			m.Runs = append(m.Runs, Run{r.IntN(2) == 0, raw(32 * (1 + r.IntN(100)))})
+		}
+		return m
 	case TypeRegionAdded:
 		page := 1 + u64()>>40
 		return &RegionAdded{Region: u32(), Generation: u64(), Kind: text(), Offset: u64() >> 2 / page * page, SizeBytes: 1 | u64()>>2, PageSize: page}
@@ -345,6 +353,15 @@ func oracle(t *testing.T, m Message) []byte {
 			for _, e := range f {
 				must(enc.EncodeArrayLen(4))
 				must(errors.Join(enc.EncodeUint(uint64(e.Page)), enc.EncodeUint(uint64(e.Pages)), enc.EncodeUint(uint64(e.Region)), enc.EncodeUint(e.Offset)))
+			}
+		case []Run:
+			must(enc.EncodeArrayLen(len(f)))
+			for _, e := range f {
+				removed := uint64(0)
+				if e.Removed {
+					removed = 1
+				}
+				must(errors.Join(enc.EncodeArrayLen(2), enc.EncodeUint(removed), enc.EncodeBytes(e.Hashes)))
 			}
 		case []uint32:
 			must(enc.EncodeArrayLen(len(f)))

@@ -40,12 +40,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lookaside import handover, space
 from lookaside.config import Config
+from lookaside.events import EventBook, Feed
 from lookaside.metadata import (
     LoadSpec,
     LookasideMetadata,
@@ -121,6 +122,10 @@ class Sidecars(Protocol):
         prev is the digest of the page before the first, empty for page 0;
         recompute_us what computing a page takes, 0 if it is not known.
         """
+        ...
+
+    def feeds(self) -> Sequence[Feed]:
+        """What each rank's sidecar tells of what it holds."""
         ...
 
     def clear(self, timeout_s: float) -> bool:
@@ -218,6 +223,11 @@ class SchedulerConnector:
             )
         )
 
+        events = getattr(vllm_config, "kv_events_config", None)
+        self._events: EventBook | None = None
+        if events is not None and events.enable_kv_cache_events:
+            self._events = EventBook(sidecars.feeds(), self._page, geometry.digest_bytes, clock)
+
         self._pool: BlockPool | None = None
         self._requests: dict[str, _Request] = {}
         self._holding = 0  # requests with a lookup
@@ -293,8 +303,11 @@ class SchedulerConnector:
         state = self._state(request)
         state.admitted = True
         asked = state.asked
-        if asked is not None and asked.held is not None and asked.first_page == 0:
-            self._note_saved(state, asked.held)
+        if asked is not None and asked.held is not None:
+            if asked.first_page == 0:
+                self._note_saved(state, asked.held)
+            known = len(request.block_hashes) // self._hashes_per_page
+            self._note_event_pages(request, asked.first_page, min(asked.held, known))
         if not state.counted:
             state.counted = True
             self._stats.add("query_tokens", request.num_tokens - state.local_page * self._page)
@@ -602,6 +615,7 @@ class SchedulerConnector:
             specs.append(spec)
             at = end
             if min(end, whole) > state.saved:
+                self._note_event_pages(request, state.saved, min(end, whole))
                 state.saved = min(end, whole)
                 state.saved_digest = hashes[state.saved - first - 1]
             state.saved_tail = state.saved_tail or end > whole
@@ -647,6 +661,8 @@ class SchedulerConnector:
                 pin.ranks_left -= ranks
                 if pin.ranks_left <= 0:
                     del self._pins[save_id]
+                    if self._events is not None:
+                        self._events.hurry()
                     assert self._pool is not None
                     # vLLM's order: the last pages are evicted first.
                     self._pool.free_blocks(reversed(pin.blocks))
@@ -694,9 +710,22 @@ class SchedulerConnector:
             self._last_saves += self._save(state, self._final_pages(state, valid), block_ids)
         return self._promise(state)
 
+    # ---- events ----
+
+    def _note_event_pages(self, request: Request, first_page: int, end_page: int) -> None:
+        """Pages [first_page, end_page) are being saved, or are held: announce them once all ranks hold them."""
+        if self._events is None or end_page <= first_page:
+            return
+        parent = self._hashes(request, first_page - 1, first_page)[0] if first_page else None
+        self._events.note(request, first_page, self._hashes(request, first_page, end_page), parent)
+
+    def take_events(self) -> list[Any]:
+        """What all ranks hold of what this engine knows, and hold no more, since the last call; see events.py."""
+        return [] if self._events is None else self._events.take()
+
     def has_pending_push_work(self) -> bool:
         """Whether saves are out that end by themselves if the engine steps on."""
-        if self._last_saves:
+        if self._last_saves or (self._events is not None and self._events.has_pending()):
             return True
         if not self._pins:
             return False

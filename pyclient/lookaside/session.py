@@ -750,7 +750,7 @@ class Session:
         if isinstance(message, wire.Pong):
             return
         request_id = getattr(message, "id", None)
-        if not isinstance(message, (wire.StoreGrant, wire.LoadGrant, wire.Cleared, wire.Error)):
+        if not isinstance(message, (wire.StoreGrant, wire.LoadGrant, wire.Cleared, wire.Events, wire.Error)):
             raise HandshakeError(f"unexpected {type(message).__name__}")
         with self._lock:
             pending = self._pending.pop(request_id, None) if request_id is not None else None

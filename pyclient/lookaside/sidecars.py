@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lookaside import space, wire
 from lookaside.config import Config
+from lookaside.events import SessionFeed
 from lookaside.lookups import Lookup, LookupClient
 from lookaside.session import Pending, Session, SessionOptions, SessionUnavailable
 from lookaside.stats import Collector
@@ -81,6 +82,10 @@ class RankSidecars:
             self._stats.add(name, count - self._told[name])
         self._told = counts
         return lookup
+
+    def feeds(self) -> list[SessionFeed]:
+        """What each rank's sidecar tells of what it holds."""
+        return [SessionFeed(session, time.monotonic) for session in self.sessions]
 
     def clear(self, timeout_s: float) -> bool:
         """Drop everything in this engine's space; False unless all ranks did in time."""

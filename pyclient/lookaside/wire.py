@@ -59,6 +59,7 @@ class VersionError(WireError):
 _U16 = Annotated[int, Meta(ge=0, le=0xFFFF)]
 _U32 = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
 _U64 = Annotated[int, Meta(ge=0)]  # msgpack itself has nothing longer
+_Flag = Annotated[int, Meta(ge=0, le=1)]
 _Id = Annotated[int, Meta(ge=1)]
 _Size = Annotated[int, Meta(ge=0, le=0x7FFFFFFFFFFFFFFF)]
 _Text = Annotated[str, Meta(max_length=1024)]
@@ -213,6 +214,28 @@ class Cleared(Message, frozen=True, tag=33):
     chunks: _U32
 
 
+class ReadEvents(Message, frozen=True, tag=34):
+    """Asks what has changed in the session's space since it was asked before."""
+
+    id: _U32
+
+
+class Run(Message, frozen=True):
+    """Hashes of pages that came (0) or went (1) together."""
+
+    removed: _Flag
+    hashes: Annotated[bytes, Meta(min_length=1, max_length=MAX_PACKET_BYTES)]
+
+
+class Events(Message, frozen=True, tag=35):
+    """Answers ReadEvents. ``reset``: what was told before is void; ``more``: there is more at once."""
+
+    id: _U32
+    reset: _Flag
+    more: _Flag
+    runs: Annotated[tuple[Run, ...], Meta(max_length=65536)]
+
+
 class RegionAdded(Message, frozen=True, tag=40):
     """Tells a worker of a region to map: ``size`` bytes at ``offset`` of the fd that travels with it.
 
@@ -318,6 +341,8 @@ AnyMessage = (
     | Pong
     | ClearSpace
     | Cleared
+    | ReadEvents
+    | Events
     | RegionAdded
     | RegionRemoved
     | RegionUnmapped
@@ -345,6 +370,7 @@ _Received = (
     | LoadGrant
     | Pong
     | Cleared
+    | Events
     | RegionAdded
     | RegionRemoved
     | Error

@@ -1,21 +1,27 @@
-"""The sidecar's publisher of KV events, as vLLM's own classes read it.
+"""KV events: the sidecar's publisher, as vLLM's own classes read it, and the scheduler role's announcements.
 
-Needs ``bin/lookaside`` (``make build``).
+The first needs ``bin/lookaside`` (``make build``).
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
+from lookaside import wire
+from lookaside.events import EventBook
 from peer import until
+from scheduling import BLOCK, Stand, make_config
 from test_sidecar import BINARY, Engine, Sidecar
 from test_worker import PPC, model
+from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import (
     MEDIUM_CPU,
     AllBlocksCleared,
@@ -27,7 +33,7 @@ from vllm.distributed.kv_events import (
 
 __all__ = ["model"]
 
-pytestmark = pytest.mark.skipif(not BINARY.exists(), reason=f"{BINARY} is not built")
+with_sidecar = pytest.mark.skipif(not BINARY.exists(), reason=f"{BINARY} is not built")
 
 PAGE_TOKENS = 16
 
@@ -130,6 +136,7 @@ def metric(sidecar: Sidecar, name: str) -> float:
     raise AssertionError(f"no metric {name}")
 
 
+@with_sidecar
 def test_a_router_follows(model: Path, tmp_path: Path, settings: dict[str, Any], router: Subscriber) -> None:
     sidecar = Sidecar(tmp_path / "endpoint", **settings)
     engine = Engine(model, sidecar.directory).start()
@@ -176,6 +183,7 @@ def test_a_router_follows(model: Path, tmp_path: Path, settings: dict[str, Any],
         sidecar.kill()
 
 
+@with_sidecar
 def test_whole_hashes_and_topics(model: Path, tmp_path: Path, settings: dict[str, Any], router: Subscriber) -> None:
     settings |= {"events_hashes": "bytes", "events_topic": "kv@pod-{rank}@{dtype}", "events_data_parallel_rank": 3}
     sidecar = Sidecar(tmp_path / "endpoint", **settings)
@@ -191,6 +199,7 @@ def test_whole_hashes_and_topics(model: Path, tmp_path: Path, settings: dict[str
         sidecar.kill()
 
 
+@with_sidecar
 def test_evictions_and_gaps(model: Path, tmp_path: Path, settings: dict[str, Any], router: Subscriber) -> None:
     """What is evicted is told of; who asks for what is no longer kept gets everything anew."""
     settings |= {"events_buffer_steps": 3, "arena_limit": "1M", "arena_initial": "1M"}
@@ -220,5 +229,228 @@ def test_evictions_and_gaps(model: Path, tmp_path: Path, settings: dict[str, Any
         until(lambda: router.knows(*late.held), 30)
     finally:
         late.close()
+        engine.close()
+        sidecar.kill()
+
+
+# ---- the scheduler role ----
+
+
+class ScriptedFeed:
+    """What one rank would tell of a set of digests that it holds."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+        self.told: set[bytes] = set()
+        self.reset = False
+        self.silent = False
+
+    def poll(self) -> wire.Events | None:
+        if self.silent:
+            return None
+        if self.reset:
+            self.told, self.reset = set(), False
+            return wire.Events(0, 1, 0, ())
+        gone, new = self.told - set(self.held), set(self.held) - self.told
+        self.told = set(self.held)
+        runs = [wire.Run(1, b"".join(gone))] if gone else []
+        runs += [wire.Run(0, b"".join(new))] if new else []
+        return wire.Events(0, 0, 0, tuple(runs))
+
+
+def block_name(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def fake_request(pages: int) -> Any:
+    return SimpleNamespace(all_token_ids=list(range(pages * PAGE_TOKENS)), lora_request=None)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_announced_is_held_by_all_ranks(seed: int) -> None:
+    """Random histories: a router is never left believing too much, and believes all that was noted since it is held."""
+    rng = random.Random(seed)
+    ranks = rng.randint(1, 3)
+    pages = 40
+    feeds = [ScriptedFeed(set()) for _ in range(ranks)]
+    book = EventBook(
+        feeds, PAGE_TOKENS, 32, lambda: 0.0, max_held=rng.choice([20, 1000]), max_wanted=rng.choice([5, 1000])
+    )
+    bounded = book._max_held < pages or book._max_wanted < pages
+    request = fake_request(pages)
+    router: dict[int, BlockStored] = {}
+    noted: set[int] = set()  # since they were last not known to be held by all
+    announced = 0
+    for _ in range(1000):
+        what = rng.random()
+        if what < 0.4:
+            first = rng.randrange(pages)
+            end = rng.randint(first + 1, pages)
+            parent = block_name(first - 1) if first else None
+            book.note(request, first, [block_name(page) for page in range(first, end)], parent)
+            noted.update(range(first, end))
+        elif what < 0.8:
+            first = rng.randrange(pages)
+            for feed in feeds:
+                if rng.random() < 0.8:
+                    change = {block_name(page) for page in range(first, rng.randint(first, pages))}
+                    if rng.random() < 0.5:
+                        feed.held |= change
+                    else:
+                        feed.held -= change
+        elif what < 0.83:
+            feed = rng.choice(feeds)
+            feed.reset = True
+        for feed in feeds:
+            feed.silent = rng.random() < 0.2
+        resetting = any(feed.reset and not feed.silent for feed in feeds)
+        for event in book.take():
+            if isinstance(event, BlockRemoved):
+                for block in event.block_hashes:
+                    del router[int(block)]
+                    noted.discard(int(block))
+                continue
+            assert isinstance(event, BlockStored)
+            announced += len(event.block_hashes)
+            parent = event.parent_block_hash
+            for at, block in enumerate(map(int, event.block_hashes)):
+                assert block not in router
+                assert parent == (block - 1 if block else None)
+                assert (
+                    event.token_ids[at * PAGE_TOKENS : (at + 1) * PAGE_TOKENS]
+                    == request.all_token_ids[block * PAGE_TOKENS :][:PAGE_TOKENS]
+                )
+                router[block] = event
+                parent = block
+            assert len(event.token_ids) == len(event.block_hashes) * PAGE_TOKENS
+        told = {int.from_bytes(each, "big") for each in set.intersection(*(feed.told for feed in feeds))}
+        assert router.keys() <= told & set(range(pages))
+        if resetting:
+            assert not router
+            noted.clear()
+        if not bounded:
+            assert noted & told <= router.keys()
+    assert announced
+
+
+def test_announcements_say_what_the_engine_says_of_its_own(model: Path) -> None:
+    """In vLLM's scheduler: for each block both events agree, in all but the medium."""
+    config = make_config(model)
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    stand = Stand(config)
+    feed = ScriptedFeed(stand.sidecars.held)
+    stand.role._events._feeds = (feed,)
+    events: list[Any] = []
+    stand.scheduler.kv_event_publisher.publish = lambda batch: events.extend(batch.events)
+    prompt = list(range(5, 5 + 10 * BLOCK + 3))
+    for salt in (None, "salt"):
+        stand.add(prompt, max_tokens=2 * BLOCK, cache_salt=salt)
+        stand.run()
+    stand.clock += 1.0
+    of: dict[str, dict[Any, Any]] = {"GPU": {}, MEDIUM_CPU: {}}
+    for event in events:
+        assert isinstance(event, BlockStored)
+        parent = event.parent_block_hash
+        for at, block in enumerate(event.block_hashes):
+            keys = event.extra_keys[at] if event.extra_keys else None
+            tokens = tuple(event.token_ids[at * BLOCK : (at + 1) * BLOCK])
+            of[event.medium or "GPU"][block] = (
+                parent,
+                tokens,
+                event.block_size,
+                event.lora_id,
+                event.lora_name,
+                keys,
+                event.group_idx,
+            )
+            parent = block
+    assert len(of[MEDIUM_CPU]) == 2 * 12
+    for block, said in of[MEDIUM_CPU].items():
+        assert of["GPU"][block] == said
+    # What one rank drops is taken back; what a request finds held is announced again.
+    events.clear()
+    dropped = dict(stand.sidecars.held)
+    stand.sidecars.held.clear()
+    stand.add([1, 2, 3], max_tokens=3)
+    stand.run()
+    removed = {
+        block
+        for event in events
+        if isinstance(event, BlockRemoved) and event.medium == MEDIUM_CPU
+        for block in event.block_hashes
+    }
+    assert removed == set(of[MEDIUM_CPU])
+    stand.sidecars.held.update(dropped)
+    stand.forget_local()
+    events.clear()
+    stand.add(prompt, max_tokens=2)
+    stand.run()
+    again = {
+        block
+        for event in events
+        if isinstance(event, BlockStored) and event.medium == MEDIUM_CPU
+        for block in event.block_hashes
+    }
+    assert again < removed and len(again) == 10
+    assert not stand.connector.has_pending_push_work()
+
+
+def test_without_kv_events_nothing_is_followed(model: Path) -> None:
+    stand = Stand(make_config(model))
+    assert stand.role._events is None
+    assert list(stand.connector.take_events()) == []
+
+
+@with_sidecar
+def test_a_scheduler_follows_its_sidecar(model: Path, tmp_path: Path) -> None:
+    sidecar = Sidecar(tmp_path / "endpoint")
+    engine = Engine(model, sidecar.directory).start()
+    request = fake_request(8)
+    book = EventBook(engine.sidecars.feeds(), PAGE_TOKENS, 32, time.monotonic)
+    router: set[int] = set()
+
+    def knows(*names: int) -> bool:
+        for event in book.take():
+            if isinstance(event, BlockStored):
+                router.update(map(int, event.block_hashes))
+            else:
+                router.difference_update(map(int, event.block_hashes))
+        return router == set(names)
+
+    try:
+        engine.save_now(engine.save(0, list(range(1, 7)), list(range(101, 107))))
+        book.note(request, 0, [block_name(name) for name in range(101, 109)], None)
+        until(lambda: knows(*range(101, 107)))
+        engine.save_now(engine.save(4, [7, 8, 9, 10], [105, 106, 107, 108], prev=104, new_from=6))
+        until(lambda: knows(*range(101, 109)))
+        assert engine.sidecars.clear(5.0)
+        until(knows)
+        engine.save_now(engine.save(0, [1], [101]))
+        book.note(request, 0, [block_name(101)], None)
+        until(lambda: knows(101))
+        sidecar.kill()
+        until(knows)
+        sidecar.start()
+        engine.wait_up()
+        engine.save_now(engine.save(0, [1], [101]))
+        book.note(request, 0, [block_name(101)], None)
+        until(lambda: knows(101))
+    finally:
+        engine.close()
+        sidecar.kill()
+
+
+@with_sidecar
+def test_a_sidecar_without_a_journal_tells_nothing(model: Path, tmp_path: Path) -> None:
+    sidecar = Sidecar(tmp_path / "endpoint", events_journal=0)
+    engine = Engine(model, sidecar.directory).start()
+    try:
+        (feed,) = engine.sidecars.feeds()
+        assert feed.poll() is None
+        until(lambda: (feed.poll(), feed._not_before > 0)[1])
+        assert feed.poll() is None and feed._pending is None
+        engine.save_now(engine.save(0, [1], [101]))
+        assert engine.held(0, 101) == 1
+    finally:
         engine.close()
         sidecar.kill()

@@ -29,6 +29,10 @@ def build(kind: type, fields: dict[str, Any]) -> Any:
             value = bytes.fromhex(value)
         elif field.name in ("grants", "extents"):
             value = tuple(build(wire.Extent, e) for e in value)
+        elif isinstance(value, bool):
+            value = int(value)
+        elif field.name == "runs":
+            value = tuple(build(wire.Run, e) for e in value)
         elif isinstance(value, list):
             value = tuple(value)
         values[field.name] = value
@@ -72,6 +76,7 @@ def test_every_received_type_has_both_kinds_of_vector() -> None:
             "LoadGrant",
             "Pong",
             "Cleared",
+            "Events",
             "RegionAdded",
             "RegionRemoved",
             "Error",

@@ -1,0 +1,266 @@
+"""KV events of the scheduler role: which blocks the sidecars of all ranks hold.
+
+vLLM publishes them together with those of its own cache, for routers. Only while
+kv_events_config has them enabled does any of this exist.
+
+Each step every rank's sidecar is asked, over its session, what came and went in
+this engine's space; the answer is taken in when it is there, at a later step.
+Nothing here waits. A block is announced when two things are true: this engine
+knows its tokens, because it saved it or found it held, and the sidecars of all
+ranks have said that they hold it. It is taken back when the first of them says
+that it is gone, and when a session is lost or has missed something. So a router
+may believe too little; too much only until this engine's next step.
+
+For the scheduler's thread alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from lookaside import wire
+from lookaside.session import Pending, RateLimitedLog, Session, SessionUnavailable
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.lookaside")
+
+# Blocks of which it is known which ranks hold them; what is more is never announced.
+MAX_HELD = 1 << 20
+# Blocks whose tokens are known and that are not held by all ranks yet.
+MAX_WANTED = 1 << 14
+# How long the engine is kept stepping after a save, to hear what became of it.
+_HURRY_S = 0.25
+# After an answer that is none.
+_PAUSE_S = 10.0
+
+
+class Feed(Protocol):
+    """What one rank's sidecar tells. No method blocks."""
+
+    def poll(self) -> wire.Events | None:
+        """The next answer, if there is one; a reset without runs when all that was told is void."""
+        ...
+
+
+class SessionFeed:
+    """A Feed over the scheduler's session with a rank."""
+
+    def __init__(self, session: Session, clock: Callable[[], float]) -> None:
+        self._session = session
+        self._clock = clock
+        self._log = RateLimitedLog(logger)
+        self._of = 0  # the session that has told something
+        self._pending: Pending | None = None
+        self._not_before = 0.0
+
+    def poll(self) -> wire.Events | None:
+        session = self._session
+        if self._of and (not session.connected or session.session_id != self._of):
+            self._of, self._pending = 0, None
+            return wire.Events(0, 1, 0, ())
+        answer = None
+        if self._pending is not None:
+            if not self._pending.done:
+                return None
+            answer = self._pending.wait(0)
+            self._pending = None
+            if answer is None:  # the session was lost
+                self._of = 0
+                return wire.Events(0, 1, 0, ())
+            if not isinstance(answer, wire.Events):
+                self._not_before = self._clock() + _PAUSE_S
+                self._log.warning("events", "the sidecar tells no events: %s", getattr(answer, "message", answer))
+                return None
+        if self._clock() >= self._not_before and session.connected:
+            try:
+                self._pending = session.submit(lambda request_id: wire.ReadEvents(request_id))
+                self._of = session.session_id or 0
+            except SessionUnavailable:
+                pass  # lost, which is seen the next time, or slow
+        return answer
+
+
+class Block(NamedTuple):
+    """What an announcement says of a block, beside its digest."""
+
+    parent: bytes | None
+    token_ids: Sequence[int]
+    lora_id: int | None
+    lora_name: str | None
+    extra_keys: tuple[Any, ...] | None
+
+
+class EventBook:
+    """See the module's comment."""
+
+    def __init__(
+        self,
+        feeds: Sequence[Feed],
+        page_tokens: int,
+        digest_bytes: int,
+        clock: Callable[[], float],
+        max_held: int = MAX_HELD,
+        max_wanted: int = MAX_WANTED,
+    ) -> None:
+        """feeds are one a rank."""
+        self._feeds = tuple(feeds)
+        self._all = (1 << len(self._feeds)) - 1
+        self._page = page_tokens
+        self._digest = digest_bytes
+        self._clock = clock
+        self._max_held, self._max_wanted = max_held, max_wanted
+        self._held: dict[bytes, int] = {}  # by digest: a bit for each rank that holds it
+        self._announced: set[bytes] = set()  # held by all
+        self._wanted: OrderedDict[bytes, Block] = OrderedDict()
+        self._out: list[tuple[bytes, Block | None]] = []  # in their order; None: removed
+        self._hurry_until = 0.0
+
+    def note(self, request: Request, first_page: int, digests: Iterable[bytes], parent: bytes | None) -> None:
+        """These pages of a request are being saved, or were found held."""
+        lora = request.lora_request
+        for page, digest in enumerate(digests, first_page):
+            if digest not in self._announced:
+                start, end = page * self._page, (page + 1) * self._page
+                block = Block(
+                    parent,
+                    list(request.all_token_ids[start:end]),
+                    lora.adapter_id if lora is not None else None,
+                    lora.name if lora is not None else None,
+                    _extra_keys(request, start, end),
+                )
+                if self._held.get(digest) == self._all:
+                    self._announce(digest, block)
+                else:
+                    self._wanted[digest] = block
+                    self._wanted.move_to_end(digest)
+                    if len(self._wanted) > self._max_wanted:
+                        self._wanted.popitem(last=False)
+            parent = digest
+
+    def hurry(self) -> None:
+        """A save has ended: what became of it will be told soon."""
+        self._hurry_until = self._clock() + _HURRY_S
+
+    def has_pending(self) -> bool:
+        """Whether the engine had better step on to hear of what it saved."""
+        return bool(self._out) or (bool(self._wanted) and self._clock() < self._hurry_until)
+
+    def poll(self) -> None:
+        """Take in what the ranks have answered, and ask them again."""
+        for rank, feed in enumerate(self._feeds):
+            answer = feed.poll()
+            if answer is None:
+                continue
+            if answer.reset:
+                self._reset(1 << rank)
+            for run in answer.runs:
+                step = self._digest
+                for at in range(0, len(run.hashes), step):
+                    digest = run.hashes[at : at + step]
+                    if run.removed:
+                        self._remove(digest, 1 << rank)
+                    else:
+                        self._store(digest, 1 << rank)
+
+    def take(self) -> list[Any]:
+        """The events since it was asked before, as vLLM's."""
+        self.poll()
+        if not self._out:
+            return []
+        out, self._out = self._out, []
+        return _events(out, self._page)
+
+    def _store(self, digest: bytes, bit: int) -> None:
+        before = self._held.get(digest, 0)
+        if not before and len(self._held) >= self._max_held:
+            return
+        self._held[digest] = before | bit
+        if before | bit == self._all and digest in self._wanted:
+            self._announce(digest, self._wanted.pop(digest))
+
+    def _remove(self, digest: bytes, bit: int) -> None:
+        left = self._held.get(digest, 0) & ~bit
+        if left:
+            self._held[digest] = left
+        else:
+            self._held.pop(digest, None)
+        self._retract(digest)
+
+    def _reset(self, bit: int) -> None:
+        for digest in self._announced:
+            self._out.append((digest, None))
+        self._announced.clear()
+        held = {digest: ranks & ~bit for digest, ranks in self._held.items()}
+        self._held = {digest: ranks for digest, ranks in held.items() if ranks}
+
+    def _announce(self, digest: bytes, block: Block) -> None:
+        self._announced.add(digest)
+        self._out.append((digest, block))
+
+    def _retract(self, digest: bytes) -> None:
+        if digest in self._announced:
+            self._announced.remove(digest)
+            self._out.append((digest, None))
+
+
+def _extra_keys(request: Request, start: int, end: int) -> tuple[Any, ...] | None:
+    """What else than tokens made a block's hash."""
+    if not (request.lora_request or getattr(request, "mm_features", None) or getattr(request, "cache_salt", None)):
+        return None
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+    return generate_block_hash_extra_keys(request, start, end, 0)[0]
+
+
+def _events(changes: list[tuple[bytes, Block | None]], page_tokens: int) -> list[Any]:
+    """Events for changes, in their order: runs of one prefix together."""
+    from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+    from vllm.v1.core import kv_cache_utils
+
+    name: Any = kv_cache_utils.maybe_convert_block_hash
+    # vLLM before 0.31 publishes extra keys as they are.
+    plain = getattr(kv_cache_utils, "to_event_extra_keys", lambda keys: keys)
+
+    def make(kind: Any, **fields: Any) -> Any:
+        return kind(**{key: value for key, value in fields.items() if key in kind.__struct_fields__})
+
+    events: list[Any] = []
+    at = 0
+    while at < len(changes):
+        _, block = changes[at]
+        run = [changes[at]]
+        while at + len(run) < len(changes):
+            following, after = changes[at + len(run)]
+            if (block is None) != (after is None):
+                break
+            if block is not None and after is not None and (after.parent, after.lora_id) != (run[-1][0], block.lora_id):
+                break
+            run.append((following, after))
+        at += len(run)
+        hashes = [name(each) for each, _ in run]
+        if block is None:
+            events.append(make(BlockRemoved, block_hashes=hashes, medium=MEDIUM_CPU, group_idx=0, locality="LOCAL"))
+            continue
+        blocks = [each for _, each in run if each is not None]
+        keys = [each.extra_keys for each in blocks]
+        events.append(
+            make(
+                BlockStored,
+                block_hashes=hashes,
+                parent_block_hash=None if block.parent is None else name(block.parent),
+                token_ids=[token for each in blocks for token in each.token_ids],
+                block_size=page_tokens,
+                lora_id=block.lora_id,
+                lora_name=block.lora_name,
+                medium=MEDIUM_CPU,
+                extra_keys=plain(keys) if any(key is not None for key in keys) else None,
+                group_idx=0,
+                locality="LOCAL",
+            )
+        )
+    return events
