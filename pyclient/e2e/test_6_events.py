@@ -45,7 +45,8 @@ class Router:
         while self.sub.poll(10):
             _, _, payload = self.sub.recv_multipart()
             self.batches += 1
-            for event in self.decoder.decode(payload).events:
+            events: list[Any] = list(self.decoder.decode(payload).events)
+            for event in events:
                 kind = type(event).__name__
                 if kind == "AllBlocksCleared":
                     self.held.clear()

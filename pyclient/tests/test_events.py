@@ -204,7 +204,7 @@ def test_evictions_and_gaps(model: Path, tmp_path: Path, settings: dict[str, Any
     """What is evicted is told of; who asks for what is no longer kept gets everything anew."""
     settings |= {"events_buffer_steps": 3, "arena_limit": "1M", "arena_initial": "1M"}
     sidecar = Sidecar(tmp_path / "endpoint", **settings)
-    engine = Engine(model, sidecar.directory, store_timeout_ms=5000).start()
+    engine = Engine(model, sidecar.directory, store_timeout_ms=5000, lookup_timeout_ms=5000).start()
     late = Subscriber(settings["events_endpoint"], settings["events_replay_endpoint"])
     late.complete = False
     try:
@@ -443,7 +443,7 @@ def test_a_scheduler_follows_its_sidecar(model: Path, tmp_path: Path) -> None:
 @with_sidecar
 def test_a_sidecar_without_a_journal_tells_nothing(model: Path, tmp_path: Path) -> None:
     sidecar = Sidecar(tmp_path / "endpoint", events_journal=0)
-    engine = Engine(model, sidecar.directory).start()
+    engine = Engine(model, sidecar.directory, lookup_timeout_ms=5000).start()
     try:
         (feed,) = engine.sidecars.feeds()
         assert feed.poll() is None
