@@ -87,7 +87,7 @@ type journal struct {
 	kind EventKind
 	ref  uint32
 	gen  uint32
-	pos  int
+	pos  int // behind its last page
 
 	before    [4]uint64 // of the page before a slot that is entered and has no parent yet
 	hasBefore bool
@@ -316,28 +316,41 @@ func (j *journal) read(at uint64, buf []byte) (Event, []byte) {
 	return ev, buf
 }
 
-// note records that page pos of a slot can be found, or cannot any more.
-func (e *Engine) note(k EventKind, ref uint32, pos int) {
+// note records that pages [from, to) of a slot can be found, or cannot any more.
+func (e *Engine) note(k EventKind, ref uint32, from, to int) {
 	j := &e.journal
-	r, s := e.slot(ref)
-	d := r.digest(ref&recordMask, pos)
-	if j.open && j.ref == ref && j.gen == s.gen && j.kind == k && j.pos+1 == pos {
-		j.room(uint64(len(d)))
-		j.ring[j.at&j.mask()] += 1 << 8
-	} else {
-		e.noteRun(k, r, s, ref, pos, len(d))
+	if from >= to {
+		return
 	}
-	j.put(d)
-	j.pos = pos
-	if k == PagesStored {
-		j.stored++
+	r, s := e.slot(ref)
+	n := to - from
+	if j.open && j.ref == ref && j.gen == s.gen && j.kind == k && j.pos == from {
+		j.room(uint64(n * r.words))
+		j.ring[j.at&j.mask()] += uint64(n) << 8
 	} else {
-		j.removed++
+		e.noteRun(k, r, s, ref, from, n)
+	}
+	j.pos = to
+	slot := ref & recordMask
+	if to == r.ppc {
+		to--
+	}
+	if from < to {
+		at := int(slot) * (r.ppc - 1)
+		j.put(r.digests[(at+from)*r.words : (at+to)*r.words])
+	}
+	if j.pos == r.ppc {
+		j.put(r.digest(slot, r.ppc-1))
+	}
+	if k == PagesStored {
+		j.stored += uint64(n)
+	} else {
+		j.removed += uint64(n)
 	}
 }
 
-// noteRun begins a record of one page, all but its digest.
-func (e *Engine) noteRun(k EventKind, r *region, s *slot, ref uint32, pos, words int) {
+// noteRun begins a record of n pages, all but their digests.
+func (e *Engine) noteRun(k EventKind, r *region, s *slot, ref uint32, pos, n int) {
 	j := &e.journal
 	var prev []uint64
 	if k == PagesStored {
@@ -349,12 +362,12 @@ func (e *Engine) noteRun(k EventKind, r *region, s *slot, ref uint32, pos, words
 			parent := e.regions[k.parent>>recordBits]
 			prev = parent.digest(k.parent&recordMask, parent.ppc-1)
 		case j.hasBefore:
-			prev = j.before[:words]
+			prev = j.before[:r.words]
 		}
 	}
-	j.room(uint64(2 + len(prev) + words))
+	j.room(uint64(2 + len(prev) + n*r.words))
 	j.open, j.at, j.kind, j.ref, j.gen = true, j.end, k, ref, s.gen
-	j.ring[j.end&j.mask()] = head(k, len(prev) > 0, words, 1, e.spaces[s.space].serial)
+	j.ring[j.end&j.mask()] = head(k, len(prev) > 0, r.words, n, e.spaces[s.space].serial)
 	j.ring[(j.end+1)&j.mask()] = uint64(s.chunk)*uint64(r.ppc) + uint64(pos)
 	j.end += 2
 	j.put(prev)
@@ -367,10 +380,8 @@ func (e *Engine) noteRun(k EventKind, r *region, s *slot, ref uint32, pos, words
 }
 
 func (j *journal) put(words []uint64) {
-	m := j.mask()
-	for i, w := range words {
-		j.ring[(j.end+uint64(i))&m] = w
-	}
+	n := copy(j.ring[j.end&j.mask():], words)
+	copy(j.ring, words[n:])
 	j.end += uint64(len(words))
 }
 
@@ -465,9 +476,7 @@ func (e *Engine) noteRestored(all []staged) {
 	}
 	for i := range all {
 		if _, s := e.slot(all[i].ref); s.state == ready && !s.doomed() {
-			for pos := range int(s.pages) {
-				e.note(PagesStored, all[i].ref, pos)
-			}
+			e.note(PagesStored, all[i].ref, 0, int(s.pages))
 		}
 	}
 }

@@ -306,9 +306,7 @@ func (e *Engine) relocate(from, to uint32) {
 		l.prev = recTo
 	}
 	if e.journal.walks > 0 {
-		for pos := range int(s.pages) {
-			e.note(PagesStored, to, pos)
-		}
+		e.note(PagesStored, to, 0, int(s.pages))
 	}
 
 	c := r.class

@@ -424,6 +424,7 @@ func (e *Engine) enter(ref uint32, from, to int) bool {
 	sp := e.spaces[s.space]
 	base := int(ref&recordMask) * r.ppc
 	var buf [32]byte
+	unnoted := from // pages from here on are new, and the journal is yet to hear of them
 	for pos := from; pos < to; pos++ {
 		rec := ref&^recordMask | uint32(base+pos)
 		d := r.digestBytes(ref&recordMask, pos, &buf)
@@ -432,10 +433,11 @@ func (e *Engine) enter(ref uint32, from, to int) bool {
 			e.idx.insert(sp.tagOfRecord(r.digest(ref&recordMask, pos)), rec)
 			sp.pages++
 			s.pages++
-			if e.journal.on {
-				e.note(PagesStored, ref, pos)
-			}
 			continue
+		}
+		if e.journal.on {
+			e.note(PagesStored, ref, unnoted, pos)
+			unnoted = pos + 1
 		}
 		if !e.at(head, int(s.chunk)*r.ppc+pos) {
 			e.retract(ref, from)
@@ -444,7 +446,7 @@ func (e *Engine) enter(ref uint32, from, to int) bool {
 		e.linkAfter(head, rec)
 		s.pages++
 		if e.journal.walks > 0 {
-			e.note(PagesStored, ref, pos)
+			e.note(PagesStored, ref, pos, pos+1)
 		}
 		// The slot that ended here is the shorter version of this one.
 		if other, _ := e.slotOf(head); other != ref {
@@ -455,6 +457,9 @@ func (e *Engine) enter(ref uint32, from, to int) bool {
 				e.release(other)
 			}
 		}
+	}
+	if e.journal.on {
+		e.note(PagesStored, ref, unnoted, to)
 	}
 	return true
 }
@@ -478,6 +483,7 @@ func (e *Engine) retract(ref uint32, from int) {
 	r, s := e.slot(ref)
 	sp := e.spaces[s.space]
 	base := int(ref&recordMask) * r.ppc
+	unnoted := from
 	for pos := from; pos < int(s.pages); pos++ {
 		e.linkSteps++
 		rec := ref&^recordMask | uint32(base+pos)
@@ -494,11 +500,17 @@ func (e *Engine) retract(ref uint32, from int) {
 		default:
 			e.idx.remove(sp.tagOfRecord(r.digest(ref&recordMask, pos)), rec)
 			sp.pages--
-			if e.journal.on {
-				e.note(PagesRemoved, ref, pos)
-			}
+			*l = link{}
+			continue
+		}
+		if e.journal.on {
+			e.note(PagesRemoved, ref, unnoted, pos)
+			unnoted = pos + 1
 		}
 		*l = link{}
+	}
+	if e.journal.on {
+		e.note(PagesRemoved, ref, unnoted, int(s.pages))
 	}
 	s.pages = uint16(from)
 }
