@@ -22,7 +22,8 @@ VOCAB = 4096
 MAX_TOKENS = 16384
 SEED = 20240229
 
-ARCHITECTURES = ("llama", "mla")
+ARCHITECTURES = ("llama", "mla", "hybrid")
+WINDOW = 300  # tokens that the hybrid's sliding layers attend to
 
 
 def model_dir(architecture: str = "llama") -> Path:
@@ -65,7 +66,7 @@ def _make(architecture: str, out: Path) -> None:
 
 
 def _config(architecture: str):
-    from transformers import DeepseekV2Config, LlamaConfig
+    from transformers import DeepseekV2Config, Gemma3TextConfig, LlamaConfig
 
     if architecture == "llama":
         return LlamaConfig(
@@ -106,6 +107,25 @@ def _config(architecture: str):
             tie_word_embeddings=False,
             bos_token_id=0,
             eos_token_id=1,
+        )
+    if architecture == "hybrid":
+        return Gemma3TextConfig(
+            vocab_size=VOCAB,
+            hidden_size=512,
+            intermediate_size=1024,
+            num_hidden_layers=6,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=64,
+            query_pre_attn_scalar=64,
+            sliding_window=WINDOW,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            max_position_embeddings=MAX_TOKENS,
+            initializer_range=0.05,
+            tie_word_embeddings=False,
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=0,
         )
     raise ValueError(f"unknown architecture {architecture!r}: one of {', '.join(ARCHITECTURES)}")
 

@@ -49,6 +49,7 @@ from lookaside.stats import Collector, LookasidePromMetrics, LookasideStats
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -86,6 +87,12 @@ def _contained(default: Callable[[], Any]) -> Callable[[_Method], _Method]:
 
 def _nothing() -> None:
     return None
+
+
+def _no_results() -> KVConnectorTransferResults:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+    return KVConnectorTransferResults()
 
 
 class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
@@ -195,15 +202,15 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.update_connector_output(connector_output)
 
-    @_contained(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        # Never True: what is saved is pinned, and what loads vLLM holds by itself.
-        return False, None if self._scheduler is None else self._scheduler.request_finished(request, block_ids)
+        return self.request_finished_all_groups(request, (block_ids,))
 
+    @_contained(lambda: (False, None))
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0] if block_ids else [])
+        # Never True: what is saved is pinned, and what loads vLLM holds by itself.
+        return False, None if self._scheduler is None else self._scheduler.request_finished(request, block_ids)
 
     @_contained(lambda: False)
     def has_pending_push_work(self) -> bool:
@@ -269,6 +276,16 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:
             return None, None
         return self._worker.get_finished(finished_req_ids)
+
+    @_contained(_no_results)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """get_finished, and which loads failed as a whole. Called by vLLM 0.30 and later."""
+        results = _no_results()
+        if self._worker is not None:
+            _, received = self._worker.get_finished(finished_req_ids)
+            results.finished_recving = received or set()
+            results.failed_recving = self._worker.failed_requests(results.finished_recving)
+        return results
 
     @_contained(lambda: set())
     def get_block_ids_with_load_errors(self) -> set[int]:

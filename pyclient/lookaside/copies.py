@@ -16,13 +16,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from lookaside import _native
-from lookaside.layout import PageLayout
+from lookaside.layout import PageLayout, Segment
 
 # Forces a copy kernel: "memcpy" or "avx512". Meant for tests and for telling a slow machine from a slow kernel.
 KERNEL_ENV = "LOOKASIDE_COPY_KERNEL"
@@ -31,6 +30,8 @@ KERNEL_ENV = "LOOKASIDE_COPY_KERNEL"
 POOL_THREADS = 2
 # Copies smaller than this are not worth handing half of to another thread (about 0.3 ms).
 SPLIT_BYTES = 4 << 20
+# Stands for a block of a page that is not to be copied. Not 0, vLLM's null block: that one exists.
+ABSENT = -1
 
 
 class Ticket:
@@ -129,11 +130,14 @@ class Copies(Protocol):
         ...
 
     def gather(self, blocks: np.ndarray, addresses: np.ndarray) -> Ticket:
-        """Copies KV-cache blocks (int64 ids) to arena pages (uint64 addresses)."""
+        """Copies KV-cache blocks to arena pages (uint64 addresses).
+
+        blocks: int64 ids [pages, columns]; or [pages], where a page has one block. ABSENT ones are left out.
+        """
         ...
 
     def scatter(self, blocks: np.ndarray, addresses: np.ndarray) -> Ticket:
-        """Copies arena pages to KV-cache blocks."""
+        """Copies arena pages to KV-cache blocks, which are given as to gather."""
         ...
 
     def close(self) -> None:
@@ -141,9 +145,72 @@ class Copies(Protocol):
         ...
 
 
-def make_plan(layout: PageLayout) -> _native.Plan:
-    """The native plan of a layout. Raises ValueError if the layout does not lie within its spans."""
-    return _native.Plan(layout.segments, layout.num_blocks, layout.page_bytes, layout.spans)
+class Piece(NamedTuple):
+    """A part of a copy: blocks that all lie alike, and where the bytes of each are in the arena."""
+
+    plan: _native.Plan
+    blocks: np.ndarray
+    addresses: np.ndarray
+
+
+class Plans:
+    """The native plans of a layout: one for all the columns of a page whose blocks lie alike. Any thread may use it."""
+
+    def __init__(self, layout: PageLayout) -> None:
+        """Raises ValueError if the layout does not lie within its spans."""
+        self._columns = len(layout.column_bytes)
+        alike: dict[tuple[Segment, ...], list[tuple[int, int]]] = {}  # segments of a block -> (column, page offset)
+        end = 0
+        for column, size in enumerate(layout.column_bytes):
+            block = tuple(
+                s._replace(page_offset=s.page_offset - end, column=0) for s in layout.segments if s.column == column
+            )
+            alike.setdefault(block, []).append((column, end))
+            end += size
+        # A page of one block has its own length, which may be more than its bytes.
+        whole = layout.page_bytes if self._columns == 1 else 0
+        self._plans = [
+            (
+                _native.Plan(
+                    [s[:4] for s in block], layout.num_blocks, whole or sum(s.length for s in block), layout.spans
+                ),
+                columns,
+            )
+            for block, columns in alike.items()
+        ]
+
+    def attach(self, region_id: int, address: int, size: int) -> None:
+        """Raises ValueError or RuntimeError; then no plan has got the region."""
+        for number, (plan, _) in enumerate(self._plans):
+            try:
+                plan.attach(region_id, address, size)
+            except (MemoryError, RuntimeError, ValueError):
+                for other, _ in self._plans[:number]:
+                    other.detach(region_id)
+                raise
+
+    def detach(self, region_id: int) -> None:
+        for plan, _ in self._plans:
+            plan.detach(region_id)
+
+    def pieces(self, blocks: np.ndarray, addresses: np.ndarray) -> list[Piece]:
+        """What is to be copied for rows of blocks (see Copies), checked. Raises TypeError or ValueError."""
+        if blocks.ndim == 1:
+            blocks = blocks[:, None]
+        if blocks.ndim != 2 or blocks.shape[1] != self._columns or len(blocks) != len(addresses):
+            raise ValueError(f"blocks {blocks.shape} of {self._columns} columns for {len(addresses)} pages")
+        found: list[Piece] = []
+        for plan, columns in self._plans:
+            ids: list[np.ndarray] = []
+            where: list[np.ndarray] = []
+            for column, offset in columns:
+                there = blocks[:, column] != ABSENT
+                ids.append(blocks[there, column])
+                where.append(addresses[there] + np.uint64(offset))
+            piece = Piece(plan, np.concatenate(ids), np.concatenate(where))
+            plan.check(piece.blocks, piece.addresses)
+            found.append(piece)
+        return found
 
 
 def best_kernel() -> int:
@@ -161,26 +228,25 @@ class CpuCopies:
     """Copies for a KV cache in host memory."""
 
     def __init__(self, layout: PageLayout, threads: int = POOL_THREADS) -> None:
-        self._plan = make_plan(layout)
+        self._plans = Plans(layout)
         self._kernel = best_kernel()
         self._threads = threads
-        self._split_pages = max(1, -(-SPLIT_BYTES // self._plan.payload_bytes))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lookaside-copy", initializer=use_all_cores)
         self._inflight = InFlight()
 
     def attach(self, region_id: int, address: int, size: int) -> None:
-        self._plan.attach(region_id, address, size)
+        self._plans.attach(region_id, address, size)
 
     def detach(self, region_id: int) -> Ticket:
         # In this order: a copy that was checked before the region left is in the snapshot, a later one is refused.
-        self._plan.detach(region_id)
+        self._plans.detach(region_id)
         return AllOf(self._inflight.snapshot())
 
     def gather(self, blocks: np.ndarray, addresses: np.ndarray) -> Ticket:
-        return self._start(self._plan.gather, blocks, addresses, inline=True)
+        return self._start(_native.Plan.gather, blocks, addresses, inline=True)
 
     def scatter(self, blocks: np.ndarray, addresses: np.ndarray) -> Ticket:
-        return self._start(self._plan.scatter, blocks, addresses, inline=False)
+        return self._start(_native.Plan.scatter, blocks, addresses, inline=False)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
@@ -188,23 +254,27 @@ class CpuCopies:
     def _start(self, copy: Callable[..., Any], blocks: np.ndarray, addresses: np.ndarray, *, inline: bool) -> Ticket:
         """Splits a copy over the threads; inline, this thread does what no other has begun when it gets there."""
         try:
-            self._plan.check(blocks, addresses)
+            pieces = self._plans.pieces(blocks, addresses)  # copies: the caller may reuse its own once we return
         except (TypeError, ValueError) as fault:
             return finished(str(fault))
-        if not inline:
-            blocks, addresses = blocks.copy(), addresses.copy()  # the caller may reuse its own once we return
-        count = min(self._threads, max(1, len(blocks) // self._split_pages))
-        bounds = [len(blocks) * i // count for i in range(count + 1)]
-        shares = [(Ticket(), blocks[i:j], addresses[i:j]) for i, j in pairwise(bounds)]
-        whole = AllOf([part for part, *_ in shares])
+        size = sum(len(piece.blocks) * piece.plan.payload_bytes for piece in pieces)
+        count = min(self._threads, max(1, size // SPLIT_BYTES))
+        shares: list[tuple[Ticket, list[Piece]]] = []
+        for i in range(count):
+            part: list[Piece] = []
+            for plan, ids, where in pieces:
+                of = slice(len(ids) * i // count, len(ids) * (i + 1) // count)
+                part.append(Piece(plan, ids[of], where[of]))
+            shares.append((Ticket(), part))
+        whole = AllOf([ticket for ticket, _ in shares])
         self._inflight.add(whole)
         futures: list[Future[None]] = []
         try:
             for share in shares[1:] if inline else shares:
                 futures.append(self._pool.submit(self._run, copy, *share))
         except RuntimeError:
-            for part, *_ in shares[len(futures) + inline :]:
-                part._finish("copies are closed")
+            for ticket, _ in shares[len(futures) + inline :]:
+                ticket._finish("copies are closed")
         if inline:
             self._run(copy, *shares[0])
             for future, share in zip(futures, shares[1:], strict=False):
@@ -214,18 +284,19 @@ class CpuCopies:
                 share[0]._over.wait()  # bounded by the time of our own share
         return whole
 
-    def _run(self, copy: Callable[..., Any], part: Ticket, blocks: np.ndarray, addresses: np.ndarray) -> None:
+    def _run(self, copy: Callable[..., Any], ticket: Ticket, pieces: list[Piece]) -> None:
         error: str | None = "copy interrupted"
         faults: tuple[int, ...] = ()
         try:
-            copy(blocks, addresses, kernel=self._kernel)
+            for plan, blocks, addresses in pieces:
+                copy(plan, blocks, addresses, kernel=self._kernel)
             error = None
         except _native.BusError as fault:
             error, faults = fault.args[0], (fault.args[1],)
         except Exception as fault:
             error = f"{type(fault).__name__}: {fault}"
         finally:
-            part._finish(error, faults)
+            ticket._finish(error, faults)
 
 
 def use_all_cores() -> None:

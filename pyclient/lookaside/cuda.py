@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lookaside import _native
-from lookaside.copies import AllOf, InFlight, Ticket, finished, make_plan
+from lookaside.copies import AllOf, InFlight, Piece, Plans, Ticket, finished
 from lookaside.layout import PageLayout
 
 # How often a wait looks at its event. The driver's own wait has no deadline, so ours polls.
@@ -80,8 +80,7 @@ class _Job:
     copy: Callable[[_native.Plan, int, np.ndarray, np.ndarray], int]
     stream: int
     after: int  # event on the compute stream
-    blocks: np.ndarray
-    addresses: np.ndarray
+    pieces: list[Piece]
 
 
 class _Unpin(Ticket):
@@ -125,7 +124,7 @@ class CudaCopies:
         batched: bool = True,
         compute_stream: Callable[[], int] | None = None,
     ) -> None:
-        self._plan = make_plan(layout)
+        self._plans = Plans(layout)
         self._driver = _native.Cuda(ordinal, library, batched)
         self._compute_stream = compute_stream or _torch_stream(ordinal)
         self._gathers = self._driver.stream()
@@ -144,7 +143,7 @@ class CudaCopies:
             with self._lock:
                 if self._closed:
                     raise RuntimeError("copies are closed")
-                self._plan.attach(region_id, address, size)
+                self._plans.attach(region_id, address, size)
                 self._pinned[region_id] = address
         except (RuntimeError, ValueError):
             _quietly(self._driver.unpin, address)
@@ -152,7 +151,7 @@ class CudaCopies:
 
     def detach(self, region_id: int) -> Ticket:
         # In this order: a copy that was checked before the region left is in the snapshot, a later one is refused.
-        self._plan.detach(region_id)
+        self._plans.detach(region_id)
         with self._lock:
             address = self._pinned.pop(region_id, None)
         copies = self._inflight.snapshot()
@@ -188,7 +187,7 @@ class CudaCopies:
     ) -> Ticket:
         after: int | None = None
         try:
-            self._plan.check(blocks, addresses)
+            pieces = self._plans.pieces(blocks, addresses)
             after = self._driver.event()
             self._driver.record(after, self._compute_stream())
         except (TypeError, ValueError, RuntimeError) as fault:
@@ -201,7 +200,7 @@ class CudaCopies:
                 _quietly(self._driver.event_free, after)
                 return finished("copies are closed")
             self._inflight.add(ticket)
-            self._jobs.put(_Job(ticket, copy, stream, after, blocks.copy(), addresses.copy()))
+            self._jobs.put(_Job(ticket, copy, stream, after, pieces))
         return ticket
 
     def _submit_all(self) -> None:
@@ -211,7 +210,8 @@ class CudaCopies:
             try:
                 event = self._driver.event()
                 self._driver.wait(job.stream, job.after)
-                job.copy(self._plan, job.stream, job.blocks, job.addresses)
+                for plan, blocks, addresses in job.pieces:
+                    job.copy(plan, job.stream, blocks, addresses)
             except Exception as fault:
                 failure = f"{type(fault).__name__}: {fault}"
             _quietly(self._driver.event_free, job.after)

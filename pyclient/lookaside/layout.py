@@ -1,10 +1,13 @@
 """Where the bytes of a page lie in vLLM's KV cache.
 
-A page is one block of one rank, all layers. vLLM (0.29 and later) gives each layer a logical view [B', H, N, C] into
-one allocation; the physical order differs by backend, and kernels may split blocks (B' = num_blocks * ratio). From
-shape and strides we derive the runs of bytes that a block consists of, join neighbours, and check the result against
-what the KV cache config says about placement: two descriptions that disagree mean that we do not understand this vLLM,
-and a page that is not understood is not cached.
+A page is one block of one rank, all layers. Where vLLM puts the layers of a model into several groups, each with a
+block table of its own (full attention and sliding windows, say), a page is the tokens of one *scheduler block*, the
+least multiple of all groups' blocks: one or more blocks of each group, side by side, each a *column* of the page.
+
+vLLM (0.29 and later) gives each layer a logical view [B', H, N, C] into one allocation; the physical order differs by
+backend, and kernels may split blocks (B' = num_blocks * ratio). From shape and strides we derive the runs of bytes that
+a block consists of, join neighbours, and check the result against what the KV cache config says about placement: two
+descriptions that disagree mean that we do not understand this vLLM, and a page that is not understood is not cached.
 
     LBHNC, LBNHC, MLA      one run a layer
     BLHNC, BLNHC, BHLNC    one run a block, all layers
@@ -13,12 +16,16 @@ and a page that is not understood is not cached.
 Pages are opaque: nothing looks inside a run (on the CPU its bytes are in the order of the instruction set's tiles).
 Alignment padding at a page's end is not copied.
 
+Of a sliding window, a page has only those blocks that the window of some hit can reach: hits end where pages do, so
+that a block which ends more than the window before that is never read again. vLLM may have freed it by then.
+
 torch and vLLM are not imported: tensors, config and specs are used as they come.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -30,13 +37,14 @@ MAX_SEGMENTS = 1 << 16
 # Specs whose blocks hold all tokens of the prefix, position by position, and nothing else. Their subclasses are not
 # included: each (sinks, reference windows, hidden states) came with rules of its own.
 FULL_ATTENTION_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+# The same, but vLLM frees blocks that the window has left behind. Subclasses keep more than their window, or less.
+WINDOW_SPECS = frozenset({"SlidingWindowSpec"})
 
 
 class UnsupportedLayout(Exception):
     """This KV cache cannot be kept outside the engine.
 
-    kind: "hybrid" (several kinds of attention or state in one model), "attention" (a kind we do not cover) or "layout"
-    (a placement we do not understand).
+    kind: "attention" (a kind we do not cover) or "layout" (a placement we do not understand).
     """
 
     def __init__(self, kind: str, reason: str) -> None:
@@ -52,13 +60,22 @@ class Segment(NamedTuple):
     stride: int  # bytes from one block's run to the next block's
     length: int  # bytes of the run
     page_offset: int  # where the run lies in a page of the arena
+    column: int = 0  # which of a page's blocks it is of
+
+
+class Share(NamedTuple):
+    """What one KV-cache group has of every page: the last ``kept`` of its ``blocks`` there."""
+
+    blocks: int
+    kept: int  # blocks before these no hit can need
+    reach: int  # how many blocks before its end a hit needs; 0: all
 
 
 @dataclass(frozen=True)
 class PageLayout:
     """How one rank's pages lie in its KV cache. Valid as long as the tensors that it was built from."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[Segment, ...]  # by page_offset, and so by column
     page_bytes: int
     num_blocks: int
     page_tokens: int
@@ -66,22 +83,54 @@ class PageLayout:
     # Everything about the bytes of a page that another instance must share to reuse it; goes into the space.
     description: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def column_bytes(self) -> tuple[int, ...]:
+        """The bytes of each of a page's blocks, which follow one another in the page."""
+        sizes = [0] * (self.segments[-1].column + 1)
+        for segment in self.segments:
+            sizes[segment.column] += segment.length
+        return tuple(sizes)
+
+
+def shares(kv_cache_groups: Sequence[Any], page_tokens: int) -> tuple[Share, ...]:
+    """What each group has of a page of so many tokens: a multiple of all block sizes."""
+    found = []
+    for group in kv_cache_groups:
+        block, window = group.kv_cache_spec.block_size, window_tokens(group)
+        blocks = page_tokens // block
+        # As many as vLLM asks for at a hit, and does not replace by its null block.
+        reach = -(-(window - 1) // block) if window else 0
+        found.append(Share(blocks, min(blocks, reach) if window else blocks, reach))
+    return tuple(found)
+
+
+def window_tokens(group: Any) -> int:
+    """The tokens that a group's sliding window attends to, the newest among them; 0: it has none."""
+    (window,) = {spec.sliding_window for spec in _specs(group) if _is_window(spec)} or {0}
+    return window
+
+
+def _is_window(spec: Any) -> bool:
+    return type(spec).__name__ in WINDOW_SPECS
+
 
 def build_layout(kv_cache_config: Any, kv_caches: Mapping[str, Any], vllm_config: Any | None = None) -> PageLayout:
     """The page layout of the tensors that vLLM registers. Raises UnsupportedLayout."""
-    fault = _config_fault(kv_cache_config)
-    if fault is not None:
-        raise fault
-    (group,) = kv_cache_config.kv_cache_groups
-    specs = dict(_layer_specs(group))
+    reason = config_fault(kv_cache_config)
+    if reason is not None:
+        raise UnsupportedLayout("attention", reason)
+    if not all(hasattr(t, "layer_stride") for t in kv_cache_config.kv_cache_tensors):
+        raise UnsupportedLayout("layout", "vLLM before 0.29 (its KV-cache tensors do not say where layers lie)")
+    groups = list(kv_cache_config.kv_cache_groups)
+    specs = {name: (spec, number) for number, group in enumerate(groups) for name, spec in _layer_specs(group)}
     num_blocks = int(kv_cache_config.num_blocks)
 
-    runs: list[tuple[int, int, int]] = []  # base, stride, length
+    runs: list[list[tuple[int, int, int]]] = [[] for _ in groups]  # base, stride, length
     shapes: list[str] = []
     spans: dict[tuple[int, int], None] = {}  # in order of appearance
     for placement in kv_cache_config.kv_cache_tensors:
         for index, name in enumerate(placement.layers):
-            tensor, spec = kv_caches.get(name), specs.get(name)
+            tensor, (spec, group) = kv_caches.get(name), specs.get(name, (None, 0))
             if tensor is None or spec is None:
                 raise UnsupportedLayout("layout", f"layer {name} was not registered")
             storage = tensor.untyped_storage()
@@ -94,47 +143,56 @@ def build_layout(kv_cache_config: Any, kv_caches: Mapping[str, Any], vllm_config
             payload, page = sum(length for *_, length in layer), spec.unpadded_page_size_bytes
             if payload != page:
                 raise UnsupportedLayout("layout", f"layer {name} has {payload} bytes a block instead of {page}")
-            runs += layer
+            runs[group] += layer
             shapes.append(_shape(tensor, spec, num_blocks))
     if len(shapes) != len(specs):
         raise UnsupportedLayout("layout", f"{len(specs)} layers, but vLLM placed {len(shapes)}")
+    if not all(runs):
+        raise UnsupportedLayout("layout", "this rank has no layer of one of the KV-cache groups")
 
     if len(spans) > 1:
         raise UnsupportedLayout("layout", f"the KV cache is spread over {len(spans)} allocations")
-    # Within one allocation the order of addresses is the same in every process, and puts neighbours side by side.
-    segments = _join(sorted(runs))
-    if len(segments) > MAX_SEGMENTS:
-        raise UnsupportedLayout("layout", f"{len(segments)} runs of bytes a block")
-    block_size = next(iter(specs.values())).block_size
+    page_tokens = math.lcm(*(group.kv_cache_spec.block_size for group in groups))
+    segments: list[Segment] = []
+    column = end = 0
+    for group, share in enumerate(shares(groups, page_tokens)):
+        # Within one allocation the order of addresses is the same in every process, and puts neighbours side by side.
+        block = _join(sorted(runs[group]))
+        for _ in range(share.kept):
+            segments += (s._replace(page_offset=end + s.page_offset, column=column) for s in block)
+            end = segments[-1].page_offset + segments[-1].length
+            column += 1
+        if len(segments) > MAX_SEGMENTS:
+            raise UnsupportedLayout("layout", f"more than {MAX_SEGMENTS} runs of bytes a page")
     return PageLayout(
-        segments=segments,
-        page_bytes=segments[-1].page_offset + segments[-1].length,
+        segments=tuple(segments),
+        page_bytes=end,
         num_blocks=num_blocks,
-        page_tokens=block_size,
+        page_tokens=page_tokens,
         spans=tuple(spans),
         description=_describe(kv_cache_config, vllm_config, shapes, segments, specs),
     )
 
 
-def _config_fault(kv_cache_config: Any) -> UnsupportedLayout | None:
+def config_fault(kv_cache_config: Any) -> str | None:
     """Why pages of this KV cache cannot be kept, judged by its config alone; None if they can."""
     groups = list(kv_cache_config.kv_cache_groups)
     if not groups:
-        return UnsupportedLayout("attention", "the model has no KV cache")
-    if len(groups) > 1:
-        kinds = sorted({type(spec).__name__ for group in groups for _, spec in _layer_specs(group)})
-        return UnsupportedLayout("hybrid", f"{len(groups)} KV-cache groups ({', '.join(kinds)})")
-    specs = [spec for _, spec in _layer_specs(groups[0])]
-    for spec in specs:
-        name = type(spec).__name__
-        if name not in FULL_ATTENTION_SPECS:
-            return UnsupportedLayout("attention", f"{name} is neither full attention nor MLA")
-    if len({spec.block_size for spec in specs}) != 1:
-        return UnsupportedLayout("hybrid", "layers with different block sizes")
-    if getattr(groups[0], "host_resident", False):
-        return UnsupportedLayout("attention", "the KV cache lives in host memory of vLLM's own")
-    if not all(hasattr(t, "layer_stride") for t in kv_cache_config.kv_cache_tensors):
-        return UnsupportedLayout("layout", "vLLM before 0.29 (its KV-cache tensors do not say where layers lie)")
+        return "the model has no KV cache"
+    for group in groups:
+        if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
+            return "the model's KV cache does not lie in transferable blocks of the device's"
+        specs = _specs(group)
+        for spec in specs:
+            name = type(spec).__name__
+            if name not in FULL_ATTENTION_SPECS | WINDOW_SPECS:
+                return f"{name} is not supported, only full attention, MLA and sliding windows are"
+            if getattr(spec, "non_causal", False):
+                return "attention is not causal, so prefixes cannot be shared"
+            if _is_window(spec) and (spec.sliding_window < 2 or getattr(spec, "extra_retained_tokens", 0)):
+                return "a sliding window that attends to one token only, or keeps more than it attends to"
+        if len({(spec.block_size, spec.sliding_window if _is_window(spec) else 0) for spec in specs}) != 1:
+            return "a KV-cache group whose layers have different block sizes or sliding windows"
     return None
 
 
@@ -143,6 +201,12 @@ def _layer_specs(group: Any) -> Iterable[tuple[str, Any]]:
     own = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     for name in group.layer_names:
         yield name, group.kv_cache_spec if own is None else own[name]
+
+
+def _specs(group: Any) -> list[Any]:
+    """The specs of a group's layers, of which a rank of a pipeline may have none."""
+    own = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return list(own.values()) if own else [group.kv_cache_spec]
 
 
 def _layer_runs(name: str, tensor: Any, num_blocks: int) -> list[tuple[int, int, int]]:
@@ -192,7 +256,7 @@ def _describe(
     vllm_config: Any | None,
     shapes: Sequence[str],
     segments: Sequence[Segment],
-    specs: Mapping[str, Any],
+    specs: Iterable[str],
 ) -> dict[str, str]:
     """The description of a layout: short, the same in every process that lays pages out in the same way."""
     cache = getattr(vllm_config, "cache_config", None)
@@ -202,6 +266,11 @@ def _describe(
         page.update(f"{segment.page_offset}+{segment.length};".encode())
     for shape in shapes:
         page.update(f"{shape};".encode())
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) > 1 or window_tokens(groups[0]):
+        described = {"groups": _groups(groups, segments[-1].column + 1)}
+    else:
+        described = {}
     compilation = getattr(vllm_config, "compilation_config", None)
     modules = getattr(compilation, "static_forward_context", None) or {}
     layers = [modules[name] for name in specs if name in modules]
@@ -213,7 +282,19 @@ def _describe(
         "attention": _few(_backend(layer) for layer in layers),
         # CPU backends order the bytes of a block by instruction set; vLLM leaves the name on the layer.
         "isa": _few(str(getattr(layer, "isa", "")) for layer in layers),
+        **described,
     }
+
+
+def _groups(groups: Sequence[Any], columns: int) -> str:
+    """The groups in their order, as far as that is short, and a digest of all that is to be known of them."""
+    kinds: list[str] = []
+    exact = hashlib.sha256(f"{columns};".encode())
+    for group in groups:
+        names = {type(spec).__name__ for spec in _specs(group)}
+        kinds.append(f"{'+'.join(sorted(names))}:{group.kv_cache_spec.block_size}:{window_tokens(group)}")
+        exact.update(f"{kinds[-1]};{','.join(group.layer_names)};".encode())
+    return f"{'|'.join(kinds)[:256]}|{exact.hexdigest()[:32]}"
 
 
 def _backend(layer: Any) -> str:

@@ -20,13 +20,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 @dataclass(slots=True)
 class LoadSpec:
-    """Load ``len(block_ids)`` consecutive pages of a prefix.
+    """Load consecutive pages of a prefix.
 
-    Pages are counted from 0 at the start of the request's prefix; block
-    ``block_ids[i]`` receives page ``first_page + i``. ``refs[rank]`` is the
+    Pages are counted from 0 at the start of the request's prefix. ``block_ids``
+    has a row of as many blocks as a page has (its columns, layout.py) for each
+    page from ``first_page`` on; most models' pages have one. ``refs[rank]`` is the
     (scheduler session id, lookup id) that leased the pages on that rank's
     sidecar. Without refs the scheduler has nothing to load from: the load fails.
-    A block id 0 is vLLM's null block and must not be written. The worker reports
+    A block id 0 is vLLM's null block and must not be written: the window of the
+    tokens to come does not reach so far back. The worker reports
     the request as received exactly once, whatever happens.
     """
 
@@ -38,12 +40,14 @@ class LoadSpec:
 
 @dataclass(slots=True)
 class SaveSpec:
-    """Store pages [new_from, first_page + len(block_ids)) of a prefix.
+    """Store pages [new_from, first_page + len(hashes)) of a prefix.
 
     ``first_page`` is where the chunk of ``new_from`` starts (a multiple of
     pages_per_chunk), because a chunk that is extended may have to be written
-    anew from its first page. ``hashes`` (digests back to back) and
-    ``block_ids`` have one entry a page from ``first_page`` on; ``prev`` is the
+    anew from its first page. ``hashes`` (digests back to back) has one entry a
+    page from ``first_page`` on, ``block_ids`` a row, as in LoadSpec; where a block
+    of a row is 0, vLLM does not have it any more, and the page is only named: it
+    may be held, but cannot be written. ``prev`` is the
     digest of page ``first_page - 1``, empty when there is none. The blocks stay
     pinned until every rank has named ``save_id`` in its worker metadata, which
     each rank does exactly once, whether the pages could be stored or not.

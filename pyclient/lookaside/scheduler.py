@@ -34,6 +34,15 @@ stored to its last token, the incomplete page included, and may be hit to its la
 token: vLLM then computes that one alone. Only what was handed over is hit beyond
 the last whole page, and only such a lookup is repeated while it falls short of
 what the prefiller promised.
+
+**Hybrids.** Where the model's layers are in several groups, a page is as many
+tokens as vLLM schedules by, with the blocks of all groups (layout.py). vLLM frees
+what a sliding window has left behind, and its table then has the null block there.
+A chunk is no longer than the shortest window, so that what is stored as it fills
+is whole. Where vLLM had pages itself, and took no more of a window than it needs,
+its own cache may still have the rest; pages that are not whole even so are named
+and not copied. A load fills what vLLM's table has: all
+blocks of full attention, of a window those that it reaches from the hit's end.
 """
 
 from __future__ import annotations
@@ -44,7 +53,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lookaside import handover, space
+from lookaside import handover, layout, space
 from lookaside.config import Config
 from lookaside.events import EventBook, Feed
 from lookaside.metadata import (
@@ -213,15 +222,13 @@ class SchedulerConnector:
         # The draft layers' KV of a page's last position depends on the token
         # after it, so a page counts only when the next one matches too, and the
         # newest page of a request that decodes is not final yet.
-        speculative = vllm_config.speculative_config
-        self._drafts = any(getattr(group, "is_eagle_group", False) for group in kv_cache_config.kv_cache_groups) or (
-            speculative is not None
-            and (
-                speculative.use_eagle_block_drop()
-                if hasattr(speculative, "use_eagle_block_drop")
-                else speculative.use_eagle()
-            )
-        )
+        self._drafts = space.uses_drafts(vllm_config, kv_cache_config)
+
+        self._shares = layout.shares(kv_cache_config.kv_cache_groups, self._page)
+        self._hybrid = space.is_hybrid(kv_cache_config)
+        # A page that ends in the middle has other needs of a window than one that is
+        # whole, and of draft layers.
+        self._whole_pages = self._drafts or self._hybrid
 
         events = getattr(vllm_config, "kv_events_config", None)
         self._events: EventBook | None = None
@@ -319,11 +326,16 @@ class SchedulerConnector:
 
         first, refs = state.local_page, ()
         pages = -(-num_external_tokens // self._page)
-        if asked is not None and asked.lookup is not None and first + pages <= (asked.held or 0):
+        tables = blocks.get_block_ids()
+        fits = not self._hybrid or self._is_loadable(tables, first, first + pages)
+        if not fits:
+            self._stats.add("errors")
+            logger.warning("lookaside: vLLM's block tables are not as a hit of %d pages needs them", first + pages)
+        elif asked is not None and asked.lookup is not None and first + pages <= (asked.held or 0):
             refs = asked.lookup.refs
             asked.lookup = None  # the workers own it now
         self._drop_lookup(state)
-        block_ids = list(blocks.get_block_ids()[0][first : first + pages])
+        block_ids = self._rows(tables, first, first + pages)
         # Without refs the workers report a failure, which is what it is.
         self._new_loads.append(LoadSpec(request.request_id, refs, first, block_ids))
         self._loads[request.request_id] = frozenset(block_ids)
@@ -418,7 +430,7 @@ class SchedulerConnector:
         if not self._may_load or getattr(request, "resumable", False):
             return
         promise = handover.read(request)
-        if promise is not None and promise.tokens % self._page and self._drafts:
+        if promise is not None and promise.tokens % self._page and self._whole_pages:
             promise = None  # it has layers that these pages lack
         if promise is not None and self._names.digest(request, promise.tokens) != promise.digest:
             promise = None
@@ -432,8 +444,8 @@ class SchedulerConnector:
         if promise is not None:
             state.promised = -(-promise.tokens // self._page)
             state.patient_until = self._clock() + self._config.handover_timeout_ms / 1e3
-        if self._drafts:
-            return  # their layers need a token beyond each page
+        if self._whole_pages:
+            return
         # One that only consumes is a decoder, whether its proxy passes promises on or not.
         tokens = promise.tokens if promise is not None else 0 if self._may_save else request.num_prompt_tokens
         if tokens % self._page:
@@ -467,7 +479,7 @@ class SchedulerConnector:
         With one token in it there is nothing to win: the decoder computes that anyway.
         """
         tokens = request.num_prompt_tokens
-        if tokens % self._page < 2 or self._drafts or not self._hands_over(request):
+        if tokens % self._page < 2 or self._whole_pages or not self._hands_over(request):
             return b""
         return self._names.digest(request, tokens)
 
@@ -533,6 +545,8 @@ class SchedulerConnector:
             return
         block_state = getattr(output, "kv_connector_block_state", None)
         if block_state is None:
+            if self._hybrid:
+                return  # what a window leaves behind cannot be followed by changes
             self._mirror_tables(output)
         if not self._sidecars.available:
             return
@@ -558,12 +572,8 @@ class SchedulerConnector:
                 tail = b""  # a resumed request may be past it
             if pages <= state.saved and not tail:
                 continue
-            if block_state is None:
-                table = state.table
-            else:
-                groups = block_state.get_block_ids(request_id)
-                table = groups[0] if groups else []
-            meta.saves += self._save(state, pages, table, tail)
+            tables = (state.table,) if block_state is None else block_state.get_block_ids(request_id) or ()
+            meta.saves += self._save(state, pages, tables, tail)
 
     def _final_pages(self, state: _Request, valid_tokens: int) -> int:
         """Whole pages within the valid tokens that may be saved and have hashes."""
@@ -578,7 +588,7 @@ class SchedulerConnector:
             state.saved = 0
         return min(valid_tokens // self._page, known)
 
-    def _save(self, state: _Request, end_page: int, table: list[int], tail: bytes = b"") -> list[SaveSpec]:
+    def _save(self, state: _Request, end_page: int, tables: Sequence[list[int]], tail: bytes = b"") -> list[SaveSpec]:
         """Specs for pages [state.saved, end_page), their blocks pinned.
 
         With a tail, which names the prompt's incomplete page, for that too: it is
@@ -587,13 +597,15 @@ class SchedulerConnector:
         assert self._pool is not None
         request = state.request
         at, whole = state.saved, end_page
-        end_page = min(end_page + bool(tail), len(table))
+        end_page = min(end_page + bool(tail), self._pages_of(tables))
         specs: list[SaveSpec] = []
         while at < end_page:
             first = at - at % self._chunk
             end = min(end_page, first + self._save_pages)
-            block_ids = list(table[first:end])
-            if 0 in block_ids:  # vLLM's null block: this page's bytes are gone
+            block_ids = self._rows(tables, first, end)
+            if 0 in block_ids and self._hybrid:
+                self._fill(request, block_ids, first)
+            elif 0 in block_ids:  # vLLM's null block: this page's bytes are gone
                 break
             hashes = self._hashes(request, first, min(end, whole))
             if end > whole:
@@ -609,7 +621,7 @@ class SchedulerConnector:
                 new_from=at,
             )
             self._next_save += 1
-            blocks = [self._pool.blocks[i] for i in block_ids]
+            blocks = [self._pool.blocks[i] for i in block_ids if i]
             self._pool.touch(blocks)
             self._pins[spec.save_id] = _Pin(blocks, self._ranks, self._clock())
             specs.append(spec)
@@ -621,6 +633,63 @@ class SchedulerConnector:
             state.saved_tail = state.saved_tail or end > whole
             self._stats.add("saves")
         return specs
+
+    def _pages_of(self, tables: Sequence[list[int]]) -> int:
+        """The pages that all groups' tables have blocks for, in part at least for the last one."""
+        if len(tables) != len(self._shares):
+            return 0
+        return min(len(table) // share.blocks for table, share in zip(tables, self._shares, strict=True))
+
+    def _rows(self, tables: Sequence[list[int]], first: int, end: int) -> list[int]:
+        """The blocks of pages [first, end), page by page, as far as pages have them (layout.Share)."""
+        if all(share.blocks == 1 for share in self._shares):
+            if len(tables) == 1:
+                return list(tables[0][first:end])
+            return [block for row in zip(*(table[first:end] for table in tables), strict=False) for block in row]
+        rows: list[int] = []
+        for page in range(first + 1, end + 1):
+            for table, share in zip(tables, self._shares, strict=True):
+                rows += table[page * share.blocks - share.kept : page * share.blocks]
+        return rows
+
+    def _fill(self, request: Request, rows: list[int], first: int) -> None:
+        """Put the blocks that windows have left behind into rows of pages from first on, where vLLM still has them.
+
+        Its own cache has them, by their hash, until it needs the room; it would take them itself for a hit that ends
+        there.
+        """
+        assert self._pool is not None
+        columns = [
+            (group, share.blocks, index)
+            for group, share in enumerate(self._shares)
+            for index in range(share.blocks - share.kept, share.blocks)
+        ]
+        for at, block_id in enumerate(rows):
+            if block_id:
+                continue
+            page, column = divmod(at, len(columns))
+            group, blocks, index = columns[column]
+            hashes = self._hashes_per_page // blocks  # of a block
+            block = (first + page) * blocks + index
+            if hashes and (block + 1) * hashes <= len(request.block_hashes):
+                cached = self._pool.get_cached_block(request.block_hashes[(block + 1) * hashes - 1], [group])
+                if cached:
+                    rows[at] = cached[0].block_id
+
+    def _is_loadable(self, tables: Sequence[list[int]], first: int, end: int) -> bool:
+        """Whether vLLM's tables have a block for all that a hit up to page end needs, and for nothing that pages lack.
+
+        What lies below page first it has itself.
+        """
+        if self._pages_of(tables) < end:
+            return False
+        for table, share in zip(tables, self._shares, strict=True):
+            begin, stop = first * share.blocks, end * share.blocks
+            if 0 in table[max(begin, stop - share.reach) if share.reach else begin : stop]:
+                return False
+            if any(table[i] for i in range(begin, stop) if i % share.blocks < share.blocks - share.kept):
+                return False
+        return True
 
     def _note_saved(self, state: _Request, page: int) -> None:
         """Pages below page are held by every rank, as far as they are whole."""
@@ -680,8 +749,8 @@ class SchedulerConnector:
         for request_id in output.finished_recving or ():
             self._loads.pop(request_id, None)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> dict[str, Any] | None:
-        """The request ends, for any reason: save what is left of it.
+    def request_finished(self, request: Request, tables: Sequence[list[int]]) -> dict[str, Any] | None:
+        """The request ends, for any reason: save what is left of it. tables: its blocks, of each group.
 
         Answers the kv_transfer_params for whoever goes on with it, if anybody shall.
         """
@@ -695,7 +764,7 @@ class SchedulerConnector:
             # Its blocks stay with vLLM until the workers report it.
             self._aborted.append(request.request_id)
             return None
-        if not (self._may_save and block_ids and state.admitted) or state.stale:
+        if not (self._may_save and any(tables) and state.admitted) or state.stale:
             return None
         if self._pool is None or not self._sidecars.available:
             return None
@@ -707,7 +776,7 @@ class SchedulerConnector:
                 max(request.num_prompt_tokens, request.num_tokens - 1),
                 request.num_computed_tokens - in_flight,
             )
-            self._last_saves += self._save(state, self._final_pages(state, valid), block_ids)
+            self._last_saves += self._save(state, self._final_pages(state, valid), tables)
         return self._promise(state)
 
     # ---- events ----

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lookaside.config import Config
+from lookaside.layout import config_fault, window_tokens
 
 _FIELD_BYTES = 512
 _NON_CRYPTOGRAPHIC = ("xxhash", "xxhash_cbor")
@@ -66,46 +67,60 @@ def world(vllm_config: Any) -> World:
 def idle_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     """Why the connector must stay idle for this model, or None if it need not.
 
-    Pages are stored one block at a time for layers that all keep the whole
-    prefix. A model with anything else starts and runs, without hits.
+    Pages are stored of layers that keep the whole prefix, and of those that keep a
+    sliding window of it. A model with anything else starts and runs, without hits.
     """
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        MLAAttentionSpec,
-        UniformTypeKVCacheSpecs,
-    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     if not vllm_config.cache_config.enable_prefix_caching:
         return "prefix caching is disabled; start vLLM with --enable-prefix-caching"
     for kind in ("prefill", "decode"):
         if getattr(vllm_config.parallel_config, f"{kind}_context_parallel_size", 1) > 1:
             return f"{kind} context parallelism is not supported"
-    groups = kv_cache_config.kv_cache_groups
-    if not groups:
-        return "the model has no KV cache"
-    if len(groups) > 1:
-        return f"the model has {len(groups)} KV-cache groups (a hybrid); only one is supported"
-    group = groups[0]
-    if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
-        return "the model's KV cache does not lie in transferable blocks"
-    spec = group.kv_cache_spec
-    layers = list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-    for layer in layers:
-        if type(layer) not in (FullAttentionSpec, MLAAttentionSpec):
-            return f"{type(layer).__name__} is not supported, only full attention and MLA are"
-        if getattr(layer, "non_causal", False):
-            return "attention is not causal, so prefixes cannot be shared"
+    fault = config_fault(kv_cache_config)
+    if fault is not None or not is_hybrid(kv_cache_config):
+        return fault
+    if not hasattr(KVConnectorBase_V1, "get_transfer_results"):
+        return (
+            "before vLLM 0.30 a failed load of a model with a sliding window or several KV-cache groups cannot be told"
+        )
+    if uses_drafts(vllm_config, kv_cache_config):
+        return "draft layers beside a sliding window or several KV-cache groups are not supported"
     return None
 
 
+def is_hybrid(kv_cache_config: Any) -> bool:
+    """Whether a page is more than one block, or may be without some of its blocks."""
+    groups = kv_cache_config.kv_cache_groups
+    return len(groups) > 1 or any(window_tokens(group) for group in groups)
+
+
+def uses_drafts(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Whether layers of a draft model lie in the same pages."""
+    if any(getattr(group, "is_eagle_group", False) for group in kv_cache_config.kv_cache_groups):
+        return True
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return False
+    drops = getattr(speculative, "use_eagle_block_drop", None) or speculative.use_eagle
+    return drops()
+
+
 def geometry(config: Config, vllm_config: Any, kv_cache_config: Any) -> tuple[Geometry, str | None]:
-    """Page and chunk sizes, and a warning if chunk_tokens had to give way."""
+    """Page and chunk sizes, and a warning if chunk_tokens had to give way.
+
+    A chunk is no longer than the shortest sliding window: when its last page is
+    full, vLLM still has the blocks of its first, so that it can be stored whole.
+    """
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
     page_tokens, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     if page_tokens % hash_tokens:
         raise ValueError(f"block of {page_tokens} tokens, but hashes of {hash_tokens}")
     pages, warning = config.pages_per_chunk(page_tokens)
+    windows = [tokens for group in kv_cache_config.kv_cache_groups if (tokens := window_tokens(group))]
+    if windows:
+        pages = max(1, min(pages, (min(windows) - 1) // page_tokens))
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     return (
         Geometry(page_tokens, pages, _DIGEST_BYTES[algorithm], page_tokens // hash_tokens),

@@ -28,7 +28,10 @@ What is promised to vLLM, whatever the sidecar does:
   last byte of its blocks has been read.
 - A load counts as good only if, after the copy, the session that leased its pages
   is still there and its sidecar alive. Otherwise its blocks are reported as
-  invalid, which makes vLLM compute them; the local prefix before them stays.
+  invalid, which makes vLLM compute them; the local prefix before them stays. Where a
+  model has a sliding window or several KV-cache groups, an invalid block would end the
+  engine, or leave a window that begins too late: the request as a whole is reported
+  as failed, and vLLM starts over with it.
 
 A session that is lost while copies run is not replaced before they have ended, for a
 few seconds at most. Its socket stays open until the last of them has, however long that
@@ -55,7 +58,7 @@ import numpy as np
 from lookaside import space, wire
 from lookaside.autostart import Autostart
 from lookaside.config import Config
-from lookaside.copies import Copies, Ticket, make_copies, use_all_cores
+from lookaside.copies import ABSENT, Copies, Ticket, make_copies, use_all_cores
 from lookaside.layout import UnsupportedLayout, build_layout
 from lookaside.metadata import (
     LoadSpec,
@@ -151,7 +154,8 @@ class _Load:
     hold: Hold | None = None
     sources: list[tuple[int, int]] = field(default_factory=list)
     """[first, last) address of each extent."""
-    pages: int = 0
+    size: int = 0
+    """Bytes being copied."""
     ticket: Ticket | None = None
     error: str | None = None
 
@@ -208,6 +212,8 @@ class WorkerConnector:
         self._stats = stats
         self._rank = 0
         self._page_bytes = 0
+        self._column_bytes = np.zeros(1, np.int64)  # of each of a page's blocks
+        self._whole_failures = space.is_hybrid(kv_cache_config)
         self._pages_per_chunk = 1
         self._digest_bytes = 32
         self._copies: Copies | None = None
@@ -241,6 +247,7 @@ class WorkerConnector:
         self._aborted: set[str] = set()
         self._received: set[str] = set()
         self._invalid_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()  # received, but their loads failed as a whole
         self._loads_failed: dict[str, int] = {}
 
     # ---- life ----
@@ -274,6 +281,7 @@ class WorkerConnector:
             return
         self._rank = pp_rank * world.tp_size + tp_rank
         self._page_bytes = layout.page_bytes
+        self._column_bytes = np.array(layout.column_bytes, np.int64)
         self._pages_per_chunk = geometry.pages_per_chunk
         self._digest_bytes = geometry.digest_bytes
 
@@ -444,6 +452,13 @@ class WorkerConnector:
             received, self._received = self._received, set()
         return None, received or None
 
+    def failed_requests(self, received: set[str]) -> set[str]:
+        """Which of the requests that get_finished has just told vLLM shall start over with."""
+        with self._lock:
+            failed = self._failed_requests & received
+            self._failed_requests -= failed
+        return failed
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that loads should have filled and did not, since the last call."""
         with self._lock:
@@ -478,10 +493,11 @@ class WorkerConnector:
     def _order_save(self, spec: SaveSpec) -> None:
         """Ask for room. Whatever happens, the save is acknowledged in the end."""
         live, session = self._live, self._session
-        pages = len(spec.block_ids)
+        pages = len(spec.hashes) // self._digest_bytes
         save: _Save | None = None
         try:
-            if not pages or len(spec.hashes) != pages * self._digest_bytes or spec.first_page % self._pages_per_chunk:
+            exact = len(spec.hashes) == pages * self._digest_bytes and len(self._rows(spec.block_ids)) == pages
+            if not pages or not exact or spec.first_page % self._pages_per_chunk:
                 raise ValueError(f"save {spec.save_id} is malformed")
             if live is None or session is None or self._shut:
                 raise SessionUnavailable("not connected")
@@ -521,6 +537,8 @@ class WorkerConnector:
         blocks: list[np.ndarray] = []
         addresses: list[np.ndarray] = []
         failed = False
+        rows = self._rows(save.spec.block_ids)
+        gone = False  # a page that is not held cannot be copied any more: what follows it could not be found
         hold = save.hold = save.live.regions.acquire()
         if hold is None:
             self._abandon(save)
@@ -547,7 +565,12 @@ class WorkerConnector:
                         bad.append(index)
                         continue
                     at = grant.page - save.spec.first_page
-                    blocks.append(np.asarray(save.spec.block_ids[at : at + len(into)], np.int64))
+                    granted = rows[at : at + len(into)]
+                    gone = gone or not granted.all()
+                    if gone:
+                        bad.append(index)
+                        continue
+                    blocks.append(granted)
                     addresses.append(into)
                     save.pages += len(into)
             if failed:
@@ -564,6 +587,10 @@ class WorkerConnector:
             if held:
                 save.hold = None
                 hold.release()
+
+    def _rows(self, block_ids: list[int]) -> np.ndarray:
+        """The blocks of each page, [pages, columns]. Raises ValueError unless the pages are whole."""
+        return np.asarray(block_ids, np.int64).reshape(-1, len(self._column_bytes))
 
     def _resolve(self, hold: Hold, asked: range, extent: wire.Extent, timeout_s: float) -> np.ndarray:
         """The arena addresses of an extent's pages. Raises RegionError for one that cannot be right."""
@@ -621,7 +648,8 @@ class WorkerConnector:
             live, session = self._live, self._session
             if live is None or session is None or self._shut:
                 raise SessionUnavailable("not connected")
-            if not spec.block_ids or self._rank >= len(spec.refs):
+            pages = len(self._rows(spec.block_ids))
+            if not pages or self._rank >= len(spec.refs):
                 raise ValueError("nothing was leased for it")
             scheduler, lookup = spec.refs[self._rank]
             if not scheduler:
@@ -633,7 +661,7 @@ class WorkerConnector:
                     session=scheduler,
                     lookup=lookup,
                     first_page=spec.first_page,
-                    pages=len(spec.block_ids),
+                    pages=pages,
                 ),
                 functools.partial(self._release_late, session, live.session_id),
             )
@@ -663,7 +691,7 @@ class WorkerConnector:
             aborted = spec.request_id in self._aborted
             if error is not None:
                 self._failed.add(spec.request_id)
-                if not aborted:
+                if not (aborted or self._whole_failures):
                     # Before the request counts as received, or vLLM would use them.
                     self._invalid_blocks.update(block for block in spec.block_ids if block)
             left = self._out.get(spec.request_id, 1) - 1
@@ -678,6 +706,8 @@ class WorkerConnector:
                     self._failed.discard(spec.request_id)
                     if not aborted:
                         self._loads_failed[spec.request_id] = 1
+                        if self._whole_failures:
+                            self._failed_requests.add(spec.request_id)
         if error is None:
             self._stats.add("loads")
         elif not aborted:
@@ -751,7 +781,6 @@ class WorkerConnector:
             if load.hold is None:
                 raise RegionError("the session was lost")
             blocks, addresses = self._sources(load, load.hold, reply.extents)
-            load.pages = len(blocks)
             assert self._copies is not None
             load.ticket = self._copies.scatter(blocks, addresses)
             return True
@@ -765,7 +794,8 @@ class WorkerConnector:
     def _sources(self, load: _Load, hold: Hold, extents: tuple[wire.Extent, ...]) -> tuple[np.ndarray, np.ndarray]:
         """Blocks and where their bytes are. Raises unless the extents give exactly what was asked."""
         spec = load.spec
-        pages = len(spec.block_ids)
+        rows = self._rows(spec.block_ids)
+        pages = len(rows)
         asked = range(spec.first_page, spec.first_page + pages)
         addresses = np.zeros(pages, np.uint64)
         given = 0
@@ -779,9 +809,8 @@ class WorkerConnector:
             given += len(source)
         if given != pages:
             raise RegionError(f"{given} of {pages} pages were granted")
-        blocks = np.asarray(spec.block_ids, np.int64)
-        wanted = blocks != 0
-        return blocks[wanted], addresses[wanted]
+        load.size = int((rows != 0).sum(axis=0) @ self._column_bytes)
+        return np.where(rows == 0, ABSENT, rows), addresses
 
     def _end(self, load: _Load) -> None:
         """The copy of a load has ended: check, release, report."""
@@ -795,7 +824,7 @@ class WorkerConnector:
             load.hold.release()
             self._release(load, load.ticket.faults)
             if error is None:
-                self._stats.add("load_bytes", load.pages * self._page_bytes)
+                self._stats.add("load_bytes", load.size)
                 self._stats.observe("load_seconds", time.monotonic() - load.since)
         except Exception as fault:
             error = error or str(fault)

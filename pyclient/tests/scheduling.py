@@ -11,13 +11,15 @@ import contextlib
 import copy
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from lookaside import layout
 from lookaside.metadata import LookasideMetadata, LookasideWorkerMetadata
 from lookaside.sidecars import RankSidecars
 from lookaside.stats import GAUGES
@@ -37,7 +39,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 )
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -47,6 +53,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     KVCacheTensor,
+    SlidingWindowSpec,
 )
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -77,6 +84,10 @@ def write_model(directory: Path) -> Path:
 
 def full_attention(block: int = BLOCK) -> FullAttentionSpec:
     return FullAttentionSpec(block_size=block, num_kv_heads=2, head_size=16, dtype=torch.float32)
+
+
+def sliding_window(tokens: int, block: int = BLOCK) -> SlidingWindowSpec:
+    return SlidingWindowSpec(block_size=block, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=tokens)
 
 
 def make_config(
@@ -139,16 +150,20 @@ def make_config(
 def make_kv_config(blocks: int, specs: Iterable[KVCacheSpec] | None = None, eagle: bool = False) -> KVCacheConfig:
     groups = [
         KVCacheGroupSpec([f"layer{i}"], spec, is_eagle_group=eagle)
-        for i, spec in enumerate(specs or [full_attention()])
+        for i, spec in enumerate([full_attention()] if specs is None else specs)
     ]
+    if not groups:
+        return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[])
     size = blocks * groups[0].kv_cache_spec.page_size_bytes
+    # Groups lie over one another: a block is one group's at a time.
     tensors = [
         KVCacheTensor(
             size=size,
-            layers=[name for group in groups for name in group.layer_names],
+            layers=group.layer_names,
             layer_stride=size,
             block_stride=groups[0].kv_cache_spec.page_size_bytes,
         )
+        for group in groups
     ]
     return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
 
@@ -224,7 +239,19 @@ class ScriptedSidecars:
 
 
 Page = tuple[int, ...]
-"""What a page holds: for each token, a digest of the tokens up to it."""
+"""What a page holds: for each token, a digest of the tokens up to it; where it has several blocks, for each of them."""
+
+
+class Group(NamedTuple):
+    """A KV-cache group, as the oracle sees it."""
+
+    number: int
+    block: int  # tokens
+    window: int  # 0: it attends to all
+
+    def value(self, value: int) -> int:
+        """What the group's KV of a token must be, which is no other group's."""
+        return hash((self.number, value)) if self.number else value
 
 
 def contents(request: Request, drafts: list[int] | None = None) -> list[int]:
@@ -244,7 +271,7 @@ class Batch:
 
     scheduled: SchedulerOutput
     meta: LookasideMetadata
-    tables: dict[str, list[int]]
+    tables: dict[str, tuple[list[int], ...]]
     before: dict[str, int]
     samples: dict[str, bool]
     wrap: Callable[[Any], Any] | None = None  # into a MultiConnector's answer
@@ -261,7 +288,10 @@ class Workers:
 
     sidecars: ScriptedSidecars
     requests: dict[str, Request]
-    block: int
+    block: int  # tokens of a page
+    hash_block: int
+    groups: list[Group]
+    columns: list[tuple[Group, int]]  # what a page has: a group's block, and its first token in the page
     memory: dict[int, list[int | None]] = field(default_factory=dict)
     load_steps: int = 0  # until a load is reported
     copy_steps: int = 0  # until a save's blocks are read, and it is acknowledged
@@ -317,22 +347,27 @@ class Workers:
 
     def forward(self, batch: Batch) -> None:
         for request_id, count in batch.scheduled.num_scheduled_tokens.items():
-            request, table = self.requests[request_id], batch.tables[request_id]
+            request = self.requests[request_id]
             before = batch.before[request_id]
             drafts = batch.scheduled.scheduled_spec_decode_tokens.get(request_id, [])
             known = request.all_token_ids[: before + count - len(drafts)]
             value = contents(request)[: len(known)]
             for token in drafts:
                 value.append(hash((value[-1], token)))
-            for position in range(before):
-                page, offset = divmod(position, self.block)
-                assert self.memory[table[page]][offset] == value[position], (
-                    f"{request_id} attends to wrong KV at {position} of {before}"
-                )
-            for position in range(before, before + count):
-                page, offset = divmod(position, self.block)
-                slots = self.memory.setdefault(table[page], [None] * self.block)
-                slots[offset] = value[position] if position < len(value) else None
+            for group in self.groups:
+                table = batch.tables[request_id][group.number]
+                for position in range(max(0, before - group.window + 1) if group.window else 0, before):
+                    page, offset = divmod(position, group.block)
+                    assert table[page] and self.memory[table[page]][offset] == group.value(value[position]), (
+                        f"{request_id} attends to wrong KV of group {group.number} at {position} of {before}"
+                    )
+                for position in range(before, before + count):
+                    page, offset = divmod(position, group.block)
+                    assert table[page], "the null block was written"
+                    slots = self.memory.setdefault(table[page], [None] * group.block)
+                    if len(slots) != group.block:  # it was another group's
+                        slots = self.memory[table[page]] = [None] * group.block
+                    slots[offset] = group.value(value[position]) if position < len(value) else None
 
     def load(self, load: Any, output: KVConnectorOutput) -> None:
         assert len(load.refs) in (0, self.sidecars.ranks)
@@ -340,39 +375,69 @@ class Workers:
         output.finished_recving.add(load.request_id)
         asked = next((each for each in self.sidecars.lookups if each.refs == load.refs), None)
         digests = asked.digests[load.first_page - asked.first_page :] if asked is not None else []
-        bad = set(self.fail_pages(load)) if load.refs else set(range(len(load.block_ids)))
-        for i, block_id in enumerate(load.block_ids):
+        rows = self.rows(load.block_ids)
+        bad = set(self.fail_pages(load)) if load.refs else set(range(len(rows)))
+        for i, row in enumerate(rows):
             page = self.sidecars.held.get(digests[i]) if i < len(digests) else None
             if i in bad or page is None:
                 bad.add(i)
-                page = (-1,) * self.block
-            # Behind the last token of an incomplete page lies what the block had before.
-            self.memory[block_id] = [*page, *(-2,) * (self.block - len(page))]
+                page = (-1,) * sum(group.block for group, _ in self.columns)
+            at = 0
+            for (group, _), block_id in zip(self.columns, row, strict=True):
+                if block_id:
+                    # Behind the last token of an incomplete page lies what the block had before.
+                    part = page[at : at + group.block]
+                    self.memory[block_id] = [*part, *(-2,) * (group.block - len(part))]
+                at += group.block
         if bad and self.fail_requests:
             output.failed_recving.add(load.request_id)
         else:
-            output.invalid_block_ids |= {load.block_ids[i] for i in bad}
+            output.invalid_block_ids |= {block_id for i in bad for block_id in rows[i]}
+
+    def rows(self, block_ids: list[int]) -> list[list[int]]:
+        assert len(block_ids) % len(self.columns) == 0
+        return [block_ids[i : i + len(self.columns)] for i in range(0, len(block_ids), len(self.columns))]
 
     def save(self, save: Any) -> None:
-        pages = len(save.block_ids)
+        rows = self.rows(save.block_ids)
+        pages = len(rows)
         assert len(save.hashes) == 32 * pages
         assert save.first_page <= save.new_from < save.first_page + pages
-        assert 0 not in save.block_ids
-        expected = contents(self.requests[save.request_id])
-        for i, block_id in enumerate(save.block_ids):
+        request = self.requests[save.request_id]
+        expected = contents(request)
+        names = request.block_hashes[self.hashes_per_page - 1 :: self.hashes_per_page]
+        for i, row in enumerate(rows):
             start = (save.first_page + i) * self.block
             digest = save.hashes[32 * i : 32 * i + 32]
-            page = tuple(expected[start : start + self.block])
-            if digest not in self.requests[save.request_id].block_hashes:
+            page = tuple(
+                group.value(value)
+                for group, first in self.columns
+                for value in expected[start + first : start + first + group.block]
+            )
+            if digest not in names:
                 # The end of a prompt that is handed over; what is behind may be generated by now.
-                page = page[: self.requests[save.request_id].num_prompt_tokens - start]
+                page = page[: request.num_prompt_tokens - start]
                 assert 1 < len(page) < self.block and i == pages - 1
-            assert tuple(self.memory[block_id][: len(page)]) == page, (
+            else:
+                assert digest == names[save.first_page + i]
+            if 0 in row:  # named, and not to be copied
+                assert len(self.groups) > 1 or self.groups[0].window
+                if digest not in self.sidecars.held:
+                    break
+                continue
+            had = [
+                value for (group, _), block_id in zip(self.columns, row, strict=True) for value in self.memory[block_id]
+            ]
+            assert tuple(had[: len(page)]) == page, (
                 f"save {save.save_id} of {save.request_id} reads what is not page "
                 f"{save.first_page + i} of {save.first_page}+{pages}"
             )
             assert self.sidecars.held.setdefault(digest, page) == page
         self.unacked.append(save.save_id)
+
+    @property
+    def hashes_per_page(self) -> int:
+        return self.block // self.hash_block
 
 
 class Stand:
@@ -391,9 +456,9 @@ class Stand:
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_fn)
-        block = config.cache_config.block_size
-        self.hasher = get_request_block_hasher(block, hash_fn)
         kv_config = kv_config or make_kv_config(blocks)
+        block, hash_block = resolve_kv_cache_block_sizes(kv_config, config)
+        self.hasher = get_request_block_hasher(hash_block, hash_fn)
         config.cache_config.num_gpu_blocks = kv_config.num_blocks
         is_async = config.scheduler_config.async_scheduling
         with contextlib.nullcontext() if real else mock.patch.object(RankSidecars, "connect"):
@@ -402,13 +467,24 @@ class Stand:
                 kv_cache_config=kv_config,
                 structured_output_manager=StructuredOutputManager(config),
                 block_size=block,
-                hash_block_size=block,
+                hash_block_size=hash_block,
                 log_stats=True,
             )
         self.connector: Any = self.scheduler.connector
         self.sidecars = ScriptedSidecars(ranks)
         self.requests: dict[str, Request] = {}
-        self.workers = Workers(self.sidecars, self.requests, block)
+        specs = [group.kv_cache_spec for group in kv_config.kv_cache_groups]
+        groups = [
+            Group(number, spec.block_size, getattr(spec, "sliding_window", 0) or 0) for number, spec in enumerate(specs)
+        ]
+        columns = [
+            (group, block - (share.kept - i) * group.block)
+            for group, share in zip(groups, layout.shares(kv_config.kv_cache_groups, block), strict=True)
+            for i in range(share.kept)
+        ]
+        assert block == math.lcm(*(group.block for group in groups))
+        self.workers = Workers(self.sidecars, self.requests, block, hash_block, groups, columns)
+        self.workers.fail_requests = len(groups) > 1 or groups[0].window > 0
         self.clock = 0.0
         for each in self.roles() if not real else ():
             each._sidecars = self.sidecars
@@ -472,8 +548,8 @@ class Stand:
         batch = Batch(scheduled, meta, {}, {}, {}, wrap)
         for request_id, count in scheduled.num_scheduled_tokens.items():
             request = self.requests[request_id]
-            table = self.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
-            batch.tables[request_id] = list(table)
+            tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+            batch.tables[request_id] = tuple(list(table) for table in tables)
             batch.before[request_id] = request.num_computed_tokens - count
             batch.samples[request_id] = not request.is_prefill_chunk
         return batch
@@ -558,7 +634,8 @@ class Stand:
             block_hasher=self.hasher,
             **kwargs,
         )
-        return list(request.block_hashes)
+        step = self.workers.hashes_per_page
+        return list(request.block_hashes[step - 1 :: step])
 
     def holds(self, prompt: list[int], **kwargs: Any) -> int:
         """How many of a prompt's pages the sidecars hold, from its start."""

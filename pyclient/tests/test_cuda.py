@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from lookaside import _native
+from lookaside.copies import ABSENT
 from lookaside.cuda import CudaCopies
 from lookaside.layout import PageLayout, Segment
 
@@ -96,6 +97,40 @@ def test_round_trip(fake: Device) -> None:
     assert fake.run_until(ticket.done) and ticket.error is None
     assert (fake.pages(np.array([1, 2, 3])) == want).all()
     assert fake.driver.fake_events() == 0
+
+
+def test_pages_of_several_blocks(fake: Device) -> None:
+    """Each column by its own segments; what is absent is left out."""
+    base, size = fake.cache.ctypes.data, BLOCKS * RUN
+    segments = (
+        Segment(base, RUN, RUN, 0, 0),
+        Segment(base + size, RUN, RUN, RUN, 1),
+        Segment(base + 2 * size, RUN, RUN, 2 * RUN, 1),
+        Segment(base, RUN, RUN, 3 * RUN, 2),
+    )
+    layout = PageLayout(segments, 4 * RUN, BLOCKS, 16, ((base, fake.cache.nbytes),))
+    assert layout.column_bytes == (RUN, 2 * RUN, RUN)
+    copies = CudaCopies(layout, 0, library=str(fake.library), compute_stream=lambda: fake.compute)
+    arena = np.zeros((2, 4 * RUN), np.uint8)
+    copies.attach(1, arena.ctypes.data, arena.nbytes)
+    addresses = np.uint64(arena.ctypes.data) + np.arange(2, dtype=np.uint64) * np.uint64(4 * RUN)
+    ticket = copies.gather(np.array([[3, 4, 5], [6, 7, 8]]), addresses)
+    assert fake.run_until(ticket.done) and ticket.error is None
+    cache = fake.cache
+    want = [[cache[0, 3], cache[1, 4], cache[2, 4], cache[0, 5]], [cache[0, 6], cache[1, 7], cache[2, 7], cache[0, 8]]]
+    assert (arena == np.array(want).reshape(2, -1)).all()
+    before = cache.copy()
+    ticket = copies.scatter(np.array([[9, ABSENT, ABSENT], [ABSENT, 10, 11]]), addresses)
+    assert fake.run_until(ticket.done) and ticket.error is None
+    before[0, 9], before[1:, 10], before[0, 11] = (
+        arena[0, :RUN],
+        arena[1, RUN : 3 * RUN].reshape(2, RUN),
+        arena[1, -RUN:],
+    )
+    assert (fake.cache == before).all()
+    assert copies.gather(np.array([3, 4]), addresses).error
+    fake.driver.fake_eager(1)
+    copies.close()
 
 
 @pytest.mark.parametrize("direction", ["gather", "scatter"])

@@ -15,18 +15,31 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lookaside.connector import LookasideConnector
-from scheduling import BLOCK, Batch, Stand, contents, make_config, make_kv_config, tokens, write_model
+from scheduling import (
+    BLOCK,
+    Batch,
+    Stand,
+    contents,
+    full_attention,
+    make_config,
+    make_kv_config,
+    sliding_window,
+    tokens,
+    write_model,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput
 
 BINARY = Path(__file__).parents[2] / "bin" / "lookaside"
 BLOCKS = 64
+HYBRID = [full_attention(), sliding_window(40), sliding_window(24)]
 
 pytestmark = pytest.mark.skipif(not BINARY.exists(), reason="bin/lookaside is not built")
 
@@ -63,8 +76,9 @@ class Sidecar:
 class Ranks:
     """The worker roles of one engine in this process, called in vLLM's order."""
 
-    def __init__(self, config: Any, requests: dict[str, Any]) -> None:
+    def __init__(self, config: Any, requests: dict[str, Any], kv_config: Any) -> None:
         self.requests = requests
+        self.groups = [group.kv_cache_spec for group in kv_config.kv_cache_groups]
         parallel = config.parallel_config
         self.caches = []
         self.roles = []
@@ -72,16 +86,19 @@ class Ranks:
             mine = copy.copy(config)
             mine.parallel_config = copy.copy(parallel)
             mine.parallel_config.rank = rank
-            cache = torch.zeros(BLOCKS, 2, BLOCK, 32)
-            role = LookasideConnector(mine, KVConnectorRole.WORKER, make_kv_config(BLOCKS))
-            role.register_kv_caches({"layer0": cache})
-            self.caches.append(cache)
+            # As in vLLM, all groups lie over the same memory: a block is one group's at a time.
+            cache = torch.zeros(BLOCKS * self.groups[0].block_size * 2 * 32)
+            views = [cache.view(BLOCKS, -1, spec.block_size, 32) for spec in self.groups]
+            role = LookasideConnector(mine, KVConnectorRole.WORKER, kv_config)
+            role.register_kv_caches({f"layer{number}": view for number, view in enumerate(views)})
+            self.caches.append(views)
             self.roles.append(role)
         self.received: dict[str, int] = {}
         self.loads: list[Any] = []
         self.saves: list[Any] = []
         self.finished: set[str] = set()
         self.invalid = 0
+        self.failed = 0
 
     def run(self, batch: Batch) -> KVConnectorOutput:
         self.loads += batch.meta.loads
@@ -101,6 +118,8 @@ class Ranks:
                     del self.received[request_id]
                     assert output.finished_recving is not None
                     output.finished_recving.add(request_id)
+                    self.failed += request_id in results.failed_recving
+            output.failed_recving |= results.failed_recving
             errors = role.get_block_ids_with_load_errors()
             self.invalid += len(errors)
             output.invalid_block_ids |= errors
@@ -112,17 +131,21 @@ class Ranks:
         return output
 
     def forward(self, batch: Batch, rank: int) -> None:
-        cache = self.caches[rank]
         for request_id, count in batch.scheduled.num_scheduled_tokens.items():
-            table, before = batch.tables[request_id], batch.before[request_id]
-            values = [float(v % (1 << 20)) + rank / 2 for v in contents(self.requests[request_id])]
-            for position in range(before):
-                page, offset = divmod(position, BLOCK)
-                got = cache[table[page], :, offset]
-                assert bool((got == values[position]).all()), f"{request_id}: wrong KV at {position} of {before}"
-            for position in range(before, before + count):
-                page, offset = divmod(position, BLOCK)
-                cache[table[page], :, offset] = values[position]
+            before = batch.before[request_id]
+            for number, (spec, cache) in enumerate(zip(self.groups, self.caches[rank], strict=True)):
+                table, window = batch.tables[request_id][number], getattr(spec, "sliding_window", None)
+                own = rank / 2 + number / 8
+                values = [float(v % (1 << 19)) + own for v in contents(self.requests[request_id])]
+                for position in range(max(0, before - window + 1) if window else 0, before):
+                    page, offset = divmod(position, spec.block_size)
+                    got = cache[table[page], :, offset]
+                    assert table[page] and bool((got == values[position]).all()), (
+                        f"{request_id}: wrong KV of group {number} at {position} of {before}"
+                    )
+                for position in range(before, before + count):
+                    page, offset = divmod(position, spec.block_size)
+                    cache[table[page], :, offset] = values[position]
 
     def shutdown(self) -> None:
         for role in self.roles:
@@ -132,10 +155,12 @@ class Ranks:
 class Engine(Stand):
     """A Stand whose workers and sidecars are real."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, specs: list[Any] | None = None) -> None:
         requests: dict[str, Any] = {}
-        ranks = Ranks(config, requests)  # as in vLLM, before the scheduler
-        super().__init__(config, BLOCKS, real=True)
+        kv_config = make_kv_config(BLOCKS, specs)
+        ranks = Ranks(config, requests, kv_config)  # as in vLLM, before the scheduler
+        super().__init__(config, kv_config=kv_config, real=True)
+        self.columns = len(self.workers.columns)
         self.requests = requests
         self.workers = ranks  # type: ignore[assignment]
         self.connect()
@@ -152,7 +177,7 @@ class Engine(Stand):
         before = len(self.workers.loads)
         request_id = self.add(prompt, **kwargs)
         self.run()
-        return request_id, sum(len(load.block_ids) for load in self.workers.loads[before:])
+        return request_id, sum(len(load.block_ids) // self.columns for load in self.workers.loads[before:])
 
     def run(self, limit: int = 20000) -> int:
         for steps in range(limit):
@@ -203,7 +228,8 @@ def engines(model: Path, sidecars: list[Sidecar]) -> Iterator[Any]:
             "lookaside.store_timeout_ms": 2000,
             **kwargs.pop("extra", {}),
         }
-        made.append(Engine(make_config(model, extra, **kwargs)))
+        specs = kwargs.pop("specs", None)
+        made.append(Engine(make_config(model, extra, **kwargs), specs))
         return made[-1]
 
     yield make
@@ -212,13 +238,15 @@ def engines(model: Path, sidecars: list[Sidecar]) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_two_engines_share_every_prefix(engines, tp):
-    one, other = engines(tp=tp), engines(tp=tp)
+@pytest.mark.parametrize("specs", [None, HYBRID])
+def test_two_engines_share_every_prefix(engines, tp, specs):
+    one, other = engines(tp=tp, specs=specs), engines(tp=tp, specs=specs)
     prompt = tokens(13 * BLOCK + 5)
     assert one.ask(prompt, max_tokens=2 * BLOCK)[1] == 0
     assert other.ask(prompt)[1] == 13
     # A prefix that parts in the middle of a chunk, and a longer one.
-    assert other.ask(tokens(6 * BLOCK) + tokens(99, seed=4))[1] == 0, "vLLM has these itself"
+    # vLLM has these itself, but not their windows: of those it has what the longer prompt's end reaches.
+    assert other.ask(tokens(6 * BLOCK) + tokens(99, seed=4))[1] == (6 if specs else 0)
     one.forget_local()
     assert one.ask(tokens(6 * BLOCK) + tokens(99, seed=4))[1] == 12
     one.forget_local()
@@ -267,6 +295,56 @@ def test_other_weights_do_not_share(engines, model):
         weights.unlink()
 
 
+def test_blocks_of_unlike_sizes(engines):
+    """A page of 64 tokens has one block of full attention, and of each window the blocks that it can reach."""
+    spec = full_attention()
+    specs = [
+        replace(spec, block_size=64),
+        replace(sliding_window(20), num_kv_heads=8),
+        replace(sliding_window(90, 32), num_kv_heads=4),
+    ]
+    one, other = engines(specs=specs), engines(specs=specs, batched_tokens=100)
+    prompt = tokens(5 * 64 + 5)
+    assert one.ask(prompt, max_tokens=70)[1] == 0
+    whole = prompt + next(iter(one.outputs.values()))
+    assert other.ask(whole)[1] == 6
+    # It leaves the prefix within a page, at a hash that is not the page's.
+    other.forget_local()
+    assert other.ask(whole[: 3 * 64 + 2 * BLOCK] + tokens(80, seed=4))[1] == 3
+    for engine in (one, other):
+        engine.settle()
+
+
+def test_a_window_with_no_other_group(engines):
+    one, other = engines(specs=[sliding_window(40)]), engines(specs=[sliding_window(40)])
+    prompt = tokens(9 * BLOCK + 1)
+    one.ask(prompt)
+    assert other.ask(prompt)[1] == 9
+    (load,) = other.workers.loads
+    assert [bool(block) for block in load.block_ids] == 6 * [False] + 3 * [True]
+
+
+@pytest.mark.parametrize("specs", [HYBRID, [sliding_window(40)]])
+def test_failed_loads_of_hybrids_start_over(engines, sidecars, specs):
+    """The sidecar is gone between the hit and its load: the request as a whole fails, and no block."""
+    engine = engines(specs=specs)
+    prompt = tokens(9 * BLOCK + 1)
+    engine.ask(prompt)
+    engine.forget_local()
+    take = engine.role.update_state_after_alloc
+
+    def die(*arguments: Any) -> None:
+        sidecars[0].kill()
+        take(*arguments)
+
+    engine.role.update_state_after_alloc = die
+    request_id, pages = engine.ask(prompt)
+    assert pages == 9 and len(engine.outputs[request_id]) == 4
+    assert engine.workers.failed == 1 and engine.workers.invalid == 0
+    engine.settle()
+    sidecars[0].start()
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_without_its_sidecar_the_engine_serves_on(engines, sidecars, number):
     engine = engines(extra={"lookaside.lookup_timeout_ms": 20, "lookaside.store_timeout_ms": 15})
@@ -292,11 +370,11 @@ def test_without_its_sidecar_the_engine_serves_on(engines, sidecars, number):
     engine.settle()
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_random_histories_with_deaths(engines, sidecars, seed):
+@pytest.mark.parametrize(("seed", "specs"), [(0, None), (1, None), (2, HYBRID), (3, HYBRID)])
+def test_random_histories_with_deaths(engines, sidecars, seed, specs):
     """Two engines at once, their sidecar killed, stopped and started at any moment."""
     rng = random.Random(seed)
-    pair = [engines(batched_tokens=100, max_seqs=4) for _ in range(2)]
+    pair = [engines(batched_tokens=100, max_seqs=4, specs=specs) for _ in range(2)]
     stopped = dead = False
     for _ in range(400):
         roll = rng.random()

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from lookaside.copies import make_copies, make_plan  # noqa: E402
+from lookaside.copies import ABSENT, Plans, make_copies  # noqa: E402
 from lookaside.layout import PageLayout, Segment, UnsupportedLayout, build_layout  # noqa: E402
 
 SEED = int(os.environ.get("LOOKASIDE_TEST_SEED", "77"))
@@ -23,6 +23,7 @@ try:
         KVCacheConfig,
         KVCacheGroupSpec,
         KVCacheTensor,
+        MambaSpec,
         MLAAttentionSpec,
         SlidingWindowSpec,
         UniformTypeKVCacheSpecs,
@@ -41,13 +42,13 @@ class Cache:
     """A KV cache as vLLM places and allocates it for one group of layers."""
 
     def __init__(
-        self, layout: str, specs: dict[str, Any], kernel_tokens: int | None = None, blocks: int = BLOCKS
+        self, layout: str, *groups: dict[str, Any], kernel_tokens: int | None = None, blocks: int = BLOCKS
     ) -> None:
-        distinct = set(specs.values())
-        spec = distinct.pop() if len(distinct) == 1 else None
-        if spec is None:
-            spec = UniformTypeKVCacheSpecs.from_specs(specs)
-        group = KVCacheGroupSpec(list(specs), spec)
+        made = []
+        for specs in groups:
+            distinct = set(specs.values())
+            spec = distinct.pop() if len(distinct) == 1 else UniformTypeKVCacheSpecs.from_specs(specs)
+            made.append(KVCacheGroupSpec(list(specs), spec))
         self.vllm = SimpleNamespace(
             cache_config=SimpleNamespace(
                 get_resolved_kv_cache_layout=lambda: KVCacheLayout[layout],
@@ -58,11 +59,11 @@ class Cache:
             attention_config=SimpleNamespace(hisparse_config=None),
         )
         memory = 1 << 34
-        self.config = get_kv_cache_config_from_groups(self.vllm, [group], memory)
+        self.config = get_kv_cache_config_from_groups(self.vllm, made, memory)
         self.config.kv_cache_layout = layout
         sizes = None if kernel_tokens is None else [kernel_tokens]
         self.tensors = allocate_kv_cache(self.config, torch.device("cpu"), KVCacheLayout[layout], sizes)
-        self.names = list(specs)
+        self.names = [name for specs in groups for name in specs]
 
     def build(self) -> PageLayout:
         return build_layout(self.config, self.tensors, self.vllm)
@@ -124,17 +125,17 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize(("layout", "specs", "kernel_tokens", "runs"), cases())
 def test_pages_round_trip(layout: str, specs: dict[str, Any], kernel_tokens: int | None, runs: int) -> None:
     """Gather random blocks, scatter them to others: torch sees there what it saw here, and nothing else moved."""
-    cache = Cache(layout, specs, kernel_tokens)
+    cache = Cache(layout, specs, kernel_tokens=kernel_tokens)
     page = cache.build()
     assert len(page.segments) == runs
     assert page.num_blocks == BLOCKS
     assert page.page_tokens == next(iter(specs.values())).block_size
     assert page.page_bytes == sum(spec.unpadded_page_size_bytes for spec in specs.values())
-    assert make_plan(page).payload_bytes == page.page_bytes
+    assert sum(page.column_bytes) == page.page_bytes and Plans(page)
 
     cache.fill(SEED)
     # In one process and the next: the layout must not depend on where the allocation lies.
-    again = Cache(layout, specs, kernel_tokens)
+    again = Cache(layout, specs, kernel_tokens=kernel_tokens)
     again.fill(SEED + 1)
     assert again.build().description == page.description
     assert [s[1:] for s in again.build().segments] == [s[1:] for s in page.segments]
@@ -176,12 +177,15 @@ def test_layouts_that_differ_say_so() -> None:
         ("LBHNC", layers(full(16, size=64, dtype=torch.uint8)), None),
         ("LBHNC", layers(mla(16, size=192)), None),
     ]
-    descriptions = [tuple(sorted(Cache(*variant).build().description.items())) for variant in variants]
+    descriptions = [
+        tuple(sorted(Cache(*variant, kernel_tokens=kernel).build().description.items()))
+        for *variant, kernel in variants
+    ]
     assert len(set(descriptions)) == len(variants)
     for description in descriptions:
         assert all(len(key) <= 64 and len(value) <= 512 for key, value in description)
     # How many blocks an instance has does not change what is in one.
-    assert Cache(*variants[0], blocks=3).build().description == dict(descriptions[0])
+    assert Cache(*variants[0][:2], blocks=3).build().description == dict(descriptions[0])
 
 
 @needs_vllm
@@ -198,22 +202,130 @@ def test_backend_and_instruction_set_are_told_apart() -> None:
     assert described("amx") != described("vec16")
 
 
+def window(tokens: int, reach: int, heads: int = 3, **more: Any) -> Any:
+    return SlidingWindowSpec(
+        block_size=tokens, num_kv_heads=heads, head_size=32, dtype=torch.bfloat16, sliding_window=reach, **more
+    )
+
+
+def named(prefix: str, spec: Any, count: int = 2) -> dict[str, Any]:
+    return {f"{prefix}.{i}.attn": spec for i in range(count)}
+
+
+def hybrids() -> list[Any]:
+    """name, layout, groups, (group, block of the page) of each column, pages in columns."""
+    if allocate_kv_cache is None:
+        return []
+    pair = (named("f", full(16)), named("w", window(16, 40)), named("v", window(16, 40)))
+    unlike = (named("f", full(64, heads=3)), named("w", window(16, 20, heads=12)), named("v", window(32, 90, heads=6)))
+    rows = []
+    for layout in ("LBHNC", "LBNHC", "BLHNC"):
+        rows.append((f"pair-{layout}", layout, pair, [(0, 0), (1, 0), (2, 0)]))
+        rows.append((f"unlike-{layout}", layout, unlike, [(0, 0), (1, 2), (1, 3), (2, 0), (2, 1)]))
+    rows.append(("window-LHBNC", "LHBNC", (named("w", window(16, 40)),), [(0, 0)]))
+    rows.append(("mla", "LBHNC", (named("f", mla(64)), named("g", mla(32, size=1152))), [(0, 0), (1, 0), (1, 1)]))
+    return [pytest.param(*row[1:], id=row[0]) for row in rows]
+
+
 @needs_vllm
-def test_what_is_not_full_attention_is_unsupported() -> None:
-    window = SlidingWindowSpec(block_size=16, num_kv_heads=3, head_size=32, dtype=torch.bfloat16, sliding_window=64)
-    both = [KVCacheGroupSpec(["a"], full(16)), KVCacheGroupSpec(["b"], window)]
+@pytest.mark.parametrize(("layout", "groups", "columns"), hybrids())
+def test_pages_of_several_groups_round_trip(layout: str, groups: Any, columns: list[tuple[int, int]]) -> None:
+    """Each column of a page goes to and comes from blocks of its own group, and what is absent is left alone."""
+    cache, again = Cache(layout, *groups), Cache(layout, *groups)
+    page = cache.build()
+    assert page.page_tokens == max(next(iter(specs.values())).block_size for specs in groups)
+    sizes = [sum(spec.unpadded_page_size_bytes for spec in specs.values()) for specs in groups]
+    assert list(page.column_bytes) == [sizes[group] for group, _ in columns]
+    assert page.page_bytes == sum(page.column_bytes)
+    assert again.build().description == page.description and "groups" in page.description
+
+    cache.fill(SEED)
+    again.fill(SEED + 1)
+    rng = np.random.default_rng(SEED)
+    pages = BLOCKS // len(columns)
+    source = rng.permutation(BLOCKS)[: pages * len(columns)].reshape(pages, len(columns))
+    target = rng.permutation(BLOCKS)[: pages * len(columns)].reshape(pages, len(columns))
+    arena = np.zeros((pages, page.page_bytes), np.uint8)
+    addresses = np.uint64(arena.ctypes.data) + np.arange(pages, dtype=np.uint64) * np.uint64(page.page_bytes)
+    storage = next(iter(again.tensors.values())).untyped_storage()
+    theirs = {(name, b): again.block(name, b) for name in again.names for b in range(BLOCKS)}
+    out, back = make_copies(page, "cpu"), make_copies(again.build(), "cpu")
+    for copies in (out, back):
+        copies.attach(0, arena.ctypes.data, arena.nbytes)
+    assert out.gather(source, addresses).error is None
+    at = 0
+    for column, (group, _) in enumerate(columns):
+        for row in range(pages):
+            part = arena[row, at : at + sizes[group]]
+            # Each layer's bytes are there, in some order of runs; the block's own view says which.
+            want = np.concatenate(
+                [cache.block(name, int(source[row, column])).numpy().ravel() for name in groups[group]]
+            )
+            assert sorted(part.tolist()) == sorted(want.tolist())
+        at += sizes[group]
+    partly = target.copy()
+    partly[0, 0] = ABSENT
+    assert back.scatter(partly, addresses).wait(10)
+    written = {int(b): columns[c][0] for (_, c), b in np.ndenumerate(partly) if b != ABSENT}
+    came_from = {int(t): int(s) for t, s in zip(partly.ravel(), source.ravel(), strict=True) if t != ABSENT}
+    for group, specs in enumerate(groups):
+        for name in specs:
+            for b in range(BLOCKS):
+                if written.get(b) == group:
+                    assert torch.equal(again.block(name, b), cache.block(name, came_from[b])), f"{name} block {b}"
+                elif b not in written:
+                    assert torch.equal(again.block(name, b), theirs[name, b]), f"{name} block {b} was touched"
+    assert storage.nbytes() > 0
+    for wrong in (source[:, :-1], source[:-1], np.zeros((pages, len(columns) + 1), np.int64)):
+        assert out.gather(wrong, addresses).error
+    for copies in (out, back):
+        assert copies.detach(0).wait(10)
+        assert copies.gather(source, addresses).error
+        copies.close()
+
+
+@needs_vllm
+def test_groups_that_differ_say_so() -> None:
+    variants = [
+        (named("f", full(16)), named("w", window(16, 40))),
+        (named("f", full(16)), named("w", window(16, 41))),
+        (named("w", window(16, 40)), named("f", full(16))),
+        (named("w", full(16)), named("f", window(16, 40))),
+        (named("f", full(16)), named("w", full(16))),
+        (named("f", full(16)), named("w", window(16, 40)), named("v", window(16, 40))),
+        (named("w", window(16, 40)),),
+        (named("w", full(16)),),
+    ]
+    found = {tuple(sorted(Cache("LBHNC", *groups).build().description.items())) for groups in variants}
+    assert len(found) == len(variants)
+    assert all(len(value) <= 512 for description in found for _, value in description)
+
+
+@needs_vllm
+def test_what_is_not_attention_to_a_prefix_is_unsupported() -> None:
+    mamba = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.bfloat16,))
     tensor = KVCacheTensor(size=1, layers=["a"], layer_stride=1, block_stride=1)
     host = KVCacheGroupSpec(["a"], full(16), host_resident=True)
     for groups, kind, word in (
-        (both, "hybrid", "SlidingWindowSpec"),
-        (both[1:], "attention", "SlidingWindowSpec"),
-        ([host], "attention", "host"),
+        ([KVCacheGroupSpec(["a"], full(16)), KVCacheGroupSpec(["b"], mamba)], "attention", "MambaSpec"),
+        ([KVCacheGroupSpec(["b"], window(16, 1))], "attention", "one token"),
+        ([host], "attention", "transferable"),
         ([], "attention", "no KV cache"),
-        (both[:1], "layout", "not registered"),
+        ([KVCacheGroupSpec(["a"], full(16))], "layout", "not registered"),
     ):
         with pytest.raises(UnsupportedLayout, match=f"unsupported: {kind}: .*{word}") as caught:
             build_layout(KVCacheConfig(1, [tensor], groups), {})
         assert caught.value.kind == kind
+
+
+@needs_vllm
+def test_a_rank_without_a_group_is_refused() -> None:
+    """A rank of a pipeline may have no layer of a group that others have."""
+    cache = Cache("LBHNC", named("f", full(16)), named("w", window(16, 40)))
+    groups = [cache.config.kv_cache_groups[0], KVCacheGroupSpec([], window(16, 40))]
+    config = replace(cache.config, kv_cache_groups=groups, kv_cache_tensors=cache.config.kv_cache_tensors[:1])
+    with pytest.raises(UnsupportedLayout, match="no layer of one"):
+        build_layout(config, cache.tensors, cache.vllm)
 
 
 @needs_vllm

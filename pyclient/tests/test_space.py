@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from lookaside import space
 from lookaside.config import parse
-from scheduling import BLOCK, full_attention, make_config, make_kv_config, write_model
+from scheduling import BLOCK, full_attention, make_config, make_kv_config, sliding_window, write_model
 
 
 @pytest.fixture(scope="module")
@@ -164,19 +166,61 @@ def test_models_that_can_be_served(model):
     config, dtype = make_config(model), full_attention().dtype
     mla = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=dtype)
     mixed = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": full_attention(), "b": full_attention()})
-    for spec in (full_attention(), mla, mixed):
-        assert space.idle_reason(config, make_kv_config(4, [spec])) is None
+    for specs in (
+        [full_attention()],
+        [mla],
+        [mixed],
+        [sliding_window(64)],
+        [full_attention(), sliding_window(64)],
+        [full_attention(64), sliding_window(64), sliding_window(200, 32)],
+    ):
+        assert space.idle_reason(config, make_kv_config(4, specs)) is None
+
+
+def test_before_whole_failures_hybrids_get_no_hits(model, monkeypatch):
+    """vLLM 0.29: an invalid block would end the engine."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    monkeypatch.delattr(KVConnectorBase_V1, "get_transfer_results")
+    for specs in ([sliding_window(64)], [full_attention(), full_attention()]):
+        assert "0.30" in str(space.idle_reason(make_config(model), make_kv_config(4, specs)))
+    assert space.idle_reason(make_config(model), make_kv_config(4)) is None
+
+
+@pytest.mark.parametrize(
+    "specs, want",
+    [
+        ([sliding_window(40)], (BLOCK, 2, 32, 1)),  # a chunk is no longer than the window
+        ([sliding_window(10)], (BLOCK, 1, 32, 1)),
+        ([sliding_window(4096)], (BLOCK, 4, 32, 1)),
+        ([full_attention(64), sliding_window(400), sliding_window(80, 32)], (64, 1, 32, 4)),
+    ],
+)
+def test_geometry_of_windows(model, specs, want):
+    config = make_config(model)
+    got, _ = space.geometry(parse({"lookaside.chunk_tokens": 64}), config, make_kv_config(10, specs))
+    assert got == want
 
 
 def test_models_that_cannot(model):
-    from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import MambaSpec, RSWASpec
 
     config, dtype = make_config(model), full_attention().dtype
-    window = SlidingWindowSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=dtype, sliding_window=64)
-    mamba = MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(dtype,))
-    assert "SlidingWindowSpec" in str(space.idle_reason(config, make_kv_config(4, [window])))
-    assert "MambaSpec" in str(space.idle_reason(config, make_kv_config(4, [mamba])))
-    assert "2 KV-cache groups" in str(space.idle_reason(config, make_kv_config(4, [full_attention(), window])))
+    rows: list[tuple[list[Any], str]] = [
+        ([MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(dtype,))], "MambaSpec"),
+        ([full_attention(), MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(dtype,))], "MambaSpec"),
+        ([RSWASpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=dtype, rswa_window=64)], "RSWASpec"),
+        ([replace(sliding_window(64), extra_retained_tokens=3)], "keeps more"),
+        ([replace(full_attention(), non_causal=True), sliding_window(64)], "not causal"),
+    ]
+    for specs, word in rows:
+        assert word in str(space.idle_reason(config, make_kv_config(4, specs)))
+    assert "draft layers" in str(space.idle_reason(config, make_kv_config(4, [sliding_window(64)], eagle=True)))
+    assert space.idle_reason(config, make_kv_config(4, eagle=True)) is None
+    host = make_kv_config(4, [full_attention(), sliding_window(64)])
+    host.kv_cache_groups[1].host_resident = True
+    assert "transferable" in str(space.idle_reason(config, host))
+    assert space.idle_reason(config, make_kv_config(4, [])) is not None
     for kind in ("prefill", "decode"):
         config = make_config(model)
         setattr(config.parallel_config, f"{kind}_context_parallel_size", 2)

@@ -21,7 +21,7 @@ from lookaside.metadata import LoadSpec, LookasideMetadata, SaveSpec
 from lookaside.stats import Collector
 from lookaside.worker import WorkerConnector
 from peer import Conn, Peer, until
-from scheduling import BLOCK, make_config, make_kv_config, write_model
+from scheduling import BLOCK, full_attention, make_config, make_kv_config, sliding_window, write_model
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 BLOCKS = 32
@@ -47,7 +47,9 @@ def hashes(*names: int) -> bytes:
 class Stand:
     """A worker role that has registered its KV cache, and steps like vLLM's."""
 
-    def __init__(self, model: Path, endpoint: str, extra: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, model: Path, endpoint: str, extra: dict[str, Any] | None = None, specs: list[Any] | None = None
+    ) -> None:
         settings = {
             "lookaside.endpoint": endpoint,
             "lookaside.chunk_tokens": PPC * BLOCK,
@@ -56,9 +58,11 @@ class Stand:
         self.vllm_config = make_config(model, settings)
         self.cache = filled()
         self.stats = Collector()
-        self.worker = WorkerConnector(parse(settings), self.vllm_config, make_kv_config(BLOCKS), self.stats)
+        self.worker = WorkerConnector(parse(settings), self.vllm_config, make_kv_config(BLOCKS, specs), self.stats)
+        self.layers = [f"layer{number}" for number in range(len(specs or [None]))]
         self.counts: dict[str, Any] = {}
         self.received: list[str] = []
+        self.started_over: list[str] = []
         self.invalid: set[int] = set()
         self.failed: dict[str, int] = {}
         self.acked: list[int] = []
@@ -66,7 +70,7 @@ class Stand:
         self._ids = iter(range(1, 1 << 30))
 
     def register(self) -> None:
-        self.worker.register_kv_caches({"layer0": self.cache})
+        self.worker.register_kv_caches(dict.fromkeys(self.layers, self.cache))
 
     def step(self, meta: LookasideMetadata | None = None, forward: Any = None, idle: bool = False) -> None:
         worker, meta = self.worker, meta or LookasideMetadata()
@@ -80,6 +84,8 @@ class Stand:
         # Invalid blocks come no later than the request that they belong to.
         self.invalid |= worker.get_block_ids_with_load_errors()
         self.received += received or ()
+        if isinstance(worker, WorkerConnector):
+            self.started_over += worker.failed_requests(received or set())
         answer = worker.build_connector_worker_meta()
         if answer is not None:
             self.acked += answer.saves_done
@@ -806,3 +812,82 @@ def test_memory_that_is_not_there_fails_its_copies_alone(stand: Stand, peer: Pee
     stand.save_now(stand.save(4, [3], [3]))
     peer.wait_for(wire.CommitStore)
     assert shelf.bytes_at(0) == page(stand.cache, 3)
+
+
+# ---- pages of several blocks ----
+
+TWO = [full_attention(), sliding_window(40)]
+
+
+@pytest.fixture
+def hybrid(model: Path, peer: Peer) -> Iterator[Stand]:
+    each = Stand(model, str(peer.directory), {"lookaside.load_timeout_ms": 1000}, TWO)
+    each.register()
+    assert each.worker._session is not None and each.worker._session.connected
+    yield each
+    each.worker.shutdown()
+
+
+def test_a_page_has_a_block_of_every_group(hybrid: Stand, peer: Peer) -> None:
+    (hello,) = peer.of(wire.Hello)
+    assert (hello.page_tokens, hello.page_bytes, hello.pages_per_chunk) == (BLOCK, 2 * PAGE, 2)
+    assert "FullAttentionSpec:16:0|SlidingWindowSpec:16:40" in hello.fields["groups"]
+    peer.script[wire.PrepareStore] = lambda conn, m: wire.StoreGrant(m.id, 5, 0, 0, (wire.Extent(0, 2, 0, PAGE),))
+    hybrid.save_now(hybrid.save(0, [3, 9, 4, 7], [1, 2]))
+    peer.wait_for(wire.CommitStore)
+    assert peer.of(wire.CommitStore) == [wire.CommitStore(5)]
+    region = os.pread(peer.regions[0], 5 * PAGE, 0)
+    assert region == bytes(PAGE) + b"".join(page(hybrid.cache, block) for block in (3, 9, 4, 7))
+    assert hybrid.count("save_bytes") == 4 * PAGE
+
+
+def test_a_page_that_is_not_whole_is_not_stored(hybrid: Stand, peer: Peer) -> None:
+    """Nor what follows it; what comes before it is."""
+    grants = tuple(wire.Extent(number, 2, 0, 4 * number * PAGE) for number in (0, 2, 4))
+    peer.script[wire.PrepareStore] = lambda conn, m: wire.StoreGrant(m.id, 5, 0, 0, grants)
+    hybrid.save_now(hybrid.save(0, [1, 2, 3, 4, 5, 6, 7, 0, 8, 9, 10, 11], list(range(6))))
+    peer.wait_for(wire.CommitStore)
+    assert peer.of(wire.CommitStore) == [wire.CommitStore(5, (1, 2))]
+    region = os.pread(peer.regions[0], BLOCKS * PAGE, 0)
+    assert region[: 4 * PAGE] == b"".join(page(hybrid.cache, block) for block in (1, 2, 3, 4))
+    assert not any(region[4 * PAGE :])
+    assert hybrid.count("save_bytes") == 4 * PAGE and hybrid.count("save_failures") == 0
+
+
+def test_the_null_block_is_not_written(hybrid: Stand, peer: Peer) -> None:
+    """A load leaves out what a window does not reach; the arena has it."""
+    peer.script[wire.PrepareLoad] = lambda conn, m: wire.LoadGrant(m.id, 7, (wire.Extent(0, 2, 0, PAGE),))
+    bytes_ = os.urandom(4 * PAGE)
+    os.pwrite(peer.regions[0], bytes_, PAGE)
+    before = [page(hybrid.cache, block) for block in range(BLOCKS)]
+    hybrid.load_now(LoadSpec("a", ((1, 1),), 0, [5, 0, 6, 2]))
+    after = [page(hybrid.cache, block) for block in range(BLOCKS)]
+    want = {5: bytes_[:PAGE], 6: bytes_[2 * PAGE : 3 * PAGE], 2: bytes_[3 * PAGE :]}
+    assert after == [want.get(block, before[block]) for block in range(BLOCKS)]
+    assert not hybrid.started_over and hybrid.count("load_bytes") == 3 * PAGE
+
+
+@pytest.mark.parametrize("refs", [((1, 1),), ()])
+def test_a_failed_load_fails_its_request_and_no_block(
+    hybrid: Stand, peer: Peer, refs: tuple[tuple[int, int], ...]
+) -> None:
+    peer.script[wire.PrepareLoad] = lambda conn, m: wire.LoadGrant(m.id, 7, (wire.Extent(0, 1, 0, 0),))
+    hybrid.load_now(LoadSpec("a", refs, 0, [5, 0, 6, 2]))
+    assert hybrid.received == hybrid.started_over == ["a"]
+    assert not hybrid.invalid and hybrid.failed == {"a": 1}
+    # A request that was aborted meanwhile is only received.
+    hybrid.step(LookasideMetadata(loads=[LoadSpec("b", ((1, 1),), 0, [5, 0, 6, 2])], aborted=[]))
+    with hybrid.worker._lock:
+        hybrid.worker._aborted.update(each for each in ["b"] if each in hybrid.worker._out)
+    until(lambda: hybrid.step() or "b" in hybrid.received)
+    assert not hybrid.invalid
+
+
+@pytest.mark.parametrize("blocks", [[1, 2, 3], [1, 2], [1, 2, 3, 4, 5, 6]])
+def test_rows_that_do_not_fit_the_pages_are_refused(hybrid: Stand, peer: Peer, blocks: list[int]) -> None:
+    Shelf(peer)
+    hybrid.save_now(hybrid.save(0, blocks, [1, 2]))
+    assert hybrid.acked and not peer.of(wire.PrepareStore)
+    if len(blocks) % 2:
+        hybrid.load_now(LoadSpec("a", ((1, 1),), 0, blocks))
+        assert hybrid.started_over == ["a"] and not peer.of(wire.PrepareLoad)

@@ -1,0 +1,145 @@
+"""A model whose layers attend to a sliding window, but for every third: three KV-cache groups, real hits.
+
+One server with the connector, and one without, whose answers are the truth.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from examples.stand import client, model
+from examples.stand.client import Answer
+from examples.stand.processes import Server, Sidecar, Stand, eventually
+
+from .conftest import ask, configured, hits_of, sessions, together
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@dataclass
+class Hybrid:
+    """The two servers, and the sidecar, which tests may kill and restart."""
+
+    stand: Stand
+    sidecar: Sidecar
+    plain: Server
+    server: Server
+
+    def connected(self) -> None:
+        eventually(lambda: sessions(self.sidecar) == 2, "both roles' sessions", 30)
+
+    def restart_sidecar(self) -> None:
+        self.sidecar.signal(signal.SIGKILL)
+        self.sidecar.wait(5)
+        self.sidecar.end()
+        self.sidecar = self.stand.sidecar()
+        self.connected()
+
+
+@pytest.fixture(scope="module")
+def hybrid(logs: Path | None) -> Iterator[Hybrid]:
+    with Stand(model.ensure("hybrid"), logs) as stand:
+        sidecar = stand.sidecar()
+        chunked = ["--max-num-batched-tokens", "700"]  # no page boundary, nor the window, divides a step
+        plain = stand.server("hybrid-plain", connector=None, arguments=chunked)
+        server = stand.server("hybrid", connector=configured(stand.endpoint()), arguments=chunked)
+        for each in (plain, server):
+            each.wait_ready(480)
+        out = Hybrid(stand, sidecar, plain, server)
+        out.connected()
+        yield out
+
+
+@pytest.mark.parametrize("tokens", [200, 400, 1500, 3000])
+def test_hits_answer_the_same(hybrid: Hybrid, tokens: int) -> None:
+    """Shorter than the window, a little longer, and so long that most of its blocks are never loaded."""
+    prompt = model.prompt(tokens, 60_000 + tokens)
+    truth = ask(hybrid.plain, prompt, 16)
+    cold = ask(hybrid.server, prompt, 16)
+    assert (cold.tokens, cold.cached_tokens) == (truth.tokens, 0)
+    client.reset_prefix_cache(hybrid.server.base_url)
+    hit = ask(hybrid.server, prompt, 16)
+    assert (hit.tokens, hit.cached_tokens) == (truth.tokens, hits_of(tokens))
+
+
+def test_a_conversation(hybrid: Hybrid) -> None:
+    """The next turn hits the answer's pages too, and a turn that leaves it in the middle what they share."""
+    prompt = model.prompt(900, 61_000)
+    first = ask(hybrid.server, prompt, 300)
+    whole = prompt + list(first.tokens)
+    client.reset_prefix_cache(hybrid.server.base_url)
+    for turn in (whole + model.prompt(200, 61_001), whole[:700] + model.prompt(500, 61_002)):
+        truth = ask(hybrid.plain, turn, 16)
+        answer = ask(hybrid.server, turn, 16)
+        assert answer.tokens == truth.tokens
+        shared = len(whole) - 1 if turn[:1000] == whole[:1000] else 700
+        assert answer.cached_tokens == shared // 128 * 128
+
+
+def test_several_at_once(hybrid: Hybrid) -> None:
+    shared = model.prompt(800, 62_000)
+    prompts = [model.prompt(tokens, 62_000 + tokens, shared) for tokens in (1000, 1300, 1600, 2000)]
+    truths = [ask(hybrid.plain, prompt) for prompt in prompts]
+    for _ in range(2):
+        assert [each.tokens for each in together(hybrid.server, prompts)] == [truth.tokens for truth in truths]
+        client.reset_prefix_cache(hybrid.server.base_url)
+    assert ask(hybrid.server, prompts[3]).cached_tokens == hits_of(2000)
+
+
+@pytest.mark.parametrize("delay_s", [0.01, 0.03])
+def test_the_sidecar_killed_during_a_load(hybrid: Hybrid, delay_s: float) -> None:
+    """The request starts over; what vLLM then has itself is stored again."""
+    prompt = model.prompt(3000, 63_000)
+    truth = ask(hybrid.plain, prompt)
+    ask(hybrid.server, prompt)
+    client.reset_prefix_cache(hybrid.server.base_url)
+    killer = threading.Thread(target=lambda: (time.sleep(delay_s), hybrid.sidecar.signal(signal.SIGKILL)))
+    killer.start()
+    answer = ask(hybrid.server, prompt)
+    killer.join()
+    assert answer.tokens == truth.tokens
+    hybrid.restart_sidecar()
+
+    def hit() -> bool:
+        again = ask(hybrid.server, prompt)
+        client.reset_prefix_cache(hybrid.server.base_url)
+        other = ask(hybrid.server, prompt)
+        assert again.tokens == other.tokens == truth.tokens
+        return other.cached_tokens == hits_of(3000)
+
+    eventually(hit, "hits once connected again", 30)
+
+
+def test_a_load_that_fails_is_computed(hybrid: Hybrid) -> None:
+    """The sidecar hangs between its answer and the load: vLLM starts over with the request, and goes on."""
+    server = hybrid.server.base_url
+    failures = client.metric(server, "vllm:lookaside_load_failures_total")
+    prompt, other = model.prompt(3000, 64_000), model.prompt(6000, 64_001)
+    truth = ask(hybrid.plain, prompt)
+    ask(hybrid.server, prompt)
+    client.reset_prefix_cache(server)
+    eventually(lambda: hybrid.sidecar.status()["lookups"]["in_flight"] == 0, "no lookups")
+    # While the other's prefill takes all of every step, the request waits, and its lookup is answered.
+    answers: dict[str, Answer] = {}
+    first = threading.Thread(target=lambda: answers.update(other=ask(hybrid.server, other)))
+    first.start()
+    eventually(lambda: client.metric(server, "vllm:num_requests_running") == 1, "the other to run", 30)
+    second = threading.Thread(target=lambda: answers.update(hit=ask(hybrid.server, prompt)))
+    second.start()
+    eventually(lambda: hybrid.sidecar.status()["lookups"]["in_flight"] == 1, "the answer", 30)
+    hybrid.sidecar.signal(signal.SIGSTOP)
+    try:
+        first.join()
+        second.join()
+    finally:
+        hybrid.sidecar.signal(signal.SIGCONT)
+    assert answers["hit"].tokens == truth.tokens
+    assert client.metric(server, "vllm:lookaside_load_failures_total") == failures + 1
+    hybrid.connected()
