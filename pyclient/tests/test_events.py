@@ -106,6 +106,8 @@ class Subscriber:
 
     def knows(self, *names: int) -> bool:
         self.poll()
+        if set(self.held) != set(names):
+            self.catch_up(self.next)  # its subscription may have come after what there was to tell
         return set(self.held) == set(names)
 
 
@@ -177,7 +179,7 @@ def test_a_router_follows(model: Path, tmp_path: Path, settings: dict[str, Any],
         import signal
 
         sidecar.signal(signal.SIGTERM)
-        until(lambda: router.knows())
+        until(lambda: (router.poll(), not router.held)[1])
     finally:
         engine.close()
         sidecar.kill()
@@ -207,12 +209,27 @@ def test_evictions_and_gaps(model: Path, tmp_path: Path, settings: dict[str, Any
     engine = Engine(model, sidecar.directory, store_timeout_ms=5000, lookup_timeout_ms=5000).start()
     late = Subscriber(settings["events_endpoint"], settings["events_replay_endpoint"])
     late.complete = False
-    try:
-        router.poll()
-        for number in range(1, 100):
-            first = 1000 * number
-            engine.save_now(engine.save(0, list(range(1, 2 * PPC + 1)), list(range(first, first + 2 * PPC))))
+    numbers = iter(range(1, 10_000))
+
+    def store() -> None:
+        first = 1000 * next(numbers)
+        engine.save_now(engine.save(0, list(range(1, 2 * PPC + 1)), list(range(first, first + 2 * PPC))))
+
+    def subscribed() -> bool:
+        """Whether the router is told: what it misses until then must be within what is kept."""
+        store()
+        deadline = time.monotonic() + 2
+        while not router.batches and time.monotonic() < deadline:
             router.poll()
+        return bool(router.batches)
+
+    try:
+        until(lambda: metric(sidecar, "lookaside_event_subscribers") >= 2, 20)
+        until(subscribed, 20)
+        for _ in range(100):
+            store()
+            router.poll()
+        until(lambda: (store(), router.poll(), late.sub.poll(0))[2], 20)
 
         def settled() -> bool:
             router.poll()
