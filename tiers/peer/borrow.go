@@ -23,77 +23,89 @@ type Loan struct {
 	Handle uint64 // for Return, never 0
 }
 
-// scratch is what a call needs for the pages of a run, kept so that it allocates nothing.
-type scratch struct {
-	keys []uint64
-	who  []uint64 // by chunk: lenders that are said to hold all of it that the run has
-	part uint64   // lenders that are said to hold partPages of the first chunk that nobody holds all of
+// plan is which lenders are said to hold which chunks of a run.
+type plan struct {
+	who  []uint64 // by chunk: those that are said to hold all of it that the run has
+	part uint64   // those that are said to hold partPages of the first chunk that nobody holds all of
 	// that chunk's index, len(who) if there is none, and the pages
 	partChunk, partPages int
 }
 
-var scratches = sync.Pool{New: func() any { return new(scratch) }}
+var plans = sync.Pool{New: func() any { return new(plan) }}
 
-// hinted sets held[i], where held is not nil, to how many pages of the i-th chunk of a run some peer is said to hold, and notes in s who does.
-func (p *Peers) hinted(run *tiers.Run, s *scratch, held []uint16) {
+// hinted sets held[i], where held is not nil, to how many pages of the i-th chunk of a run some peer is said to hold, and notes in s, where that is not nil, who does.
+func (p *Peers) hinted(run *tiers.Run, s *plan, held []uint16) {
 	g := &run.Space.Geometry
 	d, ppc := g.DigestBytes, g.PagesPerChunk
 	pages, chunks := run.Pages(), run.Chunks()
-	if cap(s.keys) < chunks {
-		s.keys, s.who = make([]uint64, chunks), make([]uint64, chunks)
+	if s != nil {
+		if cap(s.who) < chunks {
+			s.who = make([]uint64, chunks)
+		}
+		s.who, s.part, s.partChunk, s.partPages = s.who[:chunks], 0, chunks, 0
+		clear(s.who)
 	}
-	s.keys, s.who = s.keys[:chunks], s.who[:chunks]
-	s.part, s.partChunk, s.partPages = 0, chunks, 0
 	fp := &run.Space.Fingerprint
-	key := func(page int) uint64 { return hintKey(fp, run.Hashes[page*d:(page+1)*d]) }
 	t := p.hints
 	t.mu.RLock()
 	defer t.mu.RUnlock()
 	mask := t.mask & t.asked[*fp]
-	if mask == 0 || chunks == 0 {
-		clear(s.who)
+	if mask == 0 {
 		clear(held)
 		return
 	}
-	for i := range chunks {
-		s.keys[i] = key(min((i+1)*ppc, pages) - 1)
-	}
-	t.lookUp(s.keys, mask, s.who)
-	for i, who := range s.who {
-		from, to := i*ppc, min((i+1)*ppc, pages)
-		n := 0
-		if who != 0 {
-			n = to - from
-		} else if i < s.partChunk {
-			// The first that is not held whole: its last page that is, by bisection.
-			s.partChunk = i
-			lo, hi := from, to-1
-			for lo < hi {
-				mid := (lo + hi) / 2
-				var at [1]uint64
-				t.lookUp([]uint64{key(mid)}, mask, at[:])
-				if at[0] != 0 {
-					s.part, s.partPages = at[0], mid+1-from
-					lo = mid + 1
-				} else {
-					hi = mid
+	whole := true // so far
+	var keys, who [groupHints]uint64
+	for at := 0; at < chunks; at += groupHints {
+		n := min(groupHints, chunks-at)
+		for i := range n {
+			last := min((at+i+1)*ppc, pages) - 1
+			keys[i] = hintKey(fp, run.Hashes[last*d:(last+1)*d])
+		}
+		t.lookUp(keys[:n], mask, who[:n])
+		for i, w := range who[:n] {
+			from, to := (at+i)*ppc, min((at+i+1)*ppc, pages)
+			count := 0
+			switch {
+			case w != 0:
+				count = to - from
+			case whole:
+				whole = false
+				var part uint64
+				if part, count = t.part(run, from, to-1, mask); s != nil {
+					s.part, s.partChunk, s.partPages = part, at+i, count
 				}
 			}
-			n = s.partPages
-		}
-		if held != nil {
-			held[i] = uint16(n)
+			if s != nil {
+				s.who[at+i] = w
+			}
+			if held != nil {
+				held[at+i] = uint16(count)
+			}
 		}
 	}
 }
 
+// part finds by bisection how many of the pages from one on are held, the one numbered to not being, and who holds them. t.mu is held.
+func (t *hintTable) part(run *tiers.Run, from, to int, mask uint64) (who uint64, pages int) {
+	d := run.Space.Geometry.DigestBytes
+	for lo, hi := from, to; lo < hi; {
+		mid := (lo + hi) / 2
+		var at [1]uint64
+		t.lookUp([]uint64{hintKey(&run.Space.Fingerprint, run.Hashes[mid*d:(mid+1)*d])}, mask, at[:])
+		if at[0] != 0 {
+			who, pages = at[0], mid+1-from
+			lo = mid + 1
+		} else {
+			hi = mid
+		}
+	}
+	return who, pages
+}
+
 // Contains sets held[i] to how many pages of the run's i-th chunk, from its first, some peer is said to hold. Of chunks behind the first that is not held whole, only those that are
 // held whole count. Nobody is asked: it is a hint, and takes microseconds. len(held) == run.Chunks().
-func (p *Peers) Contains(run tiers.Run, held []uint16) {
-	s := scratches.Get().(*scratch)
-	p.hinted(&run, s, held)
-	scratches.Put(s)
-}
+func (p *Peers) Contains(run tiers.Run, held []uint16) { p.hinted(&run, nil, held) }
 
 // Borrow leases what the hints say that peers hold of a run, from its first page on without a gap: from the peer that has most of it, and what comes after from others. out is told of each chunk, in
 // order, on the caller's goroutine, before Borrow returns. It answers the pages that were leased; an error only when that is none, and peers that were asked have failed. Each loan
@@ -120,8 +132,8 @@ func (p *Peers) asking(ctx context.Context, run *tiers.Run, out func(chunk int, 
 	if run.Pages() == 0 {
 		return 0, nil
 	}
-	s := scratches.Get().(*scratch)
-	defer scratches.Put(s)
+	s := plans.Get().(*plan)
+	defer plans.Put(s)
 	p.hinted(run, s, nil)
 	ppc := run.Space.Geometry.PagesPerChunk
 	var failed uint64 // peers that were asked and did not answer
@@ -187,7 +199,7 @@ func (p *Peers) asking(ctx context.Context, run *tiers.Run, out func(chunk int, 
 }
 
 // best is the peer that is said to hold most from chunk at on: so many chunks whole, and the part of the next one that s.part is about. -1: none holds anything.
-func (s *scratch) best(at int, without uint64) (bit, chunks int, part bool) {
+func (s *plan) best(at int, without uint64) (bit, chunks int, part bool) {
 	if at == s.partChunk {
 		if who := s.part &^ without; who != 0 {
 			return bits.TrailingZeros64(who), 0, true
@@ -279,9 +291,9 @@ func (b *borrower) accept(a *asked, m *wire.PeerGrant) (pages int, err error) {
 		}
 	}
 	if err != nil {
+		b.broken = err
 		b.mu.Unlock()
-		b.p.malformed.Add(1)
-		b.conn.GiveUp(err)
+		_ = b.conn.SetRecvDeadline(time.Unix(1, 0)) // it is heard no more, but gets back what it lent
 		return 0, err
 	}
 	b.out += usable

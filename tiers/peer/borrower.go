@@ -38,10 +38,10 @@ type borrower struct {
 	mu        sync.Mutex // guards all that follows
 	welcomed  bool
 	ended     bool
+	broken    error // what was wrong with a grant
 	maxPages  int
 	bit       int // of the hints, -1 for none
 	filling   int // the one that is being filled anew, -1
-	complete  time.Time
 	resyncs   uint64
 	regions   map[uint32]*peerRegion
 	news      []regionNews // for the teller
@@ -125,7 +125,7 @@ func (b *borrower) run() {
 		delete(b.p.peers, b.gen)
 	}
 	var r *refused
-	if errors.As(err, &r) || errors.Is(err, wire.ErrMalformed) || errors.Is(err, wire.ErrVersion) || errors.Is(err, errNotThePeer) {
+	if errors.As(err, &r) || errors.Is(err, wire.ErrMalformed) || errors.Is(err, ipc.ErrOversize) || errors.Is(err, ipc.ErrEmpty) || errors.Is(err, wire.ErrVersion) || errors.Is(err, errNotThePeer) {
 		b.p.note(b.gen, trouble{why: err.Error(), pid: b.conn.Peer().PID})
 	} else {
 		delete(b.p.troubles, b.gen)
@@ -166,17 +166,22 @@ func (b *borrower) converse() error {
 	var fds []int
 	for {
 		m, got, err := b.conn.RecvFDs(fds[:0])
-		if err != nil {
-			return err
-		}
-		fds, err = b.handle(m, got)
-		for _, fd := range fds { // nobody wanted them
-			_ = unix.Close(fd)
-		}
-		if err != nil {
-			if errors.Is(err, wire.ErrMalformed) {
-				b.p.malformed.Add(1)
+		if err == nil {
+			fds, err = b.handle(m, got)
+			for _, fd := range fds { // nobody wanted them
+				_ = unix.Close(fd)
 			}
+		} else {
+			b.mu.Lock()
+			if b.broken != nil {
+				err = b.broken
+			}
+			b.mu.Unlock()
+		}
+		if errors.Is(err, wire.ErrMalformed) || errors.Is(err, ipc.ErrOversize) || errors.Is(err, ipc.ErrEmpty) {
+			b.p.malformed.Add(1)
+		}
+		if err != nil {
 			return err
 		}
 	}
@@ -284,9 +289,6 @@ func (b *borrower) hear() error {
 			b.bit, b.filling = b.filling, -1
 		} else {
 			was = -1
-		}
-		if b.complete.IsZero() {
-			b.complete = time.Now()
 		}
 		b.mu.Unlock()
 		b.retire(was)

@@ -50,6 +50,7 @@ type hintTable struct {
 
 type hintSlots struct {
 	slots []hint
+	seed  uint64 // no peer can choose pages that collide
 	used  int
 	mem   *dax.Table[hint]
 }
@@ -75,7 +76,7 @@ func makeHintSlots(n int) (hintSlots, error) {
 	if err != nil {
 		return hintSlots{}, err
 	}
-	return hintSlots{slots: mem.Slice(), mem: mem}, nil
+	return hintSlots{slots: mem.Slice(), seed: randomID(), mem: mem}, nil
 }
 
 // close gives the memory back. Nobody may use the table any more.
@@ -103,8 +104,9 @@ func (t *hintTable) collect() {
 }
 
 func (s *hintSlots) home(key uint64) int {
-	h, _ := bits.Mul64(key, uint64(len(s.slots)))
-	return int(h)
+	hi, lo := bits.Mul64(key^s.seed, 0x9E3779B97F4A7C15)
+	hi, _ = bits.Mul64(hi^lo, uint64(len(s.slots)))
+	return int(hi)
 }
 
 func (s *hintSlots) next(i int) int {

@@ -145,6 +145,7 @@ func (l *lender) welcome() error {
 func (l *lender) serve() error {
 	for {
 		b, err := l.conn.Recv()
+		l.p.pause()
 		if err == nil {
 			err = l.handle(b)
 		}
@@ -218,7 +219,9 @@ func (l *lender) lease() error {
 		}
 	}
 	l.out = g.Append(l.out[:0])
-	return l.conn.SendWaiting(l.out)
+	// One that hears no more may still have something to return: its end is met by receiving.
+	_ = l.conn.SendWaiting(l.out)
+	return nil
 }
 
 // lend leases what a PeerLease asks for.
@@ -435,6 +438,7 @@ func (s *sender) run(ended <-chan struct{}) error {
 	defer pause.Stop()
 	<-pause.C
 	for {
+		l.p.pause()
 		if err := s.tellRegions(); err != nil {
 			return err
 		}

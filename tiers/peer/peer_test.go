@@ -1,12 +1,23 @@
 package peer
 
 import (
+	"errors"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
 	"testing"
+	"time"
 
-	"lookaside/internal/leak"
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+	"go.uber.org/zap/zaptest/observer"
+
+	"lookaside/ipc/wire"
+	"lookaside/tiers"
 )
 
-func TestMain(m *testing.M) { leak.Main(m) }
+func errorsIsUnmapped(err error) bool { return errors.Is(err, errUnmapped) }
 
 func TestBorrow(t *testing.T) {
 	dir := peerDir(t)
@@ -27,6 +38,7 @@ func TestBorrow(t *testing.T) {
 	eventually(t, "two chunks are back", func() bool { return a.e.Stats().LeasedSlots == 3 })
 	check(t, b.verify(loans[2:]))
 	b.giveBack(loans, false)
+	b.p.Return([]uint64{0, 1, 1 << 40, loans[0].Handle}, true)
 	a.noLoans()
 
 	// What comes and goes is heard.
@@ -43,4 +55,379 @@ func TestBorrow(t *testing.T) {
 	if st := b.p.Status(); st.HintPages != 0 || len(st.Lenders) != 1 || st.Lenders[0].Pages != 0 {
 		t.Fatalf("%+v", st)
 	}
+}
+
+// Chunks that their reader finds bad are dropped by their owner.
+func TestBadLoan(t *testing.T) {
+	dir := peerDir(t)
+	a, b := newSide(t, dir, "a", sideOptions{}), newSide(t, dir, "b", sideOptions{})
+	sp := space("m", 4)
+	hashes := prefix(stretch(1, 16)...)
+	a.store(sp, hashes)
+	b.learns(sp, hashes, 16)
+	loans := b.borrows(sp, hashes, 16)
+	b.giveBack(loans[2:3], true)
+	b.giveBack(loans, false)
+	a.noLoans()
+	b.learns(sp, hashes, 8)
+	if st := a.e.Stats(); st.Bad != 1 {
+		t.Errorf("%+v", st)
+	}
+}
+
+// A prefix is put together of what several have, each being asked for what it has most of.
+func TestBorrowFromSeveral(t *testing.T) {
+	dir := peerDir(t)
+	sp := space("m", 4)
+	hashes := prefix(stretch(1, 30)...)
+	a, b, c := newSide(t, dir, "a", sideOptions{}), newSide(t, dir, "b", sideOptions{}), newSide(t, dir, "c", sideOptions{})
+	a.store(sp, hashes[:10*32])
+	b.store(sp, hashes[:22*32])
+	// c has the end only: what came before it is evicted, or bad.
+	c.store(sp, hashes)
+	s := newSide(t, dir, "s", sideOptions{})
+	s.learns(sp, hashes, 30)
+	eventually(t, "all three are known", func() bool { return s.lenders() == 3 })
+	loans := s.borrows(sp, hashes, 30)
+	check(t, s.verify(loans))
+	for _, l := range loans {
+		if l.Peer != c.gen {
+			t.Errorf("chunk %d came from %x, though %x has all", l.chunk, l.Peer, c.gen)
+		}
+	}
+	s.giveBack(loans[1:2], true) // c drops that chunk
+	s.giveBack(loans, false)
+	c.noLoans()
+	eventually(t, "c has lost a chunk", func() bool {
+		loans, pages, _ := s.borrow(sp, hashes)
+		check(t, s.verify(loans))
+		s.giveBack(loans, false)
+		from := map[uint64]int{}
+		for _, l := range loans {
+			from[l.Peer] += l.Pages
+		}
+		return pages == 30 && from[b.gen] == 20 && from[c.gen] == 10
+	})
+	b.close()
+	eventually(t, "b has left", func() bool {
+		loans, pages, _ := s.borrow(sp, hashes)
+		check(t, s.verify(loans))
+		s.giveBack(loans, false)
+		return pages == 30 && len(loans) > 1 && loans[0].Peer != b.gen && loans[1].Peer == a.gen
+	})
+}
+
+// What is lent is not evicted, whatever room is wanted.
+func TestEvictionLeavesLoans(t *testing.T) {
+	dir := peerDir(t)
+	sp := space("m", 4)
+	a := newSide(t, dir, "a", sideOptions{bytes: 8 * 4 * pageSize}) // eight slots
+	b := newSide(t, dir, "b", sideOptions{})
+	hashes := prefix(stretch(1, 16)...)
+	a.store(sp, hashes)
+	loans := b.borrows(sp, hashes, 16)
+	for i := range 50 {
+		a.store(sp, prefix(append(stretch(2, 4), byte(i), 0, 0, byte(i))...))
+	}
+	check(t, b.verify(loans))
+	if st := a.e.Stats(); st.Evictions == 0 || st.LeasedSlots != 4 {
+		t.Fatalf("%+v", st)
+	}
+	b.giveBack(loans, false)
+	a.noLoans()
+	for i := range 50 {
+		a.store(sp, prefix(append(stretch(3, 4), byte(i), 0, 0, byte(i))...))
+	}
+	b.learns(sp, hashes, 0)
+}
+
+// A borrower's share bounds what it has; what is over that is somebody else's, or a miss.
+func TestLoansAreLimited(t *testing.T) {
+	dir := peerDir(t)
+	sp := space("m", 4)
+	a := newSide(t, dir, "a", sideOptions{bytes: 8 * 4 * pageSize, share: 0.5})
+	b := newSide(t, dir, "b", sideOptions{})
+	one, two := prefix(stretch(1, 12)...), prefix(stretch(2, 12)...)
+	a.store(sp, one)
+	a.store(sp, two)
+	b.learns(sp, two, 12)
+	first := b.borrows(sp, one, 12)
+	second := b.borrows(sp, two, 4)
+	b.learns(sp, two, 12) // it does hold them
+	check(t, b.verify(append(first, second...)))
+	b.giveBack(first, false)
+	b.giveBack(second, false)
+	a.noLoans()
+	b.giveBack(b.borrows(sp, two, 12), false)
+	a.noLoans()
+}
+
+func TestTouch(t *testing.T) {
+	dir := peerDir(t)
+	sp := space("m", 1)
+	a := newSide(t, dir, "a", sideOptions{bytes: 8 * pageSize})
+	b := newSide(t, dir, "b", sideOptions{})
+	for i := range byte(8) {
+		a.store(sp, prefix(10+i))
+	}
+	b.learns(sp, prefix(10), 1)
+	b.learns(sp, prefix(17), 1)
+	for range 3 {
+		if n := b.p.Touch(t.Context(), run(sp, prefix(10))); n != 1 {
+			t.Fatalf("%d pages", n)
+		}
+	}
+	if n := b.p.Touch(t.Context(), run(sp, prefix(99))); n != 0 {
+		t.Fatalf("%d pages of what nobody has", n)
+	}
+	for i := range byte(7) {
+		a.store(sp, prefix(30+i))
+	}
+	b.learns(sp, prefix(11), 0)
+	b.learns(sp, prefix(10), 1) // it was used
+	if st := a.e.Stats(); st.Leases != 0 {
+		t.Errorf("%+v", st)
+	}
+}
+
+// Regions of a lender come and go while it lends.
+func TestRegionsComeAndGo(t *testing.T) {
+	dir := peerDir(t)
+	sp := space("m", 4)
+	a := newSide(t, dir, "a", sideOptions{bytes: 4 * 4 * pageSize})
+	b := newSide(t, dir, "b", sideOptions{})
+	one := prefix(stretch(1, 16)...)
+	a.store(sp, one)
+	loans := b.borrows(sp, one, 16)
+	a.addRegion(5, 4*4*pageSize)
+	two := prefix(stretch(2, 16)...)
+	a.store(sp, two)
+	more := b.borrows(sp, two, 16)
+	check(t, b.verify(append(loans, more...)))
+	if !slices.ContainsFunc(more, func(l loan) bool { return l.Region == 5 }) {
+		t.Fatalf("%+v", more)
+	}
+	b.giveBack(more, false)
+	b.giveBack(loans, false)
+	a.noLoans()
+	for st := a.e.Spaces(); ; {
+		a.e.ClearSpace(st[0].ID)
+		break
+	}
+	check(t, a.e.Drain(5))
+	check(t, a.e.RemoveRegion(5))
+	a.p.RemoveRegion(5, patience)
+	b.mu.Lock()
+	if b.mapped[regionID{a.gen, 5}] != nil || b.mapped[regionID{a.gen, 0}] == nil {
+		t.Error("the wrong region is mapped")
+	}
+	b.mu.Unlock()
+	a.p.RemoveRegion(5, patience)
+	a.store(sp, one)
+	check(t, b.verify(b.borrows(sp, one, 16)))
+	if st := b.p.Status(); st.Malformed != 0 || st.Lenders[0].Regions != 1 {
+		t.Errorf("%+v", st)
+	}
+}
+
+// A borrower whose worker does not let go of a region delays nobody for longer than it may, and keeps what it has.
+func TestRegionIsKept(t *testing.T) {
+	dir := peerDir(t)
+	sp := space("m", 4)
+	a := newSide(t, dir, "a", sideOptions{regions: 2, bytes: 4 * 4 * pageSize})
+	b := newSide(t, dir, "b", sideOptions{})
+	hashes := prefix(stretch(1, 16)...)
+	a.store(sp, hashes)
+	loans := b.borrows(sp, hashes, 16)
+	used := loans[0].Region
+	other := 1 - used
+	eventually(t, "the other region is mapped, too", func() bool { b.mu.Lock(); defer b.mu.Unlock(); return b.mapped[regionID{a.gen, other}] != nil })
+	b.mu.Lock()
+	b.mapped[regionID{a.gen, other}].users++ // a copy that hangs
+	b.mu.Unlock()
+	check(t, a.e.Drain(other))
+	check(t, a.e.RemoveRegion(other))
+	a.p.RemoveRegion(other, 50*time.Millisecond)
+	eventually(t, "it is given up", func() bool { b.mu.Lock(); defer b.mu.Unlock(); return b.gone[a.gen] == 1 })
+	if st := a.e.Stats(); st.OpenLoans != 1 {
+		t.Fatalf("a borrower that lives has lost what it reads: %+v", st)
+	}
+	check(t, b.verify(loans))
+	b.mu.Lock()
+	m := b.mapped[regionID{a.gen, other}]
+	m.users--
+	m.idle.Broadcast()
+	b.mu.Unlock()
+	b.giveBack(loans, false)
+	a.noLoans()
+	check(t, b.verify(b.borrows(sp, hashes, 16))) // it has come back
+}
+
+func TestSpacesDoNotMeet(t *testing.T) {
+	dir := peerDir(t)
+	log, seen := observer.New(zapcore.InfoLevel)
+	a := newSide(t, dir, "a", sideOptions{})
+	b := newSide(t, dir, "b", sideOptions{log: zap.New(log)})
+	ours, theirs := space("seed 0", 4), space("seed 1", 4)
+	hashes := prefix(stretch(1, 8)...)
+	a.open(theirs, wire.Field{Key: "hash_seed", Value: "1"}, wire.Field{Key: "model", Value: "m"})
+	b.open(ours, wire.Field{Key: "hash_seed", Value: "0"}, wire.Field{Key: "model", Value: "m"})
+	a.store(theirs, hashes)
+	b.learns(theirs, hashes, 8)
+	if n := b.hinted(ours, hashes); n != 0 {
+		t.Errorf("%d pages of another space", n)
+	}
+	// Also whoever asks for it gets nothing of it.
+	b.p.hints.ask(b.p.peersBit(a.gen), ours.Fingerprint)
+	var words []byte
+	for i := range 8 {
+		words = append(words, packedKey(hintKey(&ours.Fingerprint, hashes[i*32:(i+1)*32]))...)
+	}
+	b.p.hints.apply(b.p.peersBit(a.gen), words)
+	if loans, pages, err := b.borrow(ours, hashes); pages != 0 || err != nil {
+		t.Errorf("borrowed %+v, %v", loans, err)
+	}
+	var st LenderStatus
+	eventually(t, "the status says why", func() bool {
+		st = b.p.Status().Lenders[0]
+		return len(st.Unshared) == 1
+	})
+	if d := st.Unshared[0].Differences; !slices.Equal(d, []Difference{{"hash_seed", "0", "1"}}) || st.Shared != 0 {
+		t.Errorf("%+v", st)
+	}
+	eventually(t, "the log says why", func() bool { return seen.FilterMessageSnippet("these fields differ").Len() == 1 })
+	if f := seen.FilterMessageSnippet("these fields differ").All()[0].ContextMap()["fields"]; !strings.Contains(strings.Join(strs(f), " "), `hash_seed: ours "0", the peer's "1"`) {
+		t.Errorf("%v", f)
+	}
+	b.open(theirs, wire.Field{Key: "hash_seed", Value: "1"}, wire.Field{Key: "model", Value: "m"})
+	if st := b.p.Status().Lenders[0]; st.Shared != 1 {
+		t.Errorf("%+v", st)
+	}
+}
+
+func strs(v any) (out []string) {
+	for _, x := range v.([]any) {
+		out = append(out, x.(string))
+	}
+	return out
+}
+
+func packedKey(k uint64) []byte {
+	b := make([]byte, 8)
+	for i := range b {
+		b[i] = byte(k >> (8 * i))
+	}
+	return b
+}
+
+// peersBit is a lender's bit.
+func (p *Peers) peersBit(gen uint64) int {
+	p.mu.Lock()
+	b := p.peers[gen]
+	p.mu.Unlock()
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.bit
+}
+
+// A space that nobody uses any more can be closed soon, though it was lent from.
+func TestLentSpaceCanBeClosed(t *testing.T) {
+	dir := peerDir(t)
+	a, b := newSide(t, dir, "a", sideOptions{}), newSide(t, dir, "b", sideOptions{})
+	sp := space("m", 4)
+	hashes := prefix(stretch(1, 8)...)
+	a.store(sp, hashes)
+	b.giveBack(b.borrows(sp, hashes, 8), false)
+	a.noLoans()
+	a.e.RemoveOwner(a.spaces[sp])
+	delete(a.spaces, sp)
+	a.clear(sp)
+	id := a.e.Spaces()[0].ID
+	eventually(t, "the space is closed", func() bool { return a.e.CloseSpace(id) == nil })
+	if _, pages, _ := b.borrow(sp, hashes); pages != 0 {
+		t.Error("borrowed of a space that is closed")
+	}
+	a.store(sp, hashes)
+	check(t, b.verify(b.borrows(sp, hashes, 8)))
+}
+
+func TestDirectories(t *testing.T) {
+	parent := peerDir(t)
+	dir := filepath.Join(parent, "peers")
+	a := newSide(t, dir, "a", sideOptions{}) // makes it
+	sp := space("m", 4)
+	hashes := prefix(stretch(1, 8)...)
+	a.store(sp, hashes)
+	b := newSide(t, dir, "b", sideOptions{})
+	b.learns(sp, hashes, 8)
+	if info, err := os.Stat(dir); err != nil || info.Mode().Perm() != 0o700 {
+		t.Fatalf("%v, %v", info, err)
+	}
+
+	// It vanishes: who knows each other goes on.
+	check(t, os.Rename(dir, dir+".gone"))
+	check(t, os.WriteFile(dir, nil, 0o600))
+	eventually(t, "it is noticed", func() bool { return a.p.Status().Off != "" && b.p.Status().Off != "" })
+	c := newSide(t, dir, "c", sideOptions{})
+	if off := c.p.Status().Off; !strings.Contains(off, "peers.dir") {
+		t.Errorf("off: %q", off)
+	}
+	loans := b.borrows(sp, hashes, 8)
+	check(t, b.verify(loans))
+
+	// It comes back, open to others at first.
+	check(t, os.Remove(dir))
+	check(t, os.Mkdir(dir, 0o755))
+	check(t, os.Chmod(dir, 0o755))
+	eventually(t, "it is not private", func() bool {
+		return strings.Contains(a.p.Status().Off, "0755") && strings.Contains(c.p.Status().Off, "chmod")
+	})
+	check(t, os.Chmod(dir, 0o700))
+	c.learns(sp, hashes, 8)
+	eventually(t, "all are there", func() bool { return a.lenders() == 2 && b.lenders() == 2 && c.lenders() == 2 })
+	check(t, b.verify(loans))
+
+	// A socket that somebody removes is made again; those of the dead are removed.
+	check(t, os.Remove(socketOf(dir, a.gen)))
+	d := newSide(t, dir, "d", sideOptions{})
+	d.learns(sp, hashes, 8)
+	b.giveBack(loans, false)
+}
+
+func TestStaleSockets(t *testing.T) {
+	dir := peerDir(t)
+	them := start(t, "lend", dir)
+	them.kill()
+	left, _ := filepath.Glob(filepath.Join(dir, "peer-*.sock"))
+	if len(left) != 1 {
+		t.Fatalf("%v", left)
+	}
+	check(t, os.WriteFile(filepath.Join(dir, "peer-zz.sock"), nil, 0o600))
+	check(t, os.WriteFile(socketOf(dir, 0xABCDEF), nil, 0o600)) // no socket at all
+	check(t, os.Mkdir(socketOf(dir, 0xABCDEE), 0o700))
+	a := newSide(t, dir, "a", sideOptions{})
+	eventually(t, "the dead one's socket is removed", func() bool { _, err := os.Stat(left[0]); return err != nil })
+	a.close()
+	if _, err := os.Stat(socketOf(dir, a.gen)); err == nil {
+		t.Error("a socket is left behind")
+	}
+}
+
+// Of a run's first part that does not begin a prefix.
+func TestBorrowFromTheMiddle(t *testing.T) {
+	dir := peerDir(t)
+	a, b := newSide(t, dir, "a", sideOptions{}), newSide(t, dir, "b", sideOptions{})
+	sp := space("m", 4)
+	hashes := prefix(stretch(1, 16)...)
+	a.store(sp, hashes)
+	b.learns(sp, hashes, 16)
+	b.giveBack(b.borrows(sp, hashes, 16), false)
+	r := tiers.Run{Space: sp, First: 8, Prev: hashes[7*32 : 8*32], Hashes: hashes[8*32:]}
+	var got []loan
+	pages, err := b.p.Borrow(t.Context(), r, func(chunk int, l Loan) { got = append(got, loan{l, chunk, r}) })
+	if err != nil || pages != 8 || len(got) != 2 {
+		t.Fatalf("%d pages, %v, %+v", pages, err, got)
+	}
+	check(t, b.verify(got))
+	b.giveBack(got, false)
 }

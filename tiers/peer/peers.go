@@ -98,6 +98,8 @@ type Peers struct {
 	hintsTold, hintsHeard, malformed               atomic.Uint64
 	wrongHints                                     atomic.Uint64
 
+	held atomic.Pointer[sync.Mutex] // tests hold it to have this sidecar answer nobody
+
 	mu        sync.Mutex
 	off       string                // why no peers are looked for, "" if they are
 	peers     map[uint64]*borrower  // lenders that we are connected to, or have been and must return loans to, by generation
@@ -290,6 +292,14 @@ func (p *Peers) wake() {
 	select {
 	case p.upkeep <- struct{}{}:
 	default:
+	}
+}
+
+// pause waits while a test has this sidecar answer nobody.
+func (p *Peers) pause() {
+	if m := p.held.Load(); m != nil {
+		m.Lock()
+		defer m.Unlock()
 	}
 }
 

@@ -25,7 +25,7 @@ import (
 )
 
 const (
-	patience = 30 * time.Second
+	patience = 8 * time.Second
 	pageSize = 512
 )
 

@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"fmt"
 	"slices"
-	"time"
 )
 
 // Status is what is known of other sidecars, and what has gone between them.
@@ -126,17 +125,4 @@ func (b *borrower) status() LenderStatus {
 	}
 	slices.SortFunc(l.Unshared, func(a, b SpaceStatus) int { return cmp.Compare(a.Ours, b.Ours) })
 	return l
-}
-
-// completeAt is when a lender had told of all that it held, the zero time if it has not.
-func (p *Peers) completeAt(gen uint64) time.Time {
-	p.mu.Lock()
-	b := p.peers[gen]
-	p.mu.Unlock()
-	if b == nil {
-		return time.Time{}
-	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.complete
 }

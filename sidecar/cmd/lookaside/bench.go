@@ -26,7 +26,7 @@ func newBench() *cobra.Command {
 		Args:  cobra.NoArgs,
 		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() }, // or a wrong name would pass for success
 	}
-	cmd.AddCommand(newBenchEngine(), newBenchMemcopy(), newBenchPromotion(), newBenchDisk(), newBenchDAX(), newBenchRedis(), newBenchRecovery(), newBenchLookupServer(), newBenchEcho())
+	cmd.AddCommand(newBenchEngine(), newBenchMemcopy(), newBenchPromotion(), newBenchDisk(), newBenchDAX(), newBenchRedis(), newBenchRecovery(), newBenchPeers(), newBenchLookupServer(), newBenchEcho())
 	return cmd
 }
 
