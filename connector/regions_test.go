@@ -96,7 +96,10 @@ func TestRegionsComeAndGo(t *testing.T) {
 	if after.regions[7] != nil || len(after.regions) != 2 {
 		t.Error("a worker heard of a region that is being retracted")
 	}
-	b.store(onePrefix(1), 0, 4) // unmaps it meanwhile
+	b.store(onePrefix(1), 0, 4) // unmaps it meanwhile, if it has heard of it by then
+	if b.regions[7] != nil {
+		b.readsRegion(wire.TypeRegionRemoved)
+	}
 	<-done
 	for _, w := range []*worker{a, b, late, after} {
 		w.sync()
@@ -172,7 +175,8 @@ func TestWorkerThatKeepsARegion(t *testing.T) {
 			// One that lingers is not waited for.
 			r.server.AnnounceRegion(part(f, 8, 1))
 			done = r.retract(8, time.Hour)
-			good.sync()
+			good.readsRegion(wire.TypeRegionAdded)
+			good.readsRegion(wire.TypeRegionRemoved)
 			<-done
 		})
 	}
