@@ -316,16 +316,16 @@ func (t *hintTable) retire(bit int) {
 	}
 }
 
-// sweep takes out a slice of what the retired bits have left behind. It says whether there is more to do.
+// sweep takes out a slice of what the retired bits have left behind, and goes on with a move to a larger table. It says whether there is more to do.
 func (t *hintTable) sweep() (more bool) {
 	t.mu.Lock()
 	if t.sweeping == 0 {
 		t.sweeping, t.sweepAt = t.dead, 0
 	}
 	switch {
-	case t.sweeping == 0:
 	case t.old.used > 0:
 		t.move(sliceHints)
+	case t.sweeping == 0:
 	default:
 		for n := 0; n < sliceHints && t.sweepAt < len(t.cur.slots); n++ {
 			h := &t.cur.slots[t.sweepAt]
@@ -345,7 +345,7 @@ func (t *hintTable) sweep() (more bool) {
 		close(t.freed)
 		t.freed = make(chan struct{})
 	}
-	more = t.dead != 0
+	more = t.dead != 0 || t.old.used > 0
 	collect := len(t.garbage) > 0
 	t.mu.Unlock()
 	if collect {

@@ -216,7 +216,14 @@ func (h *history) settle() {
 		h.give(s, len(h.loans[s]))
 	}
 	for _, s := range h.sides {
-		eventually(h.t, s.name+" knows all", func() bool { return s.lenders() == len(h.sides)-1 })
+		eventually(h.t, s.name+" knows all, and no others", func() bool {
+			for _, o := range h.sides {
+				if o != s && s.p.peersBit(o.gen) < 0 {
+					return false
+				}
+			}
+			return len(s.p.Status().Lenders) == len(h.sides)-1
+		})
 		for end := time.Now().Add(patience); s.e.Stats().OpenLoans > 0; time.Sleep(time.Millisecond) {
 			if time.Now().After(end) {
 				for _, o := range h.sides {
@@ -234,8 +241,8 @@ func (h *history) settle() {
 		ok := func() bool {
 			who := map[uint64]uint64{}
 			for _, o := range h.sides {
-				if o != s {
-					walkEngine(o, func(k uint64) { who[k] |= 1 << s.p.peersBit(o.gen) })
+				if bit := s.p.peersBit(o.gen); o != s && bit >= 0 {
+					walkEngine(o, func(k uint64) { who[k] |= 1 << bit })
 				}
 			}
 			for s.p.hints.sweep() {

@@ -320,11 +320,14 @@ func packedKey(k uint64) []byte {
 	return b
 }
 
-// peersBit is a lender's bit.
+// peersBit is a lender's bit, -1 if it has none.
 func (p *Peers) peersBit(gen uint64) int {
 	p.mu.Lock()
 	b := p.peers[gen]
 	p.mu.Unlock()
+	if b == nil {
+		return -1
+	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.bit

@@ -317,7 +317,6 @@ func (p *Peers) keepUp() {
 		case <-retry.C:
 		case <-tick.C:
 			p.countRates()
-			continue
 		}
 		left := false
 		for _, b := range p.snapshotPeers() {

@@ -25,7 +25,7 @@ import (
 )
 
 const (
-	patience = 8 * time.Second
+	patience = 30 * time.Second
 	pageSize = 512
 )
 
@@ -80,6 +80,7 @@ type side struct {
 
 	mu     sync.Mutex
 	mapped map[regionID]*mapping
+	unmap  [][]byte       // at the end: the race detector takes what another goroutine maps at the same address for the same memory
 	gone   map[uint64]int // OnGone calls
 	dead   bool
 }
@@ -201,6 +202,11 @@ func (s *side) close() {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	for _, mem := range s.unmap {
+		if err := unix.Munmap(mem); err != nil {
+			s.t.Error(err)
+		}
+	}
 	for id := range s.mapped {
 		s.t.Errorf("%s: region %d of %x is mapped still", s.name, id.id, id.peer)
 	}
@@ -232,9 +238,7 @@ func (s *side) onRegionGone(peer uint64, id uint32) {
 		m.idle.Wait()
 	}
 	delete(s.mapped, regionID{peer, id})
-	if err := unix.Munmap(m.mem); err != nil {
-		s.t.Error(err)
-	}
+	s.unmap = append(s.unmap, m.mem)
 }
 
 func (s *side) onGone(peer uint64) {

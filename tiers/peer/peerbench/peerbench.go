@@ -24,7 +24,7 @@ type Options struct {
 	Sidecars int           // the one that joins included; all are in this process. Default 16
 	Pages    int           // that each of the others holds, a multiple of 16. Default 1,000,000
 	Rounds   int           // joins. Default 3
-	Events   time.Duration // how long changes are followed for, each round. Default 3 s
+	Events   time.Duration // how long changes are followed for at each rate. Default 1 s
 	Lookups  int           // lookups and leases of each round. Default 200
 }
 
@@ -33,9 +33,7 @@ type Figures struct {
 	Held           int       // pages that the others hold together
 	JoinSeconds    []float64 // from its start until it has been told of all of them
 	BytesPerHint   []float64 // of memory, for each page that it knows of
-	EventsPerSec   []float64 // pages that come or go, followed while the others change as fast as they can
-	ChangesPerSec  []float64 // pages that came and went there in that time
-	Resyncs        []float64 // of it in that time: the others changed faster than was followed
+	EventsPerSec   []float64 // pages that come or go at the others, at the highest rate of those tried that was followed; 0: none was
 	ContainsUs     []float64 // a lookup of 4,096 pages in chunks of 16, by hints
 	LeaseUs        []float64 // a lease on leasePages pages, and back
 	ContainsBusyUs []float64 // a lookup while changes are followed
@@ -59,7 +57,7 @@ func (o *Options) ensureDefaults() error {
 		}
 	}
 	if o.Events == 0 {
-		o.Events = 3 * time.Second
+		o.Events = time.Second
 	}
 	if o.Sidecars < 2 || o.Sidecars > 64 || o.Pages < 2*hitPages || o.Pages%pagesPerChunk != 0 || o.Rounds < 1 || o.Lookups < 1 || o.Events < 0 {
 		return fmt.Errorf("bench of %d sidecars with %d pages each, %d rounds: want 2 to 64, a multiple of %d from %d on, and 1 or more", o.Sidecars, o.Pages, o.Rounds, pagesPerChunk, 2*hitPages)
@@ -225,11 +223,12 @@ func (o *Options) round(ctx context.Context, dir string, space *tiers.Space, oth
 	if st.HintPages < f.Held*9/10 || st.HintsDropped > 0 {
 		return fmt.Errorf("bench: %d pages are known of %d, %d were dropped", st.HintPages, f.Held, st.HintsDropped)
 	}
-	f.BytesPerHint = append(f.BytesPerHint, float64(st.HintBytes)/float64(st.HintPages))
-	if err := o.lookups(ctx, p, space, others, f); err != nil {
+	if err := errors.Join(o.lookups(ctx, p, space, others, f), o.events(ctx, p, space, others, f)); err != nil {
 		return err
 	}
-	return o.events(ctx, p, space, others, f)
+	st = p.Status() // its table has done growing
+	f.BytesPerHint = append(f.BytesPerHint, float64(st.HintBytes)/float64(st.HintPages))
+	return nil
 }
 
 // complete says whether all the others have told of all that they hold.
@@ -283,43 +282,55 @@ func (o *Options) lookups(ctx context.Context, p *peer.Peers, space *tiers.Space
 	return nil
 }
 
-// events has the others change as fast as they can.
+// events has the others change faster and faster, each rate for a while, until that is not followed any more.
 func (o *Options) events(ctx context.Context, p *peer.Peers, space *tiers.Space, others []*sidecar, f *Figures) error {
 	if o.Events == 0 {
 		return nil
 	}
-	before := p.Status()
-	changed := changes(others)
-	end := time.Now().Add(o.Events)
-	start := time.Now()
-	errs := make([]error, len(others))
 	asked := others[0].run(space, hitPages)
-	var wg sync.WaitGroup
-	for i, s := range others {
-		wg.Go(func() {
-			var buf []byte
-			for errs[i] == nil && time.Now().Before(end) && ctx.Err() == nil {
-				buf, errs[i] = s.store(1, buf)
-			}
-		})
-	}
 	held := make([]uint16, hitPages/pagesPerChunk)
-	for time.Now().Before(end) && ctx.Err() == nil {
-		at := time.Now()
-		p.Contains(asked, held)
-		f.ContainsBusyUs = append(f.ContainsBusyUs, us(at))
-		if err := wait(ctx, time.Millisecond); err != nil {
-			break
+	best := 0.0
+	for rate := firstRate; ; rate *= 2 {
+		before, changed := p.Status(), changes(others)
+		start := time.Now()
+		end := start.Add(o.Events)
+		every := time.Duration(float64(time.Second) * 2 * prompt * float64(len(others)) / rate) // of each, a prompt that evicts another
+		errs := make([]error, len(others))
+		var wg sync.WaitGroup
+		for i, s := range others {
+			wg.Go(func() {
+				var buf []byte
+				for due := start.Add(every * time.Duration(i) / time.Duration(len(others))); errs[i] == nil && due.Before(end) && wait(ctx, time.Until(due)) == nil; due = due.Add(every) {
+					buf, errs[i] = s.store(1, buf)
+				}
+			})
 		}
+		for time.Now().Before(end) && wait(ctx, time.Millisecond) == nil {
+			at := time.Now()
+			p.Contains(asked, held)
+			f.ContainsBusyUs = append(f.ContainsBusyUs, us(at))
+		}
+		wg.Wait()
+		made := changes(others) - changed
+		took := time.Since(start)
+		if err := errors.Join(append(errs, wait(ctx, grace))...); err != nil {
+			return err
+		}
+		after := p.Status()
+		if took > 3*o.Events/2 || after.Resyncs > before.Resyncs || after.HintsHeard-before.HintsHeard < made*99/100 {
+			break // not followed, or not even made in time
+		}
+		best = float64(made) / took.Seconds()
 	}
-	wg.Wait()
-	seconds := time.Since(start).Seconds()
-	after := p.Status()
-	f.EventsPerSec = append(f.EventsPerSec, float64(after.HintsHeard-before.HintsHeard)/seconds)
-	f.ChangesPerSec = append(f.ChangesPerSec, float64(changes(others)-changed)/seconds)
-	f.Resyncs = append(f.Resyncs, float64(after.Resyncs-before.Resyncs))
-	return errors.Join(append(errs, ctx.Err())...)
+	f.EventsPerSec = append(f.EventsPerSec, best)
+	return nil
 }
+
+const (
+	firstRate = 10_000.0 // changes a second
+	// grace is what a follower may be behind by.
+	grace = 100 * time.Millisecond
+)
 
 func changes(others []*sidecar) (n uint64) {
 	for _, s := range others {
