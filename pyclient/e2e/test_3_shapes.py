@@ -194,9 +194,14 @@ class TestMulti:
 
 class TestMLA:
     def test_hits_are_loaded(self, mla: Shape) -> None:
-        """MLA on this CPU is not deterministic even with vLLM's own cache alone, so outputs prove nothing here."""
+        """MLA with AMX is not deterministic even with vLLM's own cache alone, so outputs prove nothing here."""
         prompt = model.prompt(1000, 55_000)
         ask(mla.server, prompt)
+        if "amx_tile" not in Path("/proc/cpuinfo").read_text():
+            # Where the CPU has no AMX, vLLM turns prefix caching off for MLA, and with it the connector.
+            assert ask(mla.server, prompt).cached_tokens == 0
+            assert mla.sidecars[0].status()["sessions"] == []
+            return
         page = page_of(mla.server, prompt)
         client.reset_prefix_cache(mla.server.base_url)
         again = ask(mla.server, prompt)
