@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -140,19 +139,7 @@ func NewEventPublisher(opt EventOptions, src EventSource) (*EventPublisher, erro
 	if p.wake, err = unix.Eventfd(0, unix.EFD_NONBLOCK|unix.EFD_CLOEXEC); err != nil {
 		return nil, fmt.Errorf("eventfd: %w", err)
 	}
-	started := make(chan error)
-	go func() {
-		runtime.LockOSThread() // until the end of the goroutine, which ends the thread too
-		err := p.open()
-		started <- err
-		if err == nil {
-			p.loop()
-		}
-		p.shut()
-		close(p.done)
-	}()
-	if err := <-started; err != nil {
-		<-p.done
+	if err := startLoop(p.open, p.loop, p.shut, p.done); err != nil {
 		unix.Close(p.wake)
 		return nil, err
 	}

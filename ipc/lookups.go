@@ -7,7 +7,6 @@ import (
 	"net"
 	"os"
 	"path/filepath"
-	"runtime"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -189,19 +188,7 @@ func NewLookupSockets(dir string, opt LookupOptions, h Handler) (*LookupSockets,
 	if l.wake, err = unix.Eventfd(0, unix.EFD_NONBLOCK|unix.EFD_CLOEXEC); err != nil {
 		return nil, fmt.Errorf("eventfd: %w", err)
 	}
-	started := make(chan error)
-	go func() {
-		runtime.LockOSThread() // until the end of the goroutine, which ends the thread too
-		err := l.open()
-		started <- err
-		if err == nil {
-			l.loop()
-		}
-		l.shut()
-		close(l.done)
-	}()
-	if err := <-started; err != nil {
-		<-l.done
+	if err := startLoop(l.open, l.loop, l.shut, l.done); err != nil {
 		unix.Close(l.wake)
 		return nil, err
 	}

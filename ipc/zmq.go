@@ -55,6 +55,7 @@ import (
 	"errors"
 	"fmt"
 	"reflect"
+	"runtime"
 	"syscall"
 	"time"
 	"unsafe"
@@ -173,3 +174,24 @@ func (p *poller) close() { C.free(unsafe.Pointer(p.items)) }
 // heapBytes returns how much the C heap, where libzmq keeps its messages, has
 // handed out: 0 where that cannot be told.
 func heapBytes() int { return int(C.la_heap()) }
+
+// startLoop runs a loop that alone touches some ZMQ sockets on a thread of its own: open, then loop, then in any case shut, after which done is closed. It
+// returns when open has; after its error all is over.
+func startLoop(open func() error, loop, shut func(), done chan struct{}) error {
+	started := make(chan error)
+	go func() {
+		runtime.LockOSThread() // until the end of the goroutine, which ends the thread too
+		err := open()
+		started <- err
+		if err == nil {
+			loop()
+		}
+		shut()
+		close(done)
+	}()
+	err := <-started
+	if err != nil {
+		<-done
+	}
+	return err
+}

@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
 RECIPE = 2  # Raise it when what make() writes changes: old copies are then left aside.
@@ -68,23 +69,25 @@ def _make(architecture: str, out: Path) -> None:
 def _config(architecture: str):
     from transformers import DeepseekV2Config, Gemma3TextConfig, LlamaConfig
 
+    common: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "max_position_embeddings": MAX_TOKENS,
+        "initializer_range": 0.05,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
     if architecture == "llama":
         return LlamaConfig(
-            vocab_size=VOCAB,
             hidden_size=512,
             intermediate_size=1408,
             num_hidden_layers=8,
             num_attention_heads=8,
             num_key_value_heads=4,
-            max_position_embeddings=MAX_TOKENS,
-            initializer_range=0.05,
-            tie_word_embeddings=False,
-            bos_token_id=0,
-            eos_token_id=1,
+            **common,
         )
     if architecture == "mla":
         return DeepseekV2Config(
-            vocab_size=VOCAB,
             hidden_size=256,
             intermediate_size=512,
             num_hidden_layers=2,
@@ -102,15 +105,10 @@ def _config(architecture: str):
             topk_group=1,
             moe_intermediate_size=64,
             first_k_dense_replace=2,
-            max_position_embeddings=MAX_TOKENS,
-            initializer_range=0.05,
-            tie_word_embeddings=False,
-            bos_token_id=0,
-            eos_token_id=1,
+            **common,
         )
     if architecture == "hybrid":
         return Gemma3TextConfig(
-            vocab_size=VOCAB,
             hidden_size=512,
             intermediate_size=1024,
             num_hidden_layers=6,
@@ -120,11 +118,7 @@ def _config(architecture: str):
             query_pre_attn_scalar=64,
             sliding_window=WINDOW,
             layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-            max_position_embeddings=MAX_TOKENS,
-            initializer_range=0.05,
-            tie_word_embeddings=False,
-            bos_token_id=0,
-            eos_token_id=1,
+            **common,
             pad_token_id=0,
         )
     raise ValueError(f"unknown architecture {architecture!r}: one of {', '.join(ARCHITECTURES)}")
