@@ -48,6 +48,20 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def send_signal(process: subprocess.Popen[bytes], number: int) -> None:
+    """Sends a signal to a child, if it lives; SIGSTOP and SIGKILL have had their effect when this returns.
+
+    Until a stop has reached all its threads, a process may still answer.
+    """
+    process.send_signal(number)
+    if number == signal.SIGSTOP:
+        # Leaves the status where it is: a second stop would wait for another one, and an end is Popen's to read.
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    elif number == signal.SIGKILL:
+        process.wait()
+
+
 class Process:
     """A child process with its group and its log. Not for use from several threads at once."""
 
@@ -71,8 +85,8 @@ class Process:
         return self.popen.poll() is None
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the process alone, not to its group."""
-        self.popen.send_signal(number)
+        """Sends a signal to the process alone, not to its group; see send_signal."""
+        send_signal(self.popen, number)
 
     def wait(self, timeout_s: float) -> int:
         """Waits for the process to end and returns its status. Raises subprocess.TimeoutExpired."""
@@ -81,7 +95,6 @@ class Process:
     def kill(self) -> None:
         """SIGKILL for the whole group. Idempotent."""
         self.signal(signal.SIGKILL)
-        self.wait(10)
         self.end(patience_s=0)
 
     def end(self, patience_s: float = 15.0) -> None:

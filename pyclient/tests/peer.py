@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import zmq
 from lookaside import wire
+from lookaside.session import Pending, Session
 
 _decode = msgspec.msgpack.Decoder(wire.AnyMessage).decode
 Answer = Any  # a message, bytes, a list of them, or None
@@ -239,7 +240,20 @@ def serving(directory: Path, **options: Any) -> Iterator[Peer]:
         peer.close()
 
 
-def until(condition: Callable[[], Any], timeout_s: float = 5.0) -> Any:
+def waited_in_vain(session: Session) -> list[Pending]:
+    """The requests of a session whose answer was waited for in vain, from now on: the list grows."""
+    waits: list[Pending] = []
+    give_up = session._give_up
+
+    def noted(pending: Pending) -> Any:
+        waits.append(pending)
+        return give_up(pending)
+
+    session._give_up = noted  # type: ignore[method-assign]
+    return waits
+
+
+def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
     """Wait for a condition; fails the test if it does not come true."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):

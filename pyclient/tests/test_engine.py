@@ -37,6 +37,8 @@ from scheduling import (
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput
 
+from examples.stand.processes import send_signal
+
 BINARY = Path(__file__).parents[2] / "bin" / "lookaside"
 BLOCKS = 64
 HYBRID = [full_attention(), sliding_window(40), sliding_window(24)]
@@ -60,17 +62,10 @@ class Sidecar:
 
     def signal(self, number: int) -> None:
         assert self.process is not None
-        self.process.send_signal(number)
-        # It may still answer until the signal has reached all its threads.
-        if number == signal.SIGSTOP:
-            os.waitpid(self.process.pid, os.WUNTRACED)
-        elif number == signal.SIGKILL:
-            self.process.wait()
+        send_signal(self.process, number)
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
-        assert self.process is not None
-        self.process.wait()
 
 
 class Ranks:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import ClientPayloadError, web
 from aiohttp.test_utils import TestClient, TestServer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.prefill_decode.proxy import ROUTES, Proxy, has_one_prompt, prefill_body
 

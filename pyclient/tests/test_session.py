@@ -23,7 +23,7 @@ from lookaside.session import (
     check_directory,
     open_endpoint,
 )
-from peer import Conn, Peer, serving, until
+from peer import Conn, Peer, serving, until, waited_in_vain
 
 
 def options(directory: Path, role: str = "worker", **more: Any) -> SessionOptions:
@@ -255,14 +255,15 @@ def test_silence_costs_one_deadline(session: Session, peer: Peer) -> None:
     peer.script[wire.ClearSpace] = lambda conn, m: held.append((conn, m))
     peer.script[wire.Ping] = lambda conn, m: held.append((conn, m))
     pending = session.submit(lambda i: wire.ClearSpace(i), late.append)
+    waits = waited_in_vain(session)
     began = time.monotonic()
     assert pending.wait(0.03) is None
-    assert 0.02 < time.monotonic() - began < 0.5
+    assert time.monotonic() - began >= 0.03
     assert session.suspect and session.connected and not session.available
     for _ in range(100):
         with pytest.raises(SessionUnavailable):
             ping(session)
-    assert time.monotonic() - began < 1
+    assert waits == [pending]
     peer.wait_for(wire.Ping)
     conn, message = next(each for each in held if isinstance(each[1], wire.ClearSpace))
     conn.send(wire.Cleared(message.id, 3))
@@ -286,7 +287,7 @@ def test_impatience_is_not_suspicion(session: Session, peer: Peer) -> None:
 
 def test_idle_session_notices_a_stop(session: Session, peer: Peer) -> None:
     peer.script[wire.Ping] = lambda conn, m: None
-    until(lambda: session.suspect, 5)
+    until(lambda: session.suspect)
     assert session.connected
 
 
@@ -300,20 +301,19 @@ def test_death_ends_every_wait_at_once(directory: Path) -> None:
     old = session.session_id
     peer.script[wire.ClearSpace] = lambda conn, m: None
     pending = ping(session)
-    waited: list[float] = []
+    waits = waited_in_vain(session)
+    answers: list[Any] = []
 
     def wait() -> None:
-        began = time.monotonic()
-        assert pending.wait(30) is None
-        waited.append(time.monotonic() - began)
+        answers.append(pending.wait(300))
 
     thread = threading.Thread(target=wait)
     thread.start()
     time.sleep(0.02)
     peer.close()
     assert not session.is_current(old), "known before the session's thread has run"
-    thread.join(5)
-    assert waited and waited[0] < 5
+    thread.join(30)
+    assert answers == [None] and not waits
     until(lambda: heard.lost == 1)
     assert not session.send(wire.AbortStore(1), old)
     with serving(directory):
@@ -393,7 +393,6 @@ def test_region_may_go_as_soon_as_the_handshake_is_over(directory: Path, peer: P
 def test_peer_that_does_not_read_never_blocks_us(session: Session, peer: Peer) -> None:
     peer.reading.clear()
     first = session.session_id
-    began = time.monotonic()
     hashes = bytes(wire.max_store_pages(32) * 32)
     with pytest.raises(SessionUnavailable):
         for _ in range(1000):
@@ -401,7 +400,6 @@ def test_peer_that_does_not_read_never_blocks_us(session: Session, peer: Peer) -
     for i in range(100):
         assert session.send(wire.AbortStore(i + 1), first)
     assert session.suspect
-    assert time.monotonic() - began < 2
     peer.reading.set()
     assert [m.store for m in peer.wait_for(wire.AbortStore, 100)] == list(range(1, 101))
     until(lambda: session.available)

@@ -27,10 +27,12 @@ from lookaside.lookups import Lookup
 from lookaside.metadata import LoadSpec, LookasideMetadata, SaveSpec
 from lookaside.session import EndpointAbsent, EndpointError, Session, SessionUnavailable, open_endpoint
 from lookaside.sidecars import RankSidecars
-from peer import until
+from peer import until, waited_in_vain
 from scheduling import make_kv_config
 from test_session import Heard, options
 from test_worker import BLOCKS, PAGE, PPC, SlowCopies, Stand, hashes, model, page
+
+from examples.stand.processes import send_signal
 
 BINARY = Path(__file__).parents[2] / "bin" / "lookaside"
 
@@ -70,7 +72,7 @@ class Sidecar:
 
     def signal(self, number: int) -> None:
         assert self.process is not None
-        self.process.send_signal(number)
+        send_signal(self.process, number)
 
     def kill(self) -> None:
         if self.process is not None:
@@ -300,11 +302,11 @@ def test_killed_sidecar_costs_hits_only(engine: Engine, sidecar: Sidecar) -> Non
     until(lambda: engine.held(0, 1, 2) == 2)
     lookup = engine.lookup(0, 1, 2)
     sidecar.kill()
-    began = time.monotonic()
+    waits = waited_in_vain(engine.worker._session)
     engine.step(LookasideMetadata(loads=[LoadSpec("r", lookup.refs, 0, [5, 6])], saves=[engine.save(4, [1], [5])]))
     until(lambda: engine.step() or engine.received)
     assert engine.held(0, 1) == 0
-    assert time.monotonic() - began < 2
+    assert not waits, "its end is noticed, not waited for"
     assert engine.invalid == {5, 6} and len(engine.acked) == 2
     sidecar.start()
     engine.wait_up()
@@ -321,13 +323,12 @@ def test_stopped_sidecar_costs_one_patience_and_keeps_everything(engine: Engine,
     generation = engine.worker._session.generation
     sidecar.signal(signal.SIGSTOP)
     try:
-        began = time.monotonic()
+        lookups, session = engine.sidecars._lookups, engine.worker._session
+        waits, timeouts, unasked = waited_in_vain(session), lookups.timeouts, lookups.unasked
         lookup = engine.sidecars.start(0, b"", hashes(1, 2), 0)
         until(lambda: lookup.poll() is not None)
         assert lookup.poll() == 0
         engine.step(LookasideMetadata(saves=[engine.save(4, [3], [3])]))
-        first = time.monotonic() - began
-        began = time.monotonic()
         for i in range(100):
             assert engine.sidecars.start(0, b"", hashes(1, 2), 0).poll() == 0
             engine.step(
@@ -336,8 +337,9 @@ def test_stopped_sidecar_costs_one_patience_and_keeps_everything(engine: Engine,
                     loads=[LoadSpec(f"r{i}", lookup.refs, 0, [7])],
                 )
             )
-        rest = time.monotonic() - began
-        assert first < 1 and rest < 1, (first, rest)
+        # The first may have been spared, too: a session notices a stop also by itself.
+        assert lookups.timeouts - timeouts <= 1 and len(waits) <= 1, "no more is waited for"
+        assert lookups.timeouts - timeouts + lookups.unasked - unasked == 101
         assert len(engine.received) == 100 and len(engine.acked) == 102
     finally:
         sidecar.signal(signal.SIGCONT)
@@ -464,9 +466,9 @@ def test_dead_worker_frees_everything(model: Path, engine: Engine, sidecar: Side
         session.wait_connected(5)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    until(lambda: len(sidecar.status()["sessions"]) == before, 2)
+    until(lambda: len(sidecar.status()["sessions"]) == before)
     engine.sidecars.close()
-    until(lambda: sidecar.status()["leases"] == 0, 2)
+    until(lambda: sidecar.status()["leases"] == 0)
 
 
 def test_autostart(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -638,7 +640,7 @@ def test_long_burst_of_lookups(engine: Engine, sidecar: Sidecar, cancel: bool) -
         lookup.cancel()
         if number % 500 == 499:
             time.sleep(0.02)  # a burst longer than the send queue would be dropped, and end with its deadline only
-    until(lambda: sidecar.status()["leases"] == 0, 40.0)
+    until(lambda: sidecar.status()["leases"] == 0, 60)
     assert engine.held(0, *range(101, 109)) == 8
 
 
@@ -690,7 +692,7 @@ def test_sidecar_that_gives_us_up_waits_for_our_copies(
         assert len(sidecar.status()["lingering"]) == 1
         slow.finish()
         until(lambda: engine.step() or (engine.received if what == "load" else len(engine.acked) == 2))
-        until(lambda: not sidecar.status()["lingering"], 1)
+        until(lambda: not sidecar.status()["lingering"])
         status = sidecar.status()
         assert status["loads_in_flight"] == status["stores_in_flight"] == status["slots"]["filling"] == 0
         assert engine.held(0, 5, 6, 7, 8) == 0 and engine.held(0, 1, 2, 3, 4) == 4

@@ -1,0 +1,8 @@
+"""Where the tests find what they share with the examples."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
