@@ -58,6 +58,8 @@ type Config struct {
 	JournalBytes int64
 	// FixedRegions: no store carves a region, or takes one from another geometry; only AddCarvedRegion carves. Stores go to the regions by turns.
 	FixedRegions bool
+	// ForeignSlots is how many chunks of each geometry may be leased from peers at a time; tables for them are made when first one is, and paid for as they are used. Default 0: none.
+	ForeignSlots int
 	// NoExtend: a store never writes behind the committed pages of a slot, it always gets a slot of its own.
 	NoExtend bool
 }

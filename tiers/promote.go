@@ -22,6 +22,7 @@ type PromotedChunk struct {
 	Pages     int // from its first page on
 	Region    uint32
 	Offset    uint64 // bytes, of its first page
+	Foreign   bool   // it is, or is to be, leased from a peer; Region and Offset are those of the loan, if it is ready
 }
 
 // flight names a chunk that is on its way by its space and its last page, and with that by all its pages.

@@ -35,6 +35,11 @@ type Counters struct {
 	PromotionsFailed uint64
 	PromotionsLate   uint64 // chunks that a store was first with
 	PromotedPages    uint64 // that can be found since
+
+	ForeignChunks  uint64 // leased from peers
+	ForeignPages   uint64
+	ForeignEvicted uint64 // of those, dropped for room
+	ForeignBad     uint64 // of those, dropped because their bytes were found bad
 }
 
 // Stats is the engine at one moment.
@@ -60,6 +65,10 @@ type Stats struct {
 	OpenLoads     int
 	OpenLoans     int // to other sidecars
 	OpenStores    int
+	ForeignSlots  int  // slots for what is leased from peers. They count in none of the above but Leases
+	ForeignUsed   int  // of those, that are not free
+	ForeignLeased int  // of those, that are in use by lookups and loads
+	ForeignPages  int  // that can be found in them; those that the arena has as well count, too
 	WantRegion    bool // a geometry without a region waits for the arena to grow
 }
 

@@ -65,6 +65,10 @@ type Config struct {
 	// Verify, if given, checks the bytes of restored chunks, of one call in their order, and says of each what it found (tiers.Engine.EndVerify) before it returns. It may be called
 	// from several goroutines, never for one chunk at the same time, and calls nothing of the Stack. ctx ends with the Stack. Default: there are none that need it.
 	Verify func(ctx context.Context, chunks []tiers.Verification)
+	// Peers, if given, has other sidecars' chunks leased, and is asked before all tiers. The engine must have ForeignSlots, and Bell.Ring for its Wake. Default: there are none.
+	Peers Peers
+	// Linger is how long a chunk that was leased from a peer is kept when nobody uses it. Default 2 s.
+	Linger time.Duration
 	// Forget, if given, has what was dropped from the arena forgotten by whatever would restore it. It is called by Clear and Move before they say what they dropped; its
 	// error is the arena's. Default: nothing would.
 	Forget func() error
@@ -110,6 +114,7 @@ func (c *Config) validate() error {
 	orDefault(&c.MaxPending, 1024)
 	orDefault(&c.MaxPendingBytes, 64<<20)
 	orDefault(&c.BounceBytes, 64<<20)
+	orDefault(&c.Linger, 2*time.Second)
 	if c.Engine == nil || c.Arena == nil || c.Bell == nil && len(c.Tiers) > 0 {
 		return fmt.Errorf("%w: a stack needs an engine, an arena and a bell", tiers.ErrInvalid)
 	}
