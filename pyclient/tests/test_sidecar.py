@@ -6,6 +6,7 @@ Needs ``bin/lookaside`` (``make build``).
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import random
@@ -14,7 +15,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,16 @@ from examples.stand.processes import send_signal
 
 BINARY = Path(__file__).parents[2] / "bin" / "lookaside"
 
+# What runs behind it sees no process but its own, as in a container.
+CONTAINER = (
+    "unshare",
+    *(() if os.geteuid() == 0 else ("--user", "--map-root-user")),
+    "--fork",
+    "--kill-child",
+    "--pid",
+    "--mount-proc",
+)
+
 __all__ = ["model"]
 
 pytestmark = pytest.mark.skipif(not BINARY.exists(), reason=f"{BINARY} is not built")
@@ -44,8 +55,9 @@ pytestmark = pytest.mark.skipif(not BINARY.exists(), reason=f"{BINARY} is not bu
 class Sidecar:
     """One ``lookaside serve``; ends with the test."""
 
-    def __init__(self, directory: Path, **settings: Any) -> None:
+    def __init__(self, directory: Path, wrap: Sequence[str] = (), **settings: Any) -> None:
         self.directory = directory
+        self.wrap = wrap
         self.settings = {"arena_limit": "32M", "arena_kind": "memfd", **settings}
         self.process: subprocess.Popen[bytes] | None = None
         self.log = directory.parent / f"{directory.name}.log"
@@ -55,7 +67,7 @@ class Sidecar:
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in self.settings.items()]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [str(BINARY), "serve", f"--runtime-dir={self.directory}", *flags],
+                [*self.wrap, str(BINARY), "serve", f"--runtime-dir={self.directory}", *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -79,6 +91,9 @@ class Sidecar:
             self.process.kill()
             self.process.wait()
             self.process = None
+        if self.wrap:  # that was not itself
+            with (self.directory / "lock").open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
 
     def restart(self) -> None:
         self.kill()
@@ -246,6 +261,32 @@ def test_another_engine_of_the_model_loads_it(model: Path, engine: Engine, sidec
             assert page(other.cache, 10 + index) == page(engine.cache, 1 + index)
     finally:
         other.close()
+
+
+def test_sidecar_in_a_container_of_its_own(model: Path, tmp_path: Path) -> None:
+    """As in a pod of two containers: neither sees the other's processes."""
+    sidecar = Sidecar(tmp_path / "endpoint", wrap=CONTAINER)
+    engine = Engine(model, sidecar.directory).start()
+    try:
+        assert sidecar.status()["pid"] == 1
+        engine.save_now(engine.save(0, [1, 2], [1, 2]))
+        until(lambda: engine.held(0, 1, 2) == 2)
+        assert engine.fetch("r", [1, 2], [10, 11]) == 2
+        assert page(engine.cache, 10) == page(engine.cache, 1)
+        lookup = engine.lookup(0, 1, 2)
+        sidecar.restart()
+        engine.step(LookasideMetadata(loads=[LoadSpec("s", lookup.refs, 0, [5, 6])]))
+        until(lambda: engine.step() or "s" in engine.received)
+        assert engine.invalid == {5, 6}
+        engine.wait_up()
+        assert engine.held(0, 1, 2) == 0
+        engine.save_now(engine.save(0, [1, 2], [1, 2]))
+        until(lambda: engine.held(0, 1, 2) == 2)
+        assert engine.fetch("again", [1, 2], [12, 13]) == 2
+        assert page(engine.cache, 13) == page(engine.cache, 2)
+    finally:
+        engine.close()
+        sidecar.kill()
 
 
 def test_load_of_an_expired_or_cancelled_lookup_fails(engine: Engine) -> None:
