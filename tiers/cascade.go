@@ -436,7 +436,7 @@ func (e *Engine) chill(bit uint8) uint32 {
 	for left := clearSlice; ; {
 		var c *class
 		for _, r := range e.regions[1 : e.nregion+1] {
-			if r.class != nil && !r.draining && e.slack(r.class) > 0 {
+			if r.class != nil && !r.foreign && !r.draining && e.slack(r.class) > 0 {
 				if _, ok := e.victim(r.class); ok {
 					c = r.class
 					break
@@ -471,7 +471,7 @@ func (e *Engine) chill(bit uint8) uint32 {
 
 // wantVictims wakes the tiers that admit what is evicted if a class should choose victims.
 func (e *Engine) wantVictims(c *class) {
-	if e.cascades.evicted != 0 && e.slack(c) > 0 {
+	if e.cascades.evicted != 0 && !c.isForeign && e.slack(c) > 0 {
 		for left := e.cascades.evicted; left != 0; left &= left - 1 {
 			e.wake(bits.TrailingZeros8(left))
 		}

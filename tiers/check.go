@@ -2,6 +2,7 @@ package tiers
 
 import (
 	"fmt"
+	"maps"
 	"math"
 )
 
@@ -13,7 +14,7 @@ func (e *Engine) Check() error {
 	if e.closed {
 		return ErrClosed
 	}
-	c := checker{e: e, pins: map[uint32]uint32{}, copied: map[uint32]uint32{}, children: map[uint32]uint32{}, writers: map[uint32]int{}, chunks: map[uint16]int{}, pages: map[uint16]int{},
+	c := checker{e: e, pins: map[uint32]uint32{}, copied: map[uint32]uint32{}, children: map[uint32]uint32{}, writers: map[uint32]int{}, chunks: map[*space]int{}, pages: map[*space]int{}, loans: map[uint32]int{},
 		busy: map[uint32]uint8{}, promoting: map[*class]int{}, cold: map[*class]int{}, moving: map[uint32]bool{}}
 	for _, step := range []func() error{c.leases, c.parents, c.slots, c.index, c.promotions, c.cascades, c.totals} {
 		if err := step(); err != nil {
@@ -29,8 +30,9 @@ type checker struct {
 	copied   map[uint32]uint32 // by slot: those of cascades and moves among them
 	children map[uint32]uint32 // by slot
 	writers  map[uint32]int    // by slot: stores
-	chunks   map[uint16]int    // by space
-	pages    map[uint16]int    // by space: indexed
+	chunks   map[*space]int
+	pages    map[*space]int // indexed
+	loans    map[uint32]int // by announced region
 	heads    int
 	records  int
 
@@ -157,20 +159,25 @@ func (c *checker) leases() error {
 			return broken("owner %d has %v on %d slots, counted %d lookups, %d loads, %d stores, %d", ow.id, counts, total,
 				len(ow.lookups), ow.loads, ow.stores, ow.leases)
 		}
-		if len(byOwner[ow]) != ow.slots.n {
-			return broken("owner %d uses %d slots, counted %d", ow.id, len(byOwner[ow]), ow.slots.n)
+		if len(byOwner[ow]) != ow.slots.n+ow.foreign.n {
+			return broken("owner %d uses %d slots, counted %d and %d", ow.id, len(byOwner[ow]), ow.slots.n, ow.foreign.n)
 		}
-		used := 0
-		for _, w := range ow.slots.entries {
-			if w != 0 {
-				used++
-				if byOwner[ow][uint32(w>>32)] != uint32(w) {
-					return broken("owner %d has %d leases on slot %#x, counted %d", ow.id, byOwner[ow][uint32(w>>32)], w>>32, uint32(w))
+		for _, t := range []*tally{&ow.slots, &ow.foreign} {
+			used := 0
+			for _, w := range t.entries {
+				if w != 0 {
+					used++
+					if byOwner[ow][uint32(w>>32)] != uint32(w) || e.tally(ow, uint32(w>>32)) != t {
+						return broken("owner %d has %d leases on slot %#x, counted %d", ow.id, byOwner[ow][uint32(w>>32)], w>>32, uint32(w))
+					}
 				}
 			}
+			if used != t.n {
+				return broken("owner %d counts %d slots in %d entries", ow.id, t.n, used)
+			}
 		}
-		if used != ow.slots.n {
-			return broken("owner %d counts %d slots in %d entries", ow.id, ow.slots.n, used)
+		if ow.own && ow.foreign.n > 0 {
+			return broken("owner %d has leases on %d foreign slots", ow.id, ow.foreign.n)
 		}
 	}
 	if live != 0 {
@@ -200,6 +207,9 @@ func (c *checker) parents() error {
 			return nil
 		}
 		parent := c.e.kin(ref).parent
+		if r.foreign || c.e.isForeign(parent) {
+			return broken("slot %#x continues slot %#x", ref, parent)
+		}
 		c.children[parent]++
 		k := c.e.kin(ref)
 		if k.prev != 0 && c.e.kin(k.prev).next != ref || k.prev == 0 && c.e.kin(parent).child != ref || k.next != 0 && c.e.kin(k.next).prev != ref {
@@ -242,10 +252,10 @@ func (c *checker) slots() error {
 		for i := range r.fresh {
 			ref, s := r.num<<recordBits|uint32(i), &r.slots[i]
 			if s.state != free {
-				c.chunks[s.space]++
-				if int(s.space) >= len(e.spaces) || e.spaces[s.space] == nil || e.spaces[s.space].class != r.class {
+				if int(s.space) >= len(e.spaces) || e.spaces[s.space] == nil || e.spaceOf(r, s) == nil || e.spaceOf(r, s).class != r.class {
 					return broken("slot %#x is in space %d", ref, s.space)
 				}
+				c.chunks[e.spaceOf(r, s)]++
 			}
 			if s.pins != c.pins[ref] || s.children != c.children[ref] {
 				return broken("slot %#x has %d leases and %d continuations, counted %d and %d", ref, c.pins[ref], c.children[ref], s.pins, s.children)
@@ -262,6 +272,11 @@ func (c *checker) slots() error {
 			}
 			if s.state != free && (s.children == 0) != (e.kin(ref).child == 0) {
 				return broken("slot %#x has %d continuations, the first of them %#x", ref, s.children, e.kin(ref).child)
+			}
+			if r.foreign {
+				if err := c.loan(r, ref, s); err != nil {
+					return err
+				}
 			}
 			c.cold[r.class] += b2i(s.flags&cold != 0)
 			c.unverified += b2i(isUnverified)
@@ -312,6 +327,18 @@ func (c *checker) slots() error {
 	return nil
 }
 
+// loan verifies the loan of a foreign slot.
+func (c *checker) loan(r *region, ref uint32, s *slot) error {
+	p := &r.places[ref&recordMask]
+	if s.flags&(cold|moving|moved|spoiled) != 0 || c.copied[ref] > 0 || s.granted > 0 && s.state == ready || (p.handle != 0) != (s.state == ready) && !(s.state == ready && s.doomed()) || p.handle == 0 && *p != (place{}) {
+		return broken("foreign slot %#x in state %d with flags %b has %+v", ref, s.state, s.flags, *p)
+	}
+	if p.handle != 0 {
+		c.loans[p.region]++
+	}
+	return nil
+}
+
 // pageRecords verifies the page records of a ready slot.
 func (c *checker) pageRecords(r *region, ref uint32, s *slot) error {
 	e := c.e
@@ -331,7 +358,7 @@ func (c *checker) pageRecords(r *region, ref uint32, s *slot) error {
 			}
 			or, op := e.slotOf(other)
 			ro, o := e.slot(or)
-			if o.state != ready || o.doomed() || op >= int(o.pages) || op != pos || o.chunk != s.chunk || o.space != s.space ||
+			if o.state != ready || o.doomed() || op >= int(o.pages) || op != pos || o.chunk != s.chunk || o.space != s.space || ro.class != r.class ||
 				!equal(ro.digest(or&recordMask, op), r.digestBytes(ref&recordMask, pos, &buf)) {
 				return broken("page %d of slot %#x is linked to another page, %#x", pos, ref, other)
 			}
@@ -341,7 +368,7 @@ func (c *checker) pageRecords(r *region, ref uint32, s *slot) error {
 		}
 		if l.prev == 0 {
 			c.heads++
-			c.pages[s.space]++
+			c.pages[e.spaceOf(r, s)]++
 			if pos == r.ppc-1 {
 				originals := b2i(s.flags&(twin|moved) == 0)
 				for next := l.next; next != 0; next = e.links(next).next {
@@ -353,7 +380,7 @@ func (c *checker) pageRecords(r *region, ref uint32, s *slot) error {
 					return broken("%d slots have the whole chunk of slot %#x", originals, ref)
 				}
 			}
-			if found := e.find(e.spaces[s.space], r.digestBytes(ref&recordMask, pos, &buf)); found != rec {
+			if found := e.find(e.spaceOf(r, s), r.digestBytes(ref&recordMask, pos, &buf)); found != rec {
 				return broken("page %d of slot %#x is found as %#x", pos, ref, found)
 			}
 		}
@@ -381,12 +408,13 @@ func (c *checker) promotions() error {
 	if len(c.e.flights) != c.flying {
 		return broken("%d chunks are on their way, counted %d", c.flying, len(c.e.flights))
 	}
-	for _, cl := range c.e.classes {
+	var err error
+	c.e.allClasses(func(cl *class) {
 		if cl.promoting != c.promoting[cl] || cl.promoting > 0 && len(cl.regions) == 0 {
-			return broken("a class has %d slots that are promoted into, counted %d", c.promoting[cl], cl.promoting)
+			err = broken("a class has %d slots that are promoted into, counted %d", c.promoting[cl], cl.promoting)
 		}
-	}
-	return nil
+	})
+	return err
 }
 
 func (c *checker) cascades() error {
@@ -468,12 +496,29 @@ func (c *checker) totals() error {
 	if n := e.Unverified(); n != c.unverified {
 		return broken("%d slots are unverified, counted %d", c.unverified, n)
 	}
-	for _, s := range e.byPrint {
-		if s.chunks != c.chunks[s.id] || s.pages != c.pages[s.id] {
-			return broken("space %d has %d chunks, %d pages; counted %d, %d", s.id, c.chunks[s.id], c.pages[s.id], s.chunks, s.pages)
+	for _, own := range e.byPrint {
+		for _, s := range []*space{own, own.shadow} {
+			if s != nil && (s.chunks != c.chunks[s] || s.pages != c.pages[s]) {
+				return broken("space %d has %d chunks, %d pages; counted %d, %d", s.id, c.chunks[s], c.pages[s], s.chunks, s.pages)
+			}
 		}
 	}
-	for _, cl := range e.classes {
+	if !maps.Equal(c.loans, e.lent.loans) {
+		return broken("loans by region are %v, counted %v", c.loans, e.lent.loans)
+	}
+	foreign := 0
+	for n, r := range e.regions {
+		if r != nil && r.foreign != (e.lent.mask>>n&1 != 0) {
+			return broken("region %d is foreign: %v", n, r.foreign)
+		}
+		foreign += b2i(r != nil && r.foreign)
+	}
+	if foreign != e.lent.regions {
+		return broken("%d regions are foreign, counted %d", foreign, e.lent.regions)
+	}
+	var classes []*class
+	e.allClasses(func(cl *class) { classes = append(classes, cl) })
+	for _, cl := range classes {
 		slots, frees := 0, 0
 		for _, r := range cl.regions {
 			if r.class != cl {

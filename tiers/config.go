@@ -47,7 +47,7 @@ type Config struct {
 	PartialDelay time.Duration
 	// LowWater is the part of the slots of a geometry that should be free, or have been written to the tiers that admit what is evicted. Default 1/8.
 	LowWater float64
-	// Wake, if given, is called when NextCascades has something for a tier again. It is called under the engine's lock, so it must not block and
+	// Wake, if given, is called when NextCascades has something for a tier again, and with -1 when TakeReturns has. It is called under the engine's lock, so it must not block and
 	// call nothing of the engine. Default: none.
 	Wake func(tier int)
 	// ArenaLimitBytes is what the regions may come to; the index is sized for it when the first region is carved. Default 0: the regions
@@ -122,6 +122,9 @@ func (c *Config) validate() error {
 	}
 	if c.JournalBytes != 0 && (c.JournalBytes < minJournalBytes || c.JournalBytes > maxJournalBytes) {
 		return fmt.Errorf("%w: JournalBytes is %d, want 0 or %d to %d", ErrInvalid, c.JournalBytes, minJournalBytes, int64(maxJournalBytes))
+	}
+	if c.ForeignSlots < 0 {
+		return fmt.Errorf("%w: ForeignSlots is %d", ErrInvalid, c.ForeignSlots)
 	}
 	return c.validateCascades()
 }

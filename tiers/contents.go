@@ -1,7 +1,7 @@
 package tiers
 
 // Contains sets held[i] to how many pages of the i-th chunk that the given pages touch are held and verified, from the first of them in the chunk on. Chunks behind one that
-// is not held whole count as well. Nothing is leased, and it is no use: what is held may be gone when it returns. ErrInvalid: held is too short.
+// is not held whole count as well; what peers lent does not. Nothing is leased, and it is no use: what is held may be gone when it returns. ErrInvalid: held is too short.
 func (e *Engine) Contains(id SpaceID, firstPage int, hashes []byte, held []uint16) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -37,7 +37,7 @@ func (e *Engine) Contains(id SpaceID, firstPage int, hashes []byte, held []uint1
 
 // Drop drops all chunks that hold any of the given pages, and answers how many. None of these pages can be found when it returns, unless it was stored
 // meanwhile: it lets go of the lock between slices of its work. Leased ones are freed at their release; of those on their way from a tier, the ones that
-// end with one of the pages will not appear.
+// end with one of the pages will not appear. What peers lent of the pages goes as well, and is not counted.
 func (e *Engine) Drop(id SpaceID, firstPage int, hashes []byte) (chunks int, err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -52,19 +52,35 @@ func (e *Engine) Drop(id SpaceID, firstPage int, hashes []byte) (chunks int, err
 	left := clearSlice
 	for i := range w.chunks {
 		for page := w.start(i); page <= w.last(i) && len(e.flights) > 0; page++ {
-			if ref := e.flights[s.flight(w.hash(page))]; ref != 0 {
-				e.doom(ref)
+			f := s.flight(w.hash(page))
+			for _, f.foreign = range [...]bool{false, true} {
+				if ref := e.flights[f]; ref != 0 {
+					e.doom(ref)
+				}
 			}
 		}
 		// What holds a page of a chunk holds those before it.
-		for {
-			rec := e.find(s, w.hash(w.start(i)))
-			if rec == 0 || !e.at(rec, w.start(i)) {
+		for lent := false; ; {
+			of := s
+			if lent {
+				of = s.shadow
+			}
+			if of == nil {
 				break
+			}
+			rec := e.find(of, w.hash(w.start(i)))
+			if rec == 0 || !e.at(rec, w.start(i)) {
+				if lent {
+					break
+				}
+				lent = true
+				continue
 			}
 			ref, _ := e.slotOf(rec)
 			e.doom(ref)
-			chunks++
+			if !lent {
+				chunks++
+			}
 			if left--; left == 0 {
 				left = clearSlice
 				e.mu.Unlock()

@@ -45,6 +45,7 @@ type Engine struct {
 	cascades cascades
 	mover    owner // of the leases on what is being moved
 	journal  journal
+	lent     lent
 	flights  map[flight]uint32 // slots that are being promoted into and may be joined
 	carving  bool              // a region is being carved with the lock released
 	// wanted is when a geometry first had to wait for a region, 0 for none waiting.
@@ -56,7 +57,7 @@ type Engine struct {
 	touched   uint64 // keeps the loads of probe
 	// unverified counts the slots that are, and is read without the lock.
 	unverified atomic.Int64
-	newPolicy  func() policy.Policy
+	newPolicy  func(foreign bool) policy.Policy
 	tagMask    uint32 // ^0; tests clear bits to make digests collide
 
 	refs  []uint32 // scratch: MaxPages+1 refs
@@ -84,6 +85,7 @@ type space struct {
 	clears  int    // ClearSpace calls under way
 	serial  uint32 // by which the journal knows it
 	pinner  owner  // of its pins; in no map
+	shadow  *space // what peers lent of it, with a salt and a class of its own, and the same id; nil: nothing can be
 	// recovered: only RecoverSpace opened it, so nobody has said its PageTokens; lastUse is the tick of the newest of its chunks then.
 	recovered bool
 	lastUse   uint64
@@ -102,6 +104,8 @@ type owner struct {
 	stores  int
 	leases  int   // in all of them, a slot leased twice counting twice
 	slots   tally // by slot
+	foreign tally // by foreign slot
+	own     bool  // what peers lent is not for it
 }
 
 // New makes an engine without regions.
@@ -114,8 +118,12 @@ func New(cfg Config) (*Engine, error) {
 		owners: map[Owner]*owner{}, flights: map[flight]uint32{}, tagMask: math.MaxUint32,
 		refs: make([]uint32, cfg.MaxPages+1), held: make([]uint32, cfg.MaxPages+1), marks: make([]uint64, cfg.MaxPages/64+1),
 	}
-	e.newPolicy = func() policy.Policy {
-		p, err := policy.New(cfg.Policy, policy.Options{Seed: cfg.Seed})
+	e.newPolicy = func(foreign bool) policy.Policy {
+		name := cfg.Policy
+		if foreign {
+			name = "lru"
+		}
+		p, err := policy.New(name, policy.Options{Seed: cfg.Seed})
 		if err != nil {
 			panic(err) // validate tried it
 		}
@@ -182,21 +190,10 @@ func (e *Engine) addRegion(id uint32, size int64) (*region, error) {
 		return nil, invalid("region %d of %d bytes", id, size)
 	case e.byID[id] != nil:
 		return nil, invalid("region %d is there already", id)
-	case len(e.byID) == maxRegions:
-		return nil, fmt.Errorf("%w: %d regions are the most", ErrBusy, maxRegions)
 	}
-	var r *region
-	if len(e.byID) < e.nregion { // one was removed
-		for _, q := range e.regions[1 : e.nregion+1] {
-			if e.byID[q.id] != q {
-				r = q
-				break
-			}
-		}
-	} else {
-		e.nregion++
-		r = &region{num: uint32(e.nregion)}
-		e.regions[e.nregion] = r
+	r := e.spareRegion()
+	if r == nil {
+		return nil, fmt.Errorf("%w: %d regions are the most", ErrBusy, len(e.byID))
 	}
 	r.id, r.size = id, size
 	e.byID[id] = r
@@ -204,6 +201,24 @@ func (e *Engine) addRegion(id uint32, size int64) (*region, error) {
 	e.waiting = false
 	e.relimit()
 	return r, nil
+}
+
+// spareRegion is a region that is not in use, of the lowest number; nil: all are.
+func (e *Engine) spareRegion() *region {
+	if len(e.byID)+e.lent.regions < e.nregion { // one was removed
+		for _, q := range e.regions[1 : e.nregion+1] {
+			if e.byID[q.id] != q && !q.foreign {
+				return q
+			}
+		}
+	}
+	if e.nregion == maxRegions {
+		return nil
+	}
+	e.nregion++
+	r := &region{num: uint32(e.nregion)}
+	e.regions[e.nregion] = r
+	return r
 }
 
 // relimit computes the classes' limits anew.
@@ -222,6 +237,9 @@ func (e *Engine) relimit() {
 		slots := c.slots + c.uncarved
 		c.limit = max(1, int(e.cfg.OwnerShare*float64(slots+retired)))
 		c.promotable = max(1, int(e.cfg.PromotingShare*float64(slots)))
+		if f := c.foreign; f != nil {
+			f.limit = max(1, int(e.cfg.OwnerShare*float64(f.slots)))
+		}
 	}
 }
 
@@ -275,7 +293,7 @@ func (e *Engine) closeRecovered() bool {
 		if s == nil || !s.recovered || s.owners > 0 || s.clears > 0 || len(e.staged) > 0 {
 			continue
 		}
-		if s.chunks == 0 {
+		if s.inUse() == 0 {
 			e.closeSpace(s)
 			return true
 		}
@@ -292,7 +310,7 @@ func (e *Engine) closeRecovered() bool {
 		return false
 	case !old.recovered: // somebody opened it meanwhile
 		return true
-	case old.chunks > 0 || old.owners > 0 || old.clears > 0:
+	case old.inUse() > 0 || old.owners > 0 || old.clears > 0:
 		return false
 	}
 	e.closeSpace(old)
@@ -331,12 +349,13 @@ func (e *Engine) openSpace(fp chunk.Fingerprint, g Geometry) (*space, error) {
 		}
 		for key, c := range e.classes {
 			if len(c.regions) == 0 && !used[c] {
+				e.dropForeign(c)
 				delete(e.classes, key)
 			}
 		}
 	}
 	s := &space{id: uint16(id), print: fp, g: g, class: e.classOf(g), tagMask: e.tagMask, salt: e.cfg.Seed ^ 0x6C6F6F6B61736964}
-	s.pinner.all.owned, s.pinner.space = true, s
+	s.pinner.all.owned, s.pinner.space, s.pinner.own = true, s, true
 	for i := range 4 {
 		var w uint64
 		for j := range 8 {
@@ -344,6 +363,7 @@ func (e *Engine) openSpace(fp chunk.Fingerprint, g Geometry) (*space, error) {
 		}
 		s.salt = mix(s.salt, w)
 	}
+	e.addShadow(s)
 	e.journal.opened(s)
 	e.spaces[id], e.byPrint[fp] = s, s
 	e.relimit()
@@ -355,7 +375,7 @@ func (e *Engine) classOf(g Geometry) *class {
 	g.PageTokens = 0
 	c := e.classes[g]
 	if c == nil {
-		c = &class{geometry: g, policy: e.newPolicy()}
+		c = &class{geometry: g, policy: e.newPolicy(false)}
 		e.classes[g] = c
 	}
 	return c
@@ -369,11 +389,19 @@ func (e *Engine) CloseSpace(id SpaceID) error {
 	if err != nil {
 		return err
 	}
-	if s.owners > 0 || s.chunks > 0 || s.clears > 0 {
-		return fmt.Errorf("%w: space %d has %d owners and %d chunks", ErrBusy, id, s.owners, s.chunks)
+	if s.owners > 0 || s.inUse() > 0 || s.clears > 0 {
+		return fmt.Errorf("%w: space %d has %d owners and %d chunks", ErrBusy, id, s.owners, s.inUse())
 	}
 	e.closeSpace(s)
 	return nil
+}
+
+// inUse is how many slots hold something of a space, or are being filled.
+func (s *space) inUse() int {
+	if s.shadow != nil {
+		return s.chunks + s.shadow.chunks
+	}
+	return s.chunks
 }
 
 func (e *Engine) closeSpace(s *space) {
@@ -422,12 +450,12 @@ func (e *Engine) clearSpace(s *space) (chunks int) {
 				}
 			}
 			r := e.regions[n]
-			if r.class != s.class || i >= r.fresh {
+			if r.class == nil || r.class.geometry != s.class.geometry || i >= r.fresh {
 				break
 			}
 			left--
 			if sl := &r.slots[i]; sl.state != free && sl.space == s.id && !sl.doomed() {
-				if sl.state == ready {
+				if sl.state == ready && !r.foreign {
 					chunks++
 				}
 				e.doom(r.num<<recordBits | uint32(i))
@@ -446,17 +474,28 @@ func (e *Engine) AddOwner(o Owner, id SpaceID) error {
 	if err != nil {
 		return err
 	}
-	return e.addOwner(o, s)
+	return e.addOwner(o, s, false)
 }
 
-func (e *Engine) addOwner(o Owner, s *space) error {
+// AddArenaOwner is AddOwner for one who reads the arena itself: what peers lent is not for it.
+func (e *Engine) AddArenaOwner(o Owner, id SpaceID) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	s, err := e.space(id)
+	if err != nil {
+		return err
+	}
+	return e.addOwner(o, s, true)
+}
+
+func (e *Engine) addOwner(o Owner, s *space, own bool) error {
 	if e.owners[o] != nil {
 		return invalid("owner %d is there already", o)
 	}
 	if len(e.owners) == e.cfg.MaxOwners {
 		return fmt.Errorf("%w: %d owners are the most", ErrBusy, e.cfg.MaxOwners)
 	}
-	e.owners[o] = &owner{id: o, space: s, lookups: map[uint64]*lease{}, all: leaseList{owned: true}}
+	e.owners[o] = &owner{id: o, space: s, lookups: map[uint64]*lease{}, all: leaseList{owned: true}, own: own}
 	s.owners++
 	return nil
 }
@@ -557,7 +596,7 @@ func (e *Engine) carve(r *region, c *class, slots int, at Placement) error {
 			return ErrClosed
 		}
 		if e.idx.cur.mem == nil {
-			need = max(need, int(min(e.cfg.ArenaLimitBytes/c.geometry.PageBytes, maxRegions*recordMask)))
+			need = max(need, int(min(e.cfg.ArenaLimitBytes/c.geometry.PageBytes, maxRegions*recordMask))) + e.foreignSlots(c.geometry)*c.geometry.PagesPerChunk
 		} else {
 			need += need / 4
 		}
@@ -565,7 +604,7 @@ func (e *Engine) carve(r *region, c *class, slots int, at Placement) error {
 	}
 	e.carving = true
 	e.mu.Unlock()
-	m, err := makeCarved(slots, c.geometry.PagesPerChunk, c.geometry.DigestBytes/8, indexWords, len(e.cfg.Tiers) > 0)
+	m, err := makeCarved(slots, c.geometry.PagesPerChunk, c.geometry.DigestBytes/8, indexWords, len(e.cfg.Tiers) > 0 && !c.isForeign, c.isForeign)
 	e.mu.Lock()
 	e.carving = false
 	if err != nil {
@@ -583,13 +622,16 @@ func (e *Engine) carve(r *region, c *class, slots int, at Placement) error {
 	*r = region{
 		id: r.id, num: r.num, size: r.size, class: c, at: at, ppc: c.geometry.PagesPerChunk, shift: logarithm(c.geometry.PagesPerChunk), words: c.geometry.DigestBytes / 8,
 		slots: m.slots.Slice(), kin: m.kin.Slice(), links: m.links.Slice(),
-		firstGen: r.firstGen, free: slots, lastUse: e.tick, mem: m,
+		firstGen: r.firstGen, free: slots, lastUse: e.tick, mem: m, foreign: c.isForeign,
 	}
 	if m.digests != nil {
 		r.digests = m.digests.Slice()
 	}
 	if m.routes != nil {
 		r.routes = m.routes.Slice()
+	}
+	if m.places != nil {
+		r.places = m.places.Slice()
 	}
 	c.policy.Grow(r.num, slots)
 	c.regions = append(c.regions, r)
@@ -626,7 +668,7 @@ func (e *Engine) coldRegion(c *class) *region {
 	}
 	var cold *region
 	for _, r := range e.regions[1 : e.nregion+1] {
-		if r.class != nil && r.class != c && !r.draining && r.leased == 0 && r.filling == 0 && r.lastUse < before && c.slotsIn(r.size) > 0 {
+		if r.class != nil && r.class != c && !r.foreign && !r.draining && r.leased == 0 && r.filling == 0 && r.lastUse < before && c.slotsIn(r.size) > 0 {
 			cold, before = r, r.lastUse
 		}
 	}

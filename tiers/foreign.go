@@ -1,6 +1,13 @@
 package tiers
 
-// Foreign slots: what is leased from peers, to be read where it lies.
+import (
+	"fmt"
+	"math/bits"
+)
+
+// Foreign slots: what peers lend, to be read where it lies. They are those of a region without memory, one for each geometry, which hands out slots only to PreparePromotion and is none of the
+// arena's: nobody but lookups and loads sees it. What is in them is indexed as if it were another space's (space.shadow), so that no slot of the arena ever shares a page with a foreign one, is
+// replaced by one, or continues one; a lookup asks for that only what the arena has not whole.
 
 // Loan is what a peer lets us read of one chunk, from its first page on, until it is returned.
 type Loan struct {
@@ -17,18 +24,262 @@ type Return struct {
 	Bad    bool // its bytes did not check out
 }
 
-// FinishBorrow ends the borrowing of a chunk that PreparePromotion granted as foreign: its pages are to be read where l says from now on. With l.Pages fewer than were granted the rest is not
-// there. The loan is the engine's from then on, and comes back by TakeReturns, unless there is an error. What is granted as foreign ends either by it or by FinishPromotion(p, false, -1). ErrStale: it has ended before.
-func (e *Engine) FinishBorrow(p uint64, l Loan) error { return ErrNotFound }
+// maxForeign bounds the geometries with foreign slots: each takes the number of a region.
+const maxForeign = 16
 
-// DropPeer drops all that is leased from a peer, or with 0 from all: it leaves the index at once, and is returned when nobody uses it. What is still being borrowed of it is the caller's to refuse.
-func (e *Engine) DropPeer(peer uint64) {}
+// lent is what the engine knows of loans beside its slots.
+type lent struct {
+	mask    uint64             // by number of a region: it is foreign
+	regions int                // so many are, or are being carved
+	refs    [probeGroup]uint32 // scratch
+	loans   map[uint32]int     // by announced region
+	returns []Return
+	swept   [2]uint64 // ticks of the last sweeps, the older one first
+}
+
+// place is the loan of a foreign slot; without a handle there is none.
+type place struct {
+	peer, handle, offset uint64
+	region               uint32
+	bad                  bool
+}
+
+func (e *Engine) isForeign(ref uint32) bool { return e.lent.mask>>(ref>>recordBits)&1 != 0 }
+
+// spaceOf is the space of a slot.
+func (e *Engine) spaceOf(r *region, s *slot) *space {
+	if r.foreign {
+		return e.spaces[s.space].shadow
+	}
+	return e.spaces[s.space]
+}
+
+// tally is what an owner's leases on a slot are counted in.
+func (e *Engine) tally(ow *owner, ref uint32) *tally {
+	if e.isForeign(ref) {
+		return &ow.foreign
+	}
+	return &ow.slots
+}
+
+// claim counts a lease of an owner, unless it is on a slot too many.
+func (e *Engine) claim(ow *owner, ref uint32) bool {
+	return e.tally(ow, ref).add(ref, e.regions[ref>>recordBits].class.limit)
+}
+
+// allClasses calls f for each class, foreign ones as well.
+func (e *Engine) allClasses(f func(c *class)) {
+	for _, c := range e.classes {
+		f(c)
+		if c.foreign != nil {
+			f(c.foreign)
+		}
+	}
+}
+
+// foreignSlots is how many foreign slots a geometry has.
+func (e *Engine) foreignSlots(g Geometry) int {
+	return min(e.cfg.ForeignSlots, recordMask/g.PagesPerChunk)
+}
+
+// needForeign carves the foreign slots of an owner's geometry, if there are none. It may release the lock, and answers ErrNotFound if the owner has left meanwhile.
+func (e *Engine) needForeign(ow *owner) error {
+	c := ow.space.class
+	if c.foreign != nil || e.cfg.ForeignSlots == 0 || e.carving || e.lent.regions == maxForeign {
+		return nil
+	}
+	r := e.spareRegion()
+	if r == nil {
+		return nil
+	}
+	f := &class{geometry: c.geometry, policy: e.newPolicy(true), isForeign: true}
+	e.lent.regions++
+	r.foreign = true
+	if err := e.carve(r, f, e.foreignSlots(c.geometry), Placement{}); err == nil {
+		e.lent.mask |= 1 << r.num
+		c.foreign = f
+		for _, s := range e.byPrint {
+			e.addShadow(s)
+		}
+		e.relimit()
+	} else if !e.closed {
+		e.lent.regions--
+		*r = region{num: r.num, firstGen: r.firstGen}
+	}
+	if now, err := e.owner(ow.id); err != nil || now != ow {
+		return fmt.Errorf("%w: owner %d has left", ErrNotFound, ow.id)
+	}
+	return nil
+}
+
+// addShadow gives a space its shadow, if its class has foreign slots.
+func (e *Engine) addShadow(s *space) {
+	if f := s.class.foreign; f != nil && s.shadow == nil {
+		s.shadow = &space{id: s.id, print: s.print, g: s.g, class: f, tagMask: s.tagMask, salt: mix(s.salt, 0x6C656E74)}
+	}
+}
+
+// dropForeign takes the foreign slots of a class that no space uses.
+func (e *Engine) dropForeign(c *class) {
+	if c.foreign == nil {
+		return
+	}
+	r := c.foreign.regions[0]
+	e.uncarve(r)
+	e.lent.mask &^= 1 << r.num
+	e.lent.regions--
+	c.foreign = nil
+	*r = region{num: r.num, firstGen: r.firstGen}
+}
+
+// longer finds the last page of chunk i of a walk that can be read, in the arena or where peers lent it, given that the chunk's last page in the walk cannot. 0: none can.
+func (e *Engine) longer(s *space, w *walk, i int) (record uint32, page int) {
+	record, page = e.bisect(s, w, i)
+	if s.shadow != nil && s.shadow.pages > 0 {
+		if rec, p := e.lastHeld(s.shadow, w, i); rec != 0 && (record == 0 || p > page) {
+			return rec, p
+		}
+	}
+	return record, page
+}
+
+// grantForeign takes a foreign slot for a chunk that is to be borrowed. 0: there is none, or the owner has its share.
+func (e *Engine) grantForeign(ow *owner, chunk, pages int) uint32 {
+	s := ow.space.shadow
+	if s == nil || ow.foreign.n >= s.class.limit {
+		return 0
+	}
+	ref := e.alloc(s, chunk, pages)
+	if ref != 0 {
+		ow.foreign.add(ref, s.class.limit)
+	}
+	return ref
+}
+
+// FinishBorrow ends the borrowing of a chunk that PreparePromotion granted as foreign: its pages are to be read where l says from now on. With l.Pages fewer than were granted the rest is not
+// there. The loan is the engine's from then on, and comes back by TakeReturns, unless there is an error. What is granted as foreign ends either by it or by FinishPromotion(p, false, -1). ErrStale: it
+// has ended before; ErrInvalid, with nothing changed: it is not foreign, or l is no loan.
+func (e *Engine) FinishBorrow(p uint64, l Loan) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	ref, err := e.promotion(p)
+	if err != nil {
+		return err
+	}
+	if !e.isForeign(ref) || l.Peer == 0 || l.Handle == 0 || l.Pages < 1 {
+		return invalid("promotion %#x of a loan %+v", p, l)
+	}
+	e.finish(ref, true, -1, &l)
+	return nil
+}
+
+// takeLoan notes the loan of a slot that is about to be ready, with so many pages.
+func (e *Engine) takeLoan(r *region, ref uint32, l *Loan, pages int) {
+	i := ref & recordMask
+	r.places[i] = place{peer: l.Peer, handle: l.Handle, offset: l.Offset, region: l.Region}
+	r.slots[i].granted = uint16(pages)
+	if e.lent.loans == nil {
+		e.lent.loans = map[uint32]int{}
+	}
+	e.lent.loans[l.Region]++
+	e.stats.BorrowedChunks++
+	e.stats.BorrowedPages += uint64(pages)
+}
+
+// returnLoan has the loan of a slot that becomes free given back.
+func (e *Engine) returnLoan(r *region, ref uint32) {
+	p := &r.places[ref&recordMask]
+	if p.handle == 0 {
+		return
+	}
+	e.lent.returns = append(e.lent.returns, Return{Handle: p.handle, Bad: p.bad})
+	if e.lent.loans[p.region]--; e.lent.loans[p.region] == 0 {
+		delete(e.lent.loans, p.region)
+	}
+	*p = place{}
+	if len(e.lent.returns) == 1 && e.cfg.Wake != nil {
+		e.cfg.Wake(-1)
+	}
+}
+
+// foundBad drops a foreign slot whose bytes did not check out.
+func (e *Engine) foundBad(r *region, ref uint32) {
+	if p := &r.places[ref&recordMask]; p.handle != 0 && !p.bad {
+		p.bad = true
+		e.stats.ForeignBad++
+		e.doom(ref)
+	}
+}
+
+// DropPeer drops all that is leased from a peer, or with 0 from all: none of it can be found when it returns, and it is returned when nobody uses it. What is still being borrowed is the
+// caller's to refuse. It lets go of the lock between slices of its work.
+func (e *Engine) DropPeer(peer uint64) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.eachForeign(func(r *region, ref uint32, s *slot) {
+		if p := &r.places[ref&recordMask]; s.state == ready && p.handle != 0 && (peer == 0 || p.peer == peer) {
+			e.doom(ref)
+		}
+	})
+}
 
 // SweepForeign drops what is leased from peers and nobody has used since the last sweep but one. It lets go of the lock between slices of its work.
-func (e *Engine) SweepForeign() {}
+func (e *Engine) SweepForeign() {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.closed {
+		return
+	}
+	e.tick++
+	before := e.lent.swept[0]
+	e.lent.swept = [2]uint64{e.lent.swept[1], e.tick}
+	e.eachForeign(func(_ *region, ref uint32, s *slot) {
+		switch {
+		case s.state != ready || s.doomed():
+		case !s.idle():
+			s.stamp = e.tick
+		case s.stamp <= before:
+			e.doom(ref)
+		}
+	})
+}
+
+// eachForeign calls f for all foreign slots that were ever used. It lets go of the lock between slices.
+func (e *Engine) eachForeign(f func(r *region, ref uint32, s *slot)) {
+	left := clearSlice
+	for mask := e.lent.mask; mask != 0; mask &= mask - 1 {
+		n := bits.TrailingZeros64(mask)
+		for i := 0; ; i++ {
+			if left == 0 {
+				left = clearSlice
+				e.mu.Unlock()
+				e.mu.Lock()
+				if e.closed {
+					return
+				}
+			}
+			r := e.regions[n]
+			if !r.foreign || i >= r.fresh || r.free == len(r.slots) {
+				break
+			}
+			left--
+			f(r, r.num<<recordBits|uint32(i), &r.slots[i])
+		}
+	}
+}
 
 // TakeReturns appends to out the loans that nobody uses any more; Config.Wake is called with tier -1 when there are some.
-func (e *Engine) TakeReturns(out []Return) []Return { return out }
+func (e *Engine) TakeReturns(out []Return) []Return {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	out = append(out, e.lent.returns...)
+	e.lent.returns = e.lent.returns[:0]
+	return out
+}
 
-// ForeignIn is how many loans the engine has in a region that was announced, those that somebody still reads included. Those that were taken by TakeReturns do not count.
-func (e *Engine) ForeignIn(region uint32) int { return 0 }
+// ForeignIn is how many loans the engine has in a region that was announced, those that somebody still reads included. Those that wait for TakeReturns do not count.
+func (e *Engine) ForeignIn(region uint32) int {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.lent.loans[region]
+}

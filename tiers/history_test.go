@@ -63,12 +63,13 @@ func (w *world) promote(s *modelSession) {
 	if first > 0 && !w.chance(4) {
 		prev = l.p.digests(first-1, first, size)
 	}
+	lent := w.peers.offer(l.p, first, ppc, have)
 	if w.chance(20) {
-		if _, err := w.e.PreparePromotion(s.owner, id, first+ppc, nil, nil, nil, nil); len(l.waits) > 0 && !errors.Is(err, ErrStale) && !errors.Is(err, ErrBusy) {
+		if _, err := w.e.PreparePromotion(s.owner, id, first+ppc, nil, nil, nil, nil, nil); len(l.waits) > 0 && !errors.Is(err, ErrStale) && !errors.Is(err, ErrBusy) {
 			w.fatal("a promotion that leaves a gap: %v", err)
 		}
 	}
-	out, err := w.e.PreparePromotion(s.owner, id, first, prev, l.p.digests(first, len(l.p), size), have, nil)
+	out, err := w.e.PreparePromotion(s.owner, id, first, prev, l.p.digests(first, len(l.p), size), have, lent, nil)
 	if errors.Is(err, ErrBusy) {
 		return
 	}
@@ -103,9 +104,12 @@ func (w *world) promote(s *modelSession) {
 			if f != nil || c.Pages != int(have[i]) {
 				w.fatal("%+v of %v from page %d, of which %v can be had, is granted beside %+v", c, l.p, first, have, f)
 			}
-			f = &modelFlight{space: s.space, p: l.p, ex: Extent{Page: uint32(start), Pages: uint32(c.Pages), Region: c.Region, Offset: c.Offset}, clears: s.space.clears}
+			if c.Foreign != (lent != nil && lent[i]) || c.Foreign && c.Region|uint32(c.Offset) != 0 {
+				w.fatal("%+v of %v from page %d with %v is granted as foreign: %v", c, l.p, first, lent, c.Foreign)
+			}
+			f = &modelFlight{space: s.space, p: l.p, lent: c.Foreign, ex: Extent{Page: uint32(start), Pages: uint32(c.Pages), Region: c.Region, Offset: c.Offset}, clears: s.space.clears}
 			w.flights[c.Promotion] = f
-			for j := range c.Pages {
+			for j := 0; j < c.Pages && !c.Foreign; j++ {
 				for k, page := 0, w.page(s.space, f.ex, j); k < len(page); k++ {
 					page[k] = 0xEE // half-written
 				}
@@ -131,7 +135,12 @@ func (w *world) finishPromotion() {
 		w.fatal("promotion %#x of %+v is wanted: %v", h, f, wanted)
 	}
 	f.ended, f.ok = true, !w.chance(6)
+	f.got = int(f.ex.Pages)
 	g := f.space.g
+	if f.ok && f.lent {
+		w.borrow(h, f)
+		return
+	}
 	if f.ok {
 		for j := range int(f.ex.Pages) {
 			p := int(f.ex.Page) + j
@@ -139,8 +148,13 @@ func (w *world) finishPromotion() {
 			pattern(w.page(f.space, f.ex, j), f.space.fp, d)
 			w.note(f.p, p, g.DigestBytes)
 			if f.clears == f.space.clears {
-				f.space.committed[string(d)] = true
+				f.space.committed[string(d)], f.space.own[string(d)] = true, true
 			}
+		}
+	}
+	if f.lent {
+		if err := w.e.FinishPromotion(h, true, -1); !errors.Is(err, ErrInvalid) {
+			w.fatal("a borrowed chunk is said to have been loaded: %v", err)
 		}
 	}
 	w.check(w.e.FinishPromotion(h, f.ok, w.rng.IntN(5)-1))
@@ -161,7 +175,12 @@ func (w *world) settle(s *modelSession) {
 		if f != nil && !f.ok {
 			break
 		}
-		want = min(l.end, ((l.first+l.n)/ppc+i+1)*ppc) - l.first
+		last := min(l.end, ((l.first+l.n)/ppc+i+1)*ppc) - l.first
+		if f != nil && f.got < int(f.ex.Pages) { // a peer had less of it
+			want = max(want, int(f.ex.Page)+f.got-l.first)
+			break
+		}
+		want = last
 	}
 	pages := want
 	if w.chance(3) {
@@ -207,6 +226,9 @@ func (w *world) cascade() {
 			if s.id == item.Space {
 				c.space = s
 			}
+		}
+		if item.Region >= peerRegions {
+			w.fatal("%+v is a peer's", item)
 		}
 		for _, other := range w.cascades {
 			if other.tier == tier && other.item.Region == item.Region && other.item.Offset == item.Offset {

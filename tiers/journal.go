@@ -280,7 +280,7 @@ func (f *Feed) walk(maxPages int, buf []byte, out []Event) ([]Event, []byte) {
 			break
 		}
 		r := e.regions[f.region]
-		if r.class == nil || f.slot >= r.fresh {
+		if r.class == nil || r.foreign || f.slot >= r.fresh {
 			f.region, f.slot = f.region+1, 0
 			continue
 		}

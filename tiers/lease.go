@@ -147,7 +147,7 @@ func (e *Engine) freeSlots(x *lease, slots []uint32) {
 		if slots[i] == 0 { // of a loan
 			continue
 		}
-		x.owner.slots.sub(slots[i])
+		e.tally(x.owner, slots[i]).sub(slots[i])
 		e.unpin(slots[i])
 		freed++
 	}
@@ -157,20 +157,20 @@ func (e *Engine) freeSlots(x *lease, slots []uint32) {
 	}
 }
 
-// used tells the policy of a class of the use of leased slots, those that are still held.
+// used tells the policy of a class, or of its foreign one, of the use of leased slots, those that are still held.
 func (e *Engine) used(c *class, slots []uint32) {
 	gone := false
 	for _, ref := range slots {
-		_, s := e.slot(ref)
-		gone = gone || s.state != ready || s.doomed()
+		r, s := e.slot(ref)
+		gone = gone || s.state != ready || s.doomed() || r.foreign
 	}
 	if !gone {
 		policy.UseAll(c.policy, slots)
 		return
 	}
 	for _, ref := range slots {
-		if _, s := e.slot(ref); s.state == ready && !s.doomed() {
-			c.policy.Use(ref)
+		if r, s := e.slot(ref); s.state == ready && !s.doomed() {
+			r.class.policy.Use(ref)
 		}
 	}
 }

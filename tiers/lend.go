@@ -20,7 +20,7 @@ func (e *Engine) AddLender(o Owner, fp chunk.Fingerprint) (Geometry, error) {
 	if s == nil {
 		return Geometry{}, fmt.Errorf("%w: space %s", ErrNotFound, fp.Short())
 	}
-	return s.g, e.addOwner(o, s)
+	return s.g, e.addOwner(o, s, true)
 }
 
 // Lend leases what is held without a gap of the pages from firstPage on, as far as it lies in regions that visible says yes to, and appends one extent a chunk

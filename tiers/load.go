@@ -53,11 +53,11 @@ func (e *Engine) PrepareLoad(o, scheduler Owner, lookup uint64, firstPage, pages
 		return 0, out, fmt.Errorf("%w: owner %d has %d leases", ErrBusy, o, ow.leases)
 	}
 	for i, ref := range slots {
-		if !ow.slots.add(ref, ow.space.class.limit) {
+		if !e.claim(ow, ref) {
 			for _, taken := range slots[:i] {
-				ow.slots.sub(taken)
+				e.tally(ow, taken).sub(taken)
 			}
-			return 0, out, fmt.Errorf("%w: owner %d has leases on %d slots", ErrBusy, o, ow.slots.n)
+			return 0, out, fmt.Errorf("%w: owner %d has leases on %d slots", ErrBusy, o, e.tally(ow, ref).n)
 		}
 	}
 	y := e.newLease(loadLease, ow, slots)
@@ -69,7 +69,8 @@ func (e *Engine) PrepareLoad(o, scheduler Owner, lookup uint64, firstPage, pages
 		e.pins++
 		page := max(firstPage, int(s.chunk)*ppc)
 		end := min(firstPage+pages, (int(s.chunk)+1)*ppc)
-		out = append(out, Extent{Page: uint32(page), Pages: uint32(end - page), Region: r.id, Offset: r.offset(ref, page%ppc)})
+		region, offset := r.where(ref, page%ppc)
+		out = append(out, Extent{Page: uint32(page), Pages: uint32(end - page), Region: region, Offset: offset})
 	}
 	e.endLease(x)
 	e.stats.Loads++
@@ -96,7 +97,9 @@ func (e *Engine) Release(o Owner, load uint64, bad []uint32) error {
 		}
 	}
 	for _, i := range bad {
-		if _, s := e.slot(x.slots[i]); !s.doomed() {
+		if r, s := e.slot(x.slots[i]); r.foreign {
+			e.foundBad(r, x.slots[i])
+		} else if !s.doomed() {
 			e.stats.Bad++
 			e.doom(x.slots[i])
 		}

@@ -48,23 +48,40 @@ func (e *Engine) leaseHits(ow *owner, w *walk) (pages int, slots []uint32) {
 	slots = e.held[:0]
 	room := e.cfg.MaxLeasesPerOwner - ow.leases
 	anyUnverified := e.unverified.Load() > 0
+	lent := sp.shadow != nil && sp.shadow.pages > 0 && !ow.own
 	for i := 0; i < w.chunks; i += probeGroup {
 		n := min(probeGroup, w.chunks-i)
 		refs := e.refs[:n]
 		e.probe(sp, w, i, n, refs)
+		probed := false // what peers lent
 		for j, rec := range refs {
 			if anyUnverified {
 				rec = e.served(rec)
 			}
 			last := w.last(i + j)
 			end := rec == 0 || !e.at(rec, last)
-			if end {
-				if rec, last = e.bisect(sp, w, i+j); rec == 0 {
-					return pages, slots
+			if end && lent {
+				if !probed {
+					e.probe(sp.shadow, w, i+j, n-j, e.lent.refs[j:n])
+					probed = true
 				}
+				if rec = e.lent.refs[j]; rec != 0 && e.at(rec, last) {
+					end = false
+				} else {
+					rec, last = e.longer(sp, w, i+j)
+				}
+			} else if end {
+				rec, last = e.bisect(sp, w, i+j)
+			}
+			if rec == 0 {
+				return pages, slots
 			}
 			ref, _ := e.slotOf(rec)
-			if len(slots) >= room || !ow.slots.add(ref, sp.class.limit) {
+			t, limit := &ow.slots, sp.class.limit
+			if lent && e.isForeign(ref) {
+				t, limit = &ow.foreign, sp.shadow.class.limit
+			}
+			if len(slots) >= room || !t.add(ref, limit) {
 				e.stats.Limited++
 				return pages, slots
 			}

@@ -53,7 +53,8 @@ type modelSpace struct {
 	fp        chunk.Fingerprint
 	g         Geometry
 	id        SpaceID
-	committed map[string]bool // page digests
+	committed map[string]bool // page digests, what peers lent included
+	own       map[string]bool // those that the arena had
 	clears    int
 	tiers     [modelTiers]map[string]bool // what the tiers have of it
 	restored  map[string]bool             // page digests that may be held and not verified
@@ -79,6 +80,8 @@ type modelFlight struct {
 	clears int
 	ended  bool
 	ok     bool
+	lent   bool // from a peer
+	got    int  // pages of it
 }
 
 // modelCascade is a chunk on its way down to a tier.
@@ -147,6 +150,7 @@ type world struct {
 	cascaded, droppedCascades int
 	exacts                    int // answers that the model knew exactly
 	followers                 followers
+	peers                     modelPeers
 }
 
 func (w *world) fatal(format string, args ...any) {
@@ -218,7 +222,14 @@ func newWorld(t *testing.T, seed uint64) *world {
 	cfg.PromotingShare = []float64{0.1, 0.5, 1}[w.rng.IntN(3)]
 	cfg.LowWater = []float64{0.1, 0.5, 1}[w.rng.IntN(3)]
 	cfg.PartialDelay = time.Duration(1 + w.rng.Int64N(growPatience/5))
-	cfg.Wake = func(tier int) { w.awake[tier] = true }
+	cfg.Wake = func(tier int) {
+		if tier < 0 {
+			w.peers.rung = true
+			return
+		}
+		w.awake[tier] = true
+	}
+	cfg.ForeignSlots = w.startPeers()
 	cfg.OnGone = func(region, slot uint32) {
 		if w.arena[region] == nil {
 			w.fatal("slot %d of region %d is gone", slot, region)
@@ -241,8 +252,8 @@ func newWorld(t *testing.T, seed uint64) *world {
 	w.check(err)
 	w.e = e
 	plain := e.newPolicy
-	e.newPolicy = func() policy.Policy {
-		s := &strict{Policy: plain(), notes: map[uint32]bool{}}
+	e.newPolicy = func(foreign bool) policy.Policy {
+		s := &strict{Policy: plain(foreign), notes: map[uint32]bool{}}
 		w.policies = append(w.policies, s)
 		return s
 	}
@@ -253,7 +264,7 @@ func newWorld(t *testing.T, seed uint64) *world {
 		w.addRegion(uint32(100+i), size)
 	}
 	for i := range 1 + w.rng.IntN(3) {
-		s := &modelSpace{fp: chunk.FingerprintOf([]byte{byte(i)}), g: geometries[w.rng.IntN(len(geometries))], committed: map[string]bool{}, restored: map[string]bool{}}
+		s := &modelSpace{fp: chunk.FingerprintOf([]byte{byte(i)}), g: geometries[w.rng.IntN(len(geometries))], committed: map[string]bool{}, own: map[string]bool{}, restored: map[string]bool{}}
 		for t := range s.tiers {
 			s.tiers[t] = map[string]bool{}
 		}
@@ -281,6 +292,9 @@ func (w *world) addRegion(id uint32, size int64) {
 
 func (w *world) page(s *modelSpace, ex Extent, i int) []byte {
 	mem := w.arena[ex.Region]
+	if ex.Region >= peerRegions {
+		mem = w.peers.mem[ex.Region]
+	}
 	at := int64(ex.Offset) + int64(i)*s.g.PageBytes
 	if mem == nil || at < 0 || at+s.g.PageBytes > int64(len(mem)) {
 		w.fatal("extent %+v lies outside the arena", ex)
@@ -367,7 +381,7 @@ func (w *world) lookup(s *modelSession) {
 	}
 	if w.exact() {
 		w.exacts++
-		if next := first + pages; next < len(p) && s.space.committed[string(p.digests(next, next+1, size))] {
+		if next := first + pages; next < len(p) && s.space.own[string(p.digests(next, next+1, size))] {
 			w.fatal("page %d of %v is held and was not found", next, p)
 		}
 	}
@@ -381,7 +395,7 @@ func (w *world) lookup(s *modelSession) {
 			break
 		}
 	}
-	if contained != pages && w.e.Stats().Limited == limited {
+	if (contained > pages || contained < pages && w.peers.loans == nil) && w.e.Stats().Limited == limited {
 		w.fatal("%d pages of %v from page %d hit, contained are %v", pages, p, first, held)
 	}
 	if pages > 0 {
@@ -427,14 +441,14 @@ func (w *world) prepareStore(s *modelSession) {
 		w.fatal("%+v and %d granted for %d pages", res, len(granted), len(p)-first)
 	}
 	for i := first; i < len(p)-res.Shed; i++ {
-		held := s.space.committed[string(p.digests(i, i+1, g.DigestBytes))]
+		held := s.space.own[string(p.digests(i, i+1, g.DigestBytes))]
 		if !granted[i] && !held && !s.space.restored[string(p.digests(i, i+1, g.DigestBytes))] {
 			w.fatal("page %d of %v is neither held nor granted", i, p)
 		}
 		if exact && res.Shed == 0 && granted[i] && held {
 			// Only as the front of a chunk that goes elsewhere, or behind a gap.
 			last := min((i/g.PagesPerChunk+1)*g.PagesPerChunk, len(p)) - 1
-			if s.space.committed[string(p.digests(last, last+1, g.DigestBytes))] {
+			if s.space.own[string(p.digests(last, last+1, g.DigestBytes))] {
 				w.fatal("page %d of %v is held and granted", i, p)
 			}
 		}
@@ -461,7 +475,7 @@ func (w *world) commit(s *modelSession) {
 			d := st.p.digests(p, p+1, g.DigestBytes)
 			pattern(w.page(s.space, gr, j), s.space.fp, d)
 			if st.clears == s.space.clears {
-				s.space.committed[string(d)] = true
+				s.space.committed[string(d)], s.space.own[string(d)] = true, true
 			}
 			w.note(st.p, p, g.DigestBytes)
 		}
@@ -513,6 +527,7 @@ func (w *world) prepareLoad(s *modelSession) {
 			w.fatal("extents %+v of a load from page %d", extents, first)
 		}
 		next += int(ex.Pages)
+		w.peers.read(w, ex)
 	}
 	if next != first+n {
 		w.fatal("extents %+v for pages %d to %d", extents, first, first+n-1)
@@ -595,7 +610,7 @@ func (w *world) stale(s *modelSession) {
 func (w *world) clear() {
 	s := w.spaces[w.rng.IntN(len(w.spaces))]
 	w.e.ClearSpace(s.id)
-	s.committed, s.restored = map[string]bool{}, map[string]bool{}
+	s.committed, s.own, s.restored = map[string]bool{}, map[string]bool{}, map[string]bool{}
 	for t := range s.tiers {
 		s.tiers[t] = map[string]bool{}
 	}
@@ -732,6 +747,7 @@ func (w *world) run(steps int) {
 			w.checkPolicies()
 		}
 		w.follow()
+		w.lend()
 		st := w.e.Stats()
 		leases := 0
 		for _, s := range w.sessions {
@@ -760,6 +776,7 @@ func (w *world) run(steps int) {
 		w.check(w.e.Unpin(pin))
 	}
 	w.endFollow()
+	w.endLend()
 	w.check(w.e.Check())
 	st := w.e.Stats()
 	if st.Leases != 0 || st.LeasedSlots != 0 || st.FillingSlots != 0 || st.OpenLookups+st.OpenLoads+st.OpenStores != 0 || st.FreeSlots+st.ReadySlots != st.Slots {
@@ -788,7 +805,7 @@ func TestRandomHistories(t *testing.T) {
 	}
 	var total Counters
 	hits, exacts, cascades, dropped, unplugged, verified, corrupt := 0, 0, 0, 0, 0, 0, 0
-	var synced, gaps uint64
+	var synced, gaps, borrowed, mixed uint64
 	for seed := uint64(1); seed <= uint64(*seedsFlag); seed++ {
 		w := newWorld(t, seed)
 		w.run(*stepsFlag)
@@ -802,13 +819,15 @@ func TestRandomHistories(t *testing.T) {
 		corrupt += w.corrupt
 		synced += uint64(w.followers.synced)
 		gaps += w.followers.gaps
+		borrowed, mixed = borrowed+w.peers.borrowed, mixed+w.peers.mixed
 		for _, c := range []struct {
 			to *uint64
 			v  uint64
 		}{{&total.Evictions, s.Evictions}, {&total.Duplicates, s.Duplicates}, {&total.Replaced, s.Replaced}, {&total.Extended, s.Extended}, {&total.Recarved, s.Recarved},
 			{&total.Promotions, s.Promotions}, {&total.PromotionsJoined, s.PromotionsJoined}, {&total.PromotionsFailed, s.PromotionsFailed},
 			{&total.PromotionsLate, s.PromotionsLate}, {&total.PromotedPages, s.PromotedPages}, {&total.Dropped, s.Dropped},
-			{&total.Limited, s.Limited}, {&total.Bad, s.Bad}, {&total.Cleared, s.Cleared}, {&total.LoadPages, s.LoadPages}, {&total.Expired, s.Expired}, {&total.Moved, s.Moved}} {
+			{&total.Limited, s.Limited}, {&total.Bad, s.Bad}, {&total.Cleared, s.Cleared}, {&total.LoadPages, s.LoadPages}, {&total.Expired, s.Expired}, {&total.Moved, s.Moved},
+			{&total.ForeignEvicted, s.ForeignEvicted}, {&total.ForeignBad, s.ForeignBad}} {
 			*c.to += c.v
 		}
 	}
@@ -817,7 +836,8 @@ func TestRandomHistories(t *testing.T) {
 		"recarved": total.Recarved, "limited": total.Limited, "bad": total.Bad, "cleared": total.Cleared, "loads": total.LoadPages, "expired": total.Expired,
 		"promotions": total.Promotions, "joined promotions": total.PromotionsJoined, "failed promotions": total.PromotionsFailed, "late promotions": total.PromotionsLate,
 		"promoted pages": total.PromotedPages, "dropped": total.Dropped, "cascades": uint64(cascades), "dropped cascades": uint64(dropped), "known answers": uint64(exacts), "moves": total.Moved, "removed regions": uint64(unplugged),
-		"verified": uint64(verified), "corrupt": uint64(corrupt), "followers compared": synced, "followers overrun": gaps} {
+		"verified": uint64(verified), "corrupt": uint64(corrupt), "followers compared": synced, "followers overrun": gaps,
+		"loans": borrowed, "loads from the arena and from peers": mixed, "loans evicted": total.ForeignEvicted, "bad loans": total.ForeignBad} {
 		if n == 0 && *seedsFlag >= 100 {
 			t.Errorf("the histories never came to %s", name)
 		}
@@ -838,7 +858,7 @@ func FuzzEngine(f *testing.F) {
 	f.Fuzz(func(t *testing.T, data []byte) {
 		now := int64(0)
 		e, err := New(Config{Now: func() int64 { return now }, MaxPages: 40, MaxOwners: 4, MaxLookupsPerOwner: 4, MaxSpaces: 3, MinPageBytes: 1, ArenaLimitBytes: 4096,
-			Tiers: []TierAdmission{{Admit: AdmitStored, Queue: 3}, {Admit: AdmitReused}, {Admit: AdmitEvicted}}, LowWater: 0.5})
+			Tiers: []TierAdmission{{Admit: AdmitStored, Queue: 3}, {Admit: AdmitReused}, {Admit: AdmitEvicted}}, LowWater: 0.5, ForeignSlots: 3})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -866,11 +886,24 @@ func FuzzEngine(f *testing.F) {
 		handle := func() uint64 { return handles[next()%len(handles)] }
 		for len(data) > 0 {
 			o := Owner(next() % 5)
-			switch next() % 27 {
+			switch next() % 29 {
+			case 27:
+				_ = e.FinishBorrow(handle(), Loan{Peer: uint64(next() % 3), Region: uint32(next() % 3), Offset: uint64(next()), Pages: next() % 6, Handle: uint64(next() % 50)})
+			case 28:
+				e.DropPeer(uint64(next() % 8))
+				e.SweepForeign()
+				e.TakeReturns(nil)
+				_ = e.AddArenaOwner(o, SpaceID(next()%3))
 			case 17, 18:
+				var lent []bool
+				if next()%2 == 0 {
+					for range 12 {
+						lent = append(lent, next()%2 == 0)
+					}
+				}
 				have := []uint16{uint16(next()), uint16(odd()), uint16(next() % 5), 4, 4, 4, 4, 4, 4, 4, 4, 4}
 				h := take(next() % 12)
-				out, err := e.PreparePromotion(o, uint64(next()%4), odd(), take(next()%2), h, have[:next()%13], nil)
+				out, err := e.PreparePromotion(o, uint64(next()%4), odd(), take(next()%2), h, have[:next()%13], lent, nil)
 				for _, c := range out {
 					handles = append(handles, c.Promotion)
 				}

@@ -27,8 +27,9 @@ type PromotedChunk struct {
 
 // flight names a chunk that is on its way by its space and its last page, and with that by all its pages.
 type flight struct {
-	space uint16
-	last  [4]uint64
+	space   uint16
+	foreign bool
+	last    [4]uint64
 }
 
 func (s *space) flight(d []byte) flight {
@@ -41,20 +42,21 @@ func (s *space) flight(d []byte) flight {
 
 func (e *Engine) flight(ref uint32) flight {
 	r, s := e.slot(ref)
-	f := flight{space: s.space}
+	f := flight{space: s.space, foreign: r.foreign}
 	copy(f.last[:], r.digest(ref&recordMask, int(s.granted)-1))
 	return f
 }
 
 // PreparePromotion lets a lookup of owner o go on with chunks that can be had from a tier: a run that begins with the first chunk that the lookup does not
 // hold whole (firstPage is that chunk's first page), hashes being the digests of its pages and prev that of the page before, if it is known. have[i] is
-// how many pages of the run's i-th chunk a tier has, from its first. A lookup that hit nothing is made here.
+// how many pages of the run's i-th chunk a tier has, from its first, or with lent[i] a peer: then it is to be borrowed (FinishBorrow), as it is where peers lent something already. lent may be nil. A lookup
+// that hit nothing is made here.
 //
 // Slots are reserved for all of them at once, and nothing is waited for: what finds no room (in the owner's share, in the part of the slots that may be
 // promoted into, or because nothing can be evicted) is cut off the end, as is what nobody has. The chunks that are left are appended to out, and leased by
 // the lookup. It then waits, without a deadline, until SettleLookup; Trim, Cancel and RemoveOwner may free its leases before. ErrStale: the lookup
 // ends somewhere else; ErrBusy: the owner has too many lookups.
-func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, hashes []byte, have []uint16, out []PromotedChunk) ([]PromotedChunk, error) {
+func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, hashes []byte, have []uint16, lent []bool, out []PromotedChunk) ([]PromotedChunk, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	ow, err := e.owner(o)
@@ -66,13 +68,22 @@ func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, h
 	if err != nil {
 		return out, err
 	}
-	if firstPage%w.ppc != 0 || len(have) < w.chunks || len(prev) != 0 && (len(prev) != w.digest || firstPage == 0) {
+	if firstPage%w.ppc != 0 || len(have) < w.chunks || lent != nil && (len(lent) < w.chunks || ow.own) || len(prev) != 0 && (len(prev) != w.digest || firstPage == 0) {
 		return out, invalid("promotion from page %d of %d chunks with %d counts and %d bytes of the page before: want a multiple of %d", firstPage, w.chunks, len(have), len(prev), w.ppc)
 	}
 	e.idx.migrate(migrateStep)
 	refs := e.refs[:w.chunks]
-	if err := e.probeWithRoom(ow, &w, refs, have); err != nil {
+	if lent != nil {
+		if err := e.needForeign(ow); err != nil {
+			return out, err
+		}
+	}
+	if err := e.probeWithRoom(ow, &w, refs, have, lent); err != nil {
 		return out, err
+	}
+	shadow := sp.shadow
+	if ow.own {
+		shadow = nil
 	}
 	x := ow.lookups[lookup]
 	switch {
@@ -88,7 +99,10 @@ func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, h
 	e.tick++
 	// What is held is leased first, so that room for one chunk does not cost another.
 	for i, rec := range refs {
-		if rec = e.served(rec); rec != 0 && e.at(rec, w.last(i)) {
+		if rec = e.served(rec); shadow != nil && shadow.pages > 0 && (rec == 0 || !e.at(rec, w.last(i))) {
+			rec = e.find(shadow, w.hash(w.last(i)))
+		}
+		if rec != 0 && e.at(rec, w.last(i)) {
 			refs[i], _ = e.slotOf(rec)
 			e.pin(refs[i])
 		} else {
@@ -106,24 +120,27 @@ func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, h
 			if i == 0 && x != nil && w.last(0) < x.first+x.n {
 				break // it has more
 			}
-			if !ow.slots.add(ref, sp.class.limit) {
+			if !e.claim(ow, ref) {
 				e.stats.Limited++
 				break
 			}
-		} else if ref = e.promote(ow, &w, i, int(have[i]), parent, x, &c); ref == 0 {
+		} else if ref = e.promote(ow, &w, i, int(have[i]), lent != nil && lent[i], parent, x, &c); ref == 0 {
 			break
 		}
-		if parent != 0 && e.orphan(ref) {
+		r, s := e.slot(ref)
+		if parent != 0 && !r.foreign && e.orphan(ref) {
 			e.adopt(parent, ref)
 		}
-		r, s := e.slot(ref)
-		c.Region, c.Offset = r.id, r.offset(ref, 0)
+		c.Foreign = r.foreign
+		c.Region, c.Offset = r.where(ref, 0)
 		if c.State != PromotionReady {
 			c.Promotion = uint64(s.gen)<<32 | uint64(ref)
 		}
 		out = append(out, c)
 		slots = append(slots, ref)
-		parent = ref
+		if parent = ref; r.foreign {
+			parent = 0
+		}
 		end = w.start(i) + c.Pages
 		if c.Pages < w.ppc {
 			i++
@@ -155,13 +172,16 @@ func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, h
 }
 
 // promote leases chunk i of a walk, of which a tier has have pages and the arena not all, for a lookup x, which may be nil. 0: nobody has more of it
-// than the lookup, or there is no room.
-func (e *Engine) promote(ow *owner, w *walk, i, have int, parent uint32, x *lease, c *PromotedChunk) uint32 {
+// than the lookup, or there is no room. lent says that it is a peer that has them.
+func (e *Engine) promote(ow *owner, w *walk, i, have int, lent bool, parent uint32, x *lease, c *PromotedChunk) uint32 {
 	sp := ow.space
 	start := w.start(i)
 	have = min(have, w.last(i)-start+1)
 	held := 0
-	rec, page := e.bisect(sp, w, i)
+	rec, page := e.longer(sp, w, i)
+	if ow.own {
+		rec, page = e.bisect(sp, w, i)
+	}
 	if rec != 0 {
 		held = page - start + 1
 	}
@@ -170,7 +190,7 @@ func (e *Engine) promote(ow *owner, w *walk, i, have int, parent uint32, x *leas
 	}
 	if held >= have {
 		ref, _ := e.slotOf(rec)
-		if !ow.slots.add(ref, sp.class.limit) {
+		if !e.claim(ow, ref) {
 			e.stats.Limited++
 			return 0
 		}
@@ -180,18 +200,37 @@ func (e *Engine) promote(ow *owner, w *walk, i, have int, parent uint32, x *leas
 	}
 	c.Pages = have
 	key := sp.flight(w.hash(start + have - 1))
+	key.foreign = lent
 	ref, joined := e.flights[key]
+	if !joined && !ow.own && sp.shadow != nil { // as good
+		other := key
+		other.foreign = !lent
+		ref, joined = e.flights[other]
+	}
 	if joined {
 		r, s := e.slot(ref)
 		if int(s.chunk)*r.ppc != start {
 			return 0 // no honest client's
 		}
-		if !ow.slots.add(ref, sp.class.limit) {
+		if !e.claim(ow, ref) {
 			e.stats.Limited++
 			return 0
 		}
 		c.State = PromotionJoined
-		e.stats.PromotionsJoined++
+		if !r.foreign {
+			e.stats.PromotionsJoined++
+		}
+	} else if lent {
+		if ref = e.grantForeign(ow, w.chunk+i, have); ref == 0 {
+			e.stats.Limited++
+			return 0
+		}
+		e.write(ref, w, start, 0, have)
+		_, s := e.slot(ref)
+		s.flags |= promoting
+		sp.shadow.class.promoting++
+		e.flights[key] = ref
+		c.State = PromotionGranted
 	} else {
 		if sp.class.promoting >= sp.class.promotable {
 			e.stats.Limited++
@@ -223,7 +262,7 @@ func (e *Engine) chunkBefore(sp *space, x *lease, w *walk, prev []byte) uint32 {
 			i--
 		}
 		if i >= 0 {
-			if _, s := e.slot(x.slots[i]); int(s.chunk) == w.chunk-1 && !s.doomed() {
+			if r, s := e.slot(x.slots[i]); int(s.chunk) == w.chunk-1 && !s.doomed() && !r.foreign {
 				return x.slots[i]
 			}
 		}
@@ -284,6 +323,15 @@ func (e *Engine) FinishPromotion(p uint64, ok bool, fromTier int) error {
 	if err != nil {
 		return err
 	}
+	if ok && e.isForeign(ref) {
+		return invalid("promotion %#x is of what peers lend", p)
+	}
+	e.finish(ref, ok, fromTier, nil)
+	return nil
+}
+
+// finish ends the loading of a chunk, or its being borrowed: then l says where it is.
+func (e *Engine) finish(ref uint32, ok bool, fromTier int, l *Loan) {
 	e.idx.migrate(migrateStep)
 	e.tick++
 	e.land(ref)
@@ -291,17 +339,20 @@ func (e *Engine) FinishPromotion(p uint64, ok bool, fromTier int) error {
 	r.class.promoting--
 	s.flags &^= promoting
 	pages := int(s.granted)
-	if !ok {
+	if l != nil {
+		pages = min(pages, l.Pages)
+		e.takeLoan(r, ref, l, pages)
+	} else if !ok && !r.foreign {
 		e.stats.PromotionsFailed++
 	}
 	var buf [32]byte
-	there := e.find(e.spaces[s.space], r.digestBytes(ref&recordMask, pages-1, &buf)) != 0
-	if there {
+	there := e.find(e.spaceOf(r, s), r.digestBytes(ref&recordMask, pages-1, &buf)) != 0
+	if there && !r.foreign {
 		e.stats.PromotionsLate++
 	}
 	if s.pins == 0 && (!ok || s.doomed() || there) {
 		e.release(ref)
-		return nil
+		return
 	}
 	s.state, s.granted = ready, 0
 	r.filling--
@@ -315,18 +366,19 @@ func (e *Engine) FinishPromotion(p uint64, ok bool, fromTier int) error {
 		if s.idle() {
 			e.release(ref)
 		}
-		return nil
+		return
 	}
 	if there {
 		s.flags |= twin
 	}
 	e.register(ref)
-	e.stats.PromotedPages += uint64(pages)
-	e.admitPromoted(ref, fromTier)
+	if !r.foreign {
+		e.stats.PromotedPages += uint64(pages)
+		e.admitPromoted(ref, fromTier)
+	}
 	if s.idle() {
 		e.settle(ref)
 	}
-	return nil
 }
 
 // land takes a slot that is being promoted into, and was not landed before, out of the table of what is on its way.
@@ -370,7 +422,7 @@ func (e *Engine) SettleLookup(o Owner, lookup uint64, pages int) (ready int, err
 	e.freeSlots(x, x.slots[keep:])
 	x.slots = x.slots[:keep]
 	for i := 1; i < keep; i++ {
-		if e.orphan(x.slots[i]) {
+		if e.orphan(x.slots[i]) && !e.isForeign(x.slots[i]) && !e.isForeign(x.slots[i-1]) {
 			e.adopt(x.slots[i-1], x.slots[i])
 		}
 	}
@@ -379,10 +431,18 @@ func (e *Engine) SettleLookup(o Owner, lookup uint64, pages int) (ready int, err
 
 // endWait makes what has arrived of a waiting lookup's chunks pages that it holds, and frees what has not.
 func (e *Engine) endWait(x *lease, ppc int) {
-	i := x.held
-	for ; i < len(x.slots); i++ {
-		if _, s := e.slot(x.slots[i]); s.state != ready || s.doomed() {
+	i, end := x.held, x.end
+	for ; i < len(x.slots) && end == x.end; i++ {
+		_, s := e.slot(x.slots[i])
+		if s.state != ready || s.doomed() {
 			break
+		}
+		// A peer may have lent less of it than it was said to have.
+		if got := int(s.chunk)*ppc + int(s.pages); got < min(x.end, (int(s.chunk)+1)*ppc) {
+			if got <= x.first+x.n {
+				break
+			}
+			end = got
 		}
 	}
 	e.freeSlots(x, x.slots[i:])
@@ -394,7 +454,7 @@ func (e *Engine) endWait(x *lease, ppc int) {
 			copy(x.slots[x.held-1:], x.slots[x.held:])
 			x.slots = x.slots[:i-1]
 		}
-		x.n = min(x.end, (x.after+n)*ppc) - x.first
+		x.n = min(end, (x.after+n)*ppc) - x.first
 	}
 	x.waiting = false
 }

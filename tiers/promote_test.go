@@ -13,7 +13,7 @@ func (b *bench) promote(lookup uint64, first int, hashes []byte) []PromotedChunk
 	for i := range have {
 		have[i] = 4096
 	}
-	out, err := b.e.PreparePromotion(me, lookup, first, nil, hashes, have, nil)
+	out, err := b.e.PreparePromotion(me, lookup, first, nil, hashes, have, nil, nil)
 	b.ok(err)
 	return out
 }
@@ -185,7 +185,7 @@ func TestPromotedChunkReplacesShorter(t *testing.T) {
 	b.ok(b.e.FinishPromotion(got[0].Promotion, false, 0))
 	b.settle(3, 4, 2)
 	// Nothing is gained by what the lookup has.
-	if out, err := b.e.PreparePromotion(me, 3, 0, nil, q, []uint16{2}, nil); len(out) != 0 || err != nil {
+	if out, err := b.e.PreparePromotion(me, 3, 0, nil, q, []uint16{2}, nil, nil); len(out) != 0 || err != nil {
 		t.Fatal(out, err)
 	}
 }
@@ -233,13 +233,13 @@ func TestPromotionsKeepToTheirShare(t *testing.T) {
 		h := p
 		if o == 3 {
 			h = numbered(2, 3)
-			out, err := b.e.PreparePromotion(3, 1, 0, nil, numbered(3, 12), have, nil)
+			out, err := b.e.PreparePromotion(3, 1, 0, nil, numbered(3, 12), have, nil, nil)
 			if len(out) != 2 || err != nil { // 10 in all
 				t.Fatal(out, err)
 			}
 			all = append(all, out...)
 		}
-		out, err := b.e.PreparePromotion(Owner(o), 7, 0, nil, h, have, nil)
+		out, err := b.e.PreparePromotion(Owner(o), 7, 0, nil, h, have, nil, nil)
 		if len(out) != want || err != nil {
 			t.Fatalf("owner %d: %d chunks, want %d; %v", o, len(out), want, err)
 		}
@@ -282,7 +282,7 @@ func TestReservationsDoNotWait(t *testing.T) {
 	have := slices.Repeat([]uint16{1}, 6)
 	var under []uint64
 	for i := range 100 {
-		out, err := b.e.PreparePromotion(me, uint64(i), 0, nil, numbered(uint64(i), 6), have, nil)
+		out, err := b.e.PreparePromotion(me, uint64(i), 0, nil, numbered(uint64(i), 6), have, nil, nil)
 		b.ok(err)
 		if free := 8 - len(under); len(out) != min(6, free) {
 			t.Fatalf("lookup %d: %d chunks with %d slots free", i, len(out), free)

@@ -77,7 +77,7 @@ func TestSelf(t *testing.T) {
 	// What comes up waits too, whatever tier it is from.
 	for from := -1; from <= 0; from++ {
 		id := openOwned(t, e, byte(10+from))
-		p, err := e.PreparePromotion(Owner(id), 1, 0, nil, line(4), []uint16{4}, nil)
+		p, err := e.PreparePromotion(Owner(id), 1, 0, nil, line(4), []uint16{4}, nil, nil)
 		if err != nil || len(p) != 1 {
 			t.Fatal(p, err)
 		}

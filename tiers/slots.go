@@ -89,6 +89,9 @@ type region struct {
 	leased   int    // slots with pins or with an extension under way
 	lastUse  uint64 // newest stamp
 
+	foreign bool    // its slots stand for chunks in peers' memory, and it has none itself
+	places  []place // by slot, of a foreign region
+
 	mem *carved // what the slices lie in
 }
 
@@ -109,6 +112,9 @@ type class struct {
 	cold                int    // slots that are
 	coldFirst, coldLast uint32 // those of them that nobody uses, which are evicted next
 	turn                int    // the region that the last store went to, counted on
+
+	foreign   *class // of the slots for what peers lend of the same geometry; nil: there are none (yet)
+	isForeign bool   // it is that of another class
 }
 
 func (c *class) slotBytes() int64 { return c.geometry.PageBytes * int64(c.geometry.PagesPerChunk) }
@@ -177,6 +183,15 @@ func (r *region) offset(ref uint32, pos int) uint64 {
 	return uint64(r.at.Offset) + uint64(ref&recordMask)*uint64(r.at.Stride) + uint64(pos)*uint64(r.class.geometry.PageBytes)
 }
 
+// where is the region, as workers know it, and the offset of page pos of a slot.
+func (r *region) where(ref uint32, pos int) (region uint32, offset uint64) {
+	if r.foreign {
+		p := &r.places[ref&recordMask]
+		return p.region, p.offset + uint64(pos)*uint64(r.class.geometry.PageBytes)
+	}
+	return r.id, r.offset(ref, pos)
+}
+
 func (s *slot) doomed() bool { return s.flags&doomed != 0 }
 
 // idle says that nobody leases or extends the slot.
@@ -229,7 +244,7 @@ func (e *Engine) hold(ref uint32) {
 // register tells the policy of a slot that has just become ready, and whose place in its prefix is known.
 func (e *Engine) register(ref uint32) {
 	r, s := e.slot(ref)
-	sp := e.spaces[s.space]
+	sp := e.spaceOf(r, s)
 	pos := 0 // of a page that stays when a partly filled chunk grows
 	if int(s.pages) == r.ppc {
 		pos = r.ppc - 1
@@ -288,7 +303,9 @@ func (e *Engine) settle(ref uint32) {
 	case s.doomed():
 		e.release(ref)
 	case (int(s.pages) < r.ppc || s.flags&(twin|moved) != 0) && e.redundant(ref):
-		e.stats.Duplicates++
+		if !r.foreign {
+			e.stats.Duplicates++
+		}
 		e.bequeath(ref)
 		if s.flags&cold != 0 {
 			e.cool(r.class, ref) // as thaw expects
@@ -421,9 +438,10 @@ func (e *Engine) disown(ref uint32) {
 // page of its prefix, which no honest client can bring about.
 func (e *Engine) enter(ref uint32, from, to int) bool {
 	r, s := e.slot(ref)
-	sp := e.spaces[s.space]
+	sp := e.spaceOf(r, s)
 	base := int(ref&recordMask) * r.ppc
 	var buf [32]byte
+	noted := e.journal.on && !r.foreign
 	unnoted := from // pages from here on are new, and the journal is yet to hear of them
 	for pos := from; pos < to; pos++ {
 		rec := ref&^recordMask | uint32(base+pos)
@@ -435,7 +453,7 @@ func (e *Engine) enter(ref uint32, from, to int) bool {
 			s.pages++
 			continue
 		}
-		if e.journal.on {
+		if noted {
 			e.note(PagesStored, ref, unnoted, pos)
 			unnoted = pos + 1
 		}
@@ -445,20 +463,22 @@ func (e *Engine) enter(ref uint32, from, to int) bool {
 		}
 		e.linkAfter(head, rec)
 		s.pages++
-		if e.journal.walks > 0 {
+		if noted && e.journal.walks > 0 {
 			e.note(PagesStored, ref, pos, pos+1)
 		}
 		// The slot that ended here is the shorter version of this one.
 		if other, _ := e.slotOf(head); other != ref {
 			_, o := e.slot(other)
 			if int(o.pages) == pos+1 && o.idle() && pos+1 < r.ppc {
-				e.stats.Replaced++
+				if !r.foreign {
+					e.stats.Replaced++
+				}
 				e.leave(other, false)
 				e.release(other)
 			}
 		}
 	}
-	if e.journal.on {
+	if noted {
 		e.note(PagesStored, ref, unnoted, to)
 	}
 	return true
@@ -481,8 +501,9 @@ func (e *Engine) linkAfter(head, rec uint32) {
 // retract takes a slot's pages from page from on out of the index; where another slot has the page too, that one takes its place.
 func (e *Engine) retract(ref uint32, from int) {
 	r, s := e.slot(ref)
-	sp := e.spaces[s.space]
+	sp := e.spaceOf(r, s)
 	base := int(ref&recordMask) * r.ppc
+	noted := e.journal.on && !r.foreign
 	unnoted := from
 	for pos := from; pos < int(s.pages); pos++ {
 		e.linkSteps++
@@ -503,13 +524,13 @@ func (e *Engine) retract(ref uint32, from int) {
 			*l = link{}
 			continue
 		}
-		if e.journal.on {
+		if noted {
 			e.note(PagesRemoved, ref, unnoted, pos)
 			unnoted = pos + 1
 		}
 		*l = link{}
 	}
-	if e.journal.on {
+	if noted {
 		e.note(PagesRemoved, ref, unnoted, int(s.pages))
 	}
 	s.pages = uint16(from)
@@ -535,7 +556,7 @@ func (e *Engine) leave(ref uint32, evicted bool) {
 
 // gone tells whoever wants to know that what a slot holds has left the index for good.
 func (e *Engine) gone(ref uint32) {
-	if e.cfg.OnGone != nil {
+	if e.cfg.OnGone != nil && !e.isForeign(ref) {
 		e.cfg.OnGone(e.regions[ref>>recordBits].id, ref&recordMask)
 	}
 }
@@ -568,7 +589,10 @@ func (e *Engine) release(ref uint32) {
 	}
 	e.vouch(s)
 	e.gone(ref)
-	e.spaces[s.space].chunks--
+	e.spaceOf(r, s).chunks--
+	if r.foreign {
+		e.returnLoan(r, ref)
+	}
 	bad := s.flags & spoiled
 	*s = slot{gen: s.gen + 1, last: s.last, flags: bad}
 	if bad != 0 {
@@ -627,9 +651,12 @@ func (e *Engine) evict(c *class) bool {
 
 // expel drops an idle ready slot for room.
 func (e *Engine) expel(ref uint32) {
-	_, s := e.slot(ref)
-	e.stats.Evictions++
-	e.stats.EvictedPages += uint64(s.pages)
+	if r, s := e.slot(ref); r.foreign {
+		e.stats.ForeignEvicted++
+	} else {
+		e.stats.Evictions++
+		e.stats.EvictedPages += uint64(s.pages)
+	}
 	e.leave(ref, true)
 	e.release(ref)
 }
@@ -679,9 +706,10 @@ type carved struct {
 	links   *dax.Table[link]
 	index   *dax.Table[uint64] // nil: not wanted
 	routes  *dax.Table[route]  // likewise
+	places  *dax.Table[place]  // likewise
 }
 
-func makeCarved(slots, ppc, words, indexWords int, routes bool) (c *carved, err error) {
+func makeCarved(slots, ppc, words, indexWords int, routes, places bool) (c *carved, err error) {
 	c = &carved{}
 	defer func() {
 		if err != nil {
@@ -705,6 +733,11 @@ func makeCarved(slots, ppc, words, indexWords int, routes bool) (c *carved, err 
 	}
 	if routes {
 		if c.routes, err = dax.NewTable[route](slots); err != nil {
+			return c, err
+		}
+	}
+	if places {
+		if c.places, err = dax.NewTable[place](slots); err != nil {
 			return c, err
 		}
 	}
@@ -732,5 +765,8 @@ func (c *carved) close() {
 	}
 	if c.routes != nil {
 		c.routes.Close()
+	}
+	if c.places != nil {
+		c.places.Close()
 	}
 }

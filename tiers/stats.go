@@ -36,8 +36,8 @@ type Counters struct {
 	PromotionsLate   uint64 // chunks that a store was first with
 	PromotedPages    uint64 // that can be found since
 
-	ForeignChunks  uint64 // leased from peers
-	ForeignPages   uint64
+	BorrowedChunks uint64 // leased from peers
+	BorrowedPages  uint64
 	ForeignEvicted uint64 // of those, dropped for room
 	ForeignBad     uint64 // of those, dropped because their bytes were found bad
 }
@@ -85,14 +85,26 @@ func (e *Engine) Stats() Stats {
 			continue
 		}
 		n := len(r.slots)
+		st.MetadataBytes += int64(n)*(64+20+16+4) + int64(n*(r.ppc-1))*int64(8*r.words) + int64(n*r.ppc)*8
+		if r.foreign {
+			st.ForeignSlots += n
+			st.ForeignUsed += n - r.free
+			st.ForeignLeased += r.leased
+			continue
+		}
 		st.Slots += n
 		st.FreeSlots += r.free
 		st.FillingSlots += r.filling
 		st.ReadySlots += n - r.free - r.spoiled - r.filling
 		st.LeasedSlots += r.leased
 		st.UsedBytes += int64(n-r.free) * r.class.slotBytes()
-		st.MetadataBytes += int64(n)*(64+20+16+4) + int64(n*(r.ppc-1))*int64(8*r.words) + int64(n*r.ppc)*8
 	}
+	for _, s := range e.byPrint {
+		if s.shadow != nil {
+			st.ForeignPages += s.shadow.pages
+		}
+	}
+	st.Pages -= st.ForeignPages
 	for _, c := range e.classes {
 		st.Promoting += c.promoting
 	}

@@ -34,7 +34,7 @@ func (e *Engine) PrepareStore(o Owner, firstPage int, prev, hashes []byte, out [
 	}
 	e.idx.migrate(migrateStep)
 	refs := e.refs[:w.chunks]
-	if err := e.probeWithRoom(ow, &w, refs, nil); err != nil {
+	if err := e.probeWithRoom(ow, &w, refs, nil, nil); err != nil {
 		return StoreResult{}, out, err
 	}
 
@@ -112,8 +112,8 @@ func (e *Engine) PrepareStore(o Owner, firstPage int, prev, hashes []byte, out [
 }
 
 // probeWithRoom finds which chunks of a walk are held, as probe does, and carves regions while fewer slots are free than chunks are missing. With have, what is
-// missing counts up to the first chunk of which have is 0. It may release the lock, and answers ErrNotFound if the owner has left meanwhile.
-func (e *Engine) probeWithRoom(ow *owner, w *walk, refs []uint32, have []uint16) error {
+// missing counts up to the first chunk of which have is 0, and what is lent does not count. It may release the lock, and answers ErrNotFound if the owner has left meanwhile.
+func (e *Engine) probeWithRoom(ow *owner, w *walk, refs []uint32, have []uint16, lent []bool) error {
 	c := ow.space.class
 	for attempt := 0; ; attempt++ {
 		missing := 0
@@ -125,7 +125,9 @@ func (e *Engine) probeWithRoom(ow *owner, w *walk, refs []uint32, have []uint16)
 				if have != nil && have[i] == 0 {
 					break
 				}
-				missing++
+				if lent == nil || !lent[i] {
+					missing++
+				}
 			}
 		}
 		if missing <= c.free || attempt > maxRegions {

@@ -642,7 +642,7 @@ func (s *Stack) prepare(r *request, out []tiers.PromotedChunk) []tiers.PromotedC
 		run := tail(r.run, skip)
 		n := min(run.Pages(), (r.chunks-skip)*ppc)
 		// Whatever goes wrong, nothing is appended, and the lookup ends with what it has.
-		out, _ = s.engine.PreparePromotion(r.owner, r.lookup, run.First, run.Prev, run.Hashes[:n*run.Space.Geometry.DigestBytes], r.have[skip:r.chunks], out)
+		out, _ = s.engine.PreparePromotion(r.owner, r.lookup, run.First, run.Prev, run.Hashes[:n*run.Space.Geometry.DigestBytes], r.have[skip:r.chunks], nil, out)
 	}
 
 	s.mu.Lock()
