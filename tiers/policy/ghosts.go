@@ -61,7 +61,7 @@ func (g *ghosts) home(key uint64) uint32 {
 
 // find answers a key's node, 0 if it is not remembered.
 func (g *ghosts) find(key uint64) uint32 {
-	if key == 0 {
+	if key == 0 || g.n() == 0 { // as with all that is restored at the start: the table is not even touched
 		return 0
 	}
 	mask := uint32(len(g.table) - 1)
