@@ -14,7 +14,7 @@ import (
 	"lookaside/ipc/wire"
 )
 
-// Region is a part of the arena, as workers are told of it: SizeBytes at OffsetBytes of FD, which is its owner's and stays open
+// Region is a part of the arena, or with ReadOnly of another sidecar's, as workers are told of it: SizeBytes at OffsetBytes of FD, which is its owner's and stays open
 // until [Server.RetractRegion] returns or the Server is closed. The offset and the address that it is mapped at are multiples of
 // PageSize. No two regions of a run have the same ID, also one after the other.
 type Region struct {
@@ -22,6 +22,7 @@ type Region struct {
 	Kind                             string // a dax.Kind or dax.DeviceKind
 	FD                               int
 	OffsetBytes, SizeBytes, PageSize int64
+	ReadOnly                         bool // loads may name it, stores do not
 }
 
 // errRegionKept is why a worker is given up that does not let go of a region.
@@ -30,6 +31,7 @@ var errRegionKept = errors.New("it does not unmap a region that is removed")
 func (r *Region) message(generation uint64) []byte {
 	m := wire.RegionAdded{
 		Region: r.ID, Generation: generation, Kind: r.Kind, Offset: uint64(r.OffsetBytes), SizeBytes: uint64(r.SizeBytes), PageSize: uint64(r.PageSize),
+		ReadOnly: r.ReadOnly,
 	}
 	return m.Append(nil)
 }

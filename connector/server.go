@@ -44,6 +44,9 @@ type Config struct {
 	// ObserveLookup is told of each answered lookup, on the goroutine that answers, which may be another each time: it must not block or allocate. May be nil.
 	ObserveLookup func(hitTokens int, took time.Duration)
 
+	// OnSpace is told of each space that a worker brings, with what it declared, before anything is stored in it or asked of it. The Server's lock is held. May be nil.
+	OnSpace func(sp *tiers.Space, fields []wire.Field)
+
 	// MakeRoom is told, before they are asked for, how many slots of a geometry are going to be: 1 for each worker that connects, then the chunks of each store. The
 	// stores of that worker wait for it, nothing else does: it may wait for any session, such as for a RetractRegion. Several goroutines call it. May be nil.
 	MakeRoom func(g tiers.Geometry, slots int)
@@ -322,9 +325,13 @@ func (s *Server) spaceFor(h *wire.Hello) (*space, *refusal) {
 	if err != nil {
 		return nil, refuse(wire.RefuseLimit, err.Error())
 	}
-	s.stack.OpenSpace(id, &tiers.Space{Fingerprint: fp, Geometry: geometry, Element: elementOf(h.Fields)})
+	declared := &tiers.Space{Fingerprint: fp, Geometry: geometry, Element: elementOf(h.Fields)}
+	s.stack.OpenSpace(id, declared)
 	sp := &space{id: id, fingerprint: fp, geometry: geometry, hello: *h}
 	sp.hello.Fields = slices.Clone(h.Fields)
+	if s.cfg.OnSpace != nil {
+		s.cfg.OnSpace(declared, sp.hello.Fields)
+	}
 	s.spaces = append(s.spaces, sp)
 	return sp, nil
 }

@@ -25,7 +25,7 @@ import (
 )
 
 // Version is the protocol version. Peers of different versions refuse each other.
-const Version = 3
+const Version = 4
 
 // MaxPacketBytes is the largest message on the session socket. A Unix datagram
 // must fit the sender's buffer whole, so both ends set SO_SNDBUF to
@@ -847,6 +847,7 @@ type RegionAdded struct {
 	Offset     uint64 // of the region in its fd, bytes: a multiple of PageSize
 	SizeBytes  uint64 // at least 1
 	PageSize   uint64 // bytes of the pages that back it, at least 1; the address that it is mapped at must be a multiple, too
+	ReadOnly   bool   // it is another sidecar's: to be mapped for reading only, as the fd may allow no more
 }
 
 // Type implements Message.
@@ -854,25 +855,27 @@ func (*RegionAdded) Type() Type { return TypeRegionAdded }
 
 // Append implements Message.
 func (m *RegionAdded) Append(dst []byte) []byte {
-	dst = appendHeader(dst, TypeRegionAdded, 7)
+	dst = appendHeader(dst, TypeRegionAdded, 8)
 	dst = appendUint(dst, uint64(m.Region))
 	dst = appendUint(dst, m.Generation)
 	dst = appendStr(dst, m.Kind)
 	dst = appendUint(dst, m.Offset)
 	dst = appendUint(dst, m.SizeBytes)
-	return appendUint(dst, m.PageSize)
+	dst = appendUint(dst, m.PageSize)
+	return appendFlag(dst, m.ReadOnly)
 }
 
 // Decode implements Message.
 func (m *RegionAdded) Decode(b []byte, lim *Limits) error {
 	r := reader{buf: b, message: "RegionAdded"}
-	r.header(TypeRegionAdded, 7)
+	r.header(TypeRegionAdded, 8)
 	m.Region = r.u32("region")
 	m.Generation = r.u64("generation")
 	m.Kind = r.str("kind", lim.TextBytes)
 	m.Offset = r.uint("offset", math.MaxInt64)
 	m.SizeBytes = r.uint("size", math.MaxInt64)
 	m.PageSize = r.uint("page_size", math.MaxInt64)
+	m.ReadOnly = r.flag("read_only")
 	if r.err == nil {
 		switch {
 		case m.SizeBytes == 0:

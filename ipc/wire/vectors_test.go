@@ -103,6 +103,7 @@ func goodMessages() []named {
 		{"region added", &RegionAdded{Region: 1, Generation: 3, Kind: "hugetlb", SizeBytes: 1 << 30, PageSize: 2 << 20}},
 		{"region added at an offset", &RegionAdded{Region: 9, Generation: big, Kind: "devdax", Offset: 6 << 20, SizeBytes: 4 << 20, PageSize: 2 << 20}},
 		{"region added at the end of all offsets", &RegionAdded{Region: math.MaxUint32, Offset: math.MaxInt64 - 1, SizeBytes: 1, PageSize: 1}},
+		{"region added for reading", &RegionAdded{Region: 1 << 31, Generation: 3, Kind: "thp", SizeBytes: 1 << 30, PageSize: 2 << 20, ReadOnly: true}},
 		{"region removed", &RegionRemoved{Region: 9}},
 		{"region removed large", &RegionRemoved{Region: math.MaxUint32}},
 		{"region unmapped", &RegionUnmapped{Region: 9}},
@@ -230,10 +231,10 @@ func badMessages() []vector {
 	add(TypeHello, "another version before a bomb", "93 01 01 dd ffffffff")
 	add(TypeHello, "version above 16 bits", "92 01 ce00010001")
 	add(TypeHello, "negative version", "92 01 ff")
-	const worker = "9a 01 03 a6776f726b6572"
-	add(TypeHello, "unknown role", "9a 01 03 a561646d696e a0 00 10 cd1000 10 20 80")
-	add(TypeHello, "empty role", "9a 01 03 a0 a0 00 10 cd1000 10 20 80")
-	add(TypeHello, "role as bytes", "9a 01 03 c406776f726b6572 a0 00 10 cd1000 10 20 80")
+	const worker = "9a 01 04 a6776f726b6572"
+	add(TypeHello, "unknown role", "9a 01 04 a561646d696e a0 00 10 cd1000 10 20 80")
+	add(TypeHello, "empty role", "9a 01 04 a0 a0 00 10 cd1000 10 20 80")
+	add(TypeHello, "role as bytes", "9a 01 04 c406776f726b6572 a0 00 10 cd1000 10 20 80")
 	add(TypeHello, "engine id not UTF-8", worker+"a2c328 00 10 cd1000 10 20 80")
 	add(TypeHello, "engine id above the limit", worker+"da0101"+rep("61", 257)+"00 10 cd1000 10 20 80")
 	add(TypeHello, "engine id declares 4 GiB", worker+"db ffffffff 61")
@@ -277,7 +278,7 @@ func badMessages() []vector {
 	add(TypeTrim, "zero session", "94 3e 00 01 01")
 	add(TypeCancel, "trailing bytes", "93 3f 01 01 c0")
 
-	welcome := func(session, fp, rest string) string { return "9a 02 03" + session + "00" + fp + rest }
+	welcome := func(session, fp, rest string) string { return "9a 02 04" + session + "00" + fp + rest }
 	add(TypeWelcome, "another version", "9a 02 02 01 00 c420"+digest+"a161 a0 00 01 01")
 	add(TypeWelcome, "another version with another body", "93 02 09 c0")
 	add(TypeWelcome, "zero session", welcome("00", "c420"+digest, "a161 a0 00 01 01"))
@@ -285,7 +286,7 @@ func badMessages() []vector {
 	add(TypeWelcome, "fingerprint as a string", welcome("01", "d920"+digest, "a161 a0 00 01 01"))
 	add(TypeWelcome, "endpoint above the limit", welcome("01", "c420"+digest, "da0401"+rep("61", 1025)+"a0 00 01 01"))
 	add(TypeRefuse, "another version", "97 03 02 a0 a0 a0 a0 a0")
-	add(TypeRefuse, "code not UTF-8", "97 03 03 a1ff a0 a0 a0 a0")
+	add(TypeRefuse, "code not UTF-8", "97 03 04 a1ff a0 a0 a0 a0")
 	add(TypeStoreGrant, "grants without a store", "96 0b 01 00 00 00 91 94 00 01 00 00")
 	add(TypeStoreGrant, "a store without grants", "96 0b 01 01 00 00 90")
 	add(TypeStoreGrant, "an extent of three", "96 0b 01 01 00 00 91 93 00 01 00")
@@ -305,15 +306,17 @@ func badMessages() []vector {
 	add(TypeEvents, "hashes as a string", "95 23 01 00 00 91 92 00 a161")
 	add(TypeEvents, "runs bomb", "95 23 01 00 00 dd ffffffff")
 	add(TypeCleared, "chunks above 32 bits", "93 21 01 cf0000000100000000")
-	add(TypeRegionAdded, "zero size", "97 28 00 00 a0 00 00 01")
-	add(TypeRegionAdded, "size above 63 bits", "97 28 00 00 a0 00 cf8000000000000000 01")
-	add(TypeRegionAdded, "zero page size", "97 28 00 00 a0 00 01 00")
-	add(TypeRegionAdded, "page size above 63 bits", "97 28 00 00 a0 00 01 cf8000000000000000")
-	add(TypeRegionAdded, "offset within a page", "97 28 00 00 a0 cd1001 cd1000 cd1000")
-	add(TypeRegionAdded, "negative offset", "97 28 00 00 a0 ff 01 01")
-	add(TypeRegionAdded, "offset above 63 bits", "97 28 00 00 a0 cf8000000000000000 01 01")
-	add(TypeRegionAdded, "an end above 63 bits", "97 28 00 00 a0 cf7fffffffffffffff 01 01")
+	add(TypeRegionAdded, "zero size", "98 28 00 00 a0 00 00 01 00")
+	add(TypeRegionAdded, "size above 63 bits", "98 28 00 00 a0 00 cf8000000000000000 01 00")
+	add(TypeRegionAdded, "zero page size", "98 28 00 00 a0 00 01 00 00")
+	add(TypeRegionAdded, "page size above 63 bits", "98 28 00 00 a0 00 01 cf8000000000000000 00")
+	add(TypeRegionAdded, "offset within a page", "98 28 00 00 a0 cd1001 cd1000 cd1000 00")
+	add(TypeRegionAdded, "negative offset", "98 28 00 00 a0 ff 01 01 00")
+	add(TypeRegionAdded, "offset above 63 bits", "98 28 00 00 a0 cf8000000000000000 01 01 00")
+	add(TypeRegionAdded, "an end above 63 bits", "98 28 00 00 a0 cf7fffffffffffffff 01 01 00")
 	add(TypeRegionAdded, "the body of version 2", "96 28 00 00 a0 cd1000 cd1000")
+	add(TypeRegionAdded, "the body of version 3", "97 28 00 00 a0 00 cd1000 cd1000")
+	add(TypeRegionAdded, "a flag of two", "98 28 00 00 a0 00 cd1000 cd1000 02")
 	add(TypeRegionRemoved, "region above 32 bits", "92 29 cf0000000100000000")
 	add(TypeRegionRemoved, "negative region", "92 29 ff")
 	add(TypeRegionRemoved, "no region", "91 29")
@@ -336,14 +339,14 @@ func badMessages() []vector {
 	hello := func(version, generation string) string { return "93 46" + version + generation }
 	add(TypePeerHello, "another version", hello("02", "01"))
 	add(TypePeerHello, "another version with another body", "92 46 09")
-	add(TypePeerHello, "zero generation", hello("03", "00"))
-	add(TypePeerHello, "generation as bytes", hello("03", "c40101"))
-	add(TypePeerHello, "one field too many", "94 46 03 01 00")
-	add(TypePeerHello, "trailing bytes", hello("03", "01 00"))
-	add(TypePeerWelcome, "another version", "94 47 04 01 01")
-	add(TypePeerWelcome, "zero generation", "94 47 03 00 01")
-	add(TypePeerWelcome, "no pages", "94 47 03 01 00")
-	add(TypePeerWelcome, "max pages above 32 bits", "94 47 03 01 cf0000000100000000")
+	add(TypePeerHello, "zero generation", hello("04", "00"))
+	add(TypePeerHello, "generation as bytes", hello("04", "c40101"))
+	add(TypePeerHello, "one field too many", "94 46 04 01 00")
+	add(TypePeerHello, "trailing bytes", hello("04", "01 00"))
+	add(TypePeerWelcome, "another version", "94 47 03 01 01")
+	add(TypePeerWelcome, "zero generation", "94 47 04 00 01")
+	add(TypePeerWelcome, "no pages", "94 47 04 01 00")
+	add(TypePeerWelcome, "max pages above 32 bits", "94 47 04 01 cf0000000100000000")
 	const space = "97 48 c420"
 	add(TypePeerSpace, "short fingerprint", "97 48 c41f"+digest[2:]+"10 cd1000 10 20 80")
 	add(TypePeerSpace, "fingerprint above the limit", "97 48 c421"+digest+"00 10 cd1000 10 20 80")

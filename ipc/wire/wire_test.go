@@ -281,7 +281,7 @@ func random(r *rand.Rand, typ Type) Message {
 		return m
 	case TypeRegionAdded:
 		page := 1 + u64()>>40
-		return &RegionAdded{Region: u32(), Generation: u64(), Kind: text(), Offset: u64() >> 2 / page * page, SizeBytes: 1 | u64()>>2, PageSize: page}
+		return &RegionAdded{Region: u32(), Generation: u64(), Kind: text(), Offset: u64() >> 2 / page * page, SizeBytes: 1 | u64()>>2, PageSize: page, ReadOnly: r.IntN(2) == 0}
 	case TypeRegionRemoved:
 		return &RegionRemoved{Region: u32()}
 	case TypeRegionUnmapped:

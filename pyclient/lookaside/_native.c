@@ -390,14 +390,19 @@ static PyObject *cuda_new(PyTypeObject *type, PyObject *args, PyObject *keywords
     return (PyObject *)self;
 }
 
-static PyObject *cuda_pin(PyObject *object, PyObject *args) {
+static PyObject *pin_with(PyObject *object, PyObject *args, unsigned flags) {
     CudaObject *self = (CudaObject *)object;
     unsigned long long address, size;
     if (!PyArg_ParseTuple(args, "KK:pin", &address, &size)) return NULL;
-    CUDA_CALL(self, "cuMemHostRegister",
-              self->cuda.host_register((void *)(uintptr_t)address, (size_t)size, LA_CUDA_HOST_PORTABLE))
+    CUDA_CALL(self, "cuMemHostRegister", self->cuda.host_register((void *)(uintptr_t)address, (size_t)size, flags))
     if (result != 0) return cuda_failed(self, call, result);
     Py_RETURN_NONE;
+}
+
+static PyObject *cuda_pin(PyObject *object, PyObject *args) { return pin_with(object, args, LA_CUDA_HOST_PORTABLE); }
+
+static PyObject *cuda_pin_for_reading(PyObject *object, PyObject *args) {
+    return pin_with(object, args, LA_CUDA_HOST_PORTABLE | LA_CUDA_HOST_READ_ONLY);
 }
 
 static PyObject *cuda_unpin(PyObject *object, PyObject *args) {
@@ -501,6 +506,8 @@ static PyObject *cuda_scatter(PyObject *self, PyObject *args) { return cuda_copy
 
 static PyMethodDef cuda_methods[] = {
     {"pin", cuda_pin, METH_VARARGS, "pin(address, size): page-lock mapped memory for DMA."},
+    {"pin_for_reading", cuda_pin_for_reading, METH_VARARGS,
+     "pin_for_reading(address, size): page-lock memory that is mapped for reading only."},
     {"unpin", cuda_unpin, METH_VARARGS, "unpin(address): undo pin."},
     {"stream", cuda_stream, METH_NOARGS, "stream() -> handle of a new non-blocking stream of the lowest priority."},
     {"stream_free", cuda_stream_free, METH_VARARGS, "stream_free(stream)"},

@@ -117,7 +117,7 @@ class InFlight:
 class Copies(Protocol):
     """What a worker needs of a device. Methods may be called from any thread."""
 
-    def attach(self, region_id: int, address: int, size: int) -> None:
+    def attach(self, region_id: int, address: int, size: int, read_only: bool = False) -> None:
         """Lets copies reach a mapped region; pins it where the device needs that.
 
         Raises ValueError or RuntimeError when it cannot: the region is then not attached. The caller keeps the mapping
@@ -234,7 +234,7 @@ class CpuCopies:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lookaside-copy", initializer=use_all_cores)
         self._inflight = InFlight()
 
-    def attach(self, region_id: int, address: int, size: int) -> None:
+    def attach(self, region_id: int, address: int, size: int, read_only: bool = False) -> None:
         self._plans.attach(region_id, address, size)
 
     def detach(self, region_id: int) -> Ticket:

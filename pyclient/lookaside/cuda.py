@@ -1,6 +1,8 @@
 """Copies between a KV cache in GPU memory and the arena, by the GPU's own copy engines.
 
 Regions are page-locked as they are attached, so each page moves by DMA straight between the mapping and the KV cache.
+Another sidecar's is mapped for reading only, and the driver has to be told; one that cannot do with it refuses, and
+nothing is loaded from there.
 Gathers and scatters have one stream each, of the lowest priority; both wait for what the compute stream had been given
 when they were asked for. For a gather that is the forward pass that fills its blocks. For a scatter it is whoever had
 the blocks before: vLLM may hand out a block while a kernel that still writes to it is queued. Compute never waits for
@@ -137,8 +139,8 @@ class CudaCopies:
         self._thread = threading.Thread(target=self._submit_all, name="lookaside-cuda", daemon=True)
         self._thread.start()
 
-    def attach(self, region_id: int, address: int, size: int) -> None:
-        self._driver.pin(address, size)
+    def attach(self, region_id: int, address: int, size: int, read_only: bool = False) -> None:
+        (self._driver.pin_for_reading if read_only else self._driver.pin)(address, size)
         try:
             with self._lock:
                 if self._closed:

@@ -68,8 +68,15 @@ class RegionError(OSError):
     """A region that could not be mapped, or does not hold what was asked of it."""
 
 
-def map_region(fd: int, size: int, huge: bool, offset: int = 0, page_size: int = mmap.PAGESIZE) -> int:
-    """Map size bytes at offset of fd read-write and return the address; fd stays open.
+def map_region(
+    fd: int,
+    size: int,
+    huge: bool,
+    offset: int = 0,
+    page_size: int = mmap.PAGESIZE,
+    read_only: bool = False,
+) -> int:
+    """Map size bytes at offset of fd, read-write unless read_only, and return the address; fd stays open.
 
     The address is a multiple of page_size, and with huge of 2 MiB, without which
     the kernel could not map transparent huge pages, for which the mapping then
@@ -85,8 +92,9 @@ def map_region(fd: int, size: int, huge: bool, offset: int = 0, page_size: int =
     if not stat.S_ISCHR(status.st_mode) and status.st_size < offset + size:
         raise RegionError(f"region of {size} bytes at {offset} announced, but its fd holds {status.st_size}")
     align = max(page_size, _HUGE if huge else 0)
+    protection = mmap.PROT_READ if read_only else mmap.PROT_READ | mmap.PROT_WRITE
     if align <= mmap.PAGESIZE:
-        address = _mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, offset)
+        address = _mmap(None, size, protection, mmap.MAP_SHARED, fd, offset)
     else:
         room = size + align
         reserved = _mmap(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
@@ -95,7 +103,7 @@ def map_region(fd: int, size: int, huge: bool, offset: int = 0, page_size: int =
             _mmap(
                 address,
                 size,
-                mmap.PROT_READ | mmap.PROT_WRITE,
+                protection,
                 mmap.MAP_SHARED | _MAP_FIXED,
                 fd,
                 offset,
@@ -158,8 +166,8 @@ class Waitable(Protocol):
 class Attachable(Protocol):
     """What wants to know each region before bytes move there (copies.Copies)."""
 
-    def attach(self, region_id: int, address: int, size: int) -> None:
-        """Make the region usable; may take long (it pins the memory on CUDA)."""
+    def attach(self, region_id: int, address: int, size: int, read_only: bool = False) -> None:
+        """Make the region usable; may take long (it pins the memory on CUDA). Into a read-only one nothing is copied."""
         ...
 
     def detach(self, region_id: int) -> Waitable:
@@ -174,6 +182,7 @@ class Region:
     address: int
     size: int
     handle: int
+    read_only: bool = False
     settled: threading.Event = field(default_factory=threading.Event)
     """Set once the region is attached or has failed."""
     attached: bool = False
@@ -194,14 +203,16 @@ class Hold:
         self._set = of
         self._regions: set[Region] = set()  # told of; guarded by the set's lock
 
-    def locate(self, region_id: int, offset: int, size: int, timeout_s: float) -> int:
+    def locate(self, region_id: int, offset: int, size: int, timeout_s: float, write: bool = False) -> int:
         """The address of size bytes at offset of a region, valid until release.
 
         Waits up to timeout_s for a region that is not ready yet. Raises
-        RegionError for an unknown or removed region, one that is not ready, and
-        bytes outside it.
+        RegionError for an unknown or removed region, one that is not ready,
+        bytes outside it, and with write for one that is only for reading.
         """
         region = self._set._pin(self, region_id)
+        if write and region.read_only:
+            raise RegionError(f"region {region_id} is for reading only")
         if offset < 0 or size < 0 or offset + size > region.size:
             raise RegionError(f"[{offset}, {offset + size}) is outside region {region_id} of {region.size} bytes")
         if not region.settled.is_set() and not region.settled.wait(max(0.0, timeout_s)):
@@ -258,10 +269,11 @@ class RegionSet:
         offset: int = 0,
         page_size: int = mmap.PAGESIZE,
         write: bool = True,
+        read_only: bool = False,
     ) -> None:
         """Map a region; fd is the caller's and may be closed afterwards.
 
-        See map_region and populate. With background the page tables are filled
+        See map_region, and populate for write; a read_only one is populated for reading. With background the page tables are filled
         and the region attached on a thread of its own, and it is not ready
         before; without, on return. Raises RegionError for what cannot be mapped
         or attached; what fails in the background, Hold.locate tells.
@@ -271,7 +283,8 @@ class RegionSet:
                 raise RegionError("the session has ended")
             if region_id in self._regions:
                 raise RegionError(f"region {region_id} was added twice")
-            region = Region(map_region(fd, size, huge, offset, page_size), size, self._handle())
+            address = map_region(fd, size, huge, offset, page_size, read_only)
+            region = Region(address, size, self._handle(), read_only)
             self._regions[region_id] = region
             hold = Hold(self)
             hold._regions.add(region)
@@ -279,7 +292,7 @@ class RegionSet:
             self._holds += 1
         if background:
             try:
-                arguments = (region, hold, write)
+                arguments = (region, hold, write and not read_only)
                 threading.Thread(target=self._prepare, args=arguments, name="lookaside-region", daemon=True).start()
             except RuntimeError as error:
                 region.failed = str(error)
@@ -287,7 +300,7 @@ class RegionSet:
                 hold.release()
                 raise RegionError(region.failed) from error
             return
-        self._prepare(region, hold, write)
+        self._prepare(region, hold, write and not read_only)
         if region.failed is not None:
             raise RegionError(region.failed)
 
@@ -299,7 +312,7 @@ class RegionSet:
             if region.on_removed is not None:
                 raise RegionError("it was removed")
             if self._attachable is not None:
-                self._attachable.attach(region.handle, region.address, region.size)
+                self._attachable.attach(region.handle, region.address, region.size, region.read_only)
             region.attached = True
         except Exception as error:  # whatever a device's driver raises
             region.failed = f"region could not be attached: {error}"

@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-VERSION = 3
+VERSION = 4
 """Protocol version. Peers of different versions refuse each other."""
 
 MAX_PACKET_BYTES = 256 << 10
@@ -239,7 +239,8 @@ class Events(Message, frozen=True, tag=35):
 class RegionAdded(Message, frozen=True, tag=40):
     """Tells a worker of a region to map: ``size`` bytes at ``offset`` of the fd that travels with it.
 
-    The offset is a multiple of ``page_size``, and so must the address be that it is mapped at.
+    The offset is a multiple of ``page_size``, and so must the address be that it is mapped at. What is
+    ``read_only`` is another sidecar's, and is mapped for reading only.
     """
 
     region: _U32
@@ -248,6 +249,7 @@ class RegionAdded(Message, frozen=True, tag=40):
     offset: _Size
     size: Annotated[int, Meta(ge=1, le=0x7FFFFFFFFFFFFFFF)]
     page_size: Annotated[int, Meta(ge=1, le=0x7FFFFFFFFFFFFFFF)]
+    read_only: _Flag
 
     def __post_init__(self) -> None:
         if self.offset % self.page_size or self.offset + self.size > 0x7FFFFFFFFFFFFFFF:

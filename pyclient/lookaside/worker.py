@@ -351,7 +351,10 @@ class WorkerConnector:
         self._live = _Live(welcome.session, regions, chunks * self._pages_per_chunk)
 
     def on_region(self, session: Session, region: wire.RegionAdded, fd: int) -> None:
-        """Map a region. One that cannot be mapped costs its grants, not the session."""
+        """Map a region. One that cannot be mapped costs its grants, not the session.
+
+        Another sidecar's is never waited for: the session comes first.
+        """
         live = self._live
         if live is None:
             return
@@ -361,14 +364,16 @@ class WorkerConnector:
                 fd,
                 region.size,
                 huge=region.kind in _HUGE_KINDS,
-                background=session.connected,
+                background=session.connected or bool(region.read_only),
                 offset=region.offset,
                 page_size=region.page_size,
                 write=region.kind != _FILE_KIND,
+                read_only=bool(region.read_only),
             )
         except RegionError as error:
             self._stats.add("errors")
-            self._log.warning("region", "region %d of the arena: %s", region.region, error)
+            whose = "another sidecar's arena" if region.read_only else "the arena"
+            self._log.warning(f"region {region.read_only}", "region %d of %s: %s", region.region, whose, error)
 
     def on_region_removed(self, session: Session, region: int) -> None:
         """Unmap a region once no copy of ours can touch it, and say so."""
@@ -559,7 +564,7 @@ class WorkerConnector:
                 save.stores.append((reply.store, bad))
                 for index, grant in enumerate(reply.grants):
                     try:
-                        into = self._resolve(hold, piece.asked, grant, 0.0)
+                        into = self._resolve(hold, piece.asked, grant, 0.0, write=True)
                     except RegionError as error:
                         self._log.warning("grant", "a grant cannot be used: %s", error)
                         bad.append(index)
@@ -592,12 +597,14 @@ class WorkerConnector:
         """The blocks of each page, [pages, columns]. Raises ValueError unless the pages are whole."""
         return np.asarray(block_ids, np.int64).reshape(-1, len(self._column_bytes))
 
-    def _resolve(self, hold: Hold, asked: range, extent: wire.Extent, timeout_s: float) -> np.ndarray:
+    def _resolve(
+        self, hold: Hold, asked: range, extent: wire.Extent, timeout_s: float, write: bool = False
+    ) -> np.ndarray:
         """The arena addresses of an extent's pages. Raises RegionError for one that cannot be right."""
         page, pages = extent.page, extent.pages
         if pages < 1 or page < asked.start or page + pages > asked.stop:
             raise RegionError(f"pages [{page}, {page + pages}) were not asked for")
-        base = hold.locate(extent.region, extent.offset, pages * self._page_bytes, timeout_s)
+        base = hold.locate(extent.region, extent.offset, pages * self._page_bytes, timeout_s, write)
         return np.uint64(base) + np.arange(pages, dtype=np.uint64) * np.uint64(self._page_bytes)
 
     def _finish_saves(self) -> None:

@@ -35,7 +35,7 @@ typedef struct {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static stream *streams[64];
 static size_t stream_count;
-static size_t pinned, live_events, batches, copies;
+static size_t pinned, pinned_for_reading, live_events, batches, copies;
 static long contexts; /* pushed and not popped */
 static char fail_name[64];
 static int fail_after, fail_result, broken, eager;
@@ -119,8 +119,9 @@ int cuCtxGetStreamPriorityRange(int *least, int *greatest) {
 }
 int cuMemHostRegister_v2(void *address, size_t size, unsigned flags) {
     CALL("cuMemHostRegister")
-    if (result == 0 && (address == NULL || size == 0 || flags != 1)) result = 1;
+    if (result == 0 && (address == NULL || size == 0 || (flags != 1 && flags != 9))) result = 1;
     if (result == 0) pinned++;
+    if (result == 0 && flags == 9) pinned_for_reading++;
     DONE
 }
 int cuMemHostUnregister(void *address) {
@@ -240,6 +241,7 @@ void fake_fail(const char *name, int after, int with) {
 void fake_break(int with) { broken = with; }
 void fake_eager(int on) { eager = on; }
 size_t fake_pinned(void) { return pinned; }
+size_t fake_pinned_for_reading(void) { return pinned_for_reading; }
 size_t fake_events(void) { return live_events; }
 size_t fake_batches(void) { return batches; }
 size_t fake_copies(void) { return copies; }

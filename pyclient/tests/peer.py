@@ -90,17 +90,20 @@ class Peer:
         return fd
 
     def region_message(self, index: int) -> wire.RegionAdded:
-        return wire.RegionAdded(index, self.generation, "memfd", 0, self.region_bytes, 4096)
+        return wire.RegionAdded(index, self.generation, "memfd", 0, self.region_bytes, 4096, 0)
 
-    def add_region(self, offset: int = 0, kind: str = "memfd") -> int:
+    def add_region(self, offset: int = 0, kind: str = "memfd", read_only: bool = False) -> int:
         """Tell every connected client of one more region, at an offset of its fd; its index."""
         fd = os.memfd_create("region", os.MFD_CLOEXEC)
         os.ftruncate(fd, offset + self.region_bytes)
         self.regions.append(fd)
         index = len(self.regions) - 1
-        message = wire.RegionAdded(index, self.generation, kind, offset, self.region_bytes, 4096)
+        message = wire.RegionAdded(index, self.generation, kind, offset, self.region_bytes, 4096, int(read_only))
+        told = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC) if read_only else fd
         for conn in self.conns:
-            conn.send(message, fd)
+            conn.send(message, told)
+        if read_only:
+            os.close(told)
         return index
 
     def remove_region(self, index: int) -> None:

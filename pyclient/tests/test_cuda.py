@@ -251,6 +251,11 @@ def test_regions_are_pinned_while_attached(fake: Device) -> None:
     with pytest.raises(RuntimeError, match="cuMemHostRegister"):
         fake.copies.attach(2, fake.arena.ctypes.data, fake.arena.nbytes)
 
+    other = np.zeros_like(fake.arena)
+    fake.copies.attach(3, other.ctypes.data, other.nbytes, read_only=True)
+    assert fake.driver.fake_pinned() == 2 and fake.driver.fake_pinned_for_reading() == 1
+    assert fake.copies.detach(3).done() and fake.driver.fake_pinned() == 1
+
     forward = ctypes.c_void_p(fake.driver.fake_block(ctypes.c_void_p(fake.compute)))
     copy = fake.gather(1)
     left = fake.copies.detach(1)

@@ -80,13 +80,16 @@ class Device:
     def __init__(self) -> None:
         self.attached: dict[int, tuple[int, int]] = {}
         self.attaching: list[int] = []  # addresses
+        self.for_reading: set[int] = set()
         self.fail = False
         self.on_detach: Callable[[], None] = lambda: None
         self.gate = threading.Event()
         self.gate.set()
 
-    def attach(self, region_id: int, address: int, size: int) -> None:
+    def attach(self, region_id: int, address: int, size: int, read_only: bool = False) -> None:
         self.attaching.append(address)
+        if read_only:
+            self.for_reading.add(region_id)
         self.gate.wait(10)
         if self.fail:
             raise RuntimeError("out of pinned memory")
@@ -180,6 +183,32 @@ def test_filling_the_tables_of_a_file_leaves_it_clean(tmp_path: Path) -> None:
     hold.release()
     regions.close()
     os.close(file)
+
+
+@pytest.mark.parametrize("huge", [False, True])
+def test_a_region_for_reading_is_not_written(fd: int, huge: bool) -> None:
+    """Another sidecar's comes with an fd that allows no more."""
+    os.pwrite(fd, b"theirs", SIZE - 6)
+    device = Device()
+    regions = RegionSet(device)
+    only_reading = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+    with pytest.raises(RegionError):
+        regions.add(0, only_reading, SIZE, huge=huge, background=False)
+    regions.add(0, only_reading, SIZE, huge=huge, background=False, read_only=True)
+    os.close(only_reading)
+    hold = held(regions)
+    address = hold.locate(0, 0, SIZE, 0)
+    assert ctypes.string_at(address + SIZE - 6, 6) == b"theirs"
+    flags = set(flags_of(address))
+    assert {"rd", "dc"} <= flags and not {"wr", "mw"} & flags, "nor can it be made writable"
+    os.pwrite(fd, b"later", 0)
+    assert ctypes.string_at(address, 5) == b"later", "the very memory"
+    assert len(device.for_reading) == 1
+    with pytest.raises(RegionError, match="reading"):
+        hold.locate(0, 0, 1, 0, write=True)
+    hold.release()
+    regions.close()
+    assert not flags_of(address)
 
 
 def test_locate_stays_inside(fd: int) -> None:

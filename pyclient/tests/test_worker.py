@@ -725,6 +725,42 @@ def test_region_at_an_offset_comes_while_the_session_lives(stand: Stand, peer: P
     assert os.pread(peer.regions[index], PAGE, 13 * PAGE) == page(stand.cache, 7)
 
 
+def test_region_of_another_sidecar_is_read_and_never_written(stand: Stand, peer: Peer) -> None:
+    content = random.Random(1).randbytes(PAGE)
+    index = peer.add_region(read_only=True)
+    os.pwrite(peer.regions[index], content, 2 * PAGE)
+    grant_load(peer, (0, 1, index, 2 * PAGE), (1, 1, 0, 0))
+    stand.load_now(LoadSpec("r", ((1, 1),), 0, [5, 6]))
+    assert not stand.failed and page(stand.cache, 5) == content
+    grants = (wire.Extent(0, 1, index, 0), wire.Extent(1, 1, 0, 0))
+    peer.script[wire.PrepareStore] = lambda conn, m: wire.StoreGrant(m.id, 5, 0, 0, grants)
+    stand.save_now(stand.save(0, [7, 8], [1, 2]))
+    assert peer.wait_for(wire.CommitStore) == [wire.CommitStore(5, (0,))], "a grant that would have it written"
+    assert os.pread(peer.regions[0], PAGE, 0) == page(stand.cache, 8)
+    assert not any(os.pread(peer.regions[index], PAGE, 0))
+    peer.remove_region(index)
+    assert peer.wait_for(wire.RegionUnmapped) == [wire.RegionUnmapped(index)] and not mapped(peer.regions[index])
+
+
+def test_region_of_another_sidecar_that_cannot_be_mapped_fails_its_loads_alone(
+    stand: Stand, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: Any = stand.worker._copies
+
+    def attach(region: int, address: int, size: int, read_only: bool = False) -> None:
+        raise RuntimeError("cuMemHostRegister: not supported")
+
+    monkeypatch.setattr(copies, "attach", attach)
+    index = peer.add_region(read_only=True)
+    grant_load(peer, (0, 1, index, 0))
+    stand.load_now(LoadSpec("a", ((1, 1),), 0, [5]))
+    assert stand.invalid == {5} and stand.failed == {"a": 1}
+    assert peer.wait_for(wire.Release) == [wire.Release(55)], "nothing is wrong with the page"
+    grant_load(peer, (0, 1, 0, 0))
+    stand.load_now(LoadSpec("b", ((1, 1),), 0, [6]))
+    assert stand.received == ["a", "b"] and stand.failed == {"a": 1} and len(peer.conns) == 1
+
+
 def test_removed_region_is_unmapped_and_told(stand: Stand, peer: Peer) -> None:
     index = peer.add_region()
     until(lambda: mapped(peer.regions[index]))

@@ -494,7 +494,7 @@ func (s *sender) tellRegions() error {
 			break
 		}
 		m := wire.RegionAdded{
-			Region: add.ID, Generation: p.cfg.Generation, Kind: add.Kind, Offset: uint64(add.OffsetBytes), SizeBytes: uint64(add.SizeBytes), PageSize: uint64(add.PageSize),
+			Region: add.ID, Generation: p.cfg.Generation, Kind: add.Kind, Offset: uint64(add.OffsetBytes), SizeBytes: uint64(add.SizeBytes), PageSize: uint64(add.PageSize), ReadOnly: true,
 		}
 		s.out = m.Append(s.out[:0])
 		if err := l.conn.SendWaiting(s.out, add.ro); err != nil {
