@@ -59,6 +59,7 @@ type counters struct {
 	storedPages    atomic.Uint64
 	storedBytes    atomic.Uint64
 	heldPages      atomic.Uint64
+	elsewherePages atomic.Uint64
 	shedPages      atomic.Uint64
 	loads          atomic.Uint64
 	loadedPages    atomic.Uint64
@@ -82,9 +83,10 @@ type Counters struct {
 	Stores         uint64            `json:"stores"`   // committed
 	StoredPages    uint64            `json:"stored_pages"`
 	StoredBytes    uint64            `json:"stored_bytes"`
-	HeldPages      uint64            `json:"held_pages"` // offered for storing, but held already
-	ShedPages      uint64            `json:"shed_pages"` // offered for storing, but there was no room
-	Loads          uint64            `json:"loads"`      // released
+	HeldPages      uint64            `json:"held_pages"`      // offered for storing, but held already
+	ElsewherePages uint64            `json:"elsewhere_pages"` // of these, those that another sidecar holds
+	ShedPages      uint64            `json:"shed_pages"`      // offered for storing, but there was no room
+	Loads          uint64            `json:"loads"`           // released
 	LoadedPages    uint64            `json:"loaded_pages"`
 	LoadedBytes    uint64            `json:"loaded_bytes"`
 	BadExtents     uint64            `json:"bad_extents"` // reported bad by a worker that loaded them
@@ -105,6 +107,7 @@ func (c *counters) snapshot() Counters {
 		StoredPages:    c.storedPages.Load(),
 		StoredBytes:    c.storedBytes.Load(),
 		HeldPages:      c.heldPages.Load(),
+		ElsewherePages: c.elsewherePages.Load(),
 		ShedPages:      c.shedPages.Load(),
 		Loads:          c.loads.Load(),
 		LoadedPages:    c.loadedPages.Load(),

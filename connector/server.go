@@ -44,6 +44,9 @@ type Config struct {
 	// ObserveLookup is told of each answered lookup, on the goroutine that answers, which may be another each time: it must not block or allocate. May be nil.
 	ObserveLookup func(hitTokens int, took time.Duration)
 
+	// Elsewhere answers how many pages of a run, whole chunks from its first on, are held where they can be had without storing them here: they are not. It may take a few milliseconds. May be nil.
+	Elsewhere func(run tiers.Run) (pages int)
+
 	// OnSpace is told of each space that a worker brings, with what it declared, before anything is stored in it or asked of it. The Server's lock is held. May be nil.
 	OnSpace func(sp *tiers.Space, fields []wire.Field)
 
@@ -327,7 +330,7 @@ func (s *Server) spaceFor(h *wire.Hello) (*space, *refusal) {
 	}
 	declared := &tiers.Space{Fingerprint: fp, Geometry: geometry, Element: elementOf(h.Fields)}
 	s.stack.OpenSpace(id, declared)
-	sp := &space{id: id, fingerprint: fp, geometry: geometry, hello: *h}
+	sp := &space{id: id, fingerprint: fp, geometry: geometry, declared: declared, hello: *h}
 	sp.hello.Fields = slices.Clone(h.Fields)
 	if s.cfg.OnSpace != nil {
 		s.cfg.OnSpace(declared, sp.hello.Fields)

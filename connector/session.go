@@ -388,11 +388,23 @@ func (ses *session) grantStore() []byte {
 	if s.draining.Load() {
 		return ses.fail(m.ID, fmt.Errorf("%w: the sidecar is shutting down", tiers.ErrClosed))
 	}
-	res, grants, err := s.engine.PrepareStore(ses.owner, int(m.FirstPage), m.Prev, m.Hashes, ses.extents[:0])
-	ses.extents = grants
-	if err != nil {
-		return ses.fail(m.ID, err)
+	skipped := ses.elsewhere(m)
+	first, prev, hashes := int(m.FirstPage), m.Prev, m.Hashes
+	if skipped > 0 {
+		at := skipped * ses.space.geometry.DigestBytes
+		first, prev, hashes = first+skipped, hashes[at-ses.space.geometry.DigestBytes:at], hashes[at:]
 	}
+	var res tiers.StoreResult
+	grants := ses.extents[:0]
+	if len(hashes) > 0 {
+		var err error
+		res, grants, err = s.engine.PrepareStore(ses.owner, first, prev, hashes, grants)
+		ses.extents = grants
+		if err != nil {
+			return ses.fail(m.ID, err)
+		}
+	}
+	res.Held += skipped
 	s.count.heldPages.Add(uint64(res.Held))
 	s.count.shedPages.Add(uint64(res.Shed))
 	if res.Shed > 0 || res.Store != 0 {
@@ -405,6 +417,17 @@ func (ses *session) grantStore() []byte {
 		ses.stores[res.Store] = ses.pagesOf(grants)
 	}
 	return ses.answer(g)
+}
+
+// elsewhere is how many pages of a store, whole chunks from its first on, need not be stored here.
+func (ses *session) elsewhere(m *wire.PrepareStore) int {
+	s, g := ses.server, &ses.space.geometry
+	if s.cfg.Elsewhere == nil || int(m.FirstPage)%g.PagesPerChunk != 0 {
+		return 0
+	}
+	pages := s.cfg.Elsewhere(tiers.Run{Space: ses.space.declared, First: int(m.FirstPage), Prev: m.Prev, Hashes: m.Hashes})
+	s.count.elsewherePages.Add(uint64(pages))
+	return pages
 }
 
 // convert appends the engine's extents as the wire's.

@@ -24,6 +24,7 @@ type space struct {
 	id          tiers.SpaceID
 	fingerprint chunk.Fingerprint
 	geometry    tiers.Geometry
+	declared    *tiers.Space
 	hello       wire.Hello // what the first worker declared; its Fields are owned by the space
 	sessions    int        // workers and schedulers that are connected
 }

@@ -10,7 +10,6 @@ import (
 
 	"go.uber.org/zap"
 
-	"lookaside/connector"
 	"lookaside/dax"
 	"lookaside/tiers"
 )
@@ -32,10 +31,10 @@ type arena interface {
 	limitBytes() int64
 	// bytes is the memory of a region, for its whole length, for as long as somebody has a lease in it.
 	bytes(region uint32) []byte
-	// start tells the server, which serves nobody yet, of the regions.
-	start(server *connector.Server) error
+	// start tells of the regions; the server serves nobody yet.
+	start(server *announcer) error
 	// run does what is to be done in the background, until ctx is done.
-	run(ctx context.Context, server *connector.Server)
+	run(ctx context.Context, server *announcer)
 	// flush waits until what was committed outlives the process, as far as it can.
 	flush(ctx context.Context) error
 	status(st *tiers.Stats) ArenaStatus
@@ -127,7 +126,7 @@ func (a *memoryArena) limitBytes() int64           { return a.limit }
 func (a *memoryArena) flush(context.Context) error { return nil }
 
 // start implements arena.
-func (a *memoryArena) start(server *connector.Server) error {
+func (a *memoryArena) start(server *announcer) error {
 	if err := a.grow(server, a.cfg.Initial); err != nil {
 		return fmt.Errorf("arena.initial: %w", err)
 	}
@@ -138,7 +137,7 @@ func (a *memoryArena) start(server *connector.Server) error {
 var errArenaFull = errors.New("arena.limit is reached")
 
 // grow adds one region of size bytes, or of what is left below the limit.
-func (a *memoryArena) grow(server *connector.Server, size int64) error {
+func (a *memoryArena) grow(server *announcer, size int64) error {
 	a.mu.Lock()
 	id := uint32(len(a.regions))
 	size = min(size, a.limit-a.capacity)
@@ -187,7 +186,7 @@ func (a *memoryArena) grow(server *connector.Server, size int64) error {
 // run grows the arena whenever it is short of room, and publishes its usage, until ctx is done. It is short of room when its
 // fill passes arena.grow_at, when a geometry that has no region waits for one, and when something has been evicted or refused
 // for want of room although arena.limit is not reached, as happens when one geometry is full and another is not.
-func (a *memoryArena) run(ctx context.Context, server *connector.Server) {
+func (a *memoryArena) run(ctx context.Context, server *announcer) {
 	tick := time.NewTicker(usageEvery)
 	defer tick.Stop()
 	var retry time.Time

@@ -49,6 +49,7 @@ type Config struct {
 	Spaces    SpacesConfig
 	LMCache   LMCacheConfig
 	Events    EventsConfig
+	Peers     PeersConfig
 	Admin     AdminConfig
 	Log       LogConfig
 	Lifecycle LifecycleConfig
@@ -117,6 +118,16 @@ type EventsConfig struct {
 	Interval       time.Duration
 	DPRank         uint32
 	Journal        int64 // bytes; 0: nobody can follow
+}
+
+// PeersConfig has sidecars of one host share what they hold.
+type PeersConfig struct {
+	Enabled    bool
+	Dir        string // empty: beside runtime.dir
+	HintsLimit int64  // bytes
+	Slots      int    // chunks of each geometry
+	Linger     time.Duration
+	SkipStores bool
 }
 
 // LMCacheConfig turns on LMCache's lookup messages; both endpoints or none.
@@ -429,6 +440,39 @@ var settings = []Setting{
 			}
 			return err
 		},
+	},
+	{
+		Key: "peers.enabled", Default: "true", Unit: "true or false",
+		Meaning: "Whether this sidecar shares what it holds with others of this host (docs/peers.md): each serves hits in all arenas, and workers read them where they lie. Needs events.journal.",
+		set:     func(c *Config, v string) (err error) { c.Peers.Enabled, err = parseBool(v); return },
+	},
+	{
+		Key: "peers.dir", Default: "the directory that runtime.dir is in", Unit: "directory", derived: true,
+		Meaning: "The directory in which sidecars find each other: those that name the same share. It must be this user's, with mode 0700, for whoever may enter it may read what is held; until it is, nothing is shared, and the log says so.",
+		set:     func(c *Config, v string) error { c.Peers.Dir = v; return nil },
+	},
+	{
+		Key: "peers.hints_limit", Default: "512M", Unit: sizeUnit,
+		Meaning: "The most memory for what others are said to hold: some 20 bytes a page of all of them together. What does not fit is not found there.",
+		set:     func(c *Config, v string) (err error) { c.Peers.HintsLimit, err = parseSize(v); return },
+	},
+	{
+		Key: "peers.slots", Default: "65536", Unit: "chunks",
+		Meaning: "The most chunks of one geometry that are borrowed at a time. Memory is taken as they are used.",
+		set:     func(c *Config, v string) (err error) { c.Peers.Slots, err = parseInt(v, 16, 1<<24); return },
+	},
+	{
+		Key: "peers.linger", Default: "2s", Unit: "duration",
+		Meaning: "How long a borrowed chunk that nobody uses is kept before it is given back: until then it is found as quickly as an own one, and who lent it cannot evict it.",
+		set: func(c *Config, v string) (err error) {
+			c.Peers.Linger, err = parseDuration(v, time.Millisecond)
+			return
+		},
+	},
+	{
+		Key: "peers.skip_stores", Default: "true", Unit: "true or false",
+		Meaning: "Whether a chunk that another sidecar holds is not stored here as well: so several sidecars cost about one cache.",
+		set:     func(c *Config, v string) (err error) { c.Peers.SkipStores, err = parseBool(v); return },
 	},
 	{
 		Key: "admin.listen", Default: "127.0.0.1:0", Unit: "host:port (port 0: any free one, written to admin.addr in runtime.dir)",
@@ -807,6 +851,12 @@ func (c Config) completeRest() (Config, error) {
 	}
 	if c.Events.Endpoint != "" && c.Events.Journal == 0 {
 		return c, errors.New("settings: events.endpoint is set, but events.journal is 0: there would be nothing to publish")
+	}
+	if c.Peers.Dir == "" {
+		c.Peers.Dir = defaultPeersDir(c.Runtime.Dir)
+	}
+	if !filepath.IsAbs(c.Peers.Dir) {
+		return c, fmt.Errorf("settings: peers.dir: %q is not an absolute path", c.Peers.Dir)
 	}
 	var err error
 	if c.Tiers, err = completeTiers(c.Tiers); err != nil {

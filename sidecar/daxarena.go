@@ -34,7 +34,7 @@ type daxArena struct {
 
 	mu       sync.Mutex
 	regions  map[uint32]pool.Region // each with an FD of its own, for workers that connect while its device goes
-	server   *connector.Server      // nil: nobody has been told of a region yet
+	server   *announcer             // nil: nobody has been told of a region yet
 	changing map[string]int         // changes under way of a device, by its path
 
 	retracting sync.WaitGroup // regions that workers are to let go of, which nobody waits for
@@ -163,7 +163,7 @@ func (a *daxArena) change(path string) (done func()) {
 }
 
 // start implements arena.
-func (a *daxArena) start(server *connector.Server) error {
+func (a *daxArena) start(server *announcer) error {
 	a.mu.Lock()
 	a.server = server
 	known := make([]pool.Region, 0, len(a.regions))
@@ -179,7 +179,7 @@ func (a *daxArena) start(server *connector.Server) error {
 }
 
 // run implements arena.
-func (a *daxArena) run(ctx context.Context, server *connector.Server) {
+func (a *daxArena) run(ctx context.Context, server *announcer) {
 	tick := time.NewTicker(usageEvery)
 	defer tick.Stop()
 	for {

@@ -153,6 +153,24 @@ var collected = []struct {
 	{"lookaside_event_replays_total", "Times that events were asked for again.", nil},
 	{"lookaside_event_gaps_total", "Times that all that is held was published anew: changes were lost because the publisher fell behind by more than events.journal, or batches were asked for that are no longer kept.", nil},
 	{"lookaside_event_pages_total", "Pages that followers (events.endpoint, schedulers) were told of, by what happened.", []string{"kind"}},
+	{"lookaside_peers", "Other sidecars that can be borrowed from.", nil},
+	{"lookaside_peer_borrowers", "Other sidecars that borrow from this one.", nil},
+	{"lookaside_peers_unusable", "Other sidecars that cannot be talked to.", nil},
+	{"lookaside_peer_hint_pages", "Pages that others are said to hold.", nil},
+	{"lookaside_peer_hint_bytes", "Memory of the table of those.", nil},
+	{"lookaside_peer_hints_total", "Changes that others told of, that they were told of, that found no room within peers.hints_limit, and that were found to be wrong.", []string{"kind"}},
+	{"lookaside_peer_resyncs_total", "Times that another told everything that it holds anew.", nil},
+	{"lookaside_peer_borrows_total", "Times that others were asked for chunks.", nil},
+	{"lookaside_peer_failed_borrows_total", "Of these, those that got nothing because they failed.", nil},
+	{"lookaside_peer_borrowed_pages_total", "Pages that others lent.", nil},
+	{"lookaside_peer_borrowed_chunks", "Chunks of others that are here now, by use.", []string{"state"}},
+	{"lookaside_peer_joined_chunks_total", "Chunks that were being borrowed for another lookup already.", nil},
+	{"lookaside_peer_void_chunks_total", "Chunks whose sidecar went before they were used.", nil},
+	{"lookaside_peer_bad_chunks_total", "Chunks of others whose bytes did not check out.", nil},
+	{"lookaside_peer_leases_total", "Times that others asked for leases.", nil},
+	{"lookaside_peer_refused_leases_total", "Of these, those that got none.", nil},
+	{"lookaside_peer_lent_pages_total", "Pages lent to others.", nil},
+	{"lookaside_peer_skipped_pages_total", "Pages that were not stored because another sidecar holds them.", nil},
 	{"lookaside_pins", "Prefixes that are pinned.", nil},
 	{"lookaside_lookups_waiting", "Lookups that wait for tiers, or for restored chunks to be verified.", nil},
 	{"lookaside_promises_total", "Times that a scheduler was told that its pages are on their way, and when they arrive.", nil},
@@ -292,6 +310,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 		count("lookaside_errors_total", v, kind)
 	}
 	c.collectEvents(gauge, count)
+	c.collectPeers(&st, gauge, count)
 	gauge("lookaside_pins", float64(st.Pins))
 	gauge("lookaside_lookups_waiting", float64(st.Lookups.Waiting))
 	count("lookaside_promises_total", n.Promised)
@@ -313,6 +332,37 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	for i := range st.Tiers {
 		c.collectTier(&st.Tiers[i], gauge, count)
 	}
+}
+
+func (c *collector) collectPeers(st *Status, gauge func(string, float64, ...string), count func(string, uint64, ...string)) {
+	p := &st.Peers
+	gone := 0
+	for _, l := range p.Lenders {
+		if l.Gone {
+			gone++
+		}
+	}
+	gauge("lookaside_peers", float64(len(p.Lenders)-gone))
+	gauge("lookaside_peer_borrowers", float64(len(p.Borrowers)))
+	gauge("lookaside_peers_unusable", float64(len(p.Unusable)))
+	gauge("lookaside_peer_hint_pages", float64(p.HintPages))
+	gauge("lookaside_peer_hint_bytes", float64(p.HintBytes))
+	for kind, v := range map[string]uint64{"heard": p.HintsHeard, "told": p.HintsTold, "dropped": p.HintsDropped, "wrong": p.HintsWrong} {
+		count("lookaside_peer_hints_total", v, kind)
+	}
+	count("lookaside_peer_resyncs_total", p.Resyncs)
+	count("lookaside_peer_borrows_total", p.Borrows)
+	count("lookaside_peer_failed_borrows_total", p.FailedBorrows)
+	count("lookaside_peer_borrowed_pages_total", p.BorrowedPages)
+	gauge("lookaside_peer_borrowed_chunks", float64(p.Borrowing.Leased), "leased")
+	gauge("lookaside_peer_borrowed_chunks", float64(p.Borrowing.Used-p.Borrowing.Leased), "idle")
+	count("lookaside_peer_joined_chunks_total", p.Borrowing.Joined)
+	count("lookaside_peer_void_chunks_total", p.Borrowing.Void)
+	count("lookaside_peer_bad_chunks_total", p.Borrowing.Bad)
+	count("lookaside_peer_leases_total", p.Leases)
+	count("lookaside_peer_refused_leases_total", p.RefusedLeases)
+	count("lookaside_peer_lent_pages_total", p.LentPages)
+	count("lookaside_peer_skipped_pages_total", st.Counters.ElsewherePages)
 }
 
 func (c *collector) collectEvents(gauge func(string, float64, ...string), count func(string, uint64, ...string)) {

@@ -42,6 +42,7 @@ type Daemon struct {
 	arena    arena
 	admin    *admin
 	events   *events // nil: not published
+	peers    *peers  // nil: nothing is shared
 	pins     pins
 
 	adapters  []daxAdapter // tiers whose devices may come and go
@@ -85,11 +86,16 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 	}
 	d.adapters = d.findAdapters()
 	bell := stack.NewBell()
+	d.peers = newPeers(&d.cfg, log.Named("peers"))
+	borrowers, foreign := 0, 0
+	if d.peers != nil {
+		borrowers, foreign = maxBorrowers*cfg.Spaces.Limit, cfg.Peers.Slots
+	}
 	if d.engine, err = d.arena.begin(tiers.Config{
 		Seed:           connector.RandomID(),
 		LeaseDeadline:  cfg.Lookup.Lease,
 		MaxSpaces:      cfg.Spaces.Limit,
-		MaxOwners:      2*cfg.Sessions.Limit + 1, // also those that are just leaving, and LMCache
+		MaxOwners:      2*cfg.Sessions.Limit + 1 + borrowers, // also those that are just leaving, and LMCache
 		MaxPages:       cfg.Lookup.MaxPages,
 		OwnerShare:     cfg.Sessions.Share,
 		Policy:         cfg.Arena.Eviction,
@@ -99,6 +105,7 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 		LowWater:       cfg.Arena.LowWater,
 		Wake:           bell.Ring,
 		JournalBytes:   cfg.Events.Journal,
+		ForeignSlots:   foreign,
 	}); err != nil {
 		return nil, err
 	}
@@ -120,6 +127,7 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 		LookupDeadline: cfg.Lookup.Deadline,
 		Observe:        m.observeTier,
 		Tiers:          d.tiers,
+		Linger:         cfg.Peers.Linger,
 	}
 	cc := connector.Config{
 		Log:           log.Named("connector"),
@@ -137,12 +145,24 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 	if onDAX != nil {
 		sc.Verify, sc.Forget, cc.MakeRoom = onDAX.pool.Verify, onDAX.pool.Forget, onDAX.pool.MakeRoom
 	}
+	if d.peers != nil {
+		sc.Peers, cc.OnSpace = d.peers, d.peers.declare
+		if cfg.Peers.SkipStores {
+			cc.Elsewhere = d.peers.elsewhere
+		}
+	}
 	if d.stack, err = stack.New(sc); err != nil {
 		return nil, err
 	}
 	cc.Stack = d.stack
 	d.server = connector.New(cc)
-	if err = d.arena.start(d.server); err != nil {
+	if d.peers != nil {
+		if err = d.peers.start(&d.cfg, d.generation, d.engine, d.stack, d.server); err != nil {
+			return nil, err
+		}
+	}
+	announce := &announcer{Server: d.server, peers: d.peers, log: log.Named("peers")}
+	if err = d.arena.start(announce); err != nil {
 		return nil, err
 	}
 	if err = ctx.Err(); err != nil {
@@ -163,7 +183,7 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 	}
 
 	d.wg.Go(func() { checkTiers(background, d.tiers, log.Named("tiers")) })
-	d.wg.Go(func() { d.arena.run(background, d.server) })
+	d.wg.Go(func() { d.arena.run(background, announce) })
 	if onDAX != nil {
 		d.wg.Go(func() { d.drainArena(background) })
 	}
@@ -239,7 +259,7 @@ func (d *Daemon) close() error {
 	if d.stack != nil {
 		d.stack.Close()
 	}
-	errs = append(errs, closeTiers(d.tiers))
+	errs = append(errs, d.peers.close(), closeTiers(d.tiers))
 	if d.lookups != nil {
 		errs = append(errs, d.lookups.Close())
 	}

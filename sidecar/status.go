@@ -39,6 +39,7 @@ type Status struct {
 	Verifications  VerificationStatus        `json:"verifications"`
 	Pins           int                       `json:"pins"`
 	Tiers          []TierStatus              `json:"tiers"`     // nearest first
+	Peers          PeersStatus               `json:"peers"`     // other sidecars of the host
 	HitRatio       float64                   `json:"hit_ratio"` // pages found of pages asked for; 0 before the first lookup
 	Limited        uint64                    `json:"limited"`   // lookups and stores cut short by their session's share or its leases
 	Evictions      map[string]uint64         `json:"evictions"` // chunks, by cause
@@ -124,6 +125,7 @@ func (d *Daemon) Status() Status {
 		Verifications: VerificationStatus{Unverified: e.Unverified, Verified: e.Verified, Corrupt: e.VerifyFailed},
 		Pins:          len(d.Pins()),
 		Tiers:         d.Tiers(),
+		Peers:         d.peers.status(),
 		Evictions: map[string]uint64{
 			"room": e.Evictions, "cleared": e.Cleared, "bad": e.Bad, "duplicate": e.Duplicates, "replaced": e.Replaced,
 		},
@@ -174,6 +176,7 @@ func (st Status) WriteTable(w io.Writer) error {
 	if v := st.Verifications; v != (VerificationStatus{}) {
 		row("restored", "%d chunks verified, %d corrupt, %d not used so far; %d lookups waited for it", v.Verified, v.Corrupt, v.Unverified, st.Lookups.Verified)
 	}
+	st.Peers.write(tw, n.ElsewherePages)
 	if st.Pins > 0 {
 		row("pins", "%d", st.Pins)
 	}

@@ -303,6 +303,7 @@ func (b *borrower) beginFilling() error {
 	b.filling = -1
 	if b.bit >= 0 || unfinished >= 0 {
 		b.resyncs++
+		b.p.resyncs.Add(1)
 	}
 	b.mu.Unlock()
 	b.retire(unfinished)

@@ -96,7 +96,7 @@ type Peers struct {
 	borrows, borrowedPages, failedBorrows, touches atomic.Uint64
 	leases, lentPages, refusedLeases               atomic.Uint64
 	hintsTold, hintsHeard, malformed               atomic.Uint64
-	wrongHints                                     atomic.Uint64
+	wrongHints, resyncs                            atomic.Uint64
 
 	held atomic.Pointer[sync.Mutex] // tests hold it to have this sidecar answer nobody
 

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"fmt"
 	"slices"
+	"strings"
 )
 
 // Status is what is known of other sidecars, and what has gone between them.
@@ -22,7 +23,7 @@ type Status struct {
 	HintsTold      uint64  `json:"hints_told"`
 	HeardPerSecond float64 `json:"heard_per_second"`
 	ToldPerSecond  float64 `json:"told_per_second"`
-	Resyncs        uint64  `json:"resyncs"` // lenders that told us everything anew
+	Resyncs        uint64  `json:"resyncs"` // times that a lender told us everything anew
 
 	Borrows       uint64 `json:"borrows"`
 	FailedBorrows uint64 `json:"failed_borrows"`
@@ -36,24 +37,33 @@ type Status struct {
 
 // LenderStatus is a sidecar that we borrow from.
 type LenderStatus struct {
-	Peer     string        `json:"peer"` // its generation
-	PID      int32         `json:"pid"`
-	Pages    int           `json:"pages"`    // that it is said to hold
-	Complete bool          `json:"complete"` // it has told of all that it holds
-	Stalled  bool          `json:"stalled"`  // it does not answer, and is passed over until it does
-	Gone     bool          `json:"gone"`     // what is out of it is still to be returned
-	Regions  int           `json:"regions"`
-	Loans    int           `json:"loans"` // chunks that are out
-	Resyncs  uint64        `json:"resyncs"`
-	Shared   int           `json:"shared_spaces"`
-	Unshared []SpaceStatus `json:"unshared"` // spaces of ours that it has one much like, but not the same
+	Peer     string          `json:"peer"` // its generation
+	PID      int32           `json:"pid"`
+	Pages    int             `json:"pages"`    // that it is said to hold
+	Complete bool            `json:"complete"` // it has told of all that it holds
+	Stalled  bool            `json:"stalled"`  // it does not answer, and is passed over until it does
+	Gone     bool            `json:"gone"`     // what is out of it is still to be returned
+	Regions  int             `json:"regions"`
+	Loans    int             `json:"loans"` // chunks that are out
+	Resyncs  uint64          `json:"resyncs"`
+	Shared   int             `json:"shared_spaces"`
+	Unshared []UnsharedSpace `json:"unshared"` // spaces of ours that it has one much like, but not the same
 }
 
-// SpaceStatus says why a space is not shared.
-type SpaceStatus struct {
+// UnsharedSpace says why a space is not shared.
+type UnsharedSpace struct {
 	Ours        string       `json:"ours"` // short fingerprints
 	Peers       string       `json:"peers"`
 	Differences []Difference `json:"differences"`
+}
+
+// Why says it in one line.
+func (u *UnsharedSpace) Why() string {
+	parts := make([]string, 0, len(u.Differences))
+	for _, d := range u.Differences {
+		parts = append(parts, fmt.Sprintf("%s is %q here, %q there", d.Field, d.Ours, d.Peers))
+	}
+	return strings.Join(parts, "; ")
 }
 
 // BorrowerStatus is a sidecar that borrows from us.
@@ -78,14 +88,13 @@ func (p *Peers) Status() Status {
 		Dir: p.cfg.Dir, Lenders: []LenderStatus{}, Borrowers: []BorrowerStatus{}, Unusable: []UnusableStatus{},
 		HintPages: h.pages, HintBytes: h.bytes, HintsDropped: h.dropped, HintsWrong: p.wrongHints.Load(), HintsHeard: p.hintsHeard.Load(), HintsTold: p.hintsTold.Load(),
 		Borrows: p.borrows.Load(), FailedBorrows: p.failedBorrows.Load(), BorrowedPages: p.borrowedPages.Load(), Touches: p.touches.Load(),
-		Leases: p.leases.Load(), RefusedLeases: p.refusedLeases.Load(), LentPages: p.lentPages.Load(), Malformed: p.malformed.Load(),
+		Leases: p.leases.Load(), RefusedLeases: p.refusedLeases.Load(), LentPages: p.lentPages.Load(), Malformed: p.malformed.Load(), Resyncs: p.resyncs.Load(),
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	st.Off, st.HeardPerSecond, st.ToldPerSecond = p.off, p.rates.heardPer, p.rates.toldPer
 	for _, b := range p.allPeers() {
 		l := b.status()
-		st.Resyncs += l.Resyncs
 		st.Lenders = append(st.Lenders, l)
 	}
 	for l := range p.lenders {
@@ -108,7 +117,7 @@ func (b *borrower) status() LenderStatus {
 	b.mu.Lock()
 	l := LenderStatus{
 		Peer: fmt.Sprintf("%016x", b.gen), PID: b.conn.Peer().PID, Complete: b.bit >= 0, Stalled: b.stalled, Gone: b.ended, Regions: len(b.regions), Loans: b.out, Resyncs: b.resyncs,
-		Unshared: []SpaceStatus{},
+		Unshared: []UnsharedSpace{},
 	}
 	for _, bit := range []int{b.bit, b.filling} {
 		if bit >= 0 {
@@ -120,9 +129,9 @@ func (b *borrower) status() LenderStatus {
 		if b.spaces[fp] != nil {
 			l.Shared++
 		} else if theirs, diff := b.closest(ours); theirs != nil && len(diff) > 0 {
-			l.Unshared = append(l.Unshared, SpaceStatus{fp.Short(), theirs.fp.Short(), diff})
+			l.Unshared = append(l.Unshared, UnsharedSpace{fp.Short(), theirs.fp.Short(), diff})
 		}
 	}
-	slices.SortFunc(l.Unshared, func(a, b SpaceStatus) int { return cmp.Compare(a.Ours, b.Ours) })
+	slices.SortFunc(l.Unshared, func(a, b UnsharedSpace) int { return cmp.Compare(a.Ours, b.Ours) })
 	return l
 }

@@ -1,0 +1,298 @@
+package sidecar
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+
+	"lookaside/connector"
+	"lookaside/dax"
+	"lookaside/ipc/wire"
+	"lookaside/tiers"
+	"lookaside/tiers/peer"
+	"lookaside/tiers/stack"
+)
+
+const (
+	// firstPeerRegion is the first number of the regions of other sidecars, as our workers are told of them: far above those of the own arena.
+	firstPeerRegion = 1 << 31
+	// maxPeerRegions bounds those that workers map at a time, beside what the arena has: a worker takes 4,096 in all.
+	maxPeerRegions = 1024
+	// maxBorrowers is how many sidecars may borrow at a time, each with an owner for each space.
+	maxBorrowers = 64
+	// touchPatience is how long a store waits for other sidecars to say what they hold of it.
+	touchPatience = 5 * time.Millisecond
+	// returnEvery is how often it is looked whether all that was borrowed in a region that goes has been returned.
+	returnEvery = 5 * time.Millisecond
+)
+
+// peers is this sidecar's part in sharing with others: what package peer knows, put into the terms of the stack, the workers and the arena. A nil one shares nothing. Its methods
+// may be called from any goroutine, from start on.
+type peers struct {
+	cfg    PeersConfig
+	log    *zap.Logger
+	peer   *peer.Peers // from start on
+	engine *tiers.Engine
+	stack  *stack.Stack
+	server *connector.Server
+
+	closing chan struct{} // closed by close
+	once    sync.Once
+
+	mu   sync.RWMutex // guards what follows; held for reading while a loan is handed over
+	ids  map[peerRegion]uint32
+	next uint32
+}
+
+// peerRegion is another sidecar's name for a region.
+type peerRegion struct {
+	peer   uint64
+	region uint32
+}
+
+var _ stack.Peers = (*peers)(nil)
+
+// newPeers returns what shares, or nil if the settings say that nothing does.
+func newPeers(cfg *Config, log *zap.Logger) *peers {
+	if !cfg.Peers.Enabled {
+		return nil
+	}
+	if cfg.Events.Journal == 0 {
+		log.Warn("nothing is shared with other sidecars: events.journal is 0, and they are told by it what is held; set it, or peers.enabled to false")
+		return nil
+	}
+	return &peers{cfg: cfg.Peers, log: log, closing: make(chan struct{}), ids: map[peerRegion]uint32{}, next: firstPeerRegion}
+}
+
+// start looks for other sidecars. Nothing is lent before the arena's regions are added.
+func (p *peers) start(cfg *Config, generation uint64, e *tiers.Engine, s *stack.Stack, server *connector.Server) (err error) {
+	p.engine, p.stack, p.server = e, s, server
+	p.peer, err = peer.Start(peer.Config{
+		Dir: cfg.Peers.Dir, Generation: generation, Engine: e, Log: p.log, HintsLimitBytes: cfg.Peers.HintsLimit, MaxPages: cfg.Lookup.MaxPages,
+		OnRegion: p.onRegion, OnRegionGone: p.onRegionGone, OnGone: s.PeerGone,
+	})
+	if err != nil {
+		return fmt.Errorf("peers: %w", err)
+	}
+	return nil
+}
+
+// close ends the sharing. The server and the stack are closed before it, the arena after it.
+func (p *peers) close() error {
+	if p == nil || p.peer == nil {
+		return nil
+	}
+	p.once.Do(func() { close(p.closing) })
+	return p.peer.Close()
+}
+
+// onRegion has workers map a region of another sidecar.
+func (p *peers) onRegion(r peer.Region) error {
+	p.mu.Lock()
+	if len(p.ids) == maxPeerRegions || p.next == 0 {
+		p.mu.Unlock()
+		return fmt.Errorf("workers map %d regions of other sidecars already", maxPeerRegions)
+	}
+	id := p.next
+	p.next++
+	p.mu.Unlock()
+	p.server.AnnounceRegion(connector.Region{
+		ID: id, Kind: r.Kind, FD: r.FD, OffsetBytes: r.OffsetBytes, SizeBytes: r.SizeBytes, PageSize: r.PageSize, ReadOnly: true,
+	})
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.ids[peerRegion{r.Peer, r.ID}] = id
+	return nil
+}
+
+// onRegionGone has workers unmap a region of another sidecar, when nobody reads what was borrowed in it.
+func (p *peers) onRegionGone(peer uint64, region uint32) {
+	p.mu.Lock()
+	key := peerRegion{peer, region}
+	id, ok := p.ids[key]
+	delete(p.ids, key)
+	p.mu.Unlock()
+	if !ok {
+		return
+	}
+	tick := time.NewTicker(returnEvery)
+	defer tick.Stop()
+	for p.engine.ForeignIn(id) > 0 {
+		select {
+		case <-tick.C:
+			continue
+		case <-p.closing: // no worker is left
+		}
+		break
+	}
+	p.server.RetractRegion(id, unmapPatience)
+}
+
+// Contains implements stack.Peers.
+func (p *peers) Contains(run tiers.Run, held []uint16) { p.peer.Contains(run, held) }
+
+// Borrow implements stack.Peers.
+func (p *peers) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l tiers.Loan)) (pages int, err error) {
+	var lost []uint64 // in a region that is just going, and what comes behind
+	_, err = p.peer.Borrow(ctx, run, func(chunk int, l peer.Loan) {
+		if len(lost) == 0 {
+			p.mu.RLock()
+			defer p.mu.RUnlock()
+			if id, ok := p.ids[peerRegion{l.Peer, l.Region}]; ok {
+				pages += l.Pages
+				out(chunk, tiers.Loan{Peer: l.Peer, Region: id, Offset: l.Offset, Pages: l.Pages, Handle: l.Handle})
+				return
+			}
+		}
+		lost = append(lost, l.Handle)
+	})
+	if len(lost) > 0 {
+		p.peer.Return(lost, false)
+		if pages == 0 {
+			err = errors.Join(err, tiers.ErrStale)
+		}
+	}
+	return pages, err
+}
+
+// Return implements stack.Peers.
+func (p *peers) Return(handles []uint64, bad bool) { p.peer.Return(handles, bad) }
+
+// elsewhere answers how many pages of a run that is to be stored others hold, in whole chunks from the first on: they need not be held here, too. Who holds them counts
+// it as a use.
+func (p *peers) elsewhere(run tiers.Run) int {
+	ppc := run.Space.Geometry.PagesPerChunk
+	held := make([]uint16, run.Chunks())
+	p.peer.Contains(run, held)
+	pages := 0
+	for _, n := range held {
+		if int(n) < min(ppc, run.Pages()-pages) {
+			break
+		}
+		pages += int(n)
+	}
+	if pages == 0 {
+		return 0
+	}
+	run.Hashes = run.Hashes[:pages*run.Space.Geometry.DigestBytes]
+	ctx, cancel := context.WithTimeout(context.Background(), touchPatience)
+	defer cancel()
+	if got := p.peer.Touch(ctx, run); got < pages {
+		return got / ppc * ppc
+	}
+	return pages
+}
+
+// declare tells others what a worker declared of a space.
+func (p *peers) declare(sp *tiers.Space, fields []wire.Field) { p.peer.DeclareSpace(sp, fields) }
+
+// An announcer tells workers, and other sidecars, of the regions of the arena.
+type announcer struct {
+	*connector.Server
+	peers *peers // nil: nothing is shared
+	log   *zap.Logger
+}
+
+// AddRegion makes a region part of the arena, and lends it.
+func (a *announcer) AddRegion(id uint32, r *dax.Region) error {
+	if err := a.Server.AddRegion(id, r); err != nil {
+		return err
+	}
+	a.lend(connector.Region{ID: id, Kind: string(r.Kind()), FD: r.FD(), SizeBytes: r.Size(), PageSize: r.PageSize()})
+	return nil
+}
+
+// AnnounceRegion tells workers of a region before anything in it is granted, and lends it.
+func (a *announcer) AnnounceRegion(r connector.Region) {
+	a.Server.AnnounceRegion(r)
+	a.lend(r)
+}
+
+func (a *announcer) lend(r connector.Region) {
+	if a.peers == nil {
+		return
+	}
+	err := a.peers.peer.AddRegion(peer.Region{ID: r.ID, Kind: r.Kind, FD: r.FD, OffsetBytes: r.OffsetBytes, SizeBytes: r.SizeBytes, PageSize: r.PageSize})
+	if err != nil {
+		a.log.Warn("a region is not lent to other sidecars", zap.Uint32("region", r.ID), zap.Error(err))
+	}
+}
+
+// RetractRegion has workers and other sidecars let go of a region in which nobody has a lease.
+func (a *announcer) RetractRegion(id uint32, patience time.Duration) {
+	var others sync.WaitGroup
+	if a.peers != nil {
+		others.Go(func() { a.peers.peer.RemoveRegion(id, patience) })
+	}
+	a.Server.RetractRegion(id, patience)
+	others.Wait()
+}
+
+// PeersStatus is what is shared with other sidecars of the host.
+type PeersStatus struct {
+	Enabled bool `json:"enabled" doc:"Whether anything is shared: peers.enabled, and events.journal is not 0."`
+	peer.Status
+	Borrowing BorrowingStatus `json:"borrowing"`
+}
+
+// BorrowingStatus is what this sidecar has of others, and what came of it. Counters are since the start.
+type BorrowingStatus struct {
+	Slots    int    `json:"slots" doc:"Chunks for which there are tables so far; peers.slots bounds those of a geometry."`
+	Used     int    `json:"used" doc:"Chunks that are borrowed."`
+	Leased   int    `json:"leased" doc:"Of these, those in use by lookups and loads."`
+	Pages    int    `json:"pages" doc:"Pages that can be found in what is borrowed."`
+	Lookups  uint64 `json:"lookups" doc:"Lookups that wanted chunks of others."`
+	Chunks   uint64 `json:"chunks" doc:"Chunks borrowed."`
+	Joined   uint64 `json:"joined" doc:"Chunks that were being borrowed for another lookup already."`
+	Failed   uint64 `json:"failed" doc:"Times that nothing could be borrowed."`
+	Short    uint64 `json:"short" doc:"Times that less could be borrowed than was asked for."`
+	Late     uint64 `json:"late" doc:"Chunks borrowed for lookups that had ended meanwhile."`
+	Void     uint64 `json:"void" doc:"Chunks whose sidecar went before they were used."`
+	Retried  uint64 `json:"retried" doc:"Lookups that went on with the tiers after others had failed."`
+	Returned uint64 `json:"returned" doc:"Chunks given back."`
+	Bad      uint64 `json:"bad" doc:"Of these, those whose bytes did not check out."`
+}
+
+// status describes the sharing.
+func (p *peers) status() PeersStatus {
+	if p == nil {
+		return PeersStatus{Status: peer.Status{Lenders: []peer.LenderStatus{}, Borrowers: []peer.BorrowerStatus{}, Unusable: []peer.UnusableStatus{}}}
+	}
+	b := p.stack.PeerStats()
+	return PeersStatus{Enabled: true, Status: p.peer.Status(), Borrowing: BorrowingStatus{
+		Slots: b.Slots, Used: b.Used, Leased: b.Leased, Pages: b.Held, Lookups: b.Lookups, Chunks: b.Chunks, Joined: b.Joined, Failed: b.Failed, Short: b.Short, Late: b.Late,
+		Void: b.Void, Retried: b.Retried, Returned: b.Returned, Bad: b.Bad,
+	}}
+}
+
+// write writes it for people, if there is anything to say.
+func (st *PeersStatus) write(w io.Writer, skipped uint64) {
+	if !st.Enabled {
+		fmt.Fprintf(w, "peers\toff\n")
+		return
+	}
+	if st.Off != "" {
+		fmt.Fprintf(w, "peers\toff: %s\n", st.Off)
+		return
+	}
+	b := &st.Borrowing
+	fmt.Fprintf(w, "peers\t%d, which hold %d pages (%s of hints); %d pages borrowed, %d chunks of others here now; %d pages lent; %d pages not stored, being there\n",
+		len(st.Lenders), st.HintPages, dax.FormatSize(st.HintBytes), st.BorrowedPages, b.Used, st.LentPages, skipped)
+	for _, l := range st.Lenders {
+		for _, u := range l.Unshared {
+			fmt.Fprintf(w, "not shared\tspace %s with pid %d, whose %s is much like it: %s\n", u.Ours, l.PID, u.Peers, u.Why())
+		}
+	}
+	for _, u := range st.Unusable {
+		fmt.Fprintf(w, "not shared\twith sidecar %s, pid %d: %s\n", u.Peer, u.PID, u.Why)
+	}
+}
+
+// defaultPeersDir is where sidecars find each other that are told nothing else.
+func defaultPeersDir(runtimeDir string) string { return filepath.Dir(runtimeDir) }
