@@ -453,7 +453,7 @@ var settings = []Setting{
 	},
 	{
 		Key: "peers.hints_limit", Default: "512M", Unit: sizeUnit,
-		Meaning: "The most memory for what others are said to hold: some 20 bytes a page of all of them together. What does not fit is not found there.",
+		Meaning: "The most memory for what others are said to hold: 21 to 43 bytes a page, which several may hold. What does not fit is not found there.",
 		set:     func(c *Config, v string) (err error) { c.Peers.HintsLimit, err = parseSize(v); return },
 	},
 	{
