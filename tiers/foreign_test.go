@@ -17,7 +17,7 @@ type modelLoan struct {
 	ex    Extent // of all its pages
 	space *modelSpace
 	peer  uint64
-	bad   bool // was read and found bad
+	bad   bool // it was found bad
 }
 
 // modelPeers have randomness of their own, so that the other histories do not depend on them.
@@ -108,12 +108,19 @@ func (m *modelPeers) read(w *world, ex Extent) {
 	if uint64(ex.Region) != peerRegions+m.last {
 		w.fatal("a load is given %+v, of a peer that is gone", ex)
 	}
+	if m.find(ex) == nil {
+		w.fatal("a load is given %+v, which was returned", ex)
+	}
+}
+
+// find is the loan that an extent is of.
+func (m *modelPeers) find(ex Extent) *modelLoan {
 	for _, l := range m.loans {
 		if l.ex.Region == ex.Region && l.ex.Offset <= ex.Offset && ex.Offset < l.ex.Offset+uint64(l.ex.Pages)*uint64(l.space.g.PageBytes) {
-			return
+			return l
 		}
 	}
-	w.fatal("a load is given %+v, which was returned", ex)
+	return nil
 }
 
 // lend is what happens to loans meanwhile.
@@ -153,6 +160,9 @@ func (w *world) takeReturns() {
 		l := m.loans[r.Handle]
 		if l == nil {
 			w.fatal("%+v was not lent, or was returned before", r)
+		}
+		if r.Bad != l.bad {
+			w.fatal("%+v is returned, it was found bad: %v", r, l.bad)
 		}
 		delete(m.loans, r.Handle)
 		for j := range int(l.ex.Pages) {

@@ -547,6 +547,9 @@ func (w *world) release(s *modelSession) {
 	if w.chance(15) {
 		bad = []uint32{uint32(w.rng.IntN(len(l.extents)))}
 		w.bad = true
+		if ex := l.extents[bad[0]]; ex.Region >= peerRegions {
+			w.peers.find(ex).bad = true
+		}
 	}
 	w.check(w.e.Release(s.owner, h, bad))
 	delete(s.loads, h)

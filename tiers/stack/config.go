@@ -42,7 +42,7 @@ const (
 	OpStore
 )
 
-// Config is what a Stack works with. Engine, Arena and, if there are tiers, Bell are required; other zero fields take the stated default.
+// Config is what a Stack works with. Engine, Arena and, if there are tiers or peers, Bell are required; other zero fields take the stated default.
 type Config struct {
 	// Engine is told of the tiers by [Admissions] and of the Bell by [Bell.Ring], when it is made.
 	Engine *tiers.Engine
@@ -115,10 +115,10 @@ func (c *Config) validate() error {
 	orDefault(&c.MaxPendingBytes, 64<<20)
 	orDefault(&c.BounceBytes, 64<<20)
 	orDefault(&c.Linger, 2*time.Second)
-	if c.Engine == nil || c.Arena == nil || c.Bell == nil && len(c.Tiers) > 0 {
+	if c.Engine == nil || c.Arena == nil || c.Bell == nil && (len(c.Tiers) > 0 || c.Peers != nil) {
 		return fmt.Errorf("%w: a stack needs an engine, an arena and a bell", tiers.ErrInvalid)
 	}
-	if c.Promote > PromoteNever || c.LookupDeadline < 0 || c.MaxPending < 0 || c.MaxPendingBytes < 0 || c.BounceBytes < 0 {
+	if c.Promote > PromoteNever || c.LookupDeadline < 0 || c.MaxPending < 0 || c.MaxPendingBytes < 0 || c.BounceBytes < 0 || c.Linger < 0 {
 		return fmt.Errorf("%w: a limit of the stack is negative", tiers.ErrInvalid)
 	}
 	if len(c.Tiers) > tiers.MaxTiers {
@@ -168,22 +168,29 @@ func victims(list []TierConfig, i int) tiers.Victims {
 	return v
 }
 
-// Bell is how the engine says that a tier has something to be written: give Ring to it as tiers.Config.Wake.
+// Bell is how the engine says that a tier has something to be written, or that something is to be returned to peers: give Ring to it as tiers.Config.Wake.
 type Bell struct {
-	tiers [tiers.MaxTiers]chan struct{}
+	tiers   [tiers.MaxTiers]chan struct{}
+	returns chan struct{}
 }
 
 // NewBell makes a Bell.
 func NewBell() *Bell {
-	b := &Bell{}
+	b := &Bell{returns: make(chan struct{}, 1)}
 	for i := range b.tiers {
 		b.tiers[i] = make(chan struct{}, 1)
 	}
 	return b
 }
 
-// Ring wakes a worker of a tier. It never blocks.
-func (b *Bell) Ring(tier int) { ring(b.tiers[tier]) }
+// Ring wakes a worker of a tier, or with -1 who returns. It never blocks.
+func (b *Bell) Ring(tier int) {
+	if tier < 0 {
+		ring(b.returns)
+		return
+	}
+	ring(b.tiers[tier])
+}
 
 func ring(c chan struct{}) {
 	select {

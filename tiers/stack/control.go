@@ -24,7 +24,7 @@ func (s *Stack) asOwner(id tiers.SpaceID, f func(o tiers.Owner, sp *tiers.Space)
 		return fmt.Errorf("%w: space %d", tiers.ErrNotFound, id)
 	}
 	o := tiers.Owner(firstOwner + s.owners.Add(1)%(1<<32))
-	if err := s.engine.AddOwner(o, id); err != nil {
+	if err := s.engine.AddArenaOwner(o, id); err != nil {
 		return err
 	}
 	defer s.RemoveOwner(o)

@@ -21,7 +21,7 @@ const (
 	loadOver
 )
 
-// load is a chunk on its way from a tier to the arena: one promotion of the engine's. Guarded by Stack.mu; what is constant from newLoad on is not.
+// load is a chunk on its way from a tier to the arena, or one that is being borrowed: one promotion of the engine's. Guarded by Stack.mu; what is constant from newLoad on is not.
 type load struct {
 	promotion uint64
 	transfer  tiers.Transfer
@@ -31,6 +31,10 @@ type load struct {
 	tier      *tier                  // that it waits for, or is read from
 	state     loadState
 	waiters   []waiter // the requests that wait for it
+
+	foreign bool      // it is to be borrowed
+	run     tiers.Run // then: of the request that began it,
+	chunk   int       // and its place there
 }
 
 func (l *load) over() bool { return l.state != loadQueued }
@@ -45,6 +49,11 @@ func (s *Stack) newLoad(r *request, c *tiers.PromotedChunk) *load {
 	g := &r.run.Space.Geometry
 	run := r.run.Chunk(c.Chunk)
 	run.Hashes = run.Hashes[:c.Pages*g.DigestBytes]
+	if c.Foreign {
+		l := &load{promotion: c.Promotion, transfer: tiers.Transfer{Run: run}, foreign: true, run: r.run, chunk: c.Chunk}
+		s.loads[c.Promotion] = l
+		return l
+	}
 	size := uint64(c.Pages) * uint64(g.PageBytes)
 	l := &load{
 		promotion: c.Promotion, known: r.known,
@@ -72,11 +81,11 @@ func (s *Stack) sendLoad(l *load) {
 			return
 		}
 	}
-	s.endLoad(l, false)
+	s.endLoad(l, false, false)
 }
 
-// endLoad ends a load that is with no tier: the engine is told unless it knows, and so is everybody who waits. mu is held.
-func (s *Stack) endLoad(l *load, ok bool) {
+// endLoad ends a load that is with no tier: the engine is told unless it knows, and so is everybody who waits. With short not all of it came. mu is held.
+func (s *Stack) endLoad(l *load, ok, short bool) {
 	l.state = loadOver
 	delete(s.loads, l.promotion)
 	if !ok {
@@ -85,7 +94,8 @@ func (s *Stack) endLoad(l *load, ok bool) {
 	waiters := l.waiters
 	l.waiters = nil
 	for _, w := range waiters {
-		s.arrived(w.r, w.chunk, ok)
+		w.r.unlent = w.r.unlent || l.foreign && (!ok || short)
+		s.arrived(w.r, w.chunk, ok, short)
 	}
 }
 
@@ -95,10 +105,10 @@ func (s *Stack) leave(l *load, r *request) {
 	if len(l.waiters) > 0 || l.state > loadQueued {
 		return
 	}
-	if l.state == loadQueued {
+	if l.state == loadQueued && !l.foreign {
 		l.tier.ahead.Add(-int64(len(l.transfer.Bytes)))
 	}
-	s.endLoad(l, false)
+	s.endLoad(l, false, false)
 }
 
 // loadWorker loads from one tier, batch by batch.
@@ -174,7 +184,7 @@ func (s *Stack) loaded(t *tier, l *load, err error) {
 		s.sendLoad(l)
 		return
 	}
-	s.endLoad(l, err == nil)
+	s.endLoad(l, err == nil, false)
 }
 
 // call calls a tier's Load or Store. done is called exactly once for each transfer, whatever the tier does; the verdict is the breaker's: a call worked if

@@ -70,12 +70,16 @@ type request struct {
 	recompute time.Duration
 	held      [tiers.MaxTiers][]uint16 // by tier: what it says that it has of the run's chunks
 	known     uint8                    // the tiers that said so
+	lent      []uint16                 // what peers are said to hold of them; empty: they are not asked
 	have      []uint16                 // what can be had of each chunk
-	source    []int8                   // and from which tier; -1: the arena
+	source    []int8                   // and from which tier; fromArena, fromPeers
+	borrow    []bool                   // or from peers
+	need      int                      // of the chunks that are worth having, those that are not from peers
 	chunks    int                      // of the run, how many are worth having
 	pages     int                      // that the lookup would hold then
 	eta       time.Duration
 	promote   bool                 // tiers may be asked
+	peers     bool                 // peers may be asked
 	all       tiers.Run            // all that was asked for. Of the rest of these only one that is to be verified has any:
 	checks    []tiers.Verification // chunks that are to be verified,
 	names     []byte               // their digests,
@@ -93,11 +97,19 @@ type request struct {
 	since      time.Time // when it came,
 	queued     time.Time // was queued,
 	told       time.Time // and said last to be pending
+	quiet      bool      // it was not said to be pending, as peers mostly answer at once
+	unlent     bool      // peers did not lend all that they were said to hold
 	loads      []*load   // by chunk; nil: it has arrived, or nobody waits for it
 	from       int       // chunks [from, want) are wanted,
 	want       int
 	left       int // of which so many have not arrived
 }
+
+// Where a chunk can be had that is in no tier.
+const (
+	fromArena = -1
+	fromPeers = -2
+)
 
 // over says that a request has left the queue that it was in. Stack.mu is held.
 func (r *request) over() bool { return r.phase != verifying && r.phase != seeking && r.phase != queued }
@@ -136,7 +148,8 @@ func (s *Stack) Lookup(q *Query, a Asker) (pages int, done bool, err error) {
 	pages, err = s.engine.Lookup(q.Owner, q.Lookup, q.FirstPage, q.Hashes)
 	check := s.cfg.Verify != nil && s.engine.Unverified() > 0
 	promote := len(s.tiers) > 0 && (s.cfg.Promote != PromoteNever || q.always)
-	if err != nil || !check && !promote {
+	peers := s.cfg.Peers != nil && !q.always
+	if err != nil || !check && !promote && !peers {
 		return pages, true, err
 	}
 	sp := s.space(q.Space)
@@ -153,6 +166,7 @@ func (s *Stack) Lookup(q *Query, a Asker) (pages int, done bool, err error) {
 	}
 	r.asker, r.owner, r.lookup, r.id = a, q.Owner, q.Lookup, q.Space
 	r.first, r.asked, r.recompute, r.promote = q.FirstPage, asked, q.Recompute, promote
+	r.peers, r.quiet, r.unlent = peers, false, false
 	r.all = tiers.Run{Space: sp, First: q.FirstPage, Prev: q.Prev, Hashes: q.Hashes}
 	r.checks = nil
 	if check {
@@ -162,7 +176,7 @@ func (s *Stack) Lookup(q *Query, a Asker) (pages int, done bool, err error) {
 	goesOn := len(r.checks) > 0
 	if goesOn {
 		r.run = r.all
-	} else if promote && r.aim(pages) {
+	} else if (promote || peers) && r.aim(pages) {
 		next = s.sound(r)
 		goesOn = next != nil || r.chunks > 0
 	}
@@ -193,9 +207,19 @@ func (r *request) aim(hit int) bool {
 	return true
 }
 
-// sound asks the tiers that answer from memory for a request's run. It answers the tier that is to be asked next, or plans.
+// sound asks what peers are said to hold of a request's run, and the tiers that answer from memory. It answers the tier that is to be asked next, or plans.
 func (s *Stack) sound(r *request) (next *tier) {
-	r.known = 0
+	r.known, r.lent = 0, r.lent[:0]
+	if r.peers {
+		for range r.run.Chunks() {
+			r.lent = append(r.lent, 0)
+		}
+		s.cfg.Peers.Contains(r.run, r.lent)
+	}
+	if !r.promote {
+		s.plan(r)
+		return nil
+	}
 	for _, t := range s.tiers {
 		if t.local {
 			s.ask(r, t, 0)
@@ -281,12 +305,15 @@ func (s *Stack) judge(err error) verdict {
 	return failed
 }
 
-// missing is the first chunk of a request's run of which no tier has said that it has all.
+// missing is the first chunk of a request's run of which neither peers nor any tier have said that they have all.
 func (r *request) missing(list []*tier) int {
 	n, ppc := r.run.Pages(), r.run.Space.Geometry.PagesPerChunk
 	chunks := r.run.Chunks()
 	for i := range chunks {
 		want, best := pagesOf(n, ppc, i), 0
+		if i < len(r.lent) {
+			best = int(r.lent[i])
+		}
 		for _, t := range list {
 			if r.known&(1<<t.index) != 0 {
 				best = max(best, int(r.held[t.index][i]))
@@ -316,12 +343,15 @@ func (s *Stack) nextSeek(r *request, from int) *tier {
 func (s *Stack) plan(r *request) {
 	g := &r.run.Space.Geometry
 	n, chunks := r.run.Pages(), r.run.Chunks()
-	r.have, r.source = r.have[:0], r.source[:0]
+	r.have, r.source, r.borrow = r.have[:0], r.source[:0], r.borrow[:0]
 	r.chunks, r.pages, r.eta = 0, r.hit, 0
 	var arena []uint16
 	for i := range chunks {
 		want := pagesOf(n, g.PagesPerChunk, i)
-		best, source := 0, -1
+		best, source := 0, fromArena
+		if i < len(r.lent) && r.lent[i] > 0 {
+			best, source = min(int(r.lent[i]), want), fromPeers
+		}
 		for _, t := range s.tiers {
 			if r.known&(1<<t.index) == 0 {
 				continue
@@ -339,13 +369,14 @@ func (s *Stack) plan(r *request) {
 				}
 			}
 			if have := min(int(arena[i]), want); have > best {
-				best, source = have, -1
+				best, source = have, fromArena
 			}
 		}
 		if best == 0 || i == 0 && best <= r.part {
 			break
 		}
 		r.have, r.source = append(r.have, uint16(best)), append(r.source, int8(source))
+		r.borrow = append(r.borrow, source == fromPeers)
 		if best < want {
 			break
 		}
@@ -368,8 +399,11 @@ func (s *Stack) plan(r *request) {
 		s.count.cut.Add(1)
 		s.probeTier(r)
 	}
-	r.wants = [tiers.MaxTiers]int64{}
+	r.wants, r.need = [tiers.MaxTiers]int64{}, 0
 	for i := range r.chunks {
+		if r.source[i] != fromPeers {
+			r.need++
+		}
 		if t := r.source[i]; t >= 0 {
 			r.wants[t] += int64(r.have[i]) * g.PageBytes
 		}
@@ -431,6 +465,7 @@ func (s *Stack) remove(r *request) {
 		}
 	}
 	r.loads = nil
+	s.hush(r, false)
 	r.phase = ended
 }
 
@@ -477,22 +512,31 @@ func (s *Stack) seekWorker(t *tier) {
 			s.plan(r)
 		}
 		s.mu.Lock()
-		switch {
-		case r.phase == ended || s.closed:
-		case next != nil:
-			s.seek(r, next)
-		case r.chunks == 0:
-			s.settle(r)
-		default:
-			s.enqueue(r)
-		}
+		s.proceed(r, next)
 		s.unlock()
+	}
+}
+
+// proceed has a request go on of which it has been asked what there is: to the tier that is to be asked next, or to be promoted as planned. mu is held.
+func (s *Stack) proceed(r *request, next *tier) {
+	switch {
+	case r.phase == ended || s.closed:
+	case next != nil:
+		s.seek(r, next)
+	case r.chunks == 0:
+		s.settle(r)
+	default:
+		s.enqueue(r)
 	}
 }
 
 // enqueue lets a request wait for its turn to be promoted. mu is held.
 func (s *Stack) enqueue(r *request) {
 	r.phase = queued
+	if r.need == 0 {
+		s.askPeers(r)
+		return
+	}
 	for i, t := range s.tiers {
 		t.ahead.Add(r.wants[i])
 	}
@@ -564,10 +608,13 @@ func (s *Stack) dispatch() {
 			s.remind(now)
 			wait = min(wait, tellEvery)
 		}
+		if s.quiet > 0 {
+			wait = min(wait, s.speak(now))
+		}
 		if r := s.next(now); r != nil {
 			r.phase = preparing
 			s.unlock()
-			out = s.prepare(r, out[:0])
+			out = s.prepare(r, out[:0], false)
 			continue
 		}
 		if _, ok := s.queue.peek(); ok {
@@ -601,7 +648,7 @@ func (s *Stack) next(now time.Time) *request {
 			last = r.owner
 		}
 		trimmed := max(0, r.base()-r.run.First) / r.run.Space.Geometry.PagesPerChunk
-		need := min(r.chunks-trimmed, room.Most)
+		need := min(max(0, r.need-trimmed), room.Most)
 		if full = full || err == nil && room.Budget < need; !full && (err != nil || room.Share >= need || now.Sub(r.queued) >= s.patience(r)) {
 			return r
 		}
@@ -621,9 +668,11 @@ func (s *Stack) patience(r *request) time.Duration {
 	return roomPatience
 }
 
-// prepare reserves slots for a request's chunks, and queues the loads. The dispatcher alone calls it, so that of several requests for one chunk each but the first
-// finds the load that the first has begun.
-func (s *Stack) prepare(r *request, out []tiers.PromotedChunk) []tiers.PromotedChunk {
+// prepare reserves slots for a request's chunks, and queues the loads. It does so for one request at a time, so that of several requests for one chunk each but the first
+// finds the load that the first has begun. The dispatcher calls it, and peerWorkers (mine), each of whom goes on with the first of what is to be borrowed.
+func (s *Stack) prepare(r *request, out []tiers.PromotedChunk, mine bool) []tiers.PromotedChunk {
+	s.preparing.Lock()
+	defer s.preparing.Unlock()
 	ppc := r.run.Space.Geometry.PagesPerChunk
 	s.mu.Lock()
 	trim, base := r.trim, r.base()
@@ -642,7 +691,7 @@ func (s *Stack) prepare(r *request, out []tiers.PromotedChunk) []tiers.PromotedC
 		run := tail(r.run, skip)
 		n := min(run.Pages(), (r.chunks-skip)*ppc)
 		// Whatever goes wrong, nothing is appended, and the lookup ends with what it has.
-		out, _ = s.engine.PreparePromotion(r.owner, r.lookup, run.First, run.Prev, run.Hashes[:n*run.Space.Geometry.DigestBytes], r.have[skip:r.chunks], nil, out)
+		out, _ = s.engine.PreparePromotion(r.owner, r.lookup, run.First, run.Prev, run.Hashes[:n*run.Space.Geometry.DigestBytes], r.have[skip:r.chunks], r.borrowed(skip), out)
 	}
 
 	s.mu.Lock()
@@ -659,14 +708,25 @@ func (s *Stack) prepare(r *request, out []tiers.PromotedChunk) []tiers.PromotedC
 			l = s.newLoad(r, c)
 		}
 		if l != nil {
+			if l.foreign && c.State == tiers.PromotionJoined {
+				s.peers.joined.Add(1)
+			}
 			l.waiters = append(l.waiters, waiter{r, c.Chunk})
 			r.loads[c.Chunk] = l
 			r.left++
 		}
 	}
 	for i := range out {
-		if l := s.loads[out[i].Promotion]; l != nil && l.state == loadNew {
+		l := s.loads[out[i].Promotion]
+		switch {
+		case l == nil || l.state != loadNew:
+		case !l.foreign:
 			s.sendLoad(l)
+		case s.sendBorrow(l):
+			if !mine {
+				s.borrowable.Signal()
+			}
+			mine = false
 		}
 	}
 	if r.phase == ended {
@@ -707,17 +767,23 @@ func (s *Stack) letGo(r *request, chunk int) {
 	}
 }
 
-// arrived says that a chunk that a request waits for is there, or will not be. mu is held.
-func (s *Stack) arrived(r *request, chunk int, ok bool) {
+// arrived says that a chunk that a request waits for is there, or will not be, or with short not all of it. mu is held.
+func (s *Stack) arrived(r *request, chunk int, ok, short bool) {
 	r.loads[chunk] = nil
 	r.left--
-	if !ok {
+	if !ok || short {
 		for c := chunk + 1; c < r.want; c++ {
 			s.letGo(r, c)
 		}
-		r.want = chunk
+		if r.want = chunk; ok {
+			r.want++
+		}
 	}
-	if r.left == 0 {
+	switch {
+	case r.left > 0:
+	case r.unlent && r.peers && r.promote && r.phase == loading && !s.closed:
+		s.retry(r)
+	default:
 		s.settle(r)
 	}
 }

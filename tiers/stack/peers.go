@@ -2,6 +2,9 @@ package stack
 
 import (
 	"context"
+	"slices"
+	"sync/atomic"
+	"time"
 
 	"lookaside/tiers"
 )
@@ -11,19 +14,279 @@ type Peers interface {
 	// Contains sets held[i] to how many pages of the run's i-th chunk, from its first, some peer is said to hold; those behind the first that is not held whole count only if held whole.
 	// It takes microseconds, and never waits for anybody. len(held) == run.Chunks().
 	Contains(run tiers.Run, held []uint16)
-	// Borrow leases what peers hold of a run, from its first page on without a gap, and tells out of each chunk, in order, on the caller's goroutine, before it returns. Regions are those that were announced to our
-	// workers. A chunk with fewer pages than the run has of it is the last. It answers the pages leased, and an error only when that is none. It waits until ctx is done, and a bounded time, at most.
+	// Borrow leases what peers hold of a run, from its first page on without a gap, and tells out of each chunk, in order, on the caller's goroutine, before it returns. Regions are those that were
+	// announced to our workers. A chunk with fewer pages than the run has of it is the last. It answers the pages leased, and an error only when that is none. It waits until ctx is done, and a bounded
+	// time, at most.
 	Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l tiers.Loan)) (pages int, err error)
-	// Return gives loans back: nobody reads them any more. With bad, their bytes did not check out. It does not wait.
+	// Return gives loans back: nobody reads them any more. With bad, their bytes did not check out. It does not wait, and keeps nothing of handles.
 	Return(handles []uint64, bad bool)
 }
 
+const (
+	// peerWorkers is how many calls of Peers.Borrow there are at a time.
+	peerWorkers = 8
+	// borrowTimeout bounds one call.
+	borrowTimeout = time.Second
+	// finishSlice is how many loans are given to the engine before others may have mu.
+	finishSlice = 64
+	// callTime is what a peer that does not answer at once may take to.
+	callTime = 100 * time.Millisecond
+)
+
+// borrowing is a call of Peers.Borrow. Guarded by Stack.mu.
+type borrowing struct {
+	gone []uint64 // peers that have gone since it began: what they lent it is void
+}
+
+// borrowed says which chunks that a request wants, from one on, are to be borrowed. nil: none.
+func (r *request) borrowed(from int) []bool {
+	if len(r.lent) == 0 {
+		return nil
+	}
+	return r.borrow[from:r.chunks]
+}
+
+// askPeers gives a request all of whose rest is at peers to a peerWorker. It waits for no room in the arena. mu is held.
+func (s *Stack) askPeers(r *request) {
+	r.queued = time.Now()
+	s.hush(r, true)
+	s.asks.push(r)
+	s.borrowable.Signal()
+}
+
+// hush notes that a request's asker is not told that it is pending, or that this has an end. mu is held.
+func (s *Stack) hush(r *request, quiet bool) {
+	if r.quiet == quiet {
+		return
+	}
+	if r.quiet = quiet; quiet {
+		if s.quiet++; s.quiet == 1 {
+			ring(s.kick) // the dispatcher tells it in the end
+		}
+	} else {
+		s.quiet--
+	}
+}
+
+// speak tells the askers that were told nothing that their lookups are pending, where that has come to take long. It answers when to look again. mu is held.
+func (s *Stack) speak(now time.Time) time.Duration {
+	next := slowSeek
+	for _, r := range s.pending {
+		if !r.quiet {
+			continue
+		}
+		if left := slowSeek - now.Sub(r.queued); left > 0 {
+			next = min(next, left)
+			continue
+		}
+		s.hush(r, false)
+		s.tell(r, r.pages, callTime)
+	}
+	return next
+}
+
+// sendBorrow queues a load for a peerWorker, and says whether one is to be woken for it: of consecutive chunks for the first. mu is held.
+func (s *Stack) sendBorrow(l *load) (wake bool) {
+	wake = true
+	if n := len(s.borrows.list); n > s.borrows.head {
+		last := s.borrows.list[n-1]
+		wake = last.over() || !last.before(l)
+	}
+	l.state = loadQueued
+	s.borrows.push(l)
+	return wake
+}
+
+// before says whether another load is of the next chunk for the same request.
+func (l *load) before(next *load) bool {
+	return next.chunk == l.chunk+1 && &next.run.Hashes[0] == &l.run.Hashes[0]
+}
+
+// peerWorker borrows, and prepares requests all of whose rest is at peers.
+func (s *Stack) peerWorker() {
+	var out []tiers.PromotedChunk
+	var batch []*load
+	var loans []tiers.Loan
+	for {
+		s.mu.Lock()
+		l, borrow := s.borrows.peek()
+		r, ask := s.asks.peek()
+		for ; !borrow && !ask && !s.closed; r, ask = s.asks.peek() {
+			s.borrowable.Wait()
+			l, borrow = s.borrows.peek()
+		}
+		switch {
+		case s.closed:
+			s.unlock()
+			return
+		case borrow:
+			batch = batch[:0]
+			for ; borrow && (len(batch) == 0 || batch[len(batch)-1].before(l)); l, borrow = s.borrows.peek() {
+				l.state = loadRunning
+				batch = append(batch, l)
+				s.borrows.pop()
+			}
+			if borrow {
+				s.borrowable.Signal() // some in between may have been given up
+			}
+			b := &borrowing{}
+			s.borrowings[b] = struct{}{}
+			s.unlock()
+			loans = s.borrow(b, batch, loans[:0])
+			clear(batch)
+		case r.phase == seeking:
+			s.asks.pop()
+			s.unlock()
+			next := s.sound(r)
+			s.mu.Lock()
+			s.proceed(r, next)
+			s.unlock()
+		default:
+			s.asks.pop()
+			r.phase = preparing
+			s.unlock()
+			s.peers.lookups.Add(1)
+			out = s.prepare(r, out[:0], true)
+		}
+	}
+}
+
+// borrow borrows consecutive chunks.
+func (s *Stack) borrow(b *borrowing, batch []*load, loans []tiers.Loan) []tiers.Loan {
+	run := tail(batch[0].run, batch[0].chunk)
+	pages := 0
+	for _, l := range batch {
+		pages += l.transfer.Pages()
+	}
+	run.Hashes = run.Hashes[:pages*run.Space.Geometry.DigestBytes]
+	ctx, cancel := context.WithTimeoutCause(s.ctx, borrowTimeout, errLate)
+	_, _ = s.cfg.Peers.Borrow(ctx, run, func(_ int, l tiers.Loan) { loans = append(loans, l) })
+	cancel()
+
+	c := &s.peers
+	var void []uint64
+	got := 0
+	for at := 0; at < len(batch); at += finishSlice {
+		s.mu.Lock()
+		for i := at; i < min(at+finishSlice, len(batch)); i++ {
+			l, ok, short := batch[i], false, false
+			if i < len(loans) {
+				n := min(loans[i].Pages, l.transfer.Pages())
+				if len(l.waiters) == 0 {
+					c.late.Add(1)
+				}
+				if !slices.Contains(b.gone, loans[i].Peer) && s.engine.FinishBorrow(l.promotion, loans[i]) == nil {
+					ok, short = true, n < l.transfer.Pages()
+					c.chunks.Add(1)
+					got += n
+				} else {
+					c.void.Add(1)
+					void = append(void, loans[i].Handle)
+				}
+			}
+			s.endLoad(l, ok, short)
+		}
+		if at+finishSlice >= len(batch) {
+			delete(s.borrowings, b)
+		}
+		s.unlock()
+	}
+	for i := len(batch); i < len(loans); i++ { // more than was asked for
+		void = append(void, loans[i].Handle)
+	}
+	s.giveBack(void, false)
+	c.borrows.Add(1)
+	c.pages.Add(uint64(got))
+	switch {
+	case got == 0:
+		c.failed.Add(1)
+	case got < pages:
+		c.short.Add(1)
+	}
+	return loans
+}
+
+// retry has a request go on with tiers for what peers have not lent. mu is held.
+func (s *Stack) retry(r *request) {
+	ppc := r.run.Space.Geometry.PagesPerChunk
+	n, _ := s.engine.SettleLookup(r.owner, r.lookup, r.asked)
+	end := r.base() + n
+	start := end / ppc * ppc
+	if start < r.run.First || end >= r.first+r.asked {
+		s.settle(r)
+		return
+	}
+	r.run = tail(r.run, (start-r.run.First)/ppc)
+	r.hit, r.part = end-r.first, end-start
+	r.peers, r.loads, r.phase = false, nil, seeking
+	s.hush(r, false)
+	s.peers.retried.Add(1)
+	s.asks.push(r)
+	s.borrowable.Signal()
+}
+
 // PeerGone drops all that is leased from a peer: from now on nobody is given pages of it. It is returned when nobody uses it.
-func (s *Stack) PeerGone(peer uint64) {}
+func (s *Stack) PeerGone(peer uint64) {
+	s.mu.Lock()
+	for b := range s.borrowings {
+		b.gone = append(b.gone, peer)
+	}
+	s.unlock()
+	s.engine.DropPeer(peer)
+}
+
+// returner returns what nobody uses any more, and drops what nobody has used for a while.
+func (s *Stack) returner() {
+	tick := time.NewTicker(max(s.cfg.Linger/2, time.Millisecond))
+	defer tick.Stop()
+	var list []tiers.Return
+	for {
+		select {
+		case <-s.ctx.Done():
+			return
+		case <-s.cfg.Bell.returns:
+		case <-tick.C:
+			s.engine.SweepForeign()
+		}
+		list = s.returnAll(list)
+	}
+}
+
+// returnAll returns what the engine has to return.
+func (s *Stack) returnAll(list []tiers.Return) []tiers.Return {
+	list = s.engine.TakeReturns(list[:0])
+	var good, bad []uint64
+	for _, r := range list {
+		if r.Bad {
+			bad = append(bad, r.Handle)
+		} else {
+			good = append(good, r.Handle)
+		}
+	}
+	s.giveBack(bad, true)
+	s.giveBack(good, false)
+	return list
+}
+
+func (s *Stack) giveBack(handles []uint64, bad bool) {
+	if len(handles) == 0 {
+		return
+	}
+	s.cfg.Peers.Return(handles, bad)
+	s.peers.returned.Add(uint64(len(handles)))
+	if bad {
+		s.peers.bad.Add(uint64(len(handles)))
+	}
+}
+
+// peerCounters count since the start; see PeerStats.
+type peerCounters struct {
+	lookups, borrows, failed, short, chunks, pages, joined, late, void, retried, returned, bad atomic.Uint64
+}
 
 // PeerStats is what goes on with peers.
 type PeerStats struct {
-	Lookups  uint64 // that wanted chunks from peers
+	Lookups  uint64 // all of whose rest was at peers
 	Borrows  uint64 // calls of Peers.Borrow
 	Failed   uint64 // of those, that leased nothing
 	Short    uint64 // of those, that leased less than was asked for
@@ -36,8 +299,15 @@ type PeerStats struct {
 	Returned uint64 // loans
 	Bad      uint64 // of those, for bytes that did not check out
 
-	Slots, Used, Leased, Held int // slots for loans, those with one, those in use, and pages that can be found in them
+	Slots, Used, Leased, Held int // slots for loans, those with one or on their way, those in use, and pages that can be found in them
 }
 
 // PeerStats may be called at any time.
-func (s *Stack) PeerStats() PeerStats { return PeerStats{} }
+func (s *Stack) PeerStats() PeerStats {
+	c, e := &s.peers, s.engine.Stats()
+	return PeerStats{
+		Lookups: c.lookups.Load(), Borrows: c.borrows.Load(), Failed: c.failed.Load(), Short: c.short.Load(), Chunks: c.chunks.Load(), Pages: c.pages.Load(), Joined: c.joined.Load(),
+		Late: c.late.Load(), Void: c.void.Load(), Retried: c.retried.Load(), Returned: c.returned.Load(), Bad: c.bad.Load(),
+		Slots: e.ForeignSlots, Used: e.ForeignUsed, Leased: e.ForeignLeased, Held: e.ForeignPages,
+	}
+}

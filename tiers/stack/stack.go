@@ -36,6 +36,8 @@ type Stack struct {
 	count     lookupCounters
 	probe     atomic.Bool // a probe is under way
 	verifying estimate    // of Config.Verify
+	preparing sync.Mutex  // held by prepare; taken before mu
+	peers     peerCounters
 
 	mu         sync.Mutex // guards all that follows, and where it is said
 	closed     bool
@@ -50,6 +52,11 @@ type Stack struct {
 	unverified int64                    // bytes of them that are still to be
 	checking   map[uint64]chan struct{} // what Verify is called for, by handle; closed when it has returned
 	outbox     []message
+	asks       fifo[*request]          // wait for a peerWorker: to be prepared (queued), or to go on with tiers (seeking)
+	borrows    fifo[*load]             // wait for one to borrow them
+	borrowable sync.Cond               // for both
+	borrowings map[*borrowing]struct{} // calls under way
+	quiet      int                     // requests that are
 }
 
 type lookupKey struct {
@@ -135,9 +142,9 @@ func New(cfg Config) (*Stack, error) {
 	}
 	s := &Stack{
 		cfg: cfg, engine: cfg.Engine, log: cfg.Log, kick: make(chan struct{}, 1), mail: make(chan struct{}, 1), pending: map[lookupKey]*request{}, loads: map[uint64]*load{},
-		checking: map[uint64]chan struct{}{},
+		checking: map[uint64]chan struct{}{}, borrowings: map[*borrowing]struct{}{},
 	}
-	s.verifiable.L = &s.mu
+	s.verifiable.L, s.borrowable.L = &s.mu, &s.mu
 	s.spaces.Store(&[]*tiers.Space{})
 	s.ctx, s.cancel = context.WithCancelCause(context.Background())
 	for i, c := range cfg.Tiers {
@@ -175,7 +182,13 @@ func New(cfg Config) (*Stack, error) {
 			s.wg.Go(s.verifyWorker)
 		}
 	}
-	if len(s.tiers) > 0 || cfg.Verify != nil {
+	if cfg.Peers != nil {
+		for range peerWorkers {
+			s.wg.Go(s.peerWorker)
+		}
+		s.wg.Go(s.returner)
+	}
+	if len(s.tiers) > 0 || cfg.Verify != nil || cfg.Peers != nil {
 		s.wg.Go(s.dispatch)
 		s.wg.Go(s.mailer)
 	}
@@ -183,7 +196,7 @@ func New(cfg Config) (*Stack, error) {
 }
 
 // Close ends everything under way, unanswered, and waits for the calls of tiers to return. What waits to be written is not: see Flush. Lookups go on to be
-// answered by the arena. It is idempotent. The tiers, and then the engine, are closed after it.
+// answered by the arena. It is idempotent. What peers lent is returned, but for what somebody still reads. The tiers, and then the engine, are closed after it.
 func (s *Stack) Close() {
 	s.mu.Lock()
 	first := !s.closed
@@ -191,6 +204,7 @@ func (s *Stack) Close() {
 	if first {
 		s.cancel(tiers.ErrClosed)
 		s.verifiable.Broadcast()
+		s.borrowable.Broadcast()
 		for _, t := range s.tiers {
 			t.seekable.Broadcast()
 			t.loadable.Broadcast()
@@ -203,7 +217,6 @@ func (s *Stack) Close() {
 		return
 	}
 	s.mu.Lock()
-	defer s.unlock()
 	for _, r := range s.pending {
 		s.remove(r)
 		_, _ = s.engine.SettleLookup(r.owner, r.lookup, 0)
@@ -212,6 +225,11 @@ func (s *Stack) Close() {
 		_ = s.engine.FinishPromotion(p, false, -1)
 	}
 	clear(s.loads)
+	s.unlock()
+	if s.cfg.Peers != nil {
+		s.engine.DropPeer(0)
+		s.returnAll(nil)
+	}
 }
 
 // OpenSpace says what a space of the engine is. A space under the id of one that was closed takes its place.

@@ -158,10 +158,10 @@ func (s *Stack) list(r *request) {
 			break
 		}
 	}
-	if r.expect = page - r.first; !r.promote {
+	if r.expect = page - r.first; !r.promote && !r.peers {
 		r.checks = r.checks[:n]
 	} else if page < end {
-		r.expect = r.asked // tiers may have the rest
+		r.expect = r.asked // peers or tiers may have the rest
 	}
 }
 
@@ -259,22 +259,14 @@ func (s *Stack) goOn(r *request) {
 	hit := s.lookAgain(r)
 	s.sure(r)
 	r.phase = seeking
-	if !r.promote || !r.aim(hit) {
+	if !r.promote && !r.peers || !r.aim(hit) {
 		s.settle(r)
 		return
 	}
 	s.unlock()
 	next := s.sound(r)
 	s.mu.Lock()
-	switch {
-	case r.phase == ended || s.closed:
-	case next != nil:
-		s.seek(r, next)
-	case r.chunks == 0:
-		s.settle(r)
-	default:
-		s.enqueue(r)
-	}
+	s.proceed(r, next)
 }
 
 // forget is Config.Forget.

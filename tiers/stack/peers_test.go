@@ -1,0 +1,577 @@
+package stack
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"lookaside/dax"
+	"lookaside/tiers"
+	"lookaside/tiers/peer"
+	"lookaside/tiers/tiertest"
+)
+
+// Sidecars in one process that share by real peers: each has an engine, an arena of shared memory, a Stack, and what its workers would map of others.
+
+const peerPatience = 30 * time.Second
+
+// side is one of them, with a worker and a scheduler as a rig has.
+type side struct {
+	*Stack
+	t      testing.TB
+	engine *tiers.Engine
+	region *dax.Region
+	peers  *peer.Peers
+	space  *tiers.Space
+	id     tiers.SpaceID
+	mem    []*tiertest.Memory
+	around aroundBorrow
+
+	mu      sync.Mutex
+	mapped  map[uint32]*foreignRegion // by the id that our workers know
+	ids     map[[2]uint64]uint32      // by peer and its id
+	next    uint32
+	unmap   [][]byte // at the end: the race detector takes what another goroutine maps at the same address for the same memory
+	answers map[uint64]int
+	closed  bool
+}
+
+// aroundBorrow is called around calls of Borrow, if it is set.
+type aroundBorrow struct {
+	before, after atomic.Pointer[func()]
+}
+
+type foreignRegion struct{ mem []byte }
+
+type sideOptions struct {
+	slots  int // of the arena. Default 256
+	limit  int // foreign slots. Default 1024
+	linger time.Duration
+	tiers  []tiertest.MemoryOptions
+	mode   Mode
+	share  float64
+}
+
+var sideGeneration atomic.Uint64
+
+func peerDir(t testing.TB) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "la-peer-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	return dir
+}
+
+func must(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func newSide(t testing.TB, dir string, o sideOptions) *side {
+	t.Helper()
+	orDefault(&o.slots, 256)
+	orDefault(&o.limit, 1024)
+	orDefault(&o.linger, time.Hour)
+	if o.share == 0 {
+		o.share = 1
+	}
+	s := &side{t: t, space: tiertest.NewSpace("peers", geometry), mapped: map[uint32]*foreignRegion{}, ids: map[[2]uint64]uint32{}, next: 1000, answers: map[uint64]int{}}
+	bell := NewBell()
+	cfg := Config{Bell: bell, Arena: func(uint32) []byte { return s.region.Bytes() }, Peers: s, Linger: o.linger, Promote: o.mode}
+	for i, mo := range o.tiers {
+		m := tiertest.NewMemory(mo)
+		s.mem = append(s.mem, m)
+		cfg.Tiers = append(cfg.Tiers, TierConfig{Name: fmt.Sprintf("t%d", i), Tier: m})
+	}
+	var err error
+	s.region, err = dax.Create(dax.Options{Kind: dax.KindMemfd, SizeBytes: int64(o.slots) * slotBytes})
+	must(t, err)
+	s.engine, err = tiers.New(tiers.Config{
+		Tiers: Admissions(cfg.Tiers), Wake: bell.Ring, OwnerShare: o.share, PartialDelay: 100 * time.Millisecond, JournalBytes: 1 << 20, ForeignSlots: o.limit, ArenaLimitBytes: s.region.Size(),
+	})
+	must(t, err)
+	s.id, err = s.engine.OpenSpace(s.space.Fingerprint, geometry)
+	must(t, err)
+	cfg.Engine = s.engine
+	s.Stack, err = New(cfg)
+	must(t, err)
+	s.OpenSpace(s.id, s.space)
+	for _, o := range []tiers.Owner{worker, scheduler} {
+		must(t, s.engine.AddOwner(o, s.id))
+	}
+	gen := sideGeneration.Add(1) + 0x5000
+	s.peers, err = peer.Start(peer.Config{Dir: dir, Generation: gen, Engine: s.engine, OnRegion: s.onRegion, OnRegionGone: s.onRegionGone, OnGone: func(p uint64) { s.PeerGone(p) }})
+	must(t, err)
+	must(t, s.peers.AddRegion(peer.Region{ID: 7, Kind: string(s.region.Kind()), FD: s.region.FD(), SizeBytes: s.region.Size(), PageSize: s.region.PageSize()}))
+	must(t, s.engine.AddRegion(7, s.region.Size()))
+	t.Cleanup(s.close)
+	return s
+}
+
+// close ends a side in order, and checks that nothing is left.
+func (s *side) close() {
+	if s.closed {
+		return
+	}
+	s.closed = true
+	s.RemoveOwner(worker)
+	s.RemoveOwner(scheduler)
+	s.Stack.Close()
+	if n := s.engine.Stats(); n.ForeignUsed+n.ForeignLeased+n.ForeignPages+n.Promoting != 0 {
+		s.t.Errorf("left behind: %+v", n)
+	}
+	if err := s.engine.Check(); err != nil {
+		s.t.Error(err)
+	}
+	if len(s.loads)+len(s.borrowings)+s.quiet != 0 {
+		s.t.Errorf("left behind: %d loads, %d calls, %d quiet lookups", len(s.loads), len(s.borrowings), s.quiet)
+	}
+	if err := s.peers.Close(); err != nil {
+		s.t.Error(err)
+	}
+	for _, m := range s.mem {
+		_ = m.Close()
+	}
+	s.engine.Close()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.mapped) > 0 {
+		s.t.Errorf("%d regions of peers are mapped still", len(s.mapped))
+	}
+	for _, m := range s.unmap {
+		_ = unix.Munmap(m)
+	}
+	_ = s.region.Close()
+}
+
+// The side as its Stack's Peers, which knows the regions of others by ids of its own.
+
+func (s *side) Contains(run tiers.Run, held []uint16) { s.peers.Contains(run, held) }
+
+func (s *side) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l tiers.Loan)) (int, error) {
+	if f := s.around.before.Load(); f != nil {
+		(*f)()
+	}
+	pages, err := s.peers.Borrow(ctx, run, func(chunk int, l peer.Loan) {
+		s.mu.Lock()
+		id := s.ids[[2]uint64{l.Peer, uint64(l.Region)}]
+		s.mu.Unlock()
+		out(chunk, tiers.Loan{Peer: l.Peer, Region: id, Offset: l.Offset, Pages: l.Pages, Handle: l.Handle})
+	})
+	if f := s.around.after.Load(); f != nil {
+		(*f)()
+	}
+	return pages, err
+}
+
+func (s *side) Return(handles []uint64, bad bool) { s.peers.Return(handles, bad) }
+
+func (s *side) onRegion(r peer.Region) error {
+	mem, err := unix.Mmap(r.FD, r.OffsetBytes, int(r.SizeBytes), unix.PROT_READ, unix.MAP_SHARED)
+	if err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.next++
+	s.mapped[s.next] = &foreignRegion{mem: mem}
+	s.ids[[2]uint64{r.Peer, uint64(r.ID)}] = s.next
+	return nil
+}
+
+func (s *side) onRegionGone(p uint64, region uint32) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	id := s.ids[[2]uint64{p, uint64(region)}]
+	for s.engine.ForeignIn(id) > 0 {
+		s.mu.Unlock()
+		time.Sleep(time.Millisecond)
+		s.mu.Lock()
+	}
+	s.unmap = append(s.unmap, s.mapped[id].mem)
+	delete(s.mapped, id)
+	delete(s.ids, [2]uint64{p, uint64(region)})
+}
+
+// LookupPending implements Asker.
+func (s *side) LookupPending(tiers.Owner, uint64, int, time.Duration) {}
+
+// LookupAnswered implements Asker.
+func (s *side) LookupAnswered(a Answer) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.answers[a.Lookup] = a.Pages
+}
+
+// store stores pages [first, to) of a prefix, and answers how many pages there was no room for.
+func (s *side) store(p tiertest.Prefix, first, to int) (shed int) {
+	s.t.Helper()
+	run := p.Run(s.space, first, to)
+	res, grants, err := s.engine.PrepareStore(worker, first, run.Prev, run.Hashes, nil)
+	must(s.t, err)
+	for _, g := range grants {
+		tiertest.FillRun(s.region.Bytes()[g.Offset:g.Offset+uint64(g.Pages)*pageBytes], pages(p, s.space, int(g.Page), int(g.Page+g.Pages)))
+	}
+	if res.Store != 0 {
+		must(s.t, s.engine.CommitStore(worker, res.Store, nil))
+	}
+	return res.Shed
+}
+
+func pages(p tiertest.Prefix, sp *tiers.Space, from, to int) tiers.Run {
+	return tiers.Run{Space: sp, First: from, Hashes: p.Digests(from, to, 32)}
+}
+
+func eventually(t testing.TB, what string, ok func() bool) {
+	t.Helper()
+	for end := time.Now().Add(peerPatience); !ok(); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("never: %s", what)
+		}
+	}
+}
+
+// hears waits until peers are said to hold pages [first, to) of a prefix, a whole number of chunks but for the end, and can lend them.
+func (s *side) hears(p tiertest.Prefix, first, to int) {
+	s.t.Helper()
+	run := p.Run(s.space, first, to)
+	held := make([]uint16, run.Chunks())
+	eventually(s.t, fmt.Sprintf("pages %d to %d are said to be held", first, to-1), func() bool {
+		s.peers.Contains(run, held)
+		for i, n := range held {
+			if int(n) != run.Chunk(i).Pages() {
+				return false
+			}
+		}
+		return true
+	})
+	eventually(s.t, "they are lent", func() bool {
+		var handles []uint64
+		n, _ := s.peers.Borrow(s.t.Context(), run, func(_ int, l peer.Loan) { handles = append(handles, l.Handle) })
+		s.peers.Return(handles, false)
+		return n == run.Pages()
+	})
+}
+
+// forgets waits until peers are said to hold nothing of the chunk that begins at page first.
+func (s *side) forgets(p tiertest.Prefix, first int) {
+	s.t.Helper()
+	run := p.Run(s.space, first, first+1)
+	held := make([]uint16, 1)
+	eventually(s.t, "the hints go", func() bool {
+		s.peers.Contains(run, held)
+		return held[0] == 0
+	})
+}
+
+func (s *side) ask(lookup uint64, p tiertest.Prefix, first, n int, deadline time.Duration) (pages int, done bool) {
+	s.t.Helper()
+	q := Query{Owner: scheduler, Lookup: lookup, Space: s.id, FirstPage: first, Hashes: p.Digests(first, n, 32), Deadline: deadline}
+	if first > 0 {
+		q.Prev = p.Digests(first-1, first, 32)
+	}
+	pages, done, err := s.Lookup(&q, s)
+	must(s.t, err)
+	return pages, done
+}
+
+func (s *side) lookup(lookup uint64, p tiertest.Prefix, first, n int) int {
+	s.t.Helper()
+	pages, done := s.ask(lookup, p, first, n, 0)
+	if !done {
+		pages = s.answer(lookup)
+	}
+	return pages
+}
+
+func (s *side) answer(lookup uint64) (pages int) {
+	s.t.Helper()
+	eventually(s.t, fmt.Sprintf("lookup %d is answered", lookup), func() bool {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		var ok bool
+		pages, ok = s.answers[lookup]
+		return ok
+	})
+	return pages
+}
+
+// load is a load that is not released yet.
+type sideLoad struct {
+	handle uint64
+	p      tiertest.Prefix
+	list   []tiers.Extent
+}
+
+func (s *side) prepareLoad(lookup uint64, p tiertest.Prefix, first, n int) (*sideLoad, error) {
+	handle, list, err := s.engine.PrepareLoad(worker, scheduler, lookup, first, n, nil)
+	if err != nil {
+		return nil, err
+	}
+	return &sideLoad{handle, p, list}, nil
+}
+
+// check compares every byte of a load with what it is to be.
+func (s *side) check(l *sideLoad) error {
+	for _, x := range l.list {
+		mem := s.region.Bytes()
+		if x.Region != 7 {
+			s.mu.Lock()
+			m := s.mapped[x.Region]
+			s.mu.Unlock()
+			if m == nil {
+				return fmt.Errorf("%+v is in a region that is not mapped", x)
+			}
+			mem = m.mem
+		}
+		if bad := tiertest.WrongPage(mem[x.Offset:x.Offset+uint64(x.Pages)*pageBytes], pages(l.p, s.space, int(x.Page), int(x.Page+x.Pages))); bad >= 0 {
+			return fmt.Errorf("FALSE HIT: page %d, in %+v, has other bytes", int(x.Page)+bad, x)
+		}
+	}
+	return nil
+}
+
+// want looks up, checks the answer, every byte, and where the chunks are: 'o' for the own arena, 'p' for a peer's.
+func (s *side) want(lookup uint64, p tiertest.Prefix, first, n, want int, where string) {
+	s.t.Helper()
+	if got := s.lookup(lookup, p, first, n); got != want {
+		s.t.Fatalf("lookup %d of pages %d to %d: %d, want %d; %+v", lookup, first, n-1, got, want, s.PeerStats())
+	}
+	if want == 0 {
+		return
+	}
+	l, err := s.prepareLoad(lookup, p, first, want)
+	must(s.t, err)
+	must(s.t, s.check(l))
+	got := ""
+	for _, x := range l.list {
+		got += map[bool]string{true: "o", false: "p"}[x.Region == 7]
+	}
+	if got != where {
+		s.t.Fatalf("lookup %d is read from %s, want %s", lookup, got, where)
+	}
+	must(s.t, s.engine.Release(worker, l.handle, nil))
+	must(s.t, s.engine.Check())
+}
+
+// lentNothing waits until a side has back what it lent.
+func (s *side) lentNothing() {
+	s.t.Helper()
+	eventually(s.t, "everything is returned", func() bool { return s.engine.Stats().OpenLoans == 0 })
+}
+
+func some(seed uint64, n int) tiertest.Prefix { return prefix(rand.New(rand.NewPCG(seed, 9)), n) }
+
+// TestPeers: what each of several sidecars has stored of a conversation is found by all, read where it lies, and returned.
+func TestPeers(t *testing.T) {
+	for _, mode := range []Mode{PromoteAuto, PromoteNever} {
+		t.Run(mode.String(), func(t *testing.T) {
+			dir := peerDir(t)
+			o := sideOptions{mode: mode, tiers: []tiertest.MemoryOptions{{Local: true}}}
+			a, b, c := newSide(t, dir, o), newSide(t, dir, o), newSide(t, dir, o)
+			p := some(1, 26)
+			a.store(p, 0, 8)
+			b.store(p, 8, 16)
+			a.store(p, 16, 26) // ends in the middle of a chunk
+			a.hears(p, 8, 16)
+			b.hears(p, 0, 8)
+			b.hears(p, 16, 26)
+			c.hears(p, 0, 26)
+			c.want(1, p, 0, 26, 26, "ppppppp")
+			a.want(1, p, 0, 26, 26, "ooppooo")
+			b.want(1, p, 0, 26, 26, "ppooppp")
+			// From within a chunk, and more than anybody has.
+			c.want(2, p, 5, 26, 21, "pppppp")
+			longer := append(slices.Clone(p), 1, 2, 3, 4, 5)
+			c.want(3, longer, 0, 31, 26, "ppppppp")
+			if st := c.PeerStats(); st.Borrows == 0 || st.Chunks != 7 || st.Failed > 1 || st.Used != 7 {
+				t.Fatalf("%+v", st)
+			}
+			// What was borrowed once is found at once.
+			if n, done := c.ask(4, p, 0, 26, 0); n != 26 || !done {
+				t.Fatal(n, done)
+			}
+			must(t, c.Cancel(scheduler, 4))
+			// Nobody asked the tiers, and nothing borrowed went there.
+			if st := c.Status()[0]; st.Loads+st.Stores != 0 {
+				t.Fatalf("%+v", st)
+			}
+			c.Stack.engine.DropPeer(0)
+			a.Stack.engine.DropPeer(0)
+			b.Stack.engine.DropPeer(0)
+			for _, s := range []*side{a, b, c} {
+				s.lentNothing()
+			}
+		})
+	}
+}
+
+// TestPeersLinger: what nobody uses goes back by itself.
+func TestPeersLinger(t *testing.T) {
+	dir := peerDir(t)
+	a, b := newSide(t, dir, sideOptions{}), newSide(t, dir, sideOptions{linger: 40 * time.Millisecond})
+	p := some(2, 16)
+	a.store(p, 0, 16)
+	b.hears(p, 0, 16)
+	b.want(1, p, 0, 16, 16, "pppp")
+	a.lentNothing()
+	if st := b.PeerStats(); st.Used != 0 || st.Returned != 4 {
+		t.Fatalf("%+v", st)
+	}
+	// What is read stays, as long as it takes.
+	if n := b.lookup(2, p, 0, 16); n != 16 {
+		t.Fatal(n)
+	}
+	l, err := b.prepareLoad(2, p, 0, 16)
+	must(t, err)
+	time.Sleep(200 * time.Millisecond)
+	if a.engine.ClearSpace(a.id); a.engine.Stats().OpenLoans == 0 {
+		t.Fatal("what is read was returned")
+	}
+	must(t, b.check(l))
+	must(t, b.engine.Release(worker, l.handle, []uint32{1}))
+	a.lentNothing()
+	if st := b.PeerStats(); st.Bad != 1 {
+		t.Fatalf("%+v", st)
+	}
+}
+
+// TestPeersEviction: hints may be wrong; what the lender has dropped is a miss, and tiers are asked for it.
+func TestPeersEviction(t *testing.T) {
+	dir := peerDir(t)
+	a := newSide(t, dir, sideOptions{slots: 8})
+	b := newSide(t, dir, sideOptions{tiers: []tiertest.MemoryOptions{{Local: true}}, mode: PromoteAlways})
+	p, q := some(3, 32), some(4, 32)
+	a.store(p, 0, 32)
+	b.hears(p, 0, 32)
+	a.lentNothing() // or there is no room for the other prefix
+	// The lender clears everything at the moment that it is asked.
+	drop := func() {
+		a.engine.ClearSpace(a.id)
+		a.store(q, 0, 32)
+	}
+	b.around.before.Store(&drop)
+	b.want(1, p, 0, 32, 0, "")
+	b.around.before.Store(nil)
+	if st := b.PeerStats(); st.Failed == 0 || st.Used != 0 {
+		t.Fatalf("%+v", st)
+	}
+	b.forgets(p, 0)
+	b.hears(q, 0, 32)
+	// It drops the end, and a tier has all.
+	b.store(q, 0, 32)
+	must(t, b.Flush(t.Context()))
+	b.engine.ClearSpace(b.id)
+	drop = func() {
+		if _, err := a.engine.Drop(a.id, 20, q.Digests(20, 24, 32)); err != nil {
+			t.Error(err)
+		}
+	}
+	b.around.before.Store(&drop)
+	b.want(2, q, 0, 32, 32, "pppppooo")
+	b.around.before.Store(nil)
+	if st := b.PeerStats(); st.Retried != 2 {
+		t.Fatalf("%+v", st)
+	}
+}
+
+// TestPeerDies: a peer that goes while it lends ends as a miss, and what it lent is not given to anybody any more.
+func TestPeerDies(t *testing.T) {
+	dir := peerDir(t)
+	a := newSide(t, dir, sideOptions{})
+	b := newSide(t, dir, sideOptions{tiers: []tiertest.MemoryOptions{{Local: true}}, mode: PromoteAlways})
+	p := some(5, 32)
+	a.store(p, 0, 32)
+	b.store(p, 0, 6)
+	must(t, b.Flush(t.Context()))
+	b.hears(p, 0, 32)
+	if n := b.lookup(1, p, 0, 32); n != 32 {
+		t.Fatal(n)
+	}
+	if n := b.lookup(2, p, 0, 32); n != 32 {
+		t.Fatal(n)
+	}
+	l, err := b.prepareLoad(2, p, 0, 32)
+	must(t, err)
+	b.engine.DropPeer(0) // so that the next one borrows again
+	die := func() {
+		a.close()
+		eventually(t, "it is noticed", func() bool {
+			return len(b.peers.Status().Lenders) == 0 || b.engine.Stats().ForeignPages == 0 && b.goneSeen()
+		})
+	}
+	b.around.after.Store(&die)
+	b.want(3, p, 0, 32, 6, "oo")
+	b.around.after.Store(nil)
+	if st := b.PeerStats(); st.Void != 7 || st.Held != 0 {
+		t.Fatalf("%+v", st)
+	}
+	// What a lookup held is void, what is being read stays what it is.
+	if _, err := b.prepareLoad(1, p, 0, 32); err == nil {
+		t.Fatal("pages of a peer that is gone are given to a load")
+	}
+	must(t, b.check(l))
+	must(t, b.engine.Release(worker, l.handle, nil))
+	b.want(4, p, 0, 32, 6, "oo")
+}
+
+// goneSeen says whether some call of Borrow under way has been told that its peer has gone.
+func (s *side) goneSeen() bool {
+	s.Stack.mu.Lock()
+	defer s.unlock()
+	for b := range s.borrowings {
+		if len(b.gone) > 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// TestPeersLate: a lookup that ends before its loans come leaves them to be found; others that ask meanwhile wait for the same.
+func TestPeersLate(t *testing.T) {
+	dir := peerDir(t)
+	a, b := newSide(t, dir, sideOptions{}), newSide(t, dir, sideOptions{})
+	p := some(6, 32)
+	a.store(p, 0, 32)
+	b.store(p, 0, 5)
+	b.hears(p, 0, 32)
+	gate := make(chan struct{})
+	wait := func() { <-gate }
+	b.around.before.Store(&wait)
+	if n, done := b.ask(1, p, 0, 32, 20*time.Millisecond); done || n != 5 {
+		t.Fatal(n, done)
+	}
+	if n := b.answer(1); n != 5 {
+		t.Fatal(n)
+	}
+	if _, done := b.ask(2, p, 0, 32, 0); done {
+		t.Fatal("answered without its rest")
+	}
+	if _, done := b.ask(3, p, 8, 32, 0); done {
+		t.Fatal("answered without its rest")
+	}
+	eventually(t, "they join", func() bool { return b.PeerStats().Joined == 7+6 })
+	must(t, b.Cancel(scheduler, 2))
+	must(t, b.Cancel(scheduler, 1))
+	close(gate)
+	if n := b.answer(3); n != 24 {
+		t.Fatal(n)
+	}
+	b.around.before.Store(nil)
+	if st := b.PeerStats(); st.Borrows != 1 || st.Chunks != 7 || st.Late != 1 {
+		t.Fatalf("%+v", st)
+	}
+	b.want(4, p, 0, 32, 32, "opppppppp"[:8])
+}
