@@ -94,9 +94,9 @@ func (e *Engine) needForeign(ow *owner) error {
 	}
 	f := &class{geometry: c.geometry, policy: e.newPolicy(true), isForeign: true}
 	e.lent.regions++
+	e.lent.mask |= 1 << r.num
 	r.foreign = true
 	if err := e.carve(r, f, e.foreignSlots(c.geometry), Placement{}); err == nil {
-		e.lent.mask |= 1 << r.num
 		c.foreign = f
 		for _, s := range e.byPrint {
 			e.addShadow(s)
@@ -104,6 +104,7 @@ func (e *Engine) needForeign(ow *owner) error {
 		e.relimit()
 	} else if !e.closed {
 		e.lent.regions--
+		e.lent.mask &^= 1 << r.num
 		*r = region{num: r.num, firstGen: r.firstGen}
 	}
 	if now, err := e.owner(ow.id); err != nil || now != ow {

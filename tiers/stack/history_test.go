@@ -27,6 +27,7 @@ type configuration struct {
 	faults   bool // tiers fail, forget, rot and stall
 	complete bool // nothing that was stored and flushed is ever lost
 	restored int  // chunks that the arena has from its last run, some of them corrupt
+	peers    bool // others hold some of it
 }
 
 func configurations() []configuration {
@@ -67,6 +68,13 @@ func configurations() []configuration {
 			c.Tiers[0].Admit, c.Tiers[1].Admit = tiers.AdmitReused, tiers.AdmitEvicted
 		}}, restored: 80},
 		{name: "restored, tiny queues, faults", o: rigOptions{slots: 48, tiers: []tiertest.MemoryOptions{local, slow}, config: tiny}, restored: 40, faults: true},
+		{name: "peers", o: rigOptions{slots: 256}, peers: true, complete: true},
+		{name: "peers, local", o: rigOptions{slots: 256, tiers: []tiertest.MemoryOptions{local}}, peers: true, complete: true},
+		{name: "peers, never promoted", o: rigOptions{slots: 40, tiers: []tiertest.MemoryOptions{local}, config: func(c *Config) { c.Promote, c.Linger = PromoteNever, 5*time.Millisecond }}, peers: true},
+		{name: "peers, both, few slots, faults", o: rigOptions{slots: 24, tiers: []tiertest.MemoryOptions{local, slow}, config: func(c *Config) { c.Linger = 20 * time.Millisecond }}, peers: true, faults: true},
+		{name: "peers, few foreign slots, faults", o: rigOptions{slots: 16, tiers: []tiertest.MemoryOptions{local, remote}, engine: func(c *tiers.Config) { c.ForeignSlots, c.OwnerShare = 6, 0.5 }}, peers: true, faults: true},
+		{name: "peers, tiny queues, faults", o: rigOptions{slots: 24, tiers: []tiertest.MemoryOptions{slow}, config: tiny}, peers: true, faults: true},
+		{name: "peers, restored", o: rigOptions{slots: 64, tiers: []tiertest.MemoryOptions{local}}, peers: true, restored: 60},
 	}
 }
 
@@ -100,11 +108,23 @@ type history struct {
 // prefix makes a prefix that begins like one of those before it.
 func (h *history) prefix() tiertest.Prefix {
 	var base tiertest.Prefix
-	if len(h.held) > 0 && h.rnd.IntN(8) > 0 {
-		s := h.held[h.rnd.IntN(len(h.held))]
+	list := h.held
+	if h.lenders != nil && h.rnd.IntN(2) == 0 {
+		list = h.lenders.list
+	}
+	if len(list) > 0 && h.rnd.IntN(8) > 0 {
+		s := list[h.rnd.IntN(len(list))]
 		base = s.p[:h.rnd.IntN(len(s.p)+1)]
 	}
 	return prefix(h.rnd, max(len(base)+1, min(60, len(base)+1+h.rnd.IntN(24))), base...)
+}
+
+// there is how many pages of a prefix somebody has.
+func (h *history) there(p tiertest.Prefix) int {
+	if h.lenders == nil {
+		return known(h.held, p)
+	}
+	return max(known(h.held, p), known(h.lenders.list, p))
 }
 
 // known is how many pages of a prefix were stored.
@@ -144,11 +164,15 @@ func (h *history) settleOne(i int) {
 	}
 	for _, x := range extents {
 		part := l.p.Run(h.space, int(x.Page), int(x.Page+x.Pages))
-		if bad := tiertest.WrongPage(h.arena[x.Offset:x.Offset+uint64(x.Pages)*pageBytes], part); bad >= 0 {
+		if bad := tiertest.WrongPage(h.memoryOf(x), part); bad >= 0 {
 			h.t.Fatalf("page %d of lookup %d has wrong bytes", int(x.Page)+bad, l.id)
 		}
 	}
-	if err := h.engine.Release(worker, load, nil); err != nil {
+	var bad []uint32
+	if h.c.faults && extents[0].Region == lentRegion && h.rnd.IntN(10) == 0 {
+		bad = []uint32{0}
+	}
+	if err := h.engine.Release(worker, load, bad); err != nil {
 		h.t.Fatal(err)
 	}
 }
@@ -184,7 +208,7 @@ func (h *history) checkpoint(p tiertest.Prefix) {
 		h.flush()
 	}
 	h.next++
-	want, slots := known(h.held, p), len(h.arena)/slotBytes
+	want, slots := h.there(p), len(h.arena)/slotBytes
 	pages := h.rig.lookup(h.next, p, 0, len(p))
 	if pages > want {
 		h.t.Fatalf("%d pages hit, and %d were stored", pages, want)
@@ -200,7 +224,7 @@ func (h *history) checkpoint(p tiertest.Prefix) {
 		if pages < least {
 			h.t.Fatalf("%d pages hit, want %d or more: %d were stored", pages, least, want)
 		}
-		if slots >= 256 {
+		if slots >= 256 && h.lenders == nil {
 			h.checks = append(h.checks, pages)
 		}
 	}
@@ -253,6 +277,21 @@ func (h *history) restore(m *medium) {
 	}
 }
 
+// lend has peers hold something more, or lets one go.
+func (h *history) lend() {
+	if h.rnd.IntN(4) == 0 {
+		h.lenders.mu.Lock()
+		gone := h.lenders.peer
+		h.lenders.peer++
+		h.lenders.mu.Unlock()
+		h.PeerGone(gone)
+		return
+	}
+	p := h.prefix()
+	h.lenders.hold(p, len(p))
+	h.ever = append(h.ever, stored{p, len(p)})
+}
+
 // step does one random operation.
 func (h *history) step() {
 	rnd := h.rnd
@@ -302,6 +341,8 @@ func (h *history) step() {
 		if len(h.mem) == 0 {
 			h.held = nil
 		}
+	case k < 90 && h.lenders != nil:
+		h.lend()
 	case k < 89 && !h.c.faults:
 		h.settleAll()
 		if _, err := h.Clear(h.t.Context(), chunk.Fingerprint{}, ""); err != nil {
@@ -311,11 +352,11 @@ func (h *history) step() {
 	case k < 92:
 		p := h.prefix()
 		ctx, cancel := context.WithTimeout(h.t.Context(), 200*time.Millisecond)
-		if n, _ := h.Prefetch(ctx, h.id, p.Digests(0, len(p), 32)); n > known(h.held, p) {
+		if n, _ := h.Prefetch(ctx, h.id, p.Digests(0, len(p), 32)); n > h.there(p) {
 			h.t.Fatalf("%d pages fetched, and %d were stored", n, known(h.held, p))
 		}
 		cancel()
-	case k < 95 && h.c.faults:
+	case k < 95 && h.c.faults && len(h.mem) > 0:
 		h.fault()
 	case k < 98:
 		time.Sleep(time.Duration(rnd.IntN(30)) * time.Millisecond)
@@ -341,8 +382,20 @@ func TestHistories(t *testing.T) {
 				if c.restored > 0 {
 					c.o.restore = h.restore
 				}
+				if c.peers {
+					c.o.peers = rand.New(rand.NewPCG(seed, 4))
+				}
 				inBubble(t, c.o, func(t *testing.T, r *rig) {
 					h.rig = r
+					if r.lenders != nil {
+						r.lenders.faults = c.faults
+						for range 8 {
+							p := h.prefix()
+							r.lenders.hold(p, len(p))
+							h.ever = append(h.ever, stored{p, len(p)})
+						}
+						h.lookup()
+					}
 					for range *stepsFlag {
 						h.step()
 					}
@@ -350,6 +403,13 @@ func TestHistories(t *testing.T) {
 						m.SetFault(nil)
 					}
 					h.checkpoint(h.prefix())
+					if r.lenders != nil {
+						if st := r.PeerStats(); *stepsFlag >= 250 && st.Chunks == 0 {
+							t.Errorf("nothing was borrowed: %+v", st)
+						} else {
+							t.Logf("%+v", st)
+						}
+					}
 				})
 			})
 		}
@@ -365,7 +425,7 @@ func TestConfigurationsAgree(t *testing.T) {
 	var want []int
 	var first string
 	for _, c := range configurations() {
-		if !c.complete || c.o.slots < 256 {
+		if !c.complete || c.o.slots < 256 || c.peers {
 			continue
 		}
 		inBubble(t, c.o, func(t *testing.T, r *rig) {

@@ -575,3 +575,152 @@ func TestPeersLate(t *testing.T) {
 	}
 	b.want(4, p, 0, 32, 32, "opppppppp"[:8])
 }
+
+// TestPeerHistories: several sidecars with small arenas, each with a few that ask and load at the same time, while all store, clear, leave and come: whatever is read, as long as it is read, is
+// the bytes of its pages.
+func TestPeerHistories(t *testing.T) {
+	seed := *seedFlag
+	if seed == 0 {
+		seed = rand.Uint64()
+	}
+	t.Logf("seed %d", seed)
+	dir := peerDir(t)
+	var all []tiertest.Prefix // many of which begin alike
+	rnd := rand.New(rand.NewPCG(seed, 5))
+	for len(all) < 30 {
+		var base tiertest.Prefix
+		if len(all) > 0 {
+			base = all[rnd.IntN(len(all))]
+			base = base[:rnd.IntN(len(base)+1)]
+		}
+		all = append(all, prefix(rnd, min(60, len(base)+1+rnd.IntN(20)), base...))
+	}
+	var pages, hits, void atomic.Uint64
+	options := []sideOptions{
+		{slots: 40, limit: 30, linger: 20 * time.Millisecond, share: 0.7},
+		{slots: 60, limit: 200, linger: 100 * time.Millisecond, tiers: []tiertest.MemoryOptions{{Local: true}}, mode: PromoteAlways},
+		{slots: 30, limit: 8, linger: 2 * time.Millisecond, tiers: []tiertest.MemoryOptions{{Latency: time.Millisecond}}, share: 0.8},
+	}
+	var wg sync.WaitGroup
+	for i, o := range options {
+		rnd := rand.New(rand.NewPCG(seed, uint64(10+i)))
+		wg.Go(func() {
+			for life := range 3 {
+				s := newSide(t, dir, o)
+				n := s.live(rnd, all, 150+100*life, &hits, &void)
+				pages.Add(n)
+				s.close()
+			}
+		})
+	}
+	wg.Wait()
+	t.Logf("%d pages borrowed, %d loads, %d lookups void", pages.Load(), hits.Load(), void.Load())
+	if pages.Load() == 0 || hits.Load() == 0 {
+		t.Error("nothing was borrowed: the history tests nothing")
+	}
+}
+
+// live is a life of a sidecar. It answers how many pages it borrowed.
+func (s *side) live(rnd *rand.Rand, all []tiertest.Prefix, steps int, hits, void *atomic.Uint64) (borrowed uint64) {
+	var loads []*sideLoad
+	pick := func() tiertest.Prefix { return all[rnd.IntN(len(all))] }
+	release := func(i int) {
+		l := loads[i]
+		if err := s.check(l); err != nil {
+			s.t.Error(err)
+		}
+		var bad []uint32
+		if rnd.IntN(20) == 0 {
+			bad = []uint32{uint32(rnd.IntN(len(l.list)))}
+		}
+		if err := s.engine.Release(worker, l.handle, bad); err != nil {
+			s.t.Error(err)
+		}
+		loads = slices.Delete(loads, i, i+1)
+	}
+	type asked struct {
+		id    uint64
+		p     tiertest.Prefix
+		first int
+	}
+	var out []asked
+	end := func(a asked) {
+		s.mu.Lock()
+		n, ok := s.answers[a.id]
+		s.mu.Unlock()
+		for end := time.Now().Add(peerPatience); !ok; time.Sleep(100 * time.Microsecond) {
+			if time.Now().After(end) {
+				s.t.Errorf("lookup %d is not answered", a.id)
+				return
+			}
+			s.mu.Lock()
+			n, ok = s.answers[a.id]
+			s.mu.Unlock()
+		}
+		if n == 0 {
+			return
+		}
+		l, err := s.prepareLoad(a.id, a.p, a.first, n)
+		if err != nil { // its peer has gone, it was cleared, or the share is used up
+			void.Add(1)
+			_ = s.Cancel(scheduler, a.id)
+			return
+		}
+		if err := s.check(l); err != nil {
+			s.t.Error(err)
+		}
+		hits.Add(1)
+		loads = append(loads, l)
+	}
+	for i := range steps {
+		switch k := rnd.IntN(100); {
+		case k < 15:
+			p := pick()
+			s.store(p, 0, len(p))
+		case k < 25: // what comes behind what a peer may have
+			p := pick()
+			s.store(p, len(p)/2/ppc*ppc, len(p))
+		case k < 65:
+			p := pick()
+			first := rnd.IntN(len(p)) * rnd.IntN(2)
+			a := asked{uint64(i), p, first}
+			n, done := s.ask(a.id, p, first, len(p), time.Duration(1+rnd.IntN(300))*time.Millisecond)
+			if done {
+				s.mu.Lock()
+				s.answers[a.id] = n
+				s.mu.Unlock()
+			}
+			if out = append(out, a); len(out) > 5 {
+				end(out[0])
+				out = out[1:]
+			}
+		case k < 70 && len(out) > 0:
+			a := out[len(out)-1]
+			out = out[:len(out)-1]
+			_ = s.Cancel(scheduler, a.id)
+		case k < 75 && len(out) > 0:
+			a := &out[rnd.IntN(len(out))]
+			_ = s.Trim(scheduler, a.id, a.first+rnd.IntN(5))
+		case k < 90 && len(loads) > 0:
+			release(rnd.IntN(len(loads)))
+		case k < 91:
+			s.engine.ClearSpace(s.id)
+		case k < 92:
+			if err := s.engine.Check(); err != nil {
+				s.t.Error(err)
+			}
+		case k < 94:
+			time.Sleep(time.Duration(rnd.IntN(10)) * time.Millisecond)
+		}
+		for len(loads) > 8 {
+			release(0)
+		}
+	}
+	for _, a := range out {
+		end(a)
+	}
+	for len(loads) > 0 {
+		release(0)
+	}
+	return s.PeerStats().Pages
+}

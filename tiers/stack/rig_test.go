@@ -39,6 +39,8 @@ type rig struct {
 	id     tiers.SpaceID
 	medium *medium // nil: nothing is restored
 
+	lenders *lenders // nil: no peers
+
 	mu      sync.Mutex
 	answers map[uint64]int // by lookup
 	pending map[uint64]int // pages promised
@@ -59,6 +61,7 @@ type rigOptions struct {
 	wrap    func(i int, t tiers.Tier) tiers.Tier
 	log     bool
 	restore func(m *medium) // says what the arena has from its last run
+	peers   *rand.Rand      // there are lenders
 }
 
 // inBubble runs f with a rig in a bubble of its own, and checks the rig when f is done.
@@ -98,10 +101,17 @@ func newRig(t testing.TB, o rigOptions) *rig {
 		r.medium = newMedium(r)
 		cfg.Verify, cfg.Forget = r.medium.verify, r.medium.forget
 	}
+	if o.peers != nil {
+		r.lenders = newLenders(r.space, o.peers)
+		cfg.Peers = r.lenders
+	}
 	if o.config != nil {
 		o.config(&cfg)
 	}
 	ec := tiers.Config{Tiers: Admissions(cfg.Tiers), Wake: bell.Ring, OwnerShare: 1, PartialDelay: 100 * time.Millisecond}
+	if o.peers != nil {
+		ec.ForeignSlots = 512
+	}
 	if o.restore != nil {
 		ec.FixedRegions, ec.NoExtend = true, true
 	}
@@ -148,6 +158,9 @@ func (r *rig) close() {
 	r.Stack.Close()
 	if err := r.engine.Check(); err != nil {
 		r.t.Error(err)
+	}
+	if l := r.lenders; l != nil && (len(l.out) > 0 || l.wrong != nil || len(r.borrowings)+r.quiet > 0 || r.engine.Stats().ForeignUsed > 0) {
+		r.t.Errorf("left behind: %d loans, %d calls, %d quiet lookups; %v; %+v", len(l.out), len(r.borrowings), r.quiet, l.wrong, r.engine.Stats())
 	}
 	if st := r.engine.Stats(); st.Leases != 0 || st.Promoting != 0 || st.FillingSlots != 0 || st.OpenLookups != 0 {
 		r.t.Errorf("left behind: %+v", st)
@@ -293,7 +306,7 @@ func (r *rig) load(lookup uint64, p tiertest.Prefix, first, n int) {
 			r.t.Fatalf("extent from page %d, want %d", x.Page, next)
 		}
 		part := p.Run(r.space, next, next+int(x.Pages))
-		if bad := tiertest.WrongPage(r.arena[x.Offset:x.Offset+uint64(x.Pages)*pageBytes], part); bad >= 0 {
+		if bad := tiertest.WrongPage(r.memoryOf(x), part); bad >= 0 {
 			r.t.Fatalf("page %d of lookup %d has wrong bytes", next+bad, lookup)
 		}
 		next += int(x.Pages)
