@@ -53,6 +53,13 @@
 // order of eviction and what the tiers have of it those of the new slot, at one moment. Leases stay with the old slot, which is free when they have ended. What was
 // dropped, or replaced by a longer version, during its move has not moved. An empty region can be taken away (RemoveRegion).
 //
+// # Foreign slots
+//
+// What a peer lends is a slot, too (Config.ForeignSlots): PreparePromotion grants it, FinishBorrow says where its pages lie and how many they are, and from then on lookups, joins, loads and their
+// ends treat it as any other. But it is none of the arena's: it has limits and an order of eviction of its own, is no chunk's parent, is seen neither by stores, pins, loans and Contains nor by
+// followers, and goes to no tier. Where the arena has a chunk as well, that is read. It becomes Free as any slot does, and its loan is then returned (TakeReturns): because room is wanted, nobody has used it for a
+// while (SweepForeign), its bytes were found bad, or its peer has gone (DropPeer).
+//
 // # Followers
 //
 // With Config.JournalBytes anybody may follow (Follow) what can be found: everything that is held, walked over in slices of the lock, and each change from then on,

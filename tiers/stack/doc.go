@@ -19,6 +19,10 @@
 // The answer is sent when the last of them has arrived, the first has failed in every tier that could have it, or the deadline has passed: it is what is
 // in the arena then, without a gap. Whoever else asks for a chunk that is on its way waits for the same load.
 //
+// Peers (Config.Peers) are asked before all tiers, by what they are said to hold, and what they have costs no time in the sum. A lookup all of whose rest is there goes by a shorter way: it waits neither for room in
+// the arena nor for its turn, one of a few workers leases all of it in one call. In others each stretch of consecutive chunks is one call. What peers do not lend after all is asked of the tiers. A chunk that was borrowed is
+// found again by whoever asks, until nobody has used it for Config.Linger; then it is returned.
+//
 // A lookup may be trimmed, cancelled or lose its owner in every phase. A load that nobody waits for any more is not begun; one that was begun
 // ends in the arena, where the next may find it.
 //
@@ -30,6 +34,6 @@
 //
 // # Concurrency
 //
-// Stack.mu guards the lookups under way, the loads and the queues; it is held for microseconds and across no call of a tier. The engine's lock may be taken
-// under it. An [Asker] is called by one goroutine, without a lock. All goroutines belong to the Stack and end in Close.
+// Stack.mu guards the lookups under way, the loads and the queues; it is held for microseconds and across no call of a tier or of peers. The engine's lock may be taken
+// under it, and it under Stack.preparing. An [Asker] is called by one goroutine, without a lock. All goroutines belong to the Stack and end in Close.
 package stack

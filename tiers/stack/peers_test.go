@@ -724,3 +724,39 @@ func (s *side) live(rnd *rand.Rand, all []tiertest.Prefix, steps int, hits, void
 	}
 	return s.PeerStats().Pages
 }
+
+// What a lookup costs whose pages are all a peer's, beside one of the own arena: the medians, from the call to the answer. Between two of the former what was borrowed is returned.
+func BenchmarkPeerLookup(b *testing.B) {
+	for _, n := range []int{4, 64, 1024} {
+		dir := peerDir(b)
+		lender, borrower := newSide(b, dir, sideOptions{slots: 512}), newSide(b, dir, sideOptions{slots: 512})
+		p := some(7, n)
+		lender.store(p, 0, n)
+		borrower.hears(p, 0, n)
+		hashes := p.Digests(0, n, 32)
+		for name, s := range map[string]*side{"own": lender, "peer": borrower} {
+			b.Run(fmt.Sprintf("%s/%d", name, n), func(b *testing.B) {
+				took := make([]float64, 0, b.N)
+				wait := make(answer, 1)
+				for i := 0; b.Loop(); i++ {
+					start := time.Now()
+					pages, done, err := s.Lookup(&Query{Owner: scheduler, Lookup: uint64(i), Space: s.id, Hashes: hashes}, wait)
+					if !done {
+						pages = <-wait
+					}
+					took = append(took, float64(time.Since(start).Nanoseconds()))
+					if pages != n || err != nil || done != (s == lender) {
+						b.Fatal(pages, done, err)
+					}
+					_ = s.Cancel(scheduler, uint64(i))
+					s.engine.DropPeer(0)
+					for lender.engine.Stats().OpenLoans > 0 {
+						time.Sleep(20 * time.Microsecond)
+					}
+				}
+				slices.Sort(took)
+				b.ReportMetric(took[len(took)/2]/1e3, "p50-µs")
+			})
+		}
+	}
+}
