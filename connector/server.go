@@ -36,6 +36,7 @@ type Config struct {
 	MaxPages      int           // pages that one lookup or store may name
 	Lease         time.Duration // told to clients; the engine enforces it
 	ArenaLimit    int64         // bytes; a chunk must fit
+	Peers         uint64        // told to clients: names the sidecars that lend each other what they hold; 0: this one is alone
 	LMCacheEngine string        // engine whose pages LMCache's lookups ask for; "" is whichever has 8-byte hashes
 
 	// ExtraFields become fields of every space, as if its worker had declared them: what the sidecar does to pages that makes them differ.
@@ -251,11 +252,10 @@ func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []Region, *refu
 				fmt.Sprintf("other sessions of engine %q, rank %d, use another space (%d fields differ)", h.EngineID, h.Rank, len(diff)))
 		}
 	} else {
-		if eng == nil || eng.workers == 0 {
-			return nil, nil, refuse(wire.RefuseNoWorker,
-				fmt.Sprintf("no worker of engine %q, rank %d, is connected; it declares the space, so it comes first", h.EngineID, h.Rank))
+		var r *refusal
+		if sp, r = s.spaceOf(h); r != nil {
+			return nil, nil, r
 		}
-		sp = eng.space
 		if diff := compare(&sp.hello, h, true); len(diff) > 0 {
 			return nil, nil, refuseMismatch(wire.RefuseIncompatible, diff[0],
 				fmt.Sprintf("the worker of engine %q, rank %d, declared another space (%d fields differ)", h.EngineID, h.Rank, len(diff)))
@@ -269,6 +269,11 @@ func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []Region, *refu
 			code = wire.RefuseBusy
 		}
 		return nil, nil, refuse(code, err.Error())
+	}
+	if h.Ranks > 1 {
+		if err := s.engine.SetTakers(tiers.Owner(id), int(h.Ranks)); err != nil {
+			return nil, nil, refuse(wire.RefuseBusy, err.Error()) // it is shutting down
+		}
 	}
 	if eng == nil {
 		eng = &engine{space: sp}
@@ -287,6 +292,7 @@ func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []Region, *refu
 		owner:  tiers.Owner(id),
 		role:   h.Role,
 		key:    key,
+		ranks:  h.Ranks,
 		space:  sp,
 		conn:   conn,
 		since:  time.Now(),
@@ -301,6 +307,25 @@ func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []Region, *refu
 	s.sessions[id] = ses
 	s.count.sessionsOpened.Add(1)
 	return ses, regions, nil
+}
+
+// spaceOf is the space that the workers of all the ranks that a scheduler asks for have declared. s.mu is held.
+func (s *Server) spaceOf(h *wire.Hello) (*space, *refusal) {
+	var sp *space
+	for i := range h.Ranks {
+		eng := s.engines[engineKey{h.EngineID, h.Rank + i}]
+		if eng == nil || eng.workers == 0 { // as every rank has a session, this ends soon, whatever the number
+			return nil, refuse(wire.RefuseNoWorker,
+				fmt.Sprintf("no worker of engine %q, rank %d, is connected; it declares the space, so it comes first", h.EngineID, h.Rank+i))
+		}
+		if sp != nil && eng.space != sp {
+			diff := compare(&sp.hello, &eng.space.hello, false)
+			return nil, refuseMismatch(wire.RefuseIncompatible, diff[0],
+				fmt.Sprintf("ranks %d and %d of engine %q have different spaces (%d fields differ)", h.Rank, h.Rank+i, h.EngineID, len(diff)))
+		}
+		sp = eng.space
+	}
+	return sp, nil
 }
 
 // spaceFor finds or opens the space that a worker declares. s.mu is held.

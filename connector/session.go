@@ -25,6 +25,7 @@ type session struct {
 	owner   tiers.Owner
 	role    string
 	key     engineKey
+	ranks   uint32 // of a scheduler: from key.rank on, all of which may load what it looks up
 	space   *space
 	conn    *ipc.Conn
 	log     *zap.Logger
@@ -147,6 +148,7 @@ func (s *Server) handshake(conn *ipc.Conn) (*session, error) {
 		Regions:        uint32(len(regions)),
 		MaxPages:       uint32(s.cfg.MaxPages),
 		LeaseMs:        uint32(min(s.cfg.Lease.Milliseconds(), 1<<31)),
+		Peers:          s.cfg.Peers,
 	}
 	if ses.role == wire.RoleScheduler {
 		if w.ReplyEndpoint, err = s.lookups.AddSession(ses.id); err != nil {
@@ -376,10 +378,11 @@ func (ses *session) prepareStore(b []byte) []byte {
 	return nil
 }
 
-// chunksOf is how many chunks the pages of a store lie in.
+// chunksOf is how many chunks the pages of a store lie in, of those that it is for.
 func (ses *session) chunksOf(m *wire.PrepareStore) int {
 	ppc := ses.space.geometry.PagesPerChunk
-	return (len(m.Hashes)/ses.space.geometry.DigestBytes + ppc - 1) / ppc
+	chunks := uint64(len(m.Hashes)/ses.space.geometry.DigestBytes+ppc-1) / uint64(ppc)
+	return int((chunks + uint64(m.Every) - 1) / uint64(m.Every))
 }
 
 // grantStore answers m.prepareStore, for which room was made.
@@ -388,6 +391,7 @@ func (ses *session) grantStore() []byte {
 	if s.draining.Load() {
 		return ses.fail(m.ID, fmt.Errorf("%w: the sidecar is shutting down", tiers.ErrClosed))
 	}
+	share := tiers.Share{Of: int(m.Every), Index: int(m.Which)}
 	skipped := ses.elsewhere(m)
 	first, prev, hashes := int(m.FirstPage), m.Prev, m.Hashes
 	if skipped > 0 {
@@ -398,13 +402,17 @@ func (ses *session) grantStore() []byte {
 	grants := ses.extents[:0]
 	if len(hashes) > 0 {
 		var err error
-		res, grants, err = s.engine.PrepareStore(ses.owner, first, prev, hashes, grants)
+		res, grants, err = s.engine.PrepareShare(ses.owner, first, prev, hashes, share, grants)
 		ses.extents = grants
 		if err != nil {
 			return ses.fail(m.ID, err)
 		}
 	}
-	res.Held += skipped
+	for page, ppc := 0, ses.space.geometry.PagesPerChunk; page < skipped; page += ppc {
+		if (int(m.FirstPage)+page)/ppc%share.Of == share.Index {
+			res.Held += min(ppc, skipped-page)
+		}
+	}
 	s.count.heldPages.Add(uint64(res.Held))
 	s.count.shedPages.Add(uint64(res.Shed))
 	if res.Shed > 0 || res.Store != 0 {
@@ -482,12 +490,12 @@ func (ses *session) commitStore() {
 
 func (ses *session) prepareLoad() []byte {
 	m, s := &ses.msg.prepareLoad, ses.server
-	// The lookup must be of a scheduler of the same engine and rank: a worker reaches no other instance's leases.
+	// The lookup must be of a scheduler of the same engine and rank, or of ranks that this one is among: a worker reaches no other instance's leases.
 	scheduler := s.findSession(m.Session)
 	if scheduler == nil || scheduler.role != wire.RoleScheduler {
 		return ses.fail(m.ID, fmt.Errorf("%w: no scheduler has the session %016x", tiers.ErrNotFound, m.Session))
 	}
-	if scheduler.key != ses.key {
+	if scheduler.key.id != ses.key.id || ses.key.rank-scheduler.key.rank >= scheduler.ranks {
 		return ses.fail(m.ID, fmt.Errorf("%w: session %016x is of another engine or rank", tiers.ErrIncompatible, m.Session))
 	}
 	ppc := ses.space.geometry.PagesPerChunk

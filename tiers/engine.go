@@ -106,6 +106,7 @@ type owner struct {
 	slots   tally // by slot
 	foreign tally // by foreign slot
 	own     bool  // what peers lent is not for it
+	takers  int   // loads that take over each of its lookups; 0: one
 }
 
 // New makes an engine without regions.
@@ -464,6 +465,18 @@ func (e *Engine) clearSpace(s *space) (chunks int) {
 	}
 	e.stats.Cleared += uint64(chunks)
 	return chunks
+}
+
+// SetTakers has each lookup of an owner that was just added be taken over by n loads, of the ranks that hold the same pages.
+func (e *Engine) SetTakers(o Owner, n int) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	ow, err := e.owner(o)
+	if err != nil {
+		return err
+	}
+	ow.takers = n
+	return nil
 }
 
 // AddOwner lets a session use a space.

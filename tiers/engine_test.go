@@ -83,6 +83,19 @@ func (b *bench) store(hashes []byte) (StoreResult, []Grant) {
 	return res, grants
 }
 
+// share stores one of the parts of a prefix's chunks for an owner, but for the commit.
+func (b *bench) share(o Owner, hashes []byte, s Share) StoreResult {
+	b.t.Helper()
+	res, grants, err := b.e.PrepareShare(o, 0, nil, hashes, s, nil)
+	b.ok(err)
+	for _, g := range grants {
+		if !s.has(int(g.Page)) { // of chunks of one page
+			b.t.Fatalf("%+v of share %+v", g, s)
+		}
+	}
+	return res
+}
+
 // hits looks a prefix up and lets go of it at once.
 func (b *bench) hits(hashes []byte) int {
 	b.t.Helper()

@@ -43,7 +43,9 @@ type lease struct {
 	end      int
 	prev     [32]byte // of a store: the digest of the page before
 	hasPrev  bool
-	returned int // of a loan: slots that have been given back, and are 0
+	takers   int    // of a lookup: the loads that are still to take it over
+	around   []byte // of a store of every nth chunk: for each grant the digests of the page before and of the page after, zeros where there is none
+	returned int    // of a loan: slots that have been given back, and are 0
 	inOwner  leaseNode
 	inExpiry leaseNode
 }
@@ -101,7 +103,7 @@ func (e *Engine) newLease(kind leaseKind, ow *owner, slots []uint32) *lease {
 		e.leases = append(e.leases, x)
 	}
 	x.gen++
-	x.kind, x.owner = kind, ow
+	x.kind, x.owner, x.takers = kind, ow, ow.takers
 	x.buf = append(e.bufs.get(len(slots)), slots...)
 	x.slots = x.buf
 	ow.leases += len(slots)

@@ -14,6 +14,7 @@ type Extent struct {
 type Grant = Extent
 
 // PrepareLoad takes over, for owner o, the leases that a lookup of owner scheduler has on the given pages; the rest of the lookup's are freed.
+// Of a lookup that several loads take over (SetTakers) all but the last take leases of their own, and leave the lookup and its deadline as they are.
 // It appends one extent a chunk to out. From then on the leases have no deadline: they end with Release or with o. ErrNotFound: there is no such
 // lookup (any more); ErrStale: it does not hold all of these pages, or some were dropped since: then the lookup stays as it is.
 func (e *Engine) PrepareLoad(o, scheduler Owner, lookup uint64, firstPage, pages int, out []Extent) (load uint64, extents []Extent, err error) {
@@ -65,14 +66,16 @@ func (e *Engine) PrepareLoad(o, scheduler Owner, lookup uint64, firstPage, pages
 	y.first, y.n = firstPage, pages
 	for _, ref := range slots {
 		r, s := e.slot(ref)
-		s.pins++ // taken over, not taken: the lookup's are freed below
+		s.pins++ // taken over, not taken: the lookup's are freed below, or by a later load
 		e.pins++
 		page := max(firstPage, int(s.chunk)*ppc)
 		end := min(firstPage+pages, (int(s.chunk)+1)*ppc)
 		region, offset := r.where(ref, page%ppc)
 		out = append(out, Extent{Page: uint32(page), Pages: uint32(end - page), Region: region, Offset: offset})
 	}
-	e.endLease(x)
+	if x.takers--; x.takers <= 0 {
+		e.endLease(x)
+	}
 	e.stats.Loads++
 	e.stats.LoadPages += uint64(pages)
 	return y.handle(), out, nil

@@ -67,6 +67,7 @@ type modelLookup struct {
 	p        prefix
 	first, n int
 	deadline int64
+	loads    int            // that have taken it over
 	clears   int            // of the space when it began to wait
 	waits    []*modelFlight // by chunk, from the one that holds page first+n on; nil: it was ready
 	end      int            // the page after the last that it waits for
@@ -106,6 +107,7 @@ type modelStore struct {
 type modelSession struct {
 	owner   Owner
 	space   *modelSpace
+	takers  int // loads that take over each lookup
 	lookups map[uint64]*modelLookup
 	loads   map[uint64]*modelLoad
 	stores  map[uint64]*modelStore
@@ -332,6 +334,11 @@ func (w *world) session() *modelSession {
 		w.owners++
 		s := &modelSession{owner: w.owners, space: w.spaces[w.rng.IntN(len(w.spaces))], lookups: map[uint64]*modelLookup{}, loads: map[uint64]*modelLoad{}, stores: map[uint64]*modelStore{}}
 		w.check(w.e.AddOwner(s.owner, s.space.id))
+		s.takers = 1
+		if w.chance(3) {
+			s.takers = 2 + w.rng.IntN(2)
+			w.check(w.e.SetTakers(s.owner, s.takers))
+		}
 		w.sessions = append(w.sessions, s)
 	}
 	return w.sessions[w.rng.IntN(len(w.sessions))]
@@ -416,7 +423,19 @@ func (w *world) prepareStore(s *modelSession) {
 	}
 	exact := w.exact()
 	out := []Grant{{Page: 12345}}
-	res, out, err := w.e.PrepareStore(s.owner, first, prev, p.digests(first, len(p), g.DigestBytes), out)
+	share := Share{Of: 1}
+	if w.chance(2) {
+		share = Share{Of: 2 + w.rng.IntN(2)}
+		share.Index = w.rng.IntN(share.Of)
+	}
+	mine := func(page int) bool { return page/g.PagesPerChunk%share.Of == share.Index }
+	asked := 0
+	for i := first; i < len(p); i++ {
+		if mine(i) {
+			asked++
+		}
+	}
+	res, out, err := w.e.PrepareShare(s.owner, first, prev, p.digests(first, len(p), g.DigestBytes), share, out)
 	if errors.Is(err, ErrBusy) {
 		return
 	}
@@ -430,6 +449,9 @@ func (w *world) prepareStore(s *modelSession) {
 		}
 		end = int(gr.Page + gr.Pages)
 		for i := range int(gr.Pages) {
+			if !mine(int(gr.Page) + i) {
+				w.fatal("grant %+v, which is not of share %+v", gr, share)
+			}
 			granted[int(gr.Page)+i] = true
 			page := w.page(s.space, gr, i)
 			for j := range page {
@@ -437,10 +459,18 @@ func (w *world) prepareStore(s *modelSession) {
 			}
 		}
 	}
-	if res.Held+res.Shed+len(granted) != len(p)-first || (res.Store == 0) != (len(grants) == 0) {
-		w.fatal("%+v and %d granted for %d pages", res, len(granted), len(p)-first)
+	if res.Held+res.Shed+len(granted) != asked || (res.Store == 0) != (len(grants) == 0) {
+		w.fatal("%+v and %d granted for %d pages", res, len(granted), asked)
 	}
-	for i := first; i < len(p)-res.Shed; i++ {
+	shed := res.Shed // the last of them
+	for i := len(p) - 1; i >= first; i-- {
+		if !mine(i) {
+			continue
+		}
+		if shed > 0 {
+			shed--
+			continue
+		}
 		held := s.space.own[string(p.digests(i, i+1, g.DigestBytes))]
 		if !granted[i] && !held && !s.space.restored[string(p.digests(i, i+1, g.DigestBytes))] {
 			w.fatal("page %d of %v is neither held nor granted", i, p)
@@ -520,7 +550,9 @@ func (w *world) prepareLoad(s *modelSession) {
 		return
 	}
 	w.check(err)
-	delete(sched.lookups, id)
+	if l.loads++; l.loads == sched.takers {
+		delete(sched.lookups, id)
+	}
 	next := first
 	for _, ex := range extents {
 		if int(ex.Page) != next {

@@ -14,6 +14,17 @@ type StoreResult struct {
 // What is granted stays invisible until CommitStore. A partly filled last chunk is extended in place if nobody else is extending it;
 // otherwise, or with Config.NoExtend, the grant is the whole chunk, from its first page on. ErrBusy: the owner has too many stores.
 func (e *Engine) PrepareStore(o Owner, firstPage int, prev, hashes []byte, out []Grant) (StoreResult, []Grant, error) {
+	return e.PrepareShare(o, firstPage, prev, hashes, Share{}, out)
+}
+
+// Share is one of the parts into which several owners that hold the same pages divide their stores: the chunks whose number in the prefix leaves Index when
+// divided by Of. With Of 0 or 1 it is all of them.
+type Share struct{ Of, Index int }
+
+func (p Share) has(chunk int) bool { return p.Of <= 1 || chunk%p.Of == p.Index }
+
+// PrepareShare is PrepareStore for a share of the pages' chunks. The result has nothing of the others; they may become visible before or after.
+func (e *Engine) PrepareShare(o Owner, firstPage int, prev, hashes []byte, share Share, out []Grant) (StoreResult, []Grant, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	ow, err := e.owner(o)
@@ -47,6 +58,14 @@ func (e *Engine) PrepareStore(o Owner, firstPage int, prev, hashes []byte, out [
 	}
 	res := StoreResult{}
 	granted := e.held[:0]
+	shed := func(from int) (pages int) {
+		for i := from; i < w.chunks; i++ {
+			if share.has(w.chunk + i) {
+				pages += w.last(i) - w.start(i) + 1
+			}
+		}
+		return pages
+	}
 	for i, rec := range refs {
 		start, last := w.start(i), w.last(i)
 		pages := last - start + 1
@@ -58,11 +77,17 @@ func (e *Engine) PrepareStore(o Owner, firstPage int, prev, hashes []byte, out [
 			}
 			e.touch(ref)
 			parent = ref
-			res.Held += pages
+			if share.has(w.chunk + i) {
+				res.Held += pages
+			}
+			continue
+		}
+		if !share.has(w.chunk + i) {
+			parent = 0
 			continue
 		}
 		if ow.leases+len(granted) >= e.cfg.MaxLeasesPerOwner {
-			res.Shed = w.end() - start
+			res.Shed = shed(i)
 			break
 		}
 		if rec, page := e.bisect(sp, &w, i); rec != 0 && !e.cfg.NoExtend {
@@ -86,7 +111,7 @@ func (e *Engine) PrepareStore(o Owner, firstPage int, prev, hashes []byte, out [
 		ref := e.grant(ow, parent, w.chunk+i, pages)
 		if ref == 0 {
 			e.stats.Limited++
-			res.Shed = w.end() - start
+			res.Shed = shed(i)
 			break
 		}
 		r, _ := e.slot(ref)
@@ -107,8 +132,29 @@ func (e *Engine) PrepareStore(o Owner, firstPage int, prev, hashes []byte, out [
 	x.first, x.n = firstPage, w.n
 	x.hasPrev = firstPage > 0
 	copy(x.prev[:], prev)
+	if share.Of > 1 {
+		x.around = e.around(&w, prev, granted)
+	}
 	res.Store = x.handle()
 	return res, out, nil
+}
+
+// around is what a lease keeps of the pages around the slots that it was granted.
+func (e *Engine) around(w *walk, prev []byte, granted []uint32) []byte {
+	b := make([]byte, len(granted)*2*w.digest)
+	for i, ref := range granted {
+		_, s := e.slot(ref)
+		before, after := b[2*i*w.digest:][:w.digest], b[(2*i+1)*w.digest:][:w.digest]
+		if page := int(s.chunk)*w.ppc - 1; page >= w.first {
+			copy(before, w.hash(page))
+		} else {
+			copy(before, prev)
+		}
+		if page := (int(s.chunk) + 1) * w.ppc; page < w.end() {
+			copy(after, w.hash(page))
+		}
+	}
+	return b
 }
 
 // probeWithRoom finds which chunks of a walk are held, as probe does, and carves regions while fewer slots are free than chunks are missing. With have, what is
@@ -279,6 +325,7 @@ func (e *Engine) finishGrant(x *lease, i int, ok bool) {
 		}
 	}
 	e.register(ref)
+	e.adoptNext(x, i, ref)
 	e.stats.StoredPages += uint64(pages)
 	e.admit(ref, e.cascades.stored)
 	e.settle(ref)
@@ -287,6 +334,9 @@ func (e *Engine) finishGrant(x *lease, i int, ok bool) {
 // before is the digest of the page before grant i, as far as the store knows it; a digest of no page otherwise.
 func (e *Engine) before(x *lease, i int, buf *[32]byte) []byte {
 	d := x.owner.space.g.DigestBytes
+	if x.around != nil {
+		return x.around[2*i*d:][:d]
+	}
 	_, s := e.slot(x.slots[i])
 	if i > 0 {
 		// The chunk before may have been a duplicate: its slot is free by now, but not in use again.
@@ -301,6 +351,22 @@ func (e *Engine) before(x *lease, i int, buf *[32]byte) []byte {
 	}
 	clear(buf[:])
 	return buf[:d]
+}
+
+// adoptNext makes the slot of grant i, which has just become ready, the parent of the chunk that continues it, where another owner's store of that was faster.
+func (e *Engine) adoptNext(x *lease, i int, ref uint32) {
+	if x.around == nil {
+		return
+	}
+	d := x.owner.space.g.DigestBytes
+	r, s := e.slot(ref)
+	rec := e.find(x.owner.space, x.around[(2*i+1)*d:][:d])
+	if rec == 0 || int(s.pages) < r.ppc || !e.at(rec, (int(s.chunk)+1)*r.ppc) {
+		return
+	}
+	if next, _ := e.slotOf(rec); e.orphan(next) {
+		e.adopt(ref, next)
+	}
 }
 
 // finishExtension ends the extension of a ready slot.

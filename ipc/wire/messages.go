@@ -25,7 +25,7 @@ import (
 )
 
 // Version is the protocol version. Peers of different versions refuse each other.
-const Version = 4
+const Version = 5
 
 // MaxPacketBytes is the largest message on the session socket. A Unix datagram
 // must fit the sender's buffer whole, so both ends set SO_SNDBUF to
@@ -261,6 +261,7 @@ type Hello struct {
 	Role          string // RoleScheduler or RoleWorker
 	EngineID      string
 	Rank          uint32
+	Ranks         uint32  // ranks from Rank on that a scheduler asks for at once, as they share a space; set by Append to 1 when 0, as it is for workers
 	PageTokens    uint32  // tokens of a page, at least 1
 	PageBytes     uint64  // KV bytes of a page
 	PagesPerChunk uint32  // at least 1
@@ -273,10 +274,11 @@ func (*Hello) Type() Type { return TypeHello }
 
 // Append implements Message.
 func (m *Hello) Append(dst []byte) []byte {
-	dst = appendVersioned(dst, TypeHello, 10, m.Version)
+	dst = appendVersioned(dst, TypeHello, 11, m.Version)
 	dst = appendStr(dst, m.Role)
 	dst = appendStr(dst, m.EngineID)
 	dst = appendUint(dst, uint64(m.Rank))
+	dst = appendUint(dst, uint64(max(1, m.Ranks)))
 	dst = appendUint(dst, uint64(m.PageTokens))
 	dst = appendUint(dst, m.PageBytes)
 	dst = appendUint(dst, uint64(m.PagesPerChunk))
@@ -287,19 +289,26 @@ func (m *Hello) Append(dst []byte) []byte {
 // Decode implements Message.
 func (m *Hello) Decode(b []byte, lim *Limits) error {
 	r := reader{buf: b, message: "Hello"}
-	m.Version = r.versioned(TypeHello, 10)
+	m.Version = r.versioned(TypeHello, 11)
 	m.Role = r.str("role", len(RoleScheduler))
 	if r.err == nil && m.Role != RoleScheduler && m.Role != RoleWorker {
 		r.fail("role", "neither scheduler nor worker")
 	}
 	m.EngineID = r.str("engine_id", lim.EngineIDBytes)
 	m.Rank = r.u32("rank")
+	m.Ranks = r.u32("ranks")
 	m.PageTokens = r.u32("page_tokens")
 	m.PageBytes = r.uint("page_bytes", math.MaxInt64)
 	m.PagesPerChunk = r.u32("pages_per_chunk")
 	m.DigestBytes = uint8(r.uint("digest_bytes", MaxDigestBytes))
 	if r.err == nil {
 		switch {
+		case m.Ranks == 0:
+			r.fail("ranks", "zero")
+		case m.Ranks > 1 && m.Role == RoleWorker:
+			r.fail("ranks", "a worker is one rank")
+		case uint64(m.Rank)+uint64(m.Ranks) > math.MaxUint32+1:
+			r.fail("ranks", "out of range")
 		case m.PageTokens == 0:
 			r.fail("page_tokens", "zero")
 		case m.PagesPerChunk == 0:
@@ -332,6 +341,7 @@ type Welcome struct {
 	Regions        uint32 // how many RegionAdded follow at once, 0 for schedulers
 	MaxPages       uint32 // pages a Lookup or PrepareStore may name; see also MaxStorePages
 	LeaseMs        uint32 // how long an answered lookup keeps its lease, ms
+	Peers          uint64 // names the sidecars of this host that lend each other what they hold, this one among them: theirs is the same number; 0: it is alone
 }
 
 // Type implements Message.
@@ -339,7 +349,7 @@ func (*Welcome) Type() Type { return TypeWelcome }
 
 // Append implements Message.
 func (m *Welcome) Append(dst []byte) []byte {
-	dst = appendVersioned(dst, TypeWelcome, 10, m.Version)
+	dst = appendVersioned(dst, TypeWelcome, 11, m.Version)
 	dst = appendUint(dst, m.Session)
 	dst = appendUint(dst, m.Generation)
 	dst = appendBin(dst, m.Fingerprint)
@@ -347,13 +357,14 @@ func (m *Welcome) Append(dst []byte) []byte {
 	dst = appendStr(dst, m.ReplyEndpoint)
 	dst = appendUint(dst, uint64(m.Regions))
 	dst = appendUint(dst, uint64(m.MaxPages))
-	return appendUint(dst, uint64(m.LeaseMs))
+	dst = appendUint(dst, uint64(m.LeaseMs))
+	return appendUint(dst, m.Peers)
 }
 
 // Decode implements Message.
 func (m *Welcome) Decode(b []byte, lim *Limits) error {
 	r := reader{buf: b, message: "Welcome"}
-	m.Version = r.versioned(TypeWelcome, 10)
+	m.Version = r.versioned(TypeWelcome, 11)
 	m.Session = r.id("session")
 	m.Generation = r.u64("generation")
 	m.Fingerprint = r.bin("fingerprint", FingerprintBytes)
@@ -365,6 +376,7 @@ func (m *Welcome) Decode(b []byte, lim *Limits) error {
 	m.Regions = r.u32("regions")
 	m.MaxPages = r.u32("max_pages")
 	m.LeaseMs = r.u32("lease_ms")
+	m.Peers = r.u64("peers")
 	return r.done()
 }
 
@@ -415,12 +427,15 @@ func (m *Refuse) Decode(b []byte, lim *Limits) error {
 	return r.done()
 }
 
-// PrepareStore asks for room for the pages from FirstPage on that are not held.
+// PrepareStore asks for room for the pages from FirstPage on that are not held. Where several workers hold the same pages each asks for every nth chunk: for those
+// whose number in the prefix leaves Which when divided by Every.
 type PrepareStore struct {
 	ID        uint32
 	FirstPage uint32 // index of the first page in its prefix, a multiple of PagesPerChunk
 	Prev      []byte // hash of the page before, empty when FirstPage is 0; aliases the input
 	Hashes    []byte // packed page hashes, at least one byte; aliases the input
+	Every     uint32 // set by Append to 1, all chunks, when 0
+	Which     uint32 // below Every
 }
 
 // Type implements Message.
@@ -428,17 +443,19 @@ func (*PrepareStore) Type() Type { return TypePrepareStore }
 
 // Append implements Message.
 func (m *PrepareStore) Append(dst []byte) []byte {
-	dst = appendHeader(dst, TypePrepareStore, 5)
+	dst = appendHeader(dst, TypePrepareStore, 7)
 	dst = appendUint(dst, uint64(m.ID))
 	dst = appendUint(dst, uint64(m.FirstPage))
 	dst = appendBin(dst, m.Prev)
-	return appendBin(dst, m.Hashes)
+	dst = appendBin(dst, m.Hashes)
+	dst = appendUint(dst, uint64(max(1, m.Every)))
+	return appendUint(dst, uint64(m.Which))
 }
 
 // Decode implements Message. It does not allocate.
 func (m *PrepareStore) Decode(b []byte, lim *Limits) error {
 	r := reader{buf: b, message: "PrepareStore"}
-	r.header(TypePrepareStore, 5)
+	r.header(TypePrepareStore, 7)
 	m.ID = r.u32("id")
 	m.FirstPage = r.u32("first_page")
 	m.Prev = r.bin("prev", MaxDigestBytes)
@@ -454,6 +471,11 @@ func (m *PrepareStore) Decode(b []byte, lim *Limits) error {
 		case uint64(m.FirstPage)+uint64(len(m.Hashes)) > math.MaxUint32:
 			r.fail("first_page", "out of range")
 		}
+	}
+	m.Every = r.u32("every")
+	m.Which = r.u32("which")
+	if r.err == nil && m.Which >= m.Every {
+		r.fail("which", "not below every")
 	}
 	return r.done()
 }

@@ -71,18 +71,21 @@ type named struct {
 func goodMessages() []named {
 	const big = math.MaxUint64
 	return []named{
-		{"hello worker", &Hello{Version: Version, Role: RoleWorker, EngineID: "engine-0", Rank: 3, PageTokens: 16, PageBytes: 2 << 20, PagesPerChunk: 16, DigestBytes: 32,
+		{"hello worker", &Hello{Version: Version, Role: RoleWorker, EngineID: "engine-0", Rank: 3, Ranks: 1, PageTokens: 16, PageBytes: 2 << 20, PagesPerChunk: 16, DigestBytes: 32,
 			Fields: []Field{{"dtype", "bfloat16"}, {"hash", "sha256_cbor"}, {"model", "größer/モデル"}}}},
-		{"hello scheduler", &Hello{Version: Version, Role: RoleScheduler, EngineID: "e", PageTokens: 128, PagesPerChunk: 2, DigestBytes: 8}},
-		{"hello full map", &Hello{Version: Version, Role: RoleWorker, PageTokens: 1, PageBytes: math.MaxInt64, PagesPerChunk: math.MaxUint32, DigestBytes: 1, Rank: math.MaxUint32,
+		{"hello scheduler", &Hello{Version: Version, Role: RoleScheduler, EngineID: "e", Ranks: 1, PageTokens: 128, PagesPerChunk: 2, DigestBytes: 8}},
+		{"hello scheduler of several ranks", &Hello{Version: Version, Role: RoleScheduler, EngineID: "e", Rank: math.MaxUint32 - 7, Ranks: 8, PageTokens: 128, PagesPerChunk: 2, DigestBytes: 8}},
+		{"hello full map", &Hello{Version: Version, Role: RoleWorker, PageTokens: 1, PageBytes: math.MaxInt64, PagesPerChunk: math.MaxUint32, DigestBytes: 1, Rank: math.MaxUint32, Ranks: 1,
 			EngineID: strings.Repeat("x", 256), Fields: manyFields(64)}},
 		{"welcome worker", &Welcome{Version: Version, Session: big, Generation: 1 << 63, Fingerprint: digests(1, 32), LookupEndpoint: "ipc:///run/l/lookup.sock", Regions: 2, MaxPages: 65536, LeaseMs: 30000}},
 		{"welcome scheduler", &Welcome{Version: Version, Session: 1, Fingerprint: make([]byte, 32), LookupEndpoint: "ipc:///run/l/lookup.sock",
-			ReplyEndpoint: "ipc:///run/l/reply-0000000000000001.sock", MaxPages: 1, LeaseMs: math.MaxUint32}},
+			ReplyEndpoint: "ipc:///run/l/reply-0000000000000001.sock", MaxPages: 1, LeaseMs: math.MaxUint32, Peers: big}},
 		{"refuse", &Refuse{Version: Version, Code: RefuseIncompatible, Field: "dtype", Want: "bfloat16", Got: "float32", Message: "the worker's dtype differs"}},
 		{"refuse empty", &Refuse{Version: Version, Code: RefuseBusy}},
-		{"prepare store first", &PrepareStore{ID: 1, Prev: []byte{}, Hashes: digests(3, 32)}},
-		{"prepare store later", &PrepareStore{ID: math.MaxUint32, FirstPage: 4096, Prev: digests(1, 16), Hashes: digests(20, 16)}},
+		{"prepare store first", &PrepareStore{ID: 1, Prev: []byte{}, Hashes: digests(3, 32), Every: 1}},
+		{"prepare store later", &PrepareStore{ID: math.MaxUint32, FirstPage: 4096, Prev: digests(1, 16), Hashes: digests(20, 16), Every: 1}},
+		{"prepare store of every fourth chunk", &PrepareStore{ID: 3, FirstPage: 32, Prev: digests(1, 16), Hashes: digests(20, 16), Every: 4, Which: 3}},
+		{"prepare store of what is rarely anybody's", &PrepareStore{ID: 4, Prev: []byte{}, Hashes: digests(1, 32), Every: math.MaxUint32, Which: math.MaxUint32 - 1}},
 		{"store grant", &StoreGrant{ID: 1, Store: 7, Held: 2, Grants: []Extent{{2, 14, 0, 0}, {16, 16, 1, 1 << 40}}}},
 		{"store grant nothing", &StoreGrant{ID: 2, Held: 65536, Shed: 300}},
 		{"commit store", &CommitStore{Store: 7}},
@@ -231,39 +234,45 @@ func badMessages() []vector {
 	add(TypeHello, "another version before a bomb", "93 01 01 dd ffffffff")
 	add(TypeHello, "version above 16 bits", "92 01 ce00010001")
 	add(TypeHello, "negative version", "92 01 ff")
-	const worker = "9a 01 04 a6776f726b6572"
-	add(TypeHello, "unknown role", "9a 01 04 a561646d696e a0 00 10 cd1000 10 20 80")
-	add(TypeHello, "empty role", "9a 01 04 a0 a0 00 10 cd1000 10 20 80")
-	add(TypeHello, "role as bytes", "9a 01 04 c406776f726b6572 a0 00 10 cd1000 10 20 80")
-	add(TypeHello, "engine id not UTF-8", worker+"a2c328 00 10 cd1000 10 20 80")
-	add(TypeHello, "engine id above the limit", worker+"da0101"+rep("61", 257)+"00 10 cd1000 10 20 80")
+	const worker = "9b 01 05 a6776f726b6572"
+	add(TypeHello, "unknown role", "9b 01 05 a561646d696e a0 00 01 10 cd1000 10 20 80")
+	add(TypeHello, "empty role", "9b 01 05 a0 a0 00 01 10 cd1000 10 20 80")
+	add(TypeHello, "role as bytes", "9b 01 05 c406776f726b6572 a0 00 01 10 cd1000 10 20 80")
+	add(TypeHello, "engine id not UTF-8", worker+"a2c328 00 01 10 cd1000 10 20 80")
+	add(TypeHello, "engine id above the limit", worker+"da0101"+rep("61", 257)+"00 01 10 cd1000 10 20 80")
 	add(TypeHello, "engine id declares 4 GiB", worker+"db ffffffff 61")
-	add(TypeHello, "zero page tokens", worker+"a0 00 00 cd1000 10 20 80")
-	add(TypeHello, "zero page bytes of a worker", worker+"a0 00 10 00 10 20 80")
-	add(TypeHello, "page bytes above 63 bits", worker+"a0 00 10 cfffffffffffffffff 10 20 80")
-	add(TypeHello, "zero pages per chunk", worker+"a0 00 10 cd1000 00 20 80")
-	add(TypeHello, "zero digest bytes", worker+"a0 00 10 cd1000 10 00 80")
-	add(TypeHello, "digest bytes above 32", worker+"a0 00 10 cd1000 10 21 80")
-	add(TypeHello, "fields as an array", worker+"a0 00 10 cd1000 10 20 90")
-	add(TypeHello, "duplicate field", worker+"a0 00 10 cd1000 10 20 82 a161a131 a161a132")
-	add(TypeHello, "fields out of order", worker+"a0 00 10 cd1000 10 20 82 a162a131 a161a132")
-	add(TypeHello, "field key as a number", worker+"a0 00 10 cd1000 10 20 81 01 a131")
-	add(TypeHello, "field value nested", worker+"a0 00 10 cd1000 10 20 81 a161 81a161a162")
-	add(TypeHello, "field key above the limit", worker+"a0 00 10 cd1000 10 20 81 d941"+rep("61", 65)+"a131")
-	add(TypeHello, "field value above the limit", worker+"a0 00 10 cd1000 10 20 81 a161 da0201"+rep("61", 513))
-	add(TypeHello, "map bomb", worker+"a0 00 10 cd1000 10 20 df ffffffff")
+	add(TypeHello, "no ranks", worker+"a0 00 00 10 cd1000 10 20 80")
+	add(TypeHello, "two ranks of a worker", worker+"a0 00 02 10 cd1000 10 20 80")
+	add(TypeHello, "ranks wrap", "9b 01 05 a97363686564756c6572 a0 ceffffffff 02 10 00 10 20 80")
+	add(TypeHello, "zero page tokens", worker+"a0 00 01 00 cd1000 10 20 80")
+	add(TypeHello, "zero page bytes of a worker", worker+"a0 00 01 10 00 10 20 80")
+	add(TypeHello, "page bytes above 63 bits", worker+"a0 00 01 10 cfffffffffffffffff 10 20 80")
+	add(TypeHello, "zero pages per chunk", worker+"a0 00 01 10 cd1000 00 20 80")
+	add(TypeHello, "zero digest bytes", worker+"a0 00 01 10 cd1000 10 00 80")
+	add(TypeHello, "digest bytes above 32", worker+"a0 00 01 10 cd1000 10 21 80")
+	add(TypeHello, "fields as an array", worker+"a0 00 01 10 cd1000 10 20 90")
+	add(TypeHello, "duplicate field", worker+"a0 00 01 10 cd1000 10 20 82 a161a131 a161a132")
+	add(TypeHello, "fields out of order", worker+"a0 00 01 10 cd1000 10 20 82 a162a131 a161a132")
+	add(TypeHello, "field key as a number", worker+"a0 00 01 10 cd1000 10 20 81 01 a131")
+	add(TypeHello, "field value nested", worker+"a0 00 01 10 cd1000 10 20 81 a161 81a161a162")
+	add(TypeHello, "field key above the limit", worker+"a0 00 01 10 cd1000 10 20 81 d941"+rep("61", 65)+"a131")
+	add(TypeHello, "field value above the limit", worker+"a0 00 01 10 cd1000 10 20 81 a161 da0201"+rep("61", 513))
+	add(TypeHello, "map bomb", worker+"a0 00 01 10 cd1000 10 20 df ffffffff")
 	var many strings.Builder
 	for i := range 65 {
 		fmt.Fprintf(&many, "a3%x a0", fmt.Sprintf("%03d", i))
 	}
-	add(TypeHello, "fields above the limit", worker+"a0 00 10 cd1000 10 20 de0041"+many.String())
+	add(TypeHello, "fields above the limit", worker+"a0 00 01 10 cd1000 10 20 de0041"+many.String())
 
-	add(TypePrepareStore, "hashes empty", "95 0a 01 00 c400 c400")
-	add(TypePrepareStore, "no hash before a later page", "95 0a 01 10 c400 c420"+digest)
-	add(TypePrepareStore, "a hash before the first page", "95 0a 01 00 c420"+digest+"c420"+digest)
-	add(TypePrepareStore, "not whole hashes", "95 0a 01 10 c420"+digest+"c421"+digest+"00")
-	add(TypePrepareStore, "hash before above the limit", "95 0a 01 10 c421"+digest+"00 c421"+digest+"00")
-	add(TypePrepareStore, "first page wraps", "95 0a 01 cefffffff0 c420"+digest+"c420"+digest)
+	add(TypePrepareStore, "hashes empty", "97 0a 01 00 c400 c400 01 00")
+	add(TypePrepareStore, "no hash before a later page", "97 0a 01 10 c400 c420"+digest+"01 00")
+	add(TypePrepareStore, "a hash before the first page", "97 0a 01 00 c420"+digest+"c420"+digest+"01 00")
+	add(TypePrepareStore, "not whole hashes", "97 0a 01 10 c420"+digest+"c421"+digest+"00 01 00")
+	add(TypePrepareStore, "hash before above the limit", "97 0a 01 10 c421"+digest+"00 c421"+digest+"00 01 00")
+	add(TypePrepareStore, "first page wraps", "97 0a 01 cefffffff0 c420"+digest+"c420"+digest+"01 00")
+	add(TypePrepareStore, "no chunks", "97 0a 01 00 c400 c401aa 00 00")
+	add(TypePrepareStore, "a chunk beyond the last", "97 0a 01 00 c400 c401aa 02 02")
+	add(TypePrepareStore, "the body of version 4", "95 0a 01 00 c400 c401aa")
 	add(TypeCommitStore, "zero store", "93 0c 00 90")
 	add(TypeCommitStore, "indices out of order", "93 0c 01 92 02 01")
 	add(TypeCommitStore, "duplicate index", "93 0c 01 92 02 02")
@@ -278,15 +287,15 @@ func badMessages() []vector {
 	add(TypeTrim, "zero session", "94 3e 00 01 01")
 	add(TypeCancel, "trailing bytes", "93 3f 01 01 c0")
 
-	welcome := func(session, fp, rest string) string { return "9a 02 04" + session + "00" + fp + rest }
+	welcome := func(session, fp, rest string) string { return "9b 02 05" + session + "00" + fp + rest }
 	add(TypeWelcome, "another version", "9a 02 02 01 00 c420"+digest+"a161 a0 00 01 01")
 	add(TypeWelcome, "another version with another body", "93 02 09 c0")
-	add(TypeWelcome, "zero session", welcome("00", "c420"+digest, "a161 a0 00 01 01"))
-	add(TypeWelcome, "short fingerprint", welcome("01", "c41f"+digest[2:], "a161 a0 00 01 01"))
-	add(TypeWelcome, "fingerprint as a string", welcome("01", "d920"+digest, "a161 a0 00 01 01"))
-	add(TypeWelcome, "endpoint above the limit", welcome("01", "c420"+digest, "da0401"+rep("61", 1025)+"a0 00 01 01"))
+	add(TypeWelcome, "zero session", welcome("00", "c420"+digest, "a161 a0 00 01 01 00"))
+	add(TypeWelcome, "short fingerprint", welcome("01", "c41f"+digest[2:], "a161 a0 00 01 01 00"))
+	add(TypeWelcome, "fingerprint as a string", welcome("01", "d920"+digest, "a161 a0 00 01 01 00"))
+	add(TypeWelcome, "endpoint above the limit", welcome("01", "c420"+digest, "da0401"+rep("61", 1025)+"a0 00 01 01 00"))
 	add(TypeRefuse, "another version", "97 03 02 a0 a0 a0 a0 a0")
-	add(TypeRefuse, "code not UTF-8", "97 03 04 a1ff a0 a0 a0 a0")
+	add(TypeRefuse, "code not UTF-8", "97 03 05 a1ff a0 a0 a0 a0")
 	add(TypeStoreGrant, "grants without a store", "96 0b 01 00 00 00 91 94 00 01 00 00")
 	add(TypeStoreGrant, "a store without grants", "96 0b 01 01 00 00 90")
 	add(TypeStoreGrant, "an extent of three", "96 0b 01 01 00 00 91 93 00 01 00")
@@ -339,14 +348,14 @@ func badMessages() []vector {
 	hello := func(version, generation string) string { return "93 46" + version + generation }
 	add(TypePeerHello, "another version", hello("02", "01"))
 	add(TypePeerHello, "another version with another body", "92 46 09")
-	add(TypePeerHello, "zero generation", hello("04", "00"))
-	add(TypePeerHello, "generation as bytes", hello("04", "c40101"))
-	add(TypePeerHello, "one field too many", "94 46 04 01 00")
-	add(TypePeerHello, "trailing bytes", hello("04", "01 00"))
-	add(TypePeerWelcome, "another version", "94 47 03 01 01")
-	add(TypePeerWelcome, "zero generation", "94 47 04 00 01")
-	add(TypePeerWelcome, "no pages", "94 47 04 01 00")
-	add(TypePeerWelcome, "max pages above 32 bits", "94 47 04 01 cf0000000100000000")
+	add(TypePeerHello, "zero generation", hello("05", "00"))
+	add(TypePeerHello, "generation as bytes", hello("05", "c40101"))
+	add(TypePeerHello, "one field too many", "94 46 05 01 00")
+	add(TypePeerHello, "trailing bytes", hello("05", "01 00"))
+	add(TypePeerWelcome, "another version", "94 47 06 01 01")
+	add(TypePeerWelcome, "zero generation", "94 47 05 00 01")
+	add(TypePeerWelcome, "no pages", "94 47 05 01 00")
+	add(TypePeerWelcome, "max pages above 32 bits", "94 47 05 01 cf0000000100000000")
 	const space = "97 48 c420"
 	add(TypePeerSpace, "short fingerprint", "97 48 c41f"+digest[2:]+"10 cd1000 10 20 80")
 	add(TypePeerSpace, "fingerprint above the limit", "97 48 c421"+digest+"00 10 cd1000 10 20 80")

@@ -235,18 +235,22 @@ func random(r *rand.Rand, typ Type) Message {
 	}
 	switch typ {
 	case TypeHello:
-		m := &Hello{Version: Version, Role: []string{RoleScheduler, RoleWorker}[r.IntN(2)], EngineID: text(), Rank: u32(), PageTokens: 1 | u32(), PageBytes: 1 | u64()>>1, PagesPerChunk: 1 | u32(), DigestBytes: uint8(1 + r.IntN(32))}
+		m := &Hello{Version: Version, Role: []string{RoleScheduler, RoleWorker}[r.IntN(2)], EngineID: text(), Rank: u32() >> 1, Ranks: 1, PageTokens: 1 | u32(), PageBytes: 1 | u64()>>1, PagesPerChunk: 1 | u32(), DigestBytes: uint8(1 + r.IntN(32))}
+		if m.Role == RoleScheduler {
+			m.Ranks = 1 | u32()>>1
+		}
 		for i := range r.IntN(40) {
 			m.Fields = append(m.Fields, Field{string(rune('A' + i)), text()})
 		}
 		return m
 	case TypeWelcome:
-		return &Welcome{Version: Version, Session: id(), Generation: u64(), Fingerprint: raw(32), LookupEndpoint: text(), ReplyEndpoint: text(), Regions: u32(), MaxPages: u32(), LeaseMs: u32()}
+		return &Welcome{Version: Version, Session: id(), Generation: u64(), Fingerprint: raw(32), LookupEndpoint: text(), ReplyEndpoint: text(), Regions: u32(), MaxPages: u32(), LeaseMs: u32(), Peers: u64()}
 	case TypeRefuse:
 		return &Refuse{Version: Version, Code: text(), Field: text(), Want: text(), Got: text(), Message: text()}
 	case TypePrepareStore:
 		size := []int{8, 16, 32}[r.IntN(3)]
-		m := &PrepareStore{ID: u32(), FirstPage: u32() >> 1, Prev: raw(size), Hashes: raw(size * (1 + r.IntN(3000)))}
+		m := &PrepareStore{ID: u32(), FirstPage: u32() >> 1, Prev: raw(size), Hashes: raw(size * (1 + r.IntN(3000))), Every: 1 | u32()}
+		m.Which = u32() % m.Every
 		if m.FirstPage == 0 {
 			m.Prev = []byte{}
 		}

@@ -104,8 +104,14 @@ class Config:
         """The directory of one rank's sidecar."""
         return self.endpoint.format(rank=rank, dp_rank=dp_rank)
 
+    @property
+    def one_sidecar(self) -> bool:
+        """Whether all ranks of an engine have the same sidecar."""
+        return self.endpoint_for(0, 0) == self.endpoint_for(1, 0)
+
     def sidecar_arguments(self, rank: int, dp_rank: int) -> list[str]:
-        """What one rank's autostarted sidecar is given beside its directory."""
+        """What one rank's autostarted sidecar is given beside its directory; rank 0's where all have the same."""
+        rank = 0 if self.one_sidecar else rank
         arguments = [] if self.arena_size is None else [f"--arena-limit={self.arena_size}"]
         if self.sidecar_config is not None:
             arguments.append(f"--config={self.sidecar_config}")
@@ -210,8 +216,8 @@ SETTINGS: dict[str, Setting] = {
         "directory",
         "${XDG_RUNTIME_DIR:-/tmp}/lookaside-$UID/rank-{rank}",
         "The sidecar's directory, an absolute path. `{rank}` becomes `pp_rank * tp_size + "
-        "tp_rank`, `{dp_rank}` the data-parallel rank. With more than one rank it must contain "
-        "`{rank}`: every rank has its own sidecar.",
+        "tp_rank`, `{dp_rank}` the data-parallel rank. With `{rank}` in it every rank has its own sidecar, "
+        "else all ranks of an instance have the same one.",
     ),
     "chunk_tokens": Setting(
         _integer(1, 1 << 20),
@@ -277,7 +283,7 @@ SETTINGS: dict[str, Setting] = {
         parse_size,
         "size",
         "the sidecar's: 4G",
-        "Arena limit of an autostarted sidecar, per rank; `4G`, `500MiB` or bytes.",
+        "Arena limit of an autostarted sidecar; `4G`, `500MiB` or bytes.",
     ),
     "sidecar_config": Setting(
         _path,
@@ -346,19 +352,6 @@ def parse(extra: Mapping[str, object] | None) -> Config:
     if errors:
         raise ConfigError("kv_connector_extra_config: " + "; ".join(errors))
     return Config(**values)
-
-
-def check_world(config: Config, ranks: int) -> None:
-    """Refuse an endpoint that several ranks would share.
-
-    A rank's pages are not another's, and each sidecar belongs to one rank.
-    Several data-parallel engines may share one (they hold the same model).
-    """
-    if ranks > 1 and config.endpoint_for(0, 0) == config.endpoint_for(1, 0):
-        raise ConfigError(
-            f"{PREFIX}endpoint={config.endpoint!r} names one sidecar for {ranks} ranks; "
-            "every rank has its own: put {rank} into it"
-        )
 
 
 def markdown_table() -> str:

@@ -114,7 +114,6 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerConnector | None = None
 
         config = settings.parse(self._kv_transfer_config.kv_connector_extra_config)
-        settings.check_world(config, space.world(vllm_config).ranks)
         is_scheduler = role == KVConnectorRole.SCHEDULER
         idle = space.idle_reason(vllm_config, kv_cache_config)
         if idle is not None:

@@ -106,7 +106,7 @@ def shares(kv_cache_groups: Sequence[Any], page_tokens: int) -> tuple[Share, ...
 
 def window_tokens(group: Any) -> int:
     """The tokens that a group's sliding window attends to, the newest among them; 0: it has none."""
-    (window,) = {spec.sliding_window for spec in _specs(group) if _is_window(spec)} or {0}
+    (window,) = {spec.sliding_window for spec in specs_of(group) if _is_window(spec)} or {0}
     return window
 
 
@@ -182,7 +182,7 @@ def config_fault(kv_cache_config: Any) -> str | None:
     for group in groups:
         if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
             return "the model's KV cache does not lie in transferable blocks of the device's"
-        specs = _specs(group)
+        specs = specs_of(group)
         for spec in specs:
             name = type(spec).__name__
             if name not in FULL_ATTENTION_SPECS | WINDOW_SPECS:
@@ -203,7 +203,7 @@ def _layer_specs(group: Any) -> Iterable[tuple[str, Any]]:
         yield name, group.kv_cache_spec if own is None else own[name]
 
 
-def _specs(group: Any) -> list[Any]:
+def specs_of(group: Any) -> list[Any]:
     """The specs of a group's layers, of which a rank of a pipeline may have none."""
     own = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     return list(own.values()) if own else [group.kv_cache_spec]
@@ -291,7 +291,7 @@ def _groups(groups: Sequence[Any], columns: int) -> str:
     kinds: list[str] = []
     exact = hashlib.sha256(f"{columns};".encode())
     for group in groups:
-        names = {type(spec).__name__ for spec in _specs(group)}
+        names = {type(spec).__name__ for spec in specs_of(group)}
         kinds.append(f"{'+'.join(sorted(names))}:{group.kv_cache_spec.block_size}:{window_tokens(group)}")
         exact.update(f"{kinds[-1]};{','.join(group.layer_names)};".encode())
     return f"{'|'.join(kinds)[:256]}|{exact.hexdigest()[:32]}"

@@ -3,7 +3,9 @@
 A LookupClient belongs to the scheduler role and is used by its thread alone:
 start sends, poll looks whether the answers are in. An instance with N ranks has
 N sidecars; a page counts as held only if every rank has it, so the answer is the
-smallest of N, and if one rank cannot be asked the answer is 0 at once.
+smallest of N, and if one rank cannot be asked the answer is 0 at once. Ranks that
+hold the same pages in the same sidecar have one session, which is asked once for
+all of them; below, that is one rank.
 
 What lies in a sidecar's memory is answered within a fraction of a millisecond, and
 a rank that says nothing for timeout_s is given up. One that has to bring pages up
@@ -83,28 +85,34 @@ class _Link:
 class Lookup:
     """One question to all ranks. Made by LookupClient.start; scheduler thread only."""
 
-    __slots__ = ("_client", "_hits", "_out", "_promised", "_result", "first_page", "id", "refs")
+    __slots__ = ("_asked", "_client", "_hits", "_out", "_promised", "_result", "first_page", "id")
 
     def __init__(
         self,
         client: LookupClient,
         lookup_id: int,
         first_page: int,
-        refs: tuple[tuple[int, int], ...],
+        asked: tuple[tuple[int, int], ...],
         deadline: float,
     ) -> None:
         self._client = client
         self.id = lookup_id
         self.first_page = first_page
         """The page that the hits are counted from."""
-        self.refs = refs
-        """(scheduler session id, lookup id) per rank: what a worker needs to load."""
-        self._out = dict.fromkeys(range(len(refs)), deadline)
+        self._asked = asked
+        """(scheduler session id, lookup id) of every session."""
+        self._out = dict.fromkeys(range(len(asked)), deadline)
         """The ranks that have not answered, and when each is given up."""
         self._promised: dict[int, float] = {}
         """The ranks that promote pages, and until when they may at most."""
         self._hits: int | None = None
         self._result: int | None = None
+
+    @property
+    def refs(self) -> tuple[tuple[int, int], ...]:
+        """(scheduler session id, lookup id) of every rank: what its worker needs to load."""
+        counts = self._client._ranks
+        return tuple(asked for asked, ranks in zip(self._asked, counts, strict=True) for _ in range(ranks))
 
     def poll(self) -> int | None:
         """Hit pages from first_page on, or None while the answer of any rank is out.
@@ -137,13 +145,14 @@ class LookupClient:
         promotion_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """sessions, one a rank in rank order, are the caller's to start and close.
+        """sessions, in the order of their ranks, are the caller's to start and close.
 
         With promotion_timeout_s 0 nothing is promoted for these lookups.
         """
         if not sessions:
             raise ValueError("a lookup needs at least one rank")
         self._sessions = tuple(sessions)
+        self._ranks = tuple(session.options.ranks for session in sessions)
         self._timeout_s = timeout_s
         self._promotion_timeout_s = promotion_timeout_s
         self._deadline_ms = max(1, round(max(timeout_s, promotion_timeout_s) * 1000))
@@ -181,8 +190,8 @@ class LookupClient:
         self._adopt()
         lookup_id = next(self._ids) & 0xFFFFFFFFFFFFFFFF
         links = self._links
-        refs = tuple((link.session_id if link is not None else 0, lookup_id) for link in links)
-        lookup = Lookup(self, lookup_id, first_page, refs, self._clock() + self._timeout_s)
+        asked = tuple((link.session_id if link is not None else 0, lookup_id) for link in links)
+        lookup = Lookup(self, lookup_id, first_page, asked, self._clock() + self._timeout_s)
         if not hashes:
             lookup._result = 0
             return lookup
@@ -260,7 +269,7 @@ class LookupClient:
             return
         for rank in lookup._out:
             link = self._links[rank]
-            gone = link is None or link.session_id != lookup.refs[rank][0]
+            gone = link is None or link.session_id != lookup._asked[rank][0]
             if gone or not self._sessions[rank].connected:
                 self.unasked += 1
                 self._give_up(lookup, known=None)
@@ -303,7 +312,7 @@ class LookupClient:
     def _promise(self, rank: int, link: _Link, promise: wire.LookupPending) -> None:
         """Give a rank that promotes the time that it asks for: in all no longer than promotion_timeout_s."""
         lookup = self._pending.get(promise.lookup)
-        if lookup is None or lookup.refs[rank][0] != link.session_id:
+        if lookup is None or lookup._asked[rank][0] != link.session_id:
             return
         if rank not in lookup._out or not self._promotion_timeout_s:
             return
@@ -316,7 +325,7 @@ class LookupClient:
 
     def _answer(self, rank: int, link: _Link, answer: wire.LookupResult) -> None:
         lookup = self._pending.get(answer.lookup)
-        if lookup is None or lookup.refs[rank][0] != link.session_id:
+        if lookup is None or lookup._asked[rank][0] != link.session_id:
             self.late_answers += 1
             if answer.hit_pages:
                 link.send(wire.encode(wire.Cancel(link.session_id, answer.lookup)))
@@ -332,7 +341,7 @@ class LookupClient:
 
     def _tell(self, lookup: Lookup, make: Callable[[int, int], object]) -> None:
         """Send every rank that may hold leases for the lookup what make builds."""
-        for rank, (session_id, lookup_id) in enumerate(lookup.refs):
+        for rank, (session_id, lookup_id) in enumerate(lookup._asked):
             link = self._links[rank]
             if session_id and link is not None and link.session_id == session_id:
                 link.send(wire.encode(make(session_id, lookup_id)))

@@ -50,7 +50,9 @@ class SaveSpec:
     may be held, but cannot be written. ``prev`` is the
     digest of page ``first_page - 1``, empty when there is none. The blocks stay
     pinned until every rank has named ``save_id`` in its worker metadata, which
-    each rank does exactly once, whether the pages could be stored or not.
+    each rank does exactly once, whether the pages could be stored or not. With
+    ``divided`` the ranks that hold the same pages (space.replicas) store every
+    n-th chunk each, by the chunk's number in the prefix; else each stores all.
     """
 
     save_id: int
@@ -60,6 +62,7 @@ class SaveSpec:
     hashes: bytes
     block_ids: list[int]
     new_from: int
+    divided: bool = False
 
 
 @dataclass

@@ -24,7 +24,9 @@ request whose load failed is not offered a hit again: vLLM would loop.
 **Saves** go out as chunks fill, for the rest of the prompt when its prefill
 ends, and for what is left when the request ends. A block may be freed and
 rewritten by the very next step, so every block of a save is pinned with the
-block pool until every rank has said that it is done with it. A request's saved
+block pool until every rank has said that it is done with it. Ranks that hold the
+same pages divide a save's chunks among them; one that has none of them says so at
+once. A request's saved
 pages are a high-water mark that only counts pages handed to the workers; it is
 void when the request is preempted or its hashes change under it.
 
@@ -123,6 +125,11 @@ class Sidecars(Protocol):
     @property
     def available(self) -> bool:
         """Whether all of them are connected."""
+        ...
+
+    @property
+    def divided(self) -> bool:
+        """Whether ranks that hold the same pages store a part of them each."""
         ...
 
     def start(self, first_page: int, prev: bytes, hashes: bytes, recompute_us: int) -> Lookup:
@@ -599,6 +606,7 @@ class SchedulerConnector:
         at, whole = state.saved, end_page
         end_page = min(end_page + bool(tail), self._pages_of(tables))
         specs: list[SaveSpec] = []
+        divided = self._sidecars.divided
         while at < end_page:
             first = at - at % self._chunk
             end = min(end_page, first + self._save_pages)
@@ -619,6 +627,7 @@ class SchedulerConnector:
                 hashes=b"".join(hashes),
                 block_ids=block_ids,
                 new_from=at,
+                divided=divided,
             )
             self._next_save += 1
             blocks = [self._pool.blocks[i] for i in block_ids if i]

@@ -140,6 +140,8 @@ class SessionOptions:
     page_bytes: int
     pages_per_chunk: int
     digest_bytes: int
+    ranks: int = 1
+    """The ranks that a scheduler speaks for, from ``rank`` on: all of them hold the same pages."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """What else must agree for bytes to be reusable; part of the fingerprint."""
 
@@ -561,6 +563,7 @@ class Session:
             role=options.role,
             engine_id=options.engine_id,
             rank=options.rank,
+            ranks=options.ranks,
             page_tokens=options.page_tokens,
             page_bytes=options.page_bytes,
             pages_per_chunk=options.pages_per_chunk,

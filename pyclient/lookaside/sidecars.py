@@ -1,7 +1,12 @@
 """The scheduler role's sessions with the sidecars of all ranks, as one thing.
 
-An engine with N ranks has N sidecars, on one host with its scheduler. They are
-connected in the background; until all of them are, everything is a miss.
+An engine with N ranks has N sidecars, on one host with its scheduler, or one for
+all of them. They are connected in the background; until all of them are, everything
+is a miss.
+
+A session is of one space of one sidecar. Ranks that hold the same pages
+(space.replicas) have the same space, so that where they also have the same sidecar
+one session speaks for all of them: a page is looked up, and leased, once.
 """
 
 from __future__ import annotations
@@ -36,6 +41,8 @@ class RankSidecars:
         where = space.world(vllm_config)
         geometry, _ = space.geometry(config, vllm_config, kv_cache_config)
         transfer: Any = vllm_config.kv_transfer_config
+        self._replicas = space.replicas(vllm_config, kv_cache_config)
+        together = self._replicas if config.one_sidecar else 1
         self.sessions = [
             Session(
                 SessionOptions(
@@ -43,6 +50,7 @@ class RankSidecars:
                     role="scheduler",
                     engine_id=transfer.engine_id,
                     rank=rank,
+                    ranks=together,
                     page_tokens=geometry.page_tokens,
                     page_bytes=0,  # only the worker knows
                     pages_per_chunk=geometry.pages_per_chunk,
@@ -51,11 +59,12 @@ class RankSidecars:
                         vllm_config,
                         tp_rank=rank % where.tp_size,
                         pp_rank=rank // where.tp_size,
+                        replicas=self._replicas,
                         engine_id=transfer.engine_id,
                     ),
                 )
             )
-            for rank in range(where.ranks)
+            for rank in range(0, where.ranks, together)
         ]
         self._lookups = LookupClient(self.sessions, config.lookup_timeout_ms / 1e3, config.promotion_timeout_ms / 1e3)
         self._told = {"lookup_timeouts": 0, "lookups_promoted": 0, "lookups_unasked": 0}
@@ -69,6 +78,24 @@ class RankSidecars:
     def available(self) -> bool:
         """Whether every rank's sidecar is connected."""
         return all(session.connected for session in self.sessions)
+
+    @property
+    def divided(self) -> bool:
+        """Whether ranks that hold the same pages may store a part of them each.
+
+        That is so if each of them can load what any of them has stored: they have the same sidecar, or such as lend
+        each other what they hold.
+        """
+        if self._replicas == 1:
+            return False
+        if self.sessions[0].options.ranks > 1:
+            return True
+        for first in range(0, len(self.sessions), self._replicas):
+            welcomes = [session.welcome for session in self.sessions[first : first + self._replicas]]
+            peers = {welcome.peers if welcome is not None else 0 for welcome in welcomes}
+            if len(peers) > 1 or 0 in peers:
+                return False
+        return True
 
     def start(self, first_page: int, prev: bytes, hashes: bytes, recompute_us: int) -> Lookup:
         """Ask all ranks; a miss if one of them cannot be asked."""

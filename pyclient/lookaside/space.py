@@ -24,12 +24,30 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lookaside.config import Config
-from lookaside.layout import config_fault, window_tokens
+from lookaside.layout import config_fault, specs_of, window_tokens
 
 _FIELD_BYTES = 512
 _NON_CRYPTOGRAPHIC = ("xxhash", "xxhash_cbor")
 _DIGEST_BYTES = {"sha256": 32, "sha256_cbor": 32, "xxhash": 16, "xxhash_cbor": 16}
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+
+# Models all of whose layers have the config's num_key_value_heads, which vLLM lays out by QKVParallelLinear: with fewer
+# of them than TP ranks, rank r has head r // (tp_size // heads).
+_PLAIN_HEADS = frozenset({
+    "CohereForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GemmaForCausalLM",
+    "GraniteForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+})  # fmt: skip
 
 
 class World(NamedTuple):
@@ -41,7 +59,7 @@ class World(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Workers of one engine, each with its own sidecar."""
+        """Workers of one engine."""
         return self.tp_size * self.pp_size
 
 
@@ -141,11 +159,54 @@ def hash_warning(vllm_config: Any) -> str | None:
     return None
 
 
-def space_fields(vllm_config: Any, tp_rank: int, pp_rank: int, *, engine_id: str) -> dict[str, str]:
+def replicas(vllm_config: Any, kv_cache_config: Any) -> int:
+    """How many consecutive TP ranks hold the very same pages; 1 where that is not certain.
+
+    Both roles of one engine compute the same. vLLM tells it of layers that are not split by heads (MLA), and then of
+    all layers together. Of KV heads that are too few for the ranks it tells nothing, so that there it is found here,
+    for models whose layers are known to be all alike.
+    """
+    parallel = vllm_config.parallel_config
+    tp = parallel.tensor_parallel_size
+    for kind in ("prefill", "decode"):
+        if getattr(parallel, f"{kind}_context_parallel_size", 1) > 1:
+            return 1  # the ranks have different tokens
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        return 1
+    told = getattr(kv_cache_config, "kv_tp_replicas", 1)
+    if told == 1 and (heads := _plain_heads(vllm_config, kv_cache_config)):
+        told = tp // heads if tp % heads == 0 else 1
+    return told if told > 1 and tp % told == 0 else 1
+
+
+def _plain_heads(vllm_config: Any, kv_cache_config: Any) -> int:
+    """The KV heads that every layer has in all, of a rank each at most; 0 where that is not certain."""
+    model = vllm_config.model_config
+    if getattr(model, "use_mla", True) or vllm_config.speculative_config is not None:
+        return 0  # a draft model has heads of its own
+    if model.architecture not in _PLAIN_HEADS or _plain(getattr(model, "model_impl", "")) not in ("auto", "vllm"):
+        return 0
+    if getattr(model, "using_transformers_backend", lambda: True)():
+        return 0
+    if getattr(getattr(model, "model_arch_config", None), "per_layer_overrides", {}) is not None:
+        return 0
+    heads = getattr(model.hf_text_config, "num_key_value_heads", None)
+    if not isinstance(heads, int) or heads < 1 or heads != model.get_total_num_kv_heads():
+        return 0
+    for group in kv_cache_config.kv_cache_groups:
+        for spec in specs_of(group):
+            if type(spec).__name__ not in ("FullAttentionSpec", "SlidingWindowSpec") or spec.num_kv_heads != 1:
+                return 0
+            if getattr(spec, "max_tp_shards", None) not in (None, heads):
+                return 0
+    return heads
+
+
+def space_fields(vllm_config: Any, tp_rank: int, pp_rank: int, *, replicas: int, engine_id: str) -> dict[str, str]:
     """The fields that either role of ``engine_id`` declares for one rank.
 
-    Both roles of one engine compute equal fields. Keys and values are short
-    strings (values at most 512 bytes; longer ones are replaced by a digest).
+    Both roles of one engine compute equal fields, and so do ranks that hold the same pages (replicas). Keys and values
+    are short strings (values at most 512 bytes; longer ones are replaced by a digest).
     """
     from vllm import __version__ as vllm_version
 
@@ -172,7 +233,7 @@ def space_fields(vllm_config: Any, tp_rank: int, pp_rank: int, *, engine_id: str
         "draft": _draft(vllm_config),
         "tp": str(parallel.tensor_parallel_size),
         "pp": str(parallel.pipeline_parallel_size),
-        "tp_shard": str(tp_rank // _replicas(model, parallel)),
+        "tp_shard": f"{tp_rank // replicas}/{parallel.tensor_parallel_size // replicas}",
         "pp_rank": str(pp_rank),
         "hash": cache.prefix_caching_hash_algo,
         "none_hash": _none_hash(cache.prefix_caching_hash_algo, engine_id),
@@ -239,15 +300,6 @@ def _draft(vllm_config: Any) -> str:
     if draft is not None:
         parts += [_model_name(draft.model), str(draft.revision), _weights_identity(draft, "auto")]
     return "|".join(parts)
-
-
-def _replicas(model: Any, parallel: Any) -> int:
-    """Consecutive TP ranks that hold identical KV: all for MLA, else few heads' worth."""
-    tp = parallel.tensor_parallel_size
-    if getattr(model, "use_mla", False):
-        return tp
-    heads = model.get_total_num_kv_heads()
-    return max(1, tp // heads) if heads else 1
 
 
 def _none_hash(algorithm: str, engine_id: str) -> str:

@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-VERSION = 4
+VERSION = 5
 """Protocol version. Peers of different versions refuse each other."""
 
 MAX_PACKET_BYTES = 256 << 10
@@ -73,12 +73,16 @@ class Message(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
 
 
 class Hello(Message, frozen=True, tag=1):
-    """Opens a session. ``fields`` must be in rising order of keys."""
+    """Opens a session. ``fields`` must be in rising order of keys.
+
+    A scheduler asks for ``ranks`` ranks from ``rank`` on at once, which share a space; a worker is one.
+    """
 
     version: _U16
     role: str
     engine_id: str
     rank: _U32
+    ranks: _U32
     page_tokens: _U32
     page_bytes: _Size
     pages_per_chunk: _U32
@@ -87,7 +91,11 @@ class Hello(Message, frozen=True, tag=1):
 
 
 class Welcome(Message, frozen=True, tag=2):
-    """Accepts a session; the control region's fd travels with it."""
+    """Accepts a session; the control region's fd travels with it.
+
+    ``peers`` names the sidecars of this host that lend each other what they hold, this one among them: theirs is the
+    same number. 0: it is alone.
+    """
 
     version: _U16
     session: _Id
@@ -98,6 +106,7 @@ class Welcome(Message, frozen=True, tag=2):
     regions: _U32
     max_pages: _U32
     lease_ms: _U32
+    peers: _U64
 
 
 class Refuse(Message, frozen=True, tag=3):
@@ -112,12 +121,17 @@ class Refuse(Message, frozen=True, tag=3):
 
 
 class PrepareStore(Message, frozen=True, tag=10):
-    """Asks for room for the pages from ``first_page`` on that are not held."""
+    """Asks for room for the pages from ``first_page`` on that are not held.
+
+    Of their chunks, by number in the prefix, only for those that leave ``which`` when divided by ``every``.
+    """
 
     id: _U32
     first_page: _U32
     prev: _Digest
     hashes: bytes
+    every: _U32
+    which: _U32
 
 
 class Extent(Message, frozen=True):

@@ -215,6 +215,7 @@ class WorkerConnector:
         self._column_bytes = np.zeros(1, np.int64)  # of each of a page's blocks
         self._whole_failures = space.is_hybrid(kv_cache_config)
         self._pages_per_chunk = 1
+        self._share = (1, 0)  # of how many ranks that hold the same pages this is which
         self._digest_bytes = 32
         self._copies: Copies | None = None
         self._session: Session | None = None
@@ -287,7 +288,9 @@ class WorkerConnector:
 
         transfer: Any = self._vllm_config.kv_transfer_config
         engine_id = str(transfer.engine_id)
-        fields = space.space_fields(self._vllm_config, tp_rank, pp_rank, engine_id=engine_id)
+        replicas = space.replicas(self._vllm_config, self._kv_cache_config)
+        self._share = (replicas, tp_rank % replicas)
+        fields = space.space_fields(self._vllm_config, tp_rank, pp_rank, replicas=replicas, engine_id=engine_id)
         endpoint = self._config.endpoint_for(self._rank, world.dp_rank)
         device = next(iter(kv_caches.values())).device
         if device.type == "cuda":
@@ -507,9 +510,15 @@ class WorkerConnector:
             if live is None or session is None or self._shut:
                 raise SessionUnavailable("not connected")
             save = _Save(spec, live, [], time.monotonic())
+            every, which = self._share if spec.divided else (1, 0)
             abort = functools.partial(self._abort_late, session, live.session_id)
             for start in range(0, pages, live.max_pages):
                 end = min(start + live.max_pages, pages)
+                first_chunk, last_chunk = (
+                    (spec.first_page + page) // self._pages_per_chunk for page in (start, end - 1)
+                )
+                if (which - first_chunk) % every > last_chunk - first_chunk:
+                    continue  # all of them are other ranks'
                 size = self._digest_bytes
                 prev = spec.hashes[(start - 1) * size : start * size] if start else spec.prev
                 make = functools.partial(
@@ -517,10 +526,15 @@ class WorkerConnector:
                     first_page=spec.first_page + start,
                     prev=prev,
                     hashes=spec.hashes[start * size : end * size],
+                    every=every,
+                    which=which,
                 )
                 pending = session.submit(make, abort)
                 save.pieces.append(_Piece(range(spec.first_page + start, spec.first_page + end), pending))
-            self._orders.append(save)
+            if save.pieces:
+                self._orders.append(save)
+            else:
+                self._acknowledge(spec)
         except Exception as error:
             if not isinstance(error, SessionUnavailable):
                 self._stats.add("errors")
@@ -848,8 +862,10 @@ class WorkerConnector:
             self._session.send(wire.Release(load.load, bad), load.live.session_id)
 
 
-def _prepare_store(request_id: int, first_page: int, prev: bytes, hashes: bytes) -> wire.PrepareStore:
-    return wire.PrepareStore(request_id, first_page, prev, hashes)
+def _prepare_store(
+    request_id: int, first_page: int, prev: bytes, hashes: bytes, every: int, which: int
+) -> wire.PrepareStore:
+    return wire.PrepareStore(request_id, first_page, prev, hashes, every, which)
 
 
 def _prepare_load(request_id: int, session: int, lookup: int, first_page: int, pages: int) -> wire.PrepareLoad:

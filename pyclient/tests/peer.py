@@ -52,6 +52,7 @@ class Peer:
         self.generation = int.from_bytes(os.urandom(7), "little")
         self.control = os.memfd_create("control", os.MFD_CLOEXEC)
         self.set_state(1)
+        self.peers = 0
         self.region_bytes = region_bytes
         self.regions = [self.make_region() for _ in range(regions)]
         self.script: dict[type, Callable[[Conn, Any], Answer]] = {}
@@ -209,6 +210,7 @@ class Peer:
                 regions=len(regions),
                 max_pages=4096,
                 lease_ms=30000,
+                peers=self.peers,
             ),
             self.control,
         )

@@ -63,7 +63,7 @@ BLOCK = 16
 ids = itertools.count()
 
 
-def write_model(directory: Path) -> Path:
+def write_model(directory: Path, kv_heads: int = 2) -> Path:
     """A model directory that is enough for a ModelConfig."""
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -71,7 +71,7 @@ def write_model(directory: Path) -> Path:
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_key_value_heads": kv_heads,
         "num_hidden_layers": 2,
         "vocab_size": 1024,
         "max_position_embeddings": 8192,
@@ -205,6 +205,7 @@ class ScriptedSidecars:
     def __init__(self, ranks: int = 1) -> None:
         self.ranks = ranks
         self.available = True
+        self.divided = False
         self.held: dict[bytes, Page] = {}
         self.lookups: list[ScriptedLookup] = []
         self.hold_answers = False

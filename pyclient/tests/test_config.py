@@ -178,11 +178,12 @@ def test_chunks_are_whole_blocks(chunk, block, pages, adjusted):
     assert warning is None if adjusted is None else f"using {adjusted}" in str(warning)
 
 
-def test_every_rank_needs_its_own_sidecar():
-    settings.check_world(parse({"lookaside.endpoint": "/run/one"}), 1)
-    settings.check_world(parse({"lookaside.endpoint": "/run/{rank}"}), 4)
-    with pytest.raises(ConfigError, match=r"put \{rank\} into it"):
-        settings.check_world(parse({"lookaside.endpoint": "/run/{dp_rank}"}), 2)
+@pytest.mark.parametrize(("endpoint", "one"), [("/run/one", True), ("/run/{rank}", False), ("/run/{dp_rank}", True)])
+def test_ranks_have_their_own_sidecars_or_one(endpoint, one):
+    config = parse({"lookaside.endpoint": endpoint, "lookaside.sidecar_args": ["--disk=/mnt/{rank}:1G"]})
+    assert config.one_sidecar == one
+    # Whichever rank starts it.
+    assert config.sidecar_arguments(3, 0) == [f"--disk=/mnt/{0 if one else 3}:1G"]
 
 
 def test_the_docs_hold_the_settings_as_they_are():

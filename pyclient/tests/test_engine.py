@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from lookaside import space
 from lookaside.connector import LookasideConnector
 from scheduling import (
     BLOCK,
@@ -49,15 +50,16 @@ pytestmark = pytest.mark.skipif(not BINARY.exists(), reason="bin/lookaside is no
 class Sidecar:
     """One `lookaside serve`."""
 
-    def __init__(self, endpoint: Path) -> None:
+    def __init__(self, endpoint: Path, *arguments: str) -> None:
         self.endpoint = endpoint
+        self.arguments = arguments
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
 
     def start(self) -> None:
         self.process = subprocess.Popen(
             [BINARY, "serve", "--runtime-dir", self.endpoint, "--arena-limit", "64M", "--arena-initial", "64M",
-             "--arena-kind", "memfd", "--log-level", "warn"],
+             "--arena-kind", "memfd", "--log-level", "warn", *self.arguments],
         )  # fmt: skip
 
     def signal(self, number: int) -> None:
@@ -74,6 +76,7 @@ class Ranks:
     def __init__(self, config: Any, requests: dict[str, Any], kv_config: Any) -> None:
         self.requests = requests
         self.groups = [group.kv_cache_spec for group in kv_config.kv_cache_groups]
+        self.replicas = space.replicas(config, kv_config)
         parallel = config.parallel_config
         self.caches = []
         self.roles = []
@@ -82,7 +85,7 @@ class Ranks:
             mine.parallel_config = copy.copy(parallel)
             mine.parallel_config.rank = rank
             # As in vLLM, all groups lie over the same memory: a block is one group's at a time.
-            cache = torch.zeros(BLOCKS * self.groups[0].block_size * 2 * 32)
+            cache = torch.zeros(BLOCKS * self.groups[0].block_size * self.groups[0].num_kv_heads * 32)
             views = [cache.view(BLOCKS, -1, spec.block_size, 32) for spec in self.groups]
             role = LookasideConnector(mine, KVConnectorRole.WORKER, kv_config)
             role.register_kv_caches({f"layer{number}": view for number, view in enumerate(views)})
@@ -130,7 +133,7 @@ class Ranks:
             before = batch.before[request_id]
             for number, (spec, cache) in enumerate(zip(self.groups, self.caches[rank], strict=True)):
                 table, window = batch.tables[request_id][number], getattr(spec, "sliding_window", None)
-                own = rank / 2 + number / 8
+                own = rank // self.replicas / 2 + number / 8
                 values = [float(v % (1 << 19)) + own for v in contents(self.requests[request_id])]
                 for position in range(max(0, before - window + 1) if window else 0, before):
                     page, offset = divmod(position, spec.block_size)

@@ -1026,11 +1026,6 @@ def test_unknown_settings_stop_the_start(model):
         Stand(make_config(model, {"lookaside.chunk_token": 1}))
 
 
-def test_one_endpoint_for_two_ranks_stops_the_start(model):
-    with pytest.raises(ValueError, match=r"put \{rank\} into it"):
-        Stand(make_config(model, {"lookaside.endpoint": "/run/one"}, tp=2))
-
-
 # ---- MultiConnector ----
 
 

@@ -396,7 +396,7 @@ def test_peer_that_does_not_read_never_blocks_us(session: Session, peer: Peer) -
     hashes = bytes(wire.max_store_pages(32) * 32)
     with pytest.raises(SessionUnavailable):
         for _ in range(1000):
-            session.submit(lambda i: wire.PrepareStore(i, 0, b"", hashes))
+            session.submit(lambda i: wire.PrepareStore(i, 0, b"", hashes, 1, 0))
     for i in range(100):
         assert session.send(wire.AbortStore(i + 1), first)
     assert session.suspect

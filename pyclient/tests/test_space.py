@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ def model(tmp_path_factory):
 
 
 def fields(config, tp_rank=0, pp_rank=0, engine_id="e"):
-    return space.space_fields(config, tp_rank, pp_rank, engine_id=engine_id)
+    return space.space_fields(config, tp_rank, pp_rank, replicas=1, engine_id=engine_id)
 
 
 def differing(one, other):
@@ -38,7 +39,7 @@ def test_two_engines_of_one_model_agree(model):
     "kwargs, changed",
     [
         ({"hash_algo": "sha256"}, {"hash", "none_hash", "hash_keys"}),
-        ({"tp": 2}, {"tp"}),
+        ({"tp": 2}, {"tp", "tp_shard"}),
         ({"pp": 2}, {"pp"}),
     ],
 )
@@ -70,11 +71,66 @@ def test_ranks_do_not_meet(model):
     assert len(seen) == 4
 
 
+def one_head(spec: Any = None) -> Any:
+    """What vLLM says of a layer whose KV heads are no more than the ranks."""
+    return replace(spec or full_attention(), num_kv_heads=1)
+
+
 def test_ranks_that_hold_the_same_bytes_do(model):
-    config = make_config(model, tp=4)  # two KV heads
-    shards = [fields(config, t)["tp_shard"] for t in range(4)]
-    assert shards == ["0", "0", "1", "1"]
-    assert space._replicas(SimpleNamespace(use_mla=True), config.parallel_config) == 4
+    """Two KV heads: with four ranks, the first two have the first."""
+    config, kv_config = make_config(model, tp=4), make_kv_config(4, [one_head(), one_head(sliding_window(64))])
+    assert space.replicas(config, kv_config) == 2
+    shards = [space.space_fields(config, rank, 0, replicas=2, engine_id="e") for rank in range(4)]
+    assert [each["tp_shard"] for each in shards] == ["0/2", "0/2", "1/2", "1/2"]
+    assert shards[0] == shards[1] and shards[2] == shards[3]
+    # Where only one of the roles knew, they would not agree, and nothing would be shared.
+    assert differing(shards[0], fields(config, 0)) == {"tp_shard"}
+
+
+@pytest.mark.parametrize(("tp", "want"), [(1, 1), (2, 1), (4, 2), (8, 4), (3, 1), (6, 3)])
+def test_how_many_ranks_have_a_head(model, tp, want):
+    config = make_config(model)
+    config.parallel_config.tensor_parallel_size = tp
+    assert space.replicas(config, make_kv_config(4, [one_head()])) == want
+
+
+def test_mla_is_the_same_on_every_rank(model):
+    """As far as vLLM says so of all layers together."""
+    from vllm.v1.core.kv_cache_utils import kv_cache_groups_tp_replicas
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    config = make_config(model, tp=4)
+    mla = MLAAttentionSpec(
+        block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=full_attention().dtype, max_tp_shards=1
+    )
+    for specs, want in (([mla], 4), ([mla, replace(mla, max_tp_shards=2)], 2), ([mla, full_attention()], 1)):
+        kv_config = make_kv_config(4, specs)
+        kv_config.kv_tp_replicas = kv_cache_groups_tp_replicas(kv_config.kv_cache_groups, 4)
+        assert space.replicas(config, kv_config) == want
+    assert space.replicas(config, make_kv_config(4, [mla])) == 1  # an older vLLM, which does not say
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c, k: setattr(c.model_config, "_architecture", "MiMoV2ForCausalLM"),
+        lambda c, k: setattr(c.model_config.hf_text_config, "num_key_value_heads", 1),  # not what vLLM goes by
+        lambda c, k: setattr(c.model_config.model_arch_config, "per_layer_overrides", [{}]),
+        lambda c, k: setattr(c.model_config, "model_impl", "transformers"),
+        lambda c, k: setattr(c.cache_config, "calculate_kv_scales", True),
+        lambda c, k: setattr(c.parallel_config, "decode_context_parallel_size", 2),
+        lambda c, k: setattr(c.parallel_config, "prefill_context_parallel_size", 2),
+        lambda c, k: setattr(c, "speculative_config", SimpleNamespace()),
+        lambda c, k: k.kv_cache_groups.append(make_kv_config(4, [full_attention()]).kv_cache_groups[0]),
+        lambda c, k: setattr(k.kv_cache_groups[0], "kv_cache_spec", replace(one_head(), max_tp_shards=4)),
+    ],
+)
+def test_ranks_share_nothing_where_it_is_not_certain(model, change):
+    config, kv_config = make_config(model, tp=4), make_kv_config(4, [one_head()])
+    config.model_config.model_arch_config = copy.copy(config.model_config.model_arch_config)
+    assert space.replicas(config, kv_config) == 2
+    change(config, kv_config)
+    assert space.replicas(config, kv_config) == 1
 
 
 def test_new_weights_under_the_old_name(tmp_path):

@@ -130,7 +130,7 @@ def test_version_error_names_both() -> None:
 def test_store_limit_fits_a_packet() -> None:
     for size in (8, 16, 32):
         pages = wire.max_store_pages(size)
-        store = wire.PrepareStore(0xFFFFFFFF, 0x80000000, b"p" * size, b"h" * (pages * size))
+        store = wire.PrepareStore(0xFFFFFFFF, 0x80000000, b"p" * size, b"h" * (pages * size), 0xFFFFFFFF, 0)
         assert len(wire.encode(store)) <= wire.MAX_PACKET_BYTES
         assert pages <= wire.MAX_EXTENTS
     extent = wire.Extent(0xFFFFFFFE, 1, 0xFFFFFFFF, 0x7FFFFFFFFFFFFFFF)

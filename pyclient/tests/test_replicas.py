@@ -1,0 +1,294 @@
+"""Ranks that hold the same pages: with one sidecar each chunk is stored once, by one of them, and loaded by all.
+
+Engines as in test_engine.py: both roles, vLLM's real Scheduler and the real sidecar. A model has one or two KV heads,
+and mostly more ranks than that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import socket
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lookaside import config as settings
+from lookaside import space, wire
+from lookaside.sidecars import RankSidecars
+from lookaside.stats import Collector
+from peer import Peer, until
+from scheduling import BLOCK, full_attention, make_config, make_kv_config, sliding_window, tokens, write_model
+from test_engine import BINARY, Engine, Sidecar
+
+CHUNK = 4  # pages
+ONE_HEAD = [replace(full_attention(), num_kv_heads=1)]
+WINDOWS = [*ONE_HEAD, replace(sliding_window(72), num_kv_heads=1)]
+
+pytestmark = pytest.mark.skipif(not BINARY.exists(), reason="bin/lookaside is not built")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Models by their KV heads."""
+    directory = tmp_path_factory.mktemp("models")
+    return {heads: write_model(directory / f"{heads}", heads) for heads in (1, 2)}
+
+
+@pytest.fixture
+def sidecars(tmp_path: Path) -> Iterator[list[Sidecar]]:
+    """As many as a test appends, by their endpoints; ended after it."""
+    made: list[Sidecar] = []
+    yield made
+    for each in made:
+        with contextlib.suppress(ProcessLookupError):
+            each.signal(signal.SIGCONT)
+            each.kill()
+
+
+@pytest.fixture
+def engines(models: dict[int, Path]) -> Iterator[Any]:
+    made: list[Engine] = []
+
+    def make(endpoint: Path | str, heads: int, tp: int, specs: list[Any] | None = None, **kwargs: Any) -> Engine:
+        extra = {
+            "lookaside.endpoint": str(endpoint),
+            "lookaside.lookup_timeout_ms": 2000,  # the machine is shared
+            "lookaside.store_timeout_ms": 2000,
+            **kwargs.pop("extra", {}),
+        }
+        made.append(Engine(make_config(models[heads], extra, tp=tp, **kwargs), specs or ONE_HEAD))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.shutdown()
+
+
+def started(sidecars: list[Sidecar], endpoint: Path) -> Sidecar:
+    sidecars.append(Sidecar(endpoint, "--peers-enabled=false"))
+    until((endpoint / "session.sock").exists, 20)
+    return sidecars[-1]
+
+
+def counted(sidecar: Sidecar, *names: str) -> dict[str, int]:
+    """Metrics of the sidecar, by the names that are left without their beginning."""
+    address = (sidecar.endpoint / "admin.addr").read_text().strip()
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+        lines = [line.split() for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    values = {line[0]: float(line[1]) for line in lines if len(line) == 2}
+    return {name: int(values[f"lookaside_{name}"]) for name in names}
+
+
+@pytest.mark.parametrize(("heads", "tp", "specs"), [(1, 2, ONE_HEAD), (1, 4, WINDOWS), (2, 4, ONE_HEAD), (2, 2, None)])
+def test_one_sidecar_holds_every_page_once(engines, sidecars, tmp_path, heads, tp, specs):
+    """With as many heads as ranks, all ranks' pages are different."""
+    sidecar = started(sidecars, tmp_path / "all")
+    specs = specs or [full_attention()]
+    one, other = (engines(sidecar.endpoint, heads, tp, specs) for _ in range(2))
+    assert one.workers.replicas == tp // heads
+    assert len(one.role._sidecars.sessions) == heads
+    prompt = tokens(13 * BLOCK + 5)
+    assert one.ask(prompt)[1] == 0
+    names = ("pages", "lookups_total", "loads_total", "stored_pages_total")
+    before = counted(sidecar, *names)
+    assert before["pages"] == before["stored_pages_total"] == heads * 13
+    # Each rank has stored: of a group of n, every nth chunk.
+    shares = [role._worker._share for role in one.workers.roles]
+    for rank, (role, share) in enumerate(zip(one.workers.roles, shares, strict=True)):
+        pages = sum(min(CHUNK, 13 - chunk * CHUNK) for chunk in range(4) if chunk % share[0] == share[1])
+        assert role._stats.take().data["save_bytes"] == pages * role._worker._page_bytes, f"rank {rank}"
+
+    assert other.ask(prompt)[1] == 13
+    # The loads end with what the workers send last, which nothing waits for.
+    until(lambda: counted(sidecar, "loads_total")["loads_total"] == before["loads_total"] + tp, 20)
+    after = counted(sidecar, *names)
+    assert after["lookups_total"] == before["lookups_total"] + heads, "each space is asked once"
+    assert after["pages"] == before["pages"]
+    for engine in (one, other):
+        assert engine.workers.invalid == engine.workers.failed == 0
+        engine.settle()
+
+
+def test_with_sidecars_of_their_own_all_ranks_store_everything(engines, sidecars, tmp_path):
+    """As long as these do not lend each other what they hold: each must have what its rank will load."""
+    each = [started(sidecars, tmp_path / f"rank-{rank}") for rank in range(2)]
+    one, other = (engines(tmp_path / "rank-{rank}", 1, 2) for _ in range(2))
+    assert one.workers.replicas == 2 and len(one.role._sidecars.sessions) == 2 and not one.role._sidecars.divided
+    prompt = tokens(9 * BLOCK + 1)
+    one.ask(prompt)
+    assert [counted(sidecar, "pages")["pages"] for sidecar in each] == [9, 9]
+    assert other.ask(prompt)[1] == 9
+    # What one of them lacks is no hit.
+    each[1].kill()
+    each[1].start()
+    time.sleep(0.2)  # past the sessions' view of the old one
+    other.connect()
+    other.forget_local()
+    assert other.ask(prompt)[1] == 0
+    other.forget_local()
+    assert other.ask(prompt)[1] == 9
+    for engine in (one, other):
+        engine.settle()
+
+
+def test_what_a_rank_loses_is_missed_alone(engines, sidecars, tmp_path):
+    sidecar = started(sidecars, tmp_path / "all")
+    engine = engines(sidecar.endpoint, 1, 2)
+    worker = engine.workers.roles[1]._worker
+    gather = worker._copies.gather
+
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("the copy fails")
+
+    worker._copies.gather = fail
+    prompt = tokens(13 * BLOCK + 5)
+    engine.ask(prompt)
+    engine.settle()  # nothing waits for what was lost
+    worker._copies.gather = gather
+    # Chunks 0 and 2 are there, 1 and 3 were the other rank's.
+    assert counted(sidecar, "pages")["pages"] == 2 * CHUNK
+    for want in (CHUNK, 13):
+        engine.forget_local()
+        assert engine.ask(prompt)[1] == want
+    assert counted(sidecar, "stored_pages_total")["stored_pages_total"] == 13
+    engine.settle()
+
+
+def test_a_rank_without_its_session_stops_hits_and_no_store(engines, sidecars, tmp_path):
+    """Its share of what is saved meanwhile is missed; the rest is as ever."""
+    sidecar = started(sidecars, tmp_path / "all")
+    engine = engines(sidecar.endpoint, 1, 4)
+    prompt = tokens(17 * BLOCK + 1)
+    cut(engine, 2)
+    engine.ask(prompt)
+    engine.settle()
+    stored = counted(sidecar, "pages")["pages"]
+    assert stored in (13, 17)  # 17 if it was back in time
+    reconnected(engine)
+    engine.forget_local()
+    assert engine.ask(prompt)[1] == (2 * CHUNK if stored == 13 else 17)
+    engine.forget_local()
+    assert engine.ask(prompt)[1] == 17
+    engine.settle()
+
+
+def cut(engine: Engine, rank: int) -> None:
+    """End a rank's session as if its sidecar had."""
+    session = engine.workers.roles[rank]._worker._session
+    with contextlib.suppress(OSError, AttributeError):
+        session._socket.shutdown(socket.SHUT_RDWR)
+
+
+def reconnected(engine: Engine) -> None:
+    """Wait until every rank's session is up."""
+    until(lambda: all(role._worker._session.connected for role in engine.workers.roles), 10)
+
+
+@pytest.mark.parametrize(
+    ("seed", "heads", "tp", "specs"), [(0, 1, 4, ONE_HEAD), (1, 2, 4, ONE_HEAD), (2, 1, 2, WINDOWS)]
+)
+def test_random_histories_with_deaths(engines, sidecars, tmp_path, seed, heads, tp, specs):
+    """Two engines at once; a rank's session cut, its copies failing, the sidecar killed, stopped and started."""
+    rng = random.Random(seed)
+    sidecar = started(sidecars, tmp_path / "all")
+    pair = [engines(sidecar.endpoint, heads, tp, specs, batched_tokens=100, max_seqs=4) for _ in range(2)]
+    for engine in pair:
+        for role in engine.workers.roles:
+            copies = role._worker._copies
+            copies.gather = Failing(rng, copies.gather)
+    stopped = dead = False
+    for _ in range(300):
+        roll = rng.random()
+        engine = rng.choice(pair)
+        if roll < 0.15:
+            engine.add(tokens(rng.randrange(1, 12 * BLOCK), seed=rng.randrange(3)), max_tokens=rng.randrange(1, 20))
+        elif roll < 0.175:
+            with contextlib.suppress(RuntimeError):
+                engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        elif roll < 0.185 and engine.scheduler.running:
+            engine.abort(rng.choice(engine.scheduler.running).request_id)
+        elif (dead or stopped) and roll < 0.30:
+            if dead:
+                sidecar.start()
+            else:
+                sidecar.signal(signal.SIGCONT)
+            dead = stopped = False
+        elif not (dead or stopped) and roll < 0.195:
+            stopped = rng.random() < 0.5
+            dead = not stopped
+            if dead:
+                sidecar.kill()
+            else:
+                sidecar.signal(signal.SIGSTOP)
+        elif roll < 0.21:
+            cut(engine, rng.randrange(tp))
+        for each in pair:
+            each.step()
+        time.sleep(0.002)
+    if dead:
+        sidecar.start()
+    if stopped:
+        sidecar.signal(signal.SIGCONT)
+    for engine in pair:
+        engine.run()
+        engine.settle()
+        assert all(engine.outputs[r] or engine.requests[r].status.name == "FINISHED_ABORTED" for r in engine.outputs)
+        for role in engine.workers.roles:
+            role._worker._copies.gather.rate = 0.0
+    # What they share is as good as before.
+    one, other = pair
+    prompt = tokens(9 * BLOCK + 1, seed=99)
+    for engine in pair:
+        engine.connect()
+        reconnected(engine)
+    one.ask(prompt)
+    assert other.ask(prompt)[1] == 9
+    other.settle()
+
+
+class Failing:
+    """A call that fails now and then."""
+
+    def __init__(self, rng: random.Random, call: Any) -> None:
+        self.rng, self.call, self.rate = rng, call, 0.1
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self.rng.random() < self.rate:
+            raise RuntimeError("the copy fails")
+        return self.call(*arguments)
+
+
+def test_sidecars_that_lend_to_each_other_divide_the_stores(models, tmp_path):
+    """All that the ranks of a group say they are among must be the same, and be there."""
+    peers = [Peer(tmp_path / f"rank-{rank}") for rank in range(4)]
+    try:
+        for numbers, want in (
+            ((0, 0, 0, 0), False),
+            ((7, 7, 9, 9), True),
+            ((7, 7, 9, 8), False),
+            ((7, 7, 7, 0), False),
+        ):
+            for peer, number in zip(peers, numbers, strict=True):
+                peer.peers = number
+            config = make_config(models[2], {"lookaside.endpoint": str(tmp_path / "rank-{rank}")}, tp=4)
+            kv_config = make_kv_config(4, ONE_HEAD)
+            assert space.replicas(config, kv_config) == 2
+            extra = config.kv_transfer_config.kv_connector_extra_config
+            sidecars = RankSidecars(settings.parse(extra), config, kv_config, Collector())
+            assert not sidecars.divided, "before they are connected"
+            sidecars.connect()
+            until(lambda made=sidecars: made.available, 10)
+            assert sidecars.divided == want
+            sidecars.close()
+            until(lambda made=sidecars: not made.available, 10)
+            assert not sidecars.divided
+        assert {hello.ranks for peer in peers for hello in peer.of(wire.Hello)} == {1}
+    finally:
+        for peer in peers:
+            peer.close()
