@@ -503,6 +503,9 @@ func (b *borrower) flush() bool {
 
 // bye returns everything, and tells the lender that it is the end.
 func (b *borrower) bye() {
+	if !b.said.Load() {
+		return
+	}
 	_, _ = b.conn.TrySend((&wire.PeerRelease{}).Append(nil))
 }
 

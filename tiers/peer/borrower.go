@@ -6,6 +6,7 @@ import (
 	"io"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
@@ -25,6 +26,7 @@ type borrower struct {
 	conn *ipc.Conn
 	log  *zap.Logger
 	done chan struct{} // closed when nothing is left of it
+	said atomic.Bool   // who we are: nothing else is sent before
 
 	// Guarded by p.mu.
 	spaces    map[chunk.Fingerprint]*declared
@@ -163,6 +165,7 @@ func (b *borrower) converse() error {
 	if err := b.conn.Send(hello.Append(nil)); err != nil {
 		return err
 	}
+	b.said.Store(true)
 	var fds []int
 	for {
 		m, got, err := b.conn.RecvFDs(fds[:0])

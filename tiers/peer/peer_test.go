@@ -434,3 +434,21 @@ func TestBorrowFromTheMiddle(t *testing.T) {
 	check(t, b.verify(got))
 	b.giveBack(got, false)
 }
+
+// TestLeaveAtOnce: a sidecar that ends before it has said who it is says nothing else instead.
+func TestLeaveAtOnce(t *testing.T) {
+	dir := peerDir(t)
+	a := newSide(t, dir, "a", sideOptions{})
+	e, err := tiers.New(tiers.Config{JournalBytes: 1 << 20})
+	check(t, err)
+	defer e.Close()
+	for i := range 200 {
+		p, err := Start(Config{Dir: dir, Generation: 0x900000 + uint64(i), Engine: e})
+		check(t, err)
+		check(t, p.Close())
+	}
+	eventually(t, "they are gone", func() bool { return len(a.p.Status().Borrowers) == 0 })
+	if st := a.p.Status(); st.Malformed != 0 {
+		t.Fatalf("%+v", st)
+	}
+}
