@@ -250,7 +250,9 @@ func TestStatusSaysWhySpacesAreNotShared(t *testing.T) {
 	a, _ := startPeer(t, dir, "a", nil)
 	b, log := startPeer(t, dir, "b", nil)
 	await(t, "they have found each other", func() bool { return len(a.Status().Peers.Lenders) == 1 && len(b.Status().Peers.Lenders) == 1 })
-	fields := func(seed string) []wire.Field { return []wire.Field{{Key: "hash_seed", Value: seed}, {Key: "model", Value: "m"}} }
+	fields := func(seed string) []wire.Field {
+		return []wire.Field{{Key: "hash_seed", Value: seed}, {Key: "model", Value: "m"}}
+	}
 	store(t, dialPeerWorker(t, a, fields("1")...), peerHashes(1, 4))
 	wb := dialPeerWorker(t, b, fields("2")...)
 	await(t, "b knows why", func() bool {

@@ -167,7 +167,7 @@ class Attachable(Protocol):
     """What wants to know each region before bytes move there (copies.Copies)."""
 
     def attach(self, region_id: int, address: int, size: int, read_only: bool = False) -> None:
-        """Make the region usable; may take long (it pins the memory on CUDA). Into a read-only one nothing is copied."""
+        """Make the region usable; may take long (it pins the memory on CUDA). Nothing is copied into a read-only one."""
         ...
 
     def detach(self, region_id: int) -> Waitable:
@@ -273,9 +273,10 @@ class RegionSet:
     ) -> None:
         """Map a region; fd is the caller's and may be closed afterwards.
 
-        See map_region, and populate for write; a read_only one is populated for reading. With background the page tables are filled
-        and the region attached on a thread of its own, and it is not ready
-        before; without, on return. Raises RegionError for what cannot be mapped
+        See map_region, and populate for write; a read_only one is populated for
+        reading. With background the page tables are filled and the region
+        attached on a thread of its own, and it is not ready before; without, on
+        return. Raises RegionError for what cannot be mapped
         or attached; what fails in the background, Hold.locate tells.
         """
         with self._lock:
