@@ -167,7 +167,7 @@ class Attachable(Protocol):
     """What wants to know each region before bytes move there (copies.Copies)."""
 
     def attach(self, region_id: int, address: int, size: int, read_only: bool = False) -> None:
-        """Make the region usable; may take long (it pins the memory on CUDA). Nothing is copied into a read-only one."""
+        """Make the region usable; may take long (it pins the memory on CUDA). None writes to a read-only one."""
         ...
 
     def detach(self, region_id: int) -> Waitable:
