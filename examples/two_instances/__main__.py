@@ -1,9 +1,11 @@
-"""Two vLLM servers share every prefix through one sidecar.
+"""Two vLLM servers share every prefix through one sidecar, or each has its own and these share (--sidecars 2).
 
 Server A computes prompts of several lengths. Server B, which has never seen them, gets the same prompts, and prompts
 that share only their beginning with one of A's. Printed for each: the time to the first token when all of it is
 computed, when B loads what A computed, and when B has it in vLLM's own cache; the hit tokens that vLLM reports; whether
 the greedy outputs of the three are the same tokens.
+
+With a sidecar each, what A has stored lies in the arena of A's, where B's worker reads it, and B stores nothing of it.
 
 With the arena on DAX (--arena dax; a file stands in for the device) the sidecar and both servers are then killed, and
 a sidecar and a server started anew: what was computed before is found on the device, and hits.
@@ -66,6 +68,17 @@ class Asked:
     prompt: list[int]
     tokens: tuple[int, ...]
     cold_ttft_s: float
+
+
+@dataclass
+class Stored:
+    """What a sidecar stored and loaded in the end, in bytes, and in tokens what it left to the other."""
+
+    sidecar: str
+    stored_bytes: int
+    loaded_bytes: int
+    borrowed_tokens: int
+    not_stored_tokens: int
 
 
 @dataclass
@@ -152,6 +165,31 @@ def restarted_table(rows: list[Restarted]) -> str:
     return "\n".join(lines)
 
 
+def stored(name: str, sidecar: Sidecar) -> Stored:
+    """What a sidecar did so far."""
+    status = sidecar.status()
+    counters, tokens = status["counters"], status["spaces"][0]["page_tokens"]
+    return Stored(
+        name,
+        counters["stored_bytes"],
+        counters["loaded_bytes"],
+        status["peers"]["borrowed_pages"] * tokens,
+        counters["elsewhere_pages"] * tokens,
+    )
+
+
+def stored_table(rows: list[Stored]) -> str:
+    """The rows as text."""
+    head = f"{'sidecar':>7} {'stored':>10} {'loaded':>10} {'borrowed':>14} {'not stored, as the other holds it':>34}"
+    lines = [head, "-" * len(head)]
+    for row in rows:
+        lines.append(
+            f"{row.sidecar:>7} {row.stored_bytes >> 20:>6} MiB {row.loaded_bytes >> 20:>6} MiB "
+            f"{row.borrowed_tokens:>7} tokens {row.not_stored_tokens:>27} tokens"
+        )
+    return "\n".join(lines)
+
+
 def again(server: Server, asked: list[Asked]) -> list[Restarted]:
     """Asks for what was computed before the server was started."""
     rows = []
@@ -193,16 +231,20 @@ def restart(stand: Stand, sidecar: Sidecar, servers: tuple[Server, Server], aske
     return again(server, asked)
 
 
-def run(rounds: int, seed: int, arena: str | None, keep_logs: Path | None) -> tuple[list[Row], list[Restarted]]:
+def run(
+    rounds: int, seed: int, arena: str | None, sidecars: int, keep_logs: Path | None
+) -> tuple[list[Row], list[Restarted], list[Stored]]:
     """Brings everything up, measures every case, takes everything down."""
     path = model.ensure()
     with Stand(path, keep_logs) as stand:
         started = time.monotonic()
         sidecar = stand.sidecar(settings=settings_of(arena, stand))
-        say("sidecar up; starting two vLLM servers (about a minute) ...")
-        config = connector_config(stand.endpoint())
-        a = stand.server("a", connector=config)
-        b = stand.server("b", connector=config)
+        other, endpoint = sidecar, stand.endpoint()
+        if sidecars == 2:
+            other, endpoint = stand.sidecar(name="other", settings=settings_of(arena, stand)), stand.endpoint("other")
+        say(f"{'sidecar' if sidecars == 1 else 'sidecars'} up; starting two vLLM servers (about a minute) ...")
+        a = stand.server("a", connector=connector_config(stand.endpoint()))
+        b = stand.server("b", connector=connector_config(endpoint))
         a.wait_ready()
         b.wait_ready()
         say(f"both up after {time.monotonic() - started:.0f} s; warming up ...")
@@ -214,7 +256,8 @@ def run(rounds: int, seed: int, arena: str | None, keep_logs: Path | None) -> tu
         for number, (prompt_tokens, shared_tokens) in enumerate(CASES, 1):
             say(f"[{number}/{len(CASES)}] {prompt_tokens} tokens, {shared_tokens} of them shared ...")
             rows.append(measure(a, b, prompt_tokens, shared_tokens, rounds, seed, asked))
-        return rows, restart(stand, sidecar, (a, b), asked) if arena == "dax" else []
+        shared = [stored("A", sidecar), stored("B", other)] if sidecars == 2 else []
+        return rows, restart(stand, sidecar, (a, b), asked) if arena == "dax" else [], shared
 
 
 def main() -> int:
@@ -228,11 +271,16 @@ def main() -> int:
         "--arena",
         help="what it is: a size, or dax: on a file in place of a DAX device; then all is killed and restarted",
     )
+    parser.add_argument(
+        "--sidecars", type=int, choices=(1, 2), default=1, help="2: each server has its own (default 1)"
+    )
     parser.add_argument("--keep-logs", type=Path, help="copy the servers' and the sidecar's logs to this directory")
     args = parser.parse_args()
+    if args.sidecars == 2 and args.arena == "dax":
+        parser.error("--arena dax is shown with one sidecar")
     stop_on_signals()
     try:
-        rows, restarted = run(max(1, args.rounds), args.seed, args.arena, args.keep_logs)
+        rows, restarted, shared = run(max(1, args.rounds), args.seed, args.arena, args.sidecars, args.keep_logs)
     except KeyboardInterrupt:
         say("stopped; everything that was started is ended")
         return 130
@@ -242,8 +290,12 @@ def main() -> int:
     print(table(rows))
     if restarted:
         print("\n" + restarted_table(restarted))
+    if shared:
+        print("\n" + stored_table(shared))
     if args.json is not None:
-        result = {"rows": [asdict(row) for row in rows]}
+        result: dict[str, object] = {"rows": [asdict(row) for row in rows]}
+        if shared:
+            result["sidecars"] = [asdict(row) for row in shared]
         if restarted:
             result["restarted"] = [asdict(row) for row in restarted]
         args.json.write_text(json.dumps(result, indent=2) + "\n")

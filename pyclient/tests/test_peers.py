@@ -56,14 +56,9 @@ class Host:
 
         until(lambda: all(found(sidecar) for sidecar in self.sidecars))
 
-    def know(self, pages: int) -> None:
-        """Wait until every sidecar knows of so many pages, be they its own or others'."""
-
-        def known(sidecar: Sidecar) -> bool:
-            status = sidecar.status()
-            return status["pages"] + status["peers"]["hint_pages"] >= pages
-
-        until(lambda: all(known(sidecar) for sidecar in self.sidecars))
+    def know(self, names: list[int]) -> None:
+        """Wait until every engine finds the whole prefix."""
+        until(lambda: all(engine.held(0, *names) == len(names) for engine in self.engines))
 
     def store(self, number: int, first_page: int, names: list[int]) -> None:
         """Have one of the engines store pages, in pieces of what its cache has room for."""
@@ -136,24 +131,21 @@ def prefix(number: int, pages: int) -> list[int]:
 def test_what_one_stored_the_other_loads(two: Host) -> None:
     names = prefix(1, 10)  # two chunks and a half
     two.store(0, 0, names)
-    two.know(10)
+    two.know(names)
     assert two.fetch(1, names) == 10
     assert two.fetch(1, names, "again") == 10, "of what is borrowed already"
     assert two.fetch(1, names[:5], "a part") == 5
     assert two.fetch(0, names) == 10
     a, b = (sidecar.status() for sidecar in two.sidecars)
-    assert (
-        b["pages"] == 0
-        and b["counters"]["loaded_pages"] == 25
-        and b["peers"]["borrowed_pages"] == a["peers"]["lent_pages"] == 10
-    )
+    assert b["pages"] == 0 and b["counters"]["loaded_pages"] == 25
+    assert b["peers"]["borrowed_pages"] == a["peers"]["lent_pages"] >= 10
     two.nothing_is_held_back()
 
 
 def test_what_the_other_holds_is_not_stored(two: Host) -> None:
     names = prefix(1, 8)
     two.store(0, 0, names)
-    two.know(8)
+    two.know(names)
     moved = two.engines[1].count("save_bytes")
     two.store(1, 0, names)
     assert two.engines[1].count("save_bytes") == moved
@@ -162,7 +154,7 @@ def test_what_the_other_holds_is_not_stored(two: Host) -> None:
     two.store(1, 0, prefix(1, 12))  # the new part alone
     assert two.engines[1].count("save_bytes") == moved + 4 * PAGE
     until(lambda: two.sidecars[1].status()["pages"] == 4)
-    two.know(12)
+    two.know(prefix(1, 12))
     assert [two.fetch(number, prefix(1, 12)) for number in (0, 1)] == [12, 12], "each has a part of it"
 
 
@@ -180,7 +172,7 @@ def test_turns_of_a_conversation_that_moves(model: Path, tmp_path: Path) -> None
             start = got // PPC * PPC
             host.store(number, start, names[start:])
             held = pages
-            host.know(pages)
+            host.know(names)
         for number in range(3):
             assert host.fetch(number, prefix(5, held), "all") == held
         host.nothing_is_held_back()
@@ -214,7 +206,7 @@ def under_way(two: Host) -> Callable[[], Delayed]:
 
     def begin() -> Delayed:
         two.store(0, 0, prefix(2, 8))
-        two.know(8)
+        two.know(prefix(2, 8))
         engine = two.engines[1]
         engine.cache[:] = -1.0
         lookup = engine.lookup(0, *prefix(2, 8))
@@ -248,7 +240,7 @@ def test_load_under_way_when_its_lender_dies_is_good(two: Host, under_way: Calla
     two.engines[0].wait_up()
     two.found_each_other()
     two.store(0, 0, prefix(3, 4))
-    two.know(4)
+    two.know(prefix(3, 4))
     assert two.fetch(1, prefix(3, 4), "later") == 4
 
 
@@ -263,8 +255,9 @@ def test_load_under_way_when_the_own_sidecar_dies_fails(two: Host, under_way: Ca
 
 def test_lender_that_does_not_answer_is_passed_over(two: Host) -> None:
     two.store(0, 0, prefix(4, 8))
-    two.know(8)
+    two.know(prefix(4, 8))
     two.sidecars[0].signal(signal.SIGSTOP)
+    until(lambda: two.sidecars[1].status()["peers"]["borrowing"]["used"] == 0)
     began = time.monotonic()
     assert two.engines[1].held(0, *prefix(4, 8)) == 0
     assert time.monotonic() - began < 5, "a lookup waited for one that is stopped"
@@ -273,8 +266,8 @@ def test_lender_that_does_not_answer_is_passed_over(two: Host) -> None:
     assert two.fetch(1, prefix(4, 8)) == 8
     two.sidecars[0].signal(signal.SIGCONT)
     two.store(1, 0, prefix(6, 8))
-    two.know(8)
-    until(lambda: two.engines[0].worker._session.available and two.fetch(0, prefix(6, 8)) == 8)
+    two.know(prefix(6, 8))
+    assert two.fetch(0, prefix(6, 8)) == 8
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -295,7 +288,7 @@ def test_history(model: Path, tmp_path: Path, seed: int) -> None:
     try:
         for turn in range(150):
             number = rng.randrange(3)
-            names = prefix(rng.randrange(20), rng.randrange(1, 29))
+            names = prefix(rng.randrange(10), rng.randrange(1, 29))
             what = rng.random()
             if number in stopped:
                 if what < 0.5:
@@ -320,10 +313,10 @@ def test_history(model: Path, tmp_path: Path, seed: int) -> None:
         host.found_each_other()
         names = prefix(77, 8)
         host.store(0, 0, names)
-        host.know(8)
-        until(lambda: [host.fetch(number, names, f"end {number}") for number in range(3)] == [8, 8, 8])
+        host.know(names)
+        assert [host.fetch(number, names, f"end {number}") for number in range(3)] == [8, 8, 8]
         borrowed += sum(sidecar.status()["peers"]["borrowed_pages"] for sidecar in host.sidecars)
-        assert loaded > 200 and borrowed > 50, f"{loaded} pages loaded, {borrowed} borrowed: it says nothing"
+        assert loaded > 100 and borrowed > 20, f"{loaded} pages loaded, {borrowed} borrowed: it says nothing"
         host.nothing_is_held_back()
     finally:
         host.close()
