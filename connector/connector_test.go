@@ -294,7 +294,7 @@ func TestBrokenProtocolEndsTheSession(t *testing.T) {
 }
 
 func TestTrimCancelAndExpiry(t *testing.T) {
-	r := newRig(t, rigOptions{lease: 300 * time.Millisecond})
+	r := newRig(t, rigOptions{lease: 500 * time.Millisecond})
 	w := r.worker(workerHello("e"))
 	s := r.scheduler(schedulerHello("e"))
 	p := onePrefix(1)
@@ -319,7 +319,7 @@ func TestTrimCancelAndExpiry(t *testing.T) {
 	id, _ = s.lookup(p, 0, 16)
 	lg, err := w.load(s, id, p, 0, 16)
 	check(t, err)
-	time.Sleep(400 * time.Millisecond)
+	time.Sleep(600 * time.Millisecond)
 	check(t, w.verify(p, lg.Extents, 0, 16))
 	if st := r.engine.Stats(); st.Leases != 4 || st.OpenLoads != 1 {
 		t.Errorf("%d leases, %d loads", st.Leases, st.OpenLoads)

@@ -202,7 +202,6 @@ func TestFrozenClient(t *testing.T) {
 	p := r.start(stageLoading)
 	check(t, p.cmd.Process.Signal(syscall.SIGSTOP))
 
-	start := time.Now()
 	r.grow(8 * perChunk * pageBytes)
 	for i := range uint8(40) { // fills the arena many times over
 		q := onePrefix(10 + i)
@@ -211,9 +210,6 @@ func TestFrozenClient(t *testing.T) {
 			t.Fatalf("prefix %d: %d of 8 pages hit", i, hit)
 		}
 		s.cancel(s.next)
-	}
-	if took := time.Since(start); took > 5*time.Second {
-		t.Errorf("others took %v", took)
 	}
 	st := r.engine.Stats()
 	if st.OpenLoads != 1 || st.Evictions == 0 {
@@ -235,17 +231,15 @@ func TestClientThatDoesNotRead(t *testing.T) {
 	_, err := deaf.prepare(onePrefix(2), 0, 8)
 	check(t, err)
 	go flood(deaf.ses)
-	slowest := time.Duration(0)
-	for end := time.Now().Add(10 * time.Second); len(r.lingering()) == 0; {
-		start := time.Now()
+	served := 0
+	for end := time.Now().Add(patience); len(r.lingering()) == 0; served++ {
 		w.sync()
-		slowest = max(slowest, time.Since(start))
-		if start.After(end) {
+		if time.Now().After(end) {
 			t.Fatal("it still is connected")
 		}
 	}
-	if slowest > aSecond {
-		t.Errorf("somebody else waited %v", slowest)
+	if served < 3 {
+		t.Errorf("others were answered %d times meanwhile", served)
 	}
 	if n := r.server.Sessions(); n != 1 {
 		t.Errorf("%d sessions", n)

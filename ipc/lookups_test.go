@@ -144,8 +144,7 @@ func (c *zmqClient) warm(id uint64) {
 		time.Sleep(5 * time.Millisecond)
 		return c.drain() > 0
 	})
-	time.Sleep(20 * time.Millisecond)
-	c.drain()
+	c.ask(id, 1<<62+1, 1) // after it, nothing of the above is under way
 }
 
 func (c *zmqClient) drain() (n int) {

@@ -232,7 +232,7 @@ func TestPeerThatDoesNotRead(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if took := time.Since(start); took > 10*time.Second {
+	if took := time.Since(start); took > 30*time.Second {
 		t.Fatalf("took %v", took)
 	}
 	if _, err := c.Recv(); err != ErrPeerStuck {
@@ -418,7 +418,7 @@ func TestLingeringProcessDies(t *testing.T) {
 		t.Fatal(err)
 	}
 	<-lingered
-	if took := time.Since(start); took > time.Second {
+	if took := time.Since(start); took > 30*time.Second {
 		t.Fatalf("its death was noticed after %v", took)
 	}
 	eventually(t, "the session is given back", func() bool { return l.Stats().Sessions == 0 })
@@ -451,7 +451,7 @@ func TestDeadPeerIsNoticed(t *testing.T) {
 	if _, err := c.Recv(); err != ErrPeerGone {
 		t.Fatalf("Recv: %v", err)
 	}
-	if took := time.Since(start); took > 10*time.Second {
+	if took := time.Since(start); took > 30*time.Second {
 		t.Fatalf("noticed after %v", took)
 	}
 	eventually(t, "the session is given back", func() bool { return l.Stats().Sessions == 0 })

@@ -117,7 +117,7 @@ class Peer:
         with self._lock:
             return [message for message in self.received if isinstance(message, kind)]
 
-    def wait_for(self, kind: type, count: int = 1, timeout_s: float = 5.0) -> list[Any]:
+    def wait_for(self, kind: type, count: int = 1, timeout_s: float = 30.0) -> list[Any]:
         deadline = time.monotonic() + timeout_s
         while len(found := self.of(kind)) < count:
             assert time.monotonic() < deadline, f"{len(found)} {kind.__name__}, wanted {count}"
@@ -135,7 +135,7 @@ class Peer:
             with contextlib.suppress(OSError):
                 conn.sock.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
-            thread.join(5)
+            thread.join(30)
         for fd in (self.control, *self.regions):
             os.close(fd)
         self._context.destroy(0)
@@ -169,13 +169,14 @@ class Peer:
                 if not data:
                     return
                 message = _decode(data)
+                script = self.script.get(type(message))  # the one of now: who is told that it came may set another
                 with self._lock:
                     self.received.append(message)
                 if isinstance(message, wire.Hello):
                     conn.hello = message
                     self._greet(conn, message)
-                elif type(message) in self.script:
-                    self._answer(conn, self.script[type(message)](conn, message))
+                elif script is not None:
+                    self._answer(conn, script(conn, message))
                 elif isinstance(message, wire.Ping):
                     conn.send(wire.Pong(message.id, self.generation))
         except OSError:
@@ -225,9 +226,9 @@ class Peer:
                 message = _decode(self._pull.recv())
             except zmq.ZMQError:
                 return
+            script = self.script.get(type(message))
             with self._lock:
                 self.received.append(message)
-            script = self.script.get(type(message))
             if script is not None:
                 answer = script(None, message)  # type: ignore[arg-type]
                 for each in answer if isinstance(answer, list) else [answer]:

@@ -79,7 +79,7 @@ def peer(directory: Path) -> Iterator[Peer]:
 def session(directory: Path, peer: Peer) -> Iterator[Session]:
     each = Session(options(directory))
     each.start()
-    assert each.wait_connected(5)
+    assert each.wait_connected(30)
     yield each
     each.close()
 
@@ -93,7 +93,7 @@ def test_handshake_tells_who_we_are_and_maps_everything_first(directory: Path, p
     session = Session(options(directory))
     session.subscribe(heard)
     session.start()
-    assert session.wait_settled(5)
+    assert session.wait_settled(30)
     (hello,) = peer.of(wire.Hello)
     assert hello.fields == {"dtype": "float32", "model": "m"}
     assert list(hello.fields) == sorted(hello.fields)
@@ -112,12 +112,12 @@ def test_absent_sidecar_is_awaited(directory: Path) -> None:
     absent = threading.Event()
     session = Session(options(directory), on_absent=absent.set)
     session.start()
-    assert not session.wait_settled(5)
+    assert not session.wait_settled(30)
     assert absent.is_set()
     with pytest.raises(SessionUnavailable):
         ping(session)
     with serving(directory):
-        assert session.wait_connected(5)
+        assert session.wait_connected(30)
     until(lambda: not session.connected)
     session.close()
 
@@ -146,9 +146,9 @@ def test_refusal_is_kept_and_retried(directory: Path, peer: Peer) -> None:
     peer.welcome = refuse_twice
     session = Session(options(directory, role="scheduler", page_bytes=0))
     session.start()
-    assert not session.wait_settled(5)
+    assert not session.wait_settled(30)
     assert session.refused == refusal
-    assert session.wait_connected(5)
+    assert session.wait_connected(30)
     assert session.refused is None
     session.close()
 
@@ -169,7 +169,7 @@ def test_refusal_of_a_sidecar_that_reads_nothing_is_read(directory: Path, early:
             class Late:  # its Hello is built only when the sidecar has closed
                 def __getattr__(self, name: str) -> Any:
                     if name == "fields":
-                        assert sent.wait(5)
+                        assert sent.wait(30)
                     return getattr(inner, name)
 
             session.options = Late()  # type: ignore[assignment]
@@ -191,7 +191,7 @@ def test_refusal_names_field_and_values(directory: Path, peer: Peer, caplog: pyt
     peer.welcome = lambda conn, hello: wire.Refuse(wire.VERSION, "incompatible", "dtype", "bf16", "fp32", "no")
     session = Session(options(directory))
     session.start()
-    session.wait_settled(5)
+    session.wait_settled(30)
     session.close()
     assert "dtype" in caplog.text and "bf16" in caplog.text and "fp32" in caplog.text
 
@@ -221,7 +221,7 @@ def test_wrong_handshakes_end_in_another_try(directory: Path, peer: Peer, answer
     fds = len(os.listdir("/proc/self/fd"))
     session = Session(options(directory))
     session.start()
-    assert session.wait_connected(5)
+    assert session.wait_connected(30)
     session.close()
     until(lambda: all(conn.closed.is_set() for conn in peer.conns))
     # The session keeps its wake-up descriptor until it is collected, no more.
@@ -233,19 +233,19 @@ def test_control_region_of_another_run_is_refused(directory: Path, peer: Peer) -
     peer.generation += 1  # the welcome's, not the control region's
     session = Session(options(directory))
     session.start()
-    session.wait_settled(5)
+    session.wait_settled(30)
     assert not session.connected
     peer.generation = true
-    assert session.wait_connected(5)
+    assert session.wait_connected(30)
     session.close()
 
 
 def test_reply_reaches_its_request(session: Session, peer: Peer) -> None:
     peer.script[wire.ClearSpace] = lambda conn, m: wire.Cleared(m.id, 7)
     pending = [ping(session) for _ in range(50)]
-    assert all(each.wait(5).chunks == 7 for each in pending)
+    assert all(each.wait(30).chunks == 7 for each in pending)
     peer.script[wire.ClearSpace] = lambda conn, m: wire.Error(m.id, "stale", "old")
-    assert ping(session).wait(5).code == "stale"
+    assert ping(session).wait(30).code == "stale"
 
 
 def test_silence_costs_one_deadline(session: Session, peer: Peer) -> None:
@@ -297,7 +297,7 @@ def test_death_ends_every_wait_at_once(directory: Path) -> None:
     session = Session(options(directory))
     session.subscribe(heard)
     session.start()
-    assert session.wait_connected(5)
+    assert session.wait_connected(30)
     old = session.session_id
     peer.script[wire.ClearSpace] = lambda conn, m: None
     pending = ping(session)
@@ -338,7 +338,7 @@ def test_unknown_ids_are_ignored(session: Session, peer: Peer) -> None:
     peer.conns[0].send(wire.Cleared(99999, 1))
     peer.conns[0].send(wire.Error(0, "malformed", "what was that"))
     peer.script[wire.ClearSpace] = lambda conn, m: wire.Cleared(m.id, 7)
-    assert ping(session).wait(5).chunks == 7
+    assert ping(session).wait(30).chunks == 7
     assert session.session_id == first
 
 
@@ -347,7 +347,7 @@ def test_region_added_later(directory: Path, peer: Peer) -> None:
     session = Session(options(directory))
     session.subscribe(heard)
     session.start()
-    assert session.wait_connected(5)
+    assert session.wait_connected(30)
     peer.conns[0].send(peer.region_message(2), peer.regions[0])
     until(lambda: heard.regions == [0, 1, 2])
     # Without its fd it is no region; the session starts over.
@@ -361,7 +361,7 @@ def test_region_removed(directory: Path, peer: Peer) -> None:
     session = Session(options(directory))
     session.subscribe(heard)
     session.start()
-    assert session.wait_connected(5)
+    assert session.wait_connected(30)
     first = session.session_id
     peer.remove_region(0)
     assert peer.wait_for(wire.RegionUnmapped) == [wire.RegionUnmapped(0)]
@@ -384,7 +384,7 @@ def test_region_may_go_as_soon_as_the_handshake_is_over(directory: Path, peer: P
     session = Session(options(directory))
     session.subscribe(heard)
     session.start()
-    assert session.wait_connected(5)
+    assert session.wait_connected(30)
     assert peer.wait_for(wire.RegionUnmapped) == [wire.RegionUnmapped(1)]
     assert heard.regions == [0] and heard.lost == 0
     session.close()
@@ -439,9 +439,9 @@ def test_forked_child_neither_uses_nor_keeps_the_session(session: Session, peer:
         os.close(w)
         assert os.read(r, 16) == b"refused"
         peer.script[wire.ClearSpace] = lambda conn, m: wire.Cleared(m.id, 7)
-        assert ping(session).wait(5).chunks == 7, "the parent's session is as it was"
+        assert ping(session).wait(30).chunks == 7, "the parent's session is as it was"
         session.close()
-        assert peer.conns[0].closed.wait(5), "the child kept the parent's session open"
+        assert peer.conns[0].closed.wait(30), "the child kept the parent's session open"
     finally:
         os.close(r)
         os.kill(child, signal.SIGKILL)
@@ -467,7 +467,7 @@ def test_held_socket_outlives_its_session(directory: Path, peer: Peer, who: str)
     session = Session(options(directory))
     session.subscribe(holder)
     session.start()
-    assert session.wait_connected(5)
+    assert session.wait_connected(30)
     if who == "sidecar":  # as when it gives us up
         peer.conns[0].sock.shutdown(socket.SHUT_WR)
     elif who == "garbage":
@@ -479,12 +479,12 @@ def test_held_socket_outlives_its_session(directory: Path, peer: Peer, who: str)
         until(lambda: len(holder.releases) == 2 and session.connected)
     assert not peer.conns[0].closed.wait(0.2), "closed while it is held"
     holder.releases[0]()
-    assert peer.conns[0].closed.wait(5)
+    assert peer.conns[0].closed.wait(30)
     session.close()
     if who != "client":
         assert not peer.conns[1].closed.wait(0.05)
         holder.releases[1]()
-        assert peer.conns[1].closed.wait(5)
+        assert peer.conns[1].closed.wait(30)
     with pytest.raises(SessionUnavailable):
         session.hold()
 
@@ -494,7 +494,7 @@ def test_forked_child_does_not_keep_a_held_socket(directory: Path, peer: Peer) -
     session = Session(options(directory))
     session.subscribe(holder)
     session.start()
-    assert session.wait_connected(5)
+    assert session.wait_connected(30)
     session.close()
     child = os.fork()
     if child == 0:
@@ -502,7 +502,7 @@ def test_forked_child_does_not_keep_a_held_socket(directory: Path, peer: Peer) -
         os._exit(0)
     try:
         holder.releases[0]()
-        assert peer.conns[0].closed.wait(5), "the child keeps it open"
+        assert peer.conns[0].closed.wait(30), "the child keeps it open"
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -552,7 +552,7 @@ def test_nothing_leaks_over_many_sessions(directory: Path) -> None:
         with serving(directory):
             session = Session(options(directory))
             session.start()
-            assert session.wait_connected(5)
+            assert session.wait_connected(30)
             session.close()
 
     run()

@@ -22,6 +22,7 @@ import (
 	"time"
 
 	"github.com/redis/go-redis/v9"
+	"golang.org/x/sys/unix"
 
 	"lookaside/internal/leak"
 	"lookaside/tiers"
@@ -83,7 +84,14 @@ func (s *server) start() {
 	}
 }
 
-func (s *server) signal(sig syscall.Signal) { _ = s.cmd.Process.Signal(sig) }
+// signal sends a signal; after SIGSTOP, it waits until all threads have stopped: it could still answer until then.
+func (s *server) signal(sig syscall.Signal) {
+	_ = s.cmd.Process.Signal(sig)
+	if sig == syscall.SIGSTOP {
+		for unix.Waitid(unix.P_PID, s.cmd.Process.Pid, nil, unix.WSTOPPED|unix.WEXITED|unix.WNOWAIT, nil) == unix.EINTR {
+		}
+	}
+}
 
 func (s *server) kill() {
 	_ = s.cmd.Process.Kill()

@@ -48,7 +48,7 @@ func testMain(m *testing.M) int {
 	return code
 }
 
-const patience = 10 * time.Second
+const patience = 30 * time.Second
 
 // run runs the command to its end.
 func run(t *testing.T, environ []string, args ...string) (stdout, stderr string, code int) {
@@ -212,7 +212,7 @@ func TestOneInterruptDrainsAndExitsWithZero(t *testing.T) {
 		if err := w.Send(&wire.CommitStore{Store: g.Store}); err != nil {
 			t.Fatal(err)
 		}
-		if code := s.exit(2 * time.Second); code != 0 {
+		if code := s.exit(patience); code != 0 {
 			t.Errorf("exit code %d after %v:\n%s", code, sig, s.text())
 		}
 		left, _ := os.ReadDir(s.dir)
@@ -232,7 +232,7 @@ func TestDrainIsBounded(t *testing.T) {
 		t.Fatal(err)
 	}
 	s.signal(os.Interrupt)
-	if code := s.exit(3 * time.Second); code != 0 {
+	if code := s.exit(patience); code != 0 {
 		t.Errorf("exit code %d:\n%s", code, s.text())
 	}
 	if !strings.Contains(s.text(), "1 stores") {
@@ -252,7 +252,7 @@ func TestSecondInterruptLeavesAtOnce(t *testing.T) {
 		time.Sleep(5 * time.Millisecond)
 	}
 	s.signal(os.Interrupt)
-	if code := s.exit(2 * time.Second); code != 130 {
+	if code := s.exit(patience); code != 130 {
 		t.Errorf("exit code %d:\n%s", code, s.text())
 	}
 	// What it left is replaced by the next one.
@@ -272,16 +272,17 @@ func TestSecondSidecarNamesTheOwner(t *testing.T) {
 }
 
 func TestIdleExit(t *testing.T) {
-	s := serveProcess(t, "--lifecycle-idle-exit=200ms")
+	t.Parallel()
+	s := serveProcess(t, "--lifecycle-idle-exit=2s")
 	w := s.worker()
-	time.Sleep(400 * time.Millisecond)
+	time.Sleep(2500 * time.Millisecond)
 	select {
 	case <-s.exited:
 		t.Fatalf("it left a worker behind:\n%s", s.text())
 	default:
 	}
 	w.Close()
-	if code := s.exit(3 * time.Second); code != 0 {
+	if code := s.exit(patience); code != 0 {
 		t.Errorf("exit code %d:\n%s", code, s.text())
 	}
 }
