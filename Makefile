@@ -21,6 +21,9 @@ ARENA ?=
 SIDECARS ?=
 ARGS ?=
 
+# Whatever the environment says: every start of a vLLM server imports thousands of modules, three times, and compiling them takes longer than that.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help setup build demo test test-go test-py test-e2e lint bench fuzz soak faults clean
 
 help: ## This list

@@ -462,7 +462,7 @@ def stop_on_signals() -> None:
         signal.signal(number, interrupt)
 
 
-def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
     """Waits until the condition holds. Raises TimeoutError that names ``what``."""
     deadline = time.monotonic() + timeout_s
     while not condition():

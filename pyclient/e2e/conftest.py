@@ -8,6 +8,7 @@ connected. Servers of other shapes are their tests' own (test_3_shapes.py).
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from examples.stand.processes import (  # noqa: E402
     Stand,
     connector_config,
     eventually,
+    free_port,
     stop_on_signals,
 )
 
@@ -83,10 +85,12 @@ class Pair:
     """Two servers on one sidecar, and one without."""
 
     stand: Stand
+    settings: dict[str, str]  # of the sidecar, which tells of its events
     sidecar: Sidecar
     plain: Server  # no connector
-    a: Server  # chunked prefill, in steps that no page boundary divides
+    a: Server  # chunked prefill, in steps that no page boundary divides; tells of its events
     b: Server
+    events: str  # where a publishes them
     seeds: Iterator[int] = field(default_factory=lambda: itertools.count(1000))
 
     def prompt(self, tokens: int, shared: list[int] | None = None) -> list[int]:
@@ -95,12 +99,12 @@ class Pair:
 
     def connected(self) -> None:
         """Waits until both servers' sessions are there: a scheduler and a worker each."""
-        eventually(lambda: sessions(self.sidecar) == 4, "four sessions", 20)
+        eventually(lambda: sessions(self.sidecar) == 4, "four sessions", 60)
 
     def restart_sidecar(self) -> None:
         """A new sidecar on the same endpoint; the old one must have ended."""
         self.sidecar.end()
-        self.sidecar = self.stand.sidecar()
+        self.sidecar = self.stand.sidecar(settings=self.settings)
         self.connected()
 
 
@@ -127,15 +131,27 @@ def small_model() -> Path:
 @pytest.fixture(scope="session")
 def pair(small_model: Path, logs: Path | None) -> Iterator[Pair]:
     with Stand(small_model, logs) as stand:
-        sidecar = stand.sidecar()
+        settings = {"events_endpoint": f"ipc://{stand.directory}/events", "events_interval": "1ms"}
+        sidecar = stand.sidecar(settings=settings)
         config = configured(stand.endpoint())
+        port = free_port()
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{port}",
+            "topic": "kv@here@m",
+        }
         plain = stand.server("plain", connector=None)
-        a = stand.server("a", connector=config, arguments=["--max-num-batched-tokens", "700"])
+        a = stand.server(
+            "a",
+            connector=config,
+            arguments=["--max-num-batched-tokens", "700", "--kv-events-config", json.dumps(events)],
+        )
         b = stand.server("b", connector=config)
         for server in (plain, a, b):
             server.wait_ready()
         for server in (plain, a, b):
             ask(server, model.prompt(300, 1))
-        out = Pair(stand, sidecar, plain, a, b)
+        out = Pair(stand, settings, sidecar, plain, a, b, f"tcp://127.0.0.1:{port}")
         out.connected()
         yield out

@@ -53,7 +53,7 @@ def hits_come_back(pair: Pair, prompt: list[int], truth: Answer) -> None:
         assert again.tokens == want.tokens
         return again.cached_tokens == hits_of(600)
 
-    eventually(hit, "hits once connected again", 20)
+    eventually(hit, "hits once connected again", 60)
     assert ask(pair.b, prompt).tokens == truth.tokens
 
 
@@ -115,7 +115,7 @@ def test_stopped_between_requests(pair: Pair) -> None:
         client.reset_prefix_cache(pair.b.base_url)
         return ask(pair.b, prompt).cached_tokens == hits_of(1500)
 
-    eventually(hit, "hits once the sidecar goes on", 20)
+    eventually(hit, "hits once the sidecar goes on", 60)
     hits_come_back(pair, prompt, truth)
 
 

@@ -1,13 +1,15 @@
 """Servers of other shapes: two ranks, next to no room, behind MultiConnector, with MLA.
 
-Each class has a server of its own and ends it: all at once, with those of ``pair``, would not fit into 24 GiB.
+Each class has two servers of its own, which start at once, and ends them: all four, with those of ``pair``, would not
+fit into 24 GiB.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,71 +31,99 @@ class Shape:
     sidecars: tuple[Sidecar, ...] = ()
 
 
-@pytest.fixture(scope="class")
-def two_ranks(small_model: Path, logs: Path | None) -> Iterator[Shape]:
+def start_two_ranks(stand: Stand) -> Shape:
     """Two tensor-parallel ranks, a core and a sidecar each."""
     cores = sorted(os.sched_getaffinity(0))
-    with Stand(small_model, logs) as stand:
-        sidecars = (stand.sidecar(0, "tp"), stand.sidecar(1, "tp"))
-        server = stand.server(
-            "tp",
-            connector=configured(stand.endpoint("tp")),
-            arguments=["--tensor-parallel-size", "2"],
-            env={"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"},
-        )
-        server.wait_ready()
-        yield Shape(stand, server, sidecars)
+    sidecars = (stand.sidecar(0, "tp"), stand.sidecar(1, "tp"))
+    server = stand.server(
+        "tp",
+        connector=configured(stand.endpoint("tp")),
+        arguments=["--tensor-parallel-size", "2"],
+        env={"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"},
+    )
+    return Shape(stand, server, sidecars)
 
 
-@pytest.fixture(scope="class")
-def no_room(small_model: Path, logs: Path | None) -> Iterator[Shape]:
+def start_no_room(stand: Stand) -> Shape:
     """Twelve blocks; vLLM starts the sidecar itself, on the endpoint "auto"."""
-    with Stand(small_model, logs) as stand:
-        server = stand.server(
-            "tight",
-            connector=configured(stand.endpoint("auto"), autostart=True, arena_size="1G", binary=str(BINARY)),
-            arguments=["--num-gpu-blocks-override", "12"],
-            max_model_len=1024,
-        )
-        server.wait_ready()
-        yield Shape(stand, server)
+    server = stand.server(
+        "tight",
+        connector=configured(stand.endpoint("auto"), autostart=True, arena_size="1G", binary=str(BINARY)),
+        arguments=["--num-gpu-blocks-override", "12"],
+        max_model_len=1024,
+    )
+    return Shape(stand, server)
 
 
-@pytest.fixture(scope="class")
-def multi(small_model: Path, logs: Path | None) -> Iterator[Shape]:
+def start_multi(stand: Stand) -> Shape:
     """Lookaside first, vLLM's ExampleConnector second."""
+    sidecar = stand.sidecar(0, "multi")
+    example: dict[str, Any] = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(stand.directory / "example")},
+    }
+    connector = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [configured(stand.endpoint("multi")), example]},
+    }
+    return Shape(stand, stand.server("multi", connector=connector), (sidecar,))
+
+
+def start_mla(stand: Stand) -> Shape:
+    """A model with multi-head latent attention."""
+    sidecar = stand.sidecar(0, "mla")
+    server = stand.server(
+        "mla",
+        connector=configured(stand.endpoint("mla")),
+        model=model.ensure("mla"),
+        arguments=["--dtype", "bfloat16"],  # where the CPU has AMX, vLLM has no MLA in float32
+    )
+    return Shape(stand, server, (sidecar,))
+
+
+@contextmanager
+def started(small_model: Path, logs: Path | None, *start: Callable[[Stand], Shape]) -> Iterator[list[Shape]]:
+    """Servers of some shapes, started at once."""
     with Stand(small_model, logs) as stand:
-        sidecar = stand.sidecar(0, "multi")
-        example: dict[str, Any] = {
-            "kv_connector": "ExampleConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"shared_storage_path": str(stand.directory / "example")},
-        }
-        connector = {
-            "kv_connector": "MultiConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"connectors": [configured(stand.endpoint("multi")), example]},
-        }
-        server = stand.server("multi", connector=connector)
-        server.wait_ready()
-        yield Shape(stand, server, (sidecar,))
+        shapes = [each(stand) for each in start]
+        for shape in shapes:
+            shape.server.wait_ready()
+        yield shapes
 
 
 @pytest.fixture(scope="class")
-def mla(small_model: Path, logs: Path | None) -> Iterator[Shape]:
-    """A model with multi-head latent attention."""
-    mla_model = model.ensure("mla")
-    with Stand(small_model, logs) as stand:
-        sidecar = stand.sidecar(0, "mla")
-        server = stand.server(
-            "mla",
-            connector=configured(stand.endpoint("mla")),
-            model=mla_model,
-            arguments=["--dtype", "bfloat16"],  # where the CPU has AMX, vLLM has no MLA in float32
-        )
-        server.wait_ready()
-        yield Shape(stand, server, (sidecar,))
+def ranks_and_room(small_model: Path, logs: Path | None) -> Iterator[list[Shape]]:
+    with started(small_model, logs, start_two_ranks, start_no_room) as shapes:
+        yield shapes
+
+
+@pytest.fixture
+def two_ranks(ranks_and_room: list[Shape]) -> Shape:
+    return ranks_and_room[0]
+
+
+@pytest.fixture
+def no_room(ranks_and_room: list[Shape]) -> Shape:
+    return ranks_and_room[1]
+
+
+@pytest.fixture(scope="class")
+def multi_and_mla(small_model: Path, logs: Path | None) -> Iterator[list[Shape]]:
+    with started(small_model, logs, start_multi, start_mla) as shapes:
+        yield shapes
+
+
+@pytest.fixture
+def multi(multi_and_mla: list[Shape]) -> Shape:
+    return multi_and_mla[0]
+
+
+@pytest.fixture
+def mla(multi_and_mla: list[Shape]) -> Shape:
+    return multi_and_mla[1]
 
 
 def page_of(server: Server, prompt: list[int]) -> int:
@@ -102,7 +132,7 @@ def page_of(server: Server, prompt: list[int]) -> int:
     return max(size for size in (16, 32, 64, 128) if hits_of(len(prompt), size) == again.cached_tokens)
 
 
-class TestTwoRanks:
+class TestTwoRanksAndNoRoom:
     def test_every_rank_loads_its_own_half(self, two_ranks: Shape) -> None:
         for tokens in (300, 1500):
             prompt = model.prompt(tokens, 50_000 + tokens)
@@ -125,7 +155,7 @@ class TestTwoRanks:
         without = ask(two_ranks.server, prompt)
         assert (without.tokens, without.cached_tokens) == (truth.tokens, 0)
         restarted = two_ranks.stand.sidecar(1, "tp")
-        eventually(lambda: sessions(restarted) == 2, "both roles' sessions with the second rank's sidecar", 20)
+        eventually(lambda: sessions(restarted) == 2, "both roles' sessions with the second rank's sidecar", 60)
         client.reset_prefix_cache(two_ranks.server.base_url)
         empty = ask(two_ranks.server, prompt)
         assert (empty.tokens, empty.cached_tokens) == (truth.tokens, 0)
@@ -136,14 +166,11 @@ class TestTwoRanks:
             assert again.tokens == truth.tokens
             return again.cached_tokens == hits_of(1000)
 
-        eventually(hit, "hits once both ranks hold it", 20)
-
-
-class TestNoRoom:
-    """Twelve blocks for four requests that need sixteen: they preempt each other."""
+        eventually(hit, "hits once both ranks hold it", 60)
 
     @pytest.mark.parametrize("turn", [0, 1])
     def test_preempted_requests_answer_the_same(self, no_room: Shape, pair: Pair, turn: int) -> None:
+        """Twelve blocks for four requests that need sixteen: they preempt each other."""
         # The second turn finds the first turn's prompts in the sidecar, and still has no room.
         prompts = [model.prompt(300, 52_000 + number) for number in range(4)]
         truths = [ask(pair.plain, prompt, 100) for prompt in prompts]
@@ -181,7 +208,7 @@ class TestNoRoom:
         eventually(hit, "hits in the new sidecar", 90)
 
 
-class TestMulti:
+class TestMultiAndMLA:
     def test_winner_and_loser(self, multi: Shape, pair: Pair) -> None:
         prompt = model.prompt(1000, 54_000)
         truth = ask(pair.plain, prompt)
@@ -191,8 +218,6 @@ class TestMulti:
         assert (first.tokens, again.tokens) == (truth.tokens, truth.tokens)
         assert again.cached_tokens == hits_of(1000)
 
-
-class TestMLA:
     def test_hits_are_loaded(self, mla: Shape) -> None:
         """MLA with AMX is not deterministic even with vLLM's own cache alone, so outputs prove nothing here."""
         prompt = model.prompt(1000, 55_000)

@@ -54,7 +54,7 @@ def apart(small_model: Path, logs: Path | None) -> Iterator[Apart]:
         )
         for server in (prefiller, decoder):
             server.wait_ready()
-        eventually(lambda: sessions(sidecar) == 4, "four sessions", 20)
+        eventually(lambda: sessions(sidecar) == 4, "four sessions", 60)
         yield Apart(sidecar, prefiller, decoder, stand.proxy(prefiller, decoder))
 
 
@@ -152,7 +152,7 @@ def test_a_prefiller_that_is_killed_in_the_middle(apart: Apart) -> None:
     asking = Asking(apart.proxy, prompt)
     running = lambda: client.metric(apart.prefiller.base_url, "vllm:num_requests_running") > 0  # noqa: E731
     with contextlib.suppress(httpx.HTTPError):
-        eventually(running, "the prefill to begin", 20)
+        eventually(running, "the prefill to begin", 60)
     time.sleep(0.1)
     apart.prefiller.end(patience_s=0)
     assert asking.answer().tokens == truth.tokens

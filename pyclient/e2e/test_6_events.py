@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import socket
 from collections.abc import Iterator
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,16 +10,9 @@ import msgspec
 import pytest
 import zmq
 
-from examples.stand import model
-from examples.stand.processes import Stand, eventually
+from examples.stand.processes import eventually
 
-from .conftest import PAGE, ask, configured
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+from .conftest import PAGE, Pair, ask
 
 
 class Router:
@@ -74,46 +63,31 @@ def routers() -> Iterator[list[Router]]:
         each.close()
 
 
-def test_engine_and_sidecar_tell_the_same(small_model: Path, logs: Path | None, routers: list[Router]) -> None:
-    with Stand(small_model, logs) as stand:
-        theirs = f"ipc://{stand.directory}/events"
-        sidecar = stand.sidecar(settings={"events_endpoint": theirs, "events_interval": "1ms"})
-        port = free_port()
-        events = {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": f"tcp://*:{port}",
-            "topic": "kv@here@m",
-        }
-        server = stand.server(
-            "events", connector=configured(stand.endpoint()), arguments=["--kv-events-config", json.dumps(events)]
+def test_engine_and_sidecar_tell_the_same(pair: Pair, routers: list[Router]) -> None:
+    engine, arena = Router(pair.events), Router(pair.settings["events_endpoint"])
+    routers += [engine, arena]
+    reset = f"{pair.a.base_url}/reset_prefix_cache?reset_external=true"
+    for _ in range(50):  # until the subscriptions have come through
+        ask(pair.a, pair.prompt(PAGE + 2), 1)
+        if engine.knows("CPU") and arena.knows("CPU"):
+            break
+    httpx.post(reset, timeout=30, trust_env=False)
+    for each, who in ((engine, "engine"), (arena, "sidecar")):
+        eventually(
+            lambda each=each: bool(ask(pair.a, pair.prompt(20), 2)) and not each.knows("CPU"), f"the {who} forgets", 60
         )
-        engine, arena = Router(f"tcp://127.0.0.1:{port}"), Router(theirs)
-        routers += [engine, arena]
-        server.wait_ready()
-        eventually(lambda: len(sidecar.status()["sessions"]) == 2, "both sessions", 20)
-        for seed in range(50):  # until the subscription has come through
-            ask(server, model.prompt(PAGE + 2, 7000 + seed), 1)
-            engine.poll()
-            if engine.batches:
-                break
-        prompt = model.prompt(6 * PAGE + 5, 8000)
-        engine.held.clear()
-        before = arena.knows("CPU")
-        ask(server, prompt, 4)
-        # The same six blocks, by the same names, in the engine's own cache and in the arena.
-        eventually(lambda: len(engine.knows("CPU")) == 6, "the engine tells of six blocks", 20)
-        eventually(lambda: engine.knows("CPU") == arena.knows("CPU") - before, "the sidecar tells of the same", 20)
-        assert engine.knows("CPU") <= engine.knows("GPU")
-        for block, event in engine.held["CPU"].items():
-            assert event.block_size == PAGE and event.token_ids == prompt[: len(event.token_ids)]
-            assert arena.held["CPU"][block].block_size == PAGE
-        # What is dropped is taken back by both: by the engine in its next steps.
-        httpx.post(f"{server.base_url}/reset_prefix_cache?reset_external=true", timeout=30, trust_env=False)
-        eventually(lambda: not arena.knows("CPU"), "the sidecar takes back all", 20)
-
-        def engine_forgets() -> bool:
-            ask(server, model.prompt(20, 9000), 2)
-            return not engine.knows("CPU")
-
-        eventually(engine_forgets, "the engine takes back all", 20)
+    prompt = pair.prompt(6 * PAGE + 5)
+    ask(pair.a, prompt, 4)
+    # The same six blocks, by the same names, in the engine's own cache and in the arena.
+    eventually(lambda: len(engine.knows("CPU")) == 6, "the engine tells of six blocks", 60)
+    eventually(lambda: engine.knows("CPU") == arena.knows("CPU"), "the sidecar tells of the same", 60)
+    assert engine.knows("CPU") <= engine.knows("GPU")
+    for block, event in engine.held["CPU"].items():
+        assert event.block_size == PAGE and event.token_ids == prompt[: len(event.token_ids)]
+        assert arena.held["CPU"][block].block_size == PAGE
+    # What is dropped is taken back by both: by the engine in its next steps.
+    httpx.post(reset, timeout=30, trust_env=False)
+    eventually(lambda: not arena.knows("CPU"), "the sidecar takes back all", 60)
+    eventually(
+        lambda: bool(ask(pair.a, pair.prompt(20), 2)) and not engine.knows("CPU"), "the engine takes back all", 60
+    )
