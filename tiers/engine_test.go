@@ -687,10 +687,10 @@ func nothingIsAllocated(t *testing.T, cfg Config) {
 			store()
 			lookup()
 		}
-		if n := testing.AllocsPerRun(200, store); n != 0 {
+		if n := testing.AllocsPerRun(40, store); n != 0 {
 			t.Errorf("%d pages a chunk: a store of 1,000 pages allocates %v times", ppc, n)
 		}
-		if n := testing.AllocsPerRun(200, lookup); n != 0 {
+		if n := testing.AllocsPerRun(40, lookup); n != 0 {
 			t.Errorf("%d pages a chunk: a lookup and load of 1,000 pages allocate %v times", ppc, n)
 		}
 	}

@@ -11,6 +11,8 @@ func TestMain(m *testing.M) { leak.Main(m) }
 
 // TestRun is small: it is about the bench's working, not about speed.
 func TestRun(t *testing.T) {
+	defer func(n int) { rounds = n }(rounds)
+	rounds = 101
 	r, err := Run(3 * hitPages)
 	if err != nil {
 		t.Fatal(err)

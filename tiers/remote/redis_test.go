@@ -84,11 +84,13 @@ func TestContractRedisTLS(t *testing.T) {
 	c := redis.NewClient(&redis.Options{Addr: s.addr, Password: password, TLSConfig: conf})
 	t.Cleanup(func() { c.Close() })
 	o := RedisOptions{Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}, TLS: true, Files: files, TTL: time.Hour}
-	tiertest.Run(t, factory(func(prefix string) (*Tier, error) {
+	f := factory(func(prefix string) (*Tier, error) {
 		o := o
 		o.Prefix = prefix
 		return OpenRedis(o)
-	}, rotRedis(t, c), stalled(s)))
+	}, rotRedis(t, c), stalled(s))
+	f.Brief = true
+	tiertest.Run(t, f)
 }
 
 // redisCluster starts three masters that know each other.
@@ -200,11 +202,13 @@ func TestContractRedisSentinel(t *testing.T) {
 	master := redisServer(t)
 	o := sentinelOptions(t, sentinel(t, master, 0))
 	// The sentinel takes a stalled master for dead, and there is no other: stalling is left to TestFailover.
-	tiertest.Run(t, factory(func(prefix string) (*Tier, error) {
+	f := factory(func(prefix string) (*Tier, error) {
 		o := o
 		o.Prefix = prefix
 		return OpenRedis(o)
-	}, rotRedis(t, client(t, master)), nil))
+	}, rotRedis(t, client(t, master)), nil)
+	f.Brief = true
+	tiertest.Run(t, f)
 }
 
 // The master dies, and a replica takes its place: after failures all is as before.

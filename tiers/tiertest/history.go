@@ -325,7 +325,7 @@ func Faults(t *testing.T, f Factory) {
 		}
 		w := newWorld(t, f, m, seed, Geometries()[1:2])
 		w.faulty = true
-		w.steps(40)
+		w.steps(24)
 		if !m.Failed() {
 			t.Logf("%d operations could fail", n-1)
 			if n == 1 {

@@ -19,7 +19,7 @@ import (
 
 var (
 	seedFlag  = flag.Uint64("tiertest.seed", 0, "replay this one seed of the random histories")
-	seedsFlag = flag.Int("tiertest.seeds", 6, "random histories to run with each geometry")
+	seedsFlag = flag.Int("tiertest.seeds", 3, "random histories to run with each geometry")
 	stepsFlag = flag.Int("tiertest.steps", 120, "calls of each")
 )
 
@@ -34,6 +34,8 @@ type Factory struct {
 	Evicts bool
 	// MayForget: any chunk may be gone at any time.
 	MayForget bool
+	// Brief: another run goes through the whole contract, and this one differs in the way to the medium alone. One geometry is enough, and no faults.
+	Brief bool
 	// Lies: the medium's failures (see MediumOptions.FailNth) go unreported, so that what was dropped or cleared may be back when it is opened again.
 	Lies bool
 }
@@ -71,7 +73,11 @@ func Geometries() []tiers.Geometry {
 
 // Run tests a tier against the contract.
 func Run(t *testing.T, f Factory) {
-	for _, g := range Geometries() {
+	geometries := Geometries()
+	if f.Brief {
+		geometries = geometries[1:2]
+	}
+	for _, g := range geometries {
 		t.Run(fmt.Sprintf("%dx%d", g.PagesPerChunk, g.PageBytes), func(t *testing.T) {
 			t.Run("Basics", func(t *testing.T) { testBasics(t, f, g) })
 			t.Run("Diverging", func(t *testing.T) { testDiverging(t, f, g) })
@@ -82,14 +88,18 @@ func Run(t *testing.T, f Factory) {
 		})
 	}
 	t.Run("Spaces", func(t *testing.T) { testSpaces(t, f) })
-	t.Run("Histories", func(t *testing.T) { testHistories(t, f, Geometries()) })
+	if !f.Brief {
+		t.Run("Histories", func(t *testing.T) { testHistories(t, f, geometries) })
+	}
 	t.Run("Concurrent", func(t *testing.T) { testConcurrent(t, f) })
 	t.Run("Cancelled", func(t *testing.T) { testCancelled(t, f) })
 	t.Run("Close", func(t *testing.T) { testClose(t, f) })
 	t.Run("Eviction", func(t *testing.T) { testEviction(t, f) })
 	t.Run("Rot", func(t *testing.T) { testRot(t, f) })
 	t.Run("Stalled", func(t *testing.T) { testStalled(t, f) })
-	t.Run("Faults", func(t *testing.T) { Faults(t, f) })
+	if !f.Brief {
+		t.Run("Faults", func(t *testing.T) { Faults(t, f) })
+	}
 }
 
 // plenty is a capacity that no test but that of eviction reaches.
@@ -590,7 +600,7 @@ func testCancelled(t *testing.T, f Factory) {
 	transfers(t.Context(), t, tier, Load, 0, chunks(run)...)
 	whole := time.Since(start)
 	var cancelled int
-	for i := range 60 {
+	for i := range 30 {
 		ctx, cancel := context.WithCancelCause(context.Background())
 		timer := time.AfterFunc(time.Duration(rnd.Int64N(int64(whole)+1)), func() { cancel(errTest) })
 		var all []memory
@@ -643,7 +653,7 @@ func testCancelled(t *testing.T, f Factory) {
 			t.Fatal(err)
 		}
 	}
-	t.Logf("%d of 60 loads met the end of their context", cancelled)
+	t.Logf("%d of 30 loads met the end of their context", cancelled)
 	f.want(t, tier, run, n)
 }
 
@@ -840,7 +850,11 @@ func testStalled(t *testing.T, f Factory) {
 	ctx, cancel := context.WithTimeoutCause(context.Background(), 50*time.Millisecond, errTest)
 	defer cancel()
 	var calls sync.WaitGroup
-	resumed := time.AfterFunc(5*time.Second, resume) // a call that is in the kernel cannot be called back: it ends when the medium answers
+	var answers atomic.Bool
+	resumed := time.AfterFunc(5*time.Second, func() { // a call that is in the kernel cannot be called back: it ends when the medium answers
+		answers.Store(true)
+		resume()
+	})
 	calls.Go(func() {
 		for _, err := range transfers(ctx, t, tier, Load, 0, chunks(run)...) {
 			if err != nil && !errors.Is(err, errTest) {
@@ -856,19 +870,18 @@ func testStalled(t *testing.T, f Factory) {
 			}
 		}
 	})
-	start := time.Now()
 	tier.Stats()
 	if tier.Stats().Local {
 		if got := contains(t, tier, run); got[0] == 0 {
 			t.Error("Contains forgot while the medium was stalled")
 		}
 	}
-	if d := time.Since(start); d > time.Second {
-		t.Errorf("what needs no medium took %v", d)
-	}
+	answered := answers.Load()
 	within(t, "a call on a stalled medium", calls.Wait)
 	if resumed.Stop() {
 		resume()
+	} else if answered {
+		t.Error("what needs no medium waited for it")
 	}
 	f.want(t, tier, run, n)
 }
