@@ -68,7 +68,7 @@ def test_killed_between_requests(pair: Pair) -> None:
     hits_come_back(pair, prompt, truth)
 
 
-@pytest.mark.parametrize("delay_s", [0.008, 0.016, 0.024, 0.032])
+@pytest.mark.parametrize("delay_s", [0.008, 0.024])
 def test_killed_during_a_load(pair: Pair, delay_s: float) -> None:
     prompt = pair.prompt(4000)
     truth = ask(pair.a, prompt)
@@ -119,7 +119,7 @@ def test_stopped_between_requests(pair: Pair) -> None:
     hits_come_back(pair, prompt, truth)
 
 
-@pytest.mark.parametrize("delay_s", [0.008, 0.02])
+@pytest.mark.parametrize("delay_s", [0.016])
 def test_stopped_during_a_load(pair: Pair, delay_s: float) -> None:
     prompt = pair.prompt(4000)
     truth = ask(pair.a, prompt)

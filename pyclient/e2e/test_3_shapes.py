@@ -172,16 +172,16 @@ class TestTwoRanksAndNoRoom:
     def test_preempted_requests_answer_the_same(self, no_room: Shape, pair: Pair, turn: int) -> None:
         """Twelve blocks for four requests that need sixteen: they preempt each other."""
         # The second turn finds the first turn's prompts in the sidecar, and still has no room.
-        prompts = [model.prompt(300, 52_000 + number) for number in range(4)]
-        truths = [ask(pair.plain, prompt, 100) for prompt in prompts]
+        prompts = [model.prompt(350, 52_000 + number) for number in range(4)]
+        truths = [ask(pair.plain, prompt, 60) for prompt in prompts]
         before = client.metric(no_room.server.base_url, "vllm:num_preemptions_total")
-        answers = together(no_room.server, prompts, 100)
+        answers = together(no_room.server, prompts, 60)
         assert [answer.tokens for answer in answers] == [truth.tokens for truth in truths]
         if turn == 0:
             assert client.metric(no_room.server.base_url, "vllm:num_preemptions_total") > before
         else:
             client.reset_prefix_cache(no_room.server.base_url)
-            assert ask(no_room.server, prompts[0]).cached_tokens == hits_of(300)
+            assert ask(no_room.server, prompts[0]).cached_tokens == hits_of(350)
 
     def test_the_started_sidecar_is_there_and_restarts(self, no_room: Shape) -> None:
         endpoint = Path(no_room.stand.endpoint("auto").format(rank=0))
