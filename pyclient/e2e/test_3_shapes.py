@@ -21,6 +21,8 @@ from examples.stand.processes import BINARY, Server, Sidecar, Stand, eventually
 
 from .conftest import PAGE, Pair, ask, computed, configured, hits_of, sessions, together
 
+LITTLE = {"arena_limit": "512M"}
+
 
 @dataclass
 class Shape:
@@ -34,7 +36,7 @@ class Shape:
 def start_two_ranks(stand: Stand) -> Shape:
     """Two tensor-parallel ranks, a core and a sidecar each."""
     cores = sorted(os.sched_getaffinity(0))
-    sidecars = (stand.sidecar(0, "tp"), stand.sidecar(1, "tp"))
+    sidecars = (stand.sidecar(0, "tp", settings=LITTLE), stand.sidecar(1, "tp", settings=LITTLE))
     server = stand.server(
         "tp",
         connector=configured(stand.endpoint("tp")),
@@ -48,7 +50,7 @@ def start_no_room(stand: Stand) -> Shape:
     """Twelve blocks; vLLM starts the sidecar itself, on the endpoint "auto"."""
     server = stand.server(
         "tight",
-        connector=configured(stand.endpoint("auto"), autostart=True, arena_size="1G", binary=str(BINARY)),
+        connector=configured(stand.endpoint("auto"), autostart=True, arena_size="512M", binary=str(BINARY)),
         arguments=["--num-gpu-blocks-override", "12"],
         max_model_len=1024,
     )
@@ -57,7 +59,7 @@ def start_no_room(stand: Stand) -> Shape:
 
 def start_multi(stand: Stand) -> Shape:
     """Lookaside first, vLLM's ExampleConnector second."""
-    sidecar = stand.sidecar(0, "multi")
+    sidecar = stand.sidecar(0, "multi", settings=LITTLE)
     example: dict[str, Any] = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
@@ -74,7 +76,7 @@ def start_multi(stand: Stand) -> Shape:
 
 def start_mla(stand: Stand) -> Shape:
     """A model with multi-head latent attention."""
-    sidecar = stand.sidecar(0, "mla")
+    sidecar = stand.sidecar(0, "mla", settings=LITTLE)
     server = stand.server(
         "mla",
         connector=configured(stand.endpoint("mla")),
@@ -154,7 +156,7 @@ class TestTwoRanksAndNoRoom:
         client.reset_prefix_cache(two_ranks.server.base_url)
         without = ask(two_ranks.server, prompt)
         assert (without.tokens, without.cached_tokens) == (truth.tokens, 0)
-        restarted = two_ranks.stand.sidecar(1, "tp")
+        restarted = two_ranks.stand.sidecar(1, "tp", settings=LITTLE)
         eventually(lambda: sessions(restarted) == 2, "both roles' sessions with the second rank's sidecar", 60)
         client.reset_prefix_cache(two_ranks.server.base_url)
         empty = ask(two_ranks.server, prompt)
