@@ -29,7 +29,7 @@ BLOCKS = 32
 PAGE = 4096  # 2 heads x 16 tokens x 32 floats
 PPC = 4
 # What is tested is what happens, not how fast: on a busy machine the default patience makes a miss of a hit at times.
-PATIENT = {"lookaside.lookup_timeout_ms": 2000, "lookaside.store_timeout_ms": 2000}
+PATIENT = {"lookaside.lookup_timeout_ms": 5000, "lookaside.store_timeout_ms": 5000}
 
 
 def filled(seed: int = 0) -> torch.Tensor:

@@ -97,8 +97,11 @@ func (p *Peers) note(gen uint64, t trouble) {
 // beThere opens the directory and makes our socket in it, unless both are there still.
 func (p *Peers) beThere() error {
 	if p.dir != nil {
+		p.mu.Lock()
+		l := p.listening // Close takes it away
+		p.mu.Unlock()
 		err := p.dir.Current()
-		if err == nil && p.listening != nil && p.listening.Present() {
+		if err == nil && l != nil && l.Present() {
 			return nil
 		}
 		p.leave(err != nil)
