@@ -23,7 +23,7 @@ VOCAB = 4096
 MAX_TOKENS = 16384
 SEED = 20240229
 
-ARCHITECTURES = ("llama", "mla", "hybrid")
+ARCHITECTURES = ("llama", "mla", "hybrid", "states")
 WINDOW = 300  # tokens that the hybrid's sliding layers attend to
 
 
@@ -67,7 +67,7 @@ def _make(architecture: str, out: Path) -> None:
 
 
 def _config(architecture: str):
-    from transformers import DeepseekV2Config, Gemma3TextConfig, LlamaConfig
+    from transformers import DeepseekV2Config, Gemma3TextConfig, LlamaConfig, Qwen3NextConfig
 
     common: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -118,6 +118,26 @@ def _config(architecture: str):
             query_pre_attn_scalar=64,
             sliding_window=WINDOW,
             layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            **common,
+            pad_token_id=0,
+        )
+    if architecture == "states":  # of all such layers that vLLM has, its CPU build runs these, and in bfloat16 alone
+        return Qwen3NextConfig(
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=6,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=64,
+            linear_num_value_heads=4,
+            linear_num_key_heads=4,
+            linear_key_head_dim=64,
+            linear_value_head_dim=64,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=128,
+            shared_expert_intermediate_size=128,
+            layer_types=["linear_attention", "linear_attention", "full_attention"] * 2,
             **common,
             pad_token_id=0,
         )

@@ -160,13 +160,11 @@ class Plans:
         """Raises ValueError if the layout does not lie within its spans."""
         self._columns = len(layout.column_bytes)
         alike: dict[tuple[Segment, ...], list[tuple[int, int]]] = {}  # segments of a block -> (column, page offset)
-        end = 0
-        for column, size in enumerate(layout.column_bytes):
-            block = tuple(
-                s._replace(page_offset=s.page_offset - end, column=0) for s in layout.segments if s.column == column
-            )
-            alike.setdefault(block, []).append((column, end))
-            end += size
+        for column in range(self._columns):
+            segments = [s for s in layout.segments if s.column == column]
+            begin = segments[0].page_offset
+            block = tuple(s._replace(page_offset=s.page_offset - begin, column=0) for s in segments)
+            alike.setdefault(block, []).append((column, begin))
         # A page of one block has its own length, which may be more than its bytes.
         whole = layout.page_bytes if self._columns == 1 else 0
         self._plans = [

@@ -19,6 +19,10 @@ Alignment padding at a page's end is not copied.
 Of a sliding window, a page has only those blocks that the window of some hit can reach: hits end where pages do, so
 that a block which ends more than the window before that is never read again. vLLM may have freed it by then.
 
+Of layers that keep a *state* (Mamba and its kin, in vLLM's mode "align"), vLLM has a block for some pages' ends only:
+the state there stands for all tokens before. It is a page of its own, one for each group with states, named after the
+page that it ends (state_names): its column, one of the last, lies at the start of the page and alone there.
+
 torch and vLLM are not imported: tensors, config and specs are used as they come.
 """
 
@@ -26,6 +30,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -39,6 +44,10 @@ MAX_SEGMENTS = 1 << 16
 FULL_ATTENTION_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 # The same, but vLLM frees blocks that the window has left behind. Subclasses keep more than their window, or less.
 WINDOW_SPECS = frozenset({"SlidingWindowSpec"})
+# A block is what is left of all tokens before its end.
+STATE_SPECS = frozenset({"MambaSpec"})
+# What kernels for the CPU choose by how they lay a state out.
+_CPU_FLAGS = ("asimd", "bf16", "avx2", "avx512f", "avx512_bf16", "amx_tile")
 
 
 class UnsupportedLayout(Exception):
@@ -69,23 +78,25 @@ class Share(NamedTuple):
     blocks: int
     kept: int  # blocks before these no hit can need
     reach: int  # how many blocks before its end a hit needs; 0: all
+    state: bool = False  # a hit needs the block at its end, which has a page of its own
 
 
 @dataclass(frozen=True)
 class PageLayout:
     """How one rank's pages lie in its KV cache. Valid as long as the tensors that it was built from."""
 
-    segments: tuple[Segment, ...]  # by page_offset, and so by column
+    segments: tuple[Segment, ...]  # by column, and by page_offset within it
     page_bytes: int
     num_blocks: int
     page_tokens: int
     spans: tuple[tuple[int, int], ...]  # (address, size) of the allocations that hold the KV cache
     # Everything about the bytes of a page that another instance must share to reuse it; goes into the space.
     description: dict[str, str] = field(default_factory=dict)
+    states: int = 0  # so many of the columns, the last ones, are states: each is alone in its page
 
     @property
     def column_bytes(self) -> tuple[int, ...]:
-        """The bytes of each of a page's blocks, which follow one another in the page."""
+        """The bytes of each of a page's blocks, which follow one another in the page, but for states."""
         sizes = [0] * (self.segments[-1].column + 1)
         for segment in self.segments:
             sizes[segment.column] += segment.length
@@ -98,6 +109,9 @@ def shares(kv_cache_groups: Sequence[Any], page_tokens: int) -> tuple[Share, ...
     for group in kv_cache_groups:
         block, window = group.kv_cache_spec.block_size, window_tokens(group)
         blocks = page_tokens // block
+        if keeps_state(group):
+            found.append(Share(blocks, 0, 1, state=True))
+            continue
         # As many as vLLM asks for at a hit, and does not replace by its null block.
         reach = -(-(window - 1) // block) if window else 0
         found.append(Share(blocks, min(blocks, reach) if window else blocks, reach))
@@ -110,8 +124,23 @@ def window_tokens(group: Any) -> int:
     return window
 
 
+def keeps_state(group: Any) -> bool:
+    """Whether a group's layers keep a state, and no KV of single tokens."""
+    return any(_is_state(spec) for spec in specs_of(group))
+
+
+def state_names(digest: bytes, groups: int) -> list[bytes]:
+    """The names of the states at the end of the page with this digest, one for each group that keeps them."""
+    size = len(digest)
+    return [hashlib.sha256(b"lookaside state %d:" % number + digest).digest()[:size] for number in range(groups)]
+
+
 def _is_window(spec: Any) -> bool:
     return type(spec).__name__ in WINDOW_SPECS
+
+
+def _is_state(spec: Any) -> bool:
+    return type(spec).__name__ in STATE_SPECS
 
 
 def build_layout(kv_cache_config: Any, kv_caches: Mapping[str, Any], vllm_config: Any | None = None) -> PageLayout:
@@ -140,7 +169,8 @@ def build_layout(kv_cache_config: Any, kv_caches: Mapping[str, Any], vllm_config
             expected = storage.data_ptr() + placement.offset + index * placement.layer_stride
             if base != expected or any(stride != placement.block_stride for _, stride, _ in layer):
                 raise UnsupportedLayout("layout", f"layer {name} does not lie where vLLM's KV-cache config says")
-            payload, page = sum(length for *_, length in layer), spec.unpadded_page_size_bytes
+            page = spec.real_page_size_bytes if _is_state(spec) else spec.unpadded_page_size_bytes
+            payload = sum(length for *_, length in layer)
             if payload != page:
                 raise UnsupportedLayout("layout", f"layer {name} has {payload} bytes a block instead of {page}")
             runs[group] += layer
@@ -154,23 +184,28 @@ def build_layout(kv_cache_config: Any, kv_caches: Mapping[str, Any], vllm_config
         raise UnsupportedLayout("layout", f"the KV cache is spread over {len(spans)} allocations")
     page_tokens = math.lcm(*(group.kv_cache_spec.block_size for group in groups))
     segments: list[Segment] = []
-    column = end = 0
-    for group, share in enumerate(shares(groups, page_tokens)):
+    column = end = page_bytes = 0
+    parts = shares(groups, page_tokens)
+    for group, share in sorted(enumerate(parts), key=lambda part: part[1].state):
         # Within one allocation the order of addresses is the same in every process, and puts neighbours side by side.
         block = _join(sorted(runs[group]))
-        for _ in range(share.kept):
+        if share.state:
+            end = 0
+        for _ in range(share.kept + share.state):
             segments += (s._replace(page_offset=end + s.page_offset, column=column) for s in block)
             end = segments[-1].page_offset + segments[-1].length
+            page_bytes = max(page_bytes, end)
             column += 1
         if len(segments) > MAX_SEGMENTS:
             raise UnsupportedLayout("layout", f"more than {MAX_SEGMENTS} runs of bytes a page")
     return PageLayout(
         segments=tuple(segments),
-        page_bytes=end,
+        page_bytes=page_bytes,
         num_blocks=num_blocks,
         page_tokens=page_tokens,
         spans=tuple(spans),
         description=_describe(kv_cache_config, vllm_config, shapes, segments, specs),
+        states=sum(share.state for share in parts),
     )
 
 
@@ -185,14 +220,23 @@ def config_fault(kv_cache_config: Any) -> str | None:
         specs = specs_of(group)
         for spec in specs:
             name = type(spec).__name__
-            if name not in FULL_ATTENTION_SPECS | WINDOW_SPECS:
-                return f"{name} is not supported, only full attention, MLA and sliding windows are"
+            if name not in FULL_ATTENTION_SPECS | WINDOW_SPECS | STATE_SPECS:
+                return f"{name} is not supported, only full attention, MLA, sliding windows and Mamba states are"
+            if not getattr(spec, "prefix_cacheable", True):
+                return f"{name} of a kind that vLLM does not share between prompts"
+            if _is_state(spec) and spec.mamba_cache_mode != "align":
+                return f"vLLM shares states with --mamba-cache-mode align only, not {spec.mamba_cache_mode}"
+            if _is_state(spec) and spec.num_speculative_blocks:
+                return "states beside speculative decoding are not supported"
             if getattr(spec, "non_causal", False):
                 return "attention is not causal, so prefixes cannot be shared"
             if _is_window(spec) and (spec.sliding_window < 2 or getattr(spec, "extra_retained_tokens", 0)):
                 return "a sliding window that attends to one token only, or keeps more than it attends to"
-        if len({(spec.block_size, spec.sliding_window if _is_window(spec) else 0) for spec in specs}) != 1:
+        alike = {(spec.block_size, spec.sliding_window if _is_window(spec) else 0, _is_state(spec)) for spec in specs}
+        if len(alike) != 1:
             return "a KV-cache group whose layers have different block sizes or sliding windows"
+    if all(keeps_state(group) for group in groups):
+        return "a model with states alone, without attention, is not supported"
     return None
 
 
@@ -248,6 +292,9 @@ def _shape(tensor: Any, spec: Any, num_blocks: int) -> str:
     mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "")
     inner = "x".join(str(n) for n in tensor.shape[1:])
     kind = type(spec).__name__
+    if _is_state(spec):
+        parts = ",".join(f"{shape}:{dtype}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
+        return f"{kind}:{getattr(spec.mamba_type, 'name', '')}:{parts}"
     return f"{kind}:{ratio}x{inner}:{str(tensor.dtype).removeprefix('torch.')}:{mode}"
 
 
@@ -271,6 +318,8 @@ def _describe(
         described = {"groups": _groups(groups, segments[-1].column + 1)}
     else:
         described = {}
+    if any(keeps_state(group) for group in groups):
+        described["state_isa"] = _cpu_flags()
     compilation = getattr(vllm_config, "compilation_config", None)
     modules = getattr(compilation, "static_forward_context", None) or {}
     layers = [modules[name] for name in specs if name in modules]
@@ -295,6 +344,16 @@ def _groups(groups: Sequence[Any], columns: int) -> str:
         kinds.append(f"{'+'.join(sorted(names))}:{group.kv_cache_spec.block_size}:{window_tokens(group)}")
         exact.update(f"{kinds[-1]};{','.join(group.layer_names)};".encode())
     return f"{'|'.join(kinds)[:256]}|{exact.hexdigest()[:32]}"
+
+
+def _cpu_flags() -> str:
+    """The kind of CPU: two that differ may keep states in different orders."""
+    try:
+        with open("/proc/cpuinfo") as info:
+            line = next((line for line in info if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        line = ""
+    return " ".join([platform.machine(), *sorted(set(line.split()) & set(_CPU_FLAGS))])
 
 
 def _backend(layer: Any) -> str:

@@ -24,7 +24,10 @@ class LoadSpec:
 
     Pages are counted from 0 at the start of the request's prefix. ``block_ids``
     has a row of as many blocks as a page has (its columns, layout.py) for each
-    page from ``first_page`` on; most models' pages have one. ``refs[rank]`` is the
+    page from ``first_page`` on; most models' pages have one. The states of a model
+    that keeps them are pages of their own, whose rows have nothing else: they are
+    another spec of the same request, as if they followed the page that they end.
+    ``refs[rank]`` is the
     (scheduler session id, lookup id) that leased the pages on that rank's
     sidecar. Without refs the scheduler has nothing to load from: the load fails.
     A block id 0 is vLLM's null block and must not be written: the window of the
@@ -47,7 +50,8 @@ class SaveSpec:
     anew from its first page. ``hashes`` (digests back to back) has one entry a
     page from ``first_page`` on, ``block_ids`` a row, as in LoadSpec; where a block
     of a row is 0, vLLM does not have it any more, and the page is only named: it
-    may be held, but cannot be written. ``prev`` is the
+    may be held, but cannot be written. (A page of attention has no states, and a
+    state's page nothing else.) ``prev`` is the
     digest of page ``first_page - 1``, empty when there is none. The blocks stay
     pinned until every rank has named ``save_id`` in its worker metadata, which
     each rank does exactly once, whether the pages could be stored or not. With

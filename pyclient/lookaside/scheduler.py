@@ -45,6 +45,12 @@ is whole. Where vLLM had pages itself, and took no more of a window than it need
 its own cache may still have the rest; pages that are not whole even so are named
 and not copied. A load fills what vLLM's table has: all
 blocks of full attention, of a window those that it reaches from the hit's end.
+
+**States** (Mamba and its kin). A hit ends where the states are held too, which is at few pages: vLLM has them where a
+step of a prefill ended, at the prompt's last page and at those that decoding fills. It hands them out one by one, with
+their blocks (boundary_state_offloads), and so they are saved, as pages of their own (layout.py); a block table says
+nothing about them. When it is known how much of a prefix the sidecars hold, they are asked for the states at the end of
+each of its pages, from the last one down, some at a time. A load is then two: the pages, and the states at their end.
 """
 
 from __future__ import annotations
@@ -91,6 +97,9 @@ _MAX_LOOKUPS = 512
 _MAX_LOOKUP_PAGES = 65536
 _MAX_LOAD_CHUNKS = 8192
 _MAX_SAVE_PAGES = 4096
+# States are asked for at this many pages' ends at once, then twice as many, and so on, and at most at so many in all.
+_STATES_AT_ONCE = 4
+_MAX_STATES = 252
 # Beyond this a save that no worker acknowledged no longer keeps the engine awake.
 _SAVE_PATIENCE_S = 60.0
 # Timed steps whose time has not come back; an engine has a few under way.
@@ -165,6 +174,9 @@ class _Asked:
     trimmed: int
     held: int | None = None  # absolute end of the pages held, once answered
     answered: float = 0.0
+    states: list[tuple[int, Lookup]] = field(default_factory=list)  # at the ends of these pages, the last one first
+    states_asked: int = 0
+    reached: int | None = None  # the end of the last page whose states are held as well, once known
 
 
 @dataclass(slots=True)
@@ -232,6 +244,7 @@ class SchedulerConnector:
         self._drafts = space.uses_drafts(vllm_config, kv_cache_config)
 
         self._shares = layout.shares(kv_cache_config.kv_cache_groups, self._page)
+        self._states = tuple(number for number, share in enumerate(self._shares) if share.state)
         self._hybrid = space.is_hybrid(kv_cache_config)
         # A page that ends in the middle has other needs of a window than one that is
         # whole, and of draft layers.
@@ -305,6 +318,16 @@ class SchedulerConnector:
             return None, False
 
         hit = min(asked.held - self._drafts, limit)
+        if self._states:
+            found = self._find_states(state, asked, first, hit)
+            if found is None:
+                return None, False
+            if found < min(state.promised, asked.end_page) and self._may_wait(state, asked):
+                if self._clock() - asked.answered >= _SHORT_LIFE_S:
+                    self._drop_lookup(state)
+                    self._ask(state, first - first % self._chunk)
+                return None, False
+            hit = found
         if hit <= first:
             if asked.lookup is not None:
                 asked.lookup.cancel()
@@ -331,7 +354,7 @@ class SchedulerConnector:
             self._drop_lookup(state)
             return
 
-        first, refs = state.local_page, ()
+        first, refs, states = state.local_page, (), ()
         pages = -(-num_external_tokens // self._page)
         tables = blocks.get_block_ids()
         fits = not self._hybrid or self._is_loadable(tables, first, first + pages)
@@ -339,12 +362,21 @@ class SchedulerConnector:
             self._stats.add("errors")
             logger.warning("lookaside: vLLM's block tables are not as a hit of %d pages needs them", first + pages)
         elif asked is not None and asked.lookup is not None and first + pages <= (asked.held or 0):
-            refs = asked.lookup.refs
-            asked.lookup = None  # the workers own it now
+            if self._states and asked.states and asked.reached == first + pages:
+                ((_, at_end),) = asked.states
+                states, asked.states = at_end.refs, []
+            if states or not self._states:
+                refs = asked.lookup.refs
+                asked.lookup = None  # the workers own it now
         self._drop_lookup(state)
         block_ids = self._rows(tables, first, first + pages)
         # Without refs the workers report a failure, which is what it is.
         self._new_loads.append(LoadSpec(request.request_id, refs, first, block_ids))
+        if states:
+            ends = [tables[group][(first + pages) * self._shares[group].blocks - 1] for group in self._states]
+            rows = self._state_rows(ends)
+            self._new_loads.append(LoadSpec(request.request_id, states, first + pages, rows))
+            block_ids = block_ids + rows
         self._loads[request.request_id] = frozenset(block_ids)
         self._note_saved(state, first + pages)
         self._stats.add("hit_tokens", num_external_tokens)
@@ -423,11 +455,64 @@ class SchedulerConnector:
         if asked is None:
             return
         self._holding -= 1
+        lookups = [lookup for _, lookup in asked.states]
         if asked.lookup is not None:
+            lookups.append(asked.lookup)
+        for lookup in lookups:
             try:
-                asked.lookup.cancel()
+                lookup.cancel()
             except Exception:  # its lease has a deadline anyway
                 self._stats.add("errors")
+
+    def _find_states(self, state: _Request, asked: _Asked, first: int, hit: int) -> int | None:
+        """The last page up to hit at whose end all states are held, first if none is; None while that is not known."""
+        if asked.reached is not None:
+            if asked.reached <= first:
+                self._cancel_states(asked)
+            return max(asked.reached, first)
+        while True:
+            while asked.states:
+                page, lookup = asked.states[0]
+                if page <= first:
+                    self._cancel_states(asked)
+                    break
+                pages = lookup.poll()
+                if pages is None:
+                    return None
+                del asked.states[0]
+                if pages == len(self._states):
+                    self._cancel_states(asked)
+                    asked.states.append((page, lookup))
+                    asked.reached = page
+                    return page
+                if pages:
+                    lookup.cancel()
+            end = hit - asked.states_asked
+            count = min(asked.states_asked + _STATES_AT_ONCE, _MAX_STATES - asked.states_asked, end - first)
+            if count <= 0:
+                asked.reached = first
+                return first
+            for page in range(end, end - count, -1):
+                (digest,) = self._hashes(state.request, page - 1, page)
+                names = b"".join(layout.state_names(digest, len(self._states)))
+                asked.states.append((page, self._sidecars.start(page, digest, names, 0)))
+            asked.states_asked += count
+
+    @staticmethod
+    def _cancel_states(asked: _Asked) -> None:
+        states, asked.states = asked.states, []
+        for _, lookup in states:
+            lookup.cancel()
+
+    def _state_rows(self, block_ids: Sequence[int]) -> list[int]:
+        """The rows of the states at a page's end (layout.py), from the block of each group that keeps them."""
+        columns = sum(share.kept for share in self._shares)
+        rows: list[int] = []
+        for number, block_id in enumerate(block_ids):
+            row = [0] * (columns + len(self._states))
+            row[columns + number] = block_id
+            rows += row
+        return rows
 
     # ---- what is handed over ----
 
@@ -581,6 +666,41 @@ class SchedulerConnector:
                 continue
             tables = (state.table,) if block_state is None else block_state.get_block_ids(request_id) or ()
             meta.saves += self._save(state, pages, tables, tail)
+        if self._states and block_state is not None:
+            for request_id, offers in block_state.boundary_state_offloads.items():
+                state = self._requests.get(request_id)
+                if state is None or request_id in (output.preempted_req_ids or ()):
+                    continue
+                self._reset_if_preempted(state)
+                if not state.stale:
+                    meta.saves += self._save_states(state, offers)
+
+    def _save_states(self, state: _Request, offers: Sequence[tuple[int, int, int]]) -> list[SaveSpec]:
+        """Specs for the states that vLLM hands out, (group, block, tokens), where a page ends and no group lacks it."""
+        ends: dict[int, dict[int, int]] = {}
+        for group, block_id, tokens in offers:
+            ends.setdefault(tokens, {})[group] = block_id
+        specs: list[SaveSpec] = []
+        for tokens, blocks in ends.items():
+            page = tokens // self._page
+            block_ids = [blocks.get(group, 0) for group in self._states]
+            if tokens % self._page or not page or 0 in block_ids or self._final_pages(state, tokens) < page:
+                continue
+            (digest,) = self._hashes(state.request, page - 1, page)
+            names = layout.state_names(digest, len(self._states))
+            rows = self._state_rows(block_ids)
+            specs.append(SaveSpec(self._next_save, state.request.request_id, page, digest, b"".join(names), rows, page))
+            self._pin(specs[-1])
+        return specs
+
+    def _pin(self, spec: SaveSpec) -> None:
+        """Keep a new save's blocks until every rank is done with it."""
+        assert self._pool is not None
+        self._next_save += 1
+        blocks = [self._pool.blocks[i] for i in spec.block_ids if i]
+        self._pool.touch(blocks)
+        self._pins[spec.save_id] = _Pin(blocks, self._ranks, self._clock())
+        self._stats.add("saves")
 
     def _final_pages(self, state: _Request, valid_tokens: int) -> int:
         """Whole pages within the valid tokens that may be saved and have hashes."""
@@ -601,7 +721,6 @@ class SchedulerConnector:
         With a tail, which names the prompt's incomplete page, for that too: it is
         the one after end_page, and not counted in state.saved.
         """
-        assert self._pool is not None
         request = state.request
         at, whole = state.saved, end_page
         end_page = min(end_page + bool(tail), self._pages_of(tables))
@@ -629,10 +748,7 @@ class SchedulerConnector:
                 new_from=at,
                 divided=divided,
             )
-            self._next_save += 1
-            blocks = [self._pool.blocks[i] for i in block_ids if i]
-            self._pool.touch(blocks)
-            self._pins[spec.save_id] = _Pin(blocks, self._ranks, self._clock())
+            self._pin(spec)
             specs.append(spec)
             at = end
             if min(end, whole) > state.saved:
@@ -640,7 +756,6 @@ class SchedulerConnector:
                 state.saved = min(end, whole)
                 state.saved_digest = hashes[state.saved - first - 1]
             state.saved_tail = state.saved_tail or end > whole
-            self._stats.add("saves")
         return specs
 
     def _pages_of(self, tables: Sequence[list[int]]) -> int:
@@ -651,7 +766,7 @@ class SchedulerConnector:
 
     def _rows(self, tables: Sequence[list[int]], first: int, end: int) -> list[int]:
         """The blocks of pages [first, end), page by page, as far as pages have them (layout.Share)."""
-        if all(share.blocks == 1 for share in self._shares):
+        if all(share.blocks == 1 for share in self._shares) and not self._states:
             if len(tables) == 1:
                 return list(tables[0][first:end])
             return [block for row in zip(*(table[first:end] for table in tables), strict=False) for block in row]
@@ -659,6 +774,7 @@ class SchedulerConnector:
         for page in range(first + 1, end + 1):
             for table, share in zip(tables, self._shares, strict=True):
                 rows += table[page * share.blocks - share.kept : page * share.blocks]
+            rows += [0] * len(self._states)
         return rows
 
     def _fill(self, request: Request, rows: list[int], first: int) -> None:
@@ -673,10 +789,11 @@ class SchedulerConnector:
             for group, share in enumerate(self._shares)
             for index in range(share.blocks - share.kept, share.blocks)
         ]
+        width = len(columns) + len(self._states)
         for at, block_id in enumerate(rows):
-            if block_id:
+            page, column = divmod(at, width)
+            if block_id or column >= len(columns):
                 continue
-            page, column = divmod(at, len(columns))
             group, blocks, index = columns[column]
             hashes = self._hashes_per_page // blocks  # of a block
             block = (first + page) * blocks + index
@@ -696,6 +813,8 @@ class SchedulerConnector:
             begin, stop = first * share.blocks, end * share.blocks
             if 0 in table[max(begin, stop - share.reach) if share.reach else begin : stop]:
                 return False
+            if share.state:
+                continue
             if any(table[i] for i in range(begin, stop) if i % share.blocks < share.blocks - share.kept):
                 return False
         return True

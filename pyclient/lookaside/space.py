@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lookaside.config import Config
-from lookaside.layout import config_fault, specs_of, window_tokens
+from lookaside.layout import config_fault, keeps_state, specs_of, window_tokens
 
 _FIELD_BYTES = 512
 _NON_CRYPTOGRAPHIC = ("xxhash", "xxhash_cbor")
@@ -85,10 +85,12 @@ def world(vllm_config: Any) -> World:
 def idle_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     """Why the connector must stay idle for this model, or None if it need not.
 
-    Pages are stored of layers that keep the whole prefix, and of those that keep a
-    sliding window of it. A model with anything else starts and runs, without hits.
+    Pages are stored of layers that keep the whole prefix, of those that keep a
+    sliding window of it, and, beside these, of those that keep a state. A model with
+    anything else starts and runs, without hits.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.core.sched import output
 
     if not vllm_config.cache_config.enable_prefix_caching:
         return "prefix caching is disabled; start vLLM with --enable-prefix-caching"
@@ -102,6 +104,9 @@ def idle_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
         return (
             "before vLLM 0.30 a failed load of a model with a sliding window or several KV-cache groups cannot be told"
         )
+    offers = getattr(getattr(output, "KVConnectorBlockState", None), "__annotations__", {})
+    if has_states(kv_cache_config) and "boundary_state_offloads" not in offers:
+        return "this vLLM does not hand out the states at the ends of blocks (boundary_state_offloads)"
     if uses_drafts(vllm_config, kv_cache_config):
         return "draft layers beside a sliding window or several KV-cache groups are not supported"
     return None
@@ -111,6 +116,11 @@ def is_hybrid(kv_cache_config: Any) -> bool:
     """Whether a page is more than one block, or may be without some of its blocks."""
     groups = kv_cache_config.kv_cache_groups
     return len(groups) > 1 or any(window_tokens(group) for group in groups)
+
+
+def has_states(kv_cache_config: Any) -> bool:
+    """Whether some layers keep a state, which a hit needs at its end."""
+    return any(keeps_state(group) for group in kv_cache_config.kv_cache_groups)
 
 
 def uses_drafts(vllm_config: Any, kv_cache_config: Any) -> bool:
@@ -129,6 +139,7 @@ def geometry(config: Config, vllm_config: Any, kv_cache_config: Any) -> tuple[Ge
 
     A chunk is no longer than the shortest sliding window: when its last page is
     full, vLLM still has the blocks of its first, so that it can be stored whole.
+    With states it is one page: a state's page is a chunk of its own, at any place.
     """
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
@@ -139,6 +150,8 @@ def geometry(config: Config, vllm_config: Any, kv_cache_config: Any) -> tuple[Ge
     windows = [tokens for group in kv_cache_config.kv_cache_groups if (tokens := window_tokens(group))]
     if windows:
         pages = max(1, min(pages, (min(windows) - 1) // page_tokens))
+    if has_states(kv_cache_config):
+        pages, warning = 1, None
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     return (
         Geometry(page_tokens, pages, _DIGEST_BYTES[algorithm], page_tokens // hash_tokens),

@@ -213,6 +213,7 @@ class WorkerConnector:
         self._rank = 0
         self._page_bytes = 0
         self._column_bytes = np.zeros(1, np.int64)  # of each of a page's blocks
+        self._states = 0  # of these, the last, which are alone in their pages
         self._whole_failures = space.is_hybrid(kv_cache_config)
         self._pages_per_chunk = 1
         self._share = (1, 0)  # of how many ranks that hold the same pages this is which
@@ -283,6 +284,7 @@ class WorkerConnector:
         self._rank = pp_rank * world.tp_size + tp_rank
         self._page_bytes = layout.page_bytes
         self._column_bytes = np.array(layout.column_bytes, np.int64)
+        self._states = layout.states
         self._pages_per_chunk = geometry.pages_per_chunk
         self._digest_bytes = geometry.digest_bytes
 
@@ -585,11 +587,11 @@ class WorkerConnector:
                         continue
                     at = grant.page - save.spec.first_page
                     granted = rows[at : at + len(into)]
-                    gone = gone or not granted.all()
+                    gone = gone or not self._are_whole(granted)
                     if gone:
                         bad.append(index)
                         continue
-                    blocks.append(granted)
+                    blocks.append(np.where(granted == 0, ABSENT, granted) if self._states else granted)
                     addresses.append(into)
                     save.pages += len(into)
             if failed:
@@ -610,6 +612,12 @@ class WorkerConnector:
     def _rows(self, block_ids: list[int]) -> np.ndarray:
         """The blocks of each page, [pages, columns]. Raises ValueError unless the pages are whole."""
         return np.asarray(block_ids, np.int64).reshape(-1, len(self._column_bytes))
+
+    def _are_whole(self, rows: np.ndarray) -> bool:
+        """Whether rows have all blocks of their page: those of attention, or one of a state."""
+        if not self._states:
+            return bool(rows.all())
+        return bool((rows[:, : -self._states].all(axis=1) | rows[:, -self._states :].any(axis=1)).all())
 
     def _resolve(
         self, hold: Hold, asked: range, extent: wire.Extent, timeout_s: float, write: bool = False

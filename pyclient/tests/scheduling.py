@@ -53,6 +53,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
@@ -90,6 +91,19 @@ def sliding_window(tokens: int, block: int = BLOCK) -> SlidingWindowSpec:
     return SlidingWindowSpec(block_size=block, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=tokens)
 
 
+def state(block: int = BLOCK, checkpoints: int = 0) -> MambaSpec:
+    """checkpoints: 1 if the model can leave a state behind in the middle of a forward."""
+    return MambaSpec(
+        block_size=block,
+        shapes=((4, 128),),
+        dtypes=(torch.float32,),
+        page_size_padded=full_attention(block).page_size_bytes,
+        mamba_cache_mode="align",
+        num_prefill_checkpoint_blocks=checkpoints,
+        prefill_checkpoint_alignment=checkpoints or None,
+    )
+
+
 def make_config(
     model: Path,
     extra: dict[str, Any] | None = None,
@@ -104,6 +118,7 @@ def make_config(
     prefix_caching: bool = True,
     hash_algo: str = "sha256_cbor",
     async_scheduling: bool = False,
+    states: bool = False,
 ) -> VllmConfig:
     transfer: dict[str, Any] = {
         "kv_connector": "LookasideConnector",
@@ -144,6 +159,8 @@ def make_config(
     )
     # CPU platforms replace the block size; the test's own must hold.
     config.cache_config.block_size = block
+    if states:  # which vLLM learns from the model
+        config.cache_config.mamba_cache_mode = "align"
     return config
 
 
@@ -249,6 +266,7 @@ class Group(NamedTuple):
     number: int
     block: int  # tokens
     window: int  # 0: it attends to all
+    state: bool = False  # a block has what is left of all tokens before its end
 
     def value(self, value: int) -> int:
         """What the group's KV of a token must be, which is no other group's."""
@@ -318,6 +336,8 @@ class Workers:
         self.out += [(self.load_steps, load) for load in meta.loads]
         self.copying += [(self.copy_steps, save) for save in meta.saves]
         output = KVConnectorOutput(finished_recving=set())
+        for each in batch.scheduled.kv_cache_block_copies or ():
+            self.memory[each.dst_block_id] = list(self.memory[each.src_block_id])
         self.forward(batch)
         due, self.out = self._due(self.out)
         for load in due:
@@ -357,6 +377,9 @@ class Workers:
                 value.append(hash((value[-1], token)))
             for group in self.groups:
                 table = batch.tables[request_id][group.number]
+                if group.state:
+                    self.forward_state(group, table, value, before, before + count)
+                    continue
                 for position in range(max(0, before - group.window + 1) if group.window else 0, before):
                     page, offset = divmod(position, group.block)
                     assert table[page] and self.memory[table[page]][offset] == group.value(value[position]), (
@@ -369,6 +392,20 @@ class Workers:
                     if len(slots) != group.block:  # it was another group's
                         slots = self.memory[table[page]] = [None] * group.block
                     slots[offset] = group.value(value[position]) if position < len(value) else None
+
+    def forward_state(self, group: Group, table: list[int], value: list[int], before: int, after: int) -> None:
+        """Go on from the state at before, and leave one in each block that ends in the step or is the last."""
+        if before:
+            source = table[(before - 1) // group.block]
+            assert source and self.memory[source] == [group.value(value[before - 1])], (
+                f"a wrong state of group {group.number} at {before}"
+            )
+        last = (after - 1) // group.block
+        assert table[last], "the null block was written"
+        for index in range(before // group.block, last + 1):
+            if table[index]:
+                end = min(after, (index + 1) * group.block)
+                self.memory[table[index]] = [group.value(value[end - 1])]
 
     def load(self, load: Any, output: KVConnectorOutput) -> None:
         assert len(load.refs) in (0, self.sidecars.ranks)
@@ -383,8 +420,14 @@ class Workers:
             if i in bad or page is None:
                 bad.add(i)
                 page = (-1,) * sum(group.block for group, _ in self.columns)
+            states = [block_id for (group, _), block_id in zip(self.columns, row, strict=True) if group.state]
+            if any(states):
+                (block_id,) = [block_id for block_id in row if block_id]
+                self.memory[block_id] = list(page[:1])
+                continue
+            row = row[: len(row) - len(states)]
             at = 0
-            for (group, _), block_id in zip(self.columns, row, strict=True):
+            for (group, _), block_id in zip(self.columns, row, strict=False):
                 if block_id:
                     # Behind the last token of an incomplete page lies what the block had before.
                     part = page[at : at + group.block]
@@ -410,9 +453,14 @@ class Workers:
         for i, row in enumerate(rows):
             start = (save.first_page + i) * self.block
             digest = save.hashes[32 * i : 32 * i + 32]
+            if any(block_id for (group, _), block_id in zip(self.columns, row, strict=True) if group.state):
+                self.save_state(save, i, row, names[save.first_page - 1], expected[save.first_page * self.block - 1])
+                continue
+            row = row[: len(row) - self.states]
             page = tuple(
                 group.value(value)
                 for group, first in self.columns
+                if not group.state
                 for value in expected[start + first : start + first + group.block]
             )
             if digest not in names:
@@ -427,7 +475,9 @@ class Workers:
                     break
                 continue
             had = [
-                value for (group, _), block_id in zip(self.columns, row, strict=True) for value in self.memory[block_id]
+                value
+                for (group, _), block_id in zip(self.columns, row, strict=False)
+                for value in self.memory[block_id]
             ]
             assert tuple(had[: len(page)]) == page, (
                 f"save {save.save_id} of {save.request_id} reads what is not page "
@@ -435,6 +485,23 @@ class Workers:
             )
             assert self.sidecars.held.setdefault(digest, page) == page
         self.unacked.append(save.save_id)
+
+    def save_state(self, save: Any, number: int, row: list[int], digest: bytes, value: int) -> None:
+        """The state of one group at the end of the page before the save's first."""
+        assert save.prev == digest and len(save.hashes) == 32 * self.states and save.new_from == save.first_page
+        name = layout.state_names(digest, self.states)[number]
+        assert save.hashes[32 * number : 32 * number + 32] == name
+        ((group, block_id),) = [
+            (group, block_id) for (group, _), block_id in zip(self.columns, row, strict=True) if block_id
+        ]
+        assert group == [each for each in self.groups if each.state][number]
+        page = (group.value(value),)
+        assert tuple(self.memory[block_id]) == page, f"save {save.save_id} reads what is not the state at {save}"
+        assert self.sidecars.held.setdefault(name, page) == page
+
+    @property
+    def states(self) -> int:
+        return sum(group.state for group, _ in self.columns)
 
     @property
     def hashes_per_page(self) -> int:
@@ -476,13 +543,14 @@ class Stand:
         self.requests: dict[str, Request] = {}
         specs = [group.kv_cache_spec for group in kv_config.kv_cache_groups]
         groups = [
-            Group(number, spec.block_size, getattr(spec, "sliding_window", 0) or 0) for number, spec in enumerate(specs)
+            Group(number, spec.block_size, getattr(spec, "sliding_window", 0) or 0, isinstance(spec, MambaSpec))
+            for number, spec in enumerate(specs)
         ]
         columns = [
             (group, block - (share.kept - i) * group.block)
             for group, share in zip(groups, layout.shares(kv_config.kv_cache_groups, block), strict=True)
             for i in range(share.kept)
-        ]
+        ] + [(group, 0) for group in groups if group.state]
         assert block == math.lcm(*(group.block for group in groups))
         self.workers = Workers(self.sidecars, self.requests, block, hash_block, groups, columns)
         self.workers.fail_requests = len(groups) > 1 or groups[0].window > 0
@@ -651,7 +719,7 @@ class Stand:
             assert not role._new_loads and not role._last_saves and role._holding == 0
             assert not role.has_pending_push_work()
         owned = {load.refs for stand in (self, *others) for load in stand.workers.loads}
-        assert all(each.cancelled or each.refs in owned for each in self.sidecars.lookups)
+        assert all(each.cancelled or each.answer == 0 or each.refs in owned for each in self.sidecars.lookups)
         assert self.pool.get_num_free_blocks() == len(self.pool.blocks) - 1
         assert not self.scheduler.has_requests()
 
