@@ -37,8 +37,15 @@ class States:
 def states(logs: Path | None) -> Iterator[States]:
     with Stand(model.ensure("states"), logs) as stand:
         sidecar = stand.sidecar()
-        # Steps of 640 tokens, whole pages: the states at their ends are handed out, too.
-        arguments = ["--dtype", "bfloat16", "--max-num-batched-tokens", "700"]
+        # Steps of 640 tokens, whole pages. By default vLLM keeps the states at prompts' ends only.
+        arguments = [
+            "--dtype",
+            "bfloat16",
+            "--max-num-batched-tokens",
+            "700",
+            "--prefix-cache-retention-interval",
+            "128",
+        ]
         plain = stand.server("states-plain", connector=None, arguments=arguments)
         server = stand.server("states", connector=configured(stand.endpoint()), arguments=arguments)
         for each in (plain, server):

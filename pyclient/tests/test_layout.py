@@ -89,6 +89,17 @@ def mla(tokens: int, size: int = 576, dtype: Any = torch.bfloat16, **more: Any) 
     return MLAAttentionSpec(block_size=tokens, num_kv_heads=1, head_size=size, dtype=dtype, **more)
 
 
+def state(tokens: int, **more: Any) -> Any:
+    return MambaSpec(
+        block_size=tokens,
+        shapes=((3, 5), (4, 8)),
+        dtypes=(torch.bfloat16, torch.float32),
+        page_size_padded=full(tokens).page_size_bytes,
+        mamba_cache_mode="align",
+        **more,
+    )
+
+
 def layers(spec: Any, count: int = 4) -> dict[str, Any]:
     return {f"model.layers.{i}.attn": spec for i in range(count)}
 
@@ -302,12 +313,52 @@ def test_groups_that_differ_say_so() -> None:
 
 
 @needs_vllm
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC", "LHBNC"])
+def test_states_are_pages_of_their_own(layout: str) -> None:
+    """The columns of states come last, and each begins where the page does."""
+    cache = Cache(
+        layout, named("s", state(16)), named("f", full(16)), named("t", state(16)), named("w", window(16, 40))
+    )
+    page = cache.build()
+    attention = 2 * full(16).page_size_bytes
+    kept = 2 * state(16).real_page_size_bytes
+    assert page.column_bytes == (attention, attention, kept, kept) and page.states == 2
+    assert page.page_bytes == 2 * attention
+    first = {s.column: s.page_offset for s in reversed(page.segments)}
+    assert first == {0: 0, 1: attention, 2: 0, 3: 0}
+    assert page.description["state_isa"] and "MambaSpec" in page.description["groups"]
+    small = Cache(layout, named("s", state(16)), named("f", full(16)), named("t", state(16)))
+    assert small.build().description != cache.build().description
+
+    copies = make_copies(page, "cpu")
+    arena = np.zeros(4 * page.page_bytes, np.uint8)
+    copies.attach(1, arena.ctypes.data, arena.nbytes)
+    rows = np.array([[1, 2, ABSENT, ABSENT], [ABSENT, ABSENT, 3, ABSENT], [ABSENT, ABSENT, ABSENT, 4]])
+    where = arena.ctypes.data + np.arange(3, dtype=np.uint64) * np.uint64(page.page_bytes)
+    cache.fill(1)
+    before = {
+        name: cache.block(name, block)
+        for name, block in (("s.0.attn", 3), ("t.1.attn", 4), ("f.1.attn", 1), ("w.0.attn", 2))
+    }
+    assert copies.gather(rows, where).error is None
+    assert not arena[page.page_bytes + kept : 2 * page.page_bytes].any(), "a state's page has nothing else"
+    cache.fill(2)
+    rows = np.where(rows == ABSENT, ABSENT, rows + 4)
+    ticket = copies.scatter(rows, where)
+    assert ticket.wait(30) and ticket.error is None
+    for name, block in (("s.0.attn", 3), ("t.1.attn", 4), ("f.1.attn", 1), ("w.0.attn", 2)):
+        assert torch.equal(cache.block(name, block + 4), before[name]), name
+    copies.close()
+
+
+@needs_vllm
 def test_what_is_not_attention_to_a_prefix_is_unsupported() -> None:
     mamba = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.bfloat16,))
     tensor = KVCacheTensor(size=1, layers=["a"], layer_stride=1, block_stride=1)
     host = KVCacheGroupSpec(["a"], full(16), host_resident=True)
     for groups, kind, word in (
-        ([KVCacheGroupSpec(["a"], full(16)), KVCacheGroupSpec(["b"], mamba)], "attention", "MambaSpec"),
+        ([KVCacheGroupSpec(["a"], full(16)), KVCacheGroupSpec(["b"], mamba)], "attention", "align only, not none"),
+        ([KVCacheGroupSpec(["b"], state(16))], "attention", "states alone"),
         ([KVCacheGroupSpec(["b"], window(16, 1))], "attention", "one token"),
         ([host], "attention", "transferable"),
         ([], "attention", "no KV cache"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from lookaside import space
 from lookaside.config import parse
-from scheduling import BLOCK, full_attention, make_config, make_kv_config, sliding_window, write_model
+from scheduling import BLOCK, full_attention, make_config, make_kv_config, sliding_window, state, write_model
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +229,7 @@ def test_models_that_can_be_served(model):
         [sliding_window(64)],
         [full_attention(), sliding_window(64)],
         [full_attention(64), sliding_window(64), sliding_window(200, 32)],
+        [state(), full_attention(), state()],
     ):
         assert space.idle_reason(config, make_kv_config(4, specs)) is None
 
@@ -243,9 +244,26 @@ def test_before_whole_failures_hybrids_get_no_hits(model, monkeypatch):
     assert space.idle_reason(make_config(model), make_kv_config(4)) is None
 
 
+def test_a_vllm_that_does_not_hand_out_states_gets_no_hits_with_them(model, monkeypatch):
+    from vllm.v1.core.sched.output import KVConnectorBlockState
+
+    monkeypatch.delitem(KVConnectorBlockState.__annotations__, "boundary_state_offloads")
+    config = make_config(model)
+    assert "boundary_state_offloads" in str(space.idle_reason(config, make_kv_config(4, [full_attention(), state()])))
+    assert space.idle_reason(config, make_kv_config(4, [full_attention(), sliding_window(64)])) is None
+
+
+def test_ranks_with_states_are_not_replicas(model):
+    config = make_config(model, tp=4)
+    assert {space.space_fields(config, rank, 0, engine_id="e")["tp_shard"] for rank in range(4)} == {"0", "1"}
+    config.model_config._model_info = replace(config.model_config._model_info, has_inner_state=True)
+    assert len({space.space_fields(config, rank, 0, engine_id="e")["tp_shard"] for rank in range(4)}) == 4
+
+
 @pytest.mark.parametrize(
     "specs, want",
     [
+        ([full_attention(), state()], (BLOCK, 1, 32, 1)),  # a state's page is a chunk
         ([sliding_window(40)], (BLOCK, 2, 32, 1)),  # a chunk is no longer than the window
         ([sliding_window(10)], (BLOCK, 1, 32, 1)),
         ([sliding_window(4096)], (BLOCK, 4, 32, 1)),
@@ -263,8 +281,9 @@ def test_models_that_cannot(model):
 
     config, dtype = make_config(model), full_attention().dtype
     rows: list[tuple[list[Any], str]] = [
-        ([MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(dtype,))], "MambaSpec"),
-        ([full_attention(), MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(dtype,))], "MambaSpec"),
+        ([full_attention(), MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(dtype,))], "align only, not none"),
+        ([state()], "states alone"),
+        ([full_attention(), replace(state(), num_speculative_blocks=2)], "speculative"),
         ([RSWASpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=dtype, rswa_window=64)], "RSWASpec"),
         ([replace(sliding_window(64), extra_retained_tokens=3)], "keeps more"),
         ([replace(full_attention(), non_causal=True), sliding_window(64)], "not causal"),

@@ -42,9 +42,12 @@ def page_of(shape: str) -> int:
     return max(spec.block_size for spec in SHAPES[shape])
 
 
-def make(model, shape: str, blocks: int = 400, **kwargs) -> Stand:
+def make(model, shape: str, blocks: int = 400, retention: int | None = None, **kwargs) -> Stand:
+    """retention: vLLM's prefix_cache_retention_interval. Its own default is 0, the ends of prompts alone."""
     config = make_config(model, block=page_of(shape), states=True, **kwargs)
-    stand = Stand(config, kv_config=make_kv_config(blocks, SHAPES[shape]))
+    kv_config = make_kv_config(blocks, SHAPES[shape])
+    kv_config.prefix_cache_retention_interval = retention
+    stand = Stand(config, kv_config=kv_config)
     assert stand.roles(), "it is idle"
     return stand
 
@@ -65,13 +68,14 @@ def loads(stand: Stand) -> list[tuple[int, int]]:
 
 
 @every_shape
-def test_a_prompt_is_saved_and_hit_at_its_last_state(model, shape):
-    stand = make(model, shape)
+@pytest.mark.parametrize("retention", [None, 0])
+def test_a_prompt_is_saved_and_hit_at_its_last_state(model, shape, retention):
+    stand = make(model, shape, retention=retention)
     page, count = page_of(shape), stand.workers.states
     prompt = tokens(10 * page + 3)
     first = stand.add(prompt)
     stand.run(2000)
-    assert stand.holds(prompt) == 10 and states_of(stand, prompt)[-1] == 10
+    assert stand.holds(prompt) == 10 and states_of(stand, prompt) == [10]
     stand.check_idle()
     stand.forget_local()
     again = stand.add(prompt)
@@ -112,6 +116,22 @@ def test_the_next_turn_goes_on_from_a_state_of_the_answer(model, shape):
     stand.add(whole + tokens(page, seed=2))
     stand.run(2000)
     assert loads(stand) == [(0, last), (last, stand.workers.states)]
+    stand.check_idle()
+
+
+@every_shape
+def test_by_default_vllm_keeps_the_states_of_prompts_alone(model, shape):
+    stand = make(model, shape, retention=0, batched_tokens=4 * page_of(shape))
+    page = page_of(shape)
+    prompt = tokens(9 * page + 5)
+    request_id = stand.add(prompt, max_tokens=5 * page)
+    stand.run(3000)
+    whole = prompt + stand.outputs[request_id]
+    assert stand.holds(whole) == (len(whole) - 1) // page and states_of(stand, whole) == [9]
+    stand.forget_local()
+    stand.add(whole)
+    stand.run(2000)
+    assert loads(stand) == [(0, 9), (9, stand.workers.states)]
     stand.check_idle()
 
 
@@ -260,6 +280,7 @@ def test_random_histories(model, shape, seed):
         blocks=rng.choice([20, 40, 80]) * len(SHAPES[shape]),
         batched_tokens=rng.choice([page, 3 * page, 16 * page]),
         max_seqs=6,
+        retention=rng.choice([None, 0, 0, 2 * page]),
         async_scheduling=seed % 2 == 1,
     )
     random_history(stand, rng, steps=250)
