@@ -121,7 +121,7 @@ def _config(architecture: str):
             **common,
             pad_token_id=0,
         )
-    if architecture == "states":  # of all such layers that vLLM has, its CPU build runs these, and in bfloat16 alone
+    if architecture == "states":  # vLLM's CPU build runs these layers in bfloat16 alone
         return Qwen3NextConfig(
             hidden_size=256,
             intermediate_size=512,
