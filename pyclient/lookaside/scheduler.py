@@ -688,8 +688,18 @@ class SchedulerConnector:
                 continue
             (digest,) = self._hashes(state.request, page - 1, page)
             names = layout.state_names(digest, len(self._states))
-            rows = self._state_rows(block_ids)
-            specs.append(SaveSpec(self._next_save, state.request.request_id, page, digest, b"".join(names), rows, page))
+            specs.append(
+                SaveSpec(
+                    self._next_save,
+                    state.request.request_id,
+                    first_page=page,
+                    prev=digest,
+                    hashes=b"".join(names),
+                    block_ids=self._state_rows(block_ids),
+                    new_from=page,
+                    divided=self._sidecars.divided,
+                )
+            )
             self._pin(specs[-1])
         return specs
 

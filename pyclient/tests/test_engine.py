@@ -32,10 +32,12 @@ from scheduling import (
     make_config,
     make_kv_config,
     sliding_window,
+    state,
     tokens,
     write_model,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
 
 from examples.stand.processes import send_signal
@@ -43,6 +45,7 @@ from examples.stand.processes import send_signal
 BINARY = Path(__file__).parents[2] / "bin" / "lookaside"
 BLOCKS = 64
 HYBRID = [full_attention(), sliding_window(40), sliding_window(24)]
+STATES = [state(), full_attention(), state()]
 
 pytestmark = pytest.mark.skipif(not BINARY.exists(), reason="bin/lookaside is not built")
 
@@ -85,8 +88,13 @@ class Ranks:
             mine.parallel_config = copy.copy(parallel)
             mine.parallel_config.rank = rank
             # As in vLLM, all groups lie over the same memory: a block is one group's at a time.
-            cache = torch.zeros(BLOCKS * self.groups[0].block_size * self.groups[0].num_kv_heads * 32)
-            views = [cache.view(BLOCKS, -1, spec.block_size, 32) for spec in self.groups]
+            cache = torch.zeros(BLOCKS * self.groups[0].page_size_bytes // 4)
+            views = [
+                cache.view(BLOCKS, 1, 1, -1)[..., : spec.real_page_size_bytes // 4]
+                if isinstance(spec, MambaSpec)
+                else cache.view(BLOCKS, -1, spec.block_size, 32)
+                for spec in self.groups
+            ]
             role = LookasideConnector(mine, KVConnectorRole.WORKER, kv_config)
             role.register_kv_caches({f"layer{number}": view for number, view in enumerate(views)})
             self.caches.append(views)
@@ -135,6 +143,13 @@ class Ranks:
                 table, window = batch.tables[request_id][number], getattr(spec, "sliding_window", None)
                 own = rank // self.replicas / 2 + number / 8
                 values = [float(v % (1 << 19)) + own for v in contents(self.requests[request_id])]
+                if isinstance(spec, MambaSpec):
+                    source, target = (before - 1) // spec.block_size, (before + count - 1) // spec.block_size
+                    assert not before or bool((cache[table[source]] == values[before - 1]).all()), (
+                        f"{request_id}: a wrong state of group {number} at {before}"
+                    )
+                    cache[table[target]] = values[before + count - 1]
+                    continue
                 for position in range(max(0, before - window + 1) if window else 0, before):
                     page, offset = divmod(position, spec.block_size)
                     got = cache[table[page], :, offset]
@@ -255,6 +270,22 @@ def test_two_engines_share_every_prefix(engines, tp, specs):
         engine.settle()
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_two_engines_share_states(engines, tp):
+    one, other = (engines(tp=tp, specs=STATES, states=True) for _ in range(2))
+    prompt = tokens(13 * BLOCK + 5)
+    assert one.ask(prompt, max_tokens=2 * BLOCK)[1] == 0
+    assert other.ask(prompt)[1] == 13 + 2
+    other.forget_local()
+    assert other.ask(tokens(6 * BLOCK) + tokens(99, seed=4))[1] == 0, "no step of the prefill ended so early"
+    whole = prompt + next(iter(one.outputs.values()))
+    other.forget_local()
+    assert other.ask(whole + tokens(40, seed=7))[1] == (len(whole) - 1) // BLOCK + 2
+    for engine in (one, other):
+        assert engine.workers.failed == engine.workers.invalid == 0
+        engine.settle()
+
+
 def test_a_restarted_engine_finds_what_it_stored(engines):
     prompt = tokens(9 * BLOCK + 1)
     first = engines()
@@ -368,11 +399,11 @@ def test_without_its_sidecar_the_engine_serves_on(engines, sidecars, number):
     engine.settle()
 
 
-@pytest.mark.parametrize(("seed", "specs"), [(0, None), (1, None), (2, HYBRID), (3, HYBRID)])
+@pytest.mark.parametrize(("seed", "specs"), [(0, None), (1, None), (2, HYBRID), (3, HYBRID), (4, STATES)])
 def test_random_histories_with_deaths(engines, sidecars, seed, specs):
     """Two engines at once, their sidecar killed, stopped and started at any moment."""
     rng = random.Random(seed)
-    pair = [engines(batched_tokens=100, max_seqs=4, specs=specs) for _ in range(2)]
+    pair = [engines(batched_tokens=100, max_seqs=4, specs=specs, states=specs is STATES) for _ in range(2)]
     stopped = dead = False
     for _ in range(400):
         roll = rng.random()
@@ -414,7 +445,7 @@ def test_random_histories_with_deaths(engines, sidecars, seed, specs):
     for engine in pair:
         engine.connect()
     one.ask(prompt)
-    assert other.ask(prompt)[1] == 9
+    assert other.ask(prompt)[1] == 9 + 2 * (specs is STATES)
     other.settle()
 
 

@@ -254,10 +254,10 @@ def test_a_vllm_that_does_not_hand_out_states_gets_no_hits_with_them(model, monk
 
 
 def test_ranks_with_states_are_not_replicas(model):
-    config = make_config(model, tp=4)
-    assert {space.space_fields(config, rank, 0, engine_id="e")["tp_shard"] for rank in range(4)} == {"0", "1"}
-    config.model_config._model_info = replace(config.model_config._model_info, has_inner_state=True)
-    assert len({space.space_fields(config, rank, 0, engine_id="e")["tp_shard"] for rank in range(4)}) == 4
+    """Each has heads of its own there, unless vLLM says that all layers are alike."""
+    config, one = make_config(model, tp=4), replace(full_attention(), num_kv_heads=1)
+    assert space.replicas(config, make_kv_config(4, [one])) == 2
+    assert space.replicas(config, make_kv_config(4, [one, state()])) == 1
 
 
 @pytest.mark.parametrize(
