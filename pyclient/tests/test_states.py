@@ -284,3 +284,31 @@ def test_random_histories(model, shape, seed):
         async_scheduling=seed % 2 == 1,
     )
     random_history(stand, rng, steps=250)
+
+
+def test_states_are_pinned_until_they_are_copied(model):
+    stand = make(model, "first")
+    stand.workers.copy_steps = 100
+    request_id = stand.add(tokens(4 * BLOCK + 1), max_tokens=1)
+    while not stand.outputs[request_id]:
+        stand.step()
+    (save,) = [save for save in stand.workers.saves if save.first_page == 4]
+    assert [bool(block) for block in save.block_ids] == [0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1]
+    assert all(stand.pool.blocks[block].ref_cnt == 1 for block in save.block_ids if block)
+    stand.run()
+    assert states_of(stand, tokens(4 * BLOCK + 1)) == [4]
+    stand.check_idle()
+
+
+def test_states_of_before_a_reset_are_not_saved(model):
+    stand = make(model, "one", batched_tokens=4 * BLOCK)
+    prompt = tokens(8 * BLOCK + 1)
+    request_id = stand.add(prompt, max_tokens=4 * BLOCK)
+    stand.step()
+    assert states_of(stand, prompt) == [4]
+    stand.step()
+    stand.role.reset_cache()
+    stand.run()
+    whole = prompt + stand.outputs[request_id]
+    assert len(whole) > 11 * BLOCK and stand.holds(whole) == 0 and states_of(stand, whole) == []
+    stand.check_idle()
