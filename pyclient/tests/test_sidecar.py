@@ -232,9 +232,9 @@ def test_what_the_arena_has_no_room_for_comes_up_from_the_disk(model: Path, tmp_
             engine.cache[blocks] = torch.arange(first + 1, first + len(blocks) + 1).float().view(-1, 1, 1, 1)
             engine.save_now(engine.save(0, blocks[:pages], [first + page + 1 for page in range(pages)]))
             total += pages
-            if first % 20_000 == 0:  # what is evicted before the disk has it is shed
-                until(lambda want=total: sidecar.status()["tiers"][0]["pages"] == want, 20)
-        until(lambda: sidecar.status()["tiers"][0]["pages"] == total, 20)
+            if first % 5_000 == 0:  # what is evicted before the disk has it is shed
+                until(lambda want=total: sidecar.status()["tiers"][0]["pages"] == want, 60)
+        until(lambda: sidecar.status()["tiers"][0]["pages"] == total, 60)
         assert sidecar.status()["pages"] < total // 5
         everything_is_there("once")
         assert engine.count("lookups_promoted") > 0
