@@ -597,6 +597,11 @@ func (s *Stack) dispatch() {
 		}
 		now := time.Now()
 		for len(s.deadlines) > 0 && !s.deadlines[0].deadline.After(now) {
+			if r := s.deadlines[0]; r.phase == preparing { // by a peerWorker, who has it for a moment yet
+				r.deadline = now.Add(time.Millisecond)
+				heap.Fix(&s.deadlines, 0)
+				continue
+			}
 			s.count.late.Add(1)
 			s.settle(s.deadlines[0])
 		}
