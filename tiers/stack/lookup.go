@@ -645,7 +645,7 @@ func (s *Stack) next(now time.Time) *request {
 	full := false
 	for i, last := s.queue.head, tiers.Owner(0); i < len(s.queue.list); i++ {
 		r := s.queue.list[i]
-		if r.over() {
+		if r.phase != queued { // over, or here from before peers failed it
 			continue
 		}
 		if i == s.queue.head || r.owner != last {
