@@ -68,8 +68,8 @@ func configurations() []configuration {
 			c.Tiers[0].Admit, c.Tiers[1].Admit = tiers.AdmitReused, tiers.AdmitEvicted
 		}}, restored: 80},
 		{name: "restored, tiny queues, faults", o: rigOptions{slots: 48, tiers: []tiertest.MemoryOptions{local, slow}, config: tiny}, restored: 40, faults: true},
-		{name: "peers", o: rigOptions{slots: 256}, peers: true, complete: true},
-		{name: "peers, local", o: rigOptions{slots: 256, tiers: []tiertest.MemoryOptions{local}}, peers: true, complete: true},
+		{name: "peers", o: rigOptions{slots: 1024}, peers: true, complete: true},
+		{name: "peers, local", o: rigOptions{slots: 1024, tiers: []tiertest.MemoryOptions{local}}, peers: true, complete: true},
 		{name: "peers, never promoted", o: rigOptions{slots: 40, tiers: []tiertest.MemoryOptions{local}, config: func(c *Config) { c.Promote, c.Linger = PromoteNever, 5*time.Millisecond }}, peers: true},
 		{name: "peers, both, few slots, faults", o: rigOptions{slots: 24, tiers: []tiertest.MemoryOptions{local, slow}, config: func(c *Config) { c.Linger = 20 * time.Millisecond }}, peers: true, faults: true},
 		{name: "peers, few foreign slots, faults", o: rigOptions{slots: 16, tiers: []tiertest.MemoryOptions{local, remote}, engine: func(c *tiers.Config) { c.ForeignSlots, c.OwnerShare = 6, 0.5 }}, peers: true, faults: true},
@@ -271,7 +271,7 @@ func (h *history) restore(m *medium) {
 		p := h.prefix()
 		m.add(p, 0, len(p), func(int) bool { return h.rnd.IntN(8) > 0 })
 		for range h.rnd.IntN(2) {
-			m.rot(h.rnd.IntN(m.next))
+			m.rot(h.rnd.IntN(max(1, m.next)))
 		}
 		h.held, h.ever = append(h.held, stored{p, len(p)}), append(h.ever, stored{p, len(p)})
 	}
