@@ -60,7 +60,7 @@ lint: build ## gofmt, vet, staticcheck, ruff, pyright
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright
 
-bench: build ## A bench by name: NAME=lookup|copy|attach|ttft|engine|memcopy|disk|dax|recovery|promotion|peers|redis, JSON=FILE, ARGS='...'
+bench: build ## A bench by name: NAME=lookup|copy|attach|ttft|engine|memcopy|disk|dax|recovery|promotion|peers|peer|redis, JSON=FILE, ARGS='...'
 	@bench/run $(if $(NAME),'$(NAME)') $(if $(JSON),--json '$(JSON)') $(ARGS)
 
 fuzz: setup ## Fuzz every decoder, FUZZTIME (20s) each
