@@ -50,20 +50,20 @@ class Apart:
 
         eventually(all_there, "both sidecars to know each other", 30)
 
-    def pages(self, number: int) -> int:
-        """Pages that a sidecar knows of: its own and, as hints, the other's."""
-        status = self.sidecars[number].status()
-        return status["pages"] + status["peers"]["hint_pages"]
-
-    def told(self, number: int, before: int, pages: int) -> None:
-        """Waits until a sidecar has heard of so many pages more than before."""
-        eventually(lambda: self.pages(number) >= before + pages, f"{pages} pages to be told of", 20)
-
     def answered(self, number: int, prompt: list[int]) -> client.Answer:
-        """What a server answers, once the other sidecar has heard of what it stored meanwhile."""
-        before = self.pages(1 - number)
+        """What a server answers, once what is new of it is stored, and the other sidecar knows all that is held there."""
+        sidecar, other = self.sidecars[number], self.sidecars[1 - number]
+        before = sidecar.status()["counters"]["stored_pages"]
         answer = ask(self.servers[number], prompt)
-        self.told(1 - number, before, (len(prompt) - answer.cached_tokens) // PAGE)
+        new = len(prompt) // PAGE - answer.cached_tokens // PAGE
+
+        def told() -> bool:
+            status = sidecar.status()
+            (lender,) = other.status()["peers"]["lenders"]
+            stored = status["counters"]["stored_pages"] - before
+            return stored >= new and not status["stores_in_flight"] and lender["pages"] == status["pages"]
+
+        eventually(told, f"{new} pages to be stored and told of", 20)
         return answer
 
 
@@ -99,25 +99,6 @@ def test_each_loads_what_the_other_computed(apart: Apart, first: int) -> None:
     eventually(lambda: all(s.status()["leases"] == 0 for s in apart.sidecars), "no leases")
 
 
-def test_what_the_other_holds_is_not_stored(apart: Apart) -> None:
-    prompt = apart.prompt(2000)
-    truth = apart.answered(0, prompt)
-    before = apart.sidecars[1].status()["counters"]
-    # Computed there, too, as a lookup that was too late would have it.
-    client.reset_prefix_cache(apart.servers[1].base_url)
-    apart.sidecars[1].signal(signal.SIGSTOP)
-    asking = Asking(apart.servers[1], prompt)
-    time.sleep(2.5)
-    apart.sidecars[1].signal(signal.SIGCONT)
-    assert asking.answer().tokens == truth.tokens
-    apart.found()
-    client.reset_prefix_cache(apart.servers[1].base_url)
-    again = ask(apart.servers[1], prompt)
-    assert (again.tokens, again.cached_tokens) == (truth.tokens, hits_of(2000))
-    after = apart.sidecars[1].status()["counters"]
-    assert after["stored_pages"] - before["stored_pages"] <= 1
-
-
 def test_turns_of_a_conversation_that_moves(apart: Apart) -> None:
     """Every turn is answered by the other server, which finds all of the turns before, in both arenas."""
     turn, held = apart.prompt(500), 0
@@ -132,24 +113,23 @@ def test_turns_of_a_conversation_that_moves(apart: Apart) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["lender", "borrower"])
-@pytest.mark.parametrize("delay_s", [0.01, 0.025])
-def test_killed_during_a_load(apart: Apart, victim: int, delay_s: float) -> None:
-    prompt = apart.prompt(8000)
+def test_killed_during_a_load(apart: Apart, victim: int) -> None:
+    prompt = apart.prompt(6000)
     truth = apart.answered(0, prompt)
     asking = Asking(apart.servers[1], prompt)
-    time.sleep(delay_s)
+    time.sleep(0.02)
     apart.sidecars[victim].signal(signal.SIGKILL)
     apart.sidecars[victim].wait(5)
     assert asking.answer().tokens == truth.tokens
     apart.restart(victim)
-    later = apart.prompt(1000)
-    want = apart.answered(0, later)
 
     def hit() -> bool:
-        client.reset_prefix_cache(apart.servers[1].base_url)
-        answer = ask(apart.servers[1], later)
-        assert answer.tokens == want.tokens
-        return answer.cached_tokens == hits_of(1000)
+        """A sidecar knows of a session before its client has mapped the regions: the first try may come too early."""
+        fresh = apart.prompt(600)
+        want = ask(apart.servers[0], fresh)
+        again = ask(apart.servers[1], fresh)
+        assert again.tokens == want.tokens
+        return again.cached_tokens == hits_of(600)
 
     eventually(hit, "hits once they know each other again", 30)
 
