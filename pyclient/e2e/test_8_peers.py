@@ -51,7 +51,7 @@ class Apart:
         eventually(all_there, "both sidecars to know each other", 30)
 
     def answered(self, number: int, prompt: list[int]) -> client.Answer:
-        """What a server answers, once what is new of it is stored, and the other sidecar knows all that is held there."""
+        """What a server answers, once what is new of it is stored and the other sidecar knows of all that is held."""
         sidecar, other = self.sidecars[number], self.sidecars[1 - number]
         before = sidecar.status()["counters"]["stored_pages"]
         answer = ask(self.servers[number], prompt)
