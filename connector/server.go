@@ -36,7 +36,6 @@ type Config struct {
 	MaxPages      int           // pages that one lookup or store may name
 	Lease         time.Duration // told to clients; the engine enforces it
 	ArenaLimit    int64         // bytes; a chunk must fit
-	Peers         uint64        // told to clients: names the sidecars that lend each other what they hold; 0: this one is alone
 	LMCacheEngine string        // engine whose pages LMCache's lookups ask for; "" is whichever has 8-byte hashes
 
 	// ExtraFields become fields of every space, as if its worker had declared them: what the sidecar does to pages that makes them differ.
@@ -47,6 +46,10 @@ type Config struct {
 
 	// Elsewhere answers how many pages of a run, whole chunks from its first on, are held where they can be had without storing them here: they are not. It may take a few milliseconds. May be nil.
 	Elsewhere func(run tiers.Run) (pages int)
+
+	// Peers answers what clients are told as they connect: a number of the sidecars that lend each other what they hold, the same for each of them; 0: this one is alone. What one of them
+	// stores may then be left out by the others' workers, who ask for every n-th chunk. May be nil.
+	Peers func() uint64
 
 	// OnSpace is told of each space that a worker brings, with what it declared, before anything is stored in it or asked of it. The Server's lock is held. May be nil.
 	OnSpace func(sp *tiers.Space, fields []wire.Field)

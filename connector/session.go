@@ -148,7 +148,9 @@ func (s *Server) handshake(conn *ipc.Conn) (*session, error) {
 		Regions:        uint32(len(regions)),
 		MaxPages:       uint32(s.cfg.MaxPages),
 		LeaseMs:        uint32(min(s.cfg.Lease.Milliseconds(), 1<<31)),
-		Peers:          s.cfg.Peers,
+	}
+	if s.cfg.Peers != nil {
+		w.Peers = s.cfg.Peers()
 	}
 	if ses.role == wire.RoleScheduler {
 		if w.ReplyEndpoint, err = s.lookups.AddSession(ses.id); err != nil {

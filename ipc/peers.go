@@ -1,6 +1,7 @@
 package ipc
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"net"
@@ -10,6 +11,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/cespare/xxhash/v2"
 	"golang.org/x/sys/unix"
 )
 
@@ -79,6 +81,16 @@ func (d *PeerDir) check() error {
 
 // Path is the directory's path when it was opened, absolute.
 func (d *PeerDir) Path() string { return d.path }
+
+// ID names the directory, whatever path leads to it: never 0, and on one host another for each directory.
+func (d *PeerDir) ID() (uint64, error) {
+	var st unix.Stat_t
+	if err := unix.Fstat(d.fd, &st); err != nil {
+		return 0, fmt.Errorf("peers.dir %s: %w", d.path, err)
+	}
+	b := binary.LittleEndian.AppendUint64(nil, uint64(st.Dev))
+	return max(1, xxhash.Sum64(binary.LittleEndian.AppendUint64(b, st.Ino))), nil
+}
 
 // Current returns nil while the directory is what its path names, and is as it must be.
 func (d *PeerDir) Current() error {

@@ -61,6 +61,21 @@ func TestPeerDir(t *testing.T) {
 	if err := d.Current(); err != nil {
 		t.Fatal(err)
 	}
+	id, err := d.ID()
+	if err != nil || id == 0 {
+		t.Fatalf("%x, %v", id, err)
+	}
+	same, err := OpenPeerDir(filepath.Join(d.Path(), "..", filepath.Base(d.Path())))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer same.Close()
+	if got, err := same.ID(); err != nil || got != id {
+		t.Errorf("opened again it is %x, not %x: %v", got, id, err)
+	}
+	if got, err := peerDir(t).ID(); err != nil || got == id {
+		t.Errorf("another one is %x as well: %v", got, err)
+	}
 	for what, make := range map[string]func(path string) error{
 		"mode 0750":        func(path string) error { return errors.Join(os.Mkdir(path, 0o700), os.Chmod(path, 0o750)) },
 		"symlink":          func(path string) error { return os.Symlink(d.Path(), path) },

@@ -189,6 +189,9 @@ func (p *peers) elsewhere(run tiers.Run) int {
 	return pages
 }
 
+// group is the number of the sidecars that share with this one, 0 while there can be none.
+func (p *peers) group() uint64 { return p.peer.Group() }
+
 // declare tells others what a worker declared of a space.
 func (p *peers) declare(sp *tiers.Space, fields []wire.Field) { p.peer.DeclareSpace(sp, fields) }
 

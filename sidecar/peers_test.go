@@ -115,6 +115,15 @@ func TestSidecarsOfOneDirectoryShare(t *testing.T) {
 	}
 
 	wa, wb, wk := dialPeerWorker(t, a), dialPeerWorker(t, b), dialPeerWorker(t, keeps)
+	if wa.Welcome.Peers == 0 || wb.Welcome.Peers != wa.Welcome.Peers {
+		t.Errorf("workers are told to be of the groups %x and %x", wa.Welcome.Peers, wb.Welcome.Peers)
+	}
+	disk, _ := startPeer(t, testDir(t), "disk", withDisk(t, t.TempDir(), ""))
+	for what, d := range map[string]*Daemon{"peers.enabled false": off, "peers.skip_stores false": keeps, "no journal": alone, "a disk below": disk} {
+		if w := dialPeerWorker(t, d); w.Welcome.Peers != 0 {
+			t.Errorf("with %s: group %x, where each has to store everything", what, w.Welcome.Peers)
+		}
+	}
 	hashes := peerHashes(1, 10) // two whole chunks and a half
 	if g := store(t, wa, hashes); g.Held != 0 || g.Shed != 0 || len(g.Grants) != 3 {
 		t.Fatalf("the first store: %+v", g)
@@ -237,12 +246,19 @@ func TestNothingIsSharedWhereOthersCouldLookIn(t *testing.T) {
 	if err := a.Status().WriteTable(&text); err != nil || !strings.Contains(text.String(), "chmod 0700") {
 		t.Errorf("%v: %s", err, text.String())
 	}
+	if w := dialPeerWorker(t, a); w.Welcome.Peers != 0 {
+		t.Errorf("group %x, where nothing is shared", w.Welcome.Peers)
+	}
 	// When it has been put right they are looked for.
 	if err := os.Chmod(dir, 0o700); err != nil {
 		t.Fatal(err)
 	}
 	b, _ := startPeer(t, dir, "b", nil)
 	await(t, "they have found each other", func() bool { return len(a.Status().Peers.Lenders) == 1 && len(b.Status().Peers.Lenders) == 1 })
+	wa, wb := dialPeerWorker(t, a), dialPeerWorker(t, b)
+	if wa.Welcome.Peers == 0 || wb.Welcome.Peers != wa.Welcome.Peers {
+		t.Errorf("workers are told to be of the groups %x and %x", wa.Welcome.Peers, wb.Welcome.Peers)
+	}
 }
 
 func TestStatusSaysWhySpacesAreNotShared(t *testing.T) {

@@ -150,6 +150,10 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 		if cfg.Peers.SkipStores {
 			cc.Elsewhere = d.peers.elsewhere
 		}
+		if cfg.Peers.SkipStores && len(cfg.Tiers) == 0 {
+			// With tiers each has to store everything: nothing is brought up from them for another sidecar.
+			cc.Peers = d.peers.group
+		}
 	}
 	if d.stack, err = stack.New(sc); err != nil {
 		return nil, err

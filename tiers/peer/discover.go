@@ -27,7 +27,13 @@ func (p *Peers) discover() {
 
 // poll looks whether the directory is there, whether our socket is in it, and who else is. One goroutine at a time.
 func (p *Peers) poll() {
-	if err := p.beThere(); err != nil {
+	var id uint64
+	err := p.beThere()
+	if err == nil {
+		id, err = p.dir.ID()
+	}
+	p.group.Store(id)
+	if err != nil {
 		if p.ctx.Err() != nil {
 			return
 		}

@@ -367,13 +367,18 @@ func TestDirectories(t *testing.T) {
 		t.Fatalf("%v, %v", info, err)
 	}
 
+	group := a.p.Group()
+	if group == 0 || b.p.Group() != group {
+		t.Errorf("groups %x and %x", group, b.p.Group())
+	}
+
 	// It vanishes: who knows each other goes on.
 	check(t, os.Rename(dir, dir+".gone"))
 	check(t, os.WriteFile(dir, nil, 0o600))
 	eventually(t, "it is noticed", func() bool { return a.p.Status().Off != "" && b.p.Status().Off != "" })
 	c := newSide(t, dir, "c", sideOptions{})
-	if off := c.p.Status().Off; !strings.Contains(off, "peers.dir") {
-		t.Errorf("off: %q", off)
+	if off := c.p.Status().Off; !strings.Contains(off, "peers.dir") || a.p.Group()|c.p.Group() != 0 {
+		t.Errorf("off: %q; groups %x and %x", off, a.p.Group(), c.p.Group())
 	}
 	loans := b.borrows(sp, hashes, 8)
 	check(t, b.verify(loans))
@@ -389,6 +394,9 @@ func TestDirectories(t *testing.T) {
 	c.learns(sp, hashes, 8)
 	eventually(t, "all are there", func() bool { return a.lenders() == 2 && b.lenders() == 2 && c.lenders() == 2 })
 	check(t, b.verify(loans))
+	if again := a.p.Group(); again == 0 || again == group || b.p.Group() != again || c.p.Group() != again {
+		t.Errorf("groups %x, %x and %x, in another directory than %x", again, b.p.Group(), c.p.Group(), group)
+	}
 
 	// A socket that somebody removes is made again; those of the dead are removed.
 	check(t, os.Remove(socketOf(dir, a.gen)))

@@ -98,6 +98,8 @@ type Peers struct {
 	hintsTold, hintsHeard, malformed               atomic.Uint64
 	wrongHints, resyncs                            atomic.Uint64
 
+	group atomic.Uint64 // what Group answers
+
 	held atomic.Pointer[sync.Mutex] // tests hold it to have this sidecar answer nobody
 
 	mu        sync.Mutex
@@ -164,6 +166,9 @@ func Start(cfg Config) (*Peers, error) {
 	p.wg.Go(p.keepUp)
 	return p, nil
 }
+
+// Group is a number that all sidecars have which look for each other in this directory, and others do not; 0 while no peers are looked for.
+func (p *Peers) Group() uint64 { return p.group.Load() }
 
 // Close gives all loans back, and ends. Nobody may read what was borrowed any more, and the engine must grant nothing any more of what is lent, for
 // borrowers may go on reading it until they have heard. OnRegionGone has been called for every region when it returns. It is idempotent.
