@@ -1,4 +1,5 @@
-"""Ranks that hold the same pages: with one sidecar each chunk is stored once, by one of them, and loaded by all.
+"""Ranks that hold the same pages: with one sidecar, or with such as lend to each other, each chunk is stored once, by
+one of them, and loaded by all.
 
 Engines as in test_engine.py: both roles, vLLM's real Scheduler and the real sidecar. A model has one or two KV heads,
 and mostly more ranks than that.
@@ -76,6 +77,41 @@ def started(sidecars: list[Sidecar], endpoint: Path) -> Sidecar:
     return sidecars[-1]
 
 
+def lending(sidecars: list[Sidecar], directory: Path, *names: str, ranks: int = 2) -> list[Sidecar]:
+    """A sidecar for each rank of each instance, by its name; all of them lend to each other."""
+    directory.chmod(0o700)
+    made = [Sidecar(directory / f"{name}-{rank}", "--peers-linger=100ms") for name in names for rank in range(ranks)]
+    sidecars += made
+    lend(made)
+    return made
+
+
+def lend(sidecars: list[Sidecar]) -> None:
+    """Wait until each lends to all others, and borrows from them."""
+    others = len(sidecars) - 1
+
+    def found(sidecar: Sidecar) -> bool:
+        with contextlib.suppress(OSError, KeyError):  # it is just starting
+            return set(counted(sidecar, "peers", "peer_borrowers").values()) == {others}
+        return False
+
+    until(lambda: all(found(each) for each in sidecars))
+
+
+def know(sidecars: list[Sidecar], pages: list[int]) -> None:
+    """Wait until each knows of so many pages that others hold."""
+    until(lambda: [counted(each, "peer_hint_pages")["peer_hint_pages"] for each in sidecars] == pages)
+
+
+def hits(engine: Engine, prompt: list[int], pages: int) -> None:
+    """Ask until so many pages are loaded: what others hold is known a little later, and who is slow is passed over."""
+    until(lambda: engine.forget_local() or engine.ask(prompt)[1] == pages)
+
+
+def pages_of(sidecar: Sidecar) -> int:
+    return counted(sidecar, "pages")["pages"]
+
+
 def counted(sidecar: Sidecar, *names: str) -> dict[str, int]:
     """Metrics of the sidecar, by the names that are left without their beginning."""
     address = (sidecar.endpoint / "admin.addr").read_text().strip()
@@ -137,6 +173,68 @@ def test_with_sidecars_of_their_own_all_ranks_store_everything(engines, sidecars
         engine.settle()
 
 
+@pytest.mark.parametrize("specs", [ONE_HEAD, WINDOWS])
+def test_sidecars_that_lend_to_each_other_hold_every_page_once(engines, sidecars, tmp_path, specs):
+    """Each rank stores every second chunk into its own, and loads the others through its peer."""
+    each = lending(sidecars, tmp_path, "a")
+    one = engines(tmp_path / "a-{rank}", 1, 2, specs)
+    other = engines(tmp_path / "a-{rank}", 1, 2, specs, connector={"kv_role": "kv_consumer"})
+    assert one.role._sidecars.divided and len(one.role._sidecars.sessions) == 2
+    prompt = tokens(13 * BLOCK + 5)
+    assert one.ask(prompt)[1] == 0
+    until(lambda: [pages_of(sidecar) for sidecar in each] == [2 * CHUNK, CHUNK + 1])
+    know(each, [CHUNK + 1, 2 * CHUNK])
+    hits(other, prompt, 13)
+    borrowed = [counted(sidecar, "peer_borrowed_pages_total")["peer_borrowed_pages_total"] for sidecar in each]
+    assert borrowed[0] >= CHUNK + 1 and borrowed[1] >= 2 * CHUNK
+    assert [pages_of(sidecar) for sidecar in each] == [2 * CHUNK, CHUNK + 1]
+    for engine in (one, other):
+        assert engine.workers.invalid == engine.workers.failed == 0
+        engine.settle()
+
+
+def test_two_instances_of_two_ranks_share_through_four_sidecars(engines, sidecars, tmp_path):
+    """What the first stored the second loads and does not store; then one that holds half of it dies."""
+    four = lending(sidecars, tmp_path, "a", "b")
+    one = engines(tmp_path / "a-{rank}", 1, 2)
+    loads, stores = (
+        engines(tmp_path / "b-{rank}", 1, 2, connector={"kv_role": f"kv_{role}"}) for role in ("consumer", "producer")
+    )
+    # A sidecar that is slow to say that it still has a chunk has it stored again: then with the next prompt.
+    for prompts in range(1, 21):
+        prompt = tokens(13 * BLOCK + 5, seed=prompts)
+        one.ask(prompt)
+        know(four[2:], [13 * prompts] * 2)
+        hits(loads, prompt, 13)
+        before = [pages_of(each) for each in four]
+        assert before[:2] == [2 * CHUNK * prompts, (CHUNK + 1) * prompts]
+        assert stores.ask(prompt)[1] == 0
+        taken = [role._stats.take() for role in stores.workers.roles]
+        if not any(stats and stats.data.get("save_bytes") for stats in taken):
+            break
+    assert [pages_of(each) for each in four] == before
+    skipped = [counted(each, "peer_skipped_pages_total")["peer_skipped_pages_total"] for each in four[2:]]
+    assert min(skipped) >= 13
+
+    # Half of it is gone, and computed again.
+    four[1].kill()
+    until(lambda: counted(four[2], "peers")["peers"] == counted(four[3], "peers")["peers"] == 2)
+    other = engines(tmp_path / "b-{rank}", 1, 2)
+    assert other.ask(prompt)[1] <= CHUNK
+    hits(other, prompt, 13)
+    assert pages_of(four[3]) >= before[3] + CHUNK + 1
+    # The first instance has it again, with a new sidecar that holds nothing.
+    four[1].start()
+    lend(four)
+    one.connect()
+    reconnected(one)
+    assert one.role._sidecars.divided
+    hits(one, prompt, 13)
+    for engine in (one, other, loads, stores):
+        assert engine.workers.invalid == engine.workers.failed == 0
+        engine.settle()
+
+
 def test_what_a_rank_loses_is_missed_alone(engines, sidecars, tmp_path):
     sidecar = started(sidecars, tmp_path / "all")
     engine = engines(sidecar.endpoint, 1, 2)
@@ -191,17 +289,26 @@ def reconnected(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "heads", "tp", "specs"), [(0, 1, 4, ONE_HEAD), (1, 2, 4, ONE_HEAD), (2, 1, 2, WINDOWS)]
+    ("seed", "heads", "tp", "specs", "own"),
+    [(0, 1, 4, ONE_HEAD, False), (1, 2, 4, ONE_HEAD, False), (2, 1, 2, WINDOWS, False), (3, 1, 2, ONE_HEAD, True)],
 )
-def test_random_histories_with_deaths(engines, sidecars, tmp_path, seed, heads, tp, specs):
-    """Two engines at once; a rank's session cut, its copies failing, the sidecar killed, stopped and started."""
+def test_random_histories_with_deaths(engines, sidecars, tmp_path, seed, heads, tp, specs, own):
+    """Two engines at once; a rank's session cut, its copies failing, a sidecar killed, stopped and started.
+
+    There is one sidecar, or each rank of each engine has its own, and they lend to each other.
+    """
     rng = random.Random(seed)
-    sidecar = started(sidecars, tmp_path / "all")
-    pair = [engines(sidecar.endpoint, heads, tp, specs, batched_tokens=100, max_seqs=4) for _ in range(2)]
+    if own:
+        lending(sidecars, tmp_path, "a", "b", ranks=tp)
+        endpoints = [tmp_path / "a-{rank}", tmp_path / "b-{rank}"]
+    else:
+        endpoints = 2 * [started(sidecars, tmp_path / "all").endpoint]
+    pair = [engines(endpoint, heads, tp, specs, batched_tokens=100, max_seqs=4) for endpoint in endpoints]
     for engine in pair:
         for role in engine.workers.roles:
             copies = role._worker._copies
             copies.gather = Failing(rng, copies.gather)
+    sidecar = sidecars[0]
     stopped = dead = False
     for _ in range(300):
         roll = rng.random()
@@ -220,6 +327,7 @@ def test_random_histories_with_deaths(engines, sidecars, tmp_path, seed, heads, 
                 sidecar.signal(signal.SIGCONT)
             dead = stopped = False
         elif not (dead or stopped) and roll < 0.195:
+            sidecar = rng.choice(sidecars)
             stopped = rng.random() < 0.5
             dead = not stopped
             if dead:
@@ -247,8 +355,10 @@ def test_random_histories_with_deaths(engines, sidecars, tmp_path, seed, heads, 
     for engine in pair:
         engine.connect()
         reconnected(engine)
+    if own:
+        lend(sidecars)
     one.ask(prompt)
-    assert other.ask(prompt)[1] == 9
+    hits(other, prompt, 9)
     other.settle()
 
 
