@@ -14,7 +14,7 @@ import pytest
 from examples.stand import client, model
 from examples.stand.processes import Server, Sidecar, Stand, eventually
 
-from .conftest import PAGE, ask, configured, hits_of, sessions
+from .conftest import PAGE, ask, computed, configured, hits_of, sessions
 from .test_2_sidecar_faults import Asking
 
 
@@ -97,6 +97,19 @@ def test_each_loads_what_the_other_computed(apart: Apart, first: int) -> None:
     assert now[first] - stored[first] == 4000 // PAGE * page_bytes
     assert now[1 - first] - stored[1 - first] <= page_bytes
     eventually(lambda: all(s.status()["leases"] == 0 for s in apart.sidecars), "no leases")
+
+
+def test_turns_of_a_conversation_that_moves(apart: Apart) -> None:
+    """Every turn is answered by the other server, which finds all of the turns before, in both arenas."""
+    turn, held = apart.prompt(500), 0
+    for number in range(4):
+        server = apart.servers[number % 2]
+        truth = computed(apart.servers[1 - number % 2], turn)
+        answer = apart.answered(number % 2, turn)
+        assert answer.tokens == truth.tokens
+        assert answer.cached_tokens >= held, f"turn {number} on {server.name}"
+        held = len(turn) // PAGE * PAGE
+        turn = [*turn, *answer.tokens, *apart.prompt(600)]
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["lender", "borrower"])

@@ -372,6 +372,14 @@ func (s *Stack) plan(r *request) {
 				best, source = have, fromArena
 			}
 		}
+		if best < want && i > 0 && r.peers {
+			// Behind what the arena holds peers may hold a part of a chunk, as in a conversation that moves; of such Contains tells for a run's first only.
+			var part [1]uint16
+			s.cfg.Peers.Contains(r.run.Chunk(i), part[:])
+			if have := min(int(part[0]), want); have > best {
+				best, source = have, fromPeers
+			}
+		}
 		if best == 0 || i == 0 && best <= r.part {
 			break
 		}
@@ -679,18 +687,24 @@ func (s *Stack) prepare(r *request, out []tiers.PromotedChunk, mine bool) []tier
 	s.preparing.Lock()
 	defer s.preparing.Unlock()
 	ppc := r.run.Space.Geometry.PagesPerChunk
-	s.mu.Lock()
-	trim, base := r.trim, r.base()
-	s.unlock()
-	skip := 0
-	if base > r.run.First {
-		skip = (base - r.run.First) / ppc
-	}
-	ok := skip < r.chunks
-	if held := r.first + r.hit; ok && base < held {
-		// What it holds may have run out, or been dropped, while it waited.
-		n, err := s.engine.SettleLookup(r.owner, r.lookup, r.asked)
-		ok = err == nil && base+n == held
+	var trim, skip int
+	ok := false
+	for again := true; again; {
+		s.mu.Lock()
+		trim, again = r.trim, false
+		base := r.base()
+		s.unlock()
+		skip = max(0, base-r.run.First) / ppc
+		ok = skip < r.chunks
+		// What it holds may have run out, or been dropped, while it waited. If none of it is wanted any more it has ended, and begins anew.
+		if held := r.first + r.hit; ok && max(base, trim) < held {
+			n, err := s.engine.SettleLookup(r.owner, r.lookup, r.asked)
+			if ok = err == nil && base+n == held; !ok {
+				s.mu.Lock()
+				again = r.trim != trim
+				s.unlock()
+			}
+		}
 	}
 	if ok {
 		run := tail(r.run, skip)

@@ -418,6 +418,42 @@ func TestPeers(t *testing.T) {
 	}
 }
 
+// TestPeersPartBehindOwn: a conversation moves, and what ends it is a part of a chunk at a peer, behind what the arena holds.
+func TestPeersPartBehindOwn(t *testing.T) {
+	dir := peerDir(t)
+	a, b := newSide(t, dir, sideOptions{}), newSide(t, dir, sideOptions{})
+	p := some(7, 20)
+	b.store(p, 0, 4)
+	a.store(p, 4, 8)
+	b.store(p, 8, 10)
+	a.hears(p, 0, 4)
+	a.hears(p, 8, 10)
+	a.want(1, p, 0, 20, 10, "pop")
+}
+
+// TestPeersTrimmed: that nothing is wanted any more of what the arena had does not end a lookup which goes on with what peers have.
+func TestPeersTrimmed(t *testing.T) {
+	dir := peerDir(t)
+	a, b := newSide(t, dir, sideOptions{}), newSide(t, dir, sideOptions{})
+	p := some(8, 16)
+	a.store(p, 0, 6) // ends in the middle of a chunk
+	b.store(p, 4, 16)
+	a.hears(p, 4, 16)
+	a.preparing.Lock()
+	if n, done := a.ask(1, p, 0, 16, 0); done {
+		t.Fatalf("answered %d at once", n)
+	}
+	must(t, a.Trim(scheduler, 1, 6))
+	a.preparing.Unlock()
+	if n := a.answer(1); n != 16 {
+		t.Fatalf("%d pages, want 16", n)
+	}
+	l, err := a.prepareLoad(1, p, 6, 10)
+	must(t, err)
+	must(t, a.check(l))
+	must(t, a.Stack.engine.Release(worker, l.handle, nil))
+}
+
 // TestPeersLinger: what nobody uses goes back by itself.
 func TestPeersLinger(t *testing.T) {
 	dir := peerDir(t)
