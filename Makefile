@@ -37,8 +37,8 @@ build: setup ## Build bin/lookaside and the Python package with its native part
 	@$(GO) build -trimpath -o bin/lookaside ./sidecar/cmd/lookaside
 	@scripts/pyclient.sh
 
-demo: build ## Two vLLM servers on one sidecar; SIDECARS=2: on one each; TIERS=disk|dax|redis: prompts for ten times the arena; ARENA=SIZE|dax; PD=1: prefill and decode apart; JSON=FILE
-	@$(PY) -m examples.$(if $(TIERS),beyond_memory --tier '$(TIERS)',$(if $(PD),prefill_decode,two_instances)) $(if $(ARENA),--arena '$(ARENA)') \
+demo: build ## Two vLLM servers on one sidecar; SIDECARS=2: on one each; TIERS=disk|dax|redis: prompts for ten times the arena; ARENA=SIZE|dax; PD=1: prefill and decode apart; TP=1: tensor-parallel ranks; JSON=FILE
+	@$(PY) -m examples.$(if $(TIERS),beyond_memory --tier '$(TIERS)',$(if $(PD),prefill_decode,$(if $(TP),tensor_parallel,two_instances))) $(if $(ARENA),--arena '$(ARENA)') \
 		$(if $(SIDECARS),--sidecars '$(SIDECARS)') $(if $(JSON),--json '$(JSON)') $(ARGS)
 
 test: lint test-go test-py test-e2e ## All tests

@@ -23,7 +23,7 @@ VOCAB = 4096
 MAX_TOKENS = 16384
 SEED = 20240229
 
-ARCHITECTURES = ("llama", "mla", "hybrid", "states")
+ARCHITECTURES = ("llama", "mqa", "mla", "hybrid", "states")
 WINDOW = 300  # tokens that the hybrid's sliding layers attend to
 
 
@@ -77,13 +77,13 @@ def _config(architecture: str):
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
-    if architecture == "llama":
+    if architecture in ("llama", "mqa"):
         return LlamaConfig(
             hidden_size=512,
             intermediate_size=1408,
             num_hidden_layers=8,
             num_attention_heads=8,
-            num_key_value_heads=4,
+            num_key_value_heads=4 if architecture == "llama" else 1,
             **common,
         )
     if architecture == "mla":

@@ -1,7 +1,7 @@
-"""Servers of other shapes: two ranks, next to no room, behind MultiConnector, with MLA.
+"""Servers of other shapes: two ranks, ranks that hold the same bytes, next to no room, behind MultiConnector, with MLA.
 
-Each class has two servers of its own, which start at once, and ends them: all four, with those of ``pair``, would not
-fit into 24 GiB.
+Each class has one or two servers of its own, which start at once, and ends them: all of them, with those of ``pair``,
+would not fit into 24 GiB.
 """
 
 from __future__ import annotations
@@ -45,6 +45,20 @@ def start_two_ranks(stand: Stand) -> Shape:
         env={"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"},
     )
     return Shape(stand, server, sidecars)
+
+
+def start_one_head(stand: Stand) -> Shape:
+    """Two tensor-parallel ranks of a model with one KV head, which both have, and one sidecar for the two."""
+    cores = sorted(os.sched_getaffinity(0))
+    sidecar = stand.sidecar(0, "all", settings=LITTLE)
+    server = stand.server(
+        "mqa",
+        connector=configured(stand.endpoint("all").format(rank=0)),
+        model=model.ensure("mqa"),
+        arguments=["--tensor-parallel-size", "2"],
+        env={"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"},
+    )
+    return Shape(stand, server, (sidecar,))
 
 
 def start_no_room(stand: Stand) -> Shape:
@@ -114,6 +128,12 @@ def no_room(ranks_and_room: list[Shape]) -> Shape:
 
 
 @pytest.fixture(scope="class")
+def one_head(small_model: Path, logs: Path | None) -> Iterator[Shape]:
+    with started(small_model, logs, start_one_head) as shapes:
+        yield shapes[0]
+
+
+@pytest.fixture(scope="class")
 def multi_and_mla(small_model: Path, logs: Path | None) -> Iterator[list[Shape]]:
     with started(small_model, logs, start_multi, start_mla) as shapes:
         yield shapes
@@ -127,6 +147,13 @@ def multi(multi_and_mla: list[Shape]) -> Shape:
 @pytest.fixture
 def mla(multi_and_mla: list[Shape]) -> Shape:
     return multi_and_mla[1]
+
+
+def counters(sidecar: Sidecar) -> tuple[int, int]:
+    """Pages stored and loaded since the sidecar started."""
+    lines = [line.split() for line in sidecar.get("/metrics").text.splitlines() if not line.startswith("#")]
+    values = {line[0]: float(line[1]) for line in lines if len(line) == 2}
+    return int(values["lookaside_stored_pages_total"]), int(values["lookaside_loaded_pages_total"])
 
 
 def page_of(server: Server, prompt: list[int]) -> int:
@@ -213,6 +240,36 @@ class TestTwoRanksAndNoRoom:
             return answer.cached_tokens == hits_of(500)
 
         eventually(hit, "hits in the new sidecar", 90)
+
+
+class TestOneHead:
+    """Both ranks hold the same bytes: they store them once, and load all of them."""
+
+    def test_pages_are_stored_once_and_loaded_twice(self, one_head: Shape) -> None:
+        (sidecar,) = one_head.sidecars
+        eventually(lambda: sessions(sidecar) == 3, "the sessions of two workers and of the scheduler for both", 60)
+        least = most = loaded = 0  # pages
+        for tokens in (300, 1500):
+            prompt = model.prompt(tokens, 56_000 + tokens)
+            truth = computed(one_head.server, prompt)
+            assert ask(one_head.server, prompt).tokens == truth.tokens
+
+            def hit(prompt: list[int] = prompt, truth: Answer = truth) -> bool:
+                client.reset_prefix_cache(one_head.server.base_url)
+                again = ask(one_head.server, prompt)
+                assert again.tokens == truth.tokens
+                return again.cached_tokens == hits_of(len(prompt))
+
+            eventually(hit, "a hit", 60)
+            least += hits_of(tokens) // PAGE
+            most += 2 * (tokens // PAGE)  # with the salt, which nothing waits for, and without
+            loaded += 2 * (hits_of(tokens) // PAGE)  # by both ranks
+            eventually(lambda want=loaded: counters(sidecar)[1] >= want, f"{loaded} pages loaded", 60)
+            assert least <= counters(sidecar)[0] <= most
+        status = sidecar.status()
+        assert len(status["spaces"]) == 1
+        token = model.kv_bytes_per_token(model.model_dir("mqa"))
+        assert status["spaces"][0]["page_bytes"] == PAGE * token, "of all KV heads, which are one"
 
 
 class TestMultiAndMLA:

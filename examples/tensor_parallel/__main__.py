@@ -1,0 +1,161 @@
+"""One vLLM server of two tensor-parallel ranks shares prefixes with its past self.
+
+First with a model of four KV heads: each rank holds two of them, and has a sidecar of its own. Then with a model of one
+KV head, which both ranks hold: they have one sidecar, which keeps one copy that both load, stored half by each.
+
+Printed for each prompt: the time to the first token when it is computed, and when vLLM's own cache was emptied and both
+ranks load it; the hit tokens that vLLM reports; the bytes that the two ranks hold of the prompt, and those that the
+sidecars keep of it; whether the greedy outputs are the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from examples.stand import client, model
+from examples.stand.processes import Server, Sidecar, Stand, connector_config, eventually, say, stop_on_signals
+
+RANKS = 2
+PROMPTS = (1000, 2000, 4000)  # tokens
+MAX_TOKENS = 16
+MIB = 1 << 20
+
+
+@dataclass
+class Row:
+    """One line of the table, and of the JSON. Times in seconds."""
+
+    model: str
+    prompt_tokens: int
+    cold_ttft_s: float
+    lookaside_ttft_s: float
+    hit_tokens: int
+    held_mib: float
+    stored_mib: float
+    outputs_equal: bool
+
+
+def stored_bytes(sidecars: list[Sidecar]) -> int:
+    """What all the sidecars have stored since they started."""
+    lines = [line.split() for each in sidecars for line in each.get("/metrics").text.splitlines()]
+    return sum(int(float(line[1])) for line in lines if line[0] == "lookaside_stored_bytes_total")
+
+
+def settled_bytes(sidecars: list[Sidecar], before: int) -> int:
+    """stored_bytes, once there is more than before and it grows no more."""
+    seen = -1
+
+    def settled() -> bool:
+        nonlocal seen
+        client.settle()
+        last, seen = seen, stored_bytes(sidecars)
+        return seen == last > before
+
+    eventually(settled, "the prompt to be stored", 30)
+    return seen
+
+
+def held_bytes(sidecars: list[Sidecar], tokens: int) -> int:
+    """What the ranks hold of a prompt's whole pages: each rank a page of its own, or the same one."""
+    spaces = [space for each in sidecars for space in each.status()["spaces"]]
+    pages = tokens // spaces[0]["page_tokens"]
+    return RANKS * pages * spaces[0]["page_bytes"]
+
+
+def measure(architecture: str, server: Server, sidecars: list[Sidecar], seed: int) -> list[Row]:
+    """Each prompt computed, and loaded after vLLM has forgotten it."""
+    rows = []
+    for tokens in (300, 2000):
+        client.complete(server.base_url, model.prompt(tokens, tokens), max_tokens=4)
+    for tokens in PROMPTS:
+        prompt = model.prompt(tokens, seed * 1_000_003 + tokens)
+        client.settle()
+        before = stored_bytes(sidecars)
+        cold = client.complete(server.base_url, prompt, max_tokens=MAX_TOKENS)
+        stored = settled_bytes(sidecars, before) - before
+        client.reset_prefix_cache(server.base_url)
+        client.settle()
+        loaded = client.complete(server.base_url, prompt, max_tokens=MAX_TOKENS)
+        rows.append(
+            Row(
+                model=architecture,
+                prompt_tokens=tokens,
+                cold_ttft_s=round(cold.ttft_s, 4),
+                lookaside_ttft_s=round(loaded.ttft_s, 4),
+                hit_tokens=loaded.cached_tokens,
+                held_mib=round(held_bytes(sidecars, tokens) / MIB, 1),
+                stored_mib=round(stored / MIB, 1),
+                outputs_equal=cold.tokens == loaded.tokens and len(cold.tokens) == MAX_TOKENS,
+            )
+        )
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as text."""
+    head = (
+        f"{'model':>6} {'prompt':>7} {'cold TTFT':>10} {'Lookaside':>10} {'faster':>8} {'hit tokens':>10} "
+        f"{'ranks hold':>11} {'stored':>10}  outputs"
+    )
+    lines = [head, "-" * len(head)]
+    for row in rows:
+        faster = row.cold_ttft_s / row.lookaside_ttft_s if row.lookaside_ttft_s else 0.0
+        lines.append(
+            f"{row.model:>6} {row.prompt_tokens:>7} {row.cold_ttft_s:>8.3f} s {row.lookaside_ttft_s:>8.3f} s "
+            f"{faster:>7.1f}x {row.hit_tokens:>10} {row.held_mib:>7.1f} MiB {row.stored_mib:>6.1f} MiB  "
+            f"{'equal' if row.outputs_equal else 'DIFFER'}"
+        )
+    return "\n".join(lines)
+
+
+def run(seed: int, keep_logs: Path | None) -> list[Row]:
+    """Brings one model after the other up, and takes it down again."""
+    rows: list[Row] = []
+    cores = sorted(os.sched_getaffinity(0))
+    for architecture, own in (("llama", True), ("mqa", False)):
+        with Stand(model.ensure(architecture), keep_logs) as stand:
+            sidecars = [stand.sidecar(rank) for rank in range(RANKS if own else 1)]
+            say(f"{architecture}: {len(sidecars)} sidecar(s) for {RANKS} ranks; starting vLLM (half a minute) ...")
+            # With {rank} in it every rank has the sidecar of its number, without it all have the same.
+            endpoint = stand.endpoint() if own else stand.endpoint().format(rank=0)
+            server = stand.server(
+                architecture,
+                connector=connector_config(endpoint),
+                arguments=["--tensor-parallel-size", str(RANKS)],
+                env={"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"},
+            )
+            server.wait_ready()
+            rows += measure(architecture, server, sidecars, seed)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.tensor_parallel", description="Two tensor-parallel ranks, and what is kept of them."
+    )
+    parser.add_argument("--json", type=Path, help="also write the table to this file as JSON")
+    parser.add_argument("--seed", type=int, default=1, help="of the prompts (default 1)")
+    parser.add_argument("--keep-logs", type=Path, help="copy the servers' and the sidecars' logs to this directory")
+    args = parser.parse_args()
+    stop_on_signals()
+    try:
+        rows = run(args.seed, args.keep_logs)
+    except KeyboardInterrupt:
+        say("stopped; everything that was started is ended")
+        return 130
+    except (RuntimeError, TimeoutError) as error:
+        say(f"demo: {error}")
+        return 1
+    print(table(rows))
+    if args.json is not None:
+        args.json.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=2) + "\n")
+    return 0 if all(row.hit_tokens > 0 and row.outputs_equal for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
