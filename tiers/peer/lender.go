@@ -330,10 +330,15 @@ func (l *lender) linger(why error) {
 	l.conn.EndSending()
 	died := l.conn.Died()
 	if died == nil { // an old kernel
-		if !errors.Is(why, wire.ErrMalformed) {
+		if errors.Is(why, wire.ErrMalformed) {
+			l.conn.Linger()
 			return
 		}
-		l.conn.Linger()
+		// It closes a dead process's sockets one after the other: its workers may see the end of theirs a moment after us.
+		select {
+		case <-time.After(closingPatience):
+		case <-l.p.ctx.Done():
+		}
 		return
 	}
 	l.p.log.Warn("a sidecar's connection has ended with loans that it has not returned; they stay its own until its process has ended",

@@ -42,6 +42,8 @@ const (
 	// stalledAfter is how long a lender may keep an answer before it is passed over.
 	stalledAfter  = 50 * time.Millisecond
 	helloPatience = 5 * time.Second
+	// closingPatience is how long a process that ends takes to close all its descriptors, by far.
+	closingPatience = time.Second
 )
 
 // Config is what a Peers works with.
