@@ -45,8 +45,9 @@ PATIENCE = {
     "load_timeout_ms": 30_000,
     "store_timeout_ms": 10_000,
 }
-# In so small an arena a partly filled chunk would be evicted before the usual second is over.
-PATIENT_SIDECAR = {"lookup_deadline": "30s", "cascade_partial_delay": "50ms"}
+# In so small an arena a partly filled chunk would be evicted before the usual second is over. Each stands for a host
+# of its own: what another has in its arena must come from a tier.
+PATIENT_SIDECAR = {"lookup_deadline": "30s", "cascade_partial_delay": "50ms", "peers_enabled": "false"}
 
 
 @dataclass
