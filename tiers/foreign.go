@@ -133,11 +133,19 @@ func (e *Engine) dropForeign(c *class) {
 	*r = region{num: r.num, firstGen: r.firstGen}
 }
 
-// longer finds the last page of chunk i of a walk that can be read, in the arena or where peers lent it, given that the chunk's last page in the walk cannot. 0: none can.
-func (e *Engine) longer(s *space, w *walk, i int) (record uint32, page int) {
-	record, page = e.bisect(s, w, i)
-	if s.shadow != nil && s.shadow.pages > 0 {
-		if rec, p := e.lastHeld(s.shadow, w, i); rec != 0 && (record == 0 || p > page) {
+// shadow is where what peers lent an owner's space is found; nil: nothing, or it is not for this owner.
+func (ow *owner) shadow() *space {
+	if ow.own {
+		return nil
+	}
+	return ow.space.shadow
+}
+
+// longer finds the last page of chunk i of a walk that an owner can read, in the arena or where peers lent it, given that the chunk's last page in the walk cannot be. 0: none can.
+func (e *Engine) longer(ow *owner, w *walk, i int) (record uint32, page int) {
+	record, page = e.bisect(ow.space, w, i)
+	if s := ow.shadow(); s != nil && s.pages > 0 {
+		if rec, p := e.lastHeld(s, w, i); rec != 0 && (record == 0 || p > page) {
 			return rec, p
 		}
 	}

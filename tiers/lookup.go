@@ -48,7 +48,8 @@ func (e *Engine) leaseHits(ow *owner, w *walk) (pages int, slots []uint32) {
 	slots = e.held[:0]
 	room := e.cfg.MaxLeasesPerOwner - ow.leases
 	anyUnverified := e.unverified.Load() > 0
-	lent := sp.shadow != nil && sp.shadow.pages > 0 && !ow.own
+	shadow := ow.shadow()
+	lent := shadow != nil && shadow.pages > 0
 	for i := 0; i < w.chunks; i += probeGroup {
 		n := min(probeGroup, w.chunks-i)
 		refs := e.refs[:n]
@@ -62,13 +63,13 @@ func (e *Engine) leaseHits(ow *owner, w *walk) (pages int, slots []uint32) {
 			end := rec == 0 || !e.at(rec, last)
 			if end && lent {
 				if !probed {
-					e.probe(sp.shadow, w, i+j, n-j, e.lent.refs[j:n])
+					e.probe(shadow, w, i+j, n-j, e.lent.refs[j:n])
 					probed = true
 				}
 				if rec = e.lent.refs[j]; rec != 0 && e.at(rec, last) {
 					end = false
 				} else {
-					rec, last = e.longer(sp, w, i+j)
+					rec, last = e.longer(ow, w, i+j)
 				}
 			} else if end {
 				rec, last = e.bisect(sp, w, i+j)
@@ -79,7 +80,7 @@ func (e *Engine) leaseHits(ow *owner, w *walk) (pages int, slots []uint32) {
 			ref, _ := e.slotOf(rec)
 			t, limit := &ow.slots, sp.class.limit
 			if lent && e.isForeign(ref) {
-				t, limit = &ow.foreign, sp.shadow.class.limit
+				t, limit = &ow.foreign, shadow.class.limit
 			}
 			if len(slots) >= room || !t.add(ref, limit) {
 				e.stats.Limited++

@@ -81,10 +81,7 @@ func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, h
 	if err := e.probeWithRoom(ow, &w, refs, have, lent); err != nil {
 		return out, err
 	}
-	shadow := sp.shadow
-	if ow.own {
-		shadow = nil
-	}
+	shadow := ow.shadow()
 	x := ow.lookups[lookup]
 	switch {
 	case x == nil && len(ow.lookups) >= e.cfg.MaxLookupsPerOwner:
@@ -178,10 +175,7 @@ func (e *Engine) promote(ow *owner, w *walk, i, have int, lent bool, parent uint
 	start := w.start(i)
 	have = min(have, w.last(i)-start+1)
 	held := 0
-	rec, page := e.longer(sp, w, i)
-	if ow.own {
-		rec, page = e.bisect(sp, w, i)
-	}
+	rec, page := e.longer(ow, w, i)
 	if rec != 0 {
 		held = page - start + 1
 	}
@@ -202,7 +196,7 @@ func (e *Engine) promote(ow *owner, w *walk, i, have int, lent bool, parent uint
 	key := sp.flight(w.hash(start + have - 1))
 	key.foreign = lent
 	ref, joined := e.flights[key]
-	if !joined && !ow.own && sp.shadow != nil { // as good
+	if !joined && ow.shadow() != nil { // as good
 		other := key
 		other.foreign = !lent
 		ref, joined = e.flights[other]
@@ -220,33 +214,26 @@ func (e *Engine) promote(ow *owner, w *walk, i, have int, lent bool, parent uint
 		if !r.foreign {
 			e.stats.PromotionsJoined++
 		}
-	} else if lent {
-		if ref = e.grantForeign(ow, w.chunk+i, have); ref == 0 {
-			e.stats.Limited++
-			return 0
-		}
-		e.write(ref, w, start, 0, have)
-		_, s := e.slot(ref)
-		s.flags |= promoting
-		sp.shadow.class.promoting++
-		e.flights[key] = ref
-		c.State = PromotionGranted
 	} else {
-		if sp.class.promoting >= sp.class.promotable {
-			e.stats.Limited++
-			return 0
+		switch {
+		case lent:
+			ref = e.grantForeign(ow, w.chunk+i, have)
+		case sp.class.promoting < sp.class.promotable:
+			ref = e.grant(ow, parent, w.chunk+i, have)
 		}
-		if ref = e.grant(ow, parent, w.chunk+i, have); ref == 0 {
+		if ref == 0 {
 			e.stats.Limited++
 			return 0
 		}
 		e.write(ref, w, start, 0, have)
-		_, s := e.slot(ref)
+		r, s := e.slot(ref)
 		s.flags |= promoting
-		sp.class.promoting++
+		r.class.promoting++
 		e.flights[key] = ref
 		c.State = PromotionGranted
-		e.stats.Promotions++
+		if !lent {
+			e.stats.Promotions++
+		}
 	}
 	_, s := e.slot(ref)
 	s.pins++
