@@ -346,9 +346,9 @@ func (c *checker) pageRecords(r *region, ref uint32, s *slot) error {
 	var buf [32]byte
 	for pos := range r.ppc {
 		rec, l := ref&^recordMask|uint32(base+pos), r.links[base+pos]
-		if pos >= int(s.pages) {
+		if pos >= int(s.pages) || r.foreign && pos < int(s.pages)-1 {
 			if l != (link{}) {
-				return broken("page %d of slot %#x is linked and not committed", pos, ref)
+				return broken("page %d of slot %#x is linked and not to be found", pos, ref)
 			}
 			continue
 		}
@@ -368,7 +368,9 @@ func (c *checker) pageRecords(r *region, ref uint32, s *slot) error {
 		}
 		if l.prev == 0 {
 			c.heads++
-			c.pages[e.spaceOf(r, s)]++
+			if c.pages[e.spaceOf(r, s)]++; r.foreign {
+				c.pages[e.spaceOf(r, s)] += pos
+			}
 			if pos == r.ppc-1 {
 				originals := b2i(s.flags&(twin|moved) == 0)
 				for next := l.next; next != 0; next = e.links(next).next {

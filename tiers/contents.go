@@ -51,36 +51,20 @@ func (e *Engine) Drop(id SpaceID, firstPage int, hashes []byte) (chunks int, err
 	}
 	left := clearSlice
 	for i := range w.chunks {
-		for page := w.start(i); page <= w.last(i) && len(e.flights) > 0; page++ {
-			f := s.flight(w.hash(page))
-			for _, f.foreign = range [...]bool{false, true} {
-				if ref := e.flights[f]; ref != 0 {
-					e.doom(ref)
-				}
+		for page := w.start(i); page <= w.last(i); page++ {
+			if ref := e.flying(s, w.hash(page)); ref != 0 {
+				e.doom(ref)
 			}
 		}
 		// What holds a page of a chunk holds those before it.
-		for lent := false; ; {
-			of := s
-			if lent {
-				of = s.shadow
-			}
-			if of == nil {
-				break
-			}
-			rec := e.find(of, w.hash(w.start(i)))
+		for {
+			rec := e.find(s, w.hash(w.start(i)))
 			if rec == 0 || !e.at(rec, w.start(i)) {
-				if lent {
-					break
-				}
-				lent = true
-				continue
+				break
 			}
 			ref, _ := e.slotOf(rec)
 			e.doom(ref)
-			if !lent {
-				chunks++
-			}
+			chunks++
 			if left--; left == 0 {
 				left = clearSlice
 				e.mu.Unlock()
@@ -90,6 +74,16 @@ func (e *Engine) Drop(id SpaceID, firstPage int, hashes []byte) (chunks int, err
 				}
 			}
 		}
+	}
+	if s.shadow != nil {
+		e.eachForeign(func(r *region, ref uint32, sl *slot) {
+			if i := int(sl.chunk) - w.chunk; e.spaces[s.id] == s && r.class == s.shadow.class && sl.space == s.id && sl.state != free && i >= 0 && i < w.chunks {
+				pos := w.start(i) % w.ppc
+				if n := int(max(sl.pages, sl.granted)); pos < n && equal(r.digest(ref&recordMask, pos), w.hash(w.start(i))) {
+					e.doom(ref)
+				}
+			}
+		})
 	}
 	e.stats.Dropped += uint64(chunks)
 	return chunks, nil

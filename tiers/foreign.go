@@ -7,7 +7,8 @@ import (
 
 // Foreign slots: what peers lend, to be read where it lies. They are those of a region without memory, one for each geometry, which hands out slots only to PreparePromotion and is none of the
 // arena's: nobody but lookups and loads sees it. What is in them is indexed as if it were another space's (space.shadow), so that no slot of the arena ever shares a page with a foreign one, is
-// replaced by one, or continues one; a lookup asks for that only what the arena has not whole.
+// replaced by one, or continues one; a lookup asks for that only what the arena has not whole. A chunk is indexed by its last page alone, as that is what lookups probe for: to index
+// what lies between took longer than to borrow it. Who wants the first pages of a chunk that was borrowed with more borrows them.
 
 // Loan is what a peer lets us read of one chunk, from its first page on, until it is returned.
 type Loan struct {
@@ -141,15 +142,49 @@ func (ow *owner) shadow() *space {
 	return ow.space.shadow
 }
 
-// longer finds the last page of chunk i of a walk that an owner can read, in the arena or where peers lent it, given that the chunk's last page in the walk cannot be. 0: none can.
+// longer finds the last page of chunk i of a walk that an owner can read, in the arena or where peers lent just that, given that the chunk's last page in the walk cannot be. 0: none can.
 func (e *Engine) longer(ow *owner, w *walk, i int) (record uint32, page int) {
 	record, page = e.bisect(ow.space, w, i)
+	first := w.start(i)
+	if record != 0 {
+		first = page + 1
+	}
 	if s := ow.shadow(); s != nil && s.pages > 0 {
-		if rec, p := e.lastHeld(s, w, i); rec != 0 && (record == 0 || p > page) {
-			return rec, p
+		for p := w.last(i) - 1; p >= first; p-- {
+			if rec := e.find(s, w.hash(p)); rec != 0 && e.at(rec, p) {
+				return rec, p
+			}
 		}
 	}
 	return record, page
+}
+
+// enterLent indexes so many pages of a foreign slot, whose digests are written, by the last of them; first is the record that it is found by already, or 0. It answers false, with nothing
+// changed, if that is held as another page of its prefix, which no honest client can bring about.
+func (e *Engine) enterLent(r *region, ref uint32, pages int, first uint32) bool {
+	s := &r.slots[ref&recordMask]
+	sp := e.spaceOf(r, s)
+	rec := ref&^recordMask | uint32(int(ref&recordMask)*r.ppc+pages-1)
+	switch {
+	case first == 0:
+		e.idx.insert(sp.tagOfRecord(r.digest(ref&recordMask, pages-1)), rec)
+		sp.pages += pages
+	case !e.at(first, int(s.chunk)*r.ppc+pages-1):
+		return false
+	default:
+		e.linkAfter(first, rec)
+	}
+	s.pages = uint16(pages)
+	return true
+}
+
+// retractLent undoes that.
+func (e *Engine) retractLent(r *region, ref uint32) {
+	s := &r.slots[ref&recordMask]
+	if sp := e.spaceOf(r, s); e.unlink(sp, r, ref, int(s.pages)-1) {
+		sp.pages -= int(s.pages)
+	}
+	s.pages = 0
 }
 
 // grantForeign takes a foreign slot for a chunk that is to be borrowed. 0: there is none, or the owner has its share.

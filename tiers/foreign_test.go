@@ -305,6 +305,57 @@ func TestForeign(t *testing.T) {
 	b.ok(b.e.Check())
 }
 
+// TestForeignParts: a chunk that is lent is found whole, or as far as it was lent; who wants less of it has that lent. Dropping a page takes it, in whatever length it was lent.
+func TestForeignParts(t *testing.T) {
+	b := newBench(t, 10, 4, Config{ForeignSlots: 8, OwnerShare: 1})
+	p := numbered(1, 8)
+	b.lend(1, 0, p, 5)
+	b.settle(1, 100, 8)
+	b.ok(b.e.Cancel(me, 1))
+	b.wantHits(8, p)
+	b.wantHits(4, p[:7*32])
+	if n, err := b.e.Lookup(me, 1, 0, p[:7*32]); n != 4 || err != nil {
+		t.Fatal(n, err)
+	}
+	if got := b.lend(1, 4, p[4*32:7*32], 6); len(got) != 1 || got[0].State != PromotionGranted || got[0].Pages != 3 {
+		t.Fatalf("%+v", got)
+	}
+	b.settle(1, 100, 7)
+	b.ok(b.e.Cancel(me, 1))
+	b.wantHits(7, p[:7*32])
+	b.wantHits(8, p)
+	b.ok(b.e.Check())
+	if s := b.e.Stats(); s.ForeignUsed != 3 || s.ForeignPages != 11 {
+		t.Fatalf("%+v", s)
+	}
+	b.e.DropPeer(5)
+	b.returns(Return{Handle: 5 << 32}, Return{Handle: 5<<32 | 1})
+	b.lend(1, 0, p[:4*32], 7)
+	b.settle(1, 100, 4)
+	b.ok(b.e.Cancel(me, 1))
+	b.wantHits(7, p) // the part that was lent is all that there is of the second
+	b.lend(1, 4, p[4*32:], 7)
+	b.settle(1, 100, 4)
+	b.ok(b.e.Cancel(me, 1))
+	for i, drop := range [][2]int{{7, 8}, {5, 6}, {0, 3}} {
+		if n, err := b.e.Drop(b.sp, drop[0], p[drop[0]*32:drop[1]*32]); n != 0 || err != nil {
+			t.Fatal(n, err)
+		}
+		b.returns([][]Return{{{Handle: 7<<32 | 4}}, {{Handle: 6<<32 | 4}}, {{Handle: 7 << 32}}}[i]...)
+		b.ok(b.e.Check())
+		b.wantHits([]int{7, 4, 0}[i], p)
+	}
+	// One on its way does not appear.
+	out, err := b.e.PreparePromotion(me, 1, 0, nil, p[:4*32], []uint16{4}, []bool{true}, nil)
+	b.ok(err)
+	_, err = b.e.Drop(b.sp, 1, p[32:2*32])
+	b.ok(err)
+	b.ok(b.e.FinishBorrow(out[0].Promotion, Loan{Peer: 5, Region: 77, Pages: 4, Handle: 9}))
+	b.settle(1, 100, 0)
+	b.returns(Return{Handle: 9})
+	b.ok(b.e.Check())
+}
+
 func TestForeignShortLoan(t *testing.T) {
 	b := newBench(t, 10, 4, Config{ForeignSlots: 8, OwnerShare: 1})
 	p := numbered(1, 12)

@@ -25,26 +25,37 @@ type PromotedChunk struct {
 	Foreign   bool   // it is, or is to be, leased from a peer; Region and Offset are those of the loan, if it is ready
 }
 
-// flight names a chunk that is on its way by its space and its last page, and with that by all its pages.
-type flight struct {
-	space   uint16
-	foreign bool
-	last    [4]uint64
-}
-
-func (s *space) flight(d []byte) flight {
-	f := flight{space: s.id}
-	for i := range len(d) / 8 {
-		f.last[i] = binary.LittleEndian.Uint64(d[8*i:])
+// flight is what a chunk that is on its way is known by: a hash of its last page, which names all its pages. Whoever finds a slot by it compares the page.
+func (s *space) flight(d []byte) uint64 {
+	h := s.salt
+	for i := 0; i+8 <= len(d); i += 8 {
+		h = mix(h, binary.LittleEndian.Uint64(d[i:]))
 	}
-	return f
+	return h
 }
 
-func (e *Engine) flight(ref uint32) flight {
+func (e *Engine) flight(ref uint32) uint64 {
 	r, s := e.slot(ref)
-	f := flight{space: s.space, foreign: r.foreign}
-	copy(f.last[:], r.digest(ref&recordMask, int(s.granted)-1))
-	return f
+	h := e.spaceOf(r, s).salt
+	for _, w := range r.digest(ref&recordMask, int(s.granted)-1) {
+		h = mix(h, w)
+	}
+	return h
+}
+
+// flying is the slot of a space, which may be nil, that is being promoted into for the chunk that ends with a page; 0: there is none.
+func (e *Engine) flying(s *space, d []byte) uint32 {
+	if s == nil || len(e.flights) == 0 {
+		return 0
+	}
+	ref, ok := e.flights[s.flight(d)]
+	if !ok {
+		return 0
+	}
+	if r, sl := e.slot(ref); r.class != s.class || sl.space != s.id || !equal(r.digest(ref&recordMask, int(sl.granted)-1), d) {
+		return 0
+	}
+	return ref
 }
 
 // PreparePromotion lets a lookup of owner o go on with chunks that can be had from a tier: a run that begins with the first chunk that the lookup does not
@@ -173,16 +184,19 @@ func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, h
 func (e *Engine) promote(ow *owner, w *walk, i, have int, lent bool, parent uint32, x *lease, c *PromotedChunk) uint32 {
 	sp := ow.space
 	start := w.start(i)
-	have = min(have, w.last(i)-start+1)
-	held := 0
-	rec, page := e.longer(ow, w, i)
-	if rec != 0 {
-		held = page - start + 1
+	all := w.last(i) - start + 1
+	have = min(have, all)
+	held, rec := 0, uint32(0)
+	if have < all { // else it is no less than what is held
+		var page int
+		if rec, page = e.longer(ow, w, i); rec != 0 {
+			held = page - start + 1
+		}
 	}
 	if got := start + max(held, have); got == start || i == 0 && x != nil && got <= x.first+x.n {
 		return 0
 	}
-	if held >= have {
+	if rec != 0 && held >= have {
 		ref, _ := e.slotOf(rec)
 		if !e.claim(ow, ref) {
 			e.stats.Limited++
@@ -193,15 +207,16 @@ func (e *Engine) promote(ow *owner, w *walk, i, have int, lent bool, parent uint
 		return ref
 	}
 	c.Pages = have
-	key := sp.flight(w.hash(start + have - 1))
-	key.foreign = lent
-	ref, joined := e.flights[key]
-	if !joined && ow.shadow() != nil { // as good
-		other := key
-		other.foreign = !lent
-		ref, joined = e.flights[other]
+	last := w.hash(start + have - 1)
+	in, other := sp, ow.shadow() // one is as good as the other
+	if lent {
+		in, other = other, in
 	}
-	if joined {
+	ref := e.flying(in, last)
+	if ref == 0 {
+		ref = e.flying(other, last)
+	}
+	if ref != 0 {
 		r, s := e.slot(ref)
 		if int(s.chunk)*r.ppc != start {
 			return 0 // no honest client's
@@ -229,7 +244,7 @@ func (e *Engine) promote(ow *owner, w *walk, i, have int, lent bool, parent uint
 		r, s := e.slot(ref)
 		s.flags |= promoting
 		r.class.promoting++
-		e.flights[key] = ref
+		e.flights[in.flight(last)] = ref
 		c.State = PromotionGranted
 		if !lent {
 			e.stats.Promotions++
@@ -333,7 +348,8 @@ func (e *Engine) finish(ref uint32, ok bool, fromTier int, l *Loan) {
 		e.stats.PromotionsFailed++
 	}
 	var buf [32]byte
-	there := e.find(e.spaceOf(r, s), r.digestBytes(ref&recordMask, pages-1, &buf)) != 0
+	first := e.find(e.spaceOf(r, s), r.digestBytes(ref&recordMask, pages-1, &buf))
+	there := first != 0
 	if there && !r.foreign {
 		e.stats.PromotionsLate++
 	}
@@ -347,7 +363,7 @@ func (e *Engine) finish(ref uint32, ok bool, fromTier int, l *Loan) {
 		r.leased++
 	}
 	// A store may have been first with it. The lookups keep what they have, which is as good; it goes when they do.
-	if !ok || s.doomed() || !e.enter(ref, 0, pages) {
+	if !ok || s.doomed() || !(r.foreign && e.enterLent(r, ref, pages, first) || !r.foreign && e.enter(ref, 0, pages)) {
 		e.disown(ref)
 		s.flags |= doomed
 		if s.idle() {

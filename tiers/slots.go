@@ -438,10 +438,10 @@ func (e *Engine) disown(ref uint32) {
 // page of its prefix, which no honest client can bring about.
 func (e *Engine) enter(ref uint32, from, to int) bool {
 	r, s := e.slot(ref)
-	sp := e.spaceOf(r, s)
+	sp := e.spaces[s.space]
 	base := int(ref&recordMask) * r.ppc
 	var buf [32]byte
-	noted := e.journal.on && !r.foreign
+	noted := e.journal.on
 	unnoted := from // pages from here on are new, and the journal is yet to hear of them
 	for pos := from; pos < to; pos++ {
 		rec := ref&^recordMask | uint32(base+pos)
@@ -470,9 +470,7 @@ func (e *Engine) enter(ref uint32, from, to int) bool {
 		if other, _ := e.slotOf(head); other != ref {
 			_, o := e.slot(other)
 			if int(o.pages) == pos+1 && o.idle() && pos+1 < r.ppc {
-				if !r.foreign {
-					e.stats.Replaced++
-				}
+				e.stats.Replaced++
 				e.leave(other, false)
 				e.release(other)
 			}
@@ -501,39 +499,44 @@ func (e *Engine) linkAfter(head, rec uint32) {
 // retract takes a slot's pages from page from on out of the index; where another slot has the page too, that one takes its place.
 func (e *Engine) retract(ref uint32, from int) {
 	r, s := e.slot(ref)
-	sp := e.spaceOf(r, s)
-	base := int(ref&recordMask) * r.ppc
-	noted := e.journal.on && !r.foreign
+	sp := e.spaces[s.space]
+	noted := e.journal.on
 	unnoted := from
 	for pos := from; pos < int(s.pages); pos++ {
-		e.linkSteps++
-		rec := ref&^recordMask | uint32(base+pos)
-		l := &r.links[base+pos]
-		switch {
-		case l.prev != 0:
-			e.links(l.prev).next = l.next
-			if l.next != 0 {
-				e.links(l.next).prev = l.prev
-			}
-		case l.next != 0:
-			e.links(l.next).prev = 0
-			e.idx.replace(sp.tagOfRecord(r.digest(ref&recordMask, pos)), rec, l.next)
-		default:
-			e.idx.remove(sp.tagOfRecord(r.digest(ref&recordMask, pos)), rec)
+		if e.unlink(sp, r, ref, pos) {
 			sp.pages--
-			*l = link{}
-			continue
-		}
-		if noted {
+		} else if noted {
 			e.note(PagesRemoved, ref, unnoted, pos)
 			unnoted = pos + 1
 		}
-		*l = link{}
 	}
 	if noted {
 		e.note(PagesRemoved, ref, unnoted, int(s.pages))
 	}
 	s.pages = uint16(from)
+}
+
+// unlink takes one page of a slot out of the index, and says whether no other slot of its space has it.
+func (e *Engine) unlink(sp *space, r *region, ref uint32, pos int) (gone bool) {
+	e.linkSteps++
+	at := int(ref&recordMask)*r.ppc + pos
+	rec := ref&^recordMask | uint32(at)
+	l := &r.links[at]
+	switch {
+	case l.prev != 0:
+		e.links(l.prev).next = l.next
+		if l.next != 0 {
+			e.links(l.next).prev = l.prev
+		}
+	case l.next != 0:
+		e.links(l.next).prev = 0
+		e.idx.replace(sp.tagOfRecord(r.digest(ref&recordMask, pos)), rec, l.next)
+	default:
+		e.idx.remove(sp.tagOfRecord(r.digest(ref&recordMask, pos)), rec)
+		gone = true
+	}
+	*l = link{}
+	return gone
 }
 
 // leave takes a ready slot out of the index, out of its prefix and out of the order of eviction; evicted says that it is for room.
@@ -543,7 +546,11 @@ func (e *Engine) leave(ref uint32, evicted bool) {
 	if s.flags&cold != 0 {
 		e.thaw(ref)
 	}
-	e.retract(ref, 0)
+	if r.foreign {
+		e.retractLent(r, ref)
+	} else {
+		e.retract(ref, 0)
+	}
 	e.vouch(s)
 	if parent := e.heldParent(ref); parent != 0 {
 		r.class.policy.Inherit(parent, ref)

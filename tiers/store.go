@@ -1,6 +1,9 @@
 package tiers
 
-import "fmt"
+import (
+	"encoding/binary"
+	"fmt"
+)
 
 // StoreResult is what PrepareStore found: each page asked for is held, shed or granted.
 type StoreResult struct {
@@ -231,8 +234,14 @@ func (e *Engine) grant(ow *owner, parent uint32, chunk, pages int) uint32 {
 // write notes the digests of pages [from, to) of a slot whose first page is start.
 func (e *Engine) write(ref uint32, w *walk, start, from, to int) {
 	r, _ := e.slot(ref)
-	for pos := from; pos < to; pos++ {
-		r.setDigest(ref&recordMask, pos, w.hash(start+pos))
+	if to == r.ppc && from < to {
+		to--
+		r.setDigest(ref&recordMask, to, w.hash(start+to))
+	}
+	at := (start + from - w.first) * w.digest
+	words := r.digests[(int(ref&recordMask)*(r.ppc-1)+from)*r.words:][:(to-from)*r.words] // one after another
+	for i, d := 0, w.hashes[at:]; i < len(words); i++ {
+		words[i] = binary.LittleEndian.Uint64(d[8*i:])
 	}
 }
 
