@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"path/filepath"
+	"strings"
 	"sync"
 	"time"
 
@@ -75,7 +76,7 @@ func (p *peers) start(cfg *Config, generation uint64, e *tiers.Engine, s *stack.
 	p.engine, p.stack, p.server = e, s, server
 	p.peer, err = peer.Start(peer.Config{
 		Dir: cfg.Peers.Dir, Generation: generation, Engine: e, Log: p.log, HintsLimitBytes: cfg.Peers.HintsLimit, MaxPages: cfg.Lookup.MaxPages,
-		OnRegion: p.onRegion, OnRegionGone: p.onRegionGone, OnGone: s.PeerGone,
+		Verify: s.VerifyRun, OnRegion: p.onRegion, OnRegionGone: p.onRegionGone, OnGone: s.PeerGone,
 	})
 	if err != nil {
 		return fmt.Errorf("peers: %w", err)
@@ -288,6 +289,13 @@ func (st *PeersStatus) write(w io.Writer, skipped uint64) {
 	fmt.Fprintf(w, "peers\t%d, which hold %d pages (%s of hints); %d pages borrowed, %d chunks of others here now; %d pages lent; %d pages not stored, being there\n",
 		len(st.Lenders), st.HintPages, dax.FormatSize(st.HintBytes), st.BorrowedPages, b.Used, st.LentPages, skipped)
 	for _, l := range st.Lenders {
+		if len(l.Devices) > 0 {
+			var on []string
+			for _, d := range l.Devices {
+				on = append(on, fmt.Sprintf("%s (%s, %s)", d.Path, d.Kind, dax.FormatSize(d.SizeBytes)))
+			}
+			fmt.Fprintf(w, "peer\tpid %d holds %d pages on %s; %d borrowed, %d of its chunks here now\n", l.PID, l.Pages, strings.Join(on, ", "), l.Borrowed, l.Loans)
+		}
 		for _, u := range l.Unshared {
 			fmt.Fprintf(w, "not shared\tspace %s with pid %d, whose %s is much like it: %s\n", u.Ours, l.PID, u.Peers, u.Why())
 		}

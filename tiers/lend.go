@@ -24,7 +24,7 @@ func (e *Engine) AddLender(o Owner, fp chunk.Fingerprint) (Geometry, error) {
 }
 
 // Lend leases what is held without a gap of the pages from firstPage on, as far as it lies in regions that visible says yes to, and appends one extent a chunk
-// to out. It is a use. more says that the page after it is held, too, but is out of sight, or beyond the owner's share. No pages make no loan. visible is called
+// to out. It is a use. more says that the page after it is held, too, but is out of sight, not verified, or beyond the owner's share. No pages make no loan. visible is called
 // under the engine's lock.
 func (e *Engine) Lend(o Owner, firstPage int, hashes []byte, visible func(region uint32) bool, out []Extent) (loan uint64, pages int, more bool, extents []Extent, err error) {
 	e.mu.Lock()
@@ -44,10 +44,7 @@ func (e *Engine) Lend(o Owner, firstPage int, hashes []byte, visible func(region
 			break
 		}
 	}
-	if !more && pages < w.n {
-		rec := e.find(ow.space, w.hash(firstPage+pages))
-		more = rec != 0 && e.at(rec, firstPage+pages)
-	}
+	more = more || e.goesOn(ow.space, &w, firstPage+pages)
 	if len(slots) == 0 {
 		return 0, 0, more, out, nil
 	}
@@ -65,18 +62,27 @@ func (e *Engine) Lend(o Owner, firstPage int, hashes []byte, visible func(region
 	return x.handle(), pages, more, out, nil
 }
 
-// Touch answers how many of the pages from firstPage on are held without a gap, as Lend would find them, and counts as a use of them. Nothing is leased.
-func (e *Engine) Touch(o Owner, firstPage int, hashes []byte) (pages int, err error) {
+// goesOn says whether a page of a walk is held, verified or not; one behind its end is not.
+func (e *Engine) goesOn(s *space, w *walk, page int) bool {
+	if page >= w.end() {
+		return false
+	}
+	rec := e.find(s, w.hash(page))
+	return rec != 0 && e.at(rec, page)
+}
+
+// Touch answers how many of the pages from firstPage on are held without a gap, as Lend would find them, and counts as a use of them. Nothing is leased. more is as Lend's.
+func (e *Engine) Touch(o Owner, firstPage int, hashes []byte) (pages int, more bool, err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	ow, w, err := e.borrower(o, firstPage, hashes)
 	if err != nil {
-		return 0, err
+		return 0, false, err
 	}
 	pages, slots := e.leaseHits(ow, &w)
 	e.used(ow.space.class, slots)
 	e.unlease(ow, slots)
-	return pages, nil
+	return pages, e.goesOn(ow.space, &w, firstPage+pages), nil
 }
 
 func (e *Engine) borrower(o Owner, firstPage int, hashes []byte) (*owner, walk, error) {

@@ -142,7 +142,7 @@ func TestTouch(t *testing.T) {
 	for i := range uint64(3) {
 		b.store(numbered(1+i, 1))
 	}
-	pages, err := b.e.Touch(them, 0, numbered(1, 2))
+	pages, _, err := b.e.Touch(them, 0, numbered(1, 2))
 	b.ok(err)
 	if st := b.e.Stats(); pages != 1 || st.Leases != 0 {
 		t.Fatalf("%d pages, %+v", pages, st)

@@ -236,6 +236,7 @@ type PeerGrant struct {
 	Load    uint64   // handle for PeerRelease; 0: nothing was leased
 	Pages   uint32   // that are leased, or with Touch held, from the first asked for on
 	More    bool     // the page after them is held, but cannot be leased now
+	Soon    bool     // as its bytes are just being checked, after a restart of the lender: it is to be asked for again
 	Extents []Extent // where the leased pages are, one for each chunk, in their order
 }
 
@@ -244,23 +245,27 @@ func (*PeerGrant) Type() Type { return TypePeerGrant }
 
 // Append implements Message.
 func (m *PeerGrant) Append(dst []byte) []byte {
-	dst = appendUint(appendHeader(dst, TypePeerGrant, 6), uint64(m.ID))
+	dst = appendUint(appendHeader(dst, TypePeerGrant, 7), uint64(m.ID))
 	dst = appendUint(dst, m.Load)
-	dst = appendFlag(appendUint(dst, uint64(m.Pages)), m.More)
+	dst = appendFlag(appendFlag(appendUint(dst, uint64(m.Pages)), m.More), m.Soon)
 	return appendExtents(dst, m.Extents)
 }
 
 // Decode implements Message. It does not allocate.
 func (m *PeerGrant) Decode(b []byte, lim *Limits) error {
 	r := reader{buf: b, message: "PeerGrant"}
-	r.header(TypePeerGrant, 6)
+	r.header(TypePeerGrant, 7)
 	m.ID = r.u32("id")
 	m.Load = r.u64("load")
 	m.Pages = r.u32("pages")
 	m.More = r.flag("more")
+	m.Soon = r.flag("soon")
 	m.Extents = r.extents("extents", m.Extents, lim.Extents)
 	if r.err == nil && (m.Load == 0) != (len(m.Extents) == 0) {
 		r.fail("extents", "must be empty without a load, and only then")
+	}
+	if r.err == nil && m.Soon && !m.More {
+		r.fail("soon", "must not be set without more")
 	}
 	return r.done()
 }

@@ -134,6 +134,7 @@ func goodMessages() []named {
 		{"peer lease touch", &PeerLease{ID: 1, Fingerprint: digests(1, 32), Touch: true, Hashes: digests(40, 8)}},
 		{"peer grant", &PeerGrant{ID: 9, Load: 8, Pages: 26, Extents: []Extent{{64, 16, 1, 1 << 40}, {80, 10, 0, 0}}}},
 		{"peer grant nothing", &PeerGrant{ID: 9, More: true}},
+		{"peer grant soon", &PeerGrant{ID: 9, More: true, Soon: true}},
 		{"peer grant touched", &PeerGrant{ID: 10, Pages: 640}},
 		{"peer release", &PeerRelease{Load: big, Extents: []uint32{0, 1, 300}, Bad: true}},
 		{"peer release all", &PeerRelease{Load: 1}},
@@ -381,10 +382,12 @@ func badMessages() []vector {
 	add(TypePeerLease, "short fingerprint", "96 4a 01 c41f"+digest[2:]+"00 00 c40100")
 	add(TypePeerLease, "hashes declare 4 GiB", lease+digest+"00 00 c6 ffffffff 00")
 	add(TypePeerLease, "negative id", "96 4a ff c420"+digest+"00 00 c40100")
-	add(TypePeerGrant, "extents without a load", "96 4b 01 00 01 00 91 94 00 01 00 00")
-	add(TypePeerGrant, "a load without extents", "96 4b 01 01 01 00 90")
-	add(TypePeerGrant, "more above 1", "96 4b 01 00 00 02 90")
-	add(TypePeerGrant, "extents bomb", "96 4b 01 01 01 00 dd ffffffff")
+	add(TypePeerGrant, "extents without a load", "97 4b 01 00 01 00 00 91 94 00 01 00 00")
+	add(TypePeerGrant, "a load without extents", "97 4b 01 01 01 00 00 90")
+	add(TypePeerGrant, "more above 1", "97 4b 01 00 00 02 00 90")
+	add(TypePeerGrant, "soon above 1", "97 4b 01 00 00 01 02 90")
+	add(TypePeerGrant, "soon without more", "97 4b 01 00 00 00 01 90")
+	add(TypePeerGrant, "extents bomb", "97 4b 01 01 01 00 00 dd ffffffff")
 	add(TypePeerGrant, "a negative offset", "96 4b 01 01 01 00 91 94 00 01 00 ff")
 	add(TypePeerRelease, "extents without a load", "94 4c 00 91 00 00")
 	add(TypePeerRelease, "bad without a load", "94 4c 00 90 01")

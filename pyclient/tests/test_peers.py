@@ -33,11 +33,14 @@ PATIENT = {
 
 
 class Host:
-    """Sidecars below one private directory, each with an engine."""
+    """Sidecars below one private directory, each with an engine. A setting that differs is a function of the number."""
 
     def __init__(self, model: Path, directory: Path, count: int, **settings: Any) -> None:
         directory.chmod(0o700)
-        self.sidecars = [Sidecar(directory / f"s{number}", **settings) for number in range(count)]
+        self.sidecars = [
+            Sidecar(directory / f"s{number}", **{k: v(number) if callable(v) else v for k, v in settings.items()})
+            for number in range(count)
+        ]
         self.engines = [
             Engine(model, sidecar.directory, seed=number, **PATIENT) for number, sidecar in enumerate(self.sidecars)
         ]
@@ -273,7 +276,6 @@ def test_lender_that_does_not_answer_is_passed_over(two: Host) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_history(model: Path, tmp_path: Path, seed: int) -> None:
     """Stores, loads, kills, stalls and restarts of three sidecars with small arenas: no page is ever another's."""
-    rng = random.Random(seed)
     host = Host(
         model,
         tmp_path,
@@ -283,6 +285,14 @@ def test_history(model: Path, tmp_path: Path, seed: int) -> None:
         peers_linger="50ms",
         peers_skip_stores=str(seed % 2 == 0).lower(),
     )
+    history(host, random.Random(seed))
+
+
+def history(host: Host, rng: random.Random, beside_stopped: bool = True) -> None:
+    """Random things happen to three sidecars, which are closed in the end.
+
+    With ``beside_stopped`` one is restarted while another is stopped, too.
+    """
     stopped: set[int] = set()
     loaded = borrowed = 0
     try:
@@ -299,7 +309,7 @@ def test_history(model: Path, tmp_path: Path, seed: int) -> None:
                 host.store(number, 0, names)
             elif what < 0.9:
                 loaded += host.fetch(number, names, f"{turn}")
-            elif what < 0.95:
+            elif what < 0.95 and (beside_stopped or not stopped):
                 borrowed += host.sidecars[number].status()["peers"]["borrowed_pages"]
                 host.sidecars[number].restart()
                 host.engines[number].wait_up()

@@ -58,7 +58,9 @@ class Sidecar:
     def __init__(self, directory: Path, wrap: Sequence[str] = (), **settings: Any) -> None:
         self.directory = directory
         self.wrap = wrap
-        self.settings = {"arena_limit": "32M", "arena_kind": "memfd", **settings}
+        self.settings = settings
+        if settings.get("arena_kind") != "dax":  # which is as large as its devices
+            self.settings = {"arena_limit": "32M", "arena_kind": "memfd", **settings}
         self.process: subprocess.Popen[bytes] | None = None
         self.log = directory.parent / f"{directory.name}.log"
         self.start()

@@ -109,7 +109,8 @@ func (p *Peers) Contains(run tiers.Run, held []uint16) { p.hinted(&run, nil, hel
 
 // Borrow leases what the hints say that peers hold of a run, from its first page on without a gap: from the peer that has most of it, and what comes after from others. out is told of each chunk, in
 // order, on the caller's goroutine, before Borrow returns. It answers the pages that were leased; an error only when that is none, and peers that were asked have failed. Each loan
-// must be returned, also after OnGone. It waits until ctx is done, and a quarter of a second, at most.
+// must be returned, also after OnGone. It waits until ctx is done at most: a quarter of a second for each lender that does not answer, and for one that has restarted and is checking what
+// is asked for until that is done.
 func (p *Peers) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l Loan)) (pages int, err error) {
 	p.borrows.Add(1)
 	pages, err = p.asking(ctx, &run, out)
@@ -138,6 +139,8 @@ func (p *Peers) asking(ctx context.Context, run *tiers.Run, out func(chunk int, 
 	ppc := run.Space.Geometry.PagesPerChunk
 	var failed uint64 // peers that were asked and did not answer
 	var failure error
+	var wait checkWait
+	defer wait.end(p)
 	for at := 0; at < len(s.who) && at <= s.partChunk; {
 		bit, chunks, part := s.best(at, failed)
 		if bit < 0 {
@@ -178,6 +181,9 @@ func (p *Peers) asking(ctx context.Context, run *tiers.Run, out func(chunk int, 
 		}
 		// It does not have what it was said to have, or cannot lease it now: others are asked for that chunk.
 		at += got / ppc
+		if a.soon && !a.others(at) && wait.more(ctx, p) {
+			continue // it is asked again
+		}
 		if !a.more {
 			p.wrongHints.Add(1)
 			last := min((at+1)*ppc, run.Pages())
@@ -196,6 +202,46 @@ func (p *Peers) asking(ctx context.Context, run *tiers.Run, out func(chunk int, 
 		return pages, nil
 	}
 	return 0, failure
+}
+
+// maxWaiting is how many calls of Borrow may wait at a time for lenders to have something checked: others are not to wait for them.
+const maxWaiting = 4
+
+// checkWait is the waiting of one of them: longer each time.
+type checkWait struct {
+	timer *time.Timer
+	pause time.Duration
+}
+
+// more waits a moment, and says whether it makes sense to ask again.
+func (w *checkWait) more(ctx context.Context, p *Peers) bool {
+	switch {
+	case w.timer != nil:
+		w.pause = min(2*w.pause, 32*time.Millisecond)
+		w.timer.Reset(w.pause)
+	case p.waiting.Add(1) > maxWaiting:
+		p.waiting.Add(-1)
+		return false
+	default:
+		w.pause = time.Millisecond
+		w.timer = time.NewTimer(w.pause)
+	}
+	select {
+	case <-w.timer.C:
+		return true
+	case <-ctx.Done():
+		return false
+	case <-p.ctx.Done():
+		return false
+	}
+}
+
+// end ends the waiting.
+func (w *checkWait) end(p *Peers) {
+	if w.timer != nil {
+		w.timer.Stop()
+		p.waiting.Add(-1)
+	}
 }
 
 // best is the peer that is said to hold most from chunk at on: so many chunks whole, and the part of the next one that s.part is about. -1: none holds anything.
@@ -229,6 +275,7 @@ type asked struct {
 	out       func(chunk int, l Loan) // nil: nothing is leased
 	others    func(chunk int) bool    // others are said to hold all of a chunk
 	more      bool                    // answered: it holds more, but cannot lease it now
+	soon      bool                    // answered: and has that checked just now
 }
 
 // ask asks the lender, and answers the pages that it leased.
@@ -246,7 +293,7 @@ func (b *borrower) ask(ctx context.Context, a *asked) (pages int, err error) {
 		return 0, err
 	}
 	defer calls.Put(c)
-	a.more = c.grant.More
+	a.more, a.soon = c.grant.More, c.grant.Soon && a.out != nil
 	if a.out == nil {
 		return min(int(c.grant.Pages), a.pages), nil
 	}
@@ -297,6 +344,7 @@ func (b *borrower) accept(a *asked, m *wire.PeerGrant) (pages int, err error) {
 		return 0, err
 	}
 	b.out += usable
+	b.borrowed += uint64(pages)
 	for i := usable; i < len(m.Extents); i++ {
 		b.returns = append(b.returns, loanReturn{m.Load, uint32(i), false})
 	}

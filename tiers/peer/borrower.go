@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"os"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -53,13 +54,15 @@ type borrower struct {
 	waitSince time.Time // the answer that is to come next is being waited for
 	stalled   bool
 	out       int          // loans that are out
+	borrowed  uint64       // pages
 	returns   []loanReturn // to be sent
 }
 
 // peerRegion is a region of the lender.
 type peerRegion struct {
 	Region
-	lock  *dax.LentLock // nil for memory without a name
+	path  string        // of the device or file; empty for memory without a name
+	lock  *dax.LentLock // nil for that, too
 	ready bool          // OnRegion has returned
 }
 
@@ -477,7 +480,12 @@ func (b *borrower) announce(r *peerRegion, announced map[uint32]bool) {
 		err = fmt.Errorf("%d bytes from %d on in a file of %d", r.SizeBytes, r.OffsetBytes, st.Size)
 	}
 	if err == nil && !dax.IsMemory(r.FD) {
+		var path string
 		r.lock, err = dax.LockLent(r.FD, r.OffsetBytes, r.SizeBytes)
+		path, _ = os.Readlink(fmt.Sprintf("/proc/self/fd/%d", r.FD)) // for people
+		b.mu.Lock()
+		r.path = path
+		b.mu.Unlock()
 	}
 	if err == nil {
 		announced[r.ID] = true

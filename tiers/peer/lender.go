@@ -1,6 +1,8 @@
 package peer
 
 import (
+	"bytes"
+	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -34,6 +36,9 @@ type lender struct {
 	done chan struct{} // closed at its end
 	bell chan struct{} // cap 1: there are regions or spaces to tell of
 
+	ctx     context.Context // from the welcome on; ends when it is served no more
+	helpers sync.WaitGroup
+
 	// visible are the regions that the borrower has been told of; it is replaced, never changed.
 	visible atomic.Pointer[map[uint32]struct{}]
 
@@ -44,6 +49,7 @@ type lender struct {
 	owners   map[chunk.Fingerprint]*lentSpace
 	loans    map[uint64]*lentSpace
 	over     bool // nothing is lent any more
+	checking bool // of what it asked for something is being checked
 	// told are the spaces as they were last told of. The sender's alone.
 	told map[chunk.Fingerprint]*declared
 
@@ -63,6 +69,7 @@ type toldRegion struct{ sent, going bool }
 // lentSpace is a space of which something was asked for.
 type lentSpace struct {
 	owner tiers.Owner
+	sp    *tiers.Space
 	g     tiers.Geometry
 	loans int
 	used  time.Time
@@ -90,14 +97,16 @@ func (l *lender) run() {
 	log := l.p.log.With(zap.Uint64("peer", l.gen), zap.Int32("pid", l.conn.Peer().PID))
 	if err == nil {
 		log.Info("a sidecar borrows from us")
-		var sender sync.WaitGroup
 		ended := make(chan struct{})
-		sender.Go(func() { l.send(ended) })
+		var stop context.CancelFunc
+		l.ctx, stop = context.WithCancel(l.p.ctx)
+		l.helpers.Go(func() { l.send(ended) })
 		err = l.serve()
 		close(ended)
+		stop()
 		l.linger(err)
 		_ = l.conn.Close() // wakes the sender
-		sender.Wait()
+		l.helpers.Wait()
 		log.Info("a sidecar borrows from us no more", zap.Error(err))
 	}
 	l.end()
@@ -199,7 +208,7 @@ func (l *lender) lease() error {
 		var err error
 		if m.Touch {
 			var pages int
-			pages, err = l.p.cfg.Engine.Touch(s.owner, int(m.FirstPage), m.Hashes)
+			pages, g.More, err = l.p.cfg.Engine.Touch(s.owner, int(m.FirstPage), m.Hashes)
 			g.Pages = uint32(pages)
 		} else {
 			err = l.lend(s, m, g)
@@ -236,6 +245,7 @@ func (l *lender) lend(s *lentSpace, m *wire.PeerLease, g *wire.PeerGrant) error 
 		return err
 	}
 	g.Load, g.Pages, g.More = loan, uint32(pages), more
+	g.Soon = more && l.check(s, int(m.FirstPage)+pages, m.Hashes[pages*s.g.DigestBytes:])
 	if loan == 0 {
 		return nil
 	}
@@ -247,6 +257,33 @@ func (l *lender) lend(s *lentSpace, m *wire.PeerLease, g *wire.PeerGrant) error 
 	l.loans[loan] = s
 	l.mu.Unlock()
 	return nil
+}
+
+// check has checked what was restored of the pages from first on, which are asked for, and says whether that will do: the first of them waits for it, and may be
+// lent after it. One such run of a borrower is checked at a time.
+func (l *lender) check(s *lentSpace, first int, hashes []byte) bool {
+	p := l.p
+	if p.cfg.Verify == nil || p.cfg.Engine.Unverified() == 0 {
+		return false
+	}
+	list, _, err := p.cfg.Engine.NextVerify(s.owner, first, hashes[:s.g.DigestBytes], nil, nil)
+	if err != nil || len(list) == 0 {
+		return false
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.checking || l.over {
+		return !l.over
+	}
+	l.checking = true
+	hashes = bytes.Clone(hashes)
+	l.helpers.Go(func() {
+		_ = p.cfg.Verify(l.ctx, s.owner, tiers.Run{Space: s.sp, First: first, Hashes: hashes}) // what it comes to is seen when they are asked for again
+		l.mu.Lock()
+		l.checking = false
+		l.mu.Unlock()
+	})
+	return true
 }
 
 // space is what a space is known by in the engine, nil if that has no such space, or no room for one who uses it.
@@ -266,6 +303,7 @@ func (l *lender) space(fp chunk.Fingerprint) *lentSpace {
 	if s.g, err = l.p.cfg.Engine.AddLender(s.owner, fp); err != nil {
 		return nil
 	}
+	s.sp = &tiers.Space{Fingerprint: fp, Geometry: s.g}
 	l.owners[fp] = s
 	return s
 }

@@ -1,11 +1,14 @@
 package peer
 
 import (
+	"bytes"
+	"context"
 	"errors"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -13,6 +16,7 @@ import (
 	"go.uber.org/zap/zapcore"
 	"go.uber.org/zap/zaptest/observer"
 
+	"lookaside/dax"
 	"lookaside/ipc/wire"
 	"lookaside/tiers"
 )
@@ -73,6 +77,80 @@ func TestBadLoan(t *testing.T) {
 	if st := a.e.Stats(); st.Bad != 1 {
 		t.Errorf("%+v", st)
 	}
+}
+
+// What a lender found on its device at its start is checked before it is lent: who asks for it waits for that, and what is not as it should be is not there.
+func TestRestoredIsCheckedFirst(t *testing.T) {
+	const region, rotten, chunks = 9, 6, 8
+	dir := peerDir(t)
+	sp := space("m", 4)
+	hashes := prefix(stretch(1, 4*chunks)...)
+	var a *side
+	hold := make(chan struct{})
+	verified := atomic.Int32{}
+	a = newSide(t, dir, "a", sideOptions{config: func(c *Config) {
+		c.Verify = func(ctx context.Context, o tiers.Owner, run tiers.Run) error {
+			verified.Add(1)
+			select {
+			case <-hold:
+			case <-ctx.Done():
+				return ctx.Err()
+			}
+			list, _, err := a.e.NextVerify(o, run.First, run.Hashes, nil, nil)
+			for _, v := range list {
+				want, ok := make([]byte, pageSize), true
+				for i := range v.Pages {
+					pattern(want, sp, v.Hashes[i*32:(i+1)*32])
+					ok = ok && bytes.Equal(a.memory[region].Bytes()[int(v.Offset)+i*pageSize:][:pageSize], want)
+				}
+				a.e.EndVerify(v.Handle, ok)
+			}
+			return err
+		}
+	}})
+	b := newSide(t, dir, "b", sideOptions{})
+	b.open(sp)
+	a.open(sp)
+	r, err := dax.Create(dax.Options{Kind: dax.KindMemfd, SizeBytes: chunks * 4 * pageSize})
+	check(t, err)
+	a.memory[region] = r
+	check(t, a.e.AddCarvedRegion(region, sp.Geometry, chunks, tiers.Placement{Stride: 4 * pageSize}))
+	id := a.e.Spaces()[0].ID
+	for i := range chunks {
+		of := run(sp, hashes).Chunk(i)
+		for page := range 4 {
+			pattern(r.Bytes()[(4*i+page)*pageSize:][:pageSize], sp, of.Hashes[page*32:(page+1)*32])
+		}
+		check(t, a.e.Restore(region, []tiers.Restored{{Slot: uint32(i), Space: id, First: 4 * i, Pages: 4, Prev: of.Prev, Hashes: of.Hashes, Order: uint64(i), Unverified: true}}))
+	}
+	r.Bytes()[rotten*4*pageSize]++
+	a.e.EndRestore()
+	check(t, a.p.AddRegion(Region{ID: region, Kind: string(r.Kind()), FD: r.FD(), SizeBytes: r.Size(), PageSize: r.PageSize()}))
+	b.learns(sp, hashes, 4*chunks)
+	eventually(t, "b knows the regions", func() bool { return b.p.Status().Lenders[0].Regions == 2 })
+
+	// Who cannot wait long gets nothing; what does not wait is answered at once. What is asked for again meanwhile is checked once.
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	if n, _ := b.p.Borrow(ctx, run(sp, hashes), func(int, Loan) { t.Error("lent before it was checked") }); n != 0 {
+		t.Errorf("%d pages", n)
+	}
+	if n := b.p.Touch(t.Context(), run(sp, hashes)); n != 0 {
+		t.Errorf("%d pages are counted as held before they were checked", n)
+	}
+	if n := verified.Load(); n != 1 {
+		t.Errorf("checked %d times at once", n)
+	}
+	b.learns(sp, hashes, 4*chunks) // no hint was wrong
+	time.AfterFunc(20*time.Millisecond, func() { close(hold) })
+	loans := b.borrows(sp, hashes, 4*rotten)
+	check(t, b.verify(loans))
+	b.giveBack(loans, false)
+	b.learns(sp, hashes, 4*rotten)
+	if st := a.e.Stats(); st.VerifyFailed != 1 || st.Unverified != 0 || st.LentPages != 4*rotten {
+		t.Errorf("%+v", st)
+	}
+	a.noLoans()
 }
 
 // A prefix is put together of what several have, each being asked for what it has most of.

@@ -60,6 +60,8 @@ type Config struct {
 	HintsLimitBytes int64
 	// MaxPages bounds the pages of one lease. Default 65,536.
 	MaxPages int
+	// Verify has checked what the engine restored of a run and nobody has checked since, which others want lent. It returns when that is done, or ctx is. May be nil: nothing such is ever lent.
+	Verify func(ctx context.Context, o tiers.Owner, run tiers.Run) error
 
 	// OnRegion is told of a lender's region. Nothing in it is lent to us until it has returned; an error means that nothing ever is. The descriptor is read-only where
 	// that can be had, and stays open until OnRegionGone has returned for it. May be nil, as the next two.
@@ -101,6 +103,8 @@ type Peers struct {
 	wrongHints, resyncs                            atomic.Uint64
 
 	group atomic.Uint64 // what Group answers
+
+	waiting atomic.Int32 // calls that wait for a lender to have something checked
 
 	held atomic.Pointer[sync.Mutex] // tests hold it to have this sidecar answer nobody
 

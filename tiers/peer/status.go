@@ -44,10 +44,20 @@ type LenderStatus struct {
 	Stalled  bool            `json:"stalled"`  // it does not answer, and is passed over until it does
 	Gone     bool            `json:"gone"`     // what is out of it is still to be returned
 	Regions  int             `json:"regions"`
-	Loans    int             `json:"loans"` // chunks that are out
+	Devices  []DeviceStatus  `json:"devices"`        // that its regions lie on, by path; none for memory
+	Loans    int             `json:"loans"`          // chunks that are out
+	Borrowed uint64          `json:"borrowed_pages"` // since it came
 	Resyncs  uint64          `json:"resyncs"`
 	Shared   int             `json:"shared_spaces"`
 	Unshared []UnsharedSpace `json:"unshared"` // spaces of ours that it has one much like, but not the same
+}
+
+// DeviceStatus is what a lender has told of a device, or a file, to be read there.
+type DeviceStatus struct {
+	Path      string `json:"path"` // as this process sees it
+	Kind      string `json:"kind"` // a dax.DeviceKind, or file
+	Regions   int    `json:"regions"`
+	SizeBytes int64  `json:"size_bytes"` // of these regions
 }
 
 // UnsharedSpace says why a space is not shared.
@@ -116,8 +126,19 @@ func (p *Peers) Status() Status {
 func (b *borrower) status() LenderStatus {
 	b.mu.Lock()
 	l := LenderStatus{
-		Peer: fmt.Sprintf("%016x", b.gen), PID: b.conn.Peer().PID, Complete: b.bit >= 0, Stalled: b.stalled, Gone: b.ended, Regions: len(b.regions), Loans: b.out, Resyncs: b.resyncs,
-		Unshared: []UnsharedSpace{},
+		Peer: fmt.Sprintf("%016x", b.gen), PID: b.conn.Peer().PID, Complete: b.bit >= 0, Stalled: b.stalled, Gone: b.ended, Regions: len(b.regions), Loans: b.out, Borrowed: b.borrowed, Resyncs: b.resyncs,
+		Devices: []DeviceStatus{}, Unshared: []UnsharedSpace{},
+	}
+	for _, r := range b.regions {
+		if r.path == "" {
+			continue
+		}
+		i, ok := slices.BinarySearchFunc(l.Devices, r.path, func(d DeviceStatus, path string) int { return cmp.Compare(d.Path, path) })
+		if !ok {
+			l.Devices = slices.Insert(l.Devices, i, DeviceStatus{Path: r.path, Kind: r.Kind})
+		}
+		l.Devices[i].Regions++
+		l.Devices[i].SizeBytes += r.SizeBytes
 	}
 	for _, bit := range []int{b.bit, b.filling} {
 		if bit >= 0 {

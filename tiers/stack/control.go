@@ -179,7 +179,7 @@ func (s *Stack) Move(ctx context.Context, id tiers.SpaceID, hashes []byte, from,
 
 // putDown stores what the arena has of a run in a tier.
 func (s *Stack) putDown(ctx context.Context, o tiers.Owner, run tiers.Run, to *tier) (pages int, err error) {
-	if err := s.verifyRun(ctx, o, run); err != nil {
+	if err := s.VerifyRun(ctx, o, run); err != nil {
 		return 0, err
 	}
 	n, err := s.engine.Lookup(o, 1, run.First, run.Hashes)

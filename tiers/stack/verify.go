@@ -71,8 +71,8 @@ func (s *Stack) sizeOf(v *tiers.Verification) int64 {
 	return 0
 }
 
-// verifyRun has all verified that the engine has of a run. The error is the context's.
-func (s *Stack) verifyRun(ctx context.Context, o tiers.Owner, run tiers.Run) error {
+// VerifyRun has all verified that the engine has of a run, for an owner of its space. The error is the context's, or the engine's.
+func (s *Stack) VerifyRun(ctx context.Context, o tiers.Owner, run tiers.Run) error {
 	if s.cfg.Verify == nil {
 		return nil
 	}
@@ -124,7 +124,7 @@ func (s *Stack) Verify(ctx context.Context, id tiers.SpaceID, hashes []byte) err
 		return nil
 	}
 	return s.asOwner(id, func(o tiers.Owner, sp *tiers.Space) error {
-		return s.verifyRun(ctx, o, tiers.Run{Space: sp, Hashes: hashes})
+		return s.VerifyRun(ctx, o, tiers.Run{Space: sp, Hashes: hashes})
 	})
 }
 
