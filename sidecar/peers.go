@@ -162,6 +162,34 @@ func (p *peers) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l
 	return pages, err
 }
 
+// Ask implements stack.Peers.
+func (p *peers) Ask(run tiers.Run, done func(loans []tiers.Loan)) bool {
+	return p.peer.Ask(run, func(loans []tiers.Loan) {
+		known := 0 // of them, before the first in a region that is just going
+		p.mu.RLock()
+		var key peerRegion
+		var id uint32
+		for ; known < len(loans); known++ {
+			l := &loans[known]
+			if now := (peerRegion{l.Peer, l.Region}); known == 0 || now != key {
+				var ok bool
+				if id, ok = p.ids[now]; !ok {
+					break
+				}
+				key = now
+			}
+			l.Region = id
+		}
+		p.mu.RUnlock()
+		done(loans[:known])
+		var lost []uint64
+		for _, l := range loans[known:] {
+			lost = append(lost, l.Handle)
+		}
+		p.peer.Return(lost, false)
+	})
+}
+
 // Return implements stack.Peers.
 func (p *peers) Return(handles []uint64, bad bool) { p.peer.Return(handles, bad) }
 

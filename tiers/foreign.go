@@ -206,14 +206,27 @@ func (e *Engine) grantForeign(ow *owner, chunk, pages int) uint32 {
 func (e *Engine) FinishBorrow(p uint64, l Loan) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	return e.finishBorrow(p, &l)
+}
+
+// FinishBorrows is FinishBorrow for several chunks. It sets done[i] to whether there was no error.
+func (e *Engine) FinishBorrows(ps []uint64, loans []Loan, done []bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for i, p := range ps {
+		done[i] = e.finishBorrow(p, &loans[i]) == nil
+	}
+}
+
+func (e *Engine) finishBorrow(p uint64, l *Loan) error {
 	ref, err := e.promotion(p)
 	if err != nil {
 		return err
 	}
 	if !e.isForeign(ref) || l.Peer == 0 || l.Handle == 0 || l.Pages < 1 {
-		return invalid("promotion %#x of a loan %+v", p, l)
+		return invalid("promotion %#x of a loan %+v", p, *l)
 	}
-	e.finish(ref, true, -1, &l)
+	e.finish(ref, true, -1, l)
 	return nil
 }
 

@@ -14,14 +14,8 @@ import (
 	"lookaside/tiers"
 )
 
-// Loan is what a lender lets us read of one chunk, from the chunk's first page on, until Return: at Offset of its region.
-type Loan struct {
-	Peer   uint64 // generation of the lender
-	Region uint32 // the lender's id
-	Offset uint64 // in that region, bytes
-	Pages  int
-	Handle uint64 // for Return, never 0
-}
+// Loan is what a lender lets us read of one chunk, from the chunk's first page on, until Return. Peer is the generation of the lender, Region the lender's id for it.
+type Loan = tiers.Loan
 
 // plan is which lenders are said to hold which chunks of a run.
 type plan struct {
@@ -119,6 +113,42 @@ func (p *Peers) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l
 		p.failedBorrows.Add(1)
 	}
 	return pages, err
+}
+
+// Ask begins to lease a run, and calls done once, on another goroutine, with what has been leased, as by Borrow: loans is valid until done returns, and none is an answer, too. done must not
+// wait. It answers false, and never calls done, where that is no matter of one message: not one peer is said to hold all of it, or it cannot be asked now.
+func (p *Peers) Ask(run tiers.Run, done func(loans []Loan)) bool {
+	if run.Pages() == 0 {
+		return false
+	}
+	s := plans.Get().(*plan)
+	defer plans.Put(s)
+	p.hinted(&run, s, nil)
+	bit, chunks, part := s.best(0, 0)
+	if bit < 0 || chunks+btoi(part) < len(s.who) || part && (run.Pages()-1)%run.Space.Geometry.PagesPerChunk+1 != s.partPages {
+		return false
+	}
+	p.mu.Lock()
+	b := p.byBit[bit]
+	p.mu.Unlock()
+	if b == nil || run.Pages() > b.pagesAtMost(run.Space.Geometry.DigestBytes) {
+		return false
+	}
+	c := asks.Get().(*call)
+	c.b, c.done, c.run = b, done, run
+	if b.send(c, leaseOf(&asked{run: &run, pages: run.Pages()})) != nil {
+		c.end()
+		return false
+	}
+	p.borrows.Add(1)
+	return true
+}
+
+func btoi(b bool) int {
+	if b {
+		return 1
+	}
+	return 0
 }
 
 // Touch answers how many pages of a run peers hold, from its first on without a gap, and has that counted as a use of them. Peers that the hints name are asked; nothing is leased.
@@ -285,10 +315,9 @@ func (b *borrower) ask(ctx context.Context, a *asked) (pages int, err error) {
 	if a.pages <= 0 {
 		return 0, fmt.Errorf("%w: it takes no leases on chunks of %d pages", ipc.ErrOversize, g.PagesPerChunk)
 	}
-	from := a.at * g.PagesPerChunk
-	c, err := b.call(ctx, &wire.PeerLease{
-		Fingerprint: a.run.Space.Fingerprint[:], FirstPage: uint32(a.run.First + from), Touch: a.out == nil, Hashes: a.run.Hashes[from*g.DigestBytes : (from+a.pages)*g.DigestBytes],
-	})
+	m := leaseOf(a)
+	m.Touch = a.out == nil
+	c, err := b.call(ctx, m)
 	if err != nil {
 		return 0, err
 	}
@@ -297,7 +326,22 @@ func (b *borrower) ask(ctx context.Context, a *asked) (pages int, err error) {
 	if a.out == nil {
 		return min(int(c.grant.Pages), a.pages), nil
 	}
-	return b.accept(a, &c.grant)
+	if c.loans, pages, err = b.accept(a, &c.grant, c.loans[:0]); err != nil {
+		return 0, err
+	}
+	for i := range c.loans {
+		a.out(a.at+i, c.loans[i])
+	}
+	return pages, nil
+}
+
+// leaseOf asks for what is asked.
+func leaseOf(a *asked) *wire.PeerLease {
+	g := &a.run.Space.Geometry
+	from := a.at * g.PagesPerChunk
+	return &wire.PeerLease{
+		Fingerprint: a.run.Space.Fingerprint[:], FirstPage: uint32(a.run.First + from), Hashes: a.run.Hashes[from*g.DigestBytes : (from+a.pages)*g.DigestBytes],
+	}
 }
 
 func (b *borrower) pagesAtMost(digestBytes int) int {
@@ -306,10 +350,10 @@ func (b *borrower) pagesAtMost(digestBytes int) int {
 	return min(b.maxPages, wire.MaxLeasePages(digestBytes))
 }
 
-// accept checks a grant and makes loans of it, as far as its regions can be read.
-func (b *borrower) accept(a *asked, m *wire.PeerGrant) (pages int, err error) {
+// accept checks a grant and makes loans of it, as far as its regions can be read, appended to out.
+func (b *borrower) accept(a *asked, m *wire.PeerGrant, out []Loan) (loans []Loan, pages int, err error) {
 	if m.Load == 0 {
-		return 0, nil
+		return out, 0, nil
 	}
 	g := &a.run.Space.Geometry
 	first := a.run.First + a.at*g.PagesPerChunk
@@ -317,15 +361,18 @@ func (b *borrower) accept(a *asked, m *wire.PeerGrant) (pages int, err error) {
 	b.mu.Lock()
 	cut := b.ended
 	a.more = a.more || cut
+	var r *peerRegion
 	for i := range m.Extents {
 		e := &m.Extents[i]
-		r := b.regions[e.Region]
+		if r == nil || r.ID != e.Region {
+			r = b.regions[e.Region]
+		}
 		whole := int(e.Pages) == g.PagesPerChunk || first+pages+int(e.Pages) == first+a.pages
 		switch {
 		case cut:
 		case int(e.Page) != first+i*g.PagesPerChunk || int(e.Pages) > g.PagesPerChunk || i*g.PagesPerChunk+int(e.Pages) > a.pages || !whole && i < len(m.Extents)-1:
 			err = malformed("extent %d of a grant has pages %d to %d", i, e.Page, e.Page+e.Pages-1)
-		case r == nil || !r.ready || !whole && a.others(a.at+i): // being told of, or going; or another has more of the chunk
+		case r == nil || !r.ready || !whole && a.others != nil && a.others(a.at+i): // being told of, or going; or another has more of the chunk
 			cut, a.more = true, true
 		case e.Offset > uint64(r.SizeBytes) || uint64(r.SizeBytes)-e.Offset < uint64(e.Pages)*uint64(g.PageBytes):
 			err = malformed("extent %d of a grant lies at %d of a region of %d bytes", i, e.Offset, r.SizeBytes)
@@ -341,7 +388,7 @@ func (b *borrower) accept(a *asked, m *wire.PeerGrant) (pages int, err error) {
 		b.broken = err
 		b.mu.Unlock()
 		_ = b.conn.SetRecvDeadline(time.Unix(1, 0)) // it is heard no more, but gets back what it lent
-		return 0, err
+		return out, 0, err
 	}
 	b.out += usable
 	b.borrowed += uint64(pages)
@@ -352,11 +399,13 @@ func (b *borrower) accept(a *asked, m *wire.PeerGrant) (pages int, err error) {
 	if usable < len(m.Extents) {
 		b.p.wake()
 	}
+	n := len(out)
 	for i := range usable {
 		e := &m.Extents[i]
-		a.out(a.at+i, Loan{Peer: b.gen, Region: e.Region, Offset: e.Offset, Pages: int(e.Pages), Handle: b.p.loans.add(b, m.Load, uint32(i))})
+		out = append(out, Loan{Peer: b.gen, Region: e.Region, Offset: e.Offset, Pages: int(e.Pages)})
 	}
-	return pages, nil
+	b.p.loans.add(b, m.Load, out[n:])
+	return out, pages, nil
 }
 
 var calls = sync.Pool{New: func() any {
@@ -365,55 +414,68 @@ var calls = sync.Pool{New: func() any {
 	return c
 }}
 
+// asks are calls whose end nobody waits for: done is told.
+var asks = sync.Pool{New: func() any {
+	c := &call{}
+	c.timer = time.AfterFunc(time.Hour, func() { c.late() })
+	c.timer.Stop()
+	return c
+}}
+
+// late gives up an answer that nobody waits for: it is to be returned when it comes.
+func (c *call) late() {
+	c.b.mu.Lock()
+	ours := c.b.calls[c.id] == c && !c.abandoned
+	if ours {
+		c.abandoned = true
+		c.b.noAnswer()
+	}
+	c.b.mu.Unlock()
+	if ours { // it is never used again
+		c.b.p.failedBorrows.Add(1)
+		c.done(nil)
+	}
+}
+
+// answeredTo tells whoever asked what was leased, or with an error that it is nothing.
+func (c *call) answeredTo(err error) {
+	b := c.b
+	pages := 0
+	c.loans = c.loans[:0]
+	if err == nil {
+		c.loans, pages, err = b.accept(&asked{run: &c.run, pages: c.run.Pages()}, &c.grant, c.loans)
+	}
+	b.p.borrowedPages.Add(uint64(pages))
+	if err != nil {
+		b.p.failedBorrows.Add(1)
+	}
+	c.done(c.loans)
+	c.end()
+}
+
+// end gives a call of asks back, unless late may be looking at it just now.
+func (c *call) end() {
+	if c.timer.Stop() {
+		c.b, c.done, c.run = nil, nil, tiers.Run{}
+		asks.Put(c)
+	}
+}
+
 // call sends a request and waits for its answer; the call is the caller's, for the pool, if there is no error.
 func (b *borrower) call(ctx context.Context, m *wire.PeerLease) (*call, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, context.Cause(ctx)
 	}
 	c := calls.Get().(*call)
-	c.err, c.abandoned = nil, false
-	now := time.Now()
-	b.mu.Lock()
-	switch {
-	case b.ended:
-		b.mu.Unlock()
-		calls.Put(c)
-		return nil, ipc.ErrPeerGone
-	case !b.stalled && len(b.calls) > 0 && now.Sub(b.waitSince) > stalledAfter:
-		b.stall(true)
-		fallthrough
-	case b.stalled:
-		b.mu.Unlock()
-		calls.Put(c)
-		return nil, ErrNoAnswer
-	}
-	if len(b.calls) == 0 {
-		b.waitSince = now
-	}
-	b.nextCall++
-	c.id = b.nextCall
-	b.calls[c.id] = c
-	b.mu.Unlock()
-	m.ID = c.id
-	buf := packets.Get().(*[]byte)
-	*buf = m.Append((*buf)[:0])
-	sent, err := b.conn.TrySend(*buf)
-	packets.Put(buf)
-	if !sent {
-		b.mu.Lock()
-		_, mine := b.calls[c.id]
-		delete(b.calls, c.id)
-		b.mu.Unlock()
-		if mine { // else it has been failed, and its channel is not empty
+	if err := b.send(c, m); err != nil {
+		if len(c.answered) == 0 {
 			calls.Put(c)
-		}
-		if err == nil {
-			err = ErrNoAnswer // it has not read for long
 		}
 		return nil, err
 	}
 	c.timer.Reset(callPatience)
 	defer c.timer.Stop()
+	var err error
 	select {
 	case <-c.answered:
 		if c.err != nil {
@@ -439,10 +501,63 @@ func (b *borrower) call(ctx context.Context, m *wire.PeerLease) (*call, error) {
 		return c, nil
 	}
 	c.abandoned = true
+	b.noAnswer()
+	return nil, err
+}
+
+// noAnswer has a lender passed over that has kept its answer for too long. b.mu is held.
+func (b *borrower) noAnswer() {
 	if time.Since(b.waitSince) > stalledAfter {
 		b.stall(true)
 	}
-	return nil, err
+}
+
+// send sends a request for a call. With an error it is no call of the borrower's any more.
+func (b *borrower) send(c *call, m *wire.PeerLease) error {
+	c.err, c.abandoned = nil, false
+	waits := c.done == nil
+	now := time.Now()
+	b.mu.Lock()
+	switch {
+	case b.ended:
+		b.mu.Unlock()
+		return ipc.ErrPeerGone
+	case !b.stalled && len(b.calls) > 0 && now.Sub(b.waitSince) > stalledAfter:
+		b.stall(true)
+		fallthrough
+	case b.stalled:
+		b.mu.Unlock()
+		return ErrNoAnswer
+	}
+	if len(b.calls) == 0 {
+		b.waitSince = now
+	}
+	b.nextCall++
+	c.id = b.nextCall
+	b.calls[c.id] = c
+	m.ID = c.id
+	if !waits {
+		c.timer.Reset(callPatience)
+	}
+	b.mu.Unlock()
+	buf := packets.Get().(*[]byte)
+	*buf = m.Append((*buf)[:0])
+	sent, err := b.conn.TrySend(*buf)
+	packets.Put(buf)
+	if sent {
+		return nil
+	}
+	b.mu.Lock()
+	_, mine := b.calls[m.ID]
+	delete(b.calls, m.ID)
+	b.mu.Unlock()
+	if !mine && !waits {
+		return nil // it has been failed, and told so
+	}
+	if err == nil {
+		err = ErrNoAnswer // it has not read for long
+	}
+	return err
 }
 
 var packets = sync.Pool{New: func() any { return new([]byte) }}
@@ -479,6 +594,12 @@ func (b *borrower) answer() error {
 		return nil
 	}
 	c.grant, b.grant = b.grant, c.grant
+	if c.done != nil {
+		b.mu.Unlock()
+		c.answeredTo(nil)
+		b.mu.Lock()
+		return nil
+	}
 	c.answered <- struct{}{}
 	return nil
 }
@@ -571,20 +692,23 @@ type loanEntry struct {
 	gen   uint32
 }
 
-func (t *loanTable) add(b *borrower, load uint64, index uint32) (handle uint64) {
+// add gives handles to the loans of a grant, from its first extent on.
+func (t *loanTable) add(b *borrower, load uint64, loans []Loan) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	var i uint32
-	if n := len(t.spare); n > 0 {
-		i = t.spare[n-1]
-		t.spare = t.spare[:n-1]
-	} else {
-		i = uint32(len(t.entries))
-		t.entries = append(t.entries, loanEntry{})
+	for index := range loans {
+		var i uint32
+		if n := len(t.spare); n > 0 {
+			i = t.spare[n-1]
+			t.spare = t.spare[:n-1]
+		} else {
+			i = uint32(len(t.entries))
+			t.entries = append(t.entries, loanEntry{})
+		}
+		e := &t.entries[i]
+		*e = loanEntry{b: b, load: load, index: uint32(index), gen: e.gen + 1}
+		loans[index].Handle = uint64(e.gen)<<32 | uint64(i) + 1
 	}
-	e := &t.entries[i]
-	*e = loanEntry{b: b, load: load, index: index, gen: e.gen + 1}
-	return uint64(e.gen)<<32 | uint64(i) + 1
 }
 
 // take takes a loan out of the table.

@@ -78,6 +78,12 @@ type call struct {
 	answered  chan struct{} // cap 1
 	abandoned bool
 	timer     *time.Timer
+	loans     []Loan
+
+	// Of one that nobody waits for; see Ask.
+	b    *borrower
+	run  tiers.Run
+	done func(loans []Loan)
 }
 
 type loanReturn struct {
@@ -508,15 +514,23 @@ func (b *borrower) fail(err error) {
 	b.ended = true
 	bit, filling := b.bit, b.filling
 	b.bit, b.filling = -1, -1
+	var asks []*call
 	for id, c := range b.calls {
 		delete(b.calls, id)
-		if !c.abandoned {
+		switch {
+		case c.abandoned:
+		case c.done != nil:
+			asks = append(asks, c)
+		default:
 			c.err = ipc.ErrPeerGone
 			c.answered <- struct{}{}
 		}
 	}
 	welcomed := b.welcomed
 	b.mu.Unlock()
+	for _, c := range asks {
+		c.answeredTo(ipc.ErrPeerGone)
+	}
 	b.retire(bit)
 	b.retire(filling)
 	if welcomed {

@@ -29,7 +29,7 @@ type history struct {
 	n      int
 	log    []string
 
-	borrowed, voided, short int
+	borrowed, asked, voided, short int
 }
 
 func (h *history) step(format string, args ...any) {
@@ -72,7 +72,17 @@ func (h *history) borrow(s *side) {
 	r := run(sp, hashes)
 	var got []loan
 	start := time.Now()
-	pages, err := s.p.Borrow(ctx, r, func(chunk int, l Loan) { got = append(got, loan{l, chunk, r}) })
+	var pages int
+	var err error
+	asked := false
+	if h.rnd.IntN(2) == 0 {
+		got, pages, asked = s.ask(r)
+	}
+	if !asked {
+		pages, err = s.p.Borrow(ctx, r, func(chunk int, l Loan) { got = append(got, loan{l, chunk, r}) })
+	} else if pages > 0 {
+		h.asked++
+	}
 	if took := time.Since(start); took > patience/2 {
 		h.fatal("%s waited %v", s.name, took)
 	}
@@ -293,8 +303,8 @@ func TestHistories(t *testing.T) {
 					h.settle()
 				}
 			}
-			t.Logf("%d pages borrowed, %d lookups cut short, %d loans found void, %d sidecars", h.borrowed, h.short, h.voided, h.n)
-			if h.borrowed == 0 {
+			t.Logf("%d pages borrowed, some of them %d times by one message, %d lookups cut short, %d loans found void, %d sidecars", h.borrowed, h.asked, h.short, h.voided, h.n)
+			if h.borrowed == 0 || h.asked == 0 {
 				t.Error("nothing was borrowed: the history tests nothing")
 			}
 			for len(h.sides) > 0 {

@@ -153,8 +153,14 @@ func flood(c *ipc.Conn, m func(i int) ([]byte, int)) {
 	}
 }
 
-// What a lender grants is checked before it is used.
+// What a lender grants is checked before it is used, however it was asked for.
 func TestBrokenGrants(t *testing.T) {
+	for _, by := range []string{"asked", "borrowed"} {
+		t.Run(by, func(t *testing.T) { testBrokenGrants(t, by) })
+	}
+}
+
+func testBrokenGrants(t *testing.T, by string) {
 	dir := peerDir(t)
 	mem, err := dax.Create(dax.Options{Kind: dax.KindMemfd, SizeBytes: 1 << 20})
 	check(t, err)
@@ -201,7 +207,18 @@ func TestBrokenGrants(t *testing.T) {
 			}
 			answered <- err
 		}()
-		loans, pages, err := s.borrow(sp, hashes)
+		var loans []loan
+		var pages int
+		var err error
+		if by == "asked" {
+			var asked bool
+			if loans, pages, asked = s.ask(run(sp, hashes)); !asked {
+				t.Fatalf("%s: it is not asked", name)
+			}
+			err = wire.ErrMalformed // nobody is told
+		} else {
+			loans, pages, err = s.borrow(sp, hashes)
+		}
 		check(t, <-answered)
 		if pages != 0 || len(loans) != 0 {
 			t.Errorf("%s: %d pages are borrowed", name, pages)

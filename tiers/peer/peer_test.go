@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -59,6 +60,80 @@ func TestBorrow(t *testing.T) {
 	if st := b.p.Status(); st.HintPages != 0 || len(st.Lenders) != 1 || st.Lenders[0].Pages != 0 {
 		t.Fatalf("%+v", st)
 	}
+}
+
+// TestAsk: what one peer holds is asked for by one message, and who asks hears of it whatever becomes of that peer.
+func TestAsk(t *testing.T) {
+	dir := peerDir(t)
+	a, b, c := newSide(t, dir, "a", sideOptions{}), newSide(t, dir, "b", sideOptions{}), newSide(t, dir, "c", sideOptions{})
+	sp, hashes := space("m", 4), prefix(stretch(1, 14)...)
+	if _, _, asked := c.ask(run(sp, hashes)); asked {
+		t.Fatal("it is asked for, and nobody has it")
+	}
+	a.store(sp, hashes)
+	b.store(sp, hashes[:8*32])
+	c.learns(sp, hashes, 14)
+	check(t, c.verify(c.borrows(sp, hashes, 14)))
+	for _, n := range []int{13, 14} { // b has not so many
+		loans, pages, asked := c.ask(run(sp, hashes[:n*32]))
+		if !asked || pages != n || len(loans) != 4 {
+			t.Fatalf("%d pages of %d in %d chunks, asked %v", pages, n, len(loans), asked)
+		}
+		check(t, c.verify(loans))
+	}
+	// What nobody holds all of is for Borrow, and so is what two hold together.
+	longer := prefix(append(stretch(1, 8), stretch(2, 4)...)...)
+	if _, _, asked := c.ask(run(sp, longer)); asked {
+		t.Fatal("it is asked for, and nobody has all of it")
+	}
+	o := b.open(sp)
+	b.clear(sp)
+	res, _, err := b.e.PrepareStore(o, 8, longer[7*32:8*32], longer[8*32:], nil)
+	check(t, err)
+	check(t, b.e.CommitStore(o, res.Store, nil))
+	c.learns(sp, longer, 12)
+	eventually(t, "two have it together", func() bool { _, _, asked := c.ask(run(sp, longer)); return !asked })
+
+	// One that does not answer in time lends nothing, and has back what it lent too late.
+	stop := new(sync.Mutex)
+	stop.Lock()
+	a.p.held.Store(stop)
+	if loans, pages, asked := c.ask(run(sp, hashes)); !asked || pages != 0 || len(loans) != 0 {
+		t.Fatalf("%d pages are lent by one that does not answer, asked %v", pages, asked)
+	}
+	if _, _, asked := c.ask(run(sp, hashes)); asked {
+		t.Fatal("one that does not answer is asked again")
+	}
+	a.p.held.Store(nil)
+	stop.Unlock()
+	eventually(t, "it is asked again", func() bool {
+		loans, pages, _ := c.ask(run(sp, hashes))
+		c.giveBack(loans, false)
+		return pages == 14
+	})
+	// One that goes meanwhile, or is left.
+	stop = new(sync.Mutex)
+	stop.Lock()
+	a.p.held.Store(stop)
+	answer := make(chan int, 2)
+	if !c.p.Ask(run(sp, hashes), func(loans []Loan) { answer <- len(loans) }) {
+		t.Fatal("it is not asked")
+	}
+	closed := make(chan struct{})
+	go func() { c.close(); close(closed) }()
+	select {
+	case n := <-answer:
+		if n != 0 {
+			t.Errorf("%d chunks are lent", n)
+		}
+	case <-time.After(patience):
+		t.Error("who asked is told nothing")
+	}
+	<-closed
+	a.p.held.Store(nil)
+	stop.Unlock()
+	a.noLoans()
+	b.noLoans()
 }
 
 // Chunks that their reader finds bad are dropped by their owner.

@@ -352,6 +352,30 @@ func (s *side) borrows(sp *tiers.Space, hashes []byte, want int) []loan {
 	return got
 }
 
+// ask borrows by Ask; asked says whether that was a matter of one message.
+func (s *side) ask(r tiers.Run) (loans []loan, pages int, asked bool) {
+	s.t.Helper()
+	answer := make(chan []loan, 2)
+	if !s.p.Ask(r, func(list []Loan) {
+		var loans []loan
+		for i, l := range list {
+			loans = append(loans, loan{l, i, r})
+		}
+		answer <- loans
+	}) {
+		return nil, 0, false
+	}
+	select {
+	case loans = <-answer:
+	case <-time.After(patience):
+		s.t.Fatal("who asked is told nothing")
+	}
+	for _, l := range loans {
+		pages += l.Pages
+	}
+	return loans, pages, true
+}
+
 func (s *side) giveBack(loans []loan, bad bool) {
 	var handles []uint64
 	for _, l := range loans {

@@ -29,6 +29,7 @@ type lenders struct {
 	faults bool
 	calls  int
 	wrong  error
+	asks   sync.WaitGroup
 }
 
 // lentRun is where a loan lies in mem, and whose it is.
@@ -125,6 +126,20 @@ func (l *lenders) Borrow(ctx context.Context, run tiers.Run, out func(chunk int,
 		err = errNobody
 	}
 	return pages, err
+}
+
+func (l *lenders) Ask(run tiers.Run, done func(loans []tiers.Loan)) bool {
+	l.mu.Lock()
+	ok := !l.chance(3)
+	l.mu.Unlock()
+	if ok {
+		l.asks.Go(func() {
+			var loans []tiers.Loan
+			_, _ = l.Borrow(context.Background(), run, func(_ int, x tiers.Loan) { loans = append(loans, x) })
+			done(loans)
+		})
+	}
+	return ok
 }
 
 func (l *lenders) Return(handles []uint64, _ bool) {

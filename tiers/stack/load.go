@@ -31,10 +31,11 @@ type load struct {
 	tier      *tier                  // that it waits for, or is read from
 	state     loadState
 	waiters   []waiter // the requests that wait for it
+	one       [1]waiter
+	pages     int
 
-	foreign bool      // it is to be borrowed
-	run     tiers.Run // then: of the request that began it,
-	chunk   int       // and its place there
+	foreign bool // it is to be borrowed; then transfer is of no bytes, and its run that of the request that began it,
+	chunk   int  // where this is its place
 }
 
 func (l *load) over() bool { return l.state != loadQueued }
@@ -49,14 +50,9 @@ func (s *Stack) newLoad(r *request, c *tiers.PromotedChunk) *load {
 	g := &r.run.Space.Geometry
 	run := r.run.Chunk(c.Chunk)
 	run.Hashes = run.Hashes[:c.Pages*g.DigestBytes]
-	if c.Foreign {
-		l := &load{promotion: c.Promotion, transfer: tiers.Transfer{Run: run}, foreign: true, run: r.run, chunk: c.Chunk}
-		s.loads[c.Promotion] = l
-		return l
-	}
 	size := uint64(c.Pages) * uint64(g.PageBytes)
 	l := &load{
-		promotion: c.Promotion, known: r.known,
+		promotion: c.Promotion, known: r.known, pages: c.Pages,
 		transfer: tiers.Transfer{Run: run, Bytes: s.cfg.Arena(c.Region)[c.Offset : c.Offset+size : c.Offset+size]},
 	}
 	for i := range s.tiers {

@@ -180,7 +180,15 @@ func (s *Stack) Lookup(q *Query, a Asker) (pages int, done bool, err error) {
 		next = s.sound(r)
 		goesOn = next != nil || r.chunks > 0
 	}
-	if !goesOn || !s.begin(r, next, q) {
+	mine := goesOn && next == nil && len(r.checks) == 0 && r.need == 0 && r.chunks <= maxAtOnce && s.preparing.TryLock()
+	begun := goesOn && s.begin(r, next, q, mine)
+	if mine {
+		if begun {
+			s.askAtOnce(r)
+		}
+		s.preparing.Unlock()
+	}
+	if !begun {
 		r.asker, r.run, r.all, r.checks = nil, tiers.Run{}, tiers.Run{}, nil
 		s.spare.Store(r)
 		return pages, true, nil
@@ -418,21 +426,27 @@ func (s *Stack) plan(r *request) {
 	}
 }
 
-// begin lets a request go on without its caller: to be verified, to a tier that is to be asked, or to be promoted. false: there is no room.
-func (s *Stack) begin(r *request, next *tier, q *Query) bool {
+// begin lets a request go on without its caller: to be verified, to a tier that is to be asked, or to be promoted; but with mine its caller goes on with it. false: there is no room.
+func (s *Stack) begin(r *request, next *tier, q *Query, mine bool) bool {
+	r.keep()
 	s.mu.Lock()
-	defer s.unlock()
-	size := int64(len(r.run.Hashes) + len(r.run.Prev))
-	if s.closed || len(s.pending) >= s.cfg.MaxPending || s.bytes+size > s.cfg.MaxPendingBytes {
+	if s.closed || len(s.pending) >= s.cfg.MaxPending || s.bytes+r.size > s.cfg.MaxPendingBytes {
 		s.count.refused.Add(1)
+		s.unlock()
 		return false
 	}
-	r.keep()
 	deadline := q.Deadline
 	if !q.always && (deadline <= 0 || deadline > s.cfg.LookupDeadline) {
 		deadline = s.cfg.LookupDeadline
 	}
 	s.add(r, deadline)
+	if mine {
+		r.phase, r.queued = preparing, r.since
+		s.hush(r, true)
+		s.mu.Unlock() // askAtOnce does what is due
+		return true
+	}
+	defer s.unlock()
 	switch {
 	case len(r.checks) > 0:
 		s.sendVerify(r)
@@ -451,9 +465,7 @@ func (s *Stack) add(r *request, deadline time.Duration) {
 	s.pending[lookupKey{r.owner, r.lookup}] = r
 	s.bytes += r.size
 	heap.Push(&s.deadlines, r)
-	if r.place == 0 {
-		ring(s.kick)
-	}
+	s.due = s.due || r.place == 0
 	s.open.Add(1)
 }
 
@@ -596,10 +608,9 @@ const (
 func (s *Stack) dispatch() {
 	timer := time.NewTimer(0)
 	defer timer.Stop()
-	var out []tiers.PromotedChunk
 	for {
 		s.mu.Lock()
-		if s.closed {
+		if s.due = false; s.closed {
 			s.unlock()
 			return
 		}
@@ -627,7 +638,7 @@ func (s *Stack) dispatch() {
 		if r := s.next(now); r != nil {
 			r.phase = preparing
 			s.unlock()
-			out = s.prepare(r, out[:0], false)
+			s.prepare(r, false)
 			continue
 		}
 		if _, ok := s.queue.peek(); ok {
@@ -683,9 +694,15 @@ func (s *Stack) patience(r *request) time.Duration {
 
 // prepare reserves slots for a request's chunks, and queues the loads. It does so for one request at a time, so that of several requests for one chunk each but the first
 // finds the load that the first has begun. The dispatcher calls it, and peerWorkers (mine), each of whom goes on with the first of what is to be borrowed.
-func (s *Stack) prepare(r *request, out []tiers.PromotedChunk, mine bool) []tiers.PromotedChunk {
+func (s *Stack) prepare(r *request, mine bool) {
 	s.preparing.Lock()
 	defer s.preparing.Unlock()
+	s.prepareHeld(r, mine, nil)
+}
+
+// prepareHeld is prepare with s.preparing held. With b, chunks that are to be borrowed are put there, those from the first on that follow on each other, and the call of Peers.Ask is its caller's.
+func (s *Stack) prepareHeld(r *request, mine bool, b *borrowing) {
+	out := s.granted[:0]
 	ppc := r.run.Space.Geometry.PagesPerChunk
 	var trim, skip int
 	ok := false
@@ -693,7 +710,7 @@ func (s *Stack) prepare(r *request, out []tiers.PromotedChunk, mine bool) []tier
 		s.mu.Lock()
 		trim, again = r.trim, false
 		base := r.base()
-		s.unlock()
+		s.mu.Unlock()
 		skip = max(0, base-r.run.First) / ppc
 		ok = skip < r.chunks
 		// What it holds may have run out, or been dropped, while it waited. If none of it is wanted any more it has ended, and begins anew.
@@ -702,7 +719,7 @@ func (s *Stack) prepare(r *request, out []tiers.PromotedChunk, mine bool) []tier
 			if ok = err == nil && base+n == held; !ok {
 				s.mu.Lock()
 				again = r.trim != trim
-				s.unlock()
+				s.mu.Unlock()
 			}
 		}
 	}
@@ -713,17 +730,41 @@ func (s *Stack) prepare(r *request, out []tiers.PromotedChunk, mine bool) []tier
 		out, _ = s.engine.PreparePromotion(r.owner, r.lookup, run.First, run.Prev, run.Hashes[:n*run.Space.Geometry.DigestBytes], r.have[skip:r.chunks], r.borrowed(skip), out)
 	}
 
+	s.granted = out
+	lent := 0
+	for i := range out {
+		lent += btoi(out[i].Foreign && out[i].State == tiers.PromotionGranted)
+	}
+	var loads []load
+	if lent > 0 {
+		loads = make([]load, lent)
+		if b != nil {
+			b.batch = make([]*load, 0, lent)
+		}
+	}
+	r.loads = make([]*load, r.chunks)
+
 	s.mu.Lock()
-	defer s.unlock()
+	if b == nil {
+		defer s.unlock()
+	} else {
+		defer s.mu.Unlock()
+	}
 	s.unwant(r)
 	r.phase = loading
-	r.loads = make([]*load, r.chunks)
 	r.from, r.want, r.left = skip, skip+len(out), 0
 	for i := range out {
 		c := &out[i]
 		c.Chunk += skip
 		l := s.loads[c.Promotion] // nil: it has ended by now
-		if c.State == tiers.PromotionGranted {
+		switch {
+		case c.State != tiers.PromotionGranted:
+		case c.Foreign:
+			l, loads = &loads[0], loads[1:]
+			*l = load{promotion: c.Promotion, transfer: tiers.Transfer{Run: r.run}, pages: c.Pages, foreign: true, chunk: c.Chunk}
+			l.waiters = l.one[:0]
+			s.loads[c.Promotion] = l
+		default:
 			l = s.newLoad(r, c)
 		}
 		if l != nil {
@@ -741,6 +782,9 @@ func (s *Stack) prepare(r *request, out []tiers.PromotedChunk, mine bool) []tier
 		case l == nil || l.state != loadNew:
 		case !l.foreign:
 			s.sendLoad(l)
+		case b != nil && (len(b.batch) == 0 || b.batch[len(b.batch)-1].before(l)):
+			l.state = loadRunning
+			b.batch = append(b.batch, l)
 		case s.sendBorrow(l):
 			if !mine {
 				s.borrowable.Signal()
@@ -748,13 +792,16 @@ func (s *Stack) prepare(r *request, out []tiers.PromotedChunk, mine bool) []tier
 			mine = false
 		}
 	}
+	if b != nil && len(b.batch) > 0 {
+		s.borrowings[b] = struct{}{}
+	}
 	if r.phase == ended {
-		return out // none of it could be had after all
+		return // none of it could be had after all
 	}
 	if r.cancelled || s.closed {
 		_ = s.engine.Cancel(r.owner, r.lookup)
 		s.remove(r)
-		return out
+		return
 	}
 	if time.Since(r.queued) > roomPoll && r.left > 0 {
 		s.tell(r, r.pages, r.eta) // it was promised from an earlier moment on
@@ -766,7 +813,13 @@ func (s *Stack) prepare(r *request, out []tiers.PromotedChunk, mine bool) []tier
 	if r.left == 0 {
 		s.settle(r)
 	}
-	return out
+}
+
+func btoi(b bool) int {
+	if b {
+		return 1
+	}
+	return 0
 }
 
 // trimLoads lets go of the chunks below what a loading request still wants. mu is held.

@@ -18,6 +18,9 @@ type Peers interface {
 	// announced to our workers. A chunk with fewer pages than the run has of it is the last. It answers the pages leased, and an error only when that is none. It waits until ctx is done, and a bounded
 	// time, at most.
 	Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l tiers.Loan)) (pages int, err error)
+	// Ask begins to lease a run, all of which one peer is said to hold, and calls done once, on another goroutine, with what has been leased, as by Borrow: loans is valid until done returns,
+	// none is an answer, too, and it comes within a bounded time. done does not wait. Ask answers false, and never calls done, where it is for Borrow to see who has what. It does not wait.
+	Ask(run tiers.Run, done func(loans []tiers.Loan)) bool
 	// Return gives loans back: nobody reads them any more. With bad, their bytes did not check out. It does not wait, and keeps nothing of handles.
 	Return(handles []uint64, bad bool)
 }
@@ -31,11 +34,14 @@ const (
 	finishSlice = 64
 	// callTime is what a peer that does not answer at once may take to.
 	callTime = 100 * time.Millisecond
+	// maxAtOnce is how many chunks a request may have that is prepared by its asker, if there is nothing to wait for: that takes less than waking a peerWorker.
+	maxAtOnce = 512
 )
 
-// borrowing is a call of Peers.Borrow. Guarded by Stack.mu.
+// borrowing is a call of Peers.Borrow or Peers.Ask. Guarded by Stack.mu.
 type borrowing struct {
-	gone []uint64 // peers that have gone since it began: what they lent it is void
+	gone  []uint64 // peers that have gone since it began: what they lent it is void
+	batch []*load  // of Ask
 }
 
 // borrowed says which chunks that a request wants, from one on, are to be borrowed. nil: none.
@@ -61,7 +67,7 @@ func (s *Stack) hush(r *request, quiet bool) {
 	}
 	if r.quiet = quiet; quiet {
 		if s.quiet++; s.quiet == 1 {
-			ring(s.kick) // the dispatcher tells it in the end
+			s.due = true // the dispatcher tells it in the end
 		}
 	} else {
 		s.quiet--
@@ -99,12 +105,11 @@ func (s *Stack) sendBorrow(l *load) (wake bool) {
 
 // before says whether another load is of the next chunk for the same request.
 func (l *load) before(next *load) bool {
-	return next.chunk == l.chunk+1 && &next.run.Hashes[0] == &l.run.Hashes[0]
+	return next.chunk == l.chunk+1 && &next.transfer.Hashes[0] == &l.transfer.Hashes[0]
 }
 
 // peerWorker borrows, and prepares requests all of whose rest is at peers.
 func (s *Stack) peerWorker() {
-	var out []tiers.PromotedChunk
 	var batch []*load
 	var loans []tiers.Loan
 	for {
@@ -146,50 +151,109 @@ func (s *Stack) peerWorker() {
 			r.phase = preparing
 			s.unlock()
 			s.peers.lookups.Add(1)
-			out = s.prepare(r, out[:0], true)
+			s.prepare(r, true)
 		}
 	}
 }
 
-// borrow borrows consecutive chunks.
-func (s *Stack) borrow(b *borrowing, batch []*load, loans []tiers.Loan) []tiers.Loan {
-	run := tail(batch[0].run, batch[0].chunk)
+// runOf is the run of consecutive chunks.
+func runOf(batch []*load) tiers.Run {
+	run := tail(batch[0].transfer.Run, batch[0].chunk)
 	pages := 0
 	for _, l := range batch {
-		pages += l.transfer.Pages()
+		pages += l.pages
 	}
 	run.Hashes = run.Hashes[:pages*run.Space.Geometry.DigestBytes]
-	ctx, cancel := context.WithTimeoutCause(s.ctx, borrowTimeout, errLate)
-	_, _ = s.cfg.Peers.Borrow(ctx, run, func(_ int, l tiers.Loan) { loans = append(loans, l) })
-	cancel()
+	return run
+}
 
+// borrow borrows consecutive chunks.
+func (s *Stack) borrow(b *borrowing, batch []*load, loans []tiers.Loan) []tiers.Loan {
+	ctx, cancel := context.WithTimeoutCause(s.ctx, borrowTimeout, errLate)
+	_, _ = s.cfg.Peers.Borrow(ctx, runOf(batch), func(_ int, l tiers.Loan) { loans = append(loans, l) })
+	cancel()
+	s.lent(b, batch, loans, false)
+	return loans
+}
+
+// askAtOnce prepares a request of its caller's, all of whose rest is at peers, and asks one of them for all of it, if one has it: else it is for peerWorkers. s.preparing is held.
+func (s *Stack) askAtOnce(r *request) {
+	s.peers.lookups.Add(1)
+	b := &borrowing{}
+	if s.prepareHeld(r, false, b); len(b.batch) > 0 && !s.cfg.Peers.Ask(runOf(b.batch), func(loans []tiers.Loan) {
+		s.lent(b, b.batch, loans, true)
+		s.deliver()
+	}) {
+		s.mu.Lock()
+		delete(s.borrowings, b)
+		s.borrowAgain(b.batch)
+		s.mu.Unlock()
+	}
+	s.mu.Lock() // only now, so that the dispatcher is in nobody's way
+	s.unlock()
+}
+
+// borrowAgain has peerWorkers borrow what could not be had as it was asked for. mu is held.
+func (s *Stack) borrowAgain(batch []*load) {
+	wake := false
+	for _, l := range batch {
+		if len(l.waiters) > 0 && !s.closed {
+			wake = s.sendBorrow(l) || wake
+		} else {
+			s.endLoad(l, false, false)
+		}
+	}
+	if wake {
+		s.borrowable.Signal()
+	}
+}
+
+// lent is told what was leased of consecutive chunks, in order. With again, what was not is borrowed from others.
+func (s *Stack) lent(b *borrowing, batch []*load, loans []tiers.Loan, again bool) {
 	c := &s.peers
 	var void []uint64
-	got := 0
+	var promotions [finishSlice]uint64
+	var done [finishSlice]bool
+	pages, got := 0, 0
 	for at := 0; at < len(batch); at += finishSlice {
+		list := batch[at:min(at+finishSlice, len(batch))]
+		mine := loans[min(at, len(loans)):min(at+len(list), len(loans))]
 		s.mu.Lock()
-		for i := at; i < min(at+finishSlice, len(batch)); i++ {
-			l, ok, short := batch[i], false, false
-			if i < len(loans) {
-				n := min(loans[i].Pages, l.transfer.Pages())
-				if len(l.waiters) == 0 {
-					c.late.Add(1)
-				}
-				if !slices.Contains(b.gone, loans[i].Peer) && s.engine.FinishBorrow(l.promotion, loans[i]) == nil {
-					ok, short = true, n < l.transfer.Pages()
-					c.chunks.Add(1)
-					got += n
-				} else {
-					c.void.Add(1)
-					void = append(void, loans[i].Handle)
-				}
+		for i, l := range list[:len(mine)] {
+			if promotions[i] = l.promotion; slices.Contains(b.gone, mine[i].Peer) {
+				promotions[i] = 0 // of none
 			}
-			s.endLoad(l, ok, short)
+			if len(l.waiters) == 0 {
+				c.late.Add(1)
+			}
+		}
+		s.engine.FinishBorrows(promotions[:len(mine)], mine, done[:])
+		for i, l := range list {
+			pages += l.pages
+			switch {
+			case i >= len(mine) && again:
+				s.borrowAgain(list[i : i+1])
+			case i >= len(mine):
+				s.endLoad(l, false, false)
+			case done[i]:
+				n := min(mine[i].Pages, l.pages)
+				got += n
+				c.chunks.Add(1)
+				s.endLoad(l, true, n < l.pages)
+			default:
+				c.void.Add(1)
+				void = append(void, mine[i].Handle)
+				s.endLoad(l, false, false)
+			}
 		}
 		if at+finishSlice >= len(batch) {
 			delete(s.borrowings, b)
 		}
-		s.unlock()
+		if again {
+			s.mu.Unlock() // its caller delivers
+		} else {
+			s.unlock()
+		}
 	}
 	for i := len(batch); i < len(loans); i++ { // more than was asked for
 		void = append(void, loans[i].Handle)
@@ -203,7 +267,6 @@ func (s *Stack) borrow(b *borrowing, batch []*load, loans []tiers.Loan) []tiers.
 	case got < pages:
 		c.short.Add(1)
 	}
-	return loans
 }
 
 // retry has a request go on with tiers for what peers have not lent. mu is held.

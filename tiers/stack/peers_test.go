@@ -176,6 +176,20 @@ func (s *side) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l 
 	return pages, err
 }
 
+func (s *side) Ask(run tiers.Run, done func(loans []tiers.Loan)) bool {
+	if f := s.around.before.Load(); f != nil || s.around.after.Load() != nil {
+		return false // it is Borrow that tests stop
+	}
+	return s.peers.Ask(run, func(loans []tiers.Loan) {
+		s.mu.Lock()
+		for i := range loans {
+			loans[i].Region = s.ids[[2]uint64{loans[i].Peer, uint64(loans[i].Region)}]
+		}
+		s.mu.Unlock()
+		done(loans)
+	})
+}
+
 func (s *side) Return(handles []uint64, bad bool) { s.peers.Return(handles, bad) }
 
 func (s *side) onRegion(r peer.Region) error {

@@ -156,6 +156,9 @@ func (r *rig) close() {
 	r.RemoveOwner(worker)
 	r.RemoveOwner(scheduler)
 	r.Stack.Close()
+	if r.lenders != nil {
+		r.lenders.asks.Wait()
+	}
 	if err := r.engine.Check(); err != nil {
 		r.t.Error(err)
 	}

@@ -34,9 +34,12 @@ type Stack struct {
 	kick      chan struct{}  // wakes the dispatcher
 	mail      chan struct{}  // wakes the mailer
 	count     lookupCounters
-	probe     atomic.Bool // a probe is under way
-	verifying estimate    // of Config.Verify
-	preparing sync.Mutex  // held by prepare; taken before mu
+	probe     atomic.Bool           // a probe is under way
+	verifying estimate              // of Config.Verify
+	preparing sync.Mutex            // held by prepare; taken before mu
+	granted   []tiers.PromotedChunk // of prepare
+	telling   sync.Mutex            // held by deliver; taken before mu
+	spareBox  []message             // its
 	peers     peerCounters
 
 	mu         sync.Mutex // guards all that follows, and where it is said
@@ -57,6 +60,7 @@ type Stack struct {
 	borrowable sync.Cond               // for both
 	borrowings map[*borrowing]struct{} // calls under way
 	quiet      int                     // requests that are
+	due        bool                    // the dispatcher is to be woken
 }
 
 type lookupKey struct {
@@ -216,6 +220,8 @@ func (s *Stack) Close() {
 	if !first {
 		return
 	}
+	s.preparing.Lock() // an asker may be at it,
+	s.telling.Lock()   // and what a peer lent on its way to one
 	s.mu.Lock()
 	for _, r := range s.pending {
 		s.remove(r)
@@ -225,7 +231,10 @@ func (s *Stack) Close() {
 		_ = s.engine.FinishPromotion(p, false, -1)
 	}
 	clear(s.loads)
+	clear(s.borrowings) // what is lent yet finds nobody who waits for it, and is returned
 	s.unlock()
+	s.telling.Unlock()
+	s.preparing.Unlock()
 	if s.cfg.Peers != nil {
 		s.engine.DropPeer(0)
 		s.returnAll(nil)
@@ -259,35 +268,49 @@ type message struct {
 	answer  Answer
 }
 
-// unlock lets go of mu, and has the mailer send what is in the outbox.
+// unlock lets go of mu, wakes the dispatcher if it is to know of something, and has the mailer send what is in the outbox.
 func (s *Stack) unlock() {
 	if len(s.outbox) > 0 {
 		ring(s.mail)
 	}
+	if s.due {
+		s.due = false
+		ring(s.kick)
+	}
 	s.mu.Unlock()
 }
 
-// mailer tells the askers, in order. It is a goroutine of its own so that an Asker may lock what its own callers of the Stack have locked.
+// mailer tells the askers. It is a goroutine of its own so that an Asker may lock what its own callers of the Stack have locked.
 func (s *Stack) mailer() {
-	var out []message
 	for {
 		select {
 		case <-s.mail:
 		case <-s.ctx.Done():
 			return
 		}
-		s.mu.Lock()
-		out, s.outbox = s.outbox, out[:0]
-		s.mu.Unlock()
-		for i := range out {
-			if m := &out[i]; m.pending {
-				m.asker.LookupPending(m.answer.Owner, m.answer.Lookup, m.answer.Pages, m.eta)
-			} else {
-				m.asker.LookupAnswered(m.answer)
-			}
-		}
-		clear(out)
+		s.deliver()
 	}
+}
+
+// deliver tells the askers, in order, for one goroutine at a time. Its caller has nothing locked.
+func (s *Stack) deliver() {
+	s.telling.Lock()
+	defer s.telling.Unlock()
+	s.mu.Lock()
+	out := s.outbox
+	if s.outbox = s.spareBox; s.closed {
+		out = nil
+	}
+	s.unlock()
+	for i := range out {
+		if m := &out[i]; m.pending {
+			m.asker.LookupPending(m.answer.Owner, m.answer.Lookup, m.answer.Pages, m.eta)
+		} else {
+			m.asker.LookupAnswered(m.answer)
+		}
+	}
+	clear(out)
+	s.spareBox = out[:0]
 }
 
 // tail is a run from its i-th chunk on.

@@ -76,6 +76,17 @@ func (a *asker) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l
 	})
 }
 
+func (a *asker) Ask(run tiers.Run, done func(loans []tiers.Loan)) bool {
+	return a.peers.Ask(run, func(loans []tiers.Loan) {
+		a.mu.RLock()
+		for i := range loans {
+			loans[i].Region = a.ids[[2]uint64{loans[i].Peer, uint64(loans[i].Region)}]
+		}
+		a.mu.RUnlock()
+		done(loans)
+	})
+}
+
 func (a *asker) Return(handles []uint64, bad bool) { a.peers.Return(handles, bad) }
 
 func (a *asker) LookupPending(tiers.Owner, uint64, int, time.Duration) {}
