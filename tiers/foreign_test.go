@@ -325,7 +325,7 @@ func TestForeignParts(t *testing.T) {
 	b.wantHits(7, p[:7*32])
 	b.wantHits(8, p)
 	b.ok(b.e.Check())
-	if s := b.e.Stats(); s.ForeignUsed != 3 || s.ForeignPages != 11 {
+	if s := b.e.Stats(); s.ForeignUsed != 3 || s.ForeignPages != 11 || s.Pages != 0 {
 		t.Fatalf("%+v", s)
 	}
 	b.e.DropPeer(5)

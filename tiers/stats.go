@@ -57,7 +57,7 @@ type Stats struct {
 	Unverified    int   // of those: restored, and not checked since
 	LeasedSlots   int   // ready ones in use by lookups, loads, loans, pins and extensions
 	Leases        int   // on them and on those being promoted into; one slot may have many
-	Pages         int   // indexed
+	Pages         int   // that can be found in them
 	MetadataBytes int64 // address space of tables and index; they are paid for as they are used
 	Spaces        int
 	Owners        int
@@ -77,7 +77,7 @@ func (e *Engine) Stats() Stats {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	st := Stats{
-		Counters: e.stats, Regions: len(e.byID), CapacityBytes: e.bytes, Leases: e.pins, Pages: e.idx.len(), Unverified: e.Unverified(), Spaces: len(e.byPrint),
+		Counters: e.stats, Regions: len(e.byID), CapacityBytes: e.bytes, Leases: e.pins, Unverified: e.Unverified(), Spaces: len(e.byPrint),
 		Owners: len(e.owners), WantRegion: e.waiting, MetadataBytes: int64(len(e.idx.cur.words)+len(e.idx.old.words)) * 8,
 	}
 	for _, r := range e.regions[1 : e.nregion+1] {
@@ -100,11 +100,11 @@ func (e *Engine) Stats() Stats {
 		st.UsedBytes += int64(n-r.free) * r.class.slotBytes()
 	}
 	for _, s := range e.byPrint {
+		st.Pages += s.pages
 		if s.shadow != nil {
-			st.ForeignPages += s.shadow.pages
+			st.ForeignPages += s.shadow.pages // of which the index has one a chunk
 		}
 	}
-	st.Pages -= st.ForeignPages
 	for _, c := range e.classes {
 		st.Promoting += c.promoting
 	}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from examples.stand import client, model
-from examples.stand.processes import Server, Sidecar, Stand, eventually
+from examples.stand.processes import Server, Sidecar, Stand, dax_arena, eventually
 
 from .conftest import PAGE, ask, computed, configured, hits_of, sessions
 from .test_2_sidecar_faults import Asking
@@ -25,6 +25,7 @@ class Apart:
     stand: Stand
     sidecars: list[Sidecar]
     servers: list[Server]
+    settings: list[dict[str, str]] = field(default_factory=lambda: [{}, {}])  # of the sidecars
     seeds: Iterator[int] = field(default_factory=lambda: itertools.count(80_000))
 
     def prompt(self, tokens: int, shared: list[int] | None = None) -> list[int]:
@@ -34,8 +35,7 @@ class Apart:
     def restart(self, number: int) -> None:
         """A new sidecar where one has ended."""
         self.sidecars[number].end()
-        self.sidecars[number] = self.stand.sidecar(name=f"s{number}")
-        self.found()
+        self.sidecars[number] = self.stand.sidecar(name=f"s{number}", settings=self.settings[number])
 
     def found(self) -> None:
         """Waits until both servers are connected and both sidecars know each other."""
@@ -49,6 +49,20 @@ class Apart:
             return True
 
         eventually(all_there, "both sidecars to know each other", 30)
+
+    def share(self) -> None:
+        """Waits until what one computes is a hit for the other, after one of the sidecars was restarted."""
+        self.found()
+
+        def hit() -> bool:
+            """A sidecar knows of a session before its client has mapped the regions: the first try may be too early."""
+            fresh = self.prompt(600)
+            want = ask(self.servers[0], fresh)
+            again = ask(self.servers[1], fresh)
+            assert again.tokens == want.tokens
+            return again.cached_tokens == hits_of(600)
+
+        eventually(hit, "hits once they know each other again", 30)
 
     def answered(self, number: int, prompt: list[int]) -> client.Answer:
         """What a server answers, once what is new of it is stored and the other sidecar knows of all that is held."""
@@ -122,16 +136,40 @@ def test_killed_during_a_load(apart: Apart, victim: int) -> None:
     apart.sidecars[victim].wait(5)
     assert asking.answer().tokens == truth.tokens
     apart.restart(victim)
+    apart.share()
 
-    def hit() -> bool:
-        """A sidecar knows of a session before its client has mapped the regions: the first try may come too early."""
-        fresh = apart.prompt(600)
-        want = ask(apart.servers[0], fresh)
-        again = ask(apart.servers[1], fresh)
-        assert again.tokens == want.tokens
-        return again.cached_tokens == hits_of(600)
 
-    eventually(hit, "hits once they know each other again", 30)
+def test_arenas_on_one_device(apart: Apart) -> None:
+    """Each has its part of it, and reads the other's there: also what the other had stored before it was killed."""
+    device = apart.stand.directory / "dax0.0"
+    for number in range(2):
+        apart.settings[number] = dax_arena(f"{device}:1G", slab="64M", ranks="2", rank=str(number))
+        apart.restart(number)
+    apart.share()
+    prompts = [apart.prompt(4000) for _ in range(2)]
+    truths = [apart.answered(number, prompts[number]) for number in range(2)]
+    shared = [ask(apart.servers[1 - number], prompts[number]) for number in range(2)]
+    assert [answer.tokens for answer in shared] == [truth.tokens for truth in truths]
+    assert [answer.cached_tokens for answer in shared] == [hits_of(4000)] * 2
+    for sidecar in apart.sidecars:
+        (lender,) = sidecar.status()["peers"]["lenders"]
+        assert [there["path"] for there in lender["devices"]] == [str(device)]
+        assert lender["borrowed_pages"] >= hits_of(4000) // PAGE
+
+    later, prompt = apart.prompt(4000), apart.prompt(6000)
+    held, truth = apart.answered(0, later), apart.answered(0, prompt)
+    apart.sidecars[0].wait_kept()
+    asking = Asking(apart.servers[1], prompt)
+    time.sleep(0.02)
+    apart.sidecars[0].signal(signal.SIGKILL)
+    apart.sidecars[0].wait(5)
+    assert asking.answer().tokens == truth.tokens
+    apart.restart(0)
+    apart.share()
+    again = ask(apart.servers[1], later)  # nobody has asked sidecar 0 for it
+    assert (again.tokens, again.cached_tokens) == (held.tokens, hits_of(4000))
+    checked = apart.sidecars[0].status()["verifications"]
+    assert checked["verified"] > 0 and checked["corrupt"] == 0
 
 
 def test_other_seed_shares_nothing_and_is_told_why(apart: Apart) -> None:

@@ -5,6 +5,7 @@ A page's bytes are its name, so that every page that was loaded tells whether it
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 import subprocess
@@ -176,6 +177,20 @@ def test_device_is_removed_when_what_is_lent_there_has_come_back(
     (lender,) = two.sidecars[1].status()["peers"]["lenders"]
     assert [device["path"] for device in lender["devices"]] == [second]
     assert two.fetch(1, prefix(2, 8), "moved") == 8
+
+
+def test_device_that_is_cut_short_under_its_lender(two: Host, tmp_path: Path) -> None:
+    """What is not there any more fails where it is read, without harm to who reads it; what is left goes on."""
+    names = [prefix(1, 8), prefix(2, 8)]
+    two.store(0, 0, names[0])
+    two.store(1, 0, names[1])
+    two.know(names[0])
+    two.know(names[1])
+    os.truncate(tmp_path / "dax0.0", 4 << 20)  # the second half is the second one's
+    assert two.fetch(0, names[1]) == 0
+    until(lambda: two.fetch(0, names[1]) == 0 and two.engines[0].held(0, *names[1]) == 0)
+    assert two.fetch(1, names[0]) == 8
+    assert two.fetch(0, names[0]) == 8
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -5,6 +5,7 @@ A page's bytes are its name, so that every page that was loaded tells whether it
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 import time
@@ -37,6 +38,7 @@ class Host:
 
     def __init__(self, model: Path, directory: Path, count: int, **settings: Any) -> None:
         directory.chmod(0o700)
+        self.requests = itertools.count()
         self.sidecars = [
             Sidecar(directory / f"s{number}", **{k: v(number) if callable(v) else v for k, v in settings.items()})
             for number in range(count)
@@ -74,11 +76,12 @@ class Host:
                 engine.save(first_page + start, blocks, some, prev=names[start - 1] if start else names[0] - 1)
             )
 
-    def fetch(self, number: int, names: list[int], name: str = "r") -> int:
+    def fetch(self, number: int, names: list[int], name: str | None = None) -> int:
         """Have one of the engines load what is held of a prefix; what it loads must be right, or reported as failed.
 
-        Answers how many pages were loaded, 0 where that failed.
+        Answers how many pages were loaded, 0 where that failed. The request's name is one that was not used before.
         """
+        name = name or f"r{next(self.requests)}"
         engine = self.engines[number]
         blocks = list(range(1, 1 + len(names)))
         engine.cache[:] = -1.0
