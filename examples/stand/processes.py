@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -48,7 +48,39 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def send_signal(process: subprocess.Popen[bytes], number: int) -> None:
+class Child(Protocol):
+    """What is used here of subprocess.Popen."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> int | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int, /) -> None: ...
+    def terminate(self) -> None: ...
+
+
+Starter = Callable[[list[str], Path, dict[str, str]], Child]
+"""Starts a command whose output goes to the end of a log, with this environment, as the leader of a process group."""
+
+
+def start_process(command: list[str], log: Path, env: dict[str, str]) -> Child:
+    """Starts a program, which gets SIGTERM should this process be killed."""
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=env,
+            cwd=REPO,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+
+
+def send_signal(process: Child, number: int) -> None:
     """Sends a signal to a child, if it lives; SIGSTOP and SIGKILL have had their effect when this returns.
 
     Until a stop has reached all its threads, a process may still answer.
@@ -65,20 +97,12 @@ def send_signal(process: subprocess.Popen[bytes], number: int) -> None:
 class Process:
     """A child process with its group and its log. Not for use from several threads at once."""
 
-    def __init__(self, name: str, command: list[str], log: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, command: list[str], log: Path, env: dict[str, str] | None = None, start: Starter | None = None
+    ) -> None:
         self.name = name
         self.log = log
-        with log.open("ab") as out:
-            self.popen = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})},
-                cwd=REPO,
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
-            )
+        self.popen = (start or start_process)(command, log, {**os.environ, **(env or {})})
         self.pid = self.popen.pid
 
     def alive(self) -> bool:
@@ -257,7 +281,9 @@ class Redis(Process):
 class Server(Process):
     """A running vLLM OpenAI server."""
 
-    def __init__(self, name: str, model: Path, log: Path, env: dict[str, str], arguments: list[str]) -> None:
+    def __init__(
+        self, name: str, model: Path, log: Path, env: dict[str, str], arguments: list[str], start: Starter | None = None
+    ) -> None:
         self.port = free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
         command = [
@@ -265,7 +291,7 @@ class Server(Process):
             "--model", str(model), "--served-model-name", "small",
             "--host", "127.0.0.1", "--port", str(self.port), *arguments,
         ]  # fmt: skip
-        super().__init__(name, command, log, env)
+        super().__init__(name, command, log, env, start)
 
     def wait_ready(self, timeout_s: float = 240.0) -> None:
         """Waits until it answers. Raises RuntimeError with the log's end."""
@@ -328,8 +354,9 @@ def connector_config(endpoint: str, role: str = "kv_both", **extra: Any) -> dict
 class Stand:
     """A directory, and the processes that were started in it. A context manager: leaving it ends and removes all."""
 
-    def __init__(self, model: Path, keep_logs: Path | None = None) -> None:
+    def __init__(self, model: Path, keep_logs: Path | None = None, start_server: Starter | None = None) -> None:
         self.model = model
+        self._start_server = start_server
         self.directory = Path(tempfile.mkdtemp(prefix="la-"))
         self._keep_logs = keep_logs
         self._processes: list[Process] = []
@@ -408,7 +435,9 @@ class Stand:
         ]  # fmt: skip
         if connector is not None:
             flags += ["--kv-transfer-config", json.dumps(connector)]
-        server = Server(name, model or self.model, self.directory / f"vllm-{name}.log", settings, flags)
+        server = Server(
+            name, model or self.model, self.directory / f"vllm-{name}.log", settings, flags, self._start_server
+        )
         self._processes.append(server)
         return server
 

@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,10 @@ from examples.stand.processes import (  # noqa: E402
     free_port,
     stop_on_signals,
 )
+
+from . import warm  # noqa: E402
+
+Stands = Callable[[Path], Stand]
 
 PAGE = 128  # vLLM's block on the CPU, in tokens
 _salts = itertools.count()
@@ -129,8 +133,15 @@ def small_model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def pair(small_model: Path, logs: Path | None) -> Iterator[Pair]:
-    with Stand(small_model, logs) as stand:
+def stands(logs: Path | None) -> Iterator[Stands]:
+    """Makes stands whose servers start quickly."""
+    with warm.vllm_imported():
+        yield lambda model: Stand(model, logs, warm.start)
+
+
+@pytest.fixture(scope="session")
+def pair(small_model: Path, stands: Stands) -> Iterator[Pair]:
+    with stands(small_model) as stand:
         settings = {"events_endpoint": f"ipc://{stand.directory}/events", "events_interval": "1ms"}
         sidecar = stand.sidecar(settings=settings)
         config = configured(stand.endpoint())

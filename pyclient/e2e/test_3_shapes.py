@@ -20,7 +20,7 @@ from examples.stand import client, model
 from examples.stand.client import Answer
 from examples.stand.processes import BINARY, Server, Sidecar, Stand, eventually
 
-from .conftest import PAGE, Pair, ask, computed, configured, hits_of, sessions, together
+from .conftest import PAGE, Pair, Stands, ask, computed, configured, hits_of, sessions, together
 
 LITTLE = {"arena_limit": "512M"}
 
@@ -102,9 +102,9 @@ def start_mla(stand: Stand) -> Shape:
 
 
 @contextmanager
-def started(small_model: Path, logs: Path | None, *start: Callable[[Stand], Shape]) -> Iterator[list[Shape]]:
+def started(stand: Stand, *start: Callable[[Stand], Shape]) -> Iterator[list[Shape]]:
     """Servers of some shapes, started at once."""
-    with Stand(small_model, logs) as stand:
+    with stand:
         shapes = [each(stand) for each in start]
         for shape in shapes:
             shape.server.wait_ready()
@@ -113,7 +113,8 @@ def started(small_model: Path, logs: Path | None, *start: Callable[[Stand], Shap
 
 @pytest.fixture(scope="class")
 def ranks_and_room(small_model: Path, logs: Path | None) -> Iterator[list[Shape]]:
-    with started(small_model, logs, start_two_ranks, start_no_room) as shapes:
+    # These as a user's command starts them: their engines and workers, one of each or two, are spawned.
+    with started(Stand(small_model, logs), start_two_ranks, start_no_room) as shapes:
         yield shapes
 
 
@@ -128,14 +129,14 @@ def no_room(ranks_and_room: list[Shape]) -> Shape:
 
 
 @pytest.fixture(scope="class")
-def one_head(small_model: Path, logs: Path | None) -> Iterator[Shape]:
-    with started(small_model, logs, start_one_head) as shapes:
+def one_head(small_model: Path, stands: Stands) -> Iterator[Shape]:
+    with started(stands(small_model), start_one_head) as shapes:
         yield shapes[0]
 
 
 @pytest.fixture(scope="class")
-def multi_and_mla(small_model: Path, logs: Path | None) -> Iterator[list[Shape]]:
-    with started(small_model, logs, start_multi, start_mla) as shapes:
+def multi_and_mla(small_model: Path, stands: Stands) -> Iterator[list[Shape]]:
+    with started(stands(small_model), start_multi, start_mla) as shapes:
         yield shapes
 
 

@@ -26,7 +26,7 @@ from examples.stand import client, model
 from examples.stand.client import Answer
 from examples.stand.processes import BINARY, Redis, Server, Sidecar, Stand, dax_arena, eventually
 
-from .conftest import PAGE, ask, configured, hits_of, sessions
+from .conftest import PAGE, Stands, ask, configured, hits_of, sessions
 
 LENGTHS = (300, 700, 1000)  # two, five and seven pages, two to a chunk
 ROUNDS = 12
@@ -132,8 +132,8 @@ class Tiered:
 
 
 @pytest.fixture(scope="class")
-def tiered(small_model: Path, logs: Path | None) -> Iterator[Tiered]:
-    with Stand(small_model, logs) as stand:
+def tiered(small_model: Path, stands: Stands) -> Iterator[Tiered]:
+    with stands(small_model) as stand:
         redis = stand.redis()
         url = f"redis://127.0.0.1:{redis.port}/0"
         disk = stand.directory / "disk"

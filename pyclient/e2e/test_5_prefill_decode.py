@@ -18,9 +18,9 @@ import pytest
 
 from examples.prefill_decode import __main__ as prefill_decode
 from examples.stand import client, model
-from examples.stand.processes import Proxy, Server, Sidecar, Stand, eventually
+from examples.stand.processes import Proxy, Server, Sidecar, eventually
 
-from .conftest import PAGE, ask, computed, configured, sessions, together
+from .conftest import PAGE, Stands, ask, computed, configured, sessions, together
 from .test_2_sidecar_faults import Asking
 
 # The small model's tokenizer has no template of its own.
@@ -38,8 +38,8 @@ class Apart:
 
 
 @pytest.fixture(scope="module")
-def apart(small_model: Path, logs: Path | None) -> Iterator[Apart]:
-    with Stand(small_model, logs) as stand:
+def apart(small_model: Path, stands: Stands) -> Iterator[Apart]:
+    with stands(small_model) as stand:
         sidecar = stand.sidecar()
         chat = ["--chat-template", TEMPLATE]
         prefiller = stand.server(

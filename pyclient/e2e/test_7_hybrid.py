@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ from examples.stand import client, model
 from examples.stand.client import Answer
 from examples.stand.processes import Server, Sidecar, Stand, eventually
 
-from .conftest import ask, configured, hits_of, sessions, together
+from .conftest import Stands, ask, configured, hits_of, sessions, together
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -44,8 +43,8 @@ class Hybrid:
 
 
 @pytest.fixture(scope="module")
-def hybrid(logs: Path | None) -> Iterator[Hybrid]:
-    with Stand(model.ensure("hybrid"), logs) as stand:
+def hybrid(stands: Stands) -> Iterator[Hybrid]:
+    with stands(model.ensure("hybrid")) as stand:
         sidecar = stand.sidecar()
         chunked = ["--max-num-batched-tokens", "700"]  # no page boundary, nor the window, divides a step
         plain = stand.server("hybrid-plain", connector=None, arguments=chunked)

@@ -18,7 +18,7 @@ import pytest
 from examples.stand import client, model
 from examples.stand.processes import Server, Sidecar, Stand, eventually
 
-from .conftest import ask, configured, hits_of, sessions
+from .conftest import Stands, ask, configured, hits_of, sessions
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -34,10 +34,10 @@ class States:
 
 
 @pytest.fixture(scope="module")
-def states(logs: Path | None) -> Iterator[States]:
+def states(stands: Stands) -> Iterator[States]:
     if "avx512_bf16" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("these layers were only tried on a CPU that computes in bfloat16")
-    with Stand(model.ensure("states"), logs) as stand:
+    with stands(model.ensure("states")) as stand:
         sidecar = stand.sidecar()
         # Steps of 640 tokens, whole pages. By default vLLM keeps the states at prompts' ends only.
         arguments = [

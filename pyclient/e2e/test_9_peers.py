@@ -14,7 +14,7 @@ import pytest
 from examples.stand import client, model
 from examples.stand.processes import Server, Sidecar, Stand, dax_arena, eventually
 
-from .conftest import PAGE, ask, computed, configured, hits_of, sessions
+from .conftest import PAGE, Stands, ask, computed, configured, hits_of, sessions
 from .test_2_sidecar_faults import Asking
 
 
@@ -82,8 +82,8 @@ class Apart:
 
 
 @pytest.fixture(scope="module")
-def apart(small_model: Path, logs: Path | None) -> Iterator[Apart]:
-    with Stand(small_model, logs) as stand:
+def apart(small_model: Path, stands: Stands) -> Iterator[Apart]:
+    with stands(small_model) as stand:
         sidecars = [stand.sidecar(name=f"s{number}") for number in range(2)]
         servers = [
             stand.server(f"p{number}", connector=configured(stand.endpoint(f"s{number}"))) for number in range(2)

@@ -1,0 +1,24 @@
+"""What each process of a vLLM server imports: imported once, by the process that they are forked from (warm.py)."""
+
+import ctypes
+import gc
+import importlib
+import signal
+
+# Python's fork server starts this process without a way to say so: it is not to outlive who started it.
+ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
+
+MODULES = (
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.entrypoints.launchers.api_server.routers",
+    "vllm.entrypoints.launchers.render.entry",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+)
+for name in MODULES:
+    importlib.import_module(name)
+
+# What all have in common stays common: a collection would write to every object of it.
+gc.collect()
+gc.freeze()
