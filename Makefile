@@ -24,7 +24,7 @@ ARGS ?=
 # Whatever the environment says: every start of a vLLM server imports thousands of modules, three times, and compiling them takes longer than that.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup build demo test test-go test-py test-e2e lint bench fuzz soak faults clean
+.PHONY: help setup build demo test test-go test-py test-e2e lint lint-go lint-py bench fuzz soak faults clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | \
@@ -41,7 +41,10 @@ demo: build ## Two vLLM servers on one sidecar; SIDECARS=2: on one each; TIERS=d
 	@$(PY) -m examples.$(if $(TIERS),beyond_memory --tier '$(TIERS)',$(if $(PD),prefill_decode,$(if $(TP),tensor_parallel,two_instances))) $(if $(ARENA),--arena '$(ARENA)') \
 		$(if $(SIDECARS),--sidecars '$(SIDECARS)') $(if $(JSON),--json '$(JSON)') $(ARGS)
 
-test: lint test-go test-py test-e2e ## All tests
+test: lint ## All tests
+	@# Python's wait for most of their time, and Go's take what processor time they leave.
+	@$(MAKE) -j2 --output-sync=target test-go test-py
+	@$(MAKE) test-e2e
 
 test-go: setup ## Go tests, with the race detector
 	$(GO) test -race -timeout 10m $(GOTEST_FLAGS) ./...
@@ -53,9 +56,14 @@ test-e2e: build ## Tests in real vLLM servers
 	$(PY) -m pytest -q --timeout=400 --durations=8 $(PYTEST_FLAGS) pyclient/e2e
 
 lint: build ## gofmt, vet, staticcheck, ruff, pyright
+	@$(MAKE) -j2 --output-sync=target lint-go lint-py
+
+lint-go:
 	@out=$$(gofmt -l $$(git ls-files '*.go')); [ -z "$$out" ] || { echo "not gofmt'ed: $$out"; exit 1; }
 	$(GO) vet ./...
 	$(GO) tool staticcheck ./...
+
+lint-py:
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright
