@@ -1,4 +1,4 @@
-"""The servers that the tests share. One takes half a minute to start, so each is started once and used by many tests.
+"""The servers that the tests share. Each is started once and used by many tests, for it takes seconds (see warm.py).
 
 ``pair`` is the main stage: a sidecar, two servers on it, and one without the connector, whose answers are the truth
 that all others are held to. Tests on it may kill and restart the sidecar; each leaves it running, with all sessions
