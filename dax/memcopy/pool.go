@@ -123,7 +123,7 @@ func (p *Pool) run() {
 	runtime.LockOSThread()
 	// Best effort: a filter may forbid it, and the copies are right anyway.
 	_ = unix.Setpriority(unix.PRIO_PROCESS, unix.Gettid(), poolNice)
-	y := NewYielder()
+	y := NewYielder(1)
 	var turn []Job // reused
 	for {
 		var b *batch
