@@ -3,6 +3,7 @@ package sidecar
 import (
 	"context"
 	"crypto/sha256"
+	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
@@ -287,6 +288,32 @@ func TestStatusSaysWhySpacesAreNotShared(t *testing.T) {
 		t.Errorf("%v: %s", err, text.String())
 	}
 	await(t, "the log says so", func() bool { return strings.Contains(log.String(), `hash_seed: ours`) })
+}
+
+func TestStatusSaysOnWhichDevicesOthersHoldWhat(t *testing.T) {
+	dir, devices := testDir(t), t.TempDir()
+	var all []*Daemon
+	for rank := range 2 {
+		edit := onDAX(t, devices, "--arena-ranks=2", fmt.Sprintf("--arena-rank=%d", rank))
+		d, _ := startPeer(t, dir, fmt.Sprint(rank), func(c *Config) {
+			edit(c)
+			c.Peers.Dir = dir
+		})
+		all = append(all, d)
+	}
+	store(t, dialPeerWorker(t, all[0]), peerHashes(1, 4))
+	await(t, "the other knows its pages and its device", func() bool {
+		l := all[1].Status().Peers.Lenders
+		return len(l) == 1 && l[0].Pages == 4 && len(l[0].Devices) == 2
+	})
+	d := all[1].Status().Peers.Lenders[0].Devices[0]
+	if path := filepath.Join(devices, "dax0.0"); d.Path != path || d.Kind != "file" || d.Regions < 1 || d.SizeBytes <= 0 || d.SizeBytes > 2<<20 {
+		t.Errorf("%+v, want a part of %s", d, path)
+	}
+	var text strings.Builder
+	if err := all[1].Status().WriteTable(&text); err != nil || !strings.Contains(text.String(), fmt.Sprintf("pid %d holds 4 pages on %s (file, ", os.Getpid(), d.Path)) {
+		t.Errorf("%v: %s", err, text.String())
+	}
 }
 
 // A sidecar that begins anew replaces the files of its arena. What was borrowed of the old ones stays what it was.

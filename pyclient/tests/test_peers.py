@@ -39,10 +39,11 @@ class Host:
     def __init__(self, model: Path, directory: Path, count: int, **settings: Any) -> None:
         directory.chmod(0o700)
         self.requests = itertools.count()
-        self.sidecars = [
-            Sidecar(directory / f"s{number}", **{k: v(number) if callable(v) else v for k, v in settings.items()})
-            for number in range(count)
-        ]
+
+        def mine(number: int) -> dict[str, Any]:
+            return {key: value(number) if callable(value) else value for key, value in settings.items()}
+
+        self.sidecars = [Sidecar(directory / f"s{number}", **mine(number)) for number in range(count)]
         self.engines = [
             Engine(model, sidecar.directory, seed=number, **PATIENT) for number, sidecar in enumerate(self.sidecars)
         ]
