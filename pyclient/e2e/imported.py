@@ -3,9 +3,12 @@
 import ctypes
 import gc
 import importlib
+import os
 import signal
 
-# Python's fork server starts this process without a way to say so: it is not to outlive who started it.
+# Python's fork server starts this process without a way to say so: it is not to outlive who started it, nor to end with
+# others of a group before the servers are ended.
+os.setsid()
 ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
 
 MODULES = (
