@@ -213,6 +213,15 @@ func (e *Engine) FinishBorrow(p uint64, l Loan) error {
 func (e *Engine) FinishBorrows(ps []uint64, loans []Loan, done []bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	for _, p := range ps { // so that the cache misses of all of them overlap
+		if ref, err := e.promotion(p); err == nil && e.isForeign(ref) && e.idx.cur.used > 0 {
+			r, s := e.slot(ref)
+			if pages := int(s.granted); pages > 0 {
+				t := &e.idx.cur
+				e.touched += t.words[t.home(e.spaceOf(r, s).tagOfRecord(r.digest(ref&recordMask, pages-1)))] + uint64(r.places[ref&recordMask].region)
+			}
+		}
+	}
 	for i, p := range ps {
 		done[i] = e.finishBorrow(p, &loans[i]) == nil
 	}

@@ -120,6 +120,7 @@ func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, h
 	slots := e.held[:0]
 	room := e.cfg.MaxLeasesPerOwner - ow.leases
 	parent := e.chunkBefore(sp, x, &w, prev)
+	join := len(e.flights) > 0 // not only what is granted here
 	end, i := firstPage, 0
 	for ; i < w.chunks && end == w.start(i) && len(slots) < room; i++ {
 		c := PromotedChunk{Chunk: i, Pages: w.last(i) - w.start(i) + 1}
@@ -132,7 +133,7 @@ func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, h
 				e.stats.Limited++
 				break
 			}
-		} else if ref = e.promote(ow, &w, i, int(have[i]), lent != nil && lent[i], parent, x, &c); ref == 0 {
+		} else if ref = e.promote(ow, &w, i, int(have[i]), lent != nil && lent[i], join, parent, x, &c); ref == 0 {
 			break
 		}
 		r, s := e.slot(ref)
@@ -180,8 +181,8 @@ func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, h
 }
 
 // promote leases chunk i of a walk, of which a tier has have pages and the arena not all, for a lookup x, which may be nil. 0: nobody has more of it
-// than the lookup, or there is no room. lent says that it is a peer that has them.
-func (e *Engine) promote(ow *owner, w *walk, i, have int, lent bool, parent uint32, x *lease, c *PromotedChunk) uint32 {
+// than the lookup, or there is no room. lent says that it is a peer that has them, join that it may be on its way already.
+func (e *Engine) promote(ow *owner, w *walk, i, have int, lent, join bool, parent uint32, x *lease, c *PromotedChunk) uint32 {
 	sp := ow.space
 	start := w.start(i)
 	all := w.last(i) - start + 1
@@ -212,9 +213,11 @@ func (e *Engine) promote(ow *owner, w *walk, i, have int, lent bool, parent uint
 	if lent {
 		in, other = other, in
 	}
-	ref := e.flying(in, last)
-	if ref == 0 {
-		ref = e.flying(other, last)
+	var ref uint32
+	if join {
+		if ref = e.flying(in, last); ref == 0 {
+			ref = e.flying(other, last)
+		}
 	}
 	if ref != 0 {
 		r, s := e.slot(ref)

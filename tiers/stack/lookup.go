@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"lookaside/tiers"
@@ -85,6 +86,7 @@ type request struct {
 	names     []byte               // their digests,
 	done      int                  // how many are, or are about to be,
 	expect    int                  // and the pages that the lookup would hold then
+	ask       *borrowing           // by which its caller is going to ask peers
 
 	// Guarded by Stack.mu.
 	phase      phase
@@ -181,6 +183,11 @@ func (s *Stack) Lookup(q *Query, a Asker) (pages int, done bool, err error) {
 		goesOn = next != nil || r.chunks > 0
 	}
 	mine := goesOn && next == nil && len(r.checks) == 0 && r.need == 0 && r.chunks <= maxAtOnce && s.preparing.TryLock()
+	if r.ask = nil; mine {
+		if r.ask = s.spareAsk.Swap(nil); r.ask == nil {
+			r.ask = &borrowing{}
+		}
+	}
 	begun := goesOn && s.begin(r, next, q, mine)
 	if mine {
 		if begun {
@@ -189,6 +196,7 @@ func (s *Stack) Lookup(q *Query, a Asker) (pages int, done bool, err error) {
 		s.preparing.Unlock()
 	}
 	if !begun {
+		r.ask = nil
 		r.asker, r.run, r.all, r.checks = nil, tiers.Run{}, tiers.Run{}, nil
 		s.spare.Store(r)
 		return pages, true, nil
@@ -737,12 +745,17 @@ func (s *Stack) prepareHeld(r *request, mine bool, b *borrowing) {
 	}
 	var loads []load
 	if lent > 0 {
-		loads = make([]load, lent)
-		if b != nil {
-			b.batch = make([]*load, 0, lent)
+		if b == nil {
+			loads = make([]load, lent)
+		} else {
+			loads = slices.Grow(b.loads[:0], lent)[:lent]
 		}
 	}
-	r.loads = make([]*load, r.chunks)
+	if b != nil {
+		b.r, b.batch, b.loads = r, b.batch[:0], loads
+	}
+	all := make([]*load, r.chunks)
+	r.loads = all
 
 	s.mu.Lock()
 	if b == nil {
@@ -756,9 +769,11 @@ func (s *Stack) prepareHeld(r *request, mine bool, b *borrowing) {
 	for i := range out {
 		c := &out[i]
 		c.Chunk += skip
-		l := s.loads[c.Promotion] // nil: it has ended by now
+		var l *load
 		switch {
-		case c.State != tiers.PromotionGranted:
+		case c.State == tiers.PromotionJoined:
+			l = s.loads[c.Promotion] // nil: it has ended by now
+		case c.State == tiers.PromotionReady:
 		case c.Foreign:
 			l, loads = &loads[0], loads[1:]
 			*l = load{promotion: c.Promotion, transfer: tiers.Transfer{Run: r.run}, pages: c.Pages, foreign: true, chunk: c.Chunk}
@@ -777,7 +792,7 @@ func (s *Stack) prepareHeld(r *request, mine bool, b *borrowing) {
 		}
 	}
 	for i := range out {
-		l := s.loads[out[i].Promotion]
+		l := all[out[i].Chunk]
 		switch {
 		case l == nil || l.state != loadNew:
 		case !l.foreign:

@@ -40,8 +40,13 @@ const (
 
 // borrowing is a call of Peers.Borrow or Peers.Ask. Guarded by Stack.mu.
 type borrowing struct {
-	gone  []uint64 // peers that have gone since it began: what they lent it is void
-	batch []*load  // of Ask
+	gone []uint64 // peers that have gone since it began: what they lent it is void
+
+	// Of Ask. It is used again, if nobody else can know of what is in it.
+	r       *request
+	batch   []*load
+	loads   []load // granted to the request: those of batch, and maybe others
+	digests []byte // of the request
 }
 
 // borrowed says which chunks that a request wants, from one on, are to be borrowed. nil: none.
@@ -179,33 +184,33 @@ func (s *Stack) borrow(b *borrowing, batch []*load, loans []tiers.Loan) []tiers.
 // askAtOnce prepares a request of its caller's, all of whose rest is at peers, and asks one of them for all of it, if one has it: else it is for peerWorkers. s.preparing is held.
 func (s *Stack) askAtOnce(r *request) {
 	s.peers.lookups.Add(1)
-	b := &borrowing{}
+	b := r.ask
+	r.ask = nil
 	if s.prepareHeld(r, false, b); len(b.batch) > 0 && !s.cfg.Peers.Ask(runOf(b.batch), func(loans []tiers.Loan) {
 		s.lent(b, b.batch, loans, true)
 		s.deliver()
 	}) {
 		s.mu.Lock()
 		delete(s.borrowings, b)
-		s.borrowAgain(b.batch)
+		for _, l := range b.batch {
+			s.borrowAgain(l)
+		}
 		s.mu.Unlock()
 	}
 	s.mu.Lock() // only now, so that the dispatcher is in nobody's way
 	s.unlock()
 }
 
-// borrowAgain has peerWorkers borrow what could not be had as it was asked for. mu is held.
-func (s *Stack) borrowAgain(batch []*load) {
-	wake := false
-	for _, l := range batch {
-		if len(l.waiters) > 0 && !s.closed {
-			wake = s.sendBorrow(l) || wake
-		} else {
-			s.endLoad(l, false, false)
-		}
+// borrowAgain has a peerWorker borrow what could not be had as it was asked for, if somebody still wants it. mu is held.
+func (s *Stack) borrowAgain(l *load) (again bool) {
+	if len(l.waiters) == 0 || s.closed {
+		s.endLoad(l, false, false)
+		return false
 	}
-	if wake {
+	if s.sendBorrow(l) {
 		s.borrowable.Signal()
 	}
+	return true
 }
 
 // lent is told what was leased of consecutive chunks, in order. With again, what was not is borrowed from others.
@@ -214,7 +219,7 @@ func (s *Stack) lent(b *borrowing, batch []*load, loans []tiers.Loan, again bool
 	var void []uint64
 	var promotions [finishSlice]uint64
 	var done [finishSlice]bool
-	pages, got := 0, 0
+	pages, got, left := 0, 0, 0
 	for at := 0; at < len(batch); at += finishSlice {
 		list := batch[at:min(at+finishSlice, len(batch))]
 		mine := loans[min(at, len(loans)):min(at+len(list), len(loans))]
@@ -232,7 +237,7 @@ func (s *Stack) lent(b *borrowing, batch []*load, loans []tiers.Loan, again bool
 			pages += l.pages
 			switch {
 			case i >= len(mine) && again:
-				s.borrowAgain(list[i : i+1])
+				left += btoi(s.borrowAgain(l))
 			case i >= len(mine):
 				s.endLoad(l, false, false)
 			case done[i]:
@@ -248,6 +253,10 @@ func (s *Stack) lent(b *borrowing, batch []*load, loans []tiers.Loan, again bool
 		}
 		if at+finishSlice >= len(batch) {
 			delete(s.borrowings, b)
+			if again && left == 0 && len(batch) == len(b.loads) && b.r.phase == ended && !s.closed {
+				b.gone, b.r = b.gone[:0], nil
+				s.spareAsk.Store(b)
+			}
 		}
 		if again {
 			s.mu.Unlock() // its caller delivers

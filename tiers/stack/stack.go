@@ -26,6 +26,7 @@ type Stack struct {
 	tiers     []*tier
 	spaces    atomic.Pointer[[]*tiers.Space] // by SpaceID; replaced under mu
 	spare     atomic.Pointer[request]        // for lookups that end at once
+	spareAsk  atomic.Pointer[borrowing]      // for those that peers answer at once
 	owners    atomic.Uint64                  // names the owners of what the Stack asks for itself
 	ctx       context.Context                // ends when Close begins
 	cancel    context.CancelCauseFunc

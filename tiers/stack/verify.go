@@ -279,7 +279,13 @@ func (s *Stack) forget() error {
 
 // keep makes what a request names its own.
 func (r *request) keep() {
-	r.run.Hashes, r.run.Prev = bytes.Clone(r.run.Hashes), bytes.Clone(r.run.Prev)
+	if b := r.ask; b != nil {
+		b.digests = append(append(b.digests[:0], r.run.Hashes...), r.run.Prev...)
+		n := len(r.run.Hashes)
+		r.run.Hashes, r.run.Prev = b.digests[:n:n], b.digests[n:]
+	} else {
+		r.run.Hashes, r.run.Prev = bytes.Clone(r.run.Hashes), bytes.Clone(r.run.Prev)
+	}
 	r.all = r.run
 	r.size = int64(len(r.run.Hashes) + len(r.run.Prev))
 }
