@@ -249,6 +249,7 @@ type walk struct {
 	ppc      int
 	digest   int // bytes of a digest
 	hashes   []byte
+	ends     bool // hashes are of the last page of each chunk only: no other page can be asked for
 }
 
 func (e *Engine) walk(g Geometry, firstPage int, hashes []byte) (walk, error) {
@@ -267,6 +268,19 @@ func (e *Engine) walk(g Geometry, firstPage int, hashes []byte) (walk, error) {
 	return w, nil
 }
 
+// walkEnds is a walk of whole chunks from firstPage on, n pages with those of the last, of which only the last pages' digests are known.
+func (e *Engine) walkEnds(g Geometry, firstPage, n int, ends []byte) (walk, error) {
+	w := walk{first: firstPage, n: n, ppc: g.PagesPerChunk, digest: g.DigestBytes, hashes: ends, ends: true}
+	if n < 1 || n > e.cfg.MaxPages || firstPage < 0 || firstPage > maxPage-n || firstPage%w.ppc != 0 {
+		return w, invalid("%d pages from page %d on: want the first of a chunk, and at most %d", n, firstPage, e.cfg.MaxPages)
+	}
+	w.chunk, w.chunks = firstPage/w.ppc, (n+w.ppc-1)/w.ppc
+	if len(ends) != w.chunks*w.digest {
+		return w, invalid("%d bytes of the last hashes of %d chunks: want %d of each", len(ends), w.chunks, w.digest)
+	}
+	return w, nil
+}
+
 // start is the first page of the walk's chunk i.
 func (w *walk) start(i int) int { return max(w.first, (w.chunk+i)*w.ppc) }
 
@@ -278,7 +292,11 @@ func (w *walk) end() int { return w.first + w.n }
 
 // hash is the digest of a page.
 func (w *walk) hash(page int) []byte {
-	o := (page - w.first) * w.digest
+	o := page - w.first
+	if w.ends {
+		o /= w.ppc
+	}
+	o *= w.digest
 	return w.hashes[o : o+w.digest]
 }
 

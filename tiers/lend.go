@@ -33,10 +33,32 @@ func (e *Engine) Lend(o Owner, firstPage int, hashes []byte, visible func(region
 	if err != nil {
 		return 0, 0, false, out, err
 	}
-	if ow.loans >= e.cfg.MaxLookupsPerOwner {
-		return 0, 0, false, out, fmt.Errorf("%w: owner %d has %d loans", ErrBusy, o, ow.loans)
+	return e.lend(ow, &w, visible, out)
+}
+
+// LendEnds is Lend for n pages from the first of a chunk on of which only the digests of each chunk's last page are given, as a digest names all pages before it. Of a chunk that is not held as far as
+// that nothing is leased.
+func (e *Engine) LendEnds(o Owner, firstPage, n int, ends []byte, visible func(region uint32) bool, out []Extent) (loan uint64, pages int, more bool, extents []Extent, err error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	ow, err := e.owner(o)
+	if err != nil {
+		return 0, 0, false, out, err
 	}
-	pages, slots := e.leaseHits(ow, &w)
+	w, err := e.walkEnds(ow.space.g, firstPage, n, ends)
+	if err != nil {
+		return 0, 0, false, out, err
+	}
+	e.idx.migrate(migrateStep)
+	return e.lend(ow, &w, visible, out)
+}
+
+func (e *Engine) lend(ow *owner, w *walk, visible func(region uint32) bool, out []Extent) (loan uint64, pages int, more bool, extents []Extent, err error) {
+	if ow.loans >= e.cfg.MaxLookupsPerOwner {
+		return 0, 0, false, out, fmt.Errorf("%w: owner %d has %d loans", ErrBusy, ow.id, ow.loans)
+	}
+	firstPage := w.first
+	pages, slots := e.leaseHits(ow, w)
 	for i, ref := range slots {
 		if r, _ := e.slot(ref); !visible(r.id) {
 			e.unlease(ow, slots[i:])
@@ -44,7 +66,7 @@ func (e *Engine) Lend(o Owner, firstPage int, hashes []byte, visible func(region
 			break
 		}
 	}
-	more = more || e.goesOn(ow.space, &w, firstPage+pages)
+	more = more || e.goesOn(ow.space, w, firstPage+pages)
 	if len(slots) == 0 {
 		return 0, 0, more, out, nil
 	}
@@ -66,6 +88,9 @@ func (e *Engine) Lend(o Owner, firstPage int, hashes []byte, visible func(region
 func (e *Engine) goesOn(s *space, w *walk, page int) bool {
 	if page >= w.end() {
 		return false
+	}
+	if w.ends { // it is the first of a chunk
+		page = w.last(page/w.ppc - w.chunk)
 	}
 	rec := e.find(s, w.hash(page))
 	return rec != 0 && e.at(rec, page)

@@ -21,6 +21,65 @@ func newLender(t *testing.T, slots, ppc int, cfg Config) *bench {
 	return b
 }
 
+// TestLendEnds: the last page of each chunk tells all of it.
+func TestLendEnds(t *testing.T) {
+	b := newLender(t, 8, 4, Config{})
+	hashes := numbered(1, 16)
+	ends := func(pages ...int) (d []byte) {
+		for _, p := range pages {
+			d = append(d, hashes[p*32:(p+1)*32]...)
+		}
+		return d
+	}
+	_, grants := b.store(hashes[:14*32])
+	for _, c := range []struct {
+		first, n    int
+		ends        []byte
+		want        int
+		extents     int
+		more, wrong bool
+	}{
+		{0, 14, ends(3, 7, 11, 13), 14, 4, false, false},
+		{4, 8, ends(7, 11), 8, 2, false, false},
+		{4, 6, ends(7, 9), 6, 2, false, false},
+		{0, 16, ends(3, 7, 11, 15), 12, 3, false, false}, // less of the last is held, but who knows which pages that is to be
+		{0, 14, ends(3, 6, 11, 13), 4, 1, false, false},  // another page of the chunk is not its last
+		{0, 14, ends(3, 11, 7, 13), 4, 1, false, false},
+		{0, 4, ends(15), 0, 0, false, false},
+		{2, 2, ends(3), 0, 0, false, true},
+		{0, 14, ends(3, 7, 11), 0, 0, false, true},
+		{0, 14, ends(3, 7, 11, 13)[:100], 0, 0, false, true},
+		{0, 0, nil, 0, 0, false, true},
+		{-4, 4, ends(3), 0, 0, false, true},
+		{1 << 30, 4, ends(3), 0, 0, false, true},
+	} {
+		loan, pages, more, extents, err := b.e.LendEnds(them, c.first, c.n, c.ends, everywhere, nil)
+		if c.wrong {
+			b.is(err, ErrInvalid)
+			continue
+		}
+		b.ok(err)
+		if pages != c.want || len(extents) != c.extents || more != c.more {
+			t.Fatalf("%+v: %d pages, more %v, %+v", c, pages, more, extents)
+		}
+		for i, x := range extents {
+			if x.Offset != grants[c.first/4+i].Offset || int(x.Page) != c.first+4*i || int(x.Pages) != min(4, pages-4*i) {
+				t.Fatalf("%+v: extent %d is %+v", c, i, x)
+			}
+		}
+		b.ok(b.e.Check())
+		if loan != 0 {
+			_, err = b.e.EndLoan(them, loan, nil, false)
+			b.ok(err)
+		}
+	}
+	// What is out of sight is there.
+	if _, pages, more, _, err := b.e.LendEnds(them, 0, 14, ends(3, 7, 11, 13), func(uint32) bool { return false }, nil); pages != 0 || !more || err != nil {
+		t.Fatal(pages, more, err)
+	}
+	b.ok(b.e.Check())
+}
+
 func TestLend(t *testing.T) {
 	b := newLender(t, 8, 4, Config{})
 	_, err := b.e.AddLender(3, chunk.Fingerprint{9})

@@ -72,6 +72,9 @@ func (e *Engine) leaseHits(ow *owner, w *walk) (pages int, slots []uint32) {
 					rec, last = e.longer(ow, w, i+j)
 				}
 			} else if end {
+				if w.ends {
+					return pages, slots
+				}
 				rec, last = e.bisect(sp, w, i+j)
 			}
 			if rec == 0 {

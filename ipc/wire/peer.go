@@ -196,6 +196,7 @@ type PeerLease struct {
 	Fingerprint []byte // of the space, FingerprintBytes long; aliases the input
 	FirstPage   uint32 // index of the first page in its prefix
 	Touch       bool   // nothing is leased: it is only counted, as a use
+	Pages       uint32 // 0: Hashes are of all pages. Else, without Touch: so many pages are asked for, from the first of a chunk on, and Hashes are of the last of each chunk of them
 	Hashes      []byte // packed page hashes, at least one byte; aliases the input
 }
 
@@ -204,27 +205,30 @@ func (*PeerLease) Type() Type { return TypePeerLease }
 
 // Append implements Message.
 func (m *PeerLease) Append(dst []byte) []byte {
-	dst = appendUint(appendHeader(dst, TypePeerLease, 6), uint64(m.ID))
+	dst = appendUint(appendHeader(dst, TypePeerLease, 7), uint64(m.ID))
 	dst = appendBin(dst, m.Fingerprint)
 	dst = appendUint(dst, uint64(m.FirstPage))
-	return appendBin(appendFlag(dst, m.Touch), m.Hashes)
+	return appendBin(appendUint(appendFlag(dst, m.Touch), uint64(m.Pages)), m.Hashes)
 }
 
 // Decode implements Message. It does not allocate.
 func (m *PeerLease) Decode(b []byte, lim *Limits) error {
 	r := reader{buf: b, message: "PeerLease"}
-	r.header(TypePeerLease, 6)
+	r.header(TypePeerLease, 7)
 	m.ID = r.u32("id")
 	m.Fingerprint = r.fingerprint()
 	m.FirstPage = r.u32("first_page")
 	m.Touch = r.flag("touch")
+	m.Pages = r.u32("pages")
 	m.Hashes = r.bin("hashes", lim.Pages*MaxDigestBytes)
 	if r.err == nil {
 		switch {
 		case len(m.Hashes) == 0:
 			r.fail("hashes", "empty")
-		case uint64(m.FirstPage)+uint64(len(m.Hashes)) > math.MaxUint32:
+		case uint64(m.FirstPage)+uint64(len(m.Hashes)) > math.MaxUint32, uint64(m.FirstPage)+uint64(m.Pages) > math.MaxUint32:
 			r.fail("first_page", "out of range")
+		case m.Touch && m.Pages != 0:
+			r.fail("pages", "must be 0 with touch")
 		}
 	}
 	return r.done()

@@ -132,6 +132,7 @@ func goodMessages() []named {
 		{"peer pages many", &PeerPages{Seq: 70000, Begin: true, End: true, Hints: digests(600, 8)}},
 		{"peer lease", &PeerLease{ID: math.MaxUint32, Fingerprint: digests(1, 32), FirstPage: 4096, Hashes: digests(5, 32)}},
 		{"peer lease touch", &PeerLease{ID: 1, Fingerprint: digests(1, 32), Touch: true, Hashes: digests(40, 8)}},
+		{"peer lease ends", &PeerLease{ID: 2, Fingerprint: digests(1, 32), FirstPage: 4096, Pages: 70, Hashes: digests(5, 32)}},
 		{"peer grant", &PeerGrant{ID: 9, Load: 8, Pages: 26, Extents: []Extent{{64, 16, 1, 1 << 40}, {80, 10, 0, 0}}}},
 		{"peer grant nothing", &PeerGrant{ID: 9, More: true}},
 		{"peer grant soon", &PeerGrant{ID: 9, More: true, Soon: true}},
@@ -375,13 +376,15 @@ func badMessages() []vector {
 	add(TypePeerPages, "hints as an array", "95 49 01 00 00 91 01")
 	add(TypePeerPages, "hints declare 4 GiB", "95 49 01 00 00 c6 ffffffff 00")
 	add(TypePeerPages, "trailing bytes", "95 49 01 00 00 c400 00")
-	const lease = "96 4a 01 c420"
-	add(TypePeerLease, "hashes empty", lease+digest+"00 00 c400")
-	add(TypePeerLease, "touch above 1", lease+digest+"00 02 c40100")
-	add(TypePeerLease, "first page wraps", lease+digest+"ceffffffff 00 c40100")
-	add(TypePeerLease, "short fingerprint", "96 4a 01 c41f"+digest[2:]+"00 00 c40100")
-	add(TypePeerLease, "hashes declare 4 GiB", lease+digest+"00 00 c6 ffffffff 00")
-	add(TypePeerLease, "negative id", "96 4a ff c420"+digest+"00 00 c40100")
+	const lease = "97 4a 01 c420"
+	add(TypePeerLease, "hashes empty", lease+digest+"00 00 00 c400")
+	add(TypePeerLease, "touch above 1", lease+digest+"00 02 00 c40100")
+	add(TypePeerLease, "first page wraps", lease+digest+"ceffffffff 00 00 c40100")
+	add(TypePeerLease, "pages wrap", lease+digest+"10 00 cefffffff0 c40100")
+	add(TypePeerLease, "touch with pages", lease+digest+"00 01 01 c40100")
+	add(TypePeerLease, "short fingerprint", "97 4a 01 c41f"+digest[2:]+"00 00 00 c40100")
+	add(TypePeerLease, "hashes declare 4 GiB", lease+digest+"00 00 00 c6 ffffffff 00")
+	add(TypePeerLease, "negative id", "97 4a ff c420"+digest+"00 00 00 c40100")
 	add(TypePeerGrant, "extents without a load", "97 4b 01 00 01 00 00 91 94 00 01 00 00")
 	add(TypePeerGrant, "a load without extents", "97 4b 01 01 01 00 00 90")
 	add(TypePeerGrant, "more above 1", "97 4b 01 00 00 02 00 90")
@@ -409,7 +412,7 @@ func wideMessages(t *testing.T) []vector {
 		one("pong wide", &Pong{ID: 5, Generation: 1}, "dc0003 cd001f ce00000005 d10001"),
 		one("lookup wide", &Lookup{Session: 1, Lookup: 2, FirstPage: 3, Prev: []byte{0xbb}, Hashes: []byte{0xaa}, DeadlineMs: 4, RecomputeUs: 5}, "98 3c d200000001 cc02 03 c5 0001 bb c6 00000001 aa 04 cd0005"),
 		one("error wide", &Error{ID: 1, Code: "a", Message: "b"}, "94 32 01 d901 61 db00000001 62"),
-		one("peer lease wide", &PeerLease{ID: 1, Fingerprint: make([]byte, 32), FirstPage: 2, Touch: true, Hashes: []byte{0xaa}}, "dc0006 cc4a cd0001 c5 0020"+strings.Repeat("00", 32)+"cc02 d001 c6 00000001 aa"),
+		one("peer lease wide", &PeerLease{ID: 1, Fingerprint: make([]byte, 32), FirstPage: 2, Touch: true, Hashes: []byte{0xaa}}, "dc0007 cc4a cd0001 c5 0020"+strings.Repeat("00", 32)+"cc02 d001 cd0000 c6 00000001 aa"),
 		one("store grant wide", &StoreGrant{ID: 1, Store: 1, Grants: []Extent{{0, 1, 0, 0}}}, "96 0b 01 01 00 00 dc0001 dd00000004 00 cc01 00 00"),
 	}
 }

@@ -152,7 +152,7 @@ func TestPacketLimits(t *testing.T) {
 	}
 	for _, size := range []int{8, 16, 32} {
 		n := MaxLeasePages(size)
-		lease := PeerLease{ID: math.MaxUint32, Fingerprint: make([]byte, FingerprintBytes), FirstPage: 1 << 31, Touch: true, Hashes: make([]byte, n*size)}
+		lease := PeerLease{ID: math.MaxUint32, Fingerprint: make([]byte, FingerprintBytes), FirstPage: 1 << 31, Pages: 1 << 30, Hashes: make([]byte, n*size)}
 		if got := len(lease.Append(nil)); got > MaxPacketBytes || n > MaxExtents {
 			t.Errorf("a lease of %d pages of %d bytes has %d bytes", n, size, got)
 		}
@@ -320,7 +320,11 @@ func random(r *rand.Rand, typ Type) Message {
 	case TypePeerPages:
 		return &PeerPages{Seq: id(), Begin: r.IntN(2) == 0, End: r.IntN(2) == 0, Hints: raw(8 * r.IntN(3000))}
 	case TypePeerLease:
-		return &PeerLease{ID: u32(), Fingerprint: raw(32), FirstPage: u32() >> 1, Touch: r.IntN(2) == 0, Hashes: raw(1 + r.IntN(100000))}
+		m := &PeerLease{ID: u32(), Fingerprint: raw(32), FirstPage: u32() >> 1, Touch: r.IntN(2) == 0, Hashes: raw(1 + r.IntN(100000))}
+		if !m.Touch {
+			m.Pages = u32() >> 1
+		}
+		return m
 	case TypePeerGrant:
 		return &PeerGrant{ID: u32(), Load: id(), Pages: u32(), More: r.IntN(2) == 0, Extents: extents()}
 	case TypePeerRelease:

@@ -136,7 +136,15 @@ func (p *Peers) Ask(run tiers.Run, done func(loans []Loan)) bool {
 	}
 	c := asks.Get().(*call)
 	c.b, c.done, c.run = b, done, run
-	if b.send(c, leaseOf(&asked{run: &run, pages: run.Pages()})) != nil {
+	ends := packets.Get().(*[]byte) // digests of the chunks' last pages
+	defer packets.Put(ends)
+	*ends = (*ends)[:0]
+	g, n := &run.Space.Geometry, run.Pages()
+	for i := range run.Chunks() {
+		last := min((i+1)*g.PagesPerChunk, n) * g.DigestBytes
+		*ends = append(*ends, run.Hashes[last-g.DigestBytes:last]...)
+	}
+	if b.send(c, &wire.PeerLease{Fingerprint: run.Space.Fingerprint[:], FirstPage: uint32(run.First), Pages: uint32(n), Hashes: *ends}) != nil {
 		c.end()
 		return false
 	}
@@ -315,9 +323,10 @@ func (b *borrower) ask(ctx context.Context, a *asked) (pages int, err error) {
 	if a.pages <= 0 {
 		return 0, fmt.Errorf("%w: it takes no leases on chunks of %d pages", ipc.ErrOversize, g.PagesPerChunk)
 	}
-	m := leaseOf(a)
-	m.Touch = a.out == nil
-	c, err := b.call(ctx, m)
+	from := a.at * g.PagesPerChunk
+	c, err := b.call(ctx, &wire.PeerLease{
+		Fingerprint: a.run.Space.Fingerprint[:], FirstPage: uint32(a.run.First + from), Touch: a.out == nil, Hashes: a.run.Hashes[from*g.DigestBytes : (from+a.pages)*g.DigestBytes],
+	})
 	if err != nil {
 		return 0, err
 	}
@@ -333,15 +342,6 @@ func (b *borrower) ask(ctx context.Context, a *asked) (pages int, err error) {
 		a.out(a.at+i, c.loans[i])
 	}
 	return pages, nil
-}
-
-// leaseOf asks for what is asked.
-func leaseOf(a *asked) *wire.PeerLease {
-	g := &a.run.Space.Geometry
-	from := a.at * g.PagesPerChunk
-	return &wire.PeerLease{
-		Fingerprint: a.run.Space.Fingerprint[:], FirstPage: uint32(a.run.First + from), Hashes: a.run.Hashes[from*g.DigestBytes : (from+a.pages)*g.DigestBytes],
-	}
 }
 
 func (b *borrower) pagesAtMost(digestBytes int) int {

@@ -461,6 +461,18 @@ func TestBrokenBorrowers(t *testing.T) {
 		"half a hash": func(x *client, _ wire.PeerGrant) {
 			x.send(&wire.PeerLease{ID: 4, Fingerprint: theirSpace.Fingerprint[:], Hashes: theirPrefix[:33]})
 		},
+		"ends of fewer chunks": func(x *client, _ wire.PeerGrant) {
+			x.send(&wire.PeerLease{ID: 4, Fingerprint: theirSpace.Fingerprint[:], Pages: 12, Hashes: theirPrefix[:2*32]})
+		},
+		"ends of more chunks": func(x *client, _ wire.PeerGrant) {
+			x.send(&wire.PeerLease{ID: 4, Fingerprint: theirSpace.Fingerprint[:], Pages: 8, Hashes: theirPrefix[:3*32]})
+		},
+		"ends from within a chunk": func(x *client, _ wire.PeerGrant) {
+			x.send(&wire.PeerLease{ID: 4, Fingerprint: theirSpace.Fingerprint[:], FirstPage: 1, Pages: 4, Hashes: theirPrefix[:32]})
+		},
+		"ends of all there is": func(x *client, _ wire.PeerGrant) {
+			x.send(&wire.PeerLease{ID: 4, Fingerprint: theirSpace.Fingerprint[:], Pages: 1<<32 - 1, Hashes: theirPrefix[:32]})
+		},
 		"pages beyond all": func(x *client, _ wire.PeerGrant) {
 			x.send(&wire.PeerLease{ID: 4, Fingerprint: theirSpace.Fingerprint[:], FirstPage: 1<<32 - 1e6, Hashes: theirPrefix})
 		},

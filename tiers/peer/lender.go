@@ -202,7 +202,7 @@ func (l *lender) lease() error {
 	if s := l.space(fp); s != nil {
 		d := s.g.DigestBytes
 		n := len(m.Hashes) / d
-		if len(m.Hashes)%d != 0 || n > min(l.p.cfg.MaxPages, wire.MaxLeasePages(d)) {
+		if len(m.Hashes)%d != 0 || n > min(l.p.cfg.MaxPages, wire.MaxLeasePages(d)) || int64(m.Pages) > int64(l.p.cfg.MaxPages) {
 			return fmt.Errorf("%w: a lease on %d bytes of hashes of %d each", wire.ErrMalformed, len(m.Hashes), d)
 		}
 		var err error
@@ -236,16 +236,26 @@ func (l *lender) lease() error {
 // lend leases what a PeerLease asks for.
 func (l *lender) lend(s *lentSpace, m *wire.PeerLease, g *wire.PeerGrant) error {
 	visible := *l.visible.Load()
-	loan, pages, more, extents, err := l.p.cfg.Engine.Lend(s.owner, int(m.FirstPage), m.Hashes, func(r uint32) bool {
+	sees := func(r uint32) bool {
 		_, ok := visible[r]
 		return ok
-	}, l.extents[:0])
+	}
+	var loan uint64
+	var pages int
+	var more bool
+	var extents []tiers.Extent
+	var err error
+	if m.Pages > 0 {
+		loan, pages, more, extents, err = l.p.cfg.Engine.LendEnds(s.owner, int(m.FirstPage), int(m.Pages), m.Hashes, sees, l.extents[:0])
+	} else {
+		loan, pages, more, extents, err = l.p.cfg.Engine.Lend(s.owner, int(m.FirstPage), m.Hashes, sees, l.extents[:0])
+	}
 	l.extents = extents
 	if err != nil {
 		return err
 	}
 	g.Load, g.Pages, g.More = loan, uint32(pages), more
-	g.Soon = more && l.check(s, int(m.FirstPage)+pages, m.Hashes[pages*s.g.DigestBytes:])
+	g.Soon = more && m.Pages == 0 && l.check(s, int(m.FirstPage)+pages, m.Hashes[pages*s.g.DigestBytes:])
 	if loan == 0 {
 		return nil
 	}
