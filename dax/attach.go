@@ -16,6 +16,15 @@ type Attached struct{ mem []byte }
 // Attach maps sizeBytes at offsetBytes of a region's descriptor that came over a socket, to read and to write. The offset is a multiple of pageSize, that of
 // the pages behind the descriptor (0: the system's), and so is the address. The descriptor stays the caller's, and may be closed at once.
 func Attach(f *os.File, offsetBytes, sizeBytes, pageSize int64) (*Attached, error) {
+	return attach(int(f.Fd()), offsetBytes, sizeBytes, pageSize, unix.PROT_READ|unix.PROT_WRITE)
+}
+
+// AttachReadOnly is Attach of a plain descriptor, to read only.
+func AttachReadOnly(fd int, offsetBytes, sizeBytes, pageSize int64) (*Attached, error) {
+	return attach(fd, offsetBytes, sizeBytes, pageSize, unix.PROT_READ)
+}
+
+func attach(fd int, offsetBytes, sizeBytes, pageSize int64, prot int) (*Attached, error) {
 	if pageSize == 0 {
 		pageSize = int64(os.Getpagesize())
 	}
@@ -26,14 +35,14 @@ func Attach(f *os.File, offsetBytes, sizeBytes, pageSize int64) (*Attached, erro
 		return nil, fmt.Errorf("region at %d bytes: not at a page of %d bytes", offsetBytes, pageSize)
 	}
 	// Beyond the file's end an access would be a bus error, not an error. A device tells no size here, and maps no more than it has.
-	info, err := f.Stat()
-	if err != nil {
-		return nil, err
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return nil, os.NewSyscallError("fstat", err)
 	}
-	if info.Mode()&os.ModeCharDevice == 0 && info.Size() < offsetBytes+sizeBytes {
-		return nil, fmt.Errorf("region of %d bytes at %d in a file of %d", sizeBytes, offsetBytes, info.Size())
+	if st.Mode&unix.S_IFMT != unix.S_IFCHR && st.Size < offsetBytes+sizeBytes {
+		return nil, fmt.Errorf("region of %d bytes at %d in a file of %d", sizeBytes, offsetBytes, st.Size)
 	}
-	mem, err := mapAlignedAt(int(f.Fd()), offsetBytes, sizeBytes, max(pageSize, HugePageSize), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	mem, err := mapAlignedAt(fd, offsetBytes, sizeBytes, max(pageSize, HugePageSize), prot, unix.MAP_SHARED)
 	if err != nil {
 		return nil, err
 	}

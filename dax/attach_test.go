@@ -3,6 +3,7 @@
 package dax
 
 import (
+	"errors"
 	"math"
 	"os"
 	"path/filepath"
@@ -41,6 +42,20 @@ func TestAttach(t *testing.T) {
 		if err := a.Close(); err != nil {
 			t.Error(err)
 		}
+	}
+
+	ro, err := AttachReadOnly(fd, 0, 1<<16, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if ro.Bytes()[5] != 7 {
+		t.Error("what one writes a reader does not see")
+	}
+	if err := Guard(func() { ro.Bytes()[5] = 8 }, ro.Bytes()); !errors.Is(err, ErrFault) || r.Bytes()[5] != 7 {
+		t.Errorf("a reader writes: %v", err)
+	}
+	if err := ro.Close(); err != nil {
+		t.Error(err)
 	}
 }
 

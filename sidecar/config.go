@@ -127,6 +127,7 @@ type PeersConfig struct {
 	HintsLimit int64  // bytes
 	Slots      int    // chunks of each geometry
 	Linger     time.Duration
+	CopyAfter  int // lookups; 0: never
 	SkipStores bool
 }
 
@@ -468,6 +469,11 @@ var settings = []Setting{
 			c.Peers.Linger, err = parseDuration(v, time.Millisecond)
 			return
 		},
+	},
+	{
+		Key: "peers.copy_after", Default: "0", Unit: "lookups",
+		Meaning: "After how many lookups that were loaded from another sidecar's arena a chunk is copied into the own one, in the background: from then on it needs no other sidecar, and takes room here as well. 0: nothing is copied.",
+		set:     func(c *Config, v string) (err error) { c.Peers.CopyAfter, err = parseInt(v, 0, 1000); return },
 	},
 	{
 		Key: "peers.skip_stores", Default: "true", Unit: "true or false",

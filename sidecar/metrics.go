@@ -166,6 +166,9 @@ var collected = []struct {
 	{"lookaside_peer_borrowed_chunks", "Chunks of others that are here now, by use.", []string{"state"}},
 	{"lookaside_peer_joined_chunks_total", "Chunks that were being borrowed for another lookup already.", nil},
 	{"lookaside_peer_void_chunks_total", "Chunks whose sidecar went before they were used.", nil},
+	{"lookaside_peer_copied_chunks_total", "Chunks of others that were copied into the own arena, being read often.", nil},
+	{"lookaside_peer_copied_pages_total", "Pages in them.", nil},
+	{"lookaside_peer_not_copied_chunks_total", "Times that a chunk was to be copied, and there was no room for it, its bytes could not be read, or its sidecar went.", nil},
 	{"lookaside_peer_bad_chunks_total", "Chunks of others whose bytes did not check out.", nil},
 	{"lookaside_peer_leases_total", "Times that others asked for leases.", nil},
 	{"lookaside_peer_refused_leases_total", "Of these, those that got none.", nil},
@@ -358,6 +361,9 @@ func (c *collector) collectPeers(st *Status, gauge func(string, float64, ...stri
 	gauge("lookaside_peer_borrowed_chunks", float64(p.Borrowing.Used-p.Borrowing.Leased), "idle")
 	count("lookaside_peer_joined_chunks_total", p.Borrowing.Joined)
 	count("lookaside_peer_void_chunks_total", p.Borrowing.Void)
+	count("lookaside_peer_copied_chunks_total", p.Borrowing.Copied)
+	count("lookaside_peer_copied_pages_total", p.Borrowing.CopiedPages)
+	count("lookaside_peer_not_copied_chunks_total", p.Borrowing.NotCopied)
 	count("lookaside_peer_bad_chunks_total", p.Borrowing.Bad)
 	count("lookaside_peer_leases_total", p.Leases)
 	count("lookaside_peer_refused_leases_total", p.RefusedLeases)

@@ -46,9 +46,17 @@ type peers struct {
 	closing chan struct{} // closed by close
 	once    sync.Once
 
-	mu   sync.RWMutex // guards what follows; held for reading while a loan is handed over
-	ids  map[peerRegion]uint32
-	next uint32
+	mu      sync.RWMutex // guards what follows; held for reading while a loan is handed over
+	ids     map[peerRegion]uint32
+	next    uint32
+	regions map[uint32]*foreignRegion // by the number that workers know
+}
+
+// foreignRegion is another sidecar's region, as this one reads it.
+type foreignRegion struct {
+	peer.Region
+	tried bool
+	mem   *dax.Attached // nil: it has not been wanted, or cannot be mapped
 }
 
 // peerRegion is another sidecar's name for a region.
@@ -68,7 +76,7 @@ func newPeers(cfg *Config, log *zap.Logger) *peers {
 		log.Warn("nothing is shared with other sidecars: events.journal is 0, and they are told by it what is held; set it, or peers.enabled to false")
 		return nil
 	}
-	return &peers{cfg: cfg.Peers, log: log, closing: make(chan struct{}), ids: map[peerRegion]uint32{}, next: firstPeerRegion}
+	return &peers{cfg: cfg.Peers, log: log, closing: make(chan struct{}), ids: map[peerRegion]uint32{}, next: firstPeerRegion, regions: map[uint32]*foreignRegion{}}
 }
 
 // start looks for other sidecars. Nothing is lent before the arena's regions are added.
@@ -109,6 +117,7 @@ func (p *peers) onRegion(r peer.Region) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.ids[peerRegion{r.Peer, r.ID}] = id
+	p.regions[id] = &foreignRegion{Region: r}
 	return nil
 }
 
@@ -132,6 +141,12 @@ func (p *peers) onRegionGone(peer uint64, region uint32) {
 		}
 		break
 	}
+	p.mu.Lock()
+	if r := p.regions[id]; r.mem != nil {
+		_ = r.mem.Close()
+	}
+	delete(p.regions, id)
+	p.mu.Unlock()
 	p.server.RetractRegion(id, unmapPatience)
 }
 
@@ -192,6 +207,27 @@ func (p *peers) Ask(run tiers.Run, done func(loans []tiers.Loan)) bool {
 
 // Return implements stack.Peers.
 func (p *peers) Return(handles []uint64, bad bool) { p.peer.Return(handles, bad) }
+
+// Memory implements stack.Peers. A region is mapped when it is first wanted: most are read by workers only.
+func (p *peers) Memory(region uint32) []byte {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	r := p.regions[region]
+	if r == nil {
+		return nil
+	}
+	if !r.tried {
+		r.tried = true
+		var err error
+		if r.mem, err = dax.AttachReadOnly(r.FD, r.OffsetBytes, r.SizeBytes, r.PageSize); err != nil {
+			p.log.Warn("nothing is copied from a region of another sidecar", zap.Uint64("peer", r.Peer), zap.Uint32("region", r.ID), zap.Error(err))
+		}
+	}
+	if r.mem == nil {
+		return nil
+	}
+	return r.mem.Bytes()
+}
 
 // elsewhere answers how many pages of a run that is to be stored others hold, in whole chunks from the first on: they need not be held here, too. Who holds them counts
 // it as a use.
@@ -275,20 +311,23 @@ type PeersStatus struct {
 
 // BorrowingStatus is what this sidecar has of others, and what came of it. Counters are since the start.
 type BorrowingStatus struct {
-	Slots    int    `json:"slots" doc:"Chunks for which there are tables so far; peers.slots bounds those of a geometry."`
-	Used     int    `json:"used" doc:"Chunks that are borrowed."`
-	Leased   int    `json:"leased" doc:"Of these, those in use by lookups and loads."`
-	Pages    int    `json:"pages" doc:"Pages that can be found in what is borrowed."`
-	Lookups  uint64 `json:"lookups" doc:"Lookups that wanted chunks of others."`
-	Chunks   uint64 `json:"chunks" doc:"Chunks borrowed."`
-	Joined   uint64 `json:"joined" doc:"Chunks that were being borrowed for another lookup already."`
-	Failed   uint64 `json:"failed" doc:"Times that nothing could be borrowed."`
-	Short    uint64 `json:"short" doc:"Times that less could be borrowed than was asked for."`
-	Late     uint64 `json:"late" doc:"Chunks borrowed for lookups that had ended meanwhile."`
-	Void     uint64 `json:"void" doc:"Chunks whose sidecar went before they were used."`
-	Retried  uint64 `json:"retried" doc:"Lookups that went on with the tiers after others had failed."`
-	Returned uint64 `json:"returned" doc:"Chunks given back."`
-	Bad      uint64 `json:"bad" doc:"Of these, those whose bytes did not check out."`
+	Slots       int    `json:"slots" doc:"Chunks for which there are tables so far; peers.slots bounds those of a geometry."`
+	Used        int    `json:"used" doc:"Chunks that are borrowed."`
+	Leased      int    `json:"leased" doc:"Of these, those in use by lookups and loads."`
+	Pages       int    `json:"pages" doc:"Pages that can be found in what is borrowed."`
+	Lookups     uint64 `json:"lookups" doc:"Lookups that wanted chunks of others."`
+	Chunks      uint64 `json:"chunks" doc:"Chunks borrowed."`
+	Joined      uint64 `json:"joined" doc:"Chunks that were being borrowed for another lookup already."`
+	Failed      uint64 `json:"failed" doc:"Times that nothing could be borrowed."`
+	Short       uint64 `json:"short" doc:"Times that less could be borrowed than was asked for."`
+	Late        uint64 `json:"late" doc:"Chunks borrowed for lookups that had ended meanwhile."`
+	Void        uint64 `json:"void" doc:"Chunks whose sidecar went before they were used."`
+	Retried     uint64 `json:"retried" doc:"Lookups that went on with the tiers after others had failed."`
+	Copied      uint64 `json:"copied" doc:"Chunks copied into the own arena, being read often (peers.copy_after)."`
+	CopiedPages uint64 `json:"copied_pages" doc:"Pages in them."`
+	NotCopied   uint64 `json:"not_copied" doc:"Times that a chunk was to be copied, and was not: there was no room for it, its bytes could not be read, or its sidecar went."`
+	Returned    uint64 `json:"returned" doc:"Chunks given back."`
+	Bad         uint64 `json:"bad" doc:"Of these, those whose bytes did not check out."`
 }
 
 // status describes the sharing.
@@ -299,7 +338,7 @@ func (p *peers) status() PeersStatus {
 	b := p.stack.PeerStats()
 	return PeersStatus{Enabled: true, Status: p.peer.Status(), Borrowing: BorrowingStatus{
 		Slots: b.Slots, Used: b.Used, Leased: b.Leased, Pages: b.Held, Lookups: b.Lookups, Chunks: b.Chunks, Joined: b.Joined, Failed: b.Failed, Short: b.Short, Late: b.Late,
-		Void: b.Void, Retried: b.Retried, Returned: b.Returned, Bad: b.Bad,
+		Void: b.Void, Retried: b.Retried, Copied: b.Copied, CopiedPages: b.CopiedPages, NotCopied: b.NotCopied, Returned: b.Returned, Bad: b.Bad,
 	}}
 }
 
@@ -314,8 +353,8 @@ func (st *PeersStatus) write(w io.Writer, skipped uint64) {
 		return
 	}
 	b := &st.Borrowing
-	fmt.Fprintf(w, "peers\t%d, which hold %d pages (%s of hints); %d pages borrowed, %d chunks of others here now; %d pages lent; %d pages not stored, being there\n",
-		len(st.Lenders), st.HintPages, dax.FormatSize(st.HintBytes), st.BorrowedPages, b.Used, st.LentPages, skipped)
+	fmt.Fprintf(w, "peers\t%d, which hold %d pages (%s of hints); %d pages borrowed, %d chunks of others here now; %d pages copied; %d pages lent; %d pages not stored, being there\n",
+		len(st.Lenders), st.HintPages, dax.FormatSize(st.HintBytes), st.BorrowedPages, b.Used, b.CopiedPages, st.LentPages, skipped)
 	for _, l := range st.Lenders {
 		if len(l.Devices) > 0 {
 			var on []string

@@ -106,6 +106,7 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 		Wake:           bell.Ring,
 		JournalBytes:   cfg.Events.Journal,
 		ForeignSlots:   foreign,
+		CopyAfter:      cfg.Peers.CopyAfter,
 	}); err != nil {
 		return nil, err
 	}

@@ -15,7 +15,14 @@ func (e *Engine) Check() error {
 		return ErrClosed
 	}
 	c := checker{e: e, pins: map[uint32]uint32{}, copied: map[uint32]uint32{}, children: map[uint32]uint32{}, writers: map[uint32]int{}, chunks: map[*space]int{}, pages: map[*space]int{}, loans: map[uint32]int{},
-		busy: map[uint32]uint8{}, promoting: map[*class]int{}, cold: map[*class]int{}, moving: map[uint32]bool{}}
+		busy: map[uint32]uint8{}, promoting: map[*class]int{}, cold: map[*class]int{}, moving: map[uint32]bool{}, due: map[uint32]int{}}
+	for i := range e.lent.due {
+		if d := e.lent.due[i]; e.isForeign(d.ref) && int(d.ref&recordMask) < e.regions[d.ref>>recordBits].fresh {
+			if _, s := e.slot(d.ref); s.gen == d.gen && s.state == ready {
+				c.due[d.ref]++
+			}
+		}
+	}
 	for _, step := range []func() error{c.leases, c.parents, c.slots, c.index, c.promotions, c.cascades, c.totals} {
 		if err := step(); err != nil {
 			return err
@@ -40,7 +47,8 @@ type checker struct {
 	promoting map[*class]int
 	flying    int // slots that are being promoted into, and may be joined
 	cold      map[*class]int
-	moving    map[uint32]bool // slots that moves are from or to
+	moving    map[uint32]bool // slots that moves are from or to, and that copies are to
+	due       map[uint32]int  // by slot: copies of it, under way or queued
 
 	unverified int
 }
@@ -103,6 +111,15 @@ func (c *checker) leases() error {
 				}
 				c.writers[to]++
 				c.moving[ref], c.moving[to] = true, true
+			case x.kind == copyLease:
+				to := uint32(x.key)
+				_, t := e.slot(to)
+				if !e.isForeign(ref) || e.isForeign(to) || c.moving[to] || t.state != filling || t.chunk != s.chunk || int(t.granted) != x.n || !s.doomed() && int(s.pages) != x.n {
+					return broken("slot %#x with %d pages is copied to slot %#x in state %d with %d granted", ref, s.pages, to, t.state, t.granted)
+				}
+				c.writers[to]++
+				c.moving[to] = true
+				c.due[ref]++
 			}
 			if int(s.chunk) != want {
 				return broken("slot %#x of a %v is chunk %d, want %d", ref, x.kind, s.chunk, want)
@@ -330,11 +347,14 @@ func (c *checker) slots() error {
 // loan verifies the loan of a foreign slot.
 func (c *checker) loan(r *region, ref uint32, s *slot) error {
 	p := &r.places[ref&recordMask]
-	if s.flags&(cold|moving|moved|spoiled) != 0 || c.copied[ref] > 0 || s.granted > 0 && s.state == ready || (p.handle != 0) != (s.state == ready) && !(s.state == ready && s.doomed()) || p.handle == 0 && *p != (place{}) {
+	if s.flags&(cold|moving|spoiled) != 0 || s.flags&moved != 0 && s.idle() || c.copied[ref] > 0 || s.granted > 0 && s.state == ready || (p.handle != 0) != (s.state == ready) && !(s.state == ready && s.doomed()) || p.handle == 0 && *p != (place{}) {
 		return broken("foreign slot %#x in state %d with flags %b has %+v", ref, s.state, s.flags, *p)
 	}
 	if p.handle != 0 {
 		c.loans[p.region]++
+	}
+	if c.due[ref] != b2i(p.due) {
+		return broken("foreign slot %#x is to be copied %d times, and is due: %v", ref, c.due[ref], p.due)
 	}
 	return nil
 }

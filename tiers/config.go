@@ -47,7 +47,7 @@ type Config struct {
 	PartialDelay time.Duration
 	// LowWater is the part of the slots of a geometry that should be free, or have been written to the tiers that admit what is evicted. Default 1/8.
 	LowWater float64
-	// Wake, if given, is called when NextCascades has something for a tier again, and with -1 when TakeReturns has. It is called under the engine's lock, so it must not block and
+	// Wake, if given, is called when NextCascades has something for a tier again, with -1 when TakeReturns has, and with -2 when NextCopy has. It is called under the engine's lock, so it must not block and
 	// call nothing of the engine. Default: none.
 	Wake func(tier int)
 	// ArenaLimitBytes is what the regions may come to; the index is sized for it when the first region is carved. Default 0: the regions
@@ -60,6 +60,8 @@ type Config struct {
 	FixedRegions bool
 	// ForeignSlots is how many chunks of each geometry may be leased from peers at a time; tables for them are made when first one is, and paid for as they are used. Default 0: none.
 	ForeignSlots int
+	// CopyAfter is how many loads of a chunk from where peers lent it have it copied into the arena; see NextCopy. Default 0: it never is.
+	CopyAfter int
 	// NoExtend: a store never writes behind the committed pages of a slot, it always gets a slot of its own.
 	NoExtend bool
 }
@@ -125,6 +127,9 @@ func (c *Config) validate() error {
 	}
 	if c.ForeignSlots < 0 {
 		return fmt.Errorf("%w: ForeignSlots is %d", ErrInvalid, c.ForeignSlots)
+	}
+	if c.CopyAfter < 0 || c.CopyAfter > math.MaxUint16 {
+		return fmt.Errorf("%w: CopyAfter is %d, want 0 to %d", ErrInvalid, c.CopyAfter, math.MaxUint16)
 	}
 	return c.validateCascades()
 }

@@ -10,14 +10,15 @@
 // # States of a slot
 //
 //	Free ── PrepareStore ──────▶ Filling ── CommitStore ─────▶ Ready ── evicted, cleared, replaced, bad ──▶ Free
-//	  ▲  └─ PreparePromotion ──▶    │    └─ FinishPromotion ──▶  │ ▲
+//	  ▲  ├─ PreparePromotion ──▶    │    ├─ FinishPromotion ──▶  │ ▲
+//	  │  └─ NextCopy ──────────▶    │    └─ EndCopy ──────────▶  │ │
 //	  │                             │                            ▼ │
 //	  └── AbortStore, failed, ──────┘                        being written to a tier
 //	      duplicate, cleared                                 (NextCascades … EndCascade)
 //
 // Only Ready slots are in the index. A Ready slot whose last chunk is partly filled may be extended: a store writes behind its committed
 // pages, which stay readable meanwhile. A slot's generation rises each time it becomes Free. A Ready slot in use by a lookup, load, pin,
-// extension, cascade or move is not evicted, and its bytes stay where they are; dropped meanwhile, it leaves the index at once and becomes Free after its last use.
+// extension, cascade, move or copy is not evicted, and its bytes stay where they are; dropped meanwhile, it leaves the index at once and becomes Free after its last use.
 // One whose memory has turned out to be bad (Spoil) is Free, and never granted again.
 //
 // # Unverified slots
@@ -60,6 +61,9 @@
 // followers, and goes to no tier. Where the arena has a chunk as well, that is read. It becomes Free as any slot does, and its loan is then returned (TakeReturns): because room is wanted, nobody has used it for a
 // while (SweepForeign), its bytes were found bad, or its peer has gone (DropPeer).
 //
+// What was loaded so often from there is copied (Config.CopyAfter): NextCopy grants a slot of the arena, with room made as for a promotion, and leases the foreign one; EndCopy makes the former Ready, as if it
+// had been stored, or Free, if the latter was dropped meanwhile.
+//
 // # Followers
 //
 // With Config.JournalBytes anybody may follow (Follow) what can be found: everything that is held, walked over in slices of the lock, and each change from then on,
@@ -70,7 +74,7 @@
 //   - No false hit. A page is found only if its bytes were committed under its full digest in its very space. Any doubt is a miss.
 //   - A prefix outlives its continuation: what is evicted is a slot that no held slot continues, in the order of the geometry's policy.
 //   - Where several slots share a page one of them is in the index; when it leaves another takes its place. No operation but Drop walks over the slots that share.
-//   - Every lease has a living owner, or is a pin or a cascade. An owner that leaves or dies leaves nothing behind; one that freezes keeps at most its share.
+//   - Every lease has a living owner, or is a pin, a cascade, a move or a copy. An owner that leaves or dies leaves nothing behind; one that freezes keeps at most its share.
 //   - Handles of what has ended are refused, and change nothing.
 //
 // # Concurrency

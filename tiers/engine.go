@@ -132,6 +132,7 @@ func New(cfg Config) (*Engine, error) {
 	}
 	e.mover.all.owned = true
 	e.journal.words = journalWords(cfg.JournalBytes)
+	e.lent.reads.limit = cfg.ForeignSlots
 	e.setUpCascades()
 	return e, nil
 }

@@ -36,13 +36,17 @@ type lent struct {
 	loans   map[uint32]int     // by announced region
 	returns []Return
 	swept   [2]uint64 // ticks of the last sweeps, the older one first
+	due     []dueCopy // chunks that are to be copied into the arena
+	reads   readCounts
 }
 
 // place is the loan of a foreign slot; without a handle there is none.
 type place struct {
 	peer, handle, offset uint64
 	region               uint32
+	reads                uint16 // loads of it
 	bad                  bool
+	due                  bool // it waits to be copied, or is being
 }
 
 func (e *Engine) isForeign(ref uint32) bool { return e.lent.mask>>(ref>>recordBits)&1 != 0 }
@@ -243,6 +247,9 @@ func (e *Engine) finishBorrow(p uint64, l *Loan) error {
 func (e *Engine) takeLoan(r *region, ref uint32, l *Loan, pages int) {
 	i := ref & recordMask
 	r.places[i] = place{peer: l.Peer, handle: l.Handle, offset: l.Offset, region: l.Region}
+	if e.cfg.CopyAfter > 0 {
+		r.places[i].reads = e.lent.reads.take(e.chunkKey(r, ref))
+	}
 	r.slots[i].granted = uint16(pages)
 	if e.lent.loans == nil {
 		e.lent.loans = map[uint32]int{}
@@ -261,6 +268,9 @@ func (e *Engine) returnLoan(r *region, ref uint32) {
 	e.lent.returns = append(e.lent.returns, Return{Handle: p.handle, Bad: p.bad})
 	if e.lent.loans[p.region]--; e.lent.loans[p.region] == 0 {
 		delete(e.lent.loans, p.region)
+	}
+	if p.reads > 0 {
+		e.lent.reads.put(e.chunkKey(r, ref), p.reads)
 	}
 	*p = place{}
 	if len(e.lent.returns) == 1 && e.cfg.Wake != nil {

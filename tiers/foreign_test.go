@@ -16,8 +16,16 @@ const peerRegions = 1000
 type modelLoan struct {
 	ex    Extent // of all its pages
 	space *modelSpace
+	p     prefix
 	peer  uint64
 	bad   bool // it was found bad
+}
+
+// modelCopy is a chunk on its way from a peer into the arena.
+type modelCopy struct {
+	c      Copy
+	loan   *modelLoan
+	clears int
 }
 
 // modelPeers have randomness of their own, so that the other histories do not depend on them.
@@ -28,21 +36,26 @@ type modelPeers struct {
 	last            uint64                // peer; those before it are gone
 	handles         uint64
 	rung            bool // Wake was called for returns
+	due             bool // and for copies
+	copies          map[uint64]*modelCopy
 	borrowed, mixed uint64
+	copied          uint64
 	own, lent       bool // of the load that is being prepared
 }
 
-// startPeers says how many foreign slots the engine has.
-func (w *world) startPeers() int {
+// startPeers says how many foreign slots the engine has, and after how many loads what is in them is copied.
+func (w *world) startPeers() (slots, copyAfter int) {
 	m := &w.peers
 	m.rng = rand.New(rand.NewPCG(w.seed, 3))
-	slots := []int{0, 1, 3, 100}[m.rng.IntN(4)]
+	slots = []int{0, 1, 3, 100}[m.rng.IntN(4)]
 	if slots > 0 {
 		m.loans = map[uint64]*modelLoan{}
 		m.last = 1
 		m.mem = map[uint32][]byte{peerRegions + 1: {}}
+		m.copies = map[uint64]*modelCopy{}
+		copyAfter = m.rng.IntN(3)
 	}
-	return slots
+	return slots, copyAfter
 }
 
 // offer has peers hold some of the chunks from page first of a prefix on.
@@ -88,7 +101,7 @@ func (w *world) borrow(h uint64, f *modelFlight) {
 	if pages == int(f.ex.Pages) && m.rng.IntN(2) == 0 {
 		pages += 3 // more than was asked for
 	}
-	m.loans[m.handles] = &modelLoan{ex: ex, space: f.space, peer: m.last}
+	m.loans[m.handles] = &modelLoan{ex: ex, space: f.space, p: f.p, peer: m.last}
 	l := Loan{Peer: m.last, Region: id, Offset: ex.Offset, Pages: pages, Handle: m.handles}
 	w.check(w.e.FinishBorrow(h, l))
 	if err := w.e.FinishBorrow(h, l); !errors.Is(err, ErrStale) && !errors.Is(err, ErrNotFound) {
@@ -145,7 +158,78 @@ func (w *world) lend() {
 		}
 	case 2, 3, 4, 5, 6:
 		w.takeReturns()
+	case 7, 8, 9:
+		w.copy()
+	case 10, 11:
+		w.endCopy()
 	}
+}
+
+// copy begins to copy what has been read often.
+func (w *world) copy() {
+	m := &w.peers
+	c, ok := w.e.NextCopy()
+	if ok && !m.due {
+		w.fatal("nobody was told of %+v", c)
+	}
+	if !ok {
+		m.due = false
+		return
+	}
+	if w.e.cfg.CopyAfter == 0 {
+		w.fatal("%+v is to be copied", c)
+	}
+	l := m.find(c.From)
+	if l == nil || l.ex.Page != c.From.Page || l.ex.Pages < c.From.Pages || c.To.Page != c.From.Page || c.To.Pages != c.From.Pages || w.drained[c.To.Region] || w.arena[c.To.Region] == nil {
+		w.fatal("%+v is to be copied, of %+v", c, l)
+	}
+	for i := range int(c.To.Pages) {
+		for j, page := 0, w.page(l.space, c.To, i); j < len(page); j++ {
+			page[j] = 0xEE // half-written
+		}
+	}
+	m.copies[c.Handle] = &modelCopy{c: c, loan: l, clears: l.space.clears}
+}
+
+func (w *world) endCopy() {
+	m := &w.peers
+	if len(m.copies) == 0 {
+		return
+	}
+	handles := sorted(m.copies)
+	h := handles[m.rng.IntN(len(handles))]
+	x := m.copies[h]
+	if m.find(x.c.From) != x.loan {
+		w.fatal("%+v is returned while it is copied", x.loan)
+	}
+	ok := m.rng.IntN(6) > 0
+	if ok {
+		for i := range int(x.c.To.Pages) {
+			copy(w.page(x.loan.space, x.c.To, i), w.page(x.loan.space, x.c.From, i))
+		}
+	}
+	before := w.e.Stats()
+	copied := w.e.EndCopy(h, ok)
+	delete(m.copies, h)
+	if w.e.EndCopy(h, true) {
+		w.fatal("a copy ends twice")
+	}
+	if after := w.e.Stats(); copied && !ok || after.FillingSlots != before.FillingSlots-1 || after.Leases != before.Leases-1 || copied != (after.CopiedChunks == before.CopiedChunks+1) {
+		w.fatal("the end of a copy, %v, changed %+v to %+v", copied, before, after)
+	}
+	if !copied {
+		return
+	}
+	if x.loan.peer != m.last || x.clears != x.loan.space.clears {
+		w.fatal("%+v is kept, and was dropped meanwhile", x.c)
+	}
+	g := x.loan.space.g
+	for i := range int(x.c.To.Pages) {
+		p := int(x.c.To.Page) + i
+		d := string(x.loan.p.digests(p, p+1, g.DigestBytes))
+		x.loan.space.committed[d], x.loan.space.own[d] = true, true
+	}
+	m.copied++
 }
 
 // takeReturns takes back what nobody uses any more. Its memory is overwritten at once.
@@ -187,6 +271,9 @@ func (w *world) endLend() {
 	m := &w.peers
 	if m.loans == nil {
 		return
+	}
+	for len(m.copies) > 0 {
+		w.endCopy()
 	}
 	if m.rng.IntN(2) == 0 {
 		w.e.DropPeer(0)

@@ -18,10 +18,11 @@ const (
 	cascadeLease
 	moveLease
 	loanLease
+	copyLease
 )
 
 func (k leaseKind) String() string {
-	return [...]string{"none", "lookup", "load", "store", "pin", "cascade", "move", "loan"}[k]
+	return [...]string{"none", "lookup", "load", "store", "pin", "cascade", "move", "loan", "copy"}[k]
 }
 
 // lease is what one lookup, load, pin or unfinished store holds: a run of chunks of one prefix, or for a store the slots that it was granted.
@@ -32,7 +33,7 @@ type lease struct {
 	gen   uint32
 	owner *owner
 
-	key      uint64 // of a lookup: the client's id; of a cascade: the tier's bit; of a move: the slot that it fills
+	key      uint64 // of a lookup: the client's id; of a cascade: the tier's bit; of a move or a copy: the slot that it fills
 	first, n int    // pages
 	buf      []uint32
 	slots    []uint32 // what is left of buf
@@ -41,7 +42,7 @@ type lease struct {
 	held     int      // before them come the n pages that it held when it began to wait; the last may be a shorter version of chunk `after`
 	after    int
 	end      int
-	prev     [32]byte // of a store: the digest of the page before
+	prev     [32]byte // of a store or a copy: the digest of the page before
 	hasPrev  bool
 	takers   int    // of a lookup: the loads that are still to take it over
 	around   []byte // of a store of every nth chunk: for each grant the digests of the page before and of the page after, zeros where there is none
@@ -154,7 +155,7 @@ func (e *Engine) freeSlots(x *lease, slots []uint32) {
 		freed++
 	}
 	x.owner.leases -= freed
-	if x.kind != cascadeLease && x.kind != moveLease { // their owners are of no space, and they were no use
+	if x.kind != cascadeLease && x.kind != moveLease && x.kind != copyLease { // their owners are of no space, and they were no use
 		x.owner.space.class.work(len(slots))
 	}
 }

@@ -74,6 +74,7 @@ func (e *Engine) PrepareLoad(o, scheduler Owner, lookup uint64, firstPage, pages
 		out = append(out, Extent{Page: uint32(page), Pages: uint32(end - page), Region: region, Offset: offset})
 	}
 	if x.takers--; x.takers <= 0 {
+		e.countReads(x.slots, from, to)
 		e.endLease(x)
 	}
 	e.stats.Loads++

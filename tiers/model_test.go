@@ -225,13 +225,17 @@ func newWorld(t *testing.T, seed uint64) *world {
 	cfg.LowWater = []float64{0.1, 0.5, 1}[w.rng.IntN(3)]
 	cfg.PartialDelay = time.Duration(1 + w.rng.Int64N(growPatience/5))
 	cfg.Wake = func(tier int) {
-		if tier < 0 {
+		switch tier {
+		case -1:
 			w.peers.rung = true
+			return
+		case -2:
+			w.peers.due = true
 			return
 		}
 		w.awake[tier] = true
 	}
-	cfg.ForeignSlots = w.startPeers()
+	cfg.ForeignSlots, cfg.CopyAfter = w.startPeers()
 	cfg.OnGone = func(region, slot uint32) {
 		if w.arena[region] == nil {
 			w.fatal("slot %d of region %d is gone", slot, region)
@@ -840,7 +844,7 @@ func TestRandomHistories(t *testing.T) {
 	}
 	var total Counters
 	hits, exacts, cascades, dropped, unplugged, verified, corrupt := 0, 0, 0, 0, 0, 0, 0
-	var synced, gaps, borrowed, mixed uint64
+	var synced, gaps, borrowed, mixed, copied uint64
 	for seed := uint64(1); seed <= uint64(*seedsFlag); seed++ {
 		w := newWorld(t, seed)
 		w.run(*stepsFlag)
@@ -854,7 +858,7 @@ func TestRandomHistories(t *testing.T) {
 		corrupt += w.corrupt
 		synced += uint64(w.followers.synced)
 		gaps += w.followers.gaps
-		borrowed, mixed = borrowed+w.peers.borrowed, mixed+w.peers.mixed
+		borrowed, mixed, copied = borrowed+w.peers.borrowed, mixed+w.peers.mixed, copied+w.peers.copied
 		for _, c := range []struct {
 			to *uint64
 			v  uint64
@@ -862,7 +866,7 @@ func TestRandomHistories(t *testing.T) {
 			{&total.Promotions, s.Promotions}, {&total.PromotionsJoined, s.PromotionsJoined}, {&total.PromotionsFailed, s.PromotionsFailed},
 			{&total.PromotionsLate, s.PromotionsLate}, {&total.PromotedPages, s.PromotedPages}, {&total.Dropped, s.Dropped},
 			{&total.Limited, s.Limited}, {&total.Bad, s.Bad}, {&total.Cleared, s.Cleared}, {&total.LoadPages, s.LoadPages}, {&total.Expired, s.Expired}, {&total.Moved, s.Moved},
-			{&total.ForeignEvicted, s.ForeignEvicted}, {&total.ForeignBad, s.ForeignBad}} {
+			{&total.ForeignEvicted, s.ForeignEvicted}, {&total.ForeignBad, s.ForeignBad}, {&total.CopiesFailed, s.CopiesFailed}} {
 			*c.to += c.v
 		}
 	}
@@ -872,7 +876,7 @@ func TestRandomHistories(t *testing.T) {
 		"promotions": total.Promotions, "joined promotions": total.PromotionsJoined, "failed promotions": total.PromotionsFailed, "late promotions": total.PromotionsLate,
 		"promoted pages": total.PromotedPages, "dropped": total.Dropped, "cascades": uint64(cascades), "dropped cascades": uint64(dropped), "known answers": uint64(exacts), "moves": total.Moved, "removed regions": uint64(unplugged),
 		"verified": uint64(verified), "corrupt": uint64(corrupt), "followers compared": synced, "followers overrun": gaps,
-		"loans": borrowed, "loads from the arena and from peers": mixed, "loans evicted": total.ForeignEvicted, "bad loans": total.ForeignBad} {
+		"loans": borrowed, "loads from the arena and from peers": mixed, "loans evicted": total.ForeignEvicted, "bad loans": total.ForeignBad, "copies": copied, "failed copies": total.CopiesFailed} {
 		if n == 0 && *seedsFlag >= 100 {
 			t.Errorf("the histories never came to %s", name)
 		}
@@ -893,7 +897,7 @@ func FuzzEngine(f *testing.F) {
 	f.Fuzz(func(t *testing.T, data []byte) {
 		now := int64(0)
 		e, err := New(Config{Now: func() int64 { return now }, MaxPages: 40, MaxOwners: 4, MaxLookupsPerOwner: 4, MaxSpaces: 3, MinPageBytes: 1, ArenaLimitBytes: 4096,
-			Tiers: []TierAdmission{{Admit: AdmitStored, Queue: 3}, {Admit: AdmitReused}, {Admit: AdmitEvicted}}, LowWater: 0.5, ForeignSlots: 3})
+			Tiers: []TierAdmission{{Admit: AdmitStored, Queue: 3}, {Admit: AdmitReused}, {Admit: AdmitEvicted}}, LowWater: 0.5, ForeignSlots: 3, CopyAfter: 1})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -928,6 +932,10 @@ func FuzzEngine(f *testing.F) {
 				e.DropPeer(uint64(next() % 8))
 				e.SweepForeign()
 				e.TakeReturns(nil)
+				if c, ok := e.NextCopy(); ok {
+					handles = append(handles, c.Handle)
+				}
+				e.EndCopy(handle(), next()%4 > 0)
 				_ = e.AddArenaOwner(o, SpaceID(next()%3))
 			case 17, 18:
 				var lent []bool

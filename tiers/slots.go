@@ -26,7 +26,7 @@ const (
 	reused                      // ready, used since it was stored or grew, and queued for the tiers that admit that
 	cold                        // ready, taken out of the policy's order to be written to the tiers below before it is evicted
 	moving                      // ready, being copied to another slot: not extended meanwhile; or filling, and that slot
-	moved                       // ready, and another slot has what it holds since: freed when nobody uses it, if that still is there
+	moved                       // ready, and another slot has what it holds since: freed when nobody uses it, if that still is there; or foreign, and it has been copied: freed then in any case
 	spoiled                     // its memory is bad: never granted again once it is free
 
 	// unverified, of a ready slot: restored, and nobody reads it before its bytes were checked. A slot that is promoting is filling, so that both are one bit.
@@ -301,6 +301,9 @@ func (e *Engine) settle(ref uint32) {
 	r, s := e.slot(ref)
 	switch {
 	case s.doomed():
+		e.release(ref)
+	case r.foreign && s.flags&moved != 0:
+		e.leave(ref, false)
 		e.release(ref)
 	case (int(s.pages) < r.ppc || s.flags&(twin|moved) != 0) && e.redundant(ref):
 		if !r.foreign {

@@ -40,6 +40,9 @@ type Counters struct {
 	BorrowedPages  uint64
 	ForeignEvicted uint64 // of those, dropped for room
 	ForeignBad     uint64 // of those, dropped because their bytes were found bad
+	CopiedChunks   uint64 // copied from peers into the arena
+	CopiedPages    uint64
+	CopiesFailed   uint64 // times that a chunk was to be copied, and there was no room, its bytes could not be read, or its peer had gone
 }
 
 // Stats is the engine at one moment.

@@ -207,6 +207,15 @@ func (e *Engine) grant(ow *owner, parent uint32, chunk, pages int) uint32 {
 	if ow.slots.n >= ow.space.class.limit {
 		return 0
 	}
+	ref := e.allocAfter(ow.space, parent, chunk, pages)
+	if ref != 0 {
+		ow.slots.add(ref, ow.space.class.limit)
+	}
+	return ref
+}
+
+// allocAfter takes a slot for a chunk, as a continuation of parent if that is held. 0: there is no room.
+func (e *Engine) allocAfter(sp *space, parent uint32, chunk, pages int) uint32 {
 	if parent != 0 {
 		// It must not make room for its own continuation.
 		_, p := e.slot(parent)
@@ -215,7 +224,7 @@ func (e *Engine) grant(ow *owner, parent uint32, chunk, pages int) uint32 {
 		}
 		p.children++
 	}
-	ref := e.alloc(ow.space, chunk, pages)
+	ref := e.alloc(sp, chunk, pages)
 	if parent != 0 {
 		_, p := e.slot(parent)
 		p.children--
@@ -224,9 +233,6 @@ func (e *Engine) grant(ow *owner, parent uint32, chunk, pages int) uint32 {
 		} else if p.children == 0 && p.state == ready && p.idle() {
 			e.offer(parent)
 		}
-	}
-	if ref != 0 {
-		ow.slots.add(ref, ow.space.class.limit)
 	}
 	return ref
 }
@@ -315,29 +321,45 @@ func (e *Engine) finishGrant(x *lease, i int, ok bool) {
 		e.release(ref)
 		return
 	}
+	var before []byte
+	if s.chunk > 0 && e.orphan(ref) {
+		before = e.before(x, i, &buf)
+	}
+	if !e.publish(ref, before) {
+		return
+	}
+	e.adoptNext(x, i, ref)
+	e.stats.StoredPages += uint64(pages)
+	e.admit(ref, e.cascades.stored)
+	e.settle(ref)
+}
+
+// publish makes a slot ready that was filled with pages of which nobody holds the last. before is the digest of the page before, as far as it is known, and of no use if the slot has a parent. false: one of
+// its pages is held as another page of its prefix, and the slot is free again.
+func (e *Engine) publish(ref uint32, before []byte) bool {
+	r, s := e.slot(ref)
+	pages := int(s.granted)
 	s.state, s.granted = ready, 0
 	r.filling--
-	if e.journal.on && s.chunk > 0 && e.orphan(ref) {
-		e.noteBefore(ref, e.before(x, i, &buf))
+	orphan := s.chunk > 0 && e.orphan(ref)
+	if orphan && e.journal.on {
+		e.noteBefore(ref, before)
 	}
 	entered := e.enter(ref, 0, pages)
 	e.journal.hasBefore = false
 	if !entered {
 		e.disown(ref)
 		e.release(ref)
-		return
+		return false
 	}
-	if s.chunk > 0 && e.orphan(ref) {
-		if rec := e.find(sp, e.before(x, i, &buf)); rec != 0 && e.at(rec, int(s.chunk)*r.ppc-1) {
+	if orphan {
+		if rec := e.find(e.spaces[s.space], before); rec != 0 && e.at(rec, int(s.chunk)*r.ppc-1) {
 			parent, _ := e.slotOf(rec)
 			e.adopt(parent, ref)
 		}
 	}
 	e.register(ref)
-	e.adoptNext(x, i, ref)
-	e.stats.StoredPages += uint64(pages)
-	e.admit(ref, e.cascades.stored)
-	e.settle(ref)
+	return true
 }
 
 // before is the digest of the page before grant i, as far as the store knows it; a digest of no page otherwise.

@@ -187,6 +187,37 @@ def test_turns_of_a_conversation_that_moves(model: Path, tmp_path: Path) -> None
         host.close()
 
 
+def test_what_is_read_often_is_copied_and_outlives_its_lender(model: Path, tmp_path: Path) -> None:
+    host = Host(model, tmp_path, 3, peers_linger="100ms", peers_copy_after="3")
+    try:
+        names = prefix(7, 10)  # two chunks and a half
+        host.store(0, 0, names)
+        host.know(names)
+        assert [host.fetch(1, names, f"read {turn}") for turn in range(2)] == [10, 10]
+        host.nothing_is_held_back()  # returned, and counted on when it is borrowed again
+        assert host.sidecars[1].status()["pages"] == 0
+        assert host.fetch(1, names, "due") == 10
+
+        def borrowing(number: int) -> dict[str, Any]:
+            return host.sidecars[number].status()["peers"]["borrowing"]
+
+        until(lambda: borrowing(1)["copied"] == 3)
+        assert borrowing(1)["copied_pages"] == 10 == host.sidecars[1].status()["pages"]
+        assert borrowing(1)["not_copied"] == 0
+        host.nothing_is_held_back()
+        host.sidecars[0].kill()
+        until(lambda: not host.sidecars[1].status()["peers"]["lenders"][1:])
+        assert host.fetch(1, names, "own") == 10
+        assert borrowing(1)["used"] == 0, "what is held is borrowed"
+        until(lambda: host.engines[2].held(0, *names) == 10)
+        assert host.fetch(2, names, "from the copy") == 10
+        host.sidecars[1].signal(signal.SIGSTOP)  # it is needed for that
+        until(lambda: borrowing(2)["used"] == 0)
+        assert host.engines[2].held(0, *names) == 0
+    finally:
+        host.close()
+
+
 class Delayed(SlowCopies):
     """Copies that begin when the test says so."""
 

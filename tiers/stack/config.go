@@ -65,7 +65,7 @@ type Config struct {
 	// Verify, if given, checks the bytes of restored chunks, of one call in their order, and says of each what it found (tiers.Engine.EndVerify) before it returns. It may be called
 	// from several goroutines, never for one chunk at the same time, and calls nothing of the Stack. ctx ends with the Stack. Default: there are none that need it.
 	Verify func(ctx context.Context, chunks []tiers.Verification)
-	// Peers, if given, has other sidecars' chunks leased, and is asked before all tiers. The engine must have ForeignSlots, and Bell.Ring for its Wake. Default: there are none.
+	// Peers, if given, has other sidecars' chunks leased, and is asked before all tiers. The engine must have ForeignSlots, and Bell.Ring for its Wake; its CopyAfter says what is copied into the arena. Default: there are none.
 	Peers Peers
 	// Linger is how long a chunk that was leased from a peer is kept when nobody uses it. Default 2 s.
 	Linger time.Duration
@@ -168,28 +168,32 @@ func victims(list []TierConfig, i int) tiers.Victims {
 	return v
 }
 
-// Bell is how the engine says that a tier has something to be written, or that something is to be returned to peers: give Ring to it as tiers.Config.Wake.
+// Bell is how the engine says that a tier has something to be written, or that something is to be returned to peers, or copied from them: give Ring to it as tiers.Config.Wake.
 type Bell struct {
 	tiers   [tiers.MaxTiers]chan struct{}
 	returns chan struct{}
+	copies  chan struct{}
 }
 
 // NewBell makes a Bell.
 func NewBell() *Bell {
-	b := &Bell{returns: make(chan struct{}, 1)}
+	b := &Bell{returns: make(chan struct{}, 1), copies: make(chan struct{}, 1)}
 	for i := range b.tiers {
 		b.tiers[i] = make(chan struct{}, 1)
 	}
 	return b
 }
 
-// Ring wakes a worker of a tier, or with -1 who returns. It never blocks.
+// Ring wakes a worker of a tier, with -1 who returns, or with -2 who copies. It never blocks.
 func (b *Bell) Ring(tier int) {
-	if tier < 0 {
+	switch tier {
+	case -1:
 		ring(b.returns)
-		return
+	case -2:
+		ring(b.copies)
+	default:
+		ring(b.tiers[tier])
 	}
-	ring(b.tiers[tier])
 }
 
 func ring(c chan struct{}) {

@@ -27,7 +27,8 @@ type configuration struct {
 	faults   bool // tiers fail, forget, rot and stall
 	complete bool // nothing that was stored and flushed is ever lost
 	restored int  // chunks that the arena has from its last run, some of them corrupt
-	peers    bool // others hold some of it
+	peers    bool // others hold some of it,
+	copies   bool // and what is read there is copied
 }
 
 func configurations() []configuration {
@@ -74,6 +75,10 @@ func configurations() []configuration {
 		{name: "peers, both, few slots, faults", o: rigOptions{slots: 24, tiers: []tiertest.MemoryOptions{local, slow}, config: func(c *Config) { c.Linger = 20 * time.Millisecond }}, peers: true, faults: true},
 		{name: "peers, few foreign slots, faults", o: rigOptions{slots: 16, tiers: []tiertest.MemoryOptions{local, remote}, engine: func(c *tiers.Config) { c.ForeignSlots, c.OwnerShare = 6, 0.5 }}, peers: true, faults: true},
 		{name: "peers, tiny queues, faults", o: rigOptions{slots: 24, tiers: []tiertest.MemoryOptions{slow}, config: tiny}, peers: true, faults: true},
+		{name: "peers, copied", o: rigOptions{slots: 1024, engine: func(c *tiers.Config) { c.CopyAfter = 2 }}, peers: true, complete: true, copies: true},
+		{name: "peers, copied, both, few slots, faults", o: rigOptions{slots: 48, tiers: []tiertest.MemoryOptions{local, slow}, config: func(c *Config) { c.Linger = 20 * time.Millisecond }, engine: func(c *tiers.Config) {
+			c.CopyAfter = 1
+		}}, peers: true, faults: true, copies: true},
 		{name: "peers, restored", o: rigOptions{slots: 64, tiers: []tiertest.MemoryOptions{local}}, peers: true, restored: 60},
 	}
 }
@@ -406,6 +411,8 @@ func TestHistories(t *testing.T) {
 					if r.lenders != nil {
 						if st := r.PeerStats(); *stepsFlag >= 250 && st.Chunks == 0 {
 							t.Errorf("nothing was borrowed: %+v", st)
+						} else if *stepsFlag >= 250 && c.copies != (st.Copied > 0) {
+							t.Errorf("copied: %+v", st)
 						} else {
 							t.Logf("%+v", st)
 						}

@@ -158,6 +158,16 @@ func (l *lenders) Return(handles []uint64, _ bool) {
 	}
 }
 
+// Memory is what is there now: what is lent stays as it is, and more comes behind it, or elsewhere.
+func (l *lenders) Memory(region uint32) []byte {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if region != lentRegion || l.chance(20) {
+		return nil
+	}
+	return l.mem
+}
+
 // bytes are those of an extent that a load was given just now.
 func (l *lenders) bytes(x tiers.Extent) []byte {
 	l.mu.Lock()

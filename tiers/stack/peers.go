@@ -23,6 +23,8 @@ type Peers interface {
 	Ask(run tiers.Run, done func(loans []tiers.Loan)) bool
 	// Return gives loans back: nobody reads them any more. With bad, their bytes did not check out. It does not wait, and keeps nothing of handles.
 	Return(handles []uint64, bad bool)
+	// Memory is that of a region that loans are in, to read, for its whole length, as long as a loan in it is out. nil: it cannot be had. It may fault (dax.Guard).
+	Memory(region uint32) []byte
 }
 
 const (
@@ -371,6 +373,10 @@ type PeerStats struct {
 	Returned uint64 // loans
 	Bad      uint64 // of those, for bytes that did not check out
 
+	Copied      uint64 // chunks copied into the arena
+	CopiedPages uint64
+	NotCopied   uint64 // times that a chunk was to be, and there was no room, its bytes could not be read, or its peer had gone
+
 	Slots, Used, Leased, Held int // slots for loans, those with one or on their way, those in use, and pages that can be found in them
 }
 
@@ -379,7 +385,7 @@ func (s *Stack) PeerStats() PeerStats {
 	c, e := &s.peers, s.engine.Stats()
 	return PeerStats{
 		Lookups: c.lookups.Load(), Borrows: c.borrows.Load(), Failed: c.failed.Load(), Short: c.short.Load(), Chunks: c.chunks.Load(), Pages: c.pages.Load(), Joined: c.joined.Load(),
-		Late: c.late.Load(), Void: c.void.Load(), Retried: c.retried.Load(), Returned: c.returned.Load(), Bad: c.bad.Load(),
+		Copied: e.CopiedChunks, CopiedPages: e.CopiedPages, NotCopied: e.CopiesFailed, Late: c.late.Load(), Void: c.void.Load(), Retried: c.retried.Load(), Returned: c.returned.Load(), Bad: c.bad.Load(),
 		Slots: e.ForeignSlots, Used: e.ForeignUsed, Leased: e.ForeignLeased, Held: e.ForeignPages,
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"os"
+	"path/filepath"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -44,9 +45,9 @@ type side struct {
 	closed  bool
 }
 
-// aroundBorrow is called around calls of Borrow, if it is set.
+// aroundBorrow is called around calls of Borrow, and before a chunk is copied, if it is set.
 type aroundBorrow struct {
-	before, after atomic.Pointer[func()]
+	before, after, copy atomic.Pointer[func()]
 }
 
 type foreignRegion struct{ mem []byte }
@@ -58,6 +59,7 @@ type sideOptions struct {
 	tiers  []tiertest.MemoryOptions
 	mode   Mode
 	share  float64
+	copy   int // loads after which a chunk is copied
 }
 
 var sideGeneration atomic.Uint64
@@ -99,7 +101,7 @@ func newSide(t testing.TB, dir string, o sideOptions) *side {
 	s.region, err = dax.Create(dax.Options{Kind: dax.KindMemfd, SizeBytes: int64(o.slots) * slotBytes})
 	must(t, err)
 	s.engine, err = tiers.New(tiers.Config{
-		Tiers: Admissions(cfg.Tiers), Wake: bell.Ring, OwnerShare: o.share, PartialDelay: 100 * time.Millisecond, JournalBytes: 1 << 20, ForeignSlots: o.limit, ArenaLimitBytes: s.region.Size(),
+		Tiers: Admissions(cfg.Tiers), Wake: bell.Ring, OwnerShare: o.share, PartialDelay: 100 * time.Millisecond, JournalBytes: 1 << 20, ForeignSlots: o.limit, CopyAfter: o.copy, ArenaLimitBytes: s.region.Size(),
 	})
 	must(t, err)
 	s.id, err = s.engine.OpenSpace(s.space.Fingerprint, geometry)
@@ -191,6 +193,18 @@ func (s *side) Ask(run tiers.Run, done func(loans []tiers.Loan)) bool {
 }
 
 func (s *side) Return(handles []uint64, bad bool) { s.peers.Return(handles, bad) }
+
+func (s *side) Memory(region uint32) []byte {
+	if f := s.around.copy.Load(); f != nil {
+		(*f)()
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if m := s.mapped[region]; m != nil {
+		return m.mem
+	}
+	return nil
+}
 
 func (s *side) onRegion(r peer.Region) error {
 	mem, err := unix.Mmap(r.FD, r.OffsetBytes, int(r.SizeBytes), unix.PROT_READ, unix.MAP_SHARED)
@@ -432,6 +446,91 @@ func TestPeers(t *testing.T) {
 	}
 }
 
+// TestPeersCopied: what is read often is copied, and goes on being found when who lent it has gone; others hear of it, too.
+func TestPeersCopied(t *testing.T) {
+	dir := peerDir(t)
+	a, b, c := newSide(t, dir, sideOptions{}), newSide(t, dir, sideOptions{copy: 2, tiers: []tiertest.MemoryOptions{{Local: true}}}), newSide(t, dir, sideOptions{})
+	p := some(11, 26)
+	a.store(p, 0, 26)
+	b.hears(p, 0, 26)
+	b.want(1, p, 0, 26, 26, "ppppppp")
+	b.want(2, p, 0, 10, 10, "ppp")
+	eventually(t, "the first three chunks are copied", func() bool { return b.PeerStats().Copied == 3 })
+	b.want(3, p, 0, 26, 26, "ooopppp")
+	eventually(t, "all are copied", func() bool { return b.PeerStats().Copied == 7 })
+	b.want(4, p, 0, 26, 26, "ooooooo")
+	a.lentNothing()
+	if st := b.PeerStats(); st.CopiedPages != 26 || st.NotCopied != 0 || st.Used != 0 {
+		t.Fatalf("%+v", st)
+	}
+	must(t, b.Flush(t.Context()))
+	if st := b.mem[0].Stats(); st.Chunks != 7 {
+		t.Fatalf("%+v", st)
+	}
+	a.close()
+	b.want(5, p, 0, 26, 26, "ooooooo")
+	c.hears(p, 0, 26)
+	c.want(1, p, 0, 26, 26, "ppppppp")
+}
+
+// TestPeersNotCopied: if the lender goes while a chunk is copied, or its memory does, nothing of that stays.
+func TestPeersNotCopied(t *testing.T) {
+	dir := peerDir(t)
+	a, b := newSide(t, dir, sideOptions{}), newSide(t, dir, sideOptions{copy: 1})
+	p := some(12, 8)
+	a.store(p, 0, 8)
+	b.hears(p, 0, 8)
+	gone := filepath.Join(dir, "gone")
+	must(t, os.WriteFile(gone, make([]byte, 8*slotBytes), 0o600))
+	f, err := os.OpenFile(gone, os.O_RDWR, 0)
+	must(t, err)
+	defer f.Close()
+	mem, err := unix.Mmap(int(f.Fd()), 0, 8*slotBytes, unix.PROT_READ, unix.MAP_SHARED)
+	must(t, err)
+	b.unmap = append(b.unmap, mem)
+	must(t, f.Truncate(0))
+	var there []byte
+	cut := func() { // the first to be copied is cut off, the second is not mapped
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		for _, m := range b.mapped {
+			if there == nil {
+				there, m.mem = m.mem, mem
+			} else {
+				m.mem = nil
+			}
+		}
+	}
+	b.around.copy.Store(&cut)
+	if n := b.lookup(1, p, 0, 8); n != 8 {
+		t.Fatal(n)
+	}
+	l, err := b.prepareLoad(1, p, 0, 8)
+	must(t, err)
+	eventually(t, "neither is copied", func() bool { return b.PeerStats().NotCopied == 2 })
+	b.around.copy.Store(nil)
+	b.mu.Lock()
+	for _, m := range b.mapped {
+		m.mem = there
+	}
+	b.mu.Unlock()
+	must(t, b.check(l))
+	must(t, b.engine.Release(worker, l.handle, nil))
+
+	die := func() {
+		a.close()
+		eventually(t, "that is known", func() bool { return b.PeerStats().Held == 0 })
+	}
+	b.around.copy.Store(&die)
+	b.want(2, p, 0, 8, 8, "pp")
+	eventually(t, "none is copied", func() bool { return b.PeerStats().NotCopied >= 3 && b.PeerStats().Used == 0 })
+	b.around.copy.Store(nil)
+	if st := b.engine.Stats(); st.CopiedChunks+uint64(st.Pages+st.FillingSlots) != 0 || st.FreeSlots != st.Slots {
+		t.Fatalf("%+v", st)
+	}
+	b.want(3, p, 0, 8, 0, "")
+}
+
 // TestPeersPartBehindOwn: a conversation moves, and what ends it is a part of a chunk at a peer, behind what the arena holds.
 func TestPeersPartBehindOwn(t *testing.T) {
 	dir := peerDir(t)
@@ -645,10 +744,10 @@ func TestPeerHistories(t *testing.T) {
 		}
 		all = append(all, prefix(rnd, min(60, len(base)+1+rnd.IntN(20)), base...))
 	}
-	var pages, hits, void atomic.Uint64
+	var pages, copied, hits, void atomic.Uint64
 	options := []sideOptions{
-		{slots: 40, limit: 30, linger: 20 * time.Millisecond, share: 0.7},
-		{slots: 60, limit: 200, linger: 100 * time.Millisecond, tiers: []tiertest.MemoryOptions{{Local: true}}, mode: PromoteAlways},
+		{slots: 40, limit: 30, linger: 20 * time.Millisecond, share: 0.7, copy: 1},
+		{slots: 60, limit: 200, linger: 100 * time.Millisecond, tiers: []tiertest.MemoryOptions{{Local: true}}, mode: PromoteAlways, copy: 3},
 		{slots: 30, limit: 8, linger: 2 * time.Millisecond, tiers: []tiertest.MemoryOptions{{Latency: time.Millisecond}}, share: 0.8},
 	}
 	var wg sync.WaitGroup
@@ -659,14 +758,15 @@ func TestPeerHistories(t *testing.T) {
 				s := newSide(t, dir, o)
 				n := s.live(rnd, all, 150+100*life, &hits, &void)
 				pages.Add(n)
+				copied.Add(s.PeerStats().Copied)
 				s.close()
 			}
 		})
 	}
 	wg.Wait()
-	t.Logf("%d pages borrowed, %d loads, %d lookups void", pages.Load(), hits.Load(), void.Load())
-	if pages.Load() == 0 || hits.Load() == 0 {
-		t.Error("nothing was borrowed: the history tests nothing")
+	t.Logf("%d pages borrowed, %d chunks copied, %d loads, %d lookups void", pages.Load(), copied.Load(), hits.Load(), void.Load())
+	if pages.Load() == 0 || copied.Load() == 0 || hits.Load() == 0 {
+		t.Error("nothing was borrowed, or copied: the history tests nothing")
 	}
 }
 

@@ -192,6 +192,7 @@ func New(cfg Config) (*Stack, error) {
 			s.wg.Go(s.peerWorker)
 		}
 		s.wg.Go(s.returner)
+		s.wg.Go(s.copier)
 	}
 	if len(s.tiers) > 0 || cfg.Verify != nil || cfg.Peers != nil {
 		s.wg.Go(s.dispatch)
