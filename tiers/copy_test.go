@@ -192,7 +192,7 @@ func TestCopyGivenUp(t *testing.T) {
 			b.lend(1, 0, p, 5)
 			b.settle(1, 100, 12)
 			b.ok(b.e.Cancel(me, 1))
-			b.read(0, p[:7*32])
+			b.read(0, p[:8*32])
 			x := b.nextCopy(0, 8)
 			c.meanwhile(b, p[:7*32])
 			b.ok(b.e.Check())

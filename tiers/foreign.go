@@ -179,6 +179,12 @@ func (e *Engine) enterLent(r *region, ref uint32, pages int, first uint32) bool 
 		e.linkAfter(first, rec)
 	}
 	s.pages = uint16(pages)
+	if first != 0 && pages < r.ppc { // one that nobody uses adds nothing
+		if other, _ := e.slotOf(first); r.slots[other&recordMask].idle() {
+			e.leave(other, false)
+			e.release(other)
+		}
+	}
 	return true
 }
 

@@ -162,7 +162,45 @@ func (w *world) lend() {
 		w.copy()
 	case 10, 11:
 		w.endCopy()
+	case 12, 13, 14:
+		w.reread()
 	}
+}
+
+// reread has somebody who is there for that alone load what a peer has lent, or what the arena has of it by now.
+func (w *world) reread() {
+	m := &w.peers
+	if len(m.loans) == 0 {
+		return
+	}
+	handles := sorted(m.loans)
+	l := m.loans[handles[m.rng.IntN(len(handles))]]
+	const o = Owner(1 << 40)
+	w.check(w.e.AddOwner(o, l.space.id))
+	defer w.e.RemoveOwner(o)
+	first := int(l.ex.Page)
+	hashes := l.p.digests(first, first+int(l.ex.Pages), l.space.g.DigestBytes)
+	pages, err := w.e.Lookup(o, 1, first, hashes)
+	w.check(err)
+	for i := range pages {
+		if !l.space.committed[string(hashes[i*l.space.g.DigestBytes:][:l.space.g.DigestBytes])] {
+			w.fatal("FALSE HIT: page %d of %v was never committed", first+i, l.p)
+		}
+	}
+	if pages == 0 {
+		return
+	}
+	_, extents, err := w.e.PrepareLoad(o, o, 1, first, pages, nil)
+	if errors.Is(err, ErrBusy) {
+		return
+	}
+	w.check(err)
+	for _, ex := range extents {
+		if ex.Region >= peerRegions && m.find(ex) == nil {
+			w.fatal("%+v is read, which was returned", ex)
+		}
+	}
+	w.verify(l.space, &modelLoad{p: l.p, first: first, extents: extents})
 }
 
 // copy begins to copy what has been read often.

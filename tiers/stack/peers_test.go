@@ -454,7 +454,7 @@ func TestPeersCopied(t *testing.T) {
 	a.store(p, 0, 26)
 	b.hears(p, 0, 26)
 	b.want(1, p, 0, 26, 26, "ppppppp")
-	b.want(2, p, 0, 10, 10, "ppp")
+	b.want(2, p, 0, 12, 12, "ppp")
 	eventually(t, "the first three chunks are copied", func() bool { return b.PeerStats().Copied == 3 })
 	b.want(3, p, 0, 26, 26, "ooopppp")
 	eventually(t, "all are copied", func() bool { return b.PeerStats().Copied == 7 })

@@ -87,6 +87,8 @@ func (a *asker) Ask(run tiers.Run, done func(loans []tiers.Loan)) bool {
 	})
 }
 
+func (a *asker) Memory(uint32) []byte { return nil }
+
 func (a *asker) Return(handles []uint64, bad bool) { a.peers.Return(handles, bad) }
 
 func (a *asker) LookupPending(tiers.Owner, uint64, int, time.Duration) {}
