@@ -8,7 +8,7 @@ import (
 
 // copier copies into the arena what is read often from peers, a chunk at a time: see tiers.Engine.NextCopy. Nobody waits for it.
 func (s *Stack) copier() {
-	y := memcopy.NewYielder()
+	y := memcopy.NewYielder(1) // nobody waits for it
 	for {
 		select {
 		case <-s.ctx.Done():
