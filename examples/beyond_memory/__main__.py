@@ -9,9 +9,7 @@ same tokens.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -19,9 +17,9 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from examples.stand import client, model
+from examples.stand import client, command, model
 from examples.stand.client import Answer
-from examples.stand.processes import Server, Sidecar, Stand, connector_config, dax_arena, say, stop_on_signals
+from examples.stand.processes import Server, Sidecar, Stand, connector_config, dax_arena, say
 
 LENGTHS = (1000, 2000, 4000)
 PAGE = 128  # vLLM's block on the CPU, in tokens
@@ -175,8 +173,8 @@ def run(tier: str, arena: str | None, directory: Path | None, rounds: int, seed:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.beyond_memory", description="A working set ten times the arena, with a tier below it."
+    parser = command.flags(
+        "beyond_memory", "A working set ten times the arena, with a tier below it.", "prompts of each length", 14
     )
     parser.add_argument("--tier", choices=TIERS, default="disk", help="what lies below the arena (default disk)")
     parser.add_argument(
@@ -188,23 +186,12 @@ def main() -> int:
         type=Path,
         help="for the disk, or the file in place of a DAX device: where (default: a temporary one)",
     )
-    parser.add_argument("--json", type=Path, help="also write the table to this file as JSON")
-    parser.add_argument("--rounds", type=int, default=14, help="prompts of each length; times are medians (default 14)")
-    parser.add_argument("--seed", type=int, default=1, help="of the prompts (default 1)")
-    parser.add_argument("--keep-logs", type=Path, help="copy the server's and the sidecar's logs to this directory")
     args = parser.parse_args()
-    stop_on_signals()
-    try:
-        result = run(args.tier, args.arena, args.directory, max(1, args.rounds), args.seed, args.keep_logs)
-    except KeyboardInterrupt:
-        say("stopped; everything that was started is ended")
-        return 130
-    except (RuntimeError, TimeoutError) as error:
-        say(f"demo: {error}")
-        return 1
+    result = command.show(
+        lambda: run(args.tier, args.arena, args.directory, max(1, args.rounds), args.seed, args.keep_logs)
+    )
     print(table(result))
-    if args.json is not None:
-        args.json.write_text(json.dumps(asdict(result), indent=2) + "\n")
+    command.keep(args.json, asdict(result))
     return 0 if all(row.outputs_equal for row in result.rows) else 1
 
 

@@ -9,8 +9,6 @@ reports; whether the greedy outputs are the same tokens.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import sys
@@ -18,8 +16,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from examples.stand import client, model
-from examples.stand.processes import Proxy, Server, Stand, connector_config, say, stop_on_signals
+from examples.stand import client, command, model
+from examples.stand.processes import Proxy, Server, Stand, connector_config, say
 
 LENGTHS = (100, 500, 1000, 2000, 4000)
 MAX_TOKENS = 16
@@ -117,26 +115,12 @@ def run(rounds: int, seed: int, keep_logs: Path | None) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.prefill_decode", description="Prefill and decode on two vLLM servers."
-    )
-    parser.add_argument("--json", type=Path, help="also write the table to this file as JSON")
-    parser.add_argument("--rounds", type=int, default=3, help="fresh prompts per length; times are medians (default 3)")
-    parser.add_argument("--seed", type=int, default=1, help="of the prompts (default 1)")
-    parser.add_argument("--keep-logs", type=Path, help="copy the logs of all processes to this directory")
-    args = parser.parse_args()
-    stop_on_signals()
-    try:
-        rows = run(max(1, args.rounds), args.seed, args.keep_logs)
-    except KeyboardInterrupt:
-        say("stopped; everything that was started is ended")
-        return 130
-    except (RuntimeError, TimeoutError) as error:
-        say(f"demo: {error}")
-        return 1
+    args = command.flags(
+        "prefill_decode", "Prefill and decode on two vLLM servers.", "fresh prompts per length", 3
+    ).parse_args()
+    rows = command.show(lambda: run(max(1, args.rounds), args.seed, args.keep_logs))
     print(table(rows))
-    if args.json is not None:
-        args.json.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=2) + "\n")
+    command.keep(args.json, {"rows": [asdict(row) for row in rows]})
     return 0 if all(row.outputs_equal for row in rows) else 1
 
 

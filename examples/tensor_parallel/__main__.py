@@ -10,15 +10,13 @@ sidecars keep of it; whether the greedy outputs are the same tokens.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from examples.stand import client, model
-from examples.stand.processes import Server, Sidecar, Stand, connector_config, eventually, say, stop_on_signals
+from examples.stand import client, command, model
+from examples.stand.processes import Server, Sidecar, Stand, connector_config, eventually, say
 
 RANKS = 2
 PROMPTS = (1000, 2000, 4000)  # tokens
@@ -135,25 +133,10 @@ def run(seed: int, keep_logs: Path | None) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.tensor_parallel", description="Two tensor-parallel ranks, and what is kept of them."
-    )
-    parser.add_argument("--json", type=Path, help="also write the table to this file as JSON")
-    parser.add_argument("--seed", type=int, default=1, help="of the prompts (default 1)")
-    parser.add_argument("--keep-logs", type=Path, help="copy the servers' and the sidecars' logs to this directory")
-    args = parser.parse_args()
-    stop_on_signals()
-    try:
-        rows = run(args.seed, args.keep_logs)
-    except KeyboardInterrupt:
-        say("stopped; everything that was started is ended")
-        return 130
-    except (RuntimeError, TimeoutError) as error:
-        say(f"demo: {error}")
-        return 1
+    args = command.flags("tensor_parallel", "Two tensor-parallel ranks, and what is kept of them.").parse_args()
+    rows = command.show(lambda: run(args.seed, args.keep_logs))
     print(table(rows))
-    if args.json is not None:
-        args.json.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=2) + "\n")
+    command.keep(args.json, {"rows": [asdict(row) for row in rows]})
     return 0 if all(row.hit_tokens > 0 and row.outputs_equal for row in rows) else 1
 
 

@@ -13,15 +13,13 @@ a sidecar and a server started anew: what was computed before is found on the de
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from examples.stand import client, model
+from examples.stand import client, command, model
 from examples.stand.processes import (
     Server,
     Sidecar,
@@ -30,7 +28,6 @@ from examples.stand.processes import (
     dax_arena,
     eventually,
     say,
-    stop_on_signals,
 )
 
 # (prompt tokens, tokens shared with a prompt that A has computed)
@@ -261,12 +258,7 @@ def run(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.two_instances", description="Two vLLM servers share every prefix."
-    )
-    parser.add_argument("--json", type=Path, help="also write the table to this file as JSON")
-    parser.add_argument("--rounds", type=int, default=3, help="fresh prompts per case; times are medians (default 3)")
-    parser.add_argument("--seed", type=int, default=1, help="of the prompts (default 1)")
+    parser = command.flags("two_instances", "Two vLLM servers share every prefix.", "fresh prompts per case", 3)
     parser.add_argument(
         "--arena",
         help="what it is: a size, or dax: on a file in place of a DAX device; then all is killed and restarted",
@@ -274,31 +266,23 @@ def main() -> int:
     parser.add_argument(
         "--sidecars", type=int, choices=(1, 2), default=1, help="2: each server has its own (default 1)"
     )
-    parser.add_argument("--keep-logs", type=Path, help="copy the servers' and the sidecar's logs to this directory")
     args = parser.parse_args()
     if args.sidecars == 2 and args.arena == "dax":
         parser.error("--arena dax is shown with one sidecar")
-    stop_on_signals()
-    try:
-        rows, restarted, shared = run(max(1, args.rounds), args.seed, args.arena, args.sidecars, args.keep_logs)
-    except KeyboardInterrupt:
-        say("stopped; everything that was started is ended")
-        return 130
-    except (RuntimeError, TimeoutError) as error:
-        say(f"demo: {error}")
-        return 1
+    rows, restarted, shared = command.show(
+        lambda: run(max(1, args.rounds), args.seed, args.arena, args.sidecars, args.keep_logs)
+    )
     print(table(rows))
     if restarted:
         print("\n" + restarted_table(restarted))
     if shared:
         print("\n" + stored_table(shared))
-    if args.json is not None:
-        result: dict[str, object] = {"rows": [asdict(row) for row in rows]}
-        if shared:
-            result["sidecars"] = [asdict(row) for row in shared]
-        if restarted:
-            result["restarted"] = [asdict(row) for row in restarted]
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    result: dict[str, object] = {"rows": [asdict(row) for row in rows]}
+    if shared:
+        result["sidecars"] = [asdict(row) for row in shared]
+    if restarted:
+        result["restarted"] = [asdict(row) for row in restarted]
+    command.keep(args.json, result)
     found = all(row.hit_tokens > 0 for row in restarted)
     return 0 if found and all(row.outputs_equal for row in [*rows, *restarted]) else 1
 
