@@ -220,6 +220,12 @@ func (e *Engine) push(f *fifo, limit int, in func(*route, uint8) bool, bit uint8
 	f.entries = append(f.entries, x)
 }
 
+// forget takes out what is queued of a slot.
+func (f *fifo) forget(ref uint32) {
+	left := slices.DeleteFunc(f.entries[f.head:], func(x queued) bool { return x.ref == ref })
+	f.entries = f.entries[:f.head+len(left)]
+}
+
 // queuedRoute is the route of an entry's slot, nil if that is another chunk's by now.
 func (e *Engine) queuedRoute(x queued) *route {
 	r, i := e.regions[x.ref>>recordBits], int(x.ref&recordMask)
@@ -455,10 +461,11 @@ func (e *Engine) chill(bit uint8) uint32 {
 		e.admit(ref, e.cascades.evicted&^bit)
 		e.cool(c, ref)
 		if t.held&bit == 0 {
-			if (t.whole|t.part)&bit != 0 { // as a victim of before
-				t.whole &^= bit
+			if t.part&bit != 0 { // as a victim of before; of whole chunks none waits any more
+				q := &e.cascades.queues[bits.TrailingZeros8(bit)]
+				q.part.forget(ref) // or its entry would be good again when the slot comes to wait again
 				t.part &^= bit
-				e.cascades.queues[bits.TrailingZeros8(bit)].queued--
+				q.queued--
 			}
 			return ref
 		}

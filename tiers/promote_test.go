@@ -118,6 +118,31 @@ func TestCascades(t *testing.T) {
 	b.ok(b.e.Check())
 }
 
+// TestVictimThatWaits: a partly filled chunk that waits for one tier, is its victim before its time, and comes to wait for it again, is in its queue once.
+func TestVictimThatWaits(t *testing.T) {
+	b := newBench(t, 2, 4, Config{Tiers: []TierAdmission{{Admit: AdmitEvicted}, {Admit: AdmitEvicted}}, LowWater: 1, PartialDelay: time.Second})
+	p := numbered(1, 2)
+	b.store(p)
+	for _, tier := range []int{0, 1, 0} { // of which each makes it wait for the other
+		items, _ := b.e.NextCascades(tier, 10, nil, nil)
+		if len(items) != 1 {
+			t.Fatalf("%d to be written to tier %d", len(items), tier)
+		}
+		b.e.EndCascade(items[0].Handle, false)
+		b.wantHits(2, p) // a use: it is no victim any more
+		b.ok(b.e.Check())
+	}
+	b.now += int64(2 * time.Second)
+	items, _ := b.e.NextCascades(1, 10, nil, nil)
+	if len(items) != 1 {
+		t.Fatal(items)
+	}
+	b.e.EndCascade(items[0].Handle, true)
+	if n, _ := b.e.CascadeQueue(1); n != 0 {
+		t.Fatal(n)
+	}
+}
+
 // TestStoreOvertakesPromotion: both slots are good, the one that comes second goes when nobody uses it.
 func TestStoreOvertakesPromotion(t *testing.T) {
 	b := newBench(t, 10, 4, Config{})
