@@ -34,7 +34,7 @@ func withArena(t *testing.T, devices string, more ...string) func(*Config) {
 	}
 	return func(to *Config) {
 		c := c
-		c.Runtime.Dir, c.Lifecycle = to.Runtime.Dir, to.Lifecycle
+		c.Runtime.Dir, c.Peers.Dir, c.Lifecycle = to.Runtime.Dir, to.Peers.Dir, to.Lifecycle
 		c.Lifecycle.Flush = patience
 		*to = c
 	}
@@ -272,7 +272,7 @@ func TestStartSaysWhyADeviceOfTheArenaCannotBeUsed(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			c := Defaults()
-			c.Runtime.Dir = testDir(t)
+			c.Runtime.Dir = filepath.Join(testDir(t), "rank-0") // what is beside it are its peers
 			withArena(t, tc.devices, strings.Fields(tc.more)...)(&c)
 			c, err := c.Complete(nil)
 			if err != nil {

@@ -97,7 +97,7 @@ func TestStartSaysWhyADeviceCannotBeUsed(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			c := Defaults()
-			c.Runtime.Dir = testDir(t)
+			c.Runtime.Dir = filepath.Join(testDir(t), "rank-0") // what is beside it are its peers
 			c.Arena.Kind, c.Arena.Limit = dax.KindMemfd, 8<<20
 			withTiers(t, "--dax="+tc.flag)(&c)
 			c, err := c.Complete(nil)

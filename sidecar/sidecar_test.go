@@ -59,7 +59,7 @@ func (b *logBuffer) String() string {
 func startDaemon(t *testing.T, edit func(*Config)) (*Daemon, *logBuffer) {
 	t.Helper()
 	c := Defaults()
-	c.Runtime.Dir = testDir(t)
+	c.Runtime.Dir = filepath.Join(testDir(t), "rank-0") // what is beside it are its peers
 	c.Arena.Kind = dax.KindMemfd
 	c.Arena.Limit = 8 << 20
 	c.Lifecycle.Drain = 100 * time.Millisecond
@@ -303,7 +303,7 @@ func TestFileArenaAndItsLock(t *testing.T) {
 		t.Errorf("region %+v", r)
 	}
 	c := d.cfg
-	c.Runtime.Dir = testDir(t)
+	c.Runtime.Dir = filepath.Join(testDir(t), "rank-0") // what is beside it are its peers
 	if _, err := Start(context.Background(), c, zap.NewNop()); err == nil || !strings.Contains(err.Error(), files) {
 		t.Errorf("a second sidecar on the same files: %v", err)
 	}
@@ -331,7 +331,7 @@ func TestStartRefusesWhatTheHostCannotGive(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			c := Defaults()
-			c.Runtime.Dir = testDir(t)
+			c.Runtime.Dir = filepath.Join(testDir(t), "rank-0") // what is beside it are its peers
 			c.Arena.Kind = dax.KindMemfd
 			c.Arena.Limit = 1 << 20
 			tc.edit(&c)
