@@ -112,10 +112,13 @@ def started(stand: Stand, *start: Callable[[Stand], Shape]) -> Iterator[list[Sha
 
 
 @pytest.fixture(scope="class")
-def ranks_and_room(small_model: Path, logs: Path | None) -> Iterator[list[Shape]]:
-    # These as a user's command starts them: their engines and workers, one of each or two, are spawned.
-    with started(Stand(small_model, logs), start_two_ranks, start_no_room) as shapes:
-        yield shapes
+def ranks_and_room(small_model: Path, stands: Stands, logs: Path | None) -> Iterator[list[Shape]]:
+    # The one without room as a user's command starts it: its engine and worker are spawned.
+    with (
+        started(stands(small_model), start_two_ranks) as ranks,
+        started(Stand(small_model, logs), start_no_room) as room,
+    ):
+        yield [*ranks, *room]
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,11 @@ from examples.stand.processes import Server, Sidecar, Stand, dax_arena, eventual
 
 from .conftest import PAGE, Stands, ask, computed, configured, hits_of, sessions
 from .test_2_sidecar_faults import Asking
+
+
+def lenders(sidecar: Sidecar) -> list[dict[str, Any]]:
+    """The sidecars that lend to this one: of one that was killed something may be in use yet."""
+    return [lender for lender in sidecar.status()["peers"]["lenders"] if not lender["gone"]]
 
 
 @dataclass
@@ -42,9 +48,8 @@ class Apart:
 
         def all_there() -> bool:
             for sidecar in self.sidecars:
-                peers = sidecar.status()["peers"]
-                there = [lender for lender in peers["lenders"] if lender["complete"] and not lender["gone"]]
-                if len(there) != 1 or len(peers["borrowers"]) != 1 or sessions(sidecar) != 2:
+                there = [lender for lender in lenders(sidecar) if lender["complete"]]
+                if len(there) != 1 or len(sidecar.status()["peers"]["borrowers"]) != 1 or sessions(sidecar) != 2:
                     return False
             return True
 
@@ -73,7 +78,7 @@ class Apart:
 
         def told() -> bool:
             status = sidecar.status()
-            (lender,) = other.status()["peers"]["lenders"]
+            (lender,) = lenders(other)
             stored = status["counters"]["stored_pages"] - before
             return stored >= new and not status["stores_in_flight"] and lender["pages"] == status["pages"]
 
@@ -152,7 +157,7 @@ def test_arenas_on_one_device(apart: Apart) -> None:
     assert [answer.tokens for answer in shared] == [truth.tokens for truth in truths]
     assert [answer.cached_tokens for answer in shared] == [hits_of(4000)] * 2
     for sidecar in apart.sidecars:
-        (lender,) = sidecar.status()["peers"]["lenders"]
+        (lender,) = lenders(sidecar)
         assert [there["path"] for there in lender["devices"]] == [str(device)]
         assert lender["borrowed_pages"] >= hits_of(4000) // PAGE
 
@@ -183,7 +188,7 @@ def test_other_seed_shares_nothing_and_is_told_why(apart: Apart) -> None:
     assert (alone.tokens, alone.cached_tokens) == (truth.tokens, 0)
 
     def why() -> list[str]:
-        (lender,) = apart.sidecars[1].status()["peers"]["lenders"]
+        (lender,) = lenders(apart.sidecars[1])
         return [difference["field"] for space in lender["unshared"] for difference in space["differences"]]
 
     eventually(lambda: len(why()) == 1, "why nothing is shared", 20)
