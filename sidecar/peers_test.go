@@ -262,32 +262,43 @@ func TestNothingIsSharedWhereOthersCouldLookIn(t *testing.T) {
 	}
 }
 
+// Prefixes that are named by another seed, or are another model's, are not shared.
 func TestStatusSaysWhySpacesAreNotShared(t *testing.T) {
-	dir := testDir(t)
-	a, _ := startPeer(t, dir, "a", nil)
-	b, log := startPeer(t, dir, "b", nil)
-	await(t, "they have found each other", func() bool { return len(a.Status().Peers.Lenders) == 1 && len(b.Status().Peers.Lenders) == 1 })
-	fields := func(seed string) []wire.Field {
-		return []wire.Field{{Key: "hash_seed", Value: seed}, {Key: "model", Value: "m"}}
+	for _, field := range []string{"hash_seed", "model"} {
+		t.Run(field, func(t *testing.T) {
+			dir := testDir(t)
+			a, _ := startPeer(t, dir, "a", nil)
+			b, log := startPeer(t, dir, "b", nil)
+			await(t, "they have found each other", func() bool { return len(a.Status().Peers.Lenders) == 1 && len(b.Status().Peers.Lenders) == 1 })
+			fields := func(value string) []wire.Field {
+				all := []wire.Field{{Key: "hash_seed", Value: "0"}, {Key: "model", Value: "m"}}
+				for i := range all {
+					if all[i].Key == field {
+						all[i].Value = value
+					}
+				}
+				return all
+			}
+			store(t, dialPeerWorker(t, a, fields("1")...), peerHashes(1, 4))
+			wb := dialPeerWorker(t, b, fields("2")...)
+			await(t, "b knows why", func() bool {
+				l := b.Status().Peers.Lenders
+				return len(l) == 1 && len(l[0].Unshared) == 1 && l[0].Shared == 0
+			})
+			u := b.Status().Peers.Lenders[0].Unshared[0]
+			if len(u.Differences) != 1 || u.Differences[0].Field != field || u.Differences[0].Ours != "2" || u.Differences[0].Peers != "1" {
+				t.Errorf("%+v", u)
+			}
+			if g := store(t, wb, peerHashes(1, 4)); g.Held != 0 {
+				t.Errorf("pages of another space are held: %+v", g)
+			}
+			var text strings.Builder
+			if err := b.Status().WriteTable(&text); err != nil || !strings.Contains(text.String(), field+` is "2" here, "1" there`) {
+				t.Errorf("%v: %s", err, text.String())
+			}
+			await(t, "the log says so", func() bool { return strings.Contains(log.String(), field+`: ours`) })
+		})
 	}
-	store(t, dialPeerWorker(t, a, fields("1")...), peerHashes(1, 4))
-	wb := dialPeerWorker(t, b, fields("2")...)
-	await(t, "b knows why", func() bool {
-		l := b.Status().Peers.Lenders
-		return len(l) == 1 && len(l[0].Unshared) == 1 && l[0].Shared == 0
-	})
-	u := b.Status().Peers.Lenders[0].Unshared[0]
-	if len(u.Differences) != 1 || u.Differences[0].Field != "hash_seed" || u.Differences[0].Ours != "2" || u.Differences[0].Peers != "1" {
-		t.Errorf("%+v", u)
-	}
-	if g := store(t, wb, peerHashes(1, 4)); g.Held != 0 {
-		t.Errorf("pages of another seed are held: %+v", g)
-	}
-	var text strings.Builder
-	if err := b.Status().WriteTable(&text); err != nil || !strings.Contains(text.String(), `hash_seed is "2" here, "1" there`) {
-		t.Errorf("%v: %s", err, text.String())
-	}
-	await(t, "the log says so", func() bool { return strings.Contains(log.String(), `hash_seed: ours`) })
 }
 
 func TestStatusSaysOnWhichDevicesOthersHoldWhat(t *testing.T) {
