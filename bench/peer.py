@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import statistics
 import sys
 import tempfile
@@ -54,9 +55,21 @@ class Hits:
         for server in self.servers:
             server.wait_ready()
         say("two servers up; warming up ...")
+        self._meet()
         for number in range(WARM_UP):
             self._round(-1 - number)
         self.seconds.clear()
+
+    def _meet(self) -> None:
+        """Waits until the second server hits what the first has: its worker maps that memory a moment later."""
+        seeds = itertools.count(1)
+
+        def hit() -> bool:
+            prompt = model.prompt(1000, next(seeds))
+            self._computed(0, prompt)
+            return client.complete(self.servers[1].base_url, prompt).cached_tokens > 0
+
+        eventually(hit, "a hit at the peer", 60)
 
     def round(self, number: int) -> None:
         self._round(number)
@@ -78,7 +91,7 @@ class Hits:
         before = self._known()
         answer = client.complete(self.servers[number].base_url, prompt)
         page_tokens = self.sidecars[number].status()["spaces"][0]["page_tokens"]
-        eventually(lambda: min(self._known()) >= max(before) + self.tokens // page_tokens, "both to know of it", 20)
+        eventually(lambda: min(self._known()) >= max(before) + len(prompt) // page_tokens, "both to know of it", 20)
         return answer
 
     def _known(self) -> list[int]:
