@@ -146,11 +146,7 @@ func (e *Engine) startCopy(d *dueCopy) (Copy, bool) {
 		e.stats.CopiesFailed++
 		return Copy{}, false
 	}
-	rt, t := e.slot(to)
-	t.flags |= moving
-	for pos := range int(s.pages) {
-		copy(rt.digest(to&recordMask, pos), r.digest(from&recordMask, pos))
-	}
+	rt := e.aim(to, from)
 	p.due = true
 	if s.idle() {
 		r.leased++

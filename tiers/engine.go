@@ -46,7 +46,7 @@ type Engine struct {
 	mover    owner // of the leases on what is being moved
 	journal  journal
 	lent     lent
-	flights  map[uint64]uint32 // slots that are being promoted into and may be joined, by space.flight
+	flights  map[uint64]uint32 // slots that are being promoted into and may be joined, by Engine.flight
 	carving  bool              // a region is being carved with the lock released
 	// wanted is when a geometry first had to wait for a region, 0 for none waiting.
 	wanted    int64

@@ -171,32 +171,34 @@ func mix(h, w uint64) uint64 {
 	return hi ^ lo
 }
 
-// tag is the keyed hash of a digest in a space.
-func (s *space) tag(d []byte) uint32 {
+// hash is a digest's, keyed by its space.
+func (s *space) hash(d []byte) uint64 {
 	h := s.salt
 	for i := 0; i+8 <= len(d); i += 8 {
 		h = mix(h, binary.LittleEndian.Uint64(d[i:]))
 	}
-	return uint32(h>>32) & s.tagMask
+	return h
 }
+
+// hashOfRecord is hash for a digest as records keep it.
+func (s *space) hashOfRecord(words []uint64) uint64 {
+	h := s.salt
+	for _, w := range words {
+		h = mix(h, w)
+	}
+	return h
+}
+
+// tag is what the index has of a digest's hash.
+func (s *space) tag(d []byte) uint32 { return uint32(s.hash(d)>>32) & s.tagMask }
 
 // tagOfRecord is tag for a digest as records keep it.
 func (s *space) tagOfRecord(words []uint64) uint32 {
-	h := s.salt
-	for _, w := range words {
-		h = mix(h, w)
-	}
-	return uint32(h>>32) & s.tagMask
+	return uint32(s.hashOfRecord(words)>>32) & s.tagMask
 }
 
 // key is what the policies know a page by.
-func (s *space) key(words []uint64) uint64 {
-	h := s.salt
-	for _, w := range words {
-		h = mix(h, w)
-	}
-	return max(h, 1)
-}
+func (s *space) key(words []uint64) uint64 { return max(s.hashOfRecord(words), 1) }
 
 // equal compares a record's digest with one from a message.
 func equal(words []uint64, d []byte) bool {

@@ -1,9 +1,6 @@
 package tiers
 
-import (
-	"encoding/binary"
-	"fmt"
-)
+import "fmt"
 
 // PromotionState says what has to be done for a chunk that a lookup goes on with.
 type PromotionState uint8
@@ -25,22 +22,10 @@ type PromotedChunk struct {
 	Foreign   bool   // it is, or is to be, leased from a peer; Region and Offset are those of the loan, if it is ready
 }
 
-// flight is what a chunk that is on its way is known by: a hash of its last page, which names all its pages. Whoever finds a slot by it compares the page.
-func (s *space) flight(d []byte) uint64 {
-	h := s.salt
-	for i := 0; i+8 <= len(d); i += 8 {
-		h = mix(h, binary.LittleEndian.Uint64(d[i:]))
-	}
-	return h
-}
-
+// flight is what a chunk that is on its way is known by: the hash of its last page, which names all its pages. Whoever finds a slot by it compares the page.
 func (e *Engine) flight(ref uint32) uint64 {
 	r, s := e.slot(ref)
-	h := e.spaceOf(r, s).salt
-	for _, w := range r.digest(ref&recordMask, int(s.granted)-1) {
-		h = mix(h, w)
-	}
-	return h
+	return e.spaceOf(r, s).hashOfRecord(r.digest(ref&recordMask, int(s.granted)-1))
 }
 
 // flying is the slot of a space, which may be nil, that is being promoted into for the chunk that ends with a page; 0: there is none.
@@ -48,7 +33,7 @@ func (e *Engine) flying(s *space, d []byte) uint32 {
 	if s == nil || len(e.flights) == 0 {
 		return 0
 	}
-	ref, ok := e.flights[s.flight(d)]
+	ref, ok := e.flights[s.hash(d)]
 	if !ok {
 		return 0
 	}
@@ -247,7 +232,7 @@ func (e *Engine) promote(ow *owner, w *walk, i, have int, lent, join bool, paren
 		r, s := e.slot(ref)
 		s.flags |= promoting
 		r.class.promoting++
-		e.flights[in.flight(last)] = ref
+		e.flights[in.hash(last)] = ref
 		c.State = PromotionGranted
 		if !lent {
 			e.stats.Promotions++

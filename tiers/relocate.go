@@ -170,15 +170,22 @@ func (e *Engine) NextMoves(region uint32, from, max int, leased bool, buf []byte
 	}
 }
 
-// startMove grants a free slot for what a ready one holds, and leases that. It is not a use.
-func (e *Engine) startMove(from uint32, buf []byte) (Move, []byte) {
+// aim has a granted slot await what a ready one holds, and answers its region.
+func (e *Engine) aim(to, from uint32) *region {
 	r, s := e.slot(from)
-	to := e.alloc(e.spaces[s.space], int(s.chunk), int(s.pages))
 	rt, t := e.slot(to)
 	t.flags |= moving
 	for pos := range int(s.pages) {
 		copy(rt.digest(to&recordMask, pos), r.digest(from&recordMask, pos))
 	}
+	return rt
+}
+
+// startMove grants a free slot for what a ready one holds, and leases that. It is not a use.
+func (e *Engine) startMove(from uint32, buf []byte) (Move, []byte) {
+	r, s := e.slot(from)
+	to := e.alloc(e.spaces[s.space], int(s.chunk), int(s.pages))
+	rt := e.aim(to, from)
 	if s.idle() {
 		r.leased++
 	}

@@ -4,7 +4,7 @@ Python's fork server is that process. A server forked from it runs what `python 
 spawns its engine and its workers, these are forked from it too. Otherwise they are as if spawned: their environment,
 process group and log are their starter's, what they are given is pickled, and at their end runs what runs at an
 interpreter's end. Only what reads the environment as it is imported sees that of the tests; OpenMP's settings are made
-up for here. In test_3_shapes.py there are servers that start as a user's do.
+up for here. In test_3_shapes.py there is a server that starts as a user's does.
 """
 
 from __future__ import annotations

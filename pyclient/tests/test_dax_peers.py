@@ -15,11 +15,19 @@ from typing import Any
 
 import pytest
 from peer import until
-from test_peers import Delayed, Host, end, history, prefix, under_way
+from test_peers import (
+    Delayed,
+    Host,
+    end,
+    history,
+    prefix,
+    test_load_under_way_when_the_own_sidecar_dies_fails,
+    under_way,
+)
 from test_sidecar import BINARY
 from test_worker import PAGE, PPC, model
 
-__all__ = ["model", "under_way"]
+__all__ = ["model", "test_load_under_way_when_the_own_sidecar_dies_fails", "under_way"]
 
 pytestmark = pytest.mark.skipif(not BINARY.exists(), reason=f"{BINARY} is not built")
 
@@ -143,15 +151,6 @@ def test_lender_that_is_killed_in_a_load_begins_when_that_has_ended(
     two.found_each_other()
     two.know(prefix(2, 8))
     assert two.fetch(1, prefix(2, 8), "later") == 8
-
-
-def test_load_under_way_when_the_own_sidecar_dies_fails(two: Host, under_way: Callable[[], Delayed]) -> None:
-    """What was lent to it is free when it is dead: its workers cannot know what they have read."""
-    slow = under_way()
-    two.sidecars[1].kill()
-    until(lambda: not any(b["loads"] for b in two.sidecars[0].status()["peers"]["borrowers"]))
-    end(two.engines[1], slow)
-    assert two.engines[1].failed == {"r": 1} and two.engines[1].invalid == set(range(1, 9))
 
 
 def changed(host: Host, number: int, *command: str) -> subprocess.CompletedProcess[str]:

@@ -125,7 +125,10 @@ func (p *Peers) Ask(run tiers.Run, done func(loans []Loan)) bool {
 	defer plans.Put(s)
 	p.hinted(&run, s, nil)
 	bit, chunks, part := s.best(0, 0)
-	if bit < 0 || chunks+btoi(part) < len(s.who) || part && (run.Pages()-1)%run.Space.Geometry.PagesPerChunk+1 != s.partPages {
+	if part {
+		chunks++
+	}
+	if bit < 0 || chunks < len(s.who) || part && (run.Pages()-1)%run.Space.Geometry.PagesPerChunk+1 != s.partPages {
 		return false
 	}
 	p.mu.Lock()
@@ -150,13 +153,6 @@ func (p *Peers) Ask(run tiers.Run, done func(loans []Loan)) bool {
 	}
 	p.borrows.Add(1)
 	return true
-}
-
-func btoi(b bool) int {
-	if b {
-		return 1
-	}
-	return 0
 }
 
 // Touch answers how many pages of a run peers hold, from its first on without a gap, and has that counted as a use of them. Peers that the hints name are asked; nothing is leased.
