@@ -151,7 +151,7 @@ func (p *peers) onRegionGone(peer uint64, region uint32) {
 }
 
 // Contains implements stack.Peers.
-func (p *peers) Contains(run tiers.Run, held []uint16) { p.peer.Contains(run, held) }
+func (p *peers) Contains(run tiers.Run, held []uint16) (all int) { return p.peer.Contains(run, held) }
 
 // Borrow implements stack.Peers.
 func (p *peers) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l tiers.Loan)) (pages int, err error) {
@@ -178,8 +178,8 @@ func (p *peers) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l
 }
 
 // Ask implements stack.Peers.
-func (p *peers) Ask(run tiers.Run, done func(loans []tiers.Loan)) bool {
-	return p.peer.Ask(run, func(loans []tiers.Loan) {
+func (p *peers) Ask(run tiers.Run, peer int, done func(loans []tiers.Loan)) bool {
+	return p.peer.Ask(run, peer, func(loans []tiers.Loan) {
 		known := 0 // of them, before the first in a region that is just going
 		p.mu.RLock()
 		var key peerRegion

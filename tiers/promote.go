@@ -43,6 +43,14 @@ func (e *Engine) flying(s *space, d []byte) uint32 {
 	return ref
 }
 
+// Awaited says whether the chunk that ends with a page is on its way for some lookup.
+func (e *Engine) Awaited(id SpaceID, digest []byte) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	s, err := e.space(id)
+	return err == nil && len(digest) == s.g.DigestBytes && (e.flying(s, digest) != 0 || e.flying(s.shadow, digest) != 0)
+}
+
 // PreparePromotion lets a lookup of owner o go on with chunks that can be had from a tier: a run that begins with the first chunk that the lookup does not
 // hold whole (firstPage is that chunk's first page), hashes being the digests of its pages and prev that of the page before, if it is known. have[i] is
 // how many pages of the run's i-th chunk a tier has, from its first, or with lent[i] a peer: then it is to be borrowed (FinishBorrow), as it is where peers lent something already. lent may be nil. A lookup

@@ -27,8 +27,9 @@ type plan struct {
 
 var plans = sync.Pool{New: func() any { return new(plan) }}
 
-// hinted sets held[i], where held is not nil, to how many pages of the i-th chunk of a run some peer is said to hold, and notes in s, where that is not nil, who does.
-func (p *Peers) hinted(run *tiers.Run, s *plan, held []uint16) {
+// hinted sets held[i], where held is not nil, to how many pages of the i-th chunk of a run some peer is said to hold, and notes in s, where that is not nil, who does. all are those that are
+// said to hold all of it.
+func (p *Peers) hinted(run *tiers.Run, s *plan, held []uint16) (all uint64) {
 	g := &run.Space.Geometry
 	d, ppc := g.DigestBytes, g.PagesPerChunk
 	pages, chunks := run.Pages(), run.Chunks()
@@ -46,9 +47,10 @@ func (p *Peers) hinted(run *tiers.Run, s *plan, held []uint16) {
 	mask := t.mask & t.asked[*fp]
 	if mask == 0 {
 		clear(held)
-		return
+		return 0
 	}
 	whole := true // so far
+	all = mask
 	var keys, who [groupHints]uint64
 	for at := 0; at < chunks; at += groupHints {
 		n := min(groupHints, chunks-at)
@@ -60,6 +62,7 @@ func (p *Peers) hinted(run *tiers.Run, s *plan, held []uint16) {
 		for i, w := range who[:n] {
 			from, to := (at+i)*ppc, min((at+i+1)*ppc, pages)
 			count := 0
+			all &= w
 			switch {
 			case w != 0:
 				count = to - from
@@ -78,6 +81,7 @@ func (p *Peers) hinted(run *tiers.Run, s *plan, held []uint16) {
 			}
 		}
 	}
+	return all
 }
 
 // part finds by bisection how many of the pages from one on are held, the one numbered to not being, and who holds them. t.mu is held.
@@ -98,8 +102,13 @@ func (t *hintTable) part(run *tiers.Run, from, to int, mask uint64) (who uint64,
 }
 
 // Contains sets held[i] to how many pages of the run's i-th chunk, from its first, some peer is said to hold. Of chunks behind the first that is not held whole, only those that are
-// held whole count. Nobody is asked: it is a hint, and takes microseconds. len(held) == run.Chunks().
-func (p *Peers) Contains(run tiers.Run, held []uint16) { p.hinted(&run, nil, held) }
+// held whole count. Nobody is asked: it is a hint, and takes microseconds. len(held) == run.Chunks(). all is the number, for Ask, of a peer that is said to hold all of the run, -1 if there is none.
+func (p *Peers) Contains(run tiers.Run, held []uint16) (all int) {
+	if who := p.hinted(&run, nil, held); who != 0 {
+		return bits.TrailingZeros64(who)
+	}
+	return -1
+}
 
 // Borrow leases what the hints say that peers hold of a run, from its first page on without a gap: from the peer that has most of it, and what comes after from others. out is told of each chunk, in
 // order, on the caller's goroutine, before Borrow returns. It answers the pages that were leased; an error only when that is none, and peers that were asked have failed. Each loan
@@ -115,26 +124,14 @@ func (p *Peers) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l
 	return pages, err
 }
 
-// Ask begins to lease a run, and calls done once, on another goroutine, with what has been leased, as by Borrow: loans is valid until done returns, and none is an answer, too. done must not
-// wait. It answers false, and never calls done, where that is no matter of one message: not one peer is said to hold all of it, or it cannot be asked now.
-func (p *Peers) Ask(run tiers.Run, done func(loans []Loan)) bool {
-	if run.Pages() == 0 {
-		return false
-	}
-	s := plans.Get().(*plan)
-	defer plans.Put(s)
-	p.hinted(&run, s, nil)
-	bit, chunks, part := s.best(0, 0)
-	if part {
-		chunks++
-	}
-	if bit < 0 || chunks < len(s.who) || part && (run.Pages()-1)%run.Space.Geometry.PagesPerChunk+1 != s.partPages {
-		return false
-	}
+// Ask begins to lease a run of the peer whose number Contains has just answered for it, and calls done once, on another goroutine, with what has been leased, as by Borrow: loans is valid until done
+// returns, and none is an answer, too. done must not wait. It keeps nothing of the run's digests. It answers false, and never calls done, where that is no matter of one message, or the peer cannot be
+// asked now.
+func (p *Peers) Ask(run tiers.Run, peer int, done func(loans []Loan)) bool {
 	p.mu.Lock()
-	b := p.byBit[bit]
+	b := p.byBit[peer]
 	p.mu.Unlock()
-	if b == nil || run.Pages() > b.pagesAtMost(run.Space.Geometry.DigestBytes) {
+	if b == nil || run.Pages() == 0 || run.Pages() > b.pagesAtMost(run.Space.Geometry.DigestBytes) {
 		return false
 	}
 	c := asks.Get().(*call)

@@ -116,7 +116,7 @@ func TestAsk(t *testing.T) {
 	stop.Lock()
 	a.p.held.Store(stop)
 	answer := make(chan int, 2)
-	if !c.p.Ask(run(sp, hashes), func(loans []Loan) { answer <- len(loans) }) {
+	if !c.p.Ask(run(sp, hashes), c.all(run(sp, hashes)), func(loans []Loan) { answer <- len(loans) }) {
 		t.Fatal("it is not asked")
 	}
 	closed := make(chan struct{})

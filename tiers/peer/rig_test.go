@@ -352,11 +352,18 @@ func (s *side) borrows(sp *tiers.Space, hashes []byte, want int) []loan {
 	return got
 }
 
+// all is the number of a peer that is said to hold all of a run, or -1.
+func (s *side) all(r tiers.Run) int { return s.p.Contains(r, make([]uint16, r.Chunks())) }
+
 // ask borrows by Ask; asked says whether that was a matter of one message.
 func (s *side) ask(r tiers.Run) (loans []loan, pages int, asked bool) {
 	s.t.Helper()
 	answer := make(chan []loan, 2)
-	if !s.p.Ask(r, func(list []Loan) {
+	all := s.all(r)
+	if all < 0 {
+		return nil, 0, false
+	}
+	if !s.p.Ask(r, all, func(list []Loan) {
 		var loans []loan
 		for i, l := range list {
 			loans = append(loans, loan{l, i, r})

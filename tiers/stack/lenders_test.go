@@ -38,7 +38,10 @@ type lentRun struct {
 	peer     uint64
 }
 
-const lentRegion = 4000
+const (
+	lentRegion = 4000
+	lentBy     = 7 // the number of whoever holds all of a run
+)
 
 func newLenders(space *tiers.Space, rnd *rand.Rand) *lenders {
 	return &lenders{space: space, rnd: rnd, held: map[string]bool{}, peer: 1, out: map[uint64]lentRun{}}
@@ -64,7 +67,7 @@ func (l *lenders) of(c tiers.Run) (n int) {
 	return n
 }
 
-func (l *lenders) Contains(run tiers.Run, held []uint16) {
+func (l *lenders) Contains(run tiers.Run, held []uint16) (all int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	whole := true
@@ -83,6 +86,10 @@ func (l *lenders) Contains(run tiers.Run, held []uint16) {
 		whole = whole && n == c.Pages()
 		held[i] = uint16(n)
 	}
+	if !whole {
+		return -1
+	}
+	return lentBy
 }
 
 var errNobody = errors.New("nobody lends it")
@@ -128,11 +135,15 @@ func (l *lenders) Borrow(ctx context.Context, run tiers.Run, out func(chunk int,
 	return pages, err
 }
 
-func (l *lenders) Ask(run tiers.Run, done func(loans []tiers.Loan)) bool {
+func (l *lenders) Ask(run tiers.Run, peer int, done func(loans []tiers.Loan)) bool {
 	l.mu.Lock()
 	ok := !l.chance(3)
+	if peer != lentBy {
+		l.wrong = fmt.Errorf("peer %d is asked, and was not named", peer)
+	}
 	l.mu.Unlock()
 	if ok {
+		run.Hashes = slices.Clone(run.Hashes)
 		l.asks.Go(func() {
 			var loans []tiers.Loan
 			_, _ = l.Borrow(context.Background(), run, func(_ int, x tiers.Loan) { loans = append(loans, x) })

@@ -86,7 +86,7 @@ type request struct {
 	names     []byte               // their digests,
 	done      int                  // how many are, or are about to be,
 	expect    int                  // and the pages that the lookup would hold then
-	ask       *borrowing           // by which its caller is going to ask peers
+	ask       *borrowing           // by which its caller asks peers, being about to prepare it, with Stack.preparing held
 
 	// Guarded by Stack.mu.
 	phase      phase
@@ -100,6 +100,8 @@ type request struct {
 	queued     time.Time // was queued,
 	told       time.Time // and said last to be pending
 	quiet      bool      // it was not said to be pending, as peers mostly answer at once
+	inline     bool      // its answer is its caller's, who waits for it: it goes to settled
+	settled    int       // pages; -1: not yet
 	unlent     bool      // peers did not lend all that they were said to hold
 	loads      []*load   // by chunk; nil: it has arrived, or nobody waits for it
 	from       int       // chunks [from, want) are wanted,
@@ -168,7 +170,7 @@ func (s *Stack) Lookup(q *Query, a Asker) (pages int, done bool, err error) {
 	}
 	r.asker, r.owner, r.lookup, r.id = a, q.Owner, q.Lookup, q.Space
 	r.first, r.asked, r.recompute, r.promote = q.FirstPage, asked, q.Recompute, promote
-	r.peers, r.quiet, r.unlent = peers, false, false
+	r.peers, r.quiet, r.unlent, r.inline = peers, false, false, false
 	r.all = tiers.Run{Space: sp, First: q.FirstPage, Prev: q.Prev, Hashes: q.Hashes}
 	r.checks = nil
 	if check {
@@ -176,27 +178,24 @@ func (s *Stack) Lookup(q *Query, a Asker) (pages int, done bool, err error) {
 	}
 	var next *tier
 	goesOn := len(r.checks) > 0
-	if goesOn {
+	if r.ask = nil; goesOn {
 		r.run = r.all
 	} else if (promote || peers) && r.aim(pages) {
+		s.askFirst(r, s.hear(r))
 		next = s.sound(r)
 		goesOn = next != nil || r.chunks > 0
-	}
-	mine := goesOn && next == nil && len(r.checks) == 0 && r.need == 0 && r.chunks <= maxAtOnce && s.preparing.TryLock()
-	if r.ask = nil; mine {
-		if r.ask = s.spareAsk.Swap(nil); r.ask == nil {
-			r.ask = &borrowing{}
+		if r.ask == nil && goesOn && next == nil && r.need == 0 && r.chunks <= maxAtOnce && s.preparing.TryLock() {
+			r.ask = s.newBorrowing()
 		}
 	}
-	begun := goesOn && s.begin(r, next, q, mine)
-	if mine {
-		if begun {
-			s.askAtOnce(r)
+	b := r.ask
+	begun := goesOn && s.begin(r, next, q)
+	if b != nil {
+		if n, settled := s.prepareAtOnce(r, b, begun); settled {
+			return n, true, nil
 		}
-		s.preparing.Unlock()
 	}
 	if !begun {
-		r.ask = nil
 		r.asker, r.run, r.all, r.checks = nil, tiers.Run{}, tiers.Run{}, nil
 		s.spare.Store(r)
 		return pages, true, nil
@@ -223,16 +222,21 @@ func (r *request) aim(hit int) bool {
 	return true
 }
 
-// sound asks what peers are said to hold of a request's run, and the tiers that answer from memory. It answers the tier that is to be asked next, or plans.
-func (s *Stack) sound(r *request) (next *tier) {
-	r.known, r.lent = 0, r.lent[:0]
-	if r.peers {
-		for range r.run.Chunks() {
-			r.lent = append(r.lent, 0)
-		}
-		s.cfg.Peers.Contains(r.run, r.lent)
+// hear notes what peers are said to hold of a request's run, and answers the number of one that is said to hold all of it, or -1.
+func (s *Stack) hear(r *request) (all int) {
+	if !r.peers {
+		r.lent = r.lent[:0]
+		return -1
 	}
-	if !r.promote {
+	n := r.run.Chunks()
+	r.lent = slices.Grow(r.lent[:0], n)[:n]
+	return s.cfg.Peers.Contains(r.run, r.lent)
+}
+
+// sound asks the tiers that answer from memory for a request's run, of which it is known what peers are said to hold. It answers the tier that is to be asked next, or plans.
+func (s *Stack) sound(r *request) (next *tier) {
+	r.known = 0
+	if !r.promote || r.ask != nil { // one peer has all of it
 		s.plan(r)
 		return nil
 	}
@@ -266,10 +270,9 @@ func (s *Stack) replace(key lookupKey) error {
 
 // ask asks a tier for what it has of a request's run, from chunk i on.
 func (s *Stack) ask(r *request, t *tier, i int) {
-	held := r.held[t.index][:0]
-	for range r.run.Chunks() {
-		held = append(held, 0)
-	}
+	n := r.run.Chunks()
+	held := slices.Grow(r.held[t.index][:0], n)[:n]
+	clear(held)
 	r.held[t.index] = held
 	if !t.breaker.usable() {
 		return
@@ -359,7 +362,7 @@ func (s *Stack) nextSeek(r *request, from int) *tier {
 func (s *Stack) plan(r *request) {
 	g := &r.run.Space.Geometry
 	n, chunks := r.run.Pages(), r.run.Chunks()
-	r.have, r.source, r.borrow = r.have[:0], r.source[:0], r.borrow[:0]
+	r.have, r.source, r.borrow = slices.Grow(r.have[:0], chunks), slices.Grow(r.source[:0], chunks), slices.Grow(r.borrow[:0], chunks)
 	r.chunks, r.pages, r.eta = 0, r.hit, 0
 	var arena []uint16
 	for i := range chunks {
@@ -434,8 +437,8 @@ func (s *Stack) plan(r *request) {
 	}
 }
 
-// begin lets a request go on without its caller: to be verified, to a tier that is to be asked, or to be promoted; but with mine its caller goes on with it. false: there is no room.
-func (s *Stack) begin(r *request, next *tier, q *Query, mine bool) bool {
+// begin lets a request go on without its caller: to be verified, to a tier that is to be asked, or to be promoted; but with r.ask its caller goes on with it. false: there is no room.
+func (s *Stack) begin(r *request, next *tier, q *Query) bool {
 	r.keep()
 	s.mu.Lock()
 	if s.closed || len(s.pending) >= s.cfg.MaxPending || s.bytes+r.size > s.cfg.MaxPendingBytes {
@@ -448,10 +451,10 @@ func (s *Stack) begin(r *request, next *tier, q *Query, mine bool) bool {
 		deadline = s.cfg.LookupDeadline
 	}
 	s.add(r, deadline)
-	if mine {
+	if r.ask != nil {
 		r.phase, r.queued = preparing, r.since
 		s.hush(r, true)
-		s.mu.Unlock() // askAtOnce does what is due
+		s.mu.Unlock() // prepareAtOnce does what is due
 		return true
 	}
 	defer s.unlock()
@@ -594,6 +597,10 @@ func (s *Stack) settle(r *request) {
 	if n, err := s.engine.SettleLookup(r.owner, r.lookup, r.asked); err == nil && n > 0 {
 		pages = r.base() + n - r.first
 	}
+	if r.inline {
+		r.settled = pages
+		return
+	}
 	s.outbox = append(s.outbox, message{asker: r.asker, answer: Answer{r.owner, r.lookup, pages, time.Since(r.since)}})
 }
 
@@ -708,7 +715,7 @@ func (s *Stack) prepare(r *request, mine bool) {
 	s.prepareHeld(r, mine, nil)
 }
 
-// prepareHeld is prepare with s.preparing held. With b, chunks that are to be borrowed are put there, those from the first on that follow on each other, and the call of Peers.Ask is its caller's.
+// prepareHeld is prepare with s.preparing held. With b, chunks that are to be borrowed are put there: who lends them is its caller's matter.
 func (s *Stack) prepareHeld(r *request, mine bool, b *borrowing) {
 	out := s.granted[:0]
 	ppc := r.run.Space.Geometry.PagesPerChunk
@@ -797,7 +804,7 @@ func (s *Stack) prepareHeld(r *request, mine bool, b *borrowing) {
 		case l == nil || l.state != loadNew:
 		case !l.foreign:
 			s.sendLoad(l)
-		case b != nil && (len(b.batch) == 0 || b.batch[len(b.batch)-1].before(l)):
+		case b != nil:
 			l.state = loadRunning
 			b.batch = append(b.batch, l)
 		case s.sendBorrow(l):
@@ -807,9 +814,6 @@ func (s *Stack) prepareHeld(r *request, mine bool, b *borrowing) {
 			mine = false
 		}
 	}
-	if b != nil && len(b.batch) > 0 {
-		s.borrowings[b] = struct{}{}
-	}
 	if r.phase == ended {
 		return // none of it could be had after all
 	}
@@ -818,7 +822,7 @@ func (s *Stack) prepareHeld(r *request, mine bool, b *borrowing) {
 		s.remove(r)
 		return
 	}
-	if time.Since(r.queued) > roomPoll && r.left > 0 {
+	if !r.quiet && time.Since(r.queued) > roomPoll && r.left > 0 {
 		s.tell(r, r.pages, r.eta) // it was promised from an earlier moment on
 	}
 	if r.trim != trim {

@@ -12,15 +12,16 @@ import (
 // Peers is how a Stack reaches other sidecars' arenas. Its methods may be called from any goroutine.
 type Peers interface {
 	// Contains sets held[i] to how many pages of the run's i-th chunk, from its first, some peer is said to hold; those behind the first that is not held whole count only if held whole.
-	// It takes microseconds, and never waits for anybody. len(held) == run.Chunks().
-	Contains(run tiers.Run, held []uint16)
+	// It takes microseconds, and never waits for anybody. len(held) == run.Chunks(). all is the number, for Ask, of a peer that is said to hold all of the run; -1: there is none.
+	Contains(run tiers.Run, held []uint16) (all int)
 	// Borrow leases what peers hold of a run, from its first page on without a gap, and tells out of each chunk, in order, on the caller's goroutine, before it returns. Regions are those that were
 	// announced to our workers. A chunk with fewer pages than the run has of it is the last. It answers the pages leased, and an error only when that is none. It waits until ctx is done, and a bounded
 	// time, at most.
 	Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l tiers.Loan)) (pages int, err error)
-	// Ask begins to lease a run, all of which one peer is said to hold, and calls done once, on another goroutine, with what has been leased, as by Borrow: loans is valid until done returns,
-	// none is an answer, too, and it comes within a bounded time. done does not wait. Ask answers false, and never calls done, where it is for Borrow to see who has what. It does not wait.
-	Ask(run tiers.Run, done func(loans []tiers.Loan)) bool
+	// Ask begins to lease a run of the peer whose number Contains has just answered for it, and calls done once, on another goroutine, with what has been leased, as by Borrow: loans is valid until
+	// done returns, none is an answer, too, and it comes within a bounded time. done does not wait. The digests of run are read before it returns. Ask answers false, and never calls done, where it
+	// is for Borrow to see who has what. It does not wait.
+	Ask(run tiers.Run, peer int, done func(loans []tiers.Loan)) bool
 	// Return gives loans back: nobody reads them any more. With bad, their bytes did not check out. It does not wait, and keeps nothing of handles.
 	Return(handles []uint64, bad bool)
 	// Memory is that of a region that loans are in, to read, for its whole length, as long as a loan in it is out. nil: it cannot be had. It may fault (dax.Guard).
@@ -45,10 +46,15 @@ type borrowing struct {
 	gone []uint64 // peers that have gone since it began: what they lent it is void
 
 	// Of Ask. It is used again, if nobody else can know of what is in it.
-	r       *request
-	batch   []*load
-	loads   []load // granted to the request: those of batch, and maybe others
-	digests []byte // of the request
+	r        *request     // nil: nobody wants what is lent any more
+	asked    bool         // what follows is of an Ask that has begun
+	prepared bool         // what is below is as it will be: whoever sees both this and came first goes on
+	came     bool         // done was called
+	loans    []tiers.Loan // with these, if before prepared
+	done     func(loans []tiers.Loan)
+	batch    []*load
+	loads    []load // granted to the request: those of batch, and maybe others
+	digests  []byte // of the request
 }
 
 // borrowed says which chunks that a request wants, from one on, are to be borrowed. nil: none.
@@ -85,7 +91,7 @@ func (s *Stack) hush(r *request, quiet bool) {
 func (s *Stack) speak(now time.Time) time.Duration {
 	next := slowSeek
 	for _, r := range s.pending {
-		if !r.quiet {
+		if !r.quiet || r.inline {
 			continue
 		}
 		if left := slowSeek - now.Sub(r.queued); left > 0 {
@@ -149,6 +155,7 @@ func (s *Stack) peerWorker() {
 		case r.phase == seeking:
 			s.asks.pop()
 			s.unlock()
+			s.hear(r)
 			next := s.sound(r)
 			s.mu.Lock()
 			s.proceed(r, next)
@@ -183,24 +190,82 @@ func (s *Stack) borrow(b *borrowing, batch []*load, loans []tiers.Loan) []tiers.
 	return loans
 }
 
-// askAtOnce prepares a request of its caller's, all of whose rest is at peers, and asks one of them for all of it, if one has it: else it is for peerWorkers. s.preparing is held.
-func (s *Stack) askAtOnce(r *request) {
-	s.peers.lookups.Add(1)
-	b := r.ask
-	r.ask = nil
-	if s.prepareHeld(r, false, b); len(b.batch) > 0 && !s.cfg.Peers.Ask(runOf(b.batch), func(loans []tiers.Loan) {
-		s.lent(b, b.batch, loans, true)
-		s.deliver()
-	}) {
-		s.mu.Lock()
-		delete(s.borrowings, b)
+// newBorrowing is one for Ask.
+func (s *Stack) newBorrowing() *borrowing {
+	b := s.spareAsk.Swap(nil)
+	if b == nil {
+		b = &borrowing{}
+		b.done = func(loans []tiers.Loan) { s.heard(b, loans) }
+	}
+	b.asked, b.prepared, b.came, b.batch, b.loads = false, false, false, b.batch[:0], b.loads[:0]
+	return b
+}
+
+// askFirst asks a peer for all of a request's run before anything else is done about it, as the peer answers meanwhile; -1: there is none that has it. Then r.ask is not nil, and s.preparing is held. Where others
+// wait for the same chunks already nobody is asked.
+func (s *Stack) askFirst(r *request, peer int) {
+	if peer < 0 || r.run.Chunks() > maxAtOnce {
+		return
+	}
+	d := r.run.Space.Geometry.DigestBytes
+	first := pagesOf(r.run.Pages(), r.run.Space.Geometry.PagesPerChunk, 0) * d
+	if s.engine.Awaited(r.id, r.run.Hashes[first-d:first]) || !s.preparing.TryLock() {
+		return
+	}
+	b := s.newBorrowing()
+	b.asked = true
+	s.mu.Lock()
+	s.borrowings[b] = struct{}{} // a peer may go as soon as it has lent
+	s.mu.Unlock()
+	if s.cfg.Peers.Ask(r.run, peer, b.done) {
+		r.ask = b
+		return
+	}
+	s.mu.Lock()
+	delete(s.borrowings, b)
+	s.mu.Unlock()
+	s.spareAsk.Store(b)
+	s.preparing.Unlock()
+}
+
+// prepareAtOnce prepares a request of its caller's, all of whose rest is at peers, or on its way, while one of them is asked for it already (b.asked), or a peerWorker is to see who has it. s.preparing is held, and
+// let go of. Without begun there is none. settled: the request has ended, with so many pages, and nobody else is told.
+func (s *Stack) prepareAtOnce(r *request, b *borrowing, begun bool) (pages int, settled bool) {
+	if r.ask = nil; begun {
+		s.peers.lookups.Add(1)
+		s.prepareHeld(r, false, b)
+		b.r = r
+	}
+	s.preparing.Unlock()
+	s.mu.Lock()
+	b.prepared = true
+	if !b.asked {
 		for _, l := range b.batch {
 			s.borrowAgain(l)
 		}
-		s.mu.Unlock()
 	}
-	s.mu.Lock() // only now, so that the dispatcher is in nobody's way
-	s.unlock()
+	if r.settled, r.inline = -1, begun && b.came && r.phase == loading && r.quiet; b.came {
+		s.mu.Unlock()
+		s.lent(b, b.batch, b.loans, true)
+		s.mu.Lock()
+		r.inline = false // it goes on with tiers, or others
+	}
+	pages = r.settled
+	s.unlock() // only now, so that the dispatcher is in nobody's way
+	return pages, pages >= 0
+}
+
+// heard is told what an Ask has brought.
+func (s *Stack) heard(b *borrowing, loans []tiers.Loan) {
+	s.mu.Lock()
+	if b.came = true; !b.prepared {
+		b.loans = append(b.loans[:0], loans...)
+		s.mu.Unlock()
+		return
+	}
+	s.mu.Unlock()
+	s.lent(b, b.batch, loans, true)
+	s.deliver()
 }
 
 // borrowAgain has a peerWorker borrow what could not be had as it was asked for, if somebody still wants it. mu is held.
@@ -215,13 +280,16 @@ func (s *Stack) borrowAgain(l *load) (again bool) {
 	return true
 }
 
-// lent is told what was leased of consecutive chunks, in order. With again, what was not is borrowed from others.
+// lent is told what was leased of consecutive chunks, in order. With again it is what Ask has brought, for all chunks of a request's run, and what was not leased is borrowed from others.
 func (s *Stack) lent(b *borrowing, batch []*load, loans []tiers.Loan, again bool) {
 	c := &s.peers
 	var void []uint64
 	var promotions [finishSlice]uint64
 	var done [finishSlice]bool
 	pages, got, left := 0, 0, 0
+	if again { // some chunks may be held, or not wanted any more
+		loans, void = match(batch, loans)
+	}
 	for at := 0; at < len(batch); at += finishSlice {
 		list := batch[at:min(at+finishSlice, len(batch))]
 		mine := loans[min(at, len(loans)):min(at+len(list), len(loans))]
@@ -253,13 +321,6 @@ func (s *Stack) lent(b *borrowing, batch []*load, loans []tiers.Loan, again bool
 				s.endLoad(l, false, false)
 			}
 		}
-		if at+finishSlice >= len(batch) {
-			delete(s.borrowings, b)
-			if again && left == 0 && len(batch) == len(b.loads) && b.r.phase == ended && !s.closed {
-				b.gone, b.r = b.gone[:0], nil
-				s.spareAsk.Store(b)
-			}
-		}
 		if again {
 			s.mu.Unlock() // its caller delivers
 		} else {
@@ -269,7 +330,18 @@ func (s *Stack) lent(b *borrowing, batch []*load, loans []tiers.Loan, again bool
 	for i := len(batch); i < len(loans); i++ { // more than was asked for
 		void = append(void, loans[i].Handle)
 	}
+	n := len(batch)
+	s.mu.Lock()
+	delete(s.borrowings, b)
+	if again && left == 0 && n == len(b.loads) && (b.r == nil || b.r.phase == ended) && !s.closed {
+		b.gone, b.r = b.gone[:0], nil
+		s.spareAsk.Store(b)
+	}
+	s.mu.Unlock()
 	s.giveBack(void, false)
+	if n == 0 {
+		return
+	}
 	c.borrows.Add(1)
 	c.pages.Add(uint64(got))
 	switch {
@@ -278,6 +350,27 @@ func (s *Stack) lent(b *borrowing, batch []*load, loans []tiers.Loan, again bool
 	case got < pages:
 		c.short.Add(1)
 	}
+}
+
+// match leaves in loans, which are those of a run's chunks from the first on, the ones of the loads in a batch, in their order, and answers the handles of the others.
+func match(batch []*load, loans []tiers.Loan) (matched []tiers.Loan, others []uint64) {
+	at := 0
+	for i, l := range batch {
+		for ; at < min(l.chunk, len(loans)); at++ {
+			others = append(others, loans[at].Handle)
+		}
+		if at == len(loans) {
+			return loans[:i], others
+		}
+		if at > i {
+			loans[i] = loans[at]
+		}
+		at++
+	}
+	for _, l := range loans[at:] {
+		others = append(others, l.Handle)
+	}
+	return loans[:len(batch)], others
 }
 
 // retry has a request go on with tiers for what peers have not lent. mu is held.

@@ -48,18 +48,20 @@ type side struct {
 // aroundBorrow is called around calls of Borrow, and before a chunk is copied, if it is set.
 type aroundBorrow struct {
 	before, after, copy atomic.Pointer[func()]
+	early               atomic.Pointer[func(loans []tiers.Loan) []tiers.Loan] // what an Ask brings goes through it, and is heard of before Ask returns
 }
 
 type foreignRegion struct{ mem []byte }
 
 type sideOptions struct {
-	slots  int // of the arena. Default 256
-	limit  int // foreign slots. Default 1024
-	linger time.Duration
-	tiers  []tiertest.MemoryOptions
-	mode   Mode
-	share  float64
-	copy   int // loads after which a chunk is copied
+	slots   int // of the arena. Default 256
+	limit   int // foreign slots. Default 1024
+	linger  time.Duration
+	tiers   []tiertest.MemoryOptions
+	mode    Mode
+	share   float64
+	copy    int // loads after which a chunk is copied
+	lookups int // under way at most. Default Config's
 }
 
 var sideGeneration atomic.Uint64
@@ -91,7 +93,7 @@ func newSide(t testing.TB, dir string, o sideOptions) *side {
 	}
 	s := &side{t: t, space: tiertest.NewSpace("peers", geometry), mapped: map[uint32]*foreignRegion{}, ids: map[[2]uint64]uint32{}, next: 1000, answers: map[uint64]int{}}
 	bell := NewBell()
-	cfg := Config{Bell: bell, Arena: func(uint32) []byte { return s.region.Bytes() }, Peers: s, Linger: o.linger, Promote: o.mode}
+	cfg := Config{Bell: bell, Arena: func(uint32) []byte { return s.region.Bytes() }, Peers: s, Linger: o.linger, Promote: o.mode, MaxPending: o.lookups}
 	for i, mo := range o.tiers {
 		m := tiertest.NewMemory(mo)
 		s.mem = append(s.mem, m)
@@ -160,7 +162,7 @@ func (s *side) close() {
 
 // The side as its Stack's Peers, which knows the regions of others by ids of its own.
 
-func (s *side) Contains(run tiers.Run, held []uint16) { s.peers.Contains(run, held) }
+func (s *side) Contains(run tiers.Run, held []uint16) int { return s.peers.Contains(run, held) }
 
 func (s *side) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l tiers.Loan)) (int, error) {
 	if f := s.around.before.Load(); f != nil {
@@ -178,18 +180,28 @@ func (s *side) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l 
 	return pages, err
 }
 
-func (s *side) Ask(run tiers.Run, done func(loans []tiers.Loan)) bool {
+func (s *side) Ask(run tiers.Run, peer int, done func(loans []tiers.Loan)) bool {
 	if f := s.around.before.Load(); f != nil || s.around.after.Load() != nil {
 		return false // it is Borrow that tests stop
 	}
-	return s.peers.Ask(run, func(loans []tiers.Loan) {
+	heard := make(chan struct{})
+	early := s.around.early.Load()
+	asked := s.peers.Ask(run, peer, func(loans []tiers.Loan) {
 		s.mu.Lock()
 		for i := range loans {
 			loans[i].Region = s.ids[[2]uint64{loans[i].Peer, uint64(loans[i].Region)}]
 		}
 		s.mu.Unlock()
+		if early != nil {
+			loans = (*early)(loans)
+		}
 		done(loans)
+		close(heard)
 	})
+	if asked && early != nil {
+		<-heard
+	}
+	return asked
 }
 
 func (s *side) Return(handles []uint64, bad bool) { s.peers.Return(handles, bad) }
@@ -686,6 +698,113 @@ func (s *side) goneSeen() bool {
 		}
 	}
 	return false
+}
+
+// TestAskFirst: a peer that is said to have all is asked before the lookup is prepared, and may answer before it is.
+func TestAskFirst(t *testing.T) {
+	dir := peerDir(t)
+	a, b := newSide(t, dir, sideOptions{}), newSide(t, dir, sideOptions{lookups: 1})
+	p, q := some(21, 32), some(22, 32)
+	a.store(p, 0, 32)
+	a.store(q, 0, 32)
+	b.store(p, 0, 6)
+	b.hears(p, 0, 32)
+	b.hears(q, 0, 32)
+	asIs := func(loans []tiers.Loan) []tiers.Loan { return loans }
+	early := func(f func([]tiers.Loan) []tiers.Loan) { b.around.early.Store(&f) }
+	id := uint64(0) // of the last lookup
+	ask := func(p tiertest.Prefix, first, n int) (pages int, done bool) {
+		t.Helper()
+		id++
+		return b.ask(id, p, first, n, 0)
+	}
+	reads := func(n int) {
+		t.Helper()
+		l, err := b.prepareLoad(id, p, 0, n)
+		must(t, err)
+		must(t, b.check(l))
+		must(t, b.engine.Release(worker, l.handle, nil))
+	}
+	empty := func() {
+		t.Helper()
+		b.engine.DropPeer(0)
+		eventually(t, "all is returned", func() bool { return b.engine.Stats().ForeignUsed == 0 && a.engine.Stats().OpenLoans == 0 })
+	}
+
+	// Its answer is the lookup's own.
+	early(asIs)
+	if n, done := ask(p, 0, 32); !done || n != 32 {
+		t.Fatal(n, done)
+	}
+	reads(32)
+	empty()
+	// What it has lent of chunks that are here meanwhile goes back; b has chunks 3 and 4 from before.
+	if n, done := ask(p, 12, 20); !done || n != 8 {
+		t.Fatal(n, done)
+	}
+	must(t, b.Cancel(scheduler, id))
+	before := b.PeerStats()
+	if n, done := ask(p, 0, 32); !done || n != 32 {
+		t.Fatal(n, done)
+	}
+	if st := b.PeerStats(); st.Borrows != before.Borrows+1 || st.Chunks != before.Chunks+5 || st.Returned != before.Returned+2 || st.Joined != 0 {
+		t.Fatalf("%+v after %+v", st, before)
+	}
+	reads(32)
+	empty()
+	// What it does not lend of what it is said to have is borrowed by others, and then the answer comes later.
+	early(func(loans []tiers.Loan) []tiers.Loan {
+		b.Return([]uint64{loans[4].Handle, loans[5].Handle, loans[6].Handle}, false)
+		return loans[:4]
+	})
+	if n, done := ask(p, 0, 32); done {
+		t.Fatal(n)
+	}
+	if n := b.answer(id); n != 32 {
+		t.Fatal(n)
+	}
+	reads(32)
+	empty()
+	// A lookup that there is no room for keeps nothing of it.
+	gate := make(chan struct{})
+	wait := func() { <-gate }
+	b.around.before.Store(&wait)
+	if _, done := ask(p, 0, 32); done {
+		t.Fatal("answered without its rest")
+	}
+	waits := id
+	eventually(t, "it is being borrowed", func() bool { b.Stack.mu.Lock(); defer b.unlock(); return len(b.borrowings) == 1 })
+	b.around.before.Store(nil)
+	early(asIs)
+	for range 3 {
+		if n, done := ask(q, 0, 32); !done || n != 0 {
+			t.Fatal(n, done)
+		}
+	}
+	b.around.early.Store(nil)
+	if n, done := ask(q, 0, 32); !done || n != 0 {
+		t.Fatal(n, done)
+	}
+	eventually(t, "all is returned", func() bool { return a.engine.Stats().OpenLoans == 0 })
+	close(gate)
+	if n := b.answer(waits); n != 32 {
+		t.Fatal(n)
+	}
+	must(t, b.Cancel(scheduler, waits))
+	empty()
+	// Its loans are void if it has gone meanwhile.
+	early(func(loans []tiers.Loan) []tiers.Loan {
+		b.PeerGone(loans[0].Peer)
+		return loans
+	})
+	if n, done := ask(p, 0, 32); !done || n != 6 {
+		t.Fatal(n, done)
+	}
+	if st := b.PeerStats(); st.Void != 7 || st.Held != 0 {
+		t.Fatalf("%+v", st)
+	}
+	reads(6)
+	empty()
 }
 
 // TestPeersLate: a lookup that ends before its loans come leaves them to be found; others that ask meanwhile wait for the same.

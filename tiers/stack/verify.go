@@ -264,6 +264,7 @@ func (s *Stack) goOn(r *request) {
 		return
 	}
 	s.unlock()
+	s.hear(r)
 	next := s.sound(r)
 	s.mu.Lock()
 	s.proceed(r, next)

@@ -66,7 +66,7 @@ func (a *asker) onRegion(r peer.Region) error {
 	return nil
 }
 
-func (a *asker) Contains(run tiers.Run, held []uint16) { a.peers.Contains(run, held) }
+func (a *asker) Contains(run tiers.Run, held []uint16) int { return a.peers.Contains(run, held) }
 
 func (a *asker) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l tiers.Loan)) (int, error) {
 	return a.peers.Borrow(ctx, run, func(chunk int, l peer.Loan) {
@@ -76,8 +76,8 @@ func (a *asker) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l
 	})
 }
 
-func (a *asker) Ask(run tiers.Run, done func(loans []tiers.Loan)) bool {
-	return a.peers.Ask(run, func(loans []tiers.Loan) {
+func (a *asker) Ask(run tiers.Run, peer int, done func(loans []tiers.Loan)) bool {
+	return a.peers.Ask(run, peer, func(loans []tiers.Loan) {
 		a.mu.RLock()
 		for i := range loans {
 			loans[i].Region = a.ids[[2]uint64{loans[i].Peer, uint64(loans[i].Region)}]
