@@ -20,7 +20,7 @@
 // in the arena then, without a gap. Whoever else asks for a chunk that is on its way waits for the same load.
 //
 // Peers (Config.Peers) are asked before all tiers, by what they are said to hold, and what they have costs no time in the sum. A lookup all of whose rest is there goes by a shorter way: it waits neither for room in
-// the arena nor for its turn, one of a few workers leases all of it in one call. In others each stretch of consecutive chunks is one call. What peers do not lend after all is asked of the tiers. A chunk that was borrowed is
+// the arena nor for its turn, and a peer that has all of it is asked first of all, so that it answers while the lookup is prepared by whoever asked; else one of a few workers leases it. In others each stretch of consecutive chunks is one call. What peers do not lend after all is asked of the tiers. A chunk that was borrowed is
 // found again by whoever asks, until nobody has used it for Config.Linger; then it is returned. What was loaded often is copied into the arena by a goroutine that nobody waits for.
 //
 // A lookup may be trimmed, cancelled or lose its owner in every phase. A load that nobody waits for any more is not begun; one that was begun
