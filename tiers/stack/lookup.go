@@ -441,7 +441,7 @@ func (s *Stack) plan(r *request) {
 func (s *Stack) begin(r *request, next *tier, q *Query) bool {
 	r.keep()
 	s.mu.Lock()
-	if s.closed || len(s.pending) >= s.cfg.MaxPending || s.bytes+r.size > s.cfg.MaxPendingBytes {
+	if s.full(r.size) {
 		s.count.refused.Add(1)
 		s.unlock()
 		return false
@@ -467,6 +467,11 @@ func (s *Stack) begin(r *request, next *tier, q *Query) bool {
 		s.enqueue(r)
 	}
 	return true
+}
+
+// full says whether there is no room for one more request, whose digests have so many bytes. mu is held.
+func (s *Stack) full(bytes int64) bool {
+	return s.closed || len(s.pending) >= s.cfg.MaxPending || s.bytes+bytes > s.cfg.MaxPendingBytes
 }
 
 // add takes a request into the books. mu is held.

@@ -215,9 +215,10 @@ func (s *Stack) askFirst(r *request, peer int) {
 	b := s.newBorrowing()
 	b.asked = true
 	s.mu.Lock()
+	full := s.full(int64(len(r.run.Hashes) + len(r.run.Prev)))
 	s.borrowings[b] = struct{}{} // a peer may go as soon as it has lent
 	s.mu.Unlock()
-	if s.cfg.Peers.Ask(r.run, peer, b.done) {
+	if !full && s.cfg.Peers.Ask(r.run, peer, b.done) {
 		r.ask = b
 		return
 	}
