@@ -49,7 +49,7 @@ def pytest_configure() -> None:
 
 
 # What is tested here is what happens, not how fast: on a machine that is busy with other things, the default patience
-# of 20 ms with a lookup turns a hit into a miss now and then, as it should.
+# of 100 ms with a lookup turns a hit into a miss now and then, as it should.
 PATIENT = {"lookup_timeout_ms": 2000, "store_timeout_ms": 2000}
 
 

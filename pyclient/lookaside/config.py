@@ -74,7 +74,7 @@ class Config:
     block, at least one block."""
     save_decode: bool = True
     """Whether pages that generated tokens filled are stored too."""
-    lookup_timeout_ms: int = 20
+    lookup_timeout_ms: int = 100
     """How long a lookup may be out before it counts as a miss."""
     promotion_timeout_ms: int = 3_000
     """How long one may be out whose pages a sidecar is bringing up from a tier
@@ -236,9 +236,10 @@ SETTINGS: dict[str, Setting] = {
     "lookup_timeout_ms": Setting(
         _integer(1, 60_000),
         "ms",
-        "20",
+        "100",
         "A lookup that is not answered by then is a miss, unless the sidecar says that it is bringing "
-        "pages up from a tier below its memory. The scheduler never waits for it.",
+        "pages up from a tier below its memory. The scheduler never waits for it, and after one such "
+        "lookup none is sent until the sidecar speaks again.",
     ),
     "promotion_timeout_ms": Setting(
         _integer(0, 600_000),
