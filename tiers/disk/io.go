@@ -23,6 +23,7 @@ type job struct {
 	sums  []uint64 // of the slot's pages: to be filled by a store, to be compared by a load
 	store bool
 	lease uint64 // the engine's handle
+	freed bool   // of a store: the slot's entry was freed, which is to be synced before its data is overwritten
 
 	file   vfs.File
 	direct bool

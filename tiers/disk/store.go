@@ -12,7 +12,7 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// Store implements tiers.Tier. The transfers of a call share their syncs.
+// Store implements tiers.Tier. The transfers of a call share their syncs: all of them, or of media that are memory a few at a time.
 func (d *Disk) Store(ctx context.Context, transfers []tiers.Transfer, done func(i int, err error)) {
 	if err := d.begin(ctx); err != nil {
 		for i := range transfers {
@@ -21,31 +21,54 @@ func (d *Disk) Store(ctx context.Context, transfers []tiers.Transfer, done func(
 		return
 	}
 	defer d.end()
-	var jobs []*job
-	for i := range transfers {
-		j, err := d.prepareStore(ctx, i, &transfers[i], len(transfers)-i)
-		if j == nil {
-			done(i, err)
-			continue
+	var groups []*storing
+	for i := 0; i < len(transfers); {
+		g := &storing{}
+		for ; i < len(transfers) && !g.full(); i++ {
+			j, err := d.prepareStore(ctx, i, &transfers[i], len(transfers)-i)
+			if j == nil {
+				done(i, err)
+				continue
+			}
+			g.jobs = append(g.jobs, j)
 		}
-		jobs = append(jobs, j)
-	}
-	d.freeOld(jobs)
-	var wait sync.WaitGroup
-	for _, j := range jobs {
-		if j.failure() != nil {
-			continue
+		d.freeOld(g.jobs)
+		for _, j := range g.jobs {
+			if j.failure() != nil {
+				continue
+			}
+			g.wait.Add(1)
+			j.done = func(*job) { g.wait.Done() }
+			d.submit(j)
 		}
-		wait.Add(1)
-		j.done = func(*job) { wait.Done() }
-		d.submit(j)
+		groups = append(groups, g)
 	}
-	wait.Wait()
-	d.enter(jobs)
-	d.syncAll(jobs, func(j *job) bool { return j.failure() == nil })
-	for _, j := range jobs {
-		done(j.i, d.endStore(j))
+	// Nothing becomes visible before all have their slots: what comes first must not make room for what comes last.
+	for _, g := range groups {
+		g.wait.Wait()
+		d.enter(g.jobs)
+		d.syncAll(g.jobs, func(j *job) bool { return j.failure() == nil })
+		for _, j := range g.jobs {
+			done(j.i, d.endStore(j))
+		}
 	}
+}
+
+// storing is some of a call's stores, which share their syncs.
+type storing struct {
+	jobs []*job
+	wait sync.WaitGroup // for those that were submitted
+}
+
+// memoryGroup is how many chunks go together to a medium that is memory, where syncs are cheap: while they are copied the next are prepared. Any other takes all of a call together.
+const memoryGroup = 8
+
+func (g *storing) full() bool {
+	if len(g.jobs) < memoryGroup {
+		return false
+	}
+	_, memory := g.jobs[0].s.buffed.(vfs.Summing)
+	return memory
 }
 
 // prepareStore has a slot granted for a chunk. It answers nil if there is nothing to do: the chunk is held (no error), or there is no room.
@@ -121,7 +144,6 @@ func bySlab(jobs []*job, do func(s *slab, jobs []*job, slots []uint32)) {
 
 // freeOld frees the entries of what the jobs' slots held before, durably: their data is about to be overwritten.
 func (d *Disk) freeOld(jobs []*job) {
-	wrote := map[*job]bool{}
 	bySlab(jobs, func(s *slab, jobs []*job, slots []uint32) {
 		s.freeSlots(slots, func(slot uint32, err error) {
 			i, _ := slices.BinarySearch(slots, slot)
@@ -129,11 +151,11 @@ func (d *Disk) freeOld(jobs []*job) {
 				jobs[i].fail(err)
 				d.faulty(s, err)
 			} else {
-				wrote[jobs[i]] = true
+				jobs[i].freed = true
 			}
 		})
 	})
-	d.syncAll(jobs, func(j *job) bool { return wrote[j] && j.failure() == nil })
+	d.syncAll(jobs, func(j *job) bool { return j.freed && j.failure() == nil })
 }
 
 // syncAll syncs the slabs of the jobs that want it. A slab that fails at it is given up, and all its jobs fail.

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -30,13 +31,27 @@ type Transfers struct {
 	Rounds    int
 }
 
-// Figures has a value for each round, in GB/s.
+// Figures has values in GB/s, one or more for each round: those of small chunks, which are soon moved, are measured several times.
 type Figures struct {
-	Memory              string // what the arena is made of
-	Chunks              int    // fewer than wanted where memory is short
-	Restore, RestoreLim []float64
-	Store, StoreLim     []float64
-	Loop                string // which copy was the faster limit, in most rounds
+	Memory         string // what the arena is made of
+	Chunks         int    // fewer than wanted where memory is short
+	Restore, Store Direction
+}
+
+// Direction has what was measured one way, in turn.
+type Direction struct {
+	Tier  []float64
+	Plain []float64 // the built-in copy
+	Side  []float64 // memcopy.Copy: four pages side by side, past the caches
+}
+
+// Limit is the faster of the two bare loops, by its median, and what it is.
+func (d *Direction) Limit() (values []float64, loop string) {
+	median := func(v []float64) float64 { return slices.Sorted(slices.Values(v))[len(v)/2] }
+	if median(d.Side) > median(d.Plain) {
+		return d.Side, "four pages side by side past the caches"
+	}
+	return d.Plain, "the built-in copy"
 }
 
 const (
@@ -44,6 +59,9 @@ const (
 	pagesPerSlot = 16
 	// arenaBytes bounds the arena, which is gone through again and again where the chunks are more.
 	arenaBytes = 1 << 30
+	// roundBytes is what a round moves, in up to roundTurns turns.
+	roundBytes = 1 << 30
+	roundTurns = 4
 )
 
 // makeDir makes a directory of its own in dir. remove takes it away.
@@ -103,33 +121,35 @@ func (o Transfers) Run(ctx context.Context) (f Figures, err error) {
 	m := mover{o: o, p: p, n: n, arena: arena.Bytes(), limit: limit.Bytes(), space: &tiers.Space{Fingerprint: chunk.FingerprintOf(fmt.Append(nil, g)), Geometry: g}}
 	fill(m.arena)
 	copy(m.limit, m.arena)
-	// The pages of the files are mapped by the first round, which does not count.
-	fast := 0
-	for round := range o.Rounds + 1 {
+	// The pages of the files are mapped by the first turn, which does not count.
+	turns := o.Rounds * min(roundTurns, max(1, int(roundBytes/(int64(n)*o.SlotBytes))))
+	for turn := range turns + 1 {
 		if ctx.Err() != nil {
 			return f, context.Cause(ctx)
 		}
+		batches := m.batches(turn)
 		for _, store := range []bool{true, false} {
-			speed, err := m.move(ctx, round, store)
-			if err != nil {
-				return f, err
+			d := &f.Restore
+			if store {
+				d = &f.Store
 			}
-			ours, plain := m.loop(store, func(dst, src []byte) { memcopy.Copy(dst, src) }), m.loop(store, func(dst, src []byte) { copy(dst, src) })
-			if ours > plain {
-				fast++
+			ways := []func() error{
+				func() (err error) { d.Tier, err = m.move(ctx, batches, store, d.Tier); return err },
+				func() error { d.Plain = m.loop(store, func(dst, src []byte) { copy(dst, src) }, d.Plain); return nil },
+				func() error {
+					d.Side = m.loop(store, func(dst, src []byte) { memcopy.Copy(dst, src) }, d.Side)
+					return nil
+				},
 			}
-			switch {
-			case round == 0:
-			case store:
-				f.Store, f.StoreLim = append(f.Store, speed), append(f.StoreLim, max(ours, plain))
-			default:
-				f.Restore, f.RestoreLim = append(f.Restore, speed), append(f.RestoreLim, max(ours, plain))
+			for i := range ways { // whoever goes first finds the processors asleep
+				if err := ways[(turn+i)%len(ways)](); err != nil {
+					return f, err
+				}
+			}
+			if turn == 0 {
+				*d = Direction{}
 			}
 		}
-	}
-	f.Loop = "the built-in copy"
-	if fast > o.Rounds {
-		f.Loop = "four pages side by side past the caches"
 	}
 	return f, nil
 }
@@ -155,18 +175,22 @@ type mover struct {
 	space        *tiers.Space
 }
 
-// move stores as many new chunks, or restores those of the round, a batch for what the arena holds. It answers GB/s.
-func (m *mover) move(ctx context.Context, round int, store bool) (speed float64, err error) {
+// batches is what to store and then to restore in a turn: new chunks, in calls of what the arena holds.
+func (m *mover) batches(turn int) (calls [][]tiers.Transfer) {
 	size := int(m.o.SlotBytes)
 	per := len(m.arena) / size
-	batches := [][]tiers.Transfer{}
 	for from := 0; from < m.n; from += per {
 		ts := make([]tiers.Transfer, min(per, m.n-from))
 		for i := range ts {
-			ts[i] = tiers.Transfer{Run: tiers.Run{Space: m.space, Hashes: digests(nil, round*m.n+from+i)}, Bytes: m.arena[i*size : (i+1)*size]}
+			ts[i] = tiers.Transfer{Run: tiers.Run{Space: m.space, Hashes: digests(nil, turn*m.n+from+i)}, Bytes: m.arena[i*size : (i+1)*size]}
 		}
-		batches = append(batches, ts)
+		calls = append(calls, ts)
 	}
+	return calls
+}
+
+// move stores chunks, or restores them, and appends how many GB/s that came to.
+func (m *mover) move(ctx context.Context, batches [][]tiers.Transfer, store bool, speeds []float64) ([]float64, error) {
 	var failed atomic.Pointer[error]
 	done := func(_ int, err error) {
 		if err != nil {
@@ -183,13 +207,16 @@ func (m *mover) move(ctx context.Context, round int, store bool) (speed float64,
 	}
 	took := time.Since(start).Seconds()
 	if err := failed.Load(); err != nil {
-		return 0, *err
+		return nil, *err
 	}
-	return float64(m.n) * float64(size) / 1e9 / took, nil
+	return append(speeds, m.gigabytes()/took), nil
 }
 
-// loop copies as much between the arena and the memory that is the limit, with as many threads. It answers GB/s.
-func (m *mover) loop(store bool, do func(dst, src []byte)) float64 {
+// gigabytes is what goes each way in a turn.
+func (m *mover) gigabytes() float64 { return float64(m.n) * float64(m.o.SlotBytes) / 1e9 }
+
+// loop copies as much between the arena and the memory that is the limit, with as many threads, and appends how many GB/s that came to.
+func (m *mover) loop(store bool, do func(dst, src []byte), speeds []float64) []float64 {
 	size := int(m.o.SlotBytes)
 	per := len(m.arena) / size
 	dst, src := m.arena, m.limit
@@ -208,5 +235,5 @@ func (m *mover) loop(store bool, do func(dst, src []byte)) float64 {
 		})
 	}
 	wait.Wait()
-	return float64(m.n) * float64(size) / 1e9 / time.Since(start).Seconds()
+	return append(speeds, m.gigabytes()/time.Since(start).Seconds())
 }

@@ -1,6 +1,7 @@
 package poolbench
 
 import (
+	"slices"
 	"testing"
 
 	"lookaside/dax"
@@ -13,12 +14,18 @@ func TestMain(m *testing.M) { leak.Main(m) }
 func TestBenches(t *testing.T) {
 	dir := t.TempDir()
 	f, err := Transfers{Dir: dir, SlotBytes: 256 << 10, Chunks: 10, Threads: 2, Kind: dax.KindMemfd, Rounds: 2}.Run(t.Context())
-	if err != nil || f.Chunks != 10 || len(f.Restore) != 2 || len(f.RestoreLim) != 2 || len(f.Store) != 2 || len(f.StoreLim) != 2 || f.Loop == "" || f.Memory != "memfd" {
+	if err != nil || f.Chunks != 10 || f.Memory != "memfd" {
 		t.Errorf("%+v, %v", f, err)
 	}
-	for _, v := range append(append(f.Restore, f.RestoreLim...), append(f.Store, f.StoreLim...)...) {
-		if !(v > 0) {
-			t.Errorf("%+v", f)
+	for _, d := range []Direction{f.Restore, f.Store} {
+		limit, loop := d.Limit()
+		if loop == "" {
+			t.Errorf("%+v", d)
+		}
+		for _, values := range [][]float64{d.Tier, d.Plain, d.Side, limit} {
+			if len(values) != 2*roundTurns || slices.Min(values) <= 0 {
+				t.Errorf("%+v", d)
+			}
 		}
 	}
 	seconds, err := Recovery{Dir: dir, Chunks: 2000, Rounds: 2}.Run(t.Context())

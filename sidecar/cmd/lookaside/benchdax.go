@@ -49,9 +49,15 @@ and lookups while a device's chunks move to another, against lookups without. Fi
 					return err
 				}
 				of := "." + dax.FormatSize(o.SlotBytes)
-				fmt.Fprintf(cmd.ErrOrStderr(), "%s: %d of %d chunks, arena of %s, limit: %s\n", of[1:], f.Chunks, o.Chunks, f.Memory, f.Loop)
-				report.rounds("restore"+of, "GB/s", f.Restore, f.RestoreLim)
-				report.rounds("store"+of, "GB/s", f.Store, f.StoreLim)
+				fmt.Fprintf(cmd.ErrOrStderr(), "%s: %d of %d chunks, arena of %s\n", of[1:], f.Chunks, o.Chunks, f.Memory)
+				for _, way := range []struct {
+					name string
+					poolbench.Direction
+				}{{"restore" + of, f.Restore}, {"store" + of, f.Store}} {
+					limits, loop := way.Limit()
+					fmt.Fprintf(cmd.ErrOrStderr(), "%s: the limit is %s\n", way.name, loop)
+					report.rounds(way.name, "GB/s", way.Tier, limits)
+				}
 				report.add("chunks"+of, float64(f.Chunks), "")
 			}
 			if recovery.Chunks > 0 {
