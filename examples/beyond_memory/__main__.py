@@ -154,11 +154,13 @@ def run(tier: str, arena: str | None, directory: Path | None, rounds: int, seed:
             below = f"{(directory or stand.directory) / 'dax0.0'}:{size}:allow_files=true"
         else:
             below = f"redis://127.0.0.1:{stand.redis().port}/0"
-        tenth = f"{set_bytes // 10 // _MIB}M"
+        # Few rounds need more than a tenth: one prompt comes in while another one goes to the tier.
+        _, longest = working_set(path, LENGTHS[-1:], 1)
+        room = f"{max(set_bytes // 10, 2 * longest) // _MIB}M"
         if arena == "dax":  # a file stands in for this device too
-            settings = {**dax_arena(f"{(directory or stand.directory) / 'arena-dax0.0'}:{tenth}"), tier: below}
+            settings = {**dax_arena(f"{(directory or stand.directory) / 'arena-dax0.0'}:{room}"), tier: below}
         else:
-            settings = {"arena_limit": arena or tenth, tier: below}
+            settings = {"arena_limit": arena or room, tier: below}
         sidecar = stand.sidecar(settings=settings)
         arena_bytes = sidecar.status()["arena"]["limit_bytes"]
         say(f"sidecar up, with {arena_bytes / _MIB:.0f} MiB of arena; starting a vLLM server (half a minute) ...")
@@ -179,7 +181,8 @@ def main() -> int:
     parser.add_argument("--tier", choices=TIERS, default="disk", help="what lies below the arena (default disk)")
     parser.add_argument(
         "--arena",
-        help="size of the arena (default: a tenth of the working set), or dax: on a file in place of a device",
+        help="size of the arena (default: a tenth of the working set, but room for two of the longest prompts), "
+        "or dax: on a file in place of a device",
     )
     parser.add_argument(
         "--directory",
