@@ -78,9 +78,11 @@ func (s *Server) lookup(m *wire.Lookup, reply []byte) (uint64, []byte) {
 		*q = stack.Query{
 			Owner: ses.owner, Lookup: m.Lookup, Space: ses.space.id, FirstPage: int(m.FirstPage), Prev: m.Prev, Hashes: m.Hashes,
 			Deadline: time.Duration(m.DeadlineMs) * time.Millisecond, Recompute: time.Duration(m.RecomputeUs) * time.Microsecond,
+			Ticks: true,
 		}
 		n, done, err := s.stack.Lookup(q, s)
 		if err == nil && !done {
+			s.lookups.TickWithin(stack.TickWithin)
 			return 0, nil
 		}
 		if pages = n; err != nil {
@@ -128,8 +130,9 @@ func (s *Server) LookupAnswered(a stack.Answer) {
 	s.lookups.Post(ses.id, m.Append(nil))
 }
 
-// Tick frees the leases of lookups whose deadline has passed. The goroutine of the lookup sockets calls it every little while.
+// Tick frees the leases of lookups whose deadline has passed, and sees to those that are waiting. The goroutine of the lookup sockets calls it every little while.
 func (s *Server) Tick() {
+	s.stack.Tick()
 	if n := s.engine.Expire(); n > 0 {
 		s.log.Debug("lookups expired", zap.Int("lookups", n))
 		s.signalWanted()
@@ -249,7 +252,7 @@ func (s *Server) lookupLMCache(m *wire.LMCacheRequest, lookup uint64, space tier
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	q := &s.native.query
-	*q = stack.Query{Owner: lmcacheOwner, Lookup: lookup, Space: space, Hashes: m.Hashes}
+	*q = stack.Query{Owner: lmcacheOwner, Lookup: lookup, Space: space, Hashes: m.Hashes, Ticks: true}
 	pages, done, err := s.stack.Lookup(q, s)
 	if err != nil {
 		s.count.fail(kindOf(err))
@@ -257,6 +260,7 @@ func (s *Server) lookupLMCache(m *wire.LMCacheRequest, lookup uint64, space tier
 	}
 	delete(l.waiting, lookup) // an earlier one of that name
 	if !done {
+		s.lookups.TickWithin(stack.TickWithin)
 		if l.waiting == nil {
 			l.waiting = make(map[uint64]*lmcacheWait)
 		}

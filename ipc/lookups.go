@@ -64,7 +64,7 @@ type Handler interface {
 	// how many tokens hit, unless answer is false; a cleanup has none. What is
 	// answered later goes through PostLMCache.
 	HandleLMCache(req *wire.LMCacheRequest) (hitTokens uint32, answer bool)
-	// Tick is called every LookupOptions.Tick.
+	// Tick is called every LookupOptions.Tick, and when LookupSockets.TickWithin wants it.
 	Tick()
 }
 
@@ -162,6 +162,7 @@ type LookupSockets struct {
 	lmRequest    wire.LMCacheRequest
 	monitorSeq   int
 	heapStart    int
+	tickBy       time.Time // zero: at the next regular time
 }
 
 // NewLookupSockets opens the lookup sockets in a directory that the caller owns
@@ -254,6 +255,13 @@ type post struct {
 // is dropped and counted.
 func (l *LookupSockets) Post(session uint64, msg []byte) {
 	l.post(post{session: session, msg: bytes.Clone(msg)})
+}
+
+// TickWithin has Handler.Tick called within d, but for what is missing to a whole millisecond. Only the Handler may call it, from its methods.
+func (l *LookupSockets) TickWithin(d time.Duration) {
+	if by := time.Now().Add(d); l.tickBy.IsZero() || by.Before(l.tickBy) {
+		l.tickBy = by
+	}
 }
 
 // PostLMCache answers one of LMCache's lookups, by its id and in the form that it
@@ -571,7 +579,11 @@ func (g *guarded) reopen() {
 func (l *LookupSockets) loop() {
 	next := time.Now().Add(l.opt.Tick)
 	for !l.stopped {
-		if errno := l.poll.wait(time.Until(next)); errno != 0 && errno != syscall.EINTR {
+		by := next
+		if !l.tickBy.IsZero() && l.tickBy.Before(next) {
+			by = l.tickBy
+		}
+		if errno := l.poll.wait(time.Until(by)); errno != 0 && errno != syscall.EINTR {
 			l.opt.Log.Error("lookup sockets: poll", zap.Error(errno))
 			time.Sleep(10 * time.Millisecond) // never a busy loop
 		}
@@ -589,9 +601,13 @@ func (l *LookupSockets) loop() {
 		if l.poll.ready(0) {
 			l.runQueue() // may replace the poller
 		}
-		if now := time.Now(); !now.Before(next) {
-			next = now.Add(l.opt.Tick)
+		switch now := time.Now(); {
+		case !now.Before(next):
+			next, l.tickBy = now.Add(l.opt.Tick), time.Time{}
 			l.tick()
+		case !l.tickBy.IsZero() && !now.Before(l.tickBy):
+			l.tickBy = time.Time{}
+			l.handler.Tick()
 		}
 	}
 }

@@ -30,6 +30,7 @@ type testHandler struct {
 	result    wire.LookupResult
 	malformed atomic.Uint64
 	ticks     atomic.Uint64
+	within    atomic.Pointer[func()] // called with each lookup, if set
 	cleanups  atomic.Uint64
 }
 
@@ -37,6 +38,9 @@ func (h *testHandler) HandleLookup(msg, reply []byte) (uint64, []byte) {
 	if err := h.lookup.Decode(msg, &wire.DefaultLimits); err != nil {
 		h.malformed.Add(1)
 		return 0, nil
+	}
+	if f := h.within.Load(); f != nil {
+		(*f)()
 	}
 	pages := uint32(len(h.lookup.Hashes) / 32)
 	h.result = wire.LookupResult{Lookup: h.lookup.Lookup, HitPages: pages, HitTokens: pages * 16}
@@ -463,6 +467,25 @@ func TestLookupsOfAnotherUser(t *testing.T) {
 	c.ask(1, 1, 1)
 	helper(t, "push", s.LookupEndpoint(), -1)
 	eventually(t, "our own user's come through", func() bool { return s.Stats().Messages > before+1 })
+}
+
+// TestTickWithin: a Handler that wants to be called soon is, once.
+func TestTickWithin(t *testing.T) {
+	s, h := lookupSockets(t, LookupOptions{Tick: time.Hour})
+	c := session(t, s, 1)
+	within := func() {
+		s.TickWithin(time.Hour)
+		s.TickWithin(time.Millisecond)
+		s.TickWithin(time.Minute)
+	}
+	h.within.Store(&within)
+	for n := range uint64(3) {
+		if got := h.ticks.Load(); got != n {
+			t.Fatalf("%d ticks, want %d", got, n)
+		}
+		c.ask(1, n, 1)
+		eventually(t, "it ticks", func() bool { return h.ticks.Load() == n+1 })
+	}
 }
 
 func TestSteadyStateAllocatesNothing(t *testing.T) {

@@ -38,8 +38,20 @@ type Query struct {
 	Hashes    []byte        // digests of the pages, end to end; copied if the lookup is not answered at once
 	Deadline  time.Duration // after which the answer is of no use; 0: not said
 	Recompute time.Duration // that computing a page takes; 0: not known
+	Ticks     bool          // if it is not answered at once the caller calls Tick within TickWithin, so that nobody is woken only to see to it: that would be in its way
 
 	always bool // whatever Config says of promotion and deadlines
+}
+
+// TickWithin is what Query.Ticks promises. It is well below what an asker waits who is told nothing.
+const TickWithin = 5 * time.Millisecond
+
+// Tick sees to lookups that were asked with Query.Ticks and have not been answered yet.
+func (s *Stack) Tick() {
+	s.mu.Lock()
+	s.due = s.due || s.ticks && len(s.pending) > 0
+	s.ticks = false
+	s.unlock()
 }
 
 // phase is where a lookup is; see the package comment.
@@ -450,10 +462,14 @@ func (s *Stack) begin(r *request, next *tier, q *Query) bool {
 	if !q.always && (deadline <= 0 || deadline > s.cfg.LookupDeadline) {
 		deadline = s.cfg.LookupDeadline
 	}
+	due := s.due
 	s.add(r, deadline)
 	if r.ask != nil {
 		r.phase, r.queued = preparing, r.since
 		s.hush(r, true)
+		if q.Ticks && deadline >= 2*TickWithin {
+			s.due, s.ticks = due, s.ticks || s.due
+		}
 		s.mu.Unlock() // prepareAtOnce does what is due
 		return true
 	}

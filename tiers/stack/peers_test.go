@@ -42,6 +42,7 @@ type side struct {
 	next    uint32
 	unmap   [][]byte // at the end: the race detector takes what another goroutine maps at the same address for the same memory
 	answers map[uint64]int
+	pending map[uint64]bool // who was told so
 	closed  bool
 }
 
@@ -49,6 +50,7 @@ type side struct {
 type aroundBorrow struct {
 	before, after, copy atomic.Pointer[func()]
 	askToo              atomic.Bool
+	heard               atomic.Pointer[func()]                                // before what an Ask has brought is told
 	early               atomic.Pointer[func(loans []tiers.Loan) []tiers.Loan] // what an Ask brings goes through it, and is heard of before Ask returns
 }
 
@@ -92,7 +94,7 @@ func newSide(t testing.TB, dir string, o sideOptions) *side {
 	if o.share == 0 {
 		o.share = 1
 	}
-	s := &side{t: t, space: tiertest.NewSpace("peers", geometry), mapped: map[uint32]*foreignRegion{}, ids: map[[2]uint64]uint32{}, next: 1000, answers: map[uint64]int{}}
+	s := &side{t: t, space: tiertest.NewSpace("peers", geometry), mapped: map[uint32]*foreignRegion{}, ids: map[[2]uint64]uint32{}, next: 1000, answers: map[uint64]int{}, pending: map[uint64]bool{}}
 	bell := NewBell()
 	cfg := Config{Bell: bell, Arena: func(uint32) []byte { return s.region.Bytes() }, Peers: s, Linger: o.linger, Promote: o.mode, MaxPending: o.lookups}
 	for i, mo := range o.tiers {
@@ -193,6 +195,9 @@ func (s *side) Ask(run tiers.Run, peer int, done func(loans []tiers.Loan)) bool 
 			loans[i].Region = s.ids[[2]uint64{loans[i].Peer, uint64(loans[i].Region)}]
 		}
 		s.mu.Unlock()
+		if f := s.around.heard.Load(); f != nil {
+			(*f)()
+		}
 		if early != nil {
 			loans = (*early)(loans)
 		}
@@ -247,7 +252,11 @@ func (s *side) onRegionGone(p uint64, region uint32) {
 }
 
 // LookupPending implements Asker.
-func (s *side) LookupPending(tiers.Owner, uint64, int, time.Duration) {}
+func (s *side) LookupPending(_ tiers.Owner, lookup uint64, _ int, _ time.Duration) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.pending[lookup] = true
+}
 
 // LookupAnswered implements Asker.
 func (s *side) LookupAnswered(a Answer) {
@@ -812,6 +821,39 @@ func TestAskFirst(t *testing.T) {
 	}
 	reads(6)
 	empty()
+}
+
+// TestTick: a lookup whose asker ticks is seen to by that: it is told that it waits, and its deadline ends it.
+func TestTick(t *testing.T) {
+	dir := peerDir(t)
+	a, b := newSide(t, dir, sideOptions{}), newSide(t, dir, sideOptions{})
+	p := some(23, 32)
+	a.store(p, 0, 32)
+	b.store(p, 0, 6)
+	b.hears(p, 0, 32)
+	gate := make(chan struct{})
+	wait := func() { <-gate }
+	b.around.heard.Store(&wait)
+	q := Query{Owner: scheduler, Lookup: 1, Space: b.id, Hashes: p.Digests(0, 32, 32), Deadline: 100 * time.Millisecond, Ticks: true}
+	if n, done, err := b.Lookup(&q, b); done || n != 6 || err != nil {
+		t.Fatal(n, done, err)
+	}
+	b.Tick()
+	if n := b.answer(1); n != 6 {
+		t.Fatal(n)
+	}
+	b.mu.Lock()
+	if !b.pending[1] {
+		t.Error("it was never told to be pending")
+	}
+	b.mu.Unlock()
+	close(gate)
+	b.around.heard.Store(nil)
+	eventually(t, "what came too late is kept", func() bool { return b.PeerStats().Late == 7 })
+	b.Tick() // for nothing
+	if n := b.lookup(2, p, 0, 32); n != 32 {
+		t.Fatal(n)
+	}
 }
 
 // TestPeersLate: a lookup that ends before its loans come leaves them to be found; others that ask meanwhile wait for the same.

@@ -62,6 +62,7 @@ type Stack struct {
 	borrowings map[*borrowing]struct{} // calls under way
 	quiet      int                     // requests that are
 	due        bool                    // the dispatcher is to be woken
+	ticks      bool                    // it is to be woken by Tick
 }
 
 type lookupKey struct {
