@@ -66,7 +66,7 @@ type Engine struct {
 	bufs  bufferPool
 	trash []*carved
 
-	staged [][]staged // what EndRestore has yet to make ready
+	staging staging // what EndRestore has yet to make ready
 }
 
 // SpaceID names an open space. 0 is none.
@@ -81,6 +81,7 @@ type space struct {
 	tagMask uint32
 	owners  int
 	chunks  int    // slots that are not free
+	staged  int    // that Restore was told of, until EndRestore
 	pages   int    // indexed
 	clears  int    // ClearSpace calls under way
 	serial  uint32 // by which the journal knows it
@@ -155,6 +156,7 @@ func (e *Engine) Close() {
 	}
 	e.idx.close()
 	e.journal.close()
+	e.staging.close()
 	trash, tables := e.takeTrash()
 	emptyTrash(trash, tables)
 	e.regions, e.nregion, e.owners, e.leases = [maxRegions + 1]*region{}, 0, nil, nil
@@ -292,7 +294,7 @@ func (e *Engine) RecoverSpace(fp chunk.Fingerprint, g Geometry) (SpaceID, error)
 func (e *Engine) closeRecovered() bool {
 	var old *space
 	for _, s := range e.spaces {
-		if s == nil || !s.recovered || s.owners > 0 || s.clears > 0 || len(e.staged) > 0 {
+		if s == nil || !s.recovered || s.owners > 0 || s.clears > 0 || len(e.staging.regions) > 0 {
 			continue
 		}
 		if s.inUse() == 0 {
@@ -398,12 +400,12 @@ func (e *Engine) CloseSpace(id SpaceID) error {
 	return nil
 }
 
-// inUse is how many slots hold something of a space, or are being filled.
+// inUse is how many slots hold something of a space, are being filled, or are to be restored.
 func (s *space) inUse() int {
 	if s.shadow != nil {
-		return s.chunks + s.shadow.chunks
+		return s.chunks + s.staged + s.shadow.chunks
 	}
-	return s.chunks
+	return s.chunks + s.staged
 }
 
 func (e *Engine) closeSpace(s *space) {
@@ -668,7 +670,7 @@ func logarithm(n int) int8 {
 // for longest. c takes one if it has none, and otherwise only one that is colder than anything that it could evict itself. A class without
 // any waits for the arena to grow first.
 func (e *Engine) coldRegion(c *class) *region {
-	if len(e.staged) > 0 { // what is being restored looks empty
+	if len(e.staging.regions) > 0 { // what is being restored looks empty
 		return nil
 	}
 	before := uint64(math.MaxUint64)

@@ -54,8 +54,8 @@ func entry(tag, ref uint32) uint64 { return uint64(tag)<<32 | uint64(ref) }
 // limit is the entries that the current table may hold.
 func (x *index) limit() int { return len(x.cur.words) / 8 * maxLoad }
 
-// tableWords is the size of a table for n entries.
-func tableWords(n int) int { return (n/maxLoad + 1) * 8 }
+// tableWords is the size of a table for n entries: a multiple of parts, so that the homes of the tags of one part are that part's alone.
+func tableWords(n int) int { return (n/(maxLoad*parts/8) + 1) * parts }
 
 func (x *index) migrating() bool { return x.old.used > 0 }
 

@@ -460,25 +460,27 @@ func (e *Engine) noteBefore(ref uint32, d []byte) {
 }
 
 // noteRestored records what has been restored, or makes all begin anew, if that is too much.
-func (e *Engine) noteRestored(all []staged) {
+func (e *Engine) noteRestored(all []*stagedRegion) {
 	j := &e.journal
 	if !j.on {
 		return
 	}
-	words := 0
-	for i := range all {
-		r, s := e.slot(all[i].ref)
-		words += 2 + (int(s.pages)+1)*r.words
+	each := func(f func(ref uint32, r *region, s *slot)) {
+		for _, of := range all {
+			of.each(func(x *staged) {
+				if r, s := e.slot(x.ref); s.state == ready && !s.doomed() {
+					f(x.ref, r, s)
+				}
+			})
+		}
 	}
+	words := 0
+	each(func(_ uint32, r *region, s *slot) { words += 2 + (int(s.pages)+1)*r.words })
 	if words > len(j.ring)/4 {
 		j.skip()
 		return
 	}
-	for i := range all {
-		if _, s := e.slot(all[i].ref); s.state == ready && !s.doomed() {
-			e.note(PagesStored, all[i].ref, 0, int(s.pages))
-		}
-	}
+	each(func(ref uint32, _ *region, s *slot) { e.note(PagesStored, ref, 0, int(s.pages)) })
 }
 
 func (j *journal) close() {

@@ -3,6 +3,7 @@ package tiers
 import (
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"math/rand/v2"
 	"slices"
 	"testing"
@@ -189,6 +190,125 @@ func TestRestoreKeepsOne(t *testing.T) {
 	}
 }
 
+// TestRestoreMany: so many pages are restored that they are ordered by parts of the index, also where tags are few; what was taken back meanwhile is not there.
+func TestRestoreMany(t *testing.T) {
+	t.Parallel()
+	const slots = batchEntries/4 + 1000 // of 4 pages: more than a batch
+	for seed := range uint64(2) {
+		rnd := rand.New(rand.NewPCG(seed, 3))
+		a, b := fixedEngine(t, 3, slots), fixedEngine(t, 3, slots)
+		if seed == 1 {
+			for _, e := range []*Engine{a, b} {
+				for _, s := range e.byPrint {
+					s.tagMask = 0xFFF << 20
+				}
+			}
+		}
+		var stored [][]byte
+		for st := a.Stats(); st.FreeSlots > 100; st = a.Stats() {
+			for range 10 {
+				h := treeHashes(rnd, 1+rnd.IntN(24))
+				stored = append(stored, h)
+				storeAll(t, a, Owner(1+len(stored)%2), 0, nil, h)
+			}
+		}
+		// Some chunks are there a second time, as they are where a program ended before a commit.
+		held := dump(a)
+		twice := held[10][:200]
+		held[10] = held[10][200:]
+		for i, x := range held[12][:200] {
+			x.Slot, x.Order = twice[i].Slot, x.Order+1
+			held[10] = append(held[10], x)
+		}
+		held[12] = append(held[12][200:], held[12][:200]...)
+		d := restoreGeometry.DigestBytes
+		gone := map[string]bool{} // pages of what is missing
+		lose := func(x Restored) {
+			for h := range slices.Chunk(x.Hashes, d) {
+				gone[string(h)] = true
+			}
+		}
+		for _, x := range twice {
+			lose(x)
+		}
+		want, prev := 0, map[string]string{}
+		for id, all := range held {
+			want += len(all)
+			rnd.Shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] })
+			for _, x := range all {
+				prev[fmt.Sprint(x.Space, x.Hashes)] = string(x.Prev)
+			}
+			for left := all; len(left) > 0; {
+				n := min(1+rnd.IntN(3000), len(left))
+				if err := b.Restore(id, left[:n]); err != nil {
+					t.Fatalf("seed %d: %v", seed, err)
+				}
+				left = left[n:]
+			}
+			if id == 11 {
+				for _, x := range all[:300] {
+					b.Unrestore(id, x.Slot)
+					lose(x)
+				}
+				want -= 300
+			}
+		}
+		if got := b.EndRestore(); got != want-200 || b.Stats().Duplicates != 200 {
+			t.Fatalf("seed %d: %d of %d chunks, %d there twice", seed, got, want-200, b.Stats().Duplicates)
+		}
+		if err := b.Check(); err != nil {
+			t.Fatalf("seed %d: %v", seed, err)
+		}
+		for i, h := range stored {
+			if i%8 > 0 {
+				continue
+			}
+			o := Owner(1 + (i+1)%2)
+			x, errA := a.Lookup(o, 1, 0, h)
+			y, errB := b.Lookup(o, 1, 0, h)
+			missing := false
+			for page := range x {
+				missing = missing || gone[string(h[page*d:(page+1)*d])]
+			}
+			if errA != nil || errB != nil || y > x || y < x && !missing {
+				t.Fatalf("seed %d: %d pages before, %d after (%v, %v)", seed, x, y, errA, errB)
+			}
+		}
+		for _, all := range dump(b) {
+			for _, x := range all {
+				was := prev[fmt.Sprint(x.Space, x.Hashes)]
+				if string(x.Prev) != was && (len(x.Prev) > 0 || !gone[was]) {
+					t.Fatalf("seed %d: the chunk from page %d on continues %x, and continued %x", seed, x.First, x.Prev, was)
+				}
+			}
+		}
+	}
+}
+
+// TestCloseSpaceRestored: a space that chunks are to be restored of is in use, or they would be another's.
+func TestCloseSpaceRestored(t *testing.T) {
+	t.Parallel()
+	e := fixedEngine(t, 1, 8)
+	h := treeHashes(rand.New(rand.NewPCG(1, 1)), 4)
+	if err := e.Restore(10, []Restored{{Slot: 3, Space: 1, Pages: 4, Hashes: h, Order: 1}}); err != nil {
+		t.Fatal(err)
+	}
+	e.RemoveOwner(1)
+	if err := e.CloseSpace(1); !errors.Is(err, ErrBusy) {
+		t.Fatalf("closed a space with a chunk that is to be restored: %v", err)
+	}
+	e.Unrestore(10, 3)
+	if n := e.EndRestore(); n != 0 {
+		t.Fatalf("%d chunks", n)
+	}
+	if err := e.CloseSpace(1); err != nil {
+		t.Fatal(err)
+	}
+	if err := e.Check(); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // TestRemoveRegion: what a region held cannot be found at once, it goes when nobody uses it any more, and its number serves another.
 func TestRemoveRegion(t *testing.T) {
 	t.Parallel()
@@ -277,7 +397,7 @@ func BenchmarkRestore(b *testing.B) {
 	const chunks, ppc = 1 << 18, 16
 	g := Geometry{PageBytes: 4096, PagesPerChunk: ppc, PageTokens: 1, DigestBytes: 32}
 	rnd := rand.New(rand.NewPCG(1, 1))
-	hashes := make([]byte, ppc*32)
+	hashes := make([]byte, 512*ppc*32)
 	for b.Loop() {
 		e, err := New(Config{FixedRegions: true, NoExtend: true, OwnerShare: 1, ArenaLimitBytes: chunks * ppc * 4096})
 		if err != nil {
@@ -290,15 +410,19 @@ func BenchmarkRestore(b *testing.B) {
 		if err != nil {
 			b.Fatal(err)
 		}
-		entries := make([]Restored, 1)
+		entries := make([]Restored, 0, 512)
 		for i := range chunks {
-			for j := 0; j < len(hashes); j += 8 {
+			from := len(entries) * ppc * 32
+			for j := from; j < from+ppc*32; j += 8 {
 				binary.LittleEndian.PutUint64(hashes[j:], rnd.Uint64())
 			}
-			entries[0] = Restored{Slot: uint32(i), Space: id, Pages: ppc, Hashes: hashes, Order: uint64(i)}
+			if entries = append(entries, Restored{Slot: uint32(i), Space: id, Pages: ppc, Hashes: hashes[from : from+ppc*32], Order: uint64(i)}); len(entries) < cap(entries) {
+				continue
+			}
 			if err := e.Restore(1, entries); err != nil {
 				b.Fatal(err)
 			}
+			entries = entries[:0]
 		}
 		if n := e.EndRestore(); n != chunks {
 			b.Fatal(n)
