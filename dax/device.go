@@ -321,6 +321,10 @@ func allocateRange(path string, fd int, off, n int64) error {
 			return fmt.Errorf("%s: %w: need %s more, free %s", path, ErrNoSpace, FormatSize(missing), FormatSize(free))
 		}
 	}
+	// tmpfs looks at each page that is there already, 0.2 s of them for 5 GiB. It counts exactly what it has of a file: no other file system need.
+	if fs.Type == unix.TMPFS_MAGIC && off+n <= st.Size && st.Blocks*512 >= st.Size {
+		return nil
+	}
 	return allocate(path, fd, off, n)
 }
 

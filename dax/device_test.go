@@ -116,6 +116,35 @@ func TestDeviceAllocates(t *testing.T) {
 	wantNoDevice(t, DeviceOptions{Path: filepath.Join(t.TempDir(), "dev"), AllowFile: true, SizeBytes: 1 << 50}, ErrNoSpace, "free")
 }
 
+// TestDeviceAllocatesInMemory: a hole in a file that was whole is filled again, on tmpfs too, which is asked for blocks only where some are missing.
+func TestDeviceAllocatesInMemory(t *testing.T) {
+	t.Parallel()
+	dir, err := os.MkdirTemp("/dev/shm", "lookaside-test-")
+	if err != nil {
+		t.Skip(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	o := DeviceOptions{Path: filepath.Join(dir, "dax0.0"), SizeBytes: 2 * mib, AllowFile: true}
+	for _, hole := range []bool{true, false, true} {
+		d, err := OpenDevice(o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var st unix.Stat_t
+		if err := unix.Fstat(d.FD(), &st); err != nil || st.Blocks*512 != 2*mib {
+			t.Errorf("%d bytes are allocated: %v", st.Blocks*512, err)
+		}
+		if hole {
+			if err := unix.Fallocate(d.FD(), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, mib, 4096); err != nil {
+				t.Error(err)
+			}
+		}
+		if err := d.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
 // Ranks that share a device have a partition each, and no byte twice.
 func TestDevicePartitions(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "dev")
