@@ -301,7 +301,7 @@ func (c *checker) slots() error {
 				c.promoting[r.class]++
 				if !s.doomed() {
 					c.flying++
-					if f := e.flight(ref); e.flights[f] != ref {
+					if e.flights.get(e.flight(ref)) != ref {
 						return broken("slot %#x is being promoted into, and cannot be joined", ref)
 					}
 				}
@@ -427,8 +427,8 @@ func (c *checker) index() error {
 }
 
 func (c *checker) promotions() error {
-	if len(c.e.flights) != c.flying {
-		return broken("%d chunks are on their way, counted %d", c.flying, len(c.e.flights))
+	if c.e.flights.n != c.flying {
+		return broken("%d chunks are on their way, counted %d", c.flying, c.e.flights.n)
 	}
 	var err error
 	c.e.allClasses(func(cl *class) {

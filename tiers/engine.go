@@ -46,8 +46,8 @@ type Engine struct {
 	mover    owner // of the leases on what is being moved
 	journal  journal
 	lent     lent
-	flights  map[uint64]uint32 // slots that are being promoted into and may be joined, by Engine.flight
-	carving  bool              // a region is being carved with the lock released
+	flights  flightTable // slots that are being promoted into and may be joined
+	carving  bool        // a region is being carved with the lock released
 	// wanted is when a geometry first had to wait for a region, 0 for none waiting.
 	wanted    int64
 	waiting   bool
@@ -117,7 +117,7 @@ func New(cfg Config) (*Engine, error) {
 	}
 	e := &Engine{
 		cfg: cfg, byID: map[uint32]*region{}, classes: map[Geometry]*class{}, spaces: []*space{nil}, byPrint: map[chunk.Fingerprint]*space{},
-		owners: map[Owner]*owner{}, flights: map[uint64]uint32{}, tagMask: math.MaxUint32,
+		owners: map[Owner]*owner{}, tagMask: math.MaxUint32,
 		refs: make([]uint32, cfg.MaxPages+1), held: make([]uint32, cfg.MaxPages+1), marks: make([]uint64, cfg.MaxPages/64+1),
 	}
 	e.newPolicy = func(foreign bool) policy.Policy {

@@ -216,7 +216,11 @@ func (e *Engine) grantForeign(ow *owner, chunk, pages int) uint32 {
 func (e *Engine) FinishBorrow(p uint64, l Loan) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	return e.finishBorrow(p, &l)
+	err := e.finishBorrow(p, &l)
+	if err == nil {
+		e.countLoans(l.Region, 1)
+	}
+	return err
 }
 
 // FinishBorrows is FinishBorrow for several chunks. It sets done[i] to whether there was no error.
@@ -232,11 +236,22 @@ func (e *Engine) FinishBorrows(ps []uint64, loans []Loan, done []bool) {
 			}
 		}
 	}
+	counted := 0 // loans before it are
 	for i, p := range ps {
 		done[i] = e.finishBorrow(p, &loans[i]) == nil
 	}
+	for i := range ps { // most are in one region
+		if i+1 == len(ps) || loans[i+1].Region != loans[i].Region {
+			n := 0
+			for ; counted <= i; counted++ {
+				n += b2i(done[counted])
+			}
+			e.countLoans(loans[i].Region, n)
+		}
+	}
 }
 
+// finishBorrow is FinishBorrow but for countLoans, which is its caller's.
 func (e *Engine) finishBorrow(p uint64, l *Loan) error {
 	ref, err := e.promotion(p)
 	if err != nil {
@@ -249,6 +264,18 @@ func (e *Engine) finishBorrow(p uint64, l *Loan) error {
 	return nil
 }
 
+// countLoans counts loans in an announced region.
+func (e *Engine) countLoans(region uint32, n int) {
+	if e.lent.loans == nil {
+		e.lent.loans = map[uint32]int{}
+	}
+	if n += e.lent.loans[region]; n == 0 {
+		delete(e.lent.loans, region)
+	} else {
+		e.lent.loans[region] = n
+	}
+}
+
 // takeLoan notes the loan of a slot that is about to be ready, with so many pages.
 func (e *Engine) takeLoan(r *region, ref uint32, l *Loan, pages int) {
 	i := ref & recordMask
@@ -257,10 +284,6 @@ func (e *Engine) takeLoan(r *region, ref uint32, l *Loan, pages int) {
 		r.places[i].reads = e.lent.reads.take(e.chunkKey(r, ref))
 	}
 	r.slots[i].granted = uint16(pages)
-	if e.lent.loans == nil {
-		e.lent.loans = map[uint32]int{}
-	}
-	e.lent.loans[l.Region]++
 	e.stats.BorrowedChunks++
 	e.stats.BorrowedPages += uint64(pages)
 }
@@ -272,9 +295,7 @@ func (e *Engine) returnLoan(r *region, ref uint32) {
 		return
 	}
 	e.lent.returns = append(e.lent.returns, Return{Handle: p.handle, Bad: p.bad})
-	if e.lent.loans[p.region]--; e.lent.loans[p.region] == 0 {
-		delete(e.lent.loans, p.region)
-	}
+	e.countLoans(p.region, -1)
 	if p.reads > 0 {
 		e.lent.reads.put(e.chunkKey(r, ref), p.reads)
 	}

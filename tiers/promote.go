@@ -30,11 +30,11 @@ func (e *Engine) flight(ref uint32) uint64 {
 
 // flying is the slot of a space, which may be nil, that is being promoted into for the chunk that ends with a page; 0: there is none.
 func (e *Engine) flying(s *space, d []byte) uint32 {
-	if s == nil || len(e.flights) == 0 {
+	if s == nil || e.flights.n == 0 {
 		return 0
 	}
-	ref, ok := e.flights[s.hash(d)]
-	if !ok {
+	ref := e.flights.get(s.hash(d))
+	if ref == 0 {
 		return 0
 	}
 	if r, sl := e.slot(ref); r.class != s.class || sl.space != s.id || !equal(r.digest(ref&recordMask, int(sl.granted)-1), d) {
@@ -113,7 +113,7 @@ func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, h
 	slots := e.held[:0]
 	room := e.cfg.MaxLeasesPerOwner - ow.leases
 	parent := e.chunkBefore(sp, x, &w, prev)
-	join := len(e.flights) > 0 // not only what is granted here
+	join := e.flights.n > 0 // not only what is granted here
 	end, i := firstPage, 0
 	for ; i < w.chunks && end == w.start(i) && len(slots) < room; i++ {
 		c := PromotedChunk{Chunk: i, Pages: w.last(i) - w.start(i) + 1}
@@ -240,7 +240,7 @@ func (e *Engine) promote(ow *owner, w *walk, i, have int, lent, join bool, paren
 		r, s := e.slot(ref)
 		s.flags |= promoting
 		r.class.promoting++
-		e.flights[in.hash(last)] = ref
+		e.flights.set(in.hash(last), ref)
 		c.State = PromotionGranted
 		if !lent {
 			e.stats.Promotions++
@@ -382,9 +382,7 @@ func (e *Engine) finish(ref uint32, ok bool, fromTier int, l *Loan) {
 
 // land takes a slot that is being promoted into, and was not landed before, out of the table of what is on its way.
 func (e *Engine) land(ref uint32) {
-	if f := e.flight(ref); e.flights[f] == ref {
-		delete(e.flights, f)
-	}
+	e.flights.remove(e.flight(ref), ref)
 }
 
 // SettleLookup ends a lookup's waiting for promotions. It keeps what it holds by now without a gap, but at most the given number of pages, from the first

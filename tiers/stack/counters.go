@@ -160,7 +160,7 @@ func (s *Stack) LookupStats() LookupStats {
 	s.mu.Lock()
 	defer s.unlock()
 	return LookupStats{
-		Pending: len(s.pending), Loading: len(s.loads), Refused: s.count.refused.Load(), Late: s.count.late.Load(), Cut: s.count.cut.Load(),
+		Pending: len(s.pending), Loading: len(s.loads) + s.asked, Refused: s.count.refused.Load(), Late: s.count.late.Load(), Cut: s.count.cut.Load(),
 		Verified: s.count.verified.Load(),
 	}
 }

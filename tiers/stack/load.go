@@ -36,6 +36,7 @@ type load struct {
 
 	foreign bool // it is to be borrowed; then transfer is of no bytes, and its run that of the request that began it,
 	chunk   int  // where this is its place
+	asked   bool // it is one of a borrowing's batch for which a peer has been asked, and not in Stack.loads
 }
 
 func (l *load) over() bool { return l.state != loadQueued }
@@ -83,7 +84,12 @@ func (s *Stack) sendLoad(l *load) {
 // endLoad ends a load that is with no tier: the engine is told unless it knows, and so is everybody who waits. With short not all of it came. mu is held.
 func (s *Stack) endLoad(l *load, ok, short bool) {
 	l.state = loadOver
-	delete(s.loads, l.promotion)
+	if l.asked {
+		l.asked = false
+		s.asked--
+	} else {
+		delete(s.loads, l.promotion)
+	}
 	if !ok {
 		_ = s.engine.FinishPromotion(l.promotion, false, -1)
 	}

@@ -794,19 +794,24 @@ func (s *Stack) prepareHeld(r *request, mine bool, b *borrowing) {
 	s.unwant(r)
 	r.phase = loading
 	r.from, r.want, r.left = skip, skip+len(out), 0
+	var joined joins
 	for i := range out {
 		c := &out[i]
 		c.Chunk += skip
 		var l *load
 		switch {
 		case c.State == tiers.PromotionJoined:
-			l = s.loads[c.Promotion] // nil: it has ended by now
+			l = s.joined(c.Promotion, &joined)
 		case c.State == tiers.PromotionReady:
 		case c.Foreign:
 			l, loads = &loads[0], loads[1:]
 			*l = load{promotion: c.Promotion, transfer: tiers.Transfer{Run: r.run}, pages: c.Pages, foreign: true, chunk: c.Chunk}
 			l.waiters = l.one[:0]
-			s.loads[c.Promotion] = l
+			if l.asked = b != nil && b.asked; l.asked {
+				s.asked++
+			} else {
+				s.loads[c.Promotion] = l
+			}
 		default:
 			l = s.newLoad(r, c)
 		}

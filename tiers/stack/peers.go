@@ -269,11 +269,43 @@ func (s *Stack) heard(b *borrowing, loans []tiers.Loan) {
 	s.deliver()
 }
 
+// joins is where a request's last joined load was found.
+type joins struct {
+	batch []*load
+	next  int
+}
+
+// joined is the load of a promotion; nil: it has ended by now. What a peer was asked for is in no table, as its entries took longer than all else about it; who joins one chunk of it mostly joins those behind
+// it, too. mu is held.
+func (s *Stack) joined(promotion uint64, last *joins) *load {
+	if i := last.next; i < len(last.batch) && last.batch[i].promotion == promotion && last.batch[i].asked {
+		last.next++
+		return last.batch[i]
+	}
+	if l := s.loads[promotion]; l != nil || s.asked == 0 {
+		return l
+	}
+	for b := range s.borrowings {
+		for i, l := range b.batch {
+			if l.promotion == promotion && l.asked {
+				*last = joins{b.batch, i + 1}
+				return l
+			}
+		}
+	}
+	return nil
+}
+
 // borrowAgain has a peerWorker borrow what could not be had as it was asked for, if somebody still wants it. mu is held.
 func (s *Stack) borrowAgain(l *load) (again bool) {
 	if len(l.waiters) == 0 || s.closed {
 		s.endLoad(l, false, false)
 		return false
+	}
+	if l.asked {
+		l.asked = false
+		s.asked--
+		s.loads[l.promotion] = l
 	}
 	if s.sendBorrow(l) {
 		s.borrowable.Signal()

@@ -51,6 +51,7 @@ type aroundBorrow struct {
 	before, after, copy atomic.Pointer[func()]
 	askToo              atomic.Bool
 	heard               atomic.Pointer[func()]                                // before what an Ask has brought is told
+	change              atomic.Pointer[func(loans []tiers.Loan) []tiers.Loan] // what it goes through then
 	early               atomic.Pointer[func(loans []tiers.Loan) []tiers.Loan] // what an Ask brings goes through it, and is heard of before Ask returns
 }
 
@@ -142,8 +143,8 @@ func (s *side) close() {
 	if err := s.engine.Check(); err != nil {
 		s.t.Error(err)
 	}
-	if len(s.loads)+len(s.borrowings)+s.quiet != 0 {
-		s.t.Errorf("left behind: %d loads, %d calls, %d quiet lookups", len(s.loads), len(s.borrowings), s.quiet)
+	if len(s.loads)+len(s.borrowings)+s.asked+s.quiet != 0 {
+		s.t.Errorf("left behind: %d loads, %d calls with %d, %d quiet lookups", len(s.loads), len(s.borrowings), s.asked, s.quiet)
 	}
 	if err := s.peers.Close(); err != nil {
 		s.t.Error(err)
@@ -197,6 +198,9 @@ func (s *side) Ask(run tiers.Run, peer int, done func(loans []tiers.Loan)) bool 
 		s.mu.Unlock()
 		if f := s.around.heard.Load(); f != nil {
 			(*f)()
+		}
+		if f := s.around.change.Load(); f != nil {
+			loans = (*f)(loans)
 		}
 		if early != nil {
 			loans = (*early)(loans)
@@ -821,6 +825,62 @@ func TestAskFirst(t *testing.T) {
 	}
 	reads(6)
 	empty()
+}
+
+// TestAskedIsJoined: lookups that want what a peer is being asked for wait for the same, also when it does not come and others are asked.
+func TestAskedIsJoined(t *testing.T) {
+	dir := peerDir(t)
+	a, b := newSide(t, dir, sideOptions{}), newSide(t, dir, sideOptions{})
+	p := some(24, 40)
+	a.store(p, 0, 32)
+	b.store(p, 0, 6)
+	for i, part := range []int{7, 3, 0} { // chunks that come at once
+		b.hears(p, 0, 32)
+		gate := make(chan struct{})
+		wait := func() { <-gate }
+		b.around.heard.Store(&wait)
+		early := func(loans []tiers.Loan) []tiers.Loan {
+			for _, l := range loans[part:] {
+				b.Return([]uint64{l.Handle}, false)
+			}
+			return loans[:part]
+		}
+		b.around.change.Store(&early)
+		before := b.PeerStats()
+		id := uint64(10 * i)
+		ask := func(first, n int) {
+			t.Helper()
+			id++
+			if _, done := b.ask(id, p, first, n, 0); done {
+				t.Fatal("answered without its rest")
+			}
+		}
+		ask(0, 32)
+		ask(0, 32)
+		ask(8, 24)  // chunks 2 to 5
+		ask(16, 20) // chunk 4
+		eventually(t, "they join", func() bool { return b.PeerStats().Joined == before.Joined+7+4+1 })
+		if n := b.LookupStats().Loading; n != 7 {
+			t.Errorf("%d loads under way", n)
+		}
+		must(t, b.Cancel(scheduler, uint64(10*i+1)))
+		close(gate)
+		b.around.heard.Store(nil)
+		b.around.change.Store(nil)
+		for k, want := range []int{32, 16, 4} {
+			if n := b.answer(uint64(10*i + 2 + k)); n != want {
+				t.Fatalf("%d pages of %d", n, want)
+			}
+		}
+		if st := b.PeerStats(); st.Chunks != before.Chunks+7 {
+			t.Fatalf("%+v after %+v", st, before)
+		}
+		for k := range uint64(3) {
+			must(t, b.Cancel(scheduler, uint64(10*i)+2+k))
+		}
+		b.engine.DropPeer(0)
+		eventually(t, "all is returned", func() bool { return b.engine.Stats().ForeignUsed == 0 && a.engine.Stats().OpenLoans == 0 })
+	}
 }
 
 // TestTick: a lookup whose asker ticks is seen to by that: it is told that it waits, and its deadline ends it.

@@ -60,6 +60,7 @@ type Stack struct {
 	borrows    fifo[*load]             // wait for one to borrow them
 	borrowable sync.Cond               // for both
 	borrowings map[*borrowing]struct{} // calls under way
+	asked      int                     // loads of their batches that are not in loads
 	quiet      int                     // requests that are
 	due        bool                    // the dispatcher is to be woken
 	ticks      bool                    // it is to be woken by Tick
@@ -234,6 +235,13 @@ func (s *Stack) Close() {
 		_ = s.engine.FinishPromotion(p, false, -1)
 	}
 	clear(s.loads)
+	for b := range s.borrowings {
+		for _, l := range b.batch {
+			if l.asked {
+				s.endLoad(l, false, false)
+			}
+		}
+	}
 	clear(s.borrowings) // what is lent yet finds nobody who waits for it, and is returned
 	s.unlock()
 	s.telling.Unlock()
