@@ -246,7 +246,15 @@ func (e *Engine) write(ref uint32, w *walk, start, from, to int) {
 	}
 	at := (start + from - w.first) * w.digest
 	words := r.digests[(int(ref&recordMask)*(r.ppc-1)+from)*r.words:][:(to-from)*r.words] // one after another
-	for i, d := 0, w.hashes[at:]; i < len(words); i++ {
+	d := w.hashes[at:][:8*len(words)]
+	for ; len(words) >= 4; words, d = words[4:], d[32:] {
+		to, from := words[:4:4], d[:32:32]
+		to[0] = binary.LittleEndian.Uint64(from)
+		to[1] = binary.LittleEndian.Uint64(from[8:])
+		to[2] = binary.LittleEndian.Uint64(from[16:])
+		to[3] = binary.LittleEndian.Uint64(from[24:])
+	}
+	for i := range words {
 		words[i] = binary.LittleEndian.Uint64(d[8*i:])
 	}
 }

@@ -109,6 +109,26 @@ func (r *reader) word(field string, n uint64) uint64 {
 // integer reads an integer of any msgpack width. Negative ones come back as
 // two's complement with negative set.
 func (r *reader) integer(field string) (v uint64, negative bool) {
+	// What we send, and lists are long of. An error leaves nothing to read.
+	if p := r.buf[r.pos:]; len(p) > 8 {
+		switch c := p[0]; {
+		case c <= 0x7f:
+			r.pos++
+			return uint64(c), false
+		case c == 0xcc:
+			r.pos += 2
+			return uint64(p[1]), false
+		case c == 0xcd:
+			r.pos += 3
+			return uint64(binary.BigEndian.Uint16(p[1:])), false
+		case c == 0xce:
+			r.pos += 5
+			return uint64(binary.BigEndian.Uint32(p[1:])), false
+		case c == 0xcf:
+			r.pos += 9
+			return binary.BigEndian.Uint64(p[1:]), false
+		}
+	}
 	c := r.code(field)
 	switch {
 	case r.err != nil:

@@ -505,7 +505,9 @@ func (r *reader) extents(field string, into []Extent, limit int) []Extent {
 	n := r.array(field, limit)
 	into = into[:0]
 	for i := 0; i < n && r.err == nil; i++ {
-		if r.array(field, 4) != 4 {
+		if r.pos < len(r.buf) && r.buf[r.pos] == 0x94 { // as we send it
+			r.pos++
+		} else if r.array(field, 4) != 4 {
 			r.fail(field, "an extent has four fields")
 		}
 		e := Extent{Page: r.u32(field), Pages: r.u32(field), Region: r.u32(field), Offset: r.uint(field, math.MaxInt64)}
