@@ -41,11 +41,12 @@ type staged struct {
 // stagedRegion is what Restore told of a region.
 type stagedRegion struct {
 	r      *region
-	mem    *carved    // the region's at that time
-	blocks [][]staged // one for each call
-	open   []uint64   // index entries of pages
-	filed  []batch    // and those of as many pages as there is room for in open, over and over
-	rooms  [][]uint64 // for the next ones
+	mem    *carved         // the region's at that time
+	blocks [][]staged      // one for each call
+	open   []uint64        // index entries of pages
+	filed  []batch         // and those of as many pages as there is room for in open, over and over
+	rooms  [][]uint64      // for the next ones
+	back   map[uint32]bool // slots that Unrestore was told of
 }
 
 // batch is the index entries of many pages. Those of part i of the index are together, and end at ends[i].
@@ -480,11 +481,11 @@ func (e *Engine) takeStaged(all []*stagedRegion) (here []*stagedRegion, dropped 
 	}
 	slices.SortFunc(here, func(a, b *stagedRegion) int { return cmp.Compare(a.r.num, b.r.num) })
 	var mu sync.Mutex // guards what the regions share
-	inParallel(len(here), func(_, i int) {
-		r := here[i].r
+	inParallel(len(here), func(_, at int) {
+		r := here[at].r
 		count := perSpace{add: func(id uint16, n int) { e.spaces[id].chunks += n }, mu: &mu}
 		top, taken := 0, 0
-		for _, block := range here[i].blocks {
+		for _, block := range here[at].blocks {
 			for i := range block {
 				x := &block[i]
 				if x.ref == 0 {
@@ -492,7 +493,7 @@ func (e *Engine) takeStaged(all []*stagedRegion) (here []*stagedRegion, dropped 
 				}
 				s := &r.slots[x.ref&recordMask]
 				top = max(top, int(x.ref&recordMask)+1)
-				if s.granted == 0 {
+				if here[at].back[x.ref&recordMask] {
 					mu.Lock()
 					dropped = append(dropped, misfit{x.ref, int(x.pages), e.spaces[s.space]})
 					mu.Unlock()
@@ -947,11 +948,17 @@ func (e *Engine) Room(g Geometry) (slots, free int) {
 	return 0, 0
 }
 
-// Unrestore takes back what Restore was told of a slot, before EndRestore.
+// Unrestore takes back what Restore was told of a slot, before EndRestore. Restore cannot be told of it again.
 func (e *Engine) Unrestore(region, slot uint32) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if r := e.byID[region]; r != nil && int64(slot) < int64(len(r.slots)) && r.fresh == 0 {
-		r.slots[slot].granted = 0
+	r := e.byID[region]
+	if r == nil || e.staging.regions[r.mem] == nil || int64(slot) >= int64(len(r.slots)) || r.slots[slot].granted == 0 {
+		return
 	}
+	of := e.staging.regions[r.mem]
+	if of.back == nil {
+		of.back = map[uint32]bool{}
+	}
+	of.back[slot] = true
 }

@@ -298,6 +298,12 @@ func TestCloseSpaceRestored(t *testing.T) {
 		t.Fatalf("closed a space with a chunk that is to be restored: %v", err)
 	}
 	e.Unrestore(10, 3)
+	e.Unrestore(10, 4)
+	e.Unrestore(10, 8)
+	e.Unrestore(11, 3)
+	if err := e.Restore(10, []Restored{{Slot: 3, Space: 2, Pages: 4, Hashes: h, Order: 1}}); !errors.Is(err, ErrInvalid) {
+		t.Fatalf("a slot that was taken back: %v", err)
+	}
 	if n := e.EndRestore(); n != 0 {
 		t.Fatalf("%d chunks", n)
 	}
