@@ -482,7 +482,7 @@ func (e *Engine) takeStaged(all []*stagedRegion) (here []*stagedRegion, dropped 
 	slices.SortFunc(here, func(a, b *stagedRegion) int { return cmp.Compare(a.r.num, b.r.num) })
 	var mu sync.Mutex // guards what the regions share
 	inParallel(len(here), func(_, at int) {
-		r := here[at].r
+		r, back := here[at].r, here[at].back
 		count := perSpace{add: func(id uint16, n int) { e.spaces[id].chunks += n }, mu: &mu}
 		top, taken := 0, 0
 		for _, block := range here[at].blocks {
@@ -493,7 +493,7 @@ func (e *Engine) takeStaged(all []*stagedRegion) (here []*stagedRegion, dropped 
 				}
 				s := &r.slots[x.ref&recordMask]
 				top = max(top, int(x.ref&recordMask)+1)
-				if here[at].back[x.ref&recordMask] {
+				if len(back) > 0 && back[x.ref&recordMask] {
 					mu.Lock()
 					dropped = append(dropped, misfit{x.ref, int(x.pages), e.spaces[s.space]})
 					mu.Unlock()
