@@ -151,7 +151,9 @@ func (p *peers) onRegionGone(peer uint64, region uint32) {
 }
 
 // Contains implements stack.Peers.
-func (p *peers) Contains(run tiers.Run, held []uint16) (all int) { return p.peer.Contains(run, held) }
+func (p *peers) Contains(run tiers.Run, held []uint16) (pages, by int) {
+	return p.peer.Contains(run, held)
+}
 
 // Borrow implements stack.Peers.
 func (p *peers) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l tiers.Loan)) (pages int, err error) {

@@ -27,9 +27,9 @@ type plan struct {
 
 var plans = sync.Pool{New: func() any { return new(plan) }}
 
-// hinted sets held[i], where held is not nil, to how many pages of the i-th chunk of a run some peer is said to hold, and notes in s, where that is not nil, who does. all are those that are
-// said to hold all of it.
-func (p *Peers) hinted(run *tiers.Run, s *plan, held []uint16) (all uint64) {
+// hinted sets held[i], where held is not nil, to how many pages of the i-th chunk of a run some peer is said to hold, and notes in s, where that is not nil, who does. total is how many
+// pages are said to be held from the first on without a gap, and all those that are said to hold all of these.
+func (p *Peers) hinted(run *tiers.Run, s *plan, held []uint16) (total int, all uint64) {
 	g := &run.Space.Geometry
 	d, ppc := g.DigestBytes, g.PagesPerChunk
 	pages, chunks := run.Pages(), run.Chunks()
@@ -47,7 +47,7 @@ func (p *Peers) hinted(run *tiers.Run, s *plan, held []uint16) (all uint64) {
 	mask := t.mask & t.asked[*fp]
 	if mask == 0 {
 		clear(held)
-		return 0
+		return 0, 0
 	}
 	whole := true // so far
 	all = mask
@@ -62,15 +62,19 @@ func (p *Peers) hinted(run *tiers.Run, s *plan, held []uint16) (all uint64) {
 		for i, w := range who[:n] {
 			from, to := (at+i)*ppc, min((at+i+1)*ppc, pages)
 			count := 0
-			all &= w
 			switch {
 			case w != 0:
-				count = to - from
+				if count = to - from; whole {
+					total, all = to, all&w
+				}
 			case whole:
 				whole = false
 				var part uint64
 				if part, count = t.part(run, from, to-1, mask); s != nil {
 					s.part, s.partChunk, s.partPages = part, at+i, count
+				}
+				if count > 0 {
+					total, all = total+count, all&part
 				}
 			}
 			if s != nil {
@@ -81,7 +85,7 @@ func (p *Peers) hinted(run *tiers.Run, s *plan, held []uint16) (all uint64) {
 			}
 		}
 	}
-	return all
+	return total, all
 }
 
 // part finds by bisection how many of the pages from one on are held, the one numbered to not being, and who holds them. t.mu is held.
@@ -102,12 +106,14 @@ func (t *hintTable) part(run *tiers.Run, from, to int, mask uint64) (who uint64,
 }
 
 // Contains sets held[i] to how many pages of the run's i-th chunk, from its first, some peer is said to hold. Of chunks behind the first that is not held whole, only those that are
-// held whole count. Nobody is asked: it is a hint, and takes microseconds. len(held) == run.Chunks(). all is the number, for Ask, of a peer that is said to hold all of the run, -1 if there is none.
-func (p *Peers) Contains(run tiers.Run, held []uint16) (all int) {
-	if who := p.hinted(&run, nil, held); who != 0 {
-		return bits.TrailingZeros64(who)
+// held whole count. Nobody is asked: it is a hint, and takes microseconds. len(held) == run.Chunks(). pages are said to be held from the first on without a gap; by is the number, for Ask, of a peer that is
+// said to hold all of these, -1 if there is none.
+func (p *Peers) Contains(run tiers.Run, held []uint16) (pages, by int) {
+	pages, who := p.hinted(&run, nil, held)
+	if pages == 0 || who == 0 {
+		return pages, -1
 	}
-	return -1
+	return pages, bits.TrailingZeros64(who)
 }
 
 // Borrow leases what the hints say that peers hold of a run, from its first page on without a gap: from the peer that has most of it, and what comes after from others. out is told of each chunk, in
@@ -124,7 +130,7 @@ func (p *Peers) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l
 	return pages, err
 }
 
-// Ask begins to lease a run of the peer whose number Contains has just answered for it, and calls done once, on another goroutine, with what has been leased, as by Borrow: loans is valid until done
+// Ask begins to lease a run, the pages that Contains has just answered, of the peer by whose number, and calls done once, on another goroutine, with what has been leased, as by Borrow: loans is valid until done
 // returns, and none is an answer, too. done must not wait. It keeps nothing of the run's digests. It answers false, and never calls done, where that is no matter of one message, or the peer cannot be
 // asked now.
 func (p *Peers) Ask(run tiers.Run, peer int, done func(loans []Loan)) bool {

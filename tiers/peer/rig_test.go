@@ -353,7 +353,13 @@ func (s *side) borrows(sp *tiers.Space, hashes []byte, want int) []loan {
 }
 
 // all is the number of a peer that is said to hold all of a run, or -1.
-func (s *side) all(r tiers.Run) int { return s.p.Contains(r, make([]uint16, r.Chunks())) }
+func (s *side) all(r tiers.Run) int {
+	pages, by := s.p.Contains(r, make([]uint16, r.Chunks()))
+	if pages < r.Pages() {
+		return -1
+	}
+	return by
+}
 
 // ask borrows by Ask; asked says whether that was a matter of one message.
 func (s *side) ask(r tiers.Run) (loans []loan, pages int, asked bool) {

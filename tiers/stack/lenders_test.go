@@ -67,7 +67,7 @@ func (l *lenders) of(c tiers.Run) (n int) {
 	return n
 }
 
-func (l *lenders) Contains(run tiers.Run, held []uint16) (all int) {
+func (l *lenders) Contains(run tiers.Run, held []uint16) (pages, by int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	whole := true
@@ -83,13 +83,16 @@ func (l *lenders) Contains(run tiers.Run, held []uint16) (all int) {
 		if n < c.Pages() && !whole {
 			n = 0
 		}
+		if whole {
+			pages += n
+		}
 		whole = whole && n == c.Pages()
 		held[i] = uint16(n)
 	}
-	if !whole {
-		return -1
+	if pages == 0 || l.chance(5) {
+		return pages, -1
 	}
-	return lentBy
+	return pages, lentBy
 }
 
 var errNobody = errors.New("nobody lends it")

@@ -193,11 +193,19 @@ func (s *Stack) Lookup(q *Query, a Asker) (pages int, done bool, err error) {
 	if r.ask = nil; goesOn {
 		r.run = r.all
 	} else if (promote || peers) && r.aim(pages) {
-		s.askFirst(r, s.hear(r))
+		lent, by := s.hear(r)
+		if lent == r.run.Pages() { // that is all there is to know
+			s.askFirst(r, lent, by)
+		}
 		next = s.sound(r)
 		goesOn = next != nil || r.chunks > 0
-		if r.ask == nil && goesOn && next == nil && r.need == 0 && r.chunks <= maxAtOnce && s.preparing.TryLock() {
-			r.ask = s.newBorrowing()
+		if r.ask == nil && goesOn && next == nil && r.need == 0 && r.chunks <= maxAtOnce {
+			if lent < r.run.Pages() && r.pages-(r.hit-r.part) == lent { // what is planned
+				s.askFirst(r, lent, by)
+			}
+			if r.ask == nil && s.preparing.TryLock() {
+				r.ask = s.newBorrowing()
+			}
 		}
 	}
 	b := r.ask
@@ -234,11 +242,11 @@ func (r *request) aim(hit int) bool {
 	return true
 }
 
-// hear notes what peers are said to hold of a request's run, and answers the number of one that is said to hold all of it, or -1.
-func (s *Stack) hear(r *request) (all int) {
+// hear notes what peers are said to hold of a request's run, and answers what Peers.Contains does.
+func (s *Stack) hear(r *request) (pages, by int) {
 	if !r.peers {
 		r.lent = r.lent[:0]
-		return -1
+		return 0, -1
 	}
 	n := r.run.Chunks()
 	r.lent = slices.Grow(r.lent[:0], n)[:n]

@@ -12,13 +12,14 @@ import (
 // Peers is how a Stack reaches other sidecars' arenas. Its methods may be called from any goroutine.
 type Peers interface {
 	// Contains sets held[i] to how many pages of the run's i-th chunk, from its first, some peer is said to hold; those behind the first that is not held whole count only if held whole.
-	// It takes microseconds, and never waits for anybody. len(held) == run.Chunks(). all is the number, for Ask, of a peer that is said to hold all of the run; -1: there is none.
-	Contains(run tiers.Run, held []uint16) (all int)
+	// It takes microseconds, and never waits for anybody. len(held) == run.Chunks(). pages are said to be held from the first on without a gap; by is
+	// the number, for Ask, of a peer that is said to hold all of these, -1: there is none.
+	Contains(run tiers.Run, held []uint16) (pages, by int)
 	// Borrow leases what peers hold of a run, from its first page on without a gap, and tells out of each chunk, in order, on the caller's goroutine, before it returns. Regions are those that were
 	// announced to our workers. A chunk with fewer pages than the run has of it is the last. It answers the pages leased, and an error only when that is none. It waits until ctx is done, and a bounded
 	// time, at most.
 	Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l tiers.Loan)) (pages int, err error)
-	// Ask begins to lease a run of the peer whose number Contains has just answered for it, and calls done once, on another goroutine, with what has been leased, as by Borrow: loans is valid until
+	// Ask begins to lease a run, the pages that Contains has just answered, of the peer by whose number, and calls done once, on another goroutine, with what has been leased, as by Borrow: loans is valid until
 	// done returns, none is an answer, too, and it comes within a bounded time. done does not wait. The digests of run are read before it returns. Ask answers false, and never calls done, where it
 	// is for Borrow to see who has what. It does not wait.
 	Ask(run tiers.Run, peer int, done func(loans []tiers.Loan)) bool
@@ -201,15 +202,17 @@ func (s *Stack) newBorrowing() *borrowing {
 	return b
 }
 
-// askFirst asks a peer for all of a request's run before anything else is done about it, as the peer answers meanwhile; -1: there is none that has it. Then r.ask is not nil, and s.preparing is held. Where others
-// wait for the same chunks already nobody is asked.
-func (s *Stack) askFirst(r *request, peer int) {
-	if peer < 0 || r.run.Chunks() > maxAtOnce {
+// askFirst asks a peer for the first pages of a request's run, all that can be had, before the rest is done about it, as the peer answers meanwhile; -1: there is none that has them. Then r.ask is not nil, and
+// s.preparing is held. Where others wait for the same chunks already nobody is asked.
+func (s *Stack) askFirst(r *request, pages, peer int) {
+	run := r.run
+	d := run.Space.Geometry.DigestBytes
+	run.Hashes = run.Hashes[:pages*d]
+	if peer < 0 || run.Chunks() > maxAtOnce {
 		return
 	}
-	d := r.run.Space.Geometry.DigestBytes
-	first := pagesOf(r.run.Pages(), r.run.Space.Geometry.PagesPerChunk, 0) * d
-	if s.engine.Awaited(r.id, r.run.Hashes[first-d:first]) || !s.preparing.TryLock() {
+	first := pagesOf(pages, run.Space.Geometry.PagesPerChunk, 0) * d
+	if s.engine.Awaited(r.id, run.Hashes[first-d:first]) || !s.preparing.TryLock() {
 		return
 	}
 	b := s.newBorrowing()
@@ -218,7 +221,7 @@ func (s *Stack) askFirst(r *request, peer int) {
 	full := s.full(int64(len(r.run.Hashes) + len(r.run.Prev)))
 	s.borrowings[b] = struct{}{} // a peer may go as soon as it has lent
 	s.mu.Unlock()
-	if !full && s.cfg.Peers.Ask(r.run, peer, b.done) {
+	if !full && s.cfg.Peers.Ask(run, peer, b.done) {
 		r.ask = b
 		return
 	}

@@ -166,7 +166,9 @@ func (s *side) close() {
 
 // The side as its Stack's Peers, which knows the regions of others by ids of its own.
 
-func (s *side) Contains(run tiers.Run, held []uint16) int { return s.peers.Contains(run, held) }
+func (s *side) Contains(run tiers.Run, held []uint16) (pages, by int) {
+	return s.peers.Contains(run, held)
+}
 
 func (s *side) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l tiers.Loan)) (int, error) {
 	if f := s.around.before.Load(); f != nil {
@@ -765,6 +767,17 @@ func TestAskFirst(t *testing.T) {
 		t.Fatalf("%+v after %+v", st, before)
 	}
 	reads(32)
+	empty()
+	// So it is asked for the first pages of a lookup that nobody has all of, whole chunks and the part of one.
+	longer := append(slices.Clone(p[:29]), some(25, 20)...)
+	before = b.PeerStats()
+	if n, done := ask(longer, 0, 49); !done || n != 29 {
+		t.Fatal(n, done)
+	}
+	if st := b.PeerStats(); st.Borrows != before.Borrows+1 || st.Chunks != before.Chunks+7 || st.Returned != before.Returned {
+		t.Fatalf("%+v after %+v", st, before)
+	}
+	reads(29)
 	empty()
 	// What it does not lend of what it is said to have is borrowed by others, and then the answer may come later.
 	early(func(loans []tiers.Loan) []tiers.Loan {

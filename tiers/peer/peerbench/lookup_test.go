@@ -66,7 +66,9 @@ func (a *asker) onRegion(r peer.Region) error {
 	return nil
 }
 
-func (a *asker) Contains(run tiers.Run, held []uint16) int { return a.peers.Contains(run, held) }
+func (a *asker) Contains(run tiers.Run, held []uint16) (pages, by int) {
+	return a.peers.Contains(run, held)
+}
 
 func (a *asker) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l tiers.Loan)) (int, error) {
 	return a.peers.Borrow(ctx, run, func(chunk int, l peer.Loan) {
