@@ -116,6 +116,7 @@ def test_late_answer_is_cancelled(ranks: Ranks) -> None:
     ranks.peers[1].script[wire.Lookup] = lambda conn, m: asked.append(m)
     late = ranks.client.start(0, b"", bytes(32 * 4))
     ranks.peers[1].wait_for(wire.Lookup)
+    until(lambda: late.poll() is None and 0 not in late._out)  # the other rank's is in
     ranks.clock.now += 2
     assert late.poll() == 0
     ranks.peers[1].wait_for(wire.Cancel)
