@@ -23,7 +23,8 @@ func (d *Disk) Store(ctx context.Context, transfers []tiers.Transfer, done func(
 	defer d.end()
 	var groups []*storing
 	for i := 0; i < len(transfers); {
-		g := &storing{}
+		// The first few begin soon, and what is to be done after the last copy is little.
+		g := &storing{most: min(memoryGroup, len(groups)+1, (len(transfers)-i+1)/2)}
 		for ; i < len(transfers) && !g.full(); i++ {
 			j, err := d.prepareStore(ctx, i, &transfers[i], len(transfers)-i)
 			if j == nil {
@@ -56,15 +57,16 @@ func (d *Disk) Store(ctx context.Context, transfers []tiers.Transfer, done func(
 
 // storing is some of a call's stores, which share their syncs.
 type storing struct {
+	most int // if the medium is memory
 	jobs []*job
 	wait sync.WaitGroup // for those that were submitted
 }
 
-// memoryGroup is how many chunks go together to a medium that is memory, where syncs are cheap: while they are copied the next are prepared. Any other takes all of a call together.
+// memoryGroup is how many chunks go together at most to a medium that is memory, where syncs are cheap: while they are copied the next are prepared. Any other takes all of a call together.
 const memoryGroup = 8
 
 func (g *storing) full() bool {
-	if len(g.jobs) < memoryGroup {
+	if len(g.jobs) < g.most {
 		return false
 	}
 	_, memory := g.jobs[0].s.buffed.(vfs.Summing)
