@@ -716,6 +716,21 @@ func (s *side) goneSeen() bool {
 	return false
 }
 
+// hold has a hook wait until open is called.
+func hold(hook *atomic.Pointer[func()]) (open func()) {
+	gate := make(chan struct{})
+	wait := func() { <-gate }
+	hook.Store(&wait)
+	return func() { close(gate) }
+}
+
+// returns drops all that the side has borrowed, and waits until its lender has it back.
+func (s *side) returns(lender *side) {
+	s.t.Helper()
+	s.engine.DropPeer(0)
+	eventually(s.t, "all is returned", func() bool { return s.engine.Stats().ForeignUsed == 0 && lender.engine.Stats().OpenLoans == 0 })
+}
+
 // TestAskFirst: a peer that is said to have all is asked before the lookup is prepared, and may answer before it is.
 func TestAskFirst(t *testing.T) {
 	dir := peerDir(t)
@@ -741,11 +756,6 @@ func TestAskFirst(t *testing.T) {
 		must(t, b.check(l))
 		must(t, b.engine.Release(worker, l.handle, nil))
 	}
-	empty := func() {
-		t.Helper()
-		b.engine.DropPeer(0)
-		eventually(t, "all is returned", func() bool { return b.engine.Stats().ForeignUsed == 0 && a.engine.Stats().OpenLoans == 0 })
-	}
 
 	// Its answer is the lookup's own.
 	early(asIs)
@@ -753,7 +763,7 @@ func TestAskFirst(t *testing.T) {
 		t.Fatal(n, done)
 	}
 	reads(32)
-	empty()
+	b.returns(a)
 	// What it has lent of chunks that are here meanwhile goes back; b has chunks 3 and 4 from before.
 	if n, done := ask(p, 12, 20); !done || n != 8 {
 		t.Fatal(n, done)
@@ -767,7 +777,7 @@ func TestAskFirst(t *testing.T) {
 		t.Fatalf("%+v after %+v", st, before)
 	}
 	reads(32)
-	empty()
+	b.returns(a)
 	// So it is asked for the first pages of a lookup that nobody has all of, whole chunks and the part of one.
 	longer := append(slices.Clone(p[:29]), some(25, 20)...)
 	before = b.PeerStats()
@@ -778,7 +788,7 @@ func TestAskFirst(t *testing.T) {
 		t.Fatalf("%+v after %+v", st, before)
 	}
 	reads(29)
-	empty()
+	b.returns(a)
 	// What it does not lend of what it is said to have is borrowed by others, and then the answer may come later.
 	early(func(loans []tiers.Loan) []tiers.Loan {
 		b.Return([]uint64{loans[4].Handle, loans[5].Handle, loans[6].Handle}, false)
@@ -792,7 +802,7 @@ func TestAskFirst(t *testing.T) {
 		t.Fatal(n)
 	}
 	reads(32)
-	empty()
+	b.returns(a)
 	// A lookup for which there comes to be no room keeps nothing of it; one for which there is none does not ask.
 	early(func(loans []tiers.Loan) []tiers.Loan {
 		if n, done := b.ask(100, q, 0, 32, 0); done {
@@ -800,9 +810,7 @@ func TestAskFirst(t *testing.T) {
 		}
 		return loans
 	})
-	gate := make(chan struct{})
-	wait := func() { <-gate }
-	b.around.after.Store(&wait)
+	open := hold(&b.around.after)
 	lent := a.engine.Stats().LentPages
 	b.around.askToo.Store(true)
 	if n, done := ask(p, 0, 32); !done || n != 6 {
@@ -815,7 +823,7 @@ func TestAskFirst(t *testing.T) {
 		t.Fatal(n, done)
 	}
 	must(t, b.Cancel(scheduler, id))
-	close(gate)
+	open()
 	if n := b.answer(100); n != 32 {
 		t.Fatal(n)
 	}
@@ -824,7 +832,7 @@ func TestAskFirst(t *testing.T) {
 		t.Fatalf("%d pages lent", n-lent)
 	}
 	must(t, b.Cancel(scheduler, 100))
-	empty()
+	b.returns(a)
 	// Its loans are void if it has gone meanwhile.
 	early(func(loans []tiers.Loan) []tiers.Loan {
 		b.PeerGone(loans[0].Peer)
@@ -837,7 +845,7 @@ func TestAskFirst(t *testing.T) {
 		t.Fatalf("%+v", st)
 	}
 	reads(6)
-	empty()
+	b.returns(a)
 }
 
 // TestAskedIsJoined: lookups that want what a peer is being asked for wait for the same, also when it does not come and others are asked.
@@ -849,9 +857,7 @@ func TestAskedIsJoined(t *testing.T) {
 	b.store(p, 0, 6)
 	for i, part := range []int{7, 3, 0} { // chunks that come at once
 		b.hears(p, 0, 32)
-		gate := make(chan struct{})
-		wait := func() { <-gate }
-		b.around.heard.Store(&wait)
+		open := hold(&b.around.heard)
 		early := func(loans []tiers.Loan) []tiers.Loan {
 			for _, l := range loans[part:] {
 				b.Return([]uint64{l.Handle}, false)
@@ -877,7 +883,7 @@ func TestAskedIsJoined(t *testing.T) {
 			t.Errorf("%d loads under way", n)
 		}
 		must(t, b.Cancel(scheduler, uint64(10*i+1)))
-		close(gate)
+		open()
 		b.around.heard.Store(nil)
 		b.around.change.Store(nil)
 		for k, want := range []int{32, 16, 4} {
@@ -891,8 +897,7 @@ func TestAskedIsJoined(t *testing.T) {
 		for k := range uint64(3) {
 			must(t, b.Cancel(scheduler, uint64(10*i)+2+k))
 		}
-		b.engine.DropPeer(0)
-		eventually(t, "all is returned", func() bool { return b.engine.Stats().ForeignUsed == 0 && a.engine.Stats().OpenLoans == 0 })
+		b.returns(a)
 	}
 }
 
@@ -904,9 +909,7 @@ func TestTick(t *testing.T) {
 	a.store(p, 0, 32)
 	b.store(p, 0, 6)
 	b.hears(p, 0, 32)
-	gate := make(chan struct{})
-	wait := func() { <-gate }
-	b.around.heard.Store(&wait)
+	open := hold(&b.around.heard)
 	q := Query{Owner: scheduler, Lookup: 1, Space: b.id, Hashes: p.Digests(0, 32, 32), Deadline: 100 * time.Millisecond, Ticks: true}
 	if n, done, err := b.Lookup(&q, b); done || n != 6 || err != nil {
 		t.Fatal(n, done, err)
@@ -920,7 +923,7 @@ func TestTick(t *testing.T) {
 		t.Error("it was never told to be pending")
 	}
 	b.mu.Unlock()
-	close(gate)
+	open()
 	b.around.heard.Store(nil)
 	eventually(t, "what came too late is kept", func() bool { return b.PeerStats().Late == 7 })
 	b.Tick() // for nothing
@@ -937,9 +940,7 @@ func TestPeersLate(t *testing.T) {
 	a.store(p, 0, 32)
 	b.store(p, 0, 5)
 	b.hears(p, 0, 32)
-	gate := make(chan struct{})
-	wait := func() { <-gate }
-	b.around.before.Store(&wait)
+	open := hold(&b.around.before)
 	if n, done := b.ask(1, p, 0, 32, 20*time.Millisecond); done || n != 5 {
 		t.Fatal(n, done)
 	}
@@ -955,7 +956,7 @@ func TestPeersLate(t *testing.T) {
 	eventually(t, "they join", func() bool { return b.PeerStats().Joined == 7+6 })
 	must(t, b.Cancel(scheduler, 2))
 	must(t, b.Cancel(scheduler, 1))
-	close(gate)
+	open()
 	if n := b.answer(3); n != 24 {
 		t.Fatal(n)
 	}
