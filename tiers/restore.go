@@ -853,8 +853,13 @@ func (e *Engine) restoreAll(todo []restoring) (waiting []restoring) {
 			r := e.regions[ref>>recordBits]
 			seen |= r.slots[ref&recordMask].stamp | uint64(r.kin[ref&recordMask].parent)
 		}
-		if p := e.regions[refs[0]>>recordBits].class.policy; len(some) == group {
-			policy.Read(p, refs[:])
+		for left := refs[:len(some)]; len(left) > 0; { // by classes: each policy knows its own slots only
+			c, n := e.regions[left[0]>>recordBits].class, 1
+			for n < len(left) && e.regions[left[n]>>recordBits].class == c {
+				n++
+			}
+			policy.Read(c.policy, left[:n])
+			left = left[n:]
 		}
 		for i := range some {
 			x := &some[i]

@@ -285,6 +285,56 @@ func TestRestoreMany(t *testing.T) {
 	}
 }
 
+// TestRestoreClasses: chunks of two sizes that were stored in turns are restored together, more of them than are read ahead at a time.
+func TestRestoreClasses(t *testing.T) {
+	t.Parallel()
+	const slots = 400 // a region
+	other := restoreGeometry
+	other.PageBytes *= 2
+	begin := func() *Engine {
+		e := fixedEngine(t, 1, slots)
+		if err := e.AddCarvedRegion(20, other, slots, packed(other)); err != nil {
+			t.Fatal(err)
+		}
+		id, err := e.OpenSpace(chunk.Fingerprint{9}, other)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := e.AddOwner(9, id); err != nil {
+			t.Fatal(err)
+		}
+		return e
+	}
+	for seed := range uint64(4) {
+		rnd := rand.New(rand.NewPCG(seed, 4))
+		a, b := begin(), begin()
+		for range 2000 {
+			storeAll(t, a, []Owner{1, 2, 9}[rnd.IntN(3)], 0, nil, treeHashes(rnd, 1+rnd.IntN(24)))
+		}
+		want := 0
+		for id, all := range dump(a) {
+			want += len(all)
+			if err := b.Restore(id, all); err != nil {
+				t.Fatalf("seed %d: %v", seed, err)
+			}
+		}
+		if got := b.EndRestore(); got != want || want < 600 {
+			t.Fatalf("seed %d: %d of %d chunks", seed, got, want)
+		}
+		if err := b.Check(); err != nil {
+			t.Fatalf("seed %d: %v", seed, err)
+		}
+		for range 300 {
+			o, h := []Owner{1, 2, 9}[rnd.IntN(3)], treeHashes(rnd, 1+rnd.IntN(24))
+			x, errA := a.Lookup(o, 1, 0, h)
+			y, errB := b.Lookup(o, 1, 0, h)
+			if x != y || errA != nil || errB != nil {
+				t.Fatalf("seed %d: %d pages before, %d after (%v, %v)", seed, x, y, errA, errB)
+			}
+		}
+	}
+}
+
 // TestCloseSpaceRestored: a space that chunks are to be restored of is in use, or they would be another's.
 func TestCloseSpaceRestored(t *testing.T) {
 	t.Parallel()
