@@ -191,7 +191,7 @@ func (e *Engine) enterLent(r *region, ref uint32, pages int, first uint32) bool 
 // retractLent undoes that.
 func (e *Engine) retractLent(r *region, ref uint32) {
 	s := &r.slots[ref&recordMask]
-	if sp := e.spaceOf(r, s); e.unlink(sp, r, ref, int(s.pages)-1) {
+	if sp := e.spaceOf(r, s); e.unlink(sp.tagOfRecord(r.digest(ref&recordMask, int(s.pages)-1)), r, ref, int(s.pages)-1) {
 		sp.pages -= int(s.pages)
 	}
 	s.pages = 0

@@ -3,6 +3,7 @@ package tiers
 import (
 	"encoding/binary"
 	"math/bits"
+	"slices"
 
 	"lookaside/dax"
 )
@@ -219,6 +220,16 @@ func (e *Engine) same(s *space, ref uint32, d []byte) bool {
 	return r.slots[i].space == s.id && equal(r.digest(i, int(pos)), d)
 }
 
+// sameAs is same for a digest as records keep it.
+func (e *Engine) sameAs(s *space, ref uint32, words []uint64) bool {
+	r := e.regions[ref>>recordBits]
+	if r.class != s.class {
+		return false
+	}
+	i, pos := r.split(ref & recordMask)
+	return r.slots[i].space == s.id && slices.Equal(r.digest(i, int(pos)), words)
+}
+
 // find is the indexed record of digest d in space s, 0 if the page is not held.
 func (e *Engine) find(s *space, d []byte) uint32 {
 	rec, steps := e.seek(s, d)
@@ -241,6 +252,46 @@ func (e *Engine) seek(s *space, d []byte) (rec uint32, steps uint64) {
 		}
 	}
 	return 0, steps
+}
+
+// findOrInsert is find for a page that a record has, by its tag and digest: if it is not held, the record's entry is put where it was looked for.
+func (e *Engine) findOrInsert(s *space, tag uint32, digest []uint64, rec uint32) (held uint32) {
+	x := &e.idx
+	t := &x.cur
+	i := t.home(tag)
+	for ; t.words[i] != 0; i = t.next(i) {
+		x.steps++
+		if w := t.words[i]; uint32(w>>32) == tag && e.sameAs(s, uint32(w), digest) {
+			return uint32(w)
+		}
+	}
+	if old := &x.old; old.used > 0 {
+		for i := old.home(tag); old.words[i] != 0; i = old.next(i) {
+			x.steps++
+			if w := old.words[i]; uint32(w>>32) == tag && e.sameAs(s, uint32(w), digest) {
+				return uint32(w)
+			}
+		}
+	}
+	t.words[i] = entry(tag, rec)
+	t.used++
+	return 0
+}
+
+// tagGroup is how many pages' tags are computed at a time.
+const tagGroup = 32
+
+// tagsOf computes the tags of a slot's pages from one on, and reads their homes, which are about to be used, in a loop of its own: its cache misses overlap.
+func (e *Engine) tagsOf(s *space, r *region, ref uint32, tags []uint32, from int) {
+	for i := range tags {
+		tags[i] = s.tagOfRecord(r.digest(ref&recordMask, from+i))
+	}
+	seen := uint64(0)
+	t := &e.idx.cur
+	for _, tag := range tags {
+		seen |= t.words[t.home(tag)]
+	}
+	e.touched = seen // keeps the loop that only reads
 }
 
 // walk is the chunks of one request: n pages from page first on.

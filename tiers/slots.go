@@ -443,15 +443,17 @@ func (e *Engine) enter(ref uint32, from, to int) bool {
 	r, s := e.slot(ref)
 	sp := e.spaces[s.space]
 	base := int(ref&recordMask) * r.ppc
-	var buf [32]byte
+	var tags [tagGroup]uint32
 	noted := e.journal.on
 	unnoted := from // pages from here on are new, and the journal is yet to hear of them
 	for pos := from; pos < to; pos++ {
+		i := (pos - from) % tagGroup
+		if i == 0 {
+			e.tagsOf(sp, r, ref, tags[:min(to-pos, tagGroup)], pos)
+		}
 		rec := ref&^recordMask | uint32(base+pos)
-		d := r.digestBytes(ref&recordMask, pos, &buf)
-		head := e.find(sp, d)
+		head := e.findOrInsert(sp, tags[i], r.digest(ref&recordMask, pos), rec)
 		if head == 0 {
-			e.idx.insert(sp.tagOfRecord(r.digest(ref&recordMask, pos)), rec)
 			sp.pages++
 			s.pages++
 			continue
@@ -503,10 +505,15 @@ func (e *Engine) linkAfter(head, rec uint32) {
 func (e *Engine) retract(ref uint32, from int) {
 	r, s := e.slot(ref)
 	sp := e.spaces[s.space]
+	var tags [tagGroup]uint32
 	noted := e.journal.on
 	unnoted := from
 	for pos := from; pos < int(s.pages); pos++ {
-		if e.unlink(sp, r, ref, pos) {
+		i := (pos - from) % tagGroup
+		if i == 0 {
+			e.tagsOf(sp, r, ref, tags[:min(int(s.pages)-pos, tagGroup)], pos)
+		}
+		if e.unlink(tags[i], r, ref, pos) {
 			sp.pages--
 		} else if noted {
 			e.note(PagesRemoved, ref, unnoted, pos)
@@ -519,8 +526,8 @@ func (e *Engine) retract(ref uint32, from int) {
 	s.pages = uint16(from)
 }
 
-// unlink takes one page of a slot out of the index, and says whether no other slot of its space has it.
-func (e *Engine) unlink(sp *space, r *region, ref uint32, pos int) (gone bool) {
+// unlink takes one page of a slot, by its tag, out of the index, and says whether no other slot of its space has it.
+func (e *Engine) unlink(tag uint32, r *region, ref uint32, pos int) (gone bool) {
 	e.linkSteps++
 	at := int(ref&recordMask)*r.ppc + pos
 	rec := ref&^recordMask | uint32(at)
@@ -533,9 +540,9 @@ func (e *Engine) unlink(sp *space, r *region, ref uint32, pos int) (gone bool) {
 		}
 	case l.next != 0:
 		e.links(l.next).prev = 0
-		e.idx.replace(sp.tagOfRecord(r.digest(ref&recordMask, pos)), rec, l.next)
+		e.idx.replace(tag, rec, l.next)
 	default:
-		e.idx.remove(sp.tagOfRecord(r.digest(ref&recordMask, pos)), rec)
+		e.idx.remove(tag, rec)
 		gone = true
 	}
 	*l = link{}

@@ -93,7 +93,7 @@ func (e *Engine) PrepareShare(o Owner, firstPage int, prev, hashes []byte, share
 			res.Shed = shed(i)
 			break
 		}
-		if rec, page := e.bisect(sp, &w, i); rec != 0 && !e.cfg.NoExtend {
+		if rec, page := e.extendable(sp, &w, i); rec != 0 {
 			ref, _ := e.slotOf(rec)
 			r, s := e.slot(ref)
 			if have := page - start + 1; int(s.pages) == have && s.granted == 0 && s.flags&(moving|unverified) == 0 && !r.draining && ow.slots.add(ref, sp.class.limit) {
@@ -140,6 +140,14 @@ func (e *Engine) PrepareShare(o Owner, firstPage int, prev, hashes []byte, share
 	}
 	res.Store = x.handle()
 	return res, out, nil
+}
+
+// extendable is the last held page of a walk's chunk, if the slot that has it may be extended; the record is 0 otherwise.
+func (e *Engine) extendable(sp *space, w *walk, i int) (record uint32, page int) {
+	if e.cfg.NoExtend {
+		return 0, 0
+	}
+	return e.bisect(sp, w, i)
 }
 
 // around is what a lease keeps of the pages around the slots that it was granted.

@@ -14,9 +14,18 @@ TEXT ·copyGroups(SB), NOSPLIT, $0-24
 	JLE  done
 
 group:
+	LEAQ 1024(SI), R8
 	MOVQ $32, DX
 
 lines:
+	PREFETCHT1 (R8)
+	PREFETCHT1 64(R8)
+	PREFETCHT1 4096(R8)
+	PREFETCHT1 4160(R8)
+	PREFETCHT1 8192(R8)
+	PREFETCHT1 8256(R8)
+	PREFETCHT1 12288(R8)
+	PREFETCHT1 12352(R8)
 	VMOVDQU64 (SI), Z0
 	VMOVDQU64 64(SI), Z1
 	VMOVDQU64 4096(SI), Z2
@@ -35,6 +44,12 @@ lines:
 	VMOVNTDQ  Z7, 12352(DI)
 	ADDQ      $128, SI
 	ADDQ      $128, DI
+	ADDQ      $128, R8
+	CMPQ      DX, $9
+	JNE       on
+	ADDQ      $12288, R8 // the next group
+
+on:
 	DECQ      DX
 	JNZ       lines
 

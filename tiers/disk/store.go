@@ -1,9 +1,11 @@
 package disk
 
 import (
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
+	"iter"
 	"slices"
 	"sync"
 
@@ -33,7 +35,8 @@ func (d *Disk) Store(ctx context.Context, transfers []tiers.Transfer, done func(
 			}
 			g.jobs = append(g.jobs, j)
 		}
-		d.freeOld(g.jobs)
+		g.sorted = bySlab(g.jobs)
+		d.freeOld(g.sorted)
 		for _, j := range g.jobs {
 			if j.failure() != nil {
 				continue
@@ -47,8 +50,8 @@ func (d *Disk) Store(ctx context.Context, transfers []tiers.Transfer, done func(
 	// Nothing becomes visible before all have their slots: what comes first must not make room for what comes last.
 	for _, g := range groups {
 		g.wait.Wait()
-		d.enter(g.jobs)
-		d.syncAll(g.jobs, func(j *job) bool { return j.failure() == nil })
+		d.enter(g.sorted)
+		d.syncAll(g.sorted, func(j *job) bool { return j.failure() == nil })
 		for _, j := range g.jobs {
 			done(j.i, d.endStore(j))
 		}
@@ -57,9 +60,10 @@ func (d *Disk) Store(ctx context.Context, transfers []tiers.Transfer, done func(
 
 // storing is some of a call's stores, which share their syncs.
 type storing struct {
-	most int // if the medium is memory
-	jobs []*job
-	wait sync.WaitGroup // for those that were submitted
+	most   int            // if the medium is memory
+	jobs   []*job         // in the order of the call
+	sorted []*job         // in that of their slabs and slots
+	wait   sync.WaitGroup // for those that were submitted
 }
 
 // memoryGroup is how many chunks go together at most to a medium that is memory, where syncs are cheap: while they are copied the next are prepared. Any other takes all of a call together.
@@ -126,27 +130,43 @@ func (d *Disk) grant(ctx context.Context, sp *space, i int, t *tiers.Transfer, m
 	return &job{ctx: ctx, i: i, t: t, s: s, sp: sp, slot: slot, gen: gen, sums: s.pageSums(slot), store: true, lease: res.Store}, nil
 }
 
-// bySlab calls do for the jobs of each slab that have not failed, in the order of their slots.
-func bySlab(jobs []*job, do func(s *slab, jobs []*job, slots []uint32)) {
-	all := map[*slab][]*job{}
-	for _, j := range jobs {
-		if j.failure() == nil {
-			all[j.s] = append(all[j.s], j)
+// bySlab is the jobs in the order of their slabs and slots.
+func bySlab(jobs []*job) []*job {
+	sorted := slices.Clone(jobs)
+	slices.SortFunc(sorted, func(a, b *job) int { return cmp.Or(cmp.Compare(a.s.region, b.s.region), a.slot-b.slot) })
+	return sorted
+}
+
+// slabs is the jobs of each slab, of those that are in order.
+func slabs(sorted []*job) iter.Seq2[*slab, []*job] {
+	return func(yield func(*slab, []*job) bool) {
+		for len(sorted) > 0 {
+			s, n := sorted[0].s, 1
+			for n < len(sorted) && sorted[n].s == s {
+				n++
+			}
+			if !yield(s, sorted[:n]) {
+				return
+			}
+			sorted = sorted[n:]
 		}
-	}
-	for s, jobs := range all {
-		slices.SortFunc(jobs, func(a, b *job) int { return a.slot - b.slot })
-		slots := make([]uint32, len(jobs))
-		for i, j := range jobs {
-			slots[i] = uint32(j.slot)
-		}
-		do(s, jobs, slots)
 	}
 }
 
-// freeOld frees the entries of what the jobs' slots held before, durably: their data is about to be overwritten.
-func (d *Disk) freeOld(jobs []*job) {
-	bySlab(jobs, func(s *slab, jobs []*job, slots []uint32) {
+// sound is those jobs that have not failed, and their slots.
+func sound(jobs []*job) (left []*job, slots []uint32) {
+	left = slices.DeleteFunc(slices.Clone(jobs), func(j *job) bool { return j.failure() != nil })
+	slots = make([]uint32, len(left))
+	for i, j := range left {
+		slots[i] = uint32(j.slot)
+	}
+	return left, slots
+}
+
+// freeOld frees the entries of what the slots of jobs, which are in order, held before, durably: their data is about to be overwritten.
+func (d *Disk) freeOld(sorted []*job) {
+	for s, jobs := range slabs(sorted) {
+		jobs, slots := sound(jobs)
 		s.freeSlots(slots, func(slot uint32, err error) {
 			i, _ := slices.BinarySearch(slots, slot)
 			if err != nil {
@@ -156,33 +176,29 @@ func (d *Disk) freeOld(jobs []*job) {
 				jobs[i].freed = true
 			}
 		})
-	})
-	d.syncAll(jobs, func(j *job) bool { return j.freed && j.failure() == nil })
+	}
+	d.syncAll(sorted, func(j *job) bool { return j.freed && j.failure() == nil })
 }
 
-// syncAll syncs the slabs of the jobs that want it. A slab that fails at it is given up, and all its jobs fail.
-func (d *Disk) syncAll(jobs []*job, wants func(*job) bool) {
-	errs := map[*slab]error{}
-	for _, j := range jobs {
-		if _, synced := errs[j.s]; synced || !wants(j) {
+// syncAll syncs the slabs of the jobs, which are in order, that want it. A slab that fails at it is given up, and all its jobs fail.
+func (d *Disk) syncAll(sorted []*job, wants func(*job) bool) {
+	for s, jobs := range slabs(sorted) {
+		if !slices.ContainsFunc(jobs, wants) {
 			continue
 		}
-		err := j.s.sync()
-		errs[j.s] = err
-		if err != nil {
-			d.giveUp(j.s, err)
-		}
-	}
-	for _, j := range jobs {
-		if err := errs[j.s]; err != nil {
-			j.fail(err)
+		if err := s.sync(); err != nil {
+			d.giveUp(s, err)
+			for _, j := range jobs {
+				j.fail(err)
+			}
 		}
 	}
 }
 
-// enter writes the entries of the jobs whose data is written.
-func (d *Disk) enter(jobs []*job) {
-	bySlab(jobs, func(s *slab, jobs []*job, slots []uint32) {
+// enter writes the entries of the jobs, which are in order, whose data is written.
+func (d *Disk) enter(sorted []*job) {
+	for s, jobs := range slabs(sorted) {
+		jobs, slots := sound(jobs)
 		s.runs(slots, func(from, to int) {
 			entries := make([]media.Entry, to-from)
 			for i, j := range jobs[from:to] {
@@ -194,7 +210,7 @@ func (d *Disk) enter(jobs []*job) {
 				}
 			}
 		})
-	})
+	}
 }
 
 // encodeSums is checksums as an entry has them.
