@@ -373,6 +373,15 @@ func (h *history) step() {
 	}
 }
 
+// lent says that chunks were borrowed, and copied where they are to be, if there are lenders. A few histories take longer to come to that.
+func (h *history) lent() bool {
+	if h.lenders == nil {
+		return true
+	}
+	st := h.PeerStats()
+	return st.Chunks > 0 && (st.Copied > 0 || !h.c.copies)
+}
+
 // Any history of requests, faults and ends, in any configuration: no wrong byte, no page that was not stored, nothing held at the end. Where nothing is lost,
 // all that was stored is found.
 func TestHistories(t *testing.T) {
@@ -401,7 +410,7 @@ func TestHistories(t *testing.T) {
 						}
 						h.lookup()
 					}
-					for range *stepsFlag {
+					for i := 0; i < *stepsFlag || i < 10**stepsFlag && !h.lent(); i++ {
 						h.step()
 					}
 					for _, m := range r.mem {
@@ -409,10 +418,8 @@ func TestHistories(t *testing.T) {
 					}
 					h.checkpoint(h.prefix())
 					if r.lenders != nil {
-						if st := r.PeerStats(); *stepsFlag >= 250 && st.Chunks == 0 {
-							t.Errorf("nothing was borrowed: %+v", st)
-						} else if *stepsFlag >= 250 && c.copies != (st.Copied > 0) {
-							t.Errorf("copied: %+v", st)
+						if st := r.PeerStats(); !h.lent() || !c.copies && st.Copied > 0 {
+							t.Errorf("borrowed and copied: %+v", st)
 						} else {
 							t.Logf("%+v", st)
 						}
