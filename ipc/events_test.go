@@ -237,26 +237,37 @@ func TestReplayOfWhatIsGone(t *testing.T) {
 	}
 }
 
+// until waits for what a publisher has done.
+func until(t *testing.T, p *EventPublisher, done func(EventStats) bool) {
+	t.Helper()
+	for end := time.Now().Add(60 * time.Second); !done(p.Stats()); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("%+v", p.Stats())
+		}
+	}
+}
+
 // TestSlowSubscribers: neither one that does not read nor a replay that nobody reads holds anything up.
 func TestSlowSubscribers(t *testing.T) {
 	src := &testSource{bytes: 32 << 10}
 	p := newPublisher(t, EventOptions{Endpoint: "tcp://127.0.0.1:*", ReplayEndpoint: "tcp://127.0.0.1:*", HWM: 4, BufferSteps: 1000}, src)
 	subscribe(t, p, src)
-	const n = 3000 // 96 MiB
-	src.more(p, n)
-	src.mu.Lock()
-	all := uint64(src.told + src.left)
-	src.mu.Unlock()
+	published := func(more int) (all uint64) {
+		src.more(p, more)
+		src.mu.Lock()
+		all = uint64(src.told + src.left)
+		src.mu.Unlock()
+		until(t, p, func(st EventStats) bool { return st.Batches == all })
+		return all
+	}
+	published(900) // 28 MiB: more than there is room for on the way
 	_, endpoint := p.Endpoints()
 	stuck := eventPeer(t, zmq4.DEALER, endpoint)
 	if _, err := stuck.SendMessage("", make([]byte, 8)); err != nil {
 		t.Fatal(err)
 	}
-	for end := time.Now().Add(60 * time.Second); p.Stats().Batches < all; time.Sleep(time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("%+v", p.Stats())
-		}
-	}
+	until(t, p, func(st EventStats) bool { return st.Replays == 1 })
+	all := published(2100)
 	// Another is served meanwhile.
 	last := all - 1
 	if seqs, _ := replayed(t, p, zmq4.DEALER, last); len(seqs) != 1 || seqs[0] != last {
