@@ -309,6 +309,7 @@ func (w *world) drop() {
 type strict struct {
 	policy.Policy
 	notes map[uint32]bool // residents, and whether they are offered
+	slots map[uint32]int  // of the regions that it was told of
 }
 
 func (s *strict) must(ok bool, what string, ref uint32) {
@@ -318,6 +319,23 @@ func (s *strict) must(ok bool, what string, ref uint32) {
 }
 
 func (s *strict) resident(ref uint32) bool { _, ok := s.notes[ref]; return ok }
+
+func (s *strict) Grow(region uint32, slots int) {
+	s.slots[region] = slots
+	s.Policy.Grow(region, slots)
+}
+
+func (s *strict) Shrink(region uint32) {
+	delete(s.slots, region)
+	s.Policy.Shrink(region)
+}
+
+func (s *strict) Read(refs []uint32) {
+	for _, ref := range refs {
+		s.must(int(ref&recordMask) < s.slots[ref>>recordBits], "what is no slot of its regions is read", ref)
+	}
+	s.Policy.Read(refs)
+}
 
 func (s *strict) Enter(ref uint32, key uint64, parent uint32) {
 	s.must(!s.resident(ref) && key != 0, "a resident slot, or one without a key, is entered", ref)

@@ -259,7 +259,7 @@ func newWorld(t *testing.T, seed uint64) *world {
 	w.e = e
 	plain := e.newPolicy
 	e.newPolicy = func(foreign bool) policy.Policy {
-		s := &strict{Policy: plain(foreign), notes: map[uint32]bool{}}
+		s := &strict{Policy: plain(foreign), notes: map[uint32]bool{}, slots: map[uint32]int{}}
 		w.policies = append(w.policies, s)
 		return s
 	}

@@ -12,7 +12,6 @@ import (
 	"sync/atomic"
 
 	"lookaside/dax"
-	"lookaside/tiers/policy"
 )
 
 // Restored is a slot that was ready when the engine of another run ended.
@@ -858,7 +857,7 @@ func (e *Engine) restoreAll(todo []restoring) (waiting []restoring) {
 			for n < len(left) && e.regions[left[n]>>recordBits].class == c {
 				n++
 			}
-			policy.Read(c.policy, left[:n])
+			c.policy.Read(left[:n])
 			left = left[n:]
 		}
 		for i := range some {

@@ -27,7 +27,7 @@ type books struct {
 	clock    uint64   // rises at each entering and use
 	spare    []*page  // that no queue uses
 	pages    int      // all there are
-	warmed   uint32   // keeps the loads of warm
+	read     uint32   // keeps the loads of Read
 }
 
 func (b *books) note(ref uint32) *note { return &b.regions[ref>>SlotBits][ref&SlotMask] }

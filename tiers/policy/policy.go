@@ -33,6 +33,9 @@ type Policy interface {
 	Enter(ref uint32, key uint64, parent uint32)
 	// Use says that a resident chunk was hit (or stored again).
 	Use(ref uint32)
+	// Read reads what the policy has of some slots of its regions, resident or not, in a loop of its own, so that the cache misses overlap: calls for each of them are about
+	// to be made. It changes nothing.
+	Read(refs []uint32)
 	// Offer says that a resident slot may be chosen from now on. Offering what is offered changes nothing.
 	Offer(ref uint32)
 	// Hold ends an Offer. Holding what is not offered changes nothing.
