@@ -237,16 +237,6 @@ func TestReplayOfWhatIsGone(t *testing.T) {
 	}
 }
 
-// until waits for what a publisher has done.
-func until(t *testing.T, p *EventPublisher, done func(EventStats) bool) {
-	t.Helper()
-	for end := time.Now().Add(60 * time.Second); !done(p.Stats()); time.Sleep(time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("%+v", p.Stats())
-		}
-	}
-}
-
 // TestSlowSubscribers: neither one that does not read nor a replay that nobody reads holds anything up.
 func TestSlowSubscribers(t *testing.T) {
 	src := &testSource{bytes: 32 << 10}
@@ -257,7 +247,7 @@ func TestSlowSubscribers(t *testing.T) {
 		src.mu.Lock()
 		all = uint64(src.told + src.left)
 		src.mu.Unlock()
-		until(t, p, func(st EventStats) bool { return st.Batches == all })
+		eventually(t, "all is published", func() bool { return p.Stats().Batches == all })
 		return all
 	}
 	published(900) // 28 MiB: more than there is room for on the way
@@ -266,7 +256,7 @@ func TestSlowSubscribers(t *testing.T) {
 	if _, err := stuck.SendMessage("", make([]byte, 8)); err != nil {
 		t.Fatal(err)
 	}
-	until(t, p, func(st EventStats) bool { return st.Replays == 1 })
+	eventually(t, "the replay begins", func() bool { return p.Stats().Replays == 1 })
 	all := published(2100)
 	// Another is served meanwhile.
 	last := all - 1

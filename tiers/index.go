@@ -256,26 +256,26 @@ func (e *Engine) seek(s *space, d []byte) (rec uint32, steps uint64) {
 
 // findOrInsert is find for a page that a record has, by its tag and digest: if it is not held, the record's entry is put where it was looked for.
 func (e *Engine) findOrInsert(s *space, tag uint32, digest []uint64, rec uint32) (held uint32) {
-	x := &e.idx
-	t := &x.cur
-	i := t.home(tag)
-	for ; t.words[i] != 0; i = t.next(i) {
-		x.steps++
-		if w := t.words[i]; uint32(w>>32) == tag && e.sameAs(s, uint32(w), digest) {
-			return uint32(w)
+	held, at := e.findIn(&e.idx.cur, s, tag, digest)
+	if held == 0 && e.idx.old.used > 0 {
+		held, _ = e.findIn(&e.idx.old, s, tag, digest)
+	}
+	if held == 0 {
+		e.idx.cur.words[at] = entry(tag, rec)
+		e.idx.cur.used++
+	}
+	return held
+}
+
+// findIn is the record of a page in one table and the place of its entry; without one the record is 0, and the place is where its entry belongs.
+func (e *Engine) findIn(t *table, s *space, tag uint32, digest []uint64) (rec, at uint32) {
+	for at = t.home(tag); t.words[at] != 0; at = t.next(at) {
+		e.idx.steps++
+		if w := t.words[at]; uint32(w>>32) == tag && e.sameAs(s, uint32(w), digest) {
+			return uint32(w), at
 		}
 	}
-	if old := &x.old; old.used > 0 {
-		for i := old.home(tag); old.words[i] != 0; i = old.next(i) {
-			x.steps++
-			if w := old.words[i]; uint32(w>>32) == tag && e.sameAs(s, uint32(w), digest) {
-				return uint32(w)
-			}
-		}
-	}
-	t.words[i] = entry(tag, rec)
-	t.used++
-	return 0
+	return 0, at
 }
 
 // tagGroup is how many pages' tags are computed at a time.

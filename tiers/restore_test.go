@@ -91,6 +91,19 @@ func dump(e *Engine) map[uint32][]Restored {
 	return out
 }
 
+// alike asks two engines, the second of which was told of the first one's slots, for the same prefixes.
+func alike(t *testing.T, seed uint64, rnd *rand.Rand, a, b *Engine, owners ...Owner) {
+	t.Helper()
+	for range 300 {
+		o, hashes := owners[rnd.IntN(len(owners))], treeHashes(rnd, 1+rnd.IntN(24))
+		x, errA := a.Lookup(o, 1, 0, hashes)
+		y, errB := b.Lookup(o, 1, 0, hashes)
+		if x != y || errA != nil || errB != nil {
+			t.Fatalf("seed %d: %d pages before, %d after (%v, %v)", seed, x, y, errA, errB)
+		}
+	}
+}
+
 // TestRestore: an engine that was told of the slots of another one answers as that one, and its books are in order.
 func TestRestore(t *testing.T) {
 	t.Parallel()
@@ -117,14 +130,7 @@ func TestRestore(t *testing.T) {
 		if got := b.EndRestore(); got != want {
 			t.Fatalf("seed %d: %d of %d chunks", seed, got, want)
 		}
-		for range 300 {
-			o, hashes := Owner(1+rnd.IntN(2)), treeHashes(rnd, 1+rnd.IntN(24))
-			x, errA := a.Lookup(o, 1, 0, hashes)
-			y, errB := b.Lookup(o, 1, 0, hashes)
-			if x != y || errA != nil || errB != nil {
-				t.Fatalf("seed %d: %d pages before, %d after (%v, %v)", seed, x, y, errA, errB)
-			}
-		}
+		alike(t, seed, rnd, a, b, 1, 2)
 		for range 60 {
 			storeAll(t, b, Owner(1+rnd.IntN(2)), 0, nil, treeHashes(rnd, 1+rnd.IntN(24)))
 		}
@@ -289,6 +295,7 @@ func TestRestoreMany(t *testing.T) {
 func TestRestoreClasses(t *testing.T) {
 	t.Parallel()
 	const slots = 400 // a region
+	owners := []Owner{1, 2, 9}
 	other := restoreGeometry
 	other.PageBytes *= 2
 	begin := func() *Engine {
@@ -309,7 +316,7 @@ func TestRestoreClasses(t *testing.T) {
 		rnd := rand.New(rand.NewPCG(seed, 4))
 		a, b := begin(), begin()
 		for range 2000 {
-			storeAll(t, a, []Owner{1, 2, 9}[rnd.IntN(3)], 0, nil, treeHashes(rnd, 1+rnd.IntN(24)))
+			storeAll(t, a, owners[rnd.IntN(len(owners))], 0, nil, treeHashes(rnd, 1+rnd.IntN(24)))
 		}
 		want := 0
 		for id, all := range dump(a) {
@@ -324,14 +331,7 @@ func TestRestoreClasses(t *testing.T) {
 		if err := b.Check(); err != nil {
 			t.Fatalf("seed %d: %v", seed, err)
 		}
-		for range 300 {
-			o, h := []Owner{1, 2, 9}[rnd.IntN(3)], treeHashes(rnd, 1+rnd.IntN(24))
-			x, errA := a.Lookup(o, 1, 0, h)
-			y, errB := b.Lookup(o, 1, 0, h)
-			if x != y || errA != nil || errB != nil {
-				t.Fatalf("seed %d: %d pages before, %d after (%v, %v)", seed, x, y, errA, errB)
-			}
-		}
+		alike(t, seed, rnd, a, b, owners...)
 	}
 }
 

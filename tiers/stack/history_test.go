@@ -373,9 +373,9 @@ func (h *history) step() {
 	}
 }
 
-// lent says that chunks were borrowed, and copied where they are to be, if there are lenders. A few histories take longer to come to that.
+// lent says that chunks were borrowed, and copied where they are to be, if there are lenders and enough steps to expect it. A few histories take longer to come to that.
 func (h *history) lent() bool {
-	if h.lenders == nil {
+	if h.lenders == nil || *stepsFlag < 250 {
 		return true
 	}
 	st := h.PeerStats()
