@@ -36,9 +36,10 @@ func (r *Region) message(generation uint64) []byte {
 	return m.Append(nil)
 }
 
-// AddRegion makes r part of the arena as region id: it announces it, and then adds it to the engine.
-func (s *Server) AddRegion(id uint32, r *dax.Region) error {
+// AddRegion makes r part of the arena as region id: it announces it, waits for workers to map it, at most for the patience, and then adds it to the engine.
+func (s *Server) AddRegion(id uint32, r *dax.Region, patience time.Duration) error {
 	s.AnnounceRegion(Region{ID: id, Kind: string(r.Kind()), FD: r.FD(), SizeBytes: r.Size(), PageSize: r.PageSize()})
+	s.AwaitRegion(id, patience)
 	return s.engine.AddRegion(id, r.Size())
 }
 
@@ -54,6 +55,12 @@ func (s *Server) AnnounceRegion(r Region) {
 	// From here on a new worker finds it among its first regions.
 	s.regions = append(s.regions, r)
 	workers := s.workers()
+	for _, w := range workers {
+		if w.mapping == nil {
+			w.mapping = make(map[uint32]chan struct{})
+		}
+		w.mapping[r.ID] = make(chan struct{})
+	}
 	s.mu.Unlock()
 
 	message := r.message(s.cfg.Generation)
@@ -62,6 +69,61 @@ func (s *Server) AnnounceRegion(r Region) {
 			s.giveUp(w, "giving up a worker that does not take a new region", r.ID, err)
 		}
 	})
+}
+
+// AwaitRegion returns when the workers that were connected when the region was announced have mapped it, or have found that they cannot, or
+// after the patience: until then a store that is granted room in it may find it unmapped, and be lost. Mapping can take long, where a device's
+// driver pins every page. A worker that was late with a region before, and is still, is not waited for, and nobody is once the server drains.
+func (s *Server) AwaitRegion(id uint32, patience time.Duration) {
+	s.mu.Lock()
+	mapped := make(map[*session]chan struct{})
+	for _, w := range s.workers() {
+		if c := w.mapping[id]; c != nil && !w.late {
+			mapped[w] = c
+		}
+	}
+	s.mu.Unlock()
+
+	late := time.NewTimer(patience)
+	defer late.Stop()
+	over := false
+	for w, c := range mapped {
+		if !over {
+			select {
+			case <-c:
+			case <-w.struck:
+			case <-s.drains:
+				return
+			case <-late.C:
+				over = true
+			}
+		}
+		if over {
+			s.mu.Lock()
+			isLate := w.mapping[id] == c // it may have mapped it while another was waited for
+			w.late = w.late || isLate
+			s.mu.Unlock()
+			if isLate {
+				w.log.Warn("a worker takes long to map a region; what it stores there meanwhile is lost", zap.Uint32("region", id), zap.Duration("waited", patience))
+			}
+		}
+	}
+}
+
+// mapped notes that a worker has mapped a region, or cannot.
+func (s *Server) mapped(ses *session, id uint32) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	ses.late = false
+	ses.forgetMapping(id)
+}
+
+// forgetMapping has nobody wait any longer for a region to be mapped. Server.mu is held.
+func (ses *session) forgetMapping(id uint32) {
+	if c := ses.mapping[id]; c != nil {
+		delete(ses.mapping, id)
+		close(c)
+	}
 }
 
 // RetractRegion has workers unmap a region that was announced. It returns when all that are connected have said so: one that
@@ -86,6 +148,7 @@ func (s *Server) RetractRegion(id uint32, patience time.Duration) {
 		}
 		unmapped[w] = make(chan struct{})
 		w.unmapping[id] = unmapped[w]
+		w.forgetMapping(id)
 	}
 	s.mu.Unlock()
 

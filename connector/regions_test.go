@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -352,8 +353,10 @@ func TestMakeRoomThatWaitsForTheWorker(t *testing.T) {
 	}})
 	r.server.AnnounceRegion(part(device(t, 4096), 7, 0))
 	w, s := r.worker(workerHello("e")), r.scheduler(schedulerHello("e"))
-	w.store(onePrefix(1), 0, perChunk)
-	id, hit := s.lookup(onePrefix(1), 0, perChunk)
+	for i := range uint8(slots) { // then there is no room without more being made
+		w.store(onePrefix(20+i), 0, perChunk)
+	}
+	id, hit := s.lookup(onePrefix(20), 0, perChunk)
 	if hit != perChunk {
 		t.Fatalf("%d pages hit", hit)
 	}
@@ -363,7 +366,7 @@ func TestMakeRoomThatWaitsForTheWorker(t *testing.T) {
 	send(101, 2, 2) // waits for the gate
 	send(102, 3, 3) // waits for the one before, and then for this worker
 	send(103, 4, 1)
-	lg, err := w.load(s, id, onePrefix(1), 0, perChunk)
+	lg, err := w.load(s, id, onePrefix(20), 0, perChunk)
 	check(t, err)
 	check(t, w.ses.Send(&wire.Release{Load: lg.Load}))
 	w.sync()
@@ -384,9 +387,114 @@ func TestMakeRoomThatWaitsForTheWorker(t *testing.T) {
 	w.store(onePrefix(5), 0, perChunk) // as ever
 	mu.Lock()
 	defer mu.Unlock()
-	if fmt.Sprint(asked) != "[1 1 2 3 1 1]" {
+	if fmt.Sprint(asked) != "[1 1 1 1 1 1 1 1 1 2 3 1 1]" {
 		t.Errorf("asked for %v", asked)
 	}
+}
+
+// A store for which there is room does not wait for what is made ahead, but one for which there is not does, and what comes after that.
+func TestStoresGoOnWhileRoomIsMade(t *testing.T) {
+	var calls atomic.Int32
+	gate := make(chan struct{})
+	open := sync.OnceFunc(func() { close(gate) })
+	r := newRig(t, rigOptions{regionBytes: 4 * perChunk * pageBytes, makeRoom: func(_ tiers.Geometry, n int) {
+		if calls.Add(1) == 3 {
+			<-gate
+		}
+	}})
+	defer open()
+	w := r.worker(workerHello("e"))
+	w.store(onePrefix(0), 0, perChunk)
+	send := func(id uint32, n uint8, chunks int) {
+		check(t, w.ses.Send(&wire.PrepareStore{ID: id, Hashes: onePrefix(n).hashes(0, chunks*perChunk)}))
+	}
+	granted := func(id uint32) uint64 {
+		b, err := w.recv(false)
+		check(t, err)
+		var g wire.StoreGrant
+		check(t, g.Decode(b, &wire.DefaultLimits))
+		if g.ID != id || g.Shed != 0 || g.Store == 0 {
+			t.Fatalf("got %+v, want the grant for %d", g, id)
+		}
+		return g.Store
+	}
+	send(1, 1, 1)
+	send(2, 2, 1)
+	stores := []uint64{granted(1), granted(2)}
+	send(3, 3, 3) // two are left
+	send(4, 4, 1)
+	w.sync()
+	if n := calls.Load(); n != 3 {
+		t.Errorf("asked %d times for room while it is made", n)
+	}
+	for _, store := range stores {
+		check(t, w.ses.Send(&wire.AbortStore{Store: store}))
+	}
+	w.sync()
+	open()
+	check(t, w.ses.Send(&wire.AbortStore{Store: granted(3)}))
+	check(t, w.ses.Send(&wire.AbortStore{Store: granted(4)}))
+	w.sync()
+	if n := calls.Load(); n != 5 { // for each of those that waited, none for the second
+		t.Errorf("asked %d times for room", n)
+	}
+}
+
+// Whoever adds a region waits until the workers have mapped it, but neither for one that has gone or is late, nor once the server drains.
+func TestAwaitRegion(t *testing.T) {
+	r := newRig(t, rigOptions{})
+	f := device(t, 16<<12)
+	await := func(id uint32, patience time.Duration) (done chan struct{}) {
+		r.server.AnnounceRegion(part(f, id, 0))
+		done = make(chan struct{})
+		go func() {
+			defer close(done)
+			r.server.AwaitRegion(id, patience)
+		}()
+		return done
+	}
+	<-await(10, time.Hour) // nobody is there
+	a, b := r.worker(workerHello("a")), r.worker(workerHello("b"))
+
+	done := await(11, time.Hour)
+	a.readsRegion(wire.TypeRegionAdded) // which says that it is mapped
+	a.sync()
+	if finished(done) {
+		t.Error("a worker was not waited for")
+	}
+	check(t, b.ses.Send(&wire.RegionMapped{Region: 10})) // nobody has asked
+	b.sync()
+	if b.regions[11] == nil {
+		t.Fatal("the other worker was not told of the region")
+	}
+	<-done
+
+	<-await(12, time.Millisecond) // both are late
+	<-await(13, time.Hour)        // and not waited for any more
+	a.sync()                      // until they map one
+	done = await(14, time.Hour)
+	a.readsRegion(wire.TypeRegionAdded)
+	<-done // b is late still
+	b.sync()
+
+	done = await(15, time.Hour)
+	a.readsRegion(wire.TypeRegionAdded)
+	b.close() // never maps it
+	<-done
+	r.eventually("it has gone", func() bool { return r.server.Sessions() == 1 })
+
+	done = await(16, time.Hour)
+	r.server.RetractRegion(16, 0) // it goes before it is mapped: a has no patience to lose
+	<-done
+	r.eventually("it is given up", func() bool { return r.server.Sessions() == 0 })
+
+	c := r.worker(workerHello("c"))
+	done = await(17, time.Hour)
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	check(t, r.server.Drain(ctx))
+	<-done
+	c.sync()
 }
 
 // A worker for whom no room is made waits within limits, and its end, or the server's, waits for nothing.
@@ -394,7 +502,7 @@ func TestEndsWhileRoomIsMade(t *testing.T) {
 	for _, how := range []string{"leaves", "breaks the protocol", "is given up", "server closes"} {
 		t.Run(how, func(t *testing.T) {
 			gate := make(chan struct{})
-			r := newRig(t, rigOptions{makeRoom: func(_ tiers.Geometry, n int) {
+			r := newRig(t, rigOptions{regionBytes: perChunk * pageBytes, makeRoom: func(_ tiers.Geometry, n int) {
 				if n == 2 {
 					<-gate
 				}
@@ -436,7 +544,7 @@ func TestEndsWhileRoomIsMade(t *testing.T) {
 // What waits for room when the sidecar drains is refused.
 func TestDrainingWhileRoomIsMade(t *testing.T) {
 	gate := make(chan struct{})
-	r := newRig(t, rigOptions{makeRoom: func(_ tiers.Geometry, n int) {
+	r := newRig(t, rigOptions{regionBytes: perChunk * pageBytes, makeRoom: func(_ tiers.Geometry, n int) {
 		if n == 2 {
 			<-gate
 		}

@@ -154,7 +154,7 @@ func (r *rig) grow(size int64) {
 	reg, err := dax.Create(dax.Options{Kind: dax.KindMemfd, SizeBytes: size, NUMANode: dax.NoNUMANode})
 	check(r.t, err)
 	r.regions = append(r.regions, reg)
-	check(r.t, r.server.AddRegion(uint32(len(r.regions)-1), reg))
+	check(r.t, r.server.AddRegion(uint32(len(r.regions)-1), reg, 0))
 }
 
 // close ends everything and audits the engine: nothing may be held for a session that is gone.
@@ -286,7 +286,7 @@ func (w *worker) mapRegion(b []byte, files []*os.File) error {
 		return err
 	}
 	w.regions[m.Region] = mem
-	return nil
+	return w.ses.Send(&wire.RegionMapped{Region: m.Region})
 }
 
 func (w *worker) unmapRegion(b []byte) error {

@@ -22,15 +22,34 @@ type roomCall struct {
 	left bool // the session did not wait any longer, and is to be interrupted
 }
 
+// mustWait has room made for a store of so many chunks, and says whether the store waits for that: not if there is room for it already,
+// and only what comes after it has to be made.
+func (ses *session) mustWait(chunks int) bool {
+	if ses.server.draining.Load() {
+		return false
+	}
+	if len(ses.waiting) > 0 {
+		return true
+	}
+	first := ses.room == nil
+	if first && ses.makeRoom(chunks) {
+		return false
+	}
+	_, free := ses.server.engine.Room(ses.space.geometry)
+	waits := free < chunks
+	ses.room.store = first && waits
+	return waits
+}
+
 // makeRoom calls Config.MakeRoom, and says whether it is over. If not, then ses.room is the call, and the session's Recv ends
-// when it is: room may not be made before workers have unmapped another region, this session's among them, and nobody's loads
-// are to wait for that.
-func (ses *session) makeRoom(slots int, store bool) bool {
+// when it is: room may not be made before workers have mapped a region, or unmapped another, this session's among them, and nobody's
+// loads are to wait for that.
+func (ses *session) makeRoom(slots int) bool {
 	s := ses.server
 	if s.cfg.MakeRoom == nil {
 		return true
 	}
-	c := &roomCall{store: store, done: make(chan struct{})}
+	c := &roomCall{done: make(chan struct{})}
 	s.wg.Go(func() {
 		s.cfg.MakeRoom(ses.space.geometry, slots)
 		c.mu.Lock()
@@ -71,7 +90,8 @@ func (ses *session) resumeStores() error {
 		if err := m.Decode(ses.waiting[0], &ses.server.limits); err != nil {
 			return err
 		}
-		if !made && !ses.makeRoom(ses.chunksOf(m), true) {
+		if !made && !ses.makeRoom(ses.chunksOf(m)) {
+			ses.room.store = true
 			return nil
 		}
 		ses.waiting[0] = nil

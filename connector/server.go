@@ -70,6 +70,7 @@ type Server struct {
 	limits   wire.Limits
 	wanted   chan struct{} // see Wanted
 	draining atomic.Bool
+	drains   chan struct{}  // closed when it is draining
 	wg       sync.WaitGroup // the sessions
 
 	native struct { // HandleLookup's, which one goroutine calls
@@ -103,6 +104,7 @@ func New(cfg Config) *Server {
 		stack:     cfg.Stack,
 		limits:    limits,
 		wanted:    make(chan struct{}, 1),
+		drains:    make(chan struct{}),
 		conns:     make(map[*ipc.Conn]struct{}),
 		sessions:  make(map[uint64]*session),
 		lingering: make(map[*session]*lingerInfo),
@@ -153,7 +155,7 @@ func (s *Server) Serve(ctx context.Context, l *ipc.Listener) error {
 // Drain refuses new sessions and stores, lets stores and loads that are under way finish, and returns when none is left or
 // ctx is done. Those of lingering sessions have nobody who could finish them, and are not waited for.
 func (s *Server) Drain(ctx context.Context) error {
-	s.draining.Store(true)
+	s.refuseStores()
 	tick := time.NewTicker(10 * time.Millisecond)
 	defer tick.Stop()
 	for {
@@ -166,6 +168,12 @@ func (s *Server) Drain(ctx context.Context) error {
 			return fmt.Errorf("%d stores and %d loads were still under way: %w", stores, loads, context.Cause(ctx))
 		case <-tick.C:
 		}
+	}
+}
+
+func (s *Server) refuseStores() {
+	if s.draining.CompareAndSwap(false, true) {
+		close(s.drains)
 	}
 }
 
@@ -185,7 +193,7 @@ func (s *Server) underWay() (stores, loads int) {
 // Close ends every session, frees what they hold and waits for them. Serve must have returned; the lookup sockets are closed
 // after it. It is idempotent.
 func (s *Server) Close() {
-	s.draining.Store(true)
+	s.refuseStores()
 	s.mu.Lock()
 	s.closed = true
 	conns := make([]*ipc.Conn, 0, len(s.conns))

@@ -37,7 +37,9 @@ type session struct {
 
 	// Guarded by Server.mu: the regions that the worker was told to unmap, each with what is closed when it has.
 	unmapping map[uint32]chan struct{}
-	struck    chan struct{} // closed when the session is struck off the books of who is connected
+	mapping   map[uint32]chan struct{} // the same for those that it was told to map while it was connected
+	late      bool                     // one of these took longer than was waited for, and it has mapped none since
+	struck    chan struct{}            // closed when the session is struck off the books of who is connected
 
 	room    *roomCall // of Config.MakeRoom, that takes long; nil if none does
 	waiting [][]byte  // the PrepareStores that wait for it, oldest first: copies
@@ -65,6 +67,7 @@ type session struct {
 		readEvents   wire.ReadEvents
 		events       wire.Events
 		unmapped     wire.RegionUnmapped
+		mapped       wire.RegionMapped
 	}
 }
 
@@ -101,7 +104,7 @@ func (s *Server) serveConn(conn *ipc.Conn) {
 	}
 	ses.log.Info("session opened")
 	if ses.role == wire.RoleWorker {
-		ses.makeRoom(1, false)
+		ses.makeRoom(1)
 	}
 	err = ses.run()
 	if ses.feed != nil {
@@ -277,6 +280,12 @@ func (ses *session) handle(b []byte) ([]byte, error) {
 			return nil, err
 		}
 		return nil, ses.server.unmapped(ses, m.unmapped.Region)
+	case t == wire.TypeRegionMapped && worker:
+		if err := m.mapped.Decode(b, lim); err != nil {
+			return nil, err
+		}
+		ses.server.mapped(ses, m.mapped.Region)
+		return nil, nil
 	}
 	return nil, fmt.Errorf("%w: %v from a %s", wire.ErrMalformed, t, ses.role)
 }
@@ -366,11 +375,7 @@ func (ses *session) prepareStore(b []byte) []byte {
 	if n := len(m.Hashes) / digest; n > min(s.cfg.MaxPages, wire.MaxStorePages(digest)) {
 		return ses.fail(m.ID, fmt.Errorf("%w: %d pages in one store, at most %d", tiers.ErrInvalid, n, min(s.cfg.MaxPages, wire.MaxStorePages(digest))))
 	}
-	waits := ses.room != nil
-	if !waits && !s.draining.Load() {
-		waits = !ses.makeRoom(ses.chunksOf(m), true)
-	}
-	if !waits {
+	if !ses.mustWait(ses.chunksOf(m)) {
 		return ses.grantStore()
 	}
 	if len(ses.waiting) == maxWaitingStores {

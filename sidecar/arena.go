@@ -133,6 +133,9 @@ func (a *memoryArena) start(server *announcer) error {
 	return nil
 }
 
+// mapPatience is how long workers may take to map a region that the arena has grown by, before it is used all the same. Nobody waits meanwhile.
+const mapPatience = 30 * time.Second
+
 // errArenaFull means that arena.limit is reached.
 var errArenaFull = errors.New("arena.limit is reached")
 

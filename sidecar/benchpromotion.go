@@ -177,6 +177,10 @@ func (b *prefixRig) receive(w *client.Session, answers chan<- []byte) {
 		}
 		switch t, _ := wire.Peek(m); t {
 		case wire.TypeRegionAdded:
+			var r wire.RegionAdded
+			if r.Decode(m, &wire.DefaultLimits) != nil || w.Send(&wire.RegionMapped{Region: r.Region}) != nil {
+				return
+			}
 		case wire.TypeRegionRemoved:
 			var r wire.RegionRemoved
 			if r.Decode(m, &wire.DefaultLimits) != nil || w.Send(&wire.RegionUnmapped{Region: r.Region}) != nil {

@@ -3,6 +3,7 @@ package sidecar
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"net/http"
 	"os"
@@ -15,6 +16,8 @@ import (
 	"time"
 
 	"go.uber.org/zap"
+
+	"lookaside/ipc/wire"
 )
 
 // onDAX puts a sidecar's arena on two files that stand in for devices, of 4 MiB each; more are further settings, as on the command line.
@@ -43,6 +46,19 @@ func withArena(t *testing.T, devices string, more ...string) func(*Config) {
 // arenaState is what an arena on DAX says of itself.
 func arenaState(d *Daemon) *DAXArenaState { return d.Status().Arena.DAX }
 
+// storedOnAll is storedPrefix in an arena that has nothing yet, on all of its devices: they get their first slabs one after the other.
+func storedOnAll(t *testing.T, d *Daemon, pages int) *prefixRig {
+	t.Helper()
+	b := newPrefix(t, d, pages)
+	until(t, func() any { return arenaState(d).Devices }, func() bool {
+		return !slices.ContainsFunc(arenaState(d).Devices, func(x DAXArena) bool { return x.Slots.Free+x.Slots.Used == 0 })
+	})
+	if err := b.store(); err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
 // untilKept waits until all that was committed outlives the sidecar.
 func untilKept(t *testing.T, d *Daemon) {
 	t.Helper()
@@ -67,7 +83,7 @@ func TestAnArenaOnDAXOutlivesItsSidecar(t *testing.T) {
 	dir := t.TempDir()
 	const pages = 42 // the last chunk is half full
 	d, log := startDaemon(t, onDAX(t, dir))
-	b := storedPrefix(t, d, pages)
+	b := storedOnAll(t, d, pages)
 	b.hits(t)
 	b.cancel(t)
 	untilKept(t, d)
@@ -121,7 +137,7 @@ func TestShutdownFlushesAnArenaOnDAX(t *testing.T) {
 	dir := t.TempDir()
 	const pages = 400
 	d, log := startDaemon(t, onDAX(t, dir))
-	storedPrefix(t, d, pages).close()
+	storedOnAll(t, d, pages).close()
 	if err := d.Shutdown(context.Background()); err != nil {
 		t.Fatal(err)
 	}
@@ -137,7 +153,7 @@ func TestSpoiltArenaOnDAXIsAMiss(t *testing.T) {
 	dir := t.TempDir()
 	const pages = 40
 	d, _ := startDaemon(t, onDAX(t, dir))
-	b := storedPrefix(t, d, pages)
+	b := storedOnAll(t, d, pages)
 	untilKept(t, d)
 	b.close()
 	if err := d.Shutdown(context.Background()); err != nil {
@@ -186,7 +202,7 @@ func TestRanksShareTheDevicesOfTheirArenas(t *testing.T) {
 		}
 		for rank, d := range all {
 			if round == 0 && rank == 0 {
-				storedPrefix(t, d, pages).close()
+				storedOnAll(t, d, pages).close()
 				untilKept(t, d)
 			}
 			want := 0
@@ -349,7 +365,7 @@ func TestHotPlugOfTheArena(t *testing.T) {
 	r := newArenaRig(t)
 	d := r.d
 	const pages = 400
-	b := storedPrefix(t, d, pages)
+	b := storedOnAll(t, d, pages)
 	hits := func(what string) {
 		t.Helper()
 		if _, err := b.lookup(); err != nil {
@@ -473,7 +489,7 @@ func TestHotPlugOfTheArena(t *testing.T) {
 func TestLeasesKeepADeviceOfTheArena(t *testing.T) {
 	r := newArenaRig(t)
 	const pages = 200
-	b := storedPrefix(t, r.d, pages)
+	b := storedOnAll(t, r.d, pages)
 	ask := func() { // and hold what was leased
 		t.Helper()
 		if _, err := b.lookup(); err != nil {
@@ -610,6 +626,80 @@ func TestHotPlugOfTheArenaUnderTraffic(t *testing.T) {
 	}
 	if err := r.d.engine.Check(); err != nil {
 		t.Error(err)
+	}
+}
+
+// Stores are not granted what their worker has not mapped yet, while there is room elsewhere: they would be lost.
+func TestArenaOnDAXGrantsWhatIsMapped(t *testing.T) {
+	d, _ := startDaemon(t, onDAX(t, t.TempDir()))
+	w := dialWorker(t, d, 16<<10)
+	const stores, pages, late = 100, 4, 5
+	mapped, pending := map[uint32]bool{}, map[uint32]int{} // those by the store at which they are mapped
+	ready := func(region uint32) {
+		mapped[region] = true
+		delete(pending, region)
+		if err := w.Send(&wire.RegionMapped{Region: region}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	store := func(n int) {
+		hashes := make([]byte, 32*pages)
+		for page := range pages {
+			hashes[32*page], hashes[32*page+1], hashes[32*page+2] = 1, byte(n), byte(page)
+		}
+		if err := w.Send(&wire.PrepareStore{ID: uint32(n), Hashes: hashes}); err != nil {
+			t.Fatal(err)
+		}
+		for end := time.Now().Add(patience); ; {
+			b, files, err := w.Recv(50 * time.Millisecond)
+			if errors.Is(err, os.ErrDeadlineExceeded) && time.Now().Before(end) {
+				for region := range pending { // there is no room elsewhere any more, and so the store waits
+					ready(region)
+				}
+				continue
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, f := range files {
+				f.Close()
+			}
+			switch typ, _ := wire.Peek(b); typ {
+			case wire.TypeRegionAdded:
+				var r wire.RegionAdded
+				if err := r.Decode(b, &wire.DefaultLimits); err != nil {
+					t.Fatal(err)
+				}
+				pending[r.Region] = n + late
+			case wire.TypeStoreGrant:
+				var g wire.StoreGrant
+				if err := g.Decode(b, &wire.DefaultLimits); err != nil || g.ID != uint32(n) || g.Shed > 0 || len(g.Grants) == 0 {
+					t.Fatalf("store %d: %v, %+v", n, err, g)
+				}
+				for _, e := range g.Grants {
+					if !mapped[e.Region] {
+						t.Fatalf("store %d: region %d is granted, and mapped are %v", n, e.Region, mapped)
+					}
+				}
+				if err := w.Send(&wire.CommitStore{Store: g.Store}); err != nil {
+					t.Fatal(err)
+				}
+				return
+			default:
+				t.Fatalf("got %v", typ)
+			}
+		}
+	}
+	for n := range stores {
+		for region, at := range pending {
+			if n >= at {
+				ready(region)
+			}
+		}
+		store(n)
+	}
+	if st := d.Status(); len(mapped) < 6 || st.Slots.Ready+st.Slots.Filling != stores*pages {
+		t.Errorf("%d regions, slots %+v", len(mapped), st.Slots)
 	}
 }
 

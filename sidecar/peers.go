@@ -271,17 +271,18 @@ type announcer struct {
 
 // AddRegion makes a region part of the arena, and lends it.
 func (a *announcer) AddRegion(id uint32, r *dax.Region) error {
-	if err := a.Server.AddRegion(id, r); err != nil {
+	if err := a.Server.AddRegion(id, r, mapPatience); err != nil {
 		return err
 	}
 	a.lend(connector.Region{ID: id, Kind: string(r.Kind()), FD: r.FD(), SizeBytes: r.Size(), PageSize: r.PageSize()})
 	return nil
 }
 
-// AnnounceRegion tells workers of a region before anything in it is granted, and lends it.
+// AnnounceRegion tells workers of a region before anything in it is granted, and lends it. It waits for them to map it, but not for long.
 func (a *announcer) AnnounceRegion(r connector.Region) {
 	a.Server.AnnounceRegion(r)
 	a.lend(r)
+	a.AwaitRegion(r.ID, slabPatience)
 }
 
 func (a *announcer) lend(r connector.Region) {

@@ -115,6 +115,9 @@ func next(t *testing.T, w *client.Session) (wire.Type, []byte, *wire.RegionAdded
 		t.Fatalf("region %+v came with %d files, size %d", r, len(files), st.Size)
 	}
 	files[0].Close()
+	if err := w.Send(&wire.RegionMapped{Region: r.Region}); err != nil {
+		t.Fatal(err)
+	}
 	return typ, b, &r
 }
 

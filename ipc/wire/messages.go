@@ -25,7 +25,7 @@ import (
 )
 
 // Version is the protocol version. Peers of different versions refuse each other.
-const Version = 6
+const Version = 7
 
 // MaxPacketBytes is the largest message on the session socket. A Unix datagram
 // must fit the sender's buffer whole, so both ends set SO_SNDBUF to
@@ -127,6 +127,7 @@ const (
 	TypeRegionAdded    Type = 40
 	TypeRegionRemoved  Type = 41
 	TypeRegionUnmapped Type = 42
+	TypeRegionMapped   Type = 43
 	TypeError          Type = 50
 	TypeLookup         Type = 60
 	TypeLookupResult   Type = 61
@@ -148,7 +149,8 @@ var typeNames = map[Type]string{
 	TypePrepareStore: "PrepareStore", TypeStoreGrant: "StoreGrant", TypeCommitStore: "CommitStore", TypeAbortStore: "AbortStore",
 	TypePrepareLoad: "PrepareLoad", TypeLoadGrant: "LoadGrant", TypeRelease: "Release",
 	TypePing: "Ping", TypePong: "Pong", TypeClearSpace: "ClearSpace", TypeCleared: "Cleared", TypeReadEvents: "ReadEvents", TypeEvents: "Events",
-	TypeRegionAdded: "RegionAdded", TypeRegionRemoved: "RegionRemoved", TypeRegionUnmapped: "RegionUnmapped", TypeError: "Error",
+	TypeRegionAdded: "RegionAdded", TypeRegionRemoved: "RegionRemoved", TypeRegionUnmapped: "RegionUnmapped", TypeRegionMapped: "RegionMapped",
+	TypeError:  "Error",
 	TypeLookup: "Lookup", TypeLookupResult: "LookupResult", TypeTrim: "Trim", TypeCancel: "Cancel",
 	TypeLookupPending: "LookupPending",
 	TypePeerHello:     "PeerHello", TypePeerWelcome: "PeerWelcome", TypePeerSpace: "PeerSpace", TypePeerPages: "PeerPages",
@@ -215,6 +217,8 @@ func New(t Type) Message {
 		return new(RegionRemoved)
 	case TypeRegionUnmapped:
 		return new(RegionUnmapped)
+	case TypeRegionMapped:
+		return new(RegionMapped)
 	case TypeError:
 		return new(Error)
 	case TypeLookup:
@@ -952,6 +956,26 @@ func (m *RegionUnmapped) Append(dst []byte) []byte {
 func (m *RegionUnmapped) Decode(b []byte, _ *Limits) error {
 	r := reader{buf: b, message: "RegionUnmapped"}
 	r.header(TypeRegionUnmapped, 2)
+	m.Region = r.u32("region")
+	return r.done()
+}
+
+// RegionMapped says that a worker can copy into a region that came after its
+// handshake, or has found that it never will. There is no reply.
+type RegionMapped struct{ Region uint32 }
+
+// Type implements Message.
+func (*RegionMapped) Type() Type { return TypeRegionMapped }
+
+// Append implements Message.
+func (m *RegionMapped) Append(dst []byte) []byte {
+	return appendUint(appendHeader(dst, TypeRegionMapped, 2), uint64(m.Region))
+}
+
+// Decode implements Message.
+func (m *RegionMapped) Decode(b []byte, _ *Limits) error {
+	r := reader{buf: b, message: "RegionMapped"}
+	r.header(TypeRegionMapped, 2)
 	m.Region = r.u32("region")
 	return r.done()
 }

@@ -111,6 +111,8 @@ func goodMessages() []named {
 		{"region removed large", &RegionRemoved{Region: math.MaxUint32}},
 		{"region unmapped", &RegionUnmapped{Region: 9}},
 		{"region unmapped large", &RegionUnmapped{Region: math.MaxUint32}},
+		{"region mapped", &RegionMapped{Region: 9}},
+		{"region mapped large", &RegionMapped{Region: math.MaxUint32}},
 		{"error", &Error{ID: 4, Code: CodeNotFound, Message: "no such load"}},
 		{"lookup", &Lookup{Session: 5, Lookup: 6, FirstPage: 7, Prev: digests(1, 32), Hashes: digests(4, 32), DeadlineMs: 20, RecomputeUs: 1500}},
 		{"lookup bin16", &Lookup{Session: big, Lookup: big, Prev: []byte{}, Hashes: digests(8, 32), DeadlineMs: 70000}},
@@ -232,20 +234,20 @@ func badMessages() []vector {
 	add(TypeLookup, "hash before declares 4 GiB", "98 3c 05 06 07 c6 ffffffff aa")
 
 	add(TypeHello, "another version", "9a 01 02 a6776f726b6572 a0 00 10 cd1000 10 20 80")
-	add(TypeHello, "another version with another body", "92 01 07")
+	add(TypeHello, "another version with another body", "92 01 09")
 	add(TypeHello, "another version before a bomb", "93 01 01 dd ffffffff")
 	add(TypeHello, "version above 16 bits", "92 01 ce00010001")
 	add(TypeHello, "negative version", "92 01 ff")
-	const worker = "9b 01 06 a6776f726b6572"
-	add(TypeHello, "unknown role", "9b 01 06 a561646d696e a0 00 01 10 cd1000 10 20 80")
-	add(TypeHello, "empty role", "9b 01 06 a0 a0 00 01 10 cd1000 10 20 80")
-	add(TypeHello, "role as bytes", "9b 01 06 c406776f726b6572 a0 00 01 10 cd1000 10 20 80")
+	const worker = "9b 01 07 a6776f726b6572"
+	add(TypeHello, "unknown role", "9b 01 07 a561646d696e a0 00 01 10 cd1000 10 20 80")
+	add(TypeHello, "empty role", "9b 01 07 a0 a0 00 01 10 cd1000 10 20 80")
+	add(TypeHello, "role as bytes", "9b 01 07 c406776f726b6572 a0 00 01 10 cd1000 10 20 80")
 	add(TypeHello, "engine id not UTF-8", worker+"a2c328 00 01 10 cd1000 10 20 80")
 	add(TypeHello, "engine id above the limit", worker+"da0101"+rep("61", 257)+"00 01 10 cd1000 10 20 80")
 	add(TypeHello, "engine id declares 4 GiB", worker+"db ffffffff 61")
 	add(TypeHello, "no ranks", worker+"a0 00 00 10 cd1000 10 20 80")
 	add(TypeHello, "two ranks of a worker", worker+"a0 00 02 10 cd1000 10 20 80")
-	add(TypeHello, "ranks wrap", "9b 01 06 a97363686564756c6572 a0 ceffffffff 02 10 00 10 20 80")
+	add(TypeHello, "ranks wrap", "9b 01 07 a97363686564756c6572 a0 ceffffffff 02 10 00 10 20 80")
 	add(TypeHello, "zero page tokens", worker+"a0 00 01 00 cd1000 10 20 80")
 	add(TypeHello, "zero page bytes of a worker", worker+"a0 00 01 10 00 10 20 80")
 	add(TypeHello, "page bytes above 63 bits", worker+"a0 00 01 10 cfffffffffffffffff 10 20 80")
@@ -289,7 +291,7 @@ func badMessages() []vector {
 	add(TypeTrim, "zero session", "94 3e 00 01 01")
 	add(TypeCancel, "trailing bytes", "93 3f 01 01 c0")
 
-	welcome := func(session, fp, rest string) string { return "9b 02 06" + session + "00" + fp + rest }
+	welcome := func(session, fp, rest string) string { return "9b 02 07" + session + "00" + fp + rest }
 	add(TypeWelcome, "another version", "9a 02 02 01 00 c420"+digest+"a161 a0 00 01 01")
 	add(TypeWelcome, "another version with another body", "93 02 09 c0")
 	add(TypeWelcome, "zero session", welcome("00", "c420"+digest, "a161 a0 00 01 01 00"))
@@ -297,7 +299,7 @@ func badMessages() []vector {
 	add(TypeWelcome, "fingerprint as a string", welcome("01", "d920"+digest, "a161 a0 00 01 01 00"))
 	add(TypeWelcome, "endpoint above the limit", welcome("01", "c420"+digest, "da0401"+rep("61", 1025)+"a0 00 01 01 00"))
 	add(TypeRefuse, "another version", "97 03 02 a0 a0 a0 a0 a0")
-	add(TypeRefuse, "code not UTF-8", "97 03 06 a1ff a0 a0 a0 a0")
+	add(TypeRefuse, "code not UTF-8", "97 03 07 a1ff a0 a0 a0 a0")
 	add(TypeStoreGrant, "grants without a store", "96 0b 01 00 00 00 91 94 00 01 00 00")
 	add(TypeStoreGrant, "a store without grants", "96 0b 01 01 00 00 90")
 	add(TypeStoreGrant, "an extent of three", "96 0b 01 01 00 00 91 93 00 01 00")
@@ -336,6 +338,10 @@ func badMessages() []vector {
 	add(TypeRegionUnmapped, "negative region", "92 2a ff")
 	add(TypeRegionUnmapped, "region as a string", "92 2a a131")
 	add(TypeRegionUnmapped, "one field too many", "93 2a 01 00")
+	add(TypeRegionMapped, "region above 32 bits", "92 2b cf0000000100000000")
+	add(TypeRegionMapped, "negative region", "92 2b ff")
+	add(TypeRegionMapped, "region as a string", "92 2b a131")
+	add(TypeRegionMapped, "no region", "91 2b")
 	add(TypeError, "message as bytes", "94 32 01 a0 c400")
 	add(TypeLookupResult, "hit pages above 32 bits", "94 3d 06 cf0000000100000000 00")
 	add(TypeLookupResult, "negative hit", "94 3d 06 ff 00")
@@ -350,14 +356,14 @@ func badMessages() []vector {
 	hello := func(version, generation string) string { return "93 46" + version + generation }
 	add(TypePeerHello, "another version", hello("02", "01"))
 	add(TypePeerHello, "another version with another body", "92 46 09")
-	add(TypePeerHello, "zero generation", hello("06", "00"))
-	add(TypePeerHello, "generation as bytes", hello("06", "c40101"))
-	add(TypePeerHello, "one field too many", "94 46 06 01 00")
-	add(TypePeerHello, "trailing bytes", hello("06", "01 00"))
+	add(TypePeerHello, "zero generation", hello("07", "00"))
+	add(TypePeerHello, "generation as bytes", hello("07", "c40101"))
+	add(TypePeerHello, "one field too many", "94 46 07 01 00")
+	add(TypePeerHello, "trailing bytes", hello("07", "01 00"))
 	add(TypePeerWelcome, "another version", "94 47 05 01 01")
-	add(TypePeerWelcome, "zero generation", "94 47 06 00 01")
-	add(TypePeerWelcome, "no pages", "94 47 06 01 00")
-	add(TypePeerWelcome, "max pages above 32 bits", "94 47 06 01 cf0000000100000000")
+	add(TypePeerWelcome, "zero generation", "94 47 07 00 01")
+	add(TypePeerWelcome, "no pages", "94 47 07 01 00")
+	add(TypePeerWelcome, "max pages above 32 bits", "94 47 07 01 cf0000000100000000")
 	const space = "97 48 c420"
 	add(TypePeerSpace, "short fingerprint", "97 48 c41f"+digest[2:]+"10 cd1000 10 20 80")
 	add(TypePeerSpace, "fingerprint above the limit", "97 48 c421"+digest+"00 10 cd1000 10 20 80")

@@ -290,6 +290,8 @@ func random(r *rand.Rand, typ Type) Message {
 		return &RegionRemoved{Region: u32()}
 	case TypeRegionUnmapped:
 		return &RegionUnmapped{Region: u32()}
+	case TypeRegionMapped:
+		return &RegionMapped{Region: u32()}
 	case TypeError:
 		return &Error{ID: u32(), Code: text(), Message: text()}
 	case TypeLookup:

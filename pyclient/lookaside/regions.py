@@ -270,6 +270,7 @@ class RegionSet:
         page_size: int = mmap.PAGESIZE,
         write: bool = True,
         read_only: bool = False,
+        then: Callable[[], object] = lambda: None,
     ) -> None:
         """Map a region; fd is the caller's and may be closed afterwards.
 
@@ -277,7 +278,9 @@ class RegionSet:
         reading. With background the page tables are filled and the region
         attached on a thread of its own, and it is not ready before; without, on
         return. Raises RegionError for what cannot be mapped
-        or attached; what fails in the background, Hold.locate tells.
+        or attached; what fails in the background, Hold.locate tells. then is
+        called, on whatever thread, when the region is ready or has failed, but
+        not for a RegionError that is raised.
         """
         with self._lock:
             if self._closed:
@@ -293,7 +296,7 @@ class RegionSet:
             self._holds += 1
         if background:
             try:
-                arguments = (region, hold, write and not read_only)
+                arguments = (region, hold, write and not read_only, then)
                 threading.Thread(target=self._prepare, args=arguments, name="lookaside-region", daemon=True).start()
             except RuntimeError as error:
                 region.failed = str(error)
@@ -301,12 +304,13 @@ class RegionSet:
                 hold.release()
                 raise RegionError(region.failed) from error
             return
-        self._prepare(region, hold, write and not read_only)
+        self._prepare(region, hold, write and not read_only, lambda: None)
         if region.failed is not None:
             raise RegionError(region.failed)
+        then()
 
-    def _prepare(self, region: Region, hold: Hold, write: bool) -> None:
-        """Make a mapped region fast and attach it; releases the hold that add took."""
+    def _prepare(self, region: Region, hold: Hold, write: bool, then: Callable[[], object]) -> None:
+        """Make a mapped region fast and attach it; releases the hold that add took, and calls then."""
         try:
             if region.on_removed is None:
                 populate(region.address, region.size, write)
@@ -320,6 +324,7 @@ class RegionSet:
         finally:
             region.settled.set()
             hold.release()
+        then()
 
     def remove(self, region_id: int, then: Callable[[], object]) -> None:
         """Forget a region, unmap it once no hold has been told of it, and then call then on whatever thread.

@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-VERSION = 6
+VERSION = 7
 """Protocol version. Peers of different versions refuse each other."""
 
 MAX_PACKET_BYTES = 256 << 10
@@ -282,6 +282,12 @@ class RegionUnmapped(Message, frozen=True, tag=42):
     region: _U32
 
 
+class RegionMapped(Message, frozen=True, tag=43):
+    """A worker can copy into a region that came after its handshake, or has found that it never will."""
+
+    region: _U32
+
+
 class Error(Message, frozen=True, tag=50):
     """Answers the request ``id`` instead of its grant."""
 
@@ -362,6 +368,7 @@ AnyMessage = (
     | RegionAdded
     | RegionRemoved
     | RegionUnmapped
+    | RegionMapped
     | Error
     | Lookup
     | LookupResult

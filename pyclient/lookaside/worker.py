@@ -358,11 +358,14 @@ class WorkerConnector:
     def on_region(self, session: Session, region: wire.RegionAdded, fd: int) -> None:
         """Map a region. One that cannot be mapped costs its grants, not the session.
 
-        Another sidecar's is never waited for: the session comes first.
+        Another sidecar's is never waited for: the session comes first. The
+        sidecar waits with its grants until it hears that a region is ready, but
+        for those that it names before the session is connected.
         """
         live = self._live
         if live is None:
             return
+        mapped = functools.partial(session.send, wire.RegionMapped(region.region), live.session_id)
         try:
             live.regions.add(
                 region.region,
@@ -374,8 +377,10 @@ class WorkerConnector:
                 page_size=region.page_size,
                 write=region.kind != _FILE_KIND,
                 read_only=bool(region.read_only),
+                then=mapped,
             )
         except RegionError as error:
+            mapped()
             self._stats.add("errors")
             whose = "another sidecar's arena" if region.read_only else "the arena"
             self._log.warning(f"region {region.read_only}", "region %d of %s: %s", region.region, whose, error)

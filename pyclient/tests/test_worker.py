@@ -19,6 +19,7 @@ from lookaside.config import parse
 from lookaside.connector import LookasideConnector
 from lookaside.copies import Ticket
 from lookaside.metadata import LoadSpec, LookasideMetadata, SaveSpec
+from lookaside.regions import RegionError
 from lookaside.stats import Collector
 from lookaside.worker import WorkerConnector
 from peer import Conn, Peer, until, waited_in_vain
@@ -718,7 +719,7 @@ def test_region_at_an_offset_comes_while_the_session_lives(stand: Stand, peer: P
     content = random.Random(1).randbytes(PAGE)
     index = peer.add_region(offset=12 * PAGE, kind="devdax")
     os.pwrite(peer.regions[index], content, 14 * PAGE)
-    until(lambda: mapped(peer.regions[index]))
+    assert peer.wait_for(wire.RegionMapped) == [wire.RegionMapped(index)]
     grant_load(peer, (0, 1, index, 2 * PAGE))
     stand.load_now(LoadSpec("r", ((1, 1),), 0, [5]))
     assert not stand.failed and page(stand.cache, 5) == content
@@ -764,9 +765,47 @@ def test_region_of_another_sidecar_that_cannot_be_mapped_fails_its_loads_alone(
     assert stand.received == ["a", "b"] and stand.failed == {"a": 1} and len(peer.conns) == 1
 
 
-def test_removed_region_is_unmapped_and_told(stand: Stand, peer: Peer) -> None:
+def test_the_sidecar_is_told_when_a_region_can_be_used(
+    stand: Stand, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not before the device has pinned it; and of one that will never be, too, so that nobody waits for that."""
+    copies: Any = stand.worker._copies
+    attach, go_on = copies.attach, threading.Event()
+
+    def slowly(region: int, address: int, size: int, read_only: bool = False) -> None:
+        go_on.wait()
+        attach(region, address, size, read_only)
+
+    monkeypatch.setattr(copies, "attach", slowly)
     index = peer.add_region()
     until(lambda: mapped(peer.regions[index]))
+    stand.worker._session.submit(lambda request: wire.ClearSpace(request))
+    peer.wait_for(wire.ClearSpace)
+    assert not peer.of(wire.RegionMapped)
+    go_on.set()
+    assert peer.wait_for(wire.RegionMapped) == [wire.RegionMapped(index)], "those of the handshake are not told of"
+    peer.script[wire.PrepareStore] = lambda conn, m: wire.StoreGrant(m.id, 5, 0, 0, (wire.Extent(0, 1, index, 0),))
+    stand.save_now(stand.save(0, [2], [1]))
+    assert peer.wait_for(wire.CommitStore) == [wire.CommitStore(5)], "nothing of it is bad"
+
+    def never(region: int, address: int, size: int, read_only: bool = False) -> None:
+        raise RuntimeError("cuMemHostRegister: out of memory")
+
+    monkeypatch.setattr(copies, "attach", never)
+    failed = peer.add_region()
+    assert peer.wait_for(wire.RegionMapped, 2)[1:] == [wire.RegionMapped(failed)]
+
+    def unmappable(*arguments: object) -> int:
+        raise RegionError("out of addresses")
+
+    monkeypatch.setattr("lookaside.regions.map_region", unmappable)
+    index = peer.add_region()
+    assert peer.wait_for(wire.RegionMapped, 3)[2:] == [wire.RegionMapped(index)]
+
+
+def test_removed_region_is_unmapped_and_told(stand: Stand, peer: Peer) -> None:
+    index = peer.add_region()
+    assert peer.wait_for(wire.RegionMapped) == [wire.RegionMapped(index)]
     peer.remove_region(0)
     assert peer.wait_for(wire.RegionUnmapped) == [wire.RegionUnmapped(0)]
     assert not mapped(peer.regions[0]) and mapped(peer.regions[index])

@@ -189,6 +189,9 @@ func (p *peer) recv(regions bool) ([]byte, error) {
 			if err == nil && len(files) == 1 {
 				p.regions[m.Region], err = dax.Attach(files[0], int64(m.Offset), int64(m.SizeBytes), int64(m.PageSize))
 			}
+			if err == nil {
+				err = p.worker.Send(&wire.RegionMapped{Region: m.Region})
+			}
 		case wire.TypeRegionRemoved:
 			err = p.detach(b)
 		}

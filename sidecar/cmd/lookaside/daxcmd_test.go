@@ -99,6 +99,9 @@ func storeMapped(t *testing.T, s *server, pages int) (words []string) {
 			}
 			files[0].Close()
 			defer regions[m.Region].Close()
+			if err := w.Send(&wire.RegionMapped{Region: m.Region}); err != nil {
+				t.Fatal(err)
+			}
 			continue
 		case wire.TypeStoreGrant:
 		default:
