@@ -142,6 +142,7 @@ def test_a_load_that_fails_is_computed(hybrid: Hybrid) -> None:
             hit = pool.submit(ask, hybrid.server, prompt)
             answered = False
             while not answered and not hit.done():
+                time.sleep(0.01)
                 answered = hybrid.sidecar.status()["lookups"]["in_flight"] == 1
             if answered:
                 hybrid.sidecar.signal(signal.SIGSTOP)
