@@ -1,6 +1,7 @@
 package connector
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"slices"
@@ -56,9 +57,6 @@ func (s *Server) AnnounceRegion(r Region) {
 	s.regions = append(s.regions, r)
 	workers := s.workers()
 	for _, w := range workers {
-		if w.mapping == nil {
-			w.mapping = make(map[uint32]chan struct{})
-		}
 		w.mapping[r.ID] = make(chan struct{})
 	}
 	s.mu.Unlock()
@@ -84,26 +82,20 @@ func (s *Server) AwaitRegion(id uint32, patience time.Duration) {
 	}
 	s.mu.Unlock()
 
-	late := time.NewTimer(patience)
-	defer late.Stop()
-	over := false
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
 	for w, c := range mapped {
-		if !over {
-			select {
-			case <-c:
-			case <-w.struck:
-			case <-s.drains:
-				return
-			case <-late.C:
-				over = true
-			}
-		}
-		if over {
+		select {
+		case <-c:
+		case <-w.struck:
+		case <-s.drains:
+			return
+		case <-ctx.Done():
 			s.mu.Lock()
-			isLate := w.mapping[id] == c // it may have mapped it while another was waited for
-			w.late = w.late || isLate
+			late := w.mapping[id] == c // it may have mapped it while another was waited for
+			w.late = w.late || late
 			s.mu.Unlock()
-			if isLate {
+			if late {
 				w.log.Warn("a worker takes long to map a region; what it stores there meanwhile is lost", zap.Uint32("region", id), zap.Duration("waited", patience))
 			}
 		}
@@ -115,15 +107,18 @@ func (s *Server) mapped(ses *session, id uint32) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	ses.late = false
-	ses.forgetMapping(id)
+	done(ses.mapping, id)
 }
 
-// forgetMapping has nobody wait any longer for a region to be mapped. Server.mu is held.
-func (ses *session) forgetMapping(id uint32) {
-	if c := ses.mapping[id]; c != nil {
-		delete(ses.mapping, id)
-		close(c)
+// done has nobody wait any longer for what is to become of a region, and says whether anybody could. Server.mu is held.
+func done(waiting map[uint32]chan struct{}, id uint32) bool {
+	c := waiting[id]
+	if c == nil {
+		return false
 	}
+	delete(waiting, id)
+	close(c)
+	return true
 }
 
 // RetractRegion has workers unmap a region that was announced. It returns when all that are connected have said so: one that
@@ -143,12 +138,9 @@ func (s *Server) RetractRegion(id uint32, patience time.Duration) {
 	workers := s.workers()
 	unmapped := make(map[*session]chan struct{}, len(workers))
 	for _, w := range workers {
-		if w.unmapping == nil {
-			w.unmapping = make(map[uint32]chan struct{})
-		}
 		unmapped[w] = make(chan struct{})
 		w.unmapping[id] = unmapped[w]
-		w.forgetMapping(id)
+		done(w.mapping, id)
 	}
 	s.mu.Unlock()
 
@@ -174,12 +166,9 @@ func (s *Server) RetractRegion(id uint32, patience time.Duration) {
 func (s *Server) unmapped(ses *session, id uint32) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	c := ses.unmapping[id]
-	if c == nil {
+	if !done(ses.unmapping, id) {
 		return fmt.Errorf("%w: region %d is not to be unmapped", wire.ErrMalformed, id)
 	}
-	delete(ses.unmapping, id)
-	close(c)
 	return nil
 }
 

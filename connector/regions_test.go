@@ -333,6 +333,25 @@ func TestMakeRoom(t *testing.T) {
 	}
 }
 
+// asksFor begins the store of the first chunks of a prefix, which granted goes on with.
+func (w *worker) asksFor(id uint32, n uint8, chunks int) {
+	w.t.Helper()
+	check(w.t, w.ses.Send(&wire.PrepareStore{ID: id, Hashes: onePrefix(n).hashes(0, chunks*perChunk)}))
+}
+
+// granted waits for the room that was asked for, all of it.
+func (w *worker) granted(id uint32) (store uint64) {
+	w.t.Helper()
+	b, err := w.recv(false)
+	check(w.t, err)
+	var g wire.StoreGrant
+	check(w.t, g.Decode(b, &wire.DefaultLimits))
+	if g.ID != id || g.Shed != 0 || g.Store == 0 {
+		w.t.Fatalf("got %+v, want the grant for %d", g, id)
+	}
+	return g.Store
+}
+
 // Room may be long in coming, and may need what the very worker that waits for it is to do: meanwhile it is answered everything else.
 func TestMakeRoomThatWaitsForTheWorker(t *testing.T) {
 	const slots = 8
@@ -360,26 +379,16 @@ func TestMakeRoomThatWaitsForTheWorker(t *testing.T) {
 	if hit != perChunk {
 		t.Fatalf("%d pages hit", hit)
 	}
-	send := func(id uint32, n uint8, chunks int) {
-		check(t, w.ses.Send(&wire.PrepareStore{ID: id, Hashes: onePrefix(n).hashes(0, chunks*perChunk)}))
-	}
-	send(101, 2, 2) // waits for the gate
-	send(102, 3, 3) // waits for the one before, and then for this worker
-	send(103, 4, 1)
+	w.asksFor(101, 2, 2) // waits for the gate
+	w.asksFor(102, 3, 3) // waits for the one before, and then for this worker
+	w.asksFor(103, 4, 1)
 	lg, err := w.load(s, id, onePrefix(20), 0, perChunk)
 	check(t, err)
 	check(t, w.ses.Send(&wire.Release{Load: lg.Load}))
 	w.sync()
 	close(gate)
 	for _, id := range []uint32{101, 102, 103} {
-		b, err := w.recv(false) // which unmaps the region
-		check(t, err)
-		var g wire.StoreGrant
-		check(t, g.Decode(b, &wire.DefaultLimits))
-		if g.ID != id || g.Shed != 0 || g.Store == 0 {
-			t.Errorf("got %+v, want the grant for %d", g, id)
-		}
-		check(t, w.ses.Send(&wire.AbortStore{Store: g.Store}))
+		check(t, w.ses.Send(&wire.AbortStore{Store: w.granted(id)})) // the wait for it unmaps the region
 	}
 	if !w.gone[7] {
 		t.Error("the region is still there")
@@ -405,24 +414,11 @@ func TestStoresGoOnWhileRoomIsMade(t *testing.T) {
 	defer open()
 	w := r.worker(workerHello("e"))
 	w.store(onePrefix(0), 0, perChunk)
-	send := func(id uint32, n uint8, chunks int) {
-		check(t, w.ses.Send(&wire.PrepareStore{ID: id, Hashes: onePrefix(n).hashes(0, chunks*perChunk)}))
-	}
-	granted := func(id uint32) uint64 {
-		b, err := w.recv(false)
-		check(t, err)
-		var g wire.StoreGrant
-		check(t, g.Decode(b, &wire.DefaultLimits))
-		if g.ID != id || g.Shed != 0 || g.Store == 0 {
-			t.Fatalf("got %+v, want the grant for %d", g, id)
-		}
-		return g.Store
-	}
-	send(1, 1, 1)
-	send(2, 2, 1)
-	stores := []uint64{granted(1), granted(2)}
-	send(3, 3, 3) // two are left
-	send(4, 4, 1)
+	w.asksFor(1, 1, 1)
+	w.asksFor(2, 2, 1)
+	stores := []uint64{w.granted(1), w.granted(2)}
+	w.asksFor(3, 3, 3) // two are left
+	w.asksFor(4, 4, 1)
 	w.sync()
 	if n := calls.Load(); n != 3 {
 		t.Errorf("asked %d times for room while it is made", n)
@@ -432,8 +428,8 @@ func TestStoresGoOnWhileRoomIsMade(t *testing.T) {
 	}
 	w.sync()
 	open()
-	check(t, w.ses.Send(&wire.AbortStore{Store: granted(3)}))
-	check(t, w.ses.Send(&wire.AbortStore{Store: granted(4)}))
+	check(t, w.ses.Send(&wire.AbortStore{Store: w.granted(3)}))
+	check(t, w.ses.Send(&wire.AbortStore{Store: w.granted(4)}))
 	w.sync()
 	if n := calls.Load(); n != 5 { // for each of those that waited, none for the second
 		t.Errorf("asked %d times for room", n)

@@ -643,9 +643,10 @@ func TestArenaOnDAXGrantsWhatIsMapped(t *testing.T) {
 		}
 	}
 	store := func(n int) {
-		hashes := make([]byte, 32*pages)
+		var hashes []byte
 		for page := range pages {
-			hashes[32*page], hashes[32*page+1], hashes[32*page+2] = 1, byte(n), byte(page)
+			h := BenchDigest(n, page)
+			hashes = append(hashes, h[:]...)
 		}
 		if err := w.Send(&wire.PrepareStore{ID: uint32(n), Hashes: hashes}); err != nil {
 			t.Fatal(err)

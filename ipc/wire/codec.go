@@ -397,3 +397,16 @@ func clip(s string, limit int) string {
 	}
 	return s[:limit]
 }
+
+// appendNumber encodes a message that has nothing but a number.
+func appendNumber(dst []byte, t Type, v uint32) []byte {
+	return appendUint(appendHeader(dst, t, 2), uint64(v))
+}
+
+// decodeNumber decodes one, whose number errors call field.
+func decodeNumber(b []byte, t Type, field string) (uint32, error) {
+	r := reader{buf: b, message: t.String()}
+	r.header(t, 2)
+	v := r.u32(field)
+	return v, r.done()
+}

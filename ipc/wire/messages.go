@@ -722,15 +722,13 @@ func (*Ping) Type() Type { return TypePing }
 
 // Append implements Message.
 func (m *Ping) Append(dst []byte) []byte {
-	return appendUint(appendHeader(dst, TypePing, 2), uint64(m.ID))
+	return appendNumber(dst, TypePing, m.ID)
 }
 
 // Decode implements Message.
-func (m *Ping) Decode(b []byte, _ *Limits) error {
-	r := reader{buf: b, message: "Ping"}
-	r.header(TypePing, 2)
-	m.ID = r.u32("id")
-	return r.done()
+func (m *Ping) Decode(b []byte, _ *Limits) (err error) {
+	m.ID, err = decodeNumber(b, TypePing, "id")
+	return err
 }
 
 // Pong answers a Ping.
@@ -764,15 +762,13 @@ func (*ClearSpace) Type() Type { return TypeClearSpace }
 
 // Append implements Message.
 func (m *ClearSpace) Append(dst []byte) []byte {
-	return appendUint(appendHeader(dst, TypeClearSpace, 2), uint64(m.ID))
+	return appendNumber(dst, TypeClearSpace, m.ID)
 }
 
 // Decode implements Message.
-func (m *ClearSpace) Decode(b []byte, _ *Limits) error {
-	r := reader{buf: b, message: "ClearSpace"}
-	r.header(TypeClearSpace, 2)
-	m.ID = r.u32("id")
-	return r.done()
+func (m *ClearSpace) Decode(b []byte, _ *Limits) (err error) {
+	m.ID, err = decodeNumber(b, TypeClearSpace, "id")
+	return err
 }
 
 // Cleared answers ClearSpace.
@@ -807,15 +803,13 @@ func (*ReadEvents) Type() Type { return TypeReadEvents }
 
 // Append implements Message.
 func (m *ReadEvents) Append(dst []byte) []byte {
-	return appendUint(appendHeader(dst, TypeReadEvents, 2), uint64(m.ID))
+	return appendNumber(dst, TypeReadEvents, m.ID)
 }
 
 // Decode implements Message. It does not allocate.
-func (m *ReadEvents) Decode(b []byte, _ *Limits) error {
-	r := reader{buf: b, message: "ReadEvents"}
-	r.header(TypeReadEvents, 2)
-	m.ID = r.u32("id")
-	return r.done()
+func (m *ReadEvents) Decode(b []byte, _ *Limits) (err error) {
+	m.ID, err = decodeNumber(b, TypeReadEvents, "id")
+	return err
 }
 
 // Run is pages that came or went together.
@@ -929,15 +923,13 @@ func (*RegionRemoved) Type() Type { return TypeRegionRemoved }
 
 // Append implements Message.
 func (m *RegionRemoved) Append(dst []byte) []byte {
-	return appendUint(appendHeader(dst, TypeRegionRemoved, 2), uint64(m.Region))
+	return appendNumber(dst, TypeRegionRemoved, m.Region)
 }
 
 // Decode implements Message.
-func (m *RegionRemoved) Decode(b []byte, _ *Limits) error {
-	r := reader{buf: b, message: "RegionRemoved"}
-	r.header(TypeRegionRemoved, 2)
-	m.Region = r.u32("region")
-	return r.done()
+func (m *RegionRemoved) Decode(b []byte, _ *Limits) (err error) {
+	m.Region, err = decodeNumber(b, TypeRegionRemoved, "region")
+	return err
 }
 
 // RegionUnmapped answers RegionRemoved: the worker has the region mapped no more.
@@ -949,15 +941,13 @@ func (*RegionUnmapped) Type() Type { return TypeRegionUnmapped }
 
 // Append implements Message.
 func (m *RegionUnmapped) Append(dst []byte) []byte {
-	return appendUint(appendHeader(dst, TypeRegionUnmapped, 2), uint64(m.Region))
+	return appendNumber(dst, TypeRegionUnmapped, m.Region)
 }
 
 // Decode implements Message.
-func (m *RegionUnmapped) Decode(b []byte, _ *Limits) error {
-	r := reader{buf: b, message: "RegionUnmapped"}
-	r.header(TypeRegionUnmapped, 2)
-	m.Region = r.u32("region")
-	return r.done()
+func (m *RegionUnmapped) Decode(b []byte, _ *Limits) (err error) {
+	m.Region, err = decodeNumber(b, TypeRegionUnmapped, "region")
+	return err
 }
 
 // RegionMapped says that a worker can copy into a region that came after its
@@ -969,15 +959,13 @@ func (*RegionMapped) Type() Type { return TypeRegionMapped }
 
 // Append implements Message.
 func (m *RegionMapped) Append(dst []byte) []byte {
-	return appendUint(appendHeader(dst, TypeRegionMapped, 2), uint64(m.Region))
+	return appendNumber(dst, TypeRegionMapped, m.Region)
 }
 
 // Decode implements Message.
-func (m *RegionMapped) Decode(b []byte, _ *Limits) error {
-	r := reader{buf: b, message: "RegionMapped"}
-	r.header(TypeRegionMapped, 2)
-	m.Region = r.u32("region")
-	return r.done()
+func (m *RegionMapped) Decode(b []byte, _ *Limits) (err error) {
+	m.Region, err = decodeNumber(b, TypeRegionMapped, "region")
+	return err
 }
 
 // Codes of an Error.

@@ -295,22 +295,26 @@ class RegionSet:
             region.holds += 1
             self._holds += 1
         if background:
+
+            def prepare() -> None:
+                self._prepare(region, hold, write and not read_only)
+                then()
+
             try:
-                arguments = (region, hold, write and not read_only, then)
-                threading.Thread(target=self._prepare, args=arguments, name="lookaside-region", daemon=True).start()
+                threading.Thread(target=prepare, name="lookaside-region", daemon=True).start()
             except RuntimeError as error:
                 region.failed = str(error)
                 region.settled.set()
                 hold.release()
                 raise RegionError(region.failed) from error
             return
-        self._prepare(region, hold, write and not read_only, lambda: None)
+        self._prepare(region, hold, write and not read_only)
         if region.failed is not None:
             raise RegionError(region.failed)
         then()
 
-    def _prepare(self, region: Region, hold: Hold, write: bool, then: Callable[[], object]) -> None:
-        """Make a mapped region fast and attach it; releases the hold that add took, and calls then."""
+    def _prepare(self, region: Region, hold: Hold, write: bool) -> None:
+        """Make a mapped region fast and attach it; releases the hold that add took."""
         try:
             if region.on_removed is None:
                 populate(region.address, region.size, write)
@@ -324,7 +328,6 @@ class RegionSet:
         finally:
             region.settled.set()
             hold.release()
-        then()
 
     def remove(self, region_id: int, then: Callable[[], object]) -> None:
         """Forget a region, unmap it once no hold has been told of it, and then call then on whatever thread.
