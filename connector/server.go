@@ -54,8 +54,9 @@ type Config struct {
 	// OnSpace is told of each space that a worker brings, with what it declared, before anything is stored in it or asked of it. The Server's lock is held. May be nil.
 	OnSpace func(sp *tiers.Space, fields []wire.Field)
 
-	// MakeRoom is told, before they are asked for, how many slots of a geometry are going to be: 1 for each worker that connects, then the chunks of each store. The
-	// stores of that worker wait for it, nothing else does: it may wait for any session, such as for a RetractRegion. Several goroutines call it. May be nil.
+	// MakeRoom is told how many slots of a geometry are going to be asked for: 1 for each worker that connects, then the chunks of each store. A store waits for it only if
+	// there is no room for it, and one for which there is room may not be told of at all while a call for the same worker goes on. Nothing else waits: MakeRoom may wait for
+	// any session, such as for a RetractRegion. Several goroutines call it. May be nil.
 	MakeRoom func(g tiers.Geometry, slots int)
 }
 
