@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -137,7 +138,7 @@ func TestWelcome(t *testing.T) {
 	if hexOf(a.Fingerprint) != hexOf(b.Fingerprint) {
 		t.Errorf("worker and scheduler are in different spaces")
 	}
-	if a.Session == b.Session || a.Session == 0 || a.Generation != 77 || a.LeaseMs != 60000 || a.MaxPages != 4096 || a.ReplyEndpoint != "" || a.Regions != 1 ||
+	if a.Session == b.Session || a.Session == 0 || a.Generation != 77 || a.LeaseMs != 3600000 || a.MaxPages != 4096 || a.ReplyEndpoint != "" || a.Regions != 1 ||
 		b.Regions != 0 || b.ReplyEndpoint == "" {
 		t.Errorf("worker %+v\nscheduler %+v", a, b)
 	}
@@ -294,7 +295,9 @@ func TestBrokenProtocolEndsTheSession(t *testing.T) {
 }
 
 func TestTrimCancelAndExpiry(t *testing.T) {
-	r := newRig(t, rigOptions{lease: 500 * time.Millisecond})
+	var now atomic.Int64
+	const lease = 500 * time.Millisecond
+	r := newRig(t, rigOptions{lease: lease, now: now.Load})
 	w := r.worker(workerHello("e"))
 	s := r.scheduler(schedulerHello("e"))
 	p := onePrefix(1)
@@ -312,6 +315,12 @@ func TestTrimCancelAndExpiry(t *testing.T) {
 	if hit != 16 {
 		t.Fatalf("%d hits", hit)
 	}
+	now.Add(int64(lease) - 1)
+	r.engine.Expire()
+	if st := r.engine.Stats(); st.Leases != 4 {
+		t.Errorf("%d leases of 4 chunks before their deadline", st.Leases)
+	}
+	now.Add(2)
 	r.eventually("the lease's deadline", func() bool { return r.engine.Stats().Leases == 0 })
 	_, err := w.load(s, id, p, 0, 16)
 	wantCode(t, err, wire.CodeNotFound)
@@ -319,7 +328,8 @@ func TestTrimCancelAndExpiry(t *testing.T) {
 	id, _ = s.lookup(p, 0, 16)
 	lg, err := w.load(s, id, p, 0, 16)
 	check(t, err)
-	time.Sleep(600 * time.Millisecond)
+	now.Add(int64(2 * lease))
+	r.engine.Expire()
 	check(t, w.verify(p, lg.Extents, 0, 16))
 	if st := r.engine.Stats(); st.Leases != 4 || st.OpenLoads != 1 {
 		t.Errorf("%d leases, %d loads", st.Leases, st.OpenLoads)

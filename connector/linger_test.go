@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"lookaside/connector"
 	"lookaside/ipc/client"
 	"lookaside/ipc/wire"
@@ -28,16 +30,36 @@ var breaks = []struct {
 	{"does not read", func(s *client.Session) error { flood(s); return nil }},
 }
 
-// flood sends pings and reads nothing, until the sidecar reads no more either.
-func flood(s *client.Session) {
+// flood sends pings and reads nothing, until the sidecar has given it up for that, or the session is closed.
+func flood(s *client.Session) { floodAfter(s, func() {}) }
+
+// floodAfter calls blocked whenever the sidecar has not read for a while. It may only be slow: so the flood goes on.
+func floodAfter(s *client.Session, blocked func()) {
 	ping := (&wire.Ping{ID: 1}).Append(nil)
 	for {
 		_ = s.Conn().SetWriteDeadline(time.Now().Add(300 * time.Millisecond))
-		if s.SendRaw(ping) != nil {
+		err := s.SendRaw(ping)
+		if err == nil {
+			continue
+		}
+		if !errors.Is(err, os.ErrDeadlineExceeded) || givenUp(s) {
 			_ = s.Conn().SetWriteDeadline(time.Time{})
 			return
 		}
+		blocked()
 	}
+}
+
+// givenUp says whether the sidecar has ended what it sends to a session.
+func givenUp(s *client.Session) (ended bool) {
+	raw, err := s.Conn().SyscallConn()
+	if err == nil {
+		err = raw.Control(func(fd uintptr) {
+			n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLRDHUP}}, 0)
+			ended = err == nil && n == 1
+		})
+	}
+	return ended || err != nil
 }
 
 func (r *rig) lingering() []connector.LingeringStatus { return r.server.Status().Lingering }
@@ -252,8 +274,20 @@ func TestGivenUpProcess(t *testing.T) {
 			r := newRig(t, rigOptions{regionBytes: slots * perChunk * pageBytes})
 			w := r.worker(workerHello("e"))
 			p := r.start(stageDeaf)
+			// It does not read what it asks for, and is stopped when that seems to have filled its buffer: if the sidecar was only slow, it goes on.
 			check(t, p.cmd.Process.Signal(syscall.SIGSTOP))
-			r.waitLingering(1)
+			nudge := time.NewTicker(2 * time.Second)
+			defer nudge.Stop()
+			r.eventually("it is given up", func() bool {
+				select {
+				case <-nudge.C:
+					check(t, p.cmd.Process.Signal(syscall.SIGCONT))
+					time.Sleep(50 * time.Millisecond)
+					check(t, p.cmd.Process.Signal(syscall.SIGSTOP))
+				default:
+				}
+				return len(r.lingering()) == 1
+			})
 			if l := r.lingering()[0]; int(l.PID) != p.cmd.Process.Pid || l.Stores != 1 {
 				t.Errorf("status %+v", l)
 			}

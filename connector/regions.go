@@ -126,6 +126,13 @@ func done(waiting map[uint32]chan struct{}, id uint32) bool {
 // have a lease in it or be granted one: then a worker that lives on, lingering or given up, has no copy under way there. A region
 // that is not announced, or is being retracted already, is not waited for.
 func (s *Server) RetractRegion(id uint32, patience time.Duration) {
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	s.retractRegion(ctx, id)
+}
+
+// retractRegion is RetractRegion with patience until ctx is done.
+func (s *Server) retractRegion(ctx context.Context, id uint32) {
 	s.mu.Lock()
 	i := slices.IndexFunc(s.regions, func(r Region) bool { return r.ID == id })
 	if i < 0 {
@@ -144,20 +151,21 @@ func (s *Server) RetractRegion(id uint32, patience time.Duration) {
 	}
 	s.mu.Unlock()
 
-	end := time.Now().Add(patience)
 	message := (&wire.RegionRemoved{Region: id}).Append(nil)
 	eachOf(workers, func(w *session) {
 		if err := w.push(message); err != nil {
 			s.giveUp(w, "giving up a worker that does not take the end of a region", id, err)
 			return
 		}
-		late := time.NewTimer(time.Until(end))
-		defer late.Stop()
 		select {
 		case <-unmapped[w]:
 		case <-w.struck:
-		case <-late.C:
-			s.giveUp(w, "giving up a worker that does not unmap a region", id, errRegionKept)
+		case <-ctx.Done():
+			select {
+			case <-unmapped[w]: // it may be we who are late
+			default:
+				s.giveUp(w, "giving up a worker that does not unmap a region", id, errRegionKept)
+			}
 		}
 	})
 }

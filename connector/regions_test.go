@@ -43,6 +43,18 @@ func (r *rig) retract(id uint32, patience time.Duration) (done chan struct{}) {
 	return done
 }
 
+// retractUntil does so with patience until giveUp.
+func (r *rig) retractUntil(id uint32) (done chan struct{}, giveUp context.CancelFunc) {
+	ctx, giveUp := context.WithCancel(context.Background())
+	r.t.Cleanup(giveUp)
+	done = make(chan struct{})
+	go func() {
+		defer close(done)
+		r.server.RetractRegionUntil(ctx, id)
+	}()
+	return done, giveUp
+}
+
 func finished(done chan struct{}) bool {
 	select {
 	case <-done:
@@ -155,8 +167,13 @@ func TestWorkerThatKeepsARegion(t *testing.T) {
 				}
 				stopped <- nil
 			}()
-			done := r.retract(7, 200*time.Millisecond)
+			done, giveUp := r.retractUntil(7)
 			good.readsRegion(wire.TypeRegionRemoved)
+			good.sync()
+			if finished(done) {
+				t.Error("retracted while a worker has it mapped")
+			}
+			giveUp()
 			<-done
 			r.eventually("it is given up", func() bool { return r.server.Sessions() == 1 })
 			close(stop)

@@ -76,9 +76,10 @@ type rig struct {
 }
 
 type rigOptions struct {
-	regionBytes int64 // of the first region; 0: 1 MiB
-	spaces      int   // 0: 4
-	lease       time.Duration
+	regionBytes int64         // of the first region; 0: 1 MiB
+	spaces      int           // 0: 4
+	lease       time.Duration // 0: an hour, so that none runs out, however slow the machine
+	now         func() int64  // the engine's clock; nil: the real one
 	share       float64
 	lmcache     bool
 	tiers       []tiertest.MemoryOptions // below the arena
@@ -94,7 +95,7 @@ func newRig(t testing.TB, o rigOptions) *rig {
 		o.spaces = 4
 	}
 	if o.lease == 0 {
-		o.lease = time.Minute
+		o.lease = time.Hour
 	}
 	if o.share == 0 {
 		o.share = 1
@@ -114,15 +115,17 @@ func newRig(t testing.TB, o rigOptions) *rig {
 	for i, mo := range o.tiers {
 		m := tiertest.NewMemory(mo)
 		r.tiers = append(r.tiers, m)
-		list = append(list, stack.TierConfig{Name: fmt.Sprintf("t%d", i), Tier: m})
+		list = append(list, stack.TierConfig{
+			Name: fmt.Sprintf("t%d", i), Tier: m, LookupTimeout: patience, LoadTimeout: patience, StoreTimeout: patience,
+		})
 	}
 	r.engine, err = tiers.New(tiers.Config{
-		LeaseDeadline: o.lease, MaxSpaces: o.spaces, MaxOwners: 129, MaxPages: 4096, OwnerShare: o.share, ArenaLimitBytes: 16 << 20,
+		Now: o.now, LeaseDeadline: o.lease, MaxSpaces: o.spaces, MaxOwners: 129, MaxPages: 4096, OwnerShare: o.share, ArenaLimitBytes: 16 << 20,
 		Tiers: stack.Admissions(list), Wake: bell.Ring, PartialDelay: 10 * time.Millisecond, JournalBytes: 1 << 20,
 	})
 	check(t, err)
 	r.stack, err = stack.New(stack.Config{
-		Engine: r.engine, Bell: bell, Log: log, Tiers: list, Arena: func(id uint32) []byte { return r.regions[id].Bytes() },
+		Engine: r.engine, Bell: bell, Log: log, Tiers: list, LookupDeadline: patience, Arena: func(id uint32) []byte { return r.regions[id].Bytes() },
 	})
 	check(t, err)
 	r.control, err = dax.NewControl(77)
@@ -452,7 +455,7 @@ func (s *scheduler) lookup(p prefix, first, pages int) (id uint64, hit int) {
 	s.t.Helper()
 	s.next++
 	r, err := s.lookups.Lookup(&wire.Lookup{
-		Session: s.ses.Welcome.Session, Lookup: s.next, FirstPage: uint32(first), Hashes: p.hashes(first, pages), DeadlineMs: 1000,
+		Session: s.ses.Welcome.Session, Lookup: s.next, FirstPage: uint32(first), Hashes: p.hashes(first, pages),
 	}, patience)
 	if err != nil {
 		s.t.Fatalf("lookup: %v; lookup sockets: %+v", err, s.r.lookups.Stats())

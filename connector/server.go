@@ -475,11 +475,11 @@ func (s *Server) linger(ses *session, why error) {
 	if !open || info.stores+info.loads == 0 {
 		return
 	}
+	s.count.lingered.Add(1)
 	s.mu.Lock()
 	s.strike(ses)
 	s.lingering[ses] = info
 	s.mu.Unlock()
-	s.count.lingered.Add(1)
 	ses.log.Warn("session given up; what it was granted and leased stays its own until its client leaves",
 		zap.Error(why), zap.Int("stores", info.stores), zap.Int("loads", info.loads))
 	ses.conn.Linger()

@@ -22,8 +22,8 @@ const soPeerPIDFD = 77
 // deathGrace is how long a dead peer's last packets may still be read. Its own
 // descriptors are closed before its pidfd tells of its death, so normally the
 // reader has met the end already; the grace is for when a child of the peer
-// keeps the socket open.
-const deathGrace = 100 * time.Millisecond
+// keeps the socket open. Tests change it.
+var deathGrace = 100 * time.Millisecond
 
 // Peer is the process at the other end, as the kernel vouches for it.
 type Peer struct {
@@ -268,6 +268,12 @@ func (c *Conn) send(msg []byte, deadline time.Time, fds ...int) error {
 	err := c.uc.SetWriteDeadline(deadline)
 	if err == nil {
 		err = c.raw.Write(c.sendFunc)
+	}
+	if errors.Is(err, os.ErrDeadlineExceeded) && c.endedBy() == nil {
+		// We may have stood still meanwhile, not the peer: it is stuck if there is no room now.
+		if c.raw.Control(func(fd uintptr) { c.sendOnce(fd) }) == nil && c.sendErr != unix.EAGAIN {
+			err = nil
+		}
 	}
 	if err == nil {
 		err = c.sendErr

@@ -63,6 +63,10 @@ type EventOptions struct {
 	HWM int
 	// Log is told of what fails. Default: nothing.
 	Log *zap.Logger
+
+	// Only tests set these.
+	resyncPause time.Duration // default resyncPause
+	linger      func()        // default: waits for eventLinger
 }
 
 // EventStats are counts since the start, but for Subscribers.
@@ -133,6 +137,12 @@ type replay struct {
 func NewEventPublisher(opt EventOptions, src EventSource) (*EventPublisher, error) {
 	if opt.Log == nil {
 		opt.Log = zap.NewNop()
+	}
+	if opt.resyncPause == 0 {
+		opt.resyncPause = resyncPause
+	}
+	if opt.linger == nil {
+		opt.linger = func() { time.Sleep(eventLinger) }
 	}
 	p := &EventPublisher{opt: opt, src: src, done: make(chan struct{})}
 	var err error
@@ -301,7 +311,7 @@ func (p *EventPublisher) loop() {
 			}
 			p.replayMore()
 			if p.count.peers.Load() > 0 {
-				time.Sleep(eventLinger) // unbinding ends connections, whatever lingers in them
+				p.opt.linger() // unbinding ends connections, whatever lingers in them
 			}
 			return
 		}
@@ -392,7 +402,7 @@ func (p *EventPublisher) receive() {
 			p.count.dropped.Add(1)
 			continue
 		}
-		if p.first < len(p.buffer) && start < p.buffer[p.first].seq && time.Since(p.resynced) >= resyncPause {
+		if p.first < len(p.buffer) && start < p.buffer[p.first].seq && time.Since(p.resynced) >= p.opt.resyncPause {
 			p.resynced = time.Now()
 			p.count.resyncs.Add(1)
 			p.src.Resync()

@@ -96,7 +96,7 @@ func eventPeer(t *testing.T, kind zmq4.Type, endpoint string) *zmq4.Socket {
 	if kind == zmq4.SUB {
 		err = s.SetSubscribe("kv@")
 	}
-	for _, e := range []error{err, s.SetLinger(0), s.SetRcvtimeo(20 * time.Second), s.SetRcvhwm(10), s.Connect(strings.Replace(endpoint, "0.0.0.0", "127.0.0.1", 1))} {
+	for _, e := range []error{err, s.SetLinger(0), s.SetRcvtimeo(patience), s.SetRcvhwm(10), s.Connect(strings.Replace(endpoint, "0.0.0.0", "127.0.0.1", 1))} {
 		if e != nil {
 			t.Fatal(e)
 		}
@@ -117,7 +117,7 @@ func received(t *testing.T, s *zmq4.Socket) [][]byte {
 	}
 }
 
-// subscribe waits until a subscriber gets what is published.
+// subscribe waits until a subscriber gets what is published, and has got the last of it.
 func subscribe(t *testing.T, p *EventPublisher, src *testSource) (*zmq4.Socket, uint64) {
 	t.Helper()
 	endpoint, _ := p.Endpoints()
@@ -125,17 +125,27 @@ func subscribe(t *testing.T, p *EventPublisher, src *testSource) (*zmq4.Socket, 
 	if err := sub.SetRcvtimeo(50 * time.Millisecond); err != nil {
 		t.Fatal(err)
 	}
-	for range 400 {
-		src.more(p, 1)
-		if frames, err := sub.RecvMessageBytes(0); err == nil {
-			if err := sub.SetRcvtimeo(20 * time.Second); err != nil {
-				t.Fatal(err)
+	for tries := 0; ; {
+		frames, err := sub.RecvMessageBytes(0)
+		if err != nil {
+			if tries++; tries > 400 {
+				t.Fatal("nothing is received")
 			}
-			return sub, binary.BigEndian.Uint64(frames[1])
+			src.more(p, 1)
+			continue
 		}
+		seq := binary.BigEndian.Uint64(frames[1])
+		src.mu.Lock()
+		last := seq == uint64(src.told+src.left)-1
+		src.mu.Unlock()
+		if !last {
+			continue // what was published while it was not there yet, or was slow
+		}
+		if err := sub.SetRcvtimeo(patience); err != nil {
+			t.Fatal(err)
+		}
+		return sub, seq
 	}
-	t.Fatal("nothing is received")
-	return nil, 0
 }
 
 // replayed asks for the batches from a number on, and answers the numbers and topics that come.
@@ -174,7 +184,11 @@ func TestEventsArePublishedAndReplayed(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			src := &testSource{}
+			arrived := make(chan struct{})
+			over := sync.OnceFunc(func() { close(arrived) })
+			opt.linger = func() { <-arrived }
 			p := newPublisher(t, opt, src)
+			t.Cleanup(over)
 			sub, seq := subscribe(t, p, src)
 			src.more(p, 5)
 			for range 5 {
@@ -210,6 +224,7 @@ func TestEventsArePublishedAndReplayed(t *testing.T) {
 			if frames := received(t, sub); string(frames[2]) != "the end" {
 				t.Fatalf("%q", frames)
 			}
+			over()
 			<-done
 		})
 	}
@@ -218,7 +233,7 @@ func TestEventsArePublishedAndReplayed(t *testing.T) {
 // TestReplayOfWhatIsGone gets what is left, and has all published anew, once.
 func TestReplayOfWhatIsGone(t *testing.T) {
 	src := &testSource{left: 50}
-	p := newPublisher(t, EventOptions{Endpoint: "tcp://127.0.0.1:*", ReplayEndpoint: "tcp://127.0.0.1:*", BufferSteps: 7}, src)
+	p := newPublisher(t, EventOptions{Endpoint: "tcp://127.0.0.1:*", ReplayEndpoint: "tcp://127.0.0.1:*", BufferSteps: 7, resyncPause: time.Hour}, src)
 	p.Wake()
 	for range 2 {
 		for { // until all are published

@@ -380,8 +380,8 @@ func (l *Listener) refuseBusy(uc *net.UnixConn) {
 		Code: wire.RefuseBusy, Field: l.opt.Limit, Want: strconv.Itoa(l.opt.MaxSessions),
 		Message: fmt.Sprintf("the sidecar has its %d connections already", l.opt.MaxSessions),
 	}
-	_ = uc.SetDeadline(time.Now().Add(helloPatience))
 	_, _ = uc.Write(refuse.Append(nil)) // a fresh socket has room at once
+	_ = uc.SetReadDeadline(time.Now().Add(helloPatience))
 	if takePacket(uc) {
 		uc.Close()
 		return

@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"context"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"os/exec"
@@ -21,7 +22,8 @@ import (
 
 // helpers are roles that this test binary plays in a process of its own: named
 // by LOOKASIDE_IPC_HELPER, argument in LOOKASIDE_IPC_ARG. They print a line when
-// they are ready, and then wait to be killed or for the end of stdin.
+// they are ready, and then wait to be killed or for the end of stdin, which the
+// end of this process is, too.
 var helpers = map[string]func(arg string) error{
 	// listen owns the directory.
 	"listen": func(dir string) error {
@@ -118,10 +120,13 @@ var helpers = map[string]func(arg string) error{
 	},
 }
 
+// patience is for what comes at once, unless the machine is busy.
+const patience = 30 * time.Second
+
 func waitForKill(say string) error {
 	fmt.Println(say)
-	time.Sleep(time.Minute)
-	return nil
+	_, err := io.Copy(io.Discard, os.Stdin)
+	return err
 }
 
 func waitForLine() error {
@@ -222,7 +227,7 @@ func dial(dir string) (*net.UnixConn, error) {
 // eventually fails the test if a condition does not come true in time.
 func eventually(t testing.TB, what string, ok func() bool) {
 	t.Helper()
-	for end := time.Now().Add(20 * time.Second); !ok(); time.Sleep(2 * time.Millisecond) {
+	for end := time.Now().Add(patience); !ok(); time.Sleep(2 * time.Millisecond) {
 		if time.Now().After(end) {
 			t.Fatalf("never: %s", what)
 		}

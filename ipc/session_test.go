@@ -137,7 +137,7 @@ func TestSendsDescriptorsAndTakesNone(t *testing.T) {
 			t.Fatalf("%q, %v", got, err)
 		}
 	}
-	if after := countFDs(t); after != before {
+	if after := countFDs(t); after > before {
 		t.Fatalf("%d descriptors became %d", before, after)
 	}
 }
@@ -460,6 +460,9 @@ func TestDeadPeerIsNoticed(t *testing.T) {
 // What a peer sent before it died is still heard, even if it did not read what
 // it was sent itself, which the kernel reports as an error first.
 func TestLastWordsAreHeard(t *testing.T) {
+	grace := deathGrace
+	deathGrace = time.Hour // no copy of the socket keeps the end from coming; it is only this test that may come late
+	defer func() { deathGrace = grace }()
 	l := listen(t, Options{})
 	for range 3 {
 		cmd, stdin, _ := helper(t, "last words", l.Dir(), -1)
@@ -495,15 +498,15 @@ func TestSessionCap(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer third.Close()
+	// It has said hello already: what is left unread must not hide the refusal.
+	if _, err := third.Write((&wire.Ping{ID: 1}).Append(nil)); err != nil {
+		t.Fatal(err)
+	}
 	accepted := make(chan *Conn)
 	go func() {
 		c, _ := l.Accept(context.Background())
 		accepted <- c
 	}()
-	// It has said hello already: what is left unread must not hide the refusal.
-	if _, err := third.Write((&wire.Ping{ID: 1}).Append(nil)); err != nil {
-		t.Fatal(err)
-	}
 	buf := make([]byte, 4096)
 	n, err := third.Read(buf)
 	if err != nil {

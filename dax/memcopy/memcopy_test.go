@@ -269,12 +269,12 @@ func TestPoolStops(t *testing.T) {
 	if err := pool.Do(ctx, big()); !errors.Is(err, context.Canceled) {
 		t.Errorf("cancelled before: %v", err)
 	}
-	// The first call holds the only thread a while; the deadline is over long
-	// before the second's turn comes.
+	// Either call would take many seconds, and the deadline of the second is over
+	// long before, also if the first is late, and if the deadline is told late.
 	first := make(chan error, 1)
 	b := big()
 	var many []Job
-	for range 64 {
+	for range 1024 {
 		many = append(many, b)
 	}
 	go func() {
@@ -287,7 +287,7 @@ func TestPoolStops(t *testing.T) {
 	time.Sleep(time.Millisecond)
 	ctx, cancel = context.WithTimeout(t.Context(), time.Millisecond)
 	defer cancel()
-	if err := pool.Do(ctx, b); !errors.Is(err, context.DeadlineExceeded) {
+	if err := pool.Do(ctx, many...); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("past its deadline: %v", err)
 	}
 	pool.Close()

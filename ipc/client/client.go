@@ -208,7 +208,7 @@ type Lookups struct {
 }
 
 // connectPatience is how long NewLookups waits for a connection.
-const connectPatience = 5 * time.Second
+const connectPatience = 10 * time.Second
 
 // NewLookups connects to the sidecar's two sockets, those of a Welcome, or binds the answers' one (bindReply), as LMCache does.
 // It returns when both are up: an answer to a socket that is not would be dropped.
