@@ -118,7 +118,7 @@ func (p *Peers) Contains(run tiers.Run, held []uint16) (pages, by int) {
 
 // Borrow leases what the hints say that peers hold of a run, from its first page on without a gap: from the peer that has most of it, and what comes after from others. out is told of each chunk, in
 // order, on the caller's goroutine, before Borrow returns. It answers the pages that were leased; an error only when that is none, and peers that were asked have failed. Each loan
-// must be returned, also after OnGone. It waits until ctx is done at most: a quarter of a second for each lender that does not answer, and for one that has restarted and is checking what
+// must be returned, also after OnGone. It waits until ctx is done at most: Config.CallPatience for each lender that does not answer, and for one that has restarted and is checking what
 // is asked for until that is done.
 func (p *Peers) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l Loan)) (pages int, err error) {
 	p.borrows.Add(1)
@@ -472,7 +472,7 @@ func (b *borrower) call(ctx context.Context, m *wire.PeerLease) (*call, error) {
 		}
 		return nil, err
 	}
-	c.timer.Reset(callPatience)
+	c.timer.Reset(b.p.cfg.CallPatience)
 	defer c.timer.Stop()
 	var err error
 	select {
@@ -536,7 +536,7 @@ func (b *borrower) send(c *call, m *wire.PeerLease) error {
 	b.calls[c.id] = c
 	m.ID = c.id
 	if !waits {
-		c.timer.Reset(callPatience)
+		c.timer.Reset(b.p.cfg.CallPatience)
 	}
 	b.mu.Unlock()
 	buf := packets.Get().(*[]byte)

@@ -49,7 +49,7 @@ func (h *history) fatal(format string, args ...any) {
 
 func (h *history) add() {
 	h.n++
-	s := newSide(h.t, h.dir, fmt.Sprint("side-", h.n), sideOptions{regions: 2, bytes: int64(8+h.rnd.IntN(40)) * 4 * pageSize, share: 0.6})
+	s := newSide(h.t, h.dir, fmt.Sprint("side-", h.n), sideOptions{regions: 2, bytes: int64(8+h.rnd.IntN(40)) * 4 * pageSize, share: 0.6, impatient: true})
 	h.sides = append(h.sides, s)
 	h.step("%s (%x) joins", s.name, s.gen)
 }

@@ -189,7 +189,7 @@ func testBrokenGrants(t *testing.T, by string) {
 		}
 		f.send(c, &p)
 		s.learns(sp, hashes, 8)
-		eventually(t, "the region is mapped", func() bool { s.mu.Lock(); defer s.mu.Unlock(); return len(s.mapped) == 1 })
+		s.reads(f.gen, 1)
 		answered := make(chan error, 1)
 		go func() {
 			b, err := c.Recv()

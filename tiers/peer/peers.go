@@ -34,11 +34,12 @@ const (
 	maxRegions = 256
 	maxSpaces  = 512
 
-	pollEvery    = 200 * time.Millisecond // how often the directory is read
-	upkeepEvery  = 20 * time.Millisecond  // how often returns that could not be sent are tried again
-	rateEvery    = time.Second
-	retryAfter   = 5 * time.Second // a peer that could not be talked to
-	callPatience = 250 * time.Millisecond
+	pollEvery   = 200 * time.Millisecond // how often the directory is read
+	upkeepEvery = 20 * time.Millisecond  // how often returns that could not be sent are tried again
+	rateEvery   = time.Second
+	retryAfter  = 5 * time.Second // a peer that could not be talked to
+	// defaultCallPatience is Config's.
+	defaultCallPatience = 250 * time.Millisecond
 	// stalledAfter is how long a lender may keep an answer before it is passed over.
 	stalledAfter  = 50 * time.Millisecond
 	helloPatience = 5 * time.Second
@@ -60,6 +61,8 @@ type Config struct {
 	HintsLimitBytes int64
 	// MaxPages bounds the pages of one lease. Default 65,536.
 	MaxPages int
+	// CallPatience is how long a lender's answer is waited for. Default 250 ms.
+	CallPatience time.Duration
 	// Verify has checked what the engine restored of a run and nobody has checked since, which others want lent. It returns when that is done, or ctx is. May be nil: nothing such is ever lent.
 	Verify func(ctx context.Context, o tiers.Owner, run tiers.Run) error
 
@@ -154,7 +157,10 @@ func Start(cfg Config) (*Peers, error) {
 	if cfg.MaxPages == 0 {
 		cfg.MaxPages = wire.DefaultLimits.Pages
 	}
-	if cfg.Generation == 0 || cfg.Engine == nil || cfg.MaxPages < 0 || cfg.HintsLimitBytes < 0 {
+	if cfg.CallPatience == 0 {
+		cfg.CallPatience = defaultCallPatience
+	}
+	if cfg.Generation == 0 || cfg.Engine == nil || cfg.MaxPages < 0 || cfg.HintsLimitBytes < 0 || cfg.CallPatience < 0 {
 		return nil, errors.New("peers: a generation and an engine are needed, and limits above 0")
 	}
 	hints, err := newHintTable(cfg.HintsLimitBytes)

@@ -102,7 +102,9 @@ type sideOptions struct {
 	share   float64
 	limit   int64 // of hints, bytes
 	log     *zap.Logger
-	config  func(*Config)
+	// impatient is for lenders that do not answer. Others are waited for, however slow the machine is.
+	impatient bool
+	config    func(*Config)
 }
 
 func peerDir(t testing.TB) string {
@@ -148,6 +150,7 @@ func newSide(t testing.TB, dir, name string, o sideOptions) *side {
 	}
 	s.p, err = Start(cfg)
 	check(t, err)
+	s.patient(!o.impatient)
 	for i := range o.regions {
 		s.addRegion(uint32(i), o.bytes)
 	}
@@ -168,6 +171,14 @@ func eventually(t testing.TB, what string, ok func() bool) {
 		if time.Now().After(end) {
 			t.Fatalf("never: %s", what)
 		}
+	}
+}
+
+// patient has lenders waited for, or else for no longer than ever. Nobody is being asked.
+func (s *side) patient(is bool) {
+	s.p.cfg.CallPatience = defaultCallPatience
+	if is {
+		s.p.cfg.CallPatience = patience / 2
 	}
 }
 
@@ -346,10 +357,35 @@ func (s *side) borrows(sp *tiers.Space, hashes []byte, want int) []loan {
 			got = loans
 			return true
 		}
+		if pages > want {
+			s.t.Fatalf("%s borrows %d pages, not %d", s.name, pages, want)
+		}
 		s.giveBack(loans, false)
 		return false
 	})
 	return got
+}
+
+// reads waits until so many regions of a lender can be read.
+func (s *side) reads(lender uint64, regions int) {
+	s.t.Helper()
+	eventually(s.t, fmt.Sprintf("%s reads %d regions of %x", s.name, regions, lender), func() bool {
+		s.p.mu.Lock()
+		b := s.p.peers[lender]
+		s.p.mu.Unlock()
+		if b == nil {
+			return false
+		}
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		ready := 0
+		for _, r := range b.regions {
+			if r.ready {
+				ready++
+			}
+		}
+		return ready == regions
+	})
 }
 
 // all is the number of a peer that is said to hold all of a run, or -1.
@@ -441,6 +477,15 @@ func (s *side) lenders() int {
 		}
 	}
 	return n
+}
+
+// lends waits until one loan of so many slots is all that is lent of an engine: one that its borrower could not use yet is on its way back.
+func (s *side) lends(slots int) {
+	s.t.Helper()
+	eventually(s.t, fmt.Sprintf("%s lends %d slots", s.name, slots), func() bool {
+		st := s.e.Stats()
+		return st.OpenLoans == 1 && st.LeasedSlots == slots
+	})
 }
 
 // noLoans waits until nothing of an engine is lent.

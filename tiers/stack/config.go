@@ -69,6 +69,8 @@ type Config struct {
 	Peers Peers
 	// Linger is how long a chunk that was leased from a peer is kept when nobody uses it. Default 2 s.
 	Linger time.Duration
+	// BorrowTimeout bounds one call of Peers.Borrow. Default 1 s.
+	BorrowTimeout time.Duration
 	// Forget, if given, has what was dropped from the arena forgotten by whatever would restore it. It is called by Clear and Move before they say what they dropped; its
 	// error is the arena's. Default: nothing would.
 	Forget func() error
@@ -115,10 +117,11 @@ func (c *Config) validate() error {
 	orDefault(&c.MaxPendingBytes, 64<<20)
 	orDefault(&c.BounceBytes, 64<<20)
 	orDefault(&c.Linger, 2*time.Second)
+	orDefault(&c.BorrowTimeout, time.Second)
 	if c.Engine == nil || c.Arena == nil || c.Bell == nil && (len(c.Tiers) > 0 || c.Peers != nil) {
 		return fmt.Errorf("%w: a stack needs an engine, an arena and a bell", tiers.ErrInvalid)
 	}
-	if c.Promote > PromoteNever || c.LookupDeadline < 0 || c.MaxPending < 0 || c.MaxPendingBytes < 0 || c.BounceBytes < 0 || c.Linger < 0 {
+	if c.Promote > PromoteNever || c.LookupDeadline < 0 || c.MaxPending < 0 || c.MaxPendingBytes < 0 || c.BounceBytes < 0 || c.Linger < 0 || c.BorrowTimeout < 0 {
 		return fmt.Errorf("%w: a limit of the stack is negative", tiers.ErrInvalid)
 	}
 	if len(c.Tiers) > tiers.MaxTiers {

@@ -2,6 +2,7 @@ package stack
 
 import (
 	"math/rand/v2"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -26,7 +27,7 @@ func TestDiskOutlivesTheStack(t *testing.T) {
 				t.Fatal(err)
 			}
 			return d
-		}})
+		}, config: func(c *Config) { c.beSlow(30 * time.Second) }})
 		for i, p := range list {
 			r.want(uint64(100+i), p, 0, len(p), len(p))
 			if i%2 == 0 {
@@ -56,8 +57,27 @@ func TestDiskOutlivesTheStack(t *testing.T) {
 	}
 }
 
+// demoted is a disk that knows whether whoever writes its victims elsewhere has none left.
+type demoted struct {
+	*disk.Disk
+	waits atomic.Bool
+}
+
+func (d *demoted) NextVictims(max int, out []tiers.Victim) []tiers.Victim {
+	d.waits.Store(false)
+	return d.Disk.NextVictims(max, out)
+}
+
+func (d *demoted) VictimsReady() <-chan struct{} {
+	d.waits.Store(true)
+	return d.Disk.VictimsReady()
+}
+
+func (d *demoted) ahead() bool { return d.waits.Load() && len(d.Disk.VictimsReady()) == 0 }
+
 // What a full disk drops has gone to the tier below before, which admits what is evicted: a working set of several times arena and disk is found whole.
 func TestDiskHandsDown(t *testing.T) {
+	var above *demoted
 	r := newRig(t, rigOptions{slots: 32, tiers: []tiertest.MemoryOptions{{}, {}},
 		wrap: func(i int, mem tiers.Tier) tiers.Tier {
 			if i > 0 {
@@ -72,11 +92,13 @@ func TestDiskHandsDown(t *testing.T) {
 					t.Error(err)
 				}
 			})
-			return d
+			above = &demoted{Disk: d}
+			return above
 		},
 		config: func(c *Config) {
 			c.Tiers[1].Admit = tiers.AdmitEvicted
 			c.BounceBytes = 4 * slotBytes
+			c.beSlow(30 * time.Second)
 		},
 	})
 	defer r.close()
@@ -87,10 +109,7 @@ func TestDiskHandsDown(t *testing.T) {
 		r.store(p, 10*ppc)
 		r.flush()
 		list = append(list, p)
-		for r.Status()[0].Evictions > r.Status()[1].Demoted { // it is ahead of the evictions again
-			time.Sleep(time.Millisecond)
-		}
-		time.Sleep(2 * time.Millisecond)
+		eventually(t, "what is to be evicted next is handed down", above.ahead)
 	}
 	st := r.Status()
 	if st[0].Evictions == 0 || st[1].Demoted == 0 || st[1].Stores > 600 {

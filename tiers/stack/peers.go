@@ -32,8 +32,6 @@ type Peers interface {
 const (
 	// peerWorkers is how many calls of Peers.Borrow there are at a time.
 	peerWorkers = 8
-	// borrowTimeout bounds one call.
-	borrowTimeout = time.Second
 	// finishSlice is how many loans are given to the engine before others may have mu.
 	finishSlice = 64
 	// callTime is what a peer that does not answer at once may take to.
@@ -184,7 +182,7 @@ func runOf(batch []*load) tiers.Run {
 
 // borrow borrows consecutive chunks.
 func (s *Stack) borrow(b *borrowing, batch []*load, loans []tiers.Loan) []tiers.Loan {
-	ctx, cancel := context.WithTimeoutCause(s.ctx, borrowTimeout, errLate)
+	ctx, cancel := context.WithTimeoutCause(s.ctx, s.cfg.BorrowTimeout, errLate)
 	_, _ = s.cfg.Peers.Borrow(ctx, runOf(batch), func(_ int, l tiers.Loan) { loans = append(loans, l) })
 	cancel()
 	s.lent(b, batch, loans, false)
@@ -357,6 +355,16 @@ func (s *Stack) lent(b *borrowing, batch []*load, loans []tiers.Loan, again bool
 				s.endLoad(l, false, false)
 			}
 		}
+		if at+len(list) == len(batch) { // before anybody is answered
+			c.borrows.Add(1)
+			c.pages.Add(uint64(got))
+			switch {
+			case got == 0:
+				c.failed.Add(1)
+			case got < pages:
+				c.short.Add(1)
+			}
+		}
 		if again {
 			s.mu.Unlock() // its caller delivers
 		} else {
@@ -375,17 +383,6 @@ func (s *Stack) lent(b *borrowing, batch []*load, loans []tiers.Loan, again bool
 	}
 	s.mu.Unlock()
 	s.giveBack(void, false)
-	if n == 0 {
-		return
-	}
-	c.borrows.Add(1)
-	c.pages.Add(uint64(got))
-	switch {
-	case got == 0:
-		c.failed.Add(1)
-	case got < pages:
-		c.short.Add(1)
-	}
 }
 
 // match leaves in loans, which are those of a run's chunks from the first on, the ones of the loads in a batch, in their order, and answers the handles of the others.
@@ -475,11 +472,11 @@ func (s *Stack) giveBack(handles []uint64, bad bool) {
 	if len(handles) == 0 {
 		return
 	}
-	s.cfg.Peers.Return(handles, bad)
 	s.peers.returned.Add(uint64(len(handles)))
 	if bad {
 		s.peers.bad.Add(uint64(len(handles)))
 	}
+	s.cfg.Peers.Return(handles, bad)
 }
 
 // peerCounters count since the start; see PeerStats.

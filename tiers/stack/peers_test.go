@@ -66,6 +66,8 @@ type sideOptions struct {
 	share   float64
 	copy    int // loads after which a chunk is copied
 	lookups int // under way at most. Default Config's
+	// impatient: peers, tiers and lookups have the time that they have by default. Others are waited for, however slow the machine is.
+	impatient bool
 }
 
 var sideGeneration atomic.Uint64
@@ -103,6 +105,11 @@ func newSide(t testing.TB, dir string, o sideOptions) *side {
 		s.mem = append(s.mem, m)
 		cfg.Tiers = append(cfg.Tiers, TierConfig{Name: fmt.Sprintf("t%d", i), Tier: m})
 	}
+	var call time.Duration
+	if !o.impatient {
+		call = peerPatience / 2
+		cfg.beSlow(peerPatience)
+	}
 	var err error
 	s.region, err = dax.Create(dax.Options{Kind: dax.KindMemfd, SizeBytes: int64(o.slots) * slotBytes})
 	must(t, err)
@@ -120,7 +127,7 @@ func newSide(t testing.TB, dir string, o sideOptions) *side {
 		must(t, s.engine.AddOwner(o, s.id))
 	}
 	gen := sideGeneration.Add(1) + 0x5000
-	s.peers, err = peer.Start(peer.Config{Dir: dir, Generation: gen, Engine: s.engine, OnRegion: s.onRegion, OnRegionGone: s.onRegionGone, OnGone: func(p uint64) { s.PeerGone(p) }})
+	s.peers, err = peer.Start(peer.Config{Dir: dir, Generation: gen, Engine: s.engine, CallPatience: call, OnRegion: s.onRegion, OnRegionGone: s.onRegionGone, OnGone: func(p uint64) { s.PeerGone(p) }})
 	must(t, err)
 	must(t, s.peers.AddRegion(peer.Region{ID: 7, Kind: string(s.region.Kind()), FD: s.region.FD(), SizeBytes: s.region.Size(), PageSize: s.region.PageSize()}))
 	must(t, s.engine.AddRegion(7, s.region.Size()))
@@ -729,6 +736,8 @@ func (s *side) returns(lender *side) {
 	s.t.Helper()
 	s.engine.DropPeer(0)
 	eventually(s.t, "all is returned", func() bool { return s.engine.Stats().ForeignUsed == 0 && lender.engine.Stats().OpenLoans == 0 })
+	s.preparing.Lock() // whoever has prepared something is done with it, and the next to ask need not wait
+	defer s.preparing.Unlock()
 }
 
 // TestAskFirst: a peer that is said to have all is asked before the lookup is prepared, and may answer before it is.
@@ -884,13 +893,13 @@ func TestAskedIsJoined(t *testing.T) {
 		}
 		must(t, b.Cancel(scheduler, uint64(10*i+1)))
 		open()
-		b.around.heard.Store(nil)
-		b.around.change.Store(nil)
 		for k, want := range []int{32, 16, 4} {
 			if n := b.answer(uint64(10*i + 2 + k)); n != want {
 				t.Fatalf("%d pages of %d", n, want)
 			}
 		}
+		b.around.heard.Store(nil)
+		b.around.change.Store(nil)
 		if st := b.PeerStats(); st.Chunks != before.Chunks+7 {
 			t.Fatalf("%+v after %+v", st, before)
 		}
@@ -909,25 +918,34 @@ func TestTick(t *testing.T) {
 	a.store(p, 0, 32)
 	b.store(p, 0, 6)
 	b.hears(p, 0, 32)
-	open := hold(&b.around.heard)
-	q := Query{Owner: scheduler, Lookup: 1, Space: b.id, Hashes: p.Digests(0, 32, 32), Deadline: 100 * time.Millisecond, Ticks: true}
-	if n, done, err := b.Lookup(&q, b); done || n != 6 || err != nil {
-		t.Fatal(n, done, err)
+	ask := func(lookup uint64, deadline time.Duration) {
+		t.Helper()
+		q := Query{Owner: scheduler, Lookup: lookup, Space: b.id, Hashes: p.Digests(0, 32, 32), Deadline: deadline, Ticks: true}
+		if n, done, err := b.Lookup(&q, b); done || n != 6 || err != nil {
+			t.Fatal(n, done, err)
+		}
+		b.Tick()
 	}
-	b.Tick()
-	if n := b.answer(1); n != 6 {
+	open := hold(&b.around.heard)
+	ask(1, 0)
+	eventually(t, "it is told to be pending", func() bool { b.mu.Lock(); defer b.mu.Unlock(); return b.pending[1] })
+	open()
+	if n := b.answer(1); n != 32 {
 		t.Fatal(n)
 	}
-	b.mu.Lock()
-	if !b.pending[1] {
-		t.Error("it was never told to be pending")
+	must(t, b.Cancel(scheduler, 1))
+	b.returns(a)
+
+	open = hold(&b.around.heard)
+	ask(2, 100*time.Millisecond)
+	if n := b.answer(2); n != 6 {
+		t.Fatal(n)
 	}
-	b.mu.Unlock()
 	open()
-	b.around.heard.Store(nil)
 	eventually(t, "what came too late is kept", func() bool { return b.PeerStats().Late == 7 })
+	b.around.heard.Store(nil)
 	b.Tick() // for nothing
-	if n := b.lookup(2, p, 0, 32); n != 32 {
+	if n := b.lookup(3, p, 0, 32); n != 32 {
 		t.Fatal(n)
 	}
 }
@@ -941,11 +959,16 @@ func TestPeersLate(t *testing.T) {
 	b.store(p, 0, 5)
 	b.hears(p, 0, 32)
 	open := hold(&b.around.before)
-	if n, done := b.ask(1, p, 0, 32, 20*time.Millisecond); done || n != 5 {
-		t.Fatal(n, done)
-	}
-	if n := b.answer(1); n != 5 {
-		t.Fatal(n)
+	for deadline := 20 * time.Millisecond; b.LookupStats().Loading == 0; deadline *= 2 { // until it ends after its loans were asked for
+		b.mu.Lock()
+		delete(b.answers, 1)
+		b.mu.Unlock()
+		if n, done := b.ask(1, p, 0, 32, deadline); done || n != 5 {
+			t.Fatal(n, done)
+		}
+		if n := b.answer(1); n != 5 {
+			t.Fatal(n)
+		}
 	}
 	if _, done := b.ask(2, p, 0, 32, 0); done {
 		t.Fatal("answered without its rest")
@@ -988,9 +1011,9 @@ func TestPeerHistories(t *testing.T) {
 	}
 	var pages, copied, hits, void atomic.Uint64
 	options := []sideOptions{
-		{slots: 40, limit: 30, linger: 20 * time.Millisecond, share: 0.7, copy: 1},
-		{slots: 60, limit: 200, linger: 100 * time.Millisecond, tiers: []tiertest.MemoryOptions{{Local: true}}, mode: PromoteAlways, copy: 3},
-		{slots: 30, limit: 8, linger: 2 * time.Millisecond, tiers: []tiertest.MemoryOptions{{Latency: time.Millisecond}}, share: 0.8},
+		{slots: 40, limit: 30, linger: 20 * time.Millisecond, share: 0.7, copy: 1, impatient: true},
+		{slots: 60, limit: 200, linger: 100 * time.Millisecond, tiers: []tiertest.MemoryOptions{{Local: true}}, mode: PromoteAlways, copy: 3, impatient: true},
+		{slots: 30, limit: 8, linger: 2 * time.Millisecond, tiers: []tiertest.MemoryOptions{{Latency: time.Millisecond}}, share: 0.8, impatient: true},
 	}
 	var wg sync.WaitGroup
 	for i, o := range options {

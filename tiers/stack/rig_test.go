@@ -64,6 +64,15 @@ type rigOptions struct {
 	peers   *rand.Rand      // there are lenders
 }
 
+// beSlow has nothing given up within d that takes its time only as the machine does. Time is the real one.
+func (c *Config) beSlow(d time.Duration) {
+	c.LookupDeadline, c.BorrowTimeout = d, d
+	for i := range c.Tiers {
+		t := &c.Tiers[i]
+		t.LookupTimeout, t.LoadTimeout, t.StoreTimeout = d, d, d
+	}
+}
+
 // inBubble runs f with a rig in a bubble of its own, and checks the rig when f is done.
 func inBubble(t *testing.T, o rigOptions, f func(t *testing.T, r *rig)) {
 	t.Helper()

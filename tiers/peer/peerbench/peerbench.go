@@ -305,7 +305,7 @@ func (o *Options) events(ctx context.Context, p *peer.Peers, space *tiers.Space,
 				}
 			})
 		}
-		for time.Now().Before(end) && wait(ctx, time.Millisecond) == nil {
+		for more := true; more; more = time.Now().Before(end) && wait(ctx, time.Millisecond) == nil {
 			at := time.Now()
 			p.Contains(asked, held)
 			f.ContainsBusyUs = append(f.ContainsBusyUs, us(at))
