@@ -92,7 +92,7 @@ func BenchPromotion(ctx context.Context, o PromotionBench, log *zap.Logger) (f P
 		return f, err
 	}
 	defer func() {
-		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+		ctx, cancel := context.WithTimeout(context.Background(), rigPatience)
 		defer cancel()
 		err = errors.Join(err, d.Shutdown(ctx))
 	}()
@@ -150,6 +150,9 @@ func BenchPromotion(ctx context.Context, o PromotionBench, log *zap.Logger) (f P
 	}
 	return f, nil
 }
+
+// rigPatience is what a sidecar has for an answer, however busy the machine.
+const rigPatience = time.Minute
 
 // prefixRig is a prefix with one engine's worker and scheduler on a sidecar of this process.
 type prefixRig struct {
@@ -210,7 +213,7 @@ func (b *prefixRig) call(request, reply wire.Message) error {
 			return (*client.CallError)(&e)
 		}
 		return reply.Decode(m, &wire.DefaultLimits)
-	case <-time.After(10 * time.Second):
+	case <-time.After(rigPatience):
 		return fmt.Errorf("a worker's request: %w", os.ErrDeadlineExceeded)
 	}
 }
@@ -219,13 +222,13 @@ func (b *prefixRig) connect(dir string) (err error) {
 	hello := wire.Hello{
 		Role: wire.RoleWorker, EngineID: "bench", PageTokens: 16, PageBytes: uint64(b.o.PageBytes), PagesPerChunk: uint32(b.o.PagesPerChunk), DigestBytes: 32,
 	}
-	if b.worker, err = client.Dial(dir, &hello, 5*time.Second); err != nil {
+	if b.worker, err = client.Dial(dir, &hello, rigPatience); err != nil {
 		return err
 	}
 	b.answers = make(chan []byte, 1)
 	go b.receive(b.worker, b.answers)
 	hello.Role, hello.PageBytes = wire.RoleScheduler, 0
-	if b.scheduler, err = client.Dial(dir, &hello, 5*time.Second); err != nil {
+	if b.scheduler, err = client.Dial(dir, &hello, rigPatience); err != nil {
 		return err
 	}
 	b.lookups, err = client.NewLookups(b.scheduler.Welcome.LookupEndpoint, b.scheduler.Welcome.ReplyEndpoint, false)
@@ -289,8 +292,11 @@ func (b *prefixRig) store() error {
 			return err
 		}
 	}
-	return b.call(&wire.Ping{ID: b.worker.NextID()}, new(wire.Pong)) // the commits have been read before it
+	return b.sync()
 }
+
+// sync returns when what the worker has sent before has been dealt with.
+func (b *prefixRig) sync() error { return b.call(&wire.Ping{ID: b.worker.NextID()}, new(wire.Pong)) }
 
 // cascaded waits until all of the prefix is in the first tier.
 func (b *prefixRig) cascaded(ctx context.Context) error {
@@ -334,10 +340,9 @@ func (b *prefixRig) lookup() (time.Duration, error) {
 		return 0, err
 	}
 	b.id++
-	const patience = time.Minute
-	m := wire.Lookup{Session: b.scheduler.Welcome.Session, Lookup: b.id, Hashes: b.hashes, DeadlineMs: uint32(patience.Milliseconds())}
+	m := wire.Lookup{Session: b.scheduler.Welcome.Session, Lookup: b.id, Hashes: b.hashes, DeadlineMs: uint32(rigPatience.Milliseconds())}
 	start := time.Now()
-	r, err := b.lookups.Lookup(&m, patience+time.Second)
+	r, err := b.lookups.Lookup(&m, rigPatience+10*time.Second)
 	took := time.Since(start)
 	if err == nil && int(r.HitPages) != b.pages {
 		err = fmt.Errorf("hit %d of %d pages", r.HitPages, b.pages)
@@ -345,7 +350,7 @@ func (b *prefixRig) lookup() (time.Duration, error) {
 	return took, err
 }
 
-// verify loads what the last lookup found, and compares every byte.
+// verify loads what the last lookup found, compares every byte, and lets go of it.
 func (b *prefixRig) verify() error {
 	var g wire.LoadGrant
 	m := wire.PrepareLoad{ID: b.worker.NextID(), Session: b.scheduler.Welcome.Session, Lookup: b.id, Pages: uint32(b.pages)}
@@ -367,7 +372,10 @@ func (b *prefixRig) verify() error {
 	if loaded != b.pages {
 		return fmt.Errorf("%d pages of %d were loaded", loaded, b.pages)
 	}
-	return b.worker.Send(&wire.Release{Load: g.Load})
+	if err := b.worker.Send(&wire.Release{Load: g.Load}); err != nil {
+		return err
+	}
+	return b.sync()
 }
 
 // A bareReader reads a file as fast as it can: workers, each with a piece under way, nothing checked.

@@ -23,8 +23,8 @@ import (
 // unmapPatience is how long a worker may take to let go of memory that is being removed. It finishes the copies that began before.
 const unmapPatience = 30 * time.Second
 
-// slabPatience is how long workers may take to map a slab before it is used all the same. Stores for which there is no room anywhere else wait meanwhile.
-const slabPatience = 5 * time.Second
+// slabPatience is how long workers may take to map a slab before it is used all the same. Stores for which there is no room anywhere else wait meanwhile. A test changes it.
+var slabPatience = 5 * time.Second
 
 // daxArena is the arena on DAX devices. What was committed to it is found again, so it is full from the start on. Its regions are the slabs of package
 // pool: they come when one is carved, or a device added, and go when one is carved anew, or a device removed.

@@ -559,6 +559,7 @@ func TestDrainedDeviceOfAFullArena(t *testing.T) {
 	var all []*prefixRig
 	for n := range 5 {
 		all = append(all, otherPrefix(t, r.d, n, 400))
+		untilKept(t, r.d) // what is being kept is not evicted
 	}
 	r.post(arenaAt+"remove", body{"device_path": r.dev(0)}, new(DAXArenaRemoveResult))
 	r.gone(r.dev(0))
@@ -631,6 +632,9 @@ func TestHotPlugOfTheArenaUnderTraffic(t *testing.T) {
 
 // Stores are not granted what their worker has not mapped yet, while there is room elsewhere: they would be lost.
 func TestArenaOnDAXGrantsWhatIsMapped(t *testing.T) {
+	before := slabPatience
+	slabPatience = time.Hour // for this worker, which maps them when nothing else is left
+	t.Cleanup(func() { slabPatience = before })
 	d, _ := startDaemon(t, onDAX(t, t.TempDir()))
 	w := dialWorker(t, d, 16<<10)
 	const stores, pages, late = 100, 4, 5

@@ -9,7 +9,6 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"time"
 
 	"go.uber.org/zap"
 
@@ -91,7 +90,7 @@ func ServeLookups(ctx context.Context, o LookupServerOptions, in io.Reader, out 
 		return err
 	}
 	defer func() {
-		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+		ctx, cancel := context.WithTimeout(context.Background(), rigPatience)
 		defer cancel()
 		err = errors.Join(err, d.Shutdown(ctx))
 	}()
@@ -102,13 +101,13 @@ func ServeLookups(ctx context.Context, o LookupServerOptions, in io.Reader, out 
 		Role: wire.RoleWorker, EngineID: "bench", PageTokens: pageTokens, PageBytes: lookupServerPageBytes,
 		PagesPerChunk: uint32(o.PagesPerChunk), DigestBytes: sha256.Size,
 	}
-	worker, err := client.Dial(dir, &hello, 5*time.Second)
+	worker, err := client.Dial(dir, &hello, rigPatience)
 	if err != nil {
 		return err
 	}
 	defer worker.Close()
 	for range worker.Welcome.Regions {
-		_, files, err := worker.Recv(5 * time.Second)
+		_, files, err := worker.Recv(rigPatience)
 		for _, f := range files {
 			f.Close()
 		}
