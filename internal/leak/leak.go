@@ -20,7 +20,7 @@ import (
 
 // patience is how long what is left may take to go away by itself: a goroutine
 // that was told to end, a descriptor that the runtime closes behind us.
-const patience = 5 * time.Second
+const patience = 30 * time.Second
 
 // memfdName marks the memory that package dax shares (see /proc/self/maps).
 const memfdName = "memfd:lookaside"

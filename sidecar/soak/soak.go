@@ -188,7 +188,7 @@ func (s *soak) startSidecar() error {
 		return err
 	}
 	// Serving when its admin server says so.
-	for deadline := time.Now().Add(20 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(20 * time.Millisecond) {
 		var st status
 		if err = s.get("/v1/status", &st); err == nil && st.PID == s.sidecar.cmd.Process.Pid {
 			return nil
@@ -197,7 +197,7 @@ func (s *soak) startSidecar() error {
 			return fmt.Errorf("sidecar %q does not start:\n%s", args, tail(filepath.Join(s.o.dir, "sidecar.log"), 4000))
 		}
 		if time.Now().After(deadline) {
-			return fmt.Errorf("sidecar %q does not serve after 20 s: %w", args, err)
+			return fmt.Errorf("sidecar %q does not serve after a minute: %w", args, err)
 		}
 	}
 }
@@ -304,19 +304,24 @@ func (s *soak) startRedis() error {
 		return nil
 	}
 	if s.port == 0 {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			return err
+		for tries := 0; ; tries++ { // not one that the kernel gives to whoever asks for any: somebody else's connection might have it while the server is down
+			s.port = 20000 + rand.IntN(10000)
+			l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", s.port))
+			if err == nil {
+				l.Close()
+				break
+			}
+			if tries == 100 {
+				return err
+			}
 		}
-		s.port = l.Addr().(*net.TCPAddr).Port
-		l.Close()
 	}
 	s.redis, err = s.spawn("redis", nil, program, "--port", fmt.Sprint(s.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--maxmemory", "96mb",
 		"--maxmemory-policy", "allkeys-lru", "--dir", s.o.dir)
 	if err != nil {
 		return err
 	}
-	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(20 * time.Millisecond) {
 		c, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", s.port))
 		if err == nil {
 			return c.Close()
@@ -414,20 +419,20 @@ func (s *soak) chaos(ctx context.Context) {
 	switch n := s.rnd.IntN(100); {
 	case n < 30 && victim != nil:
 		s.event("client killed")
-		s.end(victim, syscall.SIGKILL, 10*time.Second)
+		s.end(victim, syscall.SIGKILL, time.Minute)
 	case n < 55:
 		s.event("sidecar killed")
-		s.end(s.sidecar, syscall.SIGKILL, 10*time.Second)
+		s.end(s.sidecar, syscall.SIGKILL, time.Minute)
 		s.restart()
 	case n < 63:
 		s.event("sidecar ended")
 		s.note()
-		s.end(s.sidecar, syscall.SIGTERM, 30*time.Second)
+		s.end(s.sidecar, syscall.SIGTERM, time.Minute)
 		s.restart()
 	case n < 66:
 		s.event("all killed")
 		s.killPeers()
-		s.end(s.sidecar, syscall.SIGKILL, 10*time.Second)
+		s.end(s.sidecar, syscall.SIGKILL, time.Minute)
 		s.restart()
 	case n < 74 && victim != nil:
 		s.event("client stopped")
@@ -440,7 +445,7 @@ func (s *soak) chaos(ctx context.Context) {
 		s.freeze(ctx, s.redis, 3*time.Second)
 	case n < 90 && s.redis != nil:
 		s.event("redis killed")
-		s.end(s.redis, syscall.SIGKILL, 10*time.Second)
+		s.end(s.redis, syscall.SIGKILL, time.Minute)
 		s.wait(ctx, time.Duration(s.rnd.Int64N(int64(2*time.Second))))
 		if err := s.startRedis(); err != nil {
 			s.problem("redis: %v", err)
@@ -501,12 +506,12 @@ func (s *soak) killPeers() {
 		_ = p.cmd.Process.Kill()
 	}
 	for _, p := range s.peers {
-		s.end(p, syscall.SIGKILL, 10*time.Second)
+		s.end(p, syscall.SIGKILL, time.Minute)
 	}
 	s.peers = nil
 }
 
-// audit ends all clients, in order or not, and waits for what they held to become free: a second by promise, and some for a busy machine.
+// audit ends all clients, in order or not, and waits for what they held to become free: a second by promise, and more for a busy machine.
 func (s *soak) audit() {
 	if s.sidecar == nil || s.sidecar.dead() {
 		return
@@ -519,13 +524,13 @@ func (s *soak) audit() {
 		_ = p.stdin.Close()
 	}
 	for _, p := range s.peers {
-		s.end(p, syscall.SIGCONT, 20*time.Second) // their standard input has ended
+		s.end(p, syscall.SIGCONT, time.Minute) // their standard input has ended
 	}
 	s.peers = nil
 	_ = s.ask(http.MethodPost, "/v1/unpin", map[string]any{"all": true}, new(any))
 	var st status
 	var err error
-	for deadline := time.Now().Add(5 * time.Second); time.Now().Before(deadline); time.Sleep(20 * time.Millisecond) {
+	for deadline := time.Now().Add(30 * time.Second); time.Now().Before(deadline); time.Sleep(20 * time.Millisecond) {
 		st = status{}
 		if err = s.get("/v1/status", &st); err == nil && st.Leases == 0 && st.StoresInFlight == 0 && st.LoadsInFlight == 0 && st.Lookups.InFlight == 0 &&
 			st.Slots.Filling == 0 && st.Slots.Leased == 0 && len(st.Sessions) == 0 && len(st.Lingering) == 0 && st.Slots.Free+st.Slots.Ready == st.Slots.Total {
@@ -536,7 +541,7 @@ func (s *soak) audit() {
 			return
 		}
 	}
-	s.problem("5 s after the last client ended something is still held: %+v, %v", st, err)
+	s.problem("30 s after the last client ended something is still held: %+v, %v", st, err)
 }
 
 // note keeps what the sidecar says of its tiers.
@@ -577,10 +582,10 @@ func flatten(out map[string]float64, prefix string, v any) {
 func (s *soak) endAll() {
 	s.killPeers()
 	if s.sidecar != nil && !s.sidecar.dead() {
-		s.end(s.sidecar, syscall.SIGTERM, 30*time.Second)
+		s.end(s.sidecar, syscall.SIGTERM, time.Minute)
 	}
 	if s.redis != nil {
-		s.end(s.redis, syscall.SIGKILL, 10*time.Second)
+		s.end(s.redis, syscall.SIGKILL, time.Minute)
 	}
 	s.check()
 	s.readLogs()

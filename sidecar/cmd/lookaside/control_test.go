@@ -94,7 +94,7 @@ func (c commander) untilStored(pages int64) {
 
 func TestTiersFromTheCommandLine(t *testing.T) {
 	near, far := t.TempDir(), t.TempDir()
-	flags := []string{"--disk", near + ":8M:slab=1M:name=near", "--disk=" + far + ":8M:slab=1M:name=far:admit=never", "--cascade-partial-delay=10ms", "--sessions-share=1", "--promotion-share=1"}
+	flags := []string{"--disk", near + ":8M:slab=1M:name=near:load_timeout=30s", "--disk=" + far + ":8M:slab=1M:name=far:admit=never:load_timeout=30s", "--lookup-deadline=30s", "--cascade-partial-delay=10ms", "--sessions-share=1", "--promotion-share=1"}
 	s := serveProcess(t, flags...)
 	c := commander{t, s.dir}
 	words := storePages(t, s, 10)
@@ -148,14 +148,14 @@ func TestTiersFromTheCommandLine(t *testing.T) {
 	}
 	s = serveProcess(t, flags...)
 	s.worker()
-	commander{t, s.dir}.says(append([]string{"lookup", "--engine-id=engine"}, words...), nil, "hit: 10 of 10 pages")
+	commander{t, s.dir}.says(append([]string{"lookup", "--timeout=30s", "--engine-id=engine"}, words...), nil, "hit: 10 of 10 pages")
 
 	// So does what was there when it was killed.
 	s.signal(syscall.SIGKILL)
 	s.exit(patience)
 	s = serveProcess(t, flags...)
 	s.worker()
-	commander{t, s.dir}.says(append([]string{"lookup", "--engine-id=engine"}, words...), nil, "hit: 10 of 10 pages")
+	commander{t, s.dir}.says(append([]string{"lookup", "--timeout=30s", "--engine-id=engine"}, words...), nil, "hit: 10 of 10 pages")
 }
 
 func TestTiersFromTheEnvironment(t *testing.T) {

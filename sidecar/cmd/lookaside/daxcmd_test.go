@@ -26,7 +26,7 @@ import (
 func TestDAXFromTheCommandLine(t *testing.T) {
 	dir := t.TempDir()
 	dev := func(n int) string { return filepath.Join(dir, fmt.Sprintf("dax%d.0", n)) }
-	s := serveProcess(t, "--dax="+dev(0)+","+dev(1)+":8M:slab=1M:allow_files=true:hotplug=true", "--cascade-partial-delay=10ms", "--sessions-share=1", "--promotion-share=1", "--lookup-promote=always")
+	s := serveProcess(t, "--dax="+dev(0)+","+dev(1)+":8M:slab=1M:allow_files=true:hotplug=true:load_timeout=30s", "--lookup-deadline=30s", "--cascade-partial-delay=10ms", "--sessions-share=1", "--promotion-share=1", "--lookup-promote=always")
 	c := commander{t, s.dir}
 	words := storePages(t, s, 100)
 	c.untilStored(100)
@@ -44,7 +44,7 @@ func TestDAXFromTheCommandLine(t *testing.T) {
 	}
 	// Nothing is lost.
 	c.says([]string{"clear", "--all", "--tier=arena", "--yes"}, nil)
-	c.says(append([]string{"lookup", "--engine-id=engine"}, words...), nil, "hit: 100 of 100 pages")
+	c.says(append([]string{"lookup", "--timeout=30s", "--engine-id=engine"}, words...), nil, "hit: 100 of 100 pages")
 	c.says([]string{"dax", "resize", dev(1), "4M", "--mode=evict", "--force"}, nil, dev(1)+": active")
 	c.says([]string{"dax", "remove", dev(1), "--mode", "drain"}, nil, dev(1)+": draining")
 	c.says([]string{"dax", "status"}, nil, "draining")
@@ -144,7 +144,7 @@ func TestArenaOnDAXFromTheCommandLine(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer w.Close()
-		c.says(append([]string{"lookup", "--engine-id=engine"}, words...), nil, "hit: 100 of 100 pages")
+		c.says(append([]string{"lookup", "--timeout=30s", "--engine-id=engine"}, words...), nil, "hit: 100 of 100 pages")
 	}
 	var st sidecar.DAXArenasResult
 	c.says([]string{"dax", "status", "--arena", "--json"}, &st)

@@ -41,7 +41,7 @@ func testMain(m *testing.M) int {
 	}
 	before := leak.Take()
 	code := m.Run()
-	if left := leak.Wait(before, 5*time.Second); code == 0 && len(left) > 0 {
+	if left := leak.Wait(before, patience); code == 0 && len(left) > 0 {
 		leak.Report(os.Stderr, left)
 		code = 1
 	}
@@ -190,7 +190,7 @@ func hashes(pages int) (packed []byte, words []string) {
 
 func TestOneInterruptDrainsAndExitsWithZero(t *testing.T) {
 	for _, sig := range []os.Signal{os.Interrupt, syscall.SIGTERM} {
-		s := serveProcess(t)
+		s := serveProcess(t, "--lifecycle-drain=1h")
 		w := s.worker()
 		packed, _ := hashes(4)
 		var g wire.StoreGrant
@@ -201,9 +201,12 @@ func TestOneInterruptDrainsAndExitsWithZero(t *testing.T) {
 		// It waits for the store that is under way, and refuses new sessions meanwhile.
 		deadline := time.Now().Add(patience)
 		for {
-			_, err := client.Dial(s.dir, hello(wire.RoleWorker), patience)
+			other, err := client.Dial(s.dir, hello(wire.RoleWorker), patience)
 			if err != nil && strings.Contains(err.Error(), wire.RefuseDraining) {
 				break
+			}
+			if err == nil {
+				other.Close()
 			}
 			if time.Now().After(deadline) {
 				t.Fatalf("not draining: %v", err)
@@ -248,8 +251,10 @@ func TestSecondInterruptLeavesAtOnce(t *testing.T) {
 		t.Fatal(err)
 	}
 	s.signal(os.Interrupt)
-	for !strings.Contains(s.text(), "draining") {
-		time.Sleep(5 * time.Millisecond)
+	for end := time.Now().Add(patience); !strings.Contains(s.text(), "draining"); time.Sleep(5 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("not draining:\n%s", s.text())
+		}
 	}
 	s.signal(os.Interrupt)
 	if code := s.exit(patience); code != 130 {
@@ -273,8 +278,16 @@ func TestSecondSidecarNamesTheOwner(t *testing.T) {
 
 func TestIdleExit(t *testing.T) {
 	t.Parallel()
-	s := serveProcess(t, "--lifecycle-idle-exit=2s")
-	w := s.worker()
+	var s *server
+	var w *client.Session
+	for tries := 1; w == nil; tries++ { // on a busy machine it may have left before the worker comes
+		s = serveProcess(t, "--lifecycle-idle-exit=2s")
+		var err error
+		if w, err = client.Dial(s.dir, hello(wire.RoleWorker), patience); err != nil && (tries == 5 || s.exit(patience) != 0) {
+			t.Fatalf("%v:\n%s", err, s.text())
+		}
+	}
+	defer w.Close()
 	time.Sleep(2500 * time.Millisecond)
 	select {
 	case <-s.exited:
@@ -400,7 +413,7 @@ func TestStatusAndLookup(t *testing.T) {
 	if err := os.WriteFile(file, []byte(strings.Join(words[1:], "\n")), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	out, stderr, code := run(t, nil, "lookup", "--runtime-dir", s.dir, "--engine-id=engine", "--json", "--hashes", file, words[0])
+	out, stderr, code := run(t, nil, "lookup", "--timeout=30s", "--runtime-dir", s.dir, "--engine-id=engine", "--json", "--hashes", file, words[0])
 	var answer sidecar.Answer
 	if err := json.Unmarshal([]byte(out), &answer); err != nil || code != 0 {
 		t.Fatalf("exit code %d, %v: %s%s", code, err, out, stderr)
@@ -408,20 +421,26 @@ func TestStatusAndLookup(t *testing.T) {
 	if answer.Pages != 10 || answer.HitPages != 8 || answer.HitTokens != 128 || answer.PageTokens != 16 || answer.LatencyUs <= 0 {
 		t.Errorf("%+v", answer)
 	}
-	if out, _, _ = run(t, nil, "lookup", "--runtime-dir", s.dir, "--engine-id=engine", words[0]); !strings.Contains(out, "hit: 1 of 1 pages, 16 tokens") {
+	if out, _, _ = run(t, nil, "lookup", "--timeout=30s", "--runtime-dir", s.dir, "--engine-id=engine", words[0]); !strings.Contains(out, "hit: 1 of 1 pages, 16 tokens") {
 		t.Errorf("%s", out)
 	}
-	if _, stderr, code = run(t, nil, "lookup", "--runtime-dir", s.dir, "--engine-id=nobody", words[0]); code != 1 || !strings.Contains(stderr, "no_worker") {
+	if _, stderr, code = run(t, nil, "lookup", "--timeout=30s", "--runtime-dir", s.dir, "--engine-id=nobody", words[0]); code != 1 || !strings.Contains(stderr, "no_worker") {
 		t.Errorf("exit code %d: %s", code, stderr)
 	}
 
 	if _, stderr, code = run(t, nil, "status", "--runtime-dir", s.dir); code != 1 || !strings.Contains(stderr, "401") {
 		t.Errorf("without the token: exit code %d: %s", code, stderr)
 	}
-	out, stderr, code = run(t, nil, "status", "--runtime-dir", s.dir, "--admin-token-file", token, "--json")
 	var st sidecar.Status
-	if err := json.Unmarshal([]byte(out), &st); err != nil || code != 0 {
-		t.Fatalf("exit code %d, %v: %s%s", code, err, out, stderr)
+	for end := time.Now().Add(patience); ; time.Sleep(10 * time.Millisecond) {
+		out, stderr, code = run(t, nil, "status", "--runtime-dir", s.dir, "--admin-token-file", token, "--json")
+		st = sidecar.Status{}
+		if err := json.Unmarshal([]byte(out), &st); err != nil || code != 0 {
+			t.Fatalf("exit code %d, %v: %s%s", code, err, out, stderr)
+		}
+		if len(st.Sessions) == 1 && st.Leases == 0 || time.Now().After(end) { // those who asked have gone, and with them what they leased
+			break
+		}
 	}
 	if st.PID != s.cmd.Process.Pid || st.State != "serving" || st.Pages != 8 || st.Slots.Ready != 2 || len(st.Sessions) != 1 || len(st.Spaces) != 1 ||
 		st.Spaces[0].Pages != 8 || st.Counters.StoredBytes != 8*4096 || st.Leases != 0 || st.Arena.UsedBytes != 2*4*4096 {
@@ -499,7 +518,7 @@ func TestLookupServer(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, words := hashes(1000)
-	out, stderr, code := run(t, nil, append([]string{"lookup", "--runtime-dir", ready.Endpoint, "--engine-id", ready.EngineID}, words...)...)
+	out, stderr, code := run(t, nil, append([]string{"lookup", "--timeout=30s", "--runtime-dir", ready.Endpoint, "--engine-id", ready.EngineID}, words...)...)
 	if code != 0 || !strings.Contains(out, "1000 of 1000 pages") {
 		t.Errorf("exit code %d: %s%s", code, out, stderr)
 	}
