@@ -106,7 +106,7 @@ func TestRedisRestarts(t *testing.T) {
 	}
 	wait := func(n *atomic.Int64) {
 		t.Helper()
-		for at, deadline := n.Load(), time.Now().Add(20*time.Second); n.Load() < at+20; time.Sleep(time.Millisecond) {
+		for at, deadline := n.Load(), time.Now().Add(unhurried); n.Load() < at+20; time.Sleep(time.Millisecond) {
 			if time.Now().After(deadline) {
 				t.Errorf("nothing happens: %d hits, %d failures", hits.Load(), failures.Load())
 				return
@@ -131,7 +131,7 @@ func TestRedisRestarts(t *testing.T) {
 func TestDeadlines(t *testing.T) {
 	rs := redisServer(t)
 	ss, _ := s3Server(t)
-	s3, err := OpenS3(S3Options{Endpoint: "http://" + ss.addr, Bucket: "kv-cache", CredentialsFile: credentialsFile(t, accessKey, password)})
+	s3, err := OpenS3(S3Options{DialTimeout: unhurried, Endpoint: "http://" + ss.addr, Bucket: "kv-cache", CredentialsFile: credentialsFile(t, accessKey, password)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -407,14 +407,14 @@ func TestRedisRefuses(t *testing.T) {
 		"no TLS":           {RedisOptions{Addrs: []string{secure.addr}, Password: file}, ""},
 		"other authority":  {RedisOptions{Addrs: []string{secure.addr}, Password: file, TLS: true, Files: other}, "ca_file"},
 		"no certificate":   {RedisOptions{Addrs: []string{secure.addr}, Password: file, TLS: true, Files: TLSFiles{CA: files.CA}}, "TLS"},
-		"TLS to plain":     {RedisOptions{Addrs: []string{plain.addr}, Password: file, TLS: true, Files: files}, "whether url should say rediss"},
+		"TLS to plain":     {RedisOptions{DialTimeout: 500 * time.Millisecond, Addrs: []string{plain.addr}, Password: file, TLS: true, Files: files}, "whether url should say rediss"},
 		"parrot":           {RedisOptions{Addrs: []string{parrot}, User: "me", Password: Secret{File: wrong}}, "unknown command"},
 		"nobody there":     {RedisOptions{Addrs: []string{fmt.Sprintf("127.0.0.1:%d", freePort(t))}, Password: file}, "connection refused"},
 		"no such sentinel": {RedisOptions{Mode: RedisSentinel, Master: "m", Addrs: []string{fmt.Sprintf("127.0.0.1:%d", freePort(t))}, Password: file}, "sentinel"},
 		"no cluster":       {RedisOptions{Mode: RedisCluster, Addrs: []string{plain.addr}, Password: file}, "cluster"},
 	} {
 		tier := openRedis(t, c.o)
-		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+		ctx, cancel := context.WithTimeout(t.Context(), unhurried)
 		tr := chunkOf(tiertest.NewSpace("refuses", geometry), 1, 2, 3, 4)
 		all := everyCall(ctx, tier, tr)
 		for call, err := range all {
@@ -461,11 +461,12 @@ func TestS3Refuses(t *testing.T) {
 		"no TLS there":    {S3Options{Endpoint: "https://" + s.addr, Bucket: "kv-cache", CredentialsFile: credentialsFile(t, accessKey, password)}, "https"},
 		"nobody is there": {S3Options{Endpoint: fmt.Sprintf("http://127.0.0.1:%d", freePort(t)), Bucket: "kv-cache", CredentialsFile: credentialsFile(t, accessKey, password)}, "refused"},
 	} {
+		c.o.DialTimeout = unhurried
 		tier, err := OpenS3(c.o)
 		if err != nil {
 			t.Fatal(err)
 		}
-		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+		ctx, cancel := context.WithTimeout(t.Context(), unhurried)
 		all := everyCall(ctx, tier, chunkOf(tiertest.NewSpace("refuses", geometry), 1, 2, 3, 4))
 		for call, err := range all {
 			// Whether a bucket is there is said without a name.
@@ -590,23 +591,37 @@ func TestRedisTTL(t *testing.T) {
 	t.Parallel()
 	s := redisServer(t)
 	c := client(t, s)
-	tier := openRedis(t, RedisOptions{Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}, TTL: time.Second})
 	tr := chunkOf(tiertest.NewSpace("ttl", geometry), 1, 2, 3)
-	mustStore(t, tier, tr)
-	if err := load(t.Context(), tier, tr); err != nil {
-		t.Fatal(err)
-	}
-	for _, k := range c.Keys(t.Context(), "*").Val() {
-		if d := c.PTTL(t.Context(), k).Val(); d <= 0 || d > time.Second {
-			t.Errorf("%s lasts %v", k, d)
+	for _, ttl := range []time.Duration{time.Hour, time.Second} {
+		tier := openRedis(t, RedisOptions{Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}, TTL: ttl, Prefix: fmt.Sprint(ttl)})
+		mustStore(t, tier, tr)
+		keys := func() []string { return c.Keys(t.Context(), tier.objects.(*redisObjects).o.Prefix+"/*").Val() }
+		if ttl == time.Hour { // much longer than this takes
+			if err := load(t.Context(), tier, tr); err != nil {
+				t.Fatal(err)
+			}
+			all := keys()
+			if len(all) == 0 {
+				t.Error("no keys")
+			}
+			for _, k := range all {
+				if d := c.PTTL(t.Context(), k).Val(); d <= ttl/2 || d > ttl {
+					t.Errorf("%s lasts %v", k, d)
+				}
+			}
+			continue
 		}
-	}
-	time.Sleep(1100 * time.Millisecond)
-	if err := load(t.Context(), tier, tr); !errors.Is(err, tiers.ErrNotFound) {
-		t.Errorf("after its time: %v", err)
-	}
-	if left := c.Keys(t.Context(), "*").Val(); len(left) > 0 {
-		t.Errorf("left behind: %q", left)
+		for end := time.Now().Add(unhurried); len(keys()) > 0; time.Sleep(50 * time.Millisecond) {
+			if time.Now().After(end) {
+				t.Fatalf("after their time: %q", keys())
+			}
+		}
+		if err := load(t.Context(), tier, tr); !errors.Is(err, tiers.ErrNotFound) {
+			t.Errorf("after its time: %v", err)
+		}
+		if left := keys(); len(left) > 0 {
+			t.Errorf("left behind: %q", left)
+		}
 	}
 }
 
@@ -701,7 +716,7 @@ func TestCodecsMeet(t *testing.T) {
 		ts = append(ts, openRedis(t, RedisOptions{Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}, Serde: codec, SplitBytes: minSplit << i}))
 	}
 	for _, codec := range []string{"raw", "lossless"} {
-		tier, err := OpenS3(S3Options{Endpoint: "http://" + bucket.addr, Bucket: "kv-cache", CredentialsFile: credentialsFile(t, accessKey, password), Serde: codec})
+		tier, err := OpenS3(S3Options{DialTimeout: unhurried, Endpoint: "http://" + bucket.addr, Bucket: "kv-cache", CredentialsFile: credentialsFile(t, accessKey, password), Serde: codec})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -743,10 +758,10 @@ func TestPrefixes(t *testing.T) {
 	tr := chunkOf(space, 1, 2, 3, 4)
 	for _, open := range []func(prefix string) (*Tier, error){
 		func(prefix string) (*Tier, error) {
-			return OpenRedis(RedisOptions{Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}, Prefix: prefix})
+			return OpenRedis(RedisOptions{DialTimeout: unhurried, Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}, Prefix: prefix})
 		},
 		func(prefix string) (*Tier, error) {
-			return OpenS3(S3Options{Endpoint: "http://" + bucket.addr, Bucket: "kv-cache", CredentialsFile: credentialsFile(t, accessKey, password), Prefix: prefix})
+			return OpenS3(S3Options{DialTimeout: unhurried, Endpoint: "http://" + bucket.addr, Bucket: "kv-cache", CredentialsFile: credentialsFile(t, accessKey, password), Prefix: prefix})
 		},
 	} {
 		var ts []*Tier
@@ -816,7 +831,7 @@ func TestS3Garbage(t *testing.T) {
 		},
 	} {
 		s := httptest.NewServer(h)
-		tier, err := OpenS3(S3Options{Endpoint: s.URL, Bucket: "kv-cache", Region: "us-east-1"})
+		tier, err := OpenS3(S3Options{DialTimeout: unhurried, Endpoint: s.URL, Bucket: "kv-cache", Region: "us-east-1"})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -56,7 +56,7 @@ func stalled(servers ...*server) func() func() {
 }
 
 func client(t testing.TB, s *server) *redis.Client {
-	c := redis.NewClient(&redis.Options{Addr: s.addr, Password: password})
+	c := redis.NewClient(&redis.Options{Addr: s.addr, Password: password, DialTimeout: unhurried, ReadTimeout: unhurried, WriteTimeout: unhurried})
 	t.Cleanup(func() { c.Close() })
 	return c
 }
@@ -64,7 +64,7 @@ func client(t testing.TB, s *server) *redis.Client {
 func TestContractRedis(t *testing.T) {
 	t.Parallel()
 	s := redisServer(t)
-	o := RedisOptions{Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}, SplitBytes: minSplit}
+	o := RedisOptions{DialTimeout: unhurried, Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}, SplitBytes: minSplit}
 	tiertest.Run(t, factory(func(prefix string) (*Tier, error) {
 		o := o
 		o.Prefix = prefix
@@ -81,9 +81,9 @@ func TestContractRedisTLS(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := redis.NewClient(&redis.Options{Addr: s.addr, Password: password, TLSConfig: conf})
+	c := redis.NewClient(&redis.Options{Addr: s.addr, Password: password, TLSConfig: conf, DialTimeout: unhurried, ReadTimeout: unhurried, WriteTimeout: unhurried})
 	t.Cleanup(func() { c.Close() })
-	o := RedisOptions{Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}, TLS: true, Files: files, TTL: time.Hour}
+	o := RedisOptions{DialTimeout: unhurried, Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}, TLS: true, Files: files, TTL: time.Hour}
 	f := factory(func(prefix string) (*Tier, error) {
 		o := o
 		o.Prefix = prefix
@@ -99,11 +99,11 @@ func redisCluster(t *testing.T) (nodes []*server, o RedisOptions) {
 	var addrs []string
 	for range 3 {
 		port := freePort(t)
-		s := redisServerOn(t, port, "--port", fmt.Sprint(port), "--cluster-enabled", "yes", "--cluster-port", fmt.Sprint(freePort(t)))
+		s := redisServerOn(t, port, "--port", fmt.Sprint(port), "--cluster-enabled", "yes", "--cluster-node-timeout", "60000", "--cluster-port", fmt.Sprint(freePort(t)))
 		nodes, addrs = append(nodes, s), append(addrs, s.addr)
 	}
 	redisCLI(t, append(append([]string{"--cluster", "create"}, addrs...), "--cluster-replicas", "0", "--cluster-yes")...)
-	o = RedisOptions{Mode: RedisCluster, Addrs: addrs[:1], Password: Secret{File: passwordFile(t)}}
+	o = RedisOptions{DialTimeout: unhurried, Mode: RedisCluster, Addrs: addrs[:1], Password: Secret{File: passwordFile(t)}}
 	awaitReady(t, openRedis(t, o))
 	return nodes, o
 }
@@ -169,21 +169,21 @@ func TestClusterMoves(t *testing.T) {
 	}
 }
 
-// sentinel starts a sentinel that watches a master, and waits until it knows it and its replicas.
+// sentinel starts a sentinel that watches a master, and waits until it knows it and its replicas. One that does not answer for a minute is dead to it, unless fails says otherwise.
 func sentinel(t *testing.T, master *server, replicas int) *server {
 	t.Helper()
 	host, port, _ := strings.Cut(master.addr, ":")
 	own := freePort(t)
 	file := filepath.Join(t.TempDir(), "sentinel.conf")
-	conf := fmt.Sprintf("bind 127.0.0.1\nport %d\nsentinel monitor kv %s %s 1\nsentinel auth-pass kv \"%s\"\nsentinel down-after-milliseconds kv 500\nsentinel failover-timeout kv 3000\nrequirepass watch\n",
+	conf := fmt.Sprintf("bind 127.0.0.1\nport %d\nsentinel monitor kv %s %s 1\nsentinel auth-pass kv \"%s\"\nsentinel down-after-milliseconds kv 60000\nsentinel failover-timeout kv 3000\nrequirepass watch\n",
 		own, host, port, password)
 	if err := os.WriteFile(file, []byte(conf), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	s := launch(t, &server{path: "redis-server", args: []string{file, "--sentinel"}, addr: fmt.Sprintf("127.0.0.1:%d", own)})
-	c := redis.NewSentinelClient(&redis.Options{Addr: s.addr, Password: "watch"})
+	c := sentinelClient(s)
 	defer c.Close()
-	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(50 * time.Millisecond) {
+	for deadline := time.Now().Add(unhurried); ; time.Sleep(50 * time.Millisecond) {
 		if found, err := c.Replicas(t.Context(), "kv").Result(); err == nil && len(found) == replicas && (replicas == 0 || found[0]["master-link-status"] == "ok") {
 			return s
 		}
@@ -193,9 +193,23 @@ func sentinel(t *testing.T, master *server, replicas int) *server {
 	}
 }
 
+func sentinelClient(s *server) *redis.SentinelClient {
+	return redis.NewSentinelClient(&redis.Options{Addr: s.addr, Password: "watch", DialTimeout: unhurried, ReadTimeout: unhurried, WriteTimeout: unhurried})
+}
+
+// fails says after how long without an answer a server is dead to a sentinel.
+func fails(t *testing.T, s *server, after time.Duration) {
+	t.Helper()
+	c := sentinelClient(s)
+	defer c.Close()
+	if err := c.Set(t.Context(), "kv", "down-after-milliseconds", fmt.Sprint(after.Milliseconds())).Err(); err != nil {
+		t.Fatal(err)
+	}
+}
+
 func sentinelOptions(t *testing.T, s *server) RedisOptions {
 	t.Setenv("REMOTE_TEST_SENTINEL", "watch")
-	return RedisOptions{Mode: RedisSentinel, Addrs: []string{s.addr}, Master: "kv", SentinelPassword: Secret{Env: "REMOTE_TEST_SENTINEL"}, Password: Secret{File: passwordFile(t)}}
+	return RedisOptions{DialTimeout: unhurried, Mode: RedisSentinel, Addrs: []string{s.addr}, Master: "kv", SentinelPassword: Secret{Env: "REMOTE_TEST_SENTINEL"}, Password: Secret{File: passwordFile(t)}}
 }
 
 func TestContractRedisSentinel(t *testing.T) {
@@ -216,19 +230,22 @@ func TestFailover(t *testing.T) {
 	master := redisServer(t)
 	host, port, _ := strings.Cut(master.addr, ":")
 	redisServer(t, "--replicaof", host, port, "--repl-diskless-sync-delay", "0")
-	tier := openRedis(t, sentinelOptions(t, sentinel(t, master, 1)))
+	watch := sentinel(t, master, 1)
+	tier := openRedis(t, sentinelOptions(t, watch))
 	tr := chunkOf(tiertest.NewSpace("failover", geometry), 1, 2, 3, 4)
 	mustStore(t, tier, tr)
-	if n := client(t, master).Wait(t.Context(), 1, 10*time.Second).Val(); n != 1 {
+	if n := client(t, master).Wait(t.Context(), 1, unhurried).Val(); n != 1 {
 		t.Fatal("the replica does not follow")
 	}
 	stop := stalled(master)()
 	defer stop()
-	for deadline := time.Now().Add(40 * time.Second); ; time.Sleep(50 * time.Millisecond) {
+	fails(t, watch, 500*time.Millisecond)
+	for deadline := time.Now().Add(2 * time.Minute); ; time.Sleep(50 * time.Millisecond) {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		err := load(ctx, tier, tr)
 		cancel()
 		if err == nil {
+			fails(t, watch, unhurried)
 			break
 		}
 		if time.Now().After(deadline) {
@@ -248,7 +265,7 @@ func TestContractValkey(t *testing.T) {
 	port := freePort(t)
 	s := launch(t, &server{path: path, addr: fmt.Sprintf("127.0.0.1:%d", port),
 		args: []string{"--bind", "127.0.0.1", "--port", fmt.Sprint(port), "--save", "", "--dir", t.TempDir(), "--requirepass", password}})
-	o := RedisOptions{Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}}
+	o := RedisOptions{DialTimeout: unhurried, Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}}
 	tiertest.Run(t, factory(func(prefix string) (*Tier, error) {
 		o := o
 		o.Prefix = prefix

@@ -82,7 +82,7 @@ func rotFiles(t testing.TB, dir string) func(prefix string) {
 func TestContractS3(t *testing.T) {
 	t.Parallel()
 	s, dir := s3Server(t)
-	o := S3Options{Endpoint: "http://" + s.addr, Bucket: "kv-cache", CredentialsFile: credentialsFile(t, accessKey, password)}
+	o := S3Options{DialTimeout: unhurried, Endpoint: "http://" + s.addr, Bucket: "kv-cache", CredentialsFile: credentialsFile(t, accessKey, password)}
 	f := factory(func(prefix string) (*Tier, error) {
 		o := o
 		o.Prefix = prefix
@@ -136,7 +136,7 @@ func TestS3TLS(t *testing.T) {
 	s, dir := s3Server(t, "--cert", files.Cert, "--key", files.Key)
 	t.Setenv("REMOTE_TEST_KEY", accessKey)
 	t.Setenv("REMOTE_TEST_SECRET", password)
-	tier, err := OpenS3(S3Options{Endpoint: "https://" + s.addr, Bucket: "kv-cache", Region: "us-east-1", Files: TLSFiles{CA: files.CA}, Pool: 2,
+	tier, err := OpenS3(S3Options{DialTimeout: unhurried, Endpoint: "https://" + s.addr, Bucket: "kv-cache", Region: "us-east-1", Files: TLSFiles{CA: files.CA}, Pool: 2,
 		AccessKeyEnv: "REMOTE_TEST_KEY", SecretKeyEnv: "REMOTE_TEST_SECRET"})
 	if err != nil {
 		t.Fatal(err)

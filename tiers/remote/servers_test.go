@@ -31,6 +31,9 @@ import (
 
 func TestMain(m *testing.M) { leak.Main(m) }
 
+// unhurried is for what the servers of this machine do at once, however slow it is.
+const unhurried = time.Minute
+
 const password = "correct horse battery staple"
 
 // freePort is a port that nobody listens on, and below those that the kernel gives out, so that nobody will.
@@ -71,7 +74,7 @@ func (s *server) start() {
 	if err := s.cmd.Start(); err != nil {
 		s.t.Fatalf("%v: run scripts/setup.sh", err)
 	}
-	for deadline := time.Now().Add(20 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+	for deadline := time.Now().Add(unhurried); ; time.Sleep(10 * time.Millisecond) {
 		conn, err := net.Dial("tcp", s.addr)
 		if err == nil {
 			conn.Close()
@@ -132,6 +135,9 @@ func passwordFile(t testing.TB) string {
 
 func openRedis(t testing.TB, o RedisOptions) *Tier {
 	t.Helper()
+	if o.DialTimeout == 0 {
+		o.DialTimeout = unhurried
+	}
 	tier, err := OpenRedis(o)
 	if err != nil {
 		t.Fatal(err)
@@ -143,8 +149,8 @@ func openRedis(t testing.TB, o RedisOptions) *Tier {
 // awaitReady waits until a tier's server is up.
 func awaitReady(t testing.TB, tier *Tier) {
 	t.Helper()
-	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(50 * time.Millisecond) {
-		ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+	for deadline := time.Now().Add(unhurried); ; time.Sleep(50 * time.Millisecond) {
+		ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 		err := tier.Check(ctx)
 		cancel()
 		if err == nil {
