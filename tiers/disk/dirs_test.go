@@ -9,7 +9,6 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -402,12 +401,27 @@ func TestCancelled(t *testing.T) {
 			mem := vfs.NewMem()
 			u := many(testGeometry, 20)
 			ctx, cancel := context.WithCancel(t.Context())
-			var writes atomic.Int64
+			var mu sync.Mutex
+			var writes int64
+			armed := false
+			meets := func() bool { // the n-th write
+				mu.Lock()
+				defer mu.Unlock()
+				if armed {
+					writes++
+				}
+				return armed && writes == n
+			}
+			arm := func(is bool) (met bool) {
+				mu.Lock()
+				defer mu.Unlock()
+				armed = is
+				return writes >= n
+			}
 			var d *Disk
 			closed := make(chan error, 1)
-			var armed atomic.Bool
 			fs := vfs.Faulty(mem, func(c vfs.Call) vfs.Fault {
-				if armed.Load() && c.Op == vfs.OpWrite && writes.Add(1) == n {
+				if c.Op == vfs.OpWrite && meets() {
 					if byClose {
 						go func() { closed <- d.Close() }()
 						<-d.stopping
@@ -419,7 +433,7 @@ func TestCancelled(t *testing.T) {
 			})
 			d = mustOpen(t, dirOptions(fs, "/a", "/b"))
 			mustStore(t, u, d)
-			armed.Store(true)
+			arm(true)
 			err := d.RemoveDir(ctx, "/a", Migrate, true)
 			dirs := []string{"/a", "/b"}
 			switch {
@@ -428,8 +442,7 @@ func TestCancelled(t *testing.T) {
 			case byClose && !errors.Is(err, tiers.ErrClosed) || !byClose && !errors.Is(err, context.Canceled):
 				t.Fatal(err)
 			}
-			met := writes.Load() >= n
-			armed.Store(false)
+			met := arm(false)
 			if byClose && met {
 				mustBe(t, <-closed)
 			} else {

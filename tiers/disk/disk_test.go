@@ -103,7 +103,7 @@ func inSlabs(ops vfs.Op, dir string, f vfs.Fault) func(vfs.Call) vfs.Fault {
 
 func eventually(t testing.TB, what string, f func() bool) {
 	t.Helper()
-	for end := time.Now().Add(20 * time.Second); !f(); time.Sleep(time.Millisecond) {
+	for end := time.Now().Add(time.Minute); !f(); time.Sleep(time.Millisecond) {
 		if time.Now().After(end) {
 			t.Fatal("never: ", what)
 		}

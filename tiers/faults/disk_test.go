@@ -10,7 +10,6 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -135,12 +134,12 @@ func open(t *testing.T, o disk.Options) *disk.Disk {
 // recovers waits until the tier has all of its capacity, and takes and gives chunks again: what went wrong is over.
 func recovers(t *testing.T, tier tiers.Tier, capacity int64) {
 	t.Helper()
-	for n, deadline := 1<<20, time.Now().Add(20*time.Second); ; n++ {
+	for n, deadline := 1<<20, time.Now().Add(time.Minute); ; n++ {
 		if tier.Stats().CapacityBytes == capacity && store(t.Context(), tier, n, n+1)[0] == nil && loaded(t, tier, n, n+1)[0] == nil {
 			return
 		}
 		if time.Now().After(deadline) {
-			t.Fatalf("20 s after the fault was over the tier does not work: %+v", tier.Stats())
+			t.Fatalf("a minute after the fault was over the tier does not work: %+v", tier.Stats())
 		}
 		time.Sleep(10 * time.Millisecond)
 	}
@@ -324,7 +323,8 @@ func TestPowerCut(t *testing.T) {
 				}
 			})
 		}
-		time.Sleep(time.Duration(5+rnd.IntN(120)) * time.Millisecond)
+		wait(t, "a store is acknowledged", func() bool { mu.Lock(); defer mu.Unlock(); return len(acknowledged) > 0 })
+		time.Sleep(time.Duration(rnd.IntN(120)) * time.Millisecond)
 		// What was acknowledged by now must last; what is acknowledged a moment later may have been before the cut or not.
 		mu.Lock()
 		before := make([]int, 0, len(acknowledged))
@@ -430,19 +430,30 @@ func TestFUSE(t *testing.T) {
 	t.Run("late", func(t *testing.T) {
 		from, to := some()
 		stored(t, d, from, to)
-		var slow atomic.Int64
-		s.set(func(c vfs.Call) vfs.Fault {
-			if c.Op&(vfs.OpRead|vfs.OpWrite) != 0 {
-				slow.Add(1)
-				time.Sleep(300 * time.Millisecond)
+		slow := func(wait func()) func(vfs.Call) vfs.Fault {
+			return func(c vfs.Call) vfs.Fault {
+				if c.Op&(vfs.OpRead|vfs.OpWrite) != 0 {
+					wait()
+				}
+				return vfs.Fault{}
 			}
-			return vfs.Fault{}
-		})
-		held := make([]uint16, 1)
-		ok(t, d.Contains(t.Context(), chunk(from), held))
-		if n := slow.Load(); n > 0 || held[0] != 4 {
-			t.Errorf("Contains waited %d times for the disk, and says %d", n, held[0])
 		}
+		stopped := make(chan struct{})
+		s.set(slow(func() { <-stopped }))
+		held, said := make([]uint16, 1), make(chan error, 1)
+		go func() { said <- d.Contains(t.Context(), chunk(from), held) }()
+		select {
+		case err := <-said:
+			if err != nil || held[0] != 4 {
+				t.Errorf("Contains says %d, %v", held[0], err)
+			}
+			close(stopped)
+		case <-time.After(time.Minute):
+			t.Error("Contains waits for the disk")
+			close(stopped)
+			<-said
+		}
+		s.set(slow(func() { time.Sleep(300 * time.Millisecond) }))
 		ctx, cancel := context.WithTimeoutCause(t.Context(), 50*time.Millisecond, errLate)
 		defer cancel()
 		errs, wrong := load(ctx, d, from, to)

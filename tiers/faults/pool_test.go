@@ -309,7 +309,8 @@ func TestPoolPowerCut(t *testing.T) {
 				}
 			})
 		}
-		time.Sleep(time.Duration(5+rnd.IntN(200)) * time.Millisecond)
+		wait(t, "a store is acknowledged", func() bool { mu.Lock(); defer mu.Unlock(); return len(acknowledged) > 0 })
+		time.Sleep(time.Duration(rnd.IntN(200)) * time.Millisecond)
 		mu.Lock()
 		before := make([]int, 0, len(acknowledged))
 		for n := range acknowledged {

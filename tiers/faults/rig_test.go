@@ -41,6 +41,16 @@ func ok(t testing.TB, err error) {
 	}
 }
 
+// wait waits until a condition holds.
+func wait(t *testing.T, what string, is func() bool) {
+	t.Helper()
+	for end := time.Now().Add(time.Minute); !is(); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("%s: not within a minute", what)
+		}
+	}
+}
+
 // command runs a program that has to succeed, and returns what it prints.
 func command(t *testing.T, name string, args ...string) string {
 	t.Helper()
@@ -83,14 +93,14 @@ func mount(t *testing.T, source, fstype, options string) *mounted {
 
 func (m *mounted) unmount() {
 	m.t.Helper()
-	// A moment's patience: whoever looks at all mounts (an indexer) may hold it.
+	// With patience: whoever looks at all mounts (an indexer) may hold it.
 	for try := 0; ; try++ {
 		err := unix.Unmount(m.dir, 0)
 		if err == nil {
 			m.up = false
 			return
 		}
-		if try == 100 || !errors.Is(err, unix.EBUSY) {
+		if try == 3000 || !errors.Is(err, unix.EBUSY) {
 			m.t.Fatalf("unmount %s: %v", m.dir, err)
 		}
 		time.Sleep(20 * time.Millisecond)
@@ -161,7 +171,7 @@ func fuseMount(t *testing.T, inject func(vfs.Call) vfs.Fault) (dir string) {
 			if err == nil {
 				return
 			}
-			if try == 50 {
+			if try == 3000 {
 				t.Errorf("unmount %s: %v", dir, err)
 				_ = unix.Unmount(dir, unix.MNT_DETACH|unix.MNT_FORCE)
 				return
@@ -301,7 +311,7 @@ func straced(t *testing.T, files, injections []string, env ...string) (output st
 	for _, i := range injections {
 		args = append(args, "-e", i)
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, "strace", append(args, self)...)
 	cmd.Env = append(os.Environ(), env...)

@@ -472,17 +472,26 @@ func TestArenaKilled(t *testing.T) {
 				t.Fatal(err)
 			}
 			lines := bufio.NewScanner(out)
-			opened := false
+			opened, killed := false, false
+			kill := func() {
+				if !killed {
+					killed = true
+					time.AfterFunc(time.Duration(1+rnd.IntN(120))*time.Millisecond, func() { _ = cmd.Process.Kill() })
+				}
+			}
 			for lines.Scan() {
 				switch line := lines.Text(); {
 				case line == "open":
-					opened = true
-					time.AfterFunc(time.Duration(1+rnd.IntN(120))*time.Millisecond, func() { _ = cmd.Process.Kill() })
+					if opened = true; round > 0 { // else there is to be something to lose
+						kill()
+					}
 				case strings.HasPrefix(line, "!"):
 					t.Error(line)
 				default:
 					if n, err := strconv.Atoi(line[1:]); err == nil { // else it was cut off by the kill
-						state[n] = line[0]
+						if state[n] = line[0]; line[0] == '+' {
+							kill()
+						}
 					}
 				}
 			}
