@@ -131,7 +131,12 @@ func subscribe(t *testing.T, p *EventPublisher, src *testSource) (*zmq4.Socket, 
 			if tries++; tries > 400 {
 				t.Fatal("nothing is received")
 			}
-			src.more(p, 1)
+			src.mu.Lock()
+			published := src.left == 0
+			src.mu.Unlock()
+			if published {
+				src.more(p, 1)
+			}
 			continue
 		}
 		seq := binary.BigEndian.Uint64(frames[1])
