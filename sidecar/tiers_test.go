@@ -103,9 +103,15 @@ func until(t *testing.T, what func() any, ok func() bool) {
 	}
 }
 
+// untilTierHas waits until a tier has so many pages, and no tier is being given any: what is cleared meanwhile is dropped from it, too.
 func untilTierHas(t *testing.T, d *Daemon, tier int, pages int64) {
 	t.Helper()
 	until(t, func() any { return d.Tiers()[tier] }, func() bool { return d.Tiers()[tier].Pages == pages })
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	if err := d.stack.Flush(ctx); err != nil {
+		t.Fatal(err)
+	}
 }
 
 func TestAPrefixOutlivesArenaAndSidecar(t *testing.T) {
