@@ -66,7 +66,7 @@ func Server(ctx context.Context) (addr string, stop func(), err error) {
 		_ = cmd.Wait()
 		_ = os.RemoveAll(dir)
 	}
-	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {
 		conn, err := net.Dial("tcp", addr)
 		if err == nil {
 			conn.Close()
@@ -85,7 +85,7 @@ func (o Options) Run(ctx context.Context) (f Figures, err error) {
 	if n < 1 || o.Rounds < 1 || o.Batch < 1 || o.ChunkBytes%pagesPerChunk != 0 {
 		return f, fmt.Errorf("bench of %d chunks of %d bytes, %d rounds: want 1 or more of %d pages", n, o.ChunkBytes, o.Rounds, pagesPerChunk)
 	}
-	tier, err := remote.OpenRedis(remote.RedisOptions{Addrs: []string{o.Server}, Prefix: "lookaside-bench", SplitBytes: o.Split, Serde: o.Serde, Pool: 2 * o.Concurrency})
+	tier, err := remote.OpenRedis(remote.RedisOptions{Addrs: []string{o.Server}, Prefix: "lookaside-bench", SplitBytes: o.Split, Serde: o.Serde, Pool: 2 * o.Concurrency, DialTimeout: time.Minute})
 	if err != nil {
 		return f, err
 	}
@@ -93,7 +93,7 @@ func (o Options) Run(ctx context.Context) (f Figures, err error) {
 	if err := tier.Check(ctx); err != nil {
 		return f, err
 	}
-	bare := redis.NewClient(&redis.Options{Addr: o.Server, PoolSize: 2 * o.Concurrency, ReadTimeout: time.Minute, WriteTimeout: time.Minute})
+	bare := redis.NewClient(&redis.Options{Addr: o.Server, PoolSize: 2 * o.Concurrency, DialTimeout: time.Minute, ReadTimeout: time.Minute, WriteTimeout: time.Minute})
 	defer func() { err = errors.Join(err, bare.Close()) }()
 	size := int64(o.Concurrency*o.Batch) * o.ChunkBytes
 	arena, err := dax.Create(dax.Options{SizeBytes: size, NUMANode: dax.NoNUMANode, Populate: true})
