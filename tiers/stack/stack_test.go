@@ -427,12 +427,14 @@ func TestSlowTier(t *testing.T) {
 				t.Errorf("answered after %v", took)
 			}
 		}
+		synctest.Wait() // the last call has ended
 		if st := r.Status()[0]; st.Breaker != "open" || st.Late == 0 {
 			t.Errorf("%+v", st)
 		}
 		r.mem[0].SetFault(nil)
 		time.Sleep(3 * time.Second)
 		r.want(100, p, 0, 128, 128)
+		synctest.Wait()
 		if st := r.Status()[0]; st.Breaker != "closed" {
 			t.Errorf("%+v", st)
 		}
@@ -456,6 +458,7 @@ func TestLoadOrRecompute(t *testing.T) {
 			t.Fatalf("%d pages", n)
 		}
 		r.load(1, p, 0, 160)
+		synctest.Wait() // the last call has ended
 		st := r.Status()[0]
 		if rate := st.BytesPerSecond / slotBytes; rate < 700 || rate > 1400 {
 			t.Errorf("%v chunks/s", rate)
