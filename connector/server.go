@@ -22,7 +22,7 @@ import (
 )
 
 // handshakePatience is how long a client may take from connecting to its Hello.
-const handshakePatience = 5 * time.Second
+const handshakePatience = 10 * time.Second
 
 // Config is what a Server works with. All fields are required but the LMCache one and those that say so.
 type Config struct {
