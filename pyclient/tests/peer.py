@@ -199,7 +199,7 @@ class Peer:
             push.setsockopt(zmq.LINGER, 0)
             push.bind(reply)
             self._push[conn.session] = push
-        regions = self.regions if hello.role == "worker" else []
+        regions = list(self.regions) if hello.role == "worker" else []  # of now: the client may be told of more at once
         conn.send(
             wire.Welcome(
                 version=wire.VERSION,

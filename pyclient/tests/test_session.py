@@ -102,7 +102,7 @@ def test_handshake_tells_who_we_are_and_maps_everything_first(directory: Path, p
     assert session.generation == peer.generation
     assert session.is_current(session.session_id)
     assert not session.is_current(session.session_id + 1)
-    session.close()
+    session.close(30)
     assert heard.lost == 1
     assert not session.connected and session.session_id == 0
     session.close()
@@ -178,7 +178,7 @@ def test_refusal_of_a_sidecar_that_reads_nothing_is_read(directory: Path, early:
         if not early:
             poller = select.poll()
             poller.register(conn, select.POLLIN)
-            assert poller.poll(5000)
+            assert poller.poll(30_000)
         conn.send(wire.encode(refusal))
         conn.close()
         if early:
@@ -279,16 +279,22 @@ def test_pong_ends_suspicion(session: Session, peer: Peer) -> None:
     until(lambda: session.available)
 
 
-def test_impatience_is_not_suspicion(session: Session, peer: Peer) -> None:
+def test_impatience_is_not_suspicion(session: Session, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lookaside.session._DOUBT_AFTER_S", 30.0)  # this thread may stand still, too
     peer.script[wire.ClearSpace] = lambda conn, m: None
     assert ping(session).wait(0) is None
     assert session.available
 
 
-def test_idle_session_notices_a_stop(session: Session, peer: Peer) -> None:
+def test_idle_session_notices_a_stop(directory: Path, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lookaside.session._HEARTBEAT_S", 0.2)
+    monkeypatch.setattr("lookaside.session._PONG_PATIENCE_S", 0.2)
     peer.script[wire.Ping] = lambda conn, m: None
+    session = Session(options(directory))
+    session.start()
     until(lambda: session.suspect)
     assert session.connected
+    session.close()
 
 
 def test_death_ends_every_wait_at_once(directory: Path) -> None:
@@ -480,7 +486,7 @@ def test_held_socket_outlives_its_session(directory: Path, peer: Peer, who: str)
     assert not peer.conns[0].closed.wait(0.2), "closed while it is held"
     holder.releases[0]()
     assert peer.conns[0].closed.wait(30)
-    session.close()
+    session.close(30)
     if who != "client":
         assert not peer.conns[1].closed.wait(0.05)
         holder.releases[1]()
