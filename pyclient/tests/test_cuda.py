@@ -57,7 +57,7 @@ class Device:
     def gather(self, *blocks: int) -> Any:
         return self.copies.gather(np.array(blocks), self.addresses(len(blocks)))
 
-    def run_until(self, done: Any, patience_s: float = 10) -> bool:
+    def run_until(self, done: Any, patience_s: float = 60) -> bool:
         """Lets the GPU work until something holds: our thread submits when it gets to it."""
         until = time.monotonic() + patience_s
         while time.monotonic() < until:
@@ -161,7 +161,7 @@ def test_without_the_batch_call(library: Path, tmp_path: Path) -> None:
     ):
         device.driver.fake_eager(1)
         ticket = device.gather(3, 5)
-        assert ticket.wait(10) and ticket.error is None
+        assert ticket.wait(60) and ticket.error is None
         assert (device.arena[:2] == device.pages(np.array([3, 5]))).all()
         assert device.driver.fake_batches() == 0 and device.driver.fake_copies() == 6
         device.copies.close()
@@ -172,7 +172,7 @@ def test_a_device_that_takes_no_batches(fake: Device) -> None:
     fake.driver.fake_fail(b"cuMemcpyBatchAsync", 0, 801)
     for _ in range(2):
         ticket = fake.gather(3, 5)
-        assert ticket.wait(10) and ticket.error is None
+        assert ticket.wait(60) and ticket.error is None
     assert fake.driver.fake_batches() == 0 and fake.driver.fake_copies() == 12
     assert (fake.arena[:2] == fake.pages(np.array([3, 5]))).all()
 
@@ -184,7 +184,7 @@ def test_many_runs_go_in_bounded_batches(library: Path, tmp_path: Path) -> None:
     blocks = np.resize(np.arange(BLOCKS), rounds)
     addresses = np.resize(device.addresses(BLOCKS), rounds)
     ticket = device.copies.gather(blocks, addresses)
-    assert ticket.wait(10) and ticket.error is None
+    assert ticket.wait(60) and ticket.error is None
     assert device.driver.fake_batches() == 3 and device.driver.fake_copies() == rounds * LAYERS
     assert (device.arena == device.pages(np.arange(BLOCKS))).all()
     device.copies.close()
@@ -225,9 +225,9 @@ def test_a_broken_device_never_raises_from_a_copy(fake: Device) -> None:
     under_way = fake.gather(1)
     fake.driver.fake_break(700)
     ticket = fake.gather(1)
-    assert ticket.wait(10) and ticket.error
-    assert under_way.wait(10) and under_way.error
-    assert fake.copies.detach(1).wait(10)
+    assert ticket.wait(60) and ticket.error
+    assert under_way.wait(60) and under_way.error
+    assert fake.copies.detach(1).wait(60)
     with pytest.raises(RuntimeError, match="700"):
         fake.copies.attach(2, fake.arena.ctypes.data, fake.arena.nbytes)
     fake.copies.close()

@@ -131,7 +131,7 @@ def metric(sidecar: Sidecar, name: str) -> float:
     import urllib.request
 
     address = (sidecar.directory / "admin.addr").read_text().strip()
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
         for line in answer.read().decode().splitlines():
             if line.startswith(name + " "):
                 return float(line.split()[1])
@@ -160,7 +160,7 @@ def test_a_router_follows(model: Path, tmp_path: Path, settings: dict[str, Any],
         engine.save_now(engine.save(4, [7, 8, 9, 10], [105, 106, 107, 108], prev=104, new_from=6))
         until(lambda: router.knows(*range(101, 109)))
         assert router.held[107].block_hashes == [107, 108] and router.held[107].parent_block_hash == 106
-        assert engine.sidecars.clear(5.0)
+        assert engine.sidecars.clear(60.0)
         until(lambda: router.knows())
         # Who comes later asks for what was before.
         late = Subscriber(settings["events_endpoint"], settings["events_replay_endpoint"])
@@ -206,7 +206,7 @@ def test_evictions_and_gaps(model: Path, tmp_path: Path, settings: dict[str, Any
     """What is evicted is told of; who asks for what is no longer kept gets everything anew."""
     settings |= {"events_buffer_steps": 3, "arena_limit": "1M", "arena_initial": "1M"}
     sidecar = Sidecar(tmp_path / "endpoint", **settings)
-    engine = Engine(model, sidecar.directory, store_timeout_ms=5000, lookup_timeout_ms=5000).start()
+    engine = Engine(model, sidecar.directory).start()
     late = Subscriber(settings["events_endpoint"], settings["events_replay_endpoint"])
     late.complete = False
     numbers = iter(range(1, 10_000))
@@ -224,18 +224,18 @@ def test_evictions_and_gaps(model: Path, tmp_path: Path, settings: dict[str, Any
         return bool(router.batches)
 
     try:
-        until(lambda: metric(sidecar, "lookaside_event_subscribers") >= 2, 20)
-        until(subscribed, 20)
+        until(lambda: metric(sidecar, "lookaside_event_subscribers") >= 2, 60)
+        until(subscribed, 60)
         for _ in range(100):
             store()
             router.poll()
-        until(lambda: (store(), router.poll(), late.sub.poll(0))[2], 20)
+        until(lambda: (store(), router.poll(), late.sub.poll(0))[2], 60)
 
         def settled() -> bool:
             router.poll()
             return metric(sidecar, "lookaside_event_batches_total") == router.next
 
-        until(settled, 30)
+        until(settled, 60)
         assert len(router.held) == sidecar.status()["pages"] <= 256
         for block in list(router.held)[::20]:
             first = block - block % 1000
@@ -440,7 +440,7 @@ def test_a_scheduler_follows_its_sidecar(model: Path, tmp_path: Path) -> None:
         until(lambda: knows(*range(101, 107)))
         engine.save_now(engine.save(4, [7, 8, 9, 10], [105, 106, 107, 108], prev=104, new_from=6))
         until(lambda: knows(*range(101, 109)))
-        assert engine.sidecars.clear(5.0)
+        assert engine.sidecars.clear(60.0)
         until(knows)
         engine.save_now(engine.save(0, [1], [101]))
         book.note(request, 0, [block_name(101)], None)
@@ -460,7 +460,7 @@ def test_a_scheduler_follows_its_sidecar(model: Path, tmp_path: Path) -> None:
 @with_sidecar
 def test_a_sidecar_without_a_journal_tells_nothing(model: Path, tmp_path: Path) -> None:
     sidecar = Sidecar(tmp_path / "endpoint", events_journal=0)
-    engine = Engine(model, sidecar.directory, lookup_timeout_ms=5000).start()
+    engine = Engine(model, sidecar.directory).start()
     try:
         (feed,) = engine.sidecars.feeds()
         assert feed.poll() is None

@@ -24,15 +24,6 @@ __all__ = ["model"]
 
 pytestmark = pytest.mark.skipif(not BINARY.exists(), reason=f"{BINARY} is not built")
 
-# What happens is tested, not how fast: every lookup is waited for.
-PATIENT = {
-    "lookup_timeout_ms": 5000,
-    "promotion_timeout_ms": 10_000,
-    "store_timeout_ms": 5000,
-    "load_timeout_ms": 20_000,
-}
-
-
 class Host:
     """Sidecars below one private directory, each with an engine. A setting that differs is a function of the number."""
 
@@ -45,7 +36,7 @@ class Host:
 
         self.sidecars = [Sidecar(directory / f"s{number}", **mine(number)) for number in range(count)]
         self.engines = [
-            Engine(model, sidecar.directory, seed=number, **PATIENT) for number, sidecar in enumerate(self.sidecars)
+            Engine(model, sidecar.directory, seed=number) for number, sidecar in enumerate(self.sidecars)
         ]
         for engine in self.engines:
             engine.start()
@@ -234,7 +225,7 @@ class Delayed(SlowCopies):
     def finish(self) -> None:
         for ticket, arguments in zip(self.tickets, self.asked, strict=True):
             copy = self.inner.scatter(*arguments)
-            assert copy.wait(10)
+            assert copy.wait(30)
             ticket._finish(copy.error)
 
 

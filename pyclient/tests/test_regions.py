@@ -90,7 +90,7 @@ class Device:
         self.attaching.append(address)
         if read_only:
             self.for_reading.add(region_id)
-        self.gate.wait(10)
+        self.gate.wait(60)
         if self.fail:
             raise RuntimeError("out of pinned memory")
         self.attached[region_id] = (address, size)
@@ -289,7 +289,7 @@ def test_region_in_the_background_is_not_ready_before_it_is_attached(fd: int) ->
     regions.close()
     assert not regions.wait_unmapped(0.01), "unmapped under the thread that attaches it"
     device.gate.set()
-    assert regions.wait_unmapped(5)
+    assert regions.wait_unmapped(30)
     assert not device.attached
 
 
@@ -305,10 +305,10 @@ def test_region_that_cannot_be_attached_is_never_used(fd: int, background: bool)
             regions.add(0, fd, SIZE, huge=False, background=False)
     hold = held(regions)
     with pytest.raises(RegionError, match="pinned"):
-        hold.locate(0, 0, 1, 5)
+        hold.locate(0, 0, 1, 30)
     hold.release()
     regions.close()
-    assert regions.wait_unmapped(5)
+    assert regions.wait_unmapped(30)
 
 
 def test_removed_region_is_unmapped_when_the_last_copy_there_has_ended(fd: int) -> None:
@@ -338,7 +338,7 @@ def test_removed_region_is_unmapped_when_the_last_copy_there_has_ended(fd: int) 
     other.release()
     assert not regions.wait_unmapped(0)
     late.release()
-    assert regions.wait_unmapped(5) and not flags_of(kept)
+    assert regions.wait_unmapped(30) and not flags_of(kept)
 
 
 @pytest.mark.parametrize("copies", [0, 1])
@@ -364,7 +364,7 @@ def test_set_closed_while_a_region_leaves(fd: int, copies: int, monkeypatch: pyt
     assert not regions.wait_unmapped(0.1) and flags_of(addresses[0]), "unmapped under a device"
     assert not told
     stuck.over.set()
-    assert regions.wait_unmapped(5) and not any(flags_of(address) for address in addresses)
+    assert regions.wait_unmapped(30) and not any(flags_of(address) for address in addresses)
     assert told == [1] and over == [1]
 
 
@@ -382,7 +382,7 @@ def test_removed_while_it_is_prepared(fd: int) -> None:
     assert told.wait(30)
     assert not flags_of(address) and not device.attached
     regions.close()
-    assert regions.wait_unmapped(5)
+    assert regions.wait_unmapped(30)
 
 
 def test_whoever_waits_for_a_region_that_is_removed_gets_an_error(fd: int) -> None:
@@ -396,7 +396,7 @@ def test_whoever_waits_for_a_region_that_is_removed_gets_an_error(fd: int) -> No
 
     def locate() -> None:
         try:
-            hold.locate(0, 0, 1, 10)
+            hold.locate(0, 0, 1, 60)
         except RegionError as error:
             failed.append(error)
 
@@ -476,7 +476,7 @@ def test_regions_come_and_go_under_copies(fd: int) -> None:
         thread.join()
     assert sorted(told) == list(range(39 * 4))
     regions.close()
-    assert regions.wait_unmapped(5)
+    assert regions.wait_unmapped(30)
     assert Path("/proc/self/maps").read_text().count("memfd:region") == before
 
 

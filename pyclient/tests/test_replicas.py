@@ -25,7 +25,7 @@ from lookaside.sidecars import RankSidecars
 from lookaside.stats import Collector
 from peer import Peer, until
 from scheduling import BLOCK, full_attention, make_config, make_kv_config, sliding_window, tokens, write_model
-from test_engine import BINARY, Engine, Sidecar, hits_again
+from test_engine import BINARY, HURRIED, Engine, Sidecar, hits_again
 
 CHUNK = 4  # pages
 ONE_HEAD = [replace(full_attention(), num_kv_heads=1)]
@@ -59,8 +59,9 @@ def engines(models: dict[int, Path]) -> Iterator[Any]:
     def make(endpoint: Path | str, heads: int, tp: int, specs: list[Any] | None = None, **kwargs: Any) -> Engine:
         extra = {
             "lookaside.endpoint": str(endpoint),
-            "lookaside.lookup_timeout_ms": 2000,  # the machine is shared
-            "lookaside.store_timeout_ms": 2000,
+            "lookaside.lookup_timeout_ms": 60_000,  # the machine is shared
+            "lookaside.store_timeout_ms": 60_000,
+            "lookaside.load_timeout_ms": 60_000,
             **kwargs.pop("extra", {}),
         }
         made.append(Engine(make_config(models[heads], extra, tp=tp, **kwargs), specs or ONE_HEAD))
@@ -73,7 +74,7 @@ def engines(models: dict[int, Path]) -> Iterator[Any]:
 
 def started(sidecars: list[Sidecar], endpoint: Path) -> Sidecar:
     sidecars.append(Sidecar(endpoint, "--peers-enabled=false"))
-    until((endpoint / "session.sock").exists, 20)
+    until((endpoint / "session.sock").exists, 60)
     return sidecars[-1]
 
 
@@ -115,7 +116,7 @@ def pages_of(sidecar: Sidecar) -> int:
 def counted(sidecar: Sidecar, *names: str) -> dict[str, int]:
     """Metrics of the sidecar, by the names that are left without their beginning."""
     address = (sidecar.endpoint / "admin.addr").read_text().strip()
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
         lines = [line.split() for line in answer.read().decode().splitlines() if not line.startswith("#")]
     values = {line[0]: float(line[1]) for line in lines if len(line) == 2}
     return {name: int(values[f"lookaside_{name}"]) for name in names}
@@ -142,7 +143,7 @@ def test_one_sidecar_holds_every_page_once(engines, sidecars, tmp_path, heads, t
 
     assert other.ask(prompt)[1] == 13
     # The loads end with what the workers send last, which nothing waits for.
-    until(lambda: counted(sidecar, "loads_total")["loads_total"] == before["loads_total"] + tp, 20)
+    until(lambda: counted(sidecar, "loads_total")["loads_total"] == before["loads_total"] + tp)
     after = counted(sidecar, *names)
     assert after["lookups_total"] == before["lookups_total"] + heads, "each space is asked once"
     assert after["pages"] == before["pages"]
@@ -282,7 +283,7 @@ def cut(engine: Engine, rank: int) -> None:
 
 def reconnected(engine: Engine) -> None:
     """Wait until every rank's session is up."""
-    until(lambda: all(role._worker._session.connected for role in engine.workers.roles), 10)
+    until(lambda: all(role._worker._session.connected for role in engine.workers.roles))
 
 
 @pytest.mark.parametrize(
@@ -300,7 +301,9 @@ def test_random_histories_with_deaths(engines, sidecars, tmp_path, seed, heads, 
         endpoints = [tmp_path / "a-{rank}", tmp_path / "b-{rank}"]
     else:
         endpoints = 2 * [started(sidecars, tmp_path / "all").endpoint]
-    pair = [engines(endpoint, heads, tp, specs, batched_tokens=100, max_seqs=4) for endpoint in endpoints]
+    pair = [
+        engines(endpoint, heads, tp, specs, batched_tokens=100, max_seqs=4, extra=HURRIED) for endpoint in endpoints
+    ]
     for engine in pair:
         for role in engine.workers.roles:
             copies = role._worker._copies
@@ -390,10 +393,10 @@ def test_sidecars_that_lend_to_each_other_divide_the_stores(models, tmp_path):
             sidecars = RankSidecars(settings.parse(extra), config, kv_config, Collector())
             assert not sidecars.divided, "before they are connected"
             sidecars.connect()
-            until(lambda made=sidecars: made.available, 10)
+            until(lambda made=sidecars: made.available)
             assert sidecars.divided == want
             sidecars.close()
-            until(lambda made=sidecars: not made.available, 10)
+            until(lambda made=sidecars: not made.available)
             assert not sidecars.divided
         assert {hello.ranks for peer in peers for hello in peer.of(wire.Hello)} == {1}
     finally:

@@ -74,7 +74,7 @@ class Sidecar:
                 stdout=log,
                 stderr=log,
             )
-        until(self.answers, 20)
+        until(self.answers, 60)
 
     def answers(self) -> bool:
         assert self.process is not None and self.process.poll() is None, self.log.read_text()
@@ -108,7 +108,7 @@ class Sidecar:
 def status_of(directory: Path) -> dict[str, Any]:
     """What the sidecar of an endpoint says of itself."""
     address = (directory / "admin.addr").read_text().strip()
-    with urllib.request.urlopen(f"http://{address}/v1/status", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://{address}/v1/status", timeout=60) as answer:
         return json.load(answer)
 
 
@@ -131,7 +131,7 @@ class Engine(Stand):
         return self
 
     def wait_up(self) -> None:
-        until(lambda: self.worker._session.available and self.sidecars.sessions[0].available, 20)
+        until(lambda: self.worker._session.available and self.sidecars.sessions[0].available, 60)
 
     def lookup(self, first_page: int, *names: int) -> Lookup:
         lookup = self.sidecars.start(first_page, b"", hashes(*names), 0)
@@ -210,13 +210,16 @@ def test_prefix_and_partial_chunks(engine: Engine) -> None:
 
 def disk_in(directory: Path, wanted: bool = True) -> dict[str, str]:
     """Settings of a sidecar with a small disk tier; without one, if it is not wanted."""
-    return {"disk": f"{directory / 'disk'}:32M:slab=8M", "cascade_partial_delay": "1ms"} if wanted else {}
+    if not wanted:
+        return {}
+    disk = f"{directory / 'disk'}:32M:slab=8M:load_timeout=60s:store_timeout=120s"
+    return {"disk": disk, "cascade_partial_delay": "1ms", "lookup_deadline": "60s"}
 
 
 def test_what_the_arena_has_no_room_for_comes_up_from_the_disk(model: Path, tmp_path: Path) -> None:
     """Ten times the arena, read from its first page on; then again after the sidecar was killed."""
     sidecar = Sidecar(tmp_path / "tiered", arena_limit="2M", arena_initial="2M", **disk_in(tmp_path))
-    engine = Engine(model, sidecar.directory, promotion_timeout_ms=20_000).start()
+    engine = Engine(model, sidecar.directory, promotion_timeout_ms=60_000).start()
     prefixes = {1000 * number: 3 * PPC - number % PPC for number in range(420)}  # pages of each, by its first name
     blocks = list(range(1, 3 * PPC + 1))
 
@@ -241,9 +244,9 @@ def test_what_the_arena_has_no_room_for_comes_up_from_the_disk(model: Path, tmp_
         everything_is_there("once")
         assert engine.count("lookups_promoted") > 0
         sidecar.restart()
-        until(lambda: not engine.worker._session.connected or engine.worker._session.available, 20)
+        until(lambda: not engine.worker._session.connected or engine.worker._session.available, 60)
         engine.wait_up()
-        until(lambda: engine.held(0, 1, 2, 3) == 3, 20)
+        until(lambda: engine.held(0, 1, 2, 3) == 3, 60)
         everything_is_there("again")
         until(lambda: sidecar.status()["leases"] == 0)
     finally:
@@ -322,7 +325,7 @@ def test_arena_grows_under_the_workers(model: Path, tmp_path: Path) -> None:
             engine.save_now(engine.save(0, blocks, names))
             kept[prefix] = [page(engine.cache, b) for b in blocks]
             # At full speed the arena would be outrun, and would evict.
-            until(lambda: sidecar.status() is not None)
+            until(lambda: (arena := sidecar.status()["arena"])["used_bytes"] <= 0.6 * arena["capacity_bytes"])
         live = engine.worker._live
         assert live is not None
         until(lambda: live.regions.bytes_mapped >= 4 << 20)
@@ -363,8 +366,10 @@ def test_stopped_sidecar_costs_one_patience_and_keeps_everything(engine: Engine,
     until(lambda: engine.held(0, 1, 2) == 2)
     generation = engine.worker._session.generation
     sidecar.signal(signal.SIGSTOP)
+    lookups, session = engine.sidecars._lookups, engine.worker._session
+    patience_s, lookups._timeout_s = lookups._timeout_s, 0.2
+    engine.hurry(store_timeout_ms=200)
     try:
-        lookups, session = engine.sidecars._lookups, engine.worker._session
         waits, timeouts, unasked = waited_in_vain(session), lookups.timeouts, lookups.unasked
         lookup = engine.sidecars.start(0, b"", hashes(1, 2), 0)
         until(lambda: lookup.poll() is not None)
@@ -384,6 +389,7 @@ def test_stopped_sidecar_costs_one_patience_and_keeps_everything(engine: Engine,
         assert len(engine.received) == 100 and len(engine.acked) == 102
     finally:
         sidecar.signal(signal.SIGCONT)
+    lookups._timeout_s = patience_s
     engine.wait_up()
     assert engine.worker._session.generation == generation
     assert engine.fetch("r", [1, 2], [10, 11]) == 2
@@ -444,10 +450,10 @@ def test_other_models_are_kept_apart(model: Path, engine: Engine, sidecar: Sidec
     assert worker.wait_connected(30)
     from lookaside.lookups import LookupClient
 
-    client = LookupClient([scheduler], 5.0, 5.0)
+    client = LookupClient([scheduler], 60.0, 60.0)
     scheduler.start()
     assert scheduler.wait_connected(30)
-    assert client.wait(client.start(0, b"", hashes(1, 2)), 5) == 0
+    assert client.wait(client.start(0, b"", hashes(1, 2)), 60) == 0 and not client.timeouts and not client.unasked
     client.close()
     for session in (scheduler, worker):
         session.close()
@@ -519,9 +525,8 @@ def test_autostart(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     directory = tmp_path / "auto" / "rank-0"
     below = ["--disk", f"{tmp_path}/disk-{{rank}}:32M:slab=8M", "--cascade-partial-delay=1ms"]
     started = {"autostart": True, "arena_size": "16M", "binary": str(BINARY), "sidecar_args": below}
-    patience = {"lookup_timeout_ms": 5000, "store_timeout_ms": 5000}
-    engine = Engine(model, directory, **started, **patience)
-    other = Engine(model, directory, **started, **patience)
+    engine = Engine(model, directory, **started)
+    other = Engine(model, directory, **started)
     pids: set[int] = set()
 
     def owner() -> int:
@@ -541,7 +546,7 @@ def test_autostart(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         # It is started anew when it dies, and finds its disk again.
         os.kill(owner(), signal.SIGKILL)
         until(lambda: not engine.worker._session.connected)
-        until(lambda: engine.worker._session.connected, 20)
+        until(lambda: engine.worker._session.connected, 60)
         pids.add(owner())
         assert len(pids) == 2
         engine.wait_up()
@@ -560,7 +565,7 @@ def test_autostart_that_cannot_says_why(tmp_path: Path, caplog: pytest.LogCaptur
     starter = Autostart(str(BINARY), str(directory), [f"--arena-limit={1 << 60}"])
     starter.ensure()
     assert starter._process is not None
-    starter._process.wait(20)
+    starter._process.wait(60)
     starter.ensure()
     assert "exited" in caplog.text and "said nothing" not in caplog.text
     directory = tmp_path / "c"
@@ -648,13 +653,22 @@ def test_random_history_never_lies(model: Path, tmp_path: Path, seed: int, below
 
 
 @pytest.mark.parametrize("cancel", [True, False])
-def test_long_burst_of_lookups(engine: Engine, sidecar: Sidecar, cancel: bool) -> None:
+def test_long_burst_of_lookups(model: Path, tmp_path: Path, cancel: bool) -> None:
     """Every one is answered, up to the bound on lookups that are neither loaded nor cancelled."""
+    sidecar = Sidecar(tmp_path / "endpoint", lookup_lease="10m")  # none ends by itself, however long this takes
+    engine = Engine(model, sidecar.directory).start()
+    try:
+        long_burst_of_lookups(engine, sidecar, cancel)
+    finally:
+        engine.close()
+        sidecar.kill()
+
+
+def long_burst_of_lookups(engine: Engine, sidecar: Sidecar, cancel: bool) -> None:
     bound = 4096
     engine.save_now(engine.save(0, list(range(1, 9)), list(range(101, 109))))
     until(lambda: engine.held(0, *range(101, 109)) == 8)
     client = engine.sidecars._lookups
-    client._timeout_s = 5.0
     before = sidecar.status()["counters"]["errors"]["busy"]
     asked = hashes(*range(101, 109))
     lookups: list[Lookup] = []
@@ -662,7 +676,7 @@ def test_long_burst_of_lookups(engine: Engine, sidecar: Sidecar, cancel: bool) -
     while len(hits) < bound + 500:
         unasked = client.unasked
         lookup = client.start(0, b"", asked)
-        hit = client.wait(lookup, 5.0)
+        hit = client.wait(lookup, 60.0)
         if client.unasked != unasked:
             # A busy machine may make a session suspect for a moment; a queue that is too short does every few dozen.
             until(lambda: engine.sidecars.sessions[0].available, 20)
@@ -681,7 +695,7 @@ def test_long_burst_of_lookups(engine: Engine, sidecar: Sidecar, cancel: bool) -
     for number, lookup in enumerate(lookups):
         lookup.cancel()
         if number % 500 == 499:
-            time.sleep(0.02)  # a burst longer than the send queue would be dropped, and end with its deadline only
+            engine.held(0, 101)  # in order: a burst longer than the send queue would be dropped
     until(lambda: sidecar.status()["leases"] == 0, 60)
     assert engine.held(0, *range(101, 109)) == 8
 
@@ -726,7 +740,7 @@ def test_sidecar_that_gives_us_up_waits_for_our_copies(
         assert session is not None and session._socket is not None
         first = session.session_id
         session._socket.send(b"\xc1")
-        until(lambda: session.connected and session.session_id not in (0, first), 10)
+        until(lambda: session.connected and session.session_id not in (0, first))
         status = sidecar.status()
         assert [each["session"] for each in status["lingering"]] == [f"{first:016x}"]
         assert status["loads_in_flight" if what == "load" else "stores_in_flight"] == 1
