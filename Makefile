@@ -50,10 +50,10 @@ test-go: setup ## Go tests, with the race detector
 	$(GO) test -race -timeout 10m $(GOTEST_FLAGS) ./...
 
 test-py: build ## Python tests without a running vLLM
-	$(PY) -m pytest -q --timeout=120 --durations=5 $(PYTEST_FLAGS) pyclient/tests
+	$(PY) -m pytest -q --timeout=300 --durations=5 $(PYTEST_FLAGS) pyclient/tests
 
 test-e2e: build ## Tests in real vLLM servers
-	$(PY) -m pytest -q --timeout=400 --durations=8 $(PYTEST_FLAGS) pyclient/e2e
+	$(PY) -m pytest -q --timeout=900 --durations=8 $(PYTEST_FLAGS) pyclient/e2e
 
 lint: build ## gofmt, vet, staticcheck, ruff, pyright
 	@$(MAKE) -j2 --output-sync=target lint-go lint-py

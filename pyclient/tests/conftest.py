@@ -10,8 +10,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-# What is tested is what happens, not how fast: a thread or a process may stand still for seconds, and what the other side
-# would have said in time is to be heard all the same. The test of a deadline sets it by itself.
+# What is tested is what happens, not how fast: a thread or a process may stand still for seconds, and what the other
+# side would have said in time is to be heard all the same. The test of a deadline sets it by itself.
 PATIENCE_S = {
     "lookaside.lookups._HANDSHAKE_PATIENCE_S": 10.0,
     "lookaside.session._CONNECT_PATIENCE_S": 60.0,

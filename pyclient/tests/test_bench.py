@@ -96,7 +96,7 @@ def test_bench_in_small(name: str, options: list[str], cases: int):
         check=True,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
     )
     found = form(name, done.stdout)
     assert len(found) == cases

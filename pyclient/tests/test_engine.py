@@ -467,7 +467,7 @@ def test_random_histories_with_deaths(engines, sidecars, seed, specs):
     seeds = itertools.count(99)
 
     def shared() -> bool:
-        """Whether one stores what other loads: a scheduler may be connected before its worker has mapped all regions."""
+        """Whether one stores what other loads: a scheduler may be connected before its worker has all regions."""
         prompt = tokens(9 * BLOCK + 1, seed=next(seeds))
         one.ask(prompt)
         return other.ask(prompt)[1] == 9 + 2 * (specs is STATES)

@@ -258,7 +258,7 @@ def run(program: str, **more: str) -> subprocess.CompletedProcess:
     program = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n" + CUT + program
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent), **more}
     environment.pop("PYTHONFAULTHANDLER", None)
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=100)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=280)
 
 
 def test_a_copy_from_what_is_not_there_fails_alone() -> None:

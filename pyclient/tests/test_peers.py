@@ -24,6 +24,7 @@ __all__ = ["model"]
 
 pytestmark = pytest.mark.skipif(not BINARY.exists(), reason=f"{BINARY} is not built")
 
+
 class Host:
     """Sidecars below one private directory, each with an engine. A setting that differs is a function of the number."""
 
@@ -35,9 +36,7 @@ class Host:
             return {key: value(number) if callable(value) else value for key, value in settings.items()}
 
         self.sidecars = [Sidecar(directory / f"s{number}", **mine(number)) for number in range(count)]
-        self.engines = [
-            Engine(model, sidecar.directory, seed=number) for number, sidecar in enumerate(self.sidecars)
-        ]
+        self.engines = [Engine(model, sidecar.directory, seed=number) for number, sidecar in enumerate(self.sidecars)]
         for engine in self.engines:
             engine.start()
         self.found_each_other()

@@ -186,11 +186,12 @@ def test_what_is_no_completion_is_refused(body: bytes) -> None:
 
 
 def test_a_client_that_leaves_ends_its_request_upstream() -> None:
-    left = asyncio.Event()
+    came, left = asyncio.Event(), asyncio.Event()
 
     async def waits(_: web.Request) -> web.StreamResponse:
+        came.set()
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         except asyncio.CancelledError:
             left.set()
             raise
@@ -199,9 +200,12 @@ def test_a_client_that_leaves_ends_its_request_upstream() -> None:
     prefiller, decoder = Upstream(waits), Upstream(answers())
 
     async def talk(client: TestClient) -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(client.post("/v1/completions", json={"prompt": "x"}), 0.5)
-        await asyncio.wait_for(left.wait(), 30)
+        asking = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "x"}))
+        await asyncio.wait_for(came.wait(), 60)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await asyncio.wait_for(left.wait(), 60)
 
     between(prefiller, decoder, talk)
     assert not decoder.bodies
