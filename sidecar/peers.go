@@ -27,11 +27,12 @@ const (
 	maxPeerRegions = 1024
 	// maxBorrowers is how many sidecars may borrow at a time, each with an owner for each space.
 	maxBorrowers = 64
-	// touchPatience is how long a store waits for other sidecars to say what they hold of it.
-	touchPatience = 5 * time.Millisecond
 	// returnEvery is how often it is looked whether all that was borrowed in a region that goes has been returned.
 	returnEvery = 5 * time.Millisecond
 )
+
+// touchPatience is how long a store waits for other sidecars to say what they hold of it. A test changes it.
+var touchPatience = 5 * time.Millisecond
 
 // peers is this sidecar's part in sharing with others: what package peer knows, put into the terms of the stack, the workers and the arena. A nil one shares nothing. Its methods
 // may be called from any goroutine, from start on.

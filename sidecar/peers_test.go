@@ -99,6 +99,9 @@ func store(t *testing.T, w *client.Session, hashes []byte) *wire.StoreGrant {
 }
 
 func TestSidecarsOfOneDirectoryShare(t *testing.T) {
+	before := touchPatience
+	touchPatience = patience
+	t.Cleanup(func() { touchPatience = before })
 	dir := testDir(t)
 	a, _ := startPeer(t, dir, "a", nil)
 	b, _ := startPeer(t, dir, "b", nil)
@@ -132,7 +135,7 @@ func TestSidecarsOfOneDirectoryShare(t *testing.T) {
 	for _, d := range []*Daemon{b, keeps} {
 		await(t, "the others know what it holds", func() bool { return d.Status().Peers.HintPages == 10 })
 	}
-	// A store does not wait long for the others to say what they hold: when they are late, it is all asked for, and here given up.
+	// A store does not wait for ever for the others to say what they hold: when they are late, it is all asked for, and here given up.
 	held := uint64(0)
 	storeBeside := func(what string, hashes []byte) (g *wire.StoreGrant) {
 		t.Helper()
