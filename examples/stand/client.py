@@ -90,7 +90,7 @@ def settle() -> None:
     time.sleep(1.3)
 
 
-def reset_prefix_cache(base_url: str, timeout_s: float = 30.0) -> None:
+def reset_prefix_cache(base_url: str, timeout_s: float = 120.0) -> None:
     """Empties vLLM's own prefix cache, not the sidecar's. Retries while blocks are held; needs vLLM's dev mode."""
     deadline = time.monotonic() + timeout_s
     while True:

@@ -189,7 +189,7 @@ class Sidecar(Process):
         super().__init__(f"sidecar {endpoint.name}", command, log)
         self.endpoint = endpoint
 
-    def wait_ready(self, timeout_s: float = 30.0) -> None:
+    def wait_ready(self, timeout_s: float = 120.0) -> None:
         """Waits until it takes sessions. Raises RuntimeError with the log's end."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -209,7 +209,7 @@ class Sidecar(Process):
     def get(self, path: str) -> httpx.Response:
         """An answer of the admin HTTP server."""
         address = (self.endpoint / "admin.addr").read_text().strip()
-        return httpx.get(f"http://{address}{path}", timeout=5.0, trust_env=False)
+        return httpx.get(f"http://{address}{path}", timeout=30.0, trust_env=False)
 
     def status(self) -> dict[str, Any]:
         """What `lookaside status --json` says."""
@@ -219,7 +219,7 @@ class Sidecar(Process):
         """What `lookaside tiers --json` says, by name."""
         return {tier["name"]: tier for tier in self.get("/v1/tiers").json()["tiers"]}
 
-    def wait_kept(self, timeout_s: float = 60.0) -> None:
+    def wait_kept(self, timeout_s: float = 120.0) -> None:
         """Waits until all that is in an arena on DAX would outlive the sidecar. Raises TimeoutError."""
 
         def kept() -> bool:
@@ -229,7 +229,7 @@ class Sidecar(Process):
 
         eventually(kept, "the arena to be kept", timeout_s)
 
-    def wait_stored(self, tier: str, pages: int, timeout_s: float = 30.0) -> None:
+    def wait_stored(self, tier: str, pages: int, timeout_s: float = 120.0) -> None:
         """Waits until a tier, which is written to behind vLLM's back, holds so many pages.
 
         Where that cannot be known, as of Redis, until nothing was written to it for two seconds. Raises TimeoutError.
@@ -265,7 +265,7 @@ class Redis(Process):
             link.sendall(b"".join([b"*%d\r\n" % len(words), *(b"$%d\r\n%s\r\n" % (len(w), w.encode()) for w in words)]))
             return link.recv(65536)
 
-    def wait_ready(self, timeout_s: float = 10.0) -> None:
+    def wait_ready(self, timeout_s: float = 60.0) -> None:
         """Waits until it answers. Raises RuntimeError with the log's end."""
 
         def answers() -> bool:
@@ -293,14 +293,14 @@ class Server(Process):
         ]  # fmt: skip
         super().__init__(name, command, log, env, start)
 
-    def wait_ready(self, timeout_s: float = 240.0) -> None:
+    def wait_ready(self, timeout_s: float = 600.0) -> None:
         """Waits until it answers. Raises RuntimeError with the log's end."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if not self.alive():
                 raise RuntimeError(f"vLLM {self.name} ended with {self.popen.returncode}:\n{self.tail(60)}")
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.base_url}/health", timeout=2.0, trust_env=False).status_code == 200:
+                if httpx.get(f"{self.base_url}/health", timeout=10.0, trust_env=False).status_code == 200:
                     return
             time.sleep(0.1)
         raise RuntimeError(f"vLLM {self.name} is not ready after {timeout_s:.0f} s:\n{self.tail(60)}")
@@ -318,14 +318,14 @@ class Proxy(Process):
         ]  # fmt: skip
         super().__init__("proxy", command, log)
 
-    def wait_ready(self, timeout_s: float = 30.0) -> None:
+    def wait_ready(self, timeout_s: float = 120.0) -> None:
         """Waits until it reaches the decoder. Raises RuntimeError with the log's end, TimeoutError."""
 
         def answers() -> bool:
             if not self.alive():
                 raise RuntimeError(f"the proxy ended with {self.popen.returncode}:\n{self.tail()}")
             with contextlib.suppress(httpx.HTTPError):
-                return httpx.get(f"{self.base_url}/health", timeout=2.0, trust_env=False).status_code == 200
+                return httpx.get(f"{self.base_url}/health", timeout=10.0, trust_env=False).status_code == 200
             return False
 
         eventually(answers, "the proxy to answer", timeout_s)
@@ -491,7 +491,7 @@ def stop_on_signals() -> None:
         signal.signal(number, interrupt)
 
 
-def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
     """Waits until the condition holds. Raises TimeoutError that names ``what``."""
     deadline = time.monotonic() + timeout_s
     while not condition():

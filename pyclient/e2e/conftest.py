@@ -7,16 +7,20 @@ connected. Servers of other shapes are their tests' own (test_3_shapes.py).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
 import sys
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
@@ -49,13 +53,53 @@ def pytest_configure() -> None:
 
 
 # What is tested here is what happens, not how fast: on a machine that is busy with other things, the default patience
-# of 100 ms with a lookup turns a hit into a miss now and then, as it should.
-PATIENT = {"lookup_timeout_ms": 2000, "store_timeout_ms": 2000}
+# of 100 ms with a lookup turns a hit into a miss now and then, as it should. See imported.py, too.
+PATIENT = {
+    "lookup_timeout_ms": 60_000,
+    "promotion_timeout_ms": 60_000,
+    "store_timeout_ms": 60_000,
+    "load_timeout_ms": 60_000,
+    "reset_timeout_ms": 60_000,
+}
+# Where a sidecar is stopped, all of this is waited for. It is enough for the odd stall; see missed_again.
+HURRIED = {**PATIENT, "lookup_timeout_ms": 2000, "store_timeout_ms": 2000, "load_timeout_ms": 3000}
 
 
 def configured(endpoint: str, **extra: Any) -> dict[str, Any]:
     """The connector on this endpoint, patient."""
     return connector_config(endpoint, **{**PATIENT, **extra})
+
+
+class Missed(AssertionError):
+    """Less was hit than could be."""
+
+
+def hit(cached_tokens: int, tokens: int) -> None:
+    """So much was hit. Raises Missed if it was less."""
+    assert cached_tokens <= tokens
+    if cached_tokens < tokens:
+        raise Missed(f"{cached_tokens} of {tokens} tokens were hit")
+
+
+def missed_again(test: Callable[..., None]) -> Callable[..., None]:
+    """Runs a test of HURRIED servers once more where something was missed, for two minutes; with prompts of its own.
+
+    A sidecar that stands still for as long as these wait, and that is what a busy machine does, has it missed or not
+    stored, as it should. Nothing else is tried twice.
+    """
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **fixtures: Any) -> None:
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                return test(*arguments, **fixtures)
+            except Missed as missed:
+                if time.monotonic() > deadline:
+                    raise
+                warnings.warn(f"{test.__name__}: {missed}; once more", stacklevel=1)
+
+    return run
 
 
 def hits_of(prompt_tokens: int, page: int = PAGE) -> int:
@@ -76,6 +120,22 @@ def computed(server: Server, prompt: list[int], max_tokens: int = 8) -> Answer:
     answer = ask(server, prompt, max_tokens, cache_salt=f"alone-{next(_salts)}")
     assert answer.cached_tokens == 0
     return answer
+
+
+def forget_all(server: Server) -> None:
+    """Empties vLLM's own cache and all of the sidecars'; again while a sidecar is too slow to say that it has."""
+
+    def forgotten() -> bool:
+        url = f"{server.base_url}/reset_prefix_cache?reset_external=true"
+        return httpx.post(url, timeout=120, trust_env=False).raise_for_status().json().get("success", True)
+
+    eventually(forgotten, "all to be forgotten")
+
+
+def counted(server: Server, name: str) -> float:
+    """A counter of the server's, with all that its requests so far have added."""
+    ask(server, model.prompt(5, 1), 1)  # what a step has counted is told before what the next one has to say
+    return client.metric(server.base_url, name)
 
 
 def together(server: Server | Proxy, prompts: list[list[int]], max_tokens: int = 8) -> list[Answer]:
@@ -103,7 +163,7 @@ class Pair:
 
     def connected(self) -> None:
         """Waits until both servers' sessions are there: a scheduler and a worker each."""
-        eventually(lambda: sessions(self.sidecar) == 4, "four sessions", 60)
+        eventually(lambda: sessions(self.sidecar) == 4, "four sessions")
 
     def restart_sidecar(self) -> None:
         """A new sidecar on the same endpoint; the old one must have ended."""
@@ -144,7 +204,7 @@ def pair(small_model: Path, stands: Stands) -> Iterator[Pair]:
     with stands(small_model) as stand:
         settings = {"events_endpoint": f"ipc://{stand.directory}/events", "events_interval": "1ms"}
         sidecar = stand.sidecar(settings=settings)
-        config = configured(stand.endpoint())
+        config = configured(stand.endpoint(), **HURRIED)
         port = free_port()
         events = {
             "enable_kv_cache_events": True,

@@ -22,6 +22,19 @@ MODULES = (
 for name in MODULES:
     importlib.import_module(name)
 
+# What is tested is what happens, not how fast: a sidecar that stands still for seconds, as all do on a busy machine, is
+# not to be doubted for it, nor its answer to a load given up. How long that may take the settings of servers say.
+PATIENCE_S = {
+    "lookaside.lookups": {"_HANDSHAKE_PATIENCE_S": 10.0},
+    "lookaside.session": {"_CONNECT_PATIENCE_S": 60.0, "_PONG_PATIENCE_S": 60.0},
+    "lookaside.worker": {"_GRANT_PATIENCE_S": 60.0, "_START_PATIENCE_S": 60.0},
+}
+for name, constants in PATIENCE_S.items():
+    module = importlib.import_module(name)
+    for constant, seconds in constants.items():
+        assert hasattr(module, constant), constant
+        setattr(module, constant, seconds)
+
 # What all have in common stays common: a collection would write to every object of it.
 gc.collect()
 gc.freeze()

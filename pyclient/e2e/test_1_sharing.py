@@ -11,10 +11,24 @@ from examples.stand import client
 from examples.stand.processes import eventually
 from examples.two_instances import __main__ as two_instances
 
-from .conftest import PAGE, Pair, ask, computed, configured, hits_of, together
+from .conftest import (
+    HURRIED,
+    PAGE,
+    Pair,
+    ask,
+    computed,
+    configured,
+    counted,
+    forget_all,
+    hit,
+    hits_of,
+    missed_again,
+    together,
+)
 
 
 @pytest.mark.parametrize("tokens", [129, 256, 257, 700, 1537, 4000])
+@missed_again
 def test_second_instance_loads_what_the_first_computed(pair: Pair, tokens: int) -> None:
     prompt = pair.prompt(tokens)
     truth = ask(pair.plain, prompt)
@@ -22,16 +36,18 @@ def test_second_instance_loads_what_the_first_computed(pair: Pair, tokens: int) 
     second = ask(pair.b, prompt)
     assert (first.tokens, second.tokens) == (truth.tokens, truth.tokens)
     assert first.cached_tokens == 0
-    assert second.cached_tokens == hits_of(tokens)
+    hit(second.cached_tokens, hits_of(tokens))
 
 
+@missed_again
 def test_what_the_demo_measures_and_prints(pair: Pair) -> None:
     """examples/two_instances on these servers: the rows that `make demo JSON=FILE` writes, and its table."""
-    rows = [two_instances.measure(pair.a, pair.b, *case, rounds=1, seed=77) for case in ((1000, 1000), (1500, 700))]
+    cases, seed = ((1000, 1000), (1500, 700)), next(pair.seeds)
+    rows = [two_instances.measure(pair.a, pair.b, *case, rounds=1, seed=seed) for case in cases]
     assert [(row.prompt_tokens, row.shared_tokens) for row in rows] == [(1000, 1000), (1500, 700)]
-    assert [row.hit_tokens for row in rows] == [hits_of(1000), 700 // PAGE * PAGE]
-    for row in rows:
+    for row, tokens in zip(rows, (hits_of(1000), 700 // PAGE * PAGE), strict=True):
         assert row.outputs_equal
+        hit(row.hit_tokens, tokens)
         assert min(row.cold_ttft_s, row.lookaside_ttft_s, row.local_ttft_s) > 0
     assert two_instances.table(rows).count(" equal") == 2
 
@@ -46,6 +62,7 @@ def test_less_than_a_page_is_computed(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("shared", [200, 384, 1000])
+@missed_again
 def test_prompts_that_share_their_beginning(pair: Pair, shared: int) -> None:
     first = pair.prompt(1500)
     ask(pair.a, first)
@@ -53,9 +70,10 @@ def test_prompts_that_share_their_beginning(pair: Pair, shared: int) -> None:
     truth = ask(pair.plain, prompt)
     second = ask(pair.b, prompt)
     assert second.tokens == truth.tokens
-    assert second.cached_tokens == shared // PAGE * PAGE
+    hit(second.cached_tokens, shared // PAGE * PAGE)
 
 
+@missed_again
 def test_what_is_computed_after_a_hit_is_stored_too(pair: Pair) -> None:
     first = pair.prompt(700)
     ask(pair.a, first)
@@ -64,9 +82,10 @@ def test_what_is_computed_after_a_hit_is_stored_too(pair: Pair) -> None:
     truth = ask(pair.plain, longer)
     again = ask(pair.a, longer)
     assert again.tokens == truth.tokens
-    assert again.cached_tokens == hits_of(1800)
+    hit(again.cached_tokens, hits_of(1800))
 
 
+@missed_again
 def test_local_and_remote_hits_add_up(pair: Pair) -> None:
     prompt = pair.prompt(2000)
     ask(pair.b, prompt[:600])  # four pages in b's own cache
@@ -74,18 +93,20 @@ def test_local_and_remote_hits_add_up(pair: Pair) -> None:
     truth = ask(pair.plain, prompt)
     second = ask(pair.b, prompt)
     assert second.tokens == truth.tokens
-    assert second.cached_tokens == hits_of(2000)
+    hit(second.cached_tokens, hits_of(2000))
 
 
+@missed_again
 def test_same_instance_after_its_cache_is_reset(pair: Pair) -> None:
     prompt = pair.prompt(1200)
     truth = ask(pair.a, prompt)
     client.reset_prefix_cache(pair.a.base_url)
     again = ask(pair.a, prompt)
     assert again.tokens == truth.tokens
-    assert again.cached_tokens == hits_of(1200)
+    hit(again.cached_tokens, hits_of(1200))
 
 
+@missed_again
 def test_generated_tokens_are_stored(pair: Pair) -> None:
     prompt = pair.prompt(300)
     first = ask(pair.a, prompt, max_tokens=100)
@@ -94,9 +115,10 @@ def test_generated_tokens_are_stored(pair: Pair) -> None:
     second = ask(pair.b, turn)
     assert second.tokens == truth.tokens
     # 300 + 100 tokens, of which the last was never computed: three whole pages.
-    assert second.cached_tokens == 3 * PAGE
+    hit(second.cached_tokens, 3 * PAGE)
 
 
+@missed_again
 def test_salts_do_not_share(pair: Pair) -> None:
     prompt = pair.prompt(900)
     truth = ask(pair.plain, prompt)
@@ -104,10 +126,12 @@ def test_salts_do_not_share(pair: Pair) -> None:
     other = ask(pair.b, prompt, cache_salt="bob")
     none = ask(pair.b, prompt)
     same = ask(pair.b, prompt, cache_salt="alice")
-    assert (other.cached_tokens, none.cached_tokens, same.cached_tokens) == (0, 0, hits_of(900))
     assert {other.tokens, none.tokens, same.tokens} == {truth.tokens}
+    assert (other.cached_tokens, none.cached_tokens) == (0, 0)
+    hit(same.cached_tokens, hits_of(900))
 
 
+@missed_again
 def test_many_requests_at_once(pair: Pair) -> None:
     shared = pair.prompt(1000)
     prompts = [pair.prompt(tokens, shared[:900]) for tokens in (950, 1100, 1300, 1900)]
@@ -117,9 +141,11 @@ def test_many_requests_at_once(pair: Pair) -> None:
     second = together(pair.b, prompts, 16)
     assert [answer.tokens for answer in first] == [truth.tokens for truth in truths]
     assert [answer.tokens for answer in second] == [truth.tokens for truth in truths]
-    assert [answer.cached_tokens for answer in second] == [hits_of(len(prompt)) for prompt in prompts]
+    for answer, prompt in zip(second, prompts, strict=True):
+        hit(answer.cached_tokens, hits_of(len(prompt)))
 
 
+@missed_again
 def test_clients_that_leave_at_any_moment(pair: Pair) -> None:
     """Aborted while waiting, loading, prefilling and decoding: the servers go on, nothing stays leased."""
     prompt = pair.prompt(3000)
@@ -132,8 +158,8 @@ def test_clients_that_leave_at_any_moment(pair: Pair) -> None:
     client.reset_prefix_cache(pair.b.base_url)
     again = ask(pair.b, prompt)
     assert again.tokens == truth.tokens
-    assert again.cached_tokens == hits_of(3000)
     eventually(lambda: pair.sidecar.status()["leases"] == 0, "no leases")
+    hit(again.cached_tokens, hits_of(3000))
 
 
 def test_an_instance_that_dies_and_one_that_starts(pair: Pair) -> None:
@@ -143,33 +169,40 @@ def test_an_instance_that_dies_and_one_that_starts(pair: Pair) -> None:
     with contextlib.suppress(httpx.TimeoutException):
         client.complete(pair.b.base_url, prompt, timeout_s=0.04)
     pair.b.end(patience_s=0)
-    eventually(lambda: len(pair.sidecar.status()["sessions"]) == 2, "the dead server's sessions to end", 30)
+    eventually(lambda: len(pair.sidecar.status()["sessions"]) == 2, "the dead server's sessions to end")
     eventually(lambda: pair.sidecar.status()["leases"] == 0, "what it held to be free")
-    pair.b = pair.stand.server("b2", connector=configured(pair.stand.endpoint()))
+    pair.b = pair.stand.server("b2", connector=configured(pair.stand.endpoint(), **HURRIED))
     pair.b.wait_ready()
     pair.connected()
-    again = ask(pair.b, prompt)
-    assert again.tokens == truth.tokens
-    assert again.cached_tokens == hits_of(4000)
+
+    def found() -> bool:
+        client.reset_prefix_cache(pair.b.base_url)
+        again = ask(pair.b, prompt)
+        assert again.tokens == truth.tokens
+        return again.cached_tokens == hits_of(4000)
+
+    eventually(found, "the successor's hit")
 
 
+@missed_again
 def test_reset_of_the_external_cache_forgets(pair: Pair) -> None:
     prompt = pair.prompt(800)
     truth = ask(pair.a, prompt)
-    assert ask(pair.b, prompt).cached_tokens == hits_of(800)
-    httpx.post(f"{pair.b.base_url}/reset_prefix_cache?reset_external=true", timeout=30, trust_env=False)
+    hit(ask(pair.b, prompt).cached_tokens, hits_of(800))
+    forget_all(pair.b)
     again = ask(pair.b, prompt)
     assert again.tokens == truth.tokens
     assert again.cached_tokens == 0
 
 
+@missed_again
 def test_metrics_inside_vllm(pair: Pair) -> None:
     """vLLM's own counters of external hits move, and the connector's metrics are exported."""
-    before = client.metric(pair.b.base_url, "vllm:external_prefix_cache_hits_total")
+    before = counted(pair.b, "vllm:external_prefix_cache_hits_total")
     prompt = pair.prompt(1000)
     computed(pair.plain, prompt)
     ask(pair.a, prompt)
-    ask(pair.b, prompt)
-    assert client.metric(pair.b.base_url, "vllm:external_prefix_cache_hits_total") - before == hits_of(1000)
-    page = httpx.get(f"{pair.b.base_url}/metrics", timeout=10, trust_env=False).text
+    hit(ask(pair.b, prompt).cached_tokens, hits_of(1000))
+    assert counted(pair.b, "vllm:external_prefix_cache_hits_total") - before == hits_of(1000)
+    page = httpx.get(f"{pair.b.base_url}/metrics", timeout=60, trust_env=False).text
     assert "lookaside" in page

@@ -53,7 +53,7 @@ def hits_come_back(pair: Pair, prompt: list[int], truth: Answer) -> None:
         assert again.tokens == want.tokens
         return again.cached_tokens == hits_of(600)
 
-    eventually(hit, "hits once connected again", 60)
+    eventually(hit, "hits once connected again")
     assert ask(pair.b, prompt).tokens == truth.tokens
 
 
@@ -61,7 +61,7 @@ def test_killed_between_requests(pair: Pair) -> None:
     prompt = pair.prompt(1500)
     truth = ask(pair.a, prompt)
     pair.sidecar.signal(signal.SIGKILL)
-    pair.sidecar.wait(5)
+    pair.sidecar.wait(30)
     missed = ask(pair.b, prompt)
     assert (missed.tokens, missed.cached_tokens) == (truth.tokens, 0)
     pair.restart_sidecar()
@@ -75,7 +75,7 @@ def test_killed_during_a_load(pair: Pair, delay_s: float) -> None:
     asking = Asking(pair.b, prompt)
     time.sleep(delay_s)
     pair.sidecar.signal(signal.SIGKILL)
-    pair.sidecar.wait(5)
+    pair.sidecar.wait(30)
     assert asking.answer().tokens == truth.tokens
     pair.restart_sidecar()
     hits_come_back(pair, prompt, truth)
@@ -87,7 +87,7 @@ def test_killed_during_a_store(pair: Pair) -> None:
     asking = Asking(pair.a, prompt)
     time.sleep(0.4)
     pair.sidecar.signal(signal.SIGKILL)
-    pair.sidecar.wait(5)
+    pair.sidecar.wait(30)
     assert asking.answer().tokens == truth.tokens
     pair.restart_sidecar()
     second = ask(pair.b, prompt)
@@ -102,7 +102,7 @@ def test_stopped_between_requests(pair: Pair) -> None:
     pair.sidecar.signal(signal.SIGSTOP)
     try:
         missed = ask(pair.b, prompt)
-        also = ask(pair.b, other, timeout_s=30)
+        also = ask(pair.b, other)
     finally:
         pair.sidecar.signal(signal.SIGCONT)
     assert (missed.tokens, missed.cached_tokens) == (truth.tokens, 0)
@@ -115,7 +115,7 @@ def test_stopped_between_requests(pair: Pair) -> None:
         client.reset_prefix_cache(pair.b.base_url)
         return ask(pair.b, prompt).cached_tokens == hits_of(1500)
 
-    eventually(hit, "hits once the sidecar goes on", 60)
+    eventually(hit, "hits once the sidecar goes on")
     hits_come_back(pair, prompt, truth)
 
 
@@ -162,7 +162,7 @@ def test_restarted_under_load(pair: Pair) -> None:
         for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
             time.sleep(1.0)
             pair.sidecar.signal(number)
-            pair.sidecar.wait(15)
+            pair.sidecar.wait(60)
             time.sleep(0.3)
             pair.restart_sidecar()
     finally:
@@ -177,7 +177,7 @@ def test_a_graceful_end_is_a_miss_too(pair: Pair) -> None:
     prompt = pair.prompt(900)
     truth = ask(pair.a, prompt)
     pair.sidecar.signal(signal.SIGTERM)
-    assert pair.sidecar.wait(15) == 0
+    assert pair.sidecar.wait(60) == 0
     missed = ask(pair.b, prompt)
     assert (missed.tokens, missed.cached_tokens) == (truth.tokens, 0)
     pair.restart_sidecar()

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 import zmq
 
 from examples.stand.processes import eventually
 
-from .conftest import PAGE, Pair, ask
+from .conftest import PAGE, Missed, Pair, ask, forget_all, missed_again
 
 
 class Router:
@@ -63,31 +62,34 @@ def routers() -> Iterator[list[Router]]:
         each.close()
 
 
+@missed_again
 def test_engine_and_sidecar_tell_the_same(pair: Pair, routers: list[Router]) -> None:
     engine, arena = Router(pair.events), Router(pair.settings["events_endpoint"])
     routers += [engine, arena]
-    reset = f"{pair.a.base_url}/reset_prefix_cache?reset_external=true"
-    for _ in range(50):  # until the subscriptions have come through
+
+    def told() -> bool:
         ask(pair.a, pair.prompt(PAGE + 2), 1)
-        if engine.knows("CPU") and arena.knows("CPU"):
-            break
-    httpx.post(reset, timeout=30, trust_env=False)
+        return bool(engine.knows("CPU") and arena.knows("CPU"))
+
+    eventually(told, "the subscriptions to come through")
+    forget_all(pair.a)
     for each, who in ((engine, "engine"), (arena, "sidecar")):
         eventually(
-            lambda each=each: bool(ask(pair.a, pair.prompt(20), 2)) and not each.knows("CPU"), f"the {who} forgets", 60
+            lambda each=each: bool(ask(pair.a, pair.prompt(20), 2)) and not each.knows("CPU"), f"the {who} forgets"
         )
     prompt = pair.prompt(5 * PAGE + 5)  # one step of its prefill, and one event
     ask(pair.a, prompt, 4)
     # The same five blocks, by the same names, in the engine's own cache and in the arena.
-    eventually(lambda: len(engine.knows("CPU")) == 5, "the engine tells of five blocks", 60)
-    eventually(lambda: engine.knows("CPU") == arena.knows("CPU"), "the sidecar tells of the same", 60)
+    try:
+        eventually(lambda: len(engine.knows("CPU")) == 5, "the engine tells of five blocks", 60)
+    except TimeoutError as error:
+        raise Missed(str(error)) from error  # not stored
+    eventually(lambda: engine.knows("CPU") == arena.knows("CPU"), "the sidecar tells of the same")
     assert engine.knows("CPU") <= engine.knows("GPU")
     for block, event in engine.held["CPU"].items():
         assert event.block_size == PAGE and event.token_ids == prompt[: len(event.token_ids)]
         assert arena.held["CPU"][block].block_size == PAGE
     # What is dropped is taken back by both: by the engine in its next steps.
-    httpx.post(reset, timeout=30, trust_env=False)
-    eventually(lambda: not arena.knows("CPU"), "the sidecar takes back all", 60)
-    eventually(
-        lambda: bool(ask(pair.a, pair.prompt(20), 2)) and not engine.knows("CPU"), "the engine takes back all", 60
-    )
+    forget_all(pair.a)
+    eventually(lambda: not arena.knows("CPU"), "the sidecar takes back all")
+    eventually(lambda: bool(ask(pair.a, pair.prompt(20), 2)) and not engine.knows("CPU"), "the engine takes back all")

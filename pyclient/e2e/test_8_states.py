@@ -20,7 +20,7 @@ from examples.stand.processes import Server, Sidecar, Stand, eventually
 
 from .conftest import Stands, ask, configured, hits_of, sessions
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 
 @dataclass
@@ -52,7 +52,7 @@ def states(stands: Stands) -> Iterator[States]:
         server = stand.server("states", connector=configured(stand.endpoint()), arguments=arguments)
         for each in (plain, server):
             each.wait_ready(480)
-        eventually(lambda: sessions(sidecar) == 2, "both roles' sessions", 30)
+        eventually(lambda: sessions(sidecar) == 2, "both roles' sessions")
         yield States(stand, sidecar, plain, server)
 
 
@@ -105,10 +105,10 @@ def test_the_sidecar_killed_during_a_load(states: States) -> None:
     answer = ask(states.server, prompt)
     killer.join()
     assert answer.tokens == truth.tokens
-    states.sidecar.wait(5)
+    states.sidecar.wait(30)
     states.sidecar.end()
     states.sidecar = states.stand.sidecar()
-    eventually(lambda: sessions(states.sidecar) == 2, "both roles' sessions", 30)
+    eventually(lambda: sessions(states.sidecar) == 2, "both roles' sessions")
 
     def hit() -> bool:
         client.reset_prefix_cache(states.server.base_url)
@@ -116,4 +116,4 @@ def test_the_sidecar_killed_during_a_load(states: States) -> None:
         assert again.tokens == truth.tokens
         return again.cached_tokens == hits_of(3000)
 
-    eventually(hit, "hits once connected again", 60)
+    eventually(hit, "hits once connected again")

@@ -15,7 +15,7 @@ import pytest
 from examples.stand import client, model
 from examples.stand.processes import Server, Sidecar, Stand, dax_arena, eventually
 
-from .conftest import PAGE, Stands, ask, computed, configured, hits_of, sessions
+from .conftest import PAGE, Stands, ask, computed, configured, hit, hits_of, missed_again, sessions
 from .test_2_sidecar_faults import Asking
 
 
@@ -53,7 +53,7 @@ class Apart:
                     return False
             return True
 
-        eventually(all_there, "both sidecars to know each other", 30)
+        eventually(all_there, "both sidecars to know each other")
 
     def share(self) -> None:
         """Waits until what one computes is a hit for the other, after one of the sidecars was restarted."""
@@ -67,7 +67,7 @@ class Apart:
             assert again.tokens == want.tokens
             return again.cached_tokens == hits_of(600)
 
-        eventually(hit, "hits once they know each other again", 30)
+        eventually(hit, "hits once they know each other again")
 
     def answered(self, number: int, prompt: list[int]) -> client.Answer:
         """What a server answers, once what is new of it is stored and the other sidecar knows of all that is held."""
@@ -78,11 +78,11 @@ class Apart:
 
         def told() -> bool:
             status = sidecar.status()
-            (lender,) = lenders(other)
+            told_of = [lender["pages"] for lender in lenders(other)]
             stored = status["counters"]["stored_pages"] - before
-            return stored >= new and not status["stores_in_flight"] and lender["pages"] == status["pages"]
+            return stored >= new and not status["stores_in_flight"] and told_of == [status["pages"]]
 
-        eventually(told, f"{new} pages to be stored and told of", 20)
+        eventually(told, f"{new} pages to be stored and told of")
         return answer
 
 
@@ -103,13 +103,15 @@ def apart(small_model: Path, stands: Stands) -> Iterator[Apart]:
 
 
 @pytest.mark.parametrize("first", [0, 1])
+@missed_again
 def test_each_loads_what_the_other_computed(apart: Apart, first: int) -> None:
     prompt = apart.prompt(4000)
     stored = [sidecar.status()["counters"]["stored_bytes"] for sidecar in apart.sidecars]
     truth = apart.answered(first, prompt)
     assert truth.cached_tokens == 0
     shared = ask(apart.servers[1 - first], prompt)
-    assert (shared.tokens, shared.cached_tokens) == (truth.tokens, hits_of(4000))
+    assert shared.tokens == truth.tokens
+    hit(shared.cached_tokens, hits_of(4000))
     # One cache between them: what one stores the other does not.
     now = [sidecar.status()["counters"]["stored_bytes"] for sidecar in apart.sidecars]
     page_bytes = apart.sidecars[first].status()["spaces"][0]["page_bytes"]
@@ -118,15 +120,15 @@ def test_each_loads_what_the_other_computed(apart: Apart, first: int) -> None:
     eventually(lambda: all(s.status()["leases"] == 0 for s in apart.sidecars), "no leases")
 
 
+@missed_again
 def test_turns_of_a_conversation_that_moves(apart: Apart) -> None:
     """Every turn is answered by the other server, which finds all of the turns before, in both arenas."""
     turn, held = apart.prompt(500), 0
     for number in range(4):
-        server = apart.servers[number % 2]
         truth = computed(apart.servers[1 - number % 2], turn)
         answer = apart.answered(number % 2, turn)
         assert answer.tokens == truth.tokens
-        assert answer.cached_tokens >= held, f"turn {number} on {server.name}"
+        hit(min(answer.cached_tokens, held), held)
         held = len(turn) // PAGE * PAGE
         turn = [*turn, *answer.tokens, *apart.prompt(600)]
 
@@ -138,12 +140,13 @@ def test_killed_during_a_load(apart: Apart, victim: int) -> None:
     asking = Asking(apart.servers[1], prompt)
     time.sleep(0.02)
     apart.sidecars[victim].signal(signal.SIGKILL)
-    apart.sidecars[victim].wait(5)
+    apart.sidecars[victim].wait(30)
     assert asking.answer().tokens == truth.tokens
     apart.restart(victim)
     apart.share()
 
 
+@missed_again
 def test_arenas_on_one_device(apart: Apart) -> None:
     """Each has its part of it, and reads the other's there: also what the other had stored before it was killed."""
     device = apart.stand.directory / "dax0.0"
@@ -155,7 +158,8 @@ def test_arenas_on_one_device(apart: Apart) -> None:
     truths = [apart.answered(number, prompts[number]) for number in range(2)]
     shared = [ask(apart.servers[1 - number], prompts[number]) for number in range(2)]
     assert [answer.tokens for answer in shared] == [truth.tokens for truth in truths]
-    assert [answer.cached_tokens for answer in shared] == [hits_of(4000)] * 2
+    for answer in shared:
+        hit(answer.cached_tokens, hits_of(4000))
     for sidecar in apart.sidecars:
         (lender,) = lenders(sidecar)
         assert [there["path"] for there in lender["devices"]] == [str(device)]
@@ -167,12 +171,13 @@ def test_arenas_on_one_device(apart: Apart) -> None:
     asking = Asking(apart.servers[1], prompt)
     time.sleep(0.02)
     apart.sidecars[0].signal(signal.SIGKILL)
-    apart.sidecars[0].wait(5)
+    apart.sidecars[0].wait(30)
     assert asking.answer().tokens == truth.tokens
     apart.restart(0)
     apart.share()
     again = ask(apart.servers[1], later)  # nobody has asked sidecar 0 for it
-    assert (again.tokens, again.cached_tokens) == (held.tokens, hits_of(4000))
+    assert again.tokens == held.tokens
+    hit(again.cached_tokens, hits_of(4000))
     checked = apart.sidecars[0].status()["verifications"]
     assert checked["verified"] > 0 and checked["corrupt"] == 0
 
@@ -183,13 +188,13 @@ def test_other_seed_shares_nothing_and_is_told_why(apart: Apart) -> None:
     apart.servers[1].end()
     other = apart.stand.server("seed", connector=configured(apart.stand.endpoint("s1")), env={"PYTHONHASHSEED": "7"})
     other.wait_ready()
-    eventually(lambda: sessions(apart.sidecars[1]) == 2, "the new server's sessions", 20)
+    eventually(lambda: sessions(apart.sidecars[1]) == 2, "the new server's sessions")
     alone = ask(other, prompt)
     assert (alone.tokens, alone.cached_tokens) == (truth.tokens, 0)
 
     def why() -> list[str]:
-        (lender,) = lenders(apart.sidecars[1])
-        return [difference["field"] for space in lender["unshared"] for difference in space["differences"]]
+        unshared = [space for lender in lenders(apart.sidecars[1]) for space in lender["unshared"]]
+        return [difference["field"] for space in unshared for difference in space["differences"]]
 
-    eventually(lambda: len(why()) == 1, "why nothing is shared", 20)
+    eventually(lambda: len(why()) == 1, "why nothing is shared")
     assert "hash" in why()[0]
