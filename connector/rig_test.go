@@ -41,7 +41,7 @@ const (
 	pageTokens = 16
 	pageBytes  = 256
 	perChunk   = 4
-	patience   = 30 * time.Second // for what comes at once, unless the machine is busy
+	patience   = 2 * time.Minute // for what comes at once, unless the machine is busy
 )
 
 func workerHello(engine string) *wire.Hello {

@@ -121,7 +121,7 @@ var helpers = map[string]func(arg string) error{
 }
 
 // patience is for what comes at once, unless the machine is busy.
-const patience = 30 * time.Second
+const patience = 2 * time.Minute
 
 func waitForKill(say string) error {
 	fmt.Println(say)

@@ -24,7 +24,7 @@ import (
 	"lookaside/ipc/wire"
 )
 
-const patience = 30 * time.Second
+const patience = 2 * time.Minute
 
 // testDir is a directory whose name is short enough for sockets.
 func testDir(t *testing.T) string {

@@ -25,7 +25,7 @@ import (
 )
 
 const (
-	patience = 30 * time.Second
+	patience = 2 * time.Minute
 	pageSize = 512
 )
 
@@ -201,7 +201,7 @@ func (s *side) close() {
 	if err := s.p.Close(); err != nil {
 		s.t.Error(err)
 	}
-	if took := time.Since(start); took > 20*time.Second {
+	if took := time.Since(start); took > patience/2 {
 		s.t.Errorf("%s: Close took %v", s.name, took)
 	}
 	if err := s.e.Check(); err != nil {

@@ -183,6 +183,10 @@ func sentinel(t *testing.T, master *server, replicas int) *server {
 	s := launch(t, &server{path: "redis-server", args: []string{file, "--sentinel"}, addr: fmt.Sprintf("127.0.0.1:%d", own)})
 	c := sentinelClient(s)
 	defer c.Close()
+	// When it has stood still for 2 s, it does nothing for 30 s, as it does not trust its clock.
+	if err := c.Process(t.Context(), redis.NewStatusCmd(t.Context(), "sentinel", "debug", "tilt-trigger", "600000")); err != nil {
+		t.Fatal(err)
+	}
 	for deadline := time.Now().Add(unhurried); ; time.Sleep(50 * time.Millisecond) {
 		if found, err := c.Replicas(t.Context(), "kv").Result(); err == nil && len(found) == replicas && (replicas == 0 || found[0]["master-link-status"] == "ok") {
 			return s

@@ -22,7 +22,7 @@ import (
 
 // Sidecars in one process that share by real peers: each has an engine, an arena of shared memory, a Stack, and what its workers would map of others.
 
-const peerPatience = 30 * time.Second
+const peerPatience = 2 * time.Minute
 
 // side is one of them, with a worker and a scheduler as a rig has.
 type side struct {

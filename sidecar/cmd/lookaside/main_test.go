@@ -48,7 +48,7 @@ func testMain(m *testing.M) int {
 	return code
 }
 
-const patience = 30 * time.Second
+const patience = 2 * time.Minute
 
 // run runs the command to its end.
 func run(t *testing.T, environ []string, args ...string) (stdout, stderr string, code int) {
