@@ -47,7 +47,7 @@ test: lint ## All tests
 	@$(MAKE) test-e2e
 
 test-go: setup ## Go tests, with the race detector
-	$(GO) test -race -timeout 10m $(GOTEST_FLAGS) ./...
+	$(GO) test -race -timeout 20m $(GOTEST_FLAGS) ./...
 
 test-py: build ## Python tests without a running vLLM
 	$(PY) -m pytest -q --timeout=300 --durations=5 $(PYTEST_FLAGS) pyclient/tests
