@@ -3,7 +3,6 @@ package sidecar
 import (
 	"context"
 	"fmt"
-	"math/rand/v2"
 	"net"
 	"os"
 	"os/exec"
@@ -11,6 +10,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"lookaside/internal/freeport"
 )
 
 const remotePassword = "correct horse battery staple"
@@ -47,15 +48,12 @@ func (s *remoteServer) start(t *testing.T) {
 // freeAddr is an address on which nobody listens.
 func freeAddr(t *testing.T) (addr, port string) {
 	t.Helper()
-	for range 100 { // not among those that the kernel gives to whoever asks for any: somebody else's connection might get it meanwhile
-		port = fmt.Sprint(20000 + rand.IntN(10000))
-		if ln, err := net.Listen("tcp", "127.0.0.1:"+port); err == nil {
-			ln.Close()
-			return "127.0.0.1:" + port, port
-		}
+	n, err := freeport.Find()
+	if err != nil {
+		t.Fatal(err)
 	}
-	t.Fatal("no port is free")
-	return "", ""
+	port = fmt.Sprint(n)
+	return "127.0.0.1:" + port, port
 }
 
 // newRedis is a server that is not started yet, and what to name it by. It keeps nothing on disk.

@@ -90,16 +90,20 @@ def settle() -> None:
     time.sleep(1.3)
 
 
-def reset_prefix_cache(base_url: str, timeout_s: float = 120.0) -> None:
-    """Empties vLLM's own prefix cache, not the sidecar's. Retries while blocks are held; needs vLLM's dev mode."""
+def reset_prefix_cache(base_url: str, timeout_s: float = 120.0, external: bool = False) -> None:
+    """Empties vLLM's own prefix cache, and all of the sidecars' if ``external``; needs vLLM's dev mode.
+
+    Retries while blocks are held, or a sidecar is too slow to say that it has. Raises RuntimeError.
+    """
+    parameters = {"reset_external": external}
     deadline = time.monotonic() + timeout_s
     while True:
-        response = _client.post(f"{base_url}/reset_prefix_cache", timeout=timeout_s)
+        response = _client.post(f"{base_url}/reset_prefix_cache", params=parameters, timeout=timeout_s)
         response.raise_for_status()
         if response.json().get("success", True):
             return
         if time.monotonic() > deadline:
-            raise RuntimeError("vLLM would not reset its prefix cache: blocks are still held")
+            raise RuntimeError("vLLM would not reset its cache: blocks are still held, or a sidecar is silent")
         time.sleep(0.05)
 
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
@@ -122,14 +121,16 @@ def computed(server: Server, prompt: list[int], max_tokens: int = 8) -> Answer:
     return answer
 
 
-def forget_all(server: Server) -> None:
-    """Empties vLLM's own cache and all of the sidecars'; again while a sidecar is too slow to say that it has."""
+def hits_again(server: Server, prompt: list[int], truth: Answer, what: str) -> None:
+    """Waits until all that can be of a prompt is hit in the sidecars. Every answer must be the right one."""
 
-    def forgotten() -> bool:
-        url = f"{server.base_url}/reset_prefix_cache?reset_external=true"
-        return httpx.post(url, timeout=120, trust_env=False).raise_for_status().json().get("success", True)
+    def found() -> bool:
+        client.reset_prefix_cache(server.base_url)
+        again = ask(server, prompt)
+        assert again.tokens == truth.tokens
+        return again.cached_tokens == hits_of(len(prompt))
 
-    eventually(forgotten, "all to be forgotten")
+    eventually(found, what)
 
 
 def counted(server: Server, name: str) -> float:

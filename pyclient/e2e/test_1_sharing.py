@@ -19,8 +19,8 @@ from .conftest import (
     computed,
     configured,
     counted,
-    forget_all,
     hit,
+    hits_again,
     hits_of,
     missed_again,
     together,
@@ -174,14 +174,7 @@ def test_an_instance_that_dies_and_one_that_starts(pair: Pair) -> None:
     pair.b = pair.stand.server("b2", connector=configured(pair.stand.endpoint(), **HURRIED))
     pair.b.wait_ready()
     pair.connected()
-
-    def found() -> bool:
-        client.reset_prefix_cache(pair.b.base_url)
-        again = ask(pair.b, prompt)
-        assert again.tokens == truth.tokens
-        return again.cached_tokens == hits_of(4000)
-
-    eventually(found, "the successor's hit")
+    hits_again(pair.b, prompt, truth, "the successor's hit")
 
 
 @missed_again
@@ -189,7 +182,7 @@ def test_reset_of_the_external_cache_forgets(pair: Pair) -> None:
     prompt = pair.prompt(800)
     truth = ask(pair.a, prompt)
     hit(ask(pair.b, prompt).cached_tokens, hits_of(800))
-    forget_all(pair.b)
+    client.reset_prefix_cache(pair.b.base_url, external=True)
     again = ask(pair.b, prompt)
     assert again.tokens == truth.tokens
     assert again.cached_tokens == 0

@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 
 from examples.stand import client, model
-from examples.stand.client import Answer
 from examples.stand.processes import BINARY, Server, Sidecar, Stand, eventually
 
-from .conftest import PAGE, Pair, Stands, ask, computed, configured, hits_of, sessions, together
+from .conftest import PAGE, Pair, Stands, ask, computed, configured, hits_again, hits_of, sessions, together
 
 LITTLE = {"arena_limit": "512M"}
 
@@ -172,14 +171,7 @@ class TestTwoRanksAndNoRoom:
             prompt = model.prompt(tokens, 50_000 + tokens)
             truth = computed(two_ranks.server, prompt)
             assert ask(two_ranks.server, prompt).tokens == truth.tokens
-
-            def hit(prompt: list[int] = prompt, truth: Answer = truth) -> bool:
-                client.reset_prefix_cache(two_ranks.server.base_url)
-                again = ask(two_ranks.server, prompt)
-                assert again.tokens == truth.tokens
-                return again.cached_tokens == hits_of(len(prompt))
-
-            eventually(hit, "hits in both ranks' sidecars")
+            hits_again(two_ranks.server, prompt, truth, "hits in both ranks' sidecars")
 
     def test_what_one_rank_lacks_is_no_hit(self, two_ranks: Shape) -> None:
         """The second rank's sidecar restarts empty; then both hold it again."""
@@ -197,14 +189,7 @@ class TestTwoRanksAndNoRoom:
         client.reset_prefix_cache(two_ranks.server.base_url)
         empty = ask(two_ranks.server, prompt)
         assert (empty.tokens, empty.cached_tokens) == (truth.tokens, 0)
-
-        def hit() -> bool:
-            client.reset_prefix_cache(two_ranks.server.base_url)
-            again = ask(two_ranks.server, prompt)
-            assert again.tokens == truth.tokens
-            return again.cached_tokens == hits_of(1000)
-
-        eventually(hit, "hits once both ranks hold it")
+        hits_again(two_ranks.server, prompt, truth, "hits once both ranks hold it")
 
     @pytest.mark.parametrize("turn", [0, 1])
     def test_preempted_requests_answer_the_same(self, no_room: Shape, pair: Pair, turn: int) -> None:
@@ -244,14 +229,7 @@ class TestTwoRanksAndNoRoom:
         eventually(another, "a new sidecar to be started")
         started = int((endpoint / "lock").read_text().split()[0])
         assert os.sched_getaffinity(started) == os.sched_getaffinity(0), "bound to a core of vLLM's"
-
-        def hit() -> bool:
-            client.reset_prefix_cache(no_room.server.base_url)
-            answer = ask(no_room.server, prompt)
-            assert answer.tokens == truth.tokens
-            return answer.cached_tokens == hits_of(500)
-
-        eventually(hit, "hits in the new sidecar")
+        hits_again(no_room.server, prompt, truth, "hits in the new sidecar")
 
 
 class TestOneHead:
@@ -265,14 +243,7 @@ class TestOneHead:
             prompt = model.prompt(tokens, 56_000 + tokens)
             truth = computed(one_head.server, prompt)
             assert ask(one_head.server, prompt).tokens == truth.tokens
-
-            def hit(prompt: list[int] = prompt, truth: Answer = truth) -> bool:
-                client.reset_prefix_cache(one_head.server.base_url)
-                again = ask(one_head.server, prompt)
-                assert again.tokens == truth.tokens
-                return again.cached_tokens == hits_of(len(prompt))
-
-            eventually(hit, "a hit")
+            hits_again(one_head.server, prompt, truth, "a hit")
             least += hits_of(tokens) // PAGE
             most += 2 * (tokens // PAGE)  # with the salt, which nothing waits for, and without
             loaded += 2 * (hits_of(tokens) // PAGE)  # by both ranks

@@ -9,9 +9,10 @@ import msgspec
 import pytest
 import zmq
 
+from examples.stand import client
 from examples.stand.processes import eventually
 
-from .conftest import PAGE, Missed, Pair, ask, forget_all, missed_again
+from .conftest import PAGE, Missed, Pair, ask, missed_again
 
 
 class Router:
@@ -72,7 +73,7 @@ def test_engine_and_sidecar_tell_the_same(pair: Pair, routers: list[Router]) -> 
         return bool(engine.knows("CPU") and arena.knows("CPU"))
 
     eventually(told, "the subscriptions to come through")
-    forget_all(pair.a)
+    client.reset_prefix_cache(pair.a.base_url, external=True)
     for each, who in ((engine, "engine"), (arena, "sidecar")):
         eventually(
             lambda each=each: bool(ask(pair.a, pair.prompt(20), 2)) and not each.knows("CPU"), f"the {who} forgets"
@@ -90,6 +91,6 @@ def test_engine_and_sidecar_tell_the_same(pair: Pair, routers: list[Router]) -> 
         assert event.block_size == PAGE and event.token_ids == prompt[: len(event.token_ids)]
         assert arena.held["CPU"][block].block_size == PAGE
     # What is dropped is taken back by both: by the engine in its next steps.
-    forget_all(pair.a)
+    client.reset_prefix_cache(pair.a.base_url, external=True)
     eventually(lambda: not arena.knows("CPU"), "the sidecar takes back all")
     eventually(lambda: bool(ask(pair.a, pair.prompt(20), 2)) and not engine.knows("CPU"), "the engine takes back all")

@@ -18,7 +18,7 @@ import pytest
 from examples.stand import client, model
 from examples.stand.processes import Server, Sidecar, Stand, eventually
 
-from .conftest import Stands, ask, configured, hits_of, sessions
+from .conftest import Stands, ask, configured, hits_again, hits_of, sessions
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -109,11 +109,4 @@ def test_the_sidecar_killed_during_a_load(states: States) -> None:
     states.sidecar.end()
     states.sidecar = states.stand.sidecar()
     eventually(lambda: sessions(states.sidecar) == 2, "both roles' sessions")
-
-    def hit() -> bool:
-        client.reset_prefix_cache(states.server.base_url)
-        again = ask(states.server, prompt)
-        assert again.tokens == truth.tokens
-        return again.cached_tokens == hits_of(3000)
-
-    eventually(hit, "hits once connected again")
+    hits_again(states.server, prompt, truth, "hits once connected again")

@@ -21,6 +21,7 @@ import (
 	"syscall"
 	"time"
 
+	"lookaside/internal/freeport"
 	"lookaside/tiers"
 )
 
@@ -304,16 +305,8 @@ func (s *soak) startRedis() error {
 		return nil
 	}
 	if s.port == 0 {
-		for tries := 0; ; tries++ { // not one that the kernel gives to whoever asks for any: somebody else's connection might have it while the server is down
-			s.port = 20000 + rand.IntN(10000)
-			l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", s.port))
-			if err == nil {
-				l.Close()
-				break
-			}
-			if tries == 100 {
-				return err
-			}
+		if s.port, err = freeport.Find(); err != nil {
+			return err
 		}
 	}
 	s.redis, err = s.spawn("redis", nil, program, "--port", fmt.Sprint(s.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--maxmemory", "96mb",

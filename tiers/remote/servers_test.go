@@ -24,6 +24,7 @@ import (
 	"github.com/redis/go-redis/v9"
 	"golang.org/x/sys/unix"
 
+	"lookaside/internal/freeport"
 	"lookaside/internal/leak"
 	"lookaside/tiers"
 	"lookaside/tiers/tiertest"
@@ -36,21 +37,15 @@ const unhurried = time.Minute
 
 const password = "correct horse battery staple"
 
-// freePort is a port that nobody listens on, and below those that the kernel gives out, so that nobody will.
+// freePort is a port that nobody listens on, or will.
 func freePort(t testing.TB) int {
 	t.Helper()
-	for range 1000 {
-		port := int(20000 + (nextPort.Add(1)+uint32(os.Getpid())*37)%10000)
-		if l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port)); err == nil {
-			l.Close()
-			return port
-		}
+	port, err := freeport.Find()
+	if err != nil {
+		t.Fatal(err)
 	}
-	t.Fatal("no free port")
-	return 0
+	return port
 }
-
-var nextPort atomic.Uint32
 
 // server is a process that serves on a port of this machine.
 type server struct {
