@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -15,6 +16,8 @@ import (
 	"lookaside/dax"
 	"lookaside/ipc/client"
 	"lookaside/ipc/wire"
+	"lookaside/tiers"
+	"lookaside/tiers/tiertest"
 )
 
 func TestRefusals(t *testing.T) {
@@ -118,16 +121,83 @@ func TestSpacesLimitNamesTheClosestSpace(t *testing.T) {
 		!strings.Contains(no.Message, "spaces.limit") {
 		t.Fatalf("got %v", err)
 	}
-	// A space with chunks stays when its sessions have gone, one without makes room.
-	near.store(onePrefix(1), 0, 4)
-	near.close()
-	r.eventually("the worker is gone", func() bool { return r.server.Sessions() == 1 })
-	if _, err := client.Dial(r.dir, h, patience); !errors.As(err, &no) {
-		t.Fatalf("got %v, want a refusal: one space has chunks, the other a session", err)
-	}
 	fw.close()
-	r.eventually("the worker is gone", func() bool { return r.server.Sessions() == 0 })
-	r.worker(h)
+	near.close()
+}
+
+// TestIdleSpaceMakesRoom: of the spaces that nobody uses the one used longest ago goes for a new one. What is in use or pinned stays, and what
+// went is found again in the tier below.
+func TestIdleSpaceMakesRoom(t *testing.T) {
+	r := newRig(t, rigOptions{spaces: 3, tiers: []tiertest.MemoryOptions{{}}})
+	hello := func(model string) *wire.Hello {
+		h := workerHello(model)
+		h.Fields[1].Value = model
+		return h
+	}
+	p := onePrefix(1)
+	leave := func(w *worker) {
+		t.Helper()
+		sessions := r.server.Sessions()
+		w.close()
+		r.eventually("the worker is gone", func() bool { return r.server.Sessions() == sessions-1 })
+	}
+	bring := func(model string) *worker {
+		t.Helper()
+		w := r.worker(hello(model))
+		w.store(p, 0, 2*perChunk)
+		return w
+	}
+	held := func(models ...string) {
+		t.Helper()
+		var got []string
+		for _, sp := range r.server.Status().Spaces {
+			got = append(got, sp.Fields["model"])
+		}
+		if slices.Sort(got); !slices.Equal(got, models) {
+			t.Fatalf("the spaces held are of %v, want %v", got, models)
+		}
+	}
+
+	first, second := bring("a"), bring("b")
+	third := bring("c")
+	leave(second)
+	leave(first)
+	leave(third)
+	check(t, r.stack.Flush(t.Context()))
+	fourth := bring("d") // b was used longest ago
+	held("a", "c", "d")
+	again := r.worker(hello("a")) // is in use
+	var c tiers.SpaceStats
+	for _, sp := range r.engine.Spaces() {
+		if sp.Owners == 0 {
+			c = sp
+		}
+	}
+	pin, pages, err := r.engine.Pin(c.ID, p.hashes(0, 2*perChunk))
+	if err != nil || pages != 2*perChunk {
+		t.Fatalf("%d pages pinned: %v", pages, err)
+	}
+	var no *client.Refused
+	if _, err := client.Dial(r.dir, hello("b"), patience); !errors.As(err, &no) || no.Code != wire.RefuseIncompatible || !strings.Contains(no.Message, "pins") {
+		t.Fatalf("got %v, want a refusal: two spaces are in use, and one is pinned", err)
+	}
+	held("a", "c", "d")
+	check(t, r.engine.Unpin(pin))
+	back := r.worker(hello("b"))
+	held("a", "b", "d")
+	if st, _ := r.engine.Space(c.ID); st.Fingerprint == c.Fingerprint {
+		t.Fatalf("%+v is still open", st)
+	}
+	sh := schedulerHello("b")
+	sh.Fields[0].Value = "b"
+	s := r.scheduler(sh)
+	if _, hit := s.lookup(p, 0, 2*perChunk); hit != 2*perChunk {
+		t.Fatalf("%d pages of the space that is back hit, of %d that the tier below has", hit, 2*perChunk)
+	}
+	s.close()
+	for _, w := range []*worker{fourth, again, back} {
+		w.close()
+	}
 }
 
 func TestWelcome(t *testing.T) {
@@ -215,6 +285,36 @@ func TestStoreLookupLoad(t *testing.T) {
 	}
 }
 
+// TestLongLookups asks for more pages than lookup.max_pages, which are answered for as many: silence would be a miss.
+func TestLongLookups(t *testing.T) {
+	const most = 8
+	r := newRig(t, rigOptions{maxPages: most})
+	w := r.worker(workerHello("e"))
+	s := r.scheduler(schedulerHello("e"))
+	if n := s.ses.Welcome.MaxPages; n != most {
+		t.Fatalf("%d pages at most, says the handshake", n)
+	}
+	p := onePrefix(1)
+	w.store(p, 0, most)
+	w.store(p, most, most)
+	for _, pages := range []int{most, most + 1, 2 * most, 4096} {
+		id, hit := s.lookup(p, 0, pages)
+		if hit != most {
+			t.Errorf("%d of %d pages hit, of a lookup that is answered for %d", hit, pages, most)
+		}
+		lg, err := w.load(s, id, p, 0, most)
+		check(t, err)
+		check(t, w.ses.Send(&wire.Release{Load: lg.Load}))
+		w.sync()
+	}
+	if _, hit := s.lookup(p, most, 2*most); hit != most {
+		t.Errorf("%d pages hit from page %d on", hit, most)
+	}
+	if n := r.server.Counters(); n.LookupPages != 5*most || r.errorCount("malformed") != 0 {
+		t.Errorf("counters %+v", n)
+	}
+}
+
 func TestWrongRequests(t *testing.T) {
 	r := newRig(t, rigOptions{})
 	w := r.worker(workerHello("e"))
@@ -233,9 +333,9 @@ func TestWrongRequests(t *testing.T) {
 	_, err = w.load(s, id, p, 0, 9)
 	wantCode(t, err, wire.CodeStale) // more than is leased
 	var lg wire.LoadGrant
-	err = w.call(&wire.PrepareLoad{ID: 5, Session: w.ses.Welcome.Session, Lookup: id, Pages: 1}, &lg)
+	err = w.call(&wire.PrepareLoad{ID: 5, Session: w.ses.Welcome.Session, Lookup: id, Ticket: w.ses.Ticket(id), Pages: 1, Names: make([]byte, 32)}, &lg)
 	wantCode(t, err, wire.CodeNotFound) // a worker's session is no scheduler's
-	err = w.call(&wire.PrepareLoad{ID: 5, Session: 12345, Lookup: id, Pages: 1}, &lg)
+	err = w.call(&wire.PrepareLoad{ID: 5, Session: 12345, Lookup: id, Ticket: s.ses.Ticket(id), Pages: 1, Names: make([]byte, 32)}, &lg)
 	wantCode(t, err, wire.CodeNotFound)
 	_, err = w.prepare(p, 2, 4)
 	wantCode(t, err, wire.CodeMalformed) // not the first page of a chunk
@@ -282,7 +382,7 @@ func TestBrokenProtocolEndsTheSession(t *testing.T) {
 		r.eventually("session ended", func() bool { return r.server.Sessions() == n-1 })
 	}
 	ends("a scheduler stores", r.scheduler(schedulerHello("e")).ses, (&wire.PrepareStore{ID: 1, Hashes: p.hashes(0, 4)}).Append(nil))
-	ends("a lookup on the session socket", r.scheduler(schedulerHello("e")).ses, (&wire.Lookup{Session: 1, Lookup: 1, Hashes: p.hashes(0, 4)}).Append(nil))
+	ends("a lookup on the session socket", r.scheduler(schedulerHello("e")).ses, (&wire.Lookup{Session: 1, Secret: make([]byte, 16), Lookup: 1, Hashes: p.hashes(0, 4)}).Append(nil))
 	ends("a second hello", r.scheduler(schedulerHello("e")).ses, schedulerHello("e").Append(nil))
 	ends("an array bomb", r.worker(workerHello("f")).ses, []byte{0xdd, 0xff, 0xff, 0xff, 0xff, 10})
 	ends("more pages than max_pages", r.worker(workerHello("f")).ses, (&wire.PrepareStore{ID: 6, Hashes: make([]byte, 32*4097)}).Append(nil))
@@ -351,9 +451,9 @@ func TestStrangeLookups(t *testing.T) {
 	p := onePrefix(1)
 	w.store(p, 0, 4)
 	send := func(b []byte) { check(t, s.lookups.Send(b)) }
-	send((&wire.Lookup{Session: 4711, Lookup: 1, Hashes: p.hashes(0, 4)}).Append(nil))
-	send((&wire.Lookup{Session: w.ses.Welcome.Session, Lookup: 1, Hashes: p.hashes(0, 4)}).Append(nil))
-	send((&wire.Cancel{Session: 4711, Lookup: 1}).Append(nil))
+	send((&wire.Lookup{Session: 4711, Secret: s.ses.Welcome.Secret, Lookup: 1, Hashes: p.hashes(0, 4)}).Append(nil))
+	send((&wire.Lookup{Session: w.ses.Welcome.Session, Secret: w.ses.Welcome.Secret, Lookup: 1, Hashes: p.hashes(0, 4)}).Append(nil))
+	send((&wire.Cancel{Session: 4711, Secret: s.ses.Welcome.Secret, Lookup: 1}).Append(nil))
 	send([]byte{0xdd, 0xff, 0xff, 0xff, 0xff})
 	send([]byte("\x80\x04]\x94.")) // a pickle
 	send((&wire.Ping{ID: 1}).Append(nil))
@@ -361,14 +461,14 @@ func TestStrangeLookups(t *testing.T) {
 	if _, hit := s.lookup(p, 0, 4); hit != 4 {
 		t.Errorf("%d hits", hit)
 	}
-	if n := r.errorCount("unknown_session"); n != 2 {
-		t.Errorf("%d lookups of unknown sessions, want 2", n)
+	if n := r.errorCount("unknown_session"); n != 3 {
+		t.Errorf("%d messages of unknown sessions, want 3", n)
 	}
 	if n := r.errorCount("malformed"); n != 3 {
 		t.Errorf("%d malformed messages, want 3", n)
 	}
 	// Hashes of another length are a miss.
-	res, err := s.lookups.Lookup(&wire.Lookup{Session: s.ses.Welcome.Session, Lookup: 999, Hashes: make([]byte, 40)}, patience)
+	res, err := s.lookups.Lookup(&wire.Lookup{Session: s.ses.Welcome.Session, Secret: s.ses.Welcome.Secret, Lookup: 999, Hashes: make([]byte, 40)}, patience)
 	check(t, err)
 	if res.HitPages != 0 {
 		t.Error("a hit")
@@ -517,8 +617,8 @@ func TestLookupAllocatesNothing(t *testing.T) {
 	p := onePrefix(1)
 	w.store(p, 0, 64)
 	session := s.ses.Welcome.Session
-	ask := (&wire.Lookup{Session: session, Lookup: 7, Hashes: p.hashes(0, 64), DeadlineMs: 1000}).Append(nil)
-	cancel := (&wire.Cancel{Session: session, Lookup: 7}).Append(nil)
+	ask := (&wire.Lookup{Session: session, Secret: s.ses.Welcome.Secret, Lookup: 7, Hashes: p.hashes(0, 64), DeadlineMs: 1000}).Append(nil)
+	cancel := (&wire.Cancel{Session: session, Secret: s.ses.Welcome.Secret, Lookup: 7}).Append(nil)
 	reply := make([]byte, 0, 64)
 	// Nobody else asks, so this goroutine stands in for that of the sockets.
 	allocs := testing.AllocsPerRun(200, func() {

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"sync/atomic"
 
+	"lookaside/ipc/wire"
 	"lookaside/tiers"
 )
 
@@ -19,13 +20,14 @@ const (
 	KindMalformed
 	KindClosed
 	KindUnknownSession // a lookup for a session that is not connected
+	KindForged         // a lookup message or a load without the secret of the session that it names
 	KindHandshake      // a client that left or was too slow before it was welcomed
 	KindSend           // a client that did not read in time
 	KindInternal
 	errorKinds
 )
 
-var kindNames = [errorKinds]string{"not_found", "stale", "incompatible", "busy", "malformed", "closed", "unknown_session", "handshake", "send", "internal"}
+var kindNames = [errorKinds]string{"not_found", "stale", "incompatible", "busy", "malformed", "closed", "unknown_session", "forged", "handshake", "send", "internal"}
 
 func (k ErrorKind) String() string { return kindNames[k] }
 
@@ -54,6 +56,10 @@ type counters struct {
 	lookupPages    atomic.Uint64
 	hitPages       atomic.Uint64
 	hitTokens      atomic.Uint64
+	requests       atomic.Uint64
+	askedTokens    atomic.Uint64
+	foundTokens    atomic.Uint64
+	loadedTokens   atomic.Uint64
 	promised       atomic.Uint64
 	stores         atomic.Uint64
 	storedPages    atomic.Uint64
@@ -67,20 +73,53 @@ type counters struct {
 	badExtents     atomic.Uint64
 	sessionsOpened atomic.Uint64
 	lingered       atomic.Uint64
+	froze          atomic.Uint64
 	refused        [refusals]atomic.Uint64
 	errors         [errorKinds]atomic.Uint64
 }
 
 func (c *counters) fail(k ErrorKind) { c.errors[k].Add(1) }
 
+// prefilled counts one request.
+func (c *counters) prefilled(m *wire.Prefilled) {
+	c.requests.Add(1)
+	c.askedTokens.Add(uint64(m.Tokens))
+	c.foundTokens.Add(uint64(m.Found))
+	c.loadedTokens.Add(uint64(m.Loaded))
+}
+
+// A TokenCount says where the tokens of vLLM's requests came from, as far as vLLM's own cache did not have them. Its
+// schedulers say so (wire.Prefilled), once for each time that a request was admitted.
+type TokenCount struct {
+	Requests uint64 `json:"requests" doc:"Requests that vLLM admitted; one that was preempted is admitted again."`
+	Asked    uint64 `json:"asked" doc:"Their tokens that vLLM's own cache did not have."`
+	Found    uint64 `json:"found" doc:"Of the tokens asked for: held by the sidecars of all ranks when vLLM decided what to load."`
+	Loaded   uint64 `json:"loaded" doc:"Of the tokens asked for: loaded. A load that failed counts as computed."`
+	Computed uint64 `json:"computed" doc:"Of the tokens asked for: not loaded, so that vLLM computes them."`
+}
+
+// LoadedRatio is the part of the tokens asked for that were loaded; 0 if none were asked for.
+func (c TokenCount) LoadedRatio() float64 { return ratio(c.Loaded, c.Asked) }
+
+// FoundRatio is the part of the tokens asked for that were held here; 0 if none were asked for.
+func (c TokenCount) FoundRatio() float64 { return ratio(c.Found, c.Asked) }
+
+func ratio(part, of uint64) float64 {
+	if of == 0 {
+		return 0
+	}
+	return float64(part) / float64(of)
+}
+
 // Counters is what happened since the start.
 type Counters struct {
+	Tokens         TokenCount        `json:"tokens"`
 	Lookups        uint64            `json:"lookups"`
-	LookupPages    uint64            `json:"lookup_pages"` // asked for
-	HitPages       uint64            `json:"hit_pages"`
-	HitTokens      uint64            `json:"hit_tokens"`
-	Promised       uint64            `json:"promised"` // times that a scheduler was told that its pages are on their way
-	Stores         uint64            `json:"stores"`   // committed
+	LookupPages    uint64            `json:"lookup_pages"` // asked for, also what vLLM then has itself
+	HitPages       uint64            `json:"hit_pages"`    // found by lookups, also what nobody then loads
+	HitTokens      uint64            `json:"hit_tokens"`   // the same in tokens
+	Promised       uint64            `json:"promised"`     // times that a scheduler was told that its pages are on their way
+	Stores         uint64            `json:"stores"`       // committed
 	StoredPages    uint64            `json:"stored_pages"`
 	StoredBytes    uint64            `json:"stored_bytes"`
 	HeldPages      uint64            `json:"held_pages"`      // offered for storing, but held already
@@ -92,12 +131,14 @@ type Counters struct {
 	BadExtents     uint64            `json:"bad_extents"` // reported bad by a worker that loaded them
 	SessionsOpened uint64            `json:"sessions_opened"`
 	Lingered       uint64            `json:"lingered"` // sessions that were given up while their clients lived and held something
+	Froze          uint64            `json:"froze"`    // times that a session which held something froze
 	Refused        map[string]uint64 `json:"refused"`
 	Errors         map[string]uint64 `json:"errors"`
 }
 
 func (c *counters) snapshot() Counters {
 	s := Counters{
+		Tokens:         TokenCount{Requests: c.requests.Load(), Loaded: c.loadedTokens.Load(), Found: c.foundTokens.Load(), Asked: c.askedTokens.Load()},
 		Lookups:        c.lookups.Load(),
 		LookupPages:    c.lookupPages.Load(),
 		HitPages:       c.hitPages.Load(),
@@ -115,9 +156,12 @@ func (c *counters) snapshot() Counters {
 		BadExtents:     c.badExtents.Load(),
 		SessionsOpened: c.sessionsOpened.Load(),
 		Lingered:       c.lingered.Load(),
+		Froze:          c.froze.Load(),
 		Refused:        make(map[string]uint64, refusals),
 		Errors:         make(map[string]uint64, errorKinds),
 	}
+	// Asked is read last and added to first, so that it is never the smaller.
+	s.Tokens.Computed = s.Tokens.Asked - s.Tokens.Loaded
 	for i := range c.refused {
 		s.Refused[refusalNames[i]] = c.refused[i].Load()
 	}

@@ -448,12 +448,12 @@ func TestManySessionsAtOnce(t *testing.T) {
 					if err != nil {
 						return err
 					}
-					l, err := client.NewLookups(ses.Welcome.LookupEndpoint, ses.Welcome.ReplyEndpoint, false)
+					l, err := ses.Lookups()
 					if err != nil {
 						return err
 					}
 					p := onePrefix(1)
-					res, err := l.Lookup(&wire.Lookup{Session: ses.Welcome.Session, Lookup: 1, Hashes: p.hashes(0, 8)}, patience)
+					res, err := l.Lookup(&wire.Lookup{Session: ses.Welcome.Session, Secret: ses.Welcome.Secret, Lookup: 1, Hashes: p.hashes(0, 8)}, patience)
 					if err == nil && res.HitPages != 8 {
 						err = fmt.Errorf("%d pages hit", res.HitPages)
 					}

@@ -42,11 +42,12 @@ func lmHello(engine string) *wire.Hello {
 }
 
 func TestLMCacheLookups(t *testing.T) {
-	r := newRig(t, rigOptions{lmcache: true})
+	r := newRig(t, rigOptions{lmcache: true, maxPages: 6})
 	r.worker(workerHello("native")) // another space, that must not be asked
 	w := r.worker(lmHello("lm"))
 	storeLM(t, w, 1, 5)
-	l, err := client.NewLookups(r.lmcache[0], r.lmcache[1], true)
+	storeLM(t, w, 3, 6)
+	l, err := client.NewLookups(r.lmcache[0], r.lmcache[1], nil)
 	check(t, err)
 	defer func() {
 		check(t, l.Close())
@@ -90,6 +91,11 @@ func TestLMCacheLookups(t *testing.T) {
 	answer("req-2", 5*256)
 	check(t, l.Send(request("req-3", 2, 3, nil)))
 	answer("req-3", 0)
+	check(t, l.Send(request("long", 3, 9, nil))) // more than may be asked: as many are answered for
+	answer("long", 6*256)
+	long, err := msgpack.Marshal(map[string]any{"type": "LookupCleanupMsg", "lookup_id": "long"})
+	check(t, err)
+	check(t, l.Send(long))
 	check(t, l.Send(request("req-4", 1, 0, nil)))
 	answer("req-4", 0)
 	check(t, l.Send(request("req-5", 1, 5, map[string]any{"lmcache.tag.user": "x"}))) // a tag is part of the key there

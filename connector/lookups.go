@@ -2,6 +2,7 @@ package connector
 
 import (
 	"bytes"
+	"crypto/subtle"
 	"errors"
 	"math"
 	"slices"
@@ -29,17 +30,21 @@ func (s *Server) HandleLookup(msg, reply []byte) (uint64, []byte) {
 	m := &s.native
 	switch t {
 	case wire.TypeLookup:
-		if err = m.lookup.Decode(msg, &s.limits); err == nil {
+		if err = m.lookup.Decode(msg, &s.lookupLimits); err == nil {
 			return s.lookup(&m.lookup, reply)
 		}
 	case wire.TypeTrim:
 		if err = m.trim.Decode(msg, &s.limits); err == nil {
-			s.noteLookup(s.stack.Trim(tiers.Owner(m.trim.Session), m.trim.Lookup, int(m.trim.FirstPage)))
+			if ses := s.asker(m.trim.Session, m.trim.Secret); ses != nil {
+				s.noteLookup(s.stack.Trim(ses.owner, m.trim.Lookup, int(m.trim.FirstPage)))
+			}
 			return 0, nil
 		}
 	case wire.TypeCancel:
 		if err = m.cancel.Decode(msg, &s.limits); err == nil {
-			s.noteLookup(s.stack.Cancel(tiers.Owner(m.cancel.Session), m.cancel.Lookup))
+			if ses := s.asker(m.cancel.Session, m.cancel.Secret); ses != nil {
+				s.noteLookup(s.stack.Cancel(ses.owner, m.cancel.Lookup))
+			}
 			return 0, nil
 		}
 	}
@@ -56,27 +61,41 @@ func (s *Server) noteLookup(err error) {
 	}
 }
 
+// asker returns the scheduler's session that a lookup message is of, or nil, which is counted. ZMQ does not tell who sends a message, and
+// a session's number is no secret: the message has to prove that it is the session's by the secret that the handshake gave it.
+func (s *Server) asker(session uint64, secret []byte) *session {
+	ses := s.findSession(session)
+	switch {
+	case ses == nil || ses.role != wire.RoleScheduler:
+		s.count.fail(KindUnknownSession)
+	case subtle.ConstantTimeCompare(secret, ses.secret) == 0:
+		s.count.fail(KindForged)
+	default:
+		return ses
+	}
+	return nil
+}
+
 func (s *Server) lookup(m *wire.Lookup, reply []byte) (uint64, []byte) {
 	start := time.Now()
-	ses := s.findSession(m.Session)
-	if ses == nil || ses.role != wire.RoleScheduler {
-		s.count.fail(KindUnknownSession)
+	ses := s.asker(m.Session, m.Secret)
+	if ses == nil {
 		return 0, nil
 	}
 	g := &ses.space.geometry
-	asked := len(m.Hashes) / g.DigestBytes
+	asked := min(len(m.Hashes)/g.DigestBytes, s.cfg.MaxPages) // what is beyond is not held, as far as the asker is told
 	s.count.lookups.Add(1)
 	s.count.lookupPages.Add(uint64(asked))
 	pages := 0
 	switch {
-	case len(m.Hashes)%g.DigestBytes != 0 || asked > s.cfg.MaxPages || len(m.Prev) != 0 && len(m.Prev) != g.DigestBytes:
+	case len(m.Hashes)%g.DigestBytes != 0 || len(m.Prev) != 0 && len(m.Prev) != g.DigestBytes:
 		s.count.fail(KindMalformed)
 	case s.draining.Load():
 		// A miss: nothing new starts here.
 	default:
 		q := &s.native.query
 		*q = stack.Query{
-			Owner: ses.owner, Lookup: m.Lookup, Space: ses.space.id, FirstPage: int(m.FirstPage), Prev: m.Prev, Hashes: m.Hashes,
+			Owner: ses.owner, Lookup: m.Lookup, Space: ses.space.id, FirstPage: int(m.FirstPage), Prev: m.Prev, Hashes: m.Hashes[:asked*g.DigestBytes],
 			Deadline: time.Duration(m.DeadlineMs) * time.Millisecond, Recompute: time.Duration(m.RecomputeUs) * time.Microsecond,
 			Ticks: true,
 		}
@@ -229,7 +248,8 @@ func (s *Server) HandleLMCache(m *wire.LMCacheRequest) (hitTokens uint32, answer
 		s.noteLookup(s.stack.Cancel(lmcacheOwner, lookup))
 		return 0, false
 	}
-	asked, pages := len(m.Offsets), 0
+	asked, pages := min(len(m.Offsets), s.cfg.MaxPages), 0
+	m.Hashes, m.Offsets = m.Hashes[:asked*m.DigestBytes], m.Offsets[:asked]
 	s.count.lookups.Add(1)
 	s.count.lookupPages.Add(uint64(asked))
 	// A tag is part of LMCache's key, but of no hash here: a chunk that was stored under another must not hit.

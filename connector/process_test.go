@@ -12,6 +12,9 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
+	"lookaside/connector"
 	"lookaside/ipc/client"
 	"lookaside/ipc/wire"
 )
@@ -32,6 +35,12 @@ func clientMain() {
 		}
 		w.ses.Close()
 	}
+	if os.Args[2] == stageHoarding {
+		if err := commitHoard(); err != nil {
+			fmt.Println("error:", err)
+			os.Exit(1)
+		}
+	}
 }
 
 // The stages at which a client process can be, in the order of their doing. Each includes a worker's session with the arena
@@ -46,7 +55,28 @@ const (
 	stageLoading   = "loading"  // a load holds them
 	stageVerified  = "verified" // its bytes were right, and it was released
 	stageUnmapped  = "unmapped" // a region has gone
+
+	stageInherited = "inherited" // as loading, and a child of the process has the worker's socket, too
+	stageHoarding  = "hoarding"  // as many slots were granted as can be had, and written; they are committed at the end of standard input
 )
+
+// hoardPages is how many pages a client that hoards wants to store.
+const hoardPages = 1024
+
+// hoarded is the prefix that a client process with a pid hoards slots for.
+func hoarded(pid int) prefix {
+	return prefix{stretches: [4]uint8{uint8(pid), uint8(pid >> 8), uint8(pid >> 16), 99}, stretch: 1}
+}
+
+// commitHoard commits what a client process was granted.
+func commitHoard() error {
+	w, g := kept[0].(*worker), kept[1].(*wire.StoreGrant)
+	if err := w.ses.Send(&wire.CommitStore{Store: g.Store}); err != nil {
+		return err
+	}
+	var pong wire.Pong
+	return w.call(&wire.Ping{ID: w.ses.NextID()}, &pong)
+}
 
 // kept is what a client process holds until its end: not even its finalizers may close it.
 var kept []any
@@ -70,6 +100,15 @@ func runClient(dir, stage string) error {
 		}
 		return nil
 	}
+	if stage == stageHoarding {
+		p := hoarded(os.Getpid())
+		g, err := w.prepare(p, 0, hoardPages)
+		kept = append(kept, &g)
+		if err != nil {
+			return err
+		}
+		return w.fill(p, g.Grants)
+	}
 	if stage == stagePrepared || stage == stageFilled || stage == stageDeaf {
 		p := onePrefix(2)
 		g, err := w.prepare(p, 0, 8)
@@ -87,13 +126,13 @@ func runClient(dir, stage string) error {
 	if err != nil {
 		return err
 	}
-	l, err := client.NewLookups(ses.Welcome.LookupEndpoint, ses.Welcome.ReplyEndpoint, false)
+	l, err := ses.Lookups()
 	kept = append(kept, ses, l)
 	if err != nil {
 		return err
 	}
 	p := onePrefix(1)
-	r, err := l.Lookup(&wire.Lookup{Session: ses.Welcome.Session, Lookup: 1, Hashes: p.hashes(0, 8)}, patience)
+	r, err := l.Lookup(&wire.Lookup{Session: ses.Welcome.Session, Secret: ses.Welcome.Secret, Lookup: 1, Hashes: p.hashes(0, 8)}, patience)
 	if err != nil {
 		return err
 	}
@@ -104,6 +143,15 @@ func runClient(dir, stage string) error {
 		return nil
 	}
 	g, err := w.load(&scheduler{ses: ses}, 1, p, 0, 8) // checks the bytes
+	if err == nil && stage == stageInherited {
+		socket, err := w.ses.Conn().File()
+		if err != nil {
+			return err
+		}
+		child := exec.Command("cat") // until standard input ends
+		child.Stdin, child.ExtraFiles = os.Stdin, []*os.File{socket}
+		return child.Start()
+	}
 	if err != nil || stage == stageLoading {
 		return err
 	}
@@ -157,8 +205,11 @@ func TestSecondProcessReadsWhatTheFirstWrote(t *testing.T) {
 
 // Whatever a client was doing when it was killed, within a second it holds nothing.
 func TestDeathAtEveryStage(t *testing.T) {
-	for _, stage := range []string{stageConnected, stageWelcomed, stagePrepared, stageFilled, stageLooked, stageLoading} {
+	for _, stage := range []string{stageConnected, stageWelcomed, stagePrepared, stageFilled, stageLooked, stageLoading, stageInherited} {
 		t.Run(stage, func(t *testing.T) {
+			if stage == stageInherited && !tellsOfDeaths(t) {
+				t.Skip("this kernel has no SO_PEERPIDFD: while a child holds the socket, nothing tells of the death of a process")
+			}
 			r := newRig(t, rigOptions{})
 			w := r.worker(workerHello("e"))
 			s := r.scheduler(schedulerHello("e"))
@@ -170,13 +221,13 @@ func TestDeathAtEveryStage(t *testing.T) {
 				if st.OpenStores != 1 || st.FillingSlots != 2 {
 					t.Fatalf("%+v", st)
 				}
-			case stageLooked, stageLoading:
+			case stageLooked, stageLoading, stageInherited:
 				if st.Leases != 2 {
 					t.Fatalf("%+v", st)
 				}
 			}
-			check(t, p.cmd.Process.Signal(syscall.SIGKILL))
-			r.eventually("all that it held is free", func() bool {
+			p.kill()
+			r.within(time.Second, "all that it held is free", func() bool {
 				st := r.engine.Stats()
 				return st.Owners == 2 && st.Leases == 0 && st.OpenStores == 0 && st.OpenLoads == 0 && st.OpenLookups == 0 && st.FillingSlots == 0 &&
 					r.listener.Stats().Sessions == 2
@@ -190,6 +241,87 @@ func TestDeathAtEveryStage(t *testing.T) {
 			w.store(onePrefix(2), 0, 8)
 		})
 	}
+}
+
+// tellsOfDeaths says whether the kernel gives a pidfd of who is at the other end of a socket.
+func tellsOfDeaths(t *testing.T) bool {
+	t.Helper()
+	const soPeerPIDFD = 77
+	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+	check(t, err)
+	defer unix.Close(pair[0])
+	defer unix.Close(pair[1])
+	fd, err := unix.GetsockoptInt(pair[0], unix.SOL_SOCKET, soPeerPIDFD)
+	if err == nil {
+		unix.Close(fd)
+	}
+	return err == nil
+}
+
+// Clients that take all that they can get and freeze are found out and named, keep what they hold, and leave room for the others. One that goes on finds what it
+// held as it was.
+func TestFrozenClientsLeaveRoom(t *testing.T) {
+	const slots = 64
+	r := newRig(t, rigOptions{regionBytes: slots * perChunk * pageBytes, share: 0.5, joint: 0.75, frozenAfter: 400 * time.Millisecond})
+	first, second := r.start(stageHoarding), r.start(stageHoarding)
+	for _, p := range []*process{first, second} {
+		check(t, p.cmd.Process.Signal(syscall.SIGSTOP))
+	}
+	var frozen []connector.FrozenStatus
+	r.eventually("both are found out", func() bool {
+		frozen = r.server.Status().Frozen
+		return len(frozen) == 2
+	})
+	held := 0
+	for i, p := range []*process{first, second} {
+		if f := frozen[i]; int(f.PID) != p.cmd.Process.Pid || f.Process != "stopped" || f.Stores != 1 || f.Slots == 0 {
+			t.Errorf("client %d with pid %d is shown as %+v", i, p.cmd.Process.Pid, f)
+		}
+		held += frozen[i].Slots
+	}
+	r.eventually("the engine knows", func() bool { st := r.engine.Stats(); return st.Frozen == 2 && st.FrozenSlots == held })
+	if n := r.server.Counters().Froze; held > slots*3/4 || n < 2 {
+		t.Errorf("frozen clients hold %d of %d slots, %d counted", held, slots, n)
+	}
+
+	w, s := r.worker(workerHello("e")), r.scheduler(schedulerHello("e"))
+	serve := func() {
+		t.Helper()
+		for i := range uint8(40) { // more than there is room for
+			q := onePrefix(100 + i)
+			w.store(q, 0, 2*perChunk)
+			id, hit := s.lookup(q, 0, 2*perChunk)
+			if hit != 2*perChunk {
+				t.Fatalf("prefix %d: %d of %d pages hit", i, hit, 2*perChunk)
+			}
+			g, err := w.load(s, id, q, 0, 2*perChunk)
+			check(t, err)
+			check(t, w.ses.Send(&wire.Release{Load: g.Load}))
+		}
+		w.sync()
+	}
+	serve()
+	if st := r.engine.Stats(); st.OpenStores != 2 || st.FillingSlots != held {
+		t.Errorf("%d stores with %d slots, want those of the two that have frozen, %d", st.OpenStores, st.FillingSlots, held)
+	}
+
+	check(t, first.cmd.Process.Signal(syscall.SIGCONT))
+	check(t, first.stdin.Close())
+	check(t, first.cmd.Wait())
+	r.eventually("one has frozen", func() bool { return r.engine.Stats().FrozenSlots == frozen[1].Slots })
+	pages := min(frozen[0].Slots, slots/4) * perChunk // a session's share is of what nobody has that froze
+	id, hit := s.lookup(hoarded(first.cmd.Process.Pid), 0, pages)
+	if hit != pages {
+		t.Fatalf("%d of %d pages hit that the client stored which went on", hit, pages)
+	}
+	g, err := w.load(s, id, hoarded(first.cmd.Process.Pid), 0, hit)
+	check(t, err)
+	check(t, w.ses.Send(&wire.Release{Load: g.Load}))
+	w.sync()
+	second.kill()
+	r.within(time.Second, "all is free", func() bool { st := r.engine.Stats(); return st.FillingSlots == 0 && st.Leases == 0 })
+	r.eventually("none has frozen", func() bool { return len(r.server.Status().Frozen) == 0 && r.engine.Stats().FrozenSlots == 0 })
+	serve()
 }
 
 // A frozen client keeps what it holds, because it lives; others notice nothing, also while the arena grows.

@@ -182,6 +182,7 @@ func TestWorkerThatKeepsARegion(t *testing.T) {
 				t.Errorf("%d counted", n)
 			}
 			if !stores {
+				bad.readsToTheEnd() // what is left unread keeps its place
 				r.eventually("its session is closed", func() bool { return r.listener.Stats().Sessions == 1 })
 				return
 			}
@@ -548,8 +549,10 @@ func TestEndsWhileRoomIsMade(t *testing.T) {
 				w.close()
 			case "breaks the protocol":
 				check(t, w.ses.SendRaw([]byte{0xc1}))
+				w.readsToTheEnd() // or it would keep its place
 			case "is given up":
 				r.server.RetractRegion(7, 10*time.Millisecond)
+				w.readsToTheEnd()
 			case "server closes":
 				time.AfterFunc(10*time.Millisecond, func() { close(gate) }) // it waits for calls of MakeRoom
 				r.cancel()

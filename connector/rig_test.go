@@ -1,6 +1,7 @@
 package connector_test
 
 import (
+	"bytes"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -78,10 +79,14 @@ type rig struct {
 type rigOptions struct {
 	regionBytes int64         // of the first region; 0: 1 MiB
 	spaces      int           // 0: 4
+	maxPages    int           // 0: 4096
 	lease       time.Duration // 0: an hour, so that none runs out, however slow the machine
 	now         func() int64  // the engine's clock; nil: the real one
 	share       float64
+	joint       float64       // 0: 1
+	frozenAfter time.Duration // 0: the Server's default
 	lmcache     bool
+	log         *zap.Logger              // nil: none, but where tests are verbose
 	tiers       []tiertest.MemoryOptions // below the arena
 	makeRoom    func(g tiers.Geometry, slots int)
 }
@@ -94,6 +99,9 @@ func newRig(t testing.TB, o rigOptions) *rig {
 	if o.spaces == 0 {
 		o.spaces = 4
 	}
+	if o.maxPages == 0 {
+		o.maxPages = 4096
+	}
 	if o.lease == 0 {
 		o.lease = time.Hour
 	}
@@ -104,8 +112,11 @@ func newRig(t testing.TB, o rigOptions) *rig {
 	if err != nil {
 		t.Fatal(err)
 	}
-	log := zap.NewNop()
-	if testing.Verbose() {
+	log := o.log
+	if log == nil {
+		log = zap.NewNop()
+	}
+	if testing.Verbose() && o.log == nil {
 		log = zaptest.NewLogger(t, zaptest.Level(zap.InfoLevel))
 	}
 	r := &rig{t: t, dir: dir, served: make(chan error, 1)}
@@ -120,7 +131,7 @@ func newRig(t testing.TB, o rigOptions) *rig {
 		})
 	}
 	r.engine, err = tiers.New(tiers.Config{
-		Now: o.now, LeaseDeadline: o.lease, MaxSpaces: o.spaces, MaxOwners: 129, MaxPages: 4096, OwnerShare: o.share, ArenaLimitBytes: 16 << 20,
+		Now: o.now, LeaseDeadline: o.lease, MaxSpaces: o.spaces, MaxOwners: 129, MaxPages: o.maxPages, OwnerShare: o.share, JointShare: o.joint, ArenaLimitBytes: 16 << 20,
 		Tiers: stack.Admissions(list), Wake: bell.Ring, PartialDelay: 10 * time.Millisecond, JournalBytes: 1 << 20,
 	})
 	check(t, err)
@@ -133,7 +144,8 @@ func newRig(t testing.TB, o rigOptions) *rig {
 	r.listener, err = ipc.Listen(dir, ipc.Options{MaxSessions: 64, Log: log})
 	check(t, err)
 	r.server = connector.New(connector.Config{
-		Log: log, Engine: r.engine, Stack: r.stack, Generation: 77, Control: r.control, MaxSpaces: o.spaces, MaxPages: 4096, Lease: o.lease, ArenaLimit: 16 << 20, MakeRoom: o.makeRoom,
+		Log: log, Engine: r.engine, Stack: r.stack, Generation: 77, Control: r.control, MaxSpaces: o.spaces, MaxPages: o.maxPages, Lease: o.lease, ArenaLimit: 16 << 20, MakeRoom: o.makeRoom,
+		FrozenAfter: o.frozenAfter,
 	})
 	lo := ipc.LookupOptions{Limits: r.server.Limits(), Tick: 20 * time.Millisecond, Log: log}
 	if o.lmcache {
@@ -216,14 +228,30 @@ func (r *rig) eventually(what string, cond func() bool) {
 	}
 }
 
+// within is eventually for what must come within some time. It is told by a clock that stands still while this process does: each of its milliseconds is one in
+// which the process ran, so that a machine which is busy, or stands still, does not make it run out.
+func (r *rig) within(d time.Duration, what string, cond func() bool) {
+	r.t.Helper()
+	for range d / time.Millisecond {
+		if cond() {
+			return
+		}
+		time.Sleep(time.Millisecond)
+	}
+	if !cond() {
+		r.t.Fatalf("it did not come within %v: %s; engine %+v", d, what, r.engine.Stats())
+	}
+}
+
 func (r *rig) errorCount(kind string) uint64 { return r.server.Counters().Errors[kind] }
 
 // A worker is a client in the worker's role, in this process, with the arena mapped.
 type worker struct {
-	t       testing.TB
-	ses     *client.Session
-	regions map[uint32][]byte
-	gone    map[uint32]bool // regions that there were
+	t        testing.TB
+	ses      *client.Session
+	perChunk uint32
+	regions  map[uint32][]byte
+	gone     map[uint32]bool // regions that there were
 }
 
 func (r *rig) worker(h *wire.Hello) *worker {
@@ -240,7 +268,7 @@ func dialWorker(dir string, h *wire.Hello) (*worker, error) {
 	if err != nil {
 		return nil, err
 	}
-	w := &worker{ses: ses, regions: map[uint32][]byte{}, gone: map[uint32]bool{}}
+	w := &worker{ses: ses, perChunk: h.PagesPerChunk, regions: map[uint32][]byte{}, gone: map[uint32]bool{}}
 	for range ses.Welcome.Regions {
 		if _, err := w.recv(true); err != nil {
 			w.close()
@@ -268,6 +296,19 @@ func (w *worker) recv(regions bool) ([]byte, error) {
 		}
 		if err != nil || regions {
 			return b, err
+		}
+	}
+}
+
+// readsToTheEnd reads what the sidecar has sent, until it has ended the session.
+func (w *worker) readsToTheEnd() {
+	for {
+		_, files, err := w.ses.Recv(patience)
+		for _, f := range files {
+			f.Close()
+		}
+		if err != nil {
+			return
 		}
 	}
 }
@@ -399,10 +440,17 @@ func (w *worker) store(p prefix, first, pages int) {
 
 // load takes over a lookup, checks the bytes of each of its pages, and leaves the load open.
 func (w *worker) load(s *scheduler, lookup uint64, p prefix, first, pages int) (wire.LoadGrant, error) {
-	m := wire.PrepareLoad{ID: w.ses.NextID(), Session: s.ses.Welcome.Session, Lookup: lookup, FirstPage: uint32(first), Pages: uint32(pages)}
+	names := wire.NamesOf(p.hashes(first, pages), 32, first, int(w.perChunk))
+	m := wire.PrepareLoad{
+		ID: w.ses.NextID(), Session: s.ses.Welcome.Session, Lookup: lookup, Ticket: s.ses.Ticket(lookup),
+		FirstPage: uint32(first), Pages: uint32(pages), Names: names[:],
+	}
 	var g wire.LoadGrant
 	if err := w.call(&m, &g); err != nil {
 		return g, err
+	}
+	if !bytes.Equal(g.Names, names[:]) {
+		return g, errors.New("the grant names other pages")
 	}
 	return g, w.verify(p, g.Extents, first, pages)
 }
@@ -443,7 +491,7 @@ func (r *rig) scheduler(h *wire.Hello) *scheduler {
 	r.t.Helper()
 	ses, err := client.Dial(r.dir, h, patience)
 	check(r.t, err)
-	l, err := client.NewLookups(ses.Welcome.LookupEndpoint, ses.Welcome.ReplyEndpoint, false)
+	l, err := ses.Lookups()
 	check(r.t, err)
 	s := &scheduler{t: r.t, r: r, ses: ses, lookups: l}
 	r.t.Cleanup(s.close)
@@ -455,7 +503,7 @@ func (s *scheduler) lookup(p prefix, first, pages int) (id uint64, hit int) {
 	s.t.Helper()
 	s.next++
 	r, err := s.lookups.Lookup(&wire.Lookup{
-		Session: s.ses.Welcome.Session, Lookup: s.next, FirstPage: uint32(first), Hashes: p.hashes(first, pages),
+		Session: s.ses.Welcome.Session, Secret: s.ses.Welcome.Secret, Lookup: s.next, FirstPage: uint32(first), Hashes: p.hashes(first, pages),
 	}, patience)
 	if err != nil {
 		s.t.Fatalf("lookup: %v; lookup sockets: %+v", err, s.r.lookups.Stats())
@@ -467,11 +515,11 @@ func (s *scheduler) lookup(p prefix, first, pages int) (id uint64, hit int) {
 }
 
 func (s *scheduler) cancel(lookup uint64) {
-	check(s.t, s.lookups.Send((&wire.Cancel{Session: s.ses.Welcome.Session, Lookup: lookup}).Append(nil)))
+	check(s.t, s.lookups.Send((&wire.Cancel{Session: s.ses.Welcome.Session, Secret: s.ses.Welcome.Secret, Lookup: lookup}).Append(nil)))
 }
 
 func (s *scheduler) trim(lookup uint64, first int) {
-	check(s.t, s.lookups.Send((&wire.Trim{Session: s.ses.Welcome.Session, Lookup: lookup, FirstPage: uint32(first)}).Append(nil)))
+	check(s.t, s.lookups.Send((&wire.Trim{Session: s.ses.Welcome.Session, Secret: s.ses.Welcome.Secret, Lookup: lookup, FirstPage: uint32(first)}).Append(nil)))
 }
 
 func (s *scheduler) close() {

@@ -33,9 +33,10 @@ type Config struct {
 	Control    *dax.Control // its fd goes to every client; the state is set by the owner
 
 	MaxSpaces     int           // spaces held side by side
-	MaxPages      int           // pages that one lookup or store may name
+	MaxPages      int           // pages that one lookup is answered for, and one store may name
 	Lease         time.Duration // told to clients; the engine enforces it
 	ArenaLimit    int64         // bytes; a chunk must fit
+	FrozenAfter   time.Duration // how long a client that holds something may say nothing before it counts as frozen; 0: 3 s
 	LMCacheEngine string        // engine whose pages LMCache's lookups ask for; "" is whichever has 8-byte hashes
 
 	// ExtraFields become fields of every space, as if its worker had declared them: what the sidecar does to pages that makes them differ.
@@ -51,6 +52,9 @@ type Config struct {
 	// stores may then be left out by the others' workers, who ask for every n-th chunk. May be nil.
 	Peers func() uint64
 
+	// UnsharedPeers answers which spaces of ours differ by accident from one of another sidecar's. May be nil.
+	UnsharedPeers func() []Unshared
+
 	// OnSpace is told of each space that a worker brings, with what it declared, before anything is stored in it or asked of it. The Server's lock is held. May be nil.
 	OnSpace func(sp *tiers.Space, fields []wire.Field)
 
@@ -62,17 +66,18 @@ type Config struct {
 
 // A Server owns the sessions of one sidecar. All methods may be called from any goroutine.
 type Server struct {
-	cfg      Config
-	log      *zap.Logger
-	engine   *tiers.Engine
-	stack    *stack.Stack
-	lookups  *ipc.LookupSockets
-	count    counters
-	limits   wire.Limits
-	wanted   chan struct{} // see Wanted
-	draining atomic.Bool
-	drains   chan struct{}  // closed when it is draining
-	wg       sync.WaitGroup // the sessions
+	cfg          Config
+	log          *zap.Logger
+	engine       *tiers.Engine
+	stack        *stack.Stack
+	lookups      *ipc.LookupSockets
+	count        counters
+	limits       wire.Limits   // of sessions' messages
+	lookupLimits wire.Limits   // of lookups
+	wanted       chan struct{} // see Wanted
+	draining     atomic.Bool
+	drains       chan struct{}  // closed when it is draining
+	wg           sync.WaitGroup // the sessions
 
 	native struct { // HandleLookup's, which one goroutine calls
 		lookup wire.Lookup
@@ -87,6 +92,7 @@ type Server struct {
 	conns     map[*ipc.Conn]struct{}   // every accepted connection, welcomed or not
 	sessions  map[uint64]*session      // welcomed, or about to be
 	lingering map[*session]*lingerInfo // given up while their clients live; in no other map
+	frozen    map[*session]frozenInfo  // that are known to have frozen; replaced, never changed
 	engines   map[engineKey]*engine
 	spaces    []*space
 	regions   []Region
@@ -98,24 +104,31 @@ type Server struct {
 func New(cfg Config) *Server {
 	limits := wire.DefaultLimits
 	limits.Pages = cfg.MaxPages
+	// A lookup that names more than MaxPages is answered for as many, so it has to be read: the protocol's limit holds.
+	lookupLimits := wire.DefaultLimits
+	lookupLimits.Pages = max(lookupLimits.Pages, cfg.MaxPages)
+	if cfg.FrozenAfter == 0 {
+		cfg.FrozenAfter = defaultFrozenAfter
+	}
 	return &Server{
-		cfg:       cfg,
-		log:       cfg.Log,
-		engine:    cfg.Engine,
-		stack:     cfg.Stack,
-		limits:    limits,
-		wanted:    make(chan struct{}, 1),
-		drains:    make(chan struct{}),
-		conns:     make(map[*ipc.Conn]struct{}),
-		sessions:  make(map[uint64]*session),
-		lingering: make(map[*session]*lingerInfo),
-		engines:   make(map[engineKey]*engine),
-		retracted: make(map[uint32]struct{}),
+		cfg:          cfg,
+		log:          cfg.Log,
+		engine:       cfg.Engine,
+		stack:        cfg.Stack,
+		limits:       limits,
+		lookupLimits: lookupLimits,
+		wanted:       make(chan struct{}, 1),
+		drains:       make(chan struct{}),
+		conns:        make(map[*ipc.Conn]struct{}),
+		sessions:     make(map[uint64]*session),
+		lingering:    make(map[*session]*lingerInfo),
+		engines:      make(map[engineKey]*engine),
+		retracted:    make(map[uint32]struct{}),
 	}
 }
 
-// Limits are those by which the Server decodes; its lookup sockets are sized by them.
-func (s *Server) Limits() wire.Limits { return s.limits }
+// Limits are those by which lookups are decoded; the lookup sockets are sized by them.
+func (s *Server) Limits() wire.Limits { return s.lookupLimits }
 
 // SetLookupSockets gives the Server the sockets whose Handler it is. To be called once, before Serve.
 func (s *Server) SetLookupSockets(l *ipc.LookupSockets) { s.lookups = l }
@@ -125,6 +138,12 @@ func (s *Server) Wanted() <-chan struct{} { return s.wanted }
 
 // Serve accepts sessions until the listener is closed or ctx is done. It does not wait for the sessions.
 func (s *Server) Serve(ctx context.Context, l *ipc.Listener) error {
+	ctx, cancel := context.WithCancel(ctx)
+	var watch sync.WaitGroup
+	watch.Go(func() { s.watchFrozen(ctx) })
+	watch.Go(func() { s.tellUnshared(ctx) })
+	defer watch.Wait()
+	defer cancel()
 	for {
 		conn, err := l.Accept(ctx)
 		if err != nil {
@@ -146,6 +165,7 @@ func (s *Server) Serve(ctx context.Context, l *ipc.Listener) error {
 			defer s.wg.Done()
 			s.serveConn(conn)
 			conn.Close()
+			conn.Recycle()
 			s.mu.Lock()
 			delete(s.conns, conn)
 			s.mu.Unlock()
@@ -246,6 +266,10 @@ const refusals = len(refusalNames)
 func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []Region, *refusal) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if h.Role == wire.RoleWorker {
+		h = withFields(h, s.cfg.ExtraFields)
+		s.makeSpaceRoom(h)
+	}
 	if s.draining.Load() || s.closed {
 		return nil, nil, refuse(wire.RefuseDraining, "the sidecar is shutting down")
 	}
@@ -253,7 +277,6 @@ func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []Region, *refu
 	eng := s.engines[key]
 	var sp *space
 	if h.Role == wire.RoleWorker {
-		h = withFields(h, s.cfg.ExtraFields)
 		var r *refusal
 		if sp, r = s.spaceFor(h); r != nil {
 			return nil, nil, r
@@ -302,6 +325,7 @@ func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []Region, *refu
 		server:    s,
 		id:        id,
 		owner:     tiers.Owner(id),
+		secret:    newSecret(),
 		role:      h.Role,
 		key:       key,
 		ranks:     h.Ranks,
@@ -358,9 +382,6 @@ func (s *Server) spaceFor(h *wire.Hello) (*space, *refusal) {
 		}
 	}
 	if len(s.spaces) >= s.cfg.MaxSpaces {
-		s.dropEmptySpaces()
-	}
-	if len(s.spaces) >= s.cfg.MaxSpaces {
 		return nil, s.refuseSpace(h)
 	}
 	id, err := s.engine.OpenSpace(fp, geometry)
@@ -387,7 +408,69 @@ func (s *Server) refuseSpace(h *wire.Hello) *refusal {
 		}
 	}
 	return refuseMismatch(wire.RefuseIncompatible, best[0], fmt.Sprintf(
-		"spaces.limit allows %d, and all are in use; the closest one differs in %d fields", s.cfg.MaxSpaces, len(best)))
+		"spaces.limit allows %d, and all of them have sessions, leases or pins; the closest one differs in %d fields", s.cfg.MaxSpaces, len(best)))
+}
+
+// spaceRoomPatience is how long a space that makes room may take to become empty: its last chunks may be on their way to a tier.
+const spaceRoomPatience = 2 * time.Second
+
+// makeSpaceRoom has the space that was used longest ago, of those without a session, a lease or a pin, make room for the one that h
+// declares, if there is none left for that. What it has in the arena goes; what the tiers below have of it stays, and is found again
+// when it comes back. s.mu is held; it is released while chunks are dropped.
+func (s *Server) makeSpaceRoom(h *wire.Hello) {
+	if _, bad := geometryOf(h, s.cfg.ArenaLimit); bad != nil {
+		return
+	}
+	fp, err := fingerprintOf(h)
+	if err != nil {
+		return
+	}
+	tried := map[*space]bool{}
+	for len(s.spaces) >= s.cfg.MaxSpaces && !s.draining.Load() {
+		if slices.ContainsFunc(s.spaces, func(sp *space) bool { return sp.fingerprint == fp }) {
+			return
+		}
+		if s.dropEmptySpaces(); len(s.spaces) < s.cfg.MaxSpaces {
+			return
+		}
+		sp := s.coldestSpace(tried)
+		if sp == nil {
+			return
+		}
+		tried[sp] = true
+		s.mu.Unlock()
+		chunks := s.emptySpace(sp)
+		s.mu.Lock()
+		s.log.Info("dropped the space that was used longest ago, to make room for another: raise spaces.limit to keep more",
+			zap.String("space", sp.fingerprint.Short()), zap.Any("fields", fieldsOf(&sp.hello)), zap.Int("chunks", chunks), zap.Int("spaces.limit", s.cfg.MaxSpaces),
+			zap.String("for", fp.Short()))
+	}
+}
+
+// coldestSpace returns the space that nobody uses and that was used longest ago, but for those that were tried; nil: there is none. s.mu is held.
+func (s *Server) coldestSpace(tried map[*space]bool) *space {
+	var coldest *space
+	last := uint64(math.MaxUint64)
+	for _, sp := range s.spaces {
+		if sp.sessions > 0 || tried[sp] {
+			continue
+		}
+		if st, ok := s.engine.Space(sp.id); ok && st.Owners == 0 && st.Pinned == 0 && st.LastUse < last {
+			coldest, last = sp, st.LastUse
+		}
+	}
+	return coldest
+}
+
+// emptySpace drops what a space has in the arena, waits a little for what is in use, and returns how many chunks it dropped.
+func (s *Server) emptySpace(sp *space) (chunks int) {
+	chunks = s.engine.ClearSpace(sp.id)
+	for end := time.Now().Add(spaceRoomPatience); time.Now().Before(end); time.Sleep(time.Millisecond) {
+		if st, ok := s.engine.Space(sp.id); !ok || st.Chunks == 0 || st.Owners > 0 {
+			break
+		}
+	}
+	return chunks
 }
 
 // dropEmptySpaces closes spaces that hold nothing and that nobody uses. s.mu is held.
@@ -403,7 +486,7 @@ func (s *Server) dropEmptySpaces() {
 	})
 }
 
-// newSessionID returns a random id that is not in use and not 0: a client cannot guess another's. s.mu is held.
+// newSessionID returns a random id that is not in use and not 0. It is no secret: status and logs name it. s.mu is held.
 func (s *Server) newSessionID() uint64 {
 	for {
 		id := RandomID()
@@ -411,6 +494,12 @@ func (s *Server) newSessionID() uint64 {
 			return id
 		}
 	}
+}
+
+func newSecret() []byte {
+	b := make([]byte, wire.SecretBytes)
+	_, _ = rand.Read(b) // never fails
+	return b
 }
 
 // RandomID returns a random number that is not 0.

@@ -3,11 +3,13 @@ package connector
 import (
 	"bytes"
 	"context"
+	"crypto/subtle"
 	"errors"
 	"fmt"
 	"math"
 	"os"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
@@ -23,6 +25,7 @@ type session struct {
 	server  *Server
 	id      uint64
 	owner   tiers.Owner
+	secret  []byte // see wire.Welcome; nothing but the handshake and the lookup sockets may tell it
 	role    string
 	key     engineKey
 	ranks   uint32 // of a scheduler: from key.rank on, all of which may load what it looks up
@@ -30,10 +33,13 @@ type session struct {
 	conn    *ipc.Conn
 	log     *zap.Logger
 	since   time.Time
-	replies bool // its PUSH socket for lookup results is bound
+	heard   atomic.Int64 // when its client was last heard of, after since; see frozen.go
+	replies bool         // the lookup sockets answer it
 
 	// sendMu is held from admission to the end of the handshake and while the coming or going of a region is pushed.
 	sendMu sync.Mutex
+
+	notices []string // what it was told, of what its user should know; guarded by Server.mu
 
 	// Guarded by Server.mu: the regions that the worker was told to unmap, each with what is closed when it has.
 	unmapping map[uint32]chan struct{}
@@ -53,6 +59,7 @@ type session struct {
 	feed   *tiers.Feed // nil until it asks for events
 	events []tiers.Event
 	told   []byte // digests of these
+	ends   []byte // digests of a load's pages
 
 	msg struct {
 		prepareStore wire.PrepareStore
@@ -66,6 +73,7 @@ type session struct {
 		clear        wire.ClearSpace
 		readEvents   wire.ReadEvents
 		events       wire.Events
+		prefilled    wire.Prefilled
 		unmapped     wire.RegionUnmapped
 		mapped       wire.RegionMapped
 	}
@@ -145,6 +153,7 @@ func (s *Server) handshake(conn *ipc.Conn) (*session, error) {
 
 	w := wire.Welcome{
 		Session:        ses.id,
+		Secret:         ses.secret,
 		Generation:     s.cfg.Generation,
 		Fingerprint:    ses.space.fingerprint[:],
 		LookupEndpoint: s.lookups.LookupEndpoint(),
@@ -156,9 +165,10 @@ func (s *Server) handshake(conn *ipc.Conn) (*session, error) {
 		w.Peers = s.cfg.Peers()
 	}
 	if ses.role == wire.RoleScheduler {
-		if w.ReplyEndpoint, err = s.lookups.AddSession(ses.id); err != nil {
-			return ses, refuse(wire.RefuseBusy, err.Error())
+		if err := s.lookups.AddSession(ses.id, ses.secret); err != nil {
+			return ses, refuse(wire.RefuseDraining, err.Error())
 		}
+		w.ReplyEndpoint = s.lookups.ReplyEndpoint()
 		ses.replies = true
 	}
 	if err := conn.Send(w.Append(nil), s.cfg.Control.FD()); err != nil {
@@ -194,7 +204,9 @@ func (ses *session) run() error {
 			}
 			return err
 		}
+		ses.heard.Store(handling)
 		reply, err := ses.handle(b)
+		ses.hear()
 		if reply != nil {
 			if err := ses.reply(reply); err != nil {
 				return err
@@ -243,6 +255,12 @@ func (ses *session) handle(b []byte) ([]byte, error) {
 			return nil, err
 		}
 		return ses.tellEvents(), nil
+	case t == wire.TypePrefilled && !worker:
+		if err := m.prefilled.Decode(b, lim); err != nil {
+			return nil, err
+		}
+		ses.server.count.prefilled(&m.prefilled)
+		return nil, nil
 	case t == wire.TypePrepareStore && worker:
 		if err := m.prepareStore.Decode(b, lim); err != nil {
 			return nil, err
@@ -497,7 +515,8 @@ func (ses *session) commitStore() {
 
 func (ses *session) prepareLoad() []byte {
 	m, s := &ses.msg.prepareLoad, ses.server
-	// The lookup must be of a scheduler of the same engine and rank, or of ranks that this one is among: a worker reaches no other instance's leases.
+	// The lookup must be of a scheduler of the same engine and rank, or of ranks that this one is among: a worker reaches no other instance's leases. That it is of the
+	// engine anybody can say. Only who was told by the scheduler has the lookup's ticket.
 	scheduler := s.findSession(m.Session)
 	if scheduler == nil || scheduler.role != wire.RoleScheduler {
 		return ses.fail(m.ID, fmt.Errorf("%w: no scheduler has the session %016x", tiers.ErrNotFound, m.Session))
@@ -505,17 +524,31 @@ func (ses *session) prepareLoad() []byte {
 	if scheduler.key.id != ses.key.id || ses.key.rank-scheduler.key.rank >= scheduler.ranks {
 		return ses.fail(m.ID, fmt.Errorf("%w: session %016x is of another engine or rank", tiers.ErrIncompatible, m.Session))
 	}
+	if ticket := wire.Ticket(scheduler.secret, m.Lookup); subtle.ConstantTimeCompare(m.Ticket, ticket[:]) == 0 {
+		ses.server.count.fail(KindForged)
+		return ses.fail(m.ID, fmt.Errorf("%w: this is not the ticket of lookup %d of session %016x", tiers.ErrNotFound, m.Lookup, m.Session))
+	}
 	ppc := ses.space.geometry.PagesPerChunk
 	if chunks := int(m.Pages)/ppc + 2; chunks > wire.MaxExtents {
 		return ses.fail(m.ID, fmt.Errorf("%w: %d pages in one load, at most %d", tiers.ErrInvalid, m.Pages, (wire.MaxExtents-2)*ppc))
 	}
 	load, extents, err := s.engine.PrepareLoad(ses.owner, scheduler.owner, m.Lookup, int(m.FirstPage), int(m.Pages), ses.extents[:0])
+	s.stack.Sweep() // what the lookup had besides
 	ses.extents = extents
 	if err != nil {
 		return ses.fail(m.ID, err)
 	}
+	ses.ends, err = s.engine.LoadEnds(ses.owner, load, ses.ends[:0])
+	names := wire.Names(ses.ends)
+	if err == nil && names != [wire.NamesBytes]byte(m.Names) {
+		err = fmt.Errorf("%w: lookup %d holds other pages than were ordered", tiers.ErrStale, m.Lookup)
+	}
+	if err != nil {
+		_ = s.engine.Release(ses.owner, load, nil)
+		return ses.fail(m.ID, err)
+	}
 	g := &ses.msg.loadGrant
-	*g = wire.LoadGrant{ID: m.ID, Load: load, Extents: g.Extents[:0]}
+	*g = wire.LoadGrant{ID: m.ID, Load: load, Names: names[:], Extents: g.Extents[:0]}
 	g.Extents = ses.convert(g.Extents, extents)
 	ses.loads[load] = ses.pagesOf(extents)
 	return ses.answer(g)

@@ -66,6 +66,15 @@ func fingerprintOf(h *wire.Hello) (chunk.Fingerprint, error) {
 	return chunk.FingerprintOf(b), nil
 }
 
+// fieldsOf is the fields of h by their keys.
+func fieldsOf(h *wire.Hello) map[string]string {
+	fields := make(map[string]string, len(h.Fields))
+	for _, f := range h.Fields {
+		fields[f.Key] = f.Value
+	}
+	return fields
+}
+
 // withFields is h with further fields, which replace its own of the same keys.
 func withFields(h *wire.Hello, more []wire.Field) *wire.Hello {
 	if len(more) == 0 {

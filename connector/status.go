@@ -28,6 +28,17 @@ type LingeringStatus struct {
 	Loads     int       `json:"loads"`
 }
 
+// FrozenStatus describes a session whose client lives and says nothing, and holds parts of the arena. They stay its own.
+type FrozenStatus struct {
+	SessionStatus
+	SilentSince time.Time `json:"silent_since"`
+	Process     string    `json:"process" doc:"What the kernel says of it."`
+	Slots       int       `json:"slots"`
+	Stores      int       `json:"stores"`
+	Loads       int       `json:"loads"`
+	Lookups     int       `json:"lookups"`
+}
+
 // SpaceStatus describes one space.
 type SpaceStatus struct {
 	Fingerprint   string            `json:"fingerprint"`
@@ -44,6 +55,7 @@ type Status struct {
 	Draining  bool              `json:"draining"`
 	Sessions  []SessionStatus   `json:"sessions"`  // oldest first
 	Lingering []LingeringStatus `json:"lingering"` // likewise; these are not in Sessions
+	Frozen    []FrozenStatus    `json:"frozen"`    // likewise; these are in Sessions
 	Spaces    []SpaceStatus     `json:"spaces"`    // in the order of their opening
 	Counters  Counters          `json:"counters"`
 }
@@ -51,7 +63,7 @@ type Status struct {
 // Status returns a snapshot.
 func (s *Server) Status() Status {
 	st := Status{
-		Draining: s.draining.Load(), Sessions: []SessionStatus{}, Lingering: []LingeringStatus{}, Spaces: []SpaceStatus{}, Counters: s.count.snapshot(),
+		Draining: s.draining.Load(), Sessions: []SessionStatus{}, Lingering: []LingeringStatus{}, Frozen: []FrozenStatus{}, Spaces: []SpaceStatus{}, Counters: s.count.snapshot(),
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -61,16 +73,19 @@ func (s *Server) Status() Status {
 	for ses, l := range s.lingering {
 		st.Lingering = append(st.Lingering, LingeringStatus{ses.status(), l.why.Error(), l.since, l.stores, l.loads})
 	}
+	for ses, f := range s.frozen {
+		if s.sessions[ses.id] != ses { // it has left since
+			continue
+		}
+		st.Frozen = append(st.Frozen, FrozenStatus{ses.status(), f.since, processState(ses.conn.Peer().PID), f.held.Slots, f.held.Stores, f.held.Loads, f.held.Lookups})
+	}
 	older := func(a, b SessionStatus) int {
 		return cmp.Or(a.Since.Compare(b.Since), cmp.Compare(a.Session, b.Session))
 	}
 	slices.SortFunc(st.Sessions, older)
+	slices.SortFunc(st.Frozen, func(a, b FrozenStatus) int { return older(a.SessionStatus, b.SessionStatus) })
 	slices.SortFunc(st.Lingering, func(a, b LingeringStatus) int { return older(a.SessionStatus, b.SessionStatus) })
 	for _, sp := range s.spaces {
-		fields := make(map[string]string, len(sp.hello.Fields))
-		for _, f := range sp.hello.Fields {
-			fields[f.Key] = f.Value
-		}
 		st.Spaces = append(st.Spaces, SpaceStatus{
 			Fingerprint:   sp.fingerprint.String(),
 			PageTokens:    sp.geometry.PageTokens,
@@ -78,7 +93,7 @@ func (s *Server) Status() Status {
 			PagesPerChunk: sp.geometry.PagesPerChunk,
 			DigestBytes:   sp.geometry.DigestBytes,
 			Sessions:      sp.sessions,
-			Fields:        fields,
+			Fields:        fieldsOf(&sp.hello),
 		})
 	}
 	return st
@@ -105,11 +120,7 @@ func (s *Server) SpaceFields(fp chunk.Fingerprint) (map[string]string, bool) {
 	defer s.mu.Unlock()
 	for _, sp := range s.spaces {
 		if sp.fingerprint == fp {
-			fields := make(map[string]string, len(sp.hello.Fields))
-			for _, f := range sp.hello.Fields {
-				fields[f.Key] = f.Value
-			}
-			return fields, true
+			return fieldsOf(&sp.hello), true
 		}
 	}
 	return nil, false

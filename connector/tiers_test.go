@@ -55,7 +55,7 @@ func (r *rig) below(w *worker, p prefix, pages int) {
 func (s *scheduler) send(p prefix, first, pages int) (id uint64) {
 	s.t.Helper()
 	s.next++
-	m := wire.Lookup{Session: s.ses.Welcome.Session, Lookup: s.next, FirstPage: uint32(first), Hashes: p.hashes(first, pages)}
+	m := wire.Lookup{Session: s.ses.Welcome.Session, Secret: s.ses.Welcome.Secret, Lookup: s.next, FirstPage: uint32(first), Hashes: p.hashes(first, pages)}
 	if first > 0 {
 		m.Prev = p.hashes(first-1, 1)
 	}
@@ -247,7 +247,7 @@ func TestLMCacheInTiers(t *testing.T) {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	check(t, r.stack.Flush(ctx))
-	l, err := client.NewLookups(r.lmcache[0], r.lmcache[1], true)
+	l, err := client.NewLookups(r.lmcache[0], r.lmcache[1], nil)
 	check(t, err)
 	defer func() {
 		check(t, l.Close())

@@ -10,26 +10,44 @@ import (
 	"path"
 )
 
-// budgetReserve stays free beside an arena: page tables, the sidecar itself and
+// BudgetReserve is what usually stays free beside an arena: page tables, the process itself and
 // the moment between our check and the kernel's.
-const budgetReserve = 64 << 20
+const BudgetReserve = 64 << 20
+
+// regionReserve stays free beside a region that [Create] makes.
+const regionReserve = 16 << 20
 
 const hugePagesDir = "sys/kernel/mm/hugepages/hugepages-2048kB"
 
 // CheckBudget says whether this host, and every control group (v1 or v2) that
-// this process is in, can give sizeBytes of memory of that kind now. It must be
-// asked before populating: a group that goes over its limit has a process
-// killed, it gets no error. The error wraps ErrNoMemory and carries the numbers
-// and the limit's name.
+// this process is in, can give sizeBytes of memory of that kind now, and
+// reserve bytes more of ordinary memory. It must be asked before populating: a group that goes over its limit has a process
+// killed, it gets no error. The error wraps ErrNoMemory, or ErrTooLarge where
+// waiting cannot help, and carries the numbers and the limit's name.
 //
 // The answer is of this moment and reserves nothing. KindFile needs no memory
 // that the kernel could not take back, so it always passes; [Create] checks
 // the filesystem instead. KindAuto is checked as the kind that [Choose] picks.
-func CheckBudget(sizeBytes int64, kind Kind) error {
-	return checkBudget(systemHost, sizeBytes, kind)
+func CheckBudget(sizeBytes int64, kind Kind, reserve int64) error {
+	return checkBudget(systemHost, sizeBytes, kind, reserve)
 }
 
-func checkBudget(h host, size int64, kind Kind) error {
+// GroupMemory returns what the control groups that this process is in leave it:
+// the least of them. limited is false if no group has a limit.
+func GroupMemory() (free int64, limited bool, err error) {
+	return groupMemory(systemHost)
+}
+
+func groupMemory(h host) (free int64, limited bool, err error) {
+	rooms, err := groupRooms(h)
+	free = math.MaxInt64
+	for _, r := range rooms {
+		free = min(free, r.free)
+	}
+	return free, len(rooms) > 0, err
+}
+
+func checkBudget(h host, size int64, kind Kind, reserve int64) error {
 	if kind == "" || kind == KindAuto {
 		kind, _, _ = choose(h, KindAuto, size)
 	}
@@ -39,35 +57,64 @@ func checkBudget(h host, size int64, kind Kind) error {
 	case KindHugetlb:
 		return checkHugetlb(h, size)
 	default:
-		return checkMemory(h, size)
+		return checkMemory(h, size, reserve)
 	}
 }
 
-// refused is the error for a limit that leaves less than size.
-func refused(size, free int64, limit string) error {
-	return fmt.Errorf("%w: need %s (%d bytes), but %s", ErrNoMemory, FormatSize(size), size, limit+
+// refused is the error for a limit that leaves less than size, of the most that it could leave if nobody else had any of it.
+func refused(size, most, free int64, limit string) error {
+	cause := ErrNoMemory
+	if size > most {
+		cause = ErrTooLarge
+	}
+	return fmt.Errorf("%w: need %s (%d bytes), but %s", cause, FormatSize(size), size, limit+
 		fmt.Sprintf(", of which %s (%d bytes) can be taken", FormatSize(max(free, 0)), max(free, 0)))
 }
 
-func checkMemory(h host, size int64) error {
+// room is what one limit leaves.
+type room struct {
+	total int64 // if nobody had any of it
+	free  int64
+	limit string // which, with its numbers
+}
+
+func checkMemory(h host, size, reserve int64) error {
 	info, err := h.fields("proc/meminfo")
 	if err != nil {
 		return fmt.Errorf("memory budget: %w", err)
 	}
 	available := info["MemAvailable"] << 10
-	if free := available - budgetReserve; size > free {
-		return refused(size, free, fmt.Sprintf("the host has MemAvailable %s", FormatSize(available)))
-	}
-	groups, err := h.cgroups("memory")
+	rooms, err := groupRooms(h)
 	if err != nil {
-		return fmt.Errorf("memory budget: %w", err)
+		return err
 	}
-	for _, g := range groups {
-		if err := g.walk(func(dir string) error { return checkMemoryGroup(h, g.version, dir, size) }); err != nil {
-			return err
+	rooms = append([]room{{info["MemTotal"] << 10, available, fmt.Sprintf("the host has MemAvailable %s", FormatSize(available))}}, rooms...)
+	for _, r := range rooms {
+		if free := r.free - reserve; size > free {
+			return refused(size, r.total-reserve, free, r.limit)
 		}
 	}
 	return nil
+}
+
+// groupRooms returns what each limit of the memory groups leaves.
+func groupRooms(h host) ([]room, error) {
+	groups, err := h.cgroups("memory")
+	if err != nil {
+		return nil, fmt.Errorf("memory budget: %w", err)
+	}
+	var rooms []room
+	for _, g := range groups {
+		err := g.walk(func(dir string) error {
+			more, err := roomsOf(h, g.version, dir)
+			rooms = append(rooms, more...)
+			return err
+		})
+		if err != nil {
+			return nil, err
+		}
+	}
+	return rooms, nil
 }
 
 // walk calls check for the group and all its parents: any of them may be the
@@ -83,9 +130,9 @@ func (g cgroup) walk(check func(dir string) error) error {
 	}
 }
 
-// checkMemoryGroup compares size with one group's limits. Page cache counts as
+// roomsOf returns what the limits of one group leave. Page cache counts as
 // free, since the kernel drops it before it kills.
-func checkMemoryGroup(h host, version int, dir string, size int64) error {
+func roomsOf(h host, version int, dir string) (rooms []room, err error) {
 	limits, usage, prefix := []string{"memory.max", "memory.high"}, "memory.current", ""
 	if version == 1 {
 		limits, usage, prefix = []string{"memory.limit_in_bytes"}, "memory.usage_in_bytes", "total_"
@@ -96,26 +143,24 @@ func checkMemoryGroup(h host, version int, dir string, size int64) error {
 			continue
 		}
 		if err != nil {
-			return fmt.Errorf("memory budget: %w", err)
+			return nil, fmt.Errorf("memory budget: %w", err)
 		}
 		if limit >= math.MaxInt64>>12<<12 { // v1 writes "none" as that
 			continue
 		}
 		used, err := h.readInt(path.Join(dir, usage))
 		if err != nil {
-			return fmt.Errorf("memory budget: %w", err)
+			return nil, fmt.Errorf("memory budget: %w", err)
 		}
 		stat, err := h.fields(path.Join(dir, "memory.stat"))
 		if err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return fmt.Errorf("memory budget: %w", err)
+			return nil, fmt.Errorf("memory budget: %w", err)
 		}
-		cache := stat[prefix+"inactive_file"] + stat[prefix+"active_file"]
-		if free := limit - max(used-cache, 0) - budgetReserve; size > free {
-			return refused(size, free, fmt.Sprintf("the control group limit %s is %s with %s used",
-				path.Join(dir, name), FormatSize(limit), FormatSize(max(used-cache, 0))))
-		}
+		used = max(used-stat[prefix+"inactive_file"]-stat[prefix+"active_file"], 0)
+		rooms = append(rooms, room{limit, limit - used, fmt.Sprintf("the control group limit %s is %s with %s used",
+			path.Join(dir, name), FormatSize(limit), FormatSize(used))})
 	}
-	return nil
+	return rooms, nil
 }
 
 // freeHugePages is how many 2 MiB pages may be had from the pool, those
@@ -165,7 +210,7 @@ func checkHugetlb(h host, size int64) error {
 				return fmt.Errorf("huge page budget: %w", err)
 			}
 			if limit-used < size {
-				return refused(size, limit-used, fmt.Sprintf("the control group limit %s is %s with %s used",
+				return refused(size, limit, limit-used, fmt.Sprintf("the control group limit %s is %s with %s used",
 					path.Join(dir, limitName), FormatSize(limit), FormatSize(used)))
 			}
 			return nil

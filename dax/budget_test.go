@@ -3,6 +3,7 @@
 package dax
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -93,7 +94,7 @@ func TestBudget(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			h := fakeHost(t, c.files)
-			err := checkBudget(h, c.size, c.kind)
+			err := checkBudget(h, c.size, c.kind, BudgetReserve)
 			if len(c.words) == 0 {
 				if err != nil {
 					t.Errorf("refused: %v", err)
@@ -102,6 +103,27 @@ func TestBudget(t *testing.T) {
 			}
 			wantError(t, err, nil, c.words...)
 		})
+	}
+}
+
+// Whether waiting may help is told apart: what is more than there is in all never fits.
+func TestBudgetForEver(t *testing.T) {
+	group := map[string]string{"sys/fs/cgroup/pod/memory.max": "4294967296\n", "sys/fs/cgroup/pod/memory.current": "2147483648\n"}
+	for _, c := range []struct {
+		files map[string]string
+		size  int64
+		ever  bool
+	}{
+		{plenty(nil), 65 * gib, false},
+		{plenty(nil), 128 * gib, true},
+		{v2("/pod", "/", group), 3 * gib, false},
+		{v2("/pod", "/", group), 4 * gib, true},
+	} {
+		err := checkBudget(fakeHost(t, c.files), c.size, KindMemfd, BudgetReserve)
+		wantError(t, err, ErrNoMemory)
+		if errors.Is(err, ErrTooLarge) != c.ever {
+			t.Errorf("%v", err)
+		}
 	}
 }
 
@@ -116,17 +138,17 @@ func pool(total, free, reserved, overcommit, surplus int) map[string]string {
 
 func TestBudgetHugetlb(t *testing.T) {
 	const size = 100 * HugePageSize
-	if err := checkBudget(fakeHost(t, pool(200, 150, 50, 0, 0)), size, KindHugetlb); err != nil {
+	if err := checkBudget(fakeHost(t, pool(200, 150, 50, 0, 0)), size, KindHugetlb, 0); err != nil {
 		t.Error(err)
 	}
-	if err := checkBudget(fakeHost(t, pool(200, 150, 60, 20, 10)), size, KindHugetlb); err != nil {
+	if err := checkBudget(fakeHost(t, pool(200, 150, 60, 20, 10)), size, KindHugetlb, 0); err != nil {
 		t.Errorf("overcommit: %v", err)
 	}
-	err := checkBudget(fakeHost(t, pool(200, 150, 51, 0, 0)), size, KindHugetlb)
+	err := checkBudget(fakeHost(t, pool(200, 150, 51, 0, 0)), size, KindHugetlb, 0)
 	wantError(t, err, ErrNoMemory, "need 100 huge pages", "200MiB", "99 free", "vm.nr_hugepages")
-	err = checkBudget(fakeHost(t, pool(200, 150, 50, 0, 0)), size+1, KindHugetlb)
+	err = checkBudget(fakeHost(t, pool(200, 150, 50, 0, 0)), size+1, KindHugetlb, 0)
 	wantError(t, err, ErrNoMemory, "need 101 huge pages")
-	err = checkBudget(fakeHost(t, plenty(nil)), size, KindHugetlb)
+	err = checkBudget(fakeHost(t, plenty(nil)), size, KindHugetlb, 0)
 	wantError(t, err, ErrUnsupported)
 
 	files := pool(200, 200, 0, 0, 0)
@@ -134,22 +156,22 @@ func TestBudgetHugetlb(t *testing.T) {
 	files["proc/self/mountinfo"] = "29 23 0:26 / /sys/fs/cgroup ro - cgroup2 cgroup rw\n"
 	files["sys/fs/cgroup/pod/hugetlb.2MB.max"] = "104857600\n"
 	files["sys/fs/cgroup/pod/hugetlb.2MB.current"] = "2097152\n"
-	err = checkBudget(fakeHost(t, files), size, KindHugetlb)
+	err = checkBudget(fakeHost(t, files), size, KindHugetlb, 0)
 	wantError(t, err, ErrNoMemory, "hugetlb.2MB.max is 100MiB with 2MiB used")
 	delete(files, "sys/fs/cgroup/pod/hugetlb.2MB.max")
 	files["proc/self/cgroup"] = "7:hugetlb:/pod\n"
 	files["proc/self/mountinfo"] = "29 23 0:26 / /sys/fs/cgroup/h ro - cgroup cgroup rw,hugetlb\n"
 	files["sys/fs/cgroup/h/pod/hugetlb.2MB.limit_in_bytes"] = "104857600\n"
 	files["sys/fs/cgroup/h/pod/hugetlb.2MB.usage_in_bytes"] = "0\n"
-	err = checkBudget(fakeHost(t, files), size, KindHugetlb)
+	err = checkBudget(fakeHost(t, files), size, KindHugetlb, 0)
 	wantError(t, err, ErrNoMemory, "hugetlb.2MB.limit_in_bytes is 100MiB")
 }
 
 // This very host: what it has not is refused with its numbers, what is little
 // is given.
 func TestBudgetHere(t *testing.T) {
-	wantError(t, CheckBudget(1<<50, KindMemfd), ErrNoMemory, "1024TiB")
-	if err := CheckBudget(1<<20, KindMemfd); err != nil {
+	wantError(t, CheckBudget(1<<50, KindMemfd, BudgetReserve), ErrNoMemory, "1024TiB")
+	if err := CheckBudget(1<<20, KindMemfd, BudgetReserve); err != nil {
 		t.Error(err)
 	}
 	_, err := Create(Options{Kind: KindMemfd, SizeBytes: 1 << 50, NUMANode: NoNUMANode, Populate: true})
@@ -161,7 +183,7 @@ func helperCheckLimit(arg string) string {
 	if err != nil {
 		return err.Error()
 	}
-	fmt.Println(CheckBudget(size, KindMemfd))
+	fmt.Println(CheckBudget(size, KindMemfd, BudgetReserve))
 	_, err = Create(Options{Kind: KindMemfd, SizeBytes: size, NUMANode: NoNUMANode, Populate: true})
 	fmt.Println(err)
 	r, err := Create(Options{Kind: KindMemfd, SizeBytes: 16 << 20, NUMANode: NoNUMANode, Populate: true})

@@ -313,7 +313,7 @@ func allocateRange(path string, fd int, off, n int64) error {
 	}
 	if missing := off + n - st.Size; missing > 0 {
 		if fs.Type == unix.TMPFS_MAGIC { // a file in memory is memory
-			if err := checkBudget(systemHost, missing, KindMemfd); err != nil {
+			if err := checkBudget(systemHost, missing, KindMemfd, regionReserve); err != nil {
 				return fmt.Errorf("%s: on tmpfs: %w", path, err)
 			}
 		}
@@ -465,6 +465,32 @@ func (d *Device) FD() int { return d.fd }
 // Direct says whether the bytes are the medium itself, so that a write-back of the
 // caches (see Persist) is all that makes them last.
 func (d *Device) Direct() bool { return d.kind != PlainFile }
+
+// Linked returns an error that wraps fs.ErrNotExist if the path of a regular file
+// no longer stands for the file that is open: somebody removed or replaced it.
+// The mapping goes on, but whoever opens the path finds nothing of it.
+func (d *Device) Linked() error {
+	if d.kind == DevDAX {
+		return nil
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.closed {
+		return fmt.Errorf("%s: %w: closed", d.path, ErrDevice)
+	}
+	var mine, there unix.Stat_t
+	if err := unix.Fstat(d.fd, &mine); err != nil {
+		return &fs.PathError{Op: "stat", Path: d.path, Err: err}
+	}
+	err := unix.Stat(d.path, &there)
+	if err == nil && (there.Dev != mine.Dev || there.Ino != mine.Ino) {
+		err = fmt.Errorf("%w: another file is there", fs.ErrNotExist)
+	}
+	if err != nil {
+		return &fs.PathError{Op: "stat", Path: d.path, Err: err}
+	}
+	return nil
+}
 
 // Persist makes n bytes of the partition from off on, as they are now, last. On a
 // device, or a file on DAX, their cache lines are written back; the file under any

@@ -63,7 +63,7 @@ func createFile(h host, path string, size int64) (fd, lock int, err error) {
 		return fd, lock, fmt.Errorf("%s: %w: a file on hugetlbfs; take kind %q instead", path, ErrUnsupported, KindHugetlb)
 	}
 	if fs.Type == unix.TMPFS_MAGIC { // a file in memory is memory
-		if err := checkBudget(h, size, KindMemfd); err != nil {
+		if err := checkBudget(h, size, KindMemfd, regionReserve); err != nil {
 			return fd, lock, fmt.Errorf("%s: on tmpfs: %w", path, err)
 		}
 	}

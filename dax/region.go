@@ -75,6 +75,8 @@ func ParseKind(s string) (Kind, error) {
 var (
 	// ErrNoMemory: the host, its cgroup or its huge page pool has not enough.
 	ErrNoMemory = errors.New("not enough memory")
+	// ErrTooLarge: the host or its cgroup would not have enough with all of it free. It wraps ErrNoMemory.
+	ErrTooLarge = fmt.Errorf("%w, even with all of it free", ErrNoMemory)
 	// ErrNoSpace: the filesystem has not enough room.
 	ErrNoSpace = errors.New("not enough space on the filesystem")
 	// ErrUnsupported: this host or filesystem cannot give that kind at all.
@@ -165,7 +167,7 @@ func create(o Options) (r *Region, err error) {
 		return nil, err
 	}
 	if o.Kind != KindFile {
-		if err := CheckBudget(size, o.Kind); err != nil {
+		if err := CheckBudget(size, o.Kind, regionReserve); err != nil {
 			return nil, err
 		}
 	}

@@ -5,6 +5,7 @@ package dax
 import (
 	"fmt"
 	"math"
+	"os"
 	"reflect"
 	"sync"
 	"unsafe"
@@ -81,6 +82,40 @@ func (t *Table[T]) Close() error {
 		t.mem = nil
 	})
 	return t.err
+}
+
+// cutAlign is what tables that Cut makes are aligned to: a cache line.
+const cutAlign = 64
+
+// CutBytes is how many bytes Cut takes for n entries.
+func CutBytes[T any](n int) int {
+	var t T
+	return (n*int(unsafe.Sizeof(t)) + cutAlign - 1) &^ (cutAlign - 1)
+}
+
+// Cut makes the beginning of some memory a slice of n entries, and returns what is left of the memory. That must be zeroed, as long as CutBytes says, and its
+// beginning a multiple of 64: the memory of a Table[byte], or what an earlier Cut left. T may hold no pointer, as with NewTable. The slice is valid as long as the
+// memory is.
+func Cut[T any](mem []byte, n int) (entries []T, left []byte) {
+	if path := pointerIn(reflect.TypeFor[T]()); path != "" {
+		panic(fmt.Sprintf("dax: a cut of %v: %s holds a pointer", reflect.TypeFor[T](), path))
+	}
+	at := unsafe.Pointer(unsafe.SliceData(mem))
+	if size := CutBytes[T](n); size > len(mem) || uintptr(at)%cutAlign != 0 {
+		panic(fmt.Sprintf("dax: a cut of %d bytes out of %d at %p", size, len(mem), at))
+	}
+	return unsafe.Slice((*T)(at), n), mem[CutBytes[T](n):]
+}
+
+// Discard gives the pages that lie wholly in a part of a Table[byte] back to the kernel. They read as zeros from then on. Best effort.
+func Discard(mem []byte) {
+	at, page := uintptr(unsafe.Pointer(unsafe.SliceData(mem))), uintptr(os.Getpagesize())
+	skip := -at & (page - 1)
+	if size := uintptr(len(mem)); size > skip {
+		if n := (size - skip) &^ (page - 1); n > 0 {
+			_ = unix.Madvise(mem[skip:skip+n], unix.MADV_DONTNEED)
+		}
+	}
 }
 
 // pointerIn is the path to the first pointer in t, "" if there is none.

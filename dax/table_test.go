@@ -18,6 +18,70 @@ type entry struct {
 	_      [0]*int // no room for a pointer
 }
 
+// TestCut: tables lie one behind another, hold what was put there, and what is discarded reads as zeros while its neighbours stay.
+func TestCut(t *testing.T) {
+	sizes := []int{1, 1000, 100_003, 0, 7}
+	bytes := 0
+	for _, n := range sizes {
+		bytes += CutBytes[entry](n)
+	}
+	table, err := NewTable[byte](bytes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	mustClose(t, table)
+	left := table.Slice()
+	var cuts [][]entry
+	var parts [][]byte
+	for _, n := range sizes {
+		before := left
+		var s []entry
+		s, left = Cut[entry](left, n)
+		if len(s) != n || len(before)-len(left) != CutBytes[entry](n) {
+			t.Fatalf("%d of %d entries with %d bytes", len(s), n, len(before)-len(left))
+		}
+		cuts, parts = append(cuts, s), append(parts, before[:len(before)-len(left)])
+		for i := range s {
+			s[i].Tag, s[i].P = uint16(n), uintptr(i)
+		}
+	}
+	if len(left) != 0 {
+		t.Errorf("%d bytes are left", len(left))
+	}
+	Discard(parts[2])
+	Discard(nil)
+	zeros := 0
+	for k, s := range cuts {
+		for i := range s {
+			switch {
+			case k == 2 && s[i] == (entry{}):
+				zeros++
+			case s[i].Tag != uint16(sizes[k]) || s[i].P != uintptr(i):
+				if k != 2 {
+					t.Fatalf("entry %d of table %d is %+v", i, k, s[i])
+				}
+			}
+		}
+	}
+	if zeros < sizes[2]*9/10 {
+		t.Errorf("%d of %d discarded entries are zero", zeros, sizes[2])
+	}
+	for name, f := range map[string]func(){
+		"too long":     func() { Cut[entry](table.Slice(), bytes) },
+		"not aligned":  func() { Cut[byte](table.Slice()[1:], 1) },
+		"with pointer": func() { Cut[*int](table.Slice(), 1) },
+	} {
+		func() {
+			defer func() {
+				if recover() == nil {
+					t.Errorf("%s: no panic", name)
+				}
+			}()
+			f()
+		}()
+	}
+}
+
 func TestTable(t *testing.T) {
 	const n = 100_003
 	table, err := NewTable[entry](n)

@@ -19,6 +19,16 @@ import (
 // every platform.
 const soPeerPIDFD = 77
 
+// sessionSendBuffer is the SO_SNDBUF of a client's connection: the kernel doubles it, and then a packet of
+// wire.MaxPacketBytes fits. What a client does not read stays in the kernel's memory, on our account.
+const sessionSendBuffer = wire.MaxPacketBytes/2 + 4<<10
+
+// unreadPause is the first and unreadPauseMost the longest pause between two looks at whether a client has read what it was sent.
+const (
+	unreadPause     = time.Millisecond
+	unreadPauseMost = 100 * time.Millisecond
+)
+
 // deathGrace is how long a dead peer's last packets may still be read. Its own
 // descriptors are closed before its pidfd tells of its death, so normally the
 // reader has met the end already; the grace is for when a child of the peer
@@ -47,7 +57,7 @@ type Conn struct {
 	raw      syscall.RawConn
 	peer     Peer
 	patience time.Duration
-	onClose  func()
+	release  func(*net.UnixConn) error // closes uc, now or when it may be
 
 	// Recv's, kept so that it allocates nothing.
 	buf      []byte
@@ -75,6 +85,24 @@ type Conn struct {
 	closed  bool
 
 	closedCh chan struct{} // closed with it
+}
+
+// PeerUID returns the user of the process that made the connection.
+func PeerUID(uc *net.UnixConn) (uint32, error) {
+	raw, err := uc.SyscallConn()
+	if err != nil {
+		return 0, err
+	}
+	var cred *unix.Ucred
+	if ctlErr := raw.Control(func(fd uintptr) {
+		cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
+	}); ctlErr != nil {
+		return 0, ctlErr
+	}
+	if err != nil {
+		return 0, fmt.Errorf("SO_PEERCRED: %w", err)
+	}
+	return cred.Uid, nil
 }
 
 // credentials returns who is at the other end, and a pidfd or -1.
@@ -105,18 +133,41 @@ func credentials(uc *net.UnixConn) (peer Peer, pidfd int, err error) {
 	return peer, pidfd, err
 }
 
+// unread returns how many bytes of the kernel's memory hold what the peer has not read.
+func unread(uc *net.UnixConn) (n int) {
+	raw, err := uc.SyscallConn()
+	if err != nil {
+		return 0
+	}
+	_ = raw.Control(func(fd uintptr) { n, _ = unix.IoctlGetInt(int(fd), unix.SIOCOUTQ) })
+	return n
+}
+
 func closeFD(fd int) {
 	if fd >= 0 {
 		unix.Close(fd)
 	}
 }
 
-// newConn takes over uc and pidfd, also when it fails. onClose is called once.
-func newConn(uc *net.UnixConn, peer Peer, pidfd int, patience time.Duration, onClose func()) (*Conn, error) {
+// recvBuffers are those of connections that have ended: without them, clients that come and go would leave 256 KiB of garbage each.
+var recvBuffers = sync.Pool{New: func() any {
+	b := make([]byte, wire.MaxPacketBytes+1)
+	return &b
+}}
+
+// Recycle gives Recv's buffer to another connection. The goroutine that calls Recv may call it once, after Close, when it needs
+// nothing more of what it has received.
+func (c *Conn) Recycle() {
+	b := c.buf
+	c.buf = nil
+	recvBuffers.Put(&b)
+}
+
+// newConn takes over uc and pidfd, also when it fails. sendBuffer is the socket's SO_SNDBUF. release is called once, to close uc.
+func newConn(uc *net.UnixConn, peer Peer, pidfd, sendBuffer int, patience time.Duration, release func(*net.UnixConn) error) (*Conn, error) {
 	fail := func(err error) (*Conn, error) {
 		closeFD(pidfd)
-		uc.Close()
-		onClose()
+		_ = release(uc)
 		return nil, err
 	}
 	raw, err := uc.SyscallConn()
@@ -125,16 +176,16 @@ func newConn(uc *net.UnixConn, peer Peer, pidfd int, patience time.Duration, onC
 	}
 	ctlErr := raw.Control(func(fd uintptr) {
 		// FORCE needs CAP_NET_ADMIN; without it the kernel's cap (wmem_max) holds.
-		if unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, wire.SocketBufferBytes) != nil {
-			err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_SNDBUF, wire.SocketBufferBytes)
+		if unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, sendBuffer) != nil {
+			err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_SNDBUF, sendBuffer)
 		}
 	})
 	if err = errors.Join(err, ctlErr); err != nil {
 		return fail(fmt.Errorf("SO_SNDBUF: %w", err))
 	}
 	c := &Conn{
-		uc: uc, raw: raw, peer: peer, patience: patience, onClose: onClose,
-		buf: make([]byte, wire.MaxPacketBytes+1), closedCh: make(chan struct{}),
+		uc: uc, raw: raw, peer: peer, patience: patience, release: release,
+		buf: *recvBuffers.Get().(*[]byte), closedCh: make(chan struct{}),
 	}
 	c.recvFunc = c.recvOnce
 	c.sendFunc = c.sendOnce
@@ -366,10 +417,8 @@ func (c *Conn) close(cause error) error {
 	}
 	c.closeMu.Unlock()
 	close(c.closedCh)
-	err := c.uc.Close()
 	if c.pidfd != nil {
 		c.pidfd.Close()
 	}
-	c.onClose()
-	return err
+	return c.release(c.uc)
 }

@@ -1,20 +1,22 @@
 package ipc
 
 import (
+	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io"
+	"io/fs"
+	"net"
+	"net/netip"
 	"os"
 	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"time"
 
-	"github.com/pebbe/zmq4"
 	"go.uber.org/zap"
-	"golang.org/x/sys/unix"
 )
 
 const (
@@ -22,61 +24,89 @@ const (
 	// maxReplayPeers those to the one that replays.
 	maxSubscribers = 256
 	maxReplayPeers = 64
-	// maxReplays bounds the replays under way.
-	maxReplays = 64
-	// replayHWM bounds the batches that wait for one replaying peer in libzmq.
-	replayHWM = 64
-	// replayPause is how long one that does not read is left alone.
-	replayPause = 5 * time.Millisecond
-	// maxReplayBytes bounds the batches that are kept for replay.
+	// maxSubscriptions and maxSubscriptionBytes bound what one peer subscribes to.
+	maxSubscriptions     = 256
+	maxSubscriptionBytes = 16 << 10
+	// maxSubscribeFrame and maxRequestFrame bound one frame of a peer.
+	maxSubscribeFrame = 4096
+	maxRequestFrame   = 64
+	// maxRequests bounds the replays that one peer has asked for and not received.
+	maxRequests = 16
+	// peerBurstBytes and peerBytesPerSecond bound what one peer sends: frames, and frameBytes for each.
+	// Subscriptions, heartbeats and replay requests come to far less.
+	peerBurstBytes     = 128 << 10
+	peerBytesPerSecond = 4 << 10
+	frameBytes         = 64
+	// acceptBurst and acceptsPerSecond bound the work that reconnecting makes.
+	acceptBurst      = 256
+	acceptsPerSecond = 1000
+	// maxReplayBytes bounds the batches that are kept: for replay, and for subscribers that are slow.
 	maxReplayBytes = 64 << 20
+	// peerReadBuffer and peerWriteBuffer bound the kernel's memory for one connection.
+	peerReadBuffer  = 16 << 10
+	peerWriteBuffer = 64 << 10
 	// resyncPause is the least time between two publications of all that is held
 	// because somebody asked for batches that are no longer kept.
 	resyncPause = 10 * time.Second
 	// eventLinger is how long what is published last has to leave.
-	eventLinger = 50 * time.Millisecond
+	eventLinger = 200 * time.Millisecond
+	// dialPatience bounds an attempt to connect. dialPause is the time between two of them, doubled up to dialPauseMost.
+	dialPatience  = 5 * time.Second
+	dialPause     = 100 * time.Millisecond
+	dialPauseMost = 5 * time.Second
 )
+
+// EventFDs is how many file descriptors an EventPublisher may take.
+const EventFDs = 2 + maxSubscribers + maxReplayPeers
+
+// EventBytes is how much memory an EventPublisher may take: the batches that it keeps, and what its connections need.
+const EventBytes = maxReplayBytes + (maxSubscribers+maxReplayPeers)*(32<<10)
 
 // EventSource is what an EventPublisher publishes. Its methods are called from
 // the publisher's goroutine alone and must not wait.
 type EventSource interface {
-	// NextBatch answers the next batch, valid until the next call; ok is false when
+	// NextBatch returns the next batch, valid until the next call; ok is false when
 	// there is none until Wake.
 	NextBatch() (topic string, payload []byte, ok bool)
 	// Resync has all that is held told anew.
 	Resync()
-	// LastBatch answers, one by one, what is to be published before the end.
+	// LastBatch returns, one by one, what is to be published before the end.
 	LastBatch() (topic string, payload []byte, ok bool)
 }
 
 // EventOptions configure an EventPublisher.
 type EventOptions struct {
-	// Endpoint is where batches are published: bound if it has a wildcard, or is
-	// of ipc://; else connected to.
+	// Endpoint is where batches are published: tcp://HOST:PORT or ipc://PATH.
 	Endpoint string
+	// Bind says whether to listen at Endpoint; otherwise the publisher connects to it.
+	Bind bool
 	// ReplayEndpoint is where they can be asked for again; always bound. Empty: nowhere.
 	ReplayEndpoint string
-	// BufferSteps is how many batches are kept for that, within 64 MiB.
+	// Token is what peers of bound endpoints must send as the password of ZMTP's
+	// PLAIN. Empty: none, and the mechanism is NULL.
+	Token string
+	// BufferSteps is how many batches are kept for replay, within 64 MiB.
 	BufferSteps int
 	// HWM is how many batches wait for a subscriber that does not read, before it
-	// loses some.
+	// loses some; within the same 64 MiB.
 	HWM int
 	// Log is told of what fails. Default: nothing.
 	Log *zap.Logger
 
 	// Only tests set these.
 	resyncPause time.Duration // default resyncPause
-	linger      func()        // default: waits for eventLinger
+	linger      time.Duration // default eventLinger
 }
 
 // EventStats are counts since the start, but for Subscribers.
 type EventStats struct {
-	Subscribers int    // connections
+	Subscribers int    // connections that have shaken hands
 	Batches     uint64 // published
 	Bytes       uint64 // in them
-	Dropped     uint64 // batches that could not be handed to libzmq, and replays that there were too many of
+	Dropped     uint64 // batches that a subscriber has lost because it did not read, one for each, and replays that a peer asked for too many of
 	Replays     uint64 // asked for
 	Resyncs     uint64 // of them, those for batches that are no longer kept, for which all was published anew
+	Cut         uint64 // connections that were refused or cut off, or that left without shaking hands
 }
 
 // EventPublisher publishes batches of events, and replays them, as vLLM's
@@ -85,52 +115,43 @@ type EventStats struct {
 // batches kept from that one on, each as (empty, topic, number, payload), and then
 // (empty, empty, -1, empty).
 //
-// One goroutine owns the sockets. A subscriber that does not read loses batches
-// (libzmq drops them), which it sees by their numbers; nobody waits for it. A
-// replay goes on as its peer reads.
+// One goroutine asks the source and appends to a buffer that all connections read,
+// each at its own pace by a number of its own. So a peer that does not read costs no
+// memory: a subscriber that falls behind by more than [EventOptions.HWM] loses the
+// oldest batches, which it sees by their numbers, and a replay goes on with the oldest
+// that is kept. Each connection has two goroutines.
+//
+// Peers may be strangers. What one of them may send is bounded by length, number and
+// rate; whoever passes a bound is cut off, and nobody else notices. When there are too
+// many connections, the address with the most of them loses one.
 //
 // Beyond vLLM's: who asks for batches that are no longer kept gets those that are,
 // and has the source publish everything anew.
 type EventPublisher struct {
-	opt   EventOptions
-	src   EventSource
-	wake  int // eventfd
-	done  chan struct{}
-	count struct {
-		peers                                     atomic.Int64
-		batches, bytes, dropped, replays, resyncs atomic.Uint64
+	opt     EventOptions
+	src     EventSource
+	doors   []*eventDoor
+	wake    chan struct{} // has room for one; as the next
+	resync  chan struct{}
+	closing chan struct{}
+	once    sync.Once
+	wg      sync.WaitGroup
+	count   struct {
+		subscribers                                    atomic.Int64
+		batches, bytes, dropped, replays, resyncs, cut atomic.Uint64
 	}
-	mu     sync.Mutex
-	closed bool // guarded by mu
 
-	endpoint, replayEndpoint string // as bound
-
-	// All below belongs to the loop.
-	ctx        *zmq4.Context
-	pub        *guarded // when bound; otherwise only its zsock is used
-	out        *zsock
-	replay     *guarded // nil: none
-	poll       *poller
-	watched    []*guarded
-	monitorSeq int
-	buffer     []batch // ring of what can be replayed, oldest at first
-	first      int
-	bytes      int
-	next       uint64 // number of the next batch
-	replays    []replay
-	resynced   time.Time
+	mu       sync.Mutex
+	kept     []batch // batch i has number oldest+i; guarded by mu, as all below
+	oldest   uint64
+	bytes    int
+	resynced time.Time
+	over     bool // nothing is published any more
 }
 
 type batch struct {
-	seq     uint64
 	topic   string
 	payload []byte
-}
-
-// replay is one under way: the batches from next on are still to be sent.
-type replay struct {
-	peer []byte
-	next uint64
 }
 
 // NewEventPublisher opens the sockets and begins to publish.
@@ -141,349 +162,730 @@ func NewEventPublisher(opt EventOptions, src EventSource) (*EventPublisher, erro
 	if opt.resyncPause == 0 {
 		opt.resyncPause = resyncPause
 	}
-	if opt.linger == nil {
-		opt.linger = func() { time.Sleep(eventLinger) }
+	if opt.linger == 0 {
+		opt.linger = eventLinger
 	}
-	p := &EventPublisher{opt: opt, src: src, done: make(chan struct{})}
-	var err error
-	if p.wake, err = unix.Eventfd(0, unix.EFD_NONBLOCK|unix.EFD_CLOEXEC); err != nil {
-		return nil, fmt.Errorf("eventfd: %w", err)
+	p := &EventPublisher{
+		opt: opt, src: src,
+		wake: make(chan struct{}, 1), resync: make(chan struct{}, 1), closing: make(chan struct{}),
 	}
-	if err := startLoop(p.open, p.loop, p.shut, p.done); err != nil {
-		unix.Close(p.wake)
-		return nil, err
+	subscribers := &eventDoor{
+		p: p, setting: "events.endpoint", endpoint: opt.Endpoint, limit: maxSubscribers, ready: &p.count.subscribers,
+		own: "PUB", types: []string{"SUB", "XSUB"}, token: opt.Token, frame: maxSubscribeFrame,
 	}
+	replays := &eventDoor{
+		p: p, setting: "events.replay_endpoint", endpoint: opt.ReplayEndpoint, limit: maxReplayPeers, ready: new(atomic.Int64),
+		own: "ROUTER", types: []string{"REQ", "DEALER", "ROUTER"}, token: opt.Token, frame: maxRequestFrame, replay: true,
+	}
+	p.doors = append(p.doors, subscribers)
+	if opt.ReplayEndpoint != "" {
+		p.doors = append(p.doors, replays)
+	}
+	for _, d := range p.doors {
+		if d == subscribers && !opt.Bind {
+			d.token = "" // it is for those who come to us
+			continue
+		}
+		if err := d.listen(); err != nil {
+			for _, d := range p.doors {
+				d.shut()
+			}
+			return nil, fmt.Errorf("%s: %w", d.setting, err)
+		}
+	}
+	for _, d := range p.doors {
+		if d.ln != nil {
+			p.wg.Go(d.accept)
+		} else {
+			p.wg.Go(d.connect)
+		}
+	}
+	p.wg.Go(p.run)
 	return p, nil
 }
 
 // Endpoints are those that peers connect to, with the ports that were found for
 // wildcards.
-func (p *EventPublisher) Endpoints() (publish, replay string) { return p.endpoint, p.replayEndpoint }
+func (p *EventPublisher) Endpoints() (publish, replay string) {
+	if len(p.doors) > 1 {
+		replay = p.doors[1].endpoint
+	}
+	return p.doors[0].endpoint, replay
+}
 
 // Stats returns the counts.
 func (p *EventPublisher) Stats() EventStats {
 	c := &p.count
 	return EventStats{
-		Subscribers: int(c.peers.Load()), Batches: c.batches.Load(), Bytes: c.bytes.Load(), Dropped: c.dropped.Load(),
-		Replays: c.replays.Load(), Resyncs: c.resyncs.Load(),
+		Subscribers: int(c.subscribers.Load()), Batches: c.batches.Load(), Bytes: c.bytes.Load(), Dropped: c.dropped.Load(),
+		Replays: c.replays.Load(), Resyncs: c.resyncs.Load(), Cut: c.cut.Load(),
 	}
 }
 
 // Wake has the source asked for batches.
-func (p *EventPublisher) Wake() {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if !p.closed {
-		one := [8]byte{1}
-		_, _ = unix.Write(p.wake, one[:])
+func (p *EventPublisher) Wake() { ring(p.wake) }
+
+// ring sends to a channel that has room for one.
+func ring(c chan struct{}) {
+	select {
+	case c <- struct{}{}:
+	default:
 	}
 }
 
 // Close publishes what the source has last, and closes the sockets. Closing again
 // does nothing.
 func (p *EventPublisher) Close() error {
-	p.Wake()
+	p.once.Do(func() { close(p.closing) })
+	p.wg.Wait()
+	return nil
+}
+
+// run is the publisher's goroutine.
+func (p *EventPublisher) run() {
+	for last := false; !last; {
+		select {
+		case <-p.wake:
+		case <-p.resync:
+			p.count.resyncs.Add(1)
+			p.src.Resync()
+		case <-p.closing:
+			last = true
+		}
+		for p.publish(p.src.NextBatch()) {
+		}
+	}
+	for p.publish(p.src.LastBatch()) {
+	}
 	p.mu.Lock()
-	first := !p.closed
-	p.closed = true
+	p.over = true
 	p.mu.Unlock()
-	<-p.done
-	if first {
-		unix.Close(p.wake)
-	}
-	return nil
-}
-
-func (p *EventPublisher) isClosed() bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.closed
-}
-
-// isBind says whether vLLM's publisher would bind an endpoint.
-func isBind(endpoint string) bool {
-	return strings.Contains(endpoint, "*") || strings.Contains(endpoint, "::") || strings.HasPrefix(endpoint, "ipc://") || strings.HasPrefix(endpoint, "inproc://")
-}
-
-func (p *EventPublisher) open() error {
-	var err error
-	if p.ctx, err = zmq4.NewContext(); err != nil {
-		return fmt.Errorf("zmq context: %w", err)
-	}
-	if err := p.ctx.SetBlocky(false); err != nil {
-		return fmt.Errorf("zmq context: %w", err)
-	}
-	out, err := newZsock(p.ctx, zmq4.PUB)
-	if err != nil {
-		return err
-	}
-	p.out = out
-	// A subscriber sends no more than its subscriptions.
-	if err := errors.Join(out.SetLinger(eventLinger), out.SetSndhwm(p.opt.HWM), out.SetMaxmsgsize(4096), out.SetHandshakeIvl(handshakeTimeout),
-		out.SetIpv6(strings.Contains(p.opt.Endpoint, "::"))); err != nil {
-		return fmt.Errorf("zmq socket options: %w", err)
-	}
-	p.endpoint = p.opt.Endpoint
-	if isBind(p.opt.Endpoint) {
-		if p.pub, err = p.guard(out, p.opt.Endpoint, maxSubscribers); err != nil {
-			return fmt.Errorf("events.endpoint: %w", err)
-		}
-		p.endpoint = p.pub.endpoint
-	} else if err := out.Connect(p.opt.Endpoint); err != nil {
-		return fmt.Errorf("events.endpoint %s: %w", p.opt.Endpoint, err)
-	}
-	if p.opt.ReplayEndpoint != "" {
-		r, err := newZsock(p.ctx, zmq4.ROUTER)
-		if err != nil {
-			return err
-		}
-		if err := errors.Join(r.SetLinger(eventLinger), r.SetSndhwm(replayHWM), r.SetRcvhwm(recvHWM), r.SetMaxmsgsize(64), r.SetRouterMandatory(1), r.SetHandshakeIvl(handshakeTimeout),
-			r.SetIpv6(strings.Contains(p.opt.ReplayEndpoint, "::"))); err != nil {
-			r.Close()
-			return fmt.Errorf("zmq socket options: %w", err)
-		}
-		if p.replay, err = p.guard(r, p.opt.ReplayEndpoint, maxReplayPeers); err != nil {
-			return fmt.Errorf("events.replay_endpoint: %w", err)
-		}
-		p.replayEndpoint = p.replay.endpoint
-	}
-	var socks []*zsock
-	for _, g := range []*guarded{p.pub, p.replay} {
-		if g != nil {
-			p.watched = append(p.watched, g)
-			socks = append(socks, g.monitor)
-		}
-	}
-	if p.replay != nil {
-		socks = append(socks, p.replay.zsock)
-	}
-	p.poll = newPoller(p.wake, socks...)
-	return nil
-}
-
-// guard binds a socket, which it closes if it cannot.
-func (p *EventPublisher) guard(s *zsock, endpoint string, limit int) (*guarded, error) {
-	p.monitorSeq++
-	g := &guarded{zsock: s, endpoint: endpoint, limit: limit, public: true, total: new(atomic.Int64), log: p.opt.Log}
-	if s == p.out {
-		g.total = &p.count.peers
-	}
-	if err := g.start(p.ctx, fmt.Sprintf("inproc://monitor-%d", p.monitorSeq)); err != nil {
-		g.close()
-		if s == p.out {
-			p.out = nil
-		}
-		return nil, fmt.Errorf("zmq socket %s: %w", endpoint, err)
-	}
-	return g, nil
-}
-
-func (p *EventPublisher) loop() {
-	for {
-		wait := time.Second
-		if len(p.replays) > 0 {
-			wait = replayPause
-		}
-		if errno := p.poll.wait(wait); errno != 0 && errno != syscall.EINTR {
-			p.opt.Log.Error("events: poll", zap.Error(errno))
-			time.Sleep(10 * time.Millisecond) // never a busy loop
-		}
-		for i, g := range p.watched {
-			if p.poll.ready(1+i) && g.watch() {
-				g.shut("too many connections")
-			}
-			g.reopen()
-		}
-		if p.replay != nil {
-			p.receive()
-		}
-		if p.poll.ready(0) {
-			var b [8]byte
-			_, _ = unix.Read(p.wake, b[:])
-		}
-		closed := p.isClosed()
-		for more := true; more; {
-			more = p.publish(p.src.NextBatch())
-			p.replayMore() // a long publication holds no replay up
-		}
-		if closed {
-			for p.publish(p.src.LastBatch()) {
-			}
-			p.replayMore()
-			if p.count.peers.Load() > 0 {
-				p.opt.linger() // unbinding ends connections, whatever lingers in them
-			}
-			return
-		}
+	for _, d := range p.doors {
+		d.shut()
 	}
 }
 
-// publish sends a batch, if there is one.
+// publish appends a batch, if there is one, and wakes the connections.
 func (p *EventPublisher) publish(topic string, payload []byte, ok bool) bool {
 	if !ok {
 		return false
 	}
-	b := batch{seq: p.next, topic: topic, payload: slices.Clone(payload)}
-	p.next++
-	if errno := p.send(p.out, &b); errno != 0 {
-		p.count.dropped.Add(1)
-		p.opt.Log.Debug("events: publish", zap.Error(errno))
-	}
+	b := batch{topic: topic, payload: slices.Clone(payload)}
 	p.count.batches.Add(1)
 	p.count.bytes.Add(uint64(len(payload)))
-	if p.replay != nil {
-		p.keep(b)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.kept = append(p.kept, b)
+	p.bytes += len(payload)
+	p.forget()
+	for _, d := range p.doors {
+		d.ring()
 	}
 	return true
 }
 
-// send sends a batch's three frames. libzmq takes a message whole: if it takes the
-// first frame, it takes all.
-func (p *EventPublisher) send(s *zsock, b *batch) syscall.Errno {
-	var seq [8]byte
-	binary.BigEndian.PutUint64(seq[:], b.seq)
-	return sendFrames(s, []byte(b.topic), seq[:], b.payload)
+// next is the number of the next batch. p.mu is held.
+func (p *EventPublisher) next() uint64 { return p.oldest + uint64(len(p.kept)) }
+
+// last returns the number of the oldest of the last n batches. p.mu is held.
+func (p *EventPublisher) last(n int) uint64 {
+	return p.next() - min(uint64(n), p.next())
 }
 
-func sendFrames(s *zsock, frames ...[]byte) syscall.Errno {
-	for i, f := range frames {
-		if errno := s.send(f, i < len(frames)-1); errno != 0 {
-			return errno
-		}
+// forget drops the batches that nobody needs, or that there is no room for. p.mu is held.
+func (p *EventPublisher) forget() {
+	need := p.next()
+	for _, d := range p.doors {
+		need = min(need, d.need())
 	}
-	return 0
-}
-
-// keep keeps a batch for replay, and forgets the oldest ones.
-func (p *EventPublisher) keep(b batch) {
-	p.buffer = append(p.buffer, b)
-	p.bytes += len(b.payload)
-	for len(p.buffer)-p.first > p.opt.BufferSteps || p.bytes > maxReplayBytes && len(p.buffer)-p.first > 1 {
-		p.bytes -= len(p.buffer[p.first].payload)
-		p.buffer[p.first] = batch{}
-		p.first++
-	}
-	if p.first > len(p.buffer)/2 {
-		n := copy(p.buffer, p.buffer[p.first:])
-		clear(p.buffer[n:])
-		p.buffer, p.first = p.buffer[:n], 0
-	}
-}
-
-// receive takes in the requests that wait: identity, an empty frame, a number.
-func (p *EventPublisher) receive() {
-	for range burst {
-		var frames [3][]byte
-		var buf [3][64]byte
-		n, more := 0, true
-		good := true
-		for ; more; n++ {
-			var size int
-			var errno syscall.Errno
-			into := buf[min(n, 2)][:]
-			if size, more, errno = p.replay.recv(into); errno != 0 {
-				return
-			}
-			if n >= len(frames) || size > len(into) {
-				good = false
-				continue
-			}
-			frames[n] = into[:size]
-		}
-		if !good || n != 3 || len(frames[2]) > 8 {
-			continue
-		}
-		p.count.replays.Add(1)
-		var start uint64
-		for _, c := range frames[2] {
-			start = start<<8 | uint64(c)
-		}
-		if len(p.replays) == maxReplays {
-			p.count.dropped.Add(1)
-			continue
-		}
-		if p.first < len(p.buffer) && start < p.buffer[p.first].seq && time.Since(p.resynced) >= p.opt.resyncPause {
-			p.resynced = time.Now()
-			p.count.resyncs.Add(1)
-			p.src.Resync()
-		}
-		p.replays = append(p.replays, replay{slices.Clone(frames[0]), start})
-	}
-}
-
-var endOfReplay = []byte{255, 255, 255, 255, 255, 255, 255, 255}
-
-// replayMore sends what the peers of the replays under way have room for.
-func (p *EventPublisher) replayMore() {
 	n := 0
-	for i := range p.replays {
-		if r := p.replays[i]; !p.replayOne(&r) {
-			p.replays[n] = r
-			n++
-		}
+	for ; n < len(p.kept)-1 && (p.oldest < need || p.bytes > maxReplayBytes); n++ {
+		p.bytes -= len(p.kept[n].payload)
+		p.kept[n] = batch{} // append copies what is left only now and then
+		p.oldest++
 	}
-	clear(p.replays[n:])
-	p.replays = p.replays[:n]
+	p.kept = p.kept[n:]
 }
 
-// replayOne goes on with a replay, and says whether it has ended.
-func (p *EventPublisher) replayOne(r *replay) bool {
-	for range burst {
-		kept := p.buffer[p.first:]
-		i, _ := slices.BinarySearchFunc(kept, r.next, func(b batch, seq uint64) int {
-			if b.seq < seq {
-				return -1
-			}
-			return 1
-		})
-		if i == len(kept) {
-			switch sendFrames(p.replay.zsock, r.peer, nil, nil, endOfReplay, nil) {
-			case syscall.EAGAIN:
-				return false
-			default:
-				return true
-			}
-		}
-		b := &kept[i]
-		var seq [8]byte
-		binary.BigEndian.PutUint64(seq[:], b.seq)
-		switch errno := sendFrames(p.replay.zsock, r.peer, nil, []byte(b.topic), seq[:], b.payload); errno {
-		case 0:
-			r.next = b.seq + 1
-		case syscall.EAGAIN:
-			return false
-		default: // it has left
-			return true
-		}
-	}
-	return false
-}
-
-// shut closes everything that open made, as far as it came.
-func (p *EventPublisher) shut() {
-	for _, g := range []*guarded{p.pub, p.replay} {
-		if g != nil {
-			g.close()
-		}
-	}
-	if p.pub == nil && p.out != nil {
-		p.out.Close()
-	}
-	if p.poll != nil {
-		p.poll.close()
-	}
-	if p.ctx != nil {
-		if err := p.ctx.Term(); err != nil {
-			p.opt.Log.Error("events: term", zap.Error(err))
-		}
+// askAnew has everything published anew, unless that was done a moment ago. p.mu is held.
+func (p *EventPublisher) askAnew() {
+	if now := time.Now(); p.resynced.IsZero() || now.Sub(p.resynced) >= p.opt.resyncPause {
+		p.resynced = now
+		ring(p.resync)
 	}
 }
 
-// unlink removes the file of a socket, if it has one.
-func (g *guarded) unlink() {
-	if path, ok := strings.CutPrefix(g.endpoint, "ipc://"); ok {
+// eventDoor is one endpoint with its connections.
+type eventDoor struct {
+	p        *EventPublisher
+	setting  string // that names the endpoint
+	endpoint string
+	limit    int           // of connections
+	ready    *atomic.Int64 // connections that have shaken hands
+	own      string        // our type of socket
+	types    []string      // those of peers
+	token    string
+	frame    int // the longest of a peer
+	replay   bool
+	ln       net.Listener // nil: it is connected to
+
+	closed bool         // guarded by p.mu, as the next
+	peers  []*eventPeer // in the order in which they came
+}
+
+// listen binds the endpoint, whose port may be *.
+func (d *eventDoor) listen() error {
+	path, isPath := strings.CutPrefix(d.endpoint, "ipc://")
+	if isPath {
+		ln, err := listenPath(d.setting, path)
+		d.ln = ln
+		return err
+	}
+	host, port, err := splitTCP(d.endpoint)
+	if err != nil {
+		return err
+	}
+	network := "tcp"
+	if host == "*" {
+		network, host = "tcp4", "0.0.0.0" // as libzmq, unless IPv6 is asked for
+	}
+	if port == "*" {
+		port = "0"
+	}
+	if d.ln, err = net.Listen(network, net.JoinHostPort(host, port)); err != nil {
+		return err
+	}
+	d.endpoint = "tcp://" + d.ln.Addr().String()
+	return nil
+}
+
+func splitTCP(endpoint string) (host, port string, err error) {
+	address, ok := strings.CutPrefix(endpoint, "tcp://")
+	if !ok {
+		return "", "", fmt.Errorf("%q is neither tcp://HOST:PORT nor ipc://PATH", endpoint)
+	}
+	return net.SplitHostPort(address)
+}
+
+// listenPath listens on a Unix socket, and replaces what an earlier process left there.
+func listenPath(setting, path string) (net.Listener, error) {
+	if err := checkPath(setting, path); err != nil {
+		return nil, err
+	}
+	if c, err := net.DialTimeout("unix", path, time.Second); err == nil {
+		c.Close()
+		return nil, fmt.Errorf("another process listens on %s", path)
+	}
+	switch st, err := os.Lstat(path); {
+	case errors.Is(err, fs.ErrNotExist):
+	case err != nil:
+		return nil, err
+	case st.Mode()&os.ModeSocket == 0:
+		return nil, fmt.Errorf("%s is there and is not a socket", path)
+	default:
 		if err := os.Remove(path); err != nil {
-			g.log.Warn("zmq socket: remove", zap.Error(err))
+			return nil, err
 		}
 	}
+	return net.Listen("unix", path)
+}
+
+// shut refuses new connections, and ends those that are there once they have been sent everything.
+func (d *eventDoor) shut() {
+	d.p.mu.Lock()
+	d.closed = true
+	peers := slices.Clone(d.peers)
+	d.p.mu.Unlock()
+	if d.ln != nil {
+		d.ln.Close()
+	}
+	for _, peer := range peers {
+		peer.end(d.p.opt.linger)
+	}
+}
+
+// ring wakes all connections. p.mu is held.
+func (d *eventDoor) ring() {
+	for _, peer := range d.peers {
+		ring(peer.wake)
+	}
+}
+
+// need returns the number of the oldest batch that is kept for this door. p.mu is held.
+func (d *eventDoor) need() uint64 {
+	if d.replay {
+		return d.p.last(d.p.opt.BufferSteps)
+	}
+	need := d.p.next()
+	for _, peer := range d.peers {
+		if peer.ready {
+			need = min(need, peer.at)
+		}
+	}
+	return max(need, d.p.last(d.p.opt.HWM))
+}
+
+// accept takes connections until the door is shut.
+func (d *eventDoor) accept() {
+	may := allowance{most: acceptBurst, perSecond: acceptsPerSecond}
+	for {
+		c, err := d.ln.Accept()
+		if errors.Is(err, net.ErrClosed) {
+			return
+		}
+		if err != nil {
+			// Out of descriptors or memory for a while: the peer stays in the backlog.
+			d.p.opt.Log.Warn("events: accept failed", zap.String("setting", d.setting), zap.Error(err))
+			time.Sleep(50 * time.Millisecond)
+			continue
+		}
+		for !may.take(1, time.Now()) {
+			time.Sleep(time.Second / acceptsPerSecond)
+		}
+		if peer := d.admit(c); peer != nil {
+			d.p.wg.Go(peer.serve)
+		}
+	}
+}
+
+// connect keeps one connection to the endpoint until the publisher is closed.
+func (d *eventDoor) connect() {
+	network, address := "unix", strings.TrimPrefix(d.endpoint, "ipc://")
+	if host, port, err := splitTCP(d.endpoint); err == nil {
+		network, address = "tcp", net.JoinHostPort(host, port)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	d.p.wg.Go(func() {
+		<-d.p.closing
+		cancel()
+	})
+	failed := false
+	for pause := dialPause; ; pause = min(2*pause, dialPauseMost) {
+		c, err := (&net.Dialer{Timeout: dialPatience}).DialContext(ctx, network, address)
+		if err == nil {
+			failed, pause = false, dialPause
+			if peer := d.admit(c); peer != nil {
+				peer.serve()
+			}
+		} else if !failed && ctx.Err() == nil {
+			failed = true
+			d.p.opt.Log.Warn("events: nobody listens at "+d.setting+": a subscriber must bind it, or set events.bind to true to listen there",
+				zap.String("endpoint", d.endpoint), zap.Error(err))
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(pause):
+		}
+	}
+}
+
+// admit makes a peer of a connection, or closes it and returns nil. If there are too many, the newest connection of the address that
+// has the most is cut off, or the oldest of that address that has not shaken hands.
+func (d *eventDoor) admit(c net.Conn) *eventPeer {
+	if b, ok := c.(interface {
+		SetReadBuffer(int) error
+		SetWriteBuffer(int) error
+	}); ok {
+		_, _ = b.SetReadBuffer(peerReadBuffer), b.SetWriteBuffer(peerWriteBuffer) // a hint
+	}
+	peer := &eventPeer{d: d, c: c, from: origin(c), wake: make(chan struct{}, 1)}
+	d.p.mu.Lock()
+	if d.closed {
+		d.p.mu.Unlock()
+		c.Close()
+		return nil
+	}
+	d.peers = append(d.peers, peer)
+	var out *eventPeer
+	if len(d.peers) > d.limit {
+		out = d.surplus()
+		d.remove(out)
+	}
+	d.p.mu.Unlock()
+	if out != nil {
+		d.p.count.cut.Add(1)
+		d.p.opt.Log.Warn("events: too many connections, one was cut off",
+			zap.String("setting", d.setting), zap.Int("limit", d.limit), zap.String("peer", out.from))
+		out.c.Close()
+	}
+	if out == peer {
+		return nil
+	}
+	return peer
+}
+
+// origin returns the address that a connection comes from, without its port; of IPv6 the network.
+func origin(c net.Conn) string {
+	at, err := netip.ParseAddrPort(c.RemoteAddr().String())
+	if err != nil {
+		return "local" // a Unix socket
+	}
+	ip := at.Addr().Unmap()
+	if ip.Is6() {
+		if p, err := ip.WithZone("").Prefix(64); err == nil {
+			return p.String()
+		}
+	}
+	return ip.String()
+}
+
+// surplus returns the peer that is cut off when there are too many. p.mu is held.
+func (d *eventDoor) surplus() *eventPeer {
+	of := map[string]int{}
+	for _, peer := range d.peers {
+		of[peer.from]++
+	}
+	// The newcomer is last: among equals it is the one.
+	var out *eventPeer
+	for _, peer := range slices.Backward(d.peers) {
+		if out == nil || of[peer.from] > of[out.from] {
+			out = peer
+		}
+	}
+	for _, peer := range d.peers {
+		if peer.from == out.from && !peer.ready && peer != d.peers[len(d.peers)-1] {
+			return peer
+		}
+	}
+	return out
+}
+
+// remove removes a peer and says whether it was there. p.mu is held.
+func (d *eventDoor) remove(peer *eventPeer) bool {
+	i := slices.Index(d.peers, peer)
+	if i < 0 {
+		return false
+	}
+	d.peers = slices.Delete(d.peers, i, i+1)
+	if peer.ready {
+		d.ready.Add(-1)
+	}
+	return true
+}
+
+// eventPeer is one connection. serve runs on one goroutine and receives; send runs on another.
+type eventPeer struct {
+	d    *eventDoor
+	c    net.Conn
+	from string
+	wake chan struct{} // has room for one
+
+	ready         bool   // it has shaken hands; guarded by p.mu, as all below
+	gone          bool   // send ends at once
+	at            uint64 // the next batch: of a subscriber, or of the replay under way
+	subscriptions []subscription
+	bytes         int      // in them
+	replaying     bool     // a replay is under way
+	requests      []uint64 // replays that come then
+	pong          []byte   // to be sent; nil: none
+}
+
+type subscription struct {
+	prefix string
+	times  int
+}
+
+// errTalks means that a peer sends more than anyone needs to.
+var errTalks = fmt.Errorf("more than %d bytes a second", peerBytesPerSecond)
+
+// serve runs a connection until its end.
+func (e *eventPeer) serve() {
+	p := e.d.p
+	err := e.receive()
+	p.mu.Lock()
+	e.gone = true
+	shaken := e.ready
+	was := e.d.remove(e)
+	over := p.over
+	p.mu.Unlock()
+	ring(e.wake)
+	e.c.Close()
+	if !was || over {
+		return // it was ended by us, and that was told
+	}
+	level := zap.WarnLevel
+	var failed *net.OpError
+	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.As(err, &failed) && !failed.Timeout() {
+		if shaken {
+			return // it left
+		}
+		// A libzmq peer leaves without a word when the security mechanisms differ, but so does a probe of the port.
+		level = zap.DebugLevel
+	}
+	p.count.cut.Add(1)
+	p.opt.Log.Log(level, "events: a connection was cut off", zap.String("setting", e.d.setting), zap.String("peer", e.from), zap.NamedError("why", err))
+}
+
+// receive shakes hands and then takes in what the peer sends, until it fails.
+func (e *eventPeer) receive() error {
+	z := newZMTP(e.c, e.d.frame)
+	if err := z.SetDeadline(time.Now().Add(handshakeTimeout)); err != nil {
+		return err
+	}
+	if err := z.shake(e.d.own, e.d.types, e.d.token); err != nil {
+		return err
+	}
+	if err := z.SetDeadline(time.Time{}); err != nil {
+		return err
+	}
+	if !e.begin() {
+		return io.EOF
+	}
+	request := request{}
+	for {
+		f, err := z.next(e.d.frame)
+		if err != nil {
+			return err
+		}
+		if !z.may.take(len(f.body)+frameBytes, time.Now()) {
+			return errTalks
+		}
+		switch {
+		case f.command:
+			err = e.command(f.body)
+		case !e.d.replay:
+			err = e.message(f)
+		default:
+			if from, ok := request.add(f); ok {
+				e.ask(from)
+			}
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+// begin has the peer sent to, unless it was cut off meanwhile.
+func (e *eventPeer) begin() bool {
+	p := e.d.p
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if e.d.closed || !slices.Contains(e.d.peers, e) {
+		return false
+	}
+	e.ready, e.at = true, p.next()
+	e.d.ready.Add(1)
+	p.wg.Go(e.send)
+	return true
+}
+
+// end has the connection end when it has been sent everything, or after a while.
+func (e *eventPeer) end(linger time.Duration) {
+	e.d.p.mu.Lock()
+	ready := e.ready
+	e.d.p.mu.Unlock()
+	by := time.Unix(1, 0)
+	if ready {
+		by = time.Now().Add(linger)
+	}
+	_ = e.c.SetDeadline(by)
+	ring(e.wake)
+}
+
+// command handles a command: a heartbeat, or what ZMTP 3.1 has instead of messages that subscribe.
+func (e *eventPeer) command(b []byte) error {
+	name, rest, ok := splitCommand(b)
+	if !ok {
+		return fmt.Errorf("%w: a command", errZMTP)
+	}
+	switch {
+	case name == "PING" && len(rest) >= 2 && len(rest) <= 2+16:
+		e.d.p.mu.Lock()
+		e.pong = appendCommand(nil, "PONG", rest[2:])
+		e.d.p.mu.Unlock()
+		ring(e.wake)
+	case name == "SUBSCRIBE" && !e.d.replay:
+		return e.subscribe(string(rest))
+	case name == "CANCEL" && !e.d.replay:
+		e.unsubscribe(string(rest))
+	}
+	return nil
+}
+
+// message handles a frame of a subscriber.
+func (e *eventPeer) message(f frame) error {
+	switch {
+	case f.more:
+		return errors.New("a message of several parts, and a subscriber sends none")
+	case len(f.body) > 0 && f.body[0] == 1:
+		return e.subscribe(string(f.body[1:]))
+	case len(f.body) > 0 && f.body[0] == 0:
+		e.unsubscribe(string(f.body[1:]))
+	}
+	return nil
+}
+
+// subscribe counts, as libzmq does: a prefix must be taken back as often as it was subscribed to.
+func (e *eventPeer) subscribe(prefix string) error {
+	e.d.p.mu.Lock()
+	defer e.d.p.mu.Unlock()
+	if i := e.find(prefix); i >= 0 {
+		e.subscriptions[i].times++
+		return nil
+	}
+	if len(e.subscriptions) == maxSubscriptions || e.bytes+len(prefix) > maxSubscriptionBytes {
+		return fmt.Errorf("more than %d subscriptions, or than %d bytes of them", maxSubscriptions, maxSubscriptionBytes)
+	}
+	e.subscriptions = append(e.subscriptions, subscription{prefix, 1})
+	e.bytes += len(prefix)
+	return nil
+}
+
+func (e *eventPeer) unsubscribe(prefix string) {
+	e.d.p.mu.Lock()
+	defer e.d.p.mu.Unlock()
+	i := e.find(prefix)
+	if i < 0 {
+		return
+	}
+	if e.subscriptions[i].times--; e.subscriptions[i].times == 0 {
+		e.subscriptions = slices.Delete(e.subscriptions, i, i+1)
+		e.bytes -= len(prefix)
+	}
+}
+
+func (e *eventPeer) find(prefix string) int {
+	return slices.IndexFunc(e.subscriptions, func(s subscription) bool { return s.prefix == prefix })
+}
+
+// request is what has been received of a message that asks for a replay: an empty frame, and a number of up to 8 bytes.
+type request struct {
+	frames int // so far
+	bad    bool
+}
+
+// add takes in the next frame. ok means that it completes a request for the batches from that number on.
+func (r *request) add(f frame) (from uint64, ok bool) {
+	switch r.frames {
+	case 0:
+		r.bad = len(f.body) != 0
+	case 1:
+		r.bad = r.bad || len(f.body) > 8
+	default:
+		r.bad = true
+	}
+	r.frames = min(r.frames+1, 3)
+	if f.more {
+		return 0, false
+	}
+	ok = !r.bad && r.frames == 2
+	*r = request{}
+	if !ok {
+		return 0, false
+	}
+	for _, c := range f.body {
+		from = from<<8 | uint64(c)
+	}
+	return from, true
+}
+
+// ask begins a replay, after those that were asked for before.
+func (e *eventPeer) ask(from uint64) {
+	p := e.d.p
+	p.count.replays.Add(1)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if len(e.requests) == maxRequests {
+		p.count.dropped.Add(1)
+		return
+	}
+	if len(p.kept) > 0 && from < max(p.oldest, p.last(p.opt.BufferSteps)) {
+		p.askAnew()
+	}
+	e.requests = append(e.requests, from)
+	ring(e.wake)
+}
+
+// send sends until the connection or the publisher ends.
+func (e *eventPeer) send() {
+	for {
+		out, over := e.take()
+		if over {
+			break
+		}
+		if out == nil {
+			<-e.wake
+			continue
+		}
+		if _, err := out.WriteTo(e.c); err != nil {
+			e.c.Close() // receive ends, and tells
+			return
+		}
+	}
+	// The peer closes its end when it has read everything; receive waits for that, for as long as its deadline allows.
+	if c, ok := e.c.(interface{ CloseWrite() error }); ok {
+		_ = c.CloseWrite()
+	}
+}
+
+// take returns what is to be sent next, or nil. over means that there will be nothing any more.
+func (e *eventPeer) take() (out net.Buffers, over bool) {
+	p := e.d.p
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	switch {
+	case e.gone:
+		return nil, true
+	case e.pong != nil:
+		out, e.pong = net.Buffers{e.pong}, nil
+		return out, false
+	case e.d.replay:
+		out = e.takeReplay()
+	default:
+		out = e.takeBatch()
+	}
+	return out, out == nil && p.over
+}
+
+// takeBatch returns the next batch that the subscriber has subscribed to. p.mu is held.
+func (e *eventPeer) takeBatch() net.Buffers {
+	p := e.d.p
+	if first := max(p.oldest, p.last(p.opt.HWM)); e.at < first {
+		p.count.dropped.Add(first - e.at)
+		e.at = first
+	}
+	for e.at < p.next() {
+		b := &p.kept[e.at-p.oldest]
+		e.at++
+		if slices.ContainsFunc(e.subscriptions, func(s subscription) bool { return strings.HasPrefix(b.topic, s.prefix) }) {
+			return b.frames(nil, e.at-1)
+		}
+	}
+	return nil
+}
+
+// endOfReplay is the message after the last batch of a replay.
+var endOfReplay = func() []byte {
+	b := appendFrame(appendFrame(nil, flagMore, 0), flagMore, 0)
+	b = append(appendFrame(b, flagMore, 8), 255, 255, 255, 255, 255, 255, 255, 255)
+	return appendFrame(b, 0, 0)
+}()
+
+// takeReplay returns the next batch of the replay under way, or its end. p.mu is held.
+func (e *eventPeer) takeReplay() net.Buffers {
+	p := e.d.p
+	if !e.replaying {
+		if len(e.requests) == 0 {
+			return nil
+		}
+		e.at, e.replaying = e.requests[0], true
+		e.requests = slices.Delete(e.requests, 0, 1)
+	}
+	e.at = max(e.at, p.oldest, p.last(p.opt.BufferSteps))
+	if e.at >= p.next() {
+		e.replaying = false
+		return net.Buffers{endOfReplay}
+	}
+	b := &p.kept[e.at-p.oldest]
+	e.at++
+	return b.frames(appendFrame(nil, flagMore, 0), e.at-1)
+}
+
+// frames returns the batch's message after what is in head. Only its payload is shared.
+func (b *batch) frames(head []byte, seq uint64) net.Buffers {
+	head = append(appendFrame(head, flagMore, len(b.topic)), b.topic...)
+	head = binary.BigEndian.AppendUint64(appendFrame(head, flagMore, 8), seq)
+	return net.Buffers{appendFrame(head, 0, len(b.payload)), b.payload}
 }

@@ -70,6 +70,7 @@ func newPublisher(t *testing.T, opt EventOptions, src *testSource) *EventPublish
 	if opt.HWM == 0 {
 		opt.HWM = 1000
 	}
+	opt.Bind = true
 	p, err := NewEventPublisher(opt, src)
 	if err != nil {
 		t.Fatal(err)
@@ -78,8 +79,8 @@ func newPublisher(t *testing.T, opt EventOptions, src *testSource) *EventPublish
 	return p
 }
 
-// eventPeer is a socket of a subscriber.
-func eventPeer(t *testing.T, kind zmq4.Type, endpoint string) *zmq4.Socket {
+// subscriberSocket is a socket of libzmq that connects to a publisher.
+func subscriberSocket(t *testing.T, kind zmq4.Type, endpoint string) *zmq4.Socket {
 	t.Helper()
 	ctx, err := zmq4.NewContext()
 	if err != nil {
@@ -121,7 +122,7 @@ func received(t *testing.T, s *zmq4.Socket) [][]byte {
 func subscribe(t *testing.T, p *EventPublisher, src *testSource) (*zmq4.Socket, uint64) {
 	t.Helper()
 	endpoint, _ := p.Endpoints()
-	sub := eventPeer(t, zmq4.SUB, endpoint)
+	sub := subscriberSocket(t, zmq4.SUB, endpoint)
 	if err := sub.SetRcvtimeo(50 * time.Millisecond); err != nil {
 		t.Fatal(err)
 	}
@@ -157,7 +158,7 @@ func subscribe(t *testing.T, p *EventPublisher, src *testSource) (*zmq4.Socket, 
 func replayed(t *testing.T, p *EventPublisher, kind zmq4.Type, from uint64) (seqs []uint64, payloads []string) {
 	t.Helper()
 	_, endpoint := p.Endpoints()
-	req := eventPeer(t, kind, endpoint)
+	req := subscriberSocket(t, kind, endpoint)
 	ask := binary.BigEndian.AppendUint64(nil, from)
 	if _, err := req.SendMessage("", ask); err != nil {
 		t.Fatal(err)
@@ -189,11 +190,8 @@ func TestEventsArePublishedAndReplayed(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			src := &testSource{}
-			arrived := make(chan struct{})
-			over := sync.OnceFunc(func() { close(arrived) })
-			opt.linger = func() { <-arrived }
+			opt.linger = patience
 			p := newPublisher(t, opt, src)
-			t.Cleanup(over)
 			sub, seq := subscribe(t, p, src)
 			src.more(p, 5)
 			for range 5 {
@@ -212,7 +210,7 @@ func TestEventsArePublishedAndReplayed(t *testing.T) {
 			}
 			// What is no request is not answered, and does no harm.
 			_, endpoint := p.Endpoints()
-			bad := eventPeer(t, zmq4.DEALER, endpoint)
+			bad := subscriberSocket(t, zmq4.DEALER, endpoint)
 			for _, m := range [][]any{{"x"}, {"", "", "", ""}, {"", "123456789"}, {""}} {
 				if _, err := bad.SendMessage(m...); err != nil {
 					t.Fatal(err)
@@ -229,7 +227,6 @@ func TestEventsArePublishedAndReplayed(t *testing.T) {
 			if frames := received(t, sub); string(frames[2]) != "the end" {
 				t.Fatalf("%q", frames)
 			}
-			over()
 			<-done
 		})
 	}
@@ -272,7 +269,7 @@ func TestSlowSubscribers(t *testing.T) {
 	}
 	published(900) // 28 MiB: more than there is room for on the way
 	_, endpoint := p.Endpoints()
-	stuck := eventPeer(t, zmq4.DEALER, endpoint)
+	stuck := subscriberSocket(t, zmq4.DEALER, endpoint)
 	if _, err := stuck.SendMessage("", make([]byte, 8)); err != nil {
 		t.Fatal(err)
 	}
@@ -322,7 +319,11 @@ func TestEventsConnect(t *testing.T) {
 		t.Fatal(err)
 	}
 	src := &testSource{}
-	p := newPublisher(t, EventOptions{Endpoint: at}, src)
+	p, err := NewEventPublisher(EventOptions{Endpoint: at, BufferSteps: 100, HWM: 1000}, src)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.Close()
 	for range 400 {
 		src.more(p, 1)
 		if _, err = sub.RecvMessageBytes(0); err == nil {
@@ -332,7 +333,7 @@ func TestEventsConnect(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := NewEventPublisher(EventOptions{Endpoint: "tcp://nowhere*", BufferSteps: 1, HWM: 1}, src); err == nil {
+	if _, err := NewEventPublisher(EventOptions{Endpoint: "tcp://nowhere*", Bind: true, BufferSteps: 1, HWM: 1}, src); err == nil {
 		t.Fatal("an endpoint that is none is bound")
 	}
 	if _, err := NewEventPublisher(EventOptions{Endpoint: at, ReplayEndpoint: "tcp://nowhere*", BufferSteps: 1, HWM: 1}, src); err == nil {

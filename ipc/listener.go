@@ -40,7 +40,8 @@ const (
 	lockName    = "lock"
 	sessionName = "session.sock"
 	lookupName  = "lookup.sock"
-	replyFormat = "reply-%016x.sock"
+	replyName   = "reply.sock"
+	longestName = sessionName
 )
 
 // maxSocketPath is how many bytes of path sockaddr_un holds, less the final 0.
@@ -86,6 +87,11 @@ type Options struct {
 	// 64. Their file descriptors are reserved: Listen fails if the process's limit
 	// does not allow for them.
 	MaxSessions int
+	// OtherFDs is how many file descriptors the process needs besides those of sessions
+	// and a fixed reserve: they are reserved with them.
+	OtherFDs int
+	// SendBuffer is the SO_SNDBUF of a connection. Default: what the longest packet needs.
+	SendBuffer int
 	// Limit names the setting that MaxSessions is. Default "sessions.limit".
 	Limit string
 	// SendPatience is how long Send waits for a peer that does not read before
@@ -102,6 +108,9 @@ func (o *Options) ensureDefaults() {
 	if o.Limit == "" {
 		o.Limit = "sessions.limit"
 	}
+	if o.SendBuffer <= 0 {
+		o.SendBuffer = sessionSendBuffer
+	}
 	if o.SendPatience <= 0 {
 		o.SendPatience = time.Second
 	}
@@ -110,11 +119,10 @@ func (o *Options) ensureDefaults() {
 	}
 }
 
-// File descriptors that one session may take: connection, pidfd, and for the
-// reply socket its mailbox, listener, peers and monitor. The rest of the process
-// (regions, admin HTTP, log, runtime, lookup peers) has the other two.
+// File descriptors that one session may take: connection and pidfd. The rest of the process (regions, admin HTTP, log,
+// runtime) has what is reserved, and the peers of the lookup and the reply socket theirs.
 const (
-	fdsPerSession = 6 + maxReplyPeers
+	fdsPerSession = 2
 	fdsReserved   = 256
 )
 
@@ -135,7 +143,10 @@ type Listener struct {
 	refusedBusy atomic.Uint64
 
 	refusing chan struct{}  // a token for each refusal under way
-	refusals sync.WaitGroup // their goroutines
+	refusals sync.WaitGroup // their goroutines, and those of release
+
+	releaseMu sync.Mutex
+	closing   chan struct{} // closed by Close, with releaseMu held
 
 	closeOnce sync.Once
 	closeErr  error
@@ -159,10 +170,10 @@ func Listen(dir string, opt Options) (*Listener, error) {
 	if err != nil {
 		return nil, fmt.Errorf("runtime.dir: %w", err)
 	}
-	if err := checkPath("runtime.dir", filepath.Join(dir, fmt.Sprintf(replyFormat, 0))); err != nil {
+	if err := checkPath("runtime.dir", filepath.Join(dir, longestName)); err != nil {
 		return nil, err
 	}
-	if err := checkFDs(opt.MaxSessions); err != nil {
+	if err := checkFDs(opt.MaxSessions, opt.OtherFDs); err != nil {
 		return nil, err
 	}
 	lock, err := takeDir(dir)
@@ -174,7 +185,7 @@ func Listen(dir string, opt Options) (*Listener, error) {
 		lock.Close()
 		return nil, err
 	}
-	return &Listener{dir: dir, opt: opt, lock: lock, sock: sock, refusing: make(chan struct{}, maxRefusing)}, nil
+	return &Listener{dir: dir, opt: opt, lock: lock, sock: sock, refusing: make(chan struct{}, maxRefusing), closing: make(chan struct{})}, nil
 }
 
 // checkPath refuses a socket path that the kernel would cut.
@@ -189,12 +200,12 @@ func checkPath(setting, path string) error {
 	return nil
 }
 
-func checkFDs(sessions int) error {
+func checkFDs(sessions, others int) error {
 	var lim unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &lim); err != nil {
 		return fmt.Errorf("getrlimit: %w", err)
 	}
-	need := uint64(fdsReserved + maxLookupPeers + sessions*fdsPerSession)
+	need := uint64(fdsReserved + others + 2*maxLookupPeers + sessions*fdsPerSession)
 	if lim.Cur < need {
 		return fmt.Errorf("sessions.limit %d needs %d file descriptors, and this process may have %d: raise RLIMIT_NOFILE or lower sessions.limit",
 			sessions, need, lim.Cur)
@@ -202,29 +213,53 @@ func checkFDs(sessions int) error {
 	return nil
 }
 
-// takeDir makes and checks the directory and takes its lock.
-func takeDir(dir string) (*os.File, error) {
+// MakeDir makes a sidecar's directory, and what is missing above it, with mode 0700. It fails if the directory exists and is not
+// this user's alone.
+func MakeDir(dir string) error {
+	fd, err := checkedDir(dir)
+	if err != nil {
+		return err
+	}
+	return unix.Close(fd)
+}
+
+// checkedDir makes, checks and opens the directory.
+func checkedDir(dir string) (_ int, err error) {
 	if err := os.MkdirAll(filepath.Dir(dir), 0o700); err != nil {
-		return nil, fmt.Errorf("runtime.dir: %w", err)
+		return -1, fmt.Errorf("runtime.dir: %w", err)
 	}
 	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, os.ErrExist) {
-		return nil, fmt.Errorf("runtime.dir: %w", err)
+		return -1, fmt.Errorf("runtime.dir: %w", err)
 	}
 	fd, err := unix.Open(dir, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
 	if err != nil {
-		return nil, fmt.Errorf("runtime.dir %s: not a directory that may be used (a symlink is not): %w", dir, err)
+		return -1, fmt.Errorf("runtime.dir %s: not a directory that may be used (a symlink is not): %w", dir, err)
 	}
-	defer unix.Close(fd)
+	defer func() {
+		if err != nil {
+			unix.Close(fd)
+		}
+	}()
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
-		return nil, fmt.Errorf("runtime.dir %s: %w", dir, err)
+		return -1, fmt.Errorf("runtime.dir %s: %w", dir, err)
 	}
 	if uid := os.Geteuid(); int(st.Uid) != uid {
-		return nil, fmt.Errorf("runtime.dir %s belongs to uid %d, not to uid %d", dir, st.Uid, uid)
+		return -1, fmt.Errorf("runtime.dir %s belongs to uid %d, not to uid %d", dir, st.Uid, uid)
 	}
 	if mode := st.Mode & 0o7777; mode&0o077 != 0 {
-		return nil, fmt.Errorf("runtime.dir %s has mode %04o, and must have 0700", dir, mode)
+		return -1, fmt.Errorf("runtime.dir %s has mode %04o, and must have 0700", dir, mode)
 	}
+	return fd, nil
+}
+
+// takeDir makes and checks the directory and takes its lock.
+func takeDir(dir string) (*os.File, error) {
+	fd, err := checkedDir(dir)
+	if err != nil {
+		return nil, err
+	}
+	defer unix.Close(fd)
 	lfd, err := unix.Openat(fd, lockName, unix.O_RDWR|unix.O_CREAT|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
 	if err != nil {
 		return nil, fmt.Errorf("runtime.dir %s: lock: %w", dir, err)
@@ -362,13 +397,44 @@ func (l *Listener) admit(uc *net.UnixConn) *Conn {
 		l.refuseBusy(uc)
 		return nil
 	}
-	c, err := newConn(uc, peer, pidfd, l.opt.SendPatience, func() { l.sessions.Add(-1) })
+	c, err := newConn(uc, peer, pidfd, l.opt.SendBuffer, l.opt.SendPatience, l.release)
 	if err != nil {
 		l.opt.Log.Warn("session refused", zap.Error(err))
 		return nil
 	}
 	l.accepted.Add(1)
 	return c
+}
+
+// release closes a connection. What its client has not read stays in memory until the client reads it, closes its end, or dies:
+// until then the connection stays and counts, or clients could have any amount of memory taken by coming again and again.
+func (l *Listener) release(uc *net.UnixConn) error {
+	end := func() error {
+		defer l.sessions.Add(-1)
+		return uc.Close()
+	}
+	if unread(uc) == 0 {
+		return end()
+	}
+	l.releaseMu.Lock()
+	defer l.releaseMu.Unlock()
+	select {
+	case <-l.closing:
+		return end()
+	default:
+	}
+	err := errors.Join(uc.CloseRead(), uc.CloseWrite())
+	l.refusals.Go(func() {
+		defer func() { _ = end() }()
+		for pause := unreadPause; unread(uc) > 0; pause = min(2*pause, unreadPauseMost) {
+			select {
+			case <-l.closing:
+				return
+			case <-time.After(pause):
+			}
+		}
+	})
+	return err
 }
 
 // refuseBusy tells a client that there is no room, and closes. It first takes in
@@ -419,6 +485,9 @@ func (l *Listener) Close() error {
 		if l.remove != nil {
 			l.remove() // before it refuses
 		}
+		l.releaseMu.Lock()
+		close(l.closing)
+		l.releaseMu.Unlock()
 		l.closeErr = l.sock.Close() // unlinks the socket, which is still ours, but for peers
 		l.refusals.Wait()
 		if l.lock == nil {

@@ -21,14 +21,10 @@ import (
 )
 
 const (
-	// maxLookupPeers bounds the connections to one lookup socket: a scheduler needs
+	// maxLookupPeers bounds the connections to one bound socket: a scheduler needs
 	// one. libzmq has no such bound of its own and aborts the process when it runs
 	// out of descriptors.
 	maxLookupPeers = 128
-	// maxReplyPeers bounds those to one session's reply socket, which needs one.
-	maxReplyPeers = 3
-	// maxSockets is how many ZMQ sockets there may be: three a session.
-	maxSockets = 1 << 14
 	// recvHWM bounds the messages that wait on one connection; the loop empties it
 	// at once, so what is more waits in the sender.
 	recvHWM = 32
@@ -36,8 +32,10 @@ const (
 	// a few bytes each.
 	sendHWM = 1024
 	// burst is how many messages of one socket, or posted answers, are handled
-	// before the others have their turn.
-	burst = 64
+	// before the others have their turn, and burstTime how long messages are handled:
+	// libzmq lets a peer that was silent take part only after that.
+	burst     = 64
+	burstTime = 200 * time.Microsecond
 	// maxPosts bounds the posted answers that wait for the loop. It sends them
 	// within microseconds, so that these many are a sign that it is stuck.
 	maxPosts = 1 << 14
@@ -56,7 +54,7 @@ const (
 // method returns.
 type Handler interface {
 	// HandleLookup handles one native message. Unless answer is empty, it goes to
-	// the session's reply socket. reply is an empty buffer that answer may use;
+	// the session's client. reply is an empty buffer that answer may use;
 	// answer must stay valid until the next call. What is answered later goes
 	// through Post.
 	HandleLookup(msg, reply []byte) (session uint64, answer []byte)
@@ -105,13 +103,13 @@ func (o *LookupOptions) ensureDefaults() {
 
 // LookupStats are counts since the start, but for Sessions and Peers.
 type LookupStats struct {
-	Sessions    int    // reply sockets open now
-	Peers       int    // connections to the lookup sockets now
+	Sessions    int    // that may be answered now
+	Peers       int    // connections to the bound sockets now
 	Messages    uint64 // received, malformed ones included
 	Malformed   uint64 // dropped for their frames, or of LMCache's for their content; the handler counts the others
 	Answers     uint64 // sent
 	Dropped     uint64 // answers dropped because the peer does not read, or is not there
-	NoSession   uint64 // answers dropped because their session has no reply socket
+	NoSession   uint64 // answers dropped because their session has ended
 	FloodBreaks uint64 // times that a socket was shut because of too many connections or too much memory
 }
 
@@ -126,10 +124,15 @@ type lookupCounters struct {
 // goroutine, on its own thread: handing over to another costs more than the
 // lookup itself. In steady state a lookup allocates nothing.
 //
+// Answers go by a ROUTER to the connection that is named by the session's secret. A PUSH would share them out among all who
+// connect to it, and any process of the user can connect.
+//
 // What libzmq does not bound is watched by the same goroutine: the number of
 // connections of each bound socket, by its monitor, and the memory of the C heap.
 // When a bound is passed, the socket is shut with all its connections and opened
 // again a little later; honest peers reconnect by themselves.
+// What comes while this goroutine is busy cannot end the process: libzmq's own
+// thread goes on when there are no descriptors left (accept_linux.c).
 //
 // Methods may be called from any goroutine.
 type LookupSockets struct {
@@ -147,22 +150,22 @@ type LookupSockets struct {
 	stopped bool // the loop's own
 
 	// All below belongs to the loop.
-	ctx          *zmq4.Context
-	native       *guarded
-	lmWorker     *guarded // nil without LMCache
-	lmSend       *zsock
-	sessions     map[uint64]*guarded
-	poll         *poller
-	watched      []*guarded // every bound socket
-	firstMonitor int        // index of the poll item of watched[0]'s monitor; the others follow
-	buf          []byte
-	reply        []byte
-	sending      []post // posts that were taken from the queue
-	frames       [][]byte
-	lmRequest    wire.LMCacheRequest
-	monitorSeq   int
-	heapStart    int
-	tickBy       time.Time // zero: at the next regular time
+	ctx        *zmq4.Context
+	native     *guarded
+	replies    *guarded
+	lmWorker   *guarded // nil without LMCache
+	lmSend     *zsock
+	sessions   map[uint64][]byte // the routing ids of those that may be answered
+	poll       *poller
+	watched    []*guarded // every bound socket, in the order of their poll items
+	buf        []byte
+	reply      []byte
+	sending    []post // posts that were taken from the queue
+	frames     [][]byte
+	lmRequest  wire.LMCacheRequest
+	monitorSeq int
+	heapStart  int
+	tickBy     time.Time // zero: at the next regular time
 }
 
 // NewLookupSockets opens the lookup sockets in a directory that the caller owns
@@ -176,13 +179,13 @@ func NewLookupSockets(dir string, opt LookupOptions, h Handler) (*LookupSockets,
 	if err != nil {
 		return nil, fmt.Errorf("runtime.dir: %w", err)
 	}
-	if err := checkPath("runtime.dir", filepath.Join(dir, fmt.Sprintf(replyFormat, 0))); err != nil {
+	if err := checkPath("runtime.dir", filepath.Join(dir, longestName)); err != nil {
 		return nil, err
 	}
 	l := &LookupSockets{
 		dir: dir, opt: opt, handler: h,
 		done:     make(chan struct{}),
-		sessions: make(map[uint64]*guarded),
+		sessions: make(map[uint64][]byte),
 		buf:      make([]byte, opt.Limits.MessageBytes()),
 		reply:    make([]byte, 0, 4096),
 	}
@@ -210,47 +213,31 @@ func (l *LookupSockets) Stats() LookupStats {
 	}
 }
 
-// AddSession opens a session's reply socket and returns its endpoint. A session
-// that has one keeps it.
-func (l *LookupSockets) AddSession(id uint64) (replyEndpoint string, err error) {
-	path := filepath.Join(l.dir, fmt.Sprintf(replyFormat, id))
-	ok := l.do(func() {
-		if l.sessions[id] != nil {
-			return
-		}
-		var g *guarded
-		if g, err = l.bind(zmq4.PUSH, path, maxReplyPeers); err == nil {
-			l.sessions[id] = g
-			l.count.sessions.Add(1)
-			l.repoll()
-		}
-	})
-	if !ok {
-		return "", ErrClosed
+// ReplyEndpoint returns the ZMQ endpoint that clients hear answers from.
+func (l *LookupSockets) ReplyEndpoint() string { return endpoint(filepath.Join(l.dir, replyName)) }
+
+// AddSession lets a session be answered: whoever connects to ReplyEndpoint with its secret as the routing id gets the
+// answers, and nobody else does.
+func (l *LookupSockets) AddSession(id uint64, secret []byte) error {
+	if !l.do(func() { l.sessions[id] = bytes.Clone(secret); l.count.sessions.Store(int64(len(l.sessions))) }) {
+		return ErrClosed
 	}
-	return endpoint(path), err
+	return nil
 }
 
-// RemoveSession closes a session's reply socket, if it has one.
+// RemoveSession drops the answers to a session from now on.
 func (l *LookupSockets) RemoveSession(id uint64) {
-	l.do(func() {
-		if g := l.sessions[id]; g != nil {
-			delete(l.sessions, id)
-			l.count.sessions.Add(-1)
-			l.repoll()
-			g.close()
-		}
-	})
+	l.do(func() { delete(l.sessions, id); l.count.sessions.Store(int64(len(l.sessions))) })
 }
 
 // post is an answer from another goroutine than the loop's.
 type post struct {
-	session uint64 // whose reply socket; 0: LMCache's
+	session uint64 // whose answer it is; 0: LMCache's
 	lookup  []byte // LMCache's id in frames: the first frame; otherwise empty
 	msg     []byte
 }
 
-// Post sends a message, which it copies, to a session's reply socket. It does not
+// Post sends a message, which it copies, to a session's client. It does not
 // wait: what the socket loop has no room for, or whose session has none any more,
 // is dropped and counted.
 func (l *LookupSockets) Post(session uint64, msg []byte) {
@@ -333,42 +320,32 @@ func (l *LookupSockets) open() error {
 		return fmt.Errorf("zmq context: %w", err)
 	}
 	// Not blocky: nothing lingers at close.
-	if err := errors.Join(l.ctx.SetBlocky(false), l.ctx.SetMaxSockets(maxSockets)); err != nil {
+	if err := l.ctx.SetBlocky(false); err != nil {
 		return fmt.Errorf("zmq context: %w", err)
 	}
 	if l.native, err = l.bind(zmq4.PULL, filepath.Join(l.dir, lookupName), maxLookupPeers); err != nil {
 		return err
 	}
+	if l.replies, err = l.bind(zmq4.ROUTER, filepath.Join(l.dir, replyName), maxLookupPeers); err != nil {
+		return err
+	}
+	l.watched = append(l.watched, l.native, l.replies)
 	if l.opt.LMCacheWorker != "" {
 		if err := l.openLMCache(); err != nil {
 			return err
 		}
-	}
-	l.repoll()
-	l.heapStart = heapBytes()
-	return nil
-}
-
-// repoll makes the poller anew, for the sockets that there are now: the eventfd,
-// the two that receive lookups, and the monitors of all bound ones.
-func (l *LookupSockets) repoll() {
-	if l.poll != nil {
-		l.poll.close()
-	}
-	l.watched = append(l.watched[:0], l.native)
-	socks := []*zsock{l.native.zsock}
-	if l.lmWorker != nil {
 		l.watched = append(l.watched, l.lmWorker)
-		socks = append(socks, l.lmWorker.zsock)
 	}
-	for _, g := range l.sessions {
-		l.watched = append(l.watched, g)
+	var socks []*zsock
+	for _, g := range l.watched {
+		socks = append(socks, g.zsock)
 	}
-	l.firstMonitor = 1 + len(socks)
 	for _, g := range l.watched {
 		socks = append(socks, g.monitor)
 	}
 	l.poll = newPoller(l.wake, socks...)
+	l.heapStart = heapBytes()
+	return nil
 }
 
 func (l *LookupSockets) openLMCache() error {
@@ -416,8 +393,8 @@ func (l *LookupSockets) socket(t zmq4.Type) (*zsock, error) {
 		return nil, err
 	}
 	maxBytes := int64(l.opt.Limits.MessageBytes())
-	if t == zmq4.PUSH {
-		maxBytes = 64 // a PUSH has nothing to receive
+	if t != zmq4.PULL {
+		maxBytes = 128 // what answers has nothing to receive but a handshake
 	}
 	err = errors.Join(
 		s.SetLinger(0),
@@ -428,6 +405,10 @@ func (l *LookupSockets) socket(t zmq4.Type) (*zsock, error) {
 		s.SetHandshakeIvl(handshakeTimeout),
 		s.onlyUID(os.Geteuid()),
 	)
+	if err == nil && t == zmq4.ROUTER {
+		// Who is not there is told of, and a client that comes back takes its name over from the connection that it had.
+		err = errors.Join(s.SetRouterMandatory(1), s.SetRouterHandover(true))
+	}
 	if err != nil {
 		s.Close()
 		return nil, fmt.Errorf("zmq socket options: %w", err)
@@ -441,7 +422,6 @@ type guarded struct {
 	monitor  *zsock // PAIR that receives the socket's connection events
 	endpoint string
 	limit    int
-	public   bool // of any transport, and for any user that can reach it
 	peers    int
 	bound    bool
 	shutAt   time.Time // when it was unbound because of a flood
@@ -486,15 +466,7 @@ func (g *guarded) open() error {
 		return err
 	}
 	g.bound = true
-	if !g.public {
-		return os.Chmod(g.path(), 0o600)
-	}
-	// With the port that was found for a wildcard, to be unbound, and bound again, by.
-	last, err := g.GetLastEndpoint()
-	if err == nil {
-		g.endpoint = last
-	}
-	return err
+	return os.Chmod(g.path(), 0o600)
 }
 
 func (g *guarded) path() string { return strings.TrimPrefix(g.endpoint, "ipc://") }
@@ -522,6 +494,13 @@ func (g *guarded) close() {
 	}
 	g.total.Add(-int64(g.peers))
 	g.peers = 0
+}
+
+// unlink removes the file of the socket.
+func (g *guarded) unlink() {
+	if err := os.Remove(g.path()); err != nil {
+		g.log.Warn("zmq socket: remove", zap.Error(err))
+	}
 }
 
 // watch takes in what has happened to the connections, and says whether there
@@ -590,16 +569,19 @@ func (l *LookupSockets) loop() {
 		if l.poll.ready(1) {
 			l.serveNative()
 		}
-		if l.lmWorker != nil && l.poll.ready(2) {
+		if l.poll.ready(2) {
+			l.dropReplies()
+		}
+		if l.lmWorker != nil && l.poll.ready(3) {
 			l.serveLMCache()
 		}
 		for i, g := range l.watched {
-			if l.poll.ready(l.firstMonitor + i) {
+			if l.poll.ready(1 + len(l.watched) + i) {
 				l.check(g, false)
 			}
 		}
 		if l.poll.ready(0) {
-			l.runQueue() // may replace the poller
+			l.runQueue()
 		}
 		switch now := time.Now(); {
 		case !now.Before(next):
@@ -662,12 +644,21 @@ func (l *LookupSockets) send(p *post) {
 }
 
 func (l *LookupSockets) answer(session uint64, msg []byte) {
-	g := l.sessions[session]
-	if g == nil {
+	to := l.sessions[session]
+	if to == nil {
 		l.count.noSession.Add(1)
 		return
 	}
-	l.countAnswer(g.send(msg, false))
+	l.countAnswer(l.replies.route(to, msg))
+}
+
+// dropReplies drops what clients send where they are to listen.
+func (l *LookupSockets) dropReplies() {
+	for range burst {
+		if _, ok := l.receive(l.replies.zsock, 0); !ok {
+			return
+		}
+	}
 }
 
 // answerLMCache sends an answer in one frame, or in two with the lookup's id as
@@ -685,7 +676,7 @@ func (l *LookupSockets) answerLMCache(id, msg []byte) {
 
 // serveNative handles the native lookups that wait, up to a burst.
 func (l *LookupSockets) serveNative() {
-	for range burst {
+	for n, start := 0, time.Now(); n < burst && (n == 0 || time.Since(start) < burstTime); n++ {
 		frames, ok := l.receive(l.native.zsock, 1)
 		if !ok {
 			return
@@ -703,7 +694,7 @@ func (l *LookupSockets) serveNative() {
 
 // serveLMCache does the same for LMCache's.
 func (l *LookupSockets) serveLMCache() {
-	for range burst {
+	for n, start := 0, time.Now(); n < burst && (n == 0 || time.Since(start) < burstTime); n++ {
 		frames, ok := l.receive(l.lmWorker.zsock, wire.MaxLMCacheFrames)
 		if !ok {
 			return
@@ -770,11 +761,7 @@ func (l *LookupSockets) receive(s *zsock, limit int) (frames [][]byte, ok bool) 
 
 // shut closes everything that open made, as far as it came.
 func (l *LookupSockets) shut() {
-	for _, g := range l.sessions {
-		g.close()
-	}
-	l.sessions = nil
-	for _, g := range []*guarded{l.native, l.lmWorker} {
+	for _, g := range []*guarded{l.native, l.replies, l.lmWorker} {
 		if g != nil {
 			g.close()
 		}

@@ -2,6 +2,7 @@ package ipc
 
 import (
 	"bytes"
+	"encoding/binary"
 	"encoding/hex"
 	"encoding/json"
 	"errors"
@@ -84,7 +85,7 @@ func lookupSockets(t testing.TB, opt LookupOptions) (*LookupSockets, *testHandle
 	return s, h
 }
 
-// zmqClient is the scheduler's end: a PUSH for requests, a PULL for answers.
+// zmqClient is the scheduler's end: a PUSH for requests, and for answers a DEALER with the session's secret as its routing id, or LMCache's PULL.
 type zmqClient struct {
 	t          testing.TB
 	ctx        *zmq4.Context
@@ -94,6 +95,16 @@ type zmqClient struct {
 
 func newClient(t testing.TB, pushTo, pullFrom string, bindPull bool) *zmqClient {
 	t.Helper()
+	join := (*zsock).Connect
+	if bindPull {
+		join = (*zsock).Bind
+	}
+	return connect(t, pushTo, zmq4.PULL, func(pull *zsock) error { return join(pull, pullFrom) })
+}
+
+// connect makes a client whose socket for answers is of a kind, and is started by join.
+func connect(t testing.TB, pushTo string, kind zmq4.Type, join func(pull *zsock) error) *zmqClient {
+	t.Helper()
 	ctx, err := zmq4.NewContext()
 	if err != nil {
 		t.Fatal(err)
@@ -102,16 +113,12 @@ func newClient(t testing.TB, pushTo, pullFrom string, bindPull bool) *zmqClient 
 	if c.push, err = newZsock(ctx, zmq4.PUSH); err != nil {
 		t.Fatal(err)
 	}
-	if c.pull, err = newZsock(ctx, zmq4.PULL); err != nil {
+	if c.pull, err = newZsock(ctx, kind); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(c.close)
-	join := c.pull.Connect
-	if bindPull {
-		join = c.pull.Bind
-	}
 	err = errors.Join(c.push.SetLinger(0), c.pull.SetLinger(0), c.pull.SetRcvtimeo(patience), c.push.SetSndtimeo(patience))
-	if err := errors.Join(err, join(pullFrom), c.push.Connect(pushTo)); err != nil {
+	if err := errors.Join(err, join(c.pull), c.push.Connect(pushTo)); err != nil {
 		t.Fatal(err)
 	}
 	return c
@@ -125,15 +132,29 @@ func (c *zmqClient) close() {
 	}
 }
 
-// session opens a session's reply socket and a client on it that has had its
-// first answer, so that both directions are connected.
+// secretOf is the secret of a session in these tests.
+func secretOf(id uint64) []byte {
+	b := bytes.Repeat([]byte{0x5e}, wire.SecretBytes)
+	binary.LittleEndian.PutUint64(b, id)
+	return b
+}
+
+// sessionClient is a client that is answered as a session.
+func sessionClient(t testing.TB, lookup, reply string, id uint64) *zmqClient {
+	t.Helper()
+	return connect(t, lookup, zmq4.DEALER, func(pull *zsock) error {
+		return errors.Join(pull.SetIdentity(string(secretOf(id))), pull.Connect(reply))
+	})
+}
+
+// session adds a session and a client of it that has had its first answer, so that
+// both directions are connected.
 func session(t testing.TB, s *LookupSockets, id uint64) *zmqClient {
 	t.Helper()
-	reply, err := s.AddSession(id)
-	if err != nil {
+	if err := s.AddSession(id, secretOf(id)); err != nil {
 		t.Fatal(err)
 	}
-	c := newClient(t, s.LookupEndpoint(), reply, false)
+	c := sessionClient(t, s.LookupEndpoint(), s.ReplyEndpoint(), id)
 	c.warm(id)
 	return c
 }
@@ -142,7 +163,7 @@ func session(t testing.TB, s *LookupSockets, id uint64) *zmqClient {
 // peer is dropped.
 func (c *zmqClient) warm(id uint64) {
 	c.t.Helper()
-	msg := (&wire.Lookup{Session: id, Lookup: 1 << 62, Hashes: make([]byte, 32)}).Append(nil)
+	msg := (&wire.Lookup{Session: id, Secret: secretOf(id), Lookup: 1 << 62, Hashes: make([]byte, 32)}).Append(nil)
 	eventually(c.t, "the first answer", func() bool {
 		_, _ = c.push.SendBytes(msg, zmq4.DONTWAIT)
 		time.Sleep(5 * time.Millisecond)
@@ -185,7 +206,7 @@ func (c *zmqClient) recv() [][]byte {
 // ask does one lookup and checks its answer; others' answers are skipped.
 func (c *zmqClient) ask(id, lookup uint64, pages int) {
 	c.t.Helper()
-	c.send((&wire.Lookup{Session: id, Lookup: lookup, Hashes: make([]byte, 32*pages)}).Append(nil))
+	c.send((&wire.Lookup{Session: id, Secret: secretOf(id), Lookup: lookup, Hashes: make([]byte, 32*pages)}).Append(nil))
 	for {
 		var r wire.LookupResult
 		m := c.recv()
@@ -212,15 +233,15 @@ func TestLookups(t *testing.T) {
 		a.ask(1, uint64(i), pages)
 		b.ask(1<<63, uint64(i), pages)
 	}
-	if again, err := s.AddSession(1); err != nil || !strings.HasSuffix(again, "/reply-0000000000000001.sock") {
-		t.Fatalf("%s, %v", again, err)
+	if err := s.AddSession(1, secretOf(1)); err != nil { // again
+		t.Fatal(err)
 	}
 	a.ask(1, 9, 1)
 	eventually(t, "ticks", func() bool { return h.ticks.Load() > 3 })
 	if st := s.Stats(); st.Sessions != 2 || st.Answers < 9 || st.Malformed != 0 || st.FloodBreaks != 0 {
 		t.Fatalf("%+v", st)
 	}
-	for _, name := range []string{lookupName, "reply-0000000000000001.sock"} {
+	for _, name := range []string{lookupName, replyName} {
 		if st, err := os.Lstat(filepath.Join(filepath.Dir(strings.TrimPrefix(s.LookupEndpoint(), "ipc://")), name)); err != nil || st.Mode().Perm() != 0o600 {
 			t.Errorf("%s: %v, %v", name, st.Mode(), err)
 		}
@@ -228,11 +249,11 @@ func TestLookups(t *testing.T) {
 
 	s.RemoveSession(1)
 	s.RemoveSession(1)
-	a.send((&wire.Lookup{Session: 1, Lookup: 10, Hashes: make([]byte, 32)}).Append(nil))
+	a.send((&wire.Lookup{Session: 1, Secret: secretOf(1), Lookup: 10, Hashes: make([]byte, 32)}).Append(nil))
 	eventually(t, "the answer to nobody is counted", func() bool { return s.Stats().NoSession == 1 })
 	b.ask(1<<63, 11, 1)
 	// The session comes back, and its client with it.
-	if _, err := s.AddSession(1); err != nil {
+	if err := s.AddSession(1, secretOf(1)); err != nil {
 		t.Fatal(err)
 	}
 	a.warm(1)
@@ -331,17 +352,15 @@ func TestBytesThatAreNotZMTP(t *testing.T) {
 func TestPeerThatDoesNotReadAnswers(t *testing.T) {
 	s, _ := lookupSockets(t, LookupOptions{})
 	good := session(t, s, 1)
-	reply, err := s.AddSession(2)
-	if err != nil {
+	if err := s.AddSession(2, secretOf(2)); err != nil {
 		t.Fatal(err)
 	}
-	lazy := newClient(t, s.LookupEndpoint(), reply, false)
+	lazy := connect(t, s.LookupEndpoint(), zmq4.DEALER, func(pull *zsock) error {
+		return errors.Join(pull.SetRcvhwm(1), pull.SetIdentity(string(secretOf(2))), pull.Connect(s.ReplyEndpoint()))
+	})
 	lazy.warm(2)
-	if err := lazy.pull.SetRcvhwm(1); err != nil {
-		t.Fatal(err)
-	}
 	heap := heapBytes()
-	msg := (&wire.Lookup{Session: 2, Lookup: 3, Hashes: make([]byte, 32)}).Append(nil)
+	msg := (&wire.Lookup{Session: 2, Secret: secretOf(2), Lookup: 3, Hashes: make([]byte, 32)}).Append(nil)
 	eventually(t, "answers are dropped", func() bool {
 		for range 1000 {
 			lazy.send(msg)
@@ -357,7 +376,7 @@ func TestPeerThatDoesNotReadAnswers(t *testing.T) {
 func TestConnectionFlood(t *testing.T) {
 	s, _ := lookupSockets(t, LookupOptions{})
 	c := session(t, s, 1)
-	for _, path := range []string{strings.TrimPrefix(s.LookupEndpoint(), "ipc://"), filepath.Join(s.dir, fmt.Sprintf(replyFormat, 1))} {
+	for _, path := range []string{strings.TrimPrefix(s.LookupEndpoint(), "ipc://"), strings.TrimPrefix(s.ReplyEndpoint(), "ipc://")} {
 		before := s.Stats().FloodBreaks
 		var raws []net.Conn
 		eventually(t, "the flood is broken", func() bool {
@@ -377,30 +396,91 @@ func TestConnectionFlood(t *testing.T) {
 	eventually(t, "only the honest peer is left", func() bool { return s.Stats().Peers <= 2 })
 }
 
+// TestAnswersAreTheirSessionsAlone: who connects to the reply socket without a session's secret gets none of its answers, whatever it calls itself, and what it sends
+// there does no harm. A PUSH would have given it every other one.
+func TestAnswersAreTheirSessionsAlone(t *testing.T) {
+	s, _ := lookupSockets(t, LookupOptions{})
+	const id = 0x1122334455667788
+	victim := session(t, s, id)
+	other := session(t, s, 7)
+	var thieves []*zmqClient
+	add := func(kind zmq4.Type, name string) {
+		thieves = append(thieves, connect(t, s.LookupEndpoint(), kind, func(pull *zsock) error {
+			if name != "" {
+				if err := pull.SetIdentity(name); err != nil {
+					return err
+				}
+			}
+			return pull.Connect(s.ReplyEndpoint())
+		}))
+	}
+	add(zmq4.PULL, "")
+	add(zmq4.DEALER, "")
+	add(zmq4.DEALER, fmt.Sprintf("%016x", uint64(id)))
+	add(zmq4.DEALER, string(binary.LittleEndian.AppendUint64(nil, id)))
+	add(zmq4.DEALER, string(secretOf(id)[:15]))
+	add(zmq4.ROUTER, string(secretOf(id+1)))
+	eventually(t, "the thieves are connected", func() bool { return s.Stats().Peers >= 4+5+5 })
+	before := s.Stats()
+	for i := range 200 {
+		victim.ask(id, uint64(i), 1+i%5)
+		other.ask(7, uint64(i), 1)
+		for _, c := range thieves[1:5] {
+			_, _ = c.pull.SendBytes([]byte("me, too"), zmq4.DONTWAIT)
+		}
+	}
+	for i, c := range thieves {
+		if n := c.drain(); n != 0 {
+			t.Errorf("thief %d has %d answers", i, n)
+		}
+	}
+	st := s.Stats()
+	if st.Dropped != before.Dropped || st.Answers != before.Answers+400 {
+		t.Errorf("before %+v, now %+v", before, st)
+	}
+	if st.Malformed == before.Malformed {
+		t.Error("what came over the reply socket is not counted")
+	}
+	// A second client that has the secret, as after a reconnect, takes the first one's place.
+	again := sessionClient(t, s.LookupEndpoint(), s.ReplyEndpoint(), id)
+	again.warm(id)
+	again.ask(id, 1000, 3)
+}
+
 // libzmq aborts the process when it cannot accept for want of descriptors.
-func TestFloodWithFewDescriptors(t *testing.T) {
+func TestFloodWithFewDescriptors(t *testing.T) { testFlood(t, "serve", 4, 1500) }
+
+// TestFloodWhileLookupsStall: for as long as one lookup takes, nobody counts connections. With a hard limit of 1,024 files libzmq used to abort the process.
+func TestFloodWhileLookupsStall(t *testing.T) { testFlood(t, "serve slowly", 4, 1500) }
+
+// testFlood floods a helper that serves with few descriptors from so many goroutines with so many connections each.
+func testFlood(t *testing.T, mode string, goroutines, connections int) {
 	dir := runDir(t)
-	cmd, _, said := helper(t, "serve", dir, -1)
+	cmd, _, said := helper(t, mode, dir, -1)
 	lookup, reply, _ := strings.Cut(said, " ")
-	c := newClient(t, lookup, reply, false)
+	c := sessionClient(t, lookup, reply, 1)
 	c.warm(1)
 	for range 3 {
 		for _, path := range []string{strings.TrimPrefix(lookup, "ipc://"), strings.TrimPrefix(reply, "ipc://"), filepath.Join(dir, sessionName)} {
+			_, _ = c.push.SendBytes(stalling(1), zmq4.DONTWAIT) // "serve slowly" takes long for it
+			kind := unix.SOCK_STREAM
+			if strings.HasSuffix(path, sessionName) {
+				kind = unix.SOCK_SEQPACKET
+			}
 			var flood sync.WaitGroup
-			for range 4 {
+			for range goroutines {
 				flood.Go(func() {
 					var raws []int
-					for range 1500 {
-						fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
-						if strings.HasSuffix(path, sessionName) {
-							unix.Close(fd)
-							fd, err = unix.Socket(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
-						}
+					for range connections {
+						fd, err := unix.Socket(unix.AF_UNIX, kind|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
 						if err != nil {
 							break
 						}
 						raws = append(raws, fd)
-						_ = unix.Connect(fd, &unix.SockaddrUnix{Name: path})
+						// A full backlog empties only as the server accepts.
+						for again := 0; again < 20 && errors.Is(unix.Connect(fd, &unix.SockaddrUnix{Name: path}), unix.EAGAIN); again++ {
+							time.Sleep(time.Millisecond)
+						}
 					}
 					for _, fd := range raws {
 						unix.Close(fd)
@@ -412,9 +492,34 @@ func TestFloodWithFewDescriptors(t *testing.T) {
 		if err := cmd.Process.Signal(syscall.Signal(0)); err != nil {
 			t.Fatalf("the server is gone: %v", err)
 		}
-		c.warm(1)
-		c.ask(1, 1, 1)
+		// What was sent before the socket was shut is lost, so it is asked again until there is an answer to the last question.
+		lookup := uint64(100)
+		eventually(t, "it answers again", func() bool {
+			lookup++
+			_, _ = c.push.SendBytes((&wire.Lookup{Session: 1, Secret: secretOf(1), Lookup: lookup, Hashes: make([]byte, 32)}).Append(nil), zmq4.DONTWAIT)
+			time.Sleep(20 * time.Millisecond)
+			for {
+				size, _, errno := c.pull.recv(c.buf)
+				if errno != 0 {
+					return false
+				}
+				var r wire.LookupResult
+				if r.Decode(c.buf[:size], &wire.DefaultLimits) == nil && r.Lookup == lookup {
+					return true
+				}
+			}
+		})
 	}
+}
+
+// stallLookup is the number of the lookups that "serve slowly" takes stall for.
+const (
+	stallLookup = 4711
+	stall       = 500 * time.Millisecond
+)
+
+func stalling(id uint64) []byte {
+	return (&wire.Lookup{Session: id, Secret: secretOf(id), Lookup: stallLookup, Hashes: make([]byte, 32)}).Append(nil)
 }
 
 // Frames of a message that never ends are not bounded by any option of libzmq.
@@ -485,7 +590,7 @@ func TestTickWithin(t *testing.T) {
 func TestSteadyStateAllocatesNothing(t *testing.T) {
 	s, _ := lookupSockets(t, LookupOptions{Tick: time.Hour})
 	c := session(t, s, 1)
-	msg := (&wire.Lookup{Session: 1, Lookup: 2, Hashes: make([]byte, 32*4096)}).Append(nil)
+	msg := (&wire.Lookup{Session: 1, Secret: secretOf(1), Lookup: 2, Hashes: make([]byte, 32*4096)}).Append(nil)
 	answered := s.Stats().Answers
 	n := testing.AllocsPerRun(500, func() {
 		if c.push.send(msg, false) != 0 {
@@ -605,6 +710,29 @@ func TestLMCacheWithoutScheduler(t *testing.T) {
 	native.ask(1, 1, 1)
 }
 
+// TestLMCacheSchedulerThatDoesNotRead: answers that LMCache's scheduler does not read are dropped beyond a bound, and others are answered as ever.
+func TestLMCacheSchedulerThatDoesNotRead(t *testing.T) {
+	dir := openDir(t)
+	worker, scheduler := filepath.Join(dir, "worker"), filepath.Join(dir, "scheduler")
+	s, _ := lookupSockets(t, LookupOptions{LMCacheWorker: worker, LMCacheScheduler: scheduler})
+	lazy := connect(t, "ipc://"+worker, zmq4.PULL, func(pull *zsock) error {
+		return errors.Join(pull.SetRcvhwm(1), pull.Bind("ipc://"+scheduler))
+	})
+	native := session(t, s, 1)
+	heap := heapBytes()
+	msg := [][]byte{bytes.Repeat([]byte("i"), wire.DefaultLimits.LMCacheIDBytes), {0x91, 1}, {0x91, 1}, nil}
+	eventually(t, "answers are dropped", func() bool {
+		for range 1000 {
+			lazy.send(msg...)
+		}
+		return s.Stats().Dropped > 5000
+	})
+	native.ask(1, 1, 5)
+	if grown := heapBytes() - heap; grown > 16<<20 {
+		t.Errorf("the C heap grew by %d bytes", grown)
+	}
+}
+
 func TestLMCacheEndpoints(t *testing.T) {
 	dir := openDir(t)
 	worker, scheduler := filepath.Join(dir, "worker"), filepath.Join(dir, "scheduler")
@@ -659,7 +787,7 @@ func TestLookupSessionsComeAndGo(t *testing.T) {
 		wg.Go(func() {
 			for j := range 25 {
 				id := uint64(1 + i*100 + j)
-				if _, err := s.AddSession(id); err != nil {
+				if err := s.AddSession(id, secretOf(id)); err != nil {
 					t.Error(err)
 				}
 				if j%2 == 0 {
@@ -678,7 +806,7 @@ func TestLookupSessionsComeAndGo(t *testing.T) {
 	for range 3 {
 		wg.Go(func() {
 			for i := uint64(0); ; i++ {
-				if _, err := s.AddSession(1 + i%8); err != nil {
+				if err := s.AddSession(1+i%8, secretOf(1+i%8)); err != nil {
 					if err != ErrClosed {
 						t.Error(err)
 					}
@@ -699,7 +827,7 @@ func BenchmarkLookupRoundTrip(b *testing.B) {
 		b.Run(fmt.Sprint(pages), func(b *testing.B) {
 			s, _ := lookupSockets(b, LookupOptions{})
 			c := session(b, s, 1)
-			msg := (&wire.Lookup{Session: 1, Lookup: 2, Hashes: make([]byte, 32*pages)}).Append(nil)
+			msg := (&wire.Lookup{Session: 1, Secret: secretOf(1), Lookup: 2, Hashes: make([]byte, 32*pages)}).Append(nil)
 			roundTrips(b, c, msg)
 		})
 	}
@@ -716,7 +844,7 @@ func BenchmarkEchoRoundTrip(b *testing.B) {
 			go func() { done <- zmqecho.Serve(in, out, reply, func() { close(ready) }) }()
 			<-ready
 			c := newClient(b, in, out, false)
-			msg := (&wire.Lookup{Session: 1, Lookup: 2, Hashes: make([]byte, 32*pages)}).Append(nil)
+			msg := (&wire.Lookup{Session: 1, Secret: secretOf(1), Lookup: 2, Hashes: make([]byte, 32*pages)}).Append(nil)
 			roundTrips(b, c, msg)
 			c.send(nil)
 			c.recv()

@@ -74,33 +74,9 @@ var helpers = map[string]func(arg string) error{
 		_, err = c.Write([]byte("commit"))
 		return err
 	},
-	// serve answers lookups with few descriptors to spend.
-	"serve": func(dir string) error {
-		lim := unix.Rlimit{Cur: 1024, Max: 1024}
-		if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &lim); err != nil {
-			return err
-		}
-		l, err := Listen(dir, Options{})
-		if err != nil {
-			return err
-		}
-		s, err := NewLookupSockets(dir, LookupOptions{}, new(testHandler))
-		if err != nil {
-			return err
-		}
-		reply, err := s.AddSession(1)
-		if err != nil {
-			return err
-		}
-		go func() {
-			for {
-				if _, err := l.Accept(context.Background()); err != nil {
-					return
-				}
-			}
-		}()
-		return waitForKill(s.LookupEndpoint() + " " + reply)
-	},
+	// serve answers lookups with few descriptors to spend; serve slowly takes long for some.
+	"serve":        func(dir string) error { return serveFew(dir, 0) },
+	"serve slowly": func(dir string) error { return serveFew(dir, stall) },
 	// push sends lookups until killed.
 	"push": func(endpoint string) error {
 		s, err := zmq4.NewSocket(zmq4.PUSH)
@@ -232,4 +208,37 @@ func eventually(t testing.TB, what string, ok func() bool) {
 			t.Fatalf("never: %s", what)
 		}
 	}
+}
+
+func serveFew(dir string, stall time.Duration) error {
+	lim := unix.Rlimit{Cur: 1024, Max: 1024}
+	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &lim); err != nil {
+		return err
+	}
+	l, err := Listen(dir, Options{})
+	if err != nil {
+		return err
+	}
+	h := new(testHandler)
+	within := func() {
+		if h.lookup.Lookup == stallLookup {
+			time.Sleep(stall)
+		}
+	}
+	h.within.Store(&within)
+	s, err := NewLookupSockets(dir, LookupOptions{}, h)
+	if err != nil {
+		return err
+	}
+	if err := s.AddSession(1, secretOf(1)); err != nil {
+		return err
+	}
+	go func() {
+		for {
+			if _, err := l.Accept(context.Background()); err != nil {
+				return
+			}
+		}
+	}()
+	return waitForKill(s.LookupEndpoint() + " " + s.ReplyEndpoint())
 }

@@ -13,6 +13,8 @@ import (
 
 	"github.com/cespare/xxhash/v2"
 	"golang.org/x/sys/unix"
+
+	"lookaside/ipc/wire"
 )
 
 // Names in a directory of peers: a socket each, by the generation of the sidecar's run, and while it is being made another.
@@ -148,6 +150,9 @@ func (d *PeerDir) Peers(out []uint64, limit int) ([]uint64, error) {
 
 // Listen makes the socket of the sidecar whose run has that generation. The directory must stay open until it is closed.
 func (d *PeerDir) Listen(generation uint64, opt Options) (*Listener, error) {
+	if opt.SendBuffer == 0 {
+		opt.SendBuffer = wire.SocketBufferBytes // peers tell each other much at a time
+	}
 	opt.ensureDefaults()
 	name := peerName(generation)
 	making := peerPrefix + fmt.Sprintf("%016x", generation) + peerMaking
@@ -176,7 +181,7 @@ func (d *PeerDir) Listen(generation uint64, opt Options) (*Listener, error) {
 		return unix.Fstatat(d.fd, name, &now, unix.AT_SYMLINK_NOFOLLOW) == nil && now.Dev == st.Dev && now.Ino == st.Ino
 	}
 	return &Listener{
-		dir: d.path, opt: opt, sock: sock, refusing: make(chan struct{}, maxRefusing), there: there, remove: func() {
+		dir: d.path, opt: opt, sock: sock, refusing: make(chan struct{}, maxRefusing), closing: make(chan struct{}), there: there, remove: func() {
 			if there() {
 				_ = unix.Unlinkat(d.fd, name, 0)
 			}
@@ -208,7 +213,7 @@ func (d *PeerDir) Dial(generation uint64, patience time.Duration) (*Conn, error)
 		uc.Close()
 		return nil, fmt.Errorf("peer %s: %w", name, err)
 	}
-	return newConn(uc, peer, pidfd, patience, func() {})
+	return newConn(uc, peer, pidfd, wire.SocketBufferBytes, patience, (*net.UnixConn).Close)
 }
 
 // TrySend is Send without waiting: it says false if there is no room for the packet now.

@@ -381,6 +381,48 @@ func TestGivenUpCountForTheCap(t *testing.T) {
 	c.Close()
 }
 
+// What a client has not read keeps its place, so that nobody can have any amount of memory held by coming again and again.
+func TestUnreadCountsForTheCap(t *testing.T) {
+	l := listen(t, Options{MaxSessions: 2})
+	leave := func(c *Conn, client *net.UnixConn) {
+		t.Helper()
+		if err := c.Send(make([]byte, 4096)); err != nil {
+			t.Fatal(err)
+		}
+		if err := client.CloseWrite(); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := c.Recv(); !errors.Is(err, io.EOF) {
+			t.Fatal(err)
+		}
+		if err := c.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	c, reader := pair(t, l)
+	leave(c, reader)
+	c, closer := pair(t, l)
+	leave(c, closer)
+	if n := l.Stats().Sessions; n != 2 {
+		t.Fatalf("%d count", n)
+	}
+	if n, err := reader.Read(make([]byte, 8192)); n != 4096 || err != nil {
+		t.Fatal(n, err)
+	}
+	eventually(t, "the one that has read everything does not count", func() bool { return l.Stats().Sessions == 1 })
+	closer.Close()
+	eventually(t, "the one that has left does not count", func() bool { return l.Stats().Sessions == 0 })
+	// The end of the listener ends it, too.
+	c, client := pair(t, l)
+	leave(c, client)
+	if err := l.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if n := l.Stats().Sessions; n != 0 {
+		t.Fatalf("%d count", n)
+	}
+}
+
 // A process that is stopped, or whose child holds the socket, lingers until it is dead.
 func TestLingeringProcessDies(t *testing.T) {
 	l := listen(t, Options{SendPatience: 50 * time.Millisecond})
@@ -721,7 +763,7 @@ func TestSecondOwner(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, _ = cmd.Process.Wait()
-	for _, name := range []string{lookupName, "reply-0000000000000007.sock"} {
+	for _, name := range []string{lookupName, replyName} {
 		if err := os.WriteFile(filepath.Join(dir, name), nil, 0o600); err != nil {
 			t.Fatal(err)
 		}
@@ -766,7 +808,7 @@ func TestDirectoryChecks(t *testing.T) {
 		t.Error("a directory whose path is too long was made")
 	}
 	// The longest path that fits, fits.
-	room := maxSocketPath - len(parent) - 1 - 1 - len(fmt.Sprintf(replyFormat, 0))
+	room := maxSocketPath - len(parent) - 1 - 1 - len(longestName)
 	l, err := Listen(filepath.Join(parent, strings.Repeat("y", room)), Options{})
 	if err != nil {
 		t.Fatal(err)

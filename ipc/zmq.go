@@ -25,6 +25,11 @@ static int la_send(void *sock, void *buf, size_t n, int more) {
 	return rc < 0 ? -zmq_errno() : rc;
 }
 
+static int la_route(void *sock, void *to, size_t len, void *buf, size_t n) {
+	if (zmq_send(sock, to, len, ZMQ_DONTWAIT | ZMQ_SNDMORE) < 0) return -zmq_errno();
+	return zmq_send(sock, buf, n, ZMQ_DONTWAIT) < 0 ? -zmq_errno() : 0;
+}
+
 static int la_poll(zmq_pollitem_t *items, int n, long timeout_ms) {
 	int rc = zmq_poll(items, n, timeout_ms);
 	return rc < 0 ? -zmq_errno() : rc;
@@ -108,6 +113,13 @@ func (s *zsock) send(b []byte, more bool) syscall.Errno {
 		return syscall.Errno(-n)
 	}
 	return 0
+}
+
+// route queues one frame for the peer of a ROUTER that has the routing id without waiting; libzmq copies it. Without such a peer it
+// fails with syscall.EHOSTUNREACH.
+func (s *zsock) route(to, b []byte) syscall.Errno {
+	n := C.la_route(s.ptr, unsafe.Pointer(unsafe.SliceData(to)), C.size_t(len(to)), unsafe.Pointer(unsafe.SliceData(b)), C.size_t(len(b)))
+	return syscall.Errno(-n)
 }
 
 // event receives one event of a monitor without waiting.
@@ -194,4 +206,10 @@ func startLoop(open func() error, loop, shut func(), done chan struct{}) error {
 		<-done
 	}
 	return err
+}
+
+// LibraryVersion is the version of the libzmq that the process runs with.
+func LibraryVersion() string {
+	major, minor, patch := zmq4.Version()
+	return fmt.Sprintf("%d.%d.%d", major, minor, patch)
 }

@@ -1,11 +1,13 @@
 package sidecar
 
 import (
+	"bytes"
 	"context"
 	"crypto/subtle"
 	"encoding/json"
 	"errors"
 	"fmt"
+	stdlog "log"
 	"maps"
 	"net"
 	"net/http"
@@ -13,125 +15,206 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/danielgtaylor/huma/v2"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"go.uber.org/zap"
-	"golang.org/x/net/netutil"
+
+	"lookaside/ipc"
 )
 
-// adminAddrFile is the file in runtime.dir that holds the host:port of the admin server.
-const adminAddrFile = "admin.addr"
+// Files in runtime.dir: the host:port of the admin server, and its Unix socket, which only the directory's owner (and root)
+// can connect to, and which asks for no token.
+const (
+	adminAddrFile   = "admin.addr"
+	adminSocketFile = "admin.sock"
+)
 
-// adminConnections bounds the admin server's connections, so that a client that opens many cannot take the file
-// descriptors that sessions need (libzmq aborts the process when accept meets EMFILE).
-const adminConnections = 32
+// Others' files in runtime.dir, which are package ipc's.
+const (
+	sessionSocketFile = "session.sock"
+	lockFile          = "lock"
+)
+
+// adminWrite bounds how long a client may take to read an answer.
+const adminWrite = 15 * time.Second
 
 // adminOperations bounds the requests that change something and are under way at a time.
 const adminOperations = 4
 
-// admin is the HTTP server that operators and Prometheus talk to. What it serves is described in api.go.
+// admin is the HTTP server that operators and Prometheus talk to: on admin.listen, and on a Unix socket in runtime.dir.
+// What it serves is described in api.go.
 type admin struct {
-	srv  *http.Server
-	done chan struct{} // closed when Serve has returned
-	addr string
-	file string
-	mux  *router
+	servers []*http.Server
+	wg      sync.WaitGroup // of their Serve
+	addr    string
+	file    string
+	mux     *router
 }
 
 // startAdmin listens and serves d.
-func startAdmin(d *Daemon, reg *prometheus.Registry, log *zap.Logger) (*admin, error) {
+func startAdmin(d *Daemon, reg *prometheus.Registry, log *zap.Logger) (_ *admin, err error) {
 	cfg := d.cfg.Admin
-	var token string
-	if cfg.TokenFile != "" {
-		b, err := os.ReadFile(cfg.TokenFile)
-		if err != nil {
-			return nil, fmt.Errorf("admin.token_file: %w", err)
-		}
-		if token = strings.TrimSpace(string(b)); token == "" {
-			return nil, fmt.Errorf("admin.token_file: %s is empty", cfg.TokenFile)
-		}
-		if st, err := os.Stat(cfg.TokenFile); err == nil && st.Mode().Perm()&0o077 != 0 {
-			log.Warn("other users may read the admin token", zap.String("file", cfg.TokenFile), zap.String("mode", st.Mode().Perm().String()))
-		}
-	}
-	ln, err := net.Listen("tcp", cfg.Listen)
+	token, err := readToken("admin.token_file", cfg.TokenFile, log)
 	if err != nil {
-		return nil, fmt.Errorf("admin.listen: %w", err)
+		return nil, err
 	}
-	if ip := ln.Addr().(*net.TCPAddr).IP; !ip.IsLoopback() {
-		log.Warn("the admin server can be reached from other machines; set admin.listen to a loopback address or keep it behind a firewall",
-			zap.Stringer("address", ln.Addr()), zap.Bool("token", token != ""))
-	}
-
 	mux := new(router)
 	doc := newAPI(mux, d, promhttp.HandlerFor(reg, promhttp.HandlerOpts{MaxRequestsInFlight: 4, Registry: reg}), token != "", cfg.PProf)
 	mux.ServeMux.HandleFunc("/", noRoute(doc))
 
-	// At a level of its own: http.Server reports only what is wrong.
-	errorLog, err := zap.NewStdLogAt(log, zap.WarnLevel)
+	tcp, err := net.Listen("tcp", cfg.Listen)
 	if err != nil {
-		ln.Close()
-		return nil, fmt.Errorf("admin server's log: %w", err)
+		return nil, fmt.Errorf("admin.listen: %w", err)
 	}
-	a := &admin{
-		srv: &http.Server{
-			Handler:           guard(token, mux),
-			ReadHeaderTimeout: 5 * time.Second,
-			ReadTimeout:       10 * time.Second,
-			WriteTimeout:      90 * time.Second, // a CPU profile takes 30 s
-			IdleTimeout:       time.Minute,
-			MaxHeaderBytes:    16 << 10,
-			ErrorLog:          errorLog,
-		},
-		done: make(chan struct{}),
-		addr: ln.Addr().String(),
-		file: filepath.Join(d.listener.Dir(), adminAddrFile),
-		mux:  mux,
-	}
-	if err := writeFile(a.file, a.addr+"\n"); err != nil {
-		ln.Close()
+	own, err := listenOwner(filepath.Join(d.listener.Dir(), adminSocketFile), log)
+	if err != nil {
+		tcp.Close()
 		return nil, err
 	}
-	go func() {
-		defer close(a.done)
-		if err := a.srv.Serve(netutil.LimitListener(ln, adminConnections)); !errors.Is(err, http.ErrServerClosed) {
-			log.Error("the admin server stopped", zap.Error(err))
-		}
-	}()
+	a := &admin{addr: tcp.Addr().String(), file: filepath.Join(d.listener.Dir(), adminAddrFile), mux: mux}
+	if err := writeFile(a.file, a.addr+"\n"); err != nil {
+		tcp.Close()
+		own.Close()
+		return nil, err
+	}
+	if ip := tcp.Addr().(*net.TCPAddr).IP; !ip.IsLoopback() {
+		log.Warn("the admin server can be reached from other machines; set admin.listen to a loopback address or keep it behind a firewall",
+			zap.Stringer("address", tcp.Addr()), zap.Bool("token", token != ""))
+	}
+	hosts, operations := newHostNames(cfg), make(chan struct{}, adminOperations)
+	a.serve(tcp, guard(token, hosts, operations, mux), log)
+	a.serve(own, guard("", hosts, operations, mux), log)
 	return a, nil
 }
 
-// close ends the server at once and waits for it.
+// readToken reads the file that a setting names: "" if it names none.
+func readToken(setting, file string, log *zap.Logger) (string, error) {
+	if file == "" {
+		return "", nil
+	}
+	b, err := os.ReadFile(file)
+	if err != nil {
+		return "", fmt.Errorf("%s: %w", setting, err)
+	}
+	token := strings.TrimSpace(string(b))
+	if n := len(token); n == 0 || n > 255 {
+		return "", fmt.Errorf("%s: the token in %s has %d bytes, want 1 to 255", setting, file, n)
+	}
+	if st, err := os.Stat(file); err == nil && st.Mode().Perm()&0o077 != 0 {
+		log.Warn("other users may read a token", zap.String("setting", setting), zap.String("file", file), zap.String("mode", st.Mode().Perm().String()))
+	}
+	return token, nil
+}
+
+// serve serves one listener until close.
+func (a *admin) serve(ln net.Listener, h http.Handler, log *zap.Logger) {
+	g := &gate{Listener: ln}
+	srv := &http.Server{
+		Handler:           g.handler(h),
+		ConnContext:       connContext,
+		ReadHeaderTimeout: 5 * time.Second,
+		ReadTimeout:       10 * time.Second,
+		WriteTimeout:      90 * time.Second, // a CPU profile takes 30 s; for the rest, adminWrite
+		IdleTimeout:       time.Minute,
+		MaxHeaderBytes:    16 << 10,
+		ErrorLog:          stdlog.New(errorLog{log}, "", 0),
+	}
+	a.servers = append(a.servers, srv)
+	a.wg.Go(func() {
+		if err := srv.Serve(g); !errors.Is(err, http.ErrServerClosed) {
+			log.Error("the admin server stopped", zap.Stringer("address", ln.Addr()), zap.Error(err))
+		}
+	})
+}
+
+// errorLog has what http.Server reports, which is only what is wrong, in lines of one message.
+type errorLog struct{ log *zap.Logger }
+
+// Write implements io.Writer.
+func (l errorLog) Write(b []byte) (int, error) {
+	l.log.Warn("the admin server", zap.ByteString("reports", bytes.TrimSpace(b)))
+	return len(b), nil
+}
+
+// close ends the servers at once and waits for them. The Unix socket is removed with its listener.
 func (a *admin) close() error {
-	err := a.srv.Close()
-	<-a.done
-	return errors.Join(err, os.Remove(a.file))
+	var errs []error
+	for _, srv := range a.servers {
+		errs = append(errs, srv.Close())
+	}
+	a.wg.Wait()
+	return errors.Join(append(errs, os.Remove(a.file))...)
+}
+
+// ownerListener accepts connections of this user and of root. The socket's and its directory's mode let in no other; this
+// holds where somebody has changed them.
+type ownerListener struct {
+	*net.UnixListener
+	log *zap.Logger
+}
+
+// listenOwner listens on a Unix socket at path, where no socket is.
+func listenOwner(path string, log *zap.Logger) (net.Listener, error) {
+	ln, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
+	if err != nil {
+		return nil, fmt.Errorf("admin socket: %w", err)
+	}
+	if err := os.Chmod(path, 0o600); err != nil {
+		ln.Close()
+		return nil, fmt.Errorf("admin socket: %w", err)
+	}
+	return &ownerListener{ln, log}, nil
+}
+
+// Accept implements net.Listener.
+func (l *ownerListener) Accept() (net.Conn, error) {
+	for {
+		c, err := l.AcceptUnix()
+		if err != nil {
+			return nil, err
+		}
+		uid, err := ipc.PeerUID(c)
+		if err == nil && (uid == 0 || int(uid) == os.Geteuid()) {
+			return c, nil
+		}
+		l.log.Warn("admin connection refused: another user", zap.Uint32("uid", uid), zap.Error(err))
+		c.Close()
+	}
 }
 
 // controllerKey is where a request's context has its http.ResponseController.
 type controllerKey struct{}
 
-// guard lets through who carries the token, what no page of another site made a browser send, and a few changes at a time.
-func guard(token string, h http.Handler) http.Handler {
+// guard lets through who carries the token, or asks by a name of this server's; what no page of another site made a browser
+// send; and as many changes at a time as operations has room for. Probes need none of it.
+func guard(token string, hosts hostNames, operations chan struct{}, h http.Handler) http.Handler {
 	origin := http.NewCrossOriginProtection()
-	operations := make(chan struct{}, adminOperations)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if r.URL.Path == "/healthz" || r.URL.Path == "/readyz" {
+		if isProbe(r) {
 			h.ServeHTTP(w, r)
 			return
 		}
 		got, ok := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
 		if token != "" && (!ok || subtle.ConstantTimeCompare([]byte(got), []byte(token)) != 1) {
 			w.Header().Set("WWW-Authenticate", "Bearer")
-			apiError(http.StatusUnauthorized, "send the header Authorization: Bearer TOKEN; commands take it from --admin-token-file", "admin.token_file is set: a bearer token is required").write(w)
+			apiError(http.StatusUnauthorized, "send the header Authorization: Bearer TOKEN, or connect to admin.sock in runtime.dir, which needs none", "admin.token_file is set: a bearer token is required").write(w)
 			return
 		}
-		if err := origin.Check(r); err != nil {
-			apiError(http.StatusForbidden, "send it from a program, not from another site's page", "%v", err).write(w)
+		if token == "" && !hosts.has(r.Host) {
+			apiError(http.StatusMisdirectedRequest, "use an IP address or localhost, add the name to admin.hosts, or set admin.token_file", "the host %.255q is not one of this server's names", r.Host).write(w)
 			return
+		}
+		if err := origin.Check(r); err != nil || !ownOrigin(r) {
+			apiError(http.StatusForbidden, "send it from a program, not from another site's page", "the request comes from a page of another site").write(w)
+			return
+		}
+		rc := http.NewResponseController(w)
+		if !strings.HasPrefix(r.URL.Path, "/debug/pprof/") {
+			_ = rc.SetWriteDeadline(time.Now().Add(adminWrite)) // a writer without deadlines is a test's
 		}
 		if r.Method != http.MethodGet && r.Method != http.MethodHead {
 			select {
@@ -142,7 +225,7 @@ func guard(token string, h http.Handler) http.Handler {
 				return
 			}
 		}
-		h.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), controllerKey{}, http.NewResponseController(w))))
+		h.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), controllerKey{}, rc)))
 	})
 }
 

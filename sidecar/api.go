@@ -179,9 +179,11 @@ type UnpinResult struct {
 // ClearRequest is the body of POST /v1/clear.
 type ClearRequest struct {
 	TimeoutRequest
-	Space string `json:"space,omitempty" maxLength:"64" doc:"Fingerprint of the space in hexadecimal; enough of its beginning if it is open."`
-	All   bool   `json:"all,omitempty" doc:"All spaces, also those that are not open. This or space is needed."`
-	Tier  string `json:"tier,omitempty" maxLength:"32" doc:"Name of a tier, or arena. Left out: the arena and all tiers."`
+	Space     string   `json:"space,omitempty" maxLength:"64" doc:"Fingerprint of the space in hexadecimal; enough of its beginning if it is open."`
+	All       bool     `json:"all,omitempty" doc:"All spaces, also those that are not open. This, space or hashes are needed."`
+	Hashes    []string `json:"hashes,omitempty" doc:"Page hashes in hexadecimal, of a whole prefix from its first page on: only that is forgotten, and what continues it is not found any more."`
+	FirstPage int      `json:"first_page,omitempty" minimum:"0" doc:"With hashes: the first page that is forgotten. Those before it stay, but for what is in one chunk with it."`
+	Tier      string   `json:"tier,omitempty" maxLength:"32" doc:"Name of a tier, or arena. Left out: the arena and all tiers."`
 }
 
 // ClearResult is the answer of POST /v1/clear.
@@ -253,7 +255,7 @@ func newAPI(mux *router, d *Daemon, metrics http.Handler, token, profiles bool) 
 	cfg.Formats = map[string]huma.Format{"application/json": indented, "json": indented}
 	var security []map[string][]string
 	if token {
-		cfg.Components.SecuritySchemes = map[string]*huma.SecurityScheme{"token": {Type: "http", Scheme: "bearer", Description: "The text of admin.token_file."}}
+		cfg.Components.SecuritySchemes = map[string]*huma.SecurityScheme{"token": {Type: "http", Scheme: "bearer", Description: "The text of admin.token_file. Not needed on the Unix socket admin.sock in runtime.dir."}}
 		security = []map[string][]string{{"token": {}}}
 	}
 	api := humago.New(mux, cfg)

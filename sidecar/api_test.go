@@ -254,7 +254,7 @@ func TestRoutesAndDocumentAgree(t *testing.T) {
 			body, contentType = nil, ""
 		}
 		resp, answer := r.send(method, path, contentType, body)
-		if missing := resp.StatusCode == http.StatusNotFound && path != "/reconfigure/dax/l1/status"; missing || resp.StatusCode == http.StatusMethodNotAllowed {
+		if resp.StatusCode == http.StatusNotFound || resp.StatusCode == http.StatusMethodNotAllowed {
 			t.Errorf("%s: %s", route, resp.Status)
 		}
 		if !strings.HasPrefix(path, "/debug/") {
@@ -353,10 +353,19 @@ func TestPins(t *testing.T) {
 		t.Errorf("%+v, %d leased", un, d.Status().Slots.Leased)
 	}
 	r.fails("/v1/unpin", UnpinRequest{Pin: two.Pin}, 404, two.Pin)
-	// Clearing ends the pins of what it clears, or nothing would be freed.
+	// Of a prefix all is forgotten, or what lies behind its beginning.
 	var cleared ClearResult
+	r.fails("/v1/clear", map[string]any{"all": true, "hashes": words}, 400, "one prefix")
+	r.fails("/v1/clear", map[string]any{"hashes": words, "first_page": 8}, 400, "8 hashes")
+	r.fails("/v1/clear", map[string]any{"space": space[:7], "first_page": 1}, 400, "no hashes are given")
+	r.post("/v1/clear", map[string]any{"hashes": words, "first_page": 6}, &cleared)
+	if len(cleared.Cleared) == 0 || cleared.Cleared[0].Chunks != 2 || cleared.Pins != 0 || d.Status().Pages != 6 {
+		t.Errorf("%+v, %d pages", cleared, d.Status().Pages)
+	}
+	// Clearing a space ends the pins of what it clears, or nothing would be freed.
+	cleared = ClearResult{}
 	r.post("/v1/clear", map[string]any{"space": space[:7], "tier": "arena"}, &cleared)
-	if len(cleared.Cleared) != 1 || cleared.Cleared[0].Tier != "arena" || cleared.Cleared[0].Chunks != 8 || cleared.Pins != 1 || !cleared.Complete {
+	if len(cleared.Cleared) != 1 || cleared.Cleared[0].Tier != "arena" || cleared.Cleared[0].Chunks != 6 || cleared.Pins != 1 || !cleared.Complete {
 		t.Errorf("%+v", cleared)
 	}
 	if st := d.Status(); st.Pages != 0 || st.Slots.Ready != 0 || st.Leases != 0 {
@@ -382,7 +391,7 @@ func TestOperationsAreBounded(t *testing.T) {
 		}
 		defer conn.Close()
 		// Its body never comes.
-		if _, err := io.WriteString(conn, "POST /v1/unpin HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"); err != nil {
+		if _, err := io.WriteString(conn, "POST /v1/unpin HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"); err != nil {
 			t.Fatal(err)
 		}
 		go func() {

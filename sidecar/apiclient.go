@@ -7,38 +7,29 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
+	"net/url"
 	"os"
 	"path/filepath"
-	"strings"
+	"syscall"
 )
 
 // maxAnswerBytes bounds what a command takes for an answer.
 const maxAnswerBytes = 64 << 20
 
-// A Client asks the sidecar that owns an endpoint over its admin server.
+// A Client asks the sidecar that owns an endpoint, over its admin socket, which needs no token.
 type Client struct {
-	dir, addr, token string
+	dir  string
+	http *http.Client
 }
 
-// NewClient finds the admin server of the sidecar that owns the endpoint dir. tokenFile may be empty.
-func NewClient(dir, tokenFile string) (*Client, error) {
-	addr, err := os.ReadFile(filepath.Join(dir, adminAddrFile))
-	if errors.Is(err, os.ErrNotExist) {
-		return nil, fmt.Errorf("no sidecar runs at %s (it has no %s)", dir, adminAddrFile)
+// NewClient returns a client of the sidecar that owns the endpoint dir. It connects for each request.
+func NewClient(dir string) *Client {
+	dial := func(ctx context.Context, _, _ string) (net.Conn, error) {
+		return new(net.Dialer).DialContext(ctx, "unix", filepath.Join(dir, adminSocketFile))
 	}
-	if err != nil {
-		return nil, err
-	}
-	c := &Client{dir: dir, addr: strings.TrimSpace(string(addr))}
-	if tokenFile != "" {
-		b, err := os.ReadFile(tokenFile)
-		if err != nil {
-			return nil, fmt.Errorf("admin.token_file: %w", err)
-		}
-		c.token = strings.TrimSpace(string(b))
-	}
-	return c, nil
+	return &Client{dir: dir, http: &http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: dial}}}
 }
 
 // Get fetches a path into out.
@@ -56,42 +47,60 @@ func (c *Client) Post(ctx context.Context, path string, in, out any) error {
 }
 
 func (c *Client) do(ctx context.Context, method, path string, body []byte, out any) error {
-	req, err := http.NewRequestWithContext(ctx, method, "http://"+c.addr+path, bytes.NewReader(body))
+	req, err := http.NewRequestWithContext(ctx, method, "http://localhost"+path, bytes.NewReader(body))
 	if err != nil {
 		return err
 	}
 	if method == http.MethodPost {
 		req.Header.Set("Content-Type", "application/json")
 	}
-	if c.token != "" {
-		req.Header.Set("Authorization", "Bearer "+c.token)
-	}
-	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
-	resp, err := client.Do(req)
+	resp, err := c.http.Do(req)
 	if err != nil {
-		return fmt.Errorf("no sidecar answers at %s: %w", c.dir, err)
+		return c.unreached(err)
 	}
 	defer resp.Body.Close()
 	answer := json.NewDecoder(io.LimitReader(resp.Body, maxAnswerBytes))
 	if resp.StatusCode != http.StatusOK {
 		var e APIError
 		if answer.Decode(&e) != nil || e.Message == "" {
-			return fmt.Errorf("%s: %s", req.URL, resp.Status)
+			return fmt.Errorf("%s: %s: %s", c.dir, path, resp.Status)
 		}
 		return fmt.Errorf("%s (%s): %s", e.Message, resp.Status, e.Fix)
 	}
 	if err := answer.Decode(out); err != nil {
-		return fmt.Errorf("%s: %w", req.URL, err)
+		return fmt.Errorf("%s: %s: %w", c.dir, path, err)
 	}
 	return nil
 }
 
-// FetchStatus asks the sidecar that owns the endpoint dir for its status. tokenFile may be empty.
-func FetchStatus(ctx context.Context, dir, tokenFile string) (Status, error) {
-	var st Status
-	c, err := NewClient(dir, tokenFile)
-	if err != nil {
-		return st, err
+// An unreachedError says what a cause means. Its text has no need of the cause's.
+type unreachedError struct {
+	text  string
+	cause error
+}
+
+func (e *unreachedError) Error() string { return e.text }
+func (e *unreachedError) Unwrap() error { return e.cause }
+
+// unreached says why the sidecar did not answer.
+func (c *Client) unreached(err error) error {
+	var wrapped *url.Error
+	if errors.As(err, &wrapped) {
+		err = wrapped.Err // it names a URL that nobody gave
 	}
-	return st, c.Get(ctx, "/v1/status", &st)
+	switch {
+	case errors.Is(err, os.ErrNotExist):
+		return &unreachedError{fmt.Sprintf("no sidecar runs at %s (it has no %s); lookaside list shows those of this host", c.dir, adminSocketFile), err}
+	case errors.Is(err, syscall.ECONNREFUSED):
+		return &unreachedError{fmt.Sprintf("no sidecar runs at %s: the last one was killed; lookaside list shows those of this host", c.dir), err}
+	case errors.Is(err, os.ErrPermission):
+		return &unreachedError{fmt.Sprintf("the sidecar at %s is another user's: run the command as that user or as root", c.dir), err}
+	}
+	return fmt.Errorf("no sidecar answers at %s: %w", c.dir, err)
+}
+
+// FetchStatus asks the sidecar that owns the endpoint dir for its status.
+func FetchStatus(ctx context.Context, dir string) (Status, error) {
+	var st Status
+	return st, NewClient(dir).Get(ctx, "/v1/status", &st)
 }

@@ -29,6 +29,8 @@ type arena interface {
 	begin(books tiers.Config) (*tiers.Engine, error)
 	// limitBytes is the most that it may come to, as far as that is known: no chunk can be larger.
 	limitBytes() int64
+	// memoryBytes is how much of the memory that control groups count it may take.
+	memoryBytes() int64
 	// bytes is the memory of a region, for its whole length, for as long as somebody has a lease in it.
 	bytes(region uint32) []byte
 	// start tells of the regions; the server serves nobody yet.
@@ -43,9 +45,9 @@ type arena interface {
 }
 
 // newArena decides what the arena is made of, and refuses what the host cannot give. It takes no memory for pages yet, and opens no device.
-func newArena(cfg ArenaConfig, control *dax.Control, log *zap.Logger) (arena, error) {
-	if cfg.Kind == kindDAX {
-		return newDAXArena(cfg, control, log), nil
+func newArena(cfg *Config, control *dax.Control, log *zap.Logger) (arena, error) {
+	if cfg.Arena.Kind == kindDAX {
+		return newDAXArena(cfg.Arena, control, log), nil
 	}
 	a, err := newMemoryArena(cfg, control, log)
 	if err != nil {
@@ -57,6 +59,7 @@ func newArena(cfg ArenaConfig, control *dax.Control, log *zap.Logger) (arena, er
 // memoryArena owns its regions. It grows by adding one at a time; none is ever removed before the end.
 type memoryArena struct {
 	cfg     ArenaConfig
+	reserve func() int64  // see Config.reserve
 	engine  *tiers.Engine // from begin on
 	log     *zap.Logger
 	control *dax.Control
@@ -92,37 +95,46 @@ type RegionStatus struct {
 	PageSize  int64    `json:"page_size"`
 }
 
-func newMemoryArena(cfg ArenaConfig, control *dax.Control, log *zap.Logger) (*memoryArena, error) {
+func newMemoryArena(whole *Config, control *dax.Control, log *zap.Logger) (*memoryArena, error) {
+	cfg := whole.Arena
 	kind, reason, err := dax.Choose(cfg.Kind, cfg.Limit)
 	if err != nil {
 		return nil, fmt.Errorf("arena.kind: %w", err)
 	}
-	if err := dax.CheckBudget(cfg.Limit, kind); err != nil {
-		return nil, fmt.Errorf("arena.limit %s of kind %s: %w", dax.FormatSize(cfg.Limit), kind, err)
+	if err := whole.checkMemory(kind); err != nil {
+		return nil, err
 	}
 	node, nodeReason, err := dax.NUMANode(cfg.NUMA)
 	if err != nil {
 		return nil, fmt.Errorf("arena.numa: %w", err)
 	}
-	a := &memoryArena{cfg: cfg, log: log, control: control, kind: kind, reason: reason, node: node}
+	a := &memoryArena{cfg: cfg, reserve: whole.reserve, log: log, control: control, kind: kind, reason: reason, node: node}
 	page := int64(4096)
 	if kind == dax.KindHugetlb || kind == dax.KindTHP {
 		page = dax.HugePageSize
 	}
 	a.limit = (cfg.Limit + page - 1) / page * page
-	log.Info("arena", zap.String("kind", string(kind)), zap.String("because", reason), zap.String("limit", dax.FormatSize(cfg.Limit)),
+	log.Info("memory chosen", zap.String("kind", string(kind)), zap.String("because", reason), zap.String("limit", dax.FormatSize(cfg.Limit)),
 		zap.String("initial", dax.FormatSize(cfg.Initial)), zap.Int("numa_node", node), zap.String("numa", nodeReason))
 	return a, nil
 }
 
 // begin implements arena.
 func (a *memoryArena) begin(books tiers.Config) (_ *tiers.Engine, err error) {
-	books.ArenaLimitBytes = a.limit
+	books.ArenaLimitBytes, books.Regions = a.limit, int(a.cfg.regions())
 	a.engine, err = tiers.New(books)
 	return a.engine, err
 }
 
-func (a *memoryArena) limitBytes() int64           { return a.limit }
+func (a *memoryArena) limitBytes() int64 { return a.limit }
+
+func (a *memoryArena) memoryBytes() int64 {
+	if a.kind == dax.KindHugetlb || a.kind == dax.KindFile {
+		return 0 // huge pages count apart, pages of files can be written back
+	}
+	return a.limit
+}
+
 func (a *memoryArena) flush(context.Context) error { return nil }
 
 // start implements arena.
@@ -157,7 +169,7 @@ func (a *memoryArena) grow(server *announcer, size int64) error {
 			return err
 		}
 	}
-	if err := dax.CheckBudget(size, kind); err != nil {
+	if err := dax.CheckBudget(size, kind, a.reserve()); err != nil {
 		return err
 	}
 	o := dax.Options{Kind: kind, SizeBytes: size, NUMANode: a.node, Populate: true, Threads: a.cfg.PopulateThreads}
@@ -181,7 +193,7 @@ func (a *memoryArena) grow(server *announcer, size int64) error {
 	capacity := a.capacity
 	a.mu.Unlock()
 	a.control.SetRegions(uint64(id) + 1)
-	a.log.Info("arena grew", zap.Uint32("region", id), zap.String("by", dax.FormatSize(r.Size())), zap.String("to", dax.FormatSize(capacity)),
+	a.log.Info("grew", zap.Uint32("region", id), zap.String("by", dax.FormatSize(r.Size())), zap.String("to", dax.FormatSize(capacity)),
 		zap.String("kind", string(r.Kind())), zap.Duration("in", time.Since(start).Round(time.Millisecond)))
 	return nil
 }
@@ -216,7 +228,7 @@ func (a *memoryArena) run(ctx context.Context, server *announcer) {
 			a.mu.Lock()
 			a.failures++
 			a.mu.Unlock()
-			a.log.Warn("the arena cannot grow; it goes on with what it has", zap.Error(err), zap.Duration("next_try_in", backOff))
+			a.log.Warn("cannot grow; goes on with what it has", zap.Error(err), zap.Duration("next_try_in", backOff))
 			retry = time.Now().Add(backOff)
 			backOff = min(2*backOff, growthBackOffMost)
 			continue

@@ -77,13 +77,13 @@ func Ask(ctx context.Context, dir string, q Query) (Answer, error) {
 		ses = s
 	}
 	defer ses.Close()
-	lookups, err := client.NewLookups(ses.Welcome.LookupEndpoint, ses.Welcome.ReplyEndpoint, false)
+	lookups, err := ses.Lookups()
 	if err != nil {
 		return Answer{}, err
 	}
 	defer lookups.Close()
 
-	m := wire.Lookup{Session: ses.Welcome.Session, Lookup: 1, FirstPage: q.FirstPage, Hashes: q.Hashes,
+	m := wire.Lookup{Session: ses.Welcome.Session, Secret: ses.Welcome.Secret, Lookup: 1, FirstPage: q.FirstPage, Hashes: q.Hashes,
 		DeadlineMs: uint32(q.Timeout.Milliseconds() * 9 / 10)} // an answer at the deadline needs a moment to arrive
 	start := time.Now()
 	r, err := lookups.Lookup(&m, q.Timeout)

@@ -231,7 +231,7 @@ func (b *prefixRig) connect(dir string) (err error) {
 	if b.scheduler, err = client.Dial(dir, &hello, rigPatience); err != nil {
 		return err
 	}
-	b.lookups, err = client.NewLookups(b.scheduler.Welcome.LookupEndpoint, b.scheduler.Welcome.ReplyEndpoint, false)
+	b.lookups, err = b.scheduler.Lookups()
 	return err
 }
 
@@ -331,7 +331,7 @@ func (b *prefixRig) letGo() error {
 	if b.id == 0 {
 		return nil
 	}
-	return b.lookups.Send((&wire.Cancel{Session: b.scheduler.Welcome.Session, Lookup: b.id}).Append(nil))
+	return b.lookups.Send((&wire.Cancel{Session: b.scheduler.Welcome.Session, Secret: b.scheduler.Welcome.Secret, Lookup: b.id}).Append(nil))
 }
 
 // lookup asks for the prefix, and frees what the one before it leased.
@@ -340,7 +340,7 @@ func (b *prefixRig) lookup() (time.Duration, error) {
 		return 0, err
 	}
 	b.id++
-	m := wire.Lookup{Session: b.scheduler.Welcome.Session, Lookup: b.id, Hashes: b.hashes, DeadlineMs: uint32(rigPatience.Milliseconds())}
+	m := wire.Lookup{Session: b.scheduler.Welcome.Session, Secret: b.scheduler.Welcome.Secret, Lookup: b.id, Hashes: b.hashes, DeadlineMs: uint32(rigPatience.Milliseconds())}
 	start := time.Now()
 	r, err := b.lookups.Lookup(&m, rigPatience+10*time.Second)
 	took := time.Since(start)
@@ -353,7 +353,10 @@ func (b *prefixRig) lookup() (time.Duration, error) {
 // verify loads what the last lookup found, compares every byte, and lets go of it.
 func (b *prefixRig) verify() error {
 	var g wire.LoadGrant
-	m := wire.PrepareLoad{ID: b.worker.NextID(), Session: b.scheduler.Welcome.Session, Lookup: b.id, Pages: uint32(b.pages)}
+	names := wire.NamesOf(b.hashes, 32, 0, b.o.PagesPerChunk)
+	m := wire.PrepareLoad{
+		ID: b.worker.NextID(), Session: b.scheduler.Welcome.Session, Lookup: b.id, Ticket: b.scheduler.Ticket(b.id), Pages: uint32(b.pages), Names: names[:],
+	}
 	if err := b.call(&m, &g); err != nil {
 		return err
 	}

@@ -69,13 +69,15 @@ type ArenaConfig struct {
 	Kind            dax.Kind
 	Initial         int64 // never above Limit
 	Step            int64
-	GrowAt          float64    // fraction of the arena's slots that are taken
-	Path            string     // only for dax.KindFile: the directory of the backing files
-	NUMA            string     // "none", "auto" or a node's number
-	PopulateThreads int        // 0: one a CPU
-	Eviction        string     // name of a policy
-	LowWater        float64    // fraction of the slots
-	DAX             DAXDevices // only for kindDAX, which uses of the others Kind, Eviction and LowWater
+	GrowAt          float64 // fraction of the arena's slots that are taken
+	Path            string  // only for dax.KindFile: the directory of the backing files
+	NUMA            string  // "none", "auto" or a node's number
+	PopulateThreads int     // 0: one a CPU
+	Eviction        string  // name of a policy
+	LowWater        float64 // fraction of the slots
+	CheckRate       int64   // bytes a second; 0: what is in the arena is not checked
+	CheckEvery      time.Duration
+	DAX             DAXDevices // only for kindDAX, which uses of the others Kind, Eviction, LowWater, CheckRate and CheckEvery
 }
 
 // LookupConfig limits lookups.
@@ -98,8 +100,9 @@ type CascadeConfig struct {
 
 // SessionsConfig limits sessions.
 type SessionsConfig struct {
-	Limit int
-	Share float64
+	Limit      int
+	Share      float64
+	JointShare float64
 }
 
 // SpacesConfig limits spaces.
@@ -110,7 +113,9 @@ type SpacesConfig struct {
 // EventsConfig has what the arena holds published, as vLLM publishes what its own cache holds.
 type EventsConfig struct {
 	Endpoint       string // empty: not published
+	Bind           string // auto, true or false
 	ReplayEndpoint string // empty: not replayed
+	TokenFile      string // empty: no token
 	Topic          string // a template; see topicOf
 	Hashes         wire.KVHashes
 	BufferSteps    int
@@ -141,6 +146,7 @@ type LMCacheConfig struct {
 // AdminConfig configures the admin HTTP server.
 type AdminConfig struct {
 	Listen    string
+	Hosts     []string
 	TokenFile string
 	PProf     bool
 }
@@ -179,6 +185,9 @@ const (
 	onlyOnDAX      // and an error with arenas of another kind
 	neverOnDAX     // and an error there
 )
+
+// boolUnit is the Unit of settings that are true or false. Their flags need no value.
+const boolUnit = "true or false"
 
 // Env returns the name of the environment variable of the setting.
 func (s Setting) Env() string {
@@ -270,6 +279,25 @@ var settings = []Setting{
 		set:     func(c *Config, v string) (err error) { c.Arena.LowWater, err = parseFraction(v); return },
 	},
 	{
+		Key: "arena.check_rate", Default: "256M", Unit: "bytes a second (0: never)",
+		Meaning: "How much of the arena is read at most in a second to find bytes that have changed since they were stored: by bad memory, or by a client that writes where it must not. What is found is dropped, logged and counted. " +
+			"With 0 nothing is checked, also not before it is written to a tier.",
+		set: func(c *Config, v string) (err error) {
+			if c.Arena.CheckRate = 0; v != "0" {
+				c.Arena.CheckRate, err = parseSize(v)
+			}
+			return
+		},
+	},
+	{
+		Key: "arena.check_every", Default: "10m", Unit: "duration",
+		Meaning: "How long a walk over the whole arena takes at least: what has changed is found within it, and until then may be loaded. A large arena takes longer, by arena.check_rate.",
+		set: func(c *Config, v string) (err error) {
+			c.Arena.CheckEvery, err = parseDuration(v, time.Millisecond)
+			return
+		},
+	},
+	{
 		Key: "arena.devices", Default: "", Unit: "DEVICE[:SIZE],… (in the file also a list of devices, or of {path: DEVICE, size: BYTES})", list: true, onDAX: onlyOnDAX,
 		Meaning: "With arena.kind: dax, the DAX devices (/dev/daxX.Y) that the arena lies on, or files on a file system mounted with -o dax, and how much to use of each: a multiple of its alignment; all, if nothing is said. It may be empty if arena.hotplug is true. Workers map the devices, and copy straight to and from them.",
 		set:     func(c *Config, v string) error { return c.Arena.DAX.addAll(v) },
@@ -290,12 +318,12 @@ var settings = []Setting{
 		set:     func(c *Config, v string) (err error) { c.Arena.DAX.Rank, err = parseInt(v, 0, maxRanks-1); return },
 	},
 	{
-		Key: "arena.allow_files", Default: "false", Unit: "true or false", onDAX: onlyOnDAX,
+		Key: "arena.allow_files", Default: "false", Unit: boolUnit, onDAX: onlyOnDAX,
 		Meaning: "Whether regular files may stand in for arena.devices. One that is not there is made, of the size that is set.",
 		set:     func(c *Config, v string) (err error) { c.Arena.DAX.AllowFiles, err = parseBool(v); return },
 	},
 	{
-		Key: "arena.hotplug", Default: "false", Unit: "true or false", onDAX: onlyOnDAX,
+		Key: "arena.hotplug", Default: "false", Unit: boolUnit, onDAX: onlyOnDAX,
 		Meaning: "Whether devices of the arena may be added, removed and resized while the sidecar serves, by lookaside dax --arena and over HTTP.",
 		set:     func(c *Config, v string) (err error) { c.Arena.DAX.HotPlug, err = parseBool(v); return },
 	},
@@ -306,7 +334,7 @@ var settings = []Setting{
 	},
 	{
 		Key: "lookup.max_pages", Default: "65536", Unit: "pages",
-		Meaning: "The most page hashes in one lookup or one store; longer ones are refused.",
+		Meaning: "The most page hashes that one lookup or one store may name. A longer lookup is answered for as many, a longer store is refused; the connector reads it and asks for no more.",
 		set:     func(c *Config, v string) (err error) { c.Lookup.MaxPages, err = parseInt(v, 1, 1<<20); return },
 	},
 	{
@@ -354,8 +382,13 @@ var settings = []Setting{
 		set:     func(c *Config, v string) (err error) { c.Sessions.Share, err = parseFraction(v); return },
 	},
 	{
+		Key: "sessions.joint_share", Default: "0.75", Unit: "fraction of the arena's slots, above 0 and at most 1",
+		Meaning: "The most that all sessions together may hold leased or half written. It and sessions.share are of what frozen clients do not hold: those keep what they have, and the others get along with the rest, however many freeze.",
+		set:     func(c *Config, v string) (err error) { c.Sessions.JointShare, err = parseFraction(v); return },
+	},
+	{
 		Key: "spaces.limit", Default: "16", Unit: "spaces",
-		Meaning: "The most kinds of pages (model, precision, layout, …) held side by side. 1 dedicates the sidecar to the first model that connects. A worker that needs one more is refused, unless a space that holds nothing and that nobody uses can make room.",
+		Meaning: "The most kinds of pages (model, precision, layout, …) held side by side. A worker that needs one more has the one dropped from the arena that was used longest ago, of those that have no session, lease or pin; what the tiers below hold of that stays. If all of them have, it is refused.",
 		set:     func(c *Config, v string) (err error) { c.Spaces.Limit, err = parseInt(v, 1, 1024); return },
 	},
 	{
@@ -374,14 +407,27 @@ var settings = []Setting{
 		set:     func(c *Config, v string) error { c.LMCache.EngineID = v; return nil },
 	},
 	{
-		Key: "events.endpoint", Default: "", Unit: "ZMQ endpoint, such as tcp://*:5557 or ipc:///run/x/events",
-		Meaning: "Where the sidecar publishes which pages the arena holds, in vLLM's format of KV events (docs/events.md). As in vLLM it is bound if it has a wildcard or is of ipc://, else connected to. Unset: nothing is published.",
+		Key: "events.endpoint", Default: "", Unit: "ZMQ endpoint, such as ipc:///run/x/events or tcp://127.0.0.1:5657",
+		Meaning: "Where the sidecar publishes which pages the arena holds, in vLLM's format of KV events (docs/events.md). Unset: nothing is published.",
 		set:     func(c *Config, v string) error { c.Events.Endpoint = v; return checkEventsEndpoint(v) },
+	},
+	{
+		Key: "events.bind", Default: "auto", Unit: "auto, true or false",
+		Meaning: "Whether the sidecar listens at events.endpoint, or connects to a subscriber that listens there. auto: as vLLM does, it listens if the endpoint has a wildcard (tcp://*:5657) or is of ipc://.",
+		set: func(c *Config, v string) error {
+			c.Events.Bind = v
+			return oneOf(v, "auto", "true", "false")
+		},
 	},
 	{
 		Key: "events.replay_endpoint", Default: "", Unit: "ZMQ endpoint",
 		Meaning: "Where subscribers may ask for events again from a sequence number on; the sidecar binds it. Needs events.endpoint.",
 		set:     func(c *Config, v string) error { c.Events.ReplayEndpoint = v; return checkEventsEndpoint(v) },
+	},
+	{
+		Key: "events.token_file", Default: "", Unit: "file",
+		Meaning: "A file with the token that subscribers must send as the password of ZeroMQ's PLAIN mechanism, with any user name. It is asked for wherever the sidecar listens for subscribers. Unset: none is asked for, and a listening address that other machines can reach is warned about. PLAIN does not encrypt.",
+		set:     func(c *Config, v string) error { c.Events.TokenFile = v; return nil },
 	},
 	{
 		Key: "events.topic", Default: "kv@{host}@{model}", Unit: "text",
@@ -410,7 +456,7 @@ var settings = []Setting{
 	},
 	{
 		Key: "events.hwm", Default: "1000", Unit: "batches",
-		Meaning: "How many batches wait for a subscriber that does not read, before it loses some. A batch has up to 1,024 pages, and then some 10 or 36 KiB.",
+		Meaning: "How many batches wait for a subscriber that does not read, before it loses the oldest; within the 64 MiB of events.buffer_steps. A batch has up to 1,024 pages, and then some 10 or 36 KiB.",
 		set:     func(c *Config, v string) (err error) { c.Events.HWM, err = parseInt(v, 1, 1<<24); return },
 	},
 	{
@@ -443,7 +489,7 @@ var settings = []Setting{
 		},
 	},
 	{
-		Key: "peers.enabled", Default: "true", Unit: "true or false",
+		Key: "peers.enabled", Default: "true", Unit: boolUnit,
 		Meaning: "Whether this sidecar shares what it holds with others of this host (docs/peers.md): each serves hits in all arenas, and workers read them where they lie. Needs events.journal.",
 		set:     func(c *Config, v string) (err error) { c.Peers.Enabled, err = parseBool(v); return },
 	},
@@ -476,13 +522,13 @@ var settings = []Setting{
 		set:     func(c *Config, v string) (err error) { c.Peers.CopyAfter, err = parseInt(v, 0, 1000); return },
 	},
 	{
-		Key: "peers.skip_stores", Default: "true", Unit: "true or false",
+		Key: "peers.skip_stores", Default: "true", Unit: boolUnit,
 		Meaning: "Whether a chunk that another sidecar holds is not stored here as well: so several sidecars cost about one cache.",
 		set:     func(c *Config, v string) (err error) { c.Peers.SkipStores, err = parseBool(v); return },
 	},
 	{
 		Key: "admin.listen", Default: "127.0.0.1:0", Unit: "host:port (port 0: any free one, written to admin.addr in runtime.dir)",
-		Meaning: "Where the admin HTTP server listens. An address that other machines can reach is warned about.",
+		Meaning: "Where the admin HTTP server listens, beside the Unix socket admin.sock in runtime.dir. An address that other machines can reach is warned about.",
 		set: func(c *Config, v string) error {
 			if _, _, err := net.SplitHostPort(v); err != nil {
 				return err
@@ -492,12 +538,26 @@ var settings = []Setting{
 		},
 	},
 	{
+		Key: "admin.hosts", Default: "", Unit: "NAME,…",
+		Meaning: "Names, besides this machine's own, localhost and addresses, by which admin requests may name the sidecar in their Host header, such as a Kubernetes service's. Others are refused with 421, because a page in a browser could have bound its own name to the sidecar's address. Not asked of requests that carry the token of admin.token_file.",
+		set: func(c *Config, v string) error {
+			c.Admin.Hosts = nil
+			for name := range strings.SplitSeq(v, ",") {
+				if name = strings.TrimSpace(name); name == "" || strings.ContainsAny(name, ":/ ") {
+					return fmt.Errorf("%q is not a name without a port", name)
+				}
+				c.Admin.Hosts = append(c.Admin.Hosts, name)
+			}
+			return nil
+		},
+	},
+	{
 		Key: "admin.token_file", Default: "", Unit: "file",
-		Meaning: "A file with the token that admin requests must carry as \"Authorization: Bearer …\". Unset: none is asked for. /healthz and /readyz never ask for it.",
+		Meaning: "A file with the token that requests to admin.listen must carry as \"Authorization: Bearer …\". Unset: none is asked for. /healthz, /readyz and admin.sock never ask for it.",
 		set:     func(c *Config, v string) error { c.Admin.TokenFile = v; return nil },
 	},
 	{
-		Key: "admin.pprof", Default: "false", Unit: "true or false",
+		Key: "admin.pprof", Default: "false", Unit: boolUnit,
 		Meaning: "Serves Go's profiles under /debug/pprof/ on the admin server.",
 		set: func(c *Config, v string) (err error) {
 			c.Admin.PProf, err = parseBool(v)
@@ -567,10 +627,13 @@ func Defaults() Config {
 
 // AddFlags defines --config and a flag for every setting and for every kind of tier, or only for the settings with the given keys.
 func AddFlags(fs *pflag.FlagSet, keys ...string) {
-	fs.String("config", "", "YAML `file` with settings (environment: "+EnvConfigFile+")")
+	fs.String("config", "", "YAML `file` with settings. Environment: "+EnvConfigFile)
 	for _, s := range settings {
 		if len(keys) == 0 || slices.Contains(keys, s.Key) {
-			fs.String(s.Flag(), "", s.usage())
+			f := fs.VarPF(&settingFlag{kind: s.valueName()}, s.Flag(), "", s.usage())
+			if s.Unit == boolUnit {
+				f.NoOptDefVal = "true" // it needs no value, and what follows it is none
+			}
 		}
 	}
 	if len(keys) == 0 {
@@ -579,13 +642,45 @@ func AddFlags(fs *pflag.FlagSet, keys ...string) {
 	fs.SortFlags = false
 }
 
-// usage is the help text of the setting's flag. The back quotes name the value for pflag.
+// MainFlags are the names of the flags that most sidecars need no others than.
+func MainFlags() []string {
+	return []string{"config", "runtime-dir", "arena-limit", tierDAX, tierDisk, tierRedis, tierS3, "admin-listen"}
+}
+
+// settingFlag is the value of a setting's flag. What is right for it is decided by Load.
+type settingFlag struct{ text, kind string }
+
+// String implements pflag.Value.
+func (f *settingFlag) String() string { return f.text }
+
+// Set implements pflag.Value.
+func (f *settingFlag) Set(v string) error {
+	f.text = v
+	return nil
+}
+
+// Type implements pflag.Value: it is what the help calls the value.
+func (f *settingFlag) Type() string { return f.kind }
+
+// valueName is what the help calls the setting's value: its unit, if that is short.
+func (s Setting) valueName() string {
+	if s.Unit == boolUnit {
+		return "bool" // which the help does not show
+	}
+	name, _, _ := strings.Cut(s.Unit, " (")
+	if name, _, _ = strings.Cut(name, ", such as "); len(name) > 20 || strings.Contains(name, ",") {
+		return "value"
+	}
+	return name
+}
+
+// usage is the help text of the setting's flag.
 func (s Setting) usage() string {
 	def := s.Default
 	if def == "" {
 		def = "unset"
 	}
-	return fmt.Sprintf("%s `%s`; default %s", s.Meaning, s.Unit, def)
+	return fmt.Sprintf("%s Value: %s; default: %s", s.Meaning, s.Unit, def)
 }
 
 // Load reads the settings of the YAML file (flag --config, else environment LOOKASIDE_CONFIG, else none), the environment
@@ -834,7 +929,7 @@ func (c Config) Complete(environ []string) (Config, error) {
 	if c.Arena.Step == 0 {
 		c.Arena.Step = max(256<<20, c.Arena.Limit/4)
 	}
-	if n := 1 + (c.Arena.Limit-c.Arena.Initial+c.Arena.Step-1)/c.Arena.Step; n > maxRegions {
+	if n := c.Arena.regions(); n > maxRegions {
 		return c, fmt.Errorf("settings: arena.step %s takes %d regions to reach arena.limit %s, and there may be %d",
 			dax.FormatSize(c.Arena.Step), n, dax.FormatSize(c.Arena.Limit), maxRegions)
 	}
@@ -847,6 +942,9 @@ func (c Config) Complete(environ []string) (Config, error) {
 	return c.completeRest()
 }
 
+// regions is how many regions an arena of memory has at its limit.
+func (a *ArenaConfig) regions() int64 { return 1 + (a.Limit-a.Initial+a.Step-1)/a.Step }
+
 // completeRest completes and checks what is not about the arena.
 func (c Config) completeRest() (Config, error) {
 	if (c.LMCache.WorkerEndpoint == "") != (c.LMCache.SchedulerEndpoint == "") {
@@ -854,6 +952,9 @@ func (c Config) completeRest() (Config, error) {
 	}
 	if c.Events.ReplayEndpoint != "" && c.Events.Endpoint == "" {
 		return c, errors.New("settings: events.replay_endpoint is set, but events.endpoint is not")
+	}
+	if c.Events.TokenFile != "" && c.Events.ReplayEndpoint == "" && !c.Events.binds() {
+		return c, errors.New("settings: events.token_file is set, and the sidecar listens for no subscriber: set events.endpoint, and events.bind to true if the endpoint has no wildcard")
 	}
 	if c.Events.Endpoint != "" && c.Events.Journal == 0 {
 		return c, errors.New("settings: events.endpoint is set, but events.journal is 0: there would be nothing to publish")

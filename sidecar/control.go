@@ -16,6 +16,7 @@ import (
 
 	"lookaside/tiers"
 	"lookaside/tiers/chunk"
+	"lookaside/tiers/stack"
 )
 
 // arenaName is the arena's name where tiers are named.
@@ -228,19 +229,9 @@ func (d *Daemon) Move(ctx context.Context, r MoveRequest) (ProgressResult, error
 	return progress(sp, r.PrefixRequest, pages, start, err)
 }
 
-// Clear forgets what is held of a space, or of all.
+// Clear forgets what is held of a space, of all, or of a prefix.
 func (d *Daemon) Clear(ctx context.Context, r ClearRequest) (ClearResult, error) {
 	start := time.Now()
-	var fp chunk.Fingerprint // zero: everything
-	if r.All == (r.Space != "") {
-		return ClearResult{}, apiError(http.StatusBadRequest, "give a space, or all", "it does not say what to clear")
-	}
-	if !r.All {
-		var err error
-		if fp, err = d.fingerprint(r.Space); err != nil {
-			return ClearResult{}, err
-		}
-	}
 	if r.Tier != "" {
 		if err := d.knownTier("tier", r.Tier); err != nil {
 			return ClearResult{}, err
@@ -249,14 +240,11 @@ func (d *Daemon) Clear(ctx context.Context, r ClearRequest) (ClearResult, error)
 	ctx, cancel := r.bound(ctx)
 	defer cancel()
 	out := ClearResult{Cleared: []ClearedTier{}, Complete: true}
-	if r.Tier == "" || r.Tier == arenaName {
-		// Pins first: what is pinned would stay in its slots.
-		var err error
-		if out.Pins, err = d.unpin(func(p PinStatus) bool { return r.All || p.Space == fp.String() }); err != nil {
-			return out, err
-		}
+	clearing := d.clearSpace
+	if len(r.Hashes) > 0 {
+		clearing = d.clearPrefix
 	}
-	cleared, err := d.stack.Clear(ctx, fp, r.Tier)
+	cleared, err := clearing(ctx, r, &out)
 	if err != nil {
 		return out, err
 	}
@@ -268,6 +256,46 @@ func (d *Daemon) Clear(ctx context.Context, r ClearRequest) (ClearResult, error)
 		out.Cleared = append(out.Cleared, t)
 	}
 	out.Seconds = time.Since(start).Seconds()
-	d.log.Info("cleared", zap.Bool("all", r.All), zap.String("space", r.Space), zap.String("tier", r.Tier), zap.Any("dropped", out.Cleared), zap.Int("pins", out.Pins))
+	d.log.Info("cleared", zap.Bool("all", r.All), zap.String("space", r.Space), zap.Int("pages", len(r.Hashes)), zap.String("tier", r.Tier), zap.Any("dropped", out.Cleared), zap.Int("pins", out.Pins))
 	return out, nil
+}
+
+// clearSpace forgets a space, or all.
+func (d *Daemon) clearSpace(ctx context.Context, r ClearRequest, out *ClearResult) ([]stack.Cleared, error) {
+	var fp chunk.Fingerprint // zero: everything
+	if r.All == (r.Space != "") {
+		return nil, apiError(http.StatusBadRequest, "give a space, hashes, or all", "it does not say what to clear")
+	}
+	if r.FirstPage > 0 {
+		return nil, apiError(http.StatusBadRequest, "give hashes, too", "first_page counts the pages of a prefix, and no hashes are given")
+	}
+	if !r.All {
+		var err error
+		if fp, err = d.fingerprint(r.Space); err != nil {
+			return nil, err
+		}
+	}
+	if r.Tier == "" || r.Tier == arenaName {
+		// Pins first: what is pinned would stay in its slots.
+		var err error
+		if out.Pins, err = d.unpin(func(p PinStatus) bool { return r.All || p.Space == fp.String() }); err != nil {
+			return nil, err
+		}
+	}
+	return d.stack.Clear(ctx, fp, r.Tier)
+}
+
+// clearPrefix forgets a prefix.
+func (d *Daemon) clearPrefix(ctx context.Context, r ClearRequest, _ *ClearResult) ([]stack.Cleared, error) {
+	if r.All {
+		return nil, apiError(http.StatusBadRequest, "leave all or hashes out", "it says to clear all, and one prefix")
+	}
+	sp, hashes, err := d.find(PrefixRequest{Space: r.Space, Hashes: r.Hashes})
+	if err != nil {
+		return nil, err
+	}
+	if r.FirstPage >= len(r.Hashes) {
+		return nil, apiError(http.StatusBadRequest, "give a smaller first_page", "first_page is %d, and there are %d hashes", r.FirstPage, len(r.Hashes))
+	}
+	return d.stack.Drop(ctx, sp.ID, hashes, r.FirstPage, r.Tier)
 }

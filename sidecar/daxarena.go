@@ -89,12 +89,15 @@ func (a *daxArena) begin(books tiers.Config) (*tiers.Engine, error) {
 	st, found := a.pool.Status(), a.pool.Engine().Stats()
 	a.found = found.ReadySlots
 	for _, d := range st.Devices {
-		a.log.Info("device of the arena", zap.String("device", d.Path), zap.String("size", dax.FormatSize(d.SizeBytes)), zap.Int("chunks", d.Slots.Used))
+		a.log.Info("device opened", zap.String("device", d.Path), zap.String("size", dax.FormatSize(d.SizeBytes)), zap.Int("chunks", d.Slots.Used))
 	}
-	a.log.Info("arena", zap.String("kind", string(kindDAX)), zap.String("capacity", dax.FormatSize(st.TotalCapacityBytes)), zap.Int("chunks_found", found.ReadySlots),
+	a.log.Info("devices recovered", zap.String("kind", string(kindDAX)), zap.String("capacity", dax.FormatSize(st.TotalCapacityBytes)), zap.Int("chunks_found", found.ReadySlots),
 		zap.String("of", dax.FormatSize(found.UsedBytes)), zap.Duration("in", time.Since(start).Round(time.Millisecond)))
 	return a.pool.Engine(), nil
 }
+
+// memoryBytes implements arena: a device is no memory of a control group's.
+func (a *daxArena) memoryBytes() int64 { return 0 }
 
 // limitBytes implements arena. With hot plug it may become larger than it is.
 func (a *daxArena) limitBytes() int64 {

@@ -29,7 +29,7 @@ func onDAX(t *testing.T, dir string, more ...string) func(*Config) {
 func withArena(t *testing.T, devices string, more ...string) func(*Config) {
 	t.Helper()
 	c, err := load(t, "", nil, append([]string{
-		"--arena-kind=dax", "--arena-devices=" + devices, "--arena-allow-files=true", "--arena-slab=1M", "--sessions-share=1", "--promotion-share=1", "--lookup-promote=always",
+		"--arena-kind=dax", "--arena-devices=" + devices, "--arena-allow-files=true", "--arena-slab=1M", "--sessions-share=1", "--sessions-joint-share=1", "--promotion-share=1", "--lookup-promote=always",
 		"--cascade-partial-delay=5ms", "--lookup-deadline=30s",
 	}, more...)...)
 	if err != nil {
@@ -96,7 +96,7 @@ func TestAnArenaOnDAXOutlivesItsSidecar(t *testing.T) {
 			t.Errorf("%+v", r)
 		}
 	}
-	if !strings.Contains(log.String(), "device of the arena") {
+	if !strings.Contains(log.String(), "device opened") {
 		t.Errorf("%s", log)
 	}
 	b.close()
@@ -323,7 +323,10 @@ func newArenaRig(t *testing.T, more ...string) *arenaRig {
 
 func (r *arenaRig) dev(n int) string { return filepath.Join(r.dir, fmt.Sprintf("dax%d.0", n)) }
 
-const arenaAt = "/reconfigure/dax/l1/"
+const (
+	arenaAt  = "/reconfigure/dax/l1/" // LMCache's
+	arenaOwn = "/v1/dax/arena/"       // what it has not
+)
 
 func (r *arenaRig) devices() []DAXArena {
 	r.t.Helper()
@@ -396,7 +399,7 @@ func TestHotPlugOfTheArena(t *testing.T) {
 
 	// Migrating keeps everything.
 	var out DAXArenaRemoveResult
-	r.post(arenaAt+"remove", body{"device_path": r.dev(0), "mode": "migrate", "force": true}, &out)
+	r.post(arenaOwn+"remove", body{"device_path": r.dev(0), "mode": "migrate", "force": true}, &out)
 	if x := out.Removed; x.DevicePath != r.dev(0) || len(x.Arenas) != 1 || x.Arenas[0].State != "removed" || x.MovedKeys == nil || *x.MovedKeys == 0 || x.DeletedKeys != nil {
 		t.Errorf("%+v", x)
 	}
@@ -414,13 +417,13 @@ func TestHotPlugOfTheArena(t *testing.T) {
 
 	// Growing and shrinking.
 	var sized DAXArenaResizeResult
-	r.post(arenaAt+"resize", body{"device_path": r.dev(2), "size": "8MiB"}, &sized)
+	r.post(arenaOwn+"resize", body{"device_path": r.dev(2), "size": "8MiB"}, &sized)
 	if sized.OldSizeBytes != 4<<20 || sized.NewSizeBytes != 8<<20 || sized.Resized.SizeInBytes != 8<<20 {
 		t.Errorf("%+v", sized)
 	}
 	more := otherPrefix(t, d, 1, 700)
 	hits("grown")
-	r.post(arenaAt+"resize", body{"device_path": r.dev(2), "size": 6 << 20, "force": true}, &sized)
+	r.post(arenaOwn+"resize", body{"device_path": r.dev(2), "size": 6 << 20, "force": true}, &sized)
 	if sized.Resized.SizeInBytes != 6<<20 {
 		t.Errorf("%+v", sized)
 	}
@@ -437,16 +440,24 @@ func TestHotPlugOfTheArena(t *testing.T) {
 	r.fails(arenaAt+"add", body{"device_path": r.dev(8), "size": "4000TiB"}, 507, "ask for less")
 	r.fails(arenaAt+"remove", body{"device_path": r.dev(0)}, 404, r.dev(0), "/reconfigure/dax/l1/status")
 	r.fails(arenaAt+"remove", body{"device_path": ""}, 400, "absolute")
-	r.fails(arenaAt+"resize", body{"device_path": r.dev(0), "size": "4MiB"}, 404, r.dev(0))
-	r.fails(arenaAt+"resize", body{"device_path": r.dev(2), "size": "4097"}, 400, "multiple of 4KiB")
-	r.fails(arenaAt+"resize", body{"device_path": r.dev(2), "size": "2MiB", "force": true}, 507, "evict")
+	r.fails(arenaOwn+"resize", body{"device_path": r.dev(0), "size": "4MiB"}, 404, r.dev(0))
+	r.fails(arenaOwn+"resize", body{"device_path": r.dev(2), "size": "4097"}, 400, "multiple of 4KiB")
+	r.fails(arenaOwn+"resize", body{"device_path": r.dev(2), "size": "2MiB", "force": true}, 507, "evict")
 	for _, mode := range []string{"drain", "migrate", "evict"} {
-		r.fails(arenaAt+"remove", body{"device_path": r.dev(2), "mode": mode}, 409, r.dev(2), "only device", "add another one")
+		r.fails(arenaOwn+"remove", body{"device_path": r.dev(2), "mode": mode}, 409, r.dev(2), "only device", "add another one")
 	}
-	r.fails(arenaAt+"remove", body{"device_path": r.dev(2), "mode": "copy"}, 422, "mode")
-	r.fails(arenaAt+"resize", body{"device_path": r.dev(2), "size": 1, "mode": "drain"}, 422, "mode")
+	r.fails(arenaOwn+"remove", body{"device_path": r.dev(2), "mode": "copy"}, 422, "mode")
+	for _, mode := range []string{"migrate", "evict", "copy"} {
+		r.fails(arenaAt+"remove", body{"device_path": r.dev(2), "mode": mode}, 422, "mode")
+	}
+	r.fails(arenaAt+"remove", body{"device_path": r.dev(2), "force": true}, 422, "force")
+	// LMCache has no such call, so it is none of the document's.
+	if resp, answer := r.send(http.MethodPost, arenaAt+"resize", "application/json", []byte("{}")); resp.StatusCode != http.StatusNotFound || !strings.Contains(string(answer), "there is no "+arenaAt+"resize") {
+		t.Errorf("%s: %s", resp.Status, answer)
+	}
+	r.fails(arenaOwn+"resize", body{"device_path": r.dev(2), "size": 1, "mode": "drain"}, 422, "mode")
 	r.fails(arenaAt+"add", body{"device_path": r.dev(2)}, 422, "size")
-	r.fails(arenaAt+"remove", body{"device_path": r.dev(2), "forse": true}, 422, `nearest name is "force"`)
+	r.fails(arenaOwn+"remove", body{"device_path": r.dev(2), "forse": true}, 422, `nearest name is "force"`)
 	r.fails(arenaAt+"add", []byte("{"), 400)
 	if list := r.devices(); len(list) != 1 || !list[0].IsPrimary || list[0].State != "active" {
 		t.Errorf("%+v", list)
@@ -459,15 +470,15 @@ func TestHotPlugOfTheArena(t *testing.T) {
 	fixed := newAdminRig(t, other, "")
 	fixed.fails(arenaAt+"add", body{"device_path": r.dev(6), "size": "4MiB"}, 403, "arena.hotplug: true")
 	fixed.fails(arenaAt+"remove", body{"device_path": r.dev(5)}, 403, "arena.hotplug: true")
-	fixed.fails(arenaAt+"resize", body{"device_path": r.dev(5), "size": "8MiB"}, 403, "arena.hotplug: true")
+	fixed.fails(arenaOwn+"resize", body{"device_path": r.dev(5), "size": "8MiB"}, 403, "arena.hotplug: true")
 
 	// No room elsewhere; then it is dropped.
 	r.post(arenaAt+"add", body{"device_path": r.dev(4), "size": "2MiB"}, &added)
-	r.fails(arenaAt+"remove", body{"device_path": r.dev(2), "mode": "migrate", "force": true}, 507, "evict")
+	r.fails(arenaOwn+"remove", body{"device_path": r.dev(2), "mode": "migrate", "force": true}, 507, "evict")
 	hits("no room")
 	before := d.Status().Pages
 	out = DAXArenaRemoveResult{}
-	r.post(arenaAt+"remove", body{"device_path": r.dev(2), "mode": "evict", "force": true}, &out)
+	r.post(arenaOwn+"remove", body{"device_path": r.dev(2), "mode": "evict", "force": true}, &out)
 	if x := out.Removed; x.Arenas[0].State != "removed" || x.DeletedKeys == nil || *x.DeletedKeys == 0 || x.MovedKeys != nil || d.Status().Pages >= before {
 		t.Errorf("%+v: %d pages, and before %d", x, d.Status().Pages, before)
 	}
@@ -498,9 +509,9 @@ func TestLeasesKeepADeviceOfTheArena(t *testing.T) {
 	}
 	ask()
 	for _, mode := range []string{"migrate", "evict"} {
-		r.fails(arenaAt+"remove", body{"device_path": r.dev(0), "mode": mode}, 409, "in use", "force", "/v1/pins", "drain")
+		r.fails(arenaOwn+"remove", body{"device_path": r.dev(0), "mode": mode}, 409, "in use", "force", "/v1/pins", "drain")
 	}
-	r.fails(arenaAt+"resize", body{"device_path": r.dev(0), "size": "1M", "mode": "evict"}, 409, "in use", "force")
+	r.fails(arenaOwn+"resize", body{"device_path": r.dev(0), "size": "1M", "mode": "evict"}, 409, "in use", "force")
 	if list := r.devices(); len(list) != 2 || list[0].State != "active" || list[0].Slots.Leased == 0 {
 		t.Errorf("%+v", list)
 	}
@@ -508,7 +519,7 @@ func TestLeasesKeepADeviceOfTheArena(t *testing.T) {
 
 	var pin PinStatus
 	r.post("/v1/pin", PinRequest{PrefixRequest: PrefixRequest{Hashes: b.words()}}, &pin)
-	r.fails(arenaAt+"remove", body{"device_path": r.dev(1), "mode": "evict"}, 409, "in use")
+	r.fails(arenaOwn+"remove", body{"device_path": r.dev(1), "mode": "evict"}, 409, "in use")
 
 	// It may be drained, and is there until the last lease ends.
 	var out DAXArenaRemoveResult
@@ -537,7 +548,7 @@ func TestLeasesKeepADeviceOfTheArena(t *testing.T) {
 	ask()
 	answer := make(chan int, 1)
 	go func() {
-		code, _ := r.try(arenaAt+"remove", body{"device_path": r.dev(0), "mode": "migrate", "force": true})
+		code, _ := r.try(arenaOwn+"remove", body{"device_path": r.dev(0), "mode": "migrate", "force": true})
 		answer <- code
 	}()
 	until(t, func() any { return r.devices() }, func() bool { return r.devices()[0].State == "migrating" })
@@ -611,9 +622,9 @@ func TestHotPlugOfTheArenaUnderTraffic(t *testing.T) {
 	for round := range 5 {
 		a, b, c := r.dev(2*round), r.dev(2*round+1), r.dev(2*round+2)
 		r.post(arenaAt+"add", body{"device_path": c, "size": "4MiB"}, new(DAXArenaAddResult))
-		r.post(arenaAt+"resize", body{"device_path": b, "size": "3MiB", "force": true}, new(DAXArenaResizeResult))
-		r.post(arenaAt+"remove", body{"device_path": a, "mode": "migrate", "force": true}, new(DAXArenaRemoveResult))
-		r.post(arenaAt+"resize", body{"device_path": b, "size": "4MiB", "force": true}, new(DAXArenaResizeResult))
+		r.post(arenaOwn+"resize", body{"device_path": b, "size": "3MiB", "force": true}, new(DAXArenaResizeResult))
+		r.post(arenaOwn+"remove", body{"device_path": a, "mode": "migrate", "force": true}, new(DAXArenaRemoveResult))
+		r.post(arenaOwn+"resize", body{"device_path": b, "size": "4MiB", "force": true}, new(DAXArenaResizeResult))
 		r.post(arenaAt+"add", body{"device_path": r.dev(2*round + 3), "size": "4MiB"}, new(DAXArenaAddResult))
 		r.post(arenaAt+"remove", body{"device_path": b}, new(DAXArenaRemoveResult))
 		r.gone(b)

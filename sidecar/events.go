@@ -6,6 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net"
+	"net/netip"
 	"os"
 	"regexp"
 	"slices"
@@ -76,15 +78,42 @@ func newEvents(cfg EventsConfig, e *tiers.Engine, fields func(chunk.Fingerprint)
 		}
 	}()
 	src := &eventSource{cfg: cfg, feed: feed, fields: fields, now: time.Now, log: log, topics: map[string]bool{}, of: map[chunk.Fingerprint]string{}}
+	token, err := readToken("events.token_file", cfg.TokenFile, log)
+	if err != nil {
+		return nil, err
+	}
 	pub, err := ipc.NewEventPublisher(ipc.EventOptions{
-		Endpoint: cfg.Endpoint, ReplayEndpoint: cfg.ReplayEndpoint, BufferSteps: cfg.BufferSteps, HWM: cfg.HWM, Log: log,
+		Endpoint: cfg.Endpoint, Bind: cfg.binds(), ReplayEndpoint: cfg.ReplayEndpoint, Token: token, BufferSteps: cfg.BufferSteps, HWM: cfg.HWM, Log: log,
 	}, src)
 	if err != nil {
 		return nil, err
 	}
 	at, replay := pub.Endpoints()
+	if token == "" {
+		warnOpen(log, "events.endpoint", at, cfg.binds())
+		warnOpen(log, "events.replay_endpoint", replay, true)
+	}
 	log.Info("publishing KV events", zap.String("endpoint", at), zap.String("replay_endpoint", replay), zap.String("topic", cfg.Topic))
 	return &events{pub: pub, feed: feed, src: src}, nil
+}
+
+// binds reports whether the sidecar listens at the endpoint.
+func (c *EventsConfig) binds() bool {
+	if c.Bind == "auto" {
+		// vLLM's rule.
+		return strings.Contains(c.Endpoint, "*") || strings.Contains(c.Endpoint, "::") || strings.HasPrefix(c.Endpoint, "ipc://")
+	}
+	return c.Bind == "true"
+}
+
+// warnOpen warns about an endpoint that strangers can reach.
+func warnOpen(log *zap.Logger, setting, endpoint string, bound bool) {
+	address, isTCP := strings.CutPrefix(endpoint, "tcp://")
+	if at, err := netip.ParseAddrPort(address); !bound || !isTCP || err == nil && at.Addr().Unmap().IsLoopback() {
+		return
+	}
+	log.Warn("KV events can be read from other machines, without a token; set events.token_file, or bind a loopback address or ipc://",
+		zap.String("setting", setting), zap.String("endpoint", endpoint))
 }
 
 // run wakes the publisher when there is something, until ctx is done.
@@ -258,10 +287,12 @@ func checkTopic(v string) error {
 }
 
 func checkEventsEndpoint(v string) error {
-	for _, t := range []string{"tcp://", "ipc://"} {
-		if len(v) > len(t) && strings.HasPrefix(v, t) {
-			return nil
-		}
+	if path, ok := strings.CutPrefix(v, "ipc://"); ok && path != "" {
+		return nil
 	}
-	return fmt.Errorf("%q is not an endpoint of tcp:// or ipc://", v)
+	if at, ok := strings.CutPrefix(v, "tcp://"); ok {
+		_, _, err := net.SplitHostPort(at)
+		return err
+	}
+	return fmt.Errorf("%q is neither tcp://HOST:PORT nor ipc://PATH", v)
 }

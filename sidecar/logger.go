@@ -1,22 +1,49 @@
 package sidecar
 
 import (
+	"fmt"
 	"io"
 	"runtime"
+	"runtime/debug"
 
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
+
+	"lookaside/ipc"
 )
 
 // Version is this release's.
 const Version = "0.1.0"
 
-// VersionLine is what `lookaside version` prints.
-func VersionLine() string {
-	return "lookaside " + Version + " " + runtime.Version() + " " + runtime.GOOS + "/" + runtime.GOARCH
+// Revision is the commit that the program was built from, with "-dirty" behind it if files were changed since. It is "unknown"
+// where the program was not built in a git repository.
+func Revision() string {
+	info, _ := debug.ReadBuildInfo()
+	return revisionOf(info)
 }
 
-// NewLogger returns a logger that writes to w as cfg says.
+func revisionOf(info *debug.BuildInfo) string {
+	revision, dirty := "unknown", ""
+	if info != nil {
+		for _, s := range info.Settings {
+			switch {
+			case s.Key == "vcs.revision" && s.Value != "":
+				revision = s.Value[:min(12, len(s.Value))]
+			case s.Key == "vcs.modified" && s.Value == "true":
+				dirty = "-dirty"
+			}
+		}
+	}
+	return revision + dirty
+}
+
+// VersionLine is what `lookaside version` and `lookaside --version` print.
+func VersionLine() string {
+	return fmt.Sprintf("lookaside %s (commit %s) %s libzmq %s %s/%s", Version, Revision(), runtime.Version(), ipc.LibraryVersion(), runtime.GOOS, runtime.GOARCH)
+}
+
+// NewLogger returns a logger that writes to w as cfg says. Of a message that is repeated quickly it writes some lines, and then
+// how many more there were.
 func NewLogger(cfg LogConfig, w io.Writer) *zap.Logger {
 	ec := zap.NewProductionEncoderConfig()
 	ec.EncodeTime = zapcore.ISO8601TimeEncoder
@@ -25,5 +52,5 @@ func NewLogger(cfg LogConfig, w io.Writer) *zap.Logger {
 	if cfg.Format == "json" {
 		enc = zapcore.NewJSONEncoder(ec)
 	}
-	return zap.New(zapcore.NewCore(enc, zapcore.Lock(zapcore.AddSync(w)), cfg.level()))
+	return zap.New(newLimitedCore(enc, zapcore.Lock(zapcore.AddSync(w)), cfg.level()))
 }

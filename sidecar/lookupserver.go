@@ -81,7 +81,7 @@ func ServeLookups(ctx context.Context, o LookupServerOptions, in io.Reader, out 
 	cfg.Arena.Limit = max(chunks*int64(o.PagesPerChunk)*lookupServerPageBytes, 64<<20)
 	cfg.Arena.Initial = cfg.Arena.Limit
 	cfg.Lookup.MaxPages = max(cfg.Lookup.MaxPages, o.PrefixPages)
-	cfg.Sessions.Share = 1
+	cfg.Sessions.Share, cfg.Sessions.JointShare = 1, 1
 	if cfg, err = cfg.Complete(nil); err != nil {
 		return err
 	}

@@ -100,20 +100,29 @@ var collected = []struct {
 	name, help string
 	labels     []string
 }{
-	{"lookaside_build_info", "1; its labels say which release this is.", []string{"version", "goversion"}},
+	{"lookaside_build_info", "1; its labels say which release and commit this is.", []string{"version", "revision", "goversion"}},
 	{"lookaside_state", "1 while serving, 2 while draining.", nil},
 	{"lookaside_sessions", "Sessions that are connected.", []string{"role"}},
-	{"lookaside_lingering_sessions", "Sessions that the sidecar gave up while their clients live: what they were granted and leased stays theirs until they close or die.", nil},
-	{"lookaside_lingered_sessions_total", "Sessions that have become such.", nil},
+	{"lookaside_lingering_sessions", "Sessions that the sidecar has given up and whose clients live: what they were granted and leased stays theirs until they close or die.", nil},
+	{"lookaside_lingered_sessions_total", "Sessions that the sidecar gave up while their clients lived and held slots.", nil},
+	{"lookaside_frozen_sessions", "Sessions whose clients live, say nothing for seconds, and hold slots: those stay theirs.", nil},
+	{"lookaside_frozen_slots", "Slots that frozen and lingering sessions hold.", nil},
+	{"lookaside_froze_sessions_total", "Times that a session which held slots froze.", nil},
 	{"lookaside_sessions_opened_total", "Sessions opened.", nil},
 	{"lookaside_sessions_refused_total", "Sessions refused, by why.", []string{"code"}},
 	{"lookaside_spaces", "Kinds of pages held side by side.", nil},
+	{"lookaside_requests_total", "Requests that vLLM admitted. One that was preempted is admitted again.", nil},
+	{"lookaside_asked_tokens_total", "Tokens of admitted requests that vLLM's own cache did not have.", nil},
+	{"lookaside_found_tokens_total", "Tokens of admitted requests that vLLM's own cache did not have and the sidecars of all ranks held.", nil},
+	{"lookaside_loaded_tokens_total", "Tokens of admitted requests that vLLM loaded instead of computing them. Divided by lookaside_asked_tokens_total it is what the cache is worth.", nil},
+	{"lookaside_computed_tokens_total", "Tokens of admitted requests that vLLM computed: those asked for and not loaded.", nil},
+	{"lookaside_unshared_spaces", "Spaces that share nothing with another one of their model, here or at another sidecar, by the field that differs by accident, such as none_hash (PYTHONHASHSEED).", []string{"field"}},
 	{"lookaside_lookups_in_flight", "Lookups that were answered and hold leases: no worker has taken them over and nobody cancelled them.", nil},
 	{"lookaside_lookups_total", "Lookups answered.", nil},
 	{"lookaside_lookups_expired_total", "Lookups whose leases were freed by lookup.lease.", nil},
-	{"lookaside_lookup_pages_total", "Pages that lookups asked for.", nil},
-	{"lookaside_hit_pages_total", "Pages that lookups found.", nil},
-	{"lookaside_hit_tokens_total", "Tokens that lookups found.", nil},
+	{"lookaside_lookup_pages_total", "Pages that lookups asked for, also those that vLLM then had itself.", nil},
+	{"lookaside_hit_pages_total", "Pages that lookups found, also those that nobody then loaded.", nil},
+	{"lookaside_hit_tokens_total", "Tokens of the pages that lookups found.", nil},
 	{"lookaside_answers_dropped_total", "Answers to lookups that a client did not read.", nil},
 	{"lookaside_lookup_floods_total", "Times that a lookup socket was shut for a moment because of too many connections or too much memory.", nil},
 	{"lookaside_stores_total", "Stores committed.", nil},
@@ -127,9 +136,9 @@ var collected = []struct {
 	{"lookaside_loaded_pages_total", "Pages loaded.", nil},
 	{"lookaside_loaded_bytes_total", "Bytes loaded.", nil},
 	{"lookaside_leases", "Leases on slots.", nil},
-	{"lookaside_slots", "Slots of the arena, by state; leased ones are ready ones as well.", []string{"state"}},
-	{"lookaside_pages", "Pages that can be found.", nil},
-	{"lookaside_evictions_total", "Chunks that left the arena, by why: room (least recently used), cleared, bad (a worker, or the check of a restored chunk before its first use, found its bytes wrong), duplicate or replaced (another chunk holds the same pages).", []string{"cause"}},
+	{"lookaside_slots", "Slots of the pieces of the arena that models have so far, by state; leased ones are ready ones as well.", []string{"state"}},
+	{"lookaside_pages", "Pages that lookups can find in the arena.", nil},
+	{"lookaside_evictions_total", "Chunks that left the arena, by why: room (chosen by arena.eviction), cleared, bad (a worker, or the check of a restored chunk before its first use, found its bytes wrong), duplicate or replaced (another chunk holds the same pages).", []string{"cause"}},
 	{"lookaside_region_bytes", "Bytes of each region of the arena.", []string{"region", "kind", "device"}},
 	{"lookaside_arena_limit_bytes", "arena.limit, in whole pages.", nil},
 	{"lookaside_arena_capacity_bytes", "Bytes of all regions.", nil},
@@ -146,32 +155,33 @@ var collected = []struct {
 	{"lookaside_metadata_bytes", "Address space of the index and the slot tables.", nil},
 	{"lookaside_limited_total", "Lookups and stores that were cut short because their session had its share of the arena, or its leases.", nil},
 	{"lookaside_errors_total", "Requests that failed, by kind.", []string{"kind"}},
-	{"lookaside_event_subscribers", "Connections to events.endpoint.", nil},
+	{"lookaside_event_subscribers", "Subscribers connected at events.endpoint.", nil},
 	{"lookaside_event_batches_total", "Batches of KV events published.", nil},
-	{"lookaside_event_bytes_total", "Bytes in them.", nil},
-	{"lookaside_event_batches_dropped_total", "Batches that could not be published, and replays that there were too many of. What libzmq drops for one subscriber that does not read is not known.", nil},
-	{"lookaside_event_replays_total", "Times that events were asked for again.", nil},
+	{"lookaside_event_bytes_total", "Bytes of the batches of KV events published.", nil},
+	{"lookaside_event_batches_dropped_total", "Batches of KV events that a subscriber lost because it did not read, counted for each subscriber, and replays that a peer asked for too many of.", nil},
+	{"lookaside_event_peers_cut_total", "Connections to events.endpoint and events.replay_endpoint that were refused, or cut off for what they sent.", nil},
+	{"lookaside_event_replays_total", "Times that a subscriber asked for KV events again.", nil},
 	{"lookaside_event_gaps_total", "Times that all that is held was published anew: changes were lost because the publisher fell behind by more than events.journal, or batches were asked for that are no longer kept.", nil},
 	{"lookaside_event_pages_total", "Pages that followers (events.endpoint, schedulers) were told of, by what happened.", []string{"kind"}},
 	{"lookaside_peers", "Other sidecars that can be borrowed from.", nil},
 	{"lookaside_peer_borrowers", "Other sidecars that borrow from this one.", nil},
 	{"lookaside_peers_unusable", "Other sidecars that cannot be talked to.", nil},
 	{"lookaside_peer_hint_pages", "Pages that others are said to hold.", nil},
-	{"lookaside_peer_hint_bytes", "Memory of the table of those.", nil},
-	{"lookaside_peer_hints_total", "Changes that others told of, that they were told of, that found no room within peers.hints_limit, and that were found to be wrong.", []string{"kind"}},
+	{"lookaside_peer_hint_bytes", "Memory of the table of pages that others are said to hold.", nil},
+	{"lookaside_peer_hints_total", "Changes to what others hold, by what became of them: heard from others, told to others, dropped for want of room within peers.hints_limit, found to be wrong.", []string{"kind"}},
 	{"lookaside_peer_resyncs_total", "Times that another told everything that it holds anew.", nil},
 	{"lookaside_peer_borrows_total", "Times that others were asked for chunks.", nil},
-	{"lookaside_peer_failed_borrows_total", "Of these, those that got nothing because they failed.", nil},
+	{"lookaside_peer_failed_borrows_total", "Times that others were asked for chunks, and asking failed.", nil},
 	{"lookaside_peer_borrowed_pages_total", "Pages that others lent.", nil},
 	{"lookaside_peer_borrowed_chunks", "Chunks of others that are here now, by use.", []string{"state"}},
 	{"lookaside_peer_joined_chunks_total", "Chunks that were being borrowed for another lookup already.", nil},
 	{"lookaside_peer_void_chunks_total", "Chunks whose sidecar went before they were used.", nil},
 	{"lookaside_peer_copied_chunks_total", "Chunks of others that were copied into the own arena, being read often.", nil},
-	{"lookaside_peer_copied_pages_total", "Pages in them.", nil},
-	{"lookaside_peer_not_copied_chunks_total", "Times that a chunk was to be copied, and there was no room for it, its bytes could not be read, or its sidecar went.", nil},
+	{"lookaside_peer_copied_pages_total", "Pages of the chunks of others that were copied into the own arena.", nil},
+	{"lookaside_peer_not_copied_chunks_total", "Chunks of others that were to be copied into the own arena and were not: there was no room, their bytes could not be read, or their sidecar went.", nil},
 	{"lookaside_peer_bad_chunks_total", "Chunks of others whose bytes did not check out.", nil},
 	{"lookaside_peer_leases_total", "Times that others asked for leases.", nil},
-	{"lookaside_peer_refused_leases_total", "Of these, those that got none.", nil},
+	{"lookaside_peer_refused_leases_total", "Times that others asked for leases and got none.", nil},
 	{"lookaside_peer_lent_pages_total", "Pages lent to others.", nil},
 	{"lookaside_peer_skipped_pages_total", "Pages that were not stored because another sidecar holds them.", nil},
 	{"lookaside_pins", "Prefixes that are pinned.", nil},
@@ -184,6 +194,9 @@ var collected = []struct {
 	{"lookaside_unverified_chunks", "Chunks restored with the arena that nobody has used so far: they are verified before their first use.", nil},
 	{"lookaside_verified_chunks_total", "Chunks restored with the arena that matched their checksums when they were first used.", nil},
 	{"lookaside_corrupt_chunks_total", "Chunks restored with the arena that did not match their checksums, and were dropped.", nil},
+	{"lookaside_checked_chunks_total", "Chunks in the arena that were compared with the checksum that they had before.", nil},
+	{"lookaside_check_walks_total", "Times that the whole arena was walked over to compare checksums.", nil},
+	{"lookaside_rotten_chunks_total", "Chunks in the arena whose bytes had changed since they were stored, or could not be read any more. They were dropped.", nil},
 	{"lookaside_promotions_total", "Chunks for which room was made in the arena, to be loaded from a tier.", nil},
 	{"lookaside_promotions_joined_total", "Chunks that lookups wanted and that were on their way for others already.", nil},
 	{"lookaside_promotions_failed_total", "Chunks that no tier could load.", nil},
@@ -194,16 +207,16 @@ var collected = []struct {
 	{"lookaside_tier_breaker_opened_total", "Times that the breaker of the tier opened.", []string{"tier"}},
 	{"lookaside_tier_lookups_total", "Lookups that asked the tier.", []string{"tier"}},
 	{"lookaside_tier_lookup_pages_total", "Pages that lookups asked the tier for: those that no tier above has.", []string{"tier"}},
-	{"lookaside_tier_hit_pages_total", "Pages that the tier had of those.", []string{"tier"}},
+	{"lookaside_tier_hit_pages_total", "Pages that lookups asked the tier for and that it had.", []string{"tier"}},
 	{"lookaside_tier_load_queue_chunks", "Chunks that wait to be loaded from the tier, or are being.", []string{"tier"}},
 	{"lookaside_tier_store_queue_chunks", "Chunks that wait to be written to the tier.", []string{"tier"}},
 	{"lookaside_tier_shed_chunks_total", "Chunks that were not written to the tier, because its queue was full or they were evicted before their turn.", []string{"tier"}},
 	{"lookaside_tier_no_room_chunks_total", "Chunks for which the tier had no room.", []string{"tier"}},
 	{"lookaside_tier_demoted_chunks_total", "Chunks written to the tier because the tier above was about to drop them.", []string{"tier"}},
 	{"lookaside_tier_failures_total", "Lookups of the tier, and chunks loaded and stored, that failed or were late.", []string{"tier", "op"}},
-	{"lookaside_tier_late_total", "Of the failures, those by time.", []string{"tier"}},
+	{"lookaside_tier_late_total", "Lookups of the tier, and chunks loaded and stored, that were given up because they took too long.", []string{"tier"}},
 	{"lookaside_tier_missed_chunks_total", "Chunks that the tier had said it has, and did not have when they were loaded.", []string{"tier"}},
-	{"lookaside_tier_corrupt_chunks_total", "Chunks that did not match their checksum, and were dropped.", []string{"tier"}},
+	{"lookaside_tier_corrupt_chunks_total", "Chunks of the tier that did not match their checksum, and were dropped.", []string{"tier"}},
 	{"lookaside_tier_evictions_total", "Chunks that the tier dropped for room.", []string{"tier"}},
 	{"lookaside_tier_capacity_bytes", "Size of the tier, where it is known.", []string{"tier"}},
 	{"lookaside_tier_used_bytes", "Bytes of what the tier holds, where it is known.", []string{"tier"}},
@@ -238,7 +251,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 		ch <- prometheus.MustNewConstMetric(c.descs[name], prometheus.CounterValue, float64(v), labels...)
 	}
 	st := c.d.Status()
-	gauge("lookaside_build_info", 1, st.Version, runtime.Version())
+	gauge("lookaside_build_info", 1, st.Version, st.Commit, runtime.Version())
 	state := 1.0
 	if st.State == stateDraining {
 		state = 2
@@ -254,15 +267,35 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	gauge("lookaside_lingering_sessions", float64(len(st.Lingering)))
 	n := st.Counters
 	count("lookaside_lingered_sessions_total", n.Lingered)
+	gauge("lookaside_frozen_sessions", float64(len(st.Frozen)))
+	gauge("lookaside_frozen_slots", float64(st.FrozenSlots))
+	count("lookaside_froze_sessions_total", n.Froze)
 	count("lookaside_sessions_opened_total", n.SessionsOpened)
 	for code, v := range n.Refused {
 		count("lookaside_sessions_refused_total", v, code)
 	}
 	gauge("lookaside_spaces", float64(len(st.Spaces)))
+	differ := map[string]map[string]bool{}
+	for _, u := range st.Unshared {
+		for _, c := range u.Causes {
+			if differ[c.Field] == nil {
+				differ[c.Field] = map[string]bool{}
+			}
+			differ[c.Field][u.Space] = true
+		}
+	}
+	for field, spaces := range differ {
+		gauge("lookaside_unshared_spaces", float64(len(spaces)), field)
+	}
 	gauge("lookaside_lookups_in_flight", float64(st.Lookups.InFlight))
 	count("lookaside_lookups_total", n.Lookups)
 	count("lookaside_lookups_expired_total", st.Lookups.Expired)
 	count("lookaside_lookup_pages_total", n.LookupPages)
+	count("lookaside_requests_total", n.Tokens.Requests)
+	count("lookaside_asked_tokens_total", n.Tokens.Asked)
+	count("lookaside_found_tokens_total", n.Tokens.Found)
+	count("lookaside_loaded_tokens_total", n.Tokens.Loaded)
+	count("lookaside_computed_tokens_total", n.Tokens.Computed)
 	count("lookaside_hit_pages_total", n.HitPages)
 	count("lookaside_hit_tokens_total", n.HitTokens)
 	count("lookaside_answers_dropped_total", st.Lookups.AnswersDropped)
@@ -325,6 +358,9 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	gauge("lookaside_unverified_chunks", float64(v.Unverified))
 	count("lookaside_verified_chunks_total", v.Verified)
 	count("lookaside_corrupt_chunks_total", v.Corrupt)
+	count("lookaside_checked_chunks_total", st.Checks.Checked)
+	count("lookaside_check_walks_total", st.Checks.Walks)
+	count("lookaside_rotten_chunks_total", st.Checks.Rotten)
 	p := st.Promotions
 	count("lookaside_promotions_total", p.Chunks)
 	count("lookaside_promotions_joined_total", p.Joined)
@@ -383,6 +419,7 @@ func (c *collector) collectEvents(gauge func(string, float64, ...string), count 
 	count("lookaside_event_batches_total", st.Batches)
 	count("lookaside_event_bytes_total", st.Bytes)
 	count("lookaside_event_batches_dropped_total", st.Dropped)
+	count("lookaside_event_peers_cut_total", st.Cut)
 	count("lookaside_event_replays_total", st.Replays)
 	count("lookaside_event_gaps_total", c.d.events.feed.Gaps()+st.Resyncs)
 }

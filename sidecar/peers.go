@@ -263,6 +263,15 @@ func (p *peers) group() uint64 { return p.peer.Group() }
 // declare tells others what a worker declared of a space.
 func (p *peers) declare(sp *tiers.Space, fields []wire.Field) { p.peer.DeclareSpace(sp, fields) }
 
+// accidents lists the spaces of ours that share nothing with another sidecar's for a reason that users hardly mean.
+func (p *peers) accidents() []connector.Unshared {
+	var out []connector.Unshared
+	for _, a := range p.peer.Accidents() {
+		out = append(out, connector.Unshared{Ours: a.Ours, Theirs: a.Theirs, Whose: fmt.Sprintf("what the sidecar of pid %d holds", a.PID), Connected: true, Causes: a.Causes})
+	}
+	return out
+}
+
 // An announcer tells workers, and other sidecars, of the regions of the arena.
 type announcer struct {
 	*connector.Server

@@ -308,7 +308,7 @@ func TestStatusSaysWhySpacesAreNotShared(t *testing.T) {
 				return len(l) == 1 && len(l[0].Unshared) == 1 && l[0].Shared == 0
 			})
 			u := b.Status().Peers.Lenders[0].Unshared[0]
-			if len(u.Differences) != 1 || u.Differences[0].Field != field || u.Differences[0].Ours != "2" || u.Differences[0].Peers != "1" {
+			if len(u.Differences) != 1 || u.Differences[0].Field != field || u.Differences[0].Ours != "2" || u.Differences[0].Theirs != "1" {
 				t.Errorf("%+v", u)
 			}
 			if g := store(t, wb, peerHashes(1, 4)); g.Held != 0 {
@@ -321,6 +321,47 @@ func TestStatusSaysWhySpacesAreNotShared(t *testing.T) {
 			await(t, "the log says so", func() bool { return strings.Contains(log.String(), field+`: ours`) })
 		})
 	}
+}
+
+// Instances that differ by accident, on one sidecar or on two that share, are named in the status, the metrics, the log and to their schedulers.
+func TestAccidentsAreNamed(t *testing.T) {
+	dir := testDir(t)
+	a, _ := startPeer(t, dir, "a", nil)
+	b, log := startPeer(t, dir, "b", nil)
+	await(t, "they have found each other", func() bool { return len(a.Status().Peers.Lenders) == 1 && len(b.Status().Peers.Lenders) == 1 })
+	fields := func(dtype, seed string) []wire.Field {
+		return []wire.Field{{Key: "dtype", Value: dtype}, {Key: "model", Value: "m"}, {Key: "none_hash", Value: seed}}
+	}
+	dialPeerWorker(t, a, fields("float16", "0")...)
+	dialPeerWorker(t, b, fields("float16", "1")...)
+	scheduler, err := client.Dial(b.cfg.Runtime.Dir, &wire.Hello{Role: wire.RoleScheduler, EngineID: "e", PageTokens: 16, PagesPerChunk: 4, DigestBytes: 32}, patience)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { scheduler.Close() })
+	await(t, "b knows why nothing is shared with a", func() bool { return len(b.Status().Unshared) == 1 })
+	u := b.Status().Unshared[0]
+	if len(u.Causes) != 1 || u.Causes[0].Field != "none_hash" || u.Causes[0].Ours != "1" || u.Causes[0].Theirs != "0" || !strings.Contains(u.Whose, fmt.Sprint(os.Getpid())) {
+		t.Errorf("%+v", u)
+	}
+	var text strings.Builder
+	if err := b.Status().WriteTable(&text); err != nil || !strings.Contains(text.String(), "PYTHONHASHSEED=0") {
+		t.Errorf("%v: %s", err, text.String())
+	}
+	if v := b.Status().Verdict; !strings.HasPrefix(v, "instances of one model share nothing: the seed of the hashes differs") {
+		t.Errorf("%q", v)
+	}
+	if m := metricsOf(t, b); !strings.Contains(m, `lookaside_unshared_spaces{field="none_hash"} 1`) {
+		t.Errorf("%s", m)
+	}
+	await(t, "the log says so", func() bool { return strings.Contains(log.String(), "instances of one model share nothing") })
+	await(t, "its scheduler is told", func() bool {
+		var pong wire.Pong
+		if err := scheduler.Call(&wire.Ping{ID: 1}, &pong, patience); err != nil {
+			t.Fatal(err)
+		}
+		return len(scheduler.Notices) == 1 && strings.Contains(scheduler.Notices[0], "PYTHONHASHSEED=0")
+	})
 }
 
 func TestStatusSaysOnWhichDevicesOthersHoldWhat(t *testing.T) {

@@ -36,19 +36,22 @@ var _ daxPool = (*pool.Pool)(nil)
 type daxAdapter struct {
 	tier    string // its name
 	hotPlug bool
+	ranks   int // sidecars that share its devices; a size in a request is for all of them together
 	daxPool
 }
 
 // A DAXSize is a number of bytes, or a size with a unit.
 type DAXSize string
 
-// UnmarshalJSON takes a number or a string; which sizes are right is for bytes to say.
+// UnmarshalJSON takes a number without a fraction, or a string; which sizes are right is for bytes to say.
 func (s *DAXSize) UnmarshalJSON(b []byte) error {
 	text := string(b)
 	if len(b) > 0 && b[0] == '"' {
 		if err := json.Unmarshal(b, &text); err != nil {
 			return err
 		}
+	} else if strings.ContainsAny(text, ".eE") {
+		return errors.New("size: want a whole number of bytes, or a string")
 	}
 	*s = DAXSize(text)
 	return nil
@@ -72,7 +75,7 @@ func (s DAXSize) bytes() (int64, error) {
 	}
 	n, err := dax.ParseSize(text)
 	if err != nil || n <= 0 {
-		return 0, apiError(http.StatusBadRequest, `give a number of bytes above 0, or a size such as "100GiB"`, "size: %q is not a size", string(s))
+		return 0, apiError(http.StatusBadRequest, `give a number of bytes above 0, or a size such as "100GiB"`, "size: %.64q is not a size", string(s))
 	}
 	return n, nil
 }
@@ -221,7 +224,7 @@ func (d *Daemon) endChanges() {
 func (d *Daemon) findAdapters() (out []daxAdapter) {
 	for i, t := range d.tiers {
 		if p, ok := t.Tier.(*pool.Pool); ok {
-			out = append(out, daxAdapter{tier: t.Name, hotPlug: d.cfg.Tiers[i].DAX.HotPlug, daxPool: p})
+			out = append(out, daxAdapter{tier: t.Name, hotPlug: d.cfg.Tiers[i].DAX.HotPlug, ranks: d.cfg.Tiers[i].DAX.Ranks, daxPool: p})
 		}
 	}
 	return out
@@ -312,7 +315,7 @@ func (d *Daemon) target(r DAXTarget) (int, *daxAdapter, error) {
 	return i, a, nil
 }
 
-// DAXAdd adds a device.
+// DAXAdd adds a device. One that is there in that size is left as it is, as LMCache does.
 func (d *Daemon) DAXAdd(ctx context.Context, r DAXAddRequest) (DAXResult, error) {
 	start := time.Now()
 	i, a, err := d.target(r.DAXTarget)
@@ -323,7 +326,14 @@ func (d *Daemon) DAXAdd(ctx context.Context, r DAXAddRequest) (DAXResult, error)
 	if err != nil {
 		return DAXResult{}, err
 	}
-	if err := a.Add(ctx, r.DevicePath, size); err != nil {
+	err = a.Add(ctx, r.DevicePath, size)
+	if errors.Is(err, pool.ErrExists) {
+		st := a.status(i)
+		if dev := st.Status.device(r.DevicePath); dev != nil && dev.State == "active" && dev.SizeBytes == size/int64(max(a.ranks, 1)) {
+			return d.daxResult("add", i, r.DevicePath, nil, start), nil
+		}
+	}
+	if err != nil {
 		return DAXResult{}, daxError(ctx, ofTier, r.DevicePath, err)
 	}
 	out := d.daxResult("add", i, r.DevicePath, nil, start)

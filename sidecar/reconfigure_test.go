@@ -92,7 +92,7 @@ func daxRig(t *testing.T, edit func(*Daemon), pools ...*fakePool) *adminRig {
 	mux := new(router)
 	doc := newAPI(mux, d, http.NotFoundHandler(), false, false)
 	mux.ServeMux.HandleFunc("/", noRoute(doc))
-	srv := httptest.NewServer(guard("", mux))
+	srv := httptest.NewServer(guard("", nil, make(chan struct{}, adminOperations), mux))
 	t.Cleanup(srv.Close)
 	d.admin = &admin{addr: srv.Listener.Addr().String()}
 	return newAdminRig(t, d, "")
@@ -303,12 +303,13 @@ func TestHotPlugOfAnArenaOfMemory(t *testing.T) {
 	r := daxRig(t, nil)
 	resp, b := r.send(http.MethodGet, "/reconfigure/dax/l1/status", "", nil)
 	r.conforms(http.MethodGet, "/reconfigure/dax/l1/status", resp, b)
-	if resp.StatusCode != 404 || !strings.Contains(string(b), "the arena is not on DAX") || !strings.Contains(string(b), "/reconfigure/dax/l2") {
+	if resp.StatusCode != 409 || !strings.Contains(string(b), "the arena is not on DAX") || !strings.Contains(string(b), "/reconfigure/dax/l2") {
 		t.Errorf("%s: %s", resp.Status, b)
 	}
-	r.fails("/reconfigure/dax/l1/add", body{"device_path": "/dev/dax0.0", "size": 1}, 404, "not on DAX", "memfd", "arena.kind: dax")
-	r.fails("/reconfigure/dax/l1/remove", body{"device_path": "/dev/dax0.0"}, 404, "not on DAX")
-	r.fails("/reconfigure/dax/l1/resize", body{"device_path": "/dev/dax0.0", "size": 1}, 404, "not on DAX")
+	r.fails("/reconfigure/dax/l1/add", body{"device_path": "/dev/dax0.0", "size": 1}, 409, "not on DAX", "memfd", "arena.kind: dax")
+	r.fails("/reconfigure/dax/l1/remove", body{"device_path": "/dev/dax0.0"}, 409, "not on DAX")
+	r.fails("/v1/dax/arena/remove", body{"device_path": "/dev/dax0.0"}, 409, "not on DAX")
+	r.fails("/v1/dax/arena/resize", body{"device_path": "/dev/dax0.0", "size": 1}, 409, "not on DAX")
 }
 
 // A change ends when who asked for it leaves, and when the sidecar does, which waits for it.
@@ -494,7 +495,7 @@ func TestHotPlugOfDevices(t *testing.T) {
 	}
 
 	// What cannot be.
-	r.fails("/reconfigure/dax/add", body{"device_path": dev(2), "size": "4MiB"}, 409, dev(2), "resize")
+	r.fails("/reconfigure/dax/add", body{"device_path": dev(2), "size": "5MiB"}, 409, dev(2), "resize")
 	r.fails("/reconfigure/dax/add", body{"device_path": dev(2), "size": "8MiB"}, 409, dev(2))
 	r.fails("/reconfigure/dax/add", body{"device_path": dir, "size": "4MiB"}, 400, dir)
 	r.fails("/reconfigure/dax/add", body{"device_path": "dax7.0/..", "size": "4MiB"}, 400)

@@ -23,14 +23,20 @@ type DAXArenaAddRequest struct {
 	Size       DAXSize `json:"size" doc:"How much of it to use: bytes, or a size such as \"100GiB\" (powers of 1024)."`
 }
 
-// DAXArenaRemoveRequest is the body of POST /reconfigure/dax/l1/remove.
+// DAXArenaDrainRequest is the body of POST /reconfigure/dax/l1/remove, which as in LMCache has no other mode.
+type DAXArenaDrainRequest struct {
+	DevicePath string `json:"device_path" doc:"The device."`
+	Mode       string `json:"mode,omitempty" enum:"drain" default:"drain" doc:"What becomes of its chunks: nothing new is written to it, and in the background it is emptied and removed. POST /v1/dax/arena/remove has other modes."`
+}
+
+// DAXArenaRemoveRequest is the body of POST /v1/dax/arena/remove.
 type DAXArenaRemoveRequest struct {
 	DevicePath string `json:"device_path" doc:"The device."`
 	Mode       string `json:"mode,omitempty" enum:"drain,migrate,evict" default:"drain" doc:"What becomes of its chunks. drain: nothing new is written to it, and the answer is there at once; what is there can be read, and in the background it is moved to the other devices, or dropped where there is no room for it, as soon as nobody has a lease on it; then workers unmap the device, and it is gone. migrate: they are moved to the other devices before the answer; without room for all of them nothing is removed. evict: they are dropped before the answer."`
 	Force      bool   `json:"force,omitempty" doc:"With migrate and evict: wait for those who have leases on its chunks; otherwise they make the answer 409."`
 }
 
-// DAXArenaResizeRequest is the body of POST /reconfigure/dax/l1/resize.
+// DAXArenaResizeRequest is the body of POST /v1/dax/arena/resize.
 type DAXArenaResizeRequest struct {
 	DevicePath string  `json:"device_path" doc:"The device."`
 	Size       DAXSize `json:"size" doc:"How much of it to use from now on: bytes, or a size such as \"100GiB\" (powers of 1024)."`
@@ -71,12 +77,12 @@ type DAXArenaRemoved struct {
 	Seconds     float64    `json:"seconds" doc:"How long it took."`
 }
 
-// DAXArenaRemoveResult is the answer of POST /reconfigure/dax/l1/remove.
+// DAXArenaRemoveResult is the answer to both requests to remove a device.
 type DAXArenaRemoveResult struct {
 	Removed DAXArenaRemoved `json:"removed" doc:"What is gone, or is going."`
 }
 
-// DAXArenaResizeResult is the answer of POST /reconfigure/dax/l1/resize.
+// DAXArenaResizeResult is the answer of POST /v1/dax/arena/resize.
 type DAXArenaResizeResult struct {
 	Resized      DAXArena `json:"resized" doc:"The device."`
 	OldSizeBytes int64    `json:"old_size_bytes" doc:"What was used of it before."`
@@ -125,7 +131,7 @@ func (d *Daemon) arenaDevice(path string) *DAXArena {
 
 // notOnDAX is the answer while the arena is made of something else.
 func (d *Daemon) notOnDAX() error {
-	return apiError(http.StatusNotFound, "the devices of tiers are below /reconfigure/dax/l2; arena.kind: dax puts the arena on devices", "the arena is not on DAX, but of kind %s", d.cfg.Arena.Kind)
+	return apiError(http.StatusConflict, "the devices of tiers are below /reconfigure/dax/l2; arena.kind: dax puts the arena on devices", "the arena is not on DAX, but of kind %s", d.cfg.Arena.Kind)
 }
 
 // DAXArenas lists the devices of the arena.
@@ -240,7 +246,7 @@ func (d *Daemon) DAXArenaResize(ctx context.Context, r DAXArenaResizeRequest) (o
 
 // registerDAXArena makes the routes for the arena's devices.
 func (d *Daemon) registerDAXArena(api huma.API, get, post func(at, id, summary string) huma.Operation) {
-	huma.Register(api, get("/reconfigure/dax/l1/status", "dax-l1-status", "The DAX devices of the arena; 404 if it is not made of any"),
+	huma.Register(api, get("/reconfigure/dax/l1/status", "dax-l1-status", "The DAX devices of the arena; 409 if it is not made of any"),
 		func(context.Context, *struct{}) (*output[DAXArenasResult], error) {
 			out, err := d.DAXArenas()
 			if err != nil {
@@ -249,8 +255,13 @@ func (d *Daemon) registerDAXArena(api huma.API, get, post func(at, id, summary s
 			return &output[DAXArenasResult]{out}, nil
 		})
 	registerChange(d, api, post("/reconfigure/dax/l1/add", "dax-l1-add", "Add a DAX device to the arena, or take one that is drained into use again"), d.DAXArenaAdd)
-	registerChange(d, api, post("/reconfigure/dax/l1/remove", "dax-l1-remove", "Remove a DAX device from the arena: in the background, as soon as nobody reads it, or at once"), d.DAXArenaRemove)
-	registerChange(d, api, post("/reconfigure/dax/l1/resize", "dax-l1-resize", "Use more or less of a DAX device of the arena"), d.DAXArenaResize)
+	registerChange(d, api, post("/reconfigure/dax/l1/remove", "dax-l1-remove", "Remove a DAX device from the arena in the background, as soon as nobody reads it"),
+		func(ctx context.Context, r DAXArenaDrainRequest) (DAXArenaRemoveResult, error) {
+			return d.DAXArenaRemove(ctx, DAXArenaRemoveRequest{DevicePath: r.DevicePath, Mode: r.Mode})
+		})
+	// LMCache has nothing like these.
+	registerChange(d, api, post("/v1/dax/arena/remove", "dax-arena-remove", "Remove a DAX device from the arena: in the background, or at once"), d.DAXArenaRemove)
+	registerChange(d, api, post("/v1/dax/arena/resize", "dax-arena-resize", "Use more or less of a DAX device of the arena"), d.DAXArenaResize)
 }
 
 // WriteTable writes the arena's devices for people.

@@ -44,6 +44,7 @@ type Daemon struct {
 	events   *events // nil: not published
 	peers    *peers  // nil: nothing is shared
 	pins     pins
+	rates    rates
 
 	adapters  []daxAdapter // tiers whose devices may come and go
 	arenaPool daxPool      // nil: the arena is not on DAX
@@ -72,13 +73,21 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 	}()
 
 	// The lock comes first: whoever has it owns the sockets and the arena's files.
-	if d.listener, err = ipc.Listen(cfg.Runtime.Dir, ipc.Options{MaxSessions: cfg.Sessions.Limit, Log: log.Named("ipc")}); err != nil {
+	eventFDs := 0
+	if cfg.Events.Endpoint != "" {
+		eventFDs = ipc.EventFDs
+	}
+	if d.listener, err = ipc.Listen(cfg.Runtime.Dir, ipc.Options{MaxSessions: cfg.Sessions.Limit, OtherFDs: eventFDs, Log: log.Named("ipc")}); err != nil {
 		return nil, err
 	}
 	if d.control, err = dax.NewControl(d.generation); err != nil {
 		return nil, fmt.Errorf("control region: %w", err)
 	}
-	if d.arena, err = newArena(cfg.Arena, d.control, log.Named("arena")); err != nil {
+	if d.arena, err = newArena(&d.cfg, d.control, log.Named("arena")); err != nil {
+		return nil, err
+	}
+	lookupHeap, err := d.cfg.shareMemory(d.arena.memoryBytes(), log)
+	if err != nil {
 		return nil, err
 	}
 	if d.tiers, err = openTiers(cfg, log); err != nil {
@@ -98,6 +107,7 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 		MaxOwners:      2*cfg.Sessions.Limit + 1 + borrowers, // also those that are just leaving, and LMCache
 		MaxPages:       cfg.Lookup.MaxPages,
 		OwnerShare:     cfg.Sessions.Share,
+		JointShare:     cfg.Sessions.JointShare,
 		Policy:         cfg.Arena.Eviction,
 		PromotingShare: cfg.Promotion.Share,
 		Tiers:          stack.Admissions(d.tiers),
@@ -105,6 +115,7 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 		LowWater:       cfg.Arena.LowWater,
 		Wake:           bell.Ring,
 		JournalBytes:   cfg.Events.Journal,
+		Sums:           cfg.Arena.CheckRate > 0 && cfg.Arena.Kind != kindDAX, // an arena on DAX has its own
 		ForeignSlots:   foreign,
 		CopyAfter:      cfg.Peers.CopyAfter,
 	}); err != nil {
@@ -129,6 +140,8 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 		Observe:        m.observeTier,
 		Tiers:          d.tiers,
 		Linger:         cfg.Peers.Linger,
+		PatrolBytes:    cfg.Arena.CheckRate,
+		PatrolEvery:    cfg.Arena.CheckEvery,
 	}
 	cc := connector.Config{
 		Log:           log.Named("connector"),
@@ -144,10 +157,10 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 		ObserveLookup: m.observeLookup,
 	}
 	if onDAX != nil {
-		sc.Verify, sc.Forget, cc.MakeRoom = onDAX.pool.Verify, onDAX.pool.Forget, onDAX.pool.MakeRoom
+		sc.Verify, sc.Recheck, sc.Forget, cc.MakeRoom = onDAX.pool.Verify, onDAX.pool.Recheck, onDAX.pool.Forget, onDAX.pool.MakeRoom
 	}
 	if d.peers != nil {
-		sc.Peers, cc.OnSpace = d.peers, d.peers.declare
+		sc.Peers, cc.OnSpace, cc.UnsharedPeers = d.peers, d.peers.declare, d.peers.accidents
 		if cfg.Peers.SkipStores {
 			cc.Elsewhere = d.peers.elsewhere
 		}
@@ -173,7 +186,7 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 	if err = ctx.Err(); err != nil {
 		return nil, err
 	}
-	if d.lookups, err = newLookupSockets(cfg, d.server, log.Named("ipc")); err != nil {
+	if d.lookups, err = newLookupSockets(cfg, lookupHeap, d.server, log.Named("ipc")); err != nil {
 		return nil, err
 	}
 	d.server.SetLookupSockets(d.lookups)
@@ -187,6 +200,8 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 		return nil, err
 	}
 
+	d.rates.note(d.start, d.server.Counters())
+	d.wg.Go(func() { d.rates.watch(background, d.server.Counters) })
 	d.wg.Go(func() { checkTiers(background, d.tiers, log.Named("tiers")) })
 	d.wg.Go(func() { d.arena.run(background, announce) })
 	if onDAX != nil {
@@ -200,7 +215,7 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 	if cfg.Lifecycle.IdleExit > 0 {
 		d.wg.Go(func() { d.watchIdle(background) })
 	}
-	log.Info("serving", zap.String("version", Version), zap.String("endpoint", d.listener.Dir()), zap.String("admin", "http://"+d.admin.addr),
+	log.Info("serving", zap.String("version", Version), zap.String("commit", Revision()), zap.String("endpoint", d.listener.Dir()), zap.String("admin", "http://"+d.admin.addr),
 		zap.Int("pid", os.Getpid()), zap.String("generation", fmt.Sprintf("%016x", d.generation)))
 	return d, nil
 }
@@ -313,9 +328,10 @@ func (d *Daemon) watchIdle(ctx context.Context) {
 	}
 }
 
-func newLookupSockets(cfg Config, server *connector.Server, log *zap.Logger) (*ipc.LookupSockets, error) {
+func newLookupSockets(cfg Config, heapBytes int64, server *connector.Server, log *zap.Logger) (*ipc.LookupSockets, error) {
 	return ipc.NewLookupSockets(cfg.Runtime.Dir, ipc.LookupOptions{
 		Limits:           server.Limits(),
+		HeapBytes:        int(heapBytes),
 		LMCacheWorker:    cfg.LMCache.WorkerEndpoint,
 		LMCacheScheduler: cfg.LMCache.SchedulerEndpoint,
 		Log:              log,

@@ -211,6 +211,40 @@ func TestArenaGrowsToItsLimitInTheBackground(t *testing.T) {
 	}
 }
 
+// A worker that holds slots and says nothing is shown as frozen, with its process.
+func TestFrozenSession(t *testing.T) {
+	d, _ := startDaemon(t, func(c *Config) {})
+	w := dialWorker(t, d, 4096)
+	if err := w.Send(&wire.PrepareStore{ID: 1, Hashes: make([]byte, 32)}); err != nil {
+		t.Fatal(err)
+	}
+	var st Status
+	for end := time.Now().Add(patience); len(st.Frozen) == 0 || st.FrozenSlots == 0; st = d.Status() {
+		if time.Now().After(end) {
+			t.Fatalf("%+v", st)
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+	if f := st.Frozen[0]; f.PID != int32(os.Getpid()) || f.Slots != 1 || f.Stores != 1 || st.FrozenSlots != 1 {
+		t.Errorf("%+v with %d slots", f, st.FrozenSlots)
+	}
+	var table bytes.Buffer
+	if err := st.WriteTable(&table); err != nil || !strings.Contains(table.String(), "FROZEN") || !strings.Contains(table.String(), st.Frozen[0].Process) {
+		t.Errorf("%v:\n%s", err, &table)
+	}
+	resp, err := http.Get("http://" + d.AdminAddr() + "/metrics")
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, err := io.ReadAll(resp.Body)
+	resp.Body.Close()
+	for _, want := range []string{"lookaside_frozen_sessions 1\n", "lookaside_frozen_slots 1\n", "lookaside_froze_sessions_total 1\n"} {
+		if err != nil || !strings.Contains(string(text), want) {
+			t.Errorf("%v: the metrics have no %q", err, want)
+		}
+	}
+}
+
 // A worker that was given up with a store open is shown, takes a place, and holds up no shutdown.
 func TestLingeringSession(t *testing.T) {
 	d, _ := startDaemon(t, func(c *Config) { c.Sessions.Limit, c.Lifecycle.Drain = 1, time.Hour })

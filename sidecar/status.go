@@ -11,6 +11,7 @@ import (
 
 	"lookaside/connector"
 	"lookaside/dax"
+	"lookaside/internal/unshared"
 	"lookaside/tiers"
 )
 
@@ -21,7 +22,9 @@ const (
 
 // Status is one sidecar at one moment: what /v1/status answers and `lookaside status` shows.
 type Status struct {
+	Verdict        string                    `json:"verdict" doc:"A sentence: what is wrong, the worst first, or that it is healthy and of what use."`
 	Version        string                    `json:"version"`
+	Commit         string                    `json:"commit" doc:"That it was built from; unknown where it was built outside of a git repository."`
 	PID            int                       `json:"pid"`
 	State          string                    `json:"state"` // serving or draining
 	Generation     string                    `json:"generation"`
@@ -37,20 +40,26 @@ type Status struct {
 	Lookups        LookupStatus              `json:"lookups"`
 	Promotions     PromotionStatus           `json:"promotions"`
 	Verifications  VerificationStatus        `json:"verifications"`
+	Checks         CheckStatus               `json:"checks" doc:"Of what is in the arena, while it is in use: arena.check_rate."`
 	Pins           int                       `json:"pins"`
-	Tiers          []TierStatus              `json:"tiers"`     // nearest first
-	Peers          PeersStatus               `json:"peers"`     // other sidecars of the host
-	HitRatio       float64                   `json:"hit_ratio"` // pages found of pages asked for; 0 before the first lookup
+	Tiers          []TierStatus              `json:"tiers"` // nearest first
+	Peers          PeersStatus               `json:"peers"` // other sidecars of the host
+	LoadedRatio    float64                   `json:"loaded_ratio" doc:"Tokens loaded of those asked for, since the start; 0 if there were none."`
+	LastMinute     LastMinute                `json:"last_minute"`
 	Limited        uint64                    `json:"limited"`   // lookups and stores cut short by their session's share or its leases
 	Evictions      map[string]uint64         `json:"evictions"` // chunks, by cause
 	Spaces         []SpaceStatus             `json:"spaces"`
+	Unshared       []UnsharedStatus          `json:"unshared"` // pairs of spaces that differ by accident
 	Sessions       []connector.SessionStatus `json:"sessions"`
 	// Lingering sessions were given up while their clients live. They hold what they held, and count for sessions.limit.
 	Lingering []connector.LingeringStatus `json:"lingering"`
-	Counters  connector.Counters          `json:"counters"`
+	// Frozen sessions are those whose clients live, say nothing, and hold slots: FrozenSlots of the arena, with what lingering ones hold.
+	Frozen      []connector.FrozenStatus `json:"frozen"`
+	FrozenSlots int                      `json:"frozen_slots"`
+	Counters    connector.Counters       `json:"counters"`
 }
 
-// SlotStatus counts the slots of regions in use. Leased ones are ready ones as well.
+// SlotStatus counts the slots of the pieces of the arena that models have so far. Leased ones are ready ones as well.
 type SlotStatus struct {
 	Total   int `json:"total"`
 	Free    int `json:"free"`
@@ -89,6 +98,13 @@ type VerificationStatus struct {
 	Corrupt    uint64 `json:"corrupt"` // dropped, for they did not match their checksums
 }
 
+// CheckStatus describes the search for bytes of the arena that have changed since they were stored.
+type CheckStatus struct {
+	Checked uint64 `json:"checked" doc:"Chunks that were compared with the checksum that they had before."`
+	Walks   uint64 `json:"walks" doc:"Times that the whole arena was walked over."`
+	Rotten  uint64 `json:"rotten" doc:"Chunks that had changed, or could not be read, and were dropped."`
+}
+
 // SpaceStatus is one space and what it holds.
 type SpaceStatus struct {
 	connector.SpaceStatus
@@ -96,11 +112,22 @@ type SpaceStatus struct {
 	Pages  int `json:"pages"`
 }
 
+// UnsharedStatus says why instances of one model share nothing, which their users hardly mean.
+type UnsharedStatus struct {
+	Space  string           `json:"space"` // short fingerprints
+	Other  string           `json:"other"`
+	Whose  string           `json:"whose"` // who has the other one
+	Causes []unshared.Cause `json:"causes"`
+	// Connected is set where instances of both are connected, or the other one is another sidecar's.
+	Connected bool `json:"connected"`
+}
+
 // Status returns a snapshot. Its parts are of slightly different moments.
 func (d *Daemon) Status() Status {
 	e, c, l, w := d.engine.Stats(), d.server.Status(), d.lookups.Stats(), d.stack.LookupStats()
 	st := Status{
 		Version:    Version,
+		Commit:     Revision(),
 		PID:        os.Getpid(),
 		State:      stateServing,
 		Generation: fmt.Sprintf("%016x", d.generation),
@@ -123,6 +150,7 @@ func (d *Daemon) Status() Status {
 			InFlight: e.Promoting, Chunks: e.Promotions, Joined: e.PromotionsJoined, Failed: e.PromotionsFailed, Late: e.PromotionsLate, Pages: e.PromotedPages,
 		},
 		Verifications: VerificationStatus{Unverified: e.Unverified, Verified: e.Verified, Corrupt: e.VerifyFailed},
+		Checks:        CheckStatus{Checked: w.Checked, Walks: w.Walks, Rotten: e.Rotten},
 		Pins:          len(d.Pins()),
 		Tiers:         d.Tiers(),
 		Peers:         d.peers.status(),
@@ -130,16 +158,20 @@ func (d *Daemon) Status() Status {
 			"room": e.Evictions, "cleared": e.Cleared, "bad": e.Bad, "duplicate": e.Duplicates, "replaced": e.Replaced,
 		},
 		Spaces:    []SpaceStatus{},
+		Unshared:  []UnsharedStatus{},
 		Sessions:  c.Sessions,
 		Lingering: c.Lingering,
-		Limited:   e.Limited,
-		Counters:  c.Counters,
+		Frozen:    c.Frozen, FrozenSlots: e.FrozenSlots,
+		Limited:  e.Limited,
+		Counters: c.Counters,
 	}
 	if c.Draining {
 		st.State = stateDraining
 	}
-	if n := c.Counters.LookupPages; n > 0 {
-		st.HitRatio = float64(c.Counters.HitPages) / float64(n)
+	st.LoadedRatio = c.Counters.Tokens.LoadedRatio()
+	st.LastMinute = d.rates.last(time.Now(), c.Counters)
+	for _, u := range d.server.Unshared() {
+		st.Unshared = append(st.Unshared, UnsharedStatus{u.Ours.Short(), u.Theirs.Short(), u.Whose, u.Causes, u.Connected})
 	}
 	held := d.engine.Spaces()
 	for _, sp := range c.Spaces {
@@ -149,15 +181,19 @@ func (d *Daemon) Status() Status {
 		}
 		st.Spaces = append(st.Spaces, s)
 	}
+	st.Verdict = st.verdict()
 	return st
 }
 
 // WriteTable writes the status for people.
 func (st Status) WriteTable(w io.Writer) error {
+	if _, err := fmt.Fprintln(w, st.Verdict); err != nil {
+		return err
+	}
 	tw := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
 	row := func(name, format string, args ...any) { fmt.Fprintf(tw, name+"\t"+format+"\n", args...) }
 	a, n := st.Arena, st.Counters
-	row("sidecar", "%s, pid %d, %s for %s, version %s", st.Endpoint, st.PID, st.State, time.Duration(st.UptimeS*float64(time.Second)).Round(time.Second), st.Version)
+	row("sidecar", "%s, pid %d, %s for %s, version %s (%s)", st.Endpoint, st.PID, st.State, time.Duration(st.UptimeS*float64(time.Second)).Round(time.Second), st.Version, st.Commit)
 	if x := a.DAX; x != nil {
 		row("arena", "%s used of %s on %d DAX devices, in %d regions", dax.FormatSize(a.UsedBytes), dax.FormatSize(a.CapacityBytes), len(x.Devices), len(a.Regions))
 		row("kept", "%d chunks, %d wait; %d were found at the start; %d were corrupt, %d unreadable", x.KeptChunks, x.WaitingChunks, x.RecoveredChunks, x.CorruptChunks, x.UnreadableChunks)
@@ -169,14 +205,28 @@ func (st Status) WriteTable(w io.Writer) error {
 	}
 	row("slots", "%d free, %d ready (%d leased), %d filling; %d leases", st.Slots.Free, st.Slots.Ready, st.Slots.Leased, st.Slots.Filling, st.Leases)
 	row("pages", "%d held, %d stored (%s), %d loaded (%s), %d shed", st.Pages, n.StoredPages, dax.FormatSize(int64(n.StoredBytes)), n.LoadedPages, dax.FormatSize(int64(n.LoadedBytes)), n.ShedPages)
-	row("lookups", "%d, %d holding leases, %d waiting for tiers; hit ratio %.3f, %d tokens hit", n.Lookups, st.Lookups.InFlight, st.Lookups.Waiting, st.HitRatio, n.HitTokens)
+	t, last := n.Tokens, st.LastMinute
+	row("tokens", "%d asked for in %d requests: %d found (%s), %d loaded (%s), %d computed", t.Asked, t.Requests, t.Found, percent(t.FoundRatio()), t.Loaded, percent(t.LoadedRatio()), t.Computed)
+	if s := max(last.Seconds, 1); last.Seconds > 0 {
+		each := func(n uint64) float64 { return float64(n) / s }
+		row("last minute", "%d requests, %.0f tokens/s asked for: %.0f found (%s), %.0f loaded (%s), %.0f computed; %s/s stored, %s/s loaded",
+			last.Tokens.Requests, each(last.Tokens.Asked), each(last.Tokens.Found), percent(last.Tokens.FoundRatio()), each(last.Tokens.Loaded), percent(last.LoadedRatio), each(last.Tokens.Computed),
+			dax.FormatSize(int64(each(last.StoredBytes))), dax.FormatSize(int64(each(last.LoadedBytes))))
+	}
+	row("lookups", "%d for %d pages, of which they found %d; %d hold leases, %d wait for tiers", n.Lookups, n.LookupPages, n.HitPages, st.Lookups.InFlight, st.Lookups.Waiting)
 	if p := st.Promotions; len(st.Tiers) > 0 {
 		row("promotions", "%d chunks, %d under way, %d failed; %d pages came; %d lookups late, %d cut for computing is faster", p.Chunks, p.InFlight, p.Failed, p.Pages, st.Lookups.Late, st.Lookups.Cut)
 	}
 	if v := st.Verifications; v != (VerificationStatus{}) {
 		row("restored", "%d chunks verified, %d corrupt, %d not used so far; %d lookups waited for it", v.Verified, v.Corrupt, v.Unverified, st.Lookups.Verified)
 	}
+	if c := st.Checks; c.Rotten > 0 {
+		row("rotten", "%d chunks had changed in the arena and were dropped: look at the log, and at the machine's memory", c.Rotten)
+	}
 	st.Peers.write(tw, n.ElsewherePages)
+	for _, u := range st.Unshared {
+		row("not shared", "space %s with %s (%s): %s", u.Space, u.Whose, u.Other, unshared.Text(u.Causes))
+	}
 	if st.Pins > 0 {
 		row("pins", "%d", st.Pins)
 	}
@@ -207,6 +257,12 @@ func (st Status) WriteTable(w io.Writer) error {
 		fmt.Fprintln(tw, "\nSESSION\tROLE\tENGINE\tRANK\tPID\tSPACE\tSINCE")
 		for _, s := range st.Sessions {
 			fmt.Fprintf(tw, "%s\t%s\t%s\t%d\t%d\t%s\t%s\n", s.Session, s.Role, s.EngineID, s.Rank, s.PID, s.Space, s.Since.Format(time.DateTime))
+		}
+	}
+	if len(st.Frozen) > 0 {
+		fmt.Fprintln(tw, "\nFROZEN\tENGINE\tRANK\tPID\tSLOTS\tSTORES\tLOADS\tSILENT SINCE\tPROCESS")
+		for _, s := range st.Frozen {
+			fmt.Fprintf(tw, "%s\t%s\t%d\t%d\t%d\t%d\t%d\t%s\t%s\n", s.Session, s.EngineID, s.Rank, s.PID, s.Slots, s.Stores, s.Loads, s.SilentSince.Format(time.DateTime), s.Process)
 		}
 	}
 	if len(st.Lingering) > 0 {

@@ -474,8 +474,8 @@ var _ pflag.Value = tierFlag{}
 // String implements pflag.Value.
 func (tierFlag) String() string { return "" }
 
-// Type implements pflag.Value.
-func (f tierFlag) Type() string { return f.kind }
+// Type implements pflag.Value: it is what the help calls the value. pflag counts bytes, so there is no ellipsis in it.
+func (f tierFlag) Type() string { return strings.ReplaceAll(shortForms[f.kind], "…", "...") }
 
 // Set implements pflag.Value. It never fails, because pflag would repeat the value, and with it what secret may be in it.
 func (f tierFlag) Set(v string) error {
@@ -502,8 +502,8 @@ var shortExamples = map[string]string{
 func addTierFlags(fs *pflag.FlagSet) {
 	list := new([]tierEntry)
 	for _, kind := range tierKinds {
-		fs.Var(tierFlag{kind, list}, kind, fmt.Sprintf("Adds a tier of kind %s below those before it, in place of the list tiers of the file; may be repeated. `%s`, such as %s; the keys are those of a tier in the file",
-			kind, shortForms[kind], shortExamples[kind]))
+		fs.Var(tierFlag{kind, list}, kind, fmt.Sprintf("Adds a tier of kind %s below those before it, such as %s. May be repeated; takes the place of the list tiers of the file, whose keys it has.",
+			kind, shortExamples[kind]))
 	}
 }
 

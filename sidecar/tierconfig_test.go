@@ -368,7 +368,7 @@ func TestTiersAreDocumented(t *testing.T) {
 		}
 	}
 	for _, kind := range tierKinds {
-		if !strings.Contains(help, "--"+kind+" ") || !strings.Contains(help, shortForms[kind]) || !strings.Contains(help, shortExamples[kind]) {
+		if !strings.Contains(help, "--"+kind+" ") || !strings.Contains(help, strings.ReplaceAll(shortForms[kind], "…", "...")) || !strings.Contains(help, shortExamples[kind]) {
 			t.Errorf("the help lacks --%s or its form", kind)
 		}
 		if _, err := load(t, "", nil, "--"+kind+"="+shortExamples[kind]); err != nil {

@@ -17,7 +17,6 @@ import (
 	"lookaside/dax"
 	"lookaside/ipc/wire"
 	"lookaside/tiers"
-	"lookaside/tiers/disk"
 	"lookaside/tiers/pool"
 	"lookaside/tiers/remote"
 	"lookaside/tiers/stack"
@@ -54,13 +53,7 @@ func openTier(c *TierConfig, log *zap.Logger) (tiers.Tier, error) {
 	case tierDAX:
 		return daxTier(pool.Open(daxOptions(&c.DAX, log)))
 	case tierDisk:
-		if err := checkRoom(c.Disk); err != nil {
-			return nil, err
-		}
-		return disk.Open(disk.Options{
-			Dirs: c.Disk.Paths, CapacityBytes: c.Disk.Capacity, SlabBytes: c.Disk.Slab, Policy: c.Disk.Eviction, Workers: c.Workers,
-			Direct: disk.Direct(c.Disk.Direct), Seed: connector.RandomID(), Log: log,
-		})
+		return openDisk(c, log)
 	case tierRedis:
 		return remoteTier(remote.OpenRedis(c.Redis))
 	default:

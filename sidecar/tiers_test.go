@@ -38,7 +38,7 @@ func withTiers(t *testing.T, flags ...string) func(*Config) {
 	return func(c *Config) {
 		c.Tiers = from.Tiers
 		c.Lookup.Deadline = patience
-		c.Sessions.Share, c.Promotion.Share = 1, 1
+		c.Sessions.Share, c.Sessions.JointShare, c.Promotion.Share = 1, 1, 1
 		c.Lookup.Promote = "always" // what computing takes is not known here
 		c.Cascade.PartialDelay = 5 * time.Millisecond
 		c.Lifecycle.Flush = patience

@@ -15,7 +15,7 @@ type TierStatus struct {
 	Name   string `json:"name" doc:"Its name in the settings."`
 	Kind   string `json:"kind" doc:"dax, disk, redis or s3."`
 	Admit  string `json:"admit" doc:"When a chunk is written to it: stored, reused, evicted or never."`
-	State  string `json:"state" doc:"State of its breaker. closed: in use; open: off for a while, because it failed; probing: being tried."`
+	State  string `json:"state" doc:"State of its breaker. closed: in use; open: off for a while, because it failed; probing: being tried. down: nothing of it is there, as after a disk has failed; it is tried again."`
 	Error  string `json:"error" doc:"Its last failure; empty if there was none."`
 	Detail string `json:"detail" doc:"Where it is."`
 	Local  bool   `json:"local" doc:"Whether it knows from memory what it holds."`
@@ -55,6 +55,9 @@ type TierStatus struct {
 
 // tierStatus is what a stack knows of a tier, as operators are shown it.
 func tierStatus(st *stack.TierStatus) TierStatus {
+	if st.Down != "" {
+		st.Breaker, st.LastError = breakerDown, st.Down
+	}
 	return TierStatus{
 		Name: st.Name, Kind: st.Kind, Admit: st.Admit, State: st.Breaker, Error: st.LastError, Detail: st.Detail, Local: st.Local, Lossy: st.Lossy,
 		CapacityBytes: st.CapacityBytes, UsedBytes: st.UsedBytes, Chunks: st.Chunks, Pages: st.Pages, Evictions: st.Evictions, CorruptChunks: st.Corrupt,
@@ -112,15 +115,18 @@ func writeTiers(tw io.Writer, list []TierStatus) {
 	}
 }
 
-// breakerClosed is the State of a tier in use.
-const breakerClosed = "closed"
+// breakerClosed is the State of a tier in use, breakerDown of one of which nothing is there.
+const (
+	breakerClosed = "closed"
+	breakerDown   = "down"
+)
 
 // shownState says in a word whether a tier is in use.
 func shownState(breaker string) string {
 	switch breaker {
 	case breakerClosed:
 		return "on"
-	case "open":
+	case "open", breakerDown:
 		return "OFF"
 	}
 	return breaker

@@ -355,7 +355,7 @@ func (e *Engine) pop(q *cascadeQueue, bit uint8) uint32 {
 func (e *Engine) startCascade(ref uint32, bit uint8, buf []byte) (CascadeItem, []byte) {
 	r, s := e.slot(ref)
 	if s.idle() {
-		r.leased++
+		r.lease()
 		if s.flags&cold != 0 {
 			e.uncool(r.class, ref)
 		} else if s.children == 0 {
@@ -406,6 +406,24 @@ func (e *Engine) EndCascade(handle uint64, ok bool) (dropped bool) {
 	}
 	e.endLease(x)
 	return dropped
+}
+
+// hurriedDelay is PartialDelay after HurryPartials: a chunk that is just growing is looked at again after it.
+const hurriedDelay = 10 * time.Millisecond
+
+// HurryPartials makes partly filled chunks due now instead of after PartialDelay, from now on. For the end of the process.
+func (e *Engine) HurryPartials() {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.cfg.PartialDelay = min(e.cfg.PartialDelay, hurriedDelay)
+	now := e.cfg.Now()
+	for i := range e.cascades.queues {
+		q := &e.cascades.queues[i].part
+		for j := q.head; j < len(q.entries); j++ {
+			q.entries[j].due = min(q.entries[j].due, now)
+		}
+		e.wake(i)
+	}
 }
 
 // CascadeQueue is how many chunks wait to be written to a tier, and how many were not, for want of room in the queue or because they were evicted before.

@@ -515,6 +515,9 @@ func (c *checker) totals() error {
 	if c.records != e.records {
 		return broken("%d records, counted %d", c.records, e.records)
 	}
+	if err := e.checkAreas(); err != nil {
+		return err
+	}
 	if n := e.Unverified(); n != c.unverified {
 		return broken("%d slots are unverified, counted %d", c.unverified, n)
 	}
@@ -550,6 +553,13 @@ func (c *checker) totals() error {
 				slots += len(r.slots)
 				frees += r.free
 			}
+		}
+		busy := 0
+		for _, r := range cl.regions {
+			busy += r.leased + r.filling
+		}
+		if busy != cl.busy {
+			return broken("a class has %d slots leased or filling, counted %d", busy, cl.busy)
 		}
 		if slots != cl.slots || frees != cl.free {
 			return broken("a class has %d slots, %d free; counted %d, %d", slots, frees, cl.slots, cl.free)

@@ -30,8 +30,11 @@ type Config struct {
 	// MinPageBytes is the smallest page of a space, so that the books of an arena (some 60 bytes a page) stay small beside it. Default 256.
 	MinPageBytes int64
 	// OwnerShare is the part of the slots of a geometry that one owner may have leased or filling, a slot leased twice counting once, so that a
-	// client which freezes cannot take everything. At least one slot is always allowed. Default 0.5, at most 1.
+	// client which freezes cannot take everything. Slots that frozen owners have do not count. At least one slot is always allowed. Default 0.5, at most 1.
 	OwnerShare float64
+	// JointShare is the part of the slots of a geometry that all owners together may have leased or filling, of those that no frozen owner (SetFrozen) has: so
+	// if all of them freeze at once, some are left for those that come. At least one slot is always allowed. Default 1.
+	JointShare float64
 	// Policy names the order of eviction of each geometry, as package policy does. Default: its default.
 	Policy string
 	// PromotingShare is the part of the slots of a geometry that may be on their way up from a tier at one time. At least one slot always may. Default
@@ -41,6 +44,8 @@ type Config struct {
 	// slot becomes Free, whatever the reason. So what was written of it down to any of these moments is known to be of something that is gone. It is called under the
 	// engine's lock, so it must be quick and call nothing of the engine. Default: none.
 	OnGone func(region, slot uint32)
+	// Sums: the engine keeps a checksum of each chunk, for whoever patrols the arena; see NextUnsummed. It takes 16 bytes a slot.
+	Sums bool
 	// Tiers are those below the arena, nearest first, at most MaxTiers. Default: none, and then nothing is queued.
 	Tiers []TierAdmission
 	// PartialDelay is how long a partly filled chunk must not have grown before it goes to a tier. Default 1 s.
@@ -56,6 +61,8 @@ type Config struct {
 	// JournalBytes bounds the journal of changes that followers (Follow) read, rounded up to a power of two; memory is taken while somebody follows. Default 0: nobody
 	// can. Otherwise at least 512 KiB.
 	JournalBytes int64
+	// Regions is how many regions AddRegion may bring in all. With more of them than some 15 geometries share the arena in larger pieces. Default 0: those that there are.
+	Regions int
 	// FixedRegions: no store carves a region, or takes one from another geometry; only AddCarvedRegion carves. Stores go to the regions by turns.
 	FixedRegions bool
 	// ForeignSlots is how many chunks of each geometry may be leased from peers at a time; tables for them are made when first one is, and paid for as they are used. Default 0: none.
@@ -86,6 +93,9 @@ func (c *Config) validate() error {
 	if c.OwnerShare == 0 {
 		c.OwnerShare = 0.5
 	}
+	if c.JointShare == 0 {
+		c.JointShare = 1
+	}
 	if c.PromotingShare == 0 {
 		c.PromotingShare = 0.5
 	}
@@ -110,6 +120,9 @@ func (c *Config) validate() error {
 	if !(c.OwnerShare > 0 && c.OwnerShare <= 1) {
 		return fmt.Errorf("%w: OwnerShare is %v, want more than 0, at most 1", ErrInvalid, c.OwnerShare)
 	}
+	if !(c.JointShare > 0 && c.JointShare <= 1) {
+		return fmt.Errorf("%w: JointShare is %v, want more than 0, at most 1", ErrInvalid, c.JointShare)
+	}
 	if !(c.PromotingShare > 0 && c.PromotingShare <= 1) {
 		return fmt.Errorf("%w: PromotingShare is %v, want more than 0, at most 1", ErrInvalid, c.PromotingShare)
 	}
@@ -118,6 +131,9 @@ func (c *Config) validate() error {
 	}
 	if c.MinPageBytes < 0 {
 		return fmt.Errorf("%w: MinPageBytes is %d", ErrInvalid, c.MinPageBytes)
+	}
+	if c.Regions < 0 || c.Regions > maxRegions {
+		return fmt.Errorf("%w: Regions is %d, want 0 to %d", ErrInvalid, c.Regions, maxRegions)
 	}
 	if c.ArenaLimitBytes < 0 {
 		return fmt.Errorf("%w: ArenaLimitBytes is %d", ErrInvalid, c.ArenaLimitBytes)

@@ -1,7 +1,12 @@
 package tiers
 
+import "fmt"
+
+// probeSlice is how many chunks are looked for while the lock is held.
+const probeSlice = 4 * probeGroup
+
 // Contains sets held[i] to how many pages of the i-th chunk that the given pages touch are held and verified, from the first of them in the chunk on. Chunks behind one that
-// is not held whole count as well; what peers lent does not. Nothing is leased, and it is no use: what is held may be gone when it returns. ErrInvalid: held is too short.
+// is not held whole count as well; what peers lent does not. Nothing is leased, and it is no use: what is held may be gone when it returns. It lets go of the lock between slices of its work. ErrInvalid: held is too short.
 func (e *Engine) Contains(id SpaceID, firstPage int, hashes []byte, held []uint16) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -18,6 +23,13 @@ func (e *Engine) Contains(id SpaceID, firstPage int, hashes []byte, held []uint1
 	}
 	e.idx.migrate(migrateStep)
 	for i := 0; i < w.chunks; i += probeGroup {
+		if i > 0 && i%probeSlice == 0 {
+			e.mu.Unlock()
+			e.mu.Lock()
+			if now, err := e.space(id); err != nil || now != s {
+				return fmt.Errorf("%w: space %d was closed", ErrNotFound, id)
+			}
+		}
 		n := min(probeGroup, w.chunks-i)
 		refs := e.refs[:n]
 		e.probe(s, &w, i, n, refs)

@@ -149,7 +149,7 @@ func (e *Engine) startCopy(d *dueCopy) (Copy, bool) {
 	rt := e.aim(to, from)
 	p.due = true
 	if s.idle() {
-		r.leased++
+		r.lease()
 		e.hold(from)
 	}
 	s.pins++

@@ -4,8 +4,8 @@
 // # Words
 //
 // A page is named by its digest in a space (see package chunk); the digest is cumulative, so it names a whole prefix. A chunk is up to
-// PagesPerChunk consecutive pages, a slot the room for one. Regions are carved into slots for one geometry when a store first needs them,
-// and carved again for another geometry when that has none and theirs are the coldest.
+// PagesPerChunk consecutive pages, a slot the room for one. Regions are carved into slots piece by piece as stores need them, each piece for one
+// geometry, and carved again for another geometry when that wants more and has less, or when nobody has used the piece for long (areas.go).
 //
 // # States of a slot
 //

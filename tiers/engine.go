@@ -30,7 +30,8 @@ type Engine struct {
 	closed   bool
 	tick     uint64 // counts operations: the time by which use is ordered
 	regions  [maxRegions + 1]*region
-	byID     map[uint32]*region
+	byID     map[uint32]*region // those of AddCarvedRegion
+	areas    []*area            // those of AddRegion
 	nregion  int
 	bytes    int64 // of all regions
 	records  int   // in carved regions
@@ -41,6 +42,9 @@ type Engine struct {
 	leases   []*lease
 	spare    []uint32 // indices of free leases
 	expiry   leaseList
+	endings  leaseList   // what EndSome has to do
+	endSlice int         // tests change it
+	ending   atomic.Bool // there is something in endings
 	idx      index
 	cascades cascades
 	mover    owner // of the leases on what is being moved
@@ -51,6 +55,8 @@ type Engine struct {
 	// wanted is when a geometry first had to wait for a region, 0 for none waiting.
 	wanted    int64
 	waiting   bool
+	aged      aged
+	frozen    int // owners that SetFrozen named and that hold something
 	pins      int // leases on slots
 	stats     Counters
 	linkSteps uint64 // links followed, for tests of the work done
@@ -65,6 +71,8 @@ type Engine struct {
 	marks []uint64 // scratch: a bit for each of MaxPages+1
 	bufs  bufferPool
 	trash []*carved
+
+	unsummed unsummed
 
 	staging staging // what EndRestore has yet to make ready
 }
@@ -87,9 +95,9 @@ type space struct {
 	serial  uint32 // by which the journal knows it
 	pinner  owner  // of its pins; in no map
 	shadow  *space // what peers lent of it, with a salt and a class of its own, and the same id; nil: nothing can be
-	// recovered: only RecoverSpace opened it, so nobody has said its PageTokens; lastUse is the tick of the newest of its chunks then.
+	// recovered: only RecoverSpace opened it, so nobody has said its PageTokens.
 	recovered bool
-	lastUse   uint64
+	lastUse   uint64 // the tick when an owner last came or went; of one that is recovered, when the newest of its chunks was restored
 }
 
 // Owner names a session: whoever may hold leases. Its id is the caller's.
@@ -108,6 +116,8 @@ type owner struct {
 	foreign tally // by foreign slot
 	own     bool  // what peers lent is not for it
 	takers  int   // loads that take over each of its lookups; 0: one
+	leaving bool  // RemoveOwner is at it
+	frozen  bool  // see frozen.go
 }
 
 // New makes an engine without regions.
@@ -117,7 +127,7 @@ func New(cfg Config) (*Engine, error) {
 	}
 	e := &Engine{
 		cfg: cfg, byID: map[uint32]*region{}, classes: map[Geometry]*class{}, spaces: []*space{nil}, byPrint: map[chunk.Fingerprint]*space{},
-		owners: map[Owner]*owner{}, tagMask: math.MaxUint32,
+		owners: map[Owner]*owner{}, tagMask: math.MaxUint32, endSlice: endSlice,
 		refs: make([]uint32, cfg.MaxPages+1), held: make([]uint32, cfg.MaxPages+1), marks: make([]uint64, cfg.MaxPages/64+1),
 	}
 	e.newPolicy = func(foreign bool) policy.Policy {
@@ -154,12 +164,13 @@ func (e *Engine) Close() {
 			r.mem.close()
 		}
 	}
+	e.allClasses(e.dropBlock)
 	e.idx.close()
 	e.journal.close()
 	e.staging.close()
 	trash, tables := e.takeTrash()
 	emptyTrash(trash, tables)
-	e.regions, e.nregion, e.owners, e.leases = [maxRegions + 1]*region{}, 0, nil, nil
+	e.regions, e.nregion, e.areas, e.owners, e.leases = [maxRegions + 1]*region{}, 0, nil, nil, nil
 }
 
 func (e *Engine) takeTrash() ([]*carved, []*dax.Table[uint64]) {
@@ -177,43 +188,47 @@ func emptyTrash(c []*carved, t []*dax.Table[uint64]) {
 	}
 }
 
-// AddRegion gives the engine a region of the arena, under an id of the caller's. The engine never touches the memory itself. The region is
-// carved into slots when a store first needs it.
+// AddRegion gives the engine a region of the arena, under an id of the caller's. The engine never touches the memory itself. Stores
+// carve it into slots piece by piece: see areas.go.
 func (e *Engine) AddRegion(id uint32, size int64) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	_, err := e.addRegion(id, size)
-	return err
+	if err := e.mayAdd(id, size); err != nil {
+		return err
+	}
+	e.areas = append(e.areas, newArea(id, size))
+	e.added(size)
+	e.relimit()
+	return nil
 }
 
-func (e *Engine) addRegion(id uint32, size int64) (*region, error) {
+// mayAdd checks that a region can be added.
+func (e *Engine) mayAdd(id uint32, size int64) error {
 	switch {
 	case e.closed:
-		return nil, ErrClosed
+		return ErrClosed
 	case size <= 0 || size > math.MaxInt64-e.bytes:
-		return nil, invalid("region %d of %d bytes", id, size)
-	case e.byID[id] != nil:
-		return nil, invalid("region %d is there already", id)
+		return invalid("region %d of %d bytes", id, size)
+	case e.byID[id] != nil || e.areaOf(id) != nil:
+		return invalid("region %d is there already", id)
+	case len(e.byID)+len(e.areas) >= maxRegions:
+		return fmt.Errorf("%w: %d regions are the most", ErrBusy, maxRegions)
 	}
-	r := e.spareRegion()
-	if r == nil {
-		return nil, fmt.Errorf("%w: %d regions are the most", ErrBusy, len(e.byID))
-	}
-	r.id, r.size = id, size
-	e.byID[id] = r
-	e.bytes += size
-	e.waiting = false
-	e.relimit()
-	return r, nil
+	return nil
 }
 
-// spareRegion is a region that is not in use, of the lowest number; nil: all are.
+// added counts a region that was just added.
+func (e *Engine) added(size int64) {
+	e.bytes += size
+	e.waiting = false
+}
+
+// spareRegion returns the region of the lowest number that is not in use, nil if all are. Its caller carves it before the lock is
+// released, or has e.carving set.
 func (e *Engine) spareRegion() *region {
-	if len(e.byID)+e.lent.regions < e.nregion { // one was removed
-		for _, q := range e.regions[1 : e.nregion+1] {
-			if e.byID[q.id] != q && !q.foreign {
-				return q
-			}
+	for _, q := range e.regions[1 : e.nregion+1] {
+		if q.spare() {
+			return q
 		}
 	}
 	if e.nregion == maxRegions {
@@ -225,25 +240,33 @@ func (e *Engine) spareRegion() *region {
 	return r
 }
 
+func (r *region) spare() bool { return r.class == nil && !r.foreign }
+
 // relimit computes the classes' limits anew.
 func (e *Engine) relimit() {
 	for _, c := range e.classes {
 		c.uncarved = 0
+		for _, a := range e.areas {
+			c.uncarved += a.uncarved(c)
+		}
 		retired := 0 // slots that may be leased, but are not handed out
-		for _, r := range e.regions[1 : e.nregion+1] {
-			if r.class == nil && !r.draining {
-				c.uncarved += c.slotsIn(r.size)
-			}
-			if r.class == c && r.retired {
+		for _, r := range c.regions {
+			if r.retired {
 				retired += len(r.slots)
 			}
 		}
 		slots := c.slots + c.uncarved
-		c.limit = max(1, int(e.cfg.OwnerShare*float64(slots+retired)))
+		others := float64(max(0, slots+retired-c.frozen)) // slots that no frozen owner has
+		c.limit = max(1, int(e.cfg.OwnerShare*others))
+		c.most = c.frozen + max(1, int(e.cfg.JointShare*others))
 		c.promotable = max(1, int(e.cfg.PromotingShare*float64(slots)))
 		if f := c.foreign; f != nil {
 			f.limit = max(1, int(e.cfg.OwnerShare*float64(f.slots)))
+			f.most = f.slots
 		}
+	}
+	for _, s := range e.byPrint { // what operators pinned is no session's
+		s.class.most += s.pinner.slots.n
 	}
 }
 
@@ -354,6 +377,7 @@ func (e *Engine) openSpace(fp chunk.Fingerprint, g Geometry) (*space, error) {
 		for key, c := range e.classes {
 			if len(c.regions) == 0 && !used[c] {
 				e.dropForeign(c)
+				e.dropBlock(c)
 				delete(e.classes, key)
 			}
 		}
@@ -513,7 +537,14 @@ func (e *Engine) addOwner(o Owner, s *space, own bool) error {
 	}
 	e.owners[o] = &owner{id: o, space: s, lookups: map[uint64]*lease{}, all: leaseList{owned: true}, own: own}
 	s.owners++
+	e.useSpace(s)
 	return nil
+}
+
+// useSpace notes that a space is in use now.
+func (e *Engine) useSpace(s *space) {
+	e.tick++
+	s.lastUse = e.tick
 }
 
 // RemoveOwner ends a session: its lookups and loads are freed, its unfinished stores aborted.
@@ -524,18 +555,33 @@ func (e *Engine) RemoveOwner(o Owner) {
 	if ow == nil {
 		return
 	}
+	ow.leaving = true
 	for ow.all.first != nil {
-		e.endLease(ow.all.first)
+		x := ow.all.first
+		if x.kind != endingLease {
+			e.endLease(x)
+			continue
+		}
+		e.endPart(x)
+		e.mu.Unlock() // others may have it between the parts
+		e.mu.Lock()
+		if e.closed {
+			return
+		}
 	}
 	ow.space.owners--
+	e.useSpace(ow.space)
 	delete(e.owners, o)
+	if ow.frozen {
+		e.countFrozen()
+	}
 }
 
 func (e *Engine) owner(o Owner) (*owner, error) {
 	if e.closed {
 		return nil, ErrClosed
 	}
-	if ow := e.owners[o]; ow != nil {
+	if ow := e.owners[o]; ow != nil && !ow.leaving {
 		return ow, nil
 	}
 	return nil, fmt.Errorf("%w: owner %d", ErrNotFound, o)
@@ -549,11 +595,13 @@ func (e *Engine) Expire() (n int) {
 		return 0
 	}
 	now := e.cfg.Now()
+	e.aged.note(now, e.tick)
 	for e.expiry.first != nil && e.expiry.first.deadline <= now {
 		e.endLease(e.expiry.first)
 		n++
 	}
 	e.stats.Expired += uint64(n)
+	e.endSome()
 	e.duePartials(now)
 	e.idx.migrate(4 * migrateStep)
 	trash, tables := e.takeTrash()
@@ -564,37 +612,6 @@ func (e *Engine) Expire() (n int) {
 
 // migrateStep is how many index entries move with each operation while a larger index takes over.
 const migrateStep = 128
-
-// growPatience is how long (ns) a geometry without a region waits for the arena to grow before it takes one from another geometry.
-const growPatience = int64(1e9)
-
-// makeRoom carves one more region for a class, an unused one or one that another geometry left cold. It releases the lock while it allocates
-// and between slices of longer work; ok says whether there are new slots, unlocked whether others may have changed anything.
-func (e *Engine) makeRoom(c *class) (ok, unlocked bool) {
-	if e.carving || e.cfg.FixedRegions {
-		return false, false
-	}
-	var r *region
-	for _, q := range e.regions[1 : e.nregion+1] {
-		if q.class == nil && !q.draining && c.slotsIn(q.size) > 0 {
-			r = q
-			break
-		}
-	}
-	if r == nil {
-		if r = e.coldRegion(c); r == nil {
-			return false, false
-		}
-		e.carving = true
-		emptied := e.drain(r)
-		e.carving = false
-		if !emptied {
-			return false, true
-		}
-	}
-
-	return e.carve(r, c, c.slotsIn(r.size), Placement{Stride: c.slotBytes()}) == nil, true
-}
 
 // carve makes slots of a region for a class. It releases the lock while it allocates.
 func (e *Engine) carve(r *region, c *class, slots int, at Placement) error {
@@ -618,9 +635,20 @@ func (e *Engine) carve(r *region, c *class, slots int, at Placement) error {
 		}
 		indexWords = tableWords(need)
 	}
+	spec := tableSpec{
+		slots: slots, ppc: c.geometry.PagesPerChunk, words: c.geometry.DigestBytes / 8, routes: len(e.cfg.Tiers) > 0 && !c.isForeign, places: c.isForeign, sums: e.cfg.Sums && !c.isForeign,
+		indexWords: indexWords, pieces: 1,
+	}
+	block := c.block
+	if r.area != nil {
+		spec.pieces = blockPieces
+	}
+	if block != nil {
+		block.hold()
+	}
 	e.carving = true
 	e.mu.Unlock()
-	m, err := makeCarved(slots, c.geometry.PagesPerChunk, c.geometry.DigestBytes/8, indexWords, len(e.cfg.Tiers) > 0 && !c.isForeign, c.isForeign)
+	m, err := makeCarved(block, spec)
 	e.mu.Lock()
 	e.carving = false
 	if err != nil {
@@ -631,23 +659,19 @@ func (e *Engine) carve(r *region, c *class, slots int, at Placement) error {
 		m.close()
 		return ErrClosed
 	}
+	if m.block != c.block {
+		e.dropBlock(c)
+		c.block = m.block
+		c.block.hold()
+	}
 	if m.index != nil {
 		e.idx.grow(m.index)
 		m.index = nil
 	}
 	*r = region{
-		id: r.id, num: r.num, size: r.size, class: c, at: at, ppc: c.geometry.PagesPerChunk, shift: logarithm(c.geometry.PagesPerChunk), words: c.geometry.DigestBytes / 8,
-		slots: m.slots.Slice(), kin: m.kin.Slice(), links: m.links.Slice(),
+		id: r.id, num: r.num, size: r.size, area: r.area, class: c, at: at, ppc: c.geometry.PagesPerChunk, shift: logarithm(c.geometry.PagesPerChunk), words: c.geometry.DigestBytes / 8,
+		slots: m.slots, kin: m.kin, digests: m.digests, links: m.links.Slice(), routes: m.routes, places: m.places, sums: m.sums,
 		firstGen: r.firstGen, free: slots, lastUse: e.tick, mem: m, foreign: c.isForeign,
-	}
-	if m.digests != nil {
-		r.digests = m.digests.Slice()
-	}
-	if m.routes != nil {
-		r.routes = m.routes.Slice()
-	}
-	if m.places != nil {
-		r.places = m.places.Slice()
 	}
 	c.policy.Grow(r.num, slots)
 	c.regions = append(c.regions, r)
@@ -658,45 +682,20 @@ func (e *Engine) carve(r *region, c *class, slots int, at Placement) error {
 	return nil
 }
 
+// dropBlock ends a class's hold on its block.
+func (e *Engine) dropBlock(c *class) {
+	if c.block != nil {
+		e.trash = append(e.trash, &carved{block: c.block})
+		c.block = nil
+	}
+}
+
 // logarithm of a power of two; -1 for other numbers.
 func logarithm(n int) int8 {
 	if n&(n-1) != 0 {
 		return -1
 	}
 	return int8(bits.TrailingZeros(uint(n)))
-}
-
-// coldRegion is the region of another geometry that class c may take: of those in which nothing is leased or being filled the one unused
-// for longest. c takes one if it has none, and otherwise only one that is colder than anything that it could evict itself. A class without
-// any waits for the arena to grow first.
-func (e *Engine) coldRegion(c *class) *region {
-	if len(e.staging.regions) > 0 { // what is being restored looks empty
-		return nil
-	}
-	before := uint64(math.MaxUint64)
-	if ref, ok := e.victim(c); ok {
-		_, s := e.slot(ref)
-		before = s.stamp
-	}
-	if c.coldFirst != 0 {
-		_, s := e.slot(c.coldFirst)
-		before = min(before, s.stamp)
-	}
-	var cold *region
-	for _, r := range e.regions[1 : e.nregion+1] {
-		if r.class != nil && r.class != c && !r.foreign && !r.draining && r.leased == 0 && r.filling == 0 && r.lastUse < before && c.slotsIn(r.size) > 0 {
-			cold, before = r, r.lastUse
-		}
-	}
-	if cold != nil && e.bytes < e.cfg.ArenaLimitBytes && len(c.regions) == 0 {
-		if now := e.cfg.Now(); !e.waiting {
-			e.waiting, e.wanted = true, now
-			return nil
-		} else if now-e.wanted < growPatience {
-			return nil
-		}
-	}
-	return cold
 }
 
 // drain empties a region and takes it from its class. It answers false, and leaves the region as it is, if something in it is used meanwhile.
@@ -749,5 +748,10 @@ func (e *Engine) uncarve(r *region) {
 	for i := range r.slots[:r.fresh] {
 		gen = max(gen, r.slots[i].gen)
 	}
-	*r = region{id: r.id, num: r.num, size: r.size, firstGen: gen + 1}
+	if r.area == nil {
+		*r = region{id: r.id, num: r.num, size: r.size, firstGen: gen + 1}
+		return
+	}
+	r.area.free(r)
+	*r = region{num: r.num, firstGen: gen + 1}
 }

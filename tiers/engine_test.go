@@ -442,6 +442,68 @@ func TestFrozenOwnerHasItsShare(t *testing.T) {
 	}
 }
 
+// TestFrozenOwners: owners that freeze with all that they can have leave some for the next ones, however many freeze, and it is theirs again when they thaw.
+func TestFrozenOwners(t *testing.T) {
+	const slots = 1000
+	b := newBench(t, slots, 1, Config{OwnerShare: 0.5, JointShare: 0.75, MaxOwners: 100})
+	for i := range uint64(slots / 100) {
+		b.store(numbered(i, 100))
+	}
+	var frozen []Owner
+	left := slots
+	for round := range 4 {
+		taken := 0
+		for i := range Owner(2) { // each takes what it can get, to read and to write
+			o := Owner(100) + Owner(10*round) + i
+			b.ok(b.e.AddOwner(o, b.sp))
+			p := numbered(uint64(2000+round-1), left/8)
+			if round == 0 {
+				p = numbered(0, 100)
+			}
+			n, err := b.e.Lookup(o, 1, 0, p)
+			b.ok(err)
+			if n > 0 {
+				_, _, err := b.e.PrepareLoad(o, o, 1, 0, n, nil)
+				b.ok(err)
+			}
+			res, _, err := b.e.PrepareStore(o, 0, nil, numbered(uint64(1000+10*round)+uint64(i), slots), nil)
+			b.ok(err)
+			if st, _ := b.e.Owner(o); st.Slots == 0 || st.Slots > left/2 || res.Store != 0 != (st.Stores == 1) {
+				t.Fatalf("round %d: owner %d has %+v of %d slots that are left", round, o, st, left)
+			}
+			frozen = append(frozen, o)
+			b.ok(b.e.Check())
+		}
+		st := b.e.Stats()
+		if taken = st.LeasedSlots + st.FillingSlots; taken > slots-left+left*3/4 || taken < slots-left+left*3/4-2 {
+			t.Fatalf("round %d: %d slots are taken, with %d left before", round, taken, left)
+		}
+		b.e.SetFrozen(frozen)
+		st = b.e.Stats()
+		if st.Frozen != len(frozen) || st.FrozenSlots != taken {
+			t.Fatalf("round %d: %d owners have frozen with %d slots, want %d with %d", round, st.Frozen, st.FrozenSlots, len(frozen), taken)
+		}
+		left = slots - taken
+		p := numbered(uint64(2000+round), max(1, left/8))
+		if res, _ := b.store(p); res.Shed != 0 {
+			t.Fatalf("round %d: %+v with %d slots that nobody has", round, res, left)
+		}
+		b.wantHits(max(1, left/8), p)
+	}
+	for _, o := range frozen[1:] {
+		b.e.RemoveOwner(o)
+	}
+	if st := b.e.Stats(); st.Frozen != 1 || st.FrozenSlots != slots/2 {
+		t.Fatalf("%d owners have frozen with %d slots, when all but the first have left", st.Frozen, st.FrozenSlots)
+	}
+	b.e.SetFrozen(nil)
+	b.e.RemoveOwner(frozen[0])
+	p := numbered(3000, slots/2)
+	if res, _ := b.store(p); res.Shed != 0 {
+		t.Fatalf("%+v with all free again", res)
+	}
+}
+
 // TestColdRegionChangesGeometry: at the arena's limit a new geometry gets the coldest region, not one in use; below it, it waits first.
 func TestColdRegionChangesGeometry(t *testing.T) {
 	for _, limit := range []int64{0, 1 << 20} {
@@ -647,6 +709,52 @@ func TestManyContinuations(t *testing.T) {
 	}
 }
 
+// TestLongLookupsEndInParts: what a long lookup held is freed in parts, however it ends, and its name and its deadline are gone at once.
+func TestLongLookupsEndInParts(t *testing.T) {
+	const chunks, ppc, part = 40, 2, 8
+	for name, end := range map[string]func(b *bench){
+		"cancel":       func(b *bench) { b.ok(b.e.Cancel(me, 7)) },
+		"another":      func(b *bench) { _, err := b.e.Lookup(me, 7, 0, numbered(2, 1)); b.ok(err) },
+		"its deadline": func(b *bench) { b.now += int64(time.Hour); b.e.Expire() },
+		"trim":         func(b *bench) { b.ok(b.e.Trim(me, 7, chunks*ppc)) },
+		"most trimmed": func(b *bench) { b.ok(b.e.Trim(me, 7, (chunks-3)*ppc)); b.ok(b.e.Cancel(me, 7)) },
+		"a load": func(b *bench) {
+			load, _, err := b.e.PrepareLoad(me, me, 7, 0, 3, nil)
+			b.ok(err)
+			b.ok(b.e.Release(me, load, nil))
+		},
+		"its owner": func(b *bench) { b.e.RemoveOwner(me); b.ok(b.e.AddOwner(me, b.sp)) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			b := newBench(t, chunks, ppc, Config{})
+			b.e.endSlice = part
+			p := numbered(1, chunks*ppc)
+			b.store(p)
+			if n, err := b.e.Lookup(me, 7, 0, p); n != chunks*ppc || err != nil {
+				t.Fatal(n, err)
+			}
+			end(b)
+			if st := b.e.Stats(); st.OpenLookups != 0 || (st.Leases > 0) != b.e.Ending() {
+				t.Fatalf("%d lookups, %d leases, more to do: %v", st.OpenLookups, st.Leases, b.e.Ending())
+			}
+			b.is(b.e.Cancel(me, 7), ErrNotFound)
+			for before := b.e.Stats().Leases; before > 0; {
+				b.ok(b.e.Check())
+				more := b.e.EndSome()
+				st := b.e.Stats()
+				if more != (st.Leases > 0) || more != b.e.Ending() || before-st.Leases > part || st.Leases >= before {
+					t.Fatalf("%d of %d leases are left, more to do: %v", st.Leases, before, more)
+				}
+				before = st.Leases
+			}
+			if b.e.EndSome() {
+				t.Error("there is always more to do")
+			}
+			b.wantHits(chunks*ppc, p)
+		})
+	}
+}
+
 func TestNothingIsAllocated(t *testing.T) {
 	for _, name := range policy.Names() {
 		t.Run(name, func(t *testing.T) { nothingIsAllocated(t, Config{Policy: name}) })
@@ -682,6 +790,8 @@ func nothingIsAllocated(t *testing.T, cfg Config) {
 			load, _, err := b.e.PrepareLoad(me, me, 1, 0, 1000, grants[:0])
 			b.ok(err)
 			b.ok(b.e.Release(me, load, nil))
+			for b.e.EndSome() {
+			}
 		}
 		for range 20 { // until it evicts, and buffers are there
 			store()

@@ -132,6 +132,7 @@ func (e *Engine) dropForeign(c *class) {
 	}
 	r := c.foreign.regions[0]
 	e.uncarve(r)
+	e.dropBlock(c.foreign)
 	e.lent.mask &^= 1 << r.num
 	e.lent.regions--
 	c.foreign = nil

@@ -19,10 +19,11 @@ const (
 	moveLease
 	loanLease
 	copyLease
+	endingLease // of a lookup that has ended, what is still to be freed of it
 )
 
 func (k leaseKind) String() string {
-	return [...]string{"none", "lookup", "load", "store", "pin", "cascade", "move", "loan", "copy"}[k]
+	return [...]string{"none", "lookup", "load", "store", "pin", "cascade", "move", "loan", "copy", "ending"}[k]
 }
 
 // lease is what one lookup, load, pin or unfinished store holds: a run of chunks of one prefix, or for a store the slots that it was granted.
@@ -53,7 +54,7 @@ type lease struct {
 
 type leaseNode struct{ prev, next *lease }
 
-// leaseList is a list of leases: those of one owner (owned), or the lookups by deadline.
+// leaseList is a list of leases: those of one owner (owned), the lookups by deadline, or those that are ending.
 type leaseList struct {
 	first, last *lease
 	owned       bool
@@ -128,8 +129,18 @@ func (e *Engine) findLease(ow *owner, kind leaseKind, handle uint64) (*lease, er
 	return x, nil
 }
 
-// endLease frees all that a lease holds; a store is aborted.
+// endSlice is how many slots of a lookup are freed while the lock is held. To free as many takes some 100 µs.
+const endSlice = 512
+
+// endLease frees all that a lease holds; a store is aborted. What a large lookup holds is left to EndSome, unless it waits.
 func (e *Engine) endLease(x *lease) {
+	if x.kind == lookupLease && len(x.slots) > e.endSlice && !x.waiting {
+		delete(x.owner.lookups, x.key)
+		e.expiry.remove(x)
+		x.kind = endingLease
+		e.pushEnding(x)
+		return
+	}
 	if x.kind == storeLease {
 		for i := range x.slots {
 			e.finishGrant(x, i, false)
@@ -140,9 +151,52 @@ func (e *Engine) endLease(x *lease) {
 	e.forget(x)
 }
 
+// pushEnding leaves a lease to EndSome.
+func (e *Engine) pushEnding(x *lease) {
+	e.endings.push(x)
+	e.ending.Store(true)
+}
+
+// splitEnding leaves the first k slots of a lookup to EndSome. They stay counted on its owner.
+func (e *Engine) splitEnding(x *lease, k int) {
+	y := e.newLease(endingLease, x.owner, x.slots[:k])
+	x.owner.leases -= k // newLease counted them again
+	e.pushEnding(y)
+	x.slots = x.slots[k:]
+}
+
+// Ending reports whether EndSome has something to do. It takes no lock.
+func (e *Engine) Ending() bool { return e.ending.Load() }
+
+// EndSome frees some of what large lookups that have ended still hold, and reports whether there is more. Their names and deadlines are gone before.
+// Whoever ends lookups calls it until there is no more, and may do other things in between.
+func (e *Engine) EndSome() (more bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.endSome()
+}
+
+func (e *Engine) endSome() (more bool) {
+	if e.closed || e.endings.first == nil {
+		return false
+	}
+	e.endPart(e.endings.first)
+	return e.endings.first != nil
+}
+
+// endPart frees the last slots of a lease that is ending.
+func (e *Engine) endPart(x *lease) {
+	from := max(0, len(x.slots)-e.endSlice)
+	e.freeSlots(x, x.slots[from:])
+	if x.slots = x.slots[:from]; from == 0 {
+		e.forget(x)
+		e.ending.Store(e.endings.first != nil)
+	}
+}
+
 // freeSlots ends a lookup's, load's or pin's leases on some of its slots, the last first, so that a prefix is settled after its continuation.
 func (e *Engine) freeSlots(x *lease, slots []uint32) {
-	if x.kind == lookupLease || x.kind == pinLease { // a load's were its lookup's
+	if x.kind == lookupLease || x.kind == pinLease || x.kind == endingLease { // a load's were its lookup's
 		e.used(x.owner.space.class, slots)
 	}
 	freed := 0
@@ -187,6 +241,8 @@ func (e *Engine) forget(x *lease) {
 		if !x.waiting {
 			e.expiry.remove(x)
 		}
+	case endingLease:
+		e.endings.remove(x)
 	case loadLease:
 		ow.loads--
 	case loanLease:

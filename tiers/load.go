@@ -82,6 +82,28 @@ func (e *Engine) PrepareLoad(o, scheduler Owner, lookup uint64, firstPage, pages
 	return y.handle(), out, nil
 }
 
+// LoadEnds appends the digests of the pages at which the chunks of a load end, as the index has them, in rising order: those of the last pages of PrepareLoad's extents.
+func (e *Engine) LoadEnds(o Owner, load uint64, out []byte) ([]byte, error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	ow, err := e.owner(o)
+	if err != nil {
+		return out, err
+	}
+	x, err := e.findLease(ow, loadLease, load)
+	if err != nil {
+		return out, err
+	}
+	ppc := ow.space.g.PagesPerChunk
+	var buf [32]byte
+	for _, ref := range x.slots {
+		r, s := e.slot(ref)
+		last := min(x.first+x.n, (int(s.chunk)+1)*ppc) - 1
+		out = append(out, r.digestBytes(ref&recordMask, last%ppc, &buf)...)
+	}
+	return out, nil
+}
+
 // Release ends a load. The chunks of the extents named in bad, by their place among those that PrepareLoad appended, are dropped: their bytes
 // did not check out. ErrStale: it was released before; ErrInvalid, with nothing changed: bad names an extent that is not there.
 func (e *Engine) Release(o Owner, load uint64, bad []uint32) error {

@@ -8,19 +8,65 @@ import "fmt"
 func (e *Engine) Lookup(o Owner, lookup uint64, firstPage int, hashes []byte) (pages int, err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	ow, err := e.owner(o)
+	pages, _, err = e.lookUp(o, lookup, firstPage, hashes)
+	return pages, err
+}
+
+// BeginLookup is Lookup for the first part of what is asked for. ContinueLookup asks for the next part by the handle, which is 0 if nothing is held.
+func (e *Engine) BeginLookup(o Owner, lookup uint64, firstPage int, hashes []byte) (pages int, handle uint64, err error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	pages, x, err := e.lookUp(o, lookup, firstPage, hashes)
+	if x == nil {
+		return pages, 0, err
+	}
+	return pages, x.handle(), nil
+}
+
+// ContinueLookup leases what is held of the pages that follow those of a lookup, whole chunks but for the last, and answers how many. ErrStale, ErrNotFound: the lookup has ended;
+// ErrInvalid: it does not end at the end of a chunk.
+func (e *Engine) ContinueLookup(handle uint64, hashes []byte) (pages int, err error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.closed {
+		return 0, ErrClosed
+	}
+	x, err := e.findLease(nil, lookupLease, handle)
 	if err != nil {
 		return 0, err
 	}
-	w, err := e.walk(ow.space.g, firstPage, hashes)
+	ow := x.owner
+	w, err := e.walk(ow.space.g, x.first+x.n, hashes)
 	if err != nil {
 		return 0, err
+	}
+	if x.waiting || w.first%w.ppc != 0 {
+		return 0, invalid("lookup of pages %d to %d cannot go on", x.first, w.first-1)
+	}
+	pages, slots := e.leaseHits(ow, &w)
+	e.stats.LookupPages += uint64(w.n)
+	e.stats.HitPages += uint64(pages)
+	if pages > 0 {
+		e.extendLease(x, slots)
+		x.n += pages
+	}
+	return pages, nil
+}
+
+func (e *Engine) lookUp(o Owner, lookup uint64, firstPage int, hashes []byte) (pages int, x *lease, err error) {
+	ow, err := e.owner(o)
+	if err != nil {
+		return 0, nil, err
+	}
+	w, err := e.walk(ow.space.g, firstPage, hashes)
+	if err != nil {
+		return 0, nil, err
 	}
 	if x := ow.lookups[lookup]; x != nil {
 		e.endLease(x)
 	}
 	if len(ow.lookups) >= e.cfg.MaxLookupsPerOwner {
-		return 0, fmt.Errorf("%w: owner %d has %d lookups", ErrBusy, o, len(ow.lookups))
+		return 0, nil, fmt.Errorf("%w: owner %d has %d lookups", ErrBusy, o, len(ow.lookups))
 	}
 	e.idx.migrate(migrateStep)
 	pages, slots := e.leaseHits(ow, &w)
@@ -28,14 +74,14 @@ func (e *Engine) Lookup(o Owner, lookup uint64, firstPage int, hashes []byte) (p
 	e.stats.LookupPages += uint64(w.n)
 	e.stats.HitPages += uint64(pages)
 	if pages == 0 {
-		return 0, nil
+		return 0, nil, nil
 	}
-	x := e.newLease(lookupLease, ow, slots)
+	x = e.newLease(lookupLease, ow, slots)
 	x.key, x.first, x.n = lookup, firstPage, pages
 	x.deadline = e.cfg.Now() + int64(e.cfg.LeaseDeadline)
 	ow.lookups[lookup] = x
 	e.expiry.push(x)
-	return pages, nil
+	return pages, x, nil
 }
 
 // leaseHits leases the chunks of a walk that are held and verified, up to the first page that is not. The slots are valid until the next call.
@@ -46,7 +92,7 @@ func (e *Engine) leaseHits(ow *owner, w *walk) (pages int, slots []uint32) {
 	e.tick++
 	sp := ow.space
 	slots = e.held[:0]
-	room := e.cfg.MaxLeasesPerOwner - ow.leases
+	room, left := e.cfg.MaxLeasesPerOwner-ow.leases, e.left(ow)
 	anyUnverified := e.unverified.Load() > 0
 	shadow := ow.shadow()
 	lent := shadow != nil && shadow.pages > 0
@@ -85,7 +131,7 @@ func (e *Engine) leaseHits(ow *owner, w *walk) (pages int, slots []uint32) {
 			if lent && e.isForeign(ref) {
 				t, limit = &ow.foreign, shadow.class.limit
 			}
-			if len(slots) >= room || !t.add(ref, limit) {
+			if len(slots) >= room || len(slots) >= left && !e.inUse(ref) || !t.add(ref, limit) {
 				e.stats.Limited++
 				return pages, slots
 			}
@@ -167,8 +213,12 @@ func (e *Engine) Trim(o Owner, lookup uint64, firstPage int) error {
 		k = min(k, len(x.slots))
 		x.held = max(0, x.held-k)
 	}
-	e.freeSlots(x, x.slots[:k])
-	x.slots = x.slots[k:]
+	if k > e.endSlice && !x.waiting {
+		e.splitEnding(x, k)
+	} else {
+		e.freeSlots(x, x.slots[:k])
+		x.slots = x.slots[k:]
+	}
 	x.n = max(0, x.n-(cut-x.first))
 	x.first = cut
 	return nil
@@ -216,6 +266,7 @@ func (e *Engine) Pin(id SpaceID, hashes []byte) (pin uint64, pages int, err erro
 	}
 	x := e.newLease(pinLease, &s.pinner, slots)
 	x.n = pages
+	e.relimit()
 	return x.handle(), pages, nil
 }
 
@@ -231,5 +282,6 @@ func (e *Engine) Unpin(pin uint64) error {
 		return err
 	}
 	e.endLease(x)
+	e.relimit()
 	return nil
 }

@@ -133,6 +133,9 @@ type world struct {
 	restores                  bool            // regions come with restored chunks
 	checks                    []modelCheck
 	verified, corrupt         int
+	patrols                   []patrolling
+	patrolPlace               PatrolPlace
+	compared                  int // checksums, with that of before
 	nextRegion                uint32
 	moved, unplugged          int
 	calls                     int // kinds of calls, by their weight
@@ -219,6 +222,7 @@ func newWorld(t *testing.T, seed uint64) *world {
 		Now: func() int64 { return w.now }, Seed: seed, LeaseDeadline: time.Duration(w.deadline), MaxSpaces: 4, MaxOwners: 8, MaxLookupsPerOwner: 1 + w.rng.IntN(20),
 		MaxPages: 64, MinPageBytes: 1, OwnerShare: []float64{0.3, 0.5, 1}[w.rng.IntN(3)], ArenaLimitBytes: limit,
 	}
+	cfg.JointShare = []float64{0.4, 0.8, 1}[w.rng.IntN(3)]
 	cfg.JournalBytes = minJournalBytes
 	cfg.Policy = policy.Names()[w.rng.IntN(len(policy.Names()))]
 	cfg.PromotingShare = []float64{0.1, 0.5, 1}[w.rng.IntN(3)]
@@ -236,6 +240,7 @@ func newWorld(t *testing.T, seed uint64) *world {
 		w.awake[tier] = true
 	}
 	cfg.ForeignSlots, cfg.CopyAfter = w.startPeers()
+	cfg.Sums = w.chance(2)
 	cfg.OnGone = func(region, slot uint32) {
 		if w.arena[region] == nil {
 			w.fatal("slot %d of region %d is gone", slot, region)
@@ -245,7 +250,7 @@ func newWorld(t *testing.T, seed uint64) *world {
 	for range w.rng.IntN(4) {
 		cfg.Tiers = append(cfg.Tiers, TierAdmission{Admit: Admission(w.rng.IntN(4)), Queue: []int{1, 3, 0}[w.rng.IntN(3)]})
 	}
-	if len(cfg.Tiers) < modelTiers && w.chance(3) {
+	if len(cfg.Tiers) < modelTiers && w.chance(2) {
 		w.fixed = geometries
 		cfg.FixedRegions, cfg.NoExtend = true, true
 		cfg.Tiers = append(cfg.Tiers, TierAdmission{Self: true, Queue: []int{3, 0}[w.rng.IntN(2)]})
@@ -257,6 +262,9 @@ func newWorld(t *testing.T, seed uint64) *world {
 	e, err := New(cfg)
 	w.check(err)
 	w.e = e
+	if w.chance(2) {
+		e.endSlice = 1 + w.rng.IntN(3)
+	}
 	plain := e.newPolicy
 	e.newPolicy = func(foreign bool) policy.Policy {
 		s := &strict{Policy: plain(foreign), notes: map[uint32]bool{}, slots: map[uint32]int{}}
@@ -380,7 +388,7 @@ func (w *world) lookup(s *modelSession) {
 	held := make([]uint16, len(p)/s.space.g.PagesPerChunk+1)
 	w.check(w.e.Contains(s.space.id, first, p.digests(first, len(p), size), held))
 	limited := w.e.Stats().Limited
-	pages, err := w.e.Lookup(s.owner, id, first, p.digests(first, len(p), size))
+	pages, err := w.lookUp(s, id, first, p)
 	if errors.Is(err, ErrBusy) {
 		return
 	}
@@ -413,6 +421,37 @@ func (w *world) lookup(s *modelSession) {
 		w.hits++
 		s.lookups[id] = &modelLookup{p: p, first: first, n: pages, deadline: w.now + w.deadline}
 	}
+}
+
+// lookUp looks a prefix up, in one piece or in parts, which is the same.
+func (w *world) lookUp(s *modelSession, id uint64, first int, p prefix) (pages int, err error) {
+	size, ppc := s.space.g.DigestBytes, s.space.g.PagesPerChunk
+	if !w.chance(3) {
+		return w.e.Lookup(s.owner, id, first, p.digests(first, len(p), size))
+	}
+	part := func(from int) int { return min(len(p), (from/ppc+1+w.rng.IntN(3))*ppc) }
+	to := part(first)
+	pages, handle, err := w.e.BeginLookup(s.owner, id, first, p.digests(first, to, size))
+	if err != nil {
+		return 0, err
+	}
+	if (handle != 0) != (pages > 0) {
+		w.fatal("handle %#x of %d pages", handle, pages)
+	}
+	for from := first; pages == to-first && to < len(p); {
+		from, to = to, part(to)
+		n, err := w.e.ContinueLookup(handle, p.digests(from, to, size))
+		w.check(err)
+		pages += n
+	}
+	if handle != 0 && w.chance(5) {
+		w.check(w.e.Cancel(s.owner, id))
+		if _, err := w.e.ContinueLookup(handle, p.digests(first, to, size)); !errors.Is(err, ErrStale) && !errors.Is(err, ErrNotFound) {
+			w.fatal("a lookup that was cancelled goes on: %v", err)
+		}
+		return w.e.Lookup(s.owner, id, first, p.digests(first, len(p), size))
+	}
+	return pages, nil
 }
 
 func (w *world) prepareStore(s *modelSession) {
@@ -670,6 +709,9 @@ func (w *world) die(s *modelSession) {
 
 func (w *world) stall() {
 	w.now += w.rng.Int64N(w.deadline + 1)
+	if w.chance(10) { // whatever is not used from now on is old
+		w.now += agedAfter
+	}
 	want := 0
 	for _, s := range w.sessions {
 		for id, l := range s.lookups {
@@ -682,6 +724,17 @@ func (w *world) stall() {
 	if n := w.e.Expire(); n != want {
 		w.fatal("%d lookups expired, want %d", n, want)
 	}
+}
+
+// freeze has some sessions, and one that there is not, frozen, and the others not. They may do what they like all the same.
+func (w *world) freeze() {
+	frozen := []Owner{1 << 40}
+	for _, s := range w.sessions {
+		if w.chance(3) {
+			frozen = append(frozen, s.owner)
+		}
+	}
+	w.e.SetFrozen(frozen)
 }
 
 func (w *world) pin() {
@@ -712,6 +765,7 @@ func (w *world) run(steps int) {
 		if w.restores {
 			w.restoreSome(s)
 		}
+		w.patrolSome()
 		switch w.rng.IntN(w.calls) {
 		case 0, 1, 2, 3, 4, 5, 6, 7:
 			w.lookup(s)
@@ -745,6 +799,9 @@ func (w *world) run(steps int) {
 		case 36:
 			if w.chance(3) {
 				w.die(s)
+			}
+			if w.chance(3) {
+				w.freeze()
 			}
 		case 37:
 			if w.chance(10) {
@@ -784,6 +841,11 @@ func (w *world) run(steps int) {
 		if w.seed%4 == 0 || w.chance(20) {
 			w.check(w.e.Check())
 			w.checkPolicies()
+		}
+		for w.e.EndSome() { // whoever ends lookups has it done
+			if w.seed%4 == 0 || w.chance(20) {
+				w.check(w.e.Check())
+			}
 		}
 		w.follow()
 		w.lend()
@@ -843,7 +905,7 @@ func TestRandomHistories(t *testing.T) {
 		return
 	}
 	var total Counters
-	hits, exacts, cascades, dropped, unplugged, verified, corrupt := 0, 0, 0, 0, 0, 0, 0
+	hits, exacts, cascades, dropped, unplugged, verified, corrupt, compared := 0, 0, 0, 0, 0, 0, 0, 0
 	var synced, gaps, borrowed, mixed, copied uint64
 	for seed := uint64(1); seed <= uint64(*seedsFlag); seed++ {
 		w := newWorld(t, seed)
@@ -856,6 +918,7 @@ func TestRandomHistories(t *testing.T) {
 		unplugged += w.unplugged
 		verified += w.verified
 		corrupt += w.corrupt
+		compared += w.compared
 		synced += uint64(w.followers.synced)
 		gaps += w.followers.gaps
 		borrowed, mixed, copied = borrowed+w.peers.borrowed, mixed+w.peers.mixed, copied+w.peers.copied
@@ -875,7 +938,7 @@ func TestRandomHistories(t *testing.T) {
 		"recarved": total.Recarved, "limited": total.Limited, "bad": total.Bad, "cleared": total.Cleared, "loads": total.LoadPages, "expired": total.Expired,
 		"promotions": total.Promotions, "joined promotions": total.PromotionsJoined, "failed promotions": total.PromotionsFailed, "late promotions": total.PromotionsLate,
 		"promoted pages": total.PromotedPages, "dropped": total.Dropped, "cascades": uint64(cascades), "dropped cascades": uint64(dropped), "known answers": uint64(exacts), "moves": total.Moved, "removed regions": uint64(unplugged),
-		"verified": uint64(verified), "corrupt": uint64(corrupt), "followers compared": synced, "followers overrun": gaps,
+		"verified": uint64(verified), "corrupt": uint64(corrupt), "compared checksums": uint64(compared), "followers compared": synced, "followers overrun": gaps,
 		"loans": borrowed, "loads from the arena and from peers": mixed, "loans evicted": total.ForeignEvicted, "bad loans": total.ForeignBad, "copies": copied, "failed copies": total.CopiesFailed} {
 		if n == 0 && *seedsFlag >= 100 {
 			t.Errorf("the histories never came to %s", name)

@@ -99,19 +99,23 @@ func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, h
 
 	e.tick++
 	// What is held is leased first, so that room for one chunk does not cost another.
+	pinned := 0 // slots that nobody else has leased
 	for i, rec := range refs {
 		if rec = e.served(rec); shadow != nil && shadow.pages > 0 && (rec == 0 || !e.at(rec, w.last(i))) {
 			rec = e.find(shadow, w.hash(w.last(i)))
 		}
 		if rec != 0 && e.at(rec, w.last(i)) {
 			refs[i], _ = e.slotOf(rec)
+			if _, s := e.slot(refs[i]); s.idle() {
+				pinned++
+			}
 			e.pin(refs[i])
 		} else {
 			refs[i] = 0
 		}
 	}
 	slots := e.held[:0]
-	room := e.cfg.MaxLeasesPerOwner - ow.leases
+	room, left := e.cfg.MaxLeasesPerOwner-ow.leases, e.left(ow)+pinned
 	parent := e.chunkBefore(sp, x, &w, prev)
 	join := e.flights.n > 0 // not only what is granted here
 	end, i := firstPage, 0
@@ -122,7 +126,7 @@ func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, h
 			if i == 0 && x != nil && w.last(0) < x.first+x.n {
 				break // it has more
 			}
-			if !e.claim(ow, ref) {
+			if len(slots) >= left || !e.claim(ow, ref) {
 				e.stats.Limited++
 				break
 			}
@@ -276,11 +280,15 @@ func (e *Engine) chunkBefore(sp *space, x *lease, w *walk, prev []byte) uint32 {
 
 // extendLease adds slots, which are counted on its owner already, to a lease.
 func (e *Engine) extendLease(x *lease, slots []uint32) {
+	x.owner.leases += len(slots)
+	if cap(x.slots)-len(x.slots) >= len(slots) {
+		x.slots = append(x.slots, slots...) // still in buf
+		return
+	}
 	buf := append(e.bufs.get(len(x.slots)+len(slots)), x.slots...)
 	e.bufs.put(x.buf)
 	x.buf = append(buf, slots...)
 	x.slots = x.buf
-	x.owner.leases += len(slots)
 }
 
 // promotion resolves a handle.
@@ -354,9 +362,9 @@ func (e *Engine) finish(ref uint32, ok bool, fromTier int, l *Loan) {
 		return
 	}
 	s.state, s.granted = ready, 0
-	r.filling--
+	r.filled()
 	if s.pins > 0 {
-		r.leased++
+		r.lease()
 	}
 	// A store may have been first with it. The lookups keep what they have, which is as good; it goes when they do.
 	if !ok || s.doomed() || !(r.foreign && e.enterLent(r, ref, pages, first) || !r.foreign && e.enter(ref, 0, pages)) {

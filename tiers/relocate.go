@@ -23,7 +23,7 @@ const (
 	MoveBad                   // they are bad where they were: the chunk is dropped
 )
 
-// Drain tells a region to hand out no more slots. What is in it, or being filled, stays, and can be found and used, but is not evicted, until it is moved
+// Drain tells a region that was added carved to hand out no more slots. What is in it, or being filled, stays, and can be found and used, but is not evicted, until it is moved
 // (NextMoves), dropped, or goes with the region (RemoveRegion). Undrain ends that. Draining what drains already is no error. ErrNotFound: there is no such region;
 // ErrBusy: it is being emptied, or one is being carved. Both let go of the lock between slices of their work.
 func (e *Engine) Drain(region uint32) error {
@@ -97,7 +97,7 @@ func (e *Engine) eachIdle(id uint32, r *region, retired bool, f func(ref uint32)
 
 // RegionStats is a region at one moment.
 type RegionStats struct {
-	Geometry  Geometry // PageTokens is 0; zero if it is not carved
+	Geometry  Geometry // PageTokens is 0
 	Slots     int
 	Free      int
 	Spoiled   int // free ones that are never granted again
@@ -111,19 +111,18 @@ type RegionStats struct {
 // Used is how many slots hold something, or are being filled.
 func (s *RegionStats) Used() int { return s.Slots - s.Free - s.Spoiled }
 
-// Region is what a region is like now; false: there is none.
+// Region is what a region that was added carved is like now; false: there is none.
 func (e *Engine) Region(id uint32) (RegionStats, bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	r := e.byID[id]
-	if e.closed || r == nil {
+	if e.closed || r == nil || r.class == nil { // it is being carved
 		return RegionStats{}, false
 	}
-	st := RegionStats{Slots: len(r.slots), Free: r.free, Spoiled: r.spoiled, Filling: r.filling, Leased: r.leased, Draining: r.draining, LastUse: r.lastUse}
-	if r.class != nil {
-		st.Geometry, st.SlotBytes = r.class.geometry, r.class.slotBytes()
-	}
-	return st, true
+	return RegionStats{
+		Slots: len(r.slots), Free: r.free, Spoiled: r.spoiled, Filling: r.filling, Leased: r.leased, Draining: r.draining, LastUse: r.lastUse,
+		Geometry: r.class.geometry, SlotBytes: r.class.slotBytes(),
+	}, true
 }
 
 // NextMoves appends to out up to max chunks of a drained region that are to be copied to slots of other regions, each to be ended by EndMove. It looks at slots from
@@ -187,7 +186,7 @@ func (e *Engine) startMove(from uint32, buf []byte) (Move, []byte) {
 	to := e.alloc(e.spaces[s.space], int(s.chunk), int(s.pages))
 	rt := e.aim(to, from)
 	if s.idle() {
-		r.leased++
+		r.lease()
 	}
 	s.pins++
 	e.pins++
@@ -294,8 +293,8 @@ func (e *Engine) relocate(from, to uint32) {
 	}
 	*t = slot{stamp: s.stamp, gen: t.gen, chunk: s.chunk, pages: s.pages, space: s.space, state: ready, flags: s.flags&^(moved|spoiled) | t.flags&spoiled, pins: 1, last: t.last}
 	e.pins++
-	rt.filling--
-	rt.leased++
+	rt.filled()
+	rt.lease()
 	rt.lastUse = max(rt.lastUse, s.stamp)
 	s.flags |= moved
 

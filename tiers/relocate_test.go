@@ -28,6 +28,12 @@ func (w *world) drain() {
 		}
 	}
 	var err error
+	if _, carved := w.e.Region(id); !carved {
+		if err := w.e.Drain(id); !errors.Is(err, ErrNotFound) {
+			w.fatal("draining region %d, which was not added carved: %v", id, err)
+		}
+		return
+	}
 	if w.drained[id] {
 		if err = w.e.Undrain(id); err == nil {
 			delete(w.drained, id)
@@ -57,12 +63,20 @@ func (w *world) unplug() {
 		return
 	}
 	for _, id := range regionIDs(w.arena) {
-		if !w.drained[id] && !w.going[id] || len(w.arena) == 1 {
+		_, carved := w.e.Region(id)
+		if !w.going[id] && (carved && !w.drained[id] || !carved && !w.chance(4)) || len(w.arena) == 1 {
 			continue
 		}
-		st, ok := w.e.Region(id)
-		if !ok {
-			w.fatal("region %d is not there", id)
+		regions, ok := w.e.parts(id)
+		if !ok || w.fixed != nil && !carved {
+			w.fatal("region %d is there: %v, carved from the start: %v", id, ok, carved)
+		}
+		var st RegionStats
+		for _, r := range regions {
+			st.Slots += len(r.slots)
+			st.Free += r.free
+			st.Leased += r.leased
+			st.Filling += r.filling
 		}
 		if st.Free < st.Slots {
 			w.bad = true // something is dropped

@@ -131,10 +131,16 @@ func (e *Engine) AddCarvedRegion(id uint32, g Geometry, slots int, at Placement)
 	if e.carving {
 		return fmt.Errorf("%w: a region is being carved", ErrBusy)
 	}
-	r, err := e.addRegion(id, bytes*int64(slots))
-	if err != nil {
+	if err := e.mayAdd(id, bytes*int64(slots)); err != nil {
 		return err
 	}
+	r := e.spareRegion()
+	if r == nil {
+		return fmt.Errorf("%w: %d regions are the most", ErrBusy, maxRegions)
+	}
+	r.id, r.size = id, bytes*int64(slots)
+	e.byID[id] = r
+	e.added(r.size)
 	if err := e.carve(r, e.classOf(g), slots, at); err != nil {
 		if !e.closed {
 			e.dropRegion(r)
@@ -144,8 +150,9 @@ func (e *Engine) AddCarvedRegion(id uint32, g Geometry, slots int, at Placement)
 	return nil
 }
 
-// RemoveRegion drops all that a region holds and takes it from the engine. ErrBusy: something in it is leased or being filled. Nothing in the region
-// can be found then, nor is more granted; call again when these uses have ended. It lets go of the lock between slices of its work.
+// RemoveRegion drops all that a region holds and takes it from the engine. ErrBusy: something in it is leased or being filled, or a region is being
+// carved. In the first case nothing in the region can be found, nor is more granted; call again when these uses have ended. It lets go of the lock between
+// slices of its work.
 func (e *Engine) RemoveRegion(id uint32) error {
 	e.restores.Lock()
 	defer e.restores.Unlock()
@@ -154,39 +161,67 @@ func (e *Engine) RemoveRegion(id uint32) error {
 	if e.closed {
 		return ErrClosed
 	}
-	r := e.byID[id]
-	if r == nil {
+	regions, ok := e.parts(id)
+	if !ok {
 		return fmt.Errorf("%w: region %d", ErrNotFound, id)
 	}
-	if r.class != nil {
+	a := e.areaOf(id)
+	if a != nil && e.carving || a == nil && regions[0].class == nil { // one of its pieces, perhaps, or it
+		return fmt.Errorf("%w: a region is being carved", ErrBusy)
+	}
+	if a != nil {
+		a.going = true
+	}
+	for _, r := range regions {
 		if !r.draining {
 			r.draining = true
 			r.class.free -= r.free
 			r.class.slots -= len(r.slots)
 		}
 		r.retired = false // what is not dropped yet may be evicted meanwhile
-		for i := 0; i < r.fresh; i++ {
-			if r.slots[i].state != free {
-				e.doom(r.num<<recordBits | uint32(i))
-			}
-			if i%clearSlice == clearSlice-1 {
-				e.mu.Unlock()
-				e.mu.Lock()
-				if e.closed {
-					return ErrClosed
-				}
-				if e.byID[id] != r {
-					return fmt.Errorf("%w: region %d", ErrNotFound, id)
-				}
-			}
+	}
+	used := 0
+	for _, r := range regions {
+		if err := e.doomAll(id, r); err != nil {
+			return err
 		}
-		if n := len(r.slots) - r.free - r.spoiled; n > 0 {
-			return fmt.Errorf("%w: %d slots of region %d are in use", ErrBusy, n, id)
-		}
+	}
+	for _, r := range regions {
+		used += len(r.slots) - r.free - r.spoiled
+	}
+	if used > 0 {
+		return fmt.Errorf("%w: %d slots of region %d are in use", ErrBusy, used, id)
+	}
+	for _, r := range regions {
 		e.uncarve(r)
 	}
-	e.dropRegion(r)
+	if a != nil {
+		e.dropArea(a)
+	} else {
+		e.dropRegion(regions[0])
+	}
 	e.relimit()
+	return nil
+}
+
+// doomAll drops all that a region holds, which is the caller's region of that id, or a piece of it. It lets go of the lock between slices of its work.
+func (e *Engine) doomAll(id uint32, r *region) error {
+	a, mem := r.area, r.mem
+	for i := 0; i < r.fresh; i++ {
+		if r.slots[i].state != free {
+			e.doom(r.num<<recordBits | uint32(i))
+		}
+		if i%clearSlice == clearSlice-1 {
+			e.mu.Unlock()
+			e.mu.Lock()
+			if e.closed {
+				return ErrClosed
+			}
+			if r.mem != mem || a == nil && e.byID[id] != r || a != nil && e.areaOf(id) != a {
+				return fmt.Errorf("%w: region %d", ErrNotFound, id)
+			}
+		}
+	}
 	return nil
 }
 

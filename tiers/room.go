@@ -23,5 +23,7 @@ func (e *Engine) PromotionRoom(o Owner) (Room, error) {
 			all += len(r.slots)
 		}
 	}
-	return Room{Budget: max(0, c.promotable-c.promoting), Share: max(0, min(c.limit-ow.slots.n, idle)), Most: min(c.promotable, c.limit, all)}, nil
+	return Room{
+		Budget: max(0, c.promotable-c.promoting), Share: max(0, min(c.limit-ow.slots.n, idle, c.most-c.busy)), Most: min(c.promotable, c.limit, all, c.most-c.frozen),
+	}, nil
 }

@@ -2,6 +2,7 @@ package tiers
 
 import (
 	"encoding/binary"
+	"sync/atomic"
 
 	"lookaside/dax"
 	"lookaside/tiers/policy"
@@ -60,13 +61,15 @@ type kin struct {
 // link chains the records of one page that several slots hold. The one without prev is in the index.
 type link struct{ next, prev uint32 }
 
-// region is one mapping. Carved, it is an array of slots of one geometry with their records.
+// region is an array of slots of one geometry with their records. It is all of a region that was added carved, or a piece of one that
+// stores carve.
 type region struct {
-	id   uint32 // the caller's name
+	id   uint32 // by which the caller knows where it lies
 	num  uint32 // the engine's, from 1: the upper bits of refs
 	size int64
+	area *area // of which it is a piece; nil: it is all of the caller's region
 
-	class    *class // nil: not carved
+	class    *class // nil: the number is not in use
 	draining bool   // hands out no slots
 	retired  bool   // draining, and nothing in it is evicted; see Drain. Otherwise what drains is being emptied
 	at       Placement
@@ -89,8 +92,9 @@ type region struct {
 	leased   int    // slots with pins or with an extension under way
 	lastUse  uint64 // newest stamp
 
-	foreign bool    // its slots stand for chunks in peers' memory, and it has none itself
-	places  []place // by slot, of a foreign region
+	foreign bool       // its slots stand for chunks in peers' memory, and it has none itself
+	places  []place    // by slot, of a foreign region
+	sums    []chunkSum // by slot; nil without Config.Sums
 
 	mem *carved // what the slices lie in
 }
@@ -104,14 +108,19 @@ type class struct {
 	policy   policy.Policy
 	due      int // chunks since it did what it puts off
 	limit    int // slots that one owner may have leased or filling
+	busy     int // slots that are leased or filling
+	most     int // slots that may be, before owners are refused more
+	frozen   int // slots that frozen owners have
 
 	promoting  int // slots that are filling from a tier
 	promotable int // how many may be
 
-	uncarved            int    // slots that the regions which are not carved yet would have
-	cold                int    // slots that are
-	coldFirst, coldLast uint32 // those of them that nobody uses, which are evicted next
-	turn                int    // the region that the last store went to, counted on
+	uncarved            int         // slots that the regions which are not carved yet would have
+	cold                int         // slots that are
+	coldFirst, coldLast uint32      // those of them that nobody uses, which are evicted next
+	turn                int         // the region that the last store went to, counted on
+	open                *region     // where a slot was free last, nil: nowhere yet
+	block               *tableBlock // for the tables of the next piece, if they fit; nil: none yet
 
 	foreign   *class // of the slots for what peers lend of the same geometry; nil: there are none (yet)
 	isForeign bool   // it is that of another class
@@ -192,6 +201,24 @@ func (r *region) where(ref uint32, pos int) (region uint32, offset uint64) {
 	return r.id, r.offset(ref, pos)
 }
 
+// lease counts a ready slot that is in use from now on.
+func (r *region) lease() {
+	r.leased++
+	r.class.busy++
+}
+
+// unlease counts one that is in use no more.
+func (r *region) unlease() {
+	r.leased--
+	r.class.busy--
+}
+
+// filled counts a slot that is not being filled any more.
+func (r *region) filled() {
+	r.filling--
+	r.class.busy--
+}
+
 func (s *slot) doomed() bool { return s.flags&doomed != 0 }
 
 // idle says that nobody leases or extends the slot.
@@ -251,13 +278,14 @@ func (e *Engine) register(ref uint32) {
 	}
 	r.class.policy.Enter(ref, sp.key(r.digest(ref&recordMask, pos)), e.heldParent(ref))
 	s.stamp, r.lastUse = e.tick, e.tick
+	e.unsum(ref)
 }
 
 // pin takes a lease on a ready slot. The policy is told of the use when the lease ends: until then it has no say, and an answer need not wait for it.
 func (e *Engine) pin(ref uint32) {
 	r, s := e.slot(ref)
 	if s.idle() {
-		r.leased++
+		r.lease()
 		if s.children == 0 {
 			e.hold(ref)
 		}
@@ -290,7 +318,7 @@ func (e *Engine) unpin(ref uint32) {
 	s.pins--
 	e.pins--
 	if s.state == ready && s.idle() {
-		r.leased--
+		r.unlease()
 		e.settle(ref)
 	}
 }
@@ -601,7 +629,7 @@ func (e *Engine) doom(ref uint32) {
 func (e *Engine) release(ref uint32) {
 	r, s := e.slot(ref)
 	if s.state == filling {
-		r.filling--
+		r.filled()
 		e.disown(ref)
 	}
 	e.vouch(s)
@@ -621,6 +649,7 @@ func (e *Engine) release(ref uint32) {
 	r.free++
 	if !r.draining {
 		r.class.free++
+		r.class.open = r
 	}
 }
 
@@ -684,106 +713,160 @@ func (e *Engine) alloc(s *space, chunk, pages int) uint32 {
 	if c.free == 0 && !e.evict(c) {
 		return 0
 	}
-	first := 0
 	if e.cfg.FixedRegions { // each may be on a device of its own
 		c.turn++
-		first = c.turn
+		return e.take(c.nextOpen(c.turn), s, chunk, pages)
 	}
+	if r := c.open; r == nil || r.class != c || r.free == 0 || r.draining {
+		c.open = c.nextOpen(0)
+	}
+	return e.take(c.open, s, chunk, pages)
+}
+
+// nextOpen returns the first region of a class, from the given one on, that has a free slot. There must be one.
+func (c *class) nextOpen(first int) *region {
 	for k := range c.regions {
-		r := c.regions[(first+k)%len(c.regions)]
-		if r.free == 0 || r.draining {
-			continue
+		if r := c.regions[(first+k)%len(c.regions)]; r.free > 0 && !r.draining {
+			return r
 		}
-		i, gen := uint32(r.fresh), r.firstGen
-		if r.freeList != 0 {
-			i = r.freeList - 1
-			r.freeList = r.kin[i].next
-			gen = r.slots[i].gen
-		} else {
-			r.fresh++
-		}
-		r.free--
-		r.filling++
-		c.free--
-		s.chunks++
-		r.lastUse = e.tick
-		r.slots[i] = slot{stamp: e.tick, gen: gen, chunk: uint32(chunk), granted: uint16(pages), space: s.id, state: filling}
-		r.kin[i] = kin{}
-		e.wantVictims(c)
-		return r.num<<recordBits | i
 	}
 	panic("tiers: a class counts free slots that its regions have not")
 }
 
+// take makes a free slot of a region one that is being filled.
+func (e *Engine) take(r *region, s *space, chunk, pages int) uint32 {
+	i, gen := uint32(r.fresh), r.firstGen
+	if r.freeList != 0 {
+		i = r.freeList - 1
+		r.freeList = r.kin[i].next
+		gen = r.slots[i].gen
+	} else {
+		r.fresh++
+	}
+	r.free--
+	r.filling++
+	r.class.busy++
+	r.class.free--
+	s.chunks++
+	r.lastUse = e.tick
+	r.slots[i] = slot{stamp: e.tick, gen: gen, chunk: uint32(chunk), granted: uint16(pages), space: s.id, state: filling}
+	r.kin[i] = kin{}
+	e.wantVictims(r.class)
+	return r.num<<recordBits | i
+}
+
 // carved is what carving a region takes, made outside the lock.
 type carved struct {
-	slots   *dax.Table[slot]
-	kin     *dax.Table[kin]
-	digests *dax.Table[uint64] // nil: a slot has one page
-	links   *dax.Table[link]
+	block *tableBlock
+	part  []byte // of it, in which the tables lie
+
+	slots   []slot
+	kin     []kin
+	digests []uint64           // nil: a slot has one page
+	routes  []route            // nil: not wanted
+	places  []place            // likewise
+	sums    []chunkSum         // likewise
+	links   *dax.Table[link]   // by record; hardly any are ever written, so they take no huge pages of the block
 	index   *dax.Table[uint64] // nil: not wanted
-	routes  *dax.Table[route]  // likewise
-	places  *dax.Table[place]  // likewise
 }
 
-func makeCarved(slots, ppc, words, indexWords int, routes, places bool) (c *carved, err error) {
-	c = &carved{}
-	defer func() {
+// tableBlock is memory that the tables of some pieces of one geometry lie in, one behind another: each of its own would be too small for huge pages, without which
+// each look at a slot takes longer.
+type tableBlock struct {
+	table *dax.Table[byte]
+	rest  []byte       // that is in no piece's use and never was; carving's alone
+	users atomic.Int32 // pieces, and the class for its next piece
+}
+
+func (b *tableBlock) hold() { b.users.Add(1) }
+
+func (b *tableBlock) release() {
+	if b.users.Add(-1) == 0 {
+		b.table.Close()
+	}
+}
+
+// blockPieces is for how many pieces a block has room: it is address space until they come.
+const blockPieces = piecesOfArena
+
+// tableSpec is what tables a region of slots has.
+type tableSpec struct {
+	slots, ppc, words int
+	routes, places    bool
+	sums              bool
+	indexWords        int // 0: no index
+	pieces            int // for how many regions to make a block, if one is to be made
+}
+
+func (t *tableSpec) bytes() int {
+	n := dax.CutBytes[slot](t.slots) + dax.CutBytes[kin](t.slots) + dax.CutBytes[uint64](t.digests())
+	if t.routes {
+		n += dax.CutBytes[route](t.slots)
+	}
+	if t.places {
+		n += dax.CutBytes[place](t.slots)
+	}
+	if t.sums {
+		n += dax.CutBytes[chunkSum](t.slots)
+	}
+	return n
+}
+
+func (t *tableSpec) digests() int { return t.slots * (t.ppc - 1) * t.words }
+
+// makeCarved makes tables in a block if that has room for them, else in a new one. The caller's hold on the block, which may be nil, becomes the result's, or ends.
+func makeCarved(block *tableBlock, spec tableSpec) (_ *carved, err error) {
+	bytes := spec.bytes()
+	if block != nil && len(block.rest) < bytes {
+		block.release()
+		block = nil
+	}
+	if block == nil {
+		table, err := dax.NewTable[byte](bytes * spec.pieces)
 		if err != nil {
-			c.close()
-			c = nil
+			return nil, err
 		}
-	}()
-	if c.slots, err = dax.NewTable[slot](slots); err != nil {
-		return c, err
+		block = &tableBlock{table: table, rest: table.Slice()}
+		block.hold()
 	}
-	if c.kin, err = dax.NewTable[kin](slots); err != nil {
-		return c, err
+	c := &carved{block: block, part: block.rest[:bytes:bytes]}
+	c.links, err = dax.NewTable[link](spec.slots * spec.ppc)
+	if err == nil && spec.indexWords > 0 {
+		c.index, err = dax.NewTable[uint64](spec.indexWords)
 	}
-	if ppc > 1 {
-		if c.digests, err = dax.NewTable[uint64](slots * (ppc - 1) * words); err != nil {
-			return c, err
-		}
+	if err != nil {
+		c.close()
+		return nil, err
 	}
-	if c.links, err = dax.NewTable[link](slots * ppc); err != nil {
-		return c, err
+	left := block.rest
+	c.slots, left = dax.Cut[slot](left, spec.slots)
+	c.kin, left = dax.Cut[kin](left, spec.slots)
+	if spec.ppc > 1 {
+		c.digests, left = dax.Cut[uint64](left, spec.digests())
 	}
-	if routes {
-		if c.routes, err = dax.NewTable[route](slots); err != nil {
-			return c, err
-		}
+	if spec.routes {
+		c.routes, left = dax.Cut[route](left, spec.slots)
 	}
-	if places {
-		if c.places, err = dax.NewTable[place](slots); err != nil {
-			return c, err
-		}
+	if spec.places {
+		c.places, left = dax.Cut[place](left, spec.slots)
 	}
-	if indexWords > 0 {
-		c.index, err = dax.NewTable[uint64](indexWords)
+	if spec.sums {
+		c.sums, left = dax.Cut[chunkSum](left, spec.slots)
 	}
-	return c, err
+	block.rest = left
+	return c, nil
 }
 
+// close gives the memory back, as far as it is no other's. A carved of a block alone ends a hold on that.
 func (c *carved) close() {
-	if c.slots != nil {
-		c.slots.Close()
+	if len(c.part) > 0 {
+		dax.Discard(c.part)
 	}
-	if c.kin != nil {
-		c.kin.Close()
-	}
-	if c.digests != nil {
-		c.digests.Close()
-	}
+	c.block.release()
 	if c.links != nil {
 		c.links.Close()
 	}
 	if c.index != nil {
 		c.index.Close()
-	}
-	if c.routes != nil {
-		c.routes.Close()
-	}
-	if c.places != nil {
-		c.places.Close()
 	}
 }

@@ -25,6 +25,7 @@ type Counters struct {
 	Bad           uint64 // chunks dropped because their bytes were found bad
 	Verified      uint64 // restored chunks whose bytes were found good
 	VerifyFailed  uint64 // of the bad ones: restored chunks, before anybody used them
+	Rotten        uint64 // of the bad ones: chunks whose bytes had changed since they were committed, or could not be read any more
 	Limited       uint64 // answers cut short by an owner's share or limits
 	Recarved      uint64 // regions emptied for another geometry
 	CarveFailures uint64 // regions that could not be carved for want of memory
@@ -68,6 +69,8 @@ type Stats struct {
 	OpenLoads     int
 	OpenLoans     int // to other sidecars
 	OpenStores    int
+	Frozen        int  // owners that are said to have frozen and hold something
+	FrozenSlots   int  // that they hold
 	ForeignSlots  int  // slots for what is leased from peers. They count in none of the above but Leases
 	ForeignUsed   int  // of those, that are not free
 	ForeignLeased int  // of those, that are in use by lookups and loads
@@ -80,7 +83,7 @@ func (e *Engine) Stats() Stats {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	st := Stats{
-		Counters: e.stats, Regions: len(e.byID), CapacityBytes: e.bytes, Leases: e.pins, Unverified: e.Unverified(), Spaces: len(e.byPrint),
+		Counters: e.stats, Regions: len(e.byID) + len(e.areas), CapacityBytes: e.bytes, Leases: e.pins, Unverified: e.Unverified(), Spaces: len(e.byPrint),
 		Owners: len(e.owners), WantRegion: e.waiting, MetadataBytes: int64(len(e.idx.cur.words)+len(e.idx.old.words)) * 8,
 	}
 	for _, r := range e.regions[1 : e.nregion+1] {
@@ -110,7 +113,9 @@ func (e *Engine) Stats() Stats {
 	}
 	for _, c := range e.classes {
 		st.Promoting += c.promoting
+		st.FrozenSlots += c.frozen
 	}
+	st.Frozen = e.frozen
 	for _, ow := range e.owners {
 		st.OpenLookups += len(ow.lookups)
 		st.OpenLoads += ow.loads
@@ -126,8 +131,10 @@ type SpaceStats struct {
 	Fingerprint chunk.Fingerprint
 	Geometry    Geometry
 	Owners      int
-	Chunks      int // slots that it has, filling ones as well
-	Pages       int // that can be found
+	Chunks      int    // slots that it has, filling ones as well
+	Pages       int    // that can be found
+	Pinned      int    // slots that pins lease, one in two pins counting twice
+	LastUse     uint64 // rises from one coming or going of an owner to the next, of any space
 }
 
 // Space is one open space; false: there is none of that id.
@@ -142,7 +149,8 @@ func (e *Engine) Space(id SpaceID) (SpaceStats, bool) {
 }
 
 func (s *space) stats() SpaceStats {
-	return SpaceStats{ID: SpaceID(s.id), Fingerprint: s.print, Geometry: s.g, Owners: s.owners, Chunks: s.chunks, Pages: s.pages}
+	return SpaceStats{ID: SpaceID(s.id), Fingerprint: s.print, Geometry: s.g, Owners: s.owners, Chunks: s.chunks, Pages: s.pages,
+		Pinned: s.pinner.leases, LastUse: s.lastUse}
 }
 
 // Spaces lists the open spaces, by id.

@@ -99,7 +99,7 @@ func (e *Engine) PrepareShare(o Owner, firstPage int, prev, hashes []byte, share
 			if have := page - start + 1; int(s.pages) == have && s.granted == 0 && s.flags&(moving|unverified) == 0 && !r.draining && ow.slots.add(ref, sp.class.limit) {
 				e.hold(ref)
 				if s.idle() {
-					r.leased++
+					r.lease()
 				}
 				s.granted = uint16(pages - have)
 				s.stamp, r.lastUse = e.tick, e.tick
@@ -212,7 +212,7 @@ func (e *Engine) holds(s *space, rec uint32, page int, d []byte) bool {
 
 // grant takes a slot for a chunk that is to be filled, as a continuation of parent if that is held. 0: there is no room, or the owner has its share.
 func (e *Engine) grant(ow *owner, parent uint32, chunk, pages int) uint32 {
-	if ow.slots.n >= ow.space.class.limit {
+	if c := ow.space.class; ow.slots.n >= c.limit || c.busy >= c.most {
 		return 0
 	}
 	ref := e.allocAfter(ow.space, parent, chunk, pages)
@@ -356,7 +356,7 @@ func (e *Engine) publish(ref uint32, before []byte) bool {
 	r, s := e.slot(ref)
 	pages := int(s.granted)
 	s.state, s.granted = ready, 0
-	r.filling--
+	r.filled()
 	orphan := s.chunk > 0 && e.orphan(ref)
 	if orphan && e.journal.on {
 		e.noteBefore(ref, before)
@@ -430,9 +430,10 @@ func (e *Engine) finishExtension(ref uint32, ok bool) {
 		s.stamp, r.lastUse = e.tick, e.tick
 		r.class.policy.Use(ref)
 		e.grown(ref)
+		e.unsum(ref)
 	}
 	if s.idle() {
-		r.leased--
+		r.unlease()
 		e.settle(ref)
 	}
 }

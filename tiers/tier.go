@@ -101,5 +101,6 @@ type TierStats struct {
 	Pages         int64
 	Evictions     uint64 // chunks dropped for room
 	Corrupt       uint64 // chunks dropped for their checksum
+	Down          string // why nothing of it can be used now; empty: something can, as far as it knows
 	Detail        string // what an operator wants to see: directories, server, …; never a secret
 }

@@ -7,8 +7,11 @@ import (
 	"go/parser"
 	"go/token"
 	"io"
+	"io/fs"
+	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -31,8 +34,9 @@ var layers = []struct {
 	{"ipc", 3},
 	{"tiers", 3},
 	{"dax", 2},
-	{"ipc/wire", 1},    // knows no engine types, nor sockets, nor memory
-	{"tiers/chunk", 1}, // names only
+	{"internal/unshared", 2}, // compares the fields that clients declare
+	{"ipc/wire", 1},          // knows no engine types, nor sockets, nor memory
+	{"tiers/chunk", 1},       // names only
 	{"internal", 0},
 }
 
@@ -181,6 +185,47 @@ func TestDangerIsConfined(t *testing.T) {
 				}
 				return true
 			})
+		}
+	}
+}
+
+// TestNamedTestsExist: docs/testing.md says which test shows what. A test that was renamed or deleted must not leave its
+// promise behind.
+func TestNamedTestsExist(t *testing.T) {
+	t.Parallel()
+	doc, err := os.ReadFile("../../docs/testing.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defined := map[string]bool{}
+	definition := regexp.MustCompile(`(?m)^(?:func |\s*def )((?:Test|Fuzz)[A-Z]\w*|test_\w+)`)
+	err = filepath.WalkDir("../..", func(path string, e fs.DirEntry, err error) error {
+		switch {
+		case err != nil:
+			return err
+		case e.IsDir() && strings.HasPrefix(e.Name(), ".") && path != "../..":
+			return filepath.SkipDir
+		case !strings.HasSuffix(path, "_test.go") && !(strings.HasPrefix(e.Name(), "test_") && strings.HasSuffix(path, ".py")):
+			return nil
+		}
+		b, err := os.ReadFile(path)
+		for _, m := range definition.FindAllSubmatch(b, -1) {
+			defined[string(m[1])] = true
+		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, rest, ok := strings.Cut(string(doc), "\n## Faults\n")
+	table, _, _ := strings.Cut(rest, "\n## ")
+	named := regexp.MustCompile("`((?:Test|Fuzz)[A-Z]\\w*|test_\\w+)`").FindAllStringSubmatch(table, -1)
+	if !ok || len(named) < 49 {
+		t.Fatalf("docs/testing.md names %d tests in its table of faults", len(named))
+	}
+	for _, m := range named {
+		if !defined[m[1]] {
+			t.Errorf("docs/testing.md names %s, which does not exist", m[1])
 		}
 	}
 }

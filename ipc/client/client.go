@@ -3,6 +3,7 @@
 package client
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
@@ -33,6 +34,7 @@ type Session struct {
 	conn    *net.UnixConn
 	Welcome wire.Welcome
 	Control *os.File // the control region
+	Notices []string // what the sidecar wants the user to know, oldest first
 
 	buf []byte
 	oob []byte
@@ -97,11 +99,18 @@ func (s *Session) Hello(hello *wire.Hello, timeout time.Duration) error {
 	if err := s.Welcome.Decode(b, &wire.DefaultLimits); err != nil {
 		return err
 	}
-	s.Welcome.Fingerprint = append([]byte(nil), s.Welcome.Fingerprint...) // it aliased the buffer
+	s.Welcome.Fingerprint = bytes.Clone(s.Welcome.Fingerprint) // it aliased the buffer
+	s.Welcome.Secret = bytes.Clone(s.Welcome.Secret)
 	if s.Control == nil {
 		return errors.New("handshake: no control region came with the welcome")
 	}
 	return nil
+}
+
+// Ticket returns what a worker needs to load what one of this session's lookups has leased.
+func (s *Session) Ticket(lookup uint64) []byte {
+	t := wire.Ticket(s.Welcome.Secret, lookup)
+	return t[:]
 }
 
 // NextID returns an id for the next request.
@@ -116,11 +125,22 @@ func (s *Session) SendRaw(b []byte) error {
 	return err
 }
 
-// Recv receives one packet, valid until the next call, and the files that came with it, which are the caller's.
+// Recv receives one packet, valid until the next call, and the files that came with it, which are the caller's. A Notice is added to Notices instead.
 func (s *Session) Recv(timeout time.Duration) ([]byte, []*os.File, error) {
 	if err := s.conn.SetReadDeadline(time.Now().Add(timeout)); err != nil {
 		return nil, nil, err
 	}
+	for {
+		b, files, err := s.recv()
+		var n wire.Notice
+		if err != nil || n.Decode(b, &wire.DefaultLimits) != nil {
+			return b, files, err
+		}
+		s.Notices = append(s.Notices, n.Text)
+	}
+}
+
+func (s *Session) recv() ([]byte, []*os.File, error) {
 	n, oobn, flags, _, err := s.conn.ReadMsgUnix(s.buf, s.oob)
 	if errors.Is(err, unix.ECONNRESET) {
 		// The sidecar closed with something of ours unread. That is said once, before what it had sent.
@@ -210,38 +230,50 @@ type Lookups struct {
 // connectPatience is how long NewLookups waits for a connection.
 const connectPatience = 10 * time.Second
 
-// NewLookups connects to the sidecar's two sockets, those of a Welcome, or binds the answers' one (bindReply), as LMCache does.
-// It returns when both are up: an answer to a socket that is not would be dropped.
-func NewLookups(lookupEndpoint, replyEndpoint string, bindReply bool) (*Lookups, error) {
+// Lookups connects to the sidecar's two sockets as this session.
+func (s *Session) Lookups() (*Lookups, error) {
+	return NewLookups(s.Welcome.LookupEndpoint, s.Welcome.ReplyEndpoint, s.Welcome.Secret)
+}
+
+// NewLookups connects to the sidecar's two sockets, those of a Welcome, and is answered as the session with the secret. Without a secret it binds
+// the answers' socket, as LMCache does. It returns when both are up: an answer to a socket that is not would be dropped.
+func NewLookups(lookupEndpoint, replyEndpoint string, secret []byte) (*Lookups, error) {
 	ctx, err := zmq4.NewContext()
 	if err != nil {
 		return nil, err
 	}
 	l := &Lookups{ctx: ctx}
-	if err := l.open(lookupEndpoint, replyEndpoint, bindReply); err != nil {
+	if err := l.open(lookupEndpoint, replyEndpoint, secret); err != nil {
 		return nil, errors.Join(err, l.Close())
 	}
 	return l, nil
 }
 
-func (l *Lookups) open(lookupEndpoint, replyEndpoint string, bindReply bool) (err error) {
+func (l *Lookups) open(lookupEndpoint, replyEndpoint string, secret []byte) (err error) {
 	if err := l.ctx.SetBlocky(false); err != nil {
 		return err
 	}
 	if l.push, err = l.ctx.NewSocket(zmq4.PUSH); err != nil {
 		return err
 	}
-	if l.pull, err = l.ctx.NewSocket(zmq4.PULL); err != nil {
+	kind := zmq4.DEALER
+	if secret == nil {
+		kind = zmq4.PULL
+	}
+	if l.pull, err = l.ctx.NewSocket(kind); err != nil {
 		return err
 	}
 	if err := errors.Join(l.pull.SetLinger(0), l.push.SetLinger(0)); err != nil {
 		return err
 	}
-	if bindReply {
-		err = l.up(l.pull, "reply", func() error { return l.pull.Bind(replyEndpoint) })
-	} else {
-		err = l.up(l.pull, "reply", func() error { return l.pull.Connect(replyEndpoint) })
+	start := l.pull.Bind
+	if secret != nil {
+		if err := l.pull.SetIdentity(string(secret)); err != nil {
+			return err
+		}
+		start = l.pull.Connect
 	}
+	err = l.up(l.pull, "reply", func() error { return start(replyEndpoint) })
 	if err != nil {
 		return fmt.Errorf("%s: %w", replyEndpoint, err)
 	}

@@ -205,6 +205,15 @@ func (r *reader) bin(field string, limit int) []byte {
 	return r.take(field, r.length(field, n, limit))
 }
 
+// exactly reads a byte string of n bytes, aliasing the input.
+func (r *reader) exactly(field string, n int) []byte {
+	b := r.bin(field, n)
+	if r.err == nil && len(b) != n {
+		r.fail(field, "wrong length")
+	}
+	return b
+}
+
 // strBytes reads a UTF-8 string of at most limit bytes, aliasing the input.
 func (r *reader) strBytes(field string, limit int) []byte {
 	c := r.code(field)

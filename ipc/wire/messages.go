@@ -20,12 +20,15 @@
 package wire
 
 import (
+	"crypto/hmac"
+	"crypto/sha256"
+	"encoding/binary"
 	"math"
 	"strconv"
 )
 
 // Version is the protocol version. Peers of different versions refuse each other.
-const Version = 7
+const Version = 8
 
 // MaxPacketBytes is the largest message on the session socket. A Unix datagram
 // must fit the sender's buffer whole, so both ends set SO_SNDBUF to
@@ -42,10 +45,17 @@ const MaxDigestBytes = 32
 // FingerprintBytes is the length of a space's fingerprint.
 const FingerprintBytes = 32
 
+// SecretBytes is the length of a session's secret, TicketBytes that of a [Ticket], and NamesBytes that of [Names].
+const (
+	SecretBytes = 16
+	TicketBytes = 16
+	NamesBytes  = sha256.Size
+)
+
 const (
 	maxArity      = 16 // fields of any message, type included
 	extentBytes   = 25 // encoded bytes of one Extent, at most
-	overheadBytes = 64 // encoded bytes of a PrepareStore or a grant without its lists, at most
+	overheadBytes = 96 // encoded bytes of a PrepareStore or a grant without its lists, at most
 
 	// MaxExtents is the number of extents that fit one packet whatever they are.
 	// A store or load that needs more must be asked for in parts.
@@ -97,9 +107,36 @@ var DefaultLimits = Limits{
 // MessageBytes is the longest lookup message, native or LMCache's, that fits
 // the limits: the size of a receive buffer, and what a socket refuses beyond.
 func (l *Limits) MessageBytes() int {
-	native := 96 + l.Pages*MaxDigestBytes
+	native := 128 + l.Pages*MaxDigestBytes
 	lmcache := 256 + l.LMCacheIDBytes + l.Pages*(MaxDigestBytes+2+5) + l.LMCacheConfigs*2*(l.LMCacheConfigBytes+5)
 	return max(native, lmcache)
+}
+
+// Ticket is what a load proves by that it was ordered by whoever made the lookup: the start of an HMAC-SHA256 of the lookup's number, keyed by the session's
+// secret. Both ends can compute it, so that it is neither sent with the lookup nor kept for it, and who has one learns nothing about another.
+func Ticket(secret []byte, lookup uint64) (t [TicketBytes]byte) {
+	var number [8]byte
+	binary.LittleEndian.PutUint64(number[:], lookup)
+	mac := hmac.New(sha256.New, secret)
+	mac.Write(number[:])
+	copy(t[:], mac.Sum(nil))
+	return t
+}
+
+// Names is one name for the pages of a load: the SHA-256 of the page hashes at which its chunks end, one behind the other, in rising order. The last chunk ends where
+// the load does. A page hash names all of its prefix, so that no other is needed.
+func Names(ends []byte) [NamesBytes]byte { return sha256.Sum256(ends) }
+
+// NamesOf is Names of pages whose hashes are given, packed, the first being that of firstPage.
+func NamesOf(hashes []byte, digestBytes, firstPage, pagesPerChunk int) (names [NamesBytes]byte) {
+	h := sha256.New()
+	for page, n := firstPage, len(hashes)/digestBytes; page < firstPage+n; {
+		page = min(firstPage+n, (page/pagesPerChunk+1)*pagesPerChunk)
+		at := (page - 1 - firstPage) * digestBytes
+		h.Write(hashes[at : at+digestBytes])
+	}
+	h.Sum(names[:0])
+	return names
 }
 
 // Type is the first element of a message.
@@ -124,10 +161,12 @@ const (
 	TypeCleared        Type = 33
 	TypeReadEvents     Type = 34
 	TypeEvents         Type = 35
+	TypePrefilled      Type = 36
 	TypeRegionAdded    Type = 40
 	TypeRegionRemoved  Type = 41
 	TypeRegionUnmapped Type = 42
 	TypeRegionMapped   Type = 43
+	TypeNotice         Type = 44
 	TypeError          Type = 50
 	TypeLookup         Type = 60
 	TypeLookupResult   Type = 61
@@ -148,8 +187,9 @@ var typeNames = map[Type]string{
 	TypeHello: "Hello", TypeWelcome: "Welcome", TypeRefuse: "Refuse",
 	TypePrepareStore: "PrepareStore", TypeStoreGrant: "StoreGrant", TypeCommitStore: "CommitStore", TypeAbortStore: "AbortStore",
 	TypePrepareLoad: "PrepareLoad", TypeLoadGrant: "LoadGrant", TypeRelease: "Release",
-	TypePing: "Ping", TypePong: "Pong", TypeClearSpace: "ClearSpace", TypeCleared: "Cleared", TypeReadEvents: "ReadEvents", TypeEvents: "Events",
+	TypePing: "Ping", TypePong: "Pong", TypeClearSpace: "ClearSpace", TypeCleared: "Cleared", TypeReadEvents: "ReadEvents", TypeEvents: "Events", TypePrefilled: "Prefilled",
 	TypeRegionAdded: "RegionAdded", TypeRegionRemoved: "RegionRemoved", TypeRegionUnmapped: "RegionUnmapped", TypeRegionMapped: "RegionMapped",
+	TypeNotice: "Notice",
 	TypeError:  "Error",
 	TypeLookup: "Lookup", TypeLookupResult: "LookupResult", TypeTrim: "Trim", TypeCancel: "Cancel",
 	TypeLookupPending: "LookupPending",
@@ -211,6 +251,8 @@ func New(t Type) Message {
 		return new(ReadEvents)
 	case TypeEvents:
 		return new(Events)
+	case TypePrefilled:
+		return new(Prefilled)
 	case TypeRegionAdded:
 		return new(RegionAdded)
 	case TypeRegionRemoved:
@@ -219,6 +261,8 @@ func New(t Type) Message {
 		return new(RegionUnmapped)
 	case TypeRegionMapped:
 		return new(RegionMapped)
+	case TypeNotice:
+		return new(Notice)
 	case TypeError:
 		return new(Error)
 	case TypeLookup:
@@ -337,11 +381,12 @@ func appendVersioned(dst []byte, t Type, arity int, version uint16) []byte {
 // Welcome accepts a session. The control region's fd travels with it.
 type Welcome struct {
 	Version        uint16 // set by Append to [Version] when 0
-	Session        uint64 // never 0
+	Session        uint64 // never 0; not a secret: status names it
+	Secret         []byte // SecretBytes long: what the client sends on the lookup socket, and its reply socket's routing id
 	Generation     uint64 // of this run of the sidecar
 	Fingerprint    []byte // of the space, FingerprintBytes long
 	LookupEndpoint string // ZMQ endpoint that the sidecar's PULL is bound to
-	ReplyEndpoint  string // ZMQ endpoint that this session's PUSH is bound to, "" for workers
+	ReplyEndpoint  string // ZMQ endpoint that the sidecar's ROUTER is bound to, "" for workers
 	Regions        uint32 // how many RegionAdded follow at once, 0 for schedulers
 	MaxPages       uint32 // pages a Lookup or PrepareStore may name; see also MaxStorePages
 	LeaseMs        uint32 // how long an answered lookup keeps its lease, ms
@@ -353,8 +398,9 @@ func (*Welcome) Type() Type { return TypeWelcome }
 
 // Append implements Message.
 func (m *Welcome) Append(dst []byte) []byte {
-	dst = appendVersioned(dst, TypeWelcome, 11, m.Version)
+	dst = appendVersioned(dst, TypeWelcome, 12, m.Version)
 	dst = appendUint(dst, m.Session)
+	dst = appendBin(dst, m.Secret)
 	dst = appendUint(dst, m.Generation)
 	dst = appendBin(dst, m.Fingerprint)
 	dst = appendStr(dst, m.LookupEndpoint)
@@ -368,13 +414,11 @@ func (m *Welcome) Append(dst []byte) []byte {
 // Decode implements Message.
 func (m *Welcome) Decode(b []byte, lim *Limits) error {
 	r := reader{buf: b, message: "Welcome"}
-	m.Version = r.versioned(TypeWelcome, 11)
+	m.Version = r.versioned(TypeWelcome, 12)
 	m.Session = r.id("session")
+	m.Secret = r.exactly("secret", SecretBytes)
 	m.Generation = r.u64("generation")
-	m.Fingerprint = r.bin("fingerprint", FingerprintBytes)
-	if r.err == nil && len(m.Fingerprint) != FingerprintBytes {
-		r.fail("fingerprint", "wrong length")
-	}
+	m.Fingerprint = r.exactly("fingerprint", FingerprintBytes)
 	m.LookupEndpoint = r.str("lookup_endpoint", lim.TextBytes)
 	m.ReplyEndpoint = r.str("reply_endpoint", lim.TextBytes)
 	m.Regions = r.u32("regions")
@@ -630,8 +674,10 @@ type PrepareLoad struct {
 	ID        uint32
 	Session   uint64 // the scheduler's
 	Lookup    uint64 // the scheduler's
+	Ticket    []byte // the lookup's, see [Ticket]; aliases the input
 	FirstPage uint32
 	Pages     uint32 // at least 1
+	Names     []byte // of the pages, see [Names]; aliases the input
 }
 
 // Type implements Message.
@@ -639,23 +685,27 @@ func (*PrepareLoad) Type() Type { return TypePrepareLoad }
 
 // Append implements Message.
 func (m *PrepareLoad) Append(dst []byte) []byte {
-	dst = appendHeader(dst, TypePrepareLoad, 6)
+	dst = appendHeader(dst, TypePrepareLoad, 8)
 	dst = appendUint(dst, uint64(m.ID))
 	dst = appendUint(dst, m.Session)
 	dst = appendUint(dst, m.Lookup)
+	dst = appendBin(dst, m.Ticket)
 	dst = appendUint(dst, uint64(m.FirstPage))
-	return appendUint(dst, uint64(m.Pages))
+	dst = appendUint(dst, uint64(m.Pages))
+	return appendBin(dst, m.Names)
 }
 
 // Decode implements Message.
 func (m *PrepareLoad) Decode(b []byte, lim *Limits) error {
 	r := reader{buf: b, message: "PrepareLoad"}
-	r.header(TypePrepareLoad, 6)
+	r.header(TypePrepareLoad, 8)
 	m.ID = r.u32("id")
 	m.Session = r.id("session")
 	m.Lookup = r.u64("lookup")
+	m.Ticket = r.exactly("ticket", TicketBytes)
 	m.FirstPage = r.u32("first_page")
 	m.Pages = uint32(r.uint("pages", uint64(lim.Pages)))
+	m.Names = r.exactly("names", NamesBytes)
 	if r.err == nil && (m.Pages == 0 || uint64(m.FirstPage)+uint64(m.Pages) > math.MaxUint32) {
 		r.fail("pages", "out of range")
 	}
@@ -666,6 +716,7 @@ func (m *PrepareLoad) Decode(b []byte, lim *Limits) error {
 type LoadGrant struct {
 	ID      uint32
 	Load    uint64 // handle for Release, never 0
+	Names   []byte // of the pages that lie there, by the sidecar's index: see [Names]; aliases the input
 	Extents []Extent
 }
 
@@ -674,18 +725,20 @@ func (*LoadGrant) Type() Type { return TypeLoadGrant }
 
 // Append implements Message.
 func (m *LoadGrant) Append(dst []byte) []byte {
-	dst = appendHeader(dst, TypeLoadGrant, 4)
+	dst = appendHeader(dst, TypeLoadGrant, 5)
 	dst = appendUint(dst, uint64(m.ID))
 	dst = appendUint(dst, m.Load)
+	dst = appendBin(dst, m.Names)
 	return appendExtents(dst, m.Extents)
 }
 
 // Decode implements Message.
 func (m *LoadGrant) Decode(b []byte, lim *Limits) error {
 	r := reader{buf: b, message: "LoadGrant"}
-	r.header(TypeLoadGrant, 4)
+	r.header(TypeLoadGrant, 5)
 	m.ID = r.u32("id")
 	m.Load = r.id("load")
+	m.Names = r.exactly("names", NamesBytes)
 	m.Extents = r.extents("extents", m.Extents, lim.Extents)
 	return r.done()
 }
@@ -861,6 +914,38 @@ func (m *Events) Decode(b []byte, lim *Limits) error {
 	return r.done()
 }
 
+// Prefilled tells what became of one request: how many of its tokens vLLM's own
+// cache did not have, and where they came from. A scheduler sends it once for each
+// time that vLLM admits a request, to one session of each sidecar. There is no
+// reply. The sidecar only counts.
+type Prefilled struct {
+	Tokens uint32 // that vLLM's own cache did not have
+	Found  uint32 // of these, from the first on: held by the sidecars of all ranks
+	Loaded uint32 // of these, from the first on: loaded; vLLM computes the others
+}
+
+// Type implements Message.
+func (*Prefilled) Type() Type { return TypePrefilled }
+
+// Append implements Message.
+func (m *Prefilled) Append(dst []byte) []byte {
+	dst = appendUint(appendHeader(dst, TypePrefilled, 4), uint64(m.Tokens))
+	return appendUint(appendUint(dst, uint64(m.Found)), uint64(m.Loaded))
+}
+
+// Decode implements Message. It does not allocate.
+func (m *Prefilled) Decode(b []byte, _ *Limits) error {
+	r := reader{buf: b, message: "Prefilled"}
+	r.header(TypePrefilled, 4)
+	m.Tokens = r.u32("tokens")
+	m.Found = r.u32("found")
+	m.Loaded = r.u32("loaded")
+	if r.err == nil && (m.Found > m.Tokens || m.Loaded > m.Tokens) {
+		r.fail("tokens", "less than a part of them")
+	}
+	return r.done()
+}
+
 // RegionAdded tells a worker of a region to map; its fd travels with it.
 type RegionAdded struct {
 	Region     uint32 // not that of a region that there was before in this run
@@ -968,6 +1053,26 @@ func (m *RegionMapped) Decode(b []byte, _ *Limits) (err error) {
 	return err
 }
 
+// Notice tells a client what its user should know. It may come at any time after
+// the handshake, and is not answered.
+type Notice struct{ Text string }
+
+// Type implements Message.
+func (*Notice) Type() Type { return TypeNotice }
+
+// Append implements Message.
+func (m *Notice) Append(dst []byte) []byte {
+	return appendStr(appendHeader(dst, TypeNotice, 2), clip(m.Text, DefaultLimits.TextBytes))
+}
+
+// Decode implements Message.
+func (m *Notice) Decode(b []byte, lim *Limits) error {
+	r := reader{buf: b, message: "Notice"}
+	r.header(TypeNotice, 2)
+	m.Text = r.str("text", lim.TextBytes)
+	return r.done()
+}
+
 // Codes of an Error.
 const (
 	CodeNotFound     = "not_found"    // no such lookup, store or load, or its lease has gone
@@ -1011,6 +1116,7 @@ func (m *Error) Decode(b []byte, lim *Limits) error {
 // memory holds the rest of that chunk, so ask from the chunk's first page.
 type Lookup struct {
 	Session     uint64 // the asking scheduler's session
+	Secret      []byte // that session's; aliases the input
 	Lookup      uint64 // chosen by the client, unique in its session
 	FirstPage   uint32 // index of the first page asked for
 	Prev        []byte // hash of the page before; empty when FirstPage is 0 or it is not known; aliases the input
@@ -1024,8 +1130,9 @@ func (*Lookup) Type() Type { return TypeLookup }
 
 // Append implements Message.
 func (m *Lookup) Append(dst []byte) []byte {
-	dst = appendHeader(dst, TypeLookup, 8)
+	dst = appendHeader(dst, TypeLookup, 9)
 	dst = appendUint(dst, m.Session)
+	dst = appendBin(dst, m.Secret)
 	dst = appendUint(dst, m.Lookup)
 	dst = appendUint(dst, uint64(m.FirstPage))
 	dst = appendBin(dst, m.Prev)
@@ -1037,8 +1144,9 @@ func (m *Lookup) Append(dst []byte) []byte {
 // Decode implements Message. It does not allocate.
 func (m *Lookup) Decode(b []byte, lim *Limits) error {
 	r := reader{buf: b, message: "Lookup"}
-	r.header(TypeLookup, 8)
+	r.header(TypeLookup, 9)
 	m.Session = r.id("session")
+	m.Secret = r.exactly("secret", SecretBytes)
 	m.Lookup = r.u64("lookup")
 	m.FirstPage = r.u32("first_page")
 	m.Prev = r.bin("prev", MaxDigestBytes)
@@ -1124,6 +1232,7 @@ func (m *LookupPending) Decode(b []byte, _ *Limits) error {
 // Trim frees a lookup's leases on chunks wholly below FirstPage.
 type Trim struct {
 	Session   uint64
+	Secret    []byte // the session's; aliases the input
 	Lookup    uint64
 	FirstPage uint32
 }
@@ -1133,8 +1242,9 @@ func (*Trim) Type() Type { return TypeTrim }
 
 // Append implements Message.
 func (m *Trim) Append(dst []byte) []byte {
-	dst = appendHeader(dst, TypeTrim, 4)
+	dst = appendHeader(dst, TypeTrim, 5)
 	dst = appendUint(dst, m.Session)
+	dst = appendBin(dst, m.Secret)
 	dst = appendUint(dst, m.Lookup)
 	return appendUint(dst, uint64(m.FirstPage))
 }
@@ -1142,8 +1252,9 @@ func (m *Trim) Append(dst []byte) []byte {
 // Decode implements Message. It does not allocate.
 func (m *Trim) Decode(b []byte, _ *Limits) error {
 	r := reader{buf: b, message: "Trim"}
-	r.header(TypeTrim, 4)
+	r.header(TypeTrim, 5)
 	m.Session = r.id("session")
+	m.Secret = r.exactly("secret", SecretBytes)
 	m.Lookup = r.u64("lookup")
 	m.FirstPage = r.u32("first_page")
 	return r.done()
@@ -1152,6 +1263,7 @@ func (m *Trim) Decode(b []byte, _ *Limits) error {
 // Cancel frees a lookup's leases.
 type Cancel struct {
 	Session uint64
+	Secret  []byte // the session's; aliases the input
 	Lookup  uint64
 }
 
@@ -1160,15 +1272,16 @@ func (*Cancel) Type() Type { return TypeCancel }
 
 // Append implements Message.
 func (m *Cancel) Append(dst []byte) []byte {
-	dst = appendHeader(dst, TypeCancel, 3)
-	return appendUint(appendUint(dst, m.Session), m.Lookup)
+	dst = appendHeader(dst, TypeCancel, 4)
+	return appendUint(appendBin(appendUint(dst, m.Session), m.Secret), m.Lookup)
 }
 
 // Decode implements Message. It does not allocate.
 func (m *Cancel) Decode(b []byte, _ *Limits) error {
 	r := reader{buf: b, message: "Cancel"}
-	r.header(TypeCancel, 3)
+	r.header(TypeCancel, 4)
 	m.Session = r.id("session")
+	m.Secret = r.exactly("secret", SecretBytes)
 	m.Lookup = r.u64("lookup")
 	return r.done()
 }

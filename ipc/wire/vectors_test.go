@@ -39,7 +39,7 @@ type vector struct {
 // toClient are the messages that the sidecar sends.
 var toClient = map[Type]bool{
 	TypeWelcome: true, TypeRefuse: true, TypeStoreGrant: true, TypeLoadGrant: true, TypePong: true,
-	TypeCleared: true, TypeEvents: true, TypeRegionAdded: true, TypeRegionRemoved: true, TypeError: true, TypeLookupResult: true, TypeLookupPending: true,
+	TypeCleared: true, TypeEvents: true, TypeRegionAdded: true, TypeRegionRemoved: true, TypeNotice: true, TypeError: true, TypeLookupResult: true, TypeLookupPending: true,
 }
 
 func receiver(t Type) string {
@@ -77,9 +77,9 @@ func goodMessages() []named {
 		{"hello scheduler of several ranks", &Hello{Version: Version, Role: RoleScheduler, EngineID: "e", Rank: math.MaxUint32 - 7, Ranks: 8, PageTokens: 128, PagesPerChunk: 2, DigestBytes: 8}},
 		{"hello full map", &Hello{Version: Version, Role: RoleWorker, PageTokens: 1, PageBytes: math.MaxInt64, PagesPerChunk: math.MaxUint32, DigestBytes: 1, Rank: math.MaxUint32, Ranks: 1,
 			EngineID: strings.Repeat("x", 256), Fields: manyFields(64)}},
-		{"welcome worker", &Welcome{Version: Version, Session: big, Generation: 1 << 63, Fingerprint: digests(1, 32), LookupEndpoint: "ipc:///run/l/lookup.sock", Regions: 2, MaxPages: 65536, LeaseMs: 30000}},
-		{"welcome scheduler", &Welcome{Version: Version, Session: 1, Fingerprint: make([]byte, 32), LookupEndpoint: "ipc:///run/l/lookup.sock",
-			ReplyEndpoint: "ipc:///run/l/reply-0000000000000001.sock", MaxPages: 1, LeaseMs: math.MaxUint32, Peers: big}},
+		{"welcome worker", &Welcome{Version: Version, Session: big, Secret: digests(1, 16), Generation: 1 << 63, Fingerprint: digests(1, 32), LookupEndpoint: "ipc:///run/l/lookup.sock", Regions: 2, MaxPages: 65536, LeaseMs: 30000}},
+		{"welcome scheduler", &Welcome{Version: Version, Session: 1, Secret: make([]byte, 16), Fingerprint: make([]byte, 32), LookupEndpoint: "ipc:///run/l/lookup.sock",
+			ReplyEndpoint: "ipc:///run/l/reply.sock", MaxPages: 1, LeaseMs: math.MaxUint32, Peers: big}},
 		{"refuse", &Refuse{Version: Version, Code: RefuseIncompatible, Field: "dtype", Want: "bfloat16", Got: "float32", Message: "the worker's dtype differs"}},
 		{"refuse empty", &Refuse{Version: Version, Code: RefuseBusy}},
 		{"prepare store first", &PrepareStore{ID: 1, Prev: []byte{}, Hashes: digests(3, 32), Every: 1}},
@@ -91,9 +91,9 @@ func goodMessages() []named {
 		{"commit store", &CommitStore{Store: 7}},
 		{"commit store failed", &CommitStore{Store: big, Failed: []uint32{0, 5, 200}}},
 		{"abort store", &AbortStore{Store: 300}},
-		{"prepare load", &PrepareLoad{ID: 9, Session: 0xfeedfacecafebeef, Lookup: 1 << 33, FirstPage: 70000, Pages: 65536}},
-		{"load grant", &LoadGrant{ID: 9, Load: 8, Extents: []Extent{{math.MaxUint32 - 1, 1, math.MaxUint32, math.MaxInt64}}}},
-		{"load grant many", &LoadGrant{ID: 9, Load: 8, Extents: manyExtents(17)}},
+		{"prepare load", &PrepareLoad{ID: 9, Session: 0xfeedfacecafebeef, Lookup: 1 << 33, Ticket: digests(1, 16), FirstPage: 70000, Pages: 65536, Names: digests(1, 32)}},
+		{"load grant", &LoadGrant{ID: 9, Load: 8, Names: digests(1, 32), Extents: []Extent{{math.MaxUint32 - 1, 1, math.MaxUint32, math.MaxInt64}}}},
+		{"load grant many", &LoadGrant{ID: 9, Load: 8, Names: digests(1, 32), Extents: manyExtents(17)}},
 		{"release", &Release{Load: 8}},
 		{"release bad", &Release{Load: 8, Bad: []uint32{0, 1, 127, 128, 255, 256, 65535, 65536}}},
 		{"ping", &Ping{ID: 128}},
@@ -103,6 +103,8 @@ func goodMessages() []named {
 		{"read events", &ReadEvents{ID: 70}},
 		{"events", &Events{ID: 70, More: true, Runs: []Run{{false, digests(3, 32)}, {true, digests(20, 16)}}}},
 		{"events nothing", &Events{ID: 71, Reset: true}},
+		{"prefilled", &Prefilled{Tokens: 70000, Found: 65536, Loaded: 65535}},
+		{"prefilled by computing", &Prefilled{Tokens: math.MaxUint32}},
 		{"region added", &RegionAdded{Region: 1, Generation: 3, Kind: "hugetlb", SizeBytes: 1 << 30, PageSize: 2 << 20}},
 		{"region added at an offset", &RegionAdded{Region: 9, Generation: big, Kind: "devdax", Offset: 6 << 20, SizeBytes: 4 << 20, PageSize: 2 << 20}},
 		{"region added at the end of all offsets", &RegionAdded{Region: math.MaxUint32, Offset: math.MaxInt64 - 1, SizeBytes: 1, PageSize: 1}},
@@ -113,17 +115,18 @@ func goodMessages() []named {
 		{"region unmapped large", &RegionUnmapped{Region: math.MaxUint32}},
 		{"region mapped", &RegionMapped{Region: 9}},
 		{"region mapped large", &RegionMapped{Region: math.MaxUint32}},
+		{"notice", &Notice{Text: "the seed of the hashes differs"}},
 		{"error", &Error{ID: 4, Code: CodeNotFound, Message: "no such load"}},
-		{"lookup", &Lookup{Session: 5, Lookup: 6, FirstPage: 7, Prev: digests(1, 32), Hashes: digests(4, 32), DeadlineMs: 20, RecomputeUs: 1500}},
-		{"lookup bin16", &Lookup{Session: big, Lookup: big, Prev: []byte{}, Hashes: digests(8, 32), DeadlineMs: 70000}},
-		{"lookup of one 8-byte hash", &Lookup{Session: 5, Lookup: 0, Prev: []byte{}, Hashes: digests(1, 8), DeadlineMs: 1, RecomputeUs: math.MaxUint32}},
-		{"lookup from a later page, the one before not known", &Lookup{Session: 5, Lookup: 7, FirstPage: 16, Prev: []byte{}, Hashes: digests(2, 16)}},
+		{"lookup", &Lookup{Session: 5, Secret: digests(1, 16), Lookup: 6, FirstPage: 7, Prev: digests(1, 32), Hashes: digests(4, 32), DeadlineMs: 20, RecomputeUs: 1500}},
+		{"lookup bin16", &Lookup{Session: big, Secret: digests(1, 16), Lookup: big, Prev: []byte{}, Hashes: digests(8, 32), DeadlineMs: 70000}},
+		{"lookup of one 8-byte hash", &Lookup{Session: 5, Secret: digests(1, 16), Lookup: 0, Prev: []byte{}, Hashes: digests(1, 8), DeadlineMs: 1, RecomputeUs: math.MaxUint32}},
+		{"lookup from a later page, the one before not known", &Lookup{Session: 5, Secret: digests(1, 16), Lookup: 7, FirstPage: 16, Prev: []byte{}, Hashes: digests(2, 16)}},
 		{"lookup result", &LookupResult{Lookup: 6, HitPages: 4, HitTokens: 64}},
 		{"lookup result miss", &LookupResult{Lookup: big}},
 		{"lookup pending", &LookupPending{Lookup: 6, Pages: 4, EtaMs: 120}},
 		{"lookup pending large", &LookupPending{Lookup: big, Pages: math.MaxUint32, EtaMs: math.MaxUint32}},
-		{"trim", &Trim{Session: 5, Lookup: 6, FirstPage: 32}},
-		{"cancel", &Cancel{Session: 5, Lookup: 6}},
+		{"trim", &Trim{Session: 5, Secret: digests(1, 16), Lookup: 6, FirstPage: 32}},
+		{"cancel", &Cancel{Session: 5, Secret: digests(1, 16), Lookup: 6}},
 
 		{"peer hello", &PeerHello{Version: Version, Generation: 0xfeedfacecafebeef}},
 		{"peer welcome", &PeerWelcome{Version: Version, Generation: 1, MaxPages: 65536}},
@@ -174,6 +177,8 @@ func badMessages() []vector {
 	rep := func(s string, n int) string { return strings.Repeat(s, n) }
 	hexOf := func(s string) string { return hex.EncodeToString([]byte(s)) }
 	digest := rep("00", 32)
+	secret := "c410" + rep("5e", 16)
+	names := "c420" + digest
 
 	// Each both where the sidecar decodes and where a client does.
 	for _, t := range []struct {
@@ -183,7 +188,7 @@ func badMessages() []vector {
 		longer  string
 		shorter string
 	}{
-		{TypeLookup, "3c 05 06 07 c400 c401aa 14 00", "98", "99", "97"},
+		{TypeLookup, "3c 05" + secret + "06 07 c400 c401aa 14 00", "99", "9a", "98"},
 		{TypeLookupResult, "3d 06 04 18 40", "94", "95", "93"}, // one field too many by itself
 	} {
 		add(t.t, "empty", "")
@@ -205,49 +210,55 @@ func badMessages() []vector {
 		add(t.t, "the unused byte", "c1")
 	}
 
-	const lookup = "98 3c 05 06 07 c400"
+	lookup := "99 3c 05" + secret + "06 07 c400"
 	add(TypeLookup, "trailing bytes", lookup+"c401aa 14 00 00")
 	add(TypeLookup, "another message", "94 3d 06 04 40")
-	add(TypeLookup, "zero session", "98 3c 00 06 07 c400 c401aa 14 00")
-	add(TypeLookup, "negative session", "98 3c ff 06 07 c400 c401aa 14 00")
-	add(TypeLookup, "session as a float", "98 3c cb4014000000000000 06 07 c400 c401aa 14 00")
-	add(TypeLookup, "session as a boolean", "98 3c c3 06 07 c400 c401aa 14 00")
-	add(TypeLookup, "session as nil", "98 3c c0 06 07 c400 c401aa 14 00")
-	add(TypeLookup, "first page above 32 bits", "98 3c 05 06 cf0000000100000000 c400 c401aa 14 00")
-	add(TypeLookup, "first page wraps", "98 3c 05 06 ceffffffff c400 c401aa 14 00")
+	add(TypeLookup, "zero session", "99 3c 00"+secret+"06 07 c400 c401aa 14 00")
+	add(TypeLookup, "negative session", "99 3c ff"+secret+"06 07 c400 c401aa 14 00")
+	add(TypeLookup, "session as a float", "99 3c cb4014000000000000"+secret+"06 07 c400 c401aa 14 00")
+	add(TypeLookup, "session as a boolean", "99 3c c3"+secret+"06 07 c400 c401aa 14 00")
+	add(TypeLookup, "session as nil", "99 3c c0"+secret+"06 07 c400 c401aa 14 00")
+	add(TypeLookup, "first page above 32 bits", "99 3c 05"+secret+"06 cf0000000100000000 c400 c401aa 14 00")
+	add(TypeLookup, "first page wraps", "99 3c 05"+secret+"06 ceffffffff c400 c401aa 14 00")
 	add(TypeLookup, "hashes as a string", lookup+"a1 61 14 00")
 	add(TypeLookup, "hashes as a list", lookup+"91 01 14 00")
 	add(TypeLookup, "hashes empty", lookup+"c400 14 00")
 	add(TypeLookup, "hashes declare 4 GiB", lookup+"c6 ffffffff aa 14 00")
 	add(TypeLookup, "hashes declare 1 byte too many", lookup+"c4 04 aa 14 00")
 	add(TypeLookup, "cut in a length", lookup+"c6 0000")
+	add(TypeLookup, "the body of version 7", "98 3c 05 06 07 c400 c401aa 14 00")
+	add(TypeLookup, "a short secret", "99 3c 05 c40f"+rep("5e", 15)+"06 07 c400 c401aa 14 00")
+	add(TypeLookup, "a long secret", "99 3c 05 c411"+rep("5e", 17)+"06 07 c400 c401aa 14 00")
+	add(TypeLookup, "an empty secret", "99 3c 05 c400 06 07 c400 c401aa 14 00")
+	add(TypeLookup, "secret as a string", "99 3c 05 b0"+rep("5e", 16)+"06 07 c400 c401aa 14 00")
+	add(TypeLookup, "secret declares 4 GiB", "99 3c 05 c6 ffffffff aa")
 	add(TypeLookup, "negative deadline", lookup+"c401aa d0ff 00")
 	add(TypeLookup, "deadline above 32 bits", lookup+"c401aa cf0000000100000000 00")
 	add(TypeLookup, "negative recompute time", lookup+"c401aa 14 ff")
 	add(TypeLookup, "recompute time above 32 bits", lookup+"c401aa 14 cf0000000100000000")
 	add(TypeLookup, "the body of version 1", "96 3c 05 06 07 c401aa 14")
-	add(TypeLookup, "a hash before the first page", "98 3c 05 06 00 c401aa c401aa 14 00")
-	add(TypeLookup, "hash before above the limit", "98 3c 05 06 07 c421"+digest+"00 c421"+digest+"00 14 00")
-	add(TypeLookup, "hash before as a string", "98 3c 05 06 07 a161 c401aa 14 00")
-	add(TypeLookup, "hash before as nil", "98 3c 05 06 07 c0 c401aa 14 00")
-	add(TypeLookup, "not whole hashes", "98 3c 05 06 07 c402aaaa c403aaaaaa 14 00")
-	add(TypeLookup, "hash before declares 4 GiB", "98 3c 05 06 07 c6 ffffffff aa")
+	add(TypeLookup, "a hash before the first page", "99 3c 05"+secret+"06 00 c401aa c401aa 14 00")
+	add(TypeLookup, "hash before above the limit", "99 3c 05"+secret+"06 07 c421"+digest+"00 c421"+digest+"00 14 00")
+	add(TypeLookup, "hash before as a string", "99 3c 05"+secret+"06 07 a161 c401aa 14 00")
+	add(TypeLookup, "hash before as nil", "99 3c 05"+secret+"06 07 c0 c401aa 14 00")
+	add(TypeLookup, "not whole hashes", "99 3c 05"+secret+"06 07 c402aaaa c403aaaaaa 14 00")
+	add(TypeLookup, "hash before declares 4 GiB", "99 3c 05"+secret+"06 07 c6 ffffffff aa")
 
 	add(TypeHello, "another version", "9a 01 02 a6776f726b6572 a0 00 10 cd1000 10 20 80")
 	add(TypeHello, "another version with another body", "92 01 09")
 	add(TypeHello, "another version before a bomb", "93 01 01 dd ffffffff")
 	add(TypeHello, "version above 16 bits", "92 01 ce00010001")
 	add(TypeHello, "negative version", "92 01 ff")
-	const worker = "9b 01 07 a6776f726b6572"
-	add(TypeHello, "unknown role", "9b 01 07 a561646d696e a0 00 01 10 cd1000 10 20 80")
-	add(TypeHello, "empty role", "9b 01 07 a0 a0 00 01 10 cd1000 10 20 80")
-	add(TypeHello, "role as bytes", "9b 01 07 c406776f726b6572 a0 00 01 10 cd1000 10 20 80")
+	const worker = "9b 01 08 a6776f726b6572"
+	add(TypeHello, "unknown role", "9b 01 08 a561646d696e a0 00 01 10 cd1000 10 20 80")
+	add(TypeHello, "empty role", "9b 01 08 a0 a0 00 01 10 cd1000 10 20 80")
+	add(TypeHello, "role as bytes", "9b 01 08 c406776f726b6572 a0 00 01 10 cd1000 10 20 80")
 	add(TypeHello, "engine id not UTF-8", worker+"a2c328 00 01 10 cd1000 10 20 80")
 	add(TypeHello, "engine id above the limit", worker+"da0101"+rep("61", 257)+"00 01 10 cd1000 10 20 80")
 	add(TypeHello, "engine id declares 4 GiB", worker+"db ffffffff 61")
 	add(TypeHello, "no ranks", worker+"a0 00 00 10 cd1000 10 20 80")
 	add(TypeHello, "two ranks of a worker", worker+"a0 00 02 10 cd1000 10 20 80")
-	add(TypeHello, "ranks wrap", "9b 01 07 a97363686564756c6572 a0 ceffffffff 02 10 00 10 20 80")
+	add(TypeHello, "ranks wrap", "9b 01 08 a97363686564756c6572 a0 ceffffffff 02 10 00 10 20 80")
 	add(TypeHello, "zero page tokens", worker+"a0 00 01 00 cd1000 10 20 80")
 	add(TypeHello, "zero page bytes of a worker", worker+"a0 00 01 10 00 10 20 80")
 	add(TypeHello, "page bytes above 63 bits", worker+"a0 00 01 10 cfffffffffffffffff 10 20 80")
@@ -282,24 +293,30 @@ func badMessages() []vector {
 	add(TypeCommitStore, "duplicate index", "93 0c 01 92 02 02")
 	add(TypeCommitStore, "indices bomb", "93 0c 01 dd ffffffff")
 	add(TypeAbortStore, "zero store", "92 0d 00")
-	add(TypePrepareLoad, "zero session", "96 14 01 00 01 00 01")
-	add(TypePrepareLoad, "no pages", "96 14 01 01 01 00 00")
-	add(TypePrepareLoad, "pages above the limit", "96 14 01 01 01 00 ce00010001")
-	add(TypePrepareLoad, "pages wrap", "96 14 01 01 01 ceffffffff 01")
+	add(TypePrepareLoad, "zero session", "98 14 01 00 01"+secret+"00 01"+names)
+	add(TypePrepareLoad, "no pages", "98 14 01 01 01"+secret+"00 00"+names)
+	add(TypePrepareLoad, "pages above the limit", "98 14 01 01 01"+secret+"00 ce00010001"+names)
+	add(TypePrepareLoad, "pages wrap", "98 14 01 01 01"+secret+"ceffffffff 01"+names)
+	add(TypePrepareLoad, "a short ticket", "98 14 01 01 01 c40f"+rep("5e", 15)+"00 01"+names)
+	add(TypePrepareLoad, "short names", "98 14 01 01 01"+secret+"00 01 c410"+rep("00", 16))
+	add(TypePrepareLoad, "the body of version 7", "96 14 01 01 01 00 01")
 	add(TypeRelease, "zero load", "93 16 00 90")
 	add(TypePing, "negative id", "92 1e d1ff00")
-	add(TypeTrim, "zero session", "94 3e 00 01 01")
-	add(TypeCancel, "trailing bytes", "93 3f 01 01 c0")
+	add(TypeTrim, "zero session", "95 3e 00"+secret+"01 01")
+	add(TypeTrim, "a short secret", "95 3e 01 c40f"+rep("5e", 15)+"01 01")
+	add(TypeCancel, "trailing bytes", "94 3f 01"+secret+"01 c0")
+	add(TypeCancel, "without a secret", "93 3f 01 01")
 
-	welcome := func(session, fp, rest string) string { return "9b 02 07" + session + "00" + fp + rest }
+	welcome := func(session, fp, rest string) string { return "9c 02 08" + session + secret + "00" + fp + rest }
 	add(TypeWelcome, "another version", "9a 02 02 01 00 c420"+digest+"a161 a0 00 01 01")
 	add(TypeWelcome, "another version with another body", "93 02 09 c0")
 	add(TypeWelcome, "zero session", welcome("00", "c420"+digest, "a161 a0 00 01 01 00"))
 	add(TypeWelcome, "short fingerprint", welcome("01", "c41f"+digest[2:], "a161 a0 00 01 01 00"))
 	add(TypeWelcome, "fingerprint as a string", welcome("01", "d920"+digest, "a161 a0 00 01 01 00"))
 	add(TypeWelcome, "endpoint above the limit", welcome("01", "c420"+digest, "da0401"+rep("61", 1025)+"a0 00 01 01 00"))
+	add(TypeWelcome, "a short secret", "9c 02 08 01 c40f"+rep("5e", 15)+"00 c420"+digest+"a161 a0 00 01 01 00")
 	add(TypeRefuse, "another version", "97 03 02 a0 a0 a0 a0 a0")
-	add(TypeRefuse, "code not UTF-8", "97 03 07 a1ff a0 a0 a0 a0")
+	add(TypeRefuse, "code not UTF-8", "97 03 08 a1ff a0 a0 a0 a0")
 	add(TypeStoreGrant, "grants without a store", "96 0b 01 00 00 00 91 94 00 01 00 00")
 	add(TypeStoreGrant, "a store without grants", "96 0b 01 01 00 00 90")
 	add(TypeStoreGrant, "an extent of three", "96 0b 01 01 00 00 91 93 00 01 00")
@@ -310,7 +327,8 @@ func badMessages() []vector {
 	add(TypeStoreGrant, "an offset above 63 bits", "96 0b 01 01 00 00 91 94 00 01 00 cf8000000000000000")
 	add(TypeStoreGrant, "grants bomb", "96 0b 01 01 00 00 dd ffffffff")
 	add(TypeStoreGrant, "extent bomb", "96 0b 01 01 00 00 91 dd ffffffff")
-	add(TypeLoadGrant, "zero load", "94 15 01 00 90")
+	add(TypeLoadGrant, "zero load", "95 15 01 00"+names+"90")
+	add(TypeLoadGrant, "short names", "95 15 01 01 c41f"+rep("00", 31)+"90")
 	add(TypePong, "generation as a string", "93 1f 01 a131")
 	add(TypeReadEvents, "no id", "91 22")
 	add(TypeEvents, "a flag of two", "95 23 01 02 00 90")
@@ -318,6 +336,10 @@ func badMessages() []vector {
 	add(TypeEvents, "a run without hashes", "95 23 01 00 00 91 92 00 c400")
 	add(TypeEvents, "hashes as a string", "95 23 01 00 00 91 92 00 a161")
 	add(TypeEvents, "runs bomb", "95 23 01 00 00 dd ffffffff")
+	add(TypePrefilled, "more found than there are", "94 24 05 06 04")
+	add(TypePrefilled, "more loaded than there are", "94 24 05 05 06")
+	add(TypePrefilled, "tokens above 32 bits", "94 24 cf0000000100000000 00 00")
+	add(TypePrefilled, "negative tokens", "94 24 ff 00 00")
 	add(TypeCleared, "chunks above 32 bits", "93 21 01 cf0000000100000000")
 	add(TypeRegionAdded, "zero size", "98 28 00 00 a0 00 00 01 00")
 	add(TypeRegionAdded, "size above 63 bits", "98 28 00 00 a0 00 cf8000000000000000 01 00")
@@ -342,6 +364,9 @@ func badMessages() []vector {
 	add(TypeRegionMapped, "negative region", "92 2b ff")
 	add(TypeRegionMapped, "region as a string", "92 2b a131")
 	add(TypeRegionMapped, "no region", "91 2b")
+	add(TypeNotice, "text that is a number", "92 2c 01")
+	add(TypeNotice, "no text", "91 2c")
+	add(TypeNotice, "text that is not UTF-8", "92 2c a1ff")
 	add(TypeError, "message as bytes", "94 32 01 a0 c400")
 	add(TypeLookupResult, "hit pages above 32 bits", "94 3d 06 cf0000000100000000 00")
 	add(TypeLookupResult, "negative hit", "94 3d 06 ff 00")
@@ -356,14 +381,14 @@ func badMessages() []vector {
 	hello := func(version, generation string) string { return "93 46" + version + generation }
 	add(TypePeerHello, "another version", hello("02", "01"))
 	add(TypePeerHello, "another version with another body", "92 46 09")
-	add(TypePeerHello, "zero generation", hello("07", "00"))
-	add(TypePeerHello, "generation as bytes", hello("07", "c40101"))
-	add(TypePeerHello, "one field too many", "94 46 07 01 00")
-	add(TypePeerHello, "trailing bytes", hello("07", "01 00"))
+	add(TypePeerHello, "zero generation", hello("08", "00"))
+	add(TypePeerHello, "generation as bytes", hello("08", "c40101"))
+	add(TypePeerHello, "one field too many", "94 46 08 01 00")
+	add(TypePeerHello, "trailing bytes", hello("08", "01 00"))
 	add(TypePeerWelcome, "another version", "94 47 05 01 01")
-	add(TypePeerWelcome, "zero generation", "94 47 07 00 01")
-	add(TypePeerWelcome, "no pages", "94 47 07 01 00")
-	add(TypePeerWelcome, "max pages above 32 bits", "94 47 07 01 cf0000000100000000")
+	add(TypePeerWelcome, "zero generation", "94 47 08 00 01")
+	add(TypePeerWelcome, "no pages", "94 47 08 01 00")
+	add(TypePeerWelcome, "max pages above 32 bits", "94 47 08 01 cf0000000100000000")
 	const space = "97 48 c420"
 	add(TypePeerSpace, "short fingerprint", "97 48 c41f"+digest[2:]+"10 cd1000 10 20 80")
 	add(TypePeerSpace, "fingerprint above the limit", "97 48 c421"+digest+"00 10 cd1000 10 20 80")
@@ -418,7 +443,7 @@ func wideMessages(t *testing.T) []vector {
 		one("ping wide", &Ping{ID: 5}, "dc0002 cc1e cf0000000000000005"),
 		one("ping signed", &Ping{ID: 5}, "dd00000002 d01e d30000000000000005"),
 		one("pong wide", &Pong{ID: 5, Generation: 1}, "dc0003 cd001f ce00000005 d10001"),
-		one("lookup wide", &Lookup{Session: 1, Lookup: 2, FirstPage: 3, Prev: []byte{0xbb}, Hashes: []byte{0xaa}, DeadlineMs: 4, RecomputeUs: 5}, "98 3c d200000001 cc02 03 c5 0001 bb c6 00000001 aa 04 cd0005"),
+		one("lookup wide", &Lookup{Session: 1, Secret: make([]byte, 16), Lookup: 2, FirstPage: 3, Prev: []byte{0xbb}, Hashes: []byte{0xaa}, DeadlineMs: 4, RecomputeUs: 5}, "99 3c d200000001 c5 0010"+strings.Repeat("00", 16)+"cc02 03 c5 0001 bb c6 00000001 aa 04 cd0005"),
 		one("error wide", &Error{ID: 1, Code: "a", Message: "b"}, "94 32 01 d901 61 db00000001 62"),
 		one("peer lease wide", &PeerLease{ID: 1, Fingerprint: make([]byte, 32), FirstPage: 2, Touch: true, Hashes: []byte{0xaa}}, "dc0007 cc4a cd0001 c5 0020"+strings.Repeat("00", 32)+"cc02 d001 cd0000 c6 00000001 aa"),
 		one("store grant wide", &StoreGrant{ID: 1, Store: 1, Grants: []Extent{{0, 1, 0, 0}}}, "96 0b 01 01 00 00 dc0001 dd00000004 00 cc01 00 00"),

@@ -108,11 +108,11 @@ func TestRefusingAllocatesLittle(t *testing.T) {
 func TestLimits(t *testing.T) {
 	lim := DefaultLimits
 	lim.Pages, lim.Extents = 4, 3
-	lookup := Lookup{Session: 1, Hashes: make([]byte, 4*MaxDigestBytes)}
+	lookup := Lookup{Session: 1, Secret: make([]byte, SecretBytes), Hashes: make([]byte, 4*MaxDigestBytes)}
 	store := PrepareStore{Hashes: make([]byte, 4*MaxDigestBytes)}
-	load := PrepareLoad{Session: 1, Pages: 4}
+	load := PrepareLoad{Session: 1, Ticket: make([]byte, TicketBytes), Pages: 4, Names: make([]byte, NamesBytes)}
 	commit := CommitStore{Store: 1, Failed: []uint32{1, 2, 3}}
-	grant := LoadGrant{Load: 1, Extents: manyExtents(3)}
+	grant := LoadGrant{Load: 1, Names: make([]byte, NamesBytes), Extents: manyExtents(3)}
 	for _, c := range []struct {
 		m    Message
 		grow func()
@@ -184,7 +184,7 @@ func TestPacketLimits(t *testing.T) {
 		t.Error("pages of no hash")
 	}
 	l := DefaultLimits
-	lookup := Lookup{Session: math.MaxUint64, Lookup: math.MaxUint64, FirstPage: math.MaxUint32, DeadlineMs: math.MaxUint32, RecomputeUs: math.MaxUint32,
+	lookup := Lookup{Session: math.MaxUint64, Secret: make([]byte, SecretBytes), Lookup: math.MaxUint64, FirstPage: math.MaxUint32, DeadlineMs: math.MaxUint32, RecomputeUs: math.MaxUint32,
 		Prev: make([]byte, MaxDigestBytes), Hashes: make([]byte, l.Pages*MaxDigestBytes)}
 	if n := len(lookup.Append(nil)); n > l.MessageBytes() {
 		t.Errorf("the longest lookup has %d bytes, above %d", n, l.MessageBytes())
@@ -244,7 +244,7 @@ func random(r *rand.Rand, typ Type) Message {
 		}
 		return m
 	case TypeWelcome:
-		return &Welcome{Version: Version, Session: id(), Generation: u64(), Fingerprint: raw(32), LookupEndpoint: text(), ReplyEndpoint: text(), Regions: u32(), MaxPages: u32(), LeaseMs: u32(), Peers: u64()}
+		return &Welcome{Version: Version, Session: id(), Secret: raw(16), Generation: u64(), Fingerprint: raw(32), LookupEndpoint: text(), ReplyEndpoint: text(), Regions: u32(), MaxPages: u32(), LeaseMs: u32(), Peers: u64()}
 	case TypeRefuse:
 		return &Refuse{Version: Version, Code: text(), Field: text(), Want: text(), Got: text(), Message: text()}
 	case TypePrepareStore:
@@ -262,9 +262,9 @@ func random(r *rand.Rand, typ Type) Message {
 	case TypeAbortStore:
 		return &AbortStore{Store: id()}
 	case TypePrepareLoad:
-		return &PrepareLoad{ID: u32(), Session: id(), Lookup: u64(), FirstPage: u32() >> 1, Pages: 1 + uint32(r.IntN(65536))}
+		return &PrepareLoad{ID: u32(), Session: id(), Lookup: u64(), Ticket: raw(16), FirstPage: u32() >> 1, Pages: 1 + uint32(r.IntN(65536)), Names: raw(32)}
 	case TypeLoadGrant:
-		return &LoadGrant{ID: u32(), Load: id(), Extents: extents()}
+		return &LoadGrant{ID: u32(), Load: id(), Names: raw(32), Extents: extents()}
 	case TypeRelease:
 		return &Release{Load: id(), Bad: indices()}
 	case TypePing:
@@ -283,6 +283,9 @@ func random(r *rand.Rand, typ Type) Message {
 			m.Runs = append(m.Runs, Run{r.IntN(2) == 0, raw(32 * (1 + r.IntN(100)))})
 		}
 		return m
+	case TypePrefilled:
+		n := u32()
+		return &Prefilled{Tokens: n, Found: n >> 1, Loaded: n >> 2}
 	case TypeRegionAdded:
 		page := 1 + u64()>>40
 		return &RegionAdded{Region: u32(), Generation: u64(), Kind: text(), Offset: u64() >> 2 / page * page, SizeBytes: 1 | u64()>>2, PageSize: page, ReadOnly: r.IntN(2) == 0}
@@ -292,11 +295,13 @@ func random(r *rand.Rand, typ Type) Message {
 		return &RegionUnmapped{Region: u32()}
 	case TypeRegionMapped:
 		return &RegionMapped{Region: u32()}
+	case TypeNotice:
+		return &Notice{Text: text()}
 	case TypeError:
 		return &Error{ID: u32(), Code: text(), Message: text()}
 	case TypeLookup:
 		size := []int{8, 16, 32}[r.IntN(3)]
-		m := &Lookup{Session: id(), Lookup: u64(), FirstPage: u32() >> 1, Prev: raw(size), Hashes: raw(size * (1 + r.IntN(5000))), DeadlineMs: u32(), RecomputeUs: u32()}
+		m := &Lookup{Session: id(), Secret: raw(16), Lookup: u64(), FirstPage: u32() >> 1, Prev: raw(size), Hashes: raw(size * (1 + r.IntN(5000))), DeadlineMs: u32(), RecomputeUs: u32()}
 		if m.FirstPage == 0 || r.IntN(3) == 0 {
 			m.Prev = []byte{}
 		}
@@ -304,9 +309,9 @@ func random(r *rand.Rand, typ Type) Message {
 	case TypeLookupResult:
 		return &LookupResult{Lookup: u64(), HitPages: u32(), HitTokens: u32()}
 	case TypeTrim:
-		return &Trim{Session: id(), Lookup: u64(), FirstPage: u32()}
+		return &Trim{Session: id(), Secret: raw(16), Lookup: u64(), FirstPage: u32()}
 	case TypeCancel:
-		return &Cancel{Session: id(), Lookup: u64()}
+		return &Cancel{Session: id(), Secret: raw(16), Lookup: u64()}
 	case TypeLookupPending:
 		return &LookupPending{Lookup: u64(), Pages: 1 | u32(), EtaMs: u32()}
 	case TypePeerHello:
@@ -442,7 +447,7 @@ func TestHotMessagesDoNotAllocate(t *testing.T) {
 
 // Hashes alias the input, so decoding does not copy them.
 func TestHashesAlias(t *testing.T) {
-	raw := (&Lookup{Session: 1, Hashes: digests(2, 32)}).Append(nil)
+	raw := (&Lookup{Session: 1, Secret: make([]byte, 16), Hashes: digests(2, 32)}).Append(nil)
 	var m Lookup
 	if err := m.Decode(raw, &DefaultLimits); err != nil {
 		t.Fatal(err)
@@ -490,7 +495,7 @@ func FuzzDecode(f *testing.F) {
 }
 
 func BenchmarkLookupDecode(b *testing.B) {
-	raw := (&Lookup{Session: 1, Lookup: 1 << 40, Hashes: digests(4096, 32), DeadlineMs: 20}).Append(nil)
+	raw := (&Lookup{Session: 1, Secret: make([]byte, 16), Lookup: 1 << 40, Hashes: digests(4096, 32), DeadlineMs: 20}).Append(nil)
 	var m Lookup
 	b.SetBytes(int64(len(raw)))
 	b.ReportAllocs()

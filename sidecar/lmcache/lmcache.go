@@ -222,6 +222,7 @@ type converter struct {
 	settings  []setting
 	tiers     []*tier
 	connector []setting
+	role      string // kv_role, if it is not kv_both
 	keys      []Key
 	arena     []device // that the arena lies on
 	arenaFrom *given   // what put it there

@@ -236,6 +236,9 @@ func TestRedis(t *testing.T) {
 		{"remote_url: 'redis-cluster://a:1,b:2'\nremote_serde: naive", nil, nil, remote.RedisOptions{Mode: remote.RedisCluster, Addrs: []string{"a:1", "b:2"}, Serde: "raw"}},
 		{"remote_url: 'valkey://h:1'\nextra_config: {valkey_username: u, valkey_password: hunter2, valkey_database: 5}\nremote_serde: cachegen", nil, nil, remote.RedisOptions{
 			Addrs: []string{"h:1"}, User: "u", DB: 5, Password: remote.Secret{Env: "REDIS_PASSWORD"}, Serde: "lossless"}},
+		{"remote_url: 'cache.internal:6380'\nextra_config: {valkey_username: u, valkey_num_workers: 32}", nil, nil, remote.RedisOptions{Addrs: []string{"cache.internal:6380"}, User: "u"}},
+		{"remote_url: 'a-1.b:7000, a-2.b:7001,[::1]:7002'\nextra_config: {valkey_mode: cluster}", nil, nil, remote.RedisOptions{Mode: remote.RedisCluster, Addrs: []string{"a-1.b:7000", "a-2.b:7001", "[::1]:7002"}}},
+		{"remote_url: valkey-sync://h:1", nil, nil, remote.RedisOptions{Addrs: []string{"h:1"}}},
 		{"remote_url: 'valkey://a:1, valkey://b:2'\nextra_config: {valkey_mode: cluster}", nil, nil, remote.RedisOptions{Mode: remote.RedisCluster, Addrs: []string{"a:1", "b:2"}}},
 		{"", nil, []string{`{"type": "resp", "host": "h", "port": 6380, "username": "u", "password": "hunter2", "num_workers": 16}`}, remote.RedisOptions{
 			Addrs: []string{"h:6380"}, User: "u", Password: remote.Secret{Env: "LMCACHE_RESP_PASSWORD"}}},
@@ -401,7 +404,7 @@ func TestEnvironmentOverridesTheFile(t *testing.T) {
 		t.Errorf("%+v", k)
 	}
 	for name, want := range map[string]lmcache.Outcome{
-		"LMCACHE_ENABLE_XPYD": lmcache.None, "LMCACHE_EC_LOCAL_DISK": lmcache.None, "LMCACHE_NO_SUCH_KEY": lmcache.Unknown, "PYTHONHASHSEED": lmcache.VLLM,
+		"LMCACHE_ENABLE_XPYD": lmcache.VLLM, "LMCACHE_EC_LOCAL_DISK": lmcache.None, "LMCACHE_NO_SUCH_KEY": lmcache.Unknown, "PYTHONHASHSEED": lmcache.VLLM,
 		"LMCACHE_NUMA_MODE": lmcache.Unused, "LMCACHE_LOG_LEVEL": lmcache.Set, "LMCACHE_TRACK_USAGE": lmcache.BuiltIn,
 	} {
 		if k := key(t, r, name); k.Outcome != want {
@@ -612,6 +615,19 @@ func (l keyList) each(t *testing.T, f func(part, name string, k lmcache.Key, r *
 	}
 }
 
+// The role in LMCache's transfer from prefiller to decoder is the connector's.
+func TestRoles(t *testing.T) {
+	for role, want := range map[string]string{"sender": "kv_producer", "receiver": "kv_consumer"} {
+		r, _ := converted(t, source("enable_pd: true\npd_role: "+role))
+		if !strings.Contains(r.YAML, `"kv_role":"`+want+`"`) {
+			t.Errorf("%s:\n%s", role, r.YAML)
+		}
+	}
+	if r, _ := converted(t, source("enable_pd: false\npd_role: sender")); !strings.Contains(r.YAML, `"kv_role":"kv_both"`) {
+		t.Errorf("off:\n%s", r.YAML)
+	}
+}
+
 // Every key that LMCache documents is known here, on or off, and what is said of it is a reason or a setting.
 func TestEveryKeyIsKnown(t *testing.T) {
 	list := readKeyList(t)
@@ -747,7 +763,9 @@ func TestWhatIsWrongIsSaid(t *testing.T) {
 		{"numa_mode: maybe", nil, nil, []string{"numa_mode", "manual"}},
 		{"numa_mode: manual\nextra_config: {gpu_to_numa_mapping: {0: x}}", nil, nil, []string{"gpu_to_numa_mapping", `"x"`}},
 		{"enable_lazy_memory_allocator: true\nlazy_memory_initial_ratio: 3", nil, nil, []string{"lazy_memory_initial_ratio", "0 to 1"}},
-		{"remote_url: no-url", nil, nil, []string{"remote_url", "URL"}},
+		{"remote_url: no-url", nil, nil, []string{"remote_url", "URL", "HOST:PORT"}},
+		{"remote_url: u:hunter2@h:1", nil, nil, []string{"remote_url", "URL", "HOST:PORT"}},
+		{"enable_pd: true\npd_role: both", nil, nil, []string{"pd_role", "sender or receiver"}},
 		{"remote_url: redis://u:hunter2@h/x", nil, nil, []string{"remote_url", "database"}},
 		{"remote_url: 's3://'", nil, nil, []string{"remote_url", "bucket"}},
 		{"extra_config: [1]", nil, nil, []string{"extra_config", "map"}},
@@ -809,6 +827,25 @@ func TestTable(t *testing.T) {
 }
 
 // Whatever is read, what is written is YAML that says what Config says.
+// A text of endlessly many keys, or of one again and again, is refused before the decoder compares each with each other.
+func TestManyKeys(t *testing.T) {
+	numbered := ""
+	for i := range 20000 {
+		numbered += fmt.Sprintf("k%d:\n", i)
+	}
+	for text, want := range map[string]string{
+		strings.Repeat("a:\n", 2000):                                      "line 2: the key of line 1 again",
+		"extra_config: {" + strings.Repeat("S3CR3T: 1, ", 2000) + "x: 1}": "line 1: the key of line 1 again",
+		"a: &x {b: 1}\nb: *x\nc: *x\nb: 2":                                "line 4: the key of line 2 again",
+		strings.Repeat("a:\n", 100000):                                    "line 1: a map of 100000 keys",
+		numbered:                                                          "line 1: a map of 20000 keys",
+	} {
+		if _, err := lmcache.Convert(source(text)); err == nil || !strings.Contains(err.Error(), want) || strings.Contains(err.Error(), "S3CR3T") {
+			t.Errorf("%.20q…: %v, want %q", text, err, want)
+		}
+	}
+}
+
 func FuzzConvert(f *testing.F) {
 	inputs, _ := filepath.Glob("testdata/*.lmcache")
 	for _, in := range append(inputs, "testdata/keys.yaml") {

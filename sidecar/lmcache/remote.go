@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net"
 	"net/url"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -40,16 +41,26 @@ var schemes = map[string]string{
 	"cuobject":           "objects move over HTTP: an s3 tier at the same endpoint takes its place",
 }
 
+// hostPorts is what a Valkey server is called where the scheme was left out.
+var hostPorts = regexp.MustCompile(`^(?:[\w.-]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}(?:\s*,\s*(?:[\w.-]+|\[[0-9A-Fa-f:.]+\]):\d{1,5})*/?$`)
+
 func remoteURL(c *converter, g *given) (verdict, error) {
 	if g.off() {
 		return unused("it is off"), nil
 	}
 	text := strings.TrimSpace(g.text())
 	scheme, rest, ok := strings.Cut(text, "://")
-	if !ok {
-		return verdict{}, fmt.Errorf("%s: it is not a URL (it is not repeated: it may have a secret in it)", g.shown)
+	switch {
+	case ok:
+	case hostPorts.MatchString(text):
+		scheme, rest = "valkey", text
+	default:
+		return verdict{}, fmt.Errorf("%s: it is neither a URL, such as valkey://HOST:6379, nor HOST:PORT (it is not repeated: it may have a secret in it)", g.shown)
 	}
 	switch scheme = strings.ToLower(scheme); scheme {
+	case "valkey-sync":
+		scheme = "valkey"
+		fallthrough
 	case "redis", "rediss", "redis-sentinel", "redis-cluster", "valkey", "unix":
 		return c.redisTier(g, scheme, rest)
 	case "s3":
@@ -123,7 +134,7 @@ func (c *converter) redisTier(g *given, scheme, rest string) (verdict, error) {
 			}
 		}
 	}
-	form, at := "redis", hosts
+	form, at, workers := "redis", hosts, 0
 	switch scheme {
 	case "rediss":
 		form = "rediss"
@@ -145,6 +156,13 @@ func (c *converter) redisTier(g *given, scheme, rest string) (verdict, error) {
 				db = v
 			}
 		}
+		if n := c.extra["valkey_num_workers"]; n != nil {
+			v, err := n.integer(1, 1<<20)
+			if err != nil {
+				return verdict{}, err
+			}
+			workers = min(v, 256)
+		}
 		if v := c.extraText("valkey_username"); v != "" {
 			user = v
 		}
@@ -165,6 +183,9 @@ func (c *converter) redisTier(g *given, scheme, rest string) (verdict, error) {
 	if db != "" && db != "0" {
 		n, _ := strconv.Atoi(db)
 		t.set("db", n, "")
+	}
+	if workers > 0 {
+		t.set("workers", workers, c.extra["valkey_num_workers"].origin())
 	}
 	if hasPassword {
 		c.passwordFrom(t, passwordEnv)

@@ -40,18 +40,20 @@ func partOf(key, why string) rule {
 // The reasons that several keys share.
 const (
 	whyBlend   = "KV of text that is not a prefix is not reused"
-	whyP2P     = "there are no peers to configure: instances of one host use one sidecar, and those of several hosts share a redis or s3 tier"
+	whyP2P     = "sidecars of one host find each other and share by themselves (peers.enabled); those of several hosts share a redis or s3 tier"
 	whyFleet   = "there is no controller of a fleet: each sidecar's admin server has status, pin, move and clear"
-	whyPD      = "there is no transfer from prefiller to decoder; a kv_producer and a kv_consumer on one host can use one sidecar"
+	whyPD      = "prefiller and decoder meet in one sidecar, or in sidecars of one host that share; those of several hosts need a redis or s3 tier"
+	whyChannel = "KV goes by way of the arena: between prefiller and decoder there is no channel, buffer or port to set up"
 	whyGDS     = "KV does not go from storage to the GPU directly, but through the arena, which the worker maps and pins"
 	whyNIXL    = "NIXL is not used: disk, redis and s3 tiers read and write straight from and into the arena"
 	whyPlugin  = "no code is loaded into the sidecar"
 	whyEncoder = "encoder outputs are not cached"
 	whyHidden  = "hidden states are not cached"
 	whyStats   = "there are no statistics of chunks; lookaside simulate replays traces, and /metrics counts hits"
-	whyRanks   = "every rank has its own sidecar, which is asked for its own pages"
+	whyRanks   = "every rank's sidecar is asked for that rank's pages"
+	whySame    = "ranks that hold the same pages, as with MLA, store them once where they have one sidecar, or sidecars that share"
 	whyRecord  = "a chunk is kept with its description and checksums, always"
-	whyMaru    = "there is no client of Maru's server; instances of one host share through one sidecar"
+	whyMaru    = "there is no client of Maru's server; sidecars of one host share by themselves (peers.enabled)"
 	whyPolicy  = "nothing is evicted before room is wanted: there is no watermark and no batch to set"
 	whyPersist = "what a tier holds is always found again after a restart"
 )
@@ -129,11 +131,11 @@ var configTable = []struct {
 		return became("", "admin.listen"), nil
 	}},
 	{"internal_api_server_include_index_list", partOf("internal_api_server_enabled", "every sidecar has an admin server")},
-	{"internal_api_server_socket_path_prefix", partOf("internal_api_server_enabled", "the admin server listens on TCP only")},
+	{"internal_api_server_socket_path_prefix", say(builtIn("the admin server also listens on admin.sock in runtime.dir"))},
 	{"script_allowed_imports", lost("the admin server runs no scripts")},
 	{"runtime_plugin_locations", lost(whyPlugin)},
 	{"remote_config_url app_id", lost("settings come from a file, the environment and flags")},
-	{"enable_kv_events", lost("no events are published")},
+	{"enable_kv_events", kvEvents},
 	{"audit_actual_remote_url", lost("there is no auditing proxy")},
 
 	{"enable_blending", lost(whyBlend)},
@@ -144,10 +146,26 @@ var configTable = []struct {
 	{"transfer_channel", lost("KV moves through shared memory on a host, and through redis and s3 tiers between hosts")},
 	{"enable_controller", lost(whyFleet)},
 	{"controller_pull_url controller_reply_url lmcache_worker_ports lmcache_worker_ids lmcache_worker_heartbeat_time lmcache_worker_heartbeat_delay_time lmcache_instance_id", partOf("enable_controller", whyFleet)},
-	{"enable_pd", lost(whyPD)},
-	{"pd_role pd_buffer_size pd_buffer_device pd_peer_host pd_peer_init_port pd_peer_alloc_port pd_peer_query_port pd_proxy_host pd_proxy_port", partOf("enable_pd", whyPD)},
-	{"pd_allocation_timeout_sec pd_shutdown_timeout_sec pd_condition_poll_interval_sec pd_max_prefill_len pd_backend_mode pd_skip_proxy_notification pd_bidirectional", partOf("enable_pd", whyPD)},
-	{"enable_nixl nixl_enable_gc nixl_receiver_host nixl_receiver_port nixl_peer_port nixl_file_pool_size", lost(whyPD)},
+	{"enable_pd", func(_ *converter, g *given) (verdict, error) {
+		if g.off() {
+			return unused("it is off"), nil
+		}
+		return vllm("kv_role", whyPD), nil
+	}},
+	{"pd_role", func(c *converter, g *given) (verdict, error) {
+		if c.config["enable_pd"].off() {
+			return unused("enable_pd is off"), nil
+		}
+		role, ok := map[string]string{"sender": "kv_producer", "receiver": "kv_consumer"}[strings.ToLower(strings.TrimSpace(g.text()))]
+		if !ok {
+			return verdict{}, g.wrong("sender or receiver")
+		}
+		c.role = role
+		return vllm("kv_role", role), nil
+	}},
+	{"pd_buffer_size pd_buffer_device pd_peer_host pd_peer_init_port pd_peer_alloc_port pd_peer_query_port pd_proxy_host pd_proxy_port", channel},
+	{"pd_allocation_timeout_sec pd_shutdown_timeout_sec pd_condition_poll_interval_sec pd_max_prefill_len pd_backend_mode pd_skip_proxy_notification pd_bidirectional", channel},
+	{"enable_nixl nixl_enable_gc nixl_receiver_host nixl_receiver_port nixl_peer_port nixl_file_pool_size", lost(whyChannel)},
 	{"nixl_backends", lost(whyNIXL)},
 	{"nixl_buffer_size nixl_buffer_device", func(c *converter, g *given) (verdict, error) {
 		if c.config["enable_pd"].off() && c.extra["enable_nixl_storage"].off() {
@@ -222,9 +240,10 @@ var extraTable = []struct {
 	{"s3_part_size", partOfRemote("s3", "a chunk is one object, which is uploaded in one piece")},
 	{"aws_access_key_id aws_secret_access_key", secretOf("s3", "put it into the environment of the sidecar, as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or name a credentials_file")},
 	{"valkey_mode valkey_username valkey_database", remotePart("redis", "url")},
+	{"valkey_num_workers", remotePart("redis", "workers")},
 	{"valkey_password redis_password", secretOf("redis", "put it into the environment of the sidecar, as "+passwordEnv)},
 	{"save_chunk_meta", say(builtIn(whyRecord))},
-	{"remote_enable_mla_worker_id_as0 save_only_first_rank create_lookup_server_only_on_worker_0_for_mla first_rank_max_local_cpu_size", lost(whyRanks)},
+	{"remote_enable_mla_worker_id_as0 save_only_first_rank create_lookup_server_only_on_worker_0_for_mla first_rank_max_local_cpu_size", say(builtIn(whySame))},
 	{"histogram_bucket_*", lost("the buckets of histograms are fixed")},
 	{"p2p_socket_recv_timeout_ms p2p_socket_send_timeout_ms p2p_*", partOf("enable_p2p", whyP2P)},
 	{"local_hostname metadata_server protocol device_name master_server_address global_segment_size local_buffer_size transfer_timeout storage_root_dir mooncake_*", lost("Mooncake is not a tier: a redis or s3 tier shares between hosts")},
@@ -702,6 +721,21 @@ func pinTimeout(c *converter, g *given) (verdict, error) {
 	}
 	c.set("lookup.lease", duration(s), g, "")
 	return became("it runs until a worker begins to load; from then on the lease lasts as long as the worker", "lookup.lease"), nil
+}
+
+// channel is a rule for what LMCache's transfer from prefiller to decoder is set up by.
+func channel(c *converter, _ *given) (verdict, error) {
+	if c.config["enable_pd"].off() {
+		return unused("enable_pd is off"), nil
+	}
+	return builtIn(whyChannel), nil
+}
+
+func kvEvents(_ *converter, g *given) (verdict, error) {
+	if g.off() {
+		return unused("it is off"), nil
+	}
+	return vllm("--kv-events-config", `with "enable_kv_cache_events": true there, vLLM publishes what the sidecars hold, too; a sidecar publishes by itself with events.endpoint`), nil
 }
 
 func apiServer(c *converter, g *given) (verdict, error) {

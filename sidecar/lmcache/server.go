@@ -58,7 +58,7 @@ const (
 	whyTransport = "vLLM finds the sidecar by lookaside.endpoint, on the same host: there is no port for it"
 	whyShared    = "LMCache's server held this for all ranks together: where there are several, give each rank's sidecar the same device, with arena.ranks and its arena.rank. Changing devices while it serves wants arena.hotplug: true"
 	whyThreads   = "vLLM's workers copy for themselves, and each tier has its own workers"
-	whyTrace     = "there is no export of traces or events; /metrics is always served by the admin server"
+	whyTrace     = "there is no export of traces, and /metrics is always served by the admin server; what is stored and dropped is published by events.endpoint"
 )
 
 // serverTable is what becomes of the flags of LMCache's server. Separated by spaces; one that ends in * is for all that begin so.
@@ -169,7 +169,7 @@ var serverTable = []struct {
 		return none(whyBlend), nil
 	}},
 	{"enable-segmented-prefix enable-dedup-content", lost(whyBlend)},
-	{"separate-object-groups", lost("models with several KV-cache groups run without hits")},
+	{"separate-object-groups", say(builtIn("a page has the blocks of all KV-cache groups; of sliding windows, those that a hit can need"))},
 	{"null-block-id", say(builtIn("vLLM's null block is never stored"))},
 	{"lookup-hash-log-*", lost(whyTrace)},
 	{"p2p-*", lost(whyP2P)},

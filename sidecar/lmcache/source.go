@@ -192,10 +192,48 @@ func parse(name string, text []byte) (v any, err error) {
 	if json.Unmarshal(text, &v) == nil { // which may have tabs in it
 		return v, nil
 	}
-	if err := yaml.Unmarshal(text, &v); err != nil {
+	var doc yaml.Node
+	err = yaml.Unmarshal(text, &doc)
+	if err == nil {
+		if err := checkKeys(&doc); err != nil {
+			return nil, fmt.Errorf("%s: %w", name, err)
+		}
+		err = doc.Decode(&v)
+	}
+	if err != nil {
 		return nil, fmt.Errorf("%s is neither YAML nor JSON (the parser's words are not repeated: it may have secrets in it)", name)
 	}
 	return v, nil
+}
+
+// maxKeys bounds the keys of one map. LMCache has some 200.
+const maxKeys = 2048
+
+// checkKeys refuses maps with too many keys, or with the same key twice. The decoder compares each key with each other, and has a message for each pair that is alike: a few KiB of one
+// key take minutes and all memory.
+func checkKeys(n *yaml.Node) error {
+	if n.Kind == yaml.MappingNode {
+		if len(n.Content) > 2*maxKeys {
+			return fmt.Errorf("line %d: a map of %d keys, at most %d", n.Line, len(n.Content)/2, maxKeys)
+		}
+		lines := map[string]int{}
+		for i := 0; i < len(n.Content); i += 2 {
+			key := n.Content[i]
+			if key.Kind != yaml.ScalarNode {
+				continue
+			}
+			if line, twice := lines[key.Value]; twice {
+				return fmt.Errorf("line %d: the key of line %d again", key.Line, line)
+			}
+			lines[key.Value] = key.Line
+		}
+	}
+	for _, c := range n.Content { // an alias has none
+		if err := checkKeys(c); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // aliases are earlier names of keys.

@@ -1,6 +1,7 @@
 package lmcache
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"regexp"
@@ -44,7 +45,7 @@ func (c *converter) yaml() string {
 	for _, s := range c.connector {
 		m[s.key] = s.value
 	}
-	j, _ := json.Marshal(transferConfig{"LookasideConnector", "lookaside.connector", "kv_both", "recompute", m}) // its values are words, numbers and truths
+	j, _ := json.Marshal(transferConfig{"LookasideConnector", "lookaside.connector", cmp.Or(c.role, "kv_both"), "recompute", m}) // its values are words, numbers and truths
 	b.WriteString("\n# For vLLM, --kv-transfer-config:\n#   " + string(j) + "\n")
 	if missing := (&Result{Keys: c.keys}).Missing(); len(missing) > 0 {
 		b.WriteString("\n# Without an equivalent:\n")

@@ -149,8 +149,7 @@ func (p *peer) connect() (err error) {
 	if p.scheduler, err = client.Dial(p.dir, &hello, patience); err != nil {
 		return err
 	}
-	w := p.scheduler.Welcome
-	if p.lookups, err = client.NewLookups(w.LookupEndpoint, w.ReplyEndpoint, false); err != nil {
+	if p.lookups, err = p.scheduler.Lookups(); err != nil {
 		return err
 	}
 	p.n.Connects++
@@ -187,10 +186,7 @@ func (p *peer) recv(regions bool) ([]byte, error) {
 			var m wire.RegionAdded
 			err = m.Decode(b, &wire.DefaultLimits)
 			if err == nil && len(files) == 1 {
-				p.regions[m.Region], err = dax.Attach(files[0], int64(m.Offset), int64(m.SizeBytes), int64(m.PageSize))
-			}
-			if err == nil {
-				err = p.worker.Send(&wire.RegionMapped{Region: m.Region})
+				err = p.attach(&m, files[0])
 			}
 		case wire.TypeRegionRemoved:
 			err = p.detach(b)
@@ -205,6 +201,21 @@ func (p *peer) recv(regions bool) ([]byte, error) {
 			return b, nil
 		}
 	}
+}
+
+// attach maps a region, for reading alone where it is another sidecar's.
+func (p *peer) attach(m *wire.RegionAdded, file *os.File) (err error) {
+	var region *dax.Attached
+	if offset, size, page := int64(m.Offset), int64(m.SizeBytes), int64(m.PageSize); m.ReadOnly {
+		region, err = dax.AttachReadOnly(int(file.Fd()), offset, size, page)
+	} else {
+		region, err = dax.Attach(file, offset, size, page)
+	}
+	if err != nil {
+		return err
+	}
+	p.regions[m.Region] = region
+	return p.worker.Send(&wire.RegionMapped{Region: m.Region})
 }
 
 // detach lets go of the region that a RegionRemoved names: nothing is copied meanwhile, on this goroutine, and no lease of ours lies in it.
@@ -287,25 +298,23 @@ func randomPrefix(rnd *rand.Rand, space *tiers.Space) tiertest.Prefix {
 func (p *peer) request() error {
 	t := randomPrefix(p.rnd, p.space)
 	g := p.space.Geometry
-	p.next++
-	m := wire.Lookup{Session: p.scheduler.Welcome.Session, Lookup: p.next, Hashes: t.Digests(0, len(t), g.DigestBytes), DeadlineMs: 1000}
+	deadlineMs, recomputeUs := uint32(1000), uint32(0)
 	if p.chance(10) {
-		m.DeadlineMs = uint32(1 + p.rnd.IntN(20))
+		deadlineMs = uint32(1 + p.rnd.IntN(20))
 	}
 	if p.chance(3) {
-		m.RecomputeUs = uint32(1 + p.rnd.IntN(2000))
+		recomputeUs = uint32(1 + p.rnd.IntN(2000))
 	}
 	p.n.Lookups++
 	p.n.LookupPages += len(t)
-	r, err := p.lookups.Lookup(&m, 3*time.Second)
+	hit, err := p.ask(t, deadlineMs, recomputeUs, 3*time.Second)
 	if errors.Is(err, os.ErrDeadlineExceeded) {
 		// A sidecar that is stopped or gone, which the session socket will tell.
 		p.n.Late++
-		r.HitPages = 0
+		hit = 0
 	} else if err != nil {
 		return err
 	}
-	hit := int(r.HitPages)
 	if hit > len(t) {
 		return &wrongError{fmt.Sprintf("a hit of %d of %d pages", hit, len(t))}
 	}
@@ -325,6 +334,35 @@ func (p *peer) request() error {
 	return nil
 }
 
+// ask looks a prefix up and returns its hit pages.
+func (p *peer) ask(t tiertest.Prefix, deadlineMs, recomputeUs uint32, patience time.Duration) (hit int, err error) {
+	p.next++
+	r, err := p.lookups.Lookup(&wire.Lookup{
+		Session: p.scheduler.Welcome.Session, Secret: p.scheduler.Welcome.Secret, Lookup: p.next, Hashes: t.Digests(0, len(t), p.space.Geometry.DigestBytes),
+		DeadlineMs: deadlineMs, RecomputeUs: recomputeUs,
+	}, patience)
+	return int(r.HitPages), err
+}
+
+// sendLookup sends a lookup of any hashes, whose answer is left to be received.
+func (p *peer) sendLookup(hashes []byte, deadlineMs uint32) error {
+	p.next++
+	w := &p.scheduler.Welcome
+	return p.lookups.Send((&wire.Lookup{Session: w.Session, Secret: w.Secret, Lookup: p.next, Hashes: hashes, DeadlineMs: deadlineMs}).Append(nil))
+}
+
+// take has the worker take over pages [first, hit) of the last lookup, of that prefix.
+func (p *peer) take(t tiertest.Prefix, first, hit int) (g wire.LoadGrant, granted bool, err error) {
+	geometry := p.space.Geometry
+	names := wire.NamesOf(t.Digests(first, hit, geometry.DigestBytes), geometry.DigestBytes, first, geometry.PagesPerChunk)
+	m := wire.PrepareLoad{
+		ID: p.worker.NextID(), Session: p.scheduler.Welcome.Session, Lookup: p.next, Ticket: p.scheduler.Ticket(p.next),
+		FirstPage: uint32(first), Pages: uint32(hit - first), Names: names[:],
+	}
+	granted, err = p.call(&m, &g)
+	return g, granted, err
+}
+
 // page is page i of an extent in the arena, checked as a client must.
 func (p *peer) page(e wire.Extent, i int) ([]byte, error) {
 	size := uint64(p.space.Geometry.PageBytes)
@@ -340,18 +378,17 @@ func (p *peer) load(t tiertest.Prefix, hit int) error {
 	first := 0
 	switch n := p.rnd.IntN(100); {
 	case n < 8:
-		return p.lookups.Send((&wire.Cancel{Session: session, Lookup: p.next}).Append(nil))
+		return p.lookups.Send((&wire.Cancel{Session: session, Secret: p.scheduler.Welcome.Secret, Lookup: p.next}).Append(nil))
 	case n < 11:
 		return nil // forgotten: freed with its deadline
 	case n < 20 && hit > 1:
 		first = p.rnd.IntN(hit)
-		if err := p.lookups.Send((&wire.Trim{Session: session, Lookup: p.next, FirstPage: uint32(first)}).Append(nil)); err != nil {
+		if err := p.lookups.Send((&wire.Trim{Session: session, Secret: p.scheduler.Welcome.Secret, Lookup: p.next, FirstPage: uint32(first)}).Append(nil)); err != nil {
 			return err
 		}
 	}
-	var g wire.LoadGrant
-	m := wire.PrepareLoad{ID: p.worker.NextID(), Session: session, Lookup: p.next, FirstPage: uint32(first), Pages: uint32(hit - first)}
-	if granted, err := p.call(&m, &g); !granted || err != nil {
+	g, granted, err := p.take(t, first, hit)
+	if !granted || err != nil {
 		return err
 	}
 	p.n.Loads++
@@ -401,19 +438,23 @@ func (p *peer) verify(t tiertest.Prefix, extents []wire.Extent, first, end int) 
 	return nil
 }
 
-func (p *peer) store(t tiertest.Prefix, first int) error {
+// prepare asks for room for the pages of a prefix from first on; granted is false if nothing is to be stored.
+func (p *peer) prepare(t tiertest.Prefix, first int) (g wire.StoreGrant, granted bool, err error) {
 	d := p.space.Geometry.DigestBytes
 	m := wire.PrepareStore{ID: p.worker.NextID(), FirstPage: uint32(first), Hashes: t.Digests(first, len(t), d)}
 	if first > 0 {
 		m.Prev = t.Digests(first-1, first, d)
 	}
-	var g wire.StoreGrant
-	if granted, err := p.call(&m, &g); !granted || err != nil {
+	granted, err = p.call(&m, &g)
+	return g, granted && g.Store != 0, err
+}
+
+func (p *peer) store(t tiertest.Prefix, first int) error {
+	g, granted, err := p.prepare(t, first)
+	if !granted || err != nil {
 		return err
 	}
-	if g.Store == 0 {
-		return nil
-	}
+	d := p.space.Geometry.DigestBytes
 	p.n.Stores++
 	var failed []uint32
 	abort := p.chance(20)

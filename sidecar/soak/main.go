@@ -2,35 +2,43 @@
 // seconds, and what only shows in hours. It prints the seed first, and last a summary as JSON; it fails if a single loaded byte was wrong, a lease
 // outlived its owner, a store did not check clean after a kill, or a sidecar ended by itself.
 //
-//	soak --bin bin/lookaside --duration 10m [--seed N] [--clients 3] [--json FILE] [--redis auto|never]
+//	soak --bin bin/lookaside --duration 10m [--seed N] [--clients 4] [--json FILE] [--redis auto|never] [--s3 versitygw]
 //
 // Ctrl-C ends it early, with the audit and the summary.
+//
+// Its second job is to attack: one sidecar after the other is misused in one way for some seconds while a well-behaved client
+// goes on, and what the sidecar takes of memory, files, log and processor time is compared with bounds.
+//
+//	soak attack --bin bin/lookaside [--each 6s] [--only NAME,…] [--json FILE]
+//	soak attack --list
 package main
 
 import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"io"
 	"math/rand/v2"
 	"os"
 	"os/signal"
-	"path/filepath"
 	"syscall"
 	"time"
 
 	"github.com/spf13/pflag"
 )
 
+// children are what the program starts itself as.
+var children = map[string]func([]string) error{"client": clientMain, "victim": victimMain}
+
 func main() {
-	if len(os.Args) > 1 && os.Args[1] == "client" {
-		if err := clientMain(os.Args[2:]); err != nil {
-			fmt.Fprintln(os.Stderr, "soak client:", err)
-			os.Exit(1)
+	command, args := run, os.Args[1:]
+	if len(args) > 0 {
+		if child := children[args[0]]; child != nil {
+			command, args = child, args[1:]
+		} else if args[0] == "attack" {
+			command, args = attackMain, args[1:]
 		}
-		return
 	}
-	if err := run(os.Args[1:]); err != nil {
+	if err := command(args); err != nil {
 		fmt.Fprintln(os.Stderr, "soak:", err)
 		os.Exit(1)
 	}
@@ -43,8 +51,9 @@ func run(args []string) error {
 	fs.StringVar(&o.bin, "bin", "bin/lookaside", "the binary to soak")
 	fs.DurationVar(&o.duration, "duration", 10*time.Minute, "how long")
 	fs.Uint64Var(&o.seed, "seed", 0, "of what is done when; 0: a random one. What the processes make of it still depends on the machine")
-	fs.IntVar(&o.clients, "clients", 3, "client processes")
+	fs.IntVar(&o.clients, "clients", 4, "client processes")
 	fs.StringVar(&o.redis, "redis", "auto", "auto: a tier on a redis-server of our own where that is installed; never")
+	fs.StringVar(&o.s3, "s3", ".cache/tools/bin/versitygw", "the S3 server of a tier, a versitygw; none where this is not there")
 	fs.StringVar(&jsonFile, "json", "", "also write the summary here")
 	if err := fs.Parse(args); err != nil {
 		return err
@@ -74,22 +83,7 @@ func run(args []string) error {
 		}
 	}
 	if len(sum.Problems) > 0 {
-		keep := filepath.Join(dir, "sidecar.log")
-		return fmt.Errorf("%d problems; logs and media are left in %s (replay: --seed %d)", len(sum.Problems), filepath.Dir(keep), o.seed)
+		return fmt.Errorf("%d problems; logs and media are left in %s (replay: --seed %d)", len(sum.Problems), dir, o.seed)
 	}
 	return os.RemoveAll(dir)
-}
-
-// tail is the last bytes of a file, for a report.
-func tail(name string, n int64) string {
-	f, err := os.Open(name)
-	if err != nil {
-		return err.Error()
-	}
-	defer f.Close()
-	if info, err := f.Stat(); err == nil && info.Size() > n {
-		_, _ = f.Seek(-n, io.SeekEnd)
-	}
-	b, _ := io.ReadAll(f)
-	return string(b)
 }

@@ -1,14 +1,11 @@
 package main
 
 import (
-	"bufio"
-	"bytes"
 	"context"
 	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"math/rand/v2"
 	"net"
 	"net/http"
@@ -32,6 +29,7 @@ type options struct {
 	seed     uint64
 	clients  int
 	redis    string
+	s3       string // a versitygw binary; where there is none there is no S3
 }
 
 // summary is what the soak prints at its end.
@@ -39,6 +37,7 @@ type summary struct {
 	Seed     uint64         `json:"seed"`
 	Seconds  float64        `json:"seconds"`
 	Redis    bool           `json:"redis"`
+	S3       bool           `json:"s3"`
 	Events   map[string]int `json:"events"` // what was done to the processes
 	Checks   int            `json:"checks"` // of the store, after each end of a sidecar
 	Audits   int            `json:"audits"` // of the leases, with all clients gone
@@ -50,116 +49,43 @@ type summary struct {
 }
 
 type soak struct {
-	o     options
-	rnd   *rand.Rand // the main goroutine's only
-	start time.Time
-	http  *http.Client
+	stand
+	o   options
+	rnd *rand.Rand // the main goroutine's only
 
-	sidecar *process
-	redis   *process
-	port    int // redis's
-	peers   []*process
+	nodes  []*node
+	redis  server
+	bucket server // S3
+	peers  []*process
 
-	mu       sync.Mutex
-	events   map[string]int
-	checks   int
-	audits   int
-	counts   counts
-	tiers    map[string]map[string]float64
-	problems []string
-	seconds  float64
+	// Guarded by mu:
+	events  map[string]int
+	checks  int
+	audits  int
+	counts  counts
+	tiers   map[string]map[string]float64
+	seconds float64
+}
+
+// A node is one sidecar, with what it keeps from one start to the next. All nodes share what they hold.
+type node struct {
+	name     string
+	endpoint string
+	disk     string // directory of its disk tier; "": none
+	device   string // the file that its arena lies on in place of a DAX device; "": memory
+	lmcache  string // what LMCache's two sockets begin with; "": none
+	process  *process
+	rotten   bool // bits of its disk were flipped since it was checked
+}
+
+// A server is one that tiers use, killed and stopped now and then.
+type server struct {
+	port    int // 0: it is not installed
+	process *process
 }
 
 func newSoak(o options) *soak {
-	return &soak{o: o, rnd: rand.New(rand.NewPCG(o.seed, 0)), http: &http.Client{Timeout: 5 * time.Second}, events: map[string]int{}, tiers: map[string]map[string]float64{}}
-}
-
-// process is a child. What ends it without our doing is a problem.
-type process struct {
-	name    string
-	cmd     *exec.Cmd
-	stdin   io.Closer
-	ended   chan struct{} // closed when it has been waited for
-	wanted  chan struct{} // closed when we end it
-	ending  sync.Once
-	stopped bool
-}
-
-func (p *process) dead() bool {
-	select {
-	case <-p.ended:
-		return true
-	default:
-		return false
-	}
-}
-
-// end sends a signal, if it has not ended yet, and waits; one that does not end in time is killed, which is a problem.
-func (s *soak) end(p *process, sig os.Signal, patience time.Duration) {
-	if p == nil {
-		return
-	}
-	p.ending.Do(func() { close(p.wanted) })
-	_ = p.cmd.Process.Signal(sig)
-	if p.stopped {
-		_ = p.cmd.Process.Signal(syscall.SIGCONT)
-	}
-	select {
-	case <-p.ended:
-	case <-time.After(patience):
-		s.problem("%s has not ended %v after %v", p.name, patience, sig)
-		_ = p.cmd.Process.Kill()
-		<-p.ended
-	}
-}
-
-// spawn starts a child in a process group of its own, so that Ctrl-C is ours to act on. each is called for each line that it prints.
-func (s *soak) spawn(name string, each func(line []byte), program string, args ...string) (*process, error) {
-	p := &process{name: name, cmd: exec.Command(program, args...), ended: make(chan struct{}), wanted: make(chan struct{})}
-	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
-	log, err := os.OpenFile(filepath.Join(s.o.dir, name+".log"), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
-	if err != nil {
-		return nil, err
-	}
-	defer log.Close()
-	p.cmd.Stderr = log
-	var lines io.Reader
-	if each != nil {
-		if lines, err = p.cmd.StdoutPipe(); err != nil {
-			return nil, err
-		}
-	}
-	if p.stdin, err = p.cmd.StdinPipe(); err != nil {
-		return nil, err
-	}
-	if err := p.cmd.Start(); err != nil {
-		return nil, err
-	}
-	go func() {
-		defer close(p.ended)
-		if each != nil {
-			for scan := bufio.NewScanner(lines); scan.Scan(); {
-				each(scan.Bytes())
-			}
-		}
-		err := p.cmd.Wait()
-		select {
-		case <-p.wanted:
-		default:
-			s.problem("%s ended by itself: %v\n%s", name, err, tail(log.Name(), 4000))
-		}
-	}()
-	return p, nil
-}
-
-func (s *soak) problem(format string, args ...any) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	text := fmt.Sprintf(format, args...)
-	if len(s.problems) < 50 {
-		s.problems = append(s.problems, text)
-	}
-	fmt.Fprintf(os.Stderr, "soak: %7.1fs PROBLEM: %s\n", time.Since(s.start).Seconds(), text)
+	return &soak{stand: newStand("soak", o.dir, o.bin), o: o, rnd: rand.New(rand.NewPCG(o.seed, 0)), events: map[string]int{}, tiers: map[string]map[string]float64{}}
 }
 
 func (s *soak) event(name string) {
@@ -168,39 +94,65 @@ func (s *soak) event(name string) {
 	s.mu.Unlock()
 }
 
-func (s *soak) endpoint() string { return filepath.Join(s.o.dir, "run") }
-func (s *soak) store() string    { return filepath.Join(s.o.dir, "disk") }
-
 func pick[T any](rnd *rand.Rand, of ...T) T { return of[rnd.IntN(len(of))] }
 
-// startSidecar starts one with other settings each time, over the same store.
-func (s *soak) startSidecar() error {
-	args := []string{
-		"serve", "--runtime-dir", s.endpoint(), "--arena-limit", pick(s.rnd, "8M", "12M", "24M"), "--arena-kind", "memfd", "--lifecycle-drain", "1s", "--lifecycle-flush", "2s",
-		"--lookup-lease", "3s", "--log-level", "warn", "--arena-eviction", pick(s.rnd, "lru", "adaptive"), "--lookup-promote", pick(s.rnd, "auto", "always", "always"),
-		"--disk", s.store() + ":" + pick(s.rnd, "48M", "64M", "64M", "64M") + ":admit=" + pick(s.rnd, "stored", "stored", "reused", "evicted") +
-			":direct=" + pick(s.rnd, "auto", "never") + ":workers=" + pick(s.rnd, "1", "4") + ":slab=" + pick(s.rnd, "4M", "8M", "16M"),
+// addNodes names the sidecars: one with an arena in memory above all kinds of tiers, and one whose arena outlives it.
+func (s *soak) addNodes() {
+	for i := range 2 {
+		name := fmt.Sprintf("sidecar-%d", i)
+		s.nodes = append(s.nodes, &node{name: name, endpoint: filepath.Join(s.dir, fmt.Sprintf("run-%d", i))})
 	}
-	if s.redis != nil {
-		args = append(args, "--redis", fmt.Sprintf("redis://127.0.0.1:%d/0?admit=%s", s.port, pick(s.rnd, "stored", "reused", "evicted")))
+	s.nodes[0].disk, s.nodes[0].lmcache = filepath.Join(s.dir, "disk"), filepath.Join(s.dir, "lm")
+	s.nodes[1].device = filepath.Join(s.dir, "device")
+}
+
+// startSidecar starts a node with other settings each time, over the same media.
+func (s *soak) startSidecar(n *node) error {
+	args := []string{
+		"serve", "--runtime-dir", n.endpoint, "--lifecycle-drain", "1s", "--lifecycle-flush", "2s", "--peers-linger", "200ms",
+		"--lookup-lease", "3s", "--log-level", "warn", "--arena-eviction", pick(s.rnd, "lru", "adaptive"), "--lookup-promote", pick(s.rnd, "auto", "always", "always"),
+		"--peers-skip-stores=" + pick(s.rnd, "true", "false"), "--peers-copy-after", pick(s.rnd, "0", "1", "3"),
+	}
+	if n.device != "" {
+		if err := s.makeDevice(n); err != nil {
+			return err
+		}
+		args = append(args, "--arena-kind", "dax", "--arena-devices", n.device, "--arena-allow-files=true")
+	} else {
+		args = append(args, "--arena-kind", "memfd", "--arena-limit", pick(s.rnd, "8M", "12M", "24M"))
+	}
+	if n.disk != "" {
+		args = append(args, "--disk", n.disk+":"+pick(s.rnd, "48M", "64M", "64M", "64M")+":admit="+pick(s.rnd, "stored", "stored", "reused", "evicted")+
+			":direct="+pick(s.rnd, "auto", "never")+":workers="+pick(s.rnd, "1", "4")+":slab="+pick(s.rnd, "4M", "8M", "16M"))
+		if s.redis.port != 0 {
+			args = append(args, "--redis", fmt.Sprintf("redis://127.0.0.1:%d/0?admit=%s", s.redis.port, pick(s.rnd, "stored", "reused", "evicted")))
+		}
+		if s.bucket.port != 0 {
+			args = append(args, "--s3", fmt.Sprintf("s3://%s?region=us-east-1&endpoint=http://127.0.0.1:%d&admit=%s", bucketName, s.bucket.port, pick(s.rnd, "stored", "evicted")))
+		}
+	}
+	if n.lmcache != "" {
+		args = append(args, "--lmcache-worker-endpoint", "ipc://"+n.lmcache+"-worker", "--lmcache-scheduler-endpoint", "ipc://"+n.lmcache+"-scheduler")
 	}
 	var err error
-	if s.sidecar, err = s.spawn("sidecar", nil, s.o.bin, args...); err != nil {
+	if n.process, err = s.spawn(n.name, nil, s.bin, args...); err != nil {
 		return err
 	}
-	// Serving when its admin server says so.
-	for deadline := time.Now().Add(time.Minute); ; time.Sleep(20 * time.Millisecond) {
-		var st status
-		if err = s.get("/v1/status", &st); err == nil && st.PID == s.sidecar.cmd.Process.Pid {
-			return nil
-		}
-		if s.sidecar.dead() {
-			return fmt.Errorf("sidecar %q does not start:\n%s", args, tail(filepath.Join(s.o.dir, "sidecar.log"), 4000))
-		}
-		if time.Now().After(deadline) {
-			return fmt.Errorf("sidecar %q does not serve after a minute: %w", args, err)
-		}
+	if err := s.waitServing(n.endpoint, n.process); err != nil {
+		return fmt.Errorf("sidecar %q: %w", args, err)
 	}
+	return nil
+}
+
+// deviceBytes is the size of the file that stands in for a DAX device.
+const deviceBytes = 24 << 20
+
+func (s *soak) makeDevice(n *node) error {
+	f, err := os.OpenFile(n.device, os.O_CREATE|os.O_RDWR, 0o600)
+	if err != nil {
+		return err
+	}
+	return errors.Join(f.Truncate(deviceBytes), f.Close())
 }
 
 // status is what the soak reads of /v1/status.
@@ -227,53 +179,66 @@ type status struct {
 	} `json:"spaces"`
 }
 
-func (s *soak) get(path string, into any) error { return s.ask(http.MethodGet, path, nil, into) }
-
-// ask asks the admin server. What it refuses is an error; that it has failed is a problem.
-func (s *soak) ask(method, path string, body, into any) error {
-	addr, err := os.ReadFile(filepath.Join(s.endpoint(), "admin.addr"))
-	if err != nil {
-		return err
+// check verifies a node's media offline: whatever has happened to the sidecar, nothing in them may be bad. What was spoilt
+// on purpose is dropped.
+func (s *soak) check(n *node) {
+	for _, path := range []string{n.disk, n.device} {
+		if _, err := os.Stat(path); path == "" || errors.Is(err, os.ErrNotExist) {
+			continue
+		}
+		out, err := s.checkMedium(path)
+		if err != nil && n.rotten {
+			_, _ = s.checkMedium(path, "--repair")
+			out, err = s.checkMedium(path)
+		}
+		s.mu.Lock()
+		s.checks++
+		s.mu.Unlock()
+		if err != nil {
+			s.problem("lookaside check: %v\n%s", err, out)
+		}
 	}
-	b, err := json.Marshal(body)
-	if err != nil {
-		return err
-	}
-	q, err := http.NewRequest(method, "http://"+strings.TrimSpace(string(addr))+path, bytes.NewReader(b))
-	if err != nil {
-		return err
-	}
-	q.Header.Set("Content-Type", "application/json")
-	r, err := s.http.Do(q)
-	if err != nil {
-		return err
-	}
-	defer r.Body.Close()
-	if b, err = io.ReadAll(io.LimitReader(r.Body, 16<<20)); err != nil {
-		return err
-	}
-	if r.StatusCode == http.StatusInternalServerError {
-		s.problem("%s %s: %s", method, path, b)
-	}
-	if r.StatusCode != http.StatusOK {
-		return fmt.Errorf("%s: %s: %s", path, r.Status, b)
-	}
-	return json.Unmarshal(b, into)
+	n.rotten = false
 }
 
-// check verifies the store offline: whatever has happened to the sidecar, nothing in it may be bad.
-func (s *soak) check() {
-	if _, err := os.Stat(s.store()); errors.Is(err, os.ErrNotExist) {
-		return
+// checkMedium checks a directory or device. What clients still read of a device that its sidecar lent is waited for: they learn
+// of the end of a sidecar between two of their requests.
+func (s *soak) checkMedium(path string, args ...string) (out []byte, err error) {
+	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(50 * time.Millisecond) {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		out, err = exec.CommandContext(ctx, s.bin, append([]string{"check", path}, args...)...).CombinedOutput()
+		cancel()
+		if err == nil || !strings.Contains(string(out), "in use: another process still reads") || time.Now().After(deadline) {
+			return out, err
+		}
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
-	defer cancel()
-	out, err := exec.CommandContext(ctx, s.o.bin, "check", s.store()).CombinedOutput()
-	s.mu.Lock()
-	s.checks++
-	s.mu.Unlock()
-	if err != nil {
-		s.problem("lookaside check: %v\n%s", err, out)
+}
+
+// rot flips bits of a slab of a node's disk tier, in the middle of its data.
+func (s *soak) rot(n *node) {
+	slabs, _ := filepath.Glob(filepath.Join(n.disk, "*"))
+	for range 20 {
+		if len(slabs) == 0 {
+			return
+		}
+		f, err := os.OpenFile(slabs[s.rnd.IntN(len(slabs))], os.O_RDWR, 0)
+		if err != nil {
+			continue
+		}
+		info, err := f.Stat()
+		if err != nil || info.Size() < 1<<20 {
+			f.Close()
+			continue
+		}
+		b, at := make([]byte, 1), info.Size()/2+s.rnd.Int64N(info.Size()/2)
+		if _, err = f.ReadAt(b, at); err == nil {
+			b[0] ^= 1 << s.rnd.IntN(8)
+			_, err = f.WriteAt(b, at)
+		}
+		if err := errors.Join(err, f.Close()); err != nil {
+			s.problem("flip a bit: %v", err)
+		}
+		n.rotten = true
 	}
 }
 
@@ -295,27 +260,23 @@ func (s *soak) startPeer() (*process, error) {
 		if r.Wrong != "" {
 			s.problem("%s", r.Wrong)
 		}
-	}, self, "client", "--dir", s.endpoint(), "--engine", fmt.Sprintf("engine-%d", n), "--seed", seedArg(s.rnd.Uint64()), "--space", fmt.Sprint(n%len(spaces)))
+	}, self, "client", "--dir", s.nodes[n%len(s.nodes)].endpoint, "--engine", fmt.Sprintf("engine-%d", n), "--seed", seedArg(s.rnd.Uint64()), "--space", fmt.Sprint(s.rnd.IntN(len(spaces))))
 }
 
-// startRedis starts a server without persistence on a free port, if there is one to start.
-func (s *soak) startRedis() error {
-	program, err := exec.LookPath("redis-server")
-	if err != nil || s.o.redis == "never" {
-		return nil
-	}
-	if s.port == 0 {
-		if s.port, err = freeport.Find(); err != nil {
+// startServer starts a server on a free port, the same each time, and waits until it listens.
+func (s *soak) startServer(name string, v *server, command func(port int) []string, env ...string) (err error) {
+	if v.port == 0 {
+		if v.port, err = freeport.Find(); err != nil {
 			return err
 		}
 	}
-	s.redis, err = s.spawn("redis", nil, program, "--port", fmt.Sprint(s.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--maxmemory", "96mb",
-		"--maxmemory-policy", "allkeys-lru", "--dir", s.o.dir)
-	if err != nil {
+	args := command(v.port)
+	// A shell passes what is to be in the environment of this child alone.
+	if v.process, err = s.spawn(name, nil, "/usr/bin/env", append(env, args...)...); err != nil {
 		return err
 	}
 	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(20 * time.Millisecond) {
-		c, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", s.port))
+		c, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", v.port))
 		if err == nil {
 			return c.Close()
 		}
@@ -325,14 +286,51 @@ func (s *soak) startRedis() error {
 	}
 }
 
+// startRedis starts a server without persistence, if there is one to start.
+func (s *soak) startRedis() error {
+	program, err := exec.LookPath("redis-server")
+	if err != nil || s.o.redis == "never" {
+		return nil
+	}
+	return s.startServer("redis", &s.redis, func(port int) []string {
+		return []string{program, "--port", fmt.Sprint(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--maxmemory", "96mb",
+			"--maxmemory-policy", "allkeys-lru", "--dir", s.dir}
+	})
+}
+
+const bucketName = "kv-cache"
+
+// startBucket starts an S3 server over a directory, if there is one to start.
+func (s *soak) startBucket() error {
+	if _, err := os.Stat(s.o.s3); err != nil {
+		return nil
+	}
+	dir := filepath.Join(s.dir, "s3")
+	if err := errors.Join(os.MkdirAll(filepath.Join(dir, bucketName), 0o700), os.Setenv("AWS_ACCESS_KEY_ID", "soak"), os.Setenv("AWS_SECRET_ACCESS_KEY", "soaksoak")); err != nil {
+		return err
+	}
+	return s.startServer("s3", &s.bucket, func(port int) []string {
+		return []string{s.o.s3, "--port", fmt.Sprintf("127.0.0.1:%d", port), "--quiet", "posix", dir}
+	}, "ROOT_ACCESS_KEY=soak", "ROOT_SECRET_KEY=soaksoak")
+}
+
 // run does it all; what goes wrong becomes a problem.
 func (s *soak) run(ctx context.Context) {
-	s.start = time.Now()
 	ctx, cancel := context.WithTimeout(ctx, s.o.duration)
 	defer cancel()
-	if err := errors.Join(s.startRedis(), s.startSidecar()); err != nil {
+	s.addNodes()
+	if err := errors.Join(s.startRedis(), s.startBucket()); err != nil {
 		s.problem("start: %v", err)
 	}
+	for _, n := range s.nodes {
+		if err := s.startSidecar(n); err != nil {
+			s.problem("start: %v", err)
+			return
+		}
+	}
+	var asking sync.WaitGroup
+	defer asking.Wait()
+	asking.Go(func() { s.askAsLMCache(ctx, s.nodes[0]) })
 	for range s.o.clients {
 		s.fill()
 	}
@@ -357,7 +355,7 @@ func (s *soak) run(ctx context.Context) {
 func (s *soak) broken() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return len(s.problems) >= 5 || s.sidecar == nil || s.sidecar.dead()
+	return len(s.problems) >= 5 || slices.ContainsFunc(s.nodes, func(n *node) bool { return n.process == nil || n.process.dead() })
 }
 
 func (s *soak) wait(ctx context.Context, d time.Duration) {
@@ -386,10 +384,10 @@ func (s *soak) fill() {
 	}
 }
 
-// restart has the store checked and another sidecar started; the one before has ended.
-func (s *soak) restart() {
-	s.check()
-	if err := s.startSidecar(); err != nil {
+// restart has a node's media checked and its next sidecar started; the one before has ended.
+func (s *soak) restart(n *node) {
+	s.check(n)
+	if err := s.startSidecar(n); err != nil {
 		s.problem("restart: %v", err)
 	}
 }
@@ -409,40 +407,56 @@ func (s *soak) chaos(ctx context.Context) {
 	if len(s.peers) > 0 {
 		victim = s.peers[s.rnd.IntN(len(s.peers))]
 	}
+	at := pick(s.rnd, s.nodes...)
 	switch n := s.rnd.IntN(100); {
-	case n < 30 && victim != nil:
+	case n < 28 && victim != nil:
 		s.event("client killed")
 		s.end(victim, syscall.SIGKILL, time.Minute)
-	case n < 55:
-		s.event("sidecar killed")
-		s.end(s.sidecar, syscall.SIGKILL, time.Minute)
-		s.restart()
-	case n < 63:
-		s.event("sidecar ended")
+	case n < 50:
+		s.event(at.name + " killed")
+		s.end(at.process, syscall.SIGKILL, time.Minute)
+		s.restart(at)
+	case n < 58:
+		s.event(at.name + " ended")
 		s.note()
-		s.end(s.sidecar, syscall.SIGTERM, time.Minute)
-		s.restart()
-	case n < 66:
+		s.end(at.process, syscall.SIGTERM, time.Minute)
+		s.restart(at)
+	case n < 61:
 		s.event("all killed")
 		s.killPeers()
-		s.end(s.sidecar, syscall.SIGKILL, time.Minute)
-		s.restart()
-	case n < 74 && victim != nil:
+		for _, n := range s.nodes {
+			s.end(n.process, syscall.SIGKILL, time.Minute)
+		}
+		for _, n := range s.nodes {
+			s.restart(n)
+		}
+	case n < 69 && victim != nil:
 		s.event("client stopped")
 		s.freeze(ctx, victim, 3*time.Second)
-	case n < 80:
-		s.event("sidecar stopped")
-		s.freeze(ctx, s.sidecar, 2*time.Second)
-	case n < 84 && s.redis != nil:
-		s.event("redis stopped")
-		s.freeze(ctx, s.redis, 3*time.Second)
-	case n < 90 && s.redis != nil:
-		s.event("redis killed")
-		s.end(s.redis, syscall.SIGKILL, time.Minute)
-		s.wait(ctx, time.Duration(s.rnd.Int64N(int64(2*time.Second))))
-		if err := s.startRedis(); err != nil {
-			s.problem("redis: %v", err)
+	case n < 75:
+		s.event(at.name + " stopped")
+		s.freeze(ctx, at.process, 2*time.Second)
+	case n < 84:
+		name, v, start := "redis", &s.redis, s.startRedis
+		if s.rnd.IntN(2) == 0 {
+			name, v, start = "s3", &s.bucket, s.startBucket
 		}
+		switch {
+		case v.port == 0:
+		case n < 79:
+			s.event(name + " stopped")
+			s.freeze(ctx, v.process, 3*time.Second)
+		default:
+			s.event(name + " killed")
+			s.end(v.process, syscall.SIGKILL, time.Minute)
+			s.wait(ctx, time.Duration(s.rnd.Int64N(int64(2*time.Second))))
+			if err := start(); err != nil {
+				s.problem("%s: %v", name, err)
+			}
+		}
+	case n < 90:
+		s.event("bits of the disk flipped")
+		s.rot(s.nodes[0])
 	default:
 		s.event("audit")
 		s.audit()
@@ -452,8 +466,9 @@ func (s *soak) chaos(ctx context.Context) {
 // operate does what an operator may, over HTTP, with prefixes such as the clients have. It may be refused; the sidecar may be gone.
 func (s *soak) operate() {
 	type object = map[string]any
+	n := pick(s.rnd, s.nodes...)
 	var st status
-	if s.get("/v1/status", &st) != nil || len(st.Spaces) == 0 {
+	if s.get(n.endpoint, "/v1/status", &st) != nil || len(st.Spaces) == 0 {
 		return
 	}
 	sp := st.Spaces[s.rnd.IntN(len(st.Spaces))]
@@ -467,7 +482,7 @@ func (s *soak) operate() {
 		hashes = append(hashes, hex.EncodeToString(t.Digests(i, i+1, spaces[own].Geometry.DigestBytes)))
 	}
 	do := func(path string, body object) {
-		if s.ask(http.MethodPost, path, body, new(object)) != nil {
+		if s.ask(n.endpoint, http.MethodPost, path, body, new(object)) != nil {
 			path += " refused"
 		}
 		s.event(path)
@@ -481,7 +496,7 @@ func (s *soak) operate() {
 		do("/v1/unpin", object{"all": true})
 	case n < 90:
 		names := []string{"arena", "disk"}
-		if s.redis != nil {
+		if s.redis.port != 0 {
 			names = append(names, "redis")
 		}
 		where := s.rnd.Perm(len(names))
@@ -506,9 +521,6 @@ func (s *soak) killPeers() {
 
 // audit ends all clients, in order or not, and waits for what they held to become free: a second by promise, and more for a busy machine.
 func (s *soak) audit() {
-	if s.sidecar == nil || s.sidecar.dead() {
-		return
-	}
 	if s.rnd.IntN(2) == 0 {
 		s.killPeers()
 	}
@@ -520,43 +532,58 @@ func (s *soak) audit() {
 		s.end(p, syscall.SIGCONT, time.Minute) // their standard input has ended
 	}
 	s.peers = nil
-	_ = s.ask(http.MethodPost, "/v1/unpin", map[string]any{"all": true}, new(any))
+	for _, n := range s.nodes {
+		if n.process != nil && !n.process.dead() {
+			_ = s.ask(n.endpoint, http.MethodPost, "/v1/unpin", map[string]any{"all": true}, new(any))
+		}
+	}
+	for _, n := range s.nodes {
+		if n.process != nil && !n.process.dead() {
+			s.auditNode(n)
+		}
+	}
+	s.note()
+}
+
+// auditNode waits until nothing of a node is held.
+func (s *soak) auditNode(n *node) {
 	var st status
 	var err error
 	for deadline := time.Now().Add(30 * time.Second); time.Now().Before(deadline); time.Sleep(20 * time.Millisecond) {
 		st = status{}
-		if err = s.get("/v1/status", &st); err == nil && st.Leases == 0 && st.StoresInFlight == 0 && st.LoadsInFlight == 0 && st.Lookups.InFlight == 0 &&
+		if err = s.get(n.endpoint, "/v1/status", &st); err == nil && st.Leases == 0 && st.StoresInFlight == 0 && st.LoadsInFlight == 0 && st.Lookups.InFlight == 0 &&
 			st.Slots.Filling == 0 && st.Slots.Leased == 0 && len(st.Sessions) == 0 && len(st.Lingering) == 0 && st.Slots.Free+st.Slots.Ready == st.Slots.Total {
 			s.mu.Lock()
 			s.audits++
 			s.mu.Unlock()
-			s.note()
 			return
 		}
 	}
-	s.problem("30 s after the last client ended something is still held: %+v, %v", st, err)
+	s.problem("30 s after the last client ended something of %s is still held: %+v, %v", n.name, st, err)
 }
 
-// note keeps what the sidecar says of its tiers.
+// note keeps what the sidecars say of their tiers.
 func (s *soak) note() {
-	var answer struct {
-		Tiers []map[string]any `json:"tiers"`
-	}
-	if err := s.get("/v1/tiers", &answer); err != nil {
-		return // it may just have been stopped
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for _, t := range answer.Tiers {
-		name, _ := t["name"].(string)
-		flat := map[string]float64{}
-		flatten(flat, "", t)
-		for k, v := range flat {
-			if s.tiers[name] == nil {
-				s.tiers[name] = map[string]float64{}
-			}
-			s.tiers[name][k] = max(s.tiers[name][k], v)
+	for _, n := range s.nodes {
+		var answer struct {
+			Tiers []map[string]any `json:"tiers"`
 		}
+		if err := s.get(n.endpoint, "/v1/tiers", &answer); err != nil {
+			continue // it may just have been stopped
+		}
+		s.mu.Lock()
+		for _, t := range answer.Tiers {
+			name, _ := t["name"].(string)
+			flat := map[string]float64{}
+			flatten(flat, "", t)
+			for k, v := range flat {
+				if s.tiers[name] == nil {
+					s.tiers[name] = map[string]float64{}
+				}
+				s.tiers[name][k] = max(s.tiers[name][k], v)
+			}
+		}
+		s.mu.Unlock()
 	}
 }
 
@@ -571,33 +598,22 @@ func flatten(out map[string]float64, prefix string, v any) {
 	}
 }
 
-// endAll ends everything in order, and checks the store a last time.
+// endAll ends everything in order, and checks the media a last time.
 func (s *soak) endAll() {
 	s.killPeers()
-	if s.sidecar != nil && !s.sidecar.dead() {
-		s.end(s.sidecar, syscall.SIGTERM, time.Minute)
-	}
-	if s.redis != nil {
-		s.end(s.redis, syscall.SIGKILL, time.Minute)
-	}
-	s.check()
-	s.readLogs()
-}
-
-// readLogs looks for what no process may ever say. A race is reported by binaries that were built with the race detector.
-func (s *soak) readLogs() {
-	for _, name := range []string{"sidecar", "client"} {
-		b, err := os.ReadFile(filepath.Join(s.o.dir, name+".log"))
-		if err != nil {
-			s.problem("%v", err)
-			continue
+	names := []string{"client"}
+	for _, n := range s.nodes {
+		if n.process != nil && !n.process.dead() {
+			s.end(n.process, syscall.SIGTERM, time.Minute)
 		}
-		for _, never := range []string{"WARNING: DATA RACE", "panic: ", "fatal error: ", "DPANIC"} {
-			if at := strings.Index(string(b), never); at >= 0 {
-				s.problem("in %s.log: %s", name, b[at:min(at+4000, len(b))])
-			}
-		}
+		names = append(names, n.name)
 	}
+	s.end(s.redis.process, syscall.SIGKILL, time.Minute)
+	s.end(s.bucket.process, syscall.SIGKILL, time.Minute)
+	for _, n := range s.nodes {
+		s.check(n)
+	}
+	s.readLogs(names...)
 }
 
 func (s *soak) say() {
@@ -610,7 +626,7 @@ func (s *soak) say() {
 func (s *soak) summary() summary {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	sum := summary{Seed: s.o.seed, Seconds: s.seconds, Redis: s.port != 0, Events: s.events, Checks: s.checks, Audits: s.audits, Clients: s.counts,
+	sum := summary{Seed: s.o.seed, Seconds: s.seconds, Redis: s.redis.port != 0, S3: s.bucket.port != 0, Events: s.events, Checks: s.checks, Audits: s.audits, Clients: s.counts,
 		Tiers: s.tiers, Problems: append([]string{}, s.problems...)}
 	if n := s.counts.LookupPages; n > 0 {
 		sum.HitRatio = float64(s.counts.HitPages) / float64(n)

@@ -42,6 +42,7 @@ type Arena struct {
 	checkMu  sync.Mutex
 	checking map[uint64]chan struct{} // by handle: closed when the check has ended
 
+	lost     atomic.Pointer[error] // why what is in some slab will not be found again; nil, or of nil: it will
 	verified atomic.Uint64
 	failed   atomic.Uint64 // chunks whose entry could not be written
 }
@@ -196,7 +197,7 @@ type ArenaStats struct {
 	UsedBytes     int64 // in slots that are not free
 	Slabs         int
 	GivenUp       int   // slabs that do not work
-	Why           error // the last of them does not
+	Why           error // the last of them does not; or a slab's file is gone, and it goes on without
 	Kept          int   // chunks that would be found again now
 	Waiting       int   // chunks that wait to be kept
 	Unverified    int   // chunks that were found and not checked yet
@@ -222,6 +223,9 @@ func (a *Arena) Stats() ArenaStats {
 	}
 	d.regionsMu.RUnlock()
 	st.Slabs = len(places)
+	if lost := a.lost.Load(); lost != nil {
+		st.Why = *lost
+	}
 	for _, p := range places {
 		if err := p.failure(); err != nil {
 			st.GivenUp++

@@ -8,6 +8,7 @@ import (
 	"io/fs"
 	"path"
 	"slices"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -66,11 +67,14 @@ type DirStatus struct {
 // directory is one of the store's.
 type directory struct {
 	path  string
-	lock  io.Closer
 	bytes int64 // what its slabs may come to; guarded by Disk.admin once the store is open
 	state State // "" is Active; guarded by Disk.regionsMu
 
 	moved, total atomic.Int64
+
+	lockMu   sync.Mutex // guards lock and lockFile; innermost, but held across the I/O of hold
+	lock     io.Closer
+	lockFile vfs.FileID // zero: it cannot be known whether the lock's file is still there, or the lock was given up
 }
 
 // table is what directories and places there are.
@@ -219,10 +223,11 @@ func (d *Disk) AddDir(ctx context.Context, dir string, bytes int64) error {
 	if err != nil {
 		return err
 	}
-	h := &directory{path: dir, lock: locks[0], bytes: bytes}
+	h := &directory{path: dir, bytes: bytes}
+	h.setLock(d.o.FS, locks[0])
 	made, err := d.populate(h, places)
 	if err != nil {
-		return errors.Join(fmt.Errorf("disk tier: %w", roomError(err)), d.erase(h, made), h.lock.Close())
+		return errors.Join(fmt.Errorf("disk tier: %w", roomError(err)), d.erase(h, made), h.unlock())
 	}
 	d.shape.Lock()
 	d.regionsMu.Lock()
@@ -311,7 +316,7 @@ func (d *Disk) RemoveDir(ctx context.Context, dir string, how Mode, force bool) 
 	if err := d.vacate(ctx, h, places, how, force); err != nil {
 		return err
 	}
-	if err := errors.Join(d.detach(h, places, true), h.lock.Close()); err != nil { // as where it is gone already
+	if err := errors.Join(d.detach(h, places, true), h.unlock()); err != nil { // as where it is gone already
 		d.log.Warn("a directory is removed, and its files may be there still", zap.String("directory", dir), zap.Error(err))
 	}
 	d.log.Info("removed a directory", zap.String("directory", dir), zap.String("mode", string(how)))

@@ -91,6 +91,8 @@ type Options struct {
 	Seed uint64
 	// RetryEvery is how long after it was given up a slab is tried again for the first time. Default 1 s.
 	RetryEvery time.Duration
+	// WatchEvery is how often the store looks whether somebody has removed its files. Default 10 s.
+	WatchEvery time.Duration
 	// Log gets what an operator wants to know. Default: nothing.
 	Log *zap.Logger
 }
@@ -126,6 +128,9 @@ func (o *Options) validate() error {
 	if o.RetryEvery == 0 {
 		o.RetryEvery = time.Second
 	}
+	if o.WatchEvery == 0 {
+		o.WatchEvery = 10 * time.Second
+	}
 	if o.DirBytes != nil {
 		if len(o.DirBytes) != len(o.Dirs) {
 			return fmt.Errorf("%w: sizes of %d directories, and %d directories", tiers.ErrInvalid, len(o.DirBytes), len(o.Dirs))
@@ -147,6 +152,8 @@ func (o *Options) validate() error {
 		return fmt.Errorf("%w: slabs of %d bytes: want %d or more", tiers.ErrInvalid, o.SlabBytes, leastSlabBytes)
 	case o.MaxLoads < 0 || o.MaxStores < 0 || o.Queue < 0:
 		return fmt.Errorf("%w: %d loads and %d stores at most, %d in the queue", tiers.ErrInvalid, o.MaxLoads, o.MaxStores, o.Queue)
+	case o.RetryEvery < 0 || o.WatchEvery < 0:
+		return fmt.Errorf("%w: RetryEvery is %v and WatchEvery %v", tiers.ErrInvalid, o.RetryEvery, o.WatchEvery)
 	case o.Workers < 1 || o.Workers > maxWorkers:
 		return fmt.Errorf("%w: %d workers: want 1 to %d", tiers.ErrInvalid, o.Workers, maxWorkers)
 	case o.PieceBytes < block || o.PieceBytes%block != 0:
@@ -199,6 +206,8 @@ type Disk struct {
 	spaces   map[chunk.Fingerprint]*space
 
 	victims chan struct{} // see VictimsReady
+
+	granting atomic.Int32 // calls of grant under way
 
 	commits atomic.Uint64 // the last commit number
 	lookups atomic.Uint64
@@ -418,6 +427,9 @@ func (d *Disk) Stats() tiers.TierStats {
 	out.Detail = fmt.Sprintf("%d slabs in %s", len(places), list(names))
 	if off > 0 {
 		out.Detail += fmt.Sprintf("; %d given up: %v", off, why)
+		if off == len(places) {
+			out.Down = why.Error()
+		}
 	}
 	return out
 }
@@ -465,7 +477,7 @@ func (d *Disk) shut() error {
 	}
 	d.engine.Close()
 	for _, dir := range d.dirs {
-		errs = append(errs, dir.lock.Close())
+		errs = append(errs, dir.unlock())
 	}
 	return errors.Join(errs...)
 }

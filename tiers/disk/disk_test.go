@@ -8,6 +8,8 @@ import (
 	"path"
 	"strconv"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -16,6 +18,7 @@ import (
 	"lookaside/tiers"
 	"lookaside/tiers/chunk"
 	"lookaside/tiers/media"
+	"lookaside/tiers/tiertest"
 	"lookaside/tiers/vfs"
 )
 
@@ -525,4 +528,38 @@ func FuzzOpen(f *testing.F) {
 		found(t, u, d)
 		mustClose(t, d)
 	})
+}
+
+// TestNoEvictionBesideBlankSlabs: several that store at once, into slabs that are carved as they are needed, evict nothing before all of them are full.
+func TestNoEvictionBesideBlankSlabs(t *testing.T) {
+	t.Parallel()
+	g := tiers.Geometry{PageBytes: 4096, PagesPerChunk: 1, PageTokens: 16, DigestBytes: 16}
+	space := tiertest.NewSpace("blank slabs", g)
+	const slabs, slabBytes, workers = 30, leastSlabBytes, 16
+	layout, err := media.NewLayout(g, slabBytes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 50 {
+		d := mustOpen(t, Options{FS: vfs.NewMem(), Dirs: []string{"/d"}, CapacityBytes: slabs * slabBytes, SlabBytes: slabBytes})
+		var next atomic.Int64
+		var running sync.WaitGroup
+		for range workers {
+			running.Go(func() {
+				for n := next.Add(1); n <= int64(slabs*layout.Slots); n = next.Add(1) {
+					run := tiertest.Prefix{byte(n), byte(n >> 8)}.Run(space, 0, 2).Chunk(1)
+					d.Store(t.Context(), []tiers.Transfer{{Run: run, Bytes: make([]byte, g.PageBytes)}}, func(_ int, err error) {
+						if err != nil {
+							t.Error(err)
+						}
+					})
+				}
+			})
+		}
+		running.Wait()
+		if st := d.Stats(); st.Evictions > 0 || st.Chunks != int64(slabs*layout.Slots) {
+			t.Fatalf("%d evictions, %d chunks in %d slots", st.Evictions, st.Chunks, slabs*layout.Slots)
+		}
+		mustClose(t, d)
+	}
 }

@@ -69,7 +69,8 @@ func open(o Options, arena *Arena) (_ *Disk, err error) {
 		return nil, err
 	}
 	for i, lock := range locks {
-		dir := &directory{path: o.Dirs[i], lock: lock, bytes: o.CapacityBytes / int64(len(locks)) / block * block}
+		dir := &directory{path: o.Dirs[i], bytes: o.CapacityBytes / int64(len(locks)) / block * block}
+		dir.setLock(o.FS, lock)
 		if o.DirBytes != nil {
 			dir.bytes = o.DirBytes[i] / block * block
 		}
@@ -89,6 +90,16 @@ func open(o Options, arena *Arena) (_ *Disk, err error) {
 	}
 	d.helpers.Go(d.flusher)
 	return d, nil
+}
+
+// Usable returns why a store could not be opened in a directory, as far as that shows before. It makes the directory and its lock if they are not there.
+func Usable(fsys vfs.FS, dir string) error {
+	locks, err := lockAll(fsys, []string{dir}, true)
+	for _, l := range locks {
+		_, err = fsys.ReadDir(dir)
+		err = errors.Join(err, l.Close())
+	}
+	return err
 }
 
 // lockAll takes the directories' locks, making these first if wanted.

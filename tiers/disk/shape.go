@@ -290,6 +290,9 @@ func (d *Disk) empty(s *slab) bool {
 
 // discard removes the file of a place that was given up, so that what was dropped with it is not found when the store is opened again.
 func (d *Disk) discard(p *place) {
+	if err := d.hold(p.home); err != nil { // the file is another's
+		return
+	}
 	if err := d.o.FS.Remove(p.name()); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		d.log.Warn("removing a slab that was given up", zap.String("slab", p.name()), zap.Error(err))
 	}
@@ -297,7 +300,7 @@ func (d *Disk) discard(p *place) {
 
 // remake makes a place's file anew, and blank. The caller holds shape, or nobody else knows the place yet.
 func (d *Disk) remake(p *place) (err error) {
-	if err := d.o.FS.MkdirAll(p.home.path); err != nil {
+	if err := errors.Join(d.o.FS.MkdirAll(p.home.path), d.hold(p.home)); err != nil {
 		return err
 	}
 	if err := d.o.FS.Remove(p.name()); err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -370,12 +373,15 @@ func (d *Disk) noRoom() error {
 const flushEvery = time.Second
 
 func (d *Disk) flusher() {
-	tick := time.NewTicker(flushEvery)
+	tick, look := time.NewTicker(flushEvery), time.NewTicker(d.o.WatchEvery)
 	defer tick.Stop()
+	defer look.Stop()
 	for {
 		select {
 		case <-d.stop:
 			return
+		case <-look.C:
+			d.watch()
 		case <-tick.C:
 			_ = d.flushFrees() // a slab that fails is given up
 			if d.arena != nil {

@@ -67,6 +67,7 @@ type slab struct {
 	buffed  vfs.File // through the page cache: headers, the directory, and data that O_DIRECT does not take
 	direct  vfs.File // nil: not to be had
 	align   int      // of addresses, offsets and lengths in direct
+	file    vfs.FileID
 	failed  atomic.Bool
 	usedAt  atomic.Int64 // ns since the tier was opened
 	faults  atomic.Int32 // failures of I/O since the last success
@@ -453,6 +454,11 @@ func (d *Disk) newSlab(p *place, h media.Header) (s *slab, err error) {
 	if s.buffed, s.direct, s.align, err = d.openFiles(p.name()); err != nil {
 		return nil, err
 	}
+	info, err := d.o.FS.Stat(p.name())
+	if err != nil {
+		return nil, errors.Join(err, s.close())
+	}
+	s.file = info.ID
 	s.sums, err = dax.NewTable[uint64](s.layout.Slots * s.layout.Geometry.PagesPerChunk)
 	if err == nil {
 		s.gens, err = dax.NewTable[uint64](s.layout.Slots)

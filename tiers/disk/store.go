@@ -97,7 +97,9 @@ func (d *Disk) prepareStore(ctx context.Context, i int, t *tiers.Transfer, more 
 }
 
 func (d *Disk) grant(ctx context.Context, sp *space, i int, t *tiers.Transfer, more int) (*job, error) {
-	d.makeRoom(sp.g, more)
+	// Whoever else is here may take a slot between our looking for room and our being granted one: nothing is evicted while a blank place has room.
+	d.makeRoom(sp.g, more+int(d.granting.Add(1))-1)
+	defer d.granting.Add(-1)
 	prev := t.Prev
 	if t.First == 0 {
 		prev = nil

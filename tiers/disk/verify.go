@@ -74,6 +74,48 @@ func (a *Arena) verifyOnce(ctx context.Context, v *tiers.Verification) {
 	a.verify(v)
 }
 
+// Recheck compares a chunk that may be in use with the checksums that it was kept with: known says that it has some. Nobody need have a lease on it: if it is gone meanwhile, what is answered says
+// nothing. An error that wraps tiers.ErrCorrupt says that its bytes have changed; another, that they cannot be read.
+func (a *Arena) Recheck(v *tiers.Verification) (known bool, err error) {
+	d := a.d
+	if err := d.begin(context.Background()); err != nil {
+		return false, nil
+	}
+	defer d.end()
+	s := d.slabOf(v.Region)
+	if s == nil {
+		return false, nil
+	}
+	s.life.RLock()
+	defer s.life.RUnlock()
+	slot := s.slotAt(v.Offset)
+	if s.closed || !s.isKept(slot) {
+		return false, nil
+	}
+	gen, want := s.getSums(slot, v.Pages, nil)
+	if page, err := s.compare(slot, gen, v, want); err != nil {
+		d.faulty(s, err)
+		return false, err
+	} else if page >= 0 {
+		return true, s.corrupt(v.First+page, slot)
+	}
+	return true, nil
+}
+
+// compare computes the checksums of a chunk where it lies, and answers the first page whose checksum is another than wanted, or -1. The caller holds life.
+func (s *slab) compare(slot int, gen uint64, v *tiers.Verification, want []uint64) (page int, err error) {
+	sums := make([]uint64, v.Pages)
+	if err := s.buffed.(vfs.Resident).Sums(s.layout.SlotOffset(slot), s.layout.Geometry.PageBytes, s.seeds(nil, v.Hashes, gen), sums); err != nil {
+		return -1, err
+	}
+	for i := range sums {
+		if sums[i] != want[i] {
+			return i, nil
+		}
+	}
+	return -1, nil
+}
+
 // verify checks a chunk. Nobody has a lease on it, so it may be gone at any moment, and its slot another's: then what is found says nothing, and its handle changes nothing.
 func (a *Arena) verify(v *tiers.Verification) {
 	d, s := a.d, a.d.slabOf(v.Region)
@@ -87,15 +129,9 @@ func (a *Arena) verify(v *tiers.Verification) {
 	}
 	slot := s.slotAt(v.Offset)
 	gen, want := s.getSums(slot, v.Pages, nil)
-	sums := make([]uint64, v.Pages)
-	err := s.buffed.(vfs.Resident).Sums(s.layout.SlotOffset(slot), s.layout.Geometry.PageBytes, s.seeds(nil, v.Hashes, gen), sums)
-	if err == nil {
-		for i := range sums {
-			if sums[i] != want[i] {
-				err = s.corrupt(v.First+i, slot)
-				break
-			}
-		}
+	page, err := s.compare(slot, gen, v, want)
+	if err == nil && page >= 0 {
+		err = s.corrupt(v.First+page, slot)
 	}
 	if err != nil && !errors.Is(err, tiers.ErrCorrupt) {
 		d.faulty(s, err)

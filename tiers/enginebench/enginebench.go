@@ -91,7 +91,7 @@ func run(pages, ppc int) (f Figures, err error) {
 	if err != nil {
 		return f, err
 	}
-	e, err := tiers.New(tiers.Config{OwnerShare: 1, ArenaLimitBytes: int64(f.Pages) * pageBytes, Seed: 1})
+	e, err := tiers.New(tiers.Config{OwnerShare: 1, ArenaLimitBytes: int64(f.Pages) * pageBytes, Seed: 1, Sums: true})
 	if err != nil {
 		return f, err
 	}
@@ -180,6 +180,8 @@ func run(pages, ppc int) (f Figures, err error) {
 			return 0, fmt.Errorf("bench: %d of %d held pages found: %v", got, n, err)
 		}
 		err = e.Cancel(session, 1)
+		for e.EndSome() {
+		}
 		looking += time.Since(start)
 		return took, err
 	}

@@ -5,11 +5,9 @@ import (
 	"errors"
 	"flag"
 	"fmt"
-	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -34,6 +32,13 @@ const childEnv = "FAULTS_TEST_CHILD"
 func TestMain(m *testing.M) {
 	if dir := os.Getenv(childEnv); dir != "" {
 		if err := child(dir); err != nil {
+			fmt.Println("WRONG:", err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+	if spec := os.Getenv(cutEnv); spec != "" {
+		if err := storeUntilCut(spec); err != nil {
 			fmt.Println("WRONG:", err)
 			os.Exit(1)
 		}
@@ -286,79 +291,6 @@ func TestLoopDeviceOverFull(t *testing.T) {
 			t.Logf("%s: Close: %v", direct, err)
 		}
 		t.Logf("%s: %d are still there", direct, good)
-	}
-}
-
-// The file system stops at once, in the middle of stores: its journal and what was not synced are as a power cut leaves them.
-func TestPowerCut(t *testing.T) {
-	need(t, "losetup", "mkfs.ext4")
-	device, _ := loop(t, t.TempDir(), 96<<20)
-	m := mount(t, device, "ext4", "")
-	dir := filepath.Join(m.dir, "kv")
-	rnd := rand.New(rand.NewPCG(*seedFlag, 0))
-	t.Logf("seed %d", *seedFlag)
-	const workers = 4
-	total := 0
-	for round := range 3 * *roundsFlag {
-		o := options(dir, 64<<20)
-		if round%2 == 1 {
-			o.Direct = disk.DirectNever
-		}
-		d, err := disk.Open(o)
-		ok(t, err)
-		var mu sync.Mutex
-		acknowledged := map[int]bool{}
-		ctx, cancel := context.WithCancel(t.Context())
-		var running sync.WaitGroup
-		for w := range workers {
-			running.Go(func() {
-				for n := round<<16 | w<<12; ctx.Err() == nil && n < round<<16|w<<12+48; n += 2 {
-					for i, err := range store(t.Context(), d, n, n+2) {
-						if err == nil {
-							mu.Lock()
-							acknowledged[n+i] = true
-							mu.Unlock()
-						}
-					}
-				}
-			})
-		}
-		wait(t, "a store is acknowledged", func() bool { mu.Lock(); defer mu.Unlock(); return len(acknowledged) > 0 })
-		time.Sleep(time.Duration(rnd.IntN(120)) * time.Millisecond)
-		// What was acknowledged by now must last; what is acknowledged a moment later may have been before the cut or not.
-		mu.Lock()
-		before := make([]int, 0, len(acknowledged))
-		for n := range acknowledged {
-			before = append(before, n)
-		}
-		mu.Unlock()
-		powerCut(t, m)
-		cancel()
-		running.Wait()
-		_ = d.Close() // cannot do much
-		m.unmount()
-		m.remount()
-		d, err = disk.Open(o)
-		ok(t, err)
-		evictions := d.Stats().Evictions
-		for _, n := range before {
-			if err := loaded(t, d, n, n+1)[0]; err != nil && evictions == 0 && len(before) < 160 {
-				t.Errorf("round %d: chunk %d was acknowledged before the power cut: %v", round, n, err)
-			}
-		}
-		for w := range workers { // the others are right or gone
-			loaded(t, d, round<<16|w<<12, round<<16|w<<12+48)
-		}
-		total += len(before)
-		if _, err := d.Clear(t.Context(), space.Fingerprint); err != nil {
-			t.Error(err)
-		}
-		ok(t, d.Close())
-		checkClean(t, vfs.OS, dir)
-	}
-	t.Logf("%d chunks were acknowledged before a cut", total)
-	if total == 0 {
-		t.Error("none: the cuts came too early to show anything")
 	}
 }
 

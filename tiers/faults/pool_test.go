@@ -5,13 +5,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -277,73 +275,6 @@ func TestPoolLoopDeviceTooShort(t *testing.T) {
 	t.Logf("%d of %d chunks; %+v", hits, n, p.Stats())
 	_ = p.Close() // what it writes last may fail
 	ok(t, os.Truncate(backing, 96<<20))
-}
-
-// Fault 25: the power is cut in the middle of stores. A file that stands in for a device lasts as msync makes it.
-func TestPoolPowerCut(t *testing.T) {
-	need(t, "losetup", "mkfs.ext4")
-	device, _ := loop(t, t.TempDir(), 96<<20)
-	m := mount(t, device, "ext4", "")
-	rnd := rand.New(rand.NewPCG(*seedFlag, 1))
-	t.Logf("seed %d", *seedFlag)
-	const workers = 4
-	total := 0
-	for round := range 3 * *roundsFlag {
-		o := poolOptions(m.dir, 64<<20)
-		p, err := pool.Open(o)
-		ok(t, err)
-		var mu sync.Mutex
-		acknowledged := map[int]bool{}
-		ctx, cancel := context.WithCancel(t.Context())
-		var running sync.WaitGroup
-		for w := range workers {
-			running.Go(func() {
-				for n := round<<16 | w<<12; ctx.Err() == nil && n < round<<16|w<<12+48; n += 2 {
-					for i, err := range store(t.Context(), p, n, n+2) {
-						if err == nil {
-							mu.Lock()
-							acknowledged[n+i] = true
-							mu.Unlock()
-						}
-					}
-				}
-			})
-		}
-		wait(t, "a store is acknowledged", func() bool { mu.Lock(); defer mu.Unlock(); return len(acknowledged) > 0 })
-		time.Sleep(time.Duration(rnd.IntN(200)) * time.Millisecond)
-		mu.Lock()
-		before := make([]int, 0, len(acknowledged))
-		for n := range acknowledged {
-			before = append(before, n)
-		}
-		mu.Unlock()
-		powerCut(t, m)
-		cancel()
-		running.Wait()
-		_ = p.Close() // cannot do much
-		m.unmount()
-		m.remount()
-		p, err = pool.Open(o)
-		ok(t, err)
-		for _, n := range before {
-			if err := loaded(t, p, n, n+1)[0]; err != nil && len(before) < 160 {
-				t.Errorf("round %d: chunk %d was acknowledged before the power cut: %v", round, n, err)
-			}
-		}
-		for w := range workers { // the others are right or gone
-			neitherLieNorPanic(t, p, round<<16|w<<12, round<<16|w<<12+48)
-		}
-		total += len(before)
-		if _, err := p.Clear(t.Context(), space.Fingerprint); err != nil {
-			t.Error(err)
-		}
-		ok(t, p.Close())
-		checkPool(t, o)
-	}
-	t.Logf("%d chunks were acknowledged before a cut", total)
-	if total == 0 {
-		t.Error("none: the cuts came too early to show anything")
-	}
 }
 
 // Fault 21: a file that does not fit is refused before anything is mapped, so that no store into it meets a full file system.

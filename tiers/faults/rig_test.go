@@ -68,6 +68,7 @@ type mounted struct {
 	dir    string
 	fstype string
 	up     bool
+	cut    bool // the power was cut, and it is not mounted anew yet
 }
 
 // mount mounts source on a new directory, or skips the test where the kernel refuses for want of the right or of the file system. What is still
@@ -107,10 +108,28 @@ func (m *mounted) unmount() {
 	}
 }
 
+// remount mounts the file system anew, as it is on the medium. Whoever holds a copy of this process's mounts, as a container does that is made just now, keeps the one that was unmounted
+// alive: then the kernel mounts that again, which is shut down if the power was cut, and takes no files. It is let go of after a while.
 func (m *mounted) remount() {
 	m.t.Helper()
-	ok(m.t, unix.Mount(m.source, m.dir, m.fstype, 0, ""))
-	m.up = true
+	for end := time.Now().Add(time.Minute); ; time.Sleep(20 * time.Millisecond) {
+		ok(m.t, unix.Mount(m.source, m.dir, m.fstype, 0, ""))
+		m.up = true
+		if !m.cut {
+			return
+		}
+		name := filepath.Join(m.dir, "alive")
+		err := os.WriteFile(name, nil, 0o600)
+		if err == nil {
+			ok(m.t, os.Remove(name))
+			m.cut = false
+			return
+		}
+		if time.Now().After(end) {
+			m.t.Fatalf("%s cannot be used: %v", m.dir, err)
+		}
+		m.unmount()
+	}
 }
 
 // loop sets up a loop device over a sparse file of sizeBytes in dir, with an ext4 on it.
@@ -150,6 +169,7 @@ func powerCut(t *testing.T, m *mounted) {
 	if err := unix.IoctlSetPointerInt(int(dir.Fd()), ext4Shutdown, noLogFlush); err != nil {
 		t.Skipf("SKIPPED: this ext4 cannot be shut down: %v", err)
 	}
+	m.cut = true
 }
 
 // fuseMount serves a directory under another, every read, write, sync and allocation of its files through inject (see vfs.Faulty).

@@ -9,6 +9,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"lookaside/internal/unshared"
 	"lookaside/ipc/wire"
 	"lookaside/tiers"
 	"lookaside/tiers/chunk"
@@ -22,11 +23,7 @@ type declared struct {
 }
 
 // Difference is one field in which two spaces differ.
-type Difference struct {
-	Field string `json:"field"`
-	Ours  string `json:"ours"`
-	Peers string `json:"peers"`
-}
+type Difference = unshared.Difference
 
 // DeclareSpace tells peers, and Status, what the worker of a space has declared: so that users can see why two spaces are not one.
 func (p *Peers) DeclareSpace(s *tiers.Space, fields []wire.Field) {
@@ -50,34 +47,41 @@ func (p *Peers) DeclareSpace(s *tiers.Space, fields []wire.Field) {
 }
 
 // differences lists in what two spaces differ.
-func differences(ours, peers *declared) []Difference {
-	var out []Difference
-	number := func(field string, o, p int64) {
-		if o != p && o != 0 && p != 0 {
-			out = append(out, Difference{field, strconv.FormatInt(o, 10), strconv.FormatInt(p, 10)})
-		}
+func differences(ours, theirs *declared) []Difference {
+	return unshared.Differences(ours.declaration(), theirs.declaration())
+}
+
+func (d *declared) declaration() *unshared.Space {
+	return &unshared.Space{
+		PageTokens: int64(d.g.PageTokens), PageBytes: d.g.PageBytes, PagesPerChunk: int64(d.g.PagesPerChunk), DigestBytes: int64(d.g.DigestBytes), Fields: d.fields,
 	}
-	number("page_tokens", int64(ours.g.PageTokens), int64(peers.g.PageTokens))
-	number("page_bytes", ours.g.PageBytes, peers.g.PageBytes)
-	number("pages_per_chunk", int64(ours.g.PagesPerChunk), int64(peers.g.PagesPerChunk))
-	number("digest_bytes", int64(ours.g.DigestBytes), int64(peers.g.DigestBytes))
-	o, p := ours.fields, peers.fields
-	if len(o) == 0 || len(p) == 0 {
-		return out
-	}
-	for len(o) > 0 || len(p) > 0 { // both are sorted by key
-		switch {
-		case len(p) == 0 || len(o) > 0 && o[0].Key < p[0].Key:
-			out = append(out, Difference{o[0].Key, o[0].Value, "(not given)"})
-			o = o[1:]
-		case len(o) == 0 || p[0].Key < o[0].Key:
-			out = append(out, Difference{p[0].Key, "(not given)", p[0].Value})
-			p = p[1:]
-		default:
-			if o[0].Value != p[0].Value {
-				out = append(out, Difference{o[0].Key, o[0].Value, p[0].Value})
+}
+
+// An Accident is a space of ours and one of a lender's that differ only as users make them differ by accident.
+type Accident struct {
+	Ours, Theirs chunk.Fingerprint
+	PID          int32 // the lender's
+	Causes       []unshared.Cause
+}
+
+// Accidents returns the spaces of ours that share nothing with a lender's for a reason that users hardly mean.
+func (p *Peers) Accidents() []Accident {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var out []Accident
+	for _, b := range p.allPeers() {
+		for fp, ours := range p.spaces {
+			if b.spaces[fp] != nil || len(ours.fields) == 0 {
+				continue
 			}
-			o, p = o[1:], p[1:]
+			for _, theirs := range b.spaces {
+				if len(theirs.fields) == 0 {
+					continue
+				}
+				if causes := unshared.Accident(differences(ours, theirs)); causes != nil {
+					out = append(out, Accident{fp, theirs.fp, b.conn.Peer().PID, causes})
+				}
+			}
 		}
 	}
 	return out
@@ -103,7 +107,7 @@ func (b *borrower) closest(ours *declared) (*declared, []Difference) {
 
 // rankFields are those in which spaces of one model differ as they should.
 func rankField(name string) bool {
-	return slices.Contains([]string{"rank", "tp_rank", "pp_rank", "layers"}, name)
+	return slices.Contains([]string{"rank", "tp_shard", "pp_rank", "layers"}, name)
 }
 
 // explain logs once why nothing of one of our spaces is shared with a lender that has one much like it. p.mu is held.
@@ -118,7 +122,7 @@ func (b *borrower) explain(ours *declared) {
 	b.explained[ours.fp] = theirs.fp
 	fields := make([]string, 0, len(diff))
 	for _, d := range diff {
-		fields = append(fields, d.Field+": ours "+strconv.Quote(d.Ours)+", the peer's "+strconv.Quote(d.Peers))
+		fields = append(fields, d.Field+": ours "+strconv.Quote(d.Ours)+", the peer's "+strconv.Quote(d.Theirs))
 	}
 	b.log.Info("nothing is shared with a sidecar that has another space: these fields differ", zap.String("ours", ours.fp.Short()), zap.String("peers", theirs.fp.Short()),
 		zap.Strings("fields", fields))

@@ -71,7 +71,7 @@ type UnsharedSpace struct {
 func (u *UnsharedSpace) Why() string {
 	parts := make([]string, 0, len(u.Differences))
 	for _, d := range u.Differences {
-		parts = append(parts, fmt.Sprintf("%s is %q here, %q there", d.Field, d.Ours, d.Peers))
+		parts = append(parts, fmt.Sprintf("%s is %q here, %q there", d.Field, d.Ours, d.Theirs))
 	}
 	return strings.Join(parts, "; ")
 }

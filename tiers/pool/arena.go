@@ -57,7 +57,7 @@ func OpenArena(o ArenaOptions) (_ *Arena, err error) {
 	a.Arena, err = disk.OpenArena(disk.ArenaOptions{
 		Options: disk.Options{
 			FS: a.fs, Recycled: true, Dirs: dirs, DirBytes: sizes, SlabBytes: o.SlabBytes, Workers: min(o.StoreWorkers, runtime.GOMAXPROCS(0)), PieceBytes: pieceBytes,
-			Direct: disk.DirectNever, RetryEvery: o.RetryEvery, Log: o.Log,
+			Direct: disk.DirectNever, RetryEvery: o.RetryEvery, WatchEvery: o.WatchEvery, Log: o.Log,
 		},
 		Books: o.Books, Added: a.announce, Removed: o.Removed,
 	})

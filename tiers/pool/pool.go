@@ -47,12 +47,13 @@ type Options struct {
 	Rank, Ranks int
 	// AllowFiles lets regular files stand in for devices. One that is not there is made, of the size that was given.
 	AllowFiles bool
-	// SlabBytes, Policy, MaxSpaces, Seed and RetryEvery are package disk's.
+	// SlabBytes, Policy, MaxSpaces, Seed, RetryEvery and WatchEvery are package disk's.
 	SlabBytes  int64
 	Policy     string
 	MaxSpaces  int
 	Seed       uint64
 	RetryEvery time.Duration
+	WatchEvery time.Duration
 	// LoadWorkers is how many threads copy to restore, MaxRegions how many regions (large chunks in pieces, small neighbours together) are on their way at a time. Default 8
 	// of each; there are no more threads than processors.
 	LoadWorkers, MaxRegions int
@@ -136,7 +137,7 @@ func Open(o Options) (_ *Pool, err error) {
 	}
 	p.Disk, err = disk.Open(disk.Options{
 		FS: p.fs, Recycled: true, Dirs: dirs, DirBytes: sizes, SlabBytes: o.SlabBytes, Policy: o.Policy, Workers: workers,
-		MaxLoads: atMost(min(o.LoadWorkers, o.MaxRegions)), MaxStores: atMost(o.StoreWorkers), Queue: queue, PieceBytes: pieceBytes, Direct: disk.DirectNever, MaxSpaces: o.MaxSpaces, Seed: o.Seed, RetryEvery: o.RetryEvery, Log: o.Log,
+		MaxLoads: atMost(min(o.LoadWorkers, o.MaxRegions)), MaxStores: atMost(o.StoreWorkers), Queue: queue, PieceBytes: pieceBytes, Direct: disk.DirectNever, MaxSpaces: o.MaxSpaces, Seed: o.Seed, RetryEvery: o.RetryEvery, WatchEvery: o.WatchEvery, Log: o.Log,
 	})
 	if err != nil {
 		return nil, err

@@ -45,7 +45,7 @@ func (o Migration) Measure(ctx context.Context) (f MigrationFigures, err error) 
 	}
 	defer func() { err = remove(err) }()
 	size := (int64(o.Chunks)*(o.SlotBytes+64<<10) + 256<<20) / dax.HugePageSize * dax.HugePageSize
-	if err := dax.CheckBudget(3*size, dax.KindMemfd); err != nil {
+	if err := dax.CheckBudget(3*size, dax.KindMemfd, dax.BudgetReserve); err != nil {
 		return f, err
 	}
 	devices := []pool.DeviceSpec{{Path: filepath.Join(dir, "dax0.0"), SizeBytes: size}, {Path: filepath.Join(dir, "dax1.0"), SizeBytes: size}}

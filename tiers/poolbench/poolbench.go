@@ -85,7 +85,7 @@ func (o Transfers) Run(ctx context.Context) (f Figures, err error) {
 	}
 	for n > 1 {
 		device, arena := sizes()
-		if dax.CheckBudget(2*(device+2*arena), dax.KindMemfd) == nil { // half of what there is
+		if dax.CheckBudget(2*(device+2*arena), dax.KindMemfd, dax.BudgetReserve) == nil { // half of what there is
 			break
 		}
 		n /= 2

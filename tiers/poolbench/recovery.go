@@ -53,7 +53,7 @@ func (o Recovery) Run(ctx context.Context) (seconds []float64, err error) {
 	space := tiers.Space{Fingerprint: chunk.FingerprintOf([]byte("recovery")), Geometry: tiers.Geometry{PageBytes: recoveryPage, PagesPerChunk: pagesPerSlot, PageTokens: 16, DigestBytes: 32}}
 	each := (int64(o.Chunks/recoverySlabs+2)*(recoveryPage*pagesPerSlot+1024) + 1<<20) / media.BlockBytes * media.BlockBytes
 	device := dax.DeviceOptions{Path: filepath.Join(dir, "dax0.0"), SizeBytes: (recoverySlabs*each + 2*dax.HugePageSize) / dax.HugePageSize * dax.HugePageSize, AllowFile: true}
-	if err := dax.CheckBudget(device.SizeBytes*5/4, dax.KindMemfd); err != nil {
+	if err := dax.CheckBudget(device.SizeBytes*5/4, dax.KindMemfd, dax.BudgetReserve); err != nil {
 		return nil, err
 	}
 	fsys := mapped.New(nil)

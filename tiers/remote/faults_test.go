@@ -239,8 +239,12 @@ func serveRedis(c net.Conn, answer func(command string, args []string) string) {
 		if a == "" {
 			return
 		}
-		if _, err := io.WriteString(c, a); err != nil {
-			return
+		for len(a) > 0 { // without a copy of the whole
+			n := min(len(a), 64<<10)
+			if _, err := io.WriteString(c, a[:n]); err != nil {
+				return
+			}
+			a = a[n:]
 		}
 	}
 }
@@ -362,7 +366,8 @@ func FuzzGuard(f *testing.F) {
 	f.Add([]byte("$70000\r\nxx"), uint16(3))
 	f.Add([]byte("*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n"), uint16(100))
 	f.Fuzz(func(t *testing.T, b []byte, cut uint16) {
-		whole, pieces := &guard{maxValue: 1000}, &guard{maxValue: 1000}
+		var all atomic.Int64
+		whole, pieces := &guard{maxValue: 1000, all: new(atomic.Int64)}, &guard{maxValue: 1000, all: &all}
 		werr := whole.scan(b)
 		var perr error
 		for rest := b; len(rest) > 0 && perr == nil; {
@@ -375,6 +380,9 @@ func FuzzGuard(f *testing.F) {
 		}
 		if werr == nil && (whole.skip != pieces.skip || len(whole.open) != len(pieces.open) || whole.skip > 1002 || whole.elements > maxReplyElements || len(whole.open) > maxReplyDepth) {
 			t.Fatalf("%+v\n%+v", whole, pieces)
+		}
+		if all.Load() > maxReplies || werr == nil && len(pieces.open) == 0 && all.Load() != 0 {
+			t.Fatalf("%d are taken", all.Load())
 		}
 	})
 }
@@ -821,6 +829,14 @@ func TestS3Garbage(t *testing.T) {
 		},
 		"redirect": func(w http.ResponseWriter, r *http.Request) {
 			http.Redirect(w, r, r.URL.String(), http.StatusTemporaryRedirect)
+		},
+		"empty list": func(w http.ResponseWriter, _ *http.Request) {
+			io.WriteString(w, "<ListBucketResult>")
+			flood(w, "<Contents />", 1<<22)
+		},
+		"attributes": func(w http.ResponseWriter, _ *http.Request) {
+			io.WriteString(w, "<ListBucketResult")
+			flood(w, " a='b'", 1<<22)
 		},
 		"not found": func(w http.ResponseWriter, _ *http.Request) {
 			w.WriteHeader(404)

@@ -4,6 +4,8 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"sync"
+	"sync/atomic"
 	"syscall"
 )
 
@@ -14,14 +16,18 @@ const (
 	maxReplyDepth    = 8
 	maxReplyElements = 1 << 18 // of all aggregates in it, those of CLUSTER SLOTS of the largest cluster among them
 	maxReplyRest     = 16 << 20
+	// maxReplies bounds what the aggregates take that a tier's connections are receiving, where an element counts elementBytes more than it has.
+	maxReplies   = 32 << 20
+	elementBytes = 48
 )
 
 // guard is a connection to a Redis server that ends when the server sends what is no RESP (attributes are not wanted), or more than it may. It is a connection's reading side, so used by one
 // goroutine at a time.
 type guard struct {
 	net.Conn
-	maxValue int64 // largest bulk string
-	err      error // what was wrong; then nothing more is read
+	maxValue int64         // largest bulk string
+	all      *atomic.Int64 // what the aggregates take that are being received, of all connections
+	err      error         // what was wrong; then nothing more is read
 
 	line     []byte  // what there is of the line being read, up to lineKept bytes
 	lineLen  int     // its length
@@ -29,6 +35,10 @@ type guard struct {
 	open     []int64 // elements still to come of the aggregates being read
 	elements int64   // of the reply so far
 	rest     int64   // bytes of the reply so far
+
+	mu     sync.Mutex // Close may be called while the connection is read
+	closed bool
+	taken  int64 // what the reply takes of all
 }
 
 const lineKept = 32 // more than any length has
@@ -43,6 +53,34 @@ func (g *guard) Read(p []byte) (int, error) {
 		return 0, g.err
 	}
 	return n, err
+}
+
+// Close implements net.Conn.
+func (g *guard) Close() error {
+	g.mu.Lock()
+	g.closed = true
+	g.mu.Unlock()
+	g.give()
+	return g.Conn.Close()
+}
+
+// take notes that the reply takes n bytes more, and reports whether the tier's connections have room for that.
+func (g *guard) take(n int64) bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.closed {
+		return false
+	}
+	g.taken += n
+	return g.all.Add(n) <= maxReplies
+}
+
+// give takes back what the reply took.
+func (g *guard) give() {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.all.Add(-g.taken)
+	g.taken = 0
 }
 
 // SyscallConn implements syscall.Conn, by which go-redis sees whether an idle connection is still alive.
@@ -94,6 +132,9 @@ func (g *guard) lineEnded() error {
 	if len(g.line) < 2 || g.lineLen-1 <= lineKept && g.line[len(g.line)-1] != '\r' {
 		return errNoRESP
 	}
+	if len(g.open) > 0 && !g.take(int64(g.lineLen)) {
+		return errTooMuch
+	}
 	kind := g.line[0]
 	switch kind {
 	case '+', '-', ':', '_', '#', ',', '(':
@@ -116,6 +157,9 @@ func (g *guard) lineEnded() error {
 		if g.rest += n; n > g.maxValue || g.rest > maxReplyRest+g.maxValue {
 			return fmt.Errorf("the server announces %d bytes, and %d at most were asked for", n, g.maxValue)
 		}
+		if len(g.open) > 0 && !g.take(n) { // any other is read to where it was wanted
+			return errTooMuch
+		}
 		g.skip = n + 2
 	case n == 0:
 		g.ended()
@@ -123,10 +167,15 @@ func (g *guard) lineEnded() error {
 		if g.elements += n; g.elements > maxReplyElements || len(g.open) == maxReplyDepth {
 			return errors.New("the server's answer has too many parts")
 		}
+		if !g.take(n * elementBytes) {
+			return errTooMuch
+		}
 		g.open = append(g.open, n)
 	}
 	return nil
 }
+
+var errTooMuch = errors.New("the server's answers are too long for so many at a time")
 
 var errNoRESP = errors.New("the server does not speak the Redis protocol")
 
@@ -140,6 +189,7 @@ func (g *guard) ended() {
 		g.open = g.open[:last]
 	}
 	g.elements, g.rest = 0, 0
+	g.give()
 }
 
 // replyLength reads a decimal length, or -1.

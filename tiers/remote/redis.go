@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/redis/go-redis/v9"
@@ -41,6 +42,7 @@ type redisObjects struct {
 	o       RedisOptions
 	cluster bool
 	secrets secrets
+	replies atomic.Int64 // see guard.all
 }
 
 // OpenRedis makes a tier of a Redis service. It does not ask the server anything: Check does. An error is about the options and their files.
@@ -164,7 +166,7 @@ func (r *redisObjects) dial(ctx context.Context, network, addr string, conf *tls
 	if err != nil {
 		return nil, err
 	}
-	return &guard{Conn: conn, maxValue: max(pieceBytes, int64(maxHeaderBytes))}, nil
+	return &guard{Conn: conn, all: &r.replies, maxValue: max(pieceBytes, int64(maxHeaderBytes))}, nil
 }
 
 // index is the key of the index of what begins with a name's first page.
@@ -314,6 +316,9 @@ func (r *redisObjects) variants(ctx context.Context, runs []tiers.Run, look look
 		err := r.scan(ctx, prefix+"*", func(keys []string) error {
 			for _, k := range keys {
 				if n, ok := parseRoot(run, strings.TrimPrefix(k, prefix)); ok && n.pages > run.Pages() {
+					if len(out[i]) == maxVariantNames {
+						return errTooLong
+					}
 					out[i] = append(out[i], variant{n, true})
 				}
 			}

@@ -13,6 +13,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -26,8 +27,22 @@ import (
 
 // An object in a bucket is PREFIX/SPACE/FIRST/LAST-PAGES: the header, and the encoded pages behind it.
 const (
-	maxAnswer  = 8 << 20 // bytes of an answer that is no object: a listing of 1,000 names is some 0.5 MiB
-	maxListing = 1000    // names of one listing, S3's own limit
+	maxListing = 1000 // names of one listing, S3's own limit
+	// maxVariantNames bounds the names that are kept of all listings of one chunk.
+	maxVariantNames = 1 << 16
+)
+
+// Limits of an answer that is no object. The client parses those as a whole, and takes up to hundreds of bytes for each byte of
+// XML, so they are read and looked at before. One of a listing of 1,000 names has some 0.5 MiB, any other less than 2 KiB.
+const (
+	shortAnswer = 64 << 10
+	longAnswer  = 1 << 20
+	longAnswers = 4 // at a time that are longer than shortAnswer
+	// tagsPerName and marksPerName bound the angle brackets and the equals signs of a listing.
+	tagsPerName  = 32
+	marksPerName = 8
+	// shortTags bounds those of other answers.
+	shortTags = 200
 )
 
 type s3Objects struct {
@@ -56,7 +71,7 @@ func OpenS3(o S3Options) (*Tier, error) {
 	dialer := &net.Dialer{Timeout: o.DialTimeout, KeepAlive: time.Minute}
 	s.http = &http.Transport{
 		Proxy: http.ProxyFromEnvironment, DialContext: dialer.DialContext, TLSClientConfig: conf, TLSHandshakeTimeout: o.DialTimeout, ForceAttemptHTTP2: false,
-		MaxIdleConns: o.Pool, MaxIdleConnsPerHost: o.Pool, MaxConnsPerHost: o.Pool, IdleConnTimeout: 90 * time.Second, MaxResponseHeaderBytes: 256 << 10,
+		MaxIdleConns: o.Pool, MaxIdleConnsPerHost: o.Pool, MaxConnsPerHost: o.Pool, IdleConnTimeout: 90 * time.Second, MaxResponseHeaderBytes: 64 << 10,
 		DisableCompression: true, ReadBufferSize: 64 << 10, WriteBufferSize: 64 << 10,
 	}
 	lookup := minio.BucketLookupPath
@@ -64,7 +79,7 @@ func OpenS3(o S3Options) (*Tier, error) {
 		lookup = minio.BucketLookupDNS
 	}
 	client, err := minio.New(endpoint.Host, &minio.Options{
-		Creds: creds, Secure: endpoint.Scheme == "https", Region: o.Region, BucketLookup: lookup, Transport: bounded{s.http},
+		Creds: creds, Secure: endpoint.Scheme == "https", Region: o.Region, BucketLookup: lookup, Transport: &bounded{s.http, make(chan struct{}, longAnswers)},
 		MaxRetries: 1, // package stack decides
 	})
 	if err != nil {
@@ -100,37 +115,82 @@ func (s *s3Objects) credentials() (*credentials.Credentials, error) {
 	return credentials.NewStaticV4(key, secret, token), nil
 }
 
-// bounded is a RoundTripper whose answers are cut where they are no objects and too long: the client reads those to their end.
-type bounded struct{ http.RoundTripper }
-
-// RoundTrip implements http.RoundTripper.
-func (b bounded) RoundTrip(r *http.Request) (*http.Response, error) {
-	a, err := b.RoundTripper.RoundTrip(r)
-	if err != nil || a.StatusCode/100 == 2 && r.Method == http.MethodGet && r.Context().Value(objectKey{}) != nil {
-		return a, err
-	}
-	a.Body = &cut{ReadCloser: a.Body, left: maxAnswer}
-	return a, nil
+// bounded is a RoundTripper that reads answers which are no objects, and refuses those that are too much for the client's parser.
+type bounded struct {
+	http.RoundTripper
+	long chan struct{} // room for longAnswers
 }
 
 // objectKey is the key of a context whose requests get objects: their bodies are read as far as they are wanted, and no further.
 type objectKey struct{}
 
-type cut struct {
-	io.ReadCloser
-	left int64
-}
-
 var errTooLong = errors.New("the server's answer is too long")
 
-// Read implements io.Reader.
-func (c *cut) Read(p []byte) (int, error) {
-	if c.left == 0 {
-		return 0, errTooLong
+// RoundTrip implements http.RoundTripper.
+func (b *bounded) RoundTrip(r *http.Request) (*http.Response, error) {
+	a, err := b.RoundTripper.RoundTrip(r)
+	if err != nil || a.StatusCode/100 == 2 && r.Method == http.MethodGet && r.Context().Value(objectKey{}) != nil {
+		return a, err
 	}
-	n, err := c.ReadCloser.Read(p[:min(int64(len(p)), c.left)])
-	c.left -= int64(n)
-	return n, err
+	whole := a.Body
+	defer whole.Close()
+	// Lists of names are asked for by GET, and those of names to delete by POST.
+	names := 0
+	if a.StatusCode/100 == 2 && (r.Method == http.MethodGet || r.Method == http.MethodPost) {
+		names = maxListing
+	}
+	text, end, err := b.read(r.Context(), whole, names > 0)
+	if err == nil && !parsable(text, names) {
+		err = errTooLong
+	}
+	if err != nil {
+		end()
+		return nil, err
+	}
+	a.Body = &readAnswer{Reader: bytes.NewReader(text), end: end}
+	return a, nil
+}
+
+// read reads an answer. end is to be called when it was parsed, also after an error.
+func (b *bounded) read(ctx context.Context, body io.Reader, long bool) (text []byte, end func(), err error) {
+	end = func() {}
+	text, err = io.ReadAll(io.LimitReader(body, shortAnswer+1))
+	if err != nil || len(text) <= shortAnswer {
+		return text, end, err
+	}
+	if !long {
+		return nil, end, errTooLong
+	}
+	select {
+	case b.long <- struct{}{}:
+		end = sync.OnceFunc(func() { <-b.long })
+	case <-ctx.Done():
+		return nil, end, context.Cause(ctx)
+	}
+	rest, err := io.ReadAll(io.LimitReader(body, longAnswer-shortAnswer))
+	if text = append(text, rest...); err == nil && len(text) > longAnswer {
+		err = errTooLong
+	}
+	return text, end, err
+}
+
+// parsable reports whether an answer of up to that many names has no more elements than it needs.
+func parsable(text []byte, names int) bool {
+	count := func(what string) int { return bytes.Count(text, []byte(what)) }
+	return count("<") <= shortTags+names*tagsPerName && count("=") <= shortTags+names*marksPerName &&
+		count("Contents") <= shortTags+4*names // the largest elements, by their tags, and perhaps in their names
+}
+
+// readAnswer is the body of an answer that was read.
+type readAnswer struct {
+	io.Reader
+	end func()
+}
+
+// Close implements io.Closer.
+func (a *readAnswer) Close() error {
+	a.end()
+	return nil
 }
 
 // dir is what the names of all objects begin with that begin with a name's first page.
@@ -223,6 +283,10 @@ func (s *s3Objects) list(ctx context.Context, run tiers.Run, look look) ([]varia
 			break
 		}
 		if n, ok := parseName(run, strings.TrimPrefix(o.Key, dir)); ok {
+			if len(out) == maxVariantNames {
+				end()
+				return nil, errTooLong
+			}
 			out, times = append(out, variant{n, true}), append(times, o.LastModified)
 		}
 	}

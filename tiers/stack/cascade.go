@@ -77,7 +77,7 @@ func (s *Stack) storeWorker(t *tier) {
 
 // store writes a batch of the arena's chunks to a tier. What fails is tried once more, then left to its next use.
 func (s *Stack) store(t *tier, items []tiers.CascadeItem) (v verdict) {
-	if items = s.verifyItems(items); len(items) == 0 {
+	if items = s.recheckItems(s.verifyItems(items)); len(items) == 0 {
 		return neither
 	}
 	transfers := make([]tiers.Transfer, 0, len(items))
@@ -303,9 +303,10 @@ func (s *Stack) copyUp(from, to *tier, transfers []tiers.Transfer, kept []bool) 
 	})
 }
 
-// Flush waits until what is queued for the tiers has been written to them, or ctx ends. A tier that is off is not waited for. What was not written is the
-// error.
+// Flush waits until what is queued for the tiers has been written to them, or ctx ends. Partly filled chunks no longer wait
+// for their delay. A tier that is off is not waited for. What was not written is the error.
 func (s *Stack) Flush(ctx context.Context) error {
+	s.engine.HurryPartials()
 	for {
 		var left []error
 		waiting := false
@@ -320,7 +321,7 @@ func (s *Stack) Flush(ctx context.Context) error {
 			left = append(left, fmt.Errorf("tier %s: %d chunks wait to be written", t.Name, n))
 			if t.breaker.wait() == 0 {
 				waiting = true
-				ring(t.bell) // partly filled chunks come when they have not grown for a while
+				ring(t.bell) // a chunk that was just growing comes a little later
 			}
 		}
 		if !waiting || s.ctx.Err() != nil {

@@ -59,12 +59,21 @@ type Config struct {
 	// and 64 MiB.
 	MaxPending      int
 	MaxPendingBytes int64
+	// LongChunks is how many chunks a lookup may have that its caller walks. Longer ones are walked behind its back, by turns. Default 512, which takes some 100 µs.
+	LongChunks int
 	// BounceBytes is the size of the buffer for chunks on their way from one tier to another, at least one chunk. Each such tier has one, and each
 	// Move. Default 64 MiB.
 	BounceBytes int64
 	// Verify, if given, checks the bytes of restored chunks, of one call in their order, and says of each what it found (tiers.Engine.EndVerify) before it returns. It may be called
 	// from several goroutines, never for one chunk at the same time, and calls nothing of the Stack. ctx ends with the Stack. Default: there are none that need it.
 	Verify func(ctx context.Context, chunks []tiers.Verification)
+	// PatrolBytes is how many bytes of the arena are read at most in a second, to find those that have changed since they were committed. 0: nobody looks, also not before a chunk is written to a tier.
+	PatrolBytes int64
+	// PatrolEvery is how long one walk over the arena takes at least. Default 10 min.
+	PatrolEvery time.Duration
+	// Recheck, if given, compares a chunk with the checksum that something else has of it: known says that there is one. An error that wraps tiers.ErrCorrupt says that it has changed, another that it
+	// cannot be read. Nobody has a lease on the chunk. Default: the engine has the checksums (tiers.Config.Sums).
+	Recheck func(v *tiers.Verification) (known bool, err error)
 	// Peers, if given, has other sidecars' chunks leased, and is asked before all tiers. The engine must have ForeignSlots, and Bell.Ring for its Wake; its CopyAfter says what is copied into the arena. Default: there are none.
 	Peers Peers
 	// Linger is how long a chunk that was leased from a peer is kept when nobody uses it. Default 2 s.
@@ -115,13 +124,15 @@ func (c *Config) validate() error {
 	orDefault(&c.LookupDeadline, 3*time.Second)
 	orDefault(&c.MaxPending, 1024)
 	orDefault(&c.MaxPendingBytes, 64<<20)
+	orDefault(&c.LongChunks, 512)
 	orDefault(&c.BounceBytes, 64<<20)
 	orDefault(&c.Linger, 2*time.Second)
 	orDefault(&c.BorrowTimeout, time.Second)
+	orDefault(&c.PatrolEvery, 10*time.Minute)
 	if c.Engine == nil || c.Arena == nil || c.Bell == nil && (len(c.Tiers) > 0 || c.Peers != nil) {
 		return fmt.Errorf("%w: a stack needs an engine, an arena and a bell", tiers.ErrInvalid)
 	}
-	if c.Promote > PromoteNever || c.LookupDeadline < 0 || c.MaxPending < 0 || c.MaxPendingBytes < 0 || c.BounceBytes < 0 || c.Linger < 0 || c.BorrowTimeout < 0 {
+	if c.Promote > PromoteNever || c.LookupDeadline < 0 || c.MaxPending < 0 || c.MaxPendingBytes < 0 || c.BounceBytes < 0 || c.Linger < 0 || c.BorrowTimeout < 0 || c.PatrolBytes < 0 || c.PatrolEvery < 0 || c.LongChunks < 0 {
 		return fmt.Errorf("%w: a limit of the stack is negative", tiers.ErrInvalid)
 	}
 	if len(c.Tiers) > tiers.MaxTiers {

@@ -287,6 +287,36 @@ type Cleared struct {
 // Clear forgets a space, or with the zero Fingerprint everything, in the tier of that name ("arena" for the arena), or with no name in all of them. What is
 // on its way from one to another is forgotten as well. Tiers whose Clear fails are in the answer with their error; ErrNotFound: there is no such tier.
 func (s *Stack) Clear(ctx context.Context, fp chunk.Fingerprint, name string) (out []Cleared, err error) {
+	return s.everywhere(ctx, name,
+		func() (int, error) { return s.clearArena(fp) },
+		func(t *tier) (int, error) { return t.Tier.Clear(ctx, fp) })
+}
+
+// Drop forgets a prefix's pages from firstPage on, and those before it that are in one chunk with it, in the tier of that name ("arena" for the arena), or with no name in
+// all of them. A chunk that is leased or pinned is not found any more, and is freed when it is let go of. Tiers that fail are in the answer with their error.
+func (s *Stack) Drop(ctx context.Context, id tiers.SpaceID, hashes []byte, firstPage int, name string) (out []Cleared, err error) {
+	sp := s.space(id)
+	if sp == nil {
+		return nil, fmt.Errorf("%w: space %d", tiers.ErrNotFound, id)
+	}
+	d := sp.Geometry.DigestBytes
+	if len(hashes)%d != 0 || firstPage < 0 || firstPage >= len(hashes)/d {
+		return nil, fmt.Errorf("%w: page %d of %d bytes of hashes", tiers.ErrInvalid, firstPage, len(hashes))
+	}
+	first := firstPage / sp.Geometry.PagesPerChunk * sp.Geometry.PagesPerChunk
+	run := tiers.Run{Space: sp, First: first, Hashes: hashes[first*d:]}
+	if first > 0 {
+		run.Prev = hashes[(first-1)*d : first*d]
+	}
+	drop := func() (int, error) {
+		chunks, err := s.engine.Drop(id, run.First, run.Hashes)
+		return chunks, errors.Join(err, s.forget())
+	}
+	return s.everywhere(ctx, name, drop, func(t *tier) (int, error) { return -1, t.Tier.Drop(ctx, run) })
+}
+
+// everywhere has the tier of a name, or with no name all of them, forget something. What is on its way from one to another meanwhile is forgotten as well.
+func (s *Stack) everywhere(ctx context.Context, name string, fromArena func() (int, error), fromTier func(*tier) (int, error)) (out []Cleared, err error) {
 	which := s.tiers
 	arena := name == "" || name == arenaName
 	if name != "" {
@@ -299,7 +329,7 @@ func (s *Stack) Clear(ctx context.Context, fp chunk.Fingerprint, name string) (o
 		}
 	}
 	if arena {
-		chunks, err := s.clearArena(fp)
+		chunks, err := fromArena()
 		out = append(out, Cleared{Tier: arenaName, Chunks: chunks, Err: err})
 	}
 	for _, t := range which {
@@ -307,12 +337,12 @@ func (s *Stack) Clear(ctx context.Context, fp chunk.Fingerprint, name string) (o
 		defer s.resume(t)
 		c := Cleared{Tier: t.Name}
 		if c.Err = s.pause(ctx, t); c.Err == nil {
-			c.Chunks, c.Err = t.Tier.Clear(ctx, fp)
+			c.Chunks, c.Err = fromTier(t)
 		}
 		out = append(out, c)
 	}
 	if arena && len(which) > 0 {
-		chunks, err := s.clearArena(fp) // what was promoted meanwhile
+		chunks, err := fromArena() // what was promoted meanwhile
 		out[0].Chunks, out[0].Err = out[0].Chunks+chunks, err
 	}
 	return out, nil

@@ -282,6 +282,66 @@ func TestMove(t *testing.T) {
 	})
 }
 
+func TestDropPrefix(t *testing.T) {
+	o := rigOptions{tiers: []tiertest.MemoryOptions{{Local: true}, {Latency: 5 * time.Millisecond, BytesPerSec: 1000 * slotBytes}}}
+	inBubble(t, o, func(t *testing.T, r *rig) {
+		rng := rand.New(rand.NewPCG(1, 1))
+		p := prefix(rng, 64)
+		q := prefix(rng, 64, p[:32]...) // leaves p in the middle
+		digests := func(p tiertest.Prefix, pages int) []byte { return p.Digests(0, pages, r.space.Geometry.DigestBytes) }
+		names := []string{arenaName, "t0", "t1"}
+		has := func(prefix tiertest.Prefix, pages int) {
+			t.Helper()
+			for _, name := range names {
+				r.has(name, prefix, 64, pages)
+			}
+		}
+		r.store(p, 64)
+		r.store(q, 64)
+		r.flush()
+		has(p, 64)
+		has(q, 64)
+		out, err := r.Drop(t.Context(), r.id, digests(p, 64), 42, "t1")
+		if err != nil || len(out) != 1 || out[0] != (Cleared{"t1", -1, nil}) {
+			t.Fatalf("%+v, %v", out, err)
+		}
+		r.has("t1", p, 64, 40)
+		r.has("t0", p, 64, 64)
+		if out, err = r.Drop(t.Context(), r.id, digests(p, 64), 42, ""); err != nil || len(out) != 3 || out[0] != (Cleared{arenaName, 6, nil}) {
+			t.Fatalf("%+v, %v", out, err)
+		}
+		has(p, 40)
+		has(q, 64)
+		// What continues a prefix goes out of sight with it.
+		if _, err = r.Drop(t.Context(), r.id, digests(p, 4), 0, ""); err != nil {
+			t.Fatal(err)
+		}
+		has(p, 0)
+		has(q, 0)
+		for _, first := range []int{-1, 64} {
+			if _, err := r.Drop(t.Context(), r.id, digests(p, 64), first, ""); !errors.Is(err, tiers.ErrInvalid) {
+				t.Error(first, err)
+			}
+		}
+		if _, err := r.Drop(t.Context(), r.id, digests(p, 64), 0, "t2"); !errors.Is(err, tiers.ErrNotFound) {
+			t.Error(err)
+		}
+		// What is on its way down or up when it begins is gone when it has ended.
+		for i := range 20 {
+			q := prefix(rand.New(rand.NewPCG(uint64(i), 2)), 64)
+			r.store(q, 32)
+			time.Sleep(time.Duration(i) * time.Millisecond)
+			r.ask(uint64(i), q, 0, 64)
+			if out, err = r.Drop(t.Context(), r.id, digests(q, 64), 0, ""); err != nil || len(out) != 3 || out[0].Err != nil || out[2].Err != nil {
+				t.Fatalf("%+v, %v", out, err)
+			}
+			has(q, 0)
+			time.Sleep(time.Second)
+			has(q, 0)
+		}
+	})
+}
+
 func TestClear(t *testing.T) {
 	o := rigOptions{tiers: []tiertest.MemoryOptions{{Local: true}, {Latency: 5 * time.Millisecond, BytesPerSec: 1000 * slotBytes}}}
 	inBubble(t, o, func(t *testing.T, r *rig) {

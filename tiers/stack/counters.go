@@ -153,6 +153,8 @@ type LookupStats struct {
 	Late     uint64 // lookups answered by their deadline
 	Cut      uint64 // lookups of which some was left to be computed, being faster
 	Verified uint64 // lookups that waited for restored chunks to be verified
+	Checked  uint64 // chunks of the arena that were compared with the checksum that they had before
+	Walks    uint64 // times that all of the arena was
 }
 
 // LookupStats may be called at any time.
@@ -161,6 +163,6 @@ func (s *Stack) LookupStats() LookupStats {
 	defer s.unlock()
 	return LookupStats{
 		Pending: len(s.pending), Loading: len(s.loads) + s.asked, Refused: s.count.refused.Load(), Late: s.count.late.Load(), Cut: s.count.cut.Load(),
-		Verified: s.count.verified.Load(),
+		Verified: s.count.verified.Load(), Checked: s.patrol.checked.Load(), Walks: s.patrol.passes.Load(),
 	}
 }

@@ -2,6 +2,7 @@ package stack
 
 import (
 	"math/rand/v2"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -124,5 +125,99 @@ func TestDiskHandsDown(t *testing.T) {
 	// What was evicted in a burst, faster than it could be handed down, may be lost.
 	if found < 60*10*ppc*8/10 {
 		t.Errorf("%d of %d pages found", found, 60*10*ppc)
+	}
+}
+
+// Fault 30: a disk that does nothing for as long as it likes. What the arena has is answered at once, what only the disk has when the lookup's time is up, what waits to be written is bounded, and what
+// does not fit is shed. When the disk goes on, so does all that waited.
+func TestSlowDisk(t *testing.T) {
+	const queue, workers, batch = 8, 2, 4
+	var mu sync.Mutex
+	var shut chan struct{} // nil: open
+	var waiting atomic.Int32
+	slow := vfs.Faulty(vfs.NewMem(), func(c vfs.Call) vfs.Fault {
+		mu.Lock()
+		gate := shut
+		mu.Unlock()
+		if gate != nil && c.Op&(vfs.OpRead|vfs.OpWrite|vfs.OpSync) != 0 {
+			waiting.Add(1)
+			<-gate
+			waiting.Add(-1)
+		}
+		return vfs.Fault{}
+	})
+	var d *disk.Disk
+	r := newRig(t, rigOptions{slots: 200, tiers: []tiertest.MemoryOptions{{}}, wrap: func(_ int, unused tiers.Tier) tiers.Tier {
+		err := unused.Close()
+		if err == nil {
+			d, err = disk.Open(disk.Options{FS: slow, Dirs: []string{"/a"}, CapacityBytes: 4 << 20, SlabBytes: 1 << 20})
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		return d
+	}, config: func(c *Config) {
+		c.beSlow(time.Minute)
+		c.Promote = PromoteAlways
+		t := &c.Tiers[0]
+		t.Queue, t.StoreWorkers, t.LoadWorkers, t.Batch = queue, workers, workers, batch
+	}})
+	defer func() {
+		r.close()
+		if err := d.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	rnd := rand.New(rand.NewPCG(30, 30))
+	below := prefix(rnd, 4*ppc, 1)
+	r.store(below, 4*ppc)
+	r.flush()
+	r.clearArena()
+
+	gate := make(chan struct{})
+	mu.Lock()
+	shut = gate
+	mu.Unlock()
+	var list []tiertest.Prefix
+	for i := range 30 {
+		p := prefix(rnd, 4*ppc, 2, byte(i))
+		r.store(p, 4*ppc)
+		list = append(list, p)
+	}
+	eventually(t, "the disk is being written to", func() bool { return waiting.Load() > 0 })
+	for i, p := range list { // the arena has it: this waits for nobody
+		if n, done := r.ask(uint64(10+i), p, 0, 4*ppc); !done || n != 4*ppc {
+			t.Fatalf("lookup %d: %d pages, answered: %v", i, n, done)
+		}
+		r.load(uint64(10+i), p, 0, 4*ppc)
+	}
+	st := r.Status()[0]
+	if st.StoreQueue > queue || st.Shed == 0 || st.Shed < uint64(len(list)*4-queue-workers*batch) {
+		t.Errorf("a queue for %d chunks has %d; %d were shed of %d", queue, st.StoreQueue, st.Shed, len(list)*4)
+	}
+	if n, done := r.ask(100, below, 0, 4*ppc, func(q *Query) { q.Deadline = 50 * time.Millisecond }); done {
+		t.Fatalf("answered at once with %d pages", n)
+	}
+	if n, ok := r.answer(100, time.Minute); !ok || n != 0 {
+		t.Errorf("%d pages, answered: %v", n, ok)
+	}
+	held := make([]uint16, 4)
+	if err := d.Contains(t.Context(), below.Run(r.space, 0, 4*ppc), held); err != nil || held[3] != ppc {
+		t.Errorf("the disk's index says %v: %v", held, err)
+	}
+	if st := r.LookupStats(); st.Late == 0 || st.Pending > 0 {
+		t.Errorf("%+v", st)
+	}
+
+	mu.Lock()
+	shut = nil
+	mu.Unlock()
+	close(gate)
+	r.flush()
+	r.want(200, below, 0, 4*ppc, 4*ppc)
+	r.clearArena()
+	r.want(201, below, 0, 4*ppc, 4*ppc)
+	if st := r.Status()[0]; st.StoreFailures+st.LoadFailures > 0 || st.Breaker != "closed" {
+		t.Errorf("%+v", st)
 	}
 }

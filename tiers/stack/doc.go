@@ -7,8 +7,9 @@
 // What the arena answers in full is answered at once, on the caller's goroutine, and so is what no tier can better: when there is none, or all answer
 // from memory (Local) and have no more. Everything else goes on without the caller:
 //
-//	verifying ──▶ seeking ──▶ queued ──▶ preparing ──▶ loading ──▶ answered
+//	walking ──▶ verifying ──▶ seeking ──▶ queued ──▶ preparing ──▶ loading ──▶ answered
 //
+// Walking is for long lookups only (Config.LongChunks): a goroutine, the walker, goes on with them in the arena where their caller has stopped, in parts and by turns of their owners (walk.go).
 // Verifying is for what the arena has from its last run (see Config.Verify): its chunks are verified, near ones first, by a few workers in turns, each chunk once whoever wants
 // it. Then the lookup is looked up again, as if it came then; a chunk that was corrupt ends its hit, unless a tier has it. At the deadline it is answered with what is verified.
 // Seeking asks the tiers in their order how much they have of the rest; for each tier that is not Local a few workers do, so that a slow one delays only

@@ -41,6 +41,7 @@ func configurations() []configuration {
 			t.Queue, t.LookupWorkers, t.LoadWorkers, t.StoreWorkers, t.Batch = 2, 1, 1, 1, 1
 		}
 	}
+	long := func(c *Config) { c.LongChunks = 2 }
 	return []configuration{
 		{name: "no tier", o: rigOptions{slots: 256}, complete: true},
 		{name: "local", o: rigOptions{slots: 256, tiers: []tiertest.MemoryOptions{local}}, complete: true},
@@ -79,6 +80,11 @@ func configurations() []configuration {
 		{name: "peers, copied, both, few slots, faults", o: rigOptions{slots: 48, tiers: []tiertest.MemoryOptions{local, slow}, config: func(c *Config) { c.Linger = 20 * time.Millisecond }, engine: func(c *tiers.Config) {
 			c.CopyAfter = 1
 		}}, peers: true, faults: true, copies: true},
+		{name: "long, no tier", o: rigOptions{slots: 256, config: long}, complete: true},
+		{name: "long, both, few slots", o: rigOptions{slots: 40, tiers: []tiertest.MemoryOptions{local, slow}, config: long}, complete: true},
+		{name: "long, tiny queues, faults", o: rigOptions{slots: 16, tiers: []tiertest.MemoryOptions{local, slow}, config: func(c *Config) { tiny(c); long(c) }}, faults: true},
+		{name: "long, restored, both", o: rigOptions{slots: 64, tiers: []tiertest.MemoryOptions{local, slow}, config: long}, restored: 60},
+		{name: "long, peers, both, few slots, faults", o: rigOptions{slots: 24, tiers: []tiertest.MemoryOptions{local, slow}, config: long}, peers: true, faults: true},
 		{name: "peers, restored", o: rigOptions{slots: 64, tiers: []tiertest.MemoryOptions{local}}, peers: true, restored: 60},
 	}
 }

@@ -48,6 +48,7 @@ const TickWithin = 5 * time.Millisecond
 
 // Tick sees to lookups that were asked with Query.Ticks and have not been answered yet.
 func (s *Stack) Tick() {
+	s.Sweep()
 	s.mu.Lock()
 	s.due = s.due || s.ticks && len(s.pending) > 0
 	s.ticks = false
@@ -59,6 +60,7 @@ type phase uint8
 
 const (
 	asking phase = iota // on the caller's goroutine, and nobody else knows of it
+	walking
 	verifying
 	seeking
 	queued
@@ -67,7 +69,7 @@ const (
 	ended
 )
 
-// request is a lookup. Whoever has it in the phases asking, verifying (a verifyWorker), seeking (a worker of a tier) and preparing (the dispatcher) may use what is not said to be
+// request is a lookup. Whoever has it in the phases asking, walking (the walker), verifying (a verifyWorker), seeking (a worker of a tier, or the walker) and preparing (the dispatcher) may use what is not said to be
 // guarded without a lock, and sees only when it is done whether it has ended meanwhile.
 type request struct {
 	asker     Asker
@@ -98,10 +100,14 @@ type request struct {
 	names     []byte               // their digests,
 	done      int                  // how many are, or are about to be,
 	expect    int                  // and the pages that the lookup would hold then
+	check     bool                 // chunks may have to be verified
+	handle    uint64               // of one that is walked: the engine's
+	gap       bool                 // and its first part was not held whole, so that there is nothing to walk
 	ask       *borrowing           // by which its caller asks peers, being about to prepare it, with Stack.preparing held
 
 	// Guarded by Stack.mu.
 	phase      phase
+	walked     int   // pages that the arena has, of one that is being walked
 	cancelled  bool  // while preparing
 	trim       int   // pages before this one are not wanted any more
 	place      int   // in Stack.deadlines
@@ -128,7 +134,9 @@ const (
 )
 
 // over says that a request has left the queue that it was in. Stack.mu is held.
-func (r *request) over() bool { return r.phase != verifying && r.phase != seeking && r.phase != queued }
+func (r *request) over() bool {
+	return r.phase != walking && r.phase != verifying && r.phase != seeking && r.phase != queued
+}
 
 // deadlines is a heap of the lookups under way.
 type deadlines []*request
@@ -161,16 +169,19 @@ func (s *Stack) Lookup(q *Query, a Asker) (pages int, done bool, err error) {
 			return 0, true, err
 		}
 	}
-	pages, err = s.engine.Lookup(q.Owner, q.Lookup, q.FirstPage, q.Hashes)
 	check := s.cfg.Verify != nil && s.engine.Unverified() > 0
 	promote := len(s.tiers) > 0 && (s.cfg.Promote != PromoteNever || q.always)
 	peers := s.cfg.Peers != nil && !q.always
-	if err != nil || !check && !promote && !peers {
-		return pages, true, err
-	}
 	sp := s.space(q.Space)
-	if sp == nil {
-		return pages, true, nil
+	if sp != nil && s.isLong(q, sp) {
+		return s.lookupLong(q, sp, a, check, promote, peers)
+	}
+	s.asking.Add(1)
+	pages, err = s.engine.Lookup(q.Owner, q.Lookup, q.FirstPage, q.Hashes)
+	s.asking.Add(-1)
+	s.Sweep()
+	if err != nil || sp == nil || !check && !promote && !peers {
+		return pages, true, err
 	}
 	asked := len(q.Hashes) / sp.Geometry.DigestBytes
 	if pages >= asked {
@@ -466,10 +477,7 @@ func (s *Stack) begin(r *request, next *tier, q *Query) bool {
 		s.unlock()
 		return false
 	}
-	deadline := q.Deadline
-	if !q.always && (deadline <= 0 || deadline > s.cfg.LookupDeadline) {
-		deadline = s.cfg.LookupDeadline
-	}
+	deadline := s.deadlineOf(q)
 	due := s.due
 	s.add(r, deadline)
 	if r.ask != nil {
@@ -491,6 +499,14 @@ func (s *Stack) begin(r *request, next *tier, q *Query) bool {
 		s.enqueue(r)
 	}
 	return true
+}
+
+// deadlineOf is how long a lookup may wait for tiers.
+func (s *Stack) deadlineOf(q *Query) time.Duration {
+	if !q.always && (q.Deadline <= 0 || q.Deadline > s.cfg.LookupDeadline) {
+		return s.cfg.LookupDeadline
+	}
+	return q.Deadline
 }
 
 // full says whether there is no room for one more request, whose digests have so many bytes. mu is held.
@@ -516,8 +532,11 @@ func (s *Stack) remove(r *request) {
 	heap.Remove(&s.deadlines, r.place)
 	s.open.Add(-1)
 	s.unwant(r)
-	if r.phase == verifying {
+	switch r.phase {
+	case verifying:
 		s.sure(r)
+	case walking:
+		s.unwalk(r)
 	}
 	for _, l := range r.loads {
 		if l != nil {
@@ -617,13 +636,16 @@ func (s *Stack) settle(r *request) {
 	if r.phase == verifying && !s.closed {
 		s.lookAgain(r)
 	}
+	wasWalking := r.phase == walking
 	s.remove(r)
 	if s.closed {
 		_, _ = s.engine.SettleLookup(r.owner, r.lookup, 0)
 		return
 	}
 	pages := 0
-	if n, err := s.engine.SettleLookup(r.owner, r.lookup, r.asked); err == nil && n > 0 {
+	if wasWalking { // it waits for nothing, so that there is nothing to settle
+		pages = r.walked
+	} else if n, err := s.engine.SettleLookup(r.owner, r.lookup, r.asked); err == nil && n > 0 {
 		pages = r.base() + n - r.first
 	}
 	if r.inline {
@@ -915,13 +937,18 @@ func (s *Stack) arrived(r *request, chunk int, ok, short bool) {
 
 // Trim says that a lookup's pages before firstPage are not wanted any more: its leases on chunks wholly below are freed, and their promotion ends.
 func (s *Stack) Trim(o tiers.Owner, lookup uint64, firstPage int) error {
+	defer s.Sweep()
 	if s.open.Load() == 0 {
 		return s.engine.Trim(o, lookup, firstPage)
 	}
 	s.mu.Lock()
 	defer s.unlock()
-	err := s.engine.Trim(o, lookup, firstPage)
 	r := s.pending[lookupKey{o, lookup}]
+	if r != nil && r.phase == walking { // when it has been walked
+		r.trim = max(r.trim, firstPage)
+		return nil
+	}
+	err := s.engine.Trim(o, lookup, firstPage)
 	if r == nil {
 		return err
 	}
@@ -940,6 +967,7 @@ func (s *Stack) Trim(o tiers.Owner, lookup uint64, firstPage int) error {
 
 // Cancel ends a lookup, and frees what it holds. It will not be answered any more.
 func (s *Stack) Cancel(o tiers.Owner, lookup uint64) error {
+	defer s.Sweep()
 	if s.open.Load() == 0 {
 		return s.engine.Cancel(o, lookup)
 	}

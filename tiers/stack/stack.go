@@ -32,11 +32,14 @@ type Stack struct {
 	cancel    context.CancelCauseFunc
 	wg        sync.WaitGroup // all goroutines
 	open      atomic.Int64   // lookups under way
+	asking    atomic.Int32   // callers of Lookup that are at the engine
 	kick      chan struct{}  // wakes the dispatcher
 	mail      chan struct{}  // wakes the mailer
 	count     lookupCounters
-	probe     atomic.Bool           // a probe is under way
-	verifying estimate              // of Config.Verify
+	probe     atomic.Bool // a probe is under way
+	verifying estimate    // of Config.Verify
+	patrol    patrol
+	start     time.Time
 	preparing sync.Mutex            // held by prepare; taken before mu
 	granted   []tiers.PromotedChunk // of prepare
 	telling   sync.Mutex            // held by deliver; taken before mu
@@ -62,8 +65,9 @@ type Stack struct {
 	borrowings map[*borrowing]struct{} // calls under way
 	asked      int                     // loads of their batches that are not in loads
 	quiet      int                     // requests that are
-	due        bool                    // the dispatcher is to be woken
-	ticks      bool                    // it is to be woken by Tick
+	walks      walks
+	due        bool // the dispatcher is to be woken
+	ticks      bool // it is to be woken by Tick
 }
 
 type lookupKey struct {
@@ -149,9 +153,9 @@ func New(cfg Config) (*Stack, error) {
 	}
 	s := &Stack{
 		cfg: cfg, engine: cfg.Engine, log: cfg.Log, kick: make(chan struct{}, 1), mail: make(chan struct{}, 1), pending: map[lookupKey]*request{}, loads: map[uint64]*load{},
-		checking: map[uint64]chan struct{}{}, borrowings: map[*borrowing]struct{}{},
+		start: time.Now(), checking: map[uint64]chan struct{}{}, borrowings: map[*borrowing]struct{}{},
 	}
-	s.verifiable.L, s.borrowable.L = &s.mu, &s.mu
+	s.verifiable.L, s.borrowable.L, s.walks.walkable.L = &s.mu, &s.mu, &s.mu
 	s.spaces.Store(&[]*tiers.Space{})
 	s.ctx, s.cancel = context.WithCancelCause(context.Background())
 	for i, c := range cfg.Tiers {
@@ -189,6 +193,9 @@ func New(cfg Config) (*Stack, error) {
 			s.wg.Go(s.verifyWorker)
 		}
 	}
+	if cfg.PatrolBytes > 0 {
+		s.wg.Go(s.patroller)
+	}
 	if cfg.Peers != nil {
 		for range peerWorkers {
 			s.wg.Go(s.peerWorker)
@@ -196,10 +203,9 @@ func New(cfg Config) (*Stack, error) {
 		s.wg.Go(s.returner)
 		s.wg.Go(s.copier)
 	}
-	if len(s.tiers) > 0 || cfg.Verify != nil || cfg.Peers != nil {
-		s.wg.Go(s.dispatch)
-		s.wg.Go(s.mailer)
-	}
+	s.wg.Go(s.dispatch)
+	s.wg.Go(s.mailer)
+	s.wg.Go(s.walker)
 	return s, nil
 }
 
@@ -213,6 +219,7 @@ func (s *Stack) Close() {
 		s.cancel(tiers.ErrClosed)
 		s.verifiable.Broadcast()
 		s.borrowable.Broadcast()
+		s.walks.walkable.Broadcast()
 		for _, t := range s.tiers {
 			t.seekable.Broadcast()
 			t.loadable.Broadcast()

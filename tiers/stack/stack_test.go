@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"math/rand/v2"
+	"slices"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -527,4 +529,106 @@ func TestLoadOrRecompute(t *testing.T) {
 			}
 		}
 	})
+}
+
+// TestLongLookupsTakeTurns: owners with long lookups take turns, one that asks for many at once makes no other wait for all of them, and nobody with a short one waits at all.
+func TestLongLookupsTakeTurns(t *testing.T) {
+	const other = tiers.Owner(3)
+	inBubble(t, rigOptions{slots: 64, config: func(c *Config) { c.LongChunks = 2 }}, func(t *testing.T, r *rig) {
+		if err := r.engine.AddOwner(other, r.id); err != nil {
+			t.Fatal(err)
+		}
+		defer r.RemoveOwner(other)
+		p := make(tiertest.Prefix, 40)
+		if r.store(p, len(p)) != len(p) {
+			t.Fatal("shed")
+		}
+		order := &order{}
+		ask := func(o tiers.Owner, lookup uint64, n int) (pages int, done bool) {
+			pages, done, err := r.Lookup(&Query{Owner: o, Lookup: lookup, Space: r.id, Hashes: p.Digests(0, n, 32)}, order)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return pages, done
+		}
+		r.asking.Add(1) // the walker waits for whoever asks
+		for i := range uint64(4) {
+			if pages, done := ask(scheduler, 10+i, len(p)); done || pages != 2*ppc {
+				t.Fatalf("lookup %d: %d pages at once, done %v", i, pages, done)
+			}
+		}
+		if _, done := ask(other, 20, len(p)); done {
+			t.Fatal("the other's is done")
+		}
+		for i := range uint64(3) {
+			if pages, done := ask(other, 30+i, 2*ppc); !done || pages != 2*ppc {
+				t.Fatalf("a short one has %d pages, done %v", pages, done)
+			}
+		}
+		r.asking.Add(-1)
+		synctest.Wait()
+		answers := order.take()
+		var got []uint64
+		for _, a := range answers {
+			if got = append(got, a.Lookup); a.Pages != len(p) {
+				t.Errorf("lookup %d has %d pages", a.Lookup, a.Pages)
+			}
+		}
+		if at := slices.Index(got, 20); len(got) != 5 || at < 0 || at > 2 {
+			t.Errorf("the other's turn came late: %v", got)
+		}
+		if got = slices.DeleteFunc(got, func(l uint64) bool { return l == 20 }); !slices.IsSorted(got) {
+			t.Errorf("out of order: %v", got)
+		}
+		for _, l := range append(got, 30, 31, 32, 20) {
+			_ = r.Cancel(scheduler, l)
+			_ = r.Cancel(other, l)
+		}
+	})
+}
+
+// TestLongLookupsAreBounded: an owner's long lookups take a part of the memory that there is for lookups under way. One more is answered with its first part.
+func TestLongLookupsAreBounded(t *testing.T) {
+	inBubble(t, rigOptions{slots: 64, config: func(c *Config) { c.LongChunks, c.MaxPendingBytes = 2, 8*3000 }}, func(t *testing.T, r *rig) {
+		p := make(tiertest.Prefix, 40) // 1,280 bytes of digests
+		r.store(p, len(p))
+		r.asking.Add(1)
+		for i, want := range []bool{false, false, true} {
+			if pages, done := r.ask(uint64(i), p, 0, len(p)); done != want || pages != 2*ppc {
+				t.Errorf("lookup %d: %d pages, done %v", i, pages, done)
+			}
+		}
+		r.asking.Add(-1)
+		for i := range uint64(2) {
+			if pages, ok := r.answer(i, time.Minute); !ok || pages != len(p) {
+				t.Errorf("lookup %d has %d pages", i, pages)
+			}
+		}
+		if n := r.lookup(5, p, 0, len(p)); n != len(p) {
+			t.Errorf("%d pages when there is room again", n)
+		}
+		for i := range uint64(6) {
+			_ = r.Cancel(scheduler, i)
+		}
+	})
+}
+
+// order notes answers as they come.
+type order struct {
+	mu      sync.Mutex
+	answers []Answer
+}
+
+func (o *order) LookupPending(tiers.Owner, uint64, int, time.Duration) {}
+
+func (o *order) LookupAnswered(a Answer) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.answers = append(o.answers, a)
+}
+
+func (o *order) take() []Answer {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return slices.Clone(o.answers)
 }

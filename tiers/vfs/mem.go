@@ -105,6 +105,7 @@ type dirOp struct {
 type memNode struct {
 	dir bool
 	// A file.
+	id      uint64
 	now     image
 	durable image
 	pending []memOp
@@ -125,7 +126,12 @@ func newMemDir() *memNode {
 	return &memNode{dir: true, entries: map[string]*memNode{}, durEntries: map[string]*memNode{}}
 }
 
-func newMemFile() *memNode { return &memNode{now: newImage(), durable: newImage()} }
+func newMemFile() *memNode {
+	return &memNode{id: memFiles.Add(1), now: newImage(), durable: newImage()}
+}
+
+// memFiles counts the files that were made, of all Mems.
+var memFiles atomic.Uint64
 
 func clean(name string) string { return path.Clean("/" + name) }
 
@@ -355,7 +361,7 @@ func (m *Mem) Stat(name string) (Info, error) {
 	if err != nil {
 		return Info{}, pathError("stat", name, err)
 	}
-	return Info{Dir: n.dir, Size: n.now.size, Allocated: n.now.n * memBlock}, nil
+	return Info{Dir: n.dir, Size: n.now.size, Allocated: n.now.n * memBlock, ID: FileID{Inode: n.id}}, nil
 }
 
 // SyncDir implements FS.

@@ -33,7 +33,7 @@ func (osFS) OpenFile(name string, flags Flag) (File, error) {
 	if flags&Direct != 0 {
 		how |= unix.O_DIRECT
 	}
-	f, err := os.OpenFile(name, how, 0o600)
+	f, err := openRegular(name, how)
 	if err != nil {
 		if flags&Direct != 0 && (errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EOPNOTSUPP)) {
 			return nil, &fs.PathError{Op: "open", Path: name, Err: ErrNoDirect}
@@ -48,6 +48,29 @@ func (osFS) OpenFile(name string, flags Flag) (File, error) {
 		}
 	}
 	return of, nil
+}
+
+// openRegular opens a regular file. It neither follows a link, which may lead anywhere, nor waits for whoever may write into a pipe.
+func openRegular(name string, how int) (*os.File, error) {
+	f, err := os.OpenFile(name, how|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_NOCTTY, 0o600)
+	if errors.Is(err, unix.ELOOP) || errors.Is(err, unix.ENXIO) {
+		return nil, fmt.Errorf("%w: %w", ErrNotRegular, err)
+	}
+	if err != nil {
+		return nil, err
+	}
+	info, err := f.Stat()
+	if err == nil && !info.Mode().IsRegular() {
+		if err = error(ErrNotRegular); info.IsDir() {
+			err = unix.EISDIR
+		}
+		err = &fs.PathError{Op: "open", Path: name, Err: err}
+	}
+	if err != nil {
+		f.Close()
+		return nil, err
+	}
+	return f, nil
 }
 
 // onFD calls do with f's descriptor, again while it is interrupted by a signal. A failure is reported as that of op on f.
@@ -140,7 +163,7 @@ func (osFS) Stat(name string) (Info, error) {
 	if err := retry(func() error { return unix.Stat(name, &st) }); err != nil {
 		return Info{}, &fs.PathError{Op: "stat", Path: name, Err: err}
 	}
-	return Info{Dir: st.Mode&unix.S_IFMT == unix.S_IFDIR, Size: st.Size, Allocated: st.Blocks * 512}, nil
+	return Info{Dir: st.Mode&unix.S_IFMT == unix.S_IFDIR, Size: st.Size, Allocated: st.Blocks * 512, ID: FileID{st.Dev, st.Ino}}, nil
 }
 
 func retry(do func() error) error {
@@ -162,7 +185,7 @@ func (osFS) SyncDir(dir string) error {
 
 func (osFS) Lock(name string) (io.Closer, error) {
 	// No O_TRUNC: until the lock is ours the text is its owner's.
-	f, err := os.OpenFile(name, os.O_RDWR|os.O_CREATE, 0o600)
+	f, err := openRegular(name, os.O_RDWR|os.O_CREATE)
 	if err != nil {
 		return nil, err
 	}

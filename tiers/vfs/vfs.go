@@ -37,6 +37,9 @@ const (
 // ErrNoDirect is OpenFile's answer where the file system cannot bypass the page cache: open the file without Direct instead.
 var ErrNoDirect = errors.New("direct I/O is not supported here")
 
+// ErrNotRegular is OpenFile's and Lock's answer to a name that stands for something else than a file or a directory: a link, a pipe, a device.
+var ErrNotRegular = errors.New("not a regular file")
+
 // LockedError says that somebody else holds a lock.
 type LockedError struct {
 	Name string
@@ -70,12 +73,17 @@ type Info struct {
 	Dir       bool
 	Size      int64 // bytes
 	Allocated int64 // bytes of disk that it takes; less than Size where there are holes
+	// ID tells one file from another that has its name later, as long as somebody has the first one open. The zero FileID: it is not known.
+	ID FileID
 }
+
+// FileID is what a file system knows a file by.
+type FileID struct{ Device, Inode uint64 }
 
 // FS is a file system. Names are slash-separated and, for OS, absolute or relative to the working directory. Errors are *fs.PathError or
 // wrap one, so errors.Is works with fs.ErrNotExist, fs.ErrExist and errno values. All methods may be called concurrently.
 type FS interface {
-	// OpenFile opens a regular file. The caller closes it.
+	// OpenFile opens a regular file. It does not follow a link that has the name. The caller closes it.
 	OpenFile(name string, flags Flag) (File, error)
 	// MkdirAll makes a directory, for its owner only, and those above it. It makes their entries durable as well.
 	MkdirAll(dir string) error

@@ -636,3 +636,52 @@ func TestMemAgainstBytes(t *testing.T) {
 		t.Fatal("other bytes at the end")
 	}
 }
+
+// What is no regular file is not opened, and nobody waits for it: a pipe without a writer, links, and links to pipes. Links to directories on the way there are followed.
+func TestNotRegular(t *testing.T) {
+	dir := t.TempDir()
+	path := func(name string) string { return filepath.Join(dir, name) }
+	ok(t, os.WriteFile(path("file"), []byte("text"), 0o600))
+	ok(t, os.Mkdir(path("dir"), 0o700))
+	ok(t, syscall.Mkfifo(path("pipe"), 0o600))
+	for name, to := range map[string]string{"link": "file", "to-pipe": "pipe", "to-nothing": "nothing", "to-itself": "to-itself", "to-zero": "/dev/zero", "here": "."} {
+		ok(t, os.Symlink(to, path(name)))
+	}
+	for _, name := range []string{"pipe", "link", "to-pipe", "to-nothing", "to-itself", "to-zero"} {
+		for _, flags := range []Flag{0, ReadOnly, Create, Direct} {
+			if _, err := OS.OpenFile(path(name), flags); !errors.Is(err, ErrNotRegular) && !errors.Is(err, ErrNoDirect) {
+				t.Errorf("opening %s with %d: %v", name, flags, err)
+			}
+		}
+		_, err := OS.Lock(path(name))
+		is(t, err, ErrNotRegular)
+	}
+	_, err := os.Stat(path("nothing"))
+	is(t, err, fs.ErrNotExist)
+	_, err = OS.OpenFile(path("dir"), ReadOnly)
+	is(t, err, syscall.EISDIR)
+	if got := read(t, open(t, OS, path("here/file"), 0), 0, 4); got != "text" {
+		t.Errorf("read %q", got)
+	}
+}
+
+// A file has another ID than the one that has its name later, as long as that is open.
+func TestFileID(t *testing.T) {
+	both(t, func(t *testing.T, vfs FS, dir string) {
+		id := func() FileID {
+			info, err := vfs.Stat(dir + "/f")
+			ok(t, err)
+			return info.ID
+		}
+		open(t, vfs, dir+"/f", Create)
+		first := id()
+		if first == (FileID{}) || id() != first {
+			t.Errorf("%v, then %v", first, id())
+		}
+		ok(t, vfs.Remove(dir+"/f"))
+		open(t, vfs, dir+"/f", Create)
+		if id() == first {
+			t.Errorf("both files are %v", first)
+		}
+	})
+}

@@ -76,8 +76,10 @@ func checkPaths(ctx context.Context, paths []string, offset string, o disk.Check
 			return disk.Report{}, err
 		case info.IsDir():
 			dirs = append(dirs, p)
-		default:
+		case info.Mode().IsRegular() || info.Mode()&os.ModeCharDevice != 0:
 			devices = append(devices, p)
+		default:
+			return disk.Report{}, fmt.Errorf("%s is neither a directory nor a DAX device or file: name a tier's directories, or its devices", p)
 		}
 	}
 	if len(dirs) > 0 && len(devices) > 0 {

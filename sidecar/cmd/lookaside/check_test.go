@@ -3,10 +3,13 @@ package main
 import (
 	"bytes"
 	"encoding/json"
+	"errors"
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
+	"time"
 
 	"lookaside/tiers"
 	"lookaside/tiers/disk"
@@ -81,5 +84,67 @@ func TestCheckDevices(t *testing.T) {
 	}
 	if _, errs := run(1, filepath.Join(dir, "none")); !strings.Contains(errs, "no such file") {
 		t.Errorf("of nothing: %s", errs)
+	}
+}
+
+// Whatever has the name of a slab, a lock or a tier: check says what is wrong, and waits for nobody.
+func TestCheckPipesAndLinks(t *testing.T) {
+	check := func(args ...string) string {
+		t.Helper()
+		out := new(bytes.Buffer)
+		root := newRoot()
+		root.SetArgs(append([]string{"check"}, args...))
+		root.SetOut(out)
+		root.SetErr(out)
+		if err := root.ExecuteContext(t.Context()); err != nil {
+			out.WriteString(err.Error())
+		} else {
+			t.Errorf("check %v finds nothing wrong: %s", args, out)
+		}
+		return out.String()
+	}
+	fails := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	dir := t.TempDir()
+	pipe, loop := filepath.Join(dir, "pipe"), filepath.Join(dir, "loop")
+	fails(syscall.Mkfifo(pipe, 0o600))
+	fails(os.Symlink(loop, loop))
+	for path, want := range map[string]string{pipe: "neither", loop: "too many levels", "/dev/null": "/dev/null", os.Args[0]: "no partition"} {
+		if said := check(path); !strings.Contains(said, want) {
+			t.Errorf("%s: %s", path, said)
+		}
+	}
+	d, err := disk.Open(disk.Options{Dirs: []string{filepath.Join(dir, "kv")}, CapacityBytes: 1 << 20, SlabBytes: 256 << 10})
+	fails(err)
+	fails(d.Close())
+	slab := func(n uint32) string { return filepath.Join(dir, "kv", disk.SlabName(n)) }
+	fails(errors.Join(os.Remove(slab(1)), syscall.Mkfifo(slab(1), 0o600)))
+	fails(errors.Join(os.Rename(slab(2), filepath.Join(dir, "elsewhere")), os.Symlink("../elsewhere", slab(2))))
+	fails(errors.Join(os.Remove(slab(3)), os.Symlink(pipe, slab(3))))
+	said := check(filepath.Join(dir, "kv"))
+	if !strings.Contains(said, "3 things are bad") || strings.Count(said, "not a regular file") != 3 {
+		t.Error(said)
+	}
+	lock := filepath.Join(dir, "kv", disk.LockName)
+	fails(errors.Join(os.Remove(lock), syscall.Mkfifo(lock, 0o600)))
+	if said := check(filepath.Join(dir, "kv")); !strings.Contains(said, "not a regular file") {
+		t.Error(said)
+	}
+	// A sidecar goes on without them: what is no file is made one.
+	fails(os.Remove(lock))
+	d, err = disk.Open(disk.Options{Dirs: []string{filepath.Join(dir, "kv")}, CapacityBytes: 1 << 20, SlabBytes: 256 << 10, RetryEvery: time.Millisecond})
+	fails(err)
+	for end := time.Now().Add(time.Minute); d.Stats().CapacityBytes < 1<<20; time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("%+v", d.Stats())
+		}
+	}
+	fails(d.Close())
+	if info, err := os.Stat(filepath.Join(dir, "elsewhere")); err != nil || info.Size() != 256<<10 {
+		t.Errorf("what a link led to: %v, %v", info, err)
 	}
 }

@@ -14,11 +14,7 @@ import (
 	"lookaside/sidecar"
 )
 
-// hashesHelp is the part of the help that commands with a prefix share.
-const hashesHelp = `Page hashes are given in hexadecimal, from the prefix's first page on, as arguments or in a file (--hashes; "-" is standard
-input), separated by white space.`
-
-// A control is what the commands that talk to the admin server share.
+// A control is what the commands that talk to the admin socket share.
 type control struct {
 	asJSON bool
 	cfg    sidecar.Config
@@ -27,16 +23,21 @@ type control struct {
 // flags adds the flags of all of them to cmd.
 func (c *control) flags(cmd *cobra.Command) {
 	cmd.Flags().BoolVar(&c.asJSON, "json", false, "print JSON")
-	sidecar.AddFlags(cmd.Flags(), "runtime.dir", "admin.token_file")
+	sidecar.AddFlags(cmd.Flags(), "runtime.dir")
+}
+
+// load reads which sidecar the flags and the environment name.
+func (c *control) load(cmd *cobra.Command) (err error) {
+	c.cfg, err = sidecar.Load(cmd.Flags(), os.Environ())
+	return err
 }
 
 // client finds the sidecar that the flags and the environment name.
 func (c *control) client(cmd *cobra.Command) (*sidecar.Client, error) {
-	var err error
-	if c.cfg, err = sidecar.Load(cmd.Flags(), os.Environ()); err != nil {
+	if err := c.load(cmd); err != nil {
 		return nil, err
 	}
-	return sidecar.NewClient(c.cfg.Runtime.Dir, c.cfg.Admin.TokenFile)
+	return sidecar.NewClient(c.cfg.Runtime.Dir), nil
 }
 
 // print prints the answer as JSON, or calls table.
@@ -49,15 +50,17 @@ func (c *control) print(cmd *cobra.Command, answer any, table func(io.Writer) er
 
 // A prefix is the flags of a command that names one.
 type prefix struct {
+	prompt
 	space   string
-	file    string
+	hashes  string // a file
 	timeout time.Duration
 }
 
 func (p *prefix) flags(cmd *cobra.Command) {
 	f := cmd.Flags()
 	f.StringVar(&p.space, "space", "", "`fingerprint` of the space, or its beginning; may be left out while only one is open")
-	f.StringVar(&p.file, "hashes", "", "`file` with page hashes")
+	f.StringVar(&p.hashes, "hashes", "", "`file` with page hashes")
+	p.prompt.flags(cmd)
 	timeoutFlag(cmd, &p.timeout)
 }
 
@@ -65,19 +68,43 @@ func timeoutFlag(cmd *cobra.Command, timeout *time.Duration) {
 	cmd.Flags().DurationVar(timeout, "timeout", time.Minute, "how long it may take; what was done until then stays")
 }
 
+// named reports whether the flags and arguments name a prefix.
+func (p *prefix) named(args []string) bool {
+	return p.prompt.given() || p.hashes != "" || len(args) > 0
+}
+
 // request is the prefix that the flags and arguments name.
-func (p *prefix) request(cmd *cobra.Command, args []string) (sidecar.PrefixRequest, error) {
-	if p.file != "" {
-		more, err := readWords(p.file, cmd.InOrStdin())
-		if err != nil {
-			return sidecar.PrefixRequest{}, err
+func (p *prefix) request(cmd *cobra.Command, c *control, args []string) (sidecar.PrefixRequest, error) {
+	r := sidecar.PrefixRequest{Space: p.space, Hashes: args}
+	if p.prompt.given() {
+		if len(args) > 0 {
+			return r, errTwoPrefixes
 		}
-		args = append(args, more...)
+		client, err := c.client(cmd)
+		if err != nil {
+			return r, err
+		}
+		st, err := statusOf(cmd.Context(), client)
+		if err != nil {
+			return r, err
+		}
+		space, err := chooseSpace(st.Spaces, p.space)
+		if err != nil {
+			return r, err
+		}
+		r.Space = space.Fingerprint
+		r.Hashes, err = p.names(cmd, space)
+		return r, err
 	}
-	if _, _, err := sidecar.ParseHashes(args); err != nil {
-		return sidecar.PrefixRequest{}, err
+	if p.hashes != "" {
+		more, err := readWords(p.hashes, cmd.InOrStdin())
+		if err != nil {
+			return r, err
+		}
+		r.Hashes = append(r.Hashes, more...)
 	}
-	return sidecar.PrefixRequest{Space: p.space, Hashes: args}, nil
+	_, _, err := sidecar.ParseHashes(r.Hashes)
+	return r, err
 }
 
 // seconds is a timeout as requests have it.
@@ -140,8 +167,8 @@ func newPrefetch() *cobra.Command {
 		Short: "Bring a prefix from the tiers into the arena",
 		Long: `Bring a prefix from the tiers into the arena, so that the next lookup finds it there.
 
-` + hashesHelp,
-		Example: "  lookaside prefetch --hashes prompt.hashes\n  lookaside prefetch --space 3f9a --timeout 5m --hashes -",
+` + prefixHelp,
+		Example: "  lookaside prefetch --prompt 'You are …' --vllm http://localhost:8000\n  lookaside prefetch --space 3f9a --timeout 5m --hashes -",
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return c.post(cmd, &p, args, func(r sidecar.PrefixRequest) (string, any) {
 				return "/v1/prefetch", sidecar.PrefetchRequest{PrefixRequest: r, TimeoutRequest: seconds(p.timeout)}
@@ -155,7 +182,7 @@ func newPrefetch() *cobra.Command {
 
 // post sends what request makes of the prefix, and shows how far the sidecar got.
 func (c *control) post(cmd *cobra.Command, p *prefix, args []string, request func(sidecar.PrefixRequest) (path string, in any), what string) error {
-	r, err := p.request(cmd, args)
+	r, err := p.request(cmd, c, args)
 	if err != nil {
 		return err
 	}
@@ -185,8 +212,8 @@ func newMove() *cobra.Command {
 		Short: "Move or copy a prefix from one tier to another",
 		Long: `Move a prefix from one tier to another, or copy it (--keep). Tiers are named as lookaside tiers shows them.
 
-` + hashesHelp,
-		Example: "  lookaside move --from disk --to s3 --keep --hashes prompt.hashes",
+` + prefixHelp,
+		Example: "  lookaside move --from disk --to s3 --keep --prompt 'You are …' --vllm http://localhost:8000",
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return c.post(cmd, &p, args, func(r sidecar.PrefixRequest) (string, any) {
 				return "/v1/move", sidecar.MoveRequest{PrefixRequest: r, TimeoutRequest: seconds(p.timeout), From: from, To: to, Keep: keep}
@@ -218,13 +245,13 @@ func newPin() *cobra.Command {
 		Long: `Keep what the arena has of a prefix from being evicted, until it is unpinned or cleared, or the sidecar ends. All pins together may
 hold the share of one session (sessions.share). With --list: list the pins.
 
-` + hashesHelp,
-		Example: "  lookaside pin --label 'system prompt' --prefetch --hashes prompt.hashes\n  lookaside pin --list",
+` + prefixHelp,
+		Example: "  lookaside pin --label 'system prompt' --prefetch --prompt 'You are …' --vllm http://localhost:8000\n  lookaside pin --list",
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if list {
 				return c.listPins(cmd)
 			}
-			r, err := p.request(cmd, args)
+			r, err := p.request(cmd, &c, args)
 			if err != nil {
 				return err
 			}
@@ -322,28 +349,38 @@ func newUnpin() *cobra.Command {
 
 func newClear() *cobra.Command {
 	var (
-		c         control
-		all, yes  bool
-		space, of string
-		timeout   time.Duration
+		c        control
+		p        prefix
+		all, yes bool
+		of       string
+		first    int
 	)
 	cmd := &cobra.Command{
-		Use:   "clear {--space FINGERPRINT | --all} [--tier TIER] --yes",
-		Short: "Forget what is held: of a space or of all, in one tier or everywhere",
-		Long: `Forget what is held: of one space or of all; in the arena and every tier, or in one of them (--tier; the arena is called arena). Pins
-of what is cleared from the arena end. In a tier that several sidecars share, such as Redis, it is gone for all of them.
+		Use:   "clear {--all | --space FINGERPRINT | a prefix} [--tier TIER] --yes",
+		Short: "Forget what is held: of a prompt, of a space or of all, in one tier or everywhere",
+		Long: `Forget what is held: of a prompt, of one space or of all; in the arena and every tier, or in one of them (--tier; the arena is called
+arena). In a tier that several sidecars share, such as Redis, it is gone for all of them. Pins of a space that is cleared from the
+arena end.
 
-Nothing is cleared without --yes.`,
-		Example: "  lookaside clear --all --yes\n  lookaside clear --space 3f9a --tier disk --yes",
-		Args:    cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			if all == (space != "") {
-				return errors.New("clear what? Give --space with a fingerprint (lookaside status shows them), or --all")
+Of a prompt, its pages are forgotten, and what continues them is not found any more. So prompts that begin alike lose their common
+beginning: --first-page leaves the pages before one. What is pinned of it stays in memory, where nothing finds it, until it is unpinned.
+
+Nothing is cleared without --yes.
+
+` + prefixHelp,
+		Example: "  lookaside clear --all --yes\n  lookaside clear --space 3f9a --tier disk --yes\n  lookaside clear --prompt 'You are …' --vllm http://localhost:8000 --yes",
+		RunE: func(cmd *cobra.Command, args []string) error {
+			named := p.named(args)
+			if all && (named || p.space != "") || !all && !named && p.space == "" {
+				return errors.New("clear what? Give --prompt or --tokens, or --space with a fingerprint (lookaside status shows them), or --all")
 			}
 			if !yes {
 				what, where := "everything", "the arena and every tier"
-				if !all {
-					what = "what space " + space + " has"
+				switch {
+				case named:
+					what = "the prefix"
+				case !all:
+					what = "what space " + p.space + " has"
 				}
 				if of != "" {
 					where = of
@@ -354,10 +391,17 @@ Nothing is cleared without --yes.`,
 			if err != nil {
 				return err
 			}
-			ctx, cancel := patiently(cmd, timeout)
+			r := sidecar.ClearRequest{TimeoutRequest: seconds(p.timeout), Space: p.space, All: all, Tier: of, FirstPage: first}
+			if named {
+				of, err := p.request(cmd, &c, args)
+				if err != nil {
+					return err
+				}
+				r.Space, r.Hashes = of.Space, of.Hashes
+			}
+			ctx, cancel := patiently(cmd, p.timeout)
 			defer cancel()
 			var answer sidecar.ClearResult
-			r := sidecar.ClearRequest{TimeoutRequest: seconds(timeout), Space: space, All: all, Tier: of}
 			if err := client.Post(ctx, "/v1/clear", r, &answer); err != nil {
 				return err
 			}
@@ -385,10 +429,10 @@ Nothing is cleared without --yes.`,
 	}
 	f := cmd.Flags()
 	f.BoolVar(&all, "all", false, "all spaces, also those that no worker uses now")
-	f.StringVar(&space, "space", "", "`fingerprint` of the space; its beginning is enough while it is open")
+	f.IntVar(&first, "first-page", 0, "of a prefix, the first `page` that is forgotten, counted from 0")
 	f.StringVar(&of, "tier", "", "only this `tier`; arena is the arena")
 	f.BoolVar(&yes, "yes", false, "do it")
-	timeoutFlag(cmd, &timeout)
+	p.flags(cmd)
 	c.flags(cmd)
 	return cmd
 }

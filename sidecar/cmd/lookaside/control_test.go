@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"lookaside/ipc/client"
 	"lookaside/ipc/wire"
 	"lookaside/sidecar"
 )
@@ -17,8 +18,14 @@ import (
 // storePages stores that many pages, of four a chunk, and leaves the worker connected.
 func storePages(t *testing.T, s *server, pages int) (words []string) {
 	t.Helper()
-	w := s.worker()
 	packed, words := hashes(pages)
+	storeThese(t, s.worker(), packed)
+	return words
+}
+
+// storeThese stores pages under these names.
+func storeThese(t *testing.T, w *client.Session, packed []byte) {
+	t.Helper()
 	var g wire.StoreGrant
 	if err := w.Call(&wire.PrepareStore{ID: 1, Hashes: packed}, &g, patience); err != nil {
 		t.Fatal(err)
@@ -31,7 +38,6 @@ func storePages(t *testing.T, s *server, pages int) (words []string) {
 	if err := w.Call(&wire.Ping{ID: 2}, new(wire.Pong), patience); err != nil {
 		t.Fatal(err)
 	}
-	return words
 }
 
 // A commander runs commands on one sidecar.
@@ -161,11 +167,11 @@ func TestTiersFromTheCommandLine(t *testing.T) {
 func TestTiersFromTheEnvironment(t *testing.T) {
 	dir := t.TempDir()
 	_, stderr, code := run(t, []string{"LOOKASIDE_DISK=" + dir}, "serve")
-	if code != 1 || !strings.Contains(stderr, "LOOKASIDE_DISK") || !strings.Contains(stderr, "capacity") {
+	if code != 78 || !strings.Contains(stderr, "LOOKASIDE_DISK") || !strings.Contains(stderr, "capacity") {
 		t.Errorf("exit code %d: %s", code, stderr)
 	}
 	_, stderr, code = run(t, nil, "serve", "--redis=redis://:hunter2@h")
-	if code != 1 || !strings.Contains(stderr, "password_file") || strings.Contains(stderr, "hunter2") {
+	if code != 78 || !strings.Contains(stderr, "password_file") || strings.Contains(stderr, "hunter2") {
 		t.Errorf("exit code %d: %s", code, stderr)
 	}
 }

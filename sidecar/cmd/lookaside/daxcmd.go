@@ -179,8 +179,9 @@ Chunks that are being loaded are refused, unless --force: then these loads are w
 
 // Where the sidecar serves changes of devices: of tiers, and of the arena.
 const (
-	daxPath   = "/reconfigure/dax/"
-	arenaPath = daxPath + "l1/"
+	daxPath         = "/reconfigure/dax/"
+	arenaPath       = daxPath + "l1/"
+	arenaChangePath = "/v1/dax/arena/" // what LMCache does not have
 )
 
 // exactly wants so many arguments.
@@ -222,13 +223,13 @@ func (c *daxControl) changeArena(cmd *cobra.Command, operation, device string, r
 		return show(r, fmt.Sprintf("%s: %s", r.Added.DevicePath, r.Added.State))
 	case "resize":
 		var r sidecar.DAXArenaResizeResult
-		if err := c.ask(cmd, arenaPath+operation, device, request, &r); err != nil {
+		if err := c.ask(cmd, arenaChangePath+operation, device, request, &r); err != nil {
 			return err
 		}
 		return show(r, fmt.Sprintf("%s: %s: in %s", r.Resized.DevicePath, r.Resized.State, took(r.Seconds)))
 	}
 	var r sidecar.DAXArenaRemoveResult
-	if err := c.ask(cmd, arenaPath+operation, device, request, &r); err != nil {
+	if err := c.ask(cmd, arenaChangePath+operation, device, request, &r); err != nil {
 		return err
 	}
 	state := "removed"

@@ -2,9 +2,12 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -26,7 +29,7 @@ import (
 func TestDAXFromTheCommandLine(t *testing.T) {
 	dir := t.TempDir()
 	dev := func(n int) string { return filepath.Join(dir, fmt.Sprintf("dax%d.0", n)) }
-	s := serveProcess(t, "--dax="+dev(0)+","+dev(1)+":8M:slab=1M:allow_files=true:hotplug=true:load_timeout=30s", "--lookup-deadline=30s", "--cascade-partial-delay=10ms", "--sessions-share=1", "--promotion-share=1", "--lookup-promote=always")
+	s := serveProcess(t, "--dax="+dev(0)+","+dev(1)+":8M:slab=1M:allow_files=true:hotplug=true:load_timeout=30s", "--lookup-deadline=30s", "--cascade-partial-delay=10ms", "--sessions-share=1", "--sessions-joint-share=1", "--promotion-share=1", "--lookup-promote=always")
 	c := commander{t, s.dir}
 	words := storePages(t, s, 100)
 	c.untilStored(100)
@@ -55,7 +58,8 @@ func TestDAXFromTheCommandLine(t *testing.T) {
 	}
 
 	c.fails([]string{"dax", "remove", dev(1)}, dev(1), "404", "status")
-	c.fails([]string{"dax", "add", dev(2), "8M"}, dev(2), "409")
+	c.says([]string{"dax", "add", dev(2), "8M"}, nil, dev(2)+": active") // as it is
+	c.fails([]string{"dax", "add", dev(2), "9M"}, dev(2), "409")
 	c.fails([]string{"dax", "add", dev(3), "lots"}, `"lots"`, "400", "100GiB")
 	c.fails([]string{"dax", "add", dir, "8M"}, dir, "400")
 	c.fails([]string{"dax", "add", dev(3), "8M", "--adapter=7"}, "adapter_index", "404")
@@ -134,7 +138,7 @@ func storeMapped(t *testing.T, s *server, pages int) (words []string) {
 func TestArenaOnDAXFromTheCommandLine(t *testing.T) {
 	dir := t.TempDir()
 	dev := func(n int) string { return filepath.Join(dir, fmt.Sprintf("dax%d.0", n)) }
-	s := serveOnly(t, "--arena-kind=dax", "--arena-devices="+dev(0)+":8M,"+dev(1)+":8M", "--arena-slab=1M", "--arena-allow-files=true", "--arena-hotplug=true", "--sessions-share=1")
+	s := serveOnly(t, "--arena-kind=dax", "--arena-devices="+dev(0)+":8M,"+dev(1)+":8M", "--arena-slab=1M", "--arena-allow-files=true", "--arena-hotplug=true", "--sessions-share=1", "--sessions-joint-share=1")
 	c := commander{t, s.dir}
 	words := storeMapped(t, s, 100)
 	hits := func() {
@@ -210,8 +214,8 @@ func TestDAXWithoutDevices(t *testing.T) {
 	c := commander{t, s.dir}
 	c.says([]string{"dax", "status"}, nil, "no tier of DAX devices", "--dax")
 	c.fails([]string{"dax", "add", "/dev/dax0.0", "1G"}, "no tier of DAX devices", "404")
-	c.fails([]string{"dax", "add", "--arena", "/dev/dax0.0", "1G"}, "not on DAX", "404", "arena.kind")
-	c.fails([]string{"dax", "status", "--arena"}, "not on DAX", "404")
+	c.fails([]string{"dax", "add", "--arena", "/dev/dax0.0", "1G"}, "not on DAX", "409", "arena.kind")
+	c.fails([]string{"dax", "status", "--arena"}, "not on DAX", "409")
 	if _, stderr, code := run(t, nil, "dax", "status", "--runtime-dir=/nowhere"); code != 1 || !strings.Contains(stderr, "no sidecar") {
 		t.Errorf("exit code %d: %s", code, stderr)
 	}
@@ -250,12 +254,18 @@ func TestDAXProgress(t *testing.T) {
 			left <- struct{}{}
 		}
 	})
-	srv := httptest.NewServer(mux)
-	defer srv.Close()
-	dir := t.TempDir()
-	if err := os.WriteFile(filepath.Join(dir, "admin.addr"), []byte(srv.Listener.Addr().String()+"\n"), 0o600); err != nil {
+	dir, err := os.MkdirTemp("", "la") // t.TempDir's names are too long for a socket
+	if err != nil {
 		t.Fatal(err)
 	}
+	defer os.RemoveAll(dir)
+	srv := httptest.NewUnstartedServer(mux)
+	srv.Listener.Close()
+	if srv.Listener, err = net.Listen("unix", filepath.Join(dir, "admin.sock")); err != nil {
+		t.Fatal(err)
+	}
+	srv.Start()
+	defer srv.Close()
 	c := commander{t, dir}
 	out, progress, code := c.run("dax", "remove", "/dev/dax0.0")
 	if code != 0 || out != "/dev/dax0.0: removed: 200 chunks moved, in 1.5s\n" || !strings.Contains(progress, "/dev/dax0.0: migrating, 10 of 200 chunks (5 %)\n") || !strings.Contains(progress, "20 of 200 chunks (10 %)") {
@@ -278,7 +288,7 @@ func TestDAXProgress(t *testing.T) {
 	if err := cmd.Process.Signal(syscall.SIGINT); err != nil {
 		t.Fatal(err)
 	}
-	err := cmd.Wait()
+	err = cmd.Wait()
 	if err == nil || !strings.Contains(stderr.String(), "stopped: /dev/dax0.0 is still a device") {
 		t.Errorf("%v: %s", err, &stderr)
 	}
@@ -287,4 +297,115 @@ func TestDAXProgress(t *testing.T) {
 	case <-time.After(patience):
 		t.Error("the sidecar was not told")
 	}
+}
+
+// LMCache's calls, as its operators make them, are answered as LMCache answers them: by status, and by the fields that a script reads.
+func TestCallsOfLMCache(t *testing.T) {
+	dir := t.TempDir()
+	dev := func(name string) string { return filepath.Join(dir, name) }
+	s := serveOnly(t, "--arena-kind=dax", "--arena-devices="+dev("l1-0")+":8M,"+dev("l1-1")+":8M", "--arena-slab=1M", "--arena-allow-files", "--arena-hotplug",
+		"--dax", dev("l2-0")+":8M:slab=1M:allow_files=true:hotplug=true", "--cascade-partial-delay=10ms")
+	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+		return new(net.Dialer).DialContext(ctx, "unix", filepath.Join(s.dir, "admin.sock"))
+	}}}
+	ask := func(method, path, body string) (int, string) {
+		t.Helper()
+		req, err := http.NewRequest(method, "http://localhost"+path, strings.NewReader(body))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if body != "" {
+			req.Header.Set("Content-Type", "application/json")
+		}
+		resp, err := client.Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer resp.Body.Close()
+		b, err := io.ReadAll(resp.Body)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return resp.StatusCode, strings.Join(strings.Fields(string(b)), " ")
+	}
+	call := func(status int, path, body string, want ...string) {
+		t.Helper()
+		method := http.MethodPost
+		if body == "" {
+			method = http.MethodGet
+		}
+		code, answer := ask(method, path, strings.ReplaceAll(body, "DIR", dir))
+		if code != status {
+			t.Errorf("%s %s: %d, want %d: %s", path, body, code, status, answer)
+		}
+		for _, w := range want {
+			if !strings.Contains(answer, strings.ReplaceAll(w, "DIR", dir)) {
+				t.Errorf("%s %s: %s lacks %s", path, body, answer, w)
+			}
+		}
+		if status != 200 && !strings.Contains(strings.ReplaceAll(answer, `": "`, `":"`), `"error":"`) {
+			t.Errorf("%s %s: %s has no error", path, body, answer)
+		}
+	}
+
+	const l1, l2, old = "/reconfigure/dax/l1/", "/reconfigure/dax/l2/", "/reconfigure/dax/"
+	for _, at := range []string{old, l2} {
+		other := map[string]string{old: "l2-1", l2: "l2-2"}[at]
+		call(200, at+"status", "", `"enabled": true`, `"backend": "dax"`, `"num_adapters": 1`, `"device_path": "DIR/l2-0"`)
+		add := `{"device_path": "DIR/` + other + `", "size": "4MiB"}`
+		call(200, at+"add", add, `"status": "ok"`, `"operation": "add"`, `"state": "active"`)
+		call(200, at+"add", add, `"status": "ok"`, `"operation": "add"`, `"adapter_index": 0`, `"state": "active"`, other) // it is there
+		call(200, at+"add", `{"adapter_index": 0, "device_path": "DIR/`+other+`", "size": 4194304}`, `"size_bytes": 4194304`)
+		call(409, at+"add", `{"device_path": "DIR/`+other+`", "size": "5MiB"}`, other)
+		call(200, at+"resize", `{"device_path": "DIR/`+other+`", "size": "4MiB"}`, `"operation": "resize"`, `"old_size_bytes": 4194304`, `"new_size_bytes": 4194304`)
+		for range 2 { // twice
+			call(200, at+"remove", `{"device_path": "DIR/`+other+`", "mode": "drain"}`, `"operation": "drain"`, `"state": "draining"`)
+		}
+		call(200, at+"remove", `{"device_path": "DIR/`+other+`", "mode": "evict", "force": true}`, `"operation": "remove"`, `"state": "removed"`, `"moved_keys": 0`, `"deleted_keys": `)
+		call(404, at+"remove", `{"device_path": "DIR/`+other+`", "mode": "drain"}`, other)
+		call(404, at+"remove", `{"device_path": "DIR/`+other+`"}`, other)
+		call(404, at+"resize", `{"device_path": "DIR/`+other+`", "size": "4MiB"}`, other)
+		call(422, at+"remove", `{"device_path": "DIR/l2-0", "mode": "copy"}`, "mode")
+		call(422, at+"resize", `{"device_path": "DIR/l2-0", "size": 1024, "mode": "drain"}`, "mode")
+		call(422, at+"remove", `{"device_path": "DIR/l2-0", "timeout_s": 1}`, "timeout_s")
+		call(422, at+"add", `{"device_path": "DIR/l2-3", "size_bytes": 1024}`, "size")
+	}
+	call(200, l1+"status", "", `"device_path": "DIR/l1-0"`, `"state": "active"`, `"is_primary": false`)
+	call(200, l1+"add", `{"device_path": "DIR/l1-2", "size": "4MiB"}`, `"added": {`, `"device_path": "DIR/l1-2"`, `"state": "active"`, `"size_in_bytes": 4194304`)
+	call(409, l1+"add", `{"device_path": "DIR/l1-2", "size": "4MiB"}`, "l1-2") // it is there
+	call(409, l1+"add", `{"device_path": "DIR//l1-2", "size": "8MiB"}`, "l1-2")
+	call(200, l1+"remove", `{"device_path": "DIR//l1-2"}`, `"removed": {`, `"device_path": "DIR/l1-2"`, `"arenas": [ {`)
+	for end := time.Now().Add(patience); ; time.Sleep(10 * time.Millisecond) {
+		// Again, while it is draining, and when it is gone.
+		code, answer := ask(http.MethodPost, l1+"remove", `{"device_path": "`+dev("l1-2")+`", "mode": "drain"}`)
+		if code == http.StatusNotFound {
+			break
+		}
+		if code != http.StatusOK || !strings.Contains(answer, `"device_path": "`+dev("l1-2")+`"`) || time.Now().After(end) {
+			t.Fatalf("%d: %s", code, answer)
+		}
+	}
+	for _, mode := range []string{"migrate", "evict", "copy"} {
+		call(422, l1+"remove", `{"device_path": "DIR/l1-0", "mode": "`+mode+`"}`, "mode")
+	}
+	call(422, l1+"remove", `{"device_path": "DIR/l1-0", "force": true}`, "force")
+	call(404, l1+"resize", `{"device_path": "DIR/l1-0", "size": "4MiB"}`, l1+"resize")
+	for _, at := range []string{old, l1, l2} {
+		call(422, at+"add", `{"device_path": "DIR/new", "size": true}`, "size")
+		call(422, at+"add", `{"device_path": "DIR/new", "size": 4096.0}`, "size")
+		call(422, at+"add", `{"device_path": "DIR/new", "size": 4096.5}`, "size")
+		call(400, at+"add", `{"device_path": "DIR/new", "size": "4Zi"}`, "size")
+		call(400, at+"add", `{"device_path": "DIR/new", "size": "-1"}`, "size")
+		pathological := "9" + strings.Repeat(" ", 5000) + "x"
+		if code, answer := ask(http.MethodPost, at+"add", `{"device_path": "`+dev("new")+`", "size": "`+pathological+`"}`); code != 400 || len(answer) > 1000 {
+			t.Errorf("%d: %d bytes", code, len(answer))
+		}
+	}
+
+	memory := serveProcess(t)
+	s.dir = memory.dir
+	call(409, l1+"status", "", "not on DAX")
+	call(409, l1+"add", `{"device_path": "DIR/l1-0", "size": "4MiB"}`, "not on DAX")
+	call(200, l2+"status", "", `"enabled": false`, `"num_adapters": 0`, `"adapters": []`)
+	call(404, l2+"add", `{"device_path": "DIR/l1-0", "size": "4MiB"}`)
 }

@@ -2,8 +2,10 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"os"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -13,20 +15,45 @@ import (
 func main() {
 	if err := newRoot().Execute(); err != nil {
 		fmt.Fprintln(os.Stderr, "lookaside:", err)
-		os.Exit(1)
+		code := exitFailure
+		if c := (coded{}); errors.As(err, &c) {
+			code = c.code
+		}
+		os.Exit(code)
 	}
 }
+
+// How a command ends that fails. docs/operations.md has these, too.
+const (
+	exitFailure  = 1
+	exitOwned    = 75 // EX_TEMPFAIL: another sidecar has the directory
+	exitSettings = 78 // EX_CONFIG: with these settings it cannot start on this host
+)
+
+// coded is an error that says how the process ends.
+type coded struct {
+	code int
+	error
+}
+
+func (c coded) Unwrap() error { return c.error }
+
+// helpColumns is how wide the help of flags is.
+const helpColumns = 120
 
 func newRoot() *cobra.Command {
 	root := &cobra.Command{
 		Use:           "lookaside",
+		Version:       sidecar.VersionLine(),
 		Short:         "KV-cache sidecar for vLLM: no prefix is prefilled twice on a host",
 		SilenceErrors: true, // main prints it
 		SilenceUsage:  true,
 	}
 	root.CompletionOptions.HiddenDefaultCmd = true
+	root.SetVersionTemplate("{{.Version}}\n")
 	root.SetFlagErrorFunc(flagError)
-	root.AddCommand(newServe(), newStatus(), newTiers(), newLookup(), newPrefetch(), newPin(), newUnpin(), newClear(), newMove(), newCheck(), newConfig(), newDAX(), newSimulate(), newBench(), newVersion())
+	root.SetUsageTemplate(strings.ReplaceAll(root.UsageTemplate(), "FlagUsages", fmt.Sprint("FlagUsagesWrapped ", helpColumns)))
+	root.AddCommand(newServe(), newStatus(), newList(), newTiers(), newLookup(), newPrefetch(), newPin(), newUnpin(), newClear(), newMove(), newCheck(), newConfig(), newDAX(), newSimulate(), newBench(), newVersion())
 	return root
 }
 

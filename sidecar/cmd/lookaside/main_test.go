@@ -3,19 +3,23 @@ package main
 import (
 	"bufio"
 	"bytes"
+	"context"
 	"encoding/json"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
 	"testing"
 	"time"
 
+	"lookaside/connector"
 	"lookaside/internal/leak"
 	"lookaside/ipc/client"
 	"lookaside/ipc/wire"
@@ -64,11 +68,23 @@ func run(t *testing.T, environ []string, args ...string) (stdout, stderr string,
 	return out.String(), errs.String(), cmd.ProcessState.ExitCode()
 }
 
+// runBy runs it by a command that ends in the binary, and returns all that it says.
+func runBy(t *testing.T, command []string, args ...string) (said string, code int) {
+	t.Helper()
+	cmd := exec.Command(command[0], slices.Concat(command[1:], args)...)
+	out, err := cmd.CombinedOutput()
+	if err != nil && cmd.ProcessState == nil {
+		t.Fatal(err)
+	}
+	return string(out), cmd.ProcessState.ExitCode()
+}
+
 // A server is `lookaside serve` in another process.
 type server struct {
 	t      *testing.T
 	dir    string
 	cmd    *exec.Cmd
+	stderr io.Closer // the end that is read
 	exited chan struct{}
 
 	mu  sync.Mutex
@@ -83,17 +99,24 @@ func serveProcess(t *testing.T, args ...string) *server {
 // serveOnly starts a sidecar with these settings alone.
 func serveOnly(t *testing.T, args ...string) *server {
 	t.Helper()
+	return serveBy(t, []string{binary}, args...)
+}
+
+// serveBy starts a sidecar by a command that ends in the binary.
+func serveBy(t *testing.T, command []string, args ...string) *server {
+	t.Helper()
 	dir, err := os.MkdirTemp("", "la") // t.TempDir's names are too long for a socket
 	if err != nil {
 		t.Fatal(err)
 	}
 	dir = filepath.Join(dir, "rank-0")
 	s := &server{t: t, dir: dir, exited: make(chan struct{})}
-	s.cmd = exec.Command(binary, append([]string{"serve", "--runtime-dir", dir}, args...)...)
+	s.cmd = exec.Command(command[0], slices.Concat(command[1:], []string{"serve", "--runtime-dir", dir}, args)...)
 	stderr, err := s.cmd.StderrPipe()
 	if err != nil {
 		t.Fatal(err)
 	}
+	s.stderr = stderr
 	if err := s.cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -164,9 +187,11 @@ func hello(role string) *wire.Hello {
 }
 
 // worker connects as a worker and reads its regions.
-func (s *server) worker() *client.Session {
+func (s *server) worker() *client.Session { return s.workerOf(hello(wire.RoleWorker)) }
+
+func (s *server) workerOf(h *wire.Hello) *client.Session {
 	s.t.Helper()
-	w, err := client.Dial(s.dir, hello(wire.RoleWorker), patience)
+	w, err := client.Dial(s.dir, h, patience)
 	if err != nil {
 		s.t.Fatal(err)
 	}
@@ -193,7 +218,7 @@ func hashes(pages int) (packed []byte, words []string) {
 }
 
 func TestOneInterruptDrainsAndExitsWithZero(t *testing.T) {
-	for _, sig := range []os.Signal{os.Interrupt, syscall.SIGTERM} {
+	for _, sig := range []os.Signal{os.Interrupt, syscall.SIGTERM, syscall.SIGHUP} {
 		s := serveProcess(t, "--lifecycle-drain=1h")
 		w := s.worker()
 		packed, _ := hashes(4)
@@ -260,7 +285,13 @@ func TestSecondInterruptLeavesAtOnce(t *testing.T) {
 			t.Fatalf("not draining:\n%s", s.text())
 		}
 	}
-	s.signal(os.Interrupt)
+	// Those of the first second do not count.
+	for s.cmd.Process.Signal(os.Interrupt) == nil {
+		select {
+		case <-s.exited:
+		case <-time.After(50 * time.Millisecond):
+		}
+	}
 	if code := s.exit(patience); code != 130 {
 		t.Errorf("exit code %d:\n%s", code, s.text())
 	}
@@ -269,6 +300,49 @@ func TestSecondInterruptLeavesAtOnce(t *testing.T) {
 	if out, err := next.CombinedOutput(); err != nil {
 		t.Errorf("%v\n%s", err, out)
 	}
+}
+
+// A signal that comes twice at once, as timeout(1) sends it to the process and to its group, drains and flushes like one.
+func TestSignalTwiceAtOnceFlushes(t *testing.T) {
+	for _, sig := range []syscall.Signal{syscall.SIGTERM, syscall.SIGHUP} {
+		flags := []string{"--disk", t.TempDir() + ":8M:slab=1M", "--cascade-partial-delay=1h", "--lookup-deadline=1m"}
+		s := serveProcess(t, flags...)
+		words := storePages(t, s, 10)
+		s.signal(sig)
+		s.signal(sig)
+		if code := s.exit(patience); code != 0 {
+			t.Errorf("%v: exit code %d:\n%s", sig, code, s.text())
+		}
+		s = serveProcess(t, flags...)
+		s.worker()
+		commander{t, s.dir}.says(append([]string{"lookup", "--timeout=1m", "--engine-id=engine"}, words...), nil, "hit: 10 of 10 pages")
+	}
+}
+
+// Under nohup SIGHUP is nothing.
+func TestIgnoredHangupIsIgnored(t *testing.T) {
+	s := serveBy(t, []string{"nohup", binary})
+	s.signal(syscall.SIGHUP)
+	s.worker()
+	s.signal(syscall.SIGTERM)
+	if code := s.exit(patience); code != 0 || strings.Contains(s.text(), "hangup") {
+		t.Errorf("exit code %d:\n%s", code, s.text())
+	}
+}
+
+// Who reads the log may be gone before the sidecar drains.
+func TestDrainWithoutAReaderOfTheLog(t *testing.T) {
+	flags := []string{"--disk", t.TempDir() + ":8M:slab=1M", "--cascade-partial-delay=1h", "--lookup-deadline=1m"}
+	s := serveProcess(t, flags...)
+	words := storePages(t, s, 10)
+	s.stderr.Close()
+	s.signal(syscall.SIGTERM)
+	if code := s.exit(patience); code != 0 {
+		t.Errorf("exit code %d, %v", code, s.cmd.ProcessState)
+	}
+	s = serveProcess(t, flags...)
+	s.worker()
+	commander{t, s.dir}.says(append([]string{"lookup", "--timeout=1m", "--engine-id=engine"}, words...), nil, "hit: 10 of 10 pages")
 }
 
 func TestSecondSidecarNamesTheOwner(t *testing.T) {
@@ -359,11 +433,20 @@ func TestBadSettings(t *testing.T) {
 		{nil, []string{"lookup", "--runtime-dir=/nowhere", "--engine-id=e", "00ff"}, []string{"no sidecar", "/nowhere"}},
 		{nil, []string{"lookup", "--engine-id=e", "xyz"}, []string{"xyz"}},
 		{nil, []string{"lookup", "--engine-id=e"}, []string{"no page hashes"}},
-		{nil, []string{"lookup", "00"}, []string{"engine-id"}},
+		{nil, []string{"lookup", "--runtime-dir=/nowhere", "00"}, []string{"no sidecar", "/nowhere"}},
+		{nil, []string{"lookup", "--runtime-dir=/nowhere", "--tokens=-", "00"}, []string{"not two of them"}},
+		{nil, []string{"lookup", "--tokens=-", "--prompt=a"}, []string{"[prompt tokens]"}},
+		{nil, []string{"prefetch", "--prompt=a", "--hashes=-"}, []string{"[hashes prompt]"}},
+		{nil, []string{"clear", "--all", "--prompt=a", "--yes"}, []string{"clear what?"}},
+		{nil, []string{"clear", "--prompt=a"}, []string{"--yes", "the prefix"}},
 	} {
 		dir := t.TempDir()
 		_, stderr, code := run(t, append(tc.environ, "XDG_RUNTIME_DIR="+dir), tc.args...)
-		if code != 1 {
+		want := 1
+		if tc.args[0] == "serve" {
+			want = 78 // trying again does not help
+		}
+		if code != want {
 			t.Errorf("%v: exit code %d", tc.args, code)
 		}
 		for _, w := range tc.want {
@@ -374,23 +457,70 @@ func TestBadSettings(t *testing.T) {
 	}
 }
 
+// The help of serve has eight flags, and says where the others are.
 func TestHelpAndVersion(t *testing.T) {
-	out, _, code := run(t, nil, "serve", "--help")
-	if code != 0 {
-		t.Errorf("exit code %d", code)
+	flags := func(args ...string) (text string, names []string) {
+		out, stderr, code := run(t, nil, args...)
+		if code != 0 {
+			t.Errorf("%v: exit code %d: %s", args, code, stderr)
+		}
+		for line := range strings.Lines(out) {
+			if words := strings.Fields(line); len(words) > 0 && strings.HasPrefix(words[0], "--") {
+				names = append(names, strings.TrimPrefix(words[0], "--"))
+			}
+		}
+		return strings.Join(strings.Fields(out), " "), names
 	}
+	want := append(sidecar.MainFlags(), "help-all")
+	slices.Sort(want)
+	for _, args := range [][]string{{"serve", "--help"}, {"serve", "-h", "--arena-limit=1G"}, {"help", "serve"}} {
+		text, names := flags(args...)
+		slices.Sort(names)
+		if len(want) != 9 || !slices.Equal(names, want) || !strings.Contains(text, "--help-all lists the others") || !strings.Contains(text, "default: 4G") {
+			t.Errorf("%v: %v: %s", args, names, text)
+		}
+	}
+	text, names := flags("serve", "--help-all")
 	for _, s := range sidecar.Settings() {
-		for _, want := range []string{"--" + s.Flag() + " ", s.Meaning, s.Unit, s.Default} {
-			if !strings.Contains(out, want) {
+		if !slices.Contains(names, s.Flag()) {
+			t.Errorf("the help has no --%s", s.Flag())
+		}
+		for _, want := range []string{s.Meaning, s.Unit, s.Default} {
+			if !strings.Contains(text, strings.Join(strings.Fields(want), " ")) {
 				t.Errorf("%s: the help lacks %q", s.Key, want)
 			}
 		}
 	}
+	var out string
+	var code int
 	if out, _, code = run(t, nil, "--help"); code != 0 || !strings.Contains(out, "serve") || !strings.Contains(out, "status") {
 		t.Errorf("exit code %d: %s", code, out)
 	}
-	if out, _, code = run(t, nil, "version"); code != 0 || !strings.HasPrefix(out, "lookaside "+sidecar.Version) {
-		t.Errorf("exit code %d: %s", code, out)
+	for _, args := range [][]string{{"version"}, {"--version"}} {
+		if out, _, code = run(t, nil, args...); code != 0 || !strings.HasPrefix(out, "lookaside "+sidecar.Version+" (commit ") || !strings.Contains(out, " libzmq 4.") || strings.Count(out, "\n") != 1 {
+			t.Errorf("%v: exit code %d: %s", args, code, out)
+		}
+	}
+}
+
+// A flag that is true or false needs no value, and what follows it is none.
+func TestFlagsThatAreTrueOrFalse(t *testing.T) {
+	s := serveProcess(t, "--admin-pprof", "--peers-enabled=false", "--peers-skip-stores", "--log-format", "console")
+	var st sidecar.Status
+	commander{t, s.dir}.says([]string{"status", "--json"}, &st)
+	if st.Peers.Enabled {
+		t.Error("--peers-enabled=false was not taken")
+	}
+	if err := sidecar.NewClient(s.dir).Get(t.Context(), "/debug/pprof/cmdline", new(struct{})); err == nil || strings.Contains(err.Error(), "404") {
+		t.Errorf("--admin-pprof was not taken: %v", err)
+	}
+	for _, args := range [][]string{{"--admin-pprof", "false"}, {"--peers-enabled", "0", "--admin-pprof"}} {
+		if _, stderr, code := run(t, nil, append([]string{"serve"}, args...)...); code != exitSettings || !strings.Contains(stderr, "--FLAG="+args[1]) {
+			t.Errorf("%v: exit code %d: %s", args, code, stderr)
+		}
+	}
+	if _, stderr, code := run(t, nil, "serve", "here"); code != exitSettings || !strings.Contains(stderr, `"here"`) {
+		t.Errorf("exit code %d: %s", code, stderr)
 	}
 }
 
@@ -432,12 +562,9 @@ func TestStatusAndLookup(t *testing.T) {
 		t.Errorf("exit code %d: %s", code, stderr)
 	}
 
-	if _, stderr, code = run(t, nil, "status", "--runtime-dir", s.dir); code != 1 || !strings.Contains(stderr, "401") {
-		t.Errorf("without the token: exit code %d: %s", code, stderr)
-	}
 	var st sidecar.Status
 	for end := time.Now().Add(patience); ; time.Sleep(10 * time.Millisecond) {
-		out, stderr, code = run(t, nil, "status", "--runtime-dir", s.dir, "--admin-token-file", token, "--json")
+		out, stderr, code = run(t, nil, "status", "--runtime-dir", s.dir, "--json") // the owner needs no token
 		st = sidecar.Status{}
 		if err := json.Unmarshal([]byte(out), &st); err != nil || code != 0 {
 			t.Fatalf("exit code %d, %v: %s%s", code, err, out, stderr)
@@ -450,8 +577,8 @@ func TestStatusAndLookup(t *testing.T) {
 		st.Spaces[0].Pages != 8 || st.Counters.StoredBytes != 8*4096 || st.Leases != 0 || st.Arena.UsedBytes != 2*4*4096 {
 		t.Errorf("%+v", st)
 	}
-	out, _, code = run(t, []string{"LOOKASIDE_ADMIN_TOKEN_FILE=" + token, "LOOKASIDE_RUNTIME_DIR=" + s.dir}, "status")
-	for _, want := range []string{"serving", "8 held", "hit ratio", "worker", "engine"} {
+	out, _, code = run(t, []string{"LOOKASIDE_RUNTIME_DIR=" + s.dir}, "status")
+	for _, want := range []string{"serving", "8 held", "computed", "worker", "engine"} {
 		if code != 0 || !strings.Contains(out, want) {
 			t.Errorf("exit code %d, lacks %q:\n%s", code, want, out)
 		}
@@ -460,6 +587,21 @@ func TestStatusAndLookup(t *testing.T) {
 	addr, err := os.ReadFile(filepath.Join(s.dir, "admin.addr"))
 	if err != nil {
 		t.Fatal(err)
+	}
+	socket := filepath.Join(s.dir, "admin.sock")
+	if info, err := os.Stat(socket); err != nil || info.Mode() != os.ModeSocket|0o600 {
+		t.Errorf("%v, %v", info, err)
+	}
+	own := &http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+		return new(net.Dialer).DialContext(ctx, "unix", socket)
+	}}}
+	resp, err := own.Get("http://localhost/metrics")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	if body, err := io.ReadAll(resp.Body); err != nil || resp.StatusCode != http.StatusOK || !strings.Contains(string(body), "lookaside_state 1") {
+		t.Errorf("%s, %v: %s", resp.Status, err, body)
 	}
 	get := func(path, token string) (int, string) {
 		req, err := http.NewRequest(http.MethodGet, "http://"+strings.TrimSpace(string(addr))+path, nil)
@@ -532,5 +674,106 @@ func TestLookupServer(t *testing.T) {
 	}
 	if _, err := os.Stat(ready.Endpoint); !os.IsNotExist(err) {
 		t.Errorf("%s is left: %v", ready.Endpoint, err)
+	}
+}
+
+// The admin socket lets in its user and root, whatever has become of its mode.
+func TestAdminSocketIsTheOwners(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("only root can be somebody else")
+	}
+	const nobody = 65534
+	s := serveProcess(t, "--log-level=info")
+	as := func(uid uint32) (string, error) {
+		cmd := exec.Command("/proc/self/fd/3", "status", "--runtime-dir", s.dir)
+		f, err := os.Open(binary)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer f.Close()
+		cmd.ExtraFiles = []*os.File{f}
+		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: uid, Gid: uid}}
+		out, err := cmd.CombinedOutput()
+		return string(out), err
+	}
+	if out, err := as(nobody); err == nil || !strings.Contains(out, "another user's") {
+		t.Errorf("%v: %s", err, out)
+	}
+	for path, mode := range map[string]os.FileMode{filepath.Dir(s.dir): 0o755, s.dir: 0o755, filepath.Join(s.dir, "admin.sock"): 0o666} {
+		if err := os.Chmod(path, mode); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if out, err := as(nobody); err == nil || !strings.Contains(out, "no sidecar answers") {
+		t.Errorf("%v: %s", err, out)
+	}
+	if out, err := as(0); err != nil {
+		t.Errorf("%v: %s", err, out)
+	}
+	if !strings.Contains(s.text(), "another user") {
+		t.Errorf("%s", s.text())
+	}
+}
+
+// What lookups found is not what vLLM loaded: only the schedulers say that, and of that is the ratio.
+func TestStatusTellsFoundFromLoaded(t *testing.T) {
+	s := serveProcess(t)
+	c := commander{t, s.dir}
+	first := func() string {
+		out, stderr, code := c.run("status")
+		if code != 0 {
+			t.Fatalf("exit code %d: %s", code, stderr)
+		}
+		line, _, _ := strings.Cut(out, "\n")
+		return line
+	}
+	if got := first(); got != "no engine has connected" {
+		t.Errorf("%q", got)
+	}
+	words := storePages(t, s, 10)
+	for range 3 {
+		c.says(append([]string{"lookup", "--timeout=1m", "--engine-id=engine"}, words...), nil, "hit: 10 of 10")
+	}
+	var st sidecar.Status
+	c.says([]string{"status", "--json"}, &st, `"loaded_ratio": 0`)
+	if n := st.Counters; n.HitPages != 30 || n.LookupPages != 30 || n.Tokens != (connector.TokenCount{}) || st.LastMinute.Lookups > 3 {
+		t.Errorf("%+v, %+v", n, st.LastMinute)
+	}
+	if got := first(); got != "healthy: 1 engine connected, no tokens were asked for in the last minute" {
+		t.Errorf("%q", got)
+	}
+
+	scheduler, err := client.Dial(s.dir, hello(wire.RoleScheduler), patience)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer scheduler.Close()
+	for _, m := range []wire.Prefilled{{Tokens: 700}, {Tokens: 300, Found: 200}, {Tokens: 1000, Found: 1000, Loaded: 640}} {
+		if err := scheduler.Send(&m); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := scheduler.Call(&wire.Ping{ID: 1}, new(wire.Pong), patience); err != nil {
+		t.Fatal(err)
+	}
+	c.says([]string{"status", "--json"}, &st)
+	want := connector.TokenCount{Requests: 3, Asked: 2000, Found: 1200, Loaded: 640, Computed: 1360}
+	if st.Counters.Tokens != want || st.LoadedRatio != 0.32 {
+		t.Errorf("%+v, %v", st.Counters.Tokens, st.LoadedRatio)
+	}
+	verdict, recent := first(), st.LastMinute
+	c.says([]string{"status", "--json"}, &st)
+	if st.UptimeS < 60 && (recent.Tokens != want || recent.LoadedRatio != 0.32 || verdict != "healthy: 1 engine connected, 32 % of the tokens asked for were loaded in the last minute") {
+		t.Errorf("%+v, %q", recent, verdict)
+	}
+	c.says([]string{"status"}, nil, "2000 asked for in 3 requests: 1200 found (60 %), 640 loaded (32 %), 1360 computed", "last minute")
+
+	// Only a scheduler may say so.
+	w := s.worker()
+	if err := w.Send(&wire.Prefilled{Tokens: 1}); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.Call(&wire.Ping{ID: 1}, new(wire.Pong), patience); err == nil {
+		t.Error("a worker may")
 	}
 }

@@ -1,54 +1,148 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
+	"fmt"
+	"io"
 	"os"
 	"os/signal"
+	"slices"
+	"strconv"
+	"strings"
 	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 	"go.uber.org/zap"
 
+	"lookaside/dax"
+	"lookaside/ipc"
 	"lookaside/sidecar"
 )
 
 func newServe() *cobra.Command {
+	var (
+		background, helpAll bool
+		readyFD             int
+	)
 	cmd := &cobra.Command{
 		Use:   "serve",
 		Short: "Run a sidecar until it is interrupted",
 		Long: `Run a sidecar until it is interrupted.
 
-Settings come from a YAML file (--config), LOOKASIDE_* environment variables and flags, each overriding the one before.
-The first Ctrl-C (or SIGTERM) drains: no new sessions, stores and loads under way may finish; the second leaves at once.`,
-		Args: cobra.NoArgs,
+Settings come from a YAML file (--config), LOOKASIDE_* environment variables and flags, each overriding the one before. The
+flags below are those that most sidecars need; --help-all lists the others. docs/configuration.md has them all as well.
+
+The first Ctrl-C, SIGTERM or SIGHUP drains: no new sessions, stores and loads under way may finish, what waits for the tiers
+is written. Another one leaves at once; within the first second it does not count.`,
+		Example: "  lookaside serve --arena-limit 64G\n  lookaside serve --arena-limit 64G --disk /mnt/nvme0/kv:800G --redis redis://cache.internal",
+		Args:    noValues,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			cfg, err := sidecar.Load(cmd.Flags(), os.Environ())
+			if helpAll {
+				return cmd.Help()
+			}
+			if background {
+				return detach(cmd, os.Args[1:])
+			}
+			if readyFD < 0 {
+				return runServe(cmd, os.Stderr, func(error) {})
+			}
+			report, err := reportTo(readyFD)
 			if err != nil {
 				return err
 			}
-			log := sidecar.NewLogger(cfg.Log, os.Stderr)
-			defer func() { _ = log.Sync() }() // standard error may refuse fsync; nothing is lost by that
-			return serve(cfg, log)
+			err = runServe(cmd, nil, report)
+			report(cmp.Or(err, errInterrupted)) // unless it has served
+			return err
 		},
 	}
+	cmd.Flags().BoolVar(&background, detachFlag, false, "start in the background, and return when it serves: the log is "+sidecar.LogName+" in the directory")
+	cmd.Flags().IntVar(&readyFD, readyFlag, -1, "`descriptor` to report to")
+	_ = cmd.Flags().MarkHidden(readyFlag)
+	cmd.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error { return coded{exitSettings, flagError(cmd, err)} })
 	sidecar.AddFlags(cmd.Flags())
+	cmd.Flags().BoolVar(&helpAll, "help-all", false, "help for all flags")
+	help := cmd.HelpFunc()
+	cmd.SetHelpFunc(func(cmd *cobra.Command, args []string) {
+		if !helpAll {
+			showOnly(cmd.Flags(), append(sidecar.MainFlags(), "help", "help-all"))
+		}
+		help(cmd, args)
+	})
 	return cmd
 }
 
+// defaultIs stands before a setting's default in the text of its flag.
+const defaultIs = "; default: "
+
+// showOnly has the help show these flags alone, each with the first sentence of its text and its default.
+func showOnly(fs *pflag.FlagSet, names []string) {
+	fs.VisitAll(func(f *pflag.Flag) {
+		f.Hidden = !slices.Contains(names, f.Name)
+		if first, rest, more := strings.Cut(f.Usage, ". "); more {
+			if f.Usage = first; strings.Contains(rest, defaultIs) {
+				f.Usage += rest[strings.LastIndex(rest, defaultIs):]
+			}
+		}
+	})
+}
+
+// noValues refuses arguments. One is mostly meant as the value of a flag that is true or false.
+func noValues(cmd *cobra.Command, args []string) error {
+	if len(args) == 0 {
+		return nil
+	}
+	if _, err := strconv.ParseBool(args[0]); err == nil {
+		return coded{exitSettings, fmt.Errorf("%q belongs to no flag: write --FLAG=%s for a flag that is true or false", args[0], args[0])}
+	}
+	return coded{exitSettings, fmt.Errorf("%s takes no arguments, and %q is one", cmd.CommandPath(), args[0])}
+}
+
+// secondSignalAfter is how long after the first signal another one does not count. timeout(1), a terminal's Ctrl-C and
+// some supervisors send the same signal twice, to the process and to its group.
+const secondSignalAfter = time.Second
+
+// runServe runs the sidecar that the flags and the environment describe. It logs to w, or, if that is nil, to its own file, as which
+// standard error is used from then on. It calls report when it serves; an error before is not reported.
+func runServe(cmd *cobra.Command, w io.Writer, report func(error)) error {
+	cfg, err := sidecar.Load(cmd.Flags(), os.Environ())
+	if err != nil {
+		return coded{exitSettings, err}
+	}
+	if w == nil {
+		file, err := sidecar.OpenLogFile(cfg.Runtime.Dir, sidecar.LogLimit)
+		if err != nil {
+			return err
+		}
+		defer file.Close()
+		w = file
+	}
+	log := sidecar.NewLogger(cfg.Log, w)
+	defer func() { _ = log.Sync() }() // standard error may refuse fsync; nothing is lost by that
+	return serve(cfg, log, report)
+}
+
 // serve runs one sidecar from start to drain.
-func serve(cfg sidecar.Config, log *zap.Logger) error {
+func serve(cfg sidecar.Config, log *zap.Logger, report func(error)) error {
 	signals := make(chan os.Signal, 2)
 	signal.Notify(signals, os.Interrupt, syscall.SIGTERM)
+	if !signal.Ignored(syscall.SIGHUP) { // under nohup it is
+		signal.Notify(signals, syscall.SIGHUP)
+	}
 	defer signal.Stop(signals)
+	// Who reads the log may end first, as in "lookaside serve 2>&1 | tee log" after Ctrl-C. That must not end the drain.
+	signal.Ignore(syscall.SIGPIPE)
 	ctx, stop := context.WithCancelCause(context.Background())
 	defer stop(nil)
 	go func() {
 		first := <-signals
-		log.Info("draining; another signal leaves at once", zap.Stringer("signal", first), zap.Duration("at_most", cfg.Lifecycle.Drain+cfg.Lifecycle.Flush))
 		stop(errInterrupted)
-		second := <-signals
+		log.Info("draining; another signal leaves at once, from a second on", zap.Stringer("signal", first),
+			zap.Duration("at_most", cfg.Lifecycle.Drain+cfg.Lifecycle.Flush))
+		second := awaitSecond(signals)
 		log.Warn("leaving at once", zap.Stringer("signal", second))
 		os.Exit(128 + int(second.(syscall.Signal)))
 	}()
@@ -58,8 +152,9 @@ func serve(cfg sidecar.Config, log *zap.Logger) error {
 		if errors.Is(context.Cause(ctx), errInterrupted) {
 			return nil
 		}
-		return err
+		return coded{exitCode(err), err}
 	}
+	report(nil)
 	var failure error
 	select {
 	case <-ctx.Done():
@@ -69,6 +164,31 @@ func serve(cfg sidecar.Config, log *zap.Logger) error {
 	drain, cancel := context.WithTimeout(context.Background(), cfg.Lifecycle.Drain+cfg.Lifecycle.Flush+time.Second)
 	defer cancel()
 	return errors.Join(failure, d.Shutdown(drain))
+}
+
+// awaitSecond returns the first signal that comes after secondSignalAfter. Those that wait by then do not count: a
+// process that was stopped meanwhile drains rather than leaves.
+func awaitSecond(signals <-chan os.Signal) os.Signal {
+	time.Sleep(secondSignalAfter)
+	for {
+		select {
+		case <-signals:
+		default:
+			return <-signals
+		}
+	}
+}
+
+// exitCode says how a start that failed ends the process.
+func exitCode(err error) int {
+	var owned *ipc.OwnedError
+	switch {
+	case errors.As(err, &owned):
+		return exitOwned
+	case errors.Is(err, dax.ErrTooLarge):
+		return exitSettings
+	}
+	return exitFailure
 }
 
 var errInterrupted = errors.New("interrupted")

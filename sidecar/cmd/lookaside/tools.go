@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"path/filepath"
 	"strings"
 	"time"
 
@@ -30,7 +31,16 @@ func newStatus() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "status",
 		Short: "Show what a running sidecar holds and who uses it",
-		Args:  cobra.NoArgs,
+		Long: `Show what a running sidecar holds and who uses it. The first line says how it is.
+
+Of the tokens of vLLM's requests that vLLM's own cache does not have, which are those asked for,
+
+  found     were held by the sidecars of all ranks when vLLM decided what to load
+  loaded    were loaded; the part of what is asked for that is loaded is what the cache is worth
+  computed  were not loaded: not held, or not in time, or the load failed
+
+Pages that lookups found count also where vLLM then had them itself or loaded nothing. Totals are since the sidecar's start.`,
+		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			cfg, err := sidecar.Load(cmd.Flags(), os.Environ())
 			if err != nil {
@@ -38,7 +48,7 @@ func newStatus() *cobra.Command {
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), 5*time.Second)
 			defer cancel()
-			st, err := sidecar.FetchStatus(ctx, cfg.Runtime.Dir, cfg.Admin.TokenFile)
+			st, err := sidecar.FetchStatus(ctx, cfg.Runtime.Dir)
 			if err != nil {
 				return err
 			}
@@ -49,26 +59,60 @@ func newStatus() *cobra.Command {
 		},
 	}
 	cmd.Flags().BoolVar(&asJSON, "json", false, "print JSON")
-	sidecar.AddFlags(cmd.Flags(), "runtime.dir", "admin.token_file")
+	sidecar.AddFlags(cmd.Flags(), "runtime.dir")
+	return cmd
+}
+
+func newList() *cobra.Command {
+	var asJSON bool
+	cmd := &cobra.Command{
+		Use:   "list",
+		Short: "List all sidecars of this host, and say how each is",
+		Long: `List all sidecars of this host, and say how each is.
+
+Those are found whose sockets are in this network namespace, wherever their directories are, and those whose directories are
+beside runtime.dir. Sidecars of other users are named; only root can ask them how they are.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			cfg, err := sidecar.Load(cmd.Flags(), os.Environ())
+			if err != nil {
+				return err
+			}
+			ctx, cancel := context.WithTimeout(cmd.Context(), 5*time.Second)
+			defer cancel()
+			list, err := sidecar.HostSidecars(ctx, filepath.Dir(cfg.Runtime.Dir))
+			if err != nil {
+				return err
+			}
+			if asJSON {
+				return printJSON(cmd.OutOrStdout(), list)
+			}
+			return sidecar.WriteSidecars(cmd.OutOrStdout(), list)
+		},
+	}
+	cmd.Flags().BoolVar(&asJSON, "json", false, "print JSON")
+	sidecar.AddFlags(cmd.Flags(), "runtime.dir")
 	return cmd
 }
 
 func newLookup() *cobra.Command {
 	var (
-		asJSON bool
-		q      sidecar.Query
-		file   string
+		c    control
+		p    prompt
+		q    sidecar.Query
+		file string
 	)
 	cmd := &cobra.Command{
-		Use:   "lookup --engine-id ID [HASH …]",
-		Short: "Ask a running sidecar how much of a prefix it holds, as a scheduler would",
-		Long: `Ask a running sidecar how much of a prefix it holds, over its real sockets, as a scheduler of the engine would.
+		Use:   "lookup {a prefix}",
+		Short: "Ask a running sidecar how much of a prompt it holds, as a scheduler would",
+		Long: `Ask a running sidecar how much of a prompt it holds, over its real sockets, as a scheduler of the engine would.
 
-Page hashes are given in hexadecimal, in the order of the prefix, as arguments or in a file (--hashes; "-" is standard
-input), separated by white space. A worker of the engine must be connected: it is what says which space is meant.`,
+A worker of the engine must be connected: it is what says which space is meant.
+
+` + prefixHelp,
+		Example: "  lookaside lookup --prompt 'You are …' --vllm http://localhost:8000",
 		RunE: func(cmd *cobra.Command, args []string) error {
-			cfg, err := sidecar.Load(cmd.Flags(), os.Environ())
-			if err != nil {
+			if err := c.load(cmd); err != nil {
 				return err
 			}
 			if file != "" {
@@ -78,30 +122,40 @@ input), separated by white space. A worker of the engine must be connected: it i
 				}
 				args = append(args, more...)
 			}
+			var err error
+			if p.given() {
+				args, err = p.asked(cmd, &c, &q, args)
+				if err != nil {
+					return err
+				}
+			}
 			if q.Hashes, q.DigestBytes, err = sidecar.ParseHashes(args); err != nil {
 				return err
 			}
-			answer, err := sidecar.Ask(cmd.Context(), cfg.Runtime.Dir, q)
+			if q.EngineID == "" {
+				if _, err = chooseEngine(cmd, &c, &q); err != nil {
+					return err
+				}
+			}
+			answer, err := sidecar.Ask(cmd.Context(), c.cfg.Runtime.Dir, q)
 			if err != nil {
 				return err
 			}
-			if asJSON {
-				return printJSON(cmd.OutOrStdout(), answer)
-			}
-			fmt.Fprintf(cmd.OutOrStdout(), "hit: %d of %d pages, %d tokens, in %s\n", answer.HitPages, answer.Pages, answer.HitTokens,
-				time.Duration(answer.LatencyUs*float64(time.Microsecond)).Round(time.Microsecond))
-			return nil
+			return c.print(cmd, answer, func(w io.Writer) error {
+				_, err := fmt.Fprintf(w, "hit: %d of %d pages, %d tokens, in %s\n", answer.HitPages, answer.Pages, answer.HitTokens,
+					time.Duration(answer.LatencyUs*float64(time.Microsecond)).Round(time.Microsecond))
+				return err
+			})
 		},
 	}
 	f := cmd.Flags()
-	f.BoolVar(&asJSON, "json", false, "print JSON")
-	f.StringVar(&q.EngineID, "engine-id", "", "engine whose space is meant (required)")
+	f.StringVar(&q.EngineID, "engine-id", "", "engine whose space is meant; may be left out while the workers of only one space are connected")
 	f.Uint32Var(&q.Rank, "rank", 0, "rank of the worker that uses the sidecar")
-	f.Uint32Var(&q.FirstPage, "first-page", 0, "index in its prefix of the first page that is asked for")
+	f.Uint32Var(&q.FirstPage, "first-page", 0, "index in its prefix of the first page that is asked for; page hashes are given from it on")
 	f.StringVar(&file, "hashes", "", "`file` with page hashes")
+	p.flags(cmd)
 	f.DurationVar(&q.Timeout, "timeout", 2*time.Second, "how long to wait for the handshake, and for the answer")
-	sidecar.AddFlags(f, "runtime.dir")
-	_ = cmd.MarkFlagRequired("engine-id")
+	c.flags(cmd)
 	return cmd
 }
 
@@ -113,6 +167,12 @@ func printJSON(w io.Writer, v any) error {
 
 // readWords reads words separated by white space from a file, or from standard input for "-".
 func readWords(file string, stdin io.Reader) ([]string, error) {
+	b, err := readInput(file, stdin)
+	return strings.Fields(string(b)), err
+}
+
+// readInput reads a file, or standard input for "-".
+func readInput(file string, stdin io.Reader) ([]byte, error) {
 	r := stdin
 	if file != "-" {
 		f, err := os.Open(file)
@@ -122,15 +182,15 @@ func readWords(file string, stdin io.Reader) ([]string, error) {
 		defer f.Close()
 		r = f
 	}
-	b, err := io.ReadAll(io.LimitReader(r, maxHashFile+1))
+	b, err := io.ReadAll(io.LimitReader(r, maxInputFile+1))
 	if err != nil {
 		return nil, err
 	}
-	if len(b) > maxHashFile {
-		return nil, fmt.Errorf("%s is larger than %d bytes", file, maxHashFile)
+	if len(b) > maxInputFile {
+		return nil, fmt.Errorf("%s is larger than %d bytes", file, maxInputFile)
 	}
-	return strings.Fields(string(b)), nil
+	return b, nil
 }
 
-// maxHashFile bounds a file of page hashes.
-const maxHashFile = 64 << 20
+// maxInputFile bounds a file of page hashes, tokens or messages.
+const maxInputFile = 64 << 20

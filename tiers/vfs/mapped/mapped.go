@@ -62,8 +62,11 @@ func New(log *zap.Logger) *FS {
 
 // volume is a partition.
 type volume struct {
-	dir string
-	dev *dax.Device
+	dir     string
+	dev     *dax.Device
+	persist func(off, n int64) error // the device's Persist; tests have another
+	// failures counts the syncs of a regular file that failed. The kernel reports what it could not write once for the whole file: a sync of one range may get the error of another.
+	failures atomic.Int64
 
 	life   sync.RWMutex // see the package comment
 	closed bool
@@ -85,8 +88,13 @@ type node struct {
 	at, capacity int64
 	size         atomic.Int64
 
-	dirty    sync.Mutex // guards from and to, of what a regular file has yet to sync
+	// Of a regular file, [from, to) is what was written and not synced, and failures what v.failures was before the first byte of it was written. dirty guards them.
+	dirty    sync.Mutex
 	from, to int64
+	failures int64
+	// syncing is held during a sync, and taken before dirty. It guards syncErr, the error of the first sync that failed.
+	syncing sync.Mutex
+	syncErr error
 }
 
 // Mount opens a partition as a directory. Errors are those of dax.OpenDevice, with the owner's process id where the partition is locked,
@@ -122,7 +130,7 @@ func (f *FS) mount(dir string, o dax.DeviceOptions, create bool) error {
 		}
 		return err
 	}
-	v := &volume{dir: dir, dev: dev, open: map[string]*node{}, places: map[string]entry{}, locks: map[string]bool{}}
+	v := &volume{dir: dir, dev: dev, persist: dev.Persist, open: map[string]*node{}, places: map[string]entry{}, locks: map[string]bool{}}
 	if err := v.load(f.log, create); err != nil {
 		return errors.Join(fmt.Errorf("%s: %w", o.Path, err), dev.Close())
 	}
@@ -288,7 +296,7 @@ func (f *FS) MkdirAll(dir string) error {
 	case err != nil:
 		return err
 	case base == "":
-		return nil
+		return v.dev.Linked() // what is made in a file that was removed would not last
 	case v.has(base):
 		return &fs.PathError{Op: "mkdir", Path: dir, Err: syscall.ENOTDIR}
 	}
@@ -423,7 +431,11 @@ func (f *FS) Stat(name string) (vfs.Info, error) {
 	if i < 0 {
 		return vfs.Info{}, &fs.PathError{Op: "stat", Path: name, Err: fs.ErrNotExist}
 	}
-	return vfs.Info{Size: v.head.files[i].size, Allocated: v.head.files[i].capacity}, nil
+	// Nobody else can remove or replace a file in a partition, but the whole partition, if it lies in a file.
+	if err := v.dev.Linked(); err != nil {
+		return vfs.Info{}, err
+	}
+	return vfs.Info{Size: v.head.files[i].size, Allocated: v.head.files[i].capacity, ID: vfs.FileID{Inode: 1}}, nil
 }
 
 // SyncDir implements vfs.FS: what is in a directory lasts already.
@@ -637,23 +649,25 @@ func (f *file) WriteAt(p []byte, off int64) (int, error) {
 	if off+int64(len(p)) > n.size.Load() { // it was cut short meanwhile
 		return 0, f.fail("write", io.ErrUnexpectedEOF)
 	}
-	n.soil(off, off+int64(len(p)))
+	failures := v.failures.Load()
 	if err := v.copyIn(n.at+off, p); err != nil {
 		return 0, f.fail("write", n.locate(err))
 	}
+	n.written(off, off+int64(len(p)), failures)
 	return len(p), nil
 }
 
-// soil notes what Datasync has to sync.
-func (n *node) soil(from, to int64) {
+// written notes bytes that Datasync has to sync. It is called after they are copied in: a Datasync that runs beside the copy would take a range that was noted earlier, sync what is
+// there of it so far, and leave nothing for the Datasync of whoever copies. failures is what v.failures was before the copy.
+func (n *node) written(from, to, failures int64) {
 	if n.v.dev.Direct() {
 		return
 	}
 	n.dirty.Lock()
 	if n.from == n.to {
-		n.from, n.to = from, to
+		n.from, n.to, n.failures = from, to, failures
 	} else {
-		n.from, n.to = min(n.from, from), max(n.to, to)
+		n.from, n.to, n.failures = min(n.from, from), max(n.to, to), min(n.failures, failures)
 	}
 	n.dirty.Unlock()
 }
@@ -668,15 +682,38 @@ func (f *file) Datasync() error {
 	if v.dev.Direct() {
 		return nil // WriteAt did it
 	}
+	// One at a time: what this call has to sync may be in the range that another one has taken, and is to be on the medium when this call returns.
+	n.syncing.Lock()
+	defer n.syncing.Unlock()
+	if n.syncErr == nil {
+		n.syncErr = n.sync()
+	}
+	if n.syncErr != nil { // also after a later success: the kernel forgets what it could not write
+		return f.fail("sync", n.syncErr)
+	}
+	return nil
+}
+
+// sync syncs what was written since the last call. The caller holds syncing.
+func (n *node) sync() error {
 	n.dirty.Lock()
-	from, to := n.from, n.to
+	from, to, failures := n.from, n.to, n.failures
 	n.from, n.to = 0, 0
 	n.dirty.Unlock()
 	if from == to {
 		return nil
 	}
-	if err := v.dev.Persist(n.at+from, to-from); err != nil {
-		return f.fail("sync", err)
+	return n.v.sync(n.at+from, to-from, failures)
+}
+
+// sync syncs n bytes of a regular file from off on. failures is what v.failures was before they were written: if another sync has failed since then, that may have been about these.
+func (v *volume) sync(off, n, failures int64) error {
+	if err := v.persist(off, n); err != nil {
+		v.failures.Add(1)
+		return err
+	}
+	if v.failures.Load() != failures {
+		return fmt.Errorf("%w: another sync of %s has failed meanwhile", syscall.EIO, v.dev.Path())
 	}
 	return nil
 }

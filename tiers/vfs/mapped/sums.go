@@ -51,8 +51,7 @@ func (f *file) WriteSums(p []byte, off int64, seeds, sums []uint64) error {
 	}
 	n := f.n
 	defer n.v.life.RUnlock()
-	n.soil(off, off+int64(len(p)))
-	page := len(p) / len(sums)
+	page, failures := len(p)/len(sums), n.v.failures.Load()
 	y := yielders.Get().(*memcopy.Yielder)
 	defer yielders.Put(y)
 	err = n.v.guard(func() { memcopy.CopySums(mem, p, page, seeds, sums, y.Yield) }, n.at+off, mem, p)
@@ -62,6 +61,7 @@ func (f *file) WriteSums(p []byte, off int64, seeds, sums []uint64) error {
 	if err != nil {
 		return f.fail("write", n.locate(err))
 	}
+	n.written(off, off+int64(len(p)), failures)
 	return nil
 }
 
@@ -104,7 +104,7 @@ func (f *file) Persist(off, n int64) error {
 	v, at := f.n.v, f.n.at+off
 	defer v.life.RUnlock()
 	if !v.dev.Direct() { // one system call for all of it
-		if err := v.dev.Persist(at, n); err != nil {
+		if err := v.sync(at, n, v.failures.Load()); err != nil {
 			return f.fail("sync", err)
 		}
 		return nil

@@ -1,0 +1,363 @@
+package sidecar
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"go.uber.org/zap"
+
+	"lookaside/connector"
+	"lookaside/tiers"
+	"lookaside/tiers/chunk"
+	"lookaside/tiers/disk"
+	"lookaside/tiers/vfs"
+)
+
+// The first and the longest pause before a disk that failed at the start is tried again; it doubles each time. A test changes the first.
+var lateFirst = time.Second
+
+const lateLast = time.Minute
+
+// openDisk opens a disk tier. What is wrong with the settings is an error. What is wrong with a disk is not: the tier goes on with its other directories, or with none, and what is missing is tried
+// again, as a server is that cannot be reached.
+func openDisk(c *TierConfig, log *zap.Logger) (tiers.Tier, error) {
+	l := &lateDisk{c: c, log: log, down: map[string]error{}, clears: map[chunk.Fingerprint]bool{}, opened: make(chan struct{})}
+	if err := l.open(); err != nil {
+		return nil, err
+	}
+	if len(l.down) == 0 {
+		return l.disk, nil
+	}
+	for _, dir := range slices.Sorted(maps.Keys(l.down)) {
+		log.Warn("a disk cannot be used now; serving without it until it can", zap.String("directory", dir), zap.Error(l.down[dir]))
+	}
+	var ctx context.Context
+	ctx, l.stop = context.WithCancel(context.Background())
+	l.trying.Go(func() { l.retry(ctx) })
+	return l, nil
+}
+
+// A lateDisk is a disk tier of which a part, or all, could not be opened at the start. While there is nothing of it each call fails, so that its breaker opens.
+type lateDisk struct {
+	c      *TierConfig
+	log    *zap.Logger
+	stop   context.CancelFunc
+	trying sync.WaitGroup
+	opened chan struct{} // closed once there is a disk
+
+	mu     sync.RWMutex               // guards all that follows, and is not held across calls of the disk
+	disk   *disk.Disk                 // nil: there is nothing of it yet
+	down   map[string]error           // by directory; why
+	clears map[chunk.Fingerprint]bool // spaces to be cleared before anything is found; the zero Fingerprint is all of them
+}
+
+var _ tiers.Victims = (*lateDisk)(nil)
+
+// mediumFailed are what disks fail with that are broken, not mounted, or not ours for now.
+var mediumFailed = []error{
+	syscall.EIO, syscall.ENXIO, syscall.ENODEV, syscall.ENOENT, syscall.EACCES, syscall.EPERM, syscall.EROFS, syscall.ESTALE, syscall.ETIMEDOUT, syscall.ENOTCONN, syscall.EHOSTDOWN,
+	syscall.EREMOTEIO, syscall.EUCLEAN, syscall.ESHUTDOWN,
+}
+
+func isMediumFailure(err error) bool {
+	return slices.ContainsFunc(mediumFailed, func(e error) bool { return errors.Is(err, e) })
+}
+
+// share is what each directory has of the capacity.
+func (l *lateDisk) share() int64 { return l.c.Disk.Capacity / int64(len(l.c.Disk.Paths)) }
+
+// open opens the tier on those of its directories that can be used. The error is about the settings.
+func (l *lateDisk) open() error {
+	down := map[string]error{}
+	for _, dir := range l.c.Disk.Paths {
+		if err := disk.Usable(vfs.OS, dir); isMediumFailure(err) {
+			down[dir] = err
+		} else if err != nil {
+			return err
+		}
+	}
+	for {
+		good := slices.DeleteFunc(slices.Clone(l.c.Disk.Paths), func(dir string) bool { return down[dir] != nil })
+		var d *disk.Disk
+		var err error
+		if len(good) > 0 {
+			d, err = l.openIn(good)
+		}
+		if err == nil {
+			err = l.begin(d, down)
+		}
+		if err == nil {
+			return nil
+		}
+		if !isMediumFailure(err) {
+			return err
+		}
+		blamed := blame(err, good)
+		for _, dir := range blamed {
+			down[dir] = err
+		}
+	}
+}
+
+// begin has a disk be used, nil if there is none, once what was to be cleared meanwhile is. After an error it is closed.
+func (l *lateDisk) begin(d *disk.Disk, down map[string]error) error {
+	for {
+		l.mu.Lock()
+		clears := slices.Collect(maps.Keys(l.clears))
+		if d == nil || len(clears) == 0 {
+			l.disk, l.down = d, down
+			l.mu.Unlock()
+			return nil
+		}
+		l.mu.Unlock()
+		for _, fp := range clears {
+			if _, err := d.Clear(context.Background(), fp); err != nil {
+				return errors.Join(err, d.Close())
+			}
+			l.mu.Lock()
+			delete(l.clears, fp)
+			l.mu.Unlock()
+		}
+	}
+}
+
+// openIn opens the tier in some of its directories.
+func (l *lateDisk) openIn(dirs []string) (*disk.Disk, error) {
+	c := l.c.Disk
+	c.Paths = dirs
+	c.Capacity = l.share() * int64(len(dirs))
+	if len(dirs) == len(l.c.Disk.Paths) {
+		c.Capacity = l.c.Disk.Capacity
+	}
+	if err := checkRoom(c); err != nil {
+		return nil, err
+	}
+	return disk.Open(disk.Options{
+		Dirs: c.Paths, CapacityBytes: c.Capacity, SlabBytes: c.Slab, Policy: c.Eviction, Workers: l.c.Workers, Direct: disk.Direct(c.Direct), Seed: connector.RandomID(), Log: l.log,
+	})
+}
+
+// blame is those of the directories that an error is about; all, if it does not say.
+func blame(err error, dirs []string) []string {
+	var at *fs.PathError
+	if errors.As(err, &at) {
+		for _, dir := range dirs {
+			if at.Path == dir || strings.HasPrefix(at.Path, strings.TrimSuffix(dir, "/")+"/") {
+				return []string{dir}
+			}
+		}
+	}
+	return dirs
+}
+
+// retry tries what is missing again until it is all there.
+func (l *lateDisk) retry(ctx context.Context) {
+	for wait := lateFirst; ; wait = min(2*wait, lateLast) {
+		t := time.NewTimer(wait)
+		select {
+		case <-ctx.Done():
+			t.Stop()
+			return
+		case <-t.C:
+		}
+		before := l.missing()
+		if l.tier() == nil {
+			l.tryOpen()
+		} else {
+			l.tryDirs(ctx)
+		}
+		after := l.missing()
+		for _, dir := range before {
+			if !slices.Contains(after, dir) {
+				l.log.Info("a disk is there", zap.String("directory", dir))
+				wait = lateFirst / 2
+			}
+		}
+		if len(after) == 0 {
+			return
+		}
+	}
+}
+
+// tryOpen tries to open the tier, of which there is nothing yet.
+func (l *lateDisk) tryOpen() {
+	if err := l.open(); err != nil { // as it was not at the start
+		l.mu.Lock()
+		for dir := range l.down {
+			l.down[dir] = err
+		}
+		l.mu.Unlock()
+	}
+	if l.tier() != nil {
+		close(l.opened)
+	}
+}
+
+// tryDirs tries to add the directories that are missing. What was in them is dropped.
+func (l *lateDisk) tryDirs(ctx context.Context) {
+	for _, dir := range l.missing() {
+		err := disk.Usable(vfs.OS, dir)
+		if err == nil {
+			c := l.c.Disk
+			c.Paths, c.Capacity = []string{dir}, l.share()
+			err = checkRoom(c)
+		}
+		if err == nil {
+			err = l.tier().AddDir(ctx, dir, l.share())
+		}
+		l.mu.Lock()
+		if l.down[dir] = err; err == nil {
+			delete(l.down, dir)
+		}
+		l.mu.Unlock()
+	}
+}
+
+// tier is the disk; nil: there is nothing of it yet.
+func (l *lateDisk) tier() *disk.Disk {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	return l.disk
+}
+
+// missing is the directories that cannot be used.
+func (l *lateDisk) missing() []string {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	return slices.Sorted(maps.Keys(l.down))
+}
+
+// why says what is wrong with the directories that are missing.
+func (l *lateDisk) why() error {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	var all []string
+	for _, dir := range slices.Sorted(maps.Keys(l.down)) {
+		text := l.down[dir].Error()
+		if !strings.Contains(text, dir) {
+			text = dir + ": " + text
+		}
+		all = append(all, text)
+	}
+	return fmt.Errorf("%w: %s", syscall.EIO, strings.Join(all, "; "))
+}
+
+// Contains implements tiers.Tier.
+func (l *lateDisk) Contains(ctx context.Context, run tiers.Run, held []uint16) error {
+	if d := l.tier(); d != nil {
+		return d.Contains(ctx, run, held)
+	}
+	clear(held)
+	return l.why()
+}
+
+// Load implements tiers.Tier.
+func (l *lateDisk) Load(ctx context.Context, transfers []tiers.Transfer, done func(i int, err error)) {
+	if d := l.tier(); d != nil {
+		d.Load(ctx, transfers, done)
+		return
+	}
+	l.fail(transfers, done)
+}
+
+// Store implements tiers.Tier.
+func (l *lateDisk) Store(ctx context.Context, transfers []tiers.Transfer, done func(i int, err error)) {
+	if d := l.tier(); d != nil {
+		d.Store(ctx, transfers, done)
+		return
+	}
+	l.fail(transfers, done)
+}
+
+func (l *lateDisk) fail(transfers []tiers.Transfer, done func(i int, err error)) {
+	err := l.why()
+	for i := range transfers {
+		done(i, err)
+	}
+}
+
+// maxClears bounds the spaces that are remembered; with more everything is cleared.
+const maxClears = 64
+
+// clear remembers that a space is to be cleared when the disk is there. It answers the disk, if it has come just now.
+func (l *lateDisk) clear(fp chunk.Fingerprint) *disk.Disk {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.disk == nil {
+		if len(l.clears) >= maxClears {
+			fp = chunk.Fingerprint{}
+		}
+		l.clears[fp] = true
+	}
+	return l.disk
+}
+
+// Drop implements tiers.Tier. While there is nothing of the disk it is an error, as a restart would find what is to be dropped; otherwise the space is cleared when the disk is there.
+func (l *lateDisk) Drop(ctx context.Context, run tiers.Run) error {
+	if d := l.clear(run.Space.Fingerprint); d != nil {
+		return d.Drop(ctx, run)
+	}
+	return l.why()
+}
+
+// Clear implements tiers.Tier; see Drop.
+func (l *lateDisk) Clear(ctx context.Context, fp chunk.Fingerprint) (chunks int, err error) {
+	if d := l.clear(fp); d != nil {
+		return d.Clear(ctx, fp)
+	}
+	return -1, l.why()
+}
+
+// Stats implements tiers.Tier.
+func (l *lateDisk) Stats() tiers.TierStats {
+	d := l.tier()
+	if d == nil {
+		return tiers.TierStats{Kind: tierDisk, Local: true, Down: l.why().Error(), Detail: strings.Join(l.c.Disk.Paths, ", ")}
+	}
+	st := d.Stats()
+	if len(l.missing()) > 0 {
+		st.Detail += "; missing, and tried again: " + l.why().Error()
+	}
+	return st
+}
+
+// NextVictims implements tiers.Victims.
+func (l *lateDisk) NextVictims(max int, out []tiers.Victim) []tiers.Victim {
+	if d := l.tier(); d != nil {
+		return d.NextVictims(max, out)
+	}
+	return out
+}
+
+// EndVictim implements tiers.Victims.
+func (l *lateDisk) EndVictim(handle uint64, ok bool) {
+	if d := l.tier(); d != nil {
+		d.EndVictim(handle, ok)
+	}
+}
+
+// VictimsReady implements tiers.Victims.
+func (l *lateDisk) VictimsReady() <-chan struct{} {
+	if d := l.tier(); d != nil {
+		return d.VictimsReady()
+	}
+	return l.opened
+}
+
+// Close implements tiers.Tier.
+func (l *lateDisk) Close() error {
+	l.stop()
+	l.trying.Wait()
+	if d := l.tier(); d != nil {
+		return d.Close()
+	}
+	return nil
+}

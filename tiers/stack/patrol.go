@@ -1,0 +1,145 @@
+package stack
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"sync/atomic"
+	"time"
+
+	"go.uber.org/zap"
+
+	"lookaside/dax"
+	"lookaside/dax/memcopy"
+	"lookaside/tiers"
+)
+
+const (
+	// patrolPoll is how often the patroller looks for chunks that have come.
+	patrolPoll = 100 * time.Millisecond
+	// patrolYields is how long it waits at most, before each chunk, for loads to end.
+	patrolYields = time.Second
+	// rotLogEvery bounds the lines about chunks that have rotted: one may be a bad module's first, and a hostile client can make many.
+	rotLogEvery = 10 * time.Second
+)
+
+// patrol is what finds chunks of the arena whose bytes have changed.
+type patrol struct {
+	checked atomic.Uint64 // chunks that were compared with a checksum
+	passes  atomic.Uint64 // walks over all of the arena that have ended
+
+	told atomic.Int64  // when a line was logged last, in ns since the Stack began
+	mute atomic.Uint64 // chunks that were dropped since
+}
+
+// errRotten is why a chunk is dropped: its bytes are not those that they were.
+var errRotten = fmt.Errorf("%w: its bytes in the arena have changed since they were committed", tiers.ErrCorrupt)
+
+// patroller reads what is in the arena: first what has come of late, which gets its checksum, then all of it, over and over, by Config.PatrolBytes a second at most.
+func (s *Stack) patroller() {
+	var (
+		names []byte
+		place tiers.PatrolPlace
+		walk  = time.Now() // when the walk goes on
+		began = walk
+		rate  float64 // of the walk, in bytes a second
+	)
+	for {
+		v, names2, ok := s.engine.NextUnsummed(names)
+		names = names2
+		if now := time.Now(); !ok && !now.Before(walk) {
+			if rate == 0 { // a new walk
+				began = now
+				rate = min(float64(s.cfg.PatrolBytes), float64(max(s.engine.Stats().UsedBytes, 1))/s.cfg.PatrolEvery.Seconds())
+			}
+			if v, names, ok = s.engine.NextPatrol(&place, names); ok {
+				walk = now.Add(time.Duration(float64(s.sizeOf(&v)) / rate * 1e9))
+			} else {
+				s.patrol.passes.Add(1)
+				rate = 0
+				walk = began.Add(s.cfg.PatrolEvery)
+			}
+		}
+		pause := min(max(time.Until(walk), 0), patrolPoll)
+		if ok {
+			s.giveWay()
+			s.recheck(&v)
+			pause = time.Duration(float64(s.sizeOf(&v)) / float64(s.cfg.PatrolBytes) * 1e9)
+		}
+		if !sleep(s.ctx, pause) {
+			return
+		}
+	}
+}
+
+// giveWay waits, for a while, until nobody waits for chunks that are being loaded or verified.
+func (s *Stack) giveWay() {
+	const step = 10 * time.Millisecond
+	for waited := time.Duration(0); waited < patrolYields; waited += step {
+		s.mu.Lock()
+		busy := len(s.loads) > 0 || s.unsure > 0
+		s.unlock()
+		if !busy || !sleep(s.ctx, step) {
+			return
+		}
+	}
+}
+
+// recheck compares a chunk with its checksum, and drops it if that is another. It answers false if it was.
+func (s *Stack) recheck(v *tiers.Verification) bool {
+	check := s.cfg.Recheck
+	if check == nil {
+		check = s.compare
+	}
+	known, err := check(v)
+	if known {
+		s.patrol.checked.Add(1)
+	}
+	if err == nil || !s.engine.DropRotten(v.Handle, !errors.Is(err, tiers.ErrCorrupt)) {
+		return err == nil
+	}
+	_ = s.forget() // an arena that is found again is not to find it
+	now := time.Since(s.start).Nanoseconds()
+	last := s.patrol.told.Load()
+	if (last != 0 && now-last < rotLogEvery.Nanoseconds()) || !s.patrol.told.CompareAndSwap(last, max(now, 1)) {
+		s.patrol.mute.Add(1)
+		return false
+	}
+	s.log.Error("a chunk in the arena is bad and was dropped; memory errors, or a client that writes where it must not, are the usual causes", zap.Error(err),
+		zap.Uint32("region", v.Region), zap.Uint64("offset", v.Offset), zap.Int("pages", v.Pages), zap.Uint64("not_logged_before", s.patrol.mute.Swap(0)))
+	return false
+}
+
+// compare is Config.Recheck by the engine's checksums: a chunk that has none gets it.
+func (s *Stack) compare(v *tiers.Verification) (known bool, err error) {
+	size := s.sizeOf(v)
+	if size == 0 {
+		return false, nil // its space is closed
+	}
+	mem := s.cfg.Arena(v.Region)[v.Offset : int64(v.Offset)+size]
+	y := memcopy.NewYielder(4)
+	var sums [1]uint64
+	if err := dax.Guard(func() { memcopy.Sums(mem, len(mem), []uint64{v.Handle}, sums[:], y.Yield) }, mem); err != nil {
+		return false, err
+	}
+	known, same := s.engine.NoteSum(v.Handle, v.Pages, sums[0])
+	if !same {
+		return true, errRotten
+	}
+	return known, nil
+}
+
+// recheckItems rechecks what is about to be written to a tier, and answers the items that may be. The others are ended: what has rotted goes nowhere.
+func (s *Stack) recheckItems(items []tiers.CascadeItem) []tiers.CascadeItem {
+	if s.cfg.PatrolBytes == 0 {
+		return items
+	}
+	return slices.DeleteFunc(items, func(c tiers.CascadeItem) bool {
+		v := tiers.Verification{Handle: c.VerifyHandle, Space: c.Space, Region: c.Region, Offset: c.Offset, First: c.First, Pages: c.Pages, Hashes: c.Hashes}
+		bad := !s.recheck(&v)
+		if bad {
+			s.engine.EndCascade(c.Handle, false)
+		}
+		return bad
+	})
+}

@@ -1,0 +1,258 @@
+package stack
+
+import (
+	"runtime"
+	"sync"
+	"time"
+
+	"lookaside/tiers"
+)
+
+// A long lookup leaves its caller, which answers others, after its first part. The
+// walker goes on with it in the arena, part by part. The owners of such lookups take
+// turns, so that what one waits does not depend on how much the others ask for.
+// Between the parts whoever calls Lookup comes first. When the arena has no more of
+// it, the lookup goes on as any other.
+//
+// The walker also frees, in parts, what long lookups held that have ended.
+//
+// Without it one client's lookups of 65,536 pages made others wait for seconds.
+
+const (
+	// walkTurn is how long the lookups of one owner are walked before the next owner's.
+	walkTurn = 200 * time.Microsecond
+	// walkPart is how many chunks are looked for while the engine is locked.
+	walkPart = 256
+	// walkYield bounds the wait for callers of Lookup between two parts.
+	walkYield = time.Millisecond
+	// walkShare is the part of Config.MaxPendingBytes that one owner's long lookups may take.
+	walkShare = 8
+	// walkSpare is how many buffers are kept for the next ones.
+	walkSpare = 4
+)
+
+// walks are the long lookups that wait to be walked. Guarded by Stack.mu.
+type walks struct {
+	turns    []*ownerWalks // the owners that have some; the first is the next
+	spare    [][]byte      // buffers for digests
+	walkable sync.Cond
+}
+
+// ownerWalks are those of one owner.
+type ownerWalks struct {
+	owner tiers.Owner
+	now   *request       // that is being walked, or nil
+	list  fifo[*request] // the others, oldest first
+	bytes int64          // of their digests
+}
+
+// next returns the one to walk, or nil.
+func (w *ownerWalks) next() *request {
+	if w.now != nil && w.now.phase == walking {
+		return w.now
+	}
+	w.now = nil
+	if r, ok := w.list.peek(); ok {
+		w.list.pop()
+		w.now = r
+	}
+	return w.now
+}
+
+// of returns the walks of an owner, or nil.
+func (w *walks) of(o tiers.Owner) *ownerWalks {
+	for _, each := range w.turns { // there are no more than sessions
+		if each.owner == o {
+			return each
+		}
+	}
+	return nil
+}
+
+// isLong reports whether a lookup is walked behind its caller's back.
+func (s *Stack) isLong(q *Query, sp *tiers.Space) bool {
+	g := &sp.Geometry
+	pages := len(q.Hashes) / g.DigestBytes
+	return pages > 0 && (q.FirstPage+pages-1)/g.PagesPerChunk-q.FirstPage/g.PagesPerChunk >= s.cfg.LongChunks
+}
+
+// lookupLong is Lookup for a long one: the first part at once, the rest by the walker. Where nothing better than the first part can be had, that is the answer.
+func (s *Stack) lookupLong(q *Query, sp *tiers.Space, a Asker, check, promote, peers bool) (pages int, done bool, err error) {
+	g := &sp.Geometry
+	first := (q.FirstPage/g.PagesPerChunk+s.cfg.LongChunks)*g.PagesPerChunk - q.FirstPage
+	s.asking.Add(1)
+	pages, handle, err := s.engine.BeginLookup(q.Owner, q.Lookup, q.FirstPage, q.Hashes[:first*g.DigestBytes])
+	s.asking.Add(-1)
+	s.Sweep()
+	if err != nil || pages < first && !check && !promote && !peers {
+		return pages, true, err
+	}
+	s.mu.Lock()
+	defer s.unlock()
+	size := int64(len(q.Hashes) + len(q.Prev))
+	mine := s.walks.of(q.Owner)
+	if s.full(size) || mine != nil && mine.bytes+size > s.cfg.MaxPendingBytes/walkShare {
+		s.count.refused.Add(1)
+		return pages, true, nil
+	}
+	r := &request{
+		asker: a, owner: q.Owner, lookup: q.Lookup, id: q.Space, first: q.FirstPage, asked: len(q.Hashes) / g.DigestBytes,
+		recompute: q.Recompute, check: check, promote: promote, peers: peers, phase: walking, handle: handle, walked: pages, gap: pages < first, size: size,
+	}
+	digests := append(append(s.walks.buffer(), q.Hashes...), q.Prev...)
+	n := len(q.Hashes)
+	r.run = tiers.Run{Space: sp, First: q.FirstPage, Hashes: digests[:n:n], Prev: digests[n:]}
+	r.all = r.run
+	s.add(r, s.deadlineOf(q))
+	if mine == nil {
+		mine = &ownerWalks{owner: q.Owner}
+		s.walks.turns = append(s.walks.turns, mine)
+	}
+	mine.list.push(r)
+	mine.bytes += size
+	s.walks.walkable.Signal()
+	return pages, false, nil
+}
+
+// buffer returns an empty buffer, an old one if there is one.
+func (w *walks) buffer() []byte {
+	if n := len(w.spare); n > 0 {
+		b := w.spare[n-1]
+		w.spare = w.spare[:n-1]
+		return b[:0]
+	}
+	return nil
+}
+
+// recycle takes back the buffer of a request that has ended and that nobody but the caller knows.
+func (w *walks) recycle(r *request) {
+	if len(w.spare) < walkSpare {
+		w.spare = append(w.spare, r.all.Hashes)
+	}
+	r.all, r.run = tiers.Run{}, tiers.Run{}
+}
+
+// Sweep wakes the walker if lookups that have ended have left it something to free. Whoever ends lookups by the engine itself calls it.
+func (s *Stack) Sweep() {
+	if s.engine.Ending() {
+		s.mu.Lock()
+		s.walks.walkable.Signal()
+		s.mu.Unlock()
+	}
+}
+
+// walker walks long lookups, by turns.
+func (s *Stack) walker() {
+	s.mu.Lock()
+	defer s.unlock()
+	for !s.closed {
+		r := s.nextWalk()
+		if r == nil && !s.engine.Ending() {
+			s.walks.walkable.Wait()
+			continue
+		}
+		s.unlock()
+		for start := time.Now(); s.engine.EndSome() && time.Since(start) < walkTurn; {
+			s.yield()
+		}
+		s.yield()
+		if r != nil {
+			s.walk(r)
+		}
+		s.mu.Lock()
+	}
+}
+
+// nextWalk returns the lookup whose turn it is, and puts its owner behind the others; nil: there is none. mu is held.
+func (s *Stack) nextWalk() *request {
+	for w := &s.walks; len(w.turns) > 0; {
+		mine := w.turns[0]
+		w.turns = append(w.turns[:0], w.turns[1:]...)
+		if r := mine.next(); r != nil {
+			w.turns = append(w.turns, mine)
+			return r
+		}
+	}
+	return nil
+}
+
+// yield lets those who call Lookup at this moment have the engine first.
+func (s *Stack) yield() {
+	for start := time.Now(); s.asking.Load() > 0 && time.Since(start) < walkYield; {
+		runtime.Gosched()
+	}
+}
+
+// walk walks a lookup for a turn, and has it go on if that is all that the arena has of it.
+func (s *Stack) walk(r *request) {
+	g := &r.run.Space.Geometry
+	over := r.gap
+	for start := time.Now(); !over; {
+		from := r.first + r.walked
+		to := min(r.first+r.asked, (from/g.PagesPerChunk+walkPart)*g.PagesPerChunk)
+		pages, err := s.engine.ContinueLookup(r.handle, r.all.Hashes[r.walked*g.DigestBytes:(to-r.first)*g.DigestBytes])
+		s.yield()
+		s.mu.Lock()
+		if r.phase == ended || s.closed {
+			s.walks.recycle(r)
+			s.unlock()
+			return
+		}
+		if r.walked += pages; err != nil {
+			r.walked = 0 // its lease has ended
+		}
+		s.unlock()
+		over = err != nil || from+pages < to || to == r.first+r.asked
+		if !over && time.Since(start) >= walkTurn {
+			return
+		}
+	}
+	s.mu.Lock()
+	defer s.unlock()
+	if r.phase == ended || s.closed {
+		s.walks.recycle(r)
+	} else {
+		s.walked(r)
+	}
+}
+
+// walked has a lookup go on of which the arena has no more. mu is held, and let go of meanwhile.
+func (s *Stack) walked(r *request) {
+	if r.trim > r.first {
+		_ = s.engine.Trim(r.owner, r.lookup, r.trim)
+	}
+	if r.walked == r.asked || r.trim >= r.first+r.asked || !r.check && !r.promote && !r.peers {
+		s.settle(r)
+		s.walks.recycle(r)
+		return
+	}
+	s.unwalk(r)
+	r.phase = seeking
+	s.unlock()
+	if r.check {
+		s.list(r)
+	}
+	var next *tier
+	aimed := len(r.checks) == 0 && (r.promote || r.peers) && r.aim(r.walked)
+	if aimed {
+		s.hear(r)
+		next = s.sound(r)
+	}
+	s.mu.Lock()
+	switch {
+	case r.phase == ended || s.closed:
+	case len(r.checks) > 0:
+		s.sendVerify(r)
+	case aimed:
+		s.proceed(r, next)
+	default:
+		s.settle(r)
+	}
+}
+
+// unwalk takes a lookup from those that wait to be walked. mu is held.
+func (s *Stack) unwalk(r *request) {
+	if w := s.walks.of(r.owner); w != nil {
+		w.bytes -= r.size
+	}
+}
