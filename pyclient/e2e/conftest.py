@@ -61,7 +61,13 @@ PATIENT = {
     "reset_timeout_ms": 60_000,
 }
 # Where a sidecar is stopped, all of this is waited for. It is enough for the odd stall; see missed_again.
-HURRIED = {**PATIENT, "lookup_timeout_ms": 2000, "store_timeout_ms": 2000, "load_timeout_ms": 3000}
+HURRIED = {
+    **PATIENT,
+    "lookup_timeout_ms": 2000,
+    "store_timeout_ms": 2000,
+    "load_timeout_ms": 3000,
+    "reset_timeout_ms": 2000,
+}
 
 
 def configured(endpoint: str, **extra: Any) -> dict[str, Any]:
@@ -114,19 +120,19 @@ def ask(server: Server | Proxy, prompt: list[int], max_tokens: int = 8, **extra:
     return answer
 
 
-def computed(server: Server, prompt: list[int], max_tokens: int = 8) -> Answer:
+def computed(server: Server, prompt: list[int], max_tokens: int = 8, **extra: Any) -> Answer:
     """The answer when nothing is cached: a salt of its own shares nothing."""
-    answer = ask(server, prompt, max_tokens, cache_salt=f"alone-{next(_salts)}")
+    answer = ask(server, prompt, max_tokens, cache_salt=f"alone-{next(_salts)}", **extra)
     assert answer.cached_tokens == 0
     return answer
 
 
-def hits_again(server: Server, prompt: list[int], truth: Answer, what: str) -> None:
+def hits_again(server: Server, prompt: list[int], truth: Answer, what: str, **extra: Any) -> None:
     """Waits until all that can be of a prompt is hit in the sidecars. Every answer must be the right one."""
 
     def found() -> bool:
         client.reset_prefix_cache(server.base_url)
-        again = ask(server, prompt)
+        again = ask(server, prompt, **extra)
         assert again.tokens == truth.tokens
         return again.cached_tokens == hits_of(len(prompt))
 

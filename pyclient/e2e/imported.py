@@ -26,6 +26,7 @@ for name in MODULES:
 # not to be doubted for it, nor its answer to a load given up. How long that may take the settings of servers say.
 PATIENCE_S = {
     "lookaside.lookups": {"_HANDSHAKE_PATIENCE_S": 10.0},
+    "lookaside.scheduler": {"_IDENTITY_PATIENCE_S": 60.0},
     "lookaside.session": {"_CONNECT_PATIENCE_S": 60.0, "_PONG_PATIENCE_S": 60.0},
     "lookaside.worker": {"_GRANT_PATIENCE_S": 60.0, "_START_PATIENCE_S": 60.0},
 }

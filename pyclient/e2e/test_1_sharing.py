@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import subprocess
+from typing import Any
 
 import httpx
 import pytest
 
 from examples.stand import client
-from examples.stand.processes import eventually
+from examples.stand.processes import BINARY, eventually
 from examples.two_instances import __main__ as two_instances
 
 from .conftest import (
@@ -41,7 +44,7 @@ def test_second_instance_loads_what_the_first_computed(pair: Pair, tokens: int) 
 
 @missed_again
 def test_what_the_demo_measures_and_prints(pair: Pair) -> None:
-    """examples/two_instances on these servers: the rows that `make demo JSON=FILE` writes, and its table."""
+    """examples/two_instances on these servers: the rows that `make demo` prints and writes."""
     cases, seed = ((1000, 1000), (1500, 700)), next(pair.seeds)
     rows = [two_instances.measure(pair.a, pair.b, *case, rounds=1, seed=seed) for case in cases]
     assert [(row.prompt_tokens, row.shared_tokens) for row in rows] == [(1000, 1000), (1500, 700)]
@@ -49,7 +52,7 @@ def test_what_the_demo_measures_and_prints(pair: Pair) -> None:
         assert row.outputs_equal
         hit(row.hit_tokens, tokens)
         assert min(row.cold_ttft_s, row.lookaside_ttft_s, row.local_ttft_s) > 0
-    assert two_instances.table(rows).count(" equal") == 2
+    assert all(two_instances.line(row).endswith(" equal") for row in rows)
 
 
 def test_less_than_a_page_is_computed(pair: Pair) -> None:
@@ -199,3 +202,65 @@ def test_metrics_inside_vllm(pair: Pair) -> None:
     assert counted(pair.b, "vllm:external_prefix_cache_hits_total") - before == hits_of(1000)
     page = httpx.get(f"{pair.b.base_url}/metrics", timeout=60, trust_env=False).text
     assert "lookaside" in page
+
+
+@missed_again
+def test_status_tells_found_loaded_and_computed_apart(pair: Pair) -> None:
+    """A prompt that is computed, one that vLLM has itself, one that is loaded: only that is found, and loaded."""
+    before = pair.sidecar.status()["counters"]["tokens"]
+    prompt, pages = pair.prompt(1000), hits_of(1000)
+    ask(pair.a, prompt)
+    ask(pair.a, prompt)
+    hit(ask(pair.b, prompt).cached_tokens, pages)
+
+    def told() -> dict[str, int]:
+        return {name: count - before[name] for name, count in pair.sidecar.status()["counters"]["tokens"].items()}
+
+    eventually(lambda: told()["requests"] == 3, "the sidecar to be told")
+    asked = 1000 + (1000 - pages) + 1000
+    assert told() == {"requests": 3, "asked": asked, "found": pages, "loaded": pages, "computed": asked - pages}
+
+
+def test_commands_take_the_prompt_of_a_request(pair: Pair) -> None:
+    """What a server was asked, also with a salt, is found, pinned and forgotten by its text."""
+
+    def command(*words: str) -> dict[str, Any]:
+        done = subprocess.run(
+            [BINARY, *words, "--json", "--runtime-dir", pair.sidecar.endpoint],
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def held(*words: str) -> tuple[int, int]:
+        """The pages that are held of a prompt, and those that it has."""
+        answer = command("lookup", "--timeout=60s", *words)
+        return answer["hit_pages"], answer["pages"]
+
+    def request(**body: Any) -> None:
+        answer = httpx.post(
+            f"{pair.a.base_url}/v1/completions",
+            json={"model": "small", "prompt": text, "max_tokens": 1, **body},
+            timeout=300,
+            trust_env=False,
+        )
+        answer.raise_for_status()
+
+    text = f"tell me, number {next(pair.seeds)}, what lies aside " * 60
+    plain = ("--prompt", text, "--vllm", pair.a.base_url)
+    salted = (*plain, "--cache-salt", "other")
+    none, pages = held(*plain)
+    assert none == 0 and pages >= 2
+    request()
+    eventually(lambda: held(*plain) == (pages, pages), "all pages of the prompt")
+    assert held(*salted) == (0, pages)
+    request(cache_salt="other")
+    eventually(lambda: held(*salted) == (pages, pages), "all pages of the prompt with a salt")
+
+    assert command("pin", *plain)["pages"] == pages
+    command("unpin", "--all")
+    command("clear", "--yes", *plain)
+    assert held(*plain) == (0, pages)
+    assert held(*salted) == (pages, pages), "what was forgotten had no salt"

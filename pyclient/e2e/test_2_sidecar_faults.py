@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 
+import httpx
 import pytest
 
 from examples.stand import client
@@ -181,4 +182,38 @@ def test_a_graceful_end_is_a_miss_too(pair: Pair) -> None:
     missed = ask(pair.b, prompt)
     assert (missed.tokens, missed.cached_tokens) == (truth.tokens, 0)
     pair.restart_sidecar()
+    hits_come_back(pair, prompt, truth)
+
+
+def post(server: Server, path: str) -> dict[str, object]:
+    """What a server's route for operators answers; anything but 200 fails."""
+    response = httpx.post(server.base_url + path, timeout=300, trust_env=False)
+    assert response.status_code == 200, f"{path}: {response.text}"
+    return response.json()
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_pause_sleep_and_reset_succeed_without_the_sidecar(pair: Pair, how: str) -> None:
+    """And nothing that was stored before is hit when it is back: the weights may be others by then."""
+    prompt = pair.prompt(1500)
+    truth = ask(pair.a, prompt)
+    client.reset_prefix_cache(pair.b.base_url)
+    assert ask(pair.b, prompt).tokens == truth.tokens
+    pair.sidecar.signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    try:
+        for path, back in [("/pause", "/resume"), ("/sleep?level=1", "/wake_up")]:
+            post(pair.b, path)
+            post(pair.b, back)
+            again = ask(pair.b, prompt)
+            assert (again.tokens, again.cached_tokens) == (truth.tokens, 0), path
+        client.reset_prefix_cache(pair.b.base_url, external=True)
+    finally:
+        if how == "stopped":
+            pair.sidecar.signal(signal.SIGCONT)
+    if how == "killed":
+        pair.sidecar.wait(30)
+        pair.restart_sidecar()
+    pair.connected()
+    again = ask(pair.b, prompt)
+    assert (again.tokens, again.cached_tokens) == (truth.tokens, 0)
     hits_come_back(pair, prompt, truth)

@@ -1,4 +1,5 @@
-"""Servers of other shapes: two ranks, ranks that hold the same bytes, next to no room, behind MultiConnector, with MLA.
+"""Servers of other shapes: two ranks, ranks that hold the same bytes, next to no room, behind MultiConnector, with MLA,
+with adapters.
 
 Each class has one or two servers of its own, which start at once, and ends them: all of them, with those of ``pair``,
 would not fit into 24 GiB.
@@ -6,6 +7,7 @@ would not fit into 24 GiB.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from examples.stand import client, model
@@ -64,11 +67,22 @@ def start_no_room(stand: Stand) -> Shape:
     """Twelve blocks; vLLM starts the sidecar itself, on the endpoint "auto"."""
     server = stand.server(
         "tight",
-        connector=configured(stand.endpoint("auto"), autostart=True, arena_size="512M", binary=str(BINARY)),
+        connector=configured(stand.endpoint("auto"), autostart=True, arena_limit="512M", binary=str(BINARY)),
         arguments=["--num-gpu-blocks-override", "12"],
         max_model_len=1024,
     )
     return Shape(stand, server)
+
+
+def start_on(stand: Stand, endpoint: str) -> Shape:
+    """Has the sidecar of another stand, which is there."""
+    return Shape(stand, stand.server("next", connector=configured(endpoint)))
+
+
+def status_of(endpoint: Path) -> dict[str, Any]:
+    """What the sidecar with this directory says of itself, whoever started it."""
+    address = (endpoint / "admin.addr").read_text().strip()
+    return httpx.get(f"http://{address}/v1/status", timeout=30.0, trust_env=False).json()
 
 
 def start_multi(stand: Stand) -> Shape:
@@ -98,6 +112,41 @@ def start_mla(stand: Stand) -> Shape:
         arguments=["--dtype", "bfloat16"],  # where the CPU has AMX, vLLM has no MLA in float32
     )
     return Shape(stand, server, (sidecar,))
+
+
+def write_adapter(base: Path, directory: Path, seed: int) -> Path:
+    """A LoRA adapter of a model, with random weights that are large enough to change its answers."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((base / "config.json").read_text())
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(layers):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        weights[f"{name}.lora_A.weight"] = torch.randn(8, hidden, generator=generator)
+        weights[f"{name}.lora_B.weight"] = torch.randn(hidden, 8, generator=generator)
+    directory.mkdir()
+    save_file(weights, directory / "adapter_model.safetensors")
+    adapter = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(adapter))
+    return directory
+
+
+def start_with_adapter(seed: int) -> Callable[[Stand], Shape]:
+    """A server whose adapter "l" has the weights of this seed."""
+
+    def start(stand: Stand) -> Shape:
+        adapter = write_adapter(stand.model, stand.directory / f"adapter-{seed}", seed)
+        server = stand.server(
+            f"lora-{seed}",
+            connector=configured(stand.endpoint("lora")),
+            arguments=["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"l={adapter}"],
+        )
+        return Shape(stand, server)
+
+    return start
 
 
 @contextmanager
@@ -231,6 +280,28 @@ class TestTwoRanksAndNoRoom:
         assert os.sched_getaffinity(started) == os.sched_getaffinity(0), "bound to a core of vLLM's"
         hits_again(no_room.server, prompt, truth, "hits in the new sidecar")
 
+    def test_the_started_sidecar_outlives_its_servers(self, no_room: Shape, small_model: Path, stands: Stands) -> None:
+        """SIGTERM to the server that started it, then to all processes of one that found it. Uses no_room up."""
+        endpoint = Path(no_room.stand.endpoint("auto").format(rank=0))
+        pid = (endpoint / "lock").read_text()
+        prompt = model.prompt(700, 53_001)
+        truth = computed(no_room.server, prompt)
+        ask(no_room.server, prompt)
+        hits_again(no_room.server, prompt, truth, "a hit before the server ends")
+        no_room.server.signal(signal.SIGTERM)
+        no_room.server.wait(120)
+        with started(stands(small_model), lambda stand: start_on(stand, no_room.stand.endpoint("auto"))) as (
+            following,
+        ):
+            eventually(lambda: len(status_of(endpoint)["sessions"]) == 2, "both sessions of the next server")
+            found = ask(following.server, prompt)
+            assert (found.tokens, found.cached_tokens) == (truth.tokens, hits_of(700))
+            os.killpg(following.server.pid, signal.SIGTERM)
+            following.server.wait(120)
+        eventually(lambda: not status_of(endpoint)["sessions"], "a sidecar that serves nobody")
+        assert (endpoint / "lock").read_text() == pid
+        assert status_of(endpoint)["slots"]["ready"] > 0
+
 
 class TestOneHead:
     """Both ranks hold the same bytes: they store them once, and load all of them."""
@@ -279,3 +350,51 @@ class TestMultiAndMLA:
         again = ask(mla.server, prompt)
         assert again.cached_tokens == hits_of(1000, page)
         assert page <= PAGE
+
+
+@pytest.fixture(scope="class")
+def adapters(small_model: Path, stands: Stands) -> Iterator[list[Shape]]:
+    stand = stands(small_model)
+    stand.sidecar(0, "lora", settings=LITTLE)
+    with started(stand, start_with_adapter(1), start_with_adapter(2)) as shapes:
+        yield shapes
+
+
+class TestAdapters:
+    """Two servers on one sidecar, whose adapters have the same name and other weights."""
+
+    def test_adapters_of_one_name_do_not_share(self, adapters: list[Shape]) -> None:
+        one, other = (shape.server for shape in adapters)
+        prompt = model.prompt(1000, 57_000)
+        truths = [computed(server, prompt, model="l") for server in (one, other)]
+        assert truths[0].tokens != truths[1].tokens, "the adapters change nothing"
+        assert ask(one, prompt, model="l").tokens == truths[0].tokens
+        hits_again(one, prompt, truths[0], "what the first has stored", model="l")
+        foreign = ask(other, prompt, model="l")
+        assert (foreign.tokens, foreign.cached_tokens) == (truths[1].tokens, 0)
+        hits_again(other, prompt, truths[1], "what the second has stored", model="l")
+        hits_again(one, prompt, truths[0], "what the first has stored, still", model="l")
+
+    def test_without_an_adapter_all_is_shared(self, adapters: list[Shape]) -> None:
+        one, other = (shape.server for shape in adapters)
+        prompt = model.prompt(1000, 57_001)
+        truth = computed(one, prompt)
+        assert ask(one, prompt).tokens == truth.tokens
+        hits_again(other, prompt, truth, "what the other has stored")
+
+    def test_another_seed_is_named_in_both_logs(self, adapters: list[Shape]) -> None:
+        """A server that shares nothing with those that are there, because its PYTHONHASHSEED differs."""
+        one, other = adapters
+        other.server.end()
+        seeded = one.stand.server(
+            "seeded", connector=configured(one.stand.endpoint("lora")), env={"PYTHONHASHSEED": "1"}
+        )
+        seeded.wait_ready()
+        fix = "start all with the same PYTHONHASHSEED"
+        eventually(lambda: fix in seeded.log.read_text(), "the warning in the new server's log")
+        eventually(lambda: fix in one.server.log.read_text(), "the warning in the log of the one that was there")
+        prompt = model.prompt(1000, 57_002)
+        truth = computed(one.server, prompt)
+        hits_again(one.server, prompt, truth, "what the first has stored")
+        first = ask(seeded, prompt)
+        assert (first.tokens, first.cached_tokens) == (truth.tokens, 0)

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from examples.beyond_memory import __main__ as beyond_memory
-from examples.stand import client, model
+from examples.stand import client, command, model
 from examples.stand.client import Answer
 from examples.stand.processes import BINARY, Redis, Server, Sidecar, Stand, dax_arena, eventually
 
@@ -246,17 +246,18 @@ class TestTiers:
         assert counted(one.server, "vllm:lookaside_load_failures_total") == 0
         assert client.metric(one.server.base_url, "vllm:lookaside_prefill_tokens_per_second") > 0
 
-    def test_what_the_demo_measures_and_prints(self, tiered: Tiered) -> None:
-        """examples/beyond_memory on this server: the rows that `make demo TIERS=disk` writes, and its table."""
+    def test_what_the_demo_measures_and_prints(self, tiered: Tiered, capsys: pytest.CaptureFixture[str]) -> None:
+        """examples/beyond_memory on this server: the rows that `make demo TIERS=disk` prints and writes."""
         one = tiered.one
-        rows = beyond_memory.measure(one.server, one.sidecar, "disk", (300, 1000), rounds=2, seed=78)
+        shown = command.Table(beyond_memory.head("disk"), beyond_memory.line)
+        beyond_memory.measure(one.server, one.sidecar, "disk", (300, 1000), rounds=2, seed=78, shown=shown)
+        rows = shown.rows
         assert [row.prompt_tokens for row in rows] == [300, 1000]
         assert [row.hit_tokens for row in rows] == [hits_of(300), hits_of(1000)]
         for row in rows:
             assert row.outputs_equal
             assert min(row.computed_ttft_s, row.tier_ttft_s, row.arena_ttft_s, row.local_ttft_s) > 0
-        text = beyond_memory.table(beyond_memory.Result("disk", 1 << 30, 1 << 27, 1 << 26, rows))
-        assert text.count(" equal") == 2
+        assert capsys.readouterr().out.count(" equal\n") == 2
 
     def test_local_hits_are_not_brought_up_again(self, tiered: Tiered) -> None:
         """vLLM has the first four of seven pages itself: they stay where they are."""
@@ -300,6 +301,23 @@ class TestTiers:
     def test_another_machine_finds_it_in_redis(self, tiered: Tiered) -> None:
         tiered.two.hits(tiered.truth, range(len(PROMPTS)))
         assert tiered.two.sidecar.tiers()["redis"]["loaded_chunks"] > len(PROMPTS)
+
+    def test_salts_do_not_meet_in_redis(self, tiered: Tiered) -> None:
+        """Two tenants ask the same, on two machines that share a Redis server."""
+        one, two, prompt = tiered.one, tiered.two, model.prompt(700, 60_900)
+
+        def salted(server: Server, salt: str) -> Answer:
+            client.reset_prefix_cache(server.base_url)
+            return ask(server, prompt, cache_salt=salt)
+
+        before = one.sidecar.tiers()["redis"]["stored_chunks"]
+        truth = salted(one.server, "alice")
+        assert truth.cached_tokens == 0
+        eventually(lambda: one.sidecar.tiers()["redis"]["stored_chunks"] >= before + 3, "alice's chunks to be written")
+        bob = salted(two.server, "bob")
+        assert (bob.tokens, bob.cached_tokens) == (truth.tokens, 0)
+        alice = salted(two.server, "alice")
+        assert (alice.tokens, alice.cached_tokens) == (truth.tokens, hits_of(700))
 
     def test_an_emptied_disk_is_filled_from_redis(self, tiered: Tiered) -> None:
         one = tiered.one

@@ -1,112 +1,161 @@
 """Starts a sidecar on an endpoint where none answers.
 
-The sidecar is its own process group and outlives the engine that started it, so
-that the next engine finds what this one stored; it ends by itself when nobody
-has been connected for a while. Two engines that start one at the same moment do
-no harm: the sidecar locks its directory, and the second one exits.
+vLLM ends by killing all descendants of its processes, those that lead a session of
+their own among them. A sidecar shall outlive it, so that the next engine finds what
+this one stored. So ``lookaside serve --detach`` starts it: a process that waits until
+the sidecar serves, and then ends and leaves the sidecar to the init process. The
+sidecar ends by itself when nobody has been connected for a while.
+
+Two workers that start one at the same moment do no harm: the sidecar locks its
+directory, and the second one ends.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 
-from lookaside.session import EndpointAbsent, check_directory
+from lookaside.session import RateLimitedLog
 
 # Below "vllm", so that its handlers show it.
 logger = logging.getLogger("vllm.lookaside")
 
-LOG_NAME = "sidecar.log"
 IDLE_EXIT_S = 600
 _FIRST_PAUSE_S = 2.0
 _LAST_PAUSE_S = 60.0
+_TOLD_EVERY_S = 600.0
+# How `lookaside serve` ends; docs/operations.md has these.
+_OWNED = 75
+_SETTINGS = 78
+# A sidecar that is ending holds its directory for as long as it writes to its tiers.
+_OWNED_PATIENCE_S = 60.0
+_MAX_WORDS = 2000  # bytes
+# What may keep a process from being started now, and not later.
+_PASSING = {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ETXTBSY}
 
 
 class Autostart:
-    """Keeps one endpoint served. Used by one thread, the session's."""
+    """Keeps one endpoint served."""
 
     def __init__(self, binary: str, endpoint: str, arguments: Sequence[str] = ()) -> None:
         """arguments come behind those that this module gives, and so override them."""
         self._binary = binary
         self._endpoint = endpoint
         self._arguments = tuple(arguments)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._log = RateLimitedLog(logger, _TOLD_EVERY_S)
+        # The caller's of ensure.
         self._next = 0.0
         self._pause_s = _FIRST_PAUSE_S
+        # Written by the thread that starts a sidecar. There is one at a time.
+        self._starting: threading.Thread | None = None
+        self._owned_since: float | None = None
+        self._given_up = False
 
     def ensure(self) -> None:
-        """Start a sidecar unless the last one is starting still, or was tried just now.
+        """Begin to start a sidecar, unless one is being started, or was tried just now.
 
-        Returns without waiting for it to answer. Raises OSError, EndpointError
-        or RuntimeError when it cannot be started.
+        Does nothing after a start that failed for a reason that lasts. Does not wait,
+        and logs what fails. Call it from one thread.
         """
         now = time.monotonic()
-        if self._process is not None:
-            code = self._process.poll()
-            if code is None:
-                return
-            self._process = None
-            logger.warning(
-                "the sidecar that was started on %s has exited with %d: %s",
-                self._endpoint,
-                code,
-                self._last_words() or "it said nothing",
-            )
-        if now < self._next:
+        if self._given_up or now < self._next or (self._starting is not None and self._starting.is_alive()):
             return
+        if now > self._next + _LAST_PAUSE_S:  # the last one has served meanwhile
+            self._pause_s = _FIRST_PAUSE_S
         self._next = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
-        self._start()
+        self._starting = threading.Thread(target=self._start, name="lookaside-autostart", daemon=True)
+        self._starting.start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the start that is under way to end; returns whether a sidecar may answer now or later."""
+        if self._starting is not None:
+            self._starting.join(timeout_s)
+        return not self._given_up
 
     def _start(self) -> None:
+        try:
+            status, said = self._run()
+        except OSError as error:
+            if error.errno in _PASSING:
+                self._failed(str(error))
+            else:
+                self._give_up(f"{self._binary}: {error.strerror}; set lookaside.binary to the program's path")
+            return
+        if status == 0 and said.startswith("lookaside: serving"):
+            self._owned_since = None
+            logger.info("lookaside: started a sidecar: %s", said.removeprefix("lookaside: "))
+            return
+        if not said.startswith("lookaside: "):
+            words = f"said {said!r}" if said else "said nothing"
+            self._give_up(
+                f"{self._binary} ended with {status} and {words}; set lookaside.binary to the sidecar's program"
+            )
+            return
+        reason = said.removeprefix("lookaside: ")
+        if status == _SETTINGS:
+            self._give_up(reason)
+        elif status == _OWNED:
+            # The other worker's sidecar, or one that is ending.
+            now = time.monotonic()
+            self._owned_since = self._owned_since or now
+            if now - self._owned_since > _OWNED_PATIENCE_S:
+                self._log.warning(
+                    "owned", "lookaside: no sidecar answers on %s, and none can be started: %s", self._endpoint, reason
+                )
+        else:
+            self._failed(reason)
+
+    def _run(self) -> tuple[int, str]:
+        """How `lookaside serve --detach` ended, and what it said, as one line."""
         program = shutil.which(self._binary)
         if program is None:
-            raise FileNotFoundError(
-                f"lookaside.autostart: no program {self._binary!r} (set lookaside.binary to its path)"
-            )
-        make_directory(self._endpoint)
-        log = os.open(
-            os.path.join(self._endpoint, LOG_NAME),
-            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC,
-            0o600,
-        )
-        # vLLM binds a worker's threads to single cores, which a child would inherit.
-        bound = os.sched_getaffinity(0)
-        try:
-            os.sched_setaffinity(0, range(os.cpu_count() or 1))
-            self._process = subprocess.Popen(
-                [
-                    program,
-                    "serve",
-                    f"--runtime-dir={self._endpoint}",
-                    f"--lifecycle-idle-exit={IDLE_EXIT_S}s",
-                    *self._arguments,
-                ],
-                env=_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                cwd="/",
-            )
-        finally:
-            os.sched_setaffinity(0, bound)
-            os.close(log)
-        logger.info("started a sidecar on %s: pid %d", self._endpoint, self._process.pid)
+            raise FileNotFoundError(errno.ENOENT, "no such program")
+        # vLLM binds a worker's threads to single cores, which a child inherits from this one.
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        with subprocess.Popen(
+            [
+                os.path.abspath(program),
+                "serve",
+                "--detach",
+                f"--runtime-dir={self._endpoint}",
+                f"--lifecycle-idle-exit={IDLE_EXIT_S}s",
+                *self._arguments,
+            ],
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd="/",
+        ) as process:
+            assert process.stdout is not None
+            said = process.stdout.read(_MAX_WORDS)
+            if len(said) == _MAX_WORDS:  # no sidecar's: it may never end
+                process.kill()
+        return process.returncode, " ".join(said.decode(errors="replace").split())
 
-    def _last_words(self) -> str:
-        """The last line that the sidecar logged, for the message about its end."""
-        try:
-            with open(os.path.join(self._endpoint, LOG_NAME), "rb") as log:
-                log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
-                lines = log.read().decode(errors="replace").strip().splitlines()
-        except OSError:
-            return ""
-        return lines[-1] if lines else ""
+    def _failed(self, reason: str) -> None:
+        self._log.warning(
+            "failed",
+            "lookaside: starting a sidecar on %s failed: %s. vLLM serves without it, and tries again",
+            self._endpoint,
+            reason,
+        )
+
+    def _give_up(self, reason: str) -> None:
+        self._given_up = True
+        logger.error(
+            "lookaside: no sidecar can be started on %s: %s. vLLM serves without it, and does not try again",
+            self._endpoint,
+            reason,
+        )
 
 
 def _environment() -> dict[str, str]:
@@ -120,21 +169,3 @@ def _environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name != "LD_PRELOAD" and not name.startswith(("KMP_", "OMP_"))
     }
-
-
-def make_directory(path: str) -> None:
-    """Make an endpoint's directory and what is missing above it, all of mode 0700.
-
-    Raises EndpointError for a directory that exists and cannot be trusted.
-    """
-    parent = os.path.dirname(path)
-    if parent and not os.path.isdir(parent):
-        make_directory(parent)
-    try:
-        os.mkdir(path, 0o700)
-    except FileExistsError:
-        pass
-    try:
-        check_directory(path)
-    except EndpointAbsent as gone:
-        raise RuntimeError(f"{path} vanished while a sidecar was being started") from gone

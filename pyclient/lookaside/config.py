@@ -23,10 +23,10 @@ from typing import Any
 
 PREFIX = "lookaside."
 
-# sun_path holds 108 bytes with its terminator; the longest name that the
-# sidecar puts into an endpoint is "reply-%016x.sock".
+# sun_path holds 108 bytes with its terminator; this is the longest name that the
+# sidecar puts into an endpoint.
 _SUN_PATH_BYTES = 107
-_LONGEST_SOCKET_NAME = "reply-0123456789abcdef.sock"
+_LONGEST_SOCKET_NAME = "session.sock"
 
 _SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*$", re.IGNORECASE)
@@ -76,6 +76,9 @@ class Config:
     """Whether pages that generated tokens filled are stored too."""
     lookup_timeout_ms: int = 100
     """How long a lookup may be out before it counts as a miss."""
+    lookup_timeout_max_ms: int = 2_000
+    """How long one may be out whose prefix takes long to compute: a tenth of that
+    time, and no more than this."""
     promotion_timeout_ms: int = 3_000
     """How long one may be out whose pages a sidecar is bringing up from a tier
     below its memory; 0: none are brought up."""
@@ -86,10 +89,10 @@ class Config:
     load_timeout_ms: int = 10_000
     """How long a load may take before it is reported as failed."""
     reset_timeout_ms: int = 2_000
-    """How long reset_cache waits for every rank to clear its space."""
+    """How long reset_cache waits for every rank to clear its space; it succeeds in any case."""
     autostart: bool = False
     """Start a sidecar on the endpoint if none answers."""
-    arena_size: int | None = None
+    arena_limit: int | None = None
     """Arena limit of an autostarted sidecar, in bytes; None: the sidecar's own."""
     sidecar_config: str | None = None
     """Settings file of an autostarted sidecar; ranks as in ``endpoint``."""
@@ -112,7 +115,7 @@ class Config:
     def sidecar_arguments(self, rank: int, dp_rank: int) -> list[str]:
         """What one rank's autostarted sidecar is given beside its directory; rank 0's where all have the same."""
         rank = 0 if self.one_sidecar else rank
-        arguments = [] if self.arena_size is None else [f"--arena-limit={self.arena_size}"]
+        arguments = [] if self.arena_limit is None else [f"--arena-limit={self.arena_limit}"]
         if self.sidecar_config is not None:
             arguments.append(f"--config={self.sidecar_config}")
         arguments += self.sidecar_args
@@ -241,6 +244,13 @@ SETTINGS: dict[str, Setting] = {
         "pages up from a tier below its memory. The scheduler never waits for it, and after one such "
         "lookup none is sent until the sidecar speaks again.",
     ),
+    "lookup_timeout_max_ms": Setting(
+        _integer(0, 60_000),
+        "ms",
+        "2000",
+        "A prefix that would take long to compute may be waited for longer than `lookup_timeout_ms`: a tenth "
+        "of that time, learnt from vLLM's steps, up to this. Not above `lookup_timeout_ms`: no longer.",
+    ),
     "promotion_timeout_ms": Setting(
         _integer(0, 600_000),
         "ms",
@@ -272,7 +282,8 @@ SETTINGS: dict[str, Setting] = {
         _integer(1, 60_000),
         "ms",
         "2000",
-        "How long resetting the cache waits for every rank's sidecar to clear its space.",
+        "How long resetting the cache waits for every rank's sidecar to clear its space. The reset succeeds "
+        "in any case: until a sidecar has cleared the space, nothing of it is hit.",
     ),
     "autostart": Setting(
         _boolean,
@@ -280,7 +291,7 @@ SETTINGS: dict[str, Setting] = {
         "false",
         "Start a sidecar on the endpoint if none answers there.",
     ),
-    "arena_size": Setting(
+    "arena_limit": Setting(
         parse_size,
         "size",
         "the sidecar's: 4G",
@@ -314,6 +325,9 @@ SETTINGS: dict[str, Setting] = {
     ),
 }
 
+_RENAMED = {"arena_size": "arena_limit"}
+"""Names that settings had before, and their names now."""
+
 assert set(SETTINGS) == {field.name for field in fields(Config)}
 
 
@@ -323,11 +337,13 @@ def _misspelt(key: str) -> str | None:
     bare = re.sub(r"^lookaside[._]?", "", folded)
     if folded.startswith("lookaside"):
         return _nearest(bare)
-    return bare if bare in SETTINGS else None
+    return _nearest(bare) if bare in SETTINGS or bare in _RENAMED else None
 
 
 def _nearest(name: str) -> str:
     folded = name.lower().replace("-", "_")
+    if folded in _RENAMED:
+        return _RENAMED[folded]
     return max(SETTINGS, key=lambda known: difflib.SequenceMatcher(None, folded, known).ratio())
 
 
@@ -346,6 +362,9 @@ def parse(extra: Mapping[str, object] | None) -> Config:
                 values[name] = SETTINGS[name].read(value)
             except ConfigError as error:
                 errors.append(f"{key}: {error}")
+            continue
+        if key.startswith(PREFIX) and name in _RENAMED:
+            errors.append(f"{key} is named {PREFIX}{_RENAMED[name]} now")
             continue
         meant = _nearest(name) if key.startswith(PREFIX) else _misspelt(key)
         if meant is not None:

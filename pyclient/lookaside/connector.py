@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,23 +25,16 @@ try:
         KVConnectorBase_V1,
         KVConnectorMetadata,
         KVConnectorRole,
+        KVConnectorTransferResults,  # what failed as a whole: from 0.30 on
         KVConnectorWorkerMetadata,
         SupportsHMA,
     )
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
-
-    # 0.29 laid all layers out in one allocation and described them by strides.
-    if not (
-        hasattr(KVCacheConfig, "prefix_cacheable_group_ids")
-        and {"layers", "layer_stride", "block_stride"} <= KVCacheTensor.__dataclass_fields__.keys()
-    ):
-        raise ImportError("it describes its KV cache in an older way")
 except ImportError as error:
     try:
         from vllm import __version__ as _found
     except ImportError:
         _found = "none"
-    raise ImportError(f"lookaside needs vLLM 0.29 to 0.32; found vLLM {_found}, which does not do: {error}") from error
+    raise ImportError(f"lookaside needs vLLM 0.30 to 0.32; found vLLM {_found}, which does not do: {error}") from error
 
 from lookaside import config as settings
 from lookaside import space
@@ -49,7 +44,6 @@ from lookaside.stats import Collector, LookasidePromMetrics, LookasideStats
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -57,6 +51,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -89,10 +84,11 @@ def _nothing() -> None:
     return None
 
 
-def _no_results() -> KVConnectorTransferResults:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-
-    return KVConnectorTransferResults()
+def _is_vllms_command() -> bool:
+    """Whether this process is vLLM's own command, so that an error's message says more than its traceback."""
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    return (spec is not None and spec.name.startswith("vllm.")) or os.path.basename(sys.argv[0]) == "vllm"
 
 
 class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
@@ -257,7 +253,7 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
     @_contained(_nothing)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
-            self._worker.start_load_kv(getattr(forward_context, "attn_metadata", None) is None)
+            self._worker.start_load_kv()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: loads are asynchronous, and whole before their request runs."""
@@ -276,10 +272,10 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
             return None, None
         return self._worker.get_finished(finished_req_ids)
 
-    @_contained(_no_results)
+    @_contained(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """get_finished, and which loads failed as a whole. Called by vLLM 0.30 and later."""
-        results = _no_results()
+        """get_finished, and which loads failed as a whole."""
+        results = KVConnectorTransferResults()
         if self._worker is not None:
             _, received = self._worker.get_finished(finished_req_ids)
             results.finished_recving = received or set()
@@ -316,6 +312,17 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
         return () if self._scheduler is None else self._scheduler.take_events()
 
     @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """False: nothing is copied layer by layer. Refuses settings that cannot be used."""
+        try:
+            settings.parse(extra_config)
+        except settings.ConfigError as error:
+            if _is_vllms_command():
+                raise SystemExit(f"lookaside: {error}") from None
+            raise
+        return False
+
+    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
         return LookasideStats(data=data or {})
 
@@ -329,6 +336,27 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> KVConnectorPromMetrics | None:
         return LookasidePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
+
+def _check_early() -> None:
+    """Refuse bad settings while vLLM still validates its configuration, before it loads a model.
+
+    vLLM shows a connector its settings at that time only where it captures whole CUDA graphs
+    (requires_piecewise_for_cudagraph). Everywhere it imports this module then, from its factory,
+    which has the settings in a local variable. Where it has none, the settings are checked when
+    the connector is made, as vLLM means it, and a bad one ends under "Engine core initialization
+    failed", minutes later.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == KVConnectorFactory.__module__:
+            transfer = frame.f_locals.get("kv_transfer_config")
+            if transfer is not None:
+                LookasideConnector.requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config)
+                return
+        frame = frame.f_back
+
+
+_check_early()
 
 # Under MultiConnector the front end finds a child's statistics by the name of
 # its class alone, without the module path that the child was loaded from.

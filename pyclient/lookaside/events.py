@@ -86,9 +86,12 @@ class SessionFeed:
 
 
 class Block(NamedTuple):
-    """What an announcement says of a block, beside its digest."""
+    """What an announcement says of a block."""
 
+    hash: bytes
+    """vLLM's, which routers know. The name that it is held by may be another (identity.py)."""
     parent: bytes | None
+    """vLLM's hash of the block before."""
     token_ids: Sequence[int]
     lora_id: int | None
     lora_name: str | None
@@ -115,18 +118,26 @@ class EventBook:
         self._clock = clock
         self._max_held, self._max_wanted = max_held, max_wanted
         self._held: dict[bytes, int] = {}  # by digest: a bit for each rank that holds it
-        self._announced: set[bytes] = set()  # held by all
+        self._announced: dict[bytes, bytes] = {}  # held by all: name -> vLLM's hash
         self._wanted: OrderedDict[bytes, Block] = OrderedDict()
-        self._out: list[tuple[bytes, Block | None]] = []  # in their order; None: removed
+        self._out: list[tuple[bytes, Block | None]] = []  # hashes, in their order; None: removed
         self._hurry_until = 0.0
 
-    def note(self, request: Request, first_page: int, digests: Iterable[bytes], parent: bytes | None) -> None:
-        """These pages of a request are being saved, or were found held."""
+    def note(
+        self,
+        request: Request,
+        first_page: int,
+        names: Iterable[bytes],
+        hashes: Iterable[bytes],
+        parent: bytes | None,
+    ) -> None:
+        """These pages of a request are being saved, or were found held. parent is vLLM's hash of the page before."""
         lora = request.lora_request
-        for page, digest in enumerate(digests, first_page):
+        for page, (digest, block_hash) in enumerate(zip(names, hashes, strict=True), first_page):
             if digest not in self._announced:
                 start, end = page * self._page, (page + 1) * self._page
                 block = Block(
+                    bytes(block_hash),
                     parent,
                     list(request.all_token_ids[start:end]),
                     lora.adapter_id if lora is not None else None,
@@ -140,11 +151,16 @@ class EventBook:
                     self._wanted.move_to_end(digest)
                     if len(self._wanted) > self._max_wanted:
                         self._wanted.popitem(last=False)
-            parent = digest
+            parent = bytes(block_hash)
 
     def hurry(self) -> None:
         """A save has ended: what became of it will be told soon."""
         self._hurry_until = self._clock() + _HURRY_S
+
+    def void(self) -> None:
+        """The cache is reset: what was announced is not hit any more, and what was noted will not be stored."""
+        self._reset(self._all)
+        self._wanted.clear()
 
     def has_pending(self) -> bool:
         """Whether the engine had better step on to hear of what it saved."""
@@ -192,20 +208,20 @@ class EventBook:
         self._retract(digest)
 
     def _reset(self, bit: int) -> None:
-        for digest in self._announced:
-            self._out.append((digest, None))
+        for block_hash in self._announced.values():
+            self._out.append((block_hash, None))
         self._announced.clear()
         held = {digest: ranks & ~bit for digest, ranks in self._held.items()}
         self._held = {digest: ranks for digest, ranks in held.items() if ranks}
 
     def _announce(self, digest: bytes, block: Block) -> None:
-        self._announced.add(digest)
-        self._out.append((digest, block))
+        self._announced[digest] = block.hash
+        self._out.append((block.hash, block))
 
     def _retract(self, digest: bytes) -> None:
-        if digest in self._announced:
-            self._announced.remove(digest)
-            self._out.append((digest, None))
+        block_hash = self._announced.pop(digest, None)
+        if block_hash is not None:
+            self._out.append((block_hash, None))
 
 
 def _extra_keys(request: Request, start: int, end: int) -> tuple[Any, ...] | None:

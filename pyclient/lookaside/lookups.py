@@ -8,7 +8,10 @@ hold the same pages in the same sidecar have one session, which is asked once fo
 all of them; below, that is one rank.
 
 What lies in a sidecar's memory is answered within a fraction of a millisecond, and
-a rank that says nothing for timeout_s is given up. One that has to bring pages up
+a rank that says nothing for timeout_s is given up. Where computing the prefix would take
+long, that is a share of this time instead, up to longest_s: on a busy machine a sidecar may
+stand still for a while, and its answer is still worth more than what the wait costs. A rank
+whose session is suspect gets no more than timeout_s. One that has to bring pages up
 from a tier below says so first, and when it expects them; it is then given twice
 that time, within promotion_timeout_s. A sidecar that ends meanwhile is noticed at
 once, because its session ends.
@@ -19,9 +22,14 @@ the sidecar puts on every lookup. A lookup that this side has given up is cancel
 when it is given up, and once more if its answer still comes, because the first
 cancel may have been dropped with a full queue.
 
-The sockets are ZMQ over ``ipc://``, a PUSH and a PULL per session. They are made
+Messages prove that they are a session's by the secret that its handshake gave it,
+and answers are sent to whoever listens under that secret as its routing id: other
+processes of the user can connect to both sockets. A worker that is to load what a
+lookup has leased is given the lookup's ticket, which only the secret makes.
+
+The sockets are ZMQ over ``ipc://``, a PUSH and a DEALER per session. They are made
 and connected on the session's thread, which waits until both are up before it
-lets the session count as connected (an answer sent to a PULL that is not up yet
+lets the session count as connected (an answer sent to a DEALER that is not up yet
 would be lost), and then belong to the scheduler's thread; the lock between the
 two is the memory fence that ZMQ asks for when a socket changes threads.
 
@@ -57,17 +65,21 @@ _RECEIVE_QUEUE = 4096
 _WAIT_SLICE_MS = 50
 # What a rank that promotes may be late by, beside twice the time that it named.
 _PROMOTION_GRACE_S = 0.1
+# Of the time that computing a prefix takes, what its lookup may. An answer saves nearly all of that time, so that a
+# wait in vain, after which the rank is not asked again until it speaks, may well cost a tenth more.
+_PREFILL_SHARE = 0.1
 
 
 class _Link:
     """The two sockets of one rank's present session. The scheduler thread's own."""
 
-    __slots__ = ("pull", "push", "session_id")
+    __slots__ = ("pull", "push", "secret", "session_id")
 
-    def __init__(self, push: zmq.Socket, pull: zmq.Socket, session_id: int) -> None:
+    def __init__(self, push: zmq.Socket, pull: zmq.Socket, session_id: int, secret: bytes) -> None:
         self.push = push
         self.pull = pull
         self.session_id = session_id
+        self.secret = secret
 
     def send(self, data: bytes) -> bool:
         """Queue a message; False if the queue is full."""
@@ -85,23 +97,30 @@ class _Link:
 class Lookup:
     """One question to all ranks. Made by LookupClient.start; scheduler thread only."""
 
-    __slots__ = ("_asked", "_client", "_hits", "_out", "_promised", "_result", "first_page", "id")
+    __slots__ = (
+        *("_asked", "_client", "_end_page", "_hits", "_out", "_page_s", "_promised", "_result", "_since"),
+        *("first_page", "id"),
+    )
 
     def __init__(
         self,
         client: LookupClient,
         lookup_id: int,
         first_page: int,
-        asked: tuple[tuple[int, int], ...],
-        deadline: float,
+        pages: int,
+        asked: tuple[tuple[int, bytes], ...],
+        prefill_s: float,
     ) -> None:
         self._client = client
         self.id = lookup_id
         self.first_page = first_page
         """The page that the hits are counted from."""
         self._asked = asked
-        """(scheduler session id, lookup id) of every session."""
-        self._out = dict.fromkeys(range(len(asked)), deadline)
+        """The scheduler's id and secret in every session; 0 where there was none."""
+        self._since = client._clock()
+        self._end_page = first_page + pages
+        self._page_s = prefill_s / max(1, pages)
+        self._out = dict.fromkeys(range(len(asked)), self._since + client._patience_s(prefill_s))
         """The ranks that have not answered, and when each is given up."""
         self._promised: dict[int, float] = {}
         """The ranks that promote pages, and until when they may at most."""
@@ -109,10 +128,13 @@ class Lookup:
         self._result: int | None = None
 
     @property
-    def refs(self) -> tuple[tuple[int, int], ...]:
-        """(scheduler session id, lookup id) of every rank: what its worker needs to load."""
-        counts = self._client._ranks
-        return tuple(asked for asked, ranks in zip(self._asked, counts, strict=True) for _ in range(ranks))
+    def refs(self) -> tuple[wire.LeaseRef, ...]:
+        """Of every rank: what its worker needs to load."""
+        return tuple(
+            ref
+            for (session, secret), ranks in zip(self._asked, self._client._ranks, strict=True)
+            for ref in (wire.LeaseRef(session, self.id, wire.ticket(secret, self.id)),) * ranks
+        )
 
     def poll(self) -> int | None:
         """Hit pages from first_page on, or None while the answer of any rank is out.
@@ -124,8 +146,11 @@ class Lookup:
         return self._result
 
     def trim(self, first_page: int) -> None:
-        """Free the leases on chunks wholly below first_page."""
-        self._client._tell(self, lambda session, lookup: wire.Trim(session, lookup, first_page))
+        """Free the leases on chunks wholly below first_page, and wait no longer than for what is left."""
+        self._client._tell(self, lambda session, secret, lookup: wire.Trim(session, secret, lookup, first_page))
+        deadline = self._since + self._client._patience_s((self._end_page - first_page) * self._page_s)
+        for rank in self._out.keys() - self._promised.keys():
+            self._out[rank] = min(self._out[rank], deadline)
 
     def cancel(self) -> None:
         """Free everything; the result is 0 unless it was known. Safe to repeat.
@@ -144,16 +169,20 @@ class LookupClient:
         timeout_s: float,
         promotion_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
+        longest_s: float = 0.0,
     ) -> None:
         """sessions, in the order of their ranks, are the caller's to start and close.
 
-        With promotion_timeout_s 0 nothing is promoted for these lookups.
+        With promotion_timeout_s 0 nothing is promoted for these lookups. longest_s is what a
+        lookup may take at most whose prefix takes long to compute; not above timeout_s: no longer.
         """
         if not sessions:
             raise ValueError("a lookup needs at least one rank")
         self._sessions = tuple(sessions)
         self._ranks = tuple(session.options.ranks for session in sessions)
+        self._digest_bytes = sessions[0].options.digest_bytes
         self._timeout_s = timeout_s
+        self._longest_s = longest_s
         self._promotion_timeout_s = promotion_timeout_s
         self._deadline_ms = max(1, round(max(timeout_s, promotion_timeout_s) * 1000))
         self._clock = clock
@@ -181,17 +210,21 @@ class LookupClient:
         for rank, session in enumerate(self._sessions):
             session.subscribe(_Linker(self, rank))
 
-    def start(self, first_page: int, prev: bytes, hashes: bytes, recompute_us: int = 0) -> Lookup:
+    def start(
+        self, first_page: int, prev: bytes, hashes: bytes, recompute_us: int = 0, prefill_s: float = 0.0
+    ) -> Lookup:
         """Ask about the pages whose digests are given, the first being first_page.
 
         prev is the digest of the page before it, recompute_us how long vLLM takes
-        to compute a page (0: not known).
+        to compute a page (0: not known), prefill_s what it would take to compute all
+        that a hit can save.
         """
         self._adopt()
         lookup_id = next(self._ids) & 0xFFFFFFFFFFFFFFFF
         links = self._links
-        asked = tuple((link.session_id if link is not None else 0, lookup_id) for link in links)
-        lookup = Lookup(self, lookup_id, first_page, asked, self._clock() + self._timeout_s)
+        asked = tuple((link.session_id, link.secret) if link is not None else (0, b"") for link in links)
+        pages = len(hashes) // self._digest_bytes
+        lookup = Lookup(self, lookup_id, first_page, pages, asked, prefill_s)
         if not hashes:
             lookup._result = 0
             return lookup
@@ -203,7 +236,7 @@ class LookupClient:
         for rank, link in enumerate(links):
             assert link is not None
             question = wire.Lookup(
-                link.session_id, lookup_id, first_page, prev, hashes, self._deadline_ms, recompute_us
+                link.session_id, link.secret, lookup_id, first_page, prev, hashes, self._deadline_ms, recompute_us
             )
             if not link.send(wire.encode(question)):
                 self.unasked += 1
@@ -245,6 +278,16 @@ class LookupClient:
 
     # ---- the scheduler's thread ----
 
+    def _patience_s(self, prefill_s: float) -> float:
+        return max(self._timeout_s, min(_PREFILL_SHARE * prefill_s, self._longest_s))
+
+    def _is_late(self, lookup: Lookup, rank: int, now: float) -> bool:
+        """Whether a rank is to be given up: past its time, or suspect and past what every rank has."""
+        if now >= lookup._out[rank]:
+            return True
+        doubted = rank not in lookup._promised and self._sessions[rank].suspect
+        return doubted and now >= lookup._since + self._timeout_s
+
     def _usable(self, rank: int) -> bool:
         link, session = self._links[rank], self._sessions[rank]
         return link is not None and session.available and session.session_id == link.session_id
@@ -275,14 +318,15 @@ class LookupClient:
                 self._give_up(lookup, known=None)
                 return
         now = self._clock()
-        late = [rank for rank, deadline in lookup._out.items() if now >= deadline]
+        late = [rank for rank in lookup._out if self._is_late(lookup, rank, now)]
         if not late:
             return
         self.timeouts += 1
         for rank in late:
             self._sessions[rank].doubt()
         if lookup._promised.keys().isdisjoint(late):
-            self._log.warning("timeout", "a lookup was not answered in %g ms; a miss", self._timeout_s * 1000)
+            waited_ms = (now - lookup._since) * 1000
+            self._log.warning("timeout", "a lookup was not answered in %.0f ms; a miss", waited_ms)
         else:
             self._log.warning("promotion", "pages promised to a lookup did not arrive in time; a miss")
         self._give_up(lookup, known=None)
@@ -328,7 +372,7 @@ class LookupClient:
         if lookup is None or lookup._asked[rank][0] != link.session_id:
             self.late_answers += 1
             if answer.hit_pages:
-                link.send(wire.encode(wire.Cancel(link.session_id, answer.lookup)))
+                link.send(wire.encode(wire.Cancel(link.session_id, link.secret, answer.lookup)))
             return
         if rank not in lookup._out:
             return
@@ -339,12 +383,12 @@ class LookupClient:
             lookup._result = lookup._hits
             del self._pending[lookup.id]
 
-    def _tell(self, lookup: Lookup, make: Callable[[int, int], object]) -> None:
+    def _tell(self, lookup: Lookup, make: Callable[[int, bytes, int], object]) -> None:
         """Send every rank that may hold leases for the lookup what make builds."""
-        for rank, (session_id, lookup_id) in enumerate(lookup._asked):
+        for rank, (session_id, secret) in enumerate(lookup._asked):
             link = self._links[rank]
             if session_id and link is not None and link.session_id == session_id:
-                link.send(wire.encode(make(session_id, lookup_id)))
+                link.send(wire.encode(make(session_id, secret, lookup.id)))
 
     def _give_up(self, lookup: Lookup, known: int | None) -> None:
         self._pending.pop(lookup.id, None)
@@ -362,12 +406,13 @@ class LookupClient:
                 self._context.set(zmq.BLOCKY, 0)
             context = self._context
         push = context.socket(zmq.PUSH)
-        pull = context.socket(zmq.PULL)
-        link = _Link(push, pull, welcome.session)
+        pull = context.socket(zmq.DEALER)
+        link = _Link(push, pull, welcome.session, welcome.secret)
         try:
             push.setsockopt(zmq.LINGER, 0)
             push.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
             pull.setsockopt(zmq.LINGER, 0)
+            pull.setsockopt(zmq.ROUTING_ID, welcome.secret)
             pull.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
             pull.setsockopt(zmq.MAXMSGSIZE, _MAX_ANSWER_BYTES)
             deadline = time.monotonic() + _HANDSHAKE_PATIENCE_S

@@ -17,6 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from lookaside.wire import LeaseRef
+
 
 @dataclass(slots=True)
 class LoadSpec:
@@ -27,18 +29,19 @@ class LoadSpec:
     page from ``first_page`` on; most models' pages have one. The states of a model
     that keeps them are pages of their own, whose rows have nothing else: they are
     another spec of the same request, as if they followed the page that they end.
-    ``refs[rank]`` is the
-    (scheduler session id, lookup id) that leased the pages on that rank's
-    sidecar. Without refs the scheduler has nothing to load from: the load fails.
+    ``refs[rank]`` is what takes over the leases of the lookup that found the pages
+    on that rank's sidecar, and ``names`` (wire.names) what every rank must find there.
+    Without refs the scheduler has nothing to load from: the load fails.
     A block id 0 is vLLM's null block and must not be written: the window of the
     tokens to come does not reach so far back. The worker reports
     the request as received exactly once, whatever happens.
     """
 
     request_id: str
-    refs: tuple[tuple[int, int], ...]
+    refs: tuple[LeaseRef, ...]
     first_page: int
     block_ids: list[int]
+    names: bytes
 
 
 @dataclass(slots=True)
@@ -78,13 +81,15 @@ class LookasideMetadata(KVConnectorMetadata):
     ``aborted`` names requests that vLLM finished while their load was out: the
     worker need not finish the copy but must still report them as received.
     ``timed`` is not 0 if the workers shall tell how long the step's forward took,
-    under this number.
+    under this number. ``idle`` says that vLLM computes nothing, in this step or in one
+    that is under way: then a worker may wait for a load to end.
     """
 
     loads: list[LoadSpec] = field(default_factory=list)
     saves: list[SaveSpec] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     timed: int = 0
+    idle: bool = False
 
     def is_empty(self) -> bool:
         """Whether the step has nothing for the workers to do."""

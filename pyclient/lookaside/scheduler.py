@@ -1,7 +1,7 @@
 """The scheduler role: which prefixes to load, which pages to save, what to pin.
 
 All of it runs on vLLM's scheduler thread and none of it waits, except
-reset_cache, which has a deadline. Nothing here moves KV bytes.
+reset_cache, which has a deadline (clearing.py goes on after it). Nothing here moves KV bytes.
 
 **Lookups** start when a request is added, for its whole prefix, and are asked
 about when vLLM wants to know. While the answer is out vLLM is told to ask again:
@@ -9,7 +9,8 @@ some steps at most for what lies in the sidecars' memory, for longer where they
 bring pages up from a tier below. What vLLM turns out to have itself is trimmed
 from the lookup, so that it is not brought up either.
 An answer belongs to the prefix and the local hit it was asked for; when either
-changes, or it grows old, the lookup is replaced. Only the last one of a request
+changes, or its lease may end before a worker has taken it over, the lookup is replaced,
+once: a request that finds its second one as old, too, is computed. Only the last one of a request
 holds leases; it is cancelled when the request is admitted without a load, is
 preempted or ends.
 
@@ -51,6 +52,11 @@ step of a prefill ended, at the prompt's last page and at those that decoding fi
 their blocks (boundary_state_offloads), and so they are saved, as pages of their own (layout.py); a block table says
 nothing about them. When it is known how much of a prefix the sidecars hold, they are asked for the states at the end of
 each of its pages, from the last one down, some at a time. A load is then two: the pages, and the states at their end.
+
+**Names.** A page is named by vLLM's hash of its last block. Where that does not tell what the page depends on, such as
+the weights of an adapter, a digest of this goes into the name as well (identity.py). Until it is known, and where it
+cannot be, nothing of a request is looked up or saved. Only `_names` and `_page_name` make names; lookups, saves,
+states, tails and events all use these.
 """
 
 from __future__ import annotations
@@ -61,9 +67,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lookaside import handover, layout, space
+from lookaside import handover, layout, space, wire
 from lookaside.config import Config
 from lookaside.events import EventBook, Feed
+from lookaside.identity import UNKNOWN, Identities, Identity
 from lookaside.metadata import (
     LoadSpec,
     LookasideMetadata,
@@ -85,16 +92,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A hit is asked for again at half its lease, lest it expire before it is used.
-_HIT_LIFE_S = 15.0
+# What a load's order may take on its way to the worker, whose taking over ends the lease: at least this, where the
+# lease is not shorter still. Steps that are under way come on top.
+_TAKE_OVER_S = 0.5
+# The longest step of late counts less with each further one, and no more than this: an engine may have been paused.
+_STEP_DECAY = 0.9
+_LONGEST_STEP_S = 30.0
 # A miss is asked for again while the request still waits: others may have stored it.
 _MISS_LIFE_S = 1.0
 # An answer short of what a prefiller promised is asked for again after this.
 _SHORT_LIFE_S = 0.005
 # Requests that hold a lookup while they wait; later ones start theirs when asked.
 _MAX_LOOKUPS = 512
-# One message names at most this many pages (a packet holds 256 KiB).
-_MAX_LOOKUP_PAGES = 65536
 _MAX_LOAD_CHUNKS = 8192
 _MAX_SAVE_PAGES = 4096
 # States are asked for at this many pages' ends at once, then twice as many, and so on, and at most at so many in all.
@@ -104,6 +113,8 @@ _MAX_STATES = 252
 _SAVE_PATIENCE_S = 60.0
 # Timed steps whose time has not come back; an engine has a few under way.
 _MAX_TIMED = 64
+# A request waits for its identity for so long, then it is computed.
+_IDENTITY_PATIENCE_S = 2.0
 _MAX_RECOMPUTE_US = 0xFFFFFFFF
 
 
@@ -123,8 +134,8 @@ class Lookup(Protocol):
         ...
 
     @property
-    def refs(self) -> tuple[tuple[int, int], ...]:
-        """(session, lookup) of every rank."""
+    def refs(self) -> tuple[wire.LeaseRef, ...]:
+        """What takes over the leases of every rank."""
         ...
 
 
@@ -133,7 +144,7 @@ class Sidecars(Protocol):
 
     @property
     def available(self) -> bool:
-        """Whether all of them are connected."""
+        """Whether all of them are connected, and nothing that is void is left to clear."""
         ...
 
     @property
@@ -141,11 +152,22 @@ class Sidecars(Protocol):
         """Whether ranks that hold the same pages store a part of them each."""
         ...
 
-    def start(self, first_page: int, prev: bytes, hashes: bytes, recompute_us: int) -> Lookup:
+    @property
+    def max_pages(self) -> int:
+        """How many pages one lookup may name."""
+        ...
+
+    @property
+    def lease_s(self) -> float:
+        """How long an answered lookup keeps its leases on every rank."""
+        ...
+
+    def start(self, first_page: int, prev: bytes, hashes: bytes, recompute_us: int, prefill_s: float) -> Lookup:
         """Ask all for a run of pages. Never blocks, never fails: it misses.
 
         prev is the digest of the page before the first, empty for page 0;
-        recompute_us what computing a page takes, 0 if it is not known.
+        recompute_us what computing a page takes, 0 if it is not known; prefill_s
+        what computing all that a hit can save takes, which bounds the wait.
         """
         ...
 
@@ -153,8 +175,20 @@ class Sidecars(Protocol):
         """What each rank's sidecar tells of what it holds."""
         ...
 
+    def void(self) -> None:
+        """Make void what the space has on every rank: none is available until it has been cleared."""
+        ...
+
+    def tell_prefilled(self, tokens: int, found: int, loaded: int) -> None:
+        """Tell the sidecars what became of an admitted request. Never blocks.
+
+        tokens: those that vLLM's own cache did not have; found: of these, what all
+        ranks' sidecars had; loaded: of these, what was loaded.
+        """
+        ...
+
     def clear(self, timeout_s: float) -> bool:
-        """Drop everything in the space on every rank; False unless all did in time."""
+        """Have what is void cleared; False if some rank has not in time, which is done as soon as it can."""
         ...
 
     def close(self) -> None:
@@ -172,6 +206,7 @@ class _Asked:
     last_digest: bytes
     since: float
     trimmed: int
+    leased: float  # when its leases may have begun at the earliest: it had no answer until then
     held: int | None = None  # absolute end of the pages held, once answered
     answered: float = 0.0
     states: list[tuple[int, Lookup]] = field(default_factory=list)  # at the ends of these pages, the last one first
@@ -185,16 +220,19 @@ class _Request:
 
     request: Request
     preemptions: int
+    identity: Identity | None = None  # what its pages are named by, once known
+    unshared: bool = False  # that cannot be known
+    patient_since: float | None = None  # when vLLM first asked, while it is not known
     asked: _Asked | None = None
     local_page: int = 0  # vLLM's own hit when it last asked
     denied: bool = False  # a load failed: offer no hit again
+    expired: bool = False  # a hit's lease was over before it could be used
     admitted: bool = False
     counted: bool = False
     stale: bool = False  # computed before a reset: must not be saved
     saved: int = 0  # pages known to be held, or handed to the workers
     saved_digest: bytes = b""  # of page saved - 1
     saved_tail: bool = False  # the prompt's incomplete last page, too
-    table: list[int] = field(default_factory=list)  # only without block states
     handed: int = 0  # tokens that a prefiller may have handed over
     tail: bytes = b""  # names the page they end in, if that is incomplete
     promised: int = 0  # pages that it said it stores
@@ -202,10 +240,26 @@ class _Request:
 
 
 @dataclass(slots=True)
+class _Prefill:
+    """What becomes of the tokens of an admitted request that vLLM's own cache did not have."""
+
+    tokens: int
+    found: int
+    loaded: int
+
+
+@dataclass(slots=True)
 class _Pin:
     blocks: list[KVCacheBlock]
     ranks_left: int
     since: float
+
+
+def _parks_loads() -> bool:
+    """Whether vLLM may leave a request whose load has ended behind one that waits for its blocks: before 0.31."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return not hasattr(Scheduler, "_holds_kv_blocks")
 
 
 class SchedulerConnector:
@@ -225,6 +279,10 @@ class SchedulerConnector:
         self._stats = stats
         self._clock = clock
         self._ranks = space.world(vllm_config).ranks
+        # Steps that a worker may have to carry out before it sees what is ordered now.
+        self._steps_ahead = max(1, getattr(vllm_config, "max_concurrent_batches", 1)) - 1
+        self._step_s = 0.0  # the longest of late
+        self._stepped: float | None = None  # when the last step was, if requests have been there since
         transfer = vllm_config.kv_transfer_config
         self._may_load = transfer is None or transfer.is_kv_consumer
         self._may_save = transfer is None or transfer.is_kv_producer
@@ -234,8 +292,9 @@ class SchedulerConnector:
         self._page = geometry.page_tokens
         self._chunk = geometry.pages_per_chunk
         self._hashes_per_page = geometry.hashes_per_page
-        self._names = handover.PageNames(vllm_config, self._page, self._hashes_per_page)
-        self._lookup_pages = min(_MAX_LOOKUP_PAGES, _MAX_LOAD_CHUNKS * self._chunk)
+        self._identities = Identities(vllm_config)
+        self._ends = handover.PageNames(vllm_config, self._page, self._hashes_per_page)
+        self._lookup_pages = _MAX_LOAD_CHUNKS * self._chunk  # one load takes no more over
         self._save_pages = max(1, _MAX_SAVE_PAGES // self._chunk) * self._chunk
 
         # The draft layers' KV of a page's last position depends on the token
@@ -255,15 +314,24 @@ class SchedulerConnector:
         if events is not None and events.enable_kv_cache_events:
             self._events = EventBook(sidecars.feeds(), self._page, geometry.digest_bytes, clock)
 
+        from vllm.v1.request import RequestStatus
+
+        self._running = RequestStatus.RUNNING
         self._pool: BlockPool | None = None
         self._requests: dict[str, _Request] = {}
         self._holding = 0  # requests with a lookup
         self._loads: dict[str, frozenset[int]] = {}  # requests loading: their blocks
-        self._pins: dict[int, _Pin] = {}
+        self._loaded: set[str] | None = set() if _parks_loads() else None  # requests that vLLM has yet to go on with
+        self._prefills: dict[str, _Prefill] = {}  # of the requests in _loads, until it is known what was loaded
+        self._pins: dict[int, _Pin] = {}  # by rising save id
         self._next_save = 1
         self._prefill = PrefillRate()
         self._timed: dict[int, int] = {}  # step -> its prompt tokens
         self._next_timed = 1
+        # Of a reset whose clear waits until these have ended; nothing is asked for meanwhile.
+        self._clear_waits = False
+        self._saves_before = 0  # saves with a lower id
+        self._loads_before: set[str] = set()
         # For the next step's metadata:
         self._new_loads: list[LoadSpec] = []
         self._last_saves: list[SaveSpec] = []
@@ -285,6 +353,11 @@ class SchedulerConnector:
         """Tokens that can be loaded beyond vLLM's own hit; None: ask again."""
         state = self._state(request)
         first = state.local_page = num_computed_tokens // self._page
+        if self._may_load and not self._identify(state) and self._waits_for_identity(state):
+            return None, False
+        if self._loaded and request.request_id not in self._loaded:
+            # vLLM would stop here if it had no blocks for this one, while those that wait behind it hold them all.
+            return None, False
         if num_computed_tokens % self._page or not self._wants_hit(state):
             self._drop_lookup(state)
             return 0, False
@@ -303,14 +376,20 @@ class SchedulerConnector:
         if asked.lookup is not None and first > asked.trimmed:
             asked.lookup.trim(first)
             asked.trimmed = first
-        if asked.held is None:
-            assert asked.lookup is not None
-            pages = asked.lookup.poll()
-            if pages is None:
-                return None, False
-            asked.held = min(asked.first_page + pages, asked.end_page)
-            asked.answered = self._clock()
-            self._stats.observe("lookup_seconds", asked.answered - asked.since)
+        if asked.held is None and not self._take_answer(asked):
+            return None, False
+        assert asked.held is not None
+        if asked.lookup is not None and asked.held > first and self._clock() - asked.leased >= self._hit_life_s():
+            # Its leases may be over before a worker has taken them over: then the load would fail.
+            self._drop_lookup(state)
+            if state.expired:
+                self._stats.add("hits_expired")
+                return 0, False
+            state.expired = True
+            asked = self._ask(state, first - first % self._chunk)
+            if asked is None:
+                return 0, False
+            return None, False
         if self._falls_short(state, asked) and self._may_wait(state, asked):
             if self._clock() - asked.answered >= _SHORT_LIFE_S:
                 self._drop_lookup(state)
@@ -338,19 +417,23 @@ class SchedulerConnector:
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM has decided: load num_external_tokens into these blocks, or nothing."""
         state = self._state(request)
-        state.admitted = True
+        first_time, state.admitted = not state.admitted, True
         asked = state.asked
+        if first_time:
+            self._note_prefill(state, asked, num_external_tokens)
         if asked is not None and asked.held is not None:
             if asked.first_page == 0:
                 self._note_saved(state, asked.held)
             known = len(request.block_hashes) // self._hashes_per_page
-            self._note_event_pages(request, asked.first_page, min(asked.held, known))
+            self._note_event_pages(state, asked.first_page, min(asked.held, known))
         if not state.counted:
             state.counted = True
             self._stats.add("query_tokens", request.num_tokens - state.local_page * self._page)
             if asked is not None and self._falls_short(state, asked):
                 self._stats.add("promises_broken")
         if num_external_tokens <= 0:
+            if self._loaded:
+                self._loaded.discard(request.request_id)
             self._drop_lookup(state)
             return
 
@@ -371,20 +454,40 @@ class SchedulerConnector:
         self._drop_lookup(state)
         block_ids = self._rows(tables, first, first + pages)
         # Without refs the workers report a failure, which is what it is.
-        self._new_loads.append(LoadSpec(request.request_id, refs, first, block_ids))
+        digests = self._wanted(state, first, first + pages) if refs else []
+        names = wire.names(digests, first, self._chunk) if refs else b""
+        self._new_loads.append(LoadSpec(request.request_id, refs, first, block_ids, names))
         if states:
             ends = [tables[group][(first + pages) * self._shares[group].blocks - 1] for group in self._states]
             rows = self._state_rows(ends)
-            self._new_loads.append(LoadSpec(request.request_id, states, first + pages, rows))
+            state_names = layout.state_names(digests[-1], len(self._states))
+            names = wire.names(state_names, first + pages, self._chunk)
+            self._new_loads.append(LoadSpec(request.request_id, states, first + pages, rows, names))
             block_ids = block_ids + rows
         self._loads[request.request_id] = frozenset(block_ids)
         self._note_saved(state, first + pages)
         self._stats.add("hit_tokens", num_external_tokens)
 
+    def _note_prefill(self, state: _Request, asked: _Asked | None, to_load: int) -> None:
+        """Tell the sidecars what becomes of a request that was just admitted, or will when its load has ended."""
+        request = state.request
+        local = state.local_page * self._page
+        held = asked.held if asked is not None and asked.held is not None else 0
+        tokens = max(0, request.num_tokens - local)
+        found = max(0, min(held * self._page - local, tokens))
+        if to_load <= 0:
+            self._sidecars.tell_prefilled(tokens, found, 0)
+        else:
+            self._prefills[request.request_id] = _Prefill(tokens, found, min(to_load, tokens))
+
     def _wants_hit(self, state: _Request) -> bool:
         request = state.request
         return (
-            self._may_load and not state.denied and not request.skip_reading_prefix_cache and self._reach(state)[0] > 0
+            self._may_load
+            and not state.denied
+            and not request.skip_reading_prefix_cache
+            and self._reach(state)[0] > 0
+            and self._identify(state)
         )
 
     def _reach(self, state: _Request) -> tuple[int, int]:
@@ -408,29 +511,33 @@ class SchedulerConnector:
         known = len(state.request.block_hashes) // self._hashes_per_page
         if tokens % self._page:
             known = pages  # its last page is named by what is in it
-        return min(pages + self._drafts, known, first_page + self._lookup_pages)
+        most = min(self._lookup_pages, self._sidecars.max_pages)
+        return min(pages + self._drafts, known, first_page + most)
 
     def _wanted(self, state: _Request, first_page: int, end_page: int) -> list[Any]:
         """The digests of pages [first_page, end_page) that a lookup asks for."""
         pages, tokens = self._reach(state)
         if tokens % self._page and end_page == pages:
-            return [*self._hashes(state.request, first_page, pages - 1), state.tail]
-        return self._hashes(state.request, first_page, end_page)
+            return [*self._names(state, first_page, pages - 1), state.tail]
+        return self._names(state, first_page, end_page)
 
     def _ask(self, state: _Request, first_page: int) -> _Asked | None:
-        request = state.request
         end = self._end_page(state, first_page)
         if end <= first_page or not self._sidecars.available:
             return None
-        hashes = self._wanted(state, first_page, end)
-        prev = self._hashes(request, first_page - 1, first_page)[0] if first_page else b""
+        names = self._wanted(state, first_page, end)
+        prev = self._names(state, first_page - 1, first_page)[0] if first_page else b""
+        now = self._clock()  # its leases cannot begin before
         state.asked = _Asked(
-            lookup=self._sidecars.start(first_page, prev, b"".join(hashes), self._recompute_us()),
+            lookup=self._sidecars.start(
+                first_page, prev, b"".join(names), self._recompute_us(), self._prefill_s(end - first_page)
+            ),
             first_page=first_page,
             end_page=end,
-            last_digest=hashes[-1],
-            since=self._clock(),
+            last_digest=names[-1],
+            since=now,
             trimmed=first_page,
+            leased=now,
         )
         self._holding += 1
         self._stats.add("lookups")
@@ -447,8 +554,37 @@ class SchedulerConnector:
             return False
         if asked.held is None:
             return True
-        age = self._clock() - asked.answered
-        return age < (_HIT_LIFE_S if asked.lookup is not None else _MISS_LIFE_S)
+        # A hit is looked at where it is used: it may be asked for again once.
+        return asked.lookup is not None or self._clock() - asked.answered < _MISS_LIFE_S
+
+    def _take_answer(self, asked: _Asked) -> bool:
+        """Whether the answer to a lookup is in."""
+        assert asked.lookup is not None
+        pages = asked.lookup.poll()
+        now = self._clock()
+        if pages is None:
+            asked.leased = now
+            return False
+        asked.held = min(asked.first_page + pages, asked.end_page)
+        asked.answered = now
+        self._stats.observe("lookup_seconds", now - asked.since)
+        return True
+
+    def _hit_life_s(self) -> float:
+        """How long after its leases began a hit may be offered.
+
+        At most half of the lease; less where the steps that the worker carries out first take longer
+        than the other half.
+        """
+        lease = self._sidecars.lease_s
+        return min(lease / 2, lease - min(_TAKE_OVER_S, lease / 4) - self._steps_ahead * self._step_s)
+
+    def _note_step(self) -> None:
+        """Measure the steps, while there are requests: one that comes after a pause says nothing."""
+        now, before = self._clock(), self._stepped
+        self._stepped = now if self._requests else None
+        if before is not None:
+            self._step_s = max(min(now - before, _LONGEST_STEP_S), _STEP_DECAY * self._step_s)
 
     def _drop_lookup(self, state: _Request) -> None:
         asked, state.asked = state.asked, None
@@ -493,9 +629,9 @@ class SchedulerConnector:
                 asked.reached = first
                 return first
             for page in range(end, end - count, -1):
-                (digest,) = self._hashes(state.request, page - 1, page)
+                (digest,) = self._names(state, page - 1, page)
                 names = b"".join(layout.state_names(digest, len(self._states)))
-                asked.states.append((page, self._sidecars.start(page, digest, names, 0)))
+                asked.states.append((page, self._sidecars.start(page, digest, names, 0, self._prefill_s(page - first))))
             asked.states_asked += count
 
     @staticmethod
@@ -524,13 +660,13 @@ class SchedulerConnector:
         promise = handover.read(request)
         if promise is not None and promise.tokens % self._page and self._whole_pages:
             promise = None  # it has layers that these pages lack
-        if promise is not None and self._names.digest(request, promise.tokens) != promise.digest:
+        if promise is not None and self._page_name(state, promise.tokens) != promise.digest:
             promise = None
             if not self._warned:
                 self._warned = True
                 logger.warning(
                     "lookaside: a prefiller names the pages of a prompt otherwise than this decoder, which will"
-                    " not find them: compare the prompt as the two get it, --block-size,"
+                    " not find them: compare the prompt as the two get it, its adapter's files, --block-size,"
                     " --prefix-caching-hash-algo and PYTHONHASHSEED"
                 )
         if promise is not None:
@@ -541,7 +677,7 @@ class SchedulerConnector:
         # One that only consumes is a decoder, whether its proxy passes promises on or not.
         tokens = promise.tokens if promise is not None else 0 if self._may_save else request.num_prompt_tokens
         if tokens % self._page:
-            state.tail = self._names.digest(request, tokens)
+            state.tail = self._page_name(state, tokens)
             if not state.tail:
                 return
         state.handed = tokens
@@ -565,15 +701,15 @@ class SchedulerConnector:
             return False
         return handover.is_asked(request) or (not self._may_load and request.max_tokens == 1)
 
-    def _tail(self, request: Request) -> bytes:
+    def _tail(self, state: _Request) -> bytes:
         """The name of a prompt's incomplete last page, if that is to be stored.
 
         With one token in it there is nothing to win: the decoder computes that anyway.
         """
-        tokens = request.num_prompt_tokens
-        if tokens % self._page < 2 or self._whole_pages or not self._hands_over(request):
+        tokens = state.request.num_prompt_tokens
+        if tokens % self._page < 2 or self._whole_pages or not self._hands_over(state.request):
             return b""
-        return self._names.digest(request, tokens)
+        return self._page_name(state, tokens)
 
     def _promise(self, state: _Request) -> dict[str, Any] | None:
         """What the answer of a request that is handed over says is stored."""
@@ -583,7 +719,7 @@ class SchedulerConnector:
         tokens = request.num_prompt_tokens
         if not state.saved_tail:
             tokens = min(state.saved, tokens // self._page) * self._page
-        digest = self._names.digest(request, tokens)
+        digest = self._page_name(state, tokens)
         return handover.write(handover.Promise(tokens, digest)) if digest else None
 
     # ---- load or recompute ----
@@ -592,6 +728,10 @@ class SchedulerConnector:
         """What computing a page takes, in microseconds; 0 while it is not known."""
         us = self._prefill.seconds_per_token * self._page * 1e6
         return min(max(1, round(us)), _MAX_RECOMPUTE_US) if us else 0
+
+    def _prefill_s(self, pages: int) -> float:
+        """What computing so many pages takes, in seconds; 0 while it is not known."""
+        return self._prefill.seconds_per_token * self._page * pages
 
     def _time_forward(self, output: SchedulerOutput, meta: LookasideMetadata) -> None:
         """Have the step timed if it mostly computes prompts."""
@@ -621,8 +761,10 @@ class SchedulerConnector:
 
     def build_connector_meta(self, output: SchedulerOutput) -> LookasideMetadata:
         """This step's work. The loads go first: a lost load would park its request."""
+        self._note_step()
         meta = LookasideMetadata(loads=self._new_loads, saves=self._last_saves, aborted=self._aborted)
         self._new_loads, self._last_saves, self._aborted = [], [], []
+        meta.idle = not output.total_num_scheduled_tokens and not self._computes()
         try:
             if self._may_load:
                 self._time_forward(output, meta)
@@ -632,15 +774,15 @@ class SchedulerConnector:
             logger.exception("lookaside: a step's pages are not saved")
         return meta
 
+    def _computes(self) -> bool:
+        """Whether vLLM has begun to compute a request: with several batches at a time, its step may be under way."""
+        return any(state.request.status == self._running for state in self._requests.values())
+
     def _add_saves(self, output: SchedulerOutput, meta: LookasideMetadata) -> None:
         if not self._may_save or self._pool is None:
             return
-        block_state = getattr(output, "kv_connector_block_state", None)
-        if block_state is None:
-            if self._hybrid:
-                return  # what a window leaves behind cannot be followed by changes
-            self._mirror_tables(output)
-        if not self._sidecars.available:
+        block_state = output.kv_connector_block_state
+        if block_state is None or not self._sidecars.available:
             return
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
@@ -652,9 +794,9 @@ class SchedulerConnector:
             # Beyond num_tokens lie drafts and placeholders.
             after = min(before + scheduled, request.num_tokens)
             ends_prompt = before < request.num_prompt_tokens <= after
-            tail = self._tail(request) if ends_prompt else b""
-            if after // self._page <= state.saved and not tail:
+            if (after // self._page <= state.saved and not ends_prompt) or not self._may_name(state):
                 continue
+            tail = self._tail(state) if ends_prompt else b""
             pages = self._final_pages(state, after)
             if self._drafts and after > request.num_prompt_tokens:
                 pages -= 1
@@ -664,15 +806,14 @@ class SchedulerConnector:
                 tail = b""  # a resumed request may be past it
             if pages <= state.saved and not tail:
                 continue
-            tables = (state.table,) if block_state is None else block_state.get_block_ids(request_id) or ()
-            meta.saves += self._save(state, pages, tables, tail)
-        if self._states and block_state is not None:
+            meta.saves += self._save(state, pages, block_state.get_block_ids(request_id) or (), tail)
+        if self._states:
             for request_id, offers in block_state.boundary_state_offloads.items():
                 state = self._requests.get(request_id)
                 if state is None or request_id in (output.preempted_req_ids or ()):
                     continue
                 self._reset_if_preempted(state)
-                if not state.stale:
+                if not state.stale and self._may_name(state):
                     meta.saves += self._save_states(state, offers)
 
     def _save_states(self, state: _Request, offers: Sequence[tuple[int, int, int]]) -> list[SaveSpec]:
@@ -686,7 +827,7 @@ class SchedulerConnector:
             block_ids = [blocks.get(group, 0) for group in self._states]
             if tokens % self._page or not page or 0 in block_ids or self._final_pages(state, tokens) < page:
                 continue
-            (digest,) = self._hashes(state.request, page - 1, page)
+            (digest,) = self._names(state, page - 1, page)
             names = layout.state_names(digest, len(self._states))
             specs.append(
                 SaveSpec(
@@ -720,7 +861,7 @@ class SchedulerConnector:
         known = len(request.block_hashes) // self._hashes_per_page
         # A streaming session takes back hashes when its next turn begins.
         if state.saved and (
-            state.saved > known or self._hashes(request, state.saved - 1, state.saved)[0] != state.saved_digest
+            state.saved > known or self._names(state, state.saved - 1, state.saved)[0] != state.saved_digest
         ):
             state.saved = 0
         return min(valid_tokens // self._page, known)
@@ -744,16 +885,16 @@ class SchedulerConnector:
                 self._fill(request, block_ids, first)
             elif 0 in block_ids:  # vLLM's null block: this page's bytes are gone
                 break
-            hashes = self._hashes(request, first, min(end, whole))
+            names = self._names(state, first, min(end, whole))
             if end > whole:
-                hashes = [*hashes, tail]
-            prev = self._hashes(request, first - 1, first)[0] if first else b""
+                names = [*names, tail]
+            prev = self._names(state, first - 1, first)[0] if first else b""
             spec = SaveSpec(
                 save_id=self._next_save,
                 request_id=request.request_id,
                 first_page=first,
                 prev=prev,
-                hashes=b"".join(hashes),
+                hashes=b"".join(names),
                 block_ids=block_ids,
                 new_from=at,
                 divided=divided,
@@ -762,9 +903,9 @@ class SchedulerConnector:
             specs.append(spec)
             at = end
             if min(end, whole) > state.saved:
-                self._note_event_pages(request, state.saved, min(end, whole))
+                self._note_event_pages(state, state.saved, min(end, whole))
                 state.saved = min(end, whole)
-                state.saved_digest = hashes[state.saved - first - 1]
+                state.saved_digest = names[state.saved - first - 1]
             state.saved_tail = state.saved_tail or end > whole
         return specs
 
@@ -832,25 +973,9 @@ class SchedulerConnector:
     def _note_saved(self, state: _Request, page: int) -> None:
         """Pages below page are held by every rank, as far as they are whole."""
         page = min(page, len(state.request.block_hashes) // self._hashes_per_page)
-        if state.saved < page and not state.stale:
+        if state.saved < page and not state.stale and state.identity is not None:
             state.saved = page
-            state.saved_digest = self._hashes(state.request, page - 1, page)[0]
-
-    def _mirror_tables(self, output: SchedulerOutput) -> None:
-        """Follow the block tables by their changes, where vLLM does not offer them."""
-        for new in output.scheduled_new_reqs:
-            state = self._requests.get(new.req_id)
-            if state is not None:
-                state.table = list(new.block_ids[0])
-        cached = output.scheduled_cached_reqs
-        for request_id, new_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            state = self._requests.get(request_id)
-            if state is None:
-                continue
-            if request_id in cached.resumed_req_ids:
-                state.table = list(new_ids[0]) if new_ids else []
-            elif new_ids:
-                state.table.extend(new_ids[0])
+            state.saved_digest = self._names(state, page - 1, page)[0]
 
     # ---- the ends of things ----
 
@@ -884,8 +1009,16 @@ class SchedulerConnector:
             if state is not None:
                 state.denied = True
                 state.saved = 0
+            if (prefill := self._prefills.get(request_id)) is not None:
+                prefill.loaded = 0
         for request_id in output.finished_recving or ():
             self._loads.pop(request_id, None)
+            if self._loaded is not None and request_id in self._requests:  # it was not aborted
+                self._loaded.add(request_id)
+            if (prefill := self._prefills.pop(request_id, None)) is not None:
+                self._sidecars.tell_prefilled(prefill.tokens, prefill.found, prefill.loaded)
+        if self._clear_waits:
+            self._clear_when_quiet(0.0)
 
     def request_finished(self, request: Request, tables: Sequence[list[int]]) -> dict[str, Any] | None:
         """The request ends, for any reason: save what is left of it. tables: its blocks, of each group.
@@ -897,14 +1030,20 @@ class SchedulerConnector:
             return None
         self._reset_if_preempted(state)
         del self._requests[request.request_id]
+        self._identities.drop(request.request_id)
+        if self._loaded:
+            self._loaded.discard(request.request_id)
+        if not self._requests:
+            self._stepped = None
         self._drop_lookup(state)
         if request.request_id in self._loads:
             # Its blocks stay with vLLM until the workers report it.
             self._aborted.append(request.request_id)
+            self._prefills.pop(request.request_id, None)  # neither computed nor of use
             return None
         if not (self._may_save and any(tables) and state.admitted) or state.stale:
             return None
-        if self._pool is None or not self._sidecars.available:
+        if self._pool is None or not self._sidecars.available or not self._may_name(state):
             return None
         # The last sampled token was never computed; tokens in flight may not
         # have been, and are of no use if the request was aborted.
@@ -919,12 +1058,14 @@ class SchedulerConnector:
 
     # ---- events ----
 
-    def _note_event_pages(self, request: Request, first_page: int, end_page: int) -> None:
+    def _note_event_pages(self, state: _Request, first_page: int, end_page: int) -> None:
         """Pages [first_page, end_page) are being saved, or are held: announce them once all ranks hold them."""
         if self._events is None or end_page <= first_page:
             return
+        request = state.request
         parent = self._hashes(request, first_page - 1, first_page)[0] if first_page else None
-        self._events.note(request, first_page, self._hashes(request, first_page, end_page), parent)
+        hashes = self._hashes(request, first_page, end_page)
+        self._events.note(request, first_page, self._names(state, first_page, end_page), hashes, parent)
 
     def take_events(self) -> list[Any]:
         """What all ranks hold of what this engine knows, and hold no more, since the last call; see events.py."""
@@ -944,31 +1085,51 @@ class SchedulerConnector:
         return any(block.ref_cnt == 1 for pin in self._pins.values() for block in pin.blocks)
 
     def reset_cache(self) -> bool:
-        """Clear the space on every rank, within the deadline.
+        """Make void all that the sidecars hold, and have them clear it. Never fails.
 
-        False also if bytes from before may yet arrive: saves that the workers
-        have begun, or loads. Requests that run on keep what they computed
-        before, so it is not saved.
+        From now on nothing from before is hit, whether the sidecars can be reached or not: nothing
+        is asked of them before they have confirmed the clear. This waits for that within the
+        deadline. The clear itself comes after the saves and loads that are under way: what such a
+        save commits must not stay behind, and such a load is good, as what a running request has
+        computed is. Requests that run on keep what they have from before, so it is not saved.
         """
+        self._sidecars.void()
         for spec in self._last_saves:
             pin = self._pins.pop(spec.save_id)
             assert self._pool is not None
             self._pool.free_blocks(reversed(pin.blocks))
         self._last_saves = []
+        if self._pool is None or not len(self._pool.cached_block_hash_to_block):
+            self._identities.forget()  # vLLM has reset its own cache, too
         for state in self._requests.values():
             self._reset_if_preempted(state)
             self._drop_lookup(state)
+            self._forget_identity(state)
             state.saved = 0
-            state.stale = state.request.num_computed_tokens > 0
-        quiet = not self._pins and not self._loads
-        cleared = self._sidecars.clear(self._config.reset_timeout_ms / 1e3)
-        if not cleared:
-            logger.warning("lookaside: not every sidecar cleared its space in time")
-        return cleared and quiet
+            state.stale = state.request.num_computed_tokens > 0 or state.request.request_id in self._loads
+        if self._events is not None:
+            self._events.void()
+        self._clear_waits = True
+        self._saves_before, self._loads_before = self._next_save, set(self._loads)
+        self._clear_when_quiet(self._config.reset_timeout_ms / 1e3)
+        return True
+
+    def _clear_when_quiet(self, timeout_s: float) -> None:
+        """Have the sidecars clear what a reset made void, if what was under way then has ended."""
+        self._loads_before &= self._loads.keys()
+        if self._loads_before or next(iter(self._pins), self._saves_before) < self._saves_before:
+            return
+        self._clear_waits = False
+        if not self._sidecars.clear(timeout_s) and timeout_s:
+            logger.warning(
+                "lookaside: the cache is reset, but not every sidecar has cleared its space;"
+                " nothing is loaded or stored until all have"
+            )
 
     def shutdown(self) -> None:
         """End the sessions, which frees all that they hold. Safe to call again."""
         self._sidecars.close()
+        self._identities.close()
 
     # ---- state ----
 
@@ -977,7 +1138,7 @@ class SchedulerConnector:
         if state is None:
             state = _Request(request, request.num_preemptions)
             self._requests[request.request_id] = state
-            self._expect(state)
+            self._identify(state)
         self._reset_if_preempted(state)
         return state
 
@@ -991,11 +1152,69 @@ class SchedulerConnector:
             return
         state.preemptions = state.request.num_preemptions
         self._drop_lookup(state)
-        state.admitted = state.stale = state.saved_tail = False
-        state.saved, state.table = 0, []
+        self._forget_identity(state)
+        state.admitted = state.stale = state.saved_tail = state.expired = False
+        state.saved = 0
+
+    # ---- names ----
+
+    def _identify(self, state: _Request) -> bool:
+        """Whether it is known what a request's pages are named by."""
+        known = state.identity
+        if known is not None and known.features == len(state.request.mm_features or ()):
+            return True
+        if state.unshared:
+            return False
+        found = self._identities.of(state.request)
+        if not isinstance(found, Identity):
+            state.unshared = found is UNKNOWN
+            return False
+        state.identity = found
+        if known is None:
+            self._expect(state)
+        return True
+
+    def _waits_for_identity(self, state: _Request) -> bool:
+        """Whether vLLM had better ask again for a request whose identity is not known."""
+        if state.unshared or state.request.skip_reading_prefix_cache:
+            return False
+        now = self._clock()
+        if state.patient_since is None:
+            state.patient_since = now
+        return now - state.patient_since < _IDENTITY_PATIENCE_S
+
+    def _forget_identity(self, state: _Request) -> None:
+        """An adapter may have been loaded anew before the request is computed again."""
+        if state.unshared or (state.identity is not None and state.identity.adapter is not None):
+            state.identity, state.unshared, state.patient_since = None, False, None
+
+    def _may_name(self, state: _Request) -> bool:
+        """Whether what is computed of a request now may be saved under its names."""
+        if not self._identify(state):
+            return False
+        assert state.identity is not None
+        if not self._identities.hold(state.identity):
+            state.stale = True
+        return not state.stale
+
+    def _names(self, state: _Request, first_page: int, end_page: int) -> list[bytes]:
+        """The names of pages [first_page, end_page) of a request with an identity."""
+        hashes = self._hashes(state.request, first_page, end_page)
+        identity = state.identity
+        assert identity is not None
+        if not identity.keys:
+            return hashes
+        ends = range((first_page + 1) * self._page, (end_page + 1) * self._page, self._page)
+        return [identity.name(each, end) for each, end in zip(hashes, ends, strict=True)]
+
+    def _page_name(self, state: _Request, tokens: int) -> bytes:
+        """The name of the page that a prefix ends in, perhaps in its middle; empty if it has none."""
+        assert state.identity is not None
+        digest = self._ends.digest(state.request, tokens)
+        return digest and state.identity.name(digest, tokens)
 
     def _hashes(self, request: Request, first_page: int, end_page: int) -> list[Any]:
-        """The digests of pages [first_page, end_page): each page's last hash."""
+        """vLLM's hashes of pages [first_page, end_page): each page's last one."""
         step = self._hashes_per_page
         if step == 1:
             return request.block_hashes[first_page:end_page]

@@ -126,6 +126,11 @@ class RateLimitedLog:
         self._target.warning(message, *args, exc_info=exc_info)
 
 
+# What sidecars want users to know. All ranks' sidecars say the same: it is logged once an hour for all of them.
+_notices = RateLimitedLog(logger, every_s=3600.0)
+_MAX_NOTICES = 256
+
+
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
     """Whom to connect to, and what to say. A scheduler may leave page_bytes 0."""
@@ -234,7 +239,7 @@ class Session:
         options: SessionOptions,
         on_absent: Callable[[], None] | None = None,
     ) -> None:
-        """on_absent is called on the session's thread each time nothing listens."""
+        """on_absent is called on the session's thread each time nothing listens, in place of a warning."""
         self.options = options
         self._on_absent = on_absent
         self._log = RateLimitedLog(logger)
@@ -501,12 +506,13 @@ class Session:
             self._serve()
             return self._backoff
         except EndpointAbsent as error:
-            self._log.warning("absent", "no sidecar answers: %s; serving without it", error)
-            if self._on_absent is not None:
-                try:
-                    self._on_absent()
-                except Exception:
-                    self._log.warning("autostart", "starting a sidecar failed", exc_info=True)
+            if self._on_absent is None:
+                self._log.warning("absent", "no sidecar answers: %s; serving without it", error)
+                return self._backoff
+            try:
+                self._on_absent()
+            except Exception:
+                self._log.warning("autostart", "starting a sidecar failed", exc_info=True)
             return self._backoff
         except RefusedError as error:
             with self._lock:
@@ -751,6 +757,10 @@ class Session:
                 subscriber.on_region_removed(self, message.region)
             return
         if isinstance(message, wire.Pong):
+            return
+        if isinstance(message, wire.Notice):
+            if message.text in _notices.counts or len(_notices.counts) < _MAX_NOTICES:
+                _notices.warning(message.text, "lookaside: %s", message.text)
             return
         request_id = getattr(message, "id", None)
         if not isinstance(message, (wire.StoreGrant, wire.LoadGrant, wire.Cleared, wire.Events, wire.Error)):

@@ -15,15 +15,19 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from lookaside import space, wire
+from lookaside.clearing import Clearing
 from lookaside.config import Config
 from lookaside.events import SessionFeed
 from lookaside.lookups import Lookup, LookupClient
-from lookaside.session import Pending, Session, SessionOptions, SessionUnavailable
+from lookaside.session import Session, SessionOptions
 from lookaside.stats import Collector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+# What one message can name, while no sidecar has said what it answers for.
+_MAX_PAGES = 65536
 
 
 class RankSidecars:
@@ -61,12 +65,21 @@ class RankSidecars:
                         pp_rank=rank // where.tp_size,
                         replicas=self._replicas,
                         engine_id=transfer.engine_id,
+                        geometry=geometry,
                     ),
-                )
+                ),
+                # The worker, which starts it, says what there is to say.
+                on_absent=(lambda: None) if config.autostart else None,
             )
             for rank in range(0, where.ranks, together)
         ]
-        self._lookups = LookupClient(self.sessions, config.lookup_timeout_ms / 1e3, config.promotion_timeout_ms / 1e3)
+        self._clearing = Clearing(self.sessions)
+        self._lookups = LookupClient(
+            self.sessions,
+            config.lookup_timeout_ms / 1e3,
+            config.promotion_timeout_ms / 1e3,
+            longest_s=config.lookup_timeout_max_ms / 1e3,
+        )
         self._told = {"lookup_timeouts": 0, "lookups_promoted": 0, "lookups_unasked": 0}
 
     def connect(self) -> None:
@@ -76,8 +89,18 @@ class RankSidecars:
 
     @property
     def available(self) -> bool:
-        """Whether every rank's sidecar is connected."""
-        return all(session.connected for session in self.sessions)
+        """Whether every rank's sidecar is connected, and has cleared what a reset made void."""
+        return self._clearing.is_clean and all(session.connected for session in self.sessions)
+
+    @property
+    def lease_s(self) -> float:
+        """How long an answered lookup keeps its leases on every rank; 0 while one is not connected."""
+        return min((w.lease_ms if (w := session.welcome) is not None else 0) for session in self.sessions) / 1e3
+
+    @property
+    def max_pages(self) -> int:
+        """How many pages one lookup may name on every rank."""
+        return min((w.max_pages if (w := session.welcome) is not None else _MAX_PAGES) for session in self.sessions)
 
     @property
     def divided(self) -> bool:
@@ -97,9 +120,9 @@ class RankSidecars:
                 return False
         return True
 
-    def start(self, first_page: int, prev: bytes, hashes: bytes, recompute_us: int) -> Lookup:
+    def start(self, first_page: int, prev: bytes, hashes: bytes, recompute_us: int, prefill_s: float = 0.0) -> Lookup:
         """Ask all ranks; a miss if one of them cannot be asked."""
-        lookup = self._lookups.start(first_page, prev, hashes, recompute_us)
+        lookup = self._lookups.start(first_page, prev, hashes, recompute_us, prefill_s)
         counts = {
             "lookup_timeouts": self._lookups.timeouts,
             "lookups_promoted": self._lookups.promotions,
@@ -114,20 +137,26 @@ class RankSidecars:
         """What each rank's sidecar tells of what it holds."""
         return [SessionFeed(session, time.monotonic) for session in self.sessions]
 
-    def clear(self, timeout_s: float) -> bool:
-        """Drop everything in this engine's space; False unless all ranks did in time."""
-        deadline = time.monotonic() + timeout_s
-        pending: list[Pending] = []
+    def void(self) -> None:
+        """Make void what every rank holds in this engine's space: available is false until it has been cleared."""
+        self._clearing.void()
+
+    def tell_prefilled(self, tokens: int, found: int, loaded: int) -> None:
+        """Tell each sidecar, once however many ranks it has, what became of a request. Never blocks; it may be lost."""
+        told: set[str] = set()
         for session in self.sessions:
-            try:
-                pending.append(session.submit(lambda request_id: wire.ClearSpace(request_id)))
-            except SessionUnavailable:
-                return False
-        replies = [each.wait(max(0.0, deadline - time.monotonic())) for each in pending]
-        return all(isinstance(reply, wire.Cleared) for reply in replies)
+            endpoint = session.options.endpoint
+            if endpoint not in told and session.available:
+                told.add(endpoint)
+                session.send(wire.Prefilled(tokens, found, loaded), session.session_id)
+
+    def clear(self, timeout_s: float) -> bool:
+        """Have what is void cleared; False if a rank has not in time, which is then done in the background."""
+        return self._clearing.clear(timeout_s)
 
     def close(self) -> None:
         """End the sessions, which frees whatever they held. Safe to call again."""
+        self._clearing.close()
         for session in self.sessions:
             session.close()
         # Last: a session that is just connecting makes its lookup sockets.

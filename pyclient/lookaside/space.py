@@ -32,6 +32,21 @@ _DIGEST_BYTES = {"sha256": 32, "sha256_cbor": 32, "xxhash": 16, "xxhash_cbor": 1
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
+# Settings of multimodal inputs that change neither the model nor what a page's name does not tell (identity.py).
+_HARMLESS_INPUTS = frozenset({
+    "allow_missing_mm_embeddings",
+    "enable_mm_embeds",
+    "limit_per_prompt",
+    "media_io_kwargs",
+    "mm_ipc_gpu_memory_gb",
+    "mm_processor_cache_gb",
+    "mm_processor_cache_type",
+    "mm_processor_kwargs",
+    "mm_shm_cache_max_object_size_mb",
+    "mm_tensor_ipc",
+    "skip_mm_profiling",
+})  # fmt: skip
+
 # Models all of whose layers have the config's num_key_value_heads, which vLLM lays out by QKVParallelLinear: with fewer
 # of them than TP ranks, rank r has head r // (tp_size // heads).
 _PLAIN_HEADS = frozenset({
@@ -89,9 +104,6 @@ def idle_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     sliding window of it, and, beside these, of those that keep a state. A model with
     anything else starts and runs, without hits.
     """
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-    from vllm.v1.core.sched import output
-
     if not vllm_config.cache_config.enable_prefix_caching:
         return "prefix caching is disabled; start vLLM with --enable-prefix-caching"
     for kind in ("prefill", "decode"):
@@ -100,13 +112,6 @@ def idle_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     fault = config_fault(kv_cache_config)
     if fault is not None or not is_hybrid(kv_cache_config):
         return fault
-    if not hasattr(KVConnectorBase_V1, "get_transfer_results"):
-        return (
-            "before vLLM 0.30 a failed load of a model with a sliding window or several KV-cache groups cannot be told"
-        )
-    offers = getattr(getattr(output, "KVConnectorBlockState", None), "__annotations__", {})
-    if has_states(kv_cache_config) and "boundary_state_offloads" not in offers:
-        return "this vLLM does not hand out the states at the ends of blocks (boundary_state_offloads)"
     if uses_drafts(vllm_config, kv_cache_config):
         return "draft layers beside a sliding window or several KV-cache groups are not supported"
     return None
@@ -215,7 +220,9 @@ def _plain_heads(vllm_config: Any, kv_cache_config: Any) -> int:
     return heads
 
 
-def space_fields(vllm_config: Any, tp_rank: int, pp_rank: int, *, replicas: int, engine_id: str) -> dict[str, str]:
+def space_fields(
+    vllm_config: Any, tp_rank: int, pp_rank: int, *, replicas: int, engine_id: str, geometry: Geometry
+) -> dict[str, str]:
     """The fields that either role of ``engine_id`` declares for one rank.
 
     Both roles of one engine compute equal fields, and so do ranks that hold the same pages (replicas). Keys and values
@@ -234,6 +241,7 @@ def space_fields(vllm_config: Any, tp_rank: int, pp_rank: int, *, replicas: int,
         "revision": str(model.revision),
         "weights": _weights_identity(model, load_format),
         "overrides": _digest_of(getattr(model, "hf_overrides", None)),
+        "multimodal": _inputs(model),
         "runner": _plain(getattr(model, "runner_type", "")),
         "implementation": _plain(getattr(model, "model_impl", "auto")),
         "disable_sliding_window": str(getattr(model, "disable_sliding_window", False)),
@@ -253,6 +261,8 @@ def space_fields(vllm_config: Any, tp_rank: int, pp_rank: int, *, replicas: int,
         "hash_keys": _key_format(cache.prefix_caching_hash_algo),
         "vllm": ".".join(vllm_version.split(".")[:2]),
     }
+    if geometry.hashes_per_page > 1:  # else one block, of as many tokens as the page
+        fields["hash_tokens"] = str(geometry.page_tokens // geometry.hashes_per_page)
     if getattr(cache, "calculate_kv_scales", False):
         # Scales measured on the first batch differ from run to run.
         fields["kv_scales"] = f"engine:{engine_id}"
@@ -301,6 +311,14 @@ def _rope_length(model: Any) -> str:
         if isinstance(rope, Mapping) and "longrope" in json.dumps(rope, default=str):
             return str(model.max_model_len)
     return ""
+
+
+def _inputs(model: Any) -> str:
+    """What changes how a multimodal model encodes its inputs; empty for other models."""
+    config = getattr(model, "multimodal_config", None)
+    if config is None:
+        return ""
+    return _digest_of({name: _plain(value) for name, value in vars(config).items() if name not in _HARMLESS_INPUTS})
 
 
 def _draft(vllm_config: Any) -> str:

@@ -26,6 +26,7 @@ COUNTERS: dict[str, str] = {
     "lookup_timeouts": "Lookups without an answer at their deadline, counted as misses.",
     "lookups_promoted": "Lookups that had to wait for a tier below the sidecars' memory.",
     "lookups_unasked": "Lookups that were misses because a rank's sidecar was absent, lost, or did not answer before.",
+    "hits_expired": "Hits not used, because their lease could have ended before the load; counted as misses.",
     "promises_broken": "Requests handed over by a prefiller whose pages were not all there in time.",
     "loads": "Requests whose load finished, once a rank.",
     "load_failures": "Requests whose load failed, once a rank; vLLM computes them.",

@@ -12,12 +12,15 @@ ranges: what is sent is the caller's own.
 
 from __future__ import annotations
 
-from typing import Annotated
+import hashlib
+import hmac
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
-VERSION = 7
+VERSION = 8
 """Protocol version. Peers of different versions refuse each other."""
 
 MAX_PACKET_BYTES = 256 << 10
@@ -32,8 +35,14 @@ MAX_DIGEST_BYTES = 32
 FINGERPRINT_BYTES = 32
 """The length of a space's fingerprint."""
 
+SECRET_BYTES = 16
+"""The length of a session's secret, and of a ticket."""
+
+NAMES_BYTES = 32
+"""The length of what names a load's pages."""
+
 _EXTENT_BYTES = 25
-_OVERHEAD_BYTES = 64
+_OVERHEAD_BYTES = 96
 
 MAX_EXTENTS = (MAX_PACKET_BYTES - _OVERHEAD_BYTES) // _EXTENT_BYTES
 """How many extents fit one packet whatever they are."""
@@ -42,6 +51,40 @@ MAX_EXTENTS = (MAX_PACKET_BYTES - _OVERHEAD_BYTES) // _EXTENT_BYTES
 def max_store_pages(digest_bytes: int) -> int:
     """How many pages one PrepareStore may name: their hashes and their grants must fit a packet each."""
     return min(MAX_EXTENTS, (MAX_PACKET_BYTES - _OVERHEAD_BYTES) // digest_bytes - 1)
+
+
+def ticket(secret: bytes, lookup: int) -> bytes:
+    """What a load proves by that it was ordered by whoever made the lookup.
+
+    The start of an HMAC-SHA256 of the lookup's number, keyed by its session's secret. The sidecar computes the
+    same. Who knows one ticket can take over that lookup alone.
+    """
+    return hmac.digest(secret, lookup.to_bytes(8, "little"), "sha256")[:SECRET_BYTES]
+
+
+def names(digests: Sequence[bytes], first_page: int, pages_per_chunk: int) -> bytes:
+    """One name for the pages of a load, from their digests, of which the first is that of first_page.
+
+    The SHA-256 of the digests at which the chunks end, one behind the other; the last chunk ends where the load
+    does. A digest names all of its prefix, so that no other is needed.
+    """
+    ends = digests[pages_per_chunk - 1 - first_page % pages_per_chunk :: pages_per_chunk]
+    if (first_page + len(digests)) % pages_per_chunk:
+        ends = [*ends, digests[-1]]
+    return hashlib.sha256(b"".join(ends)).digest()
+
+
+class LeaseRef(NamedTuple):
+    """What lets a rank's worker take over what a lookup has leased there."""
+
+    session: int
+    """The scheduler's; 0: nothing is leased there."""
+    lookup: int
+    ticket: bytes
+    """Belongs into no log: who has it can take the leases."""
+
+    def __repr__(self) -> str:
+        return f"LeaseRef({self.session:x}, {self.lookup})"
 
 
 class WireError(ValueError):
@@ -64,6 +107,8 @@ _Id = Annotated[int, Meta(ge=1)]
 _Size = Annotated[int, Meta(ge=0, le=0x7FFFFFFFFFFFFFFF)]
 _Text = Annotated[str, Meta(max_length=1024)]
 _Digest = Annotated[bytes, Meta(max_length=MAX_DIGEST_BYTES)]
+_Secret = Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
+_Names = Annotated[bytes, Meta(min_length=NAMES_BYTES, max_length=NAMES_BYTES)]
 _Fingerprint = Annotated[bytes, Meta(min_length=FINGERPRINT_BYTES, max_length=FINGERPRINT_BYTES)]
 _Indices = Annotated[tuple[_U32, ...], Meta(max_length=MAX_EXTENTS)]
 
@@ -93,12 +138,15 @@ class Hello(Message, frozen=True, tag=1):
 class Welcome(Message, frozen=True, tag=2):
     """Accepts a session; the control region's fd travels with it.
 
+    ``secret`` is what lookup messages prove by that they are this session's, and what their answers are routed by.
+    The sidecar names ``session`` in its status, and tells ``secret`` to nobody else. No log and no file may have it.
     ``peers`` names the sidecars of this host that lend each other what they hold, this one among them: theirs is the
     same number. 0: it is alone.
     """
 
     version: _U16
     session: _Id
+    secret: _Secret
     generation: _U64
     fingerprint: _Fingerprint
     lookup_endpoint: _Text
@@ -178,20 +226,23 @@ class AbortStore(Message, frozen=True, tag=13):
 
 
 class PrepareLoad(Message, frozen=True, tag=20):
-    """Takes over what a scheduler's lookup has leased; ``session`` and ``lookup`` are the scheduler's."""
+    """Takes over what a scheduler's lookup has leased; ``session``, ``lookup`` and ``ticket`` are the scheduler's."""
 
     id: _U32
     session: _Id
     lookup: _U64
+    ticket: _Secret
     first_page: _U32
     pages: _U32
+    names: _Names
 
 
 class LoadGrant(Message, frozen=True, tag=21):
-    """Answers PrepareLoad: where the pages are."""
+    """Answers PrepareLoad: where the pages are, and what the sidecar's index names those that lie there."""
 
     id: _U32
     load: _Id
+    names: _Names
     extents: _Extents
 
 
@@ -250,6 +301,17 @@ class Events(Message, frozen=True, tag=35):
     runs: Annotated[tuple[Run, ...], Meta(max_length=65536)]
 
 
+class Prefilled(Message, frozen=True, tag=36):
+    """Tells what became of a request: of the tokens that vLLM's own cache did not have, those found and those loaded.
+
+    For the sidecar to count; there is no reply.
+    """
+
+    tokens: _U32
+    found: _U32
+    loaded: _U32
+
+
 class RegionAdded(Message, frozen=True, tag=40):
     """Tells a worker of a region to map: ``size`` bytes at ``offset`` of the fd that travels with it.
 
@@ -288,6 +350,12 @@ class RegionMapped(Message, frozen=True, tag=43):
     region: _U32
 
 
+class Notice(Message, frozen=True, tag=44):
+    """Tells a client what its user should know. May come at any time after the handshake; is not answered."""
+
+    text: _Text
+
+
 class Error(Message, frozen=True, tag=50):
     """Answers the request ``id`` instead of its grant."""
 
@@ -305,6 +373,7 @@ class Lookup(Message, frozen=True, tag=60):
     """
 
     session: _Id
+    secret: _Secret
     lookup: _U64
     first_page: _U32
     prev: _Digest
@@ -325,6 +394,7 @@ class Trim(Message, frozen=True, tag=62):
     """Frees a lookup's leases on chunks wholly below ``first_page``."""
 
     session: _Id
+    secret: _Secret
     lookup: _U64
     first_page: _U32
 
@@ -333,6 +403,7 @@ class Cancel(Message, frozen=True, tag=63):
     """Frees a lookup's leases."""
 
     session: _Id
+    secret: _Secret
     lookup: _U64
 
 
@@ -365,10 +436,12 @@ AnyMessage = (
     | Cleared
     | ReadEvents
     | Events
+    | Prefilled
     | RegionAdded
     | RegionRemoved
     | RegionUnmapped
     | RegionMapped
+    | Notice
     | Error
     | Lookup
     | LookupResult
@@ -396,6 +469,7 @@ _Received = (
     | Events
     | RegionAdded
     | RegionRemoved
+    | Notice
     | Error
     | LookupResult
     | LookupPending

@@ -11,9 +11,10 @@ One step, on the worker's main thread:
    On a CPU the copy is over when it returns; on CUDA it is queued behind the
    forward, and the scheduler keeps the blocks until build_connector_worker_meta
    names the save.
-4. get_finished and the calls after it report what has ended. In a step without a
-   forward it first waits a little for a load to end: vLLM does nothing but ask
-   again until then, on the very cores that copy.
+4. get_finished and the calls after it report what has ended. Where the scheduler
+   says that nothing is computed, it first waits a little for a load to end: vLLM does
+   nothing but ask again until then, on the very cores that copy. (What start_load_kv is
+   given does not tell: the V2 model runner calls it after the forward's context.)
 
 Between 1 and 3 lies the forward. Where the scheduler asks for its time, that is
 told in build_connector_worker_meta, of this step or, on CUDA, of a later one: by
@@ -239,7 +240,7 @@ class WorkerConnector:
         self._loader: threading.Thread | None = None
         self._loads: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
 
-        self._idle_step = False  # the main thread's own, too: no forward in this step
+        self._idle_step = False  # the main thread's own, too: nothing is computed in this step
 
         self._lock = threading.Lock()
         self._load_ended = threading.Condition(self._lock)
@@ -292,7 +293,9 @@ class WorkerConnector:
         engine_id = str(transfer.engine_id)
         replicas = space.replicas(self._vllm_config, self._kv_cache_config)
         self._share = (replicas, tp_rank % replicas)
-        fields = space.space_fields(self._vllm_config, tp_rank, pp_rank, replicas=replicas, engine_id=engine_id)
+        fields = space.space_fields(
+            self._vllm_config, tp_rank, pp_rank, replicas=replicas, engine_id=engine_id, geometry=geometry
+        )
         endpoint = self._config.endpoint_for(self._rank, world.dp_rank)
         device = next(iter(kv_caches.values())).device
         if device.type == "cuda":
@@ -325,7 +328,15 @@ class WorkerConnector:
         self._loader.start()
         session.start()
         if not session.wait_settled(_START_PATIENCE_S) and autostart is not None:
-            session.wait_connected(_AUTOSTART_PATIENCE_S)
+            deadline = time.monotonic() + _AUTOSTART_PATIENCE_S
+            if autostart.wait(_AUTOSTART_PATIENCE_S) and not session.wait_connected(
+                max(0.0, deadline - time.monotonic())
+            ):
+                logger.warning(
+                    "lookaside: the sidecar on %s, which autostart starts, does not answer yet; serving without it"
+                    " until it does",
+                    endpoint,
+                )
 
     def shutdown(self) -> None:
         """Finish what is being copied and end the session. Safe to call again."""
@@ -412,9 +423,13 @@ class WorkerConnector:
         """Send the step's questions to the sidecar."""
         if not isinstance(metadata, LookasideMetadata):
             return
-        if metadata.aborted:
-            with self._lock:
-                self._aborted.update(r for r in metadata.aborted if r in self._out)
+        with self._lock:
+            # All of the step's loads before the first is ordered: one that fails at once must not
+            # be taken for the last of its request.
+            for spec in metadata.loads:
+                self._out[spec.request_id] = self._out.get(spec.request_id, 0) + 1
+            self._aborted.update(request for request in metadata.aborted if request in self._out)
+        self._idle_step = metadata.idle
         for spec in metadata.loads:
             self._order_load(spec)
         for spec in metadata.saves:
@@ -423,12 +438,8 @@ class WorkerConnector:
             # Last: what comes now is the forward.
             self._forwards.append(_Forward(metadata.timed, device=self._note_stream is not None))
 
-    def start_load_kv(self, idle_step: bool = False) -> None:
-        """Let the loader write to the blocks of the step's loads. idle_step: the step has no forward."""
-        self._idle_step = idle_step
-        self._hand_over_loads()
-
-    def _hand_over_loads(self) -> None:
+    def start_load_kv(self) -> None:
+        """Let the loader write to the blocks of the step's loads."""
         if self._note_stream is not None:
             self._compute_stream = self._note_stream()
         fresh, self._fresh_loads = self._fresh_loads, []
@@ -440,7 +451,7 @@ class WorkerConnector:
         if self._forwards:
             self._forwards[-1].end()
         # Also where vLLM had no reason to start loads: one must never stay behind.
-        self._hand_over_loads()
+        self.start_load_kv()
         orders, self._orders = self._orders, []
         if not orders:
             return
@@ -675,9 +686,7 @@ class WorkerConnector:
     # ---- loads ----
 
     def _order_load(self, spec: LoadSpec) -> None:
-        """Take over the leases. Whatever happens, the request is reported in the end."""
-        with self._lock:
-            self._out[spec.request_id] = self._out.get(spec.request_id, 0) + 1
+        """Take over the leases of a load counted in _out. Whatever happens, it is reported in the end."""
         try:
             live, session = self._live, self._session
             if live is None or session is None or self._shut:
@@ -685,17 +694,17 @@ class WorkerConnector:
             pages = len(self._rows(spec.block_ids))
             if not pages or self._rank >= len(spec.refs):
                 raise ValueError("nothing was leased for it")
-            scheduler, lookup = spec.refs[self._rank]
-            if not scheduler:
+            ref = spec.refs[self._rank]
+            if not ref.session:
                 raise ValueError("nothing was leased for it")
             now = time.monotonic()
             pending = session.submit(
                 functools.partial(
                     _prepare_load,
-                    session=scheduler,
-                    lookup=lookup,
+                    ref=ref,
                     first_page=spec.first_page,
                     pages=pages,
+                    names=spec.names,
                 ),
                 functools.partial(self._release_late, session, live.session_id),
             )
@@ -808,6 +817,8 @@ class WorkerConnector:
             if not isinstance(reply, wire.LoadGrant):
                 raise RegionError("the sidecar did not answer in time")
             load.load = reply.load
+            if reply.names != load.spec.names:
+                raise RegionError("the sidecar granted other pages than were ordered")
             with self._lock:
                 if load.spec.request_id in self._aborted:
                     raise RegionError("aborted")
@@ -881,8 +892,8 @@ def _prepare_store(
     return wire.PrepareStore(request_id, first_page, prev, hashes, every, which)
 
 
-def _prepare_load(request_id: int, session: int, lookup: int, first_page: int, pages: int) -> wire.PrepareLoad:
-    return wire.PrepareLoad(request_id, session, lookup, first_page, pages)
+def _prepare_load(request_id: int, ref: wire.LeaseRef, first_page: int, pages: int, names: bytes) -> wire.PrepareLoad:
+    return wire.PrepareLoad(request_id, ref.session, ref.lookup, ref.ticket, first_page, pages, names)
 
 
 def _place(vllm_config: VllmConfig, world: space.World) -> tuple[int, int]:

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # side would have said in time is to be heard all the same. The test of a deadline sets it by itself.
 PATIENCE_S = {
     "lookaside.lookups._HANDSHAKE_PATIENCE_S": 10.0,
+    "lookaside.scheduler._IDENTITY_PATIENCE_S": 60.0,
     "lookaside.session._CONNECT_PATIENCE_S": 60.0,
-    "lookaside.session._HEARTBEAT_S": 60.0,
     "lookaside.session._PONG_PATIENCE_S": 60.0,
     "lookaside.worker._DRAIN_PATIENCE_S": 60.0,
     "lookaside.worker._GRANT_PATIENCE_S": 60.0,

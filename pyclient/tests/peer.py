@@ -72,12 +72,17 @@ class Peer:
         self._context = zmq.Context()
         self._pull = self._context.socket(zmq.PULL)
         self._pull.bind(f"ipc://{directory}/lookup.sock")
-        self._push: dict[int, zmq.Socket] = {}
+        self._replies = self._context.socket(zmq.ROUTER)
+        self._replies.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._replies.setsockopt(zmq.LINGER, 0)
+        self._replies.bind(f"ipc://{directory}/reply.sock")
+        self._secrets: dict[int, bytes] = {}
         self._threads = [
             threading.Thread(target=self._accept, daemon=True),
             threading.Thread(target=self._lookups, daemon=True),
         ]
-        for thread in self._threads:
+        # A copy: a client that comes at once adds a thread that is started already.
+        for thread in tuple(self._threads):
             thread.start()
 
     def set_state(self, state: int) -> None:
@@ -142,7 +147,9 @@ class Peer:
 
     def answer_lookup(self, session: int, message: Any) -> None:
         """Answer from the lookup thread's own socket; only call from a script."""
-        self._push[session].send(message if isinstance(message, bytes) else wire.encode(message))
+        data = message if isinstance(message, bytes) else wire.encode(message)
+        with contextlib.suppress(zmq.ZMQError):  # the client has gone
+            self._replies.send_multipart([self._secrets[session], data])
 
     def _answer(self, conn: Conn, answer: Answer) -> None:
         for each in answer if isinstance(answer, list) else [answer]:
@@ -192,18 +199,14 @@ class Peer:
                 self._answer(conn, answer)
                 return
         conn.session = next(self.sessions)
-        reply = ""
-        if hello.role == "scheduler":
-            reply = f"ipc://{self.directory}/reply-{conn.session:016x}.sock"
-            push = self._context.socket(zmq.PUSH)
-            push.setsockopt(zmq.LINGER, 0)
-            push.bind(reply)
-            self._push[conn.session] = push
+        secret = self._secrets[conn.session] = os.urandom(wire.SECRET_BYTES)
+        reply = f"ipc://{self.directory}/reply.sock" if hello.role == "scheduler" else ""
         regions = list(self.regions) if hello.role == "worker" else []  # of now: the client may be told of more at once
         conn.send(
             wire.Welcome(
                 version=wire.VERSION,
                 session=conn.session,
+                secret=secret,
                 generation=self.generation,
                 fingerprint=bytes(32),
                 lookup_endpoint=f"ipc://{self.directory}/lookup.sock",
@@ -221,8 +224,10 @@ class Peer:
     def _lookups(self) -> None:
         while not self._stop:
             try:
+                self._replies.poll(0)  # so that it takes in who has connected
                 if not self._pull.poll(20):
                     continue
+                self._replies.poll(0)
                 message = _decode(self._pull.recv())
             except zmq.ZMQError:
                 return

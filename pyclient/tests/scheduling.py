@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import json
 import math
 from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from lookaside import layout
+from lookaside import layout, wire
+from lookaside.identity import PLAIN, Identity
 from lookaside.metadata import LookasideMetadata, LookasideWorkerMetadata
 from lookaside.sidecars import RankSidecars
 from lookaside.stats import GAUGES
@@ -28,6 +31,7 @@ from vllm.config import (
     DeviceConfig,
     KVTransferConfig,
     LoadConfig,
+    LoRAConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -36,6 +40,13 @@ from vllm.config import (
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiKVConnectorMetadata,
     MultiKVConnectorWorkerMetadata,
+)
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    MultiModalSharedField,
+    PlaceholderRange,
 )
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -119,6 +130,7 @@ def make_config(
     hash_algo: str = "sha256_cbor",
     async_scheduling: bool = False,
     states: bool = False,
+    adapters: bool = False,
 ) -> VllmConfig:
     transfer: dict[str, Any] = {
         "kv_connector": "LookasideConnector",
@@ -159,9 +171,43 @@ def make_config(
     )
     # CPU platforms replace the block size; the test's own must hold.
     config.cache_config.block_size = block
+    config.scheduler_config.async_scheduling = async_scheduling  # which vLLM turns off on CPUs
     if states:  # which vLLM learns from the model
         config.cache_config.mamba_cache_mode = "align"
+    if adapters:
+        config.lora_config = LoRAConfig()
     return config
+
+
+def write_adapter(directory: Path, weights: bytes) -> Path:
+    """An adapter's directory, as far as a scheduler's process reads it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "adapter_config.json").write_text('{"r": 8}')
+    (directory / "adapter_model.safetensors").write_bytes(weights)
+    return directory
+
+
+def image(place: PlaceholderRange, identifier: str, pixels: int | None) -> MultiModalFeatureSpec:
+    """An image of these pixels that the client, or vLLM, names so; None: its data are not in this process."""
+    data = None
+    if pixels is not None:
+        field = MultiModalSharedField(batch_size=1)
+        data = MultiModalKwargsItem(
+            {"pixels": MultiModalFieldElem(data=torch.full((4, 4), float(pixels)), field=field)}
+        )
+    return MultiModalFeatureSpec(data=data, modality="image", identifier=identifier, mm_position=place)
+
+
+class AtOnce(Executor):
+    """Does what it is given before it returns."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
 
 def make_kv_config(blocks: int, specs: Iterable[KVCacheSpec] | None = None, eagle: bool = False) -> KVCacheConfig:
@@ -188,16 +234,19 @@ def make_kv_config(blocks: int, specs: Iterable[KVCacheSpec] | None = None, eagl
 class ScriptedLookup:
     """A lookup whose answer the test decides, now or later."""
 
-    def __init__(self, book: ScriptedSidecars, first_page: int, prev: bytes, hashes: bytes, recompute_us: int) -> None:
+    def __init__(
+        self, book: ScriptedSidecars, first_page: int, prev: bytes, hashes: bytes, recompute_us: int, prefill_s: float
+    ) -> None:
         self.first_page = first_page
         self.prev = prev
         self.hashes = hashes
         self.recompute_us = recompute_us
+        self.prefill_s = prefill_s
         self.cancelled = False
         self.trims: list[int] = []
         self.polls = 0
         self.answer: int | None = None
-        self.refs = tuple((rank + 1, next(ids)) for rank in range(book.ranks))
+        self.refs = tuple(wire.LeaseRef(rank + 1, next(ids), b"") for rank in range(book.ranks))
 
     @property
     def digests(self) -> list[bytes]:
@@ -221,21 +270,37 @@ class ScriptedSidecars:
 
     def __init__(self, ranks: int = 1) -> None:
         self.ranks = ranks
-        self.available = True
+        self.reachable = True
         self.divided = False
+        self.lease_s = 30.0
+        self.max_pages = 65536
         self.held: dict[bytes, Page] = {}
         self.lookups: list[ScriptedLookup] = []
+        self.prefilled: list[tuple[int, int, int]] = []  # of each request: tokens, found, loaded
         self.hold_answers = False
+        self.voids = 0  # resets so far
+        self.is_void = False  # one of them is not cleared yet
         self.clears = 0
         self.clear_answer = True
+        self.stored_after: dict[bytes, int] = {}  # how many resets there had been when a page's save was ordered
+        self.ordered_after: dict[int, int] = {}  # the same by save
         self.closed = 0
         self.raises: Exception | None = None
 
-    def start(self, first_page: int, prev: bytes, hashes: bytes, recompute_us: int) -> ScriptedLookup:
+    @property
+    def available(self) -> bool:
+        return self.reachable and not self.is_void
+
+    @available.setter
+    def available(self, value: bool) -> None:
+        self.reachable = value
+
+    def start(self, first_page: int, prev: bytes, hashes: bytes, recompute_us: int, prefill_s: float) -> ScriptedLookup:
         if self.raises is not None:
             raise self.raises
+        assert not self.is_void, "asked about what is void"
         assert len(prev) == (32 if first_page else 0)
-        lookup = ScriptedLookup(self, first_page, prev, hashes, recompute_us)
+        lookup = ScriptedLookup(self, first_page, prev, hashes, recompute_us, prefill_s)
         self.lookups.append(lookup)
         if not self.hold_answers:
             self.answer(lookup)
@@ -244,13 +309,38 @@ class ScriptedSidecars:
     def answer(self, lookup: ScriptedLookup) -> None:
         missing = (i for i, digest in enumerate(lookup.digests) if digest not in self.held)
         lookup.answer = next(missing, len(lookup.digests))
+        if not lookup.cancelled:
+            for digest in lookup.digests[: lookup.answer]:
+                assert self.stored_after.get(digest, self.voids) == self.voids, "a hit from before a reset"
+
+    def store(self, digest: bytes, page: Page, voids: int) -> None:
+        """Keep a page of a save that was ordered after so many resets."""
+        assert self.held.setdefault(digest, page) == page
+        self.stored_after.setdefault(digest, voids)
+
+    def void(self) -> None:
+        self.voids += 1
+        self.is_void = True
+        self.may_clear = False
+
+    def tell_prefilled(self, tokens: int, found: int, loaded: int) -> None:
+        assert 0 <= found <= tokens and 0 <= loaded <= tokens
+        self.prefilled.append((tokens, found, loaded))
 
     def clear(self, timeout_s: float) -> bool:
-        assert timeout_s > 0
+        assert timeout_s >= 0 and self.is_void
         self.clears += 1
+        self.may_clear = True
         if self.clear_answer:
+            self.recover()
+        return not self.is_void
+
+    def recover(self) -> None:
+        """The sidecars are back: they are told to clear what is void."""
+        if self.is_void and self.may_clear:
+            self.is_void = False
             self.held.clear()
-        return self.clear_answer
+            self.stored_after.clear()
 
     def close(self) -> None:
         self.closed += 1
@@ -276,12 +366,24 @@ class Group(NamedTuple):
 def contents(request: Request, drafts: list[int] | None = None) -> list[int]:
     """What the KV of each of a request's tokens (then drafts) must be."""
     lora = request.lora_request
-    value = hash((request.cache_salt, lora.lora_name if lora else None))
+    value = hash((request.cache_salt, weights_of(lora.lora_path) if lora else None))
+    features = {feature.mm_position.offset: feature for feature in request.mm_features}
     out = []
-    for token in [*request.all_token_ids, *(drafts or ())]:
+    for at, token in enumerate([*request.all_token_ids, *(drafts or ())]):
+        feature = features.get(at)
+        if feature is not None and feature.data is not None:
+            value = hash((value, str(feature.data.get_data())))
+        if request.prompt_embeds is not None and at < request.num_prompt_tokens:
+            value = hash((value, str(request.prompt_embeds[at])))
         value = hash((value, token))
         out.append(value)
     return out
+
+
+@functools.cache
+def weights_of(path: str) -> bytes:
+    """The weights of an adapter, as a worker has them that loads it now, for good: one test's paths are no other's."""
+    return (Path(path) / "adapter_model.safetensors").read_bytes()
 
 
 @dataclass
@@ -312,6 +414,7 @@ class Workers:
     groups: list[Group]
     columns: list[tuple[Group, int]]  # what a page has: a group's block, and its first token in the page
     memory: dict[int, list[int | None]] = field(default_factory=dict)
+    chunk: int = 0  # pages of one; 0: not known
     load_steps: int = 0  # until a load is reported
     copy_steps: int = 0  # until a save's blocks are read, and it is acknowledged
     ack: bool = True
@@ -326,6 +429,7 @@ class Workers:
     aborted: list[str] = field(default_factory=list)
     unacked: list[int] = field(default_factory=list)
     timed: list[tuple[int, tuple[int, float]]] = field(default_factory=list)
+    identities: dict[str, Identity] = field(default_factory=dict)  # by request: what its pages' names must have in them
 
     def run(self, batch: Batch) -> KVConnectorOutput:
         """Carry out a step: the loads that end with it, its forward, its saves."""
@@ -414,6 +518,8 @@ class Workers:
         asked = next((each for each in self.sidecars.lookups if each.refs == load.refs), None)
         digests = asked.digests[load.first_page - asked.first_page :] if asked is not None else []
         rows = self.rows(load.block_ids)
+        if load.refs and self.chunk:
+            assert load.names == wire.names(digests[: len(rows)], load.first_page, self.chunk), "other pages"
         bad = set(self.fail_pages(load)) if load.refs else set(range(len(rows)))
         for i, row in enumerate(rows):
             page = self.sidecars.held.get(digests[i]) if i < len(digests) else None
@@ -449,7 +555,11 @@ class Workers:
         assert save.first_page <= save.new_from < save.first_page + pages
         request = self.requests[save.request_id]
         expected = contents(request)
-        names = request.block_hashes[self.hashes_per_page - 1 :: self.hashes_per_page]
+        identity = self.identities.get(save.request_id, PLAIN)
+        names = [
+            identity.name(each, page * self.block)
+            for page, each in enumerate(request.block_hashes[self.hashes_per_page - 1 :: self.hashes_per_page], 1)
+        ]
         for i, row in enumerate(rows):
             start = (save.first_page + i) * self.block
             digest = save.hashes[32 * i : 32 * i + 32]
@@ -483,7 +593,7 @@ class Workers:
                 f"save {save.save_id} of {save.request_id} reads what is not page "
                 f"{save.first_page + i} of {save.first_page}+{pages}"
             )
-            assert self.sidecars.held.setdefault(digest, page) == page
+            self.sidecars.store(digest, page, self.sidecars.ordered_after[save.save_id])
         self.unacked.append(save.save_id)
 
     def save_state(self, save: Any, number: int, row: list[int], digest: bytes, value: int) -> None:
@@ -497,7 +607,7 @@ class Workers:
         assert group == [each for each in self.groups if each.state][number]
         page = (group.value(value),)
         assert tuple(self.memory[block_id]) == page, f"save {save.save_id} reads what is not the state at {save}"
-        assert self.sidecars.held.setdefault(name, page) == page
+        self.sidecars.store(name, page, self.sidecars.ordered_after[save.save_id])
 
     @property
     def states(self) -> int:
@@ -556,8 +666,10 @@ class Stand:
         self.workers.fail_requests = len(groups) > 1 or groups[0].window > 0
         self.clock = 0.0
         for each in self.roles() if not real else ():
+            self.workers.chunk = each._chunk
             each._sidecars = self.sidecars
             each._clock = lambda: self.clock
+            self._follow(each._identities)
         self.depth = 2 if is_async else 1
         self.under_way: list[Batch] = []
         self.outputs: dict[str, list[int]] = {}
@@ -568,6 +680,19 @@ class Stand:
         self.token = itertools.count(1)
         self.accept: Callable[[str, list[int]], int] = lambda request_id, drafts: 0
         self.draft: Callable[[Request], list[int]] | None = None
+
+    def _follow(self, identities: Any) -> None:
+        """Identities are known at once, and the workers know them."""
+        identities._pool = AtOnce()
+        found = identities.of
+
+        def of(request: Request) -> Any:
+            identity = found(request)
+            if isinstance(identity, Identity):
+                self.workers.identities[request.request_id] = identity
+            return identity
+
+        identities.of = of
 
     def roles(self) -> list[Any]:
         """The scheduler roles of ours, inside a MultiConnector too."""
@@ -614,6 +739,7 @@ class Stand:
                 return MultiKVConnectorWorkerMetadata(metadata=tuple(answers))
 
         assert isinstance(meta, LookasideMetadata)
+        self.sidecars.ordered_after |= {save.save_id: self.sidecars.voids for save in meta.saves}
         batch = Batch(scheduled, meta, {}, {}, {}, wrap)
         for request_id, count in scheduled.num_scheduled_tokens.items():
             request = self.requests[request_id]
@@ -666,6 +792,8 @@ class Stand:
         """Schedule, and complete the oldest batch under way if the pipe is full."""
         batch = self.schedule()
         self.under_way.append(batch)
+        computed = {request for each in self.under_way for request in each.scheduled.num_scheduled_tokens}
+        assert not (batch.meta.idle and computed & self.scheduler.requests.keys()), "a worker would wait in its stead"
         if len(self.under_way) >= self.depth:
             self.complete(self.under_way.pop(0))
         self.clock += 0.001
@@ -715,7 +843,7 @@ class Stand:
     def check_idle(self, *others: Stand) -> None:
         """Nothing is held: no pins, leases, requests or blocks. others are on the same sidecars."""
         for role in self.roles():
-            assert not role._pins and not role._requests and not role._loads
+            assert not role._pins and not role._requests and not role._loads and not role._prefills
             assert not role._new_loads and not role._last_saves and role._holding == 0
             assert not role.has_pending_push_work()
         owned = {load.refs for stand in (self, *others) for load in stand.workers.loads}

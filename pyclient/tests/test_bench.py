@@ -86,7 +86,7 @@ def test_report_stamps_what_the_command_wrote(tmp_path: Path):
     ("name", "options", "cases"),
     [
         ("copy", ["--bytes=33554432", "--rounds=2"], 8),
-        ("lookup", ["--pages=8192", "--rounds=2", "--pairs=3", "--tail=20", "--copy-threads=1"], 9),
+        ("lookup", ["--pages=8192", "--rounds=2", "--pairs=3", "--tail=20", "--copy-threads=1"], 13),
     ],
 )
 def test_bench_in_small(name: str, options: list[str], cases: int):

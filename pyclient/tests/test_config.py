@@ -36,7 +36,7 @@ def test_every_setting_is_read():
             "lookaside.load_timeout_ms": 1000,
             "lookaside.reset_timeout_ms": 500,
             "lookaside.autostart": "true",
-            "lookaside.arena_size": "500MiB",
+            "lookaside.arena_limit": "500MiB",
             "lookaside.sidecar_config": "/etc/lookaside/{rank}.yaml",
             "lookaside.sidecar_args": ["--disk", "/mnt/{dp_rank}/{rank}:200G"],
             "lookaside.binary": "/opt/bin/lookaside",
@@ -53,7 +53,7 @@ def test_every_setting_is_read():
         load_timeout_ms=1000,
         reset_timeout_ms=500,
         autostart=True,
-        arena_size=500 << 20,
+        arena_limit=500 << 20,
         sidecar_config="/etc/lookaside/{rank}.yaml",
         sidecar_args=("--disk", "/mnt/{dp_rank}/{rank}:200G"),
         binary="/opt/bin/lookaside",
@@ -84,7 +84,9 @@ def test_arguments_of_a_started_sidecar():
         ("lookaside.save-decode", "lookaside.save_decode"),
         ("lookaside.", "lookaside."),
         ("endpoint", "lookaside.endpoint"),
-        ("arena-size", "lookaside.arena_size"),
+        ("arena-limit", "lookaside.arena_limit"),
+        ("arena_size", "lookaside.arena_limit"),
+        ("lookaside_arena_size", "lookaside.arena_limit"),
         ("lookaside_lookup_timeout_ms", "lookaside.lookup_timeout_ms"),
         ("LOOKASIDE.ENDPOINT", "lookaside.endpoint"),
     ],
@@ -93,6 +95,11 @@ def test_unknown_keys_are_refused_with_the_nearest(key, meant):
     with pytest.raises(ConfigError) as error:
         parse({key: 1})
     assert repr(key) in str(error.value) and f"did you mean '{meant}" in str(error.value)
+
+
+def test_a_name_of_before_is_refused_with_the_one_of_now():
+    with pytest.raises(ConfigError, match=r"lookaside\.arena_size is named lookaside\.arena_limit now"):
+        parse({"lookaside.arena_size": "4G"})
 
 
 def test_keys_of_others_pass():
@@ -109,7 +116,7 @@ def test_keys_of_others_pass():
         ("endpoint", "/run/{rank", "{rank}"),
         ("endpoint", "/run/{}", "{rank}"),
         ("endpoint", "/run/{rank!r}/{rank.x}", "{rank}"),
-        ("endpoint", "/" + "x" * 90, "too long"),
+        ("endpoint", "/" + "x" * 100, "too long"),
         ("chunk_tokens", 0, "between 1"),
         ("chunk_tokens", 1.5, "whole number"),
         ("chunk_tokens", True, "whole number"),
@@ -118,10 +125,10 @@ def test_keys_of_others_pass():
         ("save_decode", "yes", "true or false"),
         ("lookup_timeout_ms", 0, "between 1"),
         ("lookup_timeout_ms", 10**9, "between 1"),
-        ("arena_size", "lots", "size"),
-        ("arena_size", "-4G", "size"),
-        ("arena_size", 0, "size"),
-        ("arena_size", "4X", "size"),
+        ("arena_limit", "lots", "size"),
+        ("arena_limit", "-4G", "size"),
+        ("arena_limit", 0, "size"),
+        ("arena_limit", "4X", "size"),
         ("load_threads", 65, "between 1"),
         ("binary", None, "non-empty"),
         ("promotion_timeout_ms", -1, "between 0"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import os
 import random
 import signal
 import subprocess
@@ -19,11 +18,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import zmq
 from lookaside import space, wire
 from lookaside.connector import LookasideConnector
+from lookaside.prefill import PrefillRate
 from lookaside.session import SessionUnavailable
 from peer import until
 from scheduling import (
@@ -39,7 +41,10 @@ from scheduling import (
     tokens,
     write_model,
 )
+from test_sidecar import status_of
+from test_worker import SlowCopies
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.forward_context import set_forward_context
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -50,7 +55,11 @@ BLOCKS = 64
 HYBRID = [full_attention(), sliding_window(40), sliding_window(24)]
 STATES = [state(), full_attention(), state()]
 # For histories with sidecars that are stopped: what waits for one keeps the test from letting it go on.
-HURRIED = {"lookaside.lookup_timeout_ms": 1000, "lookaside.store_timeout_ms": 1000}
+HURRIED = {
+    "lookaside.lookup_timeout_ms": 1000,
+    "lookaside.store_timeout_ms": 1000,
+    "lookaside.reset_timeout_ms": 300,
+}
 
 pytestmark = pytest.mark.skipif(not BINARY.exists(), reason="bin/lookaside is not built")
 
@@ -104,6 +113,7 @@ class Ranks:
             role.register_kv_caches({f"layer{number}": view for number, view in enumerate(views)})
             self.caches.append(views)
             self.roles.append(role)
+        self.weights = 0  # what has a request's tokens be other KV; a reset of the cache goes with new ones
         self.received: dict[str, int] = {}
         self.loads: list[Any] = []
         self.saves: list[Any] = []
@@ -116,29 +126,37 @@ class Ranks:
         self.saves += batch.meta.saves
         output = KVConnectorOutput(finished_recving=set())
         folded = None
-        for rank, role in enumerate(self.roles):
-            role.handle_preemptions(batch.meta)
-            role.bind_connector_metadata(batch.meta)
-            self.forward(batch, rank)
-            role.start_load_kv(None)
-            role.wait_for_save()
-            results = role.get_transfer_results(batch.scheduled.finished_req_ids)
-            for request_id in results.finished_recving:
+        for rank in range(len(self.roles)):
+            one = self.step(batch, rank)
+            for request_id in one.finished_recving or ():
                 self.received[request_id] = self.received.get(request_id, 0) + 1
                 if self.received[request_id] == len(self.roles):
                     del self.received[request_id]
                     assert output.finished_recving is not None
                     output.finished_recving.add(request_id)
-                    self.failed += request_id in results.failed_recving
-            output.failed_recving |= results.failed_recving
-            errors = role.get_block_ids_with_load_errors()
-            self.invalid += len(errors)
-            output.invalid_block_ids |= errors
-            answer = role.build_connector_worker_meta()
+                    self.failed += request_id in one.failed_recving
+            output.failed_recving |= one.failed_recving
+            self.invalid += len(one.invalid_block_ids)
+            output.invalid_block_ids |= one.invalid_block_ids
+            answer = one.kv_connector_worker_meta
             if answer is not None:
                 folded = answer if folded is None else folded.aggregate(answer)
-            role.clear_connector_metadata()
         output.kv_connector_worker_meta = folded
+        return output
+
+    def step(self, batch: Batch, rank: int) -> KVConnectorOutput:
+        """One rank's step, in the order of vLLM's V1 model runner."""
+        role, output = self.roles[rank], KVConnectorOutput()
+        role.handle_preemptions(batch.meta)
+        role.bind_connector_metadata(batch.meta)
+        self.forward(batch, rank)
+        role.start_load_kv(None)
+        role.wait_for_save()
+        results = role.get_transfer_results(batch.scheduled.finished_req_ids)
+        output.finished_recving, output.failed_recving = results.finished_recving, results.failed_recving
+        output.invalid_block_ids = role.get_block_ids_with_load_errors()
+        output.kv_connector_worker_meta = role.build_connector_worker_meta()
+        role.clear_connector_metadata()
         return output
 
     def forward(self, batch: Batch, rank: int) -> None:
@@ -147,7 +165,7 @@ class Ranks:
             for number, (spec, cache) in enumerate(zip(self.groups, self.caches[rank], strict=True)):
                 table, window = batch.tables[request_id][number], getattr(spec, "sliding_window", None)
                 own = rank // self.replicas / 2 + number / 8
-                values = [float(v % (1 << 19)) + own for v in contents(self.requests[request_id])]
+                values = [float(hash((v, self.weights)) % (1 << 19)) + own for v in contents(self.requests[request_id])]
                 if isinstance(spec, MambaSpec):
                     source, target = (before - 1) // spec.block_size, (before + count - 1) // spec.block_size
                     assert not before or bool((cache[table[source]] == values[before - 1]).all()), (
@@ -170,15 +188,41 @@ class Ranks:
             role.shutdown()
 
 
+class V2Ranks(Ranks):
+    """The same in the order, and in the forward contexts, of vLLM's V2 model runner: execute_model and sample_tokens.
+
+    The runner itself needs Triton, which has no backend for CPUs; what it calls the connector through is its own.
+    """
+
+    def __init__(self, config: Any, requests: dict[str, Any], kv_config: Any) -> None:
+        super().__init__(config, requests, kv_config)
+        module = pytest.importorskip("vllm.v1.worker.gpu.kv_connector")
+        self.config = config
+        self.connectors = []
+        for role in self.roles:
+            with mock.patch.object(module, "get_kv_transfer_group", lambda role=role: role):
+                self.connectors.append(module.ActiveKVConnector(config, {}))  # they are registered already
+
+    def step(self, batch: Batch, rank: int) -> KVConnectorOutput:
+        connector, scheduled = self.connectors[rank], batch.scheduled
+        if not scheduled.total_num_scheduled_tokens:
+            return connector.no_forward(scheduled).kv_connector_output or KVConnectorOutput()
+        with set_forward_context({}, self.config, num_tokens=scheduled.total_num_scheduled_tokens):
+            connector.pre_forward(scheduled)
+            self.forward(batch, rank)
+        connector.finish_forward()
+        return connector.post_forward(scheduled.finished_req_ids)
+
+
 class Engine(Stand):
     """A Stand whose workers and sidecars are real."""
 
     patience_s = 60.0  # with a sidecar that lives
 
-    def __init__(self, config: Any, specs: list[Any] | None = None) -> None:
+    def __init__(self, config: Any, specs: list[Any] | None = None, workers: type[Ranks] = Ranks) -> None:
         requests: dict[str, Any] = {}
         kv_config = make_kv_config(BLOCKS, specs)
-        ranks = Ranks(config, requests, kv_config)  # as in vLLM, before the scheduler
+        ranks = workers(config, requests, kv_config)  # as in vLLM, before the scheduler
         super().__init__(config, kv_config=kv_config, real=True)
         self.columns = len(self.workers.columns)
         self.requests = requests
@@ -208,12 +252,33 @@ class Engine(Stand):
                 time.sleep(0.001)
         raise AssertionError("not done")
 
+    def reset(self) -> None:
+        """What vLLM does for /pause and /sleep: wait until nothing runs, then empty all caches.
+
+        vLLM's own refusals aside: it fails while blocks are held, as by saves that have just begun.
+        """
+        while self.scheduler.has_requests():
+            self.step()
+            time.sleep(0.001)
+        assert self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True), "/pause fails"
+
+    def ask_without(self, prompt: list[int], **kwargs: Any) -> int:
+        """ask, of a sidecar that need not answer: how many pages were loaded."""
+        before = len(self.workers.loads)
+        self.add(prompt, **kwargs)
+        while self.scheduler.has_requests():
+            self.step()
+            time.sleep(0.001)
+        return sum(len(load.block_ids) // self.columns for load in self.workers.loads[before:])
+
     def heard(self) -> None:
         """Wait until the sidecars have heard all commits: lookups go over other sockets, and may overtake them."""
         for role in self.workers.roles:
             session = role._worker._session
             with contextlib.suppress(SessionUnavailable):
-                session.submit(lambda number: wire.PrepareLoad(number, 1, 1, 0, 1)).wait(self.patience_s)  # refused
+                session.submit(lambda number: wire.PrepareLoad(number, 1, 1, bytes(16), 0, 1, bytes(32))).wait(
+                    self.patience_s
+                )  # refused
 
     def settle(self) -> None:
         """Nothing pinned, nobody loading."""
@@ -266,8 +331,8 @@ def engines(model: Path, sidecars: list[Sidecar]) -> Iterator[Any]:
             "lookaside.load_timeout_ms": 60_000,
             **kwargs.pop("extra", {}),
         }
-        specs = kwargs.pop("specs", None)
-        made.append(Engine(make_config(model, extra, **kwargs), specs))
+        specs, workers = kwargs.pop("specs", None), kwargs.pop("workers", Ranks)
+        made.append(Engine(make_config(model, extra, **kwargs), specs, workers))
         return made[-1]
 
     yield make
@@ -311,6 +376,46 @@ def test_two_engines_share_states(engines, tp):
         engine.settle()
 
 
+@pytest.mark.parametrize("workers", [Ranks, V2Ranks])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_no_step_that_computes_waits_for_a_load(engines, monkeypatch, workers, is_async):
+    """One that does not waits a little: vLLM would ask again at once, on the cores that copy."""
+    engine = engines(workers=workers, async_scheduling=is_async)
+    prompt = tokens(9 * BLOCK + 1)
+    engine.ask(prompt)
+    engine.forget_local()
+    role = engine.workers.roles[0]._worker
+    slow = role._copies = SlowCopies(role._copies)
+    monkeypatch.setattr("lookaside.worker._IDLE_STEP_PATIENCE_S", 0.01)
+    waited: list[int] = []  # tokens computed in steps that waited
+    step, wait_for = engine.workers.step, role._load_ended.wait_for
+
+    def noted(batch: Batch, rank: int) -> KVConnectorOutput:
+        role._load_ended.wait_for = lambda *arguments: (
+            waited.append(batch.scheduled.total_num_scheduled_tokens),
+            wait_for(*arguments),
+        )
+        return step(batch, rank)
+
+    engine.workers.step = noted
+    decoding = engine.add(tokens(BLOCK, seed=4), max_tokens=2000)
+    engine.step()
+    engine.add(prompt, request_id="loads")
+    until(lambda: engine.step() and slow.tickets)
+    before = len(engine.outputs[decoding])
+    until(lambda: engine.step() and len(engine.outputs[decoding]) >= before + 10)
+    assert role._out and not waited, "a step that decodes waited for a load"
+    engine.abort(decoding)
+    until(lambda: engine.step() and len(waited) >= 3)
+    assert not any(waited)
+    for ticket in slow.tickets:
+        ticket._finish("the test has no bytes for it")
+    role._copies = slow.inner
+    engine.run()
+    assert len(engine.outputs["loads"]) == 4 and engine.workers.invalid
+    engine.settle()
+
+
 def test_a_restarted_engine_finds_what_it_stored(engines):
     prompt = tokens(9 * BLOCK + 1)
     first = engines()
@@ -326,6 +431,124 @@ def test_reset_is_for_everybody(engines):
     assert other.scheduler.reset_prefix_cache(reset_connector=True)
     one.forget_local()
     assert one.ask(prompt)[1] == 0
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("how", ["killed", "stopped", "killed after it"])
+def test_reset_without_the_sidecar_forgets_what_it_brings_back(engines, sidecars, tmp_path, how, tp):
+    """Killed, it recovers from its disk what was there before; stopped, it still has it. Neither may be hit.
+
+    Killed when it had cleared, it must recover nothing.
+    """
+    for rank in range(tp):
+        sidecars[rank].kill()
+        sidecars[rank].arguments = (
+            "--disk", f"{tmp_path / f'disk-{rank}'}:64M:slab=8M", "--cascade-partial-delay", "1ms",
+            "--lookup-deadline", "60s",
+        )  # fmt: skip
+        sidecars[rank].start()
+    extra = {"lookaside.reset_timeout_ms": 300, "lookaside.promotion_timeout_ms": 60_000}
+    engine, other = (engines(tp=tp, extra=extra) for _ in range(2))
+    prompt = tokens(9 * BLOCK + 1)
+    engine.ask(prompt)
+    if how != "stopped":
+        # What it loses with its memory comes back from the disk.
+        for each in sidecars[:tp]:
+            each.signal(signal.SIGTERM)
+        for each in sidecars[:tp]:
+            assert each.process is not None and each.process.wait(120) is not None
+            each.start()
+        engine.connect()
+        until(lambda: hits_again(engine, prompt), 120)
+    if how == "killed":
+        sidecars[0].kill()
+        until(lambda: not engine.role._sidecars.available)
+    elif how == "stopped":
+        sidecars[0].signal(signal.SIGSTOP)
+    engine.reset()
+    if how == "killed after it":
+        until(lambda: engine.role._sidecars.available)
+        sidecars[0].kill()
+        until(lambda: not engine.role._sidecars.available)
+    engine.workers.weights = other.workers.weights = 1
+    assert engine.ask_without(prompt) == 0, "and it is served"
+    if how == "stopped":
+        sidecars[0].signal(signal.SIGCONT)
+    else:
+        sidecars[0].start()
+    for each in (engine, other):
+        each.connect()
+    engine.forget_local()
+    assert engine.ask(prompt)[1] == 0
+    until(lambda: hits_again(engine, prompt))
+    assert other.ask(prompt)[1] == 9
+    assert not list(sidecars[0].endpoint.glob("void-*"))
+    engine.settle()
+
+
+def test_what_an_engine_could_not_clear_the_next_one_does(engines, sidecars):
+    prompt = tokens(9 * BLOCK + 1)
+    first = engines(extra={"lookaside.reset_timeout_ms": 300})
+    first.ask(prompt)
+    sidecars[0].signal(signal.SIGSTOP)
+    first.reset()
+    # As if it was killed: what it has sent, the sidecar may or may not read.
+    first.shutdown()
+    sidecars[0].signal(signal.SIGCONT)
+    second = engines()
+    second.workers.weights = 1
+    assert second.ask(prompt)[1] == 0
+    assert hits_again(second, prompt)
+    assert not list(sidecars[0].endpoint.glob("void-*"))
+
+
+def test_a_lease_that_ended_in_the_queue_fails_no_load(engines, sidecars):
+    """The request was looked up as it came, and waits longer for its turn than its lease lasts."""
+    sidecars[0].kill()
+    sidecars[0].arguments = ("--lookup-lease", "500ms")
+    sidecars[0].start()
+    engine = engines(max_seqs=1, policy="fail")
+    prompt = tokens(9 * BLOCK + 1)
+    engine.ask(prompt)
+    engine.forget_local()
+    hog = engine.add(tokens(BLOCK, seed=4), max_tokens=2000)
+    engine.step()
+    engine.add(prompt, request_id="waits")
+    asked = engine.role._requests["waits"].asked
+    session = engine.workers.roles[0]._worker._session
+
+    def lease() -> str:
+        """What the sidecar answers to a load of a page that the lookup has not: not_found once its lease has ended."""
+        (ref,) = asked.lookup.refs
+        return session.submit(lambda number: wire.PrepareLoad(number, *ref, 99, 1, bytes(32))).wait(60).code
+
+    (link,) = engine.role._sidecars._lookups._links
+    until(lambda: link.pull.getsockopt(zmq.EVENTS) & zmq.POLLIN)  # it has answered, and nobody has looked
+    until(lambda: lease() == "not_found")
+    engine.abort(hog)
+    engine.run()
+    assert engine.workers.invalid == engine.workers.failed == 0
+    assert len(engine.outputs["waits"]) == 4 and str(engine.finish_reasons["waits"]) == "length"
+    engine.settle()
+
+
+def test_a_prompt_longer_than_a_lookup_may_be_is_hit_as_far_as_one_reaches(engines, sidecars):
+    sidecars[0].kill()
+    sidecars[0].arguments = ("--lookup-max-pages", "6")
+    sidecars[0].start()
+    engine = engines()
+    prompt = tokens(9 * BLOCK + 1)
+    engine.ask(prompt)
+    engine.forget_local()
+    request_id, pages = engine.ask(prompt)
+    assert pages == 6
+    # Who asks for more is answered, too.
+    lookups = engine.role._sidecars._lookups
+    lookup = lookups.start(0, b"", b"".join(engine.requests[request_id].block_hashes[:9]))
+    until(lambda: lookup.poll() is not None)
+    assert lookup.poll() == 6
+    lookup.cancel()
+    engine.settle()
 
 
 def test_salts_do_not_share(engines):
@@ -419,6 +642,25 @@ def test_without_its_sidecar_the_engine_serves_on(engines, sidecars, number):
     engine.settle()
 
 
+def test_a_stall_shorter_than_a_tenth_of_the_prefill_is_no_miss(engines, sidecars):
+    """With the default patience of 100 ms, and what vLLM takes known; a busy machine stalls for longer."""
+    settings = {"lookaside.lookup_timeout_ms": 100, "lookaside.lookup_timeout_max_ms": 60_000}
+    engine = engines(extra=settings)
+    prompt = tokens(9 * BLOCK + 1)
+    engine.ask(prompt)
+    engine.role._prefill = PrefillRate()
+    for _ in range(3):
+        engine.role._prefill.add(BLOCK, 10.0 * BLOCK)
+    engine.forget_local()
+    sidecars[0].signal(signal.SIGSTOP)
+    engine.add(prompt, request_id="patient")
+    until(lambda: engine.step() and time.monotonic() - engine.role._requests["patient"].asked.since > 0.3)
+    sidecars[0].signal(signal.SIGCONT)
+    engine.run()
+    assert len(engine.workers.loads) == 1 and len(engine.outputs["patient"]) == 4
+    engine.settle()
+
+
 @pytest.mark.parametrize(("seed", "specs"), [(0, None), (1, None), (2, HYBRID), (3, HYBRID), (4, STATES)])
 def test_random_histories_with_deaths(engines, sidecars, seed, specs):
     """Two engines at once, their sidecar killed, stopped and started at any moment."""
@@ -434,7 +676,12 @@ def test_random_histories_with_deaths(engines, sidecars, seed, specs):
         elif roll < 0.175:
             with contextlib.suppress(RuntimeError):
                 engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-        elif roll < 0.185 and engine.scheduler.running:
+        elif roll < 0.18:
+            for each in pair:
+                each.reset()
+            for each in pair:
+                each.workers.weights += 1
+        elif roll < 0.19 and engine.scheduler.running:
             engine.abort(rng.choice(engine.scheduler.running).request_id)
         elif (dead or stopped) and roll < 0.30:
             if dead:
@@ -481,6 +728,6 @@ def test_nothing_of_it_is_left(engines, sidecars, tmp_path):
     engine.ask(tokens(9 * BLOCK))
     engine.shutdown()
     deadline = time.monotonic() + 30
-    while any(name.startswith("reply-") for name in os.listdir(sidecars[0].endpoint)):
+    while status_of(Path(sidecars[0].endpoint))["sessions"]:
         assert time.monotonic() < deadline, "the session outlives its client"
         time.sleep(0.02)

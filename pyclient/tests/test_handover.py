@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from lookaside import handover
-from scheduling import BLOCK, ScriptedSidecars, Stand, make_config, tokens, write_model
+from scheduling import BLOCK, ScriptedSidecars, Stand, make_config, tokens, write_adapter, write_model
 from vllm.lora.request import LoRARequest
 
 CHUNK = 4  # pages
@@ -302,30 +302,40 @@ def test_without_a_sidecar_nothing_is_promised(model):
     [
         ({"cache_salt": "alice"}, {"cache_salt": "bob"}),
         ({"cache_salt": "alice"}, {}),
-        ({"lora_request": LoRARequest("a", 1, "/a")}, {"lora_request": LoRARequest("b", 2, "/b")}),
-        ({}, {"lora_request": LoRARequest("a", 1, "/a")}),
+        ({"adapter": "a"}, {"adapter": "b"}),
+        ({"adapter": "a"}, {"adapter": "a", "weights": b"other"}),
+        ({}, {"adapter": "a"}),
     ],
 )
 @pytest.mark.parametrize("length", [BLOCK - 3, 5 * BLOCK + 6])
-def test_salts_and_adapters_do_not_share_an_incomplete_page(model, one, other, length):
-    pair = Pair(model)
+def test_salts_and_adapters_do_not_share_an_incomplete_page(model, tmp_path, one, other, length):
+    def keywords(adapter: str | None = None, weights: bytes = b"", **rest: Any) -> dict[str, Any]:
+        if adapter is not None:
+            path = write_adapter(tmp_path / adapter / weights.decode(), weights)
+            rest["lora_request"] = LoRARequest(adapter, 1, str(path))
+        return rest
+
+    pair = Pair(model, adapters=True)
     prompt = tokens(length)
-    params = pair.prefill(prompt, **one)
-    foreign = ask(pair.d, prompt, **other)
+    params = pair.prefill(prompt, **keywords(**one))
+    foreign = ask(pair.d, prompt, **keywords(**other))
     assert computed(pair.d, foreign) == length
-    same = ask(pair.d, prompt, params, **one)
+    # Another instance: in this one adapter number 1 is another by now.
+    pair.d.check_idle(pair.p)
+    pair.d = put("kv_consumer", model, pair.sidecars, adapters=True)
+    same = ask(pair.d, prompt, params, **keywords(**one))
     assert computed(pair.d, same) == 1
-    pair.check_idle()
+    pair.p.check_idle(pair.d)
 
 
 def test_names_of_incomplete_pages_differ_by_every_token(model):
     stand = put("kv_both", model, ScriptedSidecars())
     prompt = tokens(3 * BLOCK)
     request = stand.requests[stand.add(prompt)]
-    names = [stand.role._names.digest(request, count) for count in range(1, len(prompt) + 1)]
+    names = [stand.role._ends.digest(request, count) for count in range(1, len(prompt) + 1)]
     assert len(set(names)) == len(names) and all(len(name) == 32 for name in names)
     assert [names[i * BLOCK - 1] for i in (1, 2, 3)] == stand.digests(prompt)
-    assert stand.role._names.digest(request, 0) == stand.role._names.digest(request, len(prompt) + 1) == b""
+    assert stand.role._ends.digest(request, 0) == stand.role._ends.digest(request, len(prompt) + 1) == b""
     stand.run()
 
 

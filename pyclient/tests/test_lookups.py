@@ -35,7 +35,7 @@ class Ranks:
         self.peers = [Peer(root / f"rank-{rank}") for rank in range(ranks)]
         self.clock = Clock()
         self.sessions = [Session(options(root / f"rank-{rank}", role="scheduler", rank=rank)) for rank in range(ranks)]
-        self.client = LookupClient(self.sessions, 1.0, 10.0, self.clock)
+        self.client = LookupClient(self.sessions, 1.0, 10.0, self.clock, longest_s=5.0)
         for session in self.sessions:
             session.start()
         for session in self.sessions:
@@ -64,6 +64,62 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
     each.close()
 
 
+def tick(ranks: Ranks, lookup: Lookup, seconds: float) -> int | None:
+    """What a lookup says after so long."""
+    ranks.clock.now += seconds
+    return lookup.poll()
+
+
+@pytest.mark.parametrize(
+    ("prefill_s", "patience_s"),
+    [(0.0, 1.0), (4.0, 1.0), (30.0, 3.0), (300.0, 5.0)],
+    ids=["not known", "short", "a tenth", "the bound"],
+)
+def test_what_takes_long_to_compute_is_waited_for_longer(ranks: Ranks, prefill_s: float, patience_s: float) -> None:
+    ranks.answers(4, None)
+    lookup = ranks.client.start(0, b"", bytes(32 * 4), 0, prefill_s)
+    assert tick(ranks, lookup, patience_s - 0.01) is None
+    assert tick(ranks, lookup, 0.02) == 0
+    assert ranks.client.timeouts == 1
+    # Another one is not asked for: the wait is over for all until the sidecar speaks.
+    ranks.sessions[1]._suspect = True
+    assert ranks.client.start(0, b"", bytes(32 * 4), 0, prefill_s).poll() == 0
+    assert ranks.client.unasked == 1
+
+
+def test_an_answer_within_that_time_is_a_hit(ranks: Ranks) -> None:
+    held: list[Any] = []
+    ranks.answers(4, 4)
+    ranks.peers[1].script[wire.Lookup] = lambda conn, m: held.append(m)
+    ranks.peers[1].script[wire.Cancel] = lambda conn, m: wire.LookupResult(held[0].lookup, 4, 64)
+    lookup = ranks.client.start(0, b"", bytes(32 * 4), 0, 30.0)
+    assert tick(ranks, lookup, 2.5) is None
+    until(lambda: held)
+    # Its thread is the only one that may answer: it does when it hears of another lookup's end.
+    ranks.client.start(8, b"p" * 32, bytes(32)).cancel()
+    assert answered(lookup) == 4 and ranks.client.timeouts == 0
+
+
+def test_what_vllm_has_itself_is_not_waited_for(ranks: Ranks) -> None:
+    """A conversation's next turn: of a long prompt little is left to compute."""
+    ranks.answers(None, None)
+    lookup = ranks.client.start(0, b"", bytes(32 * 40), 0, 40.0)
+    lookup.trim(20)
+    assert tick(ranks, lookup, 1.9) is None
+    lookup.trim(39)
+    assert lookup.poll() == 0
+
+
+def test_a_suspect_rank_gets_no_more_than_the_others(ranks: Ranks) -> None:
+    ranks.answers(4, None)
+    for kind in (wire.Ping, wire.Lookup):
+        ranks.peers[1].script[kind] = lambda conn, m: None
+    lookup = ranks.client.start(0, b"", bytes(32 * 4), 0, 300.0)
+    ranks.sessions[1].doubt()  # as by a Pong that did not come
+    assert tick(ranks, lookup, 0.9) is None
+    assert tick(ranks, lookup, 0.2) == 0 and ranks.client.timeouts == 1
+
+
 def answered(lookup: Lookup) -> Any:
     until(lambda: lookup.poll() is not None)
     return lookup.poll()
@@ -84,8 +140,12 @@ def test_refs_name_the_lookup_on_every_rank(ranks: Ranks) -> None:
     answered(lookup)
     for rank, peer in enumerate(ranks.peers):
         (seen,) = peer.of(wire.Lookup)
-        assert lookup.refs[rank] == (seen.session, seen.lookup)
-        assert seen.session == ranks.sessions[rank].session_id
+        welcome = ranks.sessions[rank].welcome
+        assert welcome is not None and (seen.session, seen.secret) == (welcome.session, welcome.secret)
+        assert lookup.refs[rank] == (seen.session, seen.lookup, wire.ticket(welcome.secret, seen.lookup))
+        assert lookup.refs[rank].ticket.hex() not in repr(lookup.refs), "a ticket is told to workers alone"
+        assert repr(lookup.refs[rank].ticket) not in repr(lookup.refs)
+    assert lookup.refs[0].ticket != lookup.refs[1].ticket
 
 
 def test_start_and_poll_do_not_wait(ranks: Ranks) -> None:
@@ -254,7 +314,7 @@ def answer(ranks: Ranks, rank: int, lookup: Lookup, pages: int) -> None:
     peer.script[wire.Cancel] = lambda conn, m: wire.LookupResult(lookup.id, pages, pages * 16)
     link = ranks.client._links[rank]
     assert link is not None
-    link.send(wire.encode(wire.Cancel(link.session_id, 1)))
+    link.send(wire.encode(wire.Cancel(link.session_id, link.secret, 1)))
     peer.wait_for(wire.Cancel, done + 1)
 
 

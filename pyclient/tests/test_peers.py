@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from lookaside.metadata import LoadSpec, LookasideMetadata
+from lookaside.metadata import LookasideMetadata
 from peer import until
 from test_sidecar import BINARY, Engine, Sidecar
 from test_worker import PAGE, PPC, SlowCopies, model
@@ -241,7 +241,7 @@ def under_way(two: Host) -> Callable[[], Delayed]:
         assert lookup.poll() == 8
         slow = Delayed(engine.worker._copies)
         engine.worker._copies = slow  # type: ignore[assignment]
-        engine.step(LookasideMetadata(loads=[LoadSpec("r", lookup.refs, 0, list(range(1, 9)))]))
+        engine.step(LookasideMetadata(loads=[engine.spec("r", lookup, list(range(1, 9)))]))
         until(lambda: slow.tickets)
         return slow
 

@@ -8,25 +8,39 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import random
+import re
+import shlex
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
+import zmq
 from lookaside import wire
 from lookaside.autostart import Autostart
 from lookaside.config import parse
 from lookaside.lookups import Lookup
 from lookaside.metadata import LoadSpec, LookasideMetadata, SaveSpec
-from lookaside.session import EndpointAbsent, EndpointError, Session, SessionUnavailable, open_endpoint
+from lookaside.session import (
+    EndpointAbsent,
+    EndpointError,
+    RateLimitedLog,
+    Session,
+    SessionUnavailable,
+    open_endpoint,
+)
 from lookaside.sidecars import RankSidecars
 from peer import until, waited_in_vain
 from scheduling import make_kv_config
@@ -104,6 +118,10 @@ class Sidecar:
     def status(self) -> dict[str, Any]:
         return status_of(self.directory)
 
+    def errors(self, kind: str) -> int:
+        """How many errors of a kind it has counted."""
+        return self.status()["counters"]["errors"][kind]
+
 
 def status_of(directory: Path) -> dict[str, Any]:
     """What the sidecar of an endpoint says of itself."""
@@ -122,6 +140,7 @@ class Engine(Stand):
         raw = torch.randint(0, 256, (BLOCKS * PAGE,), dtype=torch.uint8, generator=generator)
         self.cache.view(torch.uint8).view(-1).copy_(raw)
         config = parse(self.vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self.asked: dict[int, tuple[int, list[bytes]]] = {}
         self.sidecars = RankSidecars(config, self.vllm_config, make_kv_config(BLOCKS), self.stats)
 
     def start(self) -> Engine:
@@ -134,16 +153,29 @@ class Engine(Stand):
         until(lambda: self.worker._session.available and self.sidecars.sessions[0].available, 60)
 
     def lookup(self, first_page: int, *names: int) -> Lookup:
-        lookup = self.sidecars.start(first_page, b"", hashes(*names), 0)
+        lookup = self.ask(first_page, *names)
         until(lambda: lookup.poll() is not None)
         return lookup
+
+    def ask(self, first_page: int, *names: int) -> Lookup:
+        lookup = self.sidecars.start(first_page, b"", hashes(*names), 0)
+        self.asked[lookup.id] = first_page, [hashes(name) for name in names]
+        return lookup
+
+    def spec(self, name: str, lookup: Lookup, blocks: list[int]) -> LoadSpec:
+        """A load of the first pages of a lookup, as many as there are blocks."""
+        first_page, digests = self.asked[lookup.id]
+        names = wire.names(digests[: len(blocks)], first_page, PPC)
+        return LoadSpec(name, lookup.refs, first_page, blocks, names)
 
     def save_now(self, *specs: SaveSpec, forward: Any = None) -> None:
         """Save, and wait until the sidecar has heard it: lookups go over another socket and may overtake a commit."""
         super().save_now(*specs, forward=forward)
         session = self.worker._session
         with contextlib.suppress(SessionUnavailable):
-            session.submit(lambda number: wire.PrepareLoad(number, 1, 1, 0, 1)).wait(30.0)  # refused, in order
+            session.submit(lambda number: wire.PrepareLoad(number, 1, 1, bytes(16), 0, 1, bytes(32))).wait(
+                30.0
+            )  # refused, in order
 
     def held(self, first_page: int, *names: int) -> int:
         """How many of the pages are held, without keeping leases on them."""
@@ -159,7 +191,7 @@ class Engine(Stand):
         hits = lookup.poll()
         assert hits is not None
         if hits:
-            self.load_now(LoadSpec(name, lookup.refs, 0, blocks[:hits]))
+            self.load_now(self.spec(name, lookup, blocks[:hits]))
         return hits
 
     def close(self) -> None:
@@ -191,6 +223,59 @@ def test_bytes_come_back(engine: Engine, sidecar: Sidecar) -> None:
     assert [page(engine.cache, block) for block in range(20, 25)] == want
     assert engine.received == ["r"] and not engine.failed
     until(lambda: sidecar.status()["leases"] == 0)
+
+
+def test_the_sidecar_counts_what_it_is_told(engine: Engine, sidecar: Sidecar) -> None:
+    for told in ((1000, 0, 0), (700, 600, 512)):
+        engine.sidecars.tell_prefilled(*told)
+    want = {"requests": 2, "asked": 1700, "found": 600, "loaded": 512, "computed": 1188}
+    until(lambda: sidecar.status()["counters"]["tokens"] == want)
+    # One that cannot be told costs nothing.
+    sidecar.kill()
+    until(lambda: not engine.sidecars.available)
+    engine.sidecars.tell_prefilled(1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("env", "extra", "fix"),
+    [
+        ({"PYTHONHASHSEED": "1"}, {}, "PYTHONHASHSEED=0"),
+        ({}, {"chunk_tokens": 16}, "lookaside.chunk_tokens"),
+    ],
+)
+def test_engines_that_share_nothing_by_accident_are_warned(
+    model: Path,
+    sidecar: Sidecar,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    env: dict[str, str],
+    extra: dict[str, Any],
+    fix: str,
+) -> None:
+    """Both of them, though one has been there before; once, however often they connect."""
+    monkeypatch.setattr("lookaside.session._notices", RateLimitedLog(logging.getLogger("vllm.lookaside"), 3600.0))
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+    def warned() -> set[str]:
+        return {each.message for each in caplog.records if "nothing is shared with" in each.message}
+
+    with caplog.at_level(logging.WARNING, logger="vllm.lookaside"):
+        one = Engine(model, sidecar.directory).start()
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        other = Engine(model, sidecar.directory, **extra).start()
+        try:
+            until(lambda: len(warned()) == 2)
+            assert all(fix in each and f"pid {os.getpid()}" in each for each in warned())
+            spaces = {(each["space"], each["other"]) for each in sidecar.status()["unshared"]}
+            assert len(spaces) == 2
+            one.save_now(one.save(0, [1, 2], [101, 102]))
+            until(lambda: one.held(0, 101, 102) == 2)
+            assert other.held(0, 101, 102) == 0
+        finally:
+            one.close()
+            other.close()
+    assert len({id(each) for each in caplog.records if "nothing is shared with" in each.message}) == 2
 
 
 def test_prefix_and_partial_chunks(engine: Engine) -> None:
@@ -279,7 +364,7 @@ def test_sidecar_in_a_container_of_its_own(model: Path, tmp_path: Path) -> None:
         assert page(engine.cache, 10) == page(engine.cache, 1)
         lookup = engine.lookup(0, 1, 2)
         sidecar.restart()
-        engine.step(LookasideMetadata(loads=[LoadSpec("s", lookup.refs, 0, [5, 6])]))
+        engine.step(LookasideMetadata(loads=[engine.spec("s", lookup, [5, 6])]))
         until(lambda: engine.step() or "s" in engine.received)
         assert engine.invalid == {5, 6}
         engine.wait_up()
@@ -293,13 +378,68 @@ def test_sidecar_in_a_container_of_its_own(model: Path, tmp_path: Path) -> None:
         sidecar.kill()
 
 
+def test_strangers_change_nothing_that_a_worker_loads(engine: Engine, sidecar: Sidecar, model: Path) -> None:
+    """Processes of the same user that read the status, one without a session and one that calls itself the engine."""
+    engine.save_now(engine.save(0, [1, 2, 3, 4], [1, 2, 3, 4]))
+    engine.save_now(engine.save(0, [5, 6, 7, 8], [5, 6, 7, 8]))
+    until(lambda: engine.held(0, 1, 2, 3, 4) == engine.held(0, 5, 6, 7, 8) == 4)
+    (scheduler,) = (each for each in sidecar.status()["sessions"] if each["role"] == "scheduler")
+    session = int(scheduler["session"], 16)
+    directory = sidecar.directory
+    context = zmq.Context()
+    push, dealer = context.socket(zmq.PUSH), context.socket(zmq.DEALER)
+    impostor = Engine(model, directory)
+    try:
+        push.connect(f"ipc://{directory}/lookup.sock")
+        dealer.setsockopt(zmq.ROUTING_ID, scheduler["session"].encode())
+        dealer.connect(f"ipc://{directory}/reply.sock")
+        impostor.vllm_config.kv_transfer_config.engine_id = engine.vllm_config.kv_transfer_config.engine_id
+        impostor.register()
+        until(lambda: impostor.worker._session.available)
+        own = impostor.worker._session.welcome.secret
+        forged = sidecar.errors("forged")
+        for turn, secret in enumerate([bytes(16), scheduler["session"].encode(), own]):
+            lookup = engine.lookup(0, 1, 2, 3, 4)
+            assert lookup.poll() == 4
+            for message in (
+                wire.Lookup(session, secret, lookup.id, 0, b"", hashes(5, 6, 7, 8), 1000, 0),
+                wire.Trim(session, secret, lookup.id, 4),
+                wire.Cancel(session, secret, lookup.id),
+                wire.Cancel((1 << 64) - 1, secret, lookup.id),
+            ):
+                push.send(wire.encode(message))
+            forged += 3
+            until(lambda forged=forged: sidecar.errors("forged") >= forged)
+            spec = engine.spec("r", lookup, [9, 10, 11, 12])
+            stolen = replace(spec, refs=(spec.refs[0]._replace(ticket=wire.ticket(own, lookup.id)),))
+            impostor.load_now(replace(stolen, request_id=f"s{turn}"))
+            assert impostor.failed == {f"s{each}": 1 for each in range(turn + 1)}
+            forged += 1
+            assert sidecar.errors("forged") == forged
+            engine.load_now(replace(spec, request_id=f"r{turn}"))
+            assert not engine.failed and not engine.invalid
+            for block, source in zip((9, 10, 11, 12), (1, 2, 3, 4), strict=True):
+                assert page(engine.cache, block) == page(engine.cache, source)
+                engine.cache[block] = -1.0
+        assert not dealer.poll(50), "nobody else's answers"
+        # What it is told to load by other names than it gets is not loaded.
+        lookup = engine.lookup(0, 5, 6, 7, 8)
+        wrong = replace(engine.spec("w", lookup, [9, 10, 11, 12]), names=wire.names([hashes(4)], 3, PPC))
+        engine.load_now(wrong)
+        assert engine.failed == {"w": 1} and engine.invalid == {9, 10, 11, 12}
+        until(lambda: sidecar.status()["leases"] == 0)
+    finally:
+        impostor.close()
+        context.destroy(0)
+
+
 def test_load_of_an_expired_or_cancelled_lookup_fails(engine: Engine, sidecar: Sidecar) -> None:
     engine.save_now(engine.save(0, [1, 2], [1, 2]))
     until(lambda: engine.held(0, 1, 2) == 2)
     lookup = engine.lookup(0, 1, 2)
     lookup.cancel()
     until(lambda: sidecar.status()["leases"] == 0)
-    engine.load_now(LoadSpec("r", lookup.refs, 0, [5, 6]))
+    engine.load_now(engine.spec("r", lookup, [5, 6]))
     assert engine.failed == {"r": 1} and engine.invalid == {5, 6}
 
 
@@ -347,7 +487,7 @@ def test_killed_sidecar_costs_hits_only(engine: Engine, sidecar: Sidecar) -> Non
     lookup = engine.lookup(0, 1, 2)
     sidecar.kill()
     waits = waited_in_vain(engine.worker._session)
-    engine.step(LookasideMetadata(loads=[LoadSpec("r", lookup.refs, 0, [5, 6])], saves=[engine.save(4, [1], [5])]))
+    engine.step(LookasideMetadata(loads=[engine.spec("r", lookup, [5, 6])], saves=[engine.save(4, [1], [5])]))
     until(lambda: engine.step() or engine.received)
     assert engine.held(0, 1) == 0
     assert not waits, "its end is noticed, not waited for"
@@ -371,7 +511,7 @@ def test_stopped_sidecar_costs_one_patience_and_keeps_everything(engine: Engine,
     engine.hurry(store_timeout_ms=200)
     try:
         waits, timeouts, unasked = waited_in_vain(session), lookups.timeouts, lookups.unasked
-        lookup = engine.sidecars.start(0, b"", hashes(1, 2), 0)
+        lookup = engine.ask(0, 1, 2)
         until(lambda: lookup.poll() is not None)
         assert lookup.poll() == 0
         engine.step(LookasideMetadata(saves=[engine.save(4, [3], [3])]))
@@ -380,7 +520,7 @@ def test_stopped_sidecar_costs_one_patience_and_keeps_everything(engine: Engine,
             engine.step(
                 LookasideMetadata(
                     saves=[engine.save(4, [3], [3])],
-                    loads=[LoadSpec(f"r{i}", lookup.refs, 0, [7])],
+                    loads=[engine.spec(f"r{i}", lookup, [7])],
                 )
             )
         # The first may have been spared, too: a session notices a stop also by itself.
@@ -524,7 +664,7 @@ def test_autostart(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv(name, "")
     directory = tmp_path / "auto" / "rank-0"
     below = ["--disk", f"{tmp_path}/disk-{{rank}}:32M:slab=8M", "--cascade-partial-delay=1ms"]
-    started = {"autostart": True, "arena_size": "16M", "binary": str(BINARY), "sidecar_args": below}
+    started = {"autostart": True, "arena_limit": "16M", "binary": str(BINARY), "sidecar_args": below}
     engine = Engine(model, directory, **started)
     other = Engine(model, directory, **started)
     pids: set[int] = set()
@@ -558,20 +698,82 @@ def test_autostart(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             os.kill(owner(), signal.SIGKILL)
 
 
-def test_autostart_that_cannot_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(FileNotFoundError, match=r"lookaside\.binary"):
-        Autostart("no-such-program", str(tmp_path / "a")).ensure()
-    directory = tmp_path / "b"
-    starter = Autostart(str(BINARY), str(directory), [f"--arena-limit={1 << 60}"])
-    starter.ensure()
-    assert starter._process is not None
-    starter._process.wait(60)
-    starter.ensure()
-    assert "exited" in caplog.text and "said nothing" not in caplog.text
-    directory = tmp_path / "c"
+def program(path: Path, script: str) -> str:
+    """A program that is no sidecar."""
+    path.write_text("#!/bin/sh\n" + script)
+    path.chmod(0o755)
+    return str(path)
+
+
+LASTING = [
+    (lambda at: "no-such-program", [], "no-such-program: no such program; set lookaside.binary"),
+    (lambda at: program(at / "true", "exit 0"), [], "ended with 0 and said nothing; set lookaside.binary"),
+    (lambda at: program(at / "yes", "yes"), [], "ended with -9 and said 'y y"),
+    (lambda at: str(BINARY), [f"--arena-limit={1 << 60}"], "not enough memory, even with all of it free"),
+    (lambda at: str(BINARY), ["--arena-kind=memory"], "arena.kind"),
+    (lambda at: str(BINARY), ["--arena-limits=1G"], "unknown flag"),
+]
+
+
+@pytest.mark.parametrize(("binary", "arguments", "reason"), LASTING)
+def test_what_can_never_start_is_one_line(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    binary: Callable[[Path], str],
+    arguments: list[str],
+    reason: str,
+) -> None:
+    monkeypatch.setattr("lookaside.autostart._FIRST_PAUSE_S", 0.0)
+    starter = Autostart(binary(tmp_path), str(tmp_path / "rank-0"), arguments)
+    for _ in range(3):
+        starter.ensure()
+        assert not starter.wait(60)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert reason in line and "\n" not in line and "does not try again" in line
+
+
+def test_what_may_start_later_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lookaside.autostart._FIRST_PAUSE_S", 0.0)
+    directory = tmp_path / "rank-0"
     directory.mkdir(mode=0o755)
-    with pytest.raises(EndpointError, match="0755"):
-        Autostart(str(BINARY), str(directory)).ensure()
+    starter = Autostart(str(BINARY), str(directory), ["--arena-limit=16M"])
+    for _ in range(2):
+        starter.ensure()
+        assert starter.wait(60)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "mode 0755" in line and "tries again" in line
+    directory.chmod(0o700)
+    starter.ensure()
+    assert starter.wait(60)
+    pid = int((directory / "lock").read_text().split()[0])
+    try:
+        # Another worker's start finds it, and has nothing to say.
+        caplog.clear()
+        other = Autostart(str(BINARY), str(directory))
+        other.ensure()
+        assert other.wait(60)
+        assert not caplog.records
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_autostarted_sidecar_is_nobodys_descendant(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    directory = tmp_path / "rank-0"
+    starter = Autostart(str(BINARY), str(directory), ["--arena-limit=16M"])
+    starter.ensure()
+    assert starter.wait(60)
+    pid = int((directory / "lock").read_text().split()[0])
+    try:
+        assert str(pid) in caplog.text and not [each for each in caplog.records if each.levelname != "INFO"]
+        assert psutil.Process().children(recursive=True) == []
+        assert os.getsid(pid) == pid, "it is in no session of ours"
+        assert "warn" not in (directory / "sidecar.log").read_text()
+    finally:
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_second_client_maps_the_same_memory(engine: Engine, sidecar: Sidecar) -> None:
@@ -612,7 +814,7 @@ def test_random_history_never_lies(model: Path, tmp_path: Path, seed: int, below
                 engine.step(LookasideMetadata(saves=[engine.save(0, blocks, names)]))
                 saves += 1
             elif what < 0.9:
-                lookup = engine.sidecars.start(0, b"", hashes(*names), 0)
+                lookup = engine.ask(0, *names)
                 until(lambda lookup=lookup: lookup.poll() is not None)
                 held = lookup.poll()
                 if not held:
@@ -621,7 +823,7 @@ def test_random_history_never_lies(model: Path, tmp_path: Path, seed: int, below
                 engine.cache[blocks] = -1.0
                 if rng.random() < 0.05:
                     sidecar.kill()
-                engine.load_now(LoadSpec(f"r{turn}", lookup.refs, 0, blocks[:held]))
+                engine.load_now(engine.spec(f"r{turn}", lookup, blocks[:held]))
                 if f"r{turn}" not in engine.failed:
                     hits += 1
                     for name, block in zip(names[:held], blocks, strict=False):
@@ -731,7 +933,7 @@ def test_sidecar_that_gives_us_up_waits_for_our_copies(
         slow = SlowCopies(inner)
         engine.worker._copies = slow  # type: ignore[assignment]
         if what == "load":
-            engine.step(LookasideMetadata(loads=[LoadSpec("r", lookup.refs, 0, [9, 10, 11, 12])]))
+            engine.step(LookasideMetadata(loads=[engine.spec("r", lookup, [9, 10, 11, 12])]))
         else:
             lookup.cancel()
             engine.step(LookasideMetadata(saves=[engine.save(0, [5, 6, 7, 8], [5, 6, 7, 8])]))
@@ -769,3 +971,34 @@ def test_real_sidecar_is_not_fooled_by_a_closed_socket(sidecar: Sidecar) -> None
             sock.shutdown(socket.SHUT_WR)
         sock.close()
     assert sidecar.answers()
+
+
+def test_the_two_commands_of_the_readme_meet(monkeypatch):
+    """As they stand there: both name the same directory, with XDG_RUNTIME_DIR and without."""
+    readme = (BINARY.parents[1] / "README.md").read_text()
+    (serve,) = re.findall(r"^lookaside (serve .*)$", readme, re.MULTILINE)
+    (transfer,) = re.findall(r"--kv-transfer-config '(\{.*?\})'", readme, re.DOTALL)
+    extra = json.loads(transfer).get("kv_connector_extra_config")
+    # /tmp, as all tests of this machine share what is there.
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    endpoint = parse(extra).endpoint_for(0, 0)
+    assert endpoint == f"/tmp/lookaside-{os.getuid()}/rank-0"
+    help_text = subprocess.run([BINARY, "serve", "--help"], capture_output=True, text=True, check=True).stdout
+    assert "default: ${XDG_RUNTIME_DIR:-/tmp}/lookaside-$UID/rank-0" in " ".join(help_text.split())
+    with tempfile.TemporaryDirectory(prefix="la") as base:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", base)
+        endpoint = parse(extra).endpoint_for(0, 0)
+        command = [str(BINARY), *shlex.split(serve.replace("16G", "16M")), "--arena-kind=memfd"]
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+            try:
+
+                def meets() -> bool:
+                    assert process.poll() is None
+                    with contextlib.suppress(EndpointError):
+                        open_endpoint(endpoint).close()
+                        return True
+                    return False
+
+                until(meets, 60)
+            finally:
+                process.kill()

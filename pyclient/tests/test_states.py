@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import vllm
 from lookaside import layout
 from scheduling import (
     BLOCK,
@@ -31,6 +32,9 @@ SHAPES = {
     "unlike": [full_attention(32), state(64)],
 }
 every_shape = pytest.mark.parametrize("shape", SHAPES)
+
+# By default vLLM 0.30 drops the last state of a prompt of such a model, and has no hits of its own, either.
+LOST_CHECKPOINTS = tuple(map(int, vllm.__version__.split(".")[:2])) < (0, 31)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +74,8 @@ def loads(stand: Stand) -> list[tuple[int, int]]:
 @every_shape
 @pytest.mark.parametrize("retention", [None, 0])
 def test_a_prompt_is_saved_and_hit_at_its_last_state(model, shape, retention):
+    if shape == "checkpoints" and retention == 0 and LOST_CHECKPOINTS:
+        pytest.skip("vLLM drops the state")
     stand = make(model, shape, retention=retention)
     page, count = page_of(shape), stand.workers.states
     prompt = tokens(10 * page + 3)
@@ -121,6 +127,8 @@ def test_the_next_turn_goes_on_from_a_state_of_the_answer(model, shape):
 
 @every_shape
 def test_by_default_vllm_keeps_the_states_of_prompts_alone(model, shape):
+    if shape == "checkpoints" and LOST_CHECKPOINTS:
+        pytest.skip("vLLM drops the state")
     stand = make(model, shape, retention=0, batched_tokens=4 * page_of(shape))
     page = page_of(shape)
     prompt = tokens(9 * page + 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import socket
@@ -53,6 +54,12 @@ def hashes(*names: int) -> bytes:
     return b"".join(name.to_bytes(32, "big") for name in names)
 
 
+def load_spec(request_id: str, refs: Any, first_page: int, block_ids: list[int], names: bytes = b"n" * 32) -> LoadSpec:
+    """A load of pages with a name, by refs of which the tickets are made up."""
+    refs = tuple(wire.LeaseRef(session, lookup, b"t" * 16) for session, lookup in refs)
+    return LoadSpec(request_id, refs, first_page, block_ids, names)
+
+
 class Stand:
     """A worker role that has registered its KV cache, and steps like vLLM's."""
 
@@ -88,11 +95,12 @@ class Stand:
 
     def step(self, meta: LookasideMetadata | None = None, forward: Any = None, idle: bool = False) -> None:
         worker, meta = self.worker, meta or LookasideMetadata()
+        meta.idle = idle
         worker.handle_preemptions(meta)
         worker.bind_connector_metadata(meta)
         if forward is not None:
             forward()
-        worker.start_load_kv(idle)
+        worker.start_load_kv(*(() if isinstance(worker, WorkerConnector) else (None,)))
         worker.wait_for_save()
         _, received = worker.get_finished(set())
         # Invalid blocks come no later than the request that they belong to.
@@ -186,7 +194,7 @@ def test_constructing_opens_nothing(model: Path) -> None:
     stand = Stand(model, "/nonexistent/rank-{rank}")
     assert threading.active_count() == threads
     assert len(set(os.listdir("/proc/self/fd")) - fds) == 0
-    stand.step(LookasideMetadata(loads=[LoadSpec("a", ((1, 1),), 0, [1])], saves=[stand.save(0, [1], [1])]))
+    stand.step(LookasideMetadata(loads=[load_spec("a", ((1, 1),), 0, [1])], saves=[stand.save(0, [1], [1])]))
     assert stand.received == ["a"] and stand.invalid == {1} and stand.acked == [1]
     stand.worker.shutdown()
     stand.worker.shutdown()
@@ -352,7 +360,7 @@ def test_silent_peer_costs_one_patience(stand: Stand, peer: Peer) -> None:
     stand.step(LookasideMetadata(saves=[stand.save(0, [1], [1])]))
     for i in range(50):
         stand.step(
-            LookasideMetadata(saves=[stand.save(0, [1], [1])], loads=[LoadSpec(f"r{i}", ((1, 1),), 0, [i % 8 + 1])])
+            LookasideMetadata(saves=[stand.save(0, [1], [1])], loads=[load_spec(f"r{i}", ((1, 1),), 0, [i % 8 + 1])])
         )
     assert len(waits) == 1
     assert len(stand.acked) == 51 and len(stand.received) == 50 == len(set(stand.received))
@@ -380,7 +388,7 @@ def test_malformed_save_is_acknowledged(stand: Stand, what: str) -> None:
 
 def grant_load(peer: Peer, *extents: tuple[int, ...]) -> None:
     peer.script[wire.PrepareLoad] = lambda conn, m: wire.LoadGrant(
-        m.id, 55, tuple(wire.Extent(*extent) for extent in extents)
+        m.id, 55, m.names, tuple(wire.Extent(*extent) for extent in extents)
     )
 
 
@@ -389,9 +397,10 @@ def test_load_fills_the_blocks_and_releases(stand: Stand, peer: Peer) -> None:
     os.pwrite(peer.regions[0], content, 0)
     before = stand.cache.clone()
     grant_load(peer, (4, 2, 0, 10 * PAGE), (6, 1, 0, 3 * PAGE))
-    stand.load_now(LoadSpec("r", ((71, 72),), 4, [5, 8, 6]))
+    stand.load_now(load_spec("r", ((71, 72),), 4, [5, 8, 6]))
     (asked,) = peer.of(wire.PrepareLoad)
     assert (asked.session, asked.lookup, asked.first_page, asked.pages) == (71, 72, 4, 3)
+    assert (asked.ticket, asked.names) == (b"t" * 16, b"n" * 32)
     assert page(stand.cache, 5) == content[10 * PAGE : 11 * PAGE]
     assert page(stand.cache, 8) == content[11 * PAGE : 12 * PAGE]
     assert page(stand.cache, 6) == content[3 * PAGE : 4 * PAGE]
@@ -409,7 +418,7 @@ def test_null_block_is_never_written(stand: Stand, peer: Peer) -> None:
     os.pwrite(peer.regions[0], b"\xff" * BLOCKS * PAGE, 0)
     before = page(stand.cache, 0)
     grant_load(peer, (0, 3, 0, 0))
-    stand.load_now(LoadSpec("r", ((1, 1),), 0, [0, 2, 0]))
+    stand.load_now(load_spec("r", ((1, 1),), 0, [0, 2, 0]))
     assert page(stand.cache, 0) == before
     assert page(stand.cache, 2) == b"\xff" * PAGE
 
@@ -429,21 +438,30 @@ def test_null_block_is_never_written(stand: Stand, peer: Peer) -> None:
 def test_load_of_anything_else_than_asked_fails(stand: Stand, peer: Peer, extents: list[tuple[int, ...]]) -> None:
     before = stand.cache.clone()
     grant_load(peer, *extents)
-    stand.load_now(LoadSpec("r", ((1, 1),), 0, [5, 6]))
+    stand.load_now(load_spec("r", ((1, 1),), 0, [5, 6]))
     assert stand.invalid == {5, 6} and stand.failed == {"r": 1}
     assert peer.wait_for(wire.Release) == [wire.Release(55)]
     assert torch.equal(stand.cache.view(torch.uint8), before.view(torch.uint8))
 
 
+def test_grant_that_names_other_pages_fails(stand: Stand, peer: Peer) -> None:
+    before = stand.cache.clone()
+    peer.script[wire.PrepareLoad] = lambda conn, m: wire.LoadGrant(m.id, 55, b"o" * 32, (wire.Extent(0, 2, 0, 0),))
+    stand.load_now(load_spec("r", ((1, 1),), 0, [5, 6]))
+    assert stand.invalid == {5, 6} and stand.failed == {"r": 1}
+    assert peer.wait_for(wire.Release) == [wire.Release(55)]
+    assert torch.equal(stand.cache.view(torch.uint8), before.view(torch.uint8)), "nothing was copied"
+
+
 def test_refused_load_fails(stand: Stand, peer: Peer) -> None:
     peer.script[wire.PrepareLoad] = lambda conn, m: wire.Error(m.id, "not_found", "expired")
-    stand.load_now(LoadSpec("r", ((1, 1),), 0, [5, 0]))
+    stand.load_now(load_spec("r", ((1, 1),), 0, [5, 0]))
     assert stand.invalid == {5} and stand.failed == {"r": 1}
 
 
 @pytest.mark.parametrize("refs", [(), ((0, 0),)])
 def test_load_without_a_lease_fails_at_once(stand: Stand, refs: tuple[tuple[int, int], ...]) -> None:
-    stand.load_now(LoadSpec("r", refs, 0, [5]))
+    stand.load_now(load_spec("r", refs, 0, [5]))
     assert stand.invalid == {5} and stand.received == ["r"]
 
 
@@ -451,11 +469,11 @@ def test_load_granted_late_is_given_back(stand: Stand, peer: Peer) -> None:
     asked: list[tuple[Conn, Any]] = []
     peer.script[wire.PrepareLoad] = lambda conn, m: asked.append((conn, m))
     stand.hurry(load_timeout_ms=50)
-    stand.load_now(LoadSpec("r", ((1, 1),), 0, [5]))
+    stand.load_now(load_spec("r", ((1, 1),), 0, [5]))
     assert stand.failed == {"r": 1}
     until(lambda: asked)
     conn, message = asked[0]
-    conn.send(wire.LoadGrant(message.id, 9, (wire.Extent(0, 1, 0, 0),)))
+    conn.send(wire.LoadGrant(message.id, 9, message.names, (wire.Extent(0, 1, 0, 0),)))
     assert peer.wait_for(wire.Release) == [wire.Release(9)]
 
 
@@ -467,10 +485,10 @@ def test_many_loads_are_each_reported_once(stand: Stand, peer: Peer) -> None:
     def answer(conn: Conn, m: wire.PrepareLoad) -> Any:
         if m.lookup % 3 == 2:
             return wire.Error(m.id, "stale", "gone")
-        return wire.LoadGrant(m.id, m.lookup + 1, (wire.Extent(0, 1, 0, m.lookup % 16 * PAGE),))
+        return wire.LoadGrant(m.id, m.lookup + 1, m.names, (wire.Extent(0, 1, 0, m.lookup % 16 * PAGE),))
 
     peer.script[wire.PrepareLoad] = answer
-    specs = [LoadSpec(f"r{i}", ((1, i),), 0, [1 + i % (BLOCKS - 1)]) for i in range(200)]
+    specs = [load_spec(f"r{i}", ((1, i),), 0, [1 + i % (BLOCKS - 1)]) for i in range(200)]
     todo = list(specs)
     while todo or len(stand.received) < len(specs):
         batch = [todo.pop(0) for _ in range(min(len(todo), rng.randrange(8)))]
@@ -478,6 +496,93 @@ def test_many_loads_are_each_reported_once(stand: Stand, peer: Peer) -> None:
     assert sorted(stand.received) == sorted(spec.request_id for spec in specs)
     assert set(stand.failed) == {f"r{i}" for i in range(200) if i % 3 == 2}
     assert len(peer.wait_for(wire.Release, 134)) == 134
+
+
+class Moods:
+    """A sidecar that falls silent and speaks again between any two requests of a step.
+
+    Wraps Session.submit: before a request the session turns suspect, as after a missed
+    deadline, or what it was suspected of is over, as after a Pong.
+    """
+
+    def __init__(self, stand: Stand, rng: random.Random) -> None:
+        self.session: Any = stand.worker._session
+        self.rng = rng
+        self.submit = self.session.submit
+        self.session.submit = self
+
+    def __call__(self, *args: Any) -> Any:
+        with self.session._lock:
+            self.session._suspect = self.session._connected and self.rng.random() < 0.4
+        try:
+            return self.submit(*args)
+        finally:
+            with self.session._lock:
+                self.session._suspect = False
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_each_request_is_received_once_whatever_happens(stand: Stand, peer: Peer, seed: int) -> None:
+    """Random loads of one to three specs a request, of which any may fail at any moment, in any order."""
+    rng = random.Random(seed)
+    print(f"seed {seed}")
+    session = Moods(stand, rng).session
+    waiting: list[tuple[Conn, wire.PrepareLoad]] = []
+
+    def grant(message: wire.PrepareLoad) -> Any:
+        if message.lookup % 4 == 0:
+            return wire.Error(message.id, "not_found", "expired")
+        first, pages = message.first_page, message.pages - (message.lookup % 5 == 0)
+        extents = (wire.Extent(first, pages, 0, 0),) if pages else ()
+        return wire.LoadGrant(message.id, message.lookup + 1, message.names, extents)
+
+    def asked(conn: Conn, message: wire.PrepareLoad) -> Any:
+        if message.lookup % 3 == 0:
+            waiting.append((conn, message))  # answered when the test says so
+            return None
+        return grant(message)
+
+    def answer() -> None:
+        while waiting:
+            conn, message = waiting.pop(rng.randrange(len(waiting)))
+            conn.send(grant(message))
+
+    def check() -> None:
+        assert len(stand.received) == len(set(stand.received)), "received twice"
+        assert set(stand.failed) <= set(stand.received) <= set(ordered)
+
+    peer.script[wire.PrepareLoad] = asked
+    lookups = iter(range(1, 1 << 20))
+    ordered: list[str] = []
+    late_aborts: list[str] = []
+    for _ in range(60):
+        meta = LookasideMetadata(aborted=late_aborts)
+        late_aborts = []
+        for _ in range(rng.randrange(3)):
+            request_id = f"r{len(ordered)}"
+            ordered.append(request_id)
+            for number in range(rng.choice((1, 2, 2, 3))):
+                refs = ((1, next(lookups)),) if rng.random() < 0.9 else ()
+                blocks = [rng.randrange(1, BLOCKS) for _ in range(rng.randrange(1, 4))]
+                meta.loads.append(load_spec(request_id, refs, 4 * number, blocks))
+            if rng.random() < 0.2:
+                rng.choice((meta.aborted, late_aborts)).append(request_id)
+        rng.shuffle(meta.loads)
+        if rng.random() < 0.3:
+            answer()
+        if rng.random() < 0.05 and not peer.conns[-1].closed.is_set():
+            with contextlib.suppress(OSError):  # closed just now
+                peer.conns[-1].sock.shutdown(socket.SHUT_WR)
+        if rng.random() < 0.1:
+            until(lambda: session.connected)
+        stand.step(meta, idle=rng.random() < 0.5)
+        check()
+    until(lambda: answer() or stand.step() or len(stand.received) >= len(ordered))
+    for _ in range(3):
+        stand.step()
+    check()
+    assert sorted(stand.received) == sorted(ordered)
+    assert not stand.worker._out and not stand.worker._failed and not stand.worker._aborted
 
 
 class SlowCopies:
@@ -515,7 +620,7 @@ def test_load_is_not_reported_while_its_bytes_move(
 ) -> None:
     """Not even at its deadline, or when it is aborted: vLLM would reuse the blocks."""
     grant_load(peer, (0, 1, 0, 0))
-    stand.step(LookasideMetadata(loads=[LoadSpec("r", ((1, 1),), 0, [5])]))
+    stand.step(LookasideMetadata(loads=[load_spec("r", ((1, 1),), 0, [5])]))
     until(lambda: slow.tickets)
     stand.step(LookasideMetadata(aborted=["r"]))
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000, sleep=time.sleep)
@@ -537,7 +642,7 @@ def test_step_without_a_forward_waits_for_a_load(
     """Instead of being asked again at once; one with a forward has waited enough."""
     monkeypatch.setattr("lookaside.worker._IDLE_STEP_PATIENCE_S", 30.0)
     grant_load(peer, (0, 1, 0, 0))
-    stand.step(LookasideMetadata(loads=[LoadSpec("r", ((1, 1),), 0, [5])]))
+    stand.step(LookasideMetadata(loads=[load_spec("r", ((1, 1),), 0, [5])]))
     until(lambda: slow.tickets)
     stand.step()
     assert not stand.received
@@ -552,7 +657,7 @@ def test_aborted_load_is_not_copied(stand: Stand, peer: Peer) -> None:
     before = stand.cache.clone()
     os.pwrite(peer.regions[0], b"\xff" * PAGE, 0)
     grant_load(peer, (0, 1, 0, 0))
-    load = LoadSpec("r", ((1, 1),), 0, [5])
+    load = load_spec("r", ((1, 1),), 0, [5])
     stand.worker.bind_connector_metadata(LookasideMetadata(loads=[load]))
     stand.worker.bind_connector_metadata(LookasideMetadata(aborted=["r", "unknown"]))
     until(lambda: stand.step() or stand.received)
@@ -563,7 +668,7 @@ def test_aborted_load_is_not_copied(stand: Stand, peer: Peer) -> None:
 
 def test_session_lost_during_a_load_fails_it(stand: Stand, peer: Peer, slow: SlowCopies) -> None:
     grant_load(peer, (0, 2, 0, 0))
-    stand.step(LookasideMetadata(loads=[LoadSpec("r", ((1, 1),), 0, [5, 6])]))
+    stand.step(LookasideMetadata(loads=[load_spec("r", ((1, 1),), 0, [5, 6])]))
     until(lambda: slow.tickets)
     live = stand.worker._live
     assert live is not None
@@ -587,7 +692,7 @@ def test_given_up_session_stays_open_until_its_copies_have_ended(
     Shelf(peer)
     grant_load(peer, (0, 2, 0, 0))
     if what == "load":
-        stand.step(LookasideMetadata(loads=[LoadSpec("r", ((1, 1),), 0, [5, 6])]))
+        stand.step(LookasideMetadata(loads=[load_spec("r", ((1, 1),), 0, [5, 6])]))
     else:
         stand.step(LookasideMetadata(saves=[stand.save(0, [1], [1])]))
     until(lambda: slow.tickets)
@@ -616,7 +721,7 @@ def test_given_up_session_stays_open_until_its_copies_have_ended(
 @pytest.mark.parametrize("how", ["state", "generation"])
 def test_load_from_a_sidecar_that_says_it_is_over_fails(stand: Stand, peer: Peer, slow: SlowCopies, how: str) -> None:
     grant_load(peer, (0, 1, 0, 0))
-    stand.step(LookasideMetadata(loads=[LoadSpec("r", ((1, 1),), 0, [5])]))
+    stand.step(LookasideMetadata(loads=[load_spec("r", ((1, 1),), 0, [5])]))
     until(lambda: slow.tickets)
     if how == "generation":
         peer.generation += 1
@@ -630,7 +735,7 @@ def test_copy_errors_fail_the_load_and_abort_the_store(stand: Stand, peer: Peer,
     Shelf(peer)
     grant_load(peer, (0, 1, 0, 0))
     slow.error = "the device has fallen off the bus"
-    stand.step(LookasideMetadata(loads=[LoadSpec("r", ((1, 1),), 0, [5])], saves=[stand.save(0, [1], [1])]))
+    stand.step(LookasideMetadata(loads=[load_spec("r", ((1, 1),), 0, [5])], saves=[stand.save(0, [1], [1])]))
     until(lambda: len(slow.tickets) == 2)
     slow.finish()
     until(lambda: stand.step() or (stand.received and stand.acked))
@@ -674,10 +779,10 @@ def test_nothing_that_goes_wrong_inside_leaves_the_connector(stand: Stand, monke
 
     connector = LookasideConnector(stand.vllm_config, KVConnectorRole.WORKER, make_kv_config(BLOCKS))
     worker, connector._worker, connector._stats = stand.worker, stand.worker, stand.stats
-    for name in ("_order_load", "_copy_out", "_finish_saves", "_hand_over_loads"):
+    for name in ("_order_load", "_copy_out", "_finish_saves", "start_load_kv"):
         monkeypatch.setattr(worker, name, broken)
     stand.worker = connector  # type: ignore[assignment]
-    meta = LookasideMetadata(loads=[LoadSpec("r", ((1, 1),), 0, [5])], saves=[stand.save(0, [1], [1])])
+    meta = LookasideMetadata(loads=[load_spec("r", ((1, 1),), 0, [5])], saves=[stand.save(0, [1], [1])])
     for _ in range(3):
         stand.step(meta)
     connector.register_kv_caches({})
@@ -714,7 +819,7 @@ def test_shutdown_ends_everything(model: Path, peer: Peer) -> None:
     assert peer.conns[-1].closed.wait(30)
     until(lambda: not [t for t in set(threading.enumerate()) - threads if "lookaside" in t.name])
     assert "memfd:region" not in Path("/proc/self/maps").read_text()
-    stand.step(LookasideMetadata(loads=[LoadSpec("late", ((1, 1),), 0, [5])], saves=[stand.save(0, [1], [1])]))
+    stand.step(LookasideMetadata(loads=[load_spec("late", ((1, 1),), 0, [5])], saves=[stand.save(0, [1], [1])]))
     assert stand.received == ["late"] and len(stand.acked) == 2
 
 
@@ -738,7 +843,7 @@ def test_region_at_an_offset_comes_while_the_session_lives(stand: Stand, peer: P
     os.pwrite(peer.regions[index], content, 14 * PAGE)
     assert peer.wait_for(wire.RegionMapped) == [wire.RegionMapped(index)]
     grant_load(peer, (0, 1, index, 2 * PAGE))
-    stand.load_now(LoadSpec("r", ((1, 1),), 0, [5]))
+    stand.load_now(load_spec("r", ((1, 1),), 0, [5]))
     assert not stand.failed and page(stand.cache, 5) == content
     peer.script[wire.PrepareStore] = lambda conn, m: wire.StoreGrant(m.id, 5, 0, 0, (wire.Extent(0, 1, index, PAGE),))
     stand.save_now(stand.save(0, [7], [1]))
@@ -751,7 +856,7 @@ def test_region_of_another_sidecar_is_read_and_never_written(stand: Stand, peer:
     index = peer.add_region(read_only=True)
     os.pwrite(peer.regions[index], content, 2 * PAGE)
     grant_load(peer, (0, 1, index, 2 * PAGE), (1, 1, 0, 0))
-    stand.load_now(LoadSpec("r", ((1, 1),), 0, [5, 6]))
+    stand.load_now(load_spec("r", ((1, 1),), 0, [5, 6]))
     assert not stand.failed and page(stand.cache, 5) == content
     grants = (wire.Extent(0, 1, index, 0), wire.Extent(1, 1, 0, 0))
     peer.script[wire.PrepareStore] = lambda conn, m: wire.StoreGrant(m.id, 5, 0, 0, grants)
@@ -774,11 +879,11 @@ def test_region_of_another_sidecar_that_cannot_be_mapped_fails_its_loads_alone(
     monkeypatch.setattr(copies, "attach", attach)
     index = peer.add_region(read_only=True)
     grant_load(peer, (0, 1, index, 0))
-    stand.load_now(LoadSpec("a", ((1, 1),), 0, [5]))
+    stand.load_now(load_spec("a", ((1, 1),), 0, [5]))
     assert stand.invalid == {5} and stand.failed == {"a": 1}
     assert peer.wait_for(wire.Release) == [wire.Release(55)], "nothing is wrong with the page"
     grant_load(peer, (0, 1, 0, 0))
-    stand.load_now(LoadSpec("b", ((1, 1),), 0, [6]))
+    stand.load_now(load_spec("b", ((1, 1),), 0, [6]))
     assert stand.received == ["a", "b"] and stand.failed == {"a": 1} and len(peer.conns) == 1
 
 
@@ -828,7 +933,7 @@ def test_removed_region_is_unmapped_and_told(stand: Stand, peer: Peer) -> None:
     assert not mapped(peer.regions[0]) and mapped(peer.regions[index])
     # What a grant says of it from now on is an error of that grant.
     grant_load(peer, (0, 1, 0, 0), (1, 1, index, 0))
-    stand.load_now(LoadSpec("r", ((1, 1),), 0, [5, 6]))
+    stand.load_now(load_spec("r", ((1, 1),), 0, [5, 6]))
     assert stand.invalid == {5, 6} and stand.failed == {"r": 1}
     grants = (wire.Extent(0, 1, 0, 0), wire.Extent(1, 1, index, 0))
     peer.script[wire.PrepareStore] = lambda conn, m: wire.StoreGrant(m.id, 5, 0, 0, grants)
@@ -852,7 +957,7 @@ def test_removed_region_stays_until_its_last_copy_has_ended(
     grant_load(peer, (0, 2, 0, 0))
     index = peer.add_region()
     if what == "load":
-        stand.step(LookasideMetadata(loads=[LoadSpec("r", ((1, 1),), 0, [5, 6])]))
+        stand.step(LookasideMetadata(loads=[load_spec("r", ((1, 1),), 0, [5, 6])]))
     else:
         stand.step(LookasideMetadata(saves=[stand.save(0, [1], [1])]))
     until(lambda: slow.tickets)
@@ -869,7 +974,7 @@ def test_removed_region_stays_until_its_last_copy_has_ended(
 
 def test_session_that_ends_while_a_region_is_removed(stand: Stand, peer: Peer, slow: SlowCopies) -> None:
     grant_load(peer, (0, 2, 0, 0))
-    stand.step(LookasideMetadata(loads=[LoadSpec("r", ((1, 1),), 0, [5, 6])]))
+    stand.step(LookasideMetadata(loads=[load_spec("r", ((1, 1),), 0, [5, 6])]))
     until(lambda: slow.tickets)
     live = stand.worker._live
     assert live is not None
@@ -896,11 +1001,11 @@ def test_memory_that_is_not_there_fails_its_copies_alone(stand: Stand, peer: Pee
     os.pwrite(peer.regions[index], content, 0)
     os.ftruncate(peer.regions[index], 4 * PAGE)
     grant_load(peer, (0, 2, index, 0), (2, 2, index, 4 * PAGE), (4, 1, 0, 0))
-    stand.load_now(LoadSpec("bad", ((1, 1),), 0, [5, 6, 7, 8, 9]))
+    stand.load_now(load_spec("bad", ((1, 1),), 0, [5, 6, 7, 8, 9]))
     assert stand.invalid == {5, 6, 7, 8, 9} and stand.failed == {"bad": 1}
     assert peer.wait_for(wire.Release) == [wire.Release(55, (1,))]
     grant_load(peer, (0, 2, index, 2 * PAGE))
-    stand.load_now(LoadSpec("good", ((1, 1),), 0, [5, 6]))
+    stand.load_now(load_spec("good", ((1, 1),), 0, [5, 6]))
     assert "good" not in stand.failed and page(stand.cache, 6) == content[3 * PAGE :]
     peer.script[wire.PrepareStore] = lambda conn, m: wire.StoreGrant(
         m.id, 9, 0, 0, (wire.Extent(0, 2, index, 3 * PAGE),)
@@ -955,11 +1060,11 @@ def test_a_page_that_is_not_whole_is_not_stored(hybrid: Stand, peer: Peer) -> No
 
 def test_the_null_block_is_not_written(hybrid: Stand, peer: Peer) -> None:
     """A load leaves out what a window does not reach; the arena has it."""
-    peer.script[wire.PrepareLoad] = lambda conn, m: wire.LoadGrant(m.id, 7, (wire.Extent(0, 2, 0, PAGE),))
+    peer.script[wire.PrepareLoad] = lambda conn, m: wire.LoadGrant(m.id, 7, m.names, (wire.Extent(0, 2, 0, PAGE),))
     bytes_ = os.urandom(4 * PAGE)
     os.pwrite(peer.regions[0], bytes_, PAGE)
     before = [page(hybrid.cache, block) for block in range(BLOCKS)]
-    hybrid.load_now(LoadSpec("a", ((1, 1),), 0, [5, 0, 6, 2]))
+    hybrid.load_now(load_spec("a", ((1, 1),), 0, [5, 0, 6, 2]))
     after = [page(hybrid.cache, block) for block in range(BLOCKS)]
     want = {5: bytes_[:PAGE], 6: bytes_[2 * PAGE : 3 * PAGE], 2: bytes_[3 * PAGE :]}
     assert after == [want.get(block, before[block]) for block in range(BLOCKS)]
@@ -970,12 +1075,12 @@ def test_the_null_block_is_not_written(hybrid: Stand, peer: Peer) -> None:
 def test_a_failed_load_fails_its_request_and_no_block(
     hybrid: Stand, peer: Peer, refs: tuple[tuple[int, int], ...]
 ) -> None:
-    peer.script[wire.PrepareLoad] = lambda conn, m: wire.LoadGrant(m.id, 7, (wire.Extent(0, 1, 0, 0),))
-    hybrid.load_now(LoadSpec("a", refs, 0, [5, 0, 6, 2]))
+    peer.script[wire.PrepareLoad] = lambda conn, m: wire.LoadGrant(m.id, 7, m.names, (wire.Extent(0, 1, 0, 0),))
+    hybrid.load_now(load_spec("a", refs, 0, [5, 0, 6, 2]))
     assert hybrid.received == hybrid.started_over == ["a"]
     assert not hybrid.invalid and hybrid.failed == {"a": 1}
     # A request that was aborted meanwhile is only received.
-    hybrid.step(LookasideMetadata(loads=[LoadSpec("b", ((1, 1),), 0, [5, 0, 6, 2])], aborted=[]))
+    hybrid.step(LookasideMetadata(loads=[load_spec("b", ((1, 1),), 0, [5, 0, 6, 2])], aborted=[]))
     with hybrid.worker._lock:
         hybrid.worker._aborted.update(each for each in ["b"] if each in hybrid.worker._out)
     until(lambda: hybrid.step() or "b" in hybrid.received)
@@ -988,5 +1093,5 @@ def test_rows_that_do_not_fit_the_pages_are_refused(hybrid: Stand, peer: Peer, b
     hybrid.save_now(hybrid.save(0, blocks, [1, 2]))
     assert hybrid.acked and not peer.of(wire.PrepareStore)
     if len(blocks) % 2:
-        hybrid.load_now(LoadSpec("a", ((1, 1),), 0, blocks))
+        hybrid.load_now(load_spec("a", ((1, 1),), 0, blocks))
         assert hybrid.started_over == ["a"] and not peer.of(wire.PrepareLoad)
