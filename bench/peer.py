@@ -29,7 +29,8 @@ from lookaside.session import Session, SessionOptions
 
 from bench._report import Report, arguments
 from examples.stand import client, model
-from examples.stand.processes import Server, Sidecar, Stand, connector_config, eventually, say, stop_on_signals
+from examples.stand.processes import Server, Sidecar, Stand, connector_config, eventually, stop_on_signals
+from examples.stand.progress import say
 
 TTFT_LIMIT, LOOKUP_LIMIT = 1.1, 2.0
 SIZES = (64, 1024, 4096)

@@ -32,7 +32,8 @@ from collections.abc import Mapping, Sequence
 from bench._report import Report, arguments
 from examples.stand import client, model
 from examples.stand.client import Answer
-from examples.stand.processes import Server, Sidecar, Stand, connector_config, eventually, say, stop_on_signals
+from examples.stand.processes import Server, Sidecar, Stand, connector_config, eventually, stop_on_signals
+from examples.stand.progress import say
 
 EXTRA_LIMIT_S = 0.050
 # Rounds that a prompt of the disk's lies back; the arena has room for as many.

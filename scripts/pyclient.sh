@@ -10,6 +10,5 @@ want=$({ cat pyclient/pyproject.toml pyclient/setup.py; find pyclient/lookaside 
 if [[ $(cat "$stamp" 2>/dev/null) == "$want" ]] && compgen -G 'pyclient/lookaside/_native*.so' >/dev/null; then
 	exit 0
 fi
-echo 'build: the Python package and its native part' >&2
-.cache/tools/bin/uv pip install -q -p .venv/bin/python --no-deps --no-build-isolation --reinstall-package lookaside -e ./pyclient
+scripts/step 'build: the Python package and its native part' .cache/tools/bin/uv pip install -q -p .venv/bin/python --no-deps --no-build-isolation --reinstall-package lookaside -e ./pyclient
 echo "$want" >"$stamp"

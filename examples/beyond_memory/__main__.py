@@ -12,14 +12,14 @@ from __future__ import annotations
 import itertools
 import statistics
 import sys
-import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from examples.stand import client, command, model
 from examples.stand.client import Answer
-from examples.stand.processes import Server, Sidecar, Stand, connector_config, dax_arena, say
+from examples.stand.processes import Server, Sidecar, Stand, connector_config, dax_arena
+from examples.stand.progress import step
 
 LENGTHS = (1000, 2000, 4000)
 PAGE = 128  # vLLM's block on the CPU, in tokens
@@ -43,13 +43,32 @@ class Row:
 
 @dataclass
 class Result:
-    """What a run measured. ``loaded_bytes`` came up from the tier while it was timed."""
+    """What a run measured, and its table. ``loaded_bytes`` came up from the tier while it was timed."""
 
     tier: str
-    working_set_bytes: int
-    arena_bytes: int
-    loaded_bytes: int
-    rows: list[Row]
+    working_set_bytes: int = 0
+    arena_bytes: int = 0
+    loaded_bytes: int = 0
+    table: command.Table[Row] | None = None
+
+    def shown(self) -> command.Table[Row]:
+        """The table, made once the sizes are known."""
+        if self.table is None:
+            title = (
+                f"working set {self.working_set_bytes / _MIB:.0f} MiB, arena {self.arena_bytes / _MIB:.0f} MiB; "
+                "times to the first token, medians"
+            )
+            self.table = command.Table(head(self.tier), line, title)
+        return self.table
+
+    def json(self) -> dict[str, object]:
+        return {
+            "tier": self.tier,
+            "working_set_bytes": self.working_set_bytes,
+            "arena_bytes": self.arena_bytes,
+            "loaded_bytes": self.loaded_bytes,
+            "rows": [asdict(row) for row in self.shown().rows],
+        }
 
 
 class Rounds:
@@ -74,24 +93,25 @@ class Rounds:
             self._wrong.add(len(prompt))
         return answer
 
-    def rows(self) -> list[Row]:
-        """One for each length."""
+    def known(self) -> list[int]:
+        """The lengths that there is a row of."""
+        return sorted({length for length, source in self._seconds if source == "tier"})
 
-        def median(length: int, source: str) -> float:
+    def row(self, length: int) -> Row:
+        """What was measured of this length so far."""
+
+        def median(source: str) -> float:
             return round(statistics.median(self._seconds[length, source]), 4)
 
-        return [
-            Row(
-                prompt_tokens=length,
-                computed_ttft_s=median(length, "computed"),
-                tier_ttft_s=median(length, "tier"),
-                arena_ttft_s=median(length, "arena"),
-                local_ttft_s=median(length, "local"),
-                hit_tokens=min(self._hits[length]),
-                outputs_equal=length not in self._wrong,
-            )
-            for length in sorted(self._hits)
-        ]
+        return Row(
+            prompt_tokens=length,
+            computed_ttft_s=median("computed"),
+            tier_ttft_s=median("tier"),
+            arena_ttft_s=median("arena"),
+            local_ttft_s=median("local"),
+            hit_tokens=min(self._hits[length]),
+            outputs_equal=length not in self._wrong,
+        )
 
 
 def working_set(path: Path, lengths: tuple[int, ...], rounds: int) -> tuple[int, int]:
@@ -100,60 +120,76 @@ def working_set(path: Path, lengths: tuple[int, ...], rounds: int) -> tuple[int,
     return pages, pages * PAGE * model.kv_bytes_per_token(path)
 
 
-def measure(server: Server, sidecar: Sidecar, tier: str, lengths: tuple[int, ...], rounds: int, seed: int) -> list[Row]:
-    """All prompts, one length after the other in each round."""
+def measure(
+    server: Server,
+    sidecar: Sidecar,
+    tier: str,
+    lengths: tuple[int, ...],
+    rounds: int,
+    seed: int,
+    shown: command.Table[Row],
+) -> None:
+    """All prompts, one length after the other in each round. A row is added as its last prompt is through.
+
+    Where that fails, rows are added of what was measured.
+    """
     # A seed for each: two prompts of one seed would begin alike.
     seeds = itertools.count(seed * 1_000_003)
-    prompts = [model.prompt(length, next(seeds)) for _ in range(rounds) for length in lengths]
+    prompts = [[model.prompt(length, next(seeds)) for length in lengths] for _ in range(rounds)]
     before = sidecar.tiers()[tier]["pages"]
     measured = Rounds(server)
-    for prompt in prompts:
-        measured.ask("computed", prompt)
-        measured.ask("local", prompt)
-        measured.ask("arena", prompt, forget=True)
-    sidecar.wait_stored(tier, before + sum(len(prompt) // PAGE for prompt in prompts), 120)
-    say(f"all is in the {tier}; asking everything again, from the first on ...")
-    for prompt in prompts:
-        measured.ask("tier", prompt, forget=True)
-    return measured.rows()
+    for number, turn in enumerate(prompts, 1):
+        with step(f"round {number} of {rounds}: {', '.join(map(str, lengths))} tokens, computed, then hit"):
+            for prompt in turn:
+                measured.ask("computed", prompt)
+                measured.ask("local", prompt)
+                measured.ask("arena", prompt, forget=True)
+    with step(f"writing what is left of it to the {tier}"):
+        sidecar.wait_stored(tier, before + rounds * sum(length // PAGE for length in lengths), 120)
+    try:
+        for number, turn in enumerate(prompts, 1):
+            with step(f"round {number} of {rounds}: again, out of the {tier}"):
+                for prompt in turn:
+                    measured.ask("tier", prompt, forget=True)
+    finally:
+        for length in measured.known():
+            shown.add(measured.row(length))
 
 
-def table(result: Result) -> str:
-    """The rows as text."""
-    tier = {"disk": "disk", "dax": "DAX", "redis": "Redis"}[result.tier]
-    head = (
-        f"{'prompt':>7} {'computed':>10} {tier:>10} {'arena':>10} {'vLLM cache':>10} {f'{tier} faster':>12} "
+def head(tier: str) -> str:
+    """The table's."""
+    name = {"disk": "disk", "dax": "DAX", "redis": "Redis"}[tier]
+    return (
+        f"{'prompt':>7} {'computed':>10} {name:>10} {'arena':>10} {'vLLM cache':>10} {f'{name} faster':>12} "
         f"{'hit tokens':>10}  outputs"
     )
-    lines = [
-        f"working set {result.working_set_bytes / _MIB:.0f} MiB, arena {result.arena_bytes / _MIB:.0f} MiB; "
-        f"{result.loaded_bytes / _MIB:.0f} MiB came up from {tier}; times to the first token, medians",
-        head,
-        "-" * len(head),
-    ]
-    for row in result.rows:
-        faster = row.computed_ttft_s / row.tier_ttft_s if row.tier_ttft_s else 0.0
-        outputs = "equal" if row.outputs_equal else "DIFFER"
-        lines.append(
-            f"{row.prompt_tokens:>7} {row.computed_ttft_s:>8.3f} s {row.tier_ttft_s:>8.3f} s "
-            f"{row.arena_ttft_s:>8.3f} s {row.local_ttft_s:>8.3f} s {faster:>11.1f}x {row.hit_tokens:>10}  {outputs}"
-        )
-    return "\n".join(lines)
 
 
-def run(tier: str, arena: str | None, directory: Path | None, rounds: int, seed: int, keep_logs: Path | None) -> Result:
+def line(row: Row) -> str:
+    """A row as text."""
+    faster = row.computed_ttft_s / row.tier_ttft_s if row.tier_ttft_s else 0.0
+    return (
+        f"{row.prompt_tokens:>7} {row.computed_ttft_s:>8.3f} s {row.tier_ttft_s:>8.3f} s "
+        f"{row.arena_ttft_s:>8.3f} s {row.local_ttft_s:>8.3f} s {faster:>11.1f}x {row.hit_tokens:>10}  "
+        f"{'equal' if row.outputs_equal else 'DIFFER'}"
+    )
+
+
+def run(
+    result: Result, arena: str | None, directory: Path | None, rounds: int, seed: int, keep_logs: Path | None
+) -> None:
     """Brings everything up, measures, takes everything down."""
-    path = model.ensure()
+    path, tier = model.ensure(), result.tier
     _, set_bytes = working_set(path, LENGTHS, rounds)
     with Stand(path, keep_logs) as stand:
-        started = time.monotonic()
         size = f"{2 * set_bytes // _MIB + 512}M"
         if tier == "disk":
             below = f"{directory or stand.directory / 'disk'}:{size}"
         elif tier == "dax":  # a file stands in for the device
             below = f"{(directory or stand.directory) / 'dax0.0'}:{size}:allow_files=true"
         else:
-            below = f"redis://127.0.0.1:{stand.redis().port}/0"
+            with step("starting a Redis server"):
+                below = f"redis://127.0.0.1:{stand.redis().port}/0"
         # Few rounds need more than a tenth: one prompt comes in while another one goes to the tier.
         _, longest = working_set(path, LENGTHS[-1:], 1)
         room = f"{max(set_bytes // 10, 2 * longest) // _MIB}M"
@@ -161,17 +197,19 @@ def run(tier: str, arena: str | None, directory: Path | None, rounds: int, seed:
             settings = {**dax_arena(f"{(directory or stand.directory) / 'arena-dax0.0'}:{room}"), tier: below}
         else:
             settings = {"arena_limit": arena or room, tier: below}
-        sidecar = stand.sidecar(settings=settings)
-        arena_bytes = sidecar.status()["arena"]["limit_bytes"]
-        say(f"sidecar up, with {arena_bytes / _MIB:.0f} MiB of arena; starting a vLLM server (half a minute) ...")
-        server = stand.server("a", connector=connector_config(stand.endpoint()))
-        server.wait_ready()
-        say(f"up after {time.monotonic() - started:.0f} s; warming up ...")
-        for tokens in (300, 2000):
-            client.complete(server.base_url, model.prompt(tokens, tokens), max_tokens=4)
-        say(f"asking {rounds} prompts each of {', '.join(map(str, LENGTHS))} tokens ...")
-        rows = measure(server, sidecar, tier, LENGTHS, rounds, seed)
-        return Result(tier, set_bytes, arena_bytes, sidecar.tiers()[tier]["loaded_bytes"], rows)
+        with step("starting a sidecar"):
+            sidecar = stand.sidecar(settings=settings)
+        result.working_set_bytes = set_bytes
+        result.arena_bytes = sidecar.status()["arena"]["limit_bytes"]
+        with step("starting a vLLM server (half a minute)"):
+            server = stand.server("a", connector=connector_config(stand.endpoint()))
+            server.wait_ready()
+        with step("warming up"):
+            for tokens in (300, 2000):
+                client.complete(server.base_url, model.prompt(tokens, tokens), max_tokens=4)
+        measure(server, sidecar, tier, LENGTHS, rounds, seed, result.shown())
+        result.loaded_bytes = sidecar.tiers()[tier]["loaded_bytes"]
+        print(f"{result.loaded_bytes / _MIB:.0f} MiB came up from the {tier}")
 
 
 def main() -> int:
@@ -190,12 +228,13 @@ def main() -> int:
         help="for the disk, or the file in place of a DAX device: where (default: a temporary one)",
     )
     args = parser.parse_args()
-    result = command.show(
-        lambda: run(args.tier, args.arena, args.directory, max(1, args.rounds), args.seed, args.keep_logs)
+    result = Result(args.tier)
+    command.show(
+        lambda: run(result, args.arena, args.directory, max(1, args.rounds), args.seed, args.keep_logs),
+        args.json,
+        result.json,
     )
-    print(table(result))
-    command.keep(args.json, asdict(result))
-    return 0 if all(row.outputs_equal for row in result.rows) else 1
+    return 0 if all(row.outputs_equal for row in result.shown().rows) else 1
 
 
 if __name__ == "__main__":

@@ -12,12 +12,12 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from examples.stand import client, command, model
-from examples.stand.processes import Proxy, Server, Stand, connector_config, say
+from examples.stand.processes import Proxy, Server, Stand, connector_config
+from examples.stand.progress import step
 
 LENGTHS = (100, 500, 1000, 2000, 4000)
 MAX_TOKENS = 16
@@ -65,20 +65,18 @@ def measure(proxy: Proxy, decoder: Server, prompt_tokens: int, rounds: int, seed
     )
 
 
-def table(rows: list[Row]) -> str:
-    """The rows as text."""
-    head = (
-        f"{'prompt':>7} {'alone TTFT':>11} {'proxy TTFT':>11} {'= prefill':>10} {'+ decoder':>10} "
-        f"{'hit tokens':>11}  outputs"
+HEAD = (
+    f"{'prompt':>7} {'alone TTFT':>11} {'proxy TTFT':>11} {'= prefill':>10} {'+ decoder':>10} "
+    f"{'hit tokens':>11}  outputs"
+)
+
+
+def line(row: Row) -> str:
+    """A row as text."""
+    return (
+        f"{row.prompt_tokens:>7} {row.alone_ttft_s:>9.3f} s {row.proxy_ttft_s:>9.3f} s {row.prefill_s:>8.3f} s "
+        f"{row.decoder_ttft_s:>8.3f} s {row.hit_tokens:>11}  {'equal' if row.outputs_equal else 'DIFFER'}"
     )
-    lines = [head, "-" * len(head)]
-    for row in rows:
-        outputs = "equal" if row.outputs_equal else "DIFFER"
-        lines.append(
-            f"{row.prompt_tokens:>7} {row.alone_ttft_s:>9.3f} s {row.proxy_ttft_s:>9.3f} s {row.prefill_s:>8.3f} s "
-            f"{row.decoder_ttft_s:>8.3f} s {row.hit_tokens:>11}  {outputs}"
-        )
-    return "\n".join(lines)
 
 
 def on_cores(half: int) -> dict[str, str]:
@@ -89,39 +87,39 @@ def on_cores(half: int) -> dict[str, str]:
     return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, mine))}
 
 
-def run(rounds: int, seed: int, keep_logs: Path | None) -> list[Row]:
+def run(rounds: int, seed: int, keep_logs: Path | None, shown: command.Table[Row]) -> None:
     """Brings everything up, measures every length, takes everything down."""
     path = model.ensure()
     with Stand(path, keep_logs) as stand:
-        started = time.monotonic()
-        stand.sidecar()
-        say("sidecar up; starting a prefiller and a decoder (about a minute) ...")
-        prefiller, decoder = (
-            stand.server(name, connector=connector_config(stand.endpoint(), role), env=on_cores(half))
-            for half, (name, role) in enumerate((("prefiller", "kv_producer"), ("decoder", "kv_consumer")))
-        )
-        prefiller.wait_ready()
-        decoder.wait_ready()
-        proxy = stand.proxy(prefiller, decoder)
-        say(f"all up after {time.monotonic() - started:.0f} s; warming up ...")
-        for server in (prefiller, decoder, proxy):
-            for tokens in (300, 2000):
-                client.complete(server.base_url, model.prompt(tokens, tokens), max_tokens=4)
-        rows = []
-        for number, prompt_tokens in enumerate(LENGTHS, 1):
-            say(f"[{number}/{len(LENGTHS)}] {prompt_tokens} tokens ...")
-            rows.append(measure(proxy, decoder, prompt_tokens, rounds, seed))
-        return rows
+        with step("starting a sidecar"):
+            stand.sidecar()
+        with step("starting a prefiller, a decoder and a proxy (about a minute)"):
+            prefiller, decoder = (
+                stand.server(name, connector=connector_config(stand.endpoint(), role), env=on_cores(half))
+                for half, (name, role) in enumerate((("prefiller", "kv_producer"), ("decoder", "kv_consumer")))
+            )
+            prefiller.wait_ready()
+            decoder.wait_ready()
+            proxy = stand.proxy(prefiller, decoder)
+        with step("warming up"):
+            for server in (prefiller, decoder, proxy):
+                for tokens in (300, 2000):
+                    client.complete(server.base_url, model.prompt(tokens, tokens), max_tokens=4)
+        for prompt_tokens in LENGTHS:
+            shown.add(measure(proxy, decoder, prompt_tokens, rounds, seed))
 
 
 def main() -> int:
     args = command.flags(
         "prefill_decode", "Prefill and decode on two vLLM servers.", "fresh prompts per length", 3
     ).parse_args()
-    rows = command.show(lambda: run(max(1, args.rounds), args.seed, args.keep_logs))
-    print(table(rows))
-    command.keep(args.json, {"rows": [asdict(row) for row in rows]})
-    return 0 if all(row.outputs_equal for row in rows) else 1
+    shown = command.Table(HEAD, line)
+    command.show(
+        lambda: run(max(1, args.rounds), args.seed, args.keep_logs, shown),
+        args.json,
+        lambda: {"rows": [asdict(row) for row in shown.rows]},
+    )
+    return 0 if all(row.outputs_equal for row in shown.rows) else 1
 
 
 if __name__ == "__main__":

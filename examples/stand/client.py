@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import httpx
 
-_client = httpx.Client(timeout=httpx.Timeout(120.0), trust_env=False)
+PATIENCE_S = 300.0  # with a server, which computes for a few seconds at most where nothing else runs
+
+_client = httpx.Client(timeout=httpx.Timeout(PATIENCE_S), trust_env=False)
 
 
 class Answer(NamedTuple):
@@ -29,7 +31,7 @@ def complete(
     *,
     max_tokens: int = 8,
     cache_salt: str | None = None,
-    timeout_s: float = 120.0,
+    timeout_s: float = PATIENCE_S,
     **extra: Any,
 ) -> Answer:
     """Greedy completion of a prompt of token ids. Raises httpx.HTTPError; RuntimeError for an error answered."""
@@ -93,7 +95,7 @@ def settle() -> None:
 def reset_prefix_cache(base_url: str, timeout_s: float = 120.0, external: bool = False) -> None:
     """Empties vLLM's own prefix cache, and all of the sidecars' if ``external``; needs vLLM's dev mode.
 
-    Retries while blocks are held, or a sidecar is too slow to say that it has. Raises RuntimeError.
+    Retries while blocks are held. Raises RuntimeError.
     """
     parameters = {"reset_external": external}
     deadline = time.monotonic() + timeout_s
@@ -103,7 +105,7 @@ def reset_prefix_cache(base_url: str, timeout_s: float = 120.0, external: bool =
         if response.json().get("success", True):
             return
         if time.monotonic() > deadline:
-            raise RuntimeError("vLLM would not reset its cache: blocks are still held, or a sidecar is silent")
+            raise RuntimeError("vLLM would not reset its cache: blocks are still held")
         time.sleep(0.05)
 
 

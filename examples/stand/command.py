@@ -1,4 +1,4 @@
-"""What the examples' commands have in common: flags, and how they end."""
+"""What the examples' commands have in common: flags, tables that grow, and how they end."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
-from .processes import say, stop_on_signals
+from .processes import stop_on_signals
+from .progress import say
 
-T = TypeVar("T")
+Row = TypeVar("Row")
 
 
 def flags(example: str, description: str, rounds: str = "", default: int = 0) -> argparse.ArgumentParser:
@@ -27,20 +28,35 @@ def flags(example: str, description: str, rounds: str = "", default: int = 0) ->
     return parser
 
 
-def show(run: Callable[[], T]) -> T:
-    """What run answers. Exits with 130 if it was told to stop, and with 1 and a line if it has failed."""
+class Table(Generic[Row]):
+    """A table on standard output. Each row is printed as soon as it is known, the head before the first."""
+
+    def __init__(self, head: str, line: Callable[[Row], str], title: str = "") -> None:
+        self.rows: list[Row] = []
+        self._head = ([title] if title else []) + [head, "-" * len(head)]
+        self._line = line
+
+    def add(self, row: Row) -> None:
+        if not self.rows:
+            print("\n".join(self._head), flush=True)
+        print(self._line(row), flush=True)
+        self.rows.append(row)
+
+
+def show(run: Callable[[], None], keep: Path | None, result: Callable[[], dict[str, object]]) -> None:
+    """Runs, and writes the result to the file of --json, if there is one: what there is of it if run fails.
+
+    Exits with 130 if it was told to stop, and with 1 and a line if it has failed.
+    """
     stop_on_signals()
     try:
-        return run()
+        run()
     except KeyboardInterrupt:
         say("stopped; everything that was started is ended")
         sys.exit(130)
     except (RuntimeError, TimeoutError) as error:
         say(f"demo: {error}")
         sys.exit(1)
-
-
-def keep(path: Path | None, result: dict[str, object]) -> None:
-    """Writes what came out to the file of --json, if there is one."""
-    if path is not None:
-        path.write_text(json.dumps(result, indent=2) + "\n")
+    finally:
+        if keep is not None:
+            keep.write_text(json.dumps(result(), indent=2) + "\n")

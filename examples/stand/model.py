@@ -12,10 +12,11 @@ import json
 import os
 import random
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from .progress import step
 
 REPO = Path(__file__).resolve().parents[2]
 RECIPE = 2  # Raise it when what make() writes changes: old copies are then left aside.
@@ -43,8 +44,8 @@ def ensure(architecture: str = "llama") -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
     try:
-        print(f"making the small {architecture} model (once, about 10 s) ...", file=sys.stderr, flush=True)
-        _make(architecture, aside)
+        with step(f"making the small {architecture} model (once)"):
+            _make(architecture, aside)
         try:
             aside.rename(target)
         except OSError:
@@ -59,7 +60,9 @@ def _make(architecture: str, out: Path) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     _tokenizer(out)
     torch.manual_seed(SEED)
     model = AutoModelForCausalLM.from_config(_config(architecture), dtype=torch.float32)

@@ -28,13 +28,9 @@ import httpx
 from .model import REPO
 
 BINARY = REPO / "bin" / "lookaside"
+LOGS = REPO / ".cache" / "logs"  # of stands that an error has ended
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-def say(text: str) -> None:
-    """One line of progress on standard error."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def _die_with_parent() -> None:
@@ -254,7 +250,7 @@ class Redis(Process):
     def __init__(self, name: str, log: Path) -> None:
         program = shutil.which("redis-server") or shutil.which("valkey-server")
         if program is None:
-            raise RuntimeError("no redis-server in PATH: run `make setup`")
+            raise RuntimeError("no redis-server in PATH: run `scripts/setup.sh redis`")
         self.port = free_port()
         command = [program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         super().__init__(name, command, log)
@@ -365,8 +361,26 @@ class Stand:
     def __enter__(self) -> Stand:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """Ends and removes everything. The logs are kept where an error leaves the stand.
+
+        Raises RuntimeError with the log's name in place of an httpx.HTTPError, which has none.
+        """
+        if isinstance(error, Exception) and self._keep_logs is None:
+            self._keep_logs = LOGS
         self.close()
+        if isinstance(error, httpx.HTTPError):
+            raise RuntimeError(self._unanswered(error)) from error
+
+    def _unanswered(self, error: httpx.HTTPError) -> str:
+        """Which of the processes did not answer, how, and where its log is."""
+        what = f"{type(error).__name__} {error}".strip()
+        with contextlib.suppress(RuntimeError):  # an error that was made without a request
+            for process in self._processes:
+                if isinstance(process, Server | Proxy) and str(error.request.url).startswith(process.base_url):
+                    kept = (self._keep_logs or LOGS) / process.log.name
+                    return f"{process.name} has not answered a request ({what}); its log is {kept}"
+        return f"a request was not answered ({what}); the logs are in {self._keep_logs}"
 
     def close(self) -> None:
         """Ends everything, servers before sidecars, and removes the directory. Idempotent."""

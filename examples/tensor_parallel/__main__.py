@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from examples.stand import client, command, model
-from examples.stand.processes import Server, Sidecar, Stand, connector_config, eventually, say
+from examples.stand.processes import Server, Sidecar, Stand, connector_config, eventually
+from examples.stand.progress import step
 
 RANKS = 2
 PROMPTS = (1000, 2000, 4000)  # tokens
@@ -65,79 +66,77 @@ def held_bytes(sidecars: list[Sidecar], tokens: int) -> int:
     return RANKS * pages * spaces[0]["page_bytes"]
 
 
-def measure(architecture: str, server: Server, sidecars: list[Sidecar], seed: int) -> list[Row]:
-    """Each prompt computed, and loaded after vLLM has forgotten it."""
-    rows = []
-    for tokens in (300, 2000):
-        client.complete(server.base_url, model.prompt(tokens, tokens), max_tokens=4)
-    for tokens in PROMPTS:
-        prompt = model.prompt(tokens, seed * 1_000_003 + tokens)
-        client.settle()
-        before = stored_bytes(sidecars)
-        cold = client.complete(server.base_url, prompt, max_tokens=MAX_TOKENS)
-        stored = settled_bytes(sidecars, before) - before
-        client.reset_prefix_cache(server.base_url)
-        client.settle()
-        loaded = client.complete(server.base_url, prompt, max_tokens=MAX_TOKENS)
-        rows.append(
-            Row(
-                model=architecture,
-                prompt_tokens=tokens,
-                cold_ttft_s=round(cold.ttft_s, 4),
-                lookaside_ttft_s=round(loaded.ttft_s, 4),
-                hit_tokens=loaded.cached_tokens,
-                held_mib=round(held_bytes(sidecars, tokens) / MIB, 1),
-                stored_mib=round(stored / MIB, 1),
-                outputs_equal=cold.tokens == loaded.tokens and len(cold.tokens) == MAX_TOKENS,
-            )
-        )
-    return rows
-
-
-def table(rows: list[Row]) -> str:
-    """The rows as text."""
-    head = (
-        f"{'model':>6} {'prompt':>7} {'cold TTFT':>10} {'Lookaside':>10} {'faster':>8} {'hit tokens':>10} "
-        f"{'ranks hold':>11} {'stored':>10}  outputs"
+def measure(architecture: str, server: Server, sidecars: list[Sidecar], seed: int, tokens: int) -> Row:
+    """A prompt computed, and loaded after vLLM has forgotten it."""
+    prompt = model.prompt(tokens, seed * 1_000_003 + tokens)
+    client.settle()
+    before = stored_bytes(sidecars)
+    cold = client.complete(server.base_url, prompt, max_tokens=MAX_TOKENS)
+    stored = settled_bytes(sidecars, before) - before
+    client.reset_prefix_cache(server.base_url)
+    client.settle()
+    loaded = client.complete(server.base_url, prompt, max_tokens=MAX_TOKENS)
+    return Row(
+        model=architecture,
+        prompt_tokens=tokens,
+        cold_ttft_s=round(cold.ttft_s, 4),
+        lookaside_ttft_s=round(loaded.ttft_s, 4),
+        hit_tokens=loaded.cached_tokens,
+        held_mib=round(held_bytes(sidecars, tokens) / MIB, 1),
+        stored_mib=round(stored / MIB, 1),
+        outputs_equal=cold.tokens == loaded.tokens and len(cold.tokens) == MAX_TOKENS,
     )
-    lines = [head, "-" * len(head)]
-    for row in rows:
-        faster = row.cold_ttft_s / row.lookaside_ttft_s if row.lookaside_ttft_s else 0.0
-        lines.append(
-            f"{row.model:>6} {row.prompt_tokens:>7} {row.cold_ttft_s:>8.3f} s {row.lookaside_ttft_s:>8.3f} s "
-            f"{faster:>7.1f}x {row.hit_tokens:>10} {row.held_mib:>7.1f} MiB {row.stored_mib:>6.1f} MiB  "
-            f"{'equal' if row.outputs_equal else 'DIFFER'}"
-        )
-    return "\n".join(lines)
 
 
-def run(seed: int, keep_logs: Path | None) -> list[Row]:
+HEAD = (
+    f"{'model':>6} {'prompt':>7} {'cold TTFT':>10} {'Lookaside':>10} {'faster':>8} {'hit tokens':>10} "
+    f"{'ranks hold':>11} {'stored':>10}  outputs"
+)
+
+
+def line(row: Row) -> str:
+    """A row as text."""
+    faster = row.cold_ttft_s / row.lookaside_ttft_s if row.lookaside_ttft_s else 0.0
+    return (
+        f"{row.model:>6} {row.prompt_tokens:>7} {row.cold_ttft_s:>8.3f} s {row.lookaside_ttft_s:>8.3f} s "
+        f"{faster:>7.1f}x {row.hit_tokens:>10} {row.held_mib:>7.1f} MiB {row.stored_mib:>6.1f} MiB  "
+        f"{'equal' if row.outputs_equal else 'DIFFER'}"
+    )
+
+
+def run(seed: int, keep_logs: Path | None, shown: command.Table[Row]) -> None:
     """Brings one model after the other up, and takes it down again."""
-    rows: list[Row] = []
     cores = sorted(os.sched_getaffinity(0))
     for architecture, own in (("llama", True), ("mqa", False)):
         with Stand(model.ensure(architecture), keep_logs) as stand:
-            sidecars = [stand.sidecar(rank) for rank in range(RANKS if own else 1)]
-            say(f"{architecture}: {len(sidecars)} sidecar(s) for {RANKS} ranks; starting vLLM (half a minute) ...")
+            with step(f"{architecture}: starting {RANKS if own else 1} sidecar(s) for {RANKS} ranks"):
+                sidecars = [stand.sidecar(rank) for rank in range(RANKS if own else 1)]
             # With {rank} in it every rank has the sidecar of its number, without it all have the same.
             endpoint = stand.endpoint() if own else stand.endpoint().format(rank=0)
-            server = stand.server(
-                architecture,
-                connector=connector_config(endpoint),
-                arguments=["--tensor-parallel-size", str(RANKS)],
-                env={"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"},
-            )
-            server.wait_ready()
-            rows += measure(architecture, server, sidecars, seed)
-    return rows
+            with step(f"{architecture}: starting vLLM (half a minute)"):
+                server = stand.server(
+                    architecture,
+                    connector=connector_config(endpoint),
+                    arguments=["--tensor-parallel-size", str(RANKS)],
+                    env={"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"},
+                )
+                server.wait_ready()
+            with step("warming up"):
+                for tokens in (300, 2000):
+                    client.complete(server.base_url, model.prompt(tokens, tokens), max_tokens=4)
+            for tokens in PROMPTS:
+                shown.add(measure(architecture, server, sidecars, seed, tokens))
 
 
 def main() -> int:
     args = command.flags("tensor_parallel", "Two tensor-parallel ranks, and what is kept of them.").parse_args()
-    rows = command.show(lambda: run(args.seed, args.keep_logs))
-    print(table(rows))
-    command.keep(args.json, {"rows": [asdict(row) for row in rows]})
-    return 0 if all(row.hit_tokens > 0 and row.outputs_equal for row in rows) else 1
+    shown = command.Table(HEAD, line)
+    command.show(
+        lambda: run(args.seed, args.keep_logs, shown),
+        args.json,
+        lambda: {"rows": [asdict(row) for row in shown.rows]},
+    )
+    return 0 if all(row.hit_tokens > 0 and row.outputs_equal for row in shown.rows) else 1
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,8 +26,8 @@ from examples.stand.processes import (
     connector_config,
     dax_arena,
     eventually,
-    say,
 )
+from examples.stand.progress import say, step
 
 # (prompt tokens, tokens shared with a prompt that A has computed)
 CASES = (
@@ -132,34 +131,31 @@ def measure(
     )
 
 
-def table(rows: list[Row]) -> str:
-    """The rows as text."""
-    head = (
-        f"{'prompt':>7} {'shared':>7} {'cold TTFT':>10} {'Lookaside':>10} {'vLLM cache':>10} {'faster':>8} "
-        f"{'hit tokens':>10}  outputs"
+HEAD = (
+    f"{'prompt':>7} {'shared':>7} {'cold TTFT':>10} {'Lookaside':>10} {'vLLM cache':>10} {'faster':>8} "
+    f"{'hit tokens':>10}  outputs"
+)
+
+
+def line(row: Row) -> str:
+    """A row as text."""
+    faster = row.cold_ttft_s / row.lookaside_ttft_s if row.lookaside_ttft_s else 0.0
+    return (
+        f"{row.prompt_tokens:>7} {row.shared_tokens:>7} {row.cold_ttft_s:>8.3f} s {row.lookaside_ttft_s:>8.3f} s "
+        f"{row.local_ttft_s:>8.3f} s {faster:>7.1f}x {row.hit_tokens:>10}  {'equal' if row.outputs_equal else 'DIFFER'}"
     )
-    lines = [head, "-" * len(head)]
-    for row in rows:
-        faster = row.cold_ttft_s / row.lookaside_ttft_s if row.lookaside_ttft_s else 0.0
-        outputs = "equal" if row.outputs_equal else "DIFFER"
-        lines.append(
-            f"{row.prompt_tokens:>7} {row.shared_tokens:>7} {row.cold_ttft_s:>8.3f} s {row.lookaside_ttft_s:>8.3f} s "
-            f"{row.local_ttft_s:>8.3f} s {faster:>7.1f}x {row.hit_tokens:>10}  {outputs}"
-        )
-    return "\n".join(lines)
 
 
-def restarted_table(rows: list[Restarted]) -> str:
-    """The rows as text."""
-    head = f"{'prompt':>7} {'cold TTFT':>10} {'restarted':>10} {'faster':>8} {'hit tokens':>10}  outputs"
-    lines = ["after the sidecar and both servers were killed and started anew:", head, "-" * len(head)]
-    for row in rows:
-        faster = row.cold_ttft_s / row.restarted_ttft_s if row.restarted_ttft_s else 0.0
-        lines.append(
-            f"{row.prompt_tokens:>7} {row.cold_ttft_s:>8.3f} s {row.restarted_ttft_s:>8.3f} s {faster:>7.1f}x "
-            f"{row.hit_tokens:>10}  {'equal' if row.outputs_equal else 'DIFFER'}"
-        )
-    return "\n".join(lines)
+RESTARTED_HEAD = f"{'prompt':>7} {'cold TTFT':>10} {'restarted':>10} {'faster':>8} {'hit tokens':>10}  outputs"
+
+
+def restarted_line(row: Restarted) -> str:
+    """A row as text."""
+    faster = row.cold_ttft_s / row.restarted_ttft_s if row.restarted_ttft_s else 0.0
+    return (
+        f"{row.prompt_tokens:>7} {row.cold_ttft_s:>8.3f} s {row.restarted_ttft_s:>8.3f} s {faster:>7.1f}x "
+        f"{row.hit_tokens:>10}  {'equal' if row.outputs_equal else 'DIFFER'}"
+    )
 
 
 def stored(name: str, sidecar: Sidecar) -> Stored:
@@ -175,33 +171,48 @@ def stored(name: str, sidecar: Sidecar) -> Stored:
     )
 
 
-def stored_table(rows: list[Stored]) -> str:
-    """The rows as text."""
-    head = f"{'sidecar':>7} {'stored':>10} {'loaded':>10} {'borrowed':>14} {'not stored, as the other holds it':>34}"
-    lines = [head, "-" * len(head)]
-    for row in rows:
-        lines.append(
-            f"{row.sidecar:>7} {row.stored_bytes >> 20:>6} MiB {row.loaded_bytes >> 20:>6} MiB "
-            f"{row.borrowed_tokens:>7} tokens {row.not_stored_tokens:>27} tokens"
+STORED_HEAD = f"{'sidecar':>7} {'stored':>10} {'loaded':>10} {'borrowed':>14} {'not stored, as the other holds it':>34}"
+
+
+def stored_line(row: Stored) -> str:
+    """A row as text."""
+    return (
+        f"{row.sidecar:>7} {row.stored_bytes >> 20:>6} MiB {row.loaded_bytes >> 20:>6} MiB "
+        f"{row.borrowed_tokens:>7} tokens {row.not_stored_tokens:>27} tokens"
+    )
+
+
+class Shown:
+    """What is printed, and written as JSON."""
+
+    def __init__(self) -> None:
+        self.rows = command.Table(HEAD, line)
+        self.stored = command.Table(STORED_HEAD, stored_line, title="\nwhat each sidecar did:")
+        self.restarted = command.Table(
+            RESTARTED_HEAD,
+            restarted_line,
+            title="\nafter the sidecar and both servers were killed and started anew:",
         )
-    return "\n".join(lines)
+
+    def result(self) -> dict[str, object]:
+        out: dict[str, object] = {"rows": [asdict(row) for row in self.rows.rows]}
+        if self.stored.rows:
+            out["sidecars"] = [asdict(row) for row in self.stored.rows]
+        if self.restarted.rows:
+            out["restarted"] = [asdict(row) for row in self.restarted.rows]
+        return out
 
 
-def again(server: Server, asked: list[Asked]) -> list[Restarted]:
+def again(server: Server, before: Asked) -> Restarted:
     """Asks for what was computed before the server was started."""
-    rows = []
-    for before in asked:
-        answer = client.complete(server.base_url, before.prompt, max_tokens=MAX_TOKENS)
-        rows.append(
-            Restarted(
-                prompt_tokens=len(before.prompt),
-                cold_ttft_s=round(before.cold_ttft_s, 4),
-                restarted_ttft_s=round(answer.ttft_s, 4),
-                hit_tokens=answer.cached_tokens,
-                outputs_equal=answer.tokens == before.tokens,
-            )
-        )
-    return rows
+    answer = client.complete(server.base_url, before.prompt, max_tokens=MAX_TOKENS)
+    return Restarted(
+        prompt_tokens=len(before.prompt),
+        cold_ttft_s=round(before.cold_ttft_s, 4),
+        restarted_ttft_s=round(answer.ttft_s, 4),
+        hit_tokens=answer.cached_tokens,
+        outputs_equal=answer.tokens == before.tokens,
+    )
 
 
 def settings_of(arena: str | None, stand: Stand) -> dict[str, str]:
@@ -211,50 +222,58 @@ def settings_of(arena: str | None, stand: Stand) -> dict[str, str]:
     return {} if arena is None else {"arena_limit": arena}
 
 
-def restart(stand: Stand, sidecar: Sidecar, servers: tuple[Server, Server], asked: list[Asked]) -> list[Restarted]:
+def restart(stand: Stand, sidecar: Sidecar, servers: tuple[Server, Server], asked: list[Asked], shown: Shown) -> None:
     """Kills everything, starts a sidecar and a server, and asks again."""
-    sidecar.wait_kept()
-    say("killing the sidecar and both servers, starting a sidecar and a server (half a minute) ...")
-    for process in (sidecar, *servers):
-        process.kill()
-    new = stand.sidecar(settings=settings_of("dax", stand))
-    found = new.status()["arena"]["dax"]["recovered_chunks"]
-    server = stand.server("c", connector=connector_config(stand.endpoint()))
-    server.wait_ready()
-    eventually(lambda: len(new.status()["sessions"]) == 2, "the server's sessions", 30)
-    say(f"{found} chunks were found on the device; warming up, and asking again ...")
-    for tokens in (300, 2000):
-        client.complete(server.base_url, model.prompt(tokens, tokens), max_tokens=4)
-    return again(server, asked)
+    with step("writing what the arena holds to the device"):
+        sidecar.wait_kept()
+    with step("killing the sidecar and both servers"):
+        for process in (sidecar, *servers):
+            process.kill()
+    with step("starting a sidecar and a server"):
+        new = stand.sidecar(settings=settings_of("dax", stand))
+        found = new.status()["arena"]["dax"]["recovered_chunks"]
+        server = stand.server("c", connector=connector_config(stand.endpoint()))
+        server.wait_ready()
+        eventually(lambda: len(new.status()["sessions"]) == 2, "the server's sessions")
+    say(f"{found} chunks were found on the device")
+    warm_up(server)
+    for before in asked:
+        shown.restarted.add(again(server, before))
 
 
-def run(
-    rounds: int, seed: int, arena: str | None, sidecars: int, keep_logs: Path | None
-) -> tuple[list[Row], list[Restarted], list[Stored]]:
+def warm_up(*servers: Server) -> None:
+    with step("warming up"):
+        for server in servers:
+            for tokens in (300, 2000):
+                client.complete(server.base_url, model.prompt(tokens, tokens), max_tokens=4)
+
+
+def run(rounds: int, seed: int, arena: str | None, sidecars: int, keep_logs: Path | None, shown: Shown) -> None:
     """Brings everything up, measures every case, takes everything down."""
     path = model.ensure()
     with Stand(path, keep_logs) as stand:
-        started = time.monotonic()
-        sidecar = stand.sidecar(settings=settings_of(arena, stand))
-        other, endpoint = sidecar, stand.endpoint()
-        if sidecars == 2:
-            other, endpoint = stand.sidecar(name="other", settings=settings_of(arena, stand)), stand.endpoint("other")
-        say(f"{'sidecar' if sidecars == 1 else 'sidecars'} up; starting two vLLM servers (about a minute) ...")
-        a = stand.server("a", connector=connector_config(stand.endpoint()))
-        b = stand.server("b", connector=connector_config(endpoint))
-        a.wait_ready()
-        b.wait_ready()
-        say(f"both up after {time.monotonic() - started:.0f} s; warming up ...")
-        for server in (a, b):
-            for tokens in (300, 2000):
-                client.complete(server.base_url, model.prompt(tokens, tokens), max_tokens=4)
-        rows: list[Row] = []
+        with step("starting a sidecar" if sidecars == 1 else "starting two sidecars"):
+            sidecar = stand.sidecar(settings=settings_of(arena, stand))
+            other, endpoint = sidecar, stand.endpoint()
+            if sidecars == 2:
+                other, endpoint = (
+                    stand.sidecar(name="other", settings=settings_of(arena, stand)),
+                    stand.endpoint("other"),
+                )
+        with step("starting two vLLM servers (about a minute)"):
+            a = stand.server("a", connector=connector_config(stand.endpoint()))
+            b = stand.server("b", connector=connector_config(endpoint))
+            a.wait_ready()
+            b.wait_ready()
+        warm_up(a, b)
         asked: list[Asked] = []
-        for number, (prompt_tokens, shared_tokens) in enumerate(CASES, 1):
-            say(f"[{number}/{len(CASES)}] {prompt_tokens} tokens, {shared_tokens} of them shared ...")
-            rows.append(measure(a, b, prompt_tokens, shared_tokens, rounds, seed, asked))
-        shared = [stored("A", sidecar), stored("B", other)] if sidecars == 2 else []
-        return rows, restart(stand, sidecar, (a, b), asked) if arena == "dax" else [], shared
+        for case in CASES:
+            shown.rows.add(measure(a, b, *case, rounds, seed, asked))
+        if sidecars == 2:
+            for name, each in (("A", sidecar), ("B", other)):
+                shown.stored.add(stored(name, each))
+        if arena == "dax":
+            restart(stand, sidecar, (a, b), asked, shown)
 
 
 def main() -> int:
@@ -269,22 +288,14 @@ def main() -> int:
     args = parser.parse_args()
     if args.sidecars == 2 and args.arena == "dax":
         parser.error("--arena dax is shown with one sidecar")
-    rows, restarted, shared = command.show(
-        lambda: run(max(1, args.rounds), args.seed, args.arena, args.sidecars, args.keep_logs)
+    shown = Shown()
+    command.show(
+        lambda: run(max(1, args.rounds), args.seed, args.arena, args.sidecars, args.keep_logs, shown),
+        args.json,
+        shown.result,
     )
-    print(table(rows))
-    if restarted:
-        print("\n" + restarted_table(restarted))
-    if shared:
-        print("\n" + stored_table(shared))
-    result: dict[str, object] = {"rows": [asdict(row) for row in rows]}
-    if shared:
-        result["sidecars"] = [asdict(row) for row in shared]
-    if restarted:
-        result["restarted"] = [asdict(row) for row in restarted]
-    command.keep(args.json, result)
-    found = all(row.hit_tokens > 0 for row in restarted)
-    return 0 if found and all(row.outputs_equal for row in [*rows, *restarted]) else 1
+    found = all(row.hit_tokens > 0 for row in shown.restarted.rows)
+    return 0 if found and all(row.outputs_equal for row in [*shown.rows.rows, *shown.restarted.rows]) else 1
 
 
 if __name__ == "__main__":
