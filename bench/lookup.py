@@ -38,7 +38,7 @@ from bench._report import Report, arguments, spread
 
 BINARY = Path(__file__).resolve().parents[1] / "bin" / "lookaside"
 SIZES = (64, 1024, 4096)
-PATIENCE_S = 5.0
+PATIENCE_S = 60.0
 TAIL_LIMIT_US = 2000.0
 NEIGHBOUR_LIMIT_US = 5000.0
 

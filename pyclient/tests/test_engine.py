@@ -12,6 +12,7 @@ import copy
 import itertools
 import random
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -78,6 +79,16 @@ class Sidecar:
             [BINARY, "serve", "--runtime-dir", self.endpoint, "--arena-limit", "64M", "--arena-initial", "64M",
              "--arena-kind", "memfd", "--log-level", "warn", *self.arguments],
         )  # fmt: skip
+
+    def wait_serving(self) -> None:
+        """Wait until it accepts sessions. The socket of one that was killed is still there, and refuses them."""
+        address = str(self.endpoint / "session.sock")
+
+        def accepts() -> bool:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as s:
+                return s.connect_ex(address) == 0
+
+        until(accepts)
 
     def signal(self, number: int) -> None:
         assert self.process is not None
@@ -307,10 +318,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def sidecars(tmp_path: Path) -> Iterator[list[Sidecar]]:
     made = [Sidecar(tmp_path / f"rank-{rank}") for rank in range(2)]
-    deadline = time.monotonic() + 60
-    while not all((each.endpoint / "session.sock").exists() for each in made):
-        assert time.monotonic() < deadline, "the sidecars do not start"
-        time.sleep(0.02)
+    for each in made:
+        each.wait_serving()
     yield made
     for each in made:
         with contextlib.suppress(ProcessLookupError):
@@ -447,6 +456,7 @@ def test_reset_without_the_sidecar_forgets_what_it_brings_back(engines, sidecars
             "--lookup-deadline", "60s",
         )  # fmt: skip
         sidecars[rank].start()
+        sidecars[rank].wait_serving()
     extra = {"lookaside.reset_timeout_ms": 300, "lookaside.promotion_timeout_ms": 60_000}
     engine, other = (engines(tp=tp, extra=extra) for _ in range(2))
     prompt = tokens(9 * BLOCK + 1)
@@ -507,6 +517,7 @@ def test_a_lease_that_ended_in_the_queue_fails_no_load(engines, sidecars):
     sidecars[0].kill()
     sidecars[0].arguments = ("--lookup-lease", "500ms")
     sidecars[0].start()
+    sidecars[0].wait_serving()
     engine = engines(max_seqs=1, policy="fail")
     prompt = tokens(9 * BLOCK + 1)
     engine.ask(prompt)
@@ -536,6 +547,7 @@ def test_a_prompt_longer_than_a_lookup_may_be_is_hit_as_far_as_one_reaches(engin
     sidecars[0].kill()
     sidecars[0].arguments = ("--lookup-max-pages", "6")
     sidecars[0].start()
+    sidecars[0].wait_serving()
     engine = engines()
     prompt = tokens(9 * BLOCK + 1)
     engine.ask(prompt)
