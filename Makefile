@@ -83,11 +83,11 @@ fuzz: setup ## Fuzz every decoder, FUZZTIME (20s) each
 	@scripts/fuzz.sh $(FUZZTIME)
 
 soak: build ## Kill sidecars that share, clients, Redis and S3 at random, and spoil a disk, for SOAK (10m), checking every byte; SEED=N, JSON=FILE
-	@$(GO) build -trimpath -o bin/soak ./sidecar/soak
+	@$(GO) build -trimpath -o bin/soak ./internal/soak
 	@bin/soak --bin bin/lookaside --duration '$(SOAK)' --seed '$(SEED)' $(if $(JSON),--json '$(JSON)') $(ARGS)
 
 attack: build ## Attack sidecars from outside, one way after the other, EACH (6s) each; ONLY=names (ARGS=--list lists them), JSON=FILE
-	@$(GO) build -trimpath -o bin/soak ./sidecar/soak
+	@$(GO) build -trimpath -o bin/soak ./internal/soak
 	@bin/soak attack --bin bin/lookaside --each '$(EACH)' $(if $(ONLY),--only '$(ONLY)') $(if $(JSON),--json '$(JSON)') $(ARGS)
 
 faults: setup ## The disk tier on media that fail, ROUNDS (20) of what is random; needs root

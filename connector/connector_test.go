@@ -16,7 +16,7 @@ import (
 	"lookaside/dax"
 	"lookaside/ipc/client"
 	"lookaside/ipc/wire"
-	"lookaside/tiers"
+	"lookaside/tiers/engine"
 	"lookaside/tiers/tiertest"
 )
 
@@ -167,7 +167,7 @@ func TestIdleSpaceMakesRoom(t *testing.T) {
 	fourth := bring("d") // b was used longest ago
 	held("a", "c", "d")
 	again := r.worker(hello("a")) // is in use
-	var c tiers.SpaceStats
+	var c engine.SpaceStats
 	for _, sp := range r.engine.Spaces() {
 		if sp.Owners == 0 {
 			c = sp

@@ -11,12 +11,12 @@ import (
 
 	"go.uber.org/zap"
 
-	"lookaside/tiers"
+	"lookaside/tiers/engine"
 )
 
 // A client of ours says something at least once a second: it sends a Ping when there is nothing else. One that holds parts of the arena and has said
 // nothing for Config.FrozenAfter has frozen, whatever the reason: its process is stopped, or its threads are stuck. It lives, so it keeps what it
-// holds. The engine is told, so that the others get along with the rest (tiers.Engine.SetFrozen), and so is the operator. Sessions that linger count as
+// holds. The engine is told, so that the others get along with the rest (engine.Engine.SetFrozen), and so is the operator. Sessions that linger count as
 // well: their clients live, and hold what they held.
 
 // defaultFrozenAfter is three of the heartbeats that a client sends.
@@ -28,7 +28,7 @@ const handling = math.MaxInt64
 // frozenInfo is what is known of a session that has frozen.
 type frozenInfo struct {
 	since time.Time // when it was last heard of
-	held  tiers.OwnerStats
+	held  engine.OwnerStats
 }
 
 // watchFrozen finds sessions that freeze and thaw, until ctx is done.
@@ -68,7 +68,7 @@ func (w *frozenWatch) look(now time.Time) {
 			silent[ses] = since
 		}
 	}
-	owners := make([]tiers.Owner, 0, len(s.lingering))
+	owners := make([]engine.Owner, 0, len(s.lingering))
 	for ses := range s.lingering {
 		owners = append(owners, ses.owner)
 	}

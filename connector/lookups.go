@@ -14,6 +14,7 @@ import (
 
 	"lookaside/ipc/wire"
 	"lookaside/tiers"
+	"lookaside/tiers/engine"
 	"lookaside/tiers/stack"
 )
 
@@ -124,7 +125,7 @@ func (s *Server) countAnswer(pages, tokens int, took time.Duration) {
 }
 
 // LookupPending implements stack.Asker: what is asked for is on its way from a tier.
-func (s *Server) LookupPending(o tiers.Owner, lookup uint64, pages int, eta time.Duration) {
+func (s *Server) LookupPending(o engine.Owner, lookup uint64, pages int, eta time.Duration) {
 	if o == lmcacheOwner {
 		return // its protocol has no such message
 	}
@@ -159,7 +160,7 @@ func (s *Server) Tick() {
 }
 
 // lmcacheOwner holds the leases of LMCache's lookups. They end by cleanup or by the lease's deadline; no worker loads them.
-const lmcacheOwner = tiers.Owner(1<<64 - 1)
+const lmcacheOwner = engine.Owner(1<<64 - 1)
 
 // lmcacheState is what answers LMCache's messages.
 type lmcacheState struct {
@@ -188,9 +189,9 @@ func (s *Server) lmcacheSpace(digestBytes int) *space {
 	}
 	var found *space
 	if id := s.cfg.LMCacheEngine; id != "" {
-		for key, eng := range s.engines {
-			if key.id == id && fits(eng.space) {
-				found = eng.space
+		for key, inst := range s.instances {
+			if key.id == id && fits(inst.space) {
+				found = inst.space
 			}
 		}
 	} else {
@@ -267,7 +268,7 @@ func (s *Server) HandleLMCache(m *wire.LMCacheRequest) (hitTokens uint32, answer
 	return uint32(tokens), true
 }
 
-func (s *Server) lookupLMCache(m *wire.LMCacheRequest, lookup uint64, space tiers.SpaceID) (pages int, done bool) {
+func (s *Server) lookupLMCache(m *wire.LMCacheRequest, lookup uint64, space engine.SpaceID) (pages int, done bool) {
 	l := &s.lmcache
 	l.mu.Lock()
 	defer l.mu.Unlock()

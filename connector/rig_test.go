@@ -22,6 +22,7 @@ import (
 	"lookaside/ipc/client"
 	"lookaside/ipc/wire"
 	"lookaside/tiers"
+	"lookaside/tiers/engine"
 	"lookaside/tiers/stack"
 	"lookaside/tiers/tiertest"
 )
@@ -63,7 +64,7 @@ func schedulerHello(engine string) *wire.Hello {
 type rig struct {
 	t        testing.TB
 	dir      string
-	engine   *tiers.Engine
+	engine   *engine.Engine
 	stack    *stack.Stack
 	tiers    []*tiertest.Memory
 	server   *connector.Server
@@ -130,7 +131,7 @@ func newRig(t testing.TB, o rigOptions) *rig {
 			Name: fmt.Sprintf("t%d", i), Tier: m, LookupTimeout: patience, LoadTimeout: patience, StoreTimeout: patience,
 		})
 	}
-	r.engine, err = tiers.New(tiers.Config{
+	r.engine, err = engine.New(engine.Config{
 		Now: o.now, LeaseDeadline: o.lease, MaxSpaces: o.spaces, MaxOwners: 129, MaxPages: o.maxPages, OwnerShare: o.share, JointShare: o.joint, ArenaLimitBytes: 16 << 20,
 		Tiers: stack.Admissions(list), Wake: bell.Ring, PartialDelay: 10 * time.Millisecond, JournalBytes: 1 << 20,
 	})

@@ -18,6 +18,7 @@ import (
 	"lookaside/ipc"
 	"lookaside/ipc/wire"
 	"lookaside/tiers"
+	"lookaside/tiers/engine"
 	"lookaside/tiers/stack"
 )
 
@@ -27,7 +28,7 @@ const handshakePatience = 10 * time.Second
 // Config is what a Server works with. All fields are required but the LMCache one and those that say so.
 type Config struct {
 	Log        *zap.Logger
-	Engine     *tiers.Engine
+	Engine     *engine.Engine
 	Stack      *stack.Stack // over the engine; lookups and what ends them go through it
 	Generation uint64       // of this run of the sidecar
 	Control    *dax.Control // its fd goes to every client; the state is set by the owner
@@ -68,7 +69,7 @@ type Config struct {
 type Server struct {
 	cfg          Config
 	log          *zap.Logger
-	engine       *tiers.Engine
+	engine       *engine.Engine
 	stack        *stack.Stack
 	lookups      *ipc.LookupSockets
 	count        counters
@@ -93,7 +94,7 @@ type Server struct {
 	sessions  map[uint64]*session      // welcomed, or about to be
 	lingering map[*session]*lingerInfo // given up while their clients live; in no other map
 	frozen    map[*session]frozenInfo  // that are known to have frozen; replaced, never changed
-	engines   map[engineKey]*engine
+	instances map[instanceKey]*instance
 	spaces    []*space
 	regions   []Region
 	retracted map[uint32]struct{} // ids of regions that there were
@@ -122,7 +123,7 @@ func New(cfg Config) *Server {
 		conns:        make(map[*ipc.Conn]struct{}),
 		sessions:     make(map[uint64]*session),
 		lingering:    make(map[*session]*lingerInfo),
-		engines:      make(map[engineKey]*engine),
+		instances:    make(map[instanceKey]*instance),
 		retracted:    make(map[uint32]struct{}),
 	}
 }
@@ -273,16 +274,16 @@ func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []Region, *refu
 	if s.draining.Load() || s.closed {
 		return nil, nil, refuse(wire.RefuseDraining, "the sidecar is shutting down")
 	}
-	key := engineKey{h.EngineID, h.Rank}
-	eng := s.engines[key]
+	key := instanceKey{h.EngineID, h.Rank}
+	inst := s.instances[key]
 	var sp *space
 	if h.Role == wire.RoleWorker {
 		var r *refusal
 		if sp, r = s.spaceFor(h); r != nil {
 			return nil, nil, r
 		}
-		if eng != nil && eng.space != sp {
-			diff := compare(&eng.space.hello, h, false)
+		if inst != nil && inst.space != sp {
+			diff := compare(&inst.space.hello, h, false)
 			return nil, nil, refuseMismatch(wire.RefuseIncompatible, diff[0],
 				fmt.Sprintf("other sessions of engine %q, rank %d, use another space (%d fields differ)", h.EngineID, h.Rank, len(diff)))
 		}
@@ -298,7 +299,7 @@ func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []Region, *refu
 	}
 
 	id := s.newSessionID()
-	if err := s.engine.AddOwner(tiers.Owner(id), sp.id); err != nil {
+	if err := s.engine.AddOwner(engine.Owner(id), sp.id); err != nil {
 		code := wire.RefuseLimit
 		if errors.Is(err, tiers.ErrBusy) {
 			code = wire.RefuseBusy
@@ -306,25 +307,25 @@ func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []Region, *refu
 		return nil, nil, refuse(code, err.Error())
 	}
 	if h.Ranks > 1 {
-		if err := s.engine.SetTakers(tiers.Owner(id), int(h.Ranks)); err != nil {
+		if err := s.engine.SetTakers(engine.Owner(id), int(h.Ranks)); err != nil {
 			return nil, nil, refuse(wire.RefuseBusy, err.Error()) // it is shutting down
 		}
 	}
-	if eng == nil {
-		eng = &engine{space: sp}
-		s.engines[key] = eng
+	if inst == nil {
+		inst = &instance{space: sp}
+		s.instances[key] = inst
 	}
-	eng.sessions++
+	inst.sessions++
 	sp.sessions++
 	var regions []Region
 	if h.Role == wire.RoleWorker {
-		eng.workers++
+		inst.workers++
 		regions = slices.Clone(s.regions)
 	}
 	ses := &session{
 		server:    s,
 		id:        id,
-		owner:     tiers.Owner(id),
+		owner:     engine.Owner(id),
 		secret:    newSecret(),
 		role:      h.Role,
 		key:       key,
@@ -351,17 +352,17 @@ func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []Region, *refu
 func (s *Server) spaceOf(h *wire.Hello) (*space, *refusal) {
 	var sp *space
 	for i := range h.Ranks {
-		eng := s.engines[engineKey{h.EngineID, h.Rank + i}]
-		if eng == nil || eng.workers == 0 { // as every rank has a session, this ends soon, whatever the number
+		inst := s.instances[instanceKey{h.EngineID, h.Rank + i}]
+		if inst == nil || inst.workers == 0 { // as every rank has a session, this ends soon, whatever the number
 			return nil, refuse(wire.RefuseNoWorker,
 				fmt.Sprintf("no worker of engine %q, rank %d, is connected; it declares the space, so it comes first", h.EngineID, h.Rank+i))
 		}
-		if sp != nil && eng.space != sp {
-			diff := compare(&sp.hello, &eng.space.hello, false)
+		if sp != nil && inst.space != sp {
+			diff := compare(&sp.hello, &inst.space.hello, false)
 			return nil, refuseMismatch(wire.RefuseIncompatible, diff[0],
 				fmt.Sprintf("ranks %d and %d of engine %q have different spaces (%d fields differ)", h.Rank, h.Rank+i, h.EngineID, len(diff)))
 		}
-		sp = eng.space
+		sp = inst.space
 	}
 	return sp, nil
 }
@@ -539,12 +540,12 @@ func (s *Server) strike(ses *session) {
 	delete(s.sessions, ses.id)
 	close(ses.struck)
 	ses.space.sessions--
-	eng := s.engines[ses.key]
+	inst := s.instances[ses.key]
 	if ses.role == wire.RoleWorker {
-		eng.workers--
+		inst.workers--
 	}
-	if eng.sessions--; eng.sessions == 0 {
-		delete(s.engines, ses.key)
+	if inst.sessions--; inst.sessions == 0 {
+		delete(s.instances, ses.key)
 	}
 }
 

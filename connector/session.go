@@ -17,6 +17,7 @@ import (
 	"lookaside/ipc"
 	"lookaside/ipc/wire"
 	"lookaside/tiers"
+	"lookaside/tiers/engine"
 )
 
 // A session is one connected scheduler or worker. Its goroutine reads its messages one after the other and answers each, but for
@@ -24,10 +25,10 @@ import (
 type session struct {
 	server  *Server
 	id      uint64
-	owner   tiers.Owner
+	owner   engine.Owner
 	secret  []byte // see wire.Welcome; nothing but the handshake and the lookup sockets may tell it
 	role    string
-	key     engineKey
+	key     instanceKey
 	ranks   uint32 // of a scheduler: from key.rank on, all of which may load what it looks up
 	space   *space
 	conn    *ipc.Conn
@@ -51,13 +52,13 @@ type session struct {
 	waiting [][]byte  // the PrepareStores that wait for it, oldest first: copies
 
 	out     []byte // the answer being encoded
-	extents []tiers.Extent
+	extents []engine.Extent
 	// Pages of each extent of the stores and loads under way, for the counters. The engine bounds how many there are.
 	stores, loads map[uint64][]uint32
 	spare         [][]uint32
 
-	feed   *tiers.Feed // nil until it asks for events
-	events []tiers.Event
+	feed   *engine.Feed // nil until it asks for events
+	events []engine.Event
 	told   []byte // digests of these
 	ends   []byte // digests of a load's pages
 
@@ -358,7 +359,7 @@ func (ses *session) tellEvents() []byte {
 	m := &ses.msg.events
 	*m = wire.Events{ID: id, Reset: b.Reset, More: b.More, Runs: m.Runs[:0]}
 	for i := range b.Events {
-		m.Runs = append(m.Runs, wire.Run{Removed: b.Events[i].Kind == tiers.PagesRemoved, Hashes: b.Events[i].Hashes})
+		m.Runs = append(m.Runs, wire.Run{Removed: b.Events[i].Kind == engine.PagesRemoved, Hashes: b.Events[i].Hashes})
 	}
 	return ses.answer(m)
 }
@@ -416,14 +417,14 @@ func (ses *session) grantStore() []byte {
 	if s.draining.Load() {
 		return ses.fail(m.ID, fmt.Errorf("%w: the sidecar is shutting down", tiers.ErrClosed))
 	}
-	share := tiers.Share{Of: int(m.Every), Index: int(m.Which)}
+	share := engine.Share{Of: int(m.Every), Index: int(m.Which)}
 	skipped := ses.elsewhere(m)
 	first, prev, hashes := int(m.FirstPage), m.Prev, m.Hashes
 	if skipped > 0 {
 		at := skipped * ses.space.geometry.DigestBytes
 		first, prev, hashes = first+skipped, hashes[at-ses.space.geometry.DigestBytes:at], hashes[at:]
 	}
-	var res tiers.StoreResult
+	var res engine.StoreResult
 	grants := ses.extents[:0]
 	if len(hashes) > 0 {
 		var err error
@@ -464,7 +465,7 @@ func (ses *session) elsewhere(m *wire.PrepareStore) int {
 }
 
 // convert appends the engine's extents as the wire's.
-func (ses *session) convert(out []wire.Extent, extents []tiers.Extent) []wire.Extent {
+func (ses *session) convert(out []wire.Extent, extents []engine.Extent) []wire.Extent {
 	for _, e := range extents {
 		out = append(out, wire.Extent{Page: e.Page, Pages: e.Pages, Region: e.Region, Offset: e.Offset})
 	}
@@ -472,7 +473,7 @@ func (ses *session) convert(out []wire.Extent, extents []tiers.Extent) []wire.Ex
 }
 
 // pagesOf returns the number of pages of each extent, in a slice that done takes back.
-func (ses *session) pagesOf(extents []tiers.Extent) []uint32 {
+func (ses *session) pagesOf(extents []engine.Extent) []uint32 {
 	var pages []uint32
 	if n := len(ses.spare); n > 0 {
 		pages, ses.spare = ses.spare[n-1][:0], ses.spare[:n-1]

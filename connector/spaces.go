@@ -10,7 +10,7 @@ import (
 
 	"lookaside/ipc/wire"
 	"lookaside/tiers"
-	"lookaside/tiers/chunk"
+	"lookaside/tiers/engine"
 )
 
 // maxSlotBytes bounds pages_per_chunk * page_bytes, so that no arithmetic on slots can wrap.
@@ -21,23 +21,23 @@ const minPageBytes = 256
 
 // A space is one kind of pages: a worker declared it, and schedulers and further workers join it. Guarded by Server.mu.
 type space struct {
-	id          tiers.SpaceID
-	fingerprint chunk.Fingerprint
+	id          engine.SpaceID
+	fingerprint tiers.Fingerprint
 	geometry    tiers.Geometry
 	declared    *tiers.Space
 	hello       wire.Hello // what the first worker declared; its Fields are owned by the space
 	sessions    int        // workers and schedulers that are connected
 }
 
-// An engineKey names one rank of one vLLM instance.
-type engineKey struct {
+// An instanceKey names one rank of one vLLM instance.
+type instanceKey struct {
 	id   string
 	rank uint32
 }
 
-// An engine is what connects a scheduler to the space of its worker. It lasts while any session of it does. Guarded by
+// An instance is what connects a scheduler to the space of its worker. It lasts while any session of it does. Guarded by
 // Server.mu.
-type engine struct {
+type instance struct {
 	space    *space
 	workers  int
 	sessions int
@@ -54,16 +54,16 @@ func (m mismatch) String() string {
 
 // fingerprintOf names the space that h declares: the SHA-256 of the canonical msgpack of its geometry and fields. Fields
 // arrive sorted by key and unique, so equal declarations have equal bytes.
-func fingerprintOf(h *wire.Hello) (chunk.Fingerprint, error) {
+func fingerprintOf(h *wire.Hello) (tiers.Fingerprint, error) {
 	fields := make([][2]string, 0, len(h.Fields))
 	for _, f := range h.Fields {
 		fields = append(fields, [2]string{f.Key, f.Value})
 	}
 	b, err := msgpack.Marshal([]any{h.PageTokens, h.PageBytes, h.PagesPerChunk, h.DigestBytes, fields})
 	if err != nil {
-		return chunk.Fingerprint{}, fmt.Errorf("fingerprint: %w", err)
+		return tiers.Fingerprint{}, fmt.Errorf("fingerprint: %w", err)
 	}
-	return chunk.FingerprintOf(b), nil
+	return tiers.FingerprintOf(b), nil
 }
 
 // fieldsOf is the fields of h by their keys.

@@ -3,9 +3,10 @@ package connector
 import (
 	"cmp"
 	"fmt"
-	"lookaside/tiers/chunk"
 	"slices"
 	"time"
+
+	"lookaside/tiers"
 )
 
 // SessionStatus describes one session.
@@ -115,7 +116,7 @@ func (ses *session) status() SessionStatus {
 func (s *Server) Counters() Counters { return s.count.snapshot() }
 
 // SpaceFields are what the worker declared that brought a space here; false: nobody has declared it, or it is gone. They are not to be changed.
-func (s *Server) SpaceFields(fp chunk.Fingerprint) (map[string]string, bool) {
+func (s *Server) SpaceFields(fp tiers.Fingerprint) (map[string]string, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, sp := range s.spaces {

@@ -10,7 +10,7 @@ import (
 
 	"lookaside/internal/unshared"
 	"lookaside/ipc/wire"
-	"lookaside/tiers/chunk"
+	"lookaside/tiers"
 )
 
 const (
@@ -24,7 +24,7 @@ const (
 
 // Unshared is a pair of spaces that differ only as users make them differ by accident.
 type Unshared struct {
-	Ours, Theirs chunk.Fingerprint
+	Ours, Theirs tiers.Fingerprint
 	Whose        string // who has the other, for people
 	Connected    bool   // both have sessions now; not known of another sidecar's, which counts as one that has
 	Causes       []unshared.Cause
@@ -45,7 +45,7 @@ func (s *Server) Unshared() []Unshared {
 	if s.cfg.UnsharedPeers != nil {
 		out = s.cfg.UnsharedPeers()
 	}
-	pages := map[chunk.Fingerprint]int{}
+	pages := map[tiers.Fingerprint]int{}
 	for _, sp := range s.engine.Spaces() {
 		pages[sp.Fingerprint] = sp.Pages
 	}
@@ -101,7 +101,7 @@ func (s *Server) tellUnshared(ctx context.Context) {
 }
 
 // notify tells the schedulers of a space what their users should know, each of them once.
-func (s *Server) notify(fp chunk.Fingerprint, text string) {
+func (s *Server) notify(fp tiers.Fingerprint, text string) {
 	var to []*session
 	s.mu.Lock()
 	for _, ses := range s.sessions {

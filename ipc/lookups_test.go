@@ -21,8 +21,8 @@ import (
 	"github.com/pebbe/zmq4"
 	"golang.org/x/sys/unix"
 
+	"lookaside/internal/bench/zmqecho"
 	"lookaside/ipc/wire"
-	"lookaside/ipc/zmqecho"
 )
 
 // testHandler answers lookups: all pages hit.

@@ -11,7 +11,7 @@ import (
 	"go.uber.org/zap"
 
 	"lookaside/dax"
-	"lookaside/tiers"
+	"lookaside/tiers/engine"
 )
 
 // usageEvery is how often the arena looks at its fill when nobody tells it to.
@@ -26,7 +26,7 @@ const (
 // An arena is the memory that workers map. There are two kinds: memory that grows, and DAX devices, which come and go.
 type arena interface {
 	// begin makes the engine of the slots, with these books; close closes it.
-	begin(books tiers.Config) (*tiers.Engine, error)
+	begin(books engine.Config) (*engine.Engine, error)
 	// limitBytes is the most that it may come to, as far as that is known: no chunk can be larger.
 	limitBytes() int64
 	// memoryBytes is how much of the memory that control groups count it may take.
@@ -39,7 +39,7 @@ type arena interface {
 	run(ctx context.Context, server *announcer)
 	// flush waits until what was committed outlives the process, as far as it can.
 	flush(ctx context.Context) error
-	status(st *tiers.Stats) ArenaStatus
+	status(st *engine.Stats) ArenaStatus
 	// close lets go of the memory, which nobody may use any more; clients keep their own mappings.
 	close() error
 }
@@ -59,8 +59,8 @@ func newArena(cfg *Config, control *dax.Control, log *zap.Logger) (arena, error)
 // memoryArena owns its regions. It grows by adding one at a time; none is ever removed before the end.
 type memoryArena struct {
 	cfg     ArenaConfig
-	reserve func() int64  // see Config.reserve
-	engine  *tiers.Engine // from begin on
+	reserve func() int64   // see Config.reserve
+	engine  *engine.Engine // from begin on
 	log     *zap.Logger
 	control *dax.Control
 	kind    dax.Kind // of the first region; auto chooses anew for each
@@ -120,9 +120,9 @@ func newMemoryArena(whole *Config, control *dax.Control, log *zap.Logger) (*memo
 }
 
 // begin implements arena.
-func (a *memoryArena) begin(books tiers.Config) (_ *tiers.Engine, err error) {
+func (a *memoryArena) begin(books engine.Config) (_ *engine.Engine, err error) {
 	books.ArenaLimitBytes, books.Regions = a.limit, int(a.cfg.regions())
-	a.engine, err = tiers.New(books)
+	a.engine, err = engine.New(books)
 	return a.engine, err
 }
 
@@ -244,7 +244,7 @@ func (a *memoryArena) bytes(region uint32) []byte {
 	return a.regions[region].Bytes()
 }
 
-func (a *memoryArena) status(stats *tiers.Stats) ArenaStatus {
+func (a *memoryArena) status(stats *engine.Stats) ArenaStatus {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	st := ArenaStatus{

@@ -21,7 +21,7 @@ import (
 	"lookaside/dax"
 	"lookaside/ipc/client"
 	"lookaside/ipc/wire"
-	"lookaside/tiers"
+	"lookaside/tiers/engine"
 	"lookaside/tiers/vfs"
 )
 
@@ -96,7 +96,7 @@ func BenchPromotion(ctx context.Context, o PromotionBench, log *zap.Logger) (f P
 		defer cancel()
 		err = errors.Join(err, d.Shutdown(ctx))
 	}()
-	f.Kind = d.arena.status(new(tiers.Stats)).Kind
+	f.Kind = d.arena.status(new(engine.Stats)).Kind
 
 	b := &prefixRig{o: o, d: d, pages: pages}
 	defer b.close()

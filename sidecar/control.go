@@ -15,7 +15,7 @@ import (
 	"go.uber.org/zap"
 
 	"lookaside/tiers"
-	"lookaside/tiers/chunk"
+	"lookaside/tiers/engine"
 	"lookaside/tiers/stack"
 )
 
@@ -32,10 +32,10 @@ type pins struct {
 }
 
 // findSpace is the open space that a request means.
-func (d *Daemon) findSpace(name string) (tiers.SpaceStats, error) {
+func (d *Daemon) findSpace(name string) (engine.SpaceStats, error) {
 	open := d.engine.Spaces()
 	var names []string
-	var found []tiers.SpaceStats
+	var found []engine.SpaceStats
 	for _, s := range open {
 		names = append(names, s.Fingerprint.Short())
 		if strings.HasPrefix(s.Fingerprint.String(), strings.ToLower(name)) {
@@ -50,17 +50,17 @@ func (d *Daemon) findSpace(name string) (tiers.SpaceStats, error) {
 	case len(found) == 1:
 		return found[0], nil
 	case len(found) > 1 && name == "":
-		return tiers.SpaceStats{}, apiError(http.StatusBadRequest, fix, "there are %d spaces: say which is meant", len(open))
+		return engine.SpaceStats{}, apiError(http.StatusBadRequest, fix, "there are %d spaces: say which is meant", len(open))
 	case len(found) > 1:
-		return tiers.SpaceStats{}, apiError(http.StatusBadRequest, fix, "%d spaces begin with %q", len(found), name)
+		return engine.SpaceStats{}, apiError(http.StatusBadRequest, fix, "%d spaces begin with %q", len(found), name)
 	case name == "":
-		return tiers.SpaceStats{}, apiError(http.StatusNotFound, fix, "no space is open")
+		return engine.SpaceStats{}, apiError(http.StatusNotFound, fix, "no space is open")
 	}
-	return tiers.SpaceStats{}, apiError(http.StatusNotFound, fix, "no space that is open begins with %q", name)
+	return engine.SpaceStats{}, apiError(http.StatusNotFound, fix, "no space that is open begins with %q", name)
 }
 
 // find understands which prefix a request means.
-func (d *Daemon) find(r PrefixRequest) (sp tiers.SpaceStats, hashes []byte, err error) {
+func (d *Daemon) find(r PrefixRequest) (sp engine.SpaceStats, hashes []byte, err error) {
 	if sp, err = d.findSpace(r.Space); err != nil {
 		return sp, nil, err
 	}
@@ -79,7 +79,7 @@ func (d *Daemon) find(r PrefixRequest) (sp tiers.SpaceStats, hashes []byte, err 
 }
 
 // progress says how far an operation got that ended with err. What ended by its deadline is no failure.
-func progress(sp tiers.SpaceStats, r PrefixRequest, pages int, start time.Time, err error) (ProgressResult, error) {
+func progress(sp engine.SpaceStats, r PrefixRequest, pages int, start time.Time, err error) (ProgressResult, error) {
 	out := ProgressResult{Space: sp.Fingerprint.String(), PagesAsked: len(r.Hashes), Pages: pages, Complete: err == nil, Seconds: time.Since(start).Seconds()}
 	if errors.Is(err, context.DeadlineExceeded) {
 		err = nil
@@ -167,10 +167,10 @@ func (d *Daemon) unpin(match func(PinStatus) bool) (n int, err error) {
 }
 
 // fingerprint understands which space a request to clear means: one that is open, or any by its whole fingerprint.
-func (d *Daemon) fingerprint(name string) (chunk.Fingerprint, error) {
-	var fp chunk.Fingerprint
+func (d *Daemon) fingerprint(name string) (tiers.Fingerprint, error) {
+	var fp tiers.Fingerprint
 	if b, err := hex.DecodeString(name); err == nil && len(b) == len(fp) {
-		return chunk.Fingerprint(b), nil
+		return tiers.Fingerprint(b), nil
 	}
 	sp, err := d.findSpace(name)
 	return sp.Fingerprint, err
@@ -262,7 +262,7 @@ func (d *Daemon) Clear(ctx context.Context, r ClearRequest) (ClearResult, error)
 
 // clearSpace forgets a space, or all.
 func (d *Daemon) clearSpace(ctx context.Context, r ClearRequest, out *ClearResult) ([]stack.Cleared, error) {
-	var fp chunk.Fingerprint // zero: everything
+	var fp tiers.Fingerprint // zero: everything
 	if r.All == (r.Space != "") {
 		return nil, apiError(http.StatusBadRequest, "give a space, hashes, or all", "it does not say what to clear")
 	}

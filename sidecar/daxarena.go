@@ -17,7 +17,8 @@ import (
 	"lookaside/connector"
 	"lookaside/dax"
 	"lookaside/tiers"
-	"lookaside/tiers/pool"
+	"lookaside/tiers/daxtier"
+	"lookaside/tiers/engine"
 )
 
 // unmapPatience is how long a worker may take to let go of memory that is being removed. It finishes the copies that began before.
@@ -32,13 +33,13 @@ type daxArena struct {
 	cfg     ArenaConfig
 	log     *zap.Logger
 	control *dax.Control
-	pool    *pool.Arena // from begin on
-	found   int         // chunks, by begin
+	pool    *daxtier.Arena // from begin on
+	found   int            // chunks, by begin
 
 	mu       sync.Mutex
-	regions  map[uint32]pool.Region // each with an FD of its own, for workers that connect while its device goes
-	server   *announcer             // nil: nobody has been told of a region yet
-	changing map[string]int         // changes under way of a device, by its path
+	regions  map[uint32]daxtier.Region // each with an FD of its own, for workers that connect while its device goes
+	server   *announcer                // nil: nobody has been told of a region yet
+	changing map[string]int            // changes under way of a device, by its path
 
 	retracting sync.WaitGroup // regions that workers are to let go of, which nobody waits for
 }
@@ -59,7 +60,7 @@ type DAXArenaState struct {
 }
 
 func newDAXArena(cfg ArenaConfig, control *dax.Control, log *zap.Logger) *daxArena {
-	return &daxArena{cfg: cfg, log: log, control: control, regions: map[uint32]pool.Region{}, changing: map[string]int{}}
+	return &daxArena{cfg: cfg, log: log, control: control, regions: map[uint32]daxtier.Region{}, changing: map[string]int{}}
 }
 
 var (
@@ -68,21 +69,21 @@ var (
 )
 
 // begin implements arena: it opens the devices, and finds what is on them.
-func (a *daxArena) begin(books tiers.Config) (*tiers.Engine, error) {
+func (a *daxArena) begin(books engine.Config) (*engine.Engine, error) {
 	start := time.Now()
 	c := &a.cfg.DAX
-	o := pool.ArenaOptions{
-		Options: pool.Options{
+	o := daxtier.ArenaOptions{
+		Options: daxtier.Options{
 			OffsetBytes: c.Offset, Rank: c.Rank, Ranks: c.Ranks, AllowFiles: c.AllowFiles, SlabBytes: c.Slab, HotPlug: c.HotPlug,
 			Policy: a.cfg.Eviction, MaxSpaces: books.MaxSpaces, Seed: connector.RandomID(), Log: a.log,
 		},
 		Books: books, Added: a.added, Removed: a.removed,
 	}
 	for _, d := range c.Devices {
-		o.Devices = append(o.Devices, pool.DeviceSpec{Path: d.Path, SizeBytes: d.Size})
+		o.Devices = append(o.Devices, daxtier.DeviceSpec{Path: d.Path, SizeBytes: d.Size})
 	}
 	var err error
-	if a.pool, err = pool.OpenArena(o); err != nil {
+	if a.pool, err = daxtier.OpenArena(o); err != nil {
 		a.pool = nil
 		return nil, fmt.Errorf("arena.devices: %w", err)
 	}
@@ -107,12 +108,12 @@ func (a *daxArena) limitBytes() int64 {
 	return a.pool.Status().TotalCapacityBytes
 }
 
-func announced(r *pool.Region) connector.Region {
+func announced(r *daxtier.Region) connector.Region {
 	return connector.Region{ID: r.ID, Kind: r.Kind, FD: r.FD, OffsetBytes: r.OffsetBytes, SizeBytes: r.SizeBytes, PageSize: r.PageSize}
 }
 
 // added is told of a region before anything in it can be granted.
-func (a *daxArena) added(r pool.Region) error {
+func (a *daxArena) added(r daxtier.Region) error {
 	fd, err := unix.FcntlInt(uintptr(r.FD), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
 		return fmt.Errorf("%s: a descriptor for workers: %w", r.Path, err)
@@ -172,7 +173,7 @@ func (a *daxArena) change(path string) (done func()) {
 func (a *daxArena) start(server *announcer) error {
 	a.mu.Lock()
 	a.server = server
-	known := make([]pool.Region, 0, len(a.regions))
+	known := make([]daxtier.Region, 0, len(a.regions))
 	for _, r := range a.regions {
 		known = append(known, r)
 	}
@@ -215,7 +216,7 @@ func (a *daxArena) bytes(region uint32) []byte {
 func (a *daxArena) flush(ctx context.Context) error { return a.pool.Flush(ctx) }
 
 // status implements arena.
-func (a *daxArena) status(stats *tiers.Stats) ArenaStatus {
+func (a *daxArena) status(stats *engine.Stats) ArenaStatus {
 	p, s := a.pool.Status(), a.pool.Stats()
 	st := ArenaStatus{
 		Kind: kindDAX, Reason: "it was asked for", LimitBytes: p.TotalCapacityBytes, CapacityBytes: p.TotalCapacityBytes, UsedBytes: stats.UsedBytes, Regions: []RegionStatus{},
@@ -253,7 +254,7 @@ func (a *daxArena) close() error {
 }
 
 // Status implements daxPool.
-func (a *daxArena) Status() pool.Status { return a.pool.Status() }
+func (a *daxArena) Status() daxtier.Status { return a.pool.Status() }
 
 // Add implements daxPool.
 func (a *daxArena) Add(ctx context.Context, path string, sizeBytes int64) error {
@@ -261,13 +262,13 @@ func (a *daxArena) Add(ctx context.Context, path string, sizeBytes int64) error 
 }
 
 // Remove implements daxPool.
-func (a *daxArena) Remove(ctx context.Context, path string, mode pool.Mode, force bool) error {
+func (a *daxArena) Remove(ctx context.Context, path string, mode daxtier.Mode, force bool) error {
 	defer a.change(path)()
 	return a.pool.Remove(ctx, path, mode, force)
 }
 
 // Resize implements daxPool.
-func (a *daxArena) Resize(ctx context.Context, path string, sizeBytes int64, mode pool.Mode, force bool) error {
+func (a *daxArena) Resize(ctx context.Context, path string, sizeBytes int64, mode daxtier.Mode, force bool) error {
 	defer a.change(path)()
 	return a.pool.Resize(ctx, path, sizeBytes, mode, force)
 }
@@ -361,24 +362,24 @@ func (d *Daemon) drainArena(ctx context.Context) {
 
 // emptyDevice tries to empty and remove a device that is drained.
 func (d *Daemon) emptyDevice(ctx context.Context, path string) error {
-	how := pool.Migrate
+	how := daxtier.Migrate
 	err := d.drainer.attempt(ctx, path, func(ctx context.Context) error {
 		if st := deviceOf(d.arenaPool.Status(), path); st == nil || st.State != stateDrained { // meanwhile somebody wanted it otherwise
 			return nil
 		}
-		err := d.arenaPool.Remove(ctx, path, pool.Migrate, true)
-		if errors.Is(err, pool.ErrNoRoom) {
-			how = pool.Evict
-			err = d.arenaPool.Remove(ctx, path, pool.Evict, true)
+		err := d.arenaPool.Remove(ctx, path, daxtier.Migrate, true)
+		if errors.Is(err, daxtier.ErrNoRoom) {
+			how = daxtier.Evict
+			err = d.arenaPool.Remove(ctx, path, daxtier.Evict, true)
 		}
 		if err == nil {
-			d.log.Info("DAX device drained and removed from the arena: take it out of the settings too", zap.String("device", path), zap.String("chunks", map[pool.Mode]string{
-				pool.Migrate: "moved to the other devices", pool.Evict: "dropped: there was no room for them elsewhere",
+			d.log.Info("DAX device drained and removed from the arena: take it out of the settings too", zap.String("device", path), zap.String("chunks", map[daxtier.Mode]string{
+				daxtier.Migrate: "moved to the other devices", daxtier.Evict: "dropped: there was no room for them elsewhere",
 			}[how]))
 		}
 		return err
 	})
-	if err != nil && ctx.Err() == nil && !errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, context.Canceled) && !errors.Is(err, tiers.ErrBusy) && !errors.Is(err, pool.ErrNotFound) {
+	if err != nil && ctx.Err() == nil && !errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, context.Canceled) && !errors.Is(err, tiers.ErrBusy) && !errors.Is(err, daxtier.ErrNotFound) {
 		d.log.Warn("a drained DAX device cannot be emptied yet; it is tried again", zap.String("device", path), zap.Error(err))
 	}
 	return err
@@ -388,9 +389,9 @@ func (d *Daemon) emptyDevice(ctx context.Context, path string) error {
 const stateDrained = "draining"
 
 // deviceOf is a device of a pool, or nil.
-func deviceOf(st pool.Status, path string) *pool.DeviceStatus {
+func deviceOf(st daxtier.Status, path string) *daxtier.DeviceStatus {
 	path = filepath.Clean(path)
-	i := slices.IndexFunc(st.Devices, func(d pool.DeviceStatus) bool { return d.Path == path })
+	i := slices.IndexFunc(st.Devices, func(d daxtier.DeviceStatus) bool { return d.Path == path })
 	if i < 0 {
 		return nil
 	}

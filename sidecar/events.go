@@ -21,7 +21,7 @@ import (
 	"lookaside/ipc"
 	"lookaside/ipc/wire"
 	"lookaside/tiers"
-	"lookaside/tiers/chunk"
+	"lookaside/tiers/engine"
 )
 
 // mediumArena is what vLLM calls memory of the host.
@@ -37,23 +37,23 @@ const (
 // events publish what the arena holds.
 type events struct {
 	pub  *ipc.EventPublisher
-	feed *tiers.Feed
+	feed *engine.Feed
 	src  *eventSource
 }
 
 // eventSource turns what a feed tells into batches of vLLM's events, a topic each. But for unknown its fields are the publisher's goroutine's.
 type eventSource struct {
 	cfg    EventsConfig
-	feed   *tiers.Feed
-	fields func(chunk.Fingerprint) (map[string]string, bool)
+	feed   *engine.Feed
+	fields func(tiers.Fingerprint) (map[string]string, bool)
 	now    func() time.Time
 	log    *zap.Logger
 
 	unknown atomic.Bool // pages of spaces that nobody has declared were passed over
 	topics  map[string]bool
-	of      map[chunk.Fingerprint]string
+	of      map[tiers.Fingerprint]string
 	buf     []byte
-	events  []tiers.Event
+	events  []engine.Event
 	queue   []topicBatch
 	ended   bool
 	payload []byte
@@ -67,7 +67,7 @@ type topicBatch struct {
 }
 
 // newEvents follows the engine and opens the sockets.
-func newEvents(cfg EventsConfig, e *tiers.Engine, fields func(chunk.Fingerprint) (map[string]string, bool), log *zap.Logger) (_ *events, err error) {
+func newEvents(cfg EventsConfig, e *engine.Engine, fields func(tiers.Fingerprint) (map[string]string, bool), log *zap.Logger) (_ *events, err error) {
 	feed, err := e.Follow(0)
 	if err != nil {
 		return nil, fmt.Errorf("events: %w", err)
@@ -77,7 +77,7 @@ func newEvents(cfg EventsConfig, e *tiers.Engine, fields func(chunk.Fingerprint)
 			feed.Close()
 		}
 	}()
-	src := &eventSource{cfg: cfg, feed: feed, fields: fields, now: time.Now, log: log, topics: map[string]bool{}, of: map[chunk.Fingerprint]string{}}
+	src := &eventSource{cfg: cfg, feed: feed, fields: fields, now: time.Now, log: log, topics: map[string]bool{}, of: map[tiers.Fingerprint]string{}}
 	token, err := readToken("events.token_file", cfg.TokenFile, log)
 	if err != nil {
 		return nil, err
@@ -209,12 +209,12 @@ func (s *eventSource) add(topic string, n int, encoded []byte) {
 }
 
 // encode turns events into vLLM's. Stored pages that continue those of the event before become one with them, as do removed pages.
-func (s *eventSource) encode(events []tiers.Event) {
+func (s *eventSource) encode(events []engine.Event) {
 	for i := 0; i < len(events); {
 		ev := events[i]
 		hashes, d := ev.Hashes, ev.Space.Geometry.DigestBytes
 		for i++; i < len(events) && events[i].Space == ev.Space && events[i].Kind == ev.Kind; i++ {
-			if next := &events[i]; ev.Kind == tiers.PagesStored && (len(next.Prev) == 0 || string(next.Prev) != string(hashes[len(hashes)-d:])) {
+			if next := &events[i]; ev.Kind == engine.PagesStored && (len(next.Prev) == 0 || string(next.Prev) != string(hashes[len(hashes)-d:])) {
 				break
 			}
 			hashes = append(hashes[:len(hashes):len(hashes)], events[i].Hashes...)
@@ -231,7 +231,7 @@ func (s *eventSource) encode(events []tiers.Event) {
 			s.topics[topic] = true
 			b, n = wire.AppendAllBlocksCleared(b), 2
 		}
-		if ev.Kind == tiers.PagesStored {
+		if ev.Kind == engine.PagesStored {
 			b = (&wire.BlockStored{Hashes: hashes, Parent: ev.Prev, DigestBytes: d, BlockTokens: ev.Space.Geometry.PageTokens, Medium: mediumArena}).Append(b, s.cfg.Hashes)
 		} else {
 			b = (&wire.BlockRemoved{Hashes: hashes, DigestBytes: d, Medium: mediumArena}).Append(b, s.cfg.Hashes)
@@ -241,7 +241,7 @@ func (s *eventSource) encode(events []tiers.Event) {
 }
 
 // topic is that of a space, once somebody has declared it.
-func (s *eventSource) topic(sp *tiers.FollowedSpace) (string, bool) {
+func (s *eventSource) topic(sp *engine.FollowedSpace) (string, bool) {
 	if topic, ok := s.of[sp.Fingerprint]; ok {
 		return topic, true
 	}
@@ -260,7 +260,7 @@ func (s *eventSource) topic(sp *tiers.FollowedSpace) (string, bool) {
 var topicField = regexp.MustCompile(`\{[^{}]*\}`)
 
 // topicOf fills in a template: host, rank, fingerprint, and the fields that the space's worker declared.
-func topicOf(cfg EventsConfig, fp chunk.Fingerprint, fields map[string]string) string {
+func topicOf(cfg EventsConfig, fp tiers.Fingerprint, fields map[string]string) string {
 	return topicField.ReplaceAllStringFunc(cfg.Topic, func(m string) string {
 		switch name := m[1 : len(m)-1]; name {
 		case "host":

@@ -16,8 +16,7 @@ import (
 
 	"lookaside/connector"
 	"lookaside/tiers"
-	"lookaside/tiers/chunk"
-	"lookaside/tiers/disk"
+	"lookaside/tiers/slab"
 	"lookaside/tiers/vfs"
 )
 
@@ -29,7 +28,7 @@ const lateLast = time.Minute
 // openDisk opens a disk tier. What is wrong with the settings is an error. What is wrong with a disk is not: the tier goes on with its other directories, or with none, and what is missing is tried
 // again, as a server is that cannot be reached.
 func openDisk(c *TierConfig, log *zap.Logger) (tiers.Tier, error) {
-	l := &lateDisk{c: c, log: log, down: map[string]error{}, clears: map[chunk.Fingerprint]bool{}, opened: make(chan struct{})}
+	l := &lateDisk{c: c, log: log, down: map[string]error{}, clears: map[tiers.Fingerprint]bool{}, opened: make(chan struct{})}
 	if err := l.open(); err != nil {
 		return nil, err
 	}
@@ -54,9 +53,9 @@ type lateDisk struct {
 	opened chan struct{} // closed once there is a disk
 
 	mu     sync.RWMutex               // guards all that follows, and is not held across calls of the disk
-	disk   *disk.Disk                 // nil: there is nothing of it yet
+	disk   *slab.Disk                 // nil: there is nothing of it yet
 	down   map[string]error           // by directory; why
-	clears map[chunk.Fingerprint]bool // spaces to be cleared before anything is found; the zero Fingerprint is all of them
+	clears map[tiers.Fingerprint]bool // spaces to be cleared before anything is found; the zero Fingerprint is all of them
 }
 
 var _ tiers.Victims = (*lateDisk)(nil)
@@ -78,7 +77,7 @@ func (l *lateDisk) share() int64 { return l.c.Disk.Capacity / int64(len(l.c.Disk
 func (l *lateDisk) open() error {
 	down := map[string]error{}
 	for _, dir := range l.c.Disk.Paths {
-		if err := disk.Usable(vfs.OS, dir); isMediumFailure(err) {
+		if err := slab.Usable(vfs.OS, dir); isMediumFailure(err) {
 			down[dir] = err
 		} else if err != nil {
 			return err
@@ -86,7 +85,7 @@ func (l *lateDisk) open() error {
 	}
 	for {
 		good := slices.DeleteFunc(slices.Clone(l.c.Disk.Paths), func(dir string) bool { return down[dir] != nil })
-		var d *disk.Disk
+		var d *slab.Disk
 		var err error
 		if len(good) > 0 {
 			d, err = l.openIn(good)
@@ -108,7 +107,7 @@ func (l *lateDisk) open() error {
 }
 
 // begin has a disk be used, nil if there is none, once what was to be cleared meanwhile is. After an error it is closed.
-func (l *lateDisk) begin(d *disk.Disk, down map[string]error) error {
+func (l *lateDisk) begin(d *slab.Disk, down map[string]error) error {
 	for {
 		l.mu.Lock()
 		clears := slices.Collect(maps.Keys(l.clears))
@@ -130,7 +129,7 @@ func (l *lateDisk) begin(d *disk.Disk, down map[string]error) error {
 }
 
 // openIn opens the tier in some of its directories.
-func (l *lateDisk) openIn(dirs []string) (*disk.Disk, error) {
+func (l *lateDisk) openIn(dirs []string) (*slab.Disk, error) {
 	c := l.c.Disk
 	c.Paths = dirs
 	c.Capacity = l.share() * int64(len(dirs))
@@ -140,8 +139,8 @@ func (l *lateDisk) openIn(dirs []string) (*disk.Disk, error) {
 	if err := checkRoom(c); err != nil {
 		return nil, err
 	}
-	return disk.Open(disk.Options{
-		Dirs: c.Paths, CapacityBytes: c.Capacity, SlabBytes: c.Slab, Policy: c.Eviction, Workers: l.c.Workers, Direct: disk.Direct(c.Direct), Seed: connector.RandomID(), Log: l.log,
+	return slab.Open(slab.Options{
+		Dirs: c.Paths, CapacityBytes: c.Capacity, SlabBytes: c.Slab, Policy: c.Eviction, Workers: l.c.Workers, Direct: slab.Direct(c.Direct), Seed: connector.RandomID(), Log: l.log,
 	})
 }
 
@@ -204,7 +203,7 @@ func (l *lateDisk) tryOpen() {
 // tryDirs tries to add the directories that are missing. What was in them is dropped.
 func (l *lateDisk) tryDirs(ctx context.Context) {
 	for _, dir := range l.missing() {
-		err := disk.Usable(vfs.OS, dir)
+		err := slab.Usable(vfs.OS, dir)
 		if err == nil {
 			c := l.c.Disk
 			c.Paths, c.Capacity = []string{dir}, l.share()
@@ -222,7 +221,7 @@ func (l *lateDisk) tryDirs(ctx context.Context) {
 }
 
 // tier is the disk; nil: there is nothing of it yet.
-func (l *lateDisk) tier() *disk.Disk {
+func (l *lateDisk) tier() *slab.Disk {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
 	return l.disk
@@ -288,12 +287,12 @@ func (l *lateDisk) fail(transfers []tiers.Transfer, done func(i int, err error))
 const maxClears = 64
 
 // clear remembers that a space is to be cleared when the disk is there. It answers the disk, if it has come just now.
-func (l *lateDisk) clear(fp chunk.Fingerprint) *disk.Disk {
+func (l *lateDisk) clear(fp tiers.Fingerprint) *slab.Disk {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.disk == nil {
 		if len(l.clears) >= maxClears {
-			fp = chunk.Fingerprint{}
+			fp = tiers.Fingerprint{}
 		}
 		l.clears[fp] = true
 	}
@@ -309,7 +308,7 @@ func (l *lateDisk) Drop(ctx context.Context, run tiers.Run) error {
 }
 
 // Clear implements tiers.Tier; see Drop.
-func (l *lateDisk) Clear(ctx context.Context, fp chunk.Fingerprint) (chunks int, err error) {
+func (l *lateDisk) Clear(ctx context.Context, fp tiers.Fingerprint) (chunks int, err error) {
 	if d := l.clear(fp); d != nil {
 		return d.Clear(ctx, fp)
 	}

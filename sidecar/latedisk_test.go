@@ -14,7 +14,6 @@ import (
 	"go.uber.org/zap"
 
 	"lookaside/tiers"
-	"lookaside/tiers/chunk"
 )
 
 // brokenDir makes a path in which nothing can be made, and returns what mends it. A link that leads nowhere stands in for a disk that is not mounted: root may do everything else.
@@ -66,7 +65,7 @@ func TestADiskThatFailsAtTheStart(t *testing.T) {
 		t.Errorf("%d warnings:\n%s", n, log)
 	}
 	until(t, func() any { return d.Tiers()[0] }, func() bool { // the breaker tries, and what is stored then goes down
-		if _, err := d.stack.Clear(t.Context(), chunk.Fingerprint{}, "arena"); err != nil {
+		if _, err := d.stack.Clear(t.Context(), tiers.Fingerprint{}, "arena"); err != nil {
 			t.Fatal(err)
 		}
 		if err := b.store(); err != nil {
@@ -160,7 +159,7 @@ func TestClearedWhileADiskIsMissing(t *testing.T) {
 			t.Errorf("Contains: %v", err)
 		}
 		if clear {
-			if _, err := tier.Clear(t.Context(), chunk.Fingerprint{}); !errors.Is(err, syscall.EIO) {
+			if _, err := tier.Clear(t.Context(), tiers.Fingerprint{}); !errors.Is(err, syscall.EIO) {
 				t.Errorf("Clear: %v", err)
 			}
 		}

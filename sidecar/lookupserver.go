@@ -16,7 +16,7 @@ import (
 	"lookaside/dax/memcopy"
 	"lookaside/ipc/client"
 	"lookaside/ipc/wire"
-	"lookaside/tiers"
+	"lookaside/tiers/engine"
 )
 
 // LookupServerOptions say what `lookaside bench lookup-server` serves.
@@ -115,7 +115,7 @@ func ServeLookups(ctx context.Context, o LookupServerOptions, in io.Reader, out 
 			return err
 		}
 	}
-	if err := fillIndex(ctx, d.engine, tiers.Owner(worker.Welcome.Session), prefixes, o.PrefixPages); err != nil {
+	if err := fillIndex(ctx, d.engine, engine.Owner(worker.Welcome.Session), prefixes, o.PrefixPages); err != nil {
 		return err
 	}
 	copied := make(chan error, 1)
@@ -144,9 +144,9 @@ func ServeLookups(ctx context.Context, o LookupServerOptions, in io.Reader, out 
 }
 
 // fillIndex stores prefixes without copying anything: what a lookup finds is all that matters here.
-func fillIndex(ctx context.Context, e *tiers.Engine, owner tiers.Owner, prefixes, pages int) error {
+func fillIndex(ctx context.Context, e *engine.Engine, owner engine.Owner, prefixes, pages int) error {
 	hashes := make([]byte, 0, pages*sha256.Size)
-	var grants []tiers.Grant
+	var grants []engine.Grant
 	for p := range prefixes {
 		if err := ctx.Err(); err != nil {
 			return err

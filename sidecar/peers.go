@@ -16,6 +16,7 @@ import (
 	"lookaside/dax"
 	"lookaside/ipc/wire"
 	"lookaside/tiers"
+	"lookaside/tiers/engine"
 	"lookaside/tiers/peer"
 	"lookaside/tiers/stack"
 )
@@ -40,7 +41,7 @@ type peers struct {
 	cfg    PeersConfig
 	log    *zap.Logger
 	peer   *peer.Peers // from start on
-	engine *tiers.Engine
+	engine *engine.Engine
 	stack  *stack.Stack
 	server *connector.Server
 
@@ -81,7 +82,7 @@ func newPeers(cfg *Config, log *zap.Logger) *peers {
 }
 
 // start looks for other sidecars. Nothing is lent before the arena's regions are added.
-func (p *peers) start(cfg *Config, generation uint64, e *tiers.Engine, s *stack.Stack, server *connector.Server) (err error) {
+func (p *peers) start(cfg *Config, generation uint64, e *engine.Engine, s *stack.Stack, server *connector.Server) (err error) {
 	p.engine, p.stack, p.server = e, s, server
 	p.peer, err = peer.Start(peer.Config{
 		Dir: cfg.Peers.Dir, Generation: generation, Engine: e, Log: p.log, HintsLimitBytes: cfg.Peers.HintsLimit, MaxPages: cfg.Lookup.MaxPages,
@@ -157,7 +158,7 @@ func (p *peers) Contains(run tiers.Run, held []uint16) (pages, by int) {
 }
 
 // Borrow implements stack.Peers.
-func (p *peers) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l tiers.Loan)) (pages int, err error) {
+func (p *peers) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l engine.Loan)) (pages int, err error) {
 	var lost []uint64 // in a region that is just going, and what comes behind
 	_, err = p.peer.Borrow(ctx, run, func(chunk int, l peer.Loan) {
 		if len(lost) == 0 {
@@ -165,7 +166,7 @@ func (p *peers) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l
 			defer p.mu.RUnlock()
 			if id, ok := p.ids[peerRegion{l.Peer, l.Region}]; ok {
 				pages += l.Pages
-				out(chunk, tiers.Loan{Peer: l.Peer, Region: id, Offset: l.Offset, Pages: l.Pages, Handle: l.Handle})
+				out(chunk, engine.Loan{Peer: l.Peer, Region: id, Offset: l.Offset, Pages: l.Pages, Handle: l.Handle})
 				return
 			}
 		}
@@ -181,8 +182,8 @@ func (p *peers) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l
 }
 
 // Ask implements stack.Peers.
-func (p *peers) Ask(run tiers.Run, peer int, done func(loans []tiers.Loan)) bool {
-	return p.peer.Ask(run, peer, func(loans []tiers.Loan) {
+func (p *peers) Ask(run tiers.Run, peer int, done func(loans []engine.Loan)) bool {
+	return p.peer.Ask(run, peer, func(loans []engine.Loan) {
 		known := 0 // of them, before the first in a region that is just going
 		p.mu.RLock()
 		var key peerRegion

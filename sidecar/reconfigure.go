@@ -19,18 +19,18 @@ import (
 
 	"lookaside/dax"
 	"lookaside/tiers"
-	"lookaside/tiers/pool"
+	"lookaside/tiers/daxtier"
 )
 
-// daxPool is what devices can be added to and removed from while it serves: a *pool.Pool. Its methods may be called at the same time.
+// daxPool is what devices can be added to and removed from while it serves: a *daxtier.Pool. Its methods may be called at the same time.
 type daxPool interface {
-	Status() pool.Status
+	Status() daxtier.Status
 	Add(ctx context.Context, path string, sizeBytes int64) error
-	Remove(ctx context.Context, path string, mode pool.Mode, force bool) error
-	Resize(ctx context.Context, path string, sizeBytes int64, mode pool.Mode, force bool) error
+	Remove(ctx context.Context, path string, mode daxtier.Mode, force bool) error
+	Resize(ctx context.Context, path string, sizeBytes int64, mode daxtier.Mode, force bool) error
 }
 
-var _ daxPool = (*pool.Pool)(nil)
+var _ daxPool = (*daxtier.Pool)(nil)
 
 // A daxAdapter is a tier of DAX devices, which LMCache calls an adapter.
 type daxAdapter struct {
@@ -223,14 +223,14 @@ func (d *Daemon) endChanges() {
 // findAdapters lists the tiers of DAX devices, nearest first.
 func (d *Daemon) findAdapters() (out []daxAdapter) {
 	for i, t := range d.tiers {
-		if p, ok := t.Tier.(*pool.Pool); ok {
+		if p, ok := t.Tier.(*daxtier.Pool); ok {
 			out = append(out, daxAdapter{tier: t.Name, hotPlug: d.cfg.Tiers[i].DAX.HotPlug, ranks: d.cfg.Tiers[i].DAX.Ranks, daxPool: p})
 		}
 	}
 	return out
 }
 
-func daxSlots(dev *pool.DeviceStatus) DAXSlots {
+func daxSlots(dev *daxtier.DeviceStatus) DAXSlots {
 	return DAXSlots{Free: int64(dev.Slots.Free), Used: int64(dev.Slots.Used), Leased: int64(dev.Slots.Leased), Draining: int64(dev.Slots.Draining)}
 }
 
@@ -327,7 +327,7 @@ func (d *Daemon) DAXAdd(ctx context.Context, r DAXAddRequest) (DAXResult, error)
 		return DAXResult{}, err
 	}
 	err = a.Add(ctx, r.DevicePath, size)
-	if errors.Is(err, pool.ErrExists) {
+	if errors.Is(err, daxtier.ErrExists) {
 		st := a.status(i)
 		if dev := st.Status.device(r.DevicePath); dev != nil && dev.State == "active" && dev.SizeBytes == size/int64(max(a.ranks, 1)) {
 			return d.daxResult("add", i, r.DevicePath, nil, start), nil
@@ -350,22 +350,22 @@ func (d *Daemon) DAXRemove(ctx context.Context, r DAXRemoveRequest) (DAXResult, 
 	}
 	st := a.status(i)
 	before := st.Status.device(r.DevicePath)
-	if err := a.Remove(ctx, r.DevicePath, pool.Mode(r.Mode), r.Force); err != nil {
+	if err := a.Remove(ctx, r.DevicePath, daxtier.Mode(r.Mode), r.Force); err != nil {
 		return DAXResult{}, daxError(ctx, ofTier, r.DevicePath, err)
 	}
 	operation := "remove"
-	if r.Mode == string(pool.Drain) {
+	if r.Mode == string(daxtier.Drain) {
 		operation = "drain"
 	}
 	out := d.daxResult(operation, i, r.DevicePath, before, start)
-	if before != nil && r.Mode != string(pool.Drain) {
+	if before != nil && r.Mode != string(daxtier.Drain) {
 		none := int64(0)
 		out.MovedKeys, out.MovedBytes, out.DeletedKeys, out.SourceSlotsFreed = &before.Slots.Used, &before.UsedBytes, &none, &before.Slots.Used
-		if r.Mode == string(pool.Evict) {
+		if r.Mode == string(daxtier.Evict) {
 			out.MovedKeys, out.MovedBytes, out.DeletedKeys = &none, &none, &before.Slots.Used
 		}
 	}
-	d.log.Info("DAX device "+map[bool]string{true: "is drained", false: "removed: take it out of the settings too"}[r.Mode == string(pool.Drain)],
+	d.log.Info("DAX device "+map[bool]string{true: "is drained", false: "removed: take it out of the settings too"}[r.Mode == string(daxtier.Drain)],
 		zap.String("tier", a.tier), zap.String("device", r.DevicePath), zap.String("mode", r.Mode), zap.Duration("took", time.Since(start)))
 	return out, nil
 }
@@ -383,7 +383,7 @@ func (d *Daemon) DAXResize(ctx context.Context, r DAXResizeRequest) (DAXResult, 
 	}
 	st := a.status(i)
 	before := st.Status.device(r.DevicePath)
-	if err := a.Resize(ctx, r.DevicePath, size, pool.Mode(r.Mode), r.Force); err != nil {
+	if err := a.Resize(ctx, r.DevicePath, size, daxtier.Mode(r.Mode), r.Force); err != nil {
 		return DAXResult{}, daxError(ctx, ofTier, r.DevicePath, err)
 	}
 	out := d.daxResult("resize", i, r.DevicePath, before, start)
@@ -424,21 +424,21 @@ var (
 // daxError gives what a pool says a status and a fix.
 func daxError(ctx context.Context, of daxOwner, path string, err error) error {
 	switch {
-	case errors.Is(err, pool.ErrNotFound):
+	case errors.Is(err, daxtier.ErrNotFound):
 		return apiError(http.StatusNotFound, of.list, "%v", err)
-	case errors.Is(err, pool.ErrExists):
+	case errors.Is(err, daxtier.ErrExists):
 		return apiError(http.StatusConflict, "resize it if it is to have another size; "+of.list, "%v", err)
 	case errors.Is(err, dax.ErrBusy):
 		return apiError(http.StatusConflict, "end that process, or give it a part of its own: "+of.partition, "%v", err)
-	case errors.Is(err, pool.ErrLeased):
+	case errors.Is(err, daxtier.ErrLeased):
 		return apiError(http.StatusConflict, of.leased, "%v", err)
 	case errors.Is(err, dax.ErrNoSpace), errors.Is(err, dax.ErrNoMemory):
 		return apiError(http.StatusInsufficientStorage, "ask for less, or make room for the file that stands in for a device", "%v", err)
-	case errors.Is(err, pool.ErrNoRoom):
+	case errors.Is(err, daxtier.ErrNoRoom):
 		return apiError(http.StatusInsufficientStorage, "add a device first, make another one larger, or set mode to evict: then its chunks are dropped", "%v", err)
-	case errors.Is(err, pool.ErrForeign):
+	case errors.Is(err, daxtier.ErrForeign):
 		return apiError(http.StatusBadRequest, "name another file, or clear its first page if what is in it is not needed", "%v", err)
-	case errors.Is(err, pool.ErrDevice):
+	case errors.Is(err, daxtier.ErrDevice):
 		return apiError(http.StatusBadRequest, "see that the device is there, that this user may read and write it, and that its size and alignment fit", "%v", err)
 	case errors.Is(err, tiers.ErrInvalid):
 		return apiError(http.StatusBadRequest, seeDocument, "%v", err)

@@ -21,13 +21,13 @@ import (
 
 	"lookaside/dax"
 	"lookaside/tiers"
-	"lookaside/tiers/pool"
+	"lookaside/tiers/daxtier"
 )
 
 // A fakePool remembers what it was asked for, and answers what it is told to.
 type fakePool struct {
 	mu     sync.Mutex
-	status pool.Status
+	status daxtier.Status
 	calls  []string
 	err    error
 	during func(ctx context.Context) error // runs in a call
@@ -35,7 +35,7 @@ type fakePool struct {
 
 var _ daxPool = (*fakePool)(nil)
 
-func (p *fakePool) Status() pool.Status {
+func (p *fakePool) Status() daxtier.Status {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.status
@@ -56,11 +56,11 @@ func (p *fakePool) Add(ctx context.Context, path string, sizeBytes int64) error 
 	return p.call(ctx, "add %s %d", path, sizeBytes)
 }
 
-func (p *fakePool) Remove(ctx context.Context, path string, mode pool.Mode, force bool) error {
+func (p *fakePool) Remove(ctx context.Context, path string, mode daxtier.Mode, force bool) error {
 	return p.call(ctx, "remove %s %s %v", path, mode, force)
 }
 
-func (p *fakePool) Resize(ctx context.Context, path string, sizeBytes int64, mode pool.Mode, force bool) error {
+func (p *fakePool) Resize(ctx context.Context, path string, sizeBytes int64, mode daxtier.Mode, force bool) error {
 	return p.call(ctx, "resize %s %d %s %v", path, sizeBytes, mode, force)
 }
 
@@ -72,7 +72,7 @@ func (p *fakePool) took() []string {
 	return calls
 }
 
-func fakeDevice(path string, used int) (d pool.DeviceStatus) {
+func fakeDevice(path string, used int) (d daxtier.DeviceStatus) {
 	d.Path, d.State, d.SizeBytes, d.CapacityBytes, d.UsedBytes = path, "active", 101<<20, 100<<20, int64(used)<<20
 	d.Slots.Free, d.Slots.Used, d.Slots.Leased, d.Slots.Draining = 100-used, used, 3, 1
 	return d
@@ -105,8 +105,8 @@ var daxRoots = []string{"/reconfigure/dax/", "/reconfigure/dax/l2/"}
 
 func TestHotPlugRequests(t *testing.T) {
 	p, q := new(fakePool), new(fakePool)
-	p.status = pool.Status{Devices: []pool.DeviceStatus{fakeDevice("/dev/dax0.0", 10)}, TotalCapacityBytes: 100 << 20, TotalUsedBytes: 10 << 20}
-	q.status = pool.Status{Devices: []pool.DeviceStatus{fakeDevice("/dev/dax1.0", 20), fakeDevice("/dev/dax1.1", 30)}, TotalCapacityBytes: 200 << 20, TotalUsedBytes: 50 << 20}
+	p.status = daxtier.Status{Devices: []daxtier.DeviceStatus{fakeDevice("/dev/dax0.0", 10)}, TotalCapacityBytes: 100 << 20, TotalUsedBytes: 10 << 20}
+	q.status = daxtier.Status{Devices: []daxtier.DeviceStatus{fakeDevice("/dev/dax1.0", 20), fakeDevice("/dev/dax1.1", 30)}, TotalCapacityBytes: 200 << 20, TotalUsedBytes: 50 << 20}
 	r := daxRig(t, nil, p, q)
 	for _, root := range daxRoots {
 		for _, tc := range []struct {
@@ -159,7 +159,7 @@ func TestHotPlugRequests(t *testing.T) {
 // What a change came to is said in LMCache's fields.
 func TestHotPlugAnswers(t *testing.T) {
 	p := new(fakePool)
-	p.status = pool.Status{Devices: []pool.DeviceStatus{fakeDevice("/dev/dax0.0", 10), fakeDevice("/dev/dax1.0", 20)}}
+	p.status = daxtier.Status{Devices: []daxtier.DeviceStatus{fakeDevice("/dev/dax0.0", 10), fakeDevice("/dev/dax1.0", 20)}}
 	r := daxRig(t, nil, p)
 	answer := func(operation, in string) body {
 		t.Helper()
@@ -216,8 +216,8 @@ func TestHotPlugAnswers(t *testing.T) {
 // Every status, with words that say what blocks and what would help.
 func TestHotPlugRefusals(t *testing.T) {
 	p, fixed := new(fakePool), new(fakePool)
-	p.status.Devices = []pool.DeviceStatus{fakeDevice("/dev/dax0.0", 10)}
-	fixed.status.Devices = []pool.DeviceStatus{fakeDevice("/dev/dax9.0", 1)}
+	p.status.Devices = []daxtier.DeviceStatus{fakeDevice("/dev/dax0.0", 10)}
+	fixed.status.Devices = []daxtier.DeviceStatus{fakeDevice("/dev/dax9.0", 1)}
 	r := daxRig(t, func(d *Daemon) { d.adapters[1].hotPlug = false }, p, fixed)
 	none := daxRig(t, nil)
 	dev := body{"device_path": "/dev/dax0.0"}
@@ -267,14 +267,14 @@ func TestHotPlugRefusals(t *testing.T) {
 			status int
 			want   []string
 		}{
-			{fmt.Errorf("%w: /dev/dax7.0", pool.ErrNotFound), 404, []string{"/dev/dax7.0", "/reconfigure/dax/status"}},
-			{fmt.Errorf("%w: /dev/dax0.0, of 4GiB", pool.ErrExists), 409, []string{"/dev/dax0.0", "4GiB", "resize"}},
-			{fmt.Errorf("%w: 3 chunks", pool.ErrLeased), 409, []string{"3 chunks", "force"}},
-			{fmt.Errorf("%w: 5GiB are missing", pool.ErrNoRoom), 507, []string{"5GiB", "evict", "add a device"}},
-			{fmt.Errorf("%w: %w", pool.ErrNoRoom, dax.ErrNoSpace), 507, []string{"ask for less"}},
-			{fmt.Errorf("/dev/dax0.0: %w: permission denied", pool.ErrDevice), 400, []string{"permission denied", "alignment"}},
-			{fmt.Errorf("/mnt/x: %w", pool.ErrForeign), 400, []string{"/mnt/x", "another file"}},
-			{fmt.Errorf("%w: %w", pool.ErrLeased, &dax.RangeLockedError{Path: "/dev/dax0.0", PID: 4711, SizeBytes: 4096}), 409, []string{"4711", "offset"}},
+			{fmt.Errorf("%w: /dev/dax7.0", daxtier.ErrNotFound), 404, []string{"/dev/dax7.0", "/reconfigure/dax/status"}},
+			{fmt.Errorf("%w: /dev/dax0.0, of 4GiB", daxtier.ErrExists), 409, []string{"/dev/dax0.0", "4GiB", "resize"}},
+			{fmt.Errorf("%w: 3 chunks", daxtier.ErrLeased), 409, []string{"3 chunks", "force"}},
+			{fmt.Errorf("%w: 5GiB are missing", daxtier.ErrNoRoom), 507, []string{"5GiB", "evict", "add a device"}},
+			{fmt.Errorf("%w: %w", daxtier.ErrNoRoom, dax.ErrNoSpace), 507, []string{"ask for less"}},
+			{fmt.Errorf("/dev/dax0.0: %w: permission denied", daxtier.ErrDevice), 400, []string{"permission denied", "alignment"}},
+			{fmt.Errorf("/mnt/x: %w", daxtier.ErrForeign), 400, []string{"/mnt/x", "another file"}},
+			{fmt.Errorf("%w: %w", daxtier.ErrLeased, &dax.RangeLockedError{Path: "/dev/dax0.0", PID: 4711, SizeBytes: 4096}), 409, []string{"4711", "offset"}},
 			{fmt.Errorf("%w: another change", tiers.ErrBusy), 503, []string{"another change", "again"}},
 			{tiers.ErrClosed, 503, []string{"successor"}},
 			{fmt.Errorf("%w: a size of -1", tiers.ErrInvalid), 400, []string{"size of -1"}},
@@ -315,7 +315,7 @@ func TestHotPlugOfAnArenaOfMemory(t *testing.T) {
 // A change ends when who asked for it leaves, and when the sidecar does, which waits for it.
 func TestChangesEnd(t *testing.T) {
 	p := new(fakePool)
-	p.status.Devices = []pool.DeviceStatus{fakeDevice("/dev/dax0.0", 10)}
+	p.status.Devices = []daxtier.DeviceStatus{fakeDevice("/dev/dax0.0", 10)}
 	started, ended := make(chan struct{}, 1), make(chan error, 1)
 	p.during = func(ctx context.Context) error {
 		started <- struct{}{}

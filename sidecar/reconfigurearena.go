@@ -14,7 +14,7 @@ import (
 	"go.uber.org/zap"
 
 	"lookaside/dax"
-	"lookaside/tiers/pool"
+	"lookaside/tiers/daxtier"
 )
 
 // DAXArenaAddRequest is the body of POST /reconfigure/dax/l1/add.
@@ -91,7 +91,7 @@ type DAXArenaResizeResult struct {
 }
 
 // daxArenas describes devices as those of an arena.
-func daxArenas(st pool.Status) []DAXArena {
+func daxArenas(st daxtier.Status) []DAXArena {
 	out := []DAXArena{}
 	for _, dev := range st.Devices {
 		slots := daxSlots(&dev)
@@ -104,8 +104,8 @@ func daxArenas(st pool.Status) []DAXArena {
 }
 
 // othersActive says whether there is a device beside this one that is written to.
-func othersActive(st pool.Status, path string) bool {
-	return slices.ContainsFunc(st.Devices, func(d pool.DeviceStatus) bool { return d.Path != path && d.State == "active" })
+func othersActive(st daxtier.Status, path string) bool {
+	return slices.ContainsFunc(st.Devices, func(d daxtier.DeviceStatus) bool { return d.Path != path && d.State == "active" })
 }
 
 // arenaDevices are the arena's devices. One that is being emptied because it is drained is draining.
@@ -188,7 +188,7 @@ func (d *Daemon) DAXArenaRemove(ctx context.Context, r DAXArenaRemoveRequest) (o
 	if before != nil && before.IsPrimary {
 		return out, apiError(http.StatusConflict, "add another one first (POST /reconfigure/dax/l1/add)", "%s is the only device of the arena that is written to", before.DevicePath)
 	}
-	if err := d.arenaPool.Remove(ctx, r.DevicePath, pool.Mode(r.Mode), r.Force); err != nil {
+	if err := d.arenaPool.Remove(ctx, r.DevicePath, daxtier.Mode(r.Mode), r.Force); err != nil {
 		return out, daxError(ctx, ofArena, r.DevicePath, err)
 	}
 	now := d.arenaDevice(r.DevicePath)
@@ -201,15 +201,15 @@ func (d *Daemon) DAXArenaRemove(ctx context.Context, r DAXArenaRemoveRequest) (o
 	}
 	out.Removed = DAXArenaRemoved{DevicePath: now.DevicePath, Arenas: []DAXArena{*now}, Seconds: time.Since(start).Seconds()}
 	if before != nil {
-		switch pool.Mode(r.Mode) {
-		case pool.Migrate:
+		switch daxtier.Mode(r.Mode) {
+		case daxtier.Migrate:
 			out.Removed.MovedKeys = &before.Slots.Used
-		case pool.Evict:
+		case daxtier.Evict:
 			out.Removed.DeletedKeys = &before.Slots.Used
 		}
 	}
 	what := "DAX device removed from the arena: take it out of the settings too"
-	if r.Mode == string(pool.Drain) {
+	if r.Mode == string(daxtier.Drain) {
 		what = "DAX device of the arena is drained: nothing new is written to it, and it is removed once it is empty"
 	}
 	d.log.Info(what, zap.String("device", r.DevicePath), zap.String("mode", r.Mode), zap.Duration("took", time.Since(start)))
@@ -229,7 +229,7 @@ func (d *Daemon) DAXArenaResize(ctx context.Context, r DAXArenaResizeRequest) (o
 		return out, err
 	}
 	before := d.arenaDevice(r.DevicePath)
-	if err := d.arenaPool.Resize(ctx, r.DevicePath, size, pool.Mode(r.Mode), r.Force); err != nil {
+	if err := d.arenaPool.Resize(ctx, r.DevicePath, size, daxtier.Mode(r.Mode), r.Force); err != nil {
 		return out, daxError(ctx, ofArena, r.DevicePath, err)
 	}
 	out.NewSizeBytes, out.Resized = size, DAXArena{DevicePath: r.DevicePath, State: "removed"}

@@ -9,7 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"lookaside/tiers/chunk"
+	"lookaside/tiers"
 )
 
 // What changes in the arena while the sidecar runs is dropped before the next restart: a hole punched into its memory, and a bit that flips.
@@ -78,7 +78,7 @@ func TestRotInTheArenaIsFound(t *testing.T) {
 			if n := strings.Count(log.String(), "a chunk in the arena is bad"); n != 1 { // the next line is allowed some seconds later
 				t.Errorf("%d lines in the log:\n%s", n, log)
 			}
-			if _, err := d.stack.Clear(t.Context(), chunk.Fingerprint{}, ""); err != nil {
+			if _, err := d.stack.Clear(t.Context(), tiers.Fingerprint{}, ""); err != nil {
 				t.Fatal(err)
 			}
 			if err := b.store(); err != nil {

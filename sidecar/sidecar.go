@@ -16,7 +16,7 @@ import (
 	"lookaside/connector"
 	"lookaside/dax"
 	"lookaside/ipc"
-	"lookaside/tiers"
+	"lookaside/tiers/engine"
 	"lookaside/tiers/stack"
 )
 
@@ -35,7 +35,7 @@ type Daemon struct {
 	listener *ipc.Listener
 	control  *dax.Control
 	tiers    []stack.TierConfig // open
-	engine   *tiers.Engine
+	engine   *engine.Engine
 	stack    *stack.Stack
 	server   *connector.Server
 	lookups  *ipc.LookupSockets
@@ -100,7 +100,7 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 	if d.peers != nil {
 		borrowers, foreign = maxBorrowers*cfg.Spaces.Limit, cfg.Peers.Slots
 	}
-	if d.engine, err = d.arena.begin(tiers.Config{
+	if d.engine, err = d.arena.begin(engine.Config{
 		Seed:           connector.RandomID(),
 		LeaseDeadline:  cfg.Lookup.Lease,
 		MaxSpaces:      cfg.Spaces.Limit,

@@ -12,7 +12,7 @@ import (
 	"lookaside/connector"
 	"lookaside/dax"
 	"lookaside/internal/unshared"
-	"lookaside/tiers"
+	"lookaside/tiers/engine"
 )
 
 const (
@@ -176,7 +176,7 @@ func (d *Daemon) Status() Status {
 	held := d.engine.Spaces()
 	for _, sp := range c.Spaces {
 		s := SpaceStatus{SpaceStatus: sp}
-		if i := slices.IndexFunc(held, func(h tiers.SpaceStats) bool { return h.Fingerprint.String() == sp.Fingerprint }); i >= 0 {
+		if i := slices.IndexFunc(held, func(h engine.SpaceStats) bool { return h.Fingerprint.String() == sp.Fingerprint }); i >= 0 {
 			s.Chunks, s.Pages = held[i].Chunks, held[i].Pages
 		}
 		st.Spaces = append(st.Spaces, s)

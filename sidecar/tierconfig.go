@@ -14,7 +14,7 @@ import (
 	"github.com/spf13/pflag"
 
 	"lookaside/dax"
-	"lookaside/tiers"
+	"lookaside/tiers/engine"
 	"lookaside/tiers/policy"
 	"lookaside/tiers/remote"
 	"lookaside/tiers/serde"
@@ -38,7 +38,7 @@ var localKinds = []string{tierDAX, tierDisk}
 type TierConfig struct {
 	Kind          string // dax, disk, redis or s3
 	Name          string // unique
-	Admit         tiers.Admission
+	Admit         engine.Admission
 	Queue         int // chunks
 	Workers       int
 	LookupTimeout time.Duration // not for devices and disks, which answer from memory
@@ -106,7 +106,7 @@ func TierSettings() []TierSetting { return slices.Clone(tierSettings) }
 
 // admissions are the names of all, in their order.
 func admissions() (names []string) {
-	for a := tiers.AdmitStored; a <= tiers.AdmitNever; a++ {
+	for a := engine.AdmitStored; a <= engine.AdmitNever; a++ {
 		names = append(names, a.String())
 	}
 	return names
@@ -166,7 +166,7 @@ var commonTierSettings = []TierSetting{
 		Meaning: "When a chunk is written to the tier: when it was stored in the arena (and when it was promoted from a tier below); " +
 			"when it is hit for the first time (reused); shortly before it would be evicted from the arena; or never: what is there is only read.",
 		set: func(c *TierConfig, v string) error {
-			c.Admit = tiers.Admission(max(slices.Index(admissions(), v), 0))
+			c.Admit = engine.Admission(max(slices.Index(admissions(), v), 0))
 			return nearestOf(v, admissions())
 		},
 	},
@@ -845,8 +845,8 @@ func (c *TierConfig) lossy() string {
 
 // completeTiers names the tiers that have no name, and checks what concerns several of them.
 func completeTiers(list []TierConfig) ([]TierConfig, error) {
-	if len(list) > tiers.MaxTiers {
-		return nil, fmt.Errorf("settings: %d tiers, and there may be %d", len(list), tiers.MaxTiers)
+	if len(list) > engine.MaxTiers {
+		return nil, fmt.Errorf("settings: %d tiers, and there may be %d", len(list), engine.MaxTiers)
 	}
 	out := slices.Clone(list)
 	names := map[string]string{}

@@ -9,9 +9,9 @@ import (
 
 	"github.com/spf13/pflag"
 
-	"lookaside/tiers"
+	"lookaside/tiers/daxtier"
+	"lookaside/tiers/engine"
 	"lookaside/tiers/policy"
-	"lookaside/tiers/pool"
 	"lookaside/tiers/remote"
 )
 
@@ -49,12 +49,12 @@ func TestTiersOfTheFile(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := []TierConfig{
-		{Kind: "disk", Name: "disk", Admit: tiers.AdmitReused, Queue: 12, Workers: 3, LoadTimeout: time.Second, StoreTimeout: 3 * time.Second,
+		{Kind: "disk", Name: "disk", Admit: engine.AdmitReused, Queue: 12, Workers: 3, LoadTimeout: time.Second, StoreTimeout: 3 * time.Second,
 			Disk: DiskConfig{Paths: []string{"/a", "/b"}, Capacity: 200 << 30, Eviction: "lru", Direct: "never"}},
-		{Kind: "redis", Name: "redis", Admit: tiers.AdmitStored, Queue: 4096, Workers: 4, LookupTimeout: 500 * time.Millisecond, LoadTimeout: 2 * time.Second, StoreTimeout: 30 * time.Second,
+		{Kind: "redis", Name: "redis", Admit: engine.AdmitStored, Queue: 4096, Workers: 4, LookupTimeout: 500 * time.Millisecond, LoadTimeout: 2 * time.Second, StoreTimeout: 30 * time.Second,
 			Redis: remote.RedisOptions{Addrs: []string{"host:6379"}, User: "user", TLS: true, Password: remote.Secret{File: "/run/secret"}, Prefix: "la1",
 				Files: remote.TLSFiles{CA: "/ca.pem", Cert: "/cert.pem", Key: "/key.pem"}, TTL: 24 * time.Hour, Serde: "raw", SplitBytes: 4 << 20, Pool: 7, DialTimeout: 2 * time.Second}},
-		{Kind: "s3", Name: "archive", Admit: tiers.AdmitNever, Queue: 4096, Workers: 8, LookupTimeout: 500 * time.Millisecond, LoadTimeout: 10 * time.Second, StoreTimeout: 30 * time.Second,
+		{Kind: "s3", Name: "archive", Admit: engine.AdmitNever, Queue: 4096, Workers: 8, LookupTimeout: 500 * time.Millisecond, LoadTimeout: 10 * time.Second, StoreTimeout: 30 * time.Second,
 			S3: remote.S3Options{Bucket: "bucket", Prefix: "some/prefix", Endpoint: "http://localhost:9000", Region: "eu-1", Profile: "default", AccessKeyEnv: "AWS_ACCESS_KEY_ID",
 				SecretKeyEnv: "AWS_SECRET_ACCESS_KEY", SessionTokenEnv: "AWS_SESSION_TOKEN", Serde: "raw", Pool: 32, DialTimeout: 5 * time.Second}},
 	}
@@ -118,7 +118,7 @@ func TestDAXTiers(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if o := daxOptions(&c.Tiers[0].DAX, nil); !reflect.DeepEqual(o.Devices, []pool.DeviceSpec{{Path: "/dev/dax0.0", SizeBytes: 2 << 20}}) {
+	if o := daxOptions(&c.Tiers[0].DAX, nil); !reflect.DeepEqual(o.Devices, []daxtier.DeviceSpec{{Path: "/dev/dax0.0", SizeBytes: 2 << 20}}) {
 		t.Errorf("%+v", o)
 	}
 	for _, tc := range []struct {
@@ -195,7 +195,7 @@ func TestShortTiers(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if d := c.Tiers[1]; !slices.Equal(d.Disk.Paths, []string{"/a", "/b"}) || d.Disk.Capacity != 20<<30 || d.Admit != tiers.AdmitEvicted {
+	if d := c.Tiers[1]; !slices.Equal(d.Disk.Paths, []string{"/a", "/b"}) || d.Disk.Capacity != 20<<30 || d.Admit != engine.AdmitEvicted {
 		t.Errorf("%+v", d)
 	}
 	if r := c.Tiers[2].Redis; !slices.Equal(r.Addrs, []string{"h:1"}) || r.DB != 2 || r.TTL != time.Hour {

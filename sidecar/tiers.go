@@ -17,7 +17,7 @@ import (
 	"lookaside/dax"
 	"lookaside/ipc/wire"
 	"lookaside/tiers"
-	"lookaside/tiers/pool"
+	"lookaside/tiers/daxtier"
 	"lookaside/tiers/remote"
 	"lookaside/tiers/stack"
 	"lookaside/tiers/vfs"
@@ -51,7 +51,7 @@ func openTiers(cfg Config, log *zap.Logger) (open []stack.TierConfig, err error)
 func openTier(c *TierConfig, log *zap.Logger) (tiers.Tier, error) {
 	switch c.Kind {
 	case tierDAX:
-		return daxTier(pool.Open(daxOptions(&c.DAX, log)))
+		return daxTier(daxtier.Open(daxOptions(&c.DAX, log)))
 	case tierDisk:
 		return openDisk(c, log)
 	case tierRedis:
@@ -62,8 +62,8 @@ func openTier(c *TierConfig, log *zap.Logger) (tiers.Tier, error) {
 }
 
 // daxOptions are those of a pool.
-func daxOptions(c *DAXConfig, log *zap.Logger) pool.Options {
-	o := pool.Options{
+func daxOptions(c *DAXConfig, log *zap.Logger) daxtier.Options {
+	o := daxtier.Options{
 		OffsetBytes: c.Offset, Rank: c.Rank, Ranks: c.Ranks, AllowFiles: c.AllowFiles, SlabBytes: c.Slab, Policy: c.Eviction, LoadWorkers: c.RestoreWorkers,
 		MaxRegions: c.MaxRegions, StoreWorkers: c.StoreWorkers, LookupWorkers: c.LookupWorkers, HotPlug: c.HotPlug, Seed: connector.RandomID(), Log: log,
 	}
@@ -72,13 +72,13 @@ func daxOptions(c *DAXConfig, log *zap.Logger) pool.Options {
 		if size == 0 {
 			size = c.Size
 		}
-		o.Devices = append(o.Devices, pool.DeviceSpec{Path: d.Path, SizeBytes: size})
+		o.Devices = append(o.Devices, daxtier.DeviceSpec{Path: d.Path, SizeBytes: size})
 	}
 	return o
 }
 
 // daxTier is p, or err without a Tier that holds a nil.
-func daxTier(p *pool.Pool, err error) (tiers.Tier, error) {
+func daxTier(p *daxtier.Pool, err error) (tiers.Tier, error) {
 	if err != nil {
 		return nil, err
 	}

@@ -16,7 +16,7 @@ import (
 	"go.uber.org/zap"
 
 	"lookaside/dax"
-	"lookaside/tiers/media"
+	"lookaside/tiers/slab/media"
 )
 
 // withDisk gives a sidecar a small disk tier in dir; more are further keys, as on the command line.

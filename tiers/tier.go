@@ -1,18 +1,10 @@
 package tiers
 
-import (
-	"context"
-	"errors"
-
-	"lookaside/tiers/chunk"
-)
-
-// ErrCorrupt is a tier's answer for a chunk whose bytes did not match their checksum. The tier has dropped it; it is a miss, not a failure.
-var ErrCorrupt = errors.New("corrupt")
+import "context"
 
 // Space is what a tier has to know of a space. It is immutable.
 type Space struct {
-	Fingerprint chunk.Fingerprint
+	Fingerprint Fingerprint
 	Geometry    Geometry
 	// Element is what the pages are made of ("bfloat16", "float16", "float32", "float8"), for codecs; "" if it is not known.
 	Element string
@@ -81,7 +73,7 @@ type Tier interface {
 	Drop(ctx context.Context, run Run) error
 
 	// Clear forgets everything of a space, or with the zero Fingerprint everything, and says how many chunks that was, -1 if it cannot know.
-	Clear(ctx context.Context, fp chunk.Fingerprint) (chunks int, err error)
+	Clear(ctx context.Context, fp Fingerprint) (chunks int, err error)
 
 	// Stats is cheap and never blocks on I/O.
 	Stats() TierStats

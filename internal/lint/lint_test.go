@@ -20,24 +20,33 @@ import (
 
 const module = "lookaside"
 
-// layers lists the packages of the module from the top down. A package belongs to the longest entry that is a prefix of
-// its path. It may import what belongs to its own entry and to lower layers: nothing above it, and nothing beside it, so
-// that the sockets (ipc) and the engine (tiers) meet in connector and tiers/peer only.
-var layers = []struct {
-	path  string
-	layer int
-}{
-	{"sidecar/cmd/lookaside", 7},
-	{"sidecar", 6},
-	{"connector", 5},
-	{"tiers/peer", 4}, // sockets and the engine meet here, too, but without clients
-	{"ipc", 3},
-	{"tiers", 3},
-	{"dax", 2},
-	{"internal/unshared", 2}, // compares the fields that clients declare
-	{"ipc/wire", 1},          // knows no engine types, nor sockets, nor memory
-	{"tiers/chunk", 1},       // names only
-	{"internal", 0},
+// layers lists every package of the module, from the bottom up. A package may import those in lower rows only: none beside it,
+// none above it. So tiers do not know each other, the sockets (ipc) and the engine meet in connector and tiers/peer only, and
+// nothing that runs in a sidecar imports a bench.
+var layers = [][]string{
+	{
+		"dax",              // memory, and the only unsafe
+		"ipc/wire",         // messages; knows no engine types, nor sockets, nor memory
+		"tiers",            // the words and the contract of a tier
+		"tiers/serde",      // bytes to bytes
+		"tiers/vfs",        // file operations
+		"sidecar/vllm",     // vLLM's hashes
+		"internal/lmcache", // the converter of configurations imports nothing of ours
+		"internal/freeport", "internal/leak", "internal/lint", "internal/bench/zmqecho",
+	},
+	{
+		"dax/memcopy",
+		"ipc", "ipc/client", "internal/unshared",
+		"tiers/policy", "tiers/slab/media", "tiers/tiertest", "tiers/vfs/vfstest", "tiers/remote", "tiers/faults",
+	},
+	{"tiers/engine", "tiers/daxtier/mapped", "internal/simulate"},
+	{"tiers/slab", "tiers/stack", "tiers/peer"},
+	{"tiers/daxtier", "connector"},
+	{
+		"sidecar",
+		"internal/bench/daxbench", "internal/bench/diskbench", "internal/bench/enginebench", "internal/bench/peerbench", "internal/bench/redisbench",
+	},
+	{"sidecar/cmd/lookaside", "internal/soak"},
 }
 
 type pkg struct {
@@ -83,32 +92,32 @@ func packages(t *testing.T) []pkg {
 	}
 }
 
-// entryOf returns the entry that a package belongs to and its layer; "" where no entry names it.
-func entryOf(rel string) (entry string, layer int) {
-	for _, l := range layers {
-		if under(rel, l.path) && len(l.path) > len(entry) {
-			entry, layer = l.path, l.layer
-		}
-	}
-	return entry, layer
-}
-
+// TestImportsPointDown reads the imports of every package, but not those of its tests.
 func TestImportsPointDown(t *testing.T) {
 	t.Parallel()
+	row := map[string]int{}
+	for i, names := range layers {
+		for _, name := range names {
+			row[name] = i
+		}
+	}
+	there := map[string]bool{}
 	for _, p := range packages(t) {
-		entry, layer := entryOf(p.rel())
-		if entry == "" {
+		there[p.rel()] = true
+		mine, ok := row[p.rel()]
+		if !ok {
 			t.Errorf("%s is in no layer: name it in this test", p.ImportPath)
 			continue
 		}
 		for _, imported := range p.Imports {
-			rel, ours := strings.CutPrefix(imported, module+"/")
-			if !ours {
-				continue
-			}
-			if toEntry, toLayer := entryOf(rel); toEntry != entry && toLayer >= layer {
+			if rel, ours := strings.CutPrefix(imported, module+"/"); ours && row[rel] >= mine {
 				t.Errorf("%s imports %s, which is above it or beside it", p.rel(), rel)
 			}
+		}
+	}
+	for name := range row {
+		if !there[name] {
+			t.Errorf("%s has a layer, but does not exist", name)
 		}
 	}
 }

@@ -16,9 +16,10 @@ import (
 
 	"lookaside/internal/leak"
 	"lookaside/tiers"
-	"lookaside/tiers/disk"
+	"lookaside/tiers/slab"
 	"lookaside/tiers/tiertest"
 	"lookaside/tiers/vfs"
+	"lookaside/tiers/vfs/vfstest"
 )
 
 var (
@@ -124,13 +125,13 @@ func isMissing(e error) bool   { return errors.Is(e, tiers.ErrNotFound) }
 func isCorrupt(err error) bool { return errors.Is(err, tiers.ErrCorrupt) }
 
 // options are of a store of slabs of 4 MiB.
-func options(dir string, capacity int64) disk.Options {
-	return disk.Options{Dirs: []string{dir}, CapacityBytes: capacity, SlabBytes: 4 << 20, RetryEvery: 20 * time.Millisecond}
+func options(dir string, capacity int64) slab.Options {
+	return slab.Options{Dirs: []string{dir}, CapacityBytes: capacity, SlabBytes: 4 << 20, RetryEvery: 20 * time.Millisecond}
 }
 
-func open(t *testing.T, o disk.Options) *disk.Disk {
+func open(t *testing.T, o slab.Options) *slab.Disk {
 	t.Helper()
-	d, err := disk.Open(o)
+	d, err := slab.Open(o)
 	ok(t, err)
 	t.Cleanup(func() { _ = d.Close() })
 	return d
@@ -153,7 +154,7 @@ func recovers(t *testing.T, tier tiers.Tier, capacity int64) {
 // checkClean verifies a store offline.
 func checkClean(t *testing.T, fsys vfs.FS, dir string) {
 	t.Helper()
-	r, err := disk.Check(t.Context(), disk.CheckOptions{FS: fsys, Dirs: []string{dir}})
+	r, err := slab.Check(t.Context(), slab.CheckOptions{FS: fsys, Dirs: []string{dir}})
 	if err != nil || r.Bad() > 0 {
 		t.Fatalf("check of %s: %v, %+v", dir, err, r)
 	}
@@ -163,24 +164,24 @@ func checkClean(t *testing.T, fsys vfs.FS, dir string) {
 func TestMediaThatLie(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
-		kinds vfs.Op
-		fault vfs.Fault
+		kinds vfstest.Op
+		fault vfstest.Fault
 		stays bool
 	}{
-		"write torn":                 {vfs.OpWrite, vfs.Fault{Torn: true}, false},
-		"write torn, failing":        {vfs.OpWrite, vfs.Fault{Torn: true, Err: syscall.ENOSPC}, false},
-		"write flipped":              {vfs.OpWrite, vfs.Fault{Flip: 12345}, false},
-		"write misdirected":          {vfs.OpWrite, vfs.Fault{Shift: 4096}, false},
-		"write misdirected far":      {vfs.OpWrite, vfs.Fault{Shift: -128 << 10}, false},
-		"read flipped":               {vfs.OpRead, vfs.Fault{Flip: 12345}, false},
-		"read misdirected":           {vfs.OpRead, vfs.Fault{Shift: 4096}, false},
-		"no space from then on":      {vfs.OpWrite | vfs.OpAllocate, vfs.Fault{Err: syscall.ENOSPC}, true},
-		"read-only from then on":     {vfs.OpChange, vfs.Fault{Err: syscall.EROFS}, true},
-		"unreadable from then on":    {vfs.OpRead, vfs.Fault{Err: syscall.EIO}, true},
-		"syncs fail from then on":    {vfs.OpSync, vfs.Fault{Err: syscall.EIO}, true},
-		"writes flip from then on":   {vfs.OpWrite, vfs.Fault{Flip: 777}, true},
-		"reads stray from then on":   {vfs.OpRead, vfs.Fault{Shift: 8192}, true},
-		"nothing works from then on": {vfs.OpAny, vfs.Fault{Err: syscall.EIO}, true},
+		"write torn":                 {vfstest.OpWrite, vfstest.Fault{Torn: true}, false},
+		"write torn, failing":        {vfstest.OpWrite, vfstest.Fault{Torn: true, Err: syscall.ENOSPC}, false},
+		"write flipped":              {vfstest.OpWrite, vfstest.Fault{Flip: 12345}, false},
+		"write misdirected":          {vfstest.OpWrite, vfstest.Fault{Shift: 4096}, false},
+		"write misdirected far":      {vfstest.OpWrite, vfstest.Fault{Shift: -128 << 10}, false},
+		"read flipped":               {vfstest.OpRead, vfstest.Fault{Flip: 12345}, false},
+		"read misdirected":           {vfstest.OpRead, vfstest.Fault{Shift: 4096}, false},
+		"no space from then on":      {vfstest.OpWrite | vfstest.OpAllocate, vfstest.Fault{Err: syscall.ENOSPC}, true},
+		"read-only from then on":     {vfstest.OpChange, vfstest.Fault{Err: syscall.EROFS}, true},
+		"unreadable from then on":    {vfstest.OpRead, vfstest.Fault{Err: syscall.EIO}, true},
+		"syncs fail from then on":    {vfstest.OpSync, vfstest.Fault{Err: syscall.EIO}, true},
+		"writes flip from then on":   {vfstest.OpWrite, vfstest.Fault{Flip: 777}, true},
+		"reads stray from then on":   {vfstest.OpRead, vfstest.Fault{Shift: 8192}, true},
+		"nothing works from then on": {vfstest.OpAny, vfstest.Fault{Err: syscall.EIO}, true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -189,12 +190,12 @@ func TestMediaThatLie(t *testing.T) {
 				if n > 0 && *roundsFlag < 3 {
 					n = 6*n - int64(*seedFlag%6)
 				}
-				counter := &vfs.Counter{Kinds: c.kinds, N: n, Fault: c.fault, Stays: c.stays}
+				counter := &vfstest.Counter{Kinds: c.kinds, N: n, Fault: c.fault, Stays: c.stays}
 				opts := options("/d", 16<<20)
-				opts.FS = vfs.Faulty(vfs.NewMem(), counter.Inject)
+				opts.FS = vfstest.Faulty(vfstest.NewMem(), counter.Inject)
 				opts.RetryEvery = time.Millisecond
 				return &tiertest.Medium{Open: func() (tiers.Tier, error) {
-					d, err := disk.Open(opts)
+					d, err := slab.Open(opts)
 					if err != nil {
 						return nil, err
 					}
@@ -242,7 +243,7 @@ func TestLoopDeviceTooShort(t *testing.T) {
 	ok(t, os.Truncate(backing, 64<<20))
 	m.unmount()
 	m.remount()
-	d, err := disk.Open(options(dir, 40<<20))
+	d, err := slab.Open(options(dir, 40<<20))
 	if err != nil { // of the file system, whose own blocks are lost as well
 		t.Logf("opened again: %v", err)
 		return
@@ -258,13 +259,13 @@ func TestLoopDeviceOverFull(t *testing.T) {
 	small := mount(t, "tmpfs", "tmpfs", "size=32m")
 	device, _ := loop(t, small.dir, 128<<20)
 	m := mount(t, device, "ext4", "")
-	for _, direct := range []disk.Direct{disk.DirectAuto, disk.DirectNever} {
+	for _, direct := range []slab.Direct{slab.DirectAuto, slab.DirectNever} {
 		dir := filepath.Join(m.dir, string(direct))
 		o := options(dir, 40<<20)
 		o.Direct = direct
-		d, err := disk.Open(o)
+		d, err := slab.Open(o)
 		if err != nil {
-			if direct == disk.DirectAuto {
+			if direct == slab.DirectAuto {
 				t.Fatal(err)
 			}
 			t.Logf("%s: the file system is too broken by now: %v", direct, err)
@@ -312,7 +313,7 @@ func TestFUSE(t *testing.T) {
 		t.Fatalf("%d of %d chunks without a fault", n, to-from)
 	}
 	t.Run("flip on reading", func(t *testing.T) {
-		s.set(always(vfs.OpRead, vfs.Fault{Flip: 4321}))
+		s.set(always(vfstest.OpRead, vfstest.Fault{Flip: 4321}))
 		errs := loaded(t, d, from, to)
 		s.set(nil)
 		if n := count(errs, isCorrupt); n != to-from {
@@ -324,11 +325,11 @@ func TestFUSE(t *testing.T) {
 	})
 	for _, c := range []struct {
 		name  string
-		fault vfs.Fault
-	}{{"flip on writing", vfs.Fault{Flip: 999}}, {"torn", vfs.Fault{Torn: true}}, {"misdirected", vfs.Fault{Shift: 64 << 10}}} {
+		fault vfstest.Fault
+	}{{"flip on writing", vfstest.Fault{Flip: 999}}, {"torn", vfstest.Fault{Torn: true}}, {"misdirected", vfstest.Fault{Shift: 64 << 10}}} {
 		t.Run(c.name, func(t *testing.T) {
 			from, to := some()
-			s.set(always(vfs.OpWrite, c.fault))
+			s.set(always(vfstest.OpWrite, c.fault))
 			store(t.Context(), d, from, to) // perhaps acknowledged: nobody can know
 			s.set(nil)
 			if n := count(loaded(t, d, from, to), isNil); n > 0 {
@@ -337,16 +338,16 @@ func TestFUSE(t *testing.T) {
 			recovers(t, d, 16<<20)
 		})
 	}
-	for _, op := range []vfs.Op{vfs.OpRead, vfs.OpWrite, vfs.OpSync} {
-		t.Run(map[vfs.Op]string{vfs.OpRead: "reads", vfs.OpWrite: "writes", vfs.OpSync: "syncs"}[op]+" fail", func(t *testing.T) {
+	for _, op := range []vfstest.Op{vfstest.OpRead, vfstest.OpWrite, vfstest.OpSync} {
+		t.Run(map[vfstest.Op]string{vfstest.OpRead: "reads", vfstest.OpWrite: "writes", vfstest.OpSync: "syncs"}[op]+" fail", func(t *testing.T) {
 			from, to := some()
-			if op == vfs.OpRead {
+			if op == vfstest.OpRead {
 				stored(t, d, from, to)
 			}
 			met := s.met.Load()
-			s.set(always(op, vfs.Fault{Err: syscall.EIO}))
+			s.set(always(op, vfstest.Fault{Err: syscall.EIO}))
 			errs := store(t.Context(), d, to+1000, to+1004)
-			if op == vfs.OpRead {
+			if op == vfstest.OpRead {
 				errs = loaded(t, d, from, to)
 			}
 			s.set(nil)
@@ -362,12 +363,12 @@ func TestFUSE(t *testing.T) {
 	t.Run("late", func(t *testing.T) {
 		from, to := some()
 		stored(t, d, from, to)
-		slow := func(wait func()) func(vfs.Call) vfs.Fault {
-			return func(c vfs.Call) vfs.Fault {
-				if c.Op&(vfs.OpRead|vfs.OpWrite) != 0 {
+		slow := func(wait func()) func(vfstest.Call) vfstest.Fault {
+			return func(c vfstest.Call) vfstest.Fault {
+				if c.Op&(vfstest.OpRead|vfstest.OpWrite) != 0 {
 					wait()
 				}
-				return vfs.Fault{}
+				return vfstest.Fault{}
 			}
 		}
 		stopped := make(chan struct{})
@@ -408,7 +409,7 @@ func TestFullTmpfs(t *testing.T) {
 	need(t)
 	m := mount(t, "tmpfs", "tmpfs", "size=1m")
 	dir := filepath.Join(m.dir, "kv")
-	_, err := disk.Open(options(dir, 16<<20))
+	_, err := slab.Open(options(dir, 16<<20))
 	if err == nil {
 		t.Fatal("16 MiB fit into 1")
 	}
@@ -490,7 +491,7 @@ func TestErrorsInSystemCalls(t *testing.T) {
 			if !strings.Contains(out, "failures") || strings.Contains(out, " 0 failures") {
 				t.Error("the child met no error")
 			}
-			d, err := disk.Open(options(dir, 16<<20))
+			d, err := slab.Open(options(dir, 16<<20))
 			ok(t, err)
 			loaded(t, d, 0, 80)
 			recovers(t, d, 16<<20)
@@ -501,7 +502,7 @@ func TestErrorsInSystemCalls(t *testing.T) {
 
 // child stores and loads while its system calls fail.
 func child(dir string) error {
-	d, err := disk.Open(options(dir, 16<<20))
+	d, err := slab.Open(options(dir, 16<<20))
 	if err != nil {
 		return err
 	}

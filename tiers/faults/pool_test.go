@@ -19,36 +19,36 @@ import (
 	"golang.org/x/sys/unix"
 
 	"lookaside/dax"
-	"lookaside/tiers/pool"
+	"lookaside/tiers/daxtier"
 )
 
 // The pool of DAX devices on files whose memory goes away under it.
 
 // poolOptions are of a pool of slabs of 4 MiB on one file.
-func poolOptions(dir string, sizeBytes int64) pool.Options {
-	return pool.Options{
-		Devices: []pool.DeviceSpec{{Path: filepath.Join(dir, "dax0.0"), SizeBytes: sizeBytes}}, AllowFiles: true, SlabBytes: 4 << 20, RetryEvery: 20 * time.Millisecond,
+func poolOptions(dir string, sizeBytes int64) daxtier.Options {
+	return daxtier.Options{
+		Devices: []daxtier.DeviceSpec{{Path: filepath.Join(dir, "dax0.0"), SizeBytes: sizeBytes}}, AllowFiles: true, SlabBytes: 4 << 20, RetryEvery: 20 * time.Millisecond,
 	}
 }
 
-func openPool(t *testing.T, o pool.Options) *pool.Pool {
+func openPool(t *testing.T, o daxtier.Options) *daxtier.Pool {
 	t.Helper()
-	p, err := pool.Open(o)
+	p, err := daxtier.Open(o)
 	ok(t, err)
 	t.Cleanup(func() { _ = p.Close() })
 	return p
 }
 
-func checkPool(t *testing.T, o pool.Options) {
+func checkPool(t *testing.T, o daxtier.Options) {
 	t.Helper()
-	r, err := pool.Check(t.Context(), pool.CheckOptions{Devices: []string{o.Devices[0].Path}})
+	r, err := daxtier.Check(t.Context(), daxtier.CheckOptions{Devices: []string{o.Devices[0].Path}})
 	if err != nil || r.Bad() > 0 {
 		t.Fatalf("check: %v, %+v", err, r)
 	}
 }
 
 // neitherLieNorPanic loads, and wants nothing but hits, misses and I/O errors.
-func neitherLieNorPanic(t *testing.T, p *pool.Pool, from, to int) (hits int) {
+func neitherLieNorPanic(t *testing.T, p *daxtier.Pool, from, to int) (hits int) {
 	t.Helper()
 	for i, err := range loaded(t, p, from, to) {
 		switch {
@@ -107,8 +107,8 @@ func TestPoolDeviceRemoved(t *testing.T) {
 	ok(t, unix.Stat(dir, &st))
 	// The second device stays, so that what remains of the pool can be seen.
 	o := poolOptions(dir, 16<<20)
-	o.Devices = append(o.Devices, pool.DeviceSpec{Path: filepath.Join(t.TempDir(), "dax1.0"), SizeBytes: 16 << 20})
-	p, err := pool.Open(o)
+	o.Devices = append(o.Devices, daxtier.DeviceSpec{Path: filepath.Join(t.TempDir(), "dax1.0"), SizeBytes: 16 << 20})
+	p, err := daxtier.Open(o)
 	if errors.Is(err, dax.ErrDevice) || errors.Is(err, dax.ErrUnsupported) {
 		t.Skipf("SKIPPED: a file of this FUSE cannot be mapped: %v", err)
 	}
@@ -281,7 +281,7 @@ func TestPoolLoopDeviceTooShort(t *testing.T) {
 func TestPoolFullTmpfs(t *testing.T) {
 	need(t)
 	m := mount(t, "tmpfs", "tmpfs", "size=20m")
-	if _, err := pool.Open(poolOptions(m.dir, 32<<20)); !errors.Is(err, dax.ErrNoSpace) || !strings.Contains(err.Error(), "free") {
+	if _, err := daxtier.Open(poolOptions(m.dir, 32<<20)); !errors.Is(err, dax.ErrNoSpace) || !strings.Contains(err.Error(), "free") {
 		t.Fatalf("32 MiB in 20: %v", err)
 	}
 	ok(t, os.Remove(filepath.Join(m.dir, "dax0.0")))

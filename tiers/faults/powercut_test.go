@@ -17,8 +17,8 @@ import (
 	"time"
 
 	"lookaside/tiers"
-	"lookaside/tiers/disk"
-	"lookaside/tiers/pool"
+	"lookaside/tiers/daxtier"
+	"lookaside/tiers/slab"
 	"lookaside/tiers/tiertest"
 	"lookaside/tiers/vfs"
 )
@@ -70,14 +70,14 @@ func (c *cuts) open() (tiers.Tier, error) {
 	if c.Pool {
 		o := poolOptions("", c.SizeBytes)
 		o.Devices[0].Path, o.SlabBytes = c.Path, c.SlabBytes
-		return pool.Open(o)
+		return daxtier.Open(o)
 	}
 	o := options(c.Path, c.SizeBytes)
 	o.SlabBytes = c.SlabBytes
 	if c.Buffered {
-		o.Direct = disk.DirectNever
+		o.Direct = slab.DirectNever
 	}
-	return disk.Open(o)
+	return slab.Open(o)
 }
 
 // storeUntilCut is the process that stores. It says the number of each chunk that was acknowledged, and in the end "end".

@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"lookaside/tiers/vfs"
+	"lookaside/tiers/vfs/vfstest"
 )
 
 // need skips the test where it is not root or a program is missing, and says so.
@@ -172,15 +173,15 @@ func powerCut(t *testing.T, m *mounted) {
 	m.cut = true
 }
 
-// fuseMount serves a directory under another, every read, write, sync and allocation of its files through inject (see vfs.Faulty).
-func fuseMount(t *testing.T, inject func(vfs.Call) vfs.Fault) (dir string) {
+// fuseMount serves a directory under another, every read, write, sync and allocation of its files through inject (see vfstest.Faulty).
+func fuseMount(t *testing.T, inject func(vfstest.Call) vfstest.Fault) (dir string) {
 	t.Helper()
 	under := t.TempDir()
 	dir = filepath.Join(t.TempDir(), "fuse")
 	ok(t, os.Mkdir(dir, 0o700))
 	root, err := fs.NewLoopbackRoot(under)
 	ok(t, err)
-	top := &faultyNode{root.(*fs.LoopbackNode), vfs.Faulty(vfs.OS, inject)}
+	top := &faultyNode{root.(*fs.LoopbackNode), vfstest.Faulty(vfs.OS, inject)}
 	server, err := fs.Mount(dir, top, &fs.Options{MountOptions: fuse.MountOptions{DirectMountStrict: true, DisableSplice: true, MaxWrite: 1 << 20, FsName: "faulty", Name: "faulty"}})
 	if err != nil {
 		t.Skipf("SKIPPED: cannot mount FUSE: %v", err)
@@ -285,11 +286,11 @@ func underlying(err error) error {
 
 // switchable is an injector whose fault can be changed at any time.
 type switchable struct {
-	fault atomic.Pointer[func(vfs.Call) vfs.Fault]
+	fault atomic.Pointer[func(vfstest.Call) vfstest.Fault]
 	met   atomic.Int64 // operations that a fault was put into
 }
 
-func (s *switchable) set(f func(vfs.Call) vfs.Fault) {
+func (s *switchable) set(f func(vfstest.Call) vfstest.Fault) {
 	if f == nil {
 		s.fault.Store(nil)
 		return
@@ -297,23 +298,23 @@ func (s *switchable) set(f func(vfs.Call) vfs.Fault) {
 	s.fault.Store(&f)
 }
 
-func (s *switchable) inject(c vfs.Call) vfs.Fault {
+func (s *switchable) inject(c vfstest.Call) vfstest.Fault {
 	f := s.fault.Load()
 	if f == nil {
-		return vfs.Fault{}
+		return vfstest.Fault{}
 	}
 	fault := (*f)(c)
-	if fault != (vfs.Fault{}) {
+	if fault != (vfstest.Fault{}) {
 		s.met.Add(1)
 	}
 	return fault
 }
 
 // always is a fault in every operation of some kinds.
-func always(kinds vfs.Op, f vfs.Fault) func(vfs.Call) vfs.Fault {
-	return func(c vfs.Call) vfs.Fault {
+func always(kinds vfstest.Op, f vfstest.Fault) func(vfstest.Call) vfstest.Fault {
+	return func(c vfstest.Call) vfstest.Fault {
 		if c.Op&kinds == 0 {
-			return vfs.Fault{}
+			return vfstest.Fault{}
 		}
 		return f
 	}

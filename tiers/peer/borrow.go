@@ -12,10 +12,11 @@ import (
 	"lookaside/ipc"
 	"lookaside/ipc/wire"
 	"lookaside/tiers"
+	"lookaside/tiers/engine"
 )
 
 // Loan is what a lender lets us read of one chunk, from the chunk's first page on, until Return. Peer is the generation of the lender, Region the lender's id for it.
-type Loan = tiers.Loan
+type Loan = engine.Loan
 
 // plan is which lenders are said to hold which chunks of a run.
 type plan struct {

@@ -17,7 +17,6 @@ import (
 	"lookaside/ipc"
 	"lookaside/ipc/wire"
 	"lookaside/tiers"
-	"lookaside/tiers/chunk"
 )
 
 // borrower is our side of a connection to a sidecar that lends to us. Its goroutine receives; one more tells of regions.
@@ -30,8 +29,8 @@ type borrower struct {
 	said atomic.Bool   // who we are: nothing else is sent before
 
 	// Guarded by p.mu.
-	spaces    map[chunk.Fingerprint]*declared
-	explained map[chunk.Fingerprint]chunk.Fingerprint // by a space of ours: the one of the lender's that was logged
+	spaces    map[tiers.Fingerprint]*declared
+	explained map[tiers.Fingerprint]tiers.Fingerprint // by a space of ours: the one of the lender's that was logged
 
 	// The receiver's.
 	seq   uint64
@@ -95,7 +94,7 @@ type loanReturn struct {
 func newBorrower(p *Peers, gen uint64, conn *ipc.Conn) *borrower {
 	return &borrower{
 		p: p, gen: gen, conn: conn, log: p.log.With(zap.Uint64("peer", gen), zap.Int32("pid", conn.Peer().PID)), done: make(chan struct{}),
-		spaces: map[chunk.Fingerprint]*declared{}, explained: map[chunk.Fingerprint]chunk.Fingerprint{}, bit: -1, filling: -1, regions: map[uint32]*peerRegion{},
+		spaces: map[tiers.Fingerprint]*declared{}, explained: map[tiers.Fingerprint]tiers.Fingerprint{}, bit: -1, filling: -1, regions: map[uint32]*peerRegion{},
 		newsBell: make(chan struct{}, 1), calls: map[uint32]*call{},
 	}
 }
@@ -360,7 +359,7 @@ func (b *borrower) retire(bit int) {
 }
 
 func (b *borrower) addSpace(m *wire.PeerSpace) error {
-	d := &declared{fp: chunk.Fingerprint(m.Fingerprint), fields: slices.Clone(m.Fields), g: tiers.Geometry{
+	d := &declared{fp: tiers.Fingerprint(m.Fingerprint), fields: slices.Clone(m.Fields), g: tiers.Geometry{
 		PageBytes: int64(m.PageBytes), PagesPerChunk: int(m.PagesPerChunk), PageTokens: int(m.PageTokens), DigestBytes: int(m.DigestBytes),
 	}}
 	b.p.mu.Lock()

@@ -8,11 +8,11 @@ import (
 	"github.com/cespare/xxhash/v2"
 
 	"lookaside/dax"
-	"lookaside/tiers/chunk"
+	"lookaside/tiers"
 )
 
 // hintKey is what a page goes by in hints: the XXH64 of its space's fingerprint and its digest, the lowest bit set.
-func hintKey(fp *chunk.Fingerprint, digest []byte) uint64 {
+func hintKey(fp *tiers.Fingerprint, digest []byte) uint64 {
 	var b [64]byte
 	copy(b[:32], fp[:])
 	n := copy(b[32:], digest)
@@ -43,7 +43,7 @@ type hintTable struct {
 	freed    chan struct{} // closed, and made anew, when bits become free
 
 	mask  uint64                       // bits of peers that answer
-	asked map[chunk.Fingerprint]uint64 // bits of peers that have a space
+	asked map[tiers.Fingerprint]uint64 // bits of peers that have a space
 
 	garbage []*dax.Table[hint]
 }
@@ -65,7 +65,7 @@ const (
 )
 
 func newHintTable(limitBytes int64) (*hintTable, error) {
-	t := &hintTable{most: max(minHintSlots, int(limitBytes/hintBytes)), free: ^uint64(0), freed: make(chan struct{}), asked: map[chunk.Fingerprint]uint64{}}
+	t := &hintTable{most: max(minHintSlots, int(limitBytes/hintBytes)), free: ^uint64(0), freed: make(chan struct{}), asked: map[tiers.Fingerprint]uint64{}}
 	var err error
 	t.cur, err = makeHintSlots(minHintSlots)
 	return t, err
@@ -355,7 +355,7 @@ func (t *hintTable) sweep() (more bool) {
 }
 
 // ask lets the holder of a bit be asked for pages of a space.
-func (t *hintTable) ask(bit int, fp chunk.Fingerprint) {
+func (t *hintTable) ask(bit int, fp tiers.Fingerprint) {
 	t.mu.Lock()
 	t.asked[fp] |= 1 << bit
 	t.mu.Unlock()

@@ -8,7 +8,6 @@ import (
 	"testing"
 
 	"lookaside/tiers"
-	"lookaside/tiers/chunk"
 )
 
 var (
@@ -159,7 +158,7 @@ func TestHintsAgainstModel(t *testing.T) {
 func packed(from, to int, stored bool) []byte {
 	words := make([]byte, 0, 8*(to-from))
 	for i := from; i < to; i++ {
-		k := hintKey(&chunk.Fingerprint{1}, binary.LittleEndian.AppendUint64(nil, uint64(i)))
+		k := hintKey(&tiers.Fingerprint{1}, binary.LittleEndian.AppendUint64(nil, uint64(i)))
 		if !stored {
 			k &^= 1
 		}

@@ -16,7 +16,7 @@ import (
 	"lookaside/ipc"
 	"lookaside/ipc/wire"
 	"lookaside/tiers"
-	"lookaside/tiers/chunk"
+	"lookaside/tiers/engine"
 )
 
 const (
@@ -46,12 +46,12 @@ type lender struct {
 	welcomed bool
 	regions  map[uint32]*toldRegion
 	change   chan struct{} // closed, and made anew, when regions change
-	owners   map[chunk.Fingerprint]*lentSpace
+	owners   map[tiers.Fingerprint]*lentSpace
 	loans    map[uint64]*lentSpace
 	over     bool // nothing is lent any more
 	checking bool // of what it asked for something is being checked
 	// told are the spaces as they were last told of. The sender's alone.
-	told map[chunk.Fingerprint]*declared
+	told map[tiers.Fingerprint]*declared
 
 	// The receiver's, kept so that it allocates nothing.
 	msg struct {
@@ -60,7 +60,7 @@ type lender struct {
 		release  wire.PeerRelease
 		unmapped wire.RegionUnmapped
 	}
-	extents []tiers.Extent
+	extents []engine.Extent
 	out     []byte
 }
 
@@ -68,7 +68,7 @@ type toldRegion struct{ sent, going bool }
 
 // lentSpace is a space of which something was asked for.
 type lentSpace struct {
-	owner tiers.Owner
+	owner engine.Owner
 	sp    *tiers.Space
 	g     tiers.Geometry
 	loans int
@@ -78,7 +78,7 @@ type lentSpace struct {
 func newLender(p *Peers, conn *ipc.Conn) *lender {
 	l := &lender{
 		p: p, conn: conn, done: make(chan struct{}), bell: make(chan struct{}, 1), regions: map[uint32]*toldRegion{}, change: make(chan struct{}),
-		owners: map[chunk.Fingerprint]*lentSpace{}, loans: map[uint64]*lentSpace{}, told: map[chunk.Fingerprint]*declared{},
+		owners: map[tiers.Fingerprint]*lentSpace{}, loans: map[uint64]*lentSpace{}, told: map[tiers.Fingerprint]*declared{},
 	}
 	l.visible.Store(&map[uint32]struct{}{})
 	return l
@@ -198,7 +198,7 @@ func (l *lender) lease() error {
 	m := &l.msg.lease
 	g := &l.msg.grant
 	*g = wire.PeerGrant{ID: m.ID, Extents: g.Extents[:0]}
-	fp := chunk.Fingerprint(m.Fingerprint)
+	fp := tiers.Fingerprint(m.Fingerprint)
 	if s := l.space(fp); s != nil {
 		d := s.g.DigestBytes
 		n := len(m.Hashes) / d
@@ -243,7 +243,7 @@ func (l *lender) lend(s *lentSpace, m *wire.PeerLease, g *wire.PeerGrant) error 
 	var loan uint64
 	var pages int
 	var more bool
-	var extents []tiers.Extent
+	var extents []engine.Extent
 	var err error
 	if m.Pages > 0 {
 		loan, pages, more, extents, err = l.p.cfg.Engine.LendEnds(s.owner, int(m.FirstPage), int(m.Pages), m.Hashes, sees, l.extents[:0])
@@ -297,7 +297,7 @@ func (l *lender) check(s *lentSpace, first int, hashes []byte) bool {
 }
 
 // space is what a space is known by in the engine, nil if that has no such space, or no room for one who uses it.
-func (l *lender) space(fp chunk.Fingerprint) *lentSpace {
+func (l *lender) space(fp tiers.Fingerprint) *lentSpace {
 	now := time.Now()
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -308,7 +308,7 @@ func (l *lender) space(fp chunk.Fingerprint) *lentSpace {
 	if len(l.owners) >= maxSpaces || l.over {
 		return nil
 	}
-	s := &lentSpace{owner: tiers.Owner(randomID()), used: now}
+	s := &lentSpace{owner: engine.Owner(randomID()), used: now}
 	var err error
 	if s.g, err = l.p.cfg.Engine.AddLender(s.owner, fp); err != nil {
 		return nil
@@ -473,13 +473,13 @@ func (l *lender) send(ended <-chan struct{}) {
 // sender is what send keeps.
 type sender struct {
 	l      *lender
-	feed   *tiers.Feed
+	feed   *engine.Feed
 	seq    uint64
 	begin  bool // to be said with the next pages
 	all    bool // what is held has been told once since then
 	hints  []byte
 	digest []byte
-	events []tiers.Event
+	events []engine.Event
 	out    []byte
 }
 
@@ -647,7 +647,7 @@ func (s *sender) tellPages() (more bool, err error) {
 		}
 		for d := ev.Space.Geometry.DigestBytes; len(ev.Hashes) >= d; ev.Hashes = ev.Hashes[d:] {
 			h := hintKey(fp, ev.Hashes[:d])
-			if ev.Kind == tiers.PagesRemoved {
+			if ev.Kind == engine.PagesRemoved {
 				h &^= 1
 			}
 			s.hints = binary.LittleEndian.AppendUint64(s.hints, h)

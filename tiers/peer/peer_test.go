@@ -21,6 +21,7 @@ import (
 	"lookaside/dax"
 	"lookaside/ipc/wire"
 	"lookaside/tiers"
+	"lookaside/tiers/engine"
 )
 
 func errorsIsUnmapped(err error) bool { return errors.Is(err, errUnmapped) }
@@ -165,7 +166,7 @@ func TestRestoredIsCheckedFirst(t *testing.T) {
 	hold := make(chan struct{})
 	verified := atomic.Int32{}
 	a = newSide(t, dir, "a", sideOptions{config: func(c *Config) {
-		c.Verify = func(ctx context.Context, o tiers.Owner, run tiers.Run) error {
+		c.Verify = func(ctx context.Context, o engine.Owner, run tiers.Run) error {
 			verified.Add(1)
 			select {
 			case <-hold:
@@ -190,14 +191,14 @@ func TestRestoredIsCheckedFirst(t *testing.T) {
 	r, err := dax.Create(dax.Options{Kind: dax.KindMemfd, SizeBytes: chunks * 4 * pageSize})
 	check(t, err)
 	a.memory[region] = r
-	check(t, a.e.AddCarvedRegion(region, sp.Geometry, chunks, tiers.Placement{Stride: 4 * pageSize}))
+	check(t, a.e.AddCarvedRegion(region, sp.Geometry, chunks, engine.Placement{Stride: 4 * pageSize}))
 	id := a.e.Spaces()[0].ID
 	for i := range chunks {
 		of := run(sp, hashes).Chunk(i)
 		for page := range 4 {
 			pattern(r.Bytes()[(4*i+page)*pageSize:][:pageSize], sp, of.Hashes[page*32:(page+1)*32])
 		}
-		check(t, a.e.Restore(region, []tiers.Restored{{Slot: uint32(i), Space: id, First: 4 * i, Pages: 4, Prev: of.Prev, Hashes: of.Hashes, Order: uint64(i), Unverified: true}}))
+		check(t, a.e.Restore(region, []engine.Restored{{Slot: uint32(i), Space: id, First: 4 * i, Pages: 4, Prev: of.Prev, Hashes: of.Hashes, Order: uint64(i), Unverified: true}}))
 	}
 	r.Bytes()[rotten*4*pageSize]++
 	a.e.EndRestore()
@@ -619,7 +620,7 @@ func TestBorrowFromTheMiddle(t *testing.T) {
 func TestLeaveAtOnce(t *testing.T) {
 	dir := peerDir(t)
 	a := newSide(t, dir, "a", sideOptions{})
-	e, err := tiers.New(tiers.Config{JournalBytes: 1 << 20})
+	e, err := engine.New(engine.Config{JournalBytes: 1 << 20})
 	check(t, err)
 	defer e.Close()
 	for i := range 200 {

@@ -17,7 +17,7 @@ import (
 	"lookaside/ipc"
 	"lookaside/ipc/wire"
 	"lookaside/tiers"
-	"lookaside/tiers/chunk"
+	"lookaside/tiers/engine"
 )
 
 // Errors that are wrapped.
@@ -54,7 +54,7 @@ type Config struct {
 	// Generation of this run of the sidecar, random, not 0.
 	Generation uint64
 	// Engine is the own one, that others borrow from. Its Config.JournalBytes must not be 0.
-	Engine *tiers.Engine
+	Engine *engine.Engine
 	// Log. Default: nothing.
 	Log *zap.Logger
 	// HintsLimitBytes bounds the memory of the hints; while their table grows it may take half as much again. Default 512 MiB.
@@ -64,7 +64,7 @@ type Config struct {
 	// CallPatience is how long a lender's answer is waited for. Default 250 ms.
 	CallPatience time.Duration
 	// Verify has checked what the engine restored of a run and nobody has checked since, which others want lent. It returns when that is done, or ctx is. May be nil: nothing such is ever lent.
-	Verify func(ctx context.Context, o tiers.Owner, run tiers.Run) error
+	Verify func(ctx context.Context, o engine.Owner, run tiers.Run) error
 
 	// OnRegion is told of a lender's region. Nothing in it is lent to us until it has returned; an error means that nothing ever is. The descriptor is read-only where
 	// that can be had, and stays open until OnRegionGone has returned for it. May be nil, as the next two.
@@ -119,7 +119,7 @@ type Peers struct {
 	lenders   map[*lender]struct{}  // borrowers that are connected to us
 	regions   map[uint32]*ownRegion // of the own arena
 	order     []uint32              // their ids, in the order they came
-	spaces    map[chunk.Fingerprint]*declared
+	spaces    map[tiers.Fingerprint]*declared
 	dir       *ipc.PeerDir
 	listening *ipc.Listener
 	rates     rates
@@ -169,7 +169,7 @@ func Start(cfg Config) (*Peers, error) {
 	}
 	p := &Peers{
 		cfg: cfg, log: cfg.Log, hints: hints, upkeep: make(chan struct{}, 1), peers: map[uint64]*borrower{}, troubles: map[uint64]trouble{},
-		lenders: map[*lender]struct{}{}, regions: map[uint32]*ownRegion{}, spaces: map[chunk.Fingerprint]*declared{},
+		lenders: map[*lender]struct{}{}, regions: map[uint32]*ownRegion{}, spaces: map[tiers.Fingerprint]*declared{},
 	}
 	p.rates.at = time.Now()
 	p.ctx, p.cancel = context.WithCancel(context.Background())

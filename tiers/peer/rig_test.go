@@ -21,7 +21,7 @@ import (
 	"lookaside/dax"
 	"lookaside/ipc/wire"
 	"lookaside/tiers"
-	"lookaside/tiers/chunk"
+	"lookaside/tiers/engine"
 )
 
 const (
@@ -35,7 +35,7 @@ func geometry(ppc int) tiers.Geometry {
 
 func space(name string, ppc int) *tiers.Space {
 	g := geometry(ppc)
-	return &tiers.Space{Fingerprint: chunk.FingerprintOf(fmt.Append(nil, name, g)), Geometry: g}
+	return &tiers.Space{Fingerprint: tiers.FingerprintOf(fmt.Append(nil, name, g)), Geometry: g}
 }
 
 // prefix is the digests of a sequence of pages, each named by all before it.
@@ -73,9 +73,9 @@ type side struct {
 	name   string
 	dir    string
 	gen    uint64
-	e      *tiers.Engine
+	e      *engine.Engine
 	p      *Peers
-	spaces map[*tiers.Space]tiers.Owner
+	spaces map[*tiers.Space]engine.Owner
 	memory map[uint32]*dax.Region
 
 	mu     sync.Mutex
@@ -127,7 +127,7 @@ func newSide(t testing.TB, dir, name string, o sideOptions) *side {
 	generations.Lock()
 	generations.n++
 	s := &side{
-		t: t, name: name, dir: dir, gen: generations.n, spaces: map[*tiers.Space]tiers.Owner{}, memory: map[uint32]*dax.Region{}, mapped: map[regionID]*mapping{}, gone: map[uint64]int{},
+		t: t, name: name, dir: dir, gen: generations.n, spaces: map[*tiers.Space]engine.Owner{}, memory: map[uint32]*dax.Region{}, mapped: map[regionID]*mapping{}, gone: map[uint64]int{},
 	}
 	generations.Unlock()
 	if o.bytes == 0 {
@@ -140,7 +140,7 @@ func newSide(t testing.TB, dir, name string, o sideOptions) *side {
 		o.share = 1
 	}
 	var err error
-	s.e, err = tiers.New(tiers.Config{OwnerShare: o.share, JournalBytes: 1 << 20, MaxSpaces: 8})
+	s.e, err = engine.New(engine.Config{OwnerShare: o.share, JournalBytes: 1 << 20, MaxSpaces: 8})
 	check(t, err)
 	cfg := Config{
 		Dir: dir, Generation: s.gen, Engine: s.e, Log: o.log, HintsLimitBytes: o.limit, OnRegion: s.onRegion, OnRegionGone: s.onRegionGone, OnGone: s.onGone,
@@ -259,14 +259,14 @@ func (s *side) onGone(peer uint64) {
 }
 
 // open is the owner that stores in a space.
-func (s *side) open(sp *tiers.Space, fields ...wire.Field) tiers.Owner {
+func (s *side) open(sp *tiers.Space, fields ...wire.Field) engine.Owner {
 	s.t.Helper()
 	if o, ok := s.spaces[sp]; ok {
 		return o
 	}
 	id, err := s.e.OpenSpace(sp.Fingerprint, sp.Geometry)
 	check(s.t, err)
-	o := tiers.Owner(len(s.spaces) + 1)
+	o := engine.Owner(len(s.spaces) + 1)
 	check(s.t, s.e.AddOwner(o, id))
 	s.spaces[sp] = o
 	if len(fields) > 0 {

@@ -12,12 +12,11 @@ import (
 	"lookaside/internal/unshared"
 	"lookaside/ipc/wire"
 	"lookaside/tiers"
-	"lookaside/tiers/chunk"
 )
 
 // declared is what is known of a space. It does not change.
 type declared struct {
-	fp     chunk.Fingerprint
+	fp     tiers.Fingerprint
 	g      tiers.Geometry // PageTokens 0: not known
 	fields []wire.Field   // by rising key; none: not known
 }
@@ -59,7 +58,7 @@ func (d *declared) declaration() *unshared.Space {
 
 // An Accident is a space of ours and one of a lender's that differ only as users make them differ by accident.
 type Accident struct {
-	Ours, Theirs chunk.Fingerprint
+	Ours, Theirs tiers.Fingerprint
 	PID          int32 // the lender's
 	Causes       []unshared.Cause
 }

@@ -22,7 +22,6 @@ import (
 	"time"
 
 	"lookaside/tiers"
-	"lookaside/tiers/chunk"
 	"lookaside/tiers/tiertest"
 )
 
@@ -155,7 +154,7 @@ func TestDeadlines(t *testing.T) {
 			"Load":     func(ctx context.Context) error { return load(ctx, tier, tr) },
 			"Store":    func(ctx context.Context) error { return store(ctx, tier, tr) },
 			"Drop":     func(ctx context.Context) error { return tier.Drop(ctx, tr.Run) },
-			"Clear":    func(ctx context.Context) error { _, err := tier.Clear(ctx, chunk.Fingerprint{}); return err },
+			"Clear":    func(ctx context.Context) error { _, err := tier.Clear(ctx, tiers.Fingerprint{}); return err },
 			"Check":    tier.Check,
 		} {
 			ctx, cancel := context.WithTimeoutCause(t.Context(), 60*time.Millisecond, cause)
@@ -586,7 +585,7 @@ func TestRedisVanishing(t *testing.T) {
 		if err := tier.Drop(ctx, tr.Run); err != nil {
 			t.Errorf("%s: Drop: %v", name, err)
 		}
-		if _, err := tier.Clear(ctx, chunk.Fingerprint{}); err != nil {
+		if _, err := tier.Clear(ctx, tiers.Fingerprint{}); err != nil {
 			t.Errorf("%s: Clear: %v", name, err)
 		}
 		if left := c.Keys(ctx, "*").Val(); len(left) > 0 {
@@ -786,7 +785,7 @@ func TestPrefixes(t *testing.T) {
 			ts = append(ts, tier)
 		}
 		for i, tier := range ts {
-			if n, err := tier.Clear(t.Context(), chunk.Fingerprint{}); n != 1 || err != nil {
+			if n, err := tier.Clear(t.Context(), tiers.Fingerprint{}); n != 1 || err != nil {
 				t.Errorf("%s: Clear: %d, %v", tier.detail, n, err)
 			}
 			for j, other := range ts {

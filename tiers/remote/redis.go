@@ -20,7 +20,6 @@ import (
 	"github.com/redis/go-redis/v9/maintnotifications"
 
 	"lookaside/tiers"
-	"lookaside/tiers/chunk"
 )
 
 // An object in Redis is several keys: PREFIX/SPACE/FIRST/{LAST}-PAGES has the header, and the same with /0, /1, … behind it the encoded pages in parts. The braces make
@@ -597,9 +596,9 @@ func (r *redisObjects) remove(ctx context.Context, names []name) error {
 	return err
 }
 
-func (r *redisObjects) clear(ctx context.Context, fp chunk.Fingerprint) (int, error) {
+func (r *redisObjects) clear(ctx context.Context, fp tiers.Fingerprint) (int, error) {
 	prefix := r.o.Prefix + "/"
-	if fp != (chunk.Fingerprint{}) {
+	if fp != (tiers.Fingerprint{}) {
 		prefix += fp.String() + "/"
 	}
 	n := 0

@@ -21,7 +21,6 @@ import (
 	"github.com/minio/minio-go/v7/pkg/credentials"
 
 	"lookaside/tiers"
-	"lookaside/tiers/chunk"
 	"lookaside/tiers/serde"
 )
 
@@ -455,9 +454,9 @@ func (s *s3Objects) remove(ctx context.Context, names []name) error {
 	return firstOf(errs)
 }
 
-func (s *s3Objects) clear(ctx context.Context, fp chunk.Fingerprint) (n int, err error) {
+func (s *s3Objects) clear(ctx context.Context, fp tiers.Fingerprint) (n int, err error) {
 	prefix := s.o.Prefix + "/"
-	if fp != (chunk.Fingerprint{}) {
+	if fp != (tiers.Fingerprint{}) {
 		prefix += fp.String() + "/"
 	}
 	end, err := s.turn(ctx)

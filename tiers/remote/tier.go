@@ -12,7 +12,6 @@ import (
 	"time"
 
 	"lookaside/tiers"
-	"lookaside/tiers/chunk"
 	"lookaside/tiers/serde"
 )
 
@@ -55,7 +54,7 @@ type objects interface {
 	// remove removes objects, there or not.
 	remove(ctx context.Context, names []name) error
 	// clear removes all objects of a space, or with the zero Fingerprint all, and counts them.
-	clear(ctx context.Context, fp chunk.Fingerprint) (int, error)
+	clear(ctx context.Context, fp tiers.Fingerprint) (int, error)
 	check(ctx context.Context) error
 	// explain makes of a failure what an operator can read: what to do about it, and no secrets.
 	explain(err error) error
@@ -412,7 +411,7 @@ func (t *Tier) drop(ctx context.Context, run tiers.Run) error {
 }
 
 // Clear implements tiers.Tier.
-func (t *Tier) Clear(ctx context.Context, fp chunk.Fingerprint) (int, error) {
+func (t *Tier) Clear(ctx context.Context, fp tiers.Fingerprint) (int, error) {
 	ctx, end, err := t.begin(ctx)
 	if err != nil {
 		return 0, err

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"lookaside/tiers"
+	"lookaside/tiers/engine"
 )
 
 // beginStore waits until nobody wants the tier to be left alone, and says that something is being stored in it from now on. false: the Stack is closed.
@@ -34,7 +35,7 @@ func (s *Stack) endStore(t *tier) {
 
 // storeWorker writes what the engine has queued for a tier.
 func (s *Stack) storeWorker(t *tier) {
-	var items []tiers.CascadeItem
+	var items []engine.CascadeItem
 	var buf []byte
 	for {
 		if wait := t.breaker.wait(); wait > 0 {
@@ -76,7 +77,7 @@ func (s *Stack) storeWorker(t *tier) {
 }
 
 // store writes a batch of the arena's chunks to a tier. What fails is tried once more, then left to its next use.
-func (s *Stack) store(t *tier, items []tiers.CascadeItem) (v verdict) {
+func (s *Stack) store(t *tier, items []engine.CascadeItem) (v verdict) {
 	if items = s.recheckItems(s.verifyItems(items)); len(items) == 0 {
 		return neither
 	}

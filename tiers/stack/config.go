@@ -8,6 +8,7 @@ import (
 	"go.uber.org/zap"
 
 	"lookaside/tiers"
+	"lookaside/tiers/engine"
 )
 
 // Mode says which hits in tiers are promoted.
@@ -45,7 +46,7 @@ const (
 // Config is what a Stack works with. Engine, Arena and, if there are tiers or peers, Bell are required; other zero fields take the stated default.
 type Config struct {
 	// Engine is told of the tiers by [Admissions] and of the Bell by [Bell.Ring], when it is made.
-	Engine *tiers.Engine
+	Engine *engine.Engine
 	Bell   *Bell
 	// Arena is the memory of a region, for its whole length.
 	Arena func(region uint32) []byte
@@ -64,16 +65,16 @@ type Config struct {
 	// BounceBytes is the size of the buffer for chunks on their way from one tier to another, at least one chunk. Each such tier has one, and each
 	// Move. Default 64 MiB.
 	BounceBytes int64
-	// Verify, if given, checks the bytes of restored chunks, of one call in their order, and says of each what it found (tiers.Engine.EndVerify) before it returns. It may be called
+	// Verify, if given, checks the bytes of restored chunks, of one call in their order, and says of each what it found (engine.Engine.EndVerify) before it returns. It may be called
 	// from several goroutines, never for one chunk at the same time, and calls nothing of the Stack. ctx ends with the Stack. Default: there are none that need it.
-	Verify func(ctx context.Context, chunks []tiers.Verification)
+	Verify func(ctx context.Context, chunks []engine.Verification)
 	// PatrolBytes is how many bytes of the arena are read at most in a second, to find those that have changed since they were committed. 0: nobody looks, also not before a chunk is written to a tier.
 	PatrolBytes int64
 	// PatrolEvery is how long one walk over the arena takes at least. Default 10 min.
 	PatrolEvery time.Duration
 	// Recheck, if given, compares a chunk with the checksum that something else has of it: known says that there is one. An error that wraps tiers.ErrCorrupt says that it has changed, another that it
-	// cannot be read. Nobody has a lease on the chunk. Default: the engine has the checksums (tiers.Config.Sums).
-	Recheck func(v *tiers.Verification) (known bool, err error)
+	// cannot be read. Nobody has a lease on the chunk. Default: the engine has the checksums (engine.Config.Sums).
+	Recheck func(v *engine.Verification) (known bool, err error)
 	// Peers, if given, has other sidecars' chunks leased, and is asked before all tiers. The engine must have ForeignSlots, and Bell.Ring for its Wake; its CopyAfter says what is copied into the arena. Default: there are none.
 	Peers Peers
 	// Linger is how long a chunk that was leased from a peer is kept when nobody uses it. Default 2 s.
@@ -94,8 +95,8 @@ type Config struct {
 type TierConfig struct {
 	Name  string // unique, not "arena"
 	Tier  tiers.Tier
-	Admit tiers.Admission // what is written to it
-	Queue int             // chunks that may wait to be written to it; default as in tiers.TierAdmission
+	Admit engine.Admission // what is written to it
+	Queue int              // chunks that may wait to be written to it; default as in engine.TierAdmission
 
 	LookupWorkers int           // lookups of it at one time, if it is not Local. Default 4
 	LoadWorkers   int           // calls of Load at one time. Default 2
@@ -135,8 +136,8 @@ func (c *Config) validate() error {
 	if c.Promote > PromoteNever || c.LookupDeadline < 0 || c.MaxPending < 0 || c.MaxPendingBytes < 0 || c.BounceBytes < 0 || c.Linger < 0 || c.BorrowTimeout < 0 || c.PatrolBytes < 0 || c.PatrolEvery < 0 || c.LongChunks < 0 {
 		return fmt.Errorf("%w: a limit of the stack is negative", tiers.ErrInvalid)
 	}
-	if len(c.Tiers) > tiers.MaxTiers {
-		return fmt.Errorf("%w: %d tiers, at most %d", tiers.ErrInvalid, len(c.Tiers), tiers.MaxTiers)
+	if len(c.Tiers) > engine.MaxTiers {
+		return fmt.Errorf("%w: %d tiers, at most %d", tiers.ErrInvalid, len(c.Tiers), engine.MaxTiers)
 	}
 	names := map[string]bool{"": true, arenaName: true}
 	for i := range c.Tiers {
@@ -162,12 +163,12 @@ func (c *Config) validate() error {
 
 // Admissions is what an engine is to be told of tiers. One that admits what is evicted from a tier above that names its victims gets that from
 // there, not from the arena.
-func Admissions(list []TierConfig) []tiers.TierAdmission {
-	out := make([]tiers.TierAdmission, len(list))
+func Admissions(list []TierConfig) []engine.TierAdmission {
+	out := make([]engine.TierAdmission, len(list))
 	for i, t := range list {
-		out[i] = tiers.TierAdmission{Admit: t.Admit, Queue: t.Queue}
+		out[i] = engine.TierAdmission{Admit: t.Admit, Queue: t.Queue}
 		if victims(list, i) != nil {
-			out[i].Admit = tiers.AdmitNever
+			out[i].Admit = engine.AdmitNever
 		}
 	}
 	return out
@@ -175,16 +176,16 @@ func Admissions(list []TierConfig) []tiers.TierAdmission {
 
 // victims is the tier above tier i if tier i is to be given its victims.
 func victims(list []TierConfig, i int) tiers.Victims {
-	if i == 0 || list[i].Admit != tiers.AdmitEvicted {
+	if i == 0 || list[i].Admit != engine.AdmitEvicted {
 		return nil
 	}
 	v, _ := list[i-1].Tier.(tiers.Victims)
 	return v
 }
 
-// Bell is how the engine says that a tier has something to be written, or that something is to be returned to peers, or copied from them: give Ring to it as tiers.Config.Wake.
+// Bell is how the engine says that a tier has something to be written, or that something is to be returned to peers, or copied from them: give Ring to it as engine.Config.Wake.
 type Bell struct {
-	tiers   [tiers.MaxTiers]chan struct{}
+	tiers   [engine.MaxTiers]chan struct{}
 	returns chan struct{}
 	copies  chan struct{}
 }

@@ -8,7 +8,7 @@ import (
 	"time"
 
 	"lookaside/tiers"
-	"lookaside/tiers/chunk"
+	"lookaside/tiers/engine"
 )
 
 // firstOwner is the first of the owners in whose names the Stack itself leases: one for each call, for its time.
@@ -18,12 +18,12 @@ const firstOwner = math.MaxUint64 >> 1 &^ 0xFFFFFFFF
 const window = 64
 
 // asOwner calls f with an owner of a space that lives as long.
-func (s *Stack) asOwner(id tiers.SpaceID, f func(o tiers.Owner, sp *tiers.Space) error) error {
+func (s *Stack) asOwner(id engine.SpaceID, f func(o engine.Owner, sp *tiers.Space) error) error {
 	sp := s.space(id)
 	if sp == nil {
 		return fmt.Errorf("%w: space %d", tiers.ErrNotFound, id)
 	}
-	o := tiers.Owner(firstOwner + s.owners.Add(1)%(1<<32))
+	o := engine.Owner(firstOwner + s.owners.Add(1)%(1<<32))
 	if err := s.engine.AddArenaOwner(o, id); err != nil {
 		return err
 	}
@@ -34,8 +34,8 @@ func (s *Stack) asOwner(id tiers.SpaceID, f func(o tiers.Owner, sp *tiers.Space)
 // answer is an Asker that waits.
 type answer chan int
 
-func (answer) LookupPending(tiers.Owner, uint64, int, time.Duration) {}
-func (a answer) LookupAnswered(x Answer)                             { a <- x.Pages }
+func (answer) LookupPending(engine.Owner, uint64, int, time.Duration) {}
+func (a answer) LookupAnswered(x Answer)                              { a <- x.Pages }
 
 // windows calls f with a prefix piece by piece, until it does less than it was given or fails. It answers the pages that f did.
 func windows(sp *tiers.Space, hashes []byte, f func(run tiers.Run) (int, error)) (pages int, err error) {
@@ -57,8 +57,8 @@ func windows(sp *tiers.Space, hashes []byte, f func(run tiers.Run) (int, error))
 
 // Prefetch brings a prefix into the arena, as far as some tier has it and there is room, and answers how many pages of it the arena had at the end or in
 // between. Nothing of it stays leased.
-func (s *Stack) Prefetch(ctx context.Context, id tiers.SpaceID, hashes []byte) (pages int, err error) {
-	err = s.asOwner(id, func(o tiers.Owner, sp *tiers.Space) error {
+func (s *Stack) Prefetch(ctx context.Context, id engine.SpaceID, hashes []byte) (pages int, err error) {
+	err = s.asOwner(id, func(o engine.Owner, sp *tiers.Space) error {
 		pages, err = windows(sp, hashes, func(run tiers.Run) (int, error) { return s.fetch(ctx, o, id, run) })
 		return err
 	})
@@ -66,7 +66,7 @@ func (s *Stack) Prefetch(ctx context.Context, id tiers.SpaceID, hashes []byte) (
 }
 
 // fetch brings a run into the arena.
-func (s *Stack) fetch(ctx context.Context, o tiers.Owner, id tiers.SpaceID, run tiers.Run) (pages int, err error) {
+func (s *Stack) fetch(ctx context.Context, o engine.Owner, id engine.SpaceID, run tiers.Run) (pages int, err error) {
 	if ctx.Err() != nil {
 		return 0, context.Cause(ctx)
 	}
@@ -105,7 +105,7 @@ func (s *Stack) probeTier(r *request) {
 	}
 	s.wg.Go(func() {
 		defer s.probe.Store(false)
-		_ = s.asOwner(id, func(o tiers.Owner, _ *tiers.Space) error {
+		_ = s.asOwner(id, func(o engine.Owner, _ *tiers.Space) error {
 			_, err := s.fetch(s.ctx, o, id, run)
 			return err
 		})
@@ -130,7 +130,7 @@ func (s *Stack) tierNamed(name string) (*tier, error) {
 
 // Move copies a prefix from one tier to another, either of which may be "arena", as far as the first has it without a gap and the second has room, and
 // unless keep drops it from the first. It answers how many pages arrived.
-func (s *Stack) Move(ctx context.Context, id tiers.SpaceID, hashes []byte, from, to string, keep bool) (pages int, err error) {
+func (s *Stack) Move(ctx context.Context, id engine.SpaceID, hashes []byte, from, to string, keep bool) (pages int, err error) {
 	src, err := s.tierNamed(from)
 	if err != nil {
 		return 0, err
@@ -143,7 +143,7 @@ func (s *Stack) Move(ctx context.Context, id tiers.SpaceID, hashes []byte, from,
 		return 0, fmt.Errorf("%w: %q is where it is to be moved from", tiers.ErrInvalid, to)
 	}
 	var bounce []byte
-	err = s.asOwner(id, func(o tiers.Owner, sp *tiers.Space) error {
+	err = s.asOwner(id, func(o engine.Owner, sp *tiers.Space) error {
 		pages, err = windows(sp, hashes, func(run tiers.Run) (n int, err error) {
 			if ctx.Err() != nil {
 				return 0, context.Cause(ctx)
@@ -178,7 +178,7 @@ func (s *Stack) Move(ctx context.Context, id tiers.SpaceID, hashes []byte, from,
 }
 
 // putDown stores what the arena has of a run in a tier.
-func (s *Stack) putDown(ctx context.Context, o tiers.Owner, run tiers.Run, to *tier) (pages int, err error) {
+func (s *Stack) putDown(ctx context.Context, o engine.Owner, run tiers.Run, to *tier) (pages int, err error) {
 	if err := s.VerifyRun(ctx, o, run); err != nil {
 		return 0, err
 	}
@@ -286,7 +286,7 @@ type Cleared struct {
 
 // Clear forgets a space, or with the zero Fingerprint everything, in the tier of that name ("arena" for the arena), or with no name in all of them. What is
 // on its way from one to another is forgotten as well. Tiers whose Clear fails are in the answer with their error; ErrNotFound: there is no such tier.
-func (s *Stack) Clear(ctx context.Context, fp chunk.Fingerprint, name string) (out []Cleared, err error) {
+func (s *Stack) Clear(ctx context.Context, fp tiers.Fingerprint, name string) (out []Cleared, err error) {
 	return s.everywhere(ctx, name,
 		func() (int, error) { return s.clearArena(fp) },
 		func(t *tier) (int, error) { return t.Tier.Clear(ctx, fp) })
@@ -294,7 +294,7 @@ func (s *Stack) Clear(ctx context.Context, fp chunk.Fingerprint, name string) (o
 
 // Drop forgets a prefix's pages from firstPage on, and those before it that are in one chunk with it, in the tier of that name ("arena" for the arena), or with no name in
 // all of them. A chunk that is leased or pinned is not found any more, and is freed when it is let go of. Tiers that fail are in the answer with their error.
-func (s *Stack) Drop(ctx context.Context, id tiers.SpaceID, hashes []byte, firstPage int, name string) (out []Cleared, err error) {
+func (s *Stack) Drop(ctx context.Context, id engine.SpaceID, hashes []byte, firstPage int, name string) (out []Cleared, err error) {
 	sp := s.space(id)
 	if sp == nil {
 		return nil, fmt.Errorf("%w: space %d", tiers.ErrNotFound, id)
@@ -348,9 +348,9 @@ func (s *Stack) everywhere(ctx context.Context, name string, fromArena func() (i
 	return out, nil
 }
 
-func (s *Stack) clearArena(fp chunk.Fingerprint) (chunks int, err error) {
+func (s *Stack) clearArena(fp tiers.Fingerprint) (chunks int, err error) {
 	for _, sp := range s.engine.Spaces() {
-		if fp == (chunk.Fingerprint{}) || sp.Fingerprint == fp {
+		if fp == (tiers.Fingerprint{}) || sp.Fingerprint == fp {
 			chunks += s.engine.ClearSpace(sp.ID)
 		}
 	}

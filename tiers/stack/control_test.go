@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"lookaside/tiers"
-	"lookaside/tiers/chunk"
+	"lookaside/tiers/engine"
 	"lookaside/tiers/tiertest"
 )
 
@@ -116,7 +116,7 @@ func TestNoRoom(t *testing.T) {
 // An owner that has leased all of its share waits for itself, and lets others pass.
 func TestOthersPass(t *testing.T) {
 	inBubble(t, rigOptions{
-		slots: 32, tiers: []tiertest.MemoryOptions{{Local: true, BytesPerSec: 10000 * slotBytes}}, engine: func(c *tiers.Config) { c.OwnerShare = 0.25 },
+		slots: 32, tiers: []tiertest.MemoryOptions{{Local: true, BytesPerSec: 10000 * slotBytes}}, engine: func(c *engine.Config) { c.OwnerShare = 0.25 },
 	}, func(t *testing.T, r *rig) {
 		rnd := rand.New(rand.NewPCG(1, 1))
 		var list []tiertest.Prefix
@@ -135,7 +135,7 @@ func TestOthersPass(t *testing.T) {
 		for i := uint64(2); i < 7; i++ {
 			r.ask(i, list[i], 0, 16, func(q *Query) { q.Recompute = 100 * time.Millisecond / 16 })
 		}
-		other := tiers.Owner(3)
+		other := engine.Owner(3)
 		if err := r.engine.AddOwner(other, r.id); err != nil {
 			t.Fatal(err)
 		}
@@ -244,7 +244,7 @@ func TestMove(t *testing.T) {
 				t.Run(fmt.Sprintf("%s to %s, keep %v", from, to, keep), func(t *testing.T) {
 					inBubble(t, rigOptions{slots: 256, tiers: []tiertest.MemoryOptions{{Local: true}, {Latency: time.Millisecond}}, config: func(c *Config) {
 						c.BounceBytes = 3 * slotBytes
-						c.Tiers[0].Admit, c.Tiers[1].Admit = tiers.AdmitNever, tiers.AdmitNever
+						c.Tiers[0].Admit, c.Tiers[1].Admit = engine.AdmitNever, engine.AdmitNever
 					}}, func(t *testing.T, r *rig) {
 						p := prefix(rand.New(rand.NewPCG(1, 1)), 400)
 						r.store(p, 350)
@@ -354,11 +354,11 @@ func TestClear(t *testing.T) {
 		}
 		r.has("t1", p, 64, 0)
 		r.has("t0", p, 64, 64)
-		if out, err = r.Clear(t.Context(), chunk.Fingerprint{1}, ""); err != nil || len(out) != 3 {
+		if out, err = r.Clear(t.Context(), tiers.Fingerprint{1}, ""); err != nil || len(out) != 3 {
 			t.Fatalf("%+v, %v", out, err)
 		}
 		r.has("t0", p, 64, 64)
-		if _, err = r.Clear(t.Context(), chunk.Fingerprint{}, "t2"); !errors.Is(err, tiers.ErrNotFound) {
+		if _, err = r.Clear(t.Context(), tiers.Fingerprint{}, "t2"); !errors.Is(err, tiers.ErrNotFound) {
 			t.Error(err)
 		}
 		// What is on its way down or up when it begins is gone when it has ended.
@@ -367,7 +367,7 @@ func TestClear(t *testing.T) {
 			r.store(q, 32)
 			time.Sleep(time.Duration(i) * time.Millisecond)
 			r.ask(uint64(i), p, 0, 64)
-			if out, err = r.Clear(t.Context(), chunk.Fingerprint{}, ""); err != nil || len(out) != 3 || out[0].Tier != arenaName || out[2].Err != nil {
+			if out, err = r.Clear(t.Context(), tiers.Fingerprint{}, ""); err != nil || len(out) != 3 || out[0].Tier != arenaName || out[2].Err != nil {
 				t.Fatalf("%+v, %v", out, err)
 			}
 			for _, name := range []string{arenaName, "t0", "t1"} {
@@ -500,7 +500,7 @@ func TestVictims(t *testing.T) {
 		},
 		config: func(c *Config) {
 			c.BounceBytes = 3*slotBytes + 100
-			c.Tiers[1].Admit = tiers.AdmitEvicted
+			c.Tiers[1].Admit = engine.AdmitEvicted
 			c.Tiers[0].StoreWorkers = 1 // they are stored in their order
 		},
 	}

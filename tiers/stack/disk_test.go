@@ -8,14 +8,15 @@ import (
 	"time"
 
 	"lookaside/tiers"
-	"lookaside/tiers/disk"
+	"lookaside/tiers/engine"
+	"lookaside/tiers/slab"
 	"lookaside/tiers/tiertest"
-	"lookaside/tiers/vfs"
+	"lookaside/tiers/vfs/vfstest"
 )
 
 // Over the real disk tier: what was flushed is found by the next Stack on the same disk, whole and partly filled chunks alike, and its bytes are right.
 func TestDiskOutlivesTheStack(t *testing.T) {
-	fs := vfs.NewMem()
+	fs := vfstest.NewMem()
 	rnd := rand.New(rand.NewPCG(1, 1))
 	var list []tiertest.Prefix
 	for round := range 4 {
@@ -23,7 +24,7 @@ func TestDiskOutlivesTheStack(t *testing.T) {
 			if err := unused.Close(); err != nil {
 				t.Fatal(err)
 			}
-			d, err := disk.Open(disk.Options{FS: fs, Dirs: []string{"/a", "/b"}, CapacityBytes: 16 << 20, SlabBytes: 1 << 20})
+			d, err := slab.Open(slab.Options{FS: fs, Dirs: []string{"/a", "/b"}, CapacityBytes: 16 << 20, SlabBytes: 1 << 20})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -60,7 +61,7 @@ func TestDiskOutlivesTheStack(t *testing.T) {
 
 // demoted is a disk that knows whether whoever writes its victims elsewhere has none left.
 type demoted struct {
-	*disk.Disk
+	*slab.Disk
 	waits atomic.Bool
 }
 
@@ -84,7 +85,7 @@ func TestDiskHandsDown(t *testing.T) {
 			if i > 0 {
 				return mem
 			}
-			d, err := disk.Open(disk.Options{FS: vfs.NewMem(), Dirs: []string{"/a"}, CapacityBytes: 1 << 20, SlabBytes: 1 << 20})
+			d, err := slab.Open(slab.Options{FS: vfstest.NewMem(), Dirs: []string{"/a"}, CapacityBytes: 1 << 20, SlabBytes: 1 << 20})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -97,7 +98,7 @@ func TestDiskHandsDown(t *testing.T) {
 			return above
 		},
 		config: func(c *Config) {
-			c.Tiers[1].Admit = tiers.AdmitEvicted
+			c.Tiers[1].Admit = engine.AdmitEvicted
 			c.BounceBytes = 4 * slotBytes
 			c.beSlow(30 * time.Second)
 		},
@@ -135,22 +136,22 @@ func TestSlowDisk(t *testing.T) {
 	var mu sync.Mutex
 	var shut chan struct{} // nil: open
 	var waiting atomic.Int32
-	slow := vfs.Faulty(vfs.NewMem(), func(c vfs.Call) vfs.Fault {
+	slow := vfstest.Faulty(vfstest.NewMem(), func(c vfstest.Call) vfstest.Fault {
 		mu.Lock()
 		gate := shut
 		mu.Unlock()
-		if gate != nil && c.Op&(vfs.OpRead|vfs.OpWrite|vfs.OpSync) != 0 {
+		if gate != nil && c.Op&(vfstest.OpRead|vfstest.OpWrite|vfstest.OpSync) != 0 {
 			waiting.Add(1)
 			<-gate
 			waiting.Add(-1)
 		}
-		return vfs.Fault{}
+		return vfstest.Fault{}
 	})
-	var d *disk.Disk
+	var d *slab.Disk
 	r := newRig(t, rigOptions{slots: 200, tiers: []tiertest.MemoryOptions{{}}, wrap: func(_ int, unused tiers.Tier) tiers.Tier {
 		err := unused.Close()
 		if err == nil {
-			d, err = disk.Open(disk.Options{FS: slow, Dirs: []string{"/a"}, CapacityBytes: 4 << 20, SlabBytes: 1 << 20})
+			d, err = slab.Open(slab.Options{FS: slow, Dirs: []string{"/a"}, CapacityBytes: 4 << 20, SlabBytes: 1 << 20})
 		}
 		if err != nil {
 			t.Fatal(err)

@@ -29,7 +29,7 @@
 //
 // # Cascades
 //
-// Workers of each tier take what the engine has queued for it (see tiers.Engine.NextCascades), have verified what is to be, write it, and tell the engine. While a tier's breaker is
+// Workers of each tier take what the engine has queued for it (see engine.Engine.NextCascades), have verified what is to be, write it, and tell the engine. While a tier's breaker is
 // open its queue fills and sheds in the engine; nothing else notices. A tier below another one that admits what is evicted gets what the tier above
 // names as its next victims (see tiers.Victims), through a buffer of bounded size.
 //

@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"lookaside/tiers"
-	"lookaside/tiers/chunk"
+	"lookaside/tiers/engine"
 	"lookaside/tiers/tiertest"
 )
 
@@ -50,10 +50,10 @@ func configurations() []configuration {
 		{name: "one slot", o: rigOptions{slots: 1, tiers: []tiertest.MemoryOptions{local}}, complete: true},
 		{name: "two slots, remote", o: rigOptions{slots: 2, tiers: []tiertest.MemoryOptions{remote}}, complete: true},
 		{name: "tiny queues", o: rigOptions{slots: 16, tiers: []tiertest.MemoryOptions{local, slow}, config: tiny}},
-		{name: "small share", o: rigOptions{slots: 32, tiers: []tiertest.MemoryOptions{local, remote}, engine: func(c *tiers.Config) { c.OwnerShare, c.PromotingShare = 0.25, 0.1 }}},
+		{name: "small share", o: rigOptions{slots: 32, tiers: []tiertest.MemoryOptions{local, remote}, engine: func(c *engine.Config) { c.OwnerShare, c.PromotingShare = 0.25, 0.1 }}},
 		{name: "small local", o: rigOptions{slots: 16, tiers: []tiertest.MemoryOptions{{Local: true, CapacityBytes: 20 * slotBytes}, remote}}},
 		{name: "reused, evicted", o: rigOptions{slots: 24, tiers: []tiertest.MemoryOptions{local, remote}, config: func(c *Config) {
-			c.Tiers[0].Admit, c.Tiers[1].Admit = tiers.AdmitReused, tiers.AdmitEvicted
+			c.Tiers[0].Admit, c.Tiers[1].Admit = engine.AdmitReused, engine.AdmitEvicted
 		}}},
 		{name: "faults", o: rigOptions{slots: 24, tiers: []tiertest.MemoryOptions{local, remote}}, faults: true},
 		{name: "faults, tiny queues", o: rigOptions{slots: 6, tiers: []tiertest.MemoryOptions{local, slow}, config: tiny}, faults: true},
@@ -67,17 +67,17 @@ func configurations() []configuration {
 		{name: "restored, never promoted", o: rigOptions{slots: 40, tiers: []tiertest.MemoryOptions{local}, config: func(c *Config) { c.Promote = PromoteNever }}, restored: 40},
 		{name: "restored, both", o: rigOptions{slots: 64, tiers: []tiertest.MemoryOptions{local, slow}}, restored: 60},
 		{name: "restored, reused, evicted", o: rigOptions{slots: 80, tiers: []tiertest.MemoryOptions{local, remote}, config: func(c *Config) {
-			c.Tiers[0].Admit, c.Tiers[1].Admit = tiers.AdmitReused, tiers.AdmitEvicted
+			c.Tiers[0].Admit, c.Tiers[1].Admit = engine.AdmitReused, engine.AdmitEvicted
 		}}, restored: 80},
 		{name: "restored, tiny queues, faults", o: rigOptions{slots: 48, tiers: []tiertest.MemoryOptions{local, slow}, config: tiny}, restored: 40, faults: true},
 		{name: "peers", o: rigOptions{slots: 1024}, peers: true, complete: true},
 		{name: "peers, local", o: rigOptions{slots: 1024, tiers: []tiertest.MemoryOptions{local}}, peers: true, complete: true},
 		{name: "peers, never promoted", o: rigOptions{slots: 40, tiers: []tiertest.MemoryOptions{local}, config: func(c *Config) { c.Promote, c.Linger = PromoteNever, 5*time.Millisecond }}, peers: true},
 		{name: "peers, both, few slots, faults", o: rigOptions{slots: 24, tiers: []tiertest.MemoryOptions{local, slow}, config: func(c *Config) { c.Linger = 20 * time.Millisecond }}, peers: true, faults: true},
-		{name: "peers, few foreign slots, faults", o: rigOptions{slots: 16, tiers: []tiertest.MemoryOptions{local, remote}, engine: func(c *tiers.Config) { c.ForeignSlots, c.OwnerShare = 6, 0.5 }}, peers: true, faults: true},
+		{name: "peers, few foreign slots, faults", o: rigOptions{slots: 16, tiers: []tiertest.MemoryOptions{local, remote}, engine: func(c *engine.Config) { c.ForeignSlots, c.OwnerShare = 6, 0.5 }}, peers: true, faults: true},
 		{name: "peers, tiny queues, faults", o: rigOptions{slots: 24, tiers: []tiertest.MemoryOptions{slow}, config: tiny}, peers: true, faults: true},
-		{name: "peers, copied", o: rigOptions{slots: 1024, engine: func(c *tiers.Config) { c.CopyAfter = 2 }}, peers: true, complete: true, copies: true},
-		{name: "peers, copied, both, few slots, faults", o: rigOptions{slots: 48, tiers: []tiertest.MemoryOptions{local, slow}, config: func(c *Config) { c.Linger = 20 * time.Millisecond }, engine: func(c *tiers.Config) {
+		{name: "peers, copied", o: rigOptions{slots: 1024, engine: func(c *engine.Config) { c.CopyAfter = 2 }}, peers: true, complete: true, copies: true},
+		{name: "peers, copied, both, few slots, faults", o: rigOptions{slots: 48, tiers: []tiertest.MemoryOptions{local, slow}, config: func(c *Config) { c.Linger = 20 * time.Millisecond }, engine: func(c *engine.Config) {
 			c.CopyAfter = 1
 		}}, peers: true, faults: true, copies: true},
 		{name: "long, no tier", o: rigOptions{slots: 256, config: long}, complete: true},
@@ -356,7 +356,7 @@ func (h *history) step() {
 		h.lend()
 	case k < 89 && !h.c.faults:
 		h.settleAll()
-		if _, err := h.Clear(h.t.Context(), chunk.Fingerprint{}, ""); err != nil {
+		if _, err := h.Clear(h.t.Context(), tiers.Fingerprint{}, ""); err != nil {
 			h.t.Fatal(err)
 		}
 		h.held = nil
@@ -458,7 +458,7 @@ func TestConfigurationsAgree(t *testing.T) {
 					}
 					if len(h.held) > 12 { // they fit the arena
 						h.held = nil
-						if _, err := h.Clear(t.Context(), chunk.Fingerprint{}, ""); err != nil {
+						if _, err := h.Clear(t.Context(), tiers.Fingerprint{}, ""); err != nil {
 							t.Fatal(err)
 						}
 					}

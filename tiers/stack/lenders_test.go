@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"lookaside/tiers"
+	"lookaside/tiers/engine"
 	"lookaside/tiers/tiertest"
 )
 
@@ -97,7 +98,7 @@ func (l *lenders) Contains(run tiers.Run, held []uint16) (pages, by int) {
 
 var errNobody = errors.New("nobody lends it")
 
-func (l *lenders) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l tiers.Loan)) (pages int, err error) {
+func (l *lenders) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l engine.Loan)) (pages int, err error) {
 	l.mu.Lock()
 	l.calls++
 	peer := l.peer // may be gone when it is heard
@@ -127,7 +128,7 @@ func (l *lenders) Borrow(ctx context.Context, run tiers.Run, out func(chunk int,
 		tiertest.FillRun(l.mem[at:], c)
 		l.last++
 		l.out[l.last] = lentRun{at, len(l.mem), peer}
-		out(i, tiers.Loan{Peer: peer, Region: lentRegion, Offset: uint64(at), Pages: n, Handle: l.last})
+		out(i, engine.Loan{Peer: peer, Region: lentRegion, Offset: uint64(at), Pages: n, Handle: l.last})
 		if pages += n; n < ppc {
 			break
 		}
@@ -138,7 +139,7 @@ func (l *lenders) Borrow(ctx context.Context, run tiers.Run, out func(chunk int,
 	return pages, err
 }
 
-func (l *lenders) Ask(run tiers.Run, peer int, done func(loans []tiers.Loan)) bool {
+func (l *lenders) Ask(run tiers.Run, peer int, done func(loans []engine.Loan)) bool {
 	l.mu.Lock()
 	ok := !l.chance(3)
 	if peer != lentBy {
@@ -148,8 +149,8 @@ func (l *lenders) Ask(run tiers.Run, peer int, done func(loans []tiers.Loan)) bo
 	if ok {
 		run.Hashes = slices.Clone(run.Hashes)
 		l.asks.Go(func() {
-			var loans []tiers.Loan
-			_, _ = l.Borrow(context.Background(), run, func(_ int, x tiers.Loan) { loans = append(loans, x) })
+			var loans []engine.Loan
+			_, _ = l.Borrow(context.Background(), run, func(_ int, x engine.Loan) { loans = append(loans, x) })
 			done(loans)
 		})
 	}
@@ -183,7 +184,7 @@ func (l *lenders) Memory(region uint32) []byte {
 }
 
 // bytes are those of an extent that a load was given just now.
-func (l *lenders) bytes(x tiers.Extent) []byte {
+func (l *lenders) bytes(x engine.Extent) []byte {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	ok := false
@@ -197,7 +198,7 @@ func (l *lenders) bytes(x tiers.Extent) []byte {
 }
 
 // memoryOf is the bytes of an extent of a load.
-func (r *rig) memoryOf(x tiers.Extent) []byte {
+func (r *rig) memoryOf(x engine.Extent) []byte {
 	if x.Region == lentRegion {
 		return r.lenders.bytes(x)
 	}

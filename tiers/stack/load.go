@@ -9,6 +9,7 @@ import (
 
 	"lookaside/dax"
 	"lookaside/tiers"
+	"lookaside/tiers/engine"
 )
 
 // loadState is where a load is.
@@ -25,10 +26,10 @@ const (
 type load struct {
 	promotion uint64
 	transfer  tiers.Transfer
-	known     uint8                  // tiers that said whether they have it
-	held      [tiers.MaxTiers]uint16 // how much of it
-	tried     uint8                  // tiers that failed to give it
-	tier      *tier                  // that it waits for, or is read from
+	known     uint8                   // tiers that said whether they have it
+	held      [engine.MaxTiers]uint16 // how much of it
+	tried     uint8                   // tiers that failed to give it
+	tier      *tier                   // that it waits for, or is read from
 	state     loadState
 	waiters   []waiter // the requests that wait for it
 	one       [1]waiter
@@ -47,7 +48,7 @@ type waiter struct {
 }
 
 // newLoad makes the load of a chunk that was granted to a request. mu is held.
-func (s *Stack) newLoad(r *request, c *tiers.PromotedChunk) *load {
+func (s *Stack) newLoad(r *request, c *engine.PromotedChunk) *load {
 	g := &r.run.Space.Geometry
 	run := r.run.Chunk(c.Chunk)
 	run.Hashes = run.Hashes[:c.Pages*g.DigestBytes]

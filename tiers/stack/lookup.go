@@ -9,20 +9,21 @@ import (
 	"time"
 
 	"lookaside/tiers"
+	"lookaside/tiers/engine"
 )
 
 // Asker is told how a lookup goes on that was not answered at once. Its methods are called from one goroutine, which tells nobody else meanwhile, so they must
 // not wait long; they may not close the Stack. They may still come when the lookup was cancelled at that moment.
 type Asker interface {
 	// LookupPending says that so many pages from the lookup's first on are expected so much later. A later one takes the place of an earlier one.
-	LookupPending(o tiers.Owner, lookup uint64, pages int, eta time.Duration)
+	LookupPending(o engine.Owner, lookup uint64, pages int, eta time.Duration)
 	// LookupAnswered says what is leased in the end.
 	LookupAnswered(a Answer)
 }
 
 // Answer is the answer to a lookup.
 type Answer struct {
-	Owner  tiers.Owner
+	Owner  engine.Owner
 	Lookup uint64
 	Pages  int // leased, from the lookup's first on
 	Took   time.Duration
@@ -30,9 +31,9 @@ type Answer struct {
 
 // Query is a lookup.
 type Query struct {
-	Owner     tiers.Owner
+	Owner     engine.Owner
 	Lookup    uint64 // the owner's name for it
-	Space     tiers.SpaceID
+	Space     engine.SpaceID
 	FirstPage int
 	Prev      []byte        // digest of the page before FirstPage; empty if there is none or it is not known
 	Hashes    []byte        // digests of the pages, end to end; copied if the lookup is not answered at once
@@ -73,37 +74,37 @@ const (
 // guarded without a lock, and sees only when it is done whether it has ended meanwhile.
 type request struct {
 	asker     Asker
-	owner     tiers.Owner
+	owner     engine.Owner
 	lookup    uint64
 	first     int // the first page asked for
 	asked     int // pages
 	hit       int // pages that the arena had when it came
 	part      int // of them, those in the run's first chunk
 	run       tiers.Run
-	id        tiers.SpaceID
+	id        engine.SpaceID
 	deadline  time.Time
 	recompute time.Duration
-	held      [tiers.MaxTiers][]uint16 // by tier: what it says that it has of the run's chunks
-	known     uint8                    // the tiers that said so
-	lent      []uint16                 // what peers are said to hold of them; empty: they are not asked
-	have      []uint16                 // what can be had of each chunk
-	source    []int8                   // and from which tier; fromArena, fromPeers
-	borrow    []bool                   // or from peers
-	need      int                      // of the chunks that are worth having, those that are not from peers
-	chunks    int                      // of the run, how many are worth having
-	pages     int                      // that the lookup would hold then
+	held      [engine.MaxTiers][]uint16 // by tier: what it says that it has of the run's chunks
+	known     uint8                     // the tiers that said so
+	lent      []uint16                  // what peers are said to hold of them; empty: they are not asked
+	have      []uint16                  // what can be had of each chunk
+	source    []int8                    // and from which tier; fromArena, fromPeers
+	borrow    []bool                    // or from peers
+	need      int                       // of the chunks that are worth having, those that are not from peers
+	chunks    int                       // of the run, how many are worth having
+	pages     int                       // that the lookup would hold then
 	eta       time.Duration
-	promote   bool                 // tiers may be asked
-	peers     bool                 // peers may be asked
-	all       tiers.Run            // all that was asked for. Of the rest of these only one that is to be verified has any:
-	checks    []tiers.Verification // chunks that are to be verified,
-	names     []byte               // their digests,
-	done      int                  // how many are, or are about to be,
-	expect    int                  // and the pages that the lookup would hold then
-	check     bool                 // chunks may have to be verified
-	handle    uint64               // of one that is walked: the engine's
-	gap       bool                 // and its first part was not held whole, so that there is nothing to walk
-	ask       *borrowing           // by which its caller asks peers, being about to prepare it, with Stack.preparing held
+	promote   bool                  // tiers may be asked
+	peers     bool                  // peers may be asked
+	all       tiers.Run             // all that was asked for. Of the rest of these only one that is to be verified has any:
+	checks    []engine.Verification // chunks that are to be verified,
+	names     []byte                // their digests,
+	done      int                   // how many are, or are about to be,
+	expect    int                   // and the pages that the lookup would hold then
+	check     bool                  // chunks may have to be verified
+	handle    uint64                // of one that is walked: the engine's
+	gap       bool                  // and its first part was not held whole, so that there is nothing to walk
+	ask       *borrowing            // by which its caller asks peers, being about to prepare it, with Stack.preparing held
 
 	// Guarded by Stack.mu.
 	phase      phase
@@ -113,7 +114,7 @@ type request struct {
 	place      int   // in Stack.deadlines
 	size       int64 // of its digests
 	unverified int64 // bytes of checks that are not done
-	wants      [tiers.MaxTiers]int64
+	wants      [engine.MaxTiers]int64
 	since      time.Time // when it came,
 	queued     time.Time // was queued,
 	told       time.Time // and said last to be pending
@@ -160,7 +161,7 @@ func (d *deadlines) Pop() any {
 	return r
 }
 
-// Lookup answers how many pages from q.FirstPage on are leased, as tiers.Engine.Lookup does, if that is known at once (done). Otherwise a is told
+// Lookup answers how many pages from q.FirstPage on are leased, as engine.Engine.Lookup does, if that is known at once (done). Otherwise a is told
 // later, once, unless the lookup is cancelled or repeated, its owner removed or the Stack closed before; pages is then what the arena has now. ErrBusy: a
 // lookup of that name is just being ended.
 func (s *Stack) Lookup(q *Query, a Asker) (pages int, done bool, err error) {
@@ -439,7 +440,7 @@ func (s *Stack) plan(r *request) {
 			break
 		}
 	}
-	var bytes [tiers.MaxTiers]int64
+	var bytes [engine.MaxTiers]int64
 	var arrival, gain time.Duration
 	pages := r.hit - r.part
 	auto := s.cfg.Promote == PromoteAuto && r.recompute > 0
@@ -457,7 +458,7 @@ func (s *Stack) plan(r *request) {
 		s.count.cut.Add(1)
 		s.probeTier(r)
 	}
-	r.wants, r.need = [tiers.MaxTiers]int64{}, 0
+	r.wants, r.need = [engine.MaxTiers]int64{}, 0
 	for i := range r.chunks {
 		if r.source[i] != fromPeers {
 			r.need++
@@ -725,10 +726,10 @@ func (s *Stack) dispatch() {
 // is. mu is held.
 func (s *Stack) next(now time.Time) *request {
 	s.queue.peek() // what is over goes
-	var room tiers.Room
+	var room engine.Room
 	var err error
 	full := false
-	for i, last := s.queue.head, tiers.Owner(0); i < len(s.queue.list); i++ {
+	for i, last := s.queue.head, engine.Owner(0); i < len(s.queue.list); i++ {
 		r := s.queue.list[i]
 		if r.phase != queued { // over, or here from before peers failed it
 			continue
@@ -799,7 +800,7 @@ func (s *Stack) prepareHeld(r *request, mine bool, b *borrowing) {
 	s.granted = out
 	lent := 0
 	for i := range out {
-		lent += btoi(out[i].Foreign && out[i].State == tiers.PromotionGranted)
+		lent += btoi(out[i].Foreign && out[i].State == engine.PromotionGranted)
 	}
 	var loads []load
 	if lent > 0 {
@@ -830,9 +831,9 @@ func (s *Stack) prepareHeld(r *request, mine bool, b *borrowing) {
 		c.Chunk += skip
 		var l *load
 		switch {
-		case c.State == tiers.PromotionJoined:
+		case c.State == engine.PromotionJoined:
 			l = s.joined(c.Promotion, &joined)
-		case c.State == tiers.PromotionReady:
+		case c.State == engine.PromotionReady:
 		case c.Foreign:
 			l, loads = &loads[0], loads[1:]
 			*l = load{promotion: c.Promotion, transfer: tiers.Transfer{Run: r.run}, pages: c.Pages, foreign: true, chunk: c.Chunk}
@@ -846,7 +847,7 @@ func (s *Stack) prepareHeld(r *request, mine bool, b *borrowing) {
 			l = s.newLoad(r, c)
 		}
 		if l != nil {
-			if l.foreign && c.State == tiers.PromotionJoined {
+			if l.foreign && c.State == engine.PromotionJoined {
 				s.peers.joined.Add(1)
 			}
 			l.waiters = append(l.waiters, waiter{r, c.Chunk})
@@ -936,7 +937,7 @@ func (s *Stack) arrived(r *request, chunk int, ok, short bool) {
 }
 
 // Trim says that a lookup's pages before firstPage are not wanted any more: its leases on chunks wholly below are freed, and their promotion ends.
-func (s *Stack) Trim(o tiers.Owner, lookup uint64, firstPage int) error {
+func (s *Stack) Trim(o engine.Owner, lookup uint64, firstPage int) error {
 	defer s.Sweep()
 	if s.open.Load() == 0 {
 		return s.engine.Trim(o, lookup, firstPage)
@@ -966,7 +967,7 @@ func (s *Stack) Trim(o tiers.Owner, lookup uint64, firstPage int) error {
 }
 
 // Cancel ends a lookup, and frees what it holds. It will not be answered any more.
-func (s *Stack) Cancel(o tiers.Owner, lookup uint64) error {
+func (s *Stack) Cancel(o engine.Owner, lookup uint64) error {
 	defer s.Sweep()
 	if s.open.Load() == 0 {
 		return s.engine.Cancel(o, lookup)
@@ -992,7 +993,7 @@ func (s *Stack) end(r *request) {
 }
 
 // RemoveOwner ends a session in the engine, and all its lookups.
-func (s *Stack) RemoveOwner(o tiers.Owner) {
+func (s *Stack) RemoveOwner(o engine.Owner) {
 	if s.open.Load() > 0 {
 		s.mu.Lock()
 		for key, r := range s.pending {

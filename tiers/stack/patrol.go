@@ -12,6 +12,7 @@ import (
 	"lookaside/dax"
 	"lookaside/dax/memcopy"
 	"lookaside/tiers"
+	"lookaside/tiers/engine"
 )
 
 const (
@@ -39,7 +40,7 @@ var errRotten = fmt.Errorf("%w: its bytes in the arena have changed since they w
 func (s *Stack) patroller() {
 	var (
 		names []byte
-		place tiers.PatrolPlace
+		place engine.PatrolPlace
 		walk  = time.Now() // when the walk goes on
 		began = walk
 		rate  float64 // of the walk, in bytes a second
@@ -86,7 +87,7 @@ func (s *Stack) giveWay() {
 }
 
 // recheck compares a chunk with its checksum, and drops it if that is another. It answers false if it was.
-func (s *Stack) recheck(v *tiers.Verification) bool {
+func (s *Stack) recheck(v *engine.Verification) bool {
 	check := s.cfg.Recheck
 	if check == nil {
 		check = s.compare
@@ -111,7 +112,7 @@ func (s *Stack) recheck(v *tiers.Verification) bool {
 }
 
 // compare is Config.Recheck by the engine's checksums: a chunk that has none gets it.
-func (s *Stack) compare(v *tiers.Verification) (known bool, err error) {
+func (s *Stack) compare(v *engine.Verification) (known bool, err error) {
 	size := s.sizeOf(v)
 	if size == 0 {
 		return false, nil // its space is closed
@@ -130,12 +131,12 @@ func (s *Stack) compare(v *tiers.Verification) (known bool, err error) {
 }
 
 // recheckItems rechecks what is about to be written to a tier, and answers the items that may be. The others are ended: what has rotted goes nowhere.
-func (s *Stack) recheckItems(items []tiers.CascadeItem) []tiers.CascadeItem {
+func (s *Stack) recheckItems(items []engine.CascadeItem) []engine.CascadeItem {
 	if s.cfg.PatrolBytes == 0 {
 		return items
 	}
-	return slices.DeleteFunc(items, func(c tiers.CascadeItem) bool {
-		v := tiers.Verification{Handle: c.VerifyHandle, Space: c.Space, Region: c.Region, Offset: c.Offset, First: c.First, Pages: c.Pages, Hashes: c.Hashes}
+	return slices.DeleteFunc(items, func(c engine.CascadeItem) bool {
+		v := engine.Verification{Handle: c.VerifyHandle, Space: c.Space, Region: c.Region, Offset: c.Offset, First: c.First, Pages: c.Pages, Hashes: c.Hashes}
 		bad := !s.recheck(&v)
 		if bad {
 			s.engine.EndCascade(c.Handle, false)

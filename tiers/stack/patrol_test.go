@@ -10,7 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"lookaside/tiers"
+	"lookaside/tiers/engine"
 	"lookaside/tiers/tiertest"
 )
 
@@ -23,11 +23,11 @@ func patrolled(o rigOptions) rigOptions {
 			config(c)
 		}
 	}
-	engine := o.engine
-	o.engine = func(c *tiers.Config) {
+	books := o.engine
+	o.engine = func(c *engine.Config) {
 		c.Sums = true
-		if engine != nil {
-			engine(c)
+		if books != nil {
+			books(c)
 		}
 	}
 	return o
@@ -103,7 +103,7 @@ func TestPatrolFindsRot(t *testing.T) {
 // What has rotted goes to no tier, also between two walks. What a tier brings up has been checked by the tier, and gets its checksum then.
 func TestRotDoesNotCascade(t *testing.T) {
 	o := rigOptions{tiers: []tiertest.MemoryOptions{{}}, config: func(c *Config) { c.PatrolEvery = time.Hour }}
-	o.engine = func(c *tiers.Config) { c.Tiers[0].Admit = tiers.AdmitReused }
+	o.engine = func(c *engine.Config) { c.Tiers[0].Admit = engine.AdmitReused }
 	inBubble(t, patrolled(o), func(t *testing.T, r *rig) {
 		rnd := rand.New(rand.NewPCG(3, 4))
 		good, bad := prefix(rnd, 2*ppc, 1), prefix(rnd, 2*ppc, 2)

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"lookaside/tiers"
+	"lookaside/tiers/engine"
 )
 
 // Peers is how a Stack reaches other sidecars' arenas. Its methods may be called from any goroutine.
@@ -18,11 +19,11 @@ type Peers interface {
 	// Borrow leases what peers hold of a run, from its first page on without a gap, and tells out of each chunk, in order, on the caller's goroutine, before it returns. Regions are those that were
 	// announced to our workers. A chunk with fewer pages than the run has of it is the last. It answers the pages leased, and an error only when that is none. It waits until ctx is done, and a bounded
 	// time, at most.
-	Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l tiers.Loan)) (pages int, err error)
+	Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l engine.Loan)) (pages int, err error)
 	// Ask begins to lease a run, the pages that Contains has just answered, of the peer by whose number, and calls done once, on another goroutine, with what has been leased, as by Borrow: loans is valid until
 	// done returns, none is an answer, too, and it comes within a bounded time. done does not wait. The digests of run are read before it returns. Ask answers false, and never calls done, where it
 	// is for Borrow to see who has what. It does not wait.
-	Ask(run tiers.Run, peer int, done func(loans []tiers.Loan)) bool
+	Ask(run tiers.Run, peer int, done func(loans []engine.Loan)) bool
 	// Return gives loans back: nobody reads them any more. With bad, their bytes did not check out. It does not wait, and keeps nothing of handles.
 	Return(handles []uint64, bad bool)
 	// Memory is that of a region that loans are in, to read, for its whole length, as long as a loan in it is out. nil: it cannot be had. It may fault (dax.Guard).
@@ -45,12 +46,12 @@ type borrowing struct {
 	gone []uint64 // peers that have gone since it began: what they lent it is void
 
 	// Of Ask. It is used again, if nobody else can know of what is in it.
-	r        *request     // nil: nobody wants what is lent any more
-	asked    bool         // what follows is of an Ask that has begun
-	prepared bool         // what is below is as it will be: whoever sees both this and came first goes on
-	came     bool         // done was called
-	loans    []tiers.Loan // with these, if before prepared
-	done     func(loans []tiers.Loan)
+	r        *request      // nil: nobody wants what is lent any more
+	asked    bool          // what follows is of an Ask that has begun
+	prepared bool          // what is below is as it will be: whoever sees both this and came first goes on
+	came     bool          // done was called
+	loans    []engine.Loan // with these, if before prepared
+	done     func(loans []engine.Loan)
 	batch    []*load
 	loads    []load // granted to the request: those of batch, and maybe others
 	digests  []byte // of the request
@@ -123,7 +124,7 @@ func (l *load) before(next *load) bool {
 // peerWorker borrows, and prepares requests all of whose rest is at peers.
 func (s *Stack) peerWorker() {
 	var batch []*load
-	var loans []tiers.Loan
+	var loans []engine.Loan
 	for {
 		s.mu.Lock()
 		l, borrow := s.borrows.peek()
@@ -181,9 +182,9 @@ func runOf(batch []*load) tiers.Run {
 }
 
 // borrow borrows consecutive chunks.
-func (s *Stack) borrow(b *borrowing, batch []*load, loans []tiers.Loan) []tiers.Loan {
+func (s *Stack) borrow(b *borrowing, batch []*load, loans []engine.Loan) []engine.Loan {
 	ctx, cancel := context.WithTimeoutCause(s.ctx, s.cfg.BorrowTimeout, errLate)
-	_, _ = s.cfg.Peers.Borrow(ctx, runOf(batch), func(_ int, l tiers.Loan) { loans = append(loans, l) })
+	_, _ = s.cfg.Peers.Borrow(ctx, runOf(batch), func(_ int, l engine.Loan) { loans = append(loans, l) })
 	cancel()
 	s.lent(b, batch, loans, false)
 	return loans
@@ -194,7 +195,7 @@ func (s *Stack) newBorrowing() *borrowing {
 	b := s.spareAsk.Swap(nil)
 	if b == nil {
 		b = &borrowing{}
-		b.done = func(loans []tiers.Loan) { s.heard(b, loans) }
+		b.done = func(loans []engine.Loan) { s.heard(b, loans) }
 	}
 	b.asked, b.prepared, b.came, b.batch, b.loads = false, false, false, b.batch[:0], b.loads[:0]
 	return b
@@ -258,7 +259,7 @@ func (s *Stack) prepareAtOnce(r *request, b *borrowing, begun bool) (pages int, 
 }
 
 // heard is told what an Ask has brought.
-func (s *Stack) heard(b *borrowing, loans []tiers.Loan) {
+func (s *Stack) heard(b *borrowing, loans []engine.Loan) {
 	s.mu.Lock()
 	if b.came = true; !b.prepared {
 		b.loans = append(b.loans[:0], loans...)
@@ -315,7 +316,7 @@ func (s *Stack) borrowAgain(l *load) (again bool) {
 }
 
 // lent is told what was leased of consecutive chunks, in order. With again it is what Ask has brought, for all chunks of a request's run, and what was not leased is borrowed from others.
-func (s *Stack) lent(b *borrowing, batch []*load, loans []tiers.Loan, again bool) {
+func (s *Stack) lent(b *borrowing, batch []*load, loans []engine.Loan, again bool) {
 	c := &s.peers
 	var void []uint64
 	var promotions [finishSlice]uint64
@@ -386,7 +387,7 @@ func (s *Stack) lent(b *borrowing, batch []*load, loans []tiers.Loan, again bool
 }
 
 // match leaves in loans, which are those of a run's chunks from the first on, the ones of the loads in a batch, in their order, and answers the handles of the others.
-func match(batch []*load, loans []tiers.Loan) (matched []tiers.Loan, others []uint64) {
+func match(batch []*load, loans []engine.Loan) (matched []engine.Loan, others []uint64) {
 	at := 0
 	for i, l := range batch {
 		for ; at < min(l.chunk, len(loans)); at++ {
@@ -439,7 +440,7 @@ func (s *Stack) PeerGone(peer uint64) {
 func (s *Stack) returner() {
 	tick := time.NewTicker(max(s.cfg.Linger/2, time.Millisecond))
 	defer tick.Stop()
-	var list []tiers.Return
+	var list []engine.Return
 	for {
 		select {
 		case <-s.ctx.Done():
@@ -453,7 +454,7 @@ func (s *Stack) returner() {
 }
 
 // returnAll returns what the engine has to return.
-func (s *Stack) returnAll(list []tiers.Return) []tiers.Return {
+func (s *Stack) returnAll(list []engine.Return) []engine.Return {
 	list = s.engine.TakeReturns(list[:0])
 	var good, bad []uint64
 	for _, r := range list {

@@ -16,6 +16,7 @@ import (
 
 	"lookaside/dax"
 	"lookaside/tiers"
+	"lookaside/tiers/engine"
 	"lookaside/tiers/peer"
 	"lookaside/tiers/tiertest"
 )
@@ -28,11 +29,11 @@ const peerPatience = 2 * time.Minute
 type side struct {
 	*Stack
 	t      testing.TB
-	engine *tiers.Engine
+	engine *engine.Engine
 	region *dax.Region
 	peers  *peer.Peers
 	space  *tiers.Space
-	id     tiers.SpaceID
+	id     engine.SpaceID
 	mem    []*tiertest.Memory
 	around aroundBorrow
 
@@ -50,9 +51,9 @@ type side struct {
 type aroundBorrow struct {
 	before, after, copy atomic.Pointer[func()]
 	askToo              atomic.Bool
-	heard               atomic.Pointer[func()]                                // before what an Ask has brought is told
-	change              atomic.Pointer[func(loans []tiers.Loan) []tiers.Loan] // what it goes through then
-	early               atomic.Pointer[func(loans []tiers.Loan) []tiers.Loan] // what an Ask brings goes through it, and is heard of before Ask returns
+	heard               atomic.Pointer[func()]                                  // before what an Ask has brought is told
+	change              atomic.Pointer[func(loans []engine.Loan) []engine.Loan] // what it goes through then
+	early               atomic.Pointer[func(loans []engine.Loan) []engine.Loan] // what an Ask brings goes through it, and is heard of before Ask returns
 }
 
 type foreignRegion struct{ mem []byte }
@@ -113,7 +114,7 @@ func newSide(t testing.TB, dir string, o sideOptions) *side {
 	var err error
 	s.region, err = dax.Create(dax.Options{Kind: dax.KindMemfd, SizeBytes: int64(o.slots) * slotBytes})
 	must(t, err)
-	s.engine, err = tiers.New(tiers.Config{
+	s.engine, err = engine.New(engine.Config{
 		Tiers: Admissions(cfg.Tiers), Wake: bell.Ring, OwnerShare: o.share, PartialDelay: 100 * time.Millisecond, JournalBytes: 1 << 20, ForeignSlots: o.limit, CopyAfter: o.copy, ArenaLimitBytes: s.region.Size(),
 	})
 	must(t, err)
@@ -123,7 +124,7 @@ func newSide(t testing.TB, dir string, o sideOptions) *side {
 	s.Stack, err = New(cfg)
 	must(t, err)
 	s.OpenSpace(s.id, s.space)
-	for _, o := range []tiers.Owner{worker, scheduler} {
+	for _, o := range []engine.Owner{worker, scheduler} {
 		must(t, s.engine.AddOwner(o, s.id))
 	}
 	gen := sideGeneration.Add(1) + 0x5000
@@ -177,7 +178,7 @@ func (s *side) Contains(run tiers.Run, held []uint16) (pages, by int) {
 	return s.peers.Contains(run, held)
 }
 
-func (s *side) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l tiers.Loan)) (int, error) {
+func (s *side) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l engine.Loan)) (int, error) {
 	if f := s.around.before.Load(); f != nil {
 		(*f)()
 	}
@@ -185,7 +186,7 @@ func (s *side) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l 
 		s.mu.Lock()
 		id := s.ids[[2]uint64{l.Peer, uint64(l.Region)}]
 		s.mu.Unlock()
-		out(chunk, tiers.Loan{Peer: l.Peer, Region: id, Offset: l.Offset, Pages: l.Pages, Handle: l.Handle})
+		out(chunk, engine.Loan{Peer: l.Peer, Region: id, Offset: l.Offset, Pages: l.Pages, Handle: l.Handle})
 	})
 	if f := s.around.after.Load(); f != nil {
 		(*f)()
@@ -193,13 +194,13 @@ func (s *side) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l 
 	return pages, err
 }
 
-func (s *side) Ask(run tiers.Run, peer int, done func(loans []tiers.Loan)) bool {
+func (s *side) Ask(run tiers.Run, peer int, done func(loans []engine.Loan)) bool {
 	if f := s.around.before.Load(); (f != nil || s.around.after.Load() != nil) && !s.around.askToo.Load() {
 		return false // it is Borrow that tests stop
 	}
 	heard := make(chan struct{})
 	early := s.around.early.Load()
-	asked := s.peers.Ask(run, peer, func(loans []tiers.Loan) {
+	asked := s.peers.Ask(run, peer, func(loans []engine.Loan) {
 		s.mu.Lock()
 		for i := range loans {
 			loans[i].Region = s.ids[[2]uint64{loans[i].Peer, uint64(loans[i].Region)}]
@@ -265,7 +266,7 @@ func (s *side) onRegionGone(p uint64, region uint32) {
 }
 
 // LookupPending implements Asker.
-func (s *side) LookupPending(_ tiers.Owner, lookup uint64, _ int, _ time.Duration) {
+func (s *side) LookupPending(_ engine.Owner, lookup uint64, _ int, _ time.Duration) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.pending[lookup] = true
@@ -375,7 +376,7 @@ func (s *side) answer(lookup uint64) (pages int) {
 type sideLoad struct {
 	handle uint64
 	p      tiertest.Prefix
-	list   []tiers.Extent
+	list   []engine.Extent
 }
 
 func (s *side) prepareLoad(lookup uint64, p tiertest.Prefix, first, n int) (*sideLoad, error) {
@@ -750,8 +751,8 @@ func TestAskFirst(t *testing.T) {
 	b.store(p, 0, 6)
 	b.hears(p, 0, 32)
 	b.hears(q, 0, 32)
-	asIs := func(loans []tiers.Loan) []tiers.Loan { return loans }
-	early := func(f func([]tiers.Loan) []tiers.Loan) { b.around.early.Store(&f) }
+	asIs := func(loans []engine.Loan) []engine.Loan { return loans }
+	early := func(f func([]engine.Loan) []engine.Loan) { b.around.early.Store(&f) }
 	id := uint64(0) // of the last lookup
 	ask := func(p tiertest.Prefix, first, n int) (pages int, done bool) {
 		t.Helper()
@@ -799,7 +800,7 @@ func TestAskFirst(t *testing.T) {
 	reads(29)
 	b.returns(a)
 	// What it does not lend of what it is said to have is borrowed by others, and then the answer may come later.
-	early(func(loans []tiers.Loan) []tiers.Loan {
+	early(func(loans []engine.Loan) []engine.Loan {
 		b.Return([]uint64{loans[4].Handle, loans[5].Handle, loans[6].Handle}, false)
 		return loans[:4]
 	})
@@ -813,7 +814,7 @@ func TestAskFirst(t *testing.T) {
 	reads(32)
 	b.returns(a)
 	// A lookup for which there comes to be no room keeps nothing of it; one for which there is none does not ask.
-	early(func(loans []tiers.Loan) []tiers.Loan {
+	early(func(loans []engine.Loan) []engine.Loan {
 		if n, done := b.ask(100, q, 0, 32, 0); done {
 			t.Error(n)
 		}
@@ -843,7 +844,7 @@ func TestAskFirst(t *testing.T) {
 	must(t, b.Cancel(scheduler, 100))
 	b.returns(a)
 	// Its loans are void if it has gone meanwhile.
-	early(func(loans []tiers.Loan) []tiers.Loan {
+	early(func(loans []engine.Loan) []engine.Loan {
 		b.PeerGone(loans[0].Peer)
 		return loans
 	})
@@ -867,7 +868,7 @@ func TestAskedIsJoined(t *testing.T) {
 	for i, part := range []int{7, 3, 0} { // chunks that come at once
 		b.hears(p, 0, 32)
 		open := hold(&b.around.heard)
-		early := func(loans []tiers.Loan) []tiers.Loan {
+		early := func(loans []engine.Loan) []engine.Loan {
 			for _, l := range loans[part:] {
 				b.Return([]uint64{l.Handle}, false)
 			}

@@ -15,6 +15,7 @@ import (
 
 	"lookaside/internal/leak"
 	"lookaside/tiers"
+	"lookaside/tiers/engine"
 	"lookaside/tiers/tiertest"
 )
 
@@ -32,11 +33,11 @@ var geometry = tiers.Geometry{PageBytes: pageBytes, PagesPerChunk: ppc, PageToke
 type rig struct {
 	*Stack
 	t      testing.TB
-	engine *tiers.Engine
+	engine *engine.Engine
 	arena  []byte
 	mem    []*tiertest.Memory
 	space  *tiers.Space
-	id     tiers.SpaceID
+	id     engine.SpaceID
 	medium *medium // nil: nothing is restored
 
 	lenders *lenders // nil: no peers
@@ -49,15 +50,15 @@ type rig struct {
 }
 
 const (
-	worker    = tiers.Owner(1)
-	scheduler = tiers.Owner(2)
+	worker    = engine.Owner(1)
+	scheduler = engine.Owner(2)
 )
 
 type rigOptions struct {
 	slots   int
 	tiers   []tiertest.MemoryOptions
-	config  func(c *Config)       // changes the stack's
-	engine  func(c *tiers.Config) // changes the engine's
+	config  func(c *Config)        // changes the stack's
+	engine  func(c *engine.Config) // changes the engine's
 	wrap    func(i int, t tiers.Tier) tiers.Tier
 	log     bool
 	restore func(m *medium) // says what the arena has from its last run
@@ -117,7 +118,7 @@ func newRig(t testing.TB, o rigOptions) *rig {
 	if o.config != nil {
 		o.config(&cfg)
 	}
-	ec := tiers.Config{Tiers: Admissions(cfg.Tiers), Wake: bell.Ring, OwnerShare: 1, PartialDelay: 100 * time.Millisecond}
+	ec := engine.Config{Tiers: Admissions(cfg.Tiers), Wake: bell.Ring, OwnerShare: 1, PartialDelay: 100 * time.Millisecond}
 	if o.peers != nil {
 		ec.ForeignSlots = 512
 	}
@@ -128,12 +129,12 @@ func newRig(t testing.TB, o rigOptions) *rig {
 		o.engine(&ec)
 	}
 	var err error
-	if r.engine, err = tiers.New(ec); err != nil {
+	if r.engine, err = engine.New(ec); err != nil {
 		t.Fatal(err)
 	}
 	cfg.Engine = r.engine
 	if o.restore != nil {
-		err = r.engine.AddCarvedRegion(7, geometry, o.slots, tiers.Placement{Stride: slotBytes})
+		err = r.engine.AddCarvedRegion(7, geometry, o.slots, engine.Placement{Stride: slotBytes})
 	} else {
 		err = r.engine.AddRegion(7, int64(len(r.arena)))
 	}
@@ -151,7 +152,7 @@ func newRig(t testing.TB, o rigOptions) *rig {
 		t.Fatal(err)
 	}
 	r.OpenSpace(r.id, r.space)
-	for _, o := range []tiers.Owner{worker, scheduler} {
+	for _, o := range []engine.Owner{worker, scheduler} {
 		if err := r.engine.AddOwner(o, r.id); err != nil {
 			t.Fatal(err)
 		}
@@ -200,7 +201,7 @@ func (r *rig) close() {
 }
 
 // LookupPending implements Asker.
-func (r *rig) LookupPending(o tiers.Owner, lookup uint64, pages int, eta time.Duration) {
+func (r *rig) LookupPending(o engine.Owner, lookup uint64, pages int, eta time.Duration) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if _, answered := r.answers[lookup]; answered || pages < 1 || eta < 0 {

@@ -10,6 +10,7 @@ import (
 	"go.uber.org/zap"
 
 	"lookaside/tiers"
+	"lookaside/tiers/engine"
 )
 
 // ErrOff is the answer of operations on a tier whose breaker is open: it has failed, and is tried again by itself.
@@ -21,7 +22,7 @@ var errLate = errors.New("not done in time")
 // at a time.
 type Stack struct {
 	cfg       Config
-	engine    *tiers.Engine
+	engine    *engine.Engine
 	log       *zap.Logger
 	tiers     []*tier
 	spaces    atomic.Pointer[[]*tiers.Space] // by SpaceID; replaced under mu
@@ -40,10 +41,10 @@ type Stack struct {
 	verifying estimate    // of Config.Verify
 	patrol    patrol
 	start     time.Time
-	preparing sync.Mutex            // held by prepare; taken before mu
-	granted   []tiers.PromotedChunk // of prepare
-	telling   sync.Mutex            // held by deliver; taken before mu
-	spareBox  []message             // its
+	preparing sync.Mutex             // held by prepare; taken before mu
+	granted   []engine.PromotedChunk // of prepare
+	telling   sync.Mutex             // held by deliver; taken before mu
+	spareBox  []message              // its
 	peers     peerCounters
 
 	mu         sync.Mutex // guards all that follows, and where it is said
@@ -71,7 +72,7 @@ type Stack struct {
 }
 
 type lookupKey struct {
-	owner  tiers.Owner
+	owner  engine.Owner
 	lookup uint64
 }
 
@@ -260,7 +261,7 @@ func (s *Stack) Close() {
 }
 
 // OpenSpace says what a space of the engine is. A space under the id of one that was closed takes its place.
-func (s *Stack) OpenSpace(id tiers.SpaceID, sp *tiers.Space) {
+func (s *Stack) OpenSpace(id engine.SpaceID, sp *tiers.Space) {
 	s.mu.Lock()
 	defer s.unlock()
 	old := *s.spaces.Load()
@@ -271,7 +272,7 @@ func (s *Stack) OpenSpace(id tiers.SpaceID, sp *tiers.Space) {
 }
 
 // space is a space by its id, or nil.
-func (s *Stack) space(id tiers.SpaceID) *tiers.Space {
+func (s *Stack) space(id engine.SpaceID) *tiers.Space {
 	if list := *s.spaces.Load(); int(id) < len(list) {
 		return list[id]
 	}

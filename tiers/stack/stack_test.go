@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"lookaside/tiers"
+	"lookaside/tiers/engine"
 	"lookaside/tiers/tiertest"
 )
 
@@ -533,7 +534,7 @@ func TestLoadOrRecompute(t *testing.T) {
 
 // TestLongLookupsTakeTurns: owners with long lookups take turns, one that asks for many at once makes no other wait for all of them, and nobody with a short one waits at all.
 func TestLongLookupsTakeTurns(t *testing.T) {
-	const other = tiers.Owner(3)
+	const other = engine.Owner(3)
 	inBubble(t, rigOptions{slots: 64, config: func(c *Config) { c.LongChunks = 2 }}, func(t *testing.T, r *rig) {
 		if err := r.engine.AddOwner(other, r.id); err != nil {
 			t.Fatal(err)
@@ -544,7 +545,7 @@ func TestLongLookupsTakeTurns(t *testing.T) {
 			t.Fatal("shed")
 		}
 		order := &order{}
-		ask := func(o tiers.Owner, lookup uint64, n int) (pages int, done bool) {
+		ask := func(o engine.Owner, lookup uint64, n int) (pages int, done bool) {
 			pages, done, err := r.Lookup(&Query{Owner: o, Lookup: lookup, Space: r.id, Hashes: p.Digests(0, n, 32)}, order)
 			if err != nil {
 				t.Fatal(err)
@@ -619,7 +620,7 @@ type order struct {
 	answers []Answer
 }
 
-func (o *order) LookupPending(tiers.Owner, uint64, int, time.Duration) {}
+func (o *order) LookupPending(engine.Owner, uint64, int, time.Duration) {}
 
 func (o *order) LookupAnswered(a Answer) {
 	o.mu.Lock()

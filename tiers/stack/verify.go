@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"lookaside/tiers"
+	"lookaside/tiers/engine"
 )
 
 const (
@@ -18,9 +19,9 @@ const (
 
 // verify has chunks verified, and waits for those of them that somebody else has verified just now. What is not verified when it returns was dropped, or the Stack is
 // being closed.
-func (s *Stack) verify(list []tiers.Verification) {
+func (s *Stack) verify(list []engine.Verification) {
 	over := make(chan struct{})
-	var mine []tiers.Verification
+	var mine []engine.Verification
 	var others []chan struct{}
 	size := int64(0)
 	s.mu.Lock()
@@ -64,7 +65,7 @@ func (s *Stack) verify(list []tiers.Verification) {
 }
 
 // sizeOf is a chunk's bytes, 0 if its space is not known.
-func (s *Stack) sizeOf(v *tiers.Verification) int64 {
+func (s *Stack) sizeOf(v *engine.Verification) int64 {
 	if sp := s.space(v.Space); sp != nil {
 		return int64(v.Pages) * sp.Geometry.PageBytes
 	}
@@ -72,11 +73,11 @@ func (s *Stack) sizeOf(v *tiers.Verification) int64 {
 }
 
 // VerifyRun has all verified that the engine has of a run, for an owner of its space. The error is the context's, or the engine's.
-func (s *Stack) VerifyRun(ctx context.Context, o tiers.Owner, run tiers.Run) error {
+func (s *Stack) VerifyRun(ctx context.Context, o engine.Owner, run tiers.Run) error {
 	if s.cfg.Verify == nil {
 		return nil
 	}
-	var list []tiers.Verification
+	var list []engine.Verification
 	var names []byte
 	for last := uint64(0); ; last = list[0].Handle {
 		var err error
@@ -94,11 +95,11 @@ func (s *Stack) VerifyRun(ctx context.Context, o tiers.Owner, run tiers.Run) err
 }
 
 // verifyItems has verified what is to be, and answers the items that may be written. The others are ended.
-func (s *Stack) verifyItems(items []tiers.CascadeItem) []tiers.CascadeItem {
-	var list []tiers.Verification
+func (s *Stack) verifyItems(items []engine.CascadeItem) []engine.CascadeItem {
+	var list []engine.Verification
 	for i := range items {
 		if c := &items[i]; c.Unverified {
-			list = append(list, tiers.Verification{
+			list = append(list, engine.Verification{
 				Handle: c.VerifyHandle, Space: c.Space, Region: c.Region, Offset: c.Offset, First: c.First, Pages: c.Pages, Hashes: c.Hashes,
 			})
 		}
@@ -109,7 +110,7 @@ func (s *Stack) verifyItems(items []tiers.CascadeItem) []tiers.CascadeItem {
 	if s.cfg.Verify != nil {
 		s.verify(list)
 	}
-	return slices.DeleteFunc(items, func(c tiers.CascadeItem) bool {
+	return slices.DeleteFunc(items, func(c engine.CascadeItem) bool {
 		bad := c.Unverified && !s.engine.Verified(c.VerifyHandle)
 		if bad {
 			s.engine.EndCascade(c.Handle, false)
@@ -119,11 +120,11 @@ func (s *Stack) verifyItems(items []tiers.CascadeItem) []tiers.CascadeItem {
 }
 
 // Verify has all verified that the arena has of a prefix, as a lookup has: for what asks the engine itself. The error is the context's, or the engine's.
-func (s *Stack) Verify(ctx context.Context, id tiers.SpaceID, hashes []byte) error {
+func (s *Stack) Verify(ctx context.Context, id engine.SpaceID, hashes []byte) error {
 	if s.cfg.Verify == nil || s.engine.Unverified() == 0 {
 		return nil
 	}
-	return s.asOwner(id, func(o tiers.Owner, sp *tiers.Space) error {
+	return s.asOwner(id, func(o engine.Owner, sp *tiers.Space) error {
 		return s.VerifyRun(ctx, o, tiers.Run{Space: sp, Hashes: hashes})
 	})
 }
@@ -207,7 +208,7 @@ func (s *Stack) remind(now time.Time) {
 
 // verifyWorker has the chunks of lookups verified, by turns.
 func (s *Stack) verifyWorker() {
-	var batch []tiers.Verification
+	var batch []engine.Verification
 	for {
 		s.mu.Lock()
 		r, ok := s.verifies.peek()

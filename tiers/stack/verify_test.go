@@ -16,7 +16,7 @@ import (
 	"github.com/zeebo/xxh3"
 
 	"lookaside/tiers"
-	"lookaside/tiers/chunk"
+	"lookaside/tiers/engine"
 	"lookaside/tiers/tiertest"
 )
 
@@ -26,7 +26,7 @@ type medium struct {
 	next     int               // slot
 	sums     map[string]uint64 // by digest
 	took     time.Duration     // that a chunk takes
-	hook     func(v *tiers.Verification)
+	hook     func(v *engine.Verification)
 	forgot   atomic.Int32
 	failWith error // of forget
 
@@ -43,7 +43,7 @@ func newMedium(r *rig) *medium {
 // add restores the chunks of pages [from, to) of a prefix for which keep says so, as far as there are slots. from is where a chunk begins.
 func (m *medium) add(p tiertest.Prefix, from, to int, keep func(chunk int) bool) {
 	m.t.Helper()
-	var list []tiers.Restored
+	var list []engine.Restored
 	for first := from; first < to && m.next < len(m.arena)/slotBytes; first += ppc {
 		if keep != nil && !keep(first/ppc) {
 			continue
@@ -54,7 +54,7 @@ func (m *medium) add(p tiertest.Prefix, from, to int, keep func(chunk int) bool)
 		for i := range run.Pages() {
 			m.sums[string(run.Hashes[32*i:32*i+32])] = xxh3.Hash(mem[i*pageBytes : (i+1)*pageBytes])
 		}
-		list = append(list, tiers.Restored{
+		list = append(list, engine.Restored{
 			Slot: uint32(m.next), Space: m.id, First: first, Pages: run.Pages(), Prev: run.Prev, Hashes: run.Hashes, Order: uint64(m.next), Unverified: true,
 		})
 		m.next++
@@ -67,7 +67,7 @@ func (m *medium) add(p tiertest.Prefix, from, to int, keep func(chunk int) bool)
 // rot changes a byte of a slot.
 func (m *medium) rot(slot int) { m.arena[slot*slotBytes+slot%pageBytes]++ }
 
-func (m *medium) verify(ctx context.Context, list []tiers.Verification) {
+func (m *medium) verify(ctx context.Context, list []engine.Verification) {
 	for i := range list {
 		v := &list[i]
 		m.mu.Lock()
@@ -267,7 +267,7 @@ type listener struct {
 	pending func()
 }
 
-func (l *listener) LookupPending(o tiers.Owner, lookup uint64, pages int, eta time.Duration) {
+func (l *listener) LookupPending(o engine.Owner, lookup uint64, pages int, eta time.Duration) {
 	l.rig.LookupPending(o, lookup, pages, eta)
 	l.pending()
 }
@@ -351,7 +351,7 @@ func TestEndsWhileVerifying(t *testing.T) {
 				r.want(2, p, 0, chunks*ppc, chunks*ppc)
 			},
 			"clear": func(t *testing.T, r *rig, release func()) {
-				out, err := r.Clear(t.Context(), chunk.Fingerprint{}, arenaName)
+				out, err := r.Clear(t.Context(), tiers.Fingerprint{}, arenaName)
 				if err != nil || len(out) != 1 || out[0].Err != nil || out[0].Chunks != chunks || r.medium.forgot.Load() != 1 {
 					t.Errorf("%+v, %v, forgot %d times", out, err, r.medium.forgot.Load())
 				}
@@ -376,7 +376,7 @@ func TestEndsWhileVerifying(t *testing.T) {
 				var gate chan struct{}
 				o.restore = func(m *medium) {
 					gate = make(chan struct{})
-					m.hook = func(*tiers.Verification) { <-gate }
+					m.hook = func(*engine.Verification) { <-gate }
 					m.add(p, 0, len(p), nil)
 				}
 				inBubble(t, o, func(t *testing.T, r *rig) {
@@ -396,7 +396,7 @@ func TestEndsWhileVerifying(t *testing.T) {
 
 // What is to be written to a tier is verified first. The corrupt is not written.
 func TestCascadesAreVerified(t *testing.T) {
-	for _, admit := range []tiers.Admission{tiers.AdmitReused, tiers.AdmitEvicted} {
+	for _, admit := range []engine.Admission{engine.AdmitReused, engine.AdmitEvicted} {
 		t.Run(admit.String(), func(t *testing.T) {
 			rnd := rand.New(rand.NewPCG(1, 6))
 			p, other := prefix(rnd, 32), prefix(rnd, 32*ppc)
@@ -414,7 +414,7 @@ func TestCascadesAreVerified(t *testing.T) {
 				if n := r.engine.Unverified(); n != 8 {
 					t.Fatal(n)
 				}
-				if admit == tiers.AdmitReused {
+				if admit == engine.AdmitReused {
 					if n := r.store(p, 32); n != 32 { // held: a use
 						t.Fatal(n)
 					}
@@ -503,7 +503,7 @@ func TestControlsVerify(t *testing.T) {
 // A verifier that never says what it found costs the hit, no lookup its answer.
 func TestVerifierThatSaysNothing(t *testing.T) {
 	p := prefix(rand.New(rand.NewPCG(1, 8)), 40)
-	inBubble(t, rigOptions{config: func(c *Config) { c.Verify = func(context.Context, []tiers.Verification) {} }, restore: func(m *medium) { m.add(p, 0, 40, nil) }},
+	inBubble(t, rigOptions{config: func(c *Config) { c.Verify = func(context.Context, []engine.Verification) {} }, restore: func(m *medium) { m.add(p, 0, 40, nil) }},
 		func(t *testing.T, r *rig) {
 			start := time.Now()
 			if n := r.lookup(1, p, 0, 40); n != 0 || time.Since(start) > 100*time.Millisecond {

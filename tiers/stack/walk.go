@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"lookaside/tiers"
+	"lookaside/tiers/engine"
 )
 
 // A long lookup leaves its caller, which answers others, after its first part. The
@@ -40,7 +41,7 @@ type walks struct {
 
 // ownerWalks are those of one owner.
 type ownerWalks struct {
-	owner tiers.Owner
+	owner engine.Owner
 	now   *request       // that is being walked, or nil
 	list  fifo[*request] // the others, oldest first
 	bytes int64          // of their digests
@@ -60,7 +61,7 @@ func (w *ownerWalks) next() *request {
 }
 
 // of returns the walks of an owner, or nil.
-func (w *walks) of(o tiers.Owner) *ownerWalks {
+func (w *walks) of(o engine.Owner) *ownerWalks {
 	for _, each := range w.turns { // there are no more than sessions
 		if each.owner == o {
 			return each

@@ -11,12 +11,11 @@ import (
 	"github.com/cespare/xxhash/v2"
 
 	"lookaside/tiers"
-	"lookaside/tiers/chunk"
 )
 
 // NewSpace is a space of tests, different from all of another name or geometry.
 func NewSpace(name string, g tiers.Geometry) *tiers.Space {
-	return &tiers.Space{Fingerprint: chunk.FingerprintOf(fmt.Appendf(nil, "%s %+v", name, g)), Geometry: g, Element: "bfloat16"}
+	return &tiers.Space{Fingerprint: tiers.FingerprintOf(fmt.Appendf(nil, "%s %+v", name, g)), Geometry: g, Element: "bfloat16"}
 }
 
 // A Prefix is a sequence of tokens, one a page. Its pages' digests chain over it as those of engines do, so prefixes that begin alike share their

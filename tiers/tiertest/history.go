@@ -9,7 +9,6 @@ import (
 	"testing"
 
 	"lookaside/tiers"
-	"lookaside/tiers/chunk"
 )
 
 // version is a chunk that was given to the tier and not surely taken away since.
@@ -176,13 +175,13 @@ func (w *world) drop() {
 func (w *world) clear() {
 	fp := w.spaces[w.rnd.IntN(len(w.spaces))].Fingerprint
 	if w.rnd.IntN(3) == 0 {
-		fp = chunk.Fingerprint{}
+		fp = tiers.Fingerprint{}
 	}
 	_, err := w.tier.Clear(w.t.Context(), fp)
 	if err != nil && !w.allowed(err) {
 		w.fatalf("Clear: %v", err)
 	}
-	of := func(key memKey) bool { return fp == (chunk.Fingerprint{}) || key.fp == fp }
+	of := func(key memKey) bool { return fp == (tiers.Fingerprint{}) || key.fp == fp }
 	for key := range w.model {
 		if of(key) && err != nil {
 			w.doubt(key)

@@ -14,7 +14,6 @@ import (
 	"github.com/cespare/xxhash/v2"
 
 	"lookaside/tiers"
-	"lookaside/tiers/chunk"
 )
 
 // Op is a call of a tier.
@@ -59,7 +58,7 @@ type Memory struct {
 }
 
 type memKey struct {
-	fp    chunk.Fingerprint
+	fp    tiers.Fingerprint
 	first string // digest of the chunk's first page
 }
 
@@ -388,7 +387,7 @@ func (m *Memory) Drop(ctx context.Context, run tiers.Run) error {
 }
 
 // Clear implements tiers.Tier.
-func (m *Memory) Clear(ctx context.Context, fp chunk.Fingerprint) (int, error) {
+func (m *Memory) Clear(ctx context.Context, fp tiers.Fingerprint) (int, error) {
 	ctx, end, err := m.begin(ctx)
 	if err != nil {
 		return 0, err
@@ -403,7 +402,7 @@ func (m *Memory) Clear(ctx context.Context, fp chunk.Fingerprint) (int, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.each(func(c *memChunk) bool {
-		if fp != (chunk.Fingerprint{}) && c.key.fp != fp {
+		if fp != (tiers.Fingerprint{}) && c.key.fp != fp {
 			return false
 		}
 		m.remove(c)

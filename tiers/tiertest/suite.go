@@ -14,7 +14,6 @@ import (
 	"time"
 
 	"lookaside/tiers"
-	"lookaside/tiers/chunk"
 )
 
 var (
@@ -494,14 +493,14 @@ func testSpaces(t *testing.T, f Factory) {
 			f.want(t, tier, pages(other), pages(other).Pages())
 		}
 	}
-	clear := func(fp chunk.Fingerprint, least int) {
+	clear := func(fp tiers.Fingerprint, least int) {
 		t.Helper()
 		n, err := tier.Clear(t.Context(), fp)
 		if err != nil || n < -1 || n != -1 && n < least && !f.MayForget {
 			t.Fatalf("Clear of %d chunks: %d, %v", least, n, err)
 		}
 	}
-	clear(chunk.FingerprintOf([]byte("never seen")), 0)
+	clear(tiers.FingerprintOf([]byte("never seen")), 0)
 	gone := spaces[2]
 	clear(gone.Fingerprint, 3)
 	for _, s := range spaces {
@@ -519,7 +518,7 @@ func testSpaces(t *testing.T, f Factory) {
 	f.want(t, tier, pages(spaces[1]), pages(spaces[1]).Pages())
 	store(t, tier, chunks(pages(gone))...)
 	f.want(t, tier, pages(gone), pages(gone).Pages())
-	clear(chunk.Fingerprint{}, 3*(len(spaces)-1))
+	clear(tiers.Fingerprint{}, 3*(len(spaces)-1))
 	for _, s := range spaces {
 		f.want(t, tier, pages(s), 0)
 		missing(t, tier, pages(s).Chunk(1))
@@ -687,7 +686,7 @@ func testClose(t *testing.T, f Factory) {
 				fine("Store", transfers(context.Background(), t, tier, Store, 0, p.Run(space, 0, len(p)))[0])
 				fine("Drop", tier.Drop(context.Background(), p.Run(space, 0, len(p))))
 				fine("Contains", tier.Contains(context.Background(), run, make([]uint16, run.Chunks())))
-				_, err := tier.Clear(context.Background(), chunk.FingerprintOf([]byte("other")))
+				_, err := tier.Clear(context.Background(), tiers.FingerprintOf([]byte("other")))
 				fine("Clear", err)
 				tier.Stats()
 				loads.Add(1)

@@ -1,5 +1,5 @@
-// Package vfs is the file operations that the tiers on disk are built on, so that faults and power cuts are ordinary tests: OS is
-// the real thing, Mem is in memory and can be cloned as a power cut would leave it, and Faulty puts faults before either.
+// Package vfs is the file operations that the tiers on disk are built on. OS is the real file system. Package vfstest has one in
+// memory and one with faults, so that faults and power cuts are ordinary tests.
 //
 // # What lasts
 //

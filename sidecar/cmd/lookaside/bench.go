@@ -14,9 +14,9 @@ import (
 
 	"lookaside/dax"
 	"lookaside/dax/memcopy"
-	"lookaside/ipc/zmqecho"
+	"lookaside/internal/bench/enginebench"
+	"lookaside/internal/bench/zmqecho"
 	"lookaside/sidecar"
-	"lookaside/tiers/enginebench"
 )
 
 func newBench() *cobra.Command {

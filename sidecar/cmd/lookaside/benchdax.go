@@ -6,7 +6,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"lookaside/dax"
-	"lookaside/tiers/poolbench"
+	"lookaside/internal/bench/daxbench"
 )
 
 // What opening a pool may take, and by how much a migration may slow lookups down.
@@ -20,9 +20,9 @@ func newBenchDAX() *cobra.Command {
 	var (
 		file, kind string
 		slots      []string
-		o          poolbench.Transfers
-		recovery   poolbench.Recovery
-		migration  poolbench.Migration
+		o          daxbench.Transfers
+		recovery   daxbench.Recovery
+		migration  daxbench.Migration
 	)
 	cmd := &cobra.Command{
 		Use:   "dax",
@@ -52,7 +52,7 @@ and lookups while a device's chunks move to another, against lookups without. Fi
 				fmt.Fprintf(cmd.ErrOrStderr(), "%s: %d of %d chunks, arena of %s\n", of[1:], f.Chunks, o.Chunks, f.Memory)
 				for _, way := range []struct {
 					name string
-					poolbench.Direction
+					daxbench.Direction
 				}{{"restore" + of, f.Restore}, {"store" + of, f.Store}} {
 					limits, loop := way.Limit()
 					fmt.Fprintf(cmd.ErrOrStderr(), "%s: the limit is %s\n", way.name, loop)

@@ -6,7 +6,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"lookaside/dax"
-	"lookaside/tiers/diskbench"
+	"lookaside/internal/bench/diskbench"
 )
 
 func newBenchDisk() *cobra.Command {

@@ -6,7 +6,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"lookaside/tiers/peer/peerbench"
+	"lookaside/internal/bench/peerbench"
 )
 
 func newBenchPeers() *cobra.Command {

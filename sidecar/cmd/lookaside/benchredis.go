@@ -6,14 +6,14 @@ import (
 	"github.com/spf13/cobra"
 
 	"lookaside/dax"
-	"lookaside/tiers/remotebench"
+	"lookaside/internal/bench/redisbench"
 )
 
 func newBenchRedis() *cobra.Command {
 	var (
 		file, bytes, split string
 		chunks             []string
-		o                  remotebench.Options
+		o                  redisbench.Options
 	)
 	cmd := &cobra.Command{
 		Use:   "redis",
@@ -30,7 +30,7 @@ func newBenchRedis() *cobra.Command {
 			ctx, stop := interruptible(cmd)
 			defer stop()
 			if o.Server == "" {
-				addr, end, err := remotebench.Server(ctx)
+				addr, end, err := redisbench.Server(ctx)
 				if err != nil {
 					return err
 				}

@@ -12,13 +12,13 @@ import (
 	"golang.org/x/sys/unix"
 
 	"lookaside/dax"
-	"lookaside/tiers/disk"
-	"lookaside/tiers/pool"
+	"lookaside/tiers/daxtier"
+	"lookaside/tiers/slab"
 )
 
 func newCheck() *cobra.Command {
 	var (
-		o      disk.CheckOptions
+		o      slab.CheckOptions
 		offset string
 		asJSON bool
 	)
@@ -63,33 +63,33 @@ header is damaged is removed, and made anew when the sidecar starts.`,
 }
 
 // checkPaths checks directories, or devices: a tier is on one or the other.
-func checkPaths(ctx context.Context, paths []string, offset string, o disk.CheckOptions) (disk.Report, error) {
+func checkPaths(ctx context.Context, paths []string, offset string, o slab.CheckOptions) (slab.Report, error) {
 	at, err := dax.ParseSize(offset)
 	if err != nil {
-		return disk.Report{}, fmt.Errorf("--offset: %w", err)
+		return slab.Report{}, fmt.Errorf("--offset: %w", err)
 	}
 	var dirs, devices []string
 	for _, p := range paths {
 		info, err := os.Stat(p)
 		switch {
 		case err != nil:
-			return disk.Report{}, err
+			return slab.Report{}, err
 		case info.IsDir():
 			dirs = append(dirs, p)
 		case info.Mode().IsRegular() || info.Mode()&os.ModeCharDevice != 0:
 			devices = append(devices, p)
 		default:
-			return disk.Report{}, fmt.Errorf("%s is neither a directory nor a DAX device or file: name a tier's directories, or its devices", p)
+			return slab.Report{}, fmt.Errorf("%s is neither a directory nor a DAX device or file: name a tier's directories, or its devices", p)
 		}
 	}
 	if len(dirs) > 0 && len(devices) > 0 {
-		return disk.Report{}, fmt.Errorf("%s is a directory and %s is not: check a tier at a time", dirs[0], devices[0])
+		return slab.Report{}, fmt.Errorf("%s is a directory and %s is not: check a tier at a time", dirs[0], devices[0])
 	}
 	if len(devices) > 0 {
-		return pool.Check(ctx, pool.CheckOptions{Devices: devices, OffsetBytes: at, Repair: o.Repair, Progress: o.Progress})
+		return daxtier.Check(ctx, daxtier.CheckOptions{Devices: devices, OffsetBytes: at, Repair: o.Repair, Progress: o.Progress})
 	}
 	o.Dirs = dirs
-	return disk.Check(ctx, o)
+	return slab.Check(ctx, o)
 }
 
 // checkProgress prints how far a check is, where somebody sees it; nil elsewhere.
@@ -110,7 +110,7 @@ func checkProgress(w io.Writer) func(done, total int64) {
 	}
 }
 
-func writeReport(w io.Writer, r *disk.Report) error {
+func writeReport(w io.Writer, r *slab.Report) error {
 	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
 	fmt.Fprintln(t, "SLAB\tSIZE\tCHUNKS\tPAGES\tDAMAGED\tCORRUPT\tUNREADABLE\tDROPPED\t")
 	for i := range r.Slabs {

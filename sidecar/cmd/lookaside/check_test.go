@@ -12,8 +12,8 @@ import (
 	"time"
 
 	"lookaside/tiers"
-	"lookaside/tiers/disk"
-	"lookaside/tiers/pool"
+	"lookaside/tiers/daxtier"
+	"lookaside/tiers/slab"
 	"lookaside/tiers/tiertest"
 )
 
@@ -21,7 +21,7 @@ import (
 func TestCheckDevices(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "dax0.0")
-	p, err := pool.Open(pool.Options{Devices: []pool.DeviceSpec{{Path: path, SizeBytes: 8 << 20}}, AllowFiles: true, SlabBytes: 8<<20 - 8192})
+	p, err := daxtier.Open(daxtier.Options{Devices: []daxtier.DeviceSpec{{Path: path, SizeBytes: 8 << 20}}, AllowFiles: true, SlabBytes: 8<<20 - 8192})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -55,7 +55,7 @@ func TestCheckDevices(t *testing.T) {
 		t.Fatal(err)
 	}
 	out, _ := run(0, "--json", path)
-	var r disk.Report
+	var r slab.Report
 	if err := json.Unmarshal([]byte(out), &r); err != nil || len(r.Slabs) != 1 || r.Slabs[0].Chunks != 1 || r.Slabs[0].File != path+"/slab-000" {
 		t.Errorf("%s: %v", out, err)
 	}
@@ -118,25 +118,25 @@ func TestCheckPipesAndLinks(t *testing.T) {
 			t.Errorf("%s: %s", path, said)
 		}
 	}
-	d, err := disk.Open(disk.Options{Dirs: []string{filepath.Join(dir, "kv")}, CapacityBytes: 1 << 20, SlabBytes: 256 << 10})
+	d, err := slab.Open(slab.Options{Dirs: []string{filepath.Join(dir, "kv")}, CapacityBytes: 1 << 20, SlabBytes: 256 << 10})
 	fails(err)
 	fails(d.Close())
-	slab := func(n uint32) string { return filepath.Join(dir, "kv", disk.SlabName(n)) }
-	fails(errors.Join(os.Remove(slab(1)), syscall.Mkfifo(slab(1), 0o600)))
-	fails(errors.Join(os.Rename(slab(2), filepath.Join(dir, "elsewhere")), os.Symlink("../elsewhere", slab(2))))
-	fails(errors.Join(os.Remove(slab(3)), os.Symlink(pipe, slab(3))))
+	file := func(n uint32) string { return filepath.Join(dir, "kv", slab.SlabName(n)) }
+	fails(errors.Join(os.Remove(file(1)), syscall.Mkfifo(file(1), 0o600)))
+	fails(errors.Join(os.Rename(file(2), filepath.Join(dir, "elsewhere")), os.Symlink("../elsewhere", file(2))))
+	fails(errors.Join(os.Remove(file(3)), os.Symlink(pipe, file(3))))
 	said := check(filepath.Join(dir, "kv"))
 	if !strings.Contains(said, "3 things are bad") || strings.Count(said, "not a regular file") != 3 {
 		t.Error(said)
 	}
-	lock := filepath.Join(dir, "kv", disk.LockName)
+	lock := filepath.Join(dir, "kv", slab.LockName)
 	fails(errors.Join(os.Remove(lock), syscall.Mkfifo(lock, 0o600)))
 	if said := check(filepath.Join(dir, "kv")); !strings.Contains(said, "not a regular file") {
 		t.Error(said)
 	}
 	// A sidecar goes on without them: what is no file is made one.
 	fails(os.Remove(lock))
-	d, err = disk.Open(disk.Options{Dirs: []string{filepath.Join(dir, "kv")}, CapacityBytes: 1 << 20, SlabBytes: 256 << 10, RetryEvery: time.Millisecond})
+	d, err = slab.Open(slab.Options{Dirs: []string{filepath.Join(dir, "kv")}, CapacityBytes: 1 << 20, SlabBytes: 256 << 10, RetryEvery: time.Millisecond})
 	fails(err)
 	for end := time.Now().Add(time.Minute); d.Stats().CapacityBytes < 1<<20; time.Sleep(time.Millisecond) {
 		if time.Now().After(end) {

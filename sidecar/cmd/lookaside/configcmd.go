@@ -10,8 +10,8 @@ import (
 	"github.com/spf13/cobra"
 
 	"lookaside/dax"
+	"lookaside/internal/lmcache"
 	"lookaside/sidecar"
-	"lookaside/sidecar/lmcache"
 )
 
 func newConfig() *cobra.Command {

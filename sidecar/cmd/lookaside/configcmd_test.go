@@ -8,8 +8,8 @@ import (
 	"strings"
 	"testing"
 
+	"lookaside/internal/lmcache"
 	"lookaside/sidecar"
-	"lookaside/sidecar/lmcache"
 )
 
 func TestConfigFromLMCache(t *testing.T) {

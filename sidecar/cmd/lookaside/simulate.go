@@ -19,8 +19,8 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"lookaside/internal/simulate"
 	"lookaside/tiers/policy"
-	"lookaside/tiers/simulate"
 )
 
 func newSimulate() *cobra.Command {

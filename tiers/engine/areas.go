@@ -1,0 +1,366 @@
+package engine
+
+import (
+	"math"
+	"slices"
+)
+
+// How geometries share the arena. A region of AddRegion is an area: stores carve it piece by piece, each piece (a region to the rest of the
+// engine) for one geometry. A geometry that needs slots takes what it can, in this order:
+//
+//  1. Memory that is not carved.
+//  2. Pieces of other geometries that hold nothing.
+//  3. Pieces that nobody has used for a while (agedAfter), if it would itself have to evict something newer.
+//  4. The coldest piece of a geometry that has more of the arena than it, as long as it does not come to have more than that one. So each gets
+//     as much as any other, if it wants it, and two that want all of the arena do not take the same pieces from one another over and over.
+//     It evicts what it has itself, instead, if nobody has used that for a while.
+//
+// A geometry that has nothing takes any piece. Nothing that is leased or being filled is ever taken, and what a taken piece holds is dropped:
+// moving its chunks elsewhere would cost a copy of each, and whoever wants them stores them again.
+
+// area is a region of the arena that is carved piece by piece.
+type area struct {
+	id    uint32
+	size  int64
+	spans []span // all of it, in its order; no two neighbours are both not carved
+	going bool   // it is being removed
+}
+
+// span is a part of an area: a piece, or with a nil region what is not carved.
+type span struct {
+	at, size int64
+	r        *region
+}
+
+func newArea(id uint32, size int64) *area {
+	return &area{id: id, size: size, spans: []span{{size: size}}}
+}
+
+// areaOf returns the area of a caller's region, nil if there is none.
+func (e *Engine) areaOf(id uint32) *area {
+	for _, a := range e.areas {
+		if a.id == id {
+			return a
+		}
+	}
+	return nil
+}
+
+// uncarved is how many slots a class could have in what is not carved.
+func (a *area) uncarved(c *class) (slots int) {
+	if a.going {
+		return 0
+	}
+	for _, s := range a.spans {
+		if s.r == nil {
+			slots += c.slotsIn(s.size)
+		}
+	}
+	return slots
+}
+
+// take makes the beginning of span i, which is not carved, a piece.
+func (a *area) take(i int, size int64, r *region) {
+	s := a.spans[i]
+	a.spans[i] = span{s.at, size, r}
+	if size < s.size {
+		a.spans = slices.Insert(a.spans, i+1, span{s.at + size, s.size - size, nil})
+	}
+}
+
+// free makes a piece memory that is not carved.
+func (a *area) free(r *region) {
+	i := slices.IndexFunc(a.spans, func(s span) bool { return s.r == r })
+	a.spans[i].r = nil
+	if i+1 < len(a.spans) && a.spans[i+1].r == nil {
+		a.spans[i].size += a.spans[i+1].size
+		a.spans = slices.Delete(a.spans, i+1, i+2)
+	}
+	if i > 0 && a.spans[i-1].r == nil {
+		a.spans[i-1].size += a.spans[i].size
+		a.spans = slices.Delete(a.spans, i, i+1)
+	}
+}
+
+// agedAfter is how long (ns) nobody must have used a piece before a geometry with as much of the arena may take it, to within a factor of two.
+const agedAfter = int64(5 * 60e9)
+
+// aged knows the tick before which a use was long ago. Uses are ordered by ticks, so the clock is noted beside them now and then.
+type aged struct {
+	noted         int64
+	before, since uint64 // agedAfter to twice agedAfter ago, and less than that
+}
+
+// note notes the tick that it is now.
+func (a *aged) note(now int64, tick uint64) {
+	if now-a.noted >= agedAfter {
+		a.noted, a.before, a.since = now, a.since, tick
+	}
+}
+
+// growPatience is how long (ns) a geometry that wants memory waits for the arena to grow before it takes some from another geometry.
+const growPatience = int64(1e9)
+
+// makeRoom carves one more piece for a class, of memory that is not carved or of what it may take from another geometry. It releases the lock
+// while it allocates and between slices of longer work; ok says whether there are new slots, unlocked whether others may have changed anything.
+func (e *Engine) makeRoom(c *class) (ok, unlocked bool) {
+	if e.carving || e.cfg.FixedRegions {
+		return false, false
+	}
+	if a, i := e.uncarvedFor(c); a != nil {
+		return e.carvePiece(a, i, c) == nil, true
+	}
+	a, at, taken := e.takeFor(c)
+	if a == nil {
+		return false, false
+	}
+	e.carving = true
+	for _, r := range taken {
+		if !e.drain(r) {
+			e.carving = false
+			return false, true
+		}
+	}
+	e.carving = false
+	i := slices.IndexFunc(a.spans, func(s span) bool { return s.r == nil && s.at <= at && at < s.at+s.size })
+	return e.carvePiece(a, i, c) == nil, true
+}
+
+// pieceSlots is how many slots of a class a piece has that is carved from so many bytes. 0: there is no room for one. What is left should be
+// as large as a piece, or nothing.
+func (e *Engine) pieceSlots(c *class, bytes int64) int {
+	most := c.slotsIn(bytes)
+	want := min((e.pieceBytes()+c.slotBytes()-1)/c.slotBytes(), recordMask)
+	if int64(most) < 2*want {
+		return most
+	}
+	return int(want)
+}
+
+// piecesOfArena is how many pieces the arena is carved into, or some more: less would be few to share out, and each takes the number of a region.
+const piecesOfArena = 32
+
+// pieceBytes is the size of a piece. With many regions pieces are larger, as each region that is added takes a number, too.
+func (e *Engine) pieceBytes() int64 {
+	numbers := maxRegions - maxForeign - max(e.cfg.Regions, len(e.areas))
+	return max(1, max(e.cfg.ArenaLimitBytes, e.bytes)/int64(min(max(numbers, 1), piecesOfArena)))
+}
+
+// uncarvedFor finds memory that is not carved and has room for a slot of a class. What is smaller than a piece is left when few numbers for
+// regions are: those are for what peers lend, and for regions to come.
+func (e *Engine) uncarvedFor(c *class) (a *area, i int) {
+	spare := maxRegions - e.nregion
+	for _, r := range e.regions[1 : e.nregion+1] {
+		spare += b2i(r.spare())
+	}
+	if spare == 0 {
+		return nil, 0
+	}
+	for _, a := range e.areas {
+		if a.going {
+			continue
+		}
+		for i, s := range a.spans {
+			if s.r == nil && c.slotsIn(s.size) > 0 && (spare > maxForeign || s.size >= e.pieceBytes() || s.size == a.size) {
+				return a, i
+			}
+		}
+	}
+	return nil, 0
+}
+
+// carvePiece makes a piece for a class from span i of an area, which is not carved. It releases the lock while it allocates.
+func (e *Engine) carvePiece(a *area, i int, c *class) error {
+	r := e.spareRegion()
+	at, slots := a.spans[i].at, e.pieceSlots(c, a.spans[i].size)
+	r.id, r.size, r.area = a.id, int64(slots)*c.slotBytes(), a
+	a.take(i, r.size, r)
+	err := e.carve(r, c, slots, Placement{Offset: at, Stride: c.slotBytes()})
+	if err != nil && !e.closed {
+		a.free(r)
+		*r = region{num: r.num, firstGen: r.firstGen}
+	}
+	return err
+}
+
+// held is the bytes of a class's regions.
+func (c *class) held() (bytes int64) {
+	for _, r := range c.regions {
+		bytes += r.size
+	}
+	return bytes
+}
+
+// window is neighbouring spans of an area that a class could take together.
+type window struct {
+	a        *area
+	at, size int64
+	regions  []*region
+	cost     [4]uint64 // what it would cost their owners, most important first: the least is taken
+}
+
+// takeFor chooses what a class may take from others: the pieces to empty, and where the memory lies. Without an area there is nothing, or the
+// arena should grow first.
+func (e *Engine) takeFor(c *class) (a *area, at int64, taken []*region) {
+	if len(e.classes) == 1 || len(e.staging.regions) > 0 { // what is being restored looks empty
+		return nil, 0, nil
+	}
+	var best window
+	t := taker{e: e, c: c, held: c.held(), oldest: e.oldest(c), others: map[*class]int64{}}
+	for _, a := range e.areas {
+		for i := range a.spans {
+			if w, ok := t.window(a, i); ok && (best.a == nil || slices.Compare(w.cost[:], best.cost[:]) < 0) {
+				best = w
+			}
+		}
+	}
+	if best.a == nil || e.waitsForGrowth() {
+		return nil, 0, nil
+	}
+	return best.a, best.at, best.regions
+}
+
+// oldest is the last use of what a class would evict next, the largest number if there is nothing.
+func (e *Engine) oldest(c *class) uint64 {
+	before := uint64(math.MaxUint64)
+	if ref, ok := e.victim(c); ok {
+		_, s := e.slot(ref)
+		before = s.stamp
+	}
+	if c.coldFirst != 0 {
+		_, s := e.slot(c.coldFirst)
+		before = min(before, s.stamp)
+	}
+	return before
+}
+
+// waitsForGrowth says whether the arena should be given time to grow.
+func (e *Engine) waitsForGrowth() bool {
+	if e.bytes >= e.cfg.ArenaLimitBytes {
+		return false
+	}
+	now := e.cfg.Now()
+	if !e.waiting {
+		e.waiting, e.wanted = true, now
+	}
+	return now-e.wanted < growPatience
+}
+
+// taker is a class that looks for memory of others.
+type taker struct {
+	e      *Engine
+	c      *class
+	held   int64
+	oldest uint64           // see Engine.oldest
+	others map[*class]int64 // what they hold, as far as it was asked
+}
+
+// window is the fewest spans from span i of an area on that have room for a slot, if the class may take all of them.
+func (t *taker) window(a *area, i int) (w window, ok bool) {
+	w = window{a: a, at: a.spans[i].at}
+	var pieces int64
+	for ; i < len(a.spans) && t.c.slotsIn(w.size) == 0; i++ {
+		s := a.spans[i]
+		w.size += s.size
+		if s.r == nil {
+			continue
+		}
+		if r := s.r; r.class == nil || r.class == t.c || r.draining || r.leased > 0 || r.filling > 0 {
+			return w, false
+		}
+		pieces += s.size
+		w.regions = append(w.regions, s.r)
+	}
+	if t.c.slotsIn(w.size) == 0 || len(w.regions) == 0 {
+		return w, false
+	}
+	for _, r := range w.regions {
+		cost, ok := t.cost(r, pieces)
+		if !ok {
+			return w, false
+		}
+		if slices.Compare(cost[:], w.cost[:]) > 0 {
+			w.cost = cost
+		}
+	}
+	w.cost[3] = uint64(w.size)
+	return w, true
+}
+
+// cost is what it costs to take a region as one of pieces of so many bytes; false: it must not be taken.
+func (t *taker) cost(r *region, pieces int64) (cost [4]uint64, ok bool) {
+	aged := t.e.aged.before
+	theirs, known := t.others[r.class]
+	if !known {
+		theirs = r.class.held()
+		t.others[r.class] = theirs
+	}
+	switch {
+	case r.free+r.spoiled == len(r.slots):
+		return cost, true
+	case r.lastUse < aged && r.lastUse < t.oldest:
+		return [4]uint64{1, r.lastUse}, true
+	case len(t.c.regions) > 0 && (t.held+pieces > theirs-pieces || t.oldest < aged && t.oldest <= r.lastUse):
+		return cost, false
+	}
+	return [4]uint64{2, uint64(math.MaxInt64 - theirs), r.lastUse}, true
+}
+
+// parts are the regions that a caller's region consists of, and how many of them: an area has those that are carved.
+func (e *Engine) parts(id uint32) (regions []*region, ok bool) {
+	if r := e.byID[id]; r != nil {
+		return []*region{r}, true
+	}
+	a := e.areaOf(id)
+	if a == nil {
+		return nil, false
+	}
+	for _, s := range a.spans {
+		if s.r != nil {
+			regions = append(regions, s.r)
+		}
+	}
+	return regions, true
+}
+
+// dropArea takes an area of which nothing is carved out of the books.
+func (e *Engine) dropArea(a *area) {
+	e.areas = slices.DeleteFunc(e.areas, func(b *area) bool { return a == b })
+	e.bytes -= a.size
+}
+
+// checkAreas says whether areas and pieces agree with one another.
+func (e *Engine) checkAreas() error {
+	bytes, pieces := int64(0), 0
+	for _, a := range e.areas {
+		at := int64(0)
+		for i, s := range a.spans {
+			if s.at != at || s.size <= 0 || s.r == nil && i > 0 && a.spans[i-1].r == nil {
+				return broken("region %d has a part of %d bytes at %d, after the one that ends at %d", a.id, s.size, s.at, at)
+			}
+			if r := s.r; r != nil {
+				pieces++
+				if r.area != a || r.id != a.id || r.class != nil && (r.at.Offset != s.at || r.size != s.size || r.size != int64(len(r.slots))*r.class.slotBytes()) {
+					return broken("region %d has a piece of %d bytes at %d that is one of region %d, of %d bytes at %d", a.id, s.size, s.at, r.id, r.size, r.at.Offset)
+				}
+			}
+			at += s.size
+		}
+		if at != a.size {
+			return broken("region %d of %d bytes has parts of %d", a.id, a.size, at)
+		}
+		bytes += a.size
+	}
+	for _, r := range e.byID {
+		bytes += r.size
+	}
+	for _, r := range e.regions {
+		if r != nil && r.area != nil {
+			pieces--
+		}
+	}
+	if bytes != e.bytes || pieces != 0 {
+		return broken("regions of %d bytes with %d pieces too many, counted %d bytes", bytes, pieces, e.bytes)
+	}
+	return nil
+}

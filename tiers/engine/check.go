@@ -1,0 +1,578 @@
+package engine
+
+import (
+	"fmt"
+	"maps"
+	"math"
+
+	"lookaside/tiers"
+)
+
+// Check verifies every invariant of the engine and answers the first that does not hold. It looks at everything under the lock, so it is for
+// tests and for a tool that asks an idle engine.
+func (e *Engine) Check() error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.closed {
+		return tiers.ErrClosed
+	}
+	c := checker{e: e, pins: map[uint32]uint32{}, copied: map[uint32]uint32{}, children: map[uint32]uint32{}, writers: map[uint32]int{}, chunks: map[*space]int{}, pages: map[*space]int{}, loans: map[uint32]int{},
+		busy: map[uint32]uint8{}, promoting: map[*class]int{}, cold: map[*class]int{}, moving: map[uint32]bool{}, due: map[uint32]int{}}
+	for i := range e.lent.due {
+		if d := e.lent.due[i]; e.isForeign(d.ref) && int(d.ref&recordMask) < e.regions[d.ref>>recordBits].fresh {
+			if _, s := e.slot(d.ref); s.gen == d.gen && s.state == ready {
+				c.due[d.ref]++
+			}
+		}
+	}
+	for _, step := range []func() error{c.leases, c.parents, c.slots, c.index, c.promotions, c.cascades, c.totals} {
+		if err := step(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+type checker struct {
+	e        *Engine
+	pins     map[uint32]uint32 // by slot: leases of lookups, loads and pins
+	copied   map[uint32]uint32 // by slot: those of cascades and moves among them
+	children map[uint32]uint32 // by slot
+	writers  map[uint32]int    // by slot: stores
+	chunks   map[*space]int
+	pages    map[*space]int // indexed
+	loans    map[uint32]int // by announced region
+	heads    int
+	records  int
+
+	busy      map[uint32]uint8 // by slot: tiers that it is being written to
+	promoting map[*class]int
+	flying    int // slots that are being promoted into, and may be joined
+	cold      map[*class]int
+	moving    map[uint32]bool // slots that moves are from or to, and that copies are to
+	due       map[uint32]int  // by slot: copies of it, under way or queued
+
+	unverified int
+}
+
+func broken(format string, args ...any) error {
+	return fmt.Errorf("broken invariant: "+format, args...)
+}
+
+func (c *checker) leases() error {
+	e := c.e
+	live, pins, waits := 0, 0, 0
+	byOwner := map[*owner]map[uint32]uint32{}
+	for i, x := range e.leases {
+		if x.index != uint32(i) {
+			return broken("lease %d thinks that it is %d", i, x.index)
+		}
+		if x.kind == noLease {
+			continue
+		}
+		live++
+		if byOwner[x.owner] == nil {
+			byOwner[x.owner] = map[uint32]uint32{}
+		}
+		returned := 0
+		for j, ref := range x.slots {
+			if ref == 0 && x.kind == loanLease {
+				returned++
+				continue
+			}
+			byOwner[x.owner][ref]++
+			_, s := e.slot(ref)
+			if x.kind == storeLease {
+				c.writers[ref]++
+				if s.granted == 0 || s.state == free {
+					return broken("slot %#x of a store is in state %d with %d pages granted", ref, s.state, s.granted)
+				}
+				continue
+			}
+			c.pins[ref]++
+			pins++
+			if x.kind == cascadeLease || x.kind == moveLease {
+				c.copied[ref]++
+			}
+			if s.state != ready && !(s.state == filling && s.flags&promoting != 0 && x.waiting && j >= x.held) {
+				return broken("slot %#x of a %v is in state %d", ref, x.kind, s.state)
+			}
+			want := int(s.chunk)
+			switch {
+			case x.waiting && j >= x.held:
+				want = x.after + j - x.held
+			case x.kind == lookupLease || x.kind == loadLease || x.kind == loanLease:
+				want = x.first/x.owner.space.g.PagesPerChunk + j
+			case x.kind == cascadeLease:
+				c.busy[ref] |= uint8(x.key)
+			case x.kind == moveLease && len(x.slots) == 1:
+				to := uint32(x.key)
+				_, t := e.slot(to)
+				if c.moving[ref] || c.moving[to] || t.state != filling || t.chunk != s.chunk || int(t.granted) != x.n || !s.doomed() && int(s.pages) != x.n {
+					return broken("slot %#x with %d pages moves to slot %#x in state %d with %d granted", ref, s.pages, to, t.state, t.granted)
+				}
+				c.writers[to]++
+				c.moving[ref], c.moving[to] = true, true
+			case x.kind == copyLease:
+				to := uint32(x.key)
+				_, t := e.slot(to)
+				if !e.isForeign(ref) || e.isForeign(to) || c.moving[to] || t.state != filling || t.chunk != s.chunk || int(t.granted) != x.n || !s.doomed() && int(s.pages) != x.n {
+					return broken("slot %#x with %d pages is copied to slot %#x in state %d with %d granted", ref, s.pages, to, t.state, t.granted)
+				}
+				c.writers[to]++
+				c.moving[to] = true
+				c.due[ref]++
+			}
+			if int(s.chunk) != want {
+				return broken("slot %#x of a %v is chunk %d, want %d", ref, x.kind, s.chunk, want)
+			}
+		}
+		if returned != x.returned || returned > 0 && returned == len(x.slots) {
+			return broken("%d of the %d slots of a %v have been given back, counted %d", returned, len(x.slots), x.kind, x.returned)
+		}
+		if x.kind == lookupLease {
+			held, end := len(x.slots), x.first+x.n
+			if x.waiting {
+				held, end = x.held, x.end
+				if x.n < 0 || x.held < 0 || x.held >= len(x.slots) || (x.end+x.owner.space.g.PagesPerChunk-1)/x.owner.space.g.PagesPerChunk != x.after+len(x.slots)-x.held {
+					return broken("a lookup waits for the chunks from %d on, up to page %d, with %d slots, %d of them held", x.after, x.end, len(x.slots), x.held)
+				}
+			} else {
+				waits--
+			}
+			ppc := x.owner.space.g.PagesPerChunk
+			if end <= x.first || x.n == 0 != (held == 0) || x.n > 0 && held != (x.first+x.n-1)/ppc-x.first/ppc+1 {
+				return broken("a lookup of %d pages from %d has %d slots, waiting %v to %d", x.n, x.first, held, x.waiting, end)
+			}
+			waits++
+		}
+		if x.kind == lookupLease && x.owner.lookups[x.key] != x {
+			return broken("lookup %d is not its owner's", x.key)
+		}
+	}
+	if live+len(e.spare) != len(e.leases) {
+		return broken("%d leases in use and %d spare make not %d", live, len(e.spare), len(e.leases))
+	}
+	if pins != e.pins {
+		return broken("%d leases on slots, counted %d", pins, e.pins)
+	}
+	owners := []*owner{&e.cascades.owner, &e.mover}
+	for _, ow := range e.owners {
+		owners = append(owners, ow)
+	}
+	for _, s := range e.byPrint {
+		owners = append(owners, &s.pinner)
+	}
+	for _, ow := range owners {
+		counts := map[leaseKind]int{}
+		total := 0
+		for x := ow.all.first; x != nil; x = x.inOwner.next {
+			if x.owner != ow {
+				return broken("a lease is in another owner's list")
+			}
+			live--
+			counts[x.kind]++
+			total += len(x.slots) - x.returned
+		}
+		if counts[lookupLease] != len(ow.lookups) || counts[loadLease] != ow.loads || counts[loanLease] != ow.loans || counts[storeLease] != ow.stores || total != ow.leases {
+			return broken("owner %d has %v on %d slots, counted %d lookups, %d loads, %d stores, %d", ow.id, counts, total,
+				len(ow.lookups), ow.loads, ow.stores, ow.leases)
+		}
+		if len(byOwner[ow]) != ow.slots.n+ow.foreign.n {
+			return broken("owner %d uses %d slots, counted %d and %d", ow.id, len(byOwner[ow]), ow.slots.n, ow.foreign.n)
+		}
+		for _, t := range []*tally{&ow.slots, &ow.foreign} {
+			used := 0
+			for _, w := range t.entries {
+				if w != 0 {
+					used++
+					if byOwner[ow][uint32(w>>32)] != uint32(w) || e.tally(ow, uint32(w>>32)) != t {
+						return broken("owner %d has %d leases on slot %#x, counted %d", ow.id, byOwner[ow][uint32(w>>32)], w>>32, uint32(w))
+					}
+				}
+			}
+			if used != t.n {
+				return broken("owner %d counts %d slots in %d entries", ow.id, t.n, used)
+			}
+		}
+		if ow.own && ow.foreign.n > 0 {
+			return broken("owner %d has leases on %d foreign slots", ow.id, ow.foreign.n)
+		}
+	}
+	if live != 0 {
+		return broken("%d leases have no living owner", live)
+	}
+	lookups := 0
+	last := int64(math.MinInt64)
+	for x := e.expiry.first; x != nil; x = x.inExpiry.next {
+		if x.kind != lookupLease || x.waiting || x.deadline < last {
+			return broken("the deadlines' order")
+		}
+		last = x.deadline
+		lookups++
+	}
+	for _, ow := range e.owners {
+		lookups -= len(ow.lookups)
+	}
+	if lookups+waits != 0 {
+		return broken("%d lookups too many have a deadline or wait", lookups+waits)
+	}
+	return nil
+}
+
+func (c *checker) parents() error {
+	return c.each(func(r *region, ref uint32, s *slot) error {
+		if s.state == free || c.e.orphan(ref) {
+			return nil
+		}
+		parent := c.e.kin(ref).parent
+		if r.foreign || c.e.isForeign(parent) {
+			return broken("slot %#x continues slot %#x", ref, parent)
+		}
+		c.children[parent]++
+		k := c.e.kin(ref)
+		if k.prev != 0 && c.e.kin(k.prev).next != ref || k.prev == 0 && c.e.kin(parent).child != ref || k.next != 0 && c.e.kin(k.next).prev != ref {
+			return broken("slot %#x is not in the list of what continues slot %#x", ref, parent)
+		}
+		if _, p := c.e.slot(parent); p.state != ready && p.flags&promoting == 0 || p.chunk+1 != s.chunk || p.space != s.space || !p.doomed() && int(p.pages) != r.ppc && int(p.granted) != r.ppc {
+			return broken("slot %#x, chunk %d, has parent %#x, chunk %d with %d pages in state %d", ref, s.chunk, parent, p.chunk, p.pages, p.state)
+		}
+		return nil
+	})
+}
+
+func (c *checker) each(f func(r *region, ref uint32, s *slot) error) error {
+	for n := 1; n <= c.e.nregion; n++ {
+		r := c.e.regions[n]
+		if r.class == nil {
+			continue
+		}
+		for i := range r.fresh {
+			if err := f(r, r.num<<recordBits|uint32(i), &r.slots[i]); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func (c *checker) slots() error {
+	e := c.e
+	for n := 1; n <= e.nregion; n++ {
+		r := e.regions[n]
+		if r.retired && !r.draining {
+			return broken("region %d is retired and hands out slots", r.id)
+		}
+		if r.class == nil {
+			continue
+		}
+		c.records += len(r.slots) * r.ppc
+		frees, spoilt, fillings, leased := len(r.slots)-r.fresh, 0, 0, 0
+		for i := range r.fresh {
+			ref, s := r.num<<recordBits|uint32(i), &r.slots[i]
+			if s.state != free {
+				if int(s.space) >= len(e.spaces) || e.spaces[s.space] == nil || e.spaceOf(r, s) == nil || e.spaceOf(r, s).class != r.class {
+					return broken("slot %#x is in space %d", ref, s.space)
+				}
+				c.chunks[e.spaceOf(r, s)]++
+			}
+			if s.pins != c.pins[ref] || s.children != c.children[ref] {
+				return broken("slot %#x has %d leases and %d continuations, counted %d and %d", ref, c.pins[ref], c.children[ref], s.pins, s.children)
+			}
+			if want := b2i(s.state == filling && s.flags&promoting == 0 || s.state == ready && s.granted > 0); c.writers[ref] != want {
+				return broken("slot %#x in state %d with %d pages granted has %d writers", ref, s.state, s.granted, c.writers[ref])
+			}
+			isUnverified, isPromoting := s.state == ready && s.flags&unverified != 0, s.state == filling && s.flags&promoting != 0
+			if s.flags&promoting != 0 && !isUnverified && !isPromoting || isUnverified && (s.doomed() || s.granted > 0 || s.pins != c.copied[ref]) || s.flags&(twin|reused|cold|moved) != 0 && s.state != ready || s.flags&cold != 0 && (s.doomed() || s.children > 0) {
+				return broken("slot %#x in state %d with %d continuations has flags %b", ref, s.state, s.children, s.flags)
+			}
+			if (s.flags&moving != 0) != c.moving[ref] {
+				return broken("slot %#x in state %d with flags %b moves: %v", ref, s.state, s.flags, c.moving[ref])
+			}
+			if s.state != free && (s.children == 0) != (e.kin(ref).child == 0) {
+				return broken("slot %#x has %d continuations, the first of them %#x", ref, s.children, e.kin(ref).child)
+			}
+			if r.foreign {
+				if err := c.loan(r, ref, s); err != nil {
+					return err
+				}
+			}
+			c.cold[r.class] += b2i(s.flags&cold != 0)
+			c.unverified += b2i(isUnverified)
+			if isPromoting {
+				c.promoting[r.class]++
+				if !s.doomed() {
+					c.flying++
+					if e.flights.get(e.flight(ref)) != ref {
+						return broken("slot %#x is being promoted into, and cannot be joined", ref)
+					}
+				}
+			}
+			switch s.state {
+			case free:
+				bad := b2i(s.flags&spoiled != 0)
+				frees, spoilt = frees+1-bad, spoilt+bad
+				if s.pages != 0 || s.granted != 0 || s.pins != 0 {
+					return broken("free slot %#x has %d pages, %d granted, %d leases", ref, s.pages, s.granted, s.pins)
+				}
+			case filling:
+				fillings++
+				if s.pages != 0 || s.granted == 0 || int(s.granted) > r.ppc || s.flags&promoting == 0 && (s.pins != 0 || s.children != 0) {
+					return broken("filling slot %#x has %d pages, %d granted, %d leases, %d continuations", ref, s.pages, s.granted, s.pins, s.children)
+				}
+			case ready:
+				leased += b2i(!s.idle())
+				if s.doomed() && (s.idle() || s.pages != 0) || !s.doomed() && (s.pages == 0 || int(s.pages)+int(s.granted) > r.ppc) {
+					return broken("ready slot %#x has %d pages, %d granted, doomed %v, idle %v", ref, s.pages, s.granted, s.doomed(), s.idle())
+				}
+				if !s.doomed() && s.idle() && (int(s.pages) < r.ppc || s.flags&(twin|moved) != 0) && e.redundant(ref) {
+					return broken("idle slot %#x adds nothing", ref)
+				}
+				if err := c.pageRecords(r, ref, s); err != nil {
+					return err
+				}
+			}
+		}
+		listed := 0
+		for i := r.freeList; i != 0; i = r.kin[i-1].next {
+			if listed++; r.slots[i-1].state != free || r.slots[i-1].flags != 0 || listed > r.free {
+				return broken("the list of free slots of region %d", r.id)
+			}
+		}
+		if frees != r.free || spoilt != r.spoiled || listed+len(r.slots)-r.fresh != r.free || fillings != r.filling || leased != r.leased {
+			return broken("region %d has %d free, %d listed, %d filling, %d leased; counted %d, %d, %d", r.id, frees, listed, fillings, leased, r.free, r.filling, r.leased)
+		}
+	}
+	return nil
+}
+
+// loan verifies the loan of a foreign slot.
+func (c *checker) loan(r *region, ref uint32, s *slot) error {
+	p := &r.places[ref&recordMask]
+	if s.flags&(cold|moving|spoiled) != 0 || s.flags&moved != 0 && s.idle() || c.copied[ref] > 0 || s.granted > 0 && s.state == ready || (p.handle != 0) != (s.state == ready) && !(s.state == ready && s.doomed()) || p.handle == 0 && *p != (place{}) {
+		return broken("foreign slot %#x in state %d with flags %b has %+v", ref, s.state, s.flags, *p)
+	}
+	if p.handle != 0 {
+		c.loans[p.region]++
+	}
+	if c.due[ref] != b2i(p.due) {
+		return broken("foreign slot %#x is to be copied %d times, and is due: %v", ref, c.due[ref], p.due)
+	}
+	return nil
+}
+
+// pageRecords verifies the page records of a ready slot.
+func (c *checker) pageRecords(r *region, ref uint32, s *slot) error {
+	e := c.e
+	base := int(ref&recordMask) * r.ppc
+	var buf [32]byte
+	for pos := range r.ppc {
+		rec, l := ref&^recordMask|uint32(base+pos), r.links[base+pos]
+		if pos >= int(s.pages) || r.foreign && pos < int(s.pages)-1 {
+			if l != (link{}) {
+				return broken("page %d of slot %#x is linked and not to be found", pos, ref)
+			}
+			continue
+		}
+		for _, other := range []uint32{l.prev, l.next} {
+			if other == 0 {
+				continue
+			}
+			or, op := e.slotOf(other)
+			ro, o := e.slot(or)
+			if o.state != ready || o.doomed() || op >= int(o.pages) || op != pos || o.chunk != s.chunk || o.space != s.space || ro.class != r.class ||
+				!equal(ro.digest(or&recordMask, op), r.digestBytes(ref&recordMask, pos, &buf)) {
+				return broken("page %d of slot %#x is linked to another page, %#x", pos, ref, other)
+			}
+		}
+		if l.next != 0 && e.links(l.next).prev != rec || l.prev != 0 && e.links(l.prev).next != rec {
+			return broken("the links of page %d of slot %#x", pos, ref)
+		}
+		if l.prev == 0 {
+			c.heads++
+			if c.pages[e.spaceOf(r, s)]++; r.foreign {
+				c.pages[e.spaceOf(r, s)] += pos
+			}
+			if pos == r.ppc-1 {
+				originals := b2i(s.flags&(twin|moved) == 0)
+				for next := l.next; next != 0; next = e.links(next).next {
+					or, _ := e.slotOf(next)
+					_, o := e.slot(or)
+					originals += b2i(o.flags&(twin|moved) == 0)
+				}
+				if originals > 1 {
+					return broken("%d slots have the whole chunk of slot %#x", originals, ref)
+				}
+			}
+			if found := e.find(e.spaceOf(r, s), r.digestBytes(ref&recordMask, pos, &buf)); found != rec {
+				return broken("page %d of slot %#x is found as %#x", pos, ref, found)
+			}
+		}
+	}
+	return nil
+}
+
+func (c *checker) index() error {
+	for _, t := range []*table{&c.e.idx.cur, &c.e.idx.old} {
+		used := 0
+		for _, w := range t.words {
+			used += b2i(w != 0)
+		}
+		if used != t.used || used > 0 && used >= len(t.words) {
+			return broken("a table of %d has %d entries, counted %d", len(t.words), used, t.used)
+		}
+	}
+	if c.heads != c.e.idx.len() {
+		return broken("%d pages can be found, %d entries", c.heads, c.e.idx.len())
+	}
+	return nil
+}
+
+func (c *checker) promotions() error {
+	if c.e.flights.n != c.flying {
+		return broken("%d chunks are on their way, counted %d", c.flying, c.e.flights.n)
+	}
+	var err error
+	c.e.allClasses(func(cl *class) {
+		if cl.promoting != c.promoting[cl] || cl.promoting > 0 && len(cl.regions) == 0 {
+			err = broken("a class has %d slots that are promoted into, counted %d", c.promoting[cl], cl.promoting)
+		}
+	})
+	return err
+}
+
+func (c *checker) cascades() error {
+	e := c.e
+	var queued [MaxTiers]int
+	if err := c.each(func(r *region, ref uint32, s *slot) error {
+		t := e.route(ref)
+		if t == nil {
+			return nil
+		}
+		all := t.held | t.whole | t.part | t.busy
+		if s.state != ready && all != 0 || all>>len(e.cfg.Tiers) != 0 || s.doomed() && all != t.busy || t.whole&t.part != 0 || (t.whole|t.part)&t.held != 0 ||
+			t.whole != 0 && int(s.pages) < r.ppc || t.part != 0 && int(s.pages) == r.ppc || t.busy != c.busy[ref] {
+			return broken("slot %#x in state %d with flags %b and %d pages, being written to %b, stands to the tiers as %+v", ref, s.state, s.flags, s.pages, c.busy[ref], *t)
+		}
+		for i := range queued {
+			queued[i] += int((t.whole|t.part)>>i) & 1
+		}
+		return nil
+	}); err != nil {
+		return err
+	}
+	for i := range e.cfg.Tiers {
+		q, bit := &e.cascades.queues[i], uint8(1)<<i
+		entries := 0
+		for _, f := range []struct {
+			fifo
+			in func(*route, uint8) bool
+		}{{q.whole, (*route).isWhole}, {q.part, (*route).isPart}} {
+			seen := map[uint32]bool{}
+			for _, x := range f.entries[f.head:] {
+				if t := e.queuedRoute(x); t != nil && f.in(t, bit) {
+					if seen[x.ref] {
+						return broken("slot %#x is queued twice for tier %d", x.ref, i)
+					}
+					seen[x.ref] = true
+					entries++
+				}
+			}
+			if len(f.entries) > 2*q.limit {
+				return broken("a queue of at most %d has %d entries", q.limit, len(f.entries))
+			}
+		}
+		if queued[i] != q.queued || entries != q.queued || q.queued > q.limit {
+			return broken("%d slots are queued for tier %d by %d entries, counted %d of at most %d", queued[i], i, entries, q.queued, q.limit)
+		}
+	}
+	for _, cl := range e.classes {
+		if cl.cold != c.cold[cl] {
+			return broken("a class has %d cold slots, counted %d", c.cold[cl], cl.cold)
+		}
+		idle, prev := 0, uint32(0)
+		for ref := cl.coldFirst; ref != 0; ref = e.route(ref).next {
+			r, s := e.slot(ref)
+			if r.class != cl || s.flags&cold == 0 || !s.idle() || e.route(ref).prev != prev {
+				return broken("slot %#x with flags %b is listed as cold", ref, s.flags)
+			}
+			idle++
+			prev = ref
+		}
+		if prev != cl.coldLast {
+			return broken("the list of cold slots ends with %#x, not %#x", prev, cl.coldLast)
+		}
+		if err := c.each(func(r *region, _ uint32, s *slot) error {
+			idle -= b2i(r.class == cl && s.flags&cold != 0 && s.idle())
+			return nil
+		}); err != nil || idle != 0 {
+			return broken("%d cold slots too many are listed", idle)
+		}
+	}
+	return nil
+}
+
+func (c *checker) totals() error {
+	e := c.e
+	if c.records != e.records {
+		return broken("%d records, counted %d", c.records, e.records)
+	}
+	if err := e.checkAreas(); err != nil {
+		return err
+	}
+	if n := e.Unverified(); n != c.unverified {
+		return broken("%d slots are unverified, counted %d", c.unverified, n)
+	}
+	for _, own := range e.byPrint {
+		for _, s := range []*space{own, own.shadow} {
+			if s != nil && (s.chunks != c.chunks[s] || s.pages != c.pages[s]) {
+				return broken("space %d has %d chunks, %d pages; counted %d, %d", s.id, c.chunks[s], c.pages[s], s.chunks, s.pages)
+			}
+		}
+	}
+	if !maps.Equal(c.loans, e.lent.loans) {
+		return broken("loans by region are %v, counted %v", c.loans, e.lent.loans)
+	}
+	foreign := 0
+	for n, r := range e.regions {
+		if r != nil && r.foreign != (e.lent.mask>>n&1 != 0) {
+			return broken("region %d is foreign: %v", n, r.foreign)
+		}
+		foreign += b2i(r != nil && r.foreign)
+	}
+	if foreign != e.lent.regions {
+		return broken("%d regions are foreign, counted %d", foreign, e.lent.regions)
+	}
+	var classes []*class
+	e.allClasses(func(cl *class) { classes = append(classes, cl) })
+	for _, cl := range classes {
+		slots, frees := 0, 0
+		for _, r := range cl.regions {
+			if r.class != cl {
+				return broken("region %d is in another class's list", r.id)
+			}
+			if !r.draining {
+				slots += len(r.slots)
+				frees += r.free
+			}
+		}
+		busy := 0
+		for _, r := range cl.regions {
+			busy += r.leased + r.filling
+		}
+		if busy != cl.busy {
+			return broken("a class has %d slots leased or filling, counted %d", busy, cl.busy)
+		}
+		if slots != cl.slots || frees != cl.free {
+			return broken("a class has %d slots, %d free; counted %d, %d", slots, frees, cl.slots, cl.free)
+		}
+	}
+	return nil
+}
+
+func b2i(b bool) int {
+	if b {
+		return 1
+	}
+	return 0
+}

@@ -1,0 +1,106 @@
+package engine
+
+import (
+	"fmt"
+
+	"lookaside/tiers"
+)
+
+// probeSlice is how many chunks are looked for while the lock is held.
+const probeSlice = 4 * probeGroup
+
+// Contains sets held[i] to how many pages of the i-th chunk that the given pages touch are held and verified, from the first of them in the chunk on. Chunks behind one that
+// is not held whole count as well; what peers lent does not. Nothing is leased, and it is no use: what is held may be gone when it returns. It lets go of the lock between slices of its work. ErrInvalid: held is too short.
+func (e *Engine) Contains(id SpaceID, firstPage int, hashes []byte, held []uint16) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	s, err := e.space(id)
+	if err != nil {
+		return err
+	}
+	w, err := e.walk(s.g, firstPage, hashes)
+	if err != nil {
+		return err
+	}
+	if len(held) < w.chunks {
+		return invalid("%d counts for %d chunks", len(held), w.chunks)
+	}
+	e.idx.migrate(migrateStep)
+	for i := 0; i < w.chunks; i += probeGroup {
+		if i > 0 && i%probeSlice == 0 {
+			e.mu.Unlock()
+			e.mu.Lock()
+			if now, err := e.space(id); err != nil || now != s {
+				return fmt.Errorf("%w: space %d was closed", tiers.ErrNotFound, id)
+			}
+		}
+		n := min(probeGroup, w.chunks-i)
+		refs := e.refs[:n]
+		e.probe(s, &w, i, n, refs)
+		for j, rec := range refs {
+			start, last := w.start(i+j), w.last(i+j)
+			if rec = e.served(rec); rec == 0 || !e.at(rec, last) {
+				rec, last = e.bisect(s, &w, i+j)
+			}
+			held[i+j] = 0
+			if rec != 0 {
+				held[i+j] = uint16(last - start + 1)
+			}
+		}
+	}
+	return nil
+}
+
+// Drop drops all chunks that hold any of the given pages, and answers how many. None of these pages can be found when it returns, unless it was stored
+// meanwhile: it lets go of the lock between slices of its work. Leased ones are freed at their release; of those on their way from a tier, the ones that
+// end with one of the pages will not appear. What peers lent of the pages goes as well, and is not counted.
+func (e *Engine) Drop(id SpaceID, firstPage int, hashes []byte) (chunks int, err error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	s, err := e.space(id)
+	if err != nil {
+		return 0, err
+	}
+	w, err := e.walk(s.g, firstPage, hashes)
+	if err != nil {
+		return 0, err
+	}
+	left := clearSlice
+	for i := range w.chunks {
+		for page := w.start(i); page <= w.last(i); page++ {
+			if ref := e.flying(s, w.hash(page)); ref != 0 {
+				e.doom(ref)
+			}
+		}
+		// What holds a page of a chunk holds those before it.
+		for {
+			rec := e.find(s, w.hash(w.start(i)))
+			if rec == 0 || !e.at(rec, w.start(i)) {
+				break
+			}
+			ref, _ := e.slotOf(rec)
+			e.doom(ref)
+			chunks++
+			if left--; left == 0 {
+				left = clearSlice
+				e.mu.Unlock()
+				e.mu.Lock()
+				if now, err := e.space(id); err != nil || now != s {
+					return chunks, err
+				}
+			}
+		}
+	}
+	if s.shadow != nil {
+		e.eachForeign(func(r *region, ref uint32, sl *slot) {
+			if i := int(sl.chunk) - w.chunk; e.spaces[s.id] == s && r.class == s.shadow.class && sl.space == s.id && sl.state != free && i >= 0 && i < w.chunks {
+				pos := w.start(i) % w.ppc
+				if n := int(max(sl.pages, sl.granted)); pos < n && equal(r.digest(ref&recordMask, pos), w.hash(w.start(i))) {
+					e.doom(ref)
+				}
+			}
+		})
+	}
+	e.stats.Dropped += uint64(chunks)
+	return chunks, nil
+}

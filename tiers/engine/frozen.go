@@ -1,0 +1,74 @@
+package engine
+
+// Frozen owners. An owner whose client has stopped keeps what it holds for as long as that lives: it may go on, and read or write where it was told
+// to. So nothing is taken from it; others are given less instead. All owners together have at most Config.JointShare of the slots, and each at most
+// Config.OwnerShare. If all of them freeze, that much is gone. From SetFrozen on both are shares of what is left, so whoever comes is served, and
+// if it freezes too, again some is left.
+
+// OwnerStats is what an owner holds.
+type OwnerStats struct {
+	Slots                  int // of the arena, leased or filling
+	Lookups, Loads, Stores int
+}
+
+// Owner returns what an owner holds; false: there is none.
+func (e *Engine) Owner(o Owner) (OwnerStats, bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	ow := e.owners[o]
+	if ow == nil {
+		return OwnerStats{}, false
+	}
+	return OwnerStats{Slots: ow.slots.n, Lookups: len(ow.lookups), Loads: ow.loads, Stores: ow.stores}, true
+}
+
+// SetFrozen says which owners have frozen, in place of those that were said to have. Those that there are not are passed over. Its cost depends on what they hold.
+func (e *Engine) SetFrozen(owners []Owner) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, ow := range e.owners {
+		ow.frozen = false
+	}
+	for _, o := range owners {
+		if ow := e.owners[o]; ow != nil {
+			ow.frozen = true
+		}
+	}
+	e.countFrozen()
+}
+
+// countFrozen counts the slots that frozen owners have.
+func (e *Engine) countFrozen() {
+	for _, c := range e.classes {
+		c.frozen = 0
+	}
+	e.frozen = 0
+	seen := map[uint32]bool{}
+	for _, ow := range e.owners {
+		if !ow.frozen || ow.slots.n == 0 {
+			continue
+		}
+		e.frozen++
+		for _, w := range ow.slots.entries {
+			if ref := uint32(w >> 32); w != 0 && !seen[ref] {
+				seen[ref] = true
+				e.regions[ref>>recordBits].class.frozen++
+			}
+		}
+	}
+	e.relimit()
+}
+
+// left is how many slots that nobody uses an owner may lease before owners together have their share. Pins do not count.
+func (e *Engine) left(ow *owner) int {
+	if ow == &ow.space.pinner {
+		return e.cfg.MaxLeasesPerOwner
+	}
+	return ow.space.class.most - ow.space.class.busy
+}
+
+// inUse says whether a slot is leased or being filled already, or is none of the arena's.
+func (e *Engine) inUse(ref uint32) bool {
+	_, s := e.slot(ref)
+	return !s.idle() || s.state == filling || e.isForeign(ref)
+}

@@ -1,0 +1,139 @@
+package engine
+
+import (
+	"fmt"
+
+	"lookaside/tiers"
+)
+
+// Extent is pages that lie one after another in a region.
+type Extent struct {
+	Page   uint32 // index of the first in its prefix
+	Pages  uint32
+	Region uint32 // the id given to AddRegion
+	Offset uint64 // bytes
+}
+
+// Grant is an extent that a store is to write.
+type Grant = Extent
+
+// PrepareLoad takes over, for owner o, the leases that a lookup of owner scheduler has on the given pages; the rest of the lookup's are freed.
+// Of a lookup that several loads take over (SetTakers) all but the last take leases of their own, and leave the lookup and its deadline as they are.
+// It appends one extent a chunk to out. From then on the leases have no deadline: they end with Release or with o. ErrNotFound: there is no such
+// lookup (any more); ErrStale: it does not hold all of these pages, or some were dropped since: then the lookup stays as it is.
+func (e *Engine) PrepareLoad(o, scheduler Owner, lookup uint64, firstPage, pages int, out []Extent) (load uint64, extents []Extent, err error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	ow, err := e.owner(o)
+	if err != nil {
+		return 0, out, err
+	}
+	x, err := e.lookup(scheduler, lookup)
+	if err != nil {
+		return 0, out, err
+	}
+	if x.owner.space != ow.space {
+		return 0, out, fmt.Errorf("%w: owner %d is in space %d, owner %d in space %d", tiers.ErrIncompatible, o, ow.space.id, scheduler, x.owner.space.id)
+	}
+	if pages < 1 || firstPage < 0 || pages > maxPage || firstPage > maxPage {
+		return 0, out, invalid("load of %d pages from page %d", pages, firstPage)
+	}
+	if firstPage < x.first || firstPage+pages > x.first+x.n {
+		return 0, out, fmt.Errorf("%w: lookup %d holds pages %d to %d, asked for %d to %d",
+			tiers.ErrStale, lookup, x.first, x.first+x.n-1, firstPage, firstPage+pages-1)
+	}
+	if ow.loads >= e.cfg.MaxLookupsPerOwner {
+		return 0, out, fmt.Errorf("%w: owner %d has %d loads", tiers.ErrBusy, o, ow.loads)
+	}
+	ppc := ow.space.g.PagesPerChunk
+	from := firstPage/ppc - x.first/ppc
+	to := (firstPage+pages-1)/ppc - x.first/ppc + 1
+	slots := x.slots[from:to]
+	for _, ref := range slots {
+		if _, s := e.slot(ref); s.doomed() {
+			return 0, out, fmt.Errorf("%w: chunk %d of lookup %d was dropped", tiers.ErrStale, s.chunk, lookup)
+		}
+	}
+	if ow.leases+len(slots) > e.cfg.MaxLeasesPerOwner {
+		return 0, out, fmt.Errorf("%w: owner %d has %d leases", tiers.ErrBusy, o, ow.leases)
+	}
+	for i, ref := range slots {
+		if !e.claim(ow, ref) {
+			for _, taken := range slots[:i] {
+				e.tally(ow, taken).sub(taken)
+			}
+			return 0, out, fmt.Errorf("%w: owner %d has leases on %d slots", tiers.ErrBusy, o, e.tally(ow, ref).n)
+		}
+	}
+	y := e.newLease(loadLease, ow, slots)
+	ow.loads++
+	y.first, y.n = firstPage, pages
+	for _, ref := range slots {
+		r, s := e.slot(ref)
+		s.pins++ // taken over, not taken: the lookup's are freed below, or by a later load
+		e.pins++
+		page := max(firstPage, int(s.chunk)*ppc)
+		end := min(firstPage+pages, (int(s.chunk)+1)*ppc)
+		region, offset := r.where(ref, page%ppc)
+		out = append(out, Extent{Page: uint32(page), Pages: uint32(end - page), Region: region, Offset: offset})
+	}
+	if x.takers--; x.takers <= 0 {
+		e.countReads(x.slots, from, to)
+		e.endLease(x)
+	}
+	e.stats.Loads++
+	e.stats.LoadPages += uint64(pages)
+	return y.handle(), out, nil
+}
+
+// LoadEnds appends the digests of the pages at which the chunks of a load end, as the index has them, in rising order: those of the last pages of PrepareLoad's extents.
+func (e *Engine) LoadEnds(o Owner, load uint64, out []byte) ([]byte, error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	ow, err := e.owner(o)
+	if err != nil {
+		return out, err
+	}
+	x, err := e.findLease(ow, loadLease, load)
+	if err != nil {
+		return out, err
+	}
+	ppc := ow.space.g.PagesPerChunk
+	var buf [32]byte
+	for _, ref := range x.slots {
+		r, s := e.slot(ref)
+		last := min(x.first+x.n, (int(s.chunk)+1)*ppc) - 1
+		out = append(out, r.digestBytes(ref&recordMask, last%ppc, &buf)...)
+	}
+	return out, nil
+}
+
+// Release ends a load. The chunks of the extents named in bad, by their place among those that PrepareLoad appended, are dropped: their bytes
+// did not check out. ErrStale: it was released before; ErrInvalid, with nothing changed: bad names an extent that is not there.
+func (e *Engine) Release(o Owner, load uint64, bad []uint32) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	ow, err := e.owner(o)
+	if err != nil {
+		return err
+	}
+	x, err := e.findLease(ow, loadLease, load)
+	if err != nil {
+		return err
+	}
+	for _, i := range bad {
+		if int64(i) >= int64(len(x.slots)) {
+			return invalid("extent %d of a load of %d", i, len(x.slots))
+		}
+	}
+	for _, i := range bad {
+		if r, s := e.slot(x.slots[i]); r.foreign {
+			e.foundBad(r, x.slots[i])
+		} else if !s.doomed() {
+			e.stats.Bad++
+			e.doom(x.slots[i])
+		}
+	}
+	e.endLease(x)
+	return nil
+}

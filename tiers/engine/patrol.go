@@ -1,0 +1,143 @@
+package engine
+
+// Patrol is what finds out while the arena is in use that bytes in it have changed: whoever drives it reads the chunks that are held, again and again, and compares their checksums. With Config.Sums
+// the engine keeps one checksum a chunk. It is made by whoever reads the chunk first (NextUnsummed, NoteSum), some time after the commit: nobody has to wait for it, but what changes before that is not
+// found. Nothing is leased: what a handle names may be gone at any moment, and then what was read says nothing, and the handle changes nothing.
+
+// chunkSum is the checksum of a slot's first pages, as they were under one generation.
+type chunkSum struct {
+	sum   uint64
+	gen   uint32
+	pages uint16 // 0: there is none
+}
+
+// unsummed are slots that may have no checksum: those that have become ready, or grown, of late. It is a ring, so that a burst costs nothing but that the walk finds the rest.
+type unsummed struct {
+	ring []uint64 // handles
+	head int
+	n    int
+}
+
+// maxUnsummed bounds the ring.
+const maxUnsummed = 1 << 16
+
+func (u *unsummed) push(handle uint64) {
+	if u.n == len(u.ring) {
+		if u.n == maxUnsummed {
+			u.head = (u.head + 1) % u.n // the oldest
+			u.n--
+		} else {
+			bigger := make([]uint64, max(64, 2*u.n))
+			for i := range u.n {
+				bigger[i] = u.ring[(u.head+i)%u.n]
+			}
+			u.ring, u.head = bigger, 0
+		}
+	}
+	u.ring[(u.head+u.n)%len(u.ring)] = handle
+	u.n++
+}
+
+// unsum remembers that a ready slot has pages without a checksum.
+func (e *Engine) unsum(ref uint32) {
+	if r, s := e.slot(ref); r.sums != nil {
+		e.unsummed.push(verifyHandle(ref, s))
+	}
+}
+
+// patrolled resolves a handle of something that may be read: held, and verified if it was restored.
+func (e *Engine) patrolled(handle uint64) (ref uint32, r *region, s *slot) {
+	if ref, s = e.verifying(handle); s == nil || s.flags&unverified != 0 {
+		return 0, nil, nil
+	}
+	return ref, e.regions[ref>>recordBits], s
+}
+
+// NextUnsummed is a chunk of those that have come or grown of late and have no checksum, oldest first. Its digests are in buf, which is answered for its reuse. false: there is none.
+func (e *Engine) NextUnsummed(buf []byte) (Verification, []byte, bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for u := &e.unsummed; u.n > 0; {
+		handle := u.ring[u.head]
+		u.head, u.n = (u.head+1)%len(u.ring), u.n-1
+		if ref, r, s := e.patrolled(handle); s != nil && r.sums[ref&recordMask].of(s) == 0 {
+			v, buf := e.verification(ref, buf[:0])
+			return v, buf, true
+		}
+	}
+	return Verification{}, buf, false
+}
+
+// of is how many pages of a slot the checksum is of; 0 if it is of something else.
+func (c *chunkSum) of(s *slot) int {
+	if c.gen != s.gen || c.pages != s.pages {
+		return 0
+	}
+	return int(c.pages)
+}
+
+// PatrolPlace is where a walk over the arena is. The zero PatrolPlace is its beginning.
+type PatrolPlace struct{ region, slot int }
+
+// NextPatrol is the next chunk of a walk over all that is held. Its digests are in buf, which is answered for its reuse. false: the walk has come to its end, and begins anew.
+func (e *Engine) NextPatrol(at *PatrolPlace, buf []byte) (v Verification, _ []byte, ok bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for left := clearSlice; !e.closed && at.region <= e.nregion; {
+		r := e.regions[at.region]
+		if r == nil || r.class == nil || r.foreign || at.slot >= r.fresh {
+			*at = PatrolPlace{region: at.region + 1}
+			continue
+		}
+		ref := r.num<<recordBits | uint32(at.slot)
+		at.slot++
+		if _, s := e.slot(ref); s.state == ready && !s.doomed() && s.flags&unverified == 0 {
+			v, buf = e.verification(ref, buf[:0])
+			return v, buf, true
+		}
+		if left--; left == 0 {
+			left = clearSlice
+			e.mu.Unlock()
+			e.mu.Lock()
+		}
+	}
+	*at = PatrolPlace{}
+	return v, buf, false
+}
+
+// NoteSum says what the checksum of a chunk is, as NextUnsummed, NextPatrol or a CascadeItem named it. known: there is one already, which it was compared with; same: it is that one.
+func (e *Engine) NoteSum(handle uint64, pages int, sum uint64) (known, same bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	ref, r, s := e.patrolled(handle)
+	if s == nil || r.sums == nil || pages < 1 || pages > int(s.pages) {
+		return false, true
+	}
+	c := &r.sums[ref&recordMask]
+	if c.gen == s.gen && int(c.pages) == pages {
+		return true, c.sum == sum
+	}
+	if pages == int(s.pages) {
+		*c = chunkSum{sum, s.gen, s.pages}
+	}
+	return false, true
+}
+
+// DropRotten drops a chunk that a handle names, because its bytes have changed since they were committed, or with faulty because they cannot be read: then its slot is never granted again. false: it is gone already.
+func (e *Engine) DropRotten(handle uint64, faulty bool) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	ref, _, s := e.patrolled(handle)
+	if s == nil {
+		return false
+	}
+	e.idx.migrate(migrateStep)
+	e.tick++
+	if faulty {
+		s.flags |= spoiled
+	}
+	e.stats.Bad++
+	e.stats.Rotten++
+	e.doom(ref)
+	return true
+}

@@ -1,0 +1,335 @@
+package engine
+
+import (
+	"fmt"
+
+	"lookaside/tiers"
+)
+
+// Move is a chunk that is to be copied from one slot to another. Until EndMove its bytes do not change, and whoever finds it reads it where it was.
+type Move struct {
+	Handle uint64
+	Space  SpaceID
+	From   Extent // all pages of the chunk
+	To     Extent // as many
+	Prev   []byte // digest of the page before; empty if there is none, or it is not known
+	Hashes []byte // digests of the pages, end to end
+
+	Unverified bool // whoever moves it checks it as well
+}
+
+// MoveEnd says how a move ended.
+type MoveEnd uint8
+
+const (
+	MoveDone   MoveEnd = iota // the bytes are in the new slot, as durable as they are to be, and checked
+	MoveFailed                // they are not; the chunk stays where it was
+	MoveBad                   // they are bad where they were: the chunk is dropped
+)
+
+// Drain tells a region that was added carved to hand out no more slots. What is in it, or being filled, stays, and can be found and used, but is not evicted, until it is moved
+// (NextMoves), dropped, or goes with the region (RemoveRegion). Undrain ends that. Draining what drains already is no error. ErrNotFound: there is no such region;
+// ErrBusy: it is being emptied, or one is being carved. Both let go of the lock between slices of their work.
+func (e *Engine) Drain(region uint32) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	r, err := e.drainable(region)
+	if err != nil || r.retired {
+		return err
+	}
+	r.draining, r.retired = true, true
+	if c := r.class; c != nil {
+		c.free -= r.free
+		c.slots -= len(r.slots)
+	}
+	e.relimit()
+	return e.eachIdle(region, r, true, e.hold)
+}
+
+// Undrain lets a drained region hand out slots again.
+func (e *Engine) Undrain(region uint32) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	r, err := e.drainable(region)
+	if err != nil || !r.retired {
+		return err
+	}
+	r.draining, r.retired = false, false
+	if c := r.class; c != nil {
+		c.free += r.free
+		c.slots += len(r.slots)
+	}
+	e.waiting = false
+	e.relimit()
+	return e.eachIdle(region, r, false, e.offer)
+}
+
+// drainable resolves a region that can be drained, or is.
+func (e *Engine) drainable(region uint32) (*region, error) {
+	if e.closed {
+		return nil, tiers.ErrClosed
+	}
+	r := e.byID[region]
+	switch {
+	case r == nil:
+		return nil, fmt.Errorf("%w: region %d", tiers.ErrNotFound, region)
+	case e.carving || r.draining && !r.retired:
+		return nil, fmt.Errorf("%w: region %d is being emptied, or one is being carved", tiers.ErrBusy, region)
+	}
+	return r, nil
+}
+
+// eachIdle calls f for the slots of a region that may be chosen for eviction, as long as it is retired, or is not. It lets go of the lock between slices.
+func (e *Engine) eachIdle(id uint32, r *region, retired bool, f func(ref uint32)) error {
+	for i := 0; i < r.fresh; i++ {
+		if s := &r.slots[i]; s.state == ready && !s.doomed() && s.idle() && s.children == 0 {
+			f(r.num<<recordBits | uint32(i))
+		}
+		if i%clearSlice == clearSlice-1 {
+			e.mu.Unlock()
+			e.mu.Lock()
+			if e.closed {
+				return tiers.ErrClosed
+			}
+			if e.byID[id] != r || r.retired != retired {
+				return fmt.Errorf("%w: region %d has gone another way meanwhile", tiers.ErrBusy, id)
+			}
+		}
+	}
+	return nil
+}
+
+// RegionStats is a region at one moment.
+type RegionStats struct {
+	Geometry  tiers.Geometry // PageTokens is 0
+	Slots     int
+	Free      int
+	Spoiled   int // free ones that are never granted again
+	Filling   int
+	Leased    int // ready ones in use by lookups, loads, pins, extensions, cascades and moves
+	SlotBytes int64
+	Draining  bool   // it hands out no slots
+	LastUse   uint64 // rises with each use of it
+}
+
+// Used is how many slots hold something, or are being filled.
+func (s *RegionStats) Used() int { return s.Slots - s.Free - s.Spoiled }
+
+// Region is what a region that was added carved is like now; false: there is none.
+func (e *Engine) Region(id uint32) (RegionStats, bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	r := e.byID[id]
+	if e.closed || r == nil || r.class == nil { // it is being carved
+		return RegionStats{}, false
+	}
+	return RegionStats{
+		Slots: len(r.slots), Free: r.free, Spoiled: r.spoiled, Filling: r.filling, Leased: r.leased, Draining: r.draining, LastUse: r.lastUse,
+		Geometry: r.class.geometry, SlotBytes: r.class.slotBytes(),
+	}, true
+}
+
+// NextMoves appends to out up to max chunks of a drained region that are to be copied to slots of other regions, each to be ended by EndMove. It looks at slots from
+// number from on, at no more than a few hundred, and answers where to go on; -1: it has come to the end. Slots in use are left for another time, or with leased those that
+// are being filled or extended only: leases stay with the slot that they were taken on, which becomes free when the last of them ends. Nothing is evicted for a
+// move: ErrBusy, with nothing appended, says that no slot elsewhere is free. Digests are copied into buf, which is answered for its reuse; the moves are valid as long as its bytes are
+// left alone. ErrNotFound: there is no such region, or it is not drained.
+func (e *Engine) NextMoves(region uint32, from, max int, leased bool, buf []byte, out []Move) (moves []Move, next int, _ []byte, err error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	buf = buf[:0]
+	r := e.byID[region]
+	switch {
+	case e.closed:
+		return out, 0, buf, tiers.ErrClosed
+	case r == nil || !r.retired:
+		return out, 0, buf, fmt.Errorf("%w: region %d is not drained", tiers.ErrNotFound, region)
+	case from < 0:
+		return out, 0, buf, invalid("moves from slot %d on", from)
+	}
+	e.tick++
+	n := 0
+	for i, looked := from, 0; ; i, looked = i+1, looked+1 {
+		switch {
+		case i >= r.fresh:
+			return out, -1, buf, nil
+		case looked == clearSlice || n >= max:
+			return out, i, buf, nil
+		}
+		s := &r.slots[i]
+		if s.state != ready || s.doomed() || s.flags&moving != 0 || s.granted != 0 || s.pins != 0 && !leased || e.spaces[s.space].clears > 0 {
+			continue
+		}
+		if r.class.free == 0 {
+			if n == 0 {
+				err = fmt.Errorf("%w: no slot is free outside of region %d", tiers.ErrBusy, region)
+			}
+			return out, i, buf, err
+		}
+		var m Move
+		m, buf = e.startMove(r.num<<recordBits|uint32(i), buf)
+		out = append(out, m)
+		n++
+	}
+}
+
+// aim has a granted slot await what a ready one holds, and answers its region.
+func (e *Engine) aim(to, from uint32) *region {
+	r, s := e.slot(from)
+	rt, t := e.slot(to)
+	t.flags |= moving
+	for pos := range int(s.pages) {
+		copy(rt.digest(to&recordMask, pos), r.digest(from&recordMask, pos))
+	}
+	return rt
+}
+
+// startMove grants a free slot for what a ready one holds, and leases that. It is not a use.
+func (e *Engine) startMove(from uint32, buf []byte) (Move, []byte) {
+	r, s := e.slot(from)
+	to := e.alloc(e.spaces[s.space], int(s.chunk), int(s.pages))
+	rt := e.aim(to, from)
+	if s.idle() {
+		r.lease()
+	}
+	s.pins++
+	e.pins++
+	s.flags |= moving
+	e.mover.slots.add(from, 1<<31)
+	x := e.newLease(moveLease, &e.mover, []uint32{from})
+	x.key, x.n = uint64(to), int(s.pages)
+
+	page := s.chunk * uint32(r.ppc)
+	m := Move{
+		Handle: x.handle(), Space: SpaceID(s.space),
+		From:       Extent{Page: page, Pages: uint32(s.pages), Region: r.id, Offset: r.offset(from, 0)},
+		To:         Extent{Page: page, Pages: uint32(s.pages), Region: rt.id, Offset: rt.offset(to, 0)},
+		Unverified: s.flags&unverified != 0,
+	}
+	m.Prev, m.Hashes, buf = e.digests(from, buf)
+	return m, buf
+}
+
+// digests appends to buf the digest of the page before a slot's first, if its parent is held, and those of its pages.
+func (e *Engine) digests(ref uint32, buf []byte) (prev, hashes, _ []byte) {
+	r, s := e.slot(ref)
+	var d [32]byte
+	from := len(buf)
+	if !e.orphan(ref) {
+		k := e.kin(ref)
+		buf = append(buf, e.regions[k.parent>>recordBits].digestBytes(k.parent&recordMask, r.ppc-1, &d)...)
+	}
+	mid := len(buf)
+	for pos := range int(s.pages) {
+		buf = append(buf, r.digestBytes(ref&recordMask, pos, &d)...)
+	}
+	return buf[from:mid:mid], buf[mid:len(buf):len(buf)], buf
+}
+
+// EndMove ends a move. It answers whether the chunk is found in its new slot from now on; its old one becomes free when nobody leases it any more. Otherwise the new slot is
+// free again: the move failed, or the chunk was dropped, or replaced by a longer version, or is being cleared. A handle that has ended changes nothing. A chunk with many
+// continuations takes more than one slice of the lock.
+func (e *Engine) EndMove(handle uint64, how MoveEnd) (found bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.closed {
+		return false
+	}
+	x, err := e.findLease(nil, moveLease, handle)
+	if err != nil {
+		return false
+	}
+	e.idx.migrate(migrateStep)
+	e.tick++
+	from, to := x.slots[0], uint32(x.key)
+	r, s := e.slot(from)
+	_, t := e.slot(to)
+	s.flags &^= moving
+	t.flags &^= moving
+	short := int(s.pages) < r.ppc || s.flags&(twin|moved) != 0
+	// While a space is cleared nothing moves in it: the chunk might come to where the clearing has been already.
+	clearing := e.spaces[s.space].clears > 0
+	if how != MoveDone || s.doomed() || t.doomed() || clearing || short && e.redundant(from) {
+		e.release(to)
+		if how == MoveBad && !s.doomed() {
+			e.stats.Bad++
+			if s.flags&unverified != 0 {
+				e.stats.VerifyFailed++
+			}
+			e.doom(from)
+		}
+		e.endLease(x)
+		return false
+	}
+	e.relocate(from, to)
+	e.mover.slots.add(to, 1<<31)
+	e.extendLease(x, []uint32{to})
+	// What continued the old slot continues the new one, a slice at a time: both stay meanwhile.
+	k := e.kin(from)
+	for n := 1; k.child != 0 && !t.doomed(); n++ {
+		child := k.child
+		e.unhang(child)
+		e.hang(to, child)
+		if n%clearSlice == 0 {
+			e.mu.Unlock()
+			e.mu.Lock()
+			if e.closed {
+				return true
+			}
+		}
+	}
+	e.stats.Moved++
+	e.endLease(x)
+	return true
+}
+
+// relocate makes a slot that was filled with what a ready one holds ready in its stead, with a lease.
+func (e *Engine) relocate(from, to uint32) {
+	r, s := e.slot(from)
+	rt, t := e.slot(to)
+	sp := e.spaces[s.space]
+	if s.flags&cold != 0 {
+		e.thaw(from)
+	}
+	if s.flags&unverified != 0 {
+		e.vouch(s)
+		e.stats.Verified++
+	}
+	*t = slot{stamp: s.stamp, gen: t.gen, chunk: s.chunk, pages: s.pages, space: s.space, state: ready, flags: s.flags&^(moved|spoiled) | t.flags&spoiled, pins: 1, last: t.last}
+	e.pins++
+	rt.filled()
+	rt.lease()
+	rt.lastUse = max(rt.lastUse, s.stamp)
+	s.flags |= moved
+
+	// In the index the new slot is first, and the old one comes after it.
+	base, baseTo := int(from&recordMask)*r.ppc, int(to&recordMask)*rt.ppc
+	for pos := range int(s.pages) {
+		rec, recTo := from&^recordMask|uint32(base+pos), to&^recordMask|uint32(baseTo+pos)
+		l, lt := &r.links[base+pos], &rt.links[baseTo+pos]
+		*lt = link{prev: l.prev, next: rec}
+		if l.prev != 0 {
+			e.links(l.prev).next = recTo
+		} else {
+			e.idx.replace(sp.tagOfRecord(r.digest(from&recordMask, pos)), rec, recTo)
+		}
+		l.prev = recTo
+	}
+	if e.journal.walks > 0 {
+		e.note(PagesStored, to, 0, int(s.pages))
+	}
+
+	c := r.class
+	c.policy.Copy(from, to)
+	if !e.orphan(from) {
+		parent := e.kin(from).parent
+		e.unhang(from)
+		e.hang(parent, to)
+	}
+	if t := e.route(from); t != nil {
+		queued := t.whole | t.part
+		e.route(to).held = t.held
+		e.unqueue(from, false)
+		e.admit(to, queued)
+	}
+}

@@ -1,0 +1,441 @@
+package engine
+
+import (
+	"encoding/binary"
+	"fmt"
+
+	"lookaside/tiers"
+)
+
+// StoreResult is what PrepareStore found: each page asked for is held, shed or granted.
+type StoreResult struct {
+	Store uint64 // handle for CommitStore or AbortStore; 0: nothing was granted
+	Held  int    // pages that are held already
+	Shed  int    // pages for which there is no room
+}
+
+// PrepareStore finds which of the pages from firstPage on are not held and grants slots for them, one grant a chunk, appended to out.
+// firstPage is the first of a chunk, hashes the digests of the pages, prev that of the page before (empty for the first page of all).
+// What is granted stays invisible until CommitStore. A partly filled last chunk is extended in place if nobody else is extending it;
+// otherwise, or with Config.NoExtend, the grant is the whole chunk, from its first page on. ErrBusy: the owner has too many stores.
+func (e *Engine) PrepareStore(o Owner, firstPage int, prev, hashes []byte, out []Grant) (StoreResult, []Grant, error) {
+	return e.PrepareShare(o, firstPage, prev, hashes, Share{}, out)
+}
+
+// Share is one of the parts into which several owners that hold the same pages divide their stores: the chunks whose number in the prefix leaves Index when
+// divided by Of. With Of 0 or 1 it is all of them.
+type Share struct{ Of, Index int }
+
+func (p Share) has(chunk int) bool { return p.Of <= 1 || chunk%p.Of == p.Index }
+
+// PrepareShare is PrepareStore for a share of the pages' chunks. The result has nothing of the others; they may become visible before or after.
+func (e *Engine) PrepareShare(o Owner, firstPage int, prev, hashes []byte, share Share, out []Grant) (StoreResult, []Grant, error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	ow, err := e.owner(o)
+	if err != nil {
+		return StoreResult{}, out, err
+	}
+	sp := ow.space
+	w, err := e.walk(sp.g, firstPage, hashes)
+	if err != nil {
+		return StoreResult{}, out, err
+	}
+	if firstPage%w.ppc != 0 || len(prev) != w.digest && firstPage != 0 || len(prev) != 0 && firstPage == 0 {
+		return StoreResult{}, out, invalid("store from page %d with %d bytes of the page before: want a multiple of %d with a digest of %d, or page 0 without",
+			firstPage, len(prev), w.ppc, w.digest)
+	}
+	if ow.stores >= e.cfg.MaxLookupsPerOwner {
+		return StoreResult{}, out, fmt.Errorf("%w: owner %d has %d stores", tiers.ErrBusy, o, ow.stores)
+	}
+	e.idx.migrate(migrateStep)
+	refs := e.refs[:w.chunks]
+	if err := e.probeWithRoom(ow, &w, refs, nil, nil); err != nil {
+		return StoreResult{}, out, err
+	}
+
+	e.tick++
+	var parent uint32 // the slot of the chunk before, if it is ready
+	if firstPage > 0 {
+		if rec := e.find(sp, prev); rec != 0 && e.at(rec, firstPage-1) {
+			parent, _ = e.slotOf(rec)
+		}
+	}
+	res := StoreResult{}
+	granted := e.held[:0]
+	shed := func(from int) (pages int) {
+		for i := from; i < w.chunks; i++ {
+			if share.has(w.chunk + i) {
+				pages += w.last(i) - w.start(i) + 1
+			}
+		}
+		return pages
+	}
+	for i, rec := range refs {
+		start, last := w.start(i), w.last(i)
+		pages := last - start + 1
+		// Room made for an earlier chunk may have cost this one.
+		if rec != 0 && e.holds(sp, rec, last, w.hash(last)) {
+			ref, _ := e.slotOf(rec)
+			if parent != 0 && e.orphan(ref) {
+				e.adopt(parent, ref)
+			}
+			e.touch(ref)
+			parent = ref
+			if share.has(w.chunk + i) {
+				res.Held += pages
+			}
+			continue
+		}
+		if !share.has(w.chunk + i) {
+			parent = 0
+			continue
+		}
+		if ow.leases+len(granted) >= e.cfg.MaxLeasesPerOwner {
+			res.Shed = shed(i)
+			break
+		}
+		if rec, page := e.extendable(sp, &w, i); rec != 0 {
+			ref, _ := e.slotOf(rec)
+			r, s := e.slot(ref)
+			if have := page - start + 1; int(s.pages) == have && s.granted == 0 && s.flags&(moving|unverified) == 0 && !r.draining && ow.slots.add(ref, sp.class.limit) {
+				e.hold(ref)
+				if s.idle() {
+					r.lease()
+				}
+				s.granted = uint16(pages - have)
+				s.stamp, r.lastUse = e.tick, e.tick
+				e.write(ref, &w, start, have, pages)
+				granted = append(granted, ref)
+				out = append(out, Grant{Page: uint32(start + have), Pages: uint32(pages - have), Region: r.id, Offset: r.offset(ref, have)})
+				res.Held += have
+				parent = 0
+				continue
+			}
+		}
+		ref := e.grant(ow, parent, w.chunk+i, pages)
+		if ref == 0 {
+			e.stats.Limited++
+			res.Shed = shed(i)
+			break
+		}
+		r, _ := e.slot(ref)
+		e.write(ref, &w, start, 0, pages)
+		granted = append(granted, ref)
+		out = append(out, Grant{Page: uint32(start), Pages: uint32(pages), Region: r.id, Offset: r.offset(ref, 0)})
+		parent = 0
+	}
+	sp.class.work(len(granted))
+	e.stats.Stores++
+	e.stats.HeldPages += uint64(res.Held)
+	e.stats.ShedPages += uint64(res.Shed)
+	if len(granted) == 0 {
+		return res, out, nil
+	}
+	x := e.newLease(storeLease, ow, granted)
+	ow.stores++
+	x.first, x.n = firstPage, w.n
+	x.hasPrev = firstPage > 0
+	copy(x.prev[:], prev)
+	if share.Of > 1 {
+		x.around = e.around(&w, prev, granted)
+	}
+	res.Store = x.handle()
+	return res, out, nil
+}
+
+// extendable is the last held page of a walk's chunk, if the slot that has it may be extended; the record is 0 otherwise.
+func (e *Engine) extendable(sp *space, w *walk, i int) (record uint32, page int) {
+	if e.cfg.NoExtend {
+		return 0, 0
+	}
+	return e.bisect(sp, w, i)
+}
+
+// around is what a lease keeps of the pages around the slots that it was granted.
+func (e *Engine) around(w *walk, prev []byte, granted []uint32) []byte {
+	b := make([]byte, len(granted)*2*w.digest)
+	for i, ref := range granted {
+		_, s := e.slot(ref)
+		before, after := b[2*i*w.digest:][:w.digest], b[(2*i+1)*w.digest:][:w.digest]
+		if page := int(s.chunk)*w.ppc - 1; page >= w.first {
+			copy(before, w.hash(page))
+		} else {
+			copy(before, prev)
+		}
+		if page := (int(s.chunk) + 1) * w.ppc; page < w.end() {
+			copy(after, w.hash(page))
+		}
+	}
+	return b
+}
+
+// probeWithRoom finds which chunks of a walk are held, as probe does, and carves regions while fewer slots are free than chunks are missing. With have, what is
+// missing counts up to the first chunk of which have is 0, and what is lent does not count. It may release the lock, and answers ErrNotFound if the owner has left meanwhile.
+func (e *Engine) probeWithRoom(ow *owner, w *walk, refs []uint32, have []uint16, lent []bool) error {
+	c := ow.space.class
+	for attempt := 0; ; attempt++ {
+		missing := 0
+		for i := 0; i < w.chunks; i += probeGroup {
+			e.probe(ow.space, w, i, min(probeGroup, w.chunks-i), refs[i:])
+		}
+		for i, ref := range refs {
+			if ref == 0 {
+				if have != nil && have[i] == 0 {
+					break
+				}
+				if lent == nil || !lent[i] {
+					missing++
+				}
+			}
+		}
+		if missing <= c.free || attempt > maxRegions {
+			return nil
+		}
+		ok, unlocked := e.makeRoom(c)
+		if !unlocked {
+			return nil
+		}
+		if now, err := e.owner(ow.id); err != nil || now != ow {
+			return fmt.Errorf("%w: owner %d has left", tiers.ErrNotFound, ow.id)
+		}
+		if !ok {
+			attempt = maxRegions
+		}
+	}
+}
+
+// holds says whether a record that was probed before still is a committed page of its prefix.
+func (e *Engine) holds(s *space, rec uint32, page int, d []byte) bool {
+	ref, pos := e.slotOf(rec)
+	_, sl := e.slot(ref)
+	return sl.state == ready && pos < int(sl.pages) && e.at(rec, page) && e.same(s, rec, d)
+}
+
+// grant takes a slot for a chunk that is to be filled, as a continuation of parent if that is held. 0: there is no room, or the owner has its share.
+func (e *Engine) grant(ow *owner, parent uint32, chunk, pages int) uint32 {
+	if c := ow.space.class; ow.slots.n >= c.limit || c.busy >= c.most {
+		return 0
+	}
+	ref := e.allocAfter(ow.space, parent, chunk, pages)
+	if ref != 0 {
+		ow.slots.add(ref, ow.space.class.limit)
+	}
+	return ref
+}
+
+// allocAfter takes a slot for a chunk, as a continuation of parent if that is held. 0: there is no room.
+func (e *Engine) allocAfter(sp *space, parent uint32, chunk, pages int) uint32 {
+	if parent != 0 {
+		// It must not make room for its own continuation.
+		_, p := e.slot(parent)
+		if p.children == 0 {
+			e.hold(parent)
+		}
+		p.children++
+	}
+	ref := e.alloc(sp, chunk, pages)
+	if parent != 0 {
+		_, p := e.slot(parent)
+		p.children--
+		if ref != 0 {
+			e.hang(parent, ref)
+		} else if p.children == 0 && p.state == ready && p.idle() {
+			e.offer(parent)
+		}
+	}
+	return ref
+}
+
+// write notes the digests of pages [from, to) of a slot whose first page is start.
+func (e *Engine) write(ref uint32, w *walk, start, from, to int) {
+	r, _ := e.slot(ref)
+	if to == r.ppc && from < to {
+		to--
+		r.setDigest(ref&recordMask, to, w.hash(start+to))
+	}
+	at := (start + from - w.first) * w.digest
+	words := r.digests[(int(ref&recordMask)*(r.ppc-1)+from)*r.words:][:(to-from)*r.words] // one after another
+	d := w.hashes[at:][:8*len(words)]
+	for ; len(words) >= 4; words, d = words[4:], d[32:] {
+		to, from := words[:4:4], d[:32:32]
+		to[0] = binary.LittleEndian.Uint64(from)
+		to[1] = binary.LittleEndian.Uint64(from[8:])
+		to[2] = binary.LittleEndian.Uint64(from[16:])
+		to[3] = binary.LittleEndian.Uint64(from[24:])
+	}
+	for i := range words {
+		words[i] = binary.LittleEndian.Uint64(d[8*i:])
+	}
+}
+
+// CommitStore makes what a store was granted visible, but for the grants named in failed by their place among those that PrepareStore
+// appended. ErrStale: the store has ended before; ErrInvalid, with nothing changed: failed names a grant that is not there.
+func (e *Engine) CommitStore(o Owner, store uint64, failed []uint32) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	ow, err := e.owner(o)
+	if err != nil {
+		return err
+	}
+	x, err := e.findLease(ow, storeLease, store)
+	if err != nil {
+		return err
+	}
+	for _, i := range failed {
+		if int64(i) >= int64(len(x.slots)) {
+			return invalid("grant %d of a store of %d", i, len(x.slots))
+		}
+	}
+	e.idx.migrate(migrateStep)
+	e.tick++
+	marks := e.marks[:len(x.slots)/64+1]
+	clear(marks)
+	for _, i := range failed {
+		marks[i/64] |= 1 << (i % 64)
+	}
+	for i := range x.slots {
+		e.finishGrant(x, i, marks[i/64]>>(i%64)&1 == 0)
+	}
+	e.forget(x)
+	return nil
+}
+
+// AbortStore gives back what a store was granted. ErrStale: it has ended before.
+func (e *Engine) AbortStore(o Owner, store uint64) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	ow, err := e.owner(o)
+	if err != nil {
+		return err
+	}
+	x, err := e.findLease(ow, storeLease, store)
+	if err != nil {
+		return err
+	}
+	e.endLease(x)
+	return nil
+}
+
+// finishGrant ends the filling of a store's slot i; ok says whether its bytes are there. Grants are finished in their order.
+func (e *Engine) finishGrant(x *lease, i int, ok bool) {
+	ref := x.slots[i]
+	x.owner.slots.sub(ref)
+	x.owner.leases--
+	r, s := e.slot(ref)
+	sp := x.owner.space
+	if s.state == ready {
+		e.finishExtension(ref, ok)
+		return
+	}
+	if !ok || s.doomed() {
+		e.release(ref)
+		return
+	}
+	pages := int(s.granted)
+	var buf [32]byte
+	if rec := e.find(sp, r.digestBytes(ref&recordMask, pages-1, &buf)); rec != 0 {
+		e.stats.Duplicates++ // somebody else was first: the slot adds nothing
+		e.release(ref)
+		return
+	}
+	var before []byte
+	if s.chunk > 0 && e.orphan(ref) {
+		before = e.before(x, i, &buf)
+	}
+	if !e.publish(ref, before) {
+		return
+	}
+	e.adoptNext(x, i, ref)
+	e.stats.StoredPages += uint64(pages)
+	e.admit(ref, e.cascades.stored)
+	e.settle(ref)
+}
+
+// publish makes a slot ready that was filled with pages of which nobody holds the last. before is the digest of the page before, as far as it is known, and of no use if the slot has a parent. false: one of
+// its pages is held as another page of its prefix, and the slot is free again.
+func (e *Engine) publish(ref uint32, before []byte) bool {
+	r, s := e.slot(ref)
+	pages := int(s.granted)
+	s.state, s.granted = ready, 0
+	r.filled()
+	orphan := s.chunk > 0 && e.orphan(ref)
+	if orphan && e.journal.on {
+		e.noteBefore(ref, before)
+	}
+	entered := e.enter(ref, 0, pages)
+	e.journal.hasBefore = false
+	if !entered {
+		e.disown(ref)
+		e.release(ref)
+		return false
+	}
+	if orphan {
+		if rec := e.find(e.spaces[s.space], before); rec != 0 && e.at(rec, int(s.chunk)*r.ppc-1) {
+			parent, _ := e.slotOf(rec)
+			e.adopt(parent, ref)
+		}
+	}
+	e.register(ref)
+	return true
+}
+
+// before is the digest of the page before grant i, as far as the store knows it; a digest of no page otherwise.
+func (e *Engine) before(x *lease, i int, buf *[32]byte) []byte {
+	d := x.owner.space.g.DigestBytes
+	if x.around != nil {
+		return x.around[2*i*d:][:d]
+	}
+	_, s := e.slot(x.slots[i])
+	if i > 0 {
+		// The chunk before may have been a duplicate: its slot is free by now, but not in use again.
+		ref := x.slots[i-1]
+		r, p := e.slot(ref)
+		if p.state == free || p.chunk+1 == s.chunk {
+			return r.digestBytes(ref&recordMask, r.ppc-1, buf)
+		}
+	}
+	if x.hasPrev && int(s.chunk)*x.owner.space.g.PagesPerChunk == x.first {
+		return x.prev[:d]
+	}
+	clear(buf[:])
+	return buf[:d]
+}
+
+// adoptNext makes the slot of grant i, which has just become ready, the parent of the chunk that continues it, where another owner's store of that was faster.
+func (e *Engine) adoptNext(x *lease, i int, ref uint32) {
+	if x.around == nil {
+		return
+	}
+	d := x.owner.space.g.DigestBytes
+	r, s := e.slot(ref)
+	rec := e.find(x.owner.space, x.around[(2*i+1)*d:][:d])
+	if rec == 0 || int(s.pages) < r.ppc || !e.at(rec, (int(s.chunk)+1)*r.ppc) {
+		return
+	}
+	if next, _ := e.slotOf(rec); e.orphan(next) {
+		e.adopt(ref, next)
+	}
+}
+
+// finishExtension ends the extension of a ready slot.
+func (e *Engine) finishExtension(ref uint32, ok bool) {
+	r, s := e.slot(ref)
+	from, to := int(s.pages), int(s.pages)+int(s.granted)
+	s.granted = 0
+	var buf [32]byte
+	last := r.digestBytes(ref&recordMask, to-1, &buf)
+	// If somebody else was first with the last page, this stays the shorter version.
+	if ok && !s.doomed() && e.find(e.spaces[s.space], last) == 0 && e.enter(ref, from, to) {
+		e.stats.StoredPages += uint64(to - from)
+		e.stats.Extended++
+		s.stamp, r.lastUse = e.tick, e.tick
+		r.class.policy.Use(ref)
+		e.grown(ref)
+		e.unsum(ref)
+	}
+	if s.idle() {
+		r.unlease()
+		e.settle(ref)
+	}
+}

@@ -1,0 +1,152 @@
+package slab
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"sync/atomic"
+
+	"go.uber.org/zap"
+
+	"lookaside/tiers"
+	"lookaside/tiers/engine"
+	"lookaside/tiers/vfs"
+)
+
+// Verify checks chunks that were found when the arena was opened, in their order but several at a time, and tells the engine how that ended. What is not checked when ctx ends stays
+// unverified. Chunks that are being checked for somebody else are waited for.
+func (a *Arena) Verify(ctx context.Context, v []engine.Verification) {
+	if a.d.begin(ctx) != nil {
+		return
+	}
+	defer a.d.end()
+	var next atomic.Int64
+	work := func() {
+		for {
+			i := int(next.Add(1)) - 1
+			if i >= len(v) || a.d.going(ctx) != nil {
+				return
+			}
+			a.verifyOnce(ctx, &v[i])
+		}
+	}
+	var wait sync.WaitGroup
+	for range min(len(v), cap(a.checks)) - 1 {
+		wait.Go(work)
+	}
+	work()
+	wait.Wait()
+}
+
+// verifyOnce checks a chunk, or waits for whoever does.
+func (a *Arena) verifyOnce(ctx context.Context, v *engine.Verification) {
+	a.checkMu.Lock()
+	ended, there := a.checking[v.Handle]
+	if !there {
+		ended = make(chan struct{})
+		a.checking[v.Handle] = ended
+	}
+	a.checkMu.Unlock()
+	if there {
+		select {
+		case <-ended:
+		case <-ctx.Done():
+		case <-a.d.stopping:
+		}
+		return
+	}
+	defer func() {
+		a.checkMu.Lock()
+		delete(a.checking, v.Handle)
+		a.checkMu.Unlock()
+		close(ended)
+	}()
+	if a.d.engine.Verified(v.Handle) { // by who was asked just before
+		return
+	}
+	select {
+	case a.checks <- struct{}{}:
+		defer func() { <-a.checks }()
+	case <-ctx.Done():
+		return
+	case <-a.d.stopping:
+		return
+	}
+	a.verify(v)
+}
+
+// Recheck compares a chunk that may be in use with the checksums that it was kept with: known says that it has some. Nobody need have a lease on it: if it is gone meanwhile, what is answered says
+// nothing. An error that wraps tiers.ErrCorrupt says that its bytes have changed; another, that they cannot be read.
+func (a *Arena) Recheck(v *engine.Verification) (known bool, err error) {
+	d := a.d
+	if err := d.begin(context.Background()); err != nil {
+		return false, nil
+	}
+	defer d.end()
+	s := d.slabOf(v.Region)
+	if s == nil {
+		return false, nil
+	}
+	s.life.RLock()
+	defer s.life.RUnlock()
+	slot := s.slotAt(v.Offset)
+	if s.closed || !s.isKept(slot) {
+		return false, nil
+	}
+	gen, want := s.getSums(slot, v.Pages, nil)
+	if page, err := s.compare(slot, gen, v, want); err != nil {
+		d.faulty(s, err)
+		return false, err
+	} else if page >= 0 {
+		return true, s.corrupt(v.First+page, slot)
+	}
+	return true, nil
+}
+
+// compare computes the checksums of a chunk where it lies, and answers the first page whose checksum is another than wanted, or -1. The caller holds life.
+func (s *slab) compare(slot int, gen uint64, v *engine.Verification, want []uint64) (page int, err error) {
+	sums := make([]uint64, v.Pages)
+	if err := s.buffed.(vfs.Resident).Sums(s.layout.SlotOffset(slot), s.layout.Geometry.PageBytes, s.seeds(nil, v.Hashes, gen), sums); err != nil {
+		return -1, err
+	}
+	for i := range sums {
+		if sums[i] != want[i] {
+			return i, nil
+		}
+	}
+	return -1, nil
+}
+
+// verify checks a chunk. Nobody has a lease on it, so it may be gone at any moment, and its slot another's: then what is found says nothing, and its handle changes nothing.
+func (a *Arena) verify(v *engine.Verification) {
+	d, s := a.d, a.d.slabOf(v.Region)
+	if s == nil {
+		return
+	}
+	s.life.RLock()
+	defer s.life.RUnlock()
+	if s.closed {
+		return
+	}
+	slot := s.slotAt(v.Offset)
+	gen, want := s.getSums(slot, v.Pages, nil)
+	page, err := s.compare(slot, gen, v, want)
+	if err == nil && page >= 0 {
+		err = s.corrupt(v.First+page, slot)
+	}
+	if err != nil && !errors.Is(err, tiers.ErrCorrupt) {
+		d.faulty(s, err)
+	}
+	switch ended := d.engine.EndVerify(v.Handle, err == nil); {
+	case !ended:
+	case err == nil:
+		a.verified.Add(1)
+		s.faults.Store(0)
+	case errors.Is(err, tiers.ErrCorrupt):
+		d.corrupt.Add(1)
+		d.log.Warn("a chunk that was found is corrupt; dropped", zap.Error(err))
+	default:
+		d.unread.Add(1)
+		d.log.Warn("a chunk that was found cannot be read; dropped", zap.Error(err))
+	}
+}

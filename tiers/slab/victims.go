@@ -1,0 +1,40 @@
+package slab
+
+import (
+	"lookaside/tiers"
+)
+
+// What a disk will drop next is what its engine would write to a tier below it: the books call that a cascade.
+
+// NextVictims implements tiers.Victims.
+func (d *Disk) NextVictims(max int, out []tiers.Victim) []tiers.Victim {
+	d.calls.RLock()
+	defer d.calls.RUnlock()
+	if d.closed {
+		return out
+	}
+	items, _ := d.engine.NextCascades(0, max, nil, nil)
+	for _, c := range items {
+		sp := d.spaceByID(c.Space)
+		if sp == nil {
+			d.engine.EndCascade(c.Handle, false)
+			continue
+		}
+		out = append(out, tiers.Victim{Handle: c.Handle, Run: tiers.Run{Space: sp, First: c.First, Prev: c.Prev, Hashes: c.Hashes}})
+	}
+	return out
+}
+
+// EndVictim implements tiers.Victims.
+func (d *Disk) EndVictim(handle uint64, ok bool) { d.engine.EndCascade(handle, ok) }
+
+// VictimsReady implements tiers.Victims.
+func (d *Disk) VictimsReady() <-chan struct{} { return d.victims }
+
+// wakeVictims is told by the engine, under its lock, that it will want room.
+func (d *Disk) wakeVictims(int) {
+	select {
+	case d.victims <- struct{}{}:
+	default:
+	}
+}
