@@ -1,8 +1,10 @@
-"""What a bench prints: one form for all of them, and the machine and commit that it was measured on.
+"""What a bench prints: one form for all of them, and the machine and commit that it was measured
+on.
 
-A bench prints a table to stderr and, last, one JSON object to stdout:
-{"benchmark", "cases": [{"name", "value", "unit", "limit", "ratio", "spread"}]}. `--json FILE` writes the same, with
-machine, commit and time, to a file. `lookaside bench` leaves these three out; run on such a file, this one adds them.
+A bench prints a table to stderr and, last, one JSON object to stdout: {"benchmark", "cases":
+[{"name", "value", "unit", "limit", "ratio", "spread"}]}. `--json FILE` writes the same, with
+machine, commit and time, to a file. `lookaside bench` leaves these three out; run on such a file,
+this one adds them.
 """
 
 from __future__ import annotations
@@ -46,12 +48,18 @@ class Report:
         self.cases: list[Case] = []
 
     def rounds(
-        self, name: str, unit: str, values: Sequence[float], limits: Sequence[float] | float | None = None
+        self,
+        name: str,
+        unit: str,
+        values: Sequence[float],
+        limits: Sequence[float] | float | None = None,
     ) -> None:
-        """The median of a figure's rounds, beside that of their limits: one a round, or one for all.
+        """The median of a figure's rounds, beside that of their limits: one a round, or one for
+        all.
 
-        The spread is that of the rounds' own ratios: what slows a whole round down slows both of its sides. Raises
-        ValueError where values and limits are not of the same rounds, StatisticsError where there are no rounds.
+        The spread is that of the rounds' own ratios: what slows a whole round down slows both of
+        its sides. Raises ValueError where values and limits are not of the same rounds,
+        StatisticsError where there are no rounds.
         """
         value = statistics.median(values)
         if limits is None:
@@ -72,23 +80,31 @@ class Report:
         ratio: float | None = None,
         spread: float | None = None,
     ) -> None:
-        """A figure that is no median of rounds. Raises ValueError unless it has limit, ratio and spread, or none."""
+        """A figure that is no median of rounds. Raises ValueError unless it has limit, ratio and
+        spread, or none."""
         if len({part is None for part in (limit, ratio, spread)}) > 1:
             raise ValueError(f"{name}: limit {limit}, ratio {ratio}, spread {spread}")
         against = (None if part is None else _short(part) for part in (limit, ratio, spread))
         self.cases.append(Case(name, _short(value), unit, *against))
 
     def finish(self, path: str | Path | None = None) -> int:
-        """Prints the table and the JSON, and writes that to a file where asked. Returns 0: it judges no figure."""
+        """Prints the table and the JSON, and writes that to a file where asked. Returns 0: it
+        judges no figure."""
         width = max((len(case.name) for case in self.cases), default=0)
-        print(f"{'':<{width}}  {'value':>12} {'':<8}{'limit':>12}{'ratio':>9}{'spread':>9}", file=sys.stderr)
+        print(
+            f"{'':<{width}}  {'value':>12} {'':<8}{'limit':>12}{'ratio':>9}{'spread':>9}",
+            file=sys.stderr,
+        )
         for case in self.cases:
             line = f"{case.name:<{width}}  {case.value:>12.5g} {case.unit:<8}"
             if case.limit is not None:
                 line += f"{case.limit:>12.5g}{case.ratio:>9.3f}{case.spread:>9.3f}"
             print(line.rstrip(), file=sys.stderr)
         sys.stderr.flush()
-        report: dict[str, Any] = {"benchmark": self.benchmark, "cases": [asdict(case) for case in self.cases]}
+        report: dict[str, Any] = {
+            "benchmark": self.benchmark,
+            "cases": [asdict(case) for case in self.cases],
+        }
         print(json.dumps(report), flush=True)
         if path:
             _write(Path(path), report)
@@ -106,8 +122,18 @@ def spread(values: Sequence[float]) -> float:
 def machine() -> dict[str, Any]:
     """What of this machine decides the figures."""
     info = Path("/proc/cpuinfo").read_text()
-    model = next((line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")), "")
-    flags = next((line.split(":", 1)[1].split() for line in info.splitlines() if line.startswith("flags")), [])
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in info.splitlines()
+            if line.startswith("model name")
+        ),
+        "",
+    )
+    flags = next(
+        (line.split(":", 1)[1].split() for line in info.splitlines() if line.startswith("flags")),
+        [],
+    )
     return {
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),
@@ -121,8 +147,12 @@ def machine() -> dict[str, Any]:
 
 def arguments(text: str | None) -> argparse.ArgumentParser:
     """A parser with the options that every bench has."""
-    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", help="also write the figures to this file, with machine, commit and time")
+    parser = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json", help="also write the figures to this file, with machine, commit and time"
+    )
     return parser
 
 

@@ -1,9 +1,11 @@
-"""Bench `attach`: how long a second client takes to connect to a sidecar and map 1 GiB of its arena.
+"""Bench `attach`: how long a second client takes to connect to a sidecar and map 1 GiB of its
+arena.
 
-A sidecar with 1 GiB of arena is started on a directory of its own, a first worker connects, and then second ones come
-and go. Measured is what a worker does before it can copy: the handshake, mapping every region, filling its page tables.
-The limit of 20 ms is for huge pages (hugetlb, or transparent ones where the host permits them for shared memory); on a
-host that has neither, the same is measured with 4 KiB pages and the case says so. `bare` is one mmap and one
+A sidecar with 1 GiB of arena is started on a directory of its own, a first worker connects, and
+then second ones come and go. Measured is what a worker does before it can copy: the handshake,
+mapping every region, filling its page tables. The limit of 20 ms is for huge pages (hugetlb, or
+transparent ones where the host permits them for shared memory); on a host that has neither, the
+same is measured with 4 KiB pages and the case says so. `bare` is one mmap and one
 MADV_POPULATE_WRITE of as much memory of the same kind, by itself. Times are milliseconds.
 """
 
@@ -45,7 +47,12 @@ class Mapper:
     def on_region(self, session: Session, region: wire.RegionAdded, fd: int) -> None:
         self.kind = region.kind
         self.regions.add(
-            region.region, fd, region.size, huge=region.kind in HUGE, background=False, offset=region.offset
+            region.region,
+            fd,
+            region.size,
+            huge=region.kind in HUGE,
+            background=False,
+            offset=region.offset,
         )
 
     def on_region_removed(self, session: Session, region: int) -> None:
@@ -117,7 +124,9 @@ def figures(kind: str, attached: list[float], bare: list[float]) -> Report:
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="second clients that come and go (15)")
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="second clients that come and go (15)"
+    )
     parser.add_argument("--kind", default="auto", help="arena.kind of the sidecar (auto)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="lookaside-attach-") as root:

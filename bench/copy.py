@@ -1,9 +1,11 @@
-"""Bench `copy`: gather and scatter of 1 GiB of pages against a C memcpy loop over the same runs of bytes.
+"""Bench `copy`: gather and scatter of 1 GiB of pages against a C memcpy loop over the same runs of
+bytes.
 
-Limit and value come from the same process, the same memory and the same plan, one thread each, in interleaved rounds:
-only the copy kernel differs. The KV cache is allocated as vLLM does (torch.zeros, one tensor); the arena as the
-sidecar does: a memfd with transparent huge pages where the system grants them, else 4 KiB pages, populated before the
-first round. Speeds are 10⁹ bytes a second.
+Limit and value come from the same process, the same memory and the same plan, one thread each, in
+interleaved rounds: only the copy kernel differs. The KV cache is allocated as vLLM does
+(torch.zeros, one tensor); the arena as the sidecar does: a memfd with transparent huge pages where
+the system grants them, else 4 KiB pages, populated before the first round. Speeds are 10⁹ bytes a
+second.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from bench._report import Report, arguments
 MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23
 
-# A model with 8 KV heads of 128 in bf16, so 4 KiB of K and V a token and layer; the layers make a page of useful size.
+# A model with 8 KV heads of 128 in bf16, so 4 KiB of K and V a token and layer; the layers make a
+# page of useful size.
 HEADS, TOKEN_BYTES_PER_HEAD, LAYERS = 8, 512, 32
 
 
@@ -49,7 +52,8 @@ class Arena:
         self.huge = self._huge_share()
 
     def _huge_share(self) -> float:
-        """The share of the mapping that huge pages really back: asking for them is not getting them."""
+        """The share of the mapping that huge pages really back: asking for them is not getting
+        them."""
         inside, kib = False, 0
         with open("/proc/self/smaps") as smaps:
             for line in smaps:
@@ -63,7 +67,8 @@ class Arena:
 def make_layout(name: str, tokens: int, size: int) -> tuple[PageLayout, torch.Tensor]:
     """The layout of a KV cache of `size` bytes, with the tensor that holds it.
 
-    LBHNC and LBNHC place the same runs: one layer's part of a block is contiguous in both, only its inside differs.
+    LBHNC and LBNHC place the same runs: one layer's part of a block is contiguous in both, only its
+    inside differs.
     """
     run = HEADS * tokens * TOKEN_BYTES_PER_HEAD
     blocks = size // (run * LAYERS)
@@ -72,7 +77,9 @@ def make_layout(name: str, tokens: int, size: int) -> tuple[PageLayout, torch.Te
     inner = (HEADS, tokens) if name == "LBHNC" else (tokens, HEADS)
     cache = backing.view(LAYERS, blocks, *inner, TOKEN_BYTES_PER_HEAD)
     stride, base = cache.stride(1), cache.data_ptr()
-    segments = tuple(Segment(base + i * cache.stride(0), stride, run, i * run) for i in range(LAYERS))
+    segments = tuple(
+        Segment(base + i * cache.stride(0), stride, run, i * run) for i in range(LAYERS)
+    )
     return PageLayout(segments, run * LAYERS, blocks, tokens, ((base, backing.nbytes),)), backing
 
 
@@ -82,15 +89,21 @@ def timed(copy: Callable[..., int], *arguments: object, **options: int) -> tuple
     return time.perf_counter() - start, moved
 
 
-def measure(layout: PageLayout, arena: Arena, rounds: int, seed: int) -> dict[str, dict[str, list[float]]]:
+def measure(
+    layout: PageLayout, arena: Arena, rounds: int, seed: int
+) -> dict[str, dict[str, list[float]]]:
     """GB/s of every round, by direction and kernel."""
-    plan = _native.Plan([s[:4] for s in layout.segments], layout.num_blocks, layout.page_bytes, layout.spans)
+    plan = _native.Plan(
+        [s[:4] for s in layout.segments], layout.num_blocks, layout.page_bytes, layout.spans
+    )
     plan.attach(0, arena.address, arena.size)
     rng = np.random.default_rng(seed)
     kernels = {"limit": _native.MEMCPY}
     kernels["value"] = _native.AVX512 if _native.usable(_native.AVX512) else _native.MEMCPY
     speeds = {direction: {kind: [] for kind in kernels} for direction in ("gather", "scatter")}
-    slots = np.uint64(arena.address) + np.arange(layout.num_blocks, dtype=np.uint64) * np.uint64(layout.page_bytes)
+    slots = np.uint64(arena.address) + np.arange(layout.num_blocks, dtype=np.uint64) * np.uint64(
+        layout.page_bytes
+    )
     for turn in range(rounds + 1):
         blocks = rng.permutation(layout.num_blocks)
         for direction in speeds:
@@ -105,36 +118,50 @@ def measure(layout: PageLayout, arena: Arena, rounds: int, seed: int) -> dict[st
 
 
 def check(layout: PageLayout, arena: Arena, backing: torch.Tensor) -> None:
-    """Gathers with what the product uses, and compares with numpy: a fast copy that is wrong is worth nothing."""
+    """Gathers with what the product uses, and compares with numpy: a fast copy that is wrong is
+    worth nothing."""
     copies = CpuCopies(layout)
     copies.attach(0, arena.address, arena.size)
     blocks = np.arange(layout.num_blocks)[::-1][:64].copy()
-    slots = np.uint64(arena.address) + np.arange(len(blocks), dtype=np.uint64) * np.uint64(layout.page_bytes)
+    slots = np.uint64(arena.address) + np.arange(len(blocks), dtype=np.uint64) * np.uint64(
+        layout.page_bytes
+    )
     ticket = copies.gather(blocks, slots)
     assert ticket.error is None, ticket.error
     raw = backing.numpy().view(np.uint8).reshape(LAYERS, layout.num_blocks, -1)
     size = len(blocks) * layout.page_bytes
-    pages = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(arena.address)).reshape(len(blocks), LAYERS, -1)
+    pages = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(arena.address)).reshape(
+        len(blocks), LAYERS, -1
+    )
     assert (pages == raw[:, blocks].transpose(1, 0, 2)).all(), "the copy is wrong"
     copies.close()
 
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--bytes", type=int, default=1 << 30, help="bytes of pages copied a round (default 1 GiB)")
+    parser.add_argument(
+        "--bytes", type=int, default=1 << 30, help="bytes of pages copied a round (default 1 GiB)"
+    )
     parser.add_argument("--rounds", type=int, default=9, help="measured rounds a case (default 9)")
-    parser.add_argument("--seed", type=int, default=1, help="of the order of the blocks (default 1)")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of the order of the blocks (default 1)"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     arena = Arena(options.bytes)
-    print(f"arena: {options.bytes >> 20} MiB, {arena.huge:.0%} in huge pages; one thread", file=sys.stderr)
+    print(
+        f"arena: {options.bytes >> 20} MiB, {arena.huge:.0%} in huge pages; one thread",
+        file=sys.stderr,
+    )
     report = Report("copy")
     for name in ("LBHNC", "LBNHC"):
         for tokens in (16, 128):
             layout, backing = make_layout(name, tokens, options.bytes)
             check(layout, arena, backing)
             for direction, speeds in measure(layout, arena, options.rounds, options.seed).items():
-                report.rounds(f"{direction} {name} {tokens} tokens", "GB/s", speeds["value"], speeds["limit"])
+                report.rounds(
+                    f"{direction} {name} {tokens} tokens", "GB/s", speeds["value"], speeds["limit"]
+                )
             del layout, backing
     return report.finish(options.json)
 

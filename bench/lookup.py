@@ -1,16 +1,18 @@
 """Bench `lookup`: a Python client asking a sidecar with 1 M pages indexed, against a bare ZMQ echo.
 
-Three servers run for the length of the bench: the sidecar, the same with threads that copy memory at full speed
-meanwhile, and an echo that answers as little. The echo is sent the very bytes of the lookups and answers with as many
-bytes as a lookup's answer has (`echo_whole` cases: with the message itself). Lookups and echoes alternate; a round's
-own ratio is that of its two medians. What is asked for is all held, which is the longest walk of the index, and each
-answer is checked. Leases are given back between the rounds.
+Three servers run for the length of the bench: the sidecar, the same with threads that copy memory
+at full speed meanwhile, and an echo that answers as little. The echo is sent the very bytes of the
+lookups and answers with as many bytes as a lookup's answer has (`echo_whole` cases: with the
+message itself). Lookups and echoes alternate; a round's own ratio is that of its two medians. What
+is asked for is all held, which is the longest walk of the index, and each answer is checked. Leases
+are given back between the rounds.
 
-Last, one client asks for 64 pages while another process, with a session of its own, asks for 65,536 pages at a time, 64
-times in a row, without end: what is held (a prefix of 65,536 pages), and what is not.
+Last, one client asks for 64 pages while another process, with a session of its own, asks for 65,536
+pages at a time, 64 times in a row, without end: what is held (a prefix of 65,536 pages), and what
+is not.
 
-Times are microseconds. The limit of a p50 is the echo's, of p99.9 under copies 2 ms; the latter's spread is that of the
-rounds' p99 / limit, as a round is too short for its own p99.9.
+Times are microseconds. The limit of a p50 is the echo's, of p99.9 under copies 2 ms; the latter's
+spread is that of the rounds' p99 / limit, as a round is too short for its own p99.9.
 """
 
 from __future__ import annotations
@@ -46,12 +48,16 @@ NEIGHBOUR_LIMIT_US = 5000.0
 @contextlib.contextmanager
 def serving(*command: str) -> Iterator[dict[str, Any]]:
     """A process of the sidecar's binary; yields the line of JSON that it begins with."""
-    process = subprocess.Popen([str(BINARY), "bench", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [str(BINARY), "bench", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert process.stdin is not None and process.stdout is not None
     try:
         line = process.stdout.readline()
         if not line:
-            raise SystemExit(f"bench: lookaside bench {' '.join(command)} ended with {process.wait()}")
+            raise SystemExit(
+                f"bench: lookaside bench {' '.join(command)} ended with {process.wait()}"
+            )
         yield json.loads(line)
     finally:
         process.stdin.close()
@@ -89,7 +95,8 @@ class Asker:
     def prefix(self, number: int, pages: int) -> bytes:
         """The hashes of the first pages of one of the prefixes that the server holds."""
         digests = (
-            hashlib.sha256(number.to_bytes(8, "little") + page.to_bytes(8, "little")).digest() for page in range(pages)
+            hashlib.sha256(number.to_bytes(8, "little") + page.to_bytes(8, "little")).digest()
+            for page in range(pages)
         )
         return b"".join(digests)
 
@@ -152,10 +159,19 @@ def quantile(values: list[float], q: float) -> float:
 
 
 def paired(
-    report: Report, asker: Asker, echoes: dict[str, Echo], pages: int, rounds: int, pairs: int, rng: random.Random
+    report: Report,
+    asker: Asker,
+    echoes: dict[str, Echo],
+    pages: int,
+    rounds: int,
+    pairs: int,
+    rng: random.Random,
 ) -> None:
     """p50 of lookups beside that of every echo, in alternation."""
-    prefixes = [asker.prefix(number, pages) for number in rng.sample(range(asker.prefixes), min(8, asker.prefixes))]
+    prefixes = [
+        asker.prefix(number, pages)
+        for number in rng.sample(range(asker.prefixes), min(8, asker.prefixes))
+    ]
     message = message_of(prefixes[0])
     for _ in range(50):
         asker.ask(prefixes[0])
@@ -183,9 +199,14 @@ def paired(
         report.rounds(f"p50.{pages}_pages.{name}", "us", own, others[name])
 
 
-def tail(report: Report, asker: Asker, pages: int, rounds: int, lookups: int, rng: random.Random) -> None:
+def tail(
+    report: Report, asker: Asker, pages: int, rounds: int, lookups: int, rng: random.Random
+) -> None:
     """p99.9 of lookups from a server that copies memory meanwhile."""
-    prefixes = [asker.prefix(number, pages) for number in rng.sample(range(asker.prefixes), min(8, asker.prefixes))]
+    prefixes = [
+        asker.prefix(number, pages)
+        for number in rng.sample(range(asker.prefixes), min(8, asker.prefixes))
+    ]
     times: list[float] = []
     per_round: list[float] = []
     for _ in range(rounds):
@@ -209,7 +230,11 @@ def flood(server: dict[str, Any], kind: str) -> None:
     """Asks for as much as one lookup may, again and again, until the standard input ends."""
     asker = Asker(server)
     pages = asker.pages_per_prefix
-    hashes = asker.prefix(0, pages) if kind.startswith("held") else random.Random(1).randbytes(32 * pages)
+    hashes = (
+        asker.prefix(0, pages)
+        if kind.startswith("held")
+        else random.Random(1).randbytes(32 * pages)
+    )
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
     asked = 0
@@ -229,7 +254,15 @@ def beside(report: Report, server: dict[str, Any], kind: str, seconds: float) ->
     """p50 and p99.9 of short lookups beside a client that floods the sidecar with long ones."""
     asker = Asker(server)
     hashes = asker.prefix(1, 64)
-    command = [sys.executable, "-m", "bench.lookup", "--flood", kind, "--server", json.dumps(server)]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.lookup",
+        "--flood",
+        kind,
+        "--server",
+        json.dumps(server),
+    ]
     flooder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert flooder.stdin is not None and flooder.stdout is not None
     alone = [asker.ask(hashes) for _ in range(500)]
@@ -246,13 +279,22 @@ def beside(report: Report, server: dict[str, Any], kind: str, seconds: float) ->
     flooder.wait(PATIENCE_S * 4)
     asker.close()
     print(
-        f"  64 pages beside {asked / took:.0f} lookups/s of {asker.pages_per_prefix} ({kind}), {len(times)} lookups: "
-        f"p50 {statistics.median(times):.0f} (alone {statistics.median(alone):.0f}), p99 {quantile(times, 0.99):.0f}, "
+        f"  64 pages beside {asked / took:.0f} lookups/s of {asker.pages_per_prefix} ({kind}), "
+        f"{len(times)} lookups: "
+        f"p50 {statistics.median(times):.0f} (alone {statistics.median(alone):.0f}), p99 "
+        f"{quantile(times, 0.99):.0f}, "
         f"p99.9 {quantile(times, 0.999):.0f}, worst {max(times):.0f} us",
         file=sys.stderr,
     )
     value = quantile(times, 0.99)
-    report.add(f"p99.64_pages.beside_{kind}", value, "us", NEIGHBOUR_LIMIT_US, value / NEIGHBOUR_LIMIT_US, 0.0)
+    report.add(
+        f"p99.64_pages.beside_{kind}",
+        value,
+        "us",
+        NEIGHBOUR_LIMIT_US,
+        value / NEIGHBOUR_LIMIT_US,
+        0.0,
+    )
 
 
 def main() -> int:
@@ -260,9 +302,15 @@ def main() -> int:
     parser.add_argument("--pages", type=int, default=1_000_000, help="pages indexed (1000000)")
     parser.add_argument("--rounds", type=int, default=15, help="rounds of a case (15)")
     parser.add_argument("--pairs", type=int, default=60, help="lookups of a round (60)")
-    parser.add_argument("--tail", type=int, default=1500, help="lookups of a round under copies (1500)")
-    parser.add_argument("--copy-threads", type=int, default=4, help="threads that copy meanwhile (4)")
-    parser.add_argument("--beside", type=float, default=5.0, help="seconds beside a client that floods (5)")
+    parser.add_argument(
+        "--tail", type=int, default=1500, help="lookups of a round under copies (1500)"
+    )
+    parser.add_argument(
+        "--copy-threads", type=int, default=4, help="threads that copy meanwhile (4)"
+    )
+    parser.add_argument(
+        "--beside", type=float, default=5.0, help="seconds beside a client that floods (5)"
+    )
     parser.add_argument("--only-beside", action="store_true", help="nothing but that")
     parser.add_argument("--flood", help=argparse.SUPPRESS)
     parser.add_argument("--server", help=argparse.SUPPRESS)
@@ -277,7 +325,10 @@ def main() -> int:
         against_an_echo(args, report, rng)
     for pages_per_chunk in (16, 1):
         with serving(
-            "lookup-server", "--pages=131072", "--prefix-pages=65536", f"--pages-per-chunk={pages_per_chunk}"
+            "lookup-server",
+            "--pages=131072",
+            "--prefix-pages=65536",
+            f"--pages-per-chunk={pages_per_chunk}",
         ) as server:
             for kind in ("held", "not_held"):
                 beside(report, server, f"{kind}_{pages_per_chunk}", args.beside)

@@ -1,13 +1,15 @@
 """Bench `peer`: hits at another sidecar of the host, against the same hits in the own arena.
 
-  ttft      Two servers of the demo's small model, each with a sidecar. In every round one of them loads a prompt that
-            it had computed itself, and one that only the other had, both with its own cache emptied, in either order.
-            A lookup may take two seconds before it is a miss, rather than 20 ms: what it takes is in the figure.
-  lookup    Two sidecars without vLLM, whose workers have stored prefixes. Lookups over ZMQ of one that lies in the own
-            arena and of one at the other alternate: borrowed anew each time (`peer`) or a moment before (`lingering`).
+  ttft      Two servers of the demo's small model, each with a sidecar. In every round one of them
+            loads a prompt that it had computed itself, and one that only the other had, both with
+            its own cache emptied, in either order. A lookup may take two seconds before it is a
+            miss, rather than 20 ms: what it takes is in the figure.
+  lookup    Two sidecars without vLLM, whose workers have stored prefixes. Lookups over ZMQ of one
+            that lies in the own arena and of one at the other alternate: borrowed anew each time
+            (`peer`) or a moment before (`lingering`).
 
-The limit of a hit's TTFT is 1.1 times that in the own arena in the same round, that of a lookup's median twice the own.
-A round's own ratio is that of its two medians.
+The limit of a hit's TTFT is 1.1 times that in the own arena in the same round, that of a lookup's
+median twice the own. A round's own ratio is that of its two medians.
 """
 
 from __future__ import annotations
@@ -29,7 +31,14 @@ from lookaside.session import Session, SessionOptions
 
 from bench._report import Report, arguments
 from examples.stand import client, model
-from examples.stand.processes import Server, Sidecar, Stand, connector_config, eventually, stop_on_signals
+from examples.stand.processes import (
+    Server,
+    Sidecar,
+    Stand,
+    connector_config,
+    eventually,
+    stop_on_signals,
+)
 from examples.stand.progress import say
 
 TTFT_LIMIT, LOOKUP_LIMIT = 1.1, 2.0
@@ -48,9 +57,14 @@ class Hits:
         self.seconds: dict[str, list[float]] = defaultdict(list)
         room = (WARM_UP + rounds + 2) * tokens * model.kv_bytes_per_token(stand.model)
         settings = {"arena_limit": str(room)}  # nothing is evicted
-        self.sidecars: list[Sidecar] = [stand.sidecar(name=f"s{number}", settings=settings) for number in range(2)]
+        self.sidecars: list[Sidecar] = [
+            stand.sidecar(name=f"s{number}", settings=settings) for number in range(2)
+        ]
         self.servers: list[Server] = [
-            stand.server(f"p{number}", connector=connector_config(stand.endpoint(f"s{number}"), lookup_timeout_ms=2000))
+            stand.server(
+                f"p{number}",
+                connector=connector_config(stand.endpoint(f"s{number}"), lookup_timeout_ms=2000),
+            )
             for number in range(2)
         ]
         for server in self.servers:
@@ -62,7 +76,8 @@ class Hits:
         self.seconds.clear()
 
     def _meet(self) -> None:
-        """Waits until the second server hits what the first has: its worker maps that memory a moment later."""
+        """Waits until the second server hits what the first has: its worker maps that memory a
+        moment later."""
         seeds = itertools.count(1)
 
         def hit() -> bool:
@@ -84,7 +99,9 @@ class Hits:
             client.settle()
             hit = client.complete(self.servers[1].base_url, prompts[where])
             if hit.tokens != truths[where].tokens or hit.cached_tokens < self.tokens - 256:
-                raise RuntimeError(f"{where}: {hit.cached_tokens} tokens hit, or the outputs differ")
+                raise RuntimeError(
+                    f"{where}: {hit.cached_tokens} tokens hit, or the outputs differ"
+                )
             self.seconds[where].append(hit.ttft_s)
 
     def _computed(self, number: int, prompt: list[int]) -> client.Answer:
@@ -92,11 +109,17 @@ class Hits:
         before = self._known()
         answer = client.complete(self.servers[number].base_url, prompt)
         page_tokens = self.sidecars[number].status()["spaces"][0]["page_tokens"]
-        eventually(lambda: min(self._known()) >= max(before) + len(prompt) // page_tokens, "both to know of it", 20)
+        eventually(
+            lambda: min(self._known()) >= max(before) + len(prompt) // page_tokens,
+            "both to know of it",
+            20,
+        )
         return answer
 
     def _known(self) -> list[int]:
-        return [(s := sidecar.status())["pages"] + s["peers"]["hint_pages"] for sidecar in self.sidecars]
+        return [
+            (s := sidecar.status())["pages"] + s["peers"]["hint_pages"] for sidecar in self.sidecars
+        ]
 
 
 class Shelf:
@@ -111,7 +134,9 @@ class Shelf:
             some = hashes[first * DIGEST : (first + pages) * DIGEST]
             prev = hashes[(first - 1) * DIGEST : first * DIGEST] if first else b""
             grant = self.session.submit(
-                lambda number, first=first, prev=prev, some=some: wire.PrepareStore(number, first, prev, some, 1, 0)
+                lambda number, first=first, prev=prev, some=some: wire.PrepareStore(
+                    number, first, prev, some, 1, 0
+                )
             ).wait(PATIENCE_S)
             if not isinstance(grant, wire.StoreGrant) or grant.shed:
                 raise RuntimeError(f"{grant} for a store")
@@ -150,7 +175,10 @@ class Lookups:
         settings = {"arena_limit": "1G", "arena_kind": "memfd", "peers_linger": "5ms"}
         self.sidecars = [stand.sidecar(name=f"l{number}", settings=settings) for number in range(2)]
         names = ("own", "peer")
-        self.shelves = [Shelf(sidecar.endpoint, name) for sidecar, name in zip(self.sidecars, names, strict=True)]
+        self.shelves = [
+            Shelf(sidecar.endpoint, name)
+            for sidecar, name in zip(self.sidecars, names, strict=True)
+        ]
         self._session = session_at(self.sidecars[0].endpoint, "scheduler", "own")
         self.asker = LookupClient([self._session], PATIENCE_S, 0)
         self.prefixes: dict[tuple[str, int], list[bytes]] = {}
@@ -209,10 +237,16 @@ def lookups() -> Iterator[Lookups]:
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="of hits in vLLM (default 7; 0: none)")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="of hits in vLLM (default 7; 0: none)"
+    )
     parser.add_argument("--tokens", type=int, default=8000, help="of each prompt (default 8000)")
-    parser.add_argument("--lookups", type=int, default=7, help="rounds of lookups of each size (default 7)")
-    parser.add_argument("--count", type=int, default=100, help="lookups of each kind in a round (default 100)")
+    parser.add_argument(
+        "--lookups", type=int, default=7, help="rounds of lookups of each size (default 7)"
+    )
+    parser.add_argument(
+        "--count", type=int, default=100, help="lookups of each kind in a round (default 100)"
+    )
     args = parser.parse_args()
     stop_on_signals()
     report = Report("peer")
@@ -227,7 +261,10 @@ def main() -> int:
                     report.rounds(f"lookup.{pages}.own", "us", own)
                     for name in ("peer", "lingering"):
                         report.rounds(
-                            f"lookup.{pages}.{name}", "us", [r[name] for r in rounds], [LOOKUP_LIMIT * v for v in own]
+                            f"lookup.{pages}.{name}",
+                            "us",
+                            [r[name] for r in rounds],
+                            [LOOKUP_LIMIT * v for v in own],
                         )
         if args.rounds:
             with Stand(model.ensure()) as stand:
@@ -240,7 +277,12 @@ def main() -> int:
                         + ", ".join(f"{name} {v[-1]:.4f}" for name, v in hits.seconds.items())
                     )
                 report.rounds("ttft.own", "s", hits.seconds["own"])
-                report.rounds("ttft.peer", "s", hits.seconds["peer"], [TTFT_LIMIT * v for v in hits.seconds["own"]])
+                report.rounds(
+                    "ttft.peer",
+                    "s",
+                    hits.seconds["peer"],
+                    [TTFT_LIMIT * v for v in hits.seconds["own"]],
+                )
     except KeyboardInterrupt:
         say("stopped; everything that was started is ended")
         return 130

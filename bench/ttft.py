@@ -1,24 +1,29 @@
-"""Time to first token in real vLLM: hits in the arena and on disk, vLLM's own cache, prefill, a dead sidecar.
+"""Time to first token in real vLLM: hits in the arena and on disk, vLLM's own cache, prefill, a
+dead sidecar.
 
-Three servers of the demo's small model: one without the connector, two on a sidecar. In every round each is asked in
-turn, so that a machine that slows down slows all of them:
+Three servers of the demo's small model: one without the connector, two on a sidecar. In every round
+each is asked in turn, so that a machine that slows down slows all of them:
 
   cold      a fresh prompt, without the connector and with it (the second computes and stores)
-  hit       that prompt on the other server, which loads it; again there, and again without the connector: vLLM's cache
-  killed    the first request after the sidecar got SIGKILL, against the same prompt without the connector
+  hit       that prompt on the other server, which loads it; again there, and again without the
+            connector: vLLM's cache
+  killed    the first request after the sidecar got SIGKILL, against the same prompt without the
+            connector
   stopped   the same after SIGSTOP
 
-The limit of a hit is the same round's with vLLM's own cache and no connector, that of a cold prompt the same round's
-without the connector, and of the first request after a fault 50 ms on top of the one without the connector.
+The limit of a hit is the same round's with vLLM's own cache and no connector, that of a cold prompt
+the same round's without the connector, and of the first request after a fault 50 ms on top of the
+one without the connector.
 
-These ended, one server runs on a sidecar with a disk tier, whose arena has room for three of the prompts:
+These ended, one server runs on a sidecar with a disk tier, whose arena has room for three of the
+prompts:
 
-  disk      a fresh prompt, computed; again with vLLM's own cache emptied, from the arena; and one of three rounds ago,
-            which only the disk has still
+  disk      a fresh prompt, computed; again with vLLM's own cache emptied, from the arena; and one
+            of three rounds ago, which only the disk has still
 
-The limit of a hit on disk is computing in the same round, and that of disk.over_arena the hit in the arena. disk.missed
-counts rounds in which a lookup was given up, which are left out. Times are seconds; the outputs of every round must be
-the same tokens.
+The limit of a hit on disk is computing in the same round, and that of disk.over_arena the hit in
+the arena. disk.missed counts rounds in which a lookup was given up, which are left out. Times are
+seconds; the outputs of every round must be the same tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +37,14 @@ from collections.abc import Mapping, Sequence
 from bench._report import Report, arguments
 from examples.stand import client, model
 from examples.stand.client import Answer
-from examples.stand.processes import Server, Sidecar, Stand, connector_config, eventually, stop_on_signals
+from examples.stand.processes import (
+    Server,
+    Sidecar,
+    Stand,
+    connector_config,
+    eventually,
+    stop_on_signals,
+)
 from examples.stand.progress import say
 
 EXTRA_LIMIT_S = 0.050
@@ -62,7 +74,9 @@ class Bench:
         self._connected()
 
     def _connected(self) -> None:
-        eventually(lambda: len(self.sidecar.status()["sessions"]) == 4, "both servers' sessions", 20)
+        eventually(
+            lambda: len(self.sidecar.status()["sessions"]) == 4, "both servers' sessions", 20
+        )
 
     def _timed(self, name: str, server: Server, prompt: list[int]) -> Answer:
         client.settle()
@@ -74,16 +88,22 @@ class Bench:
         """One round of cold, hit and local cache."""
         prompt = model.prompt(self.tokens, 10_000 + number)
         order = [("cold.plain", self.plain), ("cold.connector", self.a)]
-        answers = [self._timed(name, server, prompt) for name, server in (order if number % 2 else order[::-1])]
+        answers = [
+            self._timed(name, server, prompt)
+            for name, server in (order if number % 2 else order[::-1])
+        ]
         hit = self._timed("hit.lookaside", self.b, prompt)
         local = self._timed("hit.local_connector", self.b, prompt)
         plain = self._timed("hit.local_plain", self.plain, prompt)
         if hit.cached_tokens != plain.cached_tokens:
-            raise RuntimeError(f"hits differ: {hit.cached_tokens} from Lookaside, {plain.cached_tokens} from vLLM")
+            raise RuntimeError(
+                f"hits differ: {hit.cached_tokens} from Lookaside, {plain.cached_tokens} from vLLM"
+            )
         check([*answers, hit, local, plain])
 
     def dead(self, name: str, number: int, how: signal.Signals) -> None:
-        """One first request after the sidecar was killed or stopped, against one without the connector."""
+        """One first request after the sidecar was killed or stopped, against one without the
+        connector."""
         prompt = model.prompt(self.tokens, 20_000 + number)
         client.settle()
         plain = client.complete(self.plain.base_url, prompt)
@@ -123,7 +143,8 @@ class DiskBench:
         self._bytes = tokens * model.kv_bytes_per_token(stand.model)
         settings = {
             "arena_limit": str(BEHIND * self._bytes),
-            "disk": f"{stand.directory / 'disk'}:{((rounds + BEHIND + 2) * self._bytes >> 20) + 512}M",
+            "disk": f"{stand.directory / 'disk'}:"
+            f"{((rounds + BEHIND + 2) * self._bytes >> 20) + 512}M",
         }
         self._sidecar = stand.sidecar(settings=settings)
         self._server = stand.server("disk", connector=connector_config(stand.endpoint()))
@@ -132,7 +153,8 @@ class DiskBench:
             client.complete(self._server.base_url, model.prompt(tokens, 900 + number))
 
     def round(self, number: int) -> None:
-        """A fresh prompt, and one of before. The first rounds have none of before, and are not counted."""
+        """A fresh prompt, and one of before. The first rounds have none of before, and are not
+        counted."""
         prompt = model.prompt(self.tokens, 40_000 + number)
         client.settle()
         computed = client.complete(self._server.base_url, prompt)
@@ -140,20 +162,32 @@ class DiskBench:
         self._answers.append(computed)
         check([computed, arena])
         # Writing goes on behind vLLM's back: it is not to disturb what is timed next.
-        eventually(lambda: self._sidecar.tiers()["disk"]["store_queue_chunks"] == 0, "the disk to be written", 60)
+        eventually(
+            lambda: self._sidecar.tiers()["disk"]["store_queue_chunks"] == 0,
+            "the disk to be written",
+            60,
+        )
         if number < BEHIND:
             return
         before = self._sidecar.tiers()["disk"]["loaded_bytes"]
         disk = self._again(model.prompt(self.tokens, 40_000 + number - BEHIND))
         check([self._answers[number - BEHIND], disk])
-        # A lookup that was given up is counted, and its round left out: it would say nothing of a hit.
-        missed = disk.cached_tokens < arena.cached_tokens or arena.cached_tokens < (self.tokens - 1) // PAGE * PAGE
+        # A lookup that was given up is counted, and its round left out: it would say nothing of a
+        # hit.
+        missed = (
+            disk.cached_tokens < arena.cached_tokens
+            or arena.cached_tokens < (self.tokens - 1) // PAGE * PAGE
+        )
         self.seconds["disk.missed"].append(float(missed))
         if missed:
             return
         if self._sidecar.tiers()["disk"]["loaded_bytes"] - before < 0.9 * self._bytes:
             raise RuntimeError("what was meant to lie on the disk alone was in the arena")
-        for name, answer in (("disk.computed", computed), ("disk.arena", arena), ("disk.disk", disk)):
+        for name, answer in (
+            ("disk.computed", computed),
+            ("disk.arena", arena),
+            ("disk.disk", disk),
+        ):
             self.seconds[name].append(answer.ttft_s)
 
     def _again(self, prompt: list[int]) -> Answer:
@@ -164,7 +198,9 @@ class DiskBench:
 
 def latest(seconds: Mapping[str, Sequence[float]], *prefixes: str) -> str:
     """The newest seconds of the figures whose names begin so."""
-    return ", ".join(f"{name} {each[-1]:.4f}" for name, each in seconds.items() if name.startswith(prefixes))
+    return ", ".join(
+        f"{name} {each[-1]:.4f}" for name, each in seconds.items() if name.startswith(prefixes)
+    )
 
 
 def check(answers: list[Answer]) -> None:
@@ -174,7 +210,8 @@ def check(answers: list[Answer]) -> None:
 
 
 def figures(seconds: Mapping[str, Sequence[float]]) -> Report:
-    """What is reported of the rounds' seconds, by name; without faults, or a disk, there are none of theirs."""
+    """What is reported of the rounds' seconds, by name; without faults, or a disk, there are none
+    of theirs."""
     report = Report("ttft")
     report.rounds("cold.plain", "s", seconds["cold.plain"])
     report.rounds("cold.connector", "s", seconds["cold.connector"], seconds["cold.plain"])
@@ -197,9 +234,15 @@ def figures(seconds: Mapping[str, Sequence[float]]) -> Report:
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="fresh prompts for cold and hit (default 7)")
-    parser.add_argument("--faults", type=int, default=5, help="times the sidecar is killed, and stopped (default 5)")
-    parser.add_argument("--disk", type=int, default=7, help="fresh prompts for the hits on disk (default 7)")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="fresh prompts for cold and hit (default 7)"
+    )
+    parser.add_argument(
+        "--faults", type=int, default=5, help="times the sidecar is killed, and stopped (default 5)"
+    )
+    parser.add_argument(
+        "--disk", type=int, default=7, help="fresh prompts for the hits on disk (default 7)"
+    )
     parser.add_argument("--tokens", type=int, default=8000, help="of each prompt (default 8000)")
     args = parser.parse_args()
     stop_on_signals()
@@ -210,11 +253,17 @@ def main() -> int:
             bench = Bench(stand, args.tokens)
             for number in range(args.rounds):
                 bench.sharing(number)
-                say(f"round {number + 1} of {args.rounds}, seconds: {latest(bench.seconds, 'cold.', 'hit.')}")
+                say(
+                    f"round {number + 1} of {args.rounds}, seconds: "
+                    f"{latest(bench.seconds, 'cold.', 'hit.')}"
+                )
             for number in range(args.faults):
                 bench.dead("killed", 2 * number, signal.SIGKILL)
                 bench.dead("stopped", 2 * number + 1, signal.SIGSTOP)
-                say(f"fault {number + 1} of {args.faults}, seconds: {latest(bench.seconds, 'killed.', 'stopped.')}")
+                say(
+                    f"fault {number + 1} of {args.faults}, seconds: "
+                    f"{latest(bench.seconds, 'killed.', 'stopped.')}"
+                )
             seconds |= bench.seconds
         if args.disk:
             with Stand(model.ensure()) as stand:
@@ -222,7 +271,10 @@ def main() -> int:
                 disk = DiskBench(stand, args.tokens, args.disk)
                 for number in range(args.disk + BEHIND):
                     disk.round(number)
-                    say(f"round {number + 1 - BEHIND} of {args.disk}, seconds: {latest(disk.seconds, 'disk.')}")
+                    say(
+                        f"round {number + 1 - BEHIND} of {args.disk}, seconds: "
+                        f"{latest(disk.seconds, 'disk.')}"
+                    )
                 if not disk.seconds["disk.disk"]:
                     raise RuntimeError("no round had hits both in the arena and on disk")
                 seconds |= disk.seconds

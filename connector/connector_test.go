@@ -32,33 +32,48 @@ func TestRefusals(t *testing.T) {
 		messageHas      string
 	}{
 		{name: "version", hello: workerHello("v"), edit: func(h *wire.Hello) { h.Version = 9 },
-			code: wire.RefuseVersion, field: "version", wantVal: fmt.Sprint(wire.Version), gotVal: "9"},
+			code: wire.RefuseVersion, field: "version", wantVal: fmt.Sprint(wire.Version),
+			gotVal: "9"},
 		{name: "scheduler before its worker", hello: schedulerHello("nobody"),
 			code: wire.RefuseNoWorker, messageHas: `"nobody"`},
-		{name: "scheduler of another rank", hello: schedulerHello("e"), edit: func(h *wire.Hello) { h.Rank = 1 },
+		{name: "scheduler of another rank", hello: schedulerHello("e"),
+			edit: func(h *wire.Hello) { h.Rank = 1 },
 			code: wire.RefuseNoWorker, messageHas: "rank 1"},
-		{name: "scheduler with other page tokens", hello: schedulerHello("e"), edit: func(h *wire.Hello) { h.PageTokens = 32 },
+		{name: "scheduler with other page tokens", hello: schedulerHello("e"),
+			edit: func(h *wire.Hello) { h.PageTokens = 32 },
 			code: wire.RefuseIncompatible, field: "page_tokens", wantVal: "16", gotVal: "32"},
-		{name: "scheduler with other page bytes", hello: schedulerHello("e"), edit: func(h *wire.Hello) { h.PageBytes = 512 },
+		{name: "scheduler with other page bytes", hello: schedulerHello("e"),
+			edit: func(h *wire.Hello) { h.PageBytes = 512 },
 			code: wire.RefuseIncompatible, field: "page_bytes", wantVal: "256", gotVal: "512"},
-		{name: "scheduler with other chunks", hello: schedulerHello("e"), edit: func(h *wire.Hello) { h.PagesPerChunk = 8 },
+		{name: "scheduler with other chunks", hello: schedulerHello("e"),
+			edit: func(h *wire.Hello) { h.PagesPerChunk = 8 },
 			code: wire.RefuseIncompatible, field: "pages_per_chunk", wantVal: "4", gotVal: "8"},
-		{name: "scheduler with other digests", hello: schedulerHello("e"), edit: func(h *wire.Hello) { h.DigestBytes = 16 },
+		{name: "scheduler with other digests", hello: schedulerHello("e"),
+			edit: func(h *wire.Hello) { h.DigestBytes = 16 },
 			code: wire.RefuseIncompatible, field: "digest_bytes", wantVal: "32", gotVal: "16"},
-		{name: "scheduler of another model", hello: schedulerHello("e"), edit: func(h *wire.Hello) { h.Fields[0].Value = "large" },
+		{name: "scheduler of another model", hello: schedulerHello("e"),
+			edit: func(h *wire.Hello) { h.Fields[0].Value = "large" },
 			code: wire.RefuseIncompatible, field: "model", wantVal: "small", gotVal: "large"},
-		{name: "scheduler with a field that its worker lacks", hello: schedulerHello("e"), edit: func(h *wire.Hello) {
-			h.Fields = append(h.Fields, wire.Field{Key: "tp_size", Value: "2"})
-		}, code: wire.RefuseIncompatible, field: "tp_size", wantVal: "(not given)", gotVal: "2"},
-		{name: "second worker of the engine, other space", hello: workerHello("e"), edit: func(h *wire.Hello) { h.Fields[0].Value = "bfloat16" },
+		{name: "scheduler with a field that its worker lacks", hello: schedulerHello("e"),
+			edit: func(h *wire.Hello) {
+				h.Fields = append(h.Fields, wire.Field{Key: "tp_size", Value: "2"})
+			}, code: wire.RefuseIncompatible, field: "tp_size", wantVal: "(not given)",
+			gotVal: "2"},
+		{name: "second worker of the engine, other space", hello: workerHello("e"),
+			edit: func(h *wire.Hello) { h.Fields[0].Value = "bfloat16" },
 			code: wire.RefuseIncompatible, field: "dtype", wantVal: "float32", gotVal: "bfloat16"},
-		{name: "page larger than the arena", hello: workerHello("big"), edit: func(h *wire.Hello) { h.PageBytes = 1 << 40 },
-			code: wire.RefuseLimit, field: "page_bytes", gotVal: fmt.Sprint(1 << 40), messageHas: "geometry"},
-		{name: "chunk whose bytes would wrap", hello: workerHello("wrap"), edit: func(h *wire.Hello) { h.PageBytes, h.PagesPerChunk = 1<<62, 4096 },
+		{name: "page larger than the arena", hello: workerHello("big"),
+			edit: func(h *wire.Hello) { h.PageBytes = 1 << 40 },
+			code: wire.RefuseLimit, field: "page_bytes", gotVal: fmt.Sprint(1 << 40),
+			messageHas: "geometry"},
+		{name: "chunk whose bytes would wrap", hello: workerHello("wrap"),
+			edit: func(h *wire.Hello) { h.PageBytes, h.PagesPerChunk = 1<<62, 4096 },
 			code: wire.RefuseLimit, field: "page_bytes", gotVal: fmt.Sprint(1 << 62)},
-		{name: "tiny page", hello: workerHello("tiny"), edit: func(h *wire.Hello) { h.PageBytes = 8 },
+		{name: "tiny page", hello: workerHello("tiny"),
+			edit: func(h *wire.Hello) { h.PageBytes = 8 },
 			code: wire.RefuseLimit, field: "page_bytes", gotVal: "8"},
-		{name: "digest of an odd length", hello: workerHello("odd"), edit: func(h *wire.Hello) { h.DigestBytes = 20 },
+		{name: "digest of an odd length", hello: workerHello("odd"),
+			edit: func(h *wire.Hello) { h.DigestBytes = 20 },
 			code: wire.RefuseLimit, field: "digest_bytes", wantVal: "8, 16 or 32", gotVal: "20"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -74,7 +89,8 @@ func TestRefusals(t *testing.T) {
 			if !errors.As(err, &no) {
 				t.Fatalf("got %v", err)
 			}
-			if no.Code != tc.code || no.Field != tc.field || tc.wantVal != "" && no.Want != tc.wantVal || no.Got != tc.gotVal ||
+			if no.Code != tc.code || no.Field != tc.field ||
+				tc.wantVal != "" && no.Want != tc.wantVal || no.Got != tc.gotVal ||
 				!strings.Contains(no.Message, tc.messageHas) {
 				t.Errorf("got %+v", no.Refuse)
 			}
@@ -89,7 +105,8 @@ func TestRefusals(t *testing.T) {
 
 func TestMalformedHello(t *testing.T) {
 	r := newRig(t, rigOptions{})
-	for _, b := range [][]byte{{0xc0}, {0x9a, 0x01, 0x01}, {0xdd, 0xff, 0xff, 0xff, 0xff, 1}, []byte("GET / HTTP/1.1\r\n\r\n"), (&wire.Ping{ID: 1}).Append(nil)} {
+	for _, b := range [][]byte{{0xc0}, {0x9a, 0x01, 0x01}, {0xdd, 0xff, 0xff, 0xff, 0xff, 1},
+		[]byte("GET / HTTP/1.1\r\n\r\n"), (&wire.Ping{ID: 1}).Append(nil)} {
 		s, err := client.Connect(r.dir)
 		check(t, err)
 		check(t, s.SendRaw(b))
@@ -117,7 +134,8 @@ func TestSpacesLimitNamesTheClosestSpace(t *testing.T) {
 	h.Fields[1].Value = "other"
 	_, err := client.Dial(r.dir, h, patience)
 	var no *client.Refused
-	if !errors.As(err, &no) || no.Code != wire.RefuseIncompatible || no.Field != "model" || no.Want != "small" || no.Got != "other" ||
+	if !errors.As(err, &no) || no.Code != wire.RefuseIncompatible || no.Field != "model" ||
+		no.Want != "small" || no.Got != "other" ||
 		!strings.Contains(no.Message, "spaces.limit") {
 		t.Fatalf("got %v", err)
 	}
@@ -125,8 +143,8 @@ func TestSpacesLimitNamesTheClosestSpace(t *testing.T) {
 	near.close()
 }
 
-// TestIdleSpaceMakesRoom: of the spaces that nobody uses the one used longest ago goes for a new one. What is in use or pinned stays, and what
-// went is found again in the tier below.
+// TestIdleSpaceMakesRoom: of the spaces that nobody uses the one used longest ago goes for a new
+// one. What is in use or pinned stays, and what went is found again in the tier below.
 func TestIdleSpaceMakesRoom(t *testing.T) {
 	r := newRig(t, rigOptions{spaces: 3, tiers: []tiertest.MemoryOptions{{}}})
 	hello := func(model string) *wire.Hello {
@@ -178,7 +196,8 @@ func TestIdleSpaceMakesRoom(t *testing.T) {
 		t.Fatalf("%d pages pinned: %v", pages, err)
 	}
 	var no *client.Refused
-	if _, err := client.Dial(r.dir, hello("b"), patience); !errors.As(err, &no) || no.Code != wire.RefuseIncompatible || !strings.Contains(no.Message, "pins") {
+	if _, err := client.Dial(r.dir, hello("b"), patience); !errors.As(err, &no) ||
+		no.Code != wire.RefuseIncompatible || !strings.Contains(no.Message, "pins") {
 		t.Fatalf("got %v, want a refusal: two spaces are in use, and one is pinned", err)
 	}
 	held("a", "c", "d")
@@ -192,7 +211,8 @@ func TestIdleSpaceMakesRoom(t *testing.T) {
 	sh.Fields[0].Value = "b"
 	s := r.scheduler(sh)
 	if _, hit := s.lookup(p, 0, 2*perChunk); hit != 2*perChunk {
-		t.Fatalf("%d pages of the space that is back hit, of %d that the tier below has", hit, 2*perChunk)
+		t.Fatalf("%d pages of the space that is back hit, of %d that the tier below has", hit,
+			2*perChunk)
 	}
 	s.close()
 	for _, w := range []*worker{fourth, again, back} {
@@ -208,7 +228,8 @@ func TestWelcome(t *testing.T) {
 	if hexOf(a.Fingerprint) != hexOf(b.Fingerprint) {
 		t.Errorf("worker and scheduler are in different spaces")
 	}
-	if a.Session == b.Session || a.Session == 0 || a.Generation != 77 || a.LeaseMs != 3600000 || a.MaxPages != 4096 || a.ReplyEndpoint != "" || a.Regions != 1 ||
+	if a.Session == b.Session || a.Session == 0 || a.Generation != 77 || a.LeaseMs != 3600000 ||
+		a.MaxPages != 4096 || a.ReplyEndpoint != "" || a.Regions != 1 ||
 		b.Regions != 0 || b.ReplyEndpoint == "" {
 		t.Errorf("worker %+v\nscheduler %+v", a, b)
 	}
@@ -220,16 +241,19 @@ func TestWelcome(t *testing.T) {
 	if string(mem[:8]) != dax.ControlMagic || mem[16] != 77 {
 		t.Errorf("control region %x", mem[:32])
 	}
-	if m, err := unix.Mmap(fd, 0, dax.ControlSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err == nil {
+	if m, err := unix.Mmap(fd, 0, dax.ControlSize, unix.PROT_READ|unix.PROT_WRITE,
+		unix.MAP_SHARED); err == nil {
 		unix.Munmap(m)
 		t.Error("a client may map the control region for writing")
 	}
-	// Another engine of the same declaration shares the space; one that differs in a field does not.
+	// Another engine of the same declaration shares the space; one that differs in a field does
+	// not.
 	same := r.worker(workerHello("other"))
 	h := workerHello("third")
 	h.Fields[1].Value = "x"
 	other := r.worker(h)
-	if hexOf(same.ses.Welcome.Fingerprint) != hexOf(a.Fingerprint) || hexOf(other.ses.Welcome.Fingerprint) == hexOf(a.Fingerprint) {
+	if hexOf(same.ses.Welcome.Fingerprint) != hexOf(a.Fingerprint) ||
+		hexOf(other.ses.Welcome.Fingerprint) == hexOf(a.Fingerprint) {
 		t.Error("spaces do not follow their declarations")
 	}
 }
@@ -274,7 +298,8 @@ func TestStoreLookupLoad(t *testing.T) {
 	w2.sync()
 
 	n := r.server.Counters()
-	if n.StoredPages != 10 || n.StoredBytes != 10*pageBytes || n.LoadedPages != 16 || n.LoadedBytes != 16*pageBytes || n.HitPages != 20 ||
+	if n.StoredPages != 10 || n.StoredBytes != 10*pageBytes || n.LoadedPages != 16 ||
+		n.LoadedBytes != 16*pageBytes || n.HitPages != 20 ||
 		n.HitTokens != 20*pageTokens || n.Lookups != 4 || n.Stores != 1 || n.Loads != 2 {
 		t.Errorf("counters %+v", n)
 	}
@@ -285,7 +310,8 @@ func TestStoreLookupLoad(t *testing.T) {
 	}
 }
 
-// TestLongLookups asks for more pages than lookup.max_pages, which are answered for as many: silence would be a miss.
+// TestLongLookups asks for more pages than lookup.max_pages, which are answered for as many:
+// silence would be a miss.
 func TestLongLookups(t *testing.T) {
 	const most = 8
 	r := newRig(t, rigOptions{maxPages: most})
@@ -333,9 +359,11 @@ func TestWrongRequests(t *testing.T) {
 	_, err = w.load(s, id, p, 0, 9)
 	wantCode(t, err, wire.CodeStale) // more than is leased
 	var lg wire.LoadGrant
-	err = w.call(&wire.PrepareLoad{ID: 5, Session: w.ses.Welcome.Session, Lookup: id, Ticket: w.ses.Ticket(id), Pages: 1, Names: make([]byte, 32)}, &lg)
+	err = w.call(&wire.PrepareLoad{ID: 5, Session: w.ses.Welcome.Session, Lookup: id,
+		Ticket: w.ses.Ticket(id), Pages: 1, Names: make([]byte, 32)}, &lg)
 	wantCode(t, err, wire.CodeNotFound) // a worker's session is no scheduler's
-	err = w.call(&wire.PrepareLoad{ID: 5, Session: 12345, Lookup: id, Ticket: s.ses.Ticket(id), Pages: 1, Names: make([]byte, 32)}, &lg)
+	err = w.call(&wire.PrepareLoad{ID: 5, Session: 12345, Lookup: id, Ticket: s.ses.Ticket(id),
+		Pages: 1, Names: make([]byte, 32)}, &lg)
 	wantCode(t, err, wire.CodeNotFound)
 	_, err = w.prepare(p, 2, 4)
 	wantCode(t, err, wire.CodeMalformed) // not the first page of a chunk
@@ -352,7 +380,8 @@ func TestWrongRequests(t *testing.T) {
 	check(t, w.ses.Send(&wire.AbortStore{Store: 42}))
 	other.sync()
 	w.sync()
-	if n := r.errorCount("stale") + r.errorCount("not_found") + r.errorCount("malformed"); n != before+4 {
+	if n := r.errorCount("stale") + r.errorCount("not_found") +
+		r.errorCount("malformed"); n != before+4 {
 		t.Errorf("%d errors counted, want 4", n-before)
 	}
 	if st := r.engine.Stats(); st.OpenLoads != 1 {
@@ -381,15 +410,23 @@ func TestBrokenProtocolEndsTheSession(t *testing.T) {
 		}
 		r.eventually("session ended", func() bool { return r.server.Sessions() == n-1 })
 	}
-	ends("a scheduler stores", r.scheduler(schedulerHello("e")).ses, (&wire.PrepareStore{ID: 1, Hashes: p.hashes(0, 4)}).Append(nil))
-	ends("a lookup on the session socket", r.scheduler(schedulerHello("e")).ses, (&wire.Lookup{Session: 1, Secret: make([]byte, 16), Lookup: 1, Hashes: p.hashes(0, 4)}).Append(nil))
+	ends("a scheduler stores", r.scheduler(schedulerHello("e")).ses,
+		(&wire.PrepareStore{ID: 1, Hashes: p.hashes(0, 4)}).Append(nil))
+	ends("a lookup on the session socket", r.scheduler(schedulerHello("e")).ses,
+		(&wire.Lookup{Session: 1, Secret: make([]byte, 16), Lookup: 1,
+			Hashes: p.hashes(0, 4)}).Append(nil))
 	ends("a second hello", r.scheduler(schedulerHello("e")).ses, schedulerHello("e").Append(nil))
 	ends("an array bomb", r.worker(workerHello("f")).ses, []byte{0xdd, 0xff, 0xff, 0xff, 0xff, 10})
-	ends("more pages than max_pages", r.worker(workerHello("f")).ses, (&wire.PrepareStore{ID: 6, Hashes: make([]byte, 32*4097)}).Append(nil))
-	ends("trailing bytes", r.worker(workerHello("f")).ses, append((&wire.Ping{ID: 1}).Append(nil), 0))
-	ends("a region that stays is unmapped", r.worker(workerHello("f")).ses, (&wire.RegionUnmapped{Region: 0}).Append(nil))
-	ends("a region that never was is unmapped", r.worker(workerHello("f")).ses, (&wire.RegionUnmapped{Region: 9}).Append(nil))
-	ends("a scheduler unmaps a region", r.scheduler(schedulerHello("e")).ses, (&wire.RegionUnmapped{Region: 0}).Append(nil))
+	ends("more pages than max_pages", r.worker(workerHello("f")).ses,
+		(&wire.PrepareStore{ID: 6, Hashes: make([]byte, 32*4097)}).Append(nil))
+	ends("trailing bytes", r.worker(workerHello("f")).ses, append((&wire.Ping{ID: 1}).Append(nil),
+		0))
+	ends("a region that stays is unmapped", r.worker(workerHello("f")).ses,
+		(&wire.RegionUnmapped{Region: 0}).Append(nil))
+	ends("a region that never was is unmapped", r.worker(workerHello("f")).ses,
+		(&wire.RegionUnmapped{Region: 9}).Append(nil))
+	ends("a scheduler unmaps a region", r.scheduler(schedulerHello("e")).ses,
+		(&wire.RegionUnmapped{Region: 0}).Append(nil))
 	ends("an answer as a request", r.worker(workerHello("f")).ses, (&wire.Pong{ID: 1}).Append(nil))
 	w.sync() // others do not notice
 }
@@ -451,8 +488,10 @@ func TestStrangeLookups(t *testing.T) {
 	p := onePrefix(1)
 	w.store(p, 0, 4)
 	send := func(b []byte) { check(t, s.lookups.Send(b)) }
-	send((&wire.Lookup{Session: 4711, Secret: s.ses.Welcome.Secret, Lookup: 1, Hashes: p.hashes(0, 4)}).Append(nil))
-	send((&wire.Lookup{Session: w.ses.Welcome.Session, Secret: w.ses.Welcome.Secret, Lookup: 1, Hashes: p.hashes(0, 4)}).Append(nil))
+	send((&wire.Lookup{Session: 4711, Secret: s.ses.Welcome.Secret, Lookup: 1,
+		Hashes: p.hashes(0, 4)}).Append(nil))
+	send((&wire.Lookup{Session: w.ses.Welcome.Session, Secret: w.ses.Welcome.Secret, Lookup: 1,
+		Hashes: p.hashes(0, 4)}).Append(nil))
 	send((&wire.Cancel{Session: 4711, Secret: s.ses.Welcome.Secret, Lookup: 1}).Append(nil))
 	send([]byte{0xdd, 0xff, 0xff, 0xff, 0xff})
 	send([]byte("\x80\x04]\x94.")) // a pickle
@@ -468,7 +507,8 @@ func TestStrangeLookups(t *testing.T) {
 		t.Errorf("%d malformed messages, want 3", n)
 	}
 	// Hashes of another length are a miss.
-	res, err := s.lookups.Lookup(&wire.Lookup{Session: s.ses.Welcome.Session, Secret: s.ses.Welcome.Secret, Lookup: 999, Hashes: make([]byte, 40)}, patience)
+	res, err := s.lookups.Lookup(&wire.Lookup{Session: s.ses.Welcome.Session,
+		Secret: s.ses.Welcome.Secret, Lookup: 999, Hashes: make([]byte, 40)}, patience)
 	check(t, err)
 	if res.HitPages != 0 {
 		t.Error("a hit")
@@ -578,7 +618,8 @@ func TestDraining(t *testing.T) {
 	}()
 	r.eventually("draining", r.server.Draining)
 	var no *client.Refused
-	if _, err := client.Dial(r.dir, workerHello("new"), patience); !errors.As(err, &no) || no.Code != wire.RefuseDraining {
+	if _, err := client.Dial(r.dir, workerHello("new"), patience); !errors.As(err, &no) ||
+		no.Code != wire.RefuseDraining {
 		t.Errorf("got %v", err)
 	}
 	_, err = w.prepare(onePrefix(3), 0, 4)
@@ -609,7 +650,8 @@ func TestDrainGivesUp(t *testing.T) {
 	}
 }
 
-// A lookup in steady state allocates nothing here: what it costs would otherwise come back as collections, in the tail.
+// A lookup in steady state allocates nothing here: what it costs would otherwise come back as
+// collections, in the tail.
 func TestLookupAllocatesNothing(t *testing.T) {
 	r := newRig(t, rigOptions{})
 	w := r.worker(workerHello("e"))
@@ -617,7 +659,8 @@ func TestLookupAllocatesNothing(t *testing.T) {
 	p := onePrefix(1)
 	w.store(p, 0, 64)
 	session := s.ses.Welcome.Session
-	ask := (&wire.Lookup{Session: session, Secret: s.ses.Welcome.Secret, Lookup: 7, Hashes: p.hashes(0, 64), DeadlineMs: 1000}).Append(nil)
+	ask := (&wire.Lookup{Session: session, Secret: s.ses.Welcome.Secret, Lookup: 7,
+		Hashes: p.hashes(0, 64), DeadlineMs: 1000}).Append(nil)
 	cancel := (&wire.Cancel{Session: session, Secret: s.ses.Welcome.Secret, Lookup: 7}).Append(nil)
 	reply := make([]byte, 0, 64)
 	// Nobody else asks, so this goroutine stands in for that of the sockets.

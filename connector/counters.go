@@ -27,7 +27,8 @@ const (
 	errorKinds
 )
 
-var kindNames = [errorKinds]string{"not_found", "stale", "incompatible", "busy", "malformed", "closed", "unknown_session", "forged", "handshake", "send", "internal"}
+var kindNames = [errorKinds]string{"not_found", "stale", "incompatible", "busy", "malformed",
+	"closed", "unknown_session", "forged", "handshake", "send", "internal"}
 
 func (k ErrorKind) String() string { return kindNames[k] }
 
@@ -88,8 +89,9 @@ func (c *counters) prefilled(m *wire.Prefilled) {
 	c.loadedTokens.Add(uint64(m.Loaded))
 }
 
-// A TokenCount says where the tokens of vLLM's requests came from, as far as vLLM's own cache did not have them. Its
-// schedulers say so (wire.Prefilled), once for each time that a request was admitted.
+// A TokenCount says where the tokens of vLLM's requests came from, as far as vLLM's own cache did
+// not have them. Its schedulers say so (wire.Prefilled), once for each time that a request was
+// admitted.
 type TokenCount struct {
 	Requests uint64 `json:"requests" doc:"Requests that vLLM admitted; one that was preempted is admitted again."`
 	Asked    uint64 `json:"asked" doc:"Their tokens that vLLM's own cache did not have."`
@@ -113,32 +115,42 @@ func ratio(part, of uint64) float64 {
 
 // Counters is what happened since the start.
 type Counters struct {
-	Tokens         TokenCount        `json:"tokens"`
-	Lookups        uint64            `json:"lookups"`
-	LookupPages    uint64            `json:"lookup_pages"` // asked for, also what vLLM then has itself
-	HitPages       uint64            `json:"hit_pages"`    // found by lookups, also what nobody then loads
-	HitTokens      uint64            `json:"hit_tokens"`   // the same in tokens
-	Promised       uint64            `json:"promised"`     // times that a scheduler was told that its pages are on their way
-	Stores         uint64            `json:"stores"`       // committed
-	StoredPages    uint64            `json:"stored_pages"`
-	StoredBytes    uint64            `json:"stored_bytes"`
-	HeldPages      uint64            `json:"held_pages"`      // offered for storing, but held already
-	ElsewherePages uint64            `json:"elsewhere_pages"` // of these, those that another sidecar holds
-	ShedPages      uint64            `json:"shed_pages"`      // offered for storing, but there was no room
-	Loads          uint64            `json:"loads"`           // released
-	LoadedPages    uint64            `json:"loaded_pages"`
-	LoadedBytes    uint64            `json:"loaded_bytes"`
-	BadExtents     uint64            `json:"bad_extents"` // reported bad by a worker that loaded them
-	SessionsOpened uint64            `json:"sessions_opened"`
-	Lingered       uint64            `json:"lingered"` // sessions that were given up while their clients lived and held something
-	Froze          uint64            `json:"froze"`    // times that a session which held something froze
-	Refused        map[string]uint64 `json:"refused"`
-	Errors         map[string]uint64 `json:"errors"`
+	Tokens  TokenCount `json:"tokens"`
+	Lookups uint64     `json:"lookups"`
+	// asked for, also what vLLM then has itself
+	LookupPages uint64 `json:"lookup_pages"`
+	// found by lookups, also what nobody then loads
+	HitPages  uint64 `json:"hit_pages"`
+	HitTokens uint64 `json:"hit_tokens"` // the same in tokens
+	// times that a scheduler was told that its pages are on their way
+	Promised    uint64 `json:"promised"`
+	Stores      uint64 `json:"stores"` // committed
+	StoredPages uint64 `json:"stored_pages"`
+	StoredBytes uint64 `json:"stored_bytes"`
+	// offered for storing, but held already
+	HeldPages uint64 `json:"held_pages"`
+	// of these, those that another sidecar holds
+	ElsewherePages uint64 `json:"elsewhere_pages"`
+	// offered for storing, but there was no room
+	ShedPages   uint64 `json:"shed_pages"`
+	Loads       uint64 `json:"loads"` // released
+	LoadedPages uint64 `json:"loaded_pages"`
+	LoadedBytes uint64 `json:"loaded_bytes"`
+	// reported bad by a worker that loaded them
+	BadExtents     uint64 `json:"bad_extents"`
+	SessionsOpened uint64 `json:"sessions_opened"`
+	// sessions that were given up while their clients lived and held something
+	Lingered uint64 `json:"lingered"`
+	// times that a session which held something froze
+	Froze   uint64            `json:"froze"`
+	Refused map[string]uint64 `json:"refused"`
+	Errors  map[string]uint64 `json:"errors"`
 }
 
 func (c *counters) snapshot() Counters {
 	s := Counters{
-		Tokens:         TokenCount{Requests: c.requests.Load(), Loaded: c.loadedTokens.Load(), Found: c.foundTokens.Load(), Asked: c.askedTokens.Load()},
+		Tokens: TokenCount{Requests: c.requests.Load(), Loaded: c.loadedTokens.Load(),
+			Found: c.foundTokens.Load(), Asked: c.askedTokens.Load()},
 		Lookups:        c.lookups.Load(),
 		LookupPages:    c.lookupPages.Load(),
 		HitPages:       c.hitPages.Load(),

@@ -17,11 +17,13 @@ import (
 // held is what the engine counts as held by sessions, and what is free.
 func (r *rig) held() [9]int {
 	st := r.engine.Stats()
-	return [...]int{st.Leases, st.LeasedSlots, st.OpenLookups, st.OpenLoads, st.OpenStores, st.FillingSlots, st.FreeSlots, st.ReadySlots, st.Pages}
+	return [...]int{st.Leases, st.LeasedSlots, st.OpenLookups, st.OpenLoads, st.OpenStores,
+		st.FillingSlots, st.FreeSlots, st.ReadySlots, st.Pages}
 }
 
-// TestDoubleAndForeignEndsChangeNothing: what ends a load or a store a second time, or in the name of another session, or by a number that was another thing's, is refused
-// and counted, and every count of what is held stays as it was.
+// TestDoubleAndForeignEndsChangeNothing: what ends a load or a store a second time, or in the name
+// of another session, or by a number that was another thing's, is refused and counted, and every
+// count of what is held stays as it was.
 func TestDoubleAndForeignEndsChangeNothing(t *testing.T) {
 	r := newRig(t, rigOptions{})
 	w, s := r.worker(workerHello("e")), r.scheduler(schedulerHello("e"))
@@ -35,7 +37,10 @@ func TestDoubleAndForeignEndsChangeNothing(t *testing.T) {
 	check(t, err)
 	check(t, w.fill(q, store.Grants))
 
-	refused := func() uint64 { return r.errorCount("stale") + r.errorCount("not_found") + r.errorCount("malformed") }
+	refused := func() uint64 {
+		return r.errorCount("stale") + r.errorCount("not_found") +
+			r.errorCount("malformed")
+	}
 	unchanged := func(what string, by *worker, messages ...wire.Message) {
 		t.Helper()
 		before, errs := r.held(), refused()
@@ -52,19 +57,24 @@ func TestDoubleAndForeignEndsChangeNothing(t *testing.T) {
 	}
 	ends := []wire.Message{
 		&wire.Release{Load: load.Load}, &wire.Release{Load: load.Load, Bad: []uint32{0, 1, 2}},
-		&wire.CommitStore{Store: store.Store}, &wire.CommitStore{Store: store.Store, Failed: []uint32{0}}, &wire.AbortStore{Store: store.Store},
+		&wire.CommitStore{Store: store.Store}, &wire.CommitStore{Store: store.Store,
+			Failed: []uint32{0}}, &wire.AbortStore{Store: store.Store},
 	}
 	unchanged("by another engine's worker", foreign, ends...)
 	unchanged("by another worker of the engine", same, ends...)
 	unchanged("by the other's number", w,
-		&wire.Release{Load: store.Store}, &wire.CommitStore{Store: load.Load}, &wire.AbortStore{Store: load.Load},
-		&wire.Release{Load: load.Load + 1<<32}, &wire.Release{Load: 1}, &wire.Release{Load: ^uint64(0)}, &wire.AbortStore{Store: ^uint64(0)})
-	unchanged("by extents that there are not", w, &wire.Release{Load: load.Load, Bad: []uint32{3}}, &wire.CommitStore{Store: store.Store, Failed: []uint32{2}})
+		&wire.Release{Load: store.Store}, &wire.CommitStore{Store: load.Load},
+		&wire.AbortStore{Store: load.Load},
+		&wire.Release{Load: load.Load + 1<<32}, &wire.Release{Load: 1},
+		&wire.Release{Load: ^uint64(0)}, &wire.AbortStore{Store: ^uint64(0)})
+	unchanged("by extents that there are not", w, &wire.Release{Load: load.Load, Bad: []uint32{3}},
+		&wire.CommitStore{Store: store.Store, Failed: []uint32{2}})
 
 	check(t, w.ses.Send(&wire.Release{Load: load.Load}))
 	check(t, w.ses.Send(&wire.CommitStore{Store: store.Store}))
 	w.sync()
-	if st := r.engine.Stats(); st.OpenLoads+st.OpenStores+st.Leases+st.FillingSlots != 0 || st.Pages != 20 {
+	if st := r.engine.Stats(); st.OpenLoads+st.OpenStores+st.Leases+st.FillingSlots != 0 ||
+		st.Pages != 20 {
 		t.Fatalf("held after the ends: %v", r.held())
 	}
 	unchanged("a second time", w, ends...)
@@ -88,7 +98,8 @@ func TestDoubleAndForeignEndsChangeNothing(t *testing.T) {
 	}
 }
 
-// TestPicklesAreNotEvaluated: a pickle on any socket is a message that makes no sense, and nothing else. Evaluated it would make a file.
+// TestPicklesAreNotEvaluated: a pickle on any socket is a message that makes no sense, and nothing
+// else. Evaluated it would make a file.
 func TestPicklesAreNotEvaluated(t *testing.T) {
 	r := newRig(t, rigOptions{lmcache: true})
 	w, s := r.worker(workerHello("e")), r.scheduler(schedulerHello("e"))
@@ -97,7 +108,9 @@ func TestPicklesAreNotEvaluated(t *testing.T) {
 	proof := filepath.Join(t.TempDir(), "evaluated")
 	pickles := [][]byte{
 		fmt.Appendf(nil, "cposix\nsystem\n(S'touch %s'\ntR.", proof), // protocol 0
-		append(append([]byte("\x80\x04\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c"), append([]byte{byte(len("touch ") + len(proof))}, "touch "+proof...)...), "\x94\x85\x94R\x94."...),
+		append(append([]byte("\x80\x04\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c"),
+			append([]byte{byte(len("touch ") + len(proof))}, "touch "+proof...)...),
+			"\x94\x85\x94R\x94."...),
 	}
 	for _, b := range pickles {
 		// In place of a Hello.
@@ -139,7 +152,10 @@ func TestPicklesAreNotEvaluated(t *testing.T) {
 		check(t, errors.Join(d.SetLinger(0), d.Connect(s.ses.Welcome.ReplyEndpoint)))
 		_, err = d.SendBytes(b, 0)
 		check(t, err)
-		r.eventually("the pickles are counted", func() bool { return r.lookups.Stats().Malformed+r.errorCount("malformed") >= before+4 })
+		r.eventually("the pickles are counted", func() bool {
+			return r.lookups.Stats().Malformed+
+				r.errorCount("malformed") >= before+4
+		})
 		check(t, errors.Join(d.Close(), ctx.Term(), l.Close()))
 		_ = os.Remove(strings.TrimPrefix(r.lmcache[1], "ipc://"))
 	}
@@ -151,7 +167,8 @@ func TestPicklesAreNotEvaluated(t *testing.T) {
 	}
 }
 
-// TestLookupNumbersUsedAgain: a lookup's number may be used again, answered late, cancelled twice and loaded after it was cancelled: each leaves exactly what the last one asked for.
+// TestLookupNumbersUsedAgain: a lookup's number may be used again, answered late, cancelled twice
+// and loaded after it was cancelled: each leaves exactly what the last one asked for.
 func TestLookupNumbersUsedAgain(t *testing.T) {
 	r := newRig(t, rigOptions{})
 	w, s := r.worker(workerHello("e")), r.scheduler(schedulerHello("e"))
@@ -160,7 +177,8 @@ func TestLookupNumbersUsedAgain(t *testing.T) {
 	w.store(q, 0, 4)
 	ask := func(p prefix, pages int) int {
 		res, err := s.lookups.Lookup(&wire.Lookup{
-			Session: s.ses.Welcome.Session, Secret: s.ses.Welcome.Secret, Lookup: 7, Hashes: p.hashes(0, pages),
+			Session: s.ses.Welcome.Session, Secret: s.ses.Welcome.Secret, Lookup: 7,
+			Hashes: p.hashes(0, pages),
 		}, patience)
 		check(t, err)
 		return int(res.HitPages)

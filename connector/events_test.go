@@ -7,7 +7,8 @@ import (
 	"lookaside/ipc/wire"
 )
 
-// TestEvents: a session is told what its space holds, and then what comes and goes in it, and nothing of other spaces.
+// TestEvents: a session is told what its space holds, and then what comes and goes in it, and
+// nothing of other spaces.
 func TestEvents(t *testing.T) {
 	r := newRig(t, rigOptions{})
 	w := r.worker(workerHello("e"))
@@ -52,7 +53,8 @@ func TestEvents(t *testing.T) {
 		t.Fatalf("%d runs", n)
 	}
 	w.store(p, 4, 8)
-	if n := ask(false); n != 2 || len(held) != 12 { // what is new of the second chunk, and the third
+	if n := ask(false); n != 2 || len(held) != 12 {
+		// what is new of the second chunk, and the third
 		t.Fatalf("%d runs, %d pages", n, len(held))
 	}
 	var c wire.Cleared
@@ -64,7 +66,8 @@ func TestEvents(t *testing.T) {
 		t.Fatalf("%+v", j)
 	}
 	s.ses.Close()
-	for end := time.Now().Add(patience); r.engine.Journal().Feeds != 0; time.Sleep(time.Millisecond) {
+	for end := time.Now().Add(patience); r.engine.Journal().Feeds != 0; time.Sleep(
+		time.Millisecond) {
 		if time.Now().After(end) {
 			t.Fatal("the feed of a session that has ended goes on")
 		}

@@ -14,15 +14,18 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// A client of ours says something at least once a second: it sends a Ping when there is nothing else. One that holds parts of the arena and has said
-// nothing for Config.FrozenAfter has frozen, whatever the reason: its process is stopped, or its threads are stuck. It lives, so it keeps what it
-// holds. The engine is told, so that the others get along with the rest (engine.Engine.SetFrozen), and so is the operator. Sessions that linger count as
-// well: their clients live, and hold what they held.
+// A client of ours says something at least once a second: it sends a Ping when there is nothing
+// else. One that holds parts of the arena and has said nothing for Config.FrozenAfter has frozen,
+// whatever the reason: its process is stopped, or its threads are stuck. It lives, so it keeps what
+// it holds. The engine is told, so that the others get along with the rest
+// (engine.Engine.SetFrozen), and so is the operator. Sessions that linger count as well: their
+// clients live, and hold what they held.
 
 // defaultFrozenAfter is three of the heartbeats that a client sends.
 const defaultFrozenAfter = 3 * time.Second
 
-// handling is what session.heard is while a message is being handled: then the session waits for us.
+// handling is what session.heard is while a message is being handled: then the session waits for
+// us.
 const handling = math.MaxInt64
 
 // frozenInfo is what is known of a session that has frozen.
@@ -57,7 +60,8 @@ type frozenWatch struct {
 // look finds out who has frozen by now.
 func (w *frozenWatch) look(now time.Time) {
 	s := w.server
-	if now.Sub(w.last) > s.cfg.FrozenAfter/2 { // we may have been stopped, and not heard what they said
+	if now.Sub(w.last) > s.cfg.FrozenAfter/2 {
+		// we may have been stopped, and not heard what they said
 		w.awake = now
 	}
 	w.last = now
@@ -98,13 +102,16 @@ func (w *frozenWatch) look(now time.Time) {
 	for ses, f := range frozen {
 		if _, known := was[ses]; !known {
 			ses.log.Warn("a client that holds parts of the arena has frozen; they stay its own while it lives, and others get less: end or continue its process",
-				zap.String("process", processState(ses.conn.Peer().PID)), zap.Duration("silent_for", now.Sub(f.since).Round(time.Millisecond)), zap.Int("slots", f.held.Slots),
-				zap.Int("stores", f.held.Stores), zap.Int("loads", f.held.Loads), zap.Int("lookups", f.held.Lookups))
+				zap.String("process", processState(ses.conn.Peer().PID)), zap.Duration("silent_for",
+					now.Sub(f.since).Round(time.Millisecond)), zap.Int("slots", f.held.Slots),
+				zap.Int("stores", f.held.Stores), zap.Int("loads", f.held.Loads),
+				zap.Int("lookups", f.held.Lookups))
 		}
 	}
 	for ses, f := range was {
 		if _, still := frozen[ses]; !still {
-			ses.log.Info("a client that had frozen goes on, has left, or holds nothing any more", zap.Duration("after", now.Sub(f.since).Round(time.Millisecond)))
+			ses.log.Info("a client that had frozen goes on, has left, or holds nothing any more",
+				zap.Duration("after", now.Sub(f.since).Round(time.Millisecond)))
 		}
 	}
 }
@@ -127,7 +134,8 @@ func (ses *session) hear() { ses.heard.Store(int64(time.Since(ses.since))) }
 // processState says in words what the kernel says that a process does.
 func processState(pid int32) string {
 	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	if i := bytes.LastIndexByte(b, ')'); err == nil && i >= 0 && i+2 < len(b) { // its name comes before, in parentheses
+	if i := bytes.LastIndexByte(b, ')'); err == nil && i >= 0 && i+2 < len(b) {
+		// its name comes before, in parentheses
 		switch b[i+2] {
 		case 'T':
 			return "stopped"

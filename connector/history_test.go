@@ -14,18 +14,21 @@ import (
 )
 
 var (
-	historySeed  = flag.Uint64("history.seed", 0, "replay the history of this seed (0: the fixed ones)")
+	historySeed = flag.Uint64("history.seed", 0,
+		"replay the history of this seed (0: the fixed ones)")
 	historySteps = flag.Int("history.steps", 1500, "steps of each history")
 )
 
-// A history drives many sessions over real sockets at random, and compares each answer with a plain model: the set of pages that
-// were committed. A lookup may answer less than the model where room is short, never more; bytes that are loaded must be the
-// page's; and when all sessions have gone, nothing is held (the rig's audit).
+// A history drives many sessions over real sockets at random, and compares each answer with a plain
+// model: the set of pages that were committed. A lookup may answer less than the model where room
+// is short, never more; bytes that are loaded must be the page's; and when all sessions have gone,
+// nothing is held (the rig's audit).
 //
-// Where room is short, regions come and go, too: a region goes from the engine first, and from the workers when nobody uses it.
+// Where room is short, regions come and go, too: a region goes from the engine first, and from the
+// workers when nobody uses it.
 //
-// Some workers break the protocol, are given up, and go on: they write into what they were granted and read what they had
-// leased, at any later time, until they leave.
+// Some workers break the protocol, are given up, and go on: they write into what they were granted
+// and read what they had leased, at any later time, until they leave.
 type history struct {
 	t     *testing.T
 	r     *rig
@@ -133,7 +136,8 @@ func (h *history) breakOff(in *instance) {
 	how := breaks[h.rnd.IntN(len(breaks)-1)] // the last one takes a second
 	sessions, lingering := h.r.server.Sessions(), len(h.linger)
 	old := &instance{name: in.name, w: in.w, stores: in.stores, loads: in.loads}
-	h.step("%s: %s, with %d stores and %d loads", in.name, how.name, len(old.stores), len(old.loads))
+	h.step("%s: %s, with %d stores and %d loads", in.name, how.name, len(old.stores),
+		len(old.loads))
 	check(h.t, how.do(in.w.ses))
 	in.w, in.stores, in.loads = nil, nil, nil
 	if len(old.stores)+len(old.loads) == 0 {
@@ -179,7 +183,8 @@ func (h *history) goOn() {
 	h.r.eventually("it has left", func() bool { return len(h.r.lingering()) == len(h.linger) })
 }
 
-// changeRegions adds a region, or takes the oldest out of the engine, and as soon as nobody has a lease in it from the workers, too.
+// changeRegions adds a region, or takes the oldest out of the engine, and as soon as nobody has a
+// lease in it from the workers, too.
 func (h *history) changeRegions() {
 	if h.going < 0 {
 		if len(h.r.regions) < 40 {
@@ -244,12 +249,14 @@ func (h *history) act(in *instance) {
 		if err != nil {
 			h.fatal("store: %v", err)
 		}
-		h.step("%s: prepare %v from %d, %d pages: store %x, held %d, shed %d, %v", in.name, p, first, pages, g.Store, g.Held, g.Shed, g.Grants)
+		h.step("%s: prepare %v from %d, %d pages: store %x, held %d, shed %d, %v", in.name, p,
+			first, pages, g.Store, g.Held, g.Shed, g.Grants)
 		granted := 0
 		for _, e := range g.Grants {
 			granted += int(e.Pages)
 		}
-		// A chunk is granted whole, also where its first pages are held, so more may be granted than asked for and not held.
+		// A chunk is granted whole, also where its first pages are held, so more may be granted
+		// than asked for and not held.
 		if granted+int(g.Held)+int(g.Shed) < pages {
 			h.fatal("%d granted + %d held + %d shed of %d pages", granted, g.Held, g.Shed, pages)
 		}
@@ -299,10 +306,13 @@ func (h *history) act(in *instance) {
 			in.s.trim(l.id, l.first+skip)
 		}
 		g, err := in.w.load(in.s, l.id, l.p, l.first+skip, pages)
-		h.step("%s: load lookup %d from %d, %d pages: %v %v", in.name, l.id, l.first+skip, pages, g, err)
+		h.step("%s: load lookup %d from %d, %d pages: %v %v", in.name, l.id, l.first+skip, pages, g,
+			err)
 		var no *client.CallError
-		if !h.exact && errors.As(err, &no) && (no.Code == wire.CodeBusy || no.Code == wire.CodeStale) {
-			in.lookups = append(in.lookups, l) // the worker has its share, or a chunk was found bad: the lookup stays as it is
+		if !h.exact && errors.As(err, &no) && (no.Code == wire.CodeBusy ||
+			no.Code == wire.CodeStale) {
+			// the worker has its share, or a chunk was found bad: the lookup stays as it is
+			in.lookups = append(in.lookups, l)
 			return
 		}
 		if err != nil {
@@ -384,7 +394,10 @@ func runHistory(t *testing.T, seed uint64, exact bool, o rigOptions) (regionsRem
 		in.w.close()
 		in.s.close()
 	}
-	h.r.eventually("all are gone", func() bool { return h.r.server.Sessions() == 0 && len(h.r.lingering()) == len(h.linger) })
+	h.r.eventually("all are gone", func() bool {
+		return h.r.server.Sessions() == 0 &&
+			len(h.r.lingering()) == len(h.linger)
+	})
 	for _, old := range h.linger {
 		old.w.close()
 	}
@@ -405,11 +418,12 @@ func TestHistories(t *testing.T) {
 		{"room for all", true, rigOptions{regionBytes: 8 << 20}},
 		{"little room", false, rigOptions{regionBytes: 24 << 10}},
 		{"little room, small shares", false, rigOptions{regionBytes: 48 << 10, share: 0.3}},
-		{"little room, made slowly", false, rigOptions{regionBytes: 24 << 10, makeRoom: func(tiers.Geometry, int) {
-			if rand.IntN(4) == 0 {
-				time.Sleep(3 * time.Millisecond)
-			}
-		}}},
+		{"little room, made slowly", false, rigOptions{regionBytes: 24 << 10,
+			makeRoom: func(tiers.Geometry, int) {
+				if rand.IntN(4) == 0 {
+					time.Sleep(3 * time.Millisecond)
+				}
+			}}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			seeds := []uint64{1, 2, 3}
@@ -418,7 +432,10 @@ func TestHistories(t *testing.T) {
 			}
 			removed := 0
 			for _, seed := range seeds {
-				t.Run(fmt.Sprint(seed), func(t *testing.T) { removed += runHistory(t, seed, tc.exact, tc.o) })
+				t.Run(fmt.Sprint(seed), func(t *testing.T) {
+					removed += runHistory(t, seed,
+						tc.exact, tc.o)
+				})
 			}
 			t.Logf("%d regions removed", removed)
 			if removed == 0 && !tc.exact && *historySeed == 0 {
@@ -428,8 +445,8 @@ func TestHistories(t *testing.T) {
 	}
 }
 
-// Many sessions come and go at the same time, and each does a little: nothing may be left, and no one may be refused but for
-// coming too early.
+// Many sessions come and go at the same time, and each does a little: nothing may be left, and no
+// one may be refused but for coming too early.
 func TestManySessionsAtOnce(t *testing.T) {
 	r := newRig(t, rigOptions{})
 	w := r.worker(workerHello("e"))
@@ -453,7 +470,8 @@ func TestManySessionsAtOnce(t *testing.T) {
 						return err
 					}
 					p := onePrefix(1)
-					res, err := l.Lookup(&wire.Lookup{Session: ses.Welcome.Session, Secret: ses.Welcome.Secret, Lookup: 1, Hashes: p.hashes(0, 8)}, patience)
+					res, err := l.Lookup(&wire.Lookup{Session: ses.Welcome.Session,
+						Secret: ses.Welcome.Secret, Lookup: 1, Hashes: p.hashes(0, 8)}, patience)
 					if err == nil && res.HitPages != 8 {
 						err = fmt.Errorf("%d pages hit", res.HitPages)
 					}

@@ -23,17 +23,25 @@ var breaks = []struct {
 	do   func(s *client.Session) error
 }{
 	{"no message", func(s *client.Session) error { return s.SendRaw([]byte{0xc1}) }},
-	{"trailing bytes", func(s *client.Session) error { return s.SendRaw(append((&wire.Ping{ID: 1}).Append(nil), 0)) }},
+	{"trailing bytes", func(s *client.Session) error {
+		return s.SendRaw(
+			append((&wire.Ping{ID: 1}).Append(nil), 0))
+	}},
 	{"second hello", func(s *client.Session) error { return s.Send(workerHello("bad")) }},
 	{"empty packet", func(s *client.Session) error { return s.SendRaw(nil) }},
-	{"oversize packet", func(s *client.Session) error { return s.SendRaw(make([]byte, wire.MaxPacketBytes+1)) }},
+	{"oversize packet", func(s *client.Session) error {
+		return s.SendRaw(make([]byte,
+			wire.MaxPacketBytes+1))
+	}},
 	{"does not read", func(s *client.Session) error { flood(s); return nil }},
 }
 
-// flood sends pings and reads nothing, until the sidecar has given it up for that, or the session is closed.
+// flood sends pings and reads nothing, until the sidecar has given it up for that, or the session
+// is closed.
 func flood(s *client.Session) { floodAfter(s, func() {}) }
 
-// floodAfter calls blocked whenever the sidecar has not read for a while. It may only be slow: so the flood goes on.
+// floodAfter calls blocked whenever the sidecar has not read for a while. It may only be slow: so
+// the flood goes on.
 func floodAfter(s *client.Session, blocked func()) {
 	ping := (&wire.Ping{ID: 1}).Append(nil)
 	for {
@@ -64,12 +72,14 @@ func givenUp(s *client.Session) (ended bool) {
 
 func (r *rig) lingering() []connector.LingeringStatus { return r.server.Status().Lingering }
 
-// waitLingering waits for as many sessions to linger; a client that does not read is given up after a second.
+// waitLingering waits for as many sessions to linger; a client that does not read is given up after
+// a second.
 func (r *rig) waitLingering(n int) {
 	r.t.Helper()
 	for end := time.Now().Add(patience); len(r.lingering()) != n; time.Sleep(time.Millisecond) {
 		if time.Now().After(end) {
-			r.t.Fatalf("%d sessions linger, want %d; engine %+v", len(r.lingering()), n, r.engine.Stats())
+			r.t.Fatalf("%d sessions linger, want %d; engine %+v", len(r.lingering()), n,
+				r.engine.Stats())
 		}
 	}
 }
@@ -95,7 +105,8 @@ func disjoint(t *testing.T, extents ...[]wire.Extent) {
 			for i := range uint64(e.Pages) {
 				key := fmt.Sprint(e.Region, e.Offset+i*pageBytes)
 				if seen[key] {
-					t.Errorf("the page at %d of region %d was granted or leased to two", e.Offset+i*pageBytes, e.Region)
+					t.Errorf("the page at %d of region %d was granted or leased to two",
+						e.Offset+i*pageBytes, e.Region)
 				}
 				seen[key] = true
 			}
@@ -103,7 +114,8 @@ func disjoint(t *testing.T, extents ...[]wire.Extent) {
 	}
 }
 
-// A worker that is given up may go on copying: its slots are nobody else's until it has left, and then they are free.
+// A worker that is given up may go on copying: its slots are nobody else's until it has left, and
+// then they are free.
 func TestGivenUpWorkerKeepsItsSlots(t *testing.T) {
 	const slots = 8
 	for _, tc := range breaks {
@@ -124,7 +136,9 @@ func TestGivenUpWorkerKeepsItsSlots(t *testing.T) {
 			check(t, tc.do(bad.ses))
 			r.waitLingering(1)
 			l := r.lingering()[0]
-			if l.EngineID != "bad" || l.PID != int32(os.Getpid()) || l.Stores != 1 || l.Loads != 1 || l.Why == "" || l.Session != fmt.Sprintf("%016x", bad.ses.Welcome.Session) {
+			if l.EngineID != "bad" || l.PID != int32(os.Getpid()) || l.Stores != 1 ||
+				l.Loads != 1 || l.Why == "" ||
+				l.Session != fmt.Sprintf("%016x", bad.ses.Welcome.Session) {
 				t.Errorf("status %+v", l)
 			}
 			for _, open := range r.server.Status().Sessions {
@@ -154,7 +168,8 @@ func TestGivenUpWorkerKeepsItsSlots(t *testing.T) {
 			// Its copies end only now, and it says so: nobody hears it.
 			check(t, bad.fill(stored, sg.Grants))
 			check(t, bad.verify(loaded, lg.Extents, 0, 2*perChunk))
-			_ = bad.ses.Conn().SetWriteDeadline(time.Now().Add(50 * time.Millisecond)) // its buffer may be full
+			// its buffer may be full
+			_ = bad.ses.Conn().SetWriteDeadline(time.Now().Add(50 * time.Millisecond))
 			_ = bad.ses.Send(&wire.CommitStore{Store: sg.Store})
 			_ = bad.ses.Send(&wire.Release{Load: lg.Load})
 			id, hit := s.lookup(others, 0, slots*perChunk)
@@ -166,7 +181,8 @@ func TestGivenUpWorkerKeepsItsSlots(t *testing.T) {
 			if _, hit := s.lookup(stored, 0, 1); hit != 0 {
 				t.Error("what it was filling is visible")
 			}
-			if st := r.engine.Stats(); st.OpenStores != 1 || st.OpenLoads != 2 || st.FillingSlots != 2 {
+			if st := r.engine.Stats(); st.OpenStores != 1 || st.OpenLoads != 2 ||
+				st.FillingSlots != 2 {
 				t.Errorf("engine %+v", st)
 			}
 			check(t, r.engine.Check())
@@ -186,7 +202,8 @@ func TestGivenUpWorkerKeepsItsSlots(t *testing.T) {
 			bad.close()
 			r.eventually("all that it held is free", func() bool {
 				st := r.engine.Stats()
-				return st.OpenStores == 0 && st.OpenLoads == 1 && st.FillingSlots == 0 && len(r.lingering()) == 0 && r.listener.Stats().Sessions == 3
+				return st.OpenStores == 0 && st.OpenLoads == 1 && st.FillingSlots == 0 &&
+					len(r.lingering()) == 0 && r.listener.Stats().Sessions == 3
 			})
 			if _, hit := s.lookup(stored, 0, 1); hit != 0 {
 				t.Error("what it was filling is visible after its end")
@@ -196,7 +213,8 @@ func TestGivenUpWorkerKeepsItsSlots(t *testing.T) {
 	}
 }
 
-// A client that holds no bytes has nothing to linger for: the session is closed at once, though its client is there.
+// A client that holds no bytes has nothing to linger for: the session is closed at once, though its
+// client is there.
 func TestGivenUpWithoutBytesEndsAtOnce(t *testing.T) {
 	r := newRig(t, rigOptions{})
 	w, s := r.worker(workerHello("e")), r.scheduler(schedulerHello("e"))
@@ -206,10 +224,12 @@ func TestGivenUpWithoutBytesEndsAtOnce(t *testing.T) {
 	}
 	check(t, s.ses.SendRaw([]byte{0xc1}))
 	r.eventually("the scheduler's leases are free", func() bool {
-		return r.engine.Stats().Leases == 0 && r.listener.Stats().Sessions == 1 && r.lookups.Stats().Sessions == 0
+		return r.engine.Stats().Leases == 0 && r.listener.Stats().Sessions == 1 &&
+			r.lookups.Stats().Sessions == 0
 	})
 	check(t, w.ses.SendRaw([]byte{0xc1}))
-	r.eventually("the worker's session is closed", func() bool { return r.listener.Stats().Sessions == 0 })
+	r.eventually("the worker's session is closed",
+		func() bool { return r.listener.Stats().Sessions == 0 })
 	if n := r.server.Counters().Lingered; n != 0 {
 		t.Errorf("%d lingered", n)
 	}
@@ -229,7 +249,10 @@ func TestClientThatShutsItsReadingSide(t *testing.T) {
 		t.Errorf("%+v", st)
 	}
 	check(t, w.ses.Conn().CloseWrite()) // says as much as closing does
-	r.eventually("its slots are free", func() bool { return r.engine.Stats().FillingSlots == 0 && len(r.lingering()) == 0 })
+	r.eventually("its slots are free", func() bool {
+		return r.engine.Stats().FillingSlots == 0 &&
+			len(r.lingering()) == 0
+	})
 }
 
 func TestDrainDoesNotWaitForWhatLingers(t *testing.T) {
@@ -257,8 +280,8 @@ func TestDrainDoesNotWaitForWhatLingers(t *testing.T) {
 	// The rig's close ends the server while it lingers.
 }
 
-// A process that was stopped in the middle of a store is given up when it does not read, but it lives: what it was granted is
-// its own, until it is killed or goes on and leaves.
+// A process that was stopped in the middle of a store is given up when it does not read, but it
+// lives: what it was granted is its own, until it is killed or goes on and leaves.
 func TestGivenUpProcess(t *testing.T) {
 	for _, tc := range []struct {
 		name string
@@ -274,7 +297,8 @@ func TestGivenUpProcess(t *testing.T) {
 			r := newRig(t, rigOptions{regionBytes: slots * perChunk * pageBytes})
 			w := r.worker(workerHello("e"))
 			p := r.start(stageDeaf)
-			// It does not read what it asks for, and is stopped when that seems to have filled its buffer: if the sidecar was only slow, it goes on.
+			// It does not read what it asks for, and is stopped when that seems to have filled its
+			// buffer: if the sidecar was only slow, it goes on.
 			check(t, p.cmd.Process.Signal(syscall.SIGSTOP))
 			nudge := time.NewTicker(2 * time.Second)
 			defer nudge.Stop()
@@ -303,7 +327,8 @@ func TestGivenUpProcess(t *testing.T) {
 			}
 			check(t, tc.end(p))
 			r.eventually("all that it held is free", func() bool {
-				return r.engine.Stats().FillingSlots == 0 && len(r.lingering()) == 0 && r.listener.Stats().Sessions == 1
+				return r.engine.Stats().FillingSlots == 0 && len(r.lingering()) == 0 &&
+					r.listener.Stats().Sessions == 1
 			})
 			w.store(onePrefix(20), 0, slots*perChunk)
 		})

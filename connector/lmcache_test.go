@@ -19,7 +19,8 @@ func lmHash(prompt, i int) int64 {
 	return int64(uint64(prompt+1)*0x9E3779B97F4A7C15 + uint64(i)*0xBF58476D1CE4E5B9)
 }
 
-// storeLM stores chunks of a prompt under LMCache's hashes through a worker whose space has 8-byte digests and a page a chunk.
+// storeLM stores chunks of a prompt under LMCache's hashes through a worker whose space has 8-byte
+// digests and a page a chunk.
 func storeLM(t *testing.T, w *worker, prompt, chunks int) {
 	t.Helper()
 	var hashes []byte
@@ -62,7 +63,8 @@ func TestLMCacheLookups(t *testing.T) {
 		if chunks > 0 {
 			offsets[chunks-1] = 100 // the last chunk is not full
 		}
-		b, err := msgpack.Marshal(map[string]any{"type": "LookupRequestMsg", "lookup_id": id, "hashes": hashes, "offsets": offsets, "request_configs": configs})
+		b, err := msgpack.Marshal(map[string]any{"type": "LookupRequestMsg", "lookup_id": id,
+			"hashes": hashes, "offsets": offsets, "request_configs": configs})
 		check(t, err)
 		return b
 	}
@@ -81,7 +83,8 @@ func TestLMCacheLookups(t *testing.T) {
 		case uint8:
 			tokens = int64(v)
 		}
-		if len(frames) != 1 || m["type"] != "LookupResponseMsg" || m["lookup_id"] != wantID || tokens != int64(wantTokens) || len(m) != 3 {
+		if len(frames) != 1 || m["type"] != "LookupResponseMsg" || m["lookup_id"] != wantID ||
+			tokens != int64(wantTokens) || len(m) != 3 {
 			t.Errorf("answer %v, want %d tokens for %s", m, wantTokens, wantID)
 		}
 	}
@@ -98,12 +101,14 @@ func TestLMCacheLookups(t *testing.T) {
 	check(t, l.Send(long))
 	check(t, l.Send(request("req-4", 1, 0, nil)))
 	answer("req-4", 0)
-	check(t, l.Send(request("req-5", 1, 5, map[string]any{"lmcache.tag.user": "x"}))) // a tag is part of the key there
+	// a tag is part of the key there
+	check(t, l.Send(request("req-5", 1, 5, map[string]any{"lmcache.tag.user": "x"})))
 	answer("req-5", 0)
 	if st := r.engine.Stats(); st.OpenLookups != 2 || st.Leases != 10 {
 		t.Errorf("%d lookups with %d leases", st.OpenLookups, st.Leases)
 	}
-	cleanup, err := msgpack.Marshal(map[string]any{"type": "LookupCleanupMsg", "lookup_id": "req-1"})
+	cleanup, err := msgpack.Marshal(map[string]any{"type": "LookupCleanupMsg",
+		"lookup_id": "req-1"})
 	check(t, err)
 	check(t, l.Send(cleanup))
 	r.eventually("cleanup", func() bool { return r.engine.Stats().OpenLookups == 1 })
@@ -116,7 +121,8 @@ func TestLMCacheLookups(t *testing.T) {
 	check(t, l.Send([]byte("req-6"), hashes, offsets, []byte("a%1@b%2")))
 	frames, err := l.Recv(patience)
 	check(t, err)
-	if len(frames) != 2 || string(frames[0]) != "req-6" || binary.BigEndian.Uint32(frames[1]) != 512 {
+	if len(frames) != 2 || string(frames[0]) != "req-6" ||
+		binary.BigEndian.Uint32(frames[1]) != 512 {
 		t.Errorf("answer %q", frames)
 	}
 	// What is malformed has no answer, and the next one has.
@@ -128,7 +134,8 @@ func TestLMCacheLookups(t *testing.T) {
 	check(t, l.Send(request("req-8", 1, 5, nil)))
 	answer("req-8", 4*256+100)
 
-	// With a second space of that kind, the question is ambiguous unless lmcache.engine_id says which; the one in use stays.
+	// With a second space of that kind, the question is ambiguous unless lmcache.engine_id says
+	// which; the one in use stays.
 	h := lmHello("lm2")
 	h.Fields[1].Value = "other"
 	w2 := r.worker(h)

@@ -18,10 +18,11 @@ import (
 	"lookaside/tiers/stack"
 )
 
-// HandleLookup does what one message of the native lookup socket asks: it returns the session to answer and the answer,
-// appended to reply, or 0 when there is nothing to say. It is called on the goroutine that owns the sockets, one message at a
-// time; it does not block, and it does not allocate when all goes well. Nothing here is answered with an error: the client's
-// deadline turns silence into a miss.
+// HandleLookup does what one message of the native lookup socket asks: it returns the session to
+// answer and the answer, appended to reply, or 0 when there is nothing to say. It is called on the
+// goroutine that owns the sockets, one message at a time; it does not block, and it does not
+// allocate when all goes well. Nothing here is answered with an error: the client's deadline turns
+// silence into a miss.
 func (s *Server) HandleLookup(msg, reply []byte) (uint64, []byte) {
 	t, err := wire.Peek(msg)
 	if err != nil {
@@ -54,16 +55,17 @@ func (s *Server) HandleLookup(msg, reply []byte) (uint64, []byte) {
 	return 0, nil
 }
 
-// noteLookup counts the failure of a message that has no answer. That what it names has gone already is its normal end: a
-// lookup that a worker took over, or whose lease ran out.
+// noteLookup counts the failure of a message that has no answer. That what it names has gone
+// already is its normal end: a lookup that a worker took over, or whose lease ran out.
 func (s *Server) noteLookup(err error) {
 	if err != nil && !errors.Is(err, tiers.ErrNotFound) && !errors.Is(err, tiers.ErrStale) {
 		s.count.fail(kindOf(err))
 	}
 }
 
-// asker returns the scheduler's session that a lookup message is of, or nil, which is counted. ZMQ does not tell who sends a message, and
-// a session's number is no secret: the message has to prove that it is the session's by the secret that the handshake gave it.
+// asker returns the scheduler's session that a lookup message is of, or nil, which is counted. ZMQ
+// does not tell who sends a message, and a session's number is no secret: the message has to prove
+// that it is the session's by the secret that the handshake gave it.
 func (s *Server) asker(session uint64, secret []byte) *session {
 	ses := s.findSession(session)
 	switch {
@@ -84,7 +86,8 @@ func (s *Server) lookup(m *wire.Lookup, reply []byte) (uint64, []byte) {
 		return 0, nil
 	}
 	g := &ses.space.geometry
-	asked := min(len(m.Hashes)/g.DigestBytes, s.cfg.MaxPages) // what is beyond is not held, as far as the asker is told
+	// what is beyond is not held, as far as the asker is told
+	asked := min(len(m.Hashes)/g.DigestBytes, s.cfg.MaxPages)
 	s.count.lookups.Add(1)
 	s.count.lookupPages.Add(uint64(asked))
 	pages := 0
@@ -96,9 +99,11 @@ func (s *Server) lookup(m *wire.Lookup, reply []byte) (uint64, []byte) {
 	default:
 		q := &s.native.query
 		*q = stack.Query{
-			Owner: ses.owner, Lookup: m.Lookup, Space: ses.space.id, FirstPage: int(m.FirstPage), Prev: m.Prev, Hashes: m.Hashes[:asked*g.DigestBytes],
-			Deadline: time.Duration(m.DeadlineMs) * time.Millisecond, Recompute: time.Duration(m.RecomputeUs) * time.Microsecond,
-			Ticks: true,
+			Owner: ses.owner, Lookup: m.Lookup, Space: ses.space.id, FirstPage: int(m.FirstPage),
+			Prev: m.Prev, Hashes: m.Hashes[:asked*g.DigestBytes],
+			Deadline:  time.Duration(m.DeadlineMs) * time.Millisecond,
+			Recompute: time.Duration(m.RecomputeUs) * time.Microsecond,
+			Ticks:     true,
 		}
 		n, done, err := s.stack.Lookup(q, s)
 		if err == nil && !done {
@@ -130,7 +135,8 @@ func (s *Server) LookupPending(o engine.Owner, lookup uint64, pages int, eta tim
 		return // its protocol has no such message
 	}
 	s.count.promised.Add(1)
-	m := wire.LookupPending{Lookup: lookup, Pages: uint32(pages), EtaMs: uint32(min((eta + time.Millisecond - 1).Milliseconds(), math.MaxUint32))}
+	m := wire.LookupPending{Lookup: lookup, Pages: uint32(pages),
+		EtaMs: uint32(min((eta + time.Millisecond - 1).Milliseconds(), math.MaxUint32))}
 	s.lookups.Post(uint64(o), m.Append(nil))
 }
 
@@ -150,7 +156,8 @@ func (s *Server) LookupAnswered(a stack.Answer) {
 	s.lookups.Post(ses.id, m.Append(nil))
 }
 
-// Tick frees the leases of lookups whose deadline has passed, and sees to those that are waiting. The goroutine of the lookup sockets calls it every little while.
+// Tick frees the leases of lookups whose deadline has passed, and sees to those that are waiting.
+// The goroutine of the lookup sockets calls it every little while.
 func (s *Server) Tick() {
 	s.stack.Tick()
 	if n := s.engine.Expire(); n > 0 {
@@ -159,14 +166,16 @@ func (s *Server) Tick() {
 	}
 }
 
-// lmcacheOwner holds the leases of LMCache's lookups. They end by cleanup or by the lease's deadline; no worker loads them.
+// lmcacheOwner holds the leases of LMCache's lookups. They end by cleanup or by the lease's
+// deadline; no worker loads them.
 const lmcacheOwner = engine.Owner(1<<64 - 1)
 
 // lmcacheState is what answers LMCache's messages.
 type lmcacheState struct {
 	space *space // the one that lmcacheOwner is in, or nil; guarded by Server.mu
 
-	// mu is held while a lookup is asked, so that an answer from another goroutine finds it among those that wait. Server.mu is not taken under it.
+	// mu is held while a lookup is asked, so that an answer from another goroutine finds it among
+	// those that wait. Server.mu is not taken under it.
 	mu      sync.Mutex
 	waiting map[uint64]*lmcacheWait // by lookup; the stack bounds them
 }
@@ -178,12 +187,15 @@ type lmcacheWait struct {
 	offsets   []uint32
 }
 
-// lmcacheSpace returns the space that LMCache's hashes of that length are of, with lmcacheOwner in it, or nil when there is
-// none or more than one to choose from.
+// lmcacheSpace returns the space that LMCache's hashes of that length are of, with lmcacheOwner in
+// it, or nil when there is none or more than one to choose from.
 func (s *Server) lmcacheSpace(digestBytes int) *space {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	fits := func(sp *space) bool { return sp.geometry.DigestBytes == digestBytes && sp.geometry.PagesPerChunk == 1 }
+	fits := func(sp *space) bool {
+		return sp.geometry.DigestBytes == digestBytes &&
+			sp.geometry.PagesPerChunk == 1
+	}
 	if sp := s.lmcache.space; sp != nil && sp.sessions > 0 && fits(sp) {
 		return sp
 	}
@@ -236,11 +248,11 @@ func (s *Server) dropLMCache() {
 	clear(s.lmcache.waiting)
 }
 
-// HandleLMCache does what one of LMCache's messages asks, and answers with the tokens that hit; a cleanup has no answer, and what waits for a tier has it
-// later. Called like HandleLookup.
+// HandleLMCache does what one of LMCache's messages asks, and answers with the tokens that hit; a
+// cleanup has no answer, and what waits for a tier has it later. Called like HandleLookup.
 //
-// LMCache names its lookups by strings; the engine's by numbers. The string's hash is the number: two that collide replace
-// each other, which costs the earlier its leases and nothing else.
+// LMCache names its lookups by strings; the engine's by numbers. The string's hash is the number:
+// two that collide replace each other, which costs the earlier its leases and nothing else.
 func (s *Server) HandleLMCache(m *wire.LMCacheRequest) (hitTokens uint32, answer bool) {
 	start := time.Now()
 	lookup := xxhash.Sum64(m.ID)
@@ -253,7 +265,8 @@ func (s *Server) HandleLMCache(m *wire.LMCacheRequest) (hitTokens uint32, answer
 	m.Hashes, m.Offsets = m.Hashes[:asked*m.DigestBytes], m.Offsets[:asked]
 	s.count.lookups.Add(1)
 	s.count.lookupPages.Add(uint64(asked))
-	// A tag is part of LMCache's key, but of no hash here: a chunk that was stored under another must not hit.
+	// A tag is part of LMCache's key, but of no hash here: a chunk that was stored under another
+	// must not hit.
 	if asked > 0 && !m.Tagged && !s.draining.Load() {
 		if sp := s.lmcacheSpace(m.DigestBytes); sp != nil {
 			n, done := s.lookupLMCache(m, lookup, sp.id)
@@ -268,12 +281,14 @@ func (s *Server) HandleLMCache(m *wire.LMCacheRequest) (hitTokens uint32, answer
 	return uint32(tokens), true
 }
 
-func (s *Server) lookupLMCache(m *wire.LMCacheRequest, lookup uint64, space engine.SpaceID) (pages int, done bool) {
+func (s *Server) lookupLMCache(m *wire.LMCacheRequest, lookup uint64,
+	space engine.SpaceID) (pages int, done bool) {
 	l := &s.lmcache
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	q := &s.native.query
-	*q = stack.Query{Owner: lmcacheOwner, Lookup: lookup, Space: space, Hashes: m.Hashes, Ticks: true}
+	*q = stack.Query{Owner: lmcacheOwner, Lookup: lookup, Space: space, Hashes: m.Hashes,
+		Ticks: true}
 	pages, done, err := s.stack.Lookup(q, s)
 	if err != nil {
 		s.count.fail(kindOf(err))
@@ -285,7 +300,8 @@ func (s *Server) lookupLMCache(m *wire.LMCacheRequest, lookup uint64, space engi
 		if l.waiting == nil {
 			l.waiting = make(map[uint64]*lmcacheWait)
 		}
-		l.waiting[lookup] = &lmcacheWait{id: bytes.Clone(m.ID), multipart: m.Multipart, offsets: slices.Clone(m.Offsets)}
+		l.waiting[lookup] = &lmcacheWait{id: bytes.Clone(m.ID), multipart: m.Multipart,
+			offsets: slices.Clone(m.Offsets)}
 	}
 	return pages, done
 }

@@ -19,8 +19,9 @@ import (
 	"lookaside/ipc/wire"
 )
 
-// The tests here start the test binary again as a client process: clientMain is what it does. Its first argument is the
-// endpoint, its second how far to go; then it says so on standard output and waits for standard input to close.
+// The tests here start the test binary again as a client process: clientMain is what it does. Its
+// first argument is the endpoint, its second how far to go; then it says so on standard output and
+// waits for standard input to close.
 func clientMain() {
 	if err := runClient(os.Args[1], os.Args[2]); err != nil {
 		fmt.Println("error:", err)
@@ -43,8 +44,9 @@ func clientMain() {
 	}
 }
 
-// The stages at which a client process can be, in the order of their doing. Each includes a worker's session with the arena
-// mapped but the first; the prefix that it uses is 1 for what it reads and 2 for what it writes.
+// The stages at which a client process can be, in the order of their doing. Each includes a
+// worker's session with the arena mapped but the first; the prefix that it uses is 1 for what it
+// reads and 2 for what it writes.
 const (
 	stageConnected = "connected" // no hello yet
 	stageWelcomed  = "welcomed"
@@ -56,8 +58,11 @@ const (
 	stageVerified  = "verified" // its bytes were right, and it was released
 	stageUnmapped  = "unmapped" // a region has gone
 
-	stageInherited = "inherited" // as loading, and a child of the process has the worker's socket, too
-	stageHoarding  = "hoarding"  // as many slots were granted as can be had, and written; they are committed at the end of standard input
+	// as loading, and a child of the process has the worker's socket, too
+	stageInherited = "inherited"
+	// as many slots were granted as can be had, and written; they are committed at the end of
+	// standard input
+	stageHoarding = "hoarding"
 )
 
 // hoardPages is how many pages a client that hoards wants to store.
@@ -65,7 +70,8 @@ const hoardPages = 1024
 
 // hoarded is the prefix that a client process with a pid hoards slots for.
 func hoarded(pid int) prefix {
-	return prefix{stretches: [4]uint8{uint8(pid), uint8(pid >> 8), uint8(pid >> 16), 99}, stretch: 1}
+	return prefix{stretches: [4]uint8{uint8(pid), uint8(pid >> 8), uint8(pid >> 16), 99},
+		stretch: 1}
 }
 
 // commitHoard commits what a client process was granted.
@@ -132,7 +138,8 @@ func runClient(dir, stage string) error {
 		return err
 	}
 	p := onePrefix(1)
-	r, err := l.Lookup(&wire.Lookup{Session: ses.Welcome.Session, Secret: ses.Welcome.Secret, Lookup: 1, Hashes: p.hashes(0, 8)}, patience)
+	r, err := l.Lookup(&wire.Lookup{Session: ses.Welcome.Session, Secret: ses.Welcome.Secret,
+		Lookup: 1, Hashes: p.hashes(0, 8)}, patience)
 	if err != nil {
 		return err
 	}
@@ -198,14 +205,16 @@ func TestSecondProcessReadsWhatTheFirstWrote(t *testing.T) {
 	w := r.worker(workerHello("e"))
 	w.store(onePrefix(1), 0, 8)
 	p := r.start(stageVerified)
-	r.eventually("8 pages are loaded and released", func() bool { return r.engine.Stats().Leases == 0 && r.server.Counters().LoadedPages == 8 })
+	r.eventually("8 pages are loaded and released",
+		func() bool { return r.engine.Stats().Leases == 0 && r.server.Counters().LoadedPages == 8 })
 	check(t, p.stdin.Close())
 	check(t, p.cmd.Wait())
 }
 
 // Whatever a client was doing when it was killed, within a second it holds nothing.
 func TestDeathAtEveryStage(t *testing.T) {
-	for _, stage := range []string{stageConnected, stageWelcomed, stagePrepared, stageFilled, stageLooked, stageLoading, stageInherited} {
+	for _, stage := range []string{stageConnected, stageWelcomed, stagePrepared, stageFilled,
+		stageLooked, stageLoading, stageInherited} {
 		t.Run(stage, func(t *testing.T) {
 			if stage == stageInherited && !tellsOfDeaths(t) {
 				t.Skip("this kernel has no SO_PEERPIDFD: while a child holds the socket, nothing tells of the death of a process")
@@ -229,7 +238,8 @@ func TestDeathAtEveryStage(t *testing.T) {
 			p.kill()
 			r.within(time.Second, "all that it held is free", func() bool {
 				st := r.engine.Stats()
-				return st.Owners == 2 && st.Leases == 0 && st.OpenStores == 0 && st.OpenLoads == 0 && st.OpenLookups == 0 && st.FillingSlots == 0 &&
+				return st.Owners == 2 && st.Leases == 0 && st.OpenStores == 0 &&
+					st.OpenLoads == 0 && st.OpenLookups == 0 && st.FillingSlots == 0 &&
 					r.listener.Stats().Sessions == 2
 			})
 			if _, hit := s.lookup(onePrefix(2), 0, 8); hit != 0 {
@@ -258,11 +268,12 @@ func tellsOfDeaths(t *testing.T) bool {
 	return err == nil
 }
 
-// Clients that take all that they can get and freeze are found out and named, keep what they hold, and leave room for the others. One that goes on finds what it
-// held as it was.
+// Clients that take all that they can get and freeze are found out and named, keep what they hold,
+// and leave room for the others. One that goes on finds what it held as it was.
 func TestFrozenClientsLeaveRoom(t *testing.T) {
 	const slots = 64
-	r := newRig(t, rigOptions{regionBytes: slots * perChunk * pageBytes, share: 0.5, joint: 0.75, frozenAfter: 400 * time.Millisecond})
+	r := newRig(t, rigOptions{regionBytes: slots * perChunk * pageBytes, share: 0.5, joint: 0.75,
+		frozenAfter: 400 * time.Millisecond})
 	first, second := r.start(stageHoarding), r.start(stageHoarding)
 	for _, p := range []*process{first, second} {
 		check(t, p.cmd.Process.Signal(syscall.SIGSTOP))
@@ -274,12 +285,17 @@ func TestFrozenClientsLeaveRoom(t *testing.T) {
 	})
 	held := 0
 	for i, p := range []*process{first, second} {
-		if f := frozen[i]; int(f.PID) != p.cmd.Process.Pid || f.Process != "stopped" || f.Stores != 1 || f.Slots == 0 {
+		if f := frozen[i]; int(f.PID) != p.cmd.Process.Pid || f.Process != "stopped" ||
+			f.Stores != 1 || f.Slots == 0 {
 			t.Errorf("client %d with pid %d is shown as %+v", i, p.cmd.Process.Pid, f)
 		}
 		held += frozen[i].Slots
 	}
-	r.eventually("the engine knows", func() bool { st := r.engine.Stats(); return st.Frozen == 2 && st.FrozenSlots == held })
+	r.eventually("the engine knows", func() bool {
+		st := r.engine.Stats()
+		return st.Frozen == 2 &&
+			st.FrozenSlots == held
+	})
 	if n := r.server.Counters().Froze; held > slots*3/4 || n < 2 {
 		t.Errorf("frozen clients hold %d of %d slots, %d counted", held, slots, n)
 	}
@@ -302,14 +318,17 @@ func TestFrozenClientsLeaveRoom(t *testing.T) {
 	}
 	serve()
 	if st := r.engine.Stats(); st.OpenStores != 2 || st.FillingSlots != held {
-		t.Errorf("%d stores with %d slots, want those of the two that have frozen, %d", st.OpenStores, st.FillingSlots, held)
+		t.Errorf("%d stores with %d slots, want those of the two that have frozen, %d",
+			st.OpenStores, st.FillingSlots, held)
 	}
 
 	check(t, first.cmd.Process.Signal(syscall.SIGCONT))
 	check(t, first.stdin.Close())
 	check(t, first.cmd.Wait())
-	r.eventually("one has frozen", func() bool { return r.engine.Stats().FrozenSlots == frozen[1].Slots })
-	pages := min(frozen[0].Slots, slots/4) * perChunk // a session's share is of what nobody has that froze
+	r.eventually("one has frozen",
+		func() bool { return r.engine.Stats().FrozenSlots == frozen[1].Slots })
+	// a session's share is of what nobody has that froze
+	pages := min(frozen[0].Slots, slots/4) * perChunk
 	id, hit := s.lookup(hoarded(first.cmd.Process.Pid), 0, pages)
 	if hit != pages {
 		t.Fatalf("%d of %d pages hit that the client stored which went on", hit, pages)
@@ -319,12 +338,17 @@ func TestFrozenClientsLeaveRoom(t *testing.T) {
 	check(t, w.ses.Send(&wire.Release{Load: g.Load}))
 	w.sync()
 	second.kill()
-	r.within(time.Second, "all is free", func() bool { st := r.engine.Stats(); return st.FillingSlots == 0 && st.Leases == 0 })
-	r.eventually("none has frozen", func() bool { return len(r.server.Status().Frozen) == 0 && r.engine.Stats().FrozenSlots == 0 })
+	r.within(time.Second, "all is free",
+		func() bool { st := r.engine.Stats(); return st.FillingSlots == 0 && st.Leases == 0 })
+	r.eventually("none has frozen", func() bool {
+		return len(r.server.Status().Frozen) == 0 &&
+			r.engine.Stats().FrozenSlots == 0
+	})
 	serve()
 }
 
-// A frozen client keeps what it holds, because it lives; others notice nothing, also while the arena grows.
+// A frozen client keeps what it holds, because it lives; others notice nothing, also while the
+// arena grows.
 func TestFrozenClient(t *testing.T) {
 	r := newRig(t, rigOptions{regionBytes: 8 * perChunk * pageBytes})
 	w := r.worker(workerHello("e"))
@@ -351,7 +375,8 @@ func TestFrozenClient(t *testing.T) {
 	}
 	s.cancel(s.next)
 	check(t, p.cmd.Process.Signal(syscall.SIGKILL)) // also ends a stopped process
-	r.eventually("all that it held is free", func() bool { st := r.engine.Stats(); return st.OpenLoads == 0 && st.Leases == 0 })
+	r.eventually("all that it held is free",
+		func() bool { st := r.engine.Stats(); return st.OpenLoads == 0 && st.Leases == 0 })
 }
 
 // A client that sends and never reads is given up, and nobody waits for it.
@@ -359,7 +384,8 @@ func TestClientThatDoesNotRead(t *testing.T) {
 	r := newRig(t, rigOptions{})
 	w := r.worker(workerHello("e"))
 	served := 0
-	for tries := uint64(1); served < 3; tries++ { // on a busy machine the other may come too late to be answered meanwhile, but not each time
+	for tries := uint64(1); served < 3; tries++ {
+		// on a busy machine the other may come too late to be answered meanwhile, but not each time
 		deaf := r.worker(workerHello("deaf"))
 		_, err := deaf.prepare(onePrefix(2), 0, 8)
 		check(t, err)
@@ -375,7 +401,11 @@ func TestClientThatDoesNotRead(t *testing.T) {
 			t.Errorf("%d sessions", n)
 		}
 		deaf.close()
-		r.eventually("what it held is free", func() bool { return r.engine.Stats().OpenStores == 0 && r.listener.Stats().Sessions == 1 })
+		r.eventually("what it held is free",
+			func() bool {
+				return r.engine.Stats().OpenStores == 0 &&
+					r.listener.Stats().Sessions == 1
+			})
 		if n := r.errorCount("send"); n != tries {
 			t.Errorf("%d counted after %d", n, tries)
 		}
@@ -422,7 +452,8 @@ func TestRetractedRegionIsMappedNowhere(t *testing.T) {
 	}
 }
 
-// A frozen process keeps a region mapped that is retracted: it is given up, nobody waits for it any longer, and what it reads stays its own until it is dead.
+// A frozen process keeps a region mapped that is retracted: it is given up, nobody waits for it any
+// longer, and what it reads stays its own until it is dead.
 func TestFrozenClientKeepsARegion(t *testing.T) {
 	r := newRig(t, rigOptions{})
 	r.server.AnnounceRegion(part(device(t, 4096), 7, 0))
@@ -444,5 +475,8 @@ func TestFrozenClientKeepsARegion(t *testing.T) {
 	}
 	w.sync()
 	check(t, p.cmd.Process.Signal(syscall.SIGKILL))
-	r.eventually("all that it held is free", func() bool { return r.engine.Stats().Leases == 0 && len(r.lingering()) == 0 })
+	r.eventually("all that it held is free", func() bool {
+		return r.engine.Stats().Leases == 0 &&
+			len(r.lingering()) == 0
+	})
 }

@@ -15,8 +15,9 @@ import (
 	"lookaside/ipc/wire"
 )
 
-// Region is a part of the arena, or with ReadOnly of another sidecar's, as workers are told of it: SizeBytes at OffsetBytes of FD, which is its owner's and stays open
-// until [Server.RetractRegion] returns or the Server is closed. The offset and the address that it is mapped at are multiples of
+// Region is a part of the arena, or with ReadOnly of another sidecar's, as workers are told of it:
+// SizeBytes at OffsetBytes of FD, which is its owner's and stays open until [Server.RetractRegion]
+// returns or the Server is closed. The offset and the address that it is mapped at are multiples of
 // PageSize. No two regions of a run have the same ID, also one after the other.
 type Region struct {
 	ID                               uint32
@@ -31,25 +32,30 @@ var errRegionKept = errors.New("it does not unmap a region that is removed")
 
 func (r *Region) message(generation uint64) []byte {
 	m := wire.RegionAdded{
-		Region: r.ID, Generation: generation, Kind: r.Kind, Offset: uint64(r.OffsetBytes), SizeBytes: uint64(r.SizeBytes), PageSize: uint64(r.PageSize),
+		Region: r.ID, Generation: generation, Kind: r.Kind, Offset: uint64(r.OffsetBytes),
+		SizeBytes: uint64(r.SizeBytes), PageSize: uint64(r.PageSize),
 		ReadOnly: r.ReadOnly,
 	}
 	return m.Append(nil)
 }
 
-// AddRegion makes r part of the arena as region id: it announces it, waits for workers to map it, at most for the patience, and then adds it to the engine.
+// AddRegion makes r part of the arena as region id: it announces it, waits for workers to map it,
+// at most for the patience, and then adds it to the engine.
 func (s *Server) AddRegion(id uint32, r *dax.Region, patience time.Duration) error {
-	s.AnnounceRegion(Region{ID: id, Kind: string(r.Kind()), FD: r.FD(), SizeBytes: r.Size(), PageSize: r.PageSize()})
+	s.AnnounceRegion(Region{ID: id, Kind: string(r.Kind()), FD: r.FD(), SizeBytes: r.Size(),
+		PageSize: r.PageSize()})
 	s.AwaitRegion(id, patience)
 	return s.engine.AddRegion(id, r.Size())
 }
 
-// AnnounceRegion tells workers of a region, before the first grant can name it: those that are connected have its fd when it
-// returns, later ones get it with their handshake. A worker that does not take it within the socket's patience is given up and
-// cannot delay this further. It panics if there is or was a region of that id.
+// AnnounceRegion tells workers of a region, before the first grant can name it: those that are
+// connected have its fd when it returns, later ones get it with their handshake. A worker that does
+// not take it within the socket's patience is given up and cannot delay this further. It panics if
+// there is or was a region of that id.
 func (s *Server) AnnounceRegion(r Region) {
 	s.mu.Lock()
-	if _, was := s.retracted[r.ID]; was || slices.ContainsFunc(s.regions, func(o Region) bool { return o.ID == r.ID }) {
+	if _, was := s.retracted[r.ID]; was ||
+		slices.ContainsFunc(s.regions, func(o Region) bool { return o.ID == r.ID }) {
 		s.mu.Unlock()
 		panic(fmt.Sprintf("connector: region %d announced again", r.ID))
 	}
@@ -69,9 +75,11 @@ func (s *Server) AnnounceRegion(r Region) {
 	})
 }
 
-// AwaitRegion returns when the workers that were connected when the region was announced have mapped it, or have found that they cannot, or
-// after the patience: until then a store that is granted room in it may find it unmapped, and be lost. Mapping can take long, where a device's
-// driver pins every page. A worker that was late with a region before, and is still, is not waited for, and nobody is once the server drains.
+// AwaitRegion returns when the workers that were connected when the region was announced have
+// mapped it, or have found that they cannot, or after the patience: until then a store that is
+// granted room in it may find it unmapped, and be lost. Mapping can take long, where a device's
+// driver pins every page. A worker that was late with a region before, and is still, is not waited
+// for, and nobody is once the server drains.
 func (s *Server) AwaitRegion(id uint32, patience time.Duration) {
 	s.mu.Lock()
 	mapped := make(map[*session]chan struct{})
@@ -110,7 +118,8 @@ func (s *Server) mapped(ses *session, id uint32) {
 	done(ses.mapping, id)
 }
 
-// done has nobody wait any longer for what is to become of a region, and says whether anybody could. Server.mu is held.
+// done has nobody wait any longer for what is to become of a region, and says whether anybody
+// could. Server.mu is held.
 func done(waiting map[uint32]chan struct{}, id uint32) bool {
 	c := waiting[id]
 	if c == nil {
@@ -121,9 +130,10 @@ func done(waiting map[uint32]chan struct{}, id uint32) bool {
 	return true
 }
 
-// RetractRegion has workers unmap a region that was announced. It returns when all that are connected have said so: one that
-// does not within the patience, from now on, is given up. Workers that connect from now on never hear of the region. Nobody may
-// have a lease in it or be granted one: then a worker that lives on, lingering or given up, has no copy under way there. A region
+// RetractRegion has workers unmap a region that was announced. It returns when all that are
+// connected have said so: one that does not within the patience, from now on, is given up. Workers
+// that connect from now on never hear of the region. Nobody may have a lease in it or be granted
+// one: then a worker that lives on, lingering or given up, has no copy under way there. A region
 // that is not announced, or is being retracted already, is not waited for.
 func (s *Server) RetractRegion(id uint32, patience time.Duration) {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
@@ -141,7 +151,8 @@ func (s *Server) retractRegion(ctx context.Context, id uint32) {
 	}
 	s.regions = slices.Delete(s.regions, i, i+1)
 	s.retracted[id] = struct{}{}
-	// Each of these has heard of the region or will, by its handshake, before it hears of its end: push comes after both.
+	// Each of these has heard of the region or will, by its handshake, before it hears of its end:
+	// push comes after both.
 	workers := s.workers()
 	unmapped := make(map[*session]chan struct{}, len(workers))
 	for _, w := range workers {
@@ -200,7 +211,8 @@ func eachOf(workers []*session, f func(w *session)) {
 	wg.Wait()
 }
 
-// giveUp wants no more of a worker that does not keep up with the regions, or has gone. Its own goroutine ends it.
+// giveUp wants no more of a worker that does not keep up with the regions, or has gone. Its own
+// goroutine ends it.
 func (s *Server) giveUp(w *session, why string, region uint32, err error) {
 	if errors.Is(err, ipc.ErrPeerStuck) || errors.Is(err, errRegionKept) {
 		s.count.fail(KindSend)

@@ -30,7 +30,8 @@ func device(t *testing.T, size int64) *os.File {
 
 // part is page n of a device as a region.
 func part(f *os.File, id uint32, n int64) connector.Region {
-	return connector.Region{ID: id, Kind: "file", FD: int(f.Fd()), OffsetBytes: n << 12, SizeBytes: 4096, PageSize: 4096}
+	return connector.Region{ID: id, Kind: "file", FD: int(f.Fd()), OffsetBytes: n << 12,
+		SizeBytes: 4096, PageSize: 4096}
 }
 
 // retract retracts a region in the background.
@@ -74,7 +75,8 @@ func (w *worker) readsRegion(typ wire.Type) {
 	}
 }
 
-// A part of a device is announced where it lies, and its retraction is over when the last worker has unmapped it.
+// A part of a device is announced where it lies, and its retraction is over when the last worker
+// has unmapped it.
 func TestRegionsComeAndGo(t *testing.T) {
 	r := newRig(t, rigOptions{})
 	f := device(t, 16<<12)
@@ -139,7 +141,8 @@ func TestRegionsComeAndGo(t *testing.T) {
 	}
 }
 
-// A worker that never lets go of a region is given up when the patience is over, and what it has elsewhere stays its own.
+// A worker that never lets go of a region is given up when the patience is over, and what it has
+// elsewhere stays its own.
 func TestWorkerThatKeepsARegion(t *testing.T) {
 	for _, stores := range []bool{true, false} {
 		t.Run(fmt.Sprint(stores), func(t *testing.T) {
@@ -183,7 +186,8 @@ func TestWorkerThatKeepsARegion(t *testing.T) {
 			}
 			if !stores {
 				bad.readsToTheEnd() // what is left unread keeps its place
-				r.eventually("its session is closed", func() bool { return r.listener.Stats().Sessions == 1 })
+				r.eventually("its session is closed",
+					func() bool { return r.listener.Stats().Sessions == 1 })
 				return
 			}
 			r.waitLingering(1)
@@ -238,7 +242,8 @@ func TestCloseWhileARegionGoes(t *testing.T) {
 	r.server.AnnounceRegion(part(device(t, 4096), 7, 0))
 	w := r.worker(workerHello("e"))
 	done := r.retract(7, time.Hour)
-	if _, _, err := w.ses.Recv(patience); err != nil { // the end of the region, which is not answered
+	if _, _, err := w.ses.Recv(patience); err != nil {
+		// the end of the region, which is not answered
 		t.Fatal(err)
 	}
 	r.cancel()
@@ -248,7 +253,8 @@ func TestCloseWhileARegionGoes(t *testing.T) {
 	<-done
 }
 
-// Workers connect and leave while regions come and go: each hears of a region once, of its end only if it had heard of the region, and of every end.
+// Workers connect and leave while regions come and go: each hears of a region once, of its end only
+// if it had heard of the region, and of every end.
 func TestRegionsChangeWhileWorkersConnect(t *testing.T) {
 	const seed = 1
 	r := newRig(t, rigOptions{})
@@ -301,7 +307,8 @@ func TestRegionsChangeWhileWorkersConnect(t *testing.T) {
 	}
 }
 
-// The engine's owner hears of a geometry before its worker stores, and of the chunks of a store for which there is no room before they are granted.
+// The engine's owner hears of a geometry before its worker stores, and of the chunks of a store for
+// which there is no room before they are granted.
 func TestMakeRoom(t *testing.T) {
 	type call struct {
 		g     tiers.Geometry
@@ -311,15 +318,18 @@ func TestMakeRoom(t *testing.T) {
 	var calls []call
 	var r *rig
 	const slots = 8
-	r = newRig(t, rigOptions{regionBytes: slots * perChunk * pageBytes, makeRoom: func(g tiers.Geometry, slots int) {
-		mu.Lock()
-		calls = append(calls, call{g, slots})
-		n := len(calls)
-		mu.Unlock()
-		if n > 1 { // the region comes before the store is granted, and its worker hears of it before the grant
-			r.grow(int64(slots) * perChunk * pageBytes)
-		}
-	}})
+	r = newRig(t, rigOptions{regionBytes: slots * perChunk * pageBytes,
+		makeRoom: func(g tiers.Geometry, slots int) {
+			mu.Lock()
+			calls = append(calls, call{g, slots})
+			n := len(calls)
+			mu.Unlock()
+			if n > 1 {
+				// the region comes before the store is granted, and its worker hears of it before
+				// the grant
+				r.grow(int64(slots) * perChunk * pageBytes)
+			}
+		}})
 	w := r.worker(workerHello("e"))
 	r.scheduler(schedulerHello("e"))
 	first := func(n int) []call {
@@ -328,7 +338,8 @@ func TestMakeRoom(t *testing.T) {
 		return append([]call(nil), calls[:min(n, len(calls))]...)
 	}
 	r.eventually("its geometry is known", func() bool { return len(first(1)) == 1 })
-	for i, pages := range []int{40 * perChunk, slots*perChunk + 1, (slots+1)*perChunk + 1} { // as many slots as at first are free after each
+	for i, pages := range []int{40 * perChunk, slots*perChunk + 1, (slots+1)*perChunk + 1} {
+		// as many slots as at first are free after each
 		g, err := w.prepare(onePrefix(uint8(i)), 0, pages)
 		check(t, err)
 		if g.Shed != 0 {
@@ -340,7 +351,8 @@ func TestMakeRoom(t *testing.T) {
 	if _, err := w.prepare(onePrefix(9), 2, 4); !errors.As(err, &bad) {
 		t.Errorf("a store from within a chunk: %v", err)
 	}
-	want := tiers.Geometry{PageBytes: pageBytes, PagesPerChunk: perChunk, PageTokens: pageTokens, DigestBytes: 32}
+	want := tiers.Geometry{PageBytes: pageBytes, PagesPerChunk: perChunk, PageTokens: pageTokens,
+		DigestBytes: 32}
 	got := first(100)
 	if len(got) < 4 {
 		t.Fatalf("calls %+v", got)
@@ -355,7 +367,8 @@ func TestMakeRoom(t *testing.T) {
 // asksFor begins the store of the first chunks of a prefix, which granted goes on with.
 func (w *worker) asksFor(id uint32, n uint8, chunks int) {
 	w.t.Helper()
-	check(w.t, w.ses.Send(&wire.PrepareStore{ID: id, Hashes: onePrefix(n).hashes(0, chunks*perChunk)}))
+	check(w.t, w.ses.Send(&wire.PrepareStore{ID: id, Hashes: onePrefix(n).hashes(0,
+		chunks*perChunk)}))
 }
 
 // granted waits for the room that was asked for, all of it.
@@ -371,24 +384,26 @@ func (w *worker) granted(id uint32) (store uint64) {
 	return g.Store
 }
 
-// Room may be long in coming, and may need what the very worker that waits for it is to do: meanwhile it is answered everything else.
+// Room may be long in coming, and may need what the very worker that waits for it is to do:
+// meanwhile it is answered everything else.
 func TestMakeRoomThatWaitsForTheWorker(t *testing.T) {
 	const slots = 12
 	var r *rig
 	var mu sync.Mutex
 	var asked []int
 	gate := make(chan struct{})
-	r = newRig(t, rigOptions{regionBytes: slots * perChunk * pageBytes, makeRoom: func(_ tiers.Geometry, n int) {
-		mu.Lock()
-		asked = append(asked, n)
-		mu.Unlock()
-		switch n {
-		case 2:
-			<-gate
-		case 3:
-			r.server.RetractRegion(7, time.Hour)
-		}
-	}})
+	r = newRig(t, rigOptions{regionBytes: slots * perChunk * pageBytes,
+		makeRoom: func(_ tiers.Geometry, n int) {
+			mu.Lock()
+			asked = append(asked, n)
+			mu.Unlock()
+			switch n {
+			case 2:
+				<-gate
+			case 3:
+				r.server.RetractRegion(7, time.Hour)
+			}
+		}})
 	r.server.AnnounceRegion(part(device(t, 4096), 7, 0))
 	w, s := r.worker(workerHello("e")), r.scheduler(schedulerHello("e"))
 	w.store(onePrefix(20), 0, slots*perChunk) // then there is no room without more being made
@@ -405,7 +420,8 @@ func TestMakeRoomThatWaitsForTheWorker(t *testing.T) {
 	w.sync()
 	close(gate)
 	for _, id := range []uint32{101, 102, 103} {
-		check(t, w.ses.Send(&wire.AbortStore{Store: w.granted(id)})) // the wait for it unmaps the region
+		// the wait for it unmaps the region
+		check(t, w.ses.Send(&wire.AbortStore{Store: w.granted(id)}))
 	}
 	if !w.gone[7] {
 		t.Error("the region is still there")
@@ -413,27 +429,30 @@ func TestMakeRoomThatWaitsForTheWorker(t *testing.T) {
 	w.store(onePrefix(5), 0, perChunk) // as ever
 	mu.Lock()
 	defer mu.Unlock()
-	asked = slices.DeleteFunc(asked, func(n int) bool { return n == 1 || n == slots }) // there was room for these
+	// there was room for these
+	asked = slices.DeleteFunc(asked, func(n int) bool { return n == 1 || n == slots })
 	if !slices.Equal(asked, []int{2, 3, 4}) {
 		t.Errorf("asked for %v", asked)
 	}
 }
 
-// A store for which there is room does not wait for what is made ahead, but one for which there is not does, and what comes after that.
+// A store for which there is room does not wait for what is made ahead, but one for which there is
+// not does, and what comes after that.
 func TestStoresGoOnWhileRoomIsMade(t *testing.T) {
 	const slots, ahead = 8, 3
 	var mu sync.Mutex
 	var asked []int
 	gate := make(chan struct{})
 	open := sync.OnceFunc(func() { close(gate) })
-	r := newRig(t, rigOptions{regionBytes: slots * perChunk * pageBytes, makeRoom: func(_ tiers.Geometry, n int) {
-		mu.Lock()
-		asked = append(asked, n)
-		mu.Unlock()
-		if n == ahead {
-			<-gate
-		}
-	}})
+	r := newRig(t, rigOptions{regionBytes: slots * perChunk * pageBytes,
+		makeRoom: func(_ tiers.Geometry, n int) {
+			mu.Lock()
+			asked = append(asked, n)
+			mu.Unlock()
+			if n == ahead {
+				<-gate
+			}
+		}})
 	defer open()
 	w := r.worker(workerHello("e"))
 	abort := func(store uint64) { check(t, w.ses.Send(&wire.AbortStore{Store: store})) }
@@ -460,12 +479,14 @@ func TestStoresGoOnWhileRoomIsMade(t *testing.T) {
 	abort(w.granted(5))
 	mu.Lock()
 	defer mu.Unlock()
-	if !slices.Equal(asked, []int{ahead, slots - ahead, 1}) { // none for the one that was granted meanwhile
+	if !slices.Equal(asked, []int{ahead, slots - ahead, 1}) {
+		// none for the one that was granted meanwhile
 		t.Errorf("asked for %v", asked)
 	}
 }
 
-// Whoever adds a region waits until the workers have mapped it, but neither for one that has gone or is late, nor once the server drains.
+// Whoever adds a region waits until the workers have mapped it, but neither for one that has gone
+// or is late, nor once the server drains.
 func TestAwaitRegion(t *testing.T) {
 	r := newRig(t, rigOptions{})
 	f := device(t, 16<<12)
@@ -522,20 +543,23 @@ func TestAwaitRegion(t *testing.T) {
 	c.sync()
 }
 
-// A worker for whom no room is made waits within limits, and its end, or the server's, waits for nothing.
+// A worker for whom no room is made waits within limits, and its end, or the server's, waits for
+// nothing.
 func TestEndsWhileRoomIsMade(t *testing.T) {
 	for _, how := range []string{"leaves", "breaks the protocol", "is given up", "server closes"} {
 		t.Run(how, func(t *testing.T) {
 			gate := make(chan struct{})
-			r := newRig(t, rigOptions{regionBytes: perChunk * pageBytes, makeRoom: func(_ tiers.Geometry, n int) {
-				if n == 2 {
-					<-gate
-				}
-			}})
+			r := newRig(t, rigOptions{regionBytes: perChunk * pageBytes,
+				makeRoom: func(_ tiers.Geometry, n int) {
+					if n == 2 {
+						<-gate
+					}
+				}})
 			r.server.AnnounceRegion(part(device(t, 4096), 7, 0))
 			w := r.worker(workerHello("e"))
 			for i := range uint32(65) { // one more than may wait
-				check(t, w.ses.Send(&wire.PrepareStore{ID: i, Hashes: onePrefix(uint8(i)).hashes(0, 2*perChunk)}))
+				check(t, w.ses.Send(&wire.PrepareStore{ID: i, Hashes: onePrefix(uint8(i)).hashes(0,
+					2*perChunk)}))
 			}
 			b, err := w.recv(false)
 			check(t, err)
@@ -554,14 +578,18 @@ func TestEndsWhileRoomIsMade(t *testing.T) {
 				r.server.RetractRegion(7, 10*time.Millisecond)
 				w.readsToTheEnd()
 			case "server closes":
-				time.AfterFunc(10*time.Millisecond, func() { close(gate) }) // it waits for calls of MakeRoom
+				// it waits for calls of MakeRoom
+				time.AfterFunc(10*time.Millisecond, func() { close(gate) })
 				r.cancel()
 				check(t, <-r.served)
 				r.served <- nil // for the rig
 				r.server.Close()
 				return
 			}
-			r.eventually("it has ended", func() bool { return r.server.Sessions() == 0 && r.listener.Stats().Sessions == 0 })
+			r.eventually("it has ended", func() bool {
+				return r.server.Sessions() == 0 &&
+					r.listener.Stats().Sessions == 0
+			})
 			close(gate)
 			r.worker(workerHello("e")).store(onePrefix(1), 0, perChunk)
 		})
@@ -571,7 +599,8 @@ func TestEndsWhileRoomIsMade(t *testing.T) {
 // What waits for room when the sidecar drains is refused.
 func TestDrainingWhileRoomIsMade(t *testing.T) {
 	gate := make(chan struct{})
-	r := newRig(t, rigOptions{regionBytes: perChunk * pageBytes, makeRoom: func(_ tiers.Geometry, n int) {
+	r := newRig(t, rigOptions{regionBytes: perChunk * pageBytes, makeRoom: func(_ tiers.Geometry,
+		n int) {
 		if n == 2 {
 			<-gate
 		}

@@ -16,13 +16,15 @@ func ranked(h *wire.Hello, rank, ranks uint32) *wire.Hello {
 // prepareShare asks for room for every nth chunk of a prefix's first pages.
 func (w *worker) prepareShare(p prefix, pages int, every, which uint32) wire.StoreGrant {
 	w.t.Helper()
-	m := wire.PrepareStore{ID: w.ses.NextID(), Hashes: p.hashes(0, pages), Every: every, Which: which}
+	m := wire.PrepareStore{ID: w.ses.NextID(), Hashes: p.hashes(0, pages), Every: every,
+		Which: which}
 	var g wire.StoreGrant
 	check(w.t, w.call(&m, &g))
 	return g
 }
 
-// TestRanksOfOneSpace has three ranks store a third of the chunks each, and load what one lookup for all of them found.
+// TestRanksOfOneSpace has three ranks store a third of the chunks each, and load what one lookup
+// for all of them found.
 func TestRanksOfOneSpace(t *testing.T) {
 	r := newRig(t, rigOptions{})
 	p := onePrefix(1)
@@ -35,7 +37,8 @@ func TestRanksOfOneSpace(t *testing.T) {
 	granted := 0
 	for i, w := range ranks {
 		g := w.prepareShare(p, pages, 3, uint32(i))
-		if g.Held != 0 || g.Shed != 0 || len(g.Grants) != 2 || g.Grants[0].Page != uint32(i*perChunk) {
+		if g.Held != 0 || g.Shed != 0 || len(g.Grants) != 2 ||
+			g.Grants[0].Page != uint32(i*perChunk) {
 			t.Fatalf("rank %d: %+v", i, g)
 		}
 		for _, e := range g.Grants {
@@ -52,7 +55,8 @@ func TestRanksOfOneSpace(t *testing.T) {
 		s.cancel(id)
 	}
 	if granted != pages || r.server.Counters().StoredPages != pages {
-		t.Errorf("%d pages were granted, %d stored, want %d: each once", granted, r.server.Counters().StoredPages, pages)
+		t.Errorf("%d pages were granted, %d stored, want %d: each once", granted,
+			r.server.Counters().StoredPages, pages)
 	}
 
 	id, hit := s.lookup(p, 0, pages)
@@ -70,14 +74,16 @@ func TestRanksOfOneSpace(t *testing.T) {
 
 	// Neither a rank beside them nor another engine reaches the lookup.
 	id, _ = s.lookup(p, 0, pages)
-	for _, h := range []*wire.Hello{ranked(workerHello("e"), 3, 1), ranked(workerHello("e"), 7, 1), ranked(workerHello("other"), 4, 1)} {
+	for _, h := range []*wire.Hello{ranked(workerHello("e"), 3, 1), ranked(workerHello("e"), 7, 1),
+		ranked(workerHello("other"), 4, 1)} {
 		_, err := r.worker(h).load(s, id, p, 0, pages)
 		wantCode(t, err, wire.CodeIncompatible)
 	}
 	s.cancel(id)
 }
 
-// TestSchedulerOfSeveralRanksWaitsForAll has a scheduler be refused while a rank is absent, or holds other pages.
+// TestSchedulerOfSeveralRanksWaitsForAll has a scheduler be refused while a rank is absent, or
+// holds other pages.
 func TestSchedulerOfSeveralRanksWaitsForAll(t *testing.T) {
 	r := newRig(t, rigOptions{})
 	r.worker(ranked(workerHello("e"), 0, 1))

@@ -48,15 +48,17 @@ const (
 
 func workerHello(engine string) *wire.Hello {
 	return &wire.Hello{
-		Role: wire.RoleWorker, EngineID: engine, PageTokens: pageTokens, PageBytes: pageBytes, PagesPerChunk: perChunk, DigestBytes: 32,
+		Role: wire.RoleWorker, EngineID: engine, PageTokens: pageTokens, PageBytes: pageBytes,
+		PagesPerChunk: perChunk, DigestBytes: 32,
 		Fields: []wire.Field{{Key: "dtype", Value: "float32"}, {Key: "model", Value: "small"}},
 	}
 }
 
 func schedulerHello(engine string) *wire.Hello {
 	return &wire.Hello{
-		Role: wire.RoleScheduler, EngineID: engine, PageTokens: pageTokens, PagesPerChunk: perChunk, DigestBytes: 32,
-		Fields: []wire.Field{{Key: "model", Value: "small"}},
+		Role: wire.RoleScheduler, EngineID: engine, PageTokens: pageTokens, PagesPerChunk: perChunk,
+		DigestBytes: 32,
+		Fields:      []wire.Field{{Key: "model", Value: "small"}},
 	}
 }
 
@@ -128,16 +130,20 @@ func newRig(t testing.TB, o rigOptions) *rig {
 		m := tiertest.NewMemory(mo)
 		r.tiers = append(r.tiers, m)
 		list = append(list, stack.TierConfig{
-			Name: fmt.Sprintf("t%d", i), Tier: m, LookupTimeout: patience, LoadTimeout: patience, StoreTimeout: patience,
+			Name: fmt.Sprintf("t%d", i), Tier: m, LookupTimeout: patience, LoadTimeout: patience,
+			StoreTimeout: patience,
 		})
 	}
 	r.engine, err = engine.New(engine.Config{
-		Now: o.now, LeaseDeadline: o.lease, MaxSpaces: o.spaces, MaxOwners: 129, MaxPages: o.maxPages, OwnerShare: o.share, JointShare: o.joint, ArenaLimitBytes: 16 << 20,
-		Tiers: stack.Admissions(list), Wake: bell.Ring, PartialDelay: 10 * time.Millisecond, JournalBytes: 1 << 20,
+		Now: o.now, LeaseDeadline: o.lease, MaxSpaces: o.spaces, MaxOwners: 129,
+		MaxPages: o.maxPages, OwnerShare: o.share, JointShare: o.joint, ArenaLimitBytes: 16 << 20,
+		Tiers: stack.Admissions(list), Wake: bell.Ring, PartialDelay: 10 * time.Millisecond,
+		JournalBytes: 1 << 20,
 	})
 	check(t, err)
 	r.stack, err = stack.New(stack.Config{
-		Engine: r.engine, Bell: bell, Log: log, Tiers: list, LookupDeadline: patience, Arena: func(id uint32) []byte { return r.regions[id].Bytes() },
+		Engine: r.engine, Bell: bell, Log: log, Tiers: list, LookupDeadline: patience,
+		Arena: func(id uint32) []byte { return r.regions[id].Bytes() },
 	})
 	check(t, err)
 	r.control, err = dax.NewControl(77)
@@ -145,7 +151,9 @@ func newRig(t testing.TB, o rigOptions) *rig {
 	r.listener, err = ipc.Listen(dir, ipc.Options{MaxSessions: 64, Log: log})
 	check(t, err)
 	r.server = connector.New(connector.Config{
-		Log: log, Engine: r.engine, Stack: r.stack, Generation: 77, Control: r.control, MaxSpaces: o.spaces, MaxPages: o.maxPages, Lease: o.lease, ArenaLimit: 16 << 20, MakeRoom: o.makeRoom,
+		Log: log, Engine: r.engine, Stack: r.stack, Generation: 77, Control: r.control,
+		MaxSpaces: o.spaces, MaxPages: o.maxPages, Lease: o.lease, ArenaLimit: 16 << 20,
+		MakeRoom:    o.makeRoom,
 		FrozenAfter: o.frozenAfter,
 	})
 	lo := ipc.LookupOptions{Limits: r.server.Limits(), Tick: 20 * time.Millisecond, Log: log}
@@ -167,7 +175,8 @@ func newRig(t testing.TB, o rigOptions) *rig {
 // grow adds a region.
 func (r *rig) grow(size int64) {
 	r.t.Helper()
-	reg, err := dax.Create(dax.Options{Kind: dax.KindMemfd, SizeBytes: size, NUMANode: dax.NoNUMANode})
+	reg, err := dax.Create(dax.Options{Kind: dax.KindMemfd, SizeBytes: size,
+		NUMANode: dax.NoNUMANode})
 	check(r.t, err)
 	r.regions = append(r.regions, reg)
 	check(r.t, r.server.AddRegion(uint32(len(r.regions)-1), reg, 0))
@@ -208,7 +217,8 @@ func (r *rig) audit() {
 		r.t.Errorf("engine: %v", err)
 	}
 	st := r.engine.Stats()
-	if st.Leases != 0 || st.LeasedSlots != 0 || st.OpenLookups != 0 || st.OpenLoads != 0 || st.OpenStores != 0 || st.FillingSlots != 0 {
+	if st.Leases != 0 || st.LeasedSlots != 0 || st.OpenLookups != 0 || st.OpenLoads != 0 ||
+		st.OpenStores != 0 || st.FillingSlots != 0 {
 		r.t.Errorf("left behind: %d leases on %d slots, %d lookups, %d loads, %d stores, %d slots being filled",
 			st.Leases, st.LeasedSlots, st.OpenLookups, st.OpenLoads, st.OpenStores, st.FillingSlots)
 	}
@@ -229,8 +239,9 @@ func (r *rig) eventually(what string, cond func() bool) {
 	}
 }
 
-// within is eventually for what must come within some time. It is told by a clock that stands still while this process does: each of its milliseconds is one in
-// which the process ran, so that a machine which is busy, or stands still, does not make it run out.
+// within is eventually for what must come within some time. It is told by a clock that stands still
+// while this process does: each of its milliseconds is one in which the process ran, so that a
+// machine which is busy, or stands still, does not make it run out.
 func (r *rig) within(d time.Duration, what string, cond func() bool) {
 	r.t.Helper()
 	for range d / time.Millisecond {
@@ -269,7 +280,8 @@ func dialWorker(dir string, h *wire.Hello) (*worker, error) {
 	if err != nil {
 		return nil, err
 	}
-	w := &worker{ses: ses, perChunk: h.PagesPerChunk, regions: map[uint32][]byte{}, gone: map[uint32]bool{}}
+	w := &worker{ses: ses, perChunk: h.PagesPerChunk, regions: map[uint32][]byte{},
+		gone: map[uint32]bool{}}
 	for range ses.Welcome.Regions {
 		if _, err := w.recv(true); err != nil {
 			w.close()
@@ -279,7 +291,8 @@ func dialWorker(dir string, h *wire.Hello) (*worker, error) {
 	return w, nil
 }
 
-// recv receives one packet; regions that come are mapped and those that go unmapped, which is skipped unless the caller wants to see it.
+// recv receives one packet; regions that come are mapped and those that go unmapped, which is
+// skipped unless the caller wants to see it.
 func (w *worker) recv(regions bool) ([]byte, error) {
 	for {
 		b, files, err := w.ses.Recv(patience)
@@ -326,7 +339,8 @@ func (w *worker) mapRegion(b []byte, files []*os.File) error {
 	if _, there := w.regions[m.Region]; there || w.gone[m.Region] {
 		return fmt.Errorf("region %d came again", m.Region)
 	}
-	mem, err := unix.Mmap(int(files[0].Fd()), int64(m.Offset), int(m.SizeBytes), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	mem, err := unix.Mmap(int(files[0].Fd()), int64(m.Offset), int(m.SizeBytes),
+		unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 	if err != nil {
 		return err
 	}
@@ -388,7 +402,8 @@ func (w *worker) close() {
 
 // prepare asks for room for the pages from first on.
 func (w *worker) prepare(p prefix, first, pages int) (wire.StoreGrant, error) {
-	m := wire.PrepareStore{ID: w.ses.NextID(), FirstPage: uint32(first), Hashes: p.hashes(first, pages)}
+	m := wire.PrepareStore{ID: w.ses.NextID(), FirstPage: uint32(first),
+		Hashes: p.hashes(first, pages)}
 	if first > 0 {
 		m.Prev = p.hashes(first-1, 1)
 	}
@@ -440,10 +455,12 @@ func (w *worker) store(p prefix, first, pages int) {
 }
 
 // load takes over a lookup, checks the bytes of each of its pages, and leaves the load open.
-func (w *worker) load(s *scheduler, lookup uint64, p prefix, first, pages int) (wire.LoadGrant, error) {
+func (w *worker) load(s *scheduler, lookup uint64, p prefix, first,
+	pages int) (wire.LoadGrant, error) {
 	names := wire.NamesOf(p.hashes(first, pages), 32, first, int(w.perChunk))
 	m := wire.PrepareLoad{
-		ID: w.ses.NextID(), Session: s.ses.Welcome.Session, Lookup: lookup, Ticket: s.ses.Ticket(lookup),
+		ID: w.ses.NextID(), Session: s.ses.Welcome.Session, Lookup: lookup,
+		Ticket:    s.ses.Ticket(lookup),
 		FirstPage: uint32(first), Pages: uint32(pages), Names: names[:],
 	}
 	var g wire.LoadGrant
@@ -504,7 +521,8 @@ func (s *scheduler) lookup(p prefix, first, pages int) (id uint64, hit int) {
 	s.t.Helper()
 	s.next++
 	r, err := s.lookups.Lookup(&wire.Lookup{
-		Session: s.ses.Welcome.Session, Secret: s.ses.Welcome.Secret, Lookup: s.next, FirstPage: uint32(first), Hashes: p.hashes(first, pages),
+		Session: s.ses.Welcome.Session, Secret: s.ses.Welcome.Secret, Lookup: s.next,
+		FirstPage: uint32(first), Hashes: p.hashes(first, pages),
 	}, patience)
 	if err != nil {
 		s.t.Fatalf("lookup: %v; lookup sockets: %+v", err, s.r.lookups.Stats())
@@ -516,11 +534,13 @@ func (s *scheduler) lookup(p prefix, first, pages int) (id uint64, hit int) {
 }
 
 func (s *scheduler) cancel(lookup uint64) {
-	check(s.t, s.lookups.Send((&wire.Cancel{Session: s.ses.Welcome.Session, Secret: s.ses.Welcome.Secret, Lookup: lookup}).Append(nil)))
+	check(s.t, s.lookups.Send((&wire.Cancel{Session: s.ses.Welcome.Session,
+		Secret: s.ses.Welcome.Secret, Lookup: lookup}).Append(nil)))
 }
 
 func (s *scheduler) trim(lookup uint64, first int) {
-	check(s.t, s.lookups.Send((&wire.Trim{Session: s.ses.Welcome.Session, Secret: s.ses.Welcome.Secret, Lookup: lookup, FirstPage: uint32(first)}).Append(nil)))
+	check(s.t, s.lookups.Send((&wire.Trim{Session: s.ses.Welcome.Session,
+		Secret: s.ses.Welcome.Secret, Lookup: lookup, FirstPage: uint32(first)}).Append(nil)))
 }
 
 func (s *scheduler) close() {
@@ -531,8 +551,8 @@ func (s *scheduler) close() {
 	s.ses.Close()
 }
 
-// A prefix is a made-up prompt: its pages come in stretches, each of which is all the same number. Prefixes share the pages
-// up to the first that differs.
+// A prefix is a made-up prompt: its pages come in stretches, each of which is all the same number.
+// Prefixes share the pages up to the first that differs.
 type prefix struct {
 	stretches [4]uint8
 	stretch   int // pages of a stretch
@@ -543,7 +563,8 @@ func (p prefix) digest(page int) [32]byte {
 	return [32]byte(h)
 }
 
-// hashes chains the digests from the first page on, so that each names all that comes before it: the engine relies on it.
+// hashes chains the digests from the first page on, so that each names all that comes before it:
+// the engine relies on it.
 func (p prefix) hashes(first, pages int) []byte {
 	out := make([]byte, 0, pages*32)
 	var d [32]byte
@@ -557,7 +578,8 @@ func (p prefix) hashes(first, pages int) []byte {
 	return out
 }
 
-// content is the KV bytes of a page: made of its hash, so that another page's are never taken for them.
+// content is the KV bytes of a page: made of its hash, so that another page's are never taken for
+// them.
 func (p prefix) content(page int) []byte {
 	d := p.digest(page)
 	out := make([]byte, 0, pageBytes)

@@ -6,9 +6,11 @@ import (
 )
 
 const (
-	// roomPatience is how long a session waits for Config.MakeRoom before it goes on with other messages.
+	// roomPatience is how long a session waits for Config.MakeRoom before it goes on with other
+	// messages.
 	roomPatience = time.Millisecond
-	// maxWaitingStores bounds the PrepareStores of a session that wait for room, each at most a packet.
+	// maxWaitingStores bounds the PrepareStores of a session that wait for room, each at most a
+	// packet.
 	maxWaitingStores = 64
 )
 
@@ -22,8 +24,8 @@ type roomCall struct {
 	left bool // the session did not wait any longer, and is to be interrupted
 }
 
-// mustWait has room made for a store of so many chunks, and says whether the store waits for that: not if there is room for it already,
-// and only what comes after it has to be made.
+// mustWait has room made for a store of so many chunks, and says whether the store waits for that:
+// not if there is room for it already, and only what comes after it has to be made.
 func (ses *session) mustWait(chunks int) bool {
 	if ses.server.draining.Load() {
 		return false
@@ -41,9 +43,9 @@ func (ses *session) mustWait(chunks int) bool {
 	return waits
 }
 
-// makeRoom calls Config.MakeRoom, and says whether it is over. If not, then ses.room is the call, and the session's Recv ends
-// when it is: room may not be made before workers have mapped a region, or unmapped another, this session's among them, and nobody's
-// loads are to wait for that.
+// makeRoom calls Config.MakeRoom, and says whether it is over. If not, then ses.room is the call,
+// and the session's Recv ends when it is: room may not be made before workers have mapped a region,
+// or unmapped another, this session's among them, and nobody's loads are to wait for that.
 func (ses *session) makeRoom(slots int) bool {
 	s := ses.server
 	if s.cfg.MakeRoom == nil {
@@ -77,7 +79,8 @@ func (ses *session) makeRoom(slots int) bool {
 	return !c.left
 }
 
-// resumeStores answers the stores that waited for the call of MakeRoom that is over, up to one for which more room is to be made.
+// resumeStores answers the stores that waited for the call of MakeRoom that is over, up to one for
+// which more room is to be made.
 func (ses *session) resumeStores() error {
 	<-ses.room.done
 	if err := ses.conn.SetRecvDeadline(time.Time{}); err != nil {

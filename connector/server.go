@@ -25,7 +25,8 @@ import (
 // handshakePatience is how long a client may take from connecting to its Hello.
 const handshakePatience = 10 * time.Second
 
-// Config is what a Server works with. All fields are required but the LMCache one and those that say so.
+// Config is what a Server works with. All fields are required but the LMCache one and those that
+// say so.
 type Config struct {
 	Log        *zap.Logger
 	Engine     *engine.Engine
@@ -33,35 +34,46 @@ type Config struct {
 	Generation uint64       // of this run of the sidecar
 	Control    *dax.Control // its fd goes to every client; the state is set by the owner
 
-	MaxSpaces     int           // spaces held side by side
-	MaxPages      int           // pages that one lookup is answered for, and one store may name
-	Lease         time.Duration // told to clients; the engine enforces it
-	ArenaLimit    int64         // bytes; a chunk must fit
-	FrozenAfter   time.Duration // how long a client that holds something may say nothing before it counts as frozen; 0: 3 s
-	LMCacheEngine string        // engine whose pages LMCache's lookups ask for; "" is whichever has 8-byte hashes
+	MaxSpaces  int           // spaces held side by side
+	MaxPages   int           // pages that one lookup is answered for, and one store may name
+	Lease      time.Duration // told to clients; the engine enforces it
+	ArenaLimit int64         // bytes; a chunk must fit
+	// how long a client that holds something may say nothing before it counts as frozen; 0: 3 s
+	FrozenAfter time.Duration
+	// engine whose pages LMCache's lookups ask for; "" is whichever has 8-byte hashes
+	LMCacheEngine string
 
-	// ExtraFields become fields of every space, as if its worker had declared them: what the sidecar does to pages that makes them differ.
+	// ExtraFields become fields of every space, as if its worker had declared them: what the
+	// sidecar does to pages that makes them differ.
 	ExtraFields []wire.Field
 
-	// ObserveLookup is told of each answered lookup, on the goroutine that answers, which may be another each time: it must not block or allocate. May be nil.
+	// ObserveLookup is told of each answered lookup, on the goroutine that answers, which may be
+	// another each time: it must not block or allocate. May be nil.
 	ObserveLookup func(hitTokens int, took time.Duration)
 
-	// Elsewhere answers how many pages of a run, whole chunks from its first on, are held where they can be had without storing them here: they are not. It may take a few milliseconds. May be nil.
+	// Elsewhere answers how many pages of a run, whole chunks from its first on, are held where
+	// they can be had without storing them here: they are not. It may take a few milliseconds. May
+	// be nil.
 	Elsewhere func(run tiers.Run) (pages int)
 
-	// Peers answers what clients are told as they connect: a number of the sidecars that lend each other what they hold, the same for each of them; 0: this one is alone. What one of them
+	// Peers answers what clients are told as they connect: a number of the sidecars that lend each
+	// other what they hold, the same for each of them; 0: this one is alone. What one of them
 	// stores may then be left out by the others' workers, who ask for every n-th chunk. May be nil.
 	Peers func() uint64
 
-	// UnsharedPeers answers which spaces of ours differ by accident from one of another sidecar's. May be nil.
+	// UnsharedPeers answers which spaces of ours differ by accident from one of another sidecar's.
+	// May be nil.
 	UnsharedPeers func() []Unshared
 
-	// OnSpace is told of each space that a worker brings, with what it declared, before anything is stored in it or asked of it. The Server's lock is held. May be nil.
+	// OnSpace is told of each space that a worker brings, with what it declared, before anything is
+	// stored in it or asked of it. The Server's lock is held. May be nil.
 	OnSpace func(sp *tiers.Space, fields []wire.Field)
 
-	// MakeRoom is told how many slots of a geometry are going to be asked for: 1 for each worker that connects, then the chunks of each store. A store waits for it only if
-	// there is no room for it, and one for which there is room may not be told of at all while a call for the same worker goes on. Nothing else waits: MakeRoom may wait for
-	// any session, such as for a RetractRegion. Several goroutines call it. May be nil.
+	// MakeRoom is told how many slots of a geometry are going to be asked for: 1 for each worker
+	// that connects, then the chunks of each store. A store waits for it only if there is no room
+	// for it, and one for which there is room may not be told of at all while a call for the same
+	// worker goes on. Nothing else waits: MakeRoom may wait for any session, such as for a
+	// RetractRegion. Several goroutines call it. May be nil.
 	MakeRoom func(g tiers.Geometry, slots int)
 }
 
@@ -100,12 +112,13 @@ type Server struct {
 	retracted map[uint32]struct{} // ids of regions that there were
 }
 
-// New returns a Server that accepts nobody yet: bind its lookup sockets with [Server.SetLookupSockets], then call
-// [Server.Serve].
+// New returns a Server that accepts nobody yet: bind its lookup sockets with
+// [Server.SetLookupSockets], then call [Server.Serve].
 func New(cfg Config) *Server {
 	limits := wire.DefaultLimits
 	limits.Pages = cfg.MaxPages
-	// A lookup that names more than MaxPages is answered for as many, so it has to be read: the protocol's limit holds.
+	// A lookup that names more than MaxPages is answered for as many, so it has to be read: the
+	// protocol's limit holds.
 	lookupLimits := wire.DefaultLimits
 	lookupLimits.Pages = max(lookupLimits.Pages, cfg.MaxPages)
 	if cfg.FrozenAfter == 0 {
@@ -131,13 +144,16 @@ func New(cfg Config) *Server {
 // Limits are those by which lookups are decoded; the lookup sockets are sized by them.
 func (s *Server) Limits() wire.Limits { return s.lookupLimits }
 
-// SetLookupSockets gives the Server the sockets whose Handler it is. To be called once, before Serve.
+// SetLookupSockets gives the Server the sockets whose Handler it is. To be called once, before
+// Serve.
 func (s *Server) SetLookupSockets(l *ipc.LookupSockets) { s.lookups = l }
 
-// Wanted is signalled when a store did not find the room that it asked for or changed how full the arena is.
+// Wanted is signalled when a store did not find the room that it asked for or changed how full the
+// arena is.
 func (s *Server) Wanted() <-chan struct{} { return s.wanted }
 
-// Serve accepts sessions until the listener is closed or ctx is done. It does not wait for the sessions.
+// Serve accepts sessions until the listener is closed or ctx is done. It does not wait for the
+// sessions.
 func (s *Server) Serve(ctx context.Context, l *ipc.Listener) error {
 	ctx, cancel := context.WithCancel(ctx)
 	var watch sync.WaitGroup
@@ -174,8 +190,9 @@ func (s *Server) Serve(ctx context.Context, l *ipc.Listener) error {
 	}
 }
 
-// Drain refuses new sessions and stores, lets stores and loads that are under way finish, and returns when none is left or
-// ctx is done. Those of lingering sessions have nobody who could finish them, and are not waited for.
+// Drain refuses new sessions and stores, lets stores and loads that are under way finish, and
+// returns when none is left or ctx is done. Those of lingering sessions have nobody who could
+// finish them, and are not waited for.
 func (s *Server) Drain(ctx context.Context) error {
 	s.refuseStores()
 	tick := time.NewTicker(10 * time.Millisecond)
@@ -187,7 +204,8 @@ func (s *Server) Drain(ctx context.Context) error {
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("%d stores and %d loads were still under way: %w", stores, loads, context.Cause(ctx))
+			return fmt.Errorf("%d stores and %d loads were still under way: %w", stores, loads,
+				context.Cause(ctx))
 		case <-tick.C:
 		}
 	}
@@ -212,8 +230,8 @@ func (s *Server) underWay() (stores, loads int) {
 	return stores, loads
 }
 
-// Close ends every session, frees what they hold and waits for them. Serve must have returned; the lookup sockets are closed
-// after it. It is idempotent.
+// Close ends every session, frees what they hold and waits for them. Serve must have returned; the
+// lookup sockets are closed after it. It is idempotent.
 func (s *Server) Close() {
 	s.refuseStores()
 	s.mu.Lock()
@@ -252,18 +270,20 @@ func refuse(code, message string) *refusal {
 }
 
 func refuseMismatch(code string, m mismatch, message string) *refusal {
-	return &refusal{wire.Refuse{Code: code, Field: m.field, Want: m.want, Got: m.got, Message: message}}
+	return &refusal{wire.Refuse{Code: code, Field: m.field, Want: m.want, Got: m.got,
+		Message: message}}
 }
 
 // The codes of refusals, for the counters.
 var refusalNames = [...]string{
-	wire.RefuseVersion, wire.RefuseIncompatible, wire.RefuseNoWorker, wire.RefuseBusy, wire.RefuseDraining, wire.RefuseLimit, wire.RefuseMalformed,
+	wire.RefuseVersion, wire.RefuseIncompatible, wire.RefuseNoWorker, wire.RefuseBusy,
+	wire.RefuseDraining, wire.RefuseLimit, wire.RefuseMalformed,
 }
 
 const refusals = len(refusalNames)
 
-// admit gives the client that said h a session, or refuses it. The session is in the maps and owned in the engine; the caller
-// must end it with s.leave.
+// admit gives the client that said h a session, or refuses it. The session is in the maps and owned
+// in the engine; the caller must end it with s.leave.
 func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []Region, *refusal) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -338,7 +358,8 @@ func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []Region, *refu
 		unmapping: make(map[uint32]chan struct{}),
 		stores:    make(map[uint64][]uint32),
 		loads:     make(map[uint64][]uint32),
-		log: s.log.With(zap.String("session", fmt.Sprintf("%016x", id)), zap.String("role", h.Role), zap.String("engine", h.EngineID),
+		log: s.log.With(zap.String("session", fmt.Sprintf("%016x", id)), zap.String("role", h.Role),
+			zap.String("engine", h.EngineID),
 			zap.Uint32("rank", h.Rank), zap.Int("pid", int(conn.Peer().PID))),
 	}
 	// Held until the handshake has been sent, so that a region pushed meanwhile comes after it.
@@ -348,19 +369,22 @@ func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []Region, *refu
 	return ses, regions, nil
 }
 
-// spaceOf is the space that the workers of all the ranks that a scheduler asks for have declared. s.mu is held.
+// spaceOf is the space that the workers of all the ranks that a scheduler asks for have declared.
+// s.mu is held.
 func (s *Server) spaceOf(h *wire.Hello) (*space, *refusal) {
 	var sp *space
 	for i := range h.Ranks {
 		inst := s.instances[instanceKey{h.EngineID, h.Rank + i}]
-		if inst == nil || inst.workers == 0 { // as every rank has a session, this ends soon, whatever the number
+		if inst == nil || inst.workers == 0 {
+			// as every rank has a session, this ends soon, whatever the number
 			return nil, refuse(wire.RefuseNoWorker,
 				fmt.Sprintf("no worker of engine %q, rank %d, is connected; it declares the space, so it comes first", h.EngineID, h.Rank+i))
 		}
 		if sp != nil && inst.space != sp {
 			diff := compare(&sp.hello, &inst.space.hello, false)
 			return nil, refuseMismatch(wire.RefuseIncompatible, diff[0],
-				fmt.Sprintf("ranks %d and %d of engine %q have different spaces (%d fields differ)", h.Rank, h.Rank+i, h.EngineID, len(diff)))
+				fmt.Sprintf("ranks %d and %d of engine %q have different spaces (%d fields differ)",
+					h.Rank, h.Rank+i, h.EngineID, len(diff)))
 		}
 		sp = inst.space
 	}
@@ -400,7 +424,8 @@ func (s *Server) spaceFor(h *wire.Hello) (*space, *refusal) {
 	return sp, nil
 }
 
-// refuseSpace explains by the closest of the spaces held why h cannot have one of its own. s.mu is held.
+// refuseSpace explains by the closest of the spaces held why h cannot have one of its own. s.mu is
+// held.
 func (s *Server) refuseSpace(h *wire.Hello) *refusal {
 	var best []mismatch
 	for _, sp := range s.spaces {
@@ -412,12 +437,14 @@ func (s *Server) refuseSpace(h *wire.Hello) *refusal {
 		"spaces.limit allows %d, and all of them have sessions, leases or pins; the closest one differs in %d fields", s.cfg.MaxSpaces, len(best)))
 }
 
-// spaceRoomPatience is how long a space that makes room may take to become empty: its last chunks may be on their way to a tier.
+// spaceRoomPatience is how long a space that makes room may take to become empty: its last chunks
+// may be on their way to a tier.
 const spaceRoomPatience = 2 * time.Second
 
-// makeSpaceRoom has the space that was used longest ago, of those without a session, a lease or a pin, make room for the one that h
-// declares, if there is none left for that. What it has in the arena goes; what the tiers below have of it stays, and is found again
-// when it comes back. s.mu is held; it is released while chunks are dropped.
+// makeSpaceRoom has the space that was used longest ago, of those without a session, a lease or a
+// pin, make room for the one that h declares, if there is none left for that. What it has in the
+// arena goes; what the tiers below have of it stays, and is found again when it comes back. s.mu is
+// held; it is released while chunks are dropped.
 func (s *Server) makeSpaceRoom(h *wire.Hello) {
 	if _, bad := geometryOf(h, s.cfg.ArenaLimit); bad != nil {
 		return
@@ -443,12 +470,14 @@ func (s *Server) makeSpaceRoom(h *wire.Hello) {
 		chunks := s.emptySpace(sp)
 		s.mu.Lock()
 		s.log.Info("dropped the space that was used longest ago, to make room for another: raise spaces.limit to keep more",
-			zap.String("space", sp.fingerprint.Short()), zap.Any("fields", fieldsOf(&sp.hello)), zap.Int("chunks", chunks), zap.Int("spaces.limit", s.cfg.MaxSpaces),
+			zap.String("space", sp.fingerprint.Short()), zap.Any("fields", fieldsOf(&sp.hello)),
+			zap.Int("chunks", chunks), zap.Int("spaces.limit", s.cfg.MaxSpaces),
 			zap.String("for", fp.Short()))
 	}
 }
 
-// coldestSpace returns the space that nobody uses and that was used longest ago, but for those that were tried; nil: there is none. s.mu is held.
+// coldestSpace returns the space that nobody uses and that was used longest ago, but for those that
+// were tried; nil: there is none. s.mu is held.
 func (s *Server) coldestSpace(tried map[*space]bool) *space {
 	var coldest *space
 	last := uint64(math.MaxUint64)
@@ -456,17 +485,20 @@ func (s *Server) coldestSpace(tried map[*space]bool) *space {
 		if sp.sessions > 0 || tried[sp] {
 			continue
 		}
-		if st, ok := s.engine.Space(sp.id); ok && st.Owners == 0 && st.Pinned == 0 && st.LastUse < last {
+		if st, ok := s.engine.Space(sp.id); ok && st.Owners == 0 && st.Pinned == 0 &&
+			st.LastUse < last {
 			coldest, last = sp, st.LastUse
 		}
 	}
 	return coldest
 }
 
-// emptySpace drops what a space has in the arena, waits a little for what is in use, and returns how many chunks it dropped.
+// emptySpace drops what a space has in the arena, waits a little for what is in use, and returns
+// how many chunks it dropped.
 func (s *Server) emptySpace(sp *space) (chunks int) {
 	chunks = s.engine.ClearSpace(sp.id)
-	for end := time.Now().Add(spaceRoomPatience); time.Now().Before(end); time.Sleep(time.Millisecond) {
+	for end := time.Now().Add(spaceRoomPatience); time.Now().Before(end); time.Sleep(
+		time.Millisecond) {
 		if st, ok := s.engine.Space(sp.id); !ok || st.Chunks == 0 || st.Owners > 0 {
 			break
 		}
@@ -487,11 +519,13 @@ func (s *Server) dropEmptySpaces() {
 	})
 }
 
-// newSessionID returns a random id that is not in use and not 0. It is no secret: status and logs name it. s.mu is held.
+// newSessionID returns a random id that is not in use and not 0. It is no secret: status and logs
+// name it. s.mu is held.
 func (s *Server) newSessionID() uint64 {
 	for {
 		id := RandomID()
-		if s.sessions[id] == nil && id != uint64(lmcacheOwner) { // that of one that lingers the engine would refuse
+		if s.sessions[id] == nil && id != uint64(lmcacheOwner) {
+			// that of one that lingers the engine would refuse
 			return id
 		}
 	}
@@ -556,9 +590,10 @@ type lingerInfo struct {
 	stores, loads int // that it keeps
 }
 
-// linger ends a session of which we want to hear no more, and returns when what it holds in the arena may become another's:
-// when its client has closed its end or has died, at once if it holds nothing there, and when the Server is closed. A
-// scheduler's lookups are nothing there: only a worker's loads and stores move bytes.
+// linger ends a session of which we want to hear no more, and returns when what it holds in the
+// arena may become another's: when its client has closed its end or has died, at once if it holds
+// nothing there, and when the Server is closed. A scheduler's lookups are nothing there: only a
+// worker's loads and stores move bytes.
 func (s *Server) linger(ses *session, why error) {
 	open := ses.conn.GiveUp(why)
 	info := &lingerInfo{why: why, since: time.Now(), stores: len(ses.stores), loads: len(ses.loads)}

@@ -20,8 +20,9 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// A session is one connected scheduler or worker. Its goroutine reads its messages one after the other and answers each, but for
-// stores that wait for room (room.go); the fields without a lock are either constant or that goroutine's alone.
+// A session is one connected scheduler or worker. Its goroutine reads its messages one after the
+// other and answers each, but for stores that wait for room (room.go); the fields without a lock
+// are either constant or that goroutine's alone.
 type session struct {
 	server  *Server
 	id      uint64
@@ -37,23 +38,29 @@ type session struct {
 	heard   atomic.Int64 // when its client was last heard of, after since; see frozen.go
 	replies bool         // the lookup sockets answer it
 
-	// sendMu is held from admission to the end of the handshake and while the coming or going of a region is pushed.
+	// sendMu is held from admission to the end of the handshake and while the coming or going of a
+	// region is pushed.
 	sendMu sync.Mutex
 
 	notices []string // what it was told, of what its user should know; guarded by Server.mu
 
-	// Guarded by Server.mu: the regions that the worker was told to unmap, each with what is closed when it has.
+	// Guarded by Server.mu: the regions that the worker was told to unmap, each with what is closed
+	// when it has.
 	unmapping map[uint32]chan struct{}
-	mapping   map[uint32]chan struct{} // the same for those that it was told to map while it was connected
-	late      bool                     // one of these took longer than was waited for, and it has mapped none since
-	struck    chan struct{}            // closed when the session is struck off the books of who is connected
+	// the same for those that it was told to map while it was connected
+	mapping map[uint32]chan struct{}
+	// one of these took longer than was waited for, and it has mapped none since
+	late bool
+	// closed when the session is struck off the books of who is connected
+	struck chan struct{}
 
 	room    *roomCall // of Config.MakeRoom, that takes long; nil if none does
 	waiting [][]byte  // the PrepareStores that wait for it, oldest first: copies
 
 	out     []byte // the answer being encoded
 	extents []engine.Extent
-	// Pages of each extent of the stores and loads under way, for the counters. The engine bounds how many there are.
+	// Pages of each extent of the stores and loads under way, for the counters. The engine bounds
+	// how many there are.
 	stores, loads map[uint64][]uint32
 	spare         [][]uint32
 
@@ -96,7 +103,8 @@ func (s *Server) serveConn(conn *ipc.Conn) {
 					s.count.refused[i].Add(1)
 				}
 			}
-			// A scheduler that is earlier than its worker asks again every little while: that is no news.
+			// A scheduler that is earlier than its worker asks again every little while: that is no
+			// news.
 			level := zap.WarnLevel
 			if r.Code == wire.RefuseNoWorker {
 				level = zap.DebugLevel
@@ -120,11 +128,12 @@ func (s *Server) serveConn(conn *ipc.Conn) {
 		ses.feed.Close()
 	}
 	s.linger(ses, err)
-	ses.log.Info("session ended", zap.Error(err), zap.Duration("after", time.Since(ses.since).Round(time.Millisecond)))
+	ses.log.Info("session ended", zap.Error(err),
+		zap.Duration("after", time.Since(ses.since).Round(time.Millisecond)))
 }
 
-// handshake reads the Hello and answers it. A session that is not nil must be ended with leave, also beside an error. A
-// *refusal is still to be sent.
+// handshake reads the Hello and answers it. A session that is not nil must be ended with leave,
+// also beside an error. A *refusal is still to be sent.
 func (s *Server) handshake(conn *ipc.Conn) (*session, error) {
 	if err := conn.SetRecvDeadline(time.Now().Add(handshakePatience)); err != nil {
 		return nil, err
@@ -141,7 +150,8 @@ func (s *Server) handshake(conn *ipc.Conn) (*session, error) {
 		var v *wire.VersionError
 		if errors.As(err, &v) {
 			return nil, refuseMismatch(wire.RefuseVersion,
-				mismatch{"version", fmt.Sprint(wire.Version), fmt.Sprint(v.Got)}, "the sidecar and its client are of different releases")
+				mismatch{"version", fmt.Sprint(wire.Version), fmt.Sprint(v.Got)},
+				"the sidecar and its client are of different releases")
 		}
 		s.count.fail(KindMalformed)
 		return nil, refuse(wire.RefuseMalformed, err.Error())
@@ -229,8 +239,8 @@ func (ses *session) reply(b []byte) error {
 	return err
 }
 
-// handle does what one message asks. It returns the answer, if the message has one, valid until the next call; and an error
-// when the session must end.
+// handle does what one message asks. It returns the answer, if the message has one, valid until the
+// next call; and an error when the session must end.
 func (ses *session) handle(b []byte) ([]byte, error) {
 	t, err := wire.Peek(b)
 	if err != nil {
@@ -317,8 +327,9 @@ func (ses *session) answer(m wire.Message) []byte {
 // clearPatience bounds the clearing of a space in the tiers below the arena.
 const clearPatience = 30 * time.Second
 
-// clearSpace forgets the session's space wherever it is held. What a client clears its cache for, such as new weights, makes every page that is left a wrong
-// one: so where a tier fails the client is told.
+// clearSpace forgets the session's space wherever it is held. What a client clears its cache for,
+// such as new weights, makes every page that is left a wrong one: so where a tier fails the client
+// is told.
 func (ses *session) clearSpace() []byte {
 	id := ses.msg.clear.ID
 	ctx, cancel := context.WithTimeout(context.Background(), clearPatience)
@@ -328,7 +339,8 @@ func (ses *session) clearSpace() []byte {
 	for _, c := range cleared {
 		chunks += max(0, c.Chunks)
 		if c.Err != nil {
-			err = errors.Join(err, fmt.Errorf("%w: tier %s is not cleared: %w", tiers.ErrBusy, c.Tier, c.Err))
+			err = errors.Join(err, fmt.Errorf("%w: tier %s is not cleared: %w", tiers.ErrBusy,
+				c.Tier, c.Err))
 		}
 	}
 	ses.log.Info("space cleared", zap.Int("chunks", chunks), zap.Error(err))
@@ -338,7 +350,8 @@ func (ses *session) clearSpace() []byte {
 	return ses.answer(&wire.Cleared{ID: id, Chunks: uint32(min(chunks, math.MaxUint32))})
 }
 
-// tellPages is how many pages one answer to ReadEvents has, by at most a chunk's more: with these it fits a packet.
+// tellPages is how many pages one answer to ReadEvents has, by at most a chunk's more: with these
+// it fits a packet.
 const tellPages = 2048
 
 // tellEvents answers what came and went in the session's space since it asked before.
@@ -359,7 +372,8 @@ func (ses *session) tellEvents() []byte {
 	m := &ses.msg.events
 	*m = wire.Events{ID: id, Reset: b.Reset, More: b.More, Runs: m.Runs[:0]}
 	for i := range b.Events {
-		m.Runs = append(m.Runs, wire.Run{Removed: b.Events[i].Kind == engine.PagesRemoved, Hashes: b.Events[i].Hashes})
+		m.Runs = append(m.Runs, wire.Run{Removed: b.Events[i].Kind == engine.PagesRemoved,
+			Hashes: b.Events[i].Hashes})
 	}
 	return ses.answer(m)
 }
@@ -389,16 +403,19 @@ func (ses *session) prepareStore(b []byte) []byte {
 	m, s := &ses.msg.prepareStore, ses.server
 	digest := ses.space.geometry.DigestBytes
 	if len(m.Hashes)%digest != 0 || len(m.Prev) != 0 && len(m.Prev) != digest {
-		return ses.fail(m.ID, fmt.Errorf("%w: hashes are not of %d bytes each", tiers.ErrInvalid, digest))
+		return ses.fail(m.ID, fmt.Errorf("%w: hashes are not of %d bytes each", tiers.ErrInvalid,
+			digest))
 	}
 	if n := len(m.Hashes) / digest; n > min(s.cfg.MaxPages, wire.MaxStorePages(digest)) {
-		return ses.fail(m.ID, fmt.Errorf("%w: %d pages in one store, at most %d", tiers.ErrInvalid, n, min(s.cfg.MaxPages, wire.MaxStorePages(digest))))
+		return ses.fail(m.ID, fmt.Errorf("%w: %d pages in one store, at most %d", tiers.ErrInvalid,
+			n, min(s.cfg.MaxPages, wire.MaxStorePages(digest))))
 	}
 	if !ses.mustWait(ses.chunksOf(m)) {
 		return ses.grantStore()
 	}
 	if len(ses.waiting) == maxWaitingStores {
-		return ses.fail(m.ID, fmt.Errorf("%w: %d stores wait for room", tiers.ErrBusy, maxWaitingStores))
+		return ses.fail(m.ID, fmt.Errorf("%w: %d stores wait for room", tiers.ErrBusy,
+			maxWaitingStores))
 	}
 	ses.waiting = append(ses.waiting, bytes.Clone(b))
 	return nil
@@ -422,7 +439,8 @@ func (ses *session) grantStore() []byte {
 	first, prev, hashes := int(m.FirstPage), m.Prev, m.Hashes
 	if skipped > 0 {
 		at := skipped * ses.space.geometry.DigestBytes
-		first, prev, hashes = first+skipped, hashes[at-ses.space.geometry.DigestBytes:at], hashes[at:]
+		first, prev, hashes = first+skipped, hashes[at-ses.space.geometry.DigestBytes:at],
+			hashes[at:]
 	}
 	var res engine.StoreResult
 	grants := ses.extents[:0]
@@ -445,7 +463,8 @@ func (ses *session) grantStore() []byte {
 		s.signalWanted()
 	}
 	g := &ses.msg.storeGrant
-	*g = wire.StoreGrant{ID: m.ID, Store: res.Store, Held: uint32(res.Held), Shed: uint32(res.Shed), Grants: g.Grants[:0]}
+	*g = wire.StoreGrant{ID: m.ID, Store: res.Store, Held: uint32(res.Held), Shed: uint32(res.Shed),
+		Grants: g.Grants[:0]}
 	g.Grants = ses.convert(g.Grants, grants)
 	if res.Store != 0 {
 		ses.stores[res.Store] = ses.pagesOf(grants)
@@ -459,7 +478,8 @@ func (ses *session) elsewhere(m *wire.PrepareStore) int {
 	if s.cfg.Elsewhere == nil || int(m.FirstPage)%g.PagesPerChunk != 0 {
 		return 0
 	}
-	pages := s.cfg.Elsewhere(tiers.Run{Space: ses.space.declared, First: int(m.FirstPage), Prev: m.Prev, Hashes: m.Hashes})
+	pages := s.cfg.Elsewhere(tiers.Run{Space: ses.space.declared, First: int(m.FirstPage),
+		Prev: m.Prev, Hashes: m.Hashes})
 	s.count.elsewherePages.Add(uint64(pages))
 	return pages
 }
@@ -467,7 +487,8 @@ func (ses *session) elsewhere(m *wire.PrepareStore) int {
 // convert appends the engine's extents as the wire's.
 func (ses *session) convert(out []wire.Extent, extents []engine.Extent) []wire.Extent {
 	for _, e := range extents {
-		out = append(out, wire.Extent{Page: e.Page, Pages: e.Pages, Region: e.Region, Offset: e.Offset})
+		out = append(out, wire.Extent{Page: e.Page, Pages: e.Pages, Region: e.Region,
+			Offset: e.Offset})
 	}
 	return out
 }
@@ -484,7 +505,8 @@ func (ses *session) pagesOf(extents []engine.Extent) []uint32 {
 	return pages
 }
 
-// done ends the account of a store or load and returns its pages, but for those of the extents in except.
+// done ends the account of a store or load and returns its pages, but for those of the extents in
+// except.
 func (ses *session) done(account map[uint64][]uint32, id uint64, except []uint32) (pages uint64) {
 	of := account[id]
 	delete(account, id)
@@ -516,24 +538,31 @@ func (ses *session) commitStore() {
 
 func (ses *session) prepareLoad() []byte {
 	m, s := &ses.msg.prepareLoad, ses.server
-	// The lookup must be of a scheduler of the same engine and rank, or of ranks that this one is among: a worker reaches no other instance's leases. That it is of the
-	// engine anybody can say. Only who was told by the scheduler has the lookup's ticket.
+	// The lookup must be of a scheduler of the same engine and rank, or of ranks that this one is
+	// among: a worker reaches no other instance's leases. That it is of the engine anybody can say.
+	// Only who was told by the scheduler has the lookup's ticket.
 	scheduler := s.findSession(m.Session)
 	if scheduler == nil || scheduler.role != wire.RoleScheduler {
-		return ses.fail(m.ID, fmt.Errorf("%w: no scheduler has the session %016x", tiers.ErrNotFound, m.Session))
+		return ses.fail(m.ID, fmt.Errorf("%w: no scheduler has the session %016x",
+			tiers.ErrNotFound, m.Session))
 	}
 	if scheduler.key.id != ses.key.id || ses.key.rank-scheduler.key.rank >= scheduler.ranks {
-		return ses.fail(m.ID, fmt.Errorf("%w: session %016x is of another engine or rank", tiers.ErrIncompatible, m.Session))
+		return ses.fail(m.ID, fmt.Errorf("%w: session %016x is of another engine or rank",
+			tiers.ErrIncompatible, m.Session))
 	}
-	if ticket := wire.Ticket(scheduler.secret, m.Lookup); subtle.ConstantTimeCompare(m.Ticket, ticket[:]) == 0 {
+	if ticket := wire.Ticket(scheduler.secret, m.Lookup); subtle.ConstantTimeCompare(m.Ticket,
+		ticket[:]) == 0 {
 		ses.server.count.fail(KindForged)
-		return ses.fail(m.ID, fmt.Errorf("%w: this is not the ticket of lookup %d of session %016x", tiers.ErrNotFound, m.Lookup, m.Session))
+		return ses.fail(m.ID, fmt.Errorf("%w: this is not the ticket of lookup %d of session %016x",
+			tiers.ErrNotFound, m.Lookup, m.Session))
 	}
 	ppc := ses.space.geometry.PagesPerChunk
 	if chunks := int(m.Pages)/ppc + 2; chunks > wire.MaxExtents {
-		return ses.fail(m.ID, fmt.Errorf("%w: %d pages in one load, at most %d", tiers.ErrInvalid, m.Pages, (wire.MaxExtents-2)*ppc))
+		return ses.fail(m.ID, fmt.Errorf("%w: %d pages in one load, at most %d", tiers.ErrInvalid,
+			m.Pages, (wire.MaxExtents-2)*ppc))
 	}
-	load, extents, err := s.engine.PrepareLoad(ses.owner, scheduler.owner, m.Lookup, int(m.FirstPage), int(m.Pages), ses.extents[:0])
+	load, extents, err := s.engine.PrepareLoad(ses.owner, scheduler.owner, m.Lookup,
+		int(m.FirstPage), int(m.Pages), ses.extents[:0])
 	s.stack.Sweep() // what the lookup had besides
 	ses.extents = extents
 	if err != nil {
@@ -542,7 +571,8 @@ func (ses *session) prepareLoad() []byte {
 	ses.ends, err = s.engine.LoadEnds(ses.owner, load, ses.ends[:0])
 	names := wire.Names(ses.ends)
 	if err == nil && names != [wire.NamesBytes]byte(m.Names) {
-		err = fmt.Errorf("%w: lookup %d holds other pages than were ordered", tiers.ErrStale, m.Lookup)
+		err = fmt.Errorf("%w: lookup %d holds other pages than were ordered", tiers.ErrStale,
+			m.Lookup)
 	}
 	if err != nil {
 		_ = s.engine.Release(ses.owner, load, nil)

@@ -16,10 +16,12 @@ import (
 // maxSlotBytes bounds pages_per_chunk * page_bytes, so that no arithmetic on slots can wrap.
 const maxSlotBytes = 1 << 40
 
-// minPageBytes keeps what the index needs for a page small beside the page. The engine has the same bound.
+// minPageBytes keeps what the index needs for a page small beside the page. The engine has the same
+// bound.
 const minPageBytes = 256
 
-// A space is one kind of pages: a worker declared it, and schedulers and further workers join it. Guarded by Server.mu.
+// A space is one kind of pages: a worker declared it, and schedulers and further workers join it.
+// Guarded by Server.mu.
 type space struct {
 	id          engine.SpaceID
 	fingerprint tiers.Fingerprint
@@ -35,8 +37,8 @@ type instanceKey struct {
 	rank uint32
 }
 
-// An instance is what connects a scheduler to the space of its worker. It lasts while any session of it does. Guarded by
-// Server.mu.
+// An instance is what connects a scheduler to the space of its worker. It lasts while any session
+// of it does. Guarded by Server.mu.
 type instance struct {
 	space    *space
 	workers  int
@@ -52,14 +54,16 @@ func (m mismatch) String() string {
 	return fmt.Sprintf("%s: the sidecar has %q, the client %q", m.field, m.want, m.got)
 }
 
-// fingerprintOf names the space that h declares: the SHA-256 of the canonical msgpack of its geometry and fields. Fields
-// arrive sorted by key and unique, so equal declarations have equal bytes.
+// fingerprintOf names the space that h declares: the SHA-256 of the canonical msgpack of its
+// geometry and fields. Fields arrive sorted by key and unique, so equal declarations have equal
+// bytes.
 func fingerprintOf(h *wire.Hello) (tiers.Fingerprint, error) {
 	fields := make([][2]string, 0, len(h.Fields))
 	for _, f := range h.Fields {
 		fields = append(fields, [2]string{f.Key, f.Value})
 	}
-	b, err := msgpack.Marshal([]any{h.PageTokens, h.PageBytes, h.PagesPerChunk, h.DigestBytes, fields})
+	b, err := msgpack.Marshal([]any{h.PageTokens, h.PageBytes, h.PagesPerChunk, h.DigestBytes,
+		fields})
 	if err != nil {
 		return tiers.Fingerprint{}, fmt.Errorf("fingerprint: %w", err)
 	}
@@ -89,7 +93,8 @@ func withFields(h *wire.Hello, more []wire.Field) *wire.Hello {
 	return &out
 }
 
-// geometryOf checks the geometry that a worker declares. A mismatch says what is wrong with which field.
+// geometryOf checks the geometry that a worker declares. A mismatch says what is wrong with which
+// field.
 func geometryOf(h *wire.Hello, arenaLimitBytes int64) (tiers.Geometry, *mismatch) {
 	bad := func(field, want string, got uint64) (tiers.Geometry, *mismatch) {
 		return tiers.Geometry{}, &mismatch{field, want, strconv.FormatUint(got, 10)}
@@ -105,7 +110,8 @@ func geometryOf(h *wire.Hello, arenaLimitBytes int64) (tiers.Geometry, *mismatch
 	}
 	limit := min(uint64(arenaLimitBytes), maxSlotBytes) / uint64(h.PagesPerChunk)
 	if h.PageBytes < minPageBytes || h.PageBytes > limit {
-		return bad("page_bytes", fmt.Sprintf("%d to %d (a chunk of %d pages must fit the arena)", minPageBytes, limit, h.PagesPerChunk), h.PageBytes)
+		return bad("page_bytes", fmt.Sprintf("%d to %d (a chunk of %d pages must fit the arena)",
+			minPageBytes, limit, h.PagesPerChunk), h.PageBytes)
 	}
 	return tiers.Geometry{
 		PageBytes:     int64(h.PageBytes),
@@ -115,14 +121,18 @@ func geometryOf(h *wire.Hello, arenaLimitBytes int64) (tiers.Geometry, *mismatch
 	}, nil
 }
 
-// elements are the names under which vLLM and PyTorch know what a page is made of, and ours for codecs.
+// elements are the names under which vLLM and PyTorch know what a page is made of, and ours for
+// codecs.
 var elements = map[string]string{
-	"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32", "float": "float32",
-	"fp8": "float8", "fp8_e4m3": "float8", "fp8_e5m2": "float8", "fp8_inc": "float8", "float8_e4m3fn": "float8", "float8_e5m2": "float8",
+	"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32",
+	"float": "float32",
+	"fp8":   "float8", "fp8_e4m3": "float8", "fp8_e5m2": "float8", "fp8_inc": "float8",
+	"float8_e4m3fn": "float8", "float8_e5m2": "float8",
 }
 
-// elementOf is what the pages of a space are made of, by the fields that its worker declared: the type of its cache, or where that is "auto" the
-// model's. "" if they do not say, or something that is not known.
+// elementOf is what the pages of a space are made of, by the fields that its worker declared: the
+// type of its cache, or where that is "auto" the model's. "" if they do not say, or something that
+// is not known.
 func elementOf(fields []wire.Field) string {
 	named := map[string]string{}
 	for _, f := range fields {
@@ -134,13 +144,14 @@ func elementOf(fields []wire.Field) string {
 	return elements[named["dtype"]]
 }
 
-// compare returns the fields on which got differs from want. With partial, what got leaves out (a number that is 0, a field
-// that it lacks) agrees.
+// compare returns the fields on which got differs from want. With partial, what got leaves out (a
+// number that is 0, a field that it lacks) agrees.
 func compare(want, got *wire.Hello, partial bool) []mismatch {
 	var diff []mismatch
 	number := func(field string, w, g uint64) {
 		if w != g && !(partial && g == 0) {
-			diff = append(diff, mismatch{field, strconv.FormatUint(w, 10), strconv.FormatUint(g, 10)})
+			diff = append(diff, mismatch{field, strconv.FormatUint(w, 10),
+				strconv.FormatUint(g, 10)})
 		}
 	}
 	number("page_tokens", uint64(want.PageTokens), uint64(got.PageTokens))

@@ -20,7 +20,8 @@ type SessionStatus struct {
 	Since    time.Time `json:"since"`
 }
 
-// LingeringStatus describes a session that was given up while its client lives. What it holds stays its own until then.
+// LingeringStatus describes a session that was given up while its client lives. What it holds stays
+// its own until then.
 type LingeringStatus struct {
 	SessionStatus
 	Why       string    `json:"why"`
@@ -29,7 +30,8 @@ type LingeringStatus struct {
 	Loads     int       `json:"loads"`
 }
 
-// FrozenStatus describes a session whose client lives and says nothing, and holds parts of the arena. They stay its own.
+// FrozenStatus describes a session whose client lives and says nothing, and holds parts of the
+// arena. They stay its own.
 type FrozenStatus struct {
 	SessionStatus
 	SilentSince time.Time `json:"silent_since"`
@@ -64,7 +66,8 @@ type Status struct {
 // Status returns a snapshot.
 func (s *Server) Status() Status {
 	st := Status{
-		Draining: s.draining.Load(), Sessions: []SessionStatus{}, Lingering: []LingeringStatus{}, Frozen: []FrozenStatus{}, Spaces: []SpaceStatus{}, Counters: s.count.snapshot(),
+		Draining: s.draining.Load(), Sessions: []SessionStatus{}, Lingering: []LingeringStatus{},
+		Frozen: []FrozenStatus{}, Spaces: []SpaceStatus{}, Counters: s.count.snapshot(),
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -72,20 +75,29 @@ func (s *Server) Status() Status {
 		st.Sessions = append(st.Sessions, ses.status())
 	}
 	for ses, l := range s.lingering {
-		st.Lingering = append(st.Lingering, LingeringStatus{ses.status(), l.why.Error(), l.since, l.stores, l.loads})
+		st.Lingering = append(st.Lingering, LingeringStatus{ses.status(), l.why.Error(), l.since,
+			l.stores, l.loads})
 	}
 	for ses, f := range s.frozen {
 		if s.sessions[ses.id] != ses { // it has left since
 			continue
 		}
-		st.Frozen = append(st.Frozen, FrozenStatus{ses.status(), f.since, processState(ses.conn.Peer().PID), f.held.Slots, f.held.Stores, f.held.Loads, f.held.Lookups})
+		st.Frozen = append(st.Frozen, FrozenStatus{ses.status(), f.since,
+			processState(ses.conn.Peer().PID), f.held.Slots, f.held.Stores, f.held.Loads,
+			f.held.Lookups})
 	}
 	older := func(a, b SessionStatus) int {
 		return cmp.Or(a.Since.Compare(b.Since), cmp.Compare(a.Session, b.Session))
 	}
 	slices.SortFunc(st.Sessions, older)
-	slices.SortFunc(st.Frozen, func(a, b FrozenStatus) int { return older(a.SessionStatus, b.SessionStatus) })
-	slices.SortFunc(st.Lingering, func(a, b LingeringStatus) int { return older(a.SessionStatus, b.SessionStatus) })
+	slices.SortFunc(st.Frozen, func(a, b FrozenStatus) int {
+		return older(a.SessionStatus,
+			b.SessionStatus)
+	})
+	slices.SortFunc(st.Lingering, func(a, b LingeringStatus) int {
+		return older(a.SessionStatus,
+			b.SessionStatus)
+	})
 	for _, sp := range s.spaces {
 		st.Spaces = append(st.Spaces, SpaceStatus{
 			Fingerprint:   sp.fingerprint.String(),
@@ -115,7 +127,8 @@ func (ses *session) status() SessionStatus {
 // Counters returns what has happened since the start.
 func (s *Server) Counters() Counters { return s.count.snapshot() }
 
-// SpaceFields are what the worker declared that brought a space here; false: nobody has declared it, or it is gone. They are not to be changed.
+// SpaceFields are what the worker declared that brought a space here; false: nobody has declared
+// it, or it is gone. They are not to be changed.
 func (s *Server) SpaceFields(fp tiers.Fingerprint) (map[string]string, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

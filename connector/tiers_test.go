@@ -55,7 +55,8 @@ func (r *rig) below(w *worker, p prefix, pages int) {
 func (s *scheduler) send(p prefix, first, pages int) (id uint64) {
 	s.t.Helper()
 	s.next++
-	m := wire.Lookup{Session: s.ses.Welcome.Session, Secret: s.ses.Welcome.Secret, Lookup: s.next, FirstPage: uint32(first), Hashes: p.hashes(first, pages)}
+	m := wire.Lookup{Session: s.ses.Welcome.Session, Secret: s.ses.Welcome.Secret, Lookup: s.next,
+		FirstPage: uint32(first), Hashes: p.hashes(first, pages)}
 	if first > 0 {
 		m.Prev = p.hashes(first-1, 1)
 	}
@@ -78,7 +79,8 @@ func (s *scheduler) recv() wire.Message {
 // quiet checks that no message comes.
 func (s *scheduler) quiet() {
 	s.t.Helper()
-	if frames, err := s.lookups.Recv(50 * time.Millisecond); !errors.Is(err, os.ErrDeadlineExceeded) {
+	if frames, err := s.lookups.Recv(50 * time.Millisecond); !errors.Is(err,
+		os.ErrDeadlineExceeded) {
 		s.t.Fatalf("%x, %v", frames, err)
 	}
 }
@@ -166,9 +168,14 @@ func TestSchedulerLeavesWhileTiersAreAsked(t *testing.T) {
 			for i := range 8 {
 				s.send(p, 4*i, 64-4*i)
 			}
-			r.eventually("the lookups wait", func() bool { return r.stack.LookupStats().Pending == 8 })
+			r.eventually("the lookups wait",
+				func() bool { return r.stack.LookupStats().Pending == 8 })
 			s.close()
-			r.eventually("they have ended", func() bool { return r.stack.LookupStats().Pending == 0 && r.engine.Stats().OpenLookups == 0 })
+			r.eventually("they have ended",
+				func() bool {
+					return r.stack.LookupStats().Pending == 0 &&
+						r.engine.Stats().OpenLookups == 0
+				})
 			open()
 			s = r.scheduler(schedulerHello("e"))
 			if _, hit := s.lookup(p, 0, 64); hit != 64 {
@@ -234,7 +241,8 @@ func TestClearSpaceInTiers(t *testing.T) {
 		return nil
 	})
 	var failed *client.CallError
-	if err := w.call(&wire.ClearSpace{ID: w.ses.NextID()}, &cleared); !errors.As(err, &failed) || failed.Code != wire.CodeBusy || !strings.Contains(failed.Message, "t1") {
+	if err := w.call(&wire.ClearSpace{ID: w.ses.NextID()}, &cleared); !errors.As(err, &failed) ||
+		failed.Code != wire.CodeBusy || !strings.Contains(failed.Message, "t1") {
 		t.Errorf("%v", err)
 	}
 }
@@ -271,7 +279,8 @@ func TestLMCacheInTiers(t *testing.T) {
 		clearArena()
 		id := fmt.Sprintf("req-%d", i)
 		if i%2 == 0 {
-			check(t, l.Send(marshal(map[string]any{"type": "LookupRequestMsg", "lookup_id": id, "hashes": hashes, "offsets": offsets, "request_configs": nil})))
+			check(t, l.Send(marshal(map[string]any{"type": "LookupRequestMsg", "lookup_id": id,
+				"hashes": hashes, "offsets": offsets, "request_configs": nil})))
 		} else {
 			check(t, l.Send([]byte(id), marshal(hashes), marshal(offsets), nil))
 		}
@@ -283,16 +292,19 @@ func TestLMCacheInTiers(t *testing.T) {
 			if m["lookup_id"] != id || fmt.Sprint(m["num_hit_tokens"]) != "1124" {
 				t.Fatalf("%v", m)
 			}
-		} else if len(frames) != 2 || string(frames[0]) != id || binary.BigEndian.Uint32(frames[1]) != 1124 {
+		} else if len(frames) != 2 || string(frames[0]) != id ||
+			binary.BigEndian.Uint32(frames[1]) != 1124 {
 			t.Fatalf("%q", frames)
 		}
 		check(t, l.Send(marshal(map[string]any{"type": "LookupCleanupMsg", "lookup_id": id})))
-		r.eventually("the lookup is cleaned up", func() bool { return r.engine.Stats().OpenLookups == 0 })
+		r.eventually("the lookup is cleaned up",
+			func() bool { return r.engine.Stats().OpenLookups == 0 })
 	}
 	// One that is cleaned up while it waits is not answered.
 	clearArena()
 	open := gate(r.tiers[0], tiertest.Load)
-	check(t, l.Send(marshal(map[string]any{"type": "LookupRequestMsg", "lookup_id": "x", "hashes": hashes, "offsets": offsets})))
+	check(t, l.Send(marshal(map[string]any{"type": "LookupRequestMsg", "lookup_id": "x",
+		"hashes": hashes, "offsets": offsets})))
 	r.eventually("it waits", func() bool { return r.stack.LookupStats().Loading == 5 })
 	check(t, l.Send(marshal(map[string]any{"type": "LookupCleanupMsg", "lookup_id": "x"})))
 	r.eventually("it has ended", func() bool { return r.stack.LookupStats().Pending == 0 })

@@ -14,7 +14,8 @@ import (
 )
 
 const (
-	// unsharedEvery is how often it is looked which schedulers have to be told that their instance shares nothing with another.
+	// unsharedEvery is how often it is looked which schedulers have to be told that their instance
+	// shares nothing with another.
 	unsharedEvery = time.Second
 	// maxNotices bounds what one session is told in its life, whatever others declare meanwhile.
 	maxNotices = 16
@@ -26,20 +27,23 @@ const (
 type Unshared struct {
 	Ours, Theirs tiers.Fingerprint
 	Whose        string // who has the other, for people
-	Connected    bool   // both have sessions now; not known of another sidecar's, which counts as one that has
-	Causes       []unshared.Cause
+	// both have sessions now; not known of another sidecar's, which counts as one that has
+	Connected bool
+	Causes    []unshared.Cause
 }
 
 // declaration is what the space's first worker declared.
 func (sp *space) declaration() *unshared.Space {
 	h := &sp.hello
 	return &unshared.Space{
-		PageTokens: int64(h.PageTokens), PageBytes: int64(h.PageBytes), PagesPerChunk: int64(h.PagesPerChunk), DigestBytes: int64(h.DigestBytes), Fields: h.Fields,
+		PageTokens: int64(h.PageTokens), PageBytes: int64(h.PageBytes),
+		PagesPerChunk: int64(h.PagesPerChunk), DigestBytes: int64(h.DigestBytes), Fields: h.Fields,
 	}
 }
 
-// Unshared returns the pairs of spaces that have sessions or pages and differ by accident, each in both orders: of the first one, why it shares nothing with the
-// second. The second may be another sidecar's.
+// Unshared returns the pairs of spaces that have sessions or pages and differ by accident, each in
+// both orders: of the first one, why it shares nothing with the second. The second may be another
+// sidecar's.
 func (s *Server) Unshared() []Unshared {
 	var out []Unshared
 	if s.cfg.UnsharedPeers != nil {
@@ -53,22 +57,27 @@ func (s *Server) Unshared() []Unshared {
 	defer s.mu.Unlock()
 	for _, ours := range s.spaces {
 		for _, theirs := range s.spaces {
-			if ours == theirs || ours.sessions == 0 && pages[ours.fingerprint] == 0 || theirs.sessions == 0 && pages[theirs.fingerprint] == 0 {
+			if ours == theirs || ours.sessions == 0 && pages[ours.fingerprint] == 0 ||
+				theirs.sessions == 0 && pages[theirs.fingerprint] == 0 {
 				continue
 			}
-			if causes := unshared.Accident(unshared.Differences(ours.declaration(), theirs.declaration())); causes != nil {
-				out = append(out, Unshared{ours.fingerprint, theirs.fingerprint, s.whose(theirs), ours.sessions > 0 && theirs.sessions > 0, causes})
+			if causes := unshared.Accident(unshared.Differences(ours.declaration(),
+				theirs.declaration())); causes != nil {
+				out = append(out, Unshared{ours.fingerprint, theirs.fingerprint, s.whose(theirs),
+					ours.sessions > 0 && theirs.sessions > 0, causes})
 			}
 		}
 	}
 	return out
 }
 
-// whose names an instance that has a space, for people: by its scheduler, which is the same for all its ranks. s.mu is held.
+// whose names an instance that has a space, for people: by its scheduler, which is the same for all
+// its ranks. s.mu is held.
 func (s *Server) whose(sp *space) string {
 	var first *session
 	for _, ses := range s.sessions {
-		if ses.space == sp && ses.role == wire.RoleScheduler && (first == nil || ses.since.Before(first.since)) {
+		if ses.space == sp && ses.role == wire.RoleScheduler && (first == nil ||
+			ses.since.Before(first.since)) {
 			first = ses
 		}
 	}
@@ -78,7 +87,8 @@ func (s *Server) whose(sp *space) string {
 	return fmt.Sprintf("the instance of pid %d", first.conn.Peer().PID)
 }
 
-// tellUnshared warns of instances that share nothing by accident, in the log and in those of the instances, until ctx is done. It is a goroutine of Serve's.
+// tellUnshared warns of instances that share nothing by accident, in the log and in those of the
+// instances, until ctx is done. It is a goroutine of Serve's.
 func (s *Server) tellUnshared(ctx context.Context) {
 	warned := map[string]bool{}
 	tick := time.NewTicker(unsharedEvery)
@@ -91,9 +101,12 @@ func (s *Server) tellUnshared(ctx context.Context) {
 		}
 		for _, u := range s.Unshared() {
 			text := unshared.Text(u.Causes)
-			if what := u.Ours.Short() + u.Theirs.Short() + text; !warned[what] && len(warned) < maxWarned {
+			if what := u.Ours.Short() + u.Theirs.Short() + text; !warned[what] &&
+				len(warned) < maxWarned {
 				warned[what] = true
-				s.log.Warn("instances of one model share nothing: "+text, zap.String("here", u.Ours.Short()), zap.String("there", u.Theirs.Short()), zap.String("whose", u.Whose))
+				s.log.Warn("instances of one model share nothing: "+text,
+					zap.String("here", u.Ours.Short()), zap.String("there", u.Theirs.Short()),
+					zap.String("whose", u.Whose))
 			}
 			s.notify(u.Ours, fmt.Sprintf("nothing is shared with %s: %s", u.Whose, text))
 		}
@@ -105,7 +118,8 @@ func (s *Server) notify(fp tiers.Fingerprint, text string) {
 	var to []*session
 	s.mu.Lock()
 	for _, ses := range s.sessions {
-		if ses.role == wire.RoleScheduler && ses.space.fingerprint == fp && len(ses.notices) < maxNotices && !slices.Contains(ses.notices, text) {
+		if ses.role == wire.RoleScheduler && ses.space.fingerprint == fp &&
+			len(ses.notices) < maxNotices && !slices.Contains(ses.notices, text) {
 			ses.notices = append(ses.notices, text)
 			to = append(to, ses)
 		}

@@ -11,7 +11,8 @@ import (
 // seeded is a hello whose none_hash, and whose other fields, are these.
 func seeded(h *wire.Hello, seed string, more ...wire.Field) *wire.Hello {
 	if h.Role == wire.RoleWorker {
-		h.Fields = append(append([]wire.Field{{Key: "dtype", Value: "float32"}, {Key: "model", Value: "small"}}, more...), wire.Field{Key: "none_hash", Value: seed})
+		h.Fields = append(append([]wire.Field{{Key: "dtype", Value: "float32"},
+			{Key: "model", Value: "small"}}, more...), wire.Field{Key: "none_hash", Value: seed})
 	}
 	return h
 }
@@ -24,7 +25,8 @@ func (s *scheduler) told() []string {
 	return s.ses.Notices
 }
 
-// Both instances hear that their seeds differ: the one that was there before, too. Each hears it once.
+// Both instances hear that their seeds differ: the one that was there before, too. Each hears it
+// once.
 func TestInstancesThatDifferByAccidentAreTold(t *testing.T) {
 	r := newRig(t, rigOptions{})
 	r.worker(seeded(workerHello("a"), "1111"))
@@ -34,9 +36,11 @@ func TestInstancesThatDifferByAccidentAreTold(t *testing.T) {
 	}
 	r.worker(seeded(workerHello("b"), "2222"))
 	b := r.scheduler(seeded(schedulerHello("b"), "2222"))
-	for s, want := range map[*scheduler]string{a: `"1111" here and "2222" there`, b: `"2222" here and "1111" there`} {
+	for s, want := range map[*scheduler]string{a: `"1111" here and "2222" there`,
+		b: `"2222" here and "1111" there`} {
 		r.eventually("it is told", func() bool { return len(s.told()) > 0 })
-		if n := s.told(); len(n) != 1 || !strings.Contains(n[0], want) || !strings.Contains(n[0], "PYTHONHASHSEED") || !strings.Contains(n[0], "pid ") {
+		if n := s.told(); len(n) != 1 || !strings.Contains(n[0], want) ||
+			!strings.Contains(n[0], "PYTHONHASHSEED") || !strings.Contains(n[0], "pid ") {
 			t.Errorf("%q", n)
 		}
 	}
@@ -48,7 +52,9 @@ func TestInstancesThatDifferByAccidentAreTold(t *testing.T) {
 		t.Errorf("told again: %q, %q", a.told(), b.told())
 	}
 	u := r.server.Unshared()
-	if len(u) != 2 || len(u[0].Causes) != 1 || u[0].Causes[0].Difference != (unshared.Difference{Field: "none_hash", Ours: "1111", Theirs: "2222"}) || u[1].Ours != u[0].Theirs {
+	if len(u) != 2 || len(u[0].Causes) != 1 ||
+		u[0].Causes[0].Difference != (unshared.Difference{Field: "none_hash", Ours: "1111",
+			Theirs: "2222"}) || u[1].Ours != u[0].Theirs {
 		t.Errorf("%+v", u)
 	}
 }
@@ -82,7 +88,10 @@ func TestInstancesThatDifferOnPurposeAreNotTold(t *testing.T) {
 	// Whoever is told hears of it before what comes after it.
 	r.worker(seeded(workerHello("c"), "3333"))
 	c := r.scheduler(seeded(schedulerHello("c"), "3333"))
-	r.eventually("a and c are told", func() bool { return len(a.told()) == 1 && len(c.told()) == 1 })
+	r.eventually("a and c are told", func() bool {
+		return len(a.told()) == 1 &&
+			len(c.told()) == 1
+	})
 	if n := b.told(); len(n) != 0 {
 		t.Errorf("%q", n)
 	}
@@ -94,7 +103,8 @@ func TestNoticesAreBounded(t *testing.T) {
 	r.worker(seeded(workerHello("a"), "1111"))
 	a := r.scheduler(seeded(schedulerHello("a"), "1111"))
 	for i := range 30 {
-		r.worker(seeded(workerHello("other"+string(rune('A'+i))), strings.Repeat(string(rune('A'+i)), 4)))
+		r.worker(seeded(workerHello("other"+string(rune('A'+i))),
+			strings.Repeat(string(rune('A'+i)), 4)))
 	}
 	r.eventually("it is told", func() bool { return len(a.told()) == 16 })
 	if len(r.server.Unshared()) != 31*30 {

@@ -13,8 +13,10 @@ import (
 // Attached is another process's region, mapped. Its bytes are valid until Close.
 type Attached struct{ mem []byte }
 
-// Attach maps sizeBytes at offsetBytes of a region's descriptor that came over a socket, to read and to write. The offset is a multiple of pageSize, that of
-// the pages behind the descriptor (0: the system's), and so is the address. The descriptor stays the caller's, and may be closed at once.
+// Attach maps sizeBytes at offsetBytes of a region's descriptor that came over a socket, to read
+// and to write. The offset is a multiple of pageSize, that of the pages behind the descriptor (0:
+// the system's), and so is the address. The descriptor stays the caller's, and may be closed at
+// once.
 func Attach(f *os.File, offsetBytes, sizeBytes, pageSize int64) (*Attached, error) {
 	return attach(int(f.Fd()), offsetBytes, sizeBytes, pageSize, unix.PROT_READ|unix.PROT_WRITE)
 }
@@ -32,17 +34,21 @@ func attach(fd int, offsetBytes, sizeBytes, pageSize int64, prot int) (*Attached
 		return nil, fmt.Errorf("region of %d bytes at %d: out of range", sizeBytes, offsetBytes)
 	}
 	if pageSize < 0 || pageSize&(pageSize-1) != 0 || offsetBytes%pageSize != 0 {
-		return nil, fmt.Errorf("region at %d bytes: not at a page of %d bytes", offsetBytes, pageSize)
+		return nil, fmt.Errorf("region at %d bytes: not at a page of %d bytes", offsetBytes,
+			pageSize)
 	}
-	// Beyond the file's end an access would be a bus error, not an error. A device tells no size here, and maps no more than it has.
+	// Beyond the file's end an access would be a bus error, not an error. A device tells no size
+	// here, and maps no more than it has.
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
 		return nil, os.NewSyscallError("fstat", err)
 	}
 	if st.Mode&unix.S_IFMT != unix.S_IFCHR && st.Size < offsetBytes+sizeBytes {
-		return nil, fmt.Errorf("region of %d bytes at %d in a file of %d", sizeBytes, offsetBytes, st.Size)
+		return nil, fmt.Errorf("region of %d bytes at %d in a file of %d", sizeBytes, offsetBytes,
+			st.Size)
 	}
-	mem, err := mapAlignedAt(fd, offsetBytes, sizeBytes, max(pageSize, HugePageSize), prot, unix.MAP_SHARED)
+	mem, err := mapAlignedAt(fd, offsetBytes, sizeBytes, max(pageSize, HugePageSize), prot,
+		unix.MAP_SHARED)
 	if err != nil {
 		return nil, err
 	}

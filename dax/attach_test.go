@@ -51,7 +51,8 @@ func TestAttach(t *testing.T) {
 	if ro.Bytes()[5] != 7 {
 		t.Error("what one writes a reader does not see")
 	}
-	if err := Guard(func() { ro.Bytes()[5] = 8 }, ro.Bytes()); !errors.Is(err, ErrFault) || r.Bytes()[5] != 7 {
+	if err := Guard(func() { ro.Bytes()[5] = 8 }, ro.Bytes()); !errors.Is(err, ErrFault) ||
+		r.Bytes()[5] != 7 {
 		t.Errorf("a reader writes: %v", err)
 	}
 	if err := ro.Close(); err != nil {
@@ -59,7 +60,8 @@ func TestAttach(t *testing.T) {
 	}
 }
 
-// A part of a descriptor's bytes is mapped where its pages want it, and nothing that does not fit them.
+// A part of a descriptor's bytes is mapped where its pages want it, and nothing that does not fit
+// them.
 func TestAttachAtAnOffset(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "device")
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)

@@ -19,15 +19,15 @@ const regionReserve = 16 << 20
 
 const hugePagesDir = "sys/kernel/mm/hugepages/hugepages-2048kB"
 
-// CheckBudget says whether this host, and every control group (v1 or v2) that
-// this process is in, can give sizeBytes of memory of that kind now, and
-// reserve bytes more of ordinary memory. It must be asked before populating: a group that goes over its limit has a process
-// killed, it gets no error. The error wraps ErrNoMemory, or ErrTooLarge where
-// waiting cannot help, and carries the numbers and the limit's name.
+// CheckBudget says whether this host, and every control group (v1 or v2) that this process is in,
+// can give sizeBytes of memory of that kind now, and reserve bytes more of ordinary memory. It must
+// be asked before populating: a group that goes over its limit has a process killed, it gets no
+// error. The error wraps ErrNoMemory, or ErrTooLarge where waiting cannot help, and carries the
+// numbers and the limit's name.
 //
-// The answer is of this moment and reserves nothing. KindFile needs no memory
-// that the kernel could not take back, so it always passes; [Create] checks
-// the filesystem instead. KindAuto is checked as the kind that [Choose] picks.
+// The answer is of this moment and reserves nothing. KindFile needs no memory that the kernel could
+// not take back, so it always passes; [Create] checks the filesystem instead. KindAuto is checked
+// as the kind that [Choose] picks.
 func CheckBudget(sizeBytes int64, kind Kind, reserve int64) error {
 	return checkBudget(systemHost, sizeBytes, kind, reserve)
 }
@@ -61,14 +61,16 @@ func checkBudget(h host, size int64, kind Kind, reserve int64) error {
 	}
 }
 
-// refused is the error for a limit that leaves less than size, of the most that it could leave if nobody else had any of it.
+// refused is the error for a limit that leaves less than size, of the most that it could leave if
+// nobody else had any of it.
 func refused(size, most, free int64, limit string) error {
 	cause := ErrNoMemory
 	if size > most {
 		cause = ErrTooLarge
 	}
 	return fmt.Errorf("%w: need %s (%d bytes), but %s", cause, FormatSize(size), size, limit+
-		fmt.Sprintf(", of which %s (%d bytes) can be taken", FormatSize(max(free, 0)), max(free, 0)))
+		fmt.Sprintf(", of which %s (%d bytes) can be taken", FormatSize(max(free, 0)),
+			max(free, 0)))
 }
 
 // room is what one limit leaves.
@@ -88,7 +90,8 @@ func checkMemory(h host, size, reserve int64) error {
 	if err != nil {
 		return err
 	}
-	rooms = append([]room{{info["MemTotal"] << 10, available, fmt.Sprintf("the host has MemAvailable %s", FormatSize(available))}}, rooms...)
+	rooms = append([]room{{info["MemTotal"] << 10, available,
+		fmt.Sprintf("the host has MemAvailable %s", FormatSize(available))}}, rooms...)
 	for _, r := range rooms {
 		if free := r.free - reserve; size > free {
 			return refused(size, r.total-reserve, free, r.limit)
@@ -157,8 +160,9 @@ func roomsOf(h host, version int, dir string) (rooms []room, err error) {
 			return nil, fmt.Errorf("memory budget: %w", err)
 		}
 		used = max(used-stat[prefix+"inactive_file"]-stat[prefix+"active_file"], 0)
-		rooms = append(rooms, room{limit, limit - used, fmt.Sprintf("the control group limit %s is %s with %s used",
-			path.Join(dir, name), FormatSize(limit), FormatSize(used))})
+		rooms = append(rooms, room{limit, limit - used,
+			fmt.Sprintf("the control group limit %s is %s with %s used",
+				path.Join(dir, name), FormatSize(limit), FormatSize(used))})
 	}
 	return rooms, nil
 }
@@ -167,7 +171,8 @@ func roomsOf(h host, version int, dir string) (rooms []room, err error) {
 // included that vm.nr_overcommit_hugepages allows.
 func freeHugePages(h host) (pages int64, err error) {
 	var n [4]int64
-	for i, name := range []string{"free_hugepages", "resv_hugepages", "nr_overcommit_hugepages", "surplus_hugepages"} {
+	for i, name := range []string{"free_hugepages", "resv_hugepages", "nr_overcommit_hugepages",
+		"surplus_hugepages"} {
 		if n[i], err = h.readInt(path.Join(hugePagesDir, name)); err != nil {
 			return 0, err
 		}
@@ -210,8 +215,9 @@ func checkHugetlb(h host, size int64) error {
 				return fmt.Errorf("huge page budget: %w", err)
 			}
 			if limit-used < size {
-				return refused(size, limit, limit-used, fmt.Sprintf("the control group limit %s is %s with %s used",
-					path.Join(dir, limitName), FormatSize(limit), FormatSize(used)))
+				return refused(size, limit, limit-used,
+					fmt.Sprintf("the control group limit %s is %s with %s used",
+						path.Join(dir, limitName), FormatSize(limit), FormatSize(used)))
 			}
 			return nil
 		})

@@ -38,7 +38,8 @@ func v1(own string, more map[string]string) map[string]string {
 func v2(own, mountRoot string, more map[string]string) map[string]string {
 	files := plenty(more)
 	files["proc/self/cgroup"] = "0::" + own + "\n"
-	files["proc/self/mountinfo"] = "29 23 0:26 " + mountRoot + " /sys/fs/cgroup ro,nosuid - cgroup2 cgroup rw,nsdelegate\n"
+	files["proc/self/mountinfo"] = "29 23 0:26 " + mountRoot +
+		" /sys/fs/cgroup ro,nosuid - cgroup2 cgroup rw,nsdelegate\n"
 	return files
 }
 
@@ -52,44 +53,61 @@ func TestBudget(t *testing.T) {
 		words []string // of the refusal; none means that it fits
 	}{
 		{"host has it", plenty(nil), 63 * gib, KindMemfd, nil},
-		{"host has not", plenty(nil), 64 * gib, KindTHP, []string{"need 64GiB", "68719476736 bytes", "MemAvailable 64GiB", "63.94GiB"}},
+		{"host has not", plenty(nil), 64 * gib, KindTHP, []string{"need 64GiB", "68719476736 bytes",
+			"MemAvailable 64GiB", "63.94GiB"}},
 		{"file needs no memory", plenty(nil), 640 * gib, KindFile, nil},
 		{"auto is memory here", plenty(nil), 65 * gib, KindAuto, []string{"MemAvailable"}},
 
-		{"v1 unlimited", v1("/a", map[string]string{v1dir + "a/memory.limit_in_bytes": v1No, v1dir + "memory.limit_in_bytes": v1No}), 60 * gib, KindMemfd, nil},
+		{"v1 unlimited", v1("/a", map[string]string{v1dir + "a/memory.limit_in_bytes": v1No,
+			v1dir + "memory.limit_in_bytes": v1No}), 60 * gib, KindMemfd, nil},
 		{"v1 own limit", v1("/a/b", map[string]string{
-			v1dir + "a/b/memory.limit_in_bytes": "8589934592\n", v1dir + "a/b/memory.usage_in_bytes": "1073741824\n",
-			v1dir + "a/memory.limit_in_bytes": v1No}),
-			8 * gib, KindMemfd, []string{"need 8GiB", "sys/fs/cgroup/memory/a/b/memory.limit_in_bytes is 8GiB with 1GiB used", "6.94GiB"}},
+			v1dir + "a/b/memory.limit_in_bytes": "8589934592\n",
+			v1dir + "a/b/memory.usage_in_bytes": "1073741824\n",
+			v1dir + "a/memory.limit_in_bytes":   v1No}),
+			8 * gib, KindMemfd, []string{"need 8GiB",
+				"sys/fs/cgroup/memory/a/b/memory.limit_in_bytes is 8GiB with 1GiB used",
+				"6.94GiB"}},
 		{"v1 cache can go", v1("/a/b", map[string]string{
-			v1dir + "a/b/memory.limit_in_bytes": "8589934592\n", v1dir + "a/b/memory.usage_in_bytes": "8589934592\n",
-			v1dir + "a/b/memory.stat": "inactive_file 1\ntotal_cache 9\ntotal_inactive_file 4294967296\ntotal_active_file 3221225472\n"}),
+			v1dir + "a/b/memory.limit_in_bytes": "8589934592\n",
+			v1dir + "a/b/memory.usage_in_bytes": "8589934592\n",
+			v1dir + "a/b/memory.stat":           "inactive_file 1\ntotal_cache 9\ntotal_inactive_file 4294967296\ntotal_active_file 3221225472\n"}),
 			6 * gib, KindMemfd, nil},
 		{"v1 parent is tighter", v1("/a/b", map[string]string{
-			v1dir + "a/b/memory.limit_in_bytes": v1No, v1dir + "a/memory.limit_in_bytes": "1073741824\n", v1dir + "a/memory.usage_in_bytes": "0\n"}),
+			v1dir + "a/b/memory.limit_in_bytes": v1No,
+			v1dir + "a/memory.limit_in_bytes":   "1073741824\n",
+			v1dir + "a/memory.usage_in_bytes":   "0\n"}),
 			gib, KindTHP, []string{"memory/a/memory.limit_in_bytes is 1GiB"}},
 		{"v1 the mount's own root", v1("/", map[string]string{
-			v1dir + "memory.limit_in_bytes": "1073741824\n", v1dir + "memory.usage_in_bytes": "0\n"}),
+			v1dir + "memory.limit_in_bytes": "1073741824\n",
+			v1dir + "memory.usage_in_bytes": "0\n"}),
 			gib, KindMemfd, []string{"memory/memory.limit_in_bytes"}},
 
 		{"v2 root group has no files", v2("/", "/", nil), 60 * gib, KindMemfd, nil},
 		{"v2 max", v2("/pod/c", "/", map[string]string{
 			v2dir + "pod/c/memory.max": "max\n", v2dir + "pod/c/memory.high": "max\n",
-			v2dir + "pod/memory.max": "4294967296\n", v2dir + "pod/memory.high": "max\n", v2dir + "pod/memory.current": "2147483648\n",
-			v2dir + "pod/memory.stat": "anon 5\nfile 1073741824\ninactive_file 536870912\nactive_file 536870912\n"}),
-			3 * gib, KindMemfd, []string{"sys/fs/cgroup/pod/memory.max is 4GiB with 1GiB used", "2.94GiB"}},
+			v2dir + "pod/memory.max": "4294967296\n", v2dir + "pod/memory.high": "max\n",
+			v2dir + "pod/memory.current": "2147483648\n",
+			v2dir + "pod/memory.stat":    "anon 5\nfile 1073741824\ninactive_file 536870912\nactive_file 536870912\n"}),
+			3 * gib, KindMemfd, []string{"sys/fs/cgroup/pod/memory.max is 4GiB with 1GiB used",
+				"2.94GiB"}},
 		{"v2 high", v2("/pod", "/", map[string]string{
-			v2dir + "pod/memory.max": "max\n", v2dir + "pod/memory.high": "1073741824\n", v2dir + "pod/memory.current": "0\n"}),
+			v2dir + "pod/memory.max": "max\n", v2dir + "pod/memory.high": "1073741824\n",
+			v2dir + "pod/memory.current": "0\n"}),
 			gib, KindMemfd, []string{"pod/memory.high is 1GiB"}},
 		{"v2 within", v2("/pod", "/", map[string]string{
-			v2dir + "pod/memory.max": "4294967296\n", v2dir + "pod/memory.current": "0\n"}), 3 * gib, KindMemfd, nil},
+			v2dir + "pod/memory.max": "4294967296\n", v2dir + "pod/memory.current": "0\n"}),
+			3 * gib, KindMemfd, nil},
 		{"container, its group is the mount", v2("/docker/77", "/docker/77", map[string]string{
-			v2dir + "memory.max": "1073741824\n", v2dir + "memory.current": "0\n"}), gib, KindMemfd, []string{"sys/fs/cgroup/memory.max"}},
+			v2dir + "memory.max": "1073741824\n", v2dir + "memory.current": "0\n"}), gib, KindMemfd,
+			[]string{"sys/fs/cgroup/memory.max"}},
 		{"container, group outside the mount", v2("/../other", "/docker/77", map[string]string{
-			v2dir + "memory.max": "1073741824\n", v2dir + "memory.current": "0\n"}), gib, KindMemfd, []string{"sys/fs/cgroup/memory.max"}},
+			v2dir + "memory.max": "1073741824\n", v2dir + "memory.current": "0\n"}), gib, KindMemfd,
+			[]string{"sys/fs/cgroup/memory.max"}},
 		{"limit below what is used", v2("/pod", "/", map[string]string{
-			v2dir + "pod/memory.max": "1048576\n", v2dir + "pod/memory.current": "2147483648\n"}), 4096, KindMemfd, []string{"0B (0 bytes) can be taken"}},
-		{"garbled limit", v2("/pod", "/", map[string]string{v2dir + "pod/memory.max": "lots\n"}), 4096, KindMemfd, []string{"memory.max", "lots"}},
+			v2dir + "pod/memory.max": "1048576\n", v2dir + "pod/memory.current": "2147483648\n"}),
+			4096, KindMemfd, []string{"0B (0 bytes) can be taken"}},
+		{"garbled limit", v2("/pod", "/", map[string]string{v2dir + "pod/memory.max": "lots\n"}),
+			4096, KindMemfd, []string{"memory.max", "lots"}},
 		{"no meminfo", map[string]string{}, 4096, KindMemfd, []string{"meminfo"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -108,7 +126,8 @@ func TestBudget(t *testing.T) {
 
 // Whether waiting may help is told apart: what is more than there is in all never fits.
 func TestBudgetForEver(t *testing.T) {
-	group := map[string]string{"sys/fs/cgroup/pod/memory.max": "4294967296\n", "sys/fs/cgroup/pod/memory.current": "2147483648\n"}
+	group := map[string]string{"sys/fs/cgroup/pod/memory.max": "4294967296\n",
+		"sys/fs/cgroup/pod/memory.current": "2147483648\n"}
 	for _, c := range []struct {
 		files map[string]string
 		size  int64
@@ -129,7 +148,8 @@ func TestBudgetForEver(t *testing.T) {
 
 func pool(total, free, reserved, overcommit, surplus int) map[string]string {
 	files := map[string]string{}
-	for name, n := range map[string]int{"nr_hugepages": total, "free_hugepages": free, "resv_hugepages": reserved,
+	for name, n := range map[string]int{"nr_hugepages": total, "free_hugepages": free,
+		"resv_hugepages":          reserved,
 		"nr_overcommit_hugepages": overcommit, "surplus_hugepages": surplus} {
 		files[filepath.Join(hugePagesDir, name)] = strconv.Itoa(n) + "\n"
 	}
@@ -141,7 +161,8 @@ func TestBudgetHugetlb(t *testing.T) {
 	if err := checkBudget(fakeHost(t, pool(200, 150, 50, 0, 0)), size, KindHugetlb, 0); err != nil {
 		t.Error(err)
 	}
-	if err := checkBudget(fakeHost(t, pool(200, 150, 60, 20, 10)), size, KindHugetlb, 0); err != nil {
+	if err := checkBudget(fakeHost(t, pool(200, 150, 60, 20, 10)), size, KindHugetlb,
+		0); err != nil {
 		t.Errorf("overcommit: %v", err)
 	}
 	err := checkBudget(fakeHost(t, pool(200, 150, 51, 0, 0)), size, KindHugetlb, 0)
@@ -174,7 +195,8 @@ func TestBudgetHere(t *testing.T) {
 	if err := CheckBudget(1<<20, KindMemfd, BudgetReserve); err != nil {
 		t.Error(err)
 	}
-	_, err := Create(Options{Kind: KindMemfd, SizeBytes: 1 << 50, NUMANode: NoNUMANode, Populate: true})
+	_, err := Create(Options{Kind: KindMemfd, SizeBytes: 1 << 50, NUMANode: NoNUMANode,
+		Populate: true})
 	wantError(t, err, ErrNoMemory, "1024TiB")
 }
 
@@ -186,7 +208,8 @@ func helperCheckLimit(arg string) string {
 	fmt.Println(CheckBudget(size, KindMemfd, BudgetReserve))
 	_, err = Create(Options{Kind: KindMemfd, SizeBytes: size, NUMANode: NoNUMANode, Populate: true})
 	fmt.Println(err)
-	r, err := Create(Options{Kind: KindMemfd, SizeBytes: 16 << 20, NUMANode: NoNUMANode, Populate: true})
+	r, err := Create(Options{Kind: KindMemfd, SizeBytes: 16 << 20, NUMANode: NoNUMANode,
+		Populate: true})
 	if err != nil {
 		return err.Error()
 	}

@@ -35,9 +35,11 @@ func choose(h host, want Kind, size int64) (Kind, string, error) {
 		}
 		thp := choiceTHP(h)
 		if thp == nil {
-			return KindTHP, fmt.Sprintf("no hugetlb (%v); transparent huge pages are allowed", hugetlb), nil
+			return KindTHP, fmt.Sprintf("no hugetlb (%v); transparent huge pages are allowed",
+				hugetlb), nil
 		}
-		return KindMemfd, fmt.Sprintf("no hugetlb (%v); no transparent huge pages (%v)", hugetlb, thp), nil
+		return KindMemfd, fmt.Sprintf("no hugetlb (%v); no transparent huge pages (%v)", hugetlb,
+			thp), nil
 	case KindHugetlb:
 		if err := checkHugetlb(h, size); err != nil {
 			return "", "", err

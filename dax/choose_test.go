@@ -9,7 +9,10 @@ import (
 )
 
 func thp(global, size string) map[string]string {
-	pick := func(modes, mode string) string { return strings.Replace(modes, mode, "["+mode+"]", 1) + "\n" }
+	pick := func(modes, mode string) string {
+		return strings.Replace(modes, mode, "["+mode+"]", 1) +
+			"\n"
+	}
 	files := map[string]string{thpShmem: pick("always within_size advise never deny force", global)}
 	if size != "" {
 		files[thpShmem2MB] = pick("always inherit within_size advise never", size)
@@ -26,19 +29,29 @@ func TestChoose(t *testing.T) {
 		kind   Kind // "" is refused
 		reason []string
 	}{
-		{"auto, pool", KindAuto, []map[string]string{pool(100, 100, 0, 0, 0), thp("advise", "")}, KindHugetlb, []string{"200MiB"}},
+		{"auto, pool", KindAuto, []map[string]string{pool(100, 100, 0, 0, 0), thp("advise", "")},
+			KindHugetlb, []string{"200MiB"}},
 		{"unset is auto", "", []map[string]string{pool(100, 100, 0, 0, 0)}, KindHugetlb, nil},
-		{"auto, pool too small", KindAuto, []map[string]string{pool(100, 99, 0, 0, 0), thp("advise", "inherit")}, KindTHP, []string{"99 free", "allowed"}},
-		{"auto, neither", KindAuto, []map[string]string{pool(0, 0, 0, 0, 0), thp("never", "inherit")}, KindMemfd, []string{"0 free", "shmem_enabled", "never", "advise"}},
-		{"auto, old kernel", KindAuto, nil, KindMemfd, []string{"no 2 MiB huge pages", "no transparent huge pages"}},
+		{"auto, pool too small", KindAuto, []map[string]string{pool(100, 99, 0, 0, 0),
+			thp("advise", "inherit")}, KindTHP, []string{"99 free", "allowed"}},
+		{"auto, neither", KindAuto, []map[string]string{pool(0, 0, 0, 0, 0),
+			thp("never", "inherit")}, KindMemfd, []string{"0 free", "shmem_enabled", "never",
+			"advise"}},
+		{"auto, old kernel", KindAuto, nil, KindMemfd, []string{"no 2 MiB huge pages",
+			"no transparent huge pages"}},
 		{"hugetlb", KindHugetlb, []map[string]string{pool(100, 100, 0, 0, 0)}, KindHugetlb, nil},
-		{"hugetlb, too small", KindHugetlb, []map[string]string{pool(100, 99, 0, 0, 0)}, "", []string{"99 free"}},
+		{"hugetlb, too small", KindHugetlb, []map[string]string{pool(100, 99, 0, 0, 0)}, "",
+			[]string{"99 free"}},
 		{"thp advise", KindTHP, []map[string]string{thp("advise", "")}, KindTHP, nil},
-		{"thp within_size", KindTHP, []map[string]string{thp("within_size", "inherit")}, KindTHP, nil},
+		{"thp within_size", KindTHP, []map[string]string{thp("within_size", "inherit")}, KindTHP,
+			nil},
 		{"thp always", KindTHP, []map[string]string{thp("always", "inherit")}, KindTHP, nil},
-		{"thp size says advise", KindTHP, []map[string]string{thp("never", "advise")}, KindTHP, nil},
-		{"thp size says never", KindTHP, []map[string]string{thp("advise", "never")}, "", []string{"hugepages-2048kB", "never"}},
-		{"thp denied over all", KindTHP, []map[string]string{thp("deny", "always")}, "", []string{"deny"}},
+		{"thp size says advise", KindTHP, []map[string]string{thp("never", "advise")}, KindTHP,
+			nil},
+		{"thp size says never", KindTHP, []map[string]string{thp("advise", "never")}, "",
+			[]string{"hugepages-2048kB", "never"}},
+		{"thp denied over all", KindTHP, []map[string]string{thp("deny", "always")}, "",
+			[]string{"deny"}},
 		{"thp forced over all", KindTHP, []map[string]string{thp("force", "never")}, KindTHP, nil},
 		{"thp garbled", KindTHP, []map[string]string{{thpShmem: "what\n"}}, "", []string{"what"}},
 		{"thp absent", KindTHP, nil, "", []string{"no transparent"}},
@@ -71,7 +84,8 @@ func TestChoose(t *testing.T) {
 	if _, _, err := Choose(KindMemfd, 0); err == nil {
 		t.Error("a size of zero accepted")
 	}
-	if kind, reason, err := Choose(KindAuto, 1<<20); err != nil || kind == KindAuto || reason == "" {
+	if kind, reason, err := Choose(KindAuto, 1<<20); err != nil || kind == KindAuto ||
+		reason == "" {
 		t.Errorf("here: %q, %q, %v", kind, reason, err)
 	}
 }

@@ -74,7 +74,8 @@ func NewControl(generation uint64) (*Control, error) {
 	c.store64(controlGenerationAt, generation)
 	c.store32(controlStateAt, uint32(StateServing))
 	// F_SEAL_FUTURE_WRITE (Linux 5.1) leaves this mapping writable.
-	err = addSeals(fd, unix.F_SEAL_FUTURE_WRITE|unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|unix.F_SEAL_SEAL)
+	err = addSeals(fd, unix.F_SEAL_FUTURE_WRITE|unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|
+		unix.F_SEAL_SEAL)
 	if err != nil {
 		_ = c.Close()
 		return nil, err

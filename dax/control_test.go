@@ -28,7 +28,8 @@ func TestControl(t *testing.T) {
 		t.Helper()
 		u32, u64 := binary.LittleEndian.Uint32, binary.LittleEndian.Uint64
 		if string(mem[:8]) != "LOOKASID" || u32(mem[8:]) != 1 || u32(mem[12:]) != uint32(state) ||
-			u64(mem[16:]) != 0x0123456789abcdef || u64(mem[24:]) != regions || u64(mem[32:]) != capacity || u64(mem[40:]) != used {
+			u64(mem[16:]) != 0x0123456789abcdef || u64(mem[24:]) != regions ||
+			u64(mem[32:]) != capacity || u64(mem[40:]) != used {
 			t.Errorf("control region: %x", mem[:48])
 		}
 	}
@@ -45,7 +46,8 @@ func TestControl(t *testing.T) {
 	}
 	defer reopened.Close()
 	for _, fd := range []int{c.FD(), int(reopened.Fd())} {
-		if m, err := unix.Mmap(fd, 0, ControlSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err == nil {
+		if m, err := unix.Mmap(fd, 0, ControlSize, unix.PROT_READ|unix.PROT_WRITE,
+			unix.MAP_SHARED); err == nil {
 			_ = unix.Munmap(m)
 			t.Error("mapped to write")
 		} else if !errors.Is(err, unix.EPERM) && !errors.Is(err, unix.EACCES) {
@@ -54,7 +56,8 @@ func TestControl(t *testing.T) {
 		if _, err := unix.Pwrite(fd, []byte{1}, 0); !errors.Is(err, unix.EPERM) {
 			t.Errorf("write(2): %v, want EPERM", err)
 		}
-		if err := unix.Fallocate(fd, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 0, ControlSize); !errors.Is(err, unix.EPERM) {
+		if err := unix.Fallocate(fd, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 0,
+			ControlSize); !errors.Is(err, unix.EPERM) {
 			t.Errorf("punch: %v, want EPERM", err)
 		}
 		for _, size := range []int64{0, 2 * ControlSize} {
@@ -62,7 +65,8 @@ func TestControl(t *testing.T) {
 				t.Errorf("ftruncate to %d: %v, want EPERM", size, err)
 			}
 		}
-		if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_WRITE); !errors.Is(err, unix.EPERM) {
+		if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_WRITE); !errors.Is(
+			err, unix.EPERM) {
 			t.Errorf("adding a seal: %v, want EPERM", err)
 		}
 	}

@@ -25,7 +25,9 @@ func readDaxInfo(sysFS, path string, rdev uint64) (daxInfo, error) {
 	dir := filepath.Join(sysFS, "dev", "char", name)
 	subsystem, err := os.Readlink(filepath.Join(dir, "subsystem"))
 	if err != nil || filepath.Base(subsystem) != "dax" {
-		return daxInfo{}, fmt.Errorf("%s: %w: character device %s is not of the kernel's DAX subsystem", path, ErrDevice, name)
+		return daxInfo{}, fmt.Errorf(
+			"%s: %w: character device %s is not of the kernel's DAX subsystem", path, ErrDevice,
+			name)
 	}
 	if err := canWriteBack(); err != nil {
 		return daxInfo{}, fmt.Errorf("%s: %w", path, err)
@@ -35,14 +37,17 @@ func readDaxInfo(sysFS, path string, rdev uint64) (daxInfo, error) {
 	if info.size, err = h.readInt("size"); err != nil {
 		return daxInfo{}, fmt.Errorf("%s: %w: its size: %w", path, ErrDevice, err)
 	}
-	for _, at := range []string{"align", "device/align", "dax_region/align", "device/dax_region/align"} {
+	for _, at := range []string{"align", "device/align", "dax_region/align",
+		"device/dax_region/align"} {
 		if n, err := h.readInt(at); err == nil {
 			info.align = n
 			break
 		}
 	}
-	if page := int64(os.Getpagesize()); info.align < page || info.align&(info.align-1) != 0 || info.align > maxAlign {
-		return daxInfo{}, fmt.Errorf("%s: %w: an alignment of %d bytes", path, ErrDevice, info.align)
+	if page := int64(os.Getpagesize()); info.align < page || info.align&(info.align-1) != 0 ||
+		info.align > maxAlign {
+		return daxInfo{}, fmt.Errorf("%s: %w: an alignment of %d bytes", path, ErrDevice,
+			info.align)
 	}
 	for _, at := range []string{"numa_node", "device/numa_node", "target_node"} {
 		if n, err := h.readInt(at); err == nil && n < maxNUMANodes { // -1 is none

@@ -53,7 +53,8 @@ func (e *RangeLockedError) Error() string {
 	if e.PID > 0 {
 		who = fmt.Sprintf("process %d", e.PID)
 	}
-	return fmt.Sprintf("%s: %v: %s has its bytes %d to %d (%s)", e.Path, ErrBusy, who, e.OffsetBytes, e.OffsetBytes+e.SizeBytes-1, FormatSize(e.SizeBytes))
+	return fmt.Sprintf("%s: %v: %s has its bytes %d to %d (%s)", e.Path, ErrBusy, who,
+		e.OffsetBytes, e.OffsetBytes+e.SizeBytes-1, FormatSize(e.SizeBytes))
 }
 
 func (e *RangeLockedError) Unwrap() error { return ErrBusy }
@@ -92,7 +93,8 @@ type Device struct {
 	fd     int // to map and to hand out
 	lock   int // an open file of its own that has the lock, see createFile
 
-	room []byte       // address space reserved for the partition to grow in; the first size bytes are mapped
+	// address space reserved for the partition to grow in; the first size bytes are mapped
+	room []byte
 	size atomic.Int64 // of the partition
 
 	mu       sync.Mutex // held by Resize and Close
@@ -104,13 +106,14 @@ type Device struct {
 // partition can grow without moving.
 const fileRoom = 1 << 40
 
-// OpenDevice locks and maps a partition of a device. Errors wrap [ErrDevice],
-// [ErrBusy] (a *RangeLockedError, or after a few seconds a *LentError), [ErrNoSpace] or [ErrNoMemory], and say what to
-// do about it. A failed OpenDevice leaves nothing open; a file that it made stays.
+// OpenDevice locks and maps a partition of a device. Errors wrap [ErrDevice], [ErrBusy] (a
+// *RangeLockedError, or after a few seconds a *LentError), [ErrNoSpace] or [ErrNoMemory], and say
+// what to do about it. A failed OpenDevice leaves nothing open; a file that it made stays.
 func OpenDevice(o DeviceOptions) (d *Device, err error) {
 	switch {
 	case o.OffsetBytes < 0 || o.SizeBytes < 0 || o.OffsetBytes > math.MaxInt64-o.SizeBytes:
-		return nil, fmt.Errorf("%s: %w: a partition of %d bytes from byte %d on", o.Path, ErrDevice, o.SizeBytes, o.OffsetBytes)
+		return nil, fmt.Errorf("%s: %w: a partition of %d bytes from byte %d on", o.Path, ErrDevice,
+			o.SizeBytes, o.OffsetBytes)
 	case o.Ranks < 0 || o.Rank < 0 || o.Rank >= max(o.Ranks, 1):
 		return nil, fmt.Errorf("%s: %w: rank %d of %d", o.Path, ErrDevice, o.Rank, o.Ranks)
 	}
@@ -121,7 +124,8 @@ func OpenDevice(o DeviceOptions) (d *Device, err error) {
 	if err != nil {
 		return nil, err
 	}
-	d = &Device{path: o.Path, fd: fd, lock: -1, offset: o.OffsetBytes, node: NoNUMANode, kind: PlainFile, align: int64(os.Getpagesize())}
+	d = &Device{path: o.Path, fd: fd, lock: -1, offset: o.OffsetBytes, node: NoNUMANode,
+		kind: PlainFile, align: int64(os.Getpagesize())}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, d.Close())
@@ -130,7 +134,8 @@ func OpenDevice(o DeviceOptions) (d *Device, err error) {
 	}()
 	// The lock's open file must not be the mapped one: mappings that workers
 	// were handed would keep it alive beyond our death.
-	if d.lock, err = unix.Open(fmt.Sprintf("/proc/self/fd/%d", fd), unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0); err != nil {
+	if d.lock, err = unix.Open(fmt.Sprintf("/proc/self/fd/%d", fd),
+		unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0); err != nil {
 		return d, fmt.Errorf("%s: open: %w", o.Path, err)
 	}
 	var st unix.Stat_t
@@ -170,7 +175,8 @@ func OpenDevice(o DeviceOptions) (d *Device, err error) {
 		}
 		share := size / int64(o.Ranks) / d.align * d.align
 		if d.offset, size = d.offset+int64(o.Rank)*share, share; share == 0 {
-			return d, fmt.Errorf("%s: %w: %s in %d parts, each a multiple of %s", o.Path, ErrDevice, FormatSize(o.SizeBytes), o.Ranks, FormatSize(d.align))
+			return d, fmt.Errorf("%s: %w: %s in %d parts, each a multiple of %s", o.Path, ErrDevice,
+				FormatSize(o.SizeBytes), o.Ranks, FormatSize(d.align))
 		}
 	}
 	if err = d.fits(size, total); err != nil {
@@ -182,7 +188,8 @@ func OpenDevice(o DeviceOptions) (d *Device, err error) {
 	if err = d.awaitLent(d.offset, size); err != nil {
 		return d, err
 	}
-	if d.kind != DevDAX { // or a store into the mapping could meet a full file system, which is SIGBUS
+	if d.kind != DevDAX {
+		// or a store into the mapping could meet a full file system, which is SIGBUS
 		if err = allocateRange(d.path, fd, d.offset, size); err != nil {
 			return d, err
 		}
@@ -208,7 +215,8 @@ func (d *Device) fits(size, total int64) error {
 	case d.offset%d.align != 0 || size%d.align != 0:
 		return fmt.Errorf("%s: %w: a partition of %d bytes from byte %d on is not aligned to %s, as this device wants it", d.path, ErrDevice, size, d.offset, FormatSize(d.align))
 	case size <= 0:
-		return fmt.Errorf("%s: %w: a partition of %d bytes from byte %d on, of %s", d.path, ErrDevice, size, d.offset, FormatSize(total))
+		return fmt.Errorf("%s: %w: a partition of %d bytes from byte %d on, of %s", d.path,
+			ErrDevice, size, d.offset, FormatSize(total))
 	case size > total-d.offset:
 		return fmt.Errorf("%s: %w: a partition of %s from byte %d on does not fit: it has %s (%d bytes)", d.path, ErrDevice, FormatSize(size), d.offset, FormatSize(total), total)
 	}
@@ -221,7 +229,8 @@ func openDeviceFile(o *DeviceOptions) (fd int, err error) {
 	fd, err = unix.Open(o.Path, flags, 0)
 	if errors.Is(err, unix.ENOENT) && o.AllowFile {
 		if o.SizeBytes == 0 {
-			return -1, fmt.Errorf("%s: %w: there is no such file, and no size to make it of", o.Path, ErrDevice)
+			return -1, fmt.Errorf("%s: %w: there is no such file, and no size to make it of",
+				o.Path, ErrDevice)
 		}
 		fd, err = unix.Open(o.Path, flags|unix.O_CREAT, 0o600)
 	}
@@ -234,7 +243,8 @@ func openDeviceFile(o *DeviceOptions) (fd int, err error) {
 		return -1, fmt.Errorf("%s: %w: %w for uid %d: give it read and write permission, for good by a udev rule such as SUBSYSTEM==\"dax\", GROUP=\"…\", MODE=\"0660\"",
 			o.Path, ErrDevice, err, os.Geteuid())
 	case errors.Is(err, unix.EISDIR):
-		return -1, fmt.Errorf("%s: %w: it is a directory; name a device, or a file in it", o.Path, ErrDevice)
+		return -1, fmt.Errorf("%s: %w: it is a directory; name a device, or a file in it", o.Path,
+			ErrDevice)
 	default:
 		return -1, fmt.Errorf("%s: %w: open: %w", o.Path, ErrDevice, err)
 	}
@@ -256,11 +266,13 @@ func fileType(mode uint32) string {
 // and nowhere else.
 func fileKind(fd int) (DeviceKind, error) {
 	page := uintptr(os.Getpagesize())
-	p, err := unix.MmapPtr(fd, 0, nil, page, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED_VALIDATE|unix.MAP_SYNC)
+	p, err := unix.MmapPtr(fd, 0, nil, page, unix.PROT_READ|unix.PROT_WRITE,
+		unix.MAP_SHARED_VALIDATE|unix.MAP_SYNC)
 	switch {
 	case err == nil:
 		return FSDAX, unix.MunmapPtr(p, page)
-	case errors.Is(err, unix.EOPNOTSUPP), errors.Is(err, unix.EINVAL): // EINVAL: a kernel before 4.15
+	// EINVAL: a kernel before 4.15
+	case errors.Is(err, unix.EOPNOTSUPP), errors.Is(err, unix.EINVAL):
 		return PlainFile, nil
 	}
 	return PlainFile, fmt.Errorf("%w: mmap: %w", ErrDevice, err)
@@ -294,7 +306,8 @@ func makeDeviceFile(o DeviceOptions, lock int) (size int64, err error) {
 		return st.Size, err
 	}
 	if o.SizeBytes == 0 {
-		return 0, fmt.Errorf("%s: %w: the file is empty, and there is no size to make it of", o.Path, ErrDevice)
+		return 0, fmt.Errorf("%s: %w: the file is empty, and there is no size to make it of",
+			o.Path, ErrDevice)
 	}
 	size = o.OffsetBytes + o.SizeBytes
 	return size, allocateRange(o.Path, lock, 0, size)
@@ -318,10 +331,12 @@ func allocateRange(path string, fd int, off, n int64) error {
 			}
 		}
 		if free := int64(fs.Bavail) * fs.Bsize; free < missing {
-			return fmt.Errorf("%s: %w: need %s more, free %s", path, ErrNoSpace, FormatSize(missing), FormatSize(free))
+			return fmt.Errorf("%s: %w: need %s more, free %s", path, ErrNoSpace,
+				FormatSize(missing), FormatSize(free))
 		}
 	}
-	// tmpfs looks at each page that is there already, 0.2 s of them for 5 GiB. It counts exactly what it has of a file: no other file system need.
+	// tmpfs looks at each page that is there already, 0.2 s of them for 5 GiB. It counts exactly
+	// what it has of a file: no other file system need.
 	if fs.Type == unix.TMPFS_MAGIC && off+n <= st.Size && st.Blocks*512 >= st.Size {
 		return nil
 	}
@@ -364,7 +379,8 @@ func (d *Device) lockRange(off, n int64) error {
 // reserve takes address space for a mapping of n bytes that may have to begin at
 // a multiple of align.
 func reserve(n, align int64) ([]byte, error) {
-	return mapAlignedAt(-1, 0, n, max(align, HugePageSize), unix.PROT_NONE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
+	return mapAlignedAt(-1, 0, n, max(align, HugePageSize), unix.PROT_NONE,
+		unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
 }
 
 // mapTo maps what is missing for the partition to have size bytes.
@@ -375,8 +391,10 @@ func (d *Device) mapTo(size int64) error {
 		flags = unix.MAP_SHARED_VALIDATE | unix.MAP_SYNC | unix.MAP_FIXED
 	}
 	at := unsafe.Pointer(&d.room[from])
-	if _, err := unix.MmapPtr(d.fd, d.offset+from, at, uintptr(size-from), unix.PROT_READ|unix.PROT_WRITE, flags); err != nil {
-		return fmt.Errorf("%s: %w: mmap of %s from byte %d on: %w", d.path, ErrDevice, FormatSize(size-from), d.offset+from, err)
+	if _, err := unix.MmapPtr(d.fd, d.offset+from, at, uintptr(size-from),
+		unix.PROT_READ|unix.PROT_WRITE, flags); err != nil {
+		return fmt.Errorf("%s: %w: mmap of %s from byte %d on: %w", d.path, ErrDevice,
+			FormatSize(size-from), d.offset+from, err)
 	}
 	mem := d.room[from:size]
 	_ = unix.Madvise(mem, unix.MADV_DONTDUMP) // as in create
@@ -405,7 +423,8 @@ func (d *Device) Resize(sizeBytes int64) error {
 		return nil
 	case sizeBytes < was:
 		at := unsafe.Pointer(&d.room[sizeBytes])
-		if _, err := unix.MmapPtr(-1, 0, at, uintptr(was-sizeBytes), unix.PROT_NONE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE|unix.MAP_FIXED); err != nil {
+		if _, err := unix.MmapPtr(-1, 0, at, uintptr(was-sizeBytes), unix.PROT_NONE,
+			unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE|unix.MAP_FIXED); err != nil {
 			return fmt.Errorf("%s: munmap: %w", d.path, err)
 		}
 		d.size.Store(sizeBytes)
@@ -568,7 +587,8 @@ func Peek(path, sysFS string, off int64, p []byte) error {
 	}
 	from := off / align * align
 	size := (off + int64(len(p)) - from + align - 1) / align * align
-	mem, err := mapAlignedAt(fd, from, size, max(align, HugePageSize), unix.PROT_READ, unix.MAP_SHARED)
+	mem, err := mapAlignedAt(fd, from, size, max(align, HugePageSize), unix.PROT_READ,
+		unix.MAP_SHARED)
 	if err != nil {
 		return fmt.Errorf("%s: %w", path, err)
 	}

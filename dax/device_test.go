@@ -50,11 +50,14 @@ func TestDeviceFile(t *testing.T) {
 	wantNoDevice(t, DeviceOptions{Path: path, SizeBytes: mib}, ErrDevice, "no such file", "daxctl")
 	wantNoDevice(t, DeviceOptions{Path: path, AllowFile: true}, ErrDevice, "no size")
 	d := mustOpenDevice(t, o)
-	if d.Kind() != PlainFile || d.Size() != mib || len(d.Bytes()) != mib || d.Align() != int64(os.Getpagesize()) || d.NUMANode() != NoNUMANode || d.Direct() || d.Path() != path || d.Offset() != 0 {
+	if d.Kind() != PlainFile || d.Size() != mib || len(d.Bytes()) != mib ||
+		d.Align() != int64(os.Getpagesize()) || d.NUMANode() != NoNUMANode || d.Direct() ||
+		d.Path() != path || d.Offset() != 0 {
 		t.Errorf("opened %+v", d)
 	}
 	var st unix.Stat_t
-	if err := unix.Fstat(d.FD(), &st); err != nil || st.Size != mib || st.Blocks*512 < mib || st.Mode&0o777 != 0o600 {
+	if err := unix.Fstat(d.FD(), &st); err != nil || st.Size != mib || st.Blocks*512 < mib ||
+		st.Mode&0o777 != 0o600 {
 		t.Errorf("file of %d bytes in %d blocks, mode %o: %v", st.Size, st.Blocks, st.Mode, err)
 	}
 	copy(d.Bytes()[mib-5:], "hello")
@@ -68,13 +71,18 @@ func TestDeviceFile(t *testing.T) {
 		t.Fatal(err)
 	}
 	wantNoDevice(t, DeviceOptions{Path: path}, ErrDevice, "regular file", "allow_files")
-	wantNoDevice(t, DeviceOptions{Path: path, AllowFile: true, SizeBytes: 2 * mib}, ErrDevice, "does not fit", "1MiB")
-	wantNoDevice(t, DeviceOptions{Path: path, AllowFile: true, SizeBytes: 4097}, ErrDevice, "not aligned to 4KiB")
-	wantNoDevice(t, DeviceOptions{Path: path, AllowFile: true, OffsetBytes: 5}, ErrDevice, "not aligned")
+	wantNoDevice(t, DeviceOptions{Path: path, AllowFile: true, SizeBytes: 2 * mib}, ErrDevice,
+		"does not fit", "1MiB")
+	wantNoDevice(t, DeviceOptions{Path: path, AllowFile: true, SizeBytes: 4097}, ErrDevice,
+		"not aligned to 4KiB")
+	wantNoDevice(t, DeviceOptions{Path: path, AllowFile: true, OffsetBytes: 5}, ErrDevice,
+		"not aligned")
 	wantNoDevice(t, DeviceOptions{Path: path, AllowFile: true, OffsetBytes: mib}, ErrDevice)
 	wantNoDevice(t, DeviceOptions{Path: path, AllowFile: true, OffsetBytes: -1}, ErrDevice)
-	wantNoDevice(t, DeviceOptions{Path: path, AllowFile: true, OffsetBytes: 1 << 62, SizeBytes: 1 << 62}, ErrDevice)
-	d = mustOpenDevice(t, DeviceOptions{Path: path, AllowFile: true, OffsetBytes: mib / 2}) // its own size
+	wantNoDevice(t, DeviceOptions{Path: path, AllowFile: true, OffsetBytes: 1 << 62,
+		SizeBytes: 1 << 62}, ErrDevice)
+	// its own size
+	d = mustOpenDevice(t, DeviceOptions{Path: path, AllowFile: true, OffsetBytes: mib / 2})
 	if d.Size() != mib/2 || string(d.Bytes()[mib/2-5:]) != "hello" {
 		t.Errorf("%d bytes, the last %q", d.Size(), d.Bytes()[d.Size()-5:])
 	}
@@ -91,7 +99,8 @@ func TestDeviceThatIsNone(t *testing.T) {
 	wantNoDevice(t, DeviceOptions{Path: fifo, SizeBytes: mib}, ErrDevice, "pipe")
 	if os.Geteuid() == 0 {
 		block := filepath.Join(dir, "pmem0")
-		if err := unix.Mknod(block, unix.S_IFBLK|0o600, int(unix.Mkdev(7, 250))); err == nil { // a loop device that nobody set up opens, if there is one
+		if err := unix.Mknod(block, unix.S_IFBLK|0o600, int(unix.Mkdev(7, 250))); err == nil {
+			// a loop device that nobody set up opens, if there is one
 			_, err := OpenDevice(DeviceOptions{Path: block, SizeBytes: mib})
 			wantError(t, err, ErrDevice)
 		}
@@ -113,10 +122,12 @@ func TestDeviceAllocates(t *testing.T) {
 	if err := unix.Fstat(d.FD(), &st); err != nil || st.Blocks*512 != 2*mib {
 		t.Errorf("%d bytes are allocated: %v", st.Blocks*512, err)
 	}
-	wantNoDevice(t, DeviceOptions{Path: filepath.Join(t.TempDir(), "dev"), AllowFile: true, SizeBytes: 1 << 50}, ErrNoSpace, "free")
+	wantNoDevice(t, DeviceOptions{Path: filepath.Join(t.TempDir(), "dev"), AllowFile: true,
+		SizeBytes: 1 << 50}, ErrNoSpace, "free")
 }
 
-// TestDeviceAllocatesInMemory: a hole in a file that was whole is filled again, on tmpfs too, which is asked for blocks only where some are missing.
+// TestDeviceAllocatesInMemory: a hole in a file that was whole is filled again, on tmpfs too, which
+// is asked for blocks only where some are missing.
 func TestDeviceAllocatesInMemory(t *testing.T) {
 	t.Parallel()
 	dir, err := os.MkdirTemp("/dev/shm", "lookaside-test-")
@@ -135,7 +146,8 @@ func TestDeviceAllocatesInMemory(t *testing.T) {
 			t.Errorf("%d bytes are allocated: %v", st.Blocks*512, err)
 		}
 		if hole {
-			if err := unix.Fallocate(d.FD(), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, mib, 4096); err != nil {
+			if err := unix.Fallocate(d.FD(), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE,
+				mib, 4096); err != nil {
 				t.Error(err)
 			}
 		}
@@ -156,11 +168,13 @@ func TestDevicePartitions(t *testing.T) {
 	}
 	a := mustOpenDevice(t, part(0, mib))
 	b := mustOpenDevice(t, part(mib, mib))
-	for _, o := range []DeviceOptions{part(0, mib), part(mib-4096, 4096), part(4096, 8192), part(mib, 3*mib), part(0, 4*mib)} {
+	for _, o := range []DeviceOptions{part(0, mib), part(mib-4096, 4096), part(4096, 8192),
+		part(mib, 3*mib), part(0, 4*mib)} {
 		wantNoDevice(t, o, ErrBusy, "has its bytes")
 	}
 	var busy *RangeLockedError
-	if _, err := OpenDevice(part(mib+4096, mib)); !errors.As(err, &busy) || busy.OffsetBytes != mib || busy.SizeBytes != mib || busy.PID != 0 {
+	if _, err := OpenDevice(part(mib+4096, mib)); !errors.As(err, &busy) ||
+		busy.OffsetBytes != mib || busy.SizeBytes != mib || busy.PID != 0 {
 		t.Errorf("locked: %+v", busy)
 	}
 	a.Bytes()[mib-1], b.Bytes()[0] = 1, 2
@@ -212,7 +226,8 @@ func TestDeviceResize(t *testing.T) {
 	if err := d.Resize(3 * mib); err != nil {
 		t.Fatal(err)
 	}
-	if grown := d.Bytes(); len(grown) != 3*mib || &grown[0] != &mem[0] || grown[mib-1] != 2 || grown[mib] != 0 {
+	if grown := d.Bytes(); len(grown) != 3*mib || &grown[0] != &mem[0] || grown[mib-1] != 2 ||
+		grown[mib] != 0 {
 		t.Errorf("grown to %d bytes", len(grown))
 	}
 	d.Bytes()[3*mib-1] = 3
@@ -304,7 +319,8 @@ func TestDeviceWithoutPermission(t *testing.T) {
 		t.Fatal(err)
 	}
 	exe, path := filepath.Join(dir, "test"), filepath.Join(dir, "dax0.0")
-	if err := errors.Join(os.Chmod(dir, 0o755), os.WriteFile(exe, text, 0o755), os.WriteFile(path, make([]byte, mib), 0o600)); err != nil {
+	if err := errors.Join(os.Chmod(dir, 0o755), os.WriteFile(exe, text, 0o755),
+		os.WriteFile(path, make([]byte, mib), 0o600)); err != nil {
 		t.Fatal(err)
 	}
 	cmd := exec.Command(exe)
@@ -312,12 +328,14 @@ func TestDeviceWithoutPermission(t *testing.T) {
 	cmd.Env = append(os.Environ(), helperEnv+"=own-device="+path)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
 	out, err := cmd.CombinedOutput()
-	if err != nil || !strings.Contains(string(out), "permission denied") || !strings.Contains(string(out), "uid 65534") || !strings.Contains(string(out), "udev") {
+	if err != nil || !strings.Contains(string(out), "permission denied") ||
+		!strings.Contains(string(out), "uid 65534") || !strings.Contains(string(out), "udev") {
 		t.Errorf("%s: %v", out, err)
 	}
 }
 
-// fakeDax is a made-up sysfs in which the character device /dev/zero is a DAX device: it maps as shared memory, which is all that is wanted of it here.
+// fakeDax is a made-up sysfs in which the character device /dev/zero is a DAX device: it maps as
+// shared memory, which is all that is wanted of it here.
 func fakeDax(t *testing.T, subsystem string, attributes map[string]string) (sysFS, path string) {
 	t.Helper()
 	sysFS, path = t.TempDir(), filepath.Join(t.TempDir(), "dax0.0")
@@ -331,13 +349,16 @@ func fakeDax(t *testing.T, subsystem string, attributes map[string]string) (sysF
 	}
 	device := filepath.Join(sysFS, "devices", "platform", "hmem.0", "dax0.0")
 	bus := filepath.Join(sysFS, subsystem)
-	if err := errors.Join(os.MkdirAll(device, 0o755), os.MkdirAll(bus, 0o755), os.MkdirAll(filepath.Join(sysFS, "dev", "char"), 0o755),
-		os.Symlink("../../devices/platform/hmem.0/dax0.0", filepath.Join(sysFS, "dev", "char", "1:5")), os.Symlink(bus, filepath.Join(device, "subsystem"))); err != nil {
+	if err := errors.Join(os.MkdirAll(device, 0o755), os.MkdirAll(bus, 0o755),
+		os.MkdirAll(filepath.Join(sysFS, "dev", "char"), 0o755),
+		os.Symlink("../../devices/platform/hmem.0/dax0.0", filepath.Join(sysFS, "dev", "char",
+			"1:5")), os.Symlink(bus, filepath.Join(device, "subsystem"))); err != nil {
 		t.Fatal(err)
 	}
 	for name, text := range attributes {
 		at := filepath.Join(device, name)
-		if err := errors.Join(os.MkdirAll(filepath.Dir(at), 0o755), os.WriteFile(at, []byte(text), 0o644)); err != nil {
+		if err := errors.Join(os.MkdirAll(filepath.Dir(at), 0o755), os.WriteFile(at, []byte(text),
+			0o644)); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -348,10 +369,13 @@ func TestDevDax(t *testing.T) {
 	if err := canWriteBack(); err != nil {
 		t.Skip(err)
 	}
-	sysFS, path := fakeDax(t, "bus/dax", map[string]string{"size": "67108864\n", "align": "2097152\n", "numa_node": "1\n", "target_node": "2\n"})
+	sysFS, path := fakeDax(t, "bus/dax", map[string]string{"size": "67108864\n",
+		"align": "2097152\n", "numa_node": "1\n", "target_node": "2\n"})
 	d := mustOpenDevice(t, DeviceOptions{Path: path, SysFS: sysFS})
-	if d.Kind() != DevDAX || d.Size() != 64*mib || d.Align() != 2*mib || d.NUMANode() != 1 || !d.Direct() {
-		t.Errorf("%s of %d bytes, aligned to %d, on node %d", d.Kind(), d.Size(), d.Align(), d.NUMANode())
+	if d.Kind() != DevDAX || d.Size() != 64*mib || d.Align() != 2*mib || d.NUMANode() != 1 ||
+		!d.Direct() {
+		t.Errorf("%s of %d bytes, aligned to %d, on node %d", d.Kind(), d.Size(), d.Align(),
+			d.NUMANode())
 	}
 	wantNoDevice(t, DeviceOptions{Path: path, SysFS: sysFS, SizeBytes: 2 * mib}, ErrBusy)
 	copy(d.Bytes()[100:], "hello")
@@ -370,7 +394,8 @@ func TestDevDax(t *testing.T) {
 	if second.Size() != 32*mib || second.Offset() != 32*mib {
 		t.Errorf("%d bytes from %d on", second.Size(), second.Offset())
 	}
-	for _, o := range []DeviceOptions{{OffsetBytes: mib}, {SizeBytes: mib}, {SizeBytes: 66 * mib}, {OffsetBytes: 64 * mib}} {
+	for _, o := range []DeviceOptions{{OffsetBytes: mib}, {SizeBytes: mib}, {SizeBytes: 66 * mib},
+		{OffsetBytes: 64 * mib}} {
 		o.Path, o.SysFS = path, sysFS
 		wantNoDevice(t, o, ErrDevice)
 	}
@@ -392,17 +417,26 @@ func TestDaxInfo(t *testing.T) {
 		want       daxInfo
 		err        string
 	}{
-		"1 GiB pages":     {"bus/dax", map[string]string{"size": "4294967296", "align": "1073741824"}, daxInfo{4 << 30, 1 << 30, NoNUMANode}, ""},
-		"4 KiB pages":     {"bus/dax", map[string]string{"size": "8192", "align": "4096"}, daxInfo{8192, 4096, NoNUMANode}, ""},
-		"old class":       {"class/dax", map[string]string{"size": "8388608", "device/align": "4194304"}, daxInfo{8 << 20, 4 << 20, NoNUMANode}, ""},
-		"region":          {"bus/dax", map[string]string{"size": "8388608", "dax_region/align": "2097152", "target_node": "3"}, daxInfo{8 << 20, 2 << 20, 3}, ""},
-		"no alignment":    {"bus/dax", map[string]string{"size": "8388608", "numa_node": "-1"}, daxInfo{8 << 20, 2 << 20, NoNUMANode}, ""},
-		"odd alignment":   {"bus/dax", map[string]string{"size": "8388608", "align": "3145728"}, daxInfo{}, "alignment of 3145728"},
-		"small alignment": {"bus/dax", map[string]string{"size": "8388608", "align": "512"}, daxInfo{}, "alignment"},
-		"huge alignment":  {"bus/dax", map[string]string{"size": "8388608", "align": "9223372036854775807"}, daxInfo{}, "alignment"},
-		"no size":         {"bus/dax", map[string]string{"align": "2097152"}, daxInfo{}, "size"},
-		"garbage":         {"bus/dax", map[string]string{"size": "many"}, daxInfo{}, "size"},
-		"of another kind": {"class/mem", map[string]string{"size": "8388608"}, daxInfo{}, "DAX subsystem"},
+		"1 GiB pages": {"bus/dax", map[string]string{"size": "4294967296",
+			"align": "1073741824"}, daxInfo{4 << 30, 1 << 30, NoNUMANode}, ""},
+		"4 KiB pages": {"bus/dax", map[string]string{"size": "8192", "align": "4096"},
+			daxInfo{8192, 4096, NoNUMANode}, ""},
+		"old class": {"class/dax", map[string]string{"size": "8388608",
+			"device/align": "4194304"}, daxInfo{8 << 20, 4 << 20, NoNUMANode}, ""},
+		"region": {"bus/dax", map[string]string{"size": "8388608",
+			"dax_region/align": "2097152", "target_node": "3"}, daxInfo{8 << 20, 2 << 20, 3}, ""},
+		"no alignment": {"bus/dax", map[string]string{"size": "8388608", "numa_node": "-1"},
+			daxInfo{8 << 20, 2 << 20, NoNUMANode}, ""},
+		"odd alignment": {"bus/dax", map[string]string{"size": "8388608", "align": "3145728"},
+			daxInfo{}, "alignment of 3145728"},
+		"small alignment": {"bus/dax", map[string]string{"size": "8388608", "align": "512"},
+			daxInfo{}, "alignment"},
+		"huge alignment": {"bus/dax", map[string]string{"size": "8388608",
+			"align": "9223372036854775807"}, daxInfo{}, "alignment"},
+		"no size": {"bus/dax", map[string]string{"align": "2097152"}, daxInfo{}, "size"},
+		"garbage": {"bus/dax", map[string]string{"size": "many"}, daxInfo{}, "size"},
+		"of another kind": {"class/mem", map[string]string{"size": "8388608"}, daxInfo{},
+			"DAX subsystem"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			sysFS, _ := fakeDax(t, c.subsystem, c.attributes)
@@ -449,7 +483,8 @@ func TestWriteBack(t *testing.T) {
 	}
 	want := bytes.Clone(mem)
 	if canWriteBack() == nil {
-		for _, r := range [][2]int{{0, 0}, {0, 1}, {63, 65}, {64, 128}, {100, 1 << 20}, {0, 1 << 20}} {
+		for _, r := range [][2]int{{0, 0}, {0, 1}, {63, 65}, {64, 128}, {100, 1 << 20},
+			{0, 1 << 20}} {
 			writeBack(mem[r[0]:r[1]])
 		}
 	}

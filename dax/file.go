@@ -28,7 +28,8 @@ func createFile(h host, path string, size int64) (fd, lock int, err error) {
 	if err := unlinkStale(h, path); err != nil {
 		return -1, -1, err
 	}
-	lock, err = unix.Open(path, unix.O_RDWR|unix.O_CREAT|unix.O_EXCL|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0o600)
+	lock, err = unix.Open(path, unix.O_RDWR|unix.O_CREAT|unix.O_EXCL|unix.O_CLOEXEC|unix.O_NOFOLLOW,
+		0o600)
 	if errors.Is(err, unix.EEXIST) {
 		return -1, -1, fmt.Errorf("%s: %w: another process made it just now", path, ErrBusy)
 	}
@@ -60,7 +61,8 @@ func createFile(h host, path string, size int64) (fd, lock int, err error) {
 		return fd, lock, fmt.Errorf("%s: statfs: %w", path, err)
 	}
 	if fs.Type == unix.HUGETLBFS_MAGIC {
-		return fd, lock, fmt.Errorf("%s: %w: a file on hugetlbfs; take kind %q instead", path, ErrUnsupported, KindHugetlb)
+		return fd, lock, fmt.Errorf("%s: %w: a file on hugetlbfs; take kind %q instead", path,
+			ErrUnsupported, KindHugetlb)
 	}
 	if fs.Type == unix.TMPFS_MAGIC { // a file in memory is memory
 		if err := checkBudget(h, size, KindMemfd, regionReserve); err != nil {
@@ -70,7 +72,8 @@ func createFile(h host, path string, size int64) (fd, lock int, err error) {
 	// Room first: fallocate on a filesystem with too little takes all there
 	// is before it fails, to everyone's harm.
 	if free := int64(fs.Bavail) * fs.Bsize; free < size {
-		return fd, lock, fmt.Errorf("%s: %w: need %s, free %s", path, ErrNoSpace, FormatSize(size), FormatSize(free))
+		return fd, lock, fmt.Errorf("%s: %w: need %s, free %s", path, ErrNoSpace, FormatSize(size),
+			FormatSize(free))
 	}
 	return fd, lock, allocate(path, fd, 0, size)
 }
@@ -86,9 +89,11 @@ func allocate(path string, fd int, off, size int64) error {
 		case errors.Is(err, unix.EINTR):
 			continue
 		case errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EDQUOT), errors.Is(err, unix.EFBIG):
-			return fmt.Errorf("%s: %w: fallocate of %s: %w", path, ErrNoSpace, FormatSize(size), err)
+			return fmt.Errorf("%s: %w: fallocate of %s: %w", path, ErrNoSpace, FormatSize(size),
+				err)
 		case errors.Is(err, unix.EOPNOTSUPP), errors.Is(err, unix.ENOSYS):
-			return fmt.Errorf("%s: %w: this filesystem cannot preallocate: %w", path, ErrUnsupported, err)
+			return fmt.Errorf("%s: %w: this filesystem cannot preallocate: %w", path,
+				ErrUnsupported, err)
 		default:
 			return fmt.Errorf("%s: fallocate of %s: %w", path, FormatSize(size), err)
 		}

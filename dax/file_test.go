@@ -26,7 +26,8 @@ func TestFile(t *testing.T) {
 		t.Fatal(err)
 	}
 	if st.Mode&0o777 != 0o600 || st.Size != r.Size() || st.Blocks*512 < r.Size() {
-		t.Errorf("mode %o size %d blocks %d: want 600, %d bytes all allocated", st.Mode&0o777, st.Size, st.Blocks, r.Size())
+		t.Errorf("mode %o size %d blocks %d: want 600, %d bytes all allocated", st.Mode&0o777,
+			st.Size, st.Blocks, r.Size())
 	}
 	if err := r.Close(); err != nil {
 		t.Fatal(err)

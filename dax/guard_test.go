@@ -33,10 +33,12 @@ func TestGuardTruncated(t *testing.T) {
 			sum += int(b)
 		}
 	}, make([]byte, 10), mem)
-	if !errors.As(err, &fault) || !errors.Is(err, ErrFault) || fault.Slice != 1 || fault.Offset != 8192 || sum != 5*8192 {
+	if !errors.As(err, &fault) || !errors.Is(err, ErrFault) || fault.Slice != 1 ||
+		fault.Offset != 8192 || sum != 5*8192 {
 		t.Errorf("load: %v after a sum of %d", err, sum)
 	}
-	if err := Guard(func() { mem[9000] = 1 }, mem); !errors.As(err, &fault) || fault.Offset != 9000 {
+	if err := Guard(func() { mem[9000] = 1 }, mem); !errors.As(err, &fault) ||
+		fault.Offset != 9000 {
 		t.Errorf("store: %v", err)
 	}
 	if err := Guard(func() { copy(make([]byte, len(mem)), mem) }, mem); !errors.Is(err, ErrFault) {

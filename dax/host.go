@@ -123,7 +123,8 @@ func cgroupMount(mountinfo string, version int, controller string) (mount, root 
 		if !found || len(l) < 5 || len(r) < 3 {
 			continue
 		}
-		if version == 2 && r[0] == "cgroup2" || version == 1 && r[0] == "cgroup" && contains(r[2], controller) {
+		if version == 2 && r[0] == "cgroup2" || version == 1 && r[0] == "cgroup" &&
+			contains(r[2], controller) {
 			mount, root, ok = unescape(l[4]), unescape(l[3]), true
 			if root == "/" {
 				return mount, root, ok

@@ -22,7 +22,8 @@ func mustLockLent(t *testing.T, fd int, off, n int64) *LentLock {
 	return l
 }
 
-// Who opens a partition waits for those who still read what its last owner had lent them, and for no others.
+// Who opens a partition waits for those who still read what its last owner had lent them, and for
+// no others.
 func TestOpenWaitsForWhatIsLent(t *testing.T) {
 	o := DeviceOptions{Path: filepath.Join(t.TempDir(), "dev"), SizeBytes: 4 * mib, AllowFile: true}
 	whole := mustOpenDevice(t, o)
@@ -31,7 +32,8 @@ func TestOpenWaitsForWhatIsLent(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer unix.Close(ro)
-	if _, err := unix.Mmap(ro, 0, mib, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); !errors.Is(err, unix.EACCES) {
+	if _, err := unix.Mmap(ro, 0, mib, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); !errors.Is(
+		err, unix.EACCES) {
 		t.Fatalf("mapped for writing: %v", err)
 	}
 	lent := mustLockLent(t, ro, mib, 4096)
@@ -41,7 +43,8 @@ func TestOpenWaitsForWhatIsLent(t *testing.T) {
 	}
 
 	// What is beside it is nobody's business.
-	for _, part := range []DeviceOptions{{OffsetBytes: 0, SizeBytes: mib}, {OffsetBytes: 2 * mib, SizeBytes: mib}} {
+	for _, part := range []DeviceOptions{{OffsetBytes: 0, SizeBytes: mib},
+		{OffsetBytes: 2 * mib, SizeBytes: mib}} {
 		part.Path, part.AllowFile = o.Path, true
 		if err := mustOpenDevice(t, part).Close(); err != nil {
 			t.Fatal(err)

@@ -55,7 +55,8 @@ func helper(t *testing.T, name, arg string) *exec.Cmd {
 // needs root, and a lock, since the setting is everybody's.
 func systemSetting(t *testing.T, name, value string) {
 	t.Helper()
-	lock, err := os.OpenFile(filepath.Join(os.TempDir(), "lookaside-test-settings.lock"), os.O_CREATE|os.O_RDWR, 0o600)
+	lock, err := os.OpenFile(filepath.Join(os.TempDir(), "lookaside-test-settings.lock"),
+		os.O_CREATE|os.O_RDWR, 0o600)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -50,7 +50,9 @@ func numaNode(h host, setting string) (int, string, error) {
 		return 0, "", fmt.Errorf("NUMA node %d: %w", node, err)
 	}
 	if !nodes[node] {
-		return 0, "", fmt.Errorf("NUMA node %d has no memory here that this process may use; there is %s", node, listOf(nodes))
+		return 0, "", fmt.Errorf(
+			"NUMA node %d has no memory here that this process may use; there is %s", node,
+			listOf(nodes))
 	}
 	return node, "as set", nil
 }

@@ -22,7 +22,8 @@ func twoNodes(cpus, mems string) map[string]string {
 		"sys/devices/system/node/node1/cpulist": "4-7,12-15\n",
 		"sys/devices/system/node/node2/cpulist": "16-19\n",
 	}
-	status := "Name:\tlookaside\nCpus_allowed:\tffff\nCpus_allowed_list:\t" + cpus + "\nMems_allowed_list:\t" + mems + "\n"
+	status := "Name:\tlookaside\nCpus_allowed:\tffff\nCpus_allowed_list:\t" + cpus +
+		"\nMems_allowed_list:\t" + mems + "\n"
 	files["proc/self/status"] = status
 	return files
 }
@@ -45,8 +46,10 @@ func TestNUMANode(t *testing.T) {
 		{"auto, first", "auto", twoNodes("0-2,9", "0-1"), 0, []string{"node 0"}, false},
 		{"auto, second", "auto", twoNodes("4,12-15", "0-1"), 1, []string{"node 1"}, false},
 		{"auto, both", "auto", twoNodes("0-15", "0-1"), NoNUMANode, []string{"several"}, false},
-		{"auto, node without memory", "auto", twoNodes("16-17", "0-1"), NoNUMANode, []string{"several"}, false},
-		{"auto, cpuset leaves one node's memory", "auto", twoNodes("4-7", "0"), NoNUMANode, []string{"one node"}, false},
+		{"auto, node without memory", "auto", twoNodes("16-17", "0-1"), NoNUMANode,
+			[]string{"several"}, false},
+		{"auto, cpuset leaves one node's memory", "auto", twoNodes("4-7", "0"), NoNUMANode,
+			[]string{"one node"}, false},
 		{"auto, one node", "auto", one, NoNUMANode, []string{"one node"}, false},
 		{"auto, no NUMA", "auto", nil, NoNUMANode, []string{"one node"}, false},
 		{"auto, garbled", "auto", twoNodes("4-x", "0-1"), NoNUMANode, []string{"4-x"}, false},
@@ -55,7 +58,8 @@ func TestNUMANode(t *testing.T) {
 		{"no NUMA, node 0", "0", nil, 0, nil, false},
 		{"no such node", "3", twoNodes("0-3", "0-1"), 0, []string{"node 3", "0, 1"}, true},
 		{"without memory", "2", twoNodes("0-3", "0-1"), 0, []string{"node 2"}, true},
-		{"forbidden by cpuset", "1", twoNodes("0-3", "0"), 0, []string{"node 1", "there is 0"}, true},
+		{"forbidden by cpuset", "1", twoNodes("0-3", "0"), 0, []string{"node 1", "there is 0"},
+			true},
 		{"negative", "-1", twoNodes("0-3", "0-1"), 0, []string{`"-1"`}, true},
 		{"huge", "99999999999999999999", twoNodes("0-3", "0-1"), 0, []string{"number"}, true},
 		{"word", "node1", twoNodes("0-3", "0-1"), 0, []string{`"node1"`, "none, auto"}, true},
@@ -94,13 +98,15 @@ func TestNodeOfProcess(t *testing.T) {
 }
 
 func TestParseList(t *testing.T) {
-	for text, want := range map[string]string{"": "", "0": "0", "0-2,7\n": "0, 1, 2, 7", " 3,1 ": "1, 3", "0-0": "0"} {
+	for text, want := range map[string]string{"": "", "0": "0", "0-2,7\n": "0, 1, 2, 7",
+		" 3,1 ": "1, 3", "0-0": "0"} {
 		got, err := parseList(text, 100)
 		if err != nil || listOf(got) != want {
 			t.Errorf("%q: %q, %v", text, listOf(got), err)
 		}
 	}
-	for _, text := range []string{",", "1,", "-", "1-", "-1", "2-1", "100", "0-4000000000", "a", "1 2", "1--2"} {
+	for _, text := range []string{",", "1,", "-", "1-", "-1", "2-1", "100", "0-4000000000", "a",
+		"1 2", "1--2"} {
 		if got, err := parseList(text, 100); err == nil {
 			t.Errorf("%q accepted: %v", text, got)
 		}
@@ -117,7 +123,8 @@ func TestBindNode(t *testing.T) {
 		t.Fatal(err)
 	}
 	mustClose(t, r)
-	other, err := unix.Mmap(r.FD(), 0, int(r.Size()), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	other, err := unix.Mmap(r.FD(), 0, int(r.Size()), unix.PROT_READ|unix.PROT_WRITE,
+		unix.MAP_SHARED)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -125,7 +132,8 @@ func TestBindNode(t *testing.T) {
 	for name, mem := range map[string][]byte{"ours": r.Bytes(), "a client's": other} {
 		var mode int32
 		var mask [maxNUMANodes / 64]uint64
-		_, _, errno := unix.Syscall6(unix.SYS_GET_MEMPOLICY, uintptr(unsafe.Pointer(&mode)), uintptr(unsafe.Pointer(&mask)),
+		_, _, errno := unix.Syscall6(unix.SYS_GET_MEMPOLICY, uintptr(unsafe.Pointer(&mode)),
+			uintptr(unsafe.Pointer(&mask)),
 			maxNUMANodes, address(mem), unix.MPOL_F_ADDR, 0)
 		if errno != 0 {
 			t.Skipf("SKIPPED: get_mempolicy: %v", errno)

@@ -75,7 +75,8 @@ func ParseKind(s string) (Kind, error) {
 var (
 	// ErrNoMemory: the host, its cgroup or its huge page pool has not enough.
 	ErrNoMemory = errors.New("not enough memory")
-	// ErrTooLarge: the host or its cgroup would not have enough with all of it free. It wraps ErrNoMemory.
+	// ErrTooLarge: the host or its cgroup would not have enough with all of it free. It wraps
+	// ErrNoMemory.
 	ErrTooLarge = fmt.Errorf("%w, even with all of it free", ErrNoMemory)
 	// ErrNoSpace: the filesystem has not enough room.
 	ErrNoSpace = errors.New("not enough space on the filesystem")
@@ -187,7 +188,8 @@ func create(o Options) (r *Region, err error) {
 	} else if r.fd, err = createMemfd("lookaside", size, o.Kind == KindHugetlb); err != nil {
 		return r, err
 	}
-	if r.mem, err = mapAligned(r.fd, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err != nil {
+	if r.mem, err = mapAligned(r.fd, size, unix.PROT_READ|unix.PROT_WRITE,
+		unix.MAP_SHARED); err != nil {
 		return r, mapError(err, o.Kind, size)
 	}
 	// An arena is the tenants' data and as large as memory: keep it out of

@@ -17,7 +17,8 @@ import (
 
 func testKind(t *testing.T, kind Kind) *Region {
 	t.Helper()
-	o := Options{Kind: kind, SizeBytes: 4<<20 - 5000, NUMANode: NoNUMANode, Populate: true, Threads: 2}
+	o := Options{Kind: kind, SizeBytes: 4<<20 - 5000, NUMANode: NoNUMANode, Populate: true,
+		Threads: 2}
 	if kind == KindFile {
 		o.Path = filepath.Join(t.TempDir(), "region")
 	}
@@ -31,8 +32,10 @@ func testKind(t *testing.T, kind Kind) *Region {
 		wantPage = HugePageSize
 	}
 	wantSize := (o.SizeBytes + wantPage - 1) / wantPage * wantPage
-	if r.Kind() != kind || r.PageSize() != wantPage || r.Size() != wantSize || int64(len(r.Bytes())) != wantSize {
-		t.Fatalf("%s: page %d size %d len %d, want page %d size %d", r.Kind(), r.PageSize(), r.Size(), len(r.Bytes()), wantPage, wantSize)
+	if r.Kind() != kind || r.PageSize() != wantPage || r.Size() != wantSize ||
+		int64(len(r.Bytes())) != wantSize {
+		t.Fatalf("%s: page %d size %d len %d, want page %d size %d", r.Kind(), r.PageSize(),
+			r.Size(), len(r.Bytes()), wantPage, wantSize)
 	}
 	if address(r.Bytes())%HugePageSize != 0 {
 		t.Errorf("mapped at %#x, not at a multiple of a huge page", address(r.Bytes()))
@@ -136,7 +139,8 @@ func TestHugetlbExhausted(t *testing.T) {
 		t.Fatal(err)
 	}
 	size := (free + 64) * HugePageSize
-	_, err = Create(Options{Kind: KindHugetlb, SizeBytes: size, NUMANode: NoNUMANode, Populate: true})
+	_, err = Create(Options{Kind: KindHugetlb, SizeBytes: size, NUMANode: NoNUMANode,
+		Populate: true})
 	wantError(t, err, ErrNoMemory, "huge pages", "vm.nr_hugepages")
 
 	fd, err := createMemfd("lookaside", size, true)
@@ -159,12 +163,14 @@ func testSealed(t *testing.T, r *Region) {
 			t.Errorf("ftruncate to %d: %v, want EPERM", size, err)
 		}
 	}
-	if _, err := unix.FcntlInt(uintptr(r.FD()), unix.F_ADD_SEALS, unix.F_SEAL_WRITE); !errors.Is(err, unix.EPERM) {
+	if _, err := unix.FcntlInt(uintptr(r.FD()), unix.F_ADD_SEALS, unix.F_SEAL_WRITE); !errors.Is(
+		err, unix.EPERM) {
 		t.Errorf("adding a seal: %v, want EPERM", err)
 	}
 	// Punching a hole stays possible; it reads as zeros and faults nobody.
 	r.Bytes()[0] = 1
-	if err := unix.Fallocate(r.FD(), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 0, r.PageSize()); err != nil {
+	if err := unix.Fallocate(r.FD(), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 0,
+		r.PageSize()); err != nil {
 		t.Errorf("punch: %v", err)
 	}
 	if err := Guard(func() {
@@ -178,7 +184,8 @@ func testSealed(t *testing.T, r *Region) {
 	if err := unix.Fstat(r.FD(), &st); err != nil || st.Mode&0o777 != 0o600 {
 		t.Errorf("mode %o (%v), want 600", st.Mode&0o777, err)
 	}
-	if flags, err := unix.FcntlInt(uintptr(r.FD()), unix.F_GETFD, 0); err != nil || flags&unix.FD_CLOEXEC == 0 {
+	if flags, err := unix.FcntlInt(uintptr(r.FD()), unix.F_GETFD, 0); err != nil ||
+		flags&unix.FD_CLOEXEC == 0 {
 		t.Errorf("not close-on-exec (%v)", err)
 	}
 }
@@ -193,7 +200,8 @@ func TestCreateRefuses(t *testing.T) {
 		{Kind: KindAuto, SizeBytes: math.MaxInt64 - 1<<30},
 		{Kind: KindHugetlb, SizeBytes: 1 << 60},
 		{Kind: KindFile, SizeBytes: 4096},
-		{Kind: KindFile, SizeBytes: 4096, Path: filepath.Join(t.TempDir(), "no", "such", "directory")},
+		{Kind: KindFile, SizeBytes: 4096, Path: filepath.Join(t.TempDir(), "no", "such",
+			"directory")},
 		{Kind: KindMemfd, SizeBytes: 4096, NUMANode: maxNUMANodes},
 		{Kind: KindMemfd, SizeBytes: 4096, NUMANode: maxNUMANodes - 1},
 	} {
@@ -219,7 +227,8 @@ func TestFailedCreateLeavesNothing(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "region")
 	for range 3 {
-		if _, err := Create(Options{Kind: KindFile, Path: path, SizeBytes: 1 << 20, NUMANode: maxNUMANodes}); err == nil {
+		if _, err := Create(Options{Kind: KindFile, Path: path, SizeBytes: 1 << 20,
+			NUMANode: maxNUMANodes}); err == nil {
 			t.Fatal("accepted")
 		}
 	}
@@ -230,7 +239,8 @@ func TestFailedCreateLeavesNothing(t *testing.T) {
 
 func TestPopulateThreads(t *testing.T) {
 	for _, threads := range []int{0, 1, 3, 100} {
-		r, err := Create(Options{Kind: KindMemfd, SizeBytes: 3*populateStep/2 + 4096, NUMANode: NoNUMANode, Populate: true, Threads: threads})
+		r, err := Create(Options{Kind: KindMemfd, SizeBytes: 3*populateStep/2 + 4096,
+			NUMANode: NoNUMANode, Populate: true, Threads: threads})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -263,7 +273,8 @@ func BenchmarkPopulate(b *testing.B) {
 		b.Run(string(kind), func(b *testing.B) {
 			b.SetBytes(size)
 			for b.Loop() {
-				r, err := Create(Options{Kind: kind, SizeBytes: size, NUMANode: NoNUMANode, Populate: true})
+				r, err := Create(Options{Kind: kind, SizeBytes: size, NUMANode: NoNUMANode,
+					Populate: true})
 				if err != nil {
 					b.Skip(err)
 				}

@@ -37,9 +37,11 @@ func ParseSize(s string) (int64, error) {
 	shift, ok := sizeUnits[strings.ToLower(unit)]
 	if !ok {
 		if l := strings.ToLower(unit); l == "kb" || l == "mb" || l == "gb" || l == "tb" {
-			return 0, fmt.Errorf("size %q: %s is ambiguous, write %s (powers of 1024)", s, unit, unit[:1]+"iB")
+			return 0, fmt.Errorf("size %q: %s is ambiguous, write %s (powers of 1024)", s, unit,
+				unit[:1]+"iB")
 		}
-		return 0, fmt.Errorf("size %q: unknown unit %q, one of K, M, G, T (powers of 1024)", s, unit)
+		return 0, fmt.Errorf("size %q: unknown unit %q, one of K, M, G, T (powers of 1024)", s,
+			unit)
 	}
 	// A lone dot and an empty number are refused by Rat, "1." and ".5" not:
 	// accept digits with at most one dot between digits.

@@ -13,7 +13,8 @@ func TestParseSize(t *testing.T) {
 	for text, want := range map[string]int64{
 		"0": 0, "1": 1, "1048576": 1 << 20, " 42 ": 42, "7B": 7, "7 b": 7,
 		"4G": 4 << 30, "4g": 4 << 30, "4Gi": 4 << 30, "4GiB": 4 << 30, "4 gib": 4 << 30,
-		"500MiB": 500 << 20, "64K": 64 << 10, "2T": 2 << 40, "1.5G": 3 << 29, "0.5k": 512, "007M": 7 << 20,
+		"500MiB": 500 << 20, "64K": 64 << 10, "2T": 2 << 40, "1.5G": 3 << 29, "0.5k": 512,
+		"007M":                7 << 20,
 		"9223372036854775807": math.MaxInt64, "8388607T": 8388607 << 40,
 	} {
 		if got, err := ParseSize(text); err != nil || got != want {
@@ -21,8 +22,10 @@ func TestParseSize(t *testing.T) {
 		}
 	}
 	for _, text := range []string{
-		"", " ", "G", "-1", "-1G", "+1", "1e3", "0x10", "1_000", "1,000", "4 G B", "4P", "4Gb/s", "1/2",
-		".5G", "5.G", "1.2.3", ".", "0.1", "1.0000001K", "8388608T", "9223372036854775808", "NaN", "inf", "٤G",
+		"", " ", "G", "-1", "-1G", "+1", "1e3", "0x10", "1_000", "1,000", "4 G B", "4P", "4Gb/s",
+		"1/2",
+		".5G", "5.G", "1.2.3", ".", "0.1", "1.0000001K", "8388608T", "9223372036854775808", "NaN",
+		"inf", "٤G",
 		strings.Repeat("9", 1000),
 	} {
 		if got, err := ParseSize(text); err == nil {
@@ -37,9 +40,11 @@ func TestParseSize(t *testing.T) {
 
 func TestFormatSize(t *testing.T) {
 	for n, want := range map[int64]string{
-		0: "0B", 1: "1B", 1023: "1023B", 1024: "1KiB", 1536: "1.5KiB", 1 << 20: "1MiB", 500 << 20: "500MiB",
-		4 << 30: "4GiB", 3 << 29: "1.5GiB", 1<<30 + 1: "1GiB", 5 << 40: "5TiB", 100 << 40: "100TiB",
-		-1 << 20: "-1MiB", math.MaxInt64: "8388608TiB", math.MinInt64: "-8388608TiB",
+		0: "0B", 1: "1B", 1023: "1023B", 1024: "1KiB", 1536: "1.5KiB", 1 << 20: "1MiB",
+		500 << 20: "500MiB",
+		4 << 30:   "4GiB", 3 << 29: "1.5GiB", 1<<30 + 1: "1GiB", 5 << 40: "5TiB",
+		100 << 40: "100TiB",
+		-1 << 20:  "-1MiB", math.MaxInt64: "8388608TiB", math.MinInt64: "-8388608TiB",
 	} {
 		if got := FormatSize(n); got != want {
 			t.Errorf("%d: %q, want %q", n, got, want)

@@ -54,11 +54,12 @@ func NewTable[T any](n int) (*Table[T], error) {
 		// pages. Best effort: without THP the table is merely slower.
 		_ = unix.Madvise(mem, unix.MADV_HUGEPAGE)
 	}
-	return &Table[T]{slice: unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(mem))), n), mem: mem}, nil
+	return &Table[T]{slice: unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(mem))), n), mem: mem},
+		nil
 }
 
-// AdviseHuge asks for huge pages under a large slice of the Go heap that is read at random places, as NewTable does for a table: where each
-// read misses the TLB it takes twice as long. Best effort.
+// AdviseHuge asks for huge pages under a large slice of the Go heap that is read at random places,
+// as NewTable does for a table: where each read misses the TLB it takes twice as long. Best effort.
 func AdviseHuge[T any](s []T) {
 	var t T
 	at := uintptr(unsafe.Pointer(unsafe.SliceData(s)))
@@ -93,9 +94,10 @@ func CutBytes[T any](n int) int {
 	return (n*int(unsafe.Sizeof(t)) + cutAlign - 1) &^ (cutAlign - 1)
 }
 
-// Cut makes the beginning of some memory a slice of n entries, and returns what is left of the memory. That must be zeroed, as long as CutBytes says, and its
-// beginning a multiple of 64: the memory of a Table[byte], or what an earlier Cut left. T may hold no pointer, as with NewTable. The slice is valid as long as the
-// memory is.
+// Cut makes the beginning of some memory a slice of n entries, and returns what is left of the
+// memory. That must be zeroed, as long as CutBytes says, and its beginning a multiple of 64: the
+// memory of a Table[byte], or what an earlier Cut left. T may hold no pointer, as with NewTable.
+// The slice is valid as long as the memory is.
 func Cut[T any](mem []byte, n int) (entries []T, left []byte) {
 	if path := pointerIn(reflect.TypeFor[T]()); path != "" {
 		panic(fmt.Sprintf("dax: a cut of %v: %s holds a pointer", reflect.TypeFor[T](), path))
@@ -107,7 +109,8 @@ func Cut[T any](mem []byte, n int) (entries []T, left []byte) {
 	return unsafe.Slice((*T)(at), n), mem[CutBytes[T](n):]
 }
 
-// Discard gives the pages that lie wholly in a part of a Table[byte] back to the kernel. They read as zeros from then on. Best effort.
+// Discard gives the pages that lie wholly in a part of a Table[byte] back to the kernel. They read
+// as zeros from then on. Best effort.
 func Discard(mem []byte) {
 	at, page := uintptr(unsafe.Pointer(unsafe.SliceData(mem))), uintptr(os.Getpagesize())
 	skip := -at & (page - 1)

@@ -18,7 +18,8 @@ type entry struct {
 	_      [0]*int // no room for a pointer
 }
 
-// TestCut: tables lie one behind another, hold what was put there, and what is discarded reads as zeros while its neighbours stay.
+// TestCut: tables lie one behind another, hold what was put there, and what is discarded reads as
+// zeros while its neighbours stay.
 func TestCut(t *testing.T) {
 	sizes := []int{1, 1000, 100_003, 0, 7}
 	bytes := 0

@@ -10,7 +10,8 @@ import (
 )
 
 func TestWriteBackInstructions(t *testing.T) {
-	for ebx, want := range map[uint32]int{0: opCLFLUSH, 1 << 23: opCLFLUSHOPT, 1 << 24: opCLWB, 3 << 23: opCLWB, ^uint32(3 << 23): opCLFLUSH} {
+	for ebx, want := range map[uint32]int{0: opCLFLUSH, 1 << 23: opCLFLUSHOPT, 1 << 24: opCLWB,
+		3 << 23: opCLWB, ^uint32(3 << 23): opCLFLUSH} {
 		if got := bestWriteBack(0, ebx, 0, 0); got != want {
 			t.Errorf("leaf 7 EBX %#x: %d, want %d", ebx, got, want)
 		}
@@ -30,7 +31,8 @@ func TestWriteBackInstructions(t *testing.T) {
 	}
 	want := bytes.Clone(mem)
 	defer func(op int) { writeBackOp = op }(writeBackOp)
-	for op := opCLFLUSH; op <= bestWriteBack(cpuid(7, 0)); op++ { // a processor with a better one has all that are worse
+	for op := opCLFLUSH; op <= bestWriteBack(cpuid(7, 0)); op++ {
+		// a processor with a better one has all that are worse
 		writeBackOp = op
 		writeBack(mem[1:])
 		if !bytes.Equal(mem, want) {

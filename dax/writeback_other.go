@@ -10,7 +10,8 @@ import (
 
 // canWriteBack says whether this processor can make stores to memory last.
 func canWriteBack() error {
-	return fmt.Errorf("%w: DAX devices on %s: writing caches back is not implemented for it", ErrUnsupported, runtime.GOARCH)
+	return fmt.Errorf("%w: DAX devices on %s: writing caches back is not implemented for it",
+		ErrUnsupported, runtime.GOARCH)
 }
 
 func writeBackLines(unsafe.Pointer, int) { panic("dax: write-back without canWriteBack") }

@@ -19,11 +19,13 @@ import (
 // every platform.
 const soPeerPIDFD = 77
 
-// sessionSendBuffer is the SO_SNDBUF of a client's connection: the kernel doubles it, and then a packet of
-// wire.MaxPacketBytes fits. What a client does not read stays in the kernel's memory, on our account.
+// sessionSendBuffer is the SO_SNDBUF of a client's connection: the kernel doubles it, and then a
+// packet of wire.MaxPacketBytes fits. What a client does not read stays in the kernel's memory, on
+// our account.
 const sessionSendBuffer = wire.MaxPacketBytes/2 + 4<<10
 
-// unreadPause is the first and unreadPauseMost the longest pause between two looks at whether a client has read what it was sent.
+// unreadPause is the first and unreadPauseMost the longest pause between two looks at whether a
+// client has read what it was sent.
 const (
 	unreadPause     = time.Millisecond
 	unreadPauseMost = 100 * time.Millisecond
@@ -81,8 +83,9 @@ type Conn struct {
 	watchDone chan struct{}
 
 	closeMu sync.Mutex
-	cause   error // why it was given up or closed, nil while it is open; guarded by closeMu, as the next
-	closed  bool
+	// why it was given up or closed, nil while it is open; guarded by closeMu, as the next
+	cause  error
+	closed bool
 
 	closedCh chan struct{} // closed with it
 }
@@ -114,7 +117,8 @@ func credentials(uc *net.UnixConn) (peer Peer, pidfd int, err error) {
 	pidfd = -1
 	ctlErr := raw.Control(func(fd uintptr) {
 		var cred *unix.Ucred
-		if cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED); err != nil {
+		if cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET,
+			unix.SO_PEERCRED); err != nil {
 			err = fmt.Errorf("SO_PEERCRED: %w", err)
 			return
 		}
@@ -149,22 +153,25 @@ func closeFD(fd int) {
 	}
 }
 
-// recvBuffers are those of connections that have ended: without them, clients that come and go would leave 256 KiB of garbage each.
+// recvBuffers are those of connections that have ended: without them, clients that come and go
+// would leave 256 KiB of garbage each.
 var recvBuffers = sync.Pool{New: func() any {
 	b := make([]byte, wire.MaxPacketBytes+1)
 	return &b
 }}
 
-// Recycle gives Recv's buffer to another connection. The goroutine that calls Recv may call it once, after Close, when it needs
-// nothing more of what it has received.
+// Recycle gives Recv's buffer to another connection. The goroutine that calls Recv may call it
+// once, after Close, when it needs nothing more of what it has received.
 func (c *Conn) Recycle() {
 	b := c.buf
 	c.buf = nil
 	recvBuffers.Put(&b)
 }
 
-// newConn takes over uc and pidfd, also when it fails. sendBuffer is the socket's SO_SNDBUF. release is called once, to close uc.
-func newConn(uc *net.UnixConn, peer Peer, pidfd, sendBuffer int, patience time.Duration, release func(*net.UnixConn) error) (*Conn, error) {
+// newConn takes over uc and pidfd, also when it fails. sendBuffer is the socket's SO_SNDBUF.
+// release is called once, to close uc.
+func newConn(uc *net.UnixConn, peer Peer, pidfd, sendBuffer int, patience time.Duration,
+	release func(*net.UnixConn) error) (*Conn, error) {
 	fail := func(err error) (*Conn, error) {
 		closeFD(pidfd)
 		_ = release(uc)
@@ -348,7 +355,8 @@ func (c *Conn) send(msg []byte, deadline time.Time, fds ...int) error {
 
 func (c *Conn) sendOnce(fd uintptr) bool {
 	for {
-		_, c.sendErr = unix.SendmsgN(int(fd), c.sendMsg, c.sendOOB, nil, unix.MSG_NOSIGNAL|unix.MSG_DONTWAIT)
+		_, c.sendErr = unix.SendmsgN(int(fd), c.sendMsg, c.sendOOB, nil,
+			unix.MSG_NOSIGNAL|unix.MSG_DONTWAIT)
 		switch c.sendErr {
 		case unix.EINTR:
 			continue

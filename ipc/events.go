@@ -32,15 +32,16 @@ const (
 	maxRequestFrame   = 64
 	// maxRequests bounds the replays that one peer has asked for and not received.
 	maxRequests = 16
-	// peerBurstBytes and peerBytesPerSecond bound what one peer sends: frames, and frameBytes for each.
-	// Subscriptions, heartbeats and replay requests come to far less.
+	// peerBurstBytes and peerBytesPerSecond bound what one peer sends: frames, and frameBytes for
+	// each. Subscriptions, heartbeats and replay requests come to far less.
 	peerBurstBytes     = 128 << 10
 	peerBytesPerSecond = 4 << 10
 	frameBytes         = 64
 	// acceptBurst and acceptsPerSecond bound the work that reconnecting makes.
 	acceptBurst      = 256
 	acceptsPerSecond = 1000
-	// maxReplayBytes bounds the batches that are kept: for replay, and for subscribers that are slow.
+	// maxReplayBytes bounds the batches that are kept: for replay, and for subscribers that are
+	// slow.
 	maxReplayBytes = 64 << 20
 	// peerReadBuffer and peerWriteBuffer bound the kernel's memory for one connection.
 	peerReadBuffer  = 16 << 10
@@ -50,7 +51,8 @@ const (
 	resyncPause = 10 * time.Second
 	// eventLinger is how long what is published last has to leave.
 	eventLinger = 200 * time.Millisecond
-	// dialPatience bounds an attempt to connect. dialPause is the time between two of them, doubled up to dialPauseMost.
+	// dialPatience bounds an attempt to connect. dialPause is the time between two of them, doubled
+	// up to dialPauseMost.
 	dialPatience  = 5 * time.Second
 	dialPause     = 100 * time.Millisecond
 	dialPauseMost = 5 * time.Second
@@ -59,7 +61,8 @@ const (
 // EventFDs is how many file descriptors an EventPublisher may take.
 const EventFDs = 2 + maxSubscribers + maxReplayPeers
 
-// EventBytes is how much memory an EventPublisher may take: the batches that it keeps, and what its connections need.
+// EventBytes is how much memory an EventPublisher may take: the batches that it keeps, and what its
+// connections need.
 const EventBytes = maxReplayBytes + (maxSubscribers+maxReplayPeers)*(32<<10)
 
 // EventSource is what an EventPublisher publishes. Its methods are called from
@@ -103,10 +106,14 @@ type EventStats struct {
 	Subscribers int    // connections that have shaken hands
 	Batches     uint64 // published
 	Bytes       uint64 // in them
-	Dropped     uint64 // batches that a subscriber has lost because it did not read, one for each, and replays that a peer asked for too many of
-	Replays     uint64 // asked for
-	Resyncs     uint64 // of them, those for batches that are no longer kept, for which all was published anew
-	Cut         uint64 // connections that were refused or cut off, or that left without shaking hands
+	// batches that a subscriber has lost because it did not read, one for each, and replays that a
+	// peer asked for too many of
+	Dropped uint64
+	Replays uint64 // asked for
+	// of them, those for batches that are no longer kept, for which all was published anew
+	Resyncs uint64
+	// connections that were refused or cut off, or that left without shaking hands
+	Cut uint64
 }
 
 // EventPublisher publishes batches of events, and replays them, as vLLM's
@@ -170,12 +177,15 @@ func NewEventPublisher(opt EventOptions, src EventSource) (*EventPublisher, erro
 		wake: make(chan struct{}, 1), resync: make(chan struct{}, 1), closing: make(chan struct{}),
 	}
 	subscribers := &eventDoor{
-		p: p, setting: "events.endpoint", endpoint: opt.Endpoint, limit: maxSubscribers, ready: &p.count.subscribers,
-		own: "PUB", types: []string{"SUB", "XSUB"}, token: opt.Token, frame: maxSubscribeFrame,
+		p: p, setting: "events.endpoint", endpoint: opt.Endpoint, limit: maxSubscribers,
+		ready: &p.count.subscribers,
+		own:   "PUB", types: []string{"SUB", "XSUB"}, token: opt.Token, frame: maxSubscribeFrame,
 	}
 	replays := &eventDoor{
-		p: p, setting: "events.replay_endpoint", endpoint: opt.ReplayEndpoint, limit: maxReplayPeers, ready: new(atomic.Int64),
-		own: "ROUTER", types: []string{"REQ", "DEALER", "ROUTER"}, token: opt.Token, frame: maxRequestFrame, replay: true,
+		p: p, setting: "events.replay_endpoint", endpoint: opt.ReplayEndpoint,
+		limit: maxReplayPeers, ready: new(atomic.Int64),
+		own: "ROUTER", types: []string{"REQ", "DEALER", "ROUTER"}, token: opt.Token,
+		frame: maxRequestFrame, replay: true,
 	}
 	p.doors = append(p.doors, subscribers)
 	if opt.ReplayEndpoint != "" {
@@ -217,7 +227,8 @@ func (p *EventPublisher) Endpoints() (publish, replay string) {
 func (p *EventPublisher) Stats() EventStats {
 	c := &p.count
 	return EventStats{
-		Subscribers: int(c.subscribers.Load()), Batches: c.batches.Load(), Bytes: c.bytes.Load(), Dropped: c.dropped.Load(),
+		Subscribers: int(c.subscribers.Load()), Batches: c.batches.Load(), Bytes: c.bytes.Load(),
+		Dropped: c.dropped.Load(),
 		Replays: c.replays.Load(), Resyncs: c.resyncs.Load(), Cut: c.cut.Load(),
 	}
 }
@@ -435,7 +446,8 @@ func (d *eventDoor) accept() {
 		}
 		if err != nil {
 			// Out of descriptors or memory for a while: the peer stays in the backlog.
-			d.p.opt.Log.Warn("events: accept failed", zap.String("setting", d.setting), zap.Error(err))
+			d.p.opt.Log.Warn("events: accept failed", zap.String("setting", d.setting),
+				zap.Error(err))
 			time.Sleep(50 * time.Millisecond)
 			continue
 		}
@@ -469,7 +481,8 @@ func (d *eventDoor) connect() {
 			}
 		} else if !failed && ctx.Err() == nil {
 			failed = true
-			d.p.opt.Log.Warn("events: nobody listens at "+d.setting+": a subscriber must bind it, or set events.bind to true to listen there",
+			d.p.opt.Log.Warn("events: nobody listens at "+d.setting+
+				": a subscriber must bind it, or set events.bind to true to listen there",
 				zap.String("endpoint", d.endpoint), zap.Error(err))
 		}
 		select {
@@ -480,8 +493,9 @@ func (d *eventDoor) connect() {
 	}
 }
 
-// admit makes a peer of a connection, or closes it and returns nil. If there are too many, the newest connection of the address that
-// has the most is cut off, or the oldest of that address that has not shaken hands.
+// admit makes a peer of a connection, or closes it and returns nil. If there are too many, the
+// newest connection of the address that has the most is cut off, or the oldest of that address that
+// has not shaken hands.
 func (d *eventDoor) admit(c net.Conn) *eventPeer {
 	if b, ok := c.(interface {
 		SetReadBuffer(int) error
@@ -506,7 +520,8 @@ func (d *eventDoor) admit(c net.Conn) *eventPeer {
 	if out != nil {
 		d.p.count.cut.Add(1)
 		d.p.opt.Log.Warn("events: too many connections, one was cut off",
-			zap.String("setting", d.setting), zap.Int("limit", d.limit), zap.String("peer", out.from))
+			zap.String("setting", d.setting), zap.Int("limit", d.limit),
+			zap.String("peer", out.from))
 		out.c.Close()
 	}
 	if out == peer {
@@ -606,15 +621,18 @@ func (e *eventPeer) serve() {
 	}
 	level := zap.WarnLevel
 	var failed *net.OpError
-	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.As(err, &failed) && !failed.Timeout() {
+	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.As(err, &failed) &&
+		!failed.Timeout() {
 		if shaken {
 			return // it left
 		}
-		// A libzmq peer leaves without a word when the security mechanisms differ, but so does a probe of the port.
+		// A libzmq peer leaves without a word when the security mechanisms differ, but so does a
+		// probe of the port.
 		level = zap.DebugLevel
 	}
 	p.count.cut.Add(1)
-	p.opt.Log.Log(level, "events: a connection was cut off", zap.String("setting", e.d.setting), zap.String("peer", e.from), zap.NamedError("why", err))
+	p.opt.Log.Log(level, "events: a connection was cut off", zap.String("setting", e.d.setting),
+		zap.String("peer", e.from), zap.NamedError("why", err))
 }
 
 // receive shakes hands and then takes in what the peer sends, until it fails.
@@ -726,7 +744,8 @@ func (e *eventPeer) subscribe(prefix string) error {
 		return nil
 	}
 	if len(e.subscriptions) == maxSubscriptions || e.bytes+len(prefix) > maxSubscriptionBytes {
-		return fmt.Errorf("more than %d subscriptions, or than %d bytes of them", maxSubscriptions, maxSubscriptionBytes)
+		return fmt.Errorf("more than %d subscriptions, or than %d bytes of them", maxSubscriptions,
+			maxSubscriptionBytes)
 	}
 	e.subscriptions = append(e.subscriptions, subscription{prefix, 1})
 	e.bytes += len(prefix)
@@ -747,16 +766,19 @@ func (e *eventPeer) unsubscribe(prefix string) {
 }
 
 func (e *eventPeer) find(prefix string) int {
-	return slices.IndexFunc(e.subscriptions, func(s subscription) bool { return s.prefix == prefix })
+	return slices.IndexFunc(e.subscriptions,
+		func(s subscription) bool { return s.prefix == prefix })
 }
 
-// request is what has been received of a message that asks for a replay: an empty frame, and a number of up to 8 bytes.
+// request is what has been received of a message that asks for a replay: an empty frame, and a
+// number of up to 8 bytes.
 type request struct {
 	frames int // so far
 	bad    bool
 }
 
-// add takes in the next frame. ok means that it completes a request for the batches from that number on.
+// add takes in the next frame. ok means that it completes a request for the batches from that
+// number on.
 func (r *request) add(f frame) (from uint64, ok bool) {
 	switch r.frames {
 	case 0:
@@ -814,7 +836,8 @@ func (e *eventPeer) send() {
 			return
 		}
 	}
-	// The peer closes its end when it has read everything; receive waits for that, for as long as its deadline allows.
+	// The peer closes its end when it has read everything; receive waits for that, for as long as
+	// its deadline allows.
 	if c, ok := e.c.(interface{ CloseWrite() error }); ok {
 		_ = c.CloseWrite()
 	}
@@ -849,7 +872,8 @@ func (e *eventPeer) takeBatch() net.Buffers {
 	for e.at < p.next() {
 		b := &p.kept[e.at-p.oldest]
 		e.at++
-		if slices.ContainsFunc(e.subscriptions, func(s subscription) bool { return strings.HasPrefix(b.topic, s.prefix) }) {
+		if slices.ContainsFunc(e.subscriptions,
+			func(s subscription) bool { return strings.HasPrefix(b.topic, s.prefix) }) {
 			return b.frames(nil, e.at-1)
 		}
 	}

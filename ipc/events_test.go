@@ -97,7 +97,8 @@ func subscriberSocket(t *testing.T, kind zmq4.Type, endpoint string) *zmq4.Socke
 	if kind == zmq4.SUB {
 		err = s.SetSubscribe("kv@")
 	}
-	for _, e := range []error{err, s.SetLinger(0), s.SetRcvtimeo(patience), s.SetRcvhwm(10), s.Connect(strings.Replace(endpoint, "0.0.0.0", "127.0.0.1", 1))} {
+	for _, e := range []error{err, s.SetLinger(0), s.SetRcvtimeo(patience), s.SetRcvhwm(10),
+		s.Connect(strings.Replace(endpoint, "0.0.0.0", "127.0.0.1", 1))} {
 		if e != nil {
 			t.Fatal(e)
 		}
@@ -155,7 +156,8 @@ func subscribe(t *testing.T, p *EventPublisher, src *testSource) (*zmq4.Socket, 
 }
 
 // replayed asks for the batches from a number on, and answers the numbers and topics that come.
-func replayed(t *testing.T, p *EventPublisher, kind zmq4.Type, from uint64) (seqs []uint64, payloads []string) {
+func replayed(t *testing.T, p *EventPublisher, kind zmq4.Type,
+	from uint64) (seqs []uint64, payloads []string) {
 	t.Helper()
 	_, endpoint := p.Endpoints()
 	req := subscriberSocket(t, kind, endpoint)
@@ -186,7 +188,8 @@ func TestEventsArePublishedAndReplayed(t *testing.T) {
 	dir := filepath.Dir(runDir(t))
 	for name, opt := range map[string]EventOptions{
 		"tcp": {Endpoint: "tcp://127.0.0.1:*", ReplayEndpoint: "tcp://127.0.0.1:*"},
-		"ipc": {Endpoint: "ipc://" + filepath.Join(dir, "ev"), ReplayEndpoint: "ipc://" + filepath.Join(dir, "re")},
+		"ipc": {Endpoint: "ipc://" + filepath.Join(dir, "ev"), ReplayEndpoint: "ipc://" +
+			filepath.Join(dir, "re")},
 	} {
 		t.Run(name, func(t *testing.T) {
 			src := &testSource{}
@@ -197,12 +200,15 @@ func TestEventsArePublishedAndReplayed(t *testing.T) {
 			for range 5 {
 				seq++
 				frames := received(t, sub)
-				if len(frames) != 3 || string(frames[0]) != "kv@here@m" || binary.BigEndian.Uint64(frames[1]) != seq || string(frames[2]) != fmt.Sprintf("batch %d", seq) {
+				if len(frames) != 3 || string(frames[0]) != "kv@here@m" ||
+					binary.BigEndian.Uint64(frames[1]) != seq ||
+					string(frames[2]) != fmt.Sprintf("batch %d", seq) {
 					t.Fatalf("%q, want %d", frames, seq)
 				}
 			}
 			seqs, payloads := replayed(t, p, zmq4.DEALER, seq-3)
-			if len(seqs) != 4 || seqs[0] != seq-3 || payloads[0] != fmt.Sprintf("batch %d", seq-3) || seqs[3] != seq {
+			if len(seqs) != 4 || seqs[0] != seq-3 ||
+				payloads[0] != fmt.Sprintf("batch %d", seq-3) || seqs[3] != seq {
 				t.Fatal(seqs, payloads)
 			}
 			if seqs, _ := replayed(t, p, zmq4.DEALER, seq+1); len(seqs) != 0 {
@@ -219,7 +225,8 @@ func TestEventsArePublishedAndReplayed(t *testing.T) {
 			if seqs, _ := replayed(t, p, zmq4.DEALER, seq); len(seqs) != 1 {
 				t.Fatal(seqs)
 			}
-			if st := p.Stats(); st.Replays != 3 || st.Dropped != 0 || st.Resyncs != 0 || st.Subscribers != 1 {
+			if st := p.Stats(); st.Replays != 3 || st.Dropped != 0 || st.Resyncs != 0 ||
+				st.Subscribers != 1 {
 				t.Fatalf("%+v", st)
 			}
 			done := make(chan struct{})
@@ -235,7 +242,8 @@ func TestEventsArePublishedAndReplayed(t *testing.T) {
 // TestReplayOfWhatIsGone gets what is left, and has all published anew, once.
 func TestReplayOfWhatIsGone(t *testing.T) {
 	src := &testSource{left: 50}
-	p := newPublisher(t, EventOptions{Endpoint: "tcp://127.0.0.1:*", ReplayEndpoint: "tcp://127.0.0.1:*", BufferSteps: 7, resyncPause: time.Hour}, src)
+	p := newPublisher(t, EventOptions{Endpoint: "tcp://127.0.0.1:*",
+		ReplayEndpoint: "tcp://127.0.0.1:*", BufferSteps: 7, resyncPause: time.Hour}, src)
 	p.Wake()
 	for range 2 {
 		for { // until all are published
@@ -254,10 +262,12 @@ func TestReplayOfWhatIsGone(t *testing.T) {
 	}
 }
 
-// TestSlowSubscribers: neither one that does not read nor a replay that nobody reads holds anything up.
+// TestSlowSubscribers: neither one that does not read nor a replay that nobody reads holds anything
+// up.
 func TestSlowSubscribers(t *testing.T) {
 	src := &testSource{bytes: 32 << 10}
-	p := newPublisher(t, EventOptions{Endpoint: "tcp://127.0.0.1:*", ReplayEndpoint: "tcp://127.0.0.1:*", HWM: 4, BufferSteps: 1000}, src)
+	p := newPublisher(t, EventOptions{Endpoint: "tcp://127.0.0.1:*",
+		ReplayEndpoint: "tcp://127.0.0.1:*", HWM: 4, BufferSteps: 1000}, src)
 	subscribe(t, p, src)
 	published := func(more int) (all uint64) {
 		src.more(p, more)
@@ -309,7 +319,8 @@ func TestEventsConnect(t *testing.T) {
 	}
 	defer ctx.Term()
 	defer sub.Close()
-	for _, e := range []error{sub.Bind("tcp://127.0.0.1:*"), sub.SetSubscribe(""), sub.SetRcvtimeo(50 * time.Millisecond)} {
+	for _, e := range []error{sub.Bind("tcp://127.0.0.1:*"), sub.SetSubscribe(""),
+		sub.SetRcvtimeo(50 * time.Millisecond)} {
 		if e != nil {
 			t.Fatal(e)
 		}
@@ -333,10 +344,12 @@ func TestEventsConnect(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := NewEventPublisher(EventOptions{Endpoint: "tcp://nowhere*", Bind: true, BufferSteps: 1, HWM: 1}, src); err == nil {
+	if _, err := NewEventPublisher(EventOptions{Endpoint: "tcp://nowhere*", Bind: true,
+		BufferSteps: 1, HWM: 1}, src); err == nil {
 		t.Fatal("an endpoint that is none is bound")
 	}
-	if _, err := NewEventPublisher(EventOptions{Endpoint: at, ReplayEndpoint: "tcp://nowhere*", BufferSteps: 1, HWM: 1}, src); err == nil {
+	if _, err := NewEventPublisher(EventOptions{Endpoint: at, ReplayEndpoint: "tcp://nowhere*",
+		BufferSteps: 1, HWM: 1}, src); err == nil {
 		t.Fatal("an endpoint that is none is bound")
 	}
 }

@@ -72,8 +72,8 @@ func longFrame(flags byte, body []byte) []byte {
 	return append(binary.BigEndian.AppendUint64([]byte{flags | 2}, uint64(len(body))), body...)
 }
 
-// TestEventPeersThatFlood: whatever one peer sends, the memory stays within bounds, lookups are answered, and a subscriber beside it
-// stays connected and misses nothing.
+// TestEventPeersThatFlood: whatever one peer sends, the memory stays within bounds, lookups are
+// answered, and a subscriber beside it stays connected and misses nothing.
 func TestEventPeersThatFlood(t *testing.T) {
 	const bound = 48 << 20
 	subscriptions := func(i int) []byte {
@@ -84,16 +84,32 @@ func TestEventPeersThatFlood(t *testing.T) {
 		replay     bool
 		frame      func(i int) []byte
 	}{
-		"subscriptions":          {"SUB", false, subscriptions},
-		"short subscriptions":    {"XSUB", false, func(i int) []byte { return fmt.Appendf([]byte{0, 9}, "\x01%08d", i) }},
-		"the same subscription":  {"SUB", false, func(int) []byte { return subscriptions(1) }},
-		"messages":               {"XSUB", false, func(int) []byte { return longFrame(0, make([]byte, 2000)) }},
-		"unfinished message":     {"SUB", false, func(int) []byte { return longFrame(1, make([]byte, 2000)) }},
-		"unfinished request":     {"DEALER", true, func(int) []byte { return longFrame(1, make([]byte, 60)) }},
-		"requests":               {"DEALER", true, func(int) []byte { return append([]byte{1, 0, 0, 8}, make([]byte, 8)...) }},
-		"pings":                  {"SUB", false, func(int) []byte { return append([]byte{4, 23}, "\x04PING\x00\x10sixteen bytes ctx"...)[:25] }},
-		"commands":               {"SUB", false, func(int) []byte { return longFrame(4, append([]byte("\x04WHAT"), make([]byte, 2000)...)) }},
-		"a frame without an end": {"SUB", false, func(int) []byte { return []byte{2, 0x7f, 255, 255, 255, 255, 255, 255, 255} }},
+		"subscriptions": {"SUB", false, subscriptions},
+		"short subscriptions": {"XSUB", false,
+			func(i int) []byte { return fmt.Appendf([]byte{0, 9}, "\x01%08d", i) }},
+		"the same subscription": {"SUB", false, func(int) []byte { return subscriptions(1) }},
+		"messages": {"XSUB", false,
+			func(int) []byte { return longFrame(0, make([]byte, 2000)) }},
+		"unfinished message": {"SUB", false,
+			func(int) []byte { return longFrame(1, make([]byte, 2000)) }},
+		"unfinished request": {"DEALER", true,
+			func(int) []byte { return longFrame(1, make([]byte, 60)) }},
+		"requests": {"DEALER", true,
+			func(int) []byte { return append([]byte{1, 0, 0, 8}, make([]byte, 8)...) }},
+		"pings": {"SUB", false,
+			func(int) []byte {
+				return append([]byte{4, 23},
+					"\x04PING\x00\x10sixteen bytes ctx"...)[:25]
+			}},
+		"commands": {"SUB", false,
+			func(int) []byte {
+				return longFrame(4, append([]byte("\x04WHAT"),
+					make([]byte, 2000)...))
+			}},
+		"a frame without an end": {"SUB", false, func(int) []byte {
+			return []byte{2, 0x7f, 255, 255,
+				255, 255, 255, 255, 255}
+		}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			flood := 16 << 20
@@ -103,7 +119,8 @@ func TestEventPeersThatFlood(t *testing.T) {
 			l, _ := lookupSockets(t, LookupOptions{HeapBytes: bound})
 			victim := session(t, l, 1)
 			src := &testSource{}
-			p := newPublisher(t, EventOptions{Endpoint: "tcp://127.0.0.1:*", ReplayEndpoint: "tcp://127.0.0.1:*"}, src)
+			p := newPublisher(t, EventOptions{Endpoint: "tcp://127.0.0.1:*",
+				ReplayEndpoint: "tcp://127.0.0.1:*"}, src)
 			sub, seq := subscribe(t, p, src)
 			endpoint, replay := p.Endpoints()
 			if attack.replay {
@@ -173,7 +190,8 @@ func cutOff(t *testing.T, c net.Conn) {
 	}
 }
 
-// TestSubscriptionsAreLimited: as many as are allowed work, one more cuts the peer off, and taking one back makes room.
+// TestSubscriptionsAreLimited: as many as are allowed work, one more cuts the peer off, and taking
+// one back makes room.
 func TestSubscriptionsAreLimited(t *testing.T) {
 	p := newPublisher(t, EventOptions{Endpoint: "tcp://127.0.0.1:*"}, &testSource{})
 	endpoint, _ := p.Endpoints()
@@ -199,9 +217,11 @@ func TestSubscriptionsAreLimited(t *testing.T) {
 		write(c, subscribe(i), subscribe(i))
 	}
 	sane(c)
-	write(c, longFrame(0, []byte("\x0017")), longFrame(0, []byte("\x0017")), longFrame(0, []byte("\x00none")))
+	write(c, longFrame(0, []byte("\x0017")), longFrame(0, []byte("\x0017")),
+		longFrame(0, []byte("\x00none")))
 	// As ZMTP 3.1 has it.
-	write(c, appendCommand(nil, "SUBSCRIBE", []byte("x")), appendCommand(nil, "CANCEL", []byte("x")), appendCommand(nil, "SUBSCRIBE", []byte("y")))
+	write(c, appendCommand(nil, "SUBSCRIBE", []byte("x")), appendCommand(nil, "CANCEL",
+		[]byte("x")), appendCommand(nil, "SUBSCRIBE", []byte("y")))
 	sane(c)
 	if cut := p.Stats().Cut; cut != 0 {
 		t.Fatalf("%d cut off", cut)
@@ -216,7 +236,11 @@ func TestSubscriptionsAreLimited(t *testing.T) {
 	sane(c)
 	write(c, longFrame(0, append([]byte{1, 100}, make([]byte, 3999)...)))
 	cutOff(t, c)
-	eventually(t, "both are counted", func() bool { st := p.Stats(); return st.Cut == 2 && st.Subscribers == 0 })
+	eventually(t, "both are counted", func() bool {
+		st := p.Stats()
+		return st.Cut == 2 &&
+			st.Subscribers == 0
+	})
 }
 
 // TestEventPeersOfNoUse: what is no subscriber of ours is cut off, and who was first stays.
@@ -226,9 +250,10 @@ func TestEventPeersOfNoUse(t *testing.T) {
 	sub, seq := subscribe(t, p, src)
 	endpoint, _ := p.Endpoints()
 	for name, first := range map[string]string{
-		"HTTP":       "GET / HTTP/1.1\r\nHost: x\r\nAccept: */*\r\nUser-Agent: one that is long enough for a greeting\r\n\r\n",
-		"ZMTP 2":     "\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x01" + strings.Repeat("\x00", 53),
-		"CURVE":      "\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00CURVE" + strings.Repeat("\x00", 47),
+		"HTTP":   "GET / HTTP/1.1\r\nHost: x\r\nAccept: */*\r\nUser-Agent: one that is long enough for a greeting\r\n\r\n",
+		"ZMTP 2": "\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x01" + strings.Repeat("\x00", 53),
+		"CURVE": "\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00CURVE" +
+			strings.Repeat("\x00", 47),
 		"a PUSH":     greetingOf("PUSH"),
 		"no type":    greetingOf(""),
 		"no READY":   greetingOf("SUB")[:64] + "\x04\x06\x05HELLO",
@@ -277,7 +302,8 @@ func TestEventPeersOfNoUse(t *testing.T) {
 	eventually(t, "they have left", func() bool { return p.Stats().Subscribers == 1 })
 }
 
-// TestSurplusConnections: the address with the most connections loses one, first one that has not shaken hands.
+// TestSurplusConnections: the address with the most connections loses one, first one that has not
+// shaken hands.
 func TestSurplusConnections(t *testing.T) {
 	peer := func(from string, ready bool) *eventPeer { return &eventPeer{from: from, ready: ready} }
 	a1, a2, b, waiting := peer("a", true), peer("a", true), peer("b", true), peer("a", false)
@@ -300,7 +326,8 @@ func TestSurplusConnections(t *testing.T) {
 // TestEventToken: a peer without the token receives nothing, and can ask for nothing.
 func TestEventToken(t *testing.T) {
 	src := &testSource{}
-	p := newPublisher(t, EventOptions{Endpoint: "tcp://127.0.0.1:*", ReplayEndpoint: "tcp://127.0.0.1:*", Token: "secret"}, src)
+	p := newPublisher(t, EventOptions{Endpoint: "tcp://127.0.0.1:*",
+		ReplayEndpoint: "tcp://127.0.0.1:*", Token: "secret"}, src)
 	publish, replay := p.Endpoints()
 	connect := func(kind zmq4.Type, endpoint, token string) *zmq4.Socket {
 		ctx, err := zmq4.NewContext()
@@ -364,7 +391,8 @@ func TestEventToken(t *testing.T) {
 	}
 }
 
-// TestSubscriberThatStops loses the oldest batches, which are counted, and is sent the newest when it goes on; what is kept is bounded.
+// TestSubscriberThatStops loses the oldest batches, which are counted, and is sent the newest when
+// it goes on; what is kept is bounded.
 func TestSubscriberThatStops(t *testing.T) {
 	src := &testSource{bytes: 64 << 10}
 	p := newPublisher(t, EventOptions{Endpoint: "tcp://127.0.0.1:*", HWM: 8}, src)
@@ -379,7 +407,11 @@ func TestSubscriberThatStops(t *testing.T) {
 		total += uint64(n)
 		eventually(t, "all is published", func() bool { return p.Stats().Batches == total })
 	}
-	eventually(t, "some are lost", func() bool { more(100); return p.Stats().Dropped > 0 || total > 10000 })
+	eventually(t, "some are lost", func() bool {
+		more(100)
+		return p.Stats().Dropped > 0 ||
+			total > 10000
+	})
 	p.mu.Lock()
 	kept := len(p.kept)
 	p.mu.Unlock()
@@ -415,14 +447,17 @@ func TestSubscriberThatStops(t *testing.T) {
 
 // FuzzEventPeer: whatever a peer sends, the publisher neither panics nor keeps more than it may.
 func FuzzEventPeer(f *testing.F) {
-	f.Add([]byte(greetingOf("SUB")+"\x00\x04\x01kv@\x04\x0b\x04PING\x00\x10ctx!\x00\x04\x00kv@"), false)
+	f.Add([]byte(greetingOf("SUB")+"\x00\x04\x01kv@\x04\x0b\x04PING\x00\x10ctx!\x00\x04\x00kv@"),
+		false)
 	f.Add([]byte(greetingOf("DEALER")+"\x01\x00\x00\x08\x00\x00\x00\x00\x00\x00\x00\x00"), true)
 	f.Add([]byte(greetingOf("XSUB")+"\x04\x0c\x09SUBSCRIBEkv\x01\x01x"), false)
 	f.Fuzz(func(t *testing.T, sent []byte, replay bool) {
-		p := &EventPublisher{opt: EventOptions{BufferSteps: 4, HWM: 4, Log: zap.NewNop()}, resync: make(chan struct{}, 1)}
+		p := &EventPublisher{opt: EventOptions{BufferSteps: 4, HWM: 4, Log: zap.NewNop()},
+			resync: make(chan struct{}, 1)}
 		p.kept, p.oldest = []batch{{"kv@a", []byte("x")}, {"b", []byte("y")}}, 3
 		d := &eventDoor{
-			p: p, limit: 4, ready: new(atomic.Int64), own: "PUB", types: []string{"SUB", "XSUB"}, frame: maxSubscribeFrame, replay: replay,
+			p: p, limit: 4, ready: new(atomic.Int64), own: "PUB", types: []string{"SUB", "XSUB"},
+			frame: maxSubscribeFrame, replay: replay,
 		}
 		if replay {
 			d.own, d.types, d.frame = "ROUTER", []string{"DEALER"}, maxRequestFrame
@@ -436,7 +471,8 @@ func FuzzEventPeer(f *testing.F) {
 		_, _ = theirs.Write(sent)
 		theirs.Close()
 		p.wg.Wait()
-		if len(peer.subscriptions) > maxSubscriptions || peer.bytes > maxSubscriptionBytes || len(peer.requests) > maxRequests || len(d.peers) > 0 {
+		if len(peer.subscriptions) > maxSubscriptions || peer.bytes > maxSubscriptionBytes ||
+			len(peer.requests) > maxRequests || len(d.peers) > 0 {
 			t.Fatalf("%+v", peer)
 		}
 	})

@@ -119,8 +119,9 @@ func (o *Options) ensureDefaults() {
 	}
 }
 
-// File descriptors that one session may take: connection and pidfd. The rest of the process (regions, admin HTTP, log,
-// runtime) has what is reserved, and the peers of the lookup and the reply socket theirs.
+// File descriptors that one session may take: connection and pidfd. The rest of the process
+// (regions, admin HTTP, log, runtime) has what is reserved, and the peers of the lookup and the
+// reply socket theirs.
 const (
 	fdsPerSession = 2
 	fdsReserved   = 256
@@ -185,7 +186,8 @@ func Listen(dir string, opt Options) (*Listener, error) {
 		lock.Close()
 		return nil, err
 	}
-	return &Listener{dir: dir, opt: opt, lock: lock, sock: sock, refusing: make(chan struct{}, maxRefusing), closing: make(chan struct{})}, nil
+	return &Listener{dir: dir, opt: opt, lock: lock, sock: sock, refusing: make(chan struct{},
+		maxRefusing), closing: make(chan struct{})}, nil
 }
 
 // checkPath refuses a socket path that the kernel would cut.
@@ -213,8 +215,8 @@ func checkFDs(sessions, others int) error {
 	return nil
 }
 
-// MakeDir makes a sidecar's directory, and what is missing above it, with mode 0700. It fails if the directory exists and is not
-// this user's alone.
+// MakeDir makes a sidecar's directory, and what is missing above it, with mode 0700. It fails if
+// the directory exists and is not this user's alone.
 func MakeDir(dir string) error {
 	fd, err := checkedDir(dir)
 	if err != nil {
@@ -260,7 +262,8 @@ func takeDir(dir string) (*os.File, error) {
 		return nil, err
 	}
 	defer unix.Close(fd)
-	lfd, err := unix.Openat(fd, lockName, unix.O_RDWR|unix.O_CREAT|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
+	lfd, err := unix.Openat(fd, lockName, unix.O_RDWR|unix.O_CREAT|unix.O_NOFOLLOW|unix.O_CLOEXEC,
+		0o600)
 	if err != nil {
 		return nil, fmt.Errorf("runtime.dir %s: lock: %w", dir, err)
 	}
@@ -384,7 +387,8 @@ func (l *Listener) admit(uc *net.UnixConn) *Conn {
 	}
 	if uid := uint32(os.Geteuid()); peer.UID != uid {
 		l.refusedUID.Add(1)
-		l.opt.Log.Warn("session refused: another user", zap.Uint32("uid", peer.UID), zap.Int32("pid", peer.PID))
+		l.opt.Log.Warn("session refused: another user", zap.Uint32("uid", peer.UID),
+			zap.Int32("pid", peer.PID))
 		closeFD(pidfd)
 		uc.Close()
 		return nil
@@ -392,7 +396,8 @@ func (l *Listener) admit(uc *net.UnixConn) *Conn {
 	if l.sessions.Add(1) > int64(l.opt.MaxSessions) {
 		l.sessions.Add(-1)
 		l.refusedBusy.Add(1)
-		l.opt.Log.Warn("session refused: "+l.opt.Limit+" is reached", zap.Int("limit", l.opt.MaxSessions), zap.Int32("pid", peer.PID))
+		l.opt.Log.Warn("session refused: "+l.opt.Limit+" is reached",
+			zap.Int("limit", l.opt.MaxSessions), zap.Int32("pid", peer.PID))
 		closeFD(pidfd)
 		l.refuseBusy(uc)
 		return nil
@@ -406,8 +411,9 @@ func (l *Listener) admit(uc *net.UnixConn) *Conn {
 	return c
 }
 
-// release closes a connection. What its client has not read stays in memory until the client reads it, closes its end, or dies:
-// until then the connection stays and counts, or clients could have any amount of memory taken by coming again and again.
+// release closes a connection. What its client has not read stays in memory until the client reads
+// it, closes its end, or dies: until then the connection stays and counts, or clients could have
+// any amount of memory taken by coming again and again.
 func (l *Listener) release(uc *net.UnixConn) error {
 	end := func() error {
 		defer l.sessions.Add(-1)

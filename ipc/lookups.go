@@ -103,14 +103,16 @@ func (o *LookupOptions) ensureDefaults() {
 
 // LookupStats are counts since the start, but for Sessions and Peers.
 type LookupStats struct {
-	Sessions    int    // that may be answered now
-	Peers       int    // connections to the bound sockets now
-	Messages    uint64 // received, malformed ones included
-	Malformed   uint64 // dropped for their frames, or of LMCache's for their content; the handler counts the others
-	Answers     uint64 // sent
-	Dropped     uint64 // answers dropped because the peer does not read, or is not there
-	NoSession   uint64 // answers dropped because their session has ended
-	FloodBreaks uint64 // times that a socket was shut because of too many connections or too much memory
+	Sessions int    // that may be answered now
+	Peers    int    // connections to the bound sockets now
+	Messages uint64 // received, malformed ones included
+	// dropped for their frames, or of LMCache's for their content; the handler counts the others
+	Malformed uint64
+	Answers   uint64 // sent
+	Dropped   uint64 // answers dropped because the peer does not read, or is not there
+	NoSession uint64 // answers dropped because their session has ended
+	// times that a socket was shut because of too many connections or too much memory
+	FloodBreaks uint64
 }
 
 type lookupCounters struct {
@@ -119,20 +121,19 @@ type lookupCounters struct {
 	floodBreaks                                      atomic.Uint64
 }
 
-// LookupSockets has the ZMQ sockets of lookups and the goroutine that owns them.
-// A request is received into a fixed buffer, handled, and answered by that one
-// goroutine, on its own thread: handing over to another costs more than the
-// lookup itself. In steady state a lookup allocates nothing.
+// LookupSockets has the ZMQ sockets of lookups and the goroutine that owns them. A request is
+// received into a fixed buffer, handled, and answered by that one goroutine, on its own thread:
+// handing over to another costs more than the lookup itself. In steady state a lookup allocates
+// nothing.
 //
-// Answers go by a ROUTER to the connection that is named by the session's secret. A PUSH would share them out among all who
-// connect to it, and any process of the user can connect.
+// Answers go by a ROUTER to the connection that is named by the session's secret. A PUSH would
+// share them out among all who connect to it, and any process of the user can connect.
 //
-// What libzmq does not bound is watched by the same goroutine: the number of
-// connections of each bound socket, by its monitor, and the memory of the C heap.
-// When a bound is passed, the socket is shut with all its connections and opened
-// again a little later; honest peers reconnect by themselves.
-// What comes while this goroutine is busy cannot end the process: libzmq's own
-// thread goes on when there are no descriptors left (accept_linux.c).
+// What libzmq does not bound is watched by the same goroutine: the number of connections of each
+// bound socket, by its monitor, and the memory of the C heap. When a bound is passed, the socket is
+// shut with all its connections and opened again a little later; honest peers reconnect by
+// themselves. What comes while this goroutine is busy cannot end the process: libzmq's own thread
+// goes on when there are no descriptors left (accept_linux.c).
 //
 // Methods may be called from any goroutine.
 type LookupSockets struct {
@@ -200,7 +201,10 @@ func NewLookupSockets(dir string, opt LookupOptions, h Handler) (*LookupSockets,
 }
 
 // LookupEndpoint returns the ZMQ endpoint that clients push lookups to.
-func (l *LookupSockets) LookupEndpoint() string { return endpoint(filepath.Join(l.dir, lookupName)) }
+func (l *LookupSockets) LookupEndpoint() string {
+	return endpoint(filepath.Join(l.dir,
+		lookupName))
+}
 
 // Stats returns the counts.
 func (l *LookupSockets) Stats() LookupStats {
@@ -216,10 +220,14 @@ func (l *LookupSockets) Stats() LookupStats {
 // ReplyEndpoint returns the ZMQ endpoint that clients hear answers from.
 func (l *LookupSockets) ReplyEndpoint() string { return endpoint(filepath.Join(l.dir, replyName)) }
 
-// AddSession lets a session be answered: whoever connects to ReplyEndpoint with its secret as the routing id gets the
-// answers, and nobody else does.
+// AddSession lets a session be answered: whoever connects to ReplyEndpoint with its secret as the
+// routing id gets the answers, and nobody else does.
 func (l *LookupSockets) AddSession(id uint64, secret []byte) error {
-	if !l.do(func() { l.sessions[id] = bytes.Clone(secret); l.count.sessions.Store(int64(len(l.sessions))) }) {
+	if !l.do(func() {
+		l.sessions[id] = bytes.Clone(secret)
+		l.count.sessions.Store(
+			int64(len(l.sessions)))
+	}) {
 		return ErrClosed
 	}
 	return nil
@@ -244,7 +252,8 @@ func (l *LookupSockets) Post(session uint64, msg []byte) {
 	l.post(post{session: session, msg: bytes.Clone(msg)})
 }
 
-// TickWithin has Handler.Tick called within d, but for what is missing to a whole millisecond. Only the Handler may call it, from its methods.
+// TickWithin has Handler.Tick called within d, but for what is missing to a whole millisecond. Only
+// the Handler may call it, from its methods.
 func (l *LookupSockets) TickWithin(d time.Duration) {
 	if by := time.Now().Add(d); l.tickBy.IsZero() || by.Before(l.tickBy) {
 		l.tickBy = by
@@ -323,10 +332,12 @@ func (l *LookupSockets) open() error {
 	if err := l.ctx.SetBlocky(false); err != nil {
 		return fmt.Errorf("zmq context: %w", err)
 	}
-	if l.native, err = l.bind(zmq4.PULL, filepath.Join(l.dir, lookupName), maxLookupPeers); err != nil {
+	if l.native, err = l.bind(zmq4.PULL, filepath.Join(l.dir, lookupName),
+		maxLookupPeers); err != nil {
 		return err
 	}
-	if l.replies, err = l.bind(zmq4.ROUTER, filepath.Join(l.dir, replyName), maxLookupPeers); err != nil {
+	if l.replies, err = l.bind(zmq4.ROUTER, filepath.Join(l.dir, replyName),
+		maxLookupPeers); err != nil {
 		return err
 	}
 	l.watched = append(l.watched, l.native, l.replies)
@@ -355,7 +366,8 @@ func (l *LookupSockets) openLMCache() error {
 		{"lmcache.worker_endpoint", worker}, {"lmcache.scheduler_endpoint", scheduler},
 	} {
 		if !filepath.IsAbs(p.path) || strings.Contains(p.path, "://") {
-			return fmt.Errorf("%s: %q is not an absolute path, with or without ipc://", p.setting, p.path)
+			return fmt.Errorf("%s: %q is not an absolute path, with or without ipc://", p.setting,
+				p.path)
 		}
 		if err := checkPath(p.setting, p.path); err != nil {
 			return err
@@ -406,7 +418,8 @@ func (l *LookupSockets) socket(t zmq4.Type) (*zsock, error) {
 		s.onlyUID(os.Geteuid()),
 	)
 	if err == nil && t == zmq4.ROUTER {
-		// Who is not there is told of, and a client that comes back takes its name over from the connection that it had.
+		// Who is not there is told of, and a client that comes back takes its name over from the
+		// connection that it had.
 		err = errors.Join(s.SetRouterMandatory(1), s.SetRouterHandover(true))
 	}
 	if err != nil {
@@ -436,7 +449,8 @@ func (l *LookupSockets) bind(t zmq4.Type, path string, limit int) (*guarded, err
 	if err != nil {
 		return nil, err
 	}
-	g := &guarded{zsock: s, endpoint: endpoint(path), limit: limit, total: &l.count.peers, log: l.opt.Log}
+	g := &guarded{zsock: s, endpoint: endpoint(path), limit: limit, total: &l.count.peers,
+		log: l.opt.Log}
 	l.monitorSeq++
 	name := fmt.Sprintf("inproc://monitor-%d", l.monitorSeq)
 	if err := g.start(l.ctx, name); err != nil {
@@ -448,7 +462,8 @@ func (l *LookupSockets) bind(t zmq4.Type, path string, limit int) (*guarded, err
 
 // start begins to watch the socket, by a monitor of the given endpoint, and binds it.
 func (g *guarded) start(ctx *zmq4.Context, monitor string) (err error) {
-	if err = g.Monitor(monitor, zmq4.EVENT_ACCEPTED|zmq4.EVENT_DISCONNECTED|zmq4.EVENT_CLOSED); err != nil {
+	if err = g.Monitor(monitor,
+		zmq4.EVENT_ACCEPTED|zmq4.EVENT_DISCONNECTED|zmq4.EVENT_CLOSED); err != nil {
 		return err
 	}
 	if g.monitor, err = newZsock(ctx, zmq4.PAIR); err != nil {
@@ -534,7 +549,8 @@ func (g *guarded) shut(why string) bool {
 	if !g.bound {
 		return false
 	}
-	g.log.Warn("zmq socket shut for a moment", zap.String("why", why), zap.String("endpoint", g.endpoint), zap.Int("peers", g.peers))
+	g.log.Warn("zmq socket shut for a moment", zap.String("why", why),
+		zap.String("endpoint", g.endpoint), zap.Int("peers", g.peers))
 	if err := g.Unbind(g.endpoint); err != nil {
 		g.log.Error("zmq socket: unbind", zap.Error(err))
 		return false

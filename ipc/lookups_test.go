@@ -85,7 +85,8 @@ func lookupSockets(t testing.TB, opt LookupOptions) (*LookupSockets, *testHandle
 	return s, h
 }
 
-// zmqClient is the scheduler's end: a PUSH for requests, and for answers a DEALER with the session's secret as its routing id, or LMCache's PULL.
+// zmqClient is the scheduler's end: a PUSH for requests, and for answers a DEALER with the
+// session's secret as its routing id, or LMCache's PULL.
 type zmqClient struct {
 	t          testing.TB
 	ctx        *zmq4.Context
@@ -117,7 +118,8 @@ func connect(t testing.TB, pushTo string, kind zmq4.Type, join func(pull *zsock)
 		t.Fatal(err)
 	}
 	t.Cleanup(c.close)
-	err = errors.Join(c.push.SetLinger(0), c.pull.SetLinger(0), c.pull.SetRcvtimeo(patience), c.push.SetSndtimeo(patience))
+	err = errors.Join(c.push.SetLinger(0), c.pull.SetLinger(0), c.pull.SetRcvtimeo(patience),
+		c.push.SetSndtimeo(patience))
 	if err := errors.Join(err, join(c.pull), c.push.Connect(pushTo)); err != nil {
 		t.Fatal(err)
 	}
@@ -163,7 +165,8 @@ func session(t testing.TB, s *LookupSockets, id uint64) *zmqClient {
 // peer is dropped.
 func (c *zmqClient) warm(id uint64) {
 	c.t.Helper()
-	msg := (&wire.Lookup{Session: id, Secret: secretOf(id), Lookup: 1 << 62, Hashes: make([]byte, 32)}).Append(nil)
+	msg := (&wire.Lookup{Session: id, Secret: secretOf(id), Lookup: 1 << 62,
+		Hashes: make([]byte, 32)}).Append(nil)
 	eventually(c.t, "the first answer", func() bool {
 		_, _ = c.push.SendBytes(msg, zmq4.DONTWAIT)
 		time.Sleep(5 * time.Millisecond)
@@ -206,7 +209,8 @@ func (c *zmqClient) recv() [][]byte {
 // ask does one lookup and checks its answer; others' answers are skipped.
 func (c *zmqClient) ask(id, lookup uint64, pages int) {
 	c.t.Helper()
-	c.send((&wire.Lookup{Session: id, Secret: secretOf(id), Lookup: lookup, Hashes: make([]byte, 32*pages)}).Append(nil))
+	c.send((&wire.Lookup{Session: id, Secret: secretOf(id), Lookup: lookup,
+		Hashes: make([]byte, 32*pages)}).Append(nil))
 	for {
 		var r wire.LookupResult
 		m := c.recv()
@@ -238,19 +242,23 @@ func TestLookups(t *testing.T) {
 	}
 	a.ask(1, 9, 1)
 	eventually(t, "ticks", func() bool { return h.ticks.Load() > 3 })
-	if st := s.Stats(); st.Sessions != 2 || st.Answers < 9 || st.Malformed != 0 || st.FloodBreaks != 0 {
+	if st := s.Stats(); st.Sessions != 2 || st.Answers < 9 || st.Malformed != 0 ||
+		st.FloodBreaks != 0 {
 		t.Fatalf("%+v", st)
 	}
 	for _, name := range []string{lookupName, replyName} {
-		if st, err := os.Lstat(filepath.Join(filepath.Dir(strings.TrimPrefix(s.LookupEndpoint(), "ipc://")), name)); err != nil || st.Mode().Perm() != 0o600 {
+		if st, err := os.Lstat(filepath.Join(filepath.Dir(strings.TrimPrefix(s.LookupEndpoint(),
+			"ipc://")), name)); err != nil || st.Mode().Perm() != 0o600 {
 			t.Errorf("%s: %v, %v", name, st.Mode(), err)
 		}
 	}
 
 	s.RemoveSession(1)
 	s.RemoveSession(1)
-	a.send((&wire.Lookup{Session: 1, Secret: secretOf(1), Lookup: 10, Hashes: make([]byte, 32)}).Append(nil))
-	eventually(t, "the answer to nobody is counted", func() bool { return s.Stats().NoSession == 1 })
+	a.send((&wire.Lookup{Session: 1, Secret: secretOf(1), Lookup: 10,
+		Hashes: make([]byte, 32)}).Append(nil))
+	eventually(t, "the answer to nobody is counted",
+		func() bool { return s.Stats().NoSession == 1 })
 	b.ask(1<<63, 11, 1)
 	// The session comes back, and its client with it.
 	if err := s.AddSession(1, secretOf(1)); err != nil {
@@ -266,13 +274,15 @@ func TestMalformedLookups(t *testing.T) {
 	c := session(t, s, 1)
 	dropped := func(what string, before LookupStats, n uint64) {
 		t.Helper()
-		eventually(t, what+" are dropped", func() bool { return s.Stats().Malformed-before.Malformed == n })
+		eventually(t, what+" are dropped",
+			func() bool { return s.Stats().Malformed-before.Malformed == n })
 		c.ask(1, 1, 5)
 	}
 	before := s.Stats()
 	c.send([]byte("a"), []byte("b"))
 	c.send(make([][]byte, 100)...)
-	c.send(bytes.Repeat([]byte("x"), 1<<20), bytes.Repeat([]byte("y"), 1<<20), bytes.Repeat([]byte("z"), 1<<20))
+	c.send(bytes.Repeat([]byte("x"), 1<<20), bytes.Repeat([]byte("y"), 1<<20),
+		bytes.Repeat([]byte("z"), 1<<20))
 	dropped("messages of several frames", before, 3)
 
 	b, err := os.ReadFile("wire/testdata/vectors.json")
@@ -294,7 +304,8 @@ func TestMalformedLookups(t *testing.T) {
 			bad++
 		}
 	}
-	eventually(t, "golden vectors to refuse are refused", func() bool { return h.malformed.Load() == bad })
+	eventually(t, "golden vectors to refuse are refused",
+		func() bool { return h.malformed.Load() == bad })
 	c.ask(1, 2, 5)
 
 	const seed = 3
@@ -319,7 +330,8 @@ func TestBytesThatAreNotZMTP(t *testing.T) {
 	c := session(t, s, 1)
 	path := strings.TrimPrefix(s.LookupEndpoint(), "ipc://")
 	r := rand.New(rand.NewPCG(4, 0))
-	greeting := append(append([]byte{0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3, 0, 'N', 'U', 'L', 'L'}, make([]byte, 48)...), 0)
+	greeting := append(append([]byte{0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3, 0, 'N', 'U', 'L', 'L'},
+		make([]byte, 48)...), 0)
 	for i := range 60 {
 		raw, err := net.Dial("unix", path)
 		if err != nil {
@@ -341,7 +353,8 @@ func TestBytesThatAreNotZMTP(t *testing.T) {
 		case 3: // a good greeting, then noise
 			_, _ = raw.Write(append(bytes.Clone(greeting[:64]), bytes.Repeat([]byte{0xff}, 300)...))
 		case 4: // a good greeting, then a frame of 2^63 bytes
-			_, _ = raw.Write(append(bytes.Clone(greeting[:64]), 0x06, 0x7f, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff))
+			_, _ = raw.Write(append(bytes.Clone(greeting[:64]), 0x06, 0x7f, 0xff, 0xff, 0xff, 0xff,
+				0xff, 0xff, 0xff))
 		}
 		c.ask(1, uint64(i), 3)
 	}
@@ -356,11 +369,13 @@ func TestPeerThatDoesNotReadAnswers(t *testing.T) {
 		t.Fatal(err)
 	}
 	lazy := connect(t, s.LookupEndpoint(), zmq4.DEALER, func(pull *zsock) error {
-		return errors.Join(pull.SetRcvhwm(1), pull.SetIdentity(string(secretOf(2))), pull.Connect(s.ReplyEndpoint()))
+		return errors.Join(pull.SetRcvhwm(1), pull.SetIdentity(string(secretOf(2))),
+			pull.Connect(s.ReplyEndpoint()))
 	})
 	lazy.warm(2)
 	heap := heapBytes()
-	msg := (&wire.Lookup{Session: 2, Secret: secretOf(2), Lookup: 3, Hashes: make([]byte, 32)}).Append(nil)
+	msg := (&wire.Lookup{Session: 2, Secret: secretOf(2), Lookup: 3,
+		Hashes: make([]byte, 32)}).Append(nil)
 	eventually(t, "answers are dropped", func() bool {
 		for range 1000 {
 			lazy.send(msg)
@@ -376,7 +391,8 @@ func TestPeerThatDoesNotReadAnswers(t *testing.T) {
 func TestConnectionFlood(t *testing.T) {
 	s, _ := lookupSockets(t, LookupOptions{})
 	c := session(t, s, 1)
-	for _, path := range []string{strings.TrimPrefix(s.LookupEndpoint(), "ipc://"), strings.TrimPrefix(s.ReplyEndpoint(), "ipc://")} {
+	for _, path := range []string{strings.TrimPrefix(s.LookupEndpoint(), "ipc://"),
+		strings.TrimPrefix(s.ReplyEndpoint(), "ipc://")} {
 		before := s.Stats().FloodBreaks
 		var raws []net.Conn
 		eventually(t, "the flood is broken", func() bool {
@@ -396,8 +412,9 @@ func TestConnectionFlood(t *testing.T) {
 	eventually(t, "only the honest peer is left", func() bool { return s.Stats().Peers <= 2 })
 }
 
-// TestAnswersAreTheirSessionsAlone: who connects to the reply socket without a session's secret gets none of its answers, whatever it calls itself, and what it sends
-// there does no harm. A PUSH would have given it every other one.
+// TestAnswersAreTheirSessionsAlone: who connects to the reply socket without a session's secret
+// gets none of its answers, whatever it calls itself, and what it sends there does no harm. A PUSH
+// would have given it every other one.
 func TestAnswersAreTheirSessionsAlone(t *testing.T) {
 	s, _ := lookupSockets(t, LookupOptions{})
 	const id = 0x1122334455667788
@@ -450,10 +467,12 @@ func TestAnswersAreTheirSessionsAlone(t *testing.T) {
 // libzmq aborts the process when it cannot accept for want of descriptors.
 func TestFloodWithFewDescriptors(t *testing.T) { testFlood(t, "serve", 4, 1500) }
 
-// TestFloodWhileLookupsStall: for as long as one lookup takes, nobody counts connections. With a hard limit of 1,024 files libzmq used to abort the process.
+// TestFloodWhileLookupsStall: for as long as one lookup takes, nobody counts connections. With a
+// hard limit of 1,024 files libzmq used to abort the process.
 func TestFloodWhileLookupsStall(t *testing.T) { testFlood(t, "serve slowly", 4, 1500) }
 
-// testFlood floods a helper that serves with few descriptors from so many goroutines with so many connections each.
+// testFlood floods a helper that serves with few descriptors from so many goroutines with so many
+// connections each.
 func testFlood(t *testing.T, mode string, goroutines, connections int) {
 	dir := runDir(t)
 	cmd, _, said := helper(t, mode, dir, -1)
@@ -461,7 +480,8 @@ func testFlood(t *testing.T, mode string, goroutines, connections int) {
 	c := sessionClient(t, lookup, reply, 1)
 	c.warm(1)
 	for range 3 {
-		for _, path := range []string{strings.TrimPrefix(lookup, "ipc://"), strings.TrimPrefix(reply, "ipc://"), filepath.Join(dir, sessionName)} {
+		for _, path := range []string{strings.TrimPrefix(lookup, "ipc://"),
+			strings.TrimPrefix(reply, "ipc://"), filepath.Join(dir, sessionName)} {
 			_, _ = c.push.SendBytes(stalling(1), zmq4.DONTWAIT) // "serve slowly" takes long for it
 			kind := unix.SOCK_STREAM
 			if strings.HasSuffix(path, sessionName) {
@@ -472,13 +492,16 @@ func testFlood(t *testing.T, mode string, goroutines, connections int) {
 				flood.Go(func() {
 					var raws []int
 					for range connections {
-						fd, err := unix.Socket(unix.AF_UNIX, kind|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+						fd, err := unix.Socket(unix.AF_UNIX,
+							kind|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
 						if err != nil {
 							break
 						}
 						raws = append(raws, fd)
 						// A full backlog empties only as the server accepts.
-						for again := 0; again < 20 && errors.Is(unix.Connect(fd, &unix.SockaddrUnix{Name: path}), unix.EAGAIN); again++ {
+						for again := 0; again < 20 &&
+							errors.Is(unix.Connect(fd, &unix.SockaddrUnix{Name: path}),
+								unix.EAGAIN); again++ {
 							time.Sleep(time.Millisecond)
 						}
 					}
@@ -492,11 +515,13 @@ func testFlood(t *testing.T, mode string, goroutines, connections int) {
 		if err := cmd.Process.Signal(syscall.Signal(0)); err != nil {
 			t.Fatalf("the server is gone: %v", err)
 		}
-		// What was sent before the socket was shut is lost, so it is asked again until there is an answer to the last question.
+		// What was sent before the socket was shut is lost, so it is asked again until there is an
+		// answer to the last question.
 		lookup := uint64(100)
 		eventually(t, "it answers again", func() bool {
 			lookup++
-			_, _ = c.push.SendBytes((&wire.Lookup{Session: 1, Secret: secretOf(1), Lookup: lookup, Hashes: make([]byte, 32)}).Append(nil), zmq4.DONTWAIT)
+			_, _ = c.push.SendBytes((&wire.Lookup{Session: 1, Secret: secretOf(1), Lookup: lookup,
+				Hashes: make([]byte, 32)}).Append(nil), zmq4.DONTWAIT)
 			time.Sleep(20 * time.Millisecond)
 			for {
 				size, _, errno := c.pull.recv(c.buf)
@@ -519,7 +544,8 @@ const (
 )
 
 func stalling(id uint64) []byte {
-	return (&wire.Lookup{Session: id, Secret: secretOf(id), Lookup: stallLookup, Hashes: make([]byte, 32)}).Append(nil)
+	return (&wire.Lookup{Session: id, Secret: secretOf(id), Lookup: stallLookup,
+		Hashes: make([]byte, 32)}).Append(nil)
 }
 
 // Frames of a message that never ends are not bounded by any option of libzmq.
@@ -552,7 +578,8 @@ func TestLookupsOfAnotherUser(t *testing.T) {
 	s, _ := lookupSockets(t, LookupOptions{})
 	c := session(t, s, 1)
 	path := strings.TrimPrefix(s.LookupEndpoint(), "ipc://")
-	for p, mode := range map[string]os.FileMode{path: 0o777, s.dir: 0o755, filepath.Dir(s.dir): 0o755} {
+	for p, mode := range map[string]os.FileMode{path: 0o777, s.dir: 0o755,
+		filepath.Dir(s.dir): 0o755} {
 		if err := os.Chmod(p, mode); err != nil {
 			t.Fatal(err)
 		}
@@ -565,7 +592,10 @@ func TestLookupsOfAnotherUser(t *testing.T) {
 	}
 	c.ask(1, 1, 1)
 	helper(t, "push", s.LookupEndpoint(), -1)
-	eventually(t, "our own user's come through", func() bool { return s.Stats().Messages > before+1 })
+	eventually(t, "our own user's come through", func() bool {
+		return s.Stats().Messages > before+
+			1
+	})
 }
 
 // TestTickWithin: a Handler that wants to be called soon is, once.
@@ -590,7 +620,8 @@ func TestTickWithin(t *testing.T) {
 func TestSteadyStateAllocatesNothing(t *testing.T) {
 	s, _ := lookupSockets(t, LookupOptions{Tick: time.Hour})
 	c := session(t, s, 1)
-	msg := (&wire.Lookup{Session: 1, Secret: secretOf(1), Lookup: 2, Hashes: make([]byte, 32*4096)}).Append(nil)
+	msg := (&wire.Lookup{Session: 1, Secret: secretOf(1), Lookup: 2,
+		Hashes: make([]byte, 32*4096)}).Append(nil)
 	answered := s.Stats().Answers
 	n := testing.AllocsPerRun(500, func() {
 		if c.push.send(msg, false) != 0 {
@@ -618,7 +649,8 @@ func TestLMCacheSockets(t *testing.T) {
 	}
 	stale.(*net.UnixListener).SetUnlinkOnClose(false)
 	stale.Close()
-	s, h := lookupSockets(t, LookupOptions{LMCacheWorker: "ipc://" + worker, LMCacheScheduler: scheduler})
+	s, h := lookupSockets(t, LookupOptions{LMCacheWorker: "ipc://" + worker,
+		LMCacheScheduler: scheduler})
 	native := session(t, s, 1)
 	c := newClient(t, "ipc://"+worker, "ipc://"+scheduler, true)
 
@@ -710,7 +742,8 @@ func TestLMCacheWithoutScheduler(t *testing.T) {
 	native.ask(1, 1, 1)
 }
 
-// TestLMCacheSchedulerThatDoesNotRead: answers that LMCache's scheduler does not read are dropped beyond a bound, and others are answered as ever.
+// TestLMCacheSchedulerThatDoesNotRead: answers that LMCache's scheduler does not read are dropped
+// beyond a bound, and others are answered as ever.
 func TestLMCacheSchedulerThatDoesNotRead(t *testing.T) {
 	dir := openDir(t)
 	worker, scheduler := filepath.Join(dir, "worker"), filepath.Join(dir, "scheduler")
@@ -720,7 +753,8 @@ func TestLMCacheSchedulerThatDoesNotRead(t *testing.T) {
 	})
 	native := session(t, s, 1)
 	heap := heapBytes()
-	msg := [][]byte{bytes.Repeat([]byte("i"), wire.DefaultLimits.LMCacheIDBytes), {0x91, 1}, {0x91, 1}, nil}
+	msg := [][]byte{bytes.Repeat([]byte("i"), wire.DefaultLimits.LMCacheIDBytes), {0x91, 1},
+		{0x91, 1}, nil}
 	eventually(t, "answers are dropped", func() bool {
 		for range 1000 {
 			lazy.send(msg...)
@@ -740,7 +774,8 @@ func TestLMCacheEndpoints(t *testing.T) {
 	expect := func(worker, scheduler, want string) {
 		t.Helper()
 		before := countFDs(t)
-		s, err := NewLookupSockets(l.Dir(), LookupOptions{LMCacheWorker: worker, LMCacheScheduler: scheduler}, new(testHandler))
+		s, err := NewLookupSockets(l.Dir(), LookupOptions{LMCacheWorker: worker,
+			LMCacheScheduler: scheduler}, new(testHandler))
 		if err == nil {
 			s.Close()
 			t.Fatalf("no error, want %q", want)
@@ -827,7 +862,8 @@ func BenchmarkLookupRoundTrip(b *testing.B) {
 		b.Run(fmt.Sprint(pages), func(b *testing.B) {
 			s, _ := lookupSockets(b, LookupOptions{})
 			c := session(b, s, 1)
-			msg := (&wire.Lookup{Session: 1, Secret: secretOf(1), Lookup: 2, Hashes: make([]byte, 32*pages)}).Append(nil)
+			msg := (&wire.Lookup{Session: 1, Secret: secretOf(1), Lookup: 2,
+				Hashes: make([]byte, 32*pages)}).Append(nil)
 			roundTrips(b, c, msg)
 		})
 	}
@@ -839,12 +875,14 @@ func BenchmarkEchoRoundTrip(b *testing.B) {
 		b.Run(fmt.Sprint(pages), func(b *testing.B) {
 			dir := openDir(b)
 			in, out := endpoint(filepath.Join(dir, "in")), endpoint(filepath.Join(dir, "out"))
-			reply := len((&wire.LookupResult{Lookup: 2, HitPages: 4096, HitTokens: 65535}).Append(nil))
+			reply := len((&wire.LookupResult{Lookup: 2, HitPages: 4096, HitTokens: 65535}).Append(
+				nil))
 			ready, done := make(chan struct{}), make(chan error, 1)
 			go func() { done <- zmqecho.Serve(in, out, reply, func() { close(ready) }) }()
 			<-ready
 			c := newClient(b, in, out, false)
-			msg := (&wire.Lookup{Session: 1, Secret: secretOf(1), Lookup: 2, Hashes: make([]byte, 32*pages)}).Append(nil)
+			msg := (&wire.Lookup{Session: 1, Secret: secretOf(1), Lookup: 2,
+				Hashes: make([]byte, 32*pages)}).Append(nil)
 			roundTrips(b, c, msg)
 			c.send(nil)
 			c.recv()

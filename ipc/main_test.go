@@ -141,7 +141,8 @@ func helper(t *testing.T, name, arg string, uid int) (cmd *exec.Cmd, stdin *os.F
 	cmd.Env = append(os.Environ(), "LOOKASIDE_IPC_HELPER="+name, "LOOKASIDE_IPC_ARG="+arg)
 	cmd.Stderr = os.Stderr
 	if uid >= 0 {
-		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: uint32(uid), Gid: uint32(uid)}}
+		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: uint32(uid),
+			Gid: uint32(uid)}}
 		cmd.Dir = "/"
 	}
 	r, w, err := os.Pipe()
@@ -197,7 +198,8 @@ func openDir(t testing.TB) string {
 }
 
 func dial(dir string) (*net.UnixConn, error) {
-	return net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: filepath.Join(dir, sessionName), Net: "unixpacket"})
+	return net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: filepath.Join(dir, sessionName),
+		Net: "unixpacket"})
 }
 
 // eventually fails the test if a condition does not come true in time.

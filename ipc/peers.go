@@ -17,14 +17,16 @@ import (
 	"lookaside/ipc/wire"
 )
 
-// Names in a directory of peers: a socket each, by the generation of the sidecar's run, and while it is being made another.
+// Names in a directory of peers: a socket each, by the generation of the sidecar's run, and while
+// it is being made another.
 const (
 	peerPrefix = "peer-"
 	peerSuffix = ".sock"
 	peerMaking = ".new"
 )
 
-// makingPatience is how old a socket must be that was being made for it to be somebody's who died at that.
+// makingPatience is how old a socket must be that was being made for it to be somebody's who died
+// at that.
 const makingPatience = 10 * time.Second
 
 // PeerDirError says why sidecars cannot find each other in a directory, and what to do about it.
@@ -36,14 +38,16 @@ func (e *PeerDirError) Error() string {
 	return fmt.Sprintf("peers.dir %s %s, so no sidecars are looked for: %s", e.Dir, e.Why, e.Do)
 }
 
-// PeerDir is a directory in which the sidecars of one user find each other: each has a socket there. It is open; what it was opened by may
-// name another meanwhile, or nothing. Its methods may be called from any goroutine, but Close only when nobody calls another.
+// PeerDir is a directory in which the sidecars of one user find each other: each has a socket
+// there. It is open; what it was opened by may name another meanwhile, or nothing. Its methods may
+// be called from any goroutine, but Close only when nobody calls another.
 type PeerDir struct {
 	path string
 	fd   int
 }
 
-// OpenPeerDir opens a directory that only this user may enter; it is made if its parent is there. The error is a *PeerDirError if it is not as it must be.
+// OpenPeerDir opens a directory that only this user may enter; it is made if its parent is there.
+// The error is a *PeerDirError if it is not as it must be.
 func OpenPeerDir(path string) (*PeerDir, error) {
 	path, err := filepath.Abs(path)
 	if err != nil {
@@ -52,11 +56,13 @@ func OpenPeerDir(path string) (*PeerDir, error) {
 	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
 	if errors.Is(err, unix.ENOENT) {
 		if err = unix.Mkdir(path, 0o700); err == nil || errors.Is(err, unix.EEXIST) {
-			fd, err = unix.Open(path, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+			fd, err = unix.Open(path, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC,
+				0)
 		}
 	}
 	if err != nil {
-		return nil, &PeerDirError{path, "cannot be opened as a directory (a symlink is not): " + err.Error(), "name another"}
+		return nil, &PeerDirError{path, "cannot be opened as a directory (a symlink is not): " +
+			err.Error(), "name another"}
 	}
 	d := &PeerDir{path: path, fd: fd}
 	if err := d.check(); err != nil {
@@ -73,10 +79,12 @@ func (d *PeerDir) check() error {
 		return fmt.Errorf("peers.dir %s: %w", d.path, err)
 	}
 	if uid := os.Geteuid(); int(st.Uid) != uid {
-		return &PeerDirError{d.path, fmt.Sprintf("belongs to uid %d, not to uid %d", st.Uid, uid), "name a directory of this user's own, of mode 0700"}
+		return &PeerDirError{d.path, fmt.Sprintf("belongs to uid %d, not to uid %d", st.Uid, uid),
+			"name a directory of this user's own, of mode 0700"}
 	}
 	if mode := st.Mode & 0o7777; mode&0o077 != 0 {
-		return &PeerDirError{d.path, fmt.Sprintf("has mode %04o, which lets others in", mode), "chmod 0700 it, or name another"}
+		return &PeerDirError{d.path, fmt.Sprintf("has mode %04o, which lets others in", mode),
+			"chmod 0700 it, or name another"}
 	}
 	return nil
 }
@@ -84,7 +92,8 @@ func (d *PeerDir) check() error {
 // Path is the directory's path when it was opened, absolute.
 func (d *PeerDir) Path() string { return d.path }
 
-// ID names the directory, whatever path leads to it: never 0, and on one host another for each directory.
+// ID names the directory, whatever path leads to it: never 0, and on one host another for each
+// directory.
 func (d *PeerDir) ID() (uint64, error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(d.fd, &st); err != nil {
@@ -98,7 +107,8 @@ func (d *PeerDir) ID() (uint64, error) {
 func (d *PeerDir) Current() error {
 	var named, open unix.Stat_t
 	if err := unix.Lstat(d.path, &named); err != nil {
-		return &PeerDirError{d.path, "is not there any more: " + err.Error(), "it is looked for again and again"}
+		return &PeerDirError{d.path, "is not there any more: " + err.Error(),
+			"it is looked for again and again"}
 	}
 	if err := unix.Fstat(d.fd, &open); err != nil {
 		return fmt.Errorf("peers.dir %s: %w", d.path, err)
@@ -112,14 +122,16 @@ func (d *PeerDir) Current() error {
 // Close closes the directory.
 func (d *PeerDir) Close() error { return unix.Close(d.fd) }
 
-// at is a path of a name in the directory that is short, however long that of the directory is, and that no rename leads elsewhere.
+// at is a path of a name in the directory that is short, however long that of the directory is, and
+// that no rename leads elsewhere.
 func (d *PeerDir) at(name string) string { return fmt.Sprintf("/proc/self/fd/%d/%s", d.fd, name) }
 
 func peerName(generation uint64) string {
 	return fmt.Sprintf("%s%016x%s", peerPrefix, generation, peerSuffix)
 }
 
-// Peers appends to out the generations of the sidecars that have a socket in the directory, which may be dead ones'. At most limit names are looked at.
+// Peers appends to out the generations of the sidecars that have a socket in the directory, which
+// may be dead ones'. At most limit names are looked at.
 func (d *PeerDir) Peers(out []uint64, limit int) ([]uint64, error) {
 	f, err := os.Open(d.at("."))
 	if err != nil {
@@ -133,14 +145,16 @@ func (d *PeerDir) Peers(out []uint64, limit int) ([]uint64, error) {
 	for _, name := range names {
 		hex, ok := strings.CutPrefix(name, peerPrefix)
 		if hex, isSocket := strings.CutSuffix(hex, peerSuffix); ok && isSocket && len(hex) == 16 {
-			if g, err := strconv.ParseUint(hex, 16, 64); err == nil && peerName(g) == name && g != 0 {
+			if g, err := strconv.ParseUint(hex, 16, 64); err == nil && peerName(g) == name &&
+				g != 0 {
 				out = append(out, g)
 			}
 			continue
 		}
 		if ok && strings.HasSuffix(name, peerMaking) {
 			var st unix.Stat_t
-			if unix.Fstatat(d.fd, name, &st, unix.AT_SYMLINK_NOFOLLOW) == nil && time.Since(time.Unix(st.Mtim.Unix())) > makingPatience {
+			if unix.Fstatat(d.fd, name, &st, unix.AT_SYMLINK_NOFOLLOW) == nil &&
+				time.Since(time.Unix(st.Mtim.Unix())) > makingPatience {
 				_ = unix.Unlinkat(d.fd, name, 0)
 			}
 		}
@@ -148,7 +162,8 @@ func (d *PeerDir) Peers(out []uint64, limit int) ([]uint64, error) {
 	return out, nil
 }
 
-// Listen makes the socket of the sidecar whose run has that generation. The directory must stay open until it is closed.
+// Listen makes the socket of the sidecar whose run has that generation. The directory must stay
+// open until it is closed.
 func (d *PeerDir) Listen(generation uint64, opt Options) (*Listener, error) {
 	if opt.SendBuffer == 0 {
 		opt.SendBuffer = wire.SocketBufferBytes // peers tell each other much at a time
@@ -162,7 +177,8 @@ func (d *PeerDir) Listen(generation uint64, opt Options) (*Listener, error) {
 		return nil, fmt.Errorf("peer socket: %w", err)
 	}
 	sock.SetUnlinkOnClose(false)
-	// By its name it is found only once it listens: others take one that refuses them for a dead one's.
+	// By its name it is found only once it listens: others take one that refuses them for a dead
+	// one's.
 	var st unix.Stat_t
 	err = unix.Fchmodat(d.fd, making, 0o600, 0)
 	if err == nil {
@@ -178,10 +194,12 @@ func (d *PeerDir) Listen(generation uint64, opt Options) (*Listener, error) {
 	}
 	there := func() bool {
 		var now unix.Stat_t
-		return unix.Fstatat(d.fd, name, &now, unix.AT_SYMLINK_NOFOLLOW) == nil && now.Dev == st.Dev && now.Ino == st.Ino
+		return unix.Fstatat(d.fd, name, &now, unix.AT_SYMLINK_NOFOLLOW) == nil &&
+			now.Dev == st.Dev && now.Ino == st.Ino
 	}
 	return &Listener{
-		dir: d.path, opt: opt, sock: sock, refusing: make(chan struct{}, maxRefusing), closing: make(chan struct{}), there: there, remove: func() {
+		dir: d.path, opt: opt, sock: sock, refusing: make(chan struct{}, maxRefusing),
+		closing: make(chan struct{}), there: there, remove: func() {
 			if there() {
 				_ = unix.Unlinkat(d.fd, name, 0)
 			}
@@ -189,7 +207,8 @@ func (d *PeerDir) Listen(generation uint64, opt Options) (*Listener, error) {
 	}, nil
 }
 
-// Dial connects to a sidecar. If nobody listens on its socket any more, that is removed and the error is ErrPeerGone; os.ErrNotExist is one that is not there. It does not wait: for one that
+// Dial connects to a sidecar. If nobody listens on its socket any more, that is removed and the
+// error is ErrPeerGone; os.ErrNotExist is one that is not there. It does not wait: for one that
 // does not accept, ErrPeerStuck.
 func (d *PeerDir) Dial(generation uint64, patience time.Duration) (*Conn, error) {
 	name := peerName(generation)
@@ -226,7 +245,8 @@ func (c *Conn) TrySend(msg []byte) (sent bool, err error) {
 	}
 	ctlErr := c.raw.Control(func(fd uintptr) {
 		for {
-			if err = unix.Sendto(int(fd), msg, unix.MSG_NOSIGNAL|unix.MSG_DONTWAIT, nil); err != unix.EINTR {
+			if err = unix.Sendto(int(fd), msg, unix.MSG_NOSIGNAL|unix.MSG_DONTWAIT,
+				nil); err != unix.EINTR {
 				return
 			}
 		}
@@ -244,15 +264,18 @@ func (c *Conn) TrySend(msg []byte) (sent bool, err error) {
 	return false, fmt.Errorf("send: %w", err)
 }
 
-// SendWaiting is Send without patience: it waits for as long as the peer lives and the connection is open.
+// SendWaiting is Send without patience: it waits for as long as the peer lives and the connection
+// is open.
 func (c *Conn) SendWaiting(msg []byte, fds ...int) error { return c.send(msg, time.Time{}, fds...) }
 
-// Died is closed when the peer's process has died: then all its descriptors are closed, its sockets to others included. It is closed, too, once the Conn is. It is
-// nil where the kernel does not tell (before Linux 6.5).
+// Died is closed when the peer's process has died: then all its descriptors are closed, its sockets
+// to others included. It is closed, too, once the Conn is. It is nil where the kernel does not tell
+// (before Linux 6.5).
 func (c *Conn) Died() <-chan struct{} { return c.watchDone }
 
-// RecvFDs is Recv for a peer that may send descriptors: those that come with the packet are appended to fds, close-on-exec, and are the caller's. Beside an error none
-// are. A packet with more than maxRecvFDs is ErrOversize.
+// RecvFDs is Recv for a peer that may send descriptors: those that come with the packet are
+// appended to fds, close-on-exec, and are the caller's. Beside an error none are. A packet with
+// more than maxRecvFDs is ErrOversize.
 func (c *Conn) RecvFDs(fds []int) ([]byte, []int, error) {
 	if c.recvOOB == nil {
 		c.recvOOB = make([]byte, unix.CmsgSpace(maxRecvFDs*4))
@@ -278,7 +301,8 @@ const maxRecvFDs = 4
 func (c *Conn) recvMsgOnce(fd uintptr) bool {
 	for {
 		var oobn, flags int
-		c.recvN, oobn, flags, _, c.recvErr = unix.Recvmsg(int(fd), c.buf, c.recvOOB, unix.MSG_CMSG_CLOEXEC)
+		c.recvN, oobn, flags, _, c.recvErr = unix.Recvmsg(int(fd), c.buf, c.recvOOB,
+			unix.MSG_CMSG_CLOEXEC)
 		switch c.recvErr {
 		case unix.EINTR, unix.ECONNRESET: // as in recvOnce
 			continue
@@ -310,7 +334,8 @@ func (c *Conn) takeFDs(oob []byte) {
 	}
 }
 
-// EndSending ends our side: the peer reads the end once it has read what it was sent before. What it sends is received as before.
+// EndSending ends our side: the peer reads the end once it has read what it was sent before. What
+// it sends is received as before.
 func (c *Conn) EndSending() { _ = c.uc.CloseWrite() }
 
 // Closed is closed when the connection is closed by us, or because the peer has died.

@@ -77,11 +77,18 @@ func TestPeerDir(t *testing.T) {
 		t.Errorf("another one is %x as well: %v", got, err)
 	}
 	for what, make := range map[string]func(path string) error{
-		"mode 0750":        func(path string) error { return errors.Join(os.Mkdir(path, 0o700), os.Chmod(path, 0o750)) },
-		"symlink":          func(path string) error { return os.Symlink(d.Path(), path) },
-		"be opened":        func(path string) error { return os.WriteFile(path, nil, 0o600) },
-		"uid 12345, not":   func(path string) error { return errors.Join(os.Mkdir(path, 0o700), os.Chown(path, 12345, 0)) },
-		"cannot be opened": func(path string) error { return nil }, // and neither is its parent there
+		"mode 0750": func(path string) error {
+			return errors.Join(os.Mkdir(path, 0o700),
+				os.Chmod(path, 0o750))
+		},
+		"symlink":   func(path string) error { return os.Symlink(d.Path(), path) },
+		"be opened": func(path string) error { return os.WriteFile(path, nil, 0o600) },
+		"uid 12345, not": func(path string) error {
+			return errors.Join(os.Mkdir(path, 0o700),
+				os.Chown(path, 12345, 0))
+		},
+		// and neither is its parent there
+		"cannot be opened": func(path string) error { return nil },
 	} {
 		path := filepath.Join(t.TempDir(), "peers")
 		if what == "cannot be opened" {
@@ -95,7 +102,8 @@ func TestPeerDir(t *testing.T) {
 		}
 		o, err := OpenPeerDir(path)
 		var e *PeerDirError
-		if !errors.As(err, &e) || !strings.Contains(err.Error(), what) && what != "symlink" || e.Do == "" {
+		if !errors.As(err, &e) || !strings.Contains(err.Error(), what) && what != "symlink" ||
+			e.Do == "" {
 			t.Errorf("%s: %v", what, err)
 		}
 		if err == nil {
@@ -122,7 +130,8 @@ func TestPeerSockets(t *testing.T) {
 	d := peerDir(t)
 	a := d.listen(t, 0xA, Options{})
 	b := d.listen(t, 0xB, Options{})
-	for _, name := range []string{"peer-zz.sock", "peer-000000000000000C.sock", "peer-0000000000000000.sock", "peer-0000000000000001", "lock", "rank-0"} {
+	for _, name := range []string{"peer-zz.sock", "peer-000000000000000C.sock",
+		"peer-0000000000000000.sock", "peer-0000000000000001", "lock", "rank-0"} {
 		if err := os.WriteFile(filepath.Join(d.Path(), name), nil, 0o600); err != nil {
 			t.Fatal(err)
 		}
@@ -147,7 +156,8 @@ func TestPeerSockets(t *testing.T) {
 		t.Errorf("%v, %v", info, err)
 	}
 
-	// One whose socket was removed listens, but is not there; another of its name stays when it closes.
+	// One whose socket was removed listens, but is not there; another of its name stays when it
+	// closes.
 	if err := os.Remove(filepath.Join(d.Path(), peerName(0xA))); err != nil {
 		t.Fatal(err)
 	}
@@ -166,8 +176,10 @@ func TestPeerSockets(t *testing.T) {
 		t.Fatalf("%x", all)
 	}
 
-	// A dead one's socket is removed by who finds that nobody listens; one that is being made only when it is old.
-	for _, name := range []string{peerName(0xD), "peer-000000000000000e.new", "peer-000000000000000f.new"} {
+	// A dead one's socket is removed by who finds that nobody listens; one that is being made only
+	// when it is old.
+	for _, name := range []string{peerName(0xD), "peer-000000000000000e.new",
+		"peer-000000000000000f.new"} {
 		fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
 		if err == nil {
 			err = unix.Bind(fd, &unix.SockaddrUnix{Name: filepath.Join(d.Path(), name)})
@@ -180,7 +192,8 @@ func TestPeerSockets(t *testing.T) {
 		}
 	}
 	old := time.Now().Add(-time.Hour)
-	if err := os.Chtimes(filepath.Join(d.Path(), "peer-000000000000000f.new"), old, old); err != nil {
+	if err := os.Chtimes(filepath.Join(d.Path(), "peer-000000000000000f.new"), old,
+		old); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := d.Dial(0xD, time.Second); !errors.Is(err, ErrPeerGone) {
@@ -202,12 +215,14 @@ func TestPeersOfAnotherUser(t *testing.T) {
 	d := peerDir(t)
 	l := d.listen(t, 0xA, Options{})
 	// Let another in by force: credentials refuse it all the same.
-	for _, p := range []string{filepath.Dir(d.Path()), d.Path(), filepath.Join(d.Path(), peerName(0xA))} {
+	for _, p := range []string{filepath.Dir(d.Path()), d.Path(),
+		filepath.Join(d.Path(), peerName(0xA))} {
 		if err := os.Chmod(p, 0o777); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if err := os.Rename(filepath.Join(d.Path(), peerName(0xA)), filepath.Join(d.Path(), sessionName)); err != nil {
+	if err := os.Rename(filepath.Join(d.Path(), peerName(0xA)),
+		filepath.Join(d.Path(), sessionName)); err != nil {
 		t.Fatal(err)
 	}
 	accepted := make(chan error, 1)
@@ -239,7 +254,8 @@ func TestPeersPassDescriptors(t *testing.T) {
 		t.Fatal(err)
 	}
 	var fds []int
-	if err := errors.Join(a.SendWaiting([]byte("plain")), a.SendWaiting([]byte("with two"), int(f.Fd()), int(f.Fd()))); err != nil {
+	if err := errors.Join(a.SendWaiting([]byte("plain")), a.SendWaiting([]byte("with two"),
+		int(f.Fd()), int(f.Fd()))); err != nil {
 		t.Fatal(err)
 	}
 	for i, want := range []string{"plain", "with two"} {
@@ -253,7 +269,8 @@ func TestPeersPassDescriptors(t *testing.T) {
 	if err != nil || string(buf[:n]) != "region" {
 		t.Errorf("%q, %v", buf[:n], err)
 	}
-	if flags, err := unix.FcntlInt(uintptr(fds[0]), unix.F_GETFD, 0); err != nil || flags&unix.FD_CLOEXEC == 0 {
+	if flags, err := unix.FcntlInt(uintptr(fds[0]), unix.F_GETFD, 0); err != nil ||
+		flags&unix.FD_CLOEXEC == 0 {
 		t.Error("it would be inherited")
 	}
 	for _, fd := range fds {

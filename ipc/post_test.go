@@ -11,11 +11,13 @@ import (
 	"lookaside/ipc/wire"
 )
 
-// Late answers come from any goroutine, each goes to its session, and none is lost while its reader keeps up.
+// Late answers come from any goroutine, each goes to its session, and none is lost while its reader
+// keeps up.
 func TestPost(t *testing.T) {
 	s, _ := lookupSockets(t, LookupOptions{Tick: time.Hour})
 	a, b, other := session(t, s, 1), session(t, s, 2), session(t, s, 4)
-	const goroutines, each = 8, 200 // fewer for each session than its socket holds: on a busy machine a reader may come late
+	// fewer for each session than its socket holds: on a busy machine a reader may come late
+	const goroutines, each = 8, 200
 	var posters sync.WaitGroup
 	for g := range goroutines {
 		posters.Go(func() {
@@ -49,7 +51,8 @@ func TestPost(t *testing.T) {
 	posters.Wait()
 	before := s.Stats()
 	s.Post(3, []byte("to nobody"))
-	eventually(t, "the post to nobody is counted", func() bool { return s.Stats().NoSession == before.NoSession+1 })
+	eventually(t, "the post to nobody is counted",
+		func() bool { return s.Stats().NoSession == before.NoSession+1 })
 	if d := s.Stats().Dropped; d != before.Dropped {
 		t.Fatalf("%d dropped", d-before.Dropped)
 	}
@@ -105,7 +108,8 @@ func TestPostAfterClose(t *testing.T) {
 
 func TestPostLMCache(t *testing.T) {
 	dir := filepath.Dir(runDir(t))
-	opt := LookupOptions{LMCacheWorker: dir + "/worker", LMCacheScheduler: dir + "/scheduler", Tick: time.Hour}
+	opt := LookupOptions{LMCacheWorker: dir + "/worker", LMCacheScheduler: dir + "/scheduler",
+		Tick: time.Hour}
 	s, _ := lookupSockets(t, opt)
 	c := newClient(t, "ipc://"+dir+"/worker", "ipc://"+dir+"/scheduler", true)
 	eventually(t, "LMCache's socket is connected", func() bool {

@@ -50,7 +50,8 @@ func pair(t testing.TB, l *Listener) (*Conn, *net.UnixConn) {
 func TestExchange(t *testing.T) {
 	l := listen(t, Options{})
 	c, client := pair(t, l)
-	if p := c.Peer(); int(p.PID) != os.Getpid() || int(p.UID) != os.Getuid() || int(p.GID) != os.Getgid() {
+	if p := c.Peer(); int(p.PID) != os.Getpid() || int(p.UID) != os.Getuid() ||
+		int(p.GID) != os.Getgid() {
 		t.Fatalf("peer %+v", p)
 	}
 	if c.pidfd == nil {
@@ -130,7 +131,8 @@ func TestSendsDescriptorsAndTakesNone(t *testing.T) {
 	// A client's descriptors are not let in.
 	before := countFDs(t)
 	for range 8 {
-		if _, _, err := client.WriteMsgUnix([]byte("take this"), unix.UnixRights(int(f.Fd()), int(f.Fd())), nil); err != nil {
+		if _, _, err := client.WriteMsgUnix([]byte("take this"), unix.UnixRights(int(f.Fd()),
+			int(f.Fd())), nil); err != nil {
 			t.Fatal(err)
 		}
 		if got, err := c.Recv(); err != nil || string(got) != "take this" {
@@ -309,7 +311,8 @@ func TestGivenUp(t *testing.T) {
 			// Nothing that it says is heard, and what it may say is bounded by its own buffer.
 			_ = client.SetWriteDeadline(time.Now().Add(50 * time.Millisecond))
 			for {
-				if _, err := client.Write(make([]byte, 1000)); errors.Is(err, os.ErrDeadlineExceeded) {
+				if _, err := client.Write(make([]byte, 1000)); errors.Is(err,
+					os.ErrDeadlineExceeded) {
 					break
 				} else if err != nil {
 					t.Fatal(err)
@@ -381,7 +384,8 @@ func TestGivenUpCountForTheCap(t *testing.T) {
 	c.Close()
 }
 
-// What a client has not read keeps its place, so that nobody can have any amount of memory held by coming again and again.
+// What a client has not read keeps its place, so that nobody can have any amount of memory held by
+// coming again and again.
 func TestUnreadCountsForTheCap(t *testing.T) {
 	l := listen(t, Options{MaxSessions: 2})
 	leave := func(c *Conn, client *net.UnixConn) {
@@ -409,9 +413,11 @@ func TestUnreadCountsForTheCap(t *testing.T) {
 	if n, err := reader.Read(make([]byte, 8192)); n != 4096 || err != nil {
 		t.Fatal(n, err)
 	}
-	eventually(t, "the one that has read everything does not count", func() bool { return l.Stats().Sessions == 1 })
+	eventually(t, "the one that has read everything does not count",
+		func() bool { return l.Stats().Sessions == 1 })
 	closer.Close()
-	eventually(t, "the one that has left does not count", func() bool { return l.Stats().Sessions == 0 })
+	eventually(t, "the one that has left does not count",
+		func() bool { return l.Stats().Sessions == 0 })
 	// The end of the listener ends it, too.
 	c, client := pair(t, l)
 	leave(c, client)
@@ -503,7 +509,8 @@ func TestDeadPeerIsNoticed(t *testing.T) {
 // it was sent itself, which the kernel reports as an error first.
 func TestLastWordsAreHeard(t *testing.T) {
 	grace := deathGrace
-	deathGrace = time.Hour // no copy of the socket keeps the end from coming; it is only this test that may come late
+	// no copy of the socket keeps the end from coming; it is only this test that may come late
+	deathGrace = time.Hour
 	defer func() { deathGrace = grace }()
 	l := listen(t, Options{})
 	for range 3 {
@@ -555,7 +562,8 @@ func TestSessionCap(t *testing.T) {
 		t.Fatal(err)
 	}
 	var refuse wire.Refuse
-	if err := refuse.Decode(buf[:n], &wire.DefaultLimits); err != nil || refuse.Code != wire.RefuseBusy || refuse.Want != "2" {
+	if err := refuse.Decode(buf[:n], &wire.DefaultLimits); err != nil ||
+		refuse.Code != wire.RefuseBusy || refuse.Want != "2" {
 		t.Fatalf("%+v, %v", refuse, err)
 	}
 	if n, err := third.Read(buf); n != 0 || err != nil && err != io.EOF {
@@ -594,7 +602,8 @@ func TestEveryRefusedClientLearnsWhy(t *testing.T) {
 			c.Close()
 		}
 	}()
-	hello := (&wire.Hello{Role: wire.RoleScheduler, EngineID: "e", PageTokens: 16, PagesPerChunk: 4, DigestBytes: 32}).Append(nil)
+	hello := (&wire.Hello{Role: wire.RoleScheduler, EngineID: "e", PageTokens: 16, PagesPerChunk: 4,
+		DigestBytes: 32}).Append(nil)
 	// Some say hello at once, as clients do, some late, some never.
 	refused := func(wait time.Duration) error {
 		c, err := dial(l.Dir())
@@ -692,7 +701,8 @@ func TestAnotherUserIsRefused(t *testing.T) {
 	}
 	l := listen(t, Options{})
 	// The directory alone keeps others out; open it to see that the credentials do too.
-	for path, mode := range map[string]os.FileMode{filepath.Dir(l.Dir()): 0o755, l.Dir(): 0o755, filepath.Join(l.Dir(), sessionName): 0o777} {
+	for path, mode := range map[string]os.FileMode{filepath.Dir(l.Dir()): 0o755, l.Dir(): 0o755,
+		filepath.Join(l.Dir(), sessionName): 0o777} {
 		if err := os.Chmod(path, mode); err != nil {
 			t.Fatal(err)
 		}
@@ -751,7 +761,8 @@ func TestSecondOwner(t *testing.T) {
 	for range 2 {
 		_, err := Listen(dir, Options{})
 		var owned *OwnedError
-		if !errors.As(err, &owned) || owned.PID != cmd.Process.Pid || !strings.Contains(err.Error(), fmt.Sprint("pid ", cmd.Process.Pid)) {
+		if !errors.As(err, &owned) || owned.PID != cmd.Process.Pid ||
+			!strings.Contains(err.Error(), fmt.Sprint("pid ", cmd.Process.Pid)) {
 			t.Fatalf("%v, want the owner's pid %d", err, cmd.Process.Pid)
 		}
 	}
@@ -875,7 +886,8 @@ func TestDescriptorLimit(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, err := Listen(runDir(t), Options{MaxSessions: int(min(lim.Cur, 1<<30))})
-	if err == nil || !strings.Contains(err.Error(), "sessions.limit") || !strings.Contains(err.Error(), fmt.Sprint(lim.Cur)) {
+	if err == nil || !strings.Contains(err.Error(), "sessions.limit") ||
+		!strings.Contains(err.Error(), fmt.Sprint(lim.Cur)) {
 		t.Fatalf("%v", err)
 	}
 }

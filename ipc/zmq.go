@@ -115,10 +115,11 @@ func (s *zsock) send(b []byte, more bool) syscall.Errno {
 	return 0
 }
 
-// route queues one frame for the peer of a ROUTER that has the routing id without waiting; libzmq copies it. Without such a peer it
-// fails with syscall.EHOSTUNREACH.
+// route queues one frame for the peer of a ROUTER that has the routing id without waiting; libzmq
+// copies it. Without such a peer it fails with syscall.EHOSTUNREACH.
 func (s *zsock) route(to, b []byte) syscall.Errno {
-	n := C.la_route(s.ptr, unsafe.Pointer(unsafe.SliceData(to)), C.size_t(len(to)), unsafe.Pointer(unsafe.SliceData(b)), C.size_t(len(b)))
+	n := C.la_route(s.ptr, unsafe.Pointer(unsafe.SliceData(to)), C.size_t(len(to)),
+		unsafe.Pointer(unsafe.SliceData(b)), C.size_t(len(b)))
 	return syscall.Errno(-n)
 }
 
@@ -187,8 +188,9 @@ func (p *poller) close() { C.free(unsafe.Pointer(p.items)) }
 // handed out: 0 where that cannot be told.
 func heapBytes() int { return int(C.la_heap()) }
 
-// startLoop runs a loop that alone touches some ZMQ sockets on a thread of its own: open, then loop, then in any case shut, after which done is closed. It
-// returns when open has; after its error all is over.
+// startLoop runs a loop that alone touches some ZMQ sockets on a thread of its own: open, then
+// loop, then in any case shut, after which done is closed. It returns when open has; after its
+// error all is over.
 func startLoop(open func() error, loop, shut func(), done chan struct{}) error {
 	started := make(chan error)
 	go func() {

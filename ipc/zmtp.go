@@ -12,11 +12,12 @@ import (
 	"time"
 )
 
-// This file is the part of ZMTP 3.0 (https://rfc.zeromq.org/spec/23/) that a publisher needs: the handshake without security (NULL) or
-// with a password (PLAIN), and frames.
+// This file is the part of ZMTP 3.0 (https://rfc.zeromq.org/spec/23/) that a publisher needs: the
+// handshake without security (NULL) or with a password (PLAIN), and frames.
 //
-// libzmq is not used for events because it bounds neither what one peer subscribes to nor the parts of an unfinished message, cannot
-// tell which peer has sent them, and keeps them in the same heap as the lookups'.
+// libzmq is not used for events because it bounds neither what one peer subscribes to nor the parts
+// of an unfinished message, cannot tell which peer has sent them, and keeps them in the same heap
+// as the lookups'.
 
 const (
 	flagMore    = 1
@@ -53,7 +54,8 @@ type frame struct {
 
 func newZMTP(c net.Conn, maxBytes int) *zmtp {
 	return &zmtp{
-		Conn: c, in: bufio.NewReaderSize(c, 2048), buf: make([]byte, max(maxBytes, maxCommandBytes)),
+		Conn: c, in: bufio.NewReaderSize(c, 2048),
+		buf: make([]byte, max(maxBytes, maxCommandBytes)),
 		may: allowance{most: peerBurstBytes, perSecond: peerBytesPerSecond},
 	}
 }
@@ -64,7 +66,8 @@ func (z *zmtp) next(limit int) (frame, error) {
 	if err != nil {
 		return frame{}, err
 	}
-	if flags&^(flagMore|flagLong|flagCommand) != 0 || flags&flagCommand != 0 && flags&flagMore != 0 {
+	if flags&^(flagMore|flagLong|flagCommand) != 0 ||
+		flags&flagCommand != 0 && flags&flagMore != 0 {
 		return frame{}, fmt.Errorf("%w: a frame with flags %#x", errZMTP, flags)
 	}
 	var size [8]byte
@@ -130,8 +133,9 @@ func property(b []byte, want string) (value string, err error) {
 	return "", fmt.Errorf("%w: no %s", errZMTP, want)
 }
 
-// shake shakes hands as a socket of the given type, with a peer whose type is one of peers. A token, unless empty, must be the
-// password of a peer that uses PLAIN; without one, the peer must use NULL. The caller sets a deadline.
+// shake shakes hands as a socket of the given type, with a peer whose type is one of peers. A
+// token, unless empty, must be the password of a peer that uses PLAIN; without one, the peer must
+// use NULL. The caller sets a deadline.
 func (z *zmtp) shake(own string, peers []string, token string) error {
 	mechanism := mechanismNull
 	if token != "" {
@@ -228,7 +232,8 @@ func cString(b []byte) string {
 	return string(b)
 }
 
-// allowance is a token bucket: it gives most at once, and perSecond more each second. It begins full.
+// allowance is a token bucket: it gives most at once, and perSecond more each second. It begins
+// full.
 type allowance struct {
 	most, perSecond float64
 	used            float64

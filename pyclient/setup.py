@@ -1,7 +1,7 @@
 """Declares the native extension; everything else is in pyproject.toml.
 
-Built with the stable ABI where CPython's has the buffer protocol (3.11 and later), so one build serves every later
-interpreter; on 3.10 the same source builds for that version alone.
+Built with the stable ABI where CPython's has the buffer protocol (3.11 and later), so one build
+serves every later interpreter; on 3.10 the same source builds for that version alone.
 """
 
 import sys
@@ -29,7 +29,14 @@ setup(
             depends=["lookaside/_copycore.h", "lookaside/_cudacore.h", "lookaside/_guard.h"],
             define_macros=[("Py_LIMITED_API", "0x030B0000")] if STABLE_ABI else [],
             py_limited_api=STABLE_ABI,
-            extra_compile_args=["-std=gnu11", "-O3", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"],
+            extra_compile_args=[
+                "-std=gnu11",
+                "-O3",
+                "-Wall",
+                "-Wextra",
+                "-fvisibility=hidden",
+                "-pthread",
+            ],
             libraries=["dl", "pthread"],
         )
     ],

@@ -26,8 +26,8 @@ import (
 	"lookaside/ipc"
 )
 
-// Files in runtime.dir: the host:port of the admin server, and its Unix socket, which only the directory's owner (and root)
-// can connect to, and which asks for no token.
+// Files in runtime.dir: the host:port of the admin server, and its Unix socket, which only the
+// directory's owner (and root) can connect to, and which asks for no token.
 const (
 	adminAddrFile   = "admin.addr"
 	adminSocketFile = "admin.sock"
@@ -45,8 +45,8 @@ const adminWrite = 15 * time.Second
 // adminOperations bounds the requests that change something and are under way at a time.
 const adminOperations = 4
 
-// admin is the HTTP server that operators and Prometheus talk to: on admin.listen, and on a Unix socket in runtime.dir.
-// What it serves is described in api.go.
+// admin is the HTTP server that operators and Prometheus talk to: on admin.listen, and on a Unix
+// socket in runtime.dir. What it serves is described in api.go.
 type admin struct {
 	servers []*http.Server
 	wg      sync.WaitGroup // of their Serve
@@ -63,7 +63,8 @@ func startAdmin(d *Daemon, reg *prometheus.Registry, log *zap.Logger) (_ *admin,
 		return nil, err
 	}
 	mux := new(router)
-	doc := newAPI(mux, d, promhttp.HandlerFor(reg, promhttp.HandlerOpts{MaxRequestsInFlight: 4, Registry: reg}), token != "", cfg.PProf)
+	doc := newAPI(mux, d, promhttp.HandlerFor(reg, promhttp.HandlerOpts{MaxRequestsInFlight: 4,
+		Registry: reg}), token != "", cfg.PProf)
 	mux.ServeMux.HandleFunc("/", noRoute(doc))
 
 	tcp, err := net.Listen("tcp", cfg.Listen)
@@ -75,7 +76,8 @@ func startAdmin(d *Daemon, reg *prometheus.Registry, log *zap.Logger) (_ *admin,
 		tcp.Close()
 		return nil, err
 	}
-	a := &admin{addr: tcp.Addr().String(), file: filepath.Join(d.listener.Dir(), adminAddrFile), mux: mux}
+	a := &admin{addr: tcp.Addr().String(), file: filepath.Join(d.listener.Dir(), adminAddrFile),
+		mux: mux}
 	if err := writeFile(a.file, a.addr+"\n"); err != nil {
 		tcp.Close()
 		own.Close()
@@ -105,7 +107,8 @@ func readToken(setting, file string, log *zap.Logger) (string, error) {
 		return "", fmt.Errorf("%s: the token in %s has %d bytes, want 1 to 255", setting, file, n)
 	}
 	if st, err := os.Stat(file); err == nil && st.Mode().Perm()&0o077 != 0 {
-		log.Warn("other users may read a token", zap.String("setting", setting), zap.String("file", file), zap.String("mode", st.Mode().Perm().String()))
+		log.Warn("other users may read a token", zap.String("setting", setting),
+			zap.String("file", file), zap.String("mode", st.Mode().Perm().String()))
 	}
 	return token, nil
 }
@@ -126,7 +129,8 @@ func (a *admin) serve(ln net.Listener, h http.Handler, log *zap.Logger) {
 	a.servers = append(a.servers, srv)
 	a.wg.Go(func() {
 		if err := srv.Serve(g); !errors.Is(err, http.ErrServerClosed) {
-			log.Error("the admin server stopped", zap.Stringer("address", ln.Addr()), zap.Error(err))
+			log.Error("the admin server stopped", zap.Stringer("address", ln.Addr()),
+				zap.Error(err))
 		}
 	})
 }
@@ -150,8 +154,8 @@ func (a *admin) close() error {
 	return errors.Join(append(errs, os.Remove(a.file))...)
 }
 
-// ownerListener accepts connections of this user and of root. The socket's and its directory's mode let in no other; this
-// holds where somebody has changed them.
+// ownerListener accepts connections of this user and of root. The socket's and its directory's mode
+// let in no other; this holds where somebody has changed them.
 type ownerListener struct {
 	*net.UnixListener
 	log *zap.Logger
@@ -189,8 +193,9 @@ func (l *ownerListener) Accept() (net.Conn, error) {
 // controllerKey is where a request's context has its http.ResponseController.
 type controllerKey struct{}
 
-// guard lets through who carries the token, or asks by a name of this server's; what no page of another site made a browser
-// send; and as many changes at a time as operations has room for. Probes need none of it.
+// guard lets through who carries the token, or asks by a name of this server's; what no page of
+// another site made a browser send; and as many changes at a time as operations has room for.
+// Probes need none of it.
 func guard(token string, hosts hostNames, operations chan struct{}, h http.Handler) http.Handler {
 	origin := http.NewCrossOriginProtection()
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -201,27 +206,32 @@ func guard(token string, hosts hostNames, operations chan struct{}, h http.Handl
 		got, ok := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
 		if token != "" && (!ok || subtle.ConstantTimeCompare([]byte(got), []byte(token)) != 1) {
 			w.Header().Set("WWW-Authenticate", "Bearer")
-			apiError(http.StatusUnauthorized, "send the header Authorization: Bearer TOKEN, or connect to admin.sock in runtime.dir, which needs none", "admin.token_file is set: a bearer token is required").write(w)
+			apiError(http.StatusUnauthorized,
+				"send the header Authorization: Bearer TOKEN, or connect to admin.sock in runtime.dir, which needs none", "admin.token_file is set: a bearer token is required").write(w)
 			return
 		}
 		if token == "" && !hosts.has(r.Host) {
-			apiError(http.StatusMisdirectedRequest, "use an IP address or localhost, add the name to admin.hosts, or set admin.token_file", "the host %.255q is not one of this server's names", r.Host).write(w)
+			apiError(http.StatusMisdirectedRequest,
+				"use an IP address or localhost, add the name to admin.hosts, or set admin.token_file", "the host %.255q is not one of this server's names", r.Host).write(w)
 			return
 		}
 		if err := origin.Check(r); err != nil || !ownOrigin(r) {
-			apiError(http.StatusForbidden, "send it from a program, not from another site's page", "the request comes from a page of another site").write(w)
+			apiError(http.StatusForbidden, "send it from a program, not from another site's page",
+				"the request comes from a page of another site").write(w)
 			return
 		}
 		rc := http.NewResponseController(w)
 		if !strings.HasPrefix(r.URL.Path, "/debug/pprof/") {
-			_ = rc.SetWriteDeadline(time.Now().Add(adminWrite)) // a writer without deadlines is a test's
+			// a writer without deadlines is a test's
+			_ = rc.SetWriteDeadline(time.Now().Add(adminWrite))
 		}
 		if r.Method != http.MethodGet && r.Method != http.MethodHead {
 			select {
 			case operations <- struct{}{}:
 				defer func() { <-operations }()
 			default:
-				apiError(http.StatusServiceUnavailable, "try again when one of them has ended", "%d operations are under way", adminOperations).write(w)
+				apiError(http.StatusServiceUnavailable, "try again when one of them has ended",
+					"%d operations are under way", adminOperations).write(w)
 				return
 			}
 		}
@@ -239,10 +249,12 @@ func noRoute(doc *huma.OpenAPI) http.HandlerFunc {
 				allowed = http.MethodPost
 			}
 			w.Header().Set("Allow", allowed)
-			apiError(http.StatusMethodNotAllowed, "use "+allowed, "%s is not for %s", r.URL.Path, r.Method).write(w)
+			apiError(http.StatusMethodNotAllowed, "use "+allowed, "%s is not for %s", r.URL.Path,
+				r.Method).write(w)
 			return
 		}
-		apiError(http.StatusNotFound, fmt.Sprintf("the nearest is %s; GET /openapi.json lists all", nearest(r.URL.Path, paths)), "there is no %s", r.URL.Path).write(w)
+		apiError(http.StatusNotFound, fmt.Sprintf("the nearest is %s; GET /openapi.json lists all",
+			nearest(r.URL.Path, paths)), "there is no %s", r.URL.Path).write(w)
 	}
 }
 

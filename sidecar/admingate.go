@@ -12,18 +12,21 @@ import (
 )
 
 const (
-	// adminConnections bounds the admin server's connections, so that a client that opens many cannot take the file
-	// descriptors that sessions need (libzmq aborts the process when accept meets EMFILE).
+	// adminConnections bounds the admin server's connections, so that a client that opens many
+	// cannot take the file descriptors that sessions need (libzmq aborts the process when accept
+	// meets EMFILE).
 	adminConnections = 40
-	// adminRequests bounds the requests that are handled at a time. The connections beyond are for probes.
+	// adminRequests bounds the requests that are handled at a time. The connections beyond are for
+	// probes.
 	adminRequests = 32
 )
 
 // isProbe reports whether a request asks for nothing but a sign of life.
 func isProbe(r *http.Request) bool { return r.URL.Path == "/healthz" || r.URL.Path == "/readyz" }
 
-// gate is the admin server's listener. When there are too many connections, the one that has had no request for the longest
-// time is closed for the next: a client that opens connections and sends nothing keeps nobody out.
+// gate is the admin server's listener. When there are too many connections, the one that has had no
+// request for the longest time is closed for the next: a client that opens connections and sends
+// nothing keeps nobody out.
 type gate struct {
 	net.Listener
 
@@ -79,7 +82,8 @@ func (c *gateConn) Close() error {
 	return c.Conn.Close()
 }
 
-// CloseWrite ends what is sent, so that an answer arrives although the rest of a request is not read.
+// CloseWrite ends what is sent, so that an answer arrives although the rest of a request is not
+// read.
 func (c *gateConn) CloseWrite() error {
 	if half, ok := c.Conn.(interface{ CloseWrite() error }); ok {
 		return half.CloseWrite()
@@ -153,7 +157,8 @@ func (g *gate) handler(h http.Handler) http.Handler {
 		}
 		if !isProbe(r) {
 			if !g.admit() {
-				apiError(http.StatusServiceUnavailable, "try again when one of them has ended", "%d requests are under way", adminRequests).write(w)
+				apiError(http.StatusServiceUnavailable, "try again when one of them has ended",
+					"%d requests are under way", adminRequests).write(w)
 				return
 			}
 			defer g.leave()
@@ -180,8 +185,8 @@ func newHostNames(cfg AdminConfig) hostNames {
 	return names
 }
 
-// has reports whether a request's Host header names this server. A browser that a page of another site has rebound to this
-// address sends that site's name. An address cannot be rebound.
+// has reports whether a request's Host header names this server. A browser that a page of another
+// site has rebound to this address sends that site's name. An address cannot be rebound.
 func (n hostNames) has(host string) bool {
 	name := host
 	if h, _, err := net.SplitHostPort(host); err == nil {
@@ -194,7 +199,8 @@ func (n hostNames) has(host string) bool {
 	return name == "" || name == "localhost" || strings.HasSuffix(name, ".localhost") || n[name]
 }
 
-// ownOrigin reports whether a request comes from a program, or from a page that this very server has served.
+// ownOrigin reports whether a request comes from a program, or from a page that this very server
+// has served.
 func ownOrigin(r *http.Request) bool {
 	origin := r.Header.Get("Origin")
 	if origin == "" {

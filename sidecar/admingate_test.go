@@ -53,7 +53,8 @@ func (h *heldConn) status(t *testing.T) int {
 	return resp.StatusCode
 }
 
-// isClosed reports whether the server closes the connection, which is surely under way or never comes.
+// isClosed reports whether the server closes the connection, which is surely under way or never
+// comes.
 func (h *heldConn) isClosed(t *testing.T) bool {
 	t.Helper()
 	if err := h.SetReadDeadline(time.Now().Add(patience)); err != nil {
@@ -65,8 +66,8 @@ func (h *heldConn) isClosed(t *testing.T) bool {
 
 func get(path string) string { return "GET " + path + " HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" }
 
-// TestGate: connections without a request make room, requests that hang leave room for probes. The server has no timeouts, so
-// nothing else can.
+// TestGate: connections without a request make room, requests that hang leave room for probes. The
+// server has no timeouts, so nothing else can.
 func TestGate(t *testing.T) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -75,12 +76,13 @@ func TestGate(t *testing.T) {
 	hang := make(chan struct{})
 	began := make(chan struct{}, 100)
 	g := &gate{Listener: ln}
-	srv := &http.Server{ConnContext: connContext, Handler: g.handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if r.URL.Path == "/hang" {
-			began <- struct{}{}
-			<-hang
-		}
-	}))}
+	srv := &http.Server{ConnContext: connContext,
+		Handler: g.handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if r.URL.Path == "/hang" {
+				began <- struct{}{}
+				<-hang
+			}
+		}))}
 	done := make(chan error)
 	go func() { done <- srv.Serve(g) }()
 	defer func() {
@@ -138,7 +140,8 @@ func TestGate(t *testing.T) {
 	}
 }
 
-// TestForeignNames: a page of another site can do nothing, whether it is bound to our address or not.
+// TestForeignNames: a page of another site can do nothing, whether it is bound to our address or
+// not.
 func TestForeignNames(t *testing.T) {
 	host, err := os.Hostname()
 	if err != nil {
@@ -180,13 +183,16 @@ func TestForeignNames(t *testing.T) {
 		{open, clear, open.AdminAddr(), "Sec-Fetch-Site: cross-site\r\n", 403},
 		{closed, clear, "rebound.example", "", 401},
 		{closed, clear, "lookaside.ns.svc", "Authorization: Bearer secret\r\n", 200},
-		{closed, clear, "lookaside.ns.svc", "Authorization: Bearer secret\r\nOrigin: http://other.example\r\n", 403},
+		{closed, clear, "lookaside.ns.svc",
+			"Authorization: Bearer secret\r\nOrigin: http://other.example\r\n", 403},
 	} {
 		const body = `{"all":true}`
-		conn := holdConn(t, c.d.AdminAddr(), fmt.Sprintf("%s HTTP/1.1\r\nHost: %s\r\n%sConnection: close\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s",
-			c.request, c.host, c.more, len(body), body))
+		conn := holdConn(t, c.d.AdminAddr(),
+			fmt.Sprintf("%s HTTP/1.1\r\nHost: %s\r\n%sConnection: close\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s",
+				c.request, c.host, c.more, len(body), body))
 		if got := conn.status(t); got != c.want {
-			t.Errorf("%s to %s, %q: %d, want %d", c.request, c.host, strings.TrimSpace(c.more), got, c.want)
+			t.Errorf("%s to %s, %q: %d, want %d", c.request, c.host, strings.TrimSpace(c.more), got,
+				c.want)
 		}
 	}
 	for _, bad := range []string{"a:1", "a/b", "a,,b", " "} {

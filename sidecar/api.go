@@ -87,7 +87,8 @@ func requestError(ctx huma.Context, status int, msg string, errs ...error) huma.
 // nearestProperty is the property that an unknown one of the body was probably meant to be, or "".
 func nearestProperty(ctx huma.Context, d *huma.ErrorDetail) string {
 	name, inBody := strings.CutPrefix(d.Location, "body.")
-	if ctx == nil || !inBody || d.Message != "unexpected property" || ctx.Operation().RequestBody == nil {
+	if ctx == nil || !inBody || d.Message != "unexpected property" ||
+		ctx.Operation().RequestBody == nil {
 		return ""
 	}
 	var names []string
@@ -239,7 +240,8 @@ func (m *router) HandleFunc(pattern string, h func(http.ResponseWriter, *http.Re
 	m.Handle(pattern, http.HandlerFunc(h))
 }
 
-// newAPI makes the routes of d's operations on mux, and /openapi.json, which describes them. metrics serves /metrics.
+// newAPI makes the routes of d's operations on mux, and /openapi.json, which describes them.
+// metrics serves /metrics.
 func newAPI(mux *router, d *Daemon, metrics http.Handler, token, profiles bool) *huma.OpenAPI {
 	cfg := huma.DefaultConfig("Lookaside sidecar", Version)
 	cfg.Info.Description = "Looks at one sidecar and controls what it keeps where. Answers that are not a success carry what is wrong, and what to do about it."
@@ -255,33 +257,51 @@ func newAPI(mux *router, d *Daemon, metrics http.Handler, token, profiles bool) 
 	cfg.Formats = map[string]huma.Format{"application/json": indented, "json": indented}
 	var security []map[string][]string
 	if token {
-		cfg.Components.SecuritySchemes = map[string]*huma.SecurityScheme{"token": {Type: "http", Scheme: "bearer", Description: "The text of admin.token_file. Not needed on the Unix socket admin.sock in runtime.dir."}}
+		cfg.Components.SecuritySchemes = map[string]*huma.SecurityScheme{"token": {Type: "http",
+			Scheme: "bearer", Description: "The text of admin.token_file. Not needed on the Unix socket admin.sock in runtime.dir."}}
 		security = []map[string][]string{{"token": {}}}
 	}
 	api := humago.New(mux, cfg)
 	registry := api.OpenAPI().Components.Schemas
 	op := func(method, at, id, summary string, security []map[string][]string) huma.Operation {
 		return huma.Operation{
-			OperationID: id, Method: method, Path: at, Summary: summary, Security: security, DefaultStatus: http.StatusOK,
-			MaxBodyBytes: maxBodyBytes(d.cfg.Lookup.MaxPages), BodyReadTimeout: 10 * time.Second, Metadata: map[string]any{registryKey: registry},
+			OperationID: id, Method: method, Path: at, Summary: summary, Security: security,
+			DefaultStatus: http.StatusOK,
+			MaxBodyBytes:  maxBodyBytes(d.cfg.Lookup.MaxPages), BodyReadTimeout: 10 * time.Second,
+			Metadata: map[string]any{registryKey: registry},
 		}
 	}
-	get := func(at, id, summary string) huma.Operation { return op(http.MethodGet, at, id, summary, security) }
-	post := func(at, id, summary string) huma.Operation { return op(http.MethodPost, at, id, summary, security) }
+	get := func(at, id, summary string) huma.Operation {
+		return op(http.MethodGet, at, id, summary,
+			security)
+	}
+	post := func(at, id, summary string) huma.Operation {
+		return op(http.MethodPost, at, id,
+			summary, security)
+	}
 
-	ok := func() (*textOutput, error) { return &textOutput{"text/plain; charset=utf-8", []byte("ok\n")}, nil }
+	ok := func() (*textOutput, error) {
+		return &textOutput{"text/plain; charset=utf-8",
+			[]byte("ok\n")}, nil
+	}
 	text := func(o huma.Operation, contentType string) huma.Operation {
 		o.Responses = map[string]*huma.Response{"200": {
-			Description: "OK", Content: map[string]*huma.MediaType{contentType: {Schema: &huma.Schema{Type: huma.TypeString}}},
+			Description: "OK",
+			Content: map[string]*huma.MediaType{
+				contentType: {Schema: &huma.Schema{Type: huma.TypeString}},
+			},
 		}}
 		return o
 	}
-	huma.Register(api, text(op(http.MethodGet, "/healthz", "health", "Whether the process lives", nil), "text/plain"),
+	huma.Register(api, text(op(http.MethodGet, "/healthz", "health", "Whether the process lives",
+		nil), "text/plain"),
 		func(context.Context, *struct{}) (*textOutput, error) { return ok() })
-	huma.Register(api, text(op(http.MethodGet, "/readyz", "ready", "Whether clients are welcome; 503 while draining", nil), "text/plain"),
+	huma.Register(api, text(op(http.MethodGet, "/readyz", "ready",
+		"Whether clients are welcome; 503 while draining", nil), "text/plain"),
 		func(context.Context, *struct{}) (*textOutput, error) {
 			if err := d.ready(); err != nil {
-				return nil, apiError(http.StatusServiceUnavailable, "ask another sidecar, or this one's successor", "%v", err)
+				return nil, apiError(http.StatusServiceUnavailable,
+					"ask another sidecar, or this one's successor", "%v", err)
 			}
 			return ok()
 		})
@@ -295,12 +315,16 @@ func newAPI(mux *router, d *Daemon, metrics http.Handler, token, profiles bool) 
 	if profiles {
 		for _, p := range profileRoutes {
 			mux.HandleFunc("GET "+p.path, p.serve)
-			document(text(get(p.path, strings.TrimSuffix("profiles-"+path.Base(p.path), "-pprof"), p.what), "application/octet-stream"))
+			document(text(get(p.path, strings.TrimSuffix("profiles-"+path.Base(p.path), "-pprof"),
+				p.what), "application/octet-stream"))
 		}
 	}
 
 	huma.Register(api, get("/v1/status", "status", "What the sidecar holds and who uses it"),
-		func(context.Context, *struct{}) (*output[Status], error) { return &output[Status]{d.Status()}, nil })
+		func(context.Context, *struct{}) (*output[Status],
+			error) {
+			return &output[Status]{d.Status()}, nil
+		})
 	huma.Register(api, get("/v1/tiers", "tiers", "The tiers below the arena, nearest first"),
 		func(context.Context, *struct{}) (*output[TiersResult], error) {
 			return &output[TiersResult]{TiersResult{d.Tiers()}}, nil
@@ -309,11 +333,14 @@ func newAPI(mux *router, d *Daemon, metrics http.Handler, token, profiles bool) 
 		func(context.Context, *struct{}) (*output[PinsResult], error) {
 			return &output[PinsResult]{PinsResult{d.Pins()}}, nil
 		})
-	registerOperation(api, post("/v1/prefetch", "prefetch", "Bring a prefix from the tiers into the arena"), d.Prefetch)
-	registerOperation(api, post("/v1/pin", "pin", "Keep the part of a prefix that is in the arena from being evicted, until it is unpinned or cleared"), d.Pin)
+	registerOperation(api, post("/v1/prefetch", "prefetch",
+		"Bring a prefix from the tiers into the arena"), d.Prefetch)
+	registerOperation(api, post("/v1/pin", "pin",
+		"Keep the part of a prefix that is in the arena from being evicted, until it is unpinned or cleared"), d.Pin)
 	registerOperation(api, post("/v1/unpin", "unpin", "End pins"), d.Unpin)
 	registerOperation(api, post("/v1/clear", "clear", "Forget what is held"), d.Clear)
-	registerOperation(api, post("/v1/move", "move", "Move or copy a prefix from one tier to another"), d.Move)
+	registerOperation(api, post("/v1/move", "move",
+		"Move or copy a prefix from one tier to another"), d.Move)
 	d.registerDAX(api, get, post)
 	mux.HandleFunc("GET /openapi.json", func(w http.ResponseWriter, _ *http.Request) {
 		b, err := marshalDocument(api.OpenAPI())
@@ -343,11 +370,15 @@ var profileRoutes = []struct {
 func maxBodyBytes(maxPages int) int64 { return 64<<10 + int64(maxPages)*80 }
 
 // registerOperation makes the route of something that changes what is held.
-func registerOperation[In, Out any](api huma.API, op huma.Operation, do func(context.Context, In) (Out, error)) {
+func registerOperation[In, Out any](api huma.API, op huma.Operation, do func(context.Context,
+	In) (Out, error)) {
 	huma.Register(api, op, func(ctx context.Context, in *input[In]) (*output[Out], error) {
 		if rc, ok := ctx.Value(controllerKey{}).(*http.ResponseController); ok {
-			// The body has been read. A deadline for reading would end the request's context while the operation is under way.
-			if err := errors.Join(rc.SetReadDeadline(time.Time{}), rc.SetWriteDeadline(time.Now().Add(maxTimeoutS*time.Second+time.Minute))); err != nil {
+			// The body has been read. A deadline for reading would end the request's context while
+			// the operation is under way.
+			if err := errors.Join(rc.SetReadDeadline(time.Time{}),
+				rc.SetWriteDeadline(time.Now().Add(maxTimeoutS*time.Second+
+					time.Minute))); err != nil {
 				return nil, err
 			}
 		}
@@ -366,23 +397,29 @@ func operationError(err error) error {
 	case errors.As(err, &e):
 		return e
 	case errors.Is(err, tiers.ErrBusy):
-		return apiError(http.StatusServiceUnavailable, "try again in a moment, or ask for less", "%v", err)
+		return apiError(http.StatusServiceUnavailable, "try again in a moment, or ask for less",
+			"%v", err)
 	case errors.Is(err, stack.ErrOff):
-		return apiError(http.StatusServiceUnavailable, "GET /v1/tiers says what failed; it is tried again by itself", "%v", err)
+		return apiError(http.StatusServiceUnavailable,
+			"GET /v1/tiers says what failed; it is tried again by itself", "%v", err)
 	case errors.Is(err, tiers.ErrClosed):
 		return apiError(http.StatusServiceUnavailable, "ask this sidecar's successor", "%v", err)
 	case errors.Is(err, tiers.ErrInvalid):
 		return apiError(http.StatusBadRequest, seeDocument, "%v", err)
 	case errors.Is(err, tiers.ErrNotFound), errors.Is(err, tiers.ErrStale):
-		return apiError(http.StatusNotFound, "GET /v1/status, /v1/tiers and /v1/pins list what there is", "%v", err)
+		return apiError(http.StatusNotFound,
+			"GET /v1/status, /v1/tiers and /v1/pins list what there is", "%v", err)
 	}
 	// By the contract of tiers whatever is left is a failure of a medium or a server.
-	return apiError(http.StatusBadGateway, "GET /v1/tiers and the sidecar's log say which tier fails", "%v", err)
+	return apiError(http.StatusBadGateway,
+		"GET /v1/tiers and the sidecar's log say which tier fails", "%v", err)
 }
 
-// OpenAPI returns the document that /openapi.json serves, as a sidecar with a token and profiles serves it.
+// OpenAPI returns the document that /openapi.json serves, as a sidecar with a token and profiles
+// serves it.
 func OpenAPI() ([]byte, error) {
-	return marshalDocument(newAPI(new(router), &Daemon{cfg: Defaults()}, http.NotFoundHandler(), true, true))
+	return marshalDocument(newAPI(new(router), &Daemon{cfg: Defaults()}, http.NotFoundHandler(),
+		true, true))
 }
 
 func marshalDocument(doc *huma.OpenAPI) ([]byte, error) {

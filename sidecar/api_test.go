@@ -19,7 +19,8 @@ import (
 	"lookaside/ipc/wire"
 )
 
-// An adminRig asks a running sidecar over HTTP, and checks every answer against the sidecar's own /openapi.json.
+// An adminRig asks a running sidecar over HTTP, and checks every answer against the sidecar's own
+// /openapi.json.
 type adminRig struct {
 	t       *testing.T
 	d       *Daemon
@@ -100,7 +101,8 @@ func (r *adminRig) conforms(method, path string, resp *http.Response, body []byt
 		return
 	}
 	if content[contentType] == nil {
-		r.t.Errorf("%s %s: %s with %s is not documented: %v", method, path, resp.Status, contentType, content)
+		r.t.Errorf("%s %s: %s with %s is not documented: %v", method, path, resp.Status,
+			contentType, content)
 		return
 	}
 	if contentType != "application/json" || path == "/openapi.json" {
@@ -163,7 +165,8 @@ func (r *adminRig) fails(path string, in any, status int, want ...string) {
 	r.t.Helper()
 	code, body := r.try(path, in)
 	var e APIError
-	if err := json.Unmarshal(body, &e); err != nil || code != status || e.Message == "" || e.Fix == "" {
+	if err := json.Unmarshal(body, &e); err != nil || code != status || e.Message == "" ||
+		e.Fix == "" {
 		r.t.Errorf("%s: %d %s, want %d with error and fix", path, code, body, status)
 	}
 	for _, w := range want {
@@ -242,7 +245,8 @@ func TestRoutesAndDocumentAgree(t *testing.T) {
 	slices.Sort(documented)
 	routed := slices.Sorted(slices.Values(d.admin.mux.patterns))
 	if !slices.Equal(routed, documented) {
-		t.Errorf("routes\n%s\ndocumented\n%s", strings.Join(routed, "\n"), strings.Join(documented, "\n"))
+		t.Errorf("routes\n%s\ndocumented\n%s", strings.Join(routed, "\n"), strings.Join(documented,
+			"\n"))
 	}
 	for _, route := range documented {
 		method, path, _ := strings.Cut(route, " ")
@@ -254,7 +258,8 @@ func TestRoutesAndDocumentAgree(t *testing.T) {
 			body, contentType = nil, ""
 		}
 		resp, answer := r.send(method, path, contentType, body)
-		if resp.StatusCode == http.StatusNotFound || resp.StatusCode == http.StatusMethodNotAllowed {
+		if resp.StatusCode == http.StatusNotFound ||
+			resp.StatusCode == http.StatusMethodNotAllowed {
 			t.Errorf("%s: %s", route, resp.Status)
 		}
 		if !strings.HasPrefix(path, "/debug/") {
@@ -263,7 +268,8 @@ func TestRoutesAndDocumentAgree(t *testing.T) {
 		// Only health is for everybody.
 		plain := &adminRig{t: t, d: d}
 		resp, answer = plain.send(method, path, contentType, body)
-		if open := path == "/healthz" || path == "/readyz"; open != (resp.StatusCode != http.StatusUnauthorized) {
+		if open := path == "/healthz" ||
+			path == "/readyz"; open != (resp.StatusCode != http.StatusUnauthorized) {
 			t.Errorf("%s without the token: %s", route, resp.Status)
 		} else if !open && !bytes.Contains(answer, []byte(`"fix"`)) {
 			t.Errorf("%s without the token: %s", route, answer)
@@ -280,11 +286,16 @@ func TestRequestsThatAreWrong(t *testing.T) {
 	r.fails("/v1/pin", map[string]any{"hashes": []string{}}, 422, "hashes")
 	r.fails("/v1/pin", map[string]any{"hashes": words, "timeout_s": 1e9}, 422, "timeout_s")
 	r.fails("/v1/pin", map[string]any{"hashes": []string{"zz"}}, 400, "hash 1", "hexadecimal")
-	r.fails("/v1/pin", map[string]any{"hashes": []string{"00ff"}}, 400, "2 bytes", "64 hexadecimal digits")
-	r.fails("/v1/pin", map[string]any{"hashes": words, "space": "ffffffffffff"}, 404, "open are", d.engine.Spaces()[0].Fingerprint.Short())
+	r.fails("/v1/pin", map[string]any{"hashes": []string{"00ff"}}, 400, "2 bytes",
+		"64 hexadecimal digits")
+	r.fails("/v1/pin", map[string]any{"hashes": words, "space": "ffffffffffff"}, 404, "open are",
+		d.engine.Spaces()[0].Fingerprint.Short())
 	r.fails("/v1/pin", map[string]any{"hashes": []string{strings.Repeat("0", 64)}}, 404, "prefetch")
-	r.fails("/v1/pin", map[string]any{"hashes": slices.Repeat(words, 1+d.cfg.Lookup.MaxPages/3)}, 413, "lookup.max_pages")
-	r.fails("/v1/pin", map[string]any{"hashes": words, "label": strings.Repeat("x", int(maxBodyBytes(d.cfg.Lookup.MaxPages)))}, 413) // little beyond, or it would be cut off before it reads the answer
+	r.fails("/v1/pin", map[string]any{"hashes": slices.Repeat(words, 1+d.cfg.Lookup.MaxPages/3)},
+		413, "lookup.max_pages")
+	// little beyond, or it would be cut off before it reads the answer
+	r.fails("/v1/pin", map[string]any{"hashes": words, "label": strings.Repeat("x",
+		int(maxBodyBytes(d.cfg.Lookup.MaxPages)))}, 413)
 	r.fails("/v1/unpin", map[string]any{}, 400, "all")
 	r.fails("/v1/unpin", map[string]any{"pin": "00", "all": true}, 400, "all")
 	r.fails("/v1/unpin", map[string]any{"pin": "00"}, 404, `"00"`, "/v1/pins")
@@ -297,17 +308,20 @@ func TestRequestsThatAreWrong(t *testing.T) {
 		status                    int
 		want                      string
 	}{
-		{http.MethodPost, "/v1/clear", "text/plain", 415, "application/json"}, // which a browser sends from any page
+		// which a browser sends from any page
+		{http.MethodPost, "/v1/clear", "text/plain", 415, "application/json"},
 		{http.MethodGet, "/v1/clear", "", 405, "use POST"},
 		{http.MethodPost, "/v1/status", "application/json", 405, "use GET"},
 		{http.MethodGet, "/v1/tier", "", 404, "nearest is /v1/tiers"},
 	} {
 		resp, body := r.send(tc.method, tc.path, tc.contentType, []byte(`{"all": true}`))
-		if resp.StatusCode != tc.status || !strings.Contains(string(body), tc.want) || !strings.Contains(string(body), `"fix"`) {
+		if resp.StatusCode != tc.status || !strings.Contains(string(body), tc.want) ||
+			!strings.Contains(string(body), `"fix"`) {
 			t.Errorf("%s %s: %s: %s", tc.method, tc.path, resp.Status, body)
 		}
 	}
-	req, err := http.NewRequest(http.MethodPost, "http://"+d.AdminAddr()+"/v1/clear", strings.NewReader(`{"all": true}`))
+	req, err := http.NewRequest(http.MethodPost, "http://"+d.AdminAddr()+"/v1/clear",
+		strings.NewReader(`{"all": true}`))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -337,19 +351,24 @@ func TestPins(t *testing.T) {
 		t.Errorf("%+v", list)
 	}
 	var one, two PinStatus
-	r.post("/v1/pin", PinRequest{PrefixRequest: PrefixRequest{Space: space[:5], Hashes: words[:4]}, Label: "system prompt"}, &one)
-	r.post("/v1/pin", map[string]any{"hashes": append(slices.Clone(words), strings.Repeat("0", 64))}, &two)
-	if one.Pages != 4 || one.PagesAsked != 4 || one.Space != space || one.Label != "system prompt" || two.Pages != 8 || two.PagesAsked != 9 {
+	r.post("/v1/pin", PinRequest{PrefixRequest: PrefixRequest{Space: space[:5], Hashes: words[:4]},
+		Label: "system prompt"}, &one)
+	r.post("/v1/pin", map[string]any{"hashes": append(slices.Clone(words),
+		strings.Repeat("0", 64))}, &two)
+	if one.Pages != 4 || one.PagesAsked != 4 || one.Space != space ||
+		one.Label != "system prompt" || two.Pages != 8 || two.PagesAsked != 9 {
 		t.Errorf("%+v, %+v", one, two)
 	}
-	if r.get("/v1/pins", &list); len(list.Pins) != 2 || list.Pins[0].Pin != one.Pin || list.Pins[1].Pin != two.Pin {
+	if r.get("/v1/pins", &list); len(list.Pins) != 2 || list.Pins[0].Pin != one.Pin ||
+		list.Pins[1].Pin != two.Pin {
 		t.Errorf("%+v", list)
 	}
 	if n := d.Status().Slots.Leased; n != 8 {
 		t.Errorf("%d slots are leased", n)
 	}
 	var un UnpinResult
-	if r.post("/v1/unpin", UnpinRequest{Pin: two.Pin}, &un); un.Unpinned != 1 || d.Status().Slots.Leased != 4 {
+	if r.post("/v1/unpin", UnpinRequest{Pin: two.Pin}, &un); un.Unpinned != 1 ||
+		d.Status().Slots.Leased != 4 {
 		t.Errorf("%+v, %d leased", un, d.Status().Slots.Leased)
 	}
 	r.fails("/v1/unpin", UnpinRequest{Pin: two.Pin}, 404, two.Pin)
@@ -357,15 +376,18 @@ func TestPins(t *testing.T) {
 	var cleared ClearResult
 	r.fails("/v1/clear", map[string]any{"all": true, "hashes": words}, 400, "one prefix")
 	r.fails("/v1/clear", map[string]any{"hashes": words, "first_page": 8}, 400, "8 hashes")
-	r.fails("/v1/clear", map[string]any{"space": space[:7], "first_page": 1}, 400, "no hashes are given")
+	r.fails("/v1/clear", map[string]any{"space": space[:7], "first_page": 1}, 400,
+		"no hashes are given")
 	r.post("/v1/clear", map[string]any{"hashes": words, "first_page": 6}, &cleared)
-	if len(cleared.Cleared) == 0 || cleared.Cleared[0].Chunks != 2 || cleared.Pins != 0 || d.Status().Pages != 6 {
+	if len(cleared.Cleared) == 0 || cleared.Cleared[0].Chunks != 2 || cleared.Pins != 0 ||
+		d.Status().Pages != 6 {
 		t.Errorf("%+v, %d pages", cleared, d.Status().Pages)
 	}
 	// Clearing a space ends the pins of what it clears, or nothing would be freed.
 	cleared = ClearResult{}
 	r.post("/v1/clear", map[string]any{"space": space[:7], "tier": "arena"}, &cleared)
-	if len(cleared.Cleared) != 1 || cleared.Cleared[0].Tier != "arena" || cleared.Cleared[0].Chunks != 6 || cleared.Pins != 1 || !cleared.Complete {
+	if len(cleared.Cleared) != 1 || cleared.Cleared[0].Tier != "arena" ||
+		cleared.Cleared[0].Chunks != 6 || cleared.Pins != 1 || !cleared.Complete {
 		t.Errorf("%+v", cleared)
 	}
 	if st := d.Status(); st.Pages != 0 || st.Slots.Ready != 0 || st.Leases != 0 {
@@ -391,7 +413,8 @@ func TestOperationsAreBounded(t *testing.T) {
 		}
 		defer conn.Close()
 		// Its body never comes.
-		if _, err := io.WriteString(conn, "POST /v1/unpin HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"); err != nil {
+		if _, err := io.WriteString(conn,
+			"POST /v1/unpin HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"); err != nil {
 			t.Fatal(err)
 		}
 		go func() {
@@ -403,7 +426,8 @@ func TestOperationsAreBounded(t *testing.T) {
 	}
 	select {
 	case a := <-answers:
-		if !strings.Contains(a, " 503 ") || !strings.Contains(a, "under way") || !strings.Contains(a, `"fix"`) {
+		if !strings.Contains(a, " 503 ") || !strings.Contains(a, "under way") ||
+			!strings.Contains(a, `"fix"`) {
 			t.Errorf("%s", a)
 		}
 	case <-time.After(patience):

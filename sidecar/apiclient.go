@@ -24,12 +24,14 @@ type Client struct {
 	http *http.Client
 }
 
-// NewClient returns a client of the sidecar that owns the endpoint dir. It connects for each request.
+// NewClient returns a client of the sidecar that owns the endpoint dir. It connects for each
+// request.
 func NewClient(dir string) *Client {
 	dial := func(ctx context.Context, _, _ string) (net.Conn, error) {
 		return new(net.Dialer).DialContext(ctx, "unix", filepath.Join(dir, adminSocketFile))
 	}
-	return &Client{dir: dir, http: &http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: dial}}}
+	return &Client{dir: dir, http: &http.Client{Transport: &http.Transport{DisableKeepAlives: true,
+		DialContext: dial}}}
 }
 
 // Get fetches a path into out.
@@ -47,7 +49,8 @@ func (c *Client) Post(ctx context.Context, path string, in, out any) error {
 }
 
 func (c *Client) do(ctx context.Context, method, path string, body []byte, out any) error {
-	req, err := http.NewRequestWithContext(ctx, method, "http://localhost"+path, bytes.NewReader(body))
+	req, err := http.NewRequestWithContext(ctx, method, "http://localhost"+path,
+		bytes.NewReader(body))
 	if err != nil {
 		return err
 	}
@@ -90,11 +93,16 @@ func (c *Client) unreached(err error) error {
 	}
 	switch {
 	case errors.Is(err, os.ErrNotExist):
-		return &unreachedError{fmt.Sprintf("no sidecar runs at %s (it has no %s); lookaside list shows those of this host", c.dir, adminSocketFile), err}
+		return &unreachedError{fmt.Sprintf(
+			"no sidecar runs at %s (it has no %s); lookaside list shows those of this host", c.dir,
+			adminSocketFile), err}
 	case errors.Is(err, syscall.ECONNREFUSED):
-		return &unreachedError{fmt.Sprintf("no sidecar runs at %s: the last one was killed; lookaside list shows those of this host", c.dir), err}
+		return &unreachedError{fmt.Sprintf(
+			"no sidecar runs at %s: the last one was killed; lookaside list shows those of this host", c.dir), err}
 	case errors.Is(err, os.ErrPermission):
-		return &unreachedError{fmt.Sprintf("the sidecar at %s is another user's: run the command as that user or as root", c.dir), err}
+		return &unreachedError{fmt.Sprintf(
+			"the sidecar at %s is another user's: run the command as that user or as root", c.dir),
+			err}
 	}
 	return fmt.Errorf("no sidecar answers at %s: %w", c.dir, err)
 }

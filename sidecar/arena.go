@@ -17,13 +17,15 @@ import (
 // usageEvery is how often the arena looks at its fill when nobody tells it to.
 const usageEvery = 100 * time.Millisecond
 
-// growthBackOff is how long the arena waits after the host gave no memory, doubling up to growthBackOffMost.
+// growthBackOff is how long the arena waits after the host gave no memory, doubling up to
+// growthBackOffMost.
 const (
 	growthBackOff     = 5 * time.Second
 	growthBackOffMost = 5 * time.Minute
 )
 
-// An arena is the memory that workers map. There are two kinds: memory that grows, and DAX devices, which come and go.
+// An arena is the memory that workers map. There are two kinds: memory that grows, and DAX devices,
+// which come and go.
 type arena interface {
 	// begin makes the engine of the slots, with these books; close closes it.
 	begin(books engine.Config) (*engine.Engine, error)
@@ -31,7 +33,8 @@ type arena interface {
 	limitBytes() int64
 	// memoryBytes is how much of the memory that control groups count it may take.
 	memoryBytes() int64
-	// bytes is the memory of a region, for its whole length, for as long as somebody has a lease in it.
+	// bytes is the memory of a region, for its whole length, for as long as somebody has a lease in
+	// it.
 	bytes(region uint32) []byte
 	// start tells of the regions; the server serves nobody yet.
 	start(server *announcer) error
@@ -44,7 +47,8 @@ type arena interface {
 	close() error
 }
 
-// newArena decides what the arena is made of, and refuses what the host cannot give. It takes no memory for pages yet, and opens no device.
+// newArena decides what the arena is made of, and refuses what the host cannot give. It takes no
+// memory for pages yet, and opens no device.
 func newArena(cfg *Config, control *dax.Control, log *zap.Logger) (arena, error) {
 	if cfg.Arena.Kind == kindDAX {
 		return newDAXArena(cfg.Arena, control, log), nil
@@ -56,7 +60,8 @@ func newArena(cfg *Config, control *dax.Control, log *zap.Logger) (arena, error)
 	return a, nil
 }
 
-// memoryArena owns its regions. It grows by adding one at a time; none is ever removed before the end.
+// memoryArena owns its regions. It grows by adding one at a time; none is ever removed before the
+// end.
 type memoryArena struct {
 	cfg     ArenaConfig
 	reserve func() int64   // see Config.reserve
@@ -108,14 +113,17 @@ func newMemoryArena(whole *Config, control *dax.Control, log *zap.Logger) (*memo
 	if err != nil {
 		return nil, fmt.Errorf("arena.numa: %w", err)
 	}
-	a := &memoryArena{cfg: cfg, reserve: whole.reserve, log: log, control: control, kind: kind, reason: reason, node: node}
+	a := &memoryArena{cfg: cfg, reserve: whole.reserve, log: log, control: control, kind: kind,
+		reason: reason, node: node}
 	page := int64(4096)
 	if kind == dax.KindHugetlb || kind == dax.KindTHP {
 		page = dax.HugePageSize
 	}
 	a.limit = (cfg.Limit + page - 1) / page * page
-	log.Info("memory chosen", zap.String("kind", string(kind)), zap.String("because", reason), zap.String("limit", dax.FormatSize(cfg.Limit)),
-		zap.String("initial", dax.FormatSize(cfg.Initial)), zap.Int("numa_node", node), zap.String("numa", nodeReason))
+	log.Info("memory chosen", zap.String("kind", string(kind)), zap.String("because", reason),
+		zap.String("limit", dax.FormatSize(cfg.Limit)),
+		zap.String("initial", dax.FormatSize(cfg.Initial)), zap.Int("numa_node", node),
+		zap.String("numa", nodeReason))
 	return a, nil
 }
 
@@ -145,7 +153,8 @@ func (a *memoryArena) start(server *announcer) error {
 	return nil
 }
 
-// mapPatience is how long workers may take to map a region that the arena has grown by, before it is used all the same. Nobody waits meanwhile.
+// mapPatience is how long workers may take to map a region that the arena has grown by, before it
+// is used all the same. Nobody waits meanwhile.
 const mapPatience = 30 * time.Second
 
 // errArenaFull means that arena.limit is reached.
@@ -172,7 +181,8 @@ func (a *memoryArena) grow(server *announcer, size int64) error {
 	if err := dax.CheckBudget(size, kind, a.reserve()); err != nil {
 		return err
 	}
-	o := dax.Options{Kind: kind, SizeBytes: size, NUMANode: a.node, Populate: true, Threads: a.cfg.PopulateThreads}
+	o := dax.Options{Kind: kind, SizeBytes: size, NUMANode: a.node, Populate: true,
+		Threads: a.cfg.PopulateThreads}
 	if kind == dax.KindFile {
 		o.Path = filepath.Join(a.cfg.Path, fmt.Sprintf("lookaside-region-%04d", id))
 	}
@@ -180,8 +190,8 @@ func (a *memoryArena) grow(server *announcer, size int64) error {
 	if err != nil {
 		return err
 	}
-	// Only one goroutine grows the arena, so id is still right. From here on the region stays open until the end, even if the
-	// engine does not take it: workers may have its fd by then.
+	// Only one goroutine grows the arena, so id is still right. From here on the region stays open
+	// until the end, even if the engine does not take it: workers may have its fd by then.
 	a.mu.Lock()
 	a.regions = append(a.regions, r)
 	a.mu.Unlock()
@@ -193,14 +203,17 @@ func (a *memoryArena) grow(server *announcer, size int64) error {
 	capacity := a.capacity
 	a.mu.Unlock()
 	a.control.SetRegions(uint64(id) + 1)
-	a.log.Info("grew", zap.Uint32("region", id), zap.String("by", dax.FormatSize(r.Size())), zap.String("to", dax.FormatSize(capacity)),
-		zap.String("kind", string(r.Kind())), zap.Duration("in", time.Since(start).Round(time.Millisecond)))
+	a.log.Info("grew", zap.Uint32("region", id), zap.String("by", dax.FormatSize(r.Size())),
+		zap.String("to", dax.FormatSize(capacity)),
+		zap.String("kind", string(r.Kind())),
+		zap.Duration("in", time.Since(start).Round(time.Millisecond)))
 	return nil
 }
 
-// run grows the arena whenever it is short of room, and publishes its usage, until ctx is done. It is short of room when its
-// fill passes arena.grow_at, when a geometry that has no region waits for one, and when something has been evicted or refused
-// for want of room although arena.limit is not reached, as happens when one geometry is full and another is not.
+// run grows the arena whenever it is short of room, and publishes its usage, until ctx is done. It
+// is short of room when its fill passes arena.grow_at, when a geometry that has no region waits for
+// one, and when something has been evicted or refused for want of room although arena.limit is not
+// reached, as happens when one geometry is full and another is not.
 func (a *memoryArena) run(ctx context.Context, server *announcer) {
 	tick := time.NewTicker(usageEvery)
 	defer tick.Stop()
@@ -219,7 +232,8 @@ func (a *memoryArena) run(ctx context.Context, server *announcer) {
 		capacity := a.capacity
 		a.mu.Unlock()
 		a.control.SetUsage(uint64(capacity), uint64(st.UsedBytes))
-		full := float64(st.UsedBytes) >= a.cfg.GrowAt*float64(capacity) || st.WantRegion || st.Evictions+st.ShedPages > lost
+		full := float64(st.UsedBytes) >= a.cfg.GrowAt*float64(capacity) || st.WantRegion ||
+			st.Evictions+st.ShedPages > lost
 		lost = st.Evictions + st.ShedPages
 		if !full || capacity >= a.limit || time.Now().Before(retry) {
 			continue
@@ -228,7 +242,8 @@ func (a *memoryArena) run(ctx context.Context, server *announcer) {
 			a.mu.Lock()
 			a.failures++
 			a.mu.Unlock()
-			a.log.Warn("cannot grow; goes on with what it has", zap.Error(err), zap.Duration("next_try_in", backOff))
+			a.log.Warn("cannot grow; goes on with what it has", zap.Error(err),
+				zap.Duration("next_try_in", backOff))
 			retry = time.Now().Add(backOff)
 			backOff = min(2*backOff, growthBackOffMost)
 			continue
@@ -248,11 +263,13 @@ func (a *memoryArena) status(stats *engine.Stats) ArenaStatus {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	st := ArenaStatus{
-		Kind: a.kind, Reason: a.reason, LimitBytes: a.limit, CapacityBytes: a.capacity, UsedBytes: stats.UsedBytes, GrowthFailures: a.failures,
+		Kind: a.kind, Reason: a.reason, LimitBytes: a.limit, CapacityBytes: a.capacity,
+		UsedBytes: stats.UsedBytes, GrowthFailures: a.failures,
 		Regions: []RegionStatus{},
 	}
 	for i, r := range a.regions {
-		st.Regions = append(st.Regions, RegionStatus{Region: uint32(i), Kind: r.Kind(), SizeBytes: r.Size(), PageSize: r.PageSize()})
+		st.Regions = append(st.Regions, RegionStatus{Region: uint32(i), Kind: r.Kind(),
+			SizeBytes: r.Size(), PageSize: r.PageSize()})
 	}
 	return st
 }

@@ -46,17 +46,20 @@ func ParseHashes(words []string) (packed []byte, digestBytes int, err error) {
 			digestBytes = len(b)
 		}
 		if len(b) != digestBytes || len(b) == 0 || len(b) > wire.MaxDigestBytes {
-			return nil, 0, fmt.Errorf("hash %d has %d bytes: want 1 to %d, as many as the first one's %d", i+1, len(b), wire.MaxDigestBytes, digestBytes)
+			return nil, 0, fmt.Errorf(
+				"hash %d has %d bytes: want 1 to %d, as many as the first one's %d", i+1, len(b),
+				wire.MaxDigestBytes, digestBytes)
 		}
 		packed = append(packed, b...)
 	}
 	return packed, digestBytes, nil
 }
 
-// Ask asks the sidecar at the endpoint dir over its own sockets, in a scheduler's session of its own, and gives back at once
-// what the lookup leased.
+// Ask asks the sidecar at the endpoint dir over its own sockets, in a scheduler's session of its
+// own, and gives back at once what the lookup leased.
 func Ask(ctx context.Context, dir string, q Query) (Answer, error) {
-	// A scheduler must know its engine's page geometry; who asks from the command line need not: the refusal says it.
+	// A scheduler must know its engine's page geometry; who asks from the command line need not:
+	// the refusal says it.
 	hello := wire.Hello{
 		Role: wire.RoleScheduler, EngineID: q.EngineID, Rank: q.Rank,
 		PageTokens: 1, PagesPerChunk: 1, DigestBytes: uint8(q.DigestBytes),
@@ -83,8 +86,10 @@ func Ask(ctx context.Context, dir string, q Query) (Answer, error) {
 	}
 	defer lookups.Close()
 
-	m := wire.Lookup{Session: ses.Welcome.Session, Secret: ses.Welcome.Secret, Lookup: 1, FirstPage: q.FirstPage, Hashes: q.Hashes,
-		DeadlineMs: uint32(q.Timeout.Milliseconds() * 9 / 10)} // an answer at the deadline needs a moment to arrive
+	m := wire.Lookup{Session: ses.Welcome.Session, Secret: ses.Welcome.Secret, Lookup: 1,
+		FirstPage: q.FirstPage, Hashes: q.Hashes,
+		// an answer at the deadline needs a moment to arrive
+		DeadlineMs: uint32(q.Timeout.Milliseconds() * 9 / 10)}
 	start := time.Now()
 	r, err := lookups.Lookup(&m, q.Timeout)
 	took := time.Since(start)
@@ -101,7 +106,8 @@ func Ask(ctx context.Context, dir string, q Query) (Answer, error) {
 	}, nil
 }
 
-// learn takes over the sidecar's value of a geometry field that the refusal names. It reports whether asking again makes sense.
+// learn takes over the sidecar's value of a geometry field that the refusal names. It reports
+// whether asking again makes sense.
 func learn(h *wire.Hello, r *client.Refused) bool {
 	if r.Code != wire.RefuseIncompatible {
 		return false

@@ -47,9 +47,11 @@ type PromotionFigures struct {
 	Kind          dax.Kind  // of the memory that both read into
 }
 
-// BenchPromotion stores a prefix, lets it cascade to a disk tier, drops it from the arena and asks for it over the lookup socket, again and again;
-// in between it reads as many bytes of a file on the same disk, in pieces of the same kind.
-func BenchPromotion(ctx context.Context, o PromotionBench, log *zap.Logger) (f PromotionFigures, err error) {
+// BenchPromotion stores a prefix, lets it cascade to a disk tier, drops it from the arena and asks
+// for it over the lookup socket, again and again; in between it reads as many bytes of a file on
+// the same disk, in pieces of the same kind.
+func BenchPromotion(ctx context.Context, o PromotionBench, log *zap.Logger) (f PromotionFigures,
+	err error) {
 	dir, err := os.MkdirTemp("", "la-bench-")
 	if err != nil {
 		return f, err
@@ -77,8 +79,10 @@ func BenchPromotion(ctx context.Context, o PromotionBench, log *zap.Logger) (f P
 	cfg.Lookup.MaxPages = max(cfg.Lookup.MaxPages, pages)
 	cfg.Lookup.Promote = "always"
 	cfg.Lookup.Deadline = time.Minute
-	disk := [][2]string{{"kind", tierDisk}, {"paths", filepath.Join(data, "store")}, {"capacity", fmt.Sprint(2*f.Bytes + 512<<20)},
-		{"workers", fmt.Sprint(o.Workers)}, {"load_timeout", "1m"}, {"queue", fmt.Sprint(max(chunks, 64))}}
+	disk := [][2]string{{"kind", tierDisk}, {"paths", filepath.Join(data, "store")},
+		{"capacity", fmt.Sprint(2*f.Bytes + 512<<20)},
+		{"workers", fmt.Sprint(o.Workers)}, {"load_timeout", "1m"},
+		{"queue", fmt.Sprint(max(chunks, 64))}}
 	tier, err := parseTier(tierEntry{source: "bench", keys: disk})
 	if err != nil {
 		return f, err
@@ -167,7 +171,8 @@ type prefixRig struct {
 	answers           chan []byte // to the worker's requests; closed when its session has ended
 }
 
-// receive takes in what the sidecar sends to the worker. Regions that go are let go of at once: the bytes are read and written in the sidecar's mapping.
+// receive takes in what the sidecar sends to the worker. Regions that go are let go of at once: the
+// bytes are read and written in the sidecar's mapping.
 func (b *prefixRig) receive(w *client.Session, answers chan<- []byte) {
 	defer close(answers)
 	for {
@@ -181,12 +186,14 @@ func (b *prefixRig) receive(w *client.Session, answers chan<- []byte) {
 		switch t, _ := wire.Peek(m); t {
 		case wire.TypeRegionAdded:
 			var r wire.RegionAdded
-			if r.Decode(m, &wire.DefaultLimits) != nil || w.Send(&wire.RegionMapped{Region: r.Region}) != nil {
+			if r.Decode(m, &wire.DefaultLimits) != nil ||
+				w.Send(&wire.RegionMapped{Region: r.Region}) != nil {
 				return
 			}
 		case wire.TypeRegionRemoved:
 			var r wire.RegionRemoved
-			if r.Decode(m, &wire.DefaultLimits) != nil || w.Send(&wire.RegionUnmapped{Region: r.Region}) != nil {
+			if r.Decode(m, &wire.DefaultLimits) != nil ||
+				w.Send(&wire.RegionUnmapped{Region: r.Region}) != nil {
 				return
 			}
 		default:
@@ -220,7 +227,8 @@ func (b *prefixRig) call(request, reply wire.Message) error {
 
 func (b *prefixRig) connect(dir string) (err error) {
 	hello := wire.Hello{
-		Role: wire.RoleWorker, EngineID: "bench", PageTokens: 16, PageBytes: uint64(b.o.PageBytes), PagesPerChunk: uint32(b.o.PagesPerChunk), DigestBytes: 32,
+		Role: wire.RoleWorker, EngineID: "bench", PageTokens: 16, PageBytes: uint64(b.o.PageBytes),
+		PagesPerChunk: uint32(b.o.PagesPerChunk), DigestBytes: 32,
 	}
 	if b.worker, err = client.Dial(dir, &hello, rigPatience); err != nil {
 		return err
@@ -274,7 +282,8 @@ func (b *prefixRig) store() error {
 	}
 	for from := 0; from < b.pages; from += step {
 		to := min(from+step, b.pages)
-		m := wire.PrepareStore{ID: b.worker.NextID(), FirstPage: uint32(from), Hashes: b.hashes[32*from : 32*to]}
+		m := wire.PrepareStore{ID: b.worker.NextID(), FirstPage: uint32(from),
+			Hashes: b.hashes[32*from : 32*to]}
 		if from > 0 {
 			m.Prev = b.hashes[32*(from-1) : 32*from]
 		}
@@ -283,7 +292,8 @@ func (b *prefixRig) store() error {
 			return err
 		}
 		if g.Shed > 0 || g.Held > 0 {
-			return fmt.Errorf("of %d pages, %d found no room and %d were held", to-from, g.Shed, g.Held)
+			return fmt.Errorf("of %d pages, %d found no room and %d were held", to-from, g.Shed,
+				g.Held)
 		}
 		for _, e := range g.Grants {
 			b.fill(e)
@@ -296,7 +306,10 @@ func (b *prefixRig) store() error {
 }
 
 // sync returns when what the worker has sent before has been dealt with.
-func (b *prefixRig) sync() error { return b.call(&wire.Ping{ID: b.worker.NextID()}, new(wire.Pong)) }
+func (b *prefixRig) sync() error {
+	return b.call(&wire.Ping{ID: b.worker.NextID()},
+		new(wire.Pong))
+}
 
 // cascaded waits until all of the prefix is in the first tier.
 func (b *prefixRig) cascaded(ctx context.Context) error {
@@ -331,7 +344,8 @@ func (b *prefixRig) letGo() error {
 	if b.id == 0 {
 		return nil
 	}
-	return b.lookups.Send((&wire.Cancel{Session: b.scheduler.Welcome.Session, Secret: b.scheduler.Welcome.Secret, Lookup: b.id}).Append(nil))
+	return b.lookups.Send((&wire.Cancel{Session: b.scheduler.Welcome.Session,
+		Secret: b.scheduler.Welcome.Secret, Lookup: b.id}).Append(nil))
 }
 
 // lookup asks for the prefix, and frees what the one before it leased.
@@ -340,7 +354,8 @@ func (b *prefixRig) lookup() (time.Duration, error) {
 		return 0, err
 	}
 	b.id++
-	m := wire.Lookup{Session: b.scheduler.Welcome.Session, Secret: b.scheduler.Welcome.Secret, Lookup: b.id, Hashes: b.hashes, DeadlineMs: uint32(rigPatience.Milliseconds())}
+	m := wire.Lookup{Session: b.scheduler.Welcome.Session, Secret: b.scheduler.Welcome.Secret,
+		Lookup: b.id, Hashes: b.hashes, DeadlineMs: uint32(rigPatience.Milliseconds())}
 	start := time.Now()
 	r, err := b.lookups.Lookup(&m, rigPatience+10*time.Second)
 	took := time.Since(start)
@@ -355,7 +370,8 @@ func (b *prefixRig) verify() error {
 	var g wire.LoadGrant
 	names := wire.NamesOf(b.hashes, 32, 0, b.o.PagesPerChunk)
 	m := wire.PrepareLoad{
-		ID: b.worker.NextID(), Session: b.scheduler.Welcome.Session, Lookup: b.id, Ticket: b.scheduler.Ticket(b.id), Pages: uint32(b.pages), Names: names[:],
+		ID: b.worker.NextID(), Session: b.scheduler.Welcome.Session, Lookup: b.id,
+		Ticket: b.scheduler.Ticket(b.id), Pages: uint32(b.pages), Names: names[:],
 	}
 	if err := b.call(&m, &g); err != nil {
 		return err
@@ -381,7 +397,8 @@ func (b *prefixRig) verify() error {
 	return b.sync()
 }
 
-// A bareReader reads a file as fast as it can: workers, each with a piece under way, nothing checked.
+// A bareReader reads a file as fast as it can: workers, each with a piece under way, nothing
+// checked.
 type bareReader struct {
 	o      PromotionBench
 	file   vfs.File
@@ -390,14 +407,16 @@ type bareReader struct {
 	direct bool
 }
 
-func newBareReader(dir string, size int64, o PromotionBench, kind dax.Kind) (_ *bareReader, err error) {
+func newBareReader(dir string, size int64, o PromotionBench, kind dax.Kind) (_ *bareReader,
+	err error) {
 	b := &bareReader{o: o, size: size}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, b.close())
 		}
 	}()
-	if b.mem, err = dax.Create(dax.Options{Kind: kind, SizeBytes: size, NUMANode: dax.NoNUMANode, Populate: true, Threads: runtime.NumCPU()}); err != nil {
+	if b.mem, err = dax.Create(dax.Options{Kind: kind, SizeBytes: size, NUMANode: dax.NoNUMANode,
+		Populate: true, Threads: runtime.NumCPU()}); err != nil {
 		return nil, err
 	}
 	name := filepath.Join(dir, "bare")
@@ -410,7 +429,8 @@ func newBareReader(dir string, size int64, o PromotionBench, kind dax.Kind) (_ *
 		return nil, err
 	}
 	content(-1, b.mem.Bytes()[:size])
-	if err := errors.Join(b.file.Allocate(0, size), b.each(b.file.WriteAt), b.file.Datasync()); err != nil {
+	if err := errors.Join(b.file.Allocate(0, size), b.each(b.file.WriteAt),
+		b.file.Datasync()); err != nil {
 		return nil, err
 	}
 	return b, nil
@@ -429,7 +449,8 @@ func (b *bareReader) each(move func([]byte, int64) (int, error)) error {
 					return
 				}
 				end := min(at+b.o.PieceBytes, b.size)
-				if _, err := move(b.mem.Bytes()[at:end], at); err != nil && !(errors.Is(err, io.EOF) && end == b.size) {
+				if _, err := move(b.mem.Bytes()[at:end], at); err != nil &&
+					!(errors.Is(err, io.EOF) && end == b.size) {
 					errs[w] = err
 					return
 				}

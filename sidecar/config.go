@@ -36,8 +36,9 @@ const EnvConfigFile = EnvPrefix + "CONFIG"
 // maxRegions bounds the regions of an arena: the engine names a slot's region in a few bits.
 const maxRegions = 60
 
-// Config is what one sidecar runs with. The zero value is not usable: start from [Defaults] or [Load]. Meaning, unit and
-// default of each field are in [Settings], which is also where the command's help and docs/configuration.md come from.
+// Config is what one sidecar runs with. The zero value is not usable: start from [Defaults] or
+// [Load]. Meaning, unit and default of each field are in [Settings], which is also where the
+// command's help and docs/configuration.md come from.
 type Config struct {
 	Runtime   RuntimeConfig
 	Arena     ArenaConfig
@@ -60,7 +61,8 @@ type RuntimeConfig struct {
 	Dir string // the endpoint: an absolute path of a directory that the sidecar owns
 }
 
-// kindDAX is the kind of an arena on DAX devices, which package dax does not make as it makes the others.
+// kindDAX is the kind of an arena on DAX devices, which package dax does not make as it makes the
+// others.
 const kindDAX dax.Kind = "dax"
 
 // ArenaConfig sizes the shared memory. Sizes are in bytes.
@@ -77,7 +79,8 @@ type ArenaConfig struct {
 	LowWater        float64 // fraction of the slots
 	CheckRate       int64   // bytes a second; 0: what is in the arena is not checked
 	CheckEvery      time.Duration
-	DAX             DAXDevices // only for kindDAX, which uses of the others Kind, Eviction, LowWater, CheckRate and CheckEvery
+	// only for kindDAX, which uses of the others Kind, Eviction, LowWater, CheckRate and CheckEvery
+	DAX DAXDevices
 }
 
 // LookupConfig limits lookups.
@@ -164,7 +167,8 @@ type LifecycleConfig struct {
 	Flush    time.Duration
 }
 
-// A Setting is one thing that a user may set. It is the only place where its meaning, unit and default are written.
+// A Setting is one thing that a user may set. It is the only place where its meaning, unit and
+// default are written.
 type Setting struct {
 	Key     string // as in the YAML file: section.name
 	Default string // as a user would write it; may name another setting where it depends on one
@@ -204,21 +208,28 @@ func Settings() []Setting { return slices.Clone(settings) }
 
 var settings = []Setting{
 	{
-		Key: "runtime.dir", Default: "${XDG_RUNTIME_DIR:-/tmp}/lookaside-$UID/rank-0", Unit: "directory", derived: true,
+		Key: "runtime.dir", Default: "${XDG_RUNTIME_DIR:-/tmp}/lookaside-$UID/rank-0",
+		Unit: "directory", derived: true,
 		Meaning: "The endpoint: where the sidecar makes its sockets. Owned by it alone: made with mode 0700, refused if another user owns it, others may enter it, or it is a symbolic link.",
 		set:     func(c *Config, v string) error { c.Runtime.Dir = v; return nil },
 	},
 	{
-		Key: "arena.limit", Default: "4G", Unit: "bytes (K, M, G and T are powers of 1024)", onDAX: neverOnDAX,
+		Key: "arena.limit", Default: "4G", Unit: "bytes (K, M, G and T are powers of 1024)",
+		onDAX:   neverOnDAX,
 		Meaning: "The most shared memory that KV pages may take. Checked at the start against what the host and its cgroup can give.",
-		set:     func(c *Config, v string) (err error) { c.Arena.Limit, err = parseSize(v); return },
+		set: func(c *Config, v string) (err error) {
+			c.Arena.Limit,
+				err = parseSize(v)
+			return
+		},
 	},
 	{
 		Key: "arena.kind", Default: "auto", Unit: "auto, hugetlb, thp, memfd, file or dax",
 		Meaning: "What the arena is made of: 2 MiB huge pages (hugetlb), transparent huge pages (thp), 4 KiB pages (memfd), files in arena.path, or the DAX devices of arena.devices. auto takes the first of hugetlb, thp and memfd that this host gives, and logs which and why. " +
 			"What an arena on DAX holds is found again after a restart or a crash; it is as large as its devices, and arena.limit, initial, step, grow_at, path, numa and populate_threads are errors with it.",
 		set: func(c *Config, v string) error {
-			kinds := []dax.Kind{dax.KindAuto, dax.KindHugetlb, dax.KindTHP, dax.KindMemfd, dax.KindFile, kindDAX}
+			kinds := []dax.Kind{dax.KindAuto, dax.KindHugetlb, dax.KindTHP, dax.KindMemfd,
+				dax.KindFile, kindDAX}
 			if !slices.Contains(kinds, dax.Kind(v)) {
 				return fmt.Errorf("%q is none of %v", v, kinds)
 			}
@@ -227,17 +238,24 @@ var settings = []Setting{
 		},
 	},
 	{
-		Key: "arena.initial", Default: "min(arena.limit, 1G)", Unit: "bytes", derived: true, onDAX: neverOnDAX,
+		Key: "arena.initial", Default: "min(arena.limit, 1G)", Unit: "bytes", derived: true,
+		onDAX:   neverOnDAX,
 		Meaning: "How much of the arena is made at the start.",
-		set:     func(c *Config, v string) (err error) { c.Arena.Initial, err = parseSize(v); return },
+		set: func(c *Config, v string) (err error) {
+			c.Arena.Initial,
+				err = parseSize(v)
+			return
+		},
 	},
 	{
-		Key: "arena.step", Default: "max(256M, arena.limit/4)", Unit: "bytes", derived: true, onDAX: neverOnDAX,
+		Key: "arena.step", Default: "max(256M, arena.limit/4)", Unit: "bytes", derived: true,
+		onDAX:   neverOnDAX,
 		Meaning: "By how much the arena grows at a time, in the background, until arena.limit.",
 		set:     func(c *Config, v string) (err error) { c.Arena.Step, err = parseSize(v); return },
 	},
 	{
-		Key: "arena.grow_at", Default: "0.8", Unit: "fraction of the arena, above 0 and at most 1", onDAX: neverOnDAX,
+		Key: "arena.grow_at", Default: "0.8", Unit: "fraction of the arena, above 0 and at most 1",
+		onDAX:   neverOnDAX,
 		Meaning: "How full the arena is when it starts to grow.",
 		set: func(c *Config, v string) (err error) {
 			c.Arena.GrowAt, err = parseFraction(v)
@@ -250,7 +268,8 @@ var settings = []Setting{
 		set:     func(c *Config, v string) error { c.Arena.Path = v; return nil },
 	},
 	{
-		Key: "arena.numa", Default: "none", Unit: "none, auto or a node's number", onDAX: neverOnDAX,
+		Key: "arena.numa", Default: "none", Unit: "none, auto or a node's number",
+		onDAX:   neverOnDAX,
 		Meaning: "Which NUMA node the arena's memory comes from. auto: the node of the CPUs that the sidecar may run on, when they are all of one node.",
 		set: func(c *Config, v string) error {
 			if n, err := strconv.Atoi(v); v != "none" && v != "auto" && (err != nil || n < 0) {
@@ -261,7 +280,8 @@ var settings = []Setting{
 		},
 	},
 	{
-		Key: "arena.populate_threads", Default: "0", Unit: "threads (0: one for each CPU)", onDAX: neverOnDAX,
+		Key: "arena.populate_threads", Default: "0", Unit: "threads (0: one for each CPU)",
+		onDAX:   neverOnDAX,
 		Meaning: "How many threads fault in new memory of the arena.",
 		set: func(c *Config, v string) (err error) {
 			c.Arena.PopulateThreads, err = parseInt(v, 0, 1024)
@@ -271,12 +291,21 @@ var settings = []Setting{
 	{
 		Key: "arena.eviction", Default: policy.Default, Unit: choices(policy.Names()),
 		Meaning: "Which chunk leaves the arena first when there is no room. Never one whose continuation is held: a continuation without its prefix is worth nothing. lookaside simulate compares them on a trace.",
-		set:     func(c *Config, v string) error { c.Arena.Eviction = v; return nearestOf(v, policy.Names()) },
+		set: func(c *Config, v string) error {
+			c.Arena.Eviction = v
+			return nearestOf(v,
+				policy.Names())
+		},
 	},
 	{
-		Key: "arena.low_water", Default: "0.125", Unit: "fraction of the arena's slots, above 0 and at most 1",
+		Key: "arena.low_water", Default: "0.125",
+		Unit:    "fraction of the arena's slots, above 0 and at most 1",
 		Meaning: "A tier with admit: evicted is written to while fewer slots than these are free, so that what is evicted then is there already.",
-		set:     func(c *Config, v string) (err error) { c.Arena.LowWater, err = parseFraction(v); return },
+		set: func(c *Config, v string) (err error) {
+			c.Arena.LowWater,
+				err = parseFraction(v)
+			return
+		},
 	},
 	{
 		Key: "arena.check_rate", Default: "256M", Unit: "bytes a second (0: never)",
@@ -298,44 +327,74 @@ var settings = []Setting{
 		},
 	},
 	{
-		Key: "arena.devices", Default: "", Unit: "DEVICE[:SIZE],… (in the file also a list of devices, or of {path: DEVICE, size: BYTES})", list: true, onDAX: onlyOnDAX,
+		Key: "arena.devices", Default: "",
+		Unit: "DEVICE[:SIZE],… (in the file also a list of devices, or of {path: DEVICE, size: BYTES})", list: true, onDAX: onlyOnDAX,
 		Meaning: "With arena.kind: dax, the DAX devices (/dev/daxX.Y) that the arena lies on, or files on a file system mounted with -o dax, and how much to use of each: a multiple of its alignment; all, if nothing is said. It may be empty if arena.hotplug is true. Workers map the devices, and copy straight to and from them.",
 		set:     func(c *Config, v string) error { return c.Arena.DAX.addAll(v) },
 	},
 	{
 		Key: "arena.offset", Default: "0", Unit: sizeUnit, onDAX: onlyOnDAX,
 		Meaning: "Where in each device of arena.devices begins what is used of it: a multiple of its alignment. What lies before and behind is left to others.",
-		set:     func(c *Config, v string) (err error) { c.Arena.DAX.Offset, err = dax.ParseSize(v); return },
+		set: func(c *Config, v string) (err error) {
+			c.Arena.DAX.Offset,
+				err = dax.ParseSize(v)
+			return
+		},
 	},
 	{
 		Key: "arena.ranks", Default: "1", Unit: "sidecars", onDAX: onlyOnDAX,
 		Meaning: "How many sidecars share arena.devices, one for each rank: each has an equal part of what is used of a device.",
-		set:     func(c *Config, v string) (err error) { c.Arena.DAX.Ranks, err = parseInt(v, 1, maxRanks); return },
+		set: func(c *Config, v string) (err error) {
+			c.Arena.DAX.Ranks,
+				err = parseInt(v, 1, maxRanks)
+			return
+		},
 	},
 	{
 		Key: "arena.rank", Default: "0", Unit: "number", onDAX: onlyOnDAX,
 		Meaning: "Which of these parts is this sidecar's, from 0.",
-		set:     func(c *Config, v string) (err error) { c.Arena.DAX.Rank, err = parseInt(v, 0, maxRanks-1); return },
+		set: func(c *Config, v string) (err error) {
+			c.Arena.DAX.Rank,
+				err = parseInt(v, 0, maxRanks-1)
+			return
+		},
 	},
 	{
 		Key: "arena.allow_files", Default: "false", Unit: boolUnit, onDAX: onlyOnDAX,
 		Meaning: "Whether regular files may stand in for arena.devices. One that is not there is made, of the size that is set.",
-		set:     func(c *Config, v string) (err error) { c.Arena.DAX.AllowFiles, err = parseBool(v); return },
+		set: func(c *Config, v string) (err error) {
+			c.Arena.DAX.AllowFiles,
+				err = parseBool(v)
+			return
+		},
 	},
 	{
 		Key: "arena.hotplug", Default: "false", Unit: boolUnit, onDAX: onlyOnDAX,
 		Meaning: "Whether devices of the arena may be added, removed and resized while the sidecar serves, by lookaside dax --arena and over HTTP.",
-		set:     func(c *Config, v string) (err error) { c.Arena.DAX.HotPlug, err = parseBool(v); return },
+		set: func(c *Config, v string) (err error) {
+			c.Arena.DAX.HotPlug,
+				err = parseBool(v)
+			return
+		},
 	},
 	{
-		Key: "arena.slab", Default: "a 32nd of all devices, from 256M to 64G", Unit: sizeUnit, derived: true, onDAX: onlyOnDAX,
+		Key: "arena.slab", Default: "a 32nd of all devices, from 256M to 64G", Unit: sizeUnit,
+		derived: true, onDAX: onlyOnDAX,
 		Meaning: "Size of the pieces that arena.devices are cut into. Each has room for chunks of one geometry, and is a region that workers map.",
-		set:     func(c *Config, v string) (err error) { c.Arena.DAX.Slab, err = parseSize(v); return },
+		set: func(c *Config, v string) (err error) {
+			c.Arena.DAX.Slab,
+				err = parseSize(v)
+			return
+		},
 	},
 	{
 		Key: "lookup.max_pages", Default: "65536", Unit: "pages",
 		Meaning: "The most page hashes that one lookup or one store may name. A longer lookup is answered for as many, a longer store is refused; the connector reads it and asks for no more.",
-		set:     func(c *Config, v string) (err error) { c.Lookup.MaxPages, err = parseInt(v, 1, 1<<20); return },
+		set: func(c *Config, v string) (err error) {
+			c.Lookup.MaxPages,
+				err = parseInt(v, 1, 1<<20)
+			return
+		},
 	},
 	{
 		Key: "lookup.lease", Default: "30s", Unit: "duration",
@@ -348,7 +407,11 @@ var settings = []Setting{
 	{
 		Key: "lookup.promote", Default: "auto", Unit: choices(promoteModes),
 		Meaning: "Whether a lookup waits for what the tiers have. auto: unless vLLM would compute it again sooner than it arrives, going by each tier's measured latency and bandwidth and by vLLM's prefill rate.",
-		set:     func(c *Config, v string) error { c.Lookup.Promote = v; return nearestOf(v, promoteModes) },
+		set: func(c *Config, v string) error {
+			c.Lookup.Promote = v
+			return nearestOf(v,
+				promoteModes)
+		},
 	},
 	{
 		Key: "lookup.deadline", Default: "3s", Unit: "duration",
@@ -359,9 +422,14 @@ var settings = []Setting{
 		},
 	},
 	{
-		Key: "promotion.share", Default: "0.5", Unit: "fraction of the arena's slots, above 0 and at most 1",
+		Key: "promotion.share", Default: "0.5",
+		Unit:    "fraction of the arena's slots, above 0 and at most 1",
 		Meaning: "The most slots that may be filling from the tiers at a time; further promotions wait for their turn.",
-		set:     func(c *Config, v string) (err error) { c.Promotion.Share, err = parseFraction(v); return },
+		set: func(c *Config, v string) (err error) {
+			c.Promotion.Share,
+				err = parseFraction(v)
+			return
+		},
 	},
 	{
 		Key: "cascade.partial_delay", Default: "1s", Unit: "duration",
@@ -374,32 +442,59 @@ var settings = []Setting{
 	{
 		Key: "sessions.limit", Default: "64", Unit: "sessions",
 		Meaning: "The most clients connected at a time: one for each scheduler and one for each worker. Further ones are refused as busy.",
-		set:     func(c *Config, v string) (err error) { c.Sessions.Limit, err = parseInt(v, 1, 4096); return },
+		set: func(c *Config, v string) (err error) {
+			c.Sessions.Limit,
+				err = parseInt(v, 1, 4096)
+			return
+		},
 	},
 	{
-		Key: "sessions.share", Default: "0.5", Unit: "fraction of the arena's slots, above 0 and at most 1",
+		Key: "sessions.share", Default: "0.5",
+		Unit:    "fraction of the arena's slots, above 0 and at most 1",
 		Meaning: "The most that one session may hold leased or half written, so that a frozen client cannot fill the arena.",
-		set:     func(c *Config, v string) (err error) { c.Sessions.Share, err = parseFraction(v); return },
+		set: func(c *Config, v string) (err error) {
+			c.Sessions.Share,
+				err = parseFraction(v)
+			return
+		},
 	},
 	{
-		Key: "sessions.joint_share", Default: "0.75", Unit: "fraction of the arena's slots, above 0 and at most 1",
+		Key: "sessions.joint_share", Default: "0.75",
+		Unit:    "fraction of the arena's slots, above 0 and at most 1",
 		Meaning: "The most that all sessions together may hold leased or half written. It and sessions.share are of what frozen clients do not hold: those keep what they have, and the others get along with the rest, however many freeze.",
-		set:     func(c *Config, v string) (err error) { c.Sessions.JointShare, err = parseFraction(v); return },
+		set: func(c *Config, v string) (err error) {
+			c.Sessions.JointShare,
+				err = parseFraction(v)
+			return
+		},
 	},
 	{
 		Key: "spaces.limit", Default: "16", Unit: "spaces",
 		Meaning: "The most kinds of pages (model, precision, layout, …) held side by side. A worker that needs one more has the one dropped from the arena that was used longest ago, of those that have no session, lease or pin; what the tiers below hold of that stays. If all of them have, it is refused.",
-		set:     func(c *Config, v string) (err error) { c.Spaces.Limit, err = parseInt(v, 1, 1024); return },
+		set: func(c *Config, v string) (err error) {
+			c.Spaces.Limit,
+				err = parseInt(v, 1, 1024)
+			return
+		},
 	},
 	{
-		Key: "lmcache.worker_endpoint", Default: "", Unit: "ZMQ endpoint, such as ipc:///run/x/engine_0_service_lookup_worker_lmcache_rpc_port_0",
+		Key: "lmcache.worker_endpoint", Default: "",
+		Unit:    "ZMQ endpoint, such as ipc:///run/x/engine_0_service_lookup_worker_lmcache_rpc_port_0",
 		Meaning: "Where the sidecar binds the socket on which it receives LMCache's lookup messages. Needs lmcache.scheduler_endpoint.",
-		set:     func(c *Config, v string) error { c.LMCache.WorkerEndpoint = v; return checkIPCEndpoint(v) },
+		set: func(c *Config,
+			v string) error {
+			c.LMCache.WorkerEndpoint = v
+			return checkIPCEndpoint(v)
+		},
 	},
 	{
 		Key: "lmcache.scheduler_endpoint", Default: "", Unit: "ZMQ endpoint",
 		Meaning: "Where LMCache's scheduler side receives the answers; the sidecar connects to it. Needs lmcache.worker_endpoint.",
-		set:     func(c *Config, v string) error { c.LMCache.SchedulerEndpoint = v; return checkIPCEndpoint(v) },
+		set: func(c *Config,
+			v string) error {
+			c.LMCache.SchedulerEndpoint = v
+			return checkIPCEndpoint(v)
+		},
 	},
 	{
 		Key: "lmcache.engine_id", Default: "", Unit: "engine id",
@@ -407,9 +502,14 @@ var settings = []Setting{
 		set:     func(c *Config, v string) error { c.LMCache.EngineID = v; return nil },
 	},
 	{
-		Key: "events.endpoint", Default: "", Unit: "ZMQ endpoint, such as ipc:///run/x/events or tcp://127.0.0.1:5657",
+		Key: "events.endpoint", Default: "",
+		Unit:    "ZMQ endpoint, such as ipc:///run/x/events or tcp://127.0.0.1:5657",
 		Meaning: "Where the sidecar publishes which pages the arena holds, in vLLM's format of KV events (docs/events.md). Unset: nothing is published.",
-		set:     func(c *Config, v string) error { c.Events.Endpoint = v; return checkEventsEndpoint(v) },
+		set: func(c *Config,
+			v string) error {
+			c.Events.Endpoint = v
+			return checkEventsEndpoint(v)
+		},
 	},
 	{
 		Key: "events.bind", Default: "auto", Unit: "auto, true or false",
@@ -422,7 +522,11 @@ var settings = []Setting{
 	{
 		Key: "events.replay_endpoint", Default: "", Unit: "ZMQ endpoint",
 		Meaning: "Where subscribers may ask for events again from a sequence number on; the sidecar binds it. Needs events.endpoint.",
-		set:     func(c *Config, v string) error { c.Events.ReplayEndpoint = v; return checkEventsEndpoint(v) },
+		set: func(c *Config,
+			v string) error {
+			c.Events.ReplayEndpoint = v
+			return checkEventsEndpoint(v)
+		},
 	},
 	{
 		Key: "events.token_file", Default: "", Unit: "file",
@@ -452,17 +556,29 @@ var settings = []Setting{
 	{
 		Key: "events.buffer_steps", Default: "10000", Unit: "batches",
 		Meaning: "How many batches are kept for events.replay_endpoint, within 64 MiB.",
-		set:     func(c *Config, v string) (err error) { c.Events.BufferSteps, err = parseInt(v, 1, 1<<24); return },
+		set: func(c *Config, v string) (err error) {
+			c.Events.BufferSteps,
+				err = parseInt(v, 1, 1<<24)
+			return
+		},
 	},
 	{
 		Key: "events.hwm", Default: "1000", Unit: "batches",
 		Meaning: "How many batches wait for a subscriber that does not read, before it loses the oldest; within the 64 MiB of events.buffer_steps. A batch has up to 1,024 pages, and then some 10 or 36 KiB.",
-		set:     func(c *Config, v string) (err error) { c.Events.HWM, err = parseInt(v, 1, 1<<24); return },
+		set: func(c *Config, v string) (err error) {
+			c.Events.HWM,
+				err = parseInt(v, 1, 1<<24)
+			return
+		},
 	},
 	{
 		Key: "events.interval", Default: "10ms", Unit: "duration",
 		Meaning: "How long changes are collected into one batch.",
-		set:     func(c *Config, v string) (err error) { c.Events.Interval, err = parseDuration(v, 0); return },
+		set: func(c *Config, v string) (err error) {
+			c.Events.Interval,
+				err = parseDuration(v, 0)
+			return
+		},
 	},
 	{
 		Key: "events.data_parallel_rank", Default: "0", Unit: "rank",
@@ -491,22 +607,35 @@ var settings = []Setting{
 	{
 		Key: "peers.enabled", Default: "true", Unit: boolUnit,
 		Meaning: "Whether this sidecar shares what it holds with others of this host (docs/peers.md): each serves hits in all arenas, and workers read them where they lie. Needs events.journal.",
-		set:     func(c *Config, v string) (err error) { c.Peers.Enabled, err = parseBool(v); return },
+		set: func(c *Config, v string) (err error) {
+			c.Peers.Enabled,
+				err = parseBool(v)
+			return
+		},
 	},
 	{
-		Key: "peers.dir", Default: "the directory that runtime.dir is in", Unit: "directory", derived: true,
+		Key: "peers.dir", Default: "the directory that runtime.dir is in", Unit: "directory",
+		derived: true,
 		Meaning: "The directory in which sidecars find each other: those that name the same share. It must be this user's, with mode 0700, for whoever may enter it may read what is held; until it is, nothing is shared, and the log says so.",
 		set:     func(c *Config, v string) error { c.Peers.Dir = v; return nil },
 	},
 	{
 		Key: "peers.hints_limit", Default: "512M", Unit: sizeUnit,
 		Meaning: "The most memory for what others are said to hold: 21 to 43 bytes a page, which several may hold. What does not fit is not found there.",
-		set:     func(c *Config, v string) (err error) { c.Peers.HintsLimit, err = parseSize(v); return },
+		set: func(c *Config, v string) (err error) {
+			c.Peers.HintsLimit,
+				err = parseSize(v)
+			return
+		},
 	},
 	{
 		Key: "peers.slots", Default: "65536", Unit: "chunks",
 		Meaning: "The most chunks of one geometry that are borrowed at a time. Memory is taken as they are used.",
-		set:     func(c *Config, v string) (err error) { c.Peers.Slots, err = parseInt(v, 16, 1<<24); return },
+		set: func(c *Config, v string) (err error) {
+			c.Peers.Slots,
+				err = parseInt(v, 16, 1<<24)
+			return
+		},
 	},
 	{
 		Key: "peers.linger", Default: "2s", Unit: "duration",
@@ -519,15 +648,24 @@ var settings = []Setting{
 	{
 		Key: "peers.copy_after", Default: "0", Unit: "lookups",
 		Meaning: "After how many lookups that were loaded from another sidecar's arena a chunk is copied into the own one, in the background: from then on it needs no other sidecar, and takes room here as well. 0: nothing is copied.",
-		set:     func(c *Config, v string) (err error) { c.Peers.CopyAfter, err = parseInt(v, 0, 1000); return },
+		set: func(c *Config, v string) (err error) {
+			c.Peers.CopyAfter,
+				err = parseInt(v, 0, 1000)
+			return
+		},
 	},
 	{
 		Key: "peers.skip_stores", Default: "true", Unit: boolUnit,
 		Meaning: "Whether a chunk that another sidecar holds is not stored here as well: so several sidecars cost about one cache.",
-		set:     func(c *Config, v string) (err error) { c.Peers.SkipStores, err = parseBool(v); return },
+		set: func(c *Config, v string) (err error) {
+			c.Peers.SkipStores,
+				err = parseBool(v)
+			return
+		},
 	},
 	{
-		Key: "admin.listen", Default: "127.0.0.1:0", Unit: "host:port (port 0: any free one, written to admin.addr in runtime.dir)",
+		Key: "admin.listen", Default: "127.0.0.1:0",
+		Unit:    "host:port (port 0: any free one, written to admin.addr in runtime.dir)",
 		Meaning: "Where the admin HTTP server listens, beside the Unix socket admin.sock in runtime.dir. An address that other machines can reach is warned about.",
 		set: func(c *Config, v string) error {
 			if _, _, err := net.SplitHostPort(v); err != nil {
@@ -591,12 +729,20 @@ var settings = []Setting{
 	{
 		Key: "lifecycle.drain", Default: "5s", Unit: "duration",
 		Meaning: "How long a sidecar that was asked to end waits for stores and loads under way.",
-		set:     func(c *Config, v string) (err error) { c.Lifecycle.Drain, err = parseDuration(v, 0); return },
+		set: func(c *Config, v string) (err error) {
+			c.Lifecycle.Drain,
+				err = parseDuration(v, 0)
+			return
+		},
 	},
 	{
 		Key: "lifecycle.flush", Default: "10s", Unit: "duration",
 		Meaning: "How long it then goes on writing to the tiers what waits for that.",
-		set:     func(c *Config, v string) (err error) { c.Lifecycle.Flush, err = parseDuration(v, 0); return },
+		set: func(c *Config, v string) (err error) {
+			c.Lifecycle.Flush,
+				err = parseDuration(v, 0)
+			return
+		},
 	},
 }
 
@@ -610,8 +756,8 @@ func choices(of []string) string {
 	return strings.Join(of[:len(of)-1], ", ") + " or " + of[len(of)-1]
 }
 
-// Defaults returns the configuration that an empty file, environment and command line give. The derived settings are filled
-// in by [Config.Complete].
+// Defaults returns the configuration that an empty file, environment and command line give. The
+// derived settings are filled in by [Config.Complete].
 func Defaults() Config {
 	var c Config
 	for _, s := range settings {
@@ -625,7 +771,8 @@ func Defaults() Config {
 	return c
 }
 
-// AddFlags defines --config and a flag for every setting and for every kind of tier, or only for the settings with the given keys.
+// AddFlags defines --config and a flag for every setting and for every kind of tier, or only for
+// the settings with the given keys.
 func AddFlags(fs *pflag.FlagSet, keys ...string) {
 	fs.String("config", "", "YAML `file` with settings. Environment: "+EnvConfigFile)
 	for _, s := range settings {
@@ -644,7 +791,8 @@ func AddFlags(fs *pflag.FlagSet, keys ...string) {
 
 // MainFlags are the names of the flags that most sidecars need no others than.
 func MainFlags() []string {
-	return []string{"config", "runtime-dir", "arena-limit", tierDAX, tierDisk, tierRedis, tierS3, "admin-listen"}
+	return []string{"config", "runtime-dir", "arena-limit", tierDAX, tierDisk, tierRedis, tierS3,
+		"admin-listen"}
 }
 
 // settingFlag is the value of a setting's flag. What is right for it is decided by Load.
@@ -683,9 +831,10 @@ func (s Setting) usage() string {
 	return fmt.Sprintf("%s Value: %s; default: %s", s.Meaning, s.Unit, def)
 }
 
-// Load reads the settings of the YAML file (flag --config, else environment LOOKASIDE_CONFIG, else none), the environment
-// and the flags of fs, each overriding the one before; of the tiers, all that one names take the place of all that one before it named. fs may be
-// nil: no flags. An unknown name is an error that says which right one is nearest.
+// Load reads the settings of the YAML file (flag --config, else environment LOOKASIDE_CONFIG, else
+// none), the environment and the flags of fs, each overriding the one before; of the tiers, all
+// that one names take the place of all that one before it named. fs may be nil: no flags. An
+// unknown name is an error that says which right one is nearest.
 func Load(fs *pflag.FlagSet, environ []string) (Config, error) {
 	k := koanf.New(".")
 	var entries []tierEntry
@@ -737,7 +886,8 @@ func Load(fs *pflag.FlagSet, environ []string) (Config, error) {
 	return settle(k, entries, environ)
 }
 
-// Parse reads the settings of a YAML text alone, as Load reads those of a file. The name is for errors.
+// Parse reads the settings of a YAML text alone, as Load reads those of a file. The name is for
+// errors.
 func Parse(name string, text []byte, environ []string) (Config, error) {
 	k := koanf.New(".")
 	entries, err := loadYAML(k, name, text)
@@ -755,7 +905,8 @@ func settle(k *koanf.Koanf, entries []tierEntry, environ []string) (Config, erro
 		if !k.Exists(s.Key) {
 			continue
 		}
-		// k holds strings from flags and the environment, scalars and lists that loadYAML has made strings of from YAML.
+		// k holds strings from flags and the environment, scalars and lists that loadYAML has made
+		// strings of from YAML.
 		v := fmt.Sprint(k.Get(s.Key))
 		if v == "" && s.derived {
 			continue
@@ -793,13 +944,16 @@ func loadYAML(k *koanf.Koanf, file string, b []byte) ([]tierEntry, error) {
 	one.Delete("tiers")
 	for key, v := range one.All() {
 		if !slices.ContainsFunc(settings, func(s Setting) bool { return s.Key == key }) {
-			return nil, unknown(fmt.Sprintf("settings: %s: unknown setting %q", file, key), key, "", append(settingNames(Setting.key), "tiers"))
+			return nil, unknown(fmt.Sprintf("settings: %s: unknown setting %q", file, key), key, "",
+				append(settingNames(Setting.key), "tiers"))
 		}
 		switch v := v.(type) {
 		case string, bool, int, int64, uint64, float64:
 		case []any:
-			if i := slices.IndexFunc(settings, func(s Setting) bool { return s.Key == key }); !settings[i].list {
-				return nil, fmt.Errorf("settings: %s: %s: want a single value, got %v", file, key, v)
+			if i := slices.IndexFunc(settings,
+				func(s Setting) bool { return s.Key == key }); !settings[i].list {
+				return nil, fmt.Errorf("settings: %s: %s: want a single value, got %v", file, key,
+					v)
 			}
 			text, err := yamlTierValue("devices", v)
 			if err == nil {
@@ -830,7 +984,9 @@ func loadEnv(k *koanf.Koanf, environ []string) error {
 				}
 			}
 			if err == nil && looksLikeSetting(name) {
-				err = unknown(fmt.Sprintf("settings: unknown environment variable %s", name), name, "", append(settingNames(Setting.Env), TierEnv(tierDAX), TierEnv(tierDisk), TierEnv(tierRedis), TierEnv(tierS3)))
+				err = unknown(fmt.Sprintf("settings: unknown environment variable %s", name), name,
+					"", append(settingNames(Setting.Env), TierEnv(tierDAX), TierEnv(tierDisk),
+						TierEnv(tierRedis), TierEnv(tierS3)))
 			}
 			return "", nil
 		},
@@ -841,9 +997,9 @@ func loadEnv(k *koanf.Koanf, environ []string) error {
 	return err
 }
 
-// looksLikeSetting reports whether an environment variable that is no setting was meant to be one: it names a section, or is
-// a few letters from a setting. Other variables with our prefix belong to other parts, such as the Python package, whose
-// environment a sidecar that it starts inherits.
+// looksLikeSetting reports whether an environment variable that is no setting was meant to be one:
+// it names a section, or is a few letters from a setting. Other variables with our prefix belong to
+// other parts, such as the Python package, whose environment a sidecar that it starts inherits.
 func looksLikeSetting(name string) bool {
 	for _, kind := range tierKinds {
 		// One letter only: these names are short, and so are others'.
@@ -855,7 +1011,8 @@ func looksLikeSetting(name string) bool {
 	}
 	for _, s := range settings {
 		section, _, _ := strings.Cut(s.Key, ".")
-		if strings.HasPrefix(name, EnvPrefix+strings.ToUpper(section)+"_") || levenshtein.ComputeDistance(name, s.Env()) <= 3 {
+		if strings.HasPrefix(name, EnvPrefix+strings.ToUpper(section)+"_") ||
+			levenshtein.ComputeDistance(name, s.Env()) <= 3 {
 			return true
 		}
 	}
@@ -905,7 +1062,8 @@ func nearest(got string, names []string) string {
 	return best
 }
 
-// Complete fills in the settings that depend on others and on environ, and checks what concerns several at once.
+// Complete fills in the settings that depend on others and on environ, and checks what concerns
+// several at once.
 func (c Config) Complete(environ []string) (Config, error) {
 	if c.Runtime.Dir == "" {
 		c.Runtime.Dir = DefaultDir(environ)
@@ -924,7 +1082,8 @@ func (c Config) Complete(environ []string) (Config, error) {
 		c.Arena.Initial = min(c.Arena.Limit, 1<<30)
 	}
 	if c.Arena.Initial > c.Arena.Limit {
-		return c, fmt.Errorf("settings: arena.initial is %s, above arena.limit, %s", dax.FormatSize(c.Arena.Initial), dax.FormatSize(c.Arena.Limit))
+		return c, fmt.Errorf("settings: arena.initial is %s, above arena.limit, %s",
+			dax.FormatSize(c.Arena.Initial), dax.FormatSize(c.Arena.Limit))
 	}
 	if c.Arena.Step == 0 {
 		c.Arena.Step = max(256<<20, c.Arena.Limit/4)
@@ -937,7 +1096,8 @@ func (c Config) Complete(environ []string) (Config, error) {
 		return c, errors.New("settings: arena.kind is file: arena.path must name a directory")
 	}
 	if c.Arena.Kind != dax.KindFile && c.Arena.Path != "" {
-		return c, fmt.Errorf("settings: arena.path is set, but arena.kind is %s, not file", c.Arena.Kind)
+		return c, fmt.Errorf("settings: arena.path is set, but arena.kind is %s, not file",
+			c.Arena.Kind)
 	}
 	return c.completeRest()
 }
@@ -972,7 +1132,8 @@ func (c Config) completeRest() (Config, error) {
 	return c, c.checkDevices()
 }
 
-// checkDevices refuses devices that the arena and a tier both want: the one that is opened later would find this very process in its way.
+// checkDevices refuses devices that the arena and a tier both want: the one that is opened later
+// would find this very process in its way.
 func (c *Config) checkDevices() error {
 	if c.Arena.Kind != kindDAX {
 		return nil
@@ -988,8 +1149,12 @@ func (c *Config) checkDevices() error {
 				if size == 0 {
 					size = t.DAX.Size
 				}
-				before := func(at, size, next int64) bool { return size > 0 && at <= math.MaxInt64-size && at+size <= next }
-				if !before(c.Arena.DAX.Offset, mine.Size, t.DAX.Offset) && !before(t.DAX.Offset, size, c.Arena.DAX.Offset) {
+				before := func(at, size, next int64) bool {
+					return size > 0 &&
+						at <= math.MaxInt64-size && at+size <= next
+				}
+				if !before(c.Arena.DAX.Offset, mine.Size, t.DAX.Offset) &&
+					!before(t.DAX.Offset, size, c.Arena.DAX.Offset) {
 					return fmt.Errorf("settings: %s is in arena.devices and in tier %q: give each a part of its own, by arena.offset, the tier's offset, and sizes", mine.Path, t.Name)
 				}
 			}
@@ -998,12 +1163,14 @@ func (c *Config) checkDevices() error {
 	return nil
 }
 
-// fits refuses settings that were given and do not go with the arena's kind: who sets them expects something that would not happen.
+// fits refuses settings that were given and do not go with the arena's kind: who sets them expects
+// something that would not happen.
 func (c *ArenaConfig) fits(given []Setting) error {
 	for _, s := range given {
 		switch on := c.Kind == kindDAX; {
 		case on && s.onDAX == neverOnDAX:
-			return fmt.Errorf("%s is set, and arena.kind is dax: %s; take it out", s.Key, whyNeverOnDAX[s.Key])
+			return fmt.Errorf("%s is set, and arena.kind is dax: %s; take it out", s.Key,
+				whyNeverOnDAX[s.Key])
 		case !on && s.onDAX == onlyOnDAX && !s.isDefault(c):
 			return fmt.Errorf("%s is set, but arena.kind is %s: set arena.kind to dax, or take it out", s.Key, c.Kind)
 		}
@@ -1011,10 +1178,12 @@ func (c *ArenaConfig) fits(given []Setting) error {
 	return nil
 }
 
-// isDefault says whether a setting of the arena on DAX, which was given, has no more than its default.
+// isDefault says whether a setting of the arena on DAX, which was given, has no more than its
+// default.
 func (s Setting) isDefault(c *ArenaConfig) bool {
 	with := Config{Arena: *c}
-	return s.Default != "" && !s.derived && s.set(&with, s.Default) == nil && reflect.DeepEqual(with.Arena.DAX, c.DAX)
+	return s.Default != "" && !s.derived && s.set(&with, s.Default) == nil &&
+		reflect.DeepEqual(with.Arena.DAX, c.DAX)
 }
 
 // whyNeverOnDAX says why a setting is of no use for an arena on DAX.

@@ -22,7 +22,8 @@ import (
 // arenaName is the arena's name where tiers are named.
 const arenaName = "arena"
 
-// maxPins bounds the pins. What they may hold is bounded by the engine, to the share of one session.
+// maxPins bounds the pins. What they may hold is bounded by the engine, to the share of one
+// session.
 const maxPins = 1024
 
 // pins are those that were made over the admin server. The engine knows them by handles.
@@ -50,13 +51,16 @@ func (d *Daemon) findSpace(name string) (engine.SpaceStats, error) {
 	case len(found) == 1:
 		return found[0], nil
 	case len(found) > 1 && name == "":
-		return engine.SpaceStats{}, apiError(http.StatusBadRequest, fix, "there are %d spaces: say which is meant", len(open))
+		return engine.SpaceStats{}, apiError(http.StatusBadRequest, fix,
+			"there are %d spaces: say which is meant", len(open))
 	case len(found) > 1:
-		return engine.SpaceStats{}, apiError(http.StatusBadRequest, fix, "%d spaces begin with %q", len(found), name)
+		return engine.SpaceStats{}, apiError(http.StatusBadRequest, fix, "%d spaces begin with %q",
+			len(found), name)
 	case name == "":
 		return engine.SpaceStats{}, apiError(http.StatusNotFound, fix, "no space is open")
 	}
-	return engine.SpaceStats{}, apiError(http.StatusNotFound, fix, "no space that is open begins with %q", name)
+	return engine.SpaceStats{}, apiError(http.StatusNotFound, fix,
+		"no space that is open begins with %q", name)
 }
 
 // find understands which prefix a request means.
@@ -66,21 +70,29 @@ func (d *Daemon) find(r PrefixRequest) (sp engine.SpaceStats, hashes []byte, err
 	}
 	hashes, n, err := ParseHashes(r.Hashes)
 	if err != nil {
-		return sp, nil, apiError(http.StatusBadRequest, "give every hash in hexadecimal, all of one length", "hashes: %v", err)
+		return sp, nil, apiError(http.StatusBadRequest,
+			"give every hash in hexadecimal, all of one length", "hashes: %v", err)
 	}
 	if n != sp.Geometry.DigestBytes {
-		return sp, nil, apiError(http.StatusBadRequest, fmt.Sprintf("give %d hexadecimal digits a hash", 2*sp.Geometry.DigestBytes),
-			"hashes have %d bytes, and those of space %s have %d", n, sp.Fingerprint.Short(), sp.Geometry.DigestBytes)
+		return sp, nil, apiError(http.StatusBadRequest,
+			fmt.Sprintf("give %d hexadecimal digits a hash", 2*sp.Geometry.DigestBytes),
+			"hashes have %d bytes, and those of space %s have %d", n, sp.Fingerprint.Short(),
+			sp.Geometry.DigestBytes)
 	}
 	if len(r.Hashes) > d.cfg.Lookup.MaxPages {
-		return sp, nil, apiError(http.StatusRequestEntityTooLarge, "name fewer pages, or raise lookup.max_pages", "%d hashes are more than lookup.max_pages, %d", len(r.Hashes), d.cfg.Lookup.MaxPages)
+		return sp, nil, apiError(http.StatusRequestEntityTooLarge,
+			"name fewer pages, or raise lookup.max_pages",
+			"%d hashes are more than lookup.max_pages, %d", len(r.Hashes), d.cfg.Lookup.MaxPages)
 	}
 	return sp, hashes, nil
 }
 
-// progress says how far an operation got that ended with err. What ended by its deadline is no failure.
-func progress(sp engine.SpaceStats, r PrefixRequest, pages int, start time.Time, err error) (ProgressResult, error) {
-	out := ProgressResult{Space: sp.Fingerprint.String(), PagesAsked: len(r.Hashes), Pages: pages, Complete: err == nil, Seconds: time.Since(start).Seconds()}
+// progress says how far an operation got that ended with err. What ended by its deadline is no
+// failure.
+func progress(sp engine.SpaceStats, r PrefixRequest, pages int, start time.Time,
+	err error) (ProgressResult, error) {
+	out := ProgressResult{Space: sp.Fingerprint.String(), PagesAsked: len(r.Hashes), Pages: pages,
+		Complete: err == nil, Seconds: time.Since(start).Seconds()}
 	if errors.Is(err, context.DeadlineExceeded) {
 		err = nil
 	}
@@ -106,17 +118,21 @@ func (d *Daemon) Pin(ctx context.Context, r PinRequest) (PinStatus, error) {
 	d.pins.mu.Lock()
 	defer d.pins.mu.Unlock()
 	if len(d.pins.list) >= maxPins {
-		return PinStatus{}, apiError(http.StatusServiceUnavailable, "unpin some", "there are %d pins, and there may be no more", maxPins)
+		return PinStatus{}, apiError(http.StatusServiceUnavailable, "unpin some",
+			"there are %d pins, and there may be no more", maxPins)
 	}
 	handle, pages, err := d.engine.Pin(sp.ID, hashes)
 	if err != nil {
 		return PinStatus{}, err
 	}
 	if pages == 0 {
-		return PinStatus{}, apiError(http.StatusNotFound, "store it first; or set prefetch, if a tier has it", "nothing of the prefix is in the arena, or pins have their share of it")
+		return PinStatus{}, apiError(http.StatusNotFound,
+			"store it first; or set prefetch, if a tier has it",
+			"nothing of the prefix is in the arena, or pins have their share of it")
 	}
 	p := PinStatus{
-		Pin: fmt.Sprintf("%016x", handle), Space: sp.Fingerprint.String(), PagesAsked: len(r.Hashes), Pages: pages, Label: r.Label, Since: time.Now(),
+		Pin: fmt.Sprintf("%016x", handle), Space: sp.Fingerprint.String(),
+		PagesAsked: len(r.Hashes), Pages: pages, Label: r.Label, Since: time.Now(),
 	}
 	if d.pins.list == nil {
 		d.pins.list = make(map[uint64]PinStatus)
@@ -133,14 +149,18 @@ func (d *Daemon) Pins() []PinStatus {
 	for _, p := range d.pins.list {
 		out = append(out, p)
 	}
-	slices.SortFunc(out, func(a, b PinStatus) int { return cmp.Or(a.Since.Compare(b.Since), strings.Compare(a.Pin, b.Pin)) })
+	slices.SortFunc(out, func(a, b PinStatus) int {
+		return cmp.Or(a.Since.Compare(b.Since),
+			strings.Compare(a.Pin, b.Pin))
+	})
 	return out
 }
 
 // Unpin ends a pin, or all.
 func (d *Daemon) Unpin(_ context.Context, r UnpinRequest) (UnpinResult, error) {
 	if r.All == (r.Pin != "") {
-		return UnpinResult{}, apiError(http.StatusBadRequest, "give the id of a pin, or all", "it does not say what to unpin")
+		return UnpinResult{}, apiError(http.StatusBadRequest, "give the id of a pin, or all",
+			"it does not say what to unpin")
 	}
 	n, err := d.unpin(func(p PinStatus) bool { return r.All || p.Pin == r.Pin })
 	if n == 0 && err == nil && !r.All {
@@ -158,7 +178,8 @@ func (d *Daemon) unpin(match func(PinStatus) bool) (n int, err error) {
 			delete(d.pins.list, handle)
 			n++
 			// That the engine knows it no more is the same in the end.
-			if e := d.engine.Unpin(handle); e != nil && !errors.Is(e, tiers.ErrNotFound) && !errors.Is(e, tiers.ErrStale) {
+			if e := d.engine.Unpin(handle); e != nil && !errors.Is(e, tiers.ErrNotFound) &&
+				!errors.Is(e, tiers.ErrStale) {
 				err = errors.Join(err, e)
 			}
 		}
@@ -166,7 +187,8 @@ func (d *Daemon) unpin(match func(PinStatus) bool) (n int, err error) {
 	return n, err
 }
 
-// fingerprint understands which space a request to clear means: one that is open, or any by its whole fingerprint.
+// fingerprint understands which space a request to clear means: one that is open, or any by its
+// whole fingerprint.
 func (d *Daemon) fingerprint(name string) (tiers.Fingerprint, error) {
 	var fp tiers.Fingerprint
 	if b, err := hex.DecodeString(name); err == nil && len(b) == len(fp) {
@@ -185,7 +207,8 @@ func (d *Daemon) knownTier(key, name string) error {
 	if slices.Contains(names, name) {
 		return nil
 	}
-	return apiError(http.StatusNotFound, fmt.Sprintf("the nearest is %q; there are: %s", nearest(name, names), strings.Join(names, ", ")), "%s: there is no tier %q", key, name)
+	return apiError(http.StatusNotFound, fmt.Sprintf("the nearest is %q; there are: %s",
+		nearest(name, names), strings.Join(names, ", ")), "%s: there is no tier %q", key, name)
 }
 
 // Tiers lists the tiers, nearest first.
@@ -217,7 +240,8 @@ func (d *Daemon) Move(ctx context.Context, r MoveRequest) (ProgressResult, error
 		return ProgressResult{}, err
 	}
 	if r.From == r.To {
-		return ProgressResult{}, apiError(http.StatusBadRequest, "name two tiers", "from and to are both %q", r.To)
+		return ProgressResult{}, apiError(http.StatusBadRequest, "name two tiers",
+			"from and to are both %q", r.To)
 	}
 	sp, hashes, err := d.find(r.PrefixRequest)
 	if err != nil {
@@ -256,18 +280,23 @@ func (d *Daemon) Clear(ctx context.Context, r ClearRequest) (ClearResult, error)
 		out.Cleared = append(out.Cleared, t)
 	}
 	out.Seconds = time.Since(start).Seconds()
-	d.log.Info("cleared", zap.Bool("all", r.All), zap.String("space", r.Space), zap.Int("pages", len(r.Hashes)), zap.String("tier", r.Tier), zap.Any("dropped", out.Cleared), zap.Int("pins", out.Pins))
+	d.log.Info("cleared", zap.Bool("all", r.All), zap.String("space", r.Space),
+		zap.Int("pages", len(r.Hashes)), zap.String("tier", r.Tier),
+		zap.Any("dropped", out.Cleared), zap.Int("pins", out.Pins))
 	return out, nil
 }
 
 // clearSpace forgets a space, or all.
-func (d *Daemon) clearSpace(ctx context.Context, r ClearRequest, out *ClearResult) ([]stack.Cleared, error) {
+func (d *Daemon) clearSpace(ctx context.Context, r ClearRequest, out *ClearResult) ([]stack.Cleared,
+	error) {
 	var fp tiers.Fingerprint // zero: everything
 	if r.All == (r.Space != "") {
-		return nil, apiError(http.StatusBadRequest, "give a space, hashes, or all", "it does not say what to clear")
+		return nil, apiError(http.StatusBadRequest, "give a space, hashes, or all",
+			"it does not say what to clear")
 	}
 	if r.FirstPage > 0 {
-		return nil, apiError(http.StatusBadRequest, "give hashes, too", "first_page counts the pages of a prefix, and no hashes are given")
+		return nil, apiError(http.StatusBadRequest, "give hashes, too",
+			"first_page counts the pages of a prefix, and no hashes are given")
 	}
 	if !r.All {
 		var err error
@@ -278,7 +307,10 @@ func (d *Daemon) clearSpace(ctx context.Context, r ClearRequest, out *ClearResul
 	if r.Tier == "" || r.Tier == arenaName {
 		// Pins first: what is pinned would stay in its slots.
 		var err error
-		if out.Pins, err = d.unpin(func(p PinStatus) bool { return r.All || p.Space == fp.String() }); err != nil {
+		if out.Pins, err = d.unpin(func(p PinStatus) bool {
+			return r.All ||
+				p.Space == fp.String()
+		}); err != nil {
 			return nil, err
 		}
 	}
@@ -286,16 +318,19 @@ func (d *Daemon) clearSpace(ctx context.Context, r ClearRequest, out *ClearResul
 }
 
 // clearPrefix forgets a prefix.
-func (d *Daemon) clearPrefix(ctx context.Context, r ClearRequest, _ *ClearResult) ([]stack.Cleared, error) {
+func (d *Daemon) clearPrefix(ctx context.Context, r ClearRequest, _ *ClearResult) ([]stack.Cleared,
+	error) {
 	if r.All {
-		return nil, apiError(http.StatusBadRequest, "leave all or hashes out", "it says to clear all, and one prefix")
+		return nil, apiError(http.StatusBadRequest, "leave all or hashes out",
+			"it says to clear all, and one prefix")
 	}
 	sp, hashes, err := d.find(PrefixRequest{Space: r.Space, Hashes: r.Hashes})
 	if err != nil {
 		return nil, err
 	}
 	if r.FirstPage >= len(r.Hashes) {
-		return nil, apiError(http.StatusBadRequest, "give a smaller first_page", "first_page is %d, and there are %d hashes", r.FirstPage, len(r.Hashes))
+		return nil, apiError(http.StatusBadRequest, "give a smaller first_page",
+			"first_page is %d, and there are %d hashes", r.FirstPage, len(r.Hashes))
 	}
 	return d.stack.Drop(ctx, sp.ID, hashes, r.FirstPage, r.Tier)
 }

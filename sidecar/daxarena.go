@@ -21,14 +21,17 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// unmapPatience is how long a worker may take to let go of memory that is being removed. It finishes the copies that began before.
+// unmapPatience is how long a worker may take to let go of memory that is being removed. It
+// finishes the copies that began before.
 const unmapPatience = 30 * time.Second
 
-// slabPatience is how long workers may take to map a slab before it is used all the same. Stores for which there is no room anywhere else wait meanwhile. A test changes it.
+// slabPatience is how long workers may take to map a slab before it is used all the same. Stores
+// for which there is no room anywhere else wait meanwhile. A test changes it.
 var slabPatience = 5 * time.Second
 
-// daxArena is the arena on DAX devices. What was committed to it is found again, so it is full from the start on. Its regions are the slabs of package
-// pool: they come when one is carved, or a device added, and go when one is carved anew, or a device removed.
+// daxArena is the arena on DAX devices. What was committed to it is found again, so it is full from
+// the start on. Its regions are the slabs of package pool: they come when one is carved, or a
+// device added, and go when one is carved anew, or a device removed.
 type daxArena struct {
 	cfg     ArenaConfig
 	log     *zap.Logger
@@ -36,10 +39,11 @@ type daxArena struct {
 	pool    *daxtier.Arena // from begin on
 	found   int            // chunks, by begin
 
-	mu       sync.Mutex
-	regions  map[uint32]daxtier.Region // each with an FD of its own, for workers that connect while its device goes
-	server   *announcer                // nil: nobody has been told of a region yet
-	changing map[string]int            // changes under way of a device, by its path
+	mu sync.Mutex
+	// each with an FD of its own, for workers that connect while its device goes
+	regions  map[uint32]daxtier.Region
+	server   *announcer     // nil: nobody has been told of a region yet
+	changing map[string]int // changes under way of a device, by its path
 
 	retracting sync.WaitGroup // regions that workers are to let go of, which nobody waits for
 }
@@ -60,7 +64,8 @@ type DAXArenaState struct {
 }
 
 func newDAXArena(cfg ArenaConfig, control *dax.Control, log *zap.Logger) *daxArena {
-	return &daxArena{cfg: cfg, log: log, control: control, regions: map[uint32]daxtier.Region{}, changing: map[string]int{}}
+	return &daxArena{cfg: cfg, log: log, control: control, regions: map[uint32]daxtier.Region{},
+		changing: map[string]int{}}
 }
 
 var (
@@ -74,8 +79,10 @@ func (a *daxArena) begin(books engine.Config) (*engine.Engine, error) {
 	c := &a.cfg.DAX
 	o := daxtier.ArenaOptions{
 		Options: daxtier.Options{
-			OffsetBytes: c.Offset, Rank: c.Rank, Ranks: c.Ranks, AllowFiles: c.AllowFiles, SlabBytes: c.Slab, HotPlug: c.HotPlug,
-			Policy: a.cfg.Eviction, MaxSpaces: books.MaxSpaces, Seed: connector.RandomID(), Log: a.log,
+			OffsetBytes: c.Offset, Rank: c.Rank, Ranks: c.Ranks, AllowFiles: c.AllowFiles,
+			SlabBytes: c.Slab, HotPlug: c.HotPlug,
+			Policy: a.cfg.Eviction, MaxSpaces: books.MaxSpaces, Seed: connector.RandomID(),
+			Log: a.log,
 		},
 		Books: books, Added: a.added, Removed: a.removed,
 	}
@@ -90,10 +97,14 @@ func (a *daxArena) begin(books engine.Config) (*engine.Engine, error) {
 	st, found := a.pool.Status(), a.pool.Engine().Stats()
 	a.found = found.ReadySlots
 	for _, d := range st.Devices {
-		a.log.Info("device opened", zap.String("device", d.Path), zap.String("size", dax.FormatSize(d.SizeBytes)), zap.Int("chunks", d.Slots.Used))
+		a.log.Info("device opened", zap.String("device", d.Path),
+			zap.String("size", dax.FormatSize(d.SizeBytes)), zap.Int("chunks", d.Slots.Used))
 	}
-	a.log.Info("devices recovered", zap.String("kind", string(kindDAX)), zap.String("capacity", dax.FormatSize(st.TotalCapacityBytes)), zap.Int("chunks_found", found.ReadySlots),
-		zap.String("of", dax.FormatSize(found.UsedBytes)), zap.Duration("in", time.Since(start).Round(time.Millisecond)))
+	a.log.Info("devices recovered", zap.String("kind", string(kindDAX)),
+		zap.String("capacity", dax.FormatSize(st.TotalCapacityBytes)),
+		zap.Int("chunks_found", found.ReadySlots),
+		zap.String("of", dax.FormatSize(found.UsedBytes)),
+		zap.Duration("in", time.Since(start).Round(time.Millisecond)))
 	return a.pool.Engine(), nil
 }
 
@@ -109,7 +120,8 @@ func (a *daxArena) limitBytes() int64 {
 }
 
 func announced(r *daxtier.Region) connector.Region {
-	return connector.Region{ID: r.ID, Kind: r.Kind, FD: r.FD, OffsetBytes: r.OffsetBytes, SizeBytes: r.SizeBytes, PageSize: r.PageSize}
+	return connector.Region{ID: r.ID, Kind: r.Kind, FD: r.FD, OffsetBytes: r.OffsetBytes,
+		SizeBytes: r.SizeBytes, PageSize: r.PageSize}
 }
 
 // added is told of a region before anything in it can be granted.
@@ -130,8 +142,10 @@ func (a *daxArena) added(r daxtier.Region) error {
 	return nil
 }
 
-// removed is told of a region in which nobody has or gets a lease any more. Where its device goes, it waits until workers have unmapped it. Where its bytes
-// only go to another region it does not: a mapping that nobody uses does no harm, and it may be a session that makes room, whose worker could not answer meanwhile.
+// removed is told of a region in which nobody has or gets a lease any more. Where its device goes,
+// it waits until workers have unmapped it. Where its bytes only go to another region it does not: a
+// mapping that nobody uses does no harm, and it may be a session that makes room, whose worker
+// could not answer meanwhile.
 func (a *daxArena) removed(id uint32) {
 	a.mu.Lock()
 	r, ok := a.regions[id]
@@ -202,7 +216,8 @@ func (a *daxArena) run(ctx context.Context, server *announcer) {
 
 // publish tells clients how full the arena is.
 func (a *daxArena) publish() {
-	a.control.SetUsage(uint64(a.pool.Status().TotalCapacityBytes), uint64(a.pool.Engine().Stats().UsedBytes))
+	a.control.SetUsage(uint64(a.pool.Status().TotalCapacityBytes),
+		uint64(a.pool.Engine().Stats().UsedBytes))
 }
 
 // bytes implements arena.
@@ -219,10 +234,13 @@ func (a *daxArena) flush(ctx context.Context) error { return a.pool.Flush(ctx) }
 func (a *daxArena) status(stats *engine.Stats) ArenaStatus {
 	p, s := a.pool.Status(), a.pool.Stats()
 	st := ArenaStatus{
-		Kind: kindDAX, Reason: "it was asked for", LimitBytes: p.TotalCapacityBytes, CapacityBytes: p.TotalCapacityBytes, UsedBytes: stats.UsedBytes, Regions: []RegionStatus{},
+		Kind: kindDAX, Reason: "it was asked for", LimitBytes: p.TotalCapacityBytes,
+		CapacityBytes: p.TotalCapacityBytes, UsedBytes: stats.UsedBytes, Regions: []RegionStatus{},
 		DAX: &DAXArenaState{
-			HotPlugEnabled: a.cfg.DAX.HotPlug, Devices: daxArenas(p), Slabs: s.Slabs, SlabsGivenUp: s.GivenUp, RecoveredChunks: a.found,
-			CorruptChunks: s.Corrupt, UnreadableChunks: s.Unreadable, KeptChunks: s.Kept, WaitingChunks: s.Waiting, UnkeptChunks: s.Failed,
+			HotPlugEnabled: a.cfg.DAX.HotPlug, Devices: daxArenas(p), Slabs: s.Slabs,
+			SlabsGivenUp: s.GivenUp, RecoveredChunks: a.found,
+			CorruptChunks: s.Corrupt, UnreadableChunks: s.Unreadable, KeptChunks: s.Kept,
+			WaitingChunks: s.Waiting, UnkeptChunks: s.Failed,
 		},
 	}
 	if s.Why != nil {
@@ -231,9 +249,13 @@ func (a *daxArena) status(stats *engine.Stats) ArenaStatus {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	for id, r := range a.regions {
-		st.Regions = append(st.Regions, RegionStatus{Region: id, Kind: dax.Kind(r.Kind), Device: r.Path, SizeBytes: r.SizeBytes, PageSize: r.PageSize})
+		st.Regions = append(st.Regions, RegionStatus{Region: id, Kind: dax.Kind(r.Kind),
+			Device: r.Path, SizeBytes: r.SizeBytes, PageSize: r.PageSize})
 	}
-	slices.SortFunc(st.Regions, func(x, y RegionStatus) int { return cmp.Compare(x.Region, y.Region) })
+	slices.SortFunc(st.Regions, func(x, y RegionStatus) int {
+		return cmp.Compare(x.Region,
+			y.Region)
+	})
 	return st
 }
 
@@ -268,7 +290,8 @@ func (a *daxArena) Remove(ctx context.Context, path string, mode daxtier.Mode, f
 }
 
 // Resize implements daxPool.
-func (a *daxArena) Resize(ctx context.Context, path string, sizeBytes int64, mode daxtier.Mode, force bool) error {
+func (a *daxArena) Resize(ctx context.Context, path string, sizeBytes int64, mode daxtier.Mode,
+	force bool) error {
 	defer a.change(path)()
 	return a.pool.Resize(ctx, path, sizeBytes, mode, force)
 }
@@ -276,13 +299,15 @@ func (a *daxArena) Resize(ctx context.Context, path string, sizeBytes int64, mod
 const (
 	// drainEvery is how often devices that are drained are looked at.
 	drainEvery = 250 * time.Millisecond
-	// drainAttempt bounds one attempt to empty one, which waits for leases: other devices want their turn.
+	// drainAttempt bounds one attempt to empty one, which waits for leases: other devices want
+	// their turn.
 	drainAttempt = 5 * time.Second
 	// drainPause is how long there is none after one that did not come to its end.
 	drainPause = time.Second
 )
 
-// A drainer empties the devices of the arena that are drained, one at a time, until they are gone or in use again. Changes that somebody asks for go first.
+// A drainer empties the devices of the arena that are drained, one at a time, until they are gone
+// or in use again. Changes that somebody asks for go first.
 type drainer struct {
 	turn sync.RWMutex // held for reading by a change that was asked for, for writing by an attempt
 
@@ -317,7 +342,8 @@ func (q *drainer) emptying() string {
 }
 
 // attempt calls try unless somebody asks for a change, which ends it.
-func (q *drainer) attempt(ctx context.Context, device string, try func(context.Context) error) error {
+func (q *drainer) attempt(ctx context.Context, device string,
+	try func(context.Context) error) error {
 	ctx, cancel := context.WithTimeout(ctx, drainAttempt)
 	defer cancel()
 	q.mu.Lock()
@@ -340,7 +366,8 @@ func (q *drainer) attempt(ctx context.Context, device string, try func(context.C
 	return try(ctx)
 }
 
-// drainArena empties the devices that are drained, until ctx is done: their chunks are moved to the others, or dropped where there is no room for them.
+// drainArena empties the devices that are drained, until ctx is done: their chunks are moved to the
+// others, or dropped where there is no room for them.
 func (d *Daemon) drainArena(ctx context.Context) {
 	t := time.NewTimer(drainEvery)
 	defer t.Stop()
@@ -364,7 +391,8 @@ func (d *Daemon) drainArena(ctx context.Context) {
 func (d *Daemon) emptyDevice(ctx context.Context, path string) error {
 	how := daxtier.Migrate
 	err := d.drainer.attempt(ctx, path, func(ctx context.Context) error {
-		if st := deviceOf(d.arenaPool.Status(), path); st == nil || st.State != stateDrained { // meanwhile somebody wanted it otherwise
+		if st := deviceOf(d.arenaPool.Status(), path); st == nil || st.State != stateDrained {
+			// meanwhile somebody wanted it otherwise
 			return nil
 		}
 		err := d.arenaPool.Remove(ctx, path, daxtier.Migrate, true)
@@ -374,13 +402,17 @@ func (d *Daemon) emptyDevice(ctx context.Context, path string) error {
 		}
 		if err == nil {
 			d.log.Info("DAX device drained and removed from the arena: take it out of the settings too", zap.String("device", path), zap.String("chunks", map[daxtier.Mode]string{
-				daxtier.Migrate: "moved to the other devices", daxtier.Evict: "dropped: there was no room for them elsewhere",
+				daxtier.Migrate: "moved to the other devices",
+				daxtier.Evict:   "dropped: there was no room for them elsewhere",
 			}[how]))
 		}
 		return err
 	})
-	if err != nil && ctx.Err() == nil && !errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, context.Canceled) && !errors.Is(err, tiers.ErrBusy) && !errors.Is(err, daxtier.ErrNotFound) {
-		d.log.Warn("a drained DAX device cannot be emptied yet; it is tried again", zap.String("device", path), zap.Error(err))
+	if err != nil && ctx.Err() == nil && !errors.Is(err, context.DeadlineExceeded) &&
+		!errors.Is(err, context.Canceled) && !errors.Is(err, tiers.ErrBusy) &&
+		!errors.Is(err, daxtier.ErrNotFound) {
+		d.log.Warn("a drained DAX device cannot be emptied yet; it is tried again",
+			zap.String("device", path), zap.Error(err))
 	}
 	return err
 }

@@ -20,16 +20,20 @@ import (
 	"lookaside/ipc/wire"
 )
 
-// onDAX puts a sidecar's arena on two files that stand in for devices, of 4 MiB each; more are further settings, as on the command line.
+// onDAX puts a sidecar's arena on two files that stand in for devices, of 4 MiB each; more are
+// further settings, as on the command line.
 func onDAX(t *testing.T, dir string, more ...string) func(*Config) {
 	t.Helper()
-	return withArena(t, fmt.Sprintf("%s:4M,%s:4M", filepath.Join(dir, "dax0.0"), filepath.Join(dir, "dax1.0")), more...)
+	return withArena(t, fmt.Sprintf("%s:4M,%s:4M", filepath.Join(dir, "dax0.0"),
+		filepath.Join(dir, "dax1.0")), more...)
 }
 
 func withArena(t *testing.T, devices string, more ...string) func(*Config) {
 	t.Helper()
 	c, err := load(t, "", nil, append([]string{
-		"--arena-kind=dax", "--arena-devices=" + devices, "--arena-allow-files=true", "--arena-slab=1M", "--sessions-share=1", "--sessions-joint-share=1", "--promotion-share=1", "--lookup-promote=always",
+		"--arena-kind=dax", "--arena-devices=" + devices, "--arena-allow-files=true",
+		"--arena-slab=1M", "--sessions-share=1", "--sessions-joint-share=1", "--promotion-share=1",
+		"--lookup-promote=always",
 		"--cascade-partial-delay=5ms", "--lookup-deadline=30s",
 	}, more...)...)
 	if err != nil {
@@ -46,12 +50,14 @@ func withArena(t *testing.T, devices string, more ...string) func(*Config) {
 // arenaState is what an arena on DAX says of itself.
 func arenaState(d *Daemon) *DAXArenaState { return d.Status().Arena.DAX }
 
-// storedOnAll is storedPrefix in an arena that has nothing yet, on all of its devices: they get their first slabs one after the other.
+// storedOnAll is storedPrefix in an arena that has nothing yet, on all of its devices: they get
+// their first slabs one after the other.
 func storedOnAll(t *testing.T, d *Daemon, pages int) *prefixRig {
 	t.Helper()
 	b := newPrefix(t, d, pages)
 	until(t, func() any { return arenaState(d).Devices }, func() bool {
-		return !slices.ContainsFunc(arenaState(d).Devices, func(x DAXArena) bool { return x.Slots.Free+x.Slots.Used == 0 })
+		return !slices.ContainsFunc(arenaState(d).Devices,
+			func(x DAXArena) bool { return x.Slots.Free+x.Slots.Used == 0 })
 	})
 	if err := b.store(); err != nil {
 		t.Fatal(err)
@@ -88,11 +94,14 @@ func TestAnArenaOnDAXOutlivesItsSidecar(t *testing.T) {
 	b.cancel(t)
 	untilKept(t, d)
 	st := d.Status()
-	if a := st.Arena; a.Kind != "dax" || a.CapacityBytes < 7<<20 || a.LimitBytes != a.CapacityBytes || a.UsedBytes != 11*4*4096 || len(a.Regions) == 0 || len(a.DAX.Devices) != 2 || a.DAX.KeptChunks != 11 {
+	if a := st.Arena; a.Kind != "dax" || a.CapacityBytes < 7<<20 ||
+		a.LimitBytes != a.CapacityBytes || a.UsedBytes != 11*4*4096 || len(a.Regions) == 0 ||
+		len(a.DAX.Devices) != 2 || a.DAX.KeptChunks != 11 {
 		t.Errorf("%+v, %+v", a, a.DAX)
 	}
 	for _, r := range st.Arena.Regions {
-		if r.Kind != "file" || !strings.HasPrefix(r.Device, dir) || r.SizeBytes <= 0 || r.PageSize != 4096 {
+		if r.Kind != "file" || !strings.HasPrefix(r.Device, dir) || r.SizeBytes <= 0 ||
+			r.PageSize != 4096 {
 			t.Errorf("%+v", r)
 		}
 	}
@@ -110,7 +119,8 @@ func TestAnArenaOnDAXOutlivesItsSidecar(t *testing.T) {
 	} {
 		end()
 		d, _ = startDaemon(t, onDAX(t, dir))
-		if st := d.Status(); st.Arena.DAX.RecoveredChunks != 11 || st.Verifications != (VerificationStatus{Unverified: 11}) {
+		if st := d.Status(); st.Arena.DAX.RecoveredChunks != 11 ||
+			st.Verifications != (VerificationStatus{Unverified: 11}) {
 			t.Errorf("round %d: %+v", round, st)
 		}
 		b = newPrefix(t, d, pages)
@@ -118,11 +128,15 @@ func TestAnArenaOnDAXOutlivesItsSidecar(t *testing.T) {
 		b.cancel(t)
 		b.hits(t)
 		st := d.Status()
-		if a := st.Arena.DAX; st.Verifications != (VerificationStatus{Verified: 11}) || a.CorruptChunks != 0 || a.KeptChunks != 11 {
+		if a := st.Arena.DAX; st.Verifications != (VerificationStatus{Verified: 11}) ||
+			a.CorruptChunks != 0 || a.KeptChunks != 11 {
 			t.Errorf("round %d: %+v, %+v", round, st, a)
 		}
 		var table bytes.Buffer
-		if err := st.WriteTable(&table); err != nil || !strings.Contains(table.String(), "on 2 DAX devices") || !strings.Contains(table.String(), "11 were found at the start") || !strings.Contains(table.String(), "dax1.0") {
+		if err := st.WriteTable(&table); err != nil ||
+			!strings.Contains(table.String(), "on 2 DAX devices") ||
+			!strings.Contains(table.String(), "11 were found at the start") ||
+			!strings.Contains(table.String(), "dax1.0") {
 			t.Errorf("%v: %s", err, &table)
 		}
 		b.close()
@@ -184,7 +198,8 @@ func TestSpoiltArenaOnDAXIsAMiss(t *testing.T) {
 	if _, err := b.lookup(); err == nil || !strings.Contains(err.Error(), "hit 36 of 40") {
 		t.Errorf("got %v", err)
 	}
-	if st := d.Status(); st.Arena.DAX.CorruptChunks != 1 || st.Verifications != (VerificationStatus{Verified: 9, Corrupt: 1}) {
+	if st := d.Status(); st.Arena.DAX.CorruptChunks != 1 ||
+		st.Verifications != (VerificationStatus{Verified: 9, Corrupt: 1}) {
 		t.Errorf("%+v", st)
 	}
 	b.cancel(t)
@@ -197,7 +212,8 @@ func TestRanksShareTheDevicesOfTheirArenas(t *testing.T) {
 	for round := range 2 {
 		var all []*Daemon
 		for rank := range 2 {
-			d, _ := startDaemon(t, onDAX(t, dir, "--arena-ranks=2", fmt.Sprintf("--arena-rank=%d", rank)))
+			d, _ := startDaemon(t, onDAX(t, dir, "--arena-ranks=2", fmt.Sprintf("--arena-rank=%d",
+				rank)))
 			all = append(all, d)
 		}
 		for rank, d := range all {
@@ -221,11 +237,13 @@ func TestRanksShareTheDevicesOfTheirArenas(t *testing.T) {
 	}
 }
 
-// An arena on devices has tiers below it as any other: what is evicted from it is found there, and comes up again.
+// An arena on devices has tiers below it as any other: what is evicted from it is found there, and
+// comes up again.
 func TestTiersBelowAnArenaOnDAX(t *testing.T) {
 	dir := t.TempDir()
 	const pages = 300
-	edit := withArena(t, filepath.Join(dir, "dax0.0")+":4M", "--disk="+filepath.Join(dir, "disk")+":16M:slab=4M")
+	edit := withArena(t, filepath.Join(dir, "dax0.0")+":4M", "--disk="+filepath.Join(dir, "disk")+
+		":16M:slab=4M")
 	d, _ := startDaemon(t, edit)
 	var all []*prefixRig
 	for n := range 5 {
@@ -235,7 +253,8 @@ func TestTiersBelowAnArenaOnDAX(t *testing.T) {
 	}
 	for round := range 2 {
 		for _, b := range all {
-			// In so small an arena what is being kept, or written to the disk, may leave no room for all of it.
+			// In so small an arena what is being kept, or written to the disk, may leave no room
+			// for all of it.
 			var err error
 			until(t, func() any { return fmt.Sprintf("round %d: %v", round, err) }, func() bool {
 				_, err = b.lookup()
@@ -278,13 +297,16 @@ func TestStartSaysWhyADeviceOfTheArenaCannotBeUsed(t *testing.T) {
 		devices, more string
 		want          []string
 	}{
-		"in use":     {filepath.Join(dir, "dax0.0") + ":4M", "", []string{"in use", fmt.Sprintf("process %d ", os.Getpid())}},
-		"not there":  {"/dev/dax77.0", "--arena-allow-files=false", []string{"/dev/dax77.0", "no such file", "daxctl"}},
+		"in use": {filepath.Join(dir, "dax0.0") + ":4M", "",
+			[]string{"in use", fmt.Sprintf("process %d ", os.Getpid())}},
+		"not there": {"/dev/dax77.0", "--arena-allow-files=false", []string{"/dev/dax77.0",
+			"no such file", "daxctl"}},
 		"no device":  {"/dev/null", "", []string{"/dev/null", "DAX subsystem"}},
 		"file":       {file, "--arena-allow-files=false", []string{file, "allow_files"}},
 		"not ours":   {file, "", []string{file, "something else"}},
 		"misaligned": {filepath.Join(dir, "new") + ":4097", "", []string{"not aligned", "4KiB"}},
-		"slab":       {filepath.Join(dir, "other") + ":4M", "--arena-slab=2K", []string{"slabs of 2048 bytes"}},
+		"slab": {filepath.Join(dir, "other") + ":4M", "--arena-slab=2K",
+			[]string{"slabs of 2048 bytes"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			c := Defaults()
@@ -308,7 +330,8 @@ func TestStartSaysWhyADeviceOfTheArenaCannotBeUsed(t *testing.T) {
 	}
 }
 
-// arenaRig asks a sidecar whose arena is on two devices, which may be changed, of what becomes of them.
+// arenaRig asks a sidecar whose arena is on two devices, which may be changed, of what becomes of
+// them.
 type arenaRig struct {
 	*adminRig
 	dir string
@@ -339,7 +362,8 @@ func (r *arenaRig) devices() []DAXArena {
 func (r *arenaRig) has(what string, paths ...string) {
 	r.t.Helper()
 	var list []DAXArena
-	until(r.t, func() any { return list }, func() bool { // those who keep what was committed have leases too, for a moment
+	until(r.t, func() any { return list }, func() bool {
+		// those who keep what was committed have leases too, for a moment
 		list = r.devices()
 		return !slices.ContainsFunc(list, func(x DAXArena) bool { return x.Slots.Leased > 0 })
 	})
@@ -359,11 +383,13 @@ func (r *arenaRig) has(what string, paths ...string) {
 func (r *arenaRig) gone(path string) {
 	r.t.Helper()
 	until(r.t, func() any { return r.devices() }, func() bool {
-		return !slices.ContainsFunc(r.devices(), func(a DAXArena) bool { return a.DevicePath == path })
+		return !slices.ContainsFunc(r.devices(),
+			func(a DAXArena) bool { return a.DevicePath == path })
 	})
 }
 
-// Devices come and go, and change their size; nothing that hit before is a miss, but for what was to be dropped.
+// Devices come and go, and change their size; nothing that hit before is a miss, but for what was
+// to be dropped.
 func TestHotPlugOfTheArena(t *testing.T) {
 	r := newArenaRig(t)
 	d := r.d
@@ -384,7 +410,8 @@ func TestHotPlugOfTheArena(t *testing.T) {
 	}
 	r.has("at first", r.dev(0), r.dev(1))
 	for _, x := range r.devices() {
-		if x.State != "active" || x.IsPrimary || x.SizeInBytes != 4<<20 || x.ActiveAllocations == 0 || x.ActiveAllocations != x.Slots.Used {
+		if x.State != "active" || x.IsPrimary || x.SizeInBytes != 4<<20 ||
+			x.ActiveAllocations == 0 || x.ActiveAllocations != x.Slots.Used {
 			t.Errorf("%+v", x)
 		}
 	}
@@ -392,7 +419,8 @@ func TestHotPlugOfTheArena(t *testing.T) {
 	// Adding makes room, and moves nothing.
 	var added DAXArenaAddResult
 	r.post(arenaAt+"add", body{"device_path": r.dev(2), "size": "4MiB"}, &added)
-	if a := added.Added; a.DevicePath != r.dev(2) || a.State != "active" || a.UsedBytes != 0 || a.SizeInBytes != 4<<20 {
+	if a := added.Added; a.DevicePath != r.dev(2) || a.State != "active" || a.UsedBytes != 0 ||
+		a.SizeInBytes != 4<<20 {
 		t.Errorf("%+v", a)
 	}
 	hits("added")
@@ -400,7 +428,9 @@ func TestHotPlugOfTheArena(t *testing.T) {
 	// Migrating keeps everything.
 	var out DAXArenaRemoveResult
 	r.post(arenaOwn+"remove", body{"device_path": r.dev(0), "mode": "migrate", "force": true}, &out)
-	if x := out.Removed; x.DevicePath != r.dev(0) || len(x.Arenas) != 1 || x.Arenas[0].State != "removed" || x.MovedKeys == nil || *x.MovedKeys == 0 || x.DeletedKeys != nil {
+	if x := out.Removed; x.DevicePath != r.dev(0) || len(x.Arenas) != 1 ||
+		x.Arenas[0].State != "removed" || x.MovedKeys == nil || *x.MovedKeys == 0 ||
+		x.DeletedKeys != nil {
 		t.Errorf("%+v", x)
 	}
 	r.has("migrated", r.dev(1), r.dev(2))
@@ -409,7 +439,8 @@ func TestHotPlugOfTheArena(t *testing.T) {
 	// Draining, too, where there is room; by itself.
 	out = DAXArenaRemoveResult{}
 	r.post(arenaAt+"remove", body{"device_path": r.dev(1)}, &out)
-	if x := out.Removed; x.DevicePath != r.dev(1) || len(x.Arenas) != 1 || x.Arenas[0].State != "draining" && x.Arenas[0].State != "removed" || x.MovedKeys != nil {
+	if x := out.Removed; x.DevicePath != r.dev(1) || len(x.Arenas) != 1 ||
+		x.Arenas[0].State != "draining" && x.Arenas[0].State != "removed" || x.MovedKeys != nil {
 		t.Errorf("%+v", x)
 	}
 	r.gone(r.dev(1))
@@ -418,7 +449,8 @@ func TestHotPlugOfTheArena(t *testing.T) {
 	// Growing and shrinking.
 	var sized DAXArenaResizeResult
 	r.post(arenaOwn+"resize", body{"device_path": r.dev(2), "size": "8MiB"}, &sized)
-	if sized.OldSizeBytes != 4<<20 || sized.NewSizeBytes != 8<<20 || sized.Resized.SizeInBytes != 8<<20 {
+	if sized.OldSizeBytes != 4<<20 || sized.NewSizeBytes != 8<<20 ||
+		sized.Resized.SizeInBytes != 8<<20 {
 		t.Errorf("%+v", sized)
 	}
 	more := otherPrefix(t, d, 1, 700)
@@ -432,19 +464,24 @@ func TestHotPlugOfTheArena(t *testing.T) {
 	more.cancel(t)
 
 	// What cannot be.
-	r.fails(arenaAt+"add", body{"device_path": r.dev(2), "size": "4MiB"}, 409, r.dev(2), "resize", "/reconfigure/dax/l1/status")
+	r.fails(arenaAt+"add", body{"device_path": r.dev(2), "size": "4MiB"}, 409, r.dev(2), "resize",
+		"/reconfigure/dax/l1/status")
 	r.fails(arenaAt+"add", body{"device_path": r.dir, "size": "4MiB"}, 400, r.dir)
 	r.fails(arenaAt+"add", body{"device_path": "dax7.0", "size": "4MiB"}, 400, "absolute")
 	r.fails(arenaAt+"add", body{"device_path": r.dev(3), "size": 1}, 400, r.dev(3))
 	r.fails(arenaAt+"add", body{"device_path": r.dev(3), "size": "0"}, 400, "size")
 	r.fails(arenaAt+"add", body{"device_path": r.dev(8), "size": "4000TiB"}, 507, "ask for less")
-	r.fails(arenaAt+"remove", body{"device_path": r.dev(0)}, 404, r.dev(0), "/reconfigure/dax/l1/status")
+	r.fails(arenaAt+"remove", body{"device_path": r.dev(0)}, 404, r.dev(0),
+		"/reconfigure/dax/l1/status")
 	r.fails(arenaAt+"remove", body{"device_path": ""}, 400, "absolute")
 	r.fails(arenaOwn+"resize", body{"device_path": r.dev(0), "size": "4MiB"}, 404, r.dev(0))
-	r.fails(arenaOwn+"resize", body{"device_path": r.dev(2), "size": "4097"}, 400, "multiple of 4KiB")
-	r.fails(arenaOwn+"resize", body{"device_path": r.dev(2), "size": "2MiB", "force": true}, 507, "evict")
+	r.fails(arenaOwn+"resize", body{"device_path": r.dev(2), "size": "4097"}, 400,
+		"multiple of 4KiB")
+	r.fails(arenaOwn+"resize", body{"device_path": r.dev(2), "size": "2MiB", "force": true}, 507,
+		"evict")
 	for _, mode := range []string{"drain", "migrate", "evict"} {
-		r.fails(arenaOwn+"remove", body{"device_path": r.dev(2), "mode": mode}, 409, r.dev(2), "only device", "add another one")
+		r.fails(arenaOwn+"remove", body{"device_path": r.dev(2), "mode": mode}, 409, r.dev(2),
+			"only device", "add another one")
 	}
 	r.fails(arenaOwn+"remove", body{"device_path": r.dev(2), "mode": "copy"}, 422, "mode")
 	for _, mode := range []string{"migrate", "evict", "copy"} {
@@ -452,12 +489,16 @@ func TestHotPlugOfTheArena(t *testing.T) {
 	}
 	r.fails(arenaAt+"remove", body{"device_path": r.dev(2), "force": true}, 422, "force")
 	// LMCache has no such call, so it is none of the document's.
-	if resp, answer := r.send(http.MethodPost, arenaAt+"resize", "application/json", []byte("{}")); resp.StatusCode != http.StatusNotFound || !strings.Contains(string(answer), "there is no "+arenaAt+"resize") {
+	if resp, answer := r.send(http.MethodPost, arenaAt+"resize", "application/json",
+		[]byte("{}")); resp.StatusCode != http.StatusNotFound ||
+		!strings.Contains(string(answer), "there is no "+arenaAt+"resize") {
 		t.Errorf("%s: %s", resp.Status, answer)
 	}
-	r.fails(arenaOwn+"resize", body{"device_path": r.dev(2), "size": 1, "mode": "drain"}, 422, "mode")
+	r.fails(arenaOwn+"resize", body{"device_path": r.dev(2), "size": 1, "mode": "drain"}, 422,
+		"mode")
 	r.fails(arenaAt+"add", body{"device_path": r.dev(2)}, 422, "size")
-	r.fails(arenaOwn+"remove", body{"device_path": r.dev(2), "forse": true}, 422, `nearest name is "force"`)
+	r.fails(arenaOwn+"remove", body{"device_path": r.dev(2), "forse": true}, 422,
+		`nearest name is "force"`)
 	r.fails(arenaAt+"add", []byte("{"), 400)
 	if list := r.devices(); len(list) != 1 || !list[0].IsPrimary || list[0].State != "active" {
 		t.Errorf("%+v", list)
@@ -466,20 +507,25 @@ func TestHotPlugOfTheArena(t *testing.T) {
 
 	// Another process has the device; and one whose settings do not allow changes says so.
 	other, _ := startDaemon(t, withArena(t, r.dev(5)+":4M"))
-	r.fails(arenaAt+"add", body{"device_path": r.dev(5), "size": "4MiB"}, 409, r.dev(5), fmt.Sprint(os.Getpid()), "arena.offset")
+	r.fails(arenaAt+"add", body{"device_path": r.dev(5), "size": "4MiB"}, 409, r.dev(5),
+		fmt.Sprint(os.Getpid()), "arena.offset")
 	fixed := newAdminRig(t, other, "")
-	fixed.fails(arenaAt+"add", body{"device_path": r.dev(6), "size": "4MiB"}, 403, "arena.hotplug: true")
+	fixed.fails(arenaAt+"add", body{"device_path": r.dev(6), "size": "4MiB"}, 403,
+		"arena.hotplug: true")
 	fixed.fails(arenaAt+"remove", body{"device_path": r.dev(5)}, 403, "arena.hotplug: true")
-	fixed.fails(arenaOwn+"resize", body{"device_path": r.dev(5), "size": "8MiB"}, 403, "arena.hotplug: true")
+	fixed.fails(arenaOwn+"resize", body{"device_path": r.dev(5), "size": "8MiB"}, 403,
+		"arena.hotplug: true")
 
 	// No room elsewhere; then it is dropped.
 	r.post(arenaAt+"add", body{"device_path": r.dev(4), "size": "2MiB"}, &added)
-	r.fails(arenaOwn+"remove", body{"device_path": r.dev(2), "mode": "migrate", "force": true}, 507, "evict")
+	r.fails(arenaOwn+"remove", body{"device_path": r.dev(2), "mode": "migrate", "force": true}, 507,
+		"evict")
 	hits("no room")
 	before := d.Status().Pages
 	out = DAXArenaRemoveResult{}
 	r.post(arenaOwn+"remove", body{"device_path": r.dev(2), "mode": "evict", "force": true}, &out)
-	if x := out.Removed; x.Arenas[0].State != "removed" || x.DeletedKeys == nil || *x.DeletedKeys == 0 || x.MovedKeys != nil || d.Status().Pages >= before {
+	if x := out.Removed; x.Arenas[0].State != "removed" || x.DeletedKeys == nil ||
+		*x.DeletedKeys == 0 || x.MovedKeys != nil || d.Status().Pages >= before {
 		t.Errorf("%+v: %d pages, and before %d", x, d.Status().Pages, before)
 	}
 	r.has("evicted", r.dev(4))
@@ -496,7 +542,8 @@ func TestHotPlugOfTheArena(t *testing.T) {
 	namedPrefix(t, d, 7, 40).hits(t)
 }
 
-// Whoever has a lease keeps a device: a lookup, until its request is loaded or given up, and a pin, until it is unpinned.
+// Whoever has a lease keeps a device: a lookup, until its request is loaded or given up, and a pin,
+// until it is unpinned.
 func TestLeasesKeepADeviceOfTheArena(t *testing.T) {
 	r := newArenaRig(t)
 	const pages = 200
@@ -509,10 +556,13 @@ func TestLeasesKeepADeviceOfTheArena(t *testing.T) {
 	}
 	ask()
 	for _, mode := range []string{"migrate", "evict"} {
-		r.fails(arenaOwn+"remove", body{"device_path": r.dev(0), "mode": mode}, 409, "in use", "force", "/v1/pins", "drain")
+		r.fails(arenaOwn+"remove", body{"device_path": r.dev(0), "mode": mode}, 409, "in use",
+			"force", "/v1/pins", "drain")
 	}
-	r.fails(arenaOwn+"resize", body{"device_path": r.dev(0), "size": "1M", "mode": "evict"}, 409, "in use", "force")
-	if list := r.devices(); len(list) != 2 || list[0].State != "active" || list[0].Slots.Leased == 0 {
+	r.fails(arenaOwn+"resize", body{"device_path": r.dev(0), "size": "1M", "mode": "evict"}, 409,
+		"in use", "force")
+	if list := r.devices(); len(list) != 2 || list[0].State != "active" ||
+		list[0].Slots.Leased == 0 {
 		t.Errorf("%+v", list)
 	}
 	b.cancel(t)
@@ -527,7 +577,8 @@ func TestLeasesKeepADeviceOfTheArena(t *testing.T) {
 	time.Sleep(2 * drainEvery) // what comes later is what happens also if nothing was tried yet
 	b.hits(t)
 	b.cancel(t)
-	if list := r.devices(); len(list) != 2 || list[1].State != "draining" || list[1].Slots.Leased == 0 || list[1].Slots.Free != 0 {
+	if list := r.devices(); len(list) != 2 || list[1].State != "draining" ||
+		list[1].Slots.Leased == 0 || list[1].Slots.Free != 0 {
 		t.Errorf("%+v", list)
 	}
 	// Meanwhile others may come, and it may be taken into use again.
@@ -548,10 +599,12 @@ func TestLeasesKeepADeviceOfTheArena(t *testing.T) {
 	ask()
 	answer := make(chan int, 1)
 	go func() {
-		code, _ := r.try(arenaOwn+"remove", body{"device_path": r.dev(0), "mode": "migrate", "force": true})
+		code, _ := r.try(arenaOwn+"remove", body{"device_path": r.dev(0), "mode": "migrate",
+			"force": true})
 		answer <- code
 	}()
-	until(t, func() any { return r.devices() }, func() bool { return r.devices()[0].State == "migrating" })
+	until(t, func() any { return r.devices() },
+		func() bool { return r.devices()[0].State == "migrating" })
 	r.fails(arenaAt+"add", body{"device_path": r.dev(3), "size": "4M"}, 503, "again")
 	b.cancel(t)
 	if code := <-answer; code != http.StatusOK {
@@ -574,7 +627,8 @@ func TestDrainedDeviceOfAFullArena(t *testing.T) {
 	}
 	r.post(arenaAt+"remove", body{"device_path": r.dev(0)}, new(DAXArenaRemoveResult))
 	r.gone(r.dev(0))
-	until(t, func() any { return r.d.Status().Arena }, func() bool { return r.d.Status().Arena.CapacityBytes < 4<<20 })
+	until(t, func() any { return r.d.Status().Arena },
+		func() bool { return r.d.Status().Arena.CapacityBytes < 4<<20 })
 	for _, b := range all {
 		b.close()
 	}
@@ -622,10 +676,14 @@ func TestHotPlugOfTheArenaUnderTraffic(t *testing.T) {
 	for round := range 5 {
 		a, b, c := r.dev(2*round), r.dev(2*round+1), r.dev(2*round+2)
 		r.post(arenaAt+"add", body{"device_path": c, "size": "4MiB"}, new(DAXArenaAddResult))
-		r.post(arenaOwn+"resize", body{"device_path": b, "size": "3MiB", "force": true}, new(DAXArenaResizeResult))
-		r.post(arenaOwn+"remove", body{"device_path": a, "mode": "migrate", "force": true}, new(DAXArenaRemoveResult))
-		r.post(arenaOwn+"resize", body{"device_path": b, "size": "4MiB", "force": true}, new(DAXArenaResizeResult))
-		r.post(arenaAt+"add", body{"device_path": r.dev(2*round + 3), "size": "4MiB"}, new(DAXArenaAddResult))
+		r.post(arenaOwn+"resize", body{"device_path": b, "size": "3MiB", "force": true},
+			new(DAXArenaResizeResult))
+		r.post(arenaOwn+"remove", body{"device_path": a, "mode": "migrate", "force": true},
+			new(DAXArenaRemoveResult))
+		r.post(arenaOwn+"resize", body{"device_path": b, "size": "4MiB", "force": true},
+			new(DAXArenaResizeResult))
+		r.post(arenaAt+"add", body{"device_path": r.dev(2*round + 3), "size": "4MiB"},
+			new(DAXArenaAddResult))
 		r.post(arenaAt+"remove", body{"device_path": b}, new(DAXArenaRemoveResult))
 		r.gone(b)
 	}
@@ -641,7 +699,8 @@ func TestHotPlugOfTheArenaUnderTraffic(t *testing.T) {
 	}
 }
 
-// Stores are not granted what their worker has not mapped yet, while there is room elsewhere: they would be lost.
+// Stores are not granted what their worker has not mapped yet, while there is room elsewhere: they
+// would be lost.
 func TestArenaOnDAXGrantsWhatIsMapped(t *testing.T) {
 	before := slabPatience
 	slabPatience = time.Hour // for this worker, which maps them when nothing else is left
@@ -649,7 +708,8 @@ func TestArenaOnDAXGrantsWhatIsMapped(t *testing.T) {
 	d, _ := startDaemon(t, onDAX(t, t.TempDir()))
 	w := dialWorker(t, d, 16<<10)
 	const stores, pages, late = 100, 4, 5
-	mapped, pending := map[uint32]bool{}, map[uint32]int{} // those by the store at which they are mapped
+	// those by the store at which they are mapped
+	mapped, pending := map[uint32]bool{}, map[uint32]int{}
 	ready := func(region uint32) {
 		mapped[region] = true
 		delete(pending, region)
@@ -669,7 +729,8 @@ func TestArenaOnDAXGrantsWhatIsMapped(t *testing.T) {
 		for end := time.Now().Add(patience); ; {
 			b, files, err := w.Recv(50 * time.Millisecond)
 			if errors.Is(err, os.ErrDeadlineExceeded) && time.Now().Before(end) {
-				for region := range pending { // there is no room elsewhere any more, and so the store waits
+				for region := range pending {
+					// there is no room elsewhere any more, and so the store waits
 					ready(region)
 				}
 				continue
@@ -689,12 +750,14 @@ func TestArenaOnDAXGrantsWhatIsMapped(t *testing.T) {
 				pending[r.Region] = n + late
 			case wire.TypeStoreGrant:
 				var g wire.StoreGrant
-				if err := g.Decode(b, &wire.DefaultLimits); err != nil || g.ID != uint32(n) || g.Shed > 0 || len(g.Grants) == 0 {
+				if err := g.Decode(b, &wire.DefaultLimits); err != nil || g.ID != uint32(n) ||
+					g.Shed > 0 || len(g.Grants) == 0 {
 					t.Fatalf("store %d: %v, %+v", n, err, g)
 				}
 				for _, e := range g.Grants {
 					if !mapped[e.Region] {
-						t.Fatalf("store %d: region %d is granted, and mapped are %v", n, e.Region, mapped)
+						t.Fatalf("store %d: region %d is granted, and mapped are %v", n, e.Region,
+							mapped)
 					}
 				}
 				if err := w.Send(&wire.CommitStore{Store: g.Store}); err != nil {
@@ -745,8 +808,11 @@ func TestMetricsOfAnArenaOnDAX(t *testing.T) {
 		t.Fatal(resp.Status)
 	}
 	for _, want := range []string{
-		"lookaside_arena_kept_chunks 10", "lookaside_arena_waiting_chunks 0", "lookaside_unverified_chunks 0", `lookaside_arena_slabs{state="given_up"} 0`,
-		`lookaside_arena_device_state{device="` + filepath.Join(dir, "dax0.0") + `",state="active"} 1`, `lookaside_arena_device_bytes{device="` + filepath.Join(dir, "dax1.0") + `",use="free"}`,
+		"lookaside_arena_kept_chunks 10", "lookaside_arena_waiting_chunks 0",
+		"lookaside_unverified_chunks 0", `lookaside_arena_slabs{state="given_up"} 0`,
+		`lookaside_arena_device_state{device="` + filepath.Join(dir, "dax0.0") +
+			`",state="active"} 1`, `lookaside_arena_device_bytes{device="` + filepath.Join(dir,
+			"dax1.0") + `",use="free"}`,
 		`lookaside_region_bytes{device="` + filepath.Join(dir, "dax0.0") + `",kind="file",region="`,
 	} {
 		if !strings.Contains(string(text), want) {

@@ -13,10 +13,12 @@ import (
 	"lookaside/dax"
 )
 
-// withDAX gives a sidecar a small tier on two files that stand in for devices; more are further keys, as on the command line.
+// withDAX gives a sidecar a small tier on two files that stand in for devices; more are further
+// keys, as on the command line.
 func withDAX(t *testing.T, dir, more string) func(*Config) {
 	t.Helper()
-	return withTiers(t, fmt.Sprintf("--dax=%s,%s:4M:slab=1M:allow_files=true%s", filepath.Join(dir, "dax0.0"), filepath.Join(dir, "dax1.0"), more))
+	return withTiers(t, fmt.Sprintf("--dax=%s,%s:4M:slab=1M:allow_files=true%s",
+		filepath.Join(dir, "dax0.0"), filepath.Join(dir, "dax1.0"), more))
 }
 
 func TestAPrefixOutlivesASidecarOnDAX(t *testing.T) {
@@ -25,16 +27,19 @@ func TestAPrefixOutlivesASidecarOnDAX(t *testing.T) {
 	d, _ := startDaemon(t, withDAX(t, dir, ""))
 	b := storedPrefix(t, d, pages)
 	untilTierHas(t, d, 0, pages)
-	newAdminRig(t, d, "").post("/v1/clear", ClearRequest{All: true, Tier: "arena"}, new(ClearResult))
+	newAdminRig(t, d, "").post("/v1/clear", ClearRequest{All: true, Tier: "arena"},
+		new(ClearResult))
 	b.hits(t)
-	if st := d.Tiers()[0]; st.Kind != "dax" || st.Name != "dax" || !st.Local || st.LoadedBytes != pages*4096 || st.CapacityBytes < 7<<20 {
+	if st := d.Tiers()[0]; st.Kind != "dax" || st.Name != "dax" || !st.Local ||
+		st.LoadedBytes != pages*4096 || st.CapacityBytes < 7<<20 {
 		t.Errorf("%+v", st)
 	}
 	b.close()
 	if err := d.Shutdown(context.Background()); err != nil {
 		t.Fatal(err)
 	}
-	d, _ = startDaemon(t, withDAX(t, dir, ":restore_workers=2:restore_max_regions=1:store_workers=1:lookup_workers=1"))
+	d, _ = startDaemon(t, withDAX(t, dir,
+		":restore_workers=2:restore_max_regions=1:store_workers=1:lookup_workers=1"))
 	if st := d.Tiers()[0]; st.Pages != pages {
 		t.Errorf("%+v", st)
 	}
@@ -75,7 +80,8 @@ func TestRanksShareDevices(t *testing.T) {
 	}
 }
 
-// A device that cannot be used is an error of the start that says which tier, which device, and what to do.
+// A device that cannot be used is an error of the start that says which tier, which device, and
+// what to do.
 func TestStartSaysWhyADeviceCannotBeUsed(t *testing.T) {
 	dir := t.TempDir()
 	startDaemon(t, withDAX(t, dir, ""))
@@ -87,13 +93,16 @@ func TestStartSaysWhyADeviceCannotBeUsed(t *testing.T) {
 		flag string
 		want []string
 	}{
-		"in use":     {filepath.Join(dir, "dax0.0") + ":4M:allow_files=true", []string{"in use", fmt.Sprintf("process %d ", os.Getpid())}},
-		"not there":  {"/dev/dax77.0", []string{"/dev/dax77.0", "no such file", "daxctl"}},
-		"no device":  {"/dev/null", []string{"/dev/null", "DAX subsystem"}},
-		"file":       {file, []string{file, "allow_files"}},
-		"not ours":   {file + ":allow_files=true", []string{file, "something else"}},
-		"misaligned": {filepath.Join(dir, "new") + ":4097:allow_files=true", []string{"not aligned", "4KiB"}},
-		"slab":       {filepath.Join(dir, "other") + ":4M:slab=2K:allow_files=true", []string{"slabs of 2048 bytes"}},
+		"in use": {filepath.Join(dir, "dax0.0") + ":4M:allow_files=true",
+			[]string{"in use", fmt.Sprintf("process %d ", os.Getpid())}},
+		"not there": {"/dev/dax77.0", []string{"/dev/dax77.0", "no such file", "daxctl"}},
+		"no device": {"/dev/null", []string{"/dev/null", "DAX subsystem"}},
+		"file":      {file, []string{file, "allow_files"}},
+		"not ours":  {file + ":allow_files=true", []string{file, "something else"}},
+		"misaligned": {filepath.Join(dir, "new") + ":4097:allow_files=true",
+			[]string{"not aligned", "4KiB"}},
+		"slab": {filepath.Join(dir, "other") + ":4M:slab=2K:allow_files=true",
+			[]string{"slabs of 2048 bytes"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			c := Defaults()

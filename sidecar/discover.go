@@ -32,11 +32,13 @@ type HostSidecar struct {
 		LimitBytes    int64 `json:"limit_bytes"`
 	} `json:"arena"`
 	Verdict string `json:"verdict"` // see Status
-	Error   string `json:"error"`   // why it could not be asked, and then only the endpoint and perhaps the pid are known
+	// why it could not be asked, and then only the endpoint and perhaps the pid are known
+	Error string `json:"error"`
 }
 
-// HostSidecars lists the sidecars of this host in the order of their endpoints: those whose sockets are in this network
-// namespace, wherever their directories are, and those with a directory below dir. Each is given until ctx ends to answer.
+// HostSidecars lists the sidecars of this host in the order of their endpoints: those whose sockets
+// are in this network namespace, wherever their directories are, and those with a directory below
+// dir. Each is given until ctx ends to answer.
 func HostSidecars(ctx context.Context, dir string) ([]HostSidecar, error) {
 	found, err := listening("/proc/net/unix")
 	if err != nil {
@@ -66,7 +68,8 @@ func HostSidecars(ctx context.Context, dir string) ([]HostSidecar, error) {
 	return out, nil
 }
 
-// listening returns the directories in which a socket for sessions and one for operators are listened on.
+// listening returns the directories in which a socket for sessions and one for operators are
+// listened on.
 func listening(table string) ([]string, error) {
 	f, err := os.Open(table)
 	if err != nil {
@@ -81,7 +84,8 @@ func listening(table string) ([]string, error) {
 	sessions, admins := make(map[string]bool), []string(nil)
 	lines := bufio.NewScanner(f)
 	for lines.Scan() {
-		// Num RefCount Protocol Flags Type St Inode Path: the inode is padded to a width, and the path may have spaces.
+		// Num RefCount Protocol Flags Type St Inode Path: the inode is padded to a width, and the
+		// path may have spaces.
 		fields := strings.SplitN(lines.Text(), " ", 7)
 		if len(fields) < 7 || fields[3] != accepting {
 			continue
@@ -125,7 +129,8 @@ func askHostSidecar(ctx context.Context, dir string) *HostSidecar {
 		return out
 	}
 	out.PID, out.Version, out.UptimeS, out.Verdict = st.PID, st.Version, st.UptimeS, st.Verdict
-	out.Arena.UsedBytes, out.Arena.CapacityBytes, out.Arena.LimitBytes = st.Arena.UsedBytes, st.Arena.CapacityBytes, st.Arena.LimitBytes
+	out.Arena.UsedBytes, out.Arena.CapacityBytes, out.Arena.LimitBytes = st.Arena.UsedBytes,
+		st.Arena.CapacityBytes, st.Arena.LimitBytes
 	return out
 }
 
@@ -147,7 +152,8 @@ func WriteSidecars(w io.Writer, list []HostSidecar) error {
 			up = time.Duration(s.UptimeS * float64(time.Second)).Round(time.Second).String()
 			arena = dax.FormatSize(s.Arena.UsedBytes) + " of " + dax.FormatSize(s.Arena.LimitBytes)
 		}
-		fmt.Fprintf(tw, "%s\t%s\t%s\t%s\t%s\t%s\n", s.Endpoint, pid, version, up, arena, cmp.Or(s.Error, s.Verdict))
+		fmt.Fprintf(tw, "%s\t%s\t%s\t%s\t%s\t%s\n", s.Endpoint, pid, version, up, arena,
+			cmp.Or(s.Error, s.Verdict))
 	}
 	return tw.Flush()
 }

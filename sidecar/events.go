@@ -28,9 +28,11 @@ import (
 const mediumArena = "CPU"
 
 const (
-	// eventPages is about how many pages one look at the journal takes in: as many as a batch has at most.
+	// eventPages is about how many pages one look at the journal takes in: as many as a batch has
+	// at most.
 	eventPages = 1024
-	// unknownPatience is how often the publisher looks whether somebody has declared the spaces that nobody had.
+	// unknownPatience is how often the publisher looks whether somebody has declared the spaces
+	// that nobody had.
 	unknownPatience = time.Second
 )
 
@@ -41,7 +43,8 @@ type events struct {
 	src  *eventSource
 }
 
-// eventSource turns what a feed tells into batches of vLLM's events, a topic each. But for unknown its fields are the publisher's goroutine's.
+// eventSource turns what a feed tells into batches of vLLM's events, a topic each. But for unknown
+// its fields are the publisher's goroutine's.
 type eventSource struct {
 	cfg    EventsConfig
 	feed   *engine.Feed
@@ -67,7 +70,9 @@ type topicBatch struct {
 }
 
 // newEvents follows the engine and opens the sockets.
-func newEvents(cfg EventsConfig, e *engine.Engine, fields func(tiers.Fingerprint) (map[string]string, bool), log *zap.Logger) (_ *events, err error) {
+func newEvents(cfg EventsConfig, e *engine.Engine,
+	fields func(tiers.Fingerprint) (map[string]string, bool),
+	log *zap.Logger) (_ *events, err error) {
 	feed, err := e.Follow(0)
 	if err != nil {
 		return nil, fmt.Errorf("events: %w", err)
@@ -77,13 +82,15 @@ func newEvents(cfg EventsConfig, e *engine.Engine, fields func(tiers.Fingerprint
 			feed.Close()
 		}
 	}()
-	src := &eventSource{cfg: cfg, feed: feed, fields: fields, now: time.Now, log: log, topics: map[string]bool{}, of: map[tiers.Fingerprint]string{}}
+	src := &eventSource{cfg: cfg, feed: feed, fields: fields, now: time.Now, log: log,
+		topics: map[string]bool{}, of: map[tiers.Fingerprint]string{}}
 	token, err := readToken("events.token_file", cfg.TokenFile, log)
 	if err != nil {
 		return nil, err
 	}
 	pub, err := ipc.NewEventPublisher(ipc.EventOptions{
-		Endpoint: cfg.Endpoint, Bind: cfg.binds(), ReplayEndpoint: cfg.ReplayEndpoint, Token: token, BufferSteps: cfg.BufferSteps, HWM: cfg.HWM, Log: log,
+		Endpoint: cfg.Endpoint, Bind: cfg.binds(), ReplayEndpoint: cfg.ReplayEndpoint, Token: token,
+		BufferSteps: cfg.BufferSteps, HWM: cfg.HWM, Log: log,
 	}, src)
 	if err != nil {
 		return nil, err
@@ -93,7 +100,8 @@ func newEvents(cfg EventsConfig, e *engine.Engine, fields func(tiers.Fingerprint
 		warnOpen(log, "events.endpoint", at, cfg.binds())
 		warnOpen(log, "events.replay_endpoint", replay, true)
 	}
-	log.Info("publishing KV events", zap.String("endpoint", at), zap.String("replay_endpoint", replay), zap.String("topic", cfg.Topic))
+	log.Info("publishing KV events", zap.String("endpoint", at), zap.String("replay_endpoint",
+		replay), zap.String("topic", cfg.Topic))
 	return &events{pub: pub, feed: feed, src: src}, nil
 }
 
@@ -101,7 +109,8 @@ func newEvents(cfg EventsConfig, e *engine.Engine, fields func(tiers.Fingerprint
 func (c *EventsConfig) binds() bool {
 	if c.Bind == "auto" {
 		// vLLM's rule.
-		return strings.Contains(c.Endpoint, "*") || strings.Contains(c.Endpoint, "::") || strings.HasPrefix(c.Endpoint, "ipc://")
+		return strings.Contains(c.Endpoint, "*") || strings.Contains(c.Endpoint, "::") ||
+			strings.HasPrefix(c.Endpoint, "ipc://")
 	}
 	return c.Bind == "true"
 }
@@ -109,7 +118,8 @@ func (c *EventsConfig) binds() bool {
 // warnOpen warns about an endpoint that strangers can reach.
 func warnOpen(log *zap.Logger, setting, endpoint string, bound bool) {
 	address, isTCP := strings.CutPrefix(endpoint, "tcp://")
-	if at, err := netip.ParseAddrPort(address); !bound || !isTCP || err == nil && at.Addr().Unmap().IsLoopback() {
+	if at, err := netip.ParseAddrPort(address); !bound || !isTCP ||
+		err == nil && at.Addr().Unmap().IsLoopback() {
 		return
 	}
 	log.Warn("KV events can be read from other machines, without a token; set events.token_file, or bind a loopback address or ipc://",
@@ -129,7 +139,8 @@ func (ev *events) run(ctx context.Context) {
 			if !ev.src.unknown.Swap(false) {
 				continue
 			}
-			ev.feed.Restart() // if they are known by now they are told of; otherwise it comes to this again
+			// if they are known by now they are told of; otherwise it comes to this again
+			ev.feed.Restart()
 		case <-ev.feed.Ready():
 		}
 		select {
@@ -177,7 +188,8 @@ func (s *eventSource) NextBatch() (topic string, payload []byte, ok bool) {
 func (s *eventSource) pop() (string, []byte, bool) {
 	b := s.queue[0]
 	s.queue = s.queue[1:]
-	s.payload = wire.AppendKVEventBatch(s.payload[:0], float64(s.now().UnixNano())/1e9, b.n, b.encoded, s.cfg.DPRank)
+	s.payload = wire.AppendKVEventBatch(s.payload[:0], float64(s.now().UnixNano())/1e9, b.n,
+		b.encoded, s.cfg.DPRank)
 	return b.topic, s.payload, true
 }
 
@@ -208,13 +220,15 @@ func (s *eventSource) add(topic string, n int, encoded []byte) {
 	s.queue = append(s.queue, topicBatch{topic, n, encoded})
 }
 
-// encode turns events into vLLM's. Stored pages that continue those of the event before become one with them, as do removed pages.
+// encode turns events into vLLM's. Stored pages that continue those of the event before become one
+// with them, as do removed pages.
 func (s *eventSource) encode(events []engine.Event) {
 	for i := 0; i < len(events); {
 		ev := events[i]
 		hashes, d := ev.Hashes, ev.Space.Geometry.DigestBytes
 		for i++; i < len(events) && events[i].Space == ev.Space && events[i].Kind == ev.Kind; i++ {
-			if next := &events[i]; ev.Kind == engine.PagesStored && (len(next.Prev) == 0 || string(next.Prev) != string(hashes[len(hashes)-d:])) {
+			if next := &events[i]; ev.Kind == engine.PagesStored && (len(next.Prev) == 0 ||
+				string(next.Prev) != string(hashes[len(hashes)-d:])) {
 				break
 			}
 			hashes = append(hashes[:len(hashes):len(hashes)], events[i].Hashes...)
@@ -232,9 +246,12 @@ func (s *eventSource) encode(events []engine.Event) {
 			b, n = wire.AppendAllBlocksCleared(b), 2
 		}
 		if ev.Kind == engine.PagesStored {
-			b = (&wire.BlockStored{Hashes: hashes, Parent: ev.Prev, DigestBytes: d, BlockTokens: ev.Space.Geometry.PageTokens, Medium: mediumArena}).Append(b, s.cfg.Hashes)
+			b = (&wire.BlockStored{Hashes: hashes, Parent: ev.Prev, DigestBytes: d,
+				BlockTokens: ev.Space.Geometry.PageTokens, Medium: mediumArena}).Append(b,
+				s.cfg.Hashes)
 		} else {
-			b = (&wire.BlockRemoved{Hashes: hashes, DigestBytes: d, Medium: mediumArena}).Append(b, s.cfg.Hashes)
+			b = (&wire.BlockRemoved{Hashes: hashes, DigestBytes: d, Medium: mediumArena}).Append(b,
+				s.cfg.Hashes)
 		}
 		s.add(topic, n, b)
 	}
@@ -259,7 +276,8 @@ func (s *eventSource) topic(sp *engine.FollowedSpace) (string, bool) {
 
 var topicField = regexp.MustCompile(`\{[^{}]*\}`)
 
-// topicOf fills in a template: host, rank, fingerprint, and the fields that the space's worker declared.
+// topicOf fills in a template: host, rank, fingerprint, and the fields that the space's worker
+// declared.
 func topicOf(cfg EventsConfig, fp tiers.Fingerprint, fields map[string]string) string {
 	return topicField.ReplaceAllStringFunc(cfg.Topic, func(m string) string {
 		switch name := m[1 : len(m)-1]; name {

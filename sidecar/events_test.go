@@ -8,7 +8,8 @@ import (
 	"testing"
 )
 
-// TestOpenEventsAreWarnedAbout: an endpoint that other machines can reach is, unless there is a token.
+// TestOpenEventsAreWarnedAbout: an endpoint that other machines can reach is, unless there is a
+// token.
 func TestOpenEventsAreWarnedAbout(t *testing.T) {
 	token := filepath.Join(t.TempDir(), "token")
 	if err := os.WriteFile(token, []byte("secret\n"), 0o600); err != nil {
@@ -18,20 +19,26 @@ func TestOpenEventsAreWarnedAbout(t *testing.T) {
 		events   EventsConfig
 		warnings []string
 	}{
-		"loopback":       {EventsConfig{Endpoint: "tcp://127.0.0.1:*", ReplayEndpoint: "tcp://localhost:*"}, nil},
+		"loopback": {EventsConfig{Endpoint: "tcp://127.0.0.1:*",
+			ReplayEndpoint: "tcp://localhost:*"}, nil},
 		"bound loopback": {EventsConfig{Endpoint: "tcp://127.0.0.1:0", Bind: "true"}, nil},
-		"path":           {EventsConfig{Endpoint: "ipc://" + filepath.Join(t.TempDir(), "ev")}, nil},
-		"all addresses":  {EventsConfig{Endpoint: "tcp://*:*"}, []string{"events.endpoint"}},
-		"open replay":    {EventsConfig{Endpoint: "tcp://127.0.0.1:*", ReplayEndpoint: "tcp://0.0.0.0:0"}, []string{"events.replay_endpoint"}},
-		"IPv6":           {EventsConfig{Endpoint: "tcp://[::]:*", ReplayEndpoint: "tcp://*:*"}, []string{"events.endpoint", "events.replay_endpoint"}},
-		"with a token":   {EventsConfig{Endpoint: "tcp://*:*", ReplayEndpoint: "tcp://*:*", TokenFile: token}, nil},
+		"path": {EventsConfig{Endpoint: "ipc://" + filepath.Join(t.TempDir(), "ev")},
+			nil},
+		"all addresses": {EventsConfig{Endpoint: "tcp://*:*"}, []string{"events.endpoint"}},
+		"open replay": {EventsConfig{Endpoint: "tcp://127.0.0.1:*",
+			ReplayEndpoint: "tcp://0.0.0.0:0"}, []string{"events.replay_endpoint"}},
+		"IPv6": {EventsConfig{Endpoint: "tcp://[::]:*", ReplayEndpoint: "tcp://*:*"},
+			[]string{"events.endpoint", "events.replay_endpoint"}},
+		"with a token": {EventsConfig{Endpoint: "tcp://*:*", ReplayEndpoint: "tcp://*:*",
+			TokenFile: token}, nil},
 		// Nobody can reach an endpoint that is connected to.
 		"connected": {EventsConfig{Endpoint: "tcp://192.0.2.1:9"}, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, log := startDaemon(t, func(cfg *Config) {
 				cfg.Log.Format = "json"
-				cfg.Events.Endpoint, cfg.Events.ReplayEndpoint, cfg.Events.TokenFile = c.events.Endpoint, c.events.ReplayEndpoint, c.events.TokenFile
+				cfg.Events.Endpoint, cfg.Events.ReplayEndpoint, cfg.Events.TokenFile =
+					c.events.Endpoint, c.events.ReplayEndpoint, c.events.TokenFile
 				if c.events.Bind != "" {
 					cfg.Events.Bind = c.events.Bind
 				}
@@ -52,10 +59,12 @@ func TestOpenEventsAreWarnedAbout(t *testing.T) {
 		})
 	}
 	for _, bad := range []string{
-		"events: {endpoint: 'tcp://127.0.0.1'}", "events: {endpoint: 'udp://x:1'}", "events: {bind: maybe}",
+		"events: {endpoint: 'tcp://127.0.0.1'}", "events: {endpoint: 'udp://x:1'}",
+		"events: {bind: maybe}",
 		"events: {token_file: /x}", "events: {endpoint: 'tcp://router:5657', token_file: /x}",
 	} {
-		if _, err := Parse("test", []byte(bad), nil); err == nil || !strings.Contains(err.Error(), "events.") {
+		if _, err := Parse("test", []byte(bad), nil); err == nil ||
+			!strings.Contains(err.Error(), "events.") {
 			t.Errorf("%s: %v", bad, err)
 		}
 	}

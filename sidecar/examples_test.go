@@ -16,7 +16,8 @@ import (
 	"lookaside/ipc"
 )
 
-// Each example of how sidecars are deployed has settings and command lines that `lookaside serve` takes.
+// Each example of how sidecars are deployed has settings and command lines that `lookaside serve`
+// takes.
 func TestExamplesAreTaken(t *testing.T) {
 	read := func(path ...string) []byte {
 		t.Helper()
@@ -34,9 +35,11 @@ func TestExamplesAreTaken(t *testing.T) {
 
 	lines := 0
 	for line := range strings.Lines(string(read("systemd", "lookaside@.service"))) {
-		if command, ok := strings.CutPrefix(strings.TrimSpace(line), "ExecStart=/usr/local/bin/lookaside serve "); ok {
+		if command, ok := strings.CutPrefix(strings.TrimSpace(line),
+			"ExecStart=/usr/local/bin/lookaside serve "); ok {
 			lines++
-			if _, err := load(t, "", nil, strings.Fields(strings.ReplaceAll(command, "%i", "llama-0"))...); err != nil {
+			if _, err := load(t, "", nil, strings.Fields(strings.ReplaceAll(command, "%i",
+				"llama-0"))...); err != nil {
 				t.Errorf("systemd: %s: %v", command, err)
 			}
 		}
@@ -53,7 +56,8 @@ func TestExamplesAreTaken(t *testing.T) {
 		}
 	}
 	deployment := string(read("..", "docs", "deployment.md"))
-	if _, err := os.Stat(filepath.Join("..", "docs", filepath.Base(documentation))); err != nil || !strings.Contains(deployment, "-t "+filepath.Dir(documentation)+" docs/*.md") {
+	if _, err := os.Stat(filepath.Join("..", "docs", filepath.Base(documentation))); err != nil ||
+		!strings.Contains(deployment, "-t "+filepath.Dir(documentation)+" docs/*.md") {
 		t.Errorf("systemd: nothing installs %s (%v)", documentation, err)
 	}
 
@@ -63,7 +67,8 @@ func TestExamplesAreTaken(t *testing.T) {
 		var environ []string
 		for line := range strings.Lines(string(read("systemd", name))) {
 			line = strings.TrimSpace(line)
-			if assignment := strings.TrimPrefix(line, "#"); strings.Contains(assignment, "=") && !strings.Contains(assignment, " ") {
+			if assignment := strings.TrimPrefix(line, "#"); strings.Contains(assignment, "=") &&
+				!strings.Contains(assignment, " ") {
 				environ = append(environ, assignment) // those that are offered, too
 			}
 		}
@@ -153,7 +158,8 @@ func TestImageIsOfTheVersionsThatAreTested(t *testing.T) {
 		return m[1]
 	}
 	dockerfile := read("examples", "kubernetes", "Dockerfile")
-	if wants, has := find(read("go.mod"), `(?m)^toolchain go(\S+)$`), find(dockerfile, `FROM golang:(\S+)-bookworm`); wants != has {
+	if wants, has := find(read("go.mod"), `(?m)^toolchain go(\S+)$`),
+		find(dockerfile, `FROM golang:(\S+)-bookworm`); wants != has {
 		t.Errorf("go.mod wants Go %s, and the image is built by %s", wants, has)
 	}
 	pinned := find(dockerfile, `(?m)^ARG LIBZMQ=(\d+\.\d+\.\d+)-\d+$`)

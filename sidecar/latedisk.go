@@ -20,15 +20,18 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// The first and the longest pause before a disk that failed at the start is tried again; it doubles each time. A test changes the first.
+// The first and the longest pause before a disk that failed at the start is tried again; it doubles
+// each time. A test changes the first.
 var lateFirst = time.Second
 
 const lateLast = time.Minute
 
-// openDisk opens a disk tier. What is wrong with the settings is an error. What is wrong with a disk is not: the tier goes on with its other directories, or with none, and what is missing is tried
-// again, as a server is that cannot be reached.
+// openDisk opens a disk tier. What is wrong with the settings is an error. What is wrong with a
+// disk is not: the tier goes on with its other directories, or with none, and what is missing is
+// tried again, as a server is that cannot be reached.
 func openDisk(c *TierConfig, log *zap.Logger) (tiers.Tier, error) {
-	l := &lateDisk{c: c, log: log, down: map[string]error{}, clears: map[tiers.Fingerprint]bool{}, opened: make(chan struct{})}
+	l := &lateDisk{c: c, log: log, down: map[string]error{}, clears: map[tiers.Fingerprint]bool{},
+		opened: make(chan struct{})}
 	if err := l.open(); err != nil {
 		return nil, err
 	}
@@ -36,7 +39,8 @@ func openDisk(c *TierConfig, log *zap.Logger) (tiers.Tier, error) {
 		return l.disk, nil
 	}
 	for _, dir := range slices.Sorted(maps.Keys(l.down)) {
-		log.Warn("a disk cannot be used now; serving without it until it can", zap.String("directory", dir), zap.Error(l.down[dir]))
+		log.Warn("a disk cannot be used now; serving without it until it can",
+			zap.String("directory", dir), zap.Error(l.down[dir]))
 	}
 	var ctx context.Context
 	ctx, l.stop = context.WithCancel(context.Background())
@@ -44,7 +48,8 @@ func openDisk(c *TierConfig, log *zap.Logger) (tiers.Tier, error) {
 	return l, nil
 }
 
-// A lateDisk is a disk tier of which a part, or all, could not be opened at the start. While there is nothing of it each call fails, so that its breaker opens.
+// A lateDisk is a disk tier of which a part, or all, could not be opened at the start. While there
+// is nothing of it each call fails, so that its breaker opens.
 type lateDisk struct {
 	c      *TierConfig
 	log    *zap.Logger
@@ -52,17 +57,20 @@ type lateDisk struct {
 	trying sync.WaitGroup
 	opened chan struct{} // closed once there is a disk
 
-	mu     sync.RWMutex               // guards all that follows, and is not held across calls of the disk
-	disk   *slab.Disk                 // nil: there is nothing of it yet
-	down   map[string]error           // by directory; why
-	clears map[tiers.Fingerprint]bool // spaces to be cleared before anything is found; the zero Fingerprint is all of them
+	// guards all that follows, and is not held across calls of the disk
+	mu   sync.RWMutex
+	disk *slab.Disk       // nil: there is nothing of it yet
+	down map[string]error // by directory; why
+	// spaces to be cleared before anything is found; the zero Fingerprint is all of them
+	clears map[tiers.Fingerprint]bool
 }
 
 var _ tiers.Victims = (*lateDisk)(nil)
 
 // mediumFailed are what disks fail with that are broken, not mounted, or not ours for now.
 var mediumFailed = []error{
-	syscall.EIO, syscall.ENXIO, syscall.ENODEV, syscall.ENOENT, syscall.EACCES, syscall.EPERM, syscall.EROFS, syscall.ESTALE, syscall.ETIMEDOUT, syscall.ENOTCONN, syscall.EHOSTDOWN,
+	syscall.EIO, syscall.ENXIO, syscall.ENODEV, syscall.ENOENT, syscall.EACCES, syscall.EPERM,
+	syscall.EROFS, syscall.ESTALE, syscall.ETIMEDOUT, syscall.ENOTCONN, syscall.EHOSTDOWN,
 	syscall.EREMOTEIO, syscall.EUCLEAN, syscall.ESHUTDOWN,
 }
 
@@ -73,7 +81,8 @@ func isMediumFailure(err error) bool {
 // share is what each directory has of the capacity.
 func (l *lateDisk) share() int64 { return l.c.Disk.Capacity / int64(len(l.c.Disk.Paths)) }
 
-// open opens the tier on those of its directories that can be used. The error is about the settings.
+// open opens the tier on those of its directories that can be used. The error is about the
+// settings.
 func (l *lateDisk) open() error {
 	down := map[string]error{}
 	for _, dir := range l.c.Disk.Paths {
@@ -84,7 +93,8 @@ func (l *lateDisk) open() error {
 		}
 	}
 	for {
-		good := slices.DeleteFunc(slices.Clone(l.c.Disk.Paths), func(dir string) bool { return down[dir] != nil })
+		good := slices.DeleteFunc(slices.Clone(l.c.Disk.Paths),
+			func(dir string) bool { return down[dir] != nil })
 		var d *slab.Disk
 		var err error
 		if len(good) > 0 {
@@ -106,7 +116,8 @@ func (l *lateDisk) open() error {
 	}
 }
 
-// begin has a disk be used, nil if there is none, once what was to be cleared meanwhile is. After an error it is closed.
+// begin has a disk be used, nil if there is none, once what was to be cleared meanwhile is. After
+// an error it is closed.
 func (l *lateDisk) begin(d *slab.Disk, down map[string]error) error {
 	for {
 		l.mu.Lock()
@@ -140,7 +151,8 @@ func (l *lateDisk) openIn(dirs []string) (*slab.Disk, error) {
 		return nil, err
 	}
 	return slab.Open(slab.Options{
-		Dirs: c.Paths, CapacityBytes: c.Capacity, SlabBytes: c.Slab, Policy: c.Eviction, Workers: l.c.Workers, Direct: slab.Direct(c.Direct), Seed: connector.RandomID(), Log: l.log,
+		Dirs: c.Paths, CapacityBytes: c.Capacity, SlabBytes: c.Slab, Policy: c.Eviction,
+		Workers: l.c.Workers, Direct: slab.Direct(c.Direct), Seed: connector.RandomID(), Log: l.log,
 	})
 }
 
@@ -259,7 +271,8 @@ func (l *lateDisk) Contains(ctx context.Context, run tiers.Run, held []uint16) e
 }
 
 // Load implements tiers.Tier.
-func (l *lateDisk) Load(ctx context.Context, transfers []tiers.Transfer, done func(i int, err error)) {
+func (l *lateDisk) Load(ctx context.Context, transfers []tiers.Transfer,
+	done func(i int, err error)) {
 	if d := l.tier(); d != nil {
 		d.Load(ctx, transfers, done)
 		return
@@ -268,7 +281,8 @@ func (l *lateDisk) Load(ctx context.Context, transfers []tiers.Transfer, done fu
 }
 
 // Store implements tiers.Tier.
-func (l *lateDisk) Store(ctx context.Context, transfers []tiers.Transfer, done func(i int, err error)) {
+func (l *lateDisk) Store(ctx context.Context, transfers []tiers.Transfer,
+	done func(i int, err error)) {
 	if d := l.tier(); d != nil {
 		d.Store(ctx, transfers, done)
 		return
@@ -286,7 +300,8 @@ func (l *lateDisk) fail(transfers []tiers.Transfer, done func(i int, err error))
 // maxClears bounds the spaces that are remembered; with more everything is cleared.
 const maxClears = 64
 
-// clear remembers that a space is to be cleared when the disk is there. It answers the disk, if it has come just now.
+// clear remembers that a space is to be cleared when the disk is there. It answers the disk, if it
+// has come just now.
 func (l *lateDisk) clear(fp tiers.Fingerprint) *slab.Disk {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -299,7 +314,8 @@ func (l *lateDisk) clear(fp tiers.Fingerprint) *slab.Disk {
 	return l.disk
 }
 
-// Drop implements tiers.Tier. While there is nothing of the disk it is an error, as a restart would find what is to be dropped; otherwise the space is cleared when the disk is there.
+// Drop implements tiers.Tier. While there is nothing of the disk it is an error, as a restart would
+// find what is to be dropped; otherwise the space is cleared when the disk is there.
 func (l *lateDisk) Drop(ctx context.Context, run tiers.Run) error {
 	if d := l.clear(run.Space.Fingerprint); d != nil {
 		return d.Drop(ctx, run)
@@ -319,7 +335,8 @@ func (l *lateDisk) Clear(ctx context.Context, fp tiers.Fingerprint) (chunks int,
 func (l *lateDisk) Stats() tiers.TierStats {
 	d := l.tier()
 	if d == nil {
-		return tiers.TierStats{Kind: tierDisk, Local: true, Down: l.why().Error(), Detail: strings.Join(l.c.Disk.Paths, ", ")}
+		return tiers.TierStats{Kind: tierDisk, Local: true, Down: l.why().Error(),
+			Detail: strings.Join(l.c.Disk.Paths, ", ")}
 	}
 	st := d.Stats()
 	if len(l.missing()) > 0 {

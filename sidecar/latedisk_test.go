@@ -16,7 +16,8 @@ import (
 	"lookaside/tiers"
 )
 
-// brokenDir makes a path in which nothing can be made, and returns what mends it. A link that leads nowhere stands in for a disk that is not mounted: root may do everything else.
+// brokenDir makes a path in which nothing can be made, and returns what mends it. A link that leads
+// nowhere stands in for a disk that is not mounted: root may do everything else.
 func brokenDir(t *testing.T, dir string) (mend func()) {
 	t.Helper()
 	if err := os.Symlink(filepath.Join(t.TempDir(), "not", "mounted"), dir); err != nil {
@@ -36,35 +37,46 @@ func lateAtOnce(t *testing.T) {
 	t.Cleanup(func() { lateFirst = was })
 }
 
-// A disk that fails at the start is a tier that is down: the sidecar serves without it, says so, and uses it once it is there.
+// A disk that fails at the start is a tier that is down: the sidecar serves without it, says so,
+// and uses it once it is there.
 func TestADiskThatFailsAtTheStart(t *testing.T) {
 	lateAtOnce(t)
 	dir := filepath.Join(t.TempDir(), "kv")
 	mend := brokenDir(t, dir)
 	d, log := startDaemon(t, withDisk(t, dir, ""))
-	if text := log.String(); !strings.Contains(text, "a disk cannot be used now") || !strings.Contains(text, dir) || strings.Contains(text, "a disk is there") {
+	if text := log.String(); !strings.Contains(text, "a disk cannot be used now") ||
+		!strings.Contains(text, dir) || strings.Contains(text, "a disk is there") {
 		t.Errorf("the log:\n%s", text)
 	}
 	const pages = 42
 	b := storedPrefix(t, d, pages)
 	b.hits(t) // from the arena
 	b.cancel(t)
-	until(t, func() any { return d.Tiers()[0] }, func() bool { return d.Tiers()[0].StoreFailures > 0 })
+	until(t, func() any { return d.Tiers()[0] },
+		func() bool { return d.Tiers()[0].StoreFailures > 0 })
 	st := d.Tiers()[0]
-	if st.State != "down" || !strings.Contains(st.Error, "no such file") || st.Kind != tierDisk || !st.Local || st.CapacityBytes != 0 || !strings.Contains(st.Detail, dir) || st.StoreFailures == 0 {
+	if st.State != "down" || !strings.Contains(st.Error, "no such file") || st.Kind != tierDisk ||
+		!st.Local || st.CapacityBytes != 0 || !strings.Contains(st.Detail, dir) ||
+		st.StoreFailures == 0 {
 		t.Errorf("%+v", st)
 	}
 	var table bytes.Buffer
-	if err := d.Status().WriteTable(&table); err != nil || !strings.Contains(table.String(), "OFF") {
+	if err := d.Status().WriteTable(&table); err != nil ||
+		!strings.Contains(table.String(), "OFF") {
 		t.Errorf("%v: %s", err, &table)
 	}
 	mend()
-	until(t, func() any { return d.Tiers()[0] }, func() bool { return d.Tiers()[0].CapacityBytes == 8<<20 })
-	until(t, func() any { return log.String() }, func() bool { return strings.Contains(log.String(), "a disk is there") })
+	until(t, func() any { return d.Tiers()[0] },
+		func() bool { return d.Tiers()[0].CapacityBytes == 8<<20 })
+	until(t, func() any { return log.String() }, func() bool {
+		return strings.Contains(log.String(),
+			"a disk is there")
+	})
 	if n := strings.Count(log.String(), "cannot be used now"); n != 1 {
 		t.Errorf("%d warnings:\n%s", n, log)
 	}
-	until(t, func() any { return d.Tiers()[0] }, func() bool { // the breaker tries, and what is stored then goes down
+	until(t, func() any { return d.Tiers()[0] }, func() bool {
+		// the breaker tries, and what is stored then goes down
 		if _, err := d.stack.Clear(t.Context(), tiers.Fingerprint{}, "arena"); err != nil {
 			t.Fatal(err)
 		}
@@ -73,10 +85,12 @@ func TestADiskThatFailsAtTheStart(t *testing.T) {
 		}
 		return d.Tiers()[0].StoredChunks > 0
 	})
-	until(t, func() any { return d.Tiers()[0] }, func() bool { return !strings.Contains(d.Tiers()[0].Detail, "missing") })
+	until(t, func() any { return d.Tiers()[0] },
+		func() bool { return !strings.Contains(d.Tiers()[0].Detail, "missing") })
 }
 
-// One of two disks fails at the start: the tier is there with the other, and gets the rest of its room later.
+// One of two disks fails at the start: the tier is there with the other, and gets the rest of its
+// room later.
 func TestOneDiskOfTwoFailsAtTheStart(t *testing.T) {
 	lateAtOnce(t)
 	good, bad := filepath.Join(t.TempDir(), "a"), filepath.Join(t.TempDir(), "b")
@@ -89,12 +103,15 @@ func TestOneDiskOfTwoFailsAtTheStart(t *testing.T) {
 	const pages = 42
 	b := storedPrefix(t, d, pages)
 	untilTierHas(t, d, 0, pages)
-	if st := d.Tiers()[0]; st.CapacityBytes != 4<<20 || st.State != breakerClosed || !strings.Contains(st.Detail, "missing, and tried again") || !strings.Contains(st.Detail, bad) {
+	if st := d.Tiers()[0]; st.CapacityBytes != 4<<20 || st.State != breakerClosed ||
+		!strings.Contains(st.Detail, "missing, and tried again") ||
+		!strings.Contains(st.Detail, bad) {
 		t.Errorf("%+v", st)
 	}
 	b.close()
 	mend()
-	until(t, func() any { return d.Tiers()[0] }, func() bool { return !strings.Contains(d.Tiers()[0].Detail, "missing") })
+	until(t, func() any { return d.Tiers()[0] },
+		func() bool { return !strings.Contains(d.Tiers()[0].Detail, "missing") })
 	if st := d.Tiers()[0]; st.Pages != pages || st.CapacityBytes != 8<<20 {
 		t.Errorf("%+v", st)
 	}
@@ -108,7 +125,8 @@ func TestWrongDiskSettingsAreErrors(t *testing.T) {
 	}
 	locked := filepath.Join(t.TempDir(), "kv")
 	startDaemon(t, withDisk(t, locked, ""))
-	for dir, want := range map[string]string{file: "not a directory", file + "/kv": "not a directory", locked: "locked by process"} {
+	for dir, want := range map[string]string{file: "not a directory",
+		file + "/kv": "not a directory", locked: "locked by process"} {
 		c := Defaults()
 		withDisk(t, dir, "")(&c)
 		open, err := openTiers(c, zap.NewNop())
@@ -121,7 +139,8 @@ func TestWrongDiskSettingsAreErrors(t *testing.T) {
 	}
 	c := Defaults()
 	withTiers(t, "--disk="+filepath.Join(t.TempDir(), "kv")+":1000T")(&c)
-	if _, err := openTiers(c, zap.NewNop()); err == nil || !strings.Contains(err.Error(), "capacity") {
+	if _, err := openTiers(c, zap.NewNop()); err == nil ||
+		!strings.Contains(err.Error(), "capacity") {
 		t.Errorf("more than there is: %v", err)
 	}
 }
@@ -159,12 +178,14 @@ func TestClearedWhileADiskIsMissing(t *testing.T) {
 			t.Errorf("Contains: %v", err)
 		}
 		if clear {
-			if _, err := tier.Clear(t.Context(), tiers.Fingerprint{}); !errors.Is(err, syscall.EIO) {
+			if _, err := tier.Clear(t.Context(), tiers.Fingerprint{}); !errors.Is(err,
+				syscall.EIO) {
 				t.Errorf("Clear: %v", err)
 			}
 		}
 		mend()
-		until(t, func() any { return tier.Stats() }, func() bool { return tier.Stats().CapacityBytes > 0 })
+		until(t, func() any { return tier.Stats() },
+			func() bool { return tier.Stats().CapacityBytes > 0 })
 		if st := tier.Stats(); (st.Pages == 0) != clear {
 			t.Errorf("cleared: %v; %+v", clear, st)
 		}

@@ -11,15 +11,18 @@ import (
 	"lookaside/ipc"
 )
 
-// LogName is the log of a sidecar that runs in the background, in its runtime.dir. What it had before it was rotated is in LogName.1.
+// LogName is the log of a sidecar that runs in the background, in its runtime.dir. What it had
+// before it was rotated is in LogName.1.
 const LogName = "sidecar.log"
 
-// LogLimit is how large a log in the background grows before it is rotated, in bytes. Two files of that size are kept.
+// LogLimit is how large a log in the background grows before it is rotated, in bytes. Two files of
+// that size are kept.
 const LogLimit = 16 << 20
 
-// A LogFile is a log that is rotated: a file that would grow beyond its limit is renamed, and replaces the one that was renamed
-// before. The process's standard error follows the newest file, because the Go runtime and libzmq write their last words there. A
-// library that only rotates what is written through it would leave those in a file that it removes.
+// A LogFile is a log that is rotated: a file that would grow beyond its limit is renamed, and
+// replaces the one that was renamed before. The process's standard error follows the newest file,
+// because the Go runtime and libzmq write their last words there. A library that only rotates what
+// is written through it would leave those in a file that it removes.
 //
 // Write may be called from any goroutine.
 type LogFile struct {
@@ -32,7 +35,8 @@ type LogFile struct {
 	tell int64 // the size at which rotating is tried next
 }
 
-// OpenLogFile opens the log of the sidecar with that runtime.dir, which it makes where it is missing, and makes it standard error.
+// OpenLogFile opens the log of the sidecar with that runtime.dir, which it makes where it is
+// missing, and makes it standard error.
 func OpenLogFile(dir string, limit int64) (*LogFile, error) {
 	if err := ipc.MakeDir(dir); err != nil {
 		return nil, err

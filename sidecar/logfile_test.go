@@ -70,7 +70,8 @@ func TestLogFileIsRotated(t *testing.T) {
 		t.Errorf("there are %v", files)
 	}
 
-	// Who opens it again goes on where it ended, and a file that cannot be renamed is written to all the same.
+	// Who opens it again goes on where it ended, and a file that cannot be renamed is written to
+	// all the same.
 	l.Close()
 	if l, err = OpenLogFile(dir, limit); err != nil {
 		t.Fatal(err)

@@ -15,8 +15,8 @@ import (
 // Version is this release's.
 const Version = "0.1.0"
 
-// Revision is the commit that the program was built from, with "-dirty" behind it if files were changed since. It is "unknown"
-// where the program was not built in a git repository.
+// Revision is the commit that the program was built from, with "-dirty" behind it if files were
+// changed since. It is "unknown" where the program was not built in a git repository.
 func Revision() string {
 	info, _ := debug.ReadBuildInfo()
 	return revisionOf(info)
@@ -39,11 +39,12 @@ func revisionOf(info *debug.BuildInfo) string {
 
 // VersionLine is what `lookaside version` and `lookaside --version` print.
 func VersionLine() string {
-	return fmt.Sprintf("lookaside %s (commit %s) %s libzmq %s %s/%s", Version, Revision(), runtime.Version(), ipc.LibraryVersion(), runtime.GOOS, runtime.GOARCH)
+	return fmt.Sprintf("lookaside %s (commit %s) %s libzmq %s %s/%s", Version, Revision(),
+		runtime.Version(), ipc.LibraryVersion(), runtime.GOOS, runtime.GOARCH)
 }
 
-// NewLogger returns a logger that writes to w as cfg says. Of a message that is repeated quickly it writes some lines, and then
-// how many more there were.
+// NewLogger returns a logger that writes to w as cfg says. Of a message that is repeated quickly it
+// writes some lines, and then how many more there were.
 func NewLogger(cfg LogConfig, w io.Writer) *zap.Logger {
 	ec := zap.NewProductionEncoderConfig()
 	ec.EncodeTime = zapcore.ISO8601TimeEncoder

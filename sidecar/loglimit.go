@@ -8,19 +8,21 @@ import (
 	"go.uber.org/zap/zapcore"
 )
 
-// What one message may take of the log in each logWindow: so many lines, or so many bytes. A client that repeats what is logged,
-// such as connecting to be refused, cannot fill a disk.
+// What one message may take of the log in each logWindow: so many lines, or so many bytes. A client
+// that repeats what is logged, such as connecting to be refused, cannot fill a disk.
 const (
 	logWindow     = 10 * time.Second
 	logLines      = 20
 	logDebugLines = 200
 	logBytes      = 16 << 10
-	// logMessages bounds the messages that are told apart. There are a few hundred in the program, without what differs in them.
+	// logMessages bounds the messages that are told apart. There are a few hundred in the program,
+	// without what differs in them.
 	logMessages = 1000
 )
 
-// limitedCore is a zapcore.Core that writes the first lines of each message, and at the end of a window how many more there were.
-// It is at the bottom of every logger, so that no line has to be thought of.
+// limitedCore is a zapcore.Core that writes the first lines of each message, and at the end of a
+// window how many more there were. It is at the bottom of every logger, so that no line has to be
+// thought of.
 type limitedCore struct {
 	zapcore.LevelEnabler
 	enc   zapcore.Encoder
@@ -51,9 +53,13 @@ type lineCount struct {
 	bytes, more int
 }
 
-func newLimitedCore(enc zapcore.Encoder, out zapcore.WriteSyncer, level zapcore.LevelEnabler) *limitedCore {
+func newLimitedCore(enc zapcore.Encoder, out zapcore.WriteSyncer,
+	level zapcore.LevelEnabler) *limitedCore {
 	return &limitedCore{level, enc, &lineLimits{
-		out: out, plain: enc.Clone(), now: time.Now, after: func(d time.Duration, f func()) { time.AfterFunc(d, f) }, seen: map[lineKey]*lineCount{},
+		out: out, plain: enc.Clone(), now: time.Now, after: func(d time.Duration,
+			f func()) {
+			time.AfterFunc(d, f)
+		}, seen: map[lineKey]*lineCount{},
 	}}
 }
 
@@ -102,7 +108,8 @@ func (c *limitedCore) Sync() error {
 }
 
 // write writes a line, and charges its bytes to count, if there is one.
-func (l *lineLimits) write(enc zapcore.Encoder, e zapcore.Entry, fields []zapcore.Field, count *lineCount) error {
+func (l *lineLimits) write(enc zapcore.Encoder, e zapcore.Entry, fields []zapcore.Field,
+	count *lineCount) error {
 	b, err := enc.EncodeEntry(e, fields)
 	if err != nil {
 		return err
@@ -167,6 +174,8 @@ func (l *lineLimits) tell(k lineKey) {
 	more, since := count.more, now.Sub(count.began)
 	*count = lineCount{began: now}
 	l.mu.Unlock()
-	_ = l.write(l.plain, zapcore.Entry{Level: k.level, Time: now, LoggerName: k.logger, Message: k.message},
-		[]zapcore.Field{zap.Int("and_more", more), zap.Duration("within", since.Round(time.Second))}, nil)
+	_ = l.write(l.plain, zapcore.Entry{Level: k.level, Time: now, LoggerName: k.logger,
+		Message: k.message},
+		[]zapcore.Field{zap.Int("and_more", more),
+			zap.Duration("within", since.Round(time.Second))}, nil)
 }

@@ -29,7 +29,10 @@ func newLimitedLogger(t *testing.T, level string) *limitedLogger {
 	l.Logger = NewLogger(LogConfig{Level: level, Format: "json"}, l.out)
 	l.lines = l.Core().(*limitedCore).lines
 	l.lines.now = func() time.Time { return l.at }
-	l.lines.after = func(d time.Duration, f func()) { l.timers[l.at.Add(d)] = append(l.timers[l.at.Add(d)], f) }
+	l.lines.after = func(d time.Duration, f func()) {
+		l.timers[l.at.Add(d)] = append(
+			l.timers[l.at.Add(d)], f)
+	}
 	return l
 }
 
@@ -70,7 +73,8 @@ func said(t *testing.T, log *logBuffer, message string) (lines, more int) {
 func (l *limitedLogger) expect(message string, lines, more int) {
 	l.t.Helper()
 	if gotLines, gotMore := said(l.t, l.out, message); gotLines != lines || gotMore != more {
-		l.t.Fatalf("%s: %d lines and %d more, want %d and %d", message, gotLines, gotMore, lines, more)
+		l.t.Fatalf("%s: %d lines and %d more, want %d and %d", message, gotLines, gotMore, lines,
+			more)
 	}
 }
 
@@ -138,7 +142,8 @@ func TestLogIsLimited(t *testing.T) {
 	debug.expect("detail", logDebugLines, 0)
 }
 
-// TestClientsCannotFillTheLog: loops of what clients can do wrong leave a few lines, which tell how many they stand for.
+// TestClientsCannotFillTheLog: loops of what clients can do wrong leave a few lines, which tell how
+// many they stand for.
 func TestClientsCannotFillTheLog(t *testing.T) {
 	d, log := startDaemon(t, func(c *Config) {
 		c.Sessions.Limit = 2
@@ -152,7 +157,8 @@ func TestClientsCannotFillTheLog(t *testing.T) {
 		}
 		return s
 	}
-	good := wire.Hello{Role: wire.RoleWorker, EngineID: "e", PageTokens: 16, PageBytes: 4096, PagesPerChunk: 1, DigestBytes: 32}
+	good := wire.Hello{Role: wire.RoleWorker, EngineID: "e", PageTokens: 16, PageBytes: 4096,
+		PagesPerChunk: 1, DigestBytes: 32}
 	const loops = 300
 	bad := good
 	bad.DigestBytes = 7
@@ -175,7 +181,8 @@ func TestClientsCannotFillTheLog(t *testing.T) {
 		if s := connect(&good); s != nil { // refused as one too many
 			s.Close()
 		}
-		holdConn(t, strings.TrimPrefix(events, "tcp://"), "no ZMTP, and long enough for a greeting, which has sixty-four bytes").Close()
+		holdConn(t, strings.TrimPrefix(events, "tcp://"),
+			"no ZMTP, and long enough for a greeting, which has sixty-four bytes").Close()
 		holdConn(t, d.AdminAddr(), "no HTTP\r\n\r\n").Close()
 	}
 	for _, s := range held {

@@ -47,8 +47,8 @@ type LookupServerReady struct {
 	CopyThreads   int    `json:"copy_threads"`
 }
 
-// BenchDigest is the hash of a page of a prefix of `lookaside bench lookup-server`: SHA-256 of both numbers, each as 8 bytes,
-// little-endian.
+// BenchDigest is the hash of a page of a prefix of `lookaside bench lookup-server`: SHA-256 of both
+// numbers, each as 8 bytes, little-endian.
 func BenchDigest(prefix, page int) [sha256.Size]byte {
 	var b [16]byte
 	binary.LittleEndian.PutUint64(b[:8], uint64(prefix))
@@ -56,9 +56,11 @@ func BenchDigest(prefix, page int) [sha256.Size]byte {
 	return sha256.Sum256(b[:])
 }
 
-// ServeLookups runs a sidecar in a directory of its own with pages indexed through its engine, writes a LookupServerReady as one
+// ServeLookups runs a sidecar in a directory of its own with pages indexed through its engine,
+// writes a LookupServerReady as one
 // line to out, and serves until in is at its end or ctx is done.
-func ServeLookups(ctx context.Context, o LookupServerOptions, in io.Reader, out io.Writer, log *zap.Logger) (err error) {
+func ServeLookups(ctx context.Context, o LookupServerOptions, in io.Reader, out io.Writer,
+	log *zap.Logger) (err error) {
 	if o.Pages < 1 || o.PrefixPages < 1 || o.PagesPerChunk < 1 || o.CopyThreads < 0 {
 		return errors.New("pages, prefix-pages and pages-per-chunk must be positive")
 	}
@@ -98,7 +100,8 @@ func ServeLookups(ctx context.Context, o LookupServerOptions, in io.Reader, out 
 	// The worker that makes the space known; it stays connected, or schedulers would be refused.
 	const pageTokens = 16
 	hello := wire.Hello{
-		Role: wire.RoleWorker, EngineID: "bench", PageTokens: pageTokens, PageBytes: lookupServerPageBytes,
+		Role: wire.RoleWorker, EngineID: "bench", PageTokens: pageTokens,
+		PageBytes:     lookupServerPageBytes,
 		PagesPerChunk: uint32(o.PagesPerChunk), DigestBytes: sha256.Size,
 	}
 	worker, err := client.Dial(dir, &hello, rigPatience)
@@ -115,7 +118,8 @@ func ServeLookups(ctx context.Context, o LookupServerOptions, in io.Reader, out 
 			return err
 		}
 	}
-	if err := fillIndex(ctx, d.engine, engine.Owner(worker.Welcome.Session), prefixes, o.PrefixPages); err != nil {
+	if err := fillIndex(ctx, d.engine, engine.Owner(worker.Welcome.Session), prefixes,
+		o.PrefixPages); err != nil {
 		return err
 	}
 	copied := make(chan error, 1)
@@ -129,9 +133,11 @@ func ServeLookups(ctx context.Context, o LookupServerOptions, in io.Reader, out 
 	}
 
 	ready, err := json.Marshal(LookupServerReady{
-		Endpoint: dir, Admin: d.AdminAddr(), PID: os.Getpid(), EngineID: hello.EngineID, PageTokens: hello.PageTokens, PageBytes: hello.PageBytes,
-		PagesPerChunk: hello.PagesPerChunk, DigestBytes: sha256.Size, Prefixes: prefixes, PrefixPages: o.PrefixPages,
-		Digest: "sha256(prefix as u64 LE, page as u64 LE)", CopyThreads: o.CopyThreads,
+		Endpoint: dir, Admin: d.AdminAddr(), PID: os.Getpid(), EngineID: hello.EngineID,
+		PageTokens: hello.PageTokens, PageBytes: hello.PageBytes,
+		PagesPerChunk: hello.PagesPerChunk, DigestBytes: sha256.Size, Prefixes: prefixes,
+		PrefixPages: o.PrefixPages,
+		Digest:      "sha256(prefix as u64 LE, page as u64 LE)", CopyThreads: o.CopyThreads,
 	})
 	if err != nil {
 		return err
@@ -144,7 +150,8 @@ func ServeLookups(ctx context.Context, o LookupServerOptions, in io.Reader, out 
 }
 
 // fillIndex stores prefixes without copying anything: what a lookup finds is all that matters here.
-func fillIndex(ctx context.Context, e *engine.Engine, owner engine.Owner, prefixes, pages int) error {
+func fillIndex(ctx context.Context, e *engine.Engine, owner engine.Owner, prefixes,
+	pages int) error {
 	hashes := make([]byte, 0, pages*sha256.Size)
 	var grants []engine.Grant
 	for p := range prefixes {
@@ -171,12 +178,14 @@ func fillIndex(ctx context.Context, e *engine.Engine, owner engine.Owner, prefix
 	return nil
 }
 
-// copyForever copies between two regions at full speed, as promotions from a lower tier would, until ctx is done.
+// copyForever copies between two regions at full speed, as promotions from a lower tier would,
+// until ctx is done.
 func copyForever(ctx context.Context, threads int) (err error) {
 	const sizeBytes = 256 << 20
 	var mem [2][]byte
 	for i := range mem {
-		r, err := dax.Create(dax.Options{Kind: dax.KindAuto, SizeBytes: sizeBytes, NUMANode: dax.NoNUMANode, Populate: true})
+		r, err := dax.Create(dax.Options{Kind: dax.KindAuto, SizeBytes: sizeBytes,
+			NUMANode: dax.NoNUMANode, Populate: true})
 		if err != nil {
 			return err
 		}

@@ -14,24 +14,29 @@ import (
 	"lookaside/ipc/wire"
 )
 
-// What the sidecar takes beside the arena. Its budget is checked at the start together with arena.limit, and Go's heap is kept
-// within it: a control group that goes over its limit has a process killed.
+// What the sidecar takes beside the arena. Its budget is checked at the start together with
+// arena.limit, and Go's heap is kept within it: a control group that goes over its limit has a
+// process killed.
 const (
-	// ownBytes is for a sidecar with few sessions: Go's runtime and heap, libzmq, and garbage until it is collected.
+	// ownBytes is for a sidecar with few sessions: Go's runtime and heap, libzmq, and garbage until
+	// it is collected.
 	ownBytes = 24 << 20
-	// sessionBytes is one session's: the buffer that it receives into, its ZeroMQ sockets, and what the kernel keeps of what its
-	// client has not read.
+	// sessionBytes is one session's: the buffer that it receives into, its ZeroMQ sockets, and what
+	// the kernel keeps of what its client has not read.
 	sessionBytes = wire.MaxPacketBytes + 64<<10 + 320<<10
-	// outsideGo is the part of ownBytes that Go's limit does not count: libzmq, the kernel's, and the program itself.
+	// outsideGo is the part of ownBytes that Go's limit does not count: libzmq, the kernel's, and
+	// the program itself.
 	outsideGo = 16 << 20
 	// indexShare is the arena's size over what its index may come to, which is not in Go's heap.
 	indexShare = 32
-	// leastGo is the least limit of Go's heap. Below it, collecting garbage would take all processors.
+	// leastGo is the least limit of Go's heap. Below it, collecting garbage would take all
+	// processors.
 	leastGo = 32 << 20
 	// leastHints is the least limit of hints.
 	leastHints = 1 << 20
-	// lookupBytes is what the lookups' connections may hold of messages that are unfinished or not read yet. A burst of the longest
-	// lookups stays far below it. Above it all these connections are cut off: libzmq does not tell whose messages they are.
+	// lookupBytes is what the lookups' connections may hold of messages that are unfinished or not
+	// read yet. A burst of the longest lookups stays far below it. Above it all these connections
+	// are cut off: libzmq does not tell whose messages they are.
 	lookupBytes = 192 << 20
 	// leastLookups is the least limit of it.
 	leastLookups = 24 << 20
@@ -57,9 +62,10 @@ func (c *Config) reserve() int64 {
 	return max(c.ownMemory()-(resident-shared)*int64(os.Getpagesize()), leastReserve)
 }
 
-// shareMemory keeps the sidecar within what control groups leave it, if any of them has a limit: it limits Go's heap, unless
-// GOMEMLIMIT does, and peers.hints_limit. arenaBytes are what the arena has yet to take of that memory. It returns the limit of what the
-// lookups' connections may hold, in bytes.
+// shareMemory keeps the sidecar within what control groups leave it, if any of them has a limit: it
+// limits Go's heap, unless GOMEMLIMIT does, and peers.hints_limit. arenaBytes are what the arena
+// has yet to take of that memory. It returns the limit of what the lookups' connections may hold,
+// in bytes.
 func (c *Config) shareMemory(arenaBytes int64, log *zap.Logger) (lookups int64, err error) {
 	free, limited, err := dax.GroupMemory()
 	if err != nil || !limited {
@@ -72,7 +78,8 @@ func (c *Config) shareMemory(arenaBytes int64, log *zap.Logger) (lookups int64, 
 		// While their table grows, hints take half as much again.
 		if most := max((free-c.ownMemory())/3, leastHints); c.Peers.HintsLimit > most {
 			c.Peers.HintsLimit = most
-			log.Info("peers.hints_limit is lowered to what the control group has room for", zap.String("to", dax.FormatSize(most)))
+			log.Info("peers.hints_limit is lowered to what the control group has room for",
+				zap.String("to", dax.FormatSize(most)))
 		}
 		free -= c.Peers.HintsLimit * 3 / 2
 	}
@@ -81,13 +88,15 @@ func (c *Config) shareMemory(arenaBytes int64, log *zap.Logger) (lookups int64, 
 	}
 	limit := max(goMemory()+free-outsideGo, leastGo)
 	debug.SetMemoryLimit(limit)
-	log.Info("Go's heap is limited to what the control group has room for", zap.String("to", dax.FormatSize(limit)))
+	log.Info("Go's heap is limited to what the control group has room for",
+		zap.String("to", dax.FormatSize(limit)))
 	return lookups, nil
 }
 
 // goMemory is what Go has taken, as its limit counts it.
 func goMemory() int64 {
-	s := []rtmetrics.Sample{{Name: "/memory/classes/total:bytes"}, {Name: "/memory/classes/heap/released:bytes"}}
+	s := []rtmetrics.Sample{{Name: "/memory/classes/total:bytes"},
+		{Name: "/memory/classes/heap/released:bytes"}}
 	rtmetrics.Read(s)
 	return int64(s[0].Value.Uint64() - s[1].Value.Uint64())
 }

@@ -11,7 +11,8 @@ import (
 	"lookaside/tiers/stack"
 )
 
-// metrics has the histograms that are fed as things happen; all else is read from the parts when Prometheus asks.
+// metrics has the histograms that are fed as things happen; all else is read from the parts when
+// Prometheus asks.
 type metrics struct {
 	lookupSeconds prometheus.Histogram
 	hitTokens     prometheus.Histogram
@@ -28,7 +29,8 @@ type tierMetrics struct {
 // tierOps is how many ops there are; tierOpNames are their names as labels.
 const tierOps = 3
 
-var tierOpNames = [tierOps]string{stack.OpLookup: "lookup", stack.OpLoad: "load", stack.OpStore: "store"}
+var tierOpNames = [tierOps]string{stack.OpLookup: "lookup", stack.OpLoad: "load",
+	stack.OpStore: "store"}
 
 func newMetrics(tiers []TierConfig) *metrics {
 	m := &metrics{
@@ -85,7 +87,8 @@ func (m *metrics) observeLookup(hitTokens int, took time.Duration) {
 func (m *metrics) registry(d *Daemon) *prometheus.Registry {
 	reg := prometheus.NewRegistry()
 	reg.MustRegister(m.lookupSeconds, m.hitTokens, m.tierSeconds, m.tierBytes, newCollector(d),
-		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+		collectors.NewGoCollector(),
+		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return reg
 }
 
@@ -100,33 +103,49 @@ var collected = []struct {
 	name, help string
 	labels     []string
 }{
-	{"lookaside_build_info", "1; its labels say which release and commit this is.", []string{"version", "revision", "goversion"}},
+	{"lookaside_build_info", "1; its labels say which release and commit this is.",
+		[]string{"version", "revision", "goversion"}},
 	{"lookaside_state", "1 while serving, 2 while draining.", nil},
 	{"lookaside_sessions", "Sessions that are connected.", []string{"role"}},
-	{"lookaside_lingering_sessions", "Sessions that the sidecar has given up and whose clients live: what they were granted and leased stays theirs until they close or die.", nil},
-	{"lookaside_lingered_sessions_total", "Sessions that the sidecar gave up while their clients lived and held slots.", nil},
-	{"lookaside_frozen_sessions", "Sessions whose clients live, say nothing for seconds, and hold slots: those stay theirs.", nil},
+	{"lookaside_lingering_sessions",
+		"Sessions that the sidecar has given up and whose clients live: what they were granted and leased stays theirs until they close or die.", nil},
+	{"lookaside_lingered_sessions_total",
+		"Sessions that the sidecar gave up while their clients lived and held slots.", nil},
+	{"lookaside_frozen_sessions",
+		"Sessions whose clients live, say nothing for seconds, and hold slots: those stay theirs.",
+		nil},
 	{"lookaside_frozen_slots", "Slots that frozen and lingering sessions hold.", nil},
 	{"lookaside_froze_sessions_total", "Times that a session which held slots froze.", nil},
 	{"lookaside_sessions_opened_total", "Sessions opened.", nil},
 	{"lookaside_sessions_refused_total", "Sessions refused, by why.", []string{"code"}},
 	{"lookaside_spaces", "Kinds of pages held side by side.", nil},
-	{"lookaside_requests_total", "Requests that vLLM admitted. One that was preempted is admitted again.", nil},
-	{"lookaside_asked_tokens_total", "Tokens of admitted requests that vLLM's own cache did not have.", nil},
-	{"lookaside_found_tokens_total", "Tokens of admitted requests that vLLM's own cache did not have and the sidecars of all ranks held.", nil},
-	{"lookaside_loaded_tokens_total", "Tokens of admitted requests that vLLM loaded instead of computing them. Divided by lookaside_asked_tokens_total it is what the cache is worth.", nil},
-	{"lookaside_computed_tokens_total", "Tokens of admitted requests that vLLM computed: those asked for and not loaded.", nil},
-	{"lookaside_unshared_spaces", "Spaces that share nothing with another one of their model, here or at another sidecar, by the field that differs by accident, such as none_hash (PYTHONHASHSEED).", []string{"field"}},
-	{"lookaside_lookups_in_flight", "Lookups that were answered and hold leases: no worker has taken them over and nobody cancelled them.", nil},
+	{"lookaside_requests_total",
+		"Requests that vLLM admitted. One that was preempted is admitted again.", nil},
+	{"lookaside_asked_tokens_total",
+		"Tokens of admitted requests that vLLM's own cache did not have.", nil},
+	{"lookaside_found_tokens_total",
+		"Tokens of admitted requests that vLLM's own cache did not have and the sidecars of all ranks held.", nil},
+	{"lookaside_loaded_tokens_total",
+		"Tokens of admitted requests that vLLM loaded instead of computing them. Divided by lookaside_asked_tokens_total it is what the cache is worth.", nil},
+	{"lookaside_computed_tokens_total",
+		"Tokens of admitted requests that vLLM computed: those asked for and not loaded.", nil},
+	{"lookaside_unshared_spaces",
+		"Spaces that share nothing with another one of their model, here or at another sidecar, by the field that differs by accident, such as none_hash (PYTHONHASHSEED).", []string{"field"}},
+	{"lookaside_lookups_in_flight",
+		"Lookups that were answered and hold leases: no worker has taken them over and nobody cancelled them.", nil},
 	{"lookaside_lookups_total", "Lookups answered.", nil},
 	{"lookaside_lookups_expired_total", "Lookups whose leases were freed by lookup.lease.", nil},
-	{"lookaside_lookup_pages_total", "Pages that lookups asked for, also those that vLLM then had itself.", nil},
-	{"lookaside_hit_pages_total", "Pages that lookups found, also those that nobody then loaded.", nil},
+	{"lookaside_lookup_pages_total",
+		"Pages that lookups asked for, also those that vLLM then had itself.", nil},
+	{"lookaside_hit_pages_total", "Pages that lookups found, also those that nobody then loaded.",
+		nil},
 	{"lookaside_hit_tokens_total", "Tokens of the pages that lookups found.", nil},
 	{"lookaside_answers_dropped_total", "Answers to lookups that a client did not read.", nil},
-	{"lookaside_lookup_floods_total", "Times that a lookup socket was shut for a moment because of too many connections or too much memory.", nil},
+	{"lookaside_lookup_floods_total",
+		"Times that a lookup socket was shut for a moment because of too many connections or too much memory.", nil},
 	{"lookaside_stores_total", "Stores committed.", nil},
-	{"lookaside_stores_in_flight", "Stores that were granted slots and are not yet committed.", nil},
+	{"lookaside_stores_in_flight", "Stores that were granted slots and are not yet committed.",
+		nil},
 	{"lookaside_stored_pages_total", "Pages stored.", nil},
 	{"lookaside_stored_bytes_total", "Bytes stored.", nil},
 	{"lookaside_held_pages_total", "Pages offered for storing that were held already.", nil},
@@ -138,93 +157,163 @@ var collected = []struct {
 	{"lookaside_leases", "Leases on slots.", nil},
 	{"lookaside_slots", "Slots of the pieces of the arena that models have so far, by state; leased ones are ready ones as well.", []string{"state"}},
 	{"lookaside_pages", "Pages that lookups can find in the arena.", nil},
-	{"lookaside_evictions_total", "Chunks that left the arena, by why: room (chosen by arena.eviction), cleared, bad (a worker, or the check of a restored chunk before its first use, found its bytes wrong), duplicate or replaced (another chunk holds the same pages).", []string{"cause"}},
-	{"lookaside_region_bytes", "Bytes of each region of the arena.", []string{"region", "kind", "device"}},
+	{"lookaside_evictions_total",
+		"Chunks that left the arena, by why: room (chosen by arena.eviction), cleared, bad (a worker, or the check of a restored chunk before its first use, found its bytes wrong), duplicate or replaced (another chunk holds the same pages).", []string{"cause"}},
+	{"lookaside_region_bytes", "Bytes of each region of the arena.", []string{"region", "kind",
+		"device"}},
 	{"lookaside_arena_limit_bytes", "arena.limit, in whole pages.", nil},
 	{"lookaside_arena_capacity_bytes", "Bytes of all regions.", nil},
 	{"lookaside_arena_used_bytes", "Bytes of occupied slots.", nil},
-	{"lookaside_arena_growth_failures_total", "Times that the host did not give the arena the memory to grow.", nil},
-	{"lookaside_arena_device_bytes", "Of an arena on DAX: bytes of each device that are for chunks, by use.", []string{"device", "use"}},
-	{"lookaside_arena_device_state", "Of an arena on DAX: 1, for each device with the state that it is in.", []string{"device", "state"}},
-	{"lookaside_arena_kept_chunks", "Of an arena on DAX: chunks that would be found again after a kill now.", nil},
-	{"lookaside_arena_waiting_chunks", "Of an arena on DAX: chunks that were committed and wait to be kept: what a kill would lose now.", nil},
-	{"lookaside_arena_unkept_chunks_total", "Of an arena on DAX: chunks that could not be kept, because the device failed there.", nil},
-	{"lookaside_arena_recovered_chunks", "Of an arena on DAX: chunks that were found at the start.", nil},
-	{"lookaside_arena_unreadable_chunks_total", "Of an arena on DAX: chunks that were dropped because the device could not be read there.", nil},
-	{"lookaside_arena_slabs", "Of an arena on DAX: pieces that the devices are cut into, by state: in_use, or given_up with what they held, because they failed.", []string{"state"}},
+	{"lookaside_arena_growth_failures_total",
+		"Times that the host did not give the arena the memory to grow.", nil},
+	{"lookaside_arena_device_bytes",
+		"Of an arena on DAX: bytes of each device that are for chunks, by use.",
+		[]string{"device", "use"}},
+	{"lookaside_arena_device_state",
+		"Of an arena on DAX: 1, for each device with the state that it is in.",
+		[]string{"device", "state"}},
+	{"lookaside_arena_kept_chunks",
+		"Of an arena on DAX: chunks that would be found again after a kill now.", nil},
+	{"lookaside_arena_waiting_chunks",
+		"Of an arena on DAX: chunks that were committed and wait to be kept: what a kill would lose now.", nil},
+	{"lookaside_arena_unkept_chunks_total",
+		"Of an arena on DAX: chunks that could not be kept, because the device failed there.", nil},
+	{"lookaside_arena_recovered_chunks", "Of an arena on DAX: chunks that were found at the start.",
+		nil},
+	{"lookaside_arena_unreadable_chunks_total",
+		"Of an arena on DAX: chunks that were dropped because the device could not be read there.",
+		nil},
+	{"lookaside_arena_slabs",
+		"Of an arena on DAX: pieces that the devices are cut into, by state: in_use, or given_up with what they held, because they failed.", []string{"state"}},
 	{"lookaside_metadata_bytes", "Address space of the index and the slot tables.", nil},
-	{"lookaside_limited_total", "Lookups and stores that were cut short because their session had its share of the arena, or its leases.", nil},
+	{"lookaside_limited_total",
+		"Lookups and stores that were cut short because their session had its share of the arena, or its leases.", nil},
 	{"lookaside_errors_total", "Requests that failed, by kind.", []string{"kind"}},
 	{"lookaside_event_subscribers", "Subscribers connected at events.endpoint.", nil},
 	{"lookaside_event_batches_total", "Batches of KV events published.", nil},
 	{"lookaside_event_bytes_total", "Bytes of the batches of KV events published.", nil},
-	{"lookaside_event_batches_dropped_total", "Batches of KV events that a subscriber lost because it did not read, counted for each subscriber, and replays that a peer asked for too many of.", nil},
-	{"lookaside_event_peers_cut_total", "Connections to events.endpoint and events.replay_endpoint that were refused, or cut off for what they sent.", nil},
+	{"lookaside_event_batches_dropped_total",
+		"Batches of KV events that a subscriber lost because it did not read, counted for each subscriber, and replays that a peer asked for too many of.", nil},
+	{"lookaside_event_peers_cut_total",
+		"Connections to events.endpoint and events.replay_endpoint that were refused, or cut off for what they sent.", nil},
 	{"lookaside_event_replays_total", "Times that a subscriber asked for KV events again.", nil},
-	{"lookaside_event_gaps_total", "Times that all that is held was published anew: changes were lost because the publisher fell behind by more than events.journal, or batches were asked for that are no longer kept.", nil},
-	{"lookaside_event_pages_total", "Pages that followers (events.endpoint, schedulers) were told of, by what happened.", []string{"kind"}},
+	{"lookaside_event_gaps_total",
+		"Times that all that is held was published anew: changes were lost because the publisher fell behind by more than events.journal, or batches were asked for that are no longer kept.", nil},
+	{"lookaside_event_pages_total",
+		"Pages that followers (events.endpoint, schedulers) were told of, by what happened.",
+		[]string{"kind"}},
 	{"lookaside_peers", "Other sidecars that can be borrowed from.", nil},
 	{"lookaside_peer_borrowers", "Other sidecars that borrow from this one.", nil},
 	{"lookaside_peers_unusable", "Other sidecars that cannot be talked to.", nil},
 	{"lookaside_peer_hint_pages", "Pages that others are said to hold.", nil},
-	{"lookaside_peer_hint_bytes", "Memory of the table of pages that others are said to hold.", nil},
-	{"lookaside_peer_hints_total", "Changes to what others hold, by what became of them: heard from others, told to others, dropped for want of room within peers.hints_limit, found to be wrong.", []string{"kind"}},
+	{"lookaside_peer_hint_bytes", "Memory of the table of pages that others are said to hold.",
+		nil},
+	{"lookaside_peer_hints_total",
+		"Changes to what others hold, by what became of them: heard from others, told to others, dropped for want of room within peers.hints_limit, found to be wrong.", []string{"kind"}},
 	{"lookaside_peer_resyncs_total", "Times that another told everything that it holds anew.", nil},
 	{"lookaside_peer_borrows_total", "Times that others were asked for chunks.", nil},
-	{"lookaside_peer_failed_borrows_total", "Times that others were asked for chunks, and asking failed.", nil},
+	{"lookaside_peer_failed_borrows_total",
+		"Times that others were asked for chunks, and asking failed.", nil},
 	{"lookaside_peer_borrowed_pages_total", "Pages that others lent.", nil},
-	{"lookaside_peer_borrowed_chunks", "Chunks of others that are here now, by use.", []string{"state"}},
-	{"lookaside_peer_joined_chunks_total", "Chunks that were being borrowed for another lookup already.", nil},
+	{"lookaside_peer_borrowed_chunks", "Chunks of others that are here now, by use.",
+		[]string{"state"}},
+	{"lookaside_peer_joined_chunks_total",
+		"Chunks that were being borrowed for another lookup already.", nil},
 	{"lookaside_peer_void_chunks_total", "Chunks whose sidecar went before they were used.", nil},
-	{"lookaside_peer_copied_chunks_total", "Chunks of others that were copied into the own arena, being read often.", nil},
-	{"lookaside_peer_copied_pages_total", "Pages of the chunks of others that were copied into the own arena.", nil},
-	{"lookaside_peer_not_copied_chunks_total", "Chunks of others that were to be copied into the own arena and were not: there was no room, their bytes could not be read, or their sidecar went.", nil},
+	{"lookaside_peer_copied_chunks_total",
+		"Chunks of others that were copied into the own arena, being read often.", nil},
+	{"lookaside_peer_copied_pages_total",
+		"Pages of the chunks of others that were copied into the own arena.", nil},
+	{"lookaside_peer_not_copied_chunks_total",
+		"Chunks of others that were to be copied into the own arena and were not: there was no room, their bytes could not be read, or their sidecar went.", nil},
 	{"lookaside_peer_bad_chunks_total", "Chunks of others whose bytes did not check out.", nil},
 	{"lookaside_peer_leases_total", "Times that others asked for leases.", nil},
-	{"lookaside_peer_refused_leases_total", "Times that others asked for leases and got none.", nil},
+	{"lookaside_peer_refused_leases_total", "Times that others asked for leases and got none.",
+		nil},
 	{"lookaside_peer_lent_pages_total", "Pages lent to others.", nil},
-	{"lookaside_peer_skipped_pages_total", "Pages that were not stored because another sidecar holds them.", nil},
+	{"lookaside_peer_skipped_pages_total",
+		"Pages that were not stored because another sidecar holds them.", nil},
 	{"lookaside_pins", "Prefixes that are pinned.", nil},
-	{"lookaside_lookups_waiting", "Lookups that wait for tiers, or for restored chunks to be verified.", nil},
-	{"lookaside_promises_total", "Times that a scheduler was told that its pages are on their way, and when they arrive.", nil},
-	{"lookaside_lookups_refused_total", "Lookups that were answered by the arena alone, because too many waited for tiers.", nil},
-	{"lookaside_lookups_late_total", "Lookups that were answered with what there was at their deadline.", nil},
-	{"lookaside_lookups_cut_total", "Lookups of which vLLM was left to compute a part that a tier has, because that is faster.", nil},
-	{"lookaside_lookups_verified_total", "Lookups that waited for restored chunks to be verified.", nil},
-	{"lookaside_unverified_chunks", "Chunks restored with the arena that nobody has used so far: they are verified before their first use.", nil},
-	{"lookaside_verified_chunks_total", "Chunks restored with the arena that matched their checksums when they were first used.", nil},
-	{"lookaside_corrupt_chunks_total", "Chunks restored with the arena that did not match their checksums, and were dropped.", nil},
-	{"lookaside_checked_chunks_total", "Chunks in the arena that were compared with the checksum that they had before.", nil},
-	{"lookaside_check_walks_total", "Times that the whole arena was walked over to compare checksums.", nil},
-	{"lookaside_rotten_chunks_total", "Chunks in the arena whose bytes had changed since they were stored, or could not be read any more. They were dropped.", nil},
-	{"lookaside_promotions_total", "Chunks for which room was made in the arena, to be loaded from a tier.", nil},
-	{"lookaside_promotions_joined_total", "Chunks that lookups wanted and that were on their way for others already.", nil},
+	{"lookaside_lookups_waiting",
+		"Lookups that wait for tiers, or for restored chunks to be verified.", nil},
+	{"lookaside_promises_total",
+		"Times that a scheduler was told that its pages are on their way, and when they arrive.",
+		nil},
+	{"lookaside_lookups_refused_total",
+		"Lookups that were answered by the arena alone, because too many waited for tiers.", nil},
+	{"lookaside_lookups_late_total",
+		"Lookups that were answered with what there was at their deadline.", nil},
+	{"lookaside_lookups_cut_total",
+		"Lookups of which vLLM was left to compute a part that a tier has, because that is faster.",
+		nil},
+	{"lookaside_lookups_verified_total", "Lookups that waited for restored chunks to be verified.",
+		nil},
+	{"lookaside_unverified_chunks",
+		"Chunks restored with the arena that nobody has used so far: they are verified before their first use.", nil},
+	{"lookaside_verified_chunks_total",
+		"Chunks restored with the arena that matched their checksums when they were first used.",
+		nil},
+	{"lookaside_corrupt_chunks_total",
+		"Chunks restored with the arena that did not match their checksums, and were dropped.",
+		nil},
+	{"lookaside_checked_chunks_total",
+		"Chunks in the arena that were compared with the checksum that they had before.", nil},
+	{"lookaside_check_walks_total",
+		"Times that the whole arena was walked over to compare checksums.", nil},
+	{"lookaside_rotten_chunks_total",
+		"Chunks in the arena whose bytes had changed since they were stored, or could not be read any more. They were dropped.", nil},
+	{"lookaside_promotions_total",
+		"Chunks for which room was made in the arena, to be loaded from a tier.", nil},
+	{"lookaside_promotions_joined_total",
+		"Chunks that lookups wanted and that were on their way for others already.", nil},
 	{"lookaside_promotions_failed_total", "Chunks that no tier could load.", nil},
 	{"lookaside_promotions_late_total", "Chunks that came when a store had been first.", nil},
 	{"lookaside_promoted_pages_total", "Pages that came from tiers.", nil},
 	{"lookaside_promoting_slots", "Chunks on their way from tiers to the arena.", nil},
-	{"lookaside_tier_up", "1 while the tier is in use, 0 while its breaker is not closed.", []string{"tier", "kind"}},
-	{"lookaside_tier_breaker_opened_total", "Times that the breaker of the tier opened.", []string{"tier"}},
+	{"lookaside_tier_up", "1 while the tier is in use, 0 while its breaker is not closed.",
+		[]string{"tier", "kind"}},
+	{"lookaside_tier_breaker_opened_total", "Times that the breaker of the tier opened.",
+		[]string{"tier"}},
 	{"lookaside_tier_lookups_total", "Lookups that asked the tier.", []string{"tier"}},
-	{"lookaside_tier_lookup_pages_total", "Pages that lookups asked the tier for: those that no tier above has.", []string{"tier"}},
-	{"lookaside_tier_hit_pages_total", "Pages that lookups asked the tier for and that it had.", []string{"tier"}},
-	{"lookaside_tier_load_queue_chunks", "Chunks that wait to be loaded from the tier, or are being.", []string{"tier"}},
-	{"lookaside_tier_store_queue_chunks", "Chunks that wait to be written to the tier.", []string{"tier"}},
-	{"lookaside_tier_shed_chunks_total", "Chunks that were not written to the tier, because its queue was full or they were evicted before their turn.", []string{"tier"}},
-	{"lookaside_tier_no_room_chunks_total", "Chunks for which the tier had no room.", []string{"tier"}},
-	{"lookaside_tier_demoted_chunks_total", "Chunks written to the tier because the tier above was about to drop them.", []string{"tier"}},
-	{"lookaside_tier_failures_total", "Lookups of the tier, and chunks loaded and stored, that failed or were late.", []string{"tier", "op"}},
-	{"lookaside_tier_late_total", "Lookups of the tier, and chunks loaded and stored, that were given up because they took too long.", []string{"tier"}},
-	{"lookaside_tier_missed_chunks_total", "Chunks that the tier had said it has, and did not have when they were loaded.", []string{"tier"}},
-	{"lookaside_tier_corrupt_chunks_total", "Chunks of the tier that did not match their checksum, and were dropped.", []string{"tier"}},
+	{"lookaside_tier_lookup_pages_total",
+		"Pages that lookups asked the tier for: those that no tier above has.", []string{"tier"}},
+	{"lookaside_tier_hit_pages_total", "Pages that lookups asked the tier for and that it had.",
+		[]string{"tier"}},
+	{"lookaside_tier_load_queue_chunks",
+		"Chunks that wait to be loaded from the tier, or are being.", []string{"tier"}},
+	{"lookaside_tier_store_queue_chunks", "Chunks that wait to be written to the tier.",
+		[]string{"tier"}},
+	{"lookaside_tier_shed_chunks_total",
+		"Chunks that were not written to the tier, because its queue was full or they were evicted before their turn.", []string{"tier"}},
+	{"lookaside_tier_no_room_chunks_total", "Chunks for which the tier had no room.",
+		[]string{"tier"}},
+	{"lookaside_tier_demoted_chunks_total",
+		"Chunks written to the tier because the tier above was about to drop them.",
+		[]string{"tier"}},
+	{"lookaside_tier_failures_total",
+		"Lookups of the tier, and chunks loaded and stored, that failed or were late.",
+		[]string{"tier", "op"}},
+	{"lookaside_tier_late_total",
+		"Lookups of the tier, and chunks loaded and stored, that were given up because they took too long.", []string{"tier"}},
+	{"lookaside_tier_missed_chunks_total",
+		"Chunks that the tier had said it has, and did not have when they were loaded.",
+		[]string{"tier"}},
+	{"lookaside_tier_corrupt_chunks_total",
+		"Chunks of the tier that did not match their checksum, and were dropped.",
+		[]string{"tier"}},
 	{"lookaside_tier_evictions_total", "Chunks that the tier dropped for room.", []string{"tier"}},
 	{"lookaside_tier_capacity_bytes", "Size of the tier, where it is known.", []string{"tier"}},
-	{"lookaside_tier_used_bytes", "Bytes of what the tier holds, where it is known.", []string{"tier"}},
+	{"lookaside_tier_used_bytes", "Bytes of what the tier holds, where it is known.",
+		[]string{"tier"}},
 	{"lookaside_tier_chunks", "Chunks that the tier holds, where it is known.", []string{"tier"}},
 	{"lookaside_tier_pages", "Pages that the tier holds, where it is known.", []string{"tier"}},
-	{"lookaside_tier_lookup_estimate_seconds", "Estimate of how long a lookup of the tier takes, where it is not local.", []string{"tier"}},
-	{"lookaside_tier_latency_estimate_seconds", "Estimate of how long it takes until a load's first byte.", []string{"tier"}},
-	{"lookaside_tier_bandwidth_estimate_bytes_per_second", "Estimate of how fast the tier loads; 0 before the first load.", []string{"tier"}},
+	{"lookaside_tier_lookup_estimate_seconds",
+		"Estimate of how long a lookup of the tier takes, where it is not local.",
+		[]string{"tier"}},
+	{"lookaside_tier_latency_estimate_seconds",
+		"Estimate of how long it takes until a load's first byte.", []string{"tier"}},
+	{"lookaside_tier_bandwidth_estimate_bytes_per_second",
+		"Estimate of how fast the tier loads; 0 before the first load.", []string{"tier"}},
 }
 
 func newCollector(d *Daemon) *collector {
@@ -248,7 +337,8 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 		ch <- prometheus.MustNewConstMetric(c.descs[name], prometheus.GaugeValue, v, labels...)
 	}
 	count := func(name string, v uint64, labels ...string) {
-		ch <- prometheus.MustNewConstMetric(c.descs[name], prometheus.CounterValue, float64(v), labels...)
+		ch <- prometheus.MustNewConstMetric(c.descs[name], prometheus.CounterValue, float64(v),
+			labels...)
 	}
 	st := c.d.Status()
 	gauge("lookaside_build_info", 1, st.Version, st.Commit, runtime.Version())
@@ -320,7 +410,8 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 		count("lookaside_evictions_total", v, cause)
 	}
 	for _, r := range st.Arena.Regions {
-		gauge("lookaside_region_bytes", float64(r.SizeBytes), strconv.FormatUint(uint64(r.Region), 10), string(r.Kind), r.Device)
+		gauge("lookaside_region_bytes", float64(r.SizeBytes), strconv.FormatUint(uint64(r.Region),
+			10), string(r.Kind), r.Device)
 	}
 	if a := st.Arena.DAX; a != nil {
 		for _, dev := range a.Devices {
@@ -373,7 +464,8 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	}
 }
 
-func (c *collector) collectPeers(st *Status, gauge func(string, float64, ...string), count func(string, uint64, ...string)) {
+func (c *collector) collectPeers(st *Status, gauge func(string, float64, ...string),
+	count func(string, uint64, ...string)) {
 	p := &st.Peers
 	gone := 0
 	for _, l := range p.Lenders {
@@ -386,7 +478,8 @@ func (c *collector) collectPeers(st *Status, gauge func(string, float64, ...stri
 	gauge("lookaside_peers_unusable", float64(len(p.Unusable)))
 	gauge("lookaside_peer_hint_pages", float64(p.HintPages))
 	gauge("lookaside_peer_hint_bytes", float64(p.HintBytes))
-	for kind, v := range map[string]uint64{"heard": p.HintsHeard, "told": p.HintsTold, "dropped": p.HintsDropped, "wrong": p.HintsWrong} {
+	for kind, v := range map[string]uint64{"heard": p.HintsHeard, "told": p.HintsTold,
+		"dropped": p.HintsDropped, "wrong": p.HintsWrong} {
 		count("lookaside_peer_hints_total", v, kind)
 	}
 	count("lookaside_peer_resyncs_total", p.Resyncs)
@@ -407,7 +500,8 @@ func (c *collector) collectPeers(st *Status, gauge func(string, float64, ...stri
 	count("lookaside_peer_skipped_pages_total", st.Counters.ElsewherePages)
 }
 
-func (c *collector) collectEvents(gauge func(string, float64, ...string), count func(string, uint64, ...string)) {
+func (c *collector) collectEvents(gauge func(string, float64, ...string), count func(string, uint64,
+	...string)) {
 	j := c.d.engine.Journal()
 	count("lookaside_event_pages_total", j.StoredPages, "stored")
 	count("lookaside_event_pages_total", j.RemovedPages, "removed")
@@ -424,7 +518,8 @@ func (c *collector) collectEvents(gauge func(string, float64, ...string), count 
 	count("lookaside_event_gaps_total", c.d.events.feed.Gaps()+st.Resyncs)
 }
 
-func (c *collector) collectTier(t *TierStatus, gauge func(string, float64, ...string), count func(string, uint64, ...string)) {
+func (c *collector) collectTier(t *TierStatus, gauge func(string, float64, ...string),
+	count func(string, uint64, ...string)) {
 	up := 0.0
 	if t.State == breakerClosed {
 		up = 1
@@ -434,12 +529,16 @@ func (c *collector) collectTier(t *TierStatus, gauge func(string, float64, ...st
 		name string
 		v    uint64
 	}{
-		{"breaker_opened", t.Opened}, {"lookups", t.Lookups}, {"lookup_pages", t.LookupPages}, {"hit_pages", t.HitPages}, {"shed_chunks", t.Shed},
-		{"no_room_chunks", t.NoRoom}, {"demoted_chunks", t.Demoted}, {"late", t.Late}, {"missed_chunks", t.Missed}, {"corrupt_chunks", t.CorruptChunks}, {"evictions", t.Evictions},
+		{"breaker_opened", t.Opened}, {"lookups", t.Lookups}, {"lookup_pages", t.LookupPages},
+		{"hit_pages", t.HitPages}, {"shed_chunks", t.Shed},
+		{"no_room_chunks", t.NoRoom}, {"demoted_chunks", t.Demoted}, {"late", t.Late},
+		{"missed_chunks", t.Missed}, {"corrupt_chunks", t.CorruptChunks},
+		{"evictions", t.Evictions},
 	} {
 		count("lookaside_tier_"+n.name+"_total", n.v, t.Name)
 	}
-	for op, v := range [tierOps]uint64{stack.OpLookup: t.LookupFailures, stack.OpLoad: t.LoadFailures, stack.OpStore: t.StoreFailures} {
+	for op, v := range [tierOps]uint64{stack.OpLookup: t.LookupFailures,
+		stack.OpLoad: t.LoadFailures, stack.OpStore: t.StoreFailures} {
 		count("lookaside_tier_failures_total", v, t.Name, tierOpNames[op])
 	}
 	for _, n := range []struct {
@@ -447,8 +546,10 @@ func (c *collector) collectTier(t *TierStatus, gauge func(string, float64, ...st
 		v    float64
 	}{
 		{"load_queue_chunks", float64(t.LoadQueue)}, {"store_queue_chunks", float64(t.StoreQueue)},
-		{"capacity_bytes", float64(t.CapacityBytes)}, {"used_bytes", float64(t.UsedBytes)}, {"chunks", float64(t.Chunks)}, {"pages", float64(t.Pages)},
-		{"lookup_estimate_seconds", t.LookupS}, {"latency_estimate_seconds", t.LatencyS}, {"bandwidth_estimate_bytes_per_second", t.BytesPerSecond},
+		{"capacity_bytes", float64(t.CapacityBytes)}, {"used_bytes", float64(t.UsedBytes)},
+		{"chunks", float64(t.Chunks)}, {"pages", float64(t.Pages)},
+		{"lookup_estimate_seconds", t.LookupS}, {"latency_estimate_seconds", t.LatencyS},
+		{"bandwidth_estimate_bytes_per_second", t.BytesPerSecond},
 	} {
 		if n.v >= 0 { // -1 is not known
 			gauge("lookaside_tier_"+n.name, n.v, t.Name)

@@ -15,11 +15,14 @@ import (
 	"lookaside/ipc/wire"
 )
 
-// ourNames are all files and directories that a sidecar makes, in its endpoint (run), in an arena of files, on a disk and in a bucket.
-var ourNames = regexp.MustCompile(`^(run(/peer-[0-9a-f]{16}\.sock)?(/rank-0(/(lock|[a-z-]+\.sock|reply-[0-9a-f]+(-[0-9]+)?\.sock|admin\.addr))?)?` +
-	`|arena(/lookaside-region-[0-9]{4})?|disk(/(lock|slab-[0-9]{3}))?|s3(/kv-cache(/here(/[0-9a-f]{64}(/[0-9a-f]{64}(/[0-9a-f]{64}-[0-9]+)?)?)?)?)?)$`)
+// ourNames are all files and directories that a sidecar makes, in its endpoint (run), in an arena
+// of files, on a disk and in a bucket.
+var ourNames = regexp.MustCompile(
+	`^(run(/peer-[0-9a-f]{16}\.sock)?(/rank-0(/(lock|[a-z-]+\.sock|reply-[0-9a-f]+(-[0-9]+)?\.sock|admin\.addr))?)?` +
+		`|arena(/lookaside-region-[0-9]{4})?|disk(/(lock|slab-[0-9]{3}))?|s3(/kv-cache(/here(/[0-9a-f]{64}(/[0-9a-f]{64}(/[0-9a-f]{64}-[0-9]+)?)?)?)?)?)$`)
 
-// Fault 44: whatever clients call themselves, their model or their pages, no file or object has a name from it, and none is made anywhere else.
+// Fault 44: whatever clients call themselves, their model or their pages, no file or object has a
+// name from it, and none is made anywhere else.
 func TestNamesOfClientsAreNoPaths(t *testing.T) {
 	names := map[string]string{
 		"parents":    "../../../../escaped",
@@ -46,25 +49,30 @@ func TestNamesOfClientsAreNoPaths(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	bucket := &remoteServer{addr: addr, args: []string{versity, "--port", addr, "--quiet", "posix", filepath.Join(base, "s3")},
+	bucket := &remoteServer{addr: addr, args: []string{versity, "--port", addr, "--quiet", "posix",
+		filepath.Join(base, "s3")},
 		env: []string{"ROOT_ACCESS_KEY=somebody", "ROOT_SECRET_KEY=" + remotePassword}}
 	t.Setenv("AWS_ACCESS_KEY_ID", "somebody")
 	t.Setenv("AWS_SECRET_ACCESS_KEY", remotePassword)
 	bucket.start(t)
-	below := withTiers(t, "--disk="+filepath.Join(base, "disk")+":16M:slab=512K", "--s3=s3://kv-cache/here?region=us-east-1&endpoint=http://"+addr)
+	below := withTiers(t, "--disk="+filepath.Join(base, "disk")+":16M:slab=512K",
+		"--s3=s3://kv-cache/here?region=us-east-1&endpoint=http://"+addr)
 	d, _ := startDaemon(t, func(c *Config) {
 		below(c)
 		c.Runtime.Dir = filepath.Join(base, "run", "rank-0")
-		c.Arena.Kind, c.Arena.Path, c.Arena.Limit = dax.KindFile, filepath.Join(base, "arena"), 16<<20
+		c.Arena.Kind, c.Arena.Path, c.Arena.Limit = dax.KindFile, filepath.Join(base, "arena"),
+			16<<20
 		c.Spaces.Limit = 2 * len(names)
 	})
 	stored := 0
 	for what, name := range names {
 		digest := sha256.Sum256([]byte(name))
 		for _, hello := range []wire.Hello{
-			{EngineID: name}, {EngineID: what, Fields: []wire.Field{{Key: "model", Value: name}}}, {EngineID: what + " key", Fields: []wire.Field{{Key: name, Value: "x"}}},
+			{EngineID: name}, {EngineID: what, Fields: []wire.Field{{Key: "model", Value: name}}},
+			{EngineID: what + " key", Fields: []wire.Field{{Key: name, Value: "x"}}},
 		} {
-			hello.Role, hello.PageTokens, hello.PageBytes, hello.PagesPerChunk, hello.DigestBytes = wire.RoleWorker, 16, 4096, 1, 32
+			hello.Role, hello.PageTokens, hello.PageBytes, hello.PagesPerChunk, hello.DigestBytes =
+				wire.RoleWorker, 16, 4096, 1, 32
 			w, err := client.Dial(d.cfg.Runtime.Dir, &hello, patience)
 			if err != nil { // it is not let in, which is as good
 				continue
@@ -95,7 +103,9 @@ func TestNamesOfClientsAreNoPaths(t *testing.T) {
 				}
 				break
 			}
-			s, err := client.Dial(d.cfg.Runtime.Dir, &wire.Hello{Role: wire.RoleScheduler, EngineID: hello.EngineID, PageTokens: 16, PagesPerChunk: 1, DigestBytes: 32}, patience)
+			s, err := client.Dial(d.cfg.Runtime.Dir, &wire.Hello{Role: wire.RoleScheduler,
+				EngineID: hello.EngineID, PageTokens: 16, PagesPerChunk: 1, DigestBytes: 32},
+				patience)
 			if err == nil { // it has sockets of its own
 				s.Close()
 			}
@@ -109,7 +119,8 @@ func TestNamesOfClientsAreNoPaths(t *testing.T) {
 		return int(d.Tiers()[0].StoredChunks) >= stored && int(d.Tiers()[1].StoredChunks) >= stored
 	})
 	objects := 0
-	if err := filepath.WalkDir(filepath.Dir(base), func(path string, e fs.DirEntry, err error) error {
+	if err := filepath.WalkDir(filepath.Dir(base), func(path string, e fs.DirEntry,
+		err error) error {
 		if err != nil {
 			return err
 		}
@@ -117,7 +128,8 @@ func TestNamesOfClientsAreNoPaths(t *testing.T) {
 		if name == "." || name == ".." {
 			return nil
 		}
-		if strings.HasPrefix(e.Name(), ".vgw") || strings.HasPrefix(e.Name(), ".sgw") { // the gateway's
+		if strings.HasPrefix(e.Name(), ".vgw") || strings.HasPrefix(e.Name(), ".sgw") {
+			// the gateway's
 			return fs.SkipDir
 		}
 		if !ourNames.MatchString(name) {

@@ -22,21 +22,26 @@ import (
 )
 
 const (
-	// firstPeerRegion is the first number of the regions of other sidecars, as our workers are told of them: far above those of the own arena.
+	// firstPeerRegion is the first number of the regions of other sidecars, as our workers are told
+	// of them: far above those of the own arena.
 	firstPeerRegion = 1 << 31
-	// maxPeerRegions bounds those that workers map at a time, beside what the arena has: a worker takes 4,096 in all.
+	// maxPeerRegions bounds those that workers map at a time, beside what the arena has: a worker
+	// takes 4,096 in all.
 	maxPeerRegions = 1024
 	// maxBorrowers is how many sidecars may borrow at a time, each with an owner for each space.
 	maxBorrowers = 64
-	// returnEvery is how often it is looked whether all that was borrowed in a region that goes has been returned.
+	// returnEvery is how often it is looked whether all that was borrowed in a region that goes has
+	// been returned.
 	returnEvery = 5 * time.Millisecond
 )
 
-// touchPatience is how long a store waits for other sidecars to say what they hold of it. A test changes it.
+// touchPatience is how long a store waits for other sidecars to say what they hold of it. A test
+// changes it.
 var touchPatience = 5 * time.Millisecond
 
-// peers is this sidecar's part in sharing with others: what package peer knows, put into the terms of the stack, the workers and the arena. A nil one shares nothing. Its methods
-// may be called from any goroutine, from start on.
+// peers is this sidecar's part in sharing with others: what package peer knows, put into the terms
+// of the stack, the workers and the arena. A nil one shares nothing. Its methods may be called from
+// any goroutine, from start on.
 type peers struct {
 	cfg    PeersConfig
 	log    *zap.Logger
@@ -78,14 +83,17 @@ func newPeers(cfg *Config, log *zap.Logger) *peers {
 		log.Warn("nothing is shared with other sidecars: events.journal is 0, and they are told by it what is held; set it, or peers.enabled to false")
 		return nil
 	}
-	return &peers{cfg: cfg.Peers, log: log, closing: make(chan struct{}), ids: map[peerRegion]uint32{}, next: firstPeerRegion, regions: map[uint32]*foreignRegion{}}
+	return &peers{cfg: cfg.Peers, log: log, closing: make(chan struct{}),
+		ids: map[peerRegion]uint32{}, next: firstPeerRegion, regions: map[uint32]*foreignRegion{}}
 }
 
 // start looks for other sidecars. Nothing is lent before the arena's regions are added.
-func (p *peers) start(cfg *Config, generation uint64, e *engine.Engine, s *stack.Stack, server *connector.Server) (err error) {
+func (p *peers) start(cfg *Config, generation uint64, e *engine.Engine, s *stack.Stack,
+	server *connector.Server) (err error) {
 	p.engine, p.stack, p.server = e, s, server
 	p.peer, err = peer.Start(peer.Config{
-		Dir: cfg.Peers.Dir, Generation: generation, Engine: e, Log: p.log, HintsLimitBytes: cfg.Peers.HintsLimit, MaxPages: cfg.Lookup.MaxPages,
+		Dir: cfg.Peers.Dir, Generation: generation, Engine: e, Log: p.log,
+		HintsLimitBytes: cfg.Peers.HintsLimit, MaxPages: cfg.Lookup.MaxPages,
 		Verify: s.VerifyRun, OnRegion: p.onRegion, OnRegionGone: p.onRegionGone, OnGone: s.PeerGone,
 	})
 	if err != nil {
@@ -114,7 +122,8 @@ func (p *peers) onRegion(r peer.Region) error {
 	p.next++
 	p.mu.Unlock()
 	p.server.AnnounceRegion(connector.Region{
-		ID: id, Kind: r.Kind, FD: r.FD, OffsetBytes: r.OffsetBytes, SizeBytes: r.SizeBytes, PageSize: r.PageSize, ReadOnly: true,
+		ID: id, Kind: r.Kind, FD: r.FD, OffsetBytes: r.OffsetBytes, SizeBytes: r.SizeBytes,
+		PageSize: r.PageSize, ReadOnly: true,
 	})
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -123,7 +132,8 @@ func (p *peers) onRegion(r peer.Region) error {
 	return nil
 }
 
-// onRegionGone has workers unmap a region of another sidecar, when nobody reads what was borrowed in it.
+// onRegionGone has workers unmap a region of another sidecar, when nobody reads what was borrowed
+// in it.
 func (p *peers) onRegionGone(peer uint64, region uint32) {
 	p.mu.Lock()
 	key := peerRegion{peer, region}
@@ -158,7 +168,8 @@ func (p *peers) Contains(run tiers.Run, held []uint16) (pages, by int) {
 }
 
 // Borrow implements stack.Peers.
-func (p *peers) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l engine.Loan)) (pages int, err error) {
+func (p *peers) Borrow(ctx context.Context, run tiers.Run,
+	out func(chunk int, l engine.Loan)) (pages int, err error) {
 	var lost []uint64 // in a region that is just going, and what comes behind
 	_, err = p.peer.Borrow(ctx, run, func(chunk int, l peer.Loan) {
 		if len(lost) == 0 {
@@ -166,7 +177,8 @@ func (p *peers) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l
 			defer p.mu.RUnlock()
 			if id, ok := p.ids[peerRegion{l.Peer, l.Region}]; ok {
 				pages += l.Pages
-				out(chunk, engine.Loan{Peer: l.Peer, Region: id, Offset: l.Offset, Pages: l.Pages, Handle: l.Handle})
+				out(chunk, engine.Loan{Peer: l.Peer, Region: id, Offset: l.Offset, Pages: l.Pages,
+					Handle: l.Handle})
 				return
 			}
 		}
@@ -212,7 +224,8 @@ func (p *peers) Ask(run tiers.Run, peer int, done func(loans []engine.Loan)) boo
 // Return implements stack.Peers.
 func (p *peers) Return(handles []uint64, bad bool) { p.peer.Return(handles, bad) }
 
-// Memory implements stack.Peers. A region is mapped when it is first wanted: most are read by workers only.
+// Memory implements stack.Peers. A region is mapped when it is first wanted: most are read by
+// workers only.
 func (p *peers) Memory(region uint32) []byte {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -223,8 +236,10 @@ func (p *peers) Memory(region uint32) []byte {
 	if !r.tried {
 		r.tried = true
 		var err error
-		if r.mem, err = dax.AttachReadOnly(r.FD, r.OffsetBytes, r.SizeBytes, r.PageSize); err != nil {
-			p.log.Warn("nothing is copied from a region of another sidecar", zap.Uint64("peer", r.Peer), zap.Uint32("region", r.ID), zap.Error(err))
+		if r.mem, err = dax.AttachReadOnly(r.FD, r.OffsetBytes, r.SizeBytes,
+			r.PageSize); err != nil {
+			p.log.Warn("nothing is copied from a region of another sidecar",
+				zap.Uint64("peer", r.Peer), zap.Uint32("region", r.ID), zap.Error(err))
 		}
 	}
 	if r.mem == nil {
@@ -233,8 +248,8 @@ func (p *peers) Memory(region uint32) []byte {
 	return r.mem.Bytes()
 }
 
-// elsewhere answers how many pages of a run that is to be stored others hold, in whole chunks from the first on: they need not be held here, too. Who holds them counts
-// it as a use.
+// elsewhere answers how many pages of a run that is to be stored others hold, in whole chunks from
+// the first on: they need not be held here, too. Who holds them counts it as a use.
 func (p *peers) elsewhere(run tiers.Run) int {
 	ppc := run.Space.Geometry.PagesPerChunk
 	held := make([]uint16, run.Chunks())
@@ -264,11 +279,14 @@ func (p *peers) group() uint64 { return p.peer.Group() }
 // declare tells others what a worker declared of a space.
 func (p *peers) declare(sp *tiers.Space, fields []wire.Field) { p.peer.DeclareSpace(sp, fields) }
 
-// accidents lists the spaces of ours that share nothing with another sidecar's for a reason that users hardly mean.
+// accidents lists the spaces of ours that share nothing with another sidecar's for a reason that
+// users hardly mean.
 func (p *peers) accidents() []connector.Unshared {
 	var out []connector.Unshared
 	for _, a := range p.peer.Accidents() {
-		out = append(out, connector.Unshared{Ours: a.Ours, Theirs: a.Theirs, Whose: fmt.Sprintf("what the sidecar of pid %d holds", a.PID), Connected: true, Causes: a.Causes})
+		out = append(out, connector.Unshared{Ours: a.Ours, Theirs: a.Theirs,
+			Whose: fmt.Sprintf("what the sidecar of pid %d holds", a.PID), Connected: true,
+			Causes: a.Causes})
 	}
 	return out
 }
@@ -285,11 +303,13 @@ func (a *announcer) AddRegion(id uint32, r *dax.Region) error {
 	if err := a.Server.AddRegion(id, r, mapPatience); err != nil {
 		return err
 	}
-	a.lend(connector.Region{ID: id, Kind: string(r.Kind()), FD: r.FD(), SizeBytes: r.Size(), PageSize: r.PageSize()})
+	a.lend(connector.Region{ID: id, Kind: string(r.Kind()), FD: r.FD(), SizeBytes: r.Size(),
+		PageSize: r.PageSize()})
 	return nil
 }
 
-// AnnounceRegion tells workers of a region before anything in it is granted, and lends it. It waits for them to map it, but not for long.
+// AnnounceRegion tells workers of a region before anything in it is granted, and lends it. It waits
+// for them to map it, but not for long.
 func (a *announcer) AnnounceRegion(r connector.Region) {
 	a.Server.AnnounceRegion(r)
 	a.lend(r)
@@ -300,9 +320,11 @@ func (a *announcer) lend(r connector.Region) {
 	if a.peers == nil {
 		return
 	}
-	err := a.peers.peer.AddRegion(peer.Region{ID: r.ID, Kind: r.Kind, FD: r.FD, OffsetBytes: r.OffsetBytes, SizeBytes: r.SizeBytes, PageSize: r.PageSize})
+	err := a.peers.peer.AddRegion(peer.Region{ID: r.ID, Kind: r.Kind, FD: r.FD,
+		OffsetBytes: r.OffsetBytes, SizeBytes: r.SizeBytes, PageSize: r.PageSize})
 	if err != nil {
-		a.log.Warn("a region is not lent to other sidecars", zap.Uint32("region", r.ID), zap.Error(err))
+		a.log.Warn("a region is not lent to other sidecars", zap.Uint32("region", r.ID),
+			zap.Error(err))
 	}
 }
 
@@ -323,7 +345,8 @@ type PeersStatus struct {
 	Borrowing BorrowingStatus `json:"borrowing"`
 }
 
-// BorrowingStatus is what this sidecar has of others, and what came of it. Counters are since the start.
+// BorrowingStatus is what this sidecar has of others, and what came of it. Counters are since the
+// start.
 type BorrowingStatus struct {
 	Slots       int    `json:"slots" doc:"Chunks for which there are tables so far; peers.slots bounds those of a geometry."`
 	Used        int    `json:"used" doc:"Chunks that are borrowed."`
@@ -347,12 +370,15 @@ type BorrowingStatus struct {
 // status describes the sharing.
 func (p *peers) status() PeersStatus {
 	if p == nil {
-		return PeersStatus{Status: peer.Status{Lenders: []peer.LenderStatus{}, Borrowers: []peer.BorrowerStatus{}, Unusable: []peer.UnusableStatus{}}}
+		return PeersStatus{Status: peer.Status{Lenders: []peer.LenderStatus{},
+			Borrowers: []peer.BorrowerStatus{}, Unusable: []peer.UnusableStatus{}}}
 	}
 	b := p.stack.PeerStats()
 	return PeersStatus{Enabled: true, Status: p.peer.Status(), Borrowing: BorrowingStatus{
-		Slots: b.Slots, Used: b.Used, Leased: b.Leased, Pages: b.Held, Lookups: b.Lookups, Chunks: b.Chunks, Joined: b.Joined, Failed: b.Failed, Short: b.Short, Late: b.Late,
-		Void: b.Void, Retried: b.Retried, Copied: b.Copied, CopiedPages: b.CopiedPages, NotCopied: b.NotCopied, Returned: b.Returned, Bad: b.Bad,
+		Slots: b.Slots, Used: b.Used, Leased: b.Leased, Pages: b.Held, Lookups: b.Lookups,
+		Chunks: b.Chunks, Joined: b.Joined, Failed: b.Failed, Short: b.Short, Late: b.Late,
+		Void: b.Void, Retried: b.Retried, Copied: b.Copied, CopiedPages: b.CopiedPages,
+		NotCopied: b.NotCopied, Returned: b.Returned, Bad: b.Bad,
 	}}
 }
 
@@ -368,17 +394,20 @@ func (st *PeersStatus) write(w io.Writer, skipped uint64) {
 	}
 	b := &st.Borrowing
 	fmt.Fprintf(w, "peers\t%d, which hold %d pages (%s of hints); %d pages borrowed, %d chunks of others here now; %d pages copied; %d pages lent; %d pages not stored, being there\n",
-		len(st.Lenders), st.HintPages, dax.FormatSize(st.HintBytes), st.BorrowedPages, b.Used, b.CopiedPages, st.LentPages, skipped)
+		len(st.Lenders), st.HintPages, dax.FormatSize(st.HintBytes), st.BorrowedPages, b.Used,
+		b.CopiedPages, st.LentPages, skipped)
 	for _, l := range st.Lenders {
 		if len(l.Devices) > 0 {
 			var on []string
 			for _, d := range l.Devices {
-				on = append(on, fmt.Sprintf("%s (%s, %s)", d.Path, d.Kind, dax.FormatSize(d.SizeBytes)))
+				on = append(on, fmt.Sprintf("%s (%s, %s)", d.Path, d.Kind,
+					dax.FormatSize(d.SizeBytes)))
 			}
 			fmt.Fprintf(w, "peer\tpid %d holds %d pages on %s; %d borrowed, %d of its chunks here now\n", l.PID, l.Pages, strings.Join(on, ", "), l.Borrowed, l.Loans)
 		}
 		for _, u := range l.Unshared {
-			fmt.Fprintf(w, "not shared\tspace %s with pid %d, whose %s is much like it: %s\n", u.Ours, l.PID, u.Peers, u.Why())
+			fmt.Fprintf(w, "not shared\tspace %s with pid %d, whose %s is much like it: %s\n",
+				u.Ours, l.PID, u.Peers, u.Why())
 		}
 	}
 	for _, u := range st.Unusable {

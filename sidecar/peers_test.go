@@ -45,7 +45,8 @@ const peerPage = 4096
 func dialPeerWorker(t *testing.T, d *Daemon, fields ...wire.Field) *client.Session {
 	t.Helper()
 	w, err := client.Dial(d.cfg.Runtime.Dir, &wire.Hello{
-		Role: wire.RoleWorker, EngineID: "e", PageTokens: 16, PageBytes: peerPage, PagesPerChunk: 4, DigestBytes: 32, Fields: fields,
+		Role: wire.RoleWorker, EngineID: "e", PageTokens: 16, PageBytes: peerPage, PagesPerChunk: 4,
+		DigestBytes: 32, Fields: fields,
 	}, patience)
 	if err != nil {
 		t.Fatal(err)
@@ -109,7 +110,10 @@ func TestSidecarsOfOneDirectoryShare(t *testing.T) {
 	keeps, _ := startPeer(t, dir, "keeps", func(c *Config) { c.Peers.SkipStores = false })
 	alone, _ := startPeer(t, dir, "alone", func(c *Config) { c.Events.Journal = 0 })
 	for _, d := range []*Daemon{a, b, keeps} {
-		await(t, "all others are found", func() bool { return len(d.Status().Peers.Lenders) == 2 && len(d.Status().Peers.Borrowers) == 2 })
+		await(t, "all others are found", func() bool {
+			return len(d.Status().Peers.Lenders) == 2 &&
+				len(d.Status().Peers.Borrowers) == 2
+		})
 	}
 	if st := off.Status().Peers; st.Enabled || off.peers != nil {
 		t.Errorf("with peers.enabled false: %+v", st)
@@ -120,10 +124,12 @@ func TestSidecarsOfOneDirectoryShare(t *testing.T) {
 
 	wa, wb, wk := dialPeerWorker(t, a), dialPeerWorker(t, b), dialPeerWorker(t, keeps)
 	if wa.Welcome.Peers == 0 || wb.Welcome.Peers != wa.Welcome.Peers {
-		t.Errorf("workers are told to be of the groups %x and %x", wa.Welcome.Peers, wb.Welcome.Peers)
+		t.Errorf("workers are told to be of the groups %x and %x", wa.Welcome.Peers,
+			wb.Welcome.Peers)
 	}
 	disk, _ := startPeer(t, testDir(t), "disk", withDisk(t, t.TempDir(), ""))
-	for what, d := range map[string]*Daemon{"peers.enabled false": off, "peers.skip_stores false": keeps, "no journal": alone, "a disk below": disk} {
+	for what, d := range map[string]*Daemon{"peers.enabled false": off,
+		"peers.skip_stores false": keeps, "no journal": alone, "a disk below": disk} {
 		if w := dialPeerWorker(t, d); w.Welcome.Peers != 0 {
 			t.Errorf("with %s: group %x, where each has to store everything", what, w.Welcome.Peers)
 		}
@@ -133,9 +139,11 @@ func TestSidecarsOfOneDirectoryShare(t *testing.T) {
 		t.Fatalf("the first store: %+v", g)
 	}
 	for _, d := range []*Daemon{b, keeps} {
-		await(t, "the others know what it holds", func() bool { return d.Status().Peers.HintPages == 10 })
+		await(t, "the others know what it holds",
+			func() bool { return d.Status().Peers.HintPages == 10 })
 	}
-	// A store does not wait for ever for the others to say what they hold: when they are late, it is all asked for, and here given up.
+	// A store does not wait for ever for the others to say what they hold: when they are late, it
+	// is all asked for, and here given up.
 	held := uint64(0)
 	storeBeside := func(what string, hashes []byte) (g *wire.StoreGrant) {
 		t.Helper()
@@ -167,11 +175,14 @@ func TestSidecarsOfOneDirectoryShare(t *testing.T) {
 		t.Errorf("the longer version: %+v", g)
 	}
 	await(t, "it is stored", func() bool { return b.Status().Counters.Stores == 1 })
-	if c := b.Status().Counters; c.ElsewherePages != held || c.StoredPages != 4 || c.HeldPages != held {
-		t.Errorf("%d pages were elsewhere, %d held, %d stored: want %d, %d and 4", c.ElsewherePages, c.HeldPages, c.StoredPages, held, held)
+	if c := b.Status().Counters; c.ElsewherePages != held || c.StoredPages != 4 ||
+		c.HeldPages != held {
+		t.Errorf("%d pages were elsewhere, %d held, %d stored: want %d, %d and 4", c.ElsewherePages,
+			c.HeldPages, c.StoredPages, held, held)
 	}
 	var text strings.Builder
-	if err := b.Status().WriteTable(&text); err != nil || !strings.Contains(text.String(), fmt.Sprintf("%d pages not stored, being there", held)) {
+	if err := b.Status().WriteTable(&text); err != nil ||
+		!strings.Contains(text.String(), fmt.Sprintf("%d pages not stored, being there", held)) {
 		t.Errorf("%v: %s", err, text.String())
 	}
 }
@@ -213,7 +224,8 @@ func TestWorkersMapWhatOthersLendForReading(t *testing.T) {
 	if !r.ReadOnly || r.Region < firstPeerRegion || r.Generation != a.generation {
 		t.Errorf("%+v is no region of another, or not of this run", r)
 	}
-	if _, err := unix.Mmap(fd, 0, int(r.SizeBytes), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err == nil {
+	if _, err := unix.Mmap(fd, 0, int(r.SizeBytes), unix.PROT_READ|unix.PROT_WRITE,
+		unix.MAP_SHARED); err == nil {
 		t.Error("it can be mapped for writing")
 	}
 	mem, err := unix.Mmap(fd, int64(r.Offset), int(r.SizeBytes), unix.PROT_READ, unix.MAP_SHARED)
@@ -240,7 +252,8 @@ func TestWorkersMapWhatOthersLendForReading(t *testing.T) {
 	for _, w := range []*client.Session{w, late} {
 		typ, m, _ := next(t, w)
 		var gone wire.RegionRemoved
-		if typ != wire.TypeRegionRemoved || gone.Decode(m, &wire.DefaultLimits) != nil || gone.Region != r.Region {
+		if typ != wire.TypeRegionRemoved || gone.Decode(m, &wire.DefaultLimits) != nil ||
+			gone.Region != r.Region {
 			t.Fatalf("%v %+v for the end of region %d", typ, gone, r.Region)
 		}
 		if err := w.Send(&wire.RegionUnmapped{Region: gone.Region}); err != nil {
@@ -259,14 +272,16 @@ func TestNothingIsSharedWhereOthersCouldLookIn(t *testing.T) {
 		t.Fatal(err)
 	}
 	a, log := startPeer(t, dir, "a", nil)
-	if st := a.Status().Peers; !strings.Contains(st.Off, "mode 0755") || !strings.Contains(st.Off, "chmod 0700") {
+	if st := a.Status().Peers; !strings.Contains(st.Off, "mode 0755") ||
+		!strings.Contains(st.Off, "chmod 0700") {
 		t.Errorf("off: %q", st.Off)
 	}
 	if text := log.String(); strings.Count(text, "mode 0755") != 1 {
 		t.Errorf("the log says\n%s", text)
 	}
 	var text strings.Builder
-	if err := a.Status().WriteTable(&text); err != nil || !strings.Contains(text.String(), "chmod 0700") {
+	if err := a.Status().WriteTable(&text); err != nil ||
+		!strings.Contains(text.String(), "chmod 0700") {
 		t.Errorf("%v: %s", err, text.String())
 	}
 	if w := dialPeerWorker(t, a); w.Welcome.Peers != 0 {
@@ -277,10 +292,15 @@ func TestNothingIsSharedWhereOthersCouldLookIn(t *testing.T) {
 		t.Fatal(err)
 	}
 	b, _ := startPeer(t, dir, "b", nil)
-	await(t, "they have found each other", func() bool { return len(a.Status().Peers.Lenders) == 1 && len(b.Status().Peers.Lenders) == 1 })
+	await(t, "they have found each other",
+		func() bool {
+			return len(a.Status().Peers.Lenders) == 1 &&
+				len(b.Status().Peers.Lenders) == 1
+		})
 	wa, wb := dialPeerWorker(t, a), dialPeerWorker(t, b)
 	if wa.Welcome.Peers == 0 || wb.Welcome.Peers != wa.Welcome.Peers {
-		t.Errorf("workers are told to be of the groups %x and %x", wa.Welcome.Peers, wb.Welcome.Peers)
+		t.Errorf("workers are told to be of the groups %x and %x", wa.Welcome.Peers,
+			wb.Welcome.Peers)
 	}
 }
 
@@ -291,7 +311,11 @@ func TestStatusSaysWhySpacesAreNotShared(t *testing.T) {
 			dir := testDir(t)
 			a, _ := startPeer(t, dir, "a", nil)
 			b, log := startPeer(t, dir, "b", nil)
-			await(t, "they have found each other", func() bool { return len(a.Status().Peers.Lenders) == 1 && len(b.Status().Peers.Lenders) == 1 })
+			await(t, "they have found each other",
+				func() bool {
+					return len(a.Status().Peers.Lenders) == 1 &&
+						len(b.Status().Peers.Lenders) == 1
+				})
 			fields := func(value string) []wire.Field {
 				all := []wire.Field{{Key: "hash_seed", Value: "0"}, {Key: "model", Value: "m"}}
 				for i := range all {
@@ -308,59 +332,80 @@ func TestStatusSaysWhySpacesAreNotShared(t *testing.T) {
 				return len(l) == 1 && len(l[0].Unshared) == 1 && l[0].Shared == 0
 			})
 			u := b.Status().Peers.Lenders[0].Unshared[0]
-			if len(u.Differences) != 1 || u.Differences[0].Field != field || u.Differences[0].Ours != "2" || u.Differences[0].Theirs != "1" {
+			if len(u.Differences) != 1 || u.Differences[0].Field != field ||
+				u.Differences[0].Ours != "2" || u.Differences[0].Theirs != "1" {
 				t.Errorf("%+v", u)
 			}
 			if g := store(t, wb, peerHashes(1, 4)); g.Held != 0 {
 				t.Errorf("pages of another space are held: %+v", g)
 			}
 			var text strings.Builder
-			if err := b.Status().WriteTable(&text); err != nil || !strings.Contains(text.String(), field+` is "2" here, "1" there`) {
+			if err := b.Status().WriteTable(&text); err != nil ||
+				!strings.Contains(text.String(), field+` is "2" here, "1" there`) {
 				t.Errorf("%v: %s", err, text.String())
 			}
-			await(t, "the log says so", func() bool { return strings.Contains(log.String(), field+`: ours`) })
+			await(t, "the log says so", func() bool {
+				return strings.Contains(log.String(),
+					field+`: ours`)
+			})
 		})
 	}
 }
 
-// Instances that differ by accident, on one sidecar or on two that share, are named in the status, the metrics, the log and to their schedulers.
+// Instances that differ by accident, on one sidecar or on two that share, are named in the status,
+// the metrics, the log and to their schedulers.
 func TestAccidentsAreNamed(t *testing.T) {
 	dir := testDir(t)
 	a, _ := startPeer(t, dir, "a", nil)
 	b, log := startPeer(t, dir, "b", nil)
-	await(t, "they have found each other", func() bool { return len(a.Status().Peers.Lenders) == 1 && len(b.Status().Peers.Lenders) == 1 })
+	await(t, "they have found each other",
+		func() bool {
+			return len(a.Status().Peers.Lenders) == 1 &&
+				len(b.Status().Peers.Lenders) == 1
+		})
 	fields := func(dtype, seed string) []wire.Field {
-		return []wire.Field{{Key: "dtype", Value: dtype}, {Key: "model", Value: "m"}, {Key: "none_hash", Value: seed}}
+		return []wire.Field{{Key: "dtype", Value: dtype}, {Key: "model", Value: "m"},
+			{Key: "none_hash", Value: seed}}
 	}
 	dialPeerWorker(t, a, fields("float16", "0")...)
 	dialPeerWorker(t, b, fields("float16", "1")...)
-	scheduler, err := client.Dial(b.cfg.Runtime.Dir, &wire.Hello{Role: wire.RoleScheduler, EngineID: "e", PageTokens: 16, PagesPerChunk: 4, DigestBytes: 32}, patience)
+	scheduler, err := client.Dial(b.cfg.Runtime.Dir, &wire.Hello{Role: wire.RoleScheduler,
+		EngineID: "e", PageTokens: 16, PagesPerChunk: 4, DigestBytes: 32}, patience)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { scheduler.Close() })
-	await(t, "b knows why nothing is shared with a", func() bool { return len(b.Status().Unshared) == 1 })
+	await(t, "b knows why nothing is shared with a",
+		func() bool { return len(b.Status().Unshared) == 1 })
 	u := b.Status().Unshared[0]
-	if len(u.Causes) != 1 || u.Causes[0].Field != "none_hash" || u.Causes[0].Ours != "1" || u.Causes[0].Theirs != "0" || !strings.Contains(u.Whose, fmt.Sprint(os.Getpid())) {
+	if len(u.Causes) != 1 || u.Causes[0].Field != "none_hash" || u.Causes[0].Ours != "1" ||
+		u.Causes[0].Theirs != "0" || !strings.Contains(u.Whose, fmt.Sprint(os.Getpid())) {
 		t.Errorf("%+v", u)
 	}
 	var text strings.Builder
-	if err := b.Status().WriteTable(&text); err != nil || !strings.Contains(text.String(), "PYTHONHASHSEED=0") {
+	if err := b.Status().WriteTable(&text); err != nil ||
+		!strings.Contains(text.String(), "PYTHONHASHSEED=0") {
 		t.Errorf("%v: %s", err, text.String())
 	}
-	if v := b.Status().Verdict; !strings.HasPrefix(v, "instances of one model share nothing: the seed of the hashes differs") {
+	if v := b.Status().Verdict; !strings.HasPrefix(v,
+		"instances of one model share nothing: the seed of the hashes differs") {
 		t.Errorf("%q", v)
 	}
-	if m := metricsOf(t, b); !strings.Contains(m, `lookaside_unshared_spaces{field="none_hash"} 1`) {
+	if m := metricsOf(t, b); !strings.Contains(m,
+		`lookaside_unshared_spaces{field="none_hash"} 1`) {
 		t.Errorf("%s", m)
 	}
-	await(t, "the log says so", func() bool { return strings.Contains(log.String(), "instances of one model share nothing") })
+	await(t, "the log says so", func() bool {
+		return strings.Contains(log.String(),
+			"instances of one model share nothing")
+	})
 	await(t, "its scheduler is told", func() bool {
 		var pong wire.Pong
 		if err := scheduler.Call(&wire.Ping{ID: 1}, &pong, patience); err != nil {
 			t.Fatal(err)
 		}
-		return len(scheduler.Notices) == 1 && strings.Contains(scheduler.Notices[0], "PYTHONHASHSEED=0")
+		return len(scheduler.Notices) == 1 && strings.Contains(scheduler.Notices[0],
+			"PYTHONHASHSEED=0")
 	})
 }
 
@@ -381,20 +426,25 @@ func TestStatusSaysOnWhichDevicesOthersHoldWhat(t *testing.T) {
 		return len(l) == 1 && l[0].Pages == 4 && len(l[0].Devices) == 2
 	})
 	d := all[1].Status().Peers.Lenders[0].Devices[0]
-	if path := filepath.Join(devices, "dax0.0"); d.Path != path || d.Kind != "file" || d.Regions < 1 || d.SizeBytes <= 0 || d.SizeBytes > 2<<20 {
+	if path := filepath.Join(devices, "dax0.0"); d.Path != path || d.Kind != "file" ||
+		d.Regions < 1 || d.SizeBytes <= 0 || d.SizeBytes > 2<<20 {
 		t.Errorf("%+v, want a part of %s", d, path)
 	}
 	var text strings.Builder
-	if err := all[1].Status().WriteTable(&text); err != nil || !strings.Contains(text.String(), fmt.Sprintf("pid %d holds 4 pages on %s (file, ", os.Getpid(), d.Path)) {
+	if err := all[1].Status().WriteTable(&text); err != nil ||
+		!strings.Contains(text.String(), fmt.Sprintf("pid %d holds 4 pages on %s (file, ",
+			os.Getpid(), d.Path)) {
 		t.Errorf("%v: %s", err, text.String())
 	}
 }
 
-// A sidecar that begins anew replaces the files of its arena. What was borrowed of the old ones stays what it was.
+// A sidecar that begins anew replaces the files of its arena. What was borrowed of the old ones
+// stays what it was.
 func TestRestartedOwnerOfFilesLeavesWhatWasLent(t *testing.T) {
 	files := t.TempDir()
 	open := func() *dax.Region {
-		r, err := dax.Create(dax.Options{Kind: dax.KindFile, SizeBytes: 1 << 20, Path: filepath.Join(files, "lookaside-region-0000"), NUMANode: dax.NoNUMANode})
+		r, err := dax.Create(dax.Options{Kind: dax.KindFile, SizeBytes: 1 << 20,
+			Path: filepath.Join(files, "lookaside-region-0000"), NUMANode: dax.NoNUMANode})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -27,10 +27,12 @@ type LastMinute struct {
 	ShedPages   uint64               `json:"shed_pages" doc:"Not stored, for want of room."`
 }
 
-// rates remembers the counters of a little more than the last minute. Its methods may be called from any goroutine.
+// rates remembers the counters of a little more than the last minute. Its methods may be called
+// from any goroutine.
 type rates struct {
-	mu    sync.Mutex
-	noted []noted // oldest first; the last one of those that are a minute old, and all that are younger
+	mu sync.Mutex
+	// oldest first; the last one of those that are a minute old, and all that are younger
+	noted []noted
 }
 
 type noted struct {
@@ -71,8 +73,10 @@ func (r *rates) last(now time.Time, count connector.Counters) LastMinute {
 	return LastMinute{
 		Seconds: now.Sub(from.at).Seconds(), Tokens: tokens, LoadedRatio: tokens.LoadedRatio(),
 		Lookups: count.Lookups - was.Lookups, Loads: count.Loads - was.Loads,
-		StoredPages: count.StoredPages - was.StoredPages, StoredBytes: count.StoredBytes - was.StoredBytes,
-		LoadedBytes: count.LoadedBytes - was.LoadedBytes, ShedPages: count.ShedPages - was.ShedPages,
+		StoredPages: count.StoredPages - was.StoredPages,
+		StoredBytes: count.StoredBytes - was.StoredBytes,
+		LoadedBytes: count.LoadedBytes - was.LoadedBytes,
+		ShedPages:   count.ShedPages - was.ShedPages,
 	}
 }
 

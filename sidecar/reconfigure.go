@@ -22,7 +22,8 @@ import (
 	"lookaside/tiers/daxtier"
 )
 
-// daxPool is what devices can be added to and removed from while it serves: a *daxtier.Pool. Its methods may be called at the same time.
+// daxPool is what devices can be added to and removed from while it serves: a *daxtier.Pool. Its
+// methods may be called at the same time.
 type daxPool interface {
 	Status() daxtier.Status
 	Add(ctx context.Context, path string, sizeBytes int64) error
@@ -43,7 +44,8 @@ type daxAdapter struct {
 // A DAXSize is a number of bytes, or a size with a unit.
 type DAXSize string
 
-// UnmarshalJSON takes a number without a fraction, or a string; which sizes are right is for bytes to say.
+// UnmarshalJSON takes a number without a fraction, or a string; which sizes are right is for bytes
+// to say.
 func (s *DAXSize) UnmarshalJSON(b []byte) error {
 	text := string(b)
 	if len(b) > 0 && b[0] == '"' {
@@ -75,7 +77,9 @@ func (s DAXSize) bytes() (int64, error) {
 	}
 	n, err := dax.ParseSize(text)
 	if err != nil || n <= 0 {
-		return 0, apiError(http.StatusBadRequest, `give a number of bytes above 0, or a size such as "100GiB"`, "size: %.64q is not a size", string(s))
+		return 0, apiError(http.StatusBadRequest,
+			`give a number of bytes above 0, or a size such as "100GiB"`,
+			"size: %.64q is not a size", string(s))
 	}
 	return n, nil
 }
@@ -195,7 +199,8 @@ type changes struct {
 // begin counts a change and binds it to the daemon's life; the caller calls end.
 func (d *Daemon) begin(ctx context.Context) (_ context.Context, end func(), err error) {
 	if err := d.ready(); err != nil {
-		return nil, nil, apiError(http.StatusServiceUnavailable, "ask this sidecar's successor", "%v", err)
+		return nil, nil, apiError(http.StatusServiceUnavailable, "ask this sidecar's successor",
+			"%v", err)
 	}
 	d.changes.mu.Lock()
 	defer d.changes.mu.Unlock()
@@ -224,29 +229,36 @@ func (d *Daemon) endChanges() {
 func (d *Daemon) findAdapters() (out []daxAdapter) {
 	for i, t := range d.tiers {
 		if p, ok := t.Tier.(*daxtier.Pool); ok {
-			out = append(out, daxAdapter{tier: t.Name, hotPlug: d.cfg.Tiers[i].DAX.HotPlug, ranks: d.cfg.Tiers[i].DAX.Ranks, daxPool: p})
+			out = append(out, daxAdapter{tier: t.Name, hotPlug: d.cfg.Tiers[i].DAX.HotPlug,
+				ranks: d.cfg.Tiers[i].DAX.Ranks, daxPool: p})
 		}
 	}
 	return out
 }
 
 func daxSlots(dev *daxtier.DeviceStatus) DAXSlots {
-	return DAXSlots{Free: int64(dev.Slots.Free), Used: int64(dev.Slots.Used), Leased: int64(dev.Slots.Leased), Draining: int64(dev.Slots.Draining)}
+	return DAXSlots{Free: int64(dev.Slots.Free), Used: int64(dev.Slots.Used),
+		Leased: int64(dev.Slots.Leased), Draining: int64(dev.Slots.Draining)}
 }
 
 // status describes an adapter.
 func (a *daxAdapter) status(index int) DAXAdapterStatus {
 	st := a.Status()
 	out := DAXAdapterStatus{
-		AdapterIndex: index, Backend: "dax", Tier: a.tier, SupportedOperations: []string{"status", "add", "remove", "resize"},
-		Status: DAXTierStatus{HotPlugEnabled: a.hotPlug, TotalCapacityBytes: st.TotalCapacityBytes, TotalUsedBytes: st.TotalUsedBytes, Devices: []DAXDeviceStatus{}},
+		AdapterIndex: index, Backend: "dax", Tier: a.tier, SupportedOperations: []string{"status",
+			"add", "remove", "resize"},
+		Status: DAXTierStatus{HotPlugEnabled: a.hotPlug, TotalCapacityBytes: st.TotalCapacityBytes,
+			TotalUsedBytes: st.TotalUsedBytes, Devices: []DAXDeviceStatus{}},
 	}
 	for i, dev := range st.Devices {
 		slots := daxSlots(&dev)
 		out.Status.Devices = append(out.Status.Devices, DAXDeviceStatus{
-			Index: i, AdapterIndex: index, DevicePath: dev.Path, State: string(dev.State), SizeBytes: dev.SizeBytes, CapacityBytes: dev.CapacityBytes, UsedBytes: dev.UsedBytes, Slots: slots,
+			Index: i, AdapterIndex: index, DevicePath: dev.Path, State: string(dev.State),
+			SizeBytes: dev.SizeBytes, CapacityBytes: dev.CapacityBytes, UsedBytes: dev.UsedBytes,
+			Slots:           slots,
 			Progress:        DAXProgress{Moved: dev.Moved, Total: dev.Total},
-			MaxDAXSizeBytes: dev.SizeBytes, MaxSlots: slots.Free + slots.Used, LiveSlotCount: slots.Used, LockedKeyCount: slots.Leased, RestartRecovery: true,
+			MaxDAXSizeBytes: dev.SizeBytes, MaxSlots: slots.Free + slots.Used,
+			LiveSlotCount: slots.Used, LockedKeyCount: slots.Leased, RestartRecovery: true,
 		})
 	}
 	return out
@@ -255,7 +267,8 @@ func (a *daxAdapter) status(index int) DAXAdapterStatus {
 // device is a device of an adapter, or nil.
 func (s *DAXTierStatus) device(path string) *DAXDeviceStatus {
 	path = filepath.Clean(path)
-	if i := slices.IndexFunc(s.Devices, func(d DAXDeviceStatus) bool { return filepath.Clean(d.DevicePath) == path }); i >= 0 {
+	if i := slices.IndexFunc(s.Devices,
+		func(d DAXDeviceStatus) bool { return filepath.Clean(d.DevicePath) == path }); i >= 0 {
 		return &s.Devices[i]
 	}
 	return nil
@@ -264,7 +277,8 @@ func (s *DAXTierStatus) device(path string) *DAXDeviceStatus {
 // DAXStatus describes the tiers of DAX devices.
 func (d *Daemon) DAXStatus() DAXStatus {
 	out := DAXStatus{
-		Enabled: len(d.adapters) > 0, Backend: "dax", NumAdapters: len(d.adapters), Adapters: []DAXAdapterStatus{}, DAXTierStatus: DAXTierStatus{Devices: []DAXDeviceStatus{}},
+		Enabled: len(d.adapters) > 0, Backend: "dax", NumAdapters: len(d.adapters),
+		Adapters: []DAXAdapterStatus{}, DAXTierStatus: DAXTierStatus{Devices: []DAXDeviceStatus{}},
 	}
 	for i := range d.adapters {
 		a := d.adapters[i].status(i)
@@ -283,7 +297,9 @@ const seeDAXStatus = "GET /reconfigure/dax/status lists the tiers of DAX devices
 // checkDevicePath refuses what is no path from the root.
 func checkDevicePath(path string) error {
 	if !filepath.IsAbs(path) {
-		return apiError(http.StatusBadRequest, "name a device by its path from the root, such as /dev/dax0.0", "device_path: %q is not an absolute path", path)
+		return apiError(http.StatusBadRequest,
+			"name a device by its path from the root, such as /dev/dax0.0",
+			"device_path: %q is not an absolute path", path)
 	}
 	return nil
 }
@@ -294,12 +310,15 @@ func (d *Daemon) target(r DAXTarget) (int, *daxAdapter, error) {
 		return 0, nil, err
 	}
 	if len(d.adapters) == 0 {
-		return 0, nil, apiError(http.StatusNotFound, "add a tier of kind dax to the settings; with hotplug: true it may have no devices at first", "there is no tier of DAX devices")
+		return 0, nil, apiError(http.StatusNotFound,
+			"add a tier of kind dax to the settings; with hotplug: true it may have no devices at first", "there is no tier of DAX devices")
 	}
 	i := 0
 	if r.AdapterIndex != nil {
 		if i = *r.AdapterIndex; i < 0 || i >= len(d.adapters) {
-			return 0, nil, apiError(http.StatusNotFound, seeDAXStatus, "adapter_index: there is no %d: there are %d tiers of DAX devices, from 0 on", i, len(d.adapters))
+			return 0, nil, apiError(http.StatusNotFound, seeDAXStatus,
+				"adapter_index: there is no %d: there are %d tiers of DAX devices, from 0 on", i,
+				len(d.adapters))
 		}
 	} else {
 		for k := range d.adapters {
@@ -310,7 +329,9 @@ func (d *Daemon) target(r DAXTarget) (int, *daxAdapter, error) {
 	}
 	a := &d.adapters[i]
 	if !a.hotPlug {
-		return 0, nil, apiError(http.StatusForbidden, "set hotplug: true for it in the settings, and restart the sidecar", "tier %q does not allow its devices to be changed while it serves", a.tier)
+		return 0, nil, apiError(http.StatusForbidden,
+			"set hotplug: true for it in the settings, and restart the sidecar",
+			"tier %q does not allow its devices to be changed while it serves", a.tier)
 	}
 	return i, a, nil
 }
@@ -329,7 +350,8 @@ func (d *Daemon) DAXAdd(ctx context.Context, r DAXAddRequest) (DAXResult, error)
 	err = a.Add(ctx, r.DevicePath, size)
 	if errors.Is(err, daxtier.ErrExists) {
 		st := a.status(i)
-		if dev := st.Status.device(r.DevicePath); dev != nil && dev.State == "active" && dev.SizeBytes == size/int64(max(a.ranks, 1)) {
+		if dev := st.Status.device(r.DevicePath); dev != nil && dev.State == "active" &&
+			dev.SizeBytes == size/int64(max(a.ranks, 1)) {
 			return d.daxResult("add", i, r.DevicePath, nil, start), nil
 		}
 	}
@@ -337,7 +359,9 @@ func (d *Daemon) DAXAdd(ctx context.Context, r DAXAddRequest) (DAXResult, error)
 		return DAXResult{}, daxError(ctx, ofTier, r.DevicePath, err)
 	}
 	out := d.daxResult("add", i, r.DevicePath, nil, start)
-	d.log.Info("DAX device added: put it into the settings if it is to be there after a restart", zap.String("tier", a.tier), zap.String("device", r.DevicePath), zap.String("size", dax.FormatSize(size)))
+	d.log.Info("DAX device added: put it into the settings if it is to be there after a restart",
+		zap.String("tier", a.tier), zap.String("device", r.DevicePath),
+		zap.String("size", dax.FormatSize(size)))
 	return out, nil
 }
 
@@ -360,13 +384,16 @@ func (d *Daemon) DAXRemove(ctx context.Context, r DAXRemoveRequest) (DAXResult, 
 	out := d.daxResult(operation, i, r.DevicePath, before, start)
 	if before != nil && r.Mode != string(daxtier.Drain) {
 		none := int64(0)
-		out.MovedKeys, out.MovedBytes, out.DeletedKeys, out.SourceSlotsFreed = &before.Slots.Used, &before.UsedBytes, &none, &before.Slots.Used
+		out.MovedKeys, out.MovedBytes, out.DeletedKeys, out.SourceSlotsFreed = &before.Slots.Used,
+			&before.UsedBytes, &none, &before.Slots.Used
 		if r.Mode == string(daxtier.Evict) {
 			out.MovedKeys, out.MovedBytes, out.DeletedKeys = &none, &none, &before.Slots.Used
 		}
 	}
-	d.log.Info("DAX device "+map[bool]string{true: "is drained", false: "removed: take it out of the settings too"}[r.Mode == string(daxtier.Drain)],
-		zap.String("tier", a.tier), zap.String("device", r.DevicePath), zap.String("mode", r.Mode), zap.Duration("took", time.Since(start)))
+	d.log.Info("DAX device "+map[bool]string{true: "is drained",
+		false: "removed: take it out of the settings too"}[r.Mode == string(daxtier.Drain)],
+		zap.String("tier", a.tier), zap.String("device", r.DevicePath), zap.String("mode", r.Mode),
+		zap.Duration("took", time.Since(start)))
 	return out, nil
 }
 
@@ -390,13 +417,17 @@ func (d *Daemon) DAXResize(ctx context.Context, r DAXResizeRequest) (DAXResult, 
 	if out.NewSizeBytes = &size; before != nil {
 		out.OldSizeBytes = &before.SizeBytes
 	}
-	d.log.Info("DAX device resized: change it in the settings too", zap.String("tier", a.tier), zap.String("device", r.DevicePath), zap.String("size", dax.FormatSize(size)), zap.Duration("took", time.Since(start)))
+	d.log.Info("DAX device resized: change it in the settings too", zap.String("tier", a.tier),
+		zap.String("device", r.DevicePath), zap.String("size", dax.FormatSize(size)),
+		zap.Duration("took", time.Since(start)))
 	return out, nil
 }
 
 // daxResult says what a change came to. before is the device before it, if it was there.
-func (d *Daemon) daxResult(operation string, adapter int, path string, before *DAXDeviceStatus, start time.Time) DAXResult {
-	out := DAXResult{Status: "ok", Operation: operation, AdapterIndex: adapter, DevicePath: path, State: "removed", Seconds: time.Since(start).Seconds()}
+func (d *Daemon) daxResult(operation string, adapter int, path string, before *DAXDeviceStatus,
+	start time.Time) DAXResult {
+	out := DAXResult{Status: "ok", Operation: operation, AdapterIndex: adapter, DevicePath: path,
+		State: "removed", Seconds: time.Since(start).Seconds()}
 	if before != nil {
 		out.Index, out.DevicePath = before.Index, before.DevicePath
 	}
@@ -427,50 +458,70 @@ func daxError(ctx context.Context, of daxOwner, path string, err error) error {
 	case errors.Is(err, daxtier.ErrNotFound):
 		return apiError(http.StatusNotFound, of.list, "%v", err)
 	case errors.Is(err, daxtier.ErrExists):
-		return apiError(http.StatusConflict, "resize it if it is to have another size; "+of.list, "%v", err)
+		return apiError(http.StatusConflict, "resize it if it is to have another size; "+of.list,
+			"%v", err)
 	case errors.Is(err, dax.ErrBusy):
-		return apiError(http.StatusConflict, "end that process, or give it a part of its own: "+of.partition, "%v", err)
+		return apiError(http.StatusConflict, "end that process, or give it a part of its own: "+
+			of.partition, "%v", err)
 	case errors.Is(err, daxtier.ErrLeased):
 		return apiError(http.StatusConflict, of.leased, "%v", err)
 	case errors.Is(err, dax.ErrNoSpace), errors.Is(err, dax.ErrNoMemory):
-		return apiError(http.StatusInsufficientStorage, "ask for less, or make room for the file that stands in for a device", "%v", err)
+		return apiError(http.StatusInsufficientStorage,
+			"ask for less, or make room for the file that stands in for a device", "%v", err)
 	case errors.Is(err, daxtier.ErrNoRoom):
-		return apiError(http.StatusInsufficientStorage, "add a device first, make another one larger, or set mode to evict: then its chunks are dropped", "%v", err)
+		return apiError(http.StatusInsufficientStorage,
+			"add a device first, make another one larger, or set mode to evict: then its chunks are dropped", "%v", err)
 	case errors.Is(err, daxtier.ErrForeign):
-		return apiError(http.StatusBadRequest, "name another file, or clear its first page if what is in it is not needed", "%v", err)
+		return apiError(http.StatusBadRequest,
+			"name another file, or clear its first page if what is in it is not needed", "%v", err)
 	case errors.Is(err, daxtier.ErrDevice):
-		return apiError(http.StatusBadRequest, "see that the device is there, that this user may read and write it, and that its size and alignment fit", "%v", err)
+		return apiError(http.StatusBadRequest,
+			"see that the device is there, that this user may read and write it, and that its size and alignment fit", "%v", err)
 	case errors.Is(err, tiers.ErrInvalid):
 		return apiError(http.StatusBadRequest, seeDocument, "%v", err)
 	case errors.Is(context.Cause(ctx), tiers.ErrClosed), errors.Is(err, tiers.ErrClosed):
-		return apiError(http.StatusServiceUnavailable, "ask this sidecar's successor; what was moved is moved, and the rest is where it was", "%s: the sidecar is ending", path)
+		return apiError(http.StatusServiceUnavailable,
+			"ask this sidecar's successor; what was moved is moved, and the rest is where it was",
+			"%s: the sidecar is ending", path)
 	case ctx.Err() != nil:
-		return apiError(http.StatusServiceUnavailable, "ask again to go on; what was moved is moved, and the rest is where it was", "%s: it was stopped: %v", path, err)
+		return apiError(http.StatusServiceUnavailable,
+			"ask again to go on; what was moved is moved, and the rest is where it was",
+			"%s: it was stopped: %v", path, err)
 	case errors.Is(err, tiers.ErrBusy):
-		return apiError(http.StatusServiceUnavailable, "try again when it has ended; a device that is drained is taken into use again by adding it", "%v", err)
+		return apiError(http.StatusServiceUnavailable,
+			"try again when it has ended; a device that is drained is taken into use again by adding it", "%v", err)
 	}
 	return err // operationError knows the rest
 }
 
-// registerDAX makes the routes for hot plug, under the paths of LMCache's earlier and later versions.
+// registerDAX makes the routes for hot plug, under the paths of LMCache's earlier and later
+// versions.
 func (d *Daemon) registerDAX(api huma.API, get, post func(at, id, summary string) huma.Operation) {
-	for _, at := range []struct{ path, id string }{{"/reconfigure/dax/", "dax-"}, {"/reconfigure/dax/l2/", "dax-l2-"}} {
-		huma.Register(api, get(at.path+"status", at.id+"status", "The DAX devices of the tiers, and what is under way on them"),
+	for _, at := range []struct{ path, id string }{{"/reconfigure/dax/", "dax-"},
+		{"/reconfigure/dax/l2/", "dax-l2-"}} {
+		huma.Register(api, get(at.path+"status", at.id+"status",
+			"The DAX devices of the tiers, and what is under way on them"),
 			func(context.Context, *struct{}) (*output[DAXStatus], error) {
 				return &output[DAXStatus]{d.DAXStatus()}, nil
 			})
-		registerChange(d, api, post(at.path+"add", at.id+"add", "Add a DAX device to a tier that serves"), d.DAXAdd)
-		registerChange(d, api, post(at.path+"remove", at.id+"remove", "Remove a DAX device from a tier that serves, or have it drained"), d.DAXRemove)
-		registerChange(d, api, post(at.path+"resize", at.id+"resize", "Use more or less of a DAX device of a tier that serves"), d.DAXResize)
+		registerChange(d, api, post(at.path+"add", at.id+"add",
+			"Add a DAX device to a tier that serves"), d.DAXAdd)
+		registerChange(d, api, post(at.path+"remove", at.id+"remove",
+			"Remove a DAX device from a tier that serves, or have it drained"), d.DAXRemove)
+		registerChange(d, api, post(at.path+"resize", at.id+"resize",
+			"Use more or less of a DAX device of a tier that serves"), d.DAXResize)
 	}
 	d.registerDAXArena(api, get, post)
 }
 
-// registerChange makes the route of a change of devices, which may take as long as it needs: it ends early when who asked leaves, or the sidecar ends.
-func registerChange[In, Out any](d *Daemon, api huma.API, op huma.Operation, do func(context.Context, In) (Out, error)) {
+// registerChange makes the route of a change of devices, which may take as long as it needs: it
+// ends early when who asked leaves, or the sidecar ends.
+func registerChange[In, Out any](d *Daemon, api huma.API, op huma.Operation,
+	do func(context.Context, In) (Out, error)) {
 	huma.Register(api, op, func(ctx context.Context, in *input[In]) (*output[Out], error) {
 		if rc, ok := ctx.Value(controllerKey{}).(*http.ResponseController); ok {
-			if err := errors.Join(rc.SetReadDeadline(time.Time{}), rc.SetWriteDeadline(time.Time{})); err != nil {
+			if err := errors.Join(rc.SetReadDeadline(time.Time{}),
+				rc.SetWriteDeadline(time.Time{})); err != nil {
 				return nil, err
 			}
 		}
@@ -490,7 +541,8 @@ func registerChange[In, Out any](d *Daemon, api huma.API, op huma.Operation, do 
 // WriteTable writes the devices for people.
 func (s DAXStatus) WriteTable(w io.Writer) error {
 	if len(s.Adapters) == 0 {
-		_, err := fmt.Fprintln(w, "no tier of DAX devices (see --dax of lookaside serve); those of an arena on DAX: lookaside dax status --arena")
+		_, err := fmt.Fprintln(w,
+			"no tier of DAX devices (see --dax of lookaside serve); those of an arena on DAX: lookaside dax status --arena")
 		return err
 	}
 	tw := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
@@ -501,10 +553,12 @@ func (s DAXStatus) WriteTable(w io.Writer) error {
 			if dev.Progress.Total > 0 {
 				progress = fmt.Sprintf("%d of %d", dev.Progress.Moved, dev.Progress.Total)
 			}
-			fmt.Fprintf(tw, "%s\t%s\t%s\t%s of %s\t%d\t%d\t%d\t%d\t%s\n", a.Tier, dev.DevicePath, dev.State, dax.FormatSize(dev.UsedBytes), dax.FormatSize(dev.CapacityBytes),
+			fmt.Fprintf(tw, "%s\t%s\t%s\t%s of %s\t%d\t%d\t%d\t%d\t%s\n", a.Tier, dev.DevicePath,
+				dev.State, dax.FormatSize(dev.UsedBytes), dax.FormatSize(dev.CapacityBytes),
 				dev.Slots.Used, dev.Slots.Free, dev.Slots.Leased, dev.Slots.Draining, progress)
 		}
-		fmt.Fprintf(tw, "%s\t\t%s\t%s of %s\n", a.Tier, map[bool]string{true: "hot plug", false: "fixed"}[a.Status.HotPlugEnabled],
+		fmt.Fprintf(tw, "%s\t\t%s\t%s of %s\n", a.Tier, map[bool]string{true: "hot plug",
+			false: "fixed"}[a.Status.HotPlugEnabled],
 			dax.FormatSize(a.Status.TotalUsedBytes), dax.FormatSize(a.Status.TotalCapacityBytes))
 	}
 	return tw.Flush()

@@ -60,7 +60,8 @@ func (p *fakePool) Remove(ctx context.Context, path string, mode daxtier.Mode, f
 	return p.call(ctx, "remove %s %s %v", path, mode, force)
 }
 
-func (p *fakePool) Resize(ctx context.Context, path string, sizeBytes int64, mode daxtier.Mode, force bool) error {
+func (p *fakePool) Resize(ctx context.Context, path string, sizeBytes int64, mode daxtier.Mode,
+	force bool) error {
 	return p.call(ctx, "resize %s %d %s %v", path, sizeBytes, mode, force)
 }
 
@@ -73,7 +74,8 @@ func (p *fakePool) took() []string {
 }
 
 func fakeDevice(path string, used int) (d daxtier.DeviceStatus) {
-	d.Path, d.State, d.SizeBytes, d.CapacityBytes, d.UsedBytes = path, "active", 101<<20, 100<<20, int64(used)<<20
+	d.Path, d.State, d.SizeBytes, d.CapacityBytes, d.UsedBytes = path, "active", 101<<20, 100<<20,
+		int64(used)<<20
 	d.Slots.Free, d.Slots.Used, d.Slots.Leased, d.Slots.Draining = 100-used, used, 3, 1
 	return d
 }
@@ -82,9 +84,11 @@ func fakeDevice(path string, used int) (d daxtier.DeviceStatus) {
 func daxRig(t *testing.T, edit func(*Daemon), pools ...*fakePool) *adminRig {
 	t.Helper()
 	real, _ := startDaemon(t, nil)
-	d := &Daemon{cfg: real.cfg, log: real.log, server: real.server, background: real.background, engine: real.engine, stack: real.stack}
+	d := &Daemon{cfg: real.cfg, log: real.log, server: real.server, background: real.background,
+		engine: real.engine, stack: real.stack}
 	for i, p := range pools {
-		d.adapters = append(d.adapters, daxAdapter{tier: fmt.Sprintf("dax-%d", i), hotPlug: true, daxPool: p})
+		d.adapters = append(d.adapters, daxAdapter{tier: fmt.Sprintf("dax-%d", i), hotPlug: true,
+			daxPool: p})
 	}
 	if edit != nil {
 		edit(d)
@@ -105,8 +109,10 @@ var daxRoots = []string{"/reconfigure/dax/", "/reconfigure/dax/l2/"}
 
 func TestHotPlugRequests(t *testing.T) {
 	p, q := new(fakePool), new(fakePool)
-	p.status = daxtier.Status{Devices: []daxtier.DeviceStatus{fakeDevice("/dev/dax0.0", 10)}, TotalCapacityBytes: 100 << 20, TotalUsedBytes: 10 << 20}
-	q.status = daxtier.Status{Devices: []daxtier.DeviceStatus{fakeDevice("/dev/dax1.0", 20), fakeDevice("/dev/dax1.1", 30)}, TotalCapacityBytes: 200 << 20, TotalUsedBytes: 50 << 20}
+	p.status = daxtier.Status{Devices: []daxtier.DeviceStatus{fakeDevice("/dev/dax0.0", 10)},
+		TotalCapacityBytes: 100 << 20, TotalUsedBytes: 10 << 20}
+	q.status = daxtier.Status{Devices: []daxtier.DeviceStatus{fakeDevice("/dev/dax1.0", 20),
+		fakeDevice("/dev/dax1.1", 30)}, TotalCapacityBytes: 200 << 20, TotalUsedBytes: 50 << 20}
 	r := daxRig(t, nil, p, q)
 	for _, root := range daxRoots {
 		for _, tc := range []struct {
@@ -114,17 +120,28 @@ func TestHotPlugRequests(t *testing.T) {
 			in        string
 			p, q      string // what the first and the second pool are asked for
 		}{
-			{"add", `{"device_path": "/dev/dax2.0", "size": 1048576}`, "add /dev/dax2.0 1048576", ""},
-			{"add", `{"device_path": "/dev/dax2.0", "size": "100GiB"}`, "add /dev/dax2.0 107374182400", ""},
-			{"add", `{"device_path": "/dev/dax2.0", "size": "1.5 gib"}`, "add /dev/dax2.0 1610612736", ""},
-			{"add", `{"device_path": "/dev/dax2.0", "size": "100GB"}`, "add /dev/dax2.0 107374182400", ""}, // as LMCache
-			{"add", `{"device_path": "/dev/dax2.0", "size": "2097152"}`, "add /dev/dax2.0 2097152", ""},
-			{"add", `{"device_path": "/dev/dax2.0", "size": "2M", "adapter_index": 1}`, "", "add /dev/dax2.0 2097152"},
+			{"add", `{"device_path": "/dev/dax2.0", "size": 1048576}`, "add /dev/dax2.0 1048576",
+				""},
+			{"add", `{"device_path": "/dev/dax2.0", "size": "100GiB"}`,
+				"add /dev/dax2.0 107374182400", ""},
+			{"add", `{"device_path": "/dev/dax2.0", "size": "1.5 gib"}`,
+				"add /dev/dax2.0 1610612736", ""},
+			// as LMCache
+			{"add", `{"device_path": "/dev/dax2.0", "size": "100GB"}`,
+				"add /dev/dax2.0 107374182400", ""},
+			{"add", `{"device_path": "/dev/dax2.0", "size": "2097152"}`, "add /dev/dax2.0 2097152",
+				""},
+			{"add", `{"device_path": "/dev/dax2.0", "size": "2M", "adapter_index": 1}`, "",
+				"add /dev/dax2.0 2097152"},
 			{"remove", `{"device_path": "/dev/dax0.0"}`, "remove /dev/dax0.0 migrate false", ""},
-			{"remove", `{"device_path": "/dev/dax0.0", "mode": "evict", "force": true}`, "remove /dev/dax0.0 evict true", ""},
-			{"remove", `{"device_path": "/dev/dax0.0", "mode": "drain", "adapter_index": 0}`, "remove /dev/dax0.0 drain false", ""},
-			{"remove", `{"device_path": "/dev/dax1.1"}`, "", "remove /dev/dax1.1 migrate false"}, // the tier that has it
-			{"resize", `{"device_path": "/dev/dax0.0", "size": "200MiB"}`, "resize /dev/dax0.0 209715200 migrate false", ""},
+			{"remove", `{"device_path": "/dev/dax0.0", "mode": "evict", "force": true}`,
+				"remove /dev/dax0.0 evict true", ""},
+			{"remove", `{"device_path": "/dev/dax0.0", "mode": "drain", "adapter_index": 0}`,
+				"remove /dev/dax0.0 drain false", ""},
+			// the tier that has it
+			{"remove", `{"device_path": "/dev/dax1.1"}`, "", "remove /dev/dax1.1 migrate false"},
+			{"resize", `{"device_path": "/dev/dax0.0", "size": "200MiB"}`,
+				"resize /dev/dax0.0 209715200 migrate false", ""},
 			{"resize", `{"device_path": "/dev/../dev/dax1.0", "size": 1, "mode": "evict", "force": true}`, "", "resize /dev/../dev/dax1.0 1 evict true"},
 		} {
 			var out DAXResult
@@ -133,24 +150,33 @@ func TestHotPlugRequests(t *testing.T) {
 				t.Errorf("%s%s %s: the first pool was asked for %q", root, tc.operation, tc.in, got)
 			}
 			if got := strings.Join(q.took(), ";"); got != tc.q {
-				t.Errorf("%s%s %s: the second pool was asked for %q", root, tc.operation, tc.in, got)
+				t.Errorf("%s%s %s: the second pool was asked for %q", root, tc.operation, tc.in,
+					got)
 			}
-			if out.Status != "ok" || out.AdapterIndex != map[bool]int{true: 0, false: 1}[tc.p != ""] {
+			if out.Status != "ok" ||
+				out.AdapterIndex != map[bool]int{true: 0, false: 1}[tc.p != ""] {
 				t.Errorf("%s%s %s: %+v", root, tc.operation, tc.in, out)
 			}
 		}
 		var st DAXStatus
 		r.get(root+"status", &st)
-		if !st.Enabled || st.Backend != "dax" || st.NumAdapters != 2 || st.TotalCapacityBytes != 300<<20 || st.TotalUsedBytes != 60<<20 || len(st.Devices) != 3 || len(st.Adapters) != 2 || !st.HotPlugEnabled {
+		if !st.Enabled || st.Backend != "dax" || st.NumAdapters != 2 ||
+			st.TotalCapacityBytes != 300<<20 || st.TotalUsedBytes != 60<<20 ||
+			len(st.Devices) != 3 || len(st.Adapters) != 2 || !st.HotPlugEnabled {
 			t.Errorf("%+v", st)
 		}
 		dev := st.Adapters[1].Status.Devices[1]
-		if dev.DevicePath != "/dev/dax1.1" || dev.Index != 1 || dev.AdapterIndex != 1 || dev.State != "active" || dev.SizeBytes != 101<<20 || dev.MaxDAXSizeBytes != 101<<20 || dev.CapacityBytes != 100<<20 || dev.UsedBytes != 30<<20 ||
-			dev.Slots != (DAXSlots{70, 30, 3, 1}) || dev.LiveSlotCount != 30 || dev.MaxSlots != 100 || st.Devices[2] != dev {
+		if dev.DevicePath != "/dev/dax1.1" || dev.Index != 1 || dev.AdapterIndex != 1 ||
+			dev.State != "active" || dev.SizeBytes != 101<<20 || dev.MaxDAXSizeBytes != 101<<20 ||
+			dev.CapacityBytes != 100<<20 || dev.UsedBytes != 30<<20 ||
+			dev.Slots != (DAXSlots{70, 30, 3, 1}) || dev.LiveSlotCount != 30 ||
+			dev.MaxSlots != 100 || st.Devices[2] != dev {
 			t.Errorf("%+v", dev)
 		}
 		var table bytes.Buffer
-		if err := st.WriteTable(&table); err != nil || !strings.Contains(table.String(), "/dev/dax1.1") || !strings.Contains(table.String(), "30MiB of 100MiB") {
+		if err := st.WriteTable(&table); err != nil ||
+			!strings.Contains(table.String(), "/dev/dax1.1") ||
+			!strings.Contains(table.String(), "30MiB of 100MiB") {
 			t.Errorf("%v:\n%s", err, &table)
 		}
 	}
@@ -159,7 +185,8 @@ func TestHotPlugRequests(t *testing.T) {
 // What a change came to is said in LMCache's fields.
 func TestHotPlugAnswers(t *testing.T) {
 	p := new(fakePool)
-	p.status = daxtier.Status{Devices: []daxtier.DeviceStatus{fakeDevice("/dev/dax0.0", 10), fakeDevice("/dev/dax1.0", 20)}}
+	p.status = daxtier.Status{Devices: []daxtier.DeviceStatus{fakeDevice("/dev/dax0.0", 10),
+		fakeDevice("/dev/dax1.0", 20)}}
 	r := daxRig(t, nil, p)
 	answer := func(operation, in string) body {
 		t.Helper()
@@ -185,10 +212,13 @@ func TestHotPlugAnswers(t *testing.T) {
 		p.status.Devices = p.status.Devices[:1]
 		return nil
 	}
-	same(answer("remove", `{"device_path": "/dev/dax1.0"}`), body{"status": "ok", "operation": "remove", "adapter_index": 0, "device_path": "/dev/dax1.0", "index": 1, "state": "removed",
-		"moved_keys": 20, "moved_bytes": 20 << 20, "deleted_keys": 0, "source_slots_freed": 20})
+	same(answer("remove", `{"device_path": "/dev/dax1.0"}`),
+		body{"status": "ok", "operation": "remove", "adapter_index": 0,
+			"device_path": "/dev/dax1.0", "index": 1, "state": "removed",
+			"moved_keys": 20, "moved_bytes": 20 << 20, "deleted_keys": 0, "source_slots_freed": 20})
 	p.status.Devices = append(p.status.Devices, fakeDevice("/dev/dax1.0", 20))
-	same(answer("remove", `{"device_path": "/dev/dax1.0", "mode": "evict"}`), body{"state": "removed", "moved_keys": 0, "deleted_keys": 20, "source_slots_freed": 20})
+	same(answer("remove", `{"device_path": "/dev/dax1.0", "mode": "evict"}`),
+		body{"state": "removed", "moved_keys": 0, "deleted_keys": 20, "source_slots_freed": 20})
 	p.during = func(context.Context) error {
 		p.mu.Lock()
 		defer p.mu.Unlock()
@@ -206,9 +236,12 @@ func TestHotPlugAnswers(t *testing.T) {
 		p.status.Devices[0].SizeBytes = 200 << 20
 		return nil
 	}
-	same(answer("resize", `{"device_path": "/dev/dax0.0", "size": "200MiB"}`), body{"operation": "resize", "old_size_bytes": 101 << 20, "new_size_bytes": 200 << 20, "state": "draining"})
+	same(answer("resize", `{"device_path": "/dev/dax0.0", "size": "200MiB"}`),
+		body{"operation": "resize", "old_size_bytes": 101 << 20, "new_size_bytes": 200 << 20,
+			"state": "draining"})
 	added := answer("add", `{"device_path": "/dev/dax0.0", "size": "200MiB"}`)
-	if dev, ok := added["device"].(body); !ok || dev["device_path"] != "/dev/dax0.0" || dev["max_dax_size_bytes"] != 200.0*(1<<20) {
+	if dev, ok := added["device"].(body); !ok || dev["device_path"] != "/dev/dax0.0" ||
+		dev["max_dax_size_bytes"] != 200.0*(1<<20) {
 		t.Errorf("%v", added)
 	}
 }
@@ -243,7 +276,8 @@ func TestHotPlugRefusals(t *testing.T) {
 		r.fails(root+"remove", body{"device_path": 7}, 422, "device_path")
 		r.fails(root+"add", []byte("{"), 400)
 		// 400: a size or a path that is none.
-		for _, size := range []any{0, -1, "", "0", "-1", "lots", "100XiB", "1e9", strings.Repeat("9", 70), "1.2.3G"} {
+		for _, size := range []any{0, -1, "", "0", "-1", "lots", "100XiB", "1e9",
+			strings.Repeat("9", 70), "1.2.3G"} {
 			r.fails(root+"add", with("size", size), 400, "size", "100GiB")
 		}
 		r.fails(root+"resize", with("size", "0GiB"), 400, "size")
@@ -267,15 +301,22 @@ func TestHotPlugRefusals(t *testing.T) {
 			status int
 			want   []string
 		}{
-			{fmt.Errorf("%w: /dev/dax7.0", daxtier.ErrNotFound), 404, []string{"/dev/dax7.0", "/reconfigure/dax/status"}},
-			{fmt.Errorf("%w: /dev/dax0.0, of 4GiB", daxtier.ErrExists), 409, []string{"/dev/dax0.0", "4GiB", "resize"}},
+			{fmt.Errorf("%w: /dev/dax7.0", daxtier.ErrNotFound), 404,
+				[]string{"/dev/dax7.0", "/reconfigure/dax/status"}},
+			{fmt.Errorf("%w: /dev/dax0.0, of 4GiB", daxtier.ErrExists), 409,
+				[]string{"/dev/dax0.0", "4GiB", "resize"}},
 			{fmt.Errorf("%w: 3 chunks", daxtier.ErrLeased), 409, []string{"3 chunks", "force"}},
-			{fmt.Errorf("%w: 5GiB are missing", daxtier.ErrNoRoom), 507, []string{"5GiB", "evict", "add a device"}},
-			{fmt.Errorf("%w: %w", daxtier.ErrNoRoom, dax.ErrNoSpace), 507, []string{"ask for less"}},
-			{fmt.Errorf("/dev/dax0.0: %w: permission denied", daxtier.ErrDevice), 400, []string{"permission denied", "alignment"}},
+			{fmt.Errorf("%w: 5GiB are missing", daxtier.ErrNoRoom), 507, []string{"5GiB", "evict",
+				"add a device"}},
+			{fmt.Errorf("%w: %w", daxtier.ErrNoRoom, dax.ErrNoSpace), 507,
+				[]string{"ask for less"}},
+			{fmt.Errorf("/dev/dax0.0: %w: permission denied", daxtier.ErrDevice), 400,
+				[]string{"permission denied", "alignment"}},
 			{fmt.Errorf("/mnt/x: %w", daxtier.ErrForeign), 400, []string{"/mnt/x", "another file"}},
-			{fmt.Errorf("%w: %w", daxtier.ErrLeased, &dax.RangeLockedError{Path: "/dev/dax0.0", PID: 4711, SizeBytes: 4096}), 409, []string{"4711", "offset"}},
-			{fmt.Errorf("%w: another change", tiers.ErrBusy), 503, []string{"another change", "again"}},
+			{fmt.Errorf("%w: %w", daxtier.ErrLeased, &dax.RangeLockedError{Path: "/dev/dax0.0",
+				PID: 4711, SizeBytes: 4096}), 409, []string{"4711", "offset"}},
+			{fmt.Errorf("%w: another change", tiers.ErrBusy), 503, []string{"another change",
+				"again"}},
 			{tiers.ErrClosed, 503, []string{"successor"}},
 			{fmt.Errorf("%w: a size of -1", tiers.ErrInvalid), 400, []string{"size of -1"}},
 			{errors.New("input/output error"), 502, []string{"input/output"}},
@@ -289,11 +330,13 @@ func TestHotPlugRefusals(t *testing.T) {
 		p.took()
 	}
 	var st DAXStatus
-	if none.get("/reconfigure/dax/status", &st); st.Enabled || st.NumAdapters != 0 || len(st.Devices) != 0 || st.HotPlugEnabled {
+	if none.get("/reconfigure/dax/status", &st); st.Enabled || st.NumAdapters != 0 ||
+		len(st.Devices) != 0 || st.HotPlugEnabled {
 		t.Errorf("%+v", st)
 	}
 	// A method that is not for it.
-	if resp, b := r.send(http.MethodGet, "/reconfigure/dax/add", "", nil); resp.StatusCode != 405 || !strings.Contains(string(b), "use POST") {
+	if resp, b := r.send(http.MethodGet, "/reconfigure/dax/add", "", nil); resp.StatusCode != 405 ||
+		!strings.Contains(string(b), "use POST") {
 		t.Errorf("%s: %s", resp.Status, b)
 	}
 }
@@ -303,13 +346,16 @@ func TestHotPlugOfAnArenaOfMemory(t *testing.T) {
 	r := daxRig(t, nil)
 	resp, b := r.send(http.MethodGet, "/reconfigure/dax/l1/status", "", nil)
 	r.conforms(http.MethodGet, "/reconfigure/dax/l1/status", resp, b)
-	if resp.StatusCode != 409 || !strings.Contains(string(b), "the arena is not on DAX") || !strings.Contains(string(b), "/reconfigure/dax/l2") {
+	if resp.StatusCode != 409 || !strings.Contains(string(b), "the arena is not on DAX") ||
+		!strings.Contains(string(b), "/reconfigure/dax/l2") {
 		t.Errorf("%s: %s", resp.Status, b)
 	}
-	r.fails("/reconfigure/dax/l1/add", body{"device_path": "/dev/dax0.0", "size": 1}, 409, "not on DAX", "memfd", "arena.kind: dax")
+	r.fails("/reconfigure/dax/l1/add", body{"device_path": "/dev/dax0.0", "size": 1}, 409,
+		"not on DAX", "memfd", "arena.kind: dax")
 	r.fails("/reconfigure/dax/l1/remove", body{"device_path": "/dev/dax0.0"}, 409, "not on DAX")
 	r.fails("/v1/dax/arena/remove", body{"device_path": "/dev/dax0.0"}, 409, "not on DAX")
-	r.fails("/v1/dax/arena/resize", body{"device_path": "/dev/dax0.0", "size": 1}, 409, "not on DAX")
+	r.fails("/v1/dax/arena/resize", body{"device_path": "/dev/dax0.0", "size": 1}, 409,
+		"not on DAX")
 }
 
 // A change ends when who asked for it leaves, and when the sidecar does, which waits for it.
@@ -331,7 +377,8 @@ func TestChangesEnd(t *testing.T) {
 	ctx, leave := context.WithCancel(context.Background())
 	gone := make(chan error, 1)
 	go func() {
-		req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+d.AdminAddr()+"/reconfigure/dax/remove", strings.NewReader(`{"device_path": "/dev/dax0.0"}`))
+		req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+d.AdminAddr()+
+			"/reconfigure/dax/remove", strings.NewReader(`{"device_path": "/dev/dax0.0"}`))
 		if err == nil {
 			req.Header.Set("Content-Type", "application/json")
 			var resp *http.Response
@@ -413,9 +460,11 @@ func TestHotPlugOfDevices(t *testing.T) {
 	has := func(what string, paths ...string) {
 		t.Helper()
 		var st DAXStatus
-		until(t, func() any { return st }, func() bool { // who stores or loads has leases, until a moment after
+		until(t, func() any { return st }, func() bool {
+			// who stores or loads has leases, until a moment after
 			st = status()
-			return !slices.ContainsFunc(st.Devices, func(x DAXDeviceStatus) bool { return x.Slots.Leased != 0 })
+			return !slices.ContainsFunc(st.Devices,
+				func(x DAXDeviceStatus) bool { return x.Slots.Leased != 0 })
 		})
 		var got []string
 		used, capacity := int64(0), int64(0)
@@ -423,7 +472,8 @@ func TestHotPlugOfDevices(t *testing.T) {
 			got = append(got, x.DevicePath)
 			used, capacity = used+x.UsedBytes, capacity+x.CapacityBytes
 		}
-		if !slices.Equal(got, paths) || st.TotalUsedBytes != used || st.TotalCapacityBytes != capacity {
+		if !slices.Equal(got, paths) || st.TotalUsedBytes != used ||
+			st.TotalCapacityBytes != capacity {
 			t.Errorf("%s: %v: %+v", what, got, st)
 		}
 	}
@@ -437,18 +487,22 @@ func TestHotPlugOfDevices(t *testing.T) {
 
 	// Adding makes room, and moves nothing.
 	r.post("/reconfigure/dax/add", body{"device_path": dev(2), "size": "4MiB"}, &out)
-	if out.State != "active" || out.Index != 2 || out.Device == nil || out.Device.UsedBytes != 0 || out.Device.CapacityBytes < 3<<20 {
+	if out.State != "active" || out.Index != 2 || out.Device == nil || out.Device.UsedBytes != 0 ||
+		out.Device.CapacityBytes < 3<<20 {
 		t.Errorf("%+v", out)
 	}
 	has("added", dev(0), dev(1), dev(2))
-	if st := status(); st.TotalUsedBytes != before.TotalUsedBytes || st.TotalCapacityBytes != before.TotalCapacityBytes+out.Device.CapacityBytes {
+	if st := status(); st.TotalUsedBytes != before.TotalUsedBytes ||
+		st.TotalCapacityBytes != before.TotalCapacityBytes+out.Device.CapacityBytes {
 		t.Errorf("%+v after %+v", st, before)
 	}
 
 	// Migrating keeps everything.
 	out = DAXResult{}
-	r.post("/reconfigure/dax/l2/remove", body{"device_path": dev(0), "adapter_index": 0, "force": true}, &out)
-	if out.State != "removed" || out.Device != nil || out.MovedKeys == nil || *out.MovedKeys != before.Devices[0].Slots.Used || *out.MovedKeys == 0 {
+	r.post("/reconfigure/dax/l2/remove", body{"device_path": dev(0), "adapter_index": 0,
+		"force": true}, &out)
+	if out.State != "removed" || out.Device != nil || out.MovedKeys == nil ||
+		*out.MovedKeys != before.Devices[0].Slots.Used || *out.MovedKeys == 0 {
 		t.Errorf("%+v, had %+v", out, before.Devices[0])
 	}
 	has("migrated", dev(1), dev(2))
@@ -463,7 +517,8 @@ func TestHotPlugOfDevices(t *testing.T) {
 	out = DAXResult{}
 	r.post("/reconfigure/dax/remove", body{"device_path": dev(1), "mode": "drain"}, &out)
 	drained := status().Devices[0]
-	if out.Operation != "drain" || out.State != "draining" || drained.State != "draining" || drained.Slots.Draining != drained.Slots.Used || drained.Slots.Free != 0 {
+	if out.Operation != "drain" || out.State != "draining" || drained.State != "draining" ||
+		drained.Slots.Draining != drained.Slots.Used || drained.Slots.Free != 0 {
 		t.Errorf("%+v, %+v", out, drained)
 	}
 	more := otherPrefix(t, d, 1, 40)
@@ -484,18 +539,22 @@ func TestHotPlugOfDevices(t *testing.T) {
 
 	// Growing and shrinking.
 	out = DAXResult{}
-	r.post("/reconfigure/dax/resize", body{"device_path": dev(2), "size": "6MiB", "force": true}, &out)
-	if out.OldSizeBytes == nil || *out.OldSizeBytes != 4<<20 || *out.NewSizeBytes != 6<<20 || out.Device.SizeBytes != 6<<20 {
+	r.post("/reconfigure/dax/resize", body{"device_path": dev(2), "size": "6MiB", "force": true},
+		&out)
+	if out.OldSizeBytes == nil || *out.OldSizeBytes != 4<<20 || *out.NewSizeBytes != 6<<20 ||
+		out.Device.SizeBytes != 6<<20 {
 		t.Errorf("%+v", out)
 	}
 	out = DAXResult{}
-	r.post("/reconfigure/dax/l2/resize", body{"device_path": dev(2), "size": 4 << 20, "mode": "migrate", "force": true}, &out)
+	r.post("/reconfigure/dax/l2/resize", body{"device_path": dev(2), "size": 4 << 20,
+		"mode": "migrate", "force": true}, &out)
 	if out.Device.SizeBytes != 4<<20 || d.Tiers()[0].Pages != pages+40 {
 		t.Errorf("%+v, %d pages", out, d.Tiers()[0].Pages)
 	}
 
 	// What cannot be.
-	r.fails("/reconfigure/dax/add", body{"device_path": dev(2), "size": "5MiB"}, 409, dev(2), "resize")
+	r.fails("/reconfigure/dax/add", body{"device_path": dev(2), "size": "5MiB"}, 409, dev(2),
+		"resize")
 	r.fails("/reconfigure/dax/add", body{"device_path": dev(2), "size": "8MiB"}, 409, dev(2))
 	r.fails("/reconfigure/dax/add", body{"device_path": dir, "size": "4MiB"}, 400, dir)
 	r.fails("/reconfigure/dax/add", body{"device_path": "dax7.0/..", "size": "4MiB"}, 400)
@@ -517,13 +576,16 @@ func TestHotPlugOfDevices(t *testing.T) {
 	// Another sidecar has the partition.
 	other, _ := startDaemon(t, withTiers(t, "--dax="+dev(5)+":4M:slab=1M:allow_files=true"))
 	r.fails("/reconfigure/dax/add", body{"device_path": dev(5), "size": "4MiB"}, 409, dev(5))
-	newAdminRig(t, other, "").fails("/reconfigure/dax/remove", body{"device_path": dev(5)}, 403, "hotplug: true")
+	newAdminRig(t, other, "").fails("/reconfigure/dax/remove", body{"device_path": dev(5)}, 403,
+		"hotplug: true")
 
 	// Evicting drops.
 	gone := status().Devices[0].Slots.Used
 	out = DAXResult{}
-	r.post("/reconfigure/dax/remove", body{"device_path": dev(1), "mode": "evict", "force": true}, &out)
-	if out.State != "removed" || *out.DeletedKeys != gone || *out.MovedKeys != 0 || d.Tiers()[0].Pages >= pages+40+700 {
+	r.post("/reconfigure/dax/remove", body{"device_path": dev(1), "mode": "evict", "force": true},
+		&out)
+	if out.State != "removed" || *out.DeletedKeys != gone || *out.MovedKeys != 0 ||
+		d.Tiers()[0].Pages >= pages+40+700 {
 		t.Errorf("%+v, %d pages", out, d.Tiers()[0].Pages)
 	}
 	has("evicted", dev(2))
@@ -546,7 +608,8 @@ func TestHotPlugOfDevices(t *testing.T) {
 	}
 }
 
-// Devices come, go, grow and shrink while others look up and load from them: nothing is lost, and every byte is right.
+// Devices come, go, grow and shrink while others look up and load from them: nothing is lost, and
+// every byte is right.
 func TestHotPlugUnderTraffic(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	if *hotPlugSeed != 0 {
@@ -559,7 +622,8 @@ func TestHotPlugUnderTraffic(t *testing.T) {
 	edit := withDAX(t, dir, ":hotplug=true")
 	d, _ := startDaemon(t, func(c *Config) {
 		edit(c)
-		c.Arena.Limit = 1 << 20 // for two thirds of it all, so that most of what is looked up has to come from the devices
+		// for two thirds of it all, so that most of what is looked up has to come from the devices
+		c.Arena.Limit = 1 << 20
 	})
 	r := newAdminRig(t, d, "")
 	var rigs []*prefixRig
@@ -610,7 +674,8 @@ func TestHotPlugUnderTraffic(t *testing.T) {
 			r.post("/reconfigure/dax/add", body{"device_path": path, "size": "4MiB"}, &out)
 		case k == 1:
 			in[path] = 3 + rnd.IntN(4)
-			r.post("/reconfigure/dax/resize", body{"device_path": path, "size": in[path] << 20, "force": true}, &out)
+			r.post("/reconfigure/dax/resize", body{"device_path": path, "size": in[path] << 20,
+				"force": true}, &out)
 		case k == 2:
 			r.post("/reconfigure/dax/remove", body{"device_path": path, "mode": "drain"}, &out)
 			r.post("/reconfigure/dax/add", body{"device_path": path, "size": in[path] << 20}, &out)
@@ -622,8 +687,10 @@ func TestHotPlugUnderTraffic(t *testing.T) {
 	close(stop)
 	wg.Wait()
 	st := d.Tiers()[0]
-	t.Logf("%d loads of %d pages; %d chunks came from the devices", loads.Load(), pages, st.LoadedChunks)
-	if st.Pages != prefixes*pages || st.CorruptChunks != 0 || st.LoadFailures != 0 || st.LoadedChunks == 0 {
+	t.Logf("%d loads of %d pages; %d chunks came from the devices", loads.Load(), pages,
+		st.LoadedChunks)
+	if st.Pages != prefixes*pages || st.CorruptChunks != 0 || st.LoadFailures != 0 ||
+		st.LoadedChunks == 0 {
 		t.Errorf("%d loads: %+v", loads.Load(), st)
 	}
 	for _, b := range rigs {
@@ -639,7 +706,8 @@ var hotPlugSeed = flag.Uint64("hotplug.seed", 0, "replay this seed of TestHotPlu
 // A tier may begin without a device.
 func TestHotPlugOfTheFirstDevice(t *testing.T) {
 	dir := t.TempDir()
-	edit := withTiers(t, "--dax="+filepath.Join(dir, "x")+":4M:slab=1M:allow_files=true:hotplug=true")
+	edit := withTiers(t, "--dax="+filepath.Join(dir, "x")+
+		":4M:slab=1M:allow_files=true:hotplug=true")
 	d, _ := startDaemon(t, func(c *Config) {
 		edit(c)
 		c.Tiers[0].DAX.Devices = nil
@@ -650,11 +718,13 @@ func TestHotPlugOfTheFirstDevice(t *testing.T) {
 		t.Fatal(err)
 	}
 	var st DAXStatus
-	if r.get("/reconfigure/dax/status", &st); len(st.Devices) != 0 || !st.Enabled || st.TotalCapacityBytes != 0 {
+	if r.get("/reconfigure/dax/status", &st); len(st.Devices) != 0 || !st.Enabled ||
+		st.TotalCapacityBytes != 0 {
 		t.Errorf("%+v", st)
 	}
 	var out DAXResult
-	r.post("/reconfigure/dax/add", body{"device_path": filepath.Join(dir, "dax0.0"), "size": "4MiB"}, &out)
+	r.post("/reconfigure/dax/add", body{"device_path": filepath.Join(dir, "dax0.0"),
+		"size": "4MiB"}, &out)
 	if out.State != "active" {
 		t.Errorf("%+v", out)
 	}

@@ -23,7 +23,8 @@ type DAXArenaAddRequest struct {
 	Size       DAXSize `json:"size" doc:"How much of it to use: bytes, or a size such as \"100GiB\" (powers of 1024)."`
 }
 
-// DAXArenaDrainRequest is the body of POST /reconfigure/dax/l1/remove, which as in LMCache has no other mode.
+// DAXArenaDrainRequest is the body of POST /reconfigure/dax/l1/remove, which as in LMCache has no
+// other mode.
 type DAXArenaDrainRequest struct {
 	DevicePath string `json:"device_path" doc:"The device."`
 	Mode       string `json:"mode,omitempty" enum:"drain" default:"drain" doc:"What becomes of its chunks: nothing new is written to it, and in the background it is emptied and removed. POST /v1/dax/arena/remove has other modes."`
@@ -96,8 +97,11 @@ func daxArenas(st daxtier.Status) []DAXArena {
 	for _, dev := range st.Devices {
 		slots := daxSlots(&dev)
 		out = append(out, DAXArena{
-			DevicePath: dev.Path, SizeInBytes: dev.SizeBytes, UsedBytes: dev.UsedBytes, FreeBytes: dev.CapacityBytes - dev.UsedBytes, ActiveAllocations: slots.Used,
-			State: string(dev.State), IsPrimary: !othersActive(st, dev.Path), CapacityBytes: dev.CapacityBytes, Slots: slots, Progress: DAXProgress{Moved: dev.Moved, Total: dev.Total},
+			DevicePath: dev.Path, SizeInBytes: dev.SizeBytes, UsedBytes: dev.UsedBytes,
+			FreeBytes: dev.CapacityBytes - dev.UsedBytes, ActiveAllocations: slots.Used,
+			State: string(dev.State), IsPrimary: !othersActive(st, dev.Path),
+			CapacityBytes: dev.CapacityBytes, Slots: slots, Progress: DAXProgress{Moved: dev.Moved,
+				Total: dev.Total},
 		})
 	}
 	return out
@@ -105,12 +109,16 @@ func daxArenas(st daxtier.Status) []DAXArena {
 
 // othersActive says whether there is a device beside this one that is written to.
 func othersActive(st daxtier.Status, path string) bool {
-	return slices.ContainsFunc(st.Devices, func(d daxtier.DeviceStatus) bool { return d.Path != path && d.State == "active" })
+	return slices.ContainsFunc(st.Devices,
+		func(d daxtier.DeviceStatus) bool { return d.Path != path && d.State == "active" })
 }
 
-// arenaDevices are the arena's devices. One that is being emptied because it is drained is draining.
+// arenaDevices are the arena's devices. One that is being emptied because it is drained is
+// draining.
 func (d *Daemon) arenaDevices() []DAXArena {
-	emptying := d.drainer.emptying() // before the status: what it says then may be newer, but is no state of an attempt that nobody knows of
+	// before the status: what it says then may be newer, but is no state of an attempt that nobody
+	// knows of
+	emptying := d.drainer.emptying()
 	list := daxArenas(d.arenaPool.Status())
 	for i := range list {
 		if list[i].DevicePath == emptying && list[i].State != "active" {
@@ -131,7 +139,8 @@ func (d *Daemon) arenaDevice(path string) *DAXArena {
 
 // notOnDAX is the answer while the arena is made of something else.
 func (d *Daemon) notOnDAX() error {
-	return apiError(http.StatusConflict, "the devices of tiers are below /reconfigure/dax/l2; arena.kind: dax puts the arena on devices", "the arena is not on DAX, but of kind %s", d.cfg.Arena.Kind)
+	return apiError(http.StatusConflict,
+		"the devices of tiers are below /reconfigure/dax/l2; arena.kind: dax puts the arena on devices", "the arena is not on DAX, but of kind %s", d.cfg.Arena.Kind)
 }
 
 // DAXArenas lists the devices of the arena.
@@ -150,7 +159,8 @@ func (d *Daemon) changeArena(path string) (done func(), err error) {
 	case err != nil:
 		return nil, err
 	case !d.cfg.Arena.DAX.HotPlug:
-		return nil, apiError(http.StatusForbidden, "set arena.hotplug: true in the settings, and restart the sidecar: what is on the devices is found again", "the arena does not allow its devices to be changed while it serves")
+		return nil, apiError(http.StatusForbidden,
+			"set arena.hotplug: true in the settings, and restart the sidecar: what is on the devices is found again", "the arena does not allow its devices to be changed while it serves")
 	}
 	return d.drainer.change(), nil
 }
@@ -173,11 +183,13 @@ func (d *Daemon) DAXArenaAdd(ctx context.Context, r DAXArenaAddRequest) (DAXAren
 	if a := d.arenaDevice(r.DevicePath); a != nil {
 		return DAXArenaAddResult{*a}, nil
 	}
-	return DAXArenaAddResult{DAXArena{DevicePath: r.DevicePath, State: "removed"}}, nil // it was removed just now
+	// it was removed just now
+	return DAXArenaAddResult{DAXArena{DevicePath: r.DevicePath, State: "removed"}}, nil
 }
 
 // DAXArenaRemove removes a device from the arena, or begins to.
-func (d *Daemon) DAXArenaRemove(ctx context.Context, r DAXArenaRemoveRequest) (out DAXArenaRemoveResult, err error) {
+func (d *Daemon) DAXArenaRemove(ctx context.Context,
+	r DAXArenaRemoveRequest) (out DAXArenaRemoveResult, err error) {
 	start := time.Now()
 	done, err := d.changeArena(r.DevicePath)
 	if err != nil {
@@ -186,7 +198,9 @@ func (d *Daemon) DAXArenaRemove(ctx context.Context, r DAXArenaRemoveRequest) (o
 	defer done()
 	before := d.arenaDevice(r.DevicePath)
 	if before != nil && before.IsPrimary {
-		return out, apiError(http.StatusConflict, "add another one first (POST /reconfigure/dax/l1/add)", "%s is the only device of the arena that is written to", before.DevicePath)
+		return out, apiError(http.StatusConflict,
+			"add another one first (POST /reconfigure/dax/l1/add)",
+			"%s is the only device of the arena that is written to", before.DevicePath)
 	}
 	if err := d.arenaPool.Remove(ctx, r.DevicePath, daxtier.Mode(r.Mode), r.Force); err != nil {
 		return out, daxError(ctx, ofArena, r.DevicePath, err)
@@ -199,7 +213,8 @@ func (d *Daemon) DAXArenaRemove(ctx context.Context, r DAXArenaRemoveRequest) (o
 	if now == nil {
 		now = &DAXArena{DevicePath: r.DevicePath, State: "removed"}
 	}
-	out.Removed = DAXArenaRemoved{DevicePath: now.DevicePath, Arenas: []DAXArena{*now}, Seconds: time.Since(start).Seconds()}
+	out.Removed = DAXArenaRemoved{DevicePath: now.DevicePath, Arenas: []DAXArena{*now},
+		Seconds: time.Since(start).Seconds()}
 	if before != nil {
 		switch daxtier.Mode(r.Mode) {
 		case daxtier.Migrate:
@@ -212,12 +227,14 @@ func (d *Daemon) DAXArenaRemove(ctx context.Context, r DAXArenaRemoveRequest) (o
 	if r.Mode == string(daxtier.Drain) {
 		what = "DAX device of the arena is drained: nothing new is written to it, and it is removed once it is empty"
 	}
-	d.log.Info(what, zap.String("device", r.DevicePath), zap.String("mode", r.Mode), zap.Duration("took", time.Since(start)))
+	d.log.Info(what, zap.String("device", r.DevicePath), zap.String("mode", r.Mode),
+		zap.Duration("took", time.Since(start)))
 	return out, nil
 }
 
 // DAXArenaResize changes how much of a device of the arena is used.
-func (d *Daemon) DAXArenaResize(ctx context.Context, r DAXArenaResizeRequest) (out DAXArenaResizeResult, err error) {
+func (d *Daemon) DAXArenaResize(ctx context.Context,
+	r DAXArenaResizeRequest) (out DAXArenaResizeResult, err error) {
 	start := time.Now()
 	done, err := d.changeArena(r.DevicePath)
 	if err != nil {
@@ -229,7 +246,8 @@ func (d *Daemon) DAXArenaResize(ctx context.Context, r DAXArenaResizeRequest) (o
 		return out, err
 	}
 	before := d.arenaDevice(r.DevicePath)
-	if err := d.arenaPool.Resize(ctx, r.DevicePath, size, daxtier.Mode(r.Mode), r.Force); err != nil {
+	if err := d.arenaPool.Resize(ctx, r.DevicePath, size, daxtier.Mode(r.Mode),
+		r.Force); err != nil {
 		return out, daxError(ctx, ofArena, r.DevicePath, err)
 	}
 	out.NewSizeBytes, out.Resized = size, DAXArena{DevicePath: r.DevicePath, State: "removed"}
@@ -240,13 +258,17 @@ func (d *Daemon) DAXArenaResize(ctx context.Context, r DAXArenaResizeRequest) (o
 		out.Resized = *now
 	}
 	out.Seconds = time.Since(start).Seconds()
-	d.log.Info("DAX device of the arena resized: change it in the settings too", zap.String("device", r.DevicePath), zap.String("size", dax.FormatSize(size)), zap.Duration("took", time.Since(start)))
+	d.log.Info("DAX device of the arena resized: change it in the settings too",
+		zap.String("device", r.DevicePath), zap.String("size", dax.FormatSize(size)),
+		zap.Duration("took", time.Since(start)))
 	return out, nil
 }
 
 // registerDAXArena makes the routes for the arena's devices.
-func (d *Daemon) registerDAXArena(api huma.API, get, post func(at, id, summary string) huma.Operation) {
-	huma.Register(api, get("/reconfigure/dax/l1/status", "dax-l1-status", "The DAX devices of the arena; 409 if it is not made of any"),
+func (d *Daemon) registerDAXArena(api huma.API, get,
+	post func(at, id, summary string) huma.Operation) {
+	huma.Register(api, get("/reconfigure/dax/l1/status", "dax-l1-status",
+		"The DAX devices of the arena; 409 if it is not made of any"),
 		func(context.Context, *struct{}) (*output[DAXArenasResult], error) {
 			out, err := d.DAXArenas()
 			if err != nil {
@@ -254,14 +276,19 @@ func (d *Daemon) registerDAXArena(api huma.API, get, post func(at, id, summary s
 			}
 			return &output[DAXArenasResult]{out}, nil
 		})
-	registerChange(d, api, post("/reconfigure/dax/l1/add", "dax-l1-add", "Add a DAX device to the arena, or take one that is drained into use again"), d.DAXArenaAdd)
-	registerChange(d, api, post("/reconfigure/dax/l1/remove", "dax-l1-remove", "Remove a DAX device from the arena in the background, as soon as nobody reads it"),
+	registerChange(d, api, post("/reconfigure/dax/l1/add", "dax-l1-add",
+		"Add a DAX device to the arena, or take one that is drained into use again"), d.DAXArenaAdd)
+	registerChange(d, api, post("/reconfigure/dax/l1/remove", "dax-l1-remove",
+		"Remove a DAX device from the arena in the background, as soon as nobody reads it"),
 		func(ctx context.Context, r DAXArenaDrainRequest) (DAXArenaRemoveResult, error) {
-			return d.DAXArenaRemove(ctx, DAXArenaRemoveRequest{DevicePath: r.DevicePath, Mode: r.Mode})
+			return d.DAXArenaRemove(ctx, DAXArenaRemoveRequest{DevicePath: r.DevicePath,
+				Mode: r.Mode})
 		})
 	// LMCache has nothing like these.
-	registerChange(d, api, post("/v1/dax/arena/remove", "dax-arena-remove", "Remove a DAX device from the arena: in the background, or at once"), d.DAXArenaRemove)
-	registerChange(d, api, post("/v1/dax/arena/resize", "dax-arena-resize", "Use more or less of a DAX device of the arena"), d.DAXArenaResize)
+	registerChange(d, api, post("/v1/dax/arena/remove", "dax-arena-remove",
+		"Remove a DAX device from the arena: in the background, or at once"), d.DAXArenaRemove)
+	registerChange(d, api, post("/v1/dax/arena/resize", "dax-arena-resize",
+		"Use more or less of a DAX device of the arena"), d.DAXArenaResize)
 }
 
 // WriteTable writes the arena's devices for people.
@@ -282,7 +309,8 @@ func writeArenaDevices(tw io.Writer, list []DAXArena) {
 		if a.Progress.Total > 0 {
 			progress = fmt.Sprintf("%d of %d", a.Progress.Moved, a.Progress.Total)
 		}
-		fmt.Fprintf(tw, "%s\t%s\t%s of %s\t%d\t%d\t%d\t%d\t%s\n", a.DevicePath, a.State, dax.FormatSize(a.UsedBytes), dax.FormatSize(a.CapacityBytes),
+		fmt.Fprintf(tw, "%s\t%s\t%s of %s\t%d\t%d\t%d\t%d\t%s\n", a.DevicePath, a.State,
+			dax.FormatSize(a.UsedBytes), dax.FormatSize(a.CapacityBytes),
 			a.Slots.Used, a.Slots.Free, a.Slots.Leased, a.Slots.Draining, progress)
 	}
 }

@@ -16,7 +16,8 @@ import (
 
 const remotePassword = "correct horse battery staple"
 
-// A remoteServer is a process that serves on a port of this machine. What it needs is installed by scripts/setup.sh.
+// A remoteServer is a process that serves on a port of this machine. What it needs is installed by
+// scripts/setup.sh.
 type remoteServer struct {
 	addr string
 	args []string
@@ -64,7 +65,8 @@ func newRedis(t *testing.T) (s *remoteServer, flag string) {
 	if err := os.WriteFile(file, []byte(remotePassword+"\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	return &remoteServer{addr: addr, args: []string{"redis-server", "--bind", "127.0.0.1", "--port", port, "--save", "", "--dir", t.TempDir(), "--requirepass", remotePassword}},
+	return &remoteServer{addr: addr, args: []string{"redis-server", "--bind", "127.0.0.1", "--port",
+			port, "--save", "", "--dir", t.TempDir(), "--requirepass", remotePassword}},
 		"--redis=redis://" + addr + "?password_file=" + file
 }
 
@@ -80,7 +82,8 @@ func TestAPrefixIsSharedOverRemoteTiers(t *testing.T) {
 	if err := os.Mkdir(filepath.Join(dir, "kv-cache"), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	bucket := &remoteServer{addr: addr, args: []string{versity, "--port", addr, "--quiet", "posix", dir},
+	bucket := &remoteServer{addr: addr, args: []string{versity, "--port", addr, "--quiet", "posix",
+		dir},
 		env: []string{"ROOT_ACCESS_KEY=somebody", "ROOT_SECRET_KEY=" + remotePassword}}
 	t.Setenv("AWS_ACCESS_KEY_ID", "somebody")
 	t.Setenv("AWS_SECRET_ACCESS_KEY", remotePassword)
@@ -103,7 +106,9 @@ func TestAPrefixIsSharedOverRemoteTiers(t *testing.T) {
 			r := newAdminRig(t, two, "")
 			var list TiersResult
 			r.get("/v1/tiers", &list)
-			if st := list.Tiers[0]; st.HitPages != pages || st.LoadedChunks != 11 || st.CapacityBytes != -1 || st.State != "closed" || !strings.Contains(st.Detail, "127.0.0.1") {
+			if st := list.Tiers[0]; st.HitPages != pages || st.LoadedChunks != 11 ||
+				st.CapacityBytes != -1 || st.State != "closed" ||
+				!strings.Contains(st.Detail, "127.0.0.1") {
 				t.Errorf("%+v\n%s", st, log)
 			}
 			if strings.Contains(metricsOf(t, two), "lookaside_tier_capacity_bytes{") {
@@ -123,7 +128,8 @@ func TestAPrefixIsSharedOverRemoteTiers(t *testing.T) {
 	}
 }
 
-// A server that is away keeps nobody: the sidecar starts, says so, lookups are misses, the breaker opens; when it is there it is used.
+// A server that is away keeps nobody: the sidecar starts, says so, lookups are misses, the breaker
+// opens; when it is there it is used.
 func TestARemoteTierThatIsAway(t *testing.T) {
 	redis, flag := newRedis(t)
 	edit := withTiers(t, flag+"&name=far")
@@ -131,7 +137,10 @@ func TestARemoteTierThatIsAway(t *testing.T) {
 		edit(c)
 		c.Tiers[0].LookupTimeout = 200 * time.Millisecond
 	})
-	until(t, func() any { return log.String() }, func() bool { return strings.Contains(log.String(), "tier cannot be used now") })
+	until(t, func() any { return log.String() }, func() bool {
+		return strings.Contains(log.String(),
+			"tier cannot be used now")
+	})
 	b := newPrefix(t, d, 8)
 	start := time.Now()
 	for range 5 {
@@ -141,13 +150,15 @@ func TestARemoteTierThatIsAway(t *testing.T) {
 	}
 	r := newAdminRig(t, d, "")
 	var list TiersResult
-	if r.get("/v1/tiers", &list); list.Tiers[0].State == "closed" || list.Tiers[0].Error == "" || list.Tiers[0].Opened != 1 || list.Tiers[0].LookupFailures < 3 {
+	if r.get("/v1/tiers", &list); list.Tiers[0].State == "closed" || list.Tiers[0].Error == "" ||
+		list.Tiers[0].Opened != 1 || list.Tiers[0].LookupFailures < 3 {
 		t.Errorf("%+v", list)
 	}
 	if !strings.Contains(metricsOf(t, d), `lookaside_tier_up{kind="redis",tier="far"} 0`) {
 		t.Error("the metrics say that it is up")
 	}
-	// Nobody waits for what is off: it is asked again when its pause is over, by one lookup at a time.
+	// Nobody waits for what is off: it is asked again when its pause is over, by one lookup at a
+	// time.
 	before := list.Tiers[0].LookupFailures
 	for range 5 {
 		if _, err := b.lookup(); err == nil {
@@ -155,7 +166,8 @@ func TestARemoteTierThatIsAway(t *testing.T) {
 		}
 	}
 	tries := uint64(1)
-	for left, pause := time.Since(start), time.Second; left > pause; left, pause = left-pause, 2*pause {
+	for left, pause := time.Since(start), time.Second; left > pause; left, pause = left-pause,
+		2*pause {
 		tries++
 	}
 	if r.get("/v1/tiers", &list); list.Tiers[0].LookupFailures > before+tries {
@@ -192,7 +204,8 @@ func TestLossyCodecsHaveSpacesOfTheirOwn(t *testing.T) {
 	lossy, _ := startDaemon(t, withTiers(t, flag+"int8", flag+"fp8", flag+"raw"))
 	newPrefix(t, lossy, 1)
 	p, l := plain.Status().Spaces[0], lossy.Status().Spaces[0]
-	if p.Fingerprint == l.Fingerprint || l.Fields["remote_serde"] != "fp8+int8" || p.Fields["remote_serde"] != "" {
+	if p.Fingerprint == l.Fingerprint || l.Fields["remote_serde"] != "fp8+int8" ||
+		p.Fields["remote_serde"] != "" {
 		t.Errorf("%+v, %+v", p, l)
 	}
 	if st := lossy.Tiers(); !st[0].Lossy || !st[1].Lossy || st[2].Lossy {

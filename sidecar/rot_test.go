@@ -12,12 +12,16 @@ import (
 	"lookaside/tiers"
 )
 
-// What changes in the arena while the sidecar runs is dropped before the next restart: a hole punched into its memory, and a bit that flips.
+// What changes in the arena while the sidecar runs is dropped before the next restart: a hole
+// punched into its memory, and a bit that flips.
 func TestRotInTheArenaIsFound(t *testing.T) {
 	const pages = 40
 	for name, start := range map[string]func(*testing.T) (*Daemon, *logBuffer, *prefixRig){
 		"memory": func(t *testing.T) (*Daemon, *logBuffer, *prefixRig) {
-			d, log := startDaemon(t, func(c *Config) { c.Arena.CheckEvery, c.Sessions.Share = time.Millisecond, 1 })
+			d, log := startDaemon(t, func(c *Config) {
+				c.Arena.CheckEvery,
+					c.Sessions.Share = time.Millisecond, 1
+			})
 			return d, log, storedPrefix(t, d, pages)
 		},
 		"DAX": func(t *testing.T) (*Daemon, *logBuffer, *prefixRig) {
@@ -33,7 +37,8 @@ func TestRotInTheArenaIsFound(t *testing.T) {
 			walks := func(n uint64) {
 				t.Helper()
 				from := d.Status().Checks.Walks
-				until(t, func() any { return d.Status().Checks }, func() bool { return d.Status().Checks.Walks >= from+n })
+				until(t, func() any { return d.Status().Checks },
+					func() bool { return d.Status().Checks.Walks >= from+n })
 			}
 			walks(3)
 			st := d.Status()
@@ -66,16 +71,19 @@ func TestRotInTheArenaIsFound(t *testing.T) {
 				last[1000] ^= 4
 			}
 			page(21)[4095] ^= 1
-			until(t, func() any { return d.Status().Checks }, func() bool { return d.Status().Checks.Rotten == 2 })
+			until(t, func() any { return d.Status().Checks },
+				func() bool { return d.Status().Checks.Rotten == 2 })
 			if _, err := b.lookup(); err == nil || !strings.Contains(err.Error(), "hit 20 of 40") {
 				t.Errorf("got %v", err)
 			}
 			b.cancel(t)
 			var table bytes.Buffer
-			if err := d.Status().WriteTable(&table); err != nil || !strings.Contains(table.String(), "2 chunks had changed") {
+			if err := d.Status().WriteTable(&table); err != nil ||
+				!strings.Contains(table.String(), "2 chunks had changed") {
 				t.Errorf("%v: %s", err, &table)
 			}
-			if n := strings.Count(log.String(), "a chunk in the arena is bad"); n != 1 { // the next line is allowed some seconds later
+			if n := strings.Count(log.String(), "a chunk in the arena is bad"); n != 1 {
+				// the next line is allowed some seconds later
 				t.Errorf("%d lines in the log:\n%s", n, log)
 			}
 			if _, err := d.stack.Clear(t.Context(), tiers.Fingerprint{}, ""); err != nil {

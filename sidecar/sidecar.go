@@ -1,5 +1,5 @@
-// Package sidecar assembles and runs one daemon that keeps the KV cache of one rank's vLLM workers: its settings, its arena
-// and how that grows, its sockets, its admin HTTP server, and how it ends.
+// Package sidecar assembles and runs one daemon that keeps the KV cache of one rank's vLLM workers:
+// its settings, its arena and how that grows, its sockets, its admin HTTP server, and how it ends.
 package sidecar
 
 import (
@@ -20,8 +20,9 @@ import (
 	"lookaside/tiers/stack"
 )
 
-// gcPercent is how far the Go heap may grow before it is collected, unless GOGC says otherwise. The heap is a few MiB,
-// because index, slots and arena are outside it; the default would collect all the time, at the cost of lookups' tails.
+// gcPercent is how far the Go heap may grow before it is collected, unless GOGC says otherwise. The
+// heap is a few MiB, because index, slots and arena are outside it; the default would collect all
+// the time, at the cost of lookups' tails.
 const gcPercent = 800
 
 // A Daemon is one running sidecar. Its methods may be called from any goroutine.
@@ -58,14 +59,15 @@ type Daemon struct {
 	stopErr    error
 }
 
-// Start starts a sidecar: when it returns, clients can connect. ctx bounds the start only; a start that fails leaves nothing
-// behind. The logger must outlive the Daemon.
+// Start starts a sidecar: when it returns, clients can connect. ctx bounds the start only; a start
+// that fails leaves nothing behind. The logger must outlive the Daemon.
 func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err error) {
 	if os.Getenv("GOGC") == "" {
 		debug.SetGCPercent(gcPercent)
 	}
 	background, stop := context.WithCancel(context.Background())
-	d := &Daemon{cfg: cfg, log: log, generation: connector.RandomID(), start: time.Now(), done: make(chan error, 1), background: background, stop: stop}
+	d := &Daemon{cfg: cfg, log: log, generation: connector.RandomID(), start: time.Now(),
+		done: make(chan error, 1), background: background, stop: stop}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, d.close())
@@ -77,7 +79,8 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 	if cfg.Events.Endpoint != "" {
 		eventFDs = ipc.EventFDs
 	}
-	if d.listener, err = ipc.Listen(cfg.Runtime.Dir, ipc.Options{MaxSessions: cfg.Sessions.Limit, OtherFDs: eventFDs, Log: log.Named("ipc")}); err != nil {
+	if d.listener, err = ipc.Listen(cfg.Runtime.Dir, ipc.Options{MaxSessions: cfg.Sessions.Limit,
+		OtherFDs: eventFDs, Log: log.Named("ipc")}); err != nil {
 		return nil, err
 	}
 	if d.control, err = dax.NewControl(d.generation); err != nil {
@@ -101,10 +104,11 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 		borrowers, foreign = maxBorrowers*cfg.Spaces.Limit, cfg.Peers.Slots
 	}
 	if d.engine, err = d.arena.begin(engine.Config{
-		Seed:           connector.RandomID(),
-		LeaseDeadline:  cfg.Lookup.Lease,
-		MaxSpaces:      cfg.Spaces.Limit,
-		MaxOwners:      2*cfg.Sessions.Limit + 1 + borrowers, // also those that are just leaving, and LMCache
+		Seed:          connector.RandomID(),
+		LeaseDeadline: cfg.Lookup.Lease,
+		MaxSpaces:     cfg.Spaces.Limit,
+		// also those that are just leaving, and LMCache
+		MaxOwners:      2*cfg.Sessions.Limit + 1 + borrowers,
 		MaxPages:       cfg.Lookup.MaxPages,
 		OwnerShare:     cfg.Sessions.Share,
 		JointShare:     cfg.Sessions.JointShare,
@@ -115,9 +119,10 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 		LowWater:       cfg.Arena.LowWater,
 		Wake:           bell.Ring,
 		JournalBytes:   cfg.Events.Journal,
-		Sums:           cfg.Arena.CheckRate > 0 && cfg.Arena.Kind != kindDAX, // an arena on DAX has its own
-		ForeignSlots:   foreign,
-		CopyAfter:      cfg.Peers.CopyAfter,
+		// an arena on DAX has its own
+		Sums:         cfg.Arena.CheckRate > 0 && cfg.Arena.Kind != kindDAX,
+		ForeignSlots: foreign,
+		CopyAfter:    cfg.Peers.CopyAfter,
 	}); err != nil {
 		return nil, err
 	}
@@ -157,7 +162,8 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 		ObserveLookup: m.observeLookup,
 	}
 	if onDAX != nil {
-		sc.Verify, sc.Recheck, sc.Forget, cc.MakeRoom = onDAX.pool.Verify, onDAX.pool.Recheck, onDAX.pool.Forget, onDAX.pool.MakeRoom
+		sc.Verify, sc.Recheck, sc.Forget, cc.MakeRoom = onDAX.pool.Verify, onDAX.pool.Recheck,
+			onDAX.pool.Forget, onDAX.pool.MakeRoom
 	}
 	if d.peers != nil {
 		sc.Peers, cc.OnSpace, cc.UnsharedPeers = d.peers, d.peers.declare, d.peers.accidents
@@ -165,7 +171,8 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 			cc.Elsewhere = d.peers.elsewhere
 		}
 		if cfg.Peers.SkipStores && len(cfg.Tiers) == 0 {
-			// With tiers each has to store everything: nothing is brought up from them for another sidecar.
+			// With tiers each has to store everything: nothing is brought up from them for another
+			// sidecar.
 			cc.Peers = d.peers.group
 		}
 	}
@@ -191,7 +198,8 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 	}
 	d.server.SetLookupSockets(d.lookups)
 	if cfg.Events.Endpoint != "" {
-		if d.events, err = newEvents(cfg.Events, d.engine, d.server.SpaceFields, log.Named("events")); err != nil {
+		if d.events, err = newEvents(cfg.Events, d.engine, d.server.SpaceFields,
+			log.Named("events")); err != nil {
 			return nil, err
 		}
 		d.wg.Go(func() { d.events.run(background) })
@@ -215,13 +223,14 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 	if cfg.Lifecycle.IdleExit > 0 {
 		d.wg.Go(func() { d.watchIdle(background) })
 	}
-	log.Info("serving", zap.String("version", Version), zap.String("commit", Revision()), zap.String("endpoint", d.listener.Dir()), zap.String("admin", "http://"+d.admin.addr),
+	log.Info("serving", zap.String("version", Version), zap.String("commit", Revision()),
+		zap.String("endpoint", d.listener.Dir()), zap.String("admin", "http://"+d.admin.addr),
 		zap.Int("pid", os.Getpid()), zap.String("generation", fmt.Sprintf("%016x", d.generation)))
 	return d, nil
 }
 
-// Done delivers once if the sidecar ends by itself: nil when nobody used it for lifecycle.idle_exit, else what failed. The
-// caller still calls Shutdown.
+// Done delivers once if the sidecar ends by itself: nil when nobody used it for
+// lifecycle.idle_exit, else what failed. The caller still calls Shutdown.
 func (d *Daemon) Done() <-chan error { return d.done }
 
 // AdminAddr is the host:port of the admin server.
@@ -234,8 +243,9 @@ func (d *Daemon) finish(err error) {
 	}
 }
 
-// Shutdown refuses new sessions, waits for stores and loads under way for at most lifecycle.drain, then until what is queued for the tiers
-// is written for at most lifecycle.flush, both no longer than ctx allows, and closes everything. Calling it again returns the first call's error.
+// Shutdown refuses new sessions, waits for stores and loads under way for at most lifecycle.drain,
+// then until what is queued for the tiers is written for at most lifecycle.flush, both no longer
+// than ctx allows, and closes everything. Calling it again returns the first call's error.
 func (d *Daemon) Shutdown(ctx context.Context) error {
 	d.stopOnce.Do(func() {
 		d.control.SetState(dax.StateDraining)
@@ -328,7 +338,8 @@ func (d *Daemon) watchIdle(ctx context.Context) {
 	}
 }
 
-func newLookupSockets(cfg Config, heapBytes int64, server *connector.Server, log *zap.Logger) (*ipc.LookupSockets, error) {
+func newLookupSockets(cfg Config, heapBytes int64, server *connector.Server,
+	log *zap.Logger) (*ipc.LookupSockets, error) {
 	return ipc.NewLookupSockets(cfg.Runtime.Dir, ipc.LookupOptions{
 		Limits:           server.Limits(),
 		HeapBytes:        int(heapBytes),

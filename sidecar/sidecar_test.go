@@ -55,7 +55,8 @@ func (b *logBuffer) String() string {
 	return b.text.String()
 }
 
-// startDaemon starts a sidecar with small memory of 4 KiB pages; edit may change its settings. The log is what it wrote so far.
+// startDaemon starts a sidecar with small memory of 4 KiB pages; edit may change its settings. The
+// log is what it wrote so far.
 func startDaemon(t *testing.T, edit func(*Config)) (*Daemon, *logBuffer) {
 	t.Helper()
 	c := Defaults()
@@ -86,7 +87,8 @@ func startDaemon(t *testing.T, edit func(*Config)) (*Daemon, *logBuffer) {
 func dialWorker(t *testing.T, d *Daemon, pageBytes uint64) *client.Session {
 	t.Helper()
 	w, err := client.Dial(d.cfg.Runtime.Dir, &wire.Hello{
-		Role: wire.RoleWorker, EngineID: "e", PageTokens: 16, PageBytes: pageBytes, PagesPerChunk: 1, DigestBytes: 32,
+		Role: wire.RoleWorker, EngineID: "e", PageTokens: 16, PageBytes: pageBytes,
+		PagesPerChunk: 1, DigestBytes: 32,
 	}, patience)
 	if err != nil {
 		t.Fatal(err)
@@ -111,7 +113,9 @@ func next(t *testing.T, w *client.Session) (wire.Type, []byte, *wire.RegionAdded
 		t.Fatal(err)
 	}
 	var st unix.Stat_t
-	if len(files) != 1 || unix.Fstat(int(files[0].Fd()), &st) != nil || uint64(st.Size) < r.Offset+r.SizeBytes || r.Kind != "file" && uint64(st.Size) != r.SizeBytes {
+	if len(files) != 1 || unix.Fstat(int(files[0].Fd()), &st) != nil ||
+		uint64(st.Size) < r.Offset+r.SizeBytes ||
+		r.Kind != "file" && uint64(st.Size) != r.SizeBytes {
 		t.Fatalf("region %+v came with %d files, size %d", r, len(files), st.Size)
 	}
 	files[0].Close()
@@ -178,7 +182,8 @@ func TestArenaGrowsToItsLimitInTheBackground(t *testing.T) {
 	for _, r := range st.Arena.Regions {
 		sizes = append(sizes, r.SizeBytes)
 	}
-	if len(sizes) != 4 || sizes[0] != 1<<20 || sizes[1] != 2<<20 || st.Arena.CapacityBytes != 7<<20 {
+	if len(sizes) != 4 || sizes[0] != 1<<20 || sizes[1] != 2<<20 ||
+		st.Arena.CapacityBytes != 7<<20 {
 		t.Errorf("regions %v", sizes)
 	}
 	if st.Evictions["room"] == 0 || st.Arena.GrowthFailures != 0 {
@@ -194,7 +199,8 @@ func TestArenaGrowsToItsLimitInTheBackground(t *testing.T) {
 	}
 	defer unix.Munmap(mem)
 	for wait := time.Now().Add(patience); ; {
-		regions, capacity, used := binary.LittleEndian.Uint64(mem[24:]), binary.LittleEndian.Uint64(mem[32:]), binary.LittleEndian.Uint64(mem[40:])
+		regions, capacity, used := binary.LittleEndian.Uint64(mem[24:]),
+			binary.LittleEndian.Uint64(mem[32:]), binary.LittleEndian.Uint64(mem[40:])
 		if regions == 4 && capacity == 7<<20 && used == uint64(d.Status().Arena.UsedBytes) {
 			break
 		}
@@ -219,17 +225,20 @@ func TestFrozenSession(t *testing.T) {
 		t.Fatal(err)
 	}
 	var st Status
-	for end := time.Now().Add(patience); len(st.Frozen) == 0 || st.FrozenSlots == 0; st = d.Status() {
+	for end := time.Now().Add(patience); len(st.Frozen) == 0 ||
+		st.FrozenSlots == 0; st = d.Status() {
 		if time.Now().After(end) {
 			t.Fatalf("%+v", st)
 		}
 		time.Sleep(10 * time.Millisecond)
 	}
-	if f := st.Frozen[0]; f.PID != int32(os.Getpid()) || f.Slots != 1 || f.Stores != 1 || st.FrozenSlots != 1 {
+	if f := st.Frozen[0]; f.PID != int32(os.Getpid()) || f.Slots != 1 || f.Stores != 1 ||
+		st.FrozenSlots != 1 {
 		t.Errorf("%+v with %d slots", f, st.FrozenSlots)
 	}
 	var table bytes.Buffer
-	if err := st.WriteTable(&table); err != nil || !strings.Contains(table.String(), "FROZEN") || !strings.Contains(table.String(), st.Frozen[0].Process) {
+	if err := st.WriteTable(&table); err != nil || !strings.Contains(table.String(), "FROZEN") ||
+		!strings.Contains(table.String(), st.Frozen[0].Process) {
 		t.Errorf("%v:\n%s", err, &table)
 	}
 	resp, err := http.Get("http://" + d.AdminAddr() + "/metrics")
@@ -238,7 +247,8 @@ func TestFrozenSession(t *testing.T) {
 	}
 	text, err := io.ReadAll(resp.Body)
 	resp.Body.Close()
-	for _, want := range []string{"lookaside_frozen_sessions 1\n", "lookaside_frozen_slots 1\n", "lookaside_froze_sessions_total 1\n"} {
+	for _, want := range []string{"lookaside_frozen_sessions 1\n", "lookaside_frozen_slots 1\n",
+		"lookaside_froze_sessions_total 1\n"} {
 		if err != nil || !strings.Contains(string(text), want) {
 			t.Errorf("%v: the metrics have no %q", err, want)
 		}
@@ -269,7 +279,8 @@ func TestLingeringSession(t *testing.T) {
 		time.Sleep(time.Millisecond)
 	}
 	var table bytes.Buffer
-	if err := st.WriteTable(&table); err != nil || !strings.Contains(table.String(), "LINGERING") || !strings.Contains(table.String(), st.Lingering[0].Session) {
+	if err := st.WriteTable(&table); err != nil || !strings.Contains(table.String(), "LINGERING") ||
+		!strings.Contains(table.String(), st.Lingering[0].Session) {
 		t.Errorf("%v:\n%s", err, &table)
 	}
 	resp, err := http.Get("http://" + d.AdminAddr() + "/metrics")
@@ -278,13 +289,16 @@ func TestLingeringSession(t *testing.T) {
 	}
 	text, err := io.ReadAll(resp.Body)
 	resp.Body.Close()
-	for _, want := range []string{"lookaside_lingering_sessions 1\n", "lookaside_lingered_sessions_total 1\n", "lookaside_sessions{role=\"worker\"} 0\n", "lookaside_stores_in_flight 1\n"} {
+	for _, want := range []string{"lookaside_lingering_sessions 1\n",
+		"lookaside_lingered_sessions_total 1\n", "lookaside_sessions{role=\"worker\"} 0\n",
+		"lookaside_stores_in_flight 1\n"} {
 		if err != nil || !strings.Contains(string(text), want) {
 			t.Errorf("%v: the metrics have no %q", err, want)
 		}
 	}
 	_, err = client.Dial(d.cfg.Runtime.Dir, &wire.Hello{
-		Role: wire.RoleWorker, EngineID: "next", PageTokens: 16, PageBytes: 4096, PagesPerChunk: 1, DigestBytes: 32,
+		Role: wire.RoleWorker, EngineID: "next", PageTokens: 16, PageBytes: 4096, PagesPerChunk: 1,
+		DigestBytes: 32,
 	}, patience)
 	var no *client.Refused
 	if !errors.As(err, &no) || no.Code != wire.RefuseBusy || no.Field != "sessions.limit" {
@@ -314,7 +328,8 @@ func TestWhatAShareCutsShortIsCounted(t *testing.T) {
 			}
 		}
 	}
-	if st := d.Status(); len(g.Grants) != 4 || g.Shed != 4 || st.Limited != 1 || st.Counters.ShedPages != 4 {
+	if st := d.Status(); len(g.Grants) != 4 || g.Shed != 4 || st.Limited != 1 ||
+		st.Counters.ShedPages != 4 {
 		t.Errorf("%d slots granted, %d pages shed; %d limited", len(g.Grants), g.Shed, st.Limited)
 	}
 }
@@ -341,7 +356,8 @@ func TestFileArenaAndItsLock(t *testing.T) {
 	}
 	c := d.cfg
 	c.Runtime.Dir = filepath.Join(testDir(t), "rank-0") // what is beside it are its peers
-	if _, err := Start(context.Background(), c, zap.NewNop()); err == nil || !strings.Contains(err.Error(), files) {
+	if _, err := Start(context.Background(), c, zap.NewNop()); err == nil ||
+		!strings.Contains(err.Error(), files) {
 		t.Errorf("a second sidecar on the same files: %v", err)
 	}
 }
@@ -352,9 +368,14 @@ func TestStartRefusesWhatTheHostCannotGive(t *testing.T) {
 		edit func(*Config)
 		want []string
 	}{
-		{"arena above the host's memory", func(c *Config) { c.Arena.Limit, c.Arena.Step = 1<<50, 1<<49 }, []string{"arena.limit", "1024TiB", "bytes"}},
-		{"NUMA node that is not there", func(c *Config) { c.Arena.NUMA = "99" }, []string{"arena.numa", "99"}},
-		{"token file that is not there", func(c *Config) { c.Admin.TokenFile = "/nowhere" }, []string{"admin.token_file", "/nowhere"}},
+		{"arena above the host's memory", func(c *Config) {
+			c.Arena.Limit, c.Arena.Step = 1<<50,
+				1<<49
+		}, []string{"arena.limit", "1024TiB", "bytes"}},
+		{"NUMA node that is not there", func(c *Config) { c.Arena.NUMA = "99" },
+			[]string{"arena.numa", "99"}},
+		{"token file that is not there", func(c *Config) { c.Admin.TokenFile = "/nowhere" },
+			[]string{"admin.token_file", "/nowhere"}},
 		{"address that is taken", func(c *Config) {
 			ln, err := net.Listen("tcp", "127.0.0.1:0")
 			if err != nil {
@@ -363,8 +384,13 @@ func TestStartRefusesWhatTheHostCannotGive(t *testing.T) {
 			t.Cleanup(func() { ln.Close() })
 			c.Admin.Listen = ln.Addr().String()
 		}, []string{"admin.listen"}},
-		{"path too long for a socket", func(c *Config) { c.Runtime.Dir = filepath.Join(c.Runtime.Dir, strings.Repeat("x", 100)) }, []string{"runtime.dir", "107"}},
-		{"more sessions than descriptors", func(c *Config) { c.Sessions.Limit = 1 << 40 }, []string{"sessions.limit"}},
+		{"path too long for a socket",
+			func(c *Config) {
+				c.Runtime.Dir = filepath.Join(c.Runtime.Dir,
+					strings.Repeat("x", 100))
+			}, []string{"runtime.dir", "107"}},
+		{"more sessions than descriptors", func(c *Config) { c.Sessions.Limit = 1 << 40 },
+			[]string{"sessions.limit"}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			c := Defaults()

@@ -22,44 +22,49 @@ const (
 
 // Status is one sidecar at one moment: what /v1/status answers and `lookaside status` shows.
 type Status struct {
-	Verdict        string                    `json:"verdict" doc:"A sentence: what is wrong, the worst first, or that it is healthy and of what use."`
-	Version        string                    `json:"version"`
-	Commit         string                    `json:"commit" doc:"That it was built from; unknown where it was built outside of a git repository."`
-	PID            int                       `json:"pid"`
-	State          string                    `json:"state"` // serving or draining
-	Generation     string                    `json:"generation"`
-	Endpoint       string                    `json:"endpoint"`
-	UptimeS        float64                   `json:"uptime_s"`
-	Arena          ArenaStatus               `json:"arena"`
-	Slots          SlotStatus                `json:"slots"`
-	Leases         int                       `json:"leases"`
-	Pages          int                       `json:"pages"` // that can be found
-	MetadataBytes  int64                     `json:"metadata_bytes"`
-	StoresInFlight int                       `json:"stores_in_flight"`
-	LoadsInFlight  int                       `json:"loads_in_flight"`
-	Lookups        LookupStatus              `json:"lookups"`
-	Promotions     PromotionStatus           `json:"promotions"`
-	Verifications  VerificationStatus        `json:"verifications"`
-	Checks         CheckStatus               `json:"checks" doc:"Of what is in the arena, while it is in use: arena.check_rate."`
-	Pins           int                       `json:"pins"`
-	Tiers          []TierStatus              `json:"tiers"` // nearest first
-	Peers          PeersStatus               `json:"peers"` // other sidecars of the host
-	LoadedRatio    float64                   `json:"loaded_ratio" doc:"Tokens loaded of those asked for, since the start; 0 if there were none."`
-	LastMinute     LastMinute                `json:"last_minute"`
-	Limited        uint64                    `json:"limited"`   // lookups and stores cut short by their session's share or its leases
-	Evictions      map[string]uint64         `json:"evictions"` // chunks, by cause
-	Spaces         []SpaceStatus             `json:"spaces"`
-	Unshared       []UnsharedStatus          `json:"unshared"` // pairs of spaces that differ by accident
-	Sessions       []connector.SessionStatus `json:"sessions"`
-	// Lingering sessions were given up while their clients live. They hold what they held, and count for sessions.limit.
+	Verdict        string             `json:"verdict" doc:"A sentence: what is wrong, the worst first, or that it is healthy and of what use."`
+	Version        string             `json:"version"`
+	Commit         string             `json:"commit" doc:"That it was built from; unknown where it was built outside of a git repository."`
+	PID            int                `json:"pid"`
+	State          string             `json:"state"` // serving or draining
+	Generation     string             `json:"generation"`
+	Endpoint       string             `json:"endpoint"`
+	UptimeS        float64            `json:"uptime_s"`
+	Arena          ArenaStatus        `json:"arena"`
+	Slots          SlotStatus         `json:"slots"`
+	Leases         int                `json:"leases"`
+	Pages          int                `json:"pages"` // that can be found
+	MetadataBytes  int64              `json:"metadata_bytes"`
+	StoresInFlight int                `json:"stores_in_flight"`
+	LoadsInFlight  int                `json:"loads_in_flight"`
+	Lookups        LookupStatus       `json:"lookups"`
+	Promotions     PromotionStatus    `json:"promotions"`
+	Verifications  VerificationStatus `json:"verifications"`
+	Checks         CheckStatus        `json:"checks" doc:"Of what is in the arena, while it is in use: arena.check_rate."`
+	Pins           int                `json:"pins"`
+	Tiers          []TierStatus       `json:"tiers"` // nearest first
+	Peers          PeersStatus        `json:"peers"` // other sidecars of the host
+	LoadedRatio    float64            `json:"loaded_ratio" doc:"Tokens loaded of those asked for, since the start; 0 if there were none."`
+	LastMinute     LastMinute         `json:"last_minute"`
+	// lookups and stores cut short by their session's share or its leases
+	Limited   uint64            `json:"limited"`
+	Evictions map[string]uint64 `json:"evictions"` // chunks, by cause
+	Spaces    []SpaceStatus     `json:"spaces"`
+	// pairs of spaces that differ by accident
+	Unshared []UnsharedStatus          `json:"unshared"`
+	Sessions []connector.SessionStatus `json:"sessions"`
+	// Lingering sessions were given up while their clients live. They hold what they held, and
+	// count for sessions.limit.
 	Lingering []connector.LingeringStatus `json:"lingering"`
-	// Frozen sessions are those whose clients live, say nothing, and hold slots: FrozenSlots of the arena, with what lingering ones hold.
+	// Frozen sessions are those whose clients live, say nothing, and hold slots: FrozenSlots of the
+	// arena, with what lingering ones hold.
 	Frozen      []connector.FrozenStatus `json:"frozen"`
 	FrozenSlots int                      `json:"frozen_slots"`
 	Counters    connector.Counters       `json:"counters"`
 }
 
-// SlotStatus counts the slots of the pieces of the arena that models have so far. Leased ones are ready ones as well.
+// SlotStatus counts the slots of the pieces of the arena that models have so far. Leased ones are
+// ready ones as well.
 type SlotStatus struct {
 	Total   int `json:"total"`
 	Free    int `json:"free"`
@@ -91,7 +96,8 @@ type PromotionStatus struct {
 	Pages    uint64 `json:"pages"`     // that came
 }
 
-// VerificationStatus describes the chunks that were restored with the arena, which are verified before their first use.
+// VerificationStatus describes the chunks that were restored with the arena, which are verified
+// before their first use.
 type VerificationStatus struct {
 	Unverified int    `json:"unverified"` // that are still to be
 	Verified   uint64 `json:"verified"`
@@ -118,7 +124,8 @@ type UnsharedStatus struct {
 	Other  string           `json:"other"`
 	Whose  string           `json:"whose"` // who has the other one
 	Causes []unshared.Cause `json:"causes"`
-	// Connected is set where instances of both are connected, or the other one is another sidecar's.
+	// Connected is set where instances of both are connected, or the other one is another
+	// sidecar's.
 	Connected bool `json:"connected"`
 }
 
@@ -135,7 +142,8 @@ func (d *Daemon) Status() Status {
 		UptimeS:    time.Since(d.start).Seconds(),
 		Arena:      d.arena.status(&e),
 		Slots: SlotStatus{
-			Total: e.Slots, Free: e.FreeSlots, Filling: e.FillingSlots, Ready: e.ReadySlots, Leased: e.LeasedSlots,
+			Total: e.Slots, Free: e.FreeSlots, Filling: e.FillingSlots, Ready: e.ReadySlots,
+			Leased: e.LeasedSlots,
 		},
 		Leases:         e.Leases,
 		Pages:          e.Pages,
@@ -143,19 +151,23 @@ func (d *Daemon) Status() Status {
 		StoresInFlight: e.OpenStores,
 		LoadsInFlight:  e.OpenLoads,
 		Lookups: LookupStatus{
-			InFlight: e.OpenLookups, Expired: e.Expired, AnswersDropped: l.Dropped + l.NoSession, Floods: l.FloodBreaks,
+			InFlight: e.OpenLookups, Expired: e.Expired, AnswersDropped: l.Dropped + l.NoSession,
+			Floods:  l.FloodBreaks,
 			Waiting: w.Pending, Refused: w.Refused, Late: w.Late, Cut: w.Cut, Verified: w.Verified,
 		},
 		Promotions: PromotionStatus{
-			InFlight: e.Promoting, Chunks: e.Promotions, Joined: e.PromotionsJoined, Failed: e.PromotionsFailed, Late: e.PromotionsLate, Pages: e.PromotedPages,
+			InFlight: e.Promoting, Chunks: e.Promotions, Joined: e.PromotionsJoined,
+			Failed: e.PromotionsFailed, Late: e.PromotionsLate, Pages: e.PromotedPages,
 		},
-		Verifications: VerificationStatus{Unverified: e.Unverified, Verified: e.Verified, Corrupt: e.VerifyFailed},
-		Checks:        CheckStatus{Checked: w.Checked, Walks: w.Walks, Rotten: e.Rotten},
-		Pins:          len(d.Pins()),
-		Tiers:         d.Tiers(),
-		Peers:         d.peers.status(),
+		Verifications: VerificationStatus{Unverified: e.Unverified, Verified: e.Verified,
+			Corrupt: e.VerifyFailed},
+		Checks: CheckStatus{Checked: w.Checked, Walks: w.Walks, Rotten: e.Rotten},
+		Pins:   len(d.Pins()),
+		Tiers:  d.Tiers(),
+		Peers:  d.peers.status(),
 		Evictions: map[string]uint64{
-			"room": e.Evictions, "cleared": e.Cleared, "bad": e.Bad, "duplicate": e.Duplicates, "replaced": e.Replaced,
+			"room": e.Evictions, "cleared": e.Cleared, "bad": e.Bad, "duplicate": e.Duplicates,
+			"replaced": e.Replaced,
 		},
 		Spaces:    []SpaceStatus{},
 		Unshared:  []UnsharedStatus{},
@@ -171,12 +183,17 @@ func (d *Daemon) Status() Status {
 	st.LoadedRatio = c.Counters.Tokens.LoadedRatio()
 	st.LastMinute = d.rates.last(time.Now(), c.Counters)
 	for _, u := range d.server.Unshared() {
-		st.Unshared = append(st.Unshared, UnsharedStatus{u.Ours.Short(), u.Theirs.Short(), u.Whose, u.Causes, u.Connected})
+		st.Unshared = append(st.Unshared, UnsharedStatus{u.Ours.Short(), u.Theirs.Short(), u.Whose,
+			u.Causes, u.Connected})
 	}
 	held := d.engine.Spaces()
 	for _, sp := range c.Spaces {
 		s := SpaceStatus{SpaceStatus: sp}
-		if i := slices.IndexFunc(held, func(h engine.SpaceStats) bool { return h.Fingerprint.String() == sp.Fingerprint }); i >= 0 {
+		if i := slices.IndexFunc(held,
+			func(h engine.SpaceStats) bool {
+				return h.Fingerprint.String() ==
+					sp.Fingerprint
+			}); i >= 0 {
 			s.Chunks, s.Pages = held[i].Chunks, held[i].Pages
 		}
 		st.Spaces = append(st.Spaces, s)
@@ -191,29 +208,44 @@ func (st Status) WriteTable(w io.Writer) error {
 		return err
 	}
 	tw := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
-	row := func(name, format string, args ...any) { fmt.Fprintf(tw, name+"\t"+format+"\n", args...) }
+	row := func(name, format string, args ...any) {
+		fmt.Fprintf(tw, name+"\t"+format+"\n",
+			args...)
+	}
 	a, n := st.Arena, st.Counters
-	row("sidecar", "%s, pid %d, %s for %s, version %s (%s)", st.Endpoint, st.PID, st.State, time.Duration(st.UptimeS*float64(time.Second)).Round(time.Second), st.Version, st.Commit)
+	row("sidecar", "%s, pid %d, %s for %s, version %s (%s)", st.Endpoint, st.PID, st.State,
+		time.Duration(st.UptimeS*float64(time.Second)).Round(time.Second), st.Version, st.Commit)
 	if x := a.DAX; x != nil {
-		row("arena", "%s used of %s on %d DAX devices, in %d regions", dax.FormatSize(a.UsedBytes), dax.FormatSize(a.CapacityBytes), len(x.Devices), len(a.Regions))
+		row("arena", "%s used of %s on %d DAX devices, in %d regions", dax.FormatSize(a.UsedBytes),
+			dax.FormatSize(a.CapacityBytes), len(x.Devices), len(a.Regions))
 		row("kept", "%d chunks, %d wait; %d were found at the start; %d were corrupt, %d unreadable", x.KeptChunks, x.WaitingChunks, x.RecoveredChunks, x.CorruptChunks, x.UnreadableChunks)
 		if x.SlabsGivenUp > 0 {
 			row("failing", "%d of %d slabs are given up: %s", x.SlabsGivenUp, x.Slabs, x.Error)
 		}
 	} else {
-		row("arena", "%s used of %s in %d regions (%s), limit %s", dax.FormatSize(a.UsedBytes), dax.FormatSize(a.CapacityBytes), len(a.Regions), a.Kind, dax.FormatSize(a.LimitBytes))
+		row("arena", "%s used of %s in %d regions (%s), limit %s", dax.FormatSize(a.UsedBytes),
+			dax.FormatSize(a.CapacityBytes), len(a.Regions), a.Kind, dax.FormatSize(a.LimitBytes))
 	}
-	row("slots", "%d free, %d ready (%d leased), %d filling; %d leases", st.Slots.Free, st.Slots.Ready, st.Slots.Leased, st.Slots.Filling, st.Leases)
-	row("pages", "%d held, %d stored (%s), %d loaded (%s), %d shed", st.Pages, n.StoredPages, dax.FormatSize(int64(n.StoredBytes)), n.LoadedPages, dax.FormatSize(int64(n.LoadedBytes)), n.ShedPages)
+	row("slots", "%d free, %d ready (%d leased), %d filling; %d leases", st.Slots.Free,
+		st.Slots.Ready, st.Slots.Leased, st.Slots.Filling, st.Leases)
+	row("pages", "%d held, %d stored (%s), %d loaded (%s), %d shed", st.Pages, n.StoredPages,
+		dax.FormatSize(int64(n.StoredBytes)), n.LoadedPages, dax.FormatSize(int64(n.LoadedBytes)),
+		n.ShedPages)
 	t, last := n.Tokens, st.LastMinute
-	row("tokens", "%d asked for in %d requests: %d found (%s), %d loaded (%s), %d computed", t.Asked, t.Requests, t.Found, percent(t.FoundRatio()), t.Loaded, percent(t.LoadedRatio()), t.Computed)
+	row("tokens", "%d asked for in %d requests: %d found (%s), %d loaded (%s), %d computed",
+		t.Asked, t.Requests, t.Found, percent(t.FoundRatio()), t.Loaded, percent(t.LoadedRatio()),
+		t.Computed)
 	if s := max(last.Seconds, 1); last.Seconds > 0 {
 		each := func(n uint64) float64 { return float64(n) / s }
 		row("last minute", "%d requests, %.0f tokens/s asked for: %.0f found (%s), %.0f loaded (%s), %.0f computed; %s/s stored, %s/s loaded",
-			last.Tokens.Requests, each(last.Tokens.Asked), each(last.Tokens.Found), percent(last.Tokens.FoundRatio()), each(last.Tokens.Loaded), percent(last.LoadedRatio), each(last.Tokens.Computed),
-			dax.FormatSize(int64(each(last.StoredBytes))), dax.FormatSize(int64(each(last.LoadedBytes))))
+			last.Tokens.Requests, each(last.Tokens.Asked), each(last.Tokens.Found),
+			percent(last.Tokens.FoundRatio()), each(last.Tokens.Loaded), percent(last.LoadedRatio),
+			each(last.Tokens.Computed),
+			dax.FormatSize(int64(each(last.StoredBytes))),
+			dax.FormatSize(int64(each(last.LoadedBytes))))
 	}
-	row("lookups", "%d for %d pages, of which they found %d; %d hold leases, %d wait for tiers", n.Lookups, n.LookupPages, n.HitPages, st.Lookups.InFlight, st.Lookups.Waiting)
+	row("lookups", "%d for %d pages, of which they found %d; %d hold leases, %d wait for tiers",
+		n.Lookups, n.LookupPages, n.HitPages, st.Lookups.InFlight, st.Lookups.Waiting)
 	if p := st.Promotions; len(st.Tiers) > 0 {
 		row("promotions", "%d chunks, %d under way, %d failed; %d pages came; %d lookups late, %d cut for computing is faster", p.Chunks, p.InFlight, p.Failed, p.Pages, st.Lookups.Late, st.Lookups.Cut)
 	}
@@ -225,7 +257,8 @@ func (st Status) WriteTable(w io.Writer) error {
 	}
 	st.Peers.write(tw, n.ElsewherePages)
 	for _, u := range st.Unshared {
-		row("not shared", "space %s with %s (%s): %s", u.Space, u.Whose, u.Other, unshared.Text(u.Causes))
+		row("not shared", "space %s with %s (%s): %s", u.Space, u.Whose, u.Other,
+			unshared.Text(u.Causes))
 	}
 	if st.Pins > 0 {
 		row("pins", "%d", st.Pins)
@@ -250,25 +283,30 @@ func (st Status) WriteTable(w io.Writer) error {
 	if len(st.Spaces) > 0 {
 		fmt.Fprintln(tw, "\nSPACE\tPAGES\tCHUNKS\tSESSIONS\tPAGE\tTOKENS/PAGE\tPAGES/CHUNK\tMODEL")
 		for _, s := range st.Spaces {
-			fmt.Fprintf(tw, "%.12s\t%d\t%d\t%d\t%s\t%d\t%d\t%s\n", s.Fingerprint, s.Pages, s.Chunks, s.SpaceStatus.Sessions, dax.FormatSize(s.PageBytes), s.PageTokens, s.PagesPerChunk, s.Fields["model"])
+			fmt.Fprintf(tw, "%.12s\t%d\t%d\t%d\t%s\t%d\t%d\t%s\n", s.Fingerprint, s.Pages, s.Chunks,
+				s.SpaceStatus.Sessions, dax.FormatSize(s.PageBytes), s.PageTokens, s.PagesPerChunk,
+				s.Fields["model"])
 		}
 	}
 	if len(st.Sessions) > 0 {
 		fmt.Fprintln(tw, "\nSESSION\tROLE\tENGINE\tRANK\tPID\tSPACE\tSINCE")
 		for _, s := range st.Sessions {
-			fmt.Fprintf(tw, "%s\t%s\t%s\t%d\t%d\t%s\t%s\n", s.Session, s.Role, s.EngineID, s.Rank, s.PID, s.Space, s.Since.Format(time.DateTime))
+			fmt.Fprintf(tw, "%s\t%s\t%s\t%d\t%d\t%s\t%s\n", s.Session, s.Role, s.EngineID, s.Rank,
+				s.PID, s.Space, s.Since.Format(time.DateTime))
 		}
 	}
 	if len(st.Frozen) > 0 {
 		fmt.Fprintln(tw, "\nFROZEN\tENGINE\tRANK\tPID\tSLOTS\tSTORES\tLOADS\tSILENT SINCE\tPROCESS")
 		for _, s := range st.Frozen {
-			fmt.Fprintf(tw, "%s\t%s\t%d\t%d\t%d\t%d\t%d\t%s\t%s\n", s.Session, s.EngineID, s.Rank, s.PID, s.Slots, s.Stores, s.Loads, s.SilentSince.Format(time.DateTime), s.Process)
+			fmt.Fprintf(tw, "%s\t%s\t%d\t%d\t%d\t%d\t%d\t%s\t%s\n", s.Session, s.EngineID, s.Rank,
+				s.PID, s.Slots, s.Stores, s.Loads, s.SilentSince.Format(time.DateTime), s.Process)
 		}
 	}
 	if len(st.Lingering) > 0 {
 		fmt.Fprintln(tw, "\nLINGERING\tENGINE\tRANK\tPID\tSTORES\tLOADS\tSINCE\tWHY")
 		for _, s := range st.Lingering {
-			fmt.Fprintf(tw, "%s\t%s\t%d\t%d\t%d\t%d\t%s\t%s\n", s.Session, s.EngineID, s.Rank, s.PID, s.Stores, s.Loads, s.GivenUpAt.Format(time.DateTime), s.Why)
+			fmt.Fprintf(tw, "%s\t%s\t%d\t%d\t%d\t%d\t%s\t%s\n", s.Session, s.EngineID, s.Rank,
+				s.PID, s.Stores, s.Loads, s.GivenUpAt.Format(time.DateTime), s.Why)
 		}
 	}
 	return tw.Flush()

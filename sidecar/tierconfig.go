@@ -20,7 +20,8 @@ import (
 	"lookaside/tiers/serde"
 )
 
-// The kinds of tiers. Each is also the name of a flag, and in capitals the end of the name of an environment variable.
+// The kinds of tiers. Each is also the name of a flag, and in capitals the end of the name of an
+// environment variable.
 const (
 	tierDAX   = "dax"
 	tierDisk  = "disk"
@@ -34,7 +35,8 @@ var tierKinds = []string{tierDAX, tierDisk, tierRedis, tierS3}
 // localKinds are those whose tiers know from memory what they hold.
 var localKinds = []string{tierDAX, tierDisk}
 
-// TierConfig is one tier below the arena. What the fields mean is in [TierSettings]. Only the part of its Kind is used.
+// TierConfig is one tier below the arena. What the fields mean is in [TierSettings]. Only the part
+// of its Kind is used.
 type TierConfig struct {
 	Kind          string // dax, disk, redis or s3
 	Name          string // unique
@@ -88,7 +90,8 @@ type DiskConfig struct {
 	Direct   string // auto, always or never
 }
 
-// A TierSetting is one key of an entry of the list tiers. It is the only place where its meaning, unit and default are written.
+// A TierSetting is one key of an entry of the list tiers. It is the only place where its meaning,
+// unit and default are written.
 type TierSetting struct {
 	Key     string
 	Kinds   []string // that have it
@@ -101,7 +104,8 @@ type TierSetting struct {
 	set      func(*TierConfig, string) error
 }
 
-// TierSettings returns every key of a tier, in the order in which they are documented. A key may be there more than once, with other kinds.
+// TierSettings returns every key of a tier, in the order in which they are documented. A key may be
+// there more than once, with other kinds.
 func TierSettings() []TierSetting { return slices.Clone(tierSettings) }
 
 // admissions are the names of all, in their order.
@@ -114,44 +118,54 @@ func admissions() (names []string) {
 
 const sizeUnit = "bytes (K, M, G and T are powers of 1024)"
 
-func timeoutSetting(key, def, meaning string, kinds []string, field func(*TierConfig) *time.Duration) TierSetting {
-	return TierSetting{Key: key, Kinds: kinds, Default: def, Unit: "duration", Meaning: meaning, set: func(c *TierConfig, v string) (err error) {
-		*field(c), err = parseDuration(v, time.Millisecond)
-		return
-	}}
+func timeoutSetting(key, def, meaning string, kinds []string,
+	field func(*TierConfig) *time.Duration) TierSetting {
+	return TierSetting{Key: key, Kinds: kinds, Default: def, Unit: "duration", Meaning: meaning,
+		set: func(c *TierConfig, v string) (err error) {
+			*field(c), err = parseDuration(v, time.Millisecond)
+			return
+		}}
 }
 
 func workersSetting(kinds []string, def, unit, meaning string) TierSetting {
-	return TierSetting{Key: "workers", Kinds: kinds, Default: def, Unit: unit, Meaning: meaning, set: func(c *TierConfig, v string) (err error) {
-		c.Workers, err = parseInt(v, 1, 256)
-		return
-	}}
+	return TierSetting{Key: "workers", Kinds: kinds, Default: def, Unit: unit, Meaning: meaning,
+		set: func(c *TierConfig, v string) (err error) {
+			c.Workers, err = parseInt(v, 1, 256)
+			return
+		}}
 }
 
-func textSetting(key string, kinds []string, def, unit, meaning string, field func(*TierConfig) *string) TierSetting {
-	return TierSetting{Key: key, Kinds: kinds, Default: def, Unit: unit, Meaning: meaning, set: func(c *TierConfig, v string) error {
-		*field(c) = v
-		return nil
-	}}
+func textSetting(key string, kinds []string, def, unit, meaning string,
+	field func(*TierConfig) *string) TierSetting {
+	return TierSetting{Key: key, Kinds: kinds, Default: def, Unit: unit, Meaning: meaning,
+		set: func(c *TierConfig, v string) error {
+			*field(c) = v
+			return nil
+		}}
 }
 
-func choiceSetting(key string, kinds []string, def, meaning string, of []string, field func(*TierConfig) *string) TierSetting {
-	return TierSetting{Key: key, Kinds: kinds, Default: def, Unit: choices(of), Meaning: meaning, set: func(c *TierConfig, v string) error {
-		*field(c) = v
-		return nearestOf(v, of)
-	}}
+func choiceSetting(key string, kinds []string, def, meaning string, of []string,
+	field func(*TierConfig) *string) TierSetting {
+	return TierSetting{Key: key, Kinds: kinds, Default: def, Unit: choices(of), Meaning: meaning,
+		set: func(c *TierConfig, v string) error {
+			*field(c) = v
+			return nearestOf(v, of)
+		}}
 }
 
-var tierSettings = slices.Concat(commonTierSettings, daxSettings, diskSettings, redisSettings, s3Settings)
+var tierSettings = slices.Concat(commonTierSettings, daxSettings, diskSettings, redisSettings,
+	s3Settings)
 
 var commonTierSettings = []TierSetting{
 	{
 		Key: "kind", Kinds: tierKinds, Unit: "dax, disk, redis or s3", required: true,
 		Meaning: "What the tier is.",
-		set:     func(*TierConfig, string) error { return nil }, // it decided which settings there are
+		// it decided which settings there are
+		set: func(*TierConfig, string) error { return nil },
 	},
 	{
-		Key: "name", Kinds: tierKinds, Default: "the kind; disk-2, … when repeated", Unit: "up to 32 of a-z, 0-9, - and _", derived: true,
+		Key: "name", Kinds: tierKinds, Default: "the kind; disk-2, … when repeated",
+		Unit: "up to 32 of a-z, 0-9, - and _", derived: true,
 		Meaning: "What the tier is called in commands, status, metrics and logs.",
 		set: func(c *TierConfig, v string) error {
 			if !tierName.MatchString(v) || v == "arena" || v == "all" {
@@ -173,33 +187,50 @@ var commonTierSettings = []TierSetting{
 	{
 		Key: "queue", Kinds: tierKinds, Default: "4096", Unit: "chunks",
 		Meaning: "How many chunks may wait to be written. What comes when it is full is not written to the tier and is counted as shed: a tier that is slower than vLLM never slows it down.",
-		set:     func(c *TierConfig, v string) (err error) { c.Queue, err = parseInt(v, 1, 1<<20); return },
+		set: func(c *TierConfig, v string) (err error) {
+			c.Queue,
+				err = parseInt(v, 1, 1<<20)
+			return
+		},
 	},
-	workersSetting([]string{tierDisk}, "4", "I/O goroutines", "How many reads and writes are under way at a time."),
-	workersSetting([]string{tierRedis}, "4", "calls", "How many loads, and how many stores, are under way at a time."),
-	workersSetting([]string{tierS3}, "8", "calls", "How many loads, and how many stores, are under way at a time."),
-	timeoutSetting("lookup_timeout", "500ms", "How long asking what it has may take. What it has not answered by then is a miss; several in a row turn the tier off for a while.",
-		[]string{tierRedis, tierS3}, func(c *TierConfig) *time.Duration { return &c.LookupTimeout }),
-	timeoutSetting("load_timeout", "2s", "How long loading a batch of chunks may take. A chunk that is not there by then is a miss; several in a row turn the tier off for a while.",
-		[]string{tierDAX, tierDisk, tierRedis}, func(c *TierConfig) *time.Duration { return &c.LoadTimeout }),
-	timeoutSetting("load_timeout", "10s", "How long loading a batch of chunks may take. A chunk that is not there by then is a miss; several in a row turn the tier off for a while.",
+	workersSetting([]string{tierDisk}, "4", "I/O goroutines",
+		"How many reads and writes are under way at a time."),
+	workersSetting([]string{tierRedis}, "4", "calls",
+		"How many loads, and how many stores, are under way at a time."),
+	workersSetting([]string{tierS3}, "8", "calls",
+		"How many loads, and how many stores, are under way at a time."),
+	timeoutSetting("lookup_timeout", "500ms",
+		"How long asking what it has may take. What it has not answered by then is a miss; several in a row turn the tier off for a while.",
+		[]string{tierRedis, tierS3},
+		func(c *TierConfig) *time.Duration { return &c.LookupTimeout }),
+	timeoutSetting("load_timeout", "2s",
+		"How long loading a batch of chunks may take. A chunk that is not there by then is a miss; several in a row turn the tier off for a while.",
+		[]string{tierDAX, tierDisk, tierRedis},
+		func(c *TierConfig) *time.Duration { return &c.LoadTimeout }),
+	timeoutSetting("load_timeout", "10s",
+		"How long loading a batch of chunks may take. A chunk that is not there by then is a miss; several in a row turn the tier off for a while.",
 		[]string{tierS3}, func(c *TierConfig) *time.Duration { return &c.LoadTimeout }),
-	timeoutSetting("store_timeout", "30s", "How long writing a batch of chunks may take. What is not written by then is given up.",
+	timeoutSetting("store_timeout", "30s",
+		"How long writing a batch of chunks may take. What is not written by then is given up.",
 		tierKinds, func(c *TierConfig) *time.Duration { return &c.StoreTimeout }),
 }
 
-func countSetting(key string, kinds []string, def string, least, most int, unit, meaning string, field func(*TierConfig) *int) TierSetting {
-	return TierSetting{Key: key, Kinds: kinds, Default: def, Unit: unit, Meaning: meaning, set: func(c *TierConfig, v string) (err error) {
-		*field(c), err = parseInt(v, least, most)
-		return
-	}}
+func countSetting(key string, kinds []string, def string, least, most int, unit, meaning string,
+	field func(*TierConfig) *int) TierSetting {
+	return TierSetting{Key: key, Kinds: kinds, Default: def, Unit: unit, Meaning: meaning,
+		set: func(c *TierConfig, v string) (err error) {
+			*field(c), err = parseInt(v, least, most)
+			return
+		}}
 }
 
-func flagSetting(key string, kinds []string, meaning string, field func(*TierConfig) *bool) TierSetting {
-	return TierSetting{Key: key, Kinds: kinds, Default: "false", Unit: "true or false", Meaning: meaning, set: func(c *TierConfig, v string) (err error) {
-		*field(c), err = parseBool(v)
-		return
-	}}
+func flagSetting(key string, kinds []string, meaning string,
+	field func(*TierConfig) *bool) TierSetting {
+	return TierSetting{Key: key, Kinds: kinds, Default: "false", Unit: "true or false",
+		Meaning: meaning, set: func(c *TierConfig, v string) (err error) {
+			*field(c), err = parseBool(v)
+			return
+		}}
 }
 
 // maxRanks is more than any host has workers.
@@ -207,40 +238,68 @@ const maxRanks = 1024
 
 var daxSettings = []TierSetting{
 	{
-		Key: "devices", Kinds: []string{tierDAX}, Unit: "list of devices, or of {path: DEVICE, size: BYTES}",
+		Key: "devices", Kinds: []string{tierDAX},
+		Unit:    "list of devices, or of {path: DEVICE, size: BYTES}",
 		Meaning: "The DAX devices (/dev/daxX.Y), or files on a file system mounted with -o dax. Chunks are spread over all of them. It may be empty if hotplug is true.",
 		set:     func(c *TierConfig, v string) error { return c.DAX.addAll(v) },
 	},
 	{
-		Key: "device", Kinds: []string{tierDAX}, Unit: "device", Meaning: "In place of devices, where there is but one.",
-		set: func(c *TierConfig, v string) error { return c.DAX.add(v) },
+		Key: "device", Kinds: []string{tierDAX}, Unit: "device",
+		Meaning: "In place of devices, where there is but one.",
+		set:     func(c *TierConfig, v string) error { return c.DAX.add(v) },
 	},
 	{
-		Key: "size", Kinds: []string{tierDAX}, Unit: sizeUnit, Default: "all of the device", derived: true,
+		Key: "size", Kinds: []string{tierDAX}, Unit: sizeUnit, Default: "all of the device",
+		derived: true,
 		Meaning: "How much to use of each device that has no size of its own: a multiple of its alignment, which is 2M or 1G.",
-		set:     func(c *TierConfig, v string) (err error) { c.DAX.Size, err = parseSize(v); return },
+		set: func(c *TierConfig, v string) (err error) {
+			c.DAX.Size,
+				err = parseSize(v)
+			return
+		},
 	},
 	{
 		Key: "offset", Kinds: []string{tierDAX}, Unit: sizeUnit, Default: "0",
 		Meaning: "Where in each device begins what is used of it: a multiple of its alignment. What lies before and behind is left to others.",
-		set:     func(c *TierConfig, v string) (err error) { c.DAX.Offset, err = dax.ParseSize(v); return },
+		set: func(c *TierConfig, v string) (err error) {
+			c.DAX.Offset,
+				err = dax.ParseSize(v)
+			return
+		},
 	},
-	countSetting("ranks", []string{tierDAX}, "1", 1, maxRanks, "sidecars", "How many sidecars share the devices, one for each rank: each has an equal part of what is used of a device.",
+	countSetting("ranks", []string{tierDAX}, "1", 1, maxRanks, "sidecars",
+		"How many sidecars share the devices, one for each rank: each has an equal part of what is used of a device.",
 		func(c *TierConfig) *int { return &c.DAX.Ranks }),
-	countSetting("rank", []string{tierDAX}, "0", 0, maxRanks-1, "number", "Which of the parts is this sidecar's, from 0.", func(c *TierConfig) *int { return &c.DAX.Rank }),
-	flagSetting("allow_files", []string{tierDAX}, "Whether regular files may stand in for devices. One that is not there is made, of the size that is set.", func(c *TierConfig) *bool { return &c.DAX.AllowFiles }),
-	countSetting("restore_workers", []string{tierDAX}, "8", 1, 256, "threads", "How many threads copy from the devices into the arena; no more than there are processors.", func(c *TierConfig) *int { return &c.DAX.RestoreWorkers }),
-	countSetting("restore_max_regions", []string{tierDAX}, "8", 1, 256, "regions", "How many regions are on their way into the arena at a time: pieces of large chunks, and runs of small ones that are neighbours.", func(c *TierConfig) *int { return &c.DAX.MaxRegions }),
-	countSetting("store_workers", []string{tierDAX}, "4", 1, 256, "threads", "How many threads copy from the arena onto the devices; no more than there are processors.", func(c *TierConfig) *int { return &c.DAX.StoreWorkers }),
-	countSetting("lookup_workers", []string{tierDAX}, "0", 0, 256, "lookups (0: any number)", "How many lookups walk the index at a time. They are answered from memory and wait for nothing, so this is of use only to keep cores free.",
+	countSetting("rank", []string{tierDAX}, "0", 0, maxRanks-1, "number",
+		"Which of the parts is this sidecar's, from 0.",
+		func(c *TierConfig) *int { return &c.DAX.Rank }),
+	flagSetting("allow_files", []string{tierDAX},
+		"Whether regular files may stand in for devices. One that is not there is made, of the size that is set.", func(c *TierConfig) *bool { return &c.DAX.AllowFiles }),
+	countSetting("restore_workers", []string{tierDAX}, "8", 1, 256, "threads",
+		"How many threads copy from the devices into the arena; no more than there are processors.",
+		func(c *TierConfig) *int { return &c.DAX.RestoreWorkers }),
+	countSetting("restore_max_regions", []string{tierDAX}, "8", 1, 256, "regions",
+		"How many regions are on their way into the arena at a time: pieces of large chunks, and runs of small ones that are neighbours.", func(c *TierConfig) *int { return &c.DAX.MaxRegions }),
+	countSetting("store_workers", []string{tierDAX}, "4", 1, 256, "threads",
+		"How many threads copy from the arena onto the devices; no more than there are processors.",
+		func(c *TierConfig) *int { return &c.DAX.StoreWorkers }),
+	countSetting("lookup_workers", []string{tierDAX}, "0", 0, 256, "lookups (0: any number)",
+		"How many lookups walk the index at a time. They are answered from memory and wait for nothing, so this is of use only to keep cores free.",
 		func(c *TierConfig) *int { return &c.DAX.LookupWorkers }),
-	choiceSetting("eviction", []string{tierDAX}, policy.Default, evictionMeaning, policy.Names(), func(c *TierConfig) *string { return &c.DAX.Eviction }),
+	choiceSetting("eviction", []string{tierDAX}, policy.Default, evictionMeaning, policy.Names(),
+		func(c *TierConfig) *string { return &c.DAX.Eviction }),
 	{
-		Key: "slab", Kinds: []string{tierDAX}, Default: "a 32nd of all devices, from 256M to 64G", Unit: sizeUnit, derived: true,
+		Key: "slab", Kinds: []string{tierDAX}, Default: "a 32nd of all devices, from 256M to 64G",
+		Unit: sizeUnit, derived: true,
 		Meaning: "Size of the pieces that a device is cut into. Each has room for chunks of one geometry.",
-		set:     func(c *TierConfig, v string) (err error) { c.DAX.Slab, err = parseSize(v); return },
+		set: func(c *TierConfig, v string) (err error) {
+			c.DAX.Slab,
+				err = parseSize(v)
+			return
+		},
 	},
-	flagSetting("hotplug", []string{tierDAX}, "Whether devices may be added, removed and resized while the sidecar serves, by lookaside dax and over HTTP.", func(c *TierConfig) *bool { return &c.DAX.HotPlug }),
+	flagSetting("hotplug", []string{tierDAX},
+		"Whether devices may be added, removed and resized while the sidecar serves, by lookaside dax and over HTTP.", func(c *TierConfig) *bool { return &c.DAX.HotPlug }),
 }
 
 // addAll adds devices, separated by commas.
@@ -297,20 +356,31 @@ var diskSettings = []TierSetting{
 	{
 		Key: "capacity", Kinds: []string{tierDisk}, Unit: sizeUnit, required: true,
 		Meaning: "How much of the disks the store takes, over all its directories together. It is allocated when the sidecar starts. With another capacity an existing store grows or shrinks; shrinking drops what was in the part that goes.",
-		set:     func(c *TierConfig, v string) (err error) { c.Disk.Capacity, err = parseSize(v); return },
+		set: func(c *TierConfig, v string) (err error) {
+			c.Disk.Capacity,
+				err = parseSize(v)
+			return
+		},
 	},
 	choiceSetting("eviction", []string{tierDisk}, policy.Default, evictionMeaning,
 		policy.Names(), func(c *TierConfig) *string { return &c.Disk.Eviction }),
-	choiceSetting("direct", []string{tierDisk}, "auto", "Whether I/O goes around the page cache (O_DIRECT). auto: where the file system allows it; always: an error where it does not.",
+	choiceSetting("direct", []string{tierDisk}, "auto",
+		"Whether I/O goes around the page cache (O_DIRECT). auto: where the file system allows it; always: an error where it does not.",
 		[]string{"auto", "always", "never"}, func(c *TierConfig) *string { return &c.Disk.Direct }),
 	{
-		Key: "slab", Kinds: []string{tierDisk}, Default: "capacity/32, from 256M to 64G", Unit: sizeUnit, derived: true,
+		Key: "slab", Kinds: []string{tierDisk}, Default: "capacity/32, from 256M to 64G",
+		Unit: sizeUnit, derived: true,
 		Meaning: "Size of one file of the store. Each has room for chunks of one geometry.",
-		set:     func(c *TierConfig, v string) (err error) { c.Disk.Slab, err = parseSize(v); return },
+		set: func(c *TierConfig, v string) (err error) {
+			c.Disk.Slab,
+				err = parseSize(v)
+			return
+		},
 	},
 }
 
-var redisSchemes = []string{"redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster", "redis+unix"}
+var redisSchemes = []string{"redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster",
+	"rediss+cluster", "redis+unix"}
 
 var redisSettings = slices.Concat([]TierSetting{
 	{
@@ -325,53 +395,79 @@ var redisSettings = slices.Concat([]TierSetting{
 			}
 			o, err := remote.ParseRedisURL(v)
 			r := &c.Redis
-			r.Mode, r.Addrs, r.Master, r.DB, r.User, r.TLS = o.Mode, o.Addrs, o.Master, o.DB, o.User, o.TLS
+			r.Mode, r.Addrs, r.Master, r.DB, r.User, r.TLS = o.Mode, o.Addrs, o.Master, o.DB,
+				o.User, o.TLS
 			return err
 		},
 	},
 	{
-		Key: "db", Kinds: []string{tierRedis}, Default: "that of the URL, or 0", Unit: "number", Meaning: "The database.", derived: true,
-		set: func(c *TierConfig, v string) (err error) { c.Redis.DB, err = parseInt(v, 0, 1<<20); return },
+		Key: "db", Kinds: []string{tierRedis}, Default: "that of the URL, or 0", Unit: "number",
+		Meaning: "The database.", derived: true,
+		set: func(c *TierConfig, v string) (err error) {
+			c.Redis.DB,
+				err = parseInt(v, 0, 1<<20)
+			return
+		},
 	},
-	textSetting("password_file", []string{tierRedis}, "", "file", "A file with the password. It is read again for each connection.", func(c *TierConfig) *string { return &c.Redis.Password.File }),
-	textSetting("password_env", []string{tierRedis}, "", "name of an environment variable", "An environment variable that has the password.",
+	textSetting("password_file", []string{tierRedis}, "", "file",
+		"A file with the password. It is read again for each connection.",
+		func(c *TierConfig) *string { return &c.Redis.Password.File }),
+	textSetting("password_env", []string{tierRedis}, "", "name of an environment variable",
+		"An environment variable that has the password.",
 		func(c *TierConfig) *string { return &c.Redis.Password.Env }),
-	textSetting("sentinel_user", []string{tierRedis}, "", "name", "Who we are to the sentinels.", func(c *TierConfig) *string { return &c.Redis.SentinelUser }),
-	textSetting("sentinel_password_file", []string{tierRedis}, "", "file", "A file with the password for the sentinels.",
+	textSetting("sentinel_user", []string{tierRedis}, "", "name", "Who we are to the sentinels.",
+		func(c *TierConfig) *string { return &c.Redis.SentinelUser }),
+	textSetting("sentinel_password_file", []string{tierRedis}, "", "file",
+		"A file with the password for the sentinels.",
 		func(c *TierConfig) *string { return &c.Redis.SentinelPassword.File }),
-	textSetting("sentinel_password_env", []string{tierRedis}, "", "name of an environment variable", "An environment variable that has the password for the sentinels.",
+	textSetting("sentinel_password_env", []string{tierRedis}, "", "name of an environment variable",
+		"An environment variable that has the password for the sentinels.",
 		func(c *TierConfig) *string { return &c.Redis.SentinelPassword.Env }),
-}, tlsSettings(tierRedis, func(c *TierConfig) *remote.TLSFiles { return &c.Redis.Files }), []TierSetting{
-	textSetting("prefix", []string{tierRedis}, "la1", "letters, digits and _.:-/", "What the names of all keys begin with. Sidecars with the same prefix share their chunks.",
-		func(c *TierConfig) *string { return &c.Redis.Prefix }),
-	{
-		Key: "ttl", Kinds: []string{tierRedis}, Default: "0", Unit: "duration (0: the server decides)",
-		Meaning: "After how long the server forgets a chunk.",
-		set: func(c *TierConfig, v string) (err error) {
-			if c.Redis.TTL, err = parseDuration(v, 0); err == nil && c.Redis.TTL > 0 && c.Redis.TTL < time.Second {
-				err = fmt.Errorf("%q is below 1s", v)
-			}
-			return
+}, tlsSettings(tierRedis, func(c *TierConfig) *remote.TLSFiles { return &c.Redis.Files }),
+	[]TierSetting{
+		textSetting("prefix", []string{tierRedis}, "la1", "letters, digits and _.:-/",
+			"What the names of all keys begin with. Sidecars with the same prefix share their chunks.",
+			func(c *TierConfig) *string { return &c.Redis.Prefix }),
+		{
+			Key: "ttl", Kinds: []string{tierRedis}, Default: "0",
+			Unit:    "duration (0: the server decides)",
+			Meaning: "After how long the server forgets a chunk.",
+			set: func(c *TierConfig, v string) (err error) {
+				if c.Redis.TTL, err = parseDuration(v, 0); err == nil && c.Redis.TTL > 0 &&
+					c.Redis.TTL < time.Second {
+					err = fmt.Errorf("%q is below 1s", v)
+				}
+				return
+			},
 		},
-	},
-	serdeSetting(tierRedis, func(c *TierConfig) *string { return &c.Redis.Serde }),
-	{
-		Key: "split", Kinds: []string{tierRedis}, Default: "8M", Unit: sizeUnit,
-		Meaning: "Larger chunks are kept as several values of this size, which are sent one behind the other without waiting.",
-		set: func(c *TierConfig, v string) (err error) {
-			if c.Redis.SplitBytes, err = parseSize(v); err == nil && (c.Redis.SplitBytes < 64<<10 || c.Redis.SplitBytes > 512<<20) {
-				err = fmt.Errorf("%q is not from 64K to 512M", v)
-			}
-			return
+		serdeSetting(tierRedis, func(c *TierConfig) *string { return &c.Redis.Serde }),
+		{
+			Key: "split", Kinds: []string{tierRedis}, Default: "8M", Unit: sizeUnit,
+			Meaning: "Larger chunks are kept as several values of this size, which are sent one behind the other without waiting.",
+			set: func(c *TierConfig, v string) (err error) {
+				if c.Redis.SplitBytes, err = parseSize(v); err == nil &&
+					(c.Redis.SplitBytes < 64<<10 ||
+						c.Redis.SplitBytes > 512<<20) {
+					err = fmt.Errorf("%q is not from 64K to 512M", v)
+				}
+				return
+			},
 		},
-	},
-	{
-		Key: "pool", Kinds: []string{tierRedis}, Default: "16", Unit: "connections",
-		Meaning: "The most connections to the server (to each, in a cluster).",
-		set:     func(c *TierConfig, v string) (err error) { c.Redis.Pool, err = parseInt(v, 1, 1024); return },
-	},
-	timeoutSetting("dial_timeout", "2s", "How long making a connection may take.", []string{tierRedis}, func(c *TierConfig) *time.Duration { return &c.Redis.DialTimeout }),
-})
+		{
+			Key: "pool", Kinds: []string{tierRedis}, Default: "16", Unit: "connections",
+			Meaning: "The most connections to the server (to each, in a cluster).",
+			set: func(c *TierConfig, v string) (err error) {
+				c.Redis.Pool,
+					err = parseInt(v, 1, 1024)
+				return
+			},
+		},
+		timeoutSetting("dial_timeout", "2s", "How long making a connection may take.",
+			[]string{tierRedis}, func(
+				c *TierConfig) *time.Duration {
+				return &c.Redis.DialTimeout
+			}),
+	})
 
 var s3Settings = slices.Concat([]TierSetting{
 	{
@@ -384,44 +480,63 @@ var s3Settings = slices.Concat([]TierSetting{
 		},
 	},
 	{
-		Key: "endpoint", Kinds: []string{tierS3}, Unit: "http:// or https:// and HOST[:PORT]", Default: "https://s3.amazonaws.com",
+		Key: "endpoint", Kinds: []string{tierS3}, Unit: "http:// or https:// and HOST[:PORT]",
+		Default: "https://s3.amazonaws.com",
 		Meaning: "The server.",
 		set:     func(c *TierConfig, v string) error { c.S3.Endpoint = v; return checkEndpoint(v) },
 	},
-	textSetting("region", []string{tierS3}, "", "region", "The bucket's region; unset: the server is asked.", func(c *TierConfig) *string { return &c.S3.Region }),
-	textSetting("credentials_file", []string{tierS3}, "", "file", "Credentials in the form of ~/.aws/credentials. Unset: the environment variables; if these are not set either, requests are not signed.",
+	textSetting("region", []string{tierS3}, "", "region",
+		"The bucket's region; unset: the server is asked.",
+		func(c *TierConfig) *string { return &c.S3.Region }),
+	textSetting("credentials_file", []string{tierS3}, "", "file",
+		"Credentials in the form of ~/.aws/credentials. Unset: the environment variables; if these are not set either, requests are not signed.",
 		func(c *TierConfig) *string { return &c.S3.CredentialsFile }),
-	textSetting("profile", []string{tierS3}, "default", "name", "The section of credentials_file.", func(c *TierConfig) *string { return &c.S3.Profile }),
-	textSetting("access_key_env", []string{tierS3}, "AWS_ACCESS_KEY_ID", "name of an environment variable", "An environment variable that has the access key.",
+	textSetting("profile", []string{tierS3}, "default", "name", "The section of credentials_file.",
+		func(c *TierConfig) *string { return &c.S3.Profile }),
+	textSetting("access_key_env", []string{tierS3}, "AWS_ACCESS_KEY_ID",
+		"name of an environment variable", "An environment variable that has the access key.",
 		func(c *TierConfig) *string { return &c.S3.AccessKeyEnv }),
-	textSetting("secret_key_env", []string{tierS3}, "AWS_SECRET_ACCESS_KEY", "name of an environment variable", "An environment variable that has the secret key.",
+	textSetting("secret_key_env", []string{tierS3}, "AWS_SECRET_ACCESS_KEY",
+		"name of an environment variable", "An environment variable that has the secret key.",
 		func(c *TierConfig) *string { return &c.S3.SecretKeyEnv }),
-	textSetting("session_token_env", []string{tierS3}, "AWS_SESSION_TOKEN", "name of an environment variable", "An environment variable that has the session's token, if there is one.",
+	textSetting("session_token_env", []string{tierS3}, "AWS_SESSION_TOKEN",
+		"name of an environment variable",
+		"An environment variable that has the session's token, if there is one.",
 		func(c *TierConfig) *string { return &c.S3.SessionTokenEnv }),
 }, tlsSettings(tierS3, func(c *TierConfig) *remote.TLSFiles { return &c.S3.Files }), []TierSetting{
-	flagSetting("virtual_host", []string{tierS3}, "Whether the bucket is named in the host's name and not in the path. AWS's own endpoints always do it so.",
+	flagSetting("virtual_host", []string{tierS3},
+		"Whether the bucket is named in the host's name and not in the path. AWS's own endpoints always do it so.",
 		func(c *TierConfig) *bool { return &c.S3.VirtualHost }),
 	serdeSetting(tierS3, func(c *TierConfig) *string { return &c.S3.Serde }),
 	{
 		Key: "pool", Kinds: []string{tierS3}, Default: "32", Unit: "requests",
 		Meaning: "The most requests that are under way at a time.",
-		set:     func(c *TierConfig, v string) (err error) { c.S3.Pool, err = parseInt(v, 1, 1024); return },
+		set: func(c *TierConfig, v string) (err error) {
+			c.S3.Pool,
+				err = parseInt(v, 1, 1024)
+			return
+		},
 	},
-	timeoutSetting("dial_timeout", "5s", "How long making a connection may take.", []string{tierS3}, func(c *TierConfig) *time.Duration { return &c.S3.DialTimeout }),
+	timeoutSetting("dial_timeout", "5s", "How long making a connection may take.", []string{tierS3},
+		func(c *TierConfig) *time.Duration { return &c.S3.DialTimeout }),
 })
 
 func tlsSettings(kind string, files func(*TierConfig) *remote.TLSFiles) []TierSetting {
 	return []TierSetting{
-		textSetting("ca_file", []string{kind}, "", "PEM file", "Certificates of the authorities that the server's is checked by; unset: the system's.",
+		textSetting("ca_file", []string{kind}, "", "PEM file",
+			"Certificates of the authorities that the server's is checked by; unset: the system's.",
 			func(c *TierConfig) *string { return &files(c).CA }),
-		textSetting("cert_file", []string{kind}, "", "PEM file", "Our own certificate, where the server asks for one. Needs key_file.",
+		textSetting("cert_file", []string{kind}, "", "PEM file",
+			"Our own certificate, where the server asks for one. Needs key_file.",
 			func(c *TierConfig) *string { return &files(c).Cert }),
-		textSetting("key_file", []string{kind}, "", "PEM file", "The key of cert_file.", func(c *TierConfig) *string { return &files(c).Key }),
+		textSetting("key_file", []string{kind}, "", "PEM file", "The key of cert_file.",
+			func(c *TierConfig) *string { return &files(c).Key }),
 	}
 }
 
 func serdeSetting(kind string, field func(*TierConfig) *string) TierSetting {
-	return choiceSetting("serde", []string{kind}, "raw", "How pages are encoded on their way. "+lossyMeaning(), serde.Names(), field)
+	return choiceSetting("serde", []string{kind}, "raw", "How pages are encoded on their way. "+
+		lossyMeaning(), serde.Names(), field)
 }
 
 // lossyMeaning says which codecs change what they carry.
@@ -435,7 +550,8 @@ func lossyMeaning() string {
 	if len(lossy) == 0 {
 		return "None changes a byte."
 	}
-	return strings.Join(lossy, " and ") + " change the pages a little, and so perhaps what vLLM computes from them: what is stored with one of them is of a space of its own, that nobody else hits."
+	return strings.Join(lossy, " and ") +
+		" change the pages a little, and so perhaps what vLLM computes from them: what is stored with one of them is of a space of its own, that nobody else hits."
 }
 
 var tierName = regexp.MustCompile(`^[a-z0-9][a-z0-9_-]{0,31}$`)
@@ -450,7 +566,8 @@ func nearestOf(v string, choices []string) error {
 
 func checkEndpoint(v string) error {
 	u, err := url.Parse(v)
-	if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" || u.User != nil || strings.Trim(u.Path, "/") != "" {
+	if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" || u.User != nil ||
+		strings.Trim(u.Path, "/") != "" {
 		return errors.New("it is not of the form https://host:port")
 	}
 	return nil
@@ -463,7 +580,8 @@ type tierEntry struct {
 	err    error       // it was not of the short form
 }
 
-// tierFlag is the value of --dax, --disk, --redis or --s3: all append to one list, so that their order is kept.
+// tierFlag is the value of --dax, --disk, --redis or --s3: all append to one list, so that their
+// order is kept.
 type tierFlag struct {
 	kind string
 	list *[]tierEntry
@@ -474,10 +592,12 @@ var _ pflag.Value = tierFlag{}
 // String implements pflag.Value.
 func (tierFlag) String() string { return "" }
 
-// Type implements pflag.Value: it is what the help calls the value. pflag counts bytes, so there is no ellipsis in it.
+// Type implements pflag.Value: it is what the help calls the value. pflag counts bytes, so there is
+// no ellipsis in it.
 func (f tierFlag) Type() string { return strings.ReplaceAll(shortForms[f.kind], "…", "...") }
 
-// Set implements pflag.Value. It never fails, because pflag would repeat the value, and with it what secret may be in it.
+// Set implements pflag.Value. It never fails, because pflag would repeat the value, and with it
+// what secret may be in it.
 func (f tierFlag) Set(v string) error {
 	*f.list = append(*f.list, shortTier("--"+f.kind, f.kind, v))
 	return nil
@@ -502,8 +622,9 @@ var shortExamples = map[string]string{
 func addTierFlags(fs *pflag.FlagSet) {
 	list := new([]tierEntry)
 	for _, kind := range tierKinds {
-		fs.Var(tierFlag{kind, list}, kind, fmt.Sprintf("Adds a tier of kind %s below those before it, such as %s. May be repeated; takes the place of the list tiers of the file, whose keys it has.",
-			kind, shortExamples[kind]))
+		fs.Var(tierFlag{kind, list}, kind,
+			fmt.Sprintf("Adds a tier of kind %s below those before it, such as %s. May be repeated; takes the place of the list tiers of the file, whose keys it has.",
+				kind, shortExamples[kind]))
 	}
 }
 
@@ -520,7 +641,8 @@ func flagTiers(fs *pflag.FlagSet) []tierEntry {
 // TierEnv is the environment variable that adds tiers of a kind.
 func TierEnv(kind string) string { return EnvPrefix + strings.ToUpper(kind) }
 
-// envTiers returns the tiers of the environment: devices, then disks, then Redis servers, then buckets, for variables have no order.
+// envTiers returns the tiers of the environment: devices, then disks, then Redis servers, then
+// buckets, for variables have no order.
 func envTiers(environ []string) (out []tierEntry) {
 	for _, kind := range tierKinds {
 		for _, e := range environ {
@@ -534,7 +656,8 @@ func envTiers(environ []string) (out []tierEntry) {
 	return out
 }
 
-// shortTier takes the short form of a tier apart. Which keys and values are right is not decided here.
+// shortTier takes the short form of a tier apart. Which keys and values are right is not decided
+// here.
 func shortTier(source, kind, v string) tierEntry {
 	e := tierEntry{source: source, keys: [][2]string{{"kind", kind}}}
 	add := func(key, value string) { e.keys = append(e.keys, [2]string{key, value}) }
@@ -583,7 +706,8 @@ func splitURL(e *tierEntry) error {
 			continue
 		}
 		out = append(out, [2]string{"url", base})
-		// Not url.ParseQuery: it keeps no order, and its errors repeat what they are about, which could be a secret.
+		// Not url.ParseQuery: it keeps no order, and its errors repeat what they are about, which
+		// could be a secret.
 		for p := range strings.SplitSeq(query, "&") {
 			key, value, ok := strings.Cut(p, "=")
 			value, err := url.QueryUnescape(value)
@@ -623,7 +747,8 @@ func yamlTiers(file string, v any) ([]tierEntry, error) {
 	return out, nil
 }
 
-var errNoTierList = errors.New("want a list of tiers, nearest first, each beginning with \"- kind: disk\" (or dax, redis, s3)")
+var errNoTierList = errors.New(
+	"want a list of tiers, nearest first, each beginning with \"- kind: disk\" (or dax, redis, s3)")
 
 func yamlTierValue(key string, v any) (string, error) {
 	switch v := v.(type) {
@@ -646,7 +771,8 @@ func yamlTierValue(key string, v any) (string, error) {
 				}
 			case !ok || strings.Contains(s, ","):
 				what := map[string]string{"paths": "directory", "devices": "device"}[key]
-				return "", fmt.Errorf("%v is not a %s (a comma in its name is not supported)", p, what)
+				return "", fmt.Errorf("%v is not a %s (a comma in its name is not supported)", p,
+					what)
 			}
 			parts = append(parts, s)
 		}
@@ -663,7 +789,8 @@ func yamlDevice(m map[string]any) (string, error) {
 	}
 	for _, key := range slices.Sorted(maps.Keys(m)) {
 		if key != "path" && key != "size" {
-			return "", unknown(fmt.Sprintf("%s: unknown key %q", path, key), key, "", []string{"path", "size"})
+			return "", unknown(fmt.Sprintf("%s: unknown key %q", path, key), key, "",
+				[]string{"path", "size"})
 		}
 	}
 	switch size := m["size"].(type) {
@@ -694,7 +821,8 @@ func parseTier(e tierEntry) (TierConfig, error) {
 		}
 	}
 	if c.Kind == "" {
-		return fail(fmt.Errorf("kind is missing: add \"kind: \" and one of %s", strings.Join(tierKinds, ", ")))
+		return fail(fmt.Errorf("kind is missing: add \"kind: \" and one of %s",
+			strings.Join(tierKinds, ", ")))
 	}
 	if err := nearestOf(c.Kind, tierKinds); err != nil {
 		return fail(fmt.Errorf("kind: %w", err))
@@ -716,7 +844,10 @@ func parseTier(e tierEntry) (TierConfig, error) {
 	}
 	given := map[string]bool{}
 	ordered := slices.Clone(e.keys)
-	slices.SortStableFunc(ordered, func(a, b [2]string) int { return rankOfKey(a[0]) - rankOfKey(b[0]) })
+	slices.SortStableFunc(ordered, func(a, b [2]string) int {
+		return rankOfKey(a[0]) - rankOfKey(
+			b[0])
+	})
 	for _, kv := range ordered {
 		key, value := kv[0], kv[1]
 		i := slices.IndexFunc(mine, func(s TierSetting) bool { return s.Key == key })
@@ -756,7 +887,8 @@ func parseTier(e tierEntry) (TierConfig, error) {
 	return c, nil
 }
 
-// rankOfKey is the place of a key among those of a tier: the name, for the errors of the others, then the URL, a part of which other keys may replace.
+// rankOfKey is the place of a key among those of a tier: the name, for the errors of the others,
+// then the URL, a part of which other keys may replace.
 func rankOfKey(key string) int {
 	switch key {
 	case "name":
@@ -769,13 +901,15 @@ func rankOfKey(key string) int {
 
 // tierSettingsOf returns the settings of one kind of tier.
 func tierSettingsOf(kind string) []TierSetting {
-	return slices.DeleteFunc(slices.Clone(tierSettings), func(s TierSetting) bool { return !slices.Contains(s.Kinds, kind) })
+	return slices.DeleteFunc(slices.Clone(tierSettings),
+		func(s TierSetting) bool { return !slices.Contains(s.Kinds, kind) })
 }
 
 // kindsWith returns the kinds of tiers that have a key.
 func kindsWith(key string) (kinds []string) {
 	for _, kind := range tierKinds {
-		if slices.ContainsFunc(tierSettingsOf(kind), func(s TierSetting) bool { return s.Key == key }) {
+		if slices.ContainsFunc(tierSettingsOf(kind),
+			func(s TierSetting) bool { return s.Key == key }) {
 			kinds = append(kinds, kind)
 		}
 	}
@@ -791,7 +925,8 @@ func (c *TierConfig) check() error {
 		return c.DAX.check("")
 	case tierDisk:
 		if c.Disk.Slab > c.Disk.Capacity {
-			return fmt.Errorf("slab is %s, above capacity, %s", dax.FormatSize(c.Disk.Slab), dax.FormatSize(c.Disk.Capacity))
+			return fmt.Errorf("slab is %s, above capacity, %s", dax.FormatSize(c.Disk.Slab),
+				dax.FormatSize(c.Disk.Capacity))
 		}
 		if c.Disk.Capacity < int64(len(c.Disk.Paths))<<20 {
 			return fmt.Errorf("capacity is %s: a directory wants 1M at least, and a useful one many G", dax.FormatSize(c.Disk.Capacity))
@@ -804,7 +939,8 @@ func (c *TierConfig) check() error {
 		if r.SentinelPassword.File != "" && r.SentinelPassword.Env != "" {
 			return errors.New("sentinel_password_file and sentinel_password_env: set one of them")
 		}
-		if r.Mode != remote.RedisSentinel && (r.SentinelUser != "" || r.SentinelPassword != remote.Secret{}) {
+		if r.Mode != remote.RedisSentinel && (r.SentinelUser != "" ||
+			r.SentinelPassword != remote.Secret{}) {
 			return errors.New("sentinel_user and sentinel_password are set, and the URL is not of sentinels: write it as redis+sentinel://HOST,HOST/MASTER")
 		}
 		files, tls = r.Files, r.TLS
@@ -826,7 +962,8 @@ func (c *DAXDevices) check(at string) error {
 	case len(c.Devices) == 0 && !c.HotPlug:
 		return fmt.Errorf("%[1]sdevices is missing: add the devices' paths, such as [/dev/dax0.0]; only with %[1]shotplug: true there may be none at the start", at)
 	case c.Rank >= c.Ranks:
-		return fmt.Errorf("%[1]srank is %[2]d of %[1]sranks %[3]d: they count from 0", at, c.Rank, c.Ranks)
+		return fmt.Errorf("%[1]srank is %[2]d of %[1]sranks %[3]d: they count from 0", at, c.Rank,
+			c.Ranks)
 	}
 	return nil
 }
@@ -846,7 +983,8 @@ func (c *TierConfig) lossy() string {
 // completeTiers names the tiers that have no name, and checks what concerns several of them.
 func completeTiers(list []TierConfig) ([]TierConfig, error) {
 	if len(list) > engine.MaxTiers {
-		return nil, fmt.Errorf("settings: %d tiers, and there may be %d", len(list), engine.MaxTiers)
+		return nil, fmt.Errorf("settings: %d tiers, and there may be %d", len(list),
+			engine.MaxTiers)
 	}
 	out := slices.Clone(list)
 	names := map[string]string{}
@@ -874,7 +1012,8 @@ func completeTiers(list []TierConfig) ([]TierConfig, error) {
 		}
 		for _, dir := range t.Disk.Paths {
 			for other, name := range dirs {
-				if dir == other || strings.HasPrefix(dir, other+"/") || strings.HasPrefix(other, dir+"/") {
+				if dir == other || strings.HasPrefix(dir, other+"/") ||
+					strings.HasPrefix(other, dir+"/") {
 					return nil, fmt.Errorf("settings: %s: disk tier %q: %s and %s of tier %q are one in the other: give each a directory of its own", t.source, t.Name, dir, other, name)
 				}
 			}
@@ -919,7 +1058,8 @@ tiers of the environment and of the file are not used; if there is any such vari
 `)
 	for _, kind := range tierKinds {
 		form := strings.ReplaceAll(shortForms[kind], "|", "\\|")
-		fmt.Fprintf(b, "| %s | `--%s` | `%s` | `%s` | `%s` |\n", kind, kind, TierEnv(kind), form, shortExamples[kind])
+		fmt.Fprintf(b, "| %s | `--%s` | `%s` | `%s` | `%s` |\n", kind, kind, TierEnv(kind), form,
+			shortExamples[kind])
 	}
 	b.WriteString("\n")
 	table := func(title string, list []TierSetting) {

@@ -38,7 +38,8 @@ func openTiers(cfg Config, log *zap.Logger) (open []stack.TierConfig, err error)
 			return open, fmt.Errorf("%s tier %q: %w", c.Kind, c.Name, err)
 		}
 		sc := stack.TierConfig{
-			Name: c.Name, Tier: t, Admit: c.Admit, Queue: c.Queue, LookupTimeout: c.LookupTimeout, LoadTimeout: c.LoadTimeout, StoreTimeout: c.StoreTimeout,
+			Name: c.Name, Tier: t, Admit: c.Admit, Queue: c.Queue, LookupTimeout: c.LookupTimeout,
+			LoadTimeout: c.LoadTimeout, StoreTimeout: c.StoreTimeout,
 		}
 		if !slices.Contains(localKinds, c.Kind) { // which have workers of their own
 			sc.LookupWorkers, sc.LoadWorkers, sc.StoreWorkers = c.Workers, c.Workers, c.Workers
@@ -64,8 +65,10 @@ func openTier(c *TierConfig, log *zap.Logger) (tiers.Tier, error) {
 // daxOptions are those of a pool.
 func daxOptions(c *DAXConfig, log *zap.Logger) daxtier.Options {
 	o := daxtier.Options{
-		OffsetBytes: c.Offset, Rank: c.Rank, Ranks: c.Ranks, AllowFiles: c.AllowFiles, SlabBytes: c.Slab, Policy: c.Eviction, LoadWorkers: c.RestoreWorkers,
-		MaxRegions: c.MaxRegions, StoreWorkers: c.StoreWorkers, LookupWorkers: c.LookupWorkers, HotPlug: c.HotPlug, Seed: connector.RandomID(), Log: log,
+		OffsetBytes: c.Offset, Rank: c.Rank, Ranks: c.Ranks, AllowFiles: c.AllowFiles,
+		SlabBytes: c.Slab, Policy: c.Eviction, LoadWorkers: c.RestoreWorkers,
+		MaxRegions: c.MaxRegions, StoreWorkers: c.StoreWorkers, LookupWorkers: c.LookupWorkers,
+		HotPlug: c.HotPlug, Seed: connector.RandomID(), Log: log,
 	}
 	for _, d := range c.Devices {
 		size := d.Size
@@ -96,7 +99,8 @@ func remoteTier(t *remote.Tier, err error) (tiers.Tier, error) {
 // checkPatience is how long a server may take to say that it is there.
 const checkPatience = 5 * time.Second
 
-// checkTiers tells the log which servers cannot be reached. Nobody waits for it: a sidecar serves without them, and package stack finds out by itself.
+// checkTiers tells the log which servers cannot be reached. Nobody waits for it: a sidecar serves
+// without them, and package stack finds out by itself.
 func checkTiers(ctx context.Context, open []stack.TierConfig, log *zap.Logger) {
 	var wg sync.WaitGroup
 	for _, t := range open {
@@ -120,7 +124,8 @@ func checkTiers(ctx context.Context, open []stack.TierConfig, log *zap.Logger) {
 	wg.Wait()
 }
 
-// lossyFields are the fields that keep apart the spaces of sidecars whose tiers change what they keep.
+// lossyFields are the fields that keep apart the spaces of sidecars whose tiers change what they
+// keep.
 func lossyFields(list []TierConfig) []wire.Field {
 	var codecs []string
 	for i := range list {
@@ -146,7 +151,8 @@ func closeTiers(open []stack.TierConfig) error {
 	return errors.Join(errs...)
 }
 
-// checkRoom refuses a capacity that the file systems cannot give, before any of it is taken: finding out by taking it would leave them full.
+// checkRoom refuses a capacity that the file systems cannot give, before any of it is taken:
+// finding out by taking it would leave them full.
 func checkRoom(c DiskConfig) error {
 	type fileSystem struct {
 		dirs       []string

@@ -45,7 +45,8 @@ func withTiers(t *testing.T, flags ...string) func(*Config) {
 	}
 }
 
-// newPrefix is a prefix of pages, four a chunk, with a worker and a scheduler that are connected to d.
+// newPrefix is a prefix of pages, four a chunk, with a worker and a scheduler that are connected to
+// d.
 func newPrefix(t *testing.T, d *Daemon, pages int) *prefixRig {
 	t.Helper()
 	b := &prefixRig{o: PromotionBench{PageBytes: 4096, PagesPerChunk: 4}, d: d, pages: pages}
@@ -103,10 +104,12 @@ func until(t *testing.T, what func() any, ok func() bool) {
 	}
 }
 
-// untilTierHas waits until a tier has so many pages, and no tier is being given any: what is cleared meanwhile is dropped from it, too.
+// untilTierHas waits until a tier has so many pages, and no tier is being given any: what is
+// cleared meanwhile is dropped from it, too.
 func untilTierHas(t *testing.T, d *Daemon, tier int, pages int64) {
 	t.Helper()
-	until(t, func() any { return d.Tiers()[tier] }, func() bool { return d.Tiers()[tier].Pages == pages })
+	until(t, func() any { return d.Tiers()[tier] },
+		func() bool { return d.Tiers()[tier].Pages == pages })
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	if err := d.stack.Flush(ctx); err != nil {
@@ -127,7 +130,8 @@ func TestAPrefixOutlivesArenaAndSidecar(t *testing.T) {
 		t.Errorf("%d pages; %+v", d.Status().Pages, cleared)
 	}
 	b.hits(t)
-	if st := d.Status(); st.Promotions.Pages != pages || st.Tiers[0].HitPages != pages || st.Tiers[0].LoadedBytes != pages*4096 || st.Tiers[0].Lookups != 1 {
+	if st := d.Status(); st.Promotions.Pages != pages || st.Tiers[0].HitPages != pages ||
+		st.Tiers[0].LoadedBytes != pages*4096 || st.Tiers[0].Lookups != 1 {
 		t.Errorf("%+v", st)
 	}
 	b.close()
@@ -216,11 +220,15 @@ func TestStartSaysWhyATierCannotBeOpened(t *testing.T) {
 		flag string
 		want []string
 	}{
-		{"locked", "--disk=" + dir + ":8M:slab=1M:name=fast", []string{`disk tier "fast"`, dir, fmt.Sprint(os.Getpid())}},
-		{"no room", "--disk=" + t.TempDir() + "/x:4000T", []string{`disk tier "disk"`, "capacity", "/x", "4000TiB", "free", "smaller"}},
-		{"no room for two together", "--disk=" + t.TempDir() + "," + t.TempDir() + ":4000T", []string{"capacity", "4000TiB", "free"}},
+		{"locked", "--disk=" + dir + ":8M:slab=1M:name=fast", []string{`disk tier "fast"`, dir,
+			fmt.Sprint(os.Getpid())}},
+		{"no room", "--disk=" + t.TempDir() + "/x:4000T", []string{`disk tier "disk"`, "capacity",
+			"/x", "4000TiB", "free", "smaller"}},
+		{"no room for two together", "--disk=" + t.TempDir() + "," + t.TempDir() + ":4000T",
+			[]string{"capacity", "4000TiB", "free"}},
 		{"a file", "--disk=" + file + ":8M:slab=1M", []string{`disk tier "disk"`, file}},
-		{"another version", "--disk=" + old + ":8M:slab=1M", []string{`disk tier "disk"`, old, "version"}},
+		{"another version", "--disk=" + old + ":8M:slab=1M", []string{`disk tier "disk"`, old,
+			"version"}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			c := Defaults()
@@ -248,7 +256,8 @@ func TestStartSaysWhyATierCannotBeOpened(t *testing.T) {
 
 func TestControlOverHTTP(t *testing.T) {
 	const pages = 40
-	d, log := startDaemon(t, withTiers(t, "--disk="+t.TempDir()+":8M:slab=1M:name=near", "--disk="+t.TempDir()+":8M:slab=1M:name=far:admit=never"))
+	d, log := startDaemon(t, withTiers(t, "--disk="+t.TempDir()+":8M:slab=1M:name=near",
+		"--disk="+t.TempDir()+":8M:slab=1M:name=far:admit=never"))
 	b := storedPrefix(t, d, pages)
 	untilTierHas(t, d, 0, pages)
 	r := newAdminRig(t, d, "")
@@ -258,24 +267,28 @@ func TestControlOverHTTP(t *testing.T) {
 
 	var list TiersResult
 	r.get("/v1/tiers", &list)
-	if len(list.Tiers) != 2 || list.Tiers[0].Name != "near" || list.Tiers[0].State != "closed" || list.Tiers[0].Pages != pages || list.Tiers[0].CapacityBytes != 8<<20 ||
+	if len(list.Tiers) != 2 || list.Tiers[0].Name != "near" || list.Tiers[0].State != "closed" ||
+		list.Tiers[0].Pages != pages || list.Tiers[0].CapacityBytes != 8<<20 ||
 		list.Tiers[1].Name != "far" || list.Tiers[1].Admit != "never" || list.Tiers[1].Pages != 0 {
 		t.Errorf("%+v", list)
 	}
 	// far is a copy, then the only one, then nowhere but in the arena.
 	var p ProgressResult
 	r.post("/v1/move", MoveRequest{prefix, minute, "near", "far", true}, &p)
-	if p.Pages != pages || p.PagesAsked != pages || !p.Complete || d.Tiers()[0].Pages != pages || d.Tiers()[1].Pages != pages {
+	if p.Pages != pages || p.PagesAsked != pages || !p.Complete || d.Tiers()[0].Pages != pages ||
+		d.Tiers()[1].Pages != pages {
 		t.Errorf("%+v; %+v", p, d.Tiers())
 	}
 	var c ClearResult
 	r.post("/v1/clear", ClearRequest{Space: p.Space, Tier: "near"}, &c)
-	if len(c.Cleared) != 1 || c.Cleared[0] != (ClearedTier{Tier: "near", Chunks: 10}) || !c.Complete {
+	if len(c.Cleared) != 1 || c.Cleared[0] != (ClearedTier{Tier: "near", Chunks: 10}) ||
+		!c.Complete {
 		t.Errorf("%+v", c)
 	}
 	r.post("/v1/clear", ClearRequest{All: true, Tier: "arena"}, &c)
 	r.post("/v1/prefetch", PrefetchRequest{prefix, minute}, &p)
-	if p.Pages != pages || !p.Complete || d.Status().Pages != pages || d.Tiers()[1].LoadedChunks != 10 {
+	if p.Pages != pages || !p.Complete || d.Status().Pages != pages ||
+		d.Tiers()[1].LoadedChunks != 10 {
 		t.Errorf("%+v; %+v", p, d.Status())
 	}
 	untilTierHas(t, d, 0, pages) // which admits what comes up from below it
@@ -284,11 +297,13 @@ func TestControlOverHTTP(t *testing.T) {
 	b.hits(t)
 	b.cancel(t)
 	// Beyond what anybody has.
-	r.post("/v1/prefetch", PrefetchRequest{PrefixRequest{Hashes: append(b.words(), strings.Repeat("0", 64))}, minute}, &p)
+	r.post("/v1/prefetch", PrefetchRequest{PrefixRequest{Hashes: append(b.words(),
+		strings.Repeat("0", 64))}, minute}, &p)
 	if p.Pages != pages || p.PagesAsked != pages+1 || !p.Complete {
 		t.Errorf("%+v", p)
 	}
-	if _, err := d.stack.Clear(context.Background(), d.engine.Spaces()[0].Fingerprint, "near"); err != nil {
+	if _, err := d.stack.Clear(context.Background(), d.engine.Spaces()[0].Fingerprint,
+		"near"); err != nil {
 		t.Error(err)
 	}
 	r.post("/v1/move", MoveRequest{prefix, minute, "far", "near", false}, &p)
@@ -308,14 +323,17 @@ func TestControlOverHTTP(t *testing.T) {
 	r.post("/v1/unpin", UnpinRequest{Pin: pin.Pin}, &un)
 	until(t, func() any { return d.Status() }, free)
 
-	r.fails("/v1/move", MoveRequest{prefix, minute, "near", "fra", false}, 404, `to: there is no tier "fra"`, `"far"`)
+	r.fails("/v1/move", MoveRequest{prefix, minute, "near", "fra", false}, 404,
+		`to: there is no tier "fra"`, `"far"`)
 	r.fails("/v1/move", MoveRequest{prefix, minute, "near", "near", false}, 400, "near")
 	r.fails("/v1/clear", ClearRequest{All: true, Tier: "naer"}, 404, `"naer"`, `"near"`)
-	r.fails("/v1/prefetch", PrefetchRequest{PrefixRequest{Space: "00", Hashes: words}, minute}, 404, "open are")
+	r.fails("/v1/prefetch", PrefetchRequest{PrefixRequest{Space: "00", Hashes: words}, minute}, 404,
+		"open are")
 
 	// Everything, everywhere.
 	r.post("/v1/clear", ClearRequest{All: true}, &c)
-	if len(c.Cleared) != 3 || c.Cleared[0].Tier != "arena" || c.Cleared[1].Tier != "near" || c.Cleared[2].Tier != "far" || !c.Complete {
+	if len(c.Cleared) != 3 || c.Cleared[0].Tier != "arena" || c.Cleared[1].Tier != "near" ||
+		c.Cleared[2].Tier != "far" || !c.Complete {
 		t.Errorf("%+v", c)
 	}
 	if st := d.Status(); st.Pages != 0 || st.Tiers[0].Pages != 0 || st.Tiers[1].Pages != 0 {
@@ -336,15 +354,18 @@ func TestOperationsEndInTime(t *testing.T) {
 	untilTierHas(t, d, 0, 1200)
 	r := newAdminRig(t, d, "")
 	d.engine.ClearSpace(d.engine.Spaces()[0].ID)
-	// Over HTTP a millisecond is the least, and a busy machine may see its end only when all is there.
-	p, err := d.Prefetch(context.Background(), PrefetchRequest{PrefixRequest{Hashes: b.words()}, TimeoutRequest{1e-9}})
+	// Over HTTP a millisecond is the least, and a busy machine may see its end only when all is
+	// there.
+	p, err := d.Prefetch(context.Background(), PrefetchRequest{PrefixRequest{Hashes: b.words()},
+		TimeoutRequest{1e-9}})
 	if err != nil {
 		t.Fatal(err)
 	}
 	if p.Complete || p.Pages >= 1200 {
 		t.Errorf("%+v", p)
 	}
-	r.post("/v1/prefetch", PrefetchRequest{PrefixRequest{Hashes: b.words()}, TimeoutRequest{60}}, &p)
+	r.post("/v1/prefetch", PrefetchRequest{PrefixRequest{Hashes: b.words()}, TimeoutRequest{60}},
+		&p)
 	if !p.Complete || p.Pages != 1200 {
 		t.Errorf("%+v", p)
 	}
@@ -352,7 +373,8 @@ func TestOperationsEndInTime(t *testing.T) {
 
 func metricsOf(t *testing.T, d *Daemon) string {
 	t.Helper()
-	resp, err := (&http.Client{Transport: &http.Transport{DisableKeepAlives: true}}).Get("http://" + d.AdminAddr() + "/metrics")
+	resp, err := (&http.Client{Transport: &http.Transport{DisableKeepAlives: true}}).Get("http://" +
+		d.AdminAddr() + "/metrics")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -396,7 +418,8 @@ func TestMetricsOfTiers(t *testing.T) {
 		}
 		return list
 	}
-	until(t, func() any { return lacks() }, func() bool { return len(lacks()) == 0 }) // that a store is over is counted a moment after
+	// that a store is over is counted a moment after
+	until(t, func() any { return lacks() }, func() bool { return len(lacks()) == 0 })
 	var table bytes.Buffer
 	if err := d.Status().WriteTable(&table); err != nil {
 		t.Fatal(err)
@@ -417,7 +440,8 @@ func TestEveryMetricIsExplained(t *testing.T) {
 	d, _ := startDaemon(t, withDisk(t, t.TempDir(), ""))
 	there := map[string]bool{"lookaside_tier_seconds": true, "lookaside_tier_chunk_bytes": true}
 	for line := range strings.Lines(metricsOf(t, d)) {
-		if name, ok := strings.CutPrefix(line, "# TYPE "); ok && strings.HasPrefix(name, "lookaside_") {
+		if name, ok := strings.CutPrefix(line, "# TYPE "); ok &&
+			strings.HasPrefix(name, "lookaside_") {
 			name, _, _ = strings.Cut(name, " ")
 			there[name] = true
 		}
@@ -432,7 +456,8 @@ func TestEveryMetricIsExplained(t *testing.T) {
 	}
 	for _, part := range strings.Split(string(doc), "`")[1:] {
 		name, _, _ := strings.Cut(part, "{")
-		if strings.HasPrefix(name, "lookaside_") && !strings.ContainsAny(name, " \n*") && !there[name] {
+		if strings.HasPrefix(name, "lookaside_") && !strings.ContainsAny(name, " \n*") &&
+			!there[name] {
 			t.Errorf("docs/operations.md explains %s, which is not there", name)
 		}
 	}
@@ -441,12 +466,14 @@ func TestEveryMetricIsExplained(t *testing.T) {
 // The bench measures what it says, and its own check of every byte passes.
 func TestBenchPromotion(t *testing.T) {
 	f, err := BenchPromotion(context.Background(), PromotionBench{
-		Dir: t.TempDir(), Bytes: 4 << 20, PageBytes: 64 << 10, PagesPerChunk: 4, Workers: 2, PieceBytes: 256 << 10, Rounds: 2,
+		Dir: t.TempDir(), Bytes: 4 << 20, PageBytes: 64 << 10, PagesPerChunk: 4, Workers: 2,
+		PieceBytes: 256 << 10, Rounds: 2,
 	}, zap.NewNop())
 	if err != nil {
 		t.Fatal(err)
 	}
-	if len(f.LookupSeconds) != 2 || len(f.BareSeconds) != 2 || len(f.ArenaSeconds) != 2 || f.Bytes != 4<<20 || f.LookupSeconds[1] <= 0 || f.BareSeconds[1] <= 0 {
+	if len(f.LookupSeconds) != 2 || len(f.BareSeconds) != 2 || len(f.ArenaSeconds) != 2 ||
+		f.Bytes != 4<<20 || f.LookupSeconds[1] <= 0 || f.BareSeconds[1] <= 0 {
 		t.Errorf("%+v", f)
 	}
 }

@@ -59,12 +59,17 @@ func tierStatus(st *stack.TierStatus) TierStatus {
 		st.Breaker, st.LastError = breakerDown, st.Down
 	}
 	return TierStatus{
-		Name: st.Name, Kind: st.Kind, Admit: st.Admit, State: st.Breaker, Error: st.LastError, Detail: st.Detail, Local: st.Local, Lossy: st.Lossy,
-		CapacityBytes: st.CapacityBytes, UsedBytes: st.UsedBytes, Chunks: st.Chunks, Pages: st.Pages, Evictions: st.Evictions, CorruptChunks: st.Corrupt,
+		Name: st.Name, Kind: st.Kind, Admit: st.Admit, State: st.Breaker, Error: st.LastError,
+		Detail: st.Detail, Local: st.Local, Lossy: st.Lossy,
+		CapacityBytes: st.CapacityBytes, UsedBytes: st.UsedBytes, Chunks: st.Chunks,
+		Pages: st.Pages, Evictions: st.Evictions, CorruptChunks: st.Corrupt,
 		Lookups: st.Lookups, LookupPages: st.LookupPages, HitPages: st.HitPages,
-		LoadedChunks: st.Loads, LoadedBytes: st.LoadBytes, StoredChunks: st.Stores, StoredBytes: st.StoreBytes, Demoted: st.Demoted,
-		LoadQueue: st.LoadQueue, StoreQueue: st.StoreQueue, Shed: st.Shed, NoRoom: st.NoRoom, Missed: st.Missed,
-		LookupFailures: st.LookupFailures, LoadFailures: st.LoadFailures, StoreFailures: st.StoreFailures, Late: st.Late, Opened: st.Opened,
+		LoadedChunks: st.Loads, LoadedBytes: st.LoadBytes, StoredChunks: st.Stores,
+		StoredBytes: st.StoreBytes, Demoted: st.Demoted,
+		LoadQueue: st.LoadQueue, StoreQueue: st.StoreQueue, Shed: st.Shed, NoRoom: st.NoRoom,
+		Missed:         st.Missed,
+		LookupFailures: st.LookupFailures, LoadFailures: st.LoadFailures,
+		StoreFailures: st.StoreFailures, Late: st.Late, Opened: st.Opened,
 		LookupS: st.LookupSeconds, LatencyS: st.LatencySeconds, BytesPerSecond: st.BytesPerSecond,
 	}
 }
@@ -77,7 +82,8 @@ type TiersResult struct {
 // WriteTable writes the tiers for people.
 func (r TiersResult) WriteTable(w io.Writer) error {
 	if len(r.Tiers) == 0 {
-		_, err := fmt.Fprintln(w, "no tiers: the arena is all there is (see --disk, --redis, --s3 of lookaside serve)")
+		_, err := fmt.Fprintln(w,
+			"no tiers: the arena is all there is (see --disk, --redis, --s3 of lookaside serve)")
 		return err
 	}
 	tw := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
@@ -107,11 +113,15 @@ func writeTiers(tw io.Writer, list []TierStatus) {
 			chunks = fmt.Sprint(t.Chunks)
 		}
 		if t.BytesPerSecond > 0 {
-			latency = time.Duration(t.LatencyS * float64(time.Second)).Round(time.Microsecond).String()
+			latency = time.Duration(t.LatencyS * float64(time.Second)).Round(
+				time.Microsecond).String()
 			speed = dax.FormatSize(int64(t.BytesPerSecond)) + "/s"
 		}
-		fmt.Fprintf(tw, "%s\t%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s\t%d\t%d\t%d\t%d\t%s\t%s\n", t.Name, t.Kind, shownState(t.State), t.Admit, used, chunks, t.HitPages,
-			dax.FormatSize(int64(t.LoadedBytes)), dax.FormatSize(int64(t.StoredBytes)), t.StoreQueue, t.Shed, t.LookupFailures+t.LoadFailures+t.StoreFailures, t.CorruptChunks, latency, speed)
+		fmt.Fprintf(tw, "%s\t%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s\t%d\t%d\t%d\t%d\t%s\t%s\n", t.Name,
+			t.Kind, shownState(t.State), t.Admit, used, chunks, t.HitPages,
+			dax.FormatSize(int64(t.LoadedBytes)), dax.FormatSize(int64(t.StoredBytes)),
+			t.StoreQueue, t.Shed, t.LookupFailures+t.LoadFailures+t.StoreFailures, t.CorruptChunks,
+			latency, speed)
 	}
 }
 

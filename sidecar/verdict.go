@@ -9,7 +9,8 @@ import (
 	"lookaside/internal/unshared"
 )
 
-// verdict says in a sentence how the sidecar is: what is wrong, the worst first, or that it is healthy and of what use.
+// verdict says in a sentence how the sidecar is: what is wrong, the worst first, or that it is
+// healthy and of what use.
 func (st *Status) verdict() string {
 	var down []string
 	why := ""
@@ -34,12 +35,16 @@ func (st *Status) verdict() string {
 	case len(down) > 1:
 		return fmt.Sprintf("tiers %s are down: %s", strings.Join(down, ", "), why)
 	case x != nil && x.SlabsGivenUp > 0:
-		return fmt.Sprintf("the arena's devices fail: %d of %d slabs are given up: %s", x.SlabsGivenUp, x.Slabs, x.Error)
+		return fmt.Sprintf("the arena's devices fail: %d of %d slabs are given up: %s",
+			x.SlabsGivenUp, x.Slabs, x.Error)
 	case len(st.Lingering) > 0:
-		return fmt.Sprintf("%s slots: %s", counted(len(st.Lingering), "client was given up while it lives and holds", "clients were given up while they live and hold"),
+		return fmt.Sprintf("%s slots: %s", counted(len(st.Lingering),
+			"client was given up while it lives and holds",
+			"clients were given up while they live and hold"),
 			processes(st.Lingering, func(l connector.LingeringStatus) int32 { return l.PID }))
 	case len(st.Frozen) > 0:
-		return fmt.Sprintf("%s slots: %s", counted(len(st.Frozen), "client is frozen and holds", "clients are frozen and hold"),
+		return fmt.Sprintf("%s slots: %s", counted(len(st.Frozen), "client is frozen and holds",
+			"clients are frozen and hold"),
 			processes(st.Frozen, func(f connector.FrozenStatus) int32 { return f.PID }))
 	case len(engines) == 0 && st.Counters.SessionsOpened == 0:
 		return "no engine has connected"
@@ -52,7 +57,8 @@ func (st *Status) verdict() string {
 	case last.Tokens.Found > 0 && last.Tokens.Loaded == 0:
 		return fmt.Sprintf("nothing is loaded: %d tokens were found in the last minute, and none loaded; the log of vLLM says why", last.Tokens.Found)
 	case last.Tokens.Asked == 0:
-		return fmt.Sprintf("healthy: %s connected, no tokens were asked for in the last minute", counted(len(engines), "engine", "engines"))
+		return fmt.Sprintf("healthy: %s connected, no tokens were asked for in the last minute",
+			counted(len(engines), "engine", "engines"))
 	}
 	return fmt.Sprintf("healthy: %s connected, %s of the tokens asked for were loaded in the last minute",
 		counted(len(engines), "engine", "engines"), percent(last.LoadedRatio))

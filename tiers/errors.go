@@ -2,13 +2,16 @@ package tiers
 
 import "errors"
 
-// The reasons for which the engine or a tier refuses a call. Callers compare with errors.Is; the wrapped text carries the values.
+// The reasons for which the engine or a tier refuses a call. Callers compare with errors.Is; the
+// wrapped text carries the values.
 var (
-	// ErrCorrupt: a chunk's bytes did not match their checksum. The tier has dropped it; it is a miss, not a failure.
+	// ErrCorrupt: a chunk's bytes did not match their checksum. The tier has dropped it; it is a
+	// miss, not a failure.
 	ErrCorrupt = errors.New("corrupt")
 
-	ErrNotFound     = errors.New("not found")    // never issued, or issued to somebody else
-	ErrStale        = errors.New("stale")        // was valid once: released, expired, trimmed away or dropped
+	ErrNotFound = errors.New("not found") // never issued, or issued to somebody else
+	// was valid once: released, expired, trimmed away or dropped
+	ErrStale        = errors.New("stale")
 	ErrIncompatible = errors.New("incompatible") // another space or geometry
 	ErrBusy         = errors.New("busy")         // a limit is reached
 	ErrClosed       = errors.New("closed")       // after Close

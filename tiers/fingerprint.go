@@ -5,11 +5,12 @@ import (
 	"encoding/hex"
 )
 
-// Fingerprint identifies a space: everything that must agree for KV bytes to be reusable (model, dtype, layout, ranks, hash seed, …).
+// Fingerprint identifies a space: everything that must agree for KV bytes to be reusable (model,
+// dtype, layout, ranks, hash seed, …).
 type Fingerprint [sha256.Size]byte
 
-// FingerprintOf is the fingerprint of a canonical encoding of a space. The encoding must be injective: equal bytes if and only if every
-// field is equal.
+// FingerprintOf is the fingerprint of a canonical encoding of a space. The encoding must be
+// injective: equal bytes if and only if every field is equal.
 func FingerprintOf(canonical []byte) Fingerprint { return sha256.Sum256(canonical) }
 
 // String is the whole fingerprint in hexadecimal.

@@ -16,13 +16,16 @@ type Geometry struct {
 // MaxPagesPerChunk bounds the pages of a slot.
 const MaxPagesPerChunk = 4096
 
-// Validate reports why the engine refuses the geometry: ErrInvalid, with the field and what is allowed. Pages have at least minPageBytes.
+// Validate reports why the engine refuses the geometry: ErrInvalid, with the field and what is
+// allowed. Pages have at least minPageBytes.
 func (g Geometry) Validate(minPageBytes int64) error {
 	switch {
 	case g.PageBytes < minPageBytes || g.PageBytes > math.MaxInt64/MaxPagesPerChunk:
-		return fmt.Errorf("%w: PageBytes is %d, want %d or more", ErrInvalid, g.PageBytes, minPageBytes)
+		return fmt.Errorf("%w: PageBytes is %d, want %d or more", ErrInvalid, g.PageBytes,
+			minPageBytes)
 	case g.PagesPerChunk < 1 || g.PagesPerChunk > MaxPagesPerChunk:
-		return fmt.Errorf("%w: PagesPerChunk is %d, want 1 to %d", ErrInvalid, g.PagesPerChunk, MaxPagesPerChunk)
+		return fmt.Errorf("%w: PagesPerChunk is %d, want 1 to %d", ErrInvalid, g.PagesPerChunk,
+			MaxPagesPerChunk)
 	case g.PageTokens < 1:
 		return fmt.Errorf("%w: PageTokens is %d", ErrInvalid, g.PageTokens)
 	case g.DigestBytes != 8 && g.DigestBytes != 16 && g.DigestBytes != 32:

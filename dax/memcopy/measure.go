@@ -60,14 +60,16 @@ func Measure(ctx context.Context, o MeasureOptions) (out []Measurement, err erro
 	if o.WorkingSetBytes <= 0 {
 		o.WorkingSetBytes = 256 << 20
 	}
-	if largest := slices.Max(o.SizesBytes); slices.Min(o.SizesBytes) <= 0 || int64(largest) > o.WorkingSetBytes ||
+	if largest := slices.Max(o.SizesBytes); slices.Min(o.SizesBytes) <= 0 ||
+		int64(largest) > o.WorkingSetBytes ||
 		slices.Min(o.Threads) <= 0 {
 		return nil, fmt.Errorf("memcopy: sizes must be from 1 to the working set of %d bytes, threads positive",
 			o.WorkingSetBytes)
 	}
 	var memory [2][]byte
 	for i := range memory {
-		r, err := dax.Create(dax.Options{Kind: o.Kind, SizeBytes: o.WorkingSetBytes, NUMANode: dax.NoNUMANode, Populate: true})
+		r, err := dax.Create(dax.Options{Kind: o.Kind, SizeBytes: o.WorkingSetBytes,
+			NUMANode: dax.NoNUMANode, Populate: true})
 		if err != nil {
 			return nil, err
 		}
@@ -88,7 +90,8 @@ func Measure(ctx context.Context, o MeasureOptions) (out []Measurement, err erro
 	return out, nil
 }
 
-func measure(ctx context.Context, o MeasureOptions, pool *Pool, dst, src []byte, size, threads int) (Measurement, error) {
+func measure(ctx context.Context, o MeasureOptions, pool *Pool, dst, src []byte, size,
+	threads int) (Measurement, error) {
 	random := rand.New(rand.NewPCG(1, uint64(size)))
 	pages := (len(dst) - size) / 4096
 	jobs := make([]Job, max(len(dst)/size, threads))
@@ -129,5 +132,6 @@ func measure(ctx context.Context, o MeasureOptions, pool *Pool, dst, src []byte,
 			speeds[i] = append(speeds[i], total/time.Since(start).Seconds()/1e9)
 		}
 	}
-	return Measurement{SizeBytes: size, Threads: threads, GoCopy: speeds[0], Copy: speeds[1], Pool: speeds[2]}, nil
+	return Measurement{SizeBytes: size, Threads: threads, GoCopy: speeds[0], Copy: speeds[1],
+		Pool: speeds[2]}, nil
 }

@@ -54,8 +54,9 @@ func Copy(dst, src []byte) int {
 	return n
 }
 
-// Streamed says which bytes of dst Copy stores past the caches when all of it is copied to, from memory that does not overlap it: [from, to), and
-// none where this processor cannot. What it stores in the common way has to be written back to last on persistent memory.
+// Streamed says which bytes of dst Copy stores past the caches when all of it is copied to, from
+// memory that does not overlap it: [from, to), and none where this processor cannot. What it stores
+// in the common way has to be written back to last on persistent memory.
 func Streamed(dst []byte) (from, to int) {
 	if len(dst) < minFast || !fast {
 		return 0, 0
@@ -66,6 +67,7 @@ func Streamed(dst []byte) (from, to int) {
 
 // overlap says whether a and b, of the same length, share a byte.
 func overlap(a, b []byte) bool {
-	x, y := uintptr(unsafe.Pointer(unsafe.SliceData(a))), uintptr(unsafe.Pointer(unsafe.SliceData(b)))
+	x, y := uintptr(unsafe.Pointer(unsafe.SliceData(a))),
+		uintptr(unsafe.Pointer(unsafe.SliceData(b)))
 	return x-y < uintptr(len(b)) || y-x < uintptr(len(a))
 }

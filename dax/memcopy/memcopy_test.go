@@ -79,8 +79,10 @@ func testEdges(t *testing.T) {
 	src := make([]byte, 2<<20)
 	fill(src, rand.New(rand.NewPCG(1, 2)))
 	sizes := []int{0, 1, 63, 64, 65, 4095, 4096, groupBytes - 1, groupBytes, groupBytes + 1,
-		minFast - 1, minFast, minFast + 1, minFast + 63, minFast + 64, 3*groupBytes - 1, 3 * groupBytes,
-		PieceBytes - 1, PieceBytes, PieceBytes + 1, PieceBytes + groupBytes, 2*PieceBytes + groupBytes + 77, 1<<20 + 13}
+		minFast - 1, minFast, minFast + 1, minFast + 63, minFast + 64, 3*groupBytes - 1,
+		3 * groupBytes,
+		PieceBytes - 1, PieceBytes, PieceBytes + 1, PieceBytes + groupBytes,
+		2*PieceBytes + groupBytes + 77, 1<<20 + 13}
 	for _, n := range sizes {
 		for _, skew := range [][2]int{{0, 0}, {1, 0}, {0, 1}, {63, 63}, {64, 1}, {33, 7}, {8, 8}} {
 			checkCopy(t, src, skew[0], skew[1], n)
@@ -111,11 +113,13 @@ func TestCopyLengths(t *testing.T) {
 	fill(src, rand.New(rand.NewPCG(3, 4)))
 	for _, n := range []int{0, 10, 99_999} {
 		dst := make([]byte, 100_000)
-		if got := Copy(dst[:n], src); got != n || !bytes.Equal(dst[:n], src[:n]) || !bytes.Equal(dst[n:], make([]byte, len(dst)-n)) {
+		if got := Copy(dst[:n], src); got != n || !bytes.Equal(dst[:n], src[:n]) ||
+			!bytes.Equal(dst[n:], make([]byte, len(dst)-n)) {
 			t.Errorf("Copy to %d of %d = %d, or wrong bytes", n, len(src), got)
 		}
 		dst = make([]byte, 100_000)
-		if got := Copy(dst, src[:n]); got != n || !bytes.Equal(dst[:n], src[:n]) || !bytes.Equal(dst[n:], make([]byte, len(dst)-n)) {
+		if got := Copy(dst, src[:n]); got != n || !bytes.Equal(dst[:n], src[:n]) ||
+			!bytes.Equal(dst[n:], make([]byte, len(dst)-n)) {
 			t.Errorf("Copy of %d to %d = %d, or wrong bytes", n, len(dst), got)
 		}
 	}
@@ -252,7 +256,8 @@ func TestPoolRefusesOverlap(t *testing.T) {
 	defer pool.Close()
 	buf := make([]byte, 1000)
 	buf[0] = 1
-	if err := pool.Do(t.Context(), Job{buf[500:], buf[:500]}, Job{buf[10:20], buf[15:25]}); err == nil {
+	if err := pool.Do(t.Context(), Job{buf[500:], buf[:500]},
+		Job{buf[10:20], buf[15:25]}); err == nil {
 		t.Error("overlapping job accepted")
 	}
 	if buf[500] != 0 {
@@ -303,7 +308,8 @@ func TestPoolStops(t *testing.T) {
 // Fault 15: the file behind a mapping is truncated during copies.
 func TestPoolSurvivesTruncatedFile(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "region")
-	r, err := dax.Create(dax.Options{Kind: dax.KindFile, Path: path, SizeBytes: 4 << 20, NUMANode: dax.NoNUMANode})
+	r, err := dax.Create(dax.Options{Kind: dax.KindFile, Path: path, SizeBytes: 4 << 20,
+		NUMANode: dax.NoNUMANode})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -323,7 +329,8 @@ func TestPoolSurvivesTruncatedFile(t *testing.T) {
 	if err := pool.Do(t.Context(), Job{r.Bytes()[:1<<20], other}); err != nil {
 		t.Errorf("the part that is left: %v", err)
 	}
-	if err := dax.Guard(func() { Copy(other, r.Bytes()) }, r.Bytes()); !errors.Is(err, dax.ErrFault) {
+	if err := dax.Guard(func() { Copy(other, r.Bytes()) }, r.Bytes()); !errors.Is(err,
+		dax.ErrFault) {
 		t.Errorf("Copy under Guard: %v, want a fault", err)
 	}
 }
@@ -363,14 +370,16 @@ func waitForNice(t *testing.T, what string, enough func(tids []int) bool) {
 			return
 		}
 		if time.Now().After(deadline) {
-			t.Fatalf("threads %v of process %d are at nice %d, want %s", nice, os.Getpid(), poolNice, what)
+			t.Fatalf("threads %v of process %d are at nice %d, want %s", nice, os.Getpid(),
+				poolNice, what)
 		}
 	}
 }
 
 func TestMeasure(t *testing.T) {
 	ms, err := Measure(t.Context(), MeasureOptions{
-		SizesBytes: []int{4096, 64 << 10}, Threads: []int{1, 2}, Rounds: 2, WorkingSetBytes: 4 << 20, Kind: dax.KindMemfd})
+		SizesBytes: []int{4096, 64 << 10}, Threads: []int{1, 2}, Rounds: 2,
+		WorkingSetBytes: 4 << 20, Kind: dax.KindMemfd})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -386,10 +395,12 @@ func TestMeasure(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if _, err := Measure(ctx, MeasureOptions{WorkingSetBytes: 64 << 20, Kind: dax.KindMemfd}); !errors.Is(err, context.Canceled) {
+	if _, err := Measure(ctx, MeasureOptions{WorkingSetBytes: 64 << 20,
+		Kind: dax.KindMemfd}); !errors.Is(err, context.Canceled) {
 		t.Errorf("cancelled: %v", err)
 	}
-	for _, bad := range []MeasureOptions{{SizesBytes: []int{0}}, {SizesBytes: []int{2 << 20}, WorkingSetBytes: 1 << 20}, {Threads: []int{-1}}} {
+	for _, bad := range []MeasureOptions{{SizesBytes: []int{0}}, {SizesBytes: []int{2 << 20},
+		WorkingSetBytes: 1 << 20}, {Threads: []int{-1}}} {
 		if _, err := Measure(t.Context(), bad); err == nil {
 			t.Errorf("%+v accepted", bad)
 		}

@@ -74,16 +74,18 @@ func CopySums(dst, src []byte, pageBytes int, seeds, sums []uint64, yield func()
 			if len(sums)-i >= 2*streams {
 				then = aheadBytes + (streams-1)*pageBytes
 			}
-			copySums(dst[i*pageBytes:], src[i*pageBytes:], pageBytes, then, seeds[i:i+streams], sums[i:i+streams], &s, yield)
+			copySums(dst[i*pageBytes:], src[i*pageBytes:], pageBytes, then, seeds[i:i+streams],
+				sums[i:i+streams], &s, yield)
 		}
 	}
 	for ; i < len(sums); i++ {
-		copySum(dst[i*pageBytes:(i+1)*pageBytes], src[i*pageBytes:(i+1)*pageBytes], seeds[i], &sums[i], yield)
+		copySum(dst[i*pageBytes:(i+1)*pageBytes], src[i*pageBytes:(i+1)*pageBytes], seeds[i],
+			&sums[i], yield)
 	}
 }
 
-// Sums computes the XXH3-64 of len(sums) pages of pageBytes each, which follow on one another in src, with their seeds, where they lie. It calls yield, which may be nil,
-// after every PieceBytes.
+// Sums computes the XXH3-64 of len(sums) pages of pageBytes each, which follow on one another in
+// src, with their seeds, where they lie. It calls yield, which may be nil, after every PieceBytes.
 func Sums(src []byte, pageBytes int, seeds, sums []uint64, yield func()) {
 	since := 0 // bytes since the last yield
 	for i := range sums {
@@ -112,7 +114,8 @@ func Sums(src []byte, pageBytes int, seeds, sums []uint64, yield func()) {
 // SumsStreamed says whether CopySums stores past the caches what it copies to dst four
 // pages at a time.
 func SumsStreamed(dst []byte, pageBytes int) bool {
-	return fast && pageBytes >= 2*blockBytes && pageBytes%blockBytes == 0 && uintptr(unsafe.Pointer(unsafe.SliceData(dst)))%lineBytes == 0
+	return fast && pageBytes >= 2*blockBytes && pageBytes%blockBytes == 0 &&
+		uintptr(unsafe.Pointer(unsafe.SliceData(dst)))%lineBytes == 0
 }
 
 // SumsGroup is how many pages CopySums copies together.
@@ -144,12 +147,14 @@ func copySum(dst, src []byte, seed uint64, sum *uint64, yield func()) {
 func copySums(dst, src []byte, pageBytes, then int, seeds, sums []uint64, s *states, yield func()) {
 	_, _ = dst[streams*pageBytes-1], src[streams*pageBytes-1]
 	for k := range streams {
-		s.lanes[k] = [8]uint64{prime32x3, prime64x1, prime64x2, prime64x3, prime64x4, prime32x2, prime64x5, prime32x1}
+		s.lanes[k] = [8]uint64{prime32x3, prime64x1, prime64x2, prime64x3, prime64x4, prime32x2,
+			prime64x5, prime32x1}
 		seedSecret(&s.secret[k], seeds[k])
 	}
 	for at, blocks := 0, pageBytes/blockBytes; blocks > 0; {
 		n := min(blocks, turnBlocks)
-		copyHash(&dst[at], &src[at], pageBytes, n, blocks-aheadBytes/blockBytes, then, s, n == blocks)
+		copyHash(&dst[at], &src[at], pageBytes, n, blocks-aheadBytes/blockBytes, then, s,
+			n == blocks)
 		at += n * blockBytes
 		blocks -= n
 		if yield != nil {

@@ -30,7 +30,8 @@ func TestSums(t *testing.T) {
 	for i := range src {
 		src[i] = byte(rnd.Uint32())
 	}
-	for _, pageBytes := range []int{1, 241, 5000, 64 << 10, PieceBytes, PieceBytes + 64, 1<<20 + 7} {
+	for _, pageBytes := range []int{1, 241, 5000, 64 << 10, PieceBytes, PieceBytes + 64,
+		1<<20 + 7} {
 		pages := min(len(src)/pageBytes, 50)
 		seeds, sums := make([]uint64, pages), make([]uint64, pages)
 		for i := range seeds {
@@ -57,7 +58,8 @@ func TestCopySums(t *testing.T) {
 	for i := range src {
 		src[i] = byte(rnd.Uint32())
 	}
-	for _, pageBytes := range []int{1, 63, 240, 241, 1000, 1024, 2048, 3072, 4096, 5000, 65536, 70001, 128 << 10, 129 << 10, 256 << 10, 257<<10 + 64, 1 << 20} {
+	for _, pageBytes := range []int{1, 63, 240, 241, 1000, 1024, 2048, 3072, 4096, 5000, 65536,
+		70001, 128 << 10, 129 << 10, 256 << 10, 257<<10 + 64, 1 << 20} {
 		for _, pages := range []int{1, 3, 4, 5, 8, 11} {
 			for _, skew := range []int{0, 64, 7} {
 				n := pageBytes * pages
@@ -72,12 +74,14 @@ func TestCopySums(t *testing.T) {
 				}
 				yields := 0
 				CopySums(to, from, pageBytes, seeds, sums, func() { yields++ })
-				what := fmt.Sprintf("%d pages of %d bytes, skew %d, streamed %v", pages, pageBytes, skew, SumsStreamed(to, pageBytes))
+				what := fmt.Sprintf("%d pages of %d bytes, skew %d, streamed %v", pages, pageBytes,
+					skew, SumsStreamed(to, pageBytes))
 				if !bytes.Equal(to, from) {
 					t.Fatalf("%s: other bytes", what)
 				}
 				for i, sum := range sums {
-					if want := xxh3.HashSeed(from[i*pageBytes:(i+1)*pageBytes], seeds[i]); sum != want {
+					if want := xxh3.HashSeed(from[i*pageBytes:(i+1)*pageBytes],
+						seeds[i]); sum != want {
 						t.Errorf("%s: page %d has %x, want %x", what, i, sum, want)
 					}
 				}

@@ -1,1 +1,2 @@
-"""A working set ten times the arena: what does not fit is found in a tier below it: `make demo TIERS=disk`."""
+"""A working set ten times the arena: what does not fit is found in a tier below it: `make demo
+TIERS=disk`."""

@@ -1,10 +1,10 @@
 """A working set ten times the sidecar's memory, and every prefix of it still hits.
 
-One vLLM server on a sidecar whose arena holds a tenth of what is asked, with a disk, DAX memory or a Redis server
-below it. Each prompt is computed, found in vLLM's own cache, and, that emptied, in the arena. When all have gone by,
-the arena holds but the last ones, and the first is asked again: what it hits comes up from the tier. Printed for each
-length: the time to the first token of the four; the hit tokens that vLLM reports; whether the greedy outputs are the
-same tokens.
+One vLLM server on a sidecar whose arena holds a tenth of what is asked, with a disk, DAX memory or
+a Redis server below it. Each prompt is computed, found in vLLM's own cache, and, that emptied, in
+the arena. When all have gone by, the arena holds but the last ones, and the first is asked again:
+what it hits comes up from the tier. Printed for each length: the time to the first token of the
+four; the hit tokens that vLLM reports; whether the greedy outputs are the same tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Row:
 
 @dataclass
 class Result:
-    """What a run measured, and its table. ``loaded_bytes`` came up from the tier while it was timed."""
+    """What a run measured, and its table. ``loaded_bytes`` came up from the tier while it was
+    timed."""
 
     tier: str
     working_set_bytes: int = 0
@@ -55,7 +56,8 @@ class Result:
         """The table, made once the sizes are known."""
         if self.table is None:
             title = (
-                f"working set {self.working_set_bytes / _MIB:.0f} MiB, arena {self.arena_bytes / _MIB:.0f} MiB; "
+                f"working set {self.working_set_bytes / _MIB:.0f} MiB, arena "
+                f"{self.arena_bytes / _MIB:.0f} MiB; "
                 "times to the first token, medians"
             )
             self.table = command.Table(head(self.tier), line, title)
@@ -89,7 +91,10 @@ class Rounds:
         self._seconds[len(prompt), source].append(answer.ttft_s)
         if source != "computed":
             self._hits[len(prompt)].append(answer.cached_tokens)
-        if self._first.setdefault(tuple(prompt), answer.tokens) != answer.tokens or len(answer.tokens) != MAX_TOKENS:
+        if (
+            self._first.setdefault(tuple(prompt), answer.tokens) != answer.tokens
+            or len(answer.tokens) != MAX_TOKENS
+        ):
             self._wrong.add(len(prompt))
         return answer
 
@@ -129,7 +134,8 @@ def measure(
     seed: int,
     shown: command.Table[Row],
 ) -> None:
-    """All prompts, one length after the other in each round. A row is added as its last prompt is through.
+    """All prompts, one length after the other in each round. A row is added as its last prompt is
+    through.
 
     Where that fails, rows are added of what was measured.
     """
@@ -139,7 +145,9 @@ def measure(
     before = sidecar.tiers()[tier]["pages"]
     measured = Rounds(server)
     for number, turn in enumerate(prompts, 1):
-        with step(f"round {number} of {rounds}: {', '.join(map(str, lengths))} tokens, computed, then hit"):
+        with step(
+            f"round {number} of {rounds}: {', '.join(map(str, lengths))} tokens, computed, then hit"
+        ):
             for prompt in turn:
                 measured.ask("computed", prompt)
                 measured.ask("local", prompt)
@@ -160,7 +168,8 @@ def head(tier: str) -> str:
     """The table's."""
     name = {"disk": "disk", "dax": "DAX", "redis": "Redis"}[tier]
     return (
-        f"{'prompt':>7} {'computed':>10} {name:>10} {'arena':>10} {'vLLM cache':>10} {f'{name} faster':>12} "
+        f"{'prompt':>7} {'computed':>10} {name:>10} {'arena':>10} {'vLLM cache':>10} "
+        f"{f'{name} faster':>12} "
         f"{'hit tokens':>10}  outputs"
     )
 
@@ -170,13 +179,19 @@ def line(row: Row) -> str:
     faster = row.computed_ttft_s / row.tier_ttft_s if row.tier_ttft_s else 0.0
     return (
         f"{row.prompt_tokens:>7} {row.computed_ttft_s:>8.3f} s {row.tier_ttft_s:>8.3f} s "
-        f"{row.arena_ttft_s:>8.3f} s {row.local_ttft_s:>8.3f} s {faster:>11.1f}x {row.hit_tokens:>10}  "
+        f"{row.arena_ttft_s:>8.3f} s {row.local_ttft_s:>8.3f} s {faster:>11.1f}x "
+        f"{row.hit_tokens:>10}  "
         f"{'equal' if row.outputs_equal else 'DIFFER'}"
     )
 
 
 def run(
-    result: Result, arena: str | None, directory: Path | None, rounds: int, seed: int, keep_logs: Path | None
+    result: Result,
+    arena: str | None,
+    directory: Path | None,
+    rounds: int,
+    seed: int,
+    keep_logs: Path | None,
 ) -> None:
     """Brings everything up, measures, takes everything down."""
     path, tier = model.ensure(), result.tier
@@ -194,7 +209,10 @@ def run(
         _, longest = working_set(path, LENGTHS[-1:], 1)
         room = f"{max(set_bytes // 10, 2 * longest) // _MIB}M"
         if arena == "dax":  # a file stands in for this device too
-            settings = {**dax_arena(f"{(directory or stand.directory) / 'arena-dax0.0'}:{room}"), tier: below}
+            settings = {
+                **dax_arena(f"{(directory or stand.directory) / 'arena-dax0.0'}:{room}"),
+                tier: below,
+            }
         else:
             settings = {"arena_limit": arena or room, tier: below}
         with step("starting a sidecar"):
@@ -214,13 +232,20 @@ def run(
 
 def main() -> int:
     parser = command.flags(
-        "beyond_memory", "A working set ten times the arena, with a tier below it.", "prompts of each length", 14
+        "beyond_memory",
+        "A working set ten times the arena, with a tier below it.",
+        "prompts of each length",
+        14,
     )
-    parser.add_argument("--tier", choices=TIERS, default="disk", help="what lies below the arena (default disk)")
+    parser.add_argument(
+        "--tier", choices=TIERS, default="disk", help="what lies below the arena (default disk)"
+    )
     parser.add_argument(
         "--arena",
-        help="size of the arena (default: a tenth of the working set, but room for two of the longest prompts), "
-        "or dax: on a file in place of a device",
+        help=(
+            "size of the arena (default: a tenth of the working set, but room for two of the "
+            "longest prompts), or dax: on a file in place of a device"
+        ),
     )
     parser.add_argument(
         "--directory",
@@ -230,7 +255,9 @@ def main() -> int:
     args = parser.parse_args()
     result = Result(args.tier)
     command.show(
-        lambda: run(result, args.arena, args.directory, max(1, args.rounds), args.seed, args.keep_logs),
+        lambda: run(
+            result, args.arena, args.directory, max(1, args.rounds), args.seed, args.keep_logs
+        ),
         args.json,
         result.json,
     )

@@ -1,10 +1,11 @@
 """A prefiller and a decoder meet in one sidecar, behind a small proxy.
 
-The prefiller is a kv_producer, the decoder a kv_consumer; each has half of the cores. Prompts of several lengths go to
-the decoder alone, which computes them, and through the proxy: the prefiller computes and stores, the decoder loads and
-goes on. Printed for each: the time to the first token in both ways, and of the second how much the prefiller took and
-how much was left to the decoder, which is all that its other requests feel of the prompt; the hit tokens that vLLM
-reports; whether the greedy outputs are the same tokens.
+The prefiller is a kv_producer, the decoder a kv_consumer; each has half of the cores. Prompts of
+several lengths go to the decoder alone, which computes them, and through the proxy: the prefiller
+computes and stores, the decoder loads and goes on. Printed for each: the time to the first token in
+both ways, and of the second how much the prefiller took and how much was left to the decoder, which
+is all that its other requests feel of the prompt; the hit tokens that vLLM reports; whether the
+greedy outputs are the same tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def measure(proxy: Proxy, decoder: Server, prompt_tokens: int, rounds: int, seed
         prompt = model.prompt(prompt_tokens, case)
         client.settle()
         # A salt of its own shares nothing with anyone: the decoder computes it whole.
-        alone = client.complete(decoder.base_url, prompt, max_tokens=MAX_TOKENS, cache_salt=f"alone-{case}")
+        alone = client.complete(
+            decoder.base_url, prompt, max_tokens=MAX_TOKENS, cache_salt=f"alone-{case}"
+        )
         client.settle()
         apart = client.complete(proxy.base_url, prompt, max_tokens=MAX_TOKENS)
         alone_s.append(alone.ttft_s)
@@ -74,13 +77,16 @@ HEAD = (
 def line(row: Row) -> str:
     """A row as text."""
     return (
-        f"{row.prompt_tokens:>7} {row.alone_ttft_s:>9.3f} s {row.proxy_ttft_s:>9.3f} s {row.prefill_s:>8.3f} s "
-        f"{row.decoder_ttft_s:>8.3f} s {row.hit_tokens:>11}  {'equal' if row.outputs_equal else 'DIFFER'}"
+        f"{row.prompt_tokens:>7} {row.alone_ttft_s:>9.3f} s {row.proxy_ttft_s:>9.3f} s "
+        f"{row.prefill_s:>8.3f} s "
+        f"{row.decoder_ttft_s:>8.3f} s {row.hit_tokens:>11}  "
+        f"{'equal' if row.outputs_equal else 'DIFFER'}"
     )
 
 
 def on_cores(half: int) -> dict[str, str]:
-    """The environment of a server that has the first (0) or second (1) half of the cores for itself."""
+    """The environment of a server that has the first (0) or second (1) half of the cores for
+    itself."""
     cores = sorted(os.sched_getaffinity(0))
     middle = (len(cores) + 1) // 2
     mine = (cores[:middle], cores[middle:])[half] or cores
@@ -95,8 +101,12 @@ def run(rounds: int, seed: int, keep_logs: Path | None, shown: command.Table[Row
             stand.sidecar()
         with step("starting a prefiller, a decoder and a proxy (about a minute)"):
             prefiller, decoder = (
-                stand.server(name, connector=connector_config(stand.endpoint(), role), env=on_cores(half))
-                for half, (name, role) in enumerate((("prefiller", "kv_producer"), ("decoder", "kv_consumer")))
+                stand.server(
+                    name, connector=connector_config(stand.endpoint(), role), env=on_cores(half)
+                )
+                for half, (name, role) in enumerate(
+                    (("prefiller", "kv_producer"), ("decoder", "kv_consumer"))
+                )
             )
             prefiller.wait_ready()
             decoder.wait_ready()

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import httpx
 
-PATIENCE_S = 300.0  # with a server, which computes for a few seconds at most where nothing else runs
+PATIENCE_S = (
+    300.0  # with a server, which computes for a few seconds at most where nothing else runs
+)
 
 _client = httpx.Client(timeout=httpx.Timeout(PATIENCE_S), trust_env=False)
 
@@ -22,7 +24,8 @@ class Answer(NamedTuple):
     prompt_tokens: int
     cached_tokens: int  # prompt tokens that were not computed, as vLLM reports them
     finish_reason: str
-    prefill_s: float  # of the total, at a prefiller, as the proxy of examples/prefill_decode reports it; else 0
+    # of the total, at a prefiller, as the proxy of examples/prefill_decode reports it; else 0
+    prefill_s: float
 
 
 def complete(
@@ -34,7 +37,8 @@ def complete(
     timeout_s: float = PATIENCE_S,
     **extra: Any,
 ) -> Answer:
-    """Greedy completion of a prompt of token ids. Raises httpx.HTTPError; RuntimeError for an error answered."""
+    """Greedy completion of a prompt of token ids. Raises httpx.HTTPError; RuntimeError for an error
+    answered."""
     body: dict[str, Any] = {
         "model": "small",
         "prompt": prompt,
@@ -53,9 +57,13 @@ def complete(
     finish = ""
     first: float | None = None
     started = time.perf_counter()
-    with _client.stream("POST", f"{base_url}/v1/completions", json=body, timeout=timeout_s) as response:
+    with _client.stream(
+        "POST", f"{base_url}/v1/completions", json=body, timeout=timeout_s
+    ) as response:
         if response.status_code != 200:
-            raise RuntimeError(f"HTTP {response.status_code}: {response.read().decode(errors='replace')[:500]}")
+            raise RuntimeError(
+                f"HTTP {response.status_code}: {response.read().decode(errors='replace')[:500]}"
+            )
         prefill_s = float(response.headers.get("X-Prefill-Seconds", 0))
         for line in response.iter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
@@ -86,21 +94,25 @@ def complete(
 def settle() -> None:
     """Waits until the servers that answered last are idle: call it before timing another server.
 
-    A worker of vLLM polls its queue busily for a second after its last step (SpinCondition). On two cores the server
-    asked within that second was seen to be up to 0.8 s slower, with the connector or without.
+    A worker of vLLM polls its queue busily for a second after its last step (SpinCondition). On two
+    cores the server asked within that second was seen to be up to 0.8 s slower, with the connector
+    or without.
     """
     time.sleep(1.3)
 
 
 def reset_prefix_cache(base_url: str, timeout_s: float = 120.0, external: bool = False) -> None:
-    """Empties vLLM's own prefix cache, and all of the sidecars' if ``external``; needs vLLM's dev mode.
+    """Empties vLLM's own prefix cache, and all of the sidecars' if ``external``; needs vLLM's dev
+    mode.
 
     Retries while blocks are held. Raises RuntimeError.
     """
     parameters = {"reset_external": external}
     deadline = time.monotonic() + timeout_s
     while True:
-        response = _client.post(f"{base_url}/reset_prefix_cache", params=parameters, timeout=timeout_s)
+        response = _client.post(
+            f"{base_url}/reset_prefix_cache", params=parameters, timeout=timeout_s
+        )
         response.raise_for_status()
         if response.json().get("success", True):
             return

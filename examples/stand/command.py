@@ -15,21 +15,29 @@ from .progress import say
 Row = TypeVar("Row")
 
 
-def flags(example: str, description: str, rounds: str = "", default: int = 0) -> argparse.ArgumentParser:
+def flags(
+    example: str, description: str, rounds: str = "", default: int = 0
+) -> argparse.ArgumentParser:
     """The flags that all have; ``rounds``: what --rounds counts, where there is such a flag."""
     parser = argparse.ArgumentParser(prog=f"python -m examples.{example}", description=description)
     parser.add_argument("--json", type=Path, help="also write the table to this file as JSON")
     if rounds:
         parser.add_argument(
-            "--rounds", type=int, default=default, help=f"{rounds}; times are medians (default {default})"
+            "--rounds",
+            type=int,
+            default=default,
+            help=f"{rounds}; times are medians (default {default})",
         )
     parser.add_argument("--seed", type=int, default=1, help="of the prompts (default 1)")
-    parser.add_argument("--keep-logs", type=Path, help="copy the logs of all processes to this directory")
+    parser.add_argument(
+        "--keep-logs", type=Path, help="copy the logs of all processes to this directory"
+    )
     return parser
 
 
 class Table(Generic[Row]):
-    """A table on standard output. Each row is printed as soon as it is known, the head before the first."""
+    """A table on standard output. Each row is printed as soon as it is known, the head before the
+    first."""
 
     def __init__(self, head: str, line: Callable[[Row], str], title: str = "") -> None:
         self.rows: list[Row] = []
@@ -43,8 +51,11 @@ class Table(Generic[Row]):
         self.rows.append(row)
 
 
-def show(run: Callable[[], None], keep: Path | None, result: Callable[[], dict[str, object]]) -> None:
-    """Runs, and writes the result to the file of --json, if there is one: what there is of it if run fails.
+def show(
+    run: Callable[[], None], keep: Path | None, result: Callable[[], dict[str, object]]
+) -> None:
+    """Runs, and writes the result to the file of --json, if there is one: what there is of it if
+    run fails.
 
     Exits with 130 if it was told to stop, and with 1 and a line if it has failed.
     """

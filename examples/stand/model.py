@@ -1,8 +1,8 @@
 """A small random-weight model and its tokenizer, the same on every machine.
 
-No model is downloaded: weights come from a fixed seed, the tokenizer is trained on made-up text. Random weights give
-varied greedy text, which is enough to see whether two runs agree, and a prefill whose cost is real. Made once, kept in
-``.cache/`` under a name that holds the recipe's version.
+No model is downloaded: weights come from a fixed seed, the tokenizer is trained on made-up text.
+Random weights give varied greedy text, which is enough to see whether two runs agree, and a prefill
+whose cost is real. Made once, kept in ``.cache/`` under a name that holds the recipe's version.
 """
 
 from __future__ import annotations
@@ -153,7 +153,9 @@ def _tokenizer(out: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     rng = random.Random(SEED)
-    syllables = [c + v + e for c in "bcdfghklmnprstvz" for v in "aeiou" for e in ("", "n", "r", "s")]
+    syllables = [
+        c + v + e for c in "bcdfghklmnprstvz" for v in "aeiou" for e in ("", "n", "r", "s")
+    ]
     words = ["".join(rng.choices(syllables, k=rng.randint(1, 4))) for _ in range(6000)]
     lines = [" ".join(rng.choices(words, k=12)) + "." for _ in range(4000)]
     tokenizer = Tokenizer(models.BPE())
@@ -180,7 +182,8 @@ def kv_bytes_per_token(path: Path, value_bytes: int = 4) -> int:
 
 
 def prompt(tokens: int, seed: int, shared: list[int] | None = None) -> list[int]:
-    """A prompt of this many random token ids: the same for the same seed. It starts with ``shared``, if given."""
+    """A prompt of this many random token ids: the same for the same seed. It starts with
+    ``shared``, if given."""
     rng = random.Random(seed)
     head = list(shared or [])[:tokens]
     return head + [rng.randrange(2, VOCAB) for _ in range(tokens - len(head))]

@@ -1,8 +1,9 @@
-"""Starts and ends sidecars and vLLM servers, so that nothing of them is left: not after Ctrl-C, not after a failure.
+"""Starts and ends sidecars and vLLM servers, so that nothing of them is left: not after Ctrl-C, not
+after a failure.
 
-Each process leads its own process group, which is ended as a whole (vLLM starts an engine and workers of its own), and
-asks the kernel for SIGTERM should its parent be killed. Logs go to files in the stand's directory; the end of one is
-part of every error.
+Each process leads its own process group, which is ended as a whole (vLLM starts an engine and
+workers of its own), and asks the kernel for SIGTERM should its parent be killed. Logs go to files
+in the stand's directory; the end of one is part of every error.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Child(Protocol):
 
 
 Starter = Callable[[list[str], Path, dict[str, str]], Child]
-"""Starts a command whose output goes to the end of a log, with this environment, as the leader of a process group."""
+"""Starts a command whose output goes to the end of a log, with this environment, as the leader of a
+process group."""
 
 
 def start_process(command: list[str], log: Path, env: dict[str, str]) -> Child:
@@ -77,13 +79,15 @@ def start_process(command: list[str], log: Path, env: dict[str, str]) -> Child:
 
 
 def send_signal(process: Child, number: int) -> None:
-    """Sends a signal to a child, if it lives; SIGSTOP and SIGKILL have had their effect when this returns.
+    """Sends a signal to a child, if it lives; SIGSTOP and SIGKILL have had their effect when this
+    returns.
 
     Until a stop has reached all its threads, a process may still answer.
     """
     process.send_signal(number)
     if number == signal.SIGSTOP:
-        # Leaves the status where it is: a second stop would wait for another one, and an end is Popen's to read.
+        # Leaves the status where it is: a second stop would wait for another one, and an end is
+        # Popen's to read.
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
     elif number == signal.SIGKILL:
@@ -94,7 +98,12 @@ class Process:
     """A child process with its group and its log. Not for use from several threads at once."""
 
     def __init__(
-        self, name: str, command: list[str], log: Path, env: dict[str, str] | None = None, start: Starter | None = None
+        self,
+        name: str,
+        command: list[str],
+        log: Path,
+        env: dict[str, str] | None = None,
+        start: Starter | None = None,
     ) -> None:
         self.name = name
         self.log = log
@@ -118,10 +127,11 @@ class Process:
         self.end(patience_s=0)
 
     def end(self, patience_s: float = 15.0) -> None:
-        """Ends the whole group: SIGTERM, then SIGKILL for what is left after ``patience_s``. Idempotent.
+        """Ends the whole group: SIGTERM, then SIGKILL for what is left after ``patience_s``.
+        Idempotent.
 
-        Python's resource trackers, which remove the semaphores and shared memory of processes that were killed, go last
-        and by themselves.
+        Python's resource trackers, which remove the semaphores and shared memory of processes that
+        were killed, go last and by themselves.
         """
         left = _shared_memory(self.pid)
         with contextlib.suppress(ProcessLookupError):
@@ -157,13 +167,25 @@ def _members(group: int) -> list[tuple[int, str]]:
     for proc in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
             pid = int(proc.name)
-            if os.getpgid(pid) == group and (proc / "stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX":
-                found.append((pid, (proc / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")))
+            if (
+                os.getpgid(pid) == group
+                and (proc / "stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+            ):
+                found.append(
+                    (
+                        pid,
+                        (proc / "cmdline")
+                        .read_bytes()
+                        .replace(b"\0", b" ")
+                        .decode(errors="replace"),
+                    )
+                )
     return found
 
 
 def _shared_memory(group: int) -> set[Path]:
-    """What a group's processes map of /dev/shm: vLLM's workers leave theirs behind when they are killed."""
+    """What a group's processes map of /dev/shm: vLLM's workers leave theirs behind when they are
+    killed."""
     found = set()
     for pid, _ in _members(group):
         with contextlib.suppress(OSError):
@@ -190,7 +212,9 @@ class Sidecar(Process):
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if not self.alive():
-                raise RuntimeError(f"the {self.name} ended with {self.popen.returncode}:\n{self.tail()}")
+                raise RuntimeError(
+                    f"the {self.name} ended with {self.popen.returncode}:\n{self.tail()}"
+                )
             if self.healthy():
                 return
             time.sleep(0.02)
@@ -216,7 +240,8 @@ class Sidecar(Process):
         return {tier["name"]: tier for tier in self.get("/v1/tiers").json()["tiers"]}
 
     def wait_kept(self, timeout_s: float = 120.0) -> None:
-        """Waits until all that is in an arena on DAX would outlive the sidecar. Raises TimeoutError."""
+        """Waits until all that is in an arena on DAX would outlive the sidecar. Raises
+        TimeoutError."""
 
         def kept() -> bool:
             status = self.status()
@@ -228,7 +253,8 @@ class Sidecar(Process):
     def wait_stored(self, tier: str, pages: int, timeout_s: float = 120.0) -> None:
         """Waits until a tier, which is written to behind vLLM's back, holds so many pages.
 
-        Where that cannot be known, as of Redis, until nothing was written to it for two seconds. Raises TimeoutError.
+        Where that cannot be known, as of Redis, until nothing was written to it for two seconds.
+        Raises TimeoutError.
         """
         seen, since = -1, time.monotonic()
 
@@ -252,13 +278,30 @@ class Redis(Process):
         if program is None:
             raise RuntimeError("no redis-server in PATH: run `scripts/setup.sh redis`")
         self.port = free_port()
-        command = [program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        command = [
+            program,
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+        ]
         super().__init__(name, command, log)
 
     def command(self, *words: str) -> bytes:
         """The first bytes of what it answers to a command. Raises OSError."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=5) as link:
-            link.sendall(b"".join([b"*%d\r\n" % len(words), *(b"$%d\r\n%s\r\n" % (len(w), w.encode()) for w in words)]))
+            link.sendall(
+                b"".join(
+                    [
+                        b"*%d\r\n" % len(words),
+                        *(b"$%d\r\n%s\r\n" % (len(w), w.encode()) for w in words),
+                    ]
+                )
+            )
             return link.recv(65536)
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
@@ -266,7 +309,9 @@ class Redis(Process):
 
         def answers() -> bool:
             if not self.alive():
-                raise RuntimeError(f"{self.name} ended with {self.popen.returncode}:\n{self.tail()}")
+                raise RuntimeError(
+                    f"{self.name} ended with {self.popen.returncode}:\n{self.tail()}"
+                )
             with contextlib.suppress(OSError):
                 return self.command("PING") == b"+PONG\r\n"
             return False
@@ -278,7 +323,13 @@ class Server(Process):
     """A running vLLM OpenAI server."""
 
     def __init__(
-        self, name: str, model: Path, log: Path, env: dict[str, str], arguments: list[str], start: Starter | None = None
+        self,
+        name: str,
+        model: Path,
+        log: Path,
+        env: dict[str, str],
+        arguments: list[str],
+        start: Starter | None = None,
     ) -> None:
         self.port = free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
@@ -294,12 +345,19 @@ class Server(Process):
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if not self.alive():
-                raise RuntimeError(f"vLLM {self.name} ended with {self.popen.returncode}:\n{self.tail(60)}")
+                raise RuntimeError(
+                    f"vLLM {self.name} ended with {self.popen.returncode}:\n{self.tail(60)}"
+                )
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.base_url}/health", timeout=10.0, trust_env=False).status_code == 200:
+                if (
+                    httpx.get(f"{self.base_url}/health", timeout=10.0, trust_env=False).status_code
+                    == 200
+                ):
                     return
             time.sleep(0.1)
-        raise RuntimeError(f"vLLM {self.name} is not ready after {timeout_s:.0f} s:\n{self.tail(60)}")
+        raise RuntimeError(
+            f"vLLM {self.name} is not ready after {timeout_s:.0f} s:\n{self.tail(60)}"
+        )
 
 
 class Proxy(Process):
@@ -315,26 +373,32 @@ class Proxy(Process):
         super().__init__("proxy", command, log)
 
     def wait_ready(self, timeout_s: float = 120.0) -> None:
-        """Waits until it reaches the decoder. Raises RuntimeError with the log's end, TimeoutError."""
+        """Waits until it reaches the decoder. Raises RuntimeError with the log's end,
+        TimeoutError."""
 
         def answers() -> bool:
             if not self.alive():
                 raise RuntimeError(f"the proxy ended with {self.popen.returncode}:\n{self.tail()}")
             with contextlib.suppress(httpx.HTTPError):
-                return httpx.get(f"{self.base_url}/health", timeout=10.0, trust_env=False).status_code == 200
+                return (
+                    httpx.get(f"{self.base_url}/health", timeout=10.0, trust_env=False).status_code
+                    == 200
+                )
             return False
 
         eventually(answers, "the proxy to answer", timeout_s)
 
 
 def dax_arena(devices: str, **more: str) -> dict[str, str]:
-    """Settings of a sidecar whose arena lies on files, PATH:SIZE,..., that stand in for DAX devices."""
+    """Settings of a sidecar whose arena lies on files, PATH:SIZE,..., that stand in for DAX
+    devices."""
     settings = {"kind": "dax", "devices": devices, "allow_files": "true", **more}
     return {f"arena_{name}": value for name, value in settings.items()}
 
 
 def connector_config(endpoint: str, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
-    """The value of --kv-transfer-config for this endpoint. ``extra`` names settings without their `lookaside.`."""
+    """The value of --kv-transfer-config for this endpoint. ``extra`` names settings without their
+    `lookaside.`."""
     return {
         "kv_connector": "LookasideConnector",
         "kv_connector_module_path": "lookaside.connector",
@@ -348,9 +412,12 @@ def connector_config(endpoint: str, role: str = "kv_both", **extra: Any) -> dict
 
 
 class Stand:
-    """A directory, and the processes that were started in it. A context manager: leaving it ends and removes all."""
+    """A directory, and the processes that were started in it. A context manager: leaving it ends
+    and removes all."""
 
-    def __init__(self, model: Path, keep_logs: Path | None = None, start_server: Starter | None = None) -> None:
+    def __init__(
+        self, model: Path, keep_logs: Path | None = None, start_server: Starter | None = None
+    ) -> None:
         self.model = model
         self._start_server = start_server
         self.directory = Path(tempfile.mkdtemp(prefix="la-"))
@@ -377,7 +444,9 @@ class Stand:
         what = f"{type(error).__name__} {error}".strip()
         with contextlib.suppress(RuntimeError):  # an error that was made without a request
             for process in self._processes:
-                if isinstance(process, Server | Proxy) and str(error.request.url).startswith(process.base_url):
+                if isinstance(process, Server | Proxy) and str(error.request.url).startswith(
+                    process.base_url
+                ):
                     kept = (self._keep_logs or LOGS) / process.log.name
                     return f"{process.name} has not answered a request ({what}); its log is {kept}"
         return f"a request was not answered ({what}); the logs are in {self._keep_logs}"
@@ -404,9 +473,14 @@ class Stand:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def sidecar(
-        self, rank: int = 0, name: str = "ep", ready: bool = True, settings: dict[str, str] | None = None
+        self,
+        rank: int = 0,
+        name: str = "ep",
+        ready: bool = True,
+        settings: dict[str, str] | None = None,
     ) -> Sidecar:
-        """Starts a sidecar. ``settings`` are `lookaside serve` flags, with _ for -; tiers in their order."""
+        """Starts a sidecar. ``settings`` are `lookaside serve` flags, with _ for -; tiers in their
+        order."""
         endpoint = self.directory / f"{name}-{rank}"
         flags = {key.replace("_", "-"): value for key, value in (settings or {}).items()}
         if flags.get("arena-kind") != "dax":  # which is as large as its devices
@@ -439,18 +513,29 @@ class Stand:
         max_model_len: int = 9216,
         model: Path | None = None,
     ) -> Server:
-        """Starts a vLLM server, with the connector where its configuration is given. Does not wait for it."""
-        settings = {**server_env(kv_gib), "TMPDIR": str(self.directory), "VLLM_RPC_BASE_PATH": str(self.directory)}
+        """Starts a vLLM server, with the connector where its configuration is given. Does not wait
+        for it."""
+        settings = {
+            **server_env(kv_gib),
+            "TMPDIR": str(self.directory),
+            "VLLM_RPC_BASE_PATH": str(self.directory),
+        }
         settings.update(env or {})
         flags = [
-            "--dtype", "float32", "--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details",
+            "--dtype", "float32", "--enforce-eager", "--enable-prefix-caching",
+            "--enable-prompt-tokens-details",
             "--max-model-len", str(max_model_len), "--max-num-seqs", "16",
             "--prefix-caching-hash-algo", "sha256_cbor", *(arguments or []),
         ]  # fmt: skip
         if connector is not None:
             flags += ["--kv-transfer-config", json.dumps(connector)]
         server = Server(
-            name, model or self.model, self.directory / f"vllm-{name}.log", settings, flags, self._start_server
+            name,
+            model or self.model,
+            self.directory / f"vllm-{name}.log",
+            settings,
+            flags,
+            self._start_server,
         )
         self._processes.append(server)
         return server
@@ -467,7 +552,9 @@ def _end_autostarted(lock: Path) -> None:
     """Ends the sidecar that a server started by itself: its endpoint's lock holds the pid."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         pid = int(lock.read_text().split()[0])
-        if f"--runtime-dir={lock.parent}" not in Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " "):
+        if f"--runtime-dir={lock.parent}" not in Path(
+            f"/proc/{pid}/cmdline"
+        ).read_bytes().decode().replace("\0", " "):
             return
         os.kill(pid, signal.SIGTERM)
         deadline = time.monotonic() + 10
@@ -482,8 +569,8 @@ def server_env(kv_gib: int = 1) -> dict[str, str]:
     return {
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
-        # vLLM's automatic binding keeps a core per process free, which two cores do not have. One server is busy at a
-        # time here, so each may use all of them.
+        # vLLM's automatic binding keeps a core per process free, which two cores do not have. One
+        # server is busy at a time here, so each may use all of them.
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in cores),
         "PYTHONHASHSEED": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -491,12 +578,15 @@ def server_env(kv_gib: int = 1) -> dict[str, str]:
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
         # Where the package is not installed in this environment, it is found in the tree.
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO / "pyclient"), os.environ.get("PYTHONPATH", "")])),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(REPO / "pyclient"), os.environ.get("PYTHONPATH", "")])
+        ),
     }
 
 
 def stop_on_signals() -> None:
-    """Makes SIGINT (also where it was inherited as ignored), SIGTERM and SIGHUP a KeyboardInterrupt: cleanup runs."""
+    """Makes SIGINT (also where it was inherited as ignored), SIGTERM and SIGHUP a
+    KeyboardInterrupt: cleanup runs."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt

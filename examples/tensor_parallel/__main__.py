@@ -1,11 +1,13 @@
 """One vLLM server of two tensor-parallel ranks shares prefixes with its past self.
 
-First with a model of four KV heads: each rank holds two of them, and has a sidecar of its own. Then with a model of one
-KV head, which both ranks hold: they have one sidecar, which keeps one copy that both load, stored half by each.
+First with a model of four KV heads: each rank holds two of them, and has a sidecar of its own. Then
+with a model of one KV head, which both ranks hold: they have one sidecar, which keeps one copy that
+both load, stored half by each.
 
-Printed for each prompt: the time to the first token when it is computed, and when vLLM's own cache was emptied and both
-ranks load it; the hit tokens that vLLM reports; the bytes that the two ranks hold of the prompt, and those that the
-sidecars keep of it; whether the greedy outputs are the same tokens.
+Printed for each prompt: the time to the first token when it is computed, and when vLLM's own cache
+was emptied and both ranks load it; the hit tokens that vLLM reports; the bytes that the two ranks
+hold of the prompt, and those that the sidecars keep of it; whether the greedy outputs are the same
+tokens.
 """
 
 from __future__ import annotations
@@ -60,13 +62,16 @@ def settled_bytes(sidecars: list[Sidecar], before: int) -> int:
 
 
 def held_bytes(sidecars: list[Sidecar], tokens: int) -> int:
-    """What the ranks hold of a prompt's whole pages: each rank a page of its own, or the same one."""
+    """What the ranks hold of a prompt's whole pages: each rank a page of its own, or the same
+    one."""
     spaces = [space for each in sidecars for space in each.status()["spaces"]]
     pages = tokens // spaces[0]["page_tokens"]
     return RANKS * pages * spaces[0]["page_bytes"]
 
 
-def measure(architecture: str, server: Server, sidecars: list[Sidecar], seed: int, tokens: int) -> Row:
+def measure(
+    architecture: str, server: Server, sidecars: list[Sidecar], seed: int, tokens: int
+) -> Row:
     """A prompt computed, and loaded after vLLM has forgotten it."""
     prompt = model.prompt(tokens, seed * 1_000_003 + tokens)
     client.settle()
@@ -89,7 +94,8 @@ def measure(architecture: str, server: Server, sidecars: list[Sidecar], seed: in
 
 
 HEAD = (
-    f"{'model':>6} {'prompt':>7} {'cold TTFT':>10} {'Lookaside':>10} {'faster':>8} {'hit tokens':>10} "
+    f"{'model':>6} {'prompt':>7} {'cold TTFT':>10} {'Lookaside':>10} {'faster':>8} "
+    f"{'hit tokens':>10} "
     f"{'ranks hold':>11} {'stored':>10}  outputs"
 )
 
@@ -98,8 +104,10 @@ def line(row: Row) -> str:
     """A row as text."""
     faster = row.cold_ttft_s / row.lookaside_ttft_s if row.lookaside_ttft_s else 0.0
     return (
-        f"{row.model:>6} {row.prompt_tokens:>7} {row.cold_ttft_s:>8.3f} s {row.lookaside_ttft_s:>8.3f} s "
-        f"{faster:>7.1f}x {row.hit_tokens:>10} {row.held_mib:>7.1f} MiB {row.stored_mib:>6.1f} MiB  "
+        f"{row.model:>6} {row.prompt_tokens:>7} {row.cold_ttft_s:>8.3f} s "
+        f"{row.lookaside_ttft_s:>8.3f} s "
+        f"{faster:>7.1f}x {row.hit_tokens:>10} {row.held_mib:>7.1f} MiB {row.stored_mib:>6.1f} MiB "
+        f" "
         f"{'equal' if row.outputs_equal else 'DIFFER'}"
     )
 
@@ -109,9 +117,12 @@ def run(seed: int, keep_logs: Path | None, shown: command.Table[Row]) -> None:
     cores = sorted(os.sched_getaffinity(0))
     for architecture, own in (("llama", True), ("mqa", False)):
         with Stand(model.ensure(architecture), keep_logs) as stand:
-            with step(f"{architecture}: starting {RANKS if own else 1} sidecar(s) for {RANKS} ranks"):
+            with step(
+                f"{architecture}: starting {RANKS if own else 1} sidecar(s) for {RANKS} ranks"
+            ):
                 sidecars = [stand.sidecar(rank) for rank in range(RANKS if own else 1)]
-            # With {rank} in it every rank has the sidecar of its number, without it all have the same.
+            # With {rank} in it every rank has the sidecar of its number, without it all have the
+            # same.
             endpoint = stand.endpoint() if own else stand.endpoint().format(rank=0)
             with step(f"{architecture}: starting vLLM (half a minute)"):
                 server = stand.server(
@@ -129,7 +140,9 @@ def run(seed: int, keep_logs: Path | None, shown: command.Table[Row]) -> None:
 
 
 def main() -> int:
-    args = command.flags("tensor_parallel", "Two tensor-parallel ranks, and what is kept of them.").parse_args()
+    args = command.flags(
+        "tensor_parallel", "Two tensor-parallel ranks, and what is kept of them."
+    ).parse_args()
     shown = command.Table(HEAD, line)
     command.show(
         lambda: run(args.seed, args.keep_logs, shown),

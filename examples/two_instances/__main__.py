@@ -1,14 +1,18 @@
-"""Two vLLM servers share every prefix through one sidecar, or each has its own and these share (--sidecars 2).
+"""Two vLLM servers share every prefix through one sidecar, or each has its own and these share
+(--sidecars 2).
 
-Server A computes prompts of several lengths. Server B, which has never seen them, gets the same prompts, and prompts
-that share only their beginning with one of A's. Printed for each: the time to the first token when all of it is
-computed, when B loads what A computed, and when B has it in vLLM's own cache; the hit tokens that vLLM reports; whether
-the greedy outputs of the three are the same tokens.
+Server A computes prompts of several lengths. Server B, which has never seen them, gets the same
+prompts, and prompts that share only their beginning with one of A's. Printed for each: the time to
+the first token when all of it is computed, when B loads what A computed, and when B has it in
+vLLM's own cache; the hit tokens that vLLM reports; whether the greedy outputs of the three are the
+same tokens.
 
-With a sidecar each, what A has stored lies in the arena of A's, where B's worker reads it, and B stores nothing of it.
+With a sidecar each, what A has stored lies in the arena of A's, where B's worker reads it, and B
+stores nothing of it.
 
-With the arena on DAX (--arena dax; a file stands in for the device) the sidecar and both servers are then killed, and
-a sidecar and a server started anew: what was computed before is found on the device, and hits.
+With the arena on DAX (--arena dax; a file stands in for the device) the sidecar and both servers
+are then killed, and a sidecar and a server started anew: what was computed before is found on the
+device, and hits.
 """
 
 from __future__ import annotations
@@ -68,7 +72,8 @@ class Asked:
 
 @dataclass
 class Stored:
-    """What a sidecar stored and loaded in the end, in bytes, and in tokens what it left to the other."""
+    """What a sidecar stored and loaded in the end, in bytes, and in tokens what it left to the
+    other."""
 
     sidecar: str
     stored_bytes: int
@@ -104,12 +109,17 @@ def measure(
         case = seed * 1_000_003 + prompt_tokens * 101 + shared_tokens * 10_007 + turn
         whole = shared_tokens == prompt_tokens
         first = model.prompt(prompt_tokens, case)
-        prompt = first if whole else model.prompt(prompt_tokens, case + 500_000, first[:shared_tokens])
+        prompt = (
+            first if whole else model.prompt(prompt_tokens, case + 500_000, first[:shared_tokens])
+        )
         client.settle()
         cold = client.complete(a.base_url, first, max_tokens=MAX_TOKENS)
         if not whole:
-            # A salt of its own shares nothing with anyone: computed whole, and stored under other names.
-            cold = client.complete(a.base_url, prompt, max_tokens=MAX_TOKENS, cache_salt=f"cold-{case}")
+            # A salt of its own shares nothing with anyone: computed whole, and stored under other
+            # names.
+            cold = client.complete(
+                a.base_url, prompt, max_tokens=MAX_TOKENS, cache_salt=f"cold-{case}"
+            )
         client.settle()
         shared = client.complete(b.base_url, prompt, max_tokens=MAX_TOKENS)
         local = client.complete(b.base_url, prompt, max_tokens=MAX_TOKENS)
@@ -117,7 +127,11 @@ def measure(
         lookaside_s.append(shared.ttft_s)
         local_s.append(local.ttft_s)
         hits.append(shared.cached_tokens)
-        equal = equal and cold.tokens == shared.tokens == local.tokens and len(cold.tokens) == MAX_TOKENS
+        equal = (
+            equal
+            and cold.tokens == shared.tokens == local.tokens
+            and len(cold.tokens) == MAX_TOKENS
+        )
         if asked is not None and turn == rounds - 1:
             asked.append(Asked(prompt, cold.tokens, cold.ttft_s))
     return Row(
@@ -132,7 +146,8 @@ def measure(
 
 
 HEAD = (
-    f"{'prompt':>7} {'shared':>7} {'cold TTFT':>10} {'Lookaside':>10} {'vLLM cache':>10} {'faster':>8} "
+    f"{'prompt':>7} {'shared':>7} {'cold TTFT':>10} {'Lookaside':>10} {'vLLM cache':>10} "
+    f"{'faster':>8} "
     f"{'hit tokens':>10}  outputs"
 )
 
@@ -141,19 +156,24 @@ def line(row: Row) -> str:
     """A row as text."""
     faster = row.cold_ttft_s / row.lookaside_ttft_s if row.lookaside_ttft_s else 0.0
     return (
-        f"{row.prompt_tokens:>7} {row.shared_tokens:>7} {row.cold_ttft_s:>8.3f} s {row.lookaside_ttft_s:>8.3f} s "
-        f"{row.local_ttft_s:>8.3f} s {faster:>7.1f}x {row.hit_tokens:>10}  {'equal' if row.outputs_equal else 'DIFFER'}"
+        f"{row.prompt_tokens:>7} {row.shared_tokens:>7} {row.cold_ttft_s:>8.3f} s "
+        f"{row.lookaside_ttft_s:>8.3f} s "
+        f"{row.local_ttft_s:>8.3f} s {faster:>7.1f}x {row.hit_tokens:>10}  "
+        f"{'equal' if row.outputs_equal else 'DIFFER'}"
     )
 
 
-RESTARTED_HEAD = f"{'prompt':>7} {'cold TTFT':>10} {'restarted':>10} {'faster':>8} {'hit tokens':>10}  outputs"
+RESTARTED_HEAD = (
+    f"{'prompt':>7} {'cold TTFT':>10} {'restarted':>10} {'faster':>8} {'hit tokens':>10}  outputs"
+)
 
 
 def restarted_line(row: Restarted) -> str:
     """A row as text."""
     faster = row.cold_ttft_s / row.restarted_ttft_s if row.restarted_ttft_s else 0.0
     return (
-        f"{row.prompt_tokens:>7} {row.cold_ttft_s:>8.3f} s {row.restarted_ttft_s:>8.3f} s {faster:>7.1f}x "
+        f"{row.prompt_tokens:>7} {row.cold_ttft_s:>8.3f} s {row.restarted_ttft_s:>8.3f} s "
+        f"{faster:>7.1f}x "
         f"{row.hit_tokens:>10}  {'equal' if row.outputs_equal else 'DIFFER'}"
     )
 
@@ -171,7 +191,10 @@ def stored(name: str, sidecar: Sidecar) -> Stored:
     )
 
 
-STORED_HEAD = f"{'sidecar':>7} {'stored':>10} {'loaded':>10} {'borrowed':>14} {'not stored, as the other holds it':>34}"
+STORED_HEAD = (
+    f"{'sidecar':>7} {'stored':>10} {'loaded':>10} {'borrowed':>14} "
+    f"{'not stored, as the other holds it':>34}"
+)
 
 
 def stored_line(row: Stored) -> str:
@@ -222,7 +245,9 @@ def settings_of(arena: str | None, stand: Stand) -> dict[str, str]:
     return {} if arena is None else {"arena_limit": arena}
 
 
-def restart(stand: Stand, sidecar: Sidecar, servers: tuple[Server, Server], asked: list[Asked], shown: Shown) -> None:
+def restart(
+    stand: Stand, sidecar: Sidecar, servers: tuple[Server, Server], asked: list[Asked], shown: Shown
+) -> None:
     """Kills everything, starts a sidecar and a server, and asks again."""
     with step("writing what the arena holds to the device"):
         sidecar.wait_kept()
@@ -248,7 +273,9 @@ def warm_up(*servers: Server) -> None:
                 client.complete(server.base_url, model.prompt(tokens, tokens), max_tokens=4)
 
 
-def run(rounds: int, seed: int, arena: str | None, sidecars: int, keep_logs: Path | None, shown: Shown) -> None:
+def run(
+    rounds: int, seed: int, arena: str | None, sidecars: int, keep_logs: Path | None, shown: Shown
+) -> None:
     """Brings everything up, measures every case, takes everything down."""
     path = model.ensure()
     with Stand(path, keep_logs) as stand:
@@ -277,25 +304,40 @@ def run(rounds: int, seed: int, arena: str | None, sidecars: int, keep_logs: Pat
 
 
 def main() -> int:
-    parser = command.flags("two_instances", "Two vLLM servers share every prefix.", "fresh prompts per case", 3)
-    parser.add_argument(
-        "--arena",
-        help="what it is: a size, or dax: on a file in place of a DAX device; then all is killed and restarted",
+    parser = command.flags(
+        "two_instances", "Two vLLM servers share every prefix.", "fresh prompts per case", 3
     )
     parser.add_argument(
-        "--sidecars", type=int, choices=(1, 2), default=1, help="2: each server has its own (default 1)"
+        "--arena",
+        help=(
+            "what it is: a size, or dax: on a file in place of a DAX device; then all is killed "
+            "and restarted"
+        ),
+    )
+    parser.add_argument(
+        "--sidecars",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="2: each server has its own (default 1)",
     )
     args = parser.parse_args()
     if args.sidecars == 2 and args.arena == "dax":
         parser.error("--arena dax is shown with one sidecar")
     shown = Shown()
     command.show(
-        lambda: run(max(1, args.rounds), args.seed, args.arena, args.sidecars, args.keep_logs, shown),
+        lambda: run(
+            max(1, args.rounds), args.seed, args.arena, args.sidecars, args.keep_logs, shown
+        ),
         args.json,
         shown.result,
     )
     found = all(row.hit_tokens > 0 for row in shown.restarted.rows)
-    return 0 if found and all(row.outputs_equal for row in [*shown.rows.rows, *shown.restarted.rows]) else 1
+    return (
+        0
+        if found and all(row.outputs_equal for row in [*shown.rows.rows, *shown.restarted.rows])
+        else 1
+    )
 
 
 if __name__ == "__main__":

@@ -163,8 +163,10 @@ func goroutines() map[string]string {
 
 func ignored(stack string) bool {
 	for _, own := range []string{
-		"\ntesting.(*M).", "\ntesting.(*T).Run(", "\ntesting.runFuzzing(", "\ntesting.runTests(", "\ntesting.tRunner.func",
-		"\nos/signal.loop(", "\nos/signal.signal_recv(", "created by runtime.", "created by testing.",
+		"\ntesting.(*M).", "\ntesting.(*T).Run(", "\ntesting.runFuzzing(", "\ntesting.runTests(",
+		"\ntesting.tRunner.func",
+		"\nos/signal.loop(", "\nos/signal.signal_recv(", "created by runtime.",
+		"created by testing.",
 		"\nruntime.ensureSigM", "\nruntime/pprof.", "\nruntime.goexit0",
 	} {
 		if strings.Contains(stack, own) {

@@ -16,13 +16,15 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"unicode/utf8"
 )
 
 const module = "lookaside"
 
-// layers lists every package of the module, from the bottom up. A package may import those in lower rows only: none beside it,
-// none above it. So tiers do not know each other, the sockets (ipc) and the engine meet in connector and tiers/peer only, and
-// nothing that runs in a sidecar imports a bench.
+// layers lists every package of the module, from the bottom up. A package may import those in lower
+// rows only: none beside it, none above it. So tiers do not know each other, the sockets (ipc) and
+// the engine meet in connector and tiers/peer only, and nothing that runs in a sidecar imports a
+// bench.
 var layers = [][]string{
 	{
 		"dax",              // memory, and the only unsafe
@@ -37,14 +39,16 @@ var layers = [][]string{
 	{
 		"dax/memcopy",
 		"ipc", "ipc/client", "internal/unshared",
-		"tiers/policy", "tiers/slab/media", "tiers/tiertest", "tiers/vfs/vfstest", "tiers/remote", "tiers/faults",
+		"tiers/policy", "tiers/slab/media", "tiers/tiertest", "tiers/vfs/vfstest", "tiers/remote",
+		"tiers/faults",
 	},
 	{"tiers/engine", "tiers/daxtier/mapped", "internal/simulate"},
 	{"tiers/slab", "tiers/stack", "tiers/peer"},
 	{"tiers/daxtier", "connector"},
 	{
 		"sidecar",
-		"internal/bench/daxbench", "internal/bench/diskbench", "internal/bench/enginebench", "internal/bench/peerbench", "internal/bench/redisbench",
+		"internal/bench/daxbench", "internal/bench/diskbench", "internal/bench/enginebench",
+		"internal/bench/peerbench", "internal/bench/redisbench",
 	},
 	{"sidecar/cmd/lookaside", "internal/soak"},
 }
@@ -71,7 +75,9 @@ func under(path, root string) bool {
 
 func packages(t *testing.T) []pkg {
 	t.Helper()
-	cmd := exec.Command("go", "list", "-e", "-json=Dir,ImportPath,GoFiles,CgoFiles,IgnoredGoFiles,TestGoFiles,XTestGoFiles,Imports", module+"/...")
+	cmd := exec.Command("go", "list", "-e",
+		"-json=Dir,ImportPath,GoFiles,CgoFiles,IgnoredGoFiles,TestGoFiles,XTestGoFiles,Imports",
+		module+"/...")
 	out, err := cmd.Output()
 	if err != nil {
 		var exit *exec.ExitError
@@ -122,8 +128,8 @@ func TestImportsPointDown(t *testing.T) {
 	}
 }
 
-// TestWireStandsAlone: the messages are bytes to fields and back; a decoder that could reach a socket, a mapping or the
-// engine could be made to use it.
+// TestWireStandsAlone: the messages are bytes to fields and back; a decoder that could reach a
+// socket, a mapping or the engine could be made to use it.
 func TestWireStandsAlone(t *testing.T) {
 	t.Parallel()
 	for _, p := range packages(t) {
@@ -134,15 +140,17 @@ func TestWireStandsAlone(t *testing.T) {
 			if under(imported, module) && !under(imported, module+"/ipc/wire") {
 				t.Errorf("%s imports %s", p.rel(), imported)
 			}
-			if slices.Contains([]string{"net", "os", "syscall", "unsafe", "golang.org/x/sys/unix"}, imported) {
+			if slices.Contains([]string{"net", "os", "syscall", "unsafe", "golang.org/x/sys/unix"},
+				imported) {
 				t.Errorf("%s imports %s", p.rel(), imported)
 			}
 		}
 	}
 }
 
-// TestDangerIsConfined reads every source that is not a test: unsafe and mappings belong to dax, cgo to ipc (which may
-// need unsafe in the files that do cgo), and zap is handed in, never reached for.
+// TestDangerIsConfined reads every source that is not a test: unsafe and mappings belong to dax,
+// cgo to ipc (which may need unsafe in the files that do cgo), and zap is handed in, never reached
+// for.
 func TestDangerIsConfined(t *testing.T) {
 	t.Parallel()
 	files := token.NewFileSet()
@@ -171,7 +179,8 @@ func TestDangerIsConfined(t *testing.T) {
 			if usesC && !under(p.rel(), "ipc") {
 				t.Errorf("%s uses cgo, which only ipc may", where)
 			}
-			if _, ok := imports["unsafe"]; ok && !under(p.rel(), "dax") && !(usesC && under(p.rel(), "ipc")) {
+			if _, ok := imports["unsafe"]; ok && !under(p.rel(), "dax") &&
+				!(usesC && under(p.rel(), "ipc")) {
 				t.Errorf("%s imports unsafe, which only dax may", where)
 			}
 			ast.Inspect(file, func(n ast.Node) bool {
@@ -185,12 +194,17 @@ func TestDangerIsConfined(t *testing.T) {
 				}
 				at := files.Position(sel.Pos())
 				switch imported := imports[x.Name]; {
-				case imported == "go.uber.org/zap" && slices.Contains([]string{"L", "S", "ReplaceGlobals", "RedirectStdLog"}, sel.Sel.Name):
-					t.Errorf("%s:%d: zap.%s: the logger is passed in, never global", where, at.Line, sel.Sel.Name)
+				case imported == "go.uber.org/zap" &&
+					slices.Contains([]string{"L", "S", "ReplaceGlobals", "RedirectStdLog"},
+						sel.Sel.Name):
+					t.Errorf("%s:%d: zap.%s: the logger is passed in, never global", where, at.Line,
+						sel.Sel.Name)
 				case (imported == "syscall" || imported == "golang.org/x/sys/unix") &&
-					slices.Contains([]string{"Mmap", "MmapPtr", "Munmap", "MunmapPtr", "Mremap", "MemfdCreate", "SYS_MMAP"}, sel.Sel.Name) &&
+					slices.Contains([]string{"Mmap", "MmapPtr", "Munmap", "MunmapPtr", "Mremap",
+						"MemfdCreate", "SYS_MMAP"}, sel.Sel.Name) &&
 					!under(p.rel(), "dax") && !under(p.rel(), "internal"):
-					t.Errorf("%s:%d: %s.%s: memory is mapped in dax only", where, at.Line, x.Name, sel.Sel.Name)
+					t.Errorf("%s:%d: %s.%s: memory is mapped in dax only", where, at.Line, x.Name,
+						sel.Sel.Name)
 				}
 				return true
 			})
@@ -198,8 +212,61 @@ func TestDangerIsConfined(t *testing.T) {
 	}
 }
 
-// TestNamedTestsExist: docs/testing.md says which test shows what. A test that was renamed or deleted must not leave its
-// promise behind.
+// columns is the longest a line of Go may be, with tabs of 4. The spaces by which gofmt aligns
+// columns do not count.
+const columns = 100
+
+var aligned = regexp.MustCompile(`(\S) {2,}`)
+
+// TestLinesAreShort reads every Go source. A line may only be longer if it ends in a string, which
+// is better found whole.
+func TestLinesAreShort(t *testing.T) {
+	t.Parallel()
+	out, err := exec.Command("git", "-C", "../..", "ls-files", "--cached", "--others",
+		"--exclude-standard", "*.go").Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range strings.Fields(string(out)) {
+		b, err := os.ReadFile(filepath.Join("../..", name))
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		raw := false // inside a string of several lines
+		for i, line := range strings.Split(string(b), "\n") {
+			was := raw
+			if !strings.HasPrefix(strings.TrimSpace(line), "//") &&
+				strings.Count(line, "`")%2 == 1 {
+				raw = !raw
+			}
+			if was || raw {
+				continue
+			}
+			width := utf8.RuneCountInString(aligned.ReplaceAllString(strings.ReplaceAll(line, "\t",
+				"    "),
+				"$1 "))
+			if width > columns && !endsInString(line) {
+				t.Errorf("%s:%d: %d columns, at most %d", name, i+1, width, columns)
+			}
+		}
+	}
+}
+
+// endsInString reports whether the line's part beyond the limit belongs to a string, but for what
+// closes the statement.
+func endsInString(line string) bool {
+	at := strings.LastIndexAny(line, "\"`")
+	if at < 0 || strings.HasPrefix(strings.TrimSpace(line), "//") {
+		return false
+	}
+	return utf8.RuneCountInString(strings.ReplaceAll(line[:at], "\t", "    ")) >= columns-40
+}
+
+// TestNamedTestsExist: docs/testing.md says which test shows what. A test that was renamed or
+// deleted must not leave its promise behind.
 func TestNamedTestsExist(t *testing.T) {
 	t.Parallel()
 	doc, err := os.ReadFile("../../docs/testing.md")
@@ -214,7 +281,8 @@ func TestNamedTestsExist(t *testing.T) {
 			return err
 		case e.IsDir() && strings.HasPrefix(e.Name(), ".") && path != "../..":
 			return filepath.SkipDir
-		case !strings.HasSuffix(path, "_test.go") && !(strings.HasPrefix(e.Name(), "test_") && strings.HasSuffix(path, ".py")):
+		case !strings.HasSuffix(path, "_test.go") && !(strings.HasPrefix(e.Name(), "test_") &&
+			strings.HasSuffix(path, ".py")):
 			return nil
 		}
 		b, err := os.ReadFile(path)
@@ -228,7 +296,8 @@ func TestNamedTestsExist(t *testing.T) {
 	}
 	_, rest, ok := strings.Cut(string(doc), "\n## Faults\n")
 	table, _, _ := strings.Cut(rest, "\n## ")
-	named := regexp.MustCompile("`((?:Test|Fuzz)[A-Z]\\w*|test_\\w+)`").FindAllStringSubmatch(table, -1)
+	named := regexp.MustCompile("`((?:Test|Fuzz)[A-Z]\\w*|test_\\w+)`").FindAllStringSubmatch(table,
+		-1)
 	if !ok || len(named) < 49 {
 		t.Fatalf("docs/testing.md names %d tests in its table of faults", len(named))
 	}

@@ -95,7 +95,8 @@ func (c *converter) applyAdapter(a *adapter) error {
 		switch {
 		case told[key]:
 		case len(c.tiers) > before:
-			c.tell(a.keys[key], verdict{Unknown, nil, "LMCache has no such key of adapters of type " + a.kind})
+			c.tell(a.keys[key], verdict{Unknown, nil,
+				"LMCache has no such key of adapters of type " + a.kind})
 		default:
 			c.tell(a.keys[key], none("it belongs to an adapter that is no tier"))
 		}
@@ -128,7 +129,8 @@ func (c *converter) commonKeys(a *adapter, t *tier, tell func(verdict, ...string
 		switch p, ok := policies[policy]; {
 		case (t.kind == "disk" || t.kind == "dax") && ok:
 			t.set("eviction", p.name, g.shown+".eviction_policy: "+policy)
-			tell(became(strings.TrimPrefix(p.why+"; "+whyPolicy, "; "), "tiers: "+t.kind+": eviction"), "eviction")
+			tell(became(strings.TrimPrefix(p.why+"; "+whyPolicy, "; "),
+				"tiers: "+t.kind+": eviction"), "eviction")
 		case t.kind == "disk" || t.kind == "dax":
 			tell(none("what is full evicts: eviction is left at its default, adaptive"), "eviction")
 		default:
@@ -148,7 +150,8 @@ func (c *converter) commonKeys(a *adapter, t *tier, tell func(verdict, ...string
 			tell(became("", "tiers: "+t.kind+": serde"), "serde")
 		default:
 			t.set("serde", "lossless", g.shown+": "+name)
-			tell(became("there is no "+name+": lossless is smaller than raw and changes nothing", "tiers: "+t.kind+": serde"), "serde")
+			tell(became("there is no "+name+": lossless is smaller than raw and changes nothing",
+				"tiers: "+t.kind+": serde"), "serde")
 		}
 	}
 	tell(none("chunks come from the arena, of which there is one"), "affinity_tag")
@@ -157,7 +160,8 @@ func (c *converter) commonKeys(a *adapter, t *tier, tell func(verdict, ...string
 }
 
 // workers sets a key from a number of workers, if it is there.
-func (a *adapter) workers(t *tier, tell func(verdict, ...string), to string, most int, keys ...string) error {
+func (a *adapter) workers(t *tier, tell func(verdict, ...string), to string, most int,
+	keys ...string) error {
 	for _, key := range keys {
 		g := a.keys[key]
 		if g == nil {
@@ -208,7 +212,8 @@ func (c *converter) adapterTier(a *adapter, tell func(verdict, ...string)) (verd
 		if err := a.workers(t, tell, "workers", 256, "num_workers", "read_io_depth"); err != nil {
 			return verdict{}, err
 		}
-		tell(none("how much is read at a time is not bounded in bytes, but by workers"), "read_max_bytes_in_flight", "per_op_workers")
+		tell(none("how much is read at a time is not bounded in bytes, but by workers"),
+			"read_max_bytes_in_flight", "per_op_workers")
 		return became("sidecars do not share a directory: what several hosts are to share goes into a redis or s3 tier", "tiers: disk"), nil
 
 	case "resp", "valkey":
@@ -220,8 +225,11 @@ func (c *converter) adapterTier(a *adapter, tell func(verdict, ...string)) (verd
 			return verdict{}, fmt.Errorf("%s: it has no s3_endpoint", a.where)
 		}
 		p := s3Parts{
-			endpoint: g.text(), region: a.text("s3_region"), style: a.text("s3_addressing_style"), bucket: a.text("s3_bucket"), ca: a.text("s3_ca_bundle"), prefix: a.text("s3_file_prefix"),
-			plain: !a.keys["disable_tls"].off(), secret: a.keys["aws_access_key_id"] != nil || a.keys["aws_secret_access_key"] != nil,
+			endpoint: g.text(), region: a.text("s3_region"), style: a.text("s3_addressing_style"),
+			bucket: a.text("s3_bucket"), ca: a.text("s3_ca_bundle"),
+			prefix: a.text("s3_file_prefix"),
+			plain:  !a.keys["disable_tls"].off(), secret: a.keys["aws_access_key_id"] != nil ||
+				a.keys["aws_secret_access_key"] != nil,
 		}
 		if n := a.keys["s3_num_io_threads"]; n != nil {
 			v, err := n.integer(1, 1<<20)
@@ -234,7 +242,8 @@ func (c *converter) adapterTier(a *adapter, tell func(verdict, ...string)) (verd
 		if err != nil {
 			return verdict{}, err
 		}
-		tell(became("", "tiers: s3: url, endpoint"), "s3_endpoint", "s3_bucket", "s3_addressing_style", "disable_tls", "s3_file_prefix")
+		tell(became("", "tiers: s3: url, endpoint"), "s3_endpoint", "s3_bucket",
+			"s3_addressing_style", "disable_tls", "s3_file_prefix")
 		tell(became("", "tiers: s3: region"), "s3_region")
 		tell(became("", "tiers: s3: ca_file"), "s3_ca_bundle")
 		tell(became("", "tiers: s3: pool"), "s3_num_io_threads")
@@ -307,7 +316,8 @@ func (c *converter) redisAdapter(a *adapter, tell func(verdict, ...string)) (ver
 		}
 		hasPassword = hasPassword || c.variable("LMCACHE_RESP_PASSWORD") != ""
 		if host == "" {
-			return verdict{}, fmt.Errorf("%s: it has no host, and LMCACHE_RESP_HOST is not known (see --env)", a.where)
+			return verdict{}, fmt.Errorf(
+				"%s: it has no host, and LMCACHE_RESP_HOST is not known (see --env)", a.where)
 		}
 		if port == "" {
 			port = "6379"
@@ -336,11 +346,13 @@ func (c *converter) redisAdapter(a *adapter, tell func(verdict, ...string)) (ver
 	if hasPassword {
 		c.passwordFrom(t, env)
 	}
-	tell(became("", "tiers: redis: url"), "host", "port", "username", "startup_nodes", "cluster_mode", "tls_enable")
+	tell(became("", "tiers: redis: url"), "host", "port", "username", "startup_nodes",
+		"cluster_mode", "tls_enable")
 	if g := a.keys["password"]; g != nil && g.text() == "" {
 		tell(unused("it is empty"), "password")
 	}
-	tell(became("put it into the environment of the sidecar, as "+env, "tiers: redis: password_env"), "password")
+	tell(became("put it into the environment of the sidecar, as "+env,
+		"tiers: redis: password_env"), "password")
 	if g := a.keys["database_id"]; g != nil && g.value != nil {
 		n, err := g.integer(0, 1<<20)
 		if err != nil {
@@ -366,7 +378,8 @@ func (c *converter) redisAdapter(a *adapter, tell func(verdict, ...string)) (ver
 		tell(became("", "tiers: redis: ttl"), "ttl_seconds")
 	}
 	tell(unused("it is off"), "ttl_seconds")
-	for key, to := range map[string]string{"request_timeout": "load_timeout", "connection_timeout": "dial_timeout"} {
+	for key, to := range map[string]string{"request_timeout": "load_timeout",
+		"connection_timeout": "dial_timeout"} {
 		if g := a.keys[key]; g != nil {
 			n, err := g.number()
 			if err != nil {
@@ -403,7 +416,8 @@ func (c *converter) nixlTier(g *given, backend string, params map[string]*given)
 			path = params["nixl_path"]
 		}
 		if path.off() {
-			return verdict{}, fmt.Errorf("%s: NIXL's backend %s wants a directory, and there is none", g.shown, backend)
+			return verdict{}, fmt.Errorf(
+				"%s: NIXL's backend %s wants a directory, and there is none", g.shown, backend)
 		}
 		capacity := int64(0)
 		if p := params["max_capacity_gb"]; p != nil {
@@ -412,7 +426,8 @@ func (c *converter) nixlTier(g *given, backend string, params map[string]*given)
 				return verdict{}, err
 			}
 		}
-		if _, err := c.diskTier(path, path.list(), capacity, params["max_capacity_gb"]); err != nil {
+		if _, err := c.diskTier(path, path.list(), capacity,
+			params["max_capacity_gb"]); err != nil {
 			return verdict{}, err
 		}
 		return became(whyNIXL, "tiers: disk"), nil
@@ -421,7 +436,8 @@ func (c *converter) nixlTier(g *given, backend string, params map[string]*given)
 			return none("backend_params names no bucket: add an s3 tier"), nil
 		}
 		endpoint := text("endpoint_override")
-		p := s3Parts{endpoint: endpoint, bucket: text("bucket"), region: text("region"), ca: text("ca_bundle"), secret: params["access_key"] != nil}
+		p := s3Parts{endpoint: endpoint, bucket: text("bucket"), region: text("region"),
+			ca: text("ca_bundle"), secret: params["access_key"] != nil}
 		if endpoint == "" {
 			p.endpoint, p.bucket = text("bucket"), ""
 		}
@@ -466,7 +482,10 @@ func nixlPart(c *converter, g *given) (verdict, error) {
 func (c *converter) daxTier(from *given, devices []device) *tier {
 	t := c.addTier("dax", from)
 	t.set("devices", devices, from.origin())
-	if slices.ContainsFunc(devices, func(d device) bool { return !strings.HasPrefix(d.Path, "/dev/") }) {
+	if slices.ContainsFunc(devices, func(d device) bool {
+		return !strings.HasPrefix(d.Path,
+			"/dev/")
+	}) {
 		t.set("allow_files", true, "")
 		t.note("not all of these are devices: files serve as well, but more slowly")
 	}
@@ -478,30 +497,38 @@ func (c *converter) daxArena(from *given, note string, devices ...device) {
 	c.arena, c.arenaFrom = append(c.arena, devices...), from
 	c.set("arena.kind", "dax", from, "")
 	c.set("arena.devices", c.arena, from, note)
-	if slices.ContainsFunc(c.arena, func(d device) bool { return !strings.HasPrefix(d.Path, "/dev/") }) {
-		c.settings = put(c.settings, setting{key: "arena.allow_files", value: true, note: "not all of these are devices: files serve as well, but more slowly"})
+	if slices.ContainsFunc(c.arena, func(d device) bool {
+		return !strings.HasPrefix(d.Path,
+			"/dev/")
+	}) {
+		c.settings = put(c.settings, setting{key: "arena.allow_files", value: true,
+			note: "not all of these are devices: files serve as well, but more slowly"})
 	}
 }
 
 // neverOnDAX are the settings that an arena on devices does not take.
-var neverOnDAX = []string{"arena.limit", "arena.initial", "arena.step", "arena.grow_at", "arena.numa"}
+var neverOnDAX = []string{"arena.limit", "arena.initial", "arena.step", "arena.grow_at",
+	"arena.numa"}
 
 // settleArena takes back what was set for an arena of DRAM, if it lies on devices.
 func (c *converter) settleArena() error {
 	if len(c.arena) == 0 {
 		return nil
 	}
-	c.settings = slices.DeleteFunc(c.settings, func(s setting) bool { return slices.Contains(neverOnDAX, s.key) })
+	c.settings = slices.DeleteFunc(c.settings,
+		func(s setting) bool { return slices.Contains(neverOnDAX, s.key) })
 	c.set("arena.kind", "dax", c.arenaFrom, "")
 	for i := range c.keys {
 		k := &c.keys[i]
 		to := slices.DeleteFunc(slices.Clone(k.To), func(key string) bool {
-			return slices.Contains(neverOnDAX, key) || key == "arena.kind" && strings.Contains(k.Key, "hugepages")
+			return slices.Contains(neverOnDAX, key) ||
+				key == "arena.kind" && strings.Contains(k.Key, "hugepages")
 		})
 		switch {
 		case len(to) == len(k.To):
 		case len(to) == 0:
-			k.Outcome, k.To, k.Why = Unused, nil, "the arena lies on devices, and is as large as they are"
+			k.Outcome, k.To, k.Why = Unused, nil,
+				"the arena lies on devices, and is as large as they are"
 		default:
 			k.To = to
 		}
@@ -511,7 +538,8 @@ func (c *converter) settleArena() error {
 
 // daxPrimary says whether the configuration's device is the arena.
 func (c *converter) daxPrimary() bool {
-	return strings.EqualFold(c.extraText("dax.mode"), "primary") && !c.extra["dax.device_path"].off()
+	return strings.EqualFold(c.extraText("dax.mode"), "primary") &&
+		!c.extra["dax.device_path"].off()
 }
 
 func daxDevice(c *converter, g *given) (verdict, error) {
@@ -537,7 +565,8 @@ func daxDevice(c *converter, g *given) (verdict, error) {
 	}
 	if c.daxPrimary() {
 		c.daxArena(g, "", d)
-		return became("several ranks may share it: see arena.rank and arena.ranks", "arena.devices"), nil
+		return became("several ranks may share it: see arena.rank and arena.ranks",
+			"arena.devices"), nil
 	}
 	t := c.daxTier(g, []device{d})
 	if c.eviction == "" && c.config["cache_policy"] != nil {
@@ -602,7 +631,8 @@ func (c *converter) daxAdapter(a *adapter, tell func(verdict, ...string)) (verdi
 			if !ok {
 				return verdict{}, fmt.Errorf("%s[%d]: it is not an object", g.shown, i)
 			}
-			if err := one(fmt.Sprintf("%s[%d].", g.shown, i), m["device_path"], m["max_dax_size_gb"]); err != nil {
+			if err := one(fmt.Sprintf("%s[%d].", g.shown, i), m["device_path"],
+				m["max_dax_size_gb"]); err != nil {
 				return verdict{}, err
 			}
 		}
@@ -617,7 +647,8 @@ func (c *converter) daxAdapter(a *adapter, tell func(verdict, ...string)) (verdi
 	}
 	hotplug := !a.keys["hotplug_enabled"].off()
 	if len(devices) == 0 && !hotplug {
-		return verdict{}, fmt.Errorf("%s: it has no devices, which only hotplug_enabled allows", a.where)
+		return verdict{}, fmt.Errorf("%s: it has no devices, which only hotplug_enabled allows",
+			a.where)
 	}
 	t := c.daxTier(a.keys["type"], devices)
 	tell(became("", "tiers: dax: devices"), "devices", "device_path", "max_dax_size_gb")
@@ -626,8 +657,10 @@ func (c *converter) daxAdapter(a *adapter, tell func(verdict, ...string)) (verdi
 		tell(became("", "tiers: dax: hotplug"), "hotplug_enabled")
 	}
 	tell(unused("it is off, as by default"), "hotplug_enabled")
-	tell(builtIn("slots are as large as the chunks in them; a device has chunks of several sizes"), "slot_bytes")
-	for _, w := range [][2]string{{"num_load_workers", "restore_workers"}, {"num_store_workers", "store_workers"}, {"num_lookup_workers", "lookup_workers"}} {
+	tell(builtIn("slots are as large as the chunks in them; a device has chunks of several sizes"),
+		"slot_bytes")
+	for _, w := range [][2]string{{"num_load_workers", "restore_workers"},
+		{"num_store_workers", "store_workers"}, {"num_lookup_workers", "lookup_workers"}} {
 		if err := a.workers(t, tell, w[1], 256, w[0]); err != nil {
 			return verdict{}, err
 		}

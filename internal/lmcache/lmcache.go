@@ -1,8 +1,10 @@
-// Package lmcache turns what a user of LMCache has configured into Lookaside's settings, and says of each key what became of it. It knows the
-// keys of LMCache 0.3 to 0.5: those of its configuration file and environment, of its extra_config, of its server's L2 adapters and command
+// Package lmcache turns what a user of LMCache has configured into Lookaside's settings, and says
+// of each key what became of it. It knows the keys of LMCache 0.3 to 0.5: those of its
+// configuration file and environment, of its extra_config, of its server's L2 adapters and command
 // line, and those that vLLM passes on to its connectors.
 //
-// It reads text and makes text. Whether the settings are ones that a sidecar takes is for package sidecar to say, and for the tests.
+// It reads text and makes text. Whether the settings are ones that a sidecar takes is for package
+// sidecar to say, and for the tests.
 package lmcache
 
 import (
@@ -16,17 +18,21 @@ import (
 
 // Source is LMCache's configuration. Each part may be missing, but not all.
 type Source struct {
-	// Text is YAML or JSON: LMCache's configuration; one L2 adapter of its server, or a list of them; or the value of vLLM's --kv-transfer-config.
+	// Text is YAML or JSON: LMCache's configuration; one L2 adapter of its server, or a list of
+	// them; or the value of vLLM's --kv-transfer-config.
 	Text []byte
 	// Name is Text's file, for messages.
 	Name string
-	// Environ is an environment, as os.Environ gives it: what LMCache reads from it overrides Text, as in LMCache. Nil: none.
+	// Environ is an environment, as os.Environ gives it: what LMCache reads from it overrides Text,
+	// as in LMCache. Nil: none.
 	Environ []string
 	// Adapters are the values of --l2-adapter, in their order.
 	Adapters []string
-	// Server is the command line of LMCache's server, with or without its first words "lmcache server".
+	// Server is the command line of LMCache's server, with or without its first words "lmcache
+	// server".
 	Server []string
-	// Dir and Home are what relative paths and ~ stand for. Where they are not set such paths are errors.
+	// Dir and Home are what relative paths and ~ stand for. Where they are not set such paths are
+	// errors.
 	Dir, Home string
 	// DiskCapacityBytes is for a directory that LMCache filled without a limit. 0: 64 GiB.
 	DiskCapacityBytes int64
@@ -49,7 +55,8 @@ var outcomes = []Outcome{None, Unknown, VLLM, Set, BuiltIn, Unused}
 
 // A Key is one key of LMCache and what became of it.
 type Key struct {
-	Key     string   `json:"key"`            // with where it was, as in extra_config.dax.device_path
+	// with where it was, as in extra_config.dax.device_path
+	Key     string   `json:"key"`
 	From    string   `json:"from,omitempty"` // file, environment, …
 	Value   string   `json:"value"`          // as given; never a secret
 	Outcome Outcome  `json:"outcome"`
@@ -69,14 +76,16 @@ type Result struct {
 	YAML string `json:"yaml"`
 }
 
-// Convert converts. An error means that the source cannot be understood, or that a value is not what its key wants; a key that has no equivalent is
-// no error. Errors and results repeat no secret.
+// Convert converts. An error means that the source cannot be understood, or that a value is not
+// what its key wants; a key that has no equivalent is no error. Errors and results repeat no
+// secret.
 func Convert(src Source) (*Result, error) {
 	c := &converter{src: src, config: map[string]*given{}, extra: map[string]*given{}}
 	if err := c.read(); err != nil {
 		return nil, err
 	}
-	for _, step := range []func() error{c.applyServer, c.applyConfig, c.applyAdapters, c.settleArena} {
+	for _, step := range []func() error{c.applyServer, c.applyConfig, c.applyAdapters,
+		c.settleArena} {
 		if err := step(); err != nil {
 			return nil, err
 		}
@@ -112,10 +121,14 @@ func Convert(src Source) (*Result, error) {
 
 // Missing are the keys without an equivalent.
 func (r *Result) Missing() []Key {
-	return slices.DeleteFunc(slices.Clone(r.Keys), func(k Key) bool { return k.Outcome != None && k.Outcome != Unknown })
+	return slices.DeleteFunc(slices.Clone(r.Keys), func(k Key) bool {
+		return k.Outcome != None &&
+			k.Outcome != Unknown
+	})
 }
 
-// WriteTable writes what became of the keys, for people. Those that say all that there is to say by themselves are only counted.
+// WriteTable writes what became of the keys, for people. Those that say all that there is to say by
+// themselves are only counted.
 func (r *Result) WriteTable(w io.Writer) error {
 	tw := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
 	counts := map[Outcome]int{}
@@ -145,7 +158,8 @@ func (r *Result) WriteTable(w io.Writer) error {
 	for _, o := range outcomes {
 		if n := counts[o]; n > 0 {
 			parts = append(parts, fmt.Sprintf("%d %s", n, map[Outcome]string{
-				None: "without an equivalent", Unknown: "unknown", VLLM: "to be set in vLLM", Set: "converted", BuiltIn: "built in", Unused: "without effect here",
+				None: "without an equivalent", Unknown: "unknown", VLLM: "to be set in vLLM",
+				Set: "converted", BuiltIn: "built in", Unused: "without effect here",
 			}[o]))
 		}
 	}

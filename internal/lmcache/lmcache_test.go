@@ -69,14 +69,16 @@ func TestExamples(t *testing.T) {
 				t.Fatal(err)
 			}
 			src := source("")
-			// What stands before a line of dashes is the environment; after a second one come adapters, and after a third the server's flags.
+			// What stands before a line of dashes is the environment; after a second one come
+			// adapters, and after a third the server's flags.
 			parts := strings.Split(string(b), "\n-----\n")
 			src.Text = []byte(parts[0])
 			if len(parts) > 1 {
 				src.Environ = strings.Fields(parts[1])
 			}
 			if len(parts) > 2 {
-				src.Adapters = slices.DeleteFunc(strings.Split(parts[2], "\n"), func(s string) bool { return strings.TrimSpace(s) == "" })
+				src.Adapters = slices.DeleteFunc(strings.Split(parts[2], "\n"),
+					func(s string) bool { return strings.TrimSpace(s) == "" })
 			}
 			if len(parts) > 3 {
 				src.Server = strings.Fields(parts[3])
@@ -102,32 +104,45 @@ func TestArena(t *testing.T) {
 		want func(sidecar.ArenaConfig) bool
 	}{
 		{"chunk_size: 256", func(a sidecar.ArenaConfig) bool { return a.Limit == 5<<30 }},
-		{"max_local_cpu_size: 0.1", func(a sidecar.ArenaConfig) bool { return a.Limit == 107374182 }},
-		{"max_local_cpu_size: 20", func(a sidecar.ArenaConfig) bool { return a.Limit == 20<<30 && a.Initial == 1<<30 }},
-		{"max_local_cpu_size: 0", func(a sidecar.ArenaConfig) bool { return a.Limit == 1<<30 }},
-		{"max_local_cpu_size: 20\nenable_lazy_memory_allocator: false", func(a sidecar.ArenaConfig) bool { return a.Initial == 20<<30 }},
-		{"max_local_cpu_size: 20\nenable_lazy_memory_allocator: true", func(a sidecar.ArenaConfig) bool {
-			return a.Initial == 4<<30 && a.Step == 2<<30 && a.GrowAt == 0.5
+		{"max_local_cpu_size: 0.1",
+			func(a sidecar.ArenaConfig) bool { return a.Limit == 107374182 }},
+		{"max_local_cpu_size: 20", func(a sidecar.ArenaConfig) bool {
+			return a.Limit == 20<<30 &&
+				a.Initial == 1<<30
 		}},
+		{"max_local_cpu_size: 0", func(a sidecar.ArenaConfig) bool { return a.Limit == 1<<30 }},
+		{"max_local_cpu_size: 20\nenable_lazy_memory_allocator: false",
+			func(a sidecar.ArenaConfig) bool { return a.Initial == 20<<30 }},
+		{"max_local_cpu_size: 20\nenable_lazy_memory_allocator: true",
+			func(a sidecar.ArenaConfig) bool {
+				return a.Initial == 4<<30 && a.Step == 2<<30 && a.GrowAt == 0.5
+			}},
 		{"max_local_cpu_size: 20\nenable_lazy_memory_allocator: true\nlazy_memory_initial_ratio: 0.5\nlazy_memory_step_ratio: 0.25\nlazy_memory_expand_trigger_ratio: 0.9", func(a sidecar.ArenaConfig) bool {
 			return a.Initial == 10<<30 && a.Step == 5<<30 && a.GrowAt == 0.9
 		}},
 		{"max_local_cpu_size: 20\nenable_lazy_memory_allocator: true\nlazy_memory_initial_ratio: 0\nlazy_memory_step_ratio: 0\nlazy_memory_expand_trigger_ratio: 0", func(a sidecar.ArenaConfig) bool {
 			return a.Initial == 2<<20 && a.Step >= 20<<30/50
 		}},
-		{"max_local_cpu_size: 20\nenable_lazy_memory_allocator: true\nlazy_memory_safe_size: 30", func(a sidecar.ArenaConfig) bool { return a.Initial == 1<<30 && a.GrowAt == 0.8 }},
-		{"local_cpu_use_hugepages: true", func(a sidecar.ArenaConfig) bool { return a.Kind == "hugetlb" }},
-		{"local_cpu_use_hugepages: false", func(a sidecar.ArenaConfig) bool { return a.Kind == "auto" }},
-		{"nixl_buffer_device: cpu\nextra_config: {nixl_use_hugepages: true}", func(a sidecar.ArenaConfig) bool { return a.Kind == "hugetlb" }},
+		{"max_local_cpu_size: 20\nenable_lazy_memory_allocator: true\nlazy_memory_safe_size: 30",
+			func(a sidecar.ArenaConfig) bool { return a.Initial == 1<<30 && a.GrowAt == 0.8 }},
+		{"local_cpu_use_hugepages: true",
+			func(a sidecar.ArenaConfig) bool { return a.Kind == "hugetlb" }},
+		{"local_cpu_use_hugepages: false",
+			func(a sidecar.ArenaConfig) bool { return a.Kind == "auto" }},
+		{"nixl_buffer_device: cpu\nextra_config: {nixl_use_hugepages: true}",
+			func(a sidecar.ArenaConfig) bool { return a.Kind == "hugetlb" }},
 		{"numa_mode: auto", func(a sidecar.ArenaConfig) bool { return a.NUMA == "auto" }},
-		{"numa_mode: manual\nextra_config: {gpu_to_numa_mapping: {0: 1, 1: 1}}", func(a sidecar.ArenaConfig) bool { return a.NUMA == "1" }},
-		{"numa_mode: manual\nextra_config: {gpu_to_numa_mapping: {0: 0, 1: 1}}", func(a sidecar.ArenaConfig) bool { return a.NUMA == "auto" }},
+		{"numa_mode: manual\nextra_config: {gpu_to_numa_mapping: {0: 1, 1: 1}}",
+			func(a sidecar.ArenaConfig) bool { return a.NUMA == "1" }},
+		{"numa_mode: manual\nextra_config: {gpu_to_numa_mapping: {0: 0, 1: 1}}",
+			func(a sidecar.ArenaConfig) bool { return a.NUMA == "auto" }},
 		{"numa_mode: manual", func(a sidecar.ArenaConfig) bool { return a.NUMA == "none" }},
 		{"cache_policy: LRU", func(a sidecar.ArenaConfig) bool { return a.Eviction == "lru" }},
 		{"cache_policy: lfu", func(a sidecar.ArenaConfig) bool { return a.Eviction == "wtinylfu" }},
 		{"cache_policy: FIFO", func(a sidecar.ArenaConfig) bool { return a.Eviction == "s3fifo" }},
 		{"cache_policy: MRU", func(a sidecar.ArenaConfig) bool { return a.Eviction == "adaptive" }},
-		{"cache_policy: COST_AWARE", func(a sidecar.ArenaConfig) bool { return a.Eviction == "adaptive" }},
+		{"cache_policy: COST_AWARE",
+			func(a sidecar.ArenaConfig) bool { return a.Eviction == "adaptive" }},
 	} {
 		r, c := converted(t, source(tc.text))
 		if !tc.want(c.Arena) {
@@ -146,10 +161,12 @@ internal_api_server_enabled: true
 internal_api_server_host: 127.0.0.1
 internal_api_server_port_start: 7100
 `))
-	if c.Lookup.Deadline != 1500*time.Millisecond || c.Lookup.Lease != 5*time.Minute || c.Admin.Listen != "127.0.0.1:7101" {
+	if c.Lookup.Deadline != 1500*time.Millisecond || c.Lookup.Lease != 5*time.Minute ||
+		c.Admin.Listen != "127.0.0.1:7101" {
 		t.Errorf("%+v, %+v", c.Lookup, c.Admin)
 	}
-	want := map[string]any{"lookaside.chunk_tokens": 512, "lookaside.save_decode": false, "lookaside.promotion_timeout_ms": 1500}
+	want := map[string]any{"lookaside.chunk_tokens": 512, "lookaside.save_decode": false,
+		"lookaside.promotion_timeout_ms": 1500}
 	if fmt.Sprint(r.Connector) != fmt.Sprint(want) {
 		t.Errorf("for vLLM: %v, want %v", r.Connector, want)
 	}
@@ -168,16 +185,22 @@ func TestDisks(t *testing.T) {
 		capacity   int64
 		more       func(sidecar.TierConfig) bool
 	}{
-		{"local disk", "local_disk: 'file:///mnt/kv/'\nmax_local_disk_size: 5.5", nil, "/mnt/kv", 11 << 29, nil},
-		{"a plain path", "local_disk: /mnt/kv\nmax_local_disk_size: 5", nil, "/mnt/kv", 5 << 30, nil},
-		{"a home", "local_disk: 'file://~/kv/'\nmax_local_disk_size: 5", nil, "/home/u/kv", 5 << 30, nil},
-		{"a relative path", "local_disk: local/kv\nmax_local_disk_size: 5", nil, "/srv/local/kv", 5 << 30, nil},
-		{"several", "local_disk: 'file:///a/,file:///b/'\nmax_local_disk_size: 5", nil, "/a,/b", 5 << 30, nil},
+		{"local disk", "local_disk: 'file:///mnt/kv/'\nmax_local_disk_size: 5.5", nil, "/mnt/kv",
+			11 << 29, nil},
+		{"a plain path", "local_disk: /mnt/kv\nmax_local_disk_size: 5", nil, "/mnt/kv", 5 << 30,
+			nil},
+		{"a home", "local_disk: 'file://~/kv/'\nmax_local_disk_size: 5", nil, "/home/u/kv", 5 << 30,
+			nil},
+		{"a relative path", "local_disk: local/kv\nmax_local_disk_size: 5", nil, "/srv/local/kv",
+			5 << 30, nil},
+		{"several", "local_disk: 'file:///a/,file:///b/'\nmax_local_disk_size: 5", nil, "/a,/b",
+			5 << 30, nil},
 		{"a list", "local_disk: [/a, /b]\nmax_local_disk_size: 5", nil, "/a,/b", 5 << 30, nil},
 		{"page cache", "local_disk: /a\nmax_local_disk_size: 5\nextra_config: {use_odirect: false, disk_io_threads: 7}\ncache_policy: LRU", nil, "/a", 5 << 30, func(c sidecar.TierConfig) bool {
 			return c.Disk.Direct == "never" && c.Workers == 7 && c.Disk.Eviction == "lru"
 		}},
-		{"O_DIRECT", "local_disk: /a\nmax_local_disk_size: 5\nextra_config: {'use_odirect': True}", nil, "/a", 5 << 30, func(c sidecar.TierConfig) bool { return c.Disk.Direct == "auto" }},
+		{"O_DIRECT", "local_disk: /a\nmax_local_disk_size: 5\nextra_config: {'use_odirect': True}",
+			nil, "/a", 5 << 30, func(c sidecar.TierConfig) bool { return c.Disk.Direct == "auto" }},
 		{"GDS", "gds_path: /mnt/gds\ncufile_buffer_size: 128", nil, "/mnt/gds", 64 << 30, nil},
 		{"fs URL", "remote_url: 'fs://localhost:0/mnt/kv'", nil, "/mnt/kv", 64 << 30, nil},
 		{"fs plugin", "remote_storage_plugins: [fs.a]\nextra_config: {remote_storage_plugin.fs.a.base_path: '/x,/y'}", nil, "/x,/y", 64 << 30, nil},
@@ -185,23 +208,27 @@ func TestDisks(t *testing.T) {
 		{"fs adapter", "", []string{`{"type": "fs", "base_path": "/a", "use_odirect": false, "checksum": "crc32", "eviction": {"eviction_policy": "LRU"}}`}, "/a", 64 << 30, func(c sidecar.TierConfig) bool {
 			return c.Disk.Direct == "never" && c.Disk.Eviction == "lru"
 		}},
-		{"native fs adapter", "", []string{`{"type": "fs_native", "base_path": "/a", "num_workers": 32, "max_capacity_gb": 10, "use_odirect": true}`}, "/a", 10 << 30, func(c sidecar.TierConfig) bool {
-			return c.Disk.Direct == "auto" && c.Workers == 32
-		}},
+		{"native fs adapter", "",
+			[]string{`{"type": "fs_native", "base_path": "/a", "num_workers": 32, "max_capacity_gb": 10, "use_odirect": true}`}, "/a", 10 << 30, func(c sidecar.TierConfig) bool {
+				return c.Disk.Direct == "auto" && c.Workers == 32
+			}},
 		{"NIXL adapter", "", []string{`{"type": "nixl_store_dynamic", "backend": "GDS", "backend_params": {"file_path": "/a", "use_direct_io": "true", "max_capacity_gb": "50"}}`}, "/a", 50 << 30, nil},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			src := source(tc.text)
 			src.Adapters = tc.adapters
 			r, c := converted(t, src)
-			if len(c.Tiers) != 1 || c.Tiers[0].Kind != "disk" || strings.Join(c.Tiers[0].Disk.Paths, ",") != tc.paths || c.Tiers[0].Disk.Capacity != tc.capacity {
+			if len(c.Tiers) != 1 || c.Tiers[0].Kind != "disk" ||
+				strings.Join(c.Tiers[0].Disk.Paths, ",") != tc.paths ||
+				c.Tiers[0].Disk.Capacity != tc.capacity {
 				t.Fatalf("%+v\n%s", c.Tiers, r.YAML)
 			}
 			if tc.more != nil && !tc.more(c.Tiers[0]) {
 				t.Errorf("%+v\n%s", c.Tiers[0], r.YAML)
 			}
 			if m := slices.DeleteFunc(r.Missing(), func(k lmcache.Key) bool {
-				return strings.Contains(k.Key, "pool_size") || strings.Contains(k.Key, "gds") || strings.Contains(k.Key, "cufile") || strings.Contains(k.Key, "nixl")
+				return strings.Contains(k.Key, "pool_size") || strings.Contains(k.Key, "gds") ||
+					strings.Contains(k.Key, "cufile") || strings.Contains(k.Key, "nixl")
 			}); len(m) > 0 {
 				t.Errorf("%+v", m)
 			}
@@ -223,29 +250,50 @@ func TestRedis(t *testing.T) {
 		text     string
 		environ  []string
 		adapters []string
-		want     remote.RedisOptions // Addrs, Mode, Master, DB, User, TLS, Password, Prefix, TTL, Serde
+		// Addrs, Mode, Master, DB, User, TLS, Password, Prefix, TTL, Serde
+		want remote.RedisOptions
 	}{
 		{"remote_url: redis://h:6380", nil, nil, remote.RedisOptions{Addrs: []string{"h:6380"}}},
-		{"remote_url: redis://u:hunter2@h/3", nil, nil, remote.RedisOptions{Addrs: []string{"h:6379"}, User: "u", DB: 3, Password: remote.Secret{Env: "REDIS_PASSWORD"}}},
-		{"remote_url: 'redis://h?db=4&password=hunter2&ssl_cert_reqs=none'", nil, nil, remote.RedisOptions{Addrs: []string{"h:6379"}, DB: 4, Password: remote.Secret{Env: "REDIS_PASSWORD"}}},
-		{"remote_url: rediss://h", nil, nil, remote.RedisOptions{Addrs: []string{"h:6379"}, TLS: true}},
-		{"remote_url: 'unix:///run/redis.sock?db=2'", nil, nil, remote.RedisOptions{Addrs: []string{"/run/redis.sock"}, DB: 2}},
-		{"remote_url: 'redis-sentinel://a:1,b:2'", nil, nil, remote.RedisOptions{Mode: remote.RedisSentinel, Master: "redismaster", Addrs: []string{"a:1", "b:2"}}},
-		{"remote_url: 'redis-sentinel://u:hunter2@a:1,b:2'", []string{"REDIS_SERVICE_NAME=mymaster"}, nil, remote.RedisOptions{
-			Mode: remote.RedisSentinel, Master: "mymaster", Addrs: []string{"a:1", "b:2"}, User: "u", Password: remote.Secret{Env: "REDIS_PASSWORD"}}},
-		{"remote_url: 'redis-cluster://a:1,b:2'\nremote_serde: naive", nil, nil, remote.RedisOptions{Mode: remote.RedisCluster, Addrs: []string{"a:1", "b:2"}, Serde: "raw"}},
+		{"remote_url: redis://u:hunter2@h/3", nil, nil,
+			remote.RedisOptions{Addrs: []string{"h:6379"}, User: "u", DB: 3,
+				Password: remote.Secret{Env: "REDIS_PASSWORD"}}},
+		{"remote_url: 'redis://h?db=4&password=hunter2&ssl_cert_reqs=none'", nil, nil,
+			remote.RedisOptions{Addrs: []string{"h:6379"}, DB: 4,
+				Password: remote.Secret{Env: "REDIS_PASSWORD"}}},
+		{"remote_url: rediss://h", nil, nil, remote.RedisOptions{Addrs: []string{"h:6379"},
+			TLS: true}},
+		{"remote_url: 'unix:///run/redis.sock?db=2'", nil, nil,
+			remote.RedisOptions{Addrs: []string{"/run/redis.sock"}, DB: 2}},
+		{"remote_url: 'redis-sentinel://a:1,b:2'", nil, nil,
+			remote.RedisOptions{Mode: remote.RedisSentinel, Master: "redismaster",
+				Addrs: []string{"a:1", "b:2"}}},
+		{"remote_url: 'redis-sentinel://u:hunter2@a:1,b:2'",
+			[]string{"REDIS_SERVICE_NAME=mymaster"}, nil, remote.RedisOptions{
+				Mode: remote.RedisSentinel, Master: "mymaster", Addrs: []string{"a:1", "b:2"},
+				User: "u", Password: remote.Secret{Env: "REDIS_PASSWORD"}}},
+		{"remote_url: 'redis-cluster://a:1,b:2'\nremote_serde: naive", nil, nil,
+			remote.RedisOptions{Mode: remote.RedisCluster, Addrs: []string{"a:1", "b:2"},
+				Serde: "raw"}},
 		{"remote_url: 'valkey://h:1'\nextra_config: {valkey_username: u, valkey_password: hunter2, valkey_database: 5}\nremote_serde: cachegen", nil, nil, remote.RedisOptions{
-			Addrs: []string{"h:1"}, User: "u", DB: 5, Password: remote.Secret{Env: "REDIS_PASSWORD"}, Serde: "lossless"}},
+			Addrs: []string{"h:1"}, User: "u", DB: 5,
+			Password: remote.Secret{Env: "REDIS_PASSWORD"}, Serde: "lossless"}},
 		{"remote_url: 'cache.internal:6380'\nextra_config: {valkey_username: u, valkey_num_workers: 32}", nil, nil, remote.RedisOptions{Addrs: []string{"cache.internal:6380"}, User: "u"}},
-		{"remote_url: 'a-1.b:7000, a-2.b:7001,[::1]:7002'\nextra_config: {valkey_mode: cluster}", nil, nil, remote.RedisOptions{Mode: remote.RedisCluster, Addrs: []string{"a-1.b:7000", "a-2.b:7001", "[::1]:7002"}}},
+		{"remote_url: 'a-1.b:7000, a-2.b:7001,[::1]:7002'\nextra_config: {valkey_mode: cluster}",
+			nil, nil, remote.RedisOptions{Mode: remote.RedisCluster, Addrs: []string{"a-1.b:7000",
+				"a-2.b:7001", "[::1]:7002"}}},
 		{"remote_url: valkey-sync://h:1", nil, nil, remote.RedisOptions{Addrs: []string{"h:1"}}},
-		{"remote_url: 'valkey://a:1, valkey://b:2'\nextra_config: {valkey_mode: cluster}", nil, nil, remote.RedisOptions{Mode: remote.RedisCluster, Addrs: []string{"a:1", "b:2"}}},
+		{"remote_url: 'valkey://a:1, valkey://b:2'\nextra_config: {valkey_mode: cluster}", nil, nil,
+			remote.RedisOptions{Mode: remote.RedisCluster, Addrs: []string{"a:1", "b:2"}}},
 		{"", nil, []string{`{"type": "resp", "host": "h", "port": 6380, "username": "u", "password": "hunter2", "num_workers": 16}`}, remote.RedisOptions{
-			Addrs: []string{"h:6380"}, User: "u", Password: remote.Secret{Env: "LMCACHE_RESP_PASSWORD"}}},
-		{"", []string{"LMCACHE_RESP_HOST=h", "LMCACHE_RESP_PORT=7", "LMCACHE_RESP_USERNAME=u", "LMCACHE_RESP_PASSWORD=hunter2"}, []string{`{"type": "resp"}`}, remote.RedisOptions{
-			Addrs: []string{"h:7"}, User: "u", Password: remote.Secret{Env: "LMCACHE_RESP_PASSWORD"}}},
+			Addrs: []string{"h:6380"}, User: "u",
+			Password: remote.Secret{Env: "LMCACHE_RESP_PASSWORD"}}},
+		{"", []string{"LMCACHE_RESP_HOST=h", "LMCACHE_RESP_PORT=7", "LMCACHE_RESP_USERNAME=u",
+			"LMCACHE_RESP_PASSWORD=hunter2"}, []string{`{"type": "resp"}`}, remote.RedisOptions{
+			Addrs: []string{"h:7"}, User: "u",
+			Password: remote.Secret{Env: "LMCACHE_RESP_PASSWORD"}}},
 		{"", nil, []string{`{"type": "valkey", "startup_nodes": "a:1,b:2", "cluster_mode": true, "tls_enable": true, "key_prefix": "kv", "ttl_seconds": 3600, "serde": {"type": "fp8"}}`}, remote.RedisOptions{
-			Mode: remote.RedisCluster, TLS: true, Addrs: []string{"a:1", "b:2"}, Prefix: "kv", TTL: time.Hour, Serde: "fp8"}},
+			Mode: remote.RedisCluster, TLS: true, Addrs: []string{"a:1", "b:2"}, Prefix: "kv",
+			TTL: time.Hour, Serde: "fp8"}},
 		{"", nil, []string{`{"type": "valkey", "startup_nodes": "a:1,b:2", "database_id": 3, "request_timeout": 7, "connection_timeout": 1.5}`}, remote.RedisOptions{Addrs: []string{"a:1"}, DB: 3, DialTimeout: 1500 * time.Millisecond}},
 	} {
 		src := source(tc.text)
@@ -256,8 +304,11 @@ func TestRedis(t *testing.T) {
 			continue
 		}
 		got := c.Tiers[0].Redis
-		same := got.Mode == tc.want.Mode && slices.Equal(got.Addrs, tc.want.Addrs) && got.Master == tc.want.Master && got.DB == tc.want.DB && got.User == tc.want.User && got.TLS == tc.want.TLS &&
-			got.Password == tc.want.Password && got.TTL == tc.want.TTL && (tc.want.Serde == "" || got.Serde == tc.want.Serde) && (tc.want.Prefix == "" || got.Prefix == tc.want.Prefix) &&
+		same := got.Mode == tc.want.Mode && slices.Equal(got.Addrs, tc.want.Addrs) &&
+			got.Master == tc.want.Master && got.DB == tc.want.DB && got.User == tc.want.User &&
+			got.TLS == tc.want.TLS &&
+			got.Password == tc.want.Password && got.TTL == tc.want.TTL && (tc.want.Serde == "" ||
+			got.Serde == tc.want.Serde) && (tc.want.Prefix == "" || got.Prefix == tc.want.Prefix) &&
 			(tc.want.DialTimeout == 0 || got.DialTimeout == tc.want.DialTimeout)
 		if !same {
 			t.Errorf("%s%v: %+v\n%s", tc.text, tc.adapters, got, r.YAML)
@@ -280,7 +331,8 @@ func noSecret(t *testing.T, r *lmcache.Result, secret string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for what, text := range map[string]string{"YAML": r.YAML, "table": table.String(), "JSON": string(j)} {
+	for what, text := range map[string]string{"YAML": r.YAML, "table": table.String(),
+		"JSON": string(j)} {
 		if strings.Contains(text, secret) {
 			t.Errorf("the %s has a secret in it:\n%s", what, text)
 		}
@@ -294,16 +346,22 @@ func TestS3(t *testing.T) {
 		want     remote.S3Options
 	}{
 		{"remote_url: s3://kv-cache\nextra_config: {s3_region: eu-1, s3_max_io_concurrency: 64, s3_max_inflight_reqs: 48, s3_file_prefix: a/b/}", nil,
-			remote.S3Options{Bucket: "kv-cache", Prefix: "a/b", Region: "eu-1", Pool: 48, Endpoint: "https://s3.amazonaws.com"}},
+			remote.S3Options{Bucket: "kv-cache", Prefix: "a/b", Region: "eu-1", Pool: 48,
+				Endpoint: "https://s3.amazonaws.com"}},
 		{"remote_url: s3://test-127.cwlota.com\nextra_config: {s3_prefer_http2: false, save_chunk_meta: false}", nil,
-			remote.S3Options{Bucket: "test-127", Endpoint: "https://cwlota.com", VirtualHost: true}},
-		{"remote_url: s3://kv-cache.s3.eu-1.amazonaws.com", nil, remote.S3Options{Bucket: "kv-cache", Endpoint: "https://s3.amazonaws.com"}},
+			remote.S3Options{Bucket: "test-127", Endpoint: "https://cwlota.com",
+				VirtualHost: true}},
+		{"remote_url: s3://kv-cache.s3.eu-1.amazonaws.com", nil,
+			remote.S3Options{Bucket: "kv-cache", Endpoint: "https://s3.amazonaws.com"}},
 		{"", []string{`{"type": "s3", "s3_endpoint": "s3://kv-cache", "s3_region": "us-west-2", "s3_num_io_threads": 2000, "aws_access_key_id": "hunter2", "aws_secret_access_key": "hunter2"}`},
-			remote.S3Options{Bucket: "kv-cache", Region: "us-west-2", Pool: 1024, Endpoint: "https://s3.amazonaws.com"}},
+			remote.S3Options{Bucket: "kv-cache", Region: "us-west-2", Pool: 1024,
+				Endpoint: "https://s3.amazonaws.com"}},
 		{"", []string{`{"type": "s3", "s3_endpoint": "s3.internal:8111", "s3_region": "x", "s3_addressing_style": "path", "s3_bucket": "kv-cache", "s3_ca_bundle": "/ca.pem"}`},
-			remote.S3Options{Bucket: "kv-cache", Region: "x", Endpoint: "https://s3.internal:8111", Files: remote.TLSFiles{CA: "/ca.pem"}}},
+			remote.S3Options{Bucket: "kv-cache", Region: "x", Endpoint: "https://s3.internal:8111",
+				Files: remote.TLSFiles{CA: "/ca.pem"}}},
 		{"", []string{`{"type": "s3", "s3_endpoint": "kv-cache.minio.local:9000", "s3_region": "x", "disable_tls": true, "serde": {"type": "fp8"}}`},
-			remote.S3Options{Bucket: "kv-cache", Region: "x", Endpoint: "http://minio.local:9000", VirtualHost: true, Serde: "fp8"}},
+			remote.S3Options{Bucket: "kv-cache", Region: "x", Endpoint: "http://minio.local:9000",
+				VirtualHost: true, Serde: "fp8"}},
 		{"extra_config: {enable_nixl_storage: true, nixl_backend: OBJ, nixl_backend_params: {access_key: hunter2, secret_key: hunter2, bucket: kv-cache, region: x, endpoint_override: 'https://o.example'}}", nil,
 			remote.S3Options{Bucket: "kv-cache", Region: "x", Endpoint: "https://o.example"}},
 	} {
@@ -315,8 +373,11 @@ func TestS3(t *testing.T) {
 			continue
 		}
 		got := c.Tiers[0].S3
-		if got.Bucket != tc.want.Bucket || got.Prefix != tc.want.Prefix || got.Region != tc.want.Region || got.Endpoint != tc.want.Endpoint || got.VirtualHost != tc.want.VirtualHost ||
-			got.Files != tc.want.Files || tc.want.Pool != 0 && got.Pool != tc.want.Pool || tc.want.Serde != "" && got.Serde != tc.want.Serde {
+		if got.Bucket != tc.want.Bucket || got.Prefix != tc.want.Prefix ||
+			got.Region != tc.want.Region || got.Endpoint != tc.want.Endpoint ||
+			got.VirtualHost != tc.want.VirtualHost ||
+			got.Files != tc.want.Files || tc.want.Pool != 0 && got.Pool != tc.want.Pool ||
+			tc.want.Serde != "" && got.Serde != tc.want.Serde {
 			t.Errorf("%s%v: %+v\n%s", tc.text, tc.adapters, got, r.YAML)
 		}
 		noSecret(t, r, "hunter2")
@@ -342,8 +403,10 @@ func TestDAX(t *testing.T) {
 			"eviction": {"eviction_policy": "LRU", "trigger_watermark": 0.9, "eviction_ratio": 0.1}}`,
 			want{"/dev/dax1.0 107374182400", 4, 8, 1, 2, false, false, "lru", 7}},
 		{"two devices", "", `{"type": "dax", "devices": [{"device_path": "/dev/dax0.0", "max_dax_size_gb": 1.5}, {"device_path": "/dev/dax0.1", "max_dax_size_gb": 2}], "slot_bytes": 1, "hotplug_enabled": true}`,
-			want{"/dev/dax0.0 1610612736,/dev/dax0.1 2147483648", 8, 8, 4, 0, true, false, "adaptive", 3}},
-		{"none yet", "", `{"type": "dax", "devices": [], "slot_bytes": 1, "hotplug_enabled": true}`, want{"", 8, 8, 4, 0, true, false, "adaptive", 3}},
+			want{"/dev/dax0.0 1610612736,/dev/dax0.1 2147483648", 8, 8, 4, 0, true, false,
+				"adaptive", 3}},
+		{"none yet", "", `{"type": "dax", "devices": [], "slot_bytes": 1, "hotplug_enabled": true}`,
+			want{"", 8, 8, 4, 0, true, false, "adaptive", 3}},
 		{"a file", "", `{"type": "dax", "device_path": "/mnt/kv.img", "max_dax_size_gb": 1, "slot_bytes": 1}`, want{"/mnt/kv.img 1073741824", 8, 8, 4, 0, false, true, "adaptive", 3}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -360,7 +423,8 @@ func TestDAX(t *testing.T) {
 			for _, dev := range d.Devices {
 				devices = append(devices, fmt.Sprintf("%s %d", dev.Path, dev.Size))
 			}
-			got := want{strings.Join(devices, ","), d.RestoreWorkers, d.MaxRegions, d.StoreWorkers, d.LookupWorkers, d.HotPlug, d.AllowFiles, d.Eviction, 0}
+			got := want{strings.Join(devices, ","), d.RestoreWorkers, d.MaxRegions, d.StoreWorkers,
+				d.LookupWorkers, d.HotPlug, d.AllowFiles, d.Eviction, 0}
 			for _, k := range r.Keys {
 				if len(k.To) > 0 && strings.HasPrefix(k.To[0], "tiers: dax") {
 					got.keys++
@@ -383,7 +447,8 @@ func TestOrderOfTiers(t *testing.T) {
 		t.Errorf("%+v", c.Tiers)
 	}
 	src := source("")
-	src.Adapters = []string{`{"type": "s3", "s3_endpoint": "s3://kv1", "s3_region": "x"}`, `{"type": "fs", "base_path": "/a"}`}
+	src.Adapters = []string{`{"type": "s3", "s3_endpoint": "s3://kv1", "s3_region": "x"}`,
+		`{"type": "fs", "base_path": "/a"}`}
 	_, c = converted(t, src)
 	if len(c.Tiers) != 2 || c.Tiers[0].Kind != "s3" || c.Tiers[1].Kind != "disk" {
 		t.Errorf("%+v", c.Tiers)
@@ -393,19 +458,27 @@ func TestOrderOfTiers(t *testing.T) {
 func TestEnvironmentOverridesTheFile(t *testing.T) {
 	src := source("max_local_cpu_size: 10\nlocal_disk: /a\nmax_local_disk_size: 7\nextra_config: {disk_io_threads: 3, use_odirect: false}")
 	src.Environ = []string{
-		"LMCACHE_MAX_LOCAL_CPU_SIZE=20", "LMCACHE_LOCAL_DISK='file:///b/'", `LMCACHE_EXTRA_CONFIG={"disk_io_threads": 9}`, "LMCACHE_CONFIG_FILE=x", "LMCACHE_LOG_LEVEL=WARNING",
-		"LMCACHE_NUMA_MODE=", "LMCACHE_ENABLE_XPYD=True", "LMCACHE_EC_LOCAL_DISK=/c", "LMCACHE_NO_SUCH_KEY=1", "PYTHONHASHSEED=0", "HOME=/x", "LMCACHE_TRACK_USAGE=false",
+		"LMCACHE_MAX_LOCAL_CPU_SIZE=20", "LMCACHE_LOCAL_DISK='file:///b/'",
+		`LMCACHE_EXTRA_CONFIG={"disk_io_threads": 9}`, "LMCACHE_CONFIG_FILE=x",
+		"LMCACHE_LOG_LEVEL=WARNING",
+		"LMCACHE_NUMA_MODE=", "LMCACHE_ENABLE_XPYD=True", "LMCACHE_EC_LOCAL_DISK=/c",
+		"LMCACHE_NO_SUCH_KEY=1", "PYTHONHASHSEED=0", "HOME=/x", "LMCACHE_TRACK_USAGE=false",
 	}
 	r, c := converted(t, src)
-	if c.Arena.Limit != 20<<30 || c.Tiers[0].Disk.Paths[0] != "/b" || c.Tiers[0].Disk.Capacity != 7<<30 || c.Tiers[0].Workers != 9 || c.Tiers[0].Disk.Direct != "never" || c.Log.Level != "warn" {
+	if c.Arena.Limit != 20<<30 || c.Tiers[0].Disk.Paths[0] != "/b" ||
+		c.Tiers[0].Disk.Capacity != 7<<30 || c.Tiers[0].Workers != 9 ||
+		c.Tiers[0].Disk.Direct != "never" || c.Log.Level != "warn" {
 		t.Errorf("%+v\n%s", c, r.YAML)
 	}
-	if k := key(t, r, "max_local_cpu_size"); k.Outcome != lmcache.Unused || !strings.Contains(k.Why, "LMCACHE_MAX_LOCAL_CPU_SIZE") || k.Value != "10" {
+	if k := key(t, r, "max_local_cpu_size"); k.Outcome != lmcache.Unused ||
+		!strings.Contains(k.Why, "LMCACHE_MAX_LOCAL_CPU_SIZE") || k.Value != "10" {
 		t.Errorf("%+v", k)
 	}
 	for name, want := range map[string]lmcache.Outcome{
-		"LMCACHE_ENABLE_XPYD": lmcache.VLLM, "LMCACHE_EC_LOCAL_DISK": lmcache.None, "LMCACHE_NO_SUCH_KEY": lmcache.Unknown, "PYTHONHASHSEED": lmcache.VLLM,
-		"LMCACHE_NUMA_MODE": lmcache.Unused, "LMCACHE_LOG_LEVEL": lmcache.Set, "LMCACHE_TRACK_USAGE": lmcache.BuiltIn,
+		"LMCACHE_ENABLE_XPYD": lmcache.VLLM, "LMCACHE_EC_LOCAL_DISK": lmcache.None,
+		"LMCACHE_NO_SUCH_KEY": lmcache.Unknown, "PYTHONHASHSEED": lmcache.VLLM,
+		"LMCACHE_NUMA_MODE": lmcache.Unused, "LMCACHE_LOG_LEVEL": lmcache.Set,
+		"LMCACHE_TRACK_USAGE": lmcache.BuiltIn,
 	} {
 		if k := key(t, r, name); k.Outcome != want {
 			t.Errorf("%+v, want %s", k, want)
@@ -425,7 +498,8 @@ func TestKindsOfText(t *testing.T) {
 	if c.Arena.Limit != 7<<30 {
 		t.Errorf("%+v", c.Arena)
 	}
-	for _, text := range []string{`{"type": "fs", "base_path": "/a"}`, `[{"type": "fs", "base_path": "/a"}, {"type": "resp", "host": "h", "port": 1}]`} {
+	for _, text := range []string{`{"type": "fs", "base_path": "/a"}`,
+		`[{"type": "fs", "base_path": "/a"}, {"type": "resp", "host": "h", "port": 1}]`} {
 		_, c = converted(t, source(text))
 		if len(c.Tiers) == 0 || c.Tiers[0].Disk.Paths[0] != "/a" || c.Arena.Limit != 4<<30 {
 			t.Errorf("%s: %+v", text, c)
@@ -433,10 +507,13 @@ func TestKindsOfText(t *testing.T) {
 	}
 	r, c := converted(t, source(`{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": {
 		"lmcache.max_local_cpu_size": 9, "lmcache.mp.port": 6555, "lmcache.mp.autostart": true, "lmcache.mp.save_decode_cache": true, "lmcache.mp.lazy_offload": true, "other.key": 1}}`))
-	if c.Arena.Limit != 9<<30 || r.Connector["lookaside.autostart"] != true || r.Connector["lookaside.save_decode"] != true {
+	if c.Arena.Limit != 9<<30 || r.Connector["lookaside.autostart"] != true ||
+		r.Connector["lookaside.save_decode"] != true {
 		t.Errorf("%+v, %v", c.Arena, r.Connector)
 	}
-	if key(t, r, "lmcache.mp.lazy_offload").Outcome != lmcache.None || key(t, r, "other.key").Outcome != lmcache.Unknown || key(t, r, "lmcache.mp.port").Outcome != lmcache.VLLM {
+	if key(t, r, "lmcache.mp.lazy_offload").Outcome != lmcache.None ||
+		key(t, r, "other.key").Outcome != lmcache.Unknown ||
+		key(t, r, "lmcache.mp.port").Outcome != lmcache.VLLM {
 		t.Errorf("%+v", r.Keys)
 	}
 }
@@ -444,20 +521,27 @@ func TestKindsOfText(t *testing.T) {
 func TestServersCommandLine(t *testing.T) {
 	src := source("")
 	src.Server = []string{
-		"lmcache", "server", "--l1-size-gb", "100", "--l1-use-lazy", "--l1-init-size-gb=20", "--eviction-policy", "ARC", "--chunk-size", "512", "--port", "6555",
-		"--l2-adapter", `{"type": "fs", "base_path": "/a"}`, "--http-host", "127.0.0.1", "--http-port", "9000", "--l1-read-ttl-seconds", "300", "--script-allowed-imports", "numpy", "pandas",
+		"lmcache", "server", "--l1-size-gb", "100", "--l1-use-lazy", "--l1-init-size-gb=20",
+		"--eviction-policy", "ARC", "--chunk-size", "512", "--port", "6555",
+		"--l2-adapter", `{"type": "fs", "base_path": "/a"}`, "--http-host", "127.0.0.1",
+		"--http-port", "9000", "--l1-read-ttl-seconds", "300", "--script-allowed-imports", "numpy",
+		"pandas",
 		"--enable-tracing", "--no-such-flag", "x", "--p2p-advertise-url", "h:1",
 	}
 	r, c := converted(t, src)
-	if c.Arena.Limit != 100<<30 || c.Arena.Initial != 20<<30 || c.Arena.Eviction != "arc" || c.Admin.Listen != "127.0.0.1:9000" || c.Lookup.Lease != 5*time.Minute || len(c.Tiers) != 1 {
+	if c.Arena.Limit != 100<<30 || c.Arena.Initial != 20<<30 || c.Arena.Eviction != "arc" ||
+		c.Admin.Listen != "127.0.0.1:9000" || c.Lookup.Lease != 5*time.Minute || len(c.Tiers) != 1 {
 		t.Errorf("%+v\n%s", c, r.YAML)
 	}
-	for name, want := range map[string]lmcache.Outcome{"--no-such-flag": lmcache.Unknown, "--enable-tracing": lmcache.None, "--p2p-advertise-url": lmcache.None, "--port": lmcache.None, "--script-allowed-imports": lmcache.None} {
+	for name, want := range map[string]lmcache.Outcome{"--no-such-flag": lmcache.Unknown,
+		"--enable-tracing": lmcache.None, "--p2p-advertise-url": lmcache.None,
+		"--port": lmcache.None, "--script-allowed-imports": lmcache.None} {
 		if k := key(t, r, name); k.Outcome != want {
 			t.Errorf("%+v, want %s", k, want)
 		}
 	}
-	src.Server = []string{"--l1-manager", `{"type":"DRAM","tag":"_default","size_gb":8}`, "--no-l1-use-lazy"}
+	src.Server = []string{"--l1-manager", `{"type":"DRAM","tag":"_default","size_gb":8}`,
+		"--no-l1-use-lazy"}
 	if _, c := converted(t, src); c.Arena.Limit != 8<<30 {
 		t.Errorf("%+v", c.Arena)
 	}
@@ -482,12 +566,21 @@ func TestArenaOnDevices(t *testing.T) {
 		want want
 	}{
 		{"primary", source("max_local_cpu_size: 80\nlocal_cpu_use_hugepages: true\nnuma_mode: auto\nstorage_plugins: [dax]\nextra_config:\n  dax.mode: primary\n  dax.device_path: /dev/dax1.0\n  dax.max_dax_size: 100\n  dax.restore_workers: 16"),
-			want{"/dev/dax1.0 107374182400", false, []string{"max_local_cpu_size", "local_cpu_use_hugepages", "numa_mode", "extra_config.dax.restore_workers"}, false}},
-		{"primary, all of it", source("extra_config: {dax.mode: Primary, dax.device_path: /dev/dax1.0}"), want{"/dev/dax1.0 0", false, nil, false}},
-		{"the server's", server("--l1-devdax-path", "/dev/dax0.0", "--l1-size-gb", "100", "--l1-use-lazy", "--l1-init-size-gb", "20", "--l1-use-hugepages"),
-			want{"/dev/dax0.0 107374182400", false, []string{"--l1-init-size-gb", "--l1-use-hugepages"}, true}},
-		{"the server's, a file", server("--l1-devdax-path=/mnt/pmem/kv", "--l1-size-gb=1"), want{"/mnt/pmem/kv 1073741824", true, nil, true}},
-		{"the server's managers", server("--l1-manager", `{"type":"DEVDAX","size_gb":2,"path":"/dev/dax0.0"}`, "--l1-manager", `{"type":"devdax","size_gb":3,"path":"/dev/dax1.0"}`),
+			want{"/dev/dax1.0 107374182400", false, []string{"max_local_cpu_size",
+				"local_cpu_use_hugepages", "numa_mode", "extra_config.dax.restore_workers"},
+				false}},
+		{"primary, all of it", source(
+			"extra_config: {dax.mode: Primary, dax.device_path: /dev/dax1.0}"),
+			want{"/dev/dax1.0 0", false, nil, false}},
+		{"the server's", server("--l1-devdax-path", "/dev/dax0.0", "--l1-size-gb", "100",
+			"--l1-use-lazy", "--l1-init-size-gb", "20", "--l1-use-hugepages"),
+			want{"/dev/dax0.0 107374182400", false, []string{"--l1-init-size-gb",
+				"--l1-use-hugepages"}, true}},
+		{"the server's, a file", server("--l1-devdax-path=/mnt/pmem/kv", "--l1-size-gb=1"),
+			want{"/mnt/pmem/kv 1073741824", true, nil, true}},
+		{"the server's managers",
+			server("--l1-manager", `{"type":"DEVDAX","size_gb":2,"path":"/dev/dax0.0"}`,
+				"--l1-manager", `{"type":"devdax","size_gb":3,"path":"/dev/dax1.0"}`),
 			want{"/dev/dax0.0 2147483648,/dev/dax1.0 3221225472", false, nil, true}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -496,15 +589,18 @@ func TestArenaOnDevices(t *testing.T) {
 			for _, d := range c.Arena.DAX.Devices {
 				devices = append(devices, fmt.Sprintf("%s %d", d.Path, d.Size))
 			}
-			if got := strings.Join(devices, ","); c.Arena.Kind != "dax" || got != tc.want.devices || c.Arena.DAX.AllowFiles != tc.want.files || len(c.Tiers) != 0 {
+			if got := strings.Join(devices, ","); c.Arena.Kind != "dax" || got != tc.want.devices ||
+				c.Arena.DAX.AllowFiles != tc.want.files || len(c.Tiers) != 0 {
 				t.Errorf("%+v, %+v\n%s", c.Arena, c.Tiers, r.YAML)
 			}
 			for _, name := range tc.want.unused {
-				if k := key(t, r, name); k.Outcome != lmcache.Unused || k.Why == "" || len(k.To) > 0 {
+				if k := key(t, r, name); k.Outcome != lmcache.Unused || k.Why == "" ||
+					len(k.To) > 0 {
 					t.Errorf("%+v", k)
 				}
 			}
-			if got := strings.Contains(r.YAML, "# LMCache's server held this for all ranks together"); got != tc.want.shared {
+			if got := strings.Contains(r.YAML,
+				"# LMCache's server held this for all ranks together"); got != tc.want.shared {
 				t.Errorf("%s", r.YAML)
 			}
 			if m := r.Missing(); len(m) > 0 {
@@ -513,7 +609,8 @@ func TestArenaOnDevices(t *testing.T) {
 		})
 	}
 	// Beside memory it is below it.
-	_, c := converted(t, server("--l1-manager", `{"type":"DRAM","size_gb":8}`, "--l1-manager", `{"type":"DEVDAX","size_gb":2,"path":"/dev/dax0.0"}`))
+	_, c := converted(t, server("--l1-manager", `{"type":"DRAM","size_gb":8}`, "--l1-manager",
+		`{"type":"DEVDAX","size_gb":2,"path":"/dev/dax0.0"}`))
 	if c.Arena.Limit != 8<<30 || len(c.Tiers) != 1 || c.Tiers[0].Kind != "dax" {
 		t.Errorf("%+v", c)
 	}
@@ -587,7 +684,8 @@ func (l keyList) each(t *testing.T, f func(part, name string, k lmcache.Key, r *
 		}
 	}
 	for _, name := range slices.Sorted(maps.Keys(l.Extra)) {
-		one("extra_config", name, "extra_config."+name, source(l.text(t, name, l.Extra[name], true)))
+		one("extra_config", name, "extra_config."+name,
+			source(l.text(t, name, l.Extra[name], true)))
 	}
 	for _, name := range slices.Sorted(maps.Keys(l.Server)) {
 		src := source("")
@@ -623,17 +721,21 @@ func TestRoles(t *testing.T) {
 			t.Errorf("%s:\n%s", role, r.YAML)
 		}
 	}
-	if r, _ := converted(t, source("enable_pd: false\npd_role: sender")); !strings.Contains(r.YAML, `"kv_role":"kv_both"`) {
+	if r, _ := converted(t, source("enable_pd: false\npd_role: sender")); !strings.Contains(r.YAML,
+		`"kv_role":"kv_both"`) {
 		t.Errorf("off:\n%s", r.YAML)
 	}
 }
 
-// Every key that LMCache documents is known here, on or off, and what is said of it is a reason or a setting.
+// Every key that LMCache documents is known here, on or off, and what is said of it is a reason or
+// a setting.
 func TestEveryKeyIsKnown(t *testing.T) {
 	list := readKeyList(t)
 	unused := 0
-	if len(list.Config) < 130 || len(list.Extra) < 60 || len(list.Adapters) < 20 || len(list.Server) < 60 {
-		t.Errorf("%d keys, %d extra, %d flags, %d adapters", len(list.Config), len(list.Extra), len(list.Server), len(list.Adapters))
+	if len(list.Config) < 130 || len(list.Extra) < 60 || len(list.Adapters) < 20 ||
+		len(list.Server) < 60 {
+		t.Errorf("%d keys, %d extra, %d flags, %d adapters", len(list.Config), len(list.Extra),
+			len(list.Server), len(list.Adapters))
 	}
 	list.each(t, func(part, name string, k lmcache.Key, r *lmcache.Result) {
 		t.Helper()
@@ -644,7 +746,8 @@ func TestEveryKeyIsKnown(t *testing.T) {
 		if k.Outcome == lmcache.Unknown || !made && k.Why == "" || made && len(k.To) == 0 {
 			t.Errorf("%s: %+v", part, k)
 		}
-		if flat := strings.Join(strings.Fields(strings.ReplaceAll(r.YAML, "\n#", " ")), " "); k.Outcome == lmcache.None && !strings.Contains(flat, k.Why) {
+		if flat := strings.Join(strings.Fields(strings.ReplaceAll(r.YAML, "\n#", " ")),
+			" "); k.Outcome == lmcache.None && !strings.Contains(flat, k.Why) {
 			t.Errorf("the YAML lacks why %s has no equivalent:\n%s", name, r.YAML)
 		}
 		if _, err := sidecar.Parse(name, []byte(r.YAML), nil); err != nil {
@@ -673,7 +776,8 @@ func TestEveryKeyIsKnown(t *testing.T) {
 
 // The tables of the document are what the rules say.
 func TestDocument(t *testing.T) {
-	const path, begin, end = "../../docs/from-lmcache.md", "<!-- keys: generated -->\n", "<!-- end of keys -->\n"
+	const path, begin, end = "../../docs/from-lmcache.md", "<!-- keys: generated -->\n",
+		"<!-- end of keys -->\n"
 	b, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)
@@ -696,7 +800,8 @@ func TestDocument(t *testing.T) {
 		}
 		to := strings.Join(k.To, ", ")
 		if to == "" {
-			to = map[lmcache.Outcome]string{lmcache.None: noEquivalent, lmcache.BuiltIn: "built in", lmcache.Unused: "without effect"}[k.Outcome]
+			to = map[lmcache.Outcome]string{lmcache.None: noEquivalent, lmcache.BuiltIn: "built in",
+				lmcache.Unused: "without effect"}[k.Outcome]
 		}
 		why := k.Why
 		list := rows[part]
@@ -709,20 +814,31 @@ func TestDocument(t *testing.T) {
 		rows[part] = list
 	})
 	var out strings.Builder
-	head := func(title string) { fmt.Fprintf(&out, "\n### %s\n\n| LMCache | Lookaside | |\n|---|---|---|\n", title) }
+	head := func(title string) {
+		fmt.Fprintf(&out,
+			"\n### %s\n\n| LMCache | Lookaside | |\n|---|---|---|\n", title)
+	}
 	write := func(rows []row) {
 		for _, r := range rows {
-			fmt.Fprintf(&out, "| %s | %s | %s |\n", strings.Join(r.keys, ", "), r.to, strings.ReplaceAll(r.why, "|", "\\|"))
+			fmt.Fprintf(&out, "| %s | %s | %s |\n", strings.Join(r.keys, ", "), r.to,
+				strings.ReplaceAll(r.why, "|", "\\|"))
 		}
 	}
 	var none []row
 	for _, part := range parts {
 		switch kind, adapter := strings.CutPrefix(part, "adapter "); {
 		case !adapter:
-			head(map[string]string{"config": "The configuration", "extra_config": "`extra_config`", "server": "The server's flags"}[part])
+			head(map[string]string{"config": "The configuration", "extra_config": "`extra_config`",
+				"server": "The server's flags"}[part])
 			write(rows[part])
-		case slices.ContainsFunc(rows[part], func(r row) bool { return slices.Contains(r.keys, "`type`") && r.to == noEquivalent }):
-			i := slices.IndexFunc(rows[part], func(r row) bool { return slices.Contains(r.keys, "`type`") })
+		case slices.ContainsFunc(rows[part], func(r row) bool {
+			return slices.Contains(r.keys,
+				"`type`") && r.to == noEquivalent
+		}):
+			i := slices.IndexFunc(rows[part], func(r row) bool {
+				return slices.Contains(r.keys,
+					"`type`")
+			})
 			r := rows[part][i]
 			if i := slices.IndexFunc(none, func(o row) bool { return o.why == r.why }); i >= 0 {
 				none[i].keys = append(none[i].keys, "`"+kind+"`")
@@ -761,8 +877,10 @@ func TestWhatIsWrongIsSaid(t *testing.T) {
 		{"max_local_cpu_size: .nan", nil, nil, []string{"max_local_cpu_size", "number"}},
 		{"chunk_size: 0", nil, nil, []string{"chunk_size", "whole number"}},
 		{"numa_mode: maybe", nil, nil, []string{"numa_mode", "manual"}},
-		{"numa_mode: manual\nextra_config: {gpu_to_numa_mapping: {0: x}}", nil, nil, []string{"gpu_to_numa_mapping", `"x"`}},
-		{"enable_lazy_memory_allocator: true\nlazy_memory_initial_ratio: 3", nil, nil, []string{"lazy_memory_initial_ratio", "0 to 1"}},
+		{"numa_mode: manual\nextra_config: {gpu_to_numa_mapping: {0: x}}", nil, nil,
+			[]string{"gpu_to_numa_mapping", `"x"`}},
+		{"enable_lazy_memory_allocator: true\nlazy_memory_initial_ratio: 3", nil, nil,
+			[]string{"lazy_memory_initial_ratio", "0 to 1"}},
 		{"remote_url: no-url", nil, nil, []string{"remote_url", "URL", "HOST:PORT"}},
 		{"remote_url: u:hunter2@h:1", nil, nil, []string{"remote_url", "URL", "HOST:PORT"}},
 		{"enable_pd: true\npd_role: both", nil, nil, []string{"pd_role", "sender or receiver"}},
@@ -770,7 +888,8 @@ func TestWhatIsWrongIsSaid(t *testing.T) {
 		{"remote_url: 's3://'", nil, nil, []string{"remote_url", "bucket"}},
 		{"extra_config: [1]", nil, nil, []string{"extra_config", "map"}},
 		{"pin_timeout_sec: -1", nil, nil, []string{"pin_timeout_sec", "seconds"}},
-		{"extra_config: {dax.device_path: /dev/dax0.0, dax.max_dax_size: 0}", nil, nil, []string{"dax.max_dax_size", "above 0"}},
+		{"extra_config: {dax.device_path: /dev/dax0.0, dax.max_dax_size: 0}", nil, nil,
+			[]string{"dax.max_dax_size", "above 0"}},
 		{"", []string{"{"}, nil, []string{"--l2-adapter 1", "JSON"}},
 		{"", []string{`{"a": 1}`}, nil, []string{"--l2-adapter 1", "type"}},
 		{"", []string{`["fs"]`}, nil, []string{"--l2-adapter 1", "object"}},
@@ -778,10 +897,13 @@ func TestWhatIsWrongIsSaid(t *testing.T) {
 		{"", []string{`{"type": "resp"}`}, nil, []string{"--l2-adapter 1", "host", "--env"}},
 		{"", []string{`{"type": "s3"}`}, nil, []string{"s3_endpoint"}},
 		{"", []string{`{"type": "valkey"}`}, nil, []string{"startup_nodes"}},
-		{"", []string{`{"type": "dax", "slot_bytes": 1}`}, nil, []string{"no devices", "hotplug_enabled"}},
-		{"", []string{`{"type": "dax", "devices": [{"device_path": "/dev/dax0.0"}]}`}, nil, []string{"devices[0].max_dax_size_gb", "number"}},
+		{"", []string{`{"type": "dax", "slot_bytes": 1}`}, nil,
+			[]string{"no devices", "hotplug_enabled"}},
+		{"", []string{`{"type": "dax", "devices": [{"device_path": "/dev/dax0.0"}]}`}, nil,
+			[]string{"devices[0].max_dax_size_gb", "number"}},
 		{"", []string{`{"type": "dax", "devices": [3]}`}, nil, []string{"devices[0]", "object"}},
-		{"", []string{`{"type": "dax", "device_path": " ", "max_dax_size_gb": 1}`}, nil, []string{"device_path is missing"}},
+		{"", []string{`{"type": "dax", "device_path": " ", "max_dax_size_gb": 1}`}, nil,
+			[]string{"device_path is missing"}},
 		{"", nil, []string{"--l1-size-gb", "0"}, []string{"--l1-size-gb", "above 0"}},
 		{"", nil, []string{"lmcache", "server", "-x"}, []string{`"-x"`, "flag"}},
 		{"", nil, []string{"--l1-manager", "x"}, []string{"--l1-manager", "JSON"}},
@@ -807,18 +929,21 @@ func TestWhatIsWrongIsSaid(t *testing.T) {
 }
 
 func TestTable(t *testing.T) {
-	r, _ := converted(t, source("enable_p2p: true\nno_such_key: 1\nchunk_size: 256\nlocal_cpu: true\nmax_local_cpu_size: 5"))
+	r, _ := converted(t, source(
+		"enable_p2p: true\nno_such_key: 1\nchunk_size: 256\nlocal_cpu: true\nmax_local_cpu_size: 5"))
 	var b bytes.Buffer
 	if err := r.WriteTable(&b); err != nil {
 		t.Fatal(err)
 	}
 	lines := strings.Split(b.String(), "\n")
-	for i, want := range []string{"LMCACHE", "enable_p2p: true", "no_such_key: (not shown)", "chunk_size: 256"} {
+	for i, want := range []string{"LMCACHE", "enable_p2p: true", "no_such_key: (not shown)",
+		"chunk_size: 256"} {
 		if !strings.HasPrefix(lines[i], want) {
 			t.Errorf("line %d is %q, want %s", i, lines[i], want)
 		}
 	}
-	if !strings.Contains(b.String(), "5 keys: 1 without an equivalent, 1 unknown, 1 to be set in vLLM, 1 converted, 1 built in") || strings.Contains(b.String(), "local_cpu:") {
+	if !strings.Contains(b.String(),
+		"5 keys: 1 without an equivalent, 1 unknown, 1 to be set in vLLM, 1 converted, 1 built in") || strings.Contains(b.String(), "local_cpu:") {
 		t.Error(b.String())
 	}
 	if m := r.Missing(); len(m) != 2 || m[0].Key != "enable_p2p" || m[1].Key != "no_such_key" {
@@ -826,21 +951,23 @@ func TestTable(t *testing.T) {
 	}
 }
 
-// Whatever is read, what is written is YAML that says what Config says.
-// A text of endlessly many keys, or of one again and again, is refused before the decoder compares each with each other.
+// Whatever is read, what is written is YAML that says what Config says. A text of endlessly many
+// keys, or of one again and again, is refused before the decoder compares each with each other.
 func TestManyKeys(t *testing.T) {
 	numbered := ""
 	for i := range 20000 {
 		numbered += fmt.Sprintf("k%d:\n", i)
 	}
 	for text, want := range map[string]string{
-		strings.Repeat("a:\n", 2000):                                      "line 2: the key of line 1 again",
-		"extra_config: {" + strings.Repeat("S3CR3T: 1, ", 2000) + "x: 1}": "line 1: the key of line 1 again",
-		"a: &x {b: 1}\nb: *x\nc: *x\nb: 2":                                "line 4: the key of line 2 again",
-		strings.Repeat("a:\n", 100000):                                    "line 1: a map of 100000 keys",
-		numbered:                                                          "line 1: a map of 20000 keys",
+		strings.Repeat("a:\n", 2000): "line 2: the key of line 1 again",
+		"extra_config: {" + strings.Repeat("S3CR3T: 1, ", 2000) +
+			"x: 1}": "line 1: the key of line 1 again",
+		"a: &x {b: 1}\nb: *x\nc: *x\nb: 2": "line 4: the key of line 2 again",
+		strings.Repeat("a:\n", 100000):     "line 1: a map of 100000 keys",
+		numbered:                           "line 1: a map of 20000 keys",
 	} {
-		if _, err := lmcache.Convert(source(text)); err == nil || !strings.Contains(err.Error(), want) || strings.Contains(err.Error(), "S3CR3T") {
+		if _, err := lmcache.Convert(source(text)); err == nil ||
+			!strings.Contains(err.Error(), want) || strings.Contains(err.Error(), "S3CR3T") {
 			t.Errorf("%.20q…: %v, want %q", text, err, want)
 		}
 	}
@@ -855,7 +982,8 @@ func FuzzConvert(f *testing.F) {
 		}
 		f.Add(string(b), "LMCACHE_LOCAL_DISK=/a")
 	}
-	f.Add("remote_url: \"redis://a:S3CR3T@b\\n# x: y\"\nextra_config: {valkey_password: S3CR3T}", "LMCACHE_REMOTE_URL=redis://:S3CR3T@h")
+	f.Add("remote_url: \"redis://a:S3CR3T@b\\n# x: y\"\nextra_config: {valkey_password: S3CR3T}",
+		"LMCACHE_REMOTE_URL=redis://:S3CR3T@h")
 	f.Add(`[{"type": "resp", "host": "h\u2028: [", "port": 1, "password": "S3CR3T"}]`, "")
 	f.Add("local_disk: \"/a\\\": b\"\nmax_local_disk_size: 1", "")
 	f.Fuzz(func(t *testing.T, text, variable string) {

@@ -12,10 +12,11 @@ import (
 	"lookaside/sidecar"
 )
 
-// A claim is what a reason says of the program, so that a reason cannot outlive what it was true of. Each has something that is
-// checked, or says that it is not about the program.
+// A claim is what a reason says of the program, so that a reason cannot outlive what it was true
+// of. Each has something that is checked, or says that it is not about the program.
 type claim struct {
-	has   []string // settings that there must be: as "peers.enabled", "disk: capacity", "lookaside.autostart"
+	// settings that there must be: as "peers.enabled", "disk: capacity", "lookaside.autostart"
+	has   []string
 	lacks []string // words of which no setting, kind of tier or policy may have any in its name
 	docs  string   // where the documents say it: FILE#HEADING, or FILE: WORDS
 	aside string   // why there is nothing to check
@@ -51,15 +52,19 @@ var claims = map[string]claim{
 	"hits are found in the sidecars":                                    {lacks: []string{"external_lookup", "lookup_client"}},
 	"hits cannot be made up for experiments":                            {lacks: []string{"hit_miss", "hit_ratio"}},
 	"a load that fails is reported, and vLLM computes it":               {docs: "docs/connector.md#When something fails"},
-	"no code is loaded into the sidecar":                                {lacks: []string{"plugin", "module"}},
+	"no code is loaded into the sidecar": {lacks: []string{"plugin",
+		"module"}},
 	"rank 0's; the next ranks' sidecars want the next ports. LMCache's default was every address of the host: this is the loopback": {has: []string{"admin.listen"}},
-	"each rank's sidecar wants a port of its own":                {has: []string{"admin.listen"}},
-	"every sidecar has an admin server":                          {has: []string{"admin.listen"}},
-	"/metrics is served by the admin server: admin.listen":       {has: []string{"admin.listen"}, docs: "docs/operations.md#What the metrics mean"},
-	"the admin server also listens on admin.sock in runtime.dir": {has: []string{"runtime.dir"}, docs: "docs/operations.md: admin.sock"},
-	"the admin server runs no scripts":                           {lacks: []string{"script"}},
-	"it decided whether the arena grows":                         {has: []string{"arena.initial", "arena.step"}},
-	"the arena":                                                  {aside: ofLMCache},
+	"each rank's sidecar wants a port of its own": {has: []string{"admin.listen"}},
+	"every sidecar has an admin server":           {has: []string{"admin.listen"}},
+	"/metrics is served by the admin server: admin.listen": {has: []string{"admin.listen"},
+		docs: "docs/operations.md#What the metrics mean"},
+	"the admin server also listens on admin.sock in runtime.dir": {has: []string{"runtime.dir"},
+		docs: "docs/operations.md: admin.sock"},
+	"the admin server runs no scripts": {lacks: []string{"script"}},
+	"it decided whether the arena grows": {has: []string{"arena.initial",
+		"arena.step"}},
+	"the arena": {aside: ofLMCache},
 	"a sidecar spreads its chunks over all of its directories: name in each rank's settings those that are its own":                         {has: []string{"disk: paths"}},
 	"every rank's sidecar is asked for that rank's pages":                                                                                   {docs: "docs/connector.md#Tensor parallelism, and ranks that hold the same bytes"},
 	"ranks that hold the same pages, as with MLA, store them once where they have one sidecar, or sidecars that share":                      {has: []string{"peers.enabled"}, docs: "docs/connector.md#Tensor parallelism, and ranks that hold the same bytes"},
@@ -154,7 +159,9 @@ func settingNames(t *testing.T) []string {
 		}
 	}
 	// The connector's table is what its own tests hold it to.
-	for _, row := range regexp.MustCompile("(?m)^\\| `(lookaside\\.[a-z_]+)`").FindAllStringSubmatch(document(t, "docs/connector.md"), -1) {
+	for _, row := range regexp.MustCompile(
+		"(?m)^\\| `(lookaside\\.[a-z_]+)`").FindAllStringSubmatch(document(t, "docs/connector.md"),
+		-1) {
 		names = append(names, row[1])
 	}
 	return names
@@ -169,12 +176,13 @@ func document(t *testing.T, path string) string {
 	return string(b)
 }
 
-// What is said of a key without an equivalent is true of this program: each reason has claims, which are checked, and names no
-// setting that there is not.
+// What is said of a key without an equivalent is true of this program: each reason has claims,
+// which are checked, and names no setting that there is not.
 func TestReasons(t *testing.T) {
 	names := settingNames(t)
 	used := map[string]bool{}
-	mention := regexp.MustCompile(`\b(?:lookaside|runtime|arena|lookup|promotion|cascade|sessions|spaces|lmcache|events|peers|admin|log|lifecycle)\.[a-z_]+`)
+	mention := regexp.MustCompile(
+		`\b(?:lookaside|runtime|arena|lookup|promotion|cascade|sessions|spaces|lmcache|events|peers|admin|log|lifecycle)\.[a-z_]+`)
 	readKeyList(t).each(t, func(part, name string, k lmcache.Key, _ *lmcache.Result) {
 		t.Helper()
 		if k.Why == "" {
@@ -211,10 +219,12 @@ func TestReasons(t *testing.T) {
 			}
 		}
 		if file, heading, ok := strings.Cut(c.docs, "#"); ok {
-			if text := document(t, file); !strings.Contains(text, "\n## "+heading+"\n") && !strings.Contains(text, "\n### "+heading+"\n") {
+			if text := document(t, file); !strings.Contains(text, "\n## "+heading+"\n") &&
+				!strings.Contains(text, "\n### "+heading+"\n") {
 				t.Errorf("%q: %s has no section %q", why, file, heading)
 			}
-		} else if file, words, ok := strings.Cut(c.docs, ": "); ok && !strings.Contains(document(t, file), words) {
+		} else if file, words, ok := strings.Cut(c.docs, ": "); ok &&
+			!strings.Contains(document(t, file), words) {
 			t.Errorf("%q: %s does not say %q", why, file, words)
 		}
 	}

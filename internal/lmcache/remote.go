@@ -11,7 +11,8 @@ import (
 	"strings"
 )
 
-// passwordEnv is the variable that a Redis password is expected in where LMCache had it in its configuration.
+// passwordEnv is the variable that a Redis password is expected in where LMCache had it in its
+// configuration.
 const passwordEnv = "REDIS_PASSWORD"
 
 // schemes are those of remote_url that are no tier.
@@ -42,7 +43,8 @@ var schemes = map[string]string{
 }
 
 // hostPorts is what a Valkey server is called where the scheme was left out.
-var hostPorts = regexp.MustCompile(`^(?:[\w.-]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}(?:\s*,\s*(?:[\w.-]+|\[[0-9A-Fa-f:.]+\]):\d{1,5})*/?$`)
+var hostPorts = regexp.MustCompile(
+	`^(?:[\w.-]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}(?:\s*,\s*(?:[\w.-]+|\[[0-9A-Fa-f:.]+\]):\d{1,5})*/?$`)
 
 func remoteURL(c *converter, g *given) (verdict, error) {
 	if g.off() {
@@ -55,7 +57,8 @@ func remoteURL(c *converter, g *given) (verdict, error) {
 	case hostPorts.MatchString(text):
 		scheme, rest = "valkey", text
 	default:
-		return verdict{}, fmt.Errorf("%s: it is neither a URL, such as valkey://HOST:6379, nor HOST:PORT (it is not repeated: it may have a secret in it)", g.shown)
+		return verdict{}, fmt.Errorf(
+			"%s: it is neither a URL, such as valkey://HOST:6379, nor HOST:PORT (it is not repeated: it may have a secret in it)", g.shown)
 	}
 	switch scheme = strings.ToLower(scheme); scheme {
 	case "valkey-sync":
@@ -65,8 +68,11 @@ func remoteURL(c *converter, g *given) (verdict, error) {
 		return c.redisTier(g, scheme, rest)
 	case "s3":
 		return c.s3Tier(g, s3Parts{
-			endpoint: rest, region: c.extraText("s3_region", "region"), prefix: c.extraText("s3_file_prefix"), style: c.extraText("s3_addressing_style"),
-			bucket: c.extraText("s3_bucket"), ca: c.extraText("s3_ca_bundle"), plain: !c.extra["disable_tls"].off(), pool: c.smallest("s3_max_io_concurrency", "s3_max_inflight_reqs", "s3_num_io_threads"),
+			endpoint: rest, region: c.extraText("s3_region", "region"),
+			prefix: c.extraText("s3_file_prefix"), style: c.extraText("s3_addressing_style"),
+			bucket: c.extraText("s3_bucket"), ca: c.extraText("s3_ca_bundle"),
+			plain: !c.extra["disable_tls"].off(), pool: c.smallest("s3_max_io_concurrency",
+				"s3_max_inflight_reqs", "s3_num_io_threads"),
 			secret: c.extra["aws_access_key_id"] != nil || c.extra["aws_secret_access_key"] != nil,
 		})
 	case "fs", "file":
@@ -142,7 +148,8 @@ func (c *converter) redisTier(g *given, scheme, rest string) (verdict, error) {
 		form = "redis+sentinel"
 		master := c.variable("REDIS_SERVICE_NAME")
 		if master == "" {
-			master, why = "redismaster", "the master's name is LMCache's default, as REDIS_SERVICE_NAME was not given"
+			master, why = "redismaster",
+				"the master's name is LMCache's default, as REDIS_SERVICE_NAME was not given"
 		}
 		at, db = hosts+"/"+master, ""
 	case "redis-cluster":
@@ -189,7 +196,8 @@ func (c *converter) redisTier(g *given, scheme, rest string) (verdict, error) {
 	}
 	if hasPassword {
 		c.passwordFrom(t, passwordEnv)
-		why = strings.TrimPrefix(why+"; the password goes into the sidecar's environment, as "+passwordEnv, "; ")
+		why = strings.TrimPrefix(why+"; the password goes into the sidecar's environment, as "+
+			passwordEnv, "; ")
 	}
 	t.note("LMCache's keys there are not read")
 	return became(why, "tiers: redis"), nil
@@ -314,7 +322,10 @@ func secretOf(kind, why string) rule {
 // remoteIs reports whether remote_url made a tier of the kind.
 func (c *converter) remoteIs(kind string) bool {
 	g := c.config["remote_url"]
-	return g != nil && slices.ContainsFunc(c.tiers, func(t *tier) bool { return t.kind == kind && t.from == g.shown })
+	return g != nil && slices.ContainsFunc(c.tiers, func(t *tier) bool {
+		return t.kind == kind &&
+			t.from == g.shown
+	})
 }
 
 func remoteSerde(c *converter, g *given) (verdict, error) {
@@ -327,7 +338,8 @@ func remoteSerde(c *converter, g *given) (verdict, error) {
 			v = w
 		}
 		if v.outcome != Unused {
-			v.why = "there is no " + name + ": lossless is smaller than raw and changes nothing; fp8 and int8 are half the size and change the pages a little"
+			v.why = "there is no " + name +
+				": lossless is smaller than raw and changes nothing; fp8 and int8 are half the size and change the pages a little"
 		} else {
 			v.why = "there is no remote tier"
 		}
@@ -371,7 +383,8 @@ func remotePlugins(c *converter, g *given) (verdict, error) {
 }
 
 func remotePluginKey(c *converter, g *given) (verdict, error) {
-	if strings.HasSuffix(g.key, ".base_path") && slices.ContainsFunc(c.tiers, func(t *tier) bool { return t.from == g.shown }) {
+	if strings.HasSuffix(g.key, ".base_path") && slices.ContainsFunc(c.tiers,
+		func(t *tier) bool { return t.from == g.shown }) {
 		return became("", "tiers: disk: paths"), nil
 	}
 	return partOfPlugins("the disk tier has nothing like it")(c, g)
@@ -383,7 +396,8 @@ func partOfPlugins(why string) rule {
 		if slices.ContainsFunc(c.tiers, func(t *tier) bool { return t.from == g.shown }) {
 			return became("", "tiers: disk: paths"), nil
 		}
-		if u := c.config["remote_url"]; c.config["remote_storage_plugins"].off() && (u == nil || !strings.HasPrefix(u.text(), "fs:")) {
+		if u := c.config["remote_url"]; c.config["remote_storage_plugins"].off() && (u == nil ||
+			!strings.HasPrefix(u.text(), "fs:")) {
 			return unused("there is no file-system connector"), nil
 		}
 		return lost(why)(c, g)

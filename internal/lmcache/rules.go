@@ -58,7 +58,8 @@ const (
 	whyPersist = "what a tier holds is always found again after a restart"
 )
 
-// configTable is what becomes of the keys of LMCache's configuration, in the order in which they are treated.
+// configTable is what becomes of the keys of LMCache's configuration, in the order in which they
+// are treated.
 var configTable = []struct {
 	keys string // separated by spaces
 	rule rule
@@ -72,10 +73,12 @@ var configTable = []struct {
 	{"lazy_memory_expand_trigger_ratio", lazyTrigger},
 	{"lazy_memory_safe_size", lazySafeSize},
 	{"local_cpu_use_hugepages", hugepages},
-	{"reserve_local_cpu_size", lost("at its start the sidecar checks that host and cgroups can give arena.limit, and takes no more: choose it so that this much stays free")},
+	{"reserve_local_cpu_size",
+		lost("at its start the sidecar checks that host and cgroups can give arena.limit, and takes no more: choose it so that this much stays free")},
 	{"numa_mode", numaMode},
 	{"cache_policy", cachePolicy},
-	{"cost_aware_half_life_seconds cost_aware_ewma_alpha", partOf("cache_policy", "arena.eviction: adaptive learns by itself, and has nothing to set")},
+	{"cost_aware_half_life_seconds cost_aware_ewma_alpha",
+		partOf("cache_policy", "arena.eviction: adaptive learns by itself, and has nothing to set")},
 
 	{"local_disk", localDisk},
 	{"max_local_disk_size", diskSize},
@@ -93,7 +96,8 @@ var configTable = []struct {
 	{"remote_storage_plugins", remotePlugins},
 	{"storage_plugins", storagePlugins},
 	{"blocking_timeout_secs", blockingTimeout},
-	{"retrieve_locations", lost("all tiers are asked, nearest first; one that is not wanted is left out of the list tiers")},
+	{"retrieve_locations", lost(
+		"all tiers are asked, nearest first; one that is not wanted is left out of the list tiers")},
 	{"store_location", lost("every tier is written to unless its admit is never")},
 
 	{"lookup_timeout_ms", lookupTimeout},
@@ -102,7 +106,8 @@ var configTable = []struct {
 	{"enable_async_loading", say(builtIn("loads never hold up the scheduler or other requests"))},
 	{"save_unfull_chunk", func(_ *converter, g *given) (verdict, error) {
 		if g.boolean() {
-			return builtIn("a partly filled last chunk is always stored, and found by the page"), nil
+			return builtIn("a partly filled last chunk is always stored, and found by the page"),
+				nil
 		}
 		return none("a partly filled last chunk is always stored, and found by the page; nothing is lost by that"), nil
 	}},
@@ -111,27 +116,33 @@ var configTable = []struct {
 		return vllm("lookaside.save_decode", ""), nil
 	}},
 	{"pre_caching_hash_algorithm", func(_ *converter, g *given) (verdict, error) {
-		return vllm("--prefix-caching-hash-algo", "prefixes are named by vLLM's own block hashes; sha256_cbor is the one that all processes compute alike"), nil
+		return vllm("--prefix-caching-hash-algo",
+			"prefixes are named by vLLM's own block hashes; sha256_cbor is the one that all processes compute alike"), nil
 	}},
 	{"use_layerwise", lost("a prefix is loaded before its request is scheduled, beside other requests' steps, and not layer by layer within its own")},
-	{"min_retrieve_tokens", lost("with lookup.promote: auto, what vLLM computes sooner than it arrives is not waited for")},
+	{"min_retrieve_tokens", lost(
+		"with lookup.promote: auto, what vLLM computes sooner than it arrives is not waited for")},
 	{"priority_limit", lost("requests are stored whatever their priority")},
 	{"external_lookup_client", lost("hits are found in the sidecars")},
 	{"hit_miss_ratio", lost("hits cannot be made up for experiments")},
 	{"lookup_server_worker_ids", lost(whyRanks)},
-	{"enable_scheduler_bypass_lookup", lost("the scheduler always asks the sidecars, over their lookup sockets")},
+	{"enable_scheduler_bypass_lookup",
+		lost("the scheduler always asks the sidecars, over their lookup sockets")},
 	{"py_enable_gc", say(builtIn("no Python runs in the sidecar"))},
 	{"use_gpu_connector_v3", say(builtIn("there is one way to copy"))},
 
 	{"internal_api_server_enabled", apiServer},
-	{"internal_api_server_host internal_api_server_port_start", func(c *converter, _ *given) (verdict, error) {
-		if c.config["internal_api_server_enabled"].off() {
-			return unused("internal_api_server_enabled is off"), nil
-		}
-		return became("", "admin.listen"), nil
-	}},
-	{"internal_api_server_include_index_list", partOf("internal_api_server_enabled", "every sidecar has an admin server")},
-	{"internal_api_server_socket_path_prefix", say(builtIn("the admin server also listens on admin.sock in runtime.dir"))},
+	{"internal_api_server_host internal_api_server_port_start",
+		func(c *converter, _ *given) (verdict, error) {
+			if c.config["internal_api_server_enabled"].off() {
+				return unused("internal_api_server_enabled is off"), nil
+			}
+			return became("", "admin.listen"), nil
+		}},
+	{"internal_api_server_include_index_list", partOf("internal_api_server_enabled",
+		"every sidecar has an admin server")},
+	{"internal_api_server_socket_path_prefix",
+		say(builtIn("the admin server also listens on admin.sock in runtime.dir"))},
 	{"script_allowed_imports", lost("the admin server runs no scripts")},
 	{"runtime_plugin_locations", lost(whyPlugin)},
 	{"remote_config_url app_id", lost("settings come from a file, the environment and flags")},
@@ -143,7 +154,8 @@ var configTable = []struct {
 	{"enable_p2p", lost(whyP2P)},
 	{"p2p_host p2p_init_ports p2p_lookup_ports", partOf("enable_p2p", whyP2P)},
 	{"lookup_url distributed_url", lost(whyP2P)},
-	{"transfer_channel", lost("KV moves through shared memory on a host, and through redis and s3 tiers between hosts")},
+	{"transfer_channel", lost(
+		"KV moves through shared memory on a host, and through redis and s3 tiers between hosts")},
 	{"enable_controller", lost(whyFleet)},
 	{"controller_pull_url controller_reply_url lmcache_worker_ports lmcache_worker_ids lmcache_worker_heartbeat_time lmcache_worker_heartbeat_delay_time lmcache_instance_id", partOf("enable_controller", whyFleet)},
 	{"enable_pd", func(_ *converter, g *given) (verdict, error) {
@@ -156,7 +168,8 @@ var configTable = []struct {
 		if c.config["enable_pd"].off() {
 			return unused("enable_pd is off"), nil
 		}
-		role, ok := map[string]string{"sender": "kv_producer", "receiver": "kv_consumer"}[strings.ToLower(strings.TrimSpace(g.text()))]
+		role, ok := map[string]string{"sender": "kv_producer",
+			"receiver": "kv_consumer"}[strings.ToLower(strings.TrimSpace(g.text()))]
 		if !ok {
 			return verdict{}, g.wrong("sender or receiver")
 		}
@@ -179,12 +192,14 @@ var configTable = []struct {
 	{"enable_chunk_statistics", lost(whyStats)},
 	{"chunk_statistics_auto_start_statistics chunk_statistics_auto_exit_timeout_hours chunk_statistics_auto_exit_target_unique_chunks chunk_statistics_strategy", partOf("enable_chunk_statistics", whyStats)},
 	{"enable_hidden_state_cache", lost(whyHidden)},
-	{"max_hidden_state_cpu_size hidden_state_layers hidden_states_retrieve_mode", partOf("enable_hidden_state_cache", whyHidden)},
+	{"max_hidden_state_cpu_size hidden_state_layers hidden_states_retrieve_mode",
+		partOf("enable_hidden_state_cache", whyHidden)},
 	{"error_handling", say(builtIn("a load that fails is reported, and vLLM computes it"))},
 	{"ec", lost(whyEncoder)},
 }
 
-// extraTable is what becomes of the keys of extra_config. One that ends in * is for all that begin so.
+// extraTable is what becomes of the keys of extra_config. One that ends in * is for all that begin
+// so.
 var extraTable = []struct {
 	keys string
 	rule rule
@@ -193,7 +208,8 @@ var extraTable = []struct {
 	{"dax.max_dax_size dax.arena_size_gb", daxKey("devices")},
 	{"dax.restore_workers", daxKey("restore_workers")},
 	{"dax.restore_max_regions", daxKey("restore_max_regions")},
-	{"dax.retrieve_staging_slab_bytes", say(builtIn("nothing is staged: a restore is one copy from the device into the arena"))},
+	{"dax.retrieve_staging_slab_bytes",
+		say(builtIn("nothing is staged: a restore is one copy from the device into the arena"))},
 	{"dax.mode", func(c *converter, g *given) (verdict, error) {
 		switch {
 		case c.extra["dax.device_path"].off():
@@ -235,30 +251,39 @@ var extraTable = []struct {
 	{"s3_max_io_concurrency s3_max_inflight_reqs s3_num_io_threads", remotePart("s3", "pool")},
 	{"s3_file_prefix", remotePart("s3", "url")},
 	{"s3_addressing_style s3_bucket s3_ca_bundle disable_tls", remotePart("s3", "")},
-	{"s3_prefer_http2", partOfRemote("s3", "HTTP/1.1 is spoken, over as many connections as pool says")},
+	{"s3_prefer_http2", partOfRemote("s3",
+		"HTTP/1.1 is spoken, over as many connections as pool says")},
 	{"s3_enable_s3express", partOfRemote("s3", "S3 Express is not spoken")},
 	{"s3_part_size", partOfRemote("s3", "a chunk is one object, which is uploaded in one piece")},
-	{"aws_access_key_id aws_secret_access_key", secretOf("s3", "put it into the environment of the sidecar, as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or name a credentials_file")},
+	{"aws_access_key_id aws_secret_access_key",
+		secretOf("s3", "put it into the environment of the sidecar, as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or name a credentials_file")},
 	{"valkey_mode valkey_username valkey_database", remotePart("redis", "url")},
 	{"valkey_num_workers", remotePart("redis", "workers")},
-	{"valkey_password redis_password", secretOf("redis", "put it into the environment of the sidecar, as "+passwordEnv)},
+	{"valkey_password redis_password",
+		secretOf("redis", "put it into the environment of the sidecar, as "+passwordEnv)},
 	{"save_chunk_meta", say(builtIn(whyRecord))},
 	{"remote_enable_mla_worker_id_as0 save_only_first_rank create_lookup_server_only_on_worker_0_for_mla first_rank_max_local_cpu_size", say(builtIn(whySame))},
 	{"histogram_bucket_*", lost("the buckets of histograms are fixed")},
 	{"p2p_socket_recv_timeout_ms p2p_socket_send_timeout_ms p2p_*", partOf("enable_p2p", whyP2P)},
 	{"local_hostname metadata_server protocol device_name master_server_address global_segment_size local_buffer_size transfer_timeout storage_root_dir mooncake_*", lost("Mooncake is not a tier: a redis or s3 tier shares between hosts")},
-	{"infinistore_* eic_* azure_* gcs_* hf3fs_* hfbucket_* bigtable_* sagemaker_* aerospike_*", lost("this store is not a tier: a redis or s3 tier shares between hosts")},
-	{"nixl_presence_cache nixl_presence_cache_only nixl_async_put nixl_enable_prog_thread nixl_*", partOf("enable_nixl_storage", whyNIXL)},
-	{"storage_plugin.dax.module_path storage_plugin.dax.class_name", say(builtIn("a tier of kind dax is part of the sidecar"))},
-	{"fs_base_path fs_connector_relative_tmp_dir fs_connector_read_ahead_size", partOfPlugins("chunks lie in slabs of equal slots, which are written in place: there is no file a chunk")},
+	{"infinistore_* eic_* azure_* gcs_* hf3fs_* hfbucket_* bigtable_* sagemaker_* aerospike_*",
+		lost("this store is not a tier: a redis or s3 tier shares between hosts")},
+	{"nixl_presence_cache nixl_presence_cache_only nixl_async_put nixl_enable_prog_thread nixl_*",
+		partOf("enable_nixl_storage", whyNIXL)},
+	{"storage_plugin.dax.module_path storage_plugin.dax.class_name",
+		say(builtIn("a tier of kind dax is part of the sidecar"))},
+	{"fs_base_path fs_connector_relative_tmp_dir fs_connector_read_ahead_size",
+		partOfPlugins("chunks lie in slabs of equal slots, which are written in place: there is no file a chunk")},
 	{"remote_storage_plugin.fs.*", remotePluginKey},
 	{"storage_plugin.* remote_storage_plugin.* external_backend.* plugin.*", lost(whyPlugin)},
 	{"gds_io_threads use_cufile phx_* gds_*", partOf("gds_path", whyGDS)},
-	{"rust_raw_block.* raw_block.*", lost("a disk tier is made in directories: make a file system on the device")},
+	{"rust_raw_block.* raw_block.*",
+		lost("a disk tier is made in directories: make a file system on the device")},
 	{"maru_*", partOf("maru_path", whyMaru)},
 	{"audit_* audit_actual_remote_url", lost("there is no auditing proxy")},
 	{"lookup_backoff_time", say(builtIn("the scheduler asks again at its next step"))},
-	{"cost_aware_half_life_seconds cost_aware_ewma_alpha", partOf("cache_policy", "arena.eviction: adaptive learns by itself, and has nothing to set")},
+	{"cost_aware_half_life_seconds cost_aware_ewma_alpha",
+		partOf("cache_policy", "arena.eviction: adaptive learns by itself, and has nothing to set")},
 }
 
 // configRules has the rules of configTable by key.
@@ -275,26 +300,50 @@ func init() {
 
 // environRules are for variables that are no keys of the configuration.
 var environRules = map[string]func(*converter, *given) verdict{
-	"LMCACHE_CONFIG_FILE": func(*converter, *given) verdict { return builtIn("the file that was converted") },
+	"LMCACHE_CONFIG_FILE": func(*converter,
+		*given) verdict {
+		return builtIn("the file that was converted")
+	},
 	"LMCACHE_LOG_LEVEL": func(c *converter, g *given) verdict {
-		level, ok := map[string]string{"DEBUG": "debug", "INFO": "info", "WARNING": "warn", "WARN": "warn", "ERROR": "error", "CRITICAL": "error"}[strings.ToUpper(g.text())]
+		level, ok := map[string]string{"DEBUG": "debug", "INFO": "info", "WARNING": "warn",
+			"WARN": "warn", "ERROR": "error", "CRITICAL": "error"}[strings.ToUpper(g.text())]
 		if !ok {
 			return none("it is none of debug, info, warn and error")
 		}
 		c.set("log.level", level, g, "")
 		return became("", "log.level")
 	},
-	"LMCACHE_LOG_FORMAT":           func(*converter, *given) verdict { return none("log.format is console or json") },
-	"LMCACHE_TRACK_USAGE":          func(*converter, *given) verdict { return builtIn("no use is ever reported") },
-	"LMCACHE_USAGE_TRACK_INTERVAL": func(*converter, *given) verdict { return builtIn("no use is ever reported") },
-	"LMCACHE_USE_EXPERIMENTAL":     func(*converter, *given) verdict { return builtIn("there is one version of everything") },
-	"LMCACHE_MP_TRANSFER_MODE":     func(*converter, *given) verdict { return builtIn("workers copy from and to the arena, which they map") },
-	"LMCACHE_COORDINATOR_URL":      func(*converter, *given) verdict { return none(whyFleet) },
-	"LMCACHE_RESP_HOST":            respVariable, "LMCACHE_RESP_PORT": respVariable, "LMCACHE_RESP_USERNAME": respVariable, "LMCACHE_RESP_PASSWORD": respVariable,
+	"LMCACHE_LOG_FORMAT": func(*converter,
+		*given) verdict {
+		return none("log.format is console or json")
+	},
+	"LMCACHE_TRACK_USAGE": func(*converter,
+		*given) verdict {
+		return builtIn("no use is ever reported")
+	},
+	"LMCACHE_USAGE_TRACK_INTERVAL": func(*converter,
+		*given) verdict {
+		return builtIn("no use is ever reported")
+	},
+	"LMCACHE_USE_EXPERIMENTAL": func(*converter,
+		*given) verdict {
+		return builtIn("there is one version of everything")
+	},
+	"LMCACHE_MP_TRANSFER_MODE": func(*converter,
+		*given) verdict {
+		return builtIn("workers copy from and to the arena, which they map")
+	},
+	"LMCACHE_COORDINATOR_URL": func(*converter, *given) verdict { return none(whyFleet) },
+	"LMCACHE_RESP_HOST":       respVariable, "LMCACHE_RESP_PORT": respVariable,
+	"LMCACHE_RESP_USERNAME": respVariable, "LMCACHE_RESP_PASSWORD": respVariable,
 	"REDIS_SERVICE_NAME": sentinelVariable,
-	"REDIS_TIMEOUT":      func(*converter, *given) verdict { return unused("timeouts are those of the redis tier") },
+	"REDIS_TIMEOUT": func(*converter,
+		*given) verdict {
+		return unused("timeouts are those of the redis tier")
+	},
 	"PYTHONHASHSEED": func(*converter, *given) verdict {
-		return vllm("PYTHONHASHSEED", "vLLM's xxhash wants it; with --prefix-caching-hash-algo sha256_cbor it need not be set, but if it is, alike for all that share")
+		return vllm("PYTHONHASHSEED",
+			"vLLM's xxhash wants it; with --prefix-caching-hash-algo sha256_cbor it need not be set, but if it is, alike for all that share")
 	},
 }
 
@@ -355,7 +404,8 @@ func (c *converter) applyConfig() error {
 	for _, e := range extraTable {
 		for pattern := range strings.FieldsSeq(e.keys) {
 			for _, key := range slices.Sorted(maps.Keys(c.extra)) {
-				if prefix, wild := strings.CutSuffix(pattern, "*"); key == pattern || wild && strings.HasPrefix(key, prefix) {
+				if prefix, wild := strings.CutSuffix(pattern, "*"); key == pattern ||
+					wild && strings.HasPrefix(key, prefix) {
 					if err := apply(c.extra[key], e.rule); err != nil {
 						return err
 					}
@@ -385,7 +435,8 @@ func arenaLimit(c *converter, g *given) (verdict, error) {
 		return verdict{}, err
 	}
 	if n <= 0 {
-		c.set("arena.limit", "1G", g, "vLLM's workers copy from and to the arena, so there always is one")
+		c.set("arena.limit", "1G", g,
+			"vLLM's workers copy from and to the arena, so there always is one")
 		return became("there always is an arena: it was given 1G", "arena.limit"), nil
 	}
 	c.set("arena.limit", size(n), g, "")
@@ -450,7 +501,8 @@ func lazyAllocator(c *converter, g *given) (verdict, error) {
 	return became("", "arena.initial", "arena.step", "arena.grow_at"), nil
 }
 
-// setRatio sets a size that is a part of the arena. A step is large enough for the number of steps that there may be.
+// setRatio sets a size that is a part of the arena. A step is large enough for the number of steps
+// that there may be.
 func (c *converter) setRatio(key string, ratio float64, g *given) {
 	if key == "arena.step" {
 		ratio = max(ratio, 1.0/50)
@@ -535,7 +587,8 @@ func numaMode(c *converter, g *given) (verdict, error) {
 	distinct := slices.Compact(slices.Sorted(maps.Values(nodes)))
 	for _, node := range distinct {
 		if n, err := strconv.Atoi(node); err != nil || n < 0 {
-			return verdict{}, fmt.Errorf("extra_config.gpu_to_numa_mapping: %q is not a node's number", node)
+			return verdict{}, fmt.Errorf(
+				"extra_config.gpu_to_numa_mapping: %q is not a node's number", node)
 		}
 	}
 	switch len(distinct) {
@@ -550,7 +603,8 @@ func numaMode(c *converter, g *given) (verdict, error) {
 	for _, gpu := range slices.Sorted(maps.Keys(nodes)) {
 		each = append(each, fmt.Sprintf("GPU %s: %s", gpu, nodes[gpu]))
 	}
-	c.set("arena.numa", "auto", g, "each rank's sidecar may set its own node instead: "+strings.Join(each, ", "))
+	c.set("arena.numa", "auto", g, "each rank's sidecar may set its own node instead: "+
+		strings.Join(each, ", "))
 	return became("auto is the node of the CPUs that a sidecar may run on: bind it, or set the node of its GPU", "arena.numa"), nil
 }
 
@@ -735,7 +789,8 @@ func kvEvents(_ *converter, g *given) (verdict, error) {
 	if g.off() {
 		return unused("it is off"), nil
 	}
-	return vllm("--kv-events-config", `with "enable_kv_cache_events": true there, vLLM publishes what the sidecars hold, too; a sidecar publishes by itself with events.endpoint`), nil
+	return vllm("--kv-events-config",
+		`with "enable_kv_cache_events": true there, vLLM publishes what the sidecars hold, too; a sidecar publishes by itself with events.endpoint`), nil
 }
 
 func apiServer(c *converter, g *given) (verdict, error) {

@@ -11,8 +11,10 @@ import (
 
 // serverFlags are those of LMCache's server that take no value.
 var serverSwitches = []string{
-	"isolated-ipc", "enable-segmented-prefix", "enable-dedup-content", "separate-object-groups", "l1-use-lazy", "l1-use-hugepages", "gds-l1-use-direct-io",
-	"disable-observability", "disable-metrics", "disable-grpc-metrics", "disable-logging", "enable-tracing", "enable-extra-logging", "run-script-api-enabled",
+	"isolated-ipc", "enable-segmented-prefix", "enable-dedup-content", "separate-object-groups",
+	"l1-use-lazy", "l1-use-hugepages", "gds-l1-use-direct-io",
+	"disable-observability", "disable-metrics", "disable-grpc-metrics", "disable-logging",
+	"enable-tracing", "enable-extra-logging", "run-script-api-enabled",
 }
 
 // readServer takes the flags of the server's command line.
@@ -61,7 +63,8 @@ const (
 	whyTrace     = "there is no export of traces, and /metrics is always served by the admin server; what is stored and dropped is published by events.endpoint"
 )
 
-// serverTable is what becomes of the flags of LMCache's server. Separated by spaces; one that ends in * is for all that begin so.
+// serverTable is what becomes of the flags of LMCache's server. Separated by spaces; one that ends
+// in * is for all that begin so.
 var serverTable = []struct {
 	keys string
 	rule rule
@@ -127,7 +130,8 @@ var serverTable = []struct {
 	{"eviction-trigger-watermark eviction-ratio", say(builtIn(whyPolicy))},
 	{"chunk-size", chunkSize},
 	{"hash-algorithm", func(*converter, *given) (verdict, error) {
-		return vllm("--prefix-caching-hash-algo", "prefixes are named by vLLM's own block hashes; sha256_cbor is the one that all processes compute alike"), nil
+		return vllm("--prefix-caching-hash-algo",
+			"prefixes are named by vLLM's own block hashes; sha256_cbor is the one that all processes compute alike"), nil
 	}},
 	{"http-port", func(c *converter, g *given) (verdict, error) {
 		port, err := g.integer(1, 65535)
@@ -138,12 +142,14 @@ var serverTable = []struct {
 		if h := c.flag("http-host"); h != nil && h.text() != "" {
 			host = h.text()
 		}
-		c.set("admin.listen", net.JoinHostPort(host, strconv.Itoa(port)), g, "each rank's sidecar wants a port of its own")
+		c.set("admin.listen", net.JoinHostPort(host, strconv.Itoa(port)), g,
+			"each rank's sidecar wants a port of its own")
 		return became("each rank's sidecar wants a port of its own", "admin.listen"), nil
 	}},
 	{"http-host", func(c *converter, g *given) (verdict, error) {
 		if c.flag("http-port") == nil {
-			c.set("admin.listen", net.JoinHostPort(g.text(), "8080"), g, "8080 is LMCache's default; each rank's sidecar wants a port of its own")
+			c.set("admin.listen", net.JoinHostPort(g.text(), "8080"), g,
+				"8080 is LMCache's default; each rank's sidecar wants a port of its own")
 		}
 		return became("", "admin.listen"), nil
 	}},
@@ -153,15 +159,19 @@ var serverTable = []struct {
 		}
 		return none("what was written to a tier stays in the arena until room is wanted"), nil
 	}},
-	{"l2-prefetch-policy", say(builtIn("what was brought up is in the arena, and stays until room is wanted"))},
+	{"l2-prefetch-policy", say(
+		builtIn("what was brought up is in the arena, and stays until room is wanted"))},
 	{"l2-prefetch-max-in-flight", func(*converter, *given) (verdict, error) {
 		return none("promotions are bounded by slots: promotion.share"), nil
 	}},
 	{"host port transport instance-id grpc-server-workers", say(none(whyTransport))},
 	{"max-workers max-gpu-workers max-cpu-workers", say(builtIn(whyThreads))},
-	{"supported-transfer-mode isolated-ipc shm-name", say(builtIn("workers copy from and to the arena, whose memory they are given over the session's socket"))},
-	{"worker-reap-timeout-seconds worker-registration-grace-seconds", say(builtIn("a dead worker is noticed at once, by its socket, and a slow one is not dead"))},
-	{"runtime-plugin-locations runtime-plugin-config script-allowed-imports run-script-api-enabled", lost(whyPlugin)},
+	{"supported-transfer-mode isolated-ipc shm-name",
+		say(builtIn("workers copy from and to the arena, whose memory they are given over the session's socket"))},
+	{"worker-reap-timeout-seconds worker-registration-grace-seconds",
+		say(builtIn("a dead worker is noticed at once, by its socket, and a slow one is not dead"))},
+	{"runtime-plugin-locations runtime-plugin-config script-allowed-imports run-script-api-enabled",
+		lost(whyPlugin)},
 	{"engine-type", func(_ *converter, g *given) (verdict, error) {
 		if g.text() == "default" {
 			return builtIn("prefixes"), nil
@@ -169,7 +179,8 @@ var serverTable = []struct {
 		return none(whyBlend), nil
 	}},
 	{"enable-segmented-prefix enable-dedup-content", lost(whyBlend)},
-	{"separate-object-groups", say(builtIn("a page has the blocks of all KV-cache groups; of sliding windows, those that a hit can need"))},
+	{"separate-object-groups",
+		say(builtIn("a page has the blocks of all KV-cache groups; of sliding windows, those that a hit can need"))},
 	{"null-block-id", say(builtIn("vLLM's null block is never stored"))},
 	{"lookup-hash-log-*", lost(whyTrace)},
 	{"p2p-*", lost(whyP2P)},
@@ -191,11 +202,14 @@ var mpTable = []struct {
 		c.inVLLM("lookaside.save_decode", g.boolean(), g)
 		return vllm("lookaside.save_decode", ""), nil
 	}},
-	{"lmcache.mp.host lmcache.mp.port lmcache.mp.server_urls", func(*converter, *given) (verdict, error) {
-		return vllm("lookaside.endpoint", "the sidecar is found by its directory, on the same host"), nil
-	}},
+	{"lmcache.mp.host lmcache.mp.port lmcache.mp.server_urls",
+		func(*converter, *given) (verdict, error) {
+			return vllm("lookaside.endpoint",
+				"the sidecar is found by its directory, on the same host"), nil
+		}},
 	{"lmcache.mp.mq_timeout", func(*converter, *given) (verdict, error) {
-		return vllm("lookaside.load_timeout_ms", "every kind of wait has a setting of its own, of milliseconds: vLLM never waits for minutes"), nil
+		return vllm("lookaside.load_timeout_ms",
+			"every kind of wait has a setting of its own, of milliseconds: vLLM never waits for minutes"), nil
 	}},
 	{"lmcache.mp.autostart", func(c *converter, g *given) (verdict, error) {
 		if g.off() {
@@ -205,17 +219,23 @@ var mpTable = []struct {
 		return vllm("lookaside.autostart", "with lookaside.sidecar_config for the settings"), nil
 	}},
 	{"lmcache.mp.autostart.server_args", func(*converter, *given) (verdict, error) {
-		return vllm("lookaside.sidecar_config", "convert its arguments by giving them after --"), nil
+		return vllm("lookaside.sidecar_config", "convert its arguments by giving them after --"),
+			nil
 	}},
-	{"lmcache.mp.nonblocking_lookup_status", say(builtIn("the scheduler never waits for an answer"))},
+	{"lmcache.mp.nonblocking_lookup_status",
+		say(builtIn("the scheduler never waits for an answer"))},
 	{"lmcache.mp.eager_prefetch", say(builtIn("a lookup starts when its request arrives"))},
-	{"lmcache.mp.heartbeat_interval lmcache.mp.autostart.wait_timeout", say(builtIn("a sidecar that is gone is noticed by its socket, and connected to again by itself"))},
-	{"lmcache.mp.mp_transfer_mode lmcache.mp.isolated_ipc lmcache.mp.use_vmm_api", say(builtIn("workers copy from and to the arena, whose memory they are given over the session's socket"))},
+	{"lmcache.mp.heartbeat_interval lmcache.mp.autostart.wait_timeout",
+		say(builtIn("a sidecar that is gone is noticed by its socket, and connected to again by itself"))},
+	{"lmcache.mp.mp_transfer_mode lmcache.mp.isolated_ipc lmcache.mp.use_vmm_api",
+		say(builtIn("workers copy from and to the arena, whose memory they are given over the session's socket"))},
 	{"lmcache.mp.lazy_offload*", lost("chunks are stored as they complete")},
 	{"lmcache_rpc_port", func(*converter, *given) (verdict, error) {
-		return vllm("lookaside.endpoint", "the sidecar is found by its directory, on the same host"), nil
+		return vllm("lookaside.endpoint",
+			"the sidecar is found by its directory, on the same host"), nil
 	}},
-	{"discard_partial_chunks skip_last_n_tokens", lost("a hit ends at a whole block before the last token")},
+	{"discard_partial_chunks skip_last_n_tokens",
+		lost("a hit ends at a whole block before the last token")},
 }
 
 // applyServer treats the flags of the server's command line, and what vLLM passes on.
@@ -228,7 +248,8 @@ func (c *converter) applyServer() error {
 			var r rule
 			for _, e := range table {
 				for pattern := range strings.FieldsSeq(e.keys) {
-					if prefix, wild := strings.CutSuffix(pattern, "*"); r == nil && (g.key == pattern || wild && strings.HasPrefix(g.key, prefix)) {
+					if prefix, wild := strings.CutSuffix(pattern, "*"); r == nil &&
+						(g.key == pattern || wild && strings.HasPrefix(g.key, prefix)) {
 						r = e.rule
 					}
 				}
@@ -278,7 +299,8 @@ func arenaLimitOfServer(c *converter, g *given) (verdict, error) {
 	if !c.flag("l1-devdax-path").off() {
 		return became("", "arena.devices"), nil
 	}
-	c.set("arena.limit", size(n), g, "LMCache's server held this for all ranks together, and a sidecar is for one: divide it by them")
+	c.set("arena.limit", size(n), g,
+		"LMCache's server held this for all ranks together, and a sidecar is for one: divide it by them")
 	return became("LMCache's server held this for all ranks together, and a sidecar is for one: divide it by them", "arena.limit"), nil
 }
 
@@ -307,7 +329,8 @@ func l1Manager(c *converter, g *given) (verdict, error) {
 	}
 	switch strings.ToUpper(m.Type) {
 	case "DRAM":
-		c.set("arena.limit", size(n), g, "LMCache's server held this for all ranks together, and a sidecar is for one: divide it by them")
+		c.set("arena.limit", size(n), g,
+			"LMCache's server held this for all ranks together, and a sidecar is for one: divide it by them")
 		return became("", "arena.limit"), nil
 	case "DEVDAX":
 		path, err := c.absolute(g, m.Path)
@@ -315,9 +338,13 @@ func l1Manager(c *converter, g *given) (verdict, error) {
 			return verdict{}, err
 		}
 		d := device{path, size(n)}
-		if slices.ContainsFunc(c.server, func(o *given) bool { return o.key == g.key && strings.EqualFold(managerType(o), "DRAM") }) {
+		if slices.ContainsFunc(c.server, func(o *given) bool {
+			return o.key == g.key &&
+				strings.EqualFold(managerType(o), "DRAM")
+		}) {
 			c.daxTier(g, []device{d})
-			return became("there is one arena, of DRAM, and the device is a tier below it", "tiers: dax"), nil
+			return became("there is one arena, of DRAM, and the device is a tier below it",
+				"tiers: dax"), nil
 		}
 		c.daxArena(g, whyShared, d)
 		return became(whyShared, "arena.kind", "arena.devices"), nil

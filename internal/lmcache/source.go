@@ -37,7 +37,8 @@ func (g *given) origin() string {
 // notShown takes the place of a value that is a secret, or could be one.
 const notShown = "(not shown)"
 
-var secretName = regexp.MustCompile(`(?i)passw|secret|token|credential|access_key|api_key|private_key`)
+var secretName = regexp.MustCompile(
+	`(?i)passw|secret|token|credential|access_key|api_key|private_key`)
 
 var userInfo = regexp.MustCompile(`//[^/@\s]*@`)
 
@@ -57,7 +58,8 @@ func (g *given) safe() string {
 		return "null"
 	}
 	text := userInfo.ReplaceAllString(g.text(), "//…@")
-	if path, query, ok := strings.Cut(text, "?"); ok && strings.Contains(path, "://") && query != "" {
+	if path, query, ok := strings.Cut(text, "?"); ok && strings.Contains(path, "://") &&
+		query != "" {
 		text = path + "?…"
 	}
 	if r := []rune(text); len(r) > 80 {
@@ -176,7 +178,8 @@ func (c *converter) absolute(g *given, path string) (string, error) {
 		path = filepath.Join(base, path)
 	}
 	if path == "" || !filepath.IsAbs(path) || strings.ContainsAny(path, ",\x00") {
-		return "", fmt.Errorf("%s: %q is not an absolute path of one directory or device", g.shown, path)
+		return "", fmt.Errorf("%s: %q is not an absolute path of one directory or device", g.shown,
+			path)
 	}
 	return filepath.Clean(path), nil
 }
@@ -209,12 +212,14 @@ func parse(name string, text []byte) (v any, err error) {
 // maxKeys bounds the keys of one map. LMCache has some 200.
 const maxKeys = 2048
 
-// checkKeys refuses maps with too many keys, or with the same key twice. The decoder compares each key with each other, and has a message for each pair that is alike: a few KiB of one
-// key take minutes and all memory.
+// checkKeys refuses maps with too many keys, or with the same key twice. The decoder compares each
+// key with each other, and has a message for each pair that is alike: a few KiB of one key take
+// minutes and all memory.
 func checkKeys(n *yaml.Node) error {
 	if n.Kind == yaml.MappingNode {
 		if len(n.Content) > 2*maxKeys {
-			return fmt.Errorf("line %d: a map of %d keys, at most %d", n.Line, len(n.Content)/2, maxKeys)
+			return fmt.Errorf("line %d: a map of %d keys, at most %d", n.Line, len(n.Content)/2,
+				maxKeys)
 		}
 		lines := map[string]int{}
 		for i := 0; i < len(n.Content); i += 2 {
@@ -238,10 +243,13 @@ func checkKeys(n *yaml.Node) error {
 
 // aliases are earlier names of keys.
 var aliases = map[string]string{
-	"enable_xpyd": "enable_pd", "nixl_peer_host": "pd_peer_host", "nixl_peer_init_port": "pd_peer_init_port", "nixl_peer_alloc_port": "pd_peer_alloc_port",
+	"enable_xpyd": "enable_pd", "nixl_peer_host": "pd_peer_host",
+	"nixl_peer_init_port": "pd_peer_init_port", "nixl_peer_alloc_port": "pd_peer_alloc_port",
 	"nixl_proxy_host": "pd_proxy_host", "nixl_proxy_port": "pd_proxy_port", "nixl_role": "pd_role",
-	"controller_url": "controller_pull_url", "lmcache_worker_port": "lmcache_worker_ports", "plugin_locations": "runtime_plugin_locations",
-	"external_backends": "storage_plugins", "cufile_buffer_size": "gds_buffer_size", "weka_path": "gds_path",
+	"controller_url": "controller_pull_url", "lmcache_worker_port": "lmcache_worker_ports",
+	"plugin_locations":  "runtime_plugin_locations",
+	"external_backends": "storage_plugins", "cufile_buffer_size": "gds_buffer_size",
+	"weka_path":       "gds_path",
 	"peer_init_ports": "p2p_init_ports", "peer_lookup_ports": "p2p_lookup_ports",
 }
 
@@ -274,7 +282,8 @@ func (c *converter) read() error {
 	for _, text := range c.src.Adapters {
 		where := fmt.Sprintf("--l2-adapter %d", len(c.adapters)+1)
 		var v any
-		if len(text) > maxText || !utf8.ValidString(text) || json.Unmarshal([]byte(text), &v) != nil {
+		if len(text) > maxText || !utf8.ValidString(text) ||
+			json.Unmarshal([]byte(text), &v) != nil {
 			return fmt.Errorf("%s: it is not JSON (what was given is not repeated: it may have a secret in it)", where)
 		}
 		if err := c.readAdapter(where, v); err != nil {
@@ -297,7 +306,8 @@ func (c *converter) readText(name string, v any) error {
 		return nil // comments only
 	case []any:
 		for _, e := range v {
-			if err := c.readAdapter(fmt.Sprintf("--l2-adapter %d", len(c.adapters)+1), e); err != nil {
+			if err := c.readAdapter(fmt.Sprintf("--l2-adapter %d", len(c.adapters)+1),
+				e); err != nil {
 				return err
 			}
 		}
@@ -366,7 +376,8 @@ func (c *converter) readTransfer(m map[string]any) {
 	for _, key := range slices.Sorted(maps.Keys(m)) {
 		name, ours := strings.CutPrefix(key, "lmcache.")
 		g := &given{name, key, "kv_connector_extra_config", m[key]}
-		if _, known := configRules[current(name)]; ours && known && !strings.HasPrefix(name, "mp.") {
+		if _, known := configRules[current(name)]; ours && known &&
+			!strings.HasPrefix(name, "mp.") {
 			g.key = current(name)
 			c.take(c.config, g)
 			continue
@@ -388,7 +399,8 @@ func (c *converter) readEnviron() error {
 		}
 		value = unquote(strings.ToValidUTF8(value, "?"))
 		if known {
-			c.tell(&given{name, name, "environment", value}, environRules[name](c, &given{name, name, "environment", value}))
+			c.tell(&given{name, name, "environment", value},
+				environRules[name](c, &given{name, name, "environment", value}))
 			continue
 		}
 		if rest, ok := strings.CutPrefix(key, "EC_"); ok && rest != "" {

@@ -21,7 +21,8 @@ func (c *converter) yaml() string {
 	if c.src.Name != "" && c.src.Name != "-" {
 		from += " in " + c.src.Name
 	}
-	b.WriteString(comment("", "Settings of Lookaside, made of "+from+" by lookaside config from-lmcache. At the end are the keys without an equivalent.", ""))
+	b.WriteString(comment("", "Settings of Lookaside, made of "+from+
+		" by lookaside config from-lmcache. At the end are the keys without an equivalent.", ""))
 	for _, section := range sections {
 		if section == "tiers" {
 			c.yamlTiers(&b)
@@ -45,7 +46,9 @@ func (c *converter) yaml() string {
 	for _, s := range c.connector {
 		m[s.key] = s.value
 	}
-	j, _ := json.Marshal(transferConfig{"LookasideConnector", "lookaside.connector", cmp.Or(c.role, "kv_both"), "recompute", m}) // its values are words, numbers and truths
+	// its values are words, numbers and truths
+	j, _ := json.Marshal(transferConfig{"LookasideConnector", "lookaside.connector",
+		cmp.Or(c.role, "kv_both"), "recompute", m})
 	b.WriteString("\n# For vLLM, --kv-transfer-config:\n#   " + string(j) + "\n")
 	if missing := (&Result{Keys: c.keys}).Missing(); len(missing) > 0 {
 		b.WriteString("\n# Without an equivalent:\n")
@@ -127,7 +130,8 @@ func writeSetting(b *strings.Builder, indent string, s setting) {
 }
 
 // plain words need no quotes in YAML, whatever its version.
-var plain = regexp.MustCompile(`^[A-Za-z/][A-Za-z0-9_./@+-]*(:[A-Za-z0-9_./@+-]+)*$|^[0-9]+(\.[0-9]+)?(K|M|G|T|ms|s|m|h)$`)
+var plain = regexp.MustCompile(
+	`^[A-Za-z/][A-Za-z0-9_./@+-]*(:[A-Za-z0-9_./@+-]+)*$|^[0-9]+(\.[0-9]+)?(K|M|G|T|ms|s|m|h)$`)
 
 var reserved = []string{"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 

@@ -15,11 +15,13 @@ type Plan struct {
 	Policies   []string
 	Capacities []int // blocks
 	Seed       uint64
-	// Progress, if not nil, is told now and then which part of the work is done, from 0 to 1, from any goroutine.
+	// Progress, if not nil, is told now and then which part of the work is done, from 0 to 1, from
+	// any goroutine.
 	Progress func(done float64)
 }
 
-// Run runs the plan on all cores. The results are in the plan's order: by trace, then policy, then capacity. The first error ends it.
+// Run runs the plan on all cores. The results are in the plan's order: by trace, then policy, then
+// capacity. The first error ends it.
 func (p Plan) Run(ctx context.Context) ([]Result, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)

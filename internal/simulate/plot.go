@@ -16,7 +16,8 @@ import (
 	_ "gonum.org/v1/plot/vg/vgsvg" // svg
 )
 
-// styles tell up to eight policies apart, in colours that the colour-blind can tell apart as well (Okabe and Ito's), and by their marks.
+// styles tell up to eight policies apart, in colours that the colour-blind can tell apart as well
+// (Okabe and Ito's), and by their marks.
 var styles = []struct {
 	color color.RGBA
 	mark  draw.GlyphDrawer
@@ -31,8 +32,8 @@ var styles = []struct {
 	{color.RGBA{120, 120, 120, 255}, draw.CrossGlyph{}},
 }
 
-// Plot draws the hit ratio over the capacity, a panel for each trace and a line for each policy, as an image of format png or svg. A dashed line is the
-// ratio of a cache that never evicts.
+// Plot draws the hit ratio over the capacity, a panel for each trace and a line for each policy, as
+// an image of format png or svg. A dashed line is the ratio of a cache that never evicts.
 func Plot(w io.Writer, format string, p Plan, results []Result) error {
 	const side = 4.6 * vg.Inch
 	canvas, err := draw.NewFormattedCanvas(side*vg.Length(len(p.Traces)), 0.85*side, format)
@@ -40,7 +41,8 @@ func Plot(w io.Writer, format string, p Plan, results []Result) error {
 		return err
 	}
 	dc := draw.New(canvas)
-	tiles := draw.Tiles{Rows: 1, Cols: len(p.Traces), PadX: 0.15 * vg.Inch, PadTop: 0.1 * vg.Inch, PadBottom: 0.1 * vg.Inch, PadLeft: 0.1 * vg.Inch, PadRight: 0.15 * vg.Inch}
+	tiles := draw.Tiles{Rows: 1, Cols: len(p.Traces), PadX: 0.15 * vg.Inch, PadTop: 0.1 * vg.Inch,
+		PadBottom: 0.1 * vg.Inch, PadLeft: 0.1 * vg.Inch, PadRight: 0.15 * vg.Inch}
 	for i, t := range p.Traces {
 		panel, err := panel(p, t, results[i*len(p.Policies)*len(p.Capacities):], i == 0)
 		if err != nil {
@@ -74,7 +76,8 @@ func panel(p Plan, t *Trace, results []Result, legend bool) (*plot.Plot, error) 
 	for k, name := range p.Policies {
 		points := make(plotter.XYs, len(order))
 		for i, at := range order {
-			points[i] = plotter.XY{X: float64(p.Capacities[at]), Y: 100 * results[k*len(p.Capacities)+at].Ratio()}
+			points[i] = plotter.XY{X: float64(p.Capacities[at]),
+				Y: 100 * results[k*len(p.Capacities)+at].Ratio()}
 		}
 		line, marks, err := plotter.NewLinePoints(points)
 		if err != nil {
@@ -89,7 +92,8 @@ func panel(p Plan, t *Trace, results []Result, legend bool) (*plot.Plot, error) 
 		}
 	}
 	first, last := float64(p.Capacities[order[0]]), float64(p.Capacities[order[len(order)-1]])
-	ceiling, err := plotter.NewLine(plotter.XYs{{X: first, Y: 100 * t.Ceiling()}, {X: last, Y: 100 * t.Ceiling()}})
+	ceiling, err := plotter.NewLine(plotter.XYs{{X: first, Y: 100 * t.Ceiling()},
+		{X: last, Y: 100 * t.Ceiling()}})
 	if err != nil {
 		return nil, err
 	}

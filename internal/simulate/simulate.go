@@ -1,5 +1,6 @@
-// Package simulate replays the requests of a trace through the eviction policies of package policy, to see which keeps most of what is
-// asked for again. It keeps names only: an engine's books without an engine.
+// Package simulate replays the requests of a trace through the eviction policies of package policy,
+// to see which keeps most of what is asked for again. It keeps names only: an engine's books
+// without an engine.
 package simulate
 
 import (
@@ -26,15 +27,19 @@ func (r Result) Ratio() float64 { return float64(r.Hits) / float64(max(r.Blocks,
 // every is how many requests a run goes on before it looks whether it should end, and reports.
 const every = 1024
 
-// Run replays a trace. A request first hits the longest prefix of its blocks that is held, then stores the rest, evicting where there is no
-// room; what it hits and stores is leased until it is done. A request that is larger than the cache keeps what there is room for. progress, if
-// not nil, is told now and then how many requests were replayed since it was told last.
-func Run(ctx context.Context, t *Trace, p policy.Policy, capacity int, progress func(requests int)) (Result, error) {
+// Run replays a trace. A request first hits the longest prefix of its blocks that is held, then
+// stores the rest, evicting where there is no room; what it hits and stores is leased until it is
+// done. A request that is larger than the cache keeps what there is room for. progress, if not nil,
+// is told now and then how many requests were replayed since it was told last.
+func Run(ctx context.Context, t *Trace, p policy.Policy, capacity int,
+	progress func(requests int)) (Result, error) {
 	if capacity <= 0 || capacity > policy.SlotMask {
-		return Result{}, fmt.Errorf("capacity of %d blocks: must be 1 to %d", capacity, policy.SlotMask)
+		return Result{}, fmt.Errorf("capacity of %d blocks: must be 1 to %d", capacity,
+			policy.SlotMask)
 	}
 	s := newStore(t, p, capacity)
-	res := Result{Trace: t.Name, Policy: p.Name(), Capacity: capacity, Requests: t.Requests(), Blocks: len(t.blocks)}
+	res := Result{Trace: t.Name, Policy: p.Name(), Capacity: capacity, Requests: t.Requests(),
+		Blocks: len(t.blocks)}
 	told := 0
 	for i := range t.ends {
 		if i%every == 0 && i > 0 {
@@ -55,7 +60,8 @@ func Run(ctx context.Context, t *Trace, p policy.Policy, capacity int, progress 
 	return res, nil
 }
 
-// store is what an engine is to a policy: which blocks are resident, what continues what, what is leased.
+// store is what an engine is to a policy: which blocks are resident, what continues what, what is
+// leased.
 type store struct {
 	t       *Trace
 	p       policy.Policy
@@ -76,7 +82,8 @@ type resident struct {
 }
 
 func newStore(t *Trace, p policy.Policy, capacity int) *store {
-	s := &store{t: t, p: p, at: make([]uint32, len(t.parent)), slots: make([]resident, capacity), free: make([]uint32, capacity)}
+	s := &store{t: t, p: p, at: make([]uint32, len(t.parent)), slots: make([]resident, capacity),
+		free: make([]uint32, capacity)}
 	for i := range s.free {
 		s.free[i] = region<<policy.SlotBits | uint32(capacity-1-i)
 	}

@@ -26,10 +26,12 @@ func TestRead(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if all, distinct := trace.Blocks(); trace.Requests() != 4 || all != 9 || distinct != 7 { // 7 and 8 at the start are not those after 0
+	if all, distinct := trace.Blocks(); trace.Requests() != 4 || all != 9 || distinct != 7 {
+		// 7 and 8 at the start are not those after 0
 		t.Errorf("%d requests, %d blocks, %d distinct", trace.Requests(), all, distinct)
 	}
-	if got, want := fmt.Sprint(trace.request(0), trace.request(1), trace.request(2), trace.request(3)), "[0 1 2] [] [0 1 3 4] [5 6]"; got != want {
+	if got, want := fmt.Sprint(trace.request(0), trace.request(1), trace.request(2),
+		trace.request(3)), "[0 1 2] [] [0 1 3 4] [5 6]"; got != want {
 		t.Errorf("%s, want %s", got, want)
 	}
 	for text, want := range map[string]string{
@@ -43,15 +45,18 @@ func TestRead(t *testing.T) {
 		"{\"hash_ids\": \"a\"}":   "x: line 1: hash_ids: string where",
 		"[1, 2]":                  "x: line 1: not an object but array",
 		"{\"hash_ids\": [1]} 2":   "x: line 1: invalid character",
-		"{\"hash_ids\": [1" + strings.Repeat(" ", MaxLine): fmt.Sprintf("x: line 1: longer than %d bytes", MaxLine),
+		"{\"hash_ids\": [1" + strings.Repeat(" ", MaxLine): fmt.Sprintf(
+			"x: line 1: longer than %d bytes", MaxLine),
 	} {
-		if _, err := Read("x", strings.NewReader(text)); err == nil || !strings.HasPrefix(err.Error(), want) {
+		if _, err := Read("x", strings.NewReader(text)); err == nil ||
+			!strings.HasPrefix(err.Error(), want) {
 			t.Errorf("%.40q: %v, want %s", text, err, want)
 		}
 	}
 }
 
-// plainLRU counts the hits of a cache that keeps whole prefixes and drops the least recently used block that nothing continues, by looking at all.
+// plainLRU counts the hits of a cache that keeps whole prefixes and drops the least recently used
+// block that nothing continues, by looking at all.
 func plainLRU(t *Trace, capacity int) (hits int) {
 	last := map[uint32]int{}
 	children := map[uint32]int{}
@@ -105,22 +110,25 @@ func TestAgainstPlainLRU(t *testing.T) {
 				}
 				if capacity == 1<<15 {
 					if r.Ratio() != trace.Ceiling() || r.Evicted != 0 {
-						t.Errorf("seed %d, %s: with room for all %v, want %v", seed, trace.Name, r.Ratio(), trace.Ceiling())
+						t.Errorf("seed %d, %s: with room for all %v, want %v", seed, trace.Name,
+							r.Ratio(), trace.Ceiling())
 					}
 				} else if want := plainLRU(trace, capacity); r.Hits != want {
-					t.Errorf("seed %d, %s, %d blocks: %d hits, want %d", seed, trace.Name, capacity, r.Hits, want)
+					t.Errorf("seed %d, %s, %d blocks: %d hits, want %d", seed, trace.Name, capacity,
+						r.Hits, want)
 				}
 			}
 		}
 	}
 }
 
-// TestAdaptive holds the default to its promise on workloads that nobody tuned it to, small ones here: near the best of the others, and not far below
-// lru anywhere.
+// TestAdaptive holds the default to its promise on workloads that nobody tuned it to, small ones
+// here: near the best of the others, and not far below lru anywhere.
 func TestAdaptive(t *testing.T) {
 	t.Parallel()
 	const seed = 11
-	plan := Plan{Traces: workloads(seed, 400), Policies: policy.Names(), Capacities: []int{150, 600, 2400}, Seed: seed}
+	plan := Plan{Traces: workloads(seed, 400), Policies: policy.Names(), Capacities: []int{150, 600,
+		2400}, Seed: seed}
 	results, err := plan.Run(context.Background())
 	if err != nil {
 		t.Fatal(err)
@@ -139,7 +147,8 @@ func TestAdaptive(t *testing.T) {
 				}
 			}
 			if adaptive < 0.97*best {
-				t.Errorf("seed %d, %s, %d blocks: adaptive %.4f, %s %.4f", seed, trace.Name, capacity, adaptive, name, best)
+				t.Errorf("seed %d, %s, %d blocks: adaptive %.4f, %s %.4f", seed, trace.Name,
+					capacity, adaptive, name, best)
 			}
 		}
 	}
@@ -149,11 +158,12 @@ func TestPlan(t *testing.T) {
 	t.Parallel()
 	var mu sync.Mutex
 	done := 0.0
-	plan := Plan{Traces: workloads(1, 100)[:2], Policies: []string{"lru", "arc"}, Capacities: []int{400, 100}, Seed: 1, Progress: func(d float64) {
-		mu.Lock()
-		defer mu.Unlock()
-		done = max(done, d)
-	}}
+	plan := Plan{Traces: workloads(1, 100)[:2], Policies: []string{"lru", "arc"},
+		Capacities: []int{400, 100}, Seed: 1, Progress: func(d float64) {
+			mu.Lock()
+			defer mu.Unlock()
+			done = max(done, d)
+		}}
 	results, err := plan.Run(context.Background())
 	if err != nil || done != 1 {
 		t.Fatal(done, err)
@@ -172,7 +182,8 @@ func TestPlan(t *testing.T) {
 			t.Fatal(err)
 		}
 		if format == "svg" {
-			if s := image.String(); !strings.Contains(s, "capacity (blocks)") || !strings.Contains(s, "never evicts") {
+			if s := image.String(); !strings.Contains(s, "capacity (blocks)") ||
+				!strings.Contains(s, "never evicts") {
 				t.Error("the plot names no axis, or has no legend")
 			}
 		} else if _, err := png.Decode(&image); err != nil {
@@ -184,11 +195,13 @@ func TestPlan(t *testing.T) {
 	}
 
 	plan.Capacities = []int{100, 0}
-	if _, err := plan.Run(context.Background()); err == nil || !strings.Contains(err.Error(), "capacity of 0 blocks") {
+	if _, err := plan.Run(context.Background()); err == nil ||
+		!strings.Contains(err.Error(), "capacity of 0 blocks") {
 		t.Error(err)
 	}
 	plan.Capacities, plan.Policies = []int{100}, []string{"none"}
-	if _, err := plan.Run(context.Background()); err == nil || !strings.Contains(err.Error(), `"none"`) {
+	if _, err := plan.Run(context.Background()); err == nil ||
+		!strings.Contains(err.Error(), `"none"`) {
 		t.Error(err)
 	}
 	plan.Policies = []string{"lru"}
@@ -199,9 +212,11 @@ func TestPlan(t *testing.T) {
 	}
 }
 
-// FuzzRead: whatever a file holds, reading it ends with a trace that can be replayed or with an error.
+// FuzzRead: whatever a file holds, reading it ends with a trace that can be replayed or with an
+// error.
 func FuzzRead(f *testing.F) {
-	for _, s := range []string{`{"hash_ids": [1, 2, 3]}`, "{\"hash_ids\": [1]}\n{\"hash_ids\": [1, 1]}", `{"hash_ids": 1}`, "{}", "\x00"} {
+	for _, s := range []string{`{"hash_ids": [1, 2, 3]}`,
+		"{\"hash_ids\": [1]}\n{\"hash_ids\": [1, 1]}", `{"hash_ids": 1}`, "{}", "\x00"} {
 		f.Add([]byte(s))
 	}
 	f.Fuzz(func(t *testing.T, b []byte) {
@@ -218,7 +233,8 @@ func FuzzRead(f *testing.F) {
 
 func TestFormatBlocks(t *testing.T) {
 	t.Parallel()
-	for n, want := range map[int]string{1: "1", 500: "500", 999: "999", 1000: "1k", 1234: "1234", 2500: "2.5k", 50000: "50k", 1500000: "1.5m"} {
+	for n, want := range map[int]string{1: "1", 500: "500", 999: "999", 1000: "1k", 1234: "1234",
+		2500: "2.5k", 50000: "50k", 1500000: "1.5m"} {
 		if got := FormatBlocks(n); got != want {
 			t.Errorf("%d: %s, want %s", n, got, want)
 		}

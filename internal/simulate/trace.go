@@ -13,11 +13,12 @@ import (
 // MaxLine bounds a line of a trace, in bytes: a request of a million blocks.
 const MaxLine = 16 << 20
 
-// MaxBlocks bounds the blocks of all requests of a trace: what is read is kept in memory, 4 bytes each, and the distinct ones take some 60 more.
+// MaxBlocks bounds the blocks of all requests of a trace: what is read is kept in memory, 4 bytes
+// each, and the distinct ones take some 60 more.
 const MaxBlocks = 1 << 28
 
-// Trace is a sequence of requests, each a path in the tree of prefixes. Blocks are numbered from 0 in the order of their first appearance, so a
-// block's prefix has a smaller number than the block.
+// Trace is a sequence of requests, each a path in the tree of prefixes. Blocks are numbered from 0
+// in the order of their first appearance, so a block's prefix has a smaller number than the block.
 type Trace struct {
 	Name   string
 	parent []int32  // by block: the block that it continues, -1 for none
@@ -64,7 +65,8 @@ func NewBuilder(name string) *Builder {
 	return &Builder{t: Trace{Name: name}, tree: map[edge]uint32{}}
 }
 
-// Add appends a request for the blocks of the given ids, first to last. A block is its id and all before it, so ids need not be cumulative.
+// Add appends a request for the blocks of the given ids, first to last. A block is its id and all
+// before it, so ids need not be cumulative.
 func (b *Builder) Add(ids []uint64) error {
 	if len(b.t.blocks)+len(ids) > MaxBlocks {
 		return fmt.Errorf("more than %d blocks", MaxBlocks)
@@ -88,8 +90,9 @@ func (b *Builder) Add(ids []uint64) error {
 // Trace is what was added. The builder must not be used any more.
 func (b *Builder) Trace() *Trace { return &b.t }
 
-// Read reads a trace of JSON objects, one a line, each with hash_ids, a list of whole numbers from 0: the form that Mooncake publishes. Other
-// fields are ignored, and so are empty lines. Errors name the line.
+// Read reads a trace of JSON objects, one a line, each with hash_ids, a list of whole numbers from
+// 0: the form that Mooncake publishes. Other fields are ignored, and so are empty lines. Errors
+// name the line.
 func Read(name string, r io.Reader) (*Trace, error) {
 	b := NewBuilder(name)
 	in := bufio.NewScanner(r)
@@ -135,7 +138,8 @@ func plain(err error) string {
 		if wrong.Field == "" {
 			return fmt.Sprintf("not an object but %s", wrong.Value)
 		}
-		return fmt.Sprintf("%s: %s where a list of whole numbers from 0 belongs", wrong.Field, wrong.Value)
+		return fmt.Sprintf("%s: %s where a list of whole numbers from 0 belongs", wrong.Field,
+			wrong.Value)
 	}
 	return err.Error()
 }

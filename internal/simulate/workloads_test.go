@@ -5,7 +5,8 @@ import (
 	"math/rand/v2"
 )
 
-// workload writes requests of a kind that servers see. All of one seed's choices are its own, so traces can be made again.
+// workload writes requests of a kind that servers see. All of one seed's choices are its own, so
+// traces can be made again.
 type workload struct {
 	*rand.Rand
 	b    *Builder
@@ -42,8 +43,8 @@ func (w *workload) zipf(n int, s float64) *rand.Zipf {
 	return rand.NewZipf(w.Rand, s, 4, uint64(n-1))
 }
 
-// chats is conversations of several turns, active of them at a time, each below one of a few system prompts. A turn's last block is half full: the
-// next turn does not find it again.
+// chats is conversations of several turns, active of them at a time, each below one of a few system
+// prompts. A turn's last block is half full: the next turn does not find it again.
 func (w *workload) chats(requests, active int, stop float64) {
 	prompts := make([][]uint64, 4)
 	for i := range prompts {
@@ -77,7 +78,8 @@ func (w *workload) documents(requests, documents int, skew float64) {
 	}
 }
 
-// agents is runs of many quick steps, each longer by a few blocks, below system prompts that all runs of a kind share; some runs fork.
+// agents is runs of many quick steps, each longer by a few blocks, below system prompts that all
+// runs of a kind share; some runs fork.
 func (w *workload) agents(requests, kinds, active int) {
 	prompts := make([][]uint64, kinds)
 	for i := range prompts {
@@ -89,7 +91,10 @@ func (w *workload) agents(requests, kinds, active int) {
 		left   int
 	}
 	open := make([]run, active)
-	begin := func() run { return run{w.fresh(prompts[z.Uint64()], w.length(4, 0.5)), 3 + w.IntN(30)} }
+	begin := func() run {
+		return run{w.fresh(prompts[z.Uint64()], w.length(4, 0.5)),
+			3 + w.IntN(30)}
+	}
 	for i := range open {
 		open[i] = begin()
 	}
@@ -126,7 +131,8 @@ func (w *workload) scan(requests int, median float64) {
 	}
 }
 
-// workloads are what adaptive must do well on besides the published traces. size scales the number of requests.
+// workloads are what adaptive must do well on besides the published traces. size scales the number
+// of requests.
 func workloads(seed uint64, size int) []*Trace {
 	make := func(name string, fill func(*workload)) *Trace {
 		w := newWorkload(name, seed)

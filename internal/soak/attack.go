@@ -26,26 +26,33 @@ type attack struct {
 	does string // what it does, for --list
 	// args are added to those that every attacked sidecar is started with. May be nil.
 	args func(s *siege) ([]string, error)
-	// run attacks until ctx ends. What the sidecar answers is its business; an error is a fault of the attack itself.
+	// run attacks until ctx ends. What the sidecar answers is its business; an error is a fault of
+	// the attack itself.
 	run func(ctx context.Context, s *siege) error
 	// after looks at what is left of the attack once it is over. May be nil.
 	after func(s *siege)
 
 	memory    int64 // bytes of a memory cgroup, where one can be made; 0: none
 	arena     string
-	files     int           // limit of open files; 0: fileLimit
-	anonBytes int64         // by how much the sidecar's own memory may grow; 0: anonLimit
-	loses     bool          // lookups of others may be lost with the connections that are cut off: misses after their deadline
-	ownEnd    bool          // the attack ends the sidecar by itself
-	noVictim  bool          // nobody else is connected
-	patience  time.Duration // of the victim's slowest lookup; 0: lookupLimit
+	files     int   // limit of open files; 0: fileLimit
+	anonBytes int64 // by how much the sidecar's own memory may grow; 0: anonLimit
+	// lookups of others may be lost with the connections that are cut off: misses after their
+	// deadline
+	loses    bool
+	ownEnd   bool          // the attack ends the sidecar by itself
+	noVictim bool          // nobody else is connected
+	patience time.Duration // of the victim's slowest lookup; 0: lookupLimit
 }
 
-// What an attacked sidecar may come to. The bounds are wide: a machine that is busy with the attack is slow by itself.
+// What an attacked sidecar may come to. The bounds are wide: a machine that is busy with the attack
+// is slow by itself.
 const (
-	fileLimit   = 1024
-	anonLimit   = 128 << 20 // without a control group Go collects at some nine times the 12 MiB that it keeps
-	socketLimit = 384 << 20 // of what libzmq holds of lookups' messages: the sidecar's own limit of it, and what comes between two looks
+	fileLimit = 1024
+	// without a control group Go collects at some nine times the 12 MiB that it keeps
+	anonLimit = 128 << 20
+	// of what libzmq holds of lookups' messages: the sidecar's own limit of it, and what comes
+	// between two looks
+	socketLimit = 384 << 20
 	logLimit    = 128 << 10 // bytes that one attack may have logged
 	lookupLimit = time.Second
 	idleLimit   = 0.2 // of one core, once the attack is over and nobody asks for anything
@@ -156,7 +163,8 @@ func attackMain(args []string) error {
 			verdict = "FAILED"
 		}
 		fmt.Fprintf(os.Stderr, "attack: %-20s %-6s memory +%d MiB, files %d (%d left), log %d KiB, lookups p50 %.2f p99 %.1f max %.0f ms, %d late, %.2f hit, idle %.2f; %s\n",
-			a.name, verdict, (o.Peak.AnonBytes-o.Before.AnonBytes)>>20, o.Peak.Files, o.After.Files-o.Before.Files, o.LogBytes>>10,
+			a.name, verdict, (o.Peak.AnonBytes-o.Before.AnonBytes)>>20, o.Peak.Files,
+			o.After.Files-o.Before.Files, o.LogBytes>>10,
 			o.P50Ms, o.P99Ms, o.MaxMs, o.Late, o.HitRatio, o.IdleCPU, strings.Join(o.Notes, "; "))
 		outcomes = append(outcomes, o)
 	}
@@ -200,7 +208,8 @@ func besiege(ctx context.Context, a *attack, bin string, each time.Duration) out
 	defer s.mu.Unlock()
 	s.out.Problems = s.problems
 	s.out.Seconds = time.Since(s.start).Seconds()
-	s.out.P50Ms, s.out.P99Ms, s.out.MaxMs = quantile(s.latencies, 0.5), quantile(s.latencies, 0.99), quantile(s.latencies, 1)
+	s.out.P50Ms, s.out.P99Ms, s.out.MaxMs = quantile(s.latencies, 0.5), quantile(s.latencies, 0.99),
+		quantile(s.latencies, 1)
 	if s.pages > 0 {
 		s.out.HitRatio = float64(s.hits) / float64(s.pages)
 	}
@@ -275,7 +284,8 @@ func (s *siege) startSidecar() error {
 	if s.makeCgroup() {
 		script = fmt.Sprintf("echo $$ >%s/cgroup.procs; %s", s.cgroup, script)
 	}
-	if s.sidecar, err = s.spawn("sidecar", nil, "/bin/sh", append([]string{"-c", script, "sh", s.bin}, args...)...); err != nil {
+	if s.sidecar, err = s.spawn("sidecar", nil, "/bin/sh",
+		append([]string{"-c", script, "sh", s.bin}, args...)...); err != nil {
 		return err
 	}
 	return s.waitServing(s.endpoint(), s.sidecar)
@@ -287,7 +297,8 @@ func (s *siege) serveArgs() ([]string, error) {
 		arena = "32M"
 	}
 	args := []string{
-		"serve", "--runtime-dir", s.endpoint(), "--arena-limit", arena, "--arena-kind", "memfd", "--sessions-limit", "24",
+		"serve", "--runtime-dir", s.endpoint(), "--arena-limit", arena, "--arena-kind", "memfd",
+		"--sessions-limit", "24",
 		"--lookup-lease", "3s", "--lifecycle-drain", "2s", "--lifecycle-flush", "5s",
 	}
 	if s.attack.args == nil {
@@ -337,7 +348,8 @@ func (s *siege) startVictim(ctx context.Context) error {
 		s.latencies = append(s.latencies, r.LatencyMs...)
 		s.out.SelfMs = max(s.out.SelfMs, r.SelfWaitMs)
 		if r.Reconnects > 0 {
-			s.problems = append(s.problems, fmt.Sprintf("the victim lost its session %d times", r.Reconnects))
+			s.problems = append(s.problems, fmt.Sprintf("the victim lost its session %d times",
+				r.Reconnects))
 		}
 	}, self, "victim", "--dir", s.endpoint())
 	if err != nil {
@@ -349,7 +361,8 @@ func (s *siege) startVictim(ctx context.Context) error {
 	case <-ctx.Done():
 		return ctx.Err()
 	case <-time.After(time.Minute):
-		return fmt.Errorf("the victim's prefixes do not hit:\n%s", tail(filepath.Join(s.dir, "victim.log"), 4000))
+		return fmt.Errorf("the victim's prefixes do not hit:\n%s",
+			tail(filepath.Join(s.dir, "victim.log"), 4000))
 	}
 }
 
@@ -373,7 +386,8 @@ func (s *siege) look(goroutines bool) (sample, error) {
 	}
 	for line := range strings.Lines(string(b)) {
 		if rest, ok := strings.CutPrefix(line, "RssAnon:"); ok {
-			kib, err := strconv.ParseInt(strings.TrimSpace(strings.TrimSuffix(strings.TrimSpace(rest), "kB")), 10, 64)
+			kib, err := strconv.ParseInt(
+				strings.TrimSpace(strings.TrimSuffix(strings.TrimSpace(rest), "kB")), 10, 64)
 			if err != nil {
 				return r, err
 			}
@@ -439,7 +453,8 @@ func (s *siege) watch(ctx context.Context) {
 
 // probe asks for /healthz as a supervisor does: by a connection of its own each time.
 func (s *siege) probe(ctx context.Context) {
-	probes := &http.Client{Timeout: 2 * time.Second, Transport: &http.Transport{DisableKeepAlives: true}}
+	probes := &http.Client{Timeout: 2 * time.Second,
+		Transport: &http.Transport{DisableKeepAlives: true}}
 	for ctx.Err() == nil {
 		addr, err := s.adminAddr()
 		if err == nil {
@@ -472,17 +487,21 @@ func (s *siege) logBytes() int64 {
 	return info.Size()
 }
 
-// settle waits until what the attack took is free again, and measures what the sidecar does when nobody asks.
+// settle waits until what the attack took is free again, and measures what the sidecar does when
+// nobody asks.
 func (s *siege) settle() {
 	var now sample
 	var err error
-	for deadline := time.Now().Add(30 * time.Second); !s.sidecar.dead(); time.Sleep(100 * time.Millisecond) {
+	for deadline := time.Now().Add(30 * time.Second); !s.sidecar.dead(); time.Sleep(
+		100 * time.Millisecond) {
 		now, err = s.look(true)
-		if err == nil && now.Files <= s.out.Before.Files+leftLimit && now.Goroutines <= s.out.Before.Goroutines+leftLimit {
+		if err == nil && now.Files <= s.out.Before.Files+leftLimit &&
+			now.Goroutines <= s.out.Before.Goroutines+leftLimit {
 			break
 		}
 		if time.Now().After(deadline) {
-			s.problem("30 s after the attack something is left: %+v, before it %+v, %v", now, s.out.Before, err)
+			s.problem("30 s after the attack something is left: %+v, before it %+v, %v", now,
+				s.out.Before, err)
 			break
 		}
 	}
@@ -544,10 +563,12 @@ func (s *siege) judge() {
 		s.problem("the victim asked for nothing")
 	}
 	if o.Late > 0 && !s.attack.loses || o.Late > 10 {
-		s.problem("%d of the victim's %d lookups had no answer within %v", o.Late, o.Lookups, victimPatience)
+		s.problem("%d of the victim's %d lookups had no answer within %v", o.Late, o.Lookups,
+			victimPatience)
 	}
 	if slowest > milliseconds(patience) {
-		s.problem("the victim's lookups took %.0f ms at the 99th percentile; allowed are %v", slowest, patience)
+		s.problem("the victim's lookups took %.0f ms at the 99th percentile; allowed are %v",
+			slowest, patience)
 	}
 }
 
@@ -559,8 +580,8 @@ func (s *siege) endSidecar() {
 	}
 }
 
-// makeCgroup makes a memory cgroup for the attack, if it has a limit and this machine lets us: cgroup v1 as root, which is
-// what the machines of these tests have.
+// makeCgroup makes a memory cgroup for the attack, if it has a limit and this machine lets us:
+// cgroup v1 as root, which is what the machines of these tests have.
 func (s *siege) makeCgroup() bool {
 	if s.attack.memory == 0 {
 		return false
@@ -571,7 +592,8 @@ func (s *siege) makeCgroup() bool {
 		return false
 	}
 	s.cgroup = dir
-	if err := os.WriteFile(filepath.Join(dir, "memory.limit_in_bytes"), []byte(strconv.FormatInt(s.attack.memory, 10)), 0); err != nil {
+	if err := os.WriteFile(filepath.Join(dir, "memory.limit_in_bytes"),
+		[]byte(strconv.FormatInt(s.attack.memory, 10)), 0); err != nil {
 		s.note("no memory limit here (%v)", err)
 		s.removeCgroup()
 		return false
@@ -581,7 +603,8 @@ func (s *siege) makeCgroup() bool {
 
 func (s *siege) removeCgroup() {
 	if s.cgroup != "" {
-		for deadline := time.Now().Add(10 * time.Second); os.Remove(s.cgroup) != nil && time.Now().Before(deadline); {
+		for deadline := time.Now().Add(10 * time.Second); os.Remove(s.cgroup) != nil &&
+			time.Now().Before(deadline); {
 			time.Sleep(50 * time.Millisecond)
 		}
 		s.cgroup = ""

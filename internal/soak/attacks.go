@@ -28,29 +28,45 @@ import (
 
 // attacks is the suite, in the order in which it runs.
 var attacks = []*attack{
-	{name: "connections", does: "opens session sockets, says nothing and holds them", run: attackConnections},
+	{name: "connections", does: "opens session sockets, says nothing and holds them",
+		run: attackConnections},
 	{name: "reconnects", does: "opens and closes whole sessions as fast as it can, below a memory limit", run: attackReconnects, memory: 200 << 20, arena: "128M"},
-	{name: "sessions-garbage", does: "sends random and nearly right messages over session sockets", run: attackSessionGarbage},
-	{name: "sessions-foreign", does: "commits, aborts, loads and releases by numbers that are not its own", run: attackForeignNumbers},
-	{name: "sessions-silent", does: "sends requests over session sockets and reads no answer", run: attackSilentSessions},
-	{name: "spaces", does: "brings one model after the other", run: attackSpaces, after: admitsAnother},
+	{name: "sessions-garbage", does: "sends random and nearly right messages over session sockets",
+		run: attackSessionGarbage},
+	{name: "sessions-foreign",
+		does: "commits, aborts, loads and releases by numbers that are not its own",
+		run:  attackForeignNumbers},
+	{name: "sessions-silent", does: "sends requests over session sockets and reads no answer",
+		run: attackSilentSessions},
+	{name: "spaces", does: "brings one model after the other", run: attackSpaces,
+		after: admitsAnother},
 	{name: "two-models", does: "has two honest models with pages of different sizes take turns in one small arena", run: attackTwoModels, noVictim: true},
-	{name: "frozen", does: "stops clients that hold slots", run: attackFrozen, patience: 2 * time.Second},
-	{name: "lookups-long", does: "asks for 65,536 pages at a time, dozens of questions at once", run: attackLongLookups},
+	{name: "frozen", does: "stops clients that hold slots", run: attackFrozen,
+		patience: 2 * time.Second},
+	{name: "lookups-long", does: "asks for 65,536 pages at a time, dozens of questions at once",
+		run: attackLongLookups},
 	{name: "lookups-raw", does: "speaks ZMTP badly to the lookup socket: stalls, endless messages, 300 connections", run: attackRawLookups, anonBytes: socketLimit, loses: true},
-	{name: "lookups-files", does: "the same where few files may be open", run: attackRawLookups, files: 640, anonBytes: socketLimit, loses: true},
-	{name: "lookups-forged", does: "looks up, trims and cancels by the victim's session number", run: attackForgedLookups},
-	{name: "answers-stolen", does: "connects to the sockets on which others get their answers", run: attackAnswers},
-	{name: "lmcache", does: "sends good and bad messages to LMCache's socket", run: attackLMCache, args: lmcacheArgs, anonBytes: socketLimit, loses: true},
+	{name: "lookups-files", does: "the same where few files may be open", run: attackRawLookups,
+		files: 640, anonBytes: socketLimit, loses: true},
+	{name: "lookups-forged", does: "looks up, trims and cancels by the victim's session number",
+		run: attackForgedLookups},
+	{name: "answers-stolen", does: "connects to the sockets on which others get their answers",
+		run: attackAnswers},
+	{name: "lmcache", does: "sends good and bad messages to LMCache's socket", run: attackLMCache,
+		args: lmcacheArgs, anonBytes: socketLimit, loses: true},
 	{name: "events", does: "subscribes without end, sends endless messages and reads nothing on the events' sockets", run: attackEvents, args: eventsArgs},
 	{name: "admin", does: "holds connections to the admin server, sends headers and bodies slowly or without end, under foreign names", run: attackAdmin},
 	{name: "redis-lies", does: "is a Redis that announces gigabytes, sends garbage, wrong values and nothing", run: attackNothing, args: lyingRedis},
-	{name: "s3-lies", does: "is an S3 server whose answers never end or are wrong", run: attackNothing, args: lyingS3},
-	{name: "disk-full", does: "has a disk tier where files may not grow", run: attackNothing, args: fullDisk, after: checkDisk},
-	{name: "signals", does: "sends signals at every moment of a sidecar's life", run: attackSignals, args: diskArgs, after: checkDisk, ownEnd: true, noVictim: true},
+	{name: "s3-lies", does: "is an S3 server whose answers never end or are wrong",
+		run: attackNothing, args: lyingS3},
+	{name: "disk-full", does: "has a disk tier where files may not grow", run: attackNothing,
+		args: fullDisk, after: checkDisk},
+	{name: "signals", does: "sends signals at every moment of a sidecar's life", run: attackSignals,
+		args: diskArgs, after: checkDisk, ownEnd: true, noVictim: true},
 }
 
-// repeat calls f by n goroutines until ctx ends, with a pause that keeps one goroutine from using up a core.
+// repeat calls f by n goroutines until ctx ends, with a pause that keeps one goroutine from using
+// up a core.
 func repeat(ctx context.Context, n int, pause time.Duration, f func(rnd *mathrand.Rand)) {
 	var wg sync.WaitGroup
 	for i := range n {
@@ -68,7 +84,8 @@ func repeat(ctx context.Context, n int, pause time.Duration, f func(rnd *mathran
 	wg.Wait()
 }
 
-// attackNothing leaves the attack to the servers that its arguments name; the victim makes the sidecar use them.
+// attackNothing leaves the attack to the servers that its arguments name; the victim makes the
+// sidecar use them.
 func attackNothing(ctx context.Context, _ *siege) error {
 	<-ctx.Done()
 	return nil
@@ -100,7 +117,8 @@ func attackConnections(ctx context.Context, s *siege) error {
 // hello is a worker's of some model.
 func hello(engine string, model string) *wire.Hello {
 	return &wire.Hello{
-		Role: wire.RoleWorker, EngineID: engine, PageTokens: 16, PageBytes: 16 << 10, PagesPerChunk: 4, DigestBytes: 32,
+		Role: wire.RoleWorker, EngineID: engine, PageTokens: 16, PageBytes: 16 << 10,
+		PagesPerChunk: 4, DigestBytes: 32,
 		Fields: []wire.Field{{Key: "model", Value: model}},
 	}
 }
@@ -143,16 +161,20 @@ func randomMessage(rnd *mathrand.Rand) []byte {
 	secret, names := make([]byte, wire.SecretBytes), make([]byte, wire.NamesBytes)
 	_, _ = rand.Read(secret)
 	messages := []wire.Message{
-		&wire.PrepareStore{ID: uint32(number()), FirstPage: uint32(number()), Prev: digests[:min(len(digests), 32)], Hashes: digests},
+		&wire.PrepareStore{ID: uint32(number()), FirstPage: uint32(number()),
+			Prev: digests[:min(len(digests), 32)], Hashes: digests},
 		&wire.CommitStore{Store: number(), Failed: list},
 		&wire.AbortStore{Store: number()},
-		&wire.PrepareLoad{ID: uint32(number()), Session: number(), Lookup: number(), Ticket: secret, FirstPage: uint32(number()), Pages: uint32(number()), Names: names},
+		&wire.PrepareLoad{ID: uint32(number()), Session: number(), Lookup: number(), Ticket: secret,
+			FirstPage: uint32(number()), Pages: uint32(number()), Names: names},
 		&wire.Release{Load: number(), Bad: list},
 		&wire.Ping{ID: uint32(number())},
 		&wire.ReadEvents{ID: uint32(number())},
 		&wire.RegionMapped{Region: uint32(number())},
 		&wire.RegionUnmapped{Region: uint32(number())},
-		&wire.Lookup{Session: number(), Secret: secret, Lookup: number(), FirstPage: uint32(number()), Hashes: digests, DeadlineMs: uint32(number()), RecomputeUs: uint32(number())},
+		&wire.Lookup{Session: number(), Secret: secret, Lookup: number(),
+			FirstPage: uint32(number()), Hashes: digests, DeadlineMs: uint32(number()),
+			RecomputeUs: uint32(number())},
 	}
 	b := messages[rnd.IntN(len(messages))].Append(nil)
 	switch rnd.IntN(6) {
@@ -188,7 +210,8 @@ func attackSessionGarbage(ctx context.Context, s *siege) error {
 	return nil
 }
 
-// victimSession is the number of the victim's scheduler session, which its status tells anybody who may ask.
+// victimSession is the number of the victim's scheduler session, which its status tells anybody who
+// may ask.
 func (s *siege) victimSession(role string) uint64 {
 	var st struct {
 		Sessions []struct {
@@ -211,7 +234,8 @@ func (s *siege) victimSession(role string) uint64 {
 
 func attackForeignNumbers(ctx context.Context, s *siege) error {
 	// The model and the engine's name stand in /v1/status.
-	c, err := client.Dial(s.endpoint(), hello("victim", victimSpace.Fingerprint.Short()), 10*time.Second)
+	c, err := client.Dial(s.endpoint(), hello("victim", victimSpace.Fingerprint.Short()),
+		10*time.Second)
 	if err != nil {
 		return err
 	}
@@ -228,7 +252,8 @@ func attackForeignNumbers(ctx context.Context, s *siege) error {
 		next++
 		number := uint64(rnd.IntN(2000))
 		for _, m := range []wire.Message{
-			&wire.PrepareLoad{ID: c.NextID(), Session: session, Lookup: number, Ticket: c.Ticket(number), Pages: 16, Names: make([]byte, wire.NamesBytes)},
+			&wire.PrepareLoad{ID: c.NextID(), Session: session, Lookup: number,
+				Ticket: c.Ticket(number), Pages: 16, Names: make([]byte, wire.NamesBytes)},
 			&wire.CommitStore{Store: number},
 			&wire.AbortStore{Store: number},
 			&wire.Release{Load: number, Bad: []uint32{0, 1}},
@@ -288,9 +313,11 @@ func attackSpaces(ctx context.Context, s *siege) error {
 // admitsAnother checks that one more model is served, whatever came before.
 func admitsAnother(s *siege) {
 	var err error
-	for deadline := time.Now().Add(10 * time.Second); time.Now().Before(deadline); time.Sleep(100 * time.Millisecond) {
+	for deadline := time.Now().Add(10 * time.Second); time.Now().Before(deadline); time.Sleep(
+		100 * time.Millisecond) {
 		var c *client.Session
-		if c, err = client.Dial(s.endpoint(), hello("new", "a new model"), time.Second); err == nil {
+		if c, err = client.Dial(s.endpoint(), hello("new", "a new model"),
+			time.Second); err == nil {
 			c.Close()
 			return
 		}
@@ -298,20 +325,24 @@ func admitsAnother(s *siege) {
 	s.problem("a new model is refused after many that are gone: %v", err)
 }
 
-// attackTwoModels asks for two working sets by turns, which together fit the arena, and expects nearly all of both to be held
-// once each was stored.
+// attackTwoModels asks for two working sets by turns, which together fit the arena, and expects
+// nearly all of both to be held once each was stored.
 func attackTwoModels(ctx context.Context, s *siege) error {
 	const prefixes = 40
 	sets := []struct {
 		pages    int
 		geometry tiers.Geometry
 	}{
-		{16, tiers.Geometry{PageBytes: 16 << 10, PagesPerChunk: 4, PageTokens: 16, DigestBytes: 32}}, // 10 MiB
-		{6, tiers.Geometry{PageBytes: 40 << 10, PagesPerChunk: 2, PageTokens: 32, DigestBytes: 32}},  // 9.4 MiB
+		// 10 MiB
+		{16, tiers.Geometry{PageBytes: 16 << 10, PagesPerChunk: 4, PageTokens: 16,
+			DigestBytes: 32}},
+		// 9.4 MiB
+		{6, tiers.Geometry{PageBytes: 40 << 10, PagesPerChunk: 2, PageTokens: 32, DigestBytes: 32}},
 	}
 	for round := 0; ctx.Err() == nil; round++ {
 		for i, set := range sets {
-			p := &peer{dir: s.endpoint(), engine: fmt.Sprintf("model-%d", i), space: tiertest.NewSpace(fmt.Sprintf("model-%d", i), set.geometry)}
+			p := &peer{dir: s.endpoint(), engine: fmt.Sprintf("model-%d", i),
+				space: tiertest.NewSpace(fmt.Sprintf("model-%d", i), set.geometry)}
 			err := p.connect()
 			v := &victim{peer: p}
 			for n := 0; n < prefixes && err == nil; n++ {
@@ -323,8 +354,10 @@ func attackTwoModels(ctx context.Context, s *siege) error {
 			if err != nil {
 				return err
 			}
-			if hits := float64(v.report.HitPages) / float64(v.report.Pages); round > 1 && hits < 0.9 {
-				s.problem("model %d of two that fit the arena together: %.2f of its pages hit", i, hits)
+			if hits := float64(v.report.HitPages) / float64(v.report.Pages); round > 1 &&
+				hits < 0.9 {
+				s.problem("model %d of two that fit the arena together: %.2f of its pages hit", i,
+					hits)
 				return nil
 			}
 		}
@@ -348,7 +381,9 @@ func attackFrozen(ctx context.Context, s *siege) error {
 		}
 	}()
 	for i := range 4 {
-		p, err := s.spawn(fmt.Sprintf("frozen-%d", i), func([]byte) {}, self, "client", "--dir", s.endpoint(), "--engine", fmt.Sprintf("frozen-%d", i), "--seed", strconv.Itoa(i+1), "--space", strconv.Itoa(i))
+		p, err := s.spawn(fmt.Sprintf("frozen-%d", i), func([]byte) {}, self, "client", "--dir",
+			s.endpoint(), "--engine", fmt.Sprintf("frozen-%d", i), "--seed", strconv.Itoa(i+1),
+			"--space", strconv.Itoa(i))
 		if err != nil {
 			return err
 		}
@@ -368,7 +403,8 @@ func attackFrozen(ctx context.Context, s *siege) error {
 
 // ownSession is a scheduler's session with its worker, of the attacker's own model.
 func (s *siege) ownSession(engine string) (*peer, error) {
-	p := &peer{dir: s.endpoint(), engine: engine, space: tiertest.NewSpace(engine, tiers.Geometry{PageBytes: 4096, PagesPerChunk: 1, PageTokens: 16, DigestBytes: 32})}
+	p := &peer{dir: s.endpoint(), engine: engine, space: tiertest.NewSpace(engine,
+		tiers.Geometry{PageBytes: 4096, PagesPerChunk: 1, PageTokens: 16, DigestBytes: 32})}
 	if err := p.connect(); err != nil {
 		p.disconnect()
 		return nil, err
@@ -390,7 +426,10 @@ func attackLongLookups(ctx context.Context, s *siege) error {
 	_, _ = rand.Read(hashes)
 	copy(hashes, prefix.Digests(0, len(prefix), 32))
 	asked, answered := 0, 0
-	defer func() { s.note("%d lookups of %d pages, %d answered", asked, len(hashes)/32, answered) }()
+	defer func() {
+		s.note("%d lookups of %d pages, %d answered", asked, len(hashes)/32,
+			answered)
+	}()
 	for ctx.Err() == nil {
 		for asked-answered < 64 && ctx.Err() == nil {
 			if p.sendLookup(hashes, 10_000) != nil {
@@ -413,8 +452,10 @@ func attackRawLookups(ctx context.Context, s *siege) error {
 	return nil
 }
 
-// attackZMTP holds up to n connections to one ZMQ socket for a moment, each of which does something else wrong.
-func attackZMTP(ctx context.Context, rnd *mathrand.Rand, network, address, socketType string, n int) {
+// attackZMTP holds up to n connections to one ZMQ socket for a moment, each of which does something
+// else wrong.
+func attackZMTP(ctx context.Context, rnd *mathrand.Rand, network, address, socketType string,
+	n int) {
 	var conns []net.Conn
 	defer func() {
 		for _, c := range conns {
@@ -463,14 +504,16 @@ func attackZMTP(ctx context.Context, rnd *mathrand.Rand, network, address, socke
 }
 
 func attackForgedLookups(ctx context.Context, s *siege) error {
-	// The attacker knows a session's number, and which numbers its lookups may have; nothing of its memory.
+	// The attacker knows a session's number, and which numbers its lookups may have; nothing of its
+	// memory.
 	sessions := []uint64{s.victimSession(wire.RoleScheduler), s.victimSession(wire.RoleWorker)}
 	push, err := dialZMTP("unix", filepath.Join(s.endpoint(), "lookup.sock"), "PUSH")
 	if err != nil {
 		return err
 	}
 	defer push.Close()
-	own, err := client.Dial(s.endpoint(), hello("attacker", victimSpace.Fingerprint.Short()), 10*time.Second)
+	own, err := client.Dial(s.endpoint(), hello("attacker", victimSpace.Fingerprint.Short()),
+		10*time.Second)
 	if err != nil {
 		return err
 	}
@@ -478,18 +521,22 @@ func attackForgedLookups(ctx context.Context, s *siege) error {
 	other := make(tiertest.Prefix, 16)
 	other[0] = 200
 	repeat(ctx, 1, 200*time.Microsecond, func(rnd *mathrand.Rand) {
-		for _, b := range forgeries(sessions[rnd.IntN(2)], own.Welcome.Secret, uint64(rnd.IntN(4000)), other.Digests(0, len(other), 32)) {
+		for _, b := range forgeries(sessions[rnd.IntN(2)], own.Welcome.Secret,
+			uint64(rnd.IntN(4000)), other.Digests(0, len(other), 32)) {
 			_ = push.frame(b, false)
 		}
 	})
 	return nil
 }
 
-// forgeries are messages of the lookup socket in the name of another session, whose secret is not known.
+// forgeries are messages of the lookup socket in the name of another session, whose secret is not
+// known.
 func forgeries(session uint64, secret []byte, lookup uint64, hashes []byte) [][]byte {
 	return [][]byte{
-		(&wire.Lookup{Session: session, Secret: secret, Lookup: lookup, Hashes: hashes, DeadlineMs: 1000}).Append(nil),
-		(&wire.Trim{Session: session, Secret: secret, Lookup: lookup, FirstPage: 1 << 20}).Append(nil),
+		(&wire.Lookup{Session: session, Secret: secret, Lookup: lookup, Hashes: hashes,
+			DeadlineMs: 1000}).Append(nil),
+		(&wire.Trim{Session: session, Secret: secret, Lookup: lookup, FirstPage: 1 << 20}).Append(
+			nil),
 		(&wire.Cancel{Session: session, Secret: secret, Lookup: lookup}).Append(nil),
 		(&wire.Cancel{Session: ^uint64(0), Secret: secret, Lookup: lookup}).Append(nil),
 	}
@@ -509,7 +556,8 @@ func attackAnswers(ctx context.Context, s *siege) error {
 			}
 		}
 		for _, z := range conns {
-			_ = z.SetReadDeadline(time.Now().Add(100 * time.Millisecond / time.Duration(len(conns))))
+			_ = z.SetReadDeadline(time.Now().Add(100 * time.Millisecond / time.Duration(
+				len(conns))))
 			if n, _ := z.Read(make([]byte, 4096)); n > 0 {
 				stolen++
 			}
@@ -543,9 +591,11 @@ func attackLMCache(ctx context.Context, s *siege) error {
 		defer z.Close()
 		for range 200 {
 			id := fmt.Sprintf("%d", rnd.IntN(1000))
-			// [lookup_id, hashes, offsets, configs], the hashes and offsets as msgpack arrays; see docs/protocol.md.
+			// [lookup_id, hashes, offsets, configs], the hashes and offsets as msgpack arrays; see
+			// docs/protocol.md.
 			n := rnd.IntN(1000)
-			hashes, offsets := binary.BigEndian.AppendUint16([]byte{0xdc}, uint16(n)), binary.BigEndian.AppendUint16([]byte{0xdc}, uint16(n))
+			hashes, offsets := binary.BigEndian.AppendUint16([]byte{0xdc}, uint16(n)),
+				binary.BigEndian.AppendUint16([]byte{0xdc}, uint16(n))
 			for range n {
 				hashes = binary.BigEndian.AppendUint64(append(hashes, 0xcf), rnd.Uint64())
 				offsets = append(offsets, 0xcd, 1, 0)
@@ -553,7 +603,8 @@ func attackLMCache(ctx context.Context, s *siege) error {
 			if rnd.IntN(4) == 0 {
 				hashes = []byte{0xdd, 0xff, 0xff, 0xff, 0xff}
 			}
-			if z.frame([]byte(id), true) != nil || z.frame(hashes, true) != nil || z.frame(offsets, true) != nil || z.frame(nil, false) != nil {
+			if z.frame([]byte(id), true) != nil || z.frame(hashes, true) != nil ||
+				z.frame(offsets, true) != nil || z.frame(nil, false) != nil {
 				return
 			}
 		}
@@ -571,11 +622,14 @@ func eventsArgs(s *siege) ([]string, error) {
 		return nil, err
 	}
 	s.eventPorts = [2]int{pub, replay}
-	return []string{"--events-endpoint", fmt.Sprintf("tcp://127.0.0.1:%d", pub), "--events-bind=true", "--events-replay-endpoint", fmt.Sprintf("tcp://127.0.0.1:%d", replay)}, nil
+	return []string{"--events-endpoint", fmt.Sprintf("tcp://127.0.0.1:%d", pub),
+		"--events-bind=true", "--events-replay-endpoint", fmt.Sprintf("tcp://127.0.0.1:%d",
+			replay)}, nil
 }
 
 func attackEvents(ctx context.Context, s *siege) error {
-	pub, replay := fmt.Sprintf("127.0.0.1:%d", s.eventPorts[0]), fmt.Sprintf("127.0.0.1:%d", s.eventPorts[1])
+	pub, replay := fmt.Sprintf("127.0.0.1:%d", s.eventPorts[0]), fmt.Sprintf("127.0.0.1:%d",
+		s.eventPorts[1])
 	// Something is published all the time.
 	storing, err := s.ownSession("storing")
 	if err != nil {
@@ -585,7 +639,8 @@ func attackEvents(ctx context.Context, s *siege) error {
 	wg.Go(func() {
 		defer storing.disconnect()
 		repeat(ctx, 1, time.Millisecond, func(rnd *mathrand.Rand) {
-			_ = (&victim{peer: storing}).keep(tiertest.Prefix{byte(rnd.Uint32()), byte(rnd.Uint32())}, 0)
+			_ = (&victim{peer: storing}).keep(tiertest.Prefix{byte(rnd.Uint32()),
+				byte(rnd.Uint32())}, 0)
 		})
 	})
 	defer wg.Wait()
@@ -657,9 +712,11 @@ func attackAdmin(ctx context.Context, s *siege) error {
 			case 1:
 				_, _ = io.WriteString(c, "GET /v1/status HTTP/1.1\r\nHost: x\r\nA")
 			case 2:
-				_, _ = io.WriteString(c, "POST /v1/clear HTTP/1.1\r\nHost: "+addr+"\r\nContent-Type: application/json\r\nContent-Length: 1000000000\r\n\r\n{")
+				_, _ = io.WriteString(c, "POST /v1/clear HTTP/1.1\r\nHost: "+addr+
+					"\r\nContent-Type: application/json\r\nContent-Length: 1000000000\r\n\r\n{")
 			case 3:
-				_, _ = io.WriteString(c, "GET / HTTP/1.1\r\nHost: "+addr+"\r\nX: "+strings.Repeat("a", 64<<10))
+				_, _ = io.WriteString(c, "GET / HTTP/1.1\r\nHost: "+addr+"\r\nX: "+
+					strings.Repeat("a", 64<<10))
 			case 4: // a page of another site whose name was bound to this address
 				const body = `{"all":true}`
 				_, _ = fmt.Fprintf(c, "POST /v1/clear HTTP/1.1\r\nHost: rebound.example:80\r\nOrigin: http://rebound.example:80\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s", len(body), body)
@@ -726,7 +783,8 @@ func lyingRedis(s *siege) ([]string, error) {
 		_, _ = c.Read(b)
 		lies[mathrand.IntN(len(lies))](c)
 	})
-	return []string{"--redis", fmt.Sprintf("redis://127.0.0.1:%d/0", port), "--arena-eviction", "lru"}, err
+	return []string{"--redis", fmt.Sprintf("redis://127.0.0.1:%d/0", port), "--arena-eviction",
+		"lru"}, err
 }
 
 // zeros is an endless Reader.
@@ -742,42 +800,47 @@ func lyingS3(s *siege) ([]string, error) {
 	if err != nil {
 		return nil, err
 	}
-	server := &http.Server{ReadHeaderTimeout: time.Minute, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		_, _ = copyLimited(io.Discard, r.Body, 64<<20)
-		switch mathrand.IntN(5) {
-		case 0: // an answer that does not end
-			_, _ = copyLimited(w, zeros{}, 2<<30)
-		case 1:
-			w.Header().Set("Content-Length", "4000000000")
-			_, _ = copyLimited(w, zeros{}, 64<<20)
-		case 2: // an error whose text does not end
-			w.WriteHeader(http.StatusInternalServerError)
-			_, _ = io.WriteString(w, "<Error><Code>")
-			_, _ = copyLimited(w, zeros{}, 2<<30)
-		case 3:
-			w.Header().Set("Content-Type", "application/xml")
-			_, _ = io.WriteString(w, "<ListBucketResult>")
-			for range 1_000_000 {
-				if _, err := io.WriteString(w, "<Contents><Key>a</Key></Contents>"); err != nil {
-					return
+	server := &http.Server{ReadHeaderTimeout: time.Minute,
+		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			_, _ = copyLimited(io.Discard, r.Body, 64<<20)
+			switch mathrand.IntN(5) {
+			case 0: // an answer that does not end
+				_, _ = copyLimited(w, zeros{}, 2<<30)
+			case 1:
+				w.Header().Set("Content-Length", "4000000000")
+				_, _ = copyLimited(w, zeros{}, 64<<20)
+			case 2: // an error whose text does not end
+				w.WriteHeader(http.StatusInternalServerError)
+				_, _ = io.WriteString(w, "<Error><Code>")
+				_, _ = copyLimited(w, zeros{}, 2<<30)
+			case 3:
+				w.Header().Set("Content-Type", "application/xml")
+				_, _ = io.WriteString(w, "<ListBucketResult>")
+				for range 1_000_000 {
+					if _, err := io.WriteString(w,
+						"<Contents><Key>a</Key></Contents>"); err != nil {
+						return
+					}
 				}
+			case 4:
+				w.WriteHeader(http.StatusOK)
 			}
-		case 4:
-			w.WriteHeader(http.StatusOK)
-		}
-	})}
+		})}
 	go func() { _ = server.Serve(ln) }()
-	if err := errors.Join(os.Setenv("AWS_ACCESS_KEY_ID", "a"), os.Setenv("AWS_SECRET_ACCESS_KEY", "b")); err != nil {
+	if err := errors.Join(os.Setenv("AWS_ACCESS_KEY_ID", "a"), os.Setenv("AWS_SECRET_ACCESS_KEY",
+		"b")); err != nil {
 		return nil, err
 	}
-	return []string{"--s3", fmt.Sprintf("s3://bucket?endpoint=http://%s&region=us-east-1", ln.Addr())}, nil
+	return []string{"--s3", fmt.Sprintf("s3://bucket?endpoint=http://%s&region=us-east-1",
+		ln.Addr())}, nil
 }
 
 func diskArgs(s *siege) ([]string, error) {
 	return []string{"--disk", filepath.Join(s.dir, "disk") + ":48M:slab=8M"}, nil
 }
 
-// fullDisk has the tier's slabs on a file system that others have filled, where this machine lets us make one.
+// fullDisk has the tier's slabs on a file system that others have filled, where this machine lets
+// us make one.
 func fullDisk(s *siege) ([]string, error) {
 	dir := filepath.Join(s.dir, "small")
 	if err := os.Mkdir(dir, 0o700); err != nil {
@@ -796,14 +859,16 @@ func checkDisk(s *siege) {
 		s.endChild(s.victim)
 		s.victim = nil
 	}
-	for _, dir := range []string{filepath.Join(s.dir, "disk"), filepath.Join(s.dir, "small", "disk")} {
+	for _, dir := range []string{filepath.Join(s.dir, "disk"), filepath.Join(s.dir, "small",
+		"disk")} {
 		if _, err := os.Stat(dir); err == nil && s.sidecar.dead() {
 			s.checkStore(dir)
 		}
 	}
 }
 
-// attackSignals ends one sidecar after the other by signals at random moments: as it starts, serves, stores and ends.
+// attackSignals ends one sidecar after the other by signals at random moments: as it starts,
+// serves, stores and ends.
 func attackSignals(ctx context.Context, s *siege) error {
 	rnd := mathrand.New(mathrand.NewPCG(1, 3))
 	rounds := 0

@@ -22,16 +22,18 @@ import (
 
 // counts are what clients did since they last said so.
 type counts struct {
-	Lookups      int            `json:"lookups"`
-	LookupPages  int            `json:"lookup_pages"`
-	HitPages     int            `json:"hit_pages"`
-	Late         int            `json:"late"` // lookups that were not answered within their deadline and some
-	Loads        int            `json:"loads"`
-	CheckedPages int            `json:"checked_pages"`
-	Stores       int            `json:"stores"`
-	StoredPages  int            `json:"stored_pages"`
-	Connects     int            `json:"connects"`
-	Refusals     map[string]int `json:"refusals"` // requests that were answered by an error, by its code
+	Lookups     int `json:"lookups"`
+	LookupPages int `json:"lookup_pages"`
+	HitPages    int `json:"hit_pages"`
+	// lookups that were not answered within their deadline and some
+	Late         int `json:"late"`
+	Loads        int `json:"loads"`
+	CheckedPages int `json:"checked_pages"`
+	Stores       int `json:"stores"`
+	StoredPages  int `json:"stored_pages"`
+	Connects     int `json:"connects"`
+	// requests that were answered by an error, by its code
+	Refusals map[string]int `json:"refusals"`
 }
 
 func (c *counts) add(d counts) {
@@ -58,7 +60,8 @@ type report struct {
 	Wrong  string `json:"wrong,omitempty"` // what it found that must never be
 }
 
-// patience is what a sidecar has for an answer over the session socket; it is stopped for up to two seconds now and then.
+// patience is what a sidecar has for an answer over the session socket; it is stopped for up to two
+// seconds now and then.
 const patience = 10 * time.Second
 
 // peer is one client process: a worker and its scheduler.
@@ -77,7 +80,8 @@ type peer struct {
 	next              uint64
 }
 
-// clientMain is a client process. It ends when its standard input does, or by a signal; a sidecar that goes away it waits for.
+// clientMain is a client process. It ends when its standard input does, or by a signal; a sidecar
+// that goes away it waits for.
 func clientMain(args []string) error {
 	p := &peer{out: json.NewEncoder(os.Stdout), said: time.Now()}
 	var seed uint64
@@ -127,15 +131,20 @@ func (p *peer) say(wrong string) error {
 
 // spaces are the geometries that clients have, each with its own model.
 var spaces = []*tiers.Space{
-	tiertest.NewSpace("soak-0", tiers.Geometry{PageBytes: 16 << 10, PagesPerChunk: 8, PageTokens: 16, DigestBytes: 32}),
-	tiertest.NewSpace("soak-1", tiers.Geometry{PageBytes: 10000, PagesPerChunk: 3, PageTokens: 16, DigestBytes: 16}),
-	tiertest.NewSpace("soak-2", tiers.Geometry{PageBytes: 64 << 10, PagesPerChunk: 1, PageTokens: 256, DigestBytes: 8}),
+	tiertest.NewSpace("soak-0", tiers.Geometry{PageBytes: 16 << 10, PagesPerChunk: 8,
+		PageTokens: 16, DigestBytes: 32}),
+	tiertest.NewSpace("soak-1", tiers.Geometry{PageBytes: 10000, PagesPerChunk: 3, PageTokens: 16,
+		DigestBytes: 16}),
+	tiertest.NewSpace("soak-2", tiers.Geometry{PageBytes: 64 << 10, PagesPerChunk: 1,
+		PageTokens: 256, DigestBytes: 8}),
 }
 
 func (p *peer) connect() (err error) {
 	g := p.space.Geometry
-	hello := wire.Hello{Role: wire.RoleWorker, EngineID: p.engine, PageTokens: uint32(g.PageTokens), PageBytes: uint64(g.PageBytes),
-		PagesPerChunk: uint32(g.PagesPerChunk), DigestBytes: uint8(g.DigestBytes), Fields: []wire.Field{{Key: "model", Value: p.space.Fingerprint.Short()}}}
+	hello := wire.Hello{Role: wire.RoleWorker, EngineID: p.engine, PageTokens: uint32(g.PageTokens),
+		PageBytes:     uint64(g.PageBytes),
+		PagesPerChunk: uint32(g.PagesPerChunk), DigestBytes: uint8(g.DigestBytes),
+		Fields: []wire.Field{{Key: "model", Value: p.space.Fingerprint.Short()}}}
 	p.regions = map[uint32]*dax.Attached{}
 	if p.worker, err = client.Dial(p.dir, &hello, patience); err != nil {
 		return err
@@ -173,7 +182,8 @@ func (p *peer) disconnect() {
 	p.regions = nil
 }
 
-// recv receives one packet of the worker's session. Regions that come are attached, and those that go are let go of; whoever waits for one to come is told.
+// recv receives one packet of the worker's session. Regions that come are attached, and those that
+// go are let go of; whoever waits for one to come is told.
 func (p *peer) recv(regions bool) ([]byte, error) {
 	for {
 		b, files, err := p.worker.Recv(patience)
@@ -197,7 +207,8 @@ func (p *peer) recv(regions bool) ([]byte, error) {
 		if err != nil {
 			return nil, err
 		}
-		if t == wire.TypeRegionAdded && regions || t != wire.TypeRegionAdded && t != wire.TypeRegionRemoved {
+		if t == wire.TypeRegionAdded && regions || t != wire.TypeRegionAdded &&
+			t != wire.TypeRegionRemoved {
 			return b, nil
 		}
 	}
@@ -218,7 +229,8 @@ func (p *peer) attach(m *wire.RegionAdded, file *os.File) (err error) {
 	return p.worker.Send(&wire.RegionMapped{Region: m.Region})
 }
 
-// detach lets go of the region that a RegionRemoved names: nothing is copied meanwhile, on this goroutine, and no lease of ours lies in it.
+// detach lets go of the region that a RegionRemoved names: nothing is copied meanwhile, on this
+// goroutine, and no lease of ours lies in it.
 func (p *peer) detach(b []byte) error {
 	var m wire.RegionRemoved
 	if err := m.Decode(b, &wire.DefaultLimits); err != nil {
@@ -280,7 +292,8 @@ func (p *peer) session(parent <-chan struct{}) error {
 
 func (p *peer) chance(n int) bool { return p.rnd.IntN(n) == 0 }
 
-// randomPrefix is one of some hundreds that begin alike by dozens: more than the tiers hold together, some asked for much more often than others.
+// randomPrefix is one of some hundreds that begin alike by dozens: more than the tiers hold
+// together, some asked for much more often than others.
 func randomPrefix(rnd *rand.Rand, space *tiers.Space) tiertest.Prefix {
 	ppc := space.Geometry.PagesPerChunk
 	t := make(tiertest.Prefix, 1+rnd.IntN(10*ppc))
@@ -294,7 +307,8 @@ func randomPrefix(rnd *rand.Rand, space *tiers.Space) tiertest.Prefix {
 	return t
 }
 
-// request does what an engine does for one request: look the prefix up, load what hits, store the rest. Now and then it does so badly.
+// request does what an engine does for one request: look the prefix up, load what hits, store the
+// rest. Now and then it does so badly.
 func (p *peer) request() error {
 	t := randomPrefix(p.rnd, p.space)
 	g := p.space.Geometry
@@ -335,10 +349,12 @@ func (p *peer) request() error {
 }
 
 // ask looks a prefix up and returns its hit pages.
-func (p *peer) ask(t tiertest.Prefix, deadlineMs, recomputeUs uint32, patience time.Duration) (hit int, err error) {
+func (p *peer) ask(t tiertest.Prefix, deadlineMs, recomputeUs uint32,
+	patience time.Duration) (hit int, err error) {
 	p.next++
 	r, err := p.lookups.Lookup(&wire.Lookup{
-		Session: p.scheduler.Welcome.Session, Secret: p.scheduler.Welcome.Secret, Lookup: p.next, Hashes: t.Digests(0, len(t), p.space.Geometry.DigestBytes),
+		Session: p.scheduler.Welcome.Session, Secret: p.scheduler.Welcome.Secret, Lookup: p.next,
+		Hashes:     t.Digests(0, len(t), p.space.Geometry.DigestBytes),
 		DeadlineMs: deadlineMs, RecomputeUs: recomputeUs,
 	}, patience)
 	return int(r.HitPages), err
@@ -348,15 +364,18 @@ func (p *peer) ask(t tiertest.Prefix, deadlineMs, recomputeUs uint32, patience t
 func (p *peer) sendLookup(hashes []byte, deadlineMs uint32) error {
 	p.next++
 	w := &p.scheduler.Welcome
-	return p.lookups.Send((&wire.Lookup{Session: w.Session, Secret: w.Secret, Lookup: p.next, Hashes: hashes, DeadlineMs: deadlineMs}).Append(nil))
+	return p.lookups.Send((&wire.Lookup{Session: w.Session, Secret: w.Secret, Lookup: p.next,
+		Hashes: hashes, DeadlineMs: deadlineMs}).Append(nil))
 }
 
 // take has the worker take over pages [first, hit) of the last lookup, of that prefix.
 func (p *peer) take(t tiertest.Prefix, first, hit int) (g wire.LoadGrant, granted bool, err error) {
 	geometry := p.space.Geometry
-	names := wire.NamesOf(t.Digests(first, hit, geometry.DigestBytes), geometry.DigestBytes, first, geometry.PagesPerChunk)
+	names := wire.NamesOf(t.Digests(first, hit, geometry.DigestBytes), geometry.DigestBytes, first,
+		geometry.PagesPerChunk)
 	m := wire.PrepareLoad{
-		ID: p.worker.NextID(), Session: p.scheduler.Welcome.Session, Lookup: p.next, Ticket: p.scheduler.Ticket(p.next),
+		ID: p.worker.NextID(), Session: p.scheduler.Welcome.Session, Lookup: p.next,
+		Ticket:    p.scheduler.Ticket(p.next),
 		FirstPage: uint32(first), Pages: uint32(hit - first), Names: names[:],
 	}
 	granted, err = p.call(&m, &g)
@@ -378,12 +397,14 @@ func (p *peer) load(t tiertest.Prefix, hit int) error {
 	first := 0
 	switch n := p.rnd.IntN(100); {
 	case n < 8:
-		return p.lookups.Send((&wire.Cancel{Session: session, Secret: p.scheduler.Welcome.Secret, Lookup: p.next}).Append(nil))
+		return p.lookups.Send((&wire.Cancel{Session: session, Secret: p.scheduler.Welcome.Secret,
+			Lookup: p.next}).Append(nil))
 	case n < 11:
 		return nil // forgotten: freed with its deadline
 	case n < 20 && hit > 1:
 		first = p.rnd.IntN(hit)
-		if err := p.lookups.Send((&wire.Trim{Session: session, Secret: p.scheduler.Welcome.Secret, Lookup: p.next, FirstPage: uint32(first)}).Append(nil)); err != nil {
+		if err := p.lookups.Send((&wire.Trim{Session: session, Secret: p.scheduler.Welcome.Secret,
+			Lookup: p.next, FirstPage: uint32(first)}).Append(nil)); err != nil {
 			return err
 		}
 	}
@@ -426,22 +447,27 @@ func (p *peer) verify(t tiertest.Prefix, extents []wire.Extent, first, end int) 
 			}
 			tiertest.Fill(want, p.space, digests[at*d:(at+1)*d])
 			if string(src) != string(want) {
-				return &wrongError{fmt.Sprintf("WRONG BYTES: page %d of %d of prefix %v in space %s, extent %+v, digest %x", at, len(t), t, p.space.Fingerprint.Short(), e, digests[at*d:(at+1)*d])}
+				return &wrongError{fmt.Sprintf(
+					"WRONG BYTES: page %d of %d of prefix %v in space %s, extent %+v, digest %x",
+					at, len(t), t, p.space.Fingerprint.Short(), e, digests[at*d:(at+1)*d])}
 			}
 			at++
 			p.n.CheckedPages++
 		}
 	}
 	if at != end {
-		return &wrongError{fmt.Sprintf("extents end at page %d, asked for %d to %d", at, first, end)}
+		return &wrongError{fmt.Sprintf("extents end at page %d, asked for %d to %d", at, first,
+			end)}
 	}
 	return nil
 }
 
-// prepare asks for room for the pages of a prefix from first on; granted is false if nothing is to be stored.
+// prepare asks for room for the pages of a prefix from first on; granted is false if nothing is to
+// be stored.
 func (p *peer) prepare(t tiertest.Prefix, first int) (g wire.StoreGrant, granted bool, err error) {
 	d := p.space.Geometry.DigestBytes
-	m := wire.PrepareStore{ID: p.worker.NextID(), FirstPage: uint32(first), Hashes: t.Digests(first, len(t), d)}
+	m := wire.PrepareStore{ID: p.worker.NextID(), FirstPage: uint32(first), Hashes: t.Digests(first,
+		len(t), d)}
 	if first > 0 {
 		m.Prev = t.Digests(first-1, first, d)
 	}

@@ -14,13 +14,16 @@ import (
 	"lookaside/tiers"
 )
 
-// lmcacheSpace is the one of the clients' spaces whose pages LMCache's lookups can name: hashes of 8 bytes, a page a chunk.
+// lmcacheSpace is the one of the clients' spaces whose pages LMCache's lookups can name: hashes of
+// 8 bytes, a page a chunk.
 var lmcacheSpace = spaces[2]
 
-// askAsLMCache sends LMCache's lookups to a node until ctx ends, for the prefixes that the clients store, and checks that no
-// answer says more than was asked for. The node is killed and stopped meanwhile, so that answers may stay out.
+// askAsLMCache sends LMCache's lookups to a node until ctx ends, for the prefixes that the clients
+// store, and checks that no answer says more than was asked for. The node is killed and stopped
+// meanwhile, so that answers may stay out.
 func (s *soak) askAsLMCache(ctx context.Context, n *node) {
-	if lmcacheSpace.Geometry != (tiers.Geometry{PageBytes: 64 << 10, PagesPerChunk: 1, PageTokens: 256, DigestBytes: 8}) {
+	if lmcacheSpace.Geometry != (tiers.Geometry{PageBytes: 64 << 10, PagesPerChunk: 1,
+		PageTokens: 256, DigestBytes: 8}) {
 		s.problem("LMCache's lookups need a space of 8-byte hashes with one page a chunk")
 		return
 	}
@@ -46,7 +49,8 @@ func (s *soak) lmcacheSession(ctx context.Context, rnd *rand.Rand, n *node) erro
 			hashes[i], offsets[i] = binary.BigEndian.Uint64(digests[8*i:]), 256
 		}
 		id := fmt.Sprintf("soak-%d", i)
-		message, err := msgpack.Marshal(map[string]any{"type": "LookupRequestMsg", "lookup_id": id, "hashes": hashes, "offsets": offsets, "request_configs": nil})
+		message, err := msgpack.Marshal(map[string]any{"type": "LookupRequestMsg", "lookup_id": id,
+			"hashes": hashes, "offsets": offsets, "request_configs": nil})
 		if err != nil {
 			return err
 		}
@@ -70,7 +74,8 @@ func (s *soak) lmcacheSession(ctx context.Context, rnd *rand.Rand, n *node) erro
 			if answer.ID != id && strings.HasPrefix(answer.ID, "soak-") {
 				continue // of an earlier one
 			}
-			if answer.Type != "LookupResponseMsg" || answer.Tokens < 0 || answer.Tokens > 256*len(t) || answer.Tokens%256 != 0 {
+			if answer.Type != "LookupResponseMsg" || answer.Tokens < 0 ||
+				answer.Tokens > 256*len(t) || answer.Tokens%256 != 0 {
 				s.problem("LMCache asked for %d tokens and was answered %+v", 256*len(t), answer)
 			}
 			s.event("lmcache lookup")
@@ -79,7 +84,8 @@ func (s *soak) lmcacheSession(ctx context.Context, rnd *rand.Rand, n *node) erro
 			}
 			break
 		}
-		if message, err = msgpack.Marshal(map[string]any{"type": "LookupCleanupMsg", "lookup_id": id}); err != nil {
+		if message, err = msgpack.Marshal(map[string]any{"type": "LookupCleanupMsg",
+			"lookup_id": id}); err != nil {
 			return err
 		}
 		if err := l.Send(message); err != nil {

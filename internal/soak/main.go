@@ -1,13 +1,16 @@
-// Soak runs real sidecars and clients against each other and kills them at random moments, for as long as one likes: what the tests do in
-// seconds, and what only shows in hours. It prints the seed first, and last a summary as JSON; it fails if a single loaded byte was wrong, a lease
-// outlived its owner, a store did not check clean after a kill, or a sidecar ended by itself.
+// Soak runs real sidecars and clients against each other and kills them at random moments, for as
+// long as one likes: what the tests do in seconds, and what only shows in hours. It prints the seed
+// first, and last a summary as JSON; it fails if a single loaded byte was wrong, a lease outlived
+// its owner, a store did not check clean after a kill, or a sidecar ended by itself.
 //
-//	soak --bin bin/lookaside --duration 10m [--seed N] [--clients 4] [--json FILE] [--redis auto|never] [--s3 versitygw]
+//	soak --bin bin/lookaside --duration 10m [--seed N] [--clients 4] [--json FILE]
+//	     [--redis auto|never] [--s3 versitygw]
 //
 // Ctrl-C ends it early, with the audit and the summary.
 //
-// Its second job is to attack: one sidecar after the other is misused in one way for some seconds while a well-behaved client
-// goes on, and what the sidecar takes of memory, files, log and processor time is compared with bounds.
+// Its second job is to attack: one sidecar after the other is misused in one way for some seconds
+// while a well-behaved client goes on, and what the sidecar takes of memory, files, log and
+// processor time is compared with bounds.
 //
 //	soak attack --bin bin/lookaside [--each 6s] [--only NAME,…] [--json FILE]
 //	soak attack --list
@@ -50,10 +53,13 @@ func run(args []string) error {
 	fs := pflag.NewFlagSet("soak", pflag.ContinueOnError)
 	fs.StringVar(&o.bin, "bin", "bin/lookaside", "the binary to soak")
 	fs.DurationVar(&o.duration, "duration", 10*time.Minute, "how long")
-	fs.Uint64Var(&o.seed, "seed", 0, "of what is done when; 0: a random one. What the processes make of it still depends on the machine")
+	fs.Uint64Var(&o.seed, "seed", 0,
+		"of what is done when; 0: a random one. What the processes make of it still depends on the machine")
 	fs.IntVar(&o.clients, "clients", 4, "client processes")
-	fs.StringVar(&o.redis, "redis", "auto", "auto: a tier on a redis-server of our own where that is installed; never")
-	fs.StringVar(&o.s3, "s3", ".cache/tools/bin/versitygw", "the S3 server of a tier, a versitygw; none where this is not there")
+	fs.StringVar(&o.redis, "redis", "auto",
+		"auto: a tier on a redis-server of our own where that is installed; never")
+	fs.StringVar(&o.s3, "s3", ".cache/tools/bin/versitygw",
+		"the S3 server of a tier, a versitygw; none where this is not there")
 	fs.StringVar(&jsonFile, "json", "", "also write the summary here")
 	if err := fs.Parse(args); err != nil {
 		return err
@@ -83,7 +89,8 @@ func run(args []string) error {
 		}
 	}
 	if len(sum.Problems) > 0 {
-		return fmt.Errorf("%d problems; logs and media are left in %s (replay: --seed %d)", len(sum.Problems), dir, o.seed)
+		return fmt.Errorf("%d problems; logs and media are left in %s (replay: --seed %d)",
+			len(sum.Problems), dir, o.seed)
 	}
 	return os.RemoveAll(dir)
 }

@@ -43,7 +43,8 @@ type summary struct {
 	Audits   int            `json:"audits"` // of the leases, with all clients gone
 	Clients  counts         `json:"clients"`
 	HitRatio float64        `json:"hit_ratio"`
-	// Tiers are the highest counts that any one sidecar named of its tiers, when it was asked at an audit or before its end.
+	// Tiers are the highest counts that any one sidecar named of its tiers, when it was asked at an
+	// audit or before its end.
 	Tiers    map[string]map[string]float64 `json:"tiers"`
 	Problems []string                      `json:"problems"`
 }
@@ -67,7 +68,8 @@ type soak struct {
 	seconds float64
 }
 
-// A node is one sidecar, with what it keeps from one start to the next. All nodes share what they hold.
+// A node is one sidecar, with what it keeps from one start to the next. All nodes share what they
+// hold.
 type node struct {
 	name     string
 	endpoint string
@@ -85,7 +87,8 @@ type server struct {
 }
 
 func newSoak(o options) *soak {
-	return &soak{stand: newStand("soak", o.dir, o.bin), o: o, rnd: rand.New(rand.NewPCG(o.seed, 0)), events: map[string]int{}, tiers: map[string]map[string]float64{}}
+	return &soak{stand: newStand("soak", o.dir, o.bin), o: o, rnd: rand.New(rand.NewPCG(o.seed, 0)),
+		events: map[string]int{}, tiers: map[string]map[string]float64{}}
 }
 
 func (s *soak) event(name string) {
@@ -96,11 +99,13 @@ func (s *soak) event(name string) {
 
 func pick[T any](rnd *rand.Rand, of ...T) T { return of[rnd.IntN(len(of))] }
 
-// addNodes names the sidecars: one with an arena in memory above all kinds of tiers, and one whose arena outlives it.
+// addNodes names the sidecars: one with an arena in memory above all kinds of tiers, and one whose
+// arena outlives it.
 func (s *soak) addNodes() {
 	for i := range 2 {
 		name := fmt.Sprintf("sidecar-%d", i)
-		s.nodes = append(s.nodes, &node{name: name, endpoint: filepath.Join(s.dir, fmt.Sprintf("run-%d", i))})
+		s.nodes = append(s.nodes, &node{name: name, endpoint: filepath.Join(s.dir,
+			fmt.Sprintf("run-%d", i))})
 	}
 	s.nodes[0].disk, s.nodes[0].lmcache = filepath.Join(s.dir, "disk"), filepath.Join(s.dir, "lm")
 	s.nodes[1].device = filepath.Join(s.dir, "device")
@@ -109,30 +114,41 @@ func (s *soak) addNodes() {
 // startSidecar starts a node with other settings each time, over the same media.
 func (s *soak) startSidecar(n *node) error {
 	args := []string{
-		"serve", "--runtime-dir", n.endpoint, "--lifecycle-drain", "1s", "--lifecycle-flush", "2s", "--peers-linger", "200ms",
-		"--lookup-lease", "3s", "--log-level", "warn", "--arena-eviction", pick(s.rnd, "lru", "adaptive"), "--lookup-promote", pick(s.rnd, "auto", "always", "always"),
-		"--peers-skip-stores=" + pick(s.rnd, "true", "false"), "--peers-copy-after", pick(s.rnd, "0", "1", "3"),
+		"serve", "--runtime-dir", n.endpoint, "--lifecycle-drain", "1s", "--lifecycle-flush", "2s",
+		"--peers-linger", "200ms",
+		"--lookup-lease", "3s", "--log-level", "warn", "--arena-eviction",
+		pick(s.rnd, "lru", "adaptive"), "--lookup-promote", pick(s.rnd, "auto", "always", "always"),
+		"--peers-skip-stores=" + pick(s.rnd, "true", "false"), "--peers-copy-after",
+		pick(s.rnd, "0", "1", "3"),
 	}
 	if n.device != "" {
 		if err := s.makeDevice(n); err != nil {
 			return err
 		}
-		args = append(args, "--arena-kind", "dax", "--arena-devices", n.device, "--arena-allow-files=true")
+		args = append(args, "--arena-kind", "dax", "--arena-devices", n.device,
+			"--arena-allow-files=true")
 	} else {
-		args = append(args, "--arena-kind", "memfd", "--arena-limit", pick(s.rnd, "8M", "12M", "24M"))
+		args = append(args, "--arena-kind", "memfd", "--arena-limit", pick(s.rnd, "8M", "12M",
+			"24M"))
 	}
 	if n.disk != "" {
-		args = append(args, "--disk", n.disk+":"+pick(s.rnd, "48M", "64M", "64M", "64M")+":admit="+pick(s.rnd, "stored", "stored", "reused", "evicted")+
-			":direct="+pick(s.rnd, "auto", "never")+":workers="+pick(s.rnd, "1", "4")+":slab="+pick(s.rnd, "4M", "8M", "16M"))
+		args = append(args, "--disk", n.disk+":"+pick(s.rnd, "48M", "64M", "64M", "64M")+":admit="+
+			pick(s.rnd, "stored", "stored", "reused", "evicted")+
+			":direct="+pick(s.rnd, "auto", "never")+":workers="+pick(s.rnd, "1", "4")+":slab="+
+			pick(s.rnd, "4M", "8M", "16M"))
 		if s.redis.port != 0 {
-			args = append(args, "--redis", fmt.Sprintf("redis://127.0.0.1:%d/0?admit=%s", s.redis.port, pick(s.rnd, "stored", "reused", "evicted")))
+			args = append(args, "--redis", fmt.Sprintf("redis://127.0.0.1:%d/0?admit=%s",
+				s.redis.port, pick(s.rnd, "stored", "reused", "evicted")))
 		}
 		if s.bucket.port != 0 {
-			args = append(args, "--s3", fmt.Sprintf("s3://%s?region=us-east-1&endpoint=http://127.0.0.1:%d&admit=%s", bucketName, s.bucket.port, pick(s.rnd, "stored", "evicted")))
+			args = append(args, "--s3",
+				fmt.Sprintf("s3://%s?region=us-east-1&endpoint=http://127.0.0.1:%d&admit=%s",
+					bucketName, s.bucket.port, pick(s.rnd, "stored", "evicted")))
 		}
 	}
 	if n.lmcache != "" {
-		args = append(args, "--lmcache-worker-endpoint", "ipc://"+n.lmcache+"-worker", "--lmcache-scheduler-endpoint", "ipc://"+n.lmcache+"-scheduler")
+		args = append(args, "--lmcache-worker-endpoint", "ipc://"+n.lmcache+"-worker",
+			"--lmcache-scheduler-endpoint", "ipc://"+n.lmcache+"-scheduler")
 	}
 	var err error
 	if n.process, err = s.spawn(n.name, nil, s.bin, args...); err != nil {
@@ -179,8 +195,8 @@ type status struct {
 	} `json:"spaces"`
 }
 
-// check verifies a node's media offline: whatever has happened to the sidecar, nothing in them may be bad. What was spoilt
-// on purpose is dropped.
+// check verifies a node's media offline: whatever has happened to the sidecar, nothing in them may
+// be bad. What was spoilt on purpose is dropped.
 func (s *soak) check(n *node) {
 	for _, path := range []string{n.disk, n.device} {
 		if _, err := os.Stat(path); path == "" || errors.Is(err, os.ErrNotExist) {
@@ -201,14 +217,16 @@ func (s *soak) check(n *node) {
 	n.rotten = false
 }
 
-// checkMedium checks a directory or device. What clients still read of a device that its sidecar lent is waited for: they learn
-// of the end of a sidecar between two of their requests.
+// checkMedium checks a directory or device. What clients still read of a device that its sidecar
+// lent is waited for: they learn of the end of a sidecar between two of their requests.
 func (s *soak) checkMedium(path string, args ...string) (out []byte, err error) {
 	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(50 * time.Millisecond) {
 		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
-		out, err = exec.CommandContext(ctx, s.bin, append([]string{"check", path}, args...)...).CombinedOutput()
+		out, err = exec.CommandContext(ctx, s.bin, append([]string{"check", path},
+			args...)...).CombinedOutput()
 		cancel()
-		if err == nil || !strings.Contains(string(out), "in use: another process still reads") || time.Now().After(deadline) {
+		if err == nil || !strings.Contains(string(out), "in use: another process still reads") ||
+			time.Now().After(deadline) {
 			return out, err
 		}
 	}
@@ -260,11 +278,14 @@ func (s *soak) startPeer() (*process, error) {
 		if r.Wrong != "" {
 			s.problem("%s", r.Wrong)
 		}
-	}, self, "client", "--dir", s.nodes[n%len(s.nodes)].endpoint, "--engine", fmt.Sprintf("engine-%d", n), "--seed", seedArg(s.rnd.Uint64()), "--space", fmt.Sprint(s.rnd.IntN(len(spaces))))
+	}, self, "client", "--dir", s.nodes[n%len(s.nodes)].endpoint, "--engine",
+		fmt.Sprintf("engine-%d", n), "--seed", seedArg(s.rnd.Uint64()), "--space",
+		fmt.Sprint(s.rnd.IntN(len(spaces))))
 }
 
 // startServer starts a server on a free port, the same each time, and waits until it listens.
-func (s *soak) startServer(name string, v *server, command func(port int) []string, env ...string) (err error) {
+func (s *soak) startServer(name string, v *server, command func(port int) []string,
+	env ...string) (err error) {
 	if v.port == 0 {
 		if v.port, err = freeport.Find(); err != nil {
 			return err
@@ -293,7 +314,8 @@ func (s *soak) startRedis() error {
 		return nil
 	}
 	return s.startServer("redis", &s.redis, func(port int) []string {
-		return []string{program, "--port", fmt.Sprint(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--maxmemory", "96mb",
+		return []string{program, "--port", fmt.Sprint(port), "--bind", "127.0.0.1", "--save", "",
+			"--appendonly", "no", "--maxmemory", "96mb",
 			"--maxmemory-policy", "allkeys-lru", "--dir", s.dir}
 	})
 }
@@ -306,11 +328,14 @@ func (s *soak) startBucket() error {
 		return nil
 	}
 	dir := filepath.Join(s.dir, "s3")
-	if err := errors.Join(os.MkdirAll(filepath.Join(dir, bucketName), 0o700), os.Setenv("AWS_ACCESS_KEY_ID", "soak"), os.Setenv("AWS_SECRET_ACCESS_KEY", "soaksoak")); err != nil {
+	if err := errors.Join(os.MkdirAll(filepath.Join(dir, bucketName), 0o700),
+		os.Setenv("AWS_ACCESS_KEY_ID", "soak"), os.Setenv("AWS_SECRET_ACCESS_KEY",
+			"soaksoak")); err != nil {
 		return err
 	}
 	return s.startServer("s3", &s.bucket, func(port int) []string {
-		return []string{s.o.s3, "--port", fmt.Sprintf("127.0.0.1:%d", port), "--quiet", "posix", dir}
+		return []string{s.o.s3, "--port", fmt.Sprintf("127.0.0.1:%d", port), "--quiet", "posix",
+			dir}
 	}, "ROOT_ACCESS_KEY=soak", "ROOT_SECRET_KEY=soaksoak")
 }
 
@@ -335,7 +360,9 @@ func (s *soak) run(ctx context.Context) {
 		s.fill()
 	}
 	for said := time.Now(); ctx.Err() == nil && !s.broken(); {
-		for until := time.Now().Add(time.Duration(s.rnd.ExpFloat64() * float64(700*time.Millisecond))); time.Now().Before(until) && ctx.Err() == nil; {
+		for until := time.Now().Add(
+			time.Duration(s.rnd.ExpFloat64() * float64(700*time.Millisecond))); time.Now().Before(
+			until) && ctx.Err() == nil; {
 			s.operate()
 			s.wait(ctx, min(time.Until(until), 100*time.Millisecond))
 		}
@@ -355,7 +382,11 @@ func (s *soak) run(ctx context.Context) {
 func (s *soak) broken() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return len(s.problems) >= 5 || slices.ContainsFunc(s.nodes, func(n *node) bool { return n.process == nil || n.process.dead() })
+	return len(s.problems) >= 5 ||
+		slices.ContainsFunc(s.nodes, func(n *node) bool {
+			return n.process == nil ||
+				n.process.dead()
+		})
 }
 
 func (s *soak) wait(ctx context.Context, d time.Duration) {
@@ -463,7 +494,8 @@ func (s *soak) chaos(ctx context.Context) {
 	}
 }
 
-// operate does what an operator may, over HTTP, with prefixes such as the clients have. It may be refused; the sidecar may be gone.
+// operate does what an operator may, over HTTP, with prefixes such as the clients have. It may be
+// refused; the sidecar may be gone.
 func (s *soak) operate() {
 	type object = map[string]any
 	n := pick(s.rnd, s.nodes...)
@@ -472,14 +504,16 @@ func (s *soak) operate() {
 		return
 	}
 	sp := st.Spaces[s.rnd.IntN(len(st.Spaces))]
-	own := slices.IndexFunc(spaces, func(o *tiers.Space) bool { return o.Fingerprint.Short() == sp.Fields["model"] })
+	own := slices.IndexFunc(spaces,
+		func(o *tiers.Space) bool { return o.Fingerprint.Short() == sp.Fields["model"] })
 	if own < 0 {
 		return
 	}
 	t := randomPrefix(s.rnd, spaces[own])
 	var hashes []string
 	for i := range t {
-		hashes = append(hashes, hex.EncodeToString(t.Digests(i, i+1, spaces[own].Geometry.DigestBytes)))
+		hashes = append(hashes, hex.EncodeToString(t.Digests(i, i+1,
+			spaces[own].Geometry.DigestBytes)))
 	}
 	do := func(path string, body object) {
 		if s.ask(n.endpoint, http.MethodPost, path, body, new(object)) != nil {
@@ -491,7 +525,8 @@ func (s *soak) operate() {
 	case n < 40:
 		do("/v1/prefetch", object{"space": sp.Fingerprint, "hashes": hashes, "timeout_s": 0.5})
 	case n < 60:
-		do("/v1/pin", object{"space": sp.Fingerprint, "hashes": hashes, "prefetch": s.rnd.IntN(2) == 0, "timeout_s": 0.5})
+		do("/v1/pin", object{"space": sp.Fingerprint, "hashes": hashes,
+			"prefetch": s.rnd.IntN(2) == 0, "timeout_s": 0.5})
 	case n < 75:
 		do("/v1/unpin", object{"all": true})
 	case n < 90:
@@ -500,9 +535,11 @@ func (s *soak) operate() {
 			names = append(names, "redis")
 		}
 		where := s.rnd.Perm(len(names))
-		do("/v1/move", object{"space": sp.Fingerprint, "hashes": hashes, "from": names[where[0]], "to": names[where[1]], "keep": s.rnd.IntN(2) == 0, "timeout_s": 0.5})
+		do("/v1/move", object{"space": sp.Fingerprint, "hashes": hashes, "from": names[where[0]],
+			"to": names[where[1]], "keep": s.rnd.IntN(2) == 0, "timeout_s": 0.5})
 	case n < 92:
-		do("/v1/clear", object{"space": sp.Fingerprint, "tier": pick(s.rnd, "", "arena", "disk"), "timeout_s": 2})
+		do("/v1/clear", object{"space": sp.Fingerprint, "tier": pick(s.rnd, "", "arena", "disk"),
+			"timeout_s": 2})
 	case n < 93:
 		do("/v1/clear", object{"all": true, "timeout_s": 2})
 	}
@@ -519,7 +556,8 @@ func (s *soak) killPeers() {
 	s.peers = nil
 }
 
-// audit ends all clients, in order or not, and waits for what they held to become free: a second by promise, and more for a busy machine.
+// audit ends all clients, in order or not, and waits for what they held to become free: a second by
+// promise, and more for a busy machine.
 func (s *soak) audit() {
 	if s.rnd.IntN(2) == 0 {
 		s.killPeers()
@@ -534,7 +572,8 @@ func (s *soak) audit() {
 	s.peers = nil
 	for _, n := range s.nodes {
 		if n.process != nil && !n.process.dead() {
-			_ = s.ask(n.endpoint, http.MethodPost, "/v1/unpin", map[string]any{"all": true}, new(any))
+			_ = s.ask(n.endpoint, http.MethodPost, "/v1/unpin", map[string]any{"all": true},
+				new(any))
 		}
 	}
 	for _, n := range s.nodes {
@@ -549,17 +588,21 @@ func (s *soak) audit() {
 func (s *soak) auditNode(n *node) {
 	var st status
 	var err error
-	for deadline := time.Now().Add(30 * time.Second); time.Now().Before(deadline); time.Sleep(20 * time.Millisecond) {
+	for deadline := time.Now().Add(30 * time.Second); time.Now().Before(deadline); time.Sleep(
+		20 * time.Millisecond) {
 		st = status{}
-		if err = s.get(n.endpoint, "/v1/status", &st); err == nil && st.Leases == 0 && st.StoresInFlight == 0 && st.LoadsInFlight == 0 && st.Lookups.InFlight == 0 &&
-			st.Slots.Filling == 0 && st.Slots.Leased == 0 && len(st.Sessions) == 0 && len(st.Lingering) == 0 && st.Slots.Free+st.Slots.Ready == st.Slots.Total {
+		if err = s.get(n.endpoint, "/v1/status", &st); err == nil && st.Leases == 0 &&
+			st.StoresInFlight == 0 && st.LoadsInFlight == 0 && st.Lookups.InFlight == 0 &&
+			st.Slots.Filling == 0 && st.Slots.Leased == 0 && len(st.Sessions) == 0 &&
+			len(st.Lingering) == 0 && st.Slots.Free+st.Slots.Ready == st.Slots.Total {
 			s.mu.Lock()
 			s.audits++
 			s.mu.Unlock()
 			return
 		}
 	}
-	s.problem("30 s after the last client ended something of %s is still held: %+v, %v", n.name, st, err)
+	s.problem("30 s after the last client ended something of %s is still held: %+v, %v", n.name, st,
+		err)
 }
 
 // note keeps what the sidecars say of their tiers.
@@ -620,14 +663,17 @@ func (s *soak) say() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	fmt.Fprintf(os.Stderr, "soak: %7.1fs %d lookups, %d of %d pages hit, %d pages checked, %d stored; %v\n", time.Since(s.start).Seconds(), s.counts.Lookups,
-		s.counts.HitPages, s.counts.LookupPages, s.counts.CheckedPages, s.counts.StoredPages, s.events)
+		s.counts.HitPages, s.counts.LookupPages, s.counts.CheckedPages, s.counts.StoredPages,
+		s.events)
 }
 
 func (s *soak) summary() summary {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	sum := summary{Seed: s.o.seed, Seconds: s.seconds, Redis: s.redis.port != 0, S3: s.bucket.port != 0, Events: s.events, Checks: s.checks, Audits: s.audits, Clients: s.counts,
-		Tiers: s.tiers, Problems: append([]string{}, s.problems...)}
+	sum := summary{Seed: s.o.seed, Seconds: s.seconds, Redis: s.redis.port != 0,
+		S3: s.bucket.port != 0, Events: s.events, Checks: s.checks, Audits: s.audits,
+		Clients: s.counts,
+		Tiers:   s.tiers, Problems: append([]string{}, s.problems...)}
 	if n := s.counts.LookupPages; n > 0 {
 		sum.HitRatio = float64(s.counts.HitPages) / float64(n)
 	}

@@ -29,7 +29,8 @@ type stand struct {
 }
 
 func newStand(name, dir, bin string) stand {
-	return stand{name: name, dir: dir, bin: bin, start: time.Now(), http: &http.Client{Timeout: 5 * time.Second}}
+	return stand{name: name, dir: dir, bin: bin, start: time.Now(),
+		http: &http.Client{Timeout: 5 * time.Second}}
 }
 
 // process is a child. What ends it without our doing is a problem.
@@ -52,7 +53,8 @@ func (p *process) dead() bool {
 	}
 }
 
-// end sends a signal, if it has not ended yet, and waits; one that does not end in time is killed, which is a problem.
+// end sends a signal, if it has not ended yet, and waits; one that does not end in time is killed,
+// which is a problem.
 func (s *stand) end(p *process, sig os.Signal, patience time.Duration) {
 	if p == nil {
 		return
@@ -71,11 +73,15 @@ func (s *stand) end(p *process, sig os.Signal, patience time.Duration) {
 	}
 }
 
-// spawn starts a child in a process group of its own, so that Ctrl-C is ours to act on. each is called for each line that it prints.
-func (s *stand) spawn(name string, each func(line []byte), program string, args ...string) (*process, error) {
-	p := &process{name: name, cmd: exec.Command(program, args...), ended: make(chan struct{}), wanted: make(chan struct{})}
+// spawn starts a child in a process group of its own, so that Ctrl-C is ours to act on. each is
+// called for each line that it prints.
+func (s *stand) spawn(name string, each func(line []byte), program string,
+	args ...string) (*process, error) {
+	p := &process{name: name, cmd: exec.Command(program, args...), ended: make(chan struct{}),
+		wanted: make(chan struct{})}
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
-	log, err := os.OpenFile(filepath.Join(s.dir, name+".log"), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	log, err := os.OpenFile(filepath.Join(s.dir, name+".log"), os.O_CREATE|os.O_APPEND|os.O_WRONLY,
+		0o600)
 	if err != nil {
 		return nil, err
 	}
@@ -110,9 +116,11 @@ func (s *stand) spawn(name string, each func(line []byte), program string, args 
 	return p, nil
 }
 
-// waitServing waits until the admin server of a sidecar at an endpoint says that it is that process.
+// waitServing waits until the admin server of a sidecar at an endpoint says that it is that
+// process.
 func (s *stand) waitServing(endpoint string, p *process) (err error) {
-	for deadline := time.Now().Add(time.Minute); time.Now().Before(deadline); time.Sleep(20 * time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); time.Now().Before(deadline); time.Sleep(
+		20 * time.Millisecond) {
 		var st status
 		if err = s.get(endpoint, "/v1/status", &st); err == nil && st.PID == p.cmd.Process.Pid {
 			return nil
@@ -121,7 +129,8 @@ func (s *stand) waitServing(endpoint string, p *process) (err error) {
 			break
 		}
 	}
-	return fmt.Errorf("%s does not serve: %w\n%s", p.name, err, tail(filepath.Join(s.dir, p.name+".log"), 4000))
+	return fmt.Errorf("%s does not serve: %w\n%s", p.name, err,
+		tail(filepath.Join(s.dir, p.name+".log"), 4000))
 }
 
 func (s *stand) problem(format string, args ...any) {
@@ -138,7 +147,8 @@ func (s *stand) get(endpoint, path string, into any) error {
 	return s.ask(endpoint, http.MethodGet, path, nil, into)
 }
 
-// ask asks the admin server of the sidecar at an endpoint. What it refuses is an error; that it has failed is a problem.
+// ask asks the admin server of the sidecar at an endpoint. What it refuses is an error; that it has
+// failed is a problem.
 func (s *stand) ask(endpoint, method, path string, body, into any) error {
 	addr, err := os.ReadFile(filepath.Join(endpoint, "admin.addr"))
 	if err != nil {
@@ -148,7 +158,8 @@ func (s *stand) ask(endpoint, method, path string, body, into any) error {
 	if err != nil {
 		return err
 	}
-	q, err := http.NewRequest(method, "http://"+strings.TrimSpace(string(addr))+path, bytes.NewReader(b))
+	q, err := http.NewRequest(method, "http://"+strings.TrimSpace(string(addr))+path,
+		bytes.NewReader(b))
 	if err != nil {
 		return err
 	}
@@ -170,7 +181,8 @@ func (s *stand) ask(endpoint, method, path string, body, into any) error {
 	return json.Unmarshal(b, into)
 }
 
-// readLogs looks for what no process may ever say. A race is reported by binaries that were built with the race detector.
+// readLogs looks for what no process may ever say. A race is reported by binaries that were built
+// with the race detector.
 func (s *stand) readLogs(names ...string) {
 	for _, name := range names {
 		b, err := os.ReadFile(filepath.Join(s.dir, name+".log"))

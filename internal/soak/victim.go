@@ -19,7 +19,8 @@ import (
 )
 
 // victimSpace is the model of the client that is watched during an attack.
-var victimSpace = tiertest.NewSpace("victim", tiers.Geometry{PageBytes: 16 << 10, PagesPerChunk: 4, PageTokens: 16, DigestBytes: 32})
+var victimSpace = tiertest.NewSpace("victim", tiers.Geometry{PageBytes: 16 << 10, PagesPerChunk: 4,
+	PageTokens: 16, DigestBytes: 32})
 
 // victimPatience is how long the victim waits for an answer to a lookup.
 const victimPatience = 3 * time.Second
@@ -27,17 +28,19 @@ const victimPatience = 3 * time.Second
 // A victimReport is what the victim prints, one a line, some times a second.
 type victimReport struct {
 	Lookups    int       `json:"lookups"`
-	Pages      int       `json:"pages"`       // asked for
-	HitPages   int       `json:"hit_pages"`   // of them, loaded and checked
-	Late       int       `json:"late"`        // lookups without an answer within victimPatience
-	Reconnects int       `json:"reconnects"`  // sessions that ended without the victim's doing
-	LatencyMs  []float64 `json:"latency_ms"`  // of each lookup that was answered
-	Wrong      string    `json:"wrong"`       // what must never be
-	SelfWaitMs float64   `json:"self_waited"` // the longest that this machine kept the victim itself waiting
+	Pages      int       `json:"pages"`      // asked for
+	HitPages   int       `json:"hit_pages"`  // of them, loaded and checked
+	Late       int       `json:"late"`       // lookups without an answer within victimPatience
+	Reconnects int       `json:"reconnects"` // sessions that ended without the victim's doing
+	LatencyMs  []float64 `json:"latency_ms"` // of each lookup that was answered
+	Wrong      string    `json:"wrong"`      // what must never be
+	// the longest that this machine kept the victim itself waiting
+	SelfWaitMs float64 `json:"self_waited"`
 }
 
-// victimMain is a well-behaved client with a small working set: it asks for a prefix every few milliseconds, loads what
-// hits, checks each byte and stores the rest. It ends when its standard input does.
+// victimMain is a well-behaved client with a small working set: it asks for a prefix every few
+// milliseconds, loads what hits, checks each byte and stores the rest. It ends when its standard
+// input does.
 func victimMain(args []string) error {
 	p := &peer{out: json.NewEncoder(os.Stdout), space: victimSpace, engine: "victim"}
 	fs := pflag.NewFlagSet("victim", pflag.ContinueOnError)

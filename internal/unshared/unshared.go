@@ -1,8 +1,9 @@
 // Package unshared explains why two kinds of pages, spaces, are not one.
 //
-// Instances share what they store if all that their workers declare agrees. Some of it differs because users mean it to,
-// such as the model. Some differs by accident, such as the seed of the hashes, and then nothing is shared without any
-// error. This package tells the two apart, and says how to mend an accident.
+// Instances share what they store if all that their workers declare agrees. Some of it differs
+// because users mean it to, such as the model. Some differs by accident, such as the seed of the
+// hashes, and then nothing is shared without any error. This package tells the two apart, and says
+// how to mend an accident.
 package unshared
 
 import (
@@ -33,7 +34,8 @@ type Difference struct {
 // absent is the value of a field that a space does not have.
 const absent = "(not given)"
 
-// Differences returns the fields in which two spaces differ, numbers first. What one of them does not know is left out.
+// Differences returns the fields in which two spaces differ, numbers first. What one of them does
+// not know is left out.
 func Differences(ours, theirs *Space) []Difference {
 	var out []Difference
 	number := func(field string, o, t int64) {
@@ -75,25 +77,37 @@ type Cause struct {
 }
 
 func (c *Cause) String() string {
-	return fmt.Sprintf("%s differs, %q here and %q there; %s", c.What, short(c.Ours), short(c.Theirs), c.Fix)
+	return fmt.Sprintf("%s differs, %q here and %q there; %s", c.What, short(c.Ours),
+		short(c.Theirs), c.Fix)
 }
 
-// kinds are the fields that differ by accident. Where an earlier one differs it explains a later one, and the fields that
-// it brings along.
+// kinds are the fields that differ by accident. Where an earlier one differs it explains a later
+// one, and the fields that it brings along.
 var kinds = []struct {
 	field, what, fix string
 	brings           []string
 }{
-	{"vllm", "the release of vLLM", "run the same release everywhere", []string{"hash_keys", "none_hash", "attention", "isa", "shapes", "page", "groups"}},
-	{"hash", "the hash algorithm", "pass the same --prefix-caching-hash-algo everywhere, such as sha256_cbor", []string{"none_hash", "hash_keys", "digest_bytes"}},
-	{"none_hash", "the seed of the hashes", "start all with the same PYTHONHASHSEED, such as PYTHONHASHSEED=0", nil},
-	{"hash_keys", "the release of Python", "run the same release everywhere, or pass --prefix-caching-hash-algo sha256_cbor", nil},
-	{"page_tokens", "the block size", "pass the same --block-size everywhere", []string{"page_bytes", "pages_per_chunk", "hash_tokens", "page", "shapes", "groups"}},
-	{"pages_per_chunk", "lookaside.chunk_tokens (in blocks)", "set the same lookaside.chunk_tokens everywhere", nil},
-	{"dtype", "the data type", "pass the same --dtype everywhere", []string{"page_bytes", "page", "shapes", "groups", "attention", "isa"}},
-	{"kv_dtype", "the data type of the KV cache", "pass the same --kv-cache-dtype everywhere", []string{"page_bytes", "page", "shapes", "groups", "attention", "isa"}},
-	{"revision", "the revision of the model", "pass the same --revision everywhere", []string{"weights"}},
-	{"weights", "the model's files", "have all read the same files; copies must keep the files' times (cp -p, rsync -t)", nil},
+	{"vllm", "the release of vLLM", "run the same release everywhere",
+		[]string{"hash_keys", "none_hash", "attention", "isa", "shapes", "page", "groups"}},
+	{"hash", "the hash algorithm",
+		"pass the same --prefix-caching-hash-algo everywhere, such as sha256_cbor",
+		[]string{"none_hash", "hash_keys", "digest_bytes"}},
+	{"none_hash", "the seed of the hashes",
+		"start all with the same PYTHONHASHSEED, such as PYTHONHASHSEED=0", nil},
+	{"hash_keys", "the release of Python",
+		"run the same release everywhere, or pass --prefix-caching-hash-algo sha256_cbor", nil},
+	{"page_tokens", "the block size", "pass the same --block-size everywhere",
+		[]string{"page_bytes", "pages_per_chunk", "hash_tokens", "page", "shapes", "groups"}},
+	{"pages_per_chunk", "lookaside.chunk_tokens (in blocks)",
+		"set the same lookaside.chunk_tokens everywhere", nil},
+	{"dtype", "the data type", "pass the same --dtype everywhere", []string{"page_bytes", "page",
+		"shapes", "groups", "attention", "isa"}},
+	{"kv_dtype", "the data type of the KV cache", "pass the same --kv-cache-dtype everywhere",
+		[]string{"page_bytes", "page", "shapes", "groups", "attention", "isa"}},
+	{"revision", "the revision of the model", "pass the same --revision everywhere",
+		[]string{"weights"}},
+	{"weights", "the model's files",
+		"have all read the same files; copies must keep the files' times (cp -p, rsync -t)", nil},
 }
 
 // Accident returns the causes if the differences are all such as users make by accident, else none.

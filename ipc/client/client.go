@@ -1,5 +1,5 @@
-// Package client is the other end of the sidecar's sockets: for the tools of the lookaside command and for tests. vLLM's end
-// is the Python package.
+// Package client is the other end of the sidecar's sockets: for the tools of the lookaside command
+// and for tests. vLLM's end is the Python package.
 package client
 
 import (
@@ -26,7 +26,8 @@ func (r *Refused) Error() string {
 	if r.Field == "" {
 		return fmt.Sprintf("the sidecar refused the session (%s): %s", r.Code, r.Message)
 	}
-	return fmt.Sprintf("the sidecar refused the session (%s): %s: it has %q, asked was %q: %s", r.Code, r.Field, r.Want, r.Got, r.Message)
+	return fmt.Sprintf("the sidecar refused the session (%s): %s: it has %q, asked was %q: %s",
+		r.Code, r.Field, r.Want, r.Got, r.Message)
 }
 
 // A Session is a client's session. One goroutine at a time may use it, but for Close.
@@ -43,7 +44,8 @@ type Session struct {
 
 // Connect opens the session socket of the endpoint dir without saying Hello.
 func Connect(dir string) (*Session, error) {
-	conn, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: filepath.Join(dir, "session.sock"), Net: "unixpacket"})
+	conn, err := net.DialUnix("unixpacket", nil,
+		&net.UnixAddr{Name: filepath.Join(dir, "session.sock"), Net: "unixpacket"})
 	if err != nil {
 		return nil, fmt.Errorf("no sidecar answers at %s: %w", dir, err)
 	}
@@ -51,7 +53,8 @@ func Connect(dir string) (*Session, error) {
 		conn.Close()
 		return nil, err
 	}
-	return &Session{conn: conn, buf: make([]byte, wire.MaxPacketBytes), oob: make([]byte, unix.CmsgSpace(4*8))}, nil
+	return &Session{conn: conn, buf: make([]byte, wire.MaxPacketBytes),
+		oob: make([]byte, unix.CmsgSpace(4*8))}, nil
 }
 
 // Dial opens a session. The error is a *Refused when the sidecar does not want it.
@@ -67,7 +70,8 @@ func Dial(dir string, hello *wire.Hello, timeout time.Duration) (*Session, error
 	return s, nil
 }
 
-// Hello does the handshake of a session that was opened by Connect. The regions that follow it are left to Recv.
+// Hello does the handshake of a session that was opened by Connect. The regions that follow it are
+// left to Recv.
 func (s *Session) Hello(hello *wire.Hello, timeout time.Duration) error {
 	sendErr := s.Send(hello)
 	if sendErr != nil && !errors.Is(sendErr, unix.EPIPE) {
@@ -125,7 +129,8 @@ func (s *Session) SendRaw(b []byte) error {
 	return err
 }
 
-// Recv receives one packet, valid until the next call, and the files that came with it, which are the caller's. A Notice is added to Notices instead.
+// Recv receives one packet, valid until the next call, and the files that came with it, which are
+// the caller's. A Notice is added to Notices instead.
 func (s *Session) Recv(timeout time.Duration) ([]byte, []*os.File, error) {
 	if err := s.conn.SetReadDeadline(time.Now().Add(timeout)); err != nil {
 		return nil, nil, err
@@ -143,7 +148,8 @@ func (s *Session) Recv(timeout time.Duration) ([]byte, []*os.File, error) {
 func (s *Session) recv() ([]byte, []*os.File, error) {
 	n, oobn, flags, _, err := s.conn.ReadMsgUnix(s.buf, s.oob)
 	if errors.Is(err, unix.ECONNRESET) {
-		// The sidecar closed with something of ours unread. That is said once, before what it had sent.
+		// The sidecar closed with something of ours unread. That is said once, before what it had
+		// sent.
 		n, oobn, flags, _, err = s.conn.ReadMsgUnix(s.buf, s.oob)
 	}
 	if err != nil {
@@ -175,8 +181,8 @@ func (s *Session) recv() ([]byte, []*os.File, error) {
 	return s.buf[:n], files, nil
 }
 
-// Call sends a request and receives its answer into reply. An Error that answers it is returned as a
-// *CallError.
+// Call sends a request and receives its answer into reply. An Error that answers it is returned as
+// a *CallError.
 func (s *Session) Call(request, reply wire.Message, timeout time.Duration) error {
 	if err := s.Send(request); err != nil {
 		return err
@@ -235,8 +241,9 @@ func (s *Session) Lookups() (*Lookups, error) {
 	return NewLookups(s.Welcome.LookupEndpoint, s.Welcome.ReplyEndpoint, s.Welcome.Secret)
 }
 
-// NewLookups connects to the sidecar's two sockets, those of a Welcome, and is answered as the session with the secret. Without a secret it binds
-// the answers' socket, as LMCache does. It returns when both are up: an answer to a socket that is not would be dropped.
+// NewLookups connects to the sidecar's two sockets, those of a Welcome, and is answered as the
+// session with the secret. Without a secret it binds the answers' socket, as LMCache does. It
+// returns when both are up: an answer to a socket that is not would be dropped.
 func NewLookups(lookupEndpoint, replyEndpoint string, secret []byte) (*Lookups, error) {
 	ctx, err := zmq4.NewContext()
 	if err != nil {
@@ -277,7 +284,8 @@ func (l *Lookups) open(lookupEndpoint, replyEndpoint string, secret []byte) (err
 	if err != nil {
 		return fmt.Errorf("%s: %w", replyEndpoint, err)
 	}
-	if err := l.up(l.push, "lookup", func() error { return l.push.Connect(lookupEndpoint) }); err != nil {
+	if err := l.up(l.push, "lookup",
+		func() error { return l.push.Connect(lookupEndpoint) }); err != nil {
 		return fmt.Errorf("%s: %w", lookupEndpoint, err)
 	}
 	return nil
@@ -293,7 +301,8 @@ func (l *Lookups) up(s *zmq4.Socket, name string, start func() error) error {
 	if err != nil {
 		return err
 	}
-	// libzmq tells of events by a blocking send: it must have stopped before nobody is left to take them in.
+	// libzmq tells of events by a blocking send: it must have stopped before nobody is left to take
+	// them in.
 	defer func() {
 		_ = s.Monitor("", 0)
 		_ = monitor.Close()
@@ -346,7 +355,8 @@ func (l *Lookups) Recv(timeout time.Duration) ([][]byte, error) {
 	}
 }
 
-// Lookup asks and waits for the answer. Answers to earlier lookups are skipped, and so is what says that the answer will take a while.
+// Lookup asks and waits for the answer. Answers to earlier lookups are skipped, and so is what says
+// that the answer will take a while.
 func (l *Lookups) Lookup(m *wire.Lookup, timeout time.Duration) (wire.LookupResult, error) {
 	var r wire.LookupResult
 	if err := l.Send(m.Append(nil)); err != nil {

@@ -5,21 +5,25 @@ import (
 	"math"
 )
 
-// The events that vLLM's KV event publisher sends, as msgspec writes vllm.distributed.kv_events (0.32): a batch is the array [seconds, events, data-parallel
-// rank], an event a map with its class's name as "type". Fields behind those written here have their defaults, and msgspec leaves such fields out.
+// The events that vLLM's KV event publisher sends, as msgspec writes vllm.distributed.kv_events
+// (0.32): a batch is the array [seconds, events, data-parallel rank], an event a map with its
+// class's name as "type". Fields behind those written here have their defaults, and msgspec leaves
+// such fields out.
 
 // KVHashes says how events name blocks.
 type KVHashes uint8
 
 const (
-	KVHashInts  KVHashes = iota // by the last 8 bytes of the digest, a big-endian number: vLLM's default
-	KVHashBytes                 // by the whole digest: with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0
+	// by the last 8 bytes of the digest, a big-endian number: vLLM's default
+	KVHashInts  KVHashes = iota
+	KVHashBytes          // by the whole digest: with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0
 )
 
 // BlockStored says that blocks can be found.
 type BlockStored struct {
-	Hashes      []byte // digests, end to end
-	Parent      []byte // digest of the block before the first; empty if there is none, or it is not known
+	Hashes []byte // digests, end to end
+	// digest of the block before the first; empty if there is none, or it is not known
+	Parent      []byte
 	DigestBytes int
 	BlockTokens int
 	Medium      string
@@ -64,8 +68,10 @@ func AppendAllBlocksCleared(dst []byte) []byte {
 }
 
 // AppendKVEventBatch writes a batch of events that are written already, end to end.
-func AppendKVEventBatch(dst []byte, seconds float64, events int, encoded []byte, rank uint32) []byte {
-	dst = binary.BigEndian.AppendUint64(append(appendArray(dst, 3), 0xcb), math.Float64bits(seconds))
+func AppendKVEventBatch(dst []byte, seconds float64, events int, encoded []byte,
+	rank uint32) []byte {
+	dst = binary.BigEndian.AppendUint64(append(appendArray(dst, 3), 0xcb),
+		math.Float64bits(seconds))
 	dst = append(appendArray(dst, events), encoded...)
 	return appendUint(dst, uint64(rank))
 }

@@ -45,7 +45,8 @@ const MaxDigestBytes = 32
 // FingerprintBytes is the length of a space's fingerprint.
 const FingerprintBytes = 32
 
-// SecretBytes is the length of a session's secret, TicketBytes that of a [Ticket], and NamesBytes that of [Names].
+// SecretBytes is the length of a session's secret, TicketBytes that of a [Ticket], and NamesBytes
+// that of [Names].
 const (
 	SecretBytes = 16
 	TicketBytes = 16
@@ -108,12 +109,15 @@ var DefaultLimits = Limits{
 // the limits: the size of a receive buffer, and what a socket refuses beyond.
 func (l *Limits) MessageBytes() int {
 	native := 128 + l.Pages*MaxDigestBytes
-	lmcache := 256 + l.LMCacheIDBytes + l.Pages*(MaxDigestBytes+2+5) + l.LMCacheConfigs*2*(l.LMCacheConfigBytes+5)
+	lmcache := 256 + l.LMCacheIDBytes + l.Pages*(MaxDigestBytes+2+5) +
+		l.LMCacheConfigs*2*(l.LMCacheConfigBytes+5)
 	return max(native, lmcache)
 }
 
-// Ticket is what a load proves by that it was ordered by whoever made the lookup: the start of an HMAC-SHA256 of the lookup's number, keyed by the session's
-// secret. Both ends can compute it, so that it is neither sent with the lookup nor kept for it, and who has one learns nothing about another.
+// Ticket is what a load proves by that it was ordered by whoever made the lookup: the start of an
+// HMAC-SHA256 of the lookup's number, keyed by the session's secret. Both ends can compute it, so
+// that it is neither sent with the lookup nor kept for it, and who has one learns nothing about
+// another.
 func Ticket(secret []byte, lookup uint64) (t [TicketBytes]byte) {
 	var number [8]byte
 	binary.LittleEndian.PutUint64(number[:], lookup)
@@ -123,8 +127,9 @@ func Ticket(secret []byte, lookup uint64) (t [TicketBytes]byte) {
 	return t
 }
 
-// Names is one name for the pages of a load: the SHA-256 of the page hashes at which its chunks end, one behind the other, in rising order. The last chunk ends where
-// the load does. A page hash names all of its prefix, so that no other is needed.
+// Names is one name for the pages of a load: the SHA-256 of the page hashes at which its chunks
+// end, one behind the other, in rising order. The last chunk ends where the load does. A page hash
+// names all of its prefix, so that no other is needed.
 func Names(ends []byte) [NamesBytes]byte { return sha256.Sum256(ends) }
 
 // NamesOf is Names of pages whose hashes are given, packed, the first being that of firstPage.
@@ -142,8 +147,8 @@ func NamesOf(hashes []byte, digestBytes, firstPage, pagesPerChunk int) (names [N
 // Type is the first element of a message.
 type Type uint8
 
-// The types. Session socket below 60, lookup sockets from 60, between sidecars from 70 (and RegionAdded, RegionRemoved,
-// RegionUnmapped, Refuse).
+// The types. Session socket below 60, lookup sockets from 60, between sidecars from 70 (and
+// RegionAdded, RegionRemoved, RegionUnmapped, Refuse).
 const (
 	TypeHello          Type = 1
 	TypeWelcome        Type = 2
@@ -185,15 +190,19 @@ const (
 
 var typeNames = map[Type]string{
 	TypeHello: "Hello", TypeWelcome: "Welcome", TypeRefuse: "Refuse",
-	TypePrepareStore: "PrepareStore", TypeStoreGrant: "StoreGrant", TypeCommitStore: "CommitStore", TypeAbortStore: "AbortStore",
+	TypePrepareStore: "PrepareStore", TypeStoreGrant: "StoreGrant", TypeCommitStore: "CommitStore",
+	TypeAbortStore:  "AbortStore",
 	TypePrepareLoad: "PrepareLoad", TypeLoadGrant: "LoadGrant", TypeRelease: "Release",
-	TypePing: "Ping", TypePong: "Pong", TypeClearSpace: "ClearSpace", TypeCleared: "Cleared", TypeReadEvents: "ReadEvents", TypeEvents: "Events", TypePrefilled: "Prefilled",
-	TypeRegionAdded: "RegionAdded", TypeRegionRemoved: "RegionRemoved", TypeRegionUnmapped: "RegionUnmapped", TypeRegionMapped: "RegionMapped",
+	TypePing: "Ping", TypePong: "Pong", TypeClearSpace: "ClearSpace", TypeCleared: "Cleared",
+	TypeReadEvents: "ReadEvents", TypeEvents: "Events", TypePrefilled: "Prefilled",
+	TypeRegionAdded: "RegionAdded", TypeRegionRemoved: "RegionRemoved",
+	TypeRegionUnmapped: "RegionUnmapped", TypeRegionMapped: "RegionMapped",
 	TypeNotice: "Notice",
 	TypeError:  "Error",
 	TypeLookup: "Lookup", TypeLookupResult: "LookupResult", TypeTrim: "Trim", TypeCancel: "Cancel",
 	TypeLookupPending: "LookupPending",
-	TypePeerHello:     "PeerHello", TypePeerWelcome: "PeerWelcome", TypePeerSpace: "PeerSpace", TypePeerPages: "PeerPages",
+	TypePeerHello:     "PeerHello", TypePeerWelcome: "PeerWelcome", TypePeerSpace: "PeerSpace",
+	TypePeerPages: "PeerPages",
 	TypePeerLease: "PeerLease", TypePeerGrant: "PeerGrant", TypePeerRelease: "PeerRelease",
 }
 
@@ -305,11 +314,13 @@ type Field struct{ Key, Value string }
 // Hello opens a session. A worker declares its space; a scheduler may leave
 // PageBytes 0 and give fewer fields, but what it gives must equal its worker's.
 type Hello struct {
-	Version       uint16 // set by Append to [Version] when 0
-	Role          string // RoleScheduler or RoleWorker
-	EngineID      string
-	Rank          uint32
-	Ranks         uint32  // ranks from Rank on that a scheduler asks for at once, as they share a space; set by Append to 1 when 0, as it is for workers
+	Version  uint16 // set by Append to [Version] when 0
+	Role     string // RoleScheduler or RoleWorker
+	EngineID string
+	Rank     uint32
+	// ranks from Rank on that a scheduler asks for at once, as they share a space; set by Append to
+	// 1 when 0, as it is for workers
+	Ranks         uint32
 	PageTokens    uint32  // tokens of a page, at least 1
 	PageBytes     uint64  // KV bytes of a page
 	PagesPerChunk uint32  // at least 1
@@ -380,9 +391,11 @@ func appendVersioned(dst []byte, t Type, arity int, version uint16) []byte {
 
 // Welcome accepts a session. The control region's fd travels with it.
 type Welcome struct {
-	Version        uint16 // set by Append to [Version] when 0
-	Session        uint64 // never 0; not a secret: status names it
-	Secret         []byte // SecretBytes long: what the client sends on the lookup socket, and its reply socket's routing id
+	Version uint16 // set by Append to [Version] when 0
+	Session uint64 // never 0; not a secret: status names it
+	// SecretBytes long: what the client sends on the lookup socket, and its reply socket's routing
+	// id
+	Secret         []byte
 	Generation     uint64 // of this run of the sidecar
 	Fingerprint    []byte // of the space, FingerprintBytes long
 	LookupEndpoint string // ZMQ endpoint that the sidecar's PULL is bound to
@@ -390,7 +403,9 @@ type Welcome struct {
 	Regions        uint32 // how many RegionAdded follow at once, 0 for schedulers
 	MaxPages       uint32 // pages a Lookup or PrepareStore may name; see also MaxStorePages
 	LeaseMs        uint32 // how long an answered lookup keeps its lease, ms
-	Peers          uint64 // names the sidecars of this host that lend each other what they hold, this one among them: theirs is the same number; 0: it is alone
+	// names the sidecars of this host that lend each other what they hold, this one among them:
+	// theirs is the same number; 0: it is alone
+	Peers uint64
 }
 
 // Type implements Message.
@@ -475,8 +490,9 @@ func (m *Refuse) Decode(b []byte, lim *Limits) error {
 	return r.done()
 }
 
-// PrepareStore asks for room for the pages from FirstPage on that are not held. Where several workers hold the same pages each asks for every nth chunk: for those
-// whose number in the prefix leaves Which when divided by Every.
+// PrepareStore asks for room for the pages from FirstPage on that are not held. Where several
+// workers hold the same pages each asks for every nth chunk: for those whose number in the prefix
+// leaves Which when divided by Every.
 type PrepareStore struct {
 	ID        uint32
 	FirstPage uint32 // index of the first page in its prefix, a multiple of PagesPerChunk
@@ -558,7 +574,8 @@ func (r *reader) extents(field string, into []Extent, limit int) []Extent {
 		} else if r.array(field, 4) != 4 {
 			r.fail(field, "an extent has four fields")
 		}
-		e := Extent{Page: r.u32(field), Pages: r.u32(field), Region: r.u32(field), Offset: r.uint(field, math.MaxInt64)}
+		e := Extent{Page: r.u32(field), Pages: r.u32(field), Region: r.u32(field),
+			Offset: r.uint(field, math.MaxInt64)}
 		if r.err == nil && (e.Pages == 0 || uint64(e.Page)+uint64(e.Pages) > math.MaxUint32) {
 			r.fail(field, "pages out of range")
 		}
@@ -714,9 +731,10 @@ func (m *PrepareLoad) Decode(b []byte, lim *Limits) error {
 
 // LoadGrant answers PrepareLoad: where the pages are.
 type LoadGrant struct {
-	ID      uint32
-	Load    uint64 // handle for Release, never 0
-	Names   []byte // of the pages that lie there, by the sidecar's index: see [Names]; aliases the input
+	ID   uint32
+	Load uint64 // handle for Release, never 0
+	// of the pages that lie there, by the sidecar's index: see [Names]; aliases the input
+	Names   []byte
 	Extents []Extent
 }
 
@@ -953,8 +971,11 @@ type RegionAdded struct {
 	Kind       string // such as "memfd"
 	Offset     uint64 // of the region in its fd, bytes: a multiple of PageSize
 	SizeBytes  uint64 // at least 1
-	PageSize   uint64 // bytes of the pages that back it, at least 1; the address that it is mapped at must be a multiple, too
-	ReadOnly   bool   // it is another sidecar's: to be mapped for reading only, as the fd may allow no more
+	// bytes of the pages that back it, at least 1; the address that it is mapped at must be a
+	// multiple, too
+	PageSize uint64
+	// it is another sidecar's: to be mapped for reading only, as the fd may allow no more
+	ReadOnly bool
 }
 
 // Type implements Message.
@@ -1115,13 +1136,16 @@ func (m *Error) Decode(b []byte, lim *Limits) error {
 // only by all their pages: a first page within a chunk hits in them only if
 // memory holds the rest of that chunk, so ask from the chunk's first page.
 type Lookup struct {
-	Session     uint64 // the asking scheduler's session
-	Secret      []byte // that session's; aliases the input
-	Lookup      uint64 // chosen by the client, unique in its session
-	FirstPage   uint32 // index of the first page asked for
-	Prev        []byte // hash of the page before; empty when FirstPage is 0 or it is not known; aliases the input
-	Hashes      []byte // packed page hashes, at least one byte; aliases the input
-	DeadlineMs  uint32 // the answer is of no use after so many ms, the wait after a LookupPending included; 0: not said
+	Session   uint64 // the asking scheduler's session
+	Secret    []byte // that session's; aliases the input
+	Lookup    uint64 // chosen by the client, unique in its session
+	FirstPage uint32 // index of the first page asked for
+	// hash of the page before; empty when FirstPage is 0 or it is not known; aliases the input
+	Prev   []byte
+	Hashes []byte // packed page hashes, at least one byte; aliases the input
+	// the answer is of no use after so many ms, the wait after a LookupPending included; 0: not
+	// said
+	DeadlineMs  uint32
 	RecomputeUs uint32 // what computing one page anew takes, µs, 0 when it is not known
 }
 

@@ -5,13 +5,14 @@ import (
 	"math"
 )
 
-// Messages between two sidecars of one host (see docs/protocol.md, "Between sidecars"): the borrower connects, and what the
-// lender holds is what they talk about.
+// Messages between two sidecars of one host (see docs/protocol.md, "Between sidecars"): the
+// borrower connects, and what the lender holds is what they talk about.
 
 // MaxBatchHints is how many hints one [PeerPages] may carry.
 const MaxBatchHints = (MaxPacketBytes - overheadBytes) / 8
 
-// MaxLeasePages is the number of pages of one PeerLease whose hashes fit a packet and whose grant does too.
+// MaxLeasePages is the number of pages of one PeerLease whose hashes fit a packet and whose grant
+// does too.
 func MaxLeasePages(digestBytes int) int {
 	if digestBytes < 1 {
 		return 0
@@ -42,7 +43,8 @@ func (r *reader) fields(into []Field, lim *Limits) []Field {
 	n := r.mapping("fields", lim.Fields)
 	into = into[:0]
 	for i := 0; i < n && r.err == nil; i++ {
-		f := Field{Key: r.str("fields", lim.FieldKeyBytes), Value: r.str("fields", lim.FieldValueBytes)}
+		f := Field{Key: r.str("fields", lim.FieldKeyBytes),
+			Value: r.str("fields", lim.FieldValueBytes)}
 		if i > 0 && r.err == nil && f.Key <= into[i-1].Key {
 			r.fail("fields", "not in rising order of keys")
 		}
@@ -155,13 +157,16 @@ func (m *PeerSpace) Decode(b []byte, lim *Limits) error {
 	return r.done()
 }
 
-// PeerPages tells a borrower what the lender holds: 8 bytes a page, little-endian. The lowest bit says that the page is held from
-// now on (1) or not any more (0), the others are those of the XXH64 of the space's fingerprint and the page's hash. Of one
-// page the last word counts. It is a hint: only a grant is a promise.
+// PeerPages tells a borrower what the lender holds: 8 bytes a page, little-endian. The lowest bit
+// says that the page is held from now on (1) or not any more (0), the others are those of the XXH64
+// of the space's fingerprint and the page's hash. Of one page the last word counts. It is a hint:
+// only a grant is a promise.
 type PeerPages struct {
 	Seq   uint64 // counts these messages, from 1
 	Begin bool   // all that was said before is void
-	End   bool   // what was said since the last Begin was all that was held at some moment since the last message
+	// what was said since the last Begin was all that was held at some moment since the last
+	// message
+	End   bool
 	Hints []byte // packed; aliases the input
 }
 
@@ -190,14 +195,17 @@ func (m *PeerPages) Decode(b []byte, _ *Limits) error {
 // Hint is the i-th of the hints.
 func (m *PeerPages) Hint(i int) uint64 { return binary.LittleEndian.Uint64(m.Hints[8*i:]) }
 
-// PeerLease asks a lender for leases on what it holds of consecutive pages, from the first on without a gap.
+// PeerLease asks a lender for leases on what it holds of consecutive pages, from the first on
+// without a gap.
 type PeerLease struct {
 	ID          uint32
 	Fingerprint []byte // of the space, FingerprintBytes long; aliases the input
 	FirstPage   uint32 // index of the first page in its prefix
 	Touch       bool   // nothing is leased: it is only counted, as a use
-	Pages       uint32 // 0: Hashes are of all pages. Else, without Touch: so many pages are asked for, from the first of a chunk on, and Hashes are of the last of each chunk of them
-	Hashes      []byte // packed page hashes, at least one byte; aliases the input
+	// 0: Hashes are of all pages. Else, without Touch: so many pages are asked for, from the first
+	// of a chunk on, and Hashes are of the last of each chunk of them
+	Pages  uint32
+	Hashes []byte // packed page hashes, at least one byte; aliases the input
 }
 
 // Type implements Message.
@@ -225,7 +233,8 @@ func (m *PeerLease) Decode(b []byte, lim *Limits) error {
 		switch {
 		case len(m.Hashes) == 0:
 			r.fail("hashes", "empty")
-		case uint64(m.FirstPage)+uint64(len(m.Hashes)) > math.MaxUint32, uint64(m.FirstPage)+uint64(m.Pages) > math.MaxUint32:
+		case uint64(m.FirstPage)+uint64(len(m.Hashes)) > math.MaxUint32, uint64(m.FirstPage)+
+			uint64(m.Pages) > math.MaxUint32:
 			r.fail("first_page", "out of range")
 		case m.Touch && m.Pages != 0:
 			r.fail("pages", "must be 0 with touch")
@@ -236,11 +245,13 @@ func (m *PeerLease) Decode(b []byte, lim *Limits) error {
 
 // PeerGrant answers a PeerLease.
 type PeerGrant struct {
-	ID      uint32
-	Load    uint64   // handle for PeerRelease; 0: nothing was leased
-	Pages   uint32   // that are leased, or with Touch held, from the first asked for on
-	More    bool     // the page after them is held, but cannot be leased now
-	Soon    bool     // as its bytes are just being checked, after a restart of the lender: it is to be asked for again
+	ID    uint32
+	Load  uint64 // handle for PeerRelease; 0: nothing was leased
+	Pages uint32 // that are leased, or with Touch held, from the first asked for on
+	More  bool   // the page after them is held, but cannot be leased now
+	// as its bytes are just being checked, after a restart of the lender: it is to be asked for
+	// again
+	Soon    bool
 	Extents []Extent // where the leased pages are, one for each chunk, in their order
 }
 

@@ -25,9 +25,10 @@ const (
 
 // A vector is a golden message, or bytes that must be refused.
 type vector struct {
-	Name    string         `json:"name"`
-	Type    string         `json:"type"`              // the message decoded as
-	To      string         `json:"to"`                // who receives it: "sidecar", "client", "lender" or "borrower"
+	Name string `json:"name"`
+	Type string `json:"type"` // the message decoded as
+	// who receives it: "sidecar", "client", "lender" or "borrower"
+	To      string         `json:"to"`
 	Message map[string]any `json:"message,omitempty"` // the fields; bytes in hex
 	Hex     string         `json:"hex"`
 	Valid   bool           `json:"valid"`
@@ -39,7 +40,8 @@ type vector struct {
 // toClient are the messages that the sidecar sends.
 var toClient = map[Type]bool{
 	TypeWelcome: true, TypeRefuse: true, TypeStoreGrant: true, TypeLoadGrant: true, TypePong: true,
-	TypeCleared: true, TypeEvents: true, TypeRegionAdded: true, TypeRegionRemoved: true, TypeNotice: true, TypeError: true, TypeLookupResult: true, TypeLookupPending: true,
+	TypeCleared: true, TypeEvents: true, TypeRegionAdded: true, TypeRegionRemoved: true,
+	TypeNotice: true, TypeError: true, TypeLookupResult: true, TypeLookupPending: true,
 }
 
 func receiver(t Type) string {
@@ -71,29 +73,50 @@ type named struct {
 func goodMessages() []named {
 	const big = math.MaxUint64
 	return []named{
-		{"hello worker", &Hello{Version: Version, Role: RoleWorker, EngineID: "engine-0", Rank: 3, Ranks: 1, PageTokens: 16, PageBytes: 2 << 20, PagesPerChunk: 16, DigestBytes: 32,
-			Fields: []Field{{"dtype", "bfloat16"}, {"hash", "sha256_cbor"}, {"model", "größer/モデル"}}}},
-		{"hello scheduler", &Hello{Version: Version, Role: RoleScheduler, EngineID: "e", Ranks: 1, PageTokens: 128, PagesPerChunk: 2, DigestBytes: 8}},
-		{"hello scheduler of several ranks", &Hello{Version: Version, Role: RoleScheduler, EngineID: "e", Rank: math.MaxUint32 - 7, Ranks: 8, PageTokens: 128, PagesPerChunk: 2, DigestBytes: 8}},
-		{"hello full map", &Hello{Version: Version, Role: RoleWorker, PageTokens: 1, PageBytes: math.MaxInt64, PagesPerChunk: math.MaxUint32, DigestBytes: 1, Rank: math.MaxUint32, Ranks: 1,
+		{"hello worker", &Hello{Version: Version, Role: RoleWorker, EngineID: "engine-0", Rank: 3,
+			Ranks: 1, PageTokens: 16, PageBytes: 2 << 20, PagesPerChunk: 16, DigestBytes: 32,
+			Fields: []Field{{"dtype", "bfloat16"}, {"hash", "sha256_cbor"},
+				{"model", "größer/モデル"}}}},
+		{"hello scheduler", &Hello{Version: Version, Role: RoleScheduler, EngineID: "e", Ranks: 1,
+			PageTokens: 128, PagesPerChunk: 2, DigestBytes: 8}},
+		{"hello scheduler of several ranks", &Hello{Version: Version, Role: RoleScheduler,
+			EngineID: "e", Rank: math.MaxUint32 - 7, Ranks: 8, PageTokens: 128, PagesPerChunk: 2,
+			DigestBytes: 8}},
+		{"hello full map", &Hello{Version: Version, Role: RoleWorker, PageTokens: 1,
+			PageBytes: math.MaxInt64, PagesPerChunk: math.MaxUint32, DigestBytes: 1,
+			Rank: math.MaxUint32, Ranks: 1,
 			EngineID: strings.Repeat("x", 256), Fields: manyFields(64)}},
-		{"welcome worker", &Welcome{Version: Version, Session: big, Secret: digests(1, 16), Generation: 1 << 63, Fingerprint: digests(1, 32), LookupEndpoint: "ipc:///run/l/lookup.sock", Regions: 2, MaxPages: 65536, LeaseMs: 30000}},
-		{"welcome scheduler", &Welcome{Version: Version, Session: 1, Secret: make([]byte, 16), Fingerprint: make([]byte, 32), LookupEndpoint: "ipc:///run/l/lookup.sock",
-			ReplyEndpoint: "ipc:///run/l/reply.sock", MaxPages: 1, LeaseMs: math.MaxUint32, Peers: big}},
-		{"refuse", &Refuse{Version: Version, Code: RefuseIncompatible, Field: "dtype", Want: "bfloat16", Got: "float32", Message: "the worker's dtype differs"}},
+		{"welcome worker", &Welcome{Version: Version, Session: big, Secret: digests(1, 16),
+			Generation: 1 << 63, Fingerprint: digests(1, 32),
+			LookupEndpoint: "ipc:///run/l/lookup.sock", Regions: 2, MaxPages: 65536,
+			LeaseMs: 30000}},
+		{"welcome scheduler", &Welcome{Version: Version, Session: 1, Secret: make([]byte, 16),
+			Fingerprint: make([]byte, 32), LookupEndpoint: "ipc:///run/l/lookup.sock",
+			ReplyEndpoint: "ipc:///run/l/reply.sock", MaxPages: 1, LeaseMs: math.MaxUint32,
+			Peers: big}},
+		{"refuse", &Refuse{Version: Version, Code: RefuseIncompatible, Field: "dtype",
+			Want: "bfloat16", Got: "float32", Message: "the worker's dtype differs"}},
 		{"refuse empty", &Refuse{Version: Version, Code: RefuseBusy}},
-		{"prepare store first", &PrepareStore{ID: 1, Prev: []byte{}, Hashes: digests(3, 32), Every: 1}},
-		{"prepare store later", &PrepareStore{ID: math.MaxUint32, FirstPage: 4096, Prev: digests(1, 16), Hashes: digests(20, 16), Every: 1}},
-		{"prepare store of every fourth chunk", &PrepareStore{ID: 3, FirstPage: 32, Prev: digests(1, 16), Hashes: digests(20, 16), Every: 4, Which: 3}},
-		{"prepare store of what is rarely anybody's", &PrepareStore{ID: 4, Prev: []byte{}, Hashes: digests(1, 32), Every: math.MaxUint32, Which: math.MaxUint32 - 1}},
-		{"store grant", &StoreGrant{ID: 1, Store: 7, Held: 2, Grants: []Extent{{2, 14, 0, 0}, {16, 16, 1, 1 << 40}}}},
+		{"prepare store first", &PrepareStore{ID: 1, Prev: []byte{}, Hashes: digests(3, 32),
+			Every: 1}},
+		{"prepare store later", &PrepareStore{ID: math.MaxUint32, FirstPage: 4096,
+			Prev: digests(1, 16), Hashes: digests(20, 16), Every: 1}},
+		{"prepare store of every fourth chunk", &PrepareStore{ID: 3, FirstPage: 32,
+			Prev: digests(1, 16), Hashes: digests(20, 16), Every: 4, Which: 3}},
+		{"prepare store of what is rarely anybody's", &PrepareStore{ID: 4, Prev: []byte{},
+			Hashes: digests(1, 32), Every: math.MaxUint32, Which: math.MaxUint32 - 1}},
+		{"store grant", &StoreGrant{ID: 1, Store: 7, Held: 2, Grants: []Extent{{2, 14, 0, 0},
+			{16, 16, 1, 1 << 40}}}},
 		{"store grant nothing", &StoreGrant{ID: 2, Held: 65536, Shed: 300}},
 		{"commit store", &CommitStore{Store: 7}},
 		{"commit store failed", &CommitStore{Store: big, Failed: []uint32{0, 5, 200}}},
 		{"abort store", &AbortStore{Store: 300}},
-		{"prepare load", &PrepareLoad{ID: 9, Session: 0xfeedfacecafebeef, Lookup: 1 << 33, Ticket: digests(1, 16), FirstPage: 70000, Pages: 65536, Names: digests(1, 32)}},
-		{"load grant", &LoadGrant{ID: 9, Load: 8, Names: digests(1, 32), Extents: []Extent{{math.MaxUint32 - 1, 1, math.MaxUint32, math.MaxInt64}}}},
-		{"load grant many", &LoadGrant{ID: 9, Load: 8, Names: digests(1, 32), Extents: manyExtents(17)}},
+		{"prepare load", &PrepareLoad{ID: 9, Session: 0xfeedfacecafebeef, Lookup: 1 << 33,
+			Ticket: digests(1, 16), FirstPage: 70000, Pages: 65536, Names: digests(1, 32)}},
+		{"load grant", &LoadGrant{ID: 9, Load: 8, Names: digests(1, 32),
+			Extents: []Extent{{math.MaxUint32 - 1, 1, math.MaxUint32, math.MaxInt64}}}},
+		{"load grant many", &LoadGrant{ID: 9, Load: 8, Names: digests(1, 32),
+			Extents: manyExtents(17)}},
 		{"release", &Release{Load: 8}},
 		{"release bad", &Release{Load: 8, Bad: []uint32{0, 1, 127, 128, 255, 256, 65535, 65536}}},
 		{"ping", &Ping{ID: 128}},
@@ -101,14 +124,19 @@ func goodMessages() []named {
 		{"clear space", &ClearSpace{ID: 65535}},
 		{"cleared", &Cleared{ID: 65536, Chunks: 127}},
 		{"read events", &ReadEvents{ID: 70}},
-		{"events", &Events{ID: 70, More: true, Runs: []Run{{false, digests(3, 32)}, {true, digests(20, 16)}}}},
+		{"events", &Events{ID: 70, More: true, Runs: []Run{{false, digests(3, 32)},
+			{true, digests(20, 16)}}}},
 		{"events nothing", &Events{ID: 71, Reset: true}},
 		{"prefilled", &Prefilled{Tokens: 70000, Found: 65536, Loaded: 65535}},
 		{"prefilled by computing", &Prefilled{Tokens: math.MaxUint32}},
-		{"region added", &RegionAdded{Region: 1, Generation: 3, Kind: "hugetlb", SizeBytes: 1 << 30, PageSize: 2 << 20}},
-		{"region added at an offset", &RegionAdded{Region: 9, Generation: big, Kind: "devdax", Offset: 6 << 20, SizeBytes: 4 << 20, PageSize: 2 << 20}},
-		{"region added at the end of all offsets", &RegionAdded{Region: math.MaxUint32, Offset: math.MaxInt64 - 1, SizeBytes: 1, PageSize: 1}},
-		{"region added for reading", &RegionAdded{Region: 1 << 31, Generation: 3, Kind: "thp", SizeBytes: 1 << 30, PageSize: 2 << 20, ReadOnly: true}},
+		{"region added", &RegionAdded{Region: 1, Generation: 3, Kind: "hugetlb", SizeBytes: 1 << 30,
+			PageSize: 2 << 20}},
+		{"region added at an offset", &RegionAdded{Region: 9, Generation: big, Kind: "devdax",
+			Offset: 6 << 20, SizeBytes: 4 << 20, PageSize: 2 << 20}},
+		{"region added at the end of all offsets", &RegionAdded{Region: math.MaxUint32,
+			Offset: math.MaxInt64 - 1, SizeBytes: 1, PageSize: 1}},
+		{"region added for reading", &RegionAdded{Region: 1 << 31, Generation: 3, Kind: "thp",
+			SizeBytes: 1 << 30, PageSize: 2 << 20, ReadOnly: true}},
 		{"region removed", &RegionRemoved{Region: 9}},
 		{"region removed large", &RegionRemoved{Region: math.MaxUint32}},
 		{"region unmapped", &RegionUnmapped{Region: 9}},
@@ -117,28 +145,41 @@ func goodMessages() []named {
 		{"region mapped large", &RegionMapped{Region: math.MaxUint32}},
 		{"notice", &Notice{Text: "the seed of the hashes differs"}},
 		{"error", &Error{ID: 4, Code: CodeNotFound, Message: "no such load"}},
-		{"lookup", &Lookup{Session: 5, Secret: digests(1, 16), Lookup: 6, FirstPage: 7, Prev: digests(1, 32), Hashes: digests(4, 32), DeadlineMs: 20, RecomputeUs: 1500}},
-		{"lookup bin16", &Lookup{Session: big, Secret: digests(1, 16), Lookup: big, Prev: []byte{}, Hashes: digests(8, 32), DeadlineMs: 70000}},
-		{"lookup of one 8-byte hash", &Lookup{Session: 5, Secret: digests(1, 16), Lookup: 0, Prev: []byte{}, Hashes: digests(1, 8), DeadlineMs: 1, RecomputeUs: math.MaxUint32}},
-		{"lookup from a later page, the one before not known", &Lookup{Session: 5, Secret: digests(1, 16), Lookup: 7, FirstPage: 16, Prev: []byte{}, Hashes: digests(2, 16)}},
+		{"lookup", &Lookup{Session: 5, Secret: digests(1, 16), Lookup: 6, FirstPage: 7,
+			Prev: digests(1, 32), Hashes: digests(4, 32), DeadlineMs: 20, RecomputeUs: 1500}},
+		{"lookup bin16", &Lookup{Session: big, Secret: digests(1, 16), Lookup: big, Prev: []byte{},
+			Hashes: digests(8, 32), DeadlineMs: 70000}},
+		{"lookup of one 8-byte hash", &Lookup{Session: 5, Secret: digests(1, 16), Lookup: 0,
+			Prev: []byte{}, Hashes: digests(1, 8), DeadlineMs: 1, RecomputeUs: math.MaxUint32}},
+		{"lookup from a later page, the one before not known",
+			&Lookup{Session: 5, Secret: digests(1, 16), Lookup: 7, FirstPage: 16, Prev: []byte{},
+				Hashes: digests(2, 16)}},
 		{"lookup result", &LookupResult{Lookup: 6, HitPages: 4, HitTokens: 64}},
 		{"lookup result miss", &LookupResult{Lookup: big}},
 		{"lookup pending", &LookupPending{Lookup: 6, Pages: 4, EtaMs: 120}},
-		{"lookup pending large", &LookupPending{Lookup: big, Pages: math.MaxUint32, EtaMs: math.MaxUint32}},
+		{"lookup pending large", &LookupPending{Lookup: big, Pages: math.MaxUint32,
+			EtaMs: math.MaxUint32}},
 		{"trim", &Trim{Session: 5, Secret: digests(1, 16), Lookup: 6, FirstPage: 32}},
 		{"cancel", &Cancel{Session: 5, Secret: digests(1, 16), Lookup: 6}},
 
 		{"peer hello", &PeerHello{Version: Version, Generation: 0xfeedfacecafebeef}},
 		{"peer welcome", &PeerWelcome{Version: Version, Generation: 1, MaxPages: 65536}},
-		{"peer space", &PeerSpace{Fingerprint: digests(1, 32), PageTokens: 16, PageBytes: 2 << 20, PagesPerChunk: 16, DigestBytes: 32, Fields: []Field{{"hash_seed", "0"}, {"model", "m"}}}},
-		{"peer space of which little is known", &PeerSpace{Fingerprint: make([]byte, 32), PageBytes: math.MaxInt64, PagesPerChunk: math.MaxUint32, DigestBytes: 8}},
+		{"peer space", &PeerSpace{Fingerprint: digests(1, 32), PageTokens: 16, PageBytes: 2 << 20,
+			PagesPerChunk: 16, DigestBytes: 32, Fields: []Field{{"hash_seed", "0"},
+				{"model", "m"}}}},
+		{"peer space of which little is known", &PeerSpace{Fingerprint: make([]byte, 32),
+			PageBytes: math.MaxInt64, PagesPerChunk: math.MaxUint32, DigestBytes: 8}},
 		{"peer pages begin", &PeerPages{Seq: 1, Begin: true, Hints: digests(3, 8)}},
 		{"peer pages end", &PeerPages{Seq: big, End: true, Hints: []byte{}}},
 		{"peer pages many", &PeerPages{Seq: 70000, Begin: true, End: true, Hints: digests(600, 8)}},
-		{"peer lease", &PeerLease{ID: math.MaxUint32, Fingerprint: digests(1, 32), FirstPage: 4096, Hashes: digests(5, 32)}},
-		{"peer lease touch", &PeerLease{ID: 1, Fingerprint: digests(1, 32), Touch: true, Hashes: digests(40, 8)}},
-		{"peer lease ends", &PeerLease{ID: 2, Fingerprint: digests(1, 32), FirstPage: 4096, Pages: 70, Hashes: digests(5, 32)}},
-		{"peer grant", &PeerGrant{ID: 9, Load: 8, Pages: 26, Extents: []Extent{{64, 16, 1, 1 << 40}, {80, 10, 0, 0}}}},
+		{"peer lease", &PeerLease{ID: math.MaxUint32, Fingerprint: digests(1, 32), FirstPage: 4096,
+			Hashes: digests(5, 32)}},
+		{"peer lease touch", &PeerLease{ID: 1, Fingerprint: digests(1, 32), Touch: true,
+			Hashes: digests(40, 8)}},
+		{"peer lease ends", &PeerLease{ID: 2, Fingerprint: digests(1, 32), FirstPage: 4096,
+			Pages: 70, Hashes: digests(5, 32)}},
+		{"peer grant", &PeerGrant{ID: 9, Load: 8, Pages: 26, Extents: []Extent{{64, 16, 1, 1 << 40},
+			{80, 10, 0, 0}}}},
 		{"peer grant nothing", &PeerGrant{ID: 9, More: true}},
 		{"peer grant soon", &PeerGrant{ID: 9, More: true, Soon: true}},
 		{"peer grant touched", &PeerGrant{ID: 10, Pages: 640}},
@@ -171,7 +212,8 @@ func badMessages() []vector {
 	add := func(t Type, why, h string) {
 		h = strings.ReplaceAll(h, " ", "")
 		out = append(out, vector{
-			Name: "refuse " + t.String() + ": " + why, Type: t.String(), To: receiver(t), Hex: h, Why: why,
+			Name: "refuse " + t.String() + ": " + why, Type: t.String(), To: receiver(t), Hex: h,
+			Why: why,
 		})
 	}
 	rep := func(s string, n int) string { return strings.Repeat(s, n) }
@@ -199,7 +241,8 @@ func badMessages() []vector {
 		add(t.t, "nested maps", rep("81a161", 1024))
 		add(t.t, "one field too many", t.longer+t.good+"00")
 		add(t.t, "one field too few", t.shorter+t.good[:len(t.good)-2])
-		add(t.t, "a pickle", hexOf("\x80\x04\x95\x20\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x04true\x94\x85\x94R\x94."))
+		add(t.t, "a pickle", hexOf(
+			"\x80\x04\x95\x20\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x04true\x94\x85\x94R\x94."))
 		add(t.t, "an old pickle", hexOf("cos\nsystem\n(S'true'\ntR."))
 		add(t.t, "JSON", hexOf(`[60, 5, 6]`))
 		add(t.t, "unknown type", "94 7f 01 01 01")
@@ -215,10 +258,12 @@ func badMessages() []vector {
 	add(TypeLookup, "another message", "94 3d 06 04 40")
 	add(TypeLookup, "zero session", "99 3c 00"+secret+"06 07 c400 c401aa 14 00")
 	add(TypeLookup, "negative session", "99 3c ff"+secret+"06 07 c400 c401aa 14 00")
-	add(TypeLookup, "session as a float", "99 3c cb4014000000000000"+secret+"06 07 c400 c401aa 14 00")
+	add(TypeLookup, "session as a float", "99 3c cb4014000000000000"+secret+
+		"06 07 c400 c401aa 14 00")
 	add(TypeLookup, "session as a boolean", "99 3c c3"+secret+"06 07 c400 c401aa 14 00")
 	add(TypeLookup, "session as nil", "99 3c c0"+secret+"06 07 c400 c401aa 14 00")
-	add(TypeLookup, "first page above 32 bits", "99 3c 05"+secret+"06 cf0000000100000000 c400 c401aa 14 00")
+	add(TypeLookup, "first page above 32 bits",
+		"99 3c 05"+secret+"06 cf0000000100000000 c400 c401aa 14 00")
 	add(TypeLookup, "first page wraps", "99 3c 05"+secret+"06 ceffffffff c400 c401aa 14 00")
 	add(TypeLookup, "hashes as a string", lookup+"a1 61 14 00")
 	add(TypeLookup, "hashes as a list", lookup+"91 01 14 00")
@@ -238,7 +283,8 @@ func badMessages() []vector {
 	add(TypeLookup, "recompute time above 32 bits", lookup+"c401aa 14 cf0000000100000000")
 	add(TypeLookup, "the body of version 1", "96 3c 05 06 07 c401aa 14")
 	add(TypeLookup, "a hash before the first page", "99 3c 05"+secret+"06 00 c401aa c401aa 14 00")
-	add(TypeLookup, "hash before above the limit", "99 3c 05"+secret+"06 07 c421"+digest+"00 c421"+digest+"00 14 00")
+	add(TypeLookup, "hash before above the limit", "99 3c 05"+secret+"06 07 c421"+digest+"00 c421"+
+		digest+"00 14 00")
 	add(TypeLookup, "hash before as a string", "99 3c 05"+secret+"06 07 a161 c401aa 14 00")
 	add(TypeLookup, "hash before as nil", "99 3c 05"+secret+"06 07 c0 c401aa 14 00")
 	add(TypeLookup, "not whole hashes", "99 3c 05"+secret+"06 07 c402aaaa c403aaaaaa 14 00")
@@ -254,7 +300,8 @@ func badMessages() []vector {
 	add(TypeHello, "empty role", "9b 01 08 a0 a0 00 01 10 cd1000 10 20 80")
 	add(TypeHello, "role as bytes", "9b 01 08 c406776f726b6572 a0 00 01 10 cd1000 10 20 80")
 	add(TypeHello, "engine id not UTF-8", worker+"a2c328 00 01 10 cd1000 10 20 80")
-	add(TypeHello, "engine id above the limit", worker+"da0101"+rep("61", 257)+"00 01 10 cd1000 10 20 80")
+	add(TypeHello, "engine id above the limit", worker+"da0101"+rep("61", 257)+
+		"00 01 10 cd1000 10 20 80")
 	add(TypeHello, "engine id declares 4 GiB", worker+"db ffffffff 61")
 	add(TypeHello, "no ranks", worker+"a0 00 00 10 cd1000 10 20 80")
 	add(TypeHello, "two ranks of a worker", worker+"a0 00 02 10 cd1000 10 20 80")
@@ -270,8 +317,10 @@ func badMessages() []vector {
 	add(TypeHello, "fields out of order", worker+"a0 00 01 10 cd1000 10 20 82 a162a131 a161a132")
 	add(TypeHello, "field key as a number", worker+"a0 00 01 10 cd1000 10 20 81 01 a131")
 	add(TypeHello, "field value nested", worker+"a0 00 01 10 cd1000 10 20 81 a161 81a161a162")
-	add(TypeHello, "field key above the limit", worker+"a0 00 01 10 cd1000 10 20 81 d941"+rep("61", 65)+"a131")
-	add(TypeHello, "field value above the limit", worker+"a0 00 01 10 cd1000 10 20 81 a161 da0201"+rep("61", 513))
+	add(TypeHello, "field key above the limit", worker+"a0 00 01 10 cd1000 10 20 81 d941"+rep("61",
+		65)+"a131")
+	add(TypeHello, "field value above the limit", worker+"a0 00 01 10 cd1000 10 20 81 a161 da0201"+
+		rep("61", 513))
 	add(TypeHello, "map bomb", worker+"a0 00 01 10 cd1000 10 20 df ffffffff")
 	var many strings.Builder
 	for i := range 65 {
@@ -281,10 +330,13 @@ func badMessages() []vector {
 
 	add(TypePrepareStore, "hashes empty", "97 0a 01 00 c400 c400 01 00")
 	add(TypePrepareStore, "no hash before a later page", "97 0a 01 10 c400 c420"+digest+"01 00")
-	add(TypePrepareStore, "a hash before the first page", "97 0a 01 00 c420"+digest+"c420"+digest+"01 00")
+	add(TypePrepareStore, "a hash before the first page", "97 0a 01 00 c420"+digest+"c420"+digest+
+		"01 00")
 	add(TypePrepareStore, "not whole hashes", "97 0a 01 10 c420"+digest+"c421"+digest+"00 01 00")
-	add(TypePrepareStore, "hash before above the limit", "97 0a 01 10 c421"+digest+"00 c421"+digest+"00 01 00")
-	add(TypePrepareStore, "first page wraps", "97 0a 01 cefffffff0 c420"+digest+"c420"+digest+"01 00")
+	add(TypePrepareStore, "hash before above the limit", "97 0a 01 10 c421"+digest+"00 c421"+digest+
+		"00 01 00")
+	add(TypePrepareStore, "first page wraps", "97 0a 01 cefffffff0 c420"+digest+"c420"+digest+
+		"01 00")
 	add(TypePrepareStore, "no chunks", "97 0a 01 00 c400 c401aa 00 00")
 	add(TypePrepareStore, "a chunk beyond the last", "97 0a 01 00 c400 c401aa 02 02")
 	add(TypePrepareStore, "the body of version 4", "95 0a 01 00 c400 c401aa")
@@ -307,14 +359,19 @@ func badMessages() []vector {
 	add(TypeCancel, "trailing bytes", "94 3f 01"+secret+"01 c0")
 	add(TypeCancel, "without a secret", "93 3f 01 01")
 
-	welcome := func(session, fp, rest string) string { return "9c 02 08" + session + secret + "00" + fp + rest }
+	welcome := func(session, fp, rest string) string {
+		return "9c 02 08" + session + secret + "00" +
+			fp + rest
+	}
 	add(TypeWelcome, "another version", "9a 02 02 01 00 c420"+digest+"a161 a0 00 01 01")
 	add(TypeWelcome, "another version with another body", "93 02 09 c0")
 	add(TypeWelcome, "zero session", welcome("00", "c420"+digest, "a161 a0 00 01 01 00"))
 	add(TypeWelcome, "short fingerprint", welcome("01", "c41f"+digest[2:], "a161 a0 00 01 01 00"))
 	add(TypeWelcome, "fingerprint as a string", welcome("01", "d920"+digest, "a161 a0 00 01 01 00"))
-	add(TypeWelcome, "endpoint above the limit", welcome("01", "c420"+digest, "da0401"+rep("61", 1025)+"a0 00 01 01 00"))
-	add(TypeWelcome, "a short secret", "9c 02 08 01 c40f"+rep("5e", 15)+"00 c420"+digest+"a161 a0 00 01 01 00")
+	add(TypeWelcome, "endpoint above the limit", welcome("01", "c420"+digest,
+		"da0401"+rep("61", 1025)+"a0 00 01 01 00"))
+	add(TypeWelcome, "a short secret", "9c 02 08 01 c40f"+rep("5e", 15)+"00 c420"+digest+
+		"a161 a0 00 01 01 00")
 	add(TypeRefuse, "another version", "97 03 02 a0 a0 a0 a0 a0")
 	add(TypeRefuse, "code not UTF-8", "97 03 08 a1ff a0 a0 a0 a0")
 	add(TypeStoreGrant, "grants without a store", "96 0b 01 00 00 00 91 94 00 01 00 00")
@@ -324,7 +381,8 @@ func badMessages() []vector {
 	add(TypeStoreGrant, "an extent without pages", "96 0b 01 01 00 00 91 94 00 00 00 00")
 	add(TypeStoreGrant, "an extent that wraps", "96 0b 01 01 00 00 91 94 ceffffffff 01 00 00")
 	add(TypeStoreGrant, "a negative offset", "96 0b 01 01 00 00 91 94 00 01 00 ff")
-	add(TypeStoreGrant, "an offset above 63 bits", "96 0b 01 01 00 00 91 94 00 01 00 cf8000000000000000")
+	add(TypeStoreGrant, "an offset above 63 bits",
+		"96 0b 01 01 00 00 91 94 00 01 00 cf8000000000000000")
 	add(TypeStoreGrant, "grants bomb", "96 0b 01 01 00 00 dd ffffffff")
 	add(TypeStoreGrant, "extent bomb", "96 0b 01 01 00 00 91 dd ffffffff")
 	add(TypeLoadGrant, "zero load", "95 15 01 00"+names+"90")
@@ -437,16 +495,23 @@ func badMessages() []vector {
 func wideMessages(t *testing.T) []vector {
 	one := func(name string, m Message, h string) vector {
 		h = strings.ReplaceAll(h, " ", "")
-		return vector{Name: name, Type: m.Type().String(), To: receiver(m.Type()), Message: toJSON(t, m), Hex: h, Valid: true, Why: "integers and lengths of any width"}
+		return vector{Name: name, Type: m.Type().String(), To: receiver(m.Type()),
+			Message: toJSON(t, m), Hex: h, Valid: true, Why: "integers and lengths of any width"}
 	}
 	return []vector{
 		one("ping wide", &Ping{ID: 5}, "dc0002 cc1e cf0000000000000005"),
 		one("ping signed", &Ping{ID: 5}, "dd00000002 d01e d30000000000000005"),
 		one("pong wide", &Pong{ID: 5, Generation: 1}, "dc0003 cd001f ce00000005 d10001"),
-		one("lookup wide", &Lookup{Session: 1, Secret: make([]byte, 16), Lookup: 2, FirstPage: 3, Prev: []byte{0xbb}, Hashes: []byte{0xaa}, DeadlineMs: 4, RecomputeUs: 5}, "99 3c d200000001 c5 0010"+strings.Repeat("00", 16)+"cc02 03 c5 0001 bb c6 00000001 aa 04 cd0005"),
+		one("lookup wide", &Lookup{Session: 1, Secret: make([]byte, 16), Lookup: 2, FirstPage: 3,
+			Prev: []byte{0xbb}, Hashes: []byte{0xaa}, DeadlineMs: 4, RecomputeUs: 5},
+			"99 3c d200000001 c5 0010"+strings.Repeat("00", 16)+
+				"cc02 03 c5 0001 bb c6 00000001 aa 04 cd0005"),
 		one("error wide", &Error{ID: 1, Code: "a", Message: "b"}, "94 32 01 d901 61 db00000001 62"),
-		one("peer lease wide", &PeerLease{ID: 1, Fingerprint: make([]byte, 32), FirstPage: 2, Touch: true, Hashes: []byte{0xaa}}, "dc0007 cc4a cd0001 c5 0020"+strings.Repeat("00", 32)+"cc02 d001 cd0000 c6 00000001 aa"),
-		one("store grant wide", &StoreGrant{ID: 1, Store: 1, Grants: []Extent{{0, 1, 0, 0}}}, "96 0b 01 01 00 00 dc0001 dd00000004 00 cc01 00 00"),
+		one("peer lease wide", &PeerLease{ID: 1, Fingerprint: make([]byte, 32), FirstPage: 2,
+			Touch: true, Hashes: []byte{0xaa}}, "dc0007 cc4a cd0001 c5 0020"+strings.Repeat("00",
+			32)+"cc02 d001 cd0000 c6 00000001 aa"),
+		one("store grant wide", &StoreGrant{ID: 1, Store: 1, Grants: []Extent{{0, 1, 0, 0}}},
+			"96 0b 01 01 00 00 dc0001 dd00000004 00 cc01 00 00"),
 	}
 }
 
@@ -513,12 +578,16 @@ func allVectors(t *testing.T, sidecars bool) []vector {
 	var out []vector
 	for _, g := range goodMessages() {
 		out = append(out, vector{
-			Name: g.name, Type: g.m.Type().String(), To: receiver(g.m.Type()), Message: toJSON(t, g.m),
-			Hex: hex.EncodeToString(g.m.Append(nil)), Valid: true, Canonical: true,
+			Name: g.name, Type: g.m.Type().String(), To: receiver(g.m.Type()),
+			Message: toJSON(t, g.m),
+			Hex:     hex.EncodeToString(g.m.Append(nil)), Valid: true, Canonical: true,
 		})
 	}
 	out = append(append(out, wideMessages(t)...), badMessages()...)
-	return slices.DeleteFunc(out, func(v vector) bool { return (v.To == "lender" || v.To == "borrower") != sidecars })
+	return slices.DeleteFunc(out, func(v vector) bool {
+		return (v.To == "lender" ||
+			v.To == "borrower") != sidecars
+	})
 }
 
 // golden compares a file with what it should hold, or writes it.

@@ -50,8 +50,10 @@ func TestGolden(t *testing.T) {
 				if err == nil {
 					t.Fatalf("accepted: %+v", m)
 				}
-				wantVersion := strings.Contains(v.Why, "another version") || v.Why == "version above 16 bits"
-				if errors.Is(err, ErrVersion) != wantVersion || errors.Is(err, ErrMalformed) == wantVersion {
+				wantVersion := strings.Contains(v.Why, "another version") ||
+					v.Why == "version above 16 bits"
+				if errors.Is(err, ErrVersion) != wantVersion ||
+					errors.Is(err, ErrMalformed) == wantVersion {
 					t.Fatalf("refused by the wrong kind of error: %v", err)
 				}
 				return
@@ -108,9 +110,11 @@ func TestRefusingAllocatesLittle(t *testing.T) {
 func TestLimits(t *testing.T) {
 	lim := DefaultLimits
 	lim.Pages, lim.Extents = 4, 3
-	lookup := Lookup{Session: 1, Secret: make([]byte, SecretBytes), Hashes: make([]byte, 4*MaxDigestBytes)}
+	lookup := Lookup{Session: 1, Secret: make([]byte, SecretBytes),
+		Hashes: make([]byte, 4*MaxDigestBytes)}
 	store := PrepareStore{Hashes: make([]byte, 4*MaxDigestBytes)}
-	load := PrepareLoad{Session: 1, Ticket: make([]byte, TicketBytes), Pages: 4, Names: make([]byte, NamesBytes)}
+	load := PrepareLoad{Session: 1, Ticket: make([]byte, TicketBytes), Pages: 4,
+		Names: make([]byte, NamesBytes)}
 	commit := CommitStore{Store: 1, Failed: []uint32{1, 2, 3}}
 	grant := LoadGrant{Load: 1, Names: make([]byte, NamesBytes), Extents: manyExtents(3)}
 	for _, c := range []struct {
@@ -135,8 +139,10 @@ func TestLimits(t *testing.T) {
 
 // What the encoder of one side may send, the packet limit must have room for.
 func TestPacketLimits(t *testing.T) {
-	worst := Extent{Page: math.MaxUint32 - 1, Pages: 1 << 30, Region: math.MaxUint32, Offset: math.MaxInt64}
-	grant := StoreGrant{ID: math.MaxUint32, Store: math.MaxUint64, Held: math.MaxUint32, Shed: math.MaxUint32}
+	worst := Extent{Page: math.MaxUint32 - 1, Pages: 1 << 30, Region: math.MaxUint32,
+		Offset: math.MaxInt64}
+	grant := StoreGrant{ID: math.MaxUint32, Store: math.MaxUint64, Held: math.MaxUint32,
+		Shed: math.MaxUint32}
 	for range MaxExtents {
 		grant.Grants = append(grant.Grants, worst)
 	}
@@ -145,19 +151,22 @@ func TestPacketLimits(t *testing.T) {
 	}
 	for _, size := range []int{8, 16, 32} {
 		n := MaxStorePages(size)
-		store := PrepareStore{ID: math.MaxUint32, FirstPage: 1 << 31, Prev: make([]byte, size), Hashes: make([]byte, n*size)}
+		store := PrepareStore{ID: math.MaxUint32, FirstPage: 1 << 31, Prev: make([]byte, size),
+			Hashes: make([]byte, n*size)}
 		if got := len(store.Append(nil)); got > MaxPacketBytes || n > MaxExtents {
 			t.Errorf("a store of %d pages of %d bytes has %d bytes", n, size, got)
 		}
 	}
 	for _, size := range []int{8, 16, 32} {
 		n := MaxLeasePages(size)
-		lease := PeerLease{ID: math.MaxUint32, Fingerprint: make([]byte, FingerprintBytes), FirstPage: 1 << 31, Pages: 1 << 30, Hashes: make([]byte, n*size)}
+		lease := PeerLease{ID: math.MaxUint32, Fingerprint: make([]byte, FingerprintBytes),
+			FirstPage: 1 << 31, Pages: 1 << 30, Hashes: make([]byte, n*size)}
 		if got := len(lease.Append(nil)); got > MaxPacketBytes || n > MaxExtents {
 			t.Errorf("a lease of %d pages of %d bytes has %d bytes", n, size, got)
 		}
 	}
-	peerGrant := PeerGrant{ID: math.MaxUint32, Load: math.MaxUint64, Pages: math.MaxUint32, More: true, Extents: grant.Grants}
+	peerGrant := PeerGrant{ID: math.MaxUint32, Load: math.MaxUint64, Pages: math.MaxUint32,
+		More: true, Extents: grant.Grants}
 	if n := len(peerGrant.Append(nil)); n > MaxPacketBytes {
 		t.Errorf("a peer's grant of MaxExtents has %d bytes", n)
 	}
@@ -168,24 +177,31 @@ func TestPacketLimits(t *testing.T) {
 	if n := len(release.Append(nil)); n > MaxPacketBytes {
 		t.Errorf("a release of MaxExtents has %d bytes", n)
 	}
-	pages := PeerPages{Seq: math.MaxUint64, Begin: true, End: true, Hints: make([]byte, 8*MaxBatchHints)}
+	pages := PeerPages{Seq: math.MaxUint64, Begin: true, End: true,
+		Hints: make([]byte, 8*MaxBatchHints)}
 	if n := len(pages.Append(nil)); n > MaxPacketBytes {
 		t.Errorf("pages of MaxBatchHints have %d bytes", n)
 	}
-	space := PeerSpace{Fingerprint: make([]byte, 32), PageTokens: math.MaxUint32, PageBytes: math.MaxInt64, PagesPerChunk: math.MaxUint32, DigestBytes: 32}
+	space := PeerSpace{Fingerprint: make([]byte, 32), PageTokens: math.MaxUint32,
+		PageBytes: math.MaxInt64, PagesPerChunk: math.MaxUint32, DigestBytes: 32}
 	for i := range DefaultLimits.Fields {
-		key := strings.Repeat("k", DefaultLimits.FieldKeyBytes-2) + string(rune('A'+i/10)) + string(rune('0'+i%10))
-		space.Fields = append(space.Fields, Field{key, strings.Repeat("v", DefaultLimits.FieldValueBytes)})
+		key := strings.Repeat("k", DefaultLimits.FieldKeyBytes-2) + string(rune('A'+i/10)) +
+			string(rune('0'+i%10))
+		space.Fields = append(space.Fields,
+			Field{key, strings.Repeat("v", DefaultLimits.FieldValueBytes)})
 	}
-	if raw := space.Append(nil); len(raw) > MaxPacketBytes || new(PeerSpace).Decode(raw, &DefaultLimits) != nil {
+	if raw := space.Append(nil); len(raw) > MaxPacketBytes ||
+		new(PeerSpace).Decode(raw, &DefaultLimits) != nil {
 		t.Errorf("the longest space has %d bytes", len(raw))
 	}
 	if MaxStorePages(0) != 0 || MaxLeasePages(0) != 0 {
 		t.Error("pages of no hash")
 	}
 	l := DefaultLimits
-	lookup := Lookup{Session: math.MaxUint64, Secret: make([]byte, SecretBytes), Lookup: math.MaxUint64, FirstPage: math.MaxUint32, DeadlineMs: math.MaxUint32, RecomputeUs: math.MaxUint32,
-		Prev: make([]byte, MaxDigestBytes), Hashes: make([]byte, l.Pages*MaxDigestBytes)}
+	lookup := Lookup{Session: math.MaxUint64, Secret: make([]byte, SecretBytes),
+		Lookup: math.MaxUint64, FirstPage: math.MaxUint32, DeadlineMs: math.MaxUint32,
+		RecomputeUs: math.MaxUint32,
+		Prev:        make([]byte, MaxDigestBytes), Hashes: make([]byte, l.Pages*MaxDigestBytes)}
 	if n := len(lookup.Append(nil)); n > l.MessageBytes() {
 		t.Errorf("the longest lookup has %d bytes, above %d", n, l.MessageBytes())
 	}
@@ -229,13 +245,16 @@ func random(r *rand.Rand, typ Type) Message {
 	extents := func() []Extent {
 		out := make([]Extent, 1+r.IntN(40))
 		for i := range out {
-			out[i] = Extent{Page: u32() >> 1, Pages: 1 + u32()>>2, Region: u32(), Offset: u64() >> 1}
+			out[i] = Extent{Page: u32() >> 1, Pages: 1 + u32()>>2, Region: u32(),
+				Offset: u64() >> 1}
 		}
 		return out
 	}
 	switch typ {
 	case TypeHello:
-		m := &Hello{Version: Version, Role: []string{RoleScheduler, RoleWorker}[r.IntN(2)], EngineID: text(), Rank: u32() >> 1, Ranks: 1, PageTokens: 1 | u32(), PageBytes: 1 | u64()>>1, PagesPerChunk: 1 | u32(), DigestBytes: uint8(1 + r.IntN(32))}
+		m := &Hello{Version: Version, Role: []string{RoleScheduler, RoleWorker}[r.IntN(2)],
+			EngineID: text(), Rank: u32() >> 1, Ranks: 1, PageTokens: 1 | u32(),
+			PageBytes: 1 | u64()>>1, PagesPerChunk: 1 | u32(), DigestBytes: uint8(1 + r.IntN(32))}
 		if m.Role == RoleScheduler {
 			m.Ranks = 1 | u32()>>1
 		}
@@ -244,12 +263,16 @@ func random(r *rand.Rand, typ Type) Message {
 		}
 		return m
 	case TypeWelcome:
-		return &Welcome{Version: Version, Session: id(), Secret: raw(16), Generation: u64(), Fingerprint: raw(32), LookupEndpoint: text(), ReplyEndpoint: text(), Regions: u32(), MaxPages: u32(), LeaseMs: u32(), Peers: u64()}
+		return &Welcome{Version: Version, Session: id(), Secret: raw(16), Generation: u64(),
+			Fingerprint: raw(32), LookupEndpoint: text(), ReplyEndpoint: text(), Regions: u32(),
+			MaxPages: u32(), LeaseMs: u32(), Peers: u64()}
 	case TypeRefuse:
-		return &Refuse{Version: Version, Code: text(), Field: text(), Want: text(), Got: text(), Message: text()}
+		return &Refuse{Version: Version, Code: text(), Field: text(), Want: text(), Got: text(),
+			Message: text()}
 	case TypePrepareStore:
 		size := []int{8, 16, 32}[r.IntN(3)]
-		m := &PrepareStore{ID: u32(), FirstPage: u32() >> 1, Prev: raw(size), Hashes: raw(size * (1 + r.IntN(3000))), Every: 1 | u32()}
+		m := &PrepareStore{ID: u32(), FirstPage: u32() >> 1, Prev: raw(size),
+			Hashes: raw(size * (1 + r.IntN(3000))), Every: 1 | u32()}
 		m.Which = u32() % m.Every
 		if m.FirstPage == 0 {
 			m.Prev = []byte{}
@@ -262,7 +285,8 @@ func random(r *rand.Rand, typ Type) Message {
 	case TypeAbortStore:
 		return &AbortStore{Store: id()}
 	case TypePrepareLoad:
-		return &PrepareLoad{ID: u32(), Session: id(), Lookup: u64(), Ticket: raw(16), FirstPage: u32() >> 1, Pages: 1 + uint32(r.IntN(65536)), Names: raw(32)}
+		return &PrepareLoad{ID: u32(), Session: id(), Lookup: u64(), Ticket: raw(16),
+			FirstPage: u32() >> 1, Pages: 1 + uint32(r.IntN(65536)), Names: raw(32)}
 	case TypeLoadGrant:
 		return &LoadGrant{ID: u32(), Load: id(), Names: raw(32), Extents: extents()}
 	case TypeRelease:
@@ -288,7 +312,9 @@ func random(r *rand.Rand, typ Type) Message {
 		return &Prefilled{Tokens: n, Found: n >> 1, Loaded: n >> 2}
 	case TypeRegionAdded:
 		page := 1 + u64()>>40
-		return &RegionAdded{Region: u32(), Generation: u64(), Kind: text(), Offset: u64() >> 2 / page * page, SizeBytes: 1 | u64()>>2, PageSize: page, ReadOnly: r.IntN(2) == 0}
+		return &RegionAdded{Region: u32(), Generation: u64(), Kind: text(),
+			Offset: u64() >> 2 / page * page, SizeBytes: 1 | u64()>>2, PageSize: page,
+			ReadOnly: r.IntN(2) == 0}
 	case TypeRegionRemoved:
 		return &RegionRemoved{Region: u32()}
 	case TypeRegionUnmapped:
@@ -301,7 +327,9 @@ func random(r *rand.Rand, typ Type) Message {
 		return &Error{ID: u32(), Code: text(), Message: text()}
 	case TypeLookup:
 		size := []int{8, 16, 32}[r.IntN(3)]
-		m := &Lookup{Session: id(), Secret: raw(16), Lookup: u64(), FirstPage: u32() >> 1, Prev: raw(size), Hashes: raw(size * (1 + r.IntN(5000))), DeadlineMs: u32(), RecomputeUs: u32()}
+		m := &Lookup{Session: id(), Secret: raw(16), Lookup: u64(), FirstPage: u32() >> 1,
+			Prev: raw(size), Hashes: raw(size * (1 + r.IntN(5000))), DeadlineMs: u32(),
+			RecomputeUs: u32()}
 		if m.FirstPage == 0 || r.IntN(3) == 0 {
 			m.Prev = []byte{}
 		}
@@ -319,21 +347,25 @@ func random(r *rand.Rand, typ Type) Message {
 	case TypePeerWelcome:
 		return &PeerWelcome{Version: Version, Generation: id(), MaxPages: 1 | u32()}
 	case TypePeerSpace:
-		m := &PeerSpace{Fingerprint: raw(32), PageTokens: u32(), PageBytes: 1 | u64()>>1, PagesPerChunk: 1 | u32(), DigestBytes: uint8(1 + r.IntN(32))}
+		m := &PeerSpace{Fingerprint: raw(32), PageTokens: u32(), PageBytes: 1 | u64()>>1,
+			PagesPerChunk: 1 | u32(), DigestBytes: uint8(1 + r.IntN(32))}
 		for i := range r.IntN(40) {
 			m.Fields = append(m.Fields, Field{string(rune('A' + i)), text()})
 		}
 		return m
 	case TypePeerPages:
-		return &PeerPages{Seq: id(), Begin: r.IntN(2) == 0, End: r.IntN(2) == 0, Hints: raw(8 * r.IntN(3000))}
+		return &PeerPages{Seq: id(), Begin: r.IntN(2) == 0, End: r.IntN(2) == 0,
+			Hints: raw(8 * r.IntN(3000))}
 	case TypePeerLease:
-		m := &PeerLease{ID: u32(), Fingerprint: raw(32), FirstPage: u32() >> 1, Touch: r.IntN(2) == 0, Hashes: raw(1 + r.IntN(100000))}
+		m := &PeerLease{ID: u32(), Fingerprint: raw(32), FirstPage: u32() >> 1,
+			Touch: r.IntN(2) == 0, Hashes: raw(1 + r.IntN(100000))}
 		if !m.Touch {
 			m.Pages = u32() >> 1
 		}
 		return m
 	case TypePeerGrant:
-		return &PeerGrant{ID: u32(), Load: id(), Pages: u32(), More: r.IntN(2) == 0, Extents: extents()}
+		return &PeerGrant{ID: u32(), Load: id(), Pages: u32(), More: r.IntN(2) == 0,
+			Extents: extents()}
 	case TypePeerRelease:
 		return &PeerRelease{Load: id(), Extents: indices(), Bad: r.IntN(2) == 0}
 	}
@@ -367,7 +399,8 @@ func oracle(t *testing.T, m Message) []byte {
 			must(enc.EncodeArrayLen(len(f)))
 			for _, e := range f {
 				must(enc.EncodeArrayLen(4))
-				must(errors.Join(enc.EncodeUint(uint64(e.Page)), enc.EncodeUint(uint64(e.Pages)), enc.EncodeUint(uint64(e.Region)), enc.EncodeUint(e.Offset)))
+				must(errors.Join(enc.EncodeUint(uint64(e.Page)), enc.EncodeUint(uint64(e.Pages)),
+					enc.EncodeUint(uint64(e.Region)), enc.EncodeUint(e.Offset)))
 			}
 		case []Run:
 			must(enc.EncodeArrayLen(len(f)))
@@ -376,7 +409,8 @@ func oracle(t *testing.T, m Message) []byte {
 				if e.Removed {
 					removed = 1
 				}
-				must(errors.Join(enc.EncodeArrayLen(2), enc.EncodeUint(removed), enc.EncodeBytes(e.Hashes)))
+				must(errors.Join(enc.EncodeArrayLen(2), enc.EncodeUint(removed),
+					enc.EncodeBytes(e.Hashes)))
 			}
 		case []uint32:
 			must(enc.EncodeArrayLen(len(f)))
@@ -425,8 +459,10 @@ func TestHotMessagesDoNotAllocate(t *testing.T) {
 	r := rand.New(rand.NewPCG(2, 0))
 	buf := make([]byte, 0, 1<<20)
 	for _, typ := range []Type{
-		TypeLookup, TypeLookupResult, TypeLookupPending, TypeTrim, TypeCancel, TypePrepareStore, TypeStoreGrant, TypeCommitStore,
-		TypePrepareLoad, TypeLoadGrant, TypeRelease, TypePing, TypePong, TypePeerPages, TypePeerLease, TypePeerGrant, TypePeerRelease,
+		TypeLookup, TypeLookupResult, TypeLookupPending, TypeTrim, TypeCancel, TypePrepareStore,
+		TypeStoreGrant, TypeCommitStore,
+		TypePrepareLoad, TypeLoadGrant, TypeRelease, TypePing, TypePong, TypePeerPages,
+		TypePeerLease, TypePeerGrant, TypePeerRelease,
 	} {
 		raw := random(r, typ).Append(nil)
 		m := New(typ)
@@ -495,7 +531,8 @@ func FuzzDecode(f *testing.F) {
 }
 
 func BenchmarkLookupDecode(b *testing.B) {
-	raw := (&Lookup{Session: 1, Secret: make([]byte, 16), Lookup: 1 << 40, Hashes: digests(4096, 32), DeadlineMs: 20}).Append(nil)
+	raw := (&Lookup{Session: 1, Secret: make([]byte, 16), Lookup: 1 << 40,
+		Hashes: digests(4096, 32), DeadlineMs: 20}).Append(nil)
 	var m Lookup
 	b.SetBytes(int64(len(raw)))
 	b.ReportAllocs()

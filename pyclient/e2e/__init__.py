@@ -1,1 +1,2 @@
-"""Tests in real vLLM servers, on the CPU, in float32: what a user gets, against a run without the connector."""
+"""Tests in real vLLM servers, on the CPU, in float32: what a user gets, against a run without the
+connector."""

@@ -1,8 +1,10 @@
-"""The servers that the tests share. Each is started once and used by many tests, for it takes seconds (see warm.py).
+"""The servers that the tests share. Each is started once and used by many tests, for it takes
+seconds (see warm.py).
 
-``pair`` is the main stage: a sidecar, two servers on it, and one without the connector, whose answers are the truth
-that all others are held to. Tests on it may kill and restart the sidecar; each leaves it running, with all sessions
-connected. Servers of other shapes are their tests' own (test_3_shapes.py).
+``pair`` is the main stage: a sidecar, two servers on it, and one without the connector, whose
+answers are the truth that all others are held to. Tests on it may kill and restart the sidecar;
+each leaves it running, with all sessions connected. Servers of other shapes are their tests' own
+(test_3_shapes.py).
 """
 
 from __future__ import annotations
@@ -51,8 +53,9 @@ def pytest_configure() -> None:
     stop_on_signals()
 
 
-# What is tested here is what happens, not how fast: on a machine that is busy with other things, the default patience
-# of 100 ms with a lookup turns a hit into a miss now and then, as it should. See imported.py, too.
+# What is tested here is what happens, not how fast: on a machine that is busy with other things,
+# the default patience of 100 ms with a lookup turns a hit into a miss now and then, as it should.
+# See imported.py, too.
 PATIENT = {
     "lookup_timeout_ms": 60_000,
     "promotion_timeout_ms": 60_000,
@@ -60,7 +63,8 @@ PATIENT = {
     "load_timeout_ms": 60_000,
     "reset_timeout_ms": 60_000,
 }
-# Where a sidecar is stopped, all of this is waited for. It is enough for the odd stall; see missed_again.
+# Where a sidecar is stopped, all of this is waited for. It is enough for the odd stall; see
+# missed_again.
 HURRIED = {
     **PATIENT,
     "lookup_timeout_ms": 2000,
@@ -87,10 +91,11 @@ def hit(cached_tokens: int, tokens: int) -> None:
 
 
 def missed_again(test: Callable[..., None]) -> Callable[..., None]:
-    """Runs a test of HURRIED servers once more where something was missed, for two minutes; with prompts of its own.
+    """Runs a test of HURRIED servers once more where something was missed, for two minutes; with
+    prompts of its own.
 
-    A sidecar that stands still for as long as these wait, and that is what a busy machine does, has it missed or not
-    stored, as it should. Nothing else is tried twice.
+    A sidecar that stands still for as long as these wait, and that is what a busy machine does, has
+    it missed or not stored, as it should. Nothing else is tried twice.
     """
 
     @functools.wraps(test)
@@ -128,7 +133,8 @@ def computed(server: Server, prompt: list[int], max_tokens: int = 8, **extra: An
 
 
 def hits_again(server: Server, prompt: list[int], truth: Answer, what: str, **extra: Any) -> None:
-    """Waits until all that can be of a prompt is hit in the sidecars. Every answer must be the right one."""
+    """Waits until all that can be of a prompt is hit in the sidecars. Every answer must be the
+    right one."""
 
     def found() -> bool:
         client.reset_prefix_cache(server.base_url)
@@ -141,7 +147,9 @@ def hits_again(server: Server, prompt: list[int], truth: Answer, what: str, **ex
 
 def counted(server: Server, name: str) -> float:
     """A counter of the server's, with all that its requests so far have added."""
-    ask(server, model.prompt(5, 1), 1)  # what a step has counted is told before what the next one has to say
+    ask(
+        server, model.prompt(5, 1), 1
+    )  # what a step has counted is told before what the next one has to say
     return client.metric(server.base_url, name)
 
 

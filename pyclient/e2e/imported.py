@@ -1,4 +1,5 @@
-"""What each process of a vLLM server imports: imported once, by the process that they are forked from (warm.py)."""
+"""What each process of a vLLM server imports: imported once, by the process that they are forked
+from (warm.py)."""
 
 import ctypes
 import gc
@@ -6,8 +7,8 @@ import importlib
 import os
 import signal
 
-# Python's fork server starts this process without a way to say so: it is not to outlive who started it, nor to end with
-# others of a group before the servers are ended.
+# Python's fork server starts this process without a way to say so: it is not to outlive who started
+# it, nor to end with others of a group before the servers are ended.
 os.setsid()
 ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
 
@@ -22,8 +23,9 @@ MODULES = (
 for name in MODULES:
     importlib.import_module(name)
 
-# What is tested is what happens, not how fast: a sidecar that stands still for seconds, as all do on a busy machine, is
-# not to be doubted for it, nor its answer to a load given up. How long that may take the settings of servers say.
+# What is tested is what happens, not how fast: a sidecar that stands still for seconds, as all do
+# on a busy machine, is not to be doubted for it, nor its answer to a load given up. How long that
+# may take the settings of servers say.
 PATIENCE_S = {
     "lookaside.lookups": {"_HANDSHAKE_PATIENCE_S": 10.0},
     "lookaside.scheduler": {"_IDENTITY_PATIENCE_S": 60.0},

@@ -1,4 +1,5 @@
-"""What one instance has computed, another one and the same one later load instead: with the same tokens."""
+"""What one instance has computed, another one and the same one later load instead: with the same
+tokens."""
 
 from __future__ import annotations
 
@@ -150,7 +151,8 @@ def test_many_requests_at_once(pair: Pair) -> None:
 
 @missed_again
 def test_clients_that_leave_at_any_moment(pair: Pair) -> None:
-    """Aborted while waiting, loading, prefilling and decoding: the servers go on, nothing stays leased."""
+    """Aborted while waiting, loading, prefilling and decoding: the servers go on, nothing stays
+    leased."""
     prompt = pair.prompt(3000)
     truth = ask(pair.a, prompt)
     for timeout_s in (0.005, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.2):
@@ -166,13 +168,16 @@ def test_clients_that_leave_at_any_moment(pair: Pair) -> None:
 
 
 def test_an_instance_that_dies_and_one_that_starts(pair: Pair) -> None:
-    """Killed in the middle of a load: what it held is free within a second. Its successor loads what is held."""
+    """Killed in the middle of a load: what it held is free within a second. Its successor loads
+    what is held."""
     prompt = pair.prompt(4000)
     truth = ask(pair.a, prompt)
     with contextlib.suppress(httpx.TimeoutException):
         client.complete(pair.b.base_url, prompt, timeout_s=0.04)
     pair.b.end(patience_s=0)
-    eventually(lambda: len(pair.sidecar.status()["sessions"]) == 2, "the dead server's sessions to end")
+    eventually(
+        lambda: len(pair.sidecar.status()["sessions"]) == 2, "the dead server's sessions to end"
+    )
     eventually(lambda: pair.sidecar.status()["leases"] == 0, "what it held to be free")
     pair.b = pair.stand.server("b2", connector=configured(pair.stand.endpoint(), **HURRIED))
     pair.b.wait_ready()
@@ -206,7 +211,8 @@ def test_metrics_inside_vllm(pair: Pair) -> None:
 
 @missed_again
 def test_status_tells_found_loaded_and_computed_apart(pair: Pair) -> None:
-    """A prompt that is computed, one that vLLM has itself, one that is loaded: only that is found, and loaded."""
+    """A prompt that is computed, one that vLLM has itself, one that is loaded: only that is found,
+    and loaded."""
     before = pair.sidecar.status()["counters"]["tokens"]
     prompt, pages = pair.prompt(1000), hits_of(1000)
     ask(pair.a, prompt)
@@ -214,11 +220,20 @@ def test_status_tells_found_loaded_and_computed_apart(pair: Pair) -> None:
     hit(ask(pair.b, prompt).cached_tokens, pages)
 
     def told() -> dict[str, int]:
-        return {name: count - before[name] for name, count in pair.sidecar.status()["counters"]["tokens"].items()}
+        return {
+            name: count - before[name]
+            for name, count in pair.sidecar.status()["counters"]["tokens"].items()
+        }
 
     eventually(lambda: told()["requests"] == 3, "the sidecar to be told")
     asked = 1000 + (1000 - pages) + 1000
-    assert told() == {"requests": 3, "asked": asked, "found": pages, "loaded": pages, "computed": asked - pages}
+    assert told() == {
+        "requests": 3,
+        "asked": asked,
+        "found": pages,
+        "loaded": pages,
+        "computed": asked - pages,
+    }
 
 
 def test_commands_take_the_prompt_of_a_request(pair: Pair) -> None:

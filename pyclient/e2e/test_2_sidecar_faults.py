@@ -1,4 +1,5 @@
-"""The sidecar killed, stopped or restarted at any moment: vLLM answers with the right tokens, and finds it again."""
+"""The sidecar killed, stopped or restarted at any moment: vLLM answers with the right tokens, and
+finds it again."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class Asking(threading.Thread):
 def hits_come_back(pair: Pair, prompt: list[int], truth: Answer) -> None:
     """Once connected again, what is stored is found again: a's cold computation is b's hit.
 
-    The sidecar knows of a session before its client has mapped the regions, so the first try may come too early.
+    The sidecar knows of a session before its client has mapped the regions, so the first try may
+    come too early.
     """
 
     def hit() -> bool:
@@ -194,7 +196,8 @@ def post(server: Server, path: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_pause_sleep_and_reset_succeed_without_the_sidecar(pair: Pair, how: str) -> None:
-    """And nothing that was stored before is hit when it is back: the weights may be others by then."""
+    """And nothing that was stored before is hit when it is back: the weights may be others by
+    then."""
     prompt = pair.prompt(1500)
     truth = ask(pair.a, prompt)
     client.reset_prefix_cache(pair.b.base_url)

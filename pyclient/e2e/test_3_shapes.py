@@ -1,8 +1,8 @@
-"""Servers of other shapes: two ranks, ranks that hold the same bytes, next to no room, behind MultiConnector, with MLA,
-with adapters.
+"""Servers of other shapes: two ranks, ranks that hold the same bytes, next to no room, behind
+MultiConnector, with MLA, with adapters.
 
-Each class has one or two servers of its own, which start at once, and ends them: all of them, with those of ``pair``,
-would not fit into 24 GiB.
+Each class has one or two servers of its own, which start at once, and ends them: all of them, with
+those of ``pair``, would not fit into 24 GiB.
 """
 
 from __future__ import annotations
@@ -22,7 +22,18 @@ import pytest
 from examples.stand import client, model
 from examples.stand.processes import BINARY, Server, Sidecar, Stand, eventually
 
-from .conftest import PAGE, Pair, Stands, ask, computed, configured, hits_again, hits_of, sessions, together
+from .conftest import (
+    PAGE,
+    Pair,
+    Stands,
+    ask,
+    computed,
+    configured,
+    hits_again,
+    hits_of,
+    sessions,
+    together,
+)
 
 LITTLE = {"arena_limit": "512M"}
 
@@ -50,7 +61,8 @@ def start_two_ranks(stand: Stand) -> Shape:
 
 
 def start_one_head(stand: Stand) -> Shape:
-    """Two tensor-parallel ranks of a model with one KV head, which both have, and one sidecar for the two."""
+    """Two tensor-parallel ranks of a model with one KV head, which both have, and one sidecar for
+    the two."""
     cores = sorted(os.sched_getaffinity(0))
     sidecar = stand.sidecar(0, "all", settings=LITTLE)
     server = stand.server(
@@ -67,7 +79,9 @@ def start_no_room(stand: Stand) -> Shape:
     """Twelve blocks; vLLM starts the sidecar itself, on the endpoint "auto"."""
     server = stand.server(
         "tight",
-        connector=configured(stand.endpoint("auto"), autostart=True, arena_limit="512M", binary=str(BINARY)),
+        connector=configured(
+            stand.endpoint("auto"), autostart=True, arena_limit="512M", binary=str(BINARY)
+        ),
         arguments=["--num-gpu-blocks-override", "12"],
         max_model_len=1024,
     )
@@ -115,7 +129,8 @@ def start_mla(stand: Stand) -> Shape:
 
 
 def write_adapter(base: Path, directory: Path, seed: int) -> Path:
-    """A LoRA adapter of a model, with random weights that are large enough to change its answers."""
+    """A LoRA adapter of a model, with random weights that are large enough to change its
+    answers."""
     import torch
     from safetensors.torch import save_file
 
@@ -129,7 +144,13 @@ def write_adapter(base: Path, directory: Path, seed: int) -> Path:
         weights[f"{name}.lora_B.weight"] = torch.randn(hidden, 8, generator=generator)
     directory.mkdir()
     save_file(weights, directory / "adapter_model.safetensors")
-    adapter = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
+    adapter = {
+        "peft_type": "LORA",
+        "r": 8,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj"],
+        "bias": "none",
+    }
     (directory / "adapter_config.json").write_text(json.dumps(adapter))
     return directory
 
@@ -203,7 +224,11 @@ def mla(multi_and_mla: list[Shape]) -> Shape:
 
 def counters(sidecar: Sidecar) -> tuple[int, int]:
     """Pages stored and loaded since the sidecar started."""
-    lines = [line.split() for line in sidecar.get("/metrics").text.splitlines() if not line.startswith("#")]
+    lines = [
+        line.split()
+        for line in sidecar.get("/metrics").text.splitlines()
+        if not line.startswith("#")
+    ]
     values = {line[0]: float(line[1]) for line in lines if len(line) == 2}
     return int(values["lookaside_stored_pages_total"]), int(values["lookaside_loaded_pages_total"])
 
@@ -211,7 +236,9 @@ def counters(sidecar: Sidecar) -> tuple[int, int]:
 def page_of(server: Server, prompt: list[int]) -> int:
     """The server's block in tokens, from what it hits of its own cache."""
     again = ask(server, prompt)
-    return max(size for size in (16, 32, 64, 128) if hits_of(len(prompt), size) == again.cached_tokens)
+    return max(
+        size for size in (16, 32, 64, 128) if hits_of(len(prompt), size) == again.cached_tokens
+    )
 
 
 class TestTwoRanksAndNoRoom:
@@ -234,14 +261,18 @@ class TestTwoRanksAndNoRoom:
         without = ask(two_ranks.server, prompt)
         assert (without.tokens, without.cached_tokens) == (truth.tokens, 0)
         restarted = two_ranks.stand.sidecar(1, "tp", settings=LITTLE)
-        eventually(lambda: sessions(restarted) == 2, "both roles' sessions with the second rank's sidecar")
+        eventually(
+            lambda: sessions(restarted) == 2, "both roles' sessions with the second rank's sidecar"
+        )
         client.reset_prefix_cache(two_ranks.server.base_url)
         empty = ask(two_ranks.server, prompt)
         assert (empty.tokens, empty.cached_tokens) == (truth.tokens, 0)
         hits_again(two_ranks.server, prompt, truth, "hits once both ranks hold it")
 
     @pytest.mark.parametrize("turn", [0, 1])
-    def test_preempted_requests_answer_the_same(self, no_room: Shape, pair: Pair, turn: int) -> None:
+    def test_preempted_requests_answer_the_same(
+        self, no_room: Shape, pair: Pair, turn: int
+    ) -> None:
         """Twelve blocks for four requests that need sixteen: they preempt each other."""
         # The second turn finds the first turn's prompts in the sidecar, and still has no room.
         prompts = [model.prompt(350, 52_000 + number) for number in range(4)]
@@ -280,8 +311,11 @@ class TestTwoRanksAndNoRoom:
         assert os.sched_getaffinity(started) == os.sched_getaffinity(0), "bound to a core of vLLM's"
         hits_again(no_room.server, prompt, truth, "hits in the new sidecar")
 
-    def test_the_started_sidecar_outlives_its_servers(self, no_room: Shape, small_model: Path, stands: Stands) -> None:
-        """SIGTERM to the server that started it, then to all processes of one that found it. Uses no_room up."""
+    def test_the_started_sidecar_outlives_its_servers(
+        self, no_room: Shape, small_model: Path, stands: Stands
+    ) -> None:
+        """SIGTERM to the server that started it, then to all processes of one that found it. Uses
+        no_room up."""
         endpoint = Path(no_room.stand.endpoint("auto").format(rank=0))
         pid = (endpoint / "lock").read_text()
         prompt = model.prompt(700, 53_001)
@@ -290,10 +324,13 @@ class TestTwoRanksAndNoRoom:
         hits_again(no_room.server, prompt, truth, "a hit before the server ends")
         no_room.server.signal(signal.SIGTERM)
         no_room.server.wait(120)
-        with started(stands(small_model), lambda stand: start_on(stand, no_room.stand.endpoint("auto"))) as (
-            following,
-        ):
-            eventually(lambda: len(status_of(endpoint)["sessions"]) == 2, "both sessions of the next server")
+        with started(
+            stands(small_model), lambda stand: start_on(stand, no_room.stand.endpoint("auto"))
+        ) as (following,):
+            eventually(
+                lambda: len(status_of(endpoint)["sessions"]) == 2,
+                "both sessions of the next server",
+            )
             found = ask(following.server, prompt)
             assert (found.tokens, found.cached_tokens) == (truth.tokens, hits_of(700))
             os.killpg(following.server.pid, signal.SIGTERM)
@@ -308,7 +345,10 @@ class TestOneHead:
 
     def test_pages_are_stored_once_and_loaded_twice(self, one_head: Shape) -> None:
         (sidecar,) = one_head.sidecars
-        eventually(lambda: sessions(sidecar) == 3, "the sessions of two workers and of the scheduler for both")
+        eventually(
+            lambda: sessions(sidecar) == 3,
+            "the sessions of two workers and of the scheduler for both",
+        )
         least = most = loaded = 0  # pages
         for tokens in (300, 1500):
             prompt = model.prompt(tokens, 56_000 + tokens)
@@ -337,11 +377,13 @@ class TestMultiAndMLA:
         assert again.cached_tokens == hits_of(1000)
 
     def test_hits_are_loaded(self, mla: Shape) -> None:
-        """MLA with AMX is not deterministic even with vLLM's own cache alone, so outputs prove nothing here."""
+        """MLA with AMX is not deterministic even with vLLM's own cache alone, so outputs prove
+        nothing here."""
         prompt = model.prompt(1000, 55_000)
         ask(mla.server, prompt)
         if "amx_tile" not in Path("/proc/cpuinfo").read_text():
-            # Where the CPU has no AMX, vLLM turns prefix caching off for MLA, and with it the connector.
+            # Where the CPU has no AMX, vLLM turns prefix caching off for MLA, and with it the
+            # connector.
             assert ask(mla.server, prompt).cached_tokens == 0
             assert mla.sidecars[0].status()["sessions"] == []
             return
@@ -383,7 +425,8 @@ class TestAdapters:
         hits_again(other, prompt, truth, "what the other has stored")
 
     def test_another_seed_is_named_in_both_logs(self, adapters: list[Shape]) -> None:
-        """A server that shares nothing with those that are there, because its PYTHONHASHSEED differs."""
+        """A server that shares nothing with those that are there, because its PYTHONHASHSEED
+        differs."""
         one, other = adapters
         other.server.end()
         seeded = one.stand.server(
@@ -392,7 +435,10 @@ class TestAdapters:
         seeded.wait_ready()
         fix = "start all with the same PYTHONHASHSEED"
         eventually(lambda: fix in seeded.log.read_text(), "the warning in the new server's log")
-        eventually(lambda: fix in one.server.log.read_text(), "the warning in the log of the one that was there")
+        eventually(
+            lambda: fix in one.server.log.read_text(),
+            "the warning in the log of the one that was there",
+        )
         prompt = model.prompt(1000, 57_002)
         truth = computed(one.server, prompt)
         hits_again(one.server, prompt, truth, "what the first has stored")

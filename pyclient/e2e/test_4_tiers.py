@@ -1,8 +1,9 @@
-"""Tiers below the arena: a prefix outlives memory, restarts and machines; what fails in one is never a wrong token.
+"""Tiers below the arena: a prefix outlives memory, restarts and machines; what fails in one is
+never a wrong token.
 
-The tests of the class build on each other, because every server takes half a minute to start: "one" is a machine with a
-disk and a Redis server, whose arena holds a tenth of what is asked of it; "two" is another machine, which comes later
-and has nothing but the same Redis server.
+The tests of the class build on each other, because every server takes half a minute to start: "one"
+is a machine with a disk and a Redis server, whose arena holds a tenth of what is asked of it; "two"
+is another machine, which comes later and has nothing but the same Redis server.
 """
 
 from __future__ import annotations
@@ -40,28 +41,37 @@ SEED = 20261120
 DEVICE = "256M"  # of the arena on DAX
 PATIENT_REDIS = "lookup_timeout=20s&load_timeout=60s&store_timeout=120s"
 
-# In so small an arena a partly filled chunk would be evicted before the usual second is over. Each stands for a host
-# of its own: what another has in its arena must come from a tier.
-PATIENT_SIDECAR = {"lookup_deadline": "60s", "cascade_partial_delay": "50ms", "peers_enabled": "false"}
+# In so small an arena a partly filled chunk would be evicted before the usual second is over. Each
+# stands for a host of its own: what another has in its arena must come from a tier.
+PATIENT_SIDECAR = {
+    "lookup_deadline": "60s",
+    "cascade_partial_delay": "50ms",
+    "peers_enabled": "false",
+}
 
 
 @dataclass
 class Machine:
-    """A sidecar and a server on it. Either may be ended and started anew; what lies on the disk stays."""
+    """A sidecar and a server on it. Either may be ended and started anew; what lies on the disk
+    stays."""
 
     stand: Stand
     name: str
     settings: dict[str, str]
     disk: Path | None = None
     runs: int = 0
-    seeds: Iterator[int] = field(default_factory=lambda: itertools.count(64_000))  # of prompts that nobody else asks
+    seeds: Iterator[int] = field(
+        default_factory=lambda: itertools.count(64_000)
+    )  # of prompts that nobody else asks
     sidecar: Sidecar = field(init=False)
     server: Server = field(init=False)
 
     def start_sidecar(self, **settings: str) -> None:
         """settings: instead of those of before, where given."""
         self.settings = settings or self.settings
-        self.sidecar = self.stand.sidecar(0, self.name, settings={**PATIENT_SIDECAR, **self.settings})
+        self.sidecar = self.stand.sidecar(
+            0, self.name, settings={**PATIENT_SIDECAR, **self.settings}
+        )
 
     def device(self, number: int) -> str:
         """A file that stands in for a DAX device of the arena."""
@@ -69,7 +79,9 @@ class Machine:
 
     def start_arena(self, *devices: str, wait: bool = True) -> None:
         """A sidecar whose arena lies on these devices."""
-        settings = dax_arena(",".join(f"{device}:{DEVICE}" for device in devices), slab="64M", hotplug="true")
+        settings = dax_arena(
+            ",".join(f"{device}:{DEVICE}" for device in devices), slab="64M", hotplug="true"
+        )
         self.start_sidecar(**settings)
         if wait:
             self.wait_mapped()
@@ -91,7 +103,9 @@ class Machine:
         """Waits until the disk holds so many pages and nothing waits to be written to any tier."""
         self.sidecar.wait_stored("disk", pages)
         tiers = self.sidecar.tiers
-        eventually(lambda: not any(t["store_queue_chunks"] for t in tiers().values()), "all to be written")
+        eventually(
+            lambda: not any(t["store_queue_chunks"] for t in tiers().values()), "all to be written"
+        )
 
     def ask(self, prompt: list[int]) -> Answer:
         """An answer for which vLLM's own cache has nothing."""
@@ -99,7 +113,8 @@ class Machine:
         return ask(self.server, prompt)
 
     def wait_mapped(self) -> None:
-        """Waits until what is asked is found again: a worker maps the arena after its session has begun."""
+        """Waits until what is asked is found again: a worker maps the arena after its session has
+        begun."""
         eventually(lambda: sessions(self.sidecar) == 2, "both roles' sessions")
 
         def hit() -> bool:
@@ -110,7 +125,8 @@ class Machine:
         eventually(hit, "a first hit")
 
     def connected(self, truth: dict[int, Answer]) -> None:
-        """Waits until both roles are connected and the first prompt hits: regions may be mapped a little later."""
+        """Waits until both roles are connected and the first prompt hits: regions may be mapped a
+        little later."""
         eventually(lambda: sessions(self.sidecar) == 2, "both roles' sessions")
 
         def hit() -> bool:
@@ -121,7 +137,8 @@ class Machine:
         eventually(hit, "a first hit")
 
     def all_hit(self, truth: dict[int, Answer], which: range) -> bool:
-        """Asks all of these prompts and says whether they hit as far as they can; their answers are the right ones."""
+        """Asks all of these prompts and says whether they hit as far as they can; their answers are
+        the right ones."""
         hits = []
         for number in which:
             answer = self.ask(PROMPTS[number])
@@ -167,13 +184,21 @@ def tiered(small_model: Path, stands: Stands) -> Iterator[Tiered]:
         one.start_server()
         one.server.wait_ready()
         # This one waits for a Redis server that is stopped, three times.
-        two = {"arena_limit": "1G", "redis": f"{url}?lookup_timeout=2s&load_timeout=20s&store_timeout=120s"}
+        two = {
+            "arena_limit": "1G",
+            "redis": f"{url}?lookup_timeout=2s&load_timeout=20s&store_timeout=120s",
+        }
         yield Tiered(redis, one, Machine(stand, "two", two))
 
 
 def known_serdes(directory: Path) -> str:
     """What the sidecar says that it can encode pages with."""
-    wrong = [str(BINARY), "serve", f"--runtime-dir={directory}", "--redis=redis://127.0.0.1:1/0?serde=none-such"]
+    wrong = [
+        str(BINARY),
+        "serve",
+        f"--runtime-dir={directory}",
+        "--redis=redis://127.0.0.1:1/0?serde=none-such",
+    ]
     return subprocess.run(wrong, capture_output=True, text=True, timeout=120).stderr
 
 
@@ -212,13 +237,20 @@ def traffic(tiered: Tiered, machine: Machine) -> Iterator[Seen]:
 
 def dax(machine: Machine, *arguments: str) -> None:
     """`lookaside dax ...` of the machine's sidecar."""
-    command = [str(BINARY), "dax", arguments[0], f"--runtime-dir={machine.sidecar.endpoint}", *arguments[1:]]
+    command = [
+        str(BINARY),
+        "dax",
+        arguments[0],
+        f"--runtime-dir={machine.sidecar.endpoint}",
+        *arguments[1:],
+    ]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, f"{arguments}: {run.stderr}"
 
 
 def flip_bits(path: Path, rng: random.Random) -> None:
-    """One bit in every 16 MiB of a store's file, but for what it begins with: headers and a slab's directory."""
+    """One bit in every 16 MiB of a store's file, but for what it begins with: headers and a slab's
+    directory."""
     with path.open("r+b") as slab:
         size = path.stat().st_size
         for _ in range(size >> 24):
@@ -246,11 +278,16 @@ class TestTiers:
         assert counted(one.server, "vllm:lookaside_load_failures_total") == 0
         assert client.metric(one.server.base_url, "vllm:lookaside_prefill_tokens_per_second") > 0
 
-    def test_what_the_demo_measures_and_prints(self, tiered: Tiered, capsys: pytest.CaptureFixture[str]) -> None:
-        """examples/beyond_memory on this server: the rows that `make demo TIERS=disk` prints and writes."""
+    def test_what_the_demo_measures_and_prints(
+        self, tiered: Tiered, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """examples/beyond_memory on this server: the rows that `make demo TIERS=disk` prints and
+        writes."""
         one = tiered.one
         shown = command.Table(beyond_memory.head("disk"), beyond_memory.line)
-        beyond_memory.measure(one.server, one.sidecar, "disk", (300, 1000), rounds=2, seed=78, shown=shown)
+        beyond_memory.measure(
+            one.server, one.sidecar, "disk", (300, 1000), rounds=2, seed=78, shown=shown
+        )
         rows = shown.rows
         assert [row.prompt_tokens for row in rows] == [300, 1000]
         assert [row.hit_tokens for row in rows] == [hits_of(300), hits_of(1000)]
@@ -313,7 +350,10 @@ class TestTiers:
         before = one.sidecar.tiers()["redis"]["stored_chunks"]
         truth = salted(one.server, "alice")
         assert truth.cached_tokens == 0
-        eventually(lambda: one.sidecar.tiers()["redis"]["stored_chunks"] >= before + 3, "alice's chunks to be written")
+        eventually(
+            lambda: one.sidecar.tiers()["redis"]["stored_chunks"] >= before + 3,
+            "alice's chunks to be written",
+        )
         bob = salted(two.server, "bob")
         assert (bob.tokens, bob.cached_tokens) == (truth.tokens, 0)
         alice = salted(two.server, "alice")
@@ -331,7 +371,8 @@ class TestTiers:
         one.stored(SOME_PAGES)
 
     def test_redis_that_stops_answering_costs_nothing(self, tiered: Tiered) -> None:
-        """Stopped, it is turned off; requests hit in the arena and compute what is new. Then it comes back."""
+        """Stopped, it is turned off; requests hit in the arena and compute what is new. Then it
+        comes back."""
         two, seeds = tiered.two, iter(range(61_000, 62_000))
 
         def new_one() -> Answer:
@@ -343,12 +384,17 @@ class TestTiers:
         new_one()
         tiered.redis.signal(signal.SIGSTOP)
         try:
-            eventually(lambda: bool(new_one()) and two.sidecar.tiers()["redis"]["state"] != "closed", "it is off")
+            eventually(
+                lambda: bool(new_one()) and two.sidecar.tiers()["redis"]["state"] != "closed",
+                "it is off",
+            )
             late = client.metric(two.server.base_url, "vllm:lookaside_lookup_timeouts_total")
             two.hits(tiered.truth, range(0, 6))
             for _ in range(3):
                 new_one()
-            assert client.metric(two.server.base_url, "vllm:lookaside_lookup_timeouts_total") == late
+            assert (
+                client.metric(two.server.base_url, "vllm:lookaside_lookup_timeouts_total") == late
+            )
         finally:
             tiered.redis.signal(signal.SIGCONT)
         two.sidecar.end()
@@ -367,12 +413,15 @@ class TestTiers:
             assert answer.cached_tokens == 0
 
     def test_a_corrupted_disk_is_never_a_wrong_token(self, tiered: Tiered) -> None:
-        """Bytes flipped all over the store while nobody has it open; Redis is gone, so the disk is all there is."""
+        """Bytes flipped all over the store while nobody has it open; Redis is gone, so the disk is
+        all there is."""
         one = tiered.one
         one.sidecar.end()
         rng = random.Random(SEED)
         assert one.disk is not None
-        slabs = [path for path in one.disk.rglob("*") if path.is_file() and path.stat().st_size > 1 << 20]
+        slabs = [
+            path for path in one.disk.rglob("*") if path.is_file() and path.stat().st_size > 1 << 20
+        ]
         assert slabs
         for path in slabs:
             flip_bits(path, rng)
@@ -390,7 +439,8 @@ class TestTiers:
         assert one.sidecar.tiers()["disk"]["corrupt_chunks"] > 0
 
     def test_dax_devices_come_and_go_under_traffic(self, tiered: Tiered) -> None:
-        """Devices are added, removed in each mode and resized; files stand in for them. Then the sidecar is killed."""
+        """Devices are added, removed in each mode and resized; files stand in for them. Then the
+        sidecar is killed."""
         one = tiered.one
         a, b, c = (str(one.stand.directory / f"dax{number}.0") for number in range(3))
         options = "256M:hotplug=true:allow_files=true:load_timeout=60s:store_timeout=120s"
@@ -428,7 +478,8 @@ class TestTiers:
         assert tier["loaded_chunks"] > 0 and tier["corrupt_chunks"] == 0
 
     def test_an_arena_on_dax_changes_under_traffic(self, tiered: Tiered) -> None:
-        """Workers map the devices. They are added, removed in each mode and resized, and nothing is missed."""
+        """Workers map the devices. They are added, removed in each mode and resized, and nothing is
+        missed."""
         one = tiered.one
         a, b, c = one.device(0), one.device(1), one.device(2)
         one.sidecar.end()
@@ -492,7 +543,8 @@ class TestTiers:
         print(f"\n{found} of {SOME_PAGES} pages were still found")
         assert found < SOME_PAGES
         assert one.sidecar.status()["verifications"]["corrupt"] > 0
-        # It is stored again. Behind a chunk that was bad, another one is found to be by the next lookup only.
+        # It is stored again. Behind a chunk that was bad, another one is found to be by the next
+        # lookup only.
         eventually(lambda: one.all_hit(tiered.truth, SOME), "all to be found again")
 
     def test_an_arena_whose_file_is_cut_short(self, tiered: Tiered) -> None:
@@ -506,27 +558,38 @@ class TestTiers:
 
     @pytest.mark.parametrize("serde", ["lossless", "fp8", "int8"])
     def test_encoded_pages_in_redis(self, tiered: Tiered, serde: str, tmp_path: Path) -> None:
-        """What it does to greedy tokens: nothing, or, where it may lose bits, what is reported but not judged."""
+        """What it does to greedy tokens: nothing, or, where it may lose bits, what is reported but
+        not judged."""
         if serde not in known_serdes(tmp_path / "never"):
             pytest.skip(f"this sidecar has no serde {serde}")
         two = tiered.two
         spaces = {space["fingerprint"] for space in tiered.one.sidecar.status()["spaces"]}
         redis = two.stand.redis(f"redis-{serde}")
         two.sidecar.end()
-        two.start_sidecar(arena_limit="1G", redis=f"redis://127.0.0.1:{redis.port}/0?serde={serde}&{PATIENT_REDIS}")
+        two.start_sidecar(
+            arena_limit="1G",
+            redis=f"redis://127.0.0.1:{redis.port}/0?serde={serde}&{PATIENT_REDIS}",
+        )
         two.wait_mapped()
         lossy = two.sidecar.tiers()["redis"]["lossy"]
         assert lossy == (serde != "lossless")
         encoded = {space["fingerprint"] for space in two.sidecar.status()["spaces"]}
-        assert encoded.isdisjoint(spaces) if lossy else encoded == spaces, "lost bits are for those who asked for it"
+        assert encoded.isdisjoint(spaces) if lossy else encoded == spaces, (
+            "lost bits are for those who asked for it"
+        )
         which, before = range(6), two.sidecar.tiers()["redis"]["stored_chunks"]
         for number in which:
             answer = two.ask(PROMPTS[number])
             assert (answer.tokens, answer.cached_tokens) == (tiered.truth[number].tokens, 0)
         # Where it has stalled for a while it is not done yet.
         chunks = sum(-(-hits_of(len(PROMPTS[number])) // (2 * PAGE)) for number in which)
-        eventually(lambda: two.sidecar.tiers()["redis"]["stored_chunks"] >= before + chunks, "all to be written")
-        two.sidecar.wait_stored("redis", sum(hits_of(len(PROMPTS[number])) // PAGE for number in which))
+        eventually(
+            lambda: two.sidecar.tiers()["redis"]["stored_chunks"] >= before + chunks,
+            "all to be written",
+        )
+        two.sidecar.wait_stored(
+            "redis", sum(hits_of(len(PROMPTS[number])) // PAGE for number in which)
+        )
         two.sidecar.end()
         two.start_sidecar()
         eventually(lambda: sessions(two.sidecar) == 2, "both roles' sessions")
@@ -538,5 +601,8 @@ class TestTiers:
             truth = tiered.truth[number].tokens
             same += sum(a == b for a, b in zip(answer.tokens, truth, strict=True))
             total += len(truth)
-        print(f"\n{serde} in Redis: {same} of {total} greedy tokens are those of the lossless run ({same / total:.0%})")
+        print(
+            f"\n{serde} in Redis: {same} of {total} greedy tokens are those of the lossless run "
+            f"({same / total:.0%})"
+        )
         assert same == total or lossy

@@ -1,4 +1,5 @@
-"""A kv_producer and a kv_consumer behind the example's proxy: the answers of one server, also when the prefiller dies.
+"""A kv_producer and a kv_consumer behind the example's proxy: the answers of one server, also when
+the prefiller dies.
 
 The tests build on each other: the last one kills the prefiller.
 """
@@ -74,12 +75,15 @@ def test_the_decoder_goes_on_where_the_prefiller_ended(apart: Apart, tokens: int
 
 def test_prompts_that_share_their_beginning_and_come_at_once(apart: Apart) -> None:
     shared = model.prompt(900, 71_000)
-    prompts = [model.prompt(tokens, 71_000 + tokens, shared[:800]) for tokens in (810, 900, 1000, 1300)]
+    prompts = [
+        model.prompt(tokens, 71_000 + tokens, shared[:800]) for tokens in (810, 900, 1000, 1300)
+    ]
     truths = [computed(apart.decoder, prompt, 12) for prompt in prompts]
     answers = together(apart.proxy, prompts, 12)
     assert [answer.tokens for answer in answers] == [truth.tokens for truth in truths]
     assert all(
-        answer.cached_tokens >= handed_over(len(prompt)) for answer, prompt in zip(answers, prompts, strict=True)
+        answer.cached_tokens >= handed_over(len(prompt))
+        for answer, prompt in zip(answers, prompts, strict=True)
     )
 
 
@@ -94,12 +98,18 @@ def test_chat_streamed_and_whole(apart: Apart) -> None:
 
     def post(base_url: str, **more: Any) -> httpx.Response:
         url = f"{base_url}/v1/chat/completions"
-        return httpx.post(url, json={**body, **more}, timeout=120, trust_env=False).raise_for_status()
+        return httpx.post(
+            url, json={**body, **more}, timeout=120, trust_env=False
+        ).raise_for_status()
 
-    truth = post(apart.decoder.base_url, cache_salt="alone").json()["choices"][0]["message"]["content"]
+    truth = post(apart.decoder.base_url, cache_salt="alone").json()["choices"][0]["message"][
+        "content"
+    ]
     whole = post(apart.proxy.base_url).json()
     assert whole["choices"][0]["message"]["content"] == truth and truth
-    assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == handed_over(whole["usage"]["prompt_tokens"])
+    assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == handed_over(
+        whole["usage"]["prompt_tokens"]
+    )
     streamed = post(apart.proxy.base_url, stream=True)
     assert streamed.headers["content-type"].startswith("text/event-stream")
     lines = [line[6:] for line in streamed.text.splitlines() if line.startswith("data: ")]
@@ -120,10 +130,18 @@ def test_each_has_its_role(apart: Apart) -> None:
     """The prefiller has asked for nothing and the decoder stored nothing."""
     for server, absent, present in (
         (apart.prefiller, ("lookups", "loads"), ("saves", "save_bytes")),
-        (apart.decoder, ("saves", "save_bytes", "promises_broken", "errors"), ("loads", "load_bytes")),
+        (
+            apart.decoder,
+            ("saves", "save_bytes", "promises_broken", "errors"),
+            ("loads", "load_bytes"),
+        ),
     ):
-        assert [counted(server, f"vllm:lookaside_{name}_total") for name in absent] == [0] * len(absent)
-        assert all(client.metric(server.base_url, f"vllm:lookaside_{name}_total") > 0 for name in present)
+        assert [counted(server, f"vllm:lookaside_{name}_total") for name in absent] == [0] * len(
+            absent
+        )
+        assert all(
+            client.metric(server.base_url, f"vllm:lookaside_{name}_total") > 0 for name in present
+        )
 
 
 def test_mistakes_are_answered_by_the_decoder(apart: Apart) -> None:
@@ -132,21 +150,27 @@ def test_mistakes_are_answered_by_the_decoder(apart: Apart) -> None:
     assert answer.status_code == 404 and "other" in answer.text
     assert httpx.post(url, content=b"[1", timeout=120, trust_env=False).status_code == 400
     assert (
-        httpx.get(f"{apart.proxy.base_url}/v1/models", timeout=120, trust_env=False).json()["data"][0]["id"] == "small"
+        httpx.get(f"{apart.proxy.base_url}/v1/models", timeout=120, trust_env=False).json()["data"][
+            0
+        ]["id"]
+        == "small"
     )
 
 
 def test_clients_that_leave(apart: Apart) -> None:
     for number, timeout_s in enumerate((0.05, 0.2, 0.4)):
         with contextlib.suppress(httpx.TimeoutException):
-            client.complete(apart.proxy.base_url, model.prompt(2000, 72_000 + number), timeout_s=timeout_s)
+            client.complete(
+                apart.proxy.base_url, model.prompt(2000, 72_000 + number), timeout_s=timeout_s
+            )
     eventually(lambda: apart.sidecar.status()["leases"] == 0, "no leases")
     prompt = model.prompt(300, 72_500)
     assert ask(apart.proxy, prompt).tokens == computed(apart.decoder, prompt).tokens
 
 
 def test_a_prefiller_that_is_killed_in_the_middle(apart: Apart) -> None:
-    """What it had stored by then may be used; the decoder computes the rest, and the requests after it."""
+    """What it had stored by then may be used; the decoder computes the rest, and the requests after
+    it."""
     prompt, after = model.prompt(4000, 73_000), model.prompt(500, 73_001)
     truth, want = computed(apart.decoder, prompt), computed(apart.decoder, after)
     asking = Asking(apart.proxy, prompt)

@@ -76,7 +76,8 @@ def test_engine_and_sidecar_tell_the_same(pair: Pair, routers: list[Router]) -> 
     client.reset_prefix_cache(pair.a.base_url, external=True)
     for each, who in ((engine, "engine"), (arena, "sidecar")):
         eventually(
-            lambda each=each: bool(ask(pair.a, pair.prompt(20), 2)) and not each.knows("CPU"), f"the {who} forgets"
+            lambda each=each: bool(ask(pair.a, pair.prompt(20), 2)) and not each.knows("CPU"),
+            f"the {who} forgets",
         )
     prompt = pair.prompt(5 * PAGE + 5)  # one step of its prefill, and one event
     ask(pair.a, prompt, 4)
@@ -93,4 +94,7 @@ def test_engine_and_sidecar_tell_the_same(pair: Pair, routers: list[Router]) -> 
     # What is dropped is taken back by both: by the engine in its next steps.
     client.reset_prefix_cache(pair.a.base_url, external=True)
     eventually(lambda: not arena.knows("CPU"), "the sidecar takes back all")
-    eventually(lambda: bool(ask(pair.a, pair.prompt(20), 2)) and not engine.knows("CPU"), "the engine takes back all")
+    eventually(
+        lambda: bool(ask(pair.a, pair.prompt(20), 2)) and not engine.knows("CPU"),
+        "the engine takes back all",
+    )

@@ -1,4 +1,5 @@
-"""A model whose layers attend to a sliding window, but for every third: three KV-cache groups, real hits.
+"""A model whose layers attend to a sliding window, but for every third: three KV-cache groups, real
+hits.
 
 One server with the connector, and one without, whose answers are the truth.
 """
@@ -19,7 +20,18 @@ from examples.stand import client, model
 from examples.stand.client import Answer
 from examples.stand.processes import Server, Sidecar, Stand, eventually
 
-from .conftest import HURRIED, Stands, ask, configured, counted, hit, hits_of, missed_again, sessions, together
+from .conftest import (
+    HURRIED,
+    Stands,
+    ask,
+    configured,
+    counted,
+    hit,
+    hits_of,
+    missed_again,
+    sessions,
+    together,
+)
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -46,7 +58,8 @@ class Hybrid:
         self.connected()
 
     def store(self, prompt: list[int], truth: Answer) -> None:
-        """Asks until the whole prompt hits: what a busy sidecar has no time for is not stored, or found, at once."""
+        """Asks until the whole prompt hits: what a busy sidecar has no time for is not stored, or
+        found, at once."""
 
         def hit() -> bool:
             again = ask(self.server, prompt)
@@ -62,9 +75,14 @@ class Hybrid:
 def hybrid(stands: Stands) -> Iterator[Hybrid]:
     with stands(model.ensure("hybrid")) as stand:
         sidecar = stand.sidecar()
-        chunked = ["--max-num-batched-tokens", "700"]  # no page boundary, nor the window, divides a step
+        chunked = [
+            "--max-num-batched-tokens",
+            "700",
+        ]  # no page boundary, nor the window, divides a step
         plain = stand.server("hybrid-plain", connector=None, arguments=chunked)
-        server = stand.server("hybrid", connector=configured(stand.endpoint(), **HURRIED), arguments=chunked)
+        server = stand.server(
+            "hybrid", connector=configured(stand.endpoint(), **HURRIED), arguments=chunked
+        )
         for each in (plain, server):
             each.wait_ready(480)
         out = Hybrid(stand, sidecar, plain, server)
@@ -75,7 +93,8 @@ def hybrid(stands: Stands) -> Iterator[Hybrid]:
 @pytest.mark.parametrize("tokens", [200, 400, 1500, 3000])
 @missed_again
 def test_hits_answer_the_same(hybrid: Hybrid, tokens: int) -> None:
-    """Shorter than the window, a little longer, and so long that most of its blocks are never loaded."""
+    """Shorter than the window, a little longer, and so long that most of its blocks are never
+    loaded."""
     prompt = model.prompt(tokens, next(seeds))
     truth = ask(hybrid.plain, prompt, 16)
     cold = ask(hybrid.server, prompt, 16)
@@ -88,12 +107,16 @@ def test_hits_answer_the_same(hybrid: Hybrid, tokens: int) -> None:
 
 @missed_again
 def test_a_conversation(hybrid: Hybrid) -> None:
-    """The next turn hits the answer's pages too, and a turn that leaves it in the middle what they share."""
+    """The next turn hits the answer's pages too, and a turn that leaves it in the middle what they
+    share."""
     prompt = model.prompt(830, next(seeds))
     first = ask(hybrid.server, prompt, 100)  # ends a page
     whole = prompt + list(first.tokens)
     client.reset_prefix_cache(hybrid.server.base_url)
-    for turn in (whole + model.prompt(200, next(seeds)), whole[:700] + model.prompt(500, next(seeds))):
+    for turn in (
+        whole + model.prompt(200, next(seeds)),
+        whole[:700] + model.prompt(500, next(seeds)),
+    ):
         truth = ask(hybrid.plain, turn, 16)
         answer = ask(hybrid.server, turn, 16)
         assert answer.tokens == truth.tokens
@@ -107,7 +130,9 @@ def test_several_at_once(hybrid: Hybrid) -> None:
     prompts = [model.prompt(tokens, next(seeds), shared) for tokens in (1000, 1300, 1600, 2000)]
     truths = [ask(hybrid.plain, prompt) for prompt in prompts]
     for _ in range(2):
-        assert [each.tokens for each in together(hybrid.server, prompts)] == [truth.tokens for truth in truths]
+        assert [each.tokens for each in together(hybrid.server, prompts)] == [
+            truth.tokens for truth in truths
+        ]
         client.reset_prefix_cache(hybrid.server.base_url)
     hit(ask(hybrid.server, prompts[3]).cached_tokens, hits_of(2000))
 
@@ -119,7 +144,9 @@ def test_the_sidecar_killed_during_a_load(hybrid: Hybrid, delay_s: float) -> Non
     truth = ask(hybrid.plain, prompt)
     ask(hybrid.server, prompt)
     client.reset_prefix_cache(hybrid.server.base_url)
-    killer = threading.Thread(target=lambda: (time.sleep(delay_s), hybrid.sidecar.signal(signal.SIGKILL)))
+    killer = threading.Thread(
+        target=lambda: (time.sleep(delay_s), hybrid.sidecar.signal(signal.SIGKILL))
+    )
     killer.start()
     answer = ask(hybrid.server, prompt)
     killer.join()
@@ -129,7 +156,8 @@ def test_the_sidecar_killed_during_a_load(hybrid: Hybrid, delay_s: float) -> Non
 
 
 def test_a_load_that_fails_is_computed(hybrid: Hybrid) -> None:
-    """The sidecar hangs between its answer and the load: vLLM starts over with the request, and goes on."""
+    """The sidecar hangs between its answer and the load: vLLM starts over with the request, and
+    goes on."""
     server = hybrid.server.base_url
     prompt = model.prompt(3000, 64_000)
     truth = ask(hybrid.plain, prompt)
@@ -137,9 +165,11 @@ def test_a_load_that_fails_is_computed(hybrid: Hybrid) -> None:
     failures = "vllm:lookaside_load_failures_total"
 
     def hung() -> bool:
-        """Whether the sidecar was stopped between the two, while another's prefill took all of every step.
+        """Whether the sidecar was stopped between the two, while another's prefill took all of
+        every step.
 
-        A busy machine may let the load begin before, the lookup come too late, or the other's prefill be over.
+        A busy machine may let the load begin before, the lookup come too late, or the other's
+        prefill be over.
         """
         client.reset_prefix_cache(server)
         eventually(lambda: hybrid.sidecar.status()["lookups"]["in_flight"] == 0, "no lookups")

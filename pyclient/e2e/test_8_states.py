@@ -1,7 +1,9 @@
-"""A model with layers that keep a state beside those that attend: hits where vLLM has handed out the states.
+"""A model with layers that keep a state beside those that attend: hits where vLLM has handed out
+the states.
 
-One server with the connector, and one without, whose answers are the truth: in bfloat16, which is all that vLLM's CPU
-build has for such layers. Where a prefill is split changes the last bits, so that the truth is split alike.
+One server with the connector, and one without, whose answers are the truth: in bfloat16, which is
+all that vLLM's CPU build has for such layers. Where a prefill is split changes the last bits, so
+that the truth is split alike.
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ def test_a_hit_is_what_was_computed(states: States, tokens: int) -> None:
 
 
 def test_a_prompt_that_leaves_another_goes_on_from_the_last_state(states: States) -> None:
-    """It shares 13 pages; the states nearest below are where a step of the other's prefill ended, after 10."""
+    """It shares 13 pages; the states nearest below are where a step of the other's prefill ended,
+    after 10."""
     one = model.prompt(3000, 71_000)
     ask(states.server, one)
     client.reset_prefix_cache(states.server.base_url)
@@ -82,7 +85,8 @@ def test_a_prompt_that_leaves_another_goes_on_from_the_last_state(states: States
 
 
 def test_a_conversation(states: States) -> None:
-    """The next turn goes on from a state that decoding has left behind, as it does in vLLM's own cache."""
+    """The next turn goes on from a state that decoding has left behind, as it does in vLLM's own
+    cache."""
     prompt = model.prompt(900, 72_000)
     first = ask(states.plain, prompt, 300)
     assert ask(states.server, prompt, 300).tokens == first.tokens
@@ -100,7 +104,9 @@ def test_the_sidecar_killed_during_a_load(states: States) -> None:
     truth = ask(states.plain, prompt)
     ask(states.server, prompt)
     client.reset_prefix_cache(states.server.base_url)
-    killer = threading.Thread(target=lambda: (time.sleep(0.01), states.sidecar.signal(signal.SIGKILL)))
+    killer = threading.Thread(
+        target=lambda: (time.sleep(0.01), states.sidecar.signal(signal.SIGKILL))
+    )
     killer.start()
     answer = ask(states.server, prompt)
     killer.join()

@@ -1,4 +1,5 @@
-"""Two servers with a sidecar each: what one has stored the other's worker reads where it lies, with the same tokens."""
+"""Two servers with a sidecar each: what one has stored the other's worker reads where it lies, with
+the same tokens."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ class Apart:
     def restart(self, number: int) -> None:
         """A new sidecar where one has ended."""
         self.sidecars[number].end()
-        self.sidecars[number] = self.stand.sidecar(name=f"s{number}", settings=self.settings[number])
+        self.sidecars[number] = self.stand.sidecar(
+            name=f"s{number}", settings=self.settings[number]
+        )
 
     def found(self) -> None:
         """Waits until both servers are connected and both sidecars know each other."""
@@ -49,18 +52,24 @@ class Apart:
         def all_there() -> bool:
             for sidecar in self.sidecars:
                 there = [lender for lender in lenders(sidecar) if lender["complete"]]
-                if len(there) != 1 or len(sidecar.status()["peers"]["borrowers"]) != 1 or sessions(sidecar) != 2:
+                if (
+                    len(there) != 1
+                    or len(sidecar.status()["peers"]["borrowers"]) != 1
+                    or sessions(sidecar) != 2
+                ):
                     return False
             return True
 
         eventually(all_there, "both sidecars to know each other")
 
     def share(self) -> None:
-        """Waits until what one computes is a hit for the other, after one of the sidecars was restarted."""
+        """Waits until what one computes is a hit for the other, after one of the sidecars was
+        restarted."""
         self.found()
 
         def hit() -> bool:
-            """A sidecar knows of a session before its client has mapped the regions: the first try may be too early."""
+            """A sidecar knows of a session before its client has mapped the regions: the first try
+            may be too early."""
             fresh = self.prompt(600)
             want = ask(self.servers[0], fresh)
             again = ask(self.servers[1], fresh)
@@ -70,7 +79,8 @@ class Apart:
         eventually(hit, "hits once they know each other again")
 
     def answered(self, number: int, prompt: list[int]) -> client.Answer:
-        """What a server answers, once what is new of it is stored and the other sidecar knows of all that is held."""
+        """What a server answers, once what is new of it is stored and the other sidecar knows of
+        all that is held."""
         sidecar, other = self.sidecars[number], self.sidecars[1 - number]
         before = sidecar.status()["counters"]["stored_pages"]
         answer = ask(self.servers[number], prompt)
@@ -91,7 +101,8 @@ def apart(small_model: Path, stands: Stands) -> Iterator[Apart]:
     with stands(small_model) as stand:
         sidecars = [stand.sidecar(name=f"s{number}") for number in range(2)]
         servers = [
-            stand.server(f"p{number}", connector=configured(stand.endpoint(f"s{number}"))) for number in range(2)
+            stand.server(f"p{number}", connector=configured(stand.endpoint(f"s{number}")))
+            for number in range(2)
         ]
         for server in servers:
             server.wait_ready()
@@ -122,7 +133,8 @@ def test_each_loads_what_the_other_computed(apart: Apart, first: int) -> None:
 
 @missed_again
 def test_turns_of_a_conversation_that_moves(apart: Apart) -> None:
-    """Every turn is answered by the other server, which finds all of the turns before, in both arenas."""
+    """Every turn is answered by the other server, which finds all of the turns before, in both
+    arenas."""
     turn, held = apart.prompt(500), 0
     for number in range(4):
         truth = computed(apart.servers[1 - number % 2], turn)
@@ -148,7 +160,8 @@ def test_killed_during_a_load(apart: Apart, victim: int) -> None:
 
 @missed_again
 def test_arenas_on_one_device(apart: Apart) -> None:
-    """Each has its part of it, and reads the other's there: also what the other had stored before it was killed."""
+    """Each has its part of it, and reads the other's there: also what the other had stored before
+    it was killed."""
     device = apart.stand.directory / "dax0.0"
     for number in range(2):
         apart.settings[number] = dax_arena(f"{device}:1G", slab="64M", ranks="2", rank=str(number))
@@ -186,7 +199,9 @@ def test_other_seed_shares_nothing_and_is_told_why(apart: Apart) -> None:
     prompt = apart.prompt(1000)
     truth = apart.answered(0, prompt)
     apart.servers[1].end()
-    other = apart.stand.server("seed", connector=configured(apart.stand.endpoint("s1")), env={"PYTHONHASHSEED": "7"})
+    other = apart.stand.server(
+        "seed", connector=configured(apart.stand.endpoint("s1")), env={"PYTHONHASHSEED": "7"}
+    )
     other.wait_ready()
     eventually(lambda: sessions(apart.sidecars[1]) == 2, "the new server's sessions")
     alone = ask(other, prompt)

@@ -1,10 +1,12 @@
-"""Starts vLLM servers out of a process that has imported vLLM: that takes each of a server's three processes 8 s.
+"""Starts vLLM servers out of a process that has imported vLLM: that takes each of a server's three
+processes 8 s.
 
-Python's fork server is that process. A server forked from it runs what `python -m MODULE` would run, and where vLLM
-spawns its engine and its workers, these are forked from it too. Otherwise they are as if spawned: their environment,
-process group and log are their starter's, what they are given is pickled, and at their end runs what runs at an
-interpreter's end. Only what reads the environment as it is imported sees that of the tests; OpenMP's settings are made
-up for here. In test_3_shapes.py there is a server that starts as a user's does.
+Python's fork server is that process. A server forked from it runs what `python -m MODULE` would
+run, and where vLLM spawns its engine and its workers, these are forked from it too. Otherwise they
+are as if spawned: their environment, process group and log are their starter's, what they are given
+is pickled, and at their end runs what runs at an interpreter's end. Only what reads the environment
+as it is imported sees that of the tests; OpenMP's settings are made up for here. In
+test_3_shapes.py there is a server that starts as a user's does.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ _get_context = multiprocessing.get_context
 
 
 class _Process(ForkServerProcess):
-    """A process whose environment, directory, group and log are those of its starter, or as said."""
+    """A process whose environment, directory, group and log are those of its starter, or as
+    said."""
 
     said: tuple[dict[str, str], int, str] | None = None
 
@@ -53,7 +56,9 @@ class _Process(ForkServerProcess):
             os.dup2(out.fileno(), 2)
         # It is there, and is not started anew by each who needs it.
         forkserver._forkserver.ensure_running = lambda: None
-        multiprocessing.get_context = lambda method=None: _Context() if method == "spawn" else _get_context(method)
+        multiprocessing.get_context = lambda method=None: (
+            _Context() if method == "spawn" else _get_context(method)
+        )
         _bind_threads()
         try:
             super().run()
@@ -66,7 +71,8 @@ class _Context(ForkServerContext):
 
 
 def _bind_threads() -> None:
-    """Binds a worker's threads to cores, as OpenMP does by what vLLM sets in the environment before it is loaded."""
+    """Binds a worker's threads to cores, as OpenMP does by what vLLM sets in the environment before
+    it is loaded."""
     cores = [int(core) for core in os.environ.get("GOMP_CPU_AFFINITY", "").split()]
     if cores:
         import torch
@@ -81,7 +87,8 @@ def _bind_threads() -> None:
 
 def _run(module: str, arguments: list[str]) -> None:
     """What `python -m module arguments` does."""
-    # The semaphores and the shared memory of a server that is killed are to go when it does, not when the tests end.
+    # The semaphores and the shared memory of a server that is killed are to go when it does, not
+    # when the tests end.
     resource_tracker._resource_tracker.__init__()
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -118,7 +125,8 @@ class _Forked:
 
 
 def start(command: list[str], log: Path, environment: dict[str, str]) -> _Forked:
-    """Starts [python, "-m", module, argument, ...] as the leader of a process group, its output in the log."""
+    """Starts [python, "-m", module, argument, ...] as the leader of a process group, its output in
+    the log."""
     _, flag, module, *arguments = command
     assert flag == "-m", command
     process = _Process(name="MainProcess", target=_run, args=(module, arguments))
@@ -135,7 +143,9 @@ def start(command: list[str], log: Path, environment: dict[str, str]) -> _Forked
 def vllm_imported() -> Iterator[None]:
     """While this lasts, `start` works."""
     before = dict(os.environ)
-    os.environ.update(OPENBLAS_NUM_THREADS="1", PYTHONPATH=str(Path(__file__).parents[1]), HF_HUB_OFFLINE="1")
+    os.environ.update(
+        OPENBLAS_NUM_THREADS="1", PYTHONPATH=str(Path(__file__).parents[1]), HF_HUB_OFFLINE="1"
+    )
     forkserver.set_forkserver_preload([f"{__package__}.imported"])
     try:
         forkserver.ensure_running()

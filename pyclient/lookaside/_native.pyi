@@ -1,4 +1,7 @@
-"""Types of the native extension; _native.c says what the functions do and what their callers must keep alive."""
+"""Types of the native extension.
+
+_native.c says what the functions do, and what their callers must keep alive.
+"""
 
 from collections.abc import Sequence
 from typing import Any, final

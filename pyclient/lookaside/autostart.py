@@ -64,17 +64,24 @@ class Autostart:
         and logs what fails. Call it from one thread.
         """
         now = time.monotonic()
-        if self._given_up or now < self._next or (self._starting is not None and self._starting.is_alive()):
+        if (
+            self._given_up
+            or now < self._next
+            or (self._starting is not None and self._starting.is_alive())
+        ):
             return
         if now > self._next + _LAST_PAUSE_S:  # the last one has served meanwhile
             self._pause_s = _FIRST_PAUSE_S
         self._next = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
-        self._starting = threading.Thread(target=self._start, name="lookaside-autostart", daemon=True)
+        self._starting = threading.Thread(
+            target=self._start, name="lookaside-autostart", daemon=True
+        )
         self._starting.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the start that is under way to end; returns whether a sidecar may answer now or later."""
+        """Wait for the start that is under way to end; returns whether a sidecar may answer now or
+        later."""
         if self._starting is not None:
             self._starting.join(timeout_s)
         return not self._given_up
@@ -86,7 +93,9 @@ class Autostart:
             if error.errno in _PASSING:
                 self._failed(str(error))
             else:
-                self._give_up(f"{self._binary}: {error.strerror}; set lookaside.binary to the program's path")
+                self._give_up(
+                    f"{self._binary}: {error.strerror}; set lookaside.binary to the program's path"
+                )
             return
         if status == 0 and said.startswith("lookaside: serving"):
             self._owned_since = None
@@ -95,7 +104,8 @@ class Autostart:
         if not said.startswith("lookaside: "):
             words = f"said {said!r}" if said else "said nothing"
             self._give_up(
-                f"{self._binary} ended with {status} and {words}; set lookaside.binary to the sidecar's program"
+                f"{self._binary} ended with {status} and {words}; set lookaside.binary to the "
+                f"sidecar's program"
             )
             return
         reason = said.removeprefix("lookaside: ")
@@ -107,7 +117,10 @@ class Autostart:
             self._owned_since = self._owned_since or now
             if now - self._owned_since > _OWNED_PATIENCE_S:
                 self._log.warning(
-                    "owned", "lookaside: no sidecar answers on %s, and none can be started: %s", self._endpoint, reason
+                    "owned",
+                    "lookaside: no sidecar answers on %s, and none can be started: %s",
+                    self._endpoint,
+                    reason,
                 )
         else:
             self._failed(reason)
@@ -144,7 +157,8 @@ class Autostart:
     def _failed(self, reason: str) -> None:
         self._log.warning(
             "failed",
-            "lookaside: starting a sidecar on %s failed: %s. vLLM serves without it, and tries again",
+            "lookaside: starting a sidecar on %s failed: %s. vLLM serves without it, and tries "
+            "again",
             self._endpoint,
             reason,
         )
@@ -152,7 +166,8 @@ class Autostart:
     def _give_up(self, reason: str) -> None:
         self._given_up = True
         logger.error(
-            "lookaside: no sidecar can be started on %s: %s. vLLM serves without it, and does not try again",
+            "lookaside: no sidecar can be started on %s: %s. vLLM serves without it, and does not "
+            "try again",
             self._endpoint,
             reason,
         )

@@ -33,7 +33,8 @@ logger = logging.getLogger("vllm.lookaside")
 
 # How often the thread looks whether a sidecar can be reached again.
 _POLL_S = 0.05
-# A sidecar that could not clear, as a tier of its is down, is asked again after this, then after twice that, and so on.
+# A sidecar that could not clear, as a tier of its is down, is asked again after this, then after
+# twice that, and so on.
 _RETRY_FIRST_S = 0.5
 _RETRY_LAST_S = 30.0
 
@@ -77,7 +78,8 @@ class _Rank:
             self._out = None
             self._take(resets, pending.wait(0))
         if self.cleared == self.wanted:
-            # Who left a note may be alive, and have had the space cleared by now: not again, it may hold new pages.
+            # Who left a note may be alive, and have had the space cleared by now: not again, it may
+            # hold new pages.
             self._found = {note for note in self._found if os.path.exists(note)}
         if not self.is_void or time.monotonic() < self._retry_at:
             return
@@ -102,7 +104,8 @@ class _Rank:
             self._pause_s = min(2 * self._pause_s, _RETRY_LAST_S)
             self._clearing.log.warning(
                 f"clear {where}",
-                "the sidecar at %s could not clear its space after a reset, and nothing of it is used until it can: %s",
+                "the sidecar at %s could not clear its space after a reset, and nothing of it is "
+                "used until it can: %s",
                 where,
                 reply.message,
             )
@@ -111,9 +114,15 @@ class _Rank:
         """Have the next engine clear the space if this one cannot any more."""
         if not self._fingerprint:
             return  # never connected: what is there is not known by name
-        path = os.path.join(self.session.options.endpoint, f"void-{self._fingerprint}-{secrets.token_hex(8)}")
+        path = os.path.join(
+            self.session.options.endpoint, f"void-{self._fingerprint}-{secrets.token_hex(8)}"
+        )
         try:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+            os.close(
+                os.open(
+                    path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+                )
+            )
         except OSError as error:
             self._clearing.log.warning("note", "a reset could not be noted in %s: %s", path, error)
             return
@@ -124,10 +133,14 @@ class _Rank:
     def on_connected(self, session: Session, welcome: wire.Welcome) -> None:
         with self._clearing._lock:
             self._fingerprint = welcome.fingerprint.hex()
-            pattern = os.path.join(glob.escape(session.options.endpoint), f"void-{self._fingerprint}-*")
+            pattern = os.path.join(
+                glob.escape(session.options.endpoint), f"void-{self._fingerprint}-*"
+            )
             self._found = set(glob.glob(pattern)) - self._notes
             if self._found:
-                logger.warning("the space at %s was reset while its sidecar was away", session.options.endpoint)
+                logger.warning(
+                    "the space at %s was reset while its sidecar was away", session.options.endpoint
+                )
             if self.cleared < self.wanted and not self._notes:
                 self._leave_note()
             self._retry_at = 0.0
@@ -183,7 +196,8 @@ class Clearing:
             self._held_back = False
             self._note_change()
             self._lock.wait_for(
-                lambda: not any(rank.is_void and rank.session.available for rank in self._ranks), timeout_s
+                lambda: not any(rank.is_void and rank.session.available for rank in self._ranks),
+                timeout_s,
             )
             return self._clean
 
@@ -200,7 +214,9 @@ class Clearing:
         """Have the thread look, which is started if there is something to do. The lock is held."""
         self._clean = not any(rank.is_void for rank in self._ranks)
         if not self._clean and self._thread is None and not self._closed:
-            self._thread = threading.Thread(target=self._run, name="lookaside-clearing", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, name="lookaside-clearing", daemon=True
+            )
             self._thread.start()
         self._lock.notify_all()
 
@@ -231,4 +247,6 @@ def _remove(path: str) -> None:
     except FileNotFoundError:
         pass  # another engine that found it was first
     except OSError as error:
-        logger.warning("%s could not be removed, and has the space cleared once more: %s", path, error)
+        logger.warning(
+            "%s could not be removed, and has the space cleared once more: %s", path, error
+        )

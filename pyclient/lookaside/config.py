@@ -113,7 +113,8 @@ class Config:
         return self.endpoint_for(0, 0) == self.endpoint_for(1, 0)
 
     def sidecar_arguments(self, rank: int, dp_rank: int) -> list[str]:
-        """What one rank's autostarted sidecar is given beside its directory; rank 0's where all have the same."""
+        """What one rank's autostarted sidecar is given beside its directory; rank 0's where all
+        have the same."""
         rank = 0 if self.one_sidecar else rank
         arguments = [] if self.arena_limit is None else [f"--arena-limit={self.arena_limit}"]
         if self.sidecar_config is not None:
@@ -219,7 +220,8 @@ SETTINGS: dict[str, Setting] = {
         "directory",
         "${XDG_RUNTIME_DIR:-/tmp}/lookaside-$UID/rank-{rank}",
         "The sidecar's directory, an absolute path. `{rank}` becomes `pp_rank * tp_size + "
-        "tp_rank`, `{dp_rank}` the data-parallel rank. With `{rank}` in it every rank has its own sidecar, "
+        "tp_rank`, `{dp_rank}` the data-parallel rank. With `{rank}` in it every rank has its own "
+        "sidecar, "
         "else all ranks of an instance have the same one.",
     ),
     "chunk_tokens": Setting(
@@ -240,37 +242,45 @@ SETTINGS: dict[str, Setting] = {
         _integer(1, 60_000),
         "ms",
         "100",
-        "A lookup that is not answered by then is a miss, unless the sidecar says that it is bringing "
-        "pages up from a tier below its memory. The scheduler never waits for it, and after one such "
+        "A lookup that is not answered by then is a miss, unless the sidecar says that it is "
+        "bringing "
+        "pages up from a tier below its memory. The scheduler never waits for it, and after one "
+        "such "
         "lookup none is sent until the sidecar speaks again.",
     ),
     "lookup_timeout_max_ms": Setting(
         _integer(0, 60_000),
         "ms",
         "2000",
-        "A prefix that would take long to compute may be waited for longer than `lookup_timeout_ms`: a tenth "
-        "of that time, learnt from vLLM's steps, up to this. Not above `lookup_timeout_ms`: no longer.",
+        "A prefix that would take long to compute may be waited for longer than "
+        "`lookup_timeout_ms`: a tenth "
+        "of that time, learnt from vLLM's steps, up to this. Not above `lookup_timeout_ms`: no "
+        "longer.",
     ),
     "promotion_timeout_ms": Setting(
         _integer(0, 600_000),
         "ms",
         "3000",
-        "How long a request may wait for pages that a sidecar brings up from a disk or another tier; "
-        "other requests run meanwhile. What is not there then is computed. 0: only what lies in the "
+        "How long a request may wait for pages that a sidecar brings up from a disk or another "
+        "tier; "
+        "other requests run meanwhile. What is not there then is computed. 0: only what lies in "
+        "the "
         "sidecars' memory is a hit.",
     ),
     "handover_timeout_ms": Setting(
         _integer(0, 60_000),
         "ms",
         "500",
-        "How long a request that a prefiller handed over, with `kv_transfer_params`, may wait for pages that "
+        "How long a request that a prefiller handed over, with `kv_transfer_params`, may wait for "
+        "pages that "
         "it said it is storing; other requests run meanwhile. What is not there then is computed.",
     ),
     "store_timeout_ms": Setting(
         _integer(0, 60_000),
         "ms",
         "15",
-        "How long a worker waits, beyond its forward pass, to learn where to store. Past it the pages are not stored.",
+        "How long a worker waits, beyond its forward pass, to learn where to store. Past it the "
+        "pages are not stored.",
     ),
     "load_timeout_ms": Setting(
         _integer(1, 600_000),
@@ -282,7 +292,8 @@ SETTINGS: dict[str, Setting] = {
         _integer(1, 60_000),
         "ms",
         "2000",
-        "How long resetting the cache waits for every rank's sidecar to clear its space. The reset succeeds "
+        "How long resetting the cache waits for every rank's sidecar to clear its space. The reset "
+        "succeeds "
         "in any case: until a sidecar has cleared the space, nothing of it is hit.",
     ),
     "autostart": Setting(
@@ -301,14 +312,16 @@ SETTINGS: dict[str, Setting] = {
         _path,
         "file",
         "none",
-        "Settings file (YAML) of an autostarted sidecar, an absolute path; `{rank}` and `{dp_rank}` in "
+        "Settings file (YAML) of an autostarted sidecar, an absolute path; `{rank}` and "
+        "`{dp_rank}` in "
         "it are filled in. What is set here beside it overrides it.",
     ),
     "sidecar_args": Setting(
         _arguments,
         "list",
         "[]",
-        "More arguments of an autostarted sidecar, such as its tiers; `{rank}` and `{dp_rank}` in them "
+        "More arguments of an autostarted sidecar, such as its tiers; `{rank}` and `{dp_rank}` in "
+        "them "
         "are filled in. A string is split as a shell would.",
     ),
     "binary": Setting(
@@ -377,5 +390,8 @@ def parse(extra: Mapping[str, object] | None) -> Config:
 def markdown_table() -> str:
     """The settings as the Markdown table that ``docs/connector.md`` holds."""
     lines = ["| setting | unit | default | meaning |", "| --- | --- | --- | --- |"]
-    lines += [f"| `{PREFIX}{name}` | {s.unit} | `{s.default}` | {s.meaning} |" for name, s in SETTINGS.items()]
+    lines += [
+        f"| `{PREFIX}{name}` | {s.unit} | `{s.default}` | {s.meaning} |"
+        for name, s in SETTINGS.items()
+    ]
     return "\n".join(lines) + "\n"

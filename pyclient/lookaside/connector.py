@@ -34,7 +34,9 @@ except ImportError as error:
         from vllm import __version__ as _found
     except ImportError:
         _found = "none"
-    raise ImportError(f"lookaside needs vLLM 0.30 to 0.32; found vLLM {_found}, which does not do: {error}") from error
+    raise ImportError(
+        f"lookaside needs vLLM 0.30 to 0.32; found vLLM {_found}, which does not do: {error}"
+    ) from error
 
 from lookaside import config as settings
 from lookaside import space
@@ -85,10 +87,13 @@ def _nothing() -> None:
 
 
 def _is_vllms_command() -> bool:
-    """Whether this process is vLLM's own command, so that an error's message says more than its traceback."""
+    """Whether this process is vLLM's own command, so that an error's message says more than its
+    traceback."""
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
-    return (spec is not None and spec.name.startswith("vllm.")) or os.path.basename(sys.argv[0]) == "vllm"
+    return (spec is not None and spec.name.startswith("vllm.")) or os.path.basename(
+        sys.argv[0]
+    ) == "vllm"
 
 
 class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
@@ -99,7 +104,9 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
     "kv_producer" and "kv_consumer" for an instance that only stores or only loads.
     """
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         """Raises config.ConfigError for settings that cannot be used, nothing else
         on account of the sidecar: that is connected to in the background."""
         super().__init__(vllm_config, role, kv_cache_config)
@@ -122,14 +129,18 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
             from lookaside.sidecars import RankSidecars
 
             sidecars = RankSidecars(config, vllm_config, kv_cache_config, self._stats)
-            self._scheduler = SchedulerConnector(config, vllm_config, kv_cache_config, sidecars, self._stats)
+            self._scheduler = SchedulerConnector(
+                config, vllm_config, kv_cache_config, sidecars, self._stats
+            )
             sidecars.connect()
         else:
             from lookaside.worker import WorkerConnector
 
             self._worker = WorkerConnector(config, vllm_config, kv_cache_config, self._stats)
 
-    def _warn(self, config: settings.Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    def _warn(
+        self, config: settings.Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    ) -> None:
         """Say once what the user should change; only one role says it."""
         policy = getattr(self._kv_transfer_config, "kv_load_failure_policy", "recompute")
         if policy != "recompute":
@@ -176,13 +187,17 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.on_new_request(request)
 
     @_contained(lambda: (0, False))
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     @_contained(_nothing)
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         if self._scheduler is not None:
             self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
@@ -197,7 +212,9 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.update_connector_output(connector_output)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
     @_contained(lambda: (False, None))
@@ -205,7 +222,9 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         # Never True: what is saved is pinned, and what loads vLLM holds by itself.
-        return False, None if self._scheduler is None else self._scheduler.request_finished(request, block_ids)
+        return False, None if self._scheduler is None else self._scheduler.request_finished(
+            request, block_ids
+        )
 
     @_contained(lambda: False)
     def has_pending_push_work(self) -> bool:
@@ -220,7 +239,9 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
         # An idle connector holds nothing, so that it is reset already.
         return True if self._scheduler is None else self._scheduler.reset_cache()
 
-    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[Any, int]:
         """All hits come from host memory. Called by vLLM 0.32 and later."""
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -258,7 +279,9 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: loads are asynchronous, and whole before their request runs."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """Nothing: pages are saved whole, after the forward."""
 
     @_contained(_nothing)
@@ -323,7 +346,9 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
         return LookasideStats(data=data or {})
 
     @classmethod
@@ -351,7 +376,9 @@ def _check_early() -> None:
         if frame.f_globals.get("__name__") == KVConnectorFactory.__module__:
             transfer = frame.f_locals.get("kv_transfer_config")
             if transfer is not None:
-                LookasideConnector.requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config)
+                LookasideConnector.requires_piecewise_for_cudagraph(
+                    transfer.kv_connector_extra_config
+                )
                 return
         frame = frame.f_back
 
@@ -361,4 +388,6 @@ _check_early()
 # Under MultiConnector the front end finds a child's statistics by the name of
 # its class alone, without the module path that the child was loaded from.
 if LookasideConnector.__name__ not in KVConnectorFactory._registry:
-    KVConnectorFactory.register_connector(LookasideConnector.__name__, __name__, LookasideConnector.__name__)
+    KVConnectorFactory.register_connector(
+        LookasideConnector.__name__, __name__, LookasideConnector.__name__
+    )

@@ -1,12 +1,14 @@
 """Moves pages between vLLM's KV cache and the mapped arena.
 
-A copy names, for each page, a block of the KV cache and the arena address of the page. Both are checked in native code
-before the first byte moves, and the bytes move there too, without the GIL. Nothing here raises for a copy that cannot
-be made: it comes back as a ticket with an error, so that a bad grant costs one page and never the engine. So does one
-by the CPU that meets memory that is not there any more: a device has gone, or a page of it is bad.
+A copy names, for each page, a block of the KV cache and the arena address of the page. Both are
+checked in native code before the first byte moves, and the bytes move there too, without the GIL.
+Nothing here raises for a copy that cannot be made: it comes back as a ticket with an error, so that
+a bad grant costs one page and never the engine. So does one by the CPU that meets memory that is
+not there any more: a device has gone, or a page of it is bad.
 
-On the CPU a gather is over when it returns (its blocks may be rewritten by the next step), a scatter runs on a small
-pool while the engine computes. On CUDA both are queued on streams of their own; see cuda.py.
+On the CPU a gather is over when it returns (its blocks may be rewritten by the next step), a
+scatter runs on a small pool while the engine computes. On CUDA both are queued on streams of their
+own; see cuda.py.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ import numpy as np
 from lookaside import _native
 from lookaside.layout import PageLayout, Segment
 
-# Forces a copy kernel: "memcpy" or "avx512". Meant for tests and for telling a slow machine from a slow kernel.
+# Forces a copy kernel: "memcpy" or "avx512". Meant for tests and for telling a slow machine from a
+# slow kernel.
 KERNEL_ENV = "LOOKASIDE_COPY_KERNEL"
 
-# One thread copies at some 12 GB/s here and two at 21 (the memory's limit); more would only take cores from vLLM.
+# One thread copies at some 12 GB/s here and two at 21 (the memory's limit); more would only take
+# cores from vLLM.
 POOL_THREADS = 2
 # Copies smaller than this are not worth handing half of to another thread (about 0.3 ms).
 SPLIT_BYTES = 4 << 20
@@ -35,7 +39,8 @@ ABSENT = -1
 
 
 class Ticket:
-    """One copy under way. Any thread may ask; an error is final and only known once the copy is done."""
+    """One copy under way. Any thread may ask; an error is final and only known once the copy is
+    done."""
 
     def __init__(self) -> None:
         self._over = threading.Event()
@@ -52,7 +57,8 @@ class Ticket:
 
     @property
     def error(self) -> str | None:
-        """Why the copy failed, and no byte of it may be used; None while it is out and when it went well."""
+        """Why the copy failed, and no byte of it may be used; None while it is out and when it went
+        well."""
         return self._error
 
     @property
@@ -120,8 +126,9 @@ class Copies(Protocol):
     def attach(self, region_id: int, address: int, size: int, read_only: bool = False) -> None:
         """Lets copies reach a mapped region; pins it where the device needs that.
 
-        Raises ValueError or RuntimeError when it cannot: the region is then not attached. The caller keeps the mapping
-        until the ticket of detach is done. Pinning takes about 0.1 s a GiB.
+        Raises ValueError or RuntimeError when it cannot: the region is then not attached. The
+        caller keeps the mapping until the ticket of detach is done. Pinning takes about 0.1 s a
+        GiB.
         """
         ...
 
@@ -132,7 +139,8 @@ class Copies(Protocol):
     def gather(self, blocks: np.ndarray, addresses: np.ndarray) -> Ticket:
         """Copies KV-cache blocks to arena pages (uint64 addresses).
 
-        blocks: int64 ids [pages, columns]; or [pages], where a page has one block. ABSENT ones are left out.
+        blocks: int64 ids [pages, columns]; or [pages], where a page has one block. ABSENT ones are
+        left out.
         """
         ...
 
@@ -141,7 +149,8 @@ class Copies(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends what is queued, unpins what is attached. Waits for copies under way; copies after it fail."""
+        """Ends what is queued, unpins what is attached. Waits for copies under way; copies after it
+        fail."""
         ...
 
 
@@ -154,12 +163,15 @@ class Piece(NamedTuple):
 
 
 class Plans:
-    """The native plans of a layout: one for all the columns of a page whose blocks lie alike. Any thread may use it."""
+    """The native plans of a layout: one for all the columns of a page whose blocks lie alike. Any
+    thread may use it."""
 
     def __init__(self, layout: PageLayout) -> None:
         """Raises ValueError if the layout does not lie within its spans."""
         self._columns = len(layout.column_bytes)
-        alike: dict[tuple[Segment, ...], list[tuple[int, int]]] = {}  # segments of a block -> (column, page offset)
+        alike: dict[
+            tuple[Segment, ...], list[tuple[int, int]]
+        ] = {}  # segments of a block -> (column, page offset)
         for column in range(self._columns):
             segments = [s for s in layout.segments if s.column == column]
             begin = segments[0].page_offset
@@ -170,7 +182,10 @@ class Plans:
         self._plans = [
             (
                 _native.Plan(
-                    [s[:4] for s in block], layout.num_blocks, whole or sum(s.length for s in block), layout.spans
+                    [s[:4] for s in block],
+                    layout.num_blocks,
+                    whole or sum(s.length for s in block),
+                    layout.spans,
                 ),
                 columns,
             )
@@ -192,11 +207,14 @@ class Plans:
             plan.detach(region_id)
 
     def pieces(self, blocks: np.ndarray, addresses: np.ndarray) -> list[Piece]:
-        """What is to be copied for rows of blocks (see Copies), checked. Raises TypeError or ValueError."""
+        """What is to be copied for rows of blocks (see Copies), checked. Raises TypeError or
+        ValueError."""
         if blocks.ndim == 1:
             blocks = blocks[:, None]
         if blocks.ndim != 2 or blocks.shape[1] != self._columns or len(blocks) != len(addresses):
-            raise ValueError(f"blocks {blocks.shape} of {self._columns} columns for {len(addresses)} pages")
+            raise ValueError(
+                f"blocks {blocks.shape} of {self._columns} columns for {len(addresses)} pages"
+            )
         found: list[Piece] = []
         for plan, columns in self._plans:
             ids: list[np.ndarray] = []
@@ -212,13 +230,16 @@ class Plans:
 
 
 def best_kernel() -> int:
-    """The copy kernel to use here. Raises ValueError if the environment forces one that cannot run."""
+    """The copy kernel to use here. Raises ValueError if the environment forces one that cannot
+    run."""
     forced = os.environ.get(KERNEL_ENV, "")
     if not forced:
         return _native.AVX512 if _native.usable(_native.AVX512) else _native.MEMCPY
     kernel = {"memcpy": _native.MEMCPY, "avx512": _native.AVX512}.get(forced)
     if kernel is None or not _native.usable(kernel):
-        raise ValueError(f"{KERNEL_ENV}={forced!r}: must be 'memcpy' or 'avx512', and run on this CPU")
+        raise ValueError(
+            f"{KERNEL_ENV}={forced!r}: must be 'memcpy' or 'avx512', and run on this CPU"
+        )
     return kernel
 
 
@@ -229,14 +250,17 @@ class CpuCopies:
         self._plans = Plans(layout)
         self._kernel = best_kernel()
         self._threads = threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lookaside-copy", initializer=use_all_cores)
+        self._pool = ThreadPoolExecutor(
+            threads, thread_name_prefix="lookaside-copy", initializer=use_all_cores
+        )
         self._inflight = InFlight()
 
     def attach(self, region_id: int, address: int, size: int, read_only: bool = False) -> None:
         self._plans.attach(region_id, address, size)
 
     def detach(self, region_id: int) -> Ticket:
-        # In this order: a copy that was checked before the region left is in the snapshot, a later one is refused.
+        # In this order: a copy that was checked before the region left is in the snapshot, a later
+        # one is refused.
         self._plans.detach(region_id)
         return AllOf(self._inflight.snapshot())
 
@@ -249,10 +273,15 @@ class CpuCopies:
     def close(self) -> None:
         self._pool.shutdown(wait=True)
 
-    def _start(self, copy: Callable[..., Any], blocks: np.ndarray, addresses: np.ndarray, *, inline: bool) -> Ticket:
-        """Splits a copy over the threads; inline, this thread does what no other has begun when it gets there."""
+    def _start(
+        self, copy: Callable[..., Any], blocks: np.ndarray, addresses: np.ndarray, *, inline: bool
+    ) -> Ticket:
+        """Splits a copy over the threads; inline, this thread does what no other has begun when it
+        gets there."""
         try:
-            pieces = self._plans.pieces(blocks, addresses)  # copies: the caller may reuse its own once we return
+            pieces = self._plans.pieces(
+                blocks, addresses
+            )  # copies: the caller may reuse its own once we return
         except (TypeError, ValueError) as fault:
             return finished(str(fault))
         size = sum(len(piece.blocks) * piece.plan.payload_bytes for piece in pieces)
@@ -276,7 +305,8 @@ class CpuCopies:
         if inline:
             self._run(copy, *shares[0])
             for future, share in zip(futures, shares[1:], strict=False):
-                # The pool may be busy with a long scatter: the engine's step does not queue behind that.
+                # The pool may be busy with a long scatter: the engine's step does not queue behind
+                # that.
                 if future.cancel():
                     self._run(copy, *share)
                 share[0]._over.wait()  # bounded by the time of our own share
@@ -300,8 +330,8 @@ class CpuCopies:
 def use_all_cores() -> None:
     """Frees the calling thread, and those it starts, from the main thread's binding.
 
-    vLLM on a CPU binds each compute thread, the main one among them, to one core, and new threads inherit that. What
-    all threads of the process together may use is what the process was given.
+    vLLM on a CPU binds each compute thread, the main one among them, to one core, and new threads
+    inherit that. What all threads of the process together may use is what the process was given.
     """
     try:
         cores: set[int] = set()
@@ -321,8 +351,8 @@ def make_copies(
 ) -> Copies:
     """The copies for a KV cache on this device ("cpu", "cuda:1", a torch.device).
 
-    threads: how many copy on a CPU. compute_stream: see CudaCopies.
-    Raises ValueError for a device that has none, RuntimeError or OSError when its driver cannot be used.
+    threads: how many copy on a CPU. compute_stream: see CudaCopies. Raises ValueError for a device
+    that has none, RuntimeError or OSError when its driver cannot be used.
     """
     kind, _, index = str(device).partition(":")
     if kind == "cpu":

@@ -1,15 +1,16 @@
 """Copies between a KV cache in GPU memory and the arena, by the GPU's own copy engines.
 
-Regions are page-locked as they are attached, so each page moves by DMA straight between the mapping and the KV cache.
-Another sidecar's is mapped for reading only, and the driver has to be told; one that cannot do with it refuses, and
-nothing is loaded from there.
-Gathers and scatters have one stream each, of the lowest priority; both wait for what the compute stream had been given
-when they were asked for. For a gather that is the forward pass that fills its blocks. For a scatter it is whoever had
-the blocks before: vLLM may hand out a block while a kernel that still writes to it is queued. Compute never waits for
-us: vLLM does not run a request before its load is reported.
+Regions are page-locked as they are attached, so each page moves by DMA straight between the mapping
+and the KV cache. Another sidecar's is mapped for reading only, and the driver has to be told; one
+that cannot do with it refuses, and nothing is loaded from there. Gathers and scatters have one
+stream each, of the lowest priority; both wait for what the compute stream had been given when they
+were asked for. For a gather that is the forward pass that fills its blocks. For a scatter it is
+whoever had the blocks before: vLLM may hand out a block while a kernel that still writes to it is
+queued. Compute never waits for us: vLLM does not run a request before its load is reported.
 
-Handing tens of thousands of runs to the driver takes milliseconds, so one thread of ours does it, and the engine's step
-only records an event. The driver is called from native code (no torch there), torch is asked for the compute stream.
+Handing tens of thousands of runs to the driver takes milliseconds, so one thread of ours does it,
+and the engine's step only records an event. The driver is called from native code (no torch there),
+torch is asked for the compute stream.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class CudaTicket(Ticket):
         self._driver = driver
         self._lock = threading.Lock()  # guards _event and _failure
         self._event: int | None = None  # recorded behind the copy; owned, freed once seen
-        self._failure: str | None = None  # what went wrong while submitting, told when the stream is quiet
+        self._failure: str | None = (
+            None  # what went wrong while submitting, told when the stream is quiet
+        )
 
     def done(self) -> bool:
         if self._over.is_set():
@@ -69,7 +72,8 @@ class CudaTicket(Ticket):
         return True
 
     def _submitted(self, event: int | None, failure: str | None) -> None:
-        """Tells that nothing more will be queued: event is behind it all, or None when nothing was queued."""
+        """Tells that nothing more will be queued: event is behind it all, or None when nothing was
+        queued."""
         with self._lock:
             self._event, self._failure = event, failure
             if event is None:
@@ -113,8 +117,8 @@ class _Unpin(Ticket):
 class CudaCopies:
     """Copies for a KV cache on one GPU. Methods may be called from any thread.
 
-    compute_stream answers with the handle of the stream that vLLM computes on; by default torch's current one, so
-    gather and scatter are to be called on the thread that runs the model.
+    compute_stream answers with the handle of the stream that vLLM computes on; by default torch's
+    current one, so gather and scatter are to be called on the thread that runs the model.
     """
 
     def __init__(
@@ -152,7 +156,8 @@ class CudaCopies:
             raise
 
     def detach(self, region_id: int) -> Ticket:
-        # In this order: a copy that was checked before the region left is in the snapshot, a later one is refused.
+        # In this order: a copy that was checked before the region left is in the snapshot, a later
+        # one is refused.
         self._plans.detach(region_id)
         with self._lock:
             address = self._pinned.pop(region_id, None)
@@ -218,7 +223,8 @@ class CudaCopies:
                 failure = f"{type(fault).__name__}: {fault}"
             _quietly(self._driver.event_free, job.after)
             if event is not None:
-                # Also behind a copy that failed: what was queued before the failure is still moving.
+                # Also behind a copy that failed: what was queued before the failure is still
+                # moving.
                 try:
                     self._driver.record(event, job.stream)
                 except RuntimeError as fault:

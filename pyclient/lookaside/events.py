@@ -74,7 +74,9 @@ class SessionFeed:
                 return wire.Events(0, 1, 0, ())
             if not isinstance(answer, wire.Events):
                 self._not_before = self._clock() + _PAUSE_S
-                self._log.warning("events", "the sidecar tells no events: %s", getattr(answer, "message", answer))
+                self._log.warning(
+                    "events", "the sidecar tells no events: %s", getattr(answer, "message", answer)
+                )
                 return None
         if self._clock() >= self._not_before and session.connected:
             try:
@@ -131,7 +133,8 @@ class EventBook:
         hashes: Iterable[bytes],
         parent: bytes | None,
     ) -> None:
-        """These pages of a request are being saved, or were found held. parent is vLLM's hash of the page before."""
+        """These pages of a request are being saved, or were found held. parent is vLLM's hash of
+        the page before."""
         lora = request.lora_request
         for page, (digest, block_hash) in enumerate(zip(names, hashes, strict=True), first_page):
             if digest not in self._announced:
@@ -158,7 +161,8 @@ class EventBook:
         self._hurry_until = self._clock() + _HURRY_S
 
     def void(self) -> None:
-        """The cache is reset: what was announced is not hit any more, and what was noted will not be stored."""
+        """The cache is reset: what was announced is not hit any more, and what was noted will not
+        be stored."""
         self._reset(self._all)
         self._wanted.clear()
 
@@ -226,7 +230,11 @@ class EventBook:
 
 def _extra_keys(request: Request, start: int, end: int) -> tuple[Any, ...] | None:
     """What else than tokens made a block's hash."""
-    if not (request.lora_request or getattr(request, "mm_features", None) or getattr(request, "cache_salt", None)):
+    if not (
+        request.lora_request
+        or getattr(request, "mm_features", None)
+        or getattr(request, "cache_salt", None)
+    ):
         return None
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
@@ -243,7 +251,9 @@ def _events(changes: list[tuple[bytes, Block | None]], page_tokens: int) -> list
     plain = getattr(kv_cache_utils, "to_event_extra_keys", lambda keys: keys)
 
     def make(kind: Any, **fields: Any) -> Any:
-        return kind(**{key: value for key, value in fields.items() if key in kind.__struct_fields__})
+        return kind(
+            **{key: value for key, value in fields.items() if key in kind.__struct_fields__}
+        )
 
     events: list[Any] = []
     at = 0
@@ -254,13 +264,25 @@ def _events(changes: list[tuple[bytes, Block | None]], page_tokens: int) -> list
             following, after = changes[at + len(run)]
             if (block is None) != (after is None):
                 break
-            if block is not None and after is not None and (after.parent, after.lora_id) != (run[-1][0], block.lora_id):
+            if (
+                block is not None
+                and after is not None
+                and (after.parent, after.lora_id) != (run[-1][0], block.lora_id)
+            ):
                 break
             run.append((following, after))
         at += len(run)
         hashes = [name(each) for each, _ in run]
         if block is None:
-            events.append(make(BlockRemoved, block_hashes=hashes, medium=MEDIUM_CPU, group_idx=0, locality="LOCAL"))
+            events.append(
+                make(
+                    BlockRemoved,
+                    block_hashes=hashes,
+                    medium=MEDIUM_CPU,
+                    group_idx=0,
+                    locality="LOCAL",
+                )
+            )
             continue
         blocks = [each for _, each in run if each is not None]
         keys = [each.extra_keys for each in blocks]

@@ -32,7 +32,8 @@ _DIGEST_BYTES = 32
 
 
 class Promise(NamedTuple):
-    """The first ``tokens`` of a prompt are stored, or about to be; ``digest`` names the page they end in."""
+    """The first ``tokens`` of a prompt are stored, or about to be; ``digest`` names the page they
+    end in."""
 
     tokens: int
     digest: bytes
@@ -50,7 +51,8 @@ def write(promise: Promise) -> dict[str, Any]:
 
 
 def read(request: Request) -> Promise | None:
-    """The promise that came with a request. Anything malformed is none: the sender is not trusted."""
+    """The promise that came with a request. Anything malformed is none: the sender is not
+    trusted."""
     params = request.kv_transfer_params
     ours = params.get(_KEY) if isinstance(params, dict) else None
     if not isinstance(ours, dict):
@@ -91,4 +93,6 @@ class PageNames:
 
         start = pages * self._page
         extra, _ = generate_block_hash_extra_keys(request, start, tokens, 0)
-        return bytes(hash_block_tokens(self._hash, before, request.all_token_ids[start:tokens], extra))
+        return bytes(
+            hash_block_tokens(self._hash, before, request.all_token_ids[start:tokens], extra)
+        )

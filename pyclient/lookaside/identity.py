@@ -1,27 +1,30 @@
 """Tells apart requests whose block hashes agree although their KV does not.
 
-vLLM's block hash names an adapter by its name (by its path too, from 0.31 on), an image by whatever identifier the
-client gave it, and embeddings by their bytes. Inside one engine that is enough most of the time. Between engines it is
-not: two of them may serve different weights under one name.
+vLLM's block hash names an adapter by its name (by its path too, from 0.31 on), an image by whatever
+identifier the client gave it, and embeddings by their bytes. Inside one engine that is enough most
+of the time. Between engines it is not: two of them may serve different weights under one name.
 
 An ``Identity`` adds what the hash leaves out:
 
-- of an adapter, a digest of its configuration and weights and of vLLM's settings that change what it computes;
+- of an adapter, a digest of its configuration and weights and of vLLM's settings that change what
+  it computes;
 - of an image, a video or a sound, a digest of what the processor made of it;
 - of embeddings, their type and where they lie in the prompt.
 
-A page's name is its block hash where nothing is added, else a digest of both. The same request has the same names in
-every engine, and pages before an image keep the names that they have without it.
+A page's name is its block hash where nothing is added, else a digest of both. The same request has
+the same names in every engine, and pages before an image keep the names that they have without it.
 
-**What is not known is not shared**: an adapter that is not made of files, inputs whose data are not in this process.
+**What is not known is not shared**: an adapter that is not made of files, inputs whose data are not
+in this process.
 
-**An adapter whose files change** is not shared any more. vLLM reads the files when the adapter is loaded, and again
-when it had to make room for others. Its own cache keeps what the old weights computed. So the files are compared with
-what they were at the load, when they are first read and every second from then on. If they changed, the adapter's
-requests are only shared again when it has been loaded anew and vLLM's cache and the sidecars' have been reset together.
+**An adapter whose files change** is not shared any more. vLLM reads the files when the adapter is
+loaded, and again when it had to make room for others. Its own cache keeps what the old weights
+computed. So the files are compared with what they were at the load, when they are first read and
+every second from then on. If they changed, the adapter's requests are only shared again when it has
+been loaded anew and vLLM's cache and the sidecars' have been reset together.
 
-Files and tensors are read by threads of their own, for both may take long; the scheduler's thread never waits for
-them. All methods but ``check`` are for that thread.
+Files and tensors are read by threads of their own, for both may take long; the scheduler's thread
+never waits for them. All methods but ``check`` are for that thread.
 """
 
 from __future__ import annotations
@@ -50,9 +53,11 @@ logger = logging.getLogger("vllm.lookaside")
 _PERSON = b"lookaside page"
 # What vLLM reads of an adapter. A checkpoint's directory has more, such as the optimizer's state.
 _ADAPTER_FILES = ("adapter_", "new_embeddings")
-# Settings of adapters that do not change what these compute. One that is not known here costs hits, not tokens.
+# Settings of adapters that do not change what these compute. One that is not known here costs hits,
+# not tokens.
 _HARMLESS = frozenset({
-    "max_lora_rank", "max_loras", "max_cpu_loras", "default_mm_loras", "specialize_active_lora", "max_lora_cls_labels",
+    "max_lora_rank", "max_loras", "max_cpu_loras", "default_mm_loras", "specialize_active_lora",
+    "max_lora_cls_labels",
 })  # fmt: skip
 _CHECK_S = 1.0
 _MAX_WARNED = 1000
@@ -71,7 +76,8 @@ PENDING, UNKNOWN = Unshared.PENDING, Unshared.UNKNOWN
 
 
 class Identity(NamedTuple):
-    """What is added to the block hashes of a request: ``keys[i]`` from token ``starts[i]`` on, to those that follow."""
+    """What is added to the block hashes of a request: ``keys[i]`` from token ``starts[i]`` on, to
+    those that follow."""
 
     starts: tuple[int, ...] = ()
     keys: tuple[bytes, ...] = ()
@@ -84,7 +90,9 @@ class Identity(NamedTuple):
         at = bisect_left(self.starts, end_token)
         if not at:
             return block_hash
-        return hashlib.blake2b(block_hash, key=self.keys[at - 1], digest_size=len(block_hash), person=_PERSON).digest()
+        return hashlib.blake2b(
+            block_hash, key=self.keys[at - 1], digest_size=len(block_hash), person=_PERSON
+        ).digest()
 
 
 PLAIN = Identity()
@@ -131,19 +139,25 @@ def _files_of(path: str) -> _Files | None:
         return None
     try:
         paths = sorted(
-            entry.path for entry in os.scandir(directory) if entry.name.startswith(_ADAPTER_FILES) and entry.is_file()
+            entry.path
+            for entry in os.scandir(directory)
+            if entry.name.startswith(_ADAPTER_FILES) and entry.is_file()
         )
         found = [os.stat(each) for each in paths]
     except OSError:
         return None
     if not any(each.endswith("/adapter_config.json") for each in paths):
         return None
-    status = tuple((each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in found)
+    status = tuple(
+        (each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns)
+        for each in found
+    )
     return _Files(tuple(paths), status)
 
 
 def _read(path: str, settings: bytes) -> tuple[_Files, bytes] | None:
-    """The files of an adapter and a digest of them; None if there are none, or they change meanwhile."""
+    """The files of an adapter and a digest of them; None if there are none, or they change
+    meanwhile."""
     files = _files_of(path)
     if files is None:
         return None
@@ -157,14 +171,15 @@ def _read(path: str, settings: bytes) -> tuple[_Files, bytes] | None:
     return (files, seen.digest()) if _files_of(path) == files else None
 
 
-# vLLM tells its engine that a client loads an adapter, and a connector nothing. So the engine's method is wrapped, in
-# the process of the scheduler role, for all that are here to know.
+# vLLM tells its engine that a client loads an adapter, and a connector nothing. So the engine's
+# method is wrapped, in the process of the scheduler role, for all that are here to know.
 _followers: weakref.WeakSet[Identities] = weakref.WeakSet()
 _wrapped = threading.Lock()
 
 
 def _follow_loads(follower: Identities) -> bool:
-    """Has the follower told of each adapter that is loaded from now on; False if this vLLM has no such method."""
+    """Has the follower told of each adapter that is loaded from now on; False if this vLLM has no
+    such method."""
     from vllm.v1.engine.core import EngineCore
 
     with _wrapped:
@@ -198,9 +213,13 @@ class Identities:
         self._settings = _settings_of(config)
         self._follows = config is not None and _follow_loads(self)
         self._path_in_hash = config is not None and _path_in_hash()
-        self._loaded: dict[int, tuple[str, _Files | None]] = {}  # by the adapter's number: where it was loaded from
+        self._loaded: dict[
+            int, tuple[str, _Files | None]
+        ] = {}  # by the adapter's number: where it was loaded from
         self._adapters: dict[tuple[str, ...], Adapter] = {}  # by what vLLM's hash has of them
-        self._inputs: dict[str, Future[Identity | Unshared]] = {}  # by request: those that are being read
+        self._inputs: dict[
+            str, Future[Identity | Unshared]
+        ] = {}  # by request: those that are being read
         self._warned: set[str] = set()
         self._pool: ThreadPoolExecutor | None = None
         self._closed = threading.Event()
@@ -224,7 +243,9 @@ class Identities:
             return Identity((0,), (key,), adapter)
         reading = self._inputs.get(request.request_id)
         if reading is None:
-            reading = self._inputs[request.request_id] = self._submit(_identify, request, features, key, adapter)
+            reading = self._inputs[request.request_id] = self._submit(
+                _identify, request, features, key, adapter
+            )
         if not reading.done():
             return PENDING
         del self._inputs[request.request_id]
@@ -232,7 +253,8 @@ class Identities:
         if found is UNKNOWN:
             self._warn(
                 "inputs",
-                "the data of some multimodal inputs are not in the scheduler's process: such requests are not shared;"
+                "the data of some multimodal inputs are not in the scheduler's process: such "
+                "requests are not shared;"
                 " leave --mm-processor-cache-type at lru, and --mm-tensor-ipc at direct_rpc",
             )
         return found
@@ -244,11 +266,13 @@ class Identities:
             reading.cancel()
 
     def hold(self, identity: Identity) -> bool:
-        """Whether what is computed now still has this identity: vLLM has the adapter's weights that it was made of."""
+        """Whether what is computed now still has this identity: vLLM has the adapter's weights that
+        it was made of."""
         return identity.adapter is None or bool(self._digest(identity.adapter))
 
     def forget(self) -> None:
-        """vLLM's cache was reset together with the sidecars': nothing is left of adapters as they were."""
+        """vLLM's cache was reset together with the sidecars': nothing is left of adapters as they
+        were."""
         self._adapters.clear()
 
     def check(self) -> None:
@@ -271,23 +295,33 @@ class Identities:
     def _adapter(self, lora: LoRARequest) -> Adapter | None:
         """The adapter of a request, or None where it is not made of files."""
         if not self._follows:
-            self._warn("", "this vLLM does not tell when adapters are loaded: their requests are not shared")
+            self._warn(
+                "",
+                "this vLLM does not tell when adapters are loaded: their requests are not shared",
+            )
             return None
         if type(lora).__name__ != "LoRARequest" or getattr(lora, "tensorizer_config_dict", None):
-            self._warn(lora.lora_name, "adapter %s is not made of files: its requests are not shared", lora.lora_name)
+            self._warn(
+                lora.lora_name,
+                "adapter %s is not made of files: its requests are not shared",
+                lora.lora_name,
+            )
             return None
         key = (lora.lora_name, lora.lora_path) if self._path_in_hash else (lora.lora_name,)
         adapter = self._adapters.get(key)
         if adapter is None:
             settings = self._settings + b" %d" % getattr(lora, "is_3d_lora_weight", False)
-            adapter = self._adapters[key] = Adapter(lora, self._submit(_read, lora.lora_path, settings))
+            adapter = self._adapters[key] = Adapter(
+                lora, self._submit(_read, lora.lora_path, settings)
+            )
         elif adapter.lora.lora_path != lora.lora_path:
             adapter.changed = True
         adapter.lora = lora  # loaded anew, it has another number
         return adapter
 
     def _digest(self, adapter: Adapter) -> bytes:
-        """The digest of an adapter's files, from which vLLM has loaded it; empty if that is not so."""
+        """The digest of an adapter's files, from which vLLM has loaded it; empty if that is not
+        so."""
         lora = adapter.lora
         read = None if adapter.read.exception() is not None else adapter.read.result()
         if read is None:
@@ -309,8 +343,10 @@ class Identities:
         if adapter.changed:
             self._warn(
                 f"{lora.lora_name} {loaded}",
-                "the files of adapter %s changed while it was in use: its requests are not shared until it is loaded"
-                " anew and then all caches are reset (POST /reset_prefix_cache?reset_external=true). Better give new"
+                "the files of adapter %s changed while it was in use: its requests are not shared "
+                "until it is loaded"
+                " anew and then all caches are reset (POST "
+                "/reset_prefix_cache?reset_external=true). Better give new"
                 " weights a new name and path",
                 lora.lora_name,
             )
@@ -321,7 +357,9 @@ class Identities:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="lookaside-identity")
             if self._follows:
-                threading.Thread(target=_watch, args=(weakref.ref(self), self._closed), daemon=True).start()
+                threading.Thread(
+                    target=_watch, args=(weakref.ref(self), self._closed), daemon=True
+                ).start()
         return self._pool.submit(function, *args)
 
     def _warn(self, about: str, message: str, *args: object) -> None:
@@ -352,8 +390,11 @@ def _path_in_hash() -> bool:
     return _gen_lora_extra_hash_keys(one) != _gen_lora_extra_hash_keys(other)  # type: ignore[arg-type]
 
 
-def _identify(request: Request, features: int, key: bytes, adapter: Adapter | None) -> Identity | Unshared:
-    """The identity of a request with multimodal inputs or embeddings; key is what its adapter adds."""
+def _identify(
+    request: Request, features: int, key: bytes, adapter: Adapter | None
+) -> Identity | Unshared:
+    """The identity of a request with multimodal inputs or embeddings; key is what its adapter
+    adds."""
     parts: list[tuple[int, bytes]] = []
     for feature in (request.mm_features or ())[:features]:
         seen = hashlib.sha256(feature.modality.encode())
@@ -407,7 +448,9 @@ def _feed(seen: Any, value: Any) -> bool:
         return True
     if isinstance(value, dict):
         seen.update(b"dict %d\0" % len(value))
-        return all(_feed(seen, str(key)) and _feed(seen, value[key]) for key in sorted(value, key=str))
+        return all(
+            _feed(seen, str(key)) and _feed(seen, value[key]) for key in sorted(value, key=str)
+        )
     if isinstance(value, list | tuple):
         seen.update(b"list %d\0" % len(value))
         return all(_feed(seen, each) for each in value)
@@ -419,8 +462,13 @@ def _feed(seen: Any, value: Any) -> bool:
 
 
 def _settings_of(config: Any) -> bytes:
-    """vLLM's settings of adapters that change what these compute, the same text in every process."""
+    """vLLM's settings of adapters that change what these compute, the same text in every
+    process."""
     if config is None:
         return b""
-    values = {name: value for name, value in vars(config).items() if name not in _HARMLESS and name[0] != "_"}
+    values = {
+        name: value
+        for name, value in vars(config).items()
+        if name not in _HARMLESS and name[0] != "_"
+    }
     return json.dumps(values, sort_keys=True, default=str).encode()

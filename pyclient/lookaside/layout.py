@@ -1,27 +1,31 @@
 """Where the bytes of a page lie in vLLM's KV cache.
 
-A page is one block of one rank, all layers. Where vLLM puts the layers of a model into several groups, each with a
-block table of its own (full attention and sliding windows, say), a page is the tokens of one *scheduler block*, the
-least multiple of all groups' blocks: one or more blocks of each group, side by side, each a *column* of the page.
+A page is one block of one rank, all layers. Where vLLM puts the layers of a model into several
+groups, each with a block table of its own (full attention and sliding windows, say), a page is the
+tokens of one *scheduler block*, the least multiple of all groups' blocks: one or more blocks of
+each group, side by side, each a *column* of the page.
 
-vLLM (0.29 and later) gives each layer a logical view [B', H, N, C] into one allocation; the physical order differs by
-backend, and kernels may split blocks (B' = num_blocks * ratio). From shape and strides we derive the runs of bytes that
-a block consists of, join neighbours, and check the result against what the KV cache config says about placement: two
-descriptions that disagree mean that we do not understand this vLLM, and a page that is not understood is not cached.
+vLLM (0.29 and later) gives each layer a logical view [B', H, N, C] into one allocation; the
+physical order differs by backend, and kernels may split blocks (B' = num_blocks * ratio). From
+shape and strides we derive the runs of bytes that a block consists of, join neighbours, and check
+the result against what the KV cache config says about placement: two descriptions that disagree
+mean that we do not understand this vLLM, and a page that is not understood is not cached.
 
     LBHNC, LBNHC, MLA      one run a layer
     BLHNC, BLNHC, BHLNC    one run a block, all layers
     LHBNC                  one run a layer and head
 
-Pages are opaque: nothing looks inside a run (on the CPU its bytes are in the order of the instruction set's tiles).
-Alignment padding at a page's end is not copied.
+Pages are opaque: nothing looks inside a run (on the CPU its bytes are in the order of the
+instruction set's tiles). Alignment padding at a page's end is not copied.
 
-Of a sliding window, a page has only those blocks that the window of some hit can reach: hits end where pages do, so
-that a block which ends more than the window before that is never read again. vLLM may have freed it by then.
+Of a sliding window, a page has only those blocks that the window of some hit can reach: hits end
+where pages do, so that a block which ends more than the window before that is never read again.
+vLLM may have freed it by then.
 
-Of layers that keep a *state* (Mamba and its kin, in vLLM's mode "align"), vLLM has a block for some pages' ends only:
-the state there stands for all tokens before. It is a page of its own, one for each group with states, named after the
-page that it ends (state_names): its column, one of the last, lies at the start of the page and alone there.
+Of layers that keep a *state* (Mamba and its kin, in vLLM's mode "align"), vLLM has a block for some
+pages' ends only: the state there stands for all tokens before. It is a page of its own, one for
+each group with states, named after the page that it ends (state_names): its column, one of the
+last, lies at the start of the page and alone there.
 
 torch and vLLM are not imported: tensors, config and specs are used as they come.
 """
@@ -39,10 +43,12 @@ from typing import Any, NamedTuple
 # A block of 200 layers with 256 heads a layer, each a run of its own, stays below this.
 MAX_SEGMENTS = 1 << 16
 
-# Specs whose blocks hold all tokens of the prefix, position by position, and nothing else. Their subclasses are not
-# included: each (sinks, reference windows, hidden states) came with rules of its own.
+# Specs whose blocks hold all tokens of the prefix, position by position, and nothing else. Their
+# subclasses are not included: each (sinks, reference windows, hidden states) came with rules of its
+# own.
 FULL_ATTENTION_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
-# The same, but vLLM frees blocks that the window has left behind. Subclasses keep more than their window, or less.
+# The same, but vLLM frees blocks that the window has left behind. Subclasses keep more than their
+# window, or less.
 WINDOW_SPECS = frozenset({"SlidingWindowSpec"})
 # A block is what is left of all tokens before its end.
 STATE_SPECS = frozenset({"MambaSpec"})
@@ -83,20 +89,23 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class PageLayout:
-    """How one rank's pages lie in its KV cache. Valid as long as the tensors that it was built from."""
+    """How one rank's pages lie in its KV cache. Valid as long as the tensors that it was built
+    from."""
 
     segments: tuple[Segment, ...]  # by column, and by page_offset within it
     page_bytes: int
     num_blocks: int
     page_tokens: int
     spans: tuple[tuple[int, int], ...]  # (address, size) of the allocations that hold the KV cache
-    # Everything about the bytes of a page that another instance must share to reuse it; goes into the space.
+    # Everything about the bytes of a page that another instance must share to reuse it; goes into
+    # the space.
     description: dict[str, str] = field(default_factory=dict)
     states: int = 0  # so many of the columns, the last ones, are states: each is alone in its page
 
     @property
     def column_bytes(self) -> tuple[int, ...]:
-        """The bytes of each of a page's blocks, which follow one another in the page, but for states."""
+        """The bytes of each of a page's blocks, which follow one another in the page, but for
+        states."""
         sizes = [0] * (self.segments[-1].column + 1)
         for segment in self.segments:
             sizes[segment.column] += segment.length
@@ -119,7 +128,8 @@ def shares(kv_cache_groups: Sequence[Any], page_tokens: int) -> tuple[Share, ...
 
 
 def window_tokens(group: Any) -> int:
-    """The tokens that a group's sliding window attends to, the newest among them; 0: it has none."""
+    """The tokens that a group's sliding window attends to, the newest among them; 0: it has
+    none."""
     (window,) = {spec.sliding_window for spec in specs_of(group) if _is_window(spec)} or {0}
     return window
 
@@ -130,9 +140,13 @@ def keeps_state(group: Any) -> bool:
 
 
 def state_names(digest: bytes, groups: int) -> list[bytes]:
-    """The names of the states at the end of the page with this digest, one for each group that keeps them."""
+    """The names of the states at the end of the page with this digest, one for each group that
+    keeps them."""
     size = len(digest)
-    return [hashlib.sha256(b"lookaside state %d:" % number + digest).digest()[:size] for number in range(groups)]
+    return [
+        hashlib.sha256(b"lookaside state %d:" % number + digest).digest()[:size]
+        for number in range(groups)
+    ]
 
 
 def _is_window(spec: Any) -> bool:
@@ -143,15 +157,23 @@ def _is_state(spec: Any) -> bool:
     return type(spec).__name__ in STATE_SPECS
 
 
-def build_layout(kv_cache_config: Any, kv_caches: Mapping[str, Any], vllm_config: Any | None = None) -> PageLayout:
+def build_layout(
+    kv_cache_config: Any, kv_caches: Mapping[str, Any], vllm_config: Any | None = None
+) -> PageLayout:
     """The page layout of the tensors that vLLM registers. Raises UnsupportedLayout."""
     reason = config_fault(kv_cache_config)
     if reason is not None:
         raise UnsupportedLayout("attention", reason)
     if not all(hasattr(t, "layer_stride") for t in kv_cache_config.kv_cache_tensors):
-        raise UnsupportedLayout("layout", "vLLM before 0.29 (its KV-cache tensors do not say where layers lie)")
+        raise UnsupportedLayout(
+            "layout", "vLLM before 0.29 (its KV-cache tensors do not say where layers lie)"
+        )
     groups = list(kv_cache_config.kv_cache_groups)
-    specs = {name: (spec, number) for number, group in enumerate(groups) for name, spec in _layer_specs(group)}
+    specs = {
+        name: (spec, number)
+        for number, group in enumerate(groups)
+        for name, spec in _layer_specs(group)
+    }
     num_blocks = int(kv_cache_config.num_blocks)
 
     runs: list[list[tuple[int, int, int]]] = [[] for _ in groups]  # base, stride, length
@@ -168,11 +190,15 @@ def build_layout(kv_cache_config: Any, kv_caches: Mapping[str, Any], vllm_config
             base = min(run[0] for run in layer)
             expected = storage.data_ptr() + placement.offset + index * placement.layer_stride
             if base != expected or any(stride != placement.block_stride for _, stride, _ in layer):
-                raise UnsupportedLayout("layout", f"layer {name} does not lie where vLLM's KV-cache config says")
+                raise UnsupportedLayout(
+                    "layout", f"layer {name} does not lie where vLLM's KV-cache config says"
+                )
             page = spec.real_page_size_bytes if _is_state(spec) else spec.unpadded_page_size_bytes
             payload = sum(length for *_, length in layer)
             if payload != page:
-                raise UnsupportedLayout("layout", f"layer {name} has {payload} bytes a block instead of {page}")
+                raise UnsupportedLayout(
+                    "layout", f"layer {name} has {payload} bytes a block instead of {page}"
+                )
             runs[group] += layer
             shapes.append(_shape(tensor, spec, num_blocks))
     if len(shapes) != len(specs):
@@ -187,7 +213,8 @@ def build_layout(kv_cache_config: Any, kv_caches: Mapping[str, Any], vllm_config
     column = end = page_bytes = 0
     parts = shares(groups, page_tokens)
     for group, share in sorted(enumerate(parts), key=lambda part: part[1].state):
-        # Within one allocation the order of addresses is the same in every process, and puts neighbours side by side.
+        # Within one allocation the order of addresses is the same in every process, and puts
+        # neighbours side by side.
         block = _join(sorted(runs[group]))
         if share.state:
             end = 0
@@ -221,18 +248,32 @@ def config_fault(kv_cache_config: Any) -> str | None:
         for spec in specs:
             name = type(spec).__name__
             if name not in FULL_ATTENTION_SPECS | WINDOW_SPECS | STATE_SPECS:
-                return f"{name} is not supported, only full attention, MLA, sliding windows and Mamba states are"
+                return (
+                    f"{name} is not supported, only full attention, MLA, sliding windows and "
+                    f"Mamba states are"
+                )
             if not getattr(spec, "prefix_cacheable", True):
                 return f"{name} of a kind that vLLM does not share between prompts"
             if _is_state(spec) and spec.mamba_cache_mode != "align":
-                return f"vLLM shares states with --mamba-cache-mode align only, not {spec.mamba_cache_mode}"
+                return (
+                    f"vLLM shares states with --mamba-cache-mode align only, not "
+                    f"{spec.mamba_cache_mode}"
+                )
             if _is_state(spec) and spec.num_speculative_blocks:
                 return "states beside speculative decoding are not supported"
             if getattr(spec, "non_causal", False):
                 return "attention is not causal, so prefixes cannot be shared"
-            if _is_window(spec) and (spec.sliding_window < 2 or getattr(spec, "extra_retained_tokens", 0)):
-                return "a sliding window that attends to one token only, or keeps more than it attends to"
-        alike = {(spec.block_size, spec.sliding_window if _is_window(spec) else 0, _is_state(spec)) for spec in specs}
+            if _is_window(spec) and (
+                spec.sliding_window < 2 or getattr(spec, "extra_retained_tokens", 0)
+            ):
+                return (
+                    "a sliding window that attends to one token only, or keeps more than it "
+                    "attends to"
+                )
+        alike = {
+            (spec.block_size, spec.sliding_window if _is_window(spec) else 0, _is_state(spec))
+            for spec in specs
+        }
         if len(alike) != 1:
             return "a KV-cache group whose layers have different block sizes or sliding windows"
     if all(keeps_state(group) for group in groups):
@@ -267,13 +308,18 @@ def _layer_runs(name: str, tensor: Any, num_blocks: int) -> list[tuple[int, int,
     while inner and inner[-1][0] == length:
         length *= inner.pop()[1]
     if any(stride < length for stride, _ in inner):
-        raise UnsupportedLayout("layout", f"layer {name} overlaps itself: shape {shape}, strides {strides}")
-    offsets = [sum(parts) for parts in product(*([i * stride for i in range(n)] for stride, n in inner))]
+        raise UnsupportedLayout(
+            "layout", f"layer {name} overlaps itself: shape {shape}, strides {strides}"
+        )
+    offsets = [
+        sum(parts) for parts in product(*([i * stride for i in range(n)] for stride, n in inner))
+    ]
     return [(tensor.data_ptr() + offset, strides[0] * ratio, length) for offset in offsets]
 
 
 def _join(runs: Sequence[tuple[int, int, int]]) -> tuple[Segment, ...]:
-    """Lays the runs out in a page, making one segment of runs that are neighbours in the cache as well."""
+    """Lays the runs out in a page, making one segment of runs that are neighbours in the cache as
+    well."""
     segments: list[Segment] = []
     end = 0
     for base, stride, length in runs:
@@ -293,7 +339,9 @@ def _shape(tensor: Any, spec: Any, num_blocks: int) -> str:
     inner = "x".join(str(n) for n in tensor.shape[1:])
     kind = type(spec).__name__
     if _is_state(spec):
-        parts = ",".join(f"{shape}:{dtype}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
+        parts = ",".join(
+            f"{shape}:{dtype}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+        )
         return f"{kind}:{getattr(spec.mamba_type, 'name', '')}:{parts}"
     return f"{kind}:{ratio}x{inner}:{str(tensor.dtype).removeprefix('torch.')}:{mode}"
 
@@ -305,9 +353,14 @@ def _describe(
     segments: Sequence[Segment],
     specs: Iterable[str],
 ) -> dict[str, str]:
-    """The description of a layout: short, the same in every process that lays pages out in the same way."""
+    """The description of a layout: short, the same in every process that lays pages out in the same
+    way."""
     cache = getattr(vllm_config, "cache_config", None)
-    layout = getattr(kv_cache_config, "kv_cache_layout", None) or getattr(cache, "kv_cache_layout", None) or ""
+    layout = (
+        getattr(kv_cache_config, "kv_cache_layout", None)
+        or getattr(cache, "kv_cache_layout", None)
+        or ""
+    )
     page = hashlib.sha256()
     for segment in segments:
         page.update(f"{segment.page_offset}+{segment.length};".encode())
@@ -329,19 +382,23 @@ def _describe(
         "page": page.hexdigest(),
         "shapes": _few(shapes),
         "attention": _few(_backend(layer) for layer in layers),
-        # CPU backends order the bytes of a block by instruction set; vLLM leaves the name on the layer.
+        # CPU backends order the bytes of a block by instruction set; vLLM leaves the name on the
+        # layer.
         "isa": _few(str(getattr(layer, "isa", "")) for layer in layers),
         **described,
     }
 
 
 def _groups(groups: Sequence[Any], columns: int) -> str:
-    """The groups in their order, as far as that is short, and a digest of all that is to be known of them."""
+    """The groups in their order, as far as that is short, and a digest of all that is to be known
+    of them."""
     kinds: list[str] = []
     exact = hashlib.sha256(f"{columns};".encode())
     for group in groups:
         names = {type(spec).__name__ for spec in specs_of(group)}
-        kinds.append(f"{'+'.join(sorted(names))}:{group.kv_cache_spec.block_size}:{window_tokens(group)}")
+        kinds.append(
+            f"{'+'.join(sorted(names))}:{group.kv_cache_spec.block_size}:{window_tokens(group)}"
+        )
         exact.update(f"{kinds[-1]};{','.join(group.layer_names)};".encode())
     return f"{'|'.join(kinds)[:256]}|{exact.hexdigest()[:32]}"
 
@@ -364,7 +421,12 @@ def _backend(layer: Any) -> str:
 
 
 def _few(values: Iterable[str]) -> str:
-    """The distinct values in one string of bounded length; many are told apart by the page digest."""
+    """The distinct values in one string of bounded length; many are told apart by the page
+    digest."""
     distinct = sorted(set(values) - {""})
     text = ",".join(distinct)
-    return text if len(text) <= 256 else f"{len(distinct)} kinds, {hashlib.sha256(text.encode()).hexdigest()}"
+    return (
+        text
+        if len(text) <= 256
+        else f"{len(distinct)} kinds, {hashlib.sha256(text.encode()).hexdigest()}"
+    )

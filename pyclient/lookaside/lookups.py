@@ -65,8 +65,9 @@ _RECEIVE_QUEUE = 4096
 _WAIT_SLICE_MS = 50
 # What a rank that promotes may be late by, beside twice the time that it named.
 _PROMOTION_GRACE_S = 0.1
-# Of the time that computing a prefix takes, what its lookup may. An answer saves nearly all of that time, so that a
-# wait in vain, after which the rank is not asked again until it speaks, may well cost a tenth more.
+# Of the time that computing a prefix takes, what its lookup may. An answer saves nearly all of that
+# time, so that a wait in vain, after which the rank is not asked again until it speaks, may well
+# cost a tenth more.
 _PREFILL_SHARE = 0.1
 
 
@@ -98,7 +99,17 @@ class Lookup:
     """One question to all ranks. Made by LookupClient.start; scheduler thread only."""
 
     __slots__ = (
-        *("_asked", "_client", "_end_page", "_hits", "_out", "_page_s", "_promised", "_result", "_since"),
+        *(
+            "_asked",
+            "_client",
+            "_end_page",
+            "_hits",
+            "_out",
+            "_page_s",
+            "_promised",
+            "_result",
+            "_since",
+        ),
         *("first_page", "id"),
     )
 
@@ -146,9 +157,14 @@ class Lookup:
         return self._result
 
     def trim(self, first_page: int) -> None:
-        """Free the leases on chunks wholly below first_page, and wait no longer than for what is left."""
-        self._client._tell(self, lambda session, secret, lookup: wire.Trim(session, secret, lookup, first_page))
-        deadline = self._since + self._client._patience_s((self._end_page - first_page) * self._page_s)
+        """Free the leases on chunks wholly below first_page, and wait no longer than for what is
+        left."""
+        self._client._tell(
+            self, lambda session, secret, lookup: wire.Trim(session, secret, lookup, first_page)
+        )
+        deadline = self._since + self._client._patience_s(
+            (self._end_page - first_page) * self._page_s
+        )
         for rank in self._out.keys() - self._promised.keys():
             self._out[rank] = min(self._out[rank], deadline)
 
@@ -211,7 +227,12 @@ class LookupClient:
             session.subscribe(_Linker(self, rank))
 
     def start(
-        self, first_page: int, prev: bytes, hashes: bytes, recompute_us: int = 0, prefill_s: float = 0.0
+        self,
+        first_page: int,
+        prev: bytes,
+        hashes: bytes,
+        recompute_us: int = 0,
+        prefill_s: float = 0.0,
     ) -> Lookup:
         """Ask about the pages whose digests are given, the first being first_page.
 
@@ -222,7 +243,9 @@ class LookupClient:
         self._adopt()
         lookup_id = next(self._ids) & 0xFFFFFFFFFFFFFFFF
         links = self._links
-        asked = tuple((link.session_id, link.secret) if link is not None else (0, b"") for link in links)
+        asked = tuple(
+            (link.session_id, link.secret) if link is not None else (0, b"") for link in links
+        )
         pages = len(hashes) // self._digest_bytes
         lookup = Lookup(self, lookup_id, first_page, pages, asked, prefill_s)
         if not hashes:
@@ -236,11 +259,20 @@ class LookupClient:
         for rank, link in enumerate(links):
             assert link is not None
             question = wire.Lookup(
-                link.session_id, link.secret, lookup_id, first_page, prev, hashes, self._deadline_ms, recompute_us
+                link.session_id,
+                link.secret,
+                lookup_id,
+                first_page,
+                prev,
+                hashes,
+                self._deadline_ms,
+                recompute_us,
             )
             if not link.send(wire.encode(question)):
                 self.unasked += 1
-                self._log.warning("queue", "a lookup could not be sent: its rank reads nothing; a miss")
+                self._log.warning(
+                    "queue", "a lookup could not be sent: its rank reads nothing; a miss"
+                )
                 self._sessions[rank].doubt()
                 self._give_up(lookup, known=None)
                 break
@@ -282,7 +314,8 @@ class LookupClient:
         return max(self._timeout_s, min(_PREFILL_SHARE * prefill_s, self._longest_s))
 
     def _is_late(self, lookup: Lookup, rank: int, now: float) -> bool:
-        """Whether a rank is to be given up: past its time, or suspect and past what every rank has."""
+        """Whether a rank is to be given up: past its time, or suspect and past what every rank
+        has."""
         if now >= lookup._out[rank]:
             return True
         doubted = rank not in lookup._promised and self._sessions[rank].suspect
@@ -328,7 +361,9 @@ class LookupClient:
             waited_ms = (now - lookup._since) * 1000
             self._log.warning("timeout", "a lookup was not answered in %.0f ms; a miss", waited_ms)
         else:
-            self._log.warning("promotion", "pages promised to a lookup did not arrive in time; a miss")
+            self._log.warning(
+                "promotion", "pages promised to a lookup did not arrive in time; a miss"
+            )
         self._give_up(lookup, known=None)
 
     def _receive(self, rank: int, wanted: Lookup) -> None:
@@ -354,7 +389,8 @@ class LookupClient:
                 self._promise(rank, link, answer)
 
     def _promise(self, rank: int, link: _Link, promise: wire.LookupPending) -> None:
-        """Give a rank that promotes the time that it asks for: in all no longer than promotion_timeout_s."""
+        """Give a rank that promotes the time that it asks for: in all no longer than
+        promotion_timeout_s."""
         lookup = self._pending.get(promise.lookup)
         if lookup is None or lookup._asked[rank][0] != link.session_id:
             return

@@ -76,12 +76,12 @@ def map_region(
     page_size: int = mmap.PAGESIZE,
     read_only: bool = False,
 ) -> int:
-    """Map size bytes at offset of fd, read-write unless read_only, and return the address; fd stays open.
+    """Map size bytes at offset of fd, read-write unless read_only, and return the address; fd stays
+    open.
 
-    The address is a multiple of page_size, and with huge of 2 MiB, without which
-    the kernel could not map transparent huge pages, for which the mapping then
-    asks. A file must have what is mapped: a shorter one would make later copies
-    fail of SIGBUS. Raises RegionError.
+    The address is a multiple of page_size, and with huge of 2 MiB, without which the kernel could
+    not map transparent huge pages, for which the mapping then asks. A file must have what is
+    mapped: a shorter one would make later copies fail of SIGBUS. Raises RegionError.
     """
     if size <= 0 or size % mmap.PAGESIZE:
         raise RegionError(f"region size {size} is not a positive multiple of the page")
@@ -90,7 +90,9 @@ def map_region(
     status = os.fstat(fd)
     # A device tells no size there, and refuses to map more than it has.
     if not stat.S_ISCHR(status.st_mode) and status.st_size < offset + size:
-        raise RegionError(f"region of {size} bytes at {offset} announced, but its fd holds {status.st_size}")
+        raise RegionError(
+            f"region of {size} bytes at {offset} announced, but its fd holds {status.st_size}"
+        )
     align = max(page_size, _HUGE if huge else 0)
     protection = mmap.PROT_READ if read_only else mmap.PROT_READ | mmap.PROT_WRITE
     if align <= mmap.PAGESIZE:
@@ -147,7 +149,9 @@ def unmap(address: int, size: int) -> None:
     _libc.munmap(address, size)
 
 
-def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int, offset: int = 0) -> int:
+def _mmap(
+    address: int | None, size: int, protection: int, flags: int, fd: int, offset: int = 0
+) -> int:
     result = _libc.mmap(address, size, protection, flags, fd, offset)
     if result is None or result == _MAP_FAILED:
         code = ctypes.get_errno()
@@ -167,7 +171,8 @@ class Attachable(Protocol):
     """What wants to know each region before bytes move there (copies.Copies)."""
 
     def attach(self, region_id: int, address: int, size: int, read_only: bool = False) -> None:
-        """Make the region usable; may take long (it pins the memory on CUDA). None writes to a read-only one."""
+        """Make the region usable; may take long (it pins the memory on CUDA). None writes to a
+        read-only one."""
         ...
 
     def detach(self, region_id: int) -> Waitable:
@@ -203,7 +208,9 @@ class Hold:
         self._set = of
         self._regions: set[Region] = set()  # told of; guarded by the set's lock
 
-    def locate(self, region_id: int, offset: int, size: int, timeout_s: float, write: bool = False) -> int:
+    def locate(
+        self, region_id: int, offset: int, size: int, timeout_s: float, write: bool = False
+    ) -> int:
         """The address of size bytes at offset of a region, valid until release.
 
         Waits up to timeout_s for a region that is not ready yet. Raises
@@ -214,7 +221,9 @@ class Hold:
         if write and region.read_only:
             raise RegionError(f"region {region_id} is for reading only")
         if offset < 0 or size < 0 or offset + size > region.size:
-            raise RegionError(f"[{offset}, {offset + size}) is outside region {region_id} of {region.size} bytes")
+            raise RegionError(
+                f"[{offset}, {offset + size}) is outside region {region_id} of {region.size} bytes"
+            )
         if not region.settled.is_set() and not region.settled.wait(max(0.0, timeout_s)):
             raise RegionError(f"region {region_id} is not ready yet")
         if region.failed is not None:
@@ -239,8 +248,11 @@ class RegionSet:
     _handles_lock = threading.Lock()
     _next_handle = 0
 
-    def __init__(self, attachable: Attachable | None = None, on_unmapped: Callable[[], None] | None = None) -> None:
-        """on_unmapped is called once, on whatever thread: the set is closed, and nothing touches its memory."""
+    def __init__(
+        self, attachable: Attachable | None = None, on_unmapped: Callable[[], None] | None = None
+    ) -> None:
+        """on_unmapped is called once, on whatever thread: the set is closed, and nothing touches
+        its memory."""
         self._attachable = attachable
         self._on_unmapped = on_unmapped
         self._lock = threading.Lock()
@@ -321,7 +333,9 @@ class RegionSet:
             if region.on_removed is not None:
                 raise RegionError("it was removed")
             if self._attachable is not None:
-                self._attachable.attach(region.handle, region.address, region.size, region.read_only)
+                self._attachable.attach(
+                    region.handle, region.address, region.size, region.read_only
+                )
             region.attached = True
         except Exception as error:  # whatever a device's driver raises
             region.failed = f"region could not be attached: {error}"
@@ -330,10 +344,11 @@ class RegionSet:
             hold.release()
 
     def remove(self, region_id: int, then: Callable[[], object]) -> None:
-        """Forget a region, unmap it once no hold has been told of it, and then call then on whatever thread.
+        """Forget a region, unmap it once no hold has been told of it, and then call then on
+        whatever thread.
 
-        At once, on this one, if there is no such region. Not at all once the set
-        is closed, or if a device does not give the region back.
+        At once, on this one, if there is no such region. Not at all once the set is closed, or if a
+        device does not give the region back.
         """
         with self._lock:
             if self._closed:
@@ -402,7 +417,9 @@ class RegionSet:
     def _leave(self, region: Region) -> None:
         """Unmap a removed region that nobody holds, not on the thread that noticed."""
         try:
-            threading.Thread(target=self._unmap_removed, args=(region,), name="lookaside-unmap", daemon=True).start()
+            threading.Thread(
+                target=self._unmap_removed, args=(region,), name="lookaside-unmap", daemon=True
+            ).start()
         except RuntimeError:
             self._unmap_removed(region)
 
@@ -449,7 +466,9 @@ class RegionSet:
             self._gone()
             return
         with contextlib.suppress(RuntimeError):  # no thread to be had: as above
-            threading.Thread(target=self._unmap_late, args=(stuck,), name="lookaside-unmap", daemon=True).start()
+            threading.Thread(
+                target=self._unmap_late, args=(stuck,), name="lookaside-unmap", daemon=True
+            ).start()
 
     def _unmap_late(self, stuck: list[tuple[Region, Waitable]]) -> None:
         """Unmaps what a device still uses, as it lets go of it."""

@@ -1,63 +1,58 @@
 """The scheduler role: which prefixes to load, which pages to save, what to pin.
 
-All of it runs on vLLM's scheduler thread and none of it waits, except
-reset_cache, which has a deadline (clearing.py goes on after it). Nothing here moves KV bytes.
+All of it runs on vLLM's scheduler thread and none of it waits, except reset_cache, which has a
+deadline (clearing.py goes on after it). Nothing here moves KV bytes.
 
 **Lookups** start when a request is added, for its whole prefix, and are asked
-about when vLLM wants to know. While the answer is out vLLM is told to ask again:
-some steps at most for what lies in the sidecars' memory, for longer where they
-bring pages up from a tier below. What vLLM turns out to have itself is trimmed
-from the lookup, so that it is not brought up either.
-An answer belongs to the prefix and the local hit it was asked for; when either
-changes, or its lease may end before a worker has taken it over, the lookup is replaced,
-once: a request that finds its second one as old, too, is computed. Only the last one of a request
-holds leases; it is cancelled when the request is admitted without a load, is
-preempted or ends.
+about when vLLM wants to know. While the answer is out vLLM is told to ask again: some steps at most
+for what lies in the sidecars' memory, for longer where they bring pages up from a tier below. What
+vLLM turns out to have itself is trimmed from the lookup, so that it is not brought up either. An
+answer belongs to the prefix and the local hit it was asked for; when either changes, or its lease
+may end before a worker has taken it over, the lookup is replaced, once: a request that finds its
+second one as old, too, is computed. Only the last one of a request holds leases; it is cancelled
+when the request is admitted without a load, is preempted or ends.
 
-With each lookup goes what computing a page takes (prefill.py), from the forward
-times that the workers report, so that a sidecar does not bring up what vLLM would
-compute sooner.
+With each lookup goes what computing a page takes (prefill.py), from the forward times that the
+workers report, so that a sidecar does not bring up what vLLM would compute sooner.
 
 **Loads** are always asynchronous. Once vLLM has given the blocks, the workers
-own the lookup's leases and report the request as received, whatever happens. A
-request whose load failed is not offered a hit again: vLLM would loop.
+own the lookup's leases and report the request as received, whatever happens. A request whose load
+failed is not offered a hit again: vLLM would loop.
 
 **Saves** go out as chunks fill, for the rest of the prompt when its prefill
-ends, and for what is left when the request ends. A block may be freed and
-rewritten by the very next step, so every block of a save is pinned with the
-block pool until every rank has said that it is done with it. Ranks that hold the
-same pages divide a save's chunks among them; one that has none of them says so at
-once. A request's saved
-pages are a high-water mark that only counts pages handed to the workers; it is
-void when the request is preempted or its hashes change under it.
+ends, and for what is left when the request ends. A block may be freed and rewritten by the very
+next step, so every block of a save is pinned with the block pool until every rank has said that it
+is done with it. Ranks that hold the same pages divide a save's chunks among them; one that has none
+of them says so at once. A request's saved pages are a high-water mark that only counts pages handed
+to the workers; it is void when the request is preempted or its hashes change under it.
 
 **Roles**: a kv_producer stores and never looks up, a kv_consumer looks up and
-never stores, kv_both does both. A prompt that is handed over (handover.py) is
-stored to its last token, the incomplete page included, and may be hit to its last
-token: vLLM then computes that one alone. Only what was handed over is hit beyond
-the last whole page, and only such a lookup is repeated while it falls short of
-what the prefiller promised.
+never stores, kv_both does both. A prompt that is handed over (handover.py) is stored to its last
+token, the incomplete page included, and may be hit to its last token: vLLM then computes that one
+alone. Only what was handed over is hit beyond the last whole page, and only such a lookup is
+repeated while it falls short of what the prefiller promised.
 
 **Hybrids.** Where the model's layers are in several groups, a page is as many
-tokens as vLLM schedules by, with the blocks of all groups (layout.py). vLLM frees
-what a sliding window has left behind, and its table then has the null block there.
-A chunk is no longer than the shortest window, so that what is stored as it fills
-is whole. Where vLLM had pages itself, and took no more of a window than it needs,
-its own cache may still have the rest; pages that are not whole even so are named
-and not copied. A load fills what vLLM's table has: all
-blocks of full attention, of a window those that it reaches from the hit's end.
+tokens as vLLM schedules by, with the blocks of all groups (layout.py). vLLM frees what a sliding
+window has left behind, and its table then has the null block there. A chunk is no longer than the
+shortest window, so that what is stored as it fills is whole. Where vLLM had pages itself, and took
+no more of a window than it needs, its own cache may still have the rest; pages that are not whole
+even so are named and not copied. A load fills what vLLM's table has: all blocks of full attention,
+of a window those that it reaches from the hit's end.
 
-**States** (Mamba and its kin). A hit ends where the states are held too, which is at few pages: vLLM has them where a
-step of a prefill ended, at the prompt's last page and at those that decoding fills. It hands them out one by one, with
-their blocks (boundary_state_offloads), and so they are saved, as pages of their own (layout.py); a block table says
-nothing about them. When it is known how much of a prefix the sidecars hold, they are asked for the states at the end of
-each of its pages, from the last one down, some at a time. A load is then two: the pages, and the states at their end.
+**States** (Mamba and its kin). A hit ends where the states are held too, which is at few pages:
+vLLM has them where a step of a prefill ended, at the prompt's last page and at those that decoding
+fills. It hands them out one by one, with their blocks (boundary_state_offloads), and so they are
+saved, as pages of their own (layout.py); a block table says nothing about them. When it is known
+how much of a prefix the sidecars hold, they are asked for the states at the end of each of its
+pages, from the last one down, some at a time. A load is then two: the pages, and the states at
+their end.
 
-**Names.** A page is named by vLLM's hash of its last block. Where that does not tell what the page depends on, such as
-the weights of an adapter, a digest of this goes into the name as well (identity.py). Until it is known, and where it
-cannot be, nothing of a request is looked up or saved. Only `_names` and `_page_name` make names; lookups, saves,
-states, tails and events all use these.
-"""
+**Names.** A page is named by vLLM's hash of its last block. Where that does not tell what the page
+depends on, such as the weights of an adapter, a digest of this goes into the name as well
+(identity.py). Until it is known, and where it cannot be, nothing of a request is looked up or
+saved. Only `_names` and `_page_name` make names; lookups, saves, states, tails and events all use
+these."""
 
 from __future__ import annotations
 
@@ -92,10 +87,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What a load's order may take on its way to the worker, whose taking over ends the lease: at least this, where the
-# lease is not shorter still. Steps that are under way come on top.
+# What a load's order may take on its way to the worker, whose taking over ends the lease: at least
+# this, where the lease is not shorter still. Steps that are under way come on top.
 _TAKE_OVER_S = 0.5
-# The longest step of late counts less with each further one, and no more than this: an engine may have been paused.
+# The longest step of late counts less with each further one, and no more than this: an engine may
+# have been paused.
 _STEP_DECAY = 0.9
 _LONGEST_STEP_S = 30.0
 # A miss is asked for again while the request still waits: others may have stored it.
@@ -106,7 +102,8 @@ _SHORT_LIFE_S = 0.005
 _MAX_LOOKUPS = 512
 _MAX_LOAD_CHUNKS = 8192
 _MAX_SAVE_PAGES = 4096
-# States are asked for at this many pages' ends at once, then twice as many, and so on, and at most at so many in all.
+# States are asked for at this many pages' ends at once, then twice as many, and so on, and at most
+# at so many in all.
 _STATES_AT_ONCE = 4
 _MAX_STATES = 252
 # Beyond this a save that no worker acknowledged no longer keeps the engine awake.
@@ -162,7 +159,9 @@ class Sidecars(Protocol):
         """How long an answered lookup keeps its leases on every rank."""
         ...
 
-    def start(self, first_page: int, prev: bytes, hashes: bytes, recompute_us: int, prefill_s: float) -> Lookup:
+    def start(
+        self, first_page: int, prev: bytes, hashes: bytes, recompute_us: int, prefill_s: float
+    ) -> Lookup:
         """Ask all for a run of pages. Never blocks, never fails: it misses.
 
         prev is the digest of the page before the first, empty for page 0;
@@ -176,7 +175,8 @@ class Sidecars(Protocol):
         ...
 
     def void(self) -> None:
-        """Make void what the space has on every rank: none is available until it has been cleared."""
+        """Make void what the space has on every rank: none is available until it has been
+        cleared."""
         ...
 
     def tell_prefilled(self, tokens: int, found: int, loaded: int) -> None:
@@ -188,7 +188,8 @@ class Sidecars(Protocol):
         ...
 
     def clear(self, timeout_s: float) -> bool:
-        """Have what is void cleared; False if some rank has not in time, which is done as soon as it can."""
+        """Have what is void cleared; False if some rank has not in time, which is done as soon as
+        it can."""
         ...
 
     def close(self) -> None:
@@ -209,7 +210,9 @@ class _Asked:
     leased: float  # when its leases may have begun at the earliest: it had no answer until then
     held: int | None = None  # absolute end of the pages held, once answered
     answered: float = 0.0
-    states: list[tuple[int, Lookup]] = field(default_factory=list)  # at the ends of these pages, the last one first
+    states: list[tuple[int, Lookup]] = field(
+        default_factory=list
+    )  # at the ends of these pages, the last one first
     states_asked: int = 0
     reached: int | None = None  # the end of the last page whose states are held as well, once known
 
@@ -256,7 +259,8 @@ class _Pin:
 
 
 def _parks_loads() -> bool:
-    """Whether vLLM may leave a request whose load has ended behind one that waits for its blocks: before 0.31."""
+    """Whether vLLM may leave a request whose load has ended behind one that waits for its blocks:
+    before 0.31."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     return not hasattr(Scheduler, "_holds_kv_blocks")
@@ -282,7 +286,9 @@ class SchedulerConnector:
         # Steps that a worker may have to carry out before it sees what is ordered now.
         self._steps_ahead = max(1, getattr(vllm_config, "max_concurrent_batches", 1)) - 1
         self._step_s = 0.0  # the longest of late
-        self._stepped: float | None = None  # when the last step was, if requests have been there since
+        self._stepped: float | None = (
+            None  # when the last step was, if requests have been there since
+        )
         transfer = vllm_config.kv_transfer_config
         self._may_load = transfer is None or transfer.is_kv_consumer
         self._may_save = transfer is None or transfer.is_kv_producer
@@ -321,8 +327,12 @@ class SchedulerConnector:
         self._requests: dict[str, _Request] = {}
         self._holding = 0  # requests with a lookup
         self._loads: dict[str, frozenset[int]] = {}  # requests loading: their blocks
-        self._loaded: set[str] | None = set() if _parks_loads() else None  # requests that vLLM has yet to go on with
-        self._prefills: dict[str, _Prefill] = {}  # of the requests in _loads, until it is known what was loaded
+        self._loaded: set[str] | None = (
+            set() if _parks_loads() else None
+        )  # requests that vLLM has yet to go on with
+        self._prefills: dict[
+            str, _Prefill
+        ] = {}  # of the requests in _loads, until it is known what was loaded
         self._pins: dict[int, _Pin] = {}  # by rising save id
         self._next_save = 1
         self._prefill = PrefillRate()
@@ -349,14 +359,17 @@ class SchedulerConnector:
         if self._holding < _MAX_LOOKUPS and self._wants_hit(state):
             self._ask(state, 0)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond vLLM's own hit; None: ask again."""
         state = self._state(request)
         first = state.local_page = num_computed_tokens // self._page
         if self._may_load and not self._identify(state) and self._waits_for_identity(state):
             return None, False
         if self._loaded and request.request_id not in self._loaded:
-            # vLLM would stop here if it had no blocks for this one, while those that wait behind it hold them all.
+            # vLLM would stop here if it had no blocks for this one, while those that wait behind it
+            # hold them all.
             return None, False
         if num_computed_tokens % self._page or not self._wants_hit(state):
             self._drop_lookup(state)
@@ -379,7 +392,11 @@ class SchedulerConnector:
         if asked.held is None and not self._take_answer(asked):
             return None, False
         assert asked.held is not None
-        if asked.lookup is not None and asked.held > first and self._clock() - asked.leased >= self._hit_life_s():
+        if (
+            asked.lookup is not None
+            and asked.held > first
+            and self._clock() - asked.leased >= self._hit_life_s()
+        ):
             # Its leases may be over before a worker has taken them over: then the load would fail.
             self._drop_lookup(state)
             if state.expired:
@@ -414,7 +431,9 @@ class SchedulerConnector:
             return 0, False
         return min(hit * self._page, limit_tokens) - num_computed_tokens, True
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         """vLLM has decided: load num_external_tokens into these blocks, or nothing."""
         state = self._state(request)
         first_time, state.admitted = not state.admitted, True
@@ -443,7 +462,10 @@ class SchedulerConnector:
         fits = not self._hybrid or self._is_loadable(tables, first, first + pages)
         if not fits:
             self._stats.add("errors")
-            logger.warning("lookaside: vLLM's block tables are not as a hit of %d pages needs them", first + pages)
+            logger.warning(
+                "lookaside: vLLM's block tables are not as a hit of %d pages needs them",
+                first + pages,
+            )
         elif asked is not None and asked.lookup is not None and first + pages <= (asked.held or 0):
             if self._states and asked.states and asked.reached == first + pages:
                 ((_, at_end),) = asked.states
@@ -458,7 +480,10 @@ class SchedulerConnector:
         names = wire.names(digests, first, self._chunk) if refs else b""
         self._new_loads.append(LoadSpec(request.request_id, refs, first, block_ids, names))
         if states:
-            ends = [tables[group][(first + pages) * self._shares[group].blocks - 1] for group in self._states]
+            ends = [
+                tables[group][(first + pages) * self._shares[group].blocks - 1]
+                for group in self._states
+            ]
             rows = self._state_rows(ends)
             state_names = layout.state_names(digests[-1], len(self._states))
             names = wire.names(state_names, first + pages, self._chunk)
@@ -469,7 +494,8 @@ class SchedulerConnector:
         self._stats.add("hit_tokens", num_external_tokens)
 
     def _note_prefill(self, state: _Request, asked: _Asked | None, to_load: int) -> None:
-        """Tell the sidecars what becomes of a request that was just admitted, or will when its load has ended."""
+        """Tell the sidecars what becomes of a request that was just admitted, or will when its load
+        has ended."""
         request = state.request
         local = state.local_page * self._page
         held = asked.held if asked is not None and asked.held is not None else 0
@@ -530,7 +556,11 @@ class SchedulerConnector:
         now = self._clock()  # its leases cannot begin before
         state.asked = _Asked(
             lookup=self._sidecars.start(
-                first_page, prev, b"".join(names), self._recompute_us(), self._prefill_s(end - first_page)
+                first_page,
+                prev,
+                b"".join(names),
+                self._recompute_us(),
+                self._prefill_s(end - first_page),
             ),
             first_page=first_page,
             end_page=end,
@@ -573,14 +603,17 @@ class SchedulerConnector:
     def _hit_life_s(self) -> float:
         """How long after its leases began a hit may be offered.
 
-        At most half of the lease; less where the steps that the worker carries out first take longer
-        than the other half.
+        At most half of the lease; less where the steps that the worker carries out first take
+        longer than the other half.
         """
         lease = self._sidecars.lease_s
-        return min(lease / 2, lease - min(_TAKE_OVER_S, lease / 4) - self._steps_ahead * self._step_s)
+        return min(
+            lease / 2, lease - min(_TAKE_OVER_S, lease / 4) - self._steps_ahead * self._step_s
+        )
 
     def _note_step(self) -> None:
-        """Measure the steps, while there are requests: one that comes after a pause says nothing."""
+        """Measure the steps, while there are requests: one that comes after a pause says
+        nothing."""
         now, before = self._clock(), self._stepped
         self._stepped = now if self._requests else None
         if before is not None:
@@ -601,7 +634,8 @@ class SchedulerConnector:
                 self._stats.add("errors")
 
     def _find_states(self, state: _Request, asked: _Asked, first: int, hit: int) -> int | None:
-        """The last page up to hit at whose end all states are held, first if none is; None while that is not known."""
+        """The last page up to hit at whose end all states are held, first if none is; None while
+        that is not known."""
         if asked.reached is not None:
             if asked.reached <= first:
                 self._cancel_states(asked)
@@ -624,14 +658,21 @@ class SchedulerConnector:
                 if pages:
                     lookup.cancel()
             end = hit - asked.states_asked
-            count = min(asked.states_asked + _STATES_AT_ONCE, _MAX_STATES - asked.states_asked, end - first)
+            count = min(
+                asked.states_asked + _STATES_AT_ONCE, _MAX_STATES - asked.states_asked, end - first
+            )
             if count <= 0:
                 asked.reached = first
                 return first
             for page in range(end, end - count, -1):
                 (digest,) = self._names(state, page - 1, page)
                 names = b"".join(layout.state_names(digest, len(self._states)))
-                asked.states.append((page, self._sidecars.start(page, digest, names, 0, self._prefill_s(page - first))))
+                asked.states.append(
+                    (
+                        page,
+                        self._sidecars.start(page, digest, names, 0, self._prefill_s(page - first)),
+                    )
+                )
             asked.states_asked += count
 
     @staticmethod
@@ -641,7 +682,8 @@ class SchedulerConnector:
             lookup.cancel()
 
     def _state_rows(self, block_ids: Sequence[int]) -> list[int]:
-        """The rows of the states at a page's end (layout.py), from the block of each group that keeps them."""
+        """The rows of the states at a page's end (layout.py), from the block of each group that
+        keeps them."""
         columns = sum(share.kept for share in self._shares)
         rows: list[int] = []
         for number, block_id in enumerate(block_ids):
@@ -665,8 +707,10 @@ class SchedulerConnector:
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    "lookaside: a prefiller names the pages of a prompt otherwise than this decoder, which will"
-                    " not find them: compare the prompt as the two get it, its adapter's files, --block-size,"
+                    "lookaside: a prefiller names the pages of a prompt otherwise than this "
+                    "decoder, which will"
+                    " not find them: compare the prompt as the two get it, its adapter's files, "
+                    "--block-size,"
                     " --prefix-caching-hash-algo and PYTHONHASHSEED"
                 )
         if promise is not None:
@@ -675,7 +719,13 @@ class SchedulerConnector:
         if self._whole_pages:
             return
         # One that only consumes is a decoder, whether its proxy passes promises on or not.
-        tokens = promise.tokens if promise is not None else 0 if self._may_save else request.num_prompt_tokens
+        tokens = (
+            promise.tokens
+            if promise is not None
+            else 0
+            if self._may_save
+            else request.num_prompt_tokens
+        )
         if tokens % self._page:
             state.tail = self._page_name(state, tokens)
             if not state.tail:
@@ -755,14 +805,18 @@ class SchedulerConnector:
         for step, took in seconds.items():
             self._prefill.add(self._timed.pop(step, 0), took)
         if seconds and self._prefill.seconds_per_token:
-            self._stats.set("prefill_tokens_per_second", round(1 / self._prefill.seconds_per_token, 1))
+            self._stats.set(
+                "prefill_tokens_per_second", round(1 / self._prefill.seconds_per_token, 1)
+            )
 
     # ---- saves ----
 
     def build_connector_meta(self, output: SchedulerOutput) -> LookasideMetadata:
         """This step's work. The loads go first: a lost load would park its request."""
         self._note_step()
-        meta = LookasideMetadata(loads=self._new_loads, saves=self._last_saves, aborted=self._aborted)
+        meta = LookasideMetadata(
+            loads=self._new_loads, saves=self._last_saves, aborted=self._aborted
+        )
         self._new_loads, self._last_saves, self._aborted = [], [], []
         meta.idle = not output.total_num_scheduled_tokens and not self._computes()
         try:
@@ -775,7 +829,8 @@ class SchedulerConnector:
         return meta
 
     def _computes(self) -> bool:
-        """Whether vLLM has begun to compute a request: with several batches at a time, its step may be under way."""
+        """Whether vLLM has begun to compute a request: with several batches at a time, its step may
+        be under way."""
         return any(state.request.status == self._running for state in self._requests.values())
 
     def _add_saves(self, output: SchedulerOutput, meta: LookasideMetadata) -> None:
@@ -794,7 +849,9 @@ class SchedulerConnector:
             # Beyond num_tokens lie drafts and placeholders.
             after = min(before + scheduled, request.num_tokens)
             ends_prompt = before < request.num_prompt_tokens <= after
-            if (after // self._page <= state.saved and not ends_prompt) or not self._may_name(state):
+            if (after // self._page <= state.saved and not ends_prompt) or not self._may_name(
+                state
+            ):
                 continue
             tail = self._tail(state) if ends_prompt else b""
             pages = self._final_pages(state, after)
@@ -806,7 +863,9 @@ class SchedulerConnector:
                 tail = b""  # a resumed request may be past it
             if pages <= state.saved and not tail:
                 continue
-            meta.saves += self._save(state, pages, block_state.get_block_ids(request_id) or (), tail)
+            meta.saves += self._save(
+                state, pages, block_state.get_block_ids(request_id) or (), tail
+            )
         if self._states:
             for request_id, offers in block_state.boundary_state_offloads.items():
                 state = self._requests.get(request_id)
@@ -816,8 +875,11 @@ class SchedulerConnector:
                 if not state.stale and self._may_name(state):
                     meta.saves += self._save_states(state, offers)
 
-    def _save_states(self, state: _Request, offers: Sequence[tuple[int, int, int]]) -> list[SaveSpec]:
-        """Specs for the states that vLLM hands out, (group, block, tokens), where a page ends and no group lacks it."""
+    def _save_states(
+        self, state: _Request, offers: Sequence[tuple[int, int, int]]
+    ) -> list[SaveSpec]:
+        """Specs for the states that vLLM hands out, (group, block, tokens), where a page ends and
+        no group lacks it."""
         ends: dict[int, dict[int, int]] = {}
         for group, block_id, tokens in offers:
             ends.setdefault(tokens, {})[group] = block_id
@@ -825,7 +887,12 @@ class SchedulerConnector:
         for tokens, blocks in ends.items():
             page = tokens // self._page
             block_ids = [blocks.get(group, 0) for group in self._states]
-            if tokens % self._page or not page or 0 in block_ids or self._final_pages(state, tokens) < page:
+            if (
+                tokens % self._page
+                or not page
+                or 0 in block_ids
+                or self._final_pages(state, tokens) < page
+            ):
                 continue
             (digest,) = self._names(state, page - 1, page)
             names = layout.state_names(digest, len(self._states))
@@ -861,12 +928,15 @@ class SchedulerConnector:
         known = len(request.block_hashes) // self._hashes_per_page
         # A streaming session takes back hashes when its next turn begins.
         if state.saved and (
-            state.saved > known or self._names(state, state.saved - 1, state.saved)[0] != state.saved_digest
+            state.saved > known
+            or self._names(state, state.saved - 1, state.saved)[0] != state.saved_digest
         ):
             state.saved = 0
         return min(valid_tokens // self._page, known)
 
-    def _save(self, state: _Request, end_page: int, tables: Sequence[list[int]], tail: bytes = b"") -> list[SaveSpec]:
+    def _save(
+        self, state: _Request, end_page: int, tables: Sequence[list[int]], tail: bytes = b""
+    ) -> list[SaveSpec]:
         """Specs for pages [state.saved, end_page), their blocks pinned.
 
         With a tail, which names the prompt's incomplete page, for that too: it is
@@ -913,14 +983,21 @@ class SchedulerConnector:
         """The pages that all groups' tables have blocks for, in part at least for the last one."""
         if len(tables) != len(self._shares):
             return 0
-        return min(len(table) // share.blocks for table, share in zip(tables, self._shares, strict=True))
+        return min(
+            len(table) // share.blocks for table, share in zip(tables, self._shares, strict=True)
+        )
 
     def _rows(self, tables: Sequence[list[int]], first: int, end: int) -> list[int]:
-        """The blocks of pages [first, end), page by page, as far as pages have them (layout.Share)."""
+        """The blocks of pages [first, end), page by page, as far as pages have them
+        (layout.Share)."""
         if all(share.blocks == 1 for share in self._shares) and not self._states:
             if len(tables) == 1:
                 return list(tables[0][first:end])
-            return [block for row in zip(*(table[first:end] for table in tables), strict=False) for block in row]
+            return [
+                block
+                for row in zip(*(table[first:end] for table in tables), strict=False)
+                for block in row
+            ]
         rows: list[int] = []
         for page in range(first + 1, end + 1):
             for table, share in zip(tables, self._shares, strict=True):
@@ -929,10 +1006,11 @@ class SchedulerConnector:
         return rows
 
     def _fill(self, request: Request, rows: list[int], first: int) -> None:
-        """Put the blocks that windows have left behind into rows of pages from first on, where vLLM still has them.
+        """Put the blocks that windows have left behind into rows of pages from first on, where vLLM
+        still has them.
 
-        Its own cache has them, by their hash, until it needs the room; it would take them itself for a hit that ends
-        there.
+        Its own cache has them, by their hash, until it needs the room; it would take them itself
+        for a hit that ends there.
         """
         assert self._pool is not None
         columns = [
@@ -949,12 +1027,15 @@ class SchedulerConnector:
             hashes = self._hashes_per_page // blocks  # of a block
             block = (first + page) * blocks + index
             if hashes and (block + 1) * hashes <= len(request.block_hashes):
-                cached = self._pool.get_cached_block(request.block_hashes[(block + 1) * hashes - 1], [group])
+                cached = self._pool.get_cached_block(
+                    request.block_hashes[(block + 1) * hashes - 1], [group]
+                )
                 if cached:
                     rows[at] = cached[0].block_id
 
     def _is_loadable(self, tables: Sequence[list[int]], first: int, end: int) -> bool:
-        """Whether vLLM's tables have a block for all that a hit up to page end needs, and for nothing that pages lack.
+        """Whether vLLM's tables have a block for all that a hit up to page end needs, and for
+        nothing that pages lack.
 
         What lies below page first it has itself.
         """
@@ -966,7 +1047,9 @@ class SchedulerConnector:
                 return False
             if share.state:
                 continue
-            if any(table[i] for i in range(begin, stop) if i % share.blocks < share.blocks - share.kept):
+            if any(
+                table[i] for i in range(begin, stop) if i % share.blocks < share.blocks - share.kept
+            ):
                 return False
         return True
 
@@ -1020,8 +1103,11 @@ class SchedulerConnector:
         if self._clear_waits:
             self._clear_when_quiet(0.0)
 
-    def request_finished(self, request: Request, tables: Sequence[list[int]]) -> dict[str, Any] | None:
-        """The request ends, for any reason: save what is left of it. tables: its blocks, of each group.
+    def request_finished(
+        self, request: Request, tables: Sequence[list[int]]
+    ) -> dict[str, Any] | None:
+        """The request ends, for any reason: save what is left of it. tables: its blocks, of each
+        group.
 
         Answers the kv_transfer_params for whoever goes on with it, if anybody shall.
         """
@@ -1059,16 +1145,20 @@ class SchedulerConnector:
     # ---- events ----
 
     def _note_event_pages(self, state: _Request, first_page: int, end_page: int) -> None:
-        """Pages [first_page, end_page) are being saved, or are held: announce them once all ranks hold them."""
+        """Pages [first_page, end_page) are being saved, or are held: announce them once all ranks
+        hold them."""
         if self._events is None or end_page <= first_page:
             return
         request = state.request
         parent = self._hashes(request, first_page - 1, first_page)[0] if first_page else None
         hashes = self._hashes(request, first_page, end_page)
-        self._events.note(request, first_page, self._names(state, first_page, end_page), hashes, parent)
+        self._events.note(
+            request, first_page, self._names(state, first_page, end_page), hashes, parent
+        )
 
     def take_events(self) -> list[Any]:
-        """What all ranks hold of what this engine knows, and hold no more, since the last call; see events.py."""
+        """What all ranks hold of what this engine knows, and hold no more, since the last call; see
+        events.py."""
         return [] if self._events is None else self._events.take()
 
     def has_pending_push_work(self) -> bool:
@@ -1106,7 +1196,9 @@ class SchedulerConnector:
             self._drop_lookup(state)
             self._forget_identity(state)
             state.saved = 0
-            state.stale = state.request.num_computed_tokens > 0 or state.request.request_id in self._loads
+            state.stale = (
+                state.request.num_computed_tokens > 0 or state.request.request_id in self._loads
+            )
         if self._events is not None:
             self._events.void()
         self._clear_waits = True
@@ -1208,7 +1300,8 @@ class SchedulerConnector:
         return [identity.name(each, end) for each, end in zip(hashes, ends, strict=True)]
 
     def _page_name(self, state: _Request, tokens: int) -> bytes:
-        """The name of the page that a prefix ends in, perhaps in its middle; empty if it has none."""
+        """The name of the page that a prefix ends in, perhaps in its middle; empty if it has
+        none."""
         assert state.identity is not None
         digest = self._ends.digest(state.request, tokens)
         return digest and state.identity.name(digest, tokens)

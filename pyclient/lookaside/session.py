@@ -126,7 +126,8 @@ class RateLimitedLog:
         self._target.warning(message, *args, exc_info=exc_info)
 
 
-# What sidecars want users to know. All ranks' sidecars say the same: it is logged once an hour for all of them.
+# What sidecars want users to know. All ranks' sidecars say the same: it is logged once an hour for
+# all of them.
 _notices = RateLimitedLog(logger, every_s=3600.0)
 _MAX_NOTICES = 256
 
@@ -239,7 +240,8 @@ class Session:
         options: SessionOptions,
         on_absent: Callable[[], None] | None = None,
     ) -> None:
-        """on_absent is called on the session's thread each time nothing listens, in place of a warning."""
+        """on_absent is called on the session's thread each time nothing listens, in place of a
+        warning."""
         self.options = options
         self._on_absent = on_absent
         self._log = RateLimitedLog(logger)
@@ -293,7 +295,9 @@ class Session:
             self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             # Not closed earlier: any thread may be about to write to it.
             weakref.finalize(self, os.close, self._wake_fd)
-            self._thread = threading.Thread(target=self._run, name=f"lookaside-{self.options.role}", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, name=f"lookaside-{self.options.role}", daemon=True
+            )
         self._thread.start()
 
     def wait_settled(self, timeout_s: float) -> bool:
@@ -527,9 +531,13 @@ class Session:
                 self.options.endpoint,
                 error,
             )
-            return self._backoff if error.refusal.code in ("busy", "draining") else _REFUSED_BACKOFF_S
+            return (
+                self._backoff if error.refusal.code in ("busy", "draining") else _REFUSED_BACKOFF_S
+            )
         except (EndpointError, HandshakeError, RegionError, OSError) as error:
-            self._log.warning(type(error).__name__, "session with %s: %s", self.options.endpoint, error)
+            self._log.warning(
+                type(error).__name__, "session with %s: %s", self.options.endpoint, error
+            )
             return _BACKOFF_LAST_S if isinstance(error, EndpointError) else self._backoff
         except Exception:
             self._log.warning("bug", "session with %s", self.options.endpoint, exc_info=True)
@@ -763,7 +771,9 @@ class Session:
                 _notices.warning(message.text, "lookaside: %s", message.text)
             return
         request_id = getattr(message, "id", None)
-        if not isinstance(message, (wire.StoreGrant, wire.LoadGrant, wire.Cleared, wire.Events, wire.Error)):
+        if not isinstance(
+            message, (wire.StoreGrant, wire.LoadGrant, wire.Cleared, wire.Events, wire.Error)
+        ):
             raise HandshakeError(f"unexpected {type(message).__name__}")
         with self._lock:
             pending = self._pending.pop(request_id, None) if request_id is not None else None
@@ -776,7 +786,9 @@ class Session:
                 pending._reply = message
                 pending._answered.set()
         if isinstance(message, wire.Error) and pending is None:
-            self._log.warning("error", "the sidecar complains: %s: %s", message.code, message.message)
+            self._log.warning(
+                "error", "the sidecar complains: %s: %s", message.code, message.message
+            )
         if late is not None:
             late(message)
 
@@ -831,7 +843,8 @@ def open_endpoint(directory: str) -> socket.socket:
     path = os.path.join(directory, SOCKET_NAME)
     if len(os.fsencode(path)) > _SUN_PATH_BYTES:
         raise EndpointError(
-            f"{path!r} has {len(os.fsencode(path))} bytes; a Unix socket's path has room for {_SUN_PATH_BYTES}"
+            f"{path!r} has {len(os.fsencode(path))} bytes; a Unix socket's path has room for "
+            f"{_SUN_PATH_BYTES}"
         )
     check_directory(directory)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -871,9 +884,13 @@ def check_directory(directory: str) -> None:
     if stat.S_ISLNK(status.st_mode) or not stat.S_ISDIR(status.st_mode):
         raise EndpointError(f"{directory} is not a directory (symbolic links are refused)")
     if status.st_uid != os.geteuid():
-        raise EndpointError(f"{directory} belongs to user {status.st_uid}, not to us ({os.geteuid()})")
+        raise EndpointError(
+            f"{directory} belongs to user {status.st_uid}, not to us ({os.geteuid()})"
+        )
     if status.st_mode & 0o077:
-        raise EndpointError(f"{directory} has mode {stat.S_IMODE(status.st_mode):04o}; others must have no access")
+        raise EndpointError(
+            f"{directory} has mode {stat.S_IMODE(status.st_mode):04o}; others must have no access"
+        )
 
 
 def _close_all(fds: list[int]) -> None:

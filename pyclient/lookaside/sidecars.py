@@ -94,33 +94,47 @@ class RankSidecars:
 
     @property
     def lease_s(self) -> float:
-        """How long an answered lookup keeps its leases on every rank; 0 while one is not connected."""
-        return min((w.lease_ms if (w := session.welcome) is not None else 0) for session in self.sessions) / 1e3
+        """How long an answered lookup keeps its leases on every rank; 0 while one is not
+        connected."""
+        return (
+            min(
+                (w.lease_ms if (w := session.welcome) is not None else 0)
+                for session in self.sessions
+            )
+            / 1e3
+        )
 
     @property
     def max_pages(self) -> int:
         """How many pages one lookup may name on every rank."""
-        return min((w.max_pages if (w := session.welcome) is not None else _MAX_PAGES) for session in self.sessions)
+        return min(
+            (w.max_pages if (w := session.welcome) is not None else _MAX_PAGES)
+            for session in self.sessions
+        )
 
     @property
     def divided(self) -> bool:
         """Whether ranks that hold the same pages may store a part of them each.
 
-        That is so if each of them can load what any of them has stored: they have the same sidecar, or such as lend
-        each other what they hold.
+        That is so if each of them can load what any of them has stored: they have the same sidecar,
+        or such as lend each other what they hold.
         """
         if self._replicas == 1:
             return False
         if self.sessions[0].options.ranks > 1:
             return True
         for first in range(0, len(self.sessions), self._replicas):
-            welcomes = [session.welcome for session in self.sessions[first : first + self._replicas]]
+            welcomes = [
+                session.welcome for session in self.sessions[first : first + self._replicas]
+            ]
             peers = {welcome.peers if welcome is not None else 0 for welcome in welcomes}
             if len(peers) > 1 or 0 in peers:
                 return False
         return True
 
-    def start(self, first_page: int, prev: bytes, hashes: bytes, recompute_us: int, prefill_s: float = 0.0) -> Lookup:
+    def start(
+        self, first_page: int, prev: bytes, hashes: bytes, recompute_us: int, prefill_s: float = 0.0
+    ) -> Lookup:
         """Ask all ranks; a miss if one of them cannot be asked."""
         lookup = self._lookups.start(first_page, prev, hashes, recompute_us, prefill_s)
         counts = {
@@ -138,11 +152,13 @@ class RankSidecars:
         return [SessionFeed(session, time.monotonic) for session in self.sessions]
 
     def void(self) -> None:
-        """Make void what every rank holds in this engine's space: available is false until it has been cleared."""
+        """Make void what every rank holds in this engine's space: available is false until it has
+        been cleared."""
         self._clearing.void()
 
     def tell_prefilled(self, tokens: int, found: int, loaded: int) -> None:
-        """Tell each sidecar, once however many ranks it has, what became of a request. Never blocks; it may be lost."""
+        """Tell each sidecar, once however many ranks it has, what became of a request. Never
+        blocks; it may be lost."""
         told: set[str] = set()
         for session in self.sessions:
             endpoint = session.options.endpoint
@@ -151,7 +167,8 @@ class RankSidecars:
                 session.send(wire.Prefilled(tokens, found, loaded), session.session_id)
 
     def clear(self, timeout_s: float) -> bool:
-        """Have what is void cleared; False if a rank has not in time, which is then done in the background."""
+        """Have what is void cleared; False if a rank has not in time, which is then done in the
+        background."""
         return self._clearing.clear(timeout_s)
 
     def close(self) -> None:

@@ -32,7 +32,8 @@ _DIGEST_BYTES = {"sha256": 32, "sha256_cbor": 32, "xxhash": 16, "xxhash_cbor": 1
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
-# Settings of multimodal inputs that change neither the model nor what a page's name does not tell (identity.py).
+# Settings of multimodal inputs that change neither the model nor what a page's name does not tell
+# (identity.py).
 _HARMLESS_INPUTS = frozenset({
     "allow_missing_mm_embeddings",
     "enable_mm_embeds",
@@ -47,8 +48,8 @@ _HARMLESS_INPUTS = frozenset({
     "skip_mm_profiling",
 })  # fmt: skip
 
-# Models all of whose layers have the config's num_key_value_heads, which vLLM lays out by QKVParallelLinear: with fewer
-# of them than TP ranks, rank r has head r // (tp_size // heads).
+# Models all of whose layers have the config's num_key_value_heads, which vLLM lays out by
+# QKVParallelLinear: with fewer of them than TP ranks, rank r has head r // (tp_size // heads).
 _PLAIN_HEADS = frozenset({
     "CohereForCausalLM",
     "Gemma2ForCausalLM",
@@ -152,7 +153,9 @@ def geometry(config: Config, vllm_config: Any, kv_cache_config: Any) -> tuple[Ge
     if page_tokens % hash_tokens:
         raise ValueError(f"block of {page_tokens} tokens, but hashes of {hash_tokens}")
     pages, warning = config.pages_per_chunk(page_tokens)
-    windows = [tokens for group in kv_cache_config.kv_cache_groups if (tokens := window_tokens(group))]
+    windows = [
+        tokens for group in kv_cache_config.kv_cache_groups if (tokens := window_tokens(group))
+    ]
     if windows:
         pages = max(1, min(pages, (min(windows) - 1) // page_tokens))
     if has_states(kv_cache_config):
@@ -180,9 +183,9 @@ def hash_warning(vllm_config: Any) -> str | None:
 def replicas(vllm_config: Any, kv_cache_config: Any) -> int:
     """How many consecutive TP ranks hold the very same pages; 1 where that is not certain.
 
-    Both roles of one engine compute the same. vLLM tells it of layers that are not split by heads (MLA), and then of
-    all layers together. Of KV heads that are too few for the ranks it tells nothing, so that there it is found here,
-    for models whose layers are known to be all alike.
+    Both roles of one engine compute the same. vLLM tells it of layers that are not split by heads
+    (MLA), and then of all layers together. Of KV heads that are too few for the ranks it tells
+    nothing, so that there it is found here, for models whose layers are known to be all alike.
     """
     parallel = vllm_config.parallel_config
     tp = parallel.tensor_parallel_size
@@ -198,11 +201,15 @@ def replicas(vllm_config: Any, kv_cache_config: Any) -> int:
 
 
 def _plain_heads(vllm_config: Any, kv_cache_config: Any) -> int:
-    """The KV heads that every layer has in all, of a rank each at most; 0 where that is not certain."""
+    """The KV heads that every layer has in all, of a rank each at most; 0 where that is not
+    certain."""
     model = vllm_config.model_config
     if getattr(model, "use_mla", True) or vllm_config.speculative_config is not None:
         return 0  # a draft model has heads of its own
-    if model.architecture not in _PLAIN_HEADS or _plain(getattr(model, "model_impl", "")) not in ("auto", "vllm"):
+    if model.architecture not in _PLAIN_HEADS or _plain(getattr(model, "model_impl", "")) not in (
+        "auto",
+        "vllm",
+    ):
         return 0
     if getattr(model, "using_transformers_backend", lambda: True)():
         return 0
@@ -213,7 +220,10 @@ def _plain_heads(vllm_config: Any, kv_cache_config: Any) -> int:
         return 0
     for group in kv_cache_config.kv_cache_groups:
         for spec in specs_of(group):
-            if type(spec).__name__ not in ("FullAttentionSpec", "SlidingWindowSpec") or spec.num_kv_heads != 1:
+            if (
+                type(spec).__name__ not in ("FullAttentionSpec", "SlidingWindowSpec")
+                or spec.num_kv_heads != 1
+            ):
                 return 0
             if getattr(spec, "max_tp_shards", None) not in (None, heads):
                 return 0
@@ -221,12 +231,19 @@ def _plain_heads(vllm_config: Any, kv_cache_config: Any) -> int:
 
 
 def space_fields(
-    vllm_config: Any, tp_rank: int, pp_rank: int, *, replicas: int, engine_id: str, geometry: Geometry
+    vllm_config: Any,
+    tp_rank: int,
+    pp_rank: int,
+    *,
+    replicas: int,
+    engine_id: str,
+    geometry: Geometry,
 ) -> dict[str, str]:
     """The fields that either role of ``engine_id`` declares for one rank.
 
-    Both roles of one engine compute equal fields, and so do ranks that hold the same pages (replicas). Keys and values
-    are short strings (values at most 512 bytes; longer ones are replaced by a digest).
+    Both roles of one engine compute equal fields, and so do ranks that hold the same pages
+    (replicas). Keys and values are short strings (values at most 512 bytes; longer ones are
+    replaced by a digest).
     """
     from vllm import __version__ as vllm_version
 
@@ -248,7 +265,9 @@ def space_fields(
         "rope_length": _rope_length(model),
         "dtype": str(model.dtype),
         "kv_dtype": str(cache.cache_dtype),
-        "kv_dtype_skip_layers": ",".join(map(str, getattr(cache, "kv_cache_dtype_skip_layers", None) or ())),
+        "kv_dtype_skip_layers": ",".join(
+            map(str, getattr(cache, "kv_cache_dtype_skip_layers", None) or ())
+        ),
         "quantization": str(model.quantization),
         "kv_scales": "checkpoint",
         "draft": _draft(vllm_config),
@@ -266,7 +285,10 @@ def space_fields(
     if getattr(cache, "calculate_kv_scales", False):
         # Scales measured on the first batch differ from run to run.
         fields["kv_scales"] = f"engine:{engine_id}"
-    return {key: value if len(value.encode()) <= _FIELD_BYTES else _digest_of(value) for key, value in fields.items()}
+    return {
+        key: value if len(value.encode()) <= _FIELD_BYTES else _digest_of(value)
+        for key, value in fields.items()
+    }
 
 
 def _plain(value: object) -> str:
@@ -318,7 +340,13 @@ def _inputs(model: Any) -> str:
     config = getattr(model, "multimodal_config", None)
     if config is None:
         return ""
-    return _digest_of({name: _plain(value) for name, value in vars(config).items() if name not in _HARMLESS_INPUTS})
+    return _digest_of(
+        {
+            name: _plain(value)
+            for name, value in vars(config).items()
+            if name not in _HARMLESS_INPUTS
+        }
+    )
 
 
 def _draft(vllm_config: Any) -> str:
@@ -386,5 +414,7 @@ def _digest_of(value: object) -> str:
     """A digest of plain data; a function counts by its name. Empty for nothing."""
     if not value:
         return ""
-    text = json.dumps(value, sort_keys=True, default=lambda o: getattr(o, "__qualname__", type(o).__qualname__))
+    text = json.dumps(
+        value, sort_keys=True, default=lambda o: getattr(o, "__qualname__", type(o).__qualname__)
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:32]

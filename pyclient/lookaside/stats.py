@@ -25,9 +25,16 @@ COUNTERS: dict[str, str] = {
     "lookups": "Lookups sent.",
     "lookup_timeouts": "Lookups without an answer at their deadline, counted as misses.",
     "lookups_promoted": "Lookups that had to wait for a tier below the sidecars' memory.",
-    "lookups_unasked": "Lookups that were misses because a rank's sidecar was absent, lost, or did not answer before.",
-    "hits_expired": "Hits not used, because their lease could have ended before the load; counted as misses.",
-    "promises_broken": "Requests handed over by a prefiller whose pages were not all there in time.",
+    "lookups_unasked": (
+        "Lookups that were misses because a rank's sidecar was absent, lost, or did not answer "
+        "before."
+    ),
+    "hits_expired": (
+        "Hits not used, because their lease could have ended before the load; counted as misses."
+    ),
+    "promises_broken": (
+        "Requests handed over by a prefiller whose pages were not all there in time."
+    ),
     "loads": "Requests whose load finished, once a rank.",
     "load_failures": "Requests whose load failed, once a rank; vLLM computes them.",
     "load_bytes": "Bytes copied from the arena into the KV cache.",
@@ -40,7 +47,9 @@ COUNTERS: dict[str, str] = {
 """Counter name to its meaning; the names are the keys of the statistics."""
 
 GAUGES: dict[str, str] = {
-    "prefill_tokens_per_second": "How fast vLLM computes prompts, as sidecars are told; absent until it is known.",
+    "prefill_tokens_per_second": (
+        "How fast vLLM computes prompts, as sidecars are told; absent until it is known."
+    ),
 }
 """Gauge name to its meaning; of several values the newest counts."""
 

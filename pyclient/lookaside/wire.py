@@ -49,24 +49,26 @@ MAX_EXTENTS = (MAX_PACKET_BYTES - _OVERHEAD_BYTES) // _EXTENT_BYTES
 
 
 def max_store_pages(digest_bytes: int) -> int:
-    """How many pages one PrepareStore may name: their hashes and their grants must fit a packet each."""
+    """How many pages one PrepareStore may name: their hashes and their grants must fit a packet
+    each."""
     return min(MAX_EXTENTS, (MAX_PACKET_BYTES - _OVERHEAD_BYTES) // digest_bytes - 1)
 
 
 def ticket(secret: bytes, lookup: int) -> bytes:
     """What a load proves by that it was ordered by whoever made the lookup.
 
-    The start of an HMAC-SHA256 of the lookup's number, keyed by its session's secret. The sidecar computes the
-    same. Who knows one ticket can take over that lookup alone.
+    The start of an HMAC-SHA256 of the lookup's number, keyed by its session's secret. The sidecar
+    computes the same. Who knows one ticket can take over that lookup alone.
     """
     return hmac.digest(secret, lookup.to_bytes(8, "little"), "sha256")[:SECRET_BYTES]
 
 
 def names(digests: Sequence[bytes], first_page: int, pages_per_chunk: int) -> bytes:
-    """One name for the pages of a load, from their digests, of which the first is that of first_page.
+    """One name for the pages of a load, from their digests, of which the first is that of
+    first_page.
 
-    The SHA-256 of the digests at which the chunks end, one behind the other; the last chunk ends where the load
-    does. A digest names all of its prefix, so that no other is needed.
+    The SHA-256 of the digests at which the chunks end, one behind the other; the last chunk ends
+    where the load does. A digest names all of its prefix, so that no other is needed.
     """
     ends = digests[pages_per_chunk - 1 - first_page % pages_per_chunk :: pages_per_chunk]
     if (first_page + len(digests)) % pages_per_chunk:
@@ -120,7 +122,8 @@ class Message(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
 class Hello(Message, frozen=True, tag=1):
     """Opens a session. ``fields`` must be in rising order of keys.
 
-    A scheduler asks for ``ranks`` ranks from ``rank`` on at once, which share a space; a worker is one.
+    A scheduler asks for ``ranks`` ranks from ``rank`` on at once, which share a space; a worker is
+    one.
     """
 
     version: _U16
@@ -138,10 +141,10 @@ class Hello(Message, frozen=True, tag=1):
 class Welcome(Message, frozen=True, tag=2):
     """Accepts a session; the control region's fd travels with it.
 
-    ``secret`` is what lookup messages prove by that they are this session's, and what their answers are routed by.
-    The sidecar names ``session`` in its status, and tells ``secret`` to nobody else. No log and no file may have it.
-    ``peers`` names the sidecars of this host that lend each other what they hold, this one among them: theirs is the
-    same number. 0: it is alone.
+    ``secret`` is what lookup messages prove by that they are this session's, and what their answers
+    are routed by. The sidecar names ``session`` in its status, and tells ``secret`` to nobody else.
+    No log and no file may have it. ``peers`` names the sidecars of this host that lend each other
+    what they hold, this one among them: theirs is the same number. 0: it is alone.
     """
 
     version: _U16
@@ -171,7 +174,8 @@ class Refuse(Message, frozen=True, tag=3):
 class PrepareStore(Message, frozen=True, tag=10):
     """Asks for room for the pages from ``first_page`` on that are not held.
 
-    Of their chunks, by number in the prefix, only for those that leave ``which`` when divided by ``every``.
+    Of their chunks, by number in the prefix, only for those that leave ``which`` when divided by
+    ``every``.
     """
 
     id: _U32
@@ -183,7 +187,8 @@ class PrepareStore(Message, frozen=True, tag=10):
 
 
 class Extent(Message, frozen=True):
-    """A run of consecutive pages in a region; ``page`` is an index in the prefix, ``offset`` bytes."""
+    """A run of consecutive pages in a region; ``page`` is an index in the prefix, ``offset``
+    bytes."""
 
     page: _U32
     pages: _U32
@@ -199,7 +204,8 @@ _Extents = Annotated[tuple[Extent, ...], Meta(max_length=MAX_EXTENTS)]
 
 
 class StoreGrant(Message, frozen=True, tag=11):
-    """Answers PrepareStore: where to copy what is not held. ``store`` is 0 if there is nothing to."""
+    """Answers PrepareStore: where to copy what is not held. ``store`` is 0 if there is nothing
+    to."""
 
     id: _U32
     store: _U64
@@ -226,7 +232,8 @@ class AbortStore(Message, frozen=True, tag=13):
 
 
 class PrepareLoad(Message, frozen=True, tag=20):
-    """Takes over what a scheduler's lookup has leased; ``session``, ``lookup`` and ``ticket`` are the scheduler's."""
+    """Takes over what a scheduler's lookup has leased; ``session``, ``lookup`` and ``ticket`` are
+    the scheduler's."""
 
     id: _U32
     session: _Id
@@ -238,7 +245,8 @@ class PrepareLoad(Message, frozen=True, tag=20):
 
 
 class LoadGrant(Message, frozen=True, tag=21):
-    """Answers PrepareLoad: where the pages are, and what the sidecar's index names those that lie there."""
+    """Answers PrepareLoad: where the pages are, and what the sidecar's index names those that lie
+    there."""
 
     id: _U32
     load: _Id
@@ -293,7 +301,8 @@ class Run(Message, frozen=True):
 
 
 class Events(Message, frozen=True, tag=35):
-    """Answers ReadEvents. ``reset``: what was told before is void; ``more``: there is more at once."""
+    """Answers ReadEvents. ``reset``: what was told before is void; ``more``: there is more at
+    once."""
 
     id: _U32
     reset: _Flag
@@ -302,7 +311,8 @@ class Events(Message, frozen=True, tag=35):
 
 
 class Prefilled(Message, frozen=True, tag=36):
-    """Tells what became of a request: of the tokens that vLLM's own cache did not have, those found and those loaded.
+    """Tells what became of a request: of the tokens that vLLM's own cache did not have, those found
+    and those loaded.
 
     For the sidecar to count; there is no reply.
     """
@@ -313,10 +323,11 @@ class Prefilled(Message, frozen=True, tag=36):
 
 
 class RegionAdded(Message, frozen=True, tag=40):
-    """Tells a worker of a region to map: ``size`` bytes at ``offset`` of the fd that travels with it.
+    """Tells a worker of a region to map: ``size`` bytes at ``offset`` of the fd that travels with
+    it.
 
-    The offset is a multiple of ``page_size``, and so must the address be that it is mapped at. What is
-    ``read_only`` is another sidecar's, and is mapped for reading only.
+    The offset is a multiple of ``page_size``, and so must the address be that it is mapped at. What
+    is ``read_only`` is another sidecar's, and is mapped for reading only.
     """
 
     region: _U32
@@ -333,7 +344,8 @@ class RegionAdded(Message, frozen=True, tag=40):
 
 
 class RegionRemoved(Message, frozen=True, tag=41):
-    """Tells a worker to unmap a region once its copies that began before have ended, and to say so."""
+    """Tells a worker to unmap a region once its copies that began before have ended, and to say
+    so."""
 
     region: _U32
 
@@ -345,13 +357,15 @@ class RegionUnmapped(Message, frozen=True, tag=42):
 
 
 class RegionMapped(Message, frozen=True, tag=43):
-    """A worker can copy into a region that came after its handshake, or has found that it never will."""
+    """A worker can copy into a region that came after its handshake, or has found that it never
+    will."""
 
     region: _U32
 
 
 class Notice(Message, frozen=True, tag=44):
-    """Tells a client what its user should know. May come at any time after the handshake; is not answered."""
+    """Tells a client what its user should know. May come at any time after the handshake; is not
+    answered."""
 
     text: _Text
 

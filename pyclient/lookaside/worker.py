@@ -98,7 +98,8 @@ _IDLE_STEP_PATIENCE_S = 0.005
 _POLL_S = 0.0005
 # Kinds of region that are mapped by pages of 2 MiB, where their pages and the kernel allow it.
 _HUGE_KINDS = ("hugetlb", "thp", "devdax", "fsdax")
-# The kind whose pages are the page cache's: to write to each of them would have all of the file written back.
+# The kind whose pages are the page cache's: to write to each of them would have all of the file
+# written back.
 _FILE_KIND = "file"
 # Timed forwards that may be under way on a device; further ones are not timed.
 _MAX_FORWARDS = 16
@@ -277,7 +278,8 @@ class WorkerConnector:
         geometry, _ = space.geometry(self._config, self._vllm_config, self._kv_cache_config)
         if layout.page_tokens != geometry.page_tokens:
             logger.warning(
-                "nothing is stored or loaded: a page has %d tokens in memory, %d in vLLM's scheduler",
+                "nothing is stored or loaded: a page has %d tokens in memory, %d in vLLM's "
+                "scheduler",
                 layout.page_tokens,
                 geometry.page_tokens,
             )
@@ -294,7 +296,12 @@ class WorkerConnector:
         replicas = space.replicas(self._vllm_config, self._kv_cache_config)
         self._share = (replicas, tp_rank % replicas)
         fields = space.space_fields(
-            self._vllm_config, tp_rank, pp_rank, replicas=replicas, engine_id=engine_id, geometry=geometry
+            self._vllm_config,
+            tp_rank,
+            pp_rank,
+            replicas=replicas,
+            engine_id=engine_id,
+            geometry=geometry,
         )
         endpoint = self._config.endpoint_for(self._rank, world.dp_rank)
         device = next(iter(kv_caches.values())).device
@@ -307,7 +314,9 @@ class WorkerConnector:
             compute_stream=lambda: self._compute_stream,
         )
         arguments = self._config.sidecar_arguments(self._rank, world.dp_rank)
-        autostart = Autostart(self._config.binary, endpoint, arguments) if self._config.autostart else None
+        autostart = (
+            Autostart(self._config.binary, endpoint, arguments) if self._config.autostart else None
+        )
         session = Session(
             SessionOptions(
                 endpoint=endpoint,
@@ -324,7 +333,9 @@ class WorkerConnector:
         )
         session.subscribe(self)
         self._session = session
-        self._loader = threading.Thread(target=self._load_loop, name="lookaside-loader", daemon=True)
+        self._loader = threading.Thread(
+            target=self._load_loop, name="lookaside-loader", daemon=True
+        )
         self._loader.start()
         session.start()
         if not session.wait_settled(_START_PATIENCE_S) and autostart is not None:
@@ -333,7 +344,8 @@ class WorkerConnector:
                 max(0.0, deadline - time.monotonic())
             ):
                 logger.warning(
-                    "lookaside: the sidecar on %s, which autostart starts, does not answer yet; serving without it"
+                    "lookaside: the sidecar on %s, which autostart starts, does not answer yet; "
+                    "serving without it"
                     " until it does",
                     endpoint,
                 )
@@ -355,7 +367,8 @@ class WorkerConnector:
             self._session.close(_SHUTDOWN_PATIENCE_S)
         if self._copies is not None:
             self._copies.close()
-        self._finish_saves()  # of copies that have ended since: nothing else would let go of their memory
+        # of copies that have ended since: nothing else would let go of their memory
+        self._finish_saves()
 
     # ---- session.Subscriber, on the session's thread ----
 
@@ -394,13 +407,18 @@ class WorkerConnector:
             mapped()
             self._stats.add("errors")
             whose = "another sidecar's arena" if region.read_only else "the arena"
-            self._log.warning(f"region {region.read_only}", "region %d of %s: %s", region.region, whose, error)
+            self._log.warning(
+                f"region {region.read_only}", "region %d of %s: %s", region.region, whose, error
+            )
 
     def on_region_removed(self, session: Session, region: int) -> None:
         """Unmap a region once no copy of ours can touch it, and say so."""
         live = self._live
         if live is not None:
-            live.regions.remove(region, functools.partial(session.send, wire.RegionUnmapped(region), live.session_id))
+            live.regions.remove(
+                region,
+                functools.partial(session.send, wire.RegionUnmapped(region), live.session_id),
+            )
 
     def on_lost(self, session: Session) -> None:
         """The session is over; wait for copies that use its memory, then unmap it."""
@@ -408,7 +426,9 @@ class WorkerConnector:
         if live is not None:
             live.regions.close()
             if not live.regions.wait_unmapped(_DRAIN_PATIENCE_S):
-                self._log.warning("drain", "copies still use the memory of a session that is over; it stays ours")
+                self._log.warning(
+                    "drain", "copies still use the memory of a session that is over; it stays ours"
+                )
 
     # ---- a step, on the main thread ----
 
@@ -492,7 +512,8 @@ class WorkerConnector:
         return invalid
 
     def build_connector_worker_meta(self) -> LookasideWorkerMetadata | None:
-        """The saves and timed forwards that are over and the loads that failed, since the last call."""
+        """The saves and timed forwards that are over and the loads that failed, since the last
+        call."""
         self._finish_saves()
         with self._lock:
             failed, self._loads_failed = self._loads_failed, {}
@@ -522,7 +543,10 @@ class WorkerConnector:
         pages = len(spec.hashes) // self._digest_bytes
         save: _Save | None = None
         try:
-            exact = len(spec.hashes) == pages * self._digest_bytes and len(self._rows(spec.block_ids)) == pages
+            exact = (
+                len(spec.hashes) == pages * self._digest_bytes
+                and len(self._rows(spec.block_ids)) == pages
+            )
             if not pages or not exact or spec.first_page % self._pages_per_chunk:
                 raise ValueError(f"save {spec.save_id} is malformed")
             if live is None or session is None or self._shut:
@@ -548,7 +572,9 @@ class WorkerConnector:
                     which=which,
                 )
                 pending = session.submit(make, abort)
-                save.pieces.append(_Piece(range(spec.first_page + start, spec.first_page + end), pending))
+                save.pieces.append(
+                    _Piece(range(spec.first_page + start, spec.first_page + end), pending)
+                )
             if save.pieces:
                 self._orders.append(save)
             else:
@@ -575,7 +601,8 @@ class WorkerConnector:
         addresses: list[np.ndarray] = []
         failed = False
         rows = self._rows(save.spec.block_ids)
-        gone = False  # a page that is not held cannot be copied any more: what follows it could not be found
+        # a page that is not held cannot be copied any more: what follows it could not be found
+        gone = False
         hold = save.hold = save.live.regions.acquire()
         if hold is None:
             self._abandon(save)
@@ -587,7 +614,9 @@ class WorkerConnector:
                 if not isinstance(reply, wire.StoreGrant):
                     failed = True
                     if isinstance(reply, wire.Error):
-                        self._log.warning(f"store {reply.code}", "a store was refused: %s", reply.message)
+                        self._log.warning(
+                            f"store {reply.code}", "a store was refused: %s", reply.message
+                        )
                     continue
                 self._stats.add("shed_pages", reply.shed)
                 if not reply.store:
@@ -607,7 +636,9 @@ class WorkerConnector:
                     if gone:
                         bad.append(index)
                         continue
-                    blocks.append(np.where(granted == 0, ABSENT, granted) if self._states else granted)
+                    blocks.append(
+                        np.where(granted == 0, ABSENT, granted) if self._states else granted
+                    )
                     addresses.append(into)
                     save.pages += len(into)
             if failed:
@@ -626,19 +657,23 @@ class WorkerConnector:
                 hold.release()
 
     def _rows(self, block_ids: list[int]) -> np.ndarray:
-        """The blocks of each page, [pages, columns]. Raises ValueError unless the pages are whole."""
+        """The blocks of each page, [pages, columns]. Raises ValueError unless the pages are
+        whole."""
         return np.asarray(block_ids, np.int64).reshape(-1, len(self._column_bytes))
 
     def _are_whole(self, rows: np.ndarray) -> bool:
         """Whether rows have all blocks of their page: those of attention, or one of a state."""
         if not self._states:
             return bool(rows.all())
-        return bool((rows[:, : -self._states].all(axis=1) | rows[:, -self._states :].any(axis=1)).all())
+        return bool(
+            (rows[:, : -self._states].all(axis=1) | rows[:, -self._states :].any(axis=1)).all()
+        )
 
     def _resolve(
         self, hold: Hold, asked: range, extent: wire.Extent, timeout_s: float, write: bool = False
     ) -> np.ndarray:
-        """The arena addresses of an extent's pages. Raises RegionError for one that cannot be right."""
+        """The arena addresses of an extent's pages. Raises RegionError for one that cannot be
+        right."""
         page, pages = extent.page, extent.pages
         if pages < 1 or page < asked.start or page + pages > asked.stop:
             raise RegionError(f"pages [{page}, {page + pages}) were not asked for")
@@ -659,7 +694,9 @@ class WorkerConnector:
             if save.hold is not None:
                 save.hold.release()
             for store, bad in save.stores:
-                message = wire.CommitStore(store, tuple(bad)) if error is None else wire.AbortStore(store)
+                message = (
+                    wire.CommitStore(store, tuple(bad)) if error is None else wire.AbortStore(store)
+                )
                 if session is not None:
                     session.send(message, save.live.session_id)
             if error is not None:
@@ -686,7 +723,8 @@ class WorkerConnector:
     # ---- loads ----
 
     def _order_load(self, spec: LoadSpec) -> None:
-        """Take over the leases of a load counted in _out. Whatever happens, it is reported in the end."""
+        """Take over the leases of a load counted in _out. Whatever happens, it is reported in the
+        end."""
         try:
             live, session = self._live, self._session
             if live is None or session is None or self._shut:
@@ -836,8 +874,11 @@ class WorkerConnector:
             self._report(load.spec, str(error))
             return False
 
-    def _sources(self, load: _Load, hold: Hold, extents: tuple[wire.Extent, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Blocks and where their bytes are. Raises unless the extents give exactly what was asked."""
+    def _sources(
+        self, load: _Load, hold: Hold, extents: tuple[wire.Extent, ...]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Blocks and where their bytes are. Raises unless the extents give exactly what was
+        asked."""
         spec = load.spec
         rows = self._rows(spec.block_ids)
         pages = len(rows)
@@ -892,8 +933,12 @@ def _prepare_store(
     return wire.PrepareStore(request_id, first_page, prev, hashes, every, which)
 
 
-def _prepare_load(request_id: int, ref: wire.LeaseRef, first_page: int, pages: int, names: bytes) -> wire.PrepareLoad:
-    return wire.PrepareLoad(request_id, ref.session, ref.lookup, ref.ticket, first_page, pages, names)
+def _prepare_load(
+    request_id: int, ref: wire.LeaseRef, first_page: int, pages: int, names: bytes
+) -> wire.PrepareLoad:
+    return wire.PrepareLoad(
+        request_id, ref.session, ref.lookup, ref.ticket, first_page, pages, names
+    )
 
 
 def _place(vllm_config: VllmConfig, world: space.World) -> tuple[int, int]:

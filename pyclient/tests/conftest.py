@@ -1,4 +1,5 @@
-"""Where the tests find what they share with the examples, and the patience that a test machine needs."""
+"""Where the tests find what they share with the examples, and the patience that a test machine
+needs."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-# What is tested is what happens, not how fast: a thread or a process may stand still for seconds, and what the other
-# side would have said in time is to be heard all the same. The test of a deadline sets it by itself.
+# What is tested is what happens, not how fast: a thread or a process may stand still for seconds,
+# and what the other side would have said in time is to be heard all the same. The test of a
+# deadline sets it by itself.
 PATIENCE_S = {
     "lookaside.lookups._HANDSHAKE_PATIENCE_S": 10.0,
     "lookaside.scheduler._IDENTITY_PATIENCE_S": 60.0,

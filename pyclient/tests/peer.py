@@ -1,8 +1,9 @@
-"""A peer that speaks the sidecar's side of the protocol over real sockets, and misbehaves on request.
+"""A peer that speaks the sidecar's side of the protocol over real sockets, and misbehaves on
+request.
 
-The real sidecar answers well or not at all. What it cannot be made to do, a late
-answer, garbage, a grant outside its region, a refusal of one's choice, this can:
-``script`` maps a message's type to what answers it.
+The real sidecar answers well or not at all. What it cannot be made to do, a late answer, garbage, a
+grant outside its region, a refusal of one's choice, this can: ``script`` maps a message's type to
+what answers it.
 """
 
 from __future__ import annotations
@@ -104,7 +105,9 @@ class Peer:
         os.ftruncate(fd, offset + self.region_bytes)
         self.regions.append(fd)
         index = len(self.regions) - 1
-        message = wire.RegionAdded(index, self.generation, kind, offset, self.region_bytes, 4096, int(read_only))
+        message = wire.RegionAdded(
+            index, self.generation, kind, offset, self.region_bytes, 4096, int(read_only)
+        )
         told = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC) if read_only else fd
         for conn in self.conns:
             conn.send(message, told)
@@ -176,7 +179,9 @@ class Peer:
                 if not data:
                     return
                 message = _decode(data)
-                script = self.script.get(type(message))  # the one of now: who is told that it came may set another
+                script = self.script.get(
+                    type(message)
+                )  # the one of now: who is told that it came may set another
                 with self._lock:
                     self.received.append(message)
                 if isinstance(message, wire.Hello):
@@ -201,7 +206,9 @@ class Peer:
         conn.session = next(self.sessions)
         secret = self._secrets[conn.session] = os.urandom(wire.SECRET_BYTES)
         reply = f"ipc://{self.directory}/reply.sock" if hello.role == "scheduler" else ""
-        regions = list(self.regions) if hello.role == "worker" else []  # of now: the client may be told of more at once
+        regions = (
+            list(self.regions) if hello.role == "worker" else []
+        )  # of now: the client may be told of more at once
         conn.send(
             wire.Welcome(
                 version=wire.VERSION,
@@ -252,7 +259,8 @@ def serving(directory: Path, **options: Any) -> Iterator[Peer]:
 
 
 def waited_in_vain(session: Session) -> list[Pending]:
-    """The requests of a session whose answer was waited for in vain, from now on: the list grows."""
+    """The requests of a session whose answer was waited for in vain, from now on: the list
+    grows."""
     waits: list[Pending] = []
     give_up = session._give_up
 

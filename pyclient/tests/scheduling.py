@@ -99,7 +99,9 @@ def full_attention(block: int = BLOCK) -> FullAttentionSpec:
 
 
 def sliding_window(tokens: int, block: int = BLOCK) -> SlidingWindowSpec:
-    return SlidingWindowSpec(block_size=block, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=tokens)
+    return SlidingWindowSpec(
+        block_size=block, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=tokens
+    )
 
 
 def state(block: int = BLOCK, checkpoints: int = 0) -> MambaSpec:
@@ -143,7 +145,9 @@ def make_config(
             **(extra or {}),
         },
     } | (connector or {})
-    model_config = ModelConfig(model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=4096)
+    model_config = ModelConfig(
+        model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=4096
+    )
     cache = CacheConfig(
         block_size=block,
         enable_prefix_caching=prefix_caching,
@@ -188,14 +192,17 @@ def write_adapter(directory: Path, weights: bytes) -> Path:
 
 
 def image(place: PlaceholderRange, identifier: str, pixels: int | None) -> MultiModalFeatureSpec:
-    """An image of these pixels that the client, or vLLM, names so; None: its data are not in this process."""
+    """An image of these pixels that the client, or vLLM, names so; None: its data are not in this
+    process."""
     data = None
     if pixels is not None:
         field = MultiModalSharedField(batch_size=1)
         data = MultiModalKwargsItem(
             {"pixels": MultiModalFieldElem(data=torch.full((4, 4), float(pixels)), field=field)}
         )
-    return MultiModalFeatureSpec(data=data, modality="image", identifier=identifier, mm_position=place)
+    return MultiModalFeatureSpec(
+        data=data, modality="image", identifier=identifier, mm_position=place
+    )
 
 
 class AtOnce(Executor):
@@ -210,7 +217,9 @@ class AtOnce(Executor):
         return future
 
 
-def make_kv_config(blocks: int, specs: Iterable[KVCacheSpec] | None = None, eagle: bool = False) -> KVCacheConfig:
+def make_kv_config(
+    blocks: int, specs: Iterable[KVCacheSpec] | None = None, eagle: bool = False
+) -> KVCacheConfig:
     groups = [
         KVCacheGroupSpec([f"layer{i}"], spec, is_eagle_group=eagle)
         for i, spec in enumerate([full_attention()] if specs is None else specs)
@@ -235,7 +244,13 @@ class ScriptedLookup:
     """A lookup whose answer the test decides, now or later."""
 
     def __init__(
-        self, book: ScriptedSidecars, first_page: int, prev: bytes, hashes: bytes, recompute_us: int, prefill_s: float
+        self,
+        book: ScriptedSidecars,
+        first_page: int,
+        prev: bytes,
+        hashes: bytes,
+        recompute_us: int,
+        prefill_s: float,
     ) -> None:
         self.first_page = first_page
         self.prev = prev
@@ -282,7 +297,9 @@ class ScriptedSidecars:
         self.is_void = False  # one of them is not cleared yet
         self.clears = 0
         self.clear_answer = True
-        self.stored_after: dict[bytes, int] = {}  # how many resets there had been when a page's save was ordered
+        self.stored_after: dict[
+            bytes, int
+        ] = {}  # how many resets there had been when a page's save was ordered
         self.ordered_after: dict[int, int] = {}  # the same by save
         self.closed = 0
         self.raises: Exception | None = None
@@ -295,7 +312,9 @@ class ScriptedSidecars:
     def available(self, value: bool) -> None:
         self.reachable = value
 
-    def start(self, first_page: int, prev: bytes, hashes: bytes, recompute_us: int, prefill_s: float) -> ScriptedLookup:
+    def start(
+        self, first_page: int, prev: bytes, hashes: bytes, recompute_us: int, prefill_s: float
+    ) -> ScriptedLookup:
         if self.raises is not None:
             raise self.raises
         assert not self.is_void, "asked about what is void"
@@ -311,7 +330,9 @@ class ScriptedSidecars:
         lookup.answer = next(missing, len(lookup.digests))
         if not lookup.cancelled:
             for digest in lookup.digests[: lookup.answer]:
-                assert self.stored_after.get(digest, self.voids) == self.voids, "a hit from before a reset"
+                assert self.stored_after.get(digest, self.voids) == self.voids, (
+                    "a hit from before a reset"
+                )
 
     def store(self, digest: bytes, page: Page, voids: int) -> None:
         """Keep a page of a save that was ordered after so many resets."""
@@ -347,7 +368,8 @@ class ScriptedSidecars:
 
 
 Page = tuple[int, ...]
-"""What a page holds: for each token, a digest of the tokens up to it; where it has several blocks, for each of them."""
+"""What a page holds: for each token, a digest of the tokens up to it; where it has several blocks,
+for each of them."""
 
 
 class Group(NamedTuple):
@@ -382,7 +404,8 @@ def contents(request: Request, drafts: list[int] | None = None) -> list[int]:
 
 @functools.cache
 def weights_of(path: str) -> bytes:
-    """The weights of an adapter, as a worker has them that loads it now, for good: one test's paths are no other's."""
+    """The weights of an adapter, as a worker has them that loads it now, for good: one test's paths
+    are no other's."""
     return (Path(path) / "adapter_model.safetensors").read_bytes()
 
 
@@ -412,7 +435,9 @@ class Workers:
     block: int  # tokens of a page
     hash_block: int
     groups: list[Group]
-    columns: list[tuple[Group, int]]  # what a page has: a group's block, and its first token in the page
+    columns: list[
+        tuple[Group, int]
+    ]  # what a page has: a group's block, and its first token in the page
     memory: dict[int, list[int | None]] = field(default_factory=dict)
     chunk: int = 0  # pages of one; 0: not known
     load_steps: int = 0  # until a load is reported
@@ -429,7 +454,9 @@ class Workers:
     aborted: list[str] = field(default_factory=list)
     unacked: list[int] = field(default_factory=list)
     timed: list[tuple[int, tuple[int, float]]] = field(default_factory=list)
-    identities: dict[str, Identity] = field(default_factory=dict)  # by request: what its pages' names must have in them
+    identities: dict[str, Identity] = field(
+        default_factory=dict
+    )  # by request: what its pages' names must have in them
 
     def run(self, batch: Batch) -> KVConnectorOutput:
         """Carry out a step: the loads that end with it, its forward, its saves."""
@@ -484,10 +511,15 @@ class Workers:
                 if group.state:
                     self.forward_state(group, table, value, before, before + count)
                     continue
-                for position in range(max(0, before - group.window + 1) if group.window else 0, before):
+                for position in range(
+                    max(0, before - group.window + 1) if group.window else 0, before
+                ):
                     page, offset = divmod(position, group.block)
-                    assert table[page] and self.memory[table[page]][offset] == group.value(value[position]), (
-                        f"{request_id} attends to wrong KV of group {group.number} at {position} of {before}"
+                    assert table[page] and self.memory[table[page]][offset] == group.value(
+                        value[position]
+                    ), (
+                        f"{request_id} attends to wrong KV of group {group.number} at {position} "
+                        f"of {before}"
                     )
                 for position in range(before, before + count):
                     page, offset = divmod(position, group.block)
@@ -497,8 +529,11 @@ class Workers:
                         slots = self.memory[table[page]] = [None] * group.block
                     slots[offset] = group.value(value[position]) if position < len(value) else None
 
-    def forward_state(self, group: Group, table: list[int], value: list[int], before: int, after: int) -> None:
-        """Go on from the state at before, and leave one in each block that ends in the step or is the last."""
+    def forward_state(
+        self, group: Group, table: list[int], value: list[int], before: int, after: int
+    ) -> None:
+        """Go on from the state at before, and leave one in each block that ends in the step or is
+        the last."""
         if before:
             source = table[(before - 1) // group.block]
             assert source and self.memory[source] == [group.value(value[before - 1])], (
@@ -519,14 +554,20 @@ class Workers:
         digests = asked.digests[load.first_page - asked.first_page :] if asked is not None else []
         rows = self.rows(load.block_ids)
         if load.refs and self.chunk:
-            assert load.names == wire.names(digests[: len(rows)], load.first_page, self.chunk), "other pages"
+            assert load.names == wire.names(digests[: len(rows)], load.first_page, self.chunk), (
+                "other pages"
+            )
         bad = set(self.fail_pages(load)) if load.refs else set(range(len(rows)))
         for i, row in enumerate(rows):
             page = self.sidecars.held.get(digests[i]) if i < len(digests) else None
             if i in bad or page is None:
                 bad.add(i)
                 page = (-1,) * sum(group.block for group, _ in self.columns)
-            states = [block_id for (group, _), block_id in zip(self.columns, row, strict=True) if group.state]
+            states = [
+                block_id
+                for (group, _), block_id in zip(self.columns, row, strict=True)
+                if group.state
+            ]
             if any(states):
                 (block_id,) = [block_id for block_id in row if block_id]
                 self.memory[block_id] = list(page[:1])
@@ -546,7 +587,10 @@ class Workers:
 
     def rows(self, block_ids: list[int]) -> list[list[int]]:
         assert len(block_ids) % len(self.columns) == 0
-        return [block_ids[i : i + len(self.columns)] for i in range(0, len(block_ids), len(self.columns))]
+        return [
+            block_ids[i : i + len(self.columns)]
+            for i in range(0, len(block_ids), len(self.columns))
+        ]
 
     def save(self, save: Any) -> None:
         rows = self.rows(save.block_ids)
@@ -558,13 +602,25 @@ class Workers:
         identity = self.identities.get(save.request_id, PLAIN)
         names = [
             identity.name(each, page * self.block)
-            for page, each in enumerate(request.block_hashes[self.hashes_per_page - 1 :: self.hashes_per_page], 1)
+            for page, each in enumerate(
+                request.block_hashes[self.hashes_per_page - 1 :: self.hashes_per_page], 1
+            )
         ]
         for i, row in enumerate(rows):
             start = (save.first_page + i) * self.block
             digest = save.hashes[32 * i : 32 * i + 32]
-            if any(block_id for (group, _), block_id in zip(self.columns, row, strict=True) if group.state):
-                self.save_state(save, i, row, names[save.first_page - 1], expected[save.first_page * self.block - 1])
+            if any(
+                block_id
+                for (group, _), block_id in zip(self.columns, row, strict=True)
+                if group.state
+            ):
+                self.save_state(
+                    save,
+                    i,
+                    row,
+                    names[save.first_page - 1],
+                    expected[save.first_page * self.block - 1],
+                )
                 continue
             row = row[: len(row) - self.states]
             page = tuple(
@@ -598,15 +654,23 @@ class Workers:
 
     def save_state(self, save: Any, number: int, row: list[int], digest: bytes, value: int) -> None:
         """The state of one group at the end of the page before the save's first."""
-        assert save.prev == digest and len(save.hashes) == 32 * self.states and save.new_from == save.first_page
+        assert (
+            save.prev == digest
+            and len(save.hashes) == 32 * self.states
+            and save.new_from == save.first_page
+        )
         name = layout.state_names(digest, self.states)[number]
         assert save.hashes[32 * number : 32 * number + 32] == name
         ((group, block_id),) = [
-            (group, block_id) for (group, _), block_id in zip(self.columns, row, strict=True) if block_id
+            (group, block_id)
+            for (group, _), block_id in zip(self.columns, row, strict=True)
+            if block_id
         ]
         assert group == [each for each in self.groups if each.state][number]
         page = (group.value(value),)
-        assert tuple(self.memory[block_id]) == page, f"save {save.save_id} reads what is not the state at {save}"
+        assert tuple(self.memory[block_id]) == page, (
+            f"save {save.save_id} reads what is not the state at {save}"
+        )
         self.sidecars.store(name, page, self.sidecars.ordered_after[save.save_id])
 
     @property
@@ -653,12 +717,19 @@ class Stand:
         self.requests: dict[str, Request] = {}
         specs = [group.kv_cache_spec for group in kv_config.kv_cache_groups]
         groups = [
-            Group(number, spec.block_size, getattr(spec, "sliding_window", 0) or 0, isinstance(spec, MambaSpec))
+            Group(
+                number,
+                spec.block_size,
+                getattr(spec, "sliding_window", 0) or 0,
+                isinstance(spec, MambaSpec),
+            )
             for number, spec in enumerate(specs)
         ]
         columns = [
             (group, block - (share.kept - i) * group.block)
-            for group, share in zip(groups, layout.shares(kv_config.kv_cache_groups, block), strict=True)
+            for group, share in zip(
+                groups, layout.shares(kv_config.kv_cache_groups, block), strict=True
+            )
             for i in range(share.kept)
         ] + [(group, 0) for group in groups if group.state]
         assert block == math.lcm(*(group.block for group in groups))
@@ -708,7 +779,9 @@ class Stand:
     def pool(self) -> Any:
         return self.scheduler.kv_cache_manager.block_pool
 
-    def add(self, prompt: list[int], max_tokens: int = 4, request_id: str | None = None, **kwargs: Any) -> str:
+    def add(
+        self, prompt: list[int], max_tokens: int = 4, request_id: str | None = None, **kwargs: Any
+    ) -> str:
         request_id = request_id or f"r{next(ids)}"
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **kwargs.pop("params", {}))
         params.update_from_generation_config({}, eos_token_id=None)
@@ -785,15 +858,21 @@ class Stand:
                     self.transfer_params[each.request_id] = each.kv_transfer_params
         if self.draft is not None:
             running = self.scheduler.running
-            drafts = DraftTokenIds([r.request_id for r in running], [self.draft(r) for r in running])
+            drafts = DraftTokenIds(
+                [r.request_id for r in running], [self.draft(r) for r in running]
+            )
             self.scheduler.update_draft_token_ids(drafts)
 
     def step(self) -> Batch:
         """Schedule, and complete the oldest batch under way if the pipe is full."""
         batch = self.schedule()
         self.under_way.append(batch)
-        computed = {request for each in self.under_way for request in each.scheduled.num_scheduled_tokens}
-        assert not (batch.meta.idle and computed & self.scheduler.requests.keys()), "a worker would wait in its stead"
+        computed = {
+            request for each in self.under_way for request in each.scheduled.num_scheduled_tokens
+        }
+        assert not (batch.meta.idle and computed & self.scheduler.requests.keys()), (
+            "a worker would wait in its stead"
+        )
         if len(self.under_way) >= self.depth:
             self.complete(self.under_way.pop(0))
         self.clock += 0.001
@@ -847,7 +926,10 @@ class Stand:
             assert not role._new_loads and not role._last_saves and role._holding == 0
             assert not role.has_pending_push_work()
         owned = {load.refs for stand in (self, *others) for load in stand.workers.loads}
-        assert all(each.cancelled or each.answer == 0 or each.refs in owned for each in self.sidecars.lookups)
+        assert all(
+            each.cancelled or each.answer == 0 or each.refs in owned
+            for each in self.sidecars.lookups
+        )
         assert self.pool.get_num_free_blocks() == len(self.pool.blocks) - 1
         assert not self.scheduler.has_requests()
 

@@ -59,7 +59,9 @@ def test_report_pairs_rounds():
         report.add("half", 1, "us", limit=2, ratio=0.5)
 
 
-def test_report_is_last_on_stdout_and_stamped_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_report_is_last_on_stdout_and_stamped_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     report = Report("x")
     report.rounds("limited", "us", [1, 2], [2, 2])
     report.add("free", 3, "us")
@@ -86,7 +88,11 @@ def test_report_stamps_what_the_command_wrote(tmp_path: Path):
     ("name", "options", "cases"),
     [
         ("copy", ["--bytes=33554432", "--rounds=2"], 8),
-        ("lookup", ["--pages=8192", "--rounds=2", "--pairs=3", "--tail=20", "--copy-threads=1"], 13),
+        (
+            "lookup",
+            ["--pages=8192", "--rounds=2", "--pairs=3", "--tail=20", "--copy-threads=1"],
+            13,
+        ),
     ],
 )
 def test_bench_in_small(name: str, options: list[str], cases: int):
@@ -104,7 +110,9 @@ def test_bench_in_small(name: str, options: list[str], cases: int):
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("hugetlb", 20.0), ("thp", 20.0), ("memfd", None)])
-def test_attach_promises_only_huge_pages(kind: str, limit: float | None, capsys: pytest.CaptureFixture[str]):
+def test_attach_promises_only_huge_pages(
+    kind: str, limit: float | None, capsys: pytest.CaptureFixture[str]
+):
     second, bare = printed(attach.figures(kind, [10.0, 12.0], [9.0]), capsys).values()
     assert second["limit"] == limit
     assert bare["limit"] is None
@@ -139,4 +147,8 @@ def test_ttft_pairs_rounds(capsys: pytest.CaptureFixture[str]):
     seconds |= {"disk.missed": [0.0, 1.0, 0.0]}
     cases = printed(ttft.figures(seconds), capsys)
     assert cases["disk.missed"]["value"] == 1
-    assert [cases[f"disk.{name}"]["ratio"] for name in ("arena", "disk", "over_arena")] == [0.05, 0.1, 2.0]
+    assert [cases[f"disk.{name}"]["ratio"] for name in ("arena", "disk", "over_arena")] == [
+        0.05,
+        0.1,
+        2.0,
+    ]

@@ -19,7 +19,9 @@ class Engine:
     """What a scheduler has of its ranks: sessions, and what is void in them."""
 
     def __init__(self, *directories: Path) -> None:
-        self.sessions = [Session(options(each, role="scheduler", page_bytes=0)) for each in directories]
+        self.sessions = [
+            Session(options(each, role="scheduler", page_bytes=0)) for each in directories
+        ]
         self.clearing = Clearing(self.sessions)
         for session in self.sessions:
             session.start()
@@ -73,7 +75,9 @@ def test_a_sidecar_that_is_there_clears_at_once(directory: Path, made: list[Engi
         assert len(peer.of(wire.ClearSpace)) == 1 and not notes(directory)
 
 
-def test_a_dead_sidecar_is_not_waited_for_and_clears_when_it_is_back(directory: Path, made: list[Engine]) -> None:
+def test_a_dead_sidecar_is_not_waited_for_and_clears_when_it_is_back(
+    directory: Path, made: list[Engine]
+) -> None:
     with serving(directory):
         made.append(engine := Engine(directory))
         engine.wait()
@@ -93,7 +97,9 @@ def test_a_dead_sidecar_is_not_waited_for_and_clears_when_it_is_back(directory: 
         assert len(peer.of(wire.ClearSpace)) == 1 and not notes(directory)
 
 
-def test_a_silent_sidecar_costs_the_timeout_and_clears_when_it_speaks(directory: Path, made: list[Engine]) -> None:
+def test_a_silent_sidecar_costs_the_timeout_and_clears_when_it_speaks(
+    directory: Path, made: list[Engine]
+) -> None:
     with serving(directory) as peer:
         made.append(engine := Engine(directory))
         engine.wait()
@@ -123,7 +129,11 @@ def test_a_sidecar_that_cannot_is_asked_until_it_can(
 
         def answer(conn: Conn, message: wire.ClearSpace) -> Any:
             kind = answers.pop(0)
-            return cleared(conn, message) if kind is None else kind(message.id, "busy", "tier redis is not cleared")
+            return (
+                cleared(conn, message)
+                if kind is None
+                else kind(message.id, "busy", "tier redis is not cleared")
+            )
 
         peer.script[wire.ClearSpace] = answer
         made.append(engine := Engine(directory))
@@ -134,7 +144,9 @@ def test_a_sidecar_that_cannot_is_asked_until_it_can(
         assert not answers and not notes(directory)
 
 
-def test_the_next_engine_clears_what_the_last_one_could_not(directory: Path, made: list[Engine]) -> None:
+def test_the_next_engine_clears_what_the_last_one_could_not(
+    directory: Path, made: list[Engine]
+) -> None:
     with serving(directory):
         first = Engine(directory)
         first.wait()
@@ -194,7 +206,11 @@ def test_of_two_ranks_one_is_dead(tmp_path: Path, made: list[Engine]) -> None:
         until(lambda: not engine.sessions[1].connected)
         engine.clearing.void()
         assert not engine.clearing.clear(3600)
-        assert len(peer.of(wire.ClearSpace)) == 1 and not notes(directories[0]) and notes(directories[1])
+        assert (
+            len(peer.of(wire.ClearSpace)) == 1
+            and not notes(directories[0])
+            and notes(directories[1])
+        )
         with serving(directories[1]) as other:
             other.script[wire.ClearSpace] = cleared
             until(lambda: engine.clearing.is_clean)

@@ -18,7 +18,11 @@ BEGIN, END = "<!-- settings: generated -->\n", "<!-- end of settings -->\n"
 def test_defaults(monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
     config = parse({})
-    assert config == parse(None) == Config(endpoint=f"/run/user/7/lookaside-{os.getuid()}/rank-{{rank}}")
+    assert (
+        config
+        == parse(None)
+        == Config(endpoint=f"/run/user/7/lookaside-{os.getuid()}/rank-{{rank}}")
+    )
     assert config.endpoint_for(3, 1) == f"/run/user/7/lookaside-{os.getuid()}/rank-3"
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert parse({}).endpoint.startswith("/tmp/lookaside-")
@@ -70,8 +74,14 @@ def test_every_setting_is_read():
 
 def test_arguments_of_a_started_sidecar():
     assert parse({}).sidecar_arguments(0, 0) == []
-    config = parse({"lookaside.sidecar_args": "--disk '/mnt/a b/{rank}:1G' --redis=redis://h/0?x={y}"})
-    assert config.sidecar_arguments(3, 0) == ["--disk", "/mnt/a b/3:1G", "--redis=redis://h/0?x={y}"]
+    config = parse(
+        {"lookaside.sidecar_args": "--disk '/mnt/a b/{rank}:1G' --redis=redis://h/0?x={y}"}
+    )
+    assert config.sidecar_arguments(3, 0) == [
+        "--disk",
+        "/mnt/a b/3:1G",
+        "--redis=redis://h/0?x={y}",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +108,9 @@ def test_unknown_keys_are_refused_with_the_nearest(key, meant):
 
 
 def test_a_name_of_before_is_refused_with_the_one_of_now():
-    with pytest.raises(ConfigError, match=r"lookaside\.arena_size is named lookaside\.arena_limit now"):
+    with pytest.raises(
+        ConfigError, match=r"lookaside\.arena_size is named lookaside\.arena_limit now"
+    ):
         parse({"lookaside.arena_size": "4G"})
 
 
@@ -185,9 +197,13 @@ def test_chunks_are_whole_blocks(chunk, block, pages, adjusted):
     assert warning is None if adjusted is None else f"using {adjusted}" in str(warning)
 
 
-@pytest.mark.parametrize(("endpoint", "one"), [("/run/one", True), ("/run/{rank}", False), ("/run/{dp_rank}", True)])
+@pytest.mark.parametrize(
+    ("endpoint", "one"), [("/run/one", True), ("/run/{rank}", False), ("/run/{dp_rank}", True)]
+)
 def test_ranks_have_their_own_sidecars_or_one(endpoint, one):
-    config = parse({"lookaside.endpoint": endpoint, "lookaside.sidecar_args": ["--disk=/mnt/{rank}:1G"]})
+    config = parse(
+        {"lookaside.endpoint": endpoint, "lookaside.sidecar_args": ["--disk=/mnt/{rank}:1G"]}
+    )
     assert config.one_sidecar == one
     # Whichever rank starts it.
     assert config.sidecar_arguments(3, 0) == [f"--disk=/mnt/{0 if one else 3}:1G"]
@@ -205,5 +221,8 @@ def test_the_docs_hold_the_settings_as_they_are():
 
 
 def test_it_imports_neither_torch_nor_vllm():
-    code = "import sys, lookaside.config, lookaside.space; sys.exit(bool({'torch', 'vllm'} & set(sys.modules)))"
+    code = (
+        "import sys, lookaside.config, lookaside.space; "
+        "sys.exit(bool({'torch', 'vllm'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -35,7 +35,9 @@ def test_bad_settings_are_refused_with_the_configuration(
 ) -> None:
     """Before any process is started and any model loaded."""
     model = write_model(tmp_path / "model")
-    monkeypatch.delitem(sys.modules, "lookaside.connector")  # as in a server, where vLLM is the first to import it
+    monkeypatch.delitem(
+        sys.modules, "lookaside.connector"
+    )  # as in a server, where vLLM is the first to import it
     with pytest.raises(ValueError) as refused:
         make_config(model, MISSPELT, connector=connector)
     assert MEANT in str(refused.value)
@@ -48,6 +50,8 @@ def test_bad_settings_are_refused_with_the_configuration(
 
 def test_bad_settings_are_refused_where_vllm_asks() -> None:
     """With whole CUDA graphs vLLM shows a connector its settings, whoever imported it."""
-    assert LookasideConnector.requires_piecewise_for_cudagraph({"lookaside.chunk_tokens": 64}) is False
+    assert (
+        LookasideConnector.requires_piecewise_for_cudagraph({"lookaside.chunk_tokens": 64}) is False
+    )
     with pytest.raises(ConfigError, match="did you mean"):
         LookasideConnector.requires_piecewise_for_cudagraph(MISSPELT)

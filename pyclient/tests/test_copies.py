@@ -23,7 +23,10 @@ class Bench:
         self.cache = rng.integers(0, 256, (2, BLOCKS, PAGE // 2), np.uint8)
         self.arena = np.zeros((BLOCKS, PAGE), np.uint8)
         base, layer = self.cache.ctypes.data, self.cache.nbytes // 2
-        segments = (Segment(base, PAGE // 2, PAGE // 2, 0), Segment(base + layer, PAGE // 2, PAGE // 2, PAGE // 2))
+        segments = (
+            Segment(base, PAGE // 2, PAGE // 2, 0),
+            Segment(base + layer, PAGE // 2, PAGE // 2, PAGE // 2),
+        )
         self.layout = PageLayout(segments, PAGE, BLOCKS, 16, ((base, self.cache.nbytes),))
         self.copies = make_copies(self.layout, "cpu")
         self.copies.attach(1, self.arena.ctypes.data, self.arena.nbytes)
@@ -99,7 +102,9 @@ def test_detach_waits_for_copies_under_way(bench: Bench, monkeypatch: pytest.Mon
     assert left.wait(60) and copy.done() and copy.error
 
 
-def test_a_gather_does_not_queue_behind_scatters(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gather_does_not_queue_behind_scatters(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held = threading.Event()
     run = CpuCopies._run
     main = threading.get_ident()
@@ -110,7 +115,9 @@ def test_a_gather_does_not_queue_behind_scatters(bench: Bench, monkeypatch: pyte
         run(self, *arguments)
 
     monkeypatch.setattr(CpuCopies, "_run", slow)
-    scatters = [bench.copies.scatter(np.array([i]), bench.addresses(np.array([40 + i]))) for i in range(4)]
+    scatters = [
+        bench.copies.scatter(np.array([i]), bench.addresses(np.array([40 + i]))) for i in range(4)
+    ]
     blocks = np.arange(8, 8 + 36)
     ticket = bench.copies.gather(blocks, bench.addresses(np.arange(36)))
     assert ticket.done() and ticket.error is None and not any(s.done() for s in scatters)
@@ -138,7 +145,8 @@ def test_threads_may_copy_and_regions_come_and_go() -> None:
     def copier(which: int) -> None:
         rng = np.random.default_rng(which)
         while not stop.is_set():
-            # Disjoint slots and blocks by thread; region 2 covers the whole arena too, so copies go on meanwhile.
+            # Disjoint slots and blocks by thread; region 2 covers the whole arena too, so copies go
+            # on meanwhile.
             mine = rng.permutation(np.arange(which, BLOCKS, 2))[: rng.integers(1, 20)]
             gathered = bench.copies.gather(mine, bench.addresses(mine))
             scattered = bench.copies.scatter(mine, bench.addresses(mine))
@@ -207,7 +215,9 @@ def test_kernel_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=copies.KERNEL_ENV):
         copies.best_kernel()
     monkeypatch.delenv(copies.KERNEL_ENV)
-    assert copies.best_kernel() == (_native.AVX512 if _native.usable(_native.AVX512) else _native.MEMCPY)
+    assert copies.best_kernel() == (
+        _native.AVX512 if _native.usable(_native.AVX512) else _native.MEMCPY
+    )
 
 
 def test_unknown_devices_are_refused() -> None:

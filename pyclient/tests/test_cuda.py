@@ -1,4 +1,5 @@
-"""Copies on CUDA: against a stand-in for the driver everywhere, and on a real GPU where there is one."""
+"""Copies on CUDA: against a stand-in for the driver everywhere, and on a real GPU where there is
+one."""
 
 import ctypes
 import shutil
@@ -25,13 +26,25 @@ def compile_fake(directory: Path, *flags: str) -> Path:
         pytest.skip("no C compiler")
     library = directory / f"libfake{len(flags)}.so"
     source = Path(__file__).with_name("fake_cuda.c")
-    command = [compiler, "-shared", "-fPIC", "-O1", "-Wall", *flags, str(source), "-o", str(library), "-lpthread"]
+    command = [
+        compiler,
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-Wall",
+        *flags,
+        str(source),
+        "-o",
+        str(library),
+        "-lpthread",
+    ]
     subprocess.run(command, check=True)
     return library
 
 
 class Device:
-    """A KV cache and an arena on a pretended GPU. What the compute stream does is the test's to say."""
+    """A KV cache and an arena on a pretended GPU. What the compute stream does is the test's to
+    say."""
 
     def __init__(self, library: Path, **options: Any) -> None:
         self.library = library
@@ -45,11 +58,15 @@ class Device:
         segments = tuple(Segment(base + i * BLOCKS * RUN, RUN, RUN, i * RUN) for i in range(LAYERS))
         self.layout = PageLayout(segments, PAGE, BLOCKS, 16, ((base, self.cache.nbytes),))
         self.compute = self.driver.fake_stream()
-        self.copies = CudaCopies(self.layout, 0, library=str(library), compute_stream=lambda: self.compute, **options)
+        self.copies = CudaCopies(
+            self.layout, 0, library=str(library), compute_stream=lambda: self.compute, **options
+        )
         self.copies.attach(1, self.arena.ctypes.data, self.arena.nbytes)
 
     def addresses(self, count: int) -> np.ndarray:
-        return np.uint64(self.arena.ctypes.data) + np.arange(count, dtype=np.uint64) * np.uint64(PAGE)
+        return np.uint64(self.arena.ctypes.data) + np.arange(count, dtype=np.uint64) * np.uint64(
+            PAGE
+        )
 
     def pages(self, blocks: np.ndarray) -> np.ndarray:
         return self.cache[:, blocks].transpose(1, 0, 2).reshape(len(blocks), PAGE)
@@ -117,7 +134,10 @@ def test_pages_of_several_blocks(fake: Device) -> None:
     ticket = copies.gather(np.array([[3, 4, 5], [6, 7, 8]]), addresses)
     assert fake.run_until(ticket.done) and ticket.error is None
     cache = fake.cache
-    want = [[cache[0, 3], cache[1, 4], cache[2, 4], cache[0, 5]], [cache[0, 6], cache[1, 7], cache[2, 7], cache[0, 8]]]
+    want = [
+        [cache[0, 3], cache[1, 4], cache[2, 4], cache[0, 5]],
+        [cache[0, 6], cache[1, 7], cache[2, 7], cache[0, 8]],
+    ]
     assert (arena == np.array(want).reshape(2, -1)).all()
     before = cache.copy()
     ticket = copies.scatter(np.array([[9, ABSENT, ABSENT], [ABSENT, 10, 11]]), addresses)
@@ -135,12 +155,15 @@ def test_pages_of_several_blocks(fake: Device) -> None:
 
 @pytest.mark.parametrize("direction", ["gather", "scatter"])
 def test_copies_come_after_what_compute_was_given(fake: Device, direction: str) -> None:
-    """The forward pass queued before a copy writes to its block; the one queued after it does not hold it back."""
+    """The forward pass queued before a copy writes to its block; the one queued after it does not
+    hold it back."""
     before = np.full(RUN, 17, np.uint8)
     target = fake.cache[0, 4]
     forward = fake.driver.fake_block(ctypes.c_void_p(fake.compute))
     compute = ctypes.c_void_p(fake.compute)
-    fake.driver.fake_copy(compute, ctypes.c_void_p(target.ctypes.data), ctypes.c_void_p(before.ctypes.data), RUN)
+    fake.driver.fake_copy(
+        compute, ctypes.c_void_p(target.ctypes.data), ctypes.c_void_p(before.ctypes.data), RUN
+    )
     copy = fake.copies.gather if direction == "gather" else fake.copies.scatter
     ticket = copy(np.array([4]), fake.addresses(1))
     assert fake.driver.fake_block(compute)
@@ -190,7 +213,13 @@ def test_many_runs_go_in_bounded_batches(library: Path, tmp_path: Path) -> None:
     device.copies.close()
 
 
-CALLS = ["cuEventCreate", "cuEventRecord", "cuStreamWaitEvent", "cuMemcpyBatchAsync", "cuEventQuery"]
+CALLS = [
+    "cuEventCreate",
+    "cuEventRecord",
+    "cuStreamWaitEvent",
+    "cuMemcpyBatchAsync",
+    "cuEventQuery",
+]
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -204,7 +233,9 @@ def test_every_failing_call_ends_as_the_tickets_error(fake: Device, call: str, n
         assert fake.run_until(ticket.done)
         if ticket.error is not None:
             failed.append(ticket.error)
-    assert len(failed) == 1 and call in failed[0] and "CUDA_ERROR_ILLEGAL_ADDRESS (700)" in failed[0]
+    assert (
+        len(failed) == 1 and call in failed[0] and "CUDA_ERROR_ILLEGAL_ADDRESS (700)" in failed[0]
+    )
     assert fake.driver.fake_events() == 0
 
 
@@ -326,7 +357,9 @@ def test_on_a_real_gpu(batched: bool) -> None:
     layout = PageLayout(segments, page, blocks, 16, ((base, cache.nbytes),))
     arena = mmap.mmap(-1, blocks * page)
     bytes_ = np.frombuffer(arena, np.uint8).reshape(blocks, LAYERS, run)
-    copies = CudaCopies(layout, 0, batched=batched) if not batched else make_copies(layout, cache.device)
+    copies = (
+        CudaCopies(layout, 0, batched=batched) if not batched else make_copies(layout, cache.device)
+    )
     copies.attach(1, bytes_.ctypes.data, bytes_.nbytes)
     addresses = np.uint64(bytes_.ctypes.data) + np.arange(blocks, dtype=np.uint64) * np.uint64(page)
     rng = np.random.default_rng(9)
@@ -343,7 +376,9 @@ def test_on_a_real_gpu(batched: bool) -> None:
         cache.zero_()
         ticket = copies.scatter(order, addresses)
         assert ticket.wait(30) and ticket.error is None
-        assert (cache[:, torch.from_numpy(order).cuda()].permute(1, 0, 2).cpu().numpy() == want).all()
+        assert (
+            cache[:, torch.from_numpy(order).cuda()].permute(1, 0, 2).cpu().numpy() == want
+        ).all()
     assert copies.detach(1).wait(30)
     refused = copies.gather(order, addresses)
     assert refused.done() and refused.error

@@ -1,4 +1,5 @@
-"""Sidecars that share whose arenas are parts of one DAX device, which a file stands in for here; with real workers.
+"""Sidecars that share whose arenas are parts of one DAX device, which a file stands in for here;
+with real workers.
 
 A page's bytes are its name, so that every page that was loaded tells whether it is the right one.
 """
@@ -35,7 +36,9 @@ pytestmark = pytest.mark.skipif(not BINARY.exists(), reason=f"{BINARY} is not bu
 SIZE = "8M"  # of the device
 
 
-def on_one_device(model: Path, directory: Path, count: int, size: str = SIZE, **settings: Any) -> Host:
+def on_one_device(
+    model: Path, directory: Path, count: int, size: str = SIZE, **settings: Any
+) -> Host:
     """Sidecars each of which has its part of one device."""
     return Host(
         model,
@@ -102,8 +105,11 @@ def test_what_the_other_holds_is_not_stored(two: Host) -> None:
 
 
 @pytest.mark.parametrize("flipped", [-1, 1, 2], ids=["whole", "spoilt", "spoilt at the end"])
-def test_what_a_restarted_one_finds_is_checked_and_lent(two: Host, tmp_path: Path, flipped: int) -> None:
-    """What a killed one had stored is a hit for the other, who asks first: but for a chunk that is not what it was."""
+def test_what_a_restarted_one_finds_is_checked_and_lent(
+    two: Host, tmp_path: Path, flipped: int
+) -> None:
+    """What a killed one had stored is a hit for the other, who asks first: but for a chunk that is
+    not what it was."""
     names = prefix(1, 10)
     two.store(0, 0, names)
     kept(two, 0)
@@ -123,7 +129,11 @@ def test_what_a_restarted_one_finds_is_checked_and_lent(two: Host, tmp_path: Pat
     want = 10 if flipped < 0 else PPC * flipped
     assert two.fetch(1, names) == want
     verification = two.sidecars[0].status()["verifications"]
-    assert verification == {"unverified": 0, "verified": 3 - (flipped >= 0), "corrupt": int(flipped >= 0)}
+    assert verification == {
+        "unverified": 0,
+        "verified": 3 - (flipped >= 0),
+        "corrupt": int(flipped >= 0),
+    }
     assert two.fetch(0, names) == want
     two.store(1, want, names[want:])  # what is missing is stored again, by anybody
     two.know(names)
@@ -134,7 +144,8 @@ def test_what_a_restarted_one_finds_is_checked_and_lent(two: Host, tmp_path: Pat
 def test_lender_that_is_killed_in_a_load_begins_when_that_has_ended(
     two: Host, under_way: Callable[[], Delayed]
 ) -> None:
-    """Nobody writes to its part of the device while it is read; then it finds everything there, and lends it again."""
+    """Nobody writes to its part of the device while it is read; then it finds everything there, and
+    lends it again."""
     slow = under_way()
     kept(two, 0)
     two.sidecars[0].kill()
@@ -157,7 +168,11 @@ def changed(host: Host, number: int, *command: str) -> subprocess.CompletedProce
     """`lookaside dax ...` for the arena of a sidecar."""
     where = f"--runtime-dir={host.sidecars[number].directory}"
     return subprocess.run(
-        [str(BINARY), "dax", *command, "--arena", where], capture_output=True, text=True, timeout=60, check=False
+        [str(BINARY), "dax", *command, "--arena", where],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
 
 
@@ -179,7 +194,8 @@ def test_device_is_removed_when_what_is_lent_there_has_come_back(
 
 
 def test_device_that_is_cut_short_under_its_lender(two: Host, tmp_path: Path) -> None:
-    """What is not there any more fails where it is read, without harm to who reads it; what is left goes on."""
+    """What is not there any more fails where it is read, without harm to who reads it; what is left
+    goes on."""
     names = [prefix(1, 8), prefix(2, 8)]
     two.store(0, 0, names[0])
     two.store(1, 0, names[1])
@@ -194,7 +210,11 @@ def test_device_that_is_cut_short_under_its_lender(two: Host, tmp_path: Path) ->
 
 @pytest.mark.parametrize("seed", range(2))
 def test_history(model: Path, tmp_path: Path, seed: int) -> None:
-    """Stores, loads, kills, stalls and restarts of three sidecars on one small device: no page is ever another's."""
-    host = on_one_device(model, tmp_path, 3, "3M", peers_linger="50ms", peers_skip_stores=str(seed % 2 == 0).lower())
-    # One that is stopped keeps what it has borrowed, and who is restarted waits for that for three seconds only.
+    """Stores, loads, kills, stalls and restarts of three sidecars on one small device: no page is
+    ever another's."""
+    host = on_one_device(
+        model, tmp_path, 3, "3M", peers_linger="50ms", peers_skip_stores=str(seed % 2 == 0).lower()
+    )
+    # One that is stopped keeps what it has borrowed, and who is restarted waits for that for three
+    # seconds only.
     history(host, random.Random(seed), beside_stopped=False)

@@ -56,9 +56,9 @@ def test_a_server_that_does_not_answer_ends_in_a_line_and_keeps_the_rows(
     assert printed == ["number\n------\nrow 1\n"]
     (line,) = capsys.readouterr().err.splitlines()
     log = tmp_path / "logs" / "vllm-b.log"
-    assert line.startswith("demo: vLLM b has not answered a request (ReadTimeout") and line.endswith(
-        f"its log is {log}"
-    )
+    assert line.startswith(
+        "demo: vLLM b has not answered a request (ReadTimeout"
+    ) and line.endswith(f"its log is {log}")
     assert log.read_text() == "what it said\n"
     assert json.loads((tmp_path / "rows.json").read_text()) == {"rows": [1]}
 
@@ -89,7 +89,9 @@ def test_the_demo_needs_neither_redis_nor_the_tests_tools(tmp_path: Path) -> Non
     for path in (bin / "apt-get", bin / "sudo", tools / "go"):
         pretend(path)
     pretend(
-        tools / "uv", also=f'[ "$1" != venv ] || {{ mkdir -p .venv/bin && ln -s {sys.executable} .venv/bin/python; }}'
+        tools / "uv",
+        also='[ "$1" != venv ] || '
+        f"{{ mkdir -p .venv/bin && ln -s {sys.executable} .venv/bin/python; }}",
     )
     real = "bash sh env dirname gcc pkg-config mkdir ln cat sha256sum cut flock mktemp rm grep"
     for name in real.split():
@@ -111,9 +113,13 @@ def test_the_demo_needs_neither_redis_nor_the_tests_tools(tmp_path: Path) -> Non
     first, lines = setup("demo")
     assert "requirements.lock" in first
     assert not any(word in first for word in ("redis", "versitygw", "requirements-test.lock"))
-    assert all(line.startswith("setup: ") and line.rsplit(" ", 1)[1] == "s" for line in lines), lines
+    assert all(line.startswith("setup: ") and line.rsplit(" ", 1)[1] == "s" for line in lines), (
+        lines
+    )
     assert setup("demo") == ("", []), "nothing is missing any more"
     with_redis, _ = setup("demo", "redis")
     assert "redis-server" in with_redis and "versitygw" not in with_redis
     everything, _ = setup()
-    assert all(word in everything for word in ("redis-server", "versitygw", "requirements-test.lock"))
+    assert all(
+        word in everything for word in ("redis-server", "versitygw", "requirements-test.lock")
+    )

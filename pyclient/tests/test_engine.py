@@ -55,7 +55,8 @@ BINARY = Path(__file__).parents[2] / "bin" / "lookaside"
 BLOCKS = 64
 HYBRID = [full_attention(), sliding_window(40), sliding_window(24)]
 STATES = [state(), full_attention(), state()]
-# For histories with sidecars that are stopped: what waits for one keeps the test from letting it go on.
+# For histories with sidecars that are stopped: what waits for one keeps the test from letting it go
+# on.
 HURRIED = {
     "lookaside.lookup_timeout_ms": 1000,
     "lookaside.store_timeout_ms": 1000,
@@ -76,12 +77,14 @@ class Sidecar:
 
     def start(self) -> None:
         self.process = subprocess.Popen(
-            [BINARY, "serve", "--runtime-dir", self.endpoint, "--arena-limit", "64M", "--arena-initial", "64M",
+            [BINARY, "serve", "--runtime-dir", self.endpoint, "--arena-limit", "64M",
+            "--arena-initial", "64M",
              "--arena-kind", "memfd", "--log-level", "warn", *self.arguments],
         )  # fmt: skip
 
     def wait_serving(self) -> None:
-        """Wait until it accepts sessions. The socket of one that was killed is still there, and refuses them."""
+        """Wait until it accepts sessions. The socket of one that was killed is still there, and
+        refuses them."""
         address = str(self.endpoint / "session.sock")
 
         def accepts() -> bool:
@@ -124,7 +127,9 @@ class Ranks:
             role.register_kv_caches({f"layer{number}": view for number, view in enumerate(views)})
             self.caches.append(views)
             self.roles.append(role)
-        self.weights = 0  # what has a request's tokens be other KV; a reset of the cache goes with new ones
+        self.weights = (
+            0  # what has a request's tokens be other KV; a reset of the cache goes with new ones
+        )
         self.received: dict[str, int] = {}
         self.loads: list[Any] = []
         self.saves: list[Any] = []
@@ -164,7 +169,10 @@ class Ranks:
         role.start_load_kv(None)
         role.wait_for_save()
         results = role.get_transfer_results(batch.scheduled.finished_req_ids)
-        output.finished_recving, output.failed_recving = results.finished_recving, results.failed_recving
+        output.finished_recving, output.failed_recving = (
+            results.finished_recving,
+            results.failed_recving,
+        )
         output.invalid_block_ids = role.get_block_ids_with_load_errors()
         output.kv_connector_worker_meta = role.build_connector_worker_meta()
         role.clear_connector_metadata()
@@ -173,12 +181,23 @@ class Ranks:
     def forward(self, batch: Batch, rank: int) -> None:
         for request_id, count in batch.scheduled.num_scheduled_tokens.items():
             before = batch.before[request_id]
-            for number, (spec, cache) in enumerate(zip(self.groups, self.caches[rank], strict=True)):
-                table, window = batch.tables[request_id][number], getattr(spec, "sliding_window", None)
+            for number, (spec, cache) in enumerate(
+                zip(self.groups, self.caches[rank], strict=True)
+            ):
+                table, window = (
+                    batch.tables[request_id][number],
+                    getattr(spec, "sliding_window", None),
+                )
                 own = rank // self.replicas / 2 + number / 8
-                values = [float(hash((v, self.weights)) % (1 << 19)) + own for v in contents(self.requests[request_id])]
+                values = [
+                    float(hash((v, self.weights)) % (1 << 19)) + own
+                    for v in contents(self.requests[request_id])
+                ]
                 if isinstance(spec, MambaSpec):
-                    source, target = (before - 1) // spec.block_size, (before + count - 1) // spec.block_size
+                    source, target = (
+                        (before - 1) // spec.block_size,
+                        (before + count - 1) // spec.block_size,
+                    )
                     assert not before or bool((cache[table[source]] == values[before - 1]).all()), (
                         f"{request_id}: a wrong state of group {number} at {before}"
                     )
@@ -200,9 +219,11 @@ class Ranks:
 
 
 class V2Ranks(Ranks):
-    """The same in the order, and in the forward contexts, of vLLM's V2 model runner: execute_model and sample_tokens.
+    """The same in the order, and in the forward contexts, of vLLM's V2 model runner: execute_model
+    and sample_tokens.
 
-    The runner itself needs Triton, which has no backend for CPUs; what it calls the connector through is its own.
+    The runner itself needs Triton, which has no backend for CPUs; what it calls the connector
+    through is its own.
     """
 
     def __init__(self, config: Any, requests: dict[str, Any], kv_config: Any) -> None:
@@ -212,7 +233,9 @@ class V2Ranks(Ranks):
         self.connectors = []
         for role in self.roles:
             with mock.patch.object(module, "get_kv_transfer_group", lambda role=role: role):
-                self.connectors.append(module.ActiveKVConnector(config, {}))  # they are registered already
+                self.connectors.append(
+                    module.ActiveKVConnector(config, {})
+                )  # they are registered already
 
     def step(self, batch: Batch, rank: int) -> KVConnectorOutput:
         connector, scheduled = self.connectors[rank], batch.scheduled
@@ -230,7 +253,9 @@ class Engine(Stand):
 
     patience_s = 60.0  # with a sidecar that lives
 
-    def __init__(self, config: Any, specs: list[Any] | None = None, workers: type[Ranks] = Ranks) -> None:
+    def __init__(
+        self, config: Any, specs: list[Any] | None = None, workers: type[Ranks] = Ranks
+    ) -> None:
         requests: dict[str, Any] = {}
         kv_config = make_kv_config(BLOCKS, specs)
         ranks = workers(config, requests, kv_config)  # as in vLLM, before the scheduler
@@ -243,7 +268,9 @@ class Engine(Stand):
     def connect(self, patience_s: float = 60.0) -> None:
         """Wait until every session is up."""
         deadline = time.monotonic() + patience_s
-        while not self.role._sidecars.available or any(s.suspect for s in self.role._sidecars.sessions):
+        while not self.role._sidecars.available or any(
+            s.suspect for s in self.role._sidecars.sessions
+        ):
             assert time.monotonic() < deadline, "the sidecars do not answer"
             time.sleep(0.01)
 
@@ -252,7 +279,9 @@ class Engine(Stand):
         before = len(self.workers.loads)
         request_id = self.add(prompt, **kwargs)
         self.run()
-        return request_id, sum(len(load.block_ids) // self.columns for load in self.workers.loads[before:])
+        return request_id, sum(
+            len(load.block_ids) // self.columns for load in self.workers.loads[before:]
+        )
 
     def run(self, limit: int = 20000) -> int:
         for steps in range(limit):
@@ -271,7 +300,9 @@ class Engine(Stand):
         while self.scheduler.has_requests():
             self.step()
             time.sleep(0.001)
-        assert self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True), "/pause fails"
+        assert self.scheduler.reset_prefix_cache(
+            reset_running_requests=True, reset_connector=True
+        ), "/pause fails"
 
     def ask_without(self, prompt: list[int], **kwargs: Any) -> int:
         """ask, of a sidecar that need not answer: how many pages were loaded."""
@@ -283,13 +314,14 @@ class Engine(Stand):
         return sum(len(load.block_ids) // self.columns for load in self.workers.loads[before:])
 
     def heard(self) -> None:
-        """Wait until the sidecars have heard all commits: lookups go over other sockets, and may overtake them."""
+        """Wait until the sidecars have heard all commits: lookups go over other sockets, and may
+        overtake them."""
         for role in self.workers.roles:
             session = role._worker._session
             with contextlib.suppress(SessionUnavailable):
-                session.submit(lambda number: wire.PrepareLoad(number, 1, 1, bytes(16), 0, 1, bytes(32))).wait(
-                    self.patience_s
-                )  # refused
+                session.submit(
+                    lambda number: wire.PrepareLoad(number, 1, 1, bytes(16), 0, 1, bytes(32))
+                ).wait(self.patience_s)  # refused
 
     def settle(self) -> None:
         """Nothing pinned, nobody loading."""
@@ -304,7 +336,8 @@ class Engine(Stand):
 def hits_again(engine: Engine, prompt: list[int]) -> bool:
     """Whether all of a prompt is loaded.
 
-    Of a new sidecar that becomes true once all sessions are there, and workers have mapped its memory and stored.
+    Of a new sidecar that becomes true once all sessions are there, and workers have mapped its
+    memory and stored.
     """
     engine.forget_local()
     return engine.ask(prompt)[1] == (len(prompt) - 1) // BLOCK
@@ -356,8 +389,8 @@ def test_two_engines_share_every_prefix(engines, tp, specs):
     prompt = tokens(13 * BLOCK + 5)
     assert one.ask(prompt, max_tokens=2 * BLOCK)[1] == 0
     assert other.ask(prompt)[1] == 13
-    # A prefix that parts in the middle of a chunk, and a longer one.
-    # vLLM has these itself, but not their windows: of those it has what the longer prompt's end reaches.
+    # A prefix that parts in the middle of a chunk, and a longer one. vLLM has these itself, but not
+    # their windows: of those it has what the longer prompt's end reaches.
     assert other.ask(tokens(6 * BLOCK) + tokens(99, seed=4))[1] == (6 if specs else 0)
     one.forget_local()
     assert one.ask(tokens(6 * BLOCK) + tokens(99, seed=4))[1] == 12
@@ -376,7 +409,9 @@ def test_two_engines_share_states(engines, tp):
     assert one.ask(prompt, max_tokens=2 * BLOCK)[1] == 0
     assert other.ask(prompt)[1] == 13 + 2
     other.forget_local()
-    assert other.ask(tokens(6 * BLOCK) + tokens(99, seed=4))[1] == 0, "no step of the prefill ended so early"
+    assert other.ask(tokens(6 * BLOCK) + tokens(99, seed=4))[1] == 0, (
+        "no step of the prefill ended so early"
+    )
     whole = prompt + next(iter(one.outputs.values()))
     other.forget_local()
     assert other.ask(whole + tokens(40, seed=7))[1] == (len(whole) - 1) // BLOCK + 2
@@ -444,8 +479,11 @@ def test_reset_is_for_everybody(engines):
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("how", ["killed", "stopped", "killed after it"])
-def test_reset_without_the_sidecar_forgets_what_it_brings_back(engines, sidecars, tmp_path, how, tp):
-    """Killed, it recovers from its disk what was there before; stopped, it still has it. Neither may be hit.
+def test_reset_without_the_sidecar_forgets_what_it_brings_back(
+    engines, sidecars, tmp_path, how, tp
+):
+    """Killed, it recovers from its disk what was there before; stopped, it still has it. Neither
+    may be hit.
 
     Killed when it had cleared, it must recover nothing.
     """
@@ -529,12 +567,19 @@ def test_a_lease_that_ended_in_the_queue_fails_no_load(engines, sidecars):
     session = engine.workers.roles[0]._worker._session
 
     def lease() -> str:
-        """What the sidecar answers to a load of a page that the lookup has not: not_found once its lease has ended."""
+        """What the sidecar answers to a load of a page that the lookup has not: not_found once its
+        lease has ended."""
         (ref,) = asked.lookup.refs
-        return session.submit(lambda number: wire.PrepareLoad(number, *ref, 99, 1, bytes(32))).wait(60).code
+        return (
+            session.submit(lambda number: wire.PrepareLoad(number, *ref, 99, 1, bytes(32)))
+            .wait(60)
+            .code
+        )
 
     (link,) = engine.role._sidecars._lookups._links
-    until(lambda: link.pull.getsockopt(zmq.EVENTS) & zmq.POLLIN)  # it has answered, and nobody has looked
+    until(
+        lambda: link.pull.getsockopt(zmq.EVENTS) & zmq.POLLIN
+    )  # it has answered, and nobody has looked
     until(lambda: lease() == "not_found")
     engine.abort(hog)
     engine.run()
@@ -585,7 +630,8 @@ def test_other_weights_do_not_share(engines, model):
 
 
 def test_blocks_of_unlike_sizes(engines):
-    """A page of 64 tokens has one block of full attention, and of each window the blocks that it can reach."""
+    """A page of 64 tokens has one block of full attention, and of each window the blocks that it
+    can reach."""
     spec = full_attention()
     specs = [
         replace(spec, block_size=64),
@@ -615,7 +661,8 @@ def test_a_window_with_no_other_group(engines):
 
 @pytest.mark.parametrize("specs", [HYBRID, [sliding_window(40)]])
 def test_failed_loads_of_hybrids_start_over(engines, sidecars, specs):
-    """The sidecar is gone between the hit and its load: the request as a whole fails, and no block."""
+    """The sidecar is gone between the hit and its load: the request as a whole fails, and no
+    block."""
     engine = engines(specs=specs)
     prompt = tokens(9 * BLOCK + 1)
     engine.ask(prompt)
@@ -655,7 +702,8 @@ def test_without_its_sidecar_the_engine_serves_on(engines, sidecars, number):
 
 
 def test_a_stall_shorter_than_a_tenth_of_the_prefill_is_no_miss(engines, sidecars):
-    """With the default patience of 100 ms, and what vLLM takes known; a busy machine stalls for longer."""
+    """With the default patience of 100 ms, and what vLLM takes known; a busy machine stalls for
+    longer."""
     settings = {"lookaside.lookup_timeout_ms": 100, "lookaside.lookup_timeout_max_ms": 60_000}
     engine = engines(extra=settings)
     prompt = tokens(9 * BLOCK + 1)
@@ -666,14 +714,20 @@ def test_a_stall_shorter_than_a_tenth_of_the_prefill_is_no_miss(engines, sidecar
     engine.forget_local()
     sidecars[0].signal(signal.SIGSTOP)
     engine.add(prompt, request_id="patient")
-    until(lambda: engine.step() and time.monotonic() - engine.role._requests["patient"].asked.since > 0.3)
+    until(
+        lambda: (
+            engine.step() and time.monotonic() - engine.role._requests["patient"].asked.since > 0.3
+        )
+    )
     sidecars[0].signal(signal.SIGCONT)
     engine.run()
     assert len(engine.workers.loads) == 1 and len(engine.outputs["patient"]) == 4
     engine.settle()
 
 
-@pytest.mark.parametrize(("seed", "specs"), [(0, None), (1, None), (2, HYBRID), (3, HYBRID), (4, STATES)])
+@pytest.mark.parametrize(
+    ("seed", "specs"), [(0, None), (1, None), (2, HYBRID), (3, HYBRID), (4, STATES)]
+)
 def test_random_histories_with_deaths(engines, sidecars, seed, specs):
     """Two engines at once, their sidecar killed, stopped and started at any moment."""
     rng = random.Random(seed)
@@ -684,7 +738,10 @@ def test_random_histories_with_deaths(engines, sidecars, seed, specs):
         roll = rng.random()
         engine = rng.choice(pair)
         if roll < 0.15:
-            engine.add(tokens(rng.randrange(1, 12 * BLOCK), seed=rng.randrange(3)), max_tokens=rng.randrange(1, 20))
+            engine.add(
+                tokens(rng.randrange(1, 12 * BLOCK), seed=rng.randrange(3)),
+                max_tokens=rng.randrange(1, 20),
+            )
         elif roll < 0.175:
             with contextlib.suppress(RuntimeError):
                 engine.scheduler.reset_prefix_cache(reset_running_requests=True)
@@ -718,7 +775,10 @@ def test_random_histories_with_deaths(engines, sidecars, seed, specs):
     for engine in pair:
         engine.run()
         engine.settle()
-        assert all(engine.outputs[r] or engine.requests[r].status.name == "FINISHED_ABORTED" for r in engine.outputs)
+        assert all(
+            engine.outputs[r] or engine.requests[r].status.name == "FINISHED_ABORTED"
+            for r in engine.outputs
+        )
     # What they share is as good as before.
     one, other = pair
     for engine in pair:
@@ -726,7 +786,8 @@ def test_random_histories_with_deaths(engines, sidecars, seed, specs):
     seeds = itertools.count(99)
 
     def shared() -> bool:
-        """Whether one stores what other loads: a scheduler may be connected before its worker has all regions."""
+        """Whether one stores what other loads: a scheduler may be connected before its worker has
+        all regions."""
         prompt = tokens(9 * BLOCK + 1, seed=next(seeds))
         one.ask(prompt)
         return other.ask(prompt)[1] == 9 + 2 * (specs is STATES)

@@ -1,4 +1,5 @@
-"""KV events: the sidecar's publisher, as vLLM's own classes read it, and the scheduler role's announcements.
+"""KV events: the sidecar's publisher, as vLLM's own classes read it, and the scheduler role's
+announcements.
 
 The first needs ``bin/lookaside`` (``make build``).
 """
@@ -37,7 +38,8 @@ __all__ = ["model"]
 with_sidecar = pytest.mark.skipif(not BINARY.exists(), reason=f"{BINARY} is not built")
 
 PAGE_TOKENS = 16
-# Fields of BlockStored up to vLLM 0.32. A sidecar leaves out what later versions add, and readers take the default.
+# Fields of BlockStored up to vLLM 0.32. A sidecar leaves out what later versions add, and readers
+# take the default.
 FIELDS = 14
 
 
@@ -98,7 +100,11 @@ class Subscriber:
         for event in batch.events:
             match event:
                 case BlockStored():
-                    assert (event.medium, event.locality, event.block_size) == (MEDIUM_CPU, "LOCAL", PAGE_TOKENS)
+                    assert (event.medium, event.locality, event.block_size) == (
+                        MEDIUM_CPU,
+                        "LOCAL",
+                        PAGE_TOKENS,
+                    )
                     assert event.token_ids == []
                     self.held.update(dict.fromkeys(event.block_hashes, event))
                 case BlockRemoved():
@@ -143,14 +149,17 @@ def metric(sidecar: Sidecar, name: str) -> float:
 
 
 @with_sidecar
-def test_a_router_follows(model: Path, tmp_path: Path, settings: dict[str, Any], router: Subscriber) -> None:
+def test_a_router_follows(
+    model: Path, tmp_path: Path, settings: dict[str, Any], router: Subscriber
+) -> None:
     sidecar = Sidecar(tmp_path / "endpoint", **settings)
     engine = Engine(model, sidecar.directory).start()
     try:
         router.poll()
         engine.save_now(engine.save(0, list(range(1, 7)), list(range(101, 107))))
         until(lambda: router.knows(*range(101, 107)))
-        # The first events of a topic void what anybody knew; a chunk that goes on is one event with the one before.
+        # The first events of a topic void what anybody knew; a chunk that goes on is one event with
+        # the one before.
         first, stored = [event for batch in router.batches for event in batch.events][:2]
         assert isinstance(first, AllBlocksCleared) and stored.parent_block_hash is None
         (topic,) = router.topics
@@ -163,7 +172,10 @@ def test_a_router_follows(model: Path, tmp_path: Path, settings: dict[str, Any],
         # The partly filled chunk grows in place: only what is new is told of, with its parent.
         engine.save_now(engine.save(4, [7, 8, 9, 10], [105, 106, 107, 108], prev=104, new_from=6))
         until(lambda: router.knows(*range(101, 109)))
-        assert router.held[107].block_hashes == [107, 108] and router.held[107].parent_block_hash == 106
+        assert (
+            router.held[107].block_hashes == [107, 108]
+            and router.held[107].parent_block_hash == 106
+        )
         engine.sidecars.void()
         assert engine.sidecars.clear(60.0)
         until(lambda: router.knows())
@@ -191,8 +203,14 @@ def test_a_router_follows(model: Path, tmp_path: Path, settings: dict[str, Any],
 
 
 @with_sidecar
-def test_whole_hashes_and_topics(model: Path, tmp_path: Path, settings: dict[str, Any], router: Subscriber) -> None:
-    settings |= {"events_hashes": "bytes", "events_topic": "kv@pod-{rank}@{dtype}", "events_data_parallel_rank": 3}
+def test_whole_hashes_and_topics(
+    model: Path, tmp_path: Path, settings: dict[str, Any], router: Subscriber
+) -> None:
+    settings |= {
+        "events_hashes": "bytes",
+        "events_topic": "kv@pod-{rank}@{dtype}",
+        "events_data_parallel_rank": 3,
+    }
     sidecar = Sidecar(tmp_path / "endpoint", **settings)
     engine = Engine(model, sidecar.directory).start()
     try:
@@ -207,7 +225,9 @@ def test_whole_hashes_and_topics(model: Path, tmp_path: Path, settings: dict[str
 
 
 @with_sidecar
-def test_evictions_and_gaps(model: Path, tmp_path: Path, settings: dict[str, Any], router: Subscriber) -> None:
+def test_evictions_and_gaps(
+    model: Path, tmp_path: Path, settings: dict[str, Any], router: Subscriber
+) -> None:
     """What is evicted is told of; who asks for what is no longer kept gets everything anew."""
     settings |= {"events_buffer_steps": 3, "arena_limit": "1M", "arena_initial": "1M"}
     sidecar = Sidecar(tmp_path / "endpoint", **settings)
@@ -218,7 +238,9 @@ def test_evictions_and_gaps(model: Path, tmp_path: Path, settings: dict[str, Any
 
     def store() -> None:
         first = 1000 * next(numbers)
-        engine.save_now(engine.save(0, list(range(1, 2 * PPC + 1)), list(range(first, first + 2 * PPC))))
+        engine.save_now(
+            engine.save(0, list(range(1, 2 * PPC + 1)), list(range(first, first + 2 * PPC)))
+        )
 
     def subscribed() -> bool:
         """Whether the router is told: what it misses until then must be within what is kept."""
@@ -264,7 +286,9 @@ class ScriptedFeed:
     def __init__(self, held: Any) -> None:
         self.held = held
         self.told: set[bytes] = set()
-        self.cleared: set[bytes] = set()  # told of, and to be told of as gone, whether they came again or not
+        self.cleared: set[bytes] = (
+            set()
+        )  # told of, and to be told of as gone, whether they came again or not
         self.reset = False
         self.silent = False
 
@@ -296,13 +320,19 @@ def fake_request(pages: int) -> Any:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_announced_is_held_by_all_ranks(seed: int) -> None:
-    """Random histories: a router is never left believing too much, and believes all that was noted since it is held."""
+    """Random histories: a router is never left believing too much, and believes all that was noted
+    since it is held."""
     rng = random.Random(seed)
     ranks = rng.randint(1, 3)
     pages = 40
     feeds = [ScriptedFeed(set()) for _ in range(ranks)]
     book = EventBook(
-        feeds, PAGE_TOKENS, 32, lambda: 0.0, max_held=rng.choice([20, 1000]), max_wanted=rng.choice([5, 1000])
+        feeds,
+        PAGE_TOKENS,
+        32,
+        lambda: 0.0,
+        max_held=rng.choice([20, 1000]),
+        max_wanted=rng.choice([5, 1000]),
     )
     bounded = book._max_held < pages or book._max_wanted < pages
     request = fake_request(pages)
@@ -357,7 +387,9 @@ def test_what_is_announced_is_held_by_all_ranks(seed: int) -> None:
                 router[block] = event
                 parent = block
             assert len(event.token_ids) == len(event.block_hashes) * PAGE_TOKENS
-        told = {int.from_bytes(each, "big") for each in set.intersection(*(feed.told for feed in feeds))}
+        told = {
+            int.from_bytes(each, "big") for each in set.intersection(*(feed.told for feed in feeds))
+        }
         assert router.keys() <= told & set(range(pages))
         if resetting:
             assert not router

@@ -1,4 +1,5 @@
-"""Prefill and decode apart: what a producer hands over and a consumer takes, in vLLM's real Schedulers."""
+"""Prefill and decode apart: what a producer hands over and a consumer takes, in vLLM's real
+Schedulers."""
 
 from __future__ import annotations
 
@@ -9,7 +10,15 @@ from typing import Any
 
 import pytest
 from lookaside import handover
-from scheduling import BLOCK, ScriptedSidecars, Stand, make_config, tokens, write_adapter, write_model
+from scheduling import (
+    BLOCK,
+    ScriptedSidecars,
+    Stand,
+    make_config,
+    tokens,
+    write_adapter,
+    write_model,
+)
 from vllm.lora.request import LoRARequest
 
 CHUNK = 4  # pages
@@ -32,7 +41,9 @@ def put(role: str, model, sidecars: ScriptedSidecars, blocks: int = 200, **confi
 class Pair:
     """A prefiller and a decoder on the same sidecars."""
 
-    def __init__(self, model, prefiller: str = "kv_producer", decoder: str = "kv_consumer", **config: Any) -> None:
+    def __init__(
+        self, model, prefiller: str = "kv_producer", decoder: str = "kv_consumer", **config: Any
+    ) -> None:
         self.sidecars = ScriptedSidecars()
         self.p = put(prefiller, model, self.sidecars, **config)
         self.d = put(decoder, model, self.sidecars, **config)
@@ -48,7 +59,9 @@ class Pair:
         self.d.check_idle(self.p)
 
 
-def ask(stand: Stand, prompt: list[int], params: dict[str, Any] | None = None, **kwargs: Any) -> str:
+def ask(
+    stand: Stand, prompt: list[int], params: dict[str, Any] | None = None, **kwargs: Any
+) -> str:
     """Add a request with these kv_transfer_params."""
     extra = {"extra_args": {"kv_transfer_params": params}} if params is not None else {}
     return stand.add(prompt, params=extra, **kwargs)
@@ -64,7 +77,18 @@ def computed(stand: Stand, request_id: str) -> int:
     return count
 
 
-LENGTHS = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + 2, 4 * BLOCK, 4 * BLOCK + 1, 4 * BLOCK + 9, 10 * BLOCK + 7]
+LENGTHS = [
+    1,
+    2,
+    BLOCK - 1,
+    BLOCK,
+    BLOCK + 1,
+    BLOCK + 2,
+    4 * BLOCK,
+    4 * BLOCK + 1,
+    4 * BLOCK + 9,
+    10 * BLOCK + 7,
+]
 
 
 @pytest.mark.parametrize("passed_on", [True, False])
@@ -130,13 +154,16 @@ def test_chunked_prefill_with_slow_copies(model, is_async):
         again = ask(pair.d, prompt, pair.prefill(prompt))
         pair.d.run()
         assert len(pair.d.outputs[again]) == 4
-    assert pair.d.counts["hit_tokens"] == sum(len(prompt) - (len(prompt) % BLOCK == 1) for prompt in prompts)
+    assert pair.d.counts["hit_tokens"] == sum(
+        len(prompt) - (len(prompt) % BLOCK == 1) for prompt in prompts
+    )
     pair.check_idle()
 
 
 @pytest.mark.parametrize("more", [0, 1, 5, BLOCK, 3 * BLOCK])
 def test_a_prompt_that_goes_on(model, more):
-    """With the first token, or the next turn, behind it: hit to where the prefiller's prompt ended."""
+    """With the first token, or the next turn, behind it: hit to where the prefiller's prompt
+    ended."""
     pair = Pair(model)
     prompt = tokens(6 * BLOCK + 9)
     params = pair.prefill(prompt)
@@ -205,7 +232,8 @@ def test_what_is_not_there_in_time_is_computed(model):
 
 
 def test_an_early_answer_does_not_outlive_the_wait_for_other_things(model):
-    """A lookup that fell short while the request could not be scheduled is repeated even after its deadline."""
+    """A lookup that fell short while the request could not be scheduled is repeated even after its
+    deadline."""
     pair = Pair(model, max_seqs=1)
     pair.p.workers.copy_steps = 10**9
     prompt = tokens(7 * BLOCK + 4)
@@ -247,7 +275,10 @@ def test_a_promise_of_another_prompt_is_said_once_and_not_waited_for(model, capl
         for _ in range(2):
             again = ask(pair.d, prompt, params)
             started = pair.d.clock
-            assert computed(pair.d, again) in (len(prompt), 9)  # the second time it is vLLM's own hit
+            assert computed(pair.d, again) in (
+                len(prompt),
+                9,
+            )  # the second time it is vLLM's own hit
             assert pair.d.clock - started < 0.05
     assert caplog.text.count("names the pages of a prompt otherwise") == 1
     pair.check_idle()
@@ -335,7 +366,11 @@ def test_names_of_incomplete_pages_differ_by_every_token(model):
     names = [stand.role._ends.digest(request, count) for count in range(1, len(prompt) + 1)]
     assert len(set(names)) == len(names) and all(len(name) == 32 for name in names)
     assert [names[i * BLOCK - 1] for i in (1, 2, 3)] == stand.digests(prompt)
-    assert stand.role._ends.digest(request, 0) == stand.role._ends.digest(request, len(prompt) + 1) == b""
+    assert (
+        stand.role._ends.digest(request, 0)
+        == stand.role._ends.digest(request, len(prompt) + 1)
+        == b""
+    )
     stand.run()
 
 
@@ -358,9 +393,12 @@ def test_failed_loads_of_what_was_handed_over(model, bad, fail_requests):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_handovers(model, seed):
-    """Prompts of any length, some of one prefix; preemption, aborts, failures, slow copies and answers."""
+    """Prompts of any length, some of one prefix; preemption, aborts, failures, slow copies and
+    answers."""
     rng = random.Random(seed)
-    roles = rng.choice([("kv_producer", "kv_consumer"), ("kv_both", "kv_both"), ("kv_producer", "kv_both")])
+    roles = rng.choice(
+        [("kv_producer", "kv_consumer"), ("kv_both", "kv_both"), ("kv_producer", "kv_both")]
+    )
     pair = Pair(
         model,
         *roles,
@@ -369,7 +407,9 @@ def test_random_handovers(model, seed):
         max_seqs=6,
         async_scheduling=seed % 2 == 1,
     )
-    pair.d.workers.fail_pages = lambda load: [rng.randrange(len(load.block_ids))] if rng.random() < 0.1 else ()
+    pair.d.workers.fail_pages = lambda load: (
+        [rng.randrange(len(load.block_ids))] if rng.random() < 0.1 else ()
+    )
     prefilling: dict[str, list[int]] = {}
     decoding: list[str] = []
     for _ in range(500):
@@ -392,7 +432,12 @@ def test_random_handovers(model, seed):
         for request_id in [each for each in prefilling if each in pair.p.finish_reasons]:
             prompt, params = prefilling.pop(request_id), pair.p.transfer_params[request_id]
             decoding.append(
-                ask(pair.d, prompt, params if rng.random() < 0.8 else None, max_tokens=rng.randrange(1, 40))
+                ask(
+                    pair.d,
+                    prompt,
+                    params if rng.random() < 0.8 else None,
+                    max_tokens=rng.randrange(1, 40),
+                )
             )
         pair.p.step()
         pair.d.step()

@@ -1,6 +1,7 @@
 """Models with sliding windows and several KV-cache groups, inside vLLM's real Scheduler.
 
-The workers of ``scheduling`` check every token of every group that a forward attends to, and all that is saved.
+The workers of ``scheduling`` check every token of every group that a forward attends to, and all
+that is saved.
 """
 
 from __future__ import annotations
@@ -9,7 +10,16 @@ import random
 
 import pytest
 from lookaside import layout
-from scheduling import BLOCK, Stand, full_attention, make_config, make_kv_config, sliding_window, tokens, write_model
+from scheduling import (
+    BLOCK,
+    Stand,
+    full_attention,
+    make_config,
+    make_kv_config,
+    sliding_window,
+    tokens,
+    write_model,
+)
 from test_scheduler import random_history, warm
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
@@ -38,7 +48,9 @@ def make(model, shape: str, blocks: int = 400, **kwargs) -> Stand:
 
 def loaded(stand: Stand, group: int) -> list[int]:
     """How many of a group's blocks each load wrote."""
-    columns = [number for number, (each, _) in enumerate(stand.workers.columns) if each.number == group]
+    columns = [
+        number for number, (each, _) in enumerate(stand.workers.columns) if each.number == group
+    ]
     rows = [stand.workers.rows(load.block_ids) for load in stand.workers.loads]
     return [sum(bool(row[column]) for row in of for column in columns) for of in rows]
 
@@ -57,7 +69,11 @@ def test_a_prompt_is_saved_and_hit(model, shape, batched_tokens):
     again = stand.add(prompt)
     stand.run(2000)
     (load,) = stand.workers.loads
-    assert (load.request_id, load.first_page, len(stand.workers.rows(load.block_ids))) == (again, 0, 10)
+    assert (load.request_id, load.first_page, len(stand.workers.rows(load.block_ids))) == (
+        again,
+        0,
+        10,
+    )
     for group in stand.workers.groups:
         blocks = 10 * page // group.block
         assert loaded(stand, group.number) == [
@@ -70,7 +86,8 @@ def test_a_prompt_is_saved_and_hit(model, shape, batched_tokens):
 
 @every_shape
 def test_the_next_turn_finds_prompt_and_answer(model, shape):
-    """Generated pages are stored while their windows are there; another instance goes on with the conversation."""
+    """Generated pages are stored while their windows are there; another instance goes on with the
+    conversation."""
     stand = make(model, shape)
     page = stand.workers.block
     prompt = tokens(3 * page + 5)
@@ -88,7 +105,8 @@ def test_the_next_turn_finds_prompt_and_answer(model, shape):
 
 @every_shape
 def test_only_what_vllm_lacks_is_loaded(model, shape):
-    """vLLM's own hit ends in the middle; it has the windows before that, and nulls where they have passed."""
+    """vLLM's own hit ends in the middle; it has the windows before that, and nulls where they have
+    passed."""
     stand = make(model, shape)
     page = stand.workers.block
     prompt = tokens(12 * page + 1)
@@ -127,7 +145,8 @@ def test_failed_loads_are_computed_and_not_offered_again(model, shape, bad):
 
 
 def test_a_page_is_named_by_its_last_hash(model):
-    """Prompts that leave each other within a page, at a hash that is not its last, do not share the page."""
+    """Prompts that leave each other within a page, at a hash that is not its last, do not share the
+    page."""
     stand = make(model, "unlike")
     page = stand.workers.block
     assert stand.workers.hashes_per_page == 4
@@ -144,7 +163,8 @@ def test_a_page_is_named_by_its_last_hash(model):
 @every_shape
 @pytest.mark.parametrize("evicted", [False, True])
 def test_what_only_vllm_has(model, shape, evicted):
-    """The sidecars forgot. vLLM's hit takes no more than the windows; the rest is in its cache, or gone."""
+    """The sidecars forgot. vLLM's hit takes no more than the windows; the rest is in its cache, or
+    gone."""
     stand = make(model, shape)
     page = stand.workers.block
     prompt = tokens(9 * page + 1)
@@ -184,15 +204,29 @@ def test_preempted_requests_come_back_through_lookup(model, shape):
 
 def test_tables_that_do_not_fit_a_hit_are_no_load(model):
     stand = make(model, "unlike")
-    role, shares = stand.role, layout.shares(make_kv_config(4, SHAPES["unlike"]).kv_cache_groups, 64)
-    assert [(share.blocks, share.kept, share.reach) for share in shares] == [(1, 1, 0), (4, 2, 2), (2, 2, 3)]
+    role, shares = (
+        stand.role,
+        layout.shares(make_kv_config(4, SHAPES["unlike"]).kv_cache_groups, 64),
+    )
+    assert [(share.blocks, share.kept, share.reach) for share in shares] == [
+        (1, 1, 0),
+        (4, 2, 2),
+        (2, 2, 3),
+    ]
 
     def tables():
         return [[*range(1, 5)], [0] * 14 + [5, 6], [0] * 5 + [7, 8, 9]]
 
     assert role._is_loadable(tables(), 1, 4)
     assert role._is_loadable(tables(), 3, 4)
-    for group, index, block in ((0, 2, 0), (1, 14, 0), (2, 5, 0), (2, 7, 0), (1, 13, 10), (1, 9, 10)):
+    for group, index, block in (
+        (0, 2, 0),
+        (1, 14, 0),
+        (2, 5, 0),
+        (2, 7, 0),
+        (1, 13, 10),
+        (1, 9, 10),
+    ):
         wrong = tables()
         wrong[group][index] = block
         assert not role._is_loadable(wrong, 1, 4), (group, index)
@@ -216,7 +250,9 @@ def test_incomplete_pages_are_not_handed_over(model):
     stand = make(model, "window")
     prompt = tokens(4 * BLOCK + 9)
     request_id = stand.add(
-        prompt, max_tokens=1, params={"extra_args": {"kv_transfer_params": {"do_remote_decode": True}}}
+        prompt,
+        max_tokens=1,
+        params={"extra_args": {"kv_transfer_params": {"do_remote_decode": True}}},
     )
     stand.run()
     params = stand.transfer_params[request_id]
@@ -234,7 +270,9 @@ def test_incomplete_pages_are_not_handed_over(model):
 @pytest.mark.parametrize("seed", range(4))
 def test_random_histories(model, shape, seed):
     rng = random.Random(f"{shape}{seed}")
-    config = make_config(model, batched_tokens=rng.choice([48, 100, 512]), max_seqs=6, async_scheduling=seed % 2 == 1)
+    config = make_config(
+        model, batched_tokens=rng.choice([48, 100, 512]), max_seqs=6, async_scheduling=seed % 2 == 1
+    )
     page = max(spec.block_size for spec in SHAPES[shape])
     blocks = rng.choice([20, 40, 80]) * len(SHAPES[shape]) * (page // BLOCK)
     stand = Stand(config, kv_config=make_kv_config(blocks, SHAPES[shape]))

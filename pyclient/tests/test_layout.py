@@ -42,12 +42,18 @@ class Cache:
     """A KV cache as vLLM places and allocates it for one group of layers."""
 
     def __init__(
-        self, layout: str, *groups: dict[str, Any], kernel_tokens: int | None = None, blocks: int = BLOCKS
+        self,
+        layout: str,
+        *groups: dict[str, Any],
+        kernel_tokens: int | None = None,
+        blocks: int = BLOCKS,
     ) -> None:
         made = []
         for specs in groups:
             distinct = set(specs.values())
-            spec = distinct.pop() if len(distinct) == 1 else UniformTypeKVCacheSpecs.from_specs(specs)
+            spec = (
+                distinct.pop() if len(distinct) == 1 else UniformTypeKVCacheSpecs.from_specs(specs)
+            )
             made.append(KVCacheGroupSpec(list(specs), spec))
         self.vllm = SimpleNamespace(
             cache_config=SimpleNamespace(
@@ -62,7 +68,9 @@ class Cache:
         self.config = get_kv_cache_config_from_groups(self.vllm, made, memory)
         self.config.kv_cache_layout = layout
         sizes = None if kernel_tokens is None else [kernel_tokens]
-        self.tensors = allocate_kv_cache(self.config, torch.device("cpu"), KVCacheLayout[layout], sizes)
+        self.tensors = allocate_kv_cache(
+            self.config, torch.device("cpu"), KVCacheLayout[layout], sizes
+        )
         self.names = [name for specs in groups for name in specs]
 
     def build(self) -> PageLayout:
@@ -72,7 +80,9 @@ class Cache:
         """Random bytes everywhere, padding included."""
         storage = next(iter(self.tensors.values())).untyped_storage()
         raw = torch.empty(0, dtype=torch.uint8).set_(storage)
-        raw.copy_(torch.from_numpy(np.random.default_rng(seed).integers(0, 256, len(raw), np.uint8)))
+        raw.copy_(
+            torch.from_numpy(np.random.default_rng(seed).integers(0, 256, len(raw), np.uint8))
+        )
 
     def block(self, name: str, block: int) -> Any:
         """One layer's part of one block, by torch indexing alone, as bytes in logical order."""
@@ -81,8 +91,12 @@ class Cache:
         return tensor[block * ratio : (block + 1) * ratio].clone().view(torch.uint8)
 
 
-def full(tokens: int, heads: int = 3, size: int = 32, dtype: Any = torch.bfloat16, **more: Any) -> Any:
-    return FullAttentionSpec(block_size=tokens, num_kv_heads=heads, head_size=size, dtype=dtype, **more)
+def full(
+    tokens: int, heads: int = 3, size: int = 32, dtype: Any = torch.bfloat16, **more: Any
+) -> Any:
+    return FullAttentionSpec(
+        block_size=tokens, num_kv_heads=heads, head_size=size, dtype=dtype, **more
+    )
 
 
 def mla(tokens: int, size: int = 576, dtype: Any = torch.bfloat16, **more: Any) -> Any:
@@ -109,7 +123,14 @@ def cases() -> list[Any]:
         return []
     # name, layout, specs, tokens of a kernel block, runs a block
     made = []
-    for layout, runs in (("LBHNC", 4), ("LBNHC", 4), ("BLHNC", 1), ("BLNHC", 1), ("LHBNC", 12), ("BHLNC", 1)):
+    for layout, runs in (
+        ("LBHNC", 4),
+        ("LBNHC", 4),
+        ("BLHNC", 1),
+        ("BLNHC", 1),
+        ("LHBNC", 12),
+        ("BHLNC", 1),
+    ):
         made.append((f"full-{layout}", layout, layers(full(16)), None, runs))
         made.append((f"full128-{layout}", layout, layers(full(128)), None, runs))
     for layout, runs in (("LBHNC", 4), ("LBNHC", 4), ("BLHNC", 1), ("LHBNC", 4)):
@@ -120,11 +141,18 @@ def cases() -> list[Any]:
         made.append((f"padded-{layout}", layout, layers(full(16, page_size_padded=8192)), None, 4))
         made.append((f"fp8-{layout}", layout, layers(full(16, dtype=torch.uint8)), None, 4))
         made.append((f"one-head-{layout}", layout, layers(full(16, heads=1)), None, 4))
-    made.append(("float32", "LBHNC", layers(full(128, heads=4, size=64, dtype=torch.float32)), None, 4))
+    made.append(
+        ("float32", "LBHNC", layers(full(128, heads=4, size=64, dtype=torch.float32)), None, 4)
+    )
     made.append(("odd-head", "LBHNC", layers(full(16, heads=5, size=40)), None, 4))
     made.append(("padded-BLHNC", "BLHNC", layers(full(16, page_size_padded=8192)), None, 4))
     made.append(("mla-padded", "LBHNC", layers(mla(16, size=100, alignment=576)), None, 4))
-    two = {"a.attn": mla(64), "b.attn": mla(64, size=128), "c.attn": mla(64), "d.attn": mla(64, size=128)}
+    two = {
+        "a.attn": mla(64),
+        "b.attn": mla(64, size=128),
+        "c.attn": mla(64),
+        "d.attn": mla(64, size=128),
+    }
     made.append(("two-sizes-LBHNC", "LBHNC", two, None, 4))
     made.append(("two-sizes-BLHNC", "BLHNC", two, None, 1))
     wide = {"a.attn": full(16, 2), "b.attn": full(16, 2), "c.attn": full(16, 6)}
@@ -134,8 +162,11 @@ def cases() -> list[Any]:
 
 @needs_vllm
 @pytest.mark.parametrize(("layout", "specs", "kernel_tokens", "runs"), cases())
-def test_pages_round_trip(layout: str, specs: dict[str, Any], kernel_tokens: int | None, runs: int) -> None:
-    """Gather random blocks, scatter them to others: torch sees there what it saw here, and nothing else moved."""
+def test_pages_round_trip(
+    layout: str, specs: dict[str, Any], kernel_tokens: int | None, runs: int
+) -> None:
+    """Gather random blocks, scatter them to others: torch sees there what it saw here, and nothing
+    else moved."""
     cache = Cache(layout, specs, kernel_tokens=kernel_tokens)
     page = cache.build()
     assert len(page.segments) == runs
@@ -155,7 +186,9 @@ def test_pages_round_trip(layout: str, specs: dict[str, Any], kernel_tokens: int
     order = rng.permutation(BLOCKS)
     source, target = order[:5], rng.permutation(BLOCKS)[:5]
     arena = np.zeros((5, page.page_bytes), np.uint8)
-    addresses = np.uint64(arena.ctypes.data) + np.arange(5, dtype=np.uint64) * np.uint64(page.page_bytes)
+    addresses = np.uint64(arena.ctypes.data) + np.arange(5, dtype=np.uint64) * np.uint64(
+        page.page_bytes
+    )
     was = {(name, b): cache.block(name, b) for name in cache.names for b in range(BLOCKS)}
     theirs = {(name, b): again.block(name, b) for name in cache.names for b in range(BLOCKS)}
     out, back = make_copies(page, "cpu"), make_copies(again.build(), torch.device("cpu"))
@@ -206,7 +239,9 @@ def test_backend_and_instruction_set_are_told_apart() -> None:
     def described(isa: str) -> dict[str, str]:
         backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
         layer = SimpleNamespace(isa=isa, get_attn_backend=lambda: backend)
-        cache.vllm.compilation_config = SimpleNamespace(static_forward_context={name: layer for name in cache.names})
+        cache.vllm.compilation_config = SimpleNamespace(
+            static_forward_context={name: layer for name in cache.names}
+        )
         return cache.build().description
 
     assert described("amx")["isa"] == "amx" and described("amx")["attention"] == "CPU_ATTN"
@@ -215,7 +250,12 @@ def test_backend_and_instruction_set_are_told_apart() -> None:
 
 def window(tokens: int, reach: int, heads: int = 3, **more: Any) -> Any:
     return SlidingWindowSpec(
-        block_size=tokens, num_kv_heads=heads, head_size=32, dtype=torch.bfloat16, sliding_window=reach, **more
+        block_size=tokens,
+        num_kv_heads=heads,
+        head_size=32,
+        dtype=torch.bfloat16,
+        sliding_window=reach,
+        **more,
     )
 
 
@@ -228,20 +268,34 @@ def hybrids() -> list[Any]:
     if allocate_kv_cache is None:
         return []
     pair = (named("f", full(16)), named("w", window(16, 40)), named("v", window(16, 40)))
-    unlike = (named("f", full(64, heads=3)), named("w", window(16, 20, heads=12)), named("v", window(32, 90, heads=6)))
+    unlike = (
+        named("f", full(64, heads=3)),
+        named("w", window(16, 20, heads=12)),
+        named("v", window(32, 90, heads=6)),
+    )
     rows = []
     for layout in ("LBHNC", "LBNHC", "BLHNC"):
         rows.append((f"pair-{layout}", layout, pair, [(0, 0), (1, 0), (2, 0)]))
         rows.append((f"unlike-{layout}", layout, unlike, [(0, 0), (1, 2), (1, 3), (2, 0), (2, 1)]))
     rows.append(("window-LHBNC", "LHBNC", (named("w", window(16, 40)),), [(0, 0)]))
-    rows.append(("mla", "LBHNC", (named("f", mla(64)), named("g", mla(32, size=1152))), [(0, 0), (1, 0), (1, 1)]))
+    rows.append(
+        (
+            "mla",
+            "LBHNC",
+            (named("f", mla(64)), named("g", mla(32, size=1152))),
+            [(0, 0), (1, 0), (1, 1)],
+        )
+    )
     return [pytest.param(*row[1:], id=row[0]) for row in rows]
 
 
 @needs_vllm
 @pytest.mark.parametrize(("layout", "groups", "columns"), hybrids())
-def test_pages_of_several_groups_round_trip(layout: str, groups: Any, columns: list[tuple[int, int]]) -> None:
-    """Each column of a page goes to and comes from blocks of its own group, and what is absent is left alone."""
+def test_pages_of_several_groups_round_trip(
+    layout: str, groups: Any, columns: list[tuple[int, int]]
+) -> None:
+    """Each column of a page goes to and comes from blocks of its own group, and what is absent is
+    left alone."""
     cache, again = Cache(layout, *groups), Cache(layout, *groups)
     page = cache.build()
     assert page.page_tokens == max(next(iter(specs.values())).block_size for specs in groups)
@@ -257,7 +311,9 @@ def test_pages_of_several_groups_round_trip(layout: str, groups: Any, columns: l
     source = rng.permutation(BLOCKS)[: pages * len(columns)].reshape(pages, len(columns))
     target = rng.permutation(BLOCKS)[: pages * len(columns)].reshape(pages, len(columns))
     arena = np.zeros((pages, page.page_bytes), np.uint8)
-    addresses = np.uint64(arena.ctypes.data) + np.arange(pages, dtype=np.uint64) * np.uint64(page.page_bytes)
+    addresses = np.uint64(arena.ctypes.data) + np.arange(pages, dtype=np.uint64) * np.uint64(
+        page.page_bytes
+    )
     storage = next(iter(again.tensors.values())).untyped_storage()
     theirs = {(name, b): again.block(name, b) for name in again.names for b in range(BLOCKS)}
     out, back = make_copies(page, "cpu"), make_copies(again.build(), "cpu")
@@ -270,7 +326,10 @@ def test_pages_of_several_groups_round_trip(layout: str, groups: Any, columns: l
             part = arena[row, at : at + sizes[group]]
             # Each layer's bytes are there, in some order of runs; the block's own view says which.
             want = np.concatenate(
-                [cache.block(name, int(source[row, column])).numpy().ravel() for name in groups[group]]
+                [
+                    cache.block(name, int(source[row, column])).numpy().ravel()
+                    for name in groups[group]
+                ]
             )
             assert sorted(part.tolist()) == sorted(want.tolist())
         at += sizes[group]
@@ -278,14 +337,20 @@ def test_pages_of_several_groups_round_trip(layout: str, groups: Any, columns: l
     partly[0, 0] = ABSENT
     assert back.scatter(partly, addresses).wait(60)
     written = {int(b): columns[c][0] for (_, c), b in np.ndenumerate(partly) if b != ABSENT}
-    came_from = {int(t): int(s) for t, s in zip(partly.ravel(), source.ravel(), strict=True) if t != ABSENT}
+    came_from = {
+        int(t): int(s) for t, s in zip(partly.ravel(), source.ravel(), strict=True) if t != ABSENT
+    }
     for group, specs in enumerate(groups):
         for name in specs:
             for b in range(BLOCKS):
                 if written.get(b) == group:
-                    assert torch.equal(again.block(name, b), cache.block(name, came_from[b])), f"{name} block {b}"
+                    assert torch.equal(again.block(name, b), cache.block(name, came_from[b])), (
+                        f"{name} block {b}"
+                    )
                 elif b not in written:
-                    assert torch.equal(again.block(name, b), theirs[name, b]), f"{name} block {b} was touched"
+                    assert torch.equal(again.block(name, b), theirs[name, b]), (
+                        f"{name} block {b} was touched"
+                    )
     assert storage.nbytes() > 0
     for wrong in (source[:, :-1], source[:-1], np.zeros((pages, len(columns) + 1), np.int64)):
         assert out.gather(wrong, addresses).error
@@ -307,7 +372,9 @@ def test_groups_that_differ_say_so() -> None:
         (named("w", window(16, 40)),),
         (named("w", full(16)),),
     ]
-    found = {tuple(sorted(Cache("LBHNC", *groups).build().description.items())) for groups in variants}
+    found = {
+        tuple(sorted(Cache("LBHNC", *groups).build().description.items())) for groups in variants
+    }
     assert len(found) == len(variants)
     assert all(len(value) <= 512 for description in found for _, value in description)
 
@@ -317,7 +384,11 @@ def test_groups_that_differ_say_so() -> None:
 def test_states_are_pages_of_their_own(layout: str) -> None:
     """The columns of states come last, and each begins where the page does."""
     cache = Cache(
-        layout, named("s", state(16)), named("f", full(16)), named("t", state(16)), named("w", window(16, 40))
+        layout,
+        named("s", state(16)),
+        named("f", full(16)),
+        named("t", state(16)),
+        named("w", window(16, 40)),
     )
     page = cache.build()
     attention = 2 * full(16).page_size_bytes
@@ -333,7 +404,9 @@ def test_states_are_pages_of_their_own(layout: str) -> None:
     copies = make_copies(page, "cpu")
     arena = np.zeros(4 * page.page_bytes, np.uint8)
     copies.attach(1, arena.ctypes.data, arena.nbytes)
-    rows = np.array([[1, 2, ABSENT, ABSENT], [ABSENT, ABSENT, 3, ABSENT], [ABSENT, ABSENT, ABSENT, 4]])
+    rows = np.array(
+        [[1, 2, ABSENT, ABSENT], [ABSENT, ABSENT, 3, ABSENT], [ABSENT, ABSENT, ABSENT, 4]]
+    )
     where = arena.ctypes.data + np.arange(3, dtype=np.uint64) * np.uint64(page.page_bytes)
     cache.fill(1)
     before = {
@@ -341,7 +414,9 @@ def test_states_are_pages_of_their_own(layout: str) -> None:
         for name, block in (("s.0.attn", 3), ("t.1.attn", 4), ("f.1.attn", 1), ("w.0.attn", 2))
     }
     assert copies.gather(rows, where).error is None
-    assert not arena[page.page_bytes + kept : 2 * page.page_bytes].any(), "a state's page has nothing else"
+    assert not arena[page.page_bytes + kept : 2 * page.page_bytes].any(), (
+        "a state's page has nothing else"
+    )
     cache.fill(2)
     rows = np.where(rows == ABSENT, ABSENT, rows + 4)
     ticket = copies.scatter(rows, where)
@@ -357,7 +432,11 @@ def test_what_is_not_attention_to_a_prefix_is_unsupported() -> None:
     tensor = KVCacheTensor(size=1, layers=["a"], layer_stride=1, block_stride=1)
     host = KVCacheGroupSpec(["a"], full(16), host_resident=True)
     for groups, kind, word in (
-        ([KVCacheGroupSpec(["a"], full(16)), KVCacheGroupSpec(["b"], mamba)], "attention", "align only, not none"),
+        (
+            [KVCacheGroupSpec(["a"], full(16)), KVCacheGroupSpec(["b"], mamba)],
+            "attention",
+            "align only, not none",
+        ),
         ([KVCacheGroupSpec(["b"], state(16))], "attention", "states alone"),
         ([KVCacheGroupSpec(["b"], window(16, 1))], "attention", "one token"),
         ([host], "attention", "transferable"),
@@ -374,7 +453,9 @@ def test_a_rank_without_a_group_is_refused() -> None:
     """A rank of a pipeline may have no layer of a group that others have."""
     cache = Cache("LBHNC", named("f", full(16)), named("w", window(16, 40)))
     groups = [cache.config.kv_cache_groups[0], KVCacheGroupSpec([], window(16, 40))]
-    config = replace(cache.config, kv_cache_groups=groups, kv_cache_tensors=cache.config.kv_cache_tensors[:1])
+    config = replace(
+        cache.config, kv_cache_groups=groups, kv_cache_tensors=cache.config.kv_cache_tensors[:1]
+    )
     with pytest.raises(UnsupportedLayout, match="no layer of one"):
         build_layout(config, cache.tensors, cache.vllm)
 
@@ -394,7 +475,11 @@ def test_a_placement_that_disagrees_is_refused() -> None:
         with pytest.raises(UnsupportedLayout, match="layout"):
             build_layout(replace(cache.config, kv_cache_tensors=[wrong]), cache.tensors, cache.vllm)
     name = cache.names[1]
-    for tensor in (cache.tensors[name][:-1], cache.tensors[name][:, :, :, ::2], cache.tensors[name][:, 1:]):
+    for tensor in (
+        cache.tensors[name][:-1],
+        cache.tensors[name][:, :, :, ::2],
+        cache.tensors[name][:, 1:],
+    ):
         with pytest.raises(UnsupportedLayout, match="layout"):
             build_layout(cache.config, cache.tensors | {name: tensor}, cache.vllm)
     with pytest.raises(UnsupportedLayout, match="not registered"):
@@ -407,7 +492,9 @@ def test_old_configs_are_refused() -> None:
     spec = type("FullAttentionSpec", (), {"block_size": 16})()
     group = SimpleNamespace(layer_names=["a"], kv_cache_spec=spec)
     config = SimpleNamespace(
-        kv_cache_groups=[group], kv_cache_tensors=[SimpleNamespace(size=1, shared_by=["a"])], num_blocks=1
+        kv_cache_groups=[group],
+        kv_cache_tensors=[SimpleNamespace(size=1, shared_by=["a"])],
+        num_blocks=1,
     )
     with pytest.raises(UnsupportedLayout, match=r"layout: vLLM before 0\.29"):
         build_layout(config, {})
@@ -419,7 +506,9 @@ def test_runs_of_a_hand_made_view() -> None:
     spec = type("FullAttentionSpec", (), {"block_size": 4, "unpadded_page_size_bytes": 96})()
     config = SimpleNamespace(
         kv_cache_groups=[SimpleNamespace(layer_names=["a", "b"], kv_cache_spec=spec)],
-        kv_cache_tensors=[SimpleNamespace(layers=["a", "b"], offset=0, layer_stride=480, block_stride=32)],
+        kv_cache_tensors=[
+            SimpleNamespace(layers=["a", "b"], offset=0, layer_stride=480, block_stride=32)
+        ],
         num_blocks=5,
     )
     views = {name: backing[i].permute(1, 0, 2, 3) for i, name in enumerate("ab")}

@@ -34,7 +34,10 @@ class Ranks:
     def __init__(self, root: Path, ranks: int = RANKS) -> None:
         self.peers = [Peer(root / f"rank-{rank}") for rank in range(ranks)]
         self.clock = Clock()
-        self.sessions = [Session(options(root / f"rank-{rank}", role="scheduler", rank=rank)) for rank in range(ranks)]
+        self.sessions = [
+            Session(options(root / f"rank-{rank}", role="scheduler", rank=rank))
+            for rank in range(ranks)
+        ]
         self.client = LookupClient(self.sessions, 1.0, 10.0, self.clock, longest_s=5.0)
         for session in self.sessions:
             session.start()
@@ -75,7 +78,9 @@ def tick(ranks: Ranks, lookup: Lookup, seconds: float) -> int | None:
     [(0.0, 1.0), (4.0, 1.0), (30.0, 3.0), (300.0, 5.0)],
     ids=["not known", "short", "a tenth", "the bound"],
 )
-def test_what_takes_long_to_compute_is_waited_for_longer(ranks: Ranks, prefill_s: float, patience_s: float) -> None:
+def test_what_takes_long_to_compute_is_waited_for_longer(
+    ranks: Ranks, prefill_s: float, patience_s: float
+) -> None:
     ranks.answers(4, None)
     lookup = ranks.client.start(0, b"", bytes(32 * 4), 0, prefill_s)
     assert tick(ranks, lookup, patience_s - 0.01) is None
@@ -141,9 +146,18 @@ def test_refs_name_the_lookup_on_every_rank(ranks: Ranks) -> None:
     for rank, peer in enumerate(ranks.peers):
         (seen,) = peer.of(wire.Lookup)
         welcome = ranks.sessions[rank].welcome
-        assert welcome is not None and (seen.session, seen.secret) == (welcome.session, welcome.secret)
-        assert lookup.refs[rank] == (seen.session, seen.lookup, wire.ticket(welcome.secret, seen.lookup))
-        assert lookup.refs[rank].ticket.hex() not in repr(lookup.refs), "a ticket is told to workers alone"
+        assert welcome is not None and (seen.session, seen.secret) == (
+            welcome.session,
+            welcome.secret,
+        )
+        assert lookup.refs[rank] == (
+            seen.session,
+            seen.lookup,
+            wire.ticket(welcome.secret, seen.lookup),
+        )
+        assert lookup.refs[rank].ticket.hex() not in repr(lookup.refs), (
+            "a ticket is told to workers alone"
+        )
         assert repr(lookup.refs[rank].ticket) not in repr(lookup.refs)
     assert lookup.refs[0].ticket != lookup.refs[1].ticket
 
@@ -201,7 +215,9 @@ def test_suspect_rank_is_not_asked(ranks: Ranks) -> None:
     assert ranks.client.unasked == 1 and ranks.client.timeouts == 0
 
 
-def test_rank_whose_queue_is_full_is_a_miss_and_counted(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_whose_queue_is_full_is_a_miss_and_counted(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks.answers(4, 4)
     assert answered(ranks.client.start(0, b"", bytes(32))) == 4
     link = ranks.client._links[1]
@@ -265,7 +281,9 @@ def test_reconnected_rank_is_asked_again(ranks: Ranks) -> None:
     assert not ranks.peers[1].of(wire.Cancel), "the new session knows nothing of old lookups"
 
 
-@pytest.mark.parametrize("garbage", [b"", b"\xc1", b"x" * 200, b"x" * 4096, wire.encode(wire.Pong(1, 1))])
+@pytest.mark.parametrize(
+    "garbage", [b"", b"\xc1", b"x" * 200, b"x" * 4096, wire.encode(wire.Pong(1, 1))]
+)
 def test_garbage_answers_are_dropped(ranks: Ranks, garbage: bytes) -> None:
     ranks.answers(4, 4)
     ranks.peers[0].script[wire.Lookup] = lambda conn, m: [
@@ -294,7 +312,8 @@ def test_same_answer_twice_counts_once(ranks: Ranks) -> None:
 
 
 def pending(ranks: Ranks, *etas_ms: int | None) -> Lookup:
-    """A lookup that each rank has promised pages for after its eta; None: that rank says nothing."""
+    """A lookup that each rank has promised pages for after its eta; None: that rank says
+    nothing."""
     for peer, eta_ms in zip(ranks.peers, etas_ms, strict=True):
         peer.script[wire.Lookup] = lambda conn, m, eta_ms=eta_ms: (
             None if eta_ms is None else wire.LookupPending(m.lookup, 4, eta_ms)
@@ -308,7 +327,8 @@ def pending(ranks: Ranks, *etas_ms: int | None) -> Lookup:
 
 
 def answer(ranks: Ranks, rank: int, lookup: Lookup, pages: int) -> None:
-    """Have a rank answer a lookup that it has been asked before. By way of another one's message."""
+    """Have a rank answer a lookup that it has been asked before. By way of another one's
+    message."""
     peer = ranks.peers[rank]
     done = len(peer.of(wire.Cancel))
     peer.script[wire.Cancel] = lambda conn, m: wire.LookupResult(lookup.id, pages, pages * 16)
@@ -330,9 +350,12 @@ def test_a_promise_extends_the_wait(ranks: Ranks) -> None:
     assert ranks.client.timeouts == 0 and all(session.available for session in ranks.sessions)
 
 
-@pytest.mark.parametrize("eta_ms, patience_s", [(0, 1.0), (200, 1.0), (2000, 4.1), (5000, 10.0), (0xFFFFFFFF, 10.0)])
+@pytest.mark.parametrize(
+    "eta_ms, patience_s", [(0, 1.0), (200, 1.0), (2000, 4.1), (5000, 10.0), (0xFFFFFFFF, 10.0)]
+)
 def test_the_extended_wait_ends_too(ranks: Ranks, eta_ms: int, patience_s: float) -> None:
-    """At twice the promised time and a little, never before the first wait's end, never after promotion_timeout_s."""
+    """At twice the promised time and a little, never before the first wait's end, never after
+    promotion_timeout_s."""
     lookup = pending(ranks, eta_ms, eta_ms)
     ranks.clock.now += patience_s - 0.01
     assert lookup.poll() is None
@@ -343,7 +366,8 @@ def test_the_extended_wait_ends_too(ranks: Ranks, eta_ms: int, patience_s: float
 
 
 def test_promises_again_and_again_extend_the_wait_no_further(ranks: Ranks) -> None:
-    """Asking a tier may take long, too, and its pages longer: later promises count, within the first one's bound."""
+    """Asking a tier may take long, too, and its pages longer: later promises count, within the
+    first one's bound."""
     lookup = pending(ranks, 100, 100)
     for peer in ranks.peers:
         peer.script[wire.Trim] = lambda conn, m: wire.LookupPending(m.lookup, 4, 4000)
@@ -357,7 +381,8 @@ def test_promises_again_and_again_extend_the_wait_no_further(ranks: Ranks) -> No
         if turn < 2:  # the last one changes nothing
             until(
                 lambda before=before: (
-                    lookup.poll() is None and all(lookup._out[rank] > at for rank, at in before.items())
+                    lookup.poll() is None
+                    and all(lookup._out[rank] > at for rank, at in before.items())
                 )
             )
         assert lookup.poll() is None

@@ -22,7 +22,16 @@ def test_core_under_sanitizers(tmp_path: Path) -> None:
     if compiler is None:
         pytest.skip("no C compiler")
     program = tmp_path / "native_sweep"
-    build = [compiler, "-g", "-O1", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-fno-sanitize-recover=all"]
+    build = [
+        compiler,
+        "-g",
+        "-O1",
+        "-std=gnu11",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-fno-sanitize-recover=all",
+    ]
     build += ["-fsanitize=address,undefined", f"-I{SOURCES}", str(HERE / "native_sweep.c")]
     build += ["-o", str(program), "-ldl", "-pthread"]
     made = subprocess.run(build, capture_output=True, text=True)
@@ -31,7 +40,9 @@ def test_core_under_sanitizers(tmp_path: Path) -> None:
     assert made.returncode == 0, made.stderr
     # A process that preloads something else (a profiler, say) cannot load the sanitizer first.
     environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
-    swept = subprocess.run([str(program), str(SEED), "200"], capture_output=True, text=True, env=environment)
+    swept = subprocess.run(
+        [str(program), str(SEED), "200"], capture_output=True, text=True, env=environment
+    )
     assert swept.returncode == 0, f"seed {SEED}: {swept.stderr}"
 
 
@@ -61,8 +72,12 @@ def test_gather_and_scatter(kernel: int) -> None:
     assert arena[0:16].tolist() == [*range(48, 56), *range(112, 120)]
     assert not arena[16:48].any()
     assert plan.scatter(np.array([0, 2]), addresses, kernel=kernel) == 32
-    assert cache[0:8].tolist() == list(range(16, 24)) and cache[64:72].tolist() == list(range(80, 88))
-    assert cache[32:40].tolist() == list(range(48, 56)) and cache[96:104].tolist() == list(range(112, 120))
+    assert cache[0:8].tolist() == list(range(16, 24)) and cache[64:72].tolist() == list(
+        range(80, 88)
+    )
+    assert cache[32:40].tolist() == list(range(48, 56)) and cache[96:104].tolist() == list(
+        range(112, 120)
+    )
 
 
 def test_nothing_moves_unless_all_pairs_are_right() -> None:
@@ -152,7 +167,14 @@ def test_a_plan_that_reaches_too_far_is_refused(
 
 def test_malformed_plans_are_refused() -> None:
     cache = np.zeros(128, np.uint8)
-    for segments in (None, [None], [(1, 2, 3)], [(1, 2, 3, "4")], [(-1, 2, 3, 4)], [(1 << 64, 2, 3, 4)]):
+    for segments in (
+        None,
+        [None],
+        [(1, 2, 3)],
+        [(1, 2, 3, "4")],
+        [(-1, 2, 3, 4)],
+        [(1 << 64, 2, 3, 4)],
+    ):
         with pytest.raises((TypeError, ValueError, OverflowError)):
             _native.Plan(segments, 4, 16, [span(cache)])  # type: ignore[arg-type]
     plan = small_plan(cache)
@@ -181,9 +203,9 @@ def test_random_plans_agree_with_numpy() -> None:
         plan.attach(0, *span(arena))
         count = rng.randint(0, num_blocks)
         blocks = np.array(rng.sample(range(num_blocks), count), np.int64)
-        pages = np.array(rng.sample(range(num_blocks), count), np.uint64) * np.uint64(offset) + np.uint64(
-            rng.randint(0, 64)
-        )
+        pages = np.array(rng.sample(range(num_blocks), count), np.uint64) * np.uint64(
+            offset
+        ) + np.uint64(rng.randint(0, 64))
         addresses = pages + np.uint64(arena.ctypes.data)
         for kernel in kernels():
             for gather in (True, False):
@@ -221,7 +243,9 @@ from lookaside import _native
 
 PAGE = 16384
 cache = np.arange(4 * PAGE, dtype=np.uint8)
-plan = _native.Plan([(cache.ctypes.data, PAGE, PAGE, 0)], 4, PAGE, [(cache.ctypes.data, cache.nbytes)])
+plan = _native.Plan(
+    [(cache.ctypes.data, PAGE, PAGE, 0)], 4, PAGE, [(cache.ctypes.data, cache.nbytes)]
+)
 fd = os.memfd_create("cut")
 os.ftruncate(fd, 4 * PAGE)
 mapping = mmap.mmap(fd, 4 * PAGE)
@@ -247,7 +271,8 @@ def copies_fail():
                     raise SystemExit("copied what is not there")
                 except _native.BusError as error:
                     message, where = error.args
-                    assert address + 2 * PAGE <= where < address + 4 * PAGE and hex(where) in message, error
+                    assert address + 2 * PAGE <= where < address + 4 * PAGE, error
+                    assert hex(where) in message, error
             assert copy(blocks[:2], addresses[:2], kernel=kernel) == 2 * PAGE
             assert (arena[: 2 * PAGE] == cache[: 2 * PAGE]).all()
 """
@@ -258,7 +283,13 @@ def run(program: str, **more: str) -> subprocess.CompletedProcess:
     program = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n" + CUT + program
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent), **more}
     environment.pop("PYTHONFAULTHANDLER", None)
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=280)
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=280,
+    )
 
 
 def test_a_copy_from_what_is_not_there_fails_alone() -> None:
@@ -296,7 +327,12 @@ print("lives")
 
 
 @pytest.mark.parametrize(
-    "how", ["arena[3 * PAGE]", "os.kill(os.getpid(), signal.SIGBUS)", "signal.raise_signal(signal.SIGBUS)"]
+    "how",
+    [
+        "arena[3 * PAGE]",
+        "os.kill(os.getpid(), signal.SIGBUS)",
+        "signal.raise_signal(signal.SIGBUS)",
+    ],
 )
 @pytest.mark.parametrize("handler", ["none", "faulthandler before", "faulthandler after"])
 def test_a_bus_error_outside_of_a_copy_kills_as_ever(how: str, handler: str) -> None:

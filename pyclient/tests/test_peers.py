@@ -1,4 +1,5 @@
-"""Sidecars that share, with real workers: each engine has a sidecar of its own, and loads what any of them holds.
+"""Sidecars that share, with real workers: each engine has a sidecar of its own, and loads what any
+of them holds.
 
 A page's bytes are its name, so that every page that was loaded tells whether it is the right one.
 """
@@ -26,28 +27,39 @@ pytestmark = pytest.mark.skipif(not BINARY.exists(), reason=f"{BINARY} is not bu
 
 
 class Host:
-    """Sidecars below one private directory, each with an engine. A setting that differs is a function of the number."""
+    """Sidecars below one private directory, each with an engine. A setting that differs is a
+    function of the number."""
 
     def __init__(self, model: Path, directory: Path, count: int, **settings: Any) -> None:
         directory.chmod(0o700)
         self.requests = itertools.count()
 
         def mine(number: int) -> dict[str, Any]:
-            return {key: value(number) if callable(value) else value for key, value in settings.items()}
+            return {
+                key: value(number) if callable(value) else value for key, value in settings.items()
+            }
 
-        self.sidecars = [Sidecar(directory / f"s{number}", **mine(number)) for number in range(count)]
-        self.engines = [Engine(model, sidecar.directory, seed=number) for number, sidecar in enumerate(self.sidecars)]
+        self.sidecars = [
+            Sidecar(directory / f"s{number}", **mine(number)) for number in range(count)
+        ]
+        self.engines = [
+            Engine(model, sidecar.directory, seed=number)
+            for number, sidecar in enumerate(self.sidecars)
+        ]
         for engine in self.engines:
             engine.start()
         self.found_each_other()
 
     def found_each_other(self) -> None:
-        """Wait until each sidecar borrows from all others and lends to them, and knows all that they hold."""
+        """Wait until each sidecar borrows from all others and lends to them, and knows all that
+        they hold."""
         others = len(self.sidecars) - 1
 
         def found(sidecar: Sidecar) -> bool:
             peers = sidecar.status()["peers"]
-            there = [lender for lender in peers["lenders"] if lender["complete"] and not lender["gone"]]
+            there = [
+                lender for lender in peers["lenders"] if lender["complete"] and not lender["gone"]
+            ]
             return len(there) == others and len(peers["borrowers"]) == others
 
         until(lambda: all(found(sidecar) for sidecar in self.sidecars))
@@ -64,13 +76,20 @@ class Host:
             blocks = list(range(1, 1 + len(some)))
             engine.cache[blocks] = torch.tensor(some, dtype=torch.float32).view(-1, 1, 1, 1)
             engine.save_now(
-                engine.save(first_page + start, blocks, some, prev=names[start - 1] if start else names[0] - 1)
+                engine.save(
+                    first_page + start,
+                    blocks,
+                    some,
+                    prev=names[start - 1] if start else names[0] - 1,
+                )
             )
 
     def fetch(self, number: int, names: list[int], name: str | None = None) -> int:
-        """Have one of the engines load what is held of a prefix; what it loads must be right, or reported as failed.
+        """Have one of the engines load what is held of a prefix; what it loads must be right, or
+        reported as failed.
 
-        Answers how many pages were loaded, 0 where that failed. The request's name is one that was not used before.
+        Answers how many pages were loaded, 0 where that failed. The request's name is one that was
+        not used before.
         """
         name = name or f"r{next(self.requests)}"
         engine = self.engines[number]
@@ -90,7 +109,11 @@ class Host:
         """The first blocks have the bytes of these pages."""
         cache = self.engines[number].cache[1 : 1 + len(names)]
         want = torch.tensor(names, dtype=torch.float32).view(-1, 1, 1, 1)
-        wrong = [name for name, page, right in zip(names, cache, want, strict=True) if not (page == right).all()]
+        wrong = [
+            name
+            for name, page, right in zip(names, cache, want, strict=True)
+            if not (page == right).all()
+        ]
         assert not wrong, f"pages {wrong} of {names} have other bytes"
 
     def nothing_is_held_back(self) -> None:
@@ -99,7 +122,9 @@ class Host:
         def idle(sidecar: Sidecar) -> bool:
             status = sidecar.status()
             loans = sum(borrower["loads"] for borrower in status["peers"]["borrowers"])
-            return status["leases"] == 0 and status["peers"]["borrowing"]["used"] == 0 and loans == 0
+            return (
+                status["leases"] == 0 and status["peers"]["borrowing"]["used"] == 0 and loans == 0
+            )
 
         until(lambda: all(idle(sidecar) for sidecar in self.sidecars))
 
@@ -152,14 +177,27 @@ def test_what_the_other_holds_is_not_stored(two: Host) -> None:
     assert two.engines[1].count("save_bytes") == moved + 4 * PAGE
     until(lambda: two.sidecars[1].status()["pages"] == 4)
     two.know(prefix(1, 12))
-    assert [two.fetch(number, prefix(1, 12)) for number in (0, 1)] == [12, 12], "each has a part of it"
+    assert [two.fetch(number, prefix(1, 12)) for number in (0, 1)] == [12, 12], (
+        "each has a part of it"
+    )
 
 
 def test_turns_of_a_conversation_that_moves(model: Path, tmp_path: Path) -> None:
-    """Each turn is answered by another engine, which stores what is new of it: a whole prefix lies in three arenas."""
+    """Each turn is answered by another engine, which stores what is new of it: a whole prefix lies
+    in three arenas."""
     host = Host(model, tmp_path, 3, peers_linger="100ms")
     try:
-        lengths = [3, 7, 8, 13, 16, 18, 23, 27, 30]  # pages after each turn: often in the middle of a chunk
+        lengths = [
+            3,
+            7,
+            8,
+            13,
+            16,
+            18,
+            23,
+            27,
+            30,
+        ]  # pages after each turn: often in the middle of a chunk
         held = 0
         for turn, pages in enumerate(lengths):
             names = prefix(5, pages)
@@ -254,7 +292,9 @@ def end(engine: Engine, slow: Delayed) -> None:
     engine.worker._copies = slow.inner
 
 
-def test_load_under_way_when_its_lender_dies_is_good(two: Host, under_way: Callable[[], Delayed]) -> None:
+def test_load_under_way_when_its_lender_dies_is_good(
+    two: Host, under_way: Callable[[], Delayed]
+) -> None:
     """Nobody can have changed the memory."""
     slow = under_way()
     two.sidecars[0].kill()
@@ -272,7 +312,9 @@ def test_load_under_way_when_its_lender_dies_is_good(two: Host, under_way: Calla
     assert two.fetch(1, prefix(3, 4), "later") == 4
 
 
-def test_load_under_way_when_the_own_sidecar_dies_fails(two: Host, under_way: Callable[[], Delayed]) -> None:
+def test_load_under_way_when_the_own_sidecar_dies_fails(
+    two: Host, under_way: Callable[[], Delayed]
+) -> None:
     """What was lent to it is free when it is dead: its workers cannot know what they have read."""
     slow = under_way()
     two.sidecars[1].kill()
@@ -300,7 +342,8 @@ def test_lender_that_does_not_answer_is_passed_over(two: Host) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_history(model: Path, tmp_path: Path, seed: int) -> None:
-    """Stores, loads, kills, stalls and restarts of three sidecars with small arenas: no page is ever another's."""
+    """Stores, loads, kills, stalls and restarts of three sidecars with small arenas: no page is
+    ever another's."""
     host = Host(
         model,
         tmp_path,
@@ -351,7 +394,9 @@ def history(host: Host, rng: random.Random, beside_stopped: bool = True) -> None
         host.know(names)
         assert [host.fetch(number, names, f"end {number}") for number in range(3)] == [8, 8, 8]
         borrowed += sum(sidecar.status()["peers"]["borrowed_pages"] for sidecar in host.sidecars)
-        assert loaded > 100 and borrowed > 20, f"{loaded} pages loaded, {borrowed} borrowed: it says nothing"
+        assert loaded > 100 and borrowed > 20, (
+            f"{loaded} pages loaded, {borrowed} borrowed: it says nothing"
+        )
         host.nothing_is_held_back()
     finally:
         host.close()

@@ -36,10 +36,13 @@ def test_steps_that_cannot_be_are_left_out():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_long_steps_decide(seed: int):
-    """What a step costs however short it is weighs on many short ones, and hardly on what is learnt."""
+    """What a step costs however short it is weighs on many short ones, and hardly on what is
+    learnt."""
     rng = random.Random(seed)
     steps = [rng.choice([32, 60, 200, 2048, 4096]) for _ in range(200)]
-    assert learnt(*((n, took(n) * rng.uniform(0.9, 1.1)) for n in steps)) == pytest.approx(TRUE, rel=0.1)
+    assert learnt(*((n, took(n) * rng.uniform(0.9, 1.1)) for n in steps)) == pytest.approx(
+        TRUE, rel=0.1
+    )
 
 
 def test_a_step_that_was_held_up_changes_little():
@@ -51,12 +54,17 @@ def test_a_step_that_was_held_up_changes_little():
 
 def test_a_rate_that_changes_is_followed():
     steps = [(2048, took(2048))] * 50
-    assert learnt(*steps, *([(2048, 4 * took(2048))] * 100)) == pytest.approx(4 * took(2048) / 2048, rel=0.1)
-    assert learnt(*steps, *([(2048, took(2048) / 4)] * 100)) == pytest.approx(took(2048) / 4 / 2048, rel=0.1)
+    assert learnt(*steps, *([(2048, 4 * took(2048))] * 100)) == pytest.approx(
+        4 * took(2048) / 2048, rel=0.1
+    )
+    assert learnt(*steps, *([(2048, took(2048) / 4)] * 100)) == pytest.approx(
+        took(2048) / 4 / 2048, rel=0.1
+    )
 
 
 @pytest.mark.parametrize(
-    "prompt, everything, tells", [(15, 15, False), (16, 16, True), (100, 200, True), (100, 201, False), (0, 50, False)]
+    "prompt, everything, tells",
+    [(15, 15, False), (16, 16, True), (100, 200, True), (100, 201, False), (0, 50, False)],
 )
 def test_steps_worth_timing(prompt: int, everything: int, tells: bool):
     assert PrefillRate.tells(prompt, everything) is tells

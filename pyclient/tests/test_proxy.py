@@ -1,4 +1,5 @@
-"""The proxy of examples/prefill_decode between servers that misbehave; in front of real ones it is in e2e."""
+"""The proxy of examples/prefill_decode between servers that misbehave; in front of real ones it is
+in e2e."""
 
 from __future__ import annotations
 
@@ -100,8 +101,17 @@ def test_what_the_prefiller_says_goes_to_the_decoder() -> None:
     prefiller, decoder = Upstream(answers(kv_transfer_params=PROMISE)), Upstream(streams)
 
     async def talk(client: TestClient) -> None:
-        body = {"prompt": [1, 2], "max_tokens": 50, "min_tokens": 9, "stream": True, "n": 2, "seed": 5}
-        async with client.post("/v1/completions", json=body, headers={"X-Request-Id": "r7", "Cookie": "c"}) as answer:
+        body = {
+            "prompt": [1, 2],
+            "max_tokens": 50,
+            "min_tokens": 9,
+            "stream": True,
+            "n": 2,
+            "seed": 5,
+        }
+        async with client.post(
+            "/v1/completions", json=body, headers={"X-Request-Id": "r7", "Cookie": "c"}
+        ) as answer:
             assert answer.status == 200
             assert answer.headers["Content-Type"] == "text/event-stream; charset=utf-8"
             assert float(answer.headers["X-Prefill-Seconds"]) >= 0
@@ -118,7 +128,9 @@ def test_what_the_prefiller_says_goes_to_the_decoder() -> None:
         assert upstream.headers[0]["X-Request-Id"] == "r7" and "Cookie" not in upstream.headers[0]
 
 
-@pytest.mark.parametrize("answer", [fails, breaks_off, answers(kv_transfer_params="x"), answers(), refuses])
+@pytest.mark.parametrize(
+    "answer", [fails, breaks_off, answers(kv_transfer_params="x"), answers(), refuses]
+)
 def test_whatever_the_prefiller_does_the_decoder_answers(answer: Handler) -> None:
     prefiller, decoder = Upstream(answer), Upstream(answers(text="mine"))
 
@@ -212,8 +224,16 @@ def test_a_client_that_leaves_ends_its_request_upstream() -> None:
 
 
 def test_one_prompt() -> None:
-    assert all(has_one_prompt(body) for body in ({}, {"prompt": "x"}, {"prompt": [1, 2]}, {"prompt": ["x"]}))
-    assert not any(has_one_prompt(body) for body in ({"prompt": ["x", "y"]}, {"prompt": [[1], [2]]}))
+    assert all(
+        has_one_prompt(body)
+        for body in ({}, {"prompt": "x"}, {"prompt": [1, 2]}, {"prompt": ["x"]})
+    )
+    assert not any(
+        has_one_prompt(body) for body in ({"prompt": ["x", "y"]}, {"prompt": [[1], [2]]})
+    )
     chat = prefill_body({"max_completion_tokens": 9, "kv_transfer_params": {"other": 1}})
-    assert chat["max_completion_tokens"] == 1 and chat["kv_transfer_params"] == {"other": 1, "do_remote_decode": True}
+    assert chat["max_completion_tokens"] == 1 and chat["kv_transfer_params"] == {
+        "other": 1,
+        "do_remote_decode": True,
+    }
     assert json.dumps(chat)

@@ -143,14 +143,26 @@ def test_a_part_of_what_is_behind_the_fd_is_mapped(fd: int, huge: bool, page_siz
     assert populate(address, SIZE, write=False)
     os.pwrite(fd, b"first", 8 << 20)
     os.pwrite(fd, b"final", (12 << 20) - 5)
-    assert ctypes.string_at(address, 5) == b"first" and ctypes.string_at(address + SIZE - 5, 5) == b"final"
+    assert (
+        ctypes.string_at(address, 5) == b"first"
+        and ctypes.string_at(address + SIZE - 5, 5) == b"final"
+    )
     unmap(address, SIZE)
     assert not flags_of(address)
 
 
 @pytest.mark.parametrize(
     ("offset", "page_size"),
-    [(-4096, 4096), (4096, 2 << 20), (4096, 4096), (1 << 62, 4096), (0, 0), (0, -4096), (0, 12288), (512, 512)],
+    [
+        (-4096, 4096),
+        (4096, 2 << 20),
+        (4096, 4096),
+        (1 << 62, 4096),
+        (0, 0),
+        (0, -4096),
+        (0, 12288),
+        (512, 512),
+    ],
 )
 def test_offsets_that_cannot_be_right_are_refused(fd: int, offset: int, page_size: int) -> None:
     with pytest.raises(RegionError):
@@ -252,7 +264,9 @@ def test_closed_set_keeps_its_mappings_until_the_last_hold(fd: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["at once", "late", "never"])
-def test_unmapped_is_told_when_nothing_touches_the_memory(fd: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmapped_is_told_when_nothing_touches_the_memory(
+    fd: int, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lookaside.regions._DETACH_PATIENCE_S", 0.05)
     device, stuck, told = Device(), Stuck(), threading.Event()
     if how == "late":
@@ -332,7 +346,9 @@ def test_removed_region_is_unmapped_when_the_last_copy_there_has_ended(fd: int) 
     device.on_detach = lambda: seen.append(len(flags_of(address)))
     second.release()
     assert told.wait(30), "the holds that are left were never told of it"
-    assert not flags_of(address) and len(device.attached) == 1 and seen and seen[0], "detached first"
+    assert not flags_of(address) and len(device.attached) == 1 and seen and seen[0], (
+        "detached first"
+    )
     ctypes.memmove(kept, b"and this one stays", 18)
     regions.close()
     other.release()
@@ -342,8 +358,11 @@ def test_removed_region_is_unmapped_when_the_last_copy_there_has_ended(fd: int) 
 
 
 @pytest.mark.parametrize("copies", [0, 1])
-def test_set_closed_while_a_region_leaves(fd: int, copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is over when the region has gone, too, and says so once. A region that is removed later is not told of."""
+def test_set_closed_while_a_region_leaves(
+    fd: int, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is over when the region has gone, too, and says so once. A region that is removed later is
+    not told of."""
     device, stuck, over, told = Device(), Stuck(), [], []
     monkeypatch.setattr(device, "detach", lambda handle: stuck if handle == left else Ended())
     regions = RegionSet(device, lambda: over.append(1))
@@ -450,7 +469,9 @@ def test_regions_come_and_go_under_copies(fd: int) -> None:
             hold = held(regions)
             for region in rng.sample(range(4), 3):
                 try:
-                    address = hold.locate(rounds[region] * 4 + region, rng.randrange(SIZE // 4096) * 4096, 4096, 1)
+                    address = hold.locate(
+                        rounds[region] * 4 + region, rng.randrange(SIZE // 4096) * 4096, 4096, 1
+                    )
                 except RegionError:
                     continue
                 ctypes.memmove(address, b"copied", 6)
@@ -512,7 +533,9 @@ def test_control_region_is_read_where_it_lies() -> None:
     control.close()
 
 
-@pytest.mark.parametrize("wrong", [{"magic": b"SOMEBODY"}, {"layout": 2}, {"size": 64}, {"size": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"magic": b"SOMEBODY"}, {"layout": 2}, {"size": 64}, {"size": 0}]
+)
 def test_what_is_no_control_region_is_refused(wrong: dict) -> None:
     fd = control_fd(**wrong)
     try:

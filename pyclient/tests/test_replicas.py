@@ -1,8 +1,8 @@
-"""Ranks that hold the same pages: with one sidecar, or with such as lend to each other, each chunk is stored once, by
-one of them, and loaded by all.
+"""Ranks that hold the same pages: with one sidecar, or with such as lend to each other, each chunk
+is stored once, by one of them, and loaded by all.
 
-Engines as in test_engine.py: both roles, vLLM's real Scheduler and the real sidecar. A model has one or two KV heads,
-and mostly more ranks than that.
+Engines as in test_engine.py: both roles, vLLM's real Scheduler and the real sidecar. A model has
+one or two KV heads, and mostly more ranks than that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from lookaside import space, wire
 from lookaside.sidecars import RankSidecars
 from lookaside.stats import Collector
 from peer import Peer, until
-from scheduling import BLOCK, full_attention, make_config, make_kv_config, sliding_window, tokens, write_model
+from scheduling import (
+    BLOCK,
+    full_attention,
+    make_config,
+    make_kv_config,
+    sliding_window,
+    tokens,
+    write_model,
+)
 from test_engine import BINARY, HURRIED, Engine, Sidecar, hits_again
 
 CHUNK = 4  # pages
@@ -56,7 +64,9 @@ def sidecars(tmp_path: Path) -> Iterator[list[Sidecar]]:
 def engines(models: dict[int, Path]) -> Iterator[Any]:
     made: list[Engine] = []
 
-    def make(endpoint: Path | str, heads: int, tp: int, specs: list[Any] | None = None, **kwargs: Any) -> Engine:
+    def make(
+        endpoint: Path | str, heads: int, tp: int, specs: list[Any] | None = None, **kwargs: Any
+    ) -> Engine:
         extra = {
             "lookaside.endpoint": str(endpoint),
             "lookaside.lookup_timeout_ms": 60_000,  # the machine is shared
@@ -81,7 +91,11 @@ def started(sidecars: list[Sidecar], endpoint: Path) -> Sidecar:
 def lending(sidecars: list[Sidecar], directory: Path, *names: str, ranks: int = 2) -> list[Sidecar]:
     """A sidecar for each rank of each instance, by its name; all of them lend to each other."""
     directory.chmod(0o700)
-    made = [Sidecar(directory / f"{name}-{rank}", "--peers-linger=100ms") for name in names for rank in range(ranks)]
+    made = [
+        Sidecar(directory / f"{name}-{rank}", "--peers-linger=100ms")
+        for name in names
+        for rank in range(ranks)
+    ]
     sidecars += made
     lend(made)
     return made
@@ -101,11 +115,14 @@ def lend(sidecars: list[Sidecar]) -> None:
 
 def know(sidecars: list[Sidecar], pages: list[int]) -> None:
     """Wait until each knows of so many pages that others hold."""
-    until(lambda: [counted(each, "peer_hint_pages")["peer_hint_pages"] for each in sidecars] == pages)
+    until(
+        lambda: [counted(each, "peer_hint_pages")["peer_hint_pages"] for each in sidecars] == pages
+    )
 
 
 def hits(engine: Engine, prompt: list[int], pages: int) -> None:
-    """Ask until so many pages are loaded: what others hold is known a little later, and who is slow is passed over."""
+    """Ask until so many pages are loaded: what others hold is known a little later, and who is slow
+    is passed over."""
     until(lambda: engine.forget_local() or engine.ask(prompt)[1] == pages)
 
 
@@ -117,12 +134,16 @@ def counted(sidecar: Sidecar, *names: str) -> dict[str, int]:
     """Metrics of the sidecar, by the names that are left without their beginning."""
     address = (sidecar.endpoint / "admin.addr").read_text().strip()
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
-        lines = [line.split() for line in answer.read().decode().splitlines() if not line.startswith("#")]
+        lines = [
+            line.split() for line in answer.read().decode().splitlines() if not line.startswith("#")
+        ]
     values = {line[0]: float(line[1]) for line in lines if len(line) == 2}
     return {name: int(values[f"lookaside_{name}"]) for name in names}
 
 
-@pytest.mark.parametrize(("heads", "tp", "specs"), [(1, 2, ONE_HEAD), (1, 4, WINDOWS), (2, 4, ONE_HEAD), (2, 2, None)])
+@pytest.mark.parametrize(
+    ("heads", "tp", "specs"), [(1, 2, ONE_HEAD), (1, 4, WINDOWS), (2, 4, ONE_HEAD), (2, 2, None)]
+)
 def test_one_sidecar_holds_every_page_once(engines, sidecars, tmp_path, heads, tp, specs):
     """With as many heads as ranks, all ranks' pages are different."""
     sidecar = started(sidecars, tmp_path / "all")
@@ -138,8 +159,12 @@ def test_one_sidecar_holds_every_page_once(engines, sidecars, tmp_path, heads, t
     # Each rank has stored: of a group of n, every nth chunk.
     shares = [role._worker._share for role in one.workers.roles]
     for rank, (role, share) in enumerate(zip(one.workers.roles, shares, strict=True)):
-        pages = sum(min(CHUNK, 13 - chunk * CHUNK) for chunk in range(4) if chunk % share[0] == share[1])
-        assert role._stats.take().data["save_bytes"] == pages * role._worker._page_bytes, f"rank {rank}"
+        pages = sum(
+            min(CHUNK, 13 - chunk * CHUNK) for chunk in range(4) if chunk % share[0] == share[1]
+        )
+        assert role._stats.take().data["save_bytes"] == pages * role._worker._page_bytes, (
+            f"rank {rank}"
+        )
 
     assert other.ask(prompt)[1] == 13
     # The loads end with what the workers send last, which nothing waits for.
@@ -153,10 +178,15 @@ def test_one_sidecar_holds_every_page_once(engines, sidecars, tmp_path, heads, t
 
 
 def test_with_sidecars_of_their_own_all_ranks_store_everything(engines, sidecars, tmp_path):
-    """As long as these do not lend each other what they hold: each must have what its rank will load."""
+    """As long as these do not lend each other what they hold: each must have what its rank will
+    load."""
     each = [started(sidecars, tmp_path / f"rank-{rank}") for rank in range(2)]
     one, other = (engines(tmp_path / "rank-{rank}", 1, 2) for _ in range(2))
-    assert one.workers.replicas == 2 and len(one.role._sidecars.sessions) == 2 and not one.role._sidecars.divided
+    assert (
+        one.workers.replicas == 2
+        and len(one.role._sidecars.sessions) == 2
+        and not one.role._sidecars.divided
+    )
     prompt = tokens(9 * BLOCK + 1)
     one.ask(prompt)
     assert [counted(sidecar, "pages")["pages"] for sidecar in each] == [9, 9]
@@ -183,7 +213,10 @@ def test_sidecars_that_lend_to_each_other_hold_every_page_once(engines, sidecars
     until(lambda: [pages_of(sidecar) for sidecar in each] == [2 * CHUNK, CHUNK + 1])
     know(each, [CHUNK + 1, 2 * CHUNK])
     hits(other, prompt, 13)
-    borrowed = [counted(sidecar, "peer_borrowed_pages_total")["peer_borrowed_pages_total"] for sidecar in each]
+    borrowed = [
+        counted(sidecar, "peer_borrowed_pages_total")["peer_borrowed_pages_total"]
+        for sidecar in each
+    ]
     assert borrowed[0] >= CHUNK + 1 and borrowed[1] >= 2 * CHUNK
     assert [pages_of(sidecar) for sidecar in each] == [2 * CHUNK, CHUNK + 1]
     for engine in (one, other):
@@ -192,13 +225,16 @@ def test_sidecars_that_lend_to_each_other_hold_every_page_once(engines, sidecars
 
 
 def test_two_instances_of_two_ranks_share_through_four_sidecars(engines, sidecars, tmp_path):
-    """What the first stored the second loads and does not store; then one that holds half of it dies."""
+    """What the first stored the second loads and does not store; then one that holds half of it
+    dies."""
     four = lending(sidecars, tmp_path, "a", "b")
     one = engines(tmp_path / "a-{rank}", 1, 2)
     loads, stores = (
-        engines(tmp_path / "b-{rank}", 1, 2, connector={"kv_role": f"kv_{role}"}) for role in ("consumer", "producer")
+        engines(tmp_path / "b-{rank}", 1, 2, connector={"kv_role": f"kv_{role}"})
+        for role in ("consumer", "producer")
     )
-    # A sidecar that is slow to say that it still has a chunk has it stored again: then with the next prompt.
+    # A sidecar that is slow to say that it still has a chunk has it stored again: then with the
+    # next prompt.
     for prompts in range(1, 21):
         prompt = tokens(13 * BLOCK + 5, seed=prompts)
         one.ask(prompt)
@@ -211,7 +247,9 @@ def test_two_instances_of_two_ranks_share_through_four_sidecars(engines, sidecar
         if not any(stats and stats.data.get("save_bytes") for stats in taken):
             break
     assert [pages_of(each) for each in four] == before
-    skipped = [counted(each, "peer_skipped_pages_total")["peer_skipped_pages_total"] for each in four[2:]]
+    skipped = [
+        counted(each, "peer_skipped_pages_total")["peer_skipped_pages_total"] for each in four[2:]
+    ]
     assert min(skipped) >= 13
 
     # Half of it is gone, and computed again.
@@ -288,10 +326,16 @@ def reconnected(engine: Engine) -> None:
 
 @pytest.mark.parametrize(
     ("seed", "heads", "tp", "specs", "own"),
-    [(0, 1, 4, ONE_HEAD, False), (1, 2, 4, ONE_HEAD, False), (2, 1, 2, WINDOWS, False), (3, 1, 2, ONE_HEAD, True)],
+    [
+        (0, 1, 4, ONE_HEAD, False),
+        (1, 2, 4, ONE_HEAD, False),
+        (2, 1, 2, WINDOWS, False),
+        (3, 1, 2, ONE_HEAD, True),
+    ],
 )
 def test_random_histories_with_deaths(engines, sidecars, tmp_path, seed, heads, tp, specs, own):
-    """Two engines at once; a rank's session cut, its copies failing, a sidecar killed, stopped and started.
+    """Two engines at once; a rank's session cut, its copies failing, a sidecar killed, stopped and
+    started.
 
     There is one sidecar, or each rank of each engine has its own, and they lend to each other.
     """
@@ -302,7 +346,8 @@ def test_random_histories_with_deaths(engines, sidecars, tmp_path, seed, heads, 
     else:
         endpoints = 2 * [started(sidecars, tmp_path / "all").endpoint]
     pair = [
-        engines(endpoint, heads, tp, specs, batched_tokens=100, max_seqs=4, extra=HURRIED) for endpoint in endpoints
+        engines(endpoint, heads, tp, specs, batched_tokens=100, max_seqs=4, extra=HURRIED)
+        for endpoint in endpoints
     ]
     for engine in pair:
         for role in engine.workers.roles:
@@ -314,7 +359,10 @@ def test_random_histories_with_deaths(engines, sidecars, tmp_path, seed, heads, 
         roll = rng.random()
         engine = rng.choice(pair)
         if roll < 0.15:
-            engine.add(tokens(rng.randrange(1, 12 * BLOCK), seed=rng.randrange(3)), max_tokens=rng.randrange(1, 20))
+            engine.add(
+                tokens(rng.randrange(1, 12 * BLOCK), seed=rng.randrange(3)),
+                max_tokens=rng.randrange(1, 20),
+            )
         elif roll < 0.175:
             with contextlib.suppress(RuntimeError):
                 engine.scheduler.reset_prefix_cache(reset_running_requests=True)
@@ -346,7 +394,10 @@ def test_random_histories_with_deaths(engines, sidecars, tmp_path, seed, heads, 
     for engine in pair:
         engine.run()
         engine.settle()
-        assert all(engine.outputs[r] or engine.requests[r].status.name == "FINISHED_ABORTED" for r in engine.outputs)
+        assert all(
+            engine.outputs[r] or engine.requests[r].status.name == "FINISHED_ABORTED"
+            for r in engine.outputs
+        )
         for role in engine.workers.roles:
             role._worker._copies.gather.rate = 0.0
     # What they share is as good as before.
@@ -386,7 +437,9 @@ def test_sidecars_that_lend_to_each_other_divide_the_stores(models, tmp_path):
         ):
             for peer, number in zip(peers, numbers, strict=True):
                 peer.peers = number
-            config = make_config(models[2], {"lookaside.endpoint": str(tmp_path / "rank-{rank}")}, tp=4)
+            config = make_config(
+                models[2], {"lookaside.endpoint": str(tmp_path / "rank-{rank}")}, tp=4
+            )
             kv_config = make_kv_config(4, ONE_HEAD)
             assert space.replicas(config, kv_config) == 2
             extra = config.kv_transfer_config.kv_connector_extra_config

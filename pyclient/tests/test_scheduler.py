@@ -137,7 +137,8 @@ def test_a_local_hit_as_long_as_ours_loads_nothing(stand):
 
 
 def test_sidecars_are_told_what_was_found_loaded_and_computed(stand):
-    """One of each: computed, in vLLM's own cache, loaded, loaded in part, not loaded although it was found."""
+    """One of each: computed, in vLLM's own cache, loaded, loaded in part, not loaded although it
+    was found."""
     told = stand.sidecars.prefilled
     prompt = tokens(6 * BLOCK + 1)
     stand.add(prompt, max_tokens=1)
@@ -262,7 +263,8 @@ def test_an_old_answer_is_asked_for_again(model):
 
 @pytest.mark.parametrize("abort", [False, True])
 def test_what_has_loaded_is_not_stuck_behind_what_has_no_room(model, abort):
-    """vLLM 0.30 goes through those that wait in order, up to the first without blocks, though others hold them."""
+    """vLLM 0.30 goes through those that wait in order, up to the first without blocks, though
+    others hold them."""
     stand = Stand(make_config(model), blocks=14)
     prompt = tokens(6 * BLOCK + 1, seed=1)
     warm(stand, prompt)
@@ -292,7 +294,9 @@ def test_a_shrinking_local_hit_is_looked_up_anew(stand):
     assert connector.get_num_new_matched_tokens(request, 6 * BLOCK) == (2 * BLOCK, True)
     assert connector.get_num_new_matched_tokens(request, 5 * BLOCK) == (3 * BLOCK, True)
     old, new = stand.sidecars.lookups
-    assert old.cancelled and new.first_page == 4  # the chunk's first, as tiers know whole chunks only
+    assert (
+        old.cancelled and new.first_page == 4
+    )  # the chunk's first, as tiers know whole chunks only
     assert connector.get_num_new_matched_tokens(request, 5 * BLOCK + 1) == (0, False)
     assert new.cancelled
     assert connector.get_num_new_matched_tokens(request, 8 * BLOCK) == (0, False)
@@ -383,7 +387,8 @@ def test_weights_that_are_replaced_under_their_path_do_not_share(pair, tmp_path)
 
 
 def test_an_adapter_whose_files_change_is_shared_no_more(pair, tmp_path, caplog):
-    """What this instance computes with, its old weights or new ones, and what its own cache has, cannot be told."""
+    """What this instance computes with, its old weights or new ones, and what its own cache has,
+    cannot be told."""
     here, _ = pair
     prompt = tokens(6 * BLOCK + 1)
     path = write_adapter(tmp_path / "l", b"1")
@@ -435,7 +440,8 @@ def test_files_that_changed_between_their_load_and_the_first_request(pair, tmp_p
 
 
 def test_an_adapter_that_is_loaded_in_place(pair, tmp_path):
-    """Under its name and number, from elsewhere: vLLM may have pages of the old one under the same hashes."""
+    """Under its name and number, from elsewhere: vLLM may have pages of the old one under the same
+    hashes."""
     here, _ = pair
     prompt = tokens(6 * BLOCK + 1)
     one, other = write_adapter(tmp_path / "one", b"1"), write_adapter(tmp_path / "other", b"2")
@@ -477,11 +483,13 @@ def test_adapters_that_cannot_be_told_are_not_shared(pair, tmp_path, what):
 
 
 def test_images_and_their_places_do_not_share(stand):
-    """The same placeholder tokens stand for other content; pages before the first of them are shared."""
+    """The same placeholder tokens stand for other content; pages before the first of them are
+    shared."""
     prompt = tokens(6 * BLOCK + 1)
     asked = []
     for name, offset, pixels in [
-        ("a", 2 * BLOCK, 1), ("a", 2 * BLOCK, 1), ("b", 2 * BLOCK, 1), ("a", 2 * BLOCK + 1, 1), ("a", 2 * BLOCK, 2),
+        ("a", 2 * BLOCK, 1), ("a", 2 * BLOCK, 1), ("b", 2 * BLOCK, 1), ("a", 2 * BLOCK + 1, 1),
+        ("a", 2 * BLOCK, 2),
     ]:  # fmt: skip
         features = [image(PlaceholderRange(offset=offset, length=BLOCK), name, pixels)]
         request_id = stand.add(prompt, mm_features=features)
@@ -521,7 +529,9 @@ def test_embeddings_do_not_share_with_others(pair):
     here, there = pair
     size = 6 * BLOCK + 1
 
-    def embedded(value: float, dtype: torch.dtype = torch.bfloat16, mask: list[bool] | None = None) -> dict:
+    def embedded(
+        value: float, dtype: torch.dtype = torch.bfloat16, mask: list[bool] | None = None
+    ) -> dict:
         rows = torch.full((size, 8), value, dtype=dtype)
         return {"prompt_embeds": rows, "prompt_is_token_ids": mask}
 
@@ -542,7 +552,8 @@ def test_embeddings_do_not_share_with_others(pair):
 
 
 def test_what_takes_long_to_tell_apart_holds_up_no_step(pair, tmp_path, monkeypatch):
-    """Its request waits for a while, others go on; then it is computed, and saved once it is known."""
+    """Its request waits for a while, others go on; then it is computed, and saved once it is
+    known."""
     here, _ = pair
     path = write_adapter(tmp_path / "l", b"1")
     here.role._identities._pool = None  # a thread of its own
@@ -658,13 +669,16 @@ def test_a_lease_that_ended_in_the_queue_is_asked_for_again(model, lease_s):
     stand.run()
     new = stand.sidecars.lookups[-1]
     assert new is not old and old.cancelled
-    assert [load.refs for load in stand.workers.loads] == [new.refs] and request_id in stand.finish_reasons
+    assert [load.refs for load in stand.workers.loads] == [
+        new.refs
+    ] and request_id in stand.finish_reasons
     assert not stand.counts.get("hits_expired")
     stand.check_idle()
 
 
 def test_a_hit_that_is_always_too_old_is_a_miss(model):
-    """Steps that take longer than a lease let no hit be used; the request does not wait for ever."""
+    """Steps that take longer than a lease let no hit be used; the request does not wait for
+    ever."""
     stand = Stand(make_config(model, max_seqs=1))
     stand.sidecars.lease_s = 2.0
     hog, request_id = queued(stand, tokens(8 * BLOCK + 1))
@@ -679,7 +693,8 @@ def test_a_hit_that_is_always_too_old_is_a_miss(model):
 
 
 def test_steps_ahead_of_a_load_count_against_its_lease(model):
-    """With async scheduling a load's order waits for the step before; without, the worker sees it at once."""
+    """With async scheduling a load's order waits for the step before; without, the worker sees it
+    at once."""
     for is_async, asked in [(False, 1), (True, 2)]:
         stand = Stand(make_config(model, async_scheduling=is_async))
         stand.sidecars.lease_s = 10.0
@@ -730,7 +745,8 @@ def test_a_lookup_that_is_out_ends_when_vllm_has_all_of_it(stand):
 
 
 def test_another_request_that_computes_the_prefix_meanwhile(stand):
-    """Two with one prefix, of which one waits: what the other has computed is trimmed from its lookup."""
+    """Two with one prefix, of which one waits: what the other has computed is trimmed from its
+    lookup."""
     prompt = tokens(10 * BLOCK + 1)
     warm(stand, prompt)
     slow, lookup = waiting(stand, prompt)
@@ -762,7 +778,8 @@ def test_abort_while_pages_are_on_their_way(stand, steps):
 
 
 def test_preemption_while_pages_are_on_their_way(stand):
-    """A request that comes back after a preemption waits for a lookup of its own, not for that of before."""
+    """A request that comes back after a preemption waits for a lookup of its own, not for that of
+    before."""
     prompt = tokens(8 * BLOCK + 1)
     warm(stand, prompt)
     request_id, lookup = waiting(stand, prompt)
@@ -1000,7 +1017,9 @@ def test_preempted_requests_come_back_through_lookup(model):
     prompts = [tokens(2 * BLOCK + 7, seed=i) for i in range(4)]
     made = [stand.add(prompt, max_tokens=4 * BLOCK) for prompt in prompts]
     stand.run(2000)
-    assert sum(stand.requests[r].num_preemptions for r in made), "the pool was meant to be too small"
+    assert sum(stand.requests[r].num_preemptions for r in made), (
+        "the pool was meant to be too small"
+    )
     assert all(len(stand.outputs[r]) == 4 * BLOCK for r in made)
     assert stand.workers.loads, "what was computed before the preemption is not computed again"
     stand.check_idle()
@@ -1094,7 +1113,11 @@ def test_no_exception_reaches_the_engine(stand, method, caplog):
         raise RuntimeError("broken on purpose")
 
     setattr(stand.role, method, broken)
-    stand.sidecars.available = method in ("on_new_request", "get_num_new_matched_tokens", "_add_saves")
+    stand.sidecars.available = method in (
+        "on_new_request",
+        "get_num_new_matched_tokens",
+        "_add_saves",
+    )
     made = [stand.add(tokens(4 * BLOCK, seed=i)) for i in range(3)]
     with caplog.at_level(logging.ERROR):
         for _ in range(10):
@@ -1165,19 +1188,24 @@ def test_reset_drops_saves_that_have_not_begun(stand):
 
 
 def test_reset_during_a_load(stand):
-    """The load is good, as what a running request has computed is; what it brought is not stored again."""
+    """The load is good, as what a running request has computed is; what it brought is not stored
+    again."""
     prompt = tokens(8 * BLOCK + 1)
     warm(stand, prompt)
     stand.workers.load_steps = 3
     request_id = stand.add(prompt, max_tokens=5 * BLOCK)
     stand.step()
     assert stand.role._loads
-    assert not stand.scheduler.reset_prefix_cache(reset_connector=True), "vLLM's own: its blocks are in use"
+    assert not stand.scheduler.reset_prefix_cache(reset_connector=True), (
+        "vLLM's own: its blocks are in use"
+    )
     assert stand.sidecars.is_void and not stand.sidecars.clears, "the load would fail"
     stand.add(prompt)
     stand.run()
     assert stand.sidecars.clears == 1
-    assert stand.finish_reasons[request_id] == FinishReason.LENGTH and not stand.counts.get("load_failures")
+    assert stand.finish_reasons[request_id] == FinishReason.LENGTH and not stand.counts.get(
+        "load_failures"
+    )
     assert not any(save.request_id == request_id for save in stand.workers.saves)
     stand.check_idle()
 
@@ -1223,7 +1251,9 @@ def test_two_ranks_must_both_acknowledge(model):
     from lookaside.metadata import LookasideWorkerMetadata
     from vllm.v1.outputs import KVConnectorOutput
 
-    one = KVConnectorOutput(kv_connector_worker_meta=LookasideWorkerMetadata(dict.fromkeys(pinned, 1)))
+    one = KVConnectorOutput(
+        kv_connector_worker_meta=LookasideWorkerMetadata(dict.fromkeys(pinned, 1))
+    )
     stand.connector.update_connector_output(one)
     assert list(stand.role._pins) == pinned
     stand.connector.update_connector_output(one)
@@ -1310,7 +1340,9 @@ def random_history(stand: Stand, rng: random.Random, steps: int) -> None:
     page = stand.workers.block
 
     def fail(load) -> list[int]:
-        return [rng.randrange(len(stand.workers.rows(load.block_ids)))] if rng.random() < 0.2 else []
+        return (
+            [rng.randrange(len(stand.workers.rows(load.block_ids)))] if rng.random() < 0.2 else []
+        )
 
     stand.workers.fail_pages = fail
     alive: list[str] = []
@@ -1363,7 +1395,9 @@ def test_streaming_sessions(stand):
     for turn in range(3):
         for _ in range(BLOCK + 2):
             stand.step()
-        stand.add(tokens(2 * BLOCK + 3, seed=turn), max_tokens=BLOCK, request_id="s", resumable=True)
+        stand.add(
+            tokens(2 * BLOCK + 3, seed=turn), max_tokens=BLOCK, request_id="s", resumable=True
+        )
     for _ in range(BLOCK + 2):
         stand.step()
     stand.abort(session)
@@ -1402,7 +1436,11 @@ def test_other_models_run_without_hits_and_say_so_once(model, others, caplog):
     from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
     chunked = ChunkedLocalAttentionSpec(
-        block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=full_attention().dtype, attention_chunk_size=64
+        block_size=BLOCK,
+        num_kv_heads=2,
+        head_size=16,
+        dtype=full_attention().dtype,
+        attention_chunk_size=64,
     )
     logging.getLogger("vllm").propagate = True
     with caplog.at_level(logging.WARNING, logger="vllm.lookaside"):
@@ -1480,7 +1518,9 @@ def multi(model, winner_first: bool, **kwargs):
         connector={
             "kv_connector": "MultiConnector",
             "kv_connector_module_path": None,
-            "kv_connector_extra_config": {"connectors": [ours, other] if winner_first else [other, ours]},
+            "kv_connector_extra_config": {
+                "connectors": [ours, other] if winner_first else [other, ours]
+            },
         },
     )
 

@@ -187,8 +187,12 @@ def test_refusal_of_a_sidecar_that_reads_nothing_is_read(directory: Path, early:
     session.close()
 
 
-def test_refusal_names_field_and_values(directory: Path, peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
-    peer.welcome = lambda conn, hello: wire.Refuse(wire.VERSION, "incompatible", "dtype", "bf16", "fp32", "no")
+def test_refusal_names_field_and_values(
+    directory: Path, peer: Peer, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer.welcome = lambda conn, hello: wire.Refuse(
+        wire.VERSION, "incompatible", "dtype", "bf16", "fp32", "no"
+    )
     session = Session(options(directory))
     session.start()
     session.wait_settled(30)
@@ -279,14 +283,20 @@ def test_pong_ends_suspicion(session: Session, peer: Peer) -> None:
     until(lambda: session.available)
 
 
-def test_impatience_is_not_suspicion(session: Session, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lookaside.session._DOUBT_AFTER_S", 30.0)  # this thread may stand still, too
+def test_impatience_is_not_suspicion(
+    session: Session, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "lookaside.session._DOUBT_AFTER_S", 30.0
+    )  # this thread may stand still, too
     peer.script[wire.ClearSpace] = lambda conn, m: None
     assert ping(session).wait(0) is None
     assert session.available
 
 
-def test_idle_session_notices_a_stop(directory: Path, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_session_notices_a_stop(
+    directory: Path, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lookaside.session._HEARTBEAT_S", 0.2)
     monkeypatch.setattr("lookaside.session._PONG_PATIENCE_S", 0.2)
     peer.script[wire.Ping] = lambda conn, m: None
@@ -331,9 +341,12 @@ def test_death_ends_every_wait_at_once(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"\xc1", b"\x93\x0b\x01", wire.encode(wire.Refuse(wire.VERSION, "", "", "", "", ""))]
+    "garbage",
+    [b"\xc1", b"\x93\x0b\x01", wire.encode(wire.Refuse(wire.VERSION, "", "", "", "", ""))],
 )
-def test_garbage_ends_the_session_not_the_thread(session: Session, peer: Peer, garbage: bytes) -> None:
+def test_garbage_ends_the_session_not_the_thread(
+    session: Session, peer: Peer, garbage: bytes
+) -> None:
     first = session.session_id
     peer.conns[0].send(garbage)
     until(lambda: session.session_id not in (0, first))

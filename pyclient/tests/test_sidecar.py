@@ -169,13 +169,14 @@ class Engine(Stand):
         return LoadSpec(name, lookup.refs, first_page, blocks, names)
 
     def save_now(self, *specs: SaveSpec, forward: Any = None) -> None:
-        """Save, and wait until the sidecar has heard it: lookups go over another socket and may overtake a commit."""
+        """Save, and wait until the sidecar has heard it: lookups go over another socket and may
+        overtake a commit."""
         super().save_now(*specs, forward=forward)
         session = self.worker._session
         with contextlib.suppress(SessionUnavailable):
-            session.submit(lambda number: wire.PrepareLoad(number, 1, 1, bytes(16), 0, 1, bytes(32))).wait(
-                30.0
-            )  # refused, in order
+            session.submit(
+                lambda number: wire.PrepareLoad(number, 1, 1, bytes(16), 0, 1, bytes(32))
+            ).wait(30.0)  # refused, in order
 
     def held(self, first_page: int, *names: int) -> int:
         """How many of the pages are held, without keeping leases on them."""
@@ -253,7 +254,9 @@ def test_engines_that_share_nothing_by_accident_are_warned(
     fix: str,
 ) -> None:
     """Both of them, though one has been there before; once, however often they connect."""
-    monkeypatch.setattr("lookaside.session._notices", RateLimitedLog(logging.getLogger("vllm.lookaside"), 3600.0))
+    monkeypatch.setattr(
+        "lookaside.session._notices", RateLimitedLog(logging.getLogger("vllm.lookaside"), 3600.0)
+    )
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
 
     def warned() -> set[str]:
@@ -275,7 +278,9 @@ def test_engines_that_share_nothing_by_accident_are_warned(
         finally:
             one.close()
             other.close()
-    assert len({id(each) for each in caplog.records if "nothing is shared with" in each.message}) == 2
+    assert (
+        len({id(each) for each in caplog.records if "nothing is shared with" in each.message}) == 2
+    )
 
 
 def test_prefix_and_partial_chunks(engine: Engine) -> None:
@@ -303,9 +308,13 @@ def disk_in(directory: Path, wanted: bool = True) -> dict[str, str]:
 
 def test_what_the_arena_has_no_room_for_comes_up_from_the_disk(model: Path, tmp_path: Path) -> None:
     """Ten times the arena, read from its first page on; then again after the sidecar was killed."""
-    sidecar = Sidecar(tmp_path / "tiered", arena_limit="2M", arena_initial="2M", **disk_in(tmp_path))
+    sidecar = Sidecar(
+        tmp_path / "tiered", arena_limit="2M", arena_initial="2M", **disk_in(tmp_path)
+    )
     engine = Engine(model, sidecar.directory, promotion_timeout_ms=60_000).start()
-    prefixes = {1000 * number: 3 * PPC - number % PPC for number in range(420)}  # pages of each, by its first name
+    prefixes = {
+        1000 * number: 3 * PPC - number % PPC for number in range(420)
+    }  # pages of each, by its first name
     blocks = list(range(1, 3 * PPC + 1))
 
     def everything_is_there(turn: str) -> None:
@@ -313,14 +322,20 @@ def test_what_the_arena_has_no_room_for_comes_up_from_the_disk(model: Path, tmp_
             engine.cache[:] = -1.0
             names = [first + page + 1 for page in range(pages)]
             assert engine.fetch(f"{turn}-{first}", names, blocks[:pages]) == pages
-            assert (engine.cache[blocks[:pages], 0, 0, 0] == torch.tensor(names, dtype=torch.float32)).all()
+            assert (
+                engine.cache[blocks[:pages], 0, 0, 0] == torch.tensor(names, dtype=torch.float32)
+            ).all()
         assert not engine.failed
 
     try:
         total = 0
         for first, pages in prefixes.items():
-            engine.cache[blocks] = torch.arange(first + 1, first + len(blocks) + 1).float().view(-1, 1, 1, 1)
-            engine.save_now(engine.save(0, blocks[:pages], [first + page + 1 for page in range(pages)]))
+            engine.cache[blocks] = (
+                torch.arange(first + 1, first + len(blocks) + 1).float().view(-1, 1, 1, 1)
+            )
+            engine.save_now(
+                engine.save(0, blocks[:pages], [first + page + 1 for page in range(pages)])
+            )
             total += pages
             if first % 5_000 == 0:  # what is evicted before the disk has it is shed
                 until(lambda want=total: sidecar.status()["tiers"][0]["pages"] == want, 60)
@@ -339,7 +354,9 @@ def test_what_the_arena_has_no_room_for_comes_up_from_the_disk(model: Path, tmp_
         sidecar.kill()
 
 
-def test_another_engine_of_the_model_loads_it(model: Path, engine: Engine, sidecar: Sidecar) -> None:
+def test_another_engine_of_the_model_loads_it(
+    model: Path, engine: Engine, sidecar: Sidecar
+) -> None:
     names = list(range(201, 209))
     engine.save_now(engine.save(0, list(range(1, 9)), names))
     other = Engine(model, sidecar.directory, seed=9).start()
@@ -378,8 +395,11 @@ def test_sidecar_in_a_container_of_its_own(model: Path, tmp_path: Path) -> None:
         sidecar.kill()
 
 
-def test_strangers_change_nothing_that_a_worker_loads(engine: Engine, sidecar: Sidecar, model: Path) -> None:
-    """Processes of the same user that read the status, one without a session and one that calls itself the engine."""
+def test_strangers_change_nothing_that_a_worker_loads(
+    engine: Engine, sidecar: Sidecar, model: Path
+) -> None:
+    """Processes of the same user that read the status, one without a session and one that calls
+    itself the engine."""
     engine.save_now(engine.save(0, [1, 2, 3, 4], [1, 2, 3, 4]))
     engine.save_now(engine.save(0, [5, 6, 7, 8], [5, 6, 7, 8]))
     until(lambda: engine.held(0, 1, 2, 3, 4) == engine.held(0, 5, 6, 7, 8) == 4)
@@ -393,7 +413,9 @@ def test_strangers_change_nothing_that_a_worker_loads(engine: Engine, sidecar: S
         push.connect(f"ipc://{directory}/lookup.sock")
         dealer.setsockopt(zmq.ROUTING_ID, scheduler["session"].encode())
         dealer.connect(f"ipc://{directory}/reply.sock")
-        impostor.vllm_config.kv_transfer_config.engine_id = engine.vllm_config.kv_transfer_config.engine_id
+        impostor.vllm_config.kv_transfer_config.engine_id = (
+            engine.vllm_config.kv_transfer_config.engine_id
+        )
         impostor.register()
         until(lambda: impostor.worker._session.available)
         own = impostor.worker._session.welcome.secret
@@ -411,7 +433,9 @@ def test_strangers_change_nothing_that_a_worker_loads(engine: Engine, sidecar: S
             forged += 3
             until(lambda forged=forged: sidecar.errors("forged") >= forged)
             spec = engine.spec("r", lookup, [9, 10, 11, 12])
-            stolen = replace(spec, refs=(spec.refs[0]._replace(ticket=wire.ticket(own, lookup.id)),))
+            stolen = replace(
+                spec, refs=(spec.refs[0]._replace(ticket=wire.ticket(own, lookup.id)),)
+            )
             impostor.load_now(replace(stolen, request_id=f"s{turn}"))
             assert impostor.failed == {f"s{each}": 1 for each in range(turn + 1)}
             forged += 1
@@ -424,7 +448,9 @@ def test_strangers_change_nothing_that_a_worker_loads(engine: Engine, sidecar: S
         assert not dealer.poll(50), "nobody else's answers"
         # What it is told to load by other names than it gets is not loaded.
         lookup = engine.lookup(0, 5, 6, 7, 8)
-        wrong = replace(engine.spec("w", lookup, [9, 10, 11, 12]), names=wire.names([hashes(4)], 3, PPC))
+        wrong = replace(
+            engine.spec("w", lookup, [9, 10, 11, 12]), names=wire.names([hashes(4)], 3, PPC)
+        )
         engine.load_now(wrong)
         assert engine.failed == {"w": 1} and engine.invalid == {9, 10, 11, 12}
         until(lambda: sidecar.status()["leases"] == 0)
@@ -453,7 +479,9 @@ def test_save_of_what_is_held_moves_no_bytes(engine: Engine) -> None:
 
 
 def test_arena_grows_under_the_workers(model: Path, tmp_path: Path) -> None:
-    sidecar = Sidecar(tmp_path / "grow", arena_limit="16M", arena_initial="1M", arena_step="1M", arena_grow_at=0.5)
+    sidecar = Sidecar(
+        tmp_path / "grow", arena_limit="16M", arena_initial="1M", arena_step="1M", arena_grow_at=0.5
+    )
     engine = Engine(model, sidecar.directory).start()
     rng = random.Random(3)
     try:
@@ -465,7 +493,12 @@ def test_arena_grows_under_the_workers(model: Path, tmp_path: Path) -> None:
             engine.save_now(engine.save(0, blocks, names))
             kept[prefix] = [page(engine.cache, b) for b in blocks]
             # At full speed the arena would be outrun, and would evict.
-            until(lambda: (arena := sidecar.status()["arena"])["used_bytes"] <= 0.6 * arena["capacity_bytes"])
+            until(
+                lambda: (
+                    (arena := sidecar.status()["arena"])["used_bytes"]
+                    <= 0.6 * arena["capacity_bytes"]
+                )
+            )
         live = engine.worker._live
         assert live is not None
         until(lambda: live.regions.bytes_mapped >= 4 << 20)
@@ -487,7 +520,11 @@ def test_killed_sidecar_costs_hits_only(engine: Engine, sidecar: Sidecar) -> Non
     lookup = engine.lookup(0, 1, 2)
     sidecar.kill()
     waits = waited_in_vain(engine.worker._session)
-    engine.step(LookasideMetadata(loads=[engine.spec("r", lookup, [5, 6])], saves=[engine.save(4, [1], [5])]))
+    engine.step(
+        LookasideMetadata(
+            loads=[engine.spec("r", lookup, [5, 6])], saves=[engine.save(4, [1], [5])]
+        )
+    )
     until(lambda: engine.step() or engine.received)
     assert engine.held(0, 1) == 0
     assert not waits, "its end is noticed, not waited for"
@@ -501,7 +538,9 @@ def test_killed_sidecar_costs_hits_only(engine: Engine, sidecar: Sidecar) -> Non
     assert page(engine.cache, 10) == page(engine.cache, 3)
 
 
-def test_stopped_sidecar_costs_one_patience_and_keeps_everything(engine: Engine, sidecar: Sidecar) -> None:
+def test_stopped_sidecar_costs_one_patience_and_keeps_everything(
+    engine: Engine, sidecar: Sidecar
+) -> None:
     engine.save_now(engine.save(0, [1, 2], [1, 2]))
     until(lambda: engine.held(0, 1, 2) == 2)
     generation = engine.worker._session.generation
@@ -546,7 +585,9 @@ def test_sidecar_that_drains_is_survived(engine: Engine, sidecar: Sidecar) -> No
     engine.wait_up()
 
 
-def test_refusal_names_the_field_that_differs(model: Path, engine: Engine, sidecar: Sidecar) -> None:
+def test_refusal_names_the_field_that_differs(
+    model: Path, engine: Engine, sidecar: Sidecar
+) -> None:
     own = engine.worker._session.options
     wrong = Session(
         options(
@@ -584,8 +625,14 @@ def test_other_models_are_kept_apart(model: Path, engine: Engine, sidecar: Sidec
     until(lambda: engine.held(0, 1, 2) == 2)
     own = engine.worker._session.options
     fields = {**own.fields, "model": "another"}
-    worker = Session(options(sidecar.directory, engine_id="b", page_bytes=PAGE, pages_per_chunk=PPC, fields=fields))
-    scheduler = Session(options(sidecar.directory, role="scheduler", engine_id="b", page_bytes=0, fields=fields))
+    worker = Session(
+        options(
+            sidecar.directory, engine_id="b", page_bytes=PAGE, pages_per_chunk=PPC, fields=fields
+        )
+    )
+    scheduler = Session(
+        options(sidecar.directory, role="scheduler", engine_id="b", page_bytes=0, fields=fields)
+    )
     worker.start()
     assert worker.wait_connected(30)
     from lookaside.lookups import LookupClient
@@ -593,7 +640,11 @@ def test_other_models_are_kept_apart(model: Path, engine: Engine, sidecar: Sidec
     client = LookupClient([scheduler], 60.0, 60.0)
     scheduler.start()
     assert scheduler.wait_connected(30)
-    assert client.wait(client.start(0, b"", hashes(1, 2)), 60) == 0 and not client.timeouts and not client.unasked
+    assert (
+        client.wait(client.start(0, b"", hashes(1, 2)), 60) == 0
+        and not client.timeouts
+        and not client.unasked
+    )
     client.close()
     for session in (scheduler, worker):
         session.close()
@@ -664,7 +715,12 @@ def test_autostart(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv(name, "")
     directory = tmp_path / "auto" / "rank-0"
     below = ["--disk", f"{tmp_path}/disk-{{rank}}:32M:slab=8M", "--cascade-partial-delay=1ms"]
-    started = {"autostart": True, "arena_limit": "16M", "binary": str(BINARY), "sidecar_args": below}
+    started = {
+        "autostart": True,
+        "arena_limit": "16M",
+        "binary": str(BINARY),
+        "sidecar_args": below,
+    }
     engine = Engine(model, directory, **started)
     other = Engine(model, directory, **started)
     pids: set[int] = set()
@@ -678,7 +734,9 @@ def test_autostart(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         pids.add(owner())
         assert os.stat(directory).st_mode & 0o777 == 0o700
         inherited = Path(f"/proc/{owner()}/environ").read_bytes()
-        assert b"PATH=" in inherited and not any(name in inherited for name in (b"LD_PRELOAD", b"KMP_", b"OMP_"))
+        assert b"PATH=" in inherited and not any(
+            name in inherited for name in (b"LD_PRELOAD", b"KMP_", b"OMP_")
+        )
         engine.save_now(engine.save(0, [1], [1]))
         until(lambda: other.held(0, 1) == 1)
         until(lambda: status_of(directory)["tiers"][0]["pages"] == 1)
@@ -707,9 +765,17 @@ def program(path: Path, script: str) -> str:
 
 LASTING = [
     (lambda at: "no-such-program", [], "no-such-program: no such program; set lookaside.binary"),
-    (lambda at: program(at / "true", "exit 0"), [], "ended with 0 and said nothing; set lookaside.binary"),
+    (
+        lambda at: program(at / "true", "exit 0"),
+        [],
+        "ended with 0 and said nothing; set lookaside.binary",
+    ),
     (lambda at: program(at / "yes", "yes"), [], "ended with -9 and said 'y y"),
-    (lambda at: str(BINARY), [f"--arena-limit={1 << 60}"], "not enough memory, even with all of it free"),
+    (
+        lambda at: str(BINARY),
+        [f"--arena-limit={1 << 60}"],
+        "not enough memory, even with all of it free",
+    ),
     (lambda at: str(BINARY), ["--arena-kind=memory"], "arena.kind"),
     (lambda at: str(BINARY), ["--arena-limits=1G"], "unknown flag"),
 ]
@@ -760,7 +826,9 @@ def test_what_may_start_later_is_tried_again(
         os.kill(pid, signal.SIGKILL)
 
 
-def test_autostarted_sidecar_is_nobodys_descendant(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_autostarted_sidecar_is_nobodys_descendant(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     directory = tmp_path / "rank-0"
     starter = Autostart(str(BINARY), str(directory), ["--arena-limit=16M"])
@@ -768,7 +836,9 @@ def test_autostarted_sidecar_is_nobodys_descendant(tmp_path: Path, caplog: pytes
     assert starter.wait(60)
     pid = int((directory / "lock").read_text().split()[0])
     try:
-        assert str(pid) in caplog.text and not [each for each in caplog.records if each.levelname != "INFO"]
+        assert str(pid) in caplog.text and not [
+            each for each in caplog.records if each.levelname != "INFO"
+        ]
         assert psutil.Process().children(recursive=True) == []
         assert os.getsid(pid) == pid, "it is in no session of ours"
         assert "warn" not in (directory / "sidecar.log").read_text()
@@ -788,13 +858,16 @@ def test_second_client_maps_the_same_memory(engine: Engine, sidecar: Sidecar) ->
 
 @pytest.mark.parametrize(("seed", "below"), [(1, False), (2, False), (3, True), (4, True)])
 def test_random_history_never_lies(model: Path, tmp_path: Path, seed: int, below: bool) -> None:
-    """Saves and loads while the sidecar, with a disk below or without, is stopped, continued, killed and restarted.
+    """Saves and loads while the sidecar, with a disk below or without, is stopped, continued,
+    killed and restarted.
 
-    Every byte that a load reports as good is the byte that was saved under that
-    name; every load is reported once, every save acknowledged once.
+    Every byte that a load reports as good is the byte that was saved under that name; every load is
+    reported once, every save acknowledged once.
     """
     rng = random.Random(seed)
-    sidecar = Sidecar(tmp_path / "chaos", arena_limit="2M", arena_initial="2M", **disk_in(tmp_path, below))
+    sidecar = Sidecar(
+        tmp_path / "chaos", arena_limit="2M", arena_initial="2M", **disk_in(tmp_path, below)
+    )
     impatient = {"lookup_timeout_ms": 200, "store_timeout_ms": 100, "load_timeout_ms": 2000}
     engine = Engine(model, sidecar.directory, **impatient).start()
     content: dict[int, bytes] = {}  # what every page of that name holds, whoever saved it
@@ -857,7 +930,9 @@ def test_random_history_never_lies(model: Path, tmp_path: Path, seed: int, below
 @pytest.mark.parametrize("cancel", [True, False])
 def test_long_burst_of_lookups(model: Path, tmp_path: Path, cancel: bool) -> None:
     """Every one is answered, up to the bound on lookups that are neither loaded nor cancelled."""
-    sidecar = Sidecar(tmp_path / "endpoint", lookup_lease="10m")  # none ends by itself, however long this takes
+    sidecar = Sidecar(
+        tmp_path / "endpoint", lookup_lease="10m"
+    )  # none ends by itself, however long this takes
     engine = Engine(model, sidecar.directory).start()
     try:
         long_burst_of_lookups(engine, sidecar, cancel)
@@ -880,7 +955,8 @@ def long_burst_of_lookups(engine: Engine, sidecar: Sidecar, cancel: bool) -> Non
         lookup = client.start(0, b"", asked)
         hit = client.wait(lookup, 60.0)
         if client.unasked != unasked:
-            # A busy machine may make a session suspect for a moment; a queue that is too short does every few dozen.
+            # A busy machine may make a session suspect for a moment; a queue that is too short does
+            # every few dozen.
             until(lambda: engine.sidecars.sessions[0].available, 20)
             continue
         hits.append(hit)
@@ -911,7 +987,11 @@ def test_busy_sidecar_says_so(tmp_path: Path) -> None:
         second.start()
         until(lambda: second.refused is not None)
         refused = second.refused
-        assert refused is not None and (refused.code, refused.field, refused.want) == ("busy", "sessions.limit", "1")
+        assert refused is not None and (refused.code, refused.field, refused.want) == (
+            "busy",
+            "sessions.limit",
+            "1",
+        )
         first.close()
         assert second.wait_connected(30)
         second.close()
@@ -949,10 +1029,17 @@ def test_sidecar_that_gives_us_up_waits_for_our_copies(
         time.sleep(0.3)
         assert len(sidecar.status()["lingering"]) == 1
         slow.finish()
-        until(lambda: engine.step() or (engine.received if what == "load" else len(engine.acked) == 2))
+        until(
+            lambda: engine.step() or (engine.received if what == "load" else len(engine.acked) == 2)
+        )
         until(lambda: not sidecar.status()["lingering"])
         status = sidecar.status()
-        assert status["loads_in_flight"] == status["stores_in_flight"] == status["slots"]["filling"] == 0
+        assert (
+            status["loads_in_flight"]
+            == status["stores_in_flight"]
+            == status["slots"]["filling"]
+            == 0
+        )
         assert engine.held(0, 5, 6, 7, 8) == 0 and engine.held(0, 1, 2, 3, 4) == 4
         engine.worker._copies = inner
         engine.save_now(engine.save(0, [5, 6, 7, 8], [5, 6, 7, 8]))
@@ -983,7 +1070,9 @@ def test_the_two_commands_of_the_readme_meet(monkeypatch):
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     endpoint = parse(extra).endpoint_for(0, 0)
     assert endpoint == f"/tmp/lookaside-{os.getuid()}/rank-0"
-    help_text = subprocess.run([BINARY, "serve", "--help"], capture_output=True, text=True, check=True).stdout
+    help_text = subprocess.run(
+        [BINARY, "serve", "--help"], capture_output=True, text=True, check=True
+    ).stdout
     assert "default: ${XDG_RUNTIME_DIR:-/tmp}/lookaside-$UID/rank-0" in " ".join(help_text.split())
     with tempfile.TemporaryDirectory(prefix="la") as base:
         monkeypatch.setenv("XDG_RUNTIME_DIR", base)

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 from lookaside import space
 from lookaside.config import parse
-from scheduling import BLOCK, full_attention, make_config, make_kv_config, sliding_window, state, write_model
+from scheduling import (
+    BLOCK,
+    full_attention,
+    make_config,
+    make_kv_config,
+    sliding_window,
+    state,
+    write_model,
+)
 from vllm.config.multimodal import MultiModalConfig
 
 GEOMETRY = space.Geometry(BLOCK, 4, 32, 1)
@@ -24,7 +32,9 @@ def model(tmp_path_factory):
 
 
 def fields(config, tp_rank=0, pp_rank=0, engine_id="e"):
-    return space.space_fields(config, tp_rank, pp_rank, replicas=1, engine_id=engine_id, geometry=GEOMETRY)
+    return space.space_fields(
+        config, tp_rank, pp_rank, replicas=1, engine_id=engine_id, geometry=GEOMETRY
+    )
 
 
 def differing(one, other):
@@ -40,7 +50,10 @@ def test_blocks_of_a_page_are_named_where_there_are_several(model):
 
 
 def test_two_engines_of_one_model_agree(model):
-    one, other = fields(make_config(model), engine_id="a"), fields(make_config(model), engine_id="b")
+    one, other = (
+        fields(make_config(model), engine_id="a"),
+        fields(make_config(model), engine_id="b"),
+    )
     assert one == other
     assert len(one) <= 64
     assert all(key and len(key) <= 64 and len(value.encode()) <= 512 for key, value in one.items())
@@ -81,7 +94,9 @@ def test_how_images_and_videos_are_encoded_changes_the_space(model):
     assert fields(config)["multimodal"] == ""
     config.model_config.multimodal_config = MultiModalConfig()
     before = fields(config)
-    config.model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=1, mm_processor_kwargs={"size": 1})
+    config.model_config.multimodal_config = MultiModalConfig(
+        mm_processor_cache_gb=1, mm_processor_kwargs={"size": 1}
+    )
     assert fields(config) == before
     config.model_config.multimodal_config = MultiModalConfig(video_pruning_rate=0.5)
     assert differing(before, fields(config)) == {"multimodal"}
@@ -100,9 +115,15 @@ def one_head(spec: Any = None) -> Any:
 
 def test_ranks_that_hold_the_same_bytes_do(model):
     """Two KV heads: with four ranks, the first two have the first."""
-    config, kv_config = make_config(model, tp=4), make_kv_config(4, [one_head(), one_head(sliding_window(64))])
+    config, kv_config = (
+        make_config(model, tp=4),
+        make_kv_config(4, [one_head(), one_head(sliding_window(64))]),
+    )
     assert space.replicas(config, kv_config) == 2
-    shards = [space.space_fields(config, rank, 0, replicas=2, engine_id="e", geometry=GEOMETRY) for rank in range(4)]
+    shards = [
+        space.space_fields(config, rank, 0, replicas=2, engine_id="e", geometry=GEOMETRY)
+        for rank in range(4)
+    ]
     assert [each["tp_shard"] for each in shards] == ["0/2", "0/2", "1/2", "1/2"]
     assert shards[0] == shards[1] and shards[2] == shards[3]
     # Where only one of the roles knew, they would not agree, and nothing would be shared.
@@ -121,7 +142,9 @@ def test_mla_is_the_same_on_every_rank(model):
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
     config = make_config(model, tp=4)
-    mla = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=full_attention().dtype)
+    mla = MLAAttentionSpec(
+        block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=full_attention().dtype
+    )
     assert space.replicas(config, make_kv_config(4, [mla])) == 1  # nobody says so
     if not can_shard(mla):
         pytest.skip("this vLLM does not say")
@@ -130,7 +153,11 @@ def test_mla_is_the_same_on_every_rank(model):
     except ImportError:  # before 0.33
         from vllm.v1.core.kv_cache_utils import kv_cache_groups_tp_replicas
     mla = replace(mla, max_tp_shards=1)
-    for specs, want in (([mla], 4), ([mla, replace(mla, max_tp_shards=2)], 2), ([mla, full_attention()], 1)):
+    for specs, want in (
+        ([mla], 4),
+        ([mla, replace(mla, max_tp_shards=2)], 2),
+        ([mla, full_attention()], 1),
+    ):
         kv_config = make_kv_config(4, specs)
         kv_config.kv_tp_replicas = kv_cache_groups_tp_replicas(kv_config.kv_cache_groups, 4)
         assert space.replicas(config, kv_config) == want
@@ -145,17 +172,25 @@ def can_shard(spec: Any) -> bool:
     "change",
     [
         lambda c, k: setattr(c.model_config, "_architecture", "MiMoV2ForCausalLM"),
-        lambda c, k: setattr(c.model_config.hf_text_config, "num_key_value_heads", 1),  # not what vLLM goes by
+        lambda c, k: setattr(
+            c.model_config.hf_text_config, "num_key_value_heads", 1
+        ),  # not what vLLM goes by
         lambda c, k: setattr(c.model_config.model_arch_config, "per_layer_overrides", [{}]),
         lambda c, k: setattr(c.model_config, "model_impl", "transformers"),
         lambda c, k: setattr(c.cache_config, "calculate_kv_scales", True),
         lambda c, k: setattr(c.parallel_config, "decode_context_parallel_size", 2),
         lambda c, k: setattr(c.parallel_config, "prefill_context_parallel_size", 2),
         lambda c, k: setattr(c, "speculative_config", SimpleNamespace()),
-        lambda c, k: k.kv_cache_groups.append(make_kv_config(4, [full_attention()]).kv_cache_groups[0]),
+        lambda c, k: k.kv_cache_groups.append(
+            make_kv_config(4, [full_attention()]).kv_cache_groups[0]
+        ),
         pytest.param(
-            lambda c, k: setattr(k.kv_cache_groups[0], "kv_cache_spec", replace(one_head(), max_tp_shards=4)),
-            marks=pytest.mark.skipif(not can_shard(full_attention()), reason="this vLLM does not say"),
+            lambda c, k: setattr(
+                k.kv_cache_groups[0], "kv_cache_spec", replace(one_head(), max_tp_shards=4)
+            ),
+            marks=pytest.mark.skipif(
+                not can_shard(full_attention()), reason="this vLLM does not say"
+            ),
         ),
     ],
 )
@@ -224,7 +259,9 @@ def test_the_form_of_the_keys_is_part_of_it(model, monkeypatch):
 
     config = make_config(model)
     before = fields(config)
-    monkeypatch.setattr(kv_cache_utils, "generate_block_hash_extra_keys", lambda *a: (("salt", "name"), 0))
+    monkeypatch.setattr(
+        kv_cache_utils, "generate_block_hash_extra_keys", lambda *a: (("salt", "name"), 0)
+    )
     assert differing(before, fields(config)) == {"hash_keys"}
 
 
@@ -255,7 +292,9 @@ def test_models_that_can_be_served(model):
 
     config, dtype = make_config(model), full_attention().dtype
     mla = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=dtype)
-    mixed = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": full_attention(), "b": full_attention()})
+    mixed = UniformTypeKVCacheSpecs(
+        block_size=BLOCK, kv_cache_specs={"a": full_attention(), "b": full_attention()}
+    )
     for specs in (
         [full_attention()],
         [mla],
@@ -287,7 +326,9 @@ def test_ranks_with_states_are_not_replicas(model):
 )
 def test_geometry_of_windows(model, specs, want):
     config = make_config(model)
-    got, _ = space.geometry(parse({"lookaside.chunk_tokens": 64}), config, make_kv_config(10, specs))
+    got, _ = space.geometry(
+        parse({"lookaside.chunk_tokens": 64}), config, make_kv_config(10, specs)
+    )
     assert got == want
 
 
@@ -296,16 +337,24 @@ def test_models_that_cannot(model):
 
     config, dtype = make_config(model), full_attention().dtype
     rows: list[tuple[list[Any], str]] = [
-        ([full_attention(), MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(dtype,))], "align only, not none"),
+        (
+            [full_attention(), MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(dtype,))],
+            "align only, not none",
+        ),
         ([state()], "states alone"),
         ([full_attention(), replace(state(), num_speculative_blocks=2)], "speculative"),
-        ([RSWASpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=dtype, rswa_window=64)], "RSWASpec"),
+        (
+            [RSWASpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=dtype, rswa_window=64)],
+            "RSWASpec",
+        ),
         ([replace(sliding_window(64), extra_retained_tokens=3)], "keeps more"),
         ([replace(full_attention(), non_causal=True), sliding_window(64)], "not causal"),
     ]
     for specs, word in rows:
         assert word in str(space.idle_reason(config, make_kv_config(4, specs)))
-    assert "draft layers" in str(space.idle_reason(config, make_kv_config(4, [sliding_window(64)], eagle=True)))
+    assert "draft layers" in str(
+        space.idle_reason(config, make_kv_config(4, [sliding_window(64)], eagle=True))
+    )
     assert space.idle_reason(config, make_kv_config(4, eagle=True)) is None
     host = make_kv_config(4, [full_attention(), sliding_window(64)])
     host.kv_cache_groups[1].host_resident = True

@@ -1,7 +1,8 @@
-"""Models with layers that keep a state (Mamba and its kin), inside vLLM's real Scheduler and KV-cache manager.
+"""Models with layers that keep a state (Mamba and its kin), inside vLLM's real Scheduler and
+KV-cache manager.
 
-The workers of ``scheduling`` check that every forward goes on from the right state, and that every state saved is what
-its name says.
+The workers of ``scheduling`` check that every forward goes on from the right state, and that every
+state saved is what its name says.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ SHAPES = {
 }
 every_shape = pytest.mark.parametrize("shape", SHAPES)
 
-# By default vLLM 0.30 drops the last state of a prompt of such a model, and has no hits of its own, either.
+# By default vLLM 0.30 drops the last state of a prompt of such a model, and has no hits of its own,
+# either.
 LOST_CHECKPOINTS = tuple(map(int, vllm.__version__.split(".")[:2])) < (0, 31)
 
 
@@ -47,7 +49,8 @@ def page_of(shape: str) -> int:
 
 
 def make(model, shape: str, blocks: int = 400, retention: int | None = None, **kwargs) -> Stand:
-    """retention: vLLM's prefix_cache_retention_interval. Its own default is 0, the ends of prompts alone."""
+    """retention: vLLM's prefix_cache_retention_interval. Its own default is 0, the ends of prompts
+    alone."""
     config = make_config(model, block=page_of(shape), states=True, **kwargs)
     kv_config = make_kv_config(blocks, SHAPES[shape])
     kv_config.prefix_cache_retention_interval = retention
@@ -68,7 +71,9 @@ def states_of(stand: Stand, prompt: list[int]) -> list[int]:
 
 def loads(stand: Stand) -> list[tuple[int, int]]:
     """(first page, rows) of all loads."""
-    return [(load.first_page, len(stand.workers.rows(load.block_ids))) for load in stand.workers.loads]
+    return [
+        (load.first_page, len(stand.workers.rows(load.block_ids))) for load in stand.workers.loads
+    ]
 
 
 @every_shape
@@ -94,7 +99,8 @@ def test_a_prompt_is_saved_and_hit_at_its_last_state(model, shape, retention):
 
 @every_shape
 def test_a_prompt_that_leaves_another_goes_on_from_the_last_state(model, shape):
-    """Prompts share six pages and a bit; states are held where the steps of the first one's prefill ended."""
+    """Prompts share six pages and a bit; states are held where the steps of the first one's prefill
+    ended."""
     page = page_of(shape)
     stand = make(model, shape, batched_tokens=4 * page)
     one = tokens(12 * page + 5)
@@ -170,7 +176,8 @@ def test_only_what_vllm_lacks_is_loaded(model, shape):
 
 @every_shape
 def test_without_a_state_there_is_no_hit(model, shape):
-    """All states but those of one group are held: as good as none. All pages' ends are asked for, some at a time."""
+    """All states but those of one group are held: as good as none. All pages' ends are asked for,
+    some at a time."""
     stand = make(model, shape)
     page, count = page_of(shape), stand.workers.states
     prompt = tokens(40 * page + 1)
@@ -249,7 +256,9 @@ def test_a_decoder_waits_for_states_that_a_prefiller_promised(model):
     stand = make(model, "one")
     prompt = tokens(4 * BLOCK + 9)
     request_id = stand.add(
-        prompt, max_tokens=1, params={"extra_args": {"kv_transfer_params": {"do_remote_decode": True}}}
+        prompt,
+        max_tokens=1,
+        params={"extra_args": {"kv_transfer_params": {"do_remote_decode": True}}},
     )
     stand.run()
     params = stand.transfer_params[request_id]

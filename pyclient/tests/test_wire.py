@@ -133,11 +133,15 @@ def test_version_error_names_both() -> None:
 def test_store_limit_fits_a_packet() -> None:
     for size in (8, 16, 32):
         pages = wire.max_store_pages(size)
-        store = wire.PrepareStore(0xFFFFFFFF, 0x80000000, b"p" * size, b"h" * (pages * size), 0xFFFFFFFF, 0)
+        store = wire.PrepareStore(
+            0xFFFFFFFF, 0x80000000, b"p" * size, b"h" * (pages * size), 0xFFFFFFFF, 0
+        )
         assert len(wire.encode(store)) <= wire.MAX_PACKET_BYTES
         assert pages <= wire.MAX_EXTENTS
     extent = wire.Extent(0xFFFFFFFE, 1, 0xFFFFFFFF, 0x7FFFFFFFFFFFFFFF)
-    grant = wire.StoreGrant(0xFFFFFFFF, (1 << 64) - 1, 0xFFFFFFFF, 0xFFFFFFFF, (extent,) * wire.MAX_EXTENTS)
+    grant = wire.StoreGrant(
+        0xFFFFFFFF, (1 << 64) - 1, 0xFFFFFFFF, 0xFFFFFFFF, (extent,) * wire.MAX_EXTENTS
+    )
     assert len(wire.encode(grant)) <= wire.MAX_PACKET_BYTES
 
 
@@ -178,18 +182,24 @@ def test_lmcache_vectors_are_what_msgspec_says(vector: dict[str, Any]) -> None:
         assert isinstance(message, LookupCleanupMsg) == request["cleanup"]
         hashes = message.hashes if isinstance(message, LookupRequestMsg) else []
         if not request["cleanup"]:
-            answer = msgspec.msgpack.decode(bytes.fromhex(vector["answer"][0]), type=LookupResponseMsg)
+            answer = msgspec.msgpack.decode(
+                bytes.fromhex(vector["answer"][0]), type=LookupResponseMsg
+            )
             assert answer == LookupResponseMsg(request["lookup_id"], 768)
     else:
         hashes = msgspec.msgpack.decode(frames[1], type=list[int | bytes])
         assert frames[0].decode() == request["lookup_id"]
         assert msgspec.msgpack.decode(frames[2]) == request["offsets"]
         assert [bytes.fromhex(f) for f in vector["answer"]] == [frames[0], (768).to_bytes(4, "big")]
-    flat = [h.hex() if isinstance(h, bytes) else (h % (1 << 64)).to_bytes(8, "big").hex() for h in hashes]
+    flat = [
+        h.hex() if isinstance(h, bytes) else (h % (1 << 64)).to_bytes(8, "big").hex()
+        for h in hashes
+    ]
     assert flat == request["hashes"]
 
 
-# What would evaluate bytes and ruff's rules (S, TID251 in ruff.toml), which see imports and builtins, do not know.
+# What would evaluate bytes and ruff's rules (S, TID251 in ruff.toml), which see imports and
+# builtins, do not know.
 _EVALUATES = re.compile(
     r"\b(recv_pyobj|send_pyobj|allow_pickle|Unpickler|__import__|torch\.load|np\.load|multiprocessing)\b"
 )
@@ -198,7 +208,9 @@ _EVALUATES = re.compile(
 def test_nothing_evaluates_what_is_received() -> None:
     modules = sorted(Path(wire.__file__).parent.glob("**/*.py"))
     assert len(modules) > 15
-    found = {m.name: each for m in modules if (each := _EVALUATES.findall(m.read_text(encoding="utf-8")))}
+    found = {
+        m.name: each for m in modules if (each := _EVALUATES.findall(m.read_text(encoding="utf-8")))
+    }
     assert not found
 
 
@@ -211,7 +223,9 @@ def test_a_pickle_is_no_message(protocol: int, tmp_path: Path) -> None:
             return proof.touch, ()
 
     data = pickle.dumps(Evil(), protocol)
-    inside = wire.encode(wire.Error(1, "stale", "m")).replace(b"m", b"")[:-1] + msgspec.msgpack.encode(data)
+    inside = wire.encode(wire.Error(1, "stale", "m")).replace(b"m", b"")[
+        :-1
+    ] + msgspec.msgpack.encode(data)
     for each in (
         data,
         inside,

@@ -25,13 +25,21 @@ from lookaside.regions import RegionError
 from lookaside.stats import Collector
 from lookaside.worker import WorkerConnector
 from peer import Conn, Peer, until, waited_in_vain
-from scheduling import BLOCK, full_attention, make_config, make_kv_config, sliding_window, write_model
+from scheduling import (
+    BLOCK,
+    full_attention,
+    make_config,
+    make_kv_config,
+    sliding_window,
+    write_model,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 BLOCKS = 32
 PAGE = 4096  # 2 heads x 16 tokens x 32 floats
 PPC = 4
-# What is tested is what happens, not how fast: on a busy machine the default patience makes a miss of a hit at times.
+# What is tested is what happens, not how fast: on a busy machine the default patience makes a miss
+# of a hit at times.
 PATIENT = {
     "lookaside.lookup_timeout_ms": 60_000,
     "lookaside.store_timeout_ms": 60_000,
@@ -54,7 +62,9 @@ def hashes(*names: int) -> bytes:
     return b"".join(name.to_bytes(32, "big") for name in names)
 
 
-def load_spec(request_id: str, refs: Any, first_page: int, block_ids: list[int], names: bytes = b"n" * 32) -> LoadSpec:
+def load_spec(
+    request_id: str, refs: Any, first_page: int, block_ids: list[int], names: bytes = b"n" * 32
+) -> LoadSpec:
     """A load of pages with a name, by refs of which the tickets are made up."""
     refs = tuple(wire.LeaseRef(session, lookup, b"t" * 16) for session, lookup in refs)
     return LoadSpec(request_id, refs, first_page, block_ids, names)
@@ -64,7 +74,11 @@ class Stand:
     """A worker role that has registered its KV cache, and steps like vLLM's."""
 
     def __init__(
-        self, model: Path, endpoint: str, extra: dict[str, Any] | None = None, specs: list[Any] | None = None
+        self,
+        model: Path,
+        endpoint: str,
+        extra: dict[str, Any] | None = None,
+        specs: list[Any] | None = None,
     ) -> None:
         settings = {
             "lookaside.endpoint": endpoint,
@@ -75,7 +89,9 @@ class Stand:
         self.vllm_config = make_config(model, settings)
         self.cache = filled()
         self.stats = Collector()
-        self.worker = WorkerConnector(parse(settings), self.vllm_config, make_kv_config(BLOCKS, specs), self.stats)
+        self.worker = WorkerConnector(
+            parse(settings), self.vllm_config, make_kv_config(BLOCKS, specs), self.stats
+        )
         self.layers = [f"layer{number}" for number in range(len(specs or [None]))]
         self.counts: dict[str, Any] = {}
         self.received: list[str] = []
@@ -93,7 +109,9 @@ class Stand:
     def register(self) -> None:
         self.worker.register_kv_caches(dict.fromkeys(self.layers, self.cache))
 
-    def step(self, meta: LookasideMetadata | None = None, forward: Any = None, idle: bool = False) -> None:
+    def step(
+        self, meta: LookasideMetadata | None = None, forward: Any = None, idle: bool = False
+    ) -> None:
         worker, meta = self.worker, meta or LookasideMetadata()
         meta.idle = idle
         worker.handle_preemptions(meta)
@@ -194,7 +212,11 @@ def test_constructing_opens_nothing(model: Path) -> None:
     stand = Stand(model, "/nonexistent/rank-{rank}")
     assert threading.active_count() == threads
     assert len(set(os.listdir("/proc/self/fd")) - fds) == 0
-    stand.step(LookasideMetadata(loads=[load_spec("a", ((1, 1),), 0, [1])], saves=[stand.save(0, [1], [1])]))
+    stand.step(
+        LookasideMetadata(
+            loads=[load_spec("a", ((1, 1),), 0, [1])], saves=[stand.save(0, [1], [1])]
+        )
+    )
     assert stand.received == ["a"] and stand.invalid == {1} and stand.acked == [1]
     stand.worker.shutdown()
     stand.worker.shutdown()
@@ -212,7 +234,9 @@ def test_worker_declares_its_space(stand: Stand, peer: Peer) -> None:
     assert {"model", "dtype", "page", "isa", "none_hash"} <= set(hello.fields)
 
 
-def test_forwards_are_timed_where_asked(stand: Stand, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forwards_are_timed_where_asked(
+    stand: Stand, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From when the step's questions have been sent to before its pages are copied."""
     Shelf(peer)
     skew = 0.0
@@ -221,7 +245,9 @@ def test_forwards_are_timed_where_asked(stand: Stand, peer: Peer, monkeypatch: p
         nonlocal skew
         skew += 1000
 
-    monkeypatch.setattr("lookaside.worker.time", SimpleNamespace(monotonic=lambda: time.monotonic() + skew))
+    monkeypatch.setattr(
+        "lookaside.worker.time", SimpleNamespace(monotonic=lambda: time.monotonic() + skew)
+    )
     stand.step(LookasideMetadata(timed=7), forward)
     stand.step(forward=forward)
     stand.step(LookasideMetadata(timed=9, saves=[stand.save(0, [3], [1])]))
@@ -253,7 +279,9 @@ class Events:
         return Event()
 
 
-def test_forwards_on_a_device_are_timed_without_waiting(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forwards_on_a_device_are_timed_without_waiting(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
     events = Events()
     monkeypatch.setattr("lookaside.worker._event", events.make)
     stand.worker._note_stream = lambda: 1
@@ -292,7 +320,9 @@ def test_save_of_what_is_held_copies_nothing(stand: Stand, peer: Peer) -> None:
 
 def test_only_what_was_granted_is_copied(stand: Stand, peer: Peer) -> None:
     Shelf(peer)
-    peer.script[wire.PrepareStore] = lambda conn, m: wire.StoreGrant(m.id, 5, 1, 1, (wire.Extent(5, 2, 0, 7 * PAGE),))
+    peer.script[wire.PrepareStore] = lambda conn, m: wire.StoreGrant(
+        m.id, 5, 1, 1, (wire.Extent(5, 2, 0, 7 * PAGE),)
+    )
     stand.save_now(stand.save(4, [10, 11, 12, 13], [4, 5, 6, 7]))
     region = os.pread(peer.regions[0], BLOCKS * PAGE, 0)
     assert region[7 * PAGE : 8 * PAGE] == page(stand.cache, 11)
@@ -329,7 +359,9 @@ def test_long_save_is_asked_for_in_pieces(stand: Stand, peer: Peer) -> None:
         [(0, 0xFFFFFFFE, 0, 0)],
     ],
 )
-def test_grants_that_cannot_be_right_are_failed(stand: Stand, peer: Peer, extents: list[tuple[int, ...]]) -> None:
+def test_grants_that_cannot_be_right_are_failed(
+    stand: Stand, peer: Peer, extents: list[tuple[int, ...]]
+) -> None:
     grants = tuple(wire.Extent(*extent) for extent in extents)
     peer.script[wire.PrepareStore] = lambda conn, m: wire.StoreGrant(m.id, 5, 0, 0, grants)
     stand.save_now(stand.save(0, [1, 2], [1, 2]))
@@ -360,7 +392,10 @@ def test_silent_peer_costs_one_patience(stand: Stand, peer: Peer) -> None:
     stand.step(LookasideMetadata(saves=[stand.save(0, [1], [1])]))
     for i in range(50):
         stand.step(
-            LookasideMetadata(saves=[stand.save(0, [1], [1])], loads=[load_spec(f"r{i}", ((1, 1),), 0, [i % 8 + 1])])
+            LookasideMetadata(
+                saves=[stand.save(0, [1], [1])],
+                loads=[load_spec(f"r{i}", ((1, 1),), 0, [i % 8 + 1])],
+            )
         )
     assert len(waits) == 1
     assert len(stand.acked) == 51 and len(stand.received) == 50 == len(set(stand.received))
@@ -405,7 +440,9 @@ def test_load_fills_the_blocks_and_releases(stand: Stand, peer: Peer) -> None:
     assert page(stand.cache, 8) == content[11 * PAGE : 12 * PAGE]
     assert page(stand.cache, 6) == content[3 * PAGE : 4 * PAGE]
     untouched = [b for b in range(BLOCKS) if b not in (5, 6, 8)]
-    assert torch.equal(stand.cache[untouched].view(torch.uint8), before[untouched].view(torch.uint8))
+    assert torch.equal(
+        stand.cache[untouched].view(torch.uint8), before[untouched].view(torch.uint8)
+    )
     assert peer.wait_for(wire.Release) == [wire.Release(55)]
     assert stand.received == ["r"] and not stand.invalid and not stand.failed
     assert stand.count("load_bytes") == 3 * PAGE
@@ -435,7 +472,9 @@ def test_null_block_is_never_written(stand: Stand, peer: Peer) -> None:
         [(1, 2, 0, 0)],
     ],
 )
-def test_load_of_anything_else_than_asked_fails(stand: Stand, peer: Peer, extents: list[tuple[int, ...]]) -> None:
+def test_load_of_anything_else_than_asked_fails(
+    stand: Stand, peer: Peer, extents: list[tuple[int, ...]]
+) -> None:
     before = stand.cache.clone()
     grant_load(peer, *extents)
     stand.load_now(load_spec("r", ((1, 1),), 0, [5, 6]))
@@ -446,11 +485,15 @@ def test_load_of_anything_else_than_asked_fails(stand: Stand, peer: Peer, extent
 
 def test_grant_that_names_other_pages_fails(stand: Stand, peer: Peer) -> None:
     before = stand.cache.clone()
-    peer.script[wire.PrepareLoad] = lambda conn, m: wire.LoadGrant(m.id, 55, b"o" * 32, (wire.Extent(0, 2, 0, 0),))
+    peer.script[wire.PrepareLoad] = lambda conn, m: wire.LoadGrant(
+        m.id, 55, b"o" * 32, (wire.Extent(0, 2, 0, 0),)
+    )
     stand.load_now(load_spec("r", ((1, 1),), 0, [5, 6]))
     assert stand.invalid == {5, 6} and stand.failed == {"r": 1}
     assert peer.wait_for(wire.Release) == [wire.Release(55)]
-    assert torch.equal(stand.cache.view(torch.uint8), before.view(torch.uint8)), "nothing was copied"
+    assert torch.equal(stand.cache.view(torch.uint8), before.view(torch.uint8)), (
+        "nothing was copied"
+    )
 
 
 def test_refused_load_fails(stand: Stand, peer: Peer) -> None:
@@ -460,7 +503,9 @@ def test_refused_load_fails(stand: Stand, peer: Peer) -> None:
 
 
 @pytest.mark.parametrize("refs", [(), ((0, 0),)])
-def test_load_without_a_lease_fails_at_once(stand: Stand, refs: tuple[tuple[int, int], ...]) -> None:
+def test_load_without_a_lease_fails_at_once(
+    stand: Stand, refs: tuple[tuple[int, int], ...]
+) -> None:
     stand.load_now(load_spec("r", refs, 0, [5]))
     assert stand.invalid == {5} and stand.received == ["r"]
 
@@ -485,7 +530,9 @@ def test_many_loads_are_each_reported_once(stand: Stand, peer: Peer) -> None:
     def answer(conn: Conn, m: wire.PrepareLoad) -> Any:
         if m.lookup % 3 == 2:
             return wire.Error(m.id, "stale", "gone")
-        return wire.LoadGrant(m.id, m.lookup + 1, m.names, (wire.Extent(0, 1, 0, m.lookup % 16 * PAGE),))
+        return wire.LoadGrant(
+            m.id, m.lookup + 1, m.names, (wire.Extent(0, 1, 0, m.lookup % 16 * PAGE),)
+        )
 
     peer.script[wire.PrepareLoad] = answer
     specs = [load_spec(f"r{i}", ((1, i),), 0, [1 + i % (BLOCKS - 1)]) for i in range(200)]
@@ -522,8 +569,11 @@ class Moods:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_each_request_is_received_once_whatever_happens(stand: Stand, peer: Peer, seed: int) -> None:
-    """Random loads of one to three specs a request, of which any may fail at any moment, in any order."""
+def test_each_request_is_received_once_whatever_happens(
+    stand: Stand, peer: Peer, seed: int
+) -> None:
+    """Random loads of one to three specs a request, of which any may fail at any moment, in any
+    order."""
     rng = random.Random(seed)
     print(f"seed {seed}")
     session = Moods(stand, rng).session
@@ -715,11 +765,15 @@ def test_given_up_session_stays_open_until_its_copies_have_ended(
     assert not peer.conns[1].closed.is_set()
     if what == "load":
         assert stand.invalid == {5, 6} and stand.failed == {"r": 1}
-    assert not peer.of(wire.Release) and not peer.of(wire.CommitStore), "the new session knows nothing of them"
+    assert not peer.of(wire.Release) and not peer.of(wire.CommitStore), (
+        "the new session knows nothing of them"
+    )
 
 
 @pytest.mark.parametrize("how", ["state", "generation"])
-def test_load_from_a_sidecar_that_says_it_is_over_fails(stand: Stand, peer: Peer, slow: SlowCopies, how: str) -> None:
+def test_load_from_a_sidecar_that_says_it_is_over_fails(
+    stand: Stand, peer: Peer, slow: SlowCopies, how: str
+) -> None:
     grant_load(peer, (0, 1, 0, 0))
     stand.step(LookasideMetadata(loads=[load_spec("r", ((1, 1),), 0, [5])]))
     until(lambda: slow.tickets)
@@ -731,11 +785,17 @@ def test_load_from_a_sidecar_that_says_it_is_over_fails(stand: Stand, peer: Peer
     assert stand.failed == {"r": 1}
 
 
-def test_copy_errors_fail_the_load_and_abort_the_store(stand: Stand, peer: Peer, slow: SlowCopies) -> None:
+def test_copy_errors_fail_the_load_and_abort_the_store(
+    stand: Stand, peer: Peer, slow: SlowCopies
+) -> None:
     Shelf(peer)
     grant_load(peer, (0, 1, 0, 0))
     slow.error = "the device has fallen off the bus"
-    stand.step(LookasideMetadata(loads=[load_spec("r", ((1, 1),), 0, [5])], saves=[stand.save(0, [1], [1])]))
+    stand.step(
+        LookasideMetadata(
+            loads=[load_spec("r", ((1, 1),), 0, [5])], saves=[stand.save(0, [1], [1])]
+        )
+    )
     until(lambda: len(slow.tickets) == 2)
     slow.finish()
     until(lambda: stand.step() or (stand.received and stand.acked))
@@ -744,7 +804,9 @@ def test_copy_errors_fail_the_load_and_abort_the_store(stand: Stand, peer: Peer,
     assert not peer.of(wire.CommitStore)
 
 
-def test_asynchronous_save_is_acknowledged_when_its_copy_ends(stand: Stand, peer: Peer, slow: SlowCopies) -> None:
+def test_asynchronous_save_is_acknowledged_when_its_copy_ends(
+    stand: Stand, peer: Peer, slow: SlowCopies
+) -> None:
     """As on CUDA: the scheduler keeps the blocks until then."""
     Shelf(peer)
     stand.step(LookasideMetadata(saves=[stand.save(0, [1], [1]), stand.save(4, [2], [2])]))
@@ -773,16 +835,22 @@ def test_session_lost_between_room_and_copy(stand: Stand, peer: Peer) -> None:
     assert stand.count("save_failures") == 1
 
 
-def test_nothing_that_goes_wrong_inside_leaves_the_connector(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_that_goes_wrong_inside_leaves_the_connector(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise MemoryError("injected")
 
-    connector = LookasideConnector(stand.vllm_config, KVConnectorRole.WORKER, make_kv_config(BLOCKS))
+    connector = LookasideConnector(
+        stand.vllm_config, KVConnectorRole.WORKER, make_kv_config(BLOCKS)
+    )
     worker, connector._worker, connector._stats = stand.worker, stand.worker, stand.stats
     for name in ("_order_load", "_copy_out", "_finish_saves", "start_load_kv"):
         monkeypatch.setattr(worker, name, broken)
     stand.worker = connector  # type: ignore[assignment]
-    meta = LookasideMetadata(loads=[load_spec("r", ((1, 1),), 0, [5])], saves=[stand.save(0, [1], [1])])
+    meta = LookasideMetadata(
+        loads=[load_spec("r", ((1, 1),), 0, [5])], saves=[stand.save(0, [1], [1])]
+    )
     for _ in range(3):
         stand.step(meta)
     connector.register_kv_caches({})
@@ -819,7 +887,11 @@ def test_shutdown_ends_everything(model: Path, peer: Peer) -> None:
     assert peer.conns[-1].closed.wait(30)
     until(lambda: not [t for t in set(threading.enumerate()) - threads if "lookaside" in t.name])
     assert "memfd:region" not in Path("/proc/self/maps").read_text()
-    stand.step(LookasideMetadata(loads=[load_spec("late", ((1, 1),), 0, [5])], saves=[stand.save(0, [1], [1])]))
+    stand.step(
+        LookasideMetadata(
+            loads=[load_spec("late", ((1, 1),), 0, [5])], saves=[stand.save(0, [1], [1])]
+        )
+    )
     assert stand.received == ["late"] and len(stand.acked) == 2
 
 
@@ -845,7 +917,9 @@ def test_region_at_an_offset_comes_while_the_session_lives(stand: Stand, peer: P
     grant_load(peer, (0, 1, index, 2 * PAGE))
     stand.load_now(load_spec("r", ((1, 1),), 0, [5]))
     assert not stand.failed and page(stand.cache, 5) == content
-    peer.script[wire.PrepareStore] = lambda conn, m: wire.StoreGrant(m.id, 5, 0, 0, (wire.Extent(0, 1, index, PAGE),))
+    peer.script[wire.PrepareStore] = lambda conn, m: wire.StoreGrant(
+        m.id, 5, 0, 0, (wire.Extent(0, 1, index, PAGE),)
+    )
     stand.save_now(stand.save(0, [7], [1]))
     assert peer.wait_for(wire.CommitStore) == [wire.CommitStore(5)]
     assert os.pread(peer.regions[index], PAGE, 13 * PAGE) == page(stand.cache, 7)
@@ -861,11 +935,15 @@ def test_region_of_another_sidecar_is_read_and_never_written(stand: Stand, peer:
     grants = (wire.Extent(0, 1, index, 0), wire.Extent(1, 1, 0, 0))
     peer.script[wire.PrepareStore] = lambda conn, m: wire.StoreGrant(m.id, 5, 0, 0, grants)
     stand.save_now(stand.save(0, [7, 8], [1, 2]))
-    assert peer.wait_for(wire.CommitStore) == [wire.CommitStore(5, (0,))], "a grant that would have it written"
+    assert peer.wait_for(wire.CommitStore) == [wire.CommitStore(5, (0,))], (
+        "a grant that would have it written"
+    )
     assert os.pread(peer.regions[0], PAGE, 0) == page(stand.cache, 8)
     assert not any(os.pread(peer.regions[index], PAGE, 0))
     peer.remove_region(index)
-    assert peer.wait_for(wire.RegionUnmapped) == [wire.RegionUnmapped(index)] and not mapped(peer.regions[index])
+    assert peer.wait_for(wire.RegionUnmapped) == [wire.RegionUnmapped(index)] and not mapped(
+        peer.regions[index]
+    )
 
 
 def test_region_of_another_sidecar_that_cannot_be_mapped_fails_its_loads_alone(
@@ -890,7 +968,8 @@ def test_region_of_another_sidecar_that_cannot_be_mapped_fails_its_loads_alone(
 def test_the_sidecar_is_told_when_a_region_can_be_used(
     stand: Stand, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not before the device has pinned it; and of one that will never be, too, so that nobody waits for that."""
+    """Not before the device has pinned it; and of one that will never be, too, so that nobody waits
+    for that."""
     copies: Any = stand.worker._copies
     attach, go_on = copies.attach, threading.Event()
 
@@ -905,8 +984,12 @@ def test_the_sidecar_is_told_when_a_region_can_be_used(
     peer.wait_for(wire.ClearSpace)
     assert not peer.of(wire.RegionMapped)
     go_on.set()
-    assert peer.wait_for(wire.RegionMapped) == [wire.RegionMapped(index)], "those of the handshake are not told of"
-    peer.script[wire.PrepareStore] = lambda conn, m: wire.StoreGrant(m.id, 5, 0, 0, (wire.Extent(0, 1, index, 0),))
+    assert peer.wait_for(wire.RegionMapped) == [wire.RegionMapped(index)], (
+        "those of the handshake are not told of"
+    )
+    peer.script[wire.PrepareStore] = lambda conn, m: wire.StoreGrant(
+        m.id, 5, 0, 0, (wire.Extent(0, 1, index, 0),)
+    )
     stand.save_now(stand.save(0, [2], [1]))
     assert peer.wait_for(wire.CommitStore) == [wire.CommitStore(5)], "nothing of it is bad"
 
@@ -940,12 +1023,20 @@ def test_removed_region_is_unmapped_and_told(stand: Stand, peer: Peer) -> None:
     stand.save_now(stand.save(0, [1, 2], [1, 2]))
     assert peer.wait_for(wire.CommitStore) == [wire.CommitStore(5, (0,))]
     assert os.pread(peer.regions[index], PAGE, 0) == page(stand.cache, 2)
-    # One that was never there, or could not be mapped, is told of as well: the sidecar waits for that.
+    # One that was never there, or could not be mapped, is told of as well: the sidecar waits for
+    # that.
     peer.remove_region(77)
     peer.wait_for(wire.RegionUnmapped, 2)
     peer.remove_region(index)
-    assert peer.wait_for(wire.RegionUnmapped, 3)[1:] == [wire.RegionUnmapped(77), wire.RegionUnmapped(index)]
-    assert stand.worker._session is not None and stand.worker._session.connected and len(peer.conns) == 1
+    assert peer.wait_for(wire.RegionUnmapped, 3)[1:] == [
+        wire.RegionUnmapped(77),
+        wire.RegionUnmapped(index),
+    ]
+    assert (
+        stand.worker._session is not None
+        and stand.worker._session.connected
+        and len(peer.conns) == 1
+    )
 
 
 @pytest.mark.parametrize("what", ["load", "save"])
@@ -972,7 +1063,9 @@ def test_removed_region_stays_until_its_last_copy_has_ended(
     assert not mapped(peer.regions[0]) and not stand.failed
 
 
-def test_session_that_ends_while_a_region_is_removed(stand: Stand, peer: Peer, slow: SlowCopies) -> None:
+def test_session_that_ends_while_a_region_is_removed(
+    stand: Stand, peer: Peer, slow: SlowCopies
+) -> None:
     grant_load(peer, (0, 2, 0, 0))
     stand.step(LookasideMetadata(loads=[load_spec("r", ((1, 1),), 0, [5, 6])]))
     until(lambda: slow.tickets)
@@ -982,7 +1075,11 @@ def test_session_that_ends_while_a_region_is_removed(stand: Stand, peer: Peer, s
     until(lambda: not live.regions.bytes_mapped)
     peer.conns[0].sock.shutdown(socket.SHUT_WR)
     until(lambda: stand.worker._live is not live)
-    assert mapped(peer.regions[0]) == 1 and not live.regions.wait_unmapped(0) and not peer.conns[0].closed.is_set()
+    assert (
+        mapped(peer.regions[0]) == 1
+        and not live.regions.wait_unmapped(0)
+        and not peer.conns[0].closed.is_set()
+    )
     slow.finish()
     assert live.regions.wait_unmapped(30) and peer.conns[0].closed.wait(30)
     until(lambda: stand.step() or stand.received)
@@ -993,7 +1090,8 @@ def test_session_that_ends_while_a_region_is_removed(stand: Stand, peer: Peer, s
 
 
 def test_memory_that_is_not_there_fails_its_copies_alone(stand: Stand, peer: Peer) -> None:
-    """A device has gone, a page of it is bad: here, a file was cut short. The chunk is said to be bad."""
+    """A device has gone, a page of it is bad: here, a file was cut short. The chunk is said to be
+    bad."""
     shelf = Shelf(peer)
     index = peer.add_region(kind="file")
     until(lambda: mapped(peer.regions[index]))
@@ -1011,7 +1109,9 @@ def test_memory_that_is_not_there_fails_its_copies_alone(stand: Stand, peer: Pee
         m.id, 9, 0, 0, (wire.Extent(0, 2, index, 3 * PAGE),)
     )
     stand.save_now(stand.save(0, [1, 2], [1, 2]))
-    assert peer.wait_for(wire.AbortStore) == [wire.AbortStore(9)] and stand.count("save_failures") == 1
+    assert (
+        peer.wait_for(wire.AbortStore) == [wire.AbortStore(9)] and stand.count("save_failures") == 1
+    )
     peer.script[wire.PrepareStore] = shelf.store
     stand.save_now(stand.save(4, [3], [3]))
     peer.wait_for(wire.CommitStore)
@@ -1036,7 +1136,9 @@ def test_a_page_has_a_block_of_every_group(hybrid: Stand, peer: Peer) -> None:
     (hello,) = peer.of(wire.Hello)
     assert (hello.page_tokens, hello.page_bytes, hello.pages_per_chunk) == (BLOCK, 2 * PAGE, 2)
     assert "FullAttentionSpec:16:0|SlidingWindowSpec:16:40" in hello.fields["groups"]
-    peer.script[wire.PrepareStore] = lambda conn, m: wire.StoreGrant(m.id, 5, 0, 0, (wire.Extent(0, 2, 0, PAGE),))
+    peer.script[wire.PrepareStore] = lambda conn, m: wire.StoreGrant(
+        m.id, 5, 0, 0, (wire.Extent(0, 2, 0, PAGE),)
+    )
     hybrid.save_now(hybrid.save(0, [3, 9, 4, 7], [1, 2]))
     peer.wait_for(wire.CommitStore)
     assert peer.of(wire.CommitStore) == [wire.CommitStore(5)]
@@ -1060,7 +1162,9 @@ def test_a_page_that_is_not_whole_is_not_stored(hybrid: Stand, peer: Peer) -> No
 
 def test_the_null_block_is_not_written(hybrid: Stand, peer: Peer) -> None:
     """A load leaves out what a window does not reach; the arena has it."""
-    peer.script[wire.PrepareLoad] = lambda conn, m: wire.LoadGrant(m.id, 7, m.names, (wire.Extent(0, 2, 0, PAGE),))
+    peer.script[wire.PrepareLoad] = lambda conn, m: wire.LoadGrant(
+        m.id, 7, m.names, (wire.Extent(0, 2, 0, PAGE),)
+    )
     bytes_ = os.urandom(4 * PAGE)
     os.pwrite(peer.regions[0], bytes_, PAGE)
     before = [page(hybrid.cache, block) for block in range(BLOCKS)]
@@ -1075,7 +1179,9 @@ def test_the_null_block_is_not_written(hybrid: Stand, peer: Peer) -> None:
 def test_a_failed_load_fails_its_request_and_no_block(
     hybrid: Stand, peer: Peer, refs: tuple[tuple[int, int], ...]
 ) -> None:
-    peer.script[wire.PrepareLoad] = lambda conn, m: wire.LoadGrant(m.id, 7, m.names, (wire.Extent(0, 1, 0, 0),))
+    peer.script[wire.PrepareLoad] = lambda conn, m: wire.LoadGrant(
+        m.id, 7, m.names, (wire.Extent(0, 1, 0, 0),)
+    )
     hybrid.load_now(load_spec("a", refs, 0, [5, 0, 6, 2]))
     assert hybrid.received == hybrid.started_over == ["a"]
     assert not hybrid.invalid and hybrid.failed == {"a": 1}
@@ -1088,7 +1194,9 @@ def test_a_failed_load_fails_its_request_and_no_block(
 
 
 @pytest.mark.parametrize("blocks", [[1, 2, 3], [1, 2], [1, 2, 3, 4, 5, 6]])
-def test_rows_that_do_not_fit_the_pages_are_refused(hybrid: Stand, peer: Peer, blocks: list[int]) -> None:
+def test_rows_that_do_not_fit_the_pages_are_refused(
+    hybrid: Stand, peer: Peer, blocks: list[int]
+) -> None:
     Shelf(peer)
     hybrid.save_now(hybrid.save(0, blocks, [1, 2]))
     assert hybrid.acked and not peer.of(wire.PrepareStore)

@@ -1,9 +1,10 @@
-// Package vllm names the pages of a prompt as vLLM does, and asks a vLLM server for the tokens of a text. It is for commands: a
-// sidecar only ever sees names.
+// Package vllm names the pages of a prompt as vLLM does, and asks a vLLM server for the tokens of a
+// text. It is for commands: a sidecar only ever sees names.
 //
-// A page is named by vLLM's hash of its last block, which covers the whole prefix: H((hash of the block before, token ids, what
-// else counts)). What H is, what the first block begins with and how long a block is are fields of the space that a worker
-// declares. They are compared with vLLM's own hasher by pyclient/tests/test_names.py, which writes testdata/names.json.
+// A page is named by vLLM's hash of its last block, which covers the whole prefix: H((hash of the
+// block before, token ids, what else counts)). What H is, what the first block begins with and how
+// long a block is are fields of the space that a worker declares. They are compared with vLLM's own
+// hasher by pyclient/tests/test_names.py, which writes testdata/names.json.
 package vllm
 
 import (
@@ -30,8 +31,9 @@ type Scheme struct {
 	salted     func(salt string) any // nil: how this vLLM names salted prompts is not known
 }
 
-// The digests of the two forms that vLLM's extra keys have had, of a request with an adapter and a salt. The connector declares
-// one of them as hash_keys; see _key_format in pyclient/lookaside/space.py.
+// The digests of the two forms that vLLM's extra keys have had, of a request with an adapter and a
+// salt. The connector declares one of them as hash_keys; see _key_format in
+// pyclient/lookaside/space.py.
 const (
 	taggedKeys = "(('lora', 'name', 'path'), ('cache_salt', 'salt'))" // from 0.31 on
 	bareKeys   = "('name', 'salt')"
@@ -43,7 +45,8 @@ func SchemeOf(fields map[string]string, pageTokens int) (*Scheme, error) {
 	if v, ok := fields["hash_tokens"]; ok {
 		n, err := strconv.Atoi(v)
 		if err != nil || n <= 0 || pageTokens%n != 0 {
-			return nil, fmt.Errorf("the space has blocks of %q tokens in pages of %d", v, pageTokens)
+			return nil, fmt.Errorf("the space has blocks of %q tokens in pages of %d", v,
+				pageTokens)
 		}
 		s.hashTokens = n
 	}
@@ -94,7 +97,8 @@ func keyForm(declared string, pickled bool) string {
 	return ""
 }
 
-// Pages returns the names of a prompt's whole pages, in hexadecimal. salt is the request's cache_salt, or "".
+// Pages returns the names of a prompt's whole pages, in hexadecimal. salt is the request's
+// cache_salt, or "".
 func (s *Scheme) Pages(tokens []uint32, salt string) ([]string, error) {
 	if len(tokens) < s.pageTokens {
 		return nil, fmt.Errorf("the prompt has %d tokens, and a page has %d: what is shorter than a page is not stored under a name of its own", len(tokens), s.pageTokens)
@@ -113,7 +117,8 @@ func (s *Scheme) Pages(tokens []uint32, salt string) ([]string, error) {
 		if err != nil {
 			return nil, err
 		}
-		parent, extra = s.digest(b), nil // a salt counts in the first block, and so in all that follow
+		// a salt counts in the first block, and so in all that follow
+		parent, extra = s.digest(b), nil
 		if end%s.pageTokens == 0 {
 			pages = append(pages, hex.EncodeToString(parent))
 		}
@@ -137,8 +142,9 @@ func encodeCBOR(parent []byte, tokens []uint32, extra any) ([]byte, error) {
 // maxPickle is where Python begins a second frame.
 const maxPickle = 64 << 10
 
-// encodePickle is pickle.dumps(…, protocol=5) of (bytes, tuple of ints, None or a tuple), as CPython writes it. Each object that
-// can be referred to again is followed by MEMOIZE, whether it is or not.
+// encodePickle is pickle.dumps(…, protocol=5) of (bytes, tuple of ints, None or a tuple), as
+// CPython writes it. Each object that can be referred to again is followed by MEMOIZE, whether it
+// is or not.
 func encodePickle(parent []byte, tokens []uint32, extra any) ([]byte, error) {
 	const memoize = 0x94
 	var b []byte

@@ -21,11 +21,15 @@ func ParseTokens(text string) ([]uint32, error) {
 	var tokens []uint32
 	if strings.HasPrefix(strings.TrimSpace(text), "[") {
 		if err := json.Unmarshal([]byte(text), &tokens); err != nil {
-			return nil, fmt.Errorf("tokens: it begins like a JSON list of numbers, and is none: %w", err)
+			return nil, fmt.Errorf("tokens: it begins like a JSON list of numbers, and is none: %w",
+				err)
 		}
 		return tokens, nil
 	}
-	for word := range strings.FieldsFuncSeq(text, func(r rune) bool { return r == ',' || r == ' ' || r == '\n' || r == '\t' || r == '\r' }) {
+	for word := range strings.FieldsFuncSeq(text, func(r rune) bool {
+		return r == ',' || r == ' ' ||
+			r == '\n' || r == '\t' || r == '\r'
+	}) {
 		n, err := strconv.ParseUint(word, 10, 31)
 		if err != nil {
 			return nil, fmt.Errorf("tokens: %q is no token id", word)
@@ -63,7 +67,8 @@ func (s *Server) Tokenize(ctx context.Context, t Text) ([]uint32, error) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, strings.TrimRight(s.URL, "/")+"/tokenize", bytes.NewReader(b))
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, strings.TrimRight(s.URL, "/")+
+		"/tokenize", bytes.NewReader(b))
 	if err != nil {
 		return nil, fmt.Errorf("--vllm: %w", err)
 	}
@@ -89,7 +94,8 @@ func (s *Server) Tokenize(ctx context.Context, t Text) ([]uint32, error) {
 		case http.StatusNotFound:
 			fix = ": is it a vLLM server, and --model a name that it serves?"
 		}
-		return nil, fmt.Errorf("--vllm: %s answers %s%s %.200q", req.URL, resp.Status, fix, bytes.TrimSpace(answer))
+		return nil, fmt.Errorf("--vllm: %s answers %s%s %.200q", req.URL, resp.Status, fix,
+			bytes.TrimSpace(answer))
 	}
 	if len(answer) > maxAnswer {
 		return nil, fmt.Errorf("--vllm: %s answers more than %d bytes", req.URL, maxAnswer)

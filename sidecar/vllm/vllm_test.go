@@ -14,7 +14,8 @@ import (
 	"testing"
 )
 
-// The names that vLLM's own hasher gives, with every algorithm, length of block, width of token and salt.
+// The names that vLLM's own hasher gives, with every algorithm, length of block, width of token and
+// salt.
 func TestNamesAreVLLMs(t *testing.T) {
 	b, err := os.ReadFile("testdata/names.json")
 	if err != nil {
@@ -39,7 +40,8 @@ func TestNamesAreVLLMs(t *testing.T) {
 		}
 		got, err := s.Pages(g.Tokens, g.CacheSalt)
 		if err != nil || !slices.Equal(got, g.Names) {
-			t.Errorf("%v, pages of %d tokens, salt %.8q: %v, %v\nwant %v", g.Fields, g.PageTokens, g.CacheSalt, err, got, g.Names)
+			t.Errorf("%v, pages of %d tokens, salt %.8q: %v, %v\nwant %v", g.Fields, g.PageTokens,
+				g.CacheSalt, err, got, g.Names)
 		}
 	}
 	if len(algorithms) != 4 {
@@ -50,7 +52,8 @@ func TestNamesAreVLLMs(t *testing.T) {
 // Before 0.31 a salt stood in the hash by itself.
 func TestEarlierSalts(t *testing.T) {
 	declared := sha256.Sum256([]byte("('name', 'salt')"))
-	fields := map[string]string{"hash": "sha256_cbor", "none_hash": strings.Repeat("00", 32), "hash_keys": hex.EncodeToString(declared[:16])}
+	fields := map[string]string{"hash": "sha256_cbor", "none_hash": strings.Repeat("00", 32),
+		"hash_keys": hex.EncodeToString(declared[:16])}
 	tokens := []uint32{1, 2, 3, 4}
 	s, err := SchemeOf(fields, 4)
 	if err != nil {
@@ -58,7 +61,8 @@ func TestEarlierSalts(t *testing.T) {
 	}
 	got, err := s.Pages(tokens, "s")
 	// [32 zero bytes, [1, 2, 3, 4], ["s"]]
-	want := sha256.Sum256([]byte("\x83\x58\x20" + strings.Repeat("\x00", 32) + "\x84\x01\x02\x03\x04\x81\x61s"))
+	want := sha256.Sum256([]byte("\x83\x58\x20" + strings.Repeat("\x00", 32) +
+		"\x84\x01\x02\x03\x04\x81\x61s"))
 	if err != nil || len(got) != 1 || got[0] != hex.EncodeToString(want[:]) {
 		t.Errorf("%v, %v", got, err)
 	}
@@ -102,21 +106,24 @@ func TestWhatCannotBeNamed(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := s.Pages(make([]uint32, 15), ""); err == nil || !strings.Contains(err.Error(), "15 tokens") {
+	if _, err := s.Pages(make([]uint32, 15), ""); err == nil ||
+		!strings.Contains(err.Error(), "15 tokens") {
 		t.Errorf("a short prompt: %v", err)
 	}
 	long, err := SchemeOf(ok, 40_000)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := long.Pages(make([]uint32, 40_000), ""); err == nil || !strings.Contains(err.Error(), "sha256_cbor") {
+	if _, err := long.Pages(make([]uint32, 40_000), ""); err == nil ||
+		!strings.Contains(err.Error(), "sha256_cbor") {
 		t.Errorf("a long block: %v", err)
 	}
 }
 
 func TestParseTokens(t *testing.T) {
 	for text, want := range map[string][]uint32{
-		"[1, 2,3]": {1, 2, 3}, " 1 2\n3,4\t5": {1, 2, 3, 4, 5}, "": nil, "[]": {}, "2147483647": {1<<31 - 1},
+		"[1, 2,3]": {1, 2, 3}, " 1 2\n3,4\t5": {1, 2, 3, 4, 5}, "": nil, "[]": {},
+		"2147483647": {1<<31 - 1},
 	} {
 		got, err := ParseTokens(text)
 		if err != nil || !slices.Equal(got, want) {
@@ -142,11 +149,13 @@ func TestTokenize(t *testing.T) {
 	defer server.Close()
 	s := Server{URL: server.URL + "/", Key: "k"}
 	tokens, err := s.Tokenize(context.Background(), Text{Prompt: "a b", Model: "m"})
-	if err != nil || !slices.Equal(tokens, []uint32{5, 6, 7}) || got != `/tokenize {"model":"m","prompt":"a b"}` || key != "Bearer k" {
+	if err != nil || !slices.Equal(tokens, []uint32{5, 6, 7}) ||
+		got != `/tokenize {"model":"m","prompt":"a b"}` || key != "Bearer k" {
 		t.Errorf("%v, %v, %s, %s", tokens, err, got, key)
 	}
 	messages := json.RawMessage(`[{"role":"user","content":"a"}]`)
-	if _, err := s.Tokenize(context.Background(), Text{Messages: messages}); err != nil || got != `/tokenize {"messages":`+string(messages)+`}` {
+	if _, err := s.Tokenize(context.Background(), Text{Messages: messages}); err != nil ||
+		got != `/tokenize {"messages":`+string(messages)+`}` {
 		t.Errorf("%v, %s", err, got)
 	}
 	for _, c := range []struct {
@@ -160,12 +169,14 @@ func TestTokenize(t *testing.T) {
 		{200, `{"tokens": []}`, "no tokens"},
 	} {
 		status, answer = c.status, c.answer
-		if _, err := s.Tokenize(context.Background(), Text{Prompt: "a"}); err == nil || !strings.Contains(err.Error(), c.words) {
+		if _, err := s.Tokenize(context.Background(), Text{Prompt: "a"}); err == nil ||
+			!strings.Contains(err.Error(), c.words) {
 			t.Errorf("%d %s: %v", c.status, c.answer, err)
 		}
 	}
 	server.Close()
-	if _, err := s.Tokenize(context.Background(), Text{Prompt: "a"}); err == nil || !strings.HasPrefix(err.Error(), "--vllm: ") {
+	if _, err := s.Tokenize(context.Background(), Text{Prompt: "a"}); err == nil ||
+		!strings.HasPrefix(err.Error(), "--vllm: ") {
 		t.Errorf("nobody there: %v", err)
 	}
 }

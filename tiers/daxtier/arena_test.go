@@ -15,7 +15,8 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// fakeDevice is /dev/zero, with a made-up sysfs that says that it is a DAX device of 2 MiB pages: mapped, it is memory that lasts as long as the mapping.
+// fakeDevice is /dev/zero, with a made-up sysfs that says that it is a DAX device of 2 MiB pages:
+// mapped, it is memory that lasts as long as the mapping.
 func fakeDevice(t *testing.T) Options {
 	t.Helper()
 	if runtime.GOARCH != "amd64" {
@@ -23,9 +24,12 @@ func fakeDevice(t *testing.T) Options {
 	}
 	sysFS := t.TempDir()
 	device, bus := filepath.Join(sysFS, "devices", "dax0.0"), filepath.Join(sysFS, "bus", "dax")
-	noError(t, errors.Join(os.MkdirAll(device, 0o755), os.MkdirAll(bus, 0o755), os.MkdirAll(filepath.Join(sysFS, "dev", "char"), 0o755),
-		os.Symlink(device, filepath.Join(sysFS, "dev", "char", "1:5")), os.Symlink(bus, filepath.Join(device, "subsystem")),
-		os.WriteFile(filepath.Join(device, "size"), []byte("16777216\n"), 0o644), os.WriteFile(filepath.Join(device, "align"), []byte("2097152\n"), 0o644)))
+	noError(t, errors.Join(os.MkdirAll(device, 0o755), os.MkdirAll(bus, 0o755),
+		os.MkdirAll(filepath.Join(sysFS, "dev", "char"), 0o755),
+		os.Symlink(device, filepath.Join(sysFS, "dev", "char", "1:5")),
+		os.Symlink(bus, filepath.Join(device, "subsystem")),
+		os.WriteFile(filepath.Join(device, "size"), []byte("16777216\n"), 0o644),
+		os.WriteFile(filepath.Join(device, "align"), []byte("2097152\n"), 0o644)))
 	path := filepath.Join(t.TempDir(), "dax0.0")
 	if err := unix.Mknod(path, unix.S_IFCHR|0o600, int(unix.Mkdev(1, 5))); err != nil {
 		t.Skipf("SKIPPED: mknod: %v", err)
@@ -33,7 +37,8 @@ func fakeDevice(t *testing.T) Options {
 	return Options{Devices: []DeviceSpec{{Path: path}}, SysFS: sysFS}
 }
 
-// What was committed is found again when the arena is opened anew, also partly filled chunks, and is only believed once it was checked.
+// What was committed is found again when the arena is opened anew, also partly filled chunks, and
+// is only believed once it was checked.
 func TestArenaReopened(t *testing.T) {
 	t.Parallel()
 	o := arenaOptions(files(memory(t), 2, 8<<20))
@@ -47,7 +52,8 @@ func TestArenaReopened(t *testing.T) {
 		}
 	}
 	r.flush()
-	if st := r.a.Stats(); st.Kept != 2*n || st.Waiting != 0 || st.Failed != 0 || st.UsedBytes == 0 || st.CapacityBytes == 0 || st.Unverified != 0 {
+	if st := r.a.Stats(); st.Kept != 2*n || st.Waiting != 0 || st.Failed != 0 ||
+		st.UsedBytes == 0 || st.CapacityBytes == 0 || st.Unverified != 0 {
 		t.Errorf("%+v", st)
 	}
 	if st := r.a.Status(); len(st.Devices) != 2 || st.TotalUsedBytes != r.a.Stats().UsedBytes {
@@ -63,7 +69,8 @@ func TestArenaReopened(t *testing.T) {
 		t.Errorf("%d of %d chunks are to be checked", got, 2*n)
 	}
 	_, owner := r.session(space)
-	if got, err := r.e.Lookup(owner, 1, 0, prefixOf(0, 6).Digests(0, 6, 32)); got != 0 || err != nil {
+	if got, err := r.e.Lookup(owner, 1, 0, prefixOf(0, 6).Digests(0, 6, 32)); got != 0 ||
+		err != nil {
 		t.Errorf("%d pages are found that nobody has checked: %v", got, err)
 	}
 	for i := range n {
@@ -71,7 +78,8 @@ func TestArenaReopened(t *testing.T) {
 			t.Errorf("prefix %d: %d pages", i, got)
 		}
 	}
-	if st := r.a.Stats(); st.Verified != 2*n || st.Corrupt != 0 || st.Unverified != 0 || st.Kept != 2*n {
+	if st := r.a.Stats(); st.Verified != 2*n || st.Corrupt != 0 || st.Unverified != 0 ||
+		st.Kept != 2*n {
 		t.Errorf("%+v", st)
 	}
 	// They are not written down again, and what comes now is.
@@ -101,7 +109,8 @@ func TestArenaOnDevice(t *testing.T) {
 		if region.Kind != "devdax" || region.PageSize != 2<<20 {
 			t.Fatalf("%+v", region)
 		}
-		tiertest.FillRun(region.Bytes[grants[0].Offset:int64(grants[0].Offset)+4*space.Geometry.PageBytes], p.Run(space, 0, 4))
+		tiertest.FillRun(region.Bytes[grants[0].Offset:int64(grants[0].Offset)+
+			4*space.Geometry.PageBytes], p.Run(space, 0, 4))
 		noError(t, r.e.CommitStore(owner, res.Store, nil))
 	}
 	r.flush()
@@ -115,7 +124,8 @@ func TestArenaOnDevice(t *testing.T) {
 		if _, err := f.ReadAt(b, h.Layout.SlotOffset(slot)); err != nil {
 			t.Fatal(err)
 		}
-		if wrong := tiertest.WrongPage(b, tiers.Run{Space: space, First: e.First, Hashes: e.Digests}); wrong >= 0 {
+		if wrong := tiertest.WrongPage(b, tiers.Run{Space: space, First: e.First,
+			Hashes: e.Digests}); wrong >= 0 {
 			t.Errorf("slot %d is not what its entry says", slot)
 		}
 	})

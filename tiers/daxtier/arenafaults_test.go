@@ -28,7 +28,8 @@ func (r *rig) findAll(space *tiers.Space, n int) (found int) {
 	return found
 }
 
-// What does not check out on the devices is a miss, and is gone then; all else is found: faults 26 and 27.
+// What does not check out on the devices is a miss, and is gone then; all else is found: faults 26
+// and 27.
 func TestArenaRot(t *testing.T) {
 	t.Parallel()
 	o := arenaOptions(files(memory(t), 2, 8<<20))
@@ -69,7 +70,8 @@ func TestArenaRot(t *testing.T) {
 	}
 }
 
-// Everything else that can be wrong with what is on the devices costs chunks at most: faults 26 to 29.
+// Everything else that can be wrong with what is on the devices costs chunks at most: faults 26 to
+// 29.
 func TestArenaDamaged(t *testing.T) {
 	t.Parallel()
 	seeds(t, 4, func(t *testing.T, seed uint64) {
@@ -90,7 +92,8 @@ func TestArenaDamaged(t *testing.T) {
 			b := append([]byte(nil), good...)
 			const page = 4096
 			at := func() int { return rnd.IntN(len(b)/page) * page }
-			what := [...]string{"bits flipped", "pages swapped", "pages misdirected", "directories garbled", "cut short"}[round%5]
+			what := [...]string{"bits flipped", "pages swapped", "pages misdirected",
+				"directories garbled", "cut short"}[round%5]
 			for range 1 + rnd.IntN(200) {
 				x, y := at(), at()
 				switch round % 5 {
@@ -122,18 +125,22 @@ func TestArenaDamaged(t *testing.T) {
 			}
 			found := q.findAll(testSpace(), n)
 			for i := range 5 {
-				if held := q.store(testSpace(), prefixOf(1000+i, testPages), testPages); held != testPages || q.find(testSpace(), prefixOf(1000+i, testPages)) != testPages {
+				if held := q.store(testSpace(), prefixOf(1000+i, testPages),
+					testPages); held != testPages ||
+					q.find(testSpace(), prefixOf(1000+i, testPages)) != testPages {
 					t.Errorf("round %d, %s: what is stored after it is not found", round, what)
 				}
 			}
 			q.flush()
-			t.Logf("round %d, %s: %d of %d chunks are left; %+v", round, what, found, n, q.a.Stats())
+			t.Logf("round %d, %s: %d of %d chunks are left; %+v", round, what, found, n,
+				q.a.Stats())
 			q.close()
 		}
 	})
 }
 
-// Fault 16: pages go bad. What lies on them is a miss, whether it was found there or is just being stored, all else stays, and their places are not used again.
+// Fault 16: pages go bad. What lies on them is a miss, whether it was found there or is just being
+// stored, all else stays, and their places are not used again.
 func TestArenaPoisonedPages(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("SKIPPED: needs root, for userfaultfd")
@@ -163,15 +170,18 @@ func TestArenaPoisonedPages(t *testing.T) {
 	if st := r.a.Stats(); st.Unreadable != n/10 || st.Corrupt != 0 || st.GivenUp != 0 {
 		t.Errorf("%+v", st)
 	}
-	// A page that goes bad after its chunk was committed and before it is kept. The worker's mapping is another, and knows nothing of it.
+	// A page that goes bad after its chunk was committed and before it is kept. The worker's
+	// mapping is another, and knows nothing of it.
 	_, owner := r.session(testSpace())
 	p := prefixOf(1000, testPages)
 	r.a.MakeRoom(testSpace().Geometry, 1)
 	res, grants, err := r.e.PrepareStore(owner, 0, nil, p.Digests(0, testPages, 32), nil)
 	noError(t, err)
 	region := r.regions[grants[0].Region]
-	tiertest.FillRun(r.at(region.ID, grants[0].Offset, testPages*testSpace().Geometry.PageBytes), p.Run(testSpace(), 0, testPages))
-	bad.page(region.OffsetBytes - r.a.fs.Device(o.Devices[0].Path).Offset() + int64(grants[0].Offset))
+	tiertest.FillRun(r.at(region.ID, grants[0].Offset, testPages*testSpace().Geometry.PageBytes),
+		p.Run(testSpace(), 0, testPages))
+	bad.page(region.OffsetBytes - r.a.fs.Device(o.Devices[0].Path).Offset() +
+		int64(grants[0].Offset))
 	noError(t, r.e.CommitStore(owner, res.Store, nil))
 	r.flush()
 	if got := r.find(testSpace(), p); got != 0 {
@@ -183,7 +193,8 @@ func TestArenaPoisonedPages(t *testing.T) {
 	// What comes now is found: no bad place is granted again.
 	for i := range 60 {
 		q := prefixOf(2000+i, testPages)
-		if held := r.store(testSpace(), q, testPages); held != testPages || r.find(testSpace(), q) != testPages {
+		if held := r.store(testSpace(), q, testPages); held != testPages ||
+			r.find(testSpace(), q) != testPages {
 			t.Errorf("chunk %d is not found", 2000+i)
 		}
 	}
@@ -193,7 +204,8 @@ func TestArenaPoisonedPages(t *testing.T) {
 	}
 }
 
-// Faults 15 and 17: the device is gone. Slabs are given up, their regions go, everything is a miss; when it is back, the arena works again.
+// Faults 15 and 17: the device is gone. Slabs are given up, their regions go, everything is a miss;
+// when it is back, the arena works again.
 func TestArenaTruncated(t *testing.T) {
 	t.Parallel()
 	o := arenaOptions(files(memory(t), 2, 4<<20))
@@ -212,7 +224,8 @@ func TestArenaTruncated(t *testing.T) {
 	if found == 0 || found == n {
 		t.Errorf("%d of %d chunks are found on the device that is left", found, n)
 	}
-	// What is stored there cannot be written by the worker: it says so. Here nothing is, until the slabs have been given up.
+	// What is stored there cannot be written by the worker: it says so. Here nothing is, until the
+	// slabs have been given up.
 	eventually(t, "the slabs are given up", func() bool {
 		_ = r.findAll(testSpace(), n)
 		st := r.a.Stats()
@@ -222,7 +235,8 @@ func TestArenaTruncated(t *testing.T) {
 	eventually(t, "the slabs are back", func() bool { return r.a.Stats().GivenUp == 0 })
 	for i := range 30 {
 		q := prefixOf(3000+i, testPages)
-		if held := r.store(testSpace(), q, testPages); held != testPages || r.find(testSpace(), q) != testPages {
+		if held := r.store(testSpace(), q, testPages); held != testPages ||
+			r.find(testSpace(), q) != testPages {
 			t.Errorf("chunk %d is not found", 3000+i)
 		}
 	}
@@ -236,7 +250,8 @@ func TestArenaTruncated(t *testing.T) {
 	checkClean(t, o.Options)
 }
 
-// Chunks that nobody has checked, and such that nobody has kept yet, move with their device's others, and are checked and kept by that.
+// Chunks that nobody has checked, and such that nobody has kept yet, move with their device's
+// others, and are checked and kept by that.
 func TestArenaMigration(t *testing.T) {
 	t.Parallel()
 	o := arenaOptions(files(memory(t), 2, 8<<20))
@@ -249,7 +264,8 @@ func TestArenaMigration(t *testing.T) {
 	r.flush()
 	eachEntry(t, &r.a.devices, func(file vfs.File, h *media.Header, slot int, e *media.Entry) {
 		if string(e.Digests) == string(prefixOf(7, testPages).Digests(0, testPages, 32)) {
-			if _, err := file.WriteAt([]byte("rotten"), h.Layout.SlotOffset(slot)+5000); err != nil {
+			if _, err := file.WriteAt([]byte("rotten"), h.Layout.SlotOffset(slot)+
+				5000); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -281,7 +297,8 @@ func TestArenaMigration(t *testing.T) {
 	}
 }
 
-// A device that is leased is only removed by force, and then when the leases have ended; one that is drained keeps what it has.
+// A device that is leased is only removed by force, and then when the leases have ended; one that
+// is drained keeps what it has.
 func TestArenaLeased(t *testing.T) {
 	t.Parallel()
 	o := arenaOptions(files(memory(t), 1, 4<<20))
@@ -291,7 +308,8 @@ func TestArenaLeased(t *testing.T) {
 	r.store(testSpace(), p, testPages)
 	r.flush()
 	_, owner := r.session(testSpace())
-	if n, err := r.e.Lookup(owner, 77, 0, p.Digests(0, testPages, 32)); n != testPages || err != nil {
+	if n, err := r.e.Lookup(owner, 77, 0, p.Digests(0, testPages, 32)); n != testPages ||
+		err != nil {
 		t.Fatal(n, err)
 	}
 	path := o.Devices[0].Path
@@ -330,7 +348,8 @@ func TestArenaLeased(t *testing.T) {
 	}
 }
 
-// A geometry gets blank slabs before anything is evicted for it, and another one takes over what the first has left cold.
+// A geometry gets blank slabs before anything is evicted for it, and another one takes over what
+// the first has left cold.
 func TestArenaMakeRoom(t *testing.T) {
 	t.Parallel()
 	o := arenaOptions(files(memory(t), 2, 4<<20))
@@ -348,8 +367,12 @@ func TestArenaMakeRoom(t *testing.T) {
 	if capacity < 2*3<<20 {
 		t.Errorf("something is evicted with %d bytes in use", capacity)
 	}
-	other := tiertest.NewSpace("other", tiers.Geometry{PageBytes: 8 << 10, PagesPerChunk: 2, PageTokens: 16, DigestBytes: 16})
-	eventually(t, "the other geometry has room", func() bool { return r.store(other, prefixOf(5, 2), 2) == 2 })
+	other := tiertest.NewSpace("other", tiers.Geometry{PageBytes: 8 << 10, PagesPerChunk: 2,
+		PageTokens: 16, DigestBytes: 16})
+	eventually(t, "the other geometry has room", func() bool {
+		return r.store(other, prefixOf(5, 2),
+			2) == 2
+	})
 	if got := r.find(other, prefixOf(5, 2)); got != 2 {
 		t.Errorf("%d pages", got)
 	}

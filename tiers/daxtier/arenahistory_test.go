@@ -28,7 +28,8 @@ type arenaWorld struct {
 	size   int64 // of a device
 	paths  []string
 	spaces []*tiers.Space
-	// held has the digests of the pages that may be found, by space: those that were committed and not cleared since.
+	// held has the digests of the pages that may be found, by space: those that were committed and
+	// not cleared since.
 	held []map[string]bool
 	// stored are the prefixes that must be found if nothing was forgotten.
 	stored []map[string]tiertest.Prefix
@@ -86,7 +87,8 @@ func (w *arenaWorld) check(r *rig, i int, p tiertest.Prefix) int {
 	n := r.find(w.spaces[i], p)
 	for k := range n {
 		if !w.held[i][string(p.Digests(k, k+1, w.spaces[i].Geometry.DigestBytes))] {
-			w.t.Fatalf("page %d of %v in space %d is found, and was never stored, or cleared", k, p, i)
+			w.t.Fatalf("page %d of %v in space %d is found, and was never stored, or cleared", k, p,
+				i)
 		}
 	}
 	return n
@@ -101,7 +103,8 @@ func (w *arenaWorld) checkAll(r *rig, all bool, what string) {
 			n := w.check(r, i, p)
 			w.finds += n
 			if exact && n < len(p) {
-				w.t.Fatalf("%s: %d pages of %v in space %d are there; %+v", what, n, p, i, r.a.Stats())
+				w.t.Fatalf("%s: %d pages of %v in space %d are there; %+v", what, n, p, i,
+					r.a.Stats())
 			}
 		}
 	}
@@ -121,7 +124,8 @@ func (w *arenaWorld) clear() {
 	case 1:
 		for _, p := range w.stored[i] {
 			w.verify(o, p.Digests(0, len(p), size))
-			if _, err := w.e.Lookup(o, uint64(len(p))<<32, 0, p.Digests(0, len(p), size)); err != nil {
+			if _, err := w.e.Lookup(o, uint64(len(p))<<32, 0,
+				p.Digests(0, len(p), size)); err != nil {
 				w.t.Fatal(err)
 			}
 		}
@@ -204,11 +208,15 @@ func (w *arenaWorld) plug() {
 		if mode == Drain {
 			mode = Migrate
 		}
-		err = w.a.Resize(ctx, path, []int64{w.size / 2, w.size, 2 * w.size}[w.rnd.IntN(3)], mode, w.rnd.IntN(2) == 0)
+		err = w.a.Resize(ctx, path, []int64{w.size / 2, w.size, 2 * w.size}[w.rnd.IntN(3)], mode,
+			w.rnd.IntN(2) == 0)
 		w.exact = w.exact && mode != Evict
 	}
-	if err != nil && !errors.Is(err, ErrNotFound) && !errors.Is(err, ErrExists) && !errors.Is(err, ErrLeased) && !errors.Is(err, ErrNoRoom) && !errors.Is(err, context.Canceled) &&
-		!errors.Is(err, tiers.ErrBusy) && !errors.Is(err, tiers.ErrInvalid) && !errors.Is(err, ErrDevice) {
+	if err != nil && !errors.Is(err, ErrNotFound) && !errors.Is(err, ErrExists) &&
+		!errors.Is(err, ErrLeased) && !errors.Is(err, ErrNoRoom) &&
+		!errors.Is(err, context.Canceled) &&
+		!errors.Is(err, tiers.ErrBusy) && !errors.Is(err, tiers.ErrInvalid) &&
+		!errors.Is(err, ErrDevice) {
 		w.t.Fatal(err)
 	}
 }
@@ -284,27 +292,34 @@ func copyFile(t testing.TB, from, to string) {
 	noError(t, err)
 }
 
-// TestArenaHistories: whatever happens, what is found is what was committed and not cleared, and what was kept stays as long as there is room for it.
+// TestArenaHistories: whatever happens, what is found is what was committed and not cleared, and
+// what was kept stays as long as there is room for it.
 func TestArenaHistories(t *testing.T) {
 	t.Parallel()
 	finds := make(chan int, 100)
 	t.Run("seeds", func(t *testing.T) {
 		seeds(t, 10, func(t *testing.T, seed uint64) {
 			rnd := rand.New(rand.NewPCG(seed, 21))
-			w := &arenaWorld{t: t, rnd: rnd, size: []int64{1 << 20, 3 << 20, 12 << 20}[rnd.IntN(3)], exact: true}
+			w := &arenaWorld{t: t, rnd: rnd, size: []int64{1 << 20, 3 << 20, 12 << 20}[rnd.IntN(3)],
+				exact: true}
 			w.o = arenaOptions(files(memory(t), 1+rnd.IntN(3), w.size))
-			w.o.SlabBytes, w.o.HotPlug, w.o.StoreWorkers = []int64{256 << 10, 512 << 10, 1 << 20}[rnd.IntN(3)], true, 1+rnd.IntN(3)
+			w.o.SlabBytes, w.o.HotPlug, w.o.StoreWorkers = []int64{256 << 10, 512 << 10,
+				1 << 20}[rnd.IntN(3)], true, 1+rnd.IntN(3)
 			w.o.Books.MaxSpaces = 4
 			for _, d := range w.o.Devices {
 				w.paths = append(w.paths, d.Path)
 			}
 			w.paths = append(w.paths, filepath.Join(filepath.Dir(w.paths[0]), "more"))
-			geometries := []tiers.Geometry{{PageBytes: 4 << 10, PagesPerChunk: 4, PageTokens: 16, DigestBytes: 32}, {PageBytes: 5000, PagesPerChunk: 3, PageTokens: 8, DigestBytes: 16}}
+			geometries := []tiers.Geometry{{PageBytes: 4 << 10, PagesPerChunk: 4, PageTokens: 16,
+				DigestBytes: 32}, {PageBytes: 5000, PagesPerChunk: 3, PageTokens: 8,
+				DigestBytes: 16}}
 			for i := range 1 + rnd.IntN(2) {
-				w.spaces = append(w.spaces, tiertest.NewSpace("history", geometries[i]), tiertest.NewSpace("other", geometries[i]))
+				w.spaces = append(w.spaces, tiertest.NewSpace("history", geometries[i]),
+					tiertest.NewSpace("other", geometries[i]))
 			}
 			for range w.spaces {
-				w.held, w.stored = append(w.held, map[string]bool{}), append(w.stored, map[string]tiertest.Prefix{})
+				w.held, w.stored = append(w.held, map[string]bool{}),
+					append(w.stored, map[string]tiertest.Prefix{})
 			}
 			var err error
 			if w.rig, err = tryRig(t, w.o); err != nil {
@@ -360,7 +375,8 @@ func TestArenaHistories(t *testing.T) {
 // arenaChildEnv makes the test binary the process that TestArenaKilled kills.
 const arenaChildEnv = "LOOKASIDE_ARENA_TEST_CHILD"
 
-// arenaKillCapacity is room for all chunks several times over on each device: nothing is ever evicted.
+// arenaKillCapacity is room for all chunks several times over on each device: nothing is ever
+// evicted.
 const arenaKillCapacity = 2 * killCapacity
 
 func arenaKillOptions(dir string) Options {
@@ -372,9 +388,12 @@ func arenaKillOptions(dir string) Options {
 // complaining is a testing.TB of a process that is no test.
 type complaining struct{ testing.TB }
 
-func (complaining) Helper()                           {}
-func (complaining) Error(args ...any)                 { fmt.Println("!", fmt.Sprint(args...)) }
-func (complaining) Errorf(format string, args ...any) { fmt.Println("!", fmt.Sprintf(format, args...)) }
+func (complaining) Helper()           {}
+func (complaining) Error(args ...any) { fmt.Println("!", fmt.Sprint(args...)) }
+func (complaining) Errorf(format string, args ...any) {
+	fmt.Println("!",
+		fmt.Sprintf(format, args...))
+}
 func (complaining) Fatal(args ...any) {
 	fmt.Println("!", fmt.Sprint(args...))
 	os.Exit(1)
@@ -383,8 +402,9 @@ func (complaining) Fatalf(format string, args ...any) {
 	complaining{}.Fatal(fmt.Sprintf(format, args...))
 }
 
-// arenaChild stores and drops chunks, and has devices come and go, until it is killed. It says what it is about to do and what is done: "?n" chunk n may be there or not from now
-// on, "+n" it is kept, "-n" it is dropped for good.
+// arenaChild stores and drops chunks, and has devices come and go, until it is killed. It says what
+// it is about to do and what is done: "?n" chunk n may be there or not from now on, "+n" it is
+// kept, "-n" it is dropped for good.
 func arenaChild(spec string) {
 	dir, text, _ := strings.Cut(spec, "#")
 	seed, _ := strconv.ParseUint(text, 10, 64)
@@ -400,7 +420,8 @@ func arenaChild(spec string) {
 		go func() {
 			rnd := rand.New(rand.NewPCG(seed, uint64(w)))
 			for {
-				n := w + 2*rnd.IntN(killChunks/2) // each worker has chunks of its own, so that what it says is in order
+				// each worker has chunks of its own, so that what it says is in order
+				n := w + 2*rnd.IntN(killChunks/2)
 				p := prefixOf(n, testPages)
 				fmt.Printf("?%d\n", n)
 				if rnd.IntN(3) == 0 {
@@ -437,7 +458,8 @@ func arenaChild(spec string) {
 		path, ctx := arenaKillOptions(dir).Devices[rnd.IntN(3)].Path, context.Background()
 		var err error
 		if rnd.IntN(2) == 0 {
-			err = errors.Join(r.a.Resize(ctx, path, arenaKillCapacity/2, Migrate, true), r.a.Resize(ctx, path, arenaKillCapacity, Migrate, true))
+			err = errors.Join(r.a.Resize(ctx, path, arenaKillCapacity/2, Migrate, true),
+				r.a.Resize(ctx, path, arenaKillCapacity, Migrate, true))
 		} else if err = r.a.Remove(ctx, path, Migrate, true); err == nil {
 			err = r.a.Add(ctx, path, arenaKillCapacity)
 		}
@@ -447,8 +469,8 @@ func arenaChild(spec string) {
 	}
 }
 
-// TestArenaKilled kills a process at a random moment, again and again. Opened again, the devices have every chunk that it said was kept, right in every byte, and none that it said
-// was dropped.
+// TestArenaKilled kills a process at a random moment, again and again. Opened again, the devices
+// have every chunk that it said was kept, right in every byte, and none that it said was dropped.
 func TestArenaKilled(t *testing.T) {
 	t.Parallel()
 	self, err := os.Executable()
@@ -463,7 +485,8 @@ func TestArenaKilled(t *testing.T) {
 		kept := 0
 		for round := range 4 {
 			cmd := exec.Command(self)
-			cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%s#%d", arenaChildEnv, dir, seed<<8|uint64(round)))
+			cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%s#%d", arenaChildEnv, dir,
+				seed<<8|uint64(round)))
 			out, err := cmd.StdoutPipe()
 			if err != nil {
 				t.Fatal(err)
@@ -476,7 +499,8 @@ func TestArenaKilled(t *testing.T) {
 			kill := func() {
 				if !killed {
 					killed = true
-					time.AfterFunc(time.Duration(1+rnd.IntN(120))*time.Millisecond, func() { _ = cmd.Process.Kill() })
+					time.AfterFunc(time.Duration(1+rnd.IntN(120))*time.Millisecond,
+						func() { _ = cmd.Process.Kill() })
 				}
 			}
 			for lines.Scan() {
@@ -488,7 +512,8 @@ func TestArenaKilled(t *testing.T) {
 				case strings.HasPrefix(line, "!"):
 					t.Error(line)
 				default:
-					if n, err := strconv.Atoi(line[1:]); err == nil { // else it was cut off by the kill
+					if n, err := strconv.Atoi(line[1:]); err == nil {
+						// else it was cut off by the kill
 						if state[n] = line[0]; line[0] == '+' {
 							kill()
 						}

@@ -14,7 +14,8 @@ import (
 	"lookaside/tiers/tiertest"
 )
 
-// rig is an arena and what uses it: a session for each space, and a worker's mappings of the regions.
+// rig is an arena and what uses it: a session for each space, and a worker's mappings of the
+// regions.
 type rig struct {
 	t testing.TB
 	a *Arena
@@ -44,7 +45,8 @@ func openRig(t testing.TB, o ArenaOptions) *rig {
 }
 
 func tryRig(t testing.TB, o ArenaOptions) (*rig, error) {
-	r := &rig{t: t, regions: map[uint32]Region{}, worker: map[uint32][]byte{}, owners: map[engine.SpaceID]bool{}}
+	r := &rig{t: t, regions: map[uint32]Region{}, worker: map[uint32][]byte{},
+		owners: map[engine.SpaceID]bool{}}
 	o.Added, o.Removed = r.added, r.removed
 	a, err := OpenArena(o)
 	if err != nil {
@@ -80,11 +82,13 @@ func (r *rig) added(x Region) error {
 	if _, there := r.regions[x.ID]; there {
 		r.t.Errorf("region %d is added twice", x.ID)
 	}
-	if x.OffsetBytes%x.PageSize != 0 || x.SizeBytes%x.PageSize != 0 || int64(len(x.Bytes)) != x.SizeBytes {
+	if x.OffsetBytes%x.PageSize != 0 || x.SizeBytes%x.PageSize != 0 ||
+		int64(len(x.Bytes)) != x.SizeBytes {
 		r.t.Errorf("%+v", x)
 	}
 	var err error
-	if r.worker[x.ID], err = unix.Mmap(x.FD, x.OffsetBytes, int(x.SizeBytes), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err != nil {
+	if r.worker[x.ID], err = unix.Mmap(x.FD, x.OffsetBytes, int(x.SizeBytes),
+		unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err != nil {
 		return err
 	}
 	r.regions[x.ID] = x
@@ -114,7 +118,8 @@ func (r *rig) at(region uint32, offset uint64, n int64) []byte {
 	defer r.mu.Unlock()
 	mem := r.worker[region]
 	if mem == nil || int64(offset)+n > int64(len(mem)) {
-		r.t.Errorf("bytes %d to %d of region %d, which has %d", offset, int64(offset)+n, region, len(mem))
+		r.t.Errorf("bytes %d to %d of region %d, which has %d", offset, int64(offset)+n, region,
+			len(mem))
 		return make([]byte, n)
 	}
 	return mem[offset : int64(offset)+n]
@@ -149,7 +154,8 @@ func (r *rig) store(space *tiers.Space, p tiertest.Prefix, pages int) (held int)
 	}
 	for _, x := range grants {
 		from, to := int(x.Page), int(x.Page+x.Pages)
-		tiertest.FillRun(r.at(x.Region, x.Offset, int64(x.Pages)*g.PageBytes), p.Run(space, from, to))
+		tiertest.FillRun(r.at(x.Region, x.Offset, int64(x.Pages)*g.PageBytes),
+			p.Run(space, from, to))
 	}
 	if res.Store != 0 {
 		if err := r.e.CommitStore(o, res.Store, nil); err != nil {
@@ -193,7 +199,8 @@ func (r *rig) find(space *tiers.Space, p tiertest.Prefix) (pages int) {
 	}
 	load, extents, err := r.e.PrepareLoad(o, o, lookup, 0, n, nil)
 	if err != nil {
-		if !errors.Is(err, tiers.ErrStale) && !errors.Is(err, tiers.ErrNotFound) { // dropped meanwhile
+		if !errors.Is(err, tiers.ErrStale) && !errors.Is(err, tiers.ErrNotFound) {
+			// dropped meanwhile
 			r.t.Error(err)
 		}
 		_ = r.e.Cancel(o, lookup)
@@ -201,7 +208,8 @@ func (r *rig) find(space *tiers.Space, p tiertest.Prefix) (pages int) {
 	}
 	for _, x := range extents {
 		run := p.Run(space, int(x.Page), int(x.Page+x.Pages))
-		if wrong := tiertest.WrongPage(r.at(x.Region, x.Offset, int64(x.Pages)*g.PageBytes), run); wrong >= 0 {
+		if wrong := tiertest.WrongPage(r.at(x.Region, x.Offset, int64(x.Pages)*g.PageBytes),
+			run); wrong >= 0 {
 			r.t.Errorf("FALSE HIT: page %d of %v is wrong", run.First+wrong, p)
 		}
 	}

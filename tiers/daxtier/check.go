@@ -14,7 +14,8 @@ import (
 
 // CheckOptions says what to check, and how.
 type CheckOptions struct {
-	// Devices, or files that stand in for them. Of each, all partitions are checked that lie one behind the other from OffsetBytes on, as those of ranks do.
+	// Devices, or files that stand in for them. Of each, all partitions are checked that lie one
+	// behind the other from OffsetBytes on, as those of ranks do.
 	Devices     []string
 	OffsetBytes int64
 	// Repair and Progress are package disk's.
@@ -24,7 +25,8 @@ type CheckOptions struct {
 	SysFS string
 }
 
-// Check reads and verifies all that a pool that nobody has open holds: see slab.Check. Nothing is made; fs.ErrNotExist: a device has no partition of ours.
+// Check reads and verifies all that a pool that nobody has open holds: see slab.Check. Nothing is
+// made; fs.ErrNotExist: a device has no partition of ours.
 func Check(ctx context.Context, o CheckOptions) (r slab.Report, err error) {
 	fsys := mapped.New(nil)
 	defer func() { err = errors.Join(err, fsys.Close()) }()
@@ -35,7 +37,8 @@ func Check(ctx context.Context, o CheckOptions) (r slab.Report, err error) {
 			if at != 0 {
 				dir += fmt.Sprintf("@%d", at)
 			}
-			err := fsys.MountExisting(dir, dax.DeviceOptions{Path: device, OffsetBytes: at, AllowFile: true, SysFS: o.SysFS})
+			err := fsys.MountExisting(dir, dax.DeviceOptions{Path: device, OffsetBytes: at,
+				AllowFile: true, SysFS: o.SysFS})
 			if err != nil && (at == o.OffsetBytes || !errors.Is(err, fs.ErrNotExist)) {
 				return r, err
 			}
@@ -46,5 +49,6 @@ func Check(ctx context.Context, o CheckOptions) (r slab.Report, err error) {
 			at += fsys.Device(dir).Size()
 		}
 	}
-	return slab.Check(ctx, slab.CheckOptions{FS: fsys, Dirs: dirs, Repair: o.Repair, Progress: o.Progress})
+	return slab.Check(ctx, slab.CheckOptions{FS: fsys, Dirs: dirs, Repair: o.Repair,
+		Progress: o.Progress})
 }

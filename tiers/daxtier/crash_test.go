@@ -39,7 +39,8 @@ func seeds(t *testing.T, n uint64, f func(t *testing.T, seed uint64)) {
 	}
 }
 
-// childEnv makes the test binary the process that TestKilled kills: it names the directory of the devices and the seed.
+// childEnv makes the test binary the process that TestKilled kills: it names the directory of the
+// devices and the seed.
 const childEnv = "LOOKASIDE_POOL_TEST_CHILD"
 
 const (
@@ -53,8 +54,8 @@ func killOptions(dir string) Options {
 	return o
 }
 
-// child stores and drops chunks, and has devices come and go, until it is killed. It says what it is about to do and what is done: "+n" chunk n is
-// stored, "-n" it may be dropped from now on.
+// child stores and drops chunks, and has devices come and go, until it is killed. It says what it
+// is about to do and what is done: "+n" chunk n is stored, "-n" it may be dropped from now on.
 func child(spec string) {
 	dir, text, _ := strings.Cut(spec, "#")
 	seed, _ := strconv.ParseUint(text, 10, 64)
@@ -69,7 +70,8 @@ func child(spec string) {
 		go func() {
 			rnd := rand.New(rand.NewPCG(seed, uint64(w)))
 			for {
-				n := w + 2*rnd.IntN(killChunks/2) // each worker has chunks of its own, so that what it says is in order
+				// each worker has chunks of its own, so that what it says is in order
+				n := w + 2*rnd.IntN(killChunks/2)
 				if rnd.IntN(4) == 0 {
 					fmt.Printf("-%d\n", n)
 					if err := p.Drop(context.Background(), run(space, n)); err != nil {
@@ -89,7 +91,8 @@ func child(spec string) {
 		path, ctx := killOptions(dir).Devices[rnd.IntN(3)].Path, context.Background()
 		var err error
 		if rnd.IntN(2) == 0 {
-			err = errors.Join(p.Resize(ctx, path, killCapacity/2, Migrate, true), p.Resize(ctx, path, killCapacity, Migrate, true))
+			err = errors.Join(p.Resize(ctx, path, killCapacity/2, Migrate, true),
+				p.Resize(ctx, path, killCapacity, Migrate, true))
 		} else if err = p.Remove(ctx, path, Migrate, true); err == nil {
 			err = p.Add(ctx, path, killCapacity)
 		}
@@ -99,8 +102,8 @@ func child(spec string) {
 	}
 }
 
-// TestKilled kills a process at a random moment, again and again. Opened again, the devices have every chunk that it said was stored, right in every byte,
-// and nothing is damaged.
+// TestKilled kills a process at a random moment, again and again. Opened again, the devices have
+// every chunk that it said was stored, right in every byte, and nothing is damaged.
 func TestKilled(t *testing.T) {
 	t.Parallel()
 	self, err := os.Executable()
@@ -113,7 +116,8 @@ func TestKilled(t *testing.T) {
 		state := map[int]bool{} // true: stored; false: either
 		for round := range 4 {
 			cmd := exec.Command(self)
-			cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%s#%d", childEnv, dir, seed<<8|uint64(round)))
+			cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%s#%d", childEnv, dir,
+				seed<<8|uint64(round)))
 			out, err := cmd.StdoutPipe()
 			if err != nil {
 				t.Fatal(err)
@@ -126,7 +130,8 @@ func TestKilled(t *testing.T) {
 			for lines.Scan() {
 				switch line := lines.Text(); {
 				case line == "open":
-					kill = time.AfterFunc(time.Duration(1+rnd.IntN(60))*time.Millisecond, func() { _ = cmd.Process.Kill() })
+					kill = time.AfterFunc(time.Duration(1+rnd.IntN(60))*time.Millisecond,
+						func() { _ = cmd.Process.Kill() })
 				case strings.HasPrefix(line, "!"):
 					t.Error(line)
 				default:
@@ -185,7 +190,8 @@ func chunksOf(r slab.Report) (n int) {
 	return n
 }
 
-// Everything else that can be wrong with what is on the devices costs chunks at most: faults 26 to 29.
+// Everything else that can be wrong with what is on the devices costs chunks at most: faults 26 to
+// 29.
 func TestDamaged(t *testing.T) {
 	t.Parallel()
 	seeds(t, 8, func(t *testing.T, seed uint64) {
@@ -283,7 +289,8 @@ func TestCheck(t *testing.T) {
 	o := files(dir, 2, 8<<20)
 	o.SlabBytes = 1 << 20
 	o.Ranks = 2
-	if _, err := Check(t.Context(), CheckOptions{Devices: []string{o.Devices[0].Path}}); !errors.Is(err, os.ErrNotExist) {
+	if _, err := Check(t.Context(), CheckOptions{Devices: []string{o.Devices[0].Path}}); !errors.Is(
+		err, os.ErrNotExist) {
 		t.Errorf("of a device that is not there: %v", err)
 	}
 	for rank := range 2 {
@@ -293,7 +300,9 @@ func TestCheck(t *testing.T) {
 		mustStore(t, p, rank*20, rank*20+20)
 		if rank == 1 {
 			rot(t, &p.devices)
-		} else if _, err := Check(t.Context(), CheckOptions{Devices: []string{o.Devices[0].Path}}); err == nil || !strings.Contains(err.Error(), "in use") {
+		} else if _, err := Check(t.Context(),
+			CheckOptions{Devices: []string{o.Devices[0].Path}}); err == nil ||
+			!strings.Contains(err.Error(), "in use") {
 			t.Errorf("of devices that are in use: %v", err)
 		}
 		if err := p.Close(); err != nil {

@@ -14,8 +14,10 @@ import (
 	"lookaside/tiers"
 )
 
-// Fault 13: headers, entries and pages change at any moment, between being checked and being used: somebody else has the file mapped and writes to it all the time. What decides is a copy that was taken
-// once, so there are errors and misses, but no panic, no access outside of the partition, and no page with other bytes than were stored.
+// Fault 13: headers, entries and pages change at any moment, between being checked and being used:
+// somebody else has the file mapped and writes to it all the time. What decides is a copy that was
+// taken once, so there are errors and misses, but no panic, no access outside of the partition, and
+// no page with other bytes than were stored.
 func TestHeadersChangeUnderneath(t *testing.T) {
 	t.Parallel()
 	seeds(t, 3, func(t *testing.T, seed uint64) {
@@ -29,10 +31,12 @@ func TestHeadersChangeUnderneath(t *testing.T) {
 		noError(t, err)
 		f, err := os.OpenFile(path, os.O_RDWR, 0)
 		noError(t, err)
-		mem, err := unix.Mmap(int(f.Fd()), 0, len(good), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+		mem, err := unix.Mmap(int(f.Fd()), 0, len(good), unix.PROT_READ|unix.PROT_WRITE,
+			unix.MAP_SHARED)
 		noError(t, errors.Join(err, f.Close()))
 		stop := make(chan struct{})
-		var left atomic.Int64 // blows of this round: on a slow machine, too, something is to be left whole
+		// blows of this round: on a slow machine, too, something is to be left whole
+		var left atomic.Int64
 		var hammer sync.WaitGroup
 		hammer.Go(func() {
 			rnd := rand.New(rand.NewPCG(seed, 13))
@@ -64,12 +68,14 @@ func TestHeadersChangeUnderneath(t *testing.T) {
 		opened, hits := 0, 0
 		for round := range int64(30) {
 			left.Store(50 << (round % 8))
-			if _, err := Check(t.Context(), CheckOptions{Devices: []string{path}}); err != nil && t.Context().Err() != nil {
+			if _, err := Check(t.Context(), CheckOptions{Devices: []string{path}}); err != nil &&
+				t.Context().Err() != nil {
 				t.Fatal(err)
 			}
 			q, err := Open(o)
 			if err != nil {
-				if !errors.Is(err, ErrForeign) && !errors.Is(err, ErrDevice) && !errors.Is(err, unix.EIO) {
+				if !errors.Is(err, ErrForeign) && !errors.Is(err, ErrDevice) &&
+					!errors.Is(err, unix.EIO) {
 					t.Logf("open: %v", err)
 				}
 			} else {
@@ -78,7 +84,8 @@ func TestHeadersChangeUnderneath(t *testing.T) {
 					switch err := load(t, q, n, n+1)[0]; { // wrong bytes end the test
 					case err == nil:
 						hits++
-					case !errors.Is(err, tiers.ErrNotFound) && !errors.Is(err, tiers.ErrCorrupt) && !errors.Is(err, unix.EIO):
+					case !errors.Is(err, tiers.ErrNotFound) && !errors.Is(err, tiers.ErrCorrupt) &&
+						!errors.Is(err, unix.EIO):
 						t.Errorf("chunk %d: %v", n, err)
 					}
 				}

@@ -16,12 +16,15 @@ import (
 
 var _ slab.Sized = (*mapped.FS)(nil)
 
-// The reasons, beside ErrDevice, tiers.ErrBusy and tiers.ErrClosed, for which the devices stay as they are.
+// The reasons, beside ErrDevice, tiers.ErrBusy and tiers.ErrClosed, for which the devices stay as
+// they are.
 var (
 	ErrNotFound = tiers.ErrNotFound // there is no such device in the pool
 	ErrExists   = slab.ErrExists    // there is, or one of another size
-	ErrLeased   = slab.ErrLeased    // chunks on it are being read or written, or another process has the partition
-	ErrNoRoom   = slab.ErrNoRoom    // for what would have to move, or for the file that stands in for a device
+	// chunks on it are being read or written, or another process has the partition
+	ErrLeased = slab.ErrLeased
+	// for what would have to move, or for the file that stands in for a device
+	ErrNoRoom = slab.ErrNoRoom
 )
 
 // Mode says what becomes of the chunks on what is taken away.
@@ -60,7 +63,8 @@ type directories interface {
 	ResizeDir(ctx context.Context, dir string, bytes int64, how slab.Mode, force bool) error
 }
 
-// mountAll opens this process's partitions of the devices, and answers what they are called and hold.
+// mountAll opens this process's partitions of the devices, and answers what they are called and
+// hold.
 func (p *devices) mountAll() (dirs []string, sizes []int64, err error) {
 	for _, d := range p.o.Devices {
 		dir, err := p.mount(d)
@@ -80,7 +84,8 @@ func (p *devices) mountAll() (dirs []string, sizes []int64, err error) {
 func (p *devices) mount(d DeviceSpec) (dir string, err error) {
 	dir = filepath.Clean(d.Path)
 	return dir, p.fs.Mount(dir, dax.DeviceOptions{
-		Path: d.Path, OffsetBytes: p.o.OffsetBytes, SizeBytes: d.SizeBytes, Rank: p.o.Rank, Ranks: p.o.Ranks, AllowFile: p.o.AllowFiles, SysFS: p.o.SysFS,
+		Path: d.Path, OffsetBytes: p.o.OffsetBytes, SizeBytes: d.SizeBytes, Rank: p.o.Rank,
+		Ranks: p.o.Ranks, AllowFile: p.o.AllowFiles, SysFS: p.o.SysFS,
 	})
 }
 
@@ -108,9 +113,10 @@ func (p *devices) device(dir string) (DeviceStatus, error) {
 	return devices[i], nil
 }
 
-// Add takes a device into use, as DeviceSpec says it: what is stored from now on goes there too. What was on it is dropped. A device that is drained is taken into use again, if
-// sizeBytes is 0 or what it has. Errors: ErrExists, ErrDevice, ErrLeased, ErrNoRoom; tiers.ErrBusy while another device is being added, removed or resized, and where the pool
-// has all the slabs that it can have.
+// Add takes a device into use, as DeviceSpec says it: what is stored from now on goes there too.
+// What was on it is dropped. A device that is drained is taken into use again, if sizeBytes is 0 or
+// what it has. Errors: ErrExists, ErrDevice, ErrLeased, ErrNoRoom; tiers.ErrBusy while another
+// device is being added, removed or resized, and where the pool has all the slabs that it can have.
 func (p *devices) Add(ctx context.Context, path string, sizeBytes int64) error {
 	dir := filepath.Clean(path)
 	if d, err := p.device(dir); err == nil {
@@ -141,14 +147,17 @@ func deviceError(err error) error {
 		return fmt.Errorf("%w: %w", ErrLeased, err)
 	case errors.Is(err, dax.ErrNoSpace) || errors.Is(err, dax.ErrNoMemory):
 		return fmt.Errorf("%w: %w", ErrNoRoom, err)
-	case errors.Is(err, mapped.ErrForeign) || errors.Is(err, mapped.ErrVersion) || errors.Is(err, tiers.ErrInvalid):
+	case errors.Is(err, mapped.ErrForeign) || errors.Is(err, mapped.ErrVersion) ||
+		errors.Is(err, tiers.ErrInvalid):
 		return fmt.Errorf("%w: %w", ErrDevice, err)
 	}
 	return err
 }
 
-// Remove takes a device out of use, as slab.Disk.RemoveDir does with a directory, and lets go of it; with Drain it only takes nothing new, and stays. It returns when that is done:
-// Status tells how far a migration is. Errors: ErrNotFound, ErrLeased, ErrNoRoom, tiers.ErrBusy; the device is in use as before then.
+// Remove takes a device out of use, as slab.Disk.RemoveDir does with a directory, and lets go of
+// it; with Drain it only takes nothing new, and stays. It returns when that is done: Status tells
+// how far a migration is. Errors: ErrNotFound, ErrLeased, ErrNoRoom, tiers.ErrBusy; the device is
+// in use as before then.
 func (p *devices) Remove(ctx context.Context, path string, mode Mode, force bool) error {
 	dir := filepath.Clean(path)
 	if err := p.store.RemoveDir(ctx, dir, mode, force); err != nil || mode == Drain {
@@ -157,9 +166,11 @@ func (p *devices) Remove(ctx context.Context, path string, mode Mode, force bool
 	return p.fs.Unmount(dir)
 }
 
-// Resize makes a device's partition larger or smaller, as slab.Disk.ResizeDir does with a directory. Errors are those of Add and Remove. A device that several ranks share
-// cannot be resized: each would find its part elsewhere.
-func (p *devices) Resize(ctx context.Context, path string, sizeBytes int64, mode Mode, force bool) error {
+// Resize makes a device's partition larger or smaller, as slab.Disk.ResizeDir does with a
+// directory. Errors are those of Add and Remove. A device that several ranks share cannot be
+// resized: each would find its part elsewhere.
+func (p *devices) Resize(ctx context.Context, path string, sizeBytes int64, mode Mode,
+	force bool) error {
 	dir := filepath.Clean(path)
 	if _, err := p.device(dir); err != nil {
 		return err
@@ -171,7 +182,8 @@ func (p *devices) Resize(ctx context.Context, path string, sizeBytes int64, mode
 	case p.o.Ranks > 1:
 		return fmt.Errorf("%s: %w: %d ranks share it, and all would have to be resized at once: remove it and add it in another size", dir, ErrDevice, p.o.Ranks)
 	case sizeBytes <= 0 || sizeBytes%dev.Align() != 0:
-		return fmt.Errorf("%s: %w: %d bytes, want a multiple of %s", dir, ErrDevice, sizeBytes, dax.FormatSize(dev.Align()))
+		return fmt.Errorf("%s: %w: %d bytes, want a multiple of %s", dir, ErrDevice, sizeBytes,
+			dax.FormatSize(dev.Align()))
 	}
 	if mode != Migrate && mode != Evict {
 		return fmt.Errorf("%w: mode %q: want %s or %s", tiers.ErrInvalid, mode, Migrate, Evict)

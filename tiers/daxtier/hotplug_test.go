@@ -25,7 +25,8 @@ var (
 	plugSteps = flag.Int("plug.steps", 60, "calls of each")
 )
 
-// hotOptions are those of a pool of files in a directory in memory, with so many devices of a size at the start.
+// hotOptions are those of a pool of files in a directory in memory, with so many devices of a size
+// at the start.
 func hotOptions(t testing.TB, n int, sizeBytes int64) Options {
 	o := files(memory(t), n, sizeBytes)
 	o.SlabBytes, o.HotPlug = 512<<10, true
@@ -47,7 +48,8 @@ func noError(t testing.TB, err error) {
 	}
 }
 
-// A pool begins without a device, gets some, moves from one to the other, and finds all of it again.
+// A pool begins without a device, gets some, moves from one to the other, and finds all of it
+// again.
 func TestHotPlug(t *testing.T) {
 	t.Parallel()
 	o := hotOptions(t, 0, 0)
@@ -68,8 +70,10 @@ func TestHotPlug(t *testing.T) {
 	mustStore(t, p, 60, 120)
 	mustLoad(t, p, 0, 120)
 	st := p.Status()
-	if len(st.Devices) != 2 || st.Devices[0].Path != a || st.Devices[0].SizeBytes != 6<<20 || st.Devices[1].SizeBytes != 8<<20 || st.TotalUsedBytes != 120*64<<10 ||
-		st.TotalCapacityBytes < 13<<20 || st.Devices[0].State != slab.Active || st.Devices[0].Slots.Used+st.Devices[1].Slots.Used != 120 {
+	if len(st.Devices) != 2 || st.Devices[0].Path != a || st.Devices[0].SizeBytes != 6<<20 ||
+		st.Devices[1].SizeBytes != 8<<20 || st.TotalUsedBytes != 120*64<<10 ||
+		st.TotalCapacityBytes < 13<<20 || st.Devices[0].State != slab.Active ||
+		st.Devices[0].Slots.Used+st.Devices[1].Slots.Used != 120 {
 		t.Fatalf("%+v", st)
 	}
 	if err := p.Remove(t.Context(), b, Migrate, false); !errors.Is(err, ErrNoRoom) {
@@ -120,32 +124,35 @@ func TestHotPlugRefused(t *testing.T) {
 	p := mustOpen(t, o)
 	dir, have := memory(t), o.Devices[0].Path
 	foreign := filepath.Join(dir, "letters")
-	noError(t, os.WriteFile(foreign, append([]byte("Dear Sir or Madam"), make([]byte, 1<<20)...), 0o600))
+	noError(t, os.WriteFile(foreign, append([]byte("Dear Sir or Madam"), make([]byte, 1<<20)...),
+		0o600))
 	mustStore(t, p, 0, 40)
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	before := p.Status()
 	for what, c := range map[string]struct{ err, want error }{
-		"added twice":     {p.Add(t.Context(), have, 4<<20), ErrExists},
-		"other size":      {p.Add(t.Context(), have+"/../"+filepath.Base(have), 8<<20), ErrExists},
-		"no such place":   {p.Add(t.Context(), filepath.Join(dir, "no", "such"), 1<<20), ErrDevice},
-		"no size":         {p.Add(t.Context(), filepath.Join(dir, "new"), 0), ErrDevice},
-		"a directory":     {p.Add(t.Context(), dir, 1<<20), ErrDevice},
-		"letters":         {p.Add(t.Context(), foreign, 0), ErrDevice},
-		"not aligned":     {p.Add(t.Context(), filepath.Join(dir, "odd"), 1<<20+1), ErrDevice},
-		"tiny":            {p.Add(t.Context(), filepath.Join(dir, "tiny"), 16<<10), ErrDevice},
-		"huge":            {p.Add(t.Context(), filepath.Join(dir, "huge"), 1<<50), ErrNoRoom},
-		"not there":       {p.Remove(t.Context(), filepath.Join(dir, "new"), Evict, true), ErrNotFound},
-		"not there, size": {p.Resize(t.Context(), filepath.Join(dir, "new"), 1<<20, Evict, true), ErrNotFound},
-		"mode":            {p.Remove(t.Context(), have, "throw away", true), tiers.ErrInvalid},
-		"mode of size":    {p.Resize(t.Context(), have, 2<<20, Drain, true), tiers.ErrInvalid},
-		"odd size":        {p.Resize(t.Context(), have, 2<<20+1, Migrate, true), ErrDevice},
-		"no bytes":        {p.Resize(t.Context(), have, 0, Migrate, true), ErrDevice},
-		"few bytes":       {p.Resize(t.Context(), have, 4096, Migrate, true), ErrDevice},
-		"huge size":       {p.Resize(t.Context(), have, 1<<50, Migrate, true), ErrDevice},
-		"no room":         {p.Remove(t.Context(), have, Migrate, true), ErrNoRoom},
-		"no room, size":   {p.Resize(t.Context(), have, 1<<20, Migrate, true), ErrNoRoom},
-		"cancelled":       {p.Remove(ctx, have, Evict, true), context.Canceled},
+		"added twice":   {p.Add(t.Context(), have, 4<<20), ErrExists},
+		"other size":    {p.Add(t.Context(), have+"/../"+filepath.Base(have), 8<<20), ErrExists},
+		"no such place": {p.Add(t.Context(), filepath.Join(dir, "no", "such"), 1<<20), ErrDevice},
+		"no size":       {p.Add(t.Context(), filepath.Join(dir, "new"), 0), ErrDevice},
+		"a directory":   {p.Add(t.Context(), dir, 1<<20), ErrDevice},
+		"letters":       {p.Add(t.Context(), foreign, 0), ErrDevice},
+		"not aligned":   {p.Add(t.Context(), filepath.Join(dir, "odd"), 1<<20+1), ErrDevice},
+		"tiny":          {p.Add(t.Context(), filepath.Join(dir, "tiny"), 16<<10), ErrDevice},
+		"huge":          {p.Add(t.Context(), filepath.Join(dir, "huge"), 1<<50), ErrNoRoom},
+		"not there": {p.Remove(t.Context(), filepath.Join(dir, "new"), Evict, true),
+			ErrNotFound},
+		"not there, size": {p.Resize(t.Context(), filepath.Join(dir, "new"), 1<<20, Evict, true),
+			ErrNotFound},
+		"mode":          {p.Remove(t.Context(), have, "throw away", true), tiers.ErrInvalid},
+		"mode of size":  {p.Resize(t.Context(), have, 2<<20, Drain, true), tiers.ErrInvalid},
+		"odd size":      {p.Resize(t.Context(), have, 2<<20+1, Migrate, true), ErrDevice},
+		"no bytes":      {p.Resize(t.Context(), have, 0, Migrate, true), ErrDevice},
+		"few bytes":     {p.Resize(t.Context(), have, 4096, Migrate, true), ErrDevice},
+		"huge size":     {p.Resize(t.Context(), have, 1<<50, Migrate, true), ErrDevice},
+		"no room":       {p.Remove(t.Context(), have, Migrate, true), ErrNoRoom},
+		"no room, size": {p.Resize(t.Context(), have, 1<<20, Migrate, true), ErrNoRoom},
+		"cancelled":     {p.Remove(ctx, have, Evict, true), context.Canceled},
 	} {
 		if !errors.Is(c.err, c.want) {
 			t.Errorf("%s: %v, want %v", what, c.err, c.want)
@@ -163,7 +170,8 @@ func TestHotPlugRefused(t *testing.T) {
 	}
 	noError(t, p.Add(t.Context(), have, 4<<20))
 	noError(t, p.Close())
-	for what, err := range map[string]error{"add": p.Add(t.Context(), filepath.Join(dir, "late"), 1<<20), "remove": p.Remove(t.Context(), have, Evict, true)} {
+	for what, err := range map[string]error{"add": p.Add(t.Context(), filepath.Join(dir, "late"),
+		1<<20), "remove": p.Remove(t.Context(), have, Evict, true)} {
 		if !errors.Is(err, tiers.ErrClosed) {
 			t.Errorf("%s after Close: %v", what, err)
 		}
@@ -174,7 +182,8 @@ func TestHotPlugRefused(t *testing.T) {
 	ranks := hotOptions(t, 1, 8<<20)
 	ranks.Rank, ranks.Ranks = 1, 2
 	p = mustOpen(t, ranks)
-	if err := p.Resize(t.Context(), ranks.Devices[0].Path, 4<<20, Migrate, true); !errors.Is(err, ErrDevice) {
+	if err := p.Resize(t.Context(), ranks.Devices[0].Path, 4<<20, Migrate, true); !errors.Is(err,
+		ErrDevice) {
 		t.Errorf("one of two ranks is resized: %v", err)
 	}
 	shared := filepath.Join(dir, "shared")
@@ -208,7 +217,8 @@ func TestHotPlugUnderTraffic(t *testing.T) {
 				default:
 				}
 				i := rnd.IntN(n)
-				if err := p.Contains(context.Background(), run(space, i), held); err != nil || held[0] != testPages {
+				if err := p.Contains(context.Background(), run(space, i), held); err != nil ||
+					held[0] != testPages {
 					t.Errorf("chunk %d: %d pages, %v", i, held[0], err)
 					return
 				}
@@ -227,8 +237,10 @@ func TestHotPlugUnderTraffic(t *testing.T) {
 	for i := 0; i < 6 && !t.Failed(); i++ {
 		next := fmt.Sprintf("%s-%d", o.Devices[0].Path, i)
 		for _, err := range []error{
-			p.Add(t.Context(), next, 6<<20), p.Resize(t.Context(), paths[0], 8<<20, Migrate, true), p.Resize(t.Context(), paths[0], 4<<20, Migrate, true),
-			p.Remove(t.Context(), paths[1], Drain, true), p.Remove(t.Context(), paths[0], Migrate, true), p.Add(t.Context(), paths[1], 0),
+			p.Add(t.Context(), next, 6<<20), p.Resize(t.Context(), paths[0], 8<<20, Migrate, true),
+			p.Resize(t.Context(), paths[0], 4<<20, Migrate, true),
+			p.Remove(t.Context(), paths[1], Drain, true), p.Remove(t.Context(), paths[0], Migrate,
+				true), p.Add(t.Context(), paths[1], 0),
 		} {
 			if err != nil {
 				t.Error(err)
@@ -242,8 +254,9 @@ func TestHotPlugUnderTraffic(t *testing.T) {
 	t.Logf("%d loads meanwhile", loads.Load())
 }
 
-// A pool's devices come and go, in random histories, with the pool closed or left as a killed process leaves it now and then: what was stored is there with its bytes
-// unless it was evicted, dropped, or went with its device by Evict.
+// A pool's devices come and go, in random histories, with the pool closed or left as a killed
+// process leaves it now and then: what was stored is there with its bytes unless it was evicted,
+// dropped, or went with its device by Evict.
 func TestHotPlugHistories(t *testing.T) {
 	t.Parallel()
 	told := map[string]int{}
@@ -304,7 +317,8 @@ func TestHotPlugHistories(t *testing.T) {
 				delete(must, i)
 			case k < 8 && len(o.Devices) < 4:
 				what, evicts = "add", false
-				d := DeviceSpec{Path: filepath.Join(dir, fmt.Sprintf("dax%d-%d", step, seed)), SizeBytes: size()}
+				d := DeviceSpec{Path: filepath.Join(dir, fmt.Sprintf("dax%d-%d", step, seed)),
+					SizeBytes: size()}
 				if err = p.Add(t.Context(), d.Path, d.SizeBytes); err == nil {
 					o.Devices = append(slices.Clone(o.Devices), d)
 				}
@@ -320,7 +334,8 @@ func TestHotPlugHistories(t *testing.T) {
 			case k < 10:
 				what = "remove"
 				if err = p.Remove(t.Context(), path, mode, true); err == nil {
-					o.Devices = slices.DeleteFunc(slices.Clone(o.Devices), func(d DeviceSpec) bool { return d.Path == path })
+					o.Devices = slices.DeleteFunc(slices.Clone(o.Devices),
+						func(d DeviceSpec) bool { return d.Path == path })
 				}
 			case k < 11:
 				what, evicts = "drain", false
@@ -355,7 +370,8 @@ func TestHotPlugHistories(t *testing.T) {
 			for _, d := range o.Devices {
 				paths = append(paths, d.Path)
 			}
-			if r, err := Check(t.Context(), CheckOptions{Devices: paths}); err != nil || r.Bad() > 0 {
+			if r, err := Check(t.Context(), CheckOptions{Devices: paths}); err != nil ||
+				r.Bad() > 0 {
 				fatal("%+v %v", r, err)
 			}
 		}
@@ -370,7 +386,8 @@ func TestHotPlugHistories(t *testing.T) {
 	t.Log(told)
 }
 
-// BenchmarkLookupWhileMoving is what a lookup of 128 chunks takes at the 99th of a hundred, with and without a migration under way.
+// BenchmarkLookupWhileMoving is what a lookup of 128 chunks takes at the 99th of a hundred, with
+// and without a migration under way.
 func BenchmarkLookupWhileMoving(b *testing.B) {
 	for _, moving := range []bool{false, true} {
 		b.Run(fmt.Sprintf("moving %v", moving), func(b *testing.B) {
@@ -401,7 +418,8 @@ func BenchmarkLookupWhileMoving(b *testing.B) {
 						default:
 						}
 						path := o.Devices[k%2].Path
-						if err := errors.Join(p.Remove(context.Background(), path, Migrate, true), p.Add(context.Background(), path, 0)); err != nil {
+						if err := errors.Join(p.Remove(context.Background(), path, Migrate, true),
+							p.Add(context.Background(), path, 0)); err != nil {
 							b.Error(err)
 							return
 						}

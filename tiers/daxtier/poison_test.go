@@ -14,7 +14,8 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// The ioctls of userfaultfd(2) that make a page fault as memory that the machine has found to be bad does (Linux 6.6).
+// The ioctls of userfaultfd(2) that make a page fault as memory that the machine has found to be
+// bad does (Linux 6.6).
 const (
 	uffdAPI         = 0xc018aa3f
 	uffdRegister    = 0xc020aa00
@@ -43,7 +44,8 @@ func newPoison(t *testing.T, mem []byte) *poison {
 	if err := p.ioctl(uffdAPI, unsafe.Pointer(&api)); err != nil {
 		t.Skipf("SKIPPED: this kernel cannot poison pages: %v", err)
 	}
-	register := struct{ start, length, mode, ioctls uint64 }{p.address(0), uint64(len(mem)), uffdModeMissing, 0}
+	register := struct{ start, length, mode, ioctls uint64 }{p.address(0), uint64(len(mem)),
+		uffdModeMissing, 0}
 	if err := p.ioctl(uffdRegister, unsafe.Pointer(&register)); err != nil {
 		t.Skipf("SKIPPED: userfaultfd does not take this mapping: %v", err)
 	}
@@ -55,7 +57,8 @@ func (p *poison) address(off int64) uint64 {
 }
 
 func (p *poison) ioctl(request uintptr, arg unsafe.Pointer) error {
-	if _, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(p.fd), request, uintptr(arg)); errno != 0 {
+	if _, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(p.fd), request,
+		uintptr(arg)); errno != 0 {
 		return errno
 	}
 	return nil
@@ -65,7 +68,8 @@ func (p *poison) ioctl(request uintptr, arg unsafe.Pointer) error {
 func (p *poison) page(off int64) {
 	p.t.Helper()
 	off = off / 4096 * 4096
-	if err := unix.Madvise(p.mem[off:off+4096], unix.MADV_DONTNEED); err != nil { // of the page tables: the file keeps it
+	if err := unix.Madvise(p.mem[off:off+4096], unix.MADV_DONTNEED); err != nil {
+		// of the page tables: the file keeps it
 		p.t.Fatal(err)
 	}
 	arg := struct {
@@ -96,7 +100,8 @@ func where(t *testing.T, p *devices) (at []int64) {
 	return at
 }
 
-// Fault 16: a page goes bad. The chunk that lies on it is a miss, all others stay, and the tier works on.
+// Fault 16: a page goes bad. The chunk that lies on it is a miss, all others stay, and the tier
+// works on.
 func TestPoisonedPages(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("SKIPPED: needs root, for userfaultfd")

@@ -32,7 +32,8 @@ func TestMain(m *testing.M) {
 func files(dir string, n int, sizeBytes int64) Options {
 	o := Options{AllowFiles: true, RetryEvery: 10 * time.Millisecond}
 	for i := range n {
-		o.Devices = append(o.Devices, DeviceSpec{Path: filepath.Join(dir, fmt.Sprintf("dax%d.0", i)), SizeBytes: sizeBytes})
+		o.Devices = append(o.Devices,
+			DeviceSpec{Path: filepath.Join(dir, fmt.Sprintf("dax%d.0", i)), SizeBytes: sizeBytes})
 	}
 	return o
 }
@@ -51,7 +52,8 @@ func mustOpen(t testing.TB, o Options) *Pool {
 	return p
 }
 
-// memory is a directory in memory where there is one: the kill and fault tests care for what the mapping holds, not for the disk below it.
+// memory is a directory in memory where there is one: the kill and fault tests care for what the
+// mapping holds, not for the disk below it.
 func memory(t testing.TB) string {
 	t.Helper()
 	dir, err := os.MkdirTemp("/dev/shm", "lookaside-pool-")
@@ -91,7 +93,8 @@ func TestContract(t *testing.T) {
 const testPages = 4
 
 func testSpace() *tiers.Space {
-	return tiertest.NewSpace("pool", tiers.Geometry{PageBytes: 16 << 10, PagesPerChunk: testPages, PageTokens: 16, DigestBytes: 32})
+	return tiertest.NewSpace("pool", tiers.Geometry{PageBytes: 16 << 10, PagesPerChunk: testPages,
+		PageTokens: 16, DigestBytes: 32})
 }
 
 // run is the n-th chunk of a space, each of a prefix of its own.
@@ -150,7 +153,8 @@ func TestReopened(t *testing.T) {
 	o := files(t.TempDir(), 2, 8<<20)
 	p := mustOpen(t, o)
 	mustStore(t, p, 0, 100)
-	if _, err := Open(o); !errors.Is(err, dax.ErrBusy) || !strings.Contains(err.Error(), fmt.Sprintf("process %d", os.Getpid())) {
+	if _, err := Open(o); !errors.Is(err, dax.ErrBusy) ||
+		!strings.Contains(err.Error(), fmt.Sprintf("process %d", os.Getpid())) {
 		t.Errorf("opened twice: %v", err)
 	}
 	st := p.Stats()

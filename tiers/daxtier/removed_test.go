@@ -8,12 +8,16 @@ import (
 	"time"
 )
 
-// A file that stands in for a device and is removed, or replaced, under a tier: its slabs are given up, as what is stored in it would not be found again. The other device goes on.
+// A file that stands in for a device and is removed, or replaced, under a tier: its slabs are given
+// up, as what is stored in it would not be found again. The other device goes on.
 func TestRemovedUnderneath(t *testing.T) {
 	t.Parallel()
 	for name, after := range map[string]func(path string) error{
-		"removed":  func(string) error { return nil },
-		"replaced": func(path string) error { return os.WriteFile(path, make([]byte, 4<<20), 0o600) },
+		"removed": func(string) error { return nil },
+		"replaced": func(path string) error {
+			return os.WriteFile(path, make([]byte, 4<<20),
+				0o600)
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -24,10 +28,12 @@ func TestRemovedUnderneath(t *testing.T) {
 			mustStore(t, p, 0, 40)
 			noError(t, os.Remove(o.Devices[0].Path))
 			noError(t, after(o.Devices[0].Path))
-			eventually(t, "the device is given up", func() bool { return p.Stats().CapacityBytes <= whole/2 })
+			eventually(t, "the device is given up",
+				func() bool { return p.Stats().CapacityBytes <= whole/2 })
 			time.Sleep(5 * o.RetryEvery) // healers try
 			st := p.Stats()
-			if st.CapacityBytes != whole/2 || !strings.Contains(st.Detail, "4 given up") || !strings.Contains(st.Detail, "file") {
+			if st.CapacityBytes != whole/2 || !strings.Contains(st.Detail, "4 given up") ||
+				!strings.Contains(st.Detail, "file") {
 				t.Errorf("%+v", st)
 			}
 			mustStore(t, p, 100, 110)
@@ -40,7 +46,8 @@ func TestRemovedUnderneath(t *testing.T) {
 	}
 }
 
-// An arena whose file is removed goes on with what workers have mapped, and says that a restart will not find it.
+// An arena whose file is removed goes on with what workers have mapped, and says that a restart
+// will not find it.
 func TestArenaRemovedUnderneath(t *testing.T) {
 	t.Parallel()
 	o := arenaOptions(files(memory(t), 1, 4<<20))
@@ -54,8 +61,10 @@ func TestArenaRemovedUnderneath(t *testing.T) {
 	}
 	path := o.Devices[0].Path
 	noError(t, os.Rename(path, path+".away"))
-	eventually(t, "the arena says that its file is gone", func() bool { return r.a.Stats().Why != nil })
-	if st := r.a.Stats(); st.GivenUp != 0 || !strings.Contains(st.Why.Error(), filepath.Base(path)) {
+	eventually(t, "the arena says that its file is gone",
+		func() bool { return r.a.Stats().Why != nil })
+	if st := r.a.Stats(); st.GivenUp != 0 ||
+		!strings.Contains(st.Why.Error(), filepath.Base(path)) {
 		t.Errorf("%+v", st)
 	}
 	if n := r.find(space, prefixOf(1, 4)); n != 4 {

@@ -12,7 +12,8 @@ import (
 )
 
 // eachEntry calls f for every entry in use on a pool's devices.
-func eachEntry(t testing.TB, p *devices, f func(file vfs.File, h *media.Header, slot int, e *media.Entry)) {
+func eachEntry(t testing.TB, p *devices, f func(file vfs.File, h *media.Header, slot int,
+	e *media.Entry)) {
 	t.Helper()
 	fsys := p.fs
 	for _, d := range p.o.Devices {
@@ -36,15 +37,16 @@ func eachEntry(t testing.TB, p *devices, f func(file vfs.File, h *media.Header, 
 			}
 			if err == nil && h.Carved() {
 				l := &h.Layout
-				err = l.Scan(file, h.Identity(), 0, l.Slots, make([]byte, l.ScanBytes(1)), func(slot int, st media.State, e *media.Entry) error {
-					if st == media.Bad {
-						return fmt.Errorf("%s: the entry of slot %d is damaged", name, slot)
-					}
-					if st == media.Used {
-						f(file, &h, slot, e)
-					}
-					return nil
-				}, nil)
+				err = l.Scan(file, h.Identity(), 0, l.Slots, make([]byte, l.ScanBytes(1)),
+					func(slot int, st media.State, e *media.Entry) error {
+						if st == media.Bad {
+							return fmt.Errorf("%s: the entry of slot %d is damaged", name, slot)
+						}
+						if st == media.Used {
+							f(file, &h, slot, e)
+						}
+						return nil
+					}, nil)
 			}
 			if err := errors.Join(err, file.Close()); err != nil {
 				t.Fatal(err)

@@ -5,18 +5,22 @@ import (
 	"slices"
 )
 
-// How geometries share the arena. A region of AddRegion is an area: stores carve it piece by piece, each piece (a region to the rest of the
-// engine) for one geometry. A geometry that needs slots takes what it can, in this order:
+// How geometries share the arena. A region of AddRegion is an area: stores carve it piece by piece,
+// each piece (a region to the rest of the engine) for one geometry. A geometry that needs slots
+// takes what it can, in this order:
 //
 //  1. Memory that is not carved.
 //  2. Pieces of other geometries that hold nothing.
-//  3. Pieces that nobody has used for a while (agedAfter), if it would itself have to evict something newer.
-//  4. The coldest piece of a geometry that has more of the arena than it, as long as it does not come to have more than that one. So each gets
-//     as much as any other, if it wants it, and two that want all of the arena do not take the same pieces from one another over and over.
-//     It evicts what it has itself, instead, if nobody has used that for a while.
+//  3. Pieces that nobody has used for a while (agedAfter), if it would itself have to evict
+//     something newer.
+//  4. The coldest piece of a geometry that has more of the arena than it, as long as it does not
+//     come to have more than that one. So each gets as much as any other, if it wants it, and two
+//     that want all of the arena do not take the same pieces from one another over and over. It
+//     evicts what it has itself, instead, if nobody has used that for a while.
 //
-// A geometry that has nothing takes any piece. Nothing that is leased or being filled is ever taken, and what a taken piece holds is dropped:
-// moving its chunks elsewhere would cost a copy of each, and whoever wants them stores them again.
+// A geometry that has nothing takes any piece. Nothing that is leased or being filled is ever
+// taken, and what a taken piece holds is dropped: moving its chunks elsewhere would cost a copy of
+// each, and whoever wants them stores them again.
 
 // area is a region of the arena that is carved piece by piece.
 type area struct {
@@ -82,10 +86,12 @@ func (a *area) free(r *region) {
 	}
 }
 
-// agedAfter is how long (ns) nobody must have used a piece before a geometry with as much of the arena may take it, to within a factor of two.
+// agedAfter is how long (ns) nobody must have used a piece before a geometry with as much of the
+// arena may take it, to within a factor of two.
 const agedAfter = int64(5 * 60e9)
 
-// aged knows the tick before which a use was long ago. Uses are ordered by ticks, so the clock is noted beside them now and then.
+// aged knows the tick before which a use was long ago. Uses are ordered by ticks, so the clock is
+// noted beside them now and then.
 type aged struct {
 	noted         int64
 	before, since uint64 // agedAfter to twice agedAfter ago, and less than that
@@ -98,11 +104,13 @@ func (a *aged) note(now int64, tick uint64) {
 	}
 }
 
-// growPatience is how long (ns) a geometry that wants memory waits for the arena to grow before it takes some from another geometry.
+// growPatience is how long (ns) a geometry that wants memory waits for the arena to grow before it
+// takes some from another geometry.
 const growPatience = int64(1e9)
 
-// makeRoom carves one more piece for a class, of memory that is not carved or of what it may take from another geometry. It releases the lock
-// while it allocates and between slices of longer work; ok says whether there are new slots, unlocked whether others may have changed anything.
+// makeRoom carves one more piece for a class, of memory that is not carved or of what it may take
+// from another geometry. It releases the lock while it allocates and between slices of longer work;
+// ok says whether there are new slots, unlocked whether others may have changed anything.
 func (e *Engine) makeRoom(c *class) (ok, unlocked bool) {
 	if e.carving || e.cfg.FixedRegions {
 		return false, false
@@ -122,12 +130,15 @@ func (e *Engine) makeRoom(c *class) (ok, unlocked bool) {
 		}
 	}
 	e.carving = false
-	i := slices.IndexFunc(a.spans, func(s span) bool { return s.r == nil && s.at <= at && at < s.at+s.size })
+	i := slices.IndexFunc(a.spans, func(s span) bool {
+		return s.r == nil && s.at <= at &&
+			at < s.at+s.size
+	})
 	return e.carvePiece(a, i, c) == nil, true
 }
 
-// pieceSlots is how many slots of a class a piece has that is carved from so many bytes. 0: there is no room for one. What is left should be
-// as large as a piece, or nothing.
+// pieceSlots is how many slots of a class a piece has that is carved from so many bytes. 0: there
+// is no room for one. What is left should be as large as a piece, or nothing.
 func (e *Engine) pieceSlots(c *class, bytes int64) int {
 	most := c.slotsIn(bytes)
 	want := min((e.pieceBytes()+c.slotBytes()-1)/c.slotBytes(), recordMask)
@@ -137,17 +148,20 @@ func (e *Engine) pieceSlots(c *class, bytes int64) int {
 	return int(want)
 }
 
-// piecesOfArena is how many pieces the arena is carved into, or some more: less would be few to share out, and each takes the number of a region.
+// piecesOfArena is how many pieces the arena is carved into, or some more: less would be few to
+// share out, and each takes the number of a region.
 const piecesOfArena = 32
 
-// pieceBytes is the size of a piece. With many regions pieces are larger, as each region that is added takes a number, too.
+// pieceBytes is the size of a piece. With many regions pieces are larger, as each region that is
+// added takes a number, too.
 func (e *Engine) pieceBytes() int64 {
 	numbers := maxRegions - maxForeign - max(e.cfg.Regions, len(e.areas))
 	return max(1, max(e.cfg.ArenaLimitBytes, e.bytes)/int64(min(max(numbers, 1), piecesOfArena)))
 }
 
-// uncarvedFor finds memory that is not carved and has room for a slot of a class. What is smaller than a piece is left when few numbers for
-// regions are: those are for what peers lend, and for regions to come.
+// uncarvedFor finds memory that is not carved and has room for a slot of a class. What is smaller
+// than a piece is left when few numbers for regions are: those are for what peers lend, and for
+// regions to come.
 func (e *Engine) uncarvedFor(c *class) (a *area, i int) {
 	spare := maxRegions - e.nregion
 	for _, r := range e.regions[1 : e.nregion+1] {
@@ -161,7 +175,8 @@ func (e *Engine) uncarvedFor(c *class) (a *area, i int) {
 			continue
 		}
 		for i, s := range a.spans {
-			if s.r == nil && c.slotsIn(s.size) > 0 && (spare > maxForeign || s.size >= e.pieceBytes() || s.size == a.size) {
+			if s.r == nil && c.slotsIn(s.size) > 0 && (spare > maxForeign ||
+				s.size >= e.pieceBytes() || s.size == a.size) {
 				return a, i
 			}
 		}
@@ -169,7 +184,8 @@ func (e *Engine) uncarvedFor(c *class) (a *area, i int) {
 	return nil, 0
 }
 
-// carvePiece makes a piece for a class from span i of an area, which is not carved. It releases the lock while it allocates.
+// carvePiece makes a piece for a class from span i of an area, which is not carved. It releases the
+// lock while it allocates.
 func (e *Engine) carvePiece(a *area, i int, c *class) error {
 	r := e.spareRegion()
 	at, slots := a.spans[i].at, e.pieceSlots(c, a.spans[i].size)
@@ -199,8 +215,8 @@ type window struct {
 	cost     [4]uint64 // what it would cost their owners, most important first: the least is taken
 }
 
-// takeFor chooses what a class may take from others: the pieces to empty, and where the memory lies. Without an area there is nothing, or the
-// arena should grow first.
+// takeFor chooses what a class may take from others: the pieces to empty, and where the memory
+// lies. Without an area there is nothing, or the arena should grow first.
 func (e *Engine) takeFor(c *class) (a *area, at int64, taken []*region) {
 	if len(e.classes) == 1 || len(e.staging.regions) > 0 { // what is being restored looks empty
 		return nil, 0, nil
@@ -209,7 +225,8 @@ func (e *Engine) takeFor(c *class) (a *area, at int64, taken []*region) {
 	t := taker{e: e, c: c, held: c.held(), oldest: e.oldest(c), others: map[*class]int64{}}
 	for _, a := range e.areas {
 		for i := range a.spans {
-			if w, ok := t.window(a, i); ok && (best.a == nil || slices.Compare(w.cost[:], best.cost[:]) < 0) {
+			if w, ok := t.window(a, i); ok && (best.a == nil ||
+				slices.Compare(w.cost[:], best.cost[:]) < 0) {
 				best = w
 			}
 		}
@@ -255,7 +272,8 @@ type taker struct {
 	others map[*class]int64 // what they hold, as far as it was asked
 }
 
-// window is the fewest spans from span i of an area on that have room for a slot, if the class may take all of them.
+// window is the fewest spans from span i of an area on that have room for a slot, if the class may
+// take all of them.
 func (t *taker) window(a *area, i int) (w window, ok bool) {
 	w = window{a: a, at: a.spans[i].at}
 	var pieces int64
@@ -265,7 +283,8 @@ func (t *taker) window(a *area, i int) (w window, ok bool) {
 		if s.r == nil {
 			continue
 		}
-		if r := s.r; r.class == nil || r.class == t.c || r.draining || r.leased > 0 || r.filling > 0 {
+		if r := s.r; r.class == nil || r.class == t.c || r.draining || r.leased > 0 ||
+			r.filling > 0 {
 			return w, false
 		}
 		pieces += s.size
@@ -287,7 +306,8 @@ func (t *taker) window(a *area, i int) (w window, ok bool) {
 	return w, true
 }
 
-// cost is what it costs to take a region as one of pieces of so many bytes; false: it must not be taken.
+// cost is what it costs to take a region as one of pieces of so many bytes; false: it must not be
+// taken.
 func (t *taker) cost(r *region, pieces int64) (cost [4]uint64, ok bool) {
 	aged := t.e.aged.before
 	theirs, known := t.others[r.class]
@@ -300,13 +320,15 @@ func (t *taker) cost(r *region, pieces int64) (cost [4]uint64, ok bool) {
 		return cost, true
 	case r.lastUse < aged && r.lastUse < t.oldest:
 		return [4]uint64{1, r.lastUse}, true
-	case len(t.c.regions) > 0 && (t.held+pieces > theirs-pieces || t.oldest < aged && t.oldest <= r.lastUse):
+	case len(t.c.regions) > 0 && (t.held+pieces > theirs-pieces ||
+		t.oldest < aged && t.oldest <= r.lastUse):
 		return cost, false
 	}
 	return [4]uint64{2, uint64(math.MaxInt64 - theirs), r.lastUse}, true
 }
 
-// parts are the regions that a caller's region consists of, and how many of them: an area has those that are carved.
+// parts are the regions that a caller's region consists of, and how many of them: an area has those
+// that are carved.
 func (e *Engine) parts(id uint32) (regions []*region, ok bool) {
 	if r := e.byID[id]; r != nil {
 		return []*region{r}, true
@@ -340,7 +362,8 @@ func (e *Engine) checkAreas() error {
 			}
 			if r := s.r; r != nil {
 				pieces++
-				if r.area != a || r.id != a.id || r.class != nil && (r.at.Offset != s.at || r.size != s.size || r.size != int64(len(r.slots))*r.class.slotBytes()) {
+				if r.area != a || r.id != a.id || r.class != nil && (r.at.Offset != s.at ||
+					r.size != s.size || r.size != int64(len(r.slots))*r.class.slotBytes()) {
 					return broken("region %d has a piece of %d bytes at %d that is one of region %d, of %d bytes at %d", a.id, s.size, s.at, r.id, r.size, r.at.Offset)
 				}
 			}
@@ -360,7 +383,8 @@ func (e *Engine) checkAreas() error {
 		}
 	}
 	if bytes != e.bytes || pieces != 0 {
-		return broken("regions of %d bytes with %d pieces too many, counted %d bytes", bytes, pieces, e.bytes)
+		return broken("regions of %d bytes with %d pieces too many, counted %d bytes", bytes,
+			pieces, e.bytes)
 	}
 	return nil
 }

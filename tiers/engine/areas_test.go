@@ -7,24 +7,28 @@ import (
 	"lookaside/tiers"
 )
 
-// aModel is an honest client of an arena that several share: its requests begin with one of its prompts, and it stores what it did not hit.
+// aModel is an honest client of an arena that several share: its requests begin with one of its
+// prompts, and it stores what it did not hit.
 type aModel struct {
 	pageBytes int64
 	ppc       int
-	prompts   int  // that it asks for by chance
-	chunks    int  // of each
-	fresh     int  // of ten requests, so many are for a prompt that never comes again
-	requests  int  // in its turn
-	keeps     bool // a lookup of its first prompt is never given back, as that of a client which has stopped
+	prompts   int // that it asks for by chance
+	chunks    int // of each
+	fresh     int // of ten requests, so many are for a prompt that never comes again
+	requests  int // in its turn
+	// a lookup of its first prompt is never given back, as that of a client which has stopped
+	keeps bool
 }
 
 func (m *aModel) bytes() int64 { return m.pageBytes * int64(m.ppc*m.chunks*m.prompts) }
 
-// shareArena lets models use one arena of one region by turns, and returns which part of the pages of their prompts hit, once all have been stored.
+// shareArena lets models use one arena of one region by turns, and returns which part of the pages
+// of their prompts hit, once all have been stored.
 func shareArena(t *testing.T, bytes int64, models ...aModel) (ratios []float64) {
 	t.Helper()
 	now := int64(0)
-	e, err := New(Config{ArenaLimitBytes: bytes, MinPageBytes: 1, OwnerShare: 1, Now: func() int64 { return now }})
+	e, err := New(Config{ArenaLimitBytes: bytes, MinPageBytes: 1, OwnerShare: 1,
+		Now: func() int64 { return now }})
 	b := &bench{t: t, e: e}
 	b.ok(err)
 	defer e.Close()
@@ -33,7 +37,9 @@ func shareArena(t *testing.T, bytes int64, models ...aModel) (ratios []float64) 
 	asked, hit := make([]int, len(models)), make([]int, len(models))
 	unique := uint64(1 << 40)
 	for i, m := range models {
-		sp, err := e.OpenSpace(tiers.Fingerprint{byte(i + 1)}, tiers.Geometry{PageBytes: m.pageBytes, PagesPerChunk: m.ppc, PageTokens: 16, DigestBytes: 32})
+		sp, err := e.OpenSpace(tiers.Fingerprint{byte(i + 1)},
+			tiers.Geometry{PageBytes: m.pageBytes, PagesPerChunk: m.ppc, PageTokens: 16,
+				DigestBytes: 32})
 		b.ok(err)
 		b.ok(e.AddOwner(Owner(i), sp))
 	}
@@ -80,11 +86,13 @@ func shareArena(t *testing.T, bytes int64, models ...aModel) (ratios []float64) 
 	return ratios
 }
 
-// TestOldPiecesChangeHands: a model may have more than its share of what another has not used for long, and gives it back when that comes again.
+// TestOldPiecesChangeHands: a model may have more than its share of what another has not used for
+// long, and gives it back when that comes again.
 func TestOldPiecesChangeHands(t *testing.T) {
 	const slots = 320
 	b := newBench(t, slots, 1, Config{})
-	other, err := b.e.OpenSpace(tiers.Fingerprint{2}, tiers.Geometry{PageBytes: 128, PagesPerChunk: 1, PageTokens: 16, DigestBytes: 32})
+	other, err := b.e.OpenSpace(tiers.Fingerprint{2}, tiers.Geometry{PageBytes: 128,
+		PagesPerChunk: 1, PageTokens: 16, DigestBytes: 32})
 	b.ok(err)
 	b.ok(b.e.AddOwner(2, other))
 	label := uint64(0)
@@ -105,8 +113,10 @@ func TestOldPiecesChangeHands(t *testing.T) {
 	}
 	want := func(when string, mine, others float64) {
 		t.Helper()
-		if a, c := share(b.sp), share(other); a < mine-0.07 || a > mine+0.07 || c < others-0.07 || c > others+0.07 {
-			t.Errorf("%s: the models have %.2f and %.2f of the arena, want some %.2f and %.2f", when, a, c, mine, others)
+		if a, c := share(b.sp), share(other); a < mine-0.07 || a > mine+0.07 || c < others-0.07 ||
+			c > others+0.07 {
+			t.Errorf("%s: the models have %.2f and %.2f of the arena, want some %.2f and %.2f",
+				when, a, c, mine, others)
 		}
 	}
 	fill(me)
@@ -126,7 +136,8 @@ func TestOldPiecesChangeHands(t *testing.T) {
 	want("when the first is back", 0.5, 0.5)
 }
 
-// TestModelsShareOneRegion: models of different geometries in one small arena each hit nine tenths of what they would in a part of their own.
+// TestModelsShareOneRegion: models of different geometries in one small arena each hit nine tenths
+// of what they would in a part of their own.
 func TestModelsShareOneRegion(t *testing.T) {
 	const kib = 1 << 10
 	for _, c := range []struct {
@@ -134,24 +145,35 @@ func TestModelsShareOneRegion(t *testing.T) {
 		bytes  int64
 		models []aModel
 	}{
-		{"request by request", 4096 * kib, []aModel{{4 * kib, 4, 12, 8, 0, 1, false}, {1 * kib, 16, 12, 8, 0, 1, false}}},
-		{"by bursts", 4096 * kib, []aModel{{4 * kib, 4, 12, 8, 0, 80, false}, {3 * kib, 5, 12, 8, 0, 80, false}}},
-		{"one with much that comes once", 4096 * kib, []aModel{{4 * kib, 4, 12, 8, 0, 10, false}, {3 * kib, 5, 12, 8, 8, 200, false}}},
-		{"one that leases", 4096 * kib, []aModel{{4 * kib, 4, 12, 8, 0, 10, true}, {3 * kib, 5, 12, 8, 2, 10, true}}},
-		{"a slot of one is many of the other", 4096 * kib, []aModel{{96 * kib, 4, 2, 2, 0, 10, false}, {1 * kib, 3, 60, 8, 0, 10, false}}},
-		{"slots larger than pieces", 4096 * kib, []aModel{{40 * kib, 4, 2, 5, 0, 10, false}, {33 * kib, 5, 2, 5, 0, 10, false}}},
-		{"nearly all of a share each", 4096 * kib, []aModel{{4 * kib, 4, 15, 8, 0, 10, false}, {3 * kib, 5, 16, 8, 1, 30, false}}},
-		{"more than a share each", 4096 * kib, []aModel{{4 * kib, 4, 20, 8, 0, 10, false}, {3 * kib, 5, 40, 8, 1, 60, false}}},
-		{"three", 4096 * kib, []aModel{{4 * kib, 4, 7, 8, 3, 10, false}, {1 * kib, 16, 7, 8, 3, 30, false}, {8 * kib, 3, 6, 8, 3, 20, false}}},
+		{"request by request", 4096 * kib, []aModel{{4 * kib, 4, 12, 8, 0, 1, false},
+			{1 * kib, 16, 12, 8, 0, 1, false}}},
+		{"by bursts", 4096 * kib, []aModel{{4 * kib, 4, 12, 8, 0, 80, false},
+			{3 * kib, 5, 12, 8, 0, 80, false}}},
+		{"one with much that comes once", 4096 * kib, []aModel{{4 * kib, 4, 12, 8, 0, 10, false},
+			{3 * kib, 5, 12, 8, 8, 200, false}}},
+		{"one that leases", 4096 * kib, []aModel{{4 * kib, 4, 12, 8, 0, 10, true},
+			{3 * kib, 5, 12, 8, 2, 10, true}}},
+		{"a slot of one is many of the other", 4096 * kib,
+			[]aModel{{96 * kib, 4, 2, 2, 0, 10, false}, {1 * kib, 3, 60, 8, 0, 10, false}}},
+		{"slots larger than pieces", 4096 * kib, []aModel{{40 * kib, 4, 2, 5, 0, 10, false},
+			{33 * kib, 5, 2, 5, 0, 10, false}}},
+		{"nearly all of a share each", 4096 * kib, []aModel{{4 * kib, 4, 15, 8, 0, 10, false},
+			{3 * kib, 5, 16, 8, 1, 30, false}}},
+		{"more than a share each", 4096 * kib, []aModel{{4 * kib, 4, 20, 8, 0, 10, false},
+			{3 * kib, 5, 40, 8, 1, 60, false}}},
+		{"three", 4096 * kib, []aModel{{4 * kib, 4, 7, 8, 3, 10, false}, {1 * kib, 16, 7, 8, 3, 30,
+			false}, {8 * kib, 3, 6, 8, 3, 20, false}}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			together := shareArena(t, c.bytes, c.models...)
 			share := c.bytes / int64(len(c.models))
 			for i, m := range c.models {
 				alone := shareArena(t, share, m)[0]
-				t.Logf("model %d, which wants %d%% of its share: %.3f, alone in its share %.3f", i, 100*m.bytes()/share, together[i], alone)
+				t.Logf("model %d, which wants %d%% of its share: %.3f, alone in its share %.3f", i,
+					100*m.bytes()/share, together[i], alone)
 				if together[i] < 0.9*alone {
-					t.Errorf("model %d hits %.3f, alone in a share of its own %.3f", i, together[i], alone)
+					t.Errorf("model %d hits %.3f, alone in a share of its own %.3f", i, together[i],
+						alone)
 				}
 			}
 		})

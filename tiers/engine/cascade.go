@@ -16,9 +16,10 @@ const MaxTiers = 8
 type Admission uint8
 
 const (
-	AdmitStored  Admission = iota // when it is committed, or comes up from a tier below
-	AdmitReused                   // at its first use after that
-	AdmitEvicted                  // when it will soon be evicted: written ahead, so that evicting it loses nothing
+	AdmitStored Admission = iota // when it is committed, or comes up from a tier below
+	AdmitReused                  // at its first use after that
+	// when it will soon be evicted: written ahead, so that evicting it loses nothing
+	AdmitEvicted
 	AdmitNever
 )
 
@@ -32,10 +33,13 @@ func (a Admission) String() string {
 // TierAdmission is what the engine is told of one tier.
 type TierAdmission struct {
 	Admit Admission
-	// Queue bounds the chunks that wait to be written to the tier. What comes when it is full is shed. Default 4,096.
+	// Queue bounds the chunks that wait to be written to the tier. What comes when it is full is
+	// shed. Default 4,096.
 	Queue int
-	// Self: it is the arena itself, which keeps a chunk where it lies once that is written down. So a partly filled chunk does not wait until it has not grown for a while, a
-	// chunk that comes up is queued from whatever tier, and one that was restored is held. It admits what is stored, and wants NoExtend.
+	// Self: it is the arena itself, which keeps a chunk where it lies once that is written down. So
+	// a partly filled chunk does not wait until it has not grown for a while, a chunk that comes up
+	// is queued from whatever tier, and one that was restored is held. It admits what is stored,
+	// and wants NoExtend.
 	Self bool
 }
 
@@ -62,22 +66,26 @@ func (c *Config) validateCascades() error {
 			t.Queue = defaultQueue
 		}
 		if t.Admit > AdmitNever || t.Queue < 1 || t.Queue > 1<<24 {
-			return fmt.Errorf("%w: tier %d admits %v with a queue of %d", tiers.ErrInvalid, i, t.Admit, t.Queue)
+			return fmt.Errorf("%w: tier %d admits %v with a queue of %d", tiers.ErrInvalid, i,
+				t.Admit, t.Queue)
 		}
 		if t.Self && (t.Admit != AdmitStored || !c.NoExtend) {
-			return fmt.Errorf("%w: tier %d is the arena itself and admits %v, with NoExtend %v", tiers.ErrInvalid, i, t.Admit, c.NoExtend)
+			return fmt.Errorf("%w: tier %d is the arena itself and admits %v, with NoExtend %v",
+				tiers.ErrInvalid, i, t.Admit, c.NoExtend)
 		}
 	}
 	if c.PartialDelay < 0 {
 		return fmt.Errorf("%w: PartialDelay is %v", tiers.ErrInvalid, c.PartialDelay)
 	}
 	if !(c.LowWater > 0 && c.LowWater <= 1) {
-		return fmt.Errorf("%w: LowWater is %v, want more than 0, at most 1", tiers.ErrInvalid, c.LowWater)
+		return fmt.Errorf("%w: LowWater is %v, want more than 0, at most 1", tiers.ErrInvalid,
+			c.LowWater)
 	}
 	return nil
 }
 
-// CascadeItem is a chunk that is to be written to a tier. Its slot is neither evicted nor moved until EndCascade, and these pages of it do not change.
+// CascadeItem is a chunk that is to be written to a tier. Its slot is neither evicted nor moved
+// until EndCascade, and these pages of it do not change.
 type CascadeItem struct {
 	Handle uint64
 	Space  SpaceID
@@ -112,8 +120,9 @@ type cascades struct {
 	owner   owner // of the leases on what is being written
 }
 
-// cascadeQueue is what waits to be written to one tier: whole chunks in their order, and partly filled ones in theirs, each until it has not grown for a while.
-// An entry whose slot does not say that it is queued is void.
+// cascadeQueue is what waits to be written to one tier: whole chunks in their order, and partly
+// filled ones in theirs, each until it has not grown for a while. An entry whose slot does not say
+// that it is queued is void.
 type cascadeQueue struct {
 	whole, part fifo
 	limit       int
@@ -161,7 +170,8 @@ func (e *Engine) route(ref uint32) *route {
 	return &r.routes[ref&recordMask]
 }
 
-// admit queues a ready slot for those of the given tiers that have it not and are not getting it. It answers those that had no room.
+// admit queues a ready slot for those of the given tiers that have it not and are not getting it.
+// It answers those that had no room.
 func (e *Engine) admit(ref uint32, tiers uint8) (shed uint8) {
 	t := e.route(ref)
 	if t == nil {
@@ -207,7 +217,8 @@ func (e *Engine) admit(ref uint32, tiers uint8) (shed uint8) {
 func (t *route) isWhole(bit uint8) bool { return t.whole&bit != 0 }
 func (t *route) isPart(bit uint8) bool  { return t.part&bit != 0 }
 
-// push appends to a queue of at most limit entries that are not void; of the others it keeps at most as many.
+// push appends to a queue of at most limit entries that are not void; of the others it keeps at
+// most as many.
 func (e *Engine) push(f *fifo, limit int, in func(*route, uint8) bool, bit uint8, x queued) {
 	if len(f.entries) == cap(f.entries) && f.head > 0 || len(f.entries) >= 2*limit {
 		n := 0
@@ -244,7 +255,8 @@ func (e *Engine) wake(tier int) {
 	}
 }
 
-// unqueue voids what is queued of a slot that leaves, and forgets what tiers have of it. What is evicted without having been written is shed.
+// unqueue voids what is queued of a slot that leaves, and forgets what tiers have of it. What is
+// evicted without having been written is shed.
 func (e *Engine) unqueue(ref uint32, evicted bool) {
 	t := e.route(ref)
 	if t == nil {
@@ -282,7 +294,8 @@ func (e *Engine) reuse(ref uint32) {
 	}
 }
 
-// admitPromoted queues what came up from a tier for those above it that admit what is stored, for all that admit what is used again, and for the arena itself, if that has it in no other slot.
+// admitPromoted queues what came up from a tier for those above it that admit what is stored, for
+// all that admit what is used again, and for the arena itself, if that has it in no other slot.
 func (e *Engine) admitPromoted(ref uint32, from int) {
 	tiers := e.cascades.stored
 	if t := e.route(ref); t != nil && from >= 0 && from < len(e.cfg.Tiers) {
@@ -296,10 +309,12 @@ func (e *Engine) admitPromoted(ref uint32, from int) {
 	e.reuse(ref)
 }
 
-// NextCascades appends to out up to max chunks that are to be written to a tier next, each to be ended by EndCascade. Their digests are copied into buf,
-// which is answered for its reuse; the items are valid as long as its bytes are left alone. With fewer than max there are no more for now, and Config.Wake
-// will be called when there are.
-func (e *Engine) NextCascades(tier, max int, buf []byte, out []CascadeItem) ([]CascadeItem, []byte) {
+// NextCascades appends to out up to max chunks that are to be written to a tier next, each to be
+// ended by EndCascade. Their digests are copied into buf, which is answered for its reuse; the
+// items are valid as long as its bytes are left alone. With fewer than max there are no more for
+// now, and Config.Wake will be called when there are.
+func (e *Engine) NextCascades(tier, max int, buf []byte, out []CascadeItem) ([]CascadeItem,
+	[]byte) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.closed || tier < 0 || tier >= len(e.cfg.Tiers) {
@@ -334,7 +349,8 @@ func (e *Engine) pop(q *cascadeQueue, bit uint8) uint32 {
 			return x.ref
 		}
 	}
-	for now := e.cfg.Now(); q.part.head < len(q.part.entries) && q.part.entries[q.part.head].due <= now; {
+	for now := e.cfg.Now(); q.part.head < len(q.part.entries) &&
+		q.part.entries[q.part.head].due <= now; {
 		x := q.part.entries[q.part.head]
 		q.part.head++
 		t := e.queuedRoute(x)
@@ -373,15 +389,17 @@ func (e *Engine) startCascade(ref uint32, bit uint8, buf []byte) (CascadeItem, [
 	x.key, x.n = uint64(bit), int(s.pages)
 
 	item := CascadeItem{
-		Handle: x.handle(), Space: SpaceID(s.space), Region: r.id, Offset: r.offset(ref, 0), First: int(s.chunk) * r.ppc, Pages: int(s.pages),
+		Handle: x.handle(), Space: SpaceID(s.space), Region: r.id, Offset: r.offset(ref, 0),
+		First: int(s.chunk) * r.ppc, Pages: int(s.pages),
 		Unverified: s.flags&unverified != 0, VerifyHandle: verifyHandle(ref, s),
 	}
 	item.Prev, item.Hashes, buf = e.digests(ref, buf)
 	return item, buf
 }
 
-// EndCascade ends the writing of a chunk; ok says that the tier has it now. dropped says that it was cleared, or found bad, meanwhile: the tier should forget it.
-// A handle that has ended changes nothing.
+// EndCascade ends the writing of a chunk; ok says that the tier has it now. dropped says that it
+// was cleared, or found bad, meanwhile: the tier should forget it. A handle that has ended changes
+// nothing.
 func (e *Engine) EndCascade(handle uint64, ok bool) (dropped bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -410,10 +428,12 @@ func (e *Engine) EndCascade(handle uint64, ok bool) (dropped bool) {
 	return dropped
 }
 
-// hurriedDelay is PartialDelay after HurryPartials: a chunk that is just growing is looked at again after it.
+// hurriedDelay is PartialDelay after HurryPartials: a chunk that is just growing is looked at again
+// after it.
 const hurriedDelay = 10 * time.Millisecond
 
-// HurryPartials makes partly filled chunks due now instead of after PartialDelay, from now on. For the end of the process.
+// HurryPartials makes partly filled chunks due now instead of after PartialDelay, from now on. For
+// the end of the process.
 func (e *Engine) HurryPartials() {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -428,7 +448,8 @@ func (e *Engine) HurryPartials() {
 	}
 }
 
-// CascadeQueue is how many chunks wait to be written to a tier, and how many were not, for want of room in the queue or because they were evicted before.
+// CascadeQueue is how many chunks wait to be written to a tier, and how many were not, for want of
+// room in the queue or because they were evicted before.
 func (e *Engine) CascadeQueue(tier int) (queued int, shed uint64) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -442,22 +463,26 @@ func (e *Engine) CascadeQueue(tier int) (queued int, shed uint64) {
 // duePartials wakes the tiers for which a partly filled chunk has waited long enough.
 func (e *Engine) duePartials(now int64) {
 	for i := range e.cfg.Tiers {
-		if f := &e.cascades.queues[i].part; f.head < len(f.entries) && f.entries[f.head].due <= now {
+		if f := &e.cascades.queues[i].part; f.head < len(f.entries) &&
+			f.entries[f.head].due <= now {
 			e.wake(i)
 		}
 	}
 }
 
-// What is cold. A class that has to evict soon (fewer than LowWater of its slots are free) chooses its victims ahead for the tiers that admit what is
-// evicted. A victim is taken out of the policy's order and written, then it waits, oldest first, to be evicted; a use brings it back into the policy's
-// order. A slot is tried once only: if a tier would not have it, it is lost when it is evicted, and counted.
+// What is cold. A class that has to evict soon (fewer than LowWater of its slots are free) chooses
+// its victims ahead for the tiers that admit what is evicted. A victim is taken out of the policy's
+// order and written, then it waits, oldest first, to be evicted; a use brings it back into the
+// policy's order. A slot is tried once only: if a tier would not have it, it is lost when it is
+// evicted, and counted.
 
 // slack is how many slots more a class should have free or cold.
 func (e *Engine) slack(c *class) int {
 	return int(e.cfg.LowWater*float64(c.slots+c.uncarved)) - (c.free + c.uncarved) - c.cold
 }
 
-// chill chooses the next victim of some class to be written to a tier. 0: there is none to choose now.
+// chill chooses the next victim of some class to be written to a tier. 0: there is none to choose
+// now.
 func (e *Engine) chill(bit uint8) uint32 {
 	for left := clearSlice; ; {
 		var c *class
@@ -483,7 +508,8 @@ func (e *Engine) chill(bit uint8) uint32 {
 		if t.held&bit == 0 {
 			if t.part&bit != 0 { // as a victim of before; of whole chunks none waits any more
 				q := &e.cascades.queues[bits.TrailingZeros8(bit)]
-				q.part.forget(ref) // or its entry would be good again when the slot comes to wait again
+				// or its entry would be good again when the slot comes to wait again
+				q.part.forget(ref)
 				t.part &^= bit
 				q.queued--
 			}

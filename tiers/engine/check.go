@@ -8,24 +8,29 @@ import (
 	"lookaside/tiers"
 )
 
-// Check verifies every invariant of the engine and answers the first that does not hold. It looks at everything under the lock, so it is for
-// tests and for a tool that asks an idle engine.
+// Check verifies every invariant of the engine and answers the first that does not hold. It looks
+// at everything under the lock, so it is for tests and for a tool that asks an idle engine.
 func (e *Engine) Check() error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.closed {
 		return tiers.ErrClosed
 	}
-	c := checker{e: e, pins: map[uint32]uint32{}, copied: map[uint32]uint32{}, children: map[uint32]uint32{}, writers: map[uint32]int{}, chunks: map[*space]int{}, pages: map[*space]int{}, loans: map[uint32]int{},
-		busy: map[uint32]uint8{}, promoting: map[*class]int{}, cold: map[*class]int{}, moving: map[uint32]bool{}, due: map[uint32]int{}}
+	c := checker{e: e, pins: map[uint32]uint32{}, copied: map[uint32]uint32{},
+		children: map[uint32]uint32{}, writers: map[uint32]int{}, chunks: map[*space]int{},
+		pages: map[*space]int{}, loans: map[uint32]int{},
+		busy: map[uint32]uint8{}, promoting: map[*class]int{}, cold: map[*class]int{},
+		moving: map[uint32]bool{}, due: map[uint32]int{}}
 	for i := range e.lent.due {
-		if d := e.lent.due[i]; e.isForeign(d.ref) && int(d.ref&recordMask) < e.regions[d.ref>>recordBits].fresh {
+		if d := e.lent.due[i]; e.isForeign(d.ref) &&
+			int(d.ref&recordMask) < e.regions[d.ref>>recordBits].fresh {
 			if _, s := e.slot(d.ref); s.gen == d.gen && s.state == ready {
 				c.due[d.ref]++
 			}
 		}
 	}
-	for _, step := range []func() error{c.leases, c.parents, c.slots, c.index, c.promotions, c.cascades, c.totals} {
+	for _, step := range []func() error{c.leases, c.parents, c.slots, c.index, c.promotions,
+		c.cascades, c.totals} {
 		if err := step(); err != nil {
 			return err
 		}
@@ -85,7 +90,8 @@ func (c *checker) leases() error {
 			if x.kind == storeLease {
 				c.writers[ref]++
 				if s.granted == 0 || s.state == free {
-					return broken("slot %#x of a store is in state %d with %d pages granted", ref, s.state, s.granted)
+					return broken("slot %#x of a store is in state %d with %d pages granted", ref,
+						s.state, s.granted)
 				}
 				continue
 			}
@@ -94,7 +100,8 @@ func (c *checker) leases() error {
 			if x.kind == cascadeLease || x.kind == moveLease {
 				c.copied[ref]++
 			}
-			if s.state != ready && !(s.state == filling && s.flags&promoting != 0 && x.waiting && j >= x.held) {
+			if s.state != ready && !(s.state == filling && s.flags&promoting != 0 && x.waiting &&
+				j >= x.held) {
 				return broken("slot %#x of a %v is in state %d", ref, x.kind, s.state)
 			}
 			want := int(s.chunk)
@@ -108,7 +115,8 @@ func (c *checker) leases() error {
 			case x.kind == moveLease && len(x.slots) == 1:
 				to := uint32(x.key)
 				_, t := e.slot(to)
-				if c.moving[ref] || c.moving[to] || t.state != filling || t.chunk != s.chunk || int(t.granted) != x.n || !s.doomed() && int(s.pages) != x.n {
+				if c.moving[ref] || c.moving[to] || t.state != filling || t.chunk != s.chunk ||
+					int(t.granted) != x.n || !s.doomed() && int(s.pages) != x.n {
 					return broken("slot %#x with %d pages moves to slot %#x in state %d with %d granted", ref, s.pages, to, t.state, t.granted)
 				}
 				c.writers[to]++
@@ -116,7 +124,9 @@ func (c *checker) leases() error {
 			case x.kind == copyLease:
 				to := uint32(x.key)
 				_, t := e.slot(to)
-				if !e.isForeign(ref) || e.isForeign(to) || c.moving[to] || t.state != filling || t.chunk != s.chunk || int(t.granted) != x.n || !s.doomed() && int(s.pages) != x.n {
+				if !e.isForeign(ref) || e.isForeign(to) || c.moving[to] || t.state != filling ||
+					t.chunk != s.chunk || int(t.granted) != x.n ||
+					!s.doomed() && int(s.pages) != x.n {
 					return broken("slot %#x with %d pages is copied to slot %#x in state %d with %d granted", ref, s.pages, to, t.state, t.granted)
 				}
 				c.writers[to]++
@@ -128,21 +138,26 @@ func (c *checker) leases() error {
 			}
 		}
 		if returned != x.returned || returned > 0 && returned == len(x.slots) {
-			return broken("%d of the %d slots of a %v have been given back, counted %d", returned, len(x.slots), x.kind, x.returned)
+			return broken("%d of the %d slots of a %v have been given back, counted %d", returned,
+				len(x.slots), x.kind, x.returned)
 		}
 		if x.kind == lookupLease {
 			held, end := len(x.slots), x.first+x.n
 			if x.waiting {
 				held, end = x.held, x.end
-				if x.n < 0 || x.held < 0 || x.held >= len(x.slots) || (x.end+x.owner.space.g.PagesPerChunk-1)/x.owner.space.g.PagesPerChunk != x.after+len(x.slots)-x.held {
+				if x.n < 0 || x.held < 0 || x.held >= len(x.slots) ||
+					(x.end+x.owner.space.g.PagesPerChunk-1)/x.owner.space.g.PagesPerChunk !=
+						x.after+len(x.slots)-x.held {
 					return broken("a lookup waits for the chunks from %d on, up to page %d, with %d slots, %d of them held", x.after, x.end, len(x.slots), x.held)
 				}
 			} else {
 				waits--
 			}
 			ppc := x.owner.space.g.PagesPerChunk
-			if end <= x.first || x.n == 0 != (held == 0) || x.n > 0 && held != (x.first+x.n-1)/ppc-x.first/ppc+1 {
-				return broken("a lookup of %d pages from %d has %d slots, waiting %v to %d", x.n, x.first, held, x.waiting, end)
+			if end <= x.first || x.n == 0 != (held == 0) ||
+				x.n > 0 && held != (x.first+x.n-1)/ppc-x.first/ppc+1 {
+				return broken("a lookup of %d pages from %d has %d slots, waiting %v to %d", x.n,
+					x.first, held, x.waiting, end)
 			}
 			waits++
 		}
@@ -151,7 +166,8 @@ func (c *checker) leases() error {
 		}
 	}
 	if live+len(e.spare) != len(e.leases) {
-		return broken("%d leases in use and %d spare make not %d", live, len(e.spare), len(e.leases))
+		return broken("%d leases in use and %d spare make not %d", live, len(e.spare),
+			len(e.leases))
 	}
 	if pins != e.pins {
 		return broken("%d leases on slots, counted %d", pins, e.pins)
@@ -174,12 +190,14 @@ func (c *checker) leases() error {
 			counts[x.kind]++
 			total += len(x.slots) - x.returned
 		}
-		if counts[lookupLease] != len(ow.lookups) || counts[loadLease] != ow.loads || counts[loanLease] != ow.loans || counts[storeLease] != ow.stores || total != ow.leases {
+		if counts[lookupLease] != len(ow.lookups) || counts[loadLease] != ow.loads ||
+			counts[loanLease] != ow.loans || counts[storeLease] != ow.stores || total != ow.leases {
 			return broken("owner %d has %v on %d slots, counted %d lookups, %d loads, %d stores, %d", ow.id, counts, total,
 				len(ow.lookups), ow.loads, ow.stores, ow.leases)
 		}
 		if len(byOwner[ow]) != ow.slots.n+ow.foreign.n {
-			return broken("owner %d uses %d slots, counted %d and %d", ow.id, len(byOwner[ow]), ow.slots.n, ow.foreign.n)
+			return broken("owner %d uses %d slots, counted %d and %d", ow.id, len(byOwner[ow]),
+				ow.slots.n, ow.foreign.n)
 		}
 		for _, t := range []*tally{&ow.slots, &ow.foreign} {
 			used := 0
@@ -187,7 +205,8 @@ func (c *checker) leases() error {
 				if w != 0 {
 					used++
 					if byOwner[ow][uint32(w>>32)] != uint32(w) || e.tally(ow, uint32(w>>32)) != t {
-						return broken("owner %d has %d leases on slot %#x, counted %d", ow.id, byOwner[ow][uint32(w>>32)], w>>32, uint32(w))
+						return broken("owner %d has %d leases on slot %#x, counted %d", ow.id,
+							byOwner[ow][uint32(w>>32)], w>>32, uint32(w))
 					}
 				}
 			}
@@ -231,11 +250,16 @@ func (c *checker) parents() error {
 		}
 		c.children[parent]++
 		k := c.e.kin(ref)
-		if k.prev != 0 && c.e.kin(k.prev).next != ref || k.prev == 0 && c.e.kin(parent).child != ref || k.next != 0 && c.e.kin(k.next).prev != ref {
+		if k.prev != 0 && c.e.kin(k.prev).next != ref ||
+			k.prev == 0 && c.e.kin(parent).child != ref ||
+			k.next != 0 && c.e.kin(k.next).prev != ref {
 			return broken("slot %#x is not in the list of what continues slot %#x", ref, parent)
 		}
-		if _, p := c.e.slot(parent); p.state != ready && p.flags&promoting == 0 || p.chunk+1 != s.chunk || p.space != s.space || !p.doomed() && int(p.pages) != r.ppc && int(p.granted) != r.ppc {
-			return broken("slot %#x, chunk %d, has parent %#x, chunk %d with %d pages in state %d", ref, s.chunk, parent, p.chunk, p.pages, p.state)
+		if _, p := c.e.slot(parent); p.state != ready && p.flags&promoting == 0 ||
+			p.chunk+1 != s.chunk || p.space != s.space || !p.doomed() && int(p.pages) != r.ppc &&
+			int(p.granted) != r.ppc {
+			return broken("slot %#x, chunk %d, has parent %#x, chunk %d with %d pages in state %d",
+				ref, s.chunk, parent, p.chunk, p.pages, p.state)
 		}
 		return nil
 	})
@@ -271,26 +295,37 @@ func (c *checker) slots() error {
 		for i := range r.fresh {
 			ref, s := r.num<<recordBits|uint32(i), &r.slots[i]
 			if s.state != free {
-				if int(s.space) >= len(e.spaces) || e.spaces[s.space] == nil || e.spaceOf(r, s) == nil || e.spaceOf(r, s).class != r.class {
+				if int(s.space) >= len(e.spaces) || e.spaces[s.space] == nil ||
+					e.spaceOf(r, s) == nil || e.spaceOf(r, s).class != r.class {
 					return broken("slot %#x is in space %d", ref, s.space)
 				}
 				c.chunks[e.spaceOf(r, s)]++
 			}
 			if s.pins != c.pins[ref] || s.children != c.children[ref] {
-				return broken("slot %#x has %d leases and %d continuations, counted %d and %d", ref, c.pins[ref], c.children[ref], s.pins, s.children)
+				return broken("slot %#x has %d leases and %d continuations, counted %d and %d", ref,
+					c.pins[ref], c.children[ref], s.pins, s.children)
 			}
-			if want := b2i(s.state == filling && s.flags&promoting == 0 || s.state == ready && s.granted > 0); c.writers[ref] != want {
-				return broken("slot %#x in state %d with %d pages granted has %d writers", ref, s.state, s.granted, c.writers[ref])
+			if want := b2i(s.state == filling && s.flags&promoting == 0 ||
+				s.state == ready && s.granted > 0); c.writers[ref] != want {
+				return broken("slot %#x in state %d with %d pages granted has %d writers", ref,
+					s.state, s.granted, c.writers[ref])
 			}
-			isUnverified, isPromoting := s.state == ready && s.flags&unverified != 0, s.state == filling && s.flags&promoting != 0
-			if s.flags&promoting != 0 && !isUnverified && !isPromoting || isUnverified && (s.doomed() || s.granted > 0 || s.pins != c.copied[ref]) || s.flags&(twin|reused|cold|moved) != 0 && s.state != ready || s.flags&cold != 0 && (s.doomed() || s.children > 0) {
-				return broken("slot %#x in state %d with %d continuations has flags %b", ref, s.state, s.children, s.flags)
+			isUnverified, isPromoting := s.state == ready && s.flags&unverified != 0,
+				s.state == filling && s.flags&promoting != 0
+			if s.flags&promoting != 0 && !isUnverified && !isPromoting ||
+				isUnverified && (s.doomed() || s.granted > 0 || s.pins != c.copied[ref]) ||
+				s.flags&(twin|reused|cold|moved) != 0 && s.state != ready ||
+				s.flags&cold != 0 && (s.doomed() || s.children > 0) {
+				return broken("slot %#x in state %d with %d continuations has flags %b", ref,
+					s.state, s.children, s.flags)
 			}
 			if (s.flags&moving != 0) != c.moving[ref] {
-				return broken("slot %#x in state %d with flags %b moves: %v", ref, s.state, s.flags, c.moving[ref])
+				return broken("slot %#x in state %d with flags %b moves: %v", ref, s.state, s.flags,
+					c.moving[ref])
 			}
 			if s.state != free && (s.children == 0) != (e.kin(ref).child == 0) {
-				return broken("slot %#x has %d continuations, the first of them %#x", ref, s.children, e.kin(ref).child)
+				return broken("slot %#x has %d continuations, the first of them %#x", ref,
+					s.children, e.kin(ref).child)
 			}
 			if r.foreign {
 				if err := c.loan(r, ref, s); err != nil {
@@ -313,19 +348,24 @@ func (c *checker) slots() error {
 				bad := b2i(s.flags&spoiled != 0)
 				frees, spoilt = frees+1-bad, spoilt+bad
 				if s.pages != 0 || s.granted != 0 || s.pins != 0 {
-					return broken("free slot %#x has %d pages, %d granted, %d leases", ref, s.pages, s.granted, s.pins)
+					return broken("free slot %#x has %d pages, %d granted, %d leases", ref, s.pages,
+						s.granted, s.pins)
 				}
 			case filling:
 				fillings++
-				if s.pages != 0 || s.granted == 0 || int(s.granted) > r.ppc || s.flags&promoting == 0 && (s.pins != 0 || s.children != 0) {
+				if s.pages != 0 || s.granted == 0 || int(s.granted) > r.ppc ||
+					s.flags&promoting == 0 && (s.pins != 0 || s.children != 0) {
 					return broken("filling slot %#x has %d pages, %d granted, %d leases, %d continuations", ref, s.pages, s.granted, s.pins, s.children)
 				}
 			case ready:
 				leased += b2i(!s.idle())
-				if s.doomed() && (s.idle() || s.pages != 0) || !s.doomed() && (s.pages == 0 || int(s.pages)+int(s.granted) > r.ppc) {
-					return broken("ready slot %#x has %d pages, %d granted, doomed %v, idle %v", ref, s.pages, s.granted, s.doomed(), s.idle())
+				if s.doomed() && (s.idle() || s.pages != 0) || !s.doomed() && (s.pages == 0 ||
+					int(s.pages)+int(s.granted) > r.ppc) {
+					return broken("ready slot %#x has %d pages, %d granted, doomed %v, idle %v",
+						ref, s.pages, s.granted, s.doomed(), s.idle())
 				}
-				if !s.doomed() && s.idle() && (int(s.pages) < r.ppc || s.flags&(twin|moved) != 0) && e.redundant(ref) {
+				if !s.doomed() && s.idle() && (int(s.pages) < r.ppc || s.flags&(twin|moved) != 0) &&
+					e.redundant(ref) {
 					return broken("idle slot %#x adds nothing", ref)
 				}
 				if err := c.pageRecords(r, ref, s); err != nil {
@@ -339,7 +379,8 @@ func (c *checker) slots() error {
 				return broken("the list of free slots of region %d", r.id)
 			}
 		}
-		if frees != r.free || spoilt != r.spoiled || listed+len(r.slots)-r.fresh != r.free || fillings != r.filling || leased != r.leased {
+		if frees != r.free || spoilt != r.spoiled || listed+len(r.slots)-r.fresh != r.free ||
+			fillings != r.filling || leased != r.leased {
 			return broken("region %d has %d free, %d listed, %d filling, %d leased; counted %d, %d, %d", r.id, frees, listed, fillings, leased, r.free, r.filling, r.leased)
 		}
 	}
@@ -349,14 +390,18 @@ func (c *checker) slots() error {
 // loan verifies the loan of a foreign slot.
 func (c *checker) loan(r *region, ref uint32, s *slot) error {
 	p := &r.places[ref&recordMask]
-	if s.flags&(cold|moving|spoiled) != 0 || s.flags&moved != 0 && s.idle() || c.copied[ref] > 0 || s.granted > 0 && s.state == ready || (p.handle != 0) != (s.state == ready) && !(s.state == ready && s.doomed()) || p.handle == 0 && *p != (place{}) {
-		return broken("foreign slot %#x in state %d with flags %b has %+v", ref, s.state, s.flags, *p)
+	if s.flags&(cold|moving|spoiled) != 0 || s.flags&moved != 0 && s.idle() || c.copied[ref] > 0 ||
+		s.granted > 0 && s.state == ready || (p.handle != 0) != (s.state == ready) &&
+		!(s.state == ready && s.doomed()) || p.handle == 0 && *p != (place{}) {
+		return broken("foreign slot %#x in state %d with flags %b has %+v", ref, s.state, s.flags,
+			*p)
 	}
 	if p.handle != 0 {
 		c.loans[p.region]++
 	}
 	if c.due[ref] != b2i(p.due) {
-		return broken("foreign slot %#x is to be copied %d times, and is due: %v", ref, c.due[ref], p.due)
+		return broken("foreign slot %#x is to be copied %d times, and is due: %v", ref, c.due[ref],
+			p.due)
 	}
 	return nil
 }
@@ -380,12 +425,14 @@ func (c *checker) pageRecords(r *region, ref uint32, s *slot) error {
 			}
 			or, op := e.slotOf(other)
 			ro, o := e.slot(or)
-			if o.state != ready || o.doomed() || op >= int(o.pages) || op != pos || o.chunk != s.chunk || o.space != s.space || ro.class != r.class ||
+			if o.state != ready || o.doomed() || op >= int(o.pages) || op != pos ||
+				o.chunk != s.chunk || o.space != s.space || ro.class != r.class ||
 				!equal(ro.digest(or&recordMask, op), r.digestBytes(ref&recordMask, pos, &buf)) {
 				return broken("page %d of slot %#x is linked to another page, %#x", pos, ref, other)
 			}
 		}
-		if l.next != 0 && e.links(l.next).prev != rec || l.prev != 0 && e.links(l.prev).next != rec {
+		if l.next != 0 && e.links(l.next).prev != rec ||
+			l.prev != 0 && e.links(l.prev).next != rec {
 			return broken("the links of page %d of slot %#x", pos, ref)
 		}
 		if l.prev == 0 {
@@ -404,7 +451,8 @@ func (c *checker) pageRecords(r *region, ref uint32, s *slot) error {
 					return broken("%d slots have the whole chunk of slot %#x", originals, ref)
 				}
 			}
-			if found := e.find(e.spaceOf(r, s), r.digestBytes(ref&recordMask, pos, &buf)); found != rec {
+			if found := e.find(e.spaceOf(r, s), r.digestBytes(ref&recordMask, pos,
+				&buf)); found != rec {
 				return broken("page %d of slot %#x is found as %#x", pos, ref, found)
 			}
 		}
@@ -435,7 +483,8 @@ func (c *checker) promotions() error {
 	var err error
 	c.e.allClasses(func(cl *class) {
 		if cl.promoting != c.promoting[cl] || cl.promoting > 0 && len(cl.regions) == 0 {
-			err = broken("a class has %d slots that are promoted into, counted %d", c.promoting[cl], cl.promoting)
+			err = broken("a class has %d slots that are promoted into, counted %d", c.promoting[cl],
+				cl.promoting)
 		}
 	})
 	return err
@@ -450,8 +499,10 @@ func (c *checker) cascades() error {
 			return nil
 		}
 		all := t.held | t.whole | t.part | t.busy
-		if s.state != ready && all != 0 || all>>len(e.cfg.Tiers) != 0 || s.doomed() && all != t.busy || t.whole&t.part != 0 || (t.whole|t.part)&t.held != 0 ||
-			t.whole != 0 && int(s.pages) < r.ppc || t.part != 0 && int(s.pages) == r.ppc || t.busy != c.busy[ref] {
+		if s.state != ready && all != 0 || all>>len(e.cfg.Tiers) != 0 ||
+			s.doomed() && all != t.busy || t.whole&t.part != 0 || (t.whole|t.part)&t.held != 0 ||
+			t.whole != 0 && int(s.pages) < r.ppc || t.part != 0 && int(s.pages) == r.ppc ||
+			t.busy != c.busy[ref] {
 			return broken("slot %#x in state %d with flags %b and %d pages, being written to %b, stands to the tiers as %+v", ref, s.state, s.flags, s.pages, c.busy[ref], *t)
 		}
 		for i := range queued {
@@ -483,7 +534,8 @@ func (c *checker) cascades() error {
 			}
 		}
 		if queued[i] != q.queued || entries != q.queued || q.queued > q.limit {
-			return broken("%d slots are queued for tier %d by %d entries, counted %d of at most %d", queued[i], i, entries, q.queued, q.limit)
+			return broken("%d slots are queued for tier %d by %d entries, counted %d of at most %d",
+				queued[i], i, entries, q.queued, q.limit)
 		}
 	}
 	for _, cl := range e.classes {
@@ -526,7 +578,8 @@ func (c *checker) totals() error {
 	for _, own := range e.byPrint {
 		for _, s := range []*space{own, own.shadow} {
 			if s != nil && (s.chunks != c.chunks[s] || s.pages != c.pages[s]) {
-				return broken("space %d has %d chunks, %d pages; counted %d, %d", s.id, c.chunks[s], c.pages[s], s.chunks, s.pages)
+				return broken("space %d has %d chunks, %d pages; counted %d, %d", s.id, c.chunks[s],
+					c.pages[s], s.chunks, s.pages)
 			}
 		}
 	}
@@ -564,7 +617,8 @@ func (c *checker) totals() error {
 			return broken("a class has %d slots leased or filling, counted %d", busy, cl.busy)
 		}
 		if slots != cl.slots || frees != cl.free {
-			return broken("a class has %d slots, %d free; counted %d, %d", slots, frees, cl.slots, cl.free)
+			return broken("a class has %d slots, %d free; counted %d, %d", slots, frees, cl.slots,
+				cl.free)
 		}
 	}
 	return nil

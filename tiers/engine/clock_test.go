@@ -6,7 +6,9 @@ import (
 	"time"
 )
 
-// Fault 47: the clock jumps. A jump forward ends what has a deadline, and nothing else; one back keeps it for longer, and no more: what is held stays found, and what is leased is freed by its owner as ever.
+// Fault 47: the clock jumps. A jump forward ends what has a deadline, and nothing else; one back
+// keeps it for longer, and no more: what is held stays found, and what is leased is freed by its
+// owner as ever.
 func TestClockJumps(t *testing.T) {
 	const year = int64(365 * 24 * time.Hour)
 	for name, jumps := range map[string][]int64{
@@ -17,7 +19,9 @@ func TestClockJumps(t *testing.T) {
 		"to the edges": {math.MaxInt64 - 2*year, -math.MaxInt64},
 	} {
 		t.Run(name, func(t *testing.T) {
-			b := newBench(t, 16, 4, Config{LeaseDeadline: 30 * time.Second, Tiers: []TierAdmission{{Admit: AdmitStored}}, PartialDelay: time.Second, Sums: true})
+			b := newBench(t, 16, 4, Config{LeaseDeadline: 30 * time.Second,
+				Tiers: []TierAdmission{{Admit: AdmitStored}}, PartialDelay: time.Second,
+				Sums: true})
 			b.now = year
 			p, q := numbered(1, 10), numbered(2, 8)
 			b.store(p)
@@ -49,7 +53,8 @@ func TestClockJumps(t *testing.T) {
 				}
 				b.wantHits(8, q)
 				b.wantHits(10, p)
-				if st := b.e.Stats(); st.Leases != 0 || st.OpenLookups+st.OpenLoads+st.OpenStores != 0 {
+				if st := b.e.Stats(); st.Leases != 0 ||
+					st.OpenLookups+st.OpenLoads+st.OpenStores != 0 {
 					t.Errorf("%+v", st)
 				}
 				b.ok(b.e.Check())

@@ -9,8 +9,11 @@ import (
 // probeSlice is how many chunks are looked for while the lock is held.
 const probeSlice = 4 * probeGroup
 
-// Contains sets held[i] to how many pages of the i-th chunk that the given pages touch are held and verified, from the first of them in the chunk on. Chunks behind one that
-// is not held whole count as well; what peers lent does not. Nothing is leased, and it is no use: what is held may be gone when it returns. It lets go of the lock between slices of its work. ErrInvalid: held is too short.
+// Contains sets held[i] to how many pages of the i-th chunk that the given pages touch are held and
+// verified, from the first of them in the chunk on. Chunks behind one that is not held whole count
+// as well; what peers lent does not. Nothing is leased, and it is no use: what is held may be gone
+// when it returns. It lets go of the lock between slices of its work. ErrInvalid: held is too
+// short.
 func (e *Engine) Contains(id SpaceID, firstPage int, hashes []byte, held []uint16) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -51,9 +54,11 @@ func (e *Engine) Contains(id SpaceID, firstPage int, hashes []byte, held []uint1
 	return nil
 }
 
-// Drop drops all chunks that hold any of the given pages, and answers how many. None of these pages can be found when it returns, unless it was stored
-// meanwhile: it lets go of the lock between slices of its work. Leased ones are freed at their release; of those on their way from a tier, the ones that
-// end with one of the pages will not appear. What peers lent of the pages goes as well, and is not counted.
+// Drop drops all chunks that hold any of the given pages, and answers how many. None of these pages
+// can be found when it returns, unless it was stored meanwhile: it lets go of the lock between
+// slices of its work. Leased ones are freed at their release; of those on their way from a tier,
+// the ones that end with one of the pages will not appear. What peers lent of the pages goes as
+// well, and is not counted.
 func (e *Engine) Drop(id SpaceID, firstPage int, hashes []byte) (chunks int, err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -93,9 +98,11 @@ func (e *Engine) Drop(id SpaceID, firstPage int, hashes []byte) (chunks int, err
 	}
 	if s.shadow != nil {
 		e.eachForeign(func(r *region, ref uint32, sl *slot) {
-			if i := int(sl.chunk) - w.chunk; e.spaces[s.id] == s && r.class == s.shadow.class && sl.space == s.id && sl.state != free && i >= 0 && i < w.chunks {
+			if i := int(sl.chunk) - w.chunk; e.spaces[s.id] == s && r.class == s.shadow.class &&
+				sl.space == s.id && sl.state != free && i >= 0 && i < w.chunks {
 				pos := w.start(i) % w.ppc
-				if n := int(max(sl.pages, sl.granted)); pos < n && equal(r.digest(ref&recordMask, pos), w.hash(w.start(i))) {
+				if n := int(max(sl.pages, sl.granted)); pos < n &&
+					equal(r.digest(ref&recordMask, pos), w.hash(w.start(i))) {
 					e.doom(ref)
 				}
 			}

@@ -2,10 +2,13 @@ package engine
 
 import "math"
 
-// Copying what is read often from peers. The engine counts the loads of each chunk from where a peer lent it, also from one loan to the next. At Config.CopyAfter the chunk is due: it is to be copied into a
-// slot of the arena (NextCopy, EndCopy) while it is lent, and is held from then on as if it had been stored. What could not be copied is due again when it is loaded once more.
+// Copying what is read often from peers. The engine counts the loads of each chunk from where a
+// peer lent it, also from one loan to the next. At Config.CopyAfter the chunk is due: it is to be
+// copied into a slot of the arena (NextCopy, EndCopy) while it is lent, and is held from then on as
+// if it had been stored. What could not be copied is due again when it is loaded once more.
 
-// Copy is a chunk of a peer's that is to be copied into the arena. Until EndCopy its loan is not returned.
+// Copy is a chunk of a peer's that is to be copied into the arena. Until EndCopy its loan is not
+// returned.
 type Copy struct {
 	Handle uint64
 	From   Extent // in a region as announced to our workers
@@ -16,14 +19,16 @@ type Copy struct {
 // maxDue bounds the chunks that wait to be copied.
 const maxDue = 4096
 
-// dueCopy is a foreign slot that waits to be copied. It is void if another generation is there by now.
+// dueCopy is a foreign slot that waits to be copied. It is void if another generation is there by
+// now.
 type dueCopy struct {
 	ref, gen uint32
 	prev     [32]byte // digest of the page before; zeros if there is none, or it is not known
 	follows  bool     // the chunk before was loaded with it
 }
 
-// readCounts remembers how often chunks were read that are not borrowed any more: of those that were returned last, as many as limit, and of up to as many before these.
+// readCounts remembers how often chunks were read that are not borrowed any more: of those that
+// were returned last, as many as limit, and of up to as many before these.
 type readCounts struct {
 	limit      int
 	young, old map[uint64]uint16
@@ -46,12 +51,14 @@ func (c *readCounts) take(chunk uint64) uint16 {
 	return n
 }
 
-// chunkKey is what reads of a foreign slot's chunk are remembered by: its first page, so that they go on when it grows.
+// chunkKey is what reads of a foreign slot's chunk are remembered by: its first page, so that they
+// go on when it grows.
 func (e *Engine) chunkKey(r *region, ref uint32) uint64 {
 	return e.spaces[r.slots[ref&recordMask].space].key(r.digest(ref&recordMask, 0))
 }
 
-// countReads counts a load of slots [from, to) of a lookup, and has those copied that were read often enough.
+// countReads counts a load of slots [from, to) of a lookup, and has those copied that were read
+// often enough.
 func (e *Engine) countReads(slots []uint32, from, to int) {
 	if e.cfg.CopyAfter == 0 {
 		return
@@ -81,8 +88,9 @@ func (e *Engine) countReads(slots []uint32, from, to int) {
 	}
 }
 
-// NextCopy answers the next chunk that is to be copied, to be ended by EndCopy; false: there is none for now, and Config.Wake will be called with -2 when there is. It makes room as a promotion does, and
-// passes over what finds none. It may let go of the lock.
+// NextCopy answers the next chunk that is to be copied, to be ended by EndCopy; false: there is
+// none for now, and Config.Wake will be called with -2 when there is. It makes room as a promotion
+// does, and passes over what finds none. It may let go of the lock.
 func (e *Engine) NextCopy() (c Copy, ok bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -105,7 +113,8 @@ func (e *Engine) NextCopy() (c Copy, ok bool) {
 	return Copy{}, false
 }
 
-// isDue says whether a chunk that is due is still there; that it waits no more is noted if it has been dropped.
+// isDue says whether a chunk that is due is still there; that it waits no more is noted if it has
+// been dropped.
 func (e *Engine) isDue(d *dueCopy) bool {
 	if !e.isForeign(d.ref) { // its region is another's by now
 		return false
@@ -121,7 +130,8 @@ func (e *Engine) isDue(d *dueCopy) bool {
 	return true
 }
 
-// startCopy grants a slot of the arena for what a foreign one holds, and leases that. It is not a use. false: the arena has it, or no room for it, or for the chunk before that was loaded with it:
+// startCopy grants a slot of the arena for what a foreign one holds, and leases that. It is not a
+// use. false: the arena has it, or no room for it, or for the chunk before that was loaded with it:
 // a prefix is copied from its beginning, so that its end never takes the place of that.
 func (e *Engine) startCopy(d *dueCopy) (Copy, bool) {
 	from := d.ref
@@ -167,7 +177,8 @@ func (e *Engine) startCopy(d *dueCopy) (Copy, bool) {
 	}, true
 }
 
-// EndCopy ends the copying of a chunk; ok says that its bytes are in the arena. It answers whether the arena holds it from now on. Otherwise its slot there is free again: also if the peer has gone
+// EndCopy ends the copying of a chunk; ok says that its bytes are in the arena. It answers whether
+// the arena holds it from now on. Otherwise its slot there is free again: also if the peer has gone
 // meanwhile, or somebody has stored it. A handle that has ended changes nothing.
 func (e *Engine) EndCopy(handle uint64, ok bool) (copied bool) {
 	e.mu.Lock()

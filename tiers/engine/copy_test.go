@@ -5,7 +5,8 @@ import (
 	"testing"
 )
 
-// read looks pages up, which must all hit, and loads them; it answers the extents, which are released.
+// read looks pages up, which must all hit, and loads them; it answers the extents, which are
+// released.
 func (b *bench) read(first int, hashes []byte) []Extent {
 	b.t.Helper()
 	n := len(hashes) / 32
@@ -23,7 +24,8 @@ func (b *bench) read(first int, hashes []byte) []Extent {
 func (b *bench) nextCopy(page, pages int) Copy {
 	b.t.Helper()
 	c, ok := b.e.NextCopy()
-	if !ok || c.From.Region != 77 || c.To.Region != 7 || int(c.From.Page) != page || int(c.To.Page) != page || int(c.From.Pages) != pages || int(c.To.Pages) != pages {
+	if !ok || c.From.Region != 77 || c.To.Region != 7 || int(c.From.Page) != page ||
+		int(c.To.Page) != page || int(c.From.Pages) != pages || int(c.To.Pages) != pages {
 		b.t.Fatalf("%+v, %v; want pages %d to %d", c, ok, page, page+pages-1)
 	}
 	b.ok(b.e.Check())
@@ -46,11 +48,13 @@ func own(ex []Extent) (own []bool) {
 	return own
 }
 
-// TestCopyAfter: a chunk that has been loaded so often from where a peer lent it, also by way of several loans, is copied, and is from then on as good as stored: it can be found without a loan, followers
-// are told of it and what comes before, and it goes to tiers.
+// TestCopyAfter: a chunk that has been loaded so often from where a peer lent it, also by way of
+// several loans, is copied, and is from then on as good as stored: it can be found without a loan,
+// followers are told of it and what comes before, and it goes to tiers.
 func TestCopyAfter(t *testing.T) {
 	rung := map[int]int{}
-	b := newBench(t, 10, 4, Config{ForeignSlots: 8, CopyAfter: 3, JournalBytes: minJournalBytes, Tiers: []TierAdmission{{}, {Admit: AdmitReused}}, Wake: func(tier int) { rung[tier]++ }})
+	b := newBench(t, 10, 4, Config{ForeignSlots: 8, CopyAfter: 3, JournalBytes: minJournalBytes,
+		Tiers: []TierAdmission{{}, {Admit: AdmitReused}}, Wake: func(tier int) { rung[tier]++ }})
 	p := numbered(1, 10) // two chunks and a half
 	f, err := b.e.Follow(b.sp)
 	b.ok(err)
@@ -108,7 +112,8 @@ func TestCopyAfter(t *testing.T) {
 
 	batch, _, err := f.Next(100, nil, nil)
 	b.ok(err)
-	if ev := batch.Events; len(ev) != 2 || ev[0].First != 0 || ev[1].First != 4 || !slices.Equal(ev[1].Prev, p[3*32:4*32]) || !slices.Equal(ev[1].Hashes, p[4*32:8*32]) {
+	if ev := batch.Events; len(ev) != 2 || ev[0].First != 0 || ev[1].First != 4 ||
+		!slices.Equal(ev[1].Prev, p[3*32:4*32]) || !slices.Equal(ev[1].Hashes, p[4*32:8*32]) {
 		t.Fatalf("%+v", ev)
 	}
 	for tier := range 2 {
@@ -120,11 +125,13 @@ func TestCopyAfter(t *testing.T) {
 			b.e.EndCascade(i.Handle, true)
 		}
 	}
-	if s := b.e.Stats(); s.CopiedChunks != 2 || s.CopiedPages != 8 || s.CopiesFailed != 0 || s.Pages != 8 || s.ForeignUsed != 0 || s.Promotions+s.StoredPages != 0 {
+	if s := b.e.Stats(); s.CopiedChunks != 2 || s.CopiedPages != 8 || s.CopiesFailed != 0 ||
+		s.Pages != 8 || s.ForeignUsed != 0 || s.Promotions+s.StoredPages != 0 {
 		t.Fatalf("%+v", s)
 	}
 
-	// What nobody leases goes back at once, and what has been copied is read anew as often before it is copied again.
+	// What nobody leases goes back at once, and what has been copied is read anew as often before
+	// it is copied again.
 	b.e.ClearSpace(b.sp)
 	b.lend(1, 0, p, 7)
 	b.settle(1, 100, 10)
@@ -170,7 +177,8 @@ func TestCopyOncePerLookup(t *testing.T) {
 	}
 }
 
-// TestCopyGivenUp: whatever happens meanwhile, a copy that is not to be leaves nothing behind, and the chunk is due again at its next load.
+// TestCopyGivenUp: whatever happens meanwhile, a copy that is not to be leaves nothing behind, and
+// the chunk is due again at its next load.
 func TestCopyGivenUp(t *testing.T) {
 	for name, c := range map[string]struct {
 		meanwhile func(b *bench, p []byte)
@@ -186,7 +194,8 @@ func TestCopyGivenUp(t *testing.T) {
 		}, 0, 8},
 	} {
 		t.Run(name, func(t *testing.T) {
-			b := newBench(t, 10, 8, Config{ForeignSlots: 8, CopyAfter: 1, JournalBytes: minJournalBytes})
+			b := newBench(t, 10, 8, Config{ForeignSlots: 8, CopyAfter: 1,
+				JournalBytes: minJournalBytes})
 			p := numbered(1, 12)
 			b.store(p[:4*32])
 			b.lend(1, 0, p, 5)
@@ -206,7 +215,8 @@ func TestCopyGivenUp(t *testing.T) {
 				t.Fatal("copied")
 			}
 			b.ok(b.e.Check())
-			if s := b.e.Stats(); s.CopiesFailed != c.failed || s.CopiedChunks != 0 || s.FillingSlots != 0 || s.Leases != 0 {
+			if s := b.e.Stats(); s.CopiesFailed != c.failed || s.CopiedChunks != 0 ||
+				s.FillingSlots != 0 || s.Leases != 0 {
 				t.Fatalf("%+v", s)
 			}
 			b.wantHits(c.hits, p[:8*32])
@@ -221,7 +231,8 @@ func TestCopyGivenUp(t *testing.T) {
 	}
 }
 
-// TestCopyRoom: a copy evicts what a promotion would, nothing that is used, and never a chunk that it continues.
+// TestCopyRoom: a copy evicts what a promotion would, nothing that is used, and never a chunk that
+// it continues.
 func TestCopyRoom(t *testing.T) {
 	b := newBench(t, 2, 1, Config{ForeignSlots: 8, CopyAfter: 1, PromotingShare: 0.5})
 	p, q := numbered(1, 3), numbered(2, 1)
@@ -254,7 +265,8 @@ func TestCopyRoom(t *testing.T) {
 	b.e.TakeReturns(nil)
 }
 
-// TestCopyNothingDue: an engine that copies nothing counts nothing, and what is due and gone is passed over.
+// TestCopyNothingDue: an engine that copies nothing counts nothing, and what is due and gone is
+// passed over.
 func TestCopyNothingDue(t *testing.T) {
 	for _, after := range []int{0, 1} {
 		b := newBench(t, 10, 4, Config{ForeignSlots: 8, CopyAfter: after})
@@ -265,13 +277,15 @@ func TestCopyNothingDue(t *testing.T) {
 		b.read(0, p)
 		b.e.DropPeer(5)
 		b.noCopy()
-		if n := len(b.e.TakeReturns(nil)); n != 2 || len(b.e.lent.due)+b.e.Stats().Leases != 0 || len(b.e.lent.reads.young) != 2*after {
+		if n := len(b.e.TakeReturns(nil)); n != 2 || len(b.e.lent.due)+b.e.Stats().Leases != 0 ||
+			len(b.e.lent.reads.young) != 2*after {
 			t.Fatal(n, b.e.lent.due, b.e.lent.reads)
 		}
 	}
 }
 
-// TestReadCounts: what is remembered of chunks that are not borrowed is bounded, and of those that were returned last.
+// TestReadCounts: what is remembered of chunks that are not borrowed is bounded, and of those that
+// were returned last.
 func TestReadCounts(t *testing.T) {
 	c := readCounts{limit: 10}
 	for i := range uint64(100) {

@@ -19,11 +19,13 @@ func invalid(format string, args ...any) error {
 	return fmt.Errorf("%w: "+format, append([]any{tiers.ErrInvalid}, args...)...)
 }
 
-// Engine is the index and the books of one arena. See the package comment. All methods may be called from any goroutine.
+// Engine is the index and the books of one arena. See the package comment. All methods may be
+// called from any goroutine.
 type Engine struct {
 	cfg Config
 
-	// restores is held for reading while slots are restored without mu, for writing to take a region's tables away. It is taken before mu.
+	// restores is held for reading while slots are restored without mu, for writing to take a
+	// region's tables away. It is taken before mu.
 	restores sync.RWMutex
 
 	mu       sync.Mutex // guards all that follows
@@ -94,10 +96,14 @@ type space struct {
 	clears  int    // ClearSpace calls under way
 	serial  uint32 // by which the journal knows it
 	pinner  owner  // of its pins; in no map
-	shadow  *space // what peers lent of it, with a salt and a class of its own, and the same id; nil: nothing can be
+	// what peers lent of it, with a salt and a class of its own, and the same id; nil: nothing can
+	// be
+	shadow *space
 	// recovered: only RecoverSpace opened it, so nobody has said its PageTokens.
 	recovered bool
-	lastUse   uint64 // the tick when an owner last came or went; of one that is recovered, when the newest of its chunks was restored
+	// the tick when an owner last came or went; of one that is recovered, when the newest of its
+	// chunks was restored
+	lastUse uint64
 }
 
 // Owner names a session: whoever may hold leases. Its id is the caller's.
@@ -126,9 +132,11 @@ func New(cfg Config) (*Engine, error) {
 		return nil, err
 	}
 	e := &Engine{
-		cfg: cfg, byID: map[uint32]*region{}, classes: map[tiers.Geometry]*class{}, spaces: []*space{nil}, byPrint: map[tiers.Fingerprint]*space{},
+		cfg: cfg, byID: map[uint32]*region{}, classes: map[tiers.Geometry]*class{},
+		spaces: []*space{nil}, byPrint: map[tiers.Fingerprint]*space{},
 		owners: map[Owner]*owner{}, tagMask: math.MaxUint32, endSlice: endSlice,
-		refs: make([]uint32, cfg.MaxPages+1), held: make([]uint32, cfg.MaxPages+1), marks: make([]uint64, cfg.MaxPages/64+1),
+		refs: make([]uint32, cfg.MaxPages+1), held: make([]uint32, cfg.MaxPages+1),
+		marks: make([]uint64, cfg.MaxPages/64+1),
 	}
 	e.newPolicy = func(foreign bool) policy.Policy {
 		name := cfg.Policy
@@ -148,7 +156,8 @@ func New(cfg Config) (*Engine, error) {
 	return e, nil
 }
 
-// Close gives back the engine's memory. It is idempotent. Calls after it answer ErrClosed, or nothing.
+// Close gives back the engine's memory. It is idempotent. Calls after it answer ErrClosed, or
+// nothing.
 func (e *Engine) Close() {
 	e.restores.Lock()
 	defer e.restores.Unlock()
@@ -188,8 +197,8 @@ func emptyTrash(c []*carved, t []*dax.Table[uint64]) {
 	}
 }
 
-// AddRegion gives the engine a region of the arena, under an id of the caller's. The engine never touches the memory itself. Stores
-// carve it into slots piece by piece: see areas.go.
+// AddRegion gives the engine a region of the arena, under an id of the caller's. The engine never
+// touches the memory itself. Stores carve it into slots piece by piece: see areas.go.
 func (e *Engine) AddRegion(id uint32, size int64) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -223,8 +232,8 @@ func (e *Engine) added(size int64) {
 	e.waiting = false
 }
 
-// spareRegion returns the region of the lowest number that is not in use, nil if all are. Its caller carves it before the lock is
-// released, or has e.carving set.
+// spareRegion returns the region of the lowest number that is not in use, nil if all are. Its
+// caller carves it before the lock is released, or has e.carving set.
 func (e *Engine) spareRegion() *region {
 	for _, q := range e.regions[1 : e.nregion+1] {
 		if q.spare() {
@@ -270,9 +279,10 @@ func (e *Engine) relimit() {
 	}
 }
 
-// OpenSpace answers the space of a fingerprint, and makes it if it is new. Another geometry under the same fingerprint is ErrIncompatible,
-// one space too many ErrBusy. Room for it is made by closing spaces that only RecoverSpace opened: empty ones, or else the one that was used longest ago, which is
-// cleared. For that it may let go of the lock.
+// OpenSpace answers the space of a fingerprint, and makes it if it is new. Another geometry under
+// the same fingerprint is ErrIncompatible, one space too many ErrBusy. Room for it is made by
+// closing spaces that only RecoverSpace opened: empty ones, or else the one that was used longest
+// ago, which is cleared. For that it may let go of the lock.
 func (e *Engine) OpenSpace(fp tiers.Fingerprint, g tiers.Geometry) (SpaceID, error) {
 	if err := g.Validate(e.cfg.MinPageBytes); err != nil {
 		return 0, err
@@ -292,8 +302,9 @@ func (e *Engine) OpenSpace(fp tiers.Fingerprint, g tiers.Geometry) (SpaceID, err
 	return SpaceID(s.id), nil
 }
 
-// RecoverSpace answers the space of a fingerprint whose chunks are to be restored, and makes it if it is new. PageTokens are those of whoever opens it by OpenSpace. Errors
-// are those of OpenSpace, but no room is made.
+// RecoverSpace answers the space of a fingerprint whose chunks are to be restored, and makes it if
+// it is new. PageTokens are those of whoever opens it by OpenSpace. Errors are those of OpenSpace,
+// but no room is made.
 func (e *Engine) RecoverSpace(fp tiers.Fingerprint, g tiers.Geometry) (SpaceID, error) {
 	g.PageTokens = 1
 	if err := g.Validate(e.cfg.MinPageBytes); err != nil {
@@ -313,7 +324,8 @@ func (e *Engine) RecoverSpace(fp tiers.Fingerprint, g tiers.Geometry) (SpaceID, 
 	return SpaceID(s.id), nil
 }
 
-// closeRecovered closes a space that only RecoverSpace opened, as OpenSpace says. It answers false if there is none that can be, and may let go of the lock.
+// closeRecovered closes a space that only RecoverSpace opened, as OpenSpace says. It answers false
+// if there is none that can be, and may let go of the lock.
 func (e *Engine) closeRecovered() bool {
 	var old *space
 	for _, s := range e.spaces {
@@ -344,7 +356,8 @@ func (e *Engine) closeRecovered() bool {
 	return true
 }
 
-// openSpace finds or makes a space. One that only RecoverSpace opened is found whatever g.PageTokens is.
+// openSpace finds or makes a space. One that only RecoverSpace opened is found whatever
+// g.PageTokens is.
 func (e *Engine) openSpace(fp tiers.Fingerprint, g tiers.Geometry) (*space, error) {
 	if e.closed {
 		return nil, tiers.ErrClosed
@@ -355,7 +368,8 @@ func (e *Engine) openSpace(fp tiers.Fingerprint, g tiers.Geometry) (*space, erro
 			has.PageTokens = g.PageTokens
 		}
 		if has != g {
-			return nil, fmt.Errorf("%w: space %s has geometry %+v, asked for %+v", tiers.ErrIncompatible, fp.Short(), s.g, g)
+			return nil, fmt.Errorf("%w: space %s has geometry %+v, asked for %+v",
+				tiers.ErrIncompatible, fp.Short(), s.g, g)
 		}
 		return s, nil
 	}
@@ -382,7 +396,8 @@ func (e *Engine) openSpace(fp tiers.Fingerprint, g tiers.Geometry) (*space, erro
 			}
 		}
 	}
-	s := &space{id: uint16(id), print: fp, g: g, class: e.classOf(g), tagMask: e.tagMask, salt: e.cfg.Seed ^ 0x6C6F6F6B61736964}
+	s := &space{id: uint16(id), print: fp, g: g, class: e.classOf(g), tagMask: e.tagMask,
+		salt: e.cfg.Seed ^ 0x6C6F6F6B61736964}
 	s.pinner.all.owned, s.pinner.space, s.pinner.own = true, s, true
 	for i := range 4 {
 		var w uint64
@@ -409,7 +424,8 @@ func (e *Engine) classOf(g tiers.Geometry) *class {
 	return c
 }
 
-// CloseSpace forgets a space that has neither owners nor chunks; ErrBusy if it has. Clear it first if its chunks are not wanted.
+// CloseSpace forgets a space that has neither owners nor chunks; ErrBusy if it has. Clear it first
+// if its chunks are not wanted.
 func (e *Engine) CloseSpace(id SpaceID) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -418,7 +434,8 @@ func (e *Engine) CloseSpace(id SpaceID) error {
 		return err
 	}
 	if s.owners > 0 || s.inUse() > 0 || s.clears > 0 {
-		return fmt.Errorf("%w: space %d has %d owners and %d chunks", tiers.ErrBusy, id, s.owners, s.inUse())
+		return fmt.Errorf("%w: space %d has %d owners and %d chunks", tiers.ErrBusy, id, s.owners,
+			s.inUse())
 	}
 	e.closeSpace(s)
 	return nil
@@ -448,11 +465,13 @@ func (e *Engine) space(id SpaceID) (*space, error) {
 	return e.spaces[id], nil
 }
 
-// clearSlice is how many slots ClearSpace and the emptying of a region look at before they let others have the lock.
+// clearSlice is how many slots ClearSpace and the emptying of a region look at before they let
+// others have the lock.
 const clearSlice = 512
 
-// ClearSpace drops all chunks that a space has when it is called, and answers how many. Leased ones can no longer be found when it returns,
-// and are freed at their release; what is being stored will not appear. It lets go of the lock between slices of its work.
+// ClearSpace drops all chunks that a space has when it is called, and answers how many. Leased ones
+// can no longer be found when it returns, and are freed at their release; what is being stored will
+// not appear. It lets go of the lock between slices of its work.
 func (e *Engine) ClearSpace(id SpaceID) (chunks int) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -494,7 +513,8 @@ func (e *Engine) clearSpace(s *space) (chunks int) {
 	return chunks
 }
 
-// SetTakers has each lookup of an owner that was just added be taken over by n loads, of the ranks that hold the same pages.
+// SetTakers has each lookup of an owner that was just added be taken over by n loads, of the ranks
+// that hold the same pages.
 func (e *Engine) SetTakers(o Owner, n int) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -535,7 +555,8 @@ func (e *Engine) addOwner(o Owner, s *space, own bool) error {
 	if len(e.owners) == e.cfg.MaxOwners {
 		return fmt.Errorf("%w: %d owners are the most", tiers.ErrBusy, e.cfg.MaxOwners)
 	}
-	e.owners[o] = &owner{id: o, space: s, lookups: map[uint64]*lease{}, all: leaseList{owned: true}, own: own}
+	e.owners[o] = &owner{id: o, space: s, lookups: map[uint64]*lease{}, all: leaseList{owned: true},
+		own: own}
 	s.owners++
 	e.useSpace(s)
 	return nil
@@ -587,7 +608,8 @@ func (e *Engine) owner(o Owner) (*owner, error) {
 	return nil, fmt.Errorf("%w: owner %d", tiers.ErrNotFound, o)
 }
 
-// Expire frees the lookups whose deadline has passed and does what else is due; call it some times a second. It answers how many expired.
+// Expire frees the lookups whose deadline has passed and does what else is due; call it some times
+// a second. It answers how many expired.
 func (e *Engine) Expire() (n int) {
 	e.mu.Lock()
 	if e.closed {
@@ -629,14 +651,17 @@ func (e *Engine) carve(r *region, c *class, slots int, at Placement) error {
 			return tiers.ErrClosed
 		}
 		if e.idx.cur.mem == nil {
-			need = max(need, int(min(e.cfg.ArenaLimitBytes/c.geometry.PageBytes, maxRegions*recordMask))) + e.foreignSlots(c.geometry)*c.geometry.PagesPerChunk
+			need = max(need, int(min(e.cfg.ArenaLimitBytes/c.geometry.PageBytes,
+				maxRegions*recordMask))) + e.foreignSlots(c.geometry)*c.geometry.PagesPerChunk
 		} else {
 			need += need / 4
 		}
 		indexWords = tableWords(need)
 	}
 	spec := tableSpec{
-		slots: slots, ppc: c.geometry.PagesPerChunk, words: c.geometry.DigestBytes / 8, routes: len(e.cfg.Tiers) > 0 && !c.isForeign, places: c.isForeign, sums: e.cfg.Sums && !c.isForeign,
+		slots: slots, ppc: c.geometry.PagesPerChunk, words: c.geometry.DigestBytes / 8,
+		routes: len(e.cfg.Tiers) > 0 && !c.isForeign, places: c.isForeign, sums: e.cfg.Sums &&
+			!c.isForeign,
 		indexWords: indexWords, pieces: 1,
 	}
 	block := c.block
@@ -669,8 +694,11 @@ func (e *Engine) carve(r *region, c *class, slots int, at Placement) error {
 		m.index = nil
 	}
 	*r = region{
-		id: r.id, num: r.num, size: r.size, area: r.area, class: c, at: at, ppc: c.geometry.PagesPerChunk, shift: logarithm(c.geometry.PagesPerChunk), words: c.geometry.DigestBytes / 8,
-		slots: m.slots, kin: m.kin, digests: m.digests, links: m.links.Slice(), routes: m.routes, places: m.places, sums: m.sums,
+		id: r.id, num: r.num, size: r.size, area: r.area, class: c, at: at,
+		ppc: c.geometry.PagesPerChunk, shift: logarithm(c.geometry.PagesPerChunk),
+		words: c.geometry.DigestBytes / 8,
+		slots: m.slots, kin: m.kin, digests: m.digests, links: m.links.Slice(), routes: m.routes,
+		places: m.places, sums: m.sums,
 		firstGen: r.firstGen, free: slots, lastUse: e.tick, mem: m, foreign: c.isForeign,
 	}
 	c.policy.Grow(r.num, slots)
@@ -698,7 +726,8 @@ func logarithm(n int) int8 {
 	return int8(bits.TrailingZeros(uint(n)))
 }
 
-// drain empties a region and takes it from its class. It answers false, and leaves the region as it is, if something in it is used meanwhile.
+// drain empties a region and takes it from its class. It answers false, and leaves the region as it
+// is, if something in it is used meanwhile.
 func (e *Engine) drain(r *region) bool {
 	c := r.class
 	r.draining = true
@@ -724,7 +753,8 @@ func (e *Engine) drain(r *region) bool {
 		}
 	}
 	if r.leased != 0 || r.free+r.spoiled != len(r.slots) {
-		panic(fmt.Sprintf("tiers: an emptied region has %d of %d slots free, %d leased", r.free, len(r.slots), r.leased))
+		panic(fmt.Sprintf("tiers: an emptied region has %d of %d slots free, %d leased", r.free,
+			len(r.slots), r.leased))
 	}
 	e.stats.Recarved++
 	e.uncarve(r)

@@ -45,7 +45,8 @@ func newBench(t testing.TB, slots, ppc int, cfg Config) *bench {
 		b.e.Close()
 	})
 	b.ok(b.e.AddRegion(7, int64(slots*ppc)*64))
-	b.sp, err = b.e.OpenSpace(tiers.Fingerprint{1}, tiers.Geometry{PageBytes: 64, PagesPerChunk: ppc, PageTokens: 16, DigestBytes: 32})
+	b.sp, err = b.e.OpenSpace(tiers.Fingerprint{1}, tiers.Geometry{PageBytes: 64,
+		PagesPerChunk: ppc, PageTokens: 16, DigestBytes: 32})
 	b.ok(err)
 	b.ok(b.e.AddOwner(me, b.sp))
 	return b
@@ -123,13 +124,16 @@ func TestExtensionInPlace(t *testing.T) {
 	if len(first) != 2 || first[1].Pages != 2 {
 		t.Fatalf("granted %+v", first)
 	}
-	// Pages 6 and 7 go behind 4 and 5, and nothing is written twice; another store of the same meanwhile gets a slot of its own.
+	// Pages 6 and 7 go behind 4 and 5, and nothing is written twice; another store of the same
+	// meanwhile gets a slot of its own.
 	res, grants := b.prepare(p)
-	if res.Held != 6 || len(grants) != 1 || grants[0] != (Grant{Page: 6, Pages: 2, Region: 7, Offset: first[1].Offset + 128}) {
+	if res.Held != 6 || len(grants) != 1 ||
+		grants[0] != (Grant{Page: 6, Pages: 2, Region: 7, Offset: first[1].Offset + 128}) {
 		t.Fatalf("%+v, granted %+v", res, grants)
 	}
 	other, grants2 := b.prepare(p)
-	if other.Held != 4 || len(grants2) != 1 || grants2[0].Page != 4 || grants2[0].Pages != 4 || grants2[0].Offset == first[1].Offset {
+	if other.Held != 4 || len(grants2) != 1 || grants2[0].Page != 4 || grants2[0].Pages != 4 ||
+		grants2[0].Offset == first[1].Offset {
 		t.Fatalf("%+v, granted %+v", other, grants2)
 	}
 	b.wantHits(6, p)
@@ -142,7 +146,8 @@ func TestExtensionInPlace(t *testing.T) {
 	}
 	// Once it has grown, a continuation that parts inside it cannot use it.
 	q := join(p[:32*6], numbered(2, 1))
-	if res, grants := b.store(q); res.Held != 4 || len(grants) != 1 || grants[0].Page != 4 || grants[0].Pages != 3 {
+	if res, grants := b.store(q); res.Held != 4 || len(grants) != 1 || grants[0].Page != 4 ||
+		grants[0].Pages != 3 {
 		t.Fatalf("%+v, granted %+v", res, grants)
 	}
 	b.wantHits(7, q)
@@ -249,7 +254,8 @@ func TestPrefixOutlivesContinuation(t *testing.T) {
 			b.wantHits(1, numbered(uint64(10+j), 1))
 		}
 	}
-	// A store does not evict what it continues: of four new pages behind a only those fit that need no page of a.
+	// A store does not evict what it continues: of four new pages behind a only those fit that need
+	// no page of a.
 	d := join(a, numbered(3, 9))
 	res, grants := b.store(d)
 	if res.Held != 3 || len(grants) != 3 || res.Shed != 6 {
@@ -285,7 +291,8 @@ func TestHandlesOfTheEnded(t *testing.T) {
 	b.is(err, tiers.ErrStale)
 	load, extents, err := b.e.PrepareLoad(2, me, 5, 3, 1, nil)
 	b.ok(err)
-	if len(extents) != 1 || extents[0].Page != 3 || extents[0].Pages != 1 || extents[0].Offset%64 != 0 {
+	if len(extents) != 1 || extents[0].Page != 3 || extents[0].Pages != 1 ||
+		extents[0].Offset%64 != 0 {
 		t.Fatalf("%+v", extents)
 	}
 	_, _, err = b.e.PrepareLoad(2, me, 5, 3, 1, nil)
@@ -341,7 +348,8 @@ func TestBadChunkIsDropped(t *testing.T) {
 
 func TestClear(t *testing.T) {
 	b := newBench(t, 2000, 2, Config{})
-	other, err := b.e.OpenSpace(tiers.Fingerprint{2}, tiers.Geometry{PageBytes: 64, PagesPerChunk: 2, PageTokens: 16, DigestBytes: 32})
+	other, err := b.e.OpenSpace(tiers.Fingerprint{2}, tiers.Geometry{PageBytes: 64,
+		PagesPerChunk: 2, PageTokens: 16, DigestBytes: 32})
 	b.ok(err)
 	b.ok(b.e.AddOwner(2, other))
 	p := numbered(1, 2500)
@@ -406,8 +414,8 @@ func TestPinnedPrefixIsNotEvicted(t *testing.T) {
 	b.wantHits(0, p)
 }
 
-// TestFrozenOwnerHasItsShare: whatever one session leases and never releases, another has the rest; and a prefix that many of its requests
-// share counts once.
+// TestFrozenOwnerHasItsShare: whatever one session leases and never releases, another has the rest;
+// and a prefix that many of its requests share counts once.
 func TestFrozenOwnerHasItsShare(t *testing.T) {
 	b := newBench(t, 20, 1, Config{OwnerShare: 0.5, MaxLookupsPerOwner: 1000})
 	b.ok(b.e.AddOwner(2, b.sp))
@@ -442,7 +450,8 @@ func TestFrozenOwnerHasItsShare(t *testing.T) {
 	}
 }
 
-// TestFrozenOwners: owners that freeze with all that they can have leave some for the next ones, however many freeze, and it is theirs again when they thaw.
+// TestFrozenOwners: owners that freeze with all that they can have leave some for the next ones,
+// however many freeze, and it is theirs again when they thaw.
 func TestFrozenOwners(t *testing.T) {
 	const slots = 1000
 	b := newBench(t, slots, 1, Config{OwnerShare: 0.5, JointShare: 0.75, MaxOwners: 100})
@@ -466,22 +475,26 @@ func TestFrozenOwners(t *testing.T) {
 				_, _, err := b.e.PrepareLoad(o, o, 1, 0, n, nil)
 				b.ok(err)
 			}
-			res, _, err := b.e.PrepareStore(o, 0, nil, numbered(uint64(1000+10*round)+uint64(i), slots), nil)
+			res, _, err := b.e.PrepareStore(o, 0, nil, numbered(uint64(1000+10*round)+uint64(i),
+				slots), nil)
 			b.ok(err)
-			if st, _ := b.e.Owner(o); st.Slots == 0 || st.Slots > left/2 || res.Store != 0 != (st.Stores == 1) {
+			if st, _ := b.e.Owner(o); st.Slots == 0 || st.Slots > left/2 ||
+				res.Store != 0 != (st.Stores == 1) {
 				t.Fatalf("round %d: owner %d has %+v of %d slots that are left", round, o, st, left)
 			}
 			frozen = append(frozen, o)
 			b.ok(b.e.Check())
 		}
 		st := b.e.Stats()
-		if taken = st.LeasedSlots + st.FillingSlots; taken > slots-left+left*3/4 || taken < slots-left+left*3/4-2 {
+		if taken = st.LeasedSlots + st.FillingSlots; taken > slots-left+left*3/4 ||
+			taken < slots-left+left*3/4-2 {
 			t.Fatalf("round %d: %d slots are taken, with %d left before", round, taken, left)
 		}
 		b.e.SetFrozen(frozen)
 		st = b.e.Stats()
 		if st.Frozen != len(frozen) || st.FrozenSlots != taken {
-			t.Fatalf("round %d: %d owners have frozen with %d slots, want %d with %d", round, st.Frozen, st.FrozenSlots, len(frozen), taken)
+			t.Fatalf("round %d: %d owners have frozen with %d slots, want %d with %d", round,
+				st.Frozen, st.FrozenSlots, len(frozen), taken)
 		}
 		left = slots - taken
 		p := numbered(uint64(2000+round), max(1, left/8))
@@ -494,7 +507,8 @@ func TestFrozenOwners(t *testing.T) {
 		b.e.RemoveOwner(o)
 	}
 	if st := b.e.Stats(); st.Frozen != 1 || st.FrozenSlots != slots/2 {
-		t.Fatalf("%d owners have frozen with %d slots, when all but the first have left", st.Frozen, st.FrozenSlots)
+		t.Fatalf("%d owners have frozen with %d slots, when all but the first have left", st.Frozen,
+			st.FrozenSlots)
 	}
 	b.e.SetFrozen(nil)
 	b.e.RemoveOwner(frozen[0])
@@ -504,7 +518,8 @@ func TestFrozenOwners(t *testing.T) {
 	}
 }
 
-// TestColdRegionChangesGeometry: at the arena's limit a new geometry gets the coldest region, not one in use; below it, it waits first.
+// TestColdRegionChangesGeometry: at the arena's limit a new geometry gets the coldest region, not
+// one in use; below it, it waits first.
 func TestColdRegionChangesGeometry(t *testing.T) {
 	for _, limit := range []int64{0, 1 << 20} {
 		t.Run(fmt.Sprint(limit), func(t *testing.T) {
@@ -514,7 +529,8 @@ func TestColdRegionChangesGeometry(t *testing.T) {
 			b.store(p)
 			q := numbered(2, 1900)
 			b.store(q)
-			other, err := b.e.OpenSpace(tiers.Fingerprint{2}, tiers.Geometry{PageBytes: 100, PagesPerChunk: 3, PageTokens: 16, DigestBytes: 16})
+			other, err := b.e.OpenSpace(tiers.Fingerprint{2}, tiers.Geometry{PageBytes: 100,
+				PagesPerChunk: 3, PageTokens: 16, DigestBytes: 16})
 			b.ok(err)
 			b.ok(b.e.AddOwner(2, other))
 			store := func() int {
@@ -553,18 +569,20 @@ func TestColdRegionChangesGeometry(t *testing.T) {
 	}
 }
 
-// TestContinuationOutlivesItsRegion: a continuation whose prefix lay in a region that was carved anew must not be taken for that of what lies
-// there now.
+// TestContinuationOutlivesItsRegion: a continuation whose prefix lay in a region that was carved
+// anew must not be taken for that of what lies there now.
 func TestContinuationOutlivesItsRegion(t *testing.T) {
 	b := newBench(t, 2, 1, Config{})
 	b.ok(b.e.AddRegion(8, 2*64))
 	p := numbered(1, 4)
 	b.store(p)
-	if n, err := b.e.Lookup(me, 1, 2, p[64:]); n != 2 || err != nil { // the prefix is cold, its continuation is not
+	if n, err := b.e.Lookup(me, 1, 2, p[64:]); n != 2 || err != nil {
+		// the prefix is cold, its continuation is not
 		t.Fatal(n, err)
 	}
 	b.ok(b.e.Cancel(me, 1))
-	other, err := b.e.OpenSpace(tiers.Fingerprint{2}, tiers.Geometry{PageBytes: 32, PagesPerChunk: 2, PageTokens: 1, DigestBytes: 8})
+	other, err := b.e.OpenSpace(tiers.Fingerprint{2}, tiers.Geometry{PageBytes: 32,
+		PagesPerChunk: 2, PageTokens: 1, DigestBytes: 8})
 	b.ok(err)
 	b.ok(b.e.AddOwner(2, other))
 	res, grants, err := b.e.PrepareStore(2, 0, nil, numbered(2, 1), nil)
@@ -582,7 +600,8 @@ func TestContinuationOutlivesItsRegion(t *testing.T) {
 	}
 }
 
-// TestIndexGrowsInSteps: when records outgrow the index, no call moves more than a bounded number of entries, and all stay found.
+// TestIndexGrowsInSteps: when records outgrow the index, no call moves more than a bounded number
+// of entries, and all stay found.
 func TestIndexGrowsInSteps(t *testing.T) {
 	b := newBench(t, 5000, 1, Config{MaxPages: 5000})
 	p := numbered(1, 5000)
@@ -620,7 +639,8 @@ func TestIndexGrowsInSteps(t *testing.T) {
 	}
 }
 
-// TestFullDigestsAreCompared: with all hashes cut to two bits, digests that differ in their last bit alone still name different pages.
+// TestFullDigestsAreCompared: with all hashes cut to two bits, digests that differ in their last
+// bit alone still name different pages.
 func TestFullDigestsAreCompared(t *testing.T) {
 	for _, size := range []int{8, 16, 32} {
 		e, err := New(Config{MinPageBytes: 1, OwnerShare: 1})
@@ -633,7 +653,8 @@ func TestFullDigestsAreCompared(t *testing.T) {
 		b.ok(e.AddRegion(1, 1<<16))
 		var owners []Owner
 		for i := range 2 {
-			id, err := e.OpenSpace(tiers.Fingerprint{byte(i)}, tiers.Geometry{PageBytes: 16, PagesPerChunk: 1, PageTokens: 1, DigestBytes: size})
+			id, err := e.OpenSpace(tiers.Fingerprint{byte(i)}, tiers.Geometry{PageBytes: 16,
+				PagesPerChunk: 1, PageTokens: 1, DigestBytes: size})
 			b.ok(err)
 			b.ok(e.AddOwner(Owner(i), id))
 			owners = append(owners, Owner(i))
@@ -655,7 +676,8 @@ func TestFullDigestsAreCompared(t *testing.T) {
 					want = 1
 				}
 				if n, err := e.Lookup(owners[0], 1, 0, digest(i, bit)); n != want || err != nil {
-					t.Fatalf("digest %d of %d bytes with bit %d changed: %d pages, %v", i, size, bit, n, err)
+					t.Fatalf("digest %d of %d bytes with bit %d changed: %d pages, %v", i, size,
+						bit, n, err)
 				}
 			}
 			if n, err := e.Lookup(owners[1], 1, 0, digest(i, 0)); n != 0 || err != nil {
@@ -670,8 +692,9 @@ func (e *Engine) work() uint64 {
 	return e.linkSteps + e.idx.steps
 }
 
-// TestManyContinuations counts the steps of every call while ten thousand continuations of one prompt come and go: they must not depend on
-// how many there are. The prompt ends in the middle of a chunk, so that all share its first pages, or at its end, so that all continue one slot.
+// TestManyContinuations counts the steps of every call while ten thousand continuations of one
+// prompt come and go: they must not depend on how many there are. The prompt ends in the middle of
+// a chunk, so that all share its first pages, or at its end, so that all continue one slot.
 func TestManyContinuations(t *testing.T) {
 	const n, ppc = 10_000, 16
 	for _, shared := range []int{3 * ppc, 3*ppc + 9} {
@@ -709,15 +732,24 @@ func TestManyContinuations(t *testing.T) {
 	}
 }
 
-// TestLongLookupsEndInParts: what a long lookup held is freed in parts, however it ends, and its name and its deadline are gone at once.
+// TestLongLookupsEndInParts: what a long lookup held is freed in parts, however it ends, and its
+// name and its deadline are gone at once.
 func TestLongLookupsEndInParts(t *testing.T) {
 	const chunks, ppc, part = 40, 2, 8
 	for name, end := range map[string]func(b *bench){
-		"cancel":       func(b *bench) { b.ok(b.e.Cancel(me, 7)) },
-		"another":      func(b *bench) { _, err := b.e.Lookup(me, 7, 0, numbered(2, 1)); b.ok(err) },
+		"cancel": func(b *bench) { b.ok(b.e.Cancel(me, 7)) },
+		"another": func(b *bench) {
+			_, err := b.e.Lookup(me, 7, 0, numbered(2, 1))
+			b.ok(
+				err)
+		},
 		"its deadline": func(b *bench) { b.now += int64(time.Hour); b.e.Expire() },
 		"trim":         func(b *bench) { b.ok(b.e.Trim(me, 7, chunks*ppc)) },
-		"most trimmed": func(b *bench) { b.ok(b.e.Trim(me, 7, (chunks-3)*ppc)); b.ok(b.e.Cancel(me, 7)) },
+		"most trimmed": func(b *bench) {
+			b.ok(b.e.Trim(me, 7, (chunks-3)*ppc))
+			b.ok(b.e.Cancel(me,
+				7))
+		},
 		"a load": func(b *bench) {
 			load, _, err := b.e.PrepareLoad(me, me, 7, 0, 3, nil)
 			b.ok(err)
@@ -735,14 +767,16 @@ func TestLongLookupsEndInParts(t *testing.T) {
 			}
 			end(b)
 			if st := b.e.Stats(); st.OpenLookups != 0 || (st.Leases > 0) != b.e.Ending() {
-				t.Fatalf("%d lookups, %d leases, more to do: %v", st.OpenLookups, st.Leases, b.e.Ending())
+				t.Fatalf("%d lookups, %d leases, more to do: %v", st.OpenLookups, st.Leases,
+					b.e.Ending())
 			}
 			b.is(b.e.Cancel(me, 7), tiers.ErrNotFound)
 			for before := b.e.Stats().Leases; before > 0; {
 				b.ok(b.e.Check())
 				more := b.e.EndSome()
 				st := b.e.Stats()
-				if more != (st.Leases > 0) || more != b.e.Ending() || before-st.Leases > part || st.Leases >= before {
+				if more != (st.Leases > 0) || more != b.e.Ending() || before-st.Leases > part ||
+					st.Leases >= before {
 					t.Fatalf("%d of %d leases are left, more to do: %v", st.Leases, before, more)
 				}
 				before = st.Leases
@@ -760,7 +794,8 @@ func TestNothingIsAllocated(t *testing.T) {
 		t.Run(name, func(t *testing.T) { nothingIsAllocated(t, Config{Policy: name}) })
 	}
 	t.Run("with tiers", func(t *testing.T) {
-		nothingIsAllocated(t, Config{Tiers: []TierAdmission{{Admit: AdmitStored}, {Admit: AdmitReused}, {Admit: AdmitEvicted}}})
+		nothingIsAllocated(t, Config{Tiers: []TierAdmission{{Admit: AdmitStored},
+			{Admit: AdmitReused}, {Admit: AdmitEvicted}}})
 	})
 }
 
@@ -806,11 +841,13 @@ func nothingIsAllocated(t *testing.T, cfg Config) {
 	}
 }
 
-// TestConcurrentSessions lets sessions of several spaces and geometries use one engine at once, with the arena's bytes: under the race
-// detector it also shows that nobody may read what another may write.
+// TestConcurrentSessions lets sessions of several spaces and geometries use one engine at once,
+// with the arena's bytes: under the race detector it also shows that nobody may read what another
+// may write.
 func TestConcurrentSessions(t *testing.T) {
 	const slots = 60
-	e, err := New(Config{MinPageBytes: 1, MaxSpaces: 4, LeaseDeadline: 2 * time.Millisecond, MaxPages: 64, ArenaLimitBytes: 1, PartialDelay: time.Microsecond,
+	e, err := New(Config{MinPageBytes: 1, MaxSpaces: 4, LeaseDeadline: 2 * time.Millisecond,
+		MaxPages: 64, ArenaLimitBytes: 1, PartialDelay: time.Microsecond,
 		Tiers: []TierAdmission{{Admit: AdmitStored}, {Admit: AdmitReused}, {Admit: AdmitEvicted}}})
 	if err != nil {
 		t.Fatal(err)
@@ -825,7 +862,8 @@ func TestConcurrentSessions(t *testing.T) {
 	}
 	var spaces []*modelSpace
 	for i := range 3 {
-		s := &modelSpace{fp: tiers.FingerprintOf([]byte{byte(i)}), g: tiers.Geometry{PageBytes: 32, PagesPerChunk: 4, PageTokens: 1, DigestBytes: 32}}
+		s := &modelSpace{fp: tiers.FingerprintOf([]byte{byte(i)}), g: tiers.Geometry{PageBytes: 32,
+			PagesPerChunk: 4, PageTokens: 1, DigestBytes: 32}}
 		if i == 2 {
 			s.g = tiers.Geometry{PageBytes: 24, PagesPerChunk: 3, PageTokens: 1, DigestBytes: 16}
 		}
@@ -870,11 +908,13 @@ func TestConcurrentSessions(t *testing.T) {
 				}
 				items, buf = e.NextCascades(tier, 8, buf, items[:0])
 				for _, x := range items {
-					s := spaces[slices.IndexFunc(spaces, func(s *modelSpace) bool { return s.id == x.Space })]
+					s := spaces[slices.IndexFunc(spaces,
+						func(s *modelSpace) bool { return s.id == x.Space })]
 					want := make([]byte, s.g.PageBytes)
 					for j := range x.Pages {
 						pattern(want, s.fp, x.Hashes[j*s.g.DigestBytes:(j+1)*s.g.DigestBytes])
-						if !slices.Equal(w.page(s, Extent{Region: x.Region, Offset: x.Offset}, j), want) {
+						if !slices.Equal(w.page(s, Extent{Region: x.Region, Offset: x.Offset}, j),
+							want) {
 							t.Errorf("tier %d is given the wrong bytes of page %d", tier, x.First+j)
 							return
 						}
@@ -889,7 +929,8 @@ func TestConcurrentSessions(t *testing.T) {
 		})
 	}
 	session := func(i int) {
-		w := &world{t: t, seed: uint64(i), rng: rand.New(rand.NewPCG(uint64(i), 9)), e: e, arena: arena, alphabet: 2, depth: 30}
+		w := &world{t: t, seed: uint64(i), rng: rand.New(rand.NewPCG(uint64(i), 9)), e: e,
+			arena: arena, alphabet: 2, depth: 30}
 		s := spaces[i%3]
 		me := Owner(i)
 		for w.step = range 1500 {
@@ -926,7 +967,8 @@ func TestConcurrentSessions(t *testing.T) {
 			}
 			if from := n / s.g.PagesPerChunk * s.g.PagesPerChunk; n < len(p) && w.chance(2) {
 				// A tier that has everything.
-				out, err := e.PreparePromotion(me, 1, from, nil, p.digests(from, len(p), size), slices.Repeat([]uint16{99}, len(p)), nil, nil)
+				out, err := e.PreparePromotion(me, 1, from, nil, p.digests(from, len(p), size),
+					slices.Repeat([]uint16{99}, len(p)), nil, nil)
 				if err != nil && !errors.Is(err, tiers.ErrStale) { // it has expired
 					t.Error(err)
 					return
@@ -937,7 +979,8 @@ func TestConcurrentSessions(t *testing.T) {
 					}
 					for j := range c.Pages {
 						page := from + c.Chunk*s.g.PagesPerChunk + j
-						pattern(w.page(s, Extent{Region: c.Region, Offset: c.Offset}, j), s.fp, p.digests(page, page+1, size))
+						pattern(w.page(s, Extent{Region: c.Region, Offset: c.Offset}, j), s.fp,
+							p.digests(page, page+1, size))
 					}
 					if err := e.FinishPromotion(c.Promotion, true, 0); err != nil {
 						t.Error(err)
@@ -981,9 +1024,11 @@ func TestConcurrentSessions(t *testing.T) {
 		e.RemoveOwner(me)
 	}
 	idle := func() bool {
-		return promoted.Load() == 0 || cascaded[0].Load() == 0 || cascaded[1].Load() == 0 || cascaded[2].Load() == 0
+		return promoted.Load() == 0 || cascaded[0].Load() == 0 || cascaded[1].Load() == 0 ||
+			cascaded[2].Load() == 0
 	}
-	for round := 0; round == 0 || round < 50 && idle() && !t.Failed(); round++ { // again if those in the background have not come to their turn
+	for round := 0; round == 0 || round < 50 && idle() && !t.Failed(); round++ {
+		// again if those in the background have not come to their turn
 		for i := range 6 {
 			wg.Go(func() { session(i) })
 		}
@@ -999,7 +1044,8 @@ func TestConcurrentSessions(t *testing.T) {
 		t.Fatalf("at the end: %+v", s)
 	}
 	if idle() {
-		t.Errorf("%d chunks were promoted, %d, %d and %d cascaded", promoted.Load(), cascaded[0].Load(), cascaded[1].Load(), cascaded[2].Load())
+		t.Errorf("%d chunks were promoted, %d, %d and %d cascaded", promoted.Load(),
+			cascaded[0].Load(), cascaded[1].Load(), cascaded[2].Load())
 	}
 	t.Logf("%+v", s)
 }

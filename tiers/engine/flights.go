@@ -1,6 +1,7 @@
 package engine
 
-// flightTable has the slots that are being promoted into and may be joined, by Engine.flight. It is open addressing, at most half full, which costs a tenth of a Go map's time: a lookup at peers
+// flightTable has the slots that are being promoted into and may be joined, by Engine.flight. It is
+// open addressing, at most half full, which costs a tenth of a Go map's time: a lookup at peers
 // enters and removes hundreds of chunks.
 type flightTable struct {
 	entries []flight

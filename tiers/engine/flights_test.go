@@ -29,12 +29,14 @@ func TestFlightTable(t *testing.T) {
 				}
 			}
 			if table.get(hash) != want[hash] || table.n != len(want) {
-				t.Fatalf("step %d: hash %#x has %d of %d, want %d of %d", step, hash, table.get(hash), table.n, want[hash], len(want))
+				t.Fatalf("step %d: hash %#x has %d of %d, want %d of %d", step, hash,
+					table.get(hash), table.n, want[hash], len(want))
 			}
 			if step%500 == 0 {
 				for hash, ref := range want {
 					if table.get(hash) != ref {
-						t.Fatalf("step %d: hash %#x has %d, want %d", step, hash, table.get(hash), ref)
+						t.Fatalf("step %d: hash %#x has %d, want %d", step, hash, table.get(hash),
+							ref)
 					}
 				}
 			}

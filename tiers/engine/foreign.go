@@ -7,10 +7,14 @@ import (
 	"lookaside/tiers"
 )
 
-// Foreign slots: what peers lend, to be read where it lies. They are those of a region without memory, one for each geometry, which hands out slots only to PreparePromotion and is none of the
-// arena's: nobody but lookups and loads sees it. What is in them is indexed as if it were another space's (space.shadow), so that no slot of the arena ever shares a page with a foreign one, is
-// replaced by one, or continues one; a lookup asks for that only what the arena has not whole. A chunk is indexed by its last page alone, as that is what lookups probe for: to index
-// what lies between took longer than to borrow it. Who wants the first pages of a chunk that was borrowed with more borrows them.
+// Foreign slots: what peers lend, to be read where it lies. They are those of a region without
+// memory, one for each geometry, which hands out slots only to PreparePromotion and is none of the
+// arena's: nobody but lookups and loads sees it. What is in them is indexed as if it were another
+// space's (space.shadow), so that no slot of the arena ever shares a page with a foreign one, is
+// replaced by one, or continues one; a lookup asks for that only what the arena has not whole. A
+// chunk is indexed by its last page alone, as that is what lookups probe for: to index what lies
+// between took longer than to borrow it. Who wants the first pages of a chunk that was borrowed
+// with more borrows them.
 
 // Loan is what a peer lets us read of one chunk, from its first page on, until it is returned.
 type Loan struct {
@@ -89,7 +93,8 @@ func (e *Engine) foreignSlots(g tiers.Geometry) int {
 	return min(e.cfg.ForeignSlots, recordMask/g.PagesPerChunk)
 }
 
-// needForeign carves the foreign slots of an owner's geometry, if there are none. It may release the lock, and answers ErrNotFound if the owner has left meanwhile.
+// needForeign carves the foreign slots of an owner's geometry, if there are none. It may release
+// the lock, and answers ErrNotFound if the owner has left meanwhile.
 func (e *Engine) needForeign(ow *owner) error {
 	c := ow.space.class
 	if c.foreign != nil || e.cfg.ForeignSlots == 0 || e.carving || e.lent.regions == maxForeign {
@@ -123,7 +128,8 @@ func (e *Engine) needForeign(ow *owner) error {
 // addShadow gives a space its shadow, if its class has foreign slots.
 func (e *Engine) addShadow(s *space) {
 	if f := s.class.foreign; f != nil && s.shadow == nil {
-		s.shadow = &space{id: s.id, print: s.print, g: s.g, class: f, tagMask: s.tagMask, salt: mix(s.salt, 0x6C656E74)}
+		s.shadow = &space{id: s.id, print: s.print, g: s.g, class: f, tagMask: s.tagMask,
+			salt: mix(s.salt, 0x6C656E74)}
 	}
 }
 
@@ -141,7 +147,8 @@ func (e *Engine) dropForeign(c *class) {
 	*r = region{num: r.num, firstGen: r.firstGen}
 }
 
-// shadow is where what peers lent an owner's space is found; nil: nothing, or it is not for this owner.
+// shadow is where what peers lent an owner's space is found; nil: nothing, or it is not for this
+// owner.
 func (ow *owner) shadow() *space {
 	if ow.own {
 		return nil
@@ -149,7 +156,8 @@ func (ow *owner) shadow() *space {
 	return ow.space.shadow
 }
 
-// longer finds the last page of chunk i of a walk that an owner can read, in the arena or where peers lent just that, given that the chunk's last page in the walk cannot be. 0: none can.
+// longer finds the last page of chunk i of a walk that an owner can read, in the arena or where
+// peers lent just that, given that the chunk's last page in the walk cannot be. 0: none can.
 func (e *Engine) longer(ow *owner, w *walk, i int) (record uint32, page int) {
 	record, page = e.bisect(ow.space, w, i)
 	first := w.start(i)
@@ -166,7 +174,8 @@ func (e *Engine) longer(ow *owner, w *walk, i int) (record uint32, page int) {
 	return record, page
 }
 
-// enterLent indexes so many pages of a foreign slot, whose digests are written, by the last of them; first is the record that it is found by already, or 0. It answers false, with nothing
+// enterLent indexes so many pages of a foreign slot, whose digests are written, by the last of
+// them; first is the record that it is found by already, or 0. It answers false, with nothing
 // changed, if that is held as another page of its prefix, which no honest client can bring about.
 func (e *Engine) enterLent(r *region, ref uint32, pages int, first uint32) bool {
 	s := &r.slots[ref&recordMask]
@@ -194,13 +203,15 @@ func (e *Engine) enterLent(r *region, ref uint32, pages int, first uint32) bool 
 // retractLent undoes that.
 func (e *Engine) retractLent(r *region, ref uint32) {
 	s := &r.slots[ref&recordMask]
-	if sp := e.spaceOf(r, s); e.unlink(sp.tagOfRecord(r.digest(ref&recordMask, int(s.pages)-1)), r, ref, int(s.pages)-1) {
+	if sp := e.spaceOf(r, s); e.unlink(sp.tagOfRecord(r.digest(ref&recordMask, int(s.pages)-1)), r,
+		ref, int(s.pages)-1) {
 		sp.pages -= int(s.pages)
 	}
 	s.pages = 0
 }
 
-// grantForeign takes a foreign slot for a chunk that is to be borrowed. 0: there is none, or the owner has its share.
+// grantForeign takes a foreign slot for a chunk that is to be borrowed. 0: there is none, or the
+// owner has its share.
 func (e *Engine) grantForeign(ow *owner, chunk, pages int) uint32 {
 	s := ow.space.shadow
 	if s == nil || ow.foreign.n >= s.class.limit {
@@ -213,9 +224,12 @@ func (e *Engine) grantForeign(ow *owner, chunk, pages int) uint32 {
 	return ref
 }
 
-// FinishBorrow ends the borrowing of a chunk that PreparePromotion granted as foreign: its pages are to be read where l says from now on. With l.Pages fewer than were granted the rest is not
-// there. The loan is the engine's from then on, and comes back by TakeReturns, unless there is an error. What is granted as foreign ends either by it or by FinishPromotion(p, false, -1). ErrStale: it
-// has ended before; ErrInvalid, with nothing changed: it is not foreign, or l is no loan.
+// FinishBorrow ends the borrowing of a chunk that PreparePromotion granted as foreign: its pages
+// are to be read where l says from now on. With l.Pages fewer than were granted the rest is not
+// there. The loan is the engine's from then on, and comes back by TakeReturns, unless there is an
+// error. What is granted as foreign ends either by it or by FinishPromotion(p, false, -1).
+// ErrStale: it has ended before; ErrInvalid, with nothing changed: it is not foreign, or l is no
+// loan.
 func (e *Engine) FinishBorrow(p uint64, l Loan) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -235,7 +249,8 @@ func (e *Engine) FinishBorrows(ps []uint64, loans []Loan, done []bool) {
 			r, s := e.slot(ref)
 			if pages := int(s.granted); pages > 0 {
 				t := &e.idx.cur
-				e.touched += t.words[t.home(e.spaceOf(r, s).tagOfRecord(r.digest(ref&recordMask, pages-1)))] + uint64(r.places[ref&recordMask].region)
+				e.touched += t.words[t.home(e.spaceOf(r, s).tagOfRecord(r.digest(ref&recordMask,
+					pages-1)))] + uint64(r.places[ref&recordMask].region)
 			}
 		}
 	}
@@ -317,19 +332,22 @@ func (e *Engine) foundBad(r *region, ref uint32) {
 	}
 }
 
-// DropPeer drops all that is leased from a peer, or with 0 from all: none of it can be found when it returns, and it is returned when nobody uses it. What is still being borrowed is the
-// caller's to refuse. It lets go of the lock between slices of its work.
+// DropPeer drops all that is leased from a peer, or with 0 from all: none of it can be found when
+// it returns, and it is returned when nobody uses it. What is still being borrowed is the caller's
+// to refuse. It lets go of the lock between slices of its work.
 func (e *Engine) DropPeer(peer uint64) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.eachForeign(func(r *region, ref uint32, s *slot) {
-		if p := &r.places[ref&recordMask]; s.state == ready && p.handle != 0 && (peer == 0 || p.peer == peer) {
+		if p := &r.places[ref&recordMask]; s.state == ready && p.handle != 0 && (peer == 0 ||
+			p.peer == peer) {
 			e.doom(ref)
 		}
 	})
 }
 
-// SweepForeign drops what is leased from peers and nobody has used since the last sweep but one. It lets go of the lock between slices of its work.
+// SweepForeign drops what is leased from peers and nobody has used since the last sweep but one. It
+// lets go of the lock between slices of its work.
 func (e *Engine) SweepForeign() {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -350,7 +368,8 @@ func (e *Engine) SweepForeign() {
 	})
 }
 
-// eachForeign calls f for all foreign slots that were ever used. It lets go of the lock between slices.
+// eachForeign calls f for all foreign slots that were ever used. It lets go of the lock between
+// slices.
 func (e *Engine) eachForeign(f func(r *region, ref uint32, s *slot)) {
 	left := clearSlice
 	for mask := e.lent.mask; mask != 0; mask &= mask - 1 {
@@ -374,7 +393,8 @@ func (e *Engine) eachForeign(f func(r *region, ref uint32, s *slot)) {
 	}
 }
 
-// TakeReturns appends to out the loans that nobody uses any more; Config.Wake is called with tier -1 when there are some.
+// TakeReturns appends to out the loans that nobody uses any more; Config.Wake is called with tier
+// -1 when there are some.
 func (e *Engine) TakeReturns(out []Return) []Return {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -383,7 +403,8 @@ func (e *Engine) TakeReturns(out []Return) []Return {
 	return out
 }
 
-// ForeignIn is how many loans the engine has in a region that was announced, those that somebody still reads included. Those that wait for TakeReturns do not count.
+// ForeignIn is how many loans the engine has in a region that was announced, those that somebody
+// still reads included. Those that wait for TakeReturns do not count.
 func (e *Engine) ForeignIn(region uint32) int {
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -12,7 +12,8 @@ import (
 
 // The part of the random histories that is about what peers lend.
 
-// peerRegions is the first of the regions that peers have: each has one, in which no loan lies where another was.
+// peerRegions is the first of the regions that peers have: each has one, in which no loan lies
+// where another was.
 const peerRegions = 1000
 
 type modelLoan struct {
@@ -32,10 +33,11 @@ type modelCopy struct {
 
 // modelPeers have randomness of their own, so that the other histories do not depend on them.
 type modelPeers struct {
-	rng             *rand.Rand
-	loans           map[uint64]*modelLoan // by handle, those that were not returned; nil: there are no peers
-	mem             map[uint32][]byte     // of their regions
-	last            uint64                // peer; those before it are gone
+	rng *rand.Rand
+	// by handle, those that were not returned; nil: there are no peers
+	loans           map[uint64]*modelLoan
+	mem             map[uint32][]byte // of their regions
+	last            uint64            // peer; those before it are gone
 	handles         uint64
 	rung            bool // Wake was called for returns
 	due             bool // and for copies
@@ -45,7 +47,8 @@ type modelPeers struct {
 	own, lent       bool // of the load that is being prepared
 }
 
-// startPeers says how many foreign slots the engine has, and after how many loads what is in them is copied.
+// startPeers says how many foreign slots the engine has, and after how many loads what is in them
+// is copied.
 func (w *world) startPeers() (slots, copyAfter int) {
 	m := &w.peers
 	m.rng = rand.New(rand.NewPCG(w.seed, 3))
@@ -96,7 +99,8 @@ func (w *world) borrow(h uint64, f *modelFlight) {
 			f.space.committed[string(d)] = true
 		}
 	}
-	if err := w.e.FinishBorrow(h, Loan{Region: id, Pages: f.got, Handle: 1}); !errors.Is(err, tiers.ErrInvalid) {
+	if err := w.e.FinishBorrow(h, Loan{Region: id, Pages: f.got, Handle: 1}); !errors.Is(err,
+		tiers.ErrInvalid) {
 		w.fatal("a loan of nobody: %v", err)
 	}
 	pages := f.got
@@ -106,7 +110,8 @@ func (w *world) borrow(h uint64, f *modelFlight) {
 	m.loans[m.handles] = &modelLoan{ex: ex, space: f.space, p: f.p, peer: m.last}
 	l := Loan{Peer: m.last, Region: id, Offset: ex.Offset, Pages: pages, Handle: m.handles}
 	w.check(w.e.FinishBorrow(h, l))
-	if err := w.e.FinishBorrow(h, l); !errors.Is(err, tiers.ErrStale) && !errors.Is(err, tiers.ErrNotFound) {
+	if err := w.e.FinishBorrow(h, l); !errors.Is(err, tiers.ErrStale) &&
+		!errors.Is(err, tiers.ErrNotFound) {
 		w.fatal("a chunk is borrowed twice: %v", err)
 	}
 	m.borrowed++
@@ -131,7 +136,8 @@ func (m *modelPeers) read(w *world, ex Extent) {
 // find is the loan that an extent is of.
 func (m *modelPeers) find(ex Extent) *modelLoan {
 	for _, l := range m.loans {
-		if l.ex.Region == ex.Region && l.ex.Offset <= ex.Offset && ex.Offset < l.ex.Offset+uint64(l.ex.Pages)*uint64(l.space.g.PageBytes) {
+		if l.ex.Region == ex.Region && l.ex.Offset <= ex.Offset && ex.Offset < l.ex.Offset+
+			uint64(l.ex.Pages)*uint64(l.space.g.PageBytes) {
 			return l
 		}
 	}
@@ -169,7 +175,8 @@ func (w *world) lend() {
 	}
 }
 
-// reread has somebody who is there for that alone load what a peer has lent, or what the arena has of it by now.
+// reread has somebody who is there for that alone load what a peer has lent, or what the arena has
+// of it by now.
 func (w *world) reread() {
 	m := &w.peers
 	if len(m.loans) == 0 {
@@ -220,7 +227,9 @@ func (w *world) copy() {
 		w.fatal("%+v is to be copied", c)
 	}
 	l := m.find(c.From)
-	if l == nil || l.ex.Page != c.From.Page || l.ex.Pages < c.From.Pages || c.To.Page != c.From.Page || c.To.Pages != c.From.Pages || w.drained[c.To.Region] || w.arena[c.To.Region] == nil {
+	if l == nil || l.ex.Page != c.From.Page || l.ex.Pages < c.From.Pages ||
+		c.To.Page != c.From.Page || c.To.Pages != c.From.Pages || w.drained[c.To.Region] ||
+		w.arena[c.To.Region] == nil {
 		w.fatal("%+v is to be copied, of %+v", c, l)
 	}
 	for i := range int(c.To.Pages) {
@@ -254,7 +263,8 @@ func (w *world) endCopy() {
 	if w.e.EndCopy(h, true) {
 		w.fatal("a copy ends twice")
 	}
-	if after := w.e.Stats(); copied && !ok || after.FillingSlots != before.FillingSlots-1 || after.Leases != before.Leases-1 || copied != (after.CopiedChunks == before.CopiedChunks+1) {
+	if after := w.e.Stats(); copied && !ok || after.FillingSlots != before.FillingSlots-1 ||
+		after.Leases != before.Leases-1 || copied != (after.CopiedChunks == before.CopiedChunks+1) {
 		w.fatal("the end of a copy, %v, changed %+v to %+v", copied, before, after)
 	}
 	if !copied {
@@ -328,15 +338,18 @@ func (w *world) endLend() {
 	}
 }
 
-// lend has a lookup go on with what peers have of hashes, whole chunks, and lends it all, at offsets that rise by chunk.
+// lend has a lookup go on with what peers have of hashes, whole chunks, and lends it all, at
+// offsets that rise by chunk.
 func (b *bench) lend(lookup uint64, first int, hashes []byte, peer uint64) []PromotedChunk {
 	b.t.Helper()
 	have := slices.Repeat([]uint16{4096}, 1+len(hashes)/32)
-	out, err := b.e.PreparePromotion(me, lookup, first, nil, hashes, have, slices.Repeat([]bool{true}, len(have)), nil)
+	out, err := b.e.PreparePromotion(me, lookup, first, nil, hashes, have,
+		slices.Repeat([]bool{true}, len(have)), nil)
 	b.ok(err)
 	for i, c := range out {
 		if c.State == PromotionGranted {
-			b.ok(b.e.FinishBorrow(c.Promotion, Loan{Peer: peer, Region: 77, Offset: uint64(i) << 20, Pages: c.Pages, Handle: peer<<32 | uint64(first+i)}))
+			b.ok(b.e.FinishBorrow(c.Promotion, Loan{Peer: peer, Region: 77, Offset: uint64(i) << 20,
+				Pages: c.Pages, Handle: peer<<32 | uint64(first+i)}))
 		}
 	}
 	return out
@@ -356,7 +369,8 @@ func TestForeign(t *testing.T) {
 	b.ok(err)
 	x := &follower{f: f}
 
-	// The arena has the first turn, a chunk and a half; a peer has the rest, and a longer version of that half.
+	// The arena has the first turn, a chunk and a half; a peer has the rest, and a longer version
+	// of that half.
 	b.store(p[:6*32])
 	if n, err := b.e.Lookup(me, 1, 0, p); n != 6 || err != nil {
 		t.Fatal(n, err)
@@ -369,7 +383,8 @@ func TestForeign(t *testing.T) {
 	b.settle(1, 100, 16)
 	load, ex, err := b.e.PrepareLoad(me, me, 1, 0, 16, nil)
 	b.ok(err)
-	if len(ex) != 4 || ex[0].Region == 77 || ex[1] != (Extent{Page: 4, Pages: 4, Region: 77}) || ex[3] != (Extent{Page: 12, Pages: 4, Region: 77, Offset: 2 << 20}) {
+	if len(ex) != 4 || ex[0].Region == 77 || ex[1] != (Extent{Page: 4, Pages: 4, Region: 77}) ||
+		ex[3] != (Extent{Page: 12, Pages: 4, Region: 77, Offset: 2 << 20}) {
 		t.Fatalf("%+v", ex)
 	}
 	b.ok(b.e.Check())
@@ -421,8 +436,10 @@ func TestForeign(t *testing.T) {
 	}
 	b.ok(b.e.Check())
 	b.ok(b.e.Release(me, load, []uint32{3}))
-	b.returns(Return{Handle: 5<<32 | 6, Bad: true}, Return{Handle: 5<<32 | 5}, Return{Handle: 5<<32 | 4})
-	if s := b.e.Stats(); b.e.ForeignIn(77) != 0 || s.ForeignUsed != 0 || s.ForeignBad != 1 || s.Bad != 0 || s.Pages != 12 {
+	b.returns(Return{Handle: 5<<32 | 6, Bad: true}, Return{Handle: 5<<32 | 5},
+		Return{Handle: 5<<32 | 4})
+	if s := b.e.Stats(); b.e.ForeignIn(77) != 0 || s.ForeignUsed != 0 || s.ForeignBad != 1 ||
+		s.Bad != 0 || s.Pages != 12 {
 		t.Fatalf("%+v", s)
 	}
 	if n := len(b.followed(x)); n != 12 {
@@ -432,7 +449,8 @@ func TestForeign(t *testing.T) {
 	b.ok(b.e.Check())
 }
 
-// TestForeignParts: a chunk that is lent is found whole, or as far as it was lent; who wants less of it has that lent. Dropping a page takes it, in whatever length it was lent.
+// TestForeignParts: a chunk that is lent is found whole, or as far as it was lent; who wants less
+// of it has that lent. Dropping a page takes it, in whatever length it was lent.
 func TestForeignParts(t *testing.T) {
 	b := newBench(t, 10, 4, Config{ForeignSlots: 8, OwnerShare: 1})
 	p := numbered(1, 8)
@@ -444,7 +462,8 @@ func TestForeignParts(t *testing.T) {
 	if n, err := b.e.Lookup(me, 1, 0, p[:7*32]); n != 4 || err != nil {
 		t.Fatal(n, err)
 	}
-	if got := b.lend(1, 4, p[4*32:7*32], 6); len(got) != 1 || got[0].State != PromotionGranted || got[0].Pages != 3 {
+	if got := b.lend(1, 4, p[4*32:7*32], 6); len(got) != 1 || got[0].State != PromotionGranted ||
+		got[0].Pages != 3 {
 		t.Fatalf("%+v", got)
 	}
 	b.settle(1, 100, 7)
@@ -468,7 +487,8 @@ func TestForeignParts(t *testing.T) {
 		if n, err := b.e.Drop(b.sp, drop[0], p[drop[0]*32:drop[1]*32]); n != 0 || err != nil {
 			t.Fatal(n, err)
 		}
-		b.returns([][]Return{{{Handle: 7<<32 | 4}}, {{Handle: 6<<32 | 4}}, {{Handle: 7 << 32}}}[i]...)
+		b.returns([][]Return{{{Handle: 7<<32 | 4}}, {{Handle: 6<<32 | 4}},
+			{{Handle: 7 << 32}}}[i]...)
 		b.ok(b.e.Check())
 		b.wantHits([]int{7, 4, 0}[i], p)
 	}
@@ -491,10 +511,12 @@ func TestForeignShortLoan(t *testing.T) {
 		if n, err := b.e.Lookup(me, 1, 0, p); n != 6 || err != nil {
 			t.Fatal(n, err)
 		}
-		out, err := b.e.PreparePromotion(me, 1, 4, nil, p[4*32:], []uint16{4, 4}, []bool{true, true}, nil)
+		out, err := b.e.PreparePromotion(me, 1, 4, nil, p[4*32:], []uint16{4, 4},
+			[]bool{true, true}, nil)
 		b.ok(err)
 		for i, c := range out {
-			b.ok(b.e.FinishBorrow(c.Promotion, Loan{Peer: 5, Region: 77, Pages: []int{got, 4}[i], Handle: uint64(1 + i)}))
+			b.ok(b.e.FinishBorrow(c.Promotion, Loan{Peer: 5, Region: 77, Pages: []int{got, 4}[i],
+				Handle: uint64(1 + i)}))
 		}
 		b.settle(1, 100, want)
 		b.ok(b.e.Check())
@@ -506,7 +528,8 @@ func TestForeignShortLoan(t *testing.T) {
 	}
 }
 
-// TestForeignRoom: what is leased is not evicted, what was unused for longest goes first, and nobody has more than a share.
+// TestForeignRoom: what is leased is not evicted, what was unused for longest goes first, and
+// nobody has more than a share.
 func TestForeignRoom(t *testing.T) {
 	b := newBench(t, 10, 1, Config{ForeignSlots: 4, OwnerShare: 0.5, PromotingShare: 0.1})
 	a, c := numbered(1, 2), numbered(2, 4)
@@ -558,16 +581,19 @@ func TestForeignRoom(t *testing.T) {
 	b.ok(b.e.Check())
 }
 
-// TestForeignGeometries: foreign slots go with the last space of their geometry, and take no region from the arena for good.
+// TestForeignGeometries: foreign slots go with the last space of their geometry, and take no region
+// from the arena for good.
 func TestForeignGeometries(t *testing.T) {
 	b := newBench(t, 10, 4, Config{ForeignSlots: 8, MaxSpaces: 3, LeaseDeadline: time.Hour})
 	for i := range 3 * maxRegions {
-		g := tiers.Geometry{PageBytes: int64(512 + 8*i), PagesPerChunk: 1 + i%5, PageTokens: 16, DigestBytes: 32}
+		g := tiers.Geometry{PageBytes: int64(512 + 8*i), PagesPerChunk: 1 + i%5, PageTokens: 16,
+			DigestBytes: 32}
 		id, err := b.e.OpenSpace([32]byte{9, byte(i), byte(i >> 8)}, g)
 		b.ok(err)
 		o := Owner(100 + i)
 		b.ok(b.e.AddOwner(o, id))
-		out, err := b.e.PreparePromotion(o, 1, 0, nil, numbered(7, 1), []uint16{1}, []bool{true}, nil)
+		out, err := b.e.PreparePromotion(o, 1, 0, nil, numbered(7, 1), []uint16{1}, []bool{true},
+			nil)
 		b.ok(err)
 		if len(out) != 1 {
 			t.Fatalf("geometry %d: %+v", i, out)

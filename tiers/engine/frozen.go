@@ -1,9 +1,10 @@
 package engine
 
-// Frozen owners. An owner whose client has stopped keeps what it holds for as long as that lives: it may go on, and read or write where it was told
-// to. So nothing is taken from it; others are given less instead. All owners together have at most Config.JointShare of the slots, and each at most
-// Config.OwnerShare. If all of them freeze, that much is gone. From SetFrozen on both are shares of what is left, so whoever comes is served, and
-// if it freezes too, again some is left.
+// Frozen owners. An owner whose client has stopped keeps what it holds for as long as that lives:
+// it may go on, and read or write where it was told to. So nothing is taken from it; others are
+// given less instead. All owners together have at most Config.JointShare of the slots, and each at
+// most Config.OwnerShare. If all of them freeze, that much is gone. From SetFrozen on both are
+// shares of what is left, so whoever comes is served, and if it freezes too, again some is left.
 
 // OwnerStats is what an owner holds.
 type OwnerStats struct {
@@ -19,10 +20,12 @@ func (e *Engine) Owner(o Owner) (OwnerStats, bool) {
 	if ow == nil {
 		return OwnerStats{}, false
 	}
-	return OwnerStats{Slots: ow.slots.n, Lookups: len(ow.lookups), Loads: ow.loads, Stores: ow.stores}, true
+	return OwnerStats{Slots: ow.slots.n, Lookups: len(ow.lookups), Loads: ow.loads,
+		Stores: ow.stores}, true
 }
 
-// SetFrozen says which owners have frozen, in place of those that were said to have. Those that there are not are passed over. Its cost depends on what they hold.
+// SetFrozen says which owners have frozen, in place of those that were said to have. Those that
+// there are not are passed over. Its cost depends on what they hold.
 func (e *Engine) SetFrozen(owners []Owner) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -59,7 +62,8 @@ func (e *Engine) countFrozen() {
 	e.relimit()
 }
 
-// left is how many slots that nobody uses an owner may lease before owners together have their share. Pins do not count.
+// left is how many slots that nobody uses an owner may lease before owners together have their
+// share. Pins do not count.
 func (e *Engine) left(ow *owner) int {
 	if ow == &ow.space.pinner {
 		return e.cfg.MaxLeasesPerOwner

@@ -66,11 +66,14 @@ func (w *world) promote(s *modelSession) {
 	}
 	lent := w.peers.offer(l.p, first, ppc, have)
 	if w.chance(20) {
-		if _, err := w.e.PreparePromotion(s.owner, id, first+ppc, nil, nil, nil, nil, nil); len(l.waits) > 0 && !errors.Is(err, tiers.ErrStale) && !errors.Is(err, tiers.ErrBusy) {
+		if _, err := w.e.PreparePromotion(s.owner, id, first+ppc, nil, nil, nil, nil,
+			nil); len(l.waits) > 0 && !errors.Is(err, tiers.ErrStale) &&
+			!errors.Is(err, tiers.ErrBusy) {
 			w.fatal("a promotion that leaves a gap: %v", err)
 		}
 	}
-	out, err := w.e.PreparePromotion(s.owner, id, first, prev, l.p.digests(first, len(l.p), size), have, lent, nil)
+	out, err := w.e.PreparePromotion(s.owner, id, first, prev, l.p.digests(first, len(l.p), size),
+		have, lent, nil)
 	if errors.Is(err, tiers.ErrBusy) {
 		return
 	}
@@ -86,7 +89,8 @@ func (w *world) promote(s *modelSession) {
 	}
 	for i, c := range out {
 		start := first + i*ppc
-		if c.Chunk != i || c.Pages < 1 || c.Pages > min(ppc, len(l.p)-start) || c.Pages < ppc && i != len(out)-1 {
+		if c.Chunk != i || c.Pages < 1 || c.Pages > min(ppc, len(l.p)-start) ||
+			c.Pages < ppc && i != len(out)-1 {
 			w.fatal("%+v is promoted of %v from page %d with %v", out, l.p, first, have)
 		}
 		l.end = start + c.Pages
@@ -98,17 +102,23 @@ func (w *world) promote(s *modelSession) {
 			}
 			f = nil
 		case PromotionJoined:
-			if f == nil || f.ex.Region != c.Region || f.ex.Offset != c.Offset || int(f.ex.Pages) != c.Pages || f.clears != s.space.clears || f.space != s.space {
+			if f == nil || f.ex.Region != c.Region || f.ex.Offset != c.Offset ||
+				int(f.ex.Pages) != c.Pages || f.clears != s.space.clears || f.space != s.space {
 				w.fatal("%+v of %v from page %d joins %+v", c, l.p, first, f)
 			}
 		case PromotionGranted:
 			if f != nil || c.Pages != int(have[i]) {
-				w.fatal("%+v of %v from page %d, of which %v can be had, is granted beside %+v", c, l.p, first, have, f)
+				w.fatal("%+v of %v from page %d, of which %v can be had, is granted beside %+v", c,
+					l.p, first, have, f)
 			}
-			if c.Foreign != (lent != nil && lent[i]) || c.Foreign && c.Region|uint32(c.Offset) != 0 {
-				w.fatal("%+v of %v from page %d with %v is granted as foreign: %v", c, l.p, first, lent, c.Foreign)
+			if c.Foreign != (lent != nil && lent[i]) ||
+				c.Foreign && c.Region|uint32(c.Offset) != 0 {
+				w.fatal("%+v of %v from page %d with %v is granted as foreign: %v", c, l.p, first,
+					lent, c.Foreign)
 			}
-			f = &modelFlight{space: s.space, p: l.p, lent: c.Foreign, ex: Extent{Page: uint32(start), Pages: uint32(c.Pages), Region: c.Region, Offset: c.Offset}, clears: s.space.clears}
+			f = &modelFlight{space: s.space, p: l.p, lent: c.Foreign,
+				ex: Extent{Page: uint32(start), Pages: uint32(c.Pages), Region: c.Region,
+					Offset: c.Offset}, clears: s.space.clears}
 			w.flights[c.Promotion] = f
 			for j := 0; j < c.Pages && !c.Foreign; j++ {
 				for k, page := 0, w.page(s.space, f.ex, j); k < len(page); k++ {
@@ -132,7 +142,8 @@ func (w *world) finishPromotion() {
 			waiting = waiting || slices.Contains(l.waits, f)
 		}
 	}
-	if wanted && (!waiting || f.clears != f.space.clears) || !wanted && waiting && f.clears == f.space.clears && !w.bad {
+	if wanted && (!waiting || f.clears != f.space.clears) ||
+		!wanted && waiting && f.clears == f.space.clears && !w.bad {
 		w.fatal("promotion %#x of %+v is wanted: %v", h, f, wanted)
 	}
 	f.ended, f.ok = true, !w.chance(6)
@@ -159,7 +170,8 @@ func (w *world) finishPromotion() {
 		}
 	}
 	w.check(w.e.FinishPromotion(h, f.ok, w.rng.IntN(5)-1))
-	if err := w.e.FinishPromotion(h, true, 0); !errors.Is(err, tiers.ErrStale) && !errors.Is(err, tiers.ErrNotFound) {
+	if err := w.e.FinishPromotion(h, true, 0); !errors.Is(err, tiers.ErrStale) &&
+		!errors.Is(err, tiers.ErrNotFound) {
 		w.fatal("a promotion ends twice: %v", err)
 	}
 	delete(w.flights, h)
@@ -189,7 +201,8 @@ func (w *world) settle(s *modelSession) {
 	}
 	n, err := w.e.SettleLookup(s.owner, id, pages)
 	w.check(err)
-	exact := !w.bad && (s.space.clears == 0 || len(l.waits) > 0 && l.clears == s.space.clears && l.n == 0)
+	exact := !w.bad && (s.space.clears == 0 || len(l.waits) > 0 && l.clears == s.space.clears &&
+		l.n == 0)
 	if want = min(want, pages); n > want || exact && n < want {
 		w.fatal("a lookup of %v from page %d with %d pages that waited for %d more chunks settles with %d pages, want %d", l.p, l.first, l.n, len(l.waits), n, want)
 	}
@@ -218,7 +231,8 @@ func (w *world) cascade() {
 	if len(items) > most || len(items) > 0 && w.tiers[tier].Admit == AdmitNever {
 		w.fatal("%d items for tier %d", len(items), tier)
 	}
-	if queued, _ := w.e.CascadeQueue(tier); queued > 0 && w.tiers[tier].Queue > 0 && queued > w.tiers[tier].Queue {
+	if queued, _ := w.e.CascadeQueue(tier); queued > 0 && w.tiers[tier].Queue > 0 &&
+		queued > w.tiers[tier].Queue {
 		w.fatal("%d chunks are queued for tier %d", queued, tier)
 	}
 	for _, item := range items {
@@ -232,7 +246,8 @@ func (w *world) cascade() {
 			w.fatal("%+v is a peer's", item)
 		}
 		for _, other := range w.cascades {
-			if other.tier == tier && other.item.Region == item.Region && other.item.Offset == item.Offset {
+			if other.tier == tier && other.item.Region == item.Region &&
+				other.item.Offset == item.Offset {
 				w.fatal("%+v is written to tier %d twice at once", item, tier)
 			}
 		}
@@ -247,17 +262,21 @@ func (w *world) verifyCascade(c *modelCascade) {
 	size := c.space.g.DigestBytes
 	want := make([]byte, c.space.g.PageBytes)
 	prev := string(c.item.Prev)
-	if len(c.item.Hashes) != c.item.Pages*size || c.item.Pages < 1 || c.item.Pages > c.space.g.PagesPerChunk {
+	if len(c.item.Hashes) != c.item.Pages*size || c.item.Pages < 1 ||
+		c.item.Pages > c.space.g.PagesPerChunk {
 		w.fatal("%+v", c.item)
 	}
 	for i := range c.item.Pages {
 		d := string(c.item.Hashes[i*size : (i+1)*size])
 		place, known := w.place[d]
-		if !known || place != c.item.First+i || prev != "" && w.chain[d] != prev || i == 0 && place == 0 && prev != "" {
-			w.fatal("page %d of %+v has digest %x after %x, which is that of page %d after %x", i, c.item, d, prev, place, w.chain[d])
+		if !known || place != c.item.First+i || prev != "" && w.chain[d] != prev ||
+			i == 0 && place == 0 && prev != "" {
+			w.fatal("page %d of %+v has digest %x after %x, which is that of page %d after %x", i,
+				c.item, d, prev, place, w.chain[d])
 		}
 		pattern(want, c.space.fp, []byte(d))
-		if !bytes.Equal(w.page(c.space, Extent{Region: c.item.Region, Offset: c.item.Offset}, i), want) {
+		if !bytes.Equal(w.page(c.space, Extent{Region: c.item.Region, Offset: c.item.Offset}, i),
+			want) {
 			w.fatal("page %d of %+v has the wrong bytes", i, c.item)
 		}
 		prev = d
@@ -333,7 +352,8 @@ func (s *strict) Shrink(region uint32) {
 
 func (s *strict) Read(refs []uint32) {
 	for _, ref := range refs {
-		s.must(int(ref&recordMask) < s.slots[ref>>recordBits], "what is no slot of its regions is read", ref)
+		s.must(int(ref&recordMask) < s.slots[ref>>recordBits],
+			"what is no slot of its regions is read", ref)
 	}
 	s.Policy.Read(refs)
 }
@@ -375,7 +395,8 @@ func (s *strict) Copy(from, to uint32) {
 }
 
 func (s *strict) Inherit(parent, child uint32) {
-	s.must(s.resident(parent) && s.resident(child), "an inheritance of what is not resident", parent)
+	s.must(s.resident(parent) && s.resident(child), "an inheritance of what is not resident",
+		parent)
 	s.Policy.Inherit(parent, child)
 }
 
@@ -401,13 +422,16 @@ func (w *world) checkPolicies() {
 			if !w.e.orphan(ref) {
 				k := w.e.kin(ref)
 				var a, b [32]byte
-				first, last := r.digestBytes(uint32(i), 0, &a), w.e.regions[k.parent>>recordBits].digestBytes(k.parent&recordMask, r.ppc-1, &b)
+				first, last := r.digestBytes(uint32(i), 0, &a),
+					w.e.regions[k.parent>>recordBits].digestBytes(k.parent&recordMask, r.ppc-1, &b)
 				if w.chain[string(first)] != string(last) {
-					w.fatal("slot %#x, chunk %d with digest %x, has parent %#x, which ends with %x", ref, s.chunk, first, k.parent, last)
+					w.fatal("slot %#x, chunk %d with digest %x, has parent %#x, which ends with %x",
+						ref, s.chunk, first, k.parent, last)
 				}
 			}
 			offered, ok := r.class.policy.(*strict).notes[ref]
-			if want := s.idle() && s.children == 0 && s.flags&cold == 0 && !r.retired; !ok || offered != want {
+			if want := s.idle() && s.children == 0 && s.flags&cold == 0 && !r.retired; !ok ||
+				offered != want {
 				w.fatal("slot %#x is evictable: %v; the policy knows it: %v, and was offered it: %v", ref, want, ok, offered)
 			}
 		}

@@ -9,20 +9,23 @@ import (
 	"lookaside/tiers"
 )
 
-// A page's record is named by a ref: the region's number and the record's number in it. Records lie slot by slot, so the number also
-// gives slot and position. 0 is no ref, as regions count from 1. Slots are named likewise, by region and slot.
+// A page's record is named by a ref: the region's number and the record's number in it. Records lie
+// slot by slot, so the number also gives slot and position. 0 is no ref, as regions count from 1.
+// Slots are named likewise, by region and slot.
 const (
 	recordBits = 26
 	recordMask = 1<<recordBits - 1
 	maxRegions = 1<<(32-recordBits) - 1
 )
 
-// index maps page digests to the refs of the pages' records. It holds neither digest nor space, these are in the records: a candidate
-// that it names must be compared with them in full.
+// index maps page digests to the refs of the pages' records. It holds neither digest nor space,
+// these are in the records: a candidate that it names must be compared with them in full.
 //
-// It is open addressing over 8-byte entries, a 32-bit tag above the ref, in one table off the Go heap. The tag also gives an entry's home,
-// so that entries can be moved and removed without reading a record. Tables are sized for the arena's limit when the first region is carved.
-// Should another geometry need more, a larger table takes over step by step: both are searched until the old one is empty.
+// It is open addressing over 8-byte entries, a 32-bit tag above the ref, in one table off the Go
+// heap. The tag also gives an entry's home, so that entries can be moved and removed without
+// reading a record. Tables are sized for the arena's limit when the first region is carved. Should
+// another geometry need more, a larger table takes over step by step: both are searched until the
+// old one is empty.
 type index struct {
 	cur, old table
 	scan     uint32 // in old: entries below it have moved
@@ -36,8 +39,9 @@ type table struct {
 	mem   *dax.Table[uint64]
 }
 
-// maxLoad is the part of a table that may be used, in eighths. A fuller one is smaller, but half of its entries lie away from their homes, which
-// a lookup's loop over many of them pays for with a mispredicted branch each.
+// maxLoad is the part of a table that may be used, in eighths. A fuller one is smaller, but half of
+// its entries lie away from their homes, which a lookup's loop over many of them pays for with a
+// mispredicted branch each.
 const maxLoad = 4
 
 func (t *table) home(tag uint32) uint32 {
@@ -56,7 +60,8 @@ func entry(tag, ref uint32) uint64 { return uint64(tag)<<32 | uint64(ref) }
 // limit is the entries that the current table may hold.
 func (x *index) limit() int { return len(x.cur.words) / 8 * maxLoad }
 
-// tableWords is the size of a table for n entries: a multiple of parts, so that the homes of the tags of one part are that part's alone.
+// tableWords is the size of a table for n entries: a multiple of parts, so that the homes of the
+// tags of one part are that part's alone.
 func tableWords(n int) int { return (n/(maxLoad*parts/8) + 1) * parts }
 
 func (x *index) migrating() bool { return x.old.used > 0 }
@@ -255,7 +260,8 @@ func (e *Engine) seek(s *space, d []byte) (rec uint32, steps uint64) {
 	return 0, steps
 }
 
-// findOrInsert is find for a page that a record has, by its tag and digest: if it is not held, the record's entry is put where it was looked for.
+// findOrInsert is find for a page that a record has, by its tag and digest: if it is not held, the
+// record's entry is put where it was looked for.
 func (e *Engine) findOrInsert(s *space, tag uint32, digest []uint64, rec uint32) (held uint32) {
 	held, at := e.findIn(&e.idx.cur, s, tag, digest)
 	if held == 0 && e.idx.old.used > 0 {
@@ -268,7 +274,8 @@ func (e *Engine) findOrInsert(s *space, tag uint32, digest []uint64, rec uint32)
 	return held
 }
 
-// findIn is the record of a page in one table and the place of its entry; without one the record is 0, and the place is where its entry belongs.
+// findIn is the record of a page in one table and the place of its entry; without one the record is
+// 0, and the place is where its entry belongs.
 func (e *Engine) findIn(t *table, s *space, tag uint32, digest []uint64) (rec, at uint32) {
 	for at = t.home(tag); t.words[at] != 0; at = t.next(at) {
 		e.idx.steps++
@@ -282,7 +289,8 @@ func (e *Engine) findIn(t *table, s *space, tag uint32, digest []uint64) (rec, a
 // tagGroup is how many pages' tags are computed at a time.
 const tagGroup = 32
 
-// tagsOf computes the tags of a slot's pages from one on, and reads their homes, which are about to be used, in a loop of its own: its cache misses overlap.
+// tagsOf computes the tags of a slot's pages from one on, and reads their homes, which are about to
+// be used, in a loop of its own: its cache misses overlap.
 func (e *Engine) tagsOf(s *space, r *region, ref uint32, tags []uint32, from int) {
 	for i := range tags {
 		tags[i] = s.tagOfRecord(r.digest(ref&recordMask, from+i))
@@ -310,7 +318,8 @@ func (e *Engine) walk(g tiers.Geometry, firstPage int, hashes []byte) (walk, err
 	w := walk{first: firstPage, ppc: g.PagesPerChunk, digest: g.DigestBytes, hashes: hashes}
 	w.n = len(hashes) / w.digest
 	if len(hashes)%w.digest != 0 || w.n > e.cfg.MaxPages {
-		return w, invalid("%d bytes of hashes: want a multiple of %d, at most %d pages", len(hashes), w.digest, e.cfg.MaxPages)
+		return w, invalid("%d bytes of hashes: want a multiple of %d, at most %d pages",
+			len(hashes), w.digest, e.cfg.MaxPages)
 	}
 	if firstPage < 0 || firstPage > maxPage-w.n {
 		return w, invalid("first page %d", firstPage)
@@ -322,15 +331,20 @@ func (e *Engine) walk(g tiers.Geometry, firstPage int, hashes []byte) (walk, err
 	return w, nil
 }
 
-// walkEnds is a walk of whole chunks from firstPage on, n pages with those of the last, of which only the last pages' digests are known.
+// walkEnds is a walk of whole chunks from firstPage on, n pages with those of the last, of which
+// only the last pages' digests are known.
 func (e *Engine) walkEnds(g tiers.Geometry, firstPage, n int, ends []byte) (walk, error) {
-	w := walk{first: firstPage, n: n, ppc: g.PagesPerChunk, digest: g.DigestBytes, hashes: ends, ends: true}
-	if n < 1 || n > e.cfg.MaxPages || firstPage < 0 || firstPage > maxPage-n || firstPage%w.ppc != 0 {
-		return w, invalid("%d pages from page %d on: want the first of a chunk, and at most %d", n, firstPage, e.cfg.MaxPages)
+	w := walk{first: firstPage, n: n, ppc: g.PagesPerChunk, digest: g.DigestBytes, hashes: ends,
+		ends: true}
+	if n < 1 || n > e.cfg.MaxPages || firstPage < 0 || firstPage > maxPage-n ||
+		firstPage%w.ppc != 0 {
+		return w, invalid("%d pages from page %d on: want the first of a chunk, and at most %d", n,
+			firstPage, e.cfg.MaxPages)
 	}
 	w.chunk, w.chunks = firstPage/w.ppc, (n+w.ppc-1)/w.ppc
 	if len(ends) != w.chunks*w.digest {
-		return w, invalid("%d bytes of the last hashes of %d chunks: want %d of each", len(ends), w.chunks, w.digest)
+		return w, invalid("%d bytes of the last hashes of %d chunks: want %d of each", len(ends),
+			w.chunks, w.digest)
 	}
 	return w, nil
 }
@@ -354,10 +368,12 @@ func (w *walk) hash(page int) []byte {
 	return w.hashes[o : o+w.digest]
 }
 
-// probeGroup is how many chunks are probed together. The loads of each pass do not depend on each other, so that their cache misses overlap.
+// probeGroup is how many chunks are probed together. The loads of each pass do not depend on each
+// other, so that their cache misses overlap.
 const probeGroup = 128
 
-// probe finds the last pages of chunks [from, from+n) of a walk, n at most probeGroup, and puts their refs into out, 0 for a miss.
+// probe finds the last pages of chunks [from, from+n) of a walk, n at most probeGroup, and puts
+// their refs into out, 0 for a miss.
 func (e *Engine) probe(s *space, w *walk, from, n int, out []uint32) {
 	if e.idx.migrating() || e.idx.cur.used == 0 {
 		for i := range n {
@@ -379,8 +395,8 @@ func (e *Engine) probe(s *space, w *walk, from, n int, out []uint32) {
 		tags[i] = s.tag(w.hash(w.last(from + i)))
 		homes[i] = t.home(tags[i])
 	}
-	// What misses the cache stands in loops of its own, as short as can be: the more of them fit into the processor's window, the more misses
-	// are under way at once.
+	// What misses the cache stands in loops of its own, as short as can be: the more of them fit
+	// into the processor's window, the more misses are under way at once.
 	for i, home := range homes[:n] {
 		words[i] = table[home]
 	}

@@ -19,7 +19,8 @@ const (
 
 func (k EventKind) String() string { return [...]string{"stored", "removed"}[k&1] }
 
-// FollowedSpace names the space of an event for as long as anybody follows, also when the space has been closed and its id is another's. It does not change.
+// FollowedSpace names the space of an event for as long as anybody follows, also when the space has
+// been closed and its id is another's. It does not change.
 type FollowedSpace struct {
 	ID          SpaceID
 	Fingerprint tiers.Fingerprint
@@ -29,32 +30,37 @@ type FollowedSpace struct {
 
 // Event is a change in what can be found: a run of pages of one chunk.
 type Event struct {
-	Kind   EventKind
-	Space  *FollowedSpace
-	First  int    // index of the first page in its prefix
-	Prev   []byte // digest of the page before, of stored ones; empty if there is none, or it is not known
+	Kind  EventKind
+	Space *FollowedSpace
+	First int // index of the first page in its prefix
+	// digest of the page before, of stored ones; empty if there is none, or it is not known
+	Prev   []byte
 	Hashes []byte // digests of the pages, end to end
 }
 
 // FeedBatch is what Feed.Next answers.
 type FeedBatch struct {
-	// Reset says that all that was told before is void: pages that are not told of (again) from here on are not held.
+	// Reset says that all that was told before is void: pages that are not told of (again) from
+	// here on are not held.
 	Reset  bool
 	Events []Event
-	// More says that there is more at once. Without it what was told since the last Reset comes to exactly what can be found.
+	// More says that there is more at once. Without it what was told since the last Reset comes to
+	// exactly what can be found.
 	More bool
 	// Seq is how far the journal has been read. It rises by what is told.
 	Seq uint64
 }
 
-// Feed tells one follower what can be found: first all that is held, then each change in its order, and again from the start if the follower has been slower
-// than the journal is long.
+// Feed tells one follower what can be found: first all that is held, then each change in its order,
+// and again from the start if the follower has been slower than the journal is long.
 //
-// What is held is walked over in slices of the engine's lock, and each slice comes behind all changes before it. While somebody walks, pages that go on being
-// found in another slot are told of as stored, too: nothing can slip from a slot that the walk has yet to come to into one that it has passed. So a page may be
-// told of as stored again, but never as removed while it is held.
+// What is held is walked over in slices of the engine's lock, and each slice comes behind all
+// changes before it. While somebody walks, pages that go on being found in another slot are told of
+// as stored, too: nothing can slip from a slot that the walk has yet to come to into one that it
+// has passed. So a page may be told of as stored again, but never as removed while it is held.
 //
-// Pages of restored chunks count as held from EndRestore on, whether their bytes were checked already or not.
+// Pages of restored chunks count as held from EndRestore on, whether their bytes were checked
+// already or not.
 //
 // Its methods may be called from any goroutine, Next from one at a time.
 type Feed struct {
@@ -71,8 +77,10 @@ type Feed struct {
 	gaps         uint64
 }
 
-// journal is a ring of words with the changes of late, off the Go heap, written only while somebody follows. A record is a head (kind, whether there is a
-// digest before, length of digests, pages, serial of the space), the number of its first page, the digest before, and the pages' digests. Positions only rise.
+// journal is a ring of words with the changes of late, off the Go heap, written only while somebody
+// follows. A record is a head (kind, whether there is a digest before, length of digests, pages,
+// serial of the space), the number of its first page, the digest before, and the pages' digests.
+// Positions only rise.
 type journal struct {
 	on         bool // somebody follows
 	words      int  // of the ring: a power of two
@@ -133,7 +141,8 @@ func recordWords(head uint64) uint64 {
 	return 2 + (pages+head>>1&1)*words
 }
 
-// Follow tells what can be found in a space, or in all with 0, from now on. Close must be called in the end. ErrInvalid: Config has no journal; ErrBusy: try again.
+// Follow tells what can be found in a space, or in all with 0, from now on. Close must be called in
+// the end. ErrInvalid: Config has no journal; ErrBusy: try again.
 func (e *Engine) Follow(space SpaceID) (*Feed, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -232,8 +241,9 @@ func (f *Feed) Close() {
 	}
 }
 
-// Next appends to out the changes that come next, of about maxPages pages, by at most one chunk more. Their digests are copied into buf, which is answered for its reuse; they are
-// valid as long as its bytes are left alone.
+// Next appends to out the changes that come next, of about maxPages pages, by at most one chunk
+// more. Their digests are copied into buf, which is answered for its reuse; they are valid as long
+// as its bytes are left alone.
 func (f *Feed) Next(maxPages int, buf []byte, out []Event) (b FeedBatch, _ []byte, err error) {
 	e := f.e
 	e.mu.Lock()
@@ -287,10 +297,12 @@ func (f *Feed) walk(maxPages int, buf []byte, out []Event) ([]Event, []byte) {
 		i := f.slot
 		f.slot++
 		s := &r.slots[i]
-		if s.state != ready || s.doomed() || s.pages == 0 || f.serial != 0 && e.spaces[s.space].serial != f.serial {
+		if s.state != ready || s.doomed() || s.pages == 0 ||
+			f.serial != 0 && e.spaces[s.space].serial != f.serial {
 			continue
 		}
-		ev := Event{Kind: PagesStored, Space: e.journal.names[e.spaces[s.space].serial], First: int(s.chunk) * r.ppc}
+		ev := Event{Kind: PagesStored, Space: e.journal.names[e.spaces[s.space].serial],
+			First: int(s.chunk) * r.ppc}
 		ev.Prev, ev.Hashes, buf = e.digests(r.num<<recordBits|uint32(i), buf)
 		out = append(out, ev)
 		pages += int(s.pages)
@@ -422,7 +434,8 @@ func (j *journal) opened(s *space) {
 // name notes what a space is called from now on.
 func (j *journal) name(s *space) {
 	if j.words > 0 {
-		j.names[s.serial] = &FollowedSpace{ID: SpaceID(s.id), Fingerprint: s.print, Geometry: s.g, serial: s.serial}
+		j.names[s.serial] = &FollowedSpace{ID: SpaceID(s.id), Fingerprint: s.print, Geometry: s.g,
+			serial: s.serial}
 	}
 }
 
@@ -447,7 +460,8 @@ func (j *journal) forgetClosed() {
 	j.closed = j.closed[:copy(j.closed, j.closed[n:])]
 }
 
-// noteBefore gives the digest of the page before a slot that is about to be entered without a parent, if that page is held.
+// noteBefore gives the digest of the page before a slot that is about to be entered without a
+// parent, if that page is held.
 func (e *Engine) noteBefore(ref uint32, d []byte) {
 	r, s := e.slot(ref)
 	rec, _ := e.seek(e.spaces[s.space], d)
@@ -515,5 +529,6 @@ func (e *Engine) Journal() JournalStats {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	j := &e.journal
-	return JournalStats{Feeds: len(j.feeds), Bytes: int64(len(j.ring)) * 8, StoredPages: j.stored, RemovedPages: j.removed, RetainedWords: int(j.end - j.start)}
+	return JournalStats{Feeds: len(j.feeds), Bytes: int64(len(j.ring)) * 8, StoredPages: j.stored,
+		RemovedPages: j.removed, RetainedWords: int(j.end - j.start)}
 }

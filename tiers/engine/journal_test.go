@@ -10,7 +10,8 @@ import (
 	"lookaside/tiers"
 )
 
-// The part of the random histories that is about followers: what they were told must come to what can be found.
+// The part of the random histories that is about followers: what they were told must come to what
+// can be found.
 
 // follower applies what a feed tells to sets of digests by space.
 type follower struct {
@@ -52,7 +53,8 @@ func (x *follower) apply(maxPages int, check func(ev *Event)) (bool, error) {
 	return !b.More, nil
 }
 
-// followers of a history. They have randomness of their own, so that the histories do not depend on them.
+// followers of a history. They have randomness of their own, so that the histories do not depend on
+// them.
 type followers struct {
 	rng    *rand.Rand
 	all    []*follower
@@ -65,7 +67,8 @@ func (w *world) follow() {
 	fs := &w.followers
 	if fs.rng == nil {
 		fs.rng = rand.New(rand.NewPCG(w.seed, 2))
-		w.e.journal.words = 1 << (7 + fs.rng.IntN(7)) // more than a record of 16 pages; the smallest are overrun often
+		// more than a record of 16 pages; the smallest are overrun often
+		w.e.journal.words = 1 << (7 + fs.rng.IntN(7))
 	}
 	if len(fs.all) < 3 && fs.rng.IntN(8) == 0 {
 		x := &follower{}
@@ -104,15 +107,19 @@ func (w *world) apply(x *follower, pages int) bool {
 func (w *world) checkEvent(x *follower, ev *Event) {
 	g := ev.Space.Geometry
 	n := len(ev.Hashes) / g.DigestBytes
-	if n < 1 || n*g.DigestBytes != len(ev.Hashes) || ev.First%g.PagesPerChunk+n > g.PagesPerChunk || x.only != 0 && ev.Space.ID != x.only ||
-		len(ev.Prev) != 0 && (len(ev.Prev) != g.DigestBytes || ev.First == 0 || ev.Kind != PagesStored) {
+	if n < 1 || n*g.DigestBytes != len(ev.Hashes) || ev.First%g.PagesPerChunk+n > g.PagesPerChunk ||
+		x.only != 0 && ev.Space.ID != x.only ||
+		len(ev.Prev) != 0 && (len(ev.Prev) != g.DigestBytes || ev.First == 0 ||
+			ev.Kind != PagesStored) {
 		w.fatal("%+v of %+v", ev, ev.Space)
 	}
 	prev := string(ev.Prev)
 	for i := range n {
 		d := string(ev.Hashes[i*g.DigestBytes : (i+1)*g.DigestBytes])
-		if place, known := w.place[d]; !known || place != ev.First+i || prev != "" && w.chain[d] != prev {
-			w.fatal("page %d of %+v has digest %x after %x, which is that of page %d after %x", i, ev, d, prev, place, w.chain[d])
+		if place, known := w.place[d]; !known || place != ev.First+i ||
+			prev != "" && w.chain[d] != prev {
+			w.fatal("page %d of %+v has digest %x after %x, which is that of page %d after %x", i,
+				ev, d, prev, place, w.chain[d])
 		}
 		prev = d
 	}
@@ -145,7 +152,8 @@ func (w *world) catchUp(x *follower) {
 		held := make([]uint16, len(p)/s.g.PagesPerChunk+1)
 		w.check(w.e.Contains(s.id, 0, h, held))
 		for i := range p {
-			if has := int(held[i/s.g.PagesPerChunk]) > i%s.g.PagesPerChunk; has != set[string(p.digests(i, i+1, s.g.DigestBytes))] {
+			if has := int(held[i/s.g.PagesPerChunk]) > i%s.g.PagesPerChunk; has != set[string(
+				p.digests(i, i+1, s.g.DigestBytes))] {
 				w.fatal("a follower knows page %d of %v: %v; it is held: %v", i, p, !has, has)
 			}
 		}
@@ -214,7 +222,9 @@ func TestFollow(t *testing.T) {
 	}
 	for i, want := range []struct{ first, pages int }{{6, 2}, {8, 2}} {
 		ev := batch.Events[i]
-		if ev.Kind != PagesStored || ev.First != want.first || string(ev.Hashes) != string(p[32*want.first:32*(want.first+want.pages)]) || string(ev.Prev) != string(p[32*(want.first-1):32*want.first]) {
+		if ev.Kind != PagesStored || ev.First != want.first ||
+			string(ev.Hashes) != string(p[32*want.first:32*(want.first+want.pages)]) ||
+			string(ev.Prev) != string(p[32*(want.first-1):32*want.first]) {
 			t.Errorf("%+v", ev)
 		}
 	}
@@ -224,7 +234,8 @@ func TestFollow(t *testing.T) {
 	<-f.Ready()
 	batch, _, err = f.Next(100, nil, nil)
 	b.ok(err)
-	if len(batch.Events) != 3 || batch.Events[0].Kind != PagesRemoved || len(batch.Events[0].Prev) != 0 {
+	if len(batch.Events) != 3 || batch.Events[0].Kind != PagesRemoved ||
+		len(batch.Events[0].Prev) != 0 {
 		t.Fatalf("%+v", batch)
 	}
 	f.Close()
@@ -236,7 +247,8 @@ func TestFollow(t *testing.T) {
 	b.is(err, tiers.ErrNotFound)
 }
 
-// TestFollowRestored follows what is restored while the engine is in use: few chunks by themselves, many by beginning anew.
+// TestFollowRestored follows what is restored while the engine is in use: few chunks by themselves,
+// many by beginning anew.
 func TestFollowRestored(t *testing.T) {
 	for _, words := range []int{1 << 8, 1 << 14} {
 		b := newBench(t, 4, 2, Config{JournalBytes: minJournalBytes, FixedRegions: true})
@@ -253,7 +265,8 @@ func TestFollowRestored(t *testing.T) {
 		p := numbered(1, 100)
 		var entries []Restored
 		for i := range 50 {
-			r := Restored{Slot: uint32(i), Space: b.sp, First: 2 * i, Pages: 2, Hashes: p[64*i : 64*i+64], Order: uint64(i)}
+			r := Restored{Slot: uint32(i), Space: b.sp, First: 2 * i, Pages: 2,
+				Hashes: p[64*i : 64*i+64], Order: uint64(i)}
 			if i > 0 {
 				r.Prev = p[64*i-32 : 64*i]
 			}
@@ -273,7 +286,8 @@ func TestFollowRestored(t *testing.T) {
 	}
 }
 
-// TestFollowClosedSpaces: what is told of a space that has been closed since names it, however many come and go.
+// TestFollowClosedSpaces: what is told of a space that has been closed since names it, however many
+// come and go.
 func TestFollowClosedSpaces(t *testing.T) {
 	b := newBench(t, 8, 1, Config{JournalBytes: minJournalBytes})
 	f, err := b.e.Follow(0)
@@ -295,7 +309,8 @@ func TestFollowClosedSpaces(t *testing.T) {
 		if i%2 == 0 && i < maxClosedSpaces {
 			batch, _, err := f.Next(100, nil, nil)
 			b.ok(err)
-			if last := batch.Events[len(batch.Events)-1]; last.Space.Fingerprint != fp || last.Kind != PagesRemoved {
+			if last := batch.Events[len(batch.Events)-1]; last.Space.Fingerprint != fp ||
+				last.Kind != PagesRemoved {
 				t.Fatalf("%+v of %+v", last, last.Space)
 			}
 		}
@@ -312,7 +327,8 @@ func TestFollowClosedSpaces(t *testing.T) {
 	}
 }
 
-// BenchmarkStore stores prefixes of 64 chunks in an arena that is full: with the journal off, and with a follower who reads along, whose reading counts. An op is one prefix.
+// BenchmarkStore stores prefixes of 64 chunks in an arena that is full: with the journal off, and
+// with a follower who reads along, whose reading counts. An op is one prefix.
 func BenchmarkStore(b *testing.B) {
 	for name, journal := range map[string]int64{"alone": 0, "followed": 16 << 20} {
 		b.Run(name, func(b *testing.B) {
@@ -350,7 +366,8 @@ func BenchmarkStore(b *testing.B) {
 				}
 			}
 			t.ok(unix.Getrusage(unix.RUSAGE_SELF, &to)) // of use on a machine that is busy
-			b.ReportMetric(float64(to.Utime.Nano()+to.Stime.Nano()-from.Utime.Nano()-from.Stime.Nano())/float64(i), "cpu-ns/op")
+			b.ReportMetric(float64(to.Utime.Nano()+
+				to.Stime.Nano()-from.Utime.Nano()-from.Stime.Nano())/float64(i), "cpu-ns/op")
 		})
 	}
 }

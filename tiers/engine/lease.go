@@ -24,38 +24,49 @@ const (
 )
 
 func (k leaseKind) String() string {
-	return [...]string{"none", "lookup", "load", "store", "pin", "cascade", "move", "loan", "copy", "ending"}[k]
+	return [...]string{"none", "lookup", "load", "store", "pin", "cascade", "move", "loan", "copy",
+		"ending"}[k]
 }
 
-// lease is what one lookup, load, pin or unfinished store holds: a run of chunks of one prefix, or for a store the slots that it was granted.
-// Leases are reused; the generation in a handle says which use it means.
+// lease is what one lookup, load, pin or unfinished store holds: a run of chunks of one prefix, or
+// for a store the slots that it was granted. Leases are reused; the generation in a handle says
+// which use it means.
 type lease struct {
 	kind  leaseKind
 	index uint32
 	gen   uint32
 	owner *owner
 
-	key      uint64 // of a lookup: the client's id; of a cascade: the tier's bit; of a move or a copy: the slot that it fills
-	first, n int    // pages
+	// of a lookup: the client's id; of a cascade: the tier's bit; of a move or a copy: the slot
+	// that it fills
+	key      uint64
+	first, n int // pages
 	buf      []uint32
 	slots    []uint32 // what is left of buf
 	deadline int64    // of a lookup; it runs while the lookup does not wait
-	waiting  bool     // for promotions: slots[held:] are the chunks from chunk `after` on, of which it wants the pages before `end`
-	held     int      // before them come the n pages that it held when it began to wait; the last may be a shorter version of chunk `after`
-	after    int
-	end      int
-	prev     [32]byte // of a store or a copy: the digest of the page before
-	hasPrev  bool
-	takers   int    // of a lookup: the loads that are still to take it over
-	around   []byte // of a store of every nth chunk: for each grant the digests of the page before and of the page after, zeros where there is none
-	returned int    // of a loan: slots that have been given back, and are 0
+	// for promotions: slots[held:] are the chunks from chunk `after` on, of which it wants the
+	// pages before `end`
+	waiting bool
+	// before them come the n pages that it held when it began to wait; the last may be a shorter
+	// version of chunk `after`
+	held    int
+	after   int
+	end     int
+	prev    [32]byte // of a store or a copy: the digest of the page before
+	hasPrev bool
+	takers  int // of a lookup: the loads that are still to take it over
+	// of a store of every nth chunk: for each grant the digests of the page before and of the page
+	// after, zeros where there is none
+	around   []byte
+	returned int // of a loan: slots that have been given back, and are 0
 	inOwner  leaseNode
 	inExpiry leaseNode
 }
 
 type leaseNode struct{ prev, next *lease }
 
-// leaseList is a list of leases: those of one owner (owned), the lookups by deadline, or those that are ending.
+// leaseList is a list of leases: those of one owner (owned), the lookups by deadline, or those that
+// are ending.
 type leaseList struct {
 	first, last *lease
 	owned       bool
@@ -95,7 +106,8 @@ func (l *leaseList) remove(x *lease) {
 
 func (x *lease) handle() uint64 { return uint64(x.gen)<<32 | uint64(x.index) + 1 }
 
-// newLease makes a lease of an owner on slots, which it copies and which are counted on the owner already.
+// newLease makes a lease of an owner on slots, which it copies and which are counted on the owner
+// already.
 func (e *Engine) newLease(kind leaseKind, ow *owner, slots []uint32) *lease {
 	var x *lease
 	if n := len(e.spare); n > 0 {
@@ -117,7 +129,8 @@ func (e *Engine) newLease(kind leaseKind, ow *owner, slots []uint32) *lease {
 // findLease resolves a handle of an owner's; of a pin, whose owner is nobody's, with a nil owner.
 func (e *Engine) findLease(ow *owner, kind leaseKind, handle uint64) (*lease, error) {
 	i, gen := uint32(handle)-1, uint32(handle>>32)
-	if uint32(handle) == 0 || uint64(i) >= uint64(len(e.leases)) || gen == 0 || gen > e.leases[i].gen {
+	if uint32(handle) == 0 || uint64(i) >= uint64(len(e.leases)) || gen == 0 ||
+		gen > e.leases[i].gen {
 		return nil, fmt.Errorf("%w: %v %#x", tiers.ErrNotFound, kind, handle)
 	}
 	x := e.leases[i]
@@ -130,10 +143,12 @@ func (e *Engine) findLease(ow *owner, kind leaseKind, handle uint64) (*lease, er
 	return x, nil
 }
 
-// endSlice is how many slots of a lookup are freed while the lock is held. To free as many takes some 100 µs.
+// endSlice is how many slots of a lookup are freed while the lock is held. To free as many takes
+// some 100 µs.
 const endSlice = 512
 
-// endLease frees all that a lease holds; a store is aborted. What a large lookup holds is left to EndSome, unless it waits.
+// endLease frees all that a lease holds; a store is aborted. What a large lookup holds is left to
+// EndSome, unless it waits.
 func (e *Engine) endLease(x *lease) {
 	if x.kind == lookupLease && len(x.slots) > e.endSlice && !x.waiting {
 		delete(x.owner.lookups, x.key)
@@ -169,8 +184,9 @@ func (e *Engine) splitEnding(x *lease, k int) {
 // Ending reports whether EndSome has something to do. It takes no lock.
 func (e *Engine) Ending() bool { return e.ending.Load() }
 
-// EndSome frees some of what large lookups that have ended still hold, and reports whether there is more. Their names and deadlines are gone before.
-// Whoever ends lookups calls it until there is no more, and may do other things in between.
+// EndSome frees some of what large lookups that have ended still hold, and reports whether there is
+// more. Their names and deadlines are gone before. Whoever ends lookups calls it until there is no
+// more, and may do other things in between.
 func (e *Engine) EndSome() (more bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -195,9 +211,11 @@ func (e *Engine) endPart(x *lease) {
 	}
 }
 
-// freeSlots ends a lookup's, load's or pin's leases on some of its slots, the last first, so that a prefix is settled after its continuation.
+// freeSlots ends a lookup's, load's or pin's leases on some of its slots, the last first, so that a
+// prefix is settled after its continuation.
 func (e *Engine) freeSlots(x *lease, slots []uint32) {
-	if x.kind == lookupLease || x.kind == pinLease || x.kind == endingLease { // a load's were its lookup's
+	if x.kind == lookupLease || x.kind == pinLease || x.kind == endingLease {
+		// a load's were its lookup's
 		e.used(x.owner.space.class, slots)
 	}
 	freed := 0
@@ -210,12 +228,14 @@ func (e *Engine) freeSlots(x *lease, slots []uint32) {
 		freed++
 	}
 	x.owner.leases -= freed
-	if x.kind != cascadeLease && x.kind != moveLease && x.kind != copyLease { // their owners are of no space, and they were no use
+	if x.kind != cascadeLease && x.kind != moveLease && x.kind != copyLease {
+		// their owners are of no space, and they were no use
 		x.owner.space.class.work(len(slots))
 	}
 }
 
-// used tells the policy of a class, or of its foreign one, of the use of leased slots, those that are still held.
+// used tells the policy of a class, or of its foreign one, of the use of leased slots, those that
+// are still held.
 func (e *Engine) used(c *class, slots []uint32) {
 	gone := false
 	for _, ref := range slots {
@@ -285,9 +305,10 @@ func (p *bufferPool) put(b []uint32) {
 	}
 }
 
-// tally counts an owner's leases by slot, so that its share is measured in slots however many of its requests have one prefix in common.
-// Open addressing, at most a quarter full, as each collision is a mispredicted branch of a lookup; neighbouring slots lie together, as those of
-// a prefix often are neighbours.
+// tally counts an owner's leases by slot, so that its share is measured in slots however many of
+// its requests have one prefix in common. Open addressing, at most a quarter full, as each
+// collision is a mispredicted branch of a lookup; neighbouring slots lie together, as those of a
+// prefix often are neighbours.
 type tally struct {
 	entries []uint64 // slot<<32 | count; 0 is empty
 	n       int

@@ -6,10 +6,12 @@ import (
 	"lookaside/tiers"
 )
 
-// Lending: what another sidecar may ask of this arena. A loan is a lease without a deadline on what is held and lies in regions that the other can see; its
-// slots are given back one by one, as the other has no more use for them. Nothing is promoted for it.
+// Lending: what another sidecar may ask of this arena. A loan is a lease without a deadline on what
+// is held and lies in regions that the other can see; its slots are given back one by one, as the
+// other has no more use for them. Nothing is promoted for it.
 
-// AddLender lets another sidecar use the space of a fingerprint, as owner o, until RemoveOwner. ErrNotFound: there is no such space.
+// AddLender lets another sidecar use the space of a fingerprint, as owner o, until RemoveOwner.
+// ErrNotFound: there is no such space.
 func (e *Engine) AddLender(o Owner, fp tiers.Fingerprint) (tiers.Geometry, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -23,10 +25,12 @@ func (e *Engine) AddLender(o Owner, fp tiers.Fingerprint) (tiers.Geometry, error
 	return s.g, e.addOwner(o, s, true)
 }
 
-// Lend leases what is held without a gap of the pages from firstPage on, as far as it lies in regions that visible says yes to, and appends one extent a chunk
-// to out. It is a use. more says that the page after it is held, too, but is out of sight, not verified, or beyond the owner's share. No pages make no loan. visible is called
-// under the engine's lock.
-func (e *Engine) Lend(o Owner, firstPage int, hashes []byte, visible func(region uint32) bool, out []Extent) (loan uint64, pages int, more bool, extents []Extent, err error) {
+// Lend leases what is held without a gap of the pages from firstPage on, as far as it lies in
+// regions that visible says yes to, and appends one extent a chunk to out. It is a use. more says
+// that the page after it is held, too, but is out of sight, not verified, or beyond the owner's
+// share. No pages make no loan. visible is called under the engine's lock.
+func (e *Engine) Lend(o Owner, firstPage int, hashes []byte, visible func(region uint32) bool,
+	out []Extent) (loan uint64, pages int, more bool, extents []Extent, err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	ow, w, err := e.borrower(o, firstPage, hashes)
@@ -36,9 +40,11 @@ func (e *Engine) Lend(o Owner, firstPage int, hashes []byte, visible func(region
 	return e.lend(ow, &w, visible, out)
 }
 
-// LendEnds is Lend for n pages from the first of a chunk on of which only the digests of each chunk's last page are given, as a digest names all pages before it. Of a chunk that is not held as far as
-// that nothing is leased.
-func (e *Engine) LendEnds(o Owner, firstPage, n int, ends []byte, visible func(region uint32) bool, out []Extent) (loan uint64, pages int, more bool, extents []Extent, err error) {
+// LendEnds is Lend for n pages from the first of a chunk on of which only the digests of each
+// chunk's last page are given, as a digest names all pages before it. Of a chunk that is not held
+// as far as that nothing is leased.
+func (e *Engine) LendEnds(o Owner, firstPage, n int, ends []byte, visible func(region uint32) bool,
+	out []Extent) (loan uint64, pages int, more bool, extents []Extent, err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	ow, err := e.owner(o)
@@ -53,9 +59,11 @@ func (e *Engine) LendEnds(o Owner, firstPage, n int, ends []byte, visible func(r
 	return e.lend(ow, &w, visible, out)
 }
 
-func (e *Engine) lend(ow *owner, w *walk, visible func(region uint32) bool, out []Extent) (loan uint64, pages int, more bool, extents []Extent, err error) {
+func (e *Engine) lend(ow *owner, w *walk, visible func(region uint32) bool,
+	out []Extent) (loan uint64, pages int, more bool, extents []Extent, err error) {
 	if ow.loans >= e.cfg.MaxLookupsPerOwner {
-		return 0, 0, false, out, fmt.Errorf("%w: owner %d has %d loans", tiers.ErrBusy, ow.id, ow.loans)
+		return 0, 0, false, out, fmt.Errorf("%w: owner %d has %d loans", tiers.ErrBusy, ow.id,
+			ow.loans)
 	}
 	firstPage := w.first
 	pages, slots := e.leaseHits(ow, w)
@@ -78,7 +86,8 @@ func (e *Engine) lend(ow *owner, w *walk, visible func(region uint32) bool, out 
 		r, _ := e.slot(ref)
 		page := w.start(i)
 		end := min(firstPage+pages, w.last(i)+1)
-		out = append(out, Extent{Page: uint32(page), Pages: uint32(end - page), Region: r.id, Offset: r.offset(ref, page%r.ppc)})
+		out = append(out, Extent{Page: uint32(page), Pages: uint32(end - page), Region: r.id,
+			Offset: r.offset(ref, page%r.ppc)})
 	}
 	e.stats.LentPages += uint64(pages)
 	return x.handle(), pages, more, out, nil
@@ -96,7 +105,8 @@ func (e *Engine) goesOn(s *space, w *walk, page int) bool {
 	return rec != 0 && e.at(rec, page)
 }
 
-// Touch answers how many of the pages from firstPage on are held without a gap, as Lend would find them, and counts as a use of them. Nothing is leased. more is as Lend's.
+// Touch answers how many of the pages from firstPage on are held without a gap, as Lend would find
+// them, and counts as a use of them. Nothing is leased. more is as Lend's.
 func (e *Engine) Touch(o Owner, firstPage int, hashes []byte) (pages int, more bool, err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -131,9 +141,11 @@ func (e *Engine) unlease(ow *owner, slots []uint32) {
 	}
 }
 
-// EndLoan gives back the slots of a loan that some names, by the place of their extents, rising; nil: all that are left. With bad their chunks are dropped: their bytes
-// did not check out. The loan ends with the last of them; ended says so. ErrStale: it has ended before. A place that is not there is ErrInvalid, with nothing changed; one that has
-// been given back before is passed over.
+// EndLoan gives back the slots of a loan that some names, by the place of their extents, rising;
+// nil: all that are left. With bad their chunks are dropped: their bytes did not check out. The
+// loan ends with the last of them; ended says so. ErrStale: it has ended before. A place that is
+// not there is ErrInvalid, with nothing changed; one that has been given back before is passed
+// over.
 func (e *Engine) EndLoan(o Owner, loan uint64, some []uint32, bad bool) (ended bool, err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()

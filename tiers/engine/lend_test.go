@@ -42,8 +42,10 @@ func TestLendEnds(t *testing.T) {
 		{0, 14, ends(3, 7, 11, 13), 14, 4, false, false},
 		{4, 8, ends(7, 11), 8, 2, false, false},
 		{4, 6, ends(7, 9), 6, 2, false, false},
-		{0, 16, ends(3, 7, 11, 15), 12, 3, false, false}, // less of the last is held, but who knows which pages that is to be
-		{0, 14, ends(3, 6, 11, 13), 4, 1, false, false},  // another page of the chunk is not its last
+		// less of the last is held, but who knows which pages that is to be
+		{0, 16, ends(3, 7, 11, 15), 12, 3, false, false},
+		// another page of the chunk is not its last
+		{0, 14, ends(3, 6, 11, 13), 4, 1, false, false},
 		{0, 14, ends(3, 11, 7, 13), 4, 1, false, false},
 		{0, 4, ends(15), 0, 0, false, false},
 		{2, 2, ends(3), 0, 0, false, true},
@@ -63,7 +65,8 @@ func TestLendEnds(t *testing.T) {
 			t.Fatalf("%+v: %d pages, more %v, %+v", c, pages, more, extents)
 		}
 		for i, x := range extents {
-			if x.Offset != grants[c.first/4+i].Offset || int(x.Page) != c.first+4*i || int(x.Pages) != min(4, pages-4*i) {
+			if x.Offset != grants[c.first/4+i].Offset || int(x.Page) != c.first+4*i ||
+				int(x.Pages) != min(4, pages-4*i) {
 				t.Fatalf("%+v: extent %d is %+v", c, i, x)
 			}
 		}
@@ -74,7 +77,8 @@ func TestLendEnds(t *testing.T) {
 		}
 	}
 	// What is out of sight is there.
-	if _, pages, more, _, err := b.e.LendEnds(them, 0, 14, ends(3, 7, 11, 13), func(uint32) bool { return false }, nil); pages != 0 || !more || err != nil {
+	if _, pages, more, _, err := b.e.LendEnds(them, 0, 14, ends(3, 7, 11, 13),
+		func(uint32) bool { return false }, nil); pages != 0 || !more || err != nil {
 		t.Fatal(pages, more, err)
 	}
 	b.ok(b.e.Check())
@@ -92,14 +96,16 @@ func TestLend(t *testing.T) {
 		t.Fatalf("%d pages, more %v, %+v", pages, more, extents)
 	}
 	for i, want := range []Extent{
-		{2, 2, 7, grants[0].Offset + 2*64}, {4, 4, 7, grants[1].Offset}, {8, 2, 7, grants[2].Offset},
+		{2, 2, 7, grants[0].Offset + 2*64}, {4, 4, 7, grants[1].Offset},
+		{8, 2, 7, grants[2].Offset},
 	} {
 		if extents[i] != want {
 			t.Fatalf("extent %d is %+v, want %+v", i, extents[i], want)
 		}
 	}
 	b.ok(b.e.Check())
-	if st := b.e.Stats(); st.OpenLoans != 1 || st.OpenLoads != 0 || st.LeasedSlots != 3 || st.LentPages != 8 {
+	if st := b.e.Stats(); st.OpenLoans != 1 || st.OpenLoads != 0 || st.LeasedSlots != 3 ||
+		st.LentPages != 8 {
 		t.Fatalf("%+v", st)
 	}
 
@@ -142,13 +148,15 @@ func TestLendOnlyWhatIsSeen(t *testing.T) {
 	b.ok(b.e.AddRegion(8, 2*2*64))
 	b.store(hashes)
 	seen := map[uint32]bool{7: true}
-	loan, pages, more, extents, err := b.e.Lend(them, 0, hashes, func(r uint32) bool { return seen[r] }, nil)
+	loan, pages, more, extents, err := b.e.Lend(them, 0, hashes,
+		func(r uint32) bool { return seen[r] }, nil)
 	b.ok(err)
 	if pages != 4 || !more || len(extents) != 2 || loan == 0 {
 		t.Fatalf("%d pages, more %v, %+v", pages, more, extents)
 	}
 	b.ok(b.e.Check())
-	loan, pages, more, extents, err = b.e.Lend(them, 4, hashes[4*32:], func(uint32) bool { return false }, nil)
+	loan, pages, more, extents, err = b.e.Lend(them, 4, hashes[4*32:],
+		func(uint32) bool { return false }, nil)
 	b.ok(err)
 	if pages != 0 || !more || len(extents) != 0 || loan != 0 {
 		t.Fatalf("%d pages, more %v, %+v", pages, more, extents)

@@ -17,11 +17,14 @@ type Extent struct {
 // Grant is an extent that a store is to write.
 type Grant = Extent
 
-// PrepareLoad takes over, for owner o, the leases that a lookup of owner scheduler has on the given pages; the rest of the lookup's are freed.
-// Of a lookup that several loads take over (SetTakers) all but the last take leases of their own, and leave the lookup and its deadline as they are.
-// It appends one extent a chunk to out. From then on the leases have no deadline: they end with Release or with o. ErrNotFound: there is no such
-// lookup (any more); ErrStale: it does not hold all of these pages, or some were dropped since: then the lookup stays as it is.
-func (e *Engine) PrepareLoad(o, scheduler Owner, lookup uint64, firstPage, pages int, out []Extent) (load uint64, extents []Extent, err error) {
+// PrepareLoad takes over, for owner o, the leases that a lookup of owner scheduler has on the given
+// pages; the rest of the lookup's are freed. Of a lookup that several loads take over (SetTakers)
+// all but the last take leases of their own, and leave the lookup and its deadline as they are. It
+// appends one extent a chunk to out. From then on the leases have no deadline: they end with
+// Release or with o. ErrNotFound: there is no such lookup (any more); ErrStale: it does not hold
+// all of these pages, or some were dropped since: then the lookup stays as it is.
+func (e *Engine) PrepareLoad(o, scheduler Owner, lookup uint64, firstPage, pages int,
+	out []Extent) (load uint64, extents []Extent, err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	ow, err := e.owner(o)
@@ -33,7 +36,8 @@ func (e *Engine) PrepareLoad(o, scheduler Owner, lookup uint64, firstPage, pages
 		return 0, out, err
 	}
 	if x.owner.space != ow.space {
-		return 0, out, fmt.Errorf("%w: owner %d is in space %d, owner %d in space %d", tiers.ErrIncompatible, o, ow.space.id, scheduler, x.owner.space.id)
+		return 0, out, fmt.Errorf("%w: owner %d is in space %d, owner %d in space %d",
+			tiers.ErrIncompatible, o, ow.space.id, scheduler, x.owner.space.id)
 	}
 	if pages < 1 || firstPage < 0 || pages > maxPage || firstPage > maxPage {
 		return 0, out, invalid("load of %d pages from page %d", pages, firstPage)
@@ -51,7 +55,8 @@ func (e *Engine) PrepareLoad(o, scheduler Owner, lookup uint64, firstPage, pages
 	slots := x.slots[from:to]
 	for _, ref := range slots {
 		if _, s := e.slot(ref); s.doomed() {
-			return 0, out, fmt.Errorf("%w: chunk %d of lookup %d was dropped", tiers.ErrStale, s.chunk, lookup)
+			return 0, out, fmt.Errorf("%w: chunk %d of lookup %d was dropped", tiers.ErrStale,
+				s.chunk, lookup)
 		}
 	}
 	if ow.leases+len(slots) > e.cfg.MaxLeasesPerOwner {
@@ -62,7 +67,8 @@ func (e *Engine) PrepareLoad(o, scheduler Owner, lookup uint64, firstPage, pages
 			for _, taken := range slots[:i] {
 				e.tally(ow, taken).sub(taken)
 			}
-			return 0, out, fmt.Errorf("%w: owner %d has leases on %d slots", tiers.ErrBusy, o, e.tally(ow, ref).n)
+			return 0, out, fmt.Errorf("%w: owner %d has leases on %d slots", tiers.ErrBusy, o,
+				e.tally(ow, ref).n)
 		}
 	}
 	y := e.newLease(loadLease, ow, slots)
@@ -75,7 +81,8 @@ func (e *Engine) PrepareLoad(o, scheduler Owner, lookup uint64, firstPage, pages
 		page := max(firstPage, int(s.chunk)*ppc)
 		end := min(firstPage+pages, (int(s.chunk)+1)*ppc)
 		region, offset := r.where(ref, page%ppc)
-		out = append(out, Extent{Page: uint32(page), Pages: uint32(end - page), Region: region, Offset: offset})
+		out = append(out, Extent{Page: uint32(page), Pages: uint32(end - page), Region: region,
+			Offset: offset})
 	}
 	if x.takers--; x.takers <= 0 {
 		e.countReads(x.slots, from, to)
@@ -86,7 +93,8 @@ func (e *Engine) PrepareLoad(o, scheduler Owner, lookup uint64, firstPage, pages
 	return y.handle(), out, nil
 }
 
-// LoadEnds appends the digests of the pages at which the chunks of a load end, as the index has them, in rising order: those of the last pages of PrepareLoad's extents.
+// LoadEnds appends the digests of the pages at which the chunks of a load end, as the index has
+// them, in rising order: those of the last pages of PrepareLoad's extents.
 func (e *Engine) LoadEnds(o Owner, load uint64, out []byte) ([]byte, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -108,8 +116,9 @@ func (e *Engine) LoadEnds(o Owner, load uint64, out []byte) ([]byte, error) {
 	return out, nil
 }
 
-// Release ends a load. The chunks of the extents named in bad, by their place among those that PrepareLoad appended, are dropped: their bytes
-// did not check out. ErrStale: it was released before; ErrInvalid, with nothing changed: bad names an extent that is not there.
+// Release ends a load. The chunks of the extents named in bad, by their place among those that
+// PrepareLoad appended, are dropped: their bytes did not check out. ErrStale: it was released
+// before; ErrInvalid, with nothing changed: bad names an extent that is not there.
 func (e *Engine) Release(o Owner, load uint64, bad []uint32) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()

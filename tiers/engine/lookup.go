@@ -6,18 +6,22 @@ import (
 	"lookaside/tiers"
 )
 
-// Lookup answers how many pages from firstPage on are held without a gap, and leases them for owner o under an id of its own until Cancel,
-// until PrepareLoad takes them over, or until the deadline. hashes is their digests end to end, page after page. A lookup under an id
-// that is in use ends the older one first. Nothing is leased when the answer is 0. ErrBusy: the owner has too many lookups.
-func (e *Engine) Lookup(o Owner, lookup uint64, firstPage int, hashes []byte) (pages int, err error) {
+// Lookup answers how many pages from firstPage on are held without a gap, and leases them for owner
+// o under an id of its own until Cancel, until PrepareLoad takes them over, or until the deadline.
+// hashes is their digests end to end, page after page. A lookup under an id that is in use ends the
+// older one first. Nothing is leased when the answer is 0. ErrBusy: the owner has too many lookups.
+func (e *Engine) Lookup(o Owner, lookup uint64, firstPage int,
+	hashes []byte) (pages int, err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	pages, _, err = e.lookUp(o, lookup, firstPage, hashes)
 	return pages, err
 }
 
-// BeginLookup is Lookup for the first part of what is asked for. ContinueLookup asks for the next part by the handle, which is 0 if nothing is held.
-func (e *Engine) BeginLookup(o Owner, lookup uint64, firstPage int, hashes []byte) (pages int, handle uint64, err error) {
+// BeginLookup is Lookup for the first part of what is asked for. ContinueLookup asks for the next
+// part by the handle, which is 0 if nothing is held.
+func (e *Engine) BeginLookup(o Owner, lookup uint64, firstPage int,
+	hashes []byte) (pages int, handle uint64, err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	pages, x, err := e.lookUp(o, lookup, firstPage, hashes)
@@ -27,8 +31,9 @@ func (e *Engine) BeginLookup(o Owner, lookup uint64, firstPage int, hashes []byt
 	return pages, x.handle(), nil
 }
 
-// ContinueLookup leases what is held of the pages that follow those of a lookup, whole chunks but for the last, and answers how many. ErrStale, ErrNotFound: the lookup has ended;
-// ErrInvalid: it does not end at the end of a chunk.
+// ContinueLookup leases what is held of the pages that follow those of a lookup, whole chunks but
+// for the last, and answers how many. ErrStale, ErrNotFound: the lookup has ended; ErrInvalid: it
+// does not end at the end of a chunk.
 func (e *Engine) ContinueLookup(handle uint64, hashes []byte) (pages int, err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -57,7 +62,8 @@ func (e *Engine) ContinueLookup(handle uint64, hashes []byte) (pages int, err er
 	return pages, nil
 }
 
-func (e *Engine) lookUp(o Owner, lookup uint64, firstPage int, hashes []byte) (pages int, x *lease, err error) {
+func (e *Engine) lookUp(o Owner, lookup uint64, firstPage int, hashes []byte) (pages int, x *lease,
+	err error) {
 	ow, err := e.owner(o)
 	if err != nil {
 		return 0, nil, err
@@ -88,10 +94,12 @@ func (e *Engine) lookUp(o Owner, lookup uint64, firstPage int, hashes []byte) (p
 	return pages, x, nil
 }
 
-// leaseHits leases the chunks of a walk that are held and verified, up to the first page that is not. The slots are valid until the next call.
+// leaseHits leases the chunks of a walk that are held and verified, up to the first page that is
+// not. The slots are valid until the next call.
 //
-// It probes one page a chunk, the last: a page's digest names its whole prefix, so the slot that holds it holds the chunk. In the first
-// chunk that is not held whole it finds the last page that is by bisection.
+// It probes one page a chunk, the last: a page's digest names its whole prefix, so the slot that
+// holds it holds the chunk. In the first chunk that is not held whole it finds the last page that
+// is by bisection.
 func (e *Engine) leaseHits(ow *owner, w *walk) (pages int, slots []uint32) {
 	e.tick++
 	sp := ow.space
@@ -150,7 +158,8 @@ func (e *Engine) leaseHits(ow *owner, w *walk) (pages int, slots []uint32) {
 	return pages, slots
 }
 
-// bisect finds the last page of chunk i of a walk that can be read, given that the chunk's last page in the walk cannot. 0: none can.
+// bisect finds the last page of chunk i of a walk that can be read, given that the chunk's last
+// page in the walk cannot. 0: none can.
 func (e *Engine) bisect(s *space, w *walk, i int) (record uint32, page int) {
 	if record, page = e.lastHeld(s, w, i); e.unverified.Load() == 0 {
 		return record, page
@@ -228,7 +237,8 @@ func (e *Engine) Trim(o Owner, lookup uint64, firstPage int) error {
 	return nil
 }
 
-// Cancel ends a lookup and frees its leases. ErrNotFound: there is none (any more) under this id, also because it hit nothing.
+// Cancel ends a lookup and frees its leases. ErrNotFound: there is none (any more) under this id,
+// also because it hit nothing.
 func (e *Engine) Cancel(o Owner, lookup uint64) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -251,8 +261,9 @@ func (e *Engine) lookup(o Owner, lookup uint64) (*lease, error) {
 	return nil, fmt.Errorf("%w: lookup %d of owner %d", tiers.ErrNotFound, lookup, o)
 }
 
-// Pin leases what is held of a prefix from its first page on, without a deadline and for no session: it stays until Unpin, or until it is
-// cleared. It answers the pages pinned; 0 pages make no pin.
+// Pin leases what is held of a prefix from its first page on, without a deadline and for no
+// session: it stays until Unpin, or until it is cleared. It answers the pages pinned; 0 pages make
+// no pin.
 func (e *Engine) Pin(id SpaceID, hashes []byte) (pin uint64, pages int, err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()

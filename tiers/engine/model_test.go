@@ -40,7 +40,8 @@ func (p prefix) digests(from, to, size int) []byte {
 	return out
 }
 
-// pattern fills buf with the bytes that a page has: they depend on the space and on the whole digest.
+// pattern fills buf with the bytes that a page has: they depend on the space and on the whole
+// digest.
 func pattern(buf []byte, fp tiers.Fingerprint, digest []byte) {
 	h := sha256.Sum256(append(slices.Clone(fp[:]), digest...))
 	for i := range buf {
@@ -48,7 +49,8 @@ func pattern(buf []byte, fp tiers.Fingerprint, digest []byte) {
 	}
 }
 
-// The model: what was committed, who leased what. It is as plain as can be, and knows nothing of slots.
+// The model: what was committed, who leased what. It is as plain as can be, and knows nothing of
+// slots.
 type modelSpace struct {
 	fp        tiers.Fingerprint
 	g         tiers.Geometry
@@ -114,37 +116,39 @@ type modelSession struct {
 }
 
 type world struct {
-	t                         *testing.T
-	seed                      uint64
-	rng                       *rand.Rand
-	e                         *Engine
-	now                       int64
-	deadline                  int64
-	arena                     map[uint32][]byte
-	spaces                    []*modelSpace
-	sessions                  []*modelSession
-	owners                    Owner
-	pins                      map[uint64]*modelSpace
-	flights                   map[uint64]*modelFlight
-	cascades                  map[uint64]*modelCascade
-	moves                     map[uint64]*modelMove
-	drained, going            map[uint32]bool // regions
-	sizes                     []int64         // of regions
-	restores                  bool            // regions come with restored chunks
-	checks                    []modelCheck
-	verified, corrupt         int
-	patrols                   []patrolling
-	patrolPlace               PatrolPlace
-	compared                  int // checksums, with that of before
-	nextRegion                uint32
-	moved, unplugged          int
-	calls                     int // kinds of calls, by their weight
-	tiers                     []TierAdmission
-	chain                     map[string]string // by digest: that of the page before
-	place                     map[string]int    // by digest: the page's index
-	awake                     [modelTiers]bool
-	gone                      int
-	fixed                     []tiers.Geometry // what regions are carved for from the start, if they are: then it is an arena that keeps its chunks itself
+	t                 *testing.T
+	seed              uint64
+	rng               *rand.Rand
+	e                 *Engine
+	now               int64
+	deadline          int64
+	arena             map[uint32][]byte
+	spaces            []*modelSpace
+	sessions          []*modelSession
+	owners            Owner
+	pins              map[uint64]*modelSpace
+	flights           map[uint64]*modelFlight
+	cascades          map[uint64]*modelCascade
+	moves             map[uint64]*modelMove
+	drained, going    map[uint32]bool // regions
+	sizes             []int64         // of regions
+	restores          bool            // regions come with restored chunks
+	checks            []modelCheck
+	verified, corrupt int
+	patrols           []patrolling
+	patrolPlace       PatrolPlace
+	compared          int // checksums, with that of before
+	nextRegion        uint32
+	moved, unplugged  int
+	calls             int // kinds of calls, by their weight
+	tiers             []TierAdmission
+	chain             map[string]string // by digest: that of the page before
+	place             map[string]int    // by digest: the page's index
+	awake             [modelTiers]bool
+	gone              int
+	// what regions are carved for from the start, if they are: then it is an arena that keeps its
+	// chunks itself
+	fixed                     []tiers.Geometry
 	policies                  []*strict
 	ended                     []uint64 // handles that are no longer good
 	alphabet                  int
@@ -179,8 +183,10 @@ func (w *world) exact() bool {
 }
 
 func newWorld(t *testing.T, seed uint64) *world {
-	w := &world{t: t, seed: seed, rng: rand.New(rand.NewPCG(seed, 1)), arena: map[uint32][]byte{}, pins: map[uint64]*modelSpace{},
-		flights: map[uint64]*modelFlight{}, cascades: map[uint64]*modelCascade{}, moves: map[uint64]*modelMove{}, drained: map[uint32]bool{}, going: map[uint32]bool{},
+	w := &world{t: t, seed: seed, rng: rand.New(rand.NewPCG(seed, 1)), arena: map[uint32][]byte{},
+		pins:    map[uint64]*modelSpace{},
+		flights: map[uint64]*modelFlight{}, cascades: map[uint64]*modelCascade{},
+		moves: map[uint64]*modelMove{}, drained: map[uint32]bool{}, going: map[uint32]bool{},
 		nextRegion: 200, chain: map[string]string{}, place: map[string]int{}}
 	w.calls = 60
 	if w.chance(2) { // regions are drained, and go
@@ -193,7 +199,8 @@ func newWorld(t *testing.T, seed uint64) *world {
 	ppc := []int{1, 2, 3, 4, 16}[w.rng.IntN(5)]
 	var geometries []tiers.Geometry
 	for range 1 + w.rng.IntN(2) {
-		geometries = append(geometries, tiers.Geometry{PageBytes: 16 + 8*w.rng.Int64N(3), PagesPerChunk: ppc, PageTokens: 16, DigestBytes: digest})
+		geometries = append(geometries, tiers.Geometry{PageBytes: 16 + 8*w.rng.Int64N(3),
+			PagesPerChunk: ppc, PageTokens: 16, DigestBytes: digest})
 		ppc, digest = 1+w.rng.IntN(5), []int{8, 16, 32}[w.rng.IntN(3)]
 	}
 	slot := geometries[0].PageBytes * int64(geometries[0].PagesPerChunk)
@@ -219,8 +226,10 @@ func newWorld(t *testing.T, seed uint64) *world {
 		limit = 1 // the index must grow
 	}
 	cfg := Config{
-		Now: func() int64 { return w.now }, Seed: seed, LeaseDeadline: time.Duration(w.deadline), MaxSpaces: 4, MaxOwners: 8, MaxLookupsPerOwner: 1 + w.rng.IntN(20),
-		MaxPages: 64, MinPageBytes: 1, OwnerShare: []float64{0.3, 0.5, 1}[w.rng.IntN(3)], ArenaLimitBytes: limit,
+		Now: func() int64 { return w.now }, Seed: seed, LeaseDeadline: time.Duration(w.deadline),
+		MaxSpaces: 4, MaxOwners: 8, MaxLookupsPerOwner: 1 + w.rng.IntN(20),
+		MaxPages: 64, MinPageBytes: 1, OwnerShare: []float64{0.3, 0.5, 1}[w.rng.IntN(3)],
+		ArenaLimitBytes: limit,
 	}
 	cfg.JointShare = []float64{0.4, 0.8, 1}[w.rng.IntN(3)]
 	cfg.JournalBytes = minJournalBytes
@@ -248,7 +257,8 @@ func newWorld(t *testing.T, seed uint64) *world {
 		w.gone++
 	}
 	for range w.rng.IntN(4) {
-		cfg.Tiers = append(cfg.Tiers, TierAdmission{Admit: Admission(w.rng.IntN(4)), Queue: []int{1, 3, 0}[w.rng.IntN(3)]})
+		cfg.Tiers = append(cfg.Tiers, TierAdmission{Admit: Admission(w.rng.IntN(4)),
+			Queue: []int{1, 3, 0}[w.rng.IntN(3)]})
 	}
 	if len(cfg.Tiers) < modelTiers && w.chance(2) {
 		w.fixed = geometries
@@ -278,7 +288,9 @@ func newWorld(t *testing.T, seed uint64) *world {
 		w.addRegion(uint32(100+i), size)
 	}
 	for i := range 1 + w.rng.IntN(3) {
-		s := &modelSpace{fp: tiers.FingerprintOf([]byte{byte(i)}), g: geometries[w.rng.IntN(len(geometries))], committed: map[string]bool{}, own: map[string]bool{}, restored: map[string]bool{}}
+		s := &modelSpace{fp: tiers.FingerprintOf([]byte{byte(i)}),
+			g: geometries[w.rng.IntN(len(geometries))], committed: map[string]bool{},
+			own: map[string]bool{}, restored: map[string]bool{}}
 		for t := range s.tiers {
 			s.tiers[t] = map[string]bool{}
 		}
@@ -289,7 +301,8 @@ func newWorld(t *testing.T, seed uint64) *world {
 	return w
 }
 
-// addRegion adds a region, and in an arena that keeps its chunks itself carves it, with slots that lie somewhere.
+// addRegion adds a region, and in an arena that keeps its chunks itself carves it, with slots that
+// lie somewhere.
 func (w *world) addRegion(id uint32, size int64) {
 	if w.fixed == nil {
 		w.arena[id] = make([]byte, size)
@@ -344,7 +357,9 @@ func (w *world) prefix() prefix {
 func (w *world) session() *modelSession {
 	if len(w.sessions) == 0 || len(w.sessions) < 6 && w.chance(20) {
 		w.owners++
-		s := &modelSession{owner: w.owners, space: w.spaces[w.rng.IntN(len(w.spaces))], lookups: map[uint64]*modelLookup{}, loads: map[uint64]*modelLoad{}, stores: map[uint64]*modelStore{}}
+		s := &modelSession{owner: w.owners, space: w.spaces[w.rng.IntN(len(w.spaces))],
+			lookups: map[uint64]*modelLookup{}, loads: map[uint64]*modelLoad{},
+			stores: map[uint64]*modelStore{}}
 		w.check(w.e.AddOwner(s.owner, s.space.id))
 		s.takers = 1
 		if w.chance(3) {
@@ -400,11 +415,14 @@ func (w *world) lookup(s *modelSession) {
 	}
 	if w.exact() {
 		w.exacts++
-		if next := first + pages; next < len(p) && s.space.own[string(p.digests(next, next+1, size))] {
+		if next := first + pages; next < len(p) &&
+			s.space.own[string(p.digests(next, next+1, size))] {
 			w.fatal("page %d of %v is held and was not found", next, p)
 		}
 	}
-	if w.e.Unverified() > 0 { // an older lookup of that name may have been the last to use what an unverified chunk holds as well
+	if w.e.Unverified() > 0 {
+		// an older lookup of that name may have been the last to use what an unverified chunk holds
+		// as well
 		w.check(w.e.Contains(s.space.id, first, p.digests(first, len(p), size), held))
 	}
 	contained := 0
@@ -414,7 +432,8 @@ func (w *world) lookup(s *modelSession) {
 			break
 		}
 	}
-	if (contained > pages || contained < pages && w.peers.loans == nil) && w.e.Stats().Limited == limited {
+	if (contained > pages || contained < pages && w.peers.loans == nil) &&
+		w.e.Stats().Limited == limited {
 		w.fatal("%d pages of %v from page %d hit, contained are %v", pages, p, first, held)
 	}
 	if pages > 0 {
@@ -446,7 +465,8 @@ func (w *world) lookUp(s *modelSession, id uint64, first int, p prefix) (pages i
 	}
 	if handle != 0 && w.chance(5) {
 		w.check(w.e.Cancel(s.owner, id))
-		if _, err := w.e.ContinueLookup(handle, p.digests(first, to, size)); !errors.Is(err, tiers.ErrStale) && !errors.Is(err, tiers.ErrNotFound) {
+		if _, err := w.e.ContinueLookup(handle, p.digests(first, to, size)); !errors.Is(err,
+			tiers.ErrStale) && !errors.Is(err, tiers.ErrNotFound) {
 			w.fatal("a lookup that was cancelled goes on: %v", err)
 		}
 		return w.e.Lookup(s.owner, id, first, p.digests(first, len(p), size))
@@ -478,7 +498,8 @@ func (w *world) prepareStore(s *modelSession) {
 			asked++
 		}
 	}
-	res, out, err := w.e.PrepareShare(s.owner, first, prev, p.digests(first, len(p), g.DigestBytes), share, out)
+	res, out, err := w.e.PrepareShare(s.owner, first, prev, p.digests(first, len(p), g.DigestBytes),
+		share, out)
 	if errors.Is(err, tiers.ErrBusy) {
 		return
 	}
@@ -487,7 +508,8 @@ func (w *world) prepareStore(s *modelSession) {
 	granted := map[int]bool{}
 	end := first
 	for _, gr := range grants {
-		if int(gr.Page) < end || int(gr.Page+gr.Pages) > len(p) || gr.Pages == 0 || int(gr.Page)/g.PagesPerChunk != int(gr.Page+gr.Pages-1)/g.PagesPerChunk {
+		if int(gr.Page) < end || int(gr.Page+gr.Pages) > len(p) || gr.Pages == 0 ||
+			int(gr.Page)/g.PagesPerChunk != int(gr.Page+gr.Pages-1)/g.PagesPerChunk {
 			w.fatal("grant %+v after page %d of %d", gr, end, len(p))
 		}
 		end = int(gr.Page + gr.Pages)
@@ -555,7 +577,8 @@ func (w *world) commit(s *modelSession) {
 	}
 	if w.chance(10) {
 		before := w.e.Stats()
-		if err := w.e.CommitStore(s.owner, h, []uint32{uint32(len(st.grants))}); !errors.Is(err, tiers.ErrInvalid) || w.e.Stats() != before {
+		if err := w.e.CommitStore(s.owner, h, []uint32{uint32(len(st.grants))}); !errors.Is(err,
+			tiers.ErrInvalid) || w.e.Stats() != before {
 			w.fatal("a commit of no grant: %v", err)
 		}
 	}
@@ -577,7 +600,8 @@ func (w *world) prepareLoad(s *modelSession) {
 	n := 1 + w.rng.IntN(l.first+l.n-first)
 	if w.chance(10) {
 		n = l.first + l.n - first + 1
-		if _, _, err := w.e.PrepareLoad(s.owner, sched.owner, id, first, n, nil); !errors.Is(err, tiers.ErrStale) && !errors.Is(err, tiers.ErrIncompatible) {
+		if _, _, err := w.e.PrepareLoad(s.owner, sched.owner, id, first, n, nil); !errors.Is(err,
+			tiers.ErrStale) && !errors.Is(err, tiers.ErrIncompatible) {
 			w.fatal("a load beyond its lookup: %v", err)
 		}
 		return
@@ -589,7 +613,8 @@ func (w *world) prepareLoad(s *modelSession) {
 		}
 		return
 	}
-	if errors.Is(err, tiers.ErrBusy) || errors.Is(err, tiers.ErrStale) && (w.bad || s.space.clears > 0) {
+	if errors.Is(err, tiers.ErrBusy) || errors.Is(err, tiers.ErrStale) && (w.bad ||
+		s.space.clears > 0) {
 		return
 	}
 	w.check(err)
@@ -675,7 +700,8 @@ func (w *world) stale(s *modelSession) {
 		}
 	}
 	before := w.e.Stats()
-	for i, err := range []error{w.e.Release(s.owner, h, nil), w.e.CommitStore(s.owner, h, nil), w.e.AbortStore(s.owner, h)} {
+	for i, err := range []error{w.e.Release(s.owner, h, nil), w.e.CommitStore(s.owner, h, nil),
+		w.e.AbortStore(s.owner, h)} {
 		if !slices.ContainsFunc(want, func(e error) bool { return errors.Is(err, e) }) {
 			w.fatal("call %d with handle %#x: %v, want %v", i, h, err, want)
 		}
@@ -726,7 +752,8 @@ func (w *world) stall() {
 	}
 }
 
-// freeze has some sessions, and one that there is not, frozen, and the others not. They may do what they like all the same.
+// freeze has some sessions, and one that there is not, frozen, and the others not. They may do what
+// they like all the same.
 func (w *world) freeze() {
 	frozen := []Owner{1 << 40}
 	for _, s := range w.sessions {
@@ -836,7 +863,8 @@ func (w *world) run(steps int) {
 				w.unplug()
 			}
 		case 39:
-			w.now += w.rng.Int64N(growPatience / 20) // less than a deadline: nothing is done about it yet
+			// less than a deadline: nothing is done about it yet
+			w.now += w.rng.Int64N(growPatience / 20)
 		}
 		if w.seed%4 == 0 || w.chance(20) {
 			w.check(w.e.Check())
@@ -880,7 +908,8 @@ func (w *world) run(steps int) {
 	w.endLend()
 	w.check(w.e.Check())
 	st := w.e.Stats()
-	if st.Leases != 0 || st.LeasedSlots != 0 || st.FillingSlots != 0 || st.OpenLookups+st.OpenLoads+st.OpenStores != 0 || st.FreeSlots+st.ReadySlots != st.Slots {
+	if st.Leases != 0 || st.LeasedSlots != 0 || st.FillingSlots != 0 ||
+		st.OpenLookups+st.OpenLoads+st.OpenStores != 0 || st.FreeSlots+st.ReadySlots != st.Slots {
 		w.fatal("at the end: %+v", st)
 	}
 	for _, s := range w.spaces {
@@ -897,15 +926,17 @@ func (w *world) run(steps int) {
 	}
 }
 
-// TestRandomHistories runs random histories of sessions against the model, in many configurations. Arena bytes are simulated: what a load
-// is pointed at must hold the bytes of exactly that prefix in that space, from PrepareLoad to Release, whatever was evicted meanwhile.
+// TestRandomHistories runs random histories of sessions against the model, in many configurations.
+// Arena bytes are simulated: what a load is pointed at must hold the bytes of exactly that prefix
+// in that space, from PrepareLoad to Release, whatever was evicted meanwhile.
 func TestRandomHistories(t *testing.T) {
 	if *seedFlag != 0 {
 		newWorld(t, *seedFlag).run(*stepsFlag)
 		return
 	}
 	var total Counters
-	hits, exacts, cascades, dropped, unplugged, verified, corrupt, compared := 0, 0, 0, 0, 0, 0, 0, 0
+	hits, exacts, cascades, dropped, unplugged, verified, corrupt, compared := 0, 0, 0, 0, 0, 0, 0,
+		0
 	var synced, gaps, borrowed, mixed, copied uint64
 	for seed := uint64(1); seed <= uint64(*seedsFlag); seed++ {
 		w := newWorld(t, seed)
@@ -921,32 +952,49 @@ func TestRandomHistories(t *testing.T) {
 		compared += w.compared
 		synced += uint64(w.followers.synced)
 		gaps += w.followers.gaps
-		borrowed, mixed, copied = borrowed+w.peers.borrowed, mixed+w.peers.mixed, copied+w.peers.copied
+		borrowed, mixed, copied = borrowed+w.peers.borrowed, mixed+w.peers.mixed,
+			copied+w.peers.copied
 		for _, c := range []struct {
 			to *uint64
 			v  uint64
-		}{{&total.Evictions, s.Evictions}, {&total.Duplicates, s.Duplicates}, {&total.Replaced, s.Replaced}, {&total.Extended, s.Extended}, {&total.Recarved, s.Recarved},
-			{&total.Promotions, s.Promotions}, {&total.PromotionsJoined, s.PromotionsJoined}, {&total.PromotionsFailed, s.PromotionsFailed},
-			{&total.PromotionsLate, s.PromotionsLate}, {&total.PromotedPages, s.PromotedPages}, {&total.Dropped, s.Dropped},
-			{&total.Limited, s.Limited}, {&total.Bad, s.Bad}, {&total.Cleared, s.Cleared}, {&total.LoadPages, s.LoadPages}, {&total.Expired, s.Expired}, {&total.Moved, s.Moved},
-			{&total.ForeignEvicted, s.ForeignEvicted}, {&total.ForeignBad, s.ForeignBad}, {&total.CopiesFailed, s.CopiesFailed}} {
+		}{{&total.Evictions, s.Evictions}, {&total.Duplicates, s.Duplicates},
+			{&total.Replaced, s.Replaced}, {&total.Extended, s.Extended},
+			{&total.Recarved, s.Recarved},
+			{&total.Promotions, s.Promotions}, {&total.PromotionsJoined, s.PromotionsJoined},
+			{&total.PromotionsFailed, s.PromotionsFailed},
+			{&total.PromotionsLate, s.PromotionsLate}, {&total.PromotedPages, s.PromotedPages},
+			{&total.Dropped, s.Dropped},
+			{&total.Limited, s.Limited}, {&total.Bad, s.Bad}, {&total.Cleared, s.Cleared},
+			{&total.LoadPages, s.LoadPages}, {&total.Expired, s.Expired}, {&total.Moved, s.Moved},
+			{&total.ForeignEvicted, s.ForeignEvicted}, {&total.ForeignBad, s.ForeignBad},
+			{&total.CopiesFailed, s.CopiesFailed}} {
 			*c.to += c.v
 		}
 	}
 	t.Logf("%d hits, %d answers known exactly; %+v", hits, exacts, total)
-	for name, n := range map[string]uint64{"evictions": total.Evictions, "duplicates": total.Duplicates, "replaced": total.Replaced, "extended": total.Extended,
-		"recarved": total.Recarved, "limited": total.Limited, "bad": total.Bad, "cleared": total.Cleared, "loads": total.LoadPages, "expired": total.Expired,
-		"promotions": total.Promotions, "joined promotions": total.PromotionsJoined, "failed promotions": total.PromotionsFailed, "late promotions": total.PromotionsLate,
-		"promoted pages": total.PromotedPages, "dropped": total.Dropped, "cascades": uint64(cascades), "dropped cascades": uint64(dropped), "known answers": uint64(exacts), "moves": total.Moved, "removed regions": uint64(unplugged),
-		"verified": uint64(verified), "corrupt": uint64(corrupt), "compared checksums": uint64(compared), "followers compared": synced, "followers overrun": gaps,
-		"loans": borrowed, "loads from the arena and from peers": mixed, "loans evicted": total.ForeignEvicted, "bad loans": total.ForeignBad, "copies": copied, "failed copies": total.CopiesFailed} {
+	for name, n := range map[string]uint64{"evictions": total.Evictions,
+		"duplicates": total.Duplicates, "replaced": total.Replaced, "extended": total.Extended,
+		"recarved": total.Recarved, "limited": total.Limited, "bad": total.Bad,
+		"cleared": total.Cleared, "loads": total.LoadPages, "expired": total.Expired,
+		"promotions": total.Promotions, "joined promotions": total.PromotionsJoined,
+		"failed promotions": total.PromotionsFailed, "late promotions": total.PromotionsLate,
+		"promoted pages": total.PromotedPages, "dropped": total.Dropped,
+		"cascades": uint64(cascades), "dropped cascades": uint64(dropped),
+		"known answers": uint64(exacts), "moves": total.Moved, "removed regions": uint64(unplugged),
+		"verified": uint64(verified), "corrupt": uint64(corrupt),
+		"compared checksums": uint64(compared), "followers compared": synced,
+		"followers overrun": gaps,
+		"loans":             borrowed, "loads from the arena and from peers": mixed,
+		"loans evicted": total.ForeignEvicted, "bad loans": total.ForeignBad, "copies": copied,
+		"failed copies": total.CopiesFailed} {
 		if n == 0 && *seedsFlag >= 100 {
 			t.Errorf("the histories never came to %s", name)
 		}
 	}
 }
 
-// FuzzEngine drives the engine with arbitrary calls and arguments: nothing may panic or break an invariant.
+// FuzzEngine drives the engine with arbitrary calls and arguments: nothing may panic or break an
+// invariant.
 func FuzzEngine(f *testing.F) {
 	f.Add([]byte("\x00\x01\x02\x03"))
 	rng := rand.New(rand.NewPCG(1, 2))
@@ -959,8 +1007,10 @@ func FuzzEngine(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, data []byte) {
 		now := int64(0)
-		e, err := New(Config{Now: func() int64 { return now }, MaxPages: 40, MaxOwners: 4, MaxLookupsPerOwner: 4, MaxSpaces: 3, MinPageBytes: 1, ArenaLimitBytes: 4096,
-			Tiers: []TierAdmission{{Admit: AdmitStored, Queue: 3}, {Admit: AdmitReused}, {Admit: AdmitEvicted}}, LowWater: 0.5, ForeignSlots: 3, CopyAfter: 1})
+		e, err := New(Config{Now: func() int64 { return now }, MaxPages: 40, MaxOwners: 4,
+			MaxLookupsPerOwner: 4, MaxSpaces: 3, MinPageBytes: 1, ArenaLimitBytes: 4096,
+			Tiers: []TierAdmission{{Admit: AdmitStored, Queue: 3}, {Admit: AdmitReused},
+				{Admit: AdmitEvicted}}, LowWater: 0.5, ForeignSlots: 3, CopyAfter: 1})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -975,7 +1025,8 @@ func FuzzEngine(f *testing.F) {
 		}
 		odd := func() int { // mostly small, sometimes at an edge
 			b := next()
-			return []int{b % 4, b % 16, b, -b, 1 << 30, 1<<30 - b, -1 << 62, 1<<62 + b}[max(0, b%12-4)]
+			return []int{b % 4, b % 16, b, -b, 1 << 30, 1<<30 - b, -1 << 62,
+				1<<62 + b}[max(0, b%12-4)]
 		}
 		take := func(n int) []byte {
 			p := make(prefix, n)
@@ -990,7 +1041,9 @@ func FuzzEngine(f *testing.F) {
 			o := Owner(next() % 5)
 			switch next() % 29 {
 			case 27:
-				_ = e.FinishBorrow(handle(), Loan{Peer: uint64(next() % 3), Region: uint32(next() % 3), Offset: uint64(next()), Pages: next() % 6, Handle: uint64(next() % 50)})
+				_ = e.FinishBorrow(handle(), Loan{Peer: uint64(next() % 3),
+					Region: uint32(next() % 3), Offset: uint64(next()), Pages: next() % 6,
+					Handle: uint64(next() % 50)})
 			case 28:
 				e.DropPeer(uint64(next() % 8))
 				e.SweepForeign()
@@ -1007,9 +1060,11 @@ func FuzzEngine(f *testing.F) {
 						lent = append(lent, next()%2 == 0)
 					}
 				}
-				have := []uint16{uint16(next()), uint16(odd()), uint16(next() % 5), 4, 4, 4, 4, 4, 4, 4, 4, 4}
+				have := []uint16{uint16(next()), uint16(odd()), uint16(next() % 5), 4, 4, 4, 4, 4,
+					4, 4, 4, 4}
 				h := take(next() % 12)
-				out, err := e.PreparePromotion(o, uint64(next()%4), odd(), take(next()%2), h, have[:next()%13], lent, nil)
+				out, err := e.PreparePromotion(o, uint64(next()%4), odd(), take(next()%2), h,
+					have[:next()%13], lent, nil)
 				for _, c := range out {
 					handles = append(handles, c.Promotion)
 				}
@@ -1043,13 +1098,15 @@ func FuzzEngine(f *testing.F) {
 					_ = e.RemoveRegion(uint32(next() % 4))
 				}
 			case 25:
-				id, g := uint32(next()%4), tiers.Geometry{PageBytes: 16, PagesPerChunk: 4, PageTokens: 16, DigestBytes: 8}
+				id, g := uint32(next()%4), tiers.Geometry{PageBytes: 16, PagesPerChunk: 4,
+					PageTokens: 16, DigestBytes: 8}
 				sp, _ := e.OpenSpace(tiers.Fingerprint{1}, g)
 				_ = e.AddCarvedRegion(id, g, next()%20, Placement{int64(odd()), int64(odd())})
 				for range next() % 4 {
 					first, h := next()%3*4, take(12)
 					n := 1 + next()%4
-					x := Restored{Slot: uint32(next() % 20), Space: sp, First: first, Pages: n, Order: uint64(next()), Unverified: next()%4 > 0}
+					x := Restored{Slot: uint32(next() % 20), Space: sp, First: first, Pages: n,
+						Order: uint64(next()), Unverified: next()%4 > 0}
 					for page := first; page < first+n; page++ {
 						x.Hashes = append(x.Hashes, h[page*32:page*32+8]...)
 					}
@@ -1070,22 +1127,27 @@ func FuzzEngine(f *testing.F) {
 				e.EndVerify(h, next()%3 > 0)
 				e.Verified(h)
 			case 24:
-				moves, _, _, _ := e.NextMoves(uint32(next()%4), odd(), odd(), next()%2 == 0, nil, nil)
+				moves, _, _, _ := e.NextMoves(uint32(next()%4), odd(), odd(), next()%2 == 0, nil,
+					nil)
 				for _, m := range moves {
 					handles = append(handles, m.Handle)
 				}
 				e.EndMove(handle(), MoveEnd(next()%3))
 			case 0:
-				_ = e.AddRegion(uint32(next()%4), min(int64(odd()), 1<<16)) // pages may be of one byte: a larger one is carved into tables of gigabytes
+				// pages may be of one byte: a larger one is carved into tables of gigabytes
+				_ = e.AddRegion(uint32(next()%4), min(int64(odd()), 1<<16))
 			case 1:
 				_ = e.AddRegion(uint32(next()%4), 1024)
 			case 2:
-				id, err := e.OpenSpace(tiers.Fingerprint{byte(next() % 4)}, tiers.Geometry{PageBytes: int64(odd()), PagesPerChunk: odd(), PageTokens: odd(), DigestBytes: []int{8, 16, 32, odd()}[next()%4]})
+				id, err := e.OpenSpace(tiers.Fingerprint{byte(next() % 4)},
+					tiers.Geometry{PageBytes: int64(odd()), PagesPerChunk: odd(), PageTokens: odd(),
+						DigestBytes: []int{8, 16, 32, odd()}[next()%4]})
 				if err == nil {
 					_ = e.AddOwner(o, id)
 				}
 			case 3:
-				id, err := e.OpenSpace(tiers.Fingerprint{1}, tiers.Geometry{PageBytes: 16, PagesPerChunk: 4, PageTokens: 16, DigestBytes: 8})
+				id, err := e.OpenSpace(tiers.Fingerprint{1}, tiers.Geometry{PageBytes: 16,
+					PagesPerChunk: 4, PageTokens: 16, DigestBytes: 8})
 				if err == nil {
 					_ = e.AddOwner(o, id)
 				}

@@ -1,8 +1,11 @@
 package engine
 
-// Patrol is what finds out while the arena is in use that bytes in it have changed: whoever drives it reads the chunks that are held, again and again, and compares their checksums. With Config.Sums
-// the engine keeps one checksum a chunk. It is made by whoever reads the chunk first (NextUnsummed, NoteSum), some time after the commit: nobody has to wait for it, but what changes before that is not
-// found. Nothing is leased: what a handle names may be gone at any moment, and then what was read says nothing, and the handle changes nothing.
+// Patrol is what finds out while the arena is in use that bytes in it have changed: whoever drives
+// it reads the chunks that are held, again and again, and compares their checksums. With
+// Config.Sums the engine keeps one checksum a chunk. It is made by whoever reads the chunk first
+// (NextUnsummed, NoteSum), some time after the commit: nobody has to wait for it, but what changes
+// before that is not found. Nothing is leased: what a handle names may be gone at any moment, and
+// then what was read says nothing, and the handle changes nothing.
 
 // chunkSum is the checksum of a slot's first pages, as they were under one generation.
 type chunkSum struct {
@@ -11,7 +14,8 @@ type chunkSum struct {
 	pages uint16 // 0: there is none
 }
 
-// unsummed are slots that may have no checksum: those that have become ready, or grown, of late. It is a ring, so that a burst costs nothing but that the walk finds the rest.
+// unsummed are slots that may have no checksum: those that have become ready, or grown, of late. It
+// is a ring, so that a burst costs nothing but that the walk finds the rest.
 type unsummed struct {
 	ring []uint64 // handles
 	head int
@@ -53,7 +57,8 @@ func (e *Engine) patrolled(handle uint64) (ref uint32, r *region, s *slot) {
 	return ref, e.regions[ref>>recordBits], s
 }
 
-// NextUnsummed is a chunk of those that have come or grown of late and have no checksum, oldest first. Its digests are in buf, which is answered for its reuse. false: there is none.
+// NextUnsummed is a chunk of those that have come or grown of late and have no checksum, oldest
+// first. Its digests are in buf, which is answered for its reuse. false: there is none.
 func (e *Engine) NextUnsummed(buf []byte) (Verification, []byte, bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -79,7 +84,8 @@ func (c *chunkSum) of(s *slot) int {
 // PatrolPlace is where a walk over the arena is. The zero PatrolPlace is its beginning.
 type PatrolPlace struct{ region, slot int }
 
-// NextPatrol is the next chunk of a walk over all that is held. Its digests are in buf, which is answered for its reuse. false: the walk has come to its end, and begins anew.
+// NextPatrol is the next chunk of a walk over all that is held. Its digests are in buf, which is
+// answered for its reuse. false: the walk has come to its end, and begins anew.
 func (e *Engine) NextPatrol(at *PatrolPlace, buf []byte) (v Verification, _ []byte, ok bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -105,7 +111,8 @@ func (e *Engine) NextPatrol(at *PatrolPlace, buf []byte) (v Verification, _ []by
 	return v, buf, false
 }
 
-// NoteSum says what the checksum of a chunk is, as NextUnsummed, NextPatrol or a CascadeItem named it. known: there is one already, which it was compared with; same: it is that one.
+// NoteSum says what the checksum of a chunk is, as NextUnsummed, NextPatrol or a CascadeItem named
+// it. known: there is one already, which it was compared with; same: it is that one.
 func (e *Engine) NoteSum(handle uint64, pages int, sum uint64) (known, same bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -123,7 +130,9 @@ func (e *Engine) NoteSum(handle uint64, pages int, sum uint64) (known, same bool
 	return false, true
 }
 
-// DropRotten drops a chunk that a handle names, because its bytes have changed since they were committed, or with faulty because they cannot be read: then its slot is never granted again. false: it is gone already.
+// DropRotten drops a chunk that a handle names, because its bytes have changed since they were
+// committed, or with faulty because they cannot be read: then its slot is never granted again.
+// false: it is gone already.
 func (e *Engine) DropRotten(handle uint64, faulty bool) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()

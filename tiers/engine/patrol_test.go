@@ -6,13 +6,15 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// patrolling is a chunk of a random history that was read, and whose checksum is yet to be noted: it may be gone by then.
+// patrolling is a chunk of a random history that was read, and whose checksum is yet to be noted:
+// it may be gone by then.
 type patrolling struct {
 	v   Verification
 	sum uint64
 }
 
-// patrolSome patrols a part of the arena. Nothing rots in a history, so no checksum is ever another than the one before, whatever became of the slot meanwhile.
+// patrolSome patrols a part of the arena. Nothing rots in a history, so no checksum is ever another
+// than the one before, whatever became of the slot meanwhile.
 func (w *world) patrolSome() {
 	if w.chance(2) {
 		v, _, ok := w.e.NextUnsummed(nil)
@@ -21,7 +23,8 @@ func (w *world) patrolSome() {
 		}
 		if ok {
 			size := int64(v.Pages) * w.e.spaces[v.Space].g.PageBytes
-			w.patrols = append(w.patrols, patrolling{v, xxh3.Hash(w.arena[v.Region][v.Offset : int64(v.Offset)+size])})
+			w.patrols = append(w.patrols,
+				patrolling{v, xxh3.Hash(w.arena[v.Region][v.Offset : int64(v.Offset)+size])})
 		}
 	}
 	if len(w.patrols) > 0 && w.chance(2) {
@@ -38,7 +41,8 @@ func (w *world) patrolSome() {
 	}
 }
 
-// A chunk's checksum is that of its slot's generation and pages; what rots after it was noted is told, and dropped.
+// A chunk's checksum is that of its slot's generation and pages; what rots after it was noted is
+// told, and dropped.
 func TestPatrol(t *testing.T) {
 	b := newBench(t, 6, 4, Config{Sums: true})
 	sum := func(v Verification, sum uint64, known, same bool) {
@@ -72,7 +76,8 @@ func TestPatrol(t *testing.T) {
 	b.store(h)
 	first, second := next(), next()
 	none()
-	if first.Pages != 4 || second.Pages != 2 || string(first.Hashes)+string(second.Hashes) != string(h) || len(walk()) != 2 {
+	if first.Pages != 4 || second.Pages != 2 ||
+		string(first.Hashes)+string(second.Hashes) != string(h) || len(walk()) != 2 {
 		t.Fatalf("%+v, %+v, %+v", first, second, walk())
 	}
 	sum(first, 10, false, true)
@@ -107,7 +112,8 @@ func TestPatrol(t *testing.T) {
 	}
 	sum(grown, 31, false, true)
 	sum(again, 40, false, true)
-	// What is leased is out of the index at once, and free when its last reader has left. Memory that cannot be read is not granted again.
+	// What is leased is out of the index at once, and free when its last reader has left. Memory
+	// that cannot be read is not granted again.
 	n, err := b.e.Lookup(me, 7, 0, longer)
 	b.ok(err)
 	if n != 8 || !b.e.DropRotten(again.Handle, true) {

@@ -23,16 +23,20 @@ type PromotedChunk struct {
 	Pages     int // from its first page on
 	Region    uint32
 	Offset    uint64 // bytes, of its first page
-	Foreign   bool   // it is, or is to be, leased from a peer; Region and Offset are those of the loan, if it is ready
+	// it is, or is to be, leased from a peer; Region and Offset are those of the loan, if it is
+	// ready
+	Foreign bool
 }
 
-// flight is what a chunk that is on its way is known by: the hash of its last page, which names all its pages. Whoever finds a slot by it compares the page.
+// flight is what a chunk that is on its way is known by: the hash of its last page, which names all
+// its pages. Whoever finds a slot by it compares the page.
 func (e *Engine) flight(ref uint32) uint64 {
 	r, s := e.slot(ref)
 	return e.spaceOf(r, s).hashOfRecord(r.digest(ref&recordMask, int(s.granted)-1))
 }
 
-// flying is the slot of a space, which may be nil, that is being promoted into for the chunk that ends with a page; 0: there is none.
+// flying is the slot of a space, which may be nil, that is being promoted into for the chunk that
+// ends with a page; 0: there is none.
 func (e *Engine) flying(s *space, d []byte) uint32 {
 	if s == nil || e.flights.n == 0 {
 		return 0
@@ -41,7 +45,8 @@ func (e *Engine) flying(s *space, d []byte) uint32 {
 	if ref == 0 {
 		return 0
 	}
-	if r, sl := e.slot(ref); r.class != s.class || sl.space != s.id || !equal(r.digest(ref&recordMask, int(sl.granted)-1), d) {
+	if r, sl := e.slot(ref); r.class != s.class || sl.space != s.id ||
+		!equal(r.digest(ref&recordMask, int(sl.granted)-1), d) {
 		return 0
 	}
 	return ref
@@ -52,19 +57,25 @@ func (e *Engine) Awaited(id SpaceID, digest []byte) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	s, err := e.space(id)
-	return err == nil && len(digest) == s.g.DigestBytes && (e.flying(s, digest) != 0 || e.flying(s.shadow, digest) != 0)
+	return err == nil && len(digest) == s.g.DigestBytes && (e.flying(s, digest) != 0 ||
+		e.flying(s.shadow, digest) != 0)
 }
 
-// PreparePromotion lets a lookup of owner o go on with chunks that can be had from a tier: a run that begins with the first chunk that the lookup does not
-// hold whole (firstPage is that chunk's first page), hashes being the digests of its pages and prev that of the page before, if it is known. have[i] is
-// how many pages of the run's i-th chunk a tier has, from its first, or with lent[i] a peer: then it is to be borrowed (FinishBorrow), as it is where peers lent something already. lent may be nil. A lookup
-// that hit nothing is made here.
+// PreparePromotion lets a lookup of owner o go on with chunks that can be had from a tier: a run
+// that begins with the first chunk that the lookup does not hold whole (firstPage is that chunk's
+// first page), hashes being the digests of its pages and prev that of the page before, if it is
+// known. have[i] is how many pages of the run's i-th chunk a tier has, from its first, or with
+// lent[i] a peer: then it is to be borrowed (FinishBorrow), as it is where peers lent something
+// already. lent may be nil. A lookup that hit nothing is made here.
 //
-// Slots are reserved for all of them at once, and nothing is waited for: what finds no room (in the owner's share, in the part of the slots that may be
-// promoted into, or because nothing can be evicted) is cut off the end, as is what nobody has. The chunks that are left are appended to out, and leased by
-// the lookup. It then waits, without a deadline, until SettleLookup; Trim, Cancel and RemoveOwner may free its leases before. ErrStale: the lookup
-// ends somewhere else; ErrBusy: the owner has too many lookups.
-func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, hashes []byte, have []uint16, lent []bool, out []PromotedChunk) ([]PromotedChunk, error) {
+// Slots are reserved for all of them at once, and nothing is waited for: what finds no room (in the
+// owner's share, in the part of the slots that may be promoted into, or because nothing can be
+// evicted) is cut off the end, as is what nobody has. The chunks that are left are appended to out,
+// and leased by the lookup. It then waits, without a deadline, until SettleLookup; Trim, Cancel and
+// RemoveOwner may free its leases before. ErrStale: the lookup ends somewhere else; ErrBusy: the
+// owner has too many lookups.
+func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, hashes []byte,
+	have []uint16, lent []bool, out []PromotedChunk) ([]PromotedChunk, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	ow, err := e.owner(o)
@@ -76,7 +87,8 @@ func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, h
 	if err != nil {
 		return out, err
 	}
-	if firstPage%w.ppc != 0 || len(have) < w.chunks || lent != nil && (len(lent) < w.chunks || ow.own) || len(prev) != 0 && (len(prev) != w.digest || firstPage == 0) {
+	if firstPage%w.ppc != 0 || len(have) < w.chunks || lent != nil && (len(lent) < w.chunks ||
+		ow.own) || len(prev) != 0 && (len(prev) != w.digest || firstPage == 0) {
 		return out, invalid("promotion from page %d of %d chunks with %d counts and %d bytes of the page before: want a multiple of %d", firstPage, w.chunks, len(have), len(prev), w.ppc)
 	}
 	e.idx.migrate(migrateStep)
@@ -94,8 +106,10 @@ func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, h
 	switch {
 	case x == nil && len(ow.lookups) >= e.cfg.MaxLookupsPerOwner:
 		return out, fmt.Errorf("%w: owner %d has %d lookups", tiers.ErrBusy, o, len(ow.lookups))
-	case x != nil && (x.waiting && x.end != firstPage || !x.waiting && (x.first+x.n)/w.ppc != w.chunk):
-		return out, fmt.Errorf("%w: lookup %d holds pages %d to %d, and cannot go on at %d", tiers.ErrStale, lookup, x.first, x.first+x.n-1, firstPage)
+	case x != nil && (x.waiting && x.end != firstPage ||
+		!x.waiting && (x.first+x.n)/w.ppc != w.chunk):
+		return out, fmt.Errorf("%w: lookup %d holds pages %d to %d, and cannot go on at %d",
+			tiers.ErrStale, lookup, x.first, x.first+x.n-1, firstPage)
 	}
 	if sp.clears > 0 {
 		return out, nil // what a tier still has may be on its way out
@@ -105,7 +119,8 @@ func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, h
 	// What is held is leased first, so that room for one chunk does not cost another.
 	pinned := 0 // slots that nobody else has leased
 	for i, rec := range refs {
-		if rec = e.served(rec); shadow != nil && shadow.pages > 0 && (rec == 0 || !e.at(rec, w.last(i))) {
+		if rec = e.served(rec); shadow != nil && shadow.pages > 0 && (rec == 0 ||
+			!e.at(rec, w.last(i))) {
 			rec = e.find(shadow, w.hash(w.last(i)))
 		}
 		if rec != 0 && e.at(rec, w.last(i)) {
@@ -134,7 +149,8 @@ func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, h
 				e.stats.Limited++
 				break
 			}
-		} else if ref = e.promote(ow, &w, i, int(have[i]), lent != nil && lent[i], join, parent, x, &c); ref == 0 {
+		} else if ref = e.promote(ow, &w, i, int(have[i]), lent != nil && lent[i], join, parent, x,
+			&c); ref == 0 {
 			break
 		}
 		r, s := e.slot(ref)
@@ -181,9 +197,11 @@ func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, h
 	return out, nil
 }
 
-// promote leases chunk i of a walk, of which a tier has have pages and the arena not all, for a lookup x, which may be nil. 0: nobody has more of it
-// than the lookup, or there is no room. lent says that it is a peer that has them, join that it may be on its way already.
-func (e *Engine) promote(ow *owner, w *walk, i, have int, lent, join bool, parent uint32, x *lease, c *PromotedChunk) uint32 {
+// promote leases chunk i of a walk, of which a tier has have pages and the arena not all, for a
+// lookup x, which may be nil. 0: nobody has more of it than the lookup, or there is no room. lent
+// says that it is a peer that has them, join that it may be on its way already.
+func (e *Engine) promote(ow *owner, w *walk, i, have int, lent, join bool, parent uint32, x *lease,
+	c *PromotedChunk) uint32 {
 	sp := ow.space
 	start := w.start(i)
 	all := w.last(i) - start + 1
@@ -260,7 +278,8 @@ func (e *Engine) promote(ow *owner, w *walk, i, have int, lent, join bool, paren
 	return ref
 }
 
-// chunkBefore is the slot of the chunk before a run, if it is held: by the lookup that goes on, or by anybody.
+// chunkBefore is the slot of the chunk before a run, if it is held: by the lookup that goes on, or
+// by anybody.
 func (e *Engine) chunkBefore(sp *space, x *lease, w *walk, prev []byte) uint32 {
 	if x != nil {
 		i := len(x.slots) - 1
@@ -302,7 +321,8 @@ func (e *Engine) promotion(p uint64) (uint32, error) {
 		return 0, tiers.ErrClosed
 	}
 	n, i := int(ref>>recordBits), int(ref&recordMask)
-	if n == 0 || n > e.nregion || e.regions[n] == nil || i >= e.regions[n].fresh || gen > e.regions[n].slots[i].gen {
+	if n == 0 || n > e.nregion || e.regions[n] == nil || i >= e.regions[n].fresh ||
+		gen > e.regions[n].slots[i].gen {
 		return 0, fmt.Errorf("%w: promotion %#x", tiers.ErrNotFound, p)
 	}
 	if s := &e.regions[n].slots[i]; s.gen != gen || s.state != filling || s.flags&promoting == 0 {
@@ -311,7 +331,8 @@ func (e *Engine) promotion(p uint64) (uint32, error) {
 	return ref, nil
 }
 
-// PromotionWanted says whether some lookup still waits for a chunk: to be asked before its I/O begins. FinishPromotion must follow in any case.
+// PromotionWanted says whether some lookup still waits for a chunk: to be asked before its I/O
+// begins. FinishPromotion must follow in any case.
 func (e *Engine) PromotionWanted(p uint64) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -323,9 +344,10 @@ func (e *Engine) PromotionWanted(p uint64) bool {
 	return s.pins > 0 && !s.doomed()
 }
 
-// FinishPromotion ends the loading of a chunk: nothing writes its slot any more. ok says that the bytes are there, and checked; then it can be found,
-// and the lookups that wait for it hold it. Otherwise, and if it was cleared meanwhile, it is dropped. fromTier is the tier that had it, and need not
-// be given it back; -1 if that is unknown. ErrStale: it has ended before.
+// FinishPromotion ends the loading of a chunk: nothing writes its slot any more. ok says that the
+// bytes are there, and checked; then it can be found, and the lookups that wait for it hold it.
+// Otherwise, and if it was cleared meanwhile, it is dropped. fromTier is the tier that had it, and
+// need not be given it back; -1 if that is unknown. ErrStale: it has ended before.
 func (e *Engine) FinishPromotion(p uint64, ok bool, fromTier int) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -370,8 +392,10 @@ func (e *Engine) finish(ref uint32, ok bool, fromTier int, l *Loan) {
 	if s.pins > 0 {
 		r.lease()
 	}
-	// A store may have been first with it. The lookups keep what they have, which is as good; it goes when they do.
-	if !ok || s.doomed() || !(r.foreign && e.enterLent(r, ref, pages, first) || !r.foreign && e.enter(ref, 0, pages)) {
+	// A store may have been first with it. The lookups keep what they have, which is as good; it
+	// goes when they do.
+	if !ok || s.doomed() || !(r.foreign && e.enterLent(r, ref, pages, first) ||
+		!r.foreign && e.enter(ref, 0, pages)) {
 		e.disown(ref)
 		s.flags |= doomed
 		if s.idle() {
@@ -392,14 +416,17 @@ func (e *Engine) finish(ref uint32, ok bool, fromTier int, l *Loan) {
 	}
 }
 
-// land takes a slot that is being promoted into, and was not landed before, out of the table of what is on its way.
+// land takes a slot that is being promoted into, and was not landed before, out of the table of
+// what is on its way.
 func (e *Engine) land(ref uint32) {
 	e.flights.remove(e.flight(ref), ref)
 }
 
-// SettleLookup ends a lookup's waiting for promotions. It keeps what it holds by now without a gap, but at most the given number of pages, from the first
-// that it (still) holds or waits for; the rest of its leases are freed, and its deadline starts. With no pages the lookup ends. A lookup that does not wait
-// is cut and given a new deadline likewise. ErrNotFound: there is none (any more).
+// SettleLookup ends a lookup's waiting for promotions. It keeps what it holds by now without a gap,
+// but at most the given number of pages, from the first that it (still) holds or waits for; the
+// rest of its leases are freed, and its deadline starts. With no pages the lookup ends. A lookup
+// that does not wait is cut and given a new deadline likewise. ErrNotFound: there is none (any
+// more).
 func (e *Engine) SettleLookup(o Owner, lookup uint64, pages int) (ready int, err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -438,7 +465,8 @@ func (e *Engine) SettleLookup(o Owner, lookup uint64, pages int) (ready int, err
 	return x.n, nil
 }
 
-// endWait makes what has arrived of a waiting lookup's chunks pages that it holds, and frees what has not.
+// endWait makes what has arrived of a waiting lookup's chunks pages that it holds, and frees what
+// has not.
 func (e *Engine) endWait(x *lease, ppc int) {
 	i, end := x.held, x.end
 	for ; i < len(x.slots) && end == x.end; i++ {

@@ -28,14 +28,16 @@ func (b *bench) settle(lookup uint64, pages, want int) {
 }
 
 func TestPromotion(t *testing.T) {
-	b := newBench(t, 10, 4, Config{LeaseDeadline: time.Second, Tiers: []TierAdmission{{Admit: AdmitStored}, {Admit: AdmitReused}, {Admit: AdmitStored}}})
+	b := newBench(t, 10, 4, Config{LeaseDeadline: time.Second,
+		Tiers: []TierAdmission{{Admit: AdmitStored}, {Admit: AdmitReused}, {Admit: AdmitStored}}})
 	p := numbered(1, 14)
 	b.store(p[:32*6]) // chunk 0, and 2 pages of chunk 1
 	if n, err := b.e.Lookup(me, 1, 0, p); n != 6 || err != nil {
 		t.Fatal(n, err)
 	}
 	got := b.promote(1, 4, p[32*4:])
-	if len(got) != 3 || got[0].State != PromotionGranted || got[0].Pages != 4 || got[2].Pages != 2 || got[2].Chunk != 2 {
+	if len(got) != 3 || got[0].State != PromotionGranted || got[0].Pages != 4 ||
+		got[2].Pages != 2 || got[2].Chunk != 2 {
 		t.Fatalf("%+v", got)
 	}
 	// Another lookup joins.
@@ -44,7 +46,8 @@ func TestPromotion(t *testing.T) {
 	}
 	joined := b.promote(2, 4, p[32*4:])
 	for i, c := range joined {
-		if c.State != PromotionJoined || c.Promotion != got[i].Promotion || c.Offset != got[i].Offset {
+		if c.State != PromotionJoined || c.Promotion != got[i].Promotion ||
+			c.Offset != got[i].Offset {
 			t.Fatalf("%+v, granted %+v", joined, got)
 		}
 	}
@@ -76,7 +79,8 @@ func TestPromotion(t *testing.T) {
 }
 
 func TestCascades(t *testing.T) {
-	b := newBench(t, 10, 4, Config{Tiers: []TierAdmission{{Admit: AdmitStored}, {Admit: AdmitReused}, {Admit: AdmitEvicted}}})
+	b := newBench(t, 10, 4, Config{Tiers: []TierAdmission{{Admit: AdmitStored},
+		{Admit: AdmitReused}, {Admit: AdmitEvicted}}})
 	p := numbered(1, 14)
 	b.store(p)
 	next := func(tier, want int) []CascadeItem {
@@ -89,7 +93,9 @@ func TestCascades(t *testing.T) {
 	}
 	items := next(0, 3)
 	for i, x := range items {
-		if x.Space != b.sp || x.First != 4*i || x.Pages != 4 || string(x.Hashes) != string(p[32*4*i:32*4*(i+1)]) || string(x.Prev) != string(p[32*max(0, 4*i-1):32*4*i]) {
+		if x.Space != b.sp || x.First != 4*i || x.Pages != 4 ||
+			string(x.Hashes) != string(p[32*4*i:32*4*(i+1)]) ||
+			string(x.Prev) != string(p[32*max(0, 4*i-1):32*4*i]) {
 			t.Fatalf("%+v", x)
 		}
 	}
@@ -120,9 +126,11 @@ func TestCascades(t *testing.T) {
 	b.ok(b.e.Check())
 }
 
-// TestVictimThatWaits: a partly filled chunk that waits for one tier, is its victim before its time, and comes to wait for it again, is in its queue once.
+// TestVictimThatWaits: a partly filled chunk that waits for one tier, is its victim before its
+// time, and comes to wait for it again, is in its queue once.
 func TestVictimThatWaits(t *testing.T) {
-	b := newBench(t, 2, 4, Config{Tiers: []TierAdmission{{Admit: AdmitEvicted}, {Admit: AdmitEvicted}}, LowWater: 1, PartialDelay: time.Second})
+	b := newBench(t, 2, 4, Config{Tiers: []TierAdmission{{Admit: AdmitEvicted},
+		{Admit: AdmitEvicted}}, LowWater: 1, PartialDelay: time.Second})
 	p := numbered(1, 2)
 	b.store(p)
 	for _, tier := range []int{0, 1, 0} { // of which each makes it wait for the other
@@ -145,7 +153,8 @@ func TestVictimThatWaits(t *testing.T) {
 	}
 }
 
-// TestStoreOvertakesPromotion: both slots are good, the one that comes second goes when nobody uses it.
+// TestStoreOvertakesPromotion: both slots are good, the one that comes second goes when nobody uses
+// it.
 func TestStoreOvertakesPromotion(t *testing.T) {
 	b := newBench(t, 10, 4, Config{})
 	p := numbered(1, 6)
@@ -162,7 +171,8 @@ func TestStoreOvertakesPromotion(t *testing.T) {
 	if extents[0].Offset != got[0].Offset || extents[1].Offset != got[1].Offset {
 		t.Fatalf("%+v, promoted to %+v", extents, got)
 	}
-	if s := b.e.Stats(); s.PromotionsLate != 2 || s.ReadySlots != 3 { // of the partly filled ones the unused one goes
+	if s := b.e.Stats(); s.PromotionsLate != 2 || s.ReadySlots != 3 {
+		// of the partly filled ones the unused one goes
 		t.Fatalf("%+v", s)
 	}
 	b.e.RemoveOwner(me)
@@ -212,7 +222,8 @@ func TestPromotedChunkReplacesShorter(t *testing.T) {
 	b.ok(b.e.FinishPromotion(got[0].Promotion, false, 0))
 	b.settle(3, 4, 2)
 	// Nothing is gained by what the lookup has.
-	if out, err := b.e.PreparePromotion(me, 3, 0, nil, q, []uint16{2}, nil, nil); len(out) != 0 || err != nil {
+	if out, err := b.e.PreparePromotion(me, 3, 0, nil, q, []uint16{2}, nil, nil); len(out) != 0 ||
+		err != nil {
 		t.Fatal(out, err)
 	}
 }
@@ -232,7 +243,8 @@ func TestClearWhilePromoting(t *testing.T) {
 	}
 	// Another lookup does not join what was cleared.
 	again := b.promote(2, 0, p)
-	if len(again) != 4 || again[3].State != PromotionGranted || again[3].Promotion == first[1].Promotion {
+	if len(again) != 4 || again[3].State != PromotionGranted ||
+		again[3].Promotion == first[1].Promotion {
 		t.Fatalf("%+v after %+v", again, first)
 	}
 	b.ok(b.e.FinishPromotion(first[1].Promotion, true, 0))
@@ -245,7 +257,8 @@ func TestClearWhilePromoting(t *testing.T) {
 	b.is(b.e.CloseSpace(b.sp), tiers.ErrBusy)
 }
 
-// TestPromotionsKeepToTheirShare: what does not fit is cut off the end, whatever the limit; what is joined counts for each of the owners.
+// TestPromotionsKeepToTheirShare: what does not fit is cut off the end, whatever the limit; what is
+// joined counts for each of the owners.
 func TestPromotionsKeepToTheirShare(t *testing.T) {
 	b := newBench(t, 20, 1, Config{OwnerShare: 0.4, PromotingShare: 0.5})
 	b.ok(b.e.AddOwner(2, b.sp))
@@ -271,7 +284,8 @@ func TestPromotionsKeepToTheirShare(t *testing.T) {
 			t.Fatalf("owner %d: %d chunks, want %d; %v", o, len(out), want, err)
 		}
 		for _, c := range out {
-			if want := []PromotionState{me: PromotionGranted, 2: PromotionJoined}[o]; c.State != want {
+			if want := []PromotionState{me: PromotionGranted,
+				2: PromotionJoined}[o]; c.State != want {
 				t.Fatalf("%+v", c)
 			}
 		}
@@ -298,18 +312,21 @@ func TestPromotionsKeepToTheirShare(t *testing.T) {
 	}
 	b.e.RemoveOwner(2)
 	b.e.RemoveOwner(3)
-	if s := b.e.Stats(); s.Leases != 0 || s.Promoting != 0 || s.ReadySlots != 9 || s.FillingSlots != 0 {
+	if s := b.e.Stats(); s.Leases != 0 || s.Promoting != 0 || s.ReadySlots != 9 ||
+		s.FillingSlots != 0 {
 		t.Fatalf("%+v", s)
 	}
 }
 
-// TestReservationsDoNotWait: however many lookups want more than there is, each is answered at once, and the room comes back.
+// TestReservationsDoNotWait: however many lookups want more than there is, each is answered at
+// once, and the room comes back.
 func TestReservationsDoNotWait(t *testing.T) {
 	b := newBench(t, 8, 1, Config{PromotingShare: 1})
 	have := slices.Repeat([]uint16{1}, 6)
 	var under []uint64
 	for i := range 100 {
-		out, err := b.e.PreparePromotion(me, uint64(i), 0, nil, numbered(uint64(i), 6), have, nil, nil)
+		out, err := b.e.PreparePromotion(me, uint64(i), 0, nil, numbered(uint64(i), 6), have, nil,
+			nil)
 		b.ok(err)
 		if free := 8 - len(under); len(out) != min(6, free) {
 			t.Fatalf("lookup %d: %d chunks with %d slots free", i, len(out), free)
@@ -339,7 +356,8 @@ func TestReservationsDoNotWait(t *testing.T) {
 
 func TestFullQueueSheds(t *testing.T) {
 	woken := 0
-	b := newBench(t, 100, 1, Config{Tiers: []TierAdmission{{Admit: AdmitStored, Queue: 5}}, Policy: "lru", Wake: func(int) { woken++ }})
+	b := newBench(t, 100, 1, Config{Tiers: []TierAdmission{{Admit: AdmitStored, Queue: 5}},
+		Policy: "lru", Wake: func(int) { woken++ }})
 	p := numbered(1, 20)
 	b.store(p)
 	if n, shed := b.e.CascadeQueue(0); n != 5 || shed != 15 || woken != 1 {
@@ -372,7 +390,8 @@ func TestFullQueueSheds(t *testing.T) {
 	}
 }
 
-// TestPartialsWait: a partly filled chunk is written when it has not grown for a while, and again when it has.
+// TestPartialsWait: a partly filled chunk is written when it has not grown for a while, and again
+// when it has.
 func TestPartialsWait(t *testing.T) {
 	b := newBench(t, 10, 4, Config{PartialDelay: 100, Tiers: []TierAdmission{{Admit: AdmitStored}}})
 	p := numbered(1, 4)

@@ -6,7 +6,8 @@ import (
 	"lookaside/tiers"
 )
 
-// Move is a chunk that is to be copied from one slot to another. Until EndMove its bytes do not change, and whoever finds it reads it where it was.
+// Move is a chunk that is to be copied from one slot to another. Until EndMove its bytes do not
+// change, and whoever finds it reads it where it was.
 type Move struct {
 	Handle uint64
 	Space  SpaceID
@@ -22,14 +23,17 @@ type Move struct {
 type MoveEnd uint8
 
 const (
-	MoveDone   MoveEnd = iota // the bytes are in the new slot, as durable as they are to be, and checked
-	MoveFailed                // they are not; the chunk stays where it was
-	MoveBad                   // they are bad where they were: the chunk is dropped
+	// the bytes are in the new slot, as durable as they are to be, and checked
+	MoveDone   MoveEnd = iota
+	MoveFailed         // they are not; the chunk stays where it was
+	MoveBad            // they are bad where they were: the chunk is dropped
 )
 
-// Drain tells a region that was added carved to hand out no more slots. What is in it, or being filled, stays, and can be found and used, but is not evicted, until it is moved
-// (NextMoves), dropped, or goes with the region (RemoveRegion). Undrain ends that. Draining what drains already is no error. ErrNotFound: there is no such region;
-// ErrBusy: it is being emptied, or one is being carved. Both let go of the lock between slices of their work.
+// Drain tells a region that was added carved to hand out no more slots. What is in it, or being
+// filled, stays, and can be found and used, but is not evicted, until it is moved (NextMoves),
+// dropped, or goes with the region (RemoveRegion). Undrain ends that. Draining what drains already
+// is no error. ErrNotFound: there is no such region; ErrBusy: it is being emptied, or one is being
+// carved. Both let go of the lock between slices of their work.
 func (e *Engine) Drain(region uint32) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -74,12 +78,14 @@ func (e *Engine) drainable(region uint32) (*region, error) {
 	case r == nil:
 		return nil, fmt.Errorf("%w: region %d", tiers.ErrNotFound, region)
 	case e.carving || r.draining && !r.retired:
-		return nil, fmt.Errorf("%w: region %d is being emptied, or one is being carved", tiers.ErrBusy, region)
+		return nil, fmt.Errorf("%w: region %d is being emptied, or one is being carved",
+			tiers.ErrBusy, region)
 	}
 	return r, nil
 }
 
-// eachIdle calls f for the slots of a region that may be chosen for eviction, as long as it is retired, or is not. It lets go of the lock between slices.
+// eachIdle calls f for the slots of a region that may be chosen for eviction, as long as it is
+// retired, or is not. It lets go of the lock between slices.
 func (e *Engine) eachIdle(id uint32, r *region, retired bool, f func(ref uint32)) error {
 	for i := 0; i < r.fresh; i++ {
 		if s := &r.slots[i]; s.state == ready && !s.doomed() && s.idle() && s.children == 0 {
@@ -124,17 +130,22 @@ func (e *Engine) Region(id uint32) (RegionStats, bool) {
 		return RegionStats{}, false
 	}
 	return RegionStats{
-		Slots: len(r.slots), Free: r.free, Spoiled: r.spoiled, Filling: r.filling, Leased: r.leased, Draining: r.draining, LastUse: r.lastUse,
+		Slots: len(r.slots), Free: r.free, Spoiled: r.spoiled, Filling: r.filling, Leased: r.leased,
+		Draining: r.draining, LastUse: r.lastUse,
 		Geometry: r.class.geometry, SlotBytes: r.class.slotBytes(),
 	}, true
 }
 
-// NextMoves appends to out up to max chunks of a drained region that are to be copied to slots of other regions, each to be ended by EndMove. It looks at slots from
-// number from on, at no more than a few hundred, and answers where to go on; -1: it has come to the end. Slots in use are left for another time, or with leased those that
-// are being filled or extended only: leases stay with the slot that they were taken on, which becomes free when the last of them ends. Nothing is evicted for a
-// move: ErrBusy, with nothing appended, says that no slot elsewhere is free. Digests are copied into buf, which is answered for its reuse; the moves are valid as long as its bytes are
-// left alone. ErrNotFound: there is no such region, or it is not drained.
-func (e *Engine) NextMoves(region uint32, from, max int, leased bool, buf []byte, out []Move) (moves []Move, next int, _ []byte, err error) {
+// NextMoves appends to out up to max chunks of a drained region that are to be copied to slots of
+// other regions, each to be ended by EndMove. It looks at slots from number from on, at no more
+// than a few hundred, and answers where to go on; -1: it has come to the end. Slots in use are left
+// for another time, or with leased those that are being filled or extended only: leases stay with
+// the slot that they were taken on, which becomes free when the last of them ends. Nothing is
+// evicted for a move: ErrBusy, with nothing appended, says that no slot elsewhere is free. Digests
+// are copied into buf, which is answered for its reuse; the moves are valid as long as its bytes
+// are left alone. ErrNotFound: there is no such region, or it is not drained.
+func (e *Engine) NextMoves(region uint32, from, max int, leased bool, buf []byte,
+	out []Move) (moves []Move, next int, _ []byte, err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	buf = buf[:0]
@@ -157,7 +168,8 @@ func (e *Engine) NextMoves(region uint32, from, max int, leased bool, buf []byte
 			return out, i, buf, nil
 		}
 		s := &r.slots[i]
-		if s.state != ready || s.doomed() || s.flags&moving != 0 || s.granted != 0 || s.pins != 0 && !leased || e.spaces[s.space].clears > 0 {
+		if s.state != ready || s.doomed() || s.flags&moving != 0 || s.granted != 0 ||
+			s.pins != 0 && !leased || e.spaces[s.space].clears > 0 {
 			continue
 		}
 		if r.class.free == 0 {
@@ -202,22 +214,26 @@ func (e *Engine) startMove(from uint32, buf []byte) (Move, []byte) {
 	page := s.chunk * uint32(r.ppc)
 	m := Move{
 		Handle: x.handle(), Space: SpaceID(s.space),
-		From:       Extent{Page: page, Pages: uint32(s.pages), Region: r.id, Offset: r.offset(from, 0)},
-		To:         Extent{Page: page, Pages: uint32(s.pages), Region: rt.id, Offset: rt.offset(to, 0)},
+		From: Extent{Page: page, Pages: uint32(s.pages), Region: r.id,
+			Offset: r.offset(from, 0)},
+		To: Extent{Page: page, Pages: uint32(s.pages), Region: rt.id,
+			Offset: rt.offset(to, 0)},
 		Unverified: s.flags&unverified != 0,
 	}
 	m.Prev, m.Hashes, buf = e.digests(from, buf)
 	return m, buf
 }
 
-// digests appends to buf the digest of the page before a slot's first, if its parent is held, and those of its pages.
+// digests appends to buf the digest of the page before a slot's first, if its parent is held, and
+// those of its pages.
 func (e *Engine) digests(ref uint32, buf []byte) (prev, hashes, _ []byte) {
 	r, s := e.slot(ref)
 	var d [32]byte
 	from := len(buf)
 	if !e.orphan(ref) {
 		k := e.kin(ref)
-		buf = append(buf, e.regions[k.parent>>recordBits].digestBytes(k.parent&recordMask, r.ppc-1, &d)...)
+		buf = append(buf, e.regions[k.parent>>recordBits].digestBytes(k.parent&recordMask, r.ppc-1,
+			&d)...)
 	}
 	mid := len(buf)
 	for pos := range int(s.pages) {
@@ -226,9 +242,11 @@ func (e *Engine) digests(ref uint32, buf []byte) (prev, hashes, _ []byte) {
 	return buf[from:mid:mid], buf[mid:len(buf):len(buf)], buf
 }
 
-// EndMove ends a move. It answers whether the chunk is found in its new slot from now on; its old one becomes free when nobody leases it any more. Otherwise the new slot is
-// free again: the move failed, or the chunk was dropped, or replaced by a longer version, or is being cleared. A handle that has ended changes nothing. A chunk with many
-// continuations takes more than one slice of the lock.
+// EndMove ends a move. It answers whether the chunk is found in its new slot from now on; its old
+// one becomes free when nobody leases it any more. Otherwise the new slot is free again: the move
+// failed, or the chunk was dropped, or replaced by a longer version, or is being cleared. A handle
+// that has ended changes nothing. A chunk with many continuations takes more than one slice of the
+// lock.
 func (e *Engine) EndMove(handle uint64, how MoveEnd) (found bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -247,7 +265,8 @@ func (e *Engine) EndMove(handle uint64, how MoveEnd) (found bool) {
 	s.flags &^= moving
 	t.flags &^= moving
 	short := int(s.pages) < r.ppc || s.flags&(twin|moved) != 0
-	// While a space is cleared nothing moves in it: the chunk might come to where the clearing has been already.
+	// While a space is cleared nothing moves in it: the chunk might come to where the clearing has
+	// been already.
 	clearing := e.spaces[s.space].clears > 0
 	if how != MoveDone || s.doomed() || t.doomed() || clearing || short && e.redundant(from) {
 		e.release(to)
@@ -283,7 +302,8 @@ func (e *Engine) EndMove(handle uint64, how MoveEnd) (found bool) {
 	return true
 }
 
-// relocate makes a slot that was filled with what a ready one holds ready in its stead, with a lease.
+// relocate makes a slot that was filled with what a ready one holds ready in its stead, with a
+// lease.
 func (e *Engine) relocate(from, to uint32) {
 	r, s := e.slot(from)
 	rt, t := e.slot(to)
@@ -295,7 +315,8 @@ func (e *Engine) relocate(from, to uint32) {
 		e.vouch(s)
 		e.stats.Verified++
 	}
-	*t = slot{stamp: s.stamp, gen: t.gen, chunk: s.chunk, pages: s.pages, space: s.space, state: ready, flags: s.flags&^(moved|spoiled) | t.flags&spoiled, pins: 1, last: t.last}
+	*t = slot{stamp: s.stamp, gen: t.gen, chunk: s.chunk, pages: s.pages, space: s.space,
+		state: ready, flags: s.flags&^(moved|spoiled) | t.flags&spoiled, pins: 1, last: t.last}
 	e.pins++
 	rt.filled()
 	rt.lease()

@@ -10,7 +10,8 @@ import (
 	"lookaside/tiers"
 )
 
-// The part of the random histories that is about regions which are drained, emptied by moves, and come and go.
+// The part of the random histories that is about regions which are drained, emptied by moves, and
+// come and go.
 
 // modelMove is a chunk on its way from one region to another.
 type modelMove struct {
@@ -64,7 +65,8 @@ func (w *world) unplug() {
 	}
 	for _, id := range regionIDs(w.arena) {
 		_, carved := w.e.Region(id)
-		if !w.going[id] && (carved && !w.drained[id] || !carved && !w.chance(4)) || len(w.arena) == 1 {
+		if !w.going[id] && (carved && !w.drained[id] || !carved && !w.chance(4)) ||
+			len(w.arena) == 1 {
 			continue
 		}
 		regions, ok := w.e.parts(id)
@@ -83,7 +85,8 @@ func (w *world) unplug() {
 		}
 		delete(w.drained, id)
 		err := w.e.RemoveRegion(id)
-		if busy := st.Leased+st.Filling > 0; busy != errors.Is(err, tiers.ErrBusy) || !busy && err != nil {
+		if busy := st.Leased+st.Filling > 0; busy != errors.Is(err, tiers.ErrBusy) ||
+			!busy && err != nil {
 			w.fatal("region %d with %+v is removed: %v", id, st, err)
 		}
 		if w.going[id] = err != nil; err == nil {
@@ -105,7 +108,8 @@ func (w *world) move() {
 		}
 	}
 	if !w.drained[id] {
-		if _, _, _, err := w.e.NextMoves(id, 0, 1, true, nil, nil); !errors.Is(err, tiers.ErrNotFound) {
+		if _, _, _, err := w.e.NextMoves(id, 0, 1, true, nil, nil); !errors.Is(err,
+			tiers.ErrNotFound) {
 			w.fatal("moves out of region %d, which is not drained: %v", id, err)
 		}
 		return
@@ -113,7 +117,8 @@ func (w *world) move() {
 	most, leased := 1+w.rng.IntN(4), w.chance(2)
 	evictions := w.e.Stats().Evictions
 	moves, next, _, err := w.e.NextMoves(id, max(0, w.rng.IntN(20)-15), most, leased, nil, nil)
-	if err != nil && (!errors.Is(err, tiers.ErrBusy) || len(moves) > 0) || len(moves) > most || w.e.Stats().Evictions != evictions {
+	if err != nil && (!errors.Is(err, tiers.ErrBusy) || len(moves) > 0) || len(moves) > most ||
+		w.e.Stats().Evictions != evictions {
 		w.fatal("%d moves, %v; evictions were %d", len(moves), err, evictions)
 	}
 	if next < -1 {
@@ -126,7 +131,8 @@ func (w *world) move() {
 				x.space = s
 			}
 		}
-		if m.From.Region != id || w.drained[m.To.Region] || m.To.Region == id || m.From.Page != m.To.Page || m.From.Pages != m.To.Pages {
+		if m.From.Region != id || w.drained[m.To.Region] || m.To.Region == id ||
+			m.From.Page != m.To.Page || m.From.Pages != m.To.Pages {
 			w.fatal("%+v out of region %d", m, id)
 		}
 		w.verifyMove(x)
@@ -145,7 +151,8 @@ func (w *world) verifyMove(x *modelMove) {
 		return
 	}
 	w.verifyCascade(&modelCascade{space: x.space, item: CascadeItem{
-		Space: x.m.Space, Region: x.m.From.Region, Offset: x.m.From.Offset, First: int(x.m.From.Page), Pages: int(x.m.From.Pages), Prev: x.m.Prev, Hashes: x.m.Hashes,
+		Space: x.m.Space, Region: x.m.From.Region, Offset: x.m.From.Offset,
+		First: int(x.m.From.Page), Pages: int(x.m.From.Pages), Prev: x.m.Prev, Hashes: x.m.Hashes,
 	}})
 }
 
@@ -180,7 +187,8 @@ func (w *world) endMove() {
 	if moved && how != MoveDone {
 		w.fatal("%+v has moved though it ended with %d", x.m, how)
 	}
-	if after := w.e.Stats(); after.Pages != before.Pages && (how != MoveBad || after.Pages > before.Pages) || after.FillingSlots != before.FillingSlots-1 {
+	if after := w.e.Stats(); after.Pages != before.Pages && (how != MoveBad ||
+		after.Pages > before.Pages) || after.FillingSlots != before.FillingSlots-1 {
 		w.fatal("a move changed %+v to %+v", before, after)
 	}
 	if moved {
@@ -192,9 +200,11 @@ func (w *world) endMove() {
 }
 
 // rig is an engine with two regions and an owner, for tests of what moves.
-func newMoveRig(t *testing.T, g tiers.Geometry, slots int64, admissions ...TierAdmission) (*Engine, SpaceID) {
+func newMoveRig(t *testing.T, g tiers.Geometry, slots int64, admissions ...TierAdmission) (*Engine,
+	SpaceID) {
 	t.Helper()
-	e, err := New(Config{MaxPages: 4096, MinPageBytes: 1, OwnerShare: 1, Tiers: admissions, LowWater: 1})
+	e, err := New(Config{MaxPages: 4096, MinPageBytes: 1, OwnerShare: 1, Tiers: admissions,
+		LowWater: 1})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -250,8 +260,8 @@ func moveAll(t *testing.T, e *Engine, region uint32, leased bool) (n int) {
 	return n
 }
 
-// TestMove: what is moved is found in its new place, with its place in its prefix and in the order of eviction; what was leased stays readable where it
-// was until its lease ends.
+// TestMove: what is moved is found in its new place, with its place in its prefix and in the order
+// of eviction; what was leased stays readable where it was until its lease ends.
 func TestMove(t *testing.T) {
 	t.Parallel()
 	g := tiers.Geometry{PageBytes: 16, PagesPerChunk: 4, PageTokens: 1, DigestBytes: 32}
@@ -321,7 +331,8 @@ func TestMove(t *testing.T) {
 	}
 }
 
-// TestDrained: a drained region gets nothing new and keeps what it has, whatever is wanted elsewhere; undrained, it is as before.
+// TestDrained: a drained region gets nothing new and keeps what it has, whatever is wanted
+// elsewhere; undrained, it is as before.
 func TestDrained(t *testing.T) {
 	t.Parallel()
 	g := tiers.Geometry{PageBytes: 16, PagesPerChunk: 1, PageTokens: 1, DigestBytes: 32}
@@ -372,7 +383,8 @@ func TestDrained(t *testing.T) {
 	}
 }
 
-// TestMoveMeanwhile: whatever happens to a chunk while it is copied, nothing is found that should not be, and nothing is lost that should not be.
+// TestMoveMeanwhile: whatever happens to a chunk while it is copied, nothing is found that should
+// not be, and nothing is lost that should not be.
 func TestMoveMeanwhile(t *testing.T) {
 	t.Parallel()
 	g := tiers.Geometry{PageBytes: 16, PagesPerChunk: 4, PageTokens: 1, DigestBytes: 32}
@@ -383,10 +395,14 @@ func TestMoveMeanwhile(t *testing.T) {
 		moved bool // the second chunk, of two pages
 		held  int  // pages
 	}{
-		"nothing":  {func(*testing.T, *Engine, SpaceID) {}, true, 6},
-		"cleared":  {func(_ *testing.T, e *Engine, sp SpaceID) { e.ClearSpace(sp) }, false, 0},
-		"dropped":  {func(_ *testing.T, e *Engine, sp SpaceID) { _, _ = e.Drop(sp, 4, h[4*32:6*32]) }, false, 4},
-		"replaced": {func(t *testing.T, e *Engine, _ SpaceID) { moveStore(t, e, 0, nil, h) }, false, 8},
+		"nothing": {func(*testing.T, *Engine, SpaceID) {}, true, 6},
+		"cleared": {func(_ *testing.T, e *Engine, sp SpaceID) { e.ClearSpace(sp) }, false, 0},
+		"dropped": {func(_ *testing.T, e *Engine, sp SpaceID) {
+			_,
+				_ = e.Drop(sp, 4, h[4*32:6*32])
+		}, false, 4},
+		"replaced": {func(t *testing.T, e *Engine, _ SpaceID) { moveStore(t, e, 0, nil, h) }, false,
+			8},
 		"removed": {func(t *testing.T, e *Engine, _ SpaceID) {
 			if err := e.RemoveRegion(1); !errors.Is(err, tiers.ErrBusy) {
 				t.Error(err)
@@ -424,10 +440,13 @@ func TestMoveMeanwhile(t *testing.T) {
 				t.Fatal(err)
 			}
 			moves, next, _, err := e.NextMoves(1, 0, 5, false, nil, nil)
-			if err != nil || len(moves) != 2 || next != -1 || !bytes.Equal(moves[1].Hashes, h[4*32:6*32]) || !bytes.Equal(moves[1].Prev, h[3*32:4*32]) || len(moves[0].Prev) != 0 {
+			if err != nil || len(moves) != 2 || next != -1 ||
+				!bytes.Equal(moves[1].Hashes, h[4*32:6*32]) ||
+				!bytes.Equal(moves[1].Prev, h[3*32:4*32]) || len(moves[0].Prev) != 0 {
 				t.Fatal(moves, next, err)
 			}
-			if again, _, _, err := e.NextMoves(1, 0, 5, true, nil, nil); len(again) != 0 || err != nil {
+			if again, _, _, err := e.NextMoves(1, 0, 5, true, nil, nil); len(again) != 0 ||
+				err != nil {
 				t.Fatal("moved twice at once: ", again, err)
 			}
 			c.do(t, e, sp)
@@ -492,7 +511,8 @@ func TestMoveKeepsWhatTiersHave(t *testing.T) {
 	}
 }
 
-// TestMoveManyContinuations: a chunk with more of them than a slice of the lock takes along keeps them all.
+// TestMoveManyContinuations: a chunk with more of them than a slice of the lock takes along keeps
+// them all.
 func TestMoveManyContinuations(t *testing.T) {
 	t.Parallel()
 	g := tiers.Geometry{PageBytes: 16, PagesPerChunk: 1, PageTokens: 1, DigestBytes: 32}
@@ -520,7 +540,8 @@ func TestMoveManyContinuations(t *testing.T) {
 	}
 }
 
-// TestClearWhileMoving: what is on its way to a region that the clearing of its space has been to already is cleared nonetheless.
+// TestClearWhileMoving: what is on its way to a region that the clearing of its space has been to
+// already is cleared nonetheless.
 func TestClearWhileMoving(t *testing.T) {
 	t.Parallel()
 	g := tiers.Geometry{PageBytes: 16, PagesPerChunk: 1, PageTokens: 1, DigestBytes: 32}
@@ -549,7 +570,8 @@ func TestClearWhileMoving(t *testing.T) {
 				default:
 				}
 				var err error
-				if moves, from, buf, err = e.NextMoves(2, max(from, 0), 8, true, buf, moves[:0]); err != nil {
+				if moves, from, buf, err = e.NextMoves(2, max(from, 0), 8, true, buf,
+					moves[:0]); err != nil {
 					t.Error(err)
 					return
 				}
@@ -564,7 +586,8 @@ func TestClearWhileMoving(t *testing.T) {
 		<-started
 		e.ClearSpace(sp)
 		if st := e.Stats(); st.Pages != 0 {
-			t.Errorf("%d pages are there after the space was cleared, %d chunks had moved", st.Pages, st.Moved)
+			t.Errorf("%d pages are there after the space was cleared, %d chunks had moved",
+				st.Pages, st.Moved)
 		}
 		close(stop)
 		mover.Wait()
@@ -580,7 +603,8 @@ func BenchmarkMove(b *testing.B) {
 	}
 	defer e.Close()
 	const slots = 4096
-	if err := errors.Join(e.AddCarvedRegion(1, g, slots, packed(g)), e.AddCarvedRegion(2, g, slots, packed(g))); err != nil {
+	if err := errors.Join(e.AddCarvedRegion(1, g, slots, packed(g)), e.AddCarvedRegion(2, g, slots,
+		packed(g))); err != nil {
 		b.Fatal(err)
 	}
 	sp, _ := e.OpenSpace(tiers.FingerprintOf([]byte("bench")), g)

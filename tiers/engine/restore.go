@@ -28,7 +28,8 @@ type Restored struct {
 	Unverified bool // its bytes are to be checked before anybody reads them: see NextVerify
 }
 
-// staged is a slot that Restore was told of and EndRestore has yet to make ready. Its digests are in the region already.
+// staged is a slot that Restore was told of and EndRestore has yet to make ready. Its digests are
+// in the region already.
 type staged struct {
 	order      uint64
 	ref        uint32 // 0: it was told of twice, or cannot be restored
@@ -49,24 +50,28 @@ type stagedRegion struct {
 	back   map[uint32]bool // slots that Unrestore was told of
 }
 
-// batch is the index entries of many pages. Those of part i of the index are together, and end at ends[i].
+// batch is the index entries of many pages. Those of part i of the index are together, and end at
+// ends[i].
 type batch struct {
 	entries []uint64
 	ends    *[parts]uint16
 }
 
-// The index is filled in parts, by the upper bits of the tags, each of which fits into a core's cache.
+// The index is filled in parts, by the upper bits of the tags, each of which fits into a core's
+// cache.
 const (
 	partBits = 10
 	parts    = 1 << partBits
-	// batchEntries are ordered by parts at a time. That fits as well. Less than minBatch are not worth it.
+	// batchEntries are ordered by parts at a time. That fits as well. Less than minBatch are not
+	// worth it.
 	batchEntries = 1 << 15
 	minBatch     = 4 * parts
 )
 
 func partOf(entry uint64) int { return int(entry >> (64 - partBits)) }
 
-// staging is all that is staged. What grows with the slots lies off the Go heap, so that it is gone when it is over.
+// staging is all that is staged. What grows with the slots lies off the Go heap, so that it is gone
+// when it is over.
 type staging struct {
 	regions map[*carved]*stagedRegion
 	slots   pile[staged]
@@ -108,11 +113,13 @@ func (p *pile[T]) close() {
 	*p = pile[T]{}
 }
 
-// Placement is where the slots of a carved region lie in it: slot i begins at Offset + i × Stride. In bytes.
+// Placement is where the slots of a carved region lie in it: slot i begins at Offset + i × Stride.
+// In bytes.
 type Placement struct{ Offset, Stride int64 }
 
-// AddCarvedRegion gives the engine a region that is carved for a geometry from the start. Its slots lie where the caller says, and all offsets that the engine
-// answers are by that. ErrBusy: there is no room for another region, or one is being carved.
+// AddCarvedRegion gives the engine a region that is carved for a geometry from the start. Its slots
+// lie where the caller says, and all offsets that the engine answers are by that. ErrBusy: there is
+// no room for another region, or one is being carved.
 func (e *Engine) AddCarvedRegion(id uint32, g tiers.Geometry, slots int, at Placement) error {
 	if err := g.Validate(e.cfg.MinPageBytes); err != nil {
 		return err
@@ -125,7 +132,8 @@ func (e *Engine) AddCarvedRegion(id uint32, g tiers.Geometry, slots int, at Plac
 		return invalid("region %d of %d slots of %d bytes", id, slots, bytes)
 	}
 	if at.Offset < 0 || at.Stride < bytes || at.Stride > (math.MaxInt64-at.Offset)/int64(slots) {
-		return invalid("region %d of %d slots of %d bytes, from byte %d on every %d", id, slots, bytes, at.Offset, at.Stride)
+		return invalid("region %d of %d slots of %d bytes, from byte %d on every %d", id, slots,
+			bytes, at.Offset, at.Stride)
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -151,9 +159,10 @@ func (e *Engine) AddCarvedRegion(id uint32, g tiers.Geometry, slots int, at Plac
 	return nil
 }
 
-// RemoveRegion drops all that a region holds and takes it from the engine. ErrBusy: something in it is leased or being filled, or a region is being
-// carved. In the first case nothing in the region can be found, nor is more granted; call again when these uses have ended. It lets go of the lock between
-// slices of its work.
+// RemoveRegion drops all that a region holds and takes it from the engine. ErrBusy: something in it
+// is leased or being filled, or a region is being carved. In the first case nothing in the region
+// can be found, nor is more granted; call again when these uses have ended. It lets go of the lock
+// between slices of its work.
 func (e *Engine) RemoveRegion(id uint32) error {
 	e.restores.Lock()
 	defer e.restores.Unlock()
@@ -167,7 +176,8 @@ func (e *Engine) RemoveRegion(id uint32) error {
 		return fmt.Errorf("%w: region %d", tiers.ErrNotFound, id)
 	}
 	a := e.areaOf(id)
-	if a != nil && e.carving || a == nil && regions[0].class == nil { // one of its pieces, perhaps, or it
+	if a != nil && e.carving || a == nil && regions[0].class == nil {
+		// one of its pieces, perhaps, or it
 		return fmt.Errorf("%w: a region is being carved", tiers.ErrBusy)
 	}
 	if a != nil {
@@ -205,7 +215,8 @@ func (e *Engine) RemoveRegion(id uint32) error {
 	return nil
 }
 
-// doomAll drops all that a region holds, which is the caller's region of that id, or a piece of it. It lets go of the lock between slices of its work.
+// doomAll drops all that a region holds, which is the caller's region of that id, or a piece of it.
+// It lets go of the lock between slices of its work.
 func (e *Engine) doomAll(id uint32, r *region) error {
 	a, mem := r.area, r.mem
 	for i := 0; i < r.fresh; i++ {
@@ -226,8 +237,9 @@ func (e *Engine) doomAll(id uint32, r *region) error {
 	return nil
 }
 
-// Spoil has a slot that is in use never be granted again: its memory has turned out to be bad. What it holds is the caller's to drop. It lasts until the region is removed or
-// carved again. false: there is no such slot, or it is free.
+// Spoil has a slot that is in use never be granted again: its memory has turned out to be bad. What
+// it holds is the caller's to drop. It lasts until the region is removed or carved again. false:
+// there is no such slot, or it is free.
 func (e *Engine) Spoil(region, slot uint32) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -239,16 +251,19 @@ func (e *Engine) Spoil(region, slot uint32) bool {
 	return true
 }
 
-// dropRegion takes a region that is not carved out of the books. Its number stays, for the next region that is added.
+// dropRegion takes a region that is not carved out of the books. Its number stays, for the next
+// region that is added.
 func (e *Engine) dropRegion(r *region) {
 	delete(e.byID, r.id)
 	e.bytes -= r.size
 	*r = region{num: r.num, firstGen: r.firstGen}
 }
 
-// Restore tells of slots that are to be ready again, in regions that are carved and in which nothing was ever stored. It may be called any number of
-// times, for any region, also concurrently for different ones, and takes effect with EndRestore. ErrInvalid, with nothing of the call in effect: an entry that
-// no engine can have had, or a slot that a call before told of. What entries point to is not kept.
+// Restore tells of slots that are to be ready again, in regions that are carved and in which
+// nothing was ever stored. It may be called any number of times, for any region, also concurrently
+// for different ones, and takes effect with EndRestore. ErrInvalid, with nothing of the call in
+// effect: an entry that no engine can have had, or a slot that a call before told of. What entries
+// point to is not kept.
 func (e *Engine) Restore(region uint32, entries []Restored) error {
 	e.restores.RLock()
 	defer e.restores.RUnlock()
@@ -256,7 +271,8 @@ func (e *Engine) Restore(region uint32, entries []Restored) error {
 	if err != nil {
 		return err
 	}
-	// Most of the time goes into the digests' memory, which is touched for the first time here. Nobody else looks at it yet.
+	// Most of the time goes into the digests' memory, which is touched for the first time here.
+	// Nobody else looks at it yet.
 	r := of.r
 	for i := range entries {
 		x, s := &entries[i], &block[i]
@@ -285,7 +301,8 @@ func (e *Engine) Restore(region uint32, entries []Restored) error {
 	return nil
 }
 
-// keep writes digests as records keep them, and the index's entries of these, which follow on one another from rec on.
+// keep writes digests as records keep them, and the index's entries of these, which follow on one
+// another from rec on.
 func (s *space) keep(to []uint64, hashes []byte, entries []uint64, rec uint32) {
 	words := len(to) / len(entries)
 	for i := range entries {
@@ -333,8 +350,10 @@ func (of *stagedRegion) file() {
 	of.open = of.open[:0]
 }
 
-// stage notes all of some entries that others may see, in their order. What it leaves is to be filled in without the lock. It also answers the spaces by their ids.
-func (e *Engine) stage(region uint32, entries []Restored) (*stagedRegion, []staged, []*space, error) {
+// stage notes all of some entries that others may see, in their order. What it leaves is to be
+// filled in without the lock. It also answers the spaces by their ids.
+func (e *Engine) stage(region uint32, entries []Restored) (*stagedRegion, []staged, []*space,
+	error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.closed {
@@ -355,9 +374,13 @@ func (e *Engine) stage(region uint32, entries []Restored) (*stagedRegion, []stag
 			return nil, nil, nil, err
 		}
 		d := s.g.DigestBytes
-		if s.class != r.class || int64(x.Slot) >= int64(len(r.slots)) || x.Pages < 1 || x.Pages > r.ppc || x.First < 0 || x.First > maxPage-x.Pages ||
-			x.First%r.ppc != 0 || r.slots[x.Slot].granted != 0 || len(x.Hashes) != x.Pages*d || len(x.Prev) != 0 && (len(x.Prev) != d || x.First == 0) {
-			return nil, nil, nil, invalid("slot %d of region %d restored with pages %d to %d of space %d", x.Slot, region, x.First, x.First+x.Pages-1, x.Space)
+		if s.class != r.class || int64(x.Slot) >= int64(len(r.slots)) || x.Pages < 1 ||
+			x.Pages > r.ppc || x.First < 0 || x.First > maxPage-x.Pages ||
+			x.First%r.ppc != 0 || r.slots[x.Slot].granted != 0 || len(x.Hashes) != x.Pages*d ||
+			len(x.Prev) != 0 && (len(x.Prev) != d || x.First == 0) {
+			return nil, nil, nil, invalid(
+				"slot %d of region %d restored with pages %d to %d of space %d", x.Slot, region,
+				x.First, x.First+x.Pages-1, x.Space)
 		}
 		pages += x.Pages
 	}
@@ -409,9 +432,11 @@ func (e *Engine) stagedIn(r *region, pages int) (*stagedRegion, error) {
 	return of, nil
 }
 
-// EndRestore makes the slots ready that Restore was told of, in their order, and answers how many. One that another slot makes
-// redundant, one of a region that was stored to meanwhile and one with a page that is held as another page of its prefix are left free; OnGone
-// is told of them. It holds the lock throughout, for half a second a million chunks of 16 pages: it is for before the engine is in use.
+// EndRestore makes the slots ready that Restore was told of, in their order, and answers how many.
+// One that another slot makes redundant, one of a region that was stored to meanwhile and one with
+// a page that is held as another page of its prefix are left free; OnGone is told of them. It holds
+// the lock throughout, for half a second a million chunks of 16 pages: it is for before the engine
+// is in use.
 func (e *Engine) EndRestore() (chunks int) {
 	e.restores.Lock()
 	defer e.restores.Unlock()
@@ -446,7 +471,8 @@ func (e *Engine) EndRestore() (chunks int) {
 		}
 	}
 	// Prefixes that came before their continuations are their parents by now; the others follow.
-	for _, x := range waiting { // unless an odd one has replaced it; its parent is whole, so none has replaced that
+	for _, x := range waiting {
+		// unless an odd one has replaced it; its parent is whole, so none has replaced that
 		if _, s := e.slot(x.ref); s.state == ready && e.orphan(x.ref) {
 			e.adopt(x.parent, x.ref)
 		}
@@ -462,7 +488,8 @@ func (e *Engine) EndRestore() (chunks int) {
 	return chunks
 }
 
-// inParallel calls f for 0 to n-1 on all processors, each time with the number of the worker that it is, below workers().
+// inParallel calls f for 0 to n-1 on all processors, each time with the number of the worker that
+// it is, below workers().
 func inParallel(n int, f func(worker, i int)) {
 	var next atomic.Int64
 	var wait sync.WaitGroup
@@ -498,15 +525,17 @@ func (s *slotSet) has(ref uint32) bool {
 	return bits != nil && bits[i/64]>>(i%64)&1 != 0
 }
 
-// misfit is a slot with the number of its pages that are entered with all others and must not be in the index.
+// misfit is a slot with the number of its pages that are entered with all others and must not be in
+// the index.
 type misfit struct {
 	ref   uint32
 	pages int
 	space *space
 }
 
-// takeStaged takes the slots that can be restored from the free ones of their regions, as ready ones without a page. It answers the regions that have some,
-// and the slots in these that Unrestore was told of.
+// takeStaged takes the slots that can be restored from the free ones of their regions, as ready
+// ones without a page. It answers the regions that have some, and the slots in these that Unrestore
+// was told of.
 func (e *Engine) takeStaged(all []*stagedRegion) (here []*stagedRegion, dropped []misfit) {
 	for _, of := range all {
 		// The region may have been removed since, carved anew, or stored to.
@@ -586,8 +615,9 @@ func (p *perSpace) end() {
 	p.n = 0
 }
 
-// indexStaged indexes the pages of staged slots, and answers which slots it left for restoreOdd: those with a page that is indexed already, as another slot
-// holds it too. Each processor has a part of the index to itself at a time.
+// indexStaged indexes the pages of staged slots, and answers which slots it left for restoreOdd:
+// those with a page that is indexed already, as another slot holds it too. Each processor has a
+// part of the index to itself at a time.
 func (e *Engine) indexStaged(all []*stagedRegion) *slotSet {
 	odd := &slotSet{}
 	t := &e.idx.cur
@@ -622,14 +652,17 @@ func (e *Engine) indexStaged(all []*stagedRegion) *slotSet {
 			x := &tallies[worker]
 			from, end := part*len(t.words)/parts, (part+1)*len(t.words)/parts
 			for i := range batches {
-				for run := batches[i].part(part); len(run) > 0; run = run[min(len(run), lineWords):] {
+				for run := batches[i].part(part); len(run) > 0; run = run[min(len(run),
+					lineWords):] {
 					x.seen |= run[0]
 				}
 			}
 			for i := range batches {
 				n, left := e.enterAll(batches[i].part(part), uint32(end), x.left)
 				x.entered, x.left = x.entered+n, left
-				if i == 0 && dense { // what will be written to is read first, but for what the first entries take the fault for
+				if i == 0 && dense {
+					// what will be written to is read first, but for what the first entries take
+					// the fault for
 					for i := from; i < end; i += lineWords {
 						x.seen |= t.words[i]
 					}
@@ -679,13 +712,15 @@ func (of *stagedRegion) each(f func(x *staged)) {
 	}
 }
 
-// enterAll enters pages whose places are below end, but for those that are indexed already or find no place below it: these it appends to left.
+// enterAll enters pages whose places are below end, but for those that are indexed already or find
+// no place below it: these it appends to left.
 func (e *Engine) enterAll(pages []uint64, end uint32, left []uint64) (entered int, _ []uint64) {
 	t := &e.idx.cur
 	words := t.words
 	for _, w := range pages {
 		at := t.home(uint32(w >> 32))
-		for at < end && words[at] != 0 && (uint32(words[at]>>32) != uint32(w>>32) || !e.alike(uint32(words[at]), uint32(w))) {
+		for at < end && words[at] != 0 && (uint32(words[at]>>32) != uint32(w>>32) ||
+			!e.alike(uint32(words[at]), uint32(w))) {
 			at++
 		}
 		if at == end || words[at] != 0 {
@@ -706,14 +741,16 @@ func (e *Engine) alike(a, b uint32) bool {
 	}
 	i, posA := q.split(a & recordMask)
 	j, posB := r.split(b & recordMask)
-	return q.slots[i].space == r.slots[j].space && slices.Equal(q.digest(i, int(posA)), r.digest(j, int(posB)))
+	return q.slots[i].space == r.slots[j].space && slices.Equal(q.digest(i, int(posA)),
+		r.digest(j, int(posB)))
 }
 
 // unindex removes the pages of a slot from the index, as far as they are there.
 func (e *Engine) unindex(x misfit) {
 	r, _ := e.slot(x.ref)
 	for pos := range x.pages {
-		e.idx.cur.removeIf(entry(x.space.tagOfRecord(r.digest(x.ref&recordMask, pos)), r.record(x.ref, pos)))
+		e.idx.cur.removeIf(entry(x.space.tagOfRecord(r.digest(x.ref&recordMask, pos)),
+			r.record(x.ref, pos)))
 	}
 }
 
@@ -734,9 +771,11 @@ type restoring struct {
 	parent uint32 // 0: it has none, or none is found
 }
 
-// placeStaged has the slots that are not odd hold their pages, and finds their parents. It answers them in their order, and apart, in their order too, those that
-// are to be looked at again: the odd ones, and those whose parent may be one of these.
-func (e *Engine) placeStaged(all []*stagedRegion, odd *slotSet) (todo []restoring, later []*staged) {
+// placeStaged has the slots that are not odd hold their pages, and finds their parents. It answers
+// them in their order, and apart, in their order too, those that are to be looked at again: the odd
+// ones, and those whose parent may be one of these.
+func (e *Engine) placeStaged(all []*stagedRegion, odd *slotSet) (todo []restoring,
+	later []*staged) {
 	var blocks [][]staged
 	n := 0
 	for _, of := range all {
@@ -791,7 +830,8 @@ func (e *Engine) placeStaged(all []*stagedRegion, odd *slotSet) (todo []restorin
 	return byOrder(runs, room), later
 }
 
-// parentGroup is some slots whose parents are found together, so that the cache misses overlap, and what a worker has besides.
+// parentGroup is some slots whose parents are found together, so that the cache misses overlap, and
+// what a worker has besides.
 type parentGroup struct {
 	n     int
 	x     [64]*staged
@@ -816,7 +856,8 @@ func (e *Engine) findParents(g *parentGroup) {
 	for _, home := range g.homes[:n] {
 		g.seen |= t.words[home]
 	}
-	for i, home := range g.homes[:n] { // the first entry with the tag: nearly always the page itself
+	for i, home := range g.homes[:n] {
+		// the first entry with the tag: nearly always the page itself
 		w := t.words[home]
 		for at := home; w != 0 && uint32(w>>32) != g.tags[i]; {
 			at = t.next(at)
@@ -849,7 +890,8 @@ func byOrder(runs [][]restoring, room []restoring) []restoring {
 			least, most = min(least, run[i].order), max(most, run[i].order)
 		}
 	}
-	// By digits, the last first: these are mostly numbers without large gaps, so there are few digits.
+	// By digits, the last first: these are mostly numbers without large gaps, so there are few
+	// digits.
 	const digit = 11
 	out := make([]restoring, n)
 	for shift := 0; shift == 0 || n > 0 && (most-least)>>shift > 0; shift += digit {
@@ -874,8 +916,8 @@ func byOrder(runs [][]restoring, room []restoring) []restoring {
 	return room
 }
 
-// restoreAll puts slots into their prefixes, in their order, and makes them known to the policy. They are still to be settled. It answers those that have a parent
-// whose own turn came later.
+// restoreAll puts slots into their prefixes, in their order, and makes them known to the policy.
+// They are still to be settled. It answers those that have a parent whose own turn came later.
 func (e *Engine) restoreAll(todo []restoring) (waiting []restoring) {
 	const group = 128 // that is read first, in a loop of its own, so that the cache misses overlap
 	var refs [group]uint32
@@ -888,7 +930,8 @@ func (e *Engine) restoreAll(todo []restoring) (waiting []restoring) {
 			r := e.regions[ref>>recordBits]
 			seen |= r.slots[ref&recordMask].stamp | uint64(r.kin[ref&recordMask].parent)
 		}
-		for left := refs[:len(some)]; len(left) > 0; { // by classes: each policy knows its own slots only
+		for left := refs[:len(some)]; len(left) > 0; {
+			// by classes: each policy knows its own slots only
 			c, n := e.regions[left[0]>>recordBits].class, 1
 			for n < len(left) && e.regions[left[n]>>recordBits].class == c {
 				n++
@@ -907,7 +950,8 @@ func (e *Engine) restoreAll(todo []restoring) (waiting []restoring) {
 	return waiting
 }
 
-// idleOf is which of some slots that have just become ready are to be settled: what has a continuation stays as it is.
+// idleOf is which of some slots that have just become ready are to be settled: what has a
+// continuation stays as it is.
 func (e *Engine) idleOf(todo []restoring) []int {
 	const piece = 1 << 14
 	found := make([][]int, (len(todo)+piece-1)/piece)
@@ -921,7 +965,8 @@ func (e *Engine) idleOf(todo []restoring) []int {
 	return slices.Concat(found...)
 }
 
-// restore puts a slot whose pages are indexed into its prefix and makes it known to the policy. It is still to be settled. false: it has a parent that is yet to be restored.
+// restore puts a slot whose pages are indexed into its prefix and makes it known to the policy. It
+// is still to be settled. false: it has a parent that is yet to be restored.
 func (e *Engine) restore(ref, parent uint32) bool {
 	r, s := e.slot(ref)
 	e.tick++
@@ -942,7 +987,8 @@ func (e *Engine) restore(ref, parent uint32) bool {
 	return there
 }
 
-// restoreOdd does all that for a slot whose pages are not indexed yet; false: it is free again, as it adds nothing or cannot be.
+// restoreOdd does all that for a slot whose pages are not indexed yet; false: it is free again, as
+// it adds nothing or cannot be.
 func (e *Engine) restoreOdd(x *staged) bool {
 	r, s := e.slot(x.ref)
 	pages := int(s.granted)
@@ -966,7 +1012,8 @@ func (e *Engine) restoreOdd(x *staged) bool {
 	return true
 }
 
-// parentOf is the slot that holds the page before a slot's first, whose digest prev begins with. 0: none does.
+// parentOf is the slot that holds the page before a slot's first, whose digest prev begins with. 0:
+// none does.
 func (e *Engine) parentOf(s *slot, prev []byte) uint32 {
 	sp := e.spaces[s.space]
 	rec, _ := e.seek(sp, prev[:sp.g.DigestBytes])
@@ -988,12 +1035,14 @@ func (e *Engine) Room(g tiers.Geometry) (slots, free int) {
 	return 0, 0
 }
 
-// Unrestore takes back what Restore was told of a slot, before EndRestore. Restore cannot be told of it again.
+// Unrestore takes back what Restore was told of a slot, before EndRestore. Restore cannot be told
+// of it again.
 func (e *Engine) Unrestore(region, slot uint32) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	r := e.byID[region]
-	if r == nil || e.staging.regions[r.mem] == nil || int64(slot) >= int64(len(r.slots)) || r.slots[slot].granted == 0 {
+	if r == nil || e.staging.regions[r.mem] == nil || int64(slot) >= int64(len(r.slots)) ||
+		r.slots[slot].granted == 0 {
 		return
 	}
 	of := e.staging.regions[r.mem]

@@ -11,7 +11,8 @@ import (
 	"lookaside/tiers"
 )
 
-var restoreGeometry = tiers.Geometry{PageBytes: 256, PagesPerChunk: 4, PageTokens: 16, DigestBytes: 16}
+var restoreGeometry = tiers.Geometry{PageBytes: 256, PagesPerChunk: 4, PageTokens: 16,
+	DigestBytes: 16}
 
 // packed is slots one behind the other.
 func packed(g tiers.Geometry) Placement {
@@ -27,7 +28,8 @@ func fixedEngine(t testing.TB, regions, slots int) *Engine {
 	}
 	t.Cleanup(e.Close)
 	for i := range regions {
-		if err := e.AddCarvedRegion(uint32(10+i), restoreGeometry, slots, packed(restoreGeometry)); err != nil {
+		if err := e.AddCarvedRegion(uint32(10+i), restoreGeometry, slots,
+			packed(restoreGeometry)); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -43,7 +45,8 @@ func fixedEngine(t testing.TB, regions, slots int) *Engine {
 	return e
 }
 
-// treeHashes is the digests of a random walk from the root of a tree of prompts: walks share their beginnings.
+// treeHashes is the digests of a random walk from the root of a tree of prompts: walks share their
+// beginnings.
 func treeHashes(rnd *rand.Rand, pages int) []byte {
 	var out []byte
 	path := uint64(1)
@@ -78,14 +81,16 @@ func dump(e *Engine) map[uint32][]Restored {
 				continue
 			}
 			ref := r.num<<recordBits | uint32(i)
-			x := Restored{Slot: uint32(i), Space: SpaceID(s.space), First: int(s.chunk) * r.ppc, Pages: int(s.pages), Order: s.stamp}
+			x := Restored{Slot: uint32(i), Space: SpaceID(s.space), First: int(s.chunk) * r.ppc,
+				Pages: int(s.pages), Order: s.stamp}
 			var buf [32]byte
 			for pos := range int(s.pages) {
 				x.Hashes = append(x.Hashes, r.digestBytes(uint32(i), pos, &buf)...)
 			}
 			if !e.orphan(ref) {
 				p := e.kin(ref).parent
-				x.Prev = slices.Clone(e.regions[p>>recordBits].digestBytes(p&recordMask, r.ppc-1, &buf))
+				x.Prev = slices.Clone(e.regions[p>>recordBits].digestBytes(p&recordMask, r.ppc-1,
+					&buf))
 			}
 			out[r.id] = append(out[r.id], x)
 		}
@@ -93,7 +98,8 @@ func dump(e *Engine) map[uint32][]Restored {
 	return out
 }
 
-// alike asks two engines, the second of which was told of the first one's slots, for the same prefixes.
+// alike asks two engines, the second of which was told of the first one's slots, for the same
+// prefixes.
 func alike(t *testing.T, seed uint64, rnd *rand.Rand, a, b *Engine, owners ...Owner) {
 	t.Helper()
 	for range 300 {
@@ -106,7 +112,8 @@ func alike(t *testing.T, seed uint64, rnd *rand.Rand, a, b *Engine, owners ...Ow
 	}
 }
 
-// TestRestore: an engine that was told of the slots of another one answers as that one, and its books are in order.
+// TestRestore: an engine that was told of the slots of another one answers as that one, and its
+// books are in order.
 func TestRestore(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(40) {
@@ -142,7 +149,8 @@ func TestRestore(t *testing.T) {
 	}
 }
 
-// TestRestoreKeepsOne: of what is redundant, told of twice or contradictory one is kept, and the rest is free.
+// TestRestoreKeepsOne: of what is redundant, told of twice or contradictory one is kept, and the
+// rest is free.
 func TestRestoreKeepsOne(t *testing.T) {
 	t.Parallel()
 	e := fixedEngine(t, 2, 8)
@@ -152,19 +160,29 @@ func TestRestoreKeepsOne(t *testing.T) {
 		region uint32
 		r      Restored
 	}{
-		{10, Restored{Slot: 3, Space: 1, Pages: 2, Hashes: h[:2*d], Order: 1}},                              // the shorter version
-		{11, Restored{Slot: 0, Space: 1, Pages: 4, Hashes: h[:4*d], Order: 2}},                              //
-		{11, Restored{Slot: 1, Space: 1, Pages: 4, Hashes: h[:4*d], Order: 3}},                              // a duplicate
-		{10, Restored{Slot: 5, Space: 1, First: 4, Pages: 4, Prev: h[3*d : 4*d], Hashes: h[4*d:]}},          // before its prefix
-		{10, Restored{Slot: 6, Space: 1, First: 8, Pages: 4, Hashes: h[4*d:], Order: 9}},                    // the same pages in another place
-		{10, Restored{Slot: 7, Space: 2, First: 4, Pages: 4, Prev: h[:d], Hashes: h[4*d:], Order: 10}},      // of the other space, its prefix unknown
-		{11, Restored{Slot: 7, Space: 2, First: 400, Pages: 1, Prev: h[:d], Hashes: h[:d], Order: 1 << 60}}, //
+		// the shorter version
+		{10, Restored{Slot: 3, Space: 1, Pages: 2, Hashes: h[:2*d], Order: 1}},
+		//
+		{11, Restored{Slot: 0, Space: 1, Pages: 4, Hashes: h[:4*d], Order: 2}},
+		// a duplicate
+		{11, Restored{Slot: 1, Space: 1, Pages: 4, Hashes: h[:4*d], Order: 3}},
+		// before its prefix
+		{10, Restored{Slot: 5, Space: 1, First: 4, Pages: 4, Prev: h[3*d : 4*d], Hashes: h[4*d:]}},
+		// the same pages in another place
+		{10, Restored{Slot: 6, Space: 1, First: 8, Pages: 4, Hashes: h[4*d:], Order: 9}},
+		// of the other space, its prefix unknown
+		{10, Restored{Slot: 7, Space: 2, First: 4, Pages: 4, Prev: h[:d], Hashes: h[4*d:],
+			Order: 10}},
+		//
+		{11, Restored{Slot: 7, Space: 2, First: 400, Pages: 1, Prev: h[:d], Hashes: h[:d],
+			Order: 1 << 60}},
 	} {
 		if err := e.Restore(x.region, []Restored{x.r}); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if err := e.Restore(10, []Restored{{Slot: 5, Space: 1, Pages: 1, Hashes: h[:d]}}); !errors.Is(err, tiers.ErrInvalid) {
+	if err := e.Restore(10, []Restored{{Slot: 5, Space: 1, Pages: 1, Hashes: h[:d]}}); !errors.Is(
+		err, tiers.ErrInvalid) {
 		t.Errorf("a slot told of twice: %v", err)
 	}
 	if n := e.EndRestore(); n != 5 {
@@ -181,24 +199,30 @@ func TestRestoreKeepsOne(t *testing.T) {
 	}
 
 	for _, x := range []Restored{
-		{Slot: 8, Space: 1, Pages: 1, Hashes: h[:d]}, {Space: 1, Pages: 0}, {Space: 1, Pages: 5, Hashes: h[:5*d]}, {Space: 1, First: 2, Pages: 1, Hashes: h[:d]},
-		{Space: 1, First: -4, Pages: 1, Hashes: h[:d]}, {Space: 1, First: maxPage, Pages: 1, Hashes: h[:d]}, {Space: 1, Pages: 2, Hashes: h[:d]},
-		{Space: 1, Pages: 1, Hashes: h[:d], Prev: h[:d]}, {Space: 1, First: 4, Pages: 1, Hashes: h[:d], Prev: h[:1]},
+		{Slot: 8, Space: 1, Pages: 1, Hashes: h[:d]}, {Space: 1, Pages: 0},
+		{Space: 1, Pages: 5, Hashes: h[:5*d]}, {Space: 1, First: 2, Pages: 1, Hashes: h[:d]},
+		{Space: 1, First: -4, Pages: 1, Hashes: h[:d]}, {Space: 1, First: maxPage, Pages: 1,
+			Hashes: h[:d]}, {Space: 1, Pages: 2, Hashes: h[:d]},
+		{Space: 1, Pages: 1, Hashes: h[:d], Prev: h[:d]}, {Space: 1, First: 4, Pages: 1,
+			Hashes: h[:d], Prev: h[:1]},
 	} {
 		f := fixedEngine(t, 1, 8)
-		if err := f.Restore(10, []Restored{{Space: 1, Pages: 1, Hashes: h[:d]}, x}); !errors.Is(err, tiers.ErrInvalid) {
+		if err := f.Restore(10, []Restored{{Space: 1, Pages: 1, Hashes: h[:d]}, x}); !errors.Is(err,
+			tiers.ErrInvalid) {
 			t.Errorf("%+v: %v", x, err)
 		}
 		if n := f.EndRestore(); n != 0 {
 			t.Errorf("%+v: %d chunks", x, n)
 		}
 	}
-	if err := e.Restore(10, []Restored{{Space: 1, Pages: 1, Hashes: h[:d]}}); !errors.Is(err, tiers.ErrBusy) {
+	if err := e.Restore(10, []Restored{{Space: 1, Pages: 1, Hashes: h[:d]}}); !errors.Is(err,
+		tiers.ErrBusy) {
 		t.Error(err)
 	}
 }
 
-// TestRestoreMany: so many pages are restored that they are ordered by parts of the index, also where tags are few; what was taken back meanwhile is not there.
+// TestRestoreMany: so many pages are restored that they are ordered by parts of the index, also
+// where tags are few; what was taken back meanwhile is not there.
 func TestRestoreMany(t *testing.T) {
 	t.Parallel()
 	const slots = batchEntries/4 + 1000 // of 4 pages: more than a batch
@@ -262,7 +286,8 @@ func TestRestoreMany(t *testing.T) {
 			}
 		}
 		if got := b.EndRestore(); got != want-200 || b.Stats().Duplicates != 200 {
-			t.Fatalf("seed %d: %d of %d chunks, %d there twice", seed, got, want-200, b.Stats().Duplicates)
+			t.Fatalf("seed %d: %d of %d chunks, %d there twice", seed, got, want-200,
+				b.Stats().Duplicates)
 		}
 		if err := b.Check(); err != nil {
 			t.Fatalf("seed %d: %v", seed, err)
@@ -286,14 +311,16 @@ func TestRestoreMany(t *testing.T) {
 			for _, x := range all {
 				was := prev[fmt.Sprint(x.Space, x.Hashes)]
 				if string(x.Prev) != was && (len(x.Prev) > 0 || !gone[was]) {
-					t.Fatalf("seed %d: the chunk from page %d on continues %x, and continued %x", seed, x.First, x.Prev, was)
+					t.Fatalf("seed %d: the chunk from page %d on continues %x, and continued %x",
+						seed, x.First, x.Prev, was)
 				}
 			}
 		}
 	}
 }
 
-// TestRestoreClasses: chunks of two sizes that were stored in turns are restored together, more of them than are read ahead at a time.
+// TestRestoreClasses: chunks of two sizes that were stored in turns are restored together, more of
+// them than are read ahead at a time.
 func TestRestoreClasses(t *testing.T) {
 	t.Parallel()
 	const slots = 400 // a region
@@ -337,12 +364,14 @@ func TestRestoreClasses(t *testing.T) {
 	}
 }
 
-// TestCloseSpaceRestored: a space that chunks are to be restored of is in use, or they would be another's.
+// TestCloseSpaceRestored: a space that chunks are to be restored of is in use, or they would be
+// another's.
 func TestCloseSpaceRestored(t *testing.T) {
 	t.Parallel()
 	e := fixedEngine(t, 1, 8)
 	h := treeHashes(rand.New(rand.NewPCG(1, 1)), 4)
-	if err := e.Restore(10, []Restored{{Slot: 3, Space: 1, Pages: 4, Hashes: h, Order: 1}}); err != nil {
+	if err := e.Restore(10, []Restored{{Slot: 3, Space: 1, Pages: 4, Hashes: h,
+		Order: 1}}); err != nil {
 		t.Fatal(err)
 	}
 	e.RemoveOwner(1)
@@ -353,7 +382,8 @@ func TestCloseSpaceRestored(t *testing.T) {
 	e.Unrestore(10, 4)
 	e.Unrestore(10, 8)
 	e.Unrestore(11, 3)
-	if err := e.Restore(10, []Restored{{Slot: 3, Space: 2, Pages: 4, Hashes: h, Order: 1}}); !errors.Is(err, tiers.ErrInvalid) {
+	if err := e.Restore(10, []Restored{{Slot: 3, Space: 2, Pages: 4, Hashes: h,
+		Order: 1}}); !errors.Is(err, tiers.ErrInvalid) {
 		t.Fatalf("a slot that was taken back: %v", err)
 	}
 	if n := e.EndRestore(); n != 0 {
@@ -367,7 +397,8 @@ func TestCloseSpaceRestored(t *testing.T) {
 	}
 }
 
-// TestRemoveRegion: what a region held cannot be found at once, it goes when nobody uses it any more, and its number serves another.
+// TestRemoveRegion: what a region held cannot be found at once, it goes when nobody uses it any
+// more, and its number serves another.
 func TestRemoveRegion(t *testing.T) {
 	t.Parallel()
 	rnd := rand.New(rand.NewPCG(4, 4))
@@ -425,7 +456,8 @@ func TestRemoveRegion(t *testing.T) {
 	}
 }
 
-// TestNoExtend: a longer version of a chunk gets a slot of its own, and the shorter one goes at its commit.
+// TestNoExtend: a longer version of a chunk gets a slot of its own, and the shorter one goes at its
+// commit.
 func TestNoExtend(t *testing.T) {
 	t.Parallel()
 	e := fixedEngine(t, 1, 4)
@@ -457,7 +489,8 @@ func BenchmarkRestore(b *testing.B) {
 	rnd := rand.New(rand.NewPCG(1, 1))
 	hashes := make([]byte, 512*ppc*32)
 	for b.Loop() {
-		e, err := New(Config{FixedRegions: true, NoExtend: true, OwnerShare: 1, ArenaLimitBytes: chunks * ppc * 4096})
+		e, err := New(Config{FixedRegions: true, NoExtend: true, OwnerShare: 1,
+			ArenaLimitBytes: chunks * ppc * 4096})
 		if err != nil {
 			b.Fatal(err)
 		}
@@ -474,7 +507,9 @@ func BenchmarkRestore(b *testing.B) {
 			for j := from; j < from+ppc*32; j += 8 {
 				binary.LittleEndian.PutUint64(hashes[j:], rnd.Uint64())
 			}
-			if entries = append(entries, Restored{Slot: uint32(i), Space: id, Pages: ppc, Hashes: hashes[from : from+ppc*32], Order: uint64(i)}); len(entries) < cap(entries) {
+			if entries = append(entries, Restored{Slot: uint32(i), Space: id, Pages: ppc,
+				Hashes: hashes[from : from+ppc*32], Order: uint64(i)}); len(entries) < cap(
+				entries) {
 				continue
 			}
 			if err := e.Restore(1, entries); err != nil {

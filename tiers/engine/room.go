@@ -1,10 +1,14 @@
 package engine
 
-// Room is what PreparePromotion could reserve or lease now, in chunks. It is an estimate: a slot that nobody uses may still be no victim.
+// Room is what PreparePromotion could reserve or lease now, in chunks. It is an estimate: a slot
+// that nobody uses may still be no victim.
 type Room struct {
-	Budget int // of the part of the slots that may be promoted into at a time: it frees itself as promotions end
-	Share  int // of the owner's share, and of the slots that nobody uses: it frees itself as leases end
-	Most   int // with all of both: what wants more may as well not wait for it
+	// of the part of the slots that may be promoted into at a time: it frees itself as promotions
+	// end
+	Budget int
+	// of the owner's share, and of the slots that nobody uses: it frees itself as leases end
+	Share int
+	Most  int // with all of both: what wants more may as well not wait for it
 }
 
 // PromotionRoom is the room for the lookups of an owner.
@@ -24,6 +28,8 @@ func (e *Engine) PromotionRoom(o Owner) (Room, error) {
 		}
 	}
 	return Room{
-		Budget: max(0, c.promotable-c.promoting), Share: max(0, min(c.limit-ow.slots.n, idle, c.most-c.busy)), Most: min(c.promotable, c.limit, all, c.most-c.frozen),
+		Budget: max(0, c.promotable-c.promoting),
+		Share:  max(0, min(c.limit-ow.slots.n, idle, c.most-c.busy)),
+		Most:   min(c.promotable, c.limit, all, c.most-c.frozen),
 	}, nil
 }

@@ -57,7 +57,8 @@ func keep(e *Engine, tier int, ok bool) (pages []int) {
 	return pages
 }
 
-// TestSelf: an arena that keeps its chunks itself is given all of them at once, but for those that it was given back.
+// TestSelf: an arena that keeps its chunks itself is given all of them at once, but for those that
+// it was given back.
 func TestSelf(t *testing.T) {
 	t.Parallel()
 	woken := [2]int{}
@@ -88,7 +89,8 @@ func TestSelf(t *testing.T) {
 			t.Errorf("chunks of %v pages wait after a promotion from tier %d", got, from)
 		}
 	}
-	if _, err := New(Config{Tiers: []TierAdmission{{Self: true}}}); !errors.Is(err, tiers.ErrInvalid) {
+	if _, err := New(Config{Tiers: []TierAdmission{{Self: true}}}); !errors.Is(err,
+		tiers.ErrInvalid) {
 		t.Errorf("an arena that keeps its chunks itself and extends them: %v", err)
 	}
 
@@ -113,7 +115,8 @@ func TestSelf(t *testing.T) {
 	}
 }
 
-// TestGone: whatever becomes of a chunk, OnGone is told once it is out of the index, and again when a cascade of it has ended.
+// TestGone: whatever becomes of a chunk, OnGone is told once it is out of the index, and again when
+// a cascade of it has ended.
 func TestGone(t *testing.T) {
 	t.Parallel()
 	gone := map[uint32]int{}
@@ -137,7 +140,8 @@ func TestGone(t *testing.T) {
 	}
 }
 
-// TestRecoveredSpaces: the spaces of what is restored are there for whoever opens them, and give way to others.
+// TestRecoveredSpaces: the spaces of what is restored are there for whoever opens them, and give
+// way to others.
 func TestRecoveredSpaces(t *testing.T) {
 	t.Parallel()
 	e := keptEngine(t, Config{MaxSpaces: 3})
@@ -148,16 +152,19 @@ func TestRecoveredSpaces(t *testing.T) {
 			t.Fatal(err)
 		}
 		if i < 2 {
-			entries = append(entries, Restored{Slot: uint32(i), Space: id, Pages: 4, Hashes: line(4), Order: uint64(10 - i)})
+			entries = append(entries, Restored{Slot: uint32(i), Space: id, Pages: 4,
+				Hashes: line(4), Order: uint64(10 - i)})
 		}
 	}
-	if _, err := e.RecoverSpace(tiers.Fingerprint{9}, restoreGeometry); !errors.Is(err, tiers.ErrBusy) {
+	if _, err := e.RecoverSpace(tiers.Fingerprint{9}, restoreGeometry); !errors.Is(err,
+		tiers.ErrBusy) {
 		t.Errorf("a fourth space is recovered: %v", err)
 	}
 	if err := e.Restore(1, entries); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := e.OpenSpace(tiers.Fingerprint{9}, restoreGeometry); !errors.Is(err, tiers.ErrBusy) {
+	if _, err := e.OpenSpace(tiers.Fingerprint{9}, restoreGeometry); !errors.Is(err,
+		tiers.ErrBusy) {
 		t.Errorf("a fourth space is opened while they are restored: %v", err)
 	}
 	if n := e.EndRestore(); n != 2 {
@@ -180,8 +187,10 @@ func TestRecoveredSpaces(t *testing.T) {
 	spaces := func() (out []byte) {
 		for _, s := range e.Spaces() {
 			out = append(out, s.Fingerprint[0])
-			if want := restoreGeometry.PageTokens; s.Fingerprint[0] != 1 && s.Fingerprint[0] != 2 && s.Geometry.PageTokens != want {
-				t.Errorf("space %d has pages of %d tokens, want %d", s.Fingerprint[0], s.Geometry.PageTokens, want)
+			if want := restoreGeometry.PageTokens; s.Fingerprint[0] != 1 && s.Fingerprint[0] != 2 &&
+				s.Geometry.PageTokens != want {
+				t.Errorf("space %d has pages of %d tokens, want %d", s.Fingerprint[0],
+					s.Geometry.PageTokens, want)
 			}
 		}
 		return out
@@ -194,7 +203,8 @@ func TestRecoveredSpaces(t *testing.T) {
 	if got := spaces(); string(got) != string([]byte{0, 11, 10}) {
 		t.Errorf("spaces %v", got)
 	}
-	if _, err := e.OpenSpace(tiers.Fingerprint{12}, restoreGeometry); !errors.Is(err, tiers.ErrBusy) {
+	if _, err := e.OpenSpace(tiers.Fingerprint{12}, restoreGeometry); !errors.Is(err,
+		tiers.ErrBusy) {
 		t.Errorf("one more than there may be: %v", err)
 	}
 	if n, err := e.Lookup(1, 1, 0, line(4)); n != 4 || err != nil {

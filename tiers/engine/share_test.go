@@ -6,7 +6,8 @@ import (
 	"lookaside/tiers"
 )
 
-// TestSharesMakeOnePrefix has two owners store every other chunk, committed in either order: what is continued must outlive its continuation as ever.
+// TestSharesMakeOnePrefix has two owners store every other chunk, committed in either order: what
+// is continued must outlive its continuation as ever.
 func TestSharesMakeOnePrefix(t *testing.T) {
 	const other = Owner(2)
 	for _, first := range []Owner{me, other} {
@@ -40,7 +41,8 @@ func TestSharesMakeOnePrefix(t *testing.T) {
 	}
 }
 
-// TestLostShareIsMissed has the other owner die, and then the chunks that it had be stored by whoever comes.
+// TestLostShareIsMissed has the other owner die, and then the chunks that it had be stored by
+// whoever comes.
 func TestLostShareIsMissed(t *testing.T) {
 	const other = Owner(2)
 	b := newBench(t, 8, 1, Config{})
@@ -61,7 +63,8 @@ func TestLostShareIsMissed(t *testing.T) {
 	b.wantHits(6, p)
 }
 
-// TestLookupOfSeveralLoads has a lookup be taken over by three loads, one of which finds a chunk bad.
+// TestLookupOfSeveralLoads has a lookup be taken over by three loads, one of which finds a chunk
+// bad.
 func TestLookupOfSeveralLoads(t *testing.T) {
 	b := newBench(t, 8, 2, Config{LeaseDeadline: 100})
 	const scheduler = Owner(9)

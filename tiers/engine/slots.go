@@ -22,20 +22,32 @@ const (
 type flags uint8
 
 const (
-	doomed    flags = 1 << iota // ready or filling, out of the index for good; freed when nobody uses it
-	promoting                   // filling from a tier: lookups lease it meanwhile, and it stays until FinishPromotion whoever gives up
-	twin                        // ready, promoted while a store was first with the same chunk: freed when nobody uses it, if that still is there
-	reused                      // ready, used since it was stored or grew, and queued for the tiers that admit that
-	cold                        // ready, taken out of the policy's order to be written to the tiers below before it is evicted
-	moving                      // ready, being copied to another slot: not extended meanwhile; or filling, and that slot
-	moved                       // ready, and another slot has what it holds since: freed when nobody uses it, if that still is there; or foreign, and it has been copied: freed then in any case
-	spoiled                     // its memory is bad: never granted again once it is free
+	// ready or filling, out of the index for good; freed when nobody uses it
+	doomed flags = 1 << iota
+	// filling from a tier: lookups lease it meanwhile, and it stays until FinishPromotion whoever
+	// gives up
+	promoting
+	// ready, promoted while a store was first with the same chunk: freed when nobody uses it, if
+	// that still is there
+	twin
+	// ready, used since it was stored or grew, and queued for the tiers that admit that
+	reused
+	// ready, taken out of the policy's order to be written to the tiers below before it is evicted
+	cold
+	// ready, being copied to another slot: not extended meanwhile; or filling, and that slot
+	moving
+	// ready, and another slot has what it holds since: freed when nobody uses it, if that still is
+	// there; or foreign, and it has been copied: freed then in any case
+	moved
+	spoiled // its memory is bad: never granted again once it is free
 
-	// unverified, of a ready slot: restored, and nobody reads it before its bytes were checked. A slot that is promoting is filling, so that both are one bit.
+	// unverified, of a ready slot: restored, and nobody reads it before its bytes were checked. A
+	// slot that is promoting is filling, so that both are one bit.
 	unverified = promoting
 )
 
-// slot is the engine's account of one slot: a cache line with all of it that a lookup of the whole chunk reads and writes. The rest is its kin.
+// slot is the engine's account of one slot: a cache line with all of it that a lookup of the whole
+// chunk reads and writes. The rest is its kin.
 type slot struct {
 	stamp    uint64 // tick of the last use; a prefix inherits that of a continuation that leaves
 	gen      uint32 // rises each time the slot becomes free
@@ -47,23 +59,27 @@ type slot struct {
 	space    uint16
 	state    state
 	flags    flags
-	last     [4]uint64 // digest of the page at the chunk's last position; outlives the slot's becoming free
+	// digest of the page at the chunk's last position; outlives the slot's becoming free
+	last [4]uint64
 }
 
 // kin is what a slot hangs on, and what hangs on it.
 type kin struct {
 	parent    uint32 // the slot of the chunk before, if it was held when this one came
 	parentGen uint32 // generation of parent; another one there now means that the parent is gone
-	next      uint32 // of a held slot with a parent: the next one with that parent, by ref; of a free slot: the next free one plus one
-	prev      uint32 // of a held slot with a parent: the one before
-	child     uint32 // the first slot whose parent this is
+	// of a held slot with a parent: the next one with that parent, by ref; of a free slot: the next
+	// free one plus one
+	next  uint32
+	prev  uint32 // of a held slot with a parent: the one before
+	child uint32 // the first slot whose parent this is
 }
 
-// link chains the records of one page that several slots hold. The one without prev is in the index.
+// link chains the records of one page that several slots hold. The one without prev is in the
+// index.
 type link struct{ next, prev uint32 }
 
-// region is an array of slots of one geometry with their records. It is all of a region that was added carved, or a piece of one that
-// stores carve.
+// region is an array of slots of one geometry with their records. It is all of a region that was
+// added carved, or a piece of one that stores carve.
 type region struct {
 	id   uint32 // by which the caller knows where it lies
 	num  uint32 // the engine's, from 1: the upper bits of refs
@@ -72,11 +88,12 @@ type region struct {
 
 	class    *class // nil: the number is not in use
 	draining bool   // hands out no slots
-	retired  bool   // draining, and nothing in it is evicted; see Drain. Otherwise what drains is being emptied
-	at       Placement
-	ppc      int
-	shift    int8 // its logarithm if it is a power of two, else -1
-	words    int  // of a digest
+	// draining, and nothing in it is evicted; see Drain. Otherwise what drains is being emptied
+	retired bool
+	at      Placement
+	ppc     int
+	shift   int8 // its logarithm if it is a power of two, else -1
+	words   int  // of a digest
 
 	slots   []slot
 	kin     []kin    // by slot
@@ -123,8 +140,9 @@ type class struct {
 	open                *region     // where a slot was free last, nil: nowhere yet
 	block               *tableBlock // for the tables of the next piece, if they fit; nil: none yet
 
-	foreign   *class // of the slots for what peers lend of the same geometry; nil: there are none (yet)
-	isForeign bool   // it is that of another class
+	// of the slots for what peers lend of the same geometry; nil: there are none (yet)
+	foreign   *class
+	isForeign bool // it is that of another class
 }
 
 func (c *class) slotBytes() int64 { return c.geometry.PageBytes * int64(c.geometry.PagesPerChunk) }
@@ -166,7 +184,8 @@ func (e *Engine) kin(ref uint32) *kin {
 	return &e.regions[ref>>recordBits].kin[ref&recordMask]
 }
 
-// split is the slot of a record in its region, and the position in it. The division would be a good part of a lookup's time.
+// split is the slot of a record in its region, and the position in it. The division would be a good
+// part of a lookup's time.
 func (r *region) split(rec uint32) (slot, pos uint32) {
 	if r.shift >= 0 {
 		return rec >> (r.shift & 31), rec & uint32(r.ppc-1)
@@ -190,7 +209,8 @@ func (e *Engine) at(record uint32, page int) bool {
 
 // offset is where page pos of a slot lies in its region.
 func (r *region) offset(ref uint32, pos int) uint64 {
-	return uint64(r.at.Offset) + uint64(ref&recordMask)*uint64(r.at.Stride) + uint64(pos)*uint64(r.class.geometry.PageBytes)
+	return uint64(r.at.Offset) + uint64(ref&recordMask)*uint64(r.at.Stride) + uint64(pos)*uint64(
+		r.class.geometry.PageBytes)
 }
 
 // where is the region, as workers know it, and the offset of page pos of a slot.
@@ -241,7 +261,8 @@ func (e *Engine) touch(ref uint32) {
 	}
 }
 
-// offer lets a slot be evicted from now on: it is ready, nobody uses it, and it has no continuation.
+// offer lets a slot be evicted from now on: it is ready, nobody uses it, and it has no
+// continuation.
 func (e *Engine) offer(ref uint32) {
 	r, s := e.slot(ref)
 	switch {
@@ -269,7 +290,8 @@ func (e *Engine) hold(ref uint32) {
 	}
 }
 
-// register tells the policy of a slot that has just become ready, and whose place in its prefix is known.
+// register tells the policy of a slot that has just become ready, and whose place in its prefix is
+// known.
 func (e *Engine) register(ref uint32) {
 	r, s := e.slot(ref)
 	sp := e.spaceOf(r, s)
@@ -282,7 +304,8 @@ func (e *Engine) register(ref uint32) {
 	e.unsum(ref)
 }
 
-// pin takes a lease on a ready slot. The policy is told of the use when the lease ends: until then it has no say, and an answer need not wait for it.
+// pin takes a lease on a ready slot. The policy is told of the use when the lease ends: until then
+// it has no say, and an answer need not wait for it.
 func (e *Engine) pin(ref uint32) {
 	r, s := e.slot(ref)
 	if s.idle() {
@@ -301,8 +324,8 @@ func (e *Engine) pin(ref uint32) {
 	}
 }
 
-// workSteps is how much a policy does at a time, and after the leases of how many chunks have ended or begun to be stored: a lookup's answer
-// does not wait for it.
+// workSteps is how much a policy does at a time, and after the leases of how many chunks have ended
+// or begun to be stored: a lookup's answer does not wait for it.
 const workSteps = 32
 
 // work counts chunks after which the policy may do what it has put off.
@@ -324,8 +347,8 @@ func (e *Engine) unpin(ref uint32) {
 	}
 }
 
-// settle puts a ready slot that nobody uses any more where it belongs: back to the free ones if it is out of the index or adds nothing to
-// it, to the evictable ones if it has no continuation.
+// settle puts a ready slot that nobody uses any more where it belongs: back to the free ones if it
+// is out of the index or adds nothing to it, to the evictable ones if it has no continuation.
 func (e *Engine) settle(ref uint32) {
 	r, s := e.slot(ref)
 	switch {
@@ -352,8 +375,9 @@ func (e *Engine) settle(ref uint32) {
 // redundant says whether another slot holds all that this one holds, and is there to stay.
 func (e *Engine) redundant(ref uint32) bool { return e.heir(ref) != 0 }
 
-// heir is such a slot, 0 if there is none. It holds the last page, as a page's digest names the whole prefix. It looks beyond the neighbours among those that share that
-// page only where these have been moved away.
+// heir is such a slot, 0 if there is none. It holds the last page, as a page's digest names the
+// whole prefix. It looks beyond the neighbours among those that share that page only where these
+// have been moved away.
 func (e *Engine) heir(ref uint32) uint32 {
 	r, s := e.slot(ref)
 	l := r.links[int(ref&recordMask)*r.ppc+int(s.pages)-1]
@@ -395,7 +419,8 @@ func (e *Engine) hang(parent, child uint32) {
 	p.children++
 }
 
-// unhang undoes that. What has been orphaned is in no list: its siblings may be other chunks by now.
+// unhang undoes that. What has been orphaned is in no list: its siblings may be other chunks by
+// now.
 func (e *Engine) unhang(child uint32) {
 	c := e.kin(child)
 	_, p := e.slot(c.parent)
@@ -411,7 +436,8 @@ func (e *Engine) unhang(child uint32) {
 	*c = kin{child: c.child}
 }
 
-// bequeath hands what continues a slot to another that holds the same chunk. Beyond clearSlice of them they are left without a parent.
+// bequeath hands what continues a slot to another that holds the same chunk. Beyond clearSlice of
+// them they are left without a parent.
 func (e *Engine) bequeath(ref uint32) {
 	k := e.kin(ref)
 	if k.child == 0 {
@@ -466,8 +492,9 @@ func (e *Engine) disown(ref uint32) {
 	}
 }
 
-// enter indexes pages [from, to) of a slot, whose digests are written. It undoes itself and answers false if one of them is held as another
-// page of its prefix, which no honest client can bring about.
+// enter indexes pages [from, to) of a slot, whose digests are written. It undoes itself and answers
+// false if one of them is held as another page of its prefix, which no honest client can bring
+// about.
 func (e *Engine) enter(ref uint32, from, to int) bool {
 	r, s := e.slot(ref)
 	sp := e.spaces[s.space]
@@ -530,7 +557,8 @@ func (e *Engine) linkAfter(head, rec uint32) {
 	h.next = rec
 }
 
-// retract takes a slot's pages from page from on out of the index; where another slot has the page too, that one takes its place.
+// retract takes a slot's pages from page from on out of the index; where another slot has the page
+// too, that one takes its place.
 func (e *Engine) retract(ref uint32, from int) {
 	r, s := e.slot(ref)
 	sp := e.spaces[s.space]
@@ -555,7 +583,8 @@ func (e *Engine) retract(ref uint32, from int) {
 	s.pages = uint16(from)
 }
 
-// unlink takes one page of a slot, by its tag, out of the index, and says whether no other slot of its space has it.
+// unlink takes one page of a slot, by its tag, out of the index, and says whether no other slot of
+// its space has it.
 func (e *Engine) unlink(tag uint32, r *region, ref uint32, pos int) (gone bool) {
 	e.linkSteps++
 	at := int(ref&recordMask)*r.ppc + pos
@@ -578,7 +607,8 @@ func (e *Engine) unlink(tag uint32, r *region, ref uint32, pos int) (gone bool) 
 	return gone
 }
 
-// leave takes a ready slot out of the index, out of its prefix and out of the order of eviction; evicted says that it is for room.
+// leave takes a ready slot out of the index, out of its prefix and out of the order of eviction;
+// evicted says that it is for room.
 func (e *Engine) leave(ref uint32, evicted bool) {
 	r, s := e.slot(ref)
 	e.unqueue(ref, evicted)
@@ -607,7 +637,8 @@ func (e *Engine) gone(ref uint32) {
 	}
 }
 
-// doom drops what a slot holds: at once if nobody uses it, else it leaves the index now and is freed after its last use.
+// doom drops what a slot holds: at once if nobody uses it, else it leaves the index now and is
+// freed after its last use.
 func (e *Engine) doom(ref uint32) {
 	_, s := e.slot(ref)
 	if s.doomed() {
@@ -654,10 +685,12 @@ func (e *Engine) release(ref uint32) {
 	}
 }
 
-// maxStrays bounds the victims in regions that hand out no slots which a call passes on its way to one elsewhere.
+// maxStrays bounds the victims in regions that hand out no slots which a call passes on its way to
+// one elsewhere.
 const maxStrays = 64
 
-// victim is the slot of a class that its policy would evict next. Slots of regions that are being emptied may be dropped on the way.
+// victim is the slot of a class that its policy would evict next. Slots of regions that are being
+// emptied may be dropped on the way.
 func (e *Engine) victim(c *class) (ref uint32, ok bool) {
 	for range maxStrays {
 		if ref, ok = c.policy.Victim(); !ok {
@@ -675,7 +708,8 @@ func (e *Engine) victim(c *class) (ref uint32, ok bool) {
 	return 0, false
 }
 
-// evict makes room by dropping the end of a prefix of a class: one that was written ahead, or the policy's choice. It answers false if there is none.
+// evict makes room by dropping the end of a prefix of a class: one that was written ahead, or the
+// policy's choice. It answers false if there is none.
 func (e *Engine) evict(c *class) bool {
 	for range maxStrays {
 		ref := c.coldFirst
@@ -724,7 +758,8 @@ func (e *Engine) alloc(s *space, chunk, pages int) uint32 {
 	return e.take(c.open, s, chunk, pages)
 }
 
-// nextOpen returns the first region of a class, from the given one on, that has a free slot. There must be one.
+// nextOpen returns the first region of a class, from the given one on, that has a free slot. There
+// must be one.
 func (c *class) nextOpen(first int) *region {
 	for k := range c.regions {
 		if r := c.regions[(first+k)%len(c.regions)]; r.free > 0 && !r.draining {
@@ -750,7 +785,8 @@ func (e *Engine) take(r *region, s *space, chunk, pages int) uint32 {
 	r.class.free--
 	s.chunks++
 	r.lastUse = e.tick
-	r.slots[i] = slot{stamp: e.tick, gen: gen, chunk: uint32(chunk), granted: uint16(pages), space: s.id, state: filling}
+	r.slots[i] = slot{stamp: e.tick, gen: gen, chunk: uint32(chunk), granted: uint16(pages),
+		space: s.id, state: filling}
 	r.kin[i] = kin{}
 	e.wantVictims(r.class)
 	return r.num<<recordBits | i
@@ -763,16 +799,18 @@ type carved struct {
 
 	slots   []slot
 	kin     []kin
-	digests []uint64           // nil: a slot has one page
-	routes  []route            // nil: not wanted
-	places  []place            // likewise
-	sums    []chunkSum         // likewise
-	links   *dax.Table[link]   // by record; hardly any are ever written, so they take no huge pages of the block
-	index   *dax.Table[uint64] // nil: not wanted
+	digests []uint64   // nil: a slot has one page
+	routes  []route    // nil: not wanted
+	places  []place    // likewise
+	sums    []chunkSum // likewise
+	// by record; hardly any are ever written, so they take no huge pages of the block
+	links *dax.Table[link]
+	index *dax.Table[uint64] // nil: not wanted
 }
 
-// tableBlock is memory that the tables of some pieces of one geometry lie in, one behind another: each of its own would be too small for huge pages, without which
-// each look at a slot takes longer.
+// tableBlock is memory that the tables of some pieces of one geometry lie in, one behind another:
+// each of its own would be too small for huge pages, without which each look at a slot takes
+// longer.
 type tableBlock struct {
 	table *dax.Table[byte]
 	rest  []byte       // that is in no piece's use and never was; carving's alone
@@ -800,7 +838,8 @@ type tableSpec struct {
 }
 
 func (t *tableSpec) bytes() int {
-	n := dax.CutBytes[slot](t.slots) + dax.CutBytes[kin](t.slots) + dax.CutBytes[uint64](t.digests())
+	n := dax.CutBytes[slot](t.slots) + dax.CutBytes[kin](t.slots) + dax.CutBytes[uint64](
+		t.digests())
 	if t.routes {
 		n += dax.CutBytes[route](t.slots)
 	}
@@ -815,7 +854,8 @@ func (t *tableSpec) bytes() int {
 
 func (t *tableSpec) digests() int { return t.slots * (t.ppc - 1) * t.words }
 
-// makeCarved makes tables in a block if that has room for them, else in a new one. The caller's hold on the block, which may be nil, becomes the result's, or ends.
+// makeCarved makes tables in a block if that has room for them, else in a new one. The caller's
+// hold on the block, which may be nil, becomes the result's, or ends.
 func makeCarved(block *tableBlock, spec tableSpec) (_ *carved, err error) {
 	bytes := spec.bytes()
 	if block != nil && len(block.rest) < bytes {
@@ -858,7 +898,8 @@ func makeCarved(block *tableBlock, spec tableSpec) (_ *carved, err error) {
 	return c, nil
 }
 
-// close gives the memory back, as far as it is no other's. A carved of a block alone ends a hold on that.
+// close gives the memory back, as far as it is no other's. A carved of a block alone ends a hold on
+// that.
 func (c *carved) close() {
 	if len(c.part) > 0 {
 		dax.Discard(c.part)

@@ -6,28 +6,30 @@ import (
 
 // Counters only rise.
 type Counters struct {
-	Lookups       uint64 // answered
-	LookupPages   uint64 // asked for in them
-	HitPages      uint64 // answered as held
-	Stores        uint64 // prepared
-	StoredPages   uint64 // committed
-	HeldPages     uint64 // asked to be stored and held already
-	ShedPages     uint64 // asked to be stored without room
-	Loads         uint64
-	LoadPages     uint64
-	LentPages     uint64 // leased to other sidecars
-	Duplicates    uint64 // chunks freed because others hold all that they hold
-	Replaced      uint64 // chunks freed because a longer version was stored
-	Extended      uint64 // chunks extended in place
-	Evictions     uint64 // chunks dropped for room
-	EvictedPages  uint64
-	Expired       uint64 // lookups ended by their deadline
-	Cleared       uint64 // chunks dropped by ClearSpace
-	Dropped       uint64 // chunks dropped by Drop
-	Bad           uint64 // chunks dropped because their bytes were found bad
-	Verified      uint64 // restored chunks whose bytes were found good
-	VerifyFailed  uint64 // of the bad ones: restored chunks, before anybody used them
-	Rotten        uint64 // of the bad ones: chunks whose bytes had changed since they were committed, or could not be read any more
+	Lookups      uint64 // answered
+	LookupPages  uint64 // asked for in them
+	HitPages     uint64 // answered as held
+	Stores       uint64 // prepared
+	StoredPages  uint64 // committed
+	HeldPages    uint64 // asked to be stored and held already
+	ShedPages    uint64 // asked to be stored without room
+	Loads        uint64
+	LoadPages    uint64
+	LentPages    uint64 // leased to other sidecars
+	Duplicates   uint64 // chunks freed because others hold all that they hold
+	Replaced     uint64 // chunks freed because a longer version was stored
+	Extended     uint64 // chunks extended in place
+	Evictions    uint64 // chunks dropped for room
+	EvictedPages uint64
+	Expired      uint64 // lookups ended by their deadline
+	Cleared      uint64 // chunks dropped by ClearSpace
+	Dropped      uint64 // chunks dropped by Drop
+	Bad          uint64 // chunks dropped because their bytes were found bad
+	Verified     uint64 // restored chunks whose bytes were found good
+	VerifyFailed uint64 // of the bad ones: restored chunks, before anybody used them
+	// of the bad ones: chunks whose bytes had changed since they were committed, or could not be
+	// read any more
+	Rotten        uint64
 	Limited       uint64 // answers cut short by an owner's share or limits
 	Recarved      uint64 // regions emptied for another geometry
 	CarveFailures uint64 // regions that could not be carved for want of memory
@@ -45,7 +47,9 @@ type Counters struct {
 	ForeignBad     uint64 // of those, dropped because their bytes were found bad
 	CopiedChunks   uint64 // copied from peers into the arena
 	CopiedPages    uint64
-	CopiesFailed   uint64 // times that a chunk was to be copied, and there was no room, its bytes could not be read, or its peer had gone
+	// times that a chunk was to be copied, and there was no room, its bytes could not be read, or
+	// its peer had gone
+	CopiesFailed uint64
 }
 
 // Stats is the engine at one moment.
@@ -71,9 +75,10 @@ type Stats struct {
 	OpenLoads     int
 	OpenLoans     int // to other sidecars
 	OpenStores    int
-	Frozen        int  // owners that are said to have frozen and hold something
-	FrozenSlots   int  // that they hold
-	ForeignSlots  int  // slots for what is leased from peers. They count in none of the above but Leases
+	Frozen        int // owners that are said to have frozen and hold something
+	FrozenSlots   int // that they hold
+	// slots for what is leased from peers. They count in none of the above but Leases
+	ForeignSlots  int
 	ForeignUsed   int  // of those, that are not free
 	ForeignLeased int  // of those, that are in use by lookups and loads
 	ForeignPages  int  // that can be found in them; those that the arena has as well count, too
@@ -85,15 +90,18 @@ func (e *Engine) Stats() Stats {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	st := Stats{
-		Counters: e.stats, Regions: len(e.byID) + len(e.areas), CapacityBytes: e.bytes, Leases: e.pins, Unverified: e.Unverified(), Spaces: len(e.byPrint),
-		Owners: len(e.owners), WantRegion: e.waiting, MetadataBytes: int64(len(e.idx.cur.words)+len(e.idx.old.words)) * 8,
+		Counters: e.stats, Regions: len(e.byID) + len(e.areas), CapacityBytes: e.bytes,
+		Leases: e.pins, Unverified: e.Unverified(), Spaces: len(e.byPrint),
+		Owners: len(e.owners), WantRegion: e.waiting,
+		MetadataBytes: int64(len(e.idx.cur.words)+len(e.idx.old.words)) * 8,
 	}
 	for _, r := range e.regions[1 : e.nregion+1] {
 		if r.class == nil {
 			continue
 		}
 		n := len(r.slots)
-		st.MetadataBytes += int64(n)*(64+20+16+4) + int64(n*(r.ppc-1))*int64(8*r.words) + int64(n*r.ppc)*8
+		st.MetadataBytes += int64(n)*(64+20+16+4) + int64(n*(r.ppc-1))*int64(8*r.words) +
+			int64(n*r.ppc)*8
 		if r.foreign {
 			st.ForeignSlots += n
 			st.ForeignUsed += n - r.free
@@ -151,7 +159,8 @@ func (e *Engine) Space(id SpaceID) (SpaceStats, bool) {
 }
 
 func (s *space) stats() SpaceStats {
-	return SpaceStats{ID: SpaceID(s.id), Fingerprint: s.print, Geometry: s.g, Owners: s.owners, Chunks: s.chunks, Pages: s.pages,
+	return SpaceStats{ID: SpaceID(s.id), Fingerprint: s.print, Geometry: s.g, Owners: s.owners,
+		Chunks: s.chunks, Pages: s.pages,
 		Pinned: s.pinner.leases, LastUse: s.lastUse}
 }
 

@@ -14,22 +14,28 @@ type StoreResult struct {
 	Shed  int    // pages for which there is no room
 }
 
-// PrepareStore finds which of the pages from firstPage on are not held and grants slots for them, one grant a chunk, appended to out.
-// firstPage is the first of a chunk, hashes the digests of the pages, prev that of the page before (empty for the first page of all).
-// What is granted stays invisible until CommitStore. A partly filled last chunk is extended in place if nobody else is extending it;
-// otherwise, or with Config.NoExtend, the grant is the whole chunk, from its first page on. ErrBusy: the owner has too many stores.
-func (e *Engine) PrepareStore(o Owner, firstPage int, prev, hashes []byte, out []Grant) (StoreResult, []Grant, error) {
+// PrepareStore finds which of the pages from firstPage on are not held and grants slots for them,
+// one grant a chunk, appended to out. firstPage is the first of a chunk, hashes the digests of the
+// pages, prev that of the page before (empty for the first page of all). What is granted stays
+// invisible until CommitStore. A partly filled last chunk is extended in place if nobody else is
+// extending it; otherwise, or with Config.NoExtend, the grant is the whole chunk, from its first
+// page on. ErrBusy: the owner has too many stores.
+func (e *Engine) PrepareStore(o Owner, firstPage int, prev, hashes []byte,
+	out []Grant) (StoreResult, []Grant, error) {
 	return e.PrepareShare(o, firstPage, prev, hashes, Share{}, out)
 }
 
-// Share is one of the parts into which several owners that hold the same pages divide their stores: the chunks whose number in the prefix leaves Index when
-// divided by Of. With Of 0 or 1 it is all of them.
+// Share is one of the parts into which several owners that hold the same pages divide their stores:
+// the chunks whose number in the prefix leaves Index when divided by Of. With Of 0 or 1 it is all
+// of them.
 type Share struct{ Of, Index int }
 
 func (p Share) has(chunk int) bool { return p.Of <= 1 || chunk%p.Of == p.Index }
 
-// PrepareShare is PrepareStore for a share of the pages' chunks. The result has nothing of the others; they may become visible before or after.
-func (e *Engine) PrepareShare(o Owner, firstPage int, prev, hashes []byte, share Share, out []Grant) (StoreResult, []Grant, error) {
+// PrepareShare is PrepareStore for a share of the pages' chunks. The result has nothing of the
+// others; they may become visible before or after.
+func (e *Engine) PrepareShare(o Owner, firstPage int, prev, hashes []byte, share Share,
+	out []Grant) (StoreResult, []Grant, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	ow, err := e.owner(o)
@@ -41,12 +47,15 @@ func (e *Engine) PrepareShare(o Owner, firstPage int, prev, hashes []byte, share
 	if err != nil {
 		return StoreResult{}, out, err
 	}
-	if firstPage%w.ppc != 0 || len(prev) != w.digest && firstPage != 0 || len(prev) != 0 && firstPage == 0 {
-		return StoreResult{}, out, invalid("store from page %d with %d bytes of the page before: want a multiple of %d with a digest of %d, or page 0 without",
-			firstPage, len(prev), w.ppc, w.digest)
+	if firstPage%w.ppc != 0 || len(prev) != w.digest && firstPage != 0 ||
+		len(prev) != 0 && firstPage == 0 {
+		return StoreResult{}, out,
+			invalid("store from page %d with %d bytes of the page before: want a multiple of %d with a digest of %d, or page 0 without",
+				firstPage, len(prev), w.ppc, w.digest)
 	}
 	if ow.stores >= e.cfg.MaxLookupsPerOwner {
-		return StoreResult{}, out, fmt.Errorf("%w: owner %d has %d stores", tiers.ErrBusy, o, ow.stores)
+		return StoreResult{}, out, fmt.Errorf("%w: owner %d has %d stores", tiers.ErrBusy, o,
+			ow.stores)
 	}
 	e.idx.migrate(migrateStep)
 	refs := e.refs[:w.chunks]
@@ -98,7 +107,9 @@ func (e *Engine) PrepareShare(o Owner, firstPage int, prev, hashes []byte, share
 		if rec, page := e.extendable(sp, &w, i); rec != 0 {
 			ref, _ := e.slotOf(rec)
 			r, s := e.slot(ref)
-			if have := page - start + 1; int(s.pages) == have && s.granted == 0 && s.flags&(moving|unverified) == 0 && !r.draining && ow.slots.add(ref, sp.class.limit) {
+			if have := page - start + 1; int(s.pages) == have && s.granted == 0 &&
+				s.flags&(moving|unverified) == 0 && !r.draining &&
+				ow.slots.add(ref, sp.class.limit) {
 				e.hold(ref)
 				if s.idle() {
 					r.lease()
@@ -107,7 +118,8 @@ func (e *Engine) PrepareShare(o Owner, firstPage int, prev, hashes []byte, share
 				s.stamp, r.lastUse = e.tick, e.tick
 				e.write(ref, &w, start, have, pages)
 				granted = append(granted, ref)
-				out = append(out, Grant{Page: uint32(start + have), Pages: uint32(pages - have), Region: r.id, Offset: r.offset(ref, have)})
+				out = append(out, Grant{Page: uint32(start + have), Pages: uint32(pages - have),
+					Region: r.id, Offset: r.offset(ref, have)})
 				res.Held += have
 				parent = 0
 				continue
@@ -122,7 +134,8 @@ func (e *Engine) PrepareShare(o Owner, firstPage int, prev, hashes []byte, share
 		r, _ := e.slot(ref)
 		e.write(ref, &w, start, 0, pages)
 		granted = append(granted, ref)
-		out = append(out, Grant{Page: uint32(start), Pages: uint32(pages), Region: r.id, Offset: r.offset(ref, 0)})
+		out = append(out, Grant{Page: uint32(start), Pages: uint32(pages), Region: r.id,
+			Offset: r.offset(ref, 0)})
 		parent = 0
 	}
 	sp.class.work(len(granted))
@@ -144,7 +157,8 @@ func (e *Engine) PrepareShare(o Owner, firstPage int, prev, hashes []byte, share
 	return res, out, nil
 }
 
-// extendable is the last held page of a walk's chunk, if the slot that has it may be extended; the record is 0 otherwise.
+// extendable is the last held page of a walk's chunk, if the slot that has it may be extended; the
+// record is 0 otherwise.
 func (e *Engine) extendable(sp *space, w *walk, i int) (record uint32, page int) {
 	if e.cfg.NoExtend {
 		return 0, 0
@@ -170,9 +184,12 @@ func (e *Engine) around(w *walk, prev []byte, granted []uint32) []byte {
 	return b
 }
 
-// probeWithRoom finds which chunks of a walk are held, as probe does, and carves regions while fewer slots are free than chunks are missing. With have, what is
-// missing counts up to the first chunk of which have is 0, and what is lent does not count. It may release the lock, and answers ErrNotFound if the owner has left meanwhile.
-func (e *Engine) probeWithRoom(ow *owner, w *walk, refs []uint32, have []uint16, lent []bool) error {
+// probeWithRoom finds which chunks of a walk are held, as probe does, and carves regions while
+// fewer slots are free than chunks are missing. With have, what is missing counts up to the first
+// chunk of which have is 0, and what is lent does not count. It may release the lock, and answers
+// ErrNotFound if the owner has left meanwhile.
+func (e *Engine) probeWithRoom(ow *owner, w *walk, refs []uint32, have []uint16,
+	lent []bool) error {
 	c := ow.space.class
 	for attempt := 0; ; attempt++ {
 		missing := 0
@@ -212,7 +229,8 @@ func (e *Engine) holds(s *space, rec uint32, page int, d []byte) bool {
 	return sl.state == ready && pos < int(sl.pages) && e.at(rec, page) && e.same(s, rec, d)
 }
 
-// grant takes a slot for a chunk that is to be filled, as a continuation of parent if that is held. 0: there is no room, or the owner has its share.
+// grant takes a slot for a chunk that is to be filled, as a continuation of parent if that is held.
+// 0: there is no room, or the owner has its share.
 func (e *Engine) grant(ow *owner, parent uint32, chunk, pages int) uint32 {
 	if c := ow.space.class; ow.slots.n >= c.limit || c.busy >= c.most {
 		return 0
@@ -224,7 +242,8 @@ func (e *Engine) grant(ow *owner, parent uint32, chunk, pages int) uint32 {
 	return ref
 }
 
-// allocAfter takes a slot for a chunk, as a continuation of parent if that is held. 0: there is no room.
+// allocAfter takes a slot for a chunk, as a continuation of parent if that is held. 0: there is no
+// room.
 func (e *Engine) allocAfter(sp *space, parent uint32, chunk, pages int) uint32 {
 	if parent != 0 {
 		// It must not make room for its own continuation.
@@ -255,7 +274,8 @@ func (e *Engine) write(ref uint32, w *walk, start, from, to int) {
 		r.setDigest(ref&recordMask, to, w.hash(start+to))
 	}
 	at := (start + from - w.first) * w.digest
-	words := r.digests[(int(ref&recordMask)*(r.ppc-1)+from)*r.words:][:(to-from)*r.words] // one after another
+	// one after another
+	words := r.digests[(int(ref&recordMask)*(r.ppc-1)+from)*r.words:][:(to-from)*r.words]
 	d := w.hashes[at:][:8*len(words)]
 	for ; len(words) >= 4; words, d = words[4:], d[32:] {
 		to, from := words[:4:4], d[:32:32]
@@ -269,8 +289,9 @@ func (e *Engine) write(ref uint32, w *walk, start, from, to int) {
 	}
 }
 
-// CommitStore makes what a store was granted visible, but for the grants named in failed by their place among those that PrepareStore
-// appended. ErrStale: the store has ended before; ErrInvalid, with nothing changed: failed names a grant that is not there.
+// CommitStore makes what a store was granted visible, but for the grants named in failed by their
+// place among those that PrepareStore appended. ErrStale: the store has ended before; ErrInvalid,
+// with nothing changed: failed names a grant that is not there.
 func (e *Engine) CommitStore(o Owner, store uint64, failed []uint32) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -317,7 +338,8 @@ func (e *Engine) AbortStore(o Owner, store uint64) error {
 	return nil
 }
 
-// finishGrant ends the filling of a store's slot i; ok says whether its bytes are there. Grants are finished in their order.
+// finishGrant ends the filling of a store's slot i; ok says whether its bytes are there. Grants are
+// finished in their order.
 func (e *Engine) finishGrant(x *lease, i int, ok bool) {
 	ref := x.slots[i]
 	x.owner.slots.sub(ref)
@@ -352,8 +374,9 @@ func (e *Engine) finishGrant(x *lease, i int, ok bool) {
 	e.settle(ref)
 }
 
-// publish makes a slot ready that was filled with pages of which nobody holds the last. before is the digest of the page before, as far as it is known, and of no use if the slot has a parent. false: one of
-// its pages is held as another page of its prefix, and the slot is free again.
+// publish makes a slot ready that was filled with pages of which nobody holds the last. before is
+// the digest of the page before, as far as it is known, and of no use if the slot has a parent.
+// false: one of its pages is held as another page of its prefix, and the slot is free again.
 func (e *Engine) publish(ref uint32, before []byte) bool {
 	r, s := e.slot(ref)
 	pages := int(s.granted)
@@ -380,7 +403,8 @@ func (e *Engine) publish(ref uint32, before []byte) bool {
 	return true
 }
 
-// before is the digest of the page before grant i, as far as the store knows it; a digest of no page otherwise.
+// before is the digest of the page before grant i, as far as the store knows it; a digest of no
+// page otherwise.
 func (e *Engine) before(x *lease, i int, buf *[32]byte) []byte {
 	d := x.owner.space.g.DigestBytes
 	if x.around != nil {
@@ -388,7 +412,8 @@ func (e *Engine) before(x *lease, i int, buf *[32]byte) []byte {
 	}
 	_, s := e.slot(x.slots[i])
 	if i > 0 {
-		// The chunk before may have been a duplicate: its slot is free by now, but not in use again.
+		// The chunk before may have been a duplicate: its slot is free by now, but not in use
+		// again.
 		ref := x.slots[i-1]
 		r, p := e.slot(ref)
 		if p.state == free || p.chunk+1 == s.chunk {
@@ -402,7 +427,8 @@ func (e *Engine) before(x *lease, i int, buf *[32]byte) []byte {
 	return buf[:d]
 }
 
-// adoptNext makes the slot of grant i, which has just become ready, the parent of the chunk that continues it, where another owner's store of that was faster.
+// adoptNext makes the slot of grant i, which has just become ready, the parent of the chunk that
+// continues it, where another owner's store of that was faster.
 func (e *Engine) adoptNext(x *lease, i int, ref uint32) {
 	if x.around == nil {
 		return

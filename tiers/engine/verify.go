@@ -11,13 +11,15 @@ type Verification struct {
 	Hashes []byte // digests of the pages, end to end
 }
 
-// maxShared bounds the slots with a page in common that are looked at for one that is verified. One behind them is not found until those before it are.
+// maxShared bounds the slots with a page in common that are looked at for one that is verified. One
+// behind them is not found until those before it are.
 const maxShared = 16
 
 // Unverified is how many slots hold what was restored and not checked since. It takes no lock.
 func (e *Engine) Unverified() int { return int(e.unverified.Load()) }
 
-// served is a record of the same page as an indexed one whose slot may be read; 0: there is none, or it was not found.
+// served is a record of the same page as an indexed one whose slot may be read; 0: there is none,
+// or it was not found.
 func (e *Engine) served(rec uint32) uint32 {
 	if e.unverified.Load() == 0 {
 		return rec
@@ -42,7 +44,8 @@ func (e *Engine) vouch(s *slot) {
 
 func verifyHandle(ref uint32, s *slot) uint64 { return uint64(s.gen)<<32 | uint64(ref) }
 
-// verifying resolves a handle: a slot that still holds what it did then, and can be found. nil if it does not.
+// verifying resolves a handle: a slot that still holds what it did then, and can be found. nil if
+// it does not.
 func (e *Engine) verifying(handle uint64) (uint32, *slot) {
 	ref, gen := uint32(handle), uint32(handle>>32)
 	n, i := int(ref>>recordBits), int(ref&recordMask)
@@ -55,10 +58,13 @@ func (e *Engine) verifying(handle uint64) (uint32, *slot) {
 	return 0, nil
 }
 
-// NextVerify appends to out the chunks that the run of pages from firstPage on, whose digests are given, needs checked before all that is held of it can be read: those
-// that hold the furthest of its pages in their place of the prefix, also behind gaps. When they are checked there may be others, which share pages with what was dropped.
-// Nothing is leased. Digests are copied into buf, which is answered for its reuse; what was appended is valid as long as its bytes are left alone.
-func (e *Engine) NextVerify(o Owner, firstPage int, hashes, buf []byte, out []Verification) ([]Verification, []byte, error) {
+// NextVerify appends to out the chunks that the run of pages from firstPage on, whose digests are
+// given, needs checked before all that is held of it can be read: those that hold the furthest of
+// its pages in their place of the prefix, also behind gaps. When they are checked there may be
+// others, which share pages with what was dropped. Nothing is leased. Digests are copied into buf,
+// which is answered for its reuse; what was appended is valid as long as its bytes are left alone.
+func (e *Engine) NextVerify(o Owner, firstPage int, hashes, buf []byte,
+	out []Verification) ([]Verification, []byte, error) {
 	buf = buf[:0]
 	if e.unverified.Load() == 0 {
 		return out, buf, nil
@@ -97,7 +103,8 @@ func (e *Engine) NextVerify(o Owner, firstPage int, hashes, buf []byte, out []Ve
 func (e *Engine) verification(ref uint32, buf []byte) (Verification, []byte) {
 	r, s := e.slot(ref)
 	v := Verification{
-		Handle: verifyHandle(ref, s), Space: SpaceID(s.space), Region: r.id, Offset: r.offset(ref, 0), First: int(s.chunk) * r.ppc, Pages: int(s.pages),
+		Handle: verifyHandle(ref, s), Space: SpaceID(s.space), Region: r.id,
+		Offset: r.offset(ref, 0), First: int(s.chunk) * r.ppc, Pages: int(s.pages),
 	}
 	var d [32]byte
 	from := len(buf)
@@ -108,8 +115,9 @@ func (e *Engine) verification(ref uint32, buf []byte) (Verification, []byte) {
 	return v, buf
 }
 
-// EndVerify says what the check of a chunk has found: ok, and from now on it can be read; otherwise it is dropped. A handle of what has left meanwhile changes
-// nothing, nor does one of what somebody else has found good: then it answers false.
+// EndVerify says what the check of a chunk has found: ok, and from now on it can be read; otherwise
+// it is dropped. A handle of what has left meanwhile changes nothing, nor does one of what somebody
+// else has found good: then it answers false.
 func (e *Engine) EndVerify(handle uint64, ok bool) (ended bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()

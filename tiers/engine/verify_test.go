@@ -44,13 +44,16 @@ func (w *world) restoreRegion() {
 		p := w.prefix()
 		first := w.rng.IntN(len(p)) / g.PagesPerChunk * g.PagesPerChunk
 		end := min(first+g.PagesPerChunk, len(p))
-		x := Restored{Slot: uint32(slot), Space: s.id, First: first, Pages: end - first, Hashes: p.digests(first, end, g.DigestBytes), Order: w.rng.Uint64(), Unverified: !w.chance(4)}
+		x := Restored{Slot: uint32(slot), Space: s.id, First: first, Pages: end - first,
+			Hashes: p.digests(first, end, g.DigestBytes), Order: w.rng.Uint64(),
+			Unverified: !w.chance(4)}
 		if first > 0 && !w.chance(4) {
 			x.Prev = p.digests(first-1, first, g.DigestBytes)
 		}
 		for page := first; page < end; page++ {
 			d := p.digests(page, page+1, g.DigestBytes)
-			pattern(w.arena[id][at.Offset+int64(slot)*at.Stride+int64(page-first)*g.PageBytes:][:g.PageBytes], s.fp, d)
+			pattern(w.arena[id][at.Offset+int64(slot)*at.Stride+
+				int64(page-first)*g.PageBytes:][:g.PageBytes], s.fp, d)
 			w.note(p, page, g.DigestBytes)
 			s.restored[string(d)] = true
 			if !x.Unverified {
@@ -87,7 +90,8 @@ func (w *world) commitAll(s *modelSpace, hashes []byte) {
 	}
 }
 
-// nextVerify begins checks of what some prefix needs, and at times ends them all: then everything that is held of it can be read.
+// nextVerify begins checks of what some prefix needs, and at times ends them all: then everything
+// that is held of it can be read.
 func (w *world) nextVerify(s *modelSession) {
 	p := w.prefix()
 	first := w.rng.IntN(len(p))
@@ -97,7 +101,9 @@ func (w *world) nextVerify(s *modelSession) {
 		w.check(err)
 		for _, v := range found {
 			page := max(v.First, first)
-			if v.Space != s.space.id || page >= min(v.First+v.Pages, len(p)) || !bytes.Contains(v.Hashes, p.digests(page, page+1, s.space.g.DigestBytes)) || w.e.Verified(v.Handle) {
+			if v.Space != s.space.id || page >= min(v.First+v.Pages, len(p)) ||
+				!bytes.Contains(v.Hashes, p.digests(page, page+1, s.space.g.DigestBytes)) ||
+				w.e.Verified(v.Handle) {
 				w.fatal("%+v is to be verified for %v from page %d", v, p, first)
 			}
 			w.checks = append(w.checks, modelCheck{s.space, v})
@@ -118,8 +124,10 @@ func (w *world) nextVerify(s *modelSession) {
 	for page := first; page < len(p); page++ {
 		i := page/s.space.g.PagesPerChunk - first/s.space.g.PagesPerChunk
 		start := max(first, page/s.space.g.PagesPerChunk*s.space.g.PagesPerChunk)
-		if found := w.e.find(sp, p.digests(page, page+1, s.space.g.DigestBytes)) != 0; found != (page-start < int(held[i])) {
-			w.fatal("page %d of %v is held: %v; verified from page %d on are %v", page, p, found, first, held)
+		if found := w.e.find(sp, p.digests(page, page+1, s.space.g.DigestBytes)) != 0; found !=
+			(page-start < int(held[i])) {
+			w.fatal("page %d of %v is held: %v; verified from page %d on are %v", page, p, found,
+				first, held)
 		}
 	}
 }
@@ -130,7 +138,8 @@ func (w *world) endVerify() {
 	}
 }
 
-// endCheck ends the i-th check with what the bytes say. That changes nothing if the chunk has left meanwhile.
+// endCheck ends the i-th check with what the bytes say. That changes nothing if the chunk has left
+// meanwhile.
 func (w *world) endCheck(i int) {
 	c := w.checks[i]
 	w.checks = slices.Delete(w.checks, i, i+1)
@@ -143,7 +152,8 @@ func (w *world) endCheck(i int) {
 		}
 		return
 	}
-	good := w.good(c.space, Extent{Region: c.v.Region, Offset: c.v.Offset, Pages: uint32(c.v.Pages)}, c.v.Hashes)
+	good := w.good(c.space, Extent{Region: c.v.Region, Offset: c.v.Offset,
+		Pages: uint32(c.v.Pages)}, c.v.Hashes)
 	w.e.EndVerify(c.v.Handle, good)
 	if w.e.Verified(c.v.Handle) != good {
 		w.fatal("%+v in slot %#x with flags %b was found good: %v", c.v, ref, slot.flags, good)
@@ -156,13 +166,15 @@ func (w *world) endCheck(i int) {
 	}
 }
 
-// verifyItem checks what is being written to a tier, through the engine if that says so. It answers false if it is bad.
+// verifyItem checks what is being written to a tier, through the engine if that says so. It answers
+// false if it is bad.
 func (w *world) verifyItem(c *modelCascade) (good bool) {
 	if c.item.Unverified {
 		if w.chance(2) && w.cascades[c.item.Handle] == nil {
 			return true // later
 		}
-		good = w.good(c.space, Extent{Region: c.item.Region, Offset: c.item.Offset, Pages: uint32(c.item.Pages)}, c.item.Hashes)
+		good = w.good(c.space, Extent{Region: c.item.Region, Offset: c.item.Offset,
+			Pages: uint32(c.item.Pages)}, c.item.Hashes)
 		if good && !w.e.Verified(c.item.VerifyHandle) {
 			if _, s := w.e.verifying(c.item.VerifyHandle); s != nil {
 				w.commitAll(c.space, c.item.Hashes)
@@ -201,7 +213,8 @@ func TestUnverified(t *testing.T) {
 		got := make([]uint16, 3)
 		check(e.Contains(1, 0, h, got))
 		if n != pages || m != pages || !slices.Equal(got, held) {
-			t.Fatalf("%d pages hit, %d pinned, %v contained; want %d and %v", n, m, got, pages, held)
+			t.Fatalf("%d pages hit, %d pinned, %v contained; want %d and %v", n, m, got, pages,
+				held)
 		}
 	}
 	next := func(want ...uint32) []Verification {
@@ -222,9 +235,11 @@ func TestUnverified(t *testing.T) {
 	}
 	check(e.Restore(10, []Restored{
 		{Slot: 1, Space: 1, Pages: 4, Hashes: h[:4*d], Unverified: true},
-		{Slot: 3, Space: 1, First: 4, Pages: 4, Prev: h[3*d : 4*d], Hashes: h[4*d : 8*d], Unverified: true, Order: 1},
+		{Slot: 3, Space: 1, First: 4, Pages: 4, Prev: h[3*d : 4*d], Hashes: h[4*d : 8*d],
+			Unverified: true, Order: 1},
 	}))
-	check(e.Restore(11, []Restored{{Slot: 2, Space: 1, First: 8, Pages: 3, Prev: h[7*d : 8*d], Hashes: h[8*d : 11*d], Order: 2}}))
+	check(e.Restore(11, []Restored{{Slot: 2, Space: 1, First: 8, Pages: 3, Prev: h[7*d : 8*d],
+		Hashes: h[8*d : 11*d], Order: 2}}))
 	if n := e.EndRestore(); n != 3 || e.Unverified() != 2 {
 		t.Fatal(n, e.Unverified())
 	}
@@ -240,7 +255,8 @@ func TestUnverified(t *testing.T) {
 	e.EndVerify(next(1003)[0].Handle, true)
 	expect(11, 4, 4, 3)
 	next()
-	if st := e.Stats(); st.Verified != 2 || st.Bad != 0 || st.Unverified != 0 || e.Unverified() != 0 {
+	if st := e.Stats(); st.Verified != 2 || st.Bad != 0 || st.Unverified != 0 ||
+		e.Unverified() != 0 {
 		t.Fatalf("%+v", st)
 	}
 	e.ClearSpace(1)
@@ -250,7 +266,8 @@ func TestUnverified(t *testing.T) {
 	}
 }
 
-// TestUnverifiedShared: of slots that share pages the verified one is read, and each of the others comes to its check.
+// TestUnverifiedShared: of slots that share pages the verified one is read, and each of the others
+// comes to its check.
 func TestUnverifiedShared(t *testing.T) {
 	e := fixedEngine(t, 2, 8)
 	d := restoreGeometry.DigestBytes
@@ -289,9 +306,11 @@ func TestUnverifiedShared(t *testing.T) {
 	}
 }
 
-// TestUnverifiedUse: what is being written to a tier or moved says that it is to be checked; a move has checked it; none of it is lost count of.
+// TestUnverifiedUse: what is being written to a tier or moved says that it is to be checked; a move
+// has checked it; none of it is lost count of.
 func TestUnverifiedUse(t *testing.T) {
-	e, err := New(Config{FixedRegions: true, NoExtend: true, OwnerShare: 1, Tiers: []TierAdmission{{Admit: AdmitReused}}})
+	e, err := New(Config{FixedRegions: true, NoExtend: true, OwnerShare: 1,
+		Tiers: []TierAdmission{{Admit: AdmitReused}}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -312,7 +331,8 @@ func TestUnverifiedUse(t *testing.T) {
 	}
 	var all []Restored
 	for i := range 4 {
-		all = append(all, Restored{Slot: uint32(i), Space: sp, First: 4 * i, Pages: 4, Hashes: h[4*i*g.DigestBytes : 4*(i+1)*g.DigestBytes], Unverified: true})
+		all = append(all, Restored{Slot: uint32(i), Space: sp, First: 4 * i, Pages: 4,
+			Hashes: h[4*i*g.DigestBytes : 4*(i+1)*g.DigestBytes], Unverified: true})
 	}
 	check(e.Restore(10, all))
 	e.EndRestore()
@@ -321,7 +341,8 @@ func TestUnverifiedUse(t *testing.T) {
 		t.Fatalf("%+v", res)
 	}
 	items, _ := e.NextCascades(0, 9, nil, nil)
-	if len(items) != 4 || !items[0].Unverified || !items[3].Unverified || e.Verified(items[0].VerifyHandle) {
+	if len(items) != 4 || !items[0].Unverified || !items[3].Unverified ||
+		e.Verified(items[0].VerifyHandle) {
 		t.Fatalf("%+v", items)
 	}
 	check(nil)
@@ -334,14 +355,17 @@ func TestUnverifiedUse(t *testing.T) {
 	check(e.Drain(10))
 	moves, _, _, err := e.NextMoves(10, 0, 9, true, nil, nil)
 	check(err)
-	if len(moves) != 3 || moves[0].Unverified || !moves[1].Unverified || !moves[2].Unverified || e.Unverified() != 2 {
+	if len(moves) != 3 || moves[0].Unverified || !moves[1].Unverified || !moves[2].Unverified ||
+		e.Unverified() != 2 {
 		t.Fatalf("%+v", moves)
 	}
-	if !e.EndMove(moves[0].Handle, MoveDone) || !e.EndMove(moves[1].Handle, MoveDone) || e.EndMove(moves[2].Handle, MoveFailed) {
+	if !e.EndMove(moves[0].Handle, MoveDone) || !e.EndMove(moves[1].Handle, MoveDone) ||
+		e.EndMove(moves[2].Handle, MoveFailed) {
 		t.Fatal("moves")
 	}
 	check(nil)
-	if !e.Verified(items[2].VerifyHandle) || e.Verified(items[3].VerifyHandle) || e.Unverified() != 1 {
+	if !e.Verified(items[2].VerifyHandle) || e.Verified(items[3].VerifyHandle) ||
+		e.Unverified() != 1 {
 		t.Fatal("a move has checked what it moved")
 	}
 	e.EndVerify(items[2].VerifyHandle, false) // of the old slot

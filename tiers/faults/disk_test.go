@@ -24,7 +24,8 @@ import (
 
 var (
 	seedFlag   = flag.Uint64("faults.seed", 1, "of what is random")
-	roundsFlag = flag.Int("faults.rounds", 1, "how often the random ones run, each with another seed")
+	roundsFlag = flag.Int("faults.rounds", 1,
+		"how often the random ones run, each with another seed")
 )
 
 // childEnv makes this binary the process that strace runs: see TestErrorsInSystemCalls.
@@ -53,7 +54,8 @@ func TestMain(m *testing.M) {
 }
 
 // The space of all tests here: chunks of 256 KiB.
-var space = tiertest.NewSpace("faults", tiers.Geometry{PageBytes: 64 << 10, PagesPerChunk: 4, PageTokens: 16, DigestBytes: 32})
+var space = tiertest.NewSpace("faults", tiers.Geometry{PageBytes: 64 << 10, PagesPerChunk: 4,
+	PageTokens: 16, DigestBytes: 32})
 
 // chunk is the n-th of endlessly many.
 func chunk(n int) tiers.Run {
@@ -64,7 +66,8 @@ func chunk(n int) tiers.Run {
 func transfers(from, to int) (ts []tiers.Transfer) {
 	for n := from; n < to; n++ {
 		run := chunk(n)
-		ts = append(ts, tiers.Transfer{Run: run, Bytes: make([]byte, int64(run.Pages())*space.Geometry.PageBytes)})
+		ts = append(ts, tiers.Transfer{Run: run,
+			Bytes: make([]byte, int64(run.Pages())*space.Geometry.PageBytes)})
 	}
 	return ts
 }
@@ -80,7 +83,8 @@ func store(ctx context.Context, tier tiers.Tier, from, to int) []error {
 	return errs
 }
 
-// load loads chunks [from, to) and says how each went. The error is about what must never be: a hit with other bytes.
+// load loads chunks [from, to) and says how each went. The error is about what must never be: a hit
+// with other bytes.
 func load(ctx context.Context, tier tiers.Tier, from, to int) ([]error, error) {
 	ts := transfers(from, to)
 	errs := make([]error, len(ts))
@@ -88,7 +92,9 @@ func load(ctx context.Context, tier tiers.Tier, from, to int) ([]error, error) {
 	for i, t := range ts {
 		if errs[i] == nil {
 			if page := tiertest.WrongPage(t.Bytes, t.Run); page >= 0 {
-				return errs, fmt.Errorf("page %d of chunk %d has other bytes than were stored, and no error", page, from+i)
+				return errs, fmt.Errorf(
+					"page %d of chunk %d has other bytes than were stored, and no error", page,
+					from+i)
 			}
 		}
 	}
@@ -126,7 +132,8 @@ func isCorrupt(err error) bool { return errors.Is(err, tiers.ErrCorrupt) }
 
 // options are of a store of slabs of 4 MiB.
 func options(dir string, capacity int64) slab.Options {
-	return slab.Options{Dirs: []string{dir}, CapacityBytes: capacity, SlabBytes: 4 << 20, RetryEvery: 20 * time.Millisecond}
+	return slab.Options{Dirs: []string{dir}, CapacityBytes: capacity, SlabBytes: 4 << 20,
+		RetryEvery: 20 * time.Millisecond}
 }
 
 func open(t *testing.T, o slab.Options) *slab.Disk {
@@ -137,11 +144,13 @@ func open(t *testing.T, o slab.Options) *slab.Disk {
 	return d
 }
 
-// recovers waits until the tier has all of its capacity, and takes and gives chunks again: what went wrong is over.
+// recovers waits until the tier has all of its capacity, and takes and gives chunks again: what
+// went wrong is over.
 func recovers(t *testing.T, tier tiers.Tier, capacity int64) {
 	t.Helper()
 	for n, deadline := 1<<20, time.Now().Add(time.Minute); ; n++ {
-		if tier.Stats().CapacityBytes == capacity && store(t.Context(), tier, n, n+1)[0] == nil && loaded(t, tier, n, n+1)[0] == nil {
+		if tier.Stats().CapacityBytes == capacity && store(t.Context(), tier, n, n+1)[0] == nil &&
+			loaded(t, tier, n, n+1)[0] == nil {
 			return
 		}
 		if time.Now().After(deadline) {
@@ -160,7 +169,8 @@ func checkClean(t *testing.T, fsys vfs.FS, dir string) {
 	}
 }
 
-// Media that do something else than what they say, at every sixth operation in turn (with -faults.rounds=3 at every one).
+// Media that do something else than what they say, at every sixth operation in turn (with
+// -faults.rounds=3 at every one).
 func TestMediaThatLie(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
@@ -168,14 +178,16 @@ func TestMediaThatLie(t *testing.T) {
 		fault vfstest.Fault
 		stays bool
 	}{
-		"write torn":                 {vfstest.OpWrite, vfstest.Fault{Torn: true}, false},
-		"write torn, failing":        {vfstest.OpWrite, vfstest.Fault{Torn: true, Err: syscall.ENOSPC}, false},
-		"write flipped":              {vfstest.OpWrite, vfstest.Fault{Flip: 12345}, false},
-		"write misdirected":          {vfstest.OpWrite, vfstest.Fault{Shift: 4096}, false},
-		"write misdirected far":      {vfstest.OpWrite, vfstest.Fault{Shift: -128 << 10}, false},
-		"read flipped":               {vfstest.OpRead, vfstest.Fault{Flip: 12345}, false},
-		"read misdirected":           {vfstest.OpRead, vfstest.Fault{Shift: 4096}, false},
-		"no space from then on":      {vfstest.OpWrite | vfstest.OpAllocate, vfstest.Fault{Err: syscall.ENOSPC}, true},
+		"write torn": {vfstest.OpWrite, vfstest.Fault{Torn: true}, false},
+		"write torn, failing": {vfstest.OpWrite, vfstest.Fault{Torn: true,
+			Err: syscall.ENOSPC}, false},
+		"write flipped":         {vfstest.OpWrite, vfstest.Fault{Flip: 12345}, false},
+		"write misdirected":     {vfstest.OpWrite, vfstest.Fault{Shift: 4096}, false},
+		"write misdirected far": {vfstest.OpWrite, vfstest.Fault{Shift: -128 << 10}, false},
+		"read flipped":          {vfstest.OpRead, vfstest.Fault{Flip: 12345}, false},
+		"read misdirected":      {vfstest.OpRead, vfstest.Fault{Shift: 4096}, false},
+		"no space from then on": {vfstest.OpWrite | vfstest.OpAllocate,
+			vfstest.Fault{Err: syscall.ENOSPC}, true},
 		"read-only from then on":     {vfstest.OpChange, vfstest.Fault{Err: syscall.EROFS}, true},
 		"unreadable from then on":    {vfstest.OpRead, vfstest.Fault{Err: syscall.EIO}, true},
 		"syncs fail from then on":    {vfstest.OpSync, vfstest.Fault{Err: syscall.EIO}, true},
@@ -185,23 +197,26 @@ func TestMediaThatLie(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			tiertest.Faults(t, tiertest.Factory{Persistent: true, Evicts: true, Lies: c.fault.Err == nil, New: func(t testing.TB, o tiertest.MediumOptions) *tiertest.Medium {
-				n := o.FailNth // 0: never
-				if n > 0 && *roundsFlag < 3 {
-					n = 6*n - int64(*seedFlag%6)
-				}
-				counter := &vfstest.Counter{Kinds: c.kinds, N: n, Fault: c.fault, Stays: c.stays}
-				opts := options("/d", 16<<20)
-				opts.FS = vfstest.Faulty(vfstest.NewMem(), counter.Inject)
-				opts.RetryEvery = time.Millisecond
-				return &tiertest.Medium{Open: func() (tiers.Tier, error) {
-					d, err := slab.Open(opts)
-					if err != nil {
-						return nil, err
+			tiertest.Faults(t, tiertest.Factory{Persistent: true, Evicts: true,
+				Lies: c.fault.Err == nil,
+				New: func(t testing.TB, o tiertest.MediumOptions) *tiertest.Medium {
+					n := o.FailNth // 0: never
+					if n > 0 && *roundsFlag < 3 {
+						n = 6*n - int64(*seedFlag%6)
 					}
-					return d, nil
-				}, Failed: counter.Met}
-			}})
+					counter := &vfstest.Counter{Kinds: c.kinds, N: n, Fault: c.fault,
+						Stays: c.stays}
+					opts := options("/d", 16<<20)
+					opts.FS = vfstest.Faulty(vfstest.NewMem(), counter.Inject)
+					opts.RetryEvery = time.Millisecond
+					return &tiertest.Medium{Open: func() (tiers.Tier, error) {
+						d, err := slab.Open(opts)
+						if err != nil {
+							return nil, err
+						}
+						return d, nil
+					}, Failed: counter.Met}
+				}})
 		})
 	}
 }
@@ -253,7 +268,8 @@ func TestLoopDeviceTooShort(t *testing.T) {
 	t.Logf("%d chunks after the repair, %d corrupt", count(back, isNil), count(back, isCorrupt))
 }
 
-// The file system under the loop device is full: writes and syncs fail with EIO, sooner or later. What was acknowledged before is there.
+// The file system under the loop device is full: writes and syncs fail with EIO, sooner or later.
+// What was acknowledged before is there.
 func TestLoopDeviceOverFull(t *testing.T) {
 	need(t, "losetup", "mkfs.ext4")
 	small := mount(t, "tmpfs", "tmpfs", "size=32m")
@@ -283,7 +299,8 @@ func TestLoopDeviceOverFull(t *testing.T) {
 		if failed == nil {
 			t.Errorf("%s: 35 MiB went into a device of 32", direct)
 		}
-		t.Logf("%s: %d stores acknowledged; the last failure: %v; %+v", direct, len(acknowledged), failed, d.Stats())
+		t.Logf("%s: %d stores acknowledged; the last failure: %v; %+v", direct, len(acknowledged),
+			failed, d.Stats())
 		good := 0
 		for _, n := range acknowledged { // given up slabs forget, nothing lies
 			good += count(loaded(t, d, n, n+1), isNil)
@@ -326,7 +343,8 @@ func TestFUSE(t *testing.T) {
 	for _, c := range []struct {
 		name  string
 		fault vfstest.Fault
-	}{{"flip on writing", vfstest.Fault{Flip: 999}}, {"torn", vfstest.Fault{Torn: true}}, {"misdirected", vfstest.Fault{Shift: 64 << 10}}} {
+	}{{"flip on writing", vfstest.Fault{Flip: 999}}, {"torn", vfstest.Fault{Torn: true}},
+		{"misdirected", vfstest.Fault{Shift: 64 << 10}}} {
 		t.Run(c.name, func(t *testing.T) {
 			from, to := some()
 			s.set(always(vfstest.OpWrite, c.fault))
@@ -339,7 +357,8 @@ func TestFUSE(t *testing.T) {
 		})
 	}
 	for _, op := range []vfstest.Op{vfstest.OpRead, vfstest.OpWrite, vfstest.OpSync} {
-		t.Run(map[vfstest.Op]string{vfstest.OpRead: "reads", vfstest.OpWrite: "writes", vfstest.OpSync: "syncs"}[op]+" fail", func(t *testing.T) {
+		t.Run(map[vfstest.Op]string{vfstest.OpRead: "reads", vfstest.OpWrite: "writes",
+			vfstest.OpSync: "syncs"}[op]+" fail", func(t *testing.T) {
 			from, to := some()
 			if op == vfstest.OpRead {
 				stored(t, d, from, to)
@@ -404,7 +423,8 @@ func TestFUSE(t *testing.T) {
 
 var errLate = errors.New("late")
 
-// A store that does not fit is refused with the directory and what is free; one that is open needs no more room than it has taken.
+// A store that does not fit is refused with the directory and what is free; one that is open needs
+// no more room than it has taken.
 func TestFullTmpfs(t *testing.T) {
 	need(t)
 	m := mount(t, "tmpfs", "tmpfs", "size=1m")
@@ -462,7 +482,8 @@ func TestSlabsCutShort(t *testing.T) {
 	recovers(t, d, 16<<20)
 }
 
-// Errors that strace puts into the system calls on the slabs, in a process of its own that checks itself.
+// Errors that strace puts into the system calls on the slabs, in a process of its own that checks
+// itself.
 func TestErrorsInSystemCalls(t *testing.T) {
 	need(t, "strace")
 	for _, c := range []struct {
@@ -473,7 +494,8 @@ func TestErrorsInSystemCalls(t *testing.T) {
 		{"writes", []string{"inject=pwrite64:error=EIO:when=30+11"}},
 		{"no space", []string{"inject=pwrite64:error=ENOSPC:when=25+2"}},
 		{"syncs", []string{"inject=fdatasync:error=EIO:when=15+9"}},
-		{"all", []string{"inject=pread64:error=EIO:when=40+13", "inject=pwrite64:error=EIO:when=50+17", "inject=fdatasync:error=EIO:when=30+19"}},
+		{"all", []string{"inject=pread64:error=EIO:when=40+13",
+			"inject=pwrite64:error=EIO:when=50+17", "inject=fdatasync:error=EIO:when=30+19"}},
 		{"short", []string{"inject=pread64:retval=512:when=20+9"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -510,7 +532,10 @@ func child(dir string) error {
 	hits, failures := 0, 0
 	for round := range 3 {
 		for n := 0; n < 80; n += 4 {
-			failures += count(store(ctx, d, n, n+4), func(err error) bool { return err != nil && !errors.Is(err, tiers.ErrBusy) })
+			failures += count(store(ctx, d, n, n+4), func(err error) bool {
+				return err != nil &&
+					!errors.Is(err, tiers.ErrBusy)
+			})
 			errs, wrong := load(ctx, d, max(n-8, 0), n+4)
 			if wrong != nil {
 				return wrong

@@ -27,7 +27,9 @@ import (
 // poolOptions are of a pool of slabs of 4 MiB on one file.
 func poolOptions(dir string, sizeBytes int64) daxtier.Options {
 	return daxtier.Options{
-		Devices: []daxtier.DeviceSpec{{Path: filepath.Join(dir, "dax0.0"), SizeBytes: sizeBytes}}, AllowFiles: true, SlabBytes: 4 << 20, RetryEvery: 20 * time.Millisecond,
+		Devices: []daxtier.DeviceSpec{{Path: filepath.Join(dir, "dax0.0"),
+			SizeBytes: sizeBytes}},
+		AllowFiles: true, SlabBytes: 4 << 20, RetryEvery: 20 * time.Millisecond,
 	}
 }
 
@@ -96,7 +98,8 @@ func TestPoolCutShort(t *testing.T) {
 	checkPool(t, o)
 }
 
-// Fault 17: the device goes away. Here it is a file of a FUSE file system whose connection is aborted.
+// Fault 17: the device goes away. Here it is a file of a FUSE file system whose connection is
+// aborted.
 func TestPoolDeviceRemoved(t *testing.T) {
 	need(t)
 	if _, err := os.Stat("/dev/fuse"); err != nil {
@@ -107,7 +110,8 @@ func TestPoolDeviceRemoved(t *testing.T) {
 	ok(t, unix.Stat(dir, &st))
 	// The second device stays, so that what remains of the pool can be seen.
 	o := poolOptions(dir, 16<<20)
-	o.Devices = append(o.Devices, daxtier.DeviceSpec{Path: filepath.Join(t.TempDir(), "dax1.0"), SizeBytes: 16 << 20})
+	o.Devices = append(o.Devices, daxtier.DeviceSpec{Path: filepath.Join(t.TempDir(), "dax1.0"),
+		SizeBytes: 16 << 20})
 	p, err := daxtier.Open(o)
 	if errors.Is(err, dax.ErrDevice) || errors.Is(err, dax.ErrUnsupported) {
 		t.Skipf("SKIPPED: a file of this FUSE cannot be mapped: %v", err)
@@ -122,7 +126,8 @@ func TestPoolDeviceRemoved(t *testing.T) {
 	if err := abort(t, unix.Minor(st.Dev)); err != nil {
 		t.Skipf("SKIPPED: cannot abort the connection: %v", err)
 	}
-	// What is in the page cache stays readable; what is written can never be synced again, so the device's slabs are given up.
+	// What is in the page cache stays readable; what is written can never be synced again, so the
+	// device's slabs are given up.
 	hits := neitherLieNorPanic(t, p, 0, n)
 	failed := 0
 	for m := n; m < n+200 && failed < 20; m++ {
@@ -152,7 +157,8 @@ func TestPoolDeviceRemoved(t *testing.T) {
 	}
 }
 
-// fuseEnv makes this binary a process that serves one directory under another, both named in it: one that serves what it maps itself would wait for itself.
+// fuseEnv makes this binary a process that serves one directory under another, both named in it:
+// one that serves what it maps itself would wait for itself.
 const fuseEnv = "FAULTS_TEST_FUSE"
 
 // removable is a directory whose files can be mapped, of a FUSE file system.
@@ -186,7 +192,9 @@ func serveFUSE(dirs string) {
 		fmt.Println(err)
 		return
 	}
-	server, err := fs.Mount(dir, &cachedNode{root.(*fs.LoopbackNode)}, &fs.Options{MountOptions: fuse.MountOptions{DirectMountStrict: true, FsName: "removable", Name: "removable"}})
+	server, err := fs.Mount(dir, &cachedNode{root.(*fs.LoopbackNode)},
+		&fs.Options{MountOptions: fuse.MountOptions{DirectMountStrict: true, FsName: "removable",
+			Name: "removable"}})
 	if err != nil {
 		fmt.Println(err)
 		return
@@ -195,14 +203,16 @@ func serveFUSE(dirs string) {
 	server.Wait()
 }
 
-// cachedNode is a file or directory of a loopback whose files are the kernel's to cache and to map, and come to it through the connection.
+// cachedNode is a file or directory of a loopback whose files are the kernel's to cache and to map,
+// and come to it through the connection.
 type cachedNode struct{ *fs.LoopbackNode }
 
 func (n *cachedNode) WrapChild(_ context.Context, child fs.InodeEmbedder) fs.InodeEmbedder {
 	return &cachedNode{child.(*fs.LoopbackNode)}
 }
 
-func (n *cachedNode) Open(ctx context.Context, flags uint32) (fs.FileHandle, uint32, syscall.Errno) {
+func (n *cachedNode) Open(ctx context.Context, flags uint32) (fs.FileHandle, uint32,
+	syscall.Errno) {
 	h, _, errno := n.LoopbackNode.Open(ctx, flags)
 	if errno != 0 {
 		return nil, 0, errno
@@ -210,7 +220,8 @@ func (n *cachedNode) Open(ctx context.Context, flags uint32) (fs.FileHandle, uin
 	return cachedHandle{h.(*fs.LoopbackFile)}, 0, 0
 }
 
-func (n *cachedNode) Create(ctx context.Context, name string, flags, mode uint32, out *fuse.EntryOut) (*fs.Inode, fs.FileHandle, uint32, syscall.Errno) {
+func (n *cachedNode) Create(ctx context.Context, name string, flags, mode uint32,
+	out *fuse.EntryOut) (*fs.Inode, fs.FileHandle, uint32, syscall.Errno) {
 	child, h, _, errno := n.LoopbackNode.Create(ctx, name, flags, mode, out)
 	if errno != 0 {
 		return nil, nil, 0, errno
@@ -218,10 +229,12 @@ func (n *cachedNode) Create(ctx context.Context, name string, flags, mode uint32
 	return child, cachedHandle{h.(*fs.LoopbackFile)}, 0, 0
 }
 
-// cachedHandle has what a LoopbackFile has, but that the kernel may not go to the file below by itself.
+// cachedHandle has what a LoopbackFile has, but that the kernel may not go to the file below by
+// itself.
 type cachedHandle struct{ f *fs.LoopbackFile }
 
-func (h cachedHandle) Read(ctx context.Context, p []byte, off int64) (fuse.ReadResult, syscall.Errno) {
+func (h cachedHandle) Read(ctx context.Context, p []byte,
+	off int64) (fuse.ReadResult, syscall.Errno) {
 	return h.f.Read(ctx, p, off)
 }
 
@@ -277,11 +290,13 @@ func TestPoolLoopDeviceTooShort(t *testing.T) {
 	ok(t, os.Truncate(backing, 96<<20))
 }
 
-// Fault 21: a file that does not fit is refused before anything is mapped, so that no store into it meets a full file system.
+// Fault 21: a file that does not fit is refused before anything is mapped, so that no store into it
+// meets a full file system.
 func TestPoolFullTmpfs(t *testing.T) {
 	need(t)
 	m := mount(t, "tmpfs", "tmpfs", "size=20m")
-	if _, err := daxtier.Open(poolOptions(m.dir, 32<<20)); !errors.Is(err, dax.ErrNoSpace) || !strings.Contains(err.Error(), "free") {
+	if _, err := daxtier.Open(poolOptions(m.dir, 32<<20)); !errors.Is(err, dax.ErrNoSpace) ||
+		!strings.Contains(err.Error(), "free") {
 		t.Fatalf("32 MiB in 20: %v", err)
 	}
 	ok(t, os.Remove(filepath.Join(m.dir, "dax0.0")))

@@ -23,8 +23,9 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// Fault 25: the file system stops at once, its journal and what was not synced as a power cut leaves them. The process that stores is stopped just before, so that it does nothing with what it is
-// answered after the cut, and killed after it.
+// Fault 25: the file system stops at once, its journal and what was not synced as a power cut
+// leaves them. The process that stores is stopped just before, so that it does nothing with what it
+// is answered after the cut, and killed after it.
 
 // cutEnv makes this binary the process that stores, with a cuts in JSON.
 const cutEnv = "FAULTS_TEST_CUT"
@@ -35,10 +36,11 @@ type cuts struct {
 	Path                 string // of the tier
 	Pool, Buffered       bool
 	SizeBytes, SlabBytes int64
-	Workers, Each        int           // which store so many chunks each
-	Most                 time.Duration // after the first store, at which the power is cut; 0: after the last
-	Rounds               int
-	First                int // number of the first chunk
+	Workers, Each        int // which store so many chunks each
+	// after the first store, at which the power is cut; 0: after the last
+	Most   time.Duration
+	Rounds int
+	First  int // number of the first chunk
 }
 
 func TestPowerCut(t *testing.T) {
@@ -48,11 +50,16 @@ func TestPowerCut(t *testing.T) {
 	t.Logf("seed %d", *seedFlag)
 	for _, c := range []cuts{
 		// Into many slabs, while they are carved.
-		{Name: "disk", SizeBytes: 32 << 20, SlabBytes: 4 << 20, Workers: 4, Each: 24, Most: 60 * time.Millisecond, Rounds: 2},
-		{Name: "buffered", Buffered: true, SizeBytes: 32 << 20, SlabBytes: 4 << 20, Workers: 4, Each: 24, Most: 60 * time.Millisecond, Rounds: 2},
-		{Name: "pool", Pool: true, SizeBytes: 48 << 20, SlabBytes: 4 << 20, Workers: 8, Each: 16, Most: 50 * time.Millisecond, Rounds: 3},
-		// After the last of a few that go into one slab at once: no later sync makes up for what one has missed. A file that stands in for a device lasts as msync makes it.
-		{Name: "ended", Pool: true, SizeBytes: 32 << 20, SlabBytes: 32 << 20, Workers: 4, Each: 4, Rounds: 6},
+		{Name: "disk", SizeBytes: 32 << 20, SlabBytes: 4 << 20, Workers: 4, Each: 24,
+			Most: 60 * time.Millisecond, Rounds: 2},
+		{Name: "buffered", Buffered: true, SizeBytes: 32 << 20, SlabBytes: 4 << 20, Workers: 4,
+			Each: 24, Most: 60 * time.Millisecond, Rounds: 2},
+		{Name: "pool", Pool: true, SizeBytes: 48 << 20, SlabBytes: 4 << 20, Workers: 8, Each: 16,
+			Most: 50 * time.Millisecond, Rounds: 3},
+		// After the last of a few that go into one slab at once: no later sync makes up for what
+		// one has missed. A file that stands in for a device lasts as msync makes it.
+		{Name: "ended", Pool: true, SizeBytes: 32 << 20, SlabBytes: 32 << 20, Workers: 4, Each: 4,
+			Rounds: 6},
 	} {
 		t.Run(c.Name, func(t *testing.T) {
 			total := 0
@@ -80,7 +87,8 @@ func (c *cuts) open() (tiers.Tier, error) {
 	return slab.Open(o)
 }
 
-// storeUntilCut is the process that stores. It says the number of each chunk that was acknowledged, and in the end "end".
+// storeUntilCut is the process that stores. It says the number of each chunk that was acknowledged,
+// and in the end "end".
 func storeUntilCut(spec string) error {
 	var c cuts
 	if err := json.Unmarshal([]byte(spec), &c); err != nil {
@@ -95,7 +103,8 @@ func storeUntilCut(spec string) error {
 		running.Go(func() {
 			for n := c.first(w); n < c.first(w)+c.Each; n++ {
 				run := chunk(n)
-				tr := tiers.Transfer{Run: run, Bytes: make([]byte, int64(run.Pages())*space.Geometry.PageBytes)}
+				tr := tiers.Transfer{Run: run,
+					Bytes: make([]byte, int64(run.Pages())*space.Geometry.PageBytes)}
 				tiertest.FillRun(tr.Bytes, run)
 				tier.Store(context.Background(), []tiers.Transfer{tr}, func(_ int, err error) {
 					if err == nil {
@@ -201,7 +210,8 @@ func (c *cuts) cut(t *testing.T, m *mounted, rnd *rand.Rand) (acknowledged int) 
 	return len(before)
 }
 
-// stop stops a process, and returns when all its threads have: those that are in the kernel come to an end there first.
+// stop stops a process, and returns when all its threads have: those that are in the kernel come to
+// an end there first.
 func stop(t *testing.T, p *os.Process) {
 	t.Helper()
 	ok(t, p.Signal(syscall.SIGSTOP))

@@ -72,8 +72,8 @@ type mounted struct {
 	cut    bool // the power was cut, and it is not mounted anew yet
 }
 
-// mount mounts source on a new directory, or skips the test where the kernel refuses for want of the right or of the file system. What is still
-// mounted at the test's end is unmounted.
+// mount mounts source on a new directory, or skips the test where the kernel refuses for want of
+// the right or of the file system. What is still mounted at the test's end is unmounted.
 func mount(t *testing.T, source, fstype, options string) *mounted {
 	t.Helper()
 	dir := filepath.Join(t.TempDir(), fstype)
@@ -109,8 +109,10 @@ func (m *mounted) unmount() {
 	}
 }
 
-// remount mounts the file system anew, as it is on the medium. Whoever holds a copy of this process's mounts, as a container does that is made just now, keeps the one that was unmounted
-// alive: then the kernel mounts that again, which is shut down if the power was cut, and takes no files. It is let go of after a while.
+// remount mounts the file system anew, as it is on the medium. Whoever holds a copy of this
+// process's mounts, as a container does that is made just now, keeps the one that was unmounted
+// alive: then the kernel mounts that again, which is shut down if the power was cut, and takes no
+// files. It is let go of after a while.
 func (m *mounted) remount() {
 	m.t.Helper()
 	for end := time.Now().Add(time.Minute); ; time.Sleep(20 * time.Millisecond) {
@@ -151,12 +153,15 @@ func loop(t *testing.T, dir string, sizeBytes int64) (device, backing string) {
 			t.Errorf("losetup --detach %s: %v: %s", device, err, out)
 		}
 	})
-	// Nothing is written later than it must be, so that each byte of the backing file is accounted for at once.
-	command(t, "mkfs.ext4", "-q", "-F", "-E", "lazy_itable_init=0,lazy_journal_init=0,nodiscard", device)
+	// Nothing is written later than it must be, so that each byte of the backing file is accounted
+	// for at once.
+	command(t, "mkfs.ext4", "-q", "-F", "-E", "lazy_itable_init=0,lazy_journal_init=0,nodiscard",
+		device)
 	return device, backing
 }
 
-// ext4Shutdown is EXT4_IOC_SHUTDOWN; with noLogFlush the file system stops at once, its journal as it is: what a power cut does to it.
+// ext4Shutdown is EXT4_IOC_SHUTDOWN; with noLogFlush the file system stops at once, its journal as
+// it is: what a power cut does to it.
 const (
 	ext4Shutdown = 0x8004587d
 	noLogFlush   = 2
@@ -173,7 +178,8 @@ func powerCut(t *testing.T, m *mounted) {
 	m.cut = true
 }
 
-// fuseMount serves a directory under another, every read, write, sync and allocation of its files through inject (see vfstest.Faulty).
+// fuseMount serves a directory under another, every read, write, sync and allocation of its files
+// through inject (see vfstest.Faulty).
 func fuseMount(t *testing.T, inject func(vfstest.Call) vfstest.Fault) (dir string) {
 	t.Helper()
 	under := t.TempDir()
@@ -182,7 +188,9 @@ func fuseMount(t *testing.T, inject func(vfstest.Call) vfstest.Fault) (dir strin
 	root, err := fs.NewLoopbackRoot(under)
 	ok(t, err)
 	top := &faultyNode{root.(*fs.LoopbackNode), vfstest.Faulty(vfs.OS, inject)}
-	server, err := fs.Mount(dir, top, &fs.Options{MountOptions: fuse.MountOptions{DirectMountStrict: true, DisableSplice: true, MaxWrite: 1 << 20, FsName: "faulty", Name: "faulty"}})
+	server, err := fs.Mount(dir, top,
+		&fs.Options{MountOptions: fuse.MountOptions{DirectMountStrict: true, DisableSplice: true,
+			MaxWrite: 1 << 20, FsName: "faulty", Name: "faulty"}})
 	if err != nil {
 		t.Skipf("SKIPPED: cannot mount FUSE: %v", err)
 	}
@@ -203,7 +211,8 @@ func fuseMount(t *testing.T, inject func(vfstest.Call) vfstest.Fault) (dir strin
 	return dir
 }
 
-// faultyNode is a file or directory of a fuseMount. Its files are opened anew through a faulty vfs, and the kernel caches none of their bytes.
+// faultyNode is a file or directory of a fuseMount. Its files are opened anew through a faulty vfs,
+// and the kernel caches none of their bytes.
 type faultyNode struct {
 	*fs.LoopbackNode
 	faulty vfs.FS
@@ -229,7 +238,8 @@ func (n *faultyNode) Open(_ context.Context, flags uint32) (fs.FileHandle, uint3
 	return n.file(flags)
 }
 
-func (n *faultyNode) Create(ctx context.Context, name string, flags, mode uint32, out *fuse.EntryOut) (*fs.Inode, fs.FileHandle, uint32, syscall.Errno) {
+func (n *faultyNode) Create(ctx context.Context, name string, flags, mode uint32,
+	out *fuse.EntryOut) (*fs.Inode, fs.FileHandle, uint32, syscall.Errno) {
 	child, h, _, errno := n.LoopbackNode.Create(ctx, name, flags&^unix.O_DIRECT, mode, out)
 	if errno != 0 {
 		return nil, nil, 0, errno
@@ -244,7 +254,8 @@ func (n *faultyNode) Create(ctx context.Context, name string, flags, mode uint32
 
 type faultyHandle struct{ f vfs.File }
 
-func (h *faultyHandle) Read(_ context.Context, p []byte, off int64) (fuse.ReadResult, syscall.Errno) {
+func (h *faultyHandle) Read(_ context.Context, p []byte,
+	off int64) (fuse.ReadResult, syscall.Errno) {
 	n, err := h.f.ReadAt(p, off)
 	if err != nil && !errors.Is(err, io.EOF) {
 		return nil, fs.ToErrno(underlying(err))
@@ -320,7 +331,8 @@ func always(kinds vfstest.Op, f vfstest.Fault) func(vfstest.Call) vfstest.Fault 
 	}
 }
 
-// straced runs this test binary again, as the child that env makes it, under strace with the given injections into its system calls on some files.
+// straced runs this test binary again, as the child that env makes it, under strace with the given
+// injections into its system calls on some files.
 func straced(t *testing.T, files, injections []string, env ...string) (output string, err error) {
 	t.Helper()
 	self, err := os.Executable()

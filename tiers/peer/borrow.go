@@ -15,21 +15,25 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// Loan is what a lender lets us read of one chunk, from the chunk's first page on, until Return. Peer is the generation of the lender, Region the lender's id for it.
+// Loan is what a lender lets us read of one chunk, from the chunk's first page on, until Return.
+// Peer is the generation of the lender, Region the lender's id for it.
 type Loan = engine.Loan
 
 // plan is which lenders are said to hold which chunks of a run.
 type plan struct {
-	who  []uint64 // by chunk: those that are said to hold all of it that the run has
-	part uint64   // those that are said to hold partPages of the first chunk that nobody holds all of
+	who []uint64 // by chunk: those that are said to hold all of it that the run has
+	// those that are said to hold partPages of the first chunk that nobody holds all of
+	part uint64
 	// that chunk's index, len(who) if there is none, and the pages
 	partChunk, partPages int
 }
 
 var plans = sync.Pool{New: func() any { return new(plan) }}
 
-// hinted sets held[i], where held is not nil, to how many pages of the i-th chunk of a run some peer is said to hold, and notes in s, where that is not nil, who does. total is how many
-// pages are said to be held from the first on without a gap, and all those that are said to hold all of these.
+// hinted sets held[i], where held is not nil, to how many pages of the i-th chunk of a run some
+// peer is said to hold, and notes in s, where that is not nil, who does. total is how many pages
+// are said to be held from the first on without a gap, and all those that are said to hold all of
+// these.
 func (p *Peers) hinted(run *tiers.Run, s *plan, held []uint16) (total int, all uint64) {
 	g := &run.Space.Geometry
 	d, ppc := g.DigestBytes, g.PagesPerChunk
@@ -89,13 +93,15 @@ func (p *Peers) hinted(run *tiers.Run, s *plan, held []uint16) (total int, all u
 	return total, all
 }
 
-// part finds by bisection how many of the pages from one on are held, the one numbered to not being, and who holds them. t.mu is held.
+// part finds by bisection how many of the pages from one on are held, the one numbered to not
+// being, and who holds them. t.mu is held.
 func (t *hintTable) part(run *tiers.Run, from, to int, mask uint64) (who uint64, pages int) {
 	d := run.Space.Geometry.DigestBytes
 	for lo, hi := from, to; lo < hi; {
 		mid := (lo + hi) / 2
 		var at [1]uint64
-		t.lookUp([]uint64{hintKey(&run.Space.Fingerprint, run.Hashes[mid*d:(mid+1)*d])}, mask, at[:])
+		t.lookUp([]uint64{hintKey(&run.Space.Fingerprint, run.Hashes[mid*d:(mid+1)*d])}, mask,
+			at[:])
 		if at[0] != 0 {
 			who, pages = at[0], mid+1-from
 			lo = mid + 1
@@ -106,8 +112,10 @@ func (t *hintTable) part(run *tiers.Run, from, to int, mask uint64) (who uint64,
 	return who, pages
 }
 
-// Contains sets held[i] to how many pages of the run's i-th chunk, from its first, some peer is said to hold. Of chunks behind the first that is not held whole, only those that are
-// held whole count. Nobody is asked: it is a hint, and takes microseconds. len(held) == run.Chunks(). pages are said to be held from the first on without a gap; by is the number, for Ask, of a peer that is
+// Contains sets held[i] to how many pages of the run's i-th chunk, from its first, some peer is
+// said to hold. Of chunks behind the first that is not held whole, only those that are held whole
+// count. Nobody is asked: it is a hint, and takes microseconds. len(held) == run.Chunks(). pages
+// are said to be held from the first on without a gap; by is the number, for Ask, of a peer that is
 // said to hold all of these, -1 if there is none.
 func (p *Peers) Contains(run tiers.Run, held []uint16) (pages, by int) {
 	pages, who := p.hinted(&run, nil, held)
@@ -117,11 +125,15 @@ func (p *Peers) Contains(run tiers.Run, held []uint16) (pages, by int) {
 	return pages, bits.TrailingZeros64(who)
 }
 
-// Borrow leases what the hints say that peers hold of a run, from its first page on without a gap: from the peer that has most of it, and what comes after from others. out is told of each chunk, in
-// order, on the caller's goroutine, before Borrow returns. It answers the pages that were leased; an error only when that is none, and peers that were asked have failed. Each loan
-// must be returned, also after OnGone. It waits until ctx is done at most: Config.CallPatience for each lender that does not answer, and for one that has restarted and is checking what
-// is asked for until that is done.
-func (p *Peers) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l Loan)) (pages int, err error) {
+// Borrow leases what the hints say that peers hold of a run, from its first page on without a gap:
+// from the peer that has most of it, and what comes after from others. out is told of each chunk,
+// in order, on the caller's goroutine, before Borrow returns. It answers the pages that were
+// leased; an error only when that is none, and peers that were asked have failed. Each loan must be
+// returned, also after OnGone. It waits until ctx is done at most: Config.CallPatience for each
+// lender that does not answer, and for one that has restarted and is checking what is asked for
+// until that is done.
+func (p *Peers) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l Loan)) (pages int,
+	err error) {
 	p.borrows.Add(1)
 	pages, err = p.asking(ctx, &run, out)
 	p.borrowedPages.Add(uint64(pages))
@@ -131,9 +143,11 @@ func (p *Peers) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l
 	return pages, err
 }
 
-// Ask begins to lease a run, the pages that Contains has just answered, of the peer by whose number, and calls done once, on another goroutine, with what has been leased, as by Borrow: loans is valid until done
-// returns, and none is an answer, too. done must not wait. It keeps nothing of the run's digests. It answers false, and never calls done, where that is no matter of one message, or the peer cannot be
-// asked now.
+// Ask begins to lease a run, the pages that Contains has just answered, of the peer by whose
+// number, and calls done once, on another goroutine, with what has been leased, as by Borrow: loans
+// is valid until done returns, and none is an answer, too. done must not wait. It keeps nothing of
+// the run's digests. It answers false, and never calls done, where that is no matter of one
+// message, or the peer cannot be asked now.
 func (p *Peers) Ask(run tiers.Run, peer int, done func(loans []Loan)) bool {
 	p.mu.Lock()
 	b := p.byBit[peer]
@@ -151,7 +165,8 @@ func (p *Peers) Ask(run tiers.Run, peer int, done func(loans []Loan)) bool {
 		last := min((i+1)*g.PagesPerChunk, n) * g.DigestBytes
 		*ends = append(*ends, run.Hashes[last-g.DigestBytes:last]...)
 	}
-	if b.send(c, &wire.PeerLease{Fingerprint: run.Space.Fingerprint[:], FirstPage: uint32(run.First), Pages: uint32(n), Hashes: *ends}) != nil {
+	if b.send(c, &wire.PeerLease{Fingerprint: run.Space.Fingerprint[:],
+		FirstPage: uint32(run.First), Pages: uint32(n), Hashes: *ends}) != nil {
 		c.end()
 		return false
 	}
@@ -159,7 +174,8 @@ func (p *Peers) Ask(run tiers.Run, peer int, done func(loans []Loan)) bool {
 	return true
 }
 
-// Touch answers how many pages of a run peers hold, from its first on without a gap, and has that counted as a use of them. Peers that the hints name are asked; nothing is leased.
+// Touch answers how many pages of a run peers hold, from its first on without a gap, and has that
+// counted as a use of them. Peers that the hints name are asked; nothing is leased.
 func (p *Peers) Touch(ctx context.Context, run tiers.Run) (pages int) {
 	p.touches.Add(1)
 	pages, _ = p.asking(ctx, &run, nil)
@@ -167,7 +183,8 @@ func (p *Peers) Touch(ctx context.Context, run tiers.Run) (pages int) {
 }
 
 // asking is Borrow, or with a nil out Touch.
-func (p *Peers) asking(ctx context.Context, run *tiers.Run, out func(chunk int, l Loan)) (pages int, err error) {
+func (p *Peers) asking(ctx context.Context, run *tiers.Run, out func(chunk int, l Loan)) (pages int,
+	err error) {
 	if run.Pages() == 0 {
 		return 0, nil
 	}
@@ -217,7 +234,8 @@ func (p *Peers) asking(ctx context.Context, run *tiers.Run, out func(chunk int, 
 			}
 			continue
 		}
-		// It does not have what it was said to have, or cannot lease it now: others are asked for that chunk.
+		// It does not have what it was said to have, or cannot lease it now: others are asked for
+		// that chunk.
 		at += got / ppc
 		if a.soon && !a.others(at) && wait.more(ctx, p) {
 			continue // it is asked again
@@ -242,7 +260,8 @@ func (p *Peers) asking(ctx context.Context, run *tiers.Run, out func(chunk int, 
 	return 0, failure
 }
 
-// maxWaiting is how many calls of Borrow may wait at a time for lenders to have something checked: others are not to wait for them.
+// maxWaiting is how many calls of Borrow may wait at a time for lenders to have something checked:
+// others are not to wait for them.
 const maxWaiting = 4
 
 // checkWait is the waiting of one of them: longer each time.
@@ -282,7 +301,8 @@ func (w *checkWait) end(p *Peers) {
 	}
 }
 
-// best is the peer that is said to hold most from chunk at on: so many chunks whole, and the part of the next one that s.part is about. -1: none holds anything.
+// best is the peer that is said to hold most from chunk at on: so many chunks whole, and the part
+// of the next one that s.part is about. -1: none holds anything.
 func (s *plan) best(at int, without uint64) (bit, chunks int, part bool) {
 	if at == s.partChunk {
 		if who := s.part &^ without; who != 0 {
@@ -321,11 +341,14 @@ func (b *borrower) ask(ctx context.Context, a *asked) (pages int, err error) {
 	g := &a.run.Space.Geometry
 	a.pages = min(a.pages, b.pagesAtMost(g.DigestBytes)/g.PagesPerChunk*g.PagesPerChunk)
 	if a.pages <= 0 {
-		return 0, fmt.Errorf("%w: it takes no leases on chunks of %d pages", ipc.ErrOversize, g.PagesPerChunk)
+		return 0, fmt.Errorf("%w: it takes no leases on chunks of %d pages", ipc.ErrOversize,
+			g.PagesPerChunk)
 	}
 	from := a.at * g.PagesPerChunk
 	c, err := b.call(ctx, &wire.PeerLease{
-		Fingerprint: a.run.Space.Fingerprint[:], FirstPage: uint32(a.run.First + from), Touch: a.out == nil, Hashes: a.run.Hashes[from*g.DigestBytes : (from+a.pages)*g.DigestBytes],
+		Fingerprint: a.run.Space.Fingerprint[:], FirstPage: uint32(a.run.First + from),
+		Touch:  a.out == nil,
+		Hashes: a.run.Hashes[from*g.DigestBytes : (from+a.pages)*g.DigestBytes],
 	})
 	if err != nil {
 		return 0, err
@@ -351,7 +374,8 @@ func (b *borrower) pagesAtMost(digestBytes int) int {
 }
 
 // accept checks a grant and makes loans of it, as far as its regions can be read, appended to out.
-func (b *borrower) accept(a *asked, m *wire.PeerGrant, out []Loan) (loans []Loan, pages int, err error) {
+func (b *borrower) accept(a *asked, m *wire.PeerGrant, out []Loan) (loans []Loan, pages int,
+	err error) {
 	if m.Load == 0 {
 		return out, 0, nil
 	}
@@ -370,12 +394,16 @@ func (b *borrower) accept(a *asked, m *wire.PeerGrant, out []Loan) (loans []Loan
 		whole := int(e.Pages) == g.PagesPerChunk || first+pages+int(e.Pages) == first+a.pages
 		switch {
 		case cut:
-		case int(e.Page) != first+i*g.PagesPerChunk || int(e.Pages) > g.PagesPerChunk || i*g.PagesPerChunk+int(e.Pages) > a.pages || !whole && i < len(m.Extents)-1:
+		case int(e.Page) != first+i*g.PagesPerChunk || int(e.Pages) > g.PagesPerChunk ||
+			i*g.PagesPerChunk+int(e.Pages) > a.pages || !whole && i < len(m.Extents)-1:
 			err = malformed("extent %d of a grant has pages %d to %d", i, e.Page, e.Page+e.Pages-1)
-		case r == nil || !r.ready || !whole && a.others != nil && a.others(a.at+i): // being told of, or going; or another has more of the chunk
+		// being told of, or going; or another has more of the chunk
+		case r == nil || !r.ready || !whole && a.others != nil && a.others(a.at+i):
 			cut, a.more = true, true
-		case e.Offset > uint64(r.SizeBytes) || uint64(r.SizeBytes)-e.Offset < uint64(e.Pages)*uint64(g.PageBytes):
-			err = malformed("extent %d of a grant lies at %d of a region of %d bytes", i, e.Offset, r.SizeBytes)
+		case e.Offset > uint64(r.SizeBytes) ||
+			uint64(r.SizeBytes)-e.Offset < uint64(e.Pages)*uint64(g.PageBytes):
+			err = malformed("extent %d of a grant lies at %d of a region of %d bytes", i, e.Offset,
+				r.SizeBytes)
 		default:
 			usable++
 			pages += int(e.Pages)
@@ -387,7 +415,8 @@ func (b *borrower) accept(a *asked, m *wire.PeerGrant, out []Loan) (loans []Loan
 	if err != nil {
 		b.broken = err
 		b.mu.Unlock()
-		_ = b.conn.SetRecvDeadline(time.Unix(1, 0)) // it is heard no more, but gets back what it lent
+		// it is heard no more, but gets back what it lent
+		_ = b.conn.SetRecvDeadline(time.Unix(1, 0))
 		return out, 0, err
 	}
 	b.out += usable
@@ -402,7 +431,8 @@ func (b *borrower) accept(a *asked, m *wire.PeerGrant, out []Loan) (loans []Loan
 	n := len(out)
 	for i := range usable {
 		e := &m.Extents[i]
-		out = append(out, Loan{Peer: b.gen, Region: e.Region, Offset: e.Offset, Pages: int(e.Pages)})
+		out = append(out, Loan{Peer: b.gen, Region: e.Region, Offset: e.Offset,
+			Pages: int(e.Pages)})
 	}
 	b.p.loans.add(b, m.Load, out[n:])
 	return out, pages, nil
@@ -461,7 +491,8 @@ func (c *call) end() {
 	}
 }
 
-// call sends a request and waits for its answer; the call is the caller's, for the pool, if there is no error.
+// call sends a request and waits for its answer; the call is the caller's, for the pool, if there
+// is no error.
 func (b *borrower) call(ctx context.Context, m *wire.PeerLease) (*call, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, context.Cause(ctx)
@@ -604,7 +635,8 @@ func (b *borrower) answer() error {
 	return nil
 }
 
-// Return gives loans back: nobody reads them any more. With bad their bytes did not check out, and the lender drops the chunks. It does not wait. Handles that are not out are passed over.
+// Return gives loans back: nobody reads them any more. With bad their bytes did not check out, and
+// the lender drops the chunks. It does not wait. Handles that are not out are passed over.
 func (p *Peers) Return(handles []uint64, bad bool) {
 	wake := false
 	for _, h := range handles {
@@ -626,7 +658,8 @@ func (p *Peers) Return(handles []uint64, bad bool) {
 	}
 }
 
-// flush sends what has been returned. It answers false if there is something left, as the lender does not read.
+// flush sends what has been returned. It answers false if there is something left, as the lender
+// does not read.
 func (b *borrower) flush() bool {
 	b.mu.Lock()
 	returns := b.returns

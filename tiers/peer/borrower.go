@@ -19,7 +19,8 @@ import (
 	"lookaside/tiers"
 )
 
-// borrower is our side of a connection to a sidecar that lends to us. Its goroutine receives; one more tells of regions.
+// borrower is our side of a connection to a sidecar that lends to us. Its goroutine receives; one
+// more tells of regions.
 type borrower struct {
 	p    *Peers
 	gen  uint64 // of the lender
@@ -29,8 +30,9 @@ type borrower struct {
 	said atomic.Bool   // who we are: nothing else is sent before
 
 	// Guarded by p.mu.
-	spaces    map[tiers.Fingerprint]*declared
-	explained map[tiers.Fingerprint]tiers.Fingerprint // by a space of ours: the one of the lender's that was logged
+	spaces map[tiers.Fingerprint]*declared
+	// by a space of ours: the one of the lender's that was logged
+	explained map[tiers.Fingerprint]tiers.Fingerprint
 
 	// The receiver's.
 	seq   uint64
@@ -93,8 +95,11 @@ type loanReturn struct {
 
 func newBorrower(p *Peers, gen uint64, conn *ipc.Conn) *borrower {
 	return &borrower{
-		p: p, gen: gen, conn: conn, log: p.log.With(zap.Uint64("peer", gen), zap.Int32("pid", conn.Peer().PID)), done: make(chan struct{}),
-		spaces: map[tiers.Fingerprint]*declared{}, explained: map[tiers.Fingerprint]tiers.Fingerprint{}, bit: -1, filling: -1, regions: map[uint32]*peerRegion{},
+		p: p, gen: gen, conn: conn, log: p.log.With(zap.Uint64("peer", gen),
+			zap.Int32("pid", conn.Peer().PID)), done: make(chan struct{}),
+		spaces:    map[tiers.Fingerprint]*declared{},
+		explained: map[tiers.Fingerprint]tiers.Fingerprint{}, bit: -1, filling: -1,
+		regions:  map[uint32]*peerRegion{},
 		newsBell: make(chan struct{}, 1), calls: map[uint32]*call{},
 	}
 }
@@ -135,7 +140,9 @@ func (b *borrower) run() {
 		delete(b.p.peers, b.gen)
 	}
 	var r *refused
-	if errors.As(err, &r) || errors.Is(err, wire.ErrMalformed) || errors.Is(err, ipc.ErrOversize) || errors.Is(err, ipc.ErrEmpty) || errors.Is(err, wire.ErrVersion) || errors.Is(err, errNotThePeer) {
+	if errors.As(err, &r) || errors.Is(err, wire.ErrMalformed) || errors.Is(err, ipc.ErrOversize) ||
+		errors.Is(err, ipc.ErrEmpty) || errors.Is(err, wire.ErrVersion) ||
+		errors.Is(err, errNotThePeer) {
 		b.p.note(b.gen, trouble{why: err.Error(), pid: b.conn.Peer().PID})
 	} else {
 		delete(b.p.troubles, b.gen)
@@ -162,7 +169,8 @@ func (r *refused) Error() string {
 	if r.Field == "" {
 		return fmt.Sprintf("it refuses (%s): %s", r.Code, r.Message)
 	}
-	return fmt.Sprintf("it refuses (%s): %s: it has %q, ours is %q: %s", r.Code, r.Field, r.Want, r.Got, r.Message)
+	return fmt.Sprintf("it refuses (%s): %s: it has %q, ours is %q: %s", r.Code, r.Field, r.Want,
+		r.Got, r.Message)
 }
 
 var errNotThePeer = errors.New("it is not the run that its socket is named after")
@@ -189,7 +197,8 @@ func (b *borrower) converse() error {
 			}
 			b.mu.Unlock()
 		}
-		if errors.Is(err, wire.ErrMalformed) || errors.Is(err, ipc.ErrOversize) || errors.Is(err, ipc.ErrEmpty) {
+		if errors.Is(err, wire.ErrMalformed) || errors.Is(err, ipc.ErrOversize) ||
+			errors.Is(err, ipc.ErrEmpty) {
 			b.p.malformed.Add(1)
 		}
 		if err != nil {
@@ -307,7 +316,8 @@ func (b *borrower) hear() error {
 	return nil
 }
 
-// beginFilling takes a new bit for what is told anew. What was said before stays until all is told, if there are bits enough.
+// beginFilling takes a new bit for what is told anew. What was said before stays until all is told,
+// if there are bits enough.
 func (b *borrower) beginFilling() error {
 	b.mu.Lock()
 	unfinished := b.filling
@@ -359,9 +369,11 @@ func (b *borrower) retire(bit int) {
 }
 
 func (b *borrower) addSpace(m *wire.PeerSpace) error {
-	d := &declared{fp: tiers.Fingerprint(m.Fingerprint), fields: slices.Clone(m.Fields), g: tiers.Geometry{
-		PageBytes: int64(m.PageBytes), PagesPerChunk: int(m.PagesPerChunk), PageTokens: int(m.PageTokens), DigestBytes: int(m.DigestBytes),
-	}}
+	d := &declared{fp: tiers.Fingerprint(m.Fingerprint), fields: slices.Clone(m.Fields),
+		g: tiers.Geometry{
+			PageBytes: int64(m.PageBytes), PagesPerChunk: int(m.PagesPerChunk),
+			PageTokens: int(m.PageTokens), DigestBytes: int(m.DigestBytes),
+		}}
 	b.p.mu.Lock()
 	defer b.p.mu.Unlock()
 	if b.spaces[d.fp] == nil && len(b.spaces) == maxSpaces {
@@ -384,7 +396,8 @@ func (b *borrower) addSpace(m *wire.PeerSpace) error {
 // addRegion takes over fd.
 func (b *borrower) addRegion(m *wire.RegionAdded, fd int) error {
 	r := &peerRegion{Region: Region{
-		Peer: b.gen, ID: m.Region, Kind: m.Kind, FD: fd, OffsetBytes: int64(m.Offset), SizeBytes: int64(m.SizeBytes), PageSize: int64(m.PageSize),
+		Peer: b.gen, ID: m.Region, Kind: m.Kind, FD: fd, OffsetBytes: int64(m.Offset),
+		SizeBytes: int64(m.SizeBytes), PageSize: int64(m.PageSize),
 	}}
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -422,7 +435,8 @@ func (b *borrower) ring() {
 	}
 }
 
-// tell calls OnRegion and OnRegionGone, one after the other. When ended is closed it calls OnRegionGone for all that are left, and returns.
+// tell calls OnRegion and OnRegionGone, one after the other. When ended is closed it calls
+// OnRegionGone for all that are left, and returns.
 func (b *borrower) tell(ended <-chan struct{}) {
 	cfg := &b.p.cfg
 	announced := map[uint32]bool{}
@@ -450,8 +464,10 @@ func (b *borrower) tell(ended <-chan struct{}) {
 				r.drop()
 				delete(b.regions, n.id)
 				b.mu.Unlock()
-				if err := b.conn.Send((&wire.RegionUnmapped{Region: n.id}).Append(nil)); err != nil {
-					b.log.Debug("the lender does not hear that a region is unmapped", zap.Error(err))
+				if err := b.conn.Send((&wire.RegionUnmapped{Region: n.id}).Append(
+					nil)); err != nil {
+					b.log.Debug("the lender does not hear that a region is unmapped",
+						zap.Error(err))
 				}
 			case !over:
 				b.announce(r, announced)
@@ -481,7 +497,8 @@ func (b *borrower) tell(ended <-chan struct{}) {
 func (b *borrower) announce(r *peerRegion, announced map[uint32]bool) {
 	var st unix.Stat_t
 	err := unix.Fstat(r.FD, &st)
-	if err == nil && st.Mode&unix.S_IFMT == unix.S_IFREG && st.Size < r.OffsetBytes+r.SizeBytes { // an access beyond the end is a bus error
+	if err == nil && st.Mode&unix.S_IFMT == unix.S_IFREG && st.Size < r.OffsetBytes+r.SizeBytes {
+		// an access beyond the end is a bus error
 		err = fmt.Errorf("%d bytes from %d on in a file of %d", r.SizeBytes, r.OffsetBytes, st.Size)
 	}
 	if err == nil && !dax.IsMemory(r.FD) {
@@ -503,7 +520,8 @@ func (b *borrower) announce(r *peerRegion, announced map[uint32]bool) {
 		return
 	}
 	b.mu.Lock()
-	r.ready = !b.ended && !slices.ContainsFunc(b.news, func(n regionNews) bool { return n.id == r.ID && n.gone })
+	r.ready = !b.ended && !slices.ContainsFunc(b.news,
+		func(n regionNews) bool { return n.id == r.ID && n.gone })
 	b.mu.Unlock()
 }
 
@@ -536,7 +554,8 @@ func (b *borrower) fail(err error) {
 		if b.p.cfg.OnGone != nil {
 			b.p.cfg.OnGone(b.gen)
 		}
-		if errors.Is(err, io.EOF) || errors.Is(err, ipc.ErrPeerGone) || errors.Is(err, ipc.ErrClosed) {
+		if errors.Is(err, io.EOF) || errors.Is(err, ipc.ErrPeerGone) ||
+			errors.Is(err, ipc.ErrClosed) {
 			b.log.Info("borrowing from a sidecar has ended", zap.Error(err))
 		} else {
 			b.log.Warn("borrowing from a sidecar has ended", zap.Error(err))

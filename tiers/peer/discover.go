@@ -25,7 +25,8 @@ func (p *Peers) discover() {
 	}
 }
 
-// poll looks whether the directory is there, whether our socket is in it, and who else is. One goroutine at a time.
+// poll looks whether the directory is there, whether our socket is in it, and who else is. One
+// goroutine at a time.
 func (p *Peers) poll() {
 	var id uint64
 	err := p.beThere()
@@ -69,7 +70,8 @@ func (p *Peers) poll() {
 			continue
 		}
 		if len(p.peers) == maxPeers {
-			p.troubles[gen] = trouble{why: fmt.Sprintf("%d peers are the most", maxPeers), again: now.Add(retryAfter)}
+			p.troubles[gen] = trouble{why: fmt.Sprintf("%d peers are the most", maxPeers),
+				again: now.Add(retryAfter)}
 			continue
 		}
 		conn, err := p.dir.Dial(gen, time.Second)
@@ -94,7 +96,8 @@ func (p *Peers) poll() {
 // note keeps why a peer was not talked to, and says it once. p.mu is held.
 func (p *Peers) note(gen uint64, t trouble) {
 	if p.troubles[gen].why != t.why {
-		p.log.Warn("a sidecar is not borrowed from", zap.Uint64("peer", gen), zap.Int32("pid", t.pid), zap.String("why", t.why))
+		p.log.Warn("a sidecar is not borrowed from", zap.Uint64("peer", gen),
+			zap.Int32("pid", t.pid), zap.String("why", t.why))
 	}
 	t.again = time.Now().Add(retryAfter)
 	p.troubles[gen] = t
@@ -121,7 +124,8 @@ func (p *Peers) beThere() error {
 		p.dir = dir
 		p.mu.Unlock()
 	}
-	l, err := p.dir.Listen(p.cfg.Generation, ipc.Options{MaxSessions: maxPeers, Limit: "peers", Log: p.log})
+	l, err := p.dir.Listen(p.cfg.Generation, ipc.Options{MaxSessions: maxPeers, Limit: "peers",
+		Log: p.log})
 	if err != nil {
 		return err
 	}
@@ -137,7 +141,8 @@ func (p *Peers) beThere() error {
 	return nil
 }
 
-// leave gives our socket up, and the directory as well if that is not what it was. Connections stay.
+// leave gives our socket up, and the directory as well if that is not what it was. Connections
+// stay.
 func (p *Peers) leave(dir bool) {
 	p.mu.Lock()
 	l, d := p.listening, p.dir

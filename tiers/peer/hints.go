@@ -11,7 +11,8 @@ import (
 	"lookaside/tiers"
 )
 
-// hintKey is what a page goes by in hints: the XXH64 of its space's fingerprint and its digest, the lowest bit set.
+// hintKey is what a page goes by in hints: the XXH64 of its space's fingerprint and its digest, the
+// lowest bit set.
 func hintKey(fp *tiers.Fingerprint, digest []byte) uint64 {
 	var b [64]byte
 	copy(b[:32], fp[:])
@@ -22,9 +23,10 @@ func hintKey(fp *tiers.Fingerprint, digest []byte) uint64 {
 // hint is an entry of the table. Empty: key 0.
 type hint struct{ key, who uint64 }
 
-// hintTable says which peers are said to hold a page: each peer has a bit. It is open addressing over 16-byte entries off the Go heap, filled to three
-// quarters at most. It grows by doubling: both tables are searched until the smaller one is empty. What a peer has said is taken out in slices when it
-// leaves; its bit is free again after that.
+// hintTable says which peers are said to hold a page: each peer has a bit. It is open addressing
+// over 16-byte entries off the Go heap, filled to three quarters at most. It grows by doubling:
+// both tables are searched until the smaller one is empty. What a peer has said is taken out in
+// slices when it leaves; its bit is free again after that.
 //
 // Every hold of the lock is short: a slice of work, and no mapping or unmapping of much memory.
 type hintTable struct {
@@ -60,12 +62,14 @@ const (
 	hintBytes    = 16
 	// sliceHints is how many hints are entered, or entries looked at, in one hold of the lock.
 	sliceHints = 512
-	// moveAhead is how many entries of the table that is being emptied are looked at with each hint.
+	// moveAhead is how many entries of the table that is being emptied are looked at with each
+	// hint.
 	moveAhead = 8
 )
 
 func newHintTable(limitBytes int64) (*hintTable, error) {
-	t := &hintTable{most: max(minHintSlots, int(limitBytes/hintBytes)), free: ^uint64(0), freed: make(chan struct{}), asked: map[tiers.Fingerprint]uint64{}}
+	t := &hintTable{most: max(minHintSlots, int(limitBytes/hintBytes)), free: ^uint64(0),
+		freed: make(chan struct{}), asked: map[tiers.Fingerprint]uint64{}}
 	var err error
 	t.cur, err = makeHintSlots(minHintSlots)
 	return t, err
@@ -140,7 +144,8 @@ func (s *hintSlots) insert(h hint) {
 	s.used++
 }
 
-// removeAt empties place i and closes the gap. It answers the first place that something from at or behind `from` was moved to before it, or from.
+// removeAt empties place i and closes the gap. It answers the first place that something from at or
+// behind `from` was moved to before it, or from.
 func (s *hintSlots) removeAt(i, from int) int {
 	n := len(s.slots)
 	distance := func(a, b int) int {
@@ -300,7 +305,8 @@ func (t *hintTable) take() (bit int, freed <-chan struct{}) {
 	return bit, nil
 }
 
-// retire gives a bit back. What was said under it does not count from now on, and is taken out by sweep.
+// retire gives a bit back. What was said under it does not count from now on, and is taken out by
+// sweep.
 func (t *hintTable) retire(bit int) {
 	b := uint64(1) << bit
 	t.mu.Lock()
@@ -316,7 +322,8 @@ func (t *hintTable) retire(bit int) {
 	}
 }
 
-// sweep takes out a slice of what the retired bits have left behind, and goes on with a move to a larger table. It says whether there is more to do.
+// sweep takes out a slice of what the retired bits have left behind, and goes on with a move to a
+// larger table. It says whether there is more to do.
 func (t *hintTable) sweep() (more bool) {
 	t.mu.Lock()
 	if t.sweeping == 0 {
@@ -331,7 +338,8 @@ func (t *hintTable) sweep() (more bool) {
 			h := &t.cur.slots[t.sweepAt]
 			if h.key != 0 {
 				if h.who &^= t.sweeping; h.who == 0 {
-					t.cur.removeAt(t.sweepAt, len(t.cur.slots)) // what comes in its place is looked at next
+					// what comes in its place is looked at next
+					t.cur.removeAt(t.sweepAt, len(t.cur.slots))
 					continue
 				}
 			}
@@ -377,10 +385,12 @@ func (t *hintTable) forget(key uint64, bit int) {
 	t.mu.Unlock()
 }
 
-// groupHints is how many pages are looked up together: the loads of each pass do not depend on each other, so that their cache misses overlap.
+// groupHints is how many pages are looked up together: the loads of each pass do not depend on each
+// other, so that their cache misses overlap.
 const groupHints = 64
 
-// lookUp sets who[i] to the peers that are said to hold page keys[i], of those in mask. t.mu is held for reading.
+// lookUp sets who[i] to the peers that are said to hold page keys[i], of those in mask. t.mu is
+// held for reading.
 func (t *hintTable) lookUp(keys []uint64, mask uint64, who []uint64) {
 	var homes [groupHints]int
 	var seen [groupHints]hint
@@ -418,7 +428,8 @@ type hintStats struct {
 func (t *hintTable) stats() hintStats {
 	t.mu.RLock()
 	defer t.mu.RUnlock()
-	return hintStats{pages: t.cur.used + t.old.used, slots: len(t.cur.slots), bytes: int64(len(t.cur.slots)+len(t.old.slots)) * hintBytes, dropped: t.dropped}
+	return hintStats{pages: t.cur.used + t.old.used, slots: len(t.cur.slots),
+		bytes: int64(len(t.cur.slots)+len(t.old.slots)) * hintBytes, dropped: t.dropped}
 }
 
 // held is how many pages a bit's holder is said to hold.

@@ -141,7 +141,8 @@ func TestHintsAgainstModel(t *testing.T) {
 				t.Fatalf("%d entries, should be %d; %v", n, len(all), err)
 			}
 			if n := bits.OnesCount64(h.free); n != 64-len(open) || h.dropped != 0 {
-				t.Fatalf("%d bits are free with %d in use, %d hints dropped", n, len(open), h.dropped)
+				t.Fatalf("%d bits are free with %d in use, %d hints dropped", n, len(open),
+					h.dropped)
 			}
 			for _, bit := range open {
 				h.retire(bit)

@@ -14,9 +14,10 @@ import (
 	"lookaside/tiers"
 )
 
-// history runs several sidecars against what must hold whatever happens: bytes that are lent are those of their pages for as long as they are, also when their owner has
-// ended; whoever asks is answered soon, also beside lenders that do not answer; and when all is quiet each knows just what the others hold, and nobody has anything
-// of another's.
+// history runs several sidecars against what must hold whatever happens: bytes that are lent are
+// those of their pages for as long as they are, also when their owner has ended; whoever asks is
+// answered soon, also beside lenders that do not answer; and when all is quiet each knows just what
+// the others hold, and nobody has anything of another's.
 type history struct {
 	t      *testing.T
 	rnd    *rand.Rand
@@ -49,7 +50,9 @@ func (h *history) fatal(format string, args ...any) {
 
 func (h *history) add() {
 	h.n++
-	s := newSide(h.t, h.dir, fmt.Sprint("side-", h.n), sideOptions{regions: 2, bytes: int64(8+h.rnd.IntN(40)) * 4 * pageSize, share: 0.6, impatient: true})
+	s := newSide(h.t, h.dir, fmt.Sprint("side-", h.n),
+		sideOptions{regions: 2, bytes: int64(8+h.rnd.IntN(40)) * 4 * pageSize, share: 0.6,
+			impatient: true})
 	h.sides = append(h.sides, s)
 	h.step("%s (%x) joins", s.name, s.gen)
 }
@@ -67,7 +70,8 @@ func (h *history) prefix() []byte {
 
 func (h *history) borrow(s *side) {
 	sp, hashes := h.spaces[h.rnd.IntN(len(h.spaces))], h.prefix()
-	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(1+h.rnd.IntN(300))*time.Millisecond)
+	ctx, cancel := context.WithTimeout(context.Background(),
+		time.Duration(1+h.rnd.IntN(300))*time.Millisecond)
 	defer cancel()
 	r := run(sp, hashes)
 	var got []loan
@@ -79,7 +83,8 @@ func (h *history) borrow(s *side) {
 		got, pages, asked = s.ask(r)
 	}
 	if !asked {
-		pages, err = s.p.Borrow(ctx, r, func(chunk int, l Loan) { got = append(got, loan{l, chunk, r}) })
+		pages, err = s.p.Borrow(ctx, r,
+			func(chunk int, l Loan) { got = append(got, loan{l, chunk, r}) })
 	} else if pages > 0 {
 		h.asked++
 	}
@@ -105,7 +110,8 @@ func (h *history) borrow(s *side) {
 	h.verify(s, got)
 }
 
-// verify reads what a sidecar has borrowed. What is void may be unmapped, but is never something else.
+// verify reads what a sidecar has borrowed. What is void may be unmapped, but is never something
+// else.
 func (h *history) verify(s *side, loans []loan) {
 	for _, l := range loans {
 		if err := s.verify([]loan{l}); errorsIsUnmapped(err) {
@@ -167,7 +173,8 @@ func (h *history) moveDir() {
 	if h.away {
 		from, to = to, from
 	}
-	for err := os.ErrExist; err != nil; err = os.Rename(from, to) { // somebody may just make it, or a socket in it
+	for err := os.ErrExist; err != nil; err = os.Rename(from, to) {
+		// somebody may just make it, or a socket in it
 		if h.away {
 			_ = os.RemoveAll(to)
 		}
@@ -234,7 +241,8 @@ func (h *history) settle() {
 			}
 			return len(s.p.Status().Lenders) == len(h.sides)-1
 		})
-		for end := time.Now().Add(patience); s.e.Stats().OpenLoans > 0; time.Sleep(time.Millisecond) {
+		for end := time.Now().Add(patience); s.e.Stats().OpenLoans > 0; time.Sleep(
+			time.Millisecond) {
 			if time.Now().After(end) {
 				for _, o := range h.sides {
 					h.t.Logf("%s %x: %+v", o.name, o.gen, o.p.Status())
@@ -268,7 +276,8 @@ func (h *history) settle() {
 			}
 			st := s.p.Status()
 			why = fmt.Sprintf("%d pages in hints, %d are held, %d are not known, %d hints were wrong", st.HintPages, len(who), missing, st.HintsWrong)
-			return st.HintPages <= len(who) && missing <= int(st.HintsWrong) // what was forgotten may have come back just then
+			// what was forgotten may have come back just then
+			return st.HintPages <= len(who) && missing <= int(st.HintsWrong)
 		}
 		for end := time.Now().Add(patience); !ok(); time.Sleep(5 * time.Millisecond) {
 			if time.Now().After(end) {
@@ -286,7 +295,8 @@ func TestHistories(t *testing.T) {
 		t.Run(fmt.Sprint(seed), func(t *testing.T) {
 			parent := peerDir(t)
 			h := &history{
-				t: t, rnd: seeded(seed), dir: filepath.Join(parent, "peers"), loans: map[*side][]loan{}, frozen: map[*side]*sync.Mutex{},
+				t: t, rnd: seeded(seed), dir: filepath.Join(parent, "peers"),
+				loans: map[*side][]loan{}, frozen: map[*side]*sync.Mutex{},
 				spaces: []*tiers.Space{space("one", 4), space("two", 4)},
 			}
 			defer func() { // so that all can be closed

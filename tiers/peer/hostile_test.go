@@ -95,25 +95,51 @@ func TestBrokenLenders(t *testing.T) {
 	}
 	fp := theirSpace.Fingerprint[:]
 	for name, do := range map[string]func(){
-		"garbage":                     func() { check(t, c.Send([]byte("garbage"))) },
-		"an array bomb":               func() { check(t, c.Send([]byte{0xdd, 0xff, 0xff, 0xff, 0xff, 73})) },
-		"a request":                   func() { f.send(c, &wire.PeerLease{Fingerprint: fp, Hashes: theirPrefix}) },
-		"a second welcome":            func() { f.send(c, &wire.PeerWelcome{Generation: f.gen, MaxPages: 1}) },
-		"a grant that nobody asked":   func() { f.send(c, &wire.PeerGrant{ID: 7, Pages: 1}) },
-		"pages without a begin":       func() { f.send(c, pages(1, false)) },
-		"pages out of order":          func() { f.send(c, pages(1, true)); f.send(c, pages(3, false)) },
+		"garbage": func() { check(t, c.Send([]byte("garbage"))) },
+		"an array bomb": func() {
+			check(t,
+				c.Send([]byte{0xdd, 0xff, 0xff, 0xff, 0xff, 73}))
+		},
+		"a request": func() {
+			f.send(c, &wire.PeerLease{Fingerprint: fp,
+				Hashes: theirPrefix})
+		},
+		"a second welcome": func() {
+			f.send(c, &wire.PeerWelcome{Generation: f.gen,
+				MaxPages: 1})
+		},
+		"a grant that nobody asked": func() { f.send(c, &wire.PeerGrant{ID: 7, Pages: 1}) },
+		"pages without a begin":     func() { f.send(c, pages(1, false)) },
+		"pages out of order": func() {
+			f.send(c, pages(1, true))
+			f.send(c,
+				pages(3, false))
+		},
 		"a region without descriptor": func() { f.send(c, region(1)) },
 		"a region with two":           func() { f.send(c, region(1), mem.FD(), mem.FD()) },
 		"a region with ten": func() {
-			f.send(c, region(1), mem.FD(), mem.FD(), mem.FD(), mem.FD(), mem.FD(), mem.FD(), mem.FD(), mem.FD(), mem.FD(), mem.FD())
+			f.send(c, region(1), mem.FD(), mem.FD(), mem.FD(), mem.FD(), mem.FD(), mem.FD(),
+				mem.FD(), mem.FD(), mem.FD(), mem.FD())
 		},
-		"a region twice":         func() { f.send(c, region(1), mem.FD()); f.send(c, region(1), mem.FD()) },
-		"the end of no region":   func() { f.send(c, &wire.RegionRemoved{Region: 4}) },
-		"descriptors with pages": func() { f.send(c, pages(1, true), mem.FD()); check(t, c.Send([]byte{1})) },
-		"a thousand regions":     func() { flood(c, func(i int) ([]byte, int) { return region(uint32(i)).Append(nil), mem.FD() }) },
+		"a region twice": func() {
+			f.send(c, region(1), mem.FD())
+			f.send(c, region(1),
+				mem.FD())
+		},
+		"the end of no region": func() { f.send(c, &wire.RegionRemoved{Region: 4}) },
+		"descriptors with pages": func() {
+			f.send(c, pages(1, true), mem.FD())
+			check(t,
+				c.Send([]byte{1}))
+		},
+		"a thousand regions": func() {
+			flood(c,
+				func(i int) ([]byte, int) { return region(uint32(i)).Append(nil), mem.FD() })
+		},
 		"a thousand spaces": func() {
 			flood(c, func(i int) ([]byte, int) {
-				s := wire.PeerSpace{Fingerprint: make([]byte, 32), PageBytes: 1, PagesPerChunk: 1, DigestBytes: 8}
+				s := wire.PeerSpace{Fingerprint: make([]byte, 32), PageBytes: 1, PagesPerChunk: 1,
+					DigestBytes: 8}
 				binary.LittleEndian.PutUint32(s.Fingerprint, uint32(i))
 				return s.Append(nil), -1
 			})
@@ -128,7 +154,10 @@ func TestBrokenLenders(t *testing.T) {
 		before := good.p.Status().Malformed + s.p.Status().Malformed
 		do()
 		ends(t, c)
-		eventually(t, name+" is counted", func() bool { return good.p.Status().Malformed+s.p.Status().Malformed > before })
+		eventually(t, name+" is counted", func() bool {
+			return good.p.Status().Malformed+
+				s.p.Status().Malformed > before
+		})
 		check(t, s.verify(s.borrows(theirSpace, theirPrefix, 16)))
 		s.close()
 		_ = c.Close()
@@ -168,21 +197,27 @@ func testBrokenGrants(t *testing.T, by string) {
 	hashes := prefix(stretch(1, 8)...)
 	sp := space("m", 4)
 	for name, extents := range map[string][]wire.Extent{
-		"beyond its region":         {{Page: 0, Pages: 4, Region: 1, Offset: 1<<20 - 4*pageSize + 1}},
-		"an offset that wraps":      {{Page: 0, Pages: 4, Region: 1, Offset: 1<<63 - 1}},
-		"more pages than a chunk":   {{Page: 0, Pages: 8, Region: 1}},
-		"from another page":         {{Page: 4, Pages: 4, Region: 1}},
-		"a gap":                     {{Page: 0, Pages: 2, Region: 1}, {Page: 4, Pages: 4, Region: 1}},
-		"more than was asked for":   {{Page: 0, Pages: 4, Region: 1}, {Page: 4, Pages: 4, Region: 1}, {Page: 8, Pages: 4, Region: 1}},
-		"one chunk twice":           {{Page: 0, Pages: 4, Region: 1}, {Page: 0, Pages: 4, Region: 1}},
+		"beyond its region": {{Page: 0, Pages: 4, Region: 1, Offset: 1<<20 - 4*pageSize +
+			1}},
+		"an offset that wraps":    {{Page: 0, Pages: 4, Region: 1, Offset: 1<<63 - 1}},
+		"more pages than a chunk": {{Page: 0, Pages: 8, Region: 1}},
+		"from another page":       {{Page: 4, Pages: 4, Region: 1}},
+		"a gap": {{Page: 0, Pages: 2, Region: 1},
+			{Page: 4, Pages: 4, Region: 1}},
+		"more than was asked for": {{Page: 0, Pages: 4, Region: 1},
+			{Page: 4, Pages: 4, Region: 1}, {Page: 8, Pages: 4, Region: 1}},
+		"one chunk twice": {{Page: 0, Pages: 4, Region: 1},
+			{Page: 0, Pages: 4, Region: 1}},
 		"a region that never came":  nil,
 		"a region that is not told": nil,
 	} {
 		f := newFakeLender(t, dir)
 		s := newSide(t, dir, "s", sideOptions{})
 		c := f.welcome()
-		f.send(c, &wire.RegionAdded{Region: 1, Kind: "memfd", SizeBytes: 1 << 20, PageSize: 4096}, mem.FD())
-		f.send(c, &wire.PeerSpace{Fingerprint: sp.Fingerprint[:], PageBytes: pageSize, PagesPerChunk: 4, DigestBytes: 32})
+		f.send(c, &wire.RegionAdded{Region: 1, Kind: "memfd", SizeBytes: 1 << 20, PageSize: 4096},
+			mem.FD())
+		f.send(c, &wire.PeerSpace{Fingerprint: sp.Fingerprint[:], PageBytes: pageSize,
+			PagesPerChunk: 4, DigestBytes: 32})
 		p := wire.PeerPages{Seq: 1, Begin: true, End: true}
 		for i := range 8 {
 			p.Hints = append(p.Hints, packedKey(hintKey(&sp.Fingerprint, hashes[i*32:(i+1)*32]))...)
@@ -232,7 +267,8 @@ func testBrokenGrants(t *testing.T, by string) {
 			b, err := c.Recv()
 			check(t, err)
 			var m wire.PeerRelease
-			if err := m.Decode(b, &wire.DefaultLimits); err != nil || m.Load != 5 || len(m.Extents) != 1 || m.Bad {
+			if err := m.Decode(b, &wire.DefaultLimits); err != nil || m.Load != 5 ||
+				len(m.Extents) != 1 || m.Bad {
 				t.Errorf("%s: %+v, %v", name, m, err)
 			}
 		}
@@ -428,7 +464,8 @@ func walkEngine(s *side, each func(key uint64)) {
 	}
 }
 
-// What a borrower sends that makes no sense ends its connection; what it had stays its own while it lives.
+// What a borrower sends that makes no sense ends its connection; what it had stays its own while it
+// lives.
 func TestBrokenBorrowers(t *testing.T) {
 	dir := peerDir(t)
 	a := newSide(t, dir, "a", sideOptions{})
@@ -439,7 +476,8 @@ func TestBrokenBorrowers(t *testing.T) {
 			x.next()
 		}
 		for {
-			x.send(&wire.PeerLease{ID: 3, Fingerprint: theirSpace.Fingerprint[:], Hashes: theirPrefix})
+			x.send(&wire.PeerLease{ID: 3, Fingerprint: theirSpace.Fingerprint[:],
+				Hashes: theirPrefix})
 			var g wire.PeerGrant
 			check(t, g.Decode(x.until(wire.TypePeerGrant), &wire.DefaultLimits))
 			if g.ID != 3 {
@@ -451,30 +489,54 @@ func TestBrokenBorrowers(t *testing.T) {
 		}
 	}
 	for name, do := range map[string]func(x *client, g wire.PeerGrant){
-		"garbage":              func(x *client, _ wire.PeerGrant) { check(t, x.conn.Send([]byte("garbage"))) },
-		"an answer":            func(x *client, g wire.PeerGrant) { x.send(&g) },
-		"a second hello":       func(x *client, _ wire.PeerGrant) { x.send(&wire.PeerHello{Generation: 5}) },
-		"a loan of another":    func(x *client, g wire.PeerGrant) { x.send(&wire.PeerRelease{Load: g.Load + 1<<32}) },
-		"an extent not there":  func(x *client, g wire.PeerGrant) { x.send(&wire.PeerRelease{Load: g.Load, Extents: []uint32{0, 4}}) },
-		"a region that stays":  func(x *client, _ wire.PeerGrant) { x.send(&wire.RegionUnmapped{Region: 0}) },
-		"a region never known": func(x *client, _ wire.PeerGrant) { x.send(&wire.RegionUnmapped{Region: 7}) },
+		"garbage": func(x *client, _ wire.PeerGrant) {
+			check(t,
+				x.conn.Send([]byte("garbage")))
+		},
+		"an answer": func(x *client, g wire.PeerGrant) { x.send(&g) },
+		"a second hello": func(x *client,
+			_ wire.PeerGrant) {
+			x.send(&wire.PeerHello{Generation: 5})
+		},
+		"a loan of another": func(x *client,
+			g wire.PeerGrant) {
+			x.send(&wire.PeerRelease{Load: g.Load + 1<<32})
+		},
+		"an extent not there": func(x *client,
+			g wire.PeerGrant) {
+			x.send(&wire.PeerRelease{Load: g.Load, Extents: []uint32{0, 4}})
+		},
+		"a region that stays": func(x *client,
+			_ wire.PeerGrant) {
+			x.send(&wire.RegionUnmapped{Region: 0})
+		},
+		"a region never known": func(x *client,
+			_ wire.PeerGrant) {
+			x.send(&wire.RegionUnmapped{Region: 7})
+		},
 		"half a hash": func(x *client, _ wire.PeerGrant) {
-			x.send(&wire.PeerLease{ID: 4, Fingerprint: theirSpace.Fingerprint[:], Hashes: theirPrefix[:33]})
+			x.send(&wire.PeerLease{ID: 4, Fingerprint: theirSpace.Fingerprint[:],
+				Hashes: theirPrefix[:33]})
 		},
 		"ends of fewer chunks": func(x *client, _ wire.PeerGrant) {
-			x.send(&wire.PeerLease{ID: 4, Fingerprint: theirSpace.Fingerprint[:], Pages: 12, Hashes: theirPrefix[:2*32]})
+			x.send(&wire.PeerLease{ID: 4, Fingerprint: theirSpace.Fingerprint[:], Pages: 12,
+				Hashes: theirPrefix[:2*32]})
 		},
 		"ends of more chunks": func(x *client, _ wire.PeerGrant) {
-			x.send(&wire.PeerLease{ID: 4, Fingerprint: theirSpace.Fingerprint[:], Pages: 8, Hashes: theirPrefix[:3*32]})
+			x.send(&wire.PeerLease{ID: 4, Fingerprint: theirSpace.Fingerprint[:], Pages: 8,
+				Hashes: theirPrefix[:3*32]})
 		},
 		"ends from within a chunk": func(x *client, _ wire.PeerGrant) {
-			x.send(&wire.PeerLease{ID: 4, Fingerprint: theirSpace.Fingerprint[:], FirstPage: 1, Pages: 4, Hashes: theirPrefix[:32]})
+			x.send(&wire.PeerLease{ID: 4, Fingerprint: theirSpace.Fingerprint[:], FirstPage: 1,
+				Pages: 4, Hashes: theirPrefix[:32]})
 		},
 		"ends of all there is": func(x *client, _ wire.PeerGrant) {
-			x.send(&wire.PeerLease{ID: 4, Fingerprint: theirSpace.Fingerprint[:], Pages: 1<<32 - 1, Hashes: theirPrefix[:32]})
+			x.send(&wire.PeerLease{ID: 4, Fingerprint: theirSpace.Fingerprint[:], Pages: 1<<32 - 1,
+				Hashes: theirPrefix[:32]})
 		},
 		"pages beyond all": func(x *client, _ wire.PeerGrant) {
-			x.send(&wire.PeerLease{ID: 4, Fingerprint: theirSpace.Fingerprint[:], FirstPage: 1<<32 - 1e6, Hashes: theirPrefix})
+			x.send(&wire.PeerLease{ID: 4, Fingerprint: theirSpace.Fingerprint[:],
+				FirstPage: 1<<32 - 1e6, Hashes: theirPrefix})
 		},
 	} {
 		x := dialClient(t, a)
@@ -485,7 +547,10 @@ func TestBrokenBorrowers(t *testing.T) {
 		malformed := a.p.Status().Malformed
 		do(x, g)
 		ends(t, x.conn)
-		eventually(t, name+" is counted", func() bool { return a.p.Status().Malformed == malformed+1 })
+		eventually(t, name+" is counted", func() bool {
+			return a.p.Status().Malformed == malformed+
+				1
+		})
 		if st := a.e.Stats(); st.LeasedSlots != 4 {
 			t.Errorf("%s: %d slots are leased to one that lives", name, st.LeasedSlots)
 		}
@@ -516,7 +581,8 @@ func TestFloodOfLeases(t *testing.T) {
 	a := newSide(t, dir, "a", sideOptions{})
 	a.store(theirSpace, theirPrefix)
 	x := dialClient(t, a)
-	m := (&wire.PeerLease{ID: 3, Fingerprint: theirSpace.Fingerprint[:], Hashes: theirPrefix}).Append(nil)
+	m := (&wire.PeerLease{ID: 3, Fingerprint: theirSpace.Fingerprint[:],
+		Hashes: theirPrefix}).Append(nil)
 	for full := 0; full < 20; {
 		sent, err := x.conn.TrySend(m)
 		check(t, err)

@@ -20,7 +20,8 @@ import (
 )
 
 const (
-	// batchPages is how many pages are read from the journal at a time: the engine's lock is held meanwhile.
+	// batchPages is how many pages are read from the journal at a time: the engine's lock is held
+	// meanwhile.
 	batchPages = 1024
 	// gather is how long changes are let come together before they are told.
 	gather = 2 * time.Millisecond
@@ -28,7 +29,8 @@ const (
 	ownerIdle = time.Second
 )
 
-// lender is our side of a connection to a sidecar that borrows from us. Its goroutine answers, one more sends what comes up.
+// lender is our side of a connection to a sidecar that borrows from us. Its goroutine answers, one
+// more sends what comes up.
 type lender struct {
 	p    *Peers
 	conn *ipc.Conn
@@ -77,8 +79,10 @@ type lentSpace struct {
 
 func newLender(p *Peers, conn *ipc.Conn) *lender {
 	l := &lender{
-		p: p, conn: conn, done: make(chan struct{}), bell: make(chan struct{}, 1), regions: map[uint32]*toldRegion{}, change: make(chan struct{}),
-		owners: map[tiers.Fingerprint]*lentSpace{}, loans: map[uint64]*lentSpace{}, told: map[tiers.Fingerprint]*declared{},
+		p: p, conn: conn, done: make(chan struct{}), bell: make(chan struct{}, 1),
+		regions: map[uint32]*toldRegion{}, change: make(chan struct{}),
+		owners: map[tiers.Fingerprint]*lentSpace{}, loans: map[uint64]*lentSpace{},
+		told: map[tiers.Fingerprint]*declared{},
 	}
 	l.visible.Store(&map[uint32]struct{}{})
 	return l
@@ -135,7 +139,9 @@ func (l *lender) welcome() error {
 		refuse := wire.Refuse{Code: wire.RefuseMalformed, Message: err.Error()}
 		var v *wire.VersionError
 		if errors.As(err, &v) {
-			refuse = wire.Refuse{Code: wire.RefuseVersion, Field: "version", Want: fmt.Sprint(wire.Version), Got: fmt.Sprint(v.Got), Message: "the two sidecars are of different releases"}
+			refuse = wire.Refuse{Code: wire.RefuseVersion, Field: "version",
+				Want: fmt.Sprint(wire.Version), Got: fmt.Sprint(v.Got),
+				Message: "the two sidecars are of different releases"}
 		}
 		_ = l.conn.Send(refuse.Append(nil))
 		return err
@@ -158,7 +164,8 @@ func (l *lender) serve() error {
 		if err == nil {
 			err = l.handle(b)
 		}
-		if errors.Is(err, wire.ErrMalformed) || errors.Is(err, ipc.ErrOversize) || errors.Is(err, ipc.ErrEmpty) {
+		if errors.Is(err, wire.ErrMalformed) || errors.Is(err, ipc.ErrOversize) ||
+			errors.Is(err, ipc.ErrEmpty) {
 			l.p.malformed.Add(1)
 		}
 		if err != nil {
@@ -202,8 +209,10 @@ func (l *lender) lease() error {
 	if s := l.space(fp); s != nil {
 		d := s.g.DigestBytes
 		n := len(m.Hashes) / d
-		if len(m.Hashes)%d != 0 || n > min(l.p.cfg.MaxPages, wire.MaxLeasePages(d)) || int64(m.Pages) > int64(l.p.cfg.MaxPages) {
-			return fmt.Errorf("%w: a lease on %d bytes of hashes of %d each", wire.ErrMalformed, len(m.Hashes), d)
+		if len(m.Hashes)%d != 0 || n > min(l.p.cfg.MaxPages, wire.MaxLeasePages(d)) ||
+			int64(m.Pages) > int64(l.p.cfg.MaxPages) {
+			return fmt.Errorf("%w: a lease on %d bytes of hashes of %d each", wire.ErrMalformed,
+				len(m.Hashes), d)
 		}
 		var err error
 		if m.Touch {
@@ -246,21 +255,25 @@ func (l *lender) lend(s *lentSpace, m *wire.PeerLease, g *wire.PeerGrant) error 
 	var extents []engine.Extent
 	var err error
 	if m.Pages > 0 {
-		loan, pages, more, extents, err = l.p.cfg.Engine.LendEnds(s.owner, int(m.FirstPage), int(m.Pages), m.Hashes, sees, l.extents[:0])
+		loan, pages, more, extents, err = l.p.cfg.Engine.LendEnds(s.owner, int(m.FirstPage),
+			int(m.Pages), m.Hashes, sees, l.extents[:0])
 	} else {
-		loan, pages, more, extents, err = l.p.cfg.Engine.Lend(s.owner, int(m.FirstPage), m.Hashes, sees, l.extents[:0])
+		loan, pages, more, extents, err = l.p.cfg.Engine.Lend(s.owner, int(m.FirstPage), m.Hashes,
+			sees, l.extents[:0])
 	}
 	l.extents = extents
 	if err != nil {
 		return err
 	}
 	g.Load, g.Pages, g.More = loan, uint32(pages), more
-	g.Soon = more && m.Pages == 0 && l.check(s, int(m.FirstPage)+pages, m.Hashes[pages*s.g.DigestBytes:])
+	g.Soon = more && m.Pages == 0 && l.check(s, int(m.FirstPage)+pages,
+		m.Hashes[pages*s.g.DigestBytes:])
 	if loan == 0 {
 		return nil
 	}
 	for _, e := range extents {
-		g.Extents = append(g.Extents, wire.Extent{Page: e.Page, Pages: e.Pages, Region: e.Region, Offset: e.Offset})
+		g.Extents = append(g.Extents, wire.Extent{Page: e.Page, Pages: e.Pages, Region: e.Region,
+			Offset: e.Offset})
 	}
 	l.mu.Lock()
 	s.loans++
@@ -269,8 +282,9 @@ func (l *lender) lend(s *lentSpace, m *wire.PeerLease, g *wire.PeerGrant) error 
 	return nil
 }
 
-// check has checked what was restored of the pages from first on, which are asked for, and says whether that will do: the first of them waits for it, and may be
-// lent after it. One such run of a borrower is checked at a time.
+// check has checked what was restored of the pages from first on, which are asked for, and says
+// whether that will do: the first of them waits for it, and may be lent after it. One such run of a
+// borrower is checked at a time.
 func (l *lender) check(s *lentSpace, first int, hashes []byte) bool {
 	p := l.p
 	if p.cfg.Verify == nil || p.cfg.Engine.Unverified() == 0 {
@@ -288,7 +302,8 @@ func (l *lender) check(s *lentSpace, first int, hashes []byte) bool {
 	l.checking = true
 	hashes = bytes.Clone(hashes)
 	l.helpers.Go(func() {
-		_ = p.cfg.Verify(l.ctx, s.owner, tiers.Run{Space: s.sp, First: first, Hashes: hashes}) // what it comes to is seen when they are asked for again
+		// what it comes to is seen when they are asked for again
+		_ = p.cfg.Verify(l.ctx, s.owner, tiers.Run{Space: s.sp, First: first, Hashes: hashes})
 		l.mu.Lock()
 		l.checking = false
 		l.mu.Unlock()
@@ -296,7 +311,8 @@ func (l *lender) check(s *lentSpace, first int, hashes []byte) bool {
 	return true
 }
 
-// space is what a space is known by in the engine, nil if that has no such space, or no room for one who uses it.
+// space is what a space is known by in the engine, nil if that has no such space, or no room for
+// one who uses it.
 func (l *lender) space(fp tiers.Fingerprint) *lentSpace {
 	now := time.Now()
 	l.mu.Lock()
@@ -366,8 +382,10 @@ func (l *lender) retireOwners(now time.Time) {
 	}
 }
 
-// linger waits, after the borrower's connection has ended, until what it has not returned may become another's. One that ends its side has returned all that its workers read; one
-// that is dead has left nobody who could tell them, but a worker knows its sidecar's death by its own socket, which is closed when the process is dead.
+// linger waits, after the borrower's connection has ended, until what it has not returned may
+// become another's. One that ends its side has returned all that its workers read; one that is dead
+// has left nobody who could tell them, but a worker knows its sidecar's death by its own socket,
+// which is closed when the process is dead.
 func (l *lender) linger(why error) {
 	l.mu.Lock()
 	left := len(l.loans)
@@ -382,7 +400,8 @@ func (l *lender) linger(why error) {
 			l.conn.Linger()
 			return
 		}
-		// It closes a dead process's sockets one after the other: its workers may see the end of theirs a moment after us.
+		// It closes a dead process's sockets one after the other: its workers may see the end of
+		// theirs a moment after us.
 		select {
 		case <-time.After(closingPatience):
 		case <-l.p.ctx.Done():
@@ -390,7 +409,8 @@ func (l *lender) linger(why error) {
 		return
 	}
 	l.p.log.Warn("a sidecar's connection has ended with loans that it has not returned; they stay its own until its process has ended",
-		zap.Uint64("peer", l.gen), zap.Int32("pid", l.conn.Peer().PID), zap.Int("loans", left), zap.Error(why))
+		zap.Uint64("peer", l.gen), zap.Int32("pid", l.conn.Peer().PID), zap.Int("loans", left),
+		zap.Error(why))
 	select {
 	case <-died:
 	case <-l.p.ctx.Done():
@@ -430,9 +450,11 @@ func (l *lender) without(id uint32) bool {
 	return l.regions[id] == nil
 }
 
-// giveUp wants no more of the borrower. What it holds stays its own until it has returned it or is dead.
+// giveUp wants no more of the borrower. What it holds stays its own until it has returned it or is
+// dead.
 func (l *lender) giveUp(why error) {
-	l.p.log.Warn("giving up a sidecar that borrows from us", zap.Uint64("peer", l.gen), zap.Int32("pid", l.conn.Peer().PID), zap.Error(why))
+	l.p.log.Warn("giving up a sidecar that borrows from us", zap.Uint64("peer", l.gen),
+		zap.Int32("pid", l.conn.Peer().PID), zap.Error(why))
 	l.conn.EndSending()
 }
 
@@ -547,7 +569,9 @@ func (s *sender) tellRegions() error {
 			break
 		}
 		m := wire.RegionAdded{
-			Region: add.ID, Generation: p.cfg.Generation, Kind: add.Kind, Offset: uint64(add.OffsetBytes), SizeBytes: uint64(add.SizeBytes), PageSize: uint64(add.PageSize), ReadOnly: true,
+			Region: add.ID, Generation: p.cfg.Generation, Kind: add.Kind,
+			Offset: uint64(add.OffsetBytes), SizeBytes: uint64(add.SizeBytes),
+			PageSize: uint64(add.PageSize), ReadOnly: true,
 		}
 		s.out = m.Append(s.out[:0])
 		if err := l.conn.SendWaiting(s.out, add.ro); err != nil {
@@ -619,8 +643,9 @@ func (s *sender) tellSpace(d *declared) error {
 	}
 	s.l.told[d.fp] = d
 	m := wire.PeerSpace{
-		Fingerprint: d.fp[:], PageTokens: uint32(d.g.PageTokens), PageBytes: uint64(d.g.PageBytes), PagesPerChunk: uint32(d.g.PagesPerChunk),
-		DigestBytes: uint8(d.g.DigestBytes), Fields: d.fields,
+		Fingerprint: d.fp[:], PageTokens: uint32(d.g.PageTokens), PageBytes: uint64(d.g.PageBytes),
+		PagesPerChunk: uint32(d.g.PagesPerChunk),
+		DigestBytes:   uint8(d.g.DigestBytes), Fields: d.fields,
 	}
 	s.out = m.Append(s.out[:0])
 	return s.l.conn.SendWaiting(s.out)

@@ -62,10 +62,12 @@ func TestBorrow(t *testing.T) {
 	}
 }
 
-// TestAsk: what one peer holds is asked for by one message, and who asks hears of it whatever becomes of that peer.
+// TestAsk: what one peer holds is asked for by one message, and who asks hears of it whatever
+// becomes of that peer.
 func TestAsk(t *testing.T) {
 	dir := peerDir(t)
-	a, b, c := newSide(t, dir, "a", sideOptions{}), newSide(t, dir, "b", sideOptions{}), newSide(t, dir, "c", sideOptions{})
+	a, b, c := newSide(t, dir, "a", sideOptions{}), newSide(t, dir, "b", sideOptions{}),
+		newSide(t, dir, "c", sideOptions{})
 	sp, hashes := space("m", 4), prefix(stretch(1, 14)...)
 	if _, _, asked := c.ask(run(sp, hashes)); asked {
 		t.Fatal("it is asked for, and nobody has it")
@@ -92,7 +94,8 @@ func TestAsk(t *testing.T) {
 	check(t, err)
 	check(t, b.e.CommitStore(o, res.Store, nil))
 	c.learns(sp, longer, 12)
-	eventually(t, "two have it together", func() bool { _, _, asked := c.ask(run(sp, longer)); return !asked })
+	eventually(t, "two have it together",
+		func() bool { _, _, asked := c.ask(run(sp, longer)); return !asked })
 
 	// One that does not answer in time lends nothing, and has back what it lent too late.
 	c.patient(false)
@@ -118,7 +121,8 @@ func TestAsk(t *testing.T) {
 	stop.Lock()
 	a.p.held.Store(stop)
 	answer := make(chan int, 2)
-	if !c.p.Ask(run(sp, hashes), c.all(run(sp, hashes)), func(loans []Loan) { answer <- len(loans) }) {
+	if !c.p.Ask(run(sp, hashes), c.all(run(sp, hashes)),
+		func(loans []Loan) { answer <- len(loans) }) {
 		t.Fatal("it is not asked")
 	}
 	closed := make(chan struct{})
@@ -156,7 +160,8 @@ func TestBadLoan(t *testing.T) {
 	}
 }
 
-// What a lender found on its device at its start is checked before it is lent: who asks for it waits for that, and what is not as it should be is not there.
+// What a lender found on its device at its start is checked before it is lent: who asks for it
+// waits for that, and what is not as it should be is not there.
 func TestRestoredIsCheckedFirst(t *testing.T) {
 	const region, rotten, chunks = 9, 6, 8
 	dir := peerDir(t)
@@ -178,7 +183,8 @@ func TestRestoredIsCheckedFirst(t *testing.T) {
 				want, ok := make([]byte, pageSize), true
 				for i := range v.Pages {
 					pattern(want, sp, v.Hashes[i*32:(i+1)*32])
-					ok = ok && bytes.Equal(a.memory[region].Bytes()[int(v.Offset)+i*pageSize:][:pageSize], want)
+					ok = ok && bytes.Equal(a.memory[region].Bytes()[int(v.Offset)+
+						i*pageSize:][:pageSize], want)
 				}
 				a.e.EndVerify(v.Handle, ok)
 			}
@@ -191,30 +197,36 @@ func TestRestoredIsCheckedFirst(t *testing.T) {
 	r, err := dax.Create(dax.Options{Kind: dax.KindMemfd, SizeBytes: chunks * 4 * pageSize})
 	check(t, err)
 	a.memory[region] = r
-	check(t, a.e.AddCarvedRegion(region, sp.Geometry, chunks, engine.Placement{Stride: 4 * pageSize}))
+	check(t, a.e.AddCarvedRegion(region, sp.Geometry, chunks,
+		engine.Placement{Stride: 4 * pageSize}))
 	id := a.e.Spaces()[0].ID
 	for i := range chunks {
 		of := run(sp, hashes).Chunk(i)
 		for page := range 4 {
 			pattern(r.Bytes()[(4*i+page)*pageSize:][:pageSize], sp, of.Hashes[page*32:(page+1)*32])
 		}
-		check(t, a.e.Restore(region, []engine.Restored{{Slot: uint32(i), Space: id, First: 4 * i, Pages: 4, Prev: of.Prev, Hashes: of.Hashes, Order: uint64(i), Unverified: true}}))
+		check(t, a.e.Restore(region, []engine.Restored{{Slot: uint32(i), Space: id, First: 4 * i,
+			Pages: 4, Prev: of.Prev, Hashes: of.Hashes, Order: uint64(i), Unverified: true}}))
 	}
 	r.Bytes()[rotten*4*pageSize]++
 	a.e.EndRestore()
-	check(t, a.p.AddRegion(Region{ID: region, Kind: string(r.Kind()), FD: r.FD(), SizeBytes: r.Size(), PageSize: r.PageSize()}))
+	check(t, a.p.AddRegion(Region{ID: region, Kind: string(r.Kind()), FD: r.FD(),
+		SizeBytes: r.Size(), PageSize: r.PageSize()}))
 	b.learns(sp, hashes, 4*chunks)
 	b.reads(a.gen, 2)
 
-	// Who cannot wait long gets nothing; what does not wait is answered at once. What is asked for again meanwhile is checked once.
+	// Who cannot wait long gets nothing; what does not wait is answered at once. What is asked for
+	// again meanwhile is checked once.
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	got := make(chan int, 1)
 	go func() {
-		n, _ := b.p.Borrow(ctx, run(sp, hashes), func(int, Loan) { t.Error("lent before it was checked") })
+		n, _ := b.p.Borrow(ctx, run(sp, hashes),
+			func(int, Loan) { t.Error("lent before it was checked") })
 		got <- n
 	}()
-	eventually(t, "it is asked for again and again, and checked", func() bool { return a.p.Status().Leases >= 3 && verified.Load() > 0 })
+	eventually(t, "it is asked for again and again, and checked",
+		func() bool { return a.p.Status().Leases >= 3 && verified.Load() > 0 })
 	cancel()
 	if n := <-got; n != 0 {
 		t.Errorf("%d pages", n)
@@ -243,7 +255,8 @@ func TestBorrowFromSeveral(t *testing.T) {
 	dir := peerDir(t)
 	sp := space("m", 4)
 	hashes := prefix(stretch(1, 30)...)
-	a, b, c := newSide(t, dir, "a", sideOptions{}), newSide(t, dir, "b", sideOptions{}), newSide(t, dir, "c", sideOptions{})
+	a, b, c := newSide(t, dir, "a", sideOptions{}), newSide(t, dir, "b", sideOptions{}),
+		newSide(t, dir, "c", sideOptions{})
 	a.store(sp, hashes[:10*32])
 	b.store(sp, hashes[:22*32])
 	// c has the end only: what came before it is evicted, or bad.
@@ -395,7 +408,8 @@ func TestRegionsComeAndGo(t *testing.T) {
 	}
 }
 
-// A borrower whose worker does not let go of a region delays nobody for longer than it may, and keeps what it has.
+// A borrower whose worker does not let go of a region delays nobody for longer than it may, and
+// keeps what it has.
 func TestRegionIsKept(t *testing.T) {
 	dir := peerDir(t)
 	sp := space("m", 4)
@@ -415,7 +429,8 @@ func TestRegionIsKept(t *testing.T) {
 	b.mu.Unlock()
 	check(t, a.e.RemoveRegion(other))
 	a.p.RemoveRegion(other, 50*time.Millisecond)
-	eventually(t, "it is given up", func() bool { b.mu.Lock(); defer b.mu.Unlock(); return b.gone[a.gen] == 1 })
+	eventually(t, "it is given up",
+		func() bool { b.mu.Lock(); defer b.mu.Unlock(); return b.gone[a.gen] == 1 })
 	if st := a.e.Stats(); st.OpenLoans != 1 {
 		t.Fatalf("a borrower that lives has lost what it reads: %+v", st)
 	}
@@ -462,11 +477,15 @@ func TestSpacesDoNotMeet(t *testing.T) {
 		st = b.p.Status().Lenders[0]
 		return len(st.Unshared) == 1
 	})
-	if d := st.Unshared[0].Differences; !slices.Equal(d, []Difference{{Field: "hash_seed", Ours: "0", Theirs: "1"}}) || st.Shared != 0 {
+	if d := st.Unshared[0].Differences; !slices.Equal(d,
+		[]Difference{{Field: "hash_seed", Ours: "0", Theirs: "1"}}) || st.Shared != 0 {
 		t.Errorf("%+v", st)
 	}
-	eventually(t, "the log says why", func() bool { return seen.FilterMessageSnippet("these fields differ").Len() == 1 })
-	if f := seen.FilterMessageSnippet("these fields differ").All()[0].ContextMap()["fields"]; !strings.Contains(strings.Join(strs(f), " "), `hash_seed: ours "0", the peer's "1"`) {
+	eventually(t, "the log says why",
+		func() bool { return seen.FilterMessageSnippet("these fields differ").Len() == 1 })
+	if f := seen.FilterMessageSnippet(
+		"these fields differ").All()[0].ContextMap()["fields"]; !strings.Contains(
+		strings.Join(strs(f), " "), `hash_seed: ours "0", the peer's "1"`) {
 		t.Errorf("%v", f)
 	}
 	b.open(theirs, wire.Field{Key: "hash_seed", Value: "1"}, wire.Field{Key: "model", Value: "m"})
@@ -548,9 +567,13 @@ func TestDirectories(t *testing.T) {
 	} // at once: where nothing is, they make one
 	check(t, os.WriteFile(dir+".gone", nil, 0o600))
 	exchange(dir + ".gone")
-	eventually(t, "it is noticed", func() bool { return a.p.Status().Off != "" && b.p.Status().Off != "" })
+	eventually(t, "it is noticed", func() bool {
+		return a.p.Status().Off != "" &&
+			b.p.Status().Off != ""
+	})
 	c := newSide(t, dir, "c", sideOptions{})
-	if off := c.p.Status().Off; !strings.Contains(off, "peers.dir") || a.p.Group()|c.p.Group() != 0 {
+	if off := c.p.Status().Off; !strings.Contains(off, "peers.dir") ||
+		a.p.Group()|c.p.Group() != 0 {
 		t.Errorf("off: %q; groups %x and %x", off, a.p.Group(), c.p.Group())
 	}
 	loans := b.borrows(sp, hashes, 8)
@@ -561,14 +584,20 @@ func TestDirectories(t *testing.T) {
 	check(t, os.Chmod(dir+".new", 0o755))
 	exchange(dir + ".new")
 	eventually(t, "it is not private", func() bool {
-		return strings.Contains(a.p.Status().Off, "0755") && strings.Contains(c.p.Status().Off, "chmod")
+		return strings.Contains(a.p.Status().Off, "0755") && strings.Contains(c.p.Status().Off,
+			"chmod")
 	})
 	check(t, os.Chmod(dir, 0o700))
 	c.learns(sp, hashes, 8)
-	eventually(t, "all are there", func() bool { return a.lenders() == 2 && b.lenders() == 2 && c.lenders() == 2 })
+	eventually(t, "all are there", func() bool {
+		return a.lenders() == 2 && b.lenders() == 2 &&
+			c.lenders() == 2
+	})
 	check(t, b.verify(loans))
-	if again := a.p.Group(); again == 0 || again == group || b.p.Group() != again || c.p.Group() != again {
-		t.Errorf("groups %x, %x and %x, in another directory than %x", again, b.p.Group(), c.p.Group(), group)
+	if again := a.p.Group(); again == 0 || again == group || b.p.Group() != again ||
+		c.p.Group() != again {
+		t.Errorf("groups %x, %x and %x, in another directory than %x", again, b.p.Group(),
+			c.p.Group(), group)
 	}
 
 	// A socket that somebody removes is made again; those of the dead are removed.
@@ -590,7 +619,8 @@ func TestStaleSockets(t *testing.T) {
 	check(t, os.WriteFile(socketOf(dir, 0xABCDEF), nil, 0o600)) // no socket at all
 	check(t, os.Mkdir(socketOf(dir, 0xABCDEE), 0o700))
 	a := newSide(t, dir, "a", sideOptions{})
-	eventually(t, "the dead one's socket is removed", func() bool { _, err := os.Stat(left[0]); return err != nil })
+	eventually(t, "the dead one's socket is removed",
+		func() bool { _, err := os.Stat(left[0]); return err != nil })
 	a.close()
 	if _, err := os.Stat(socketOf(dir, a.gen)); err == nil {
 		t.Error("a socket is left behind")
@@ -608,7 +638,8 @@ func TestBorrowFromTheMiddle(t *testing.T) {
 	b.giveBack(b.borrows(sp, hashes, 16), false)
 	r := tiers.Run{Space: sp, First: 8, Prev: hashes[7*32 : 8*32], Hashes: hashes[8*32:]}
 	var got []loan
-	pages, err := b.p.Borrow(t.Context(), r, func(chunk int, l Loan) { got = append(got, loan{l, chunk, r}) })
+	pages, err := b.p.Borrow(t.Context(), r,
+		func(chunk int, l Loan) { got = append(got, loan{l, chunk, r}) })
 	if err != nil || pages != 8 || len(got) != 2 {
 		t.Fatalf("%d pages, %v, %+v", pages, err, got)
 	}

@@ -49,7 +49,8 @@ const (
 
 // Config is what a Peers works with.
 type Config struct {
-	// Dir is the directory in which sidecars find each other. Unless it is this user's alone (mode 0700) no peers are looked for, until it is; Status says so.
+	// Dir is the directory in which sidecars find each other. Unless it is this user's alone (mode
+	// 0700) no peers are looked for, until it is; Status says so.
 	Dir string
 	// Generation of this run of the sidecar, random, not 0.
 	Generation uint64
@@ -57,27 +58,34 @@ type Config struct {
 	Engine *engine.Engine
 	// Log. Default: nothing.
 	Log *zap.Logger
-	// HintsLimitBytes bounds the memory of the hints; while their table grows it may take half as much again. Default 512 MiB.
+	// HintsLimitBytes bounds the memory of the hints; while their table grows it may take half as
+	// much again. Default 512 MiB.
 	HintsLimitBytes int64
 	// MaxPages bounds the pages of one lease. Default 65,536.
 	MaxPages int
 	// CallPatience is how long a lender's answer is waited for. Default 250 ms.
 	CallPatience time.Duration
-	// Verify has checked what the engine restored of a run and nobody has checked since, which others want lent. It returns when that is done, or ctx is. May be nil: nothing such is ever lent.
+	// Verify has checked what the engine restored of a run and nobody has checked since, which
+	// others want lent. It returns when that is done, or ctx is. May be nil: nothing such is ever
+	// lent.
 	Verify func(ctx context.Context, o engine.Owner, run tiers.Run) error
 
-	// OnRegion is told of a lender's region. Nothing in it is lent to us until it has returned; an error means that nothing ever is. The descriptor is read-only where
-	// that can be had, and stays open until OnRegionGone has returned for it. May be nil, as the next two.
+	// OnRegion is told of a lender's region. Nothing in it is lent to us until it has returned; an
+	// error means that nothing ever is. The descriptor is read-only where that can be had, and
+	// stays open until OnRegionGone has returned for it. May be nil, as the next two.
 	OnRegion func(Region) error
-	// OnRegionGone is told that a region goes. It returns when no worker maps it any more. A lender that lives takes a region away when nobody has a loan in it.
-	// For each lender calls of OnRegion and OnRegionGone come one after the other; an identity may come again later.
+	// OnRegionGone is told that a region goes. It returns when no worker maps it any more. A lender
+	// that lives takes a region away when nobody has a loan in it. For each lender calls of
+	// OnRegion and OnRegionGone come one after the other; an identity may come again later.
 	OnRegionGone func(peer uint64, region uint32)
-	// OnGone is told at once that a lender has gone, also while a call of the above for it is under way. Its loans are void: nobody may be given pages of them any more, and
-	// each is still to be returned, when nobody reads it. OnRegionGone for its regions comes after it.
+	// OnGone is told at once that a lender has gone, also while a call of the above for it is under
+	// way. Its loans are void: nobody may be given pages of them any more, and each is still to be
+	// returned, when nobody reads it. OnRegionGone for its regions comes after it.
 	OnGone func(peer uint64)
 }
 
-// Region is a part of an arena. The offset, and the address that it is mapped at, are multiples of PageSize.
+// Region is a part of an arena. The offset, and the address that it is mapped at, are multiples of
+// PageSize.
 type Region struct {
 	Peer                             uint64 // the lender's generation; 0 for our own
 	ID                               uint32
@@ -111,9 +119,10 @@ type Peers struct {
 
 	held atomic.Pointer[sync.Mutex] // tests hold it to have this sidecar answer nobody
 
-	mu        sync.Mutex
-	off       string                // why no peers are looked for, "" if they are
-	peers     map[uint64]*borrower  // lenders that we are connected to, or have been and must return loans to, by generation
+	mu  sync.Mutex
+	off string // why no peers are looked for, "" if they are
+	// lenders that we are connected to, or have been and must return loans to, by generation
+	peers     map[uint64]*borrower
 	byBit     [maxPeers]*borrower   // by bit of the hint table
 	troubles  map[uint64]trouble    // lenders that could not be talked to
 	lenders   map[*lender]struct{}  // borrowers that are connected to us
@@ -160,7 +169,8 @@ func Start(cfg Config) (*Peers, error) {
 	if cfg.CallPatience == 0 {
 		cfg.CallPatience = defaultCallPatience
 	}
-	if cfg.Generation == 0 || cfg.Engine == nil || cfg.MaxPages < 0 || cfg.HintsLimitBytes < 0 || cfg.CallPatience < 0 {
+	if cfg.Generation == 0 || cfg.Engine == nil || cfg.MaxPages < 0 || cfg.HintsLimitBytes < 0 ||
+		cfg.CallPatience < 0 {
 		return nil, errors.New("peers: a generation and an engine are needed, and limits above 0")
 	}
 	hints, err := newHintTable(cfg.HintsLimitBytes)
@@ -168,8 +178,10 @@ func Start(cfg Config) (*Peers, error) {
 		return nil, err
 	}
 	p := &Peers{
-		cfg: cfg, log: cfg.Log, hints: hints, upkeep: make(chan struct{}, 1), peers: map[uint64]*borrower{}, troubles: map[uint64]trouble{},
-		lenders: map[*lender]struct{}{}, regions: map[uint32]*ownRegion{}, spaces: map[tiers.Fingerprint]*declared{},
+		cfg: cfg, log: cfg.Log, hints: hints, upkeep: make(chan struct{}, 1),
+		peers: map[uint64]*borrower{}, troubles: map[uint64]trouble{},
+		lenders: map[*lender]struct{}{}, regions: map[uint32]*ownRegion{},
+		spaces: map[tiers.Fingerprint]*declared{},
 	}
 	p.rates.at = time.Now()
 	p.ctx, p.cancel = context.WithCancel(context.Background())
@@ -179,11 +191,13 @@ func Start(cfg Config) (*Peers, error) {
 	return p, nil
 }
 
-// Group is a number that all sidecars have which look for each other in this directory, and others do not; 0 while no peers are looked for.
+// Group is a number that all sidecars have which look for each other in this directory, and others
+// do not; 0 while no peers are looked for.
 func (p *Peers) Group() uint64 { return p.group.Load() }
 
-// Close gives all loans back, and ends. Nobody may read what was borrowed any more, and the engine must grant nothing any more of what is lent, for
-// borrowers may go on reading it until they have heard. OnRegionGone has been called for every region when it returns. It is idempotent.
+// Close gives all loans back, and ends. Nobody may read what was borrowed any more, and the engine
+// must grant nothing any more of what is lent, for borrowers may go on reading it until they have
+// heard. OnRegionGone has been called for every region when it returns. It is idempotent.
 func (p *Peers) Close() error {
 	p.once.Do(func() {
 		p.cancel()
@@ -233,7 +247,8 @@ func (p *Peers) allPeers() []*borrower {
 	return out
 }
 
-// AddRegion lends a region of the own arena from now on. Its descriptor stays the caller's, open until RemoveRegion returns or Close. No two regions of a run have the same id.
+// AddRegion lends a region of the own arena from now on. Its descriptor stays the caller's, open
+// until RemoveRegion returns or Close. No two regions of a run have the same id.
 func (p *Peers) AddRegion(r Region) error {
 	ro, err := dax.ReadOnly(r.FD)
 	if err != nil { // it can be had only as it is
@@ -254,8 +269,9 @@ func (p *Peers) AddRegion(r Region) error {
 	return nil
 }
 
-// RemoveRegion has borrowers let go of a region, and returns when they have. One that has not within the patience is given up. The engine must have taken the region away before. A
-// region that is not there is not waited for.
+// RemoveRegion has borrowers let go of a region, and returns when they have. One that has not
+// within the patience is given up. The engine must have taken the region away before. A region that
+// is not there is not waited for.
 func (p *Peers) RemoveRegion(id uint32, patience time.Duration) {
 	p.mu.Lock()
 	r := p.regions[id]

@@ -16,8 +16,9 @@ import (
 	"lookaside/internal/leak"
 )
 
-// helpers are sidecars in processes of their own: named by LOOKASIDE_PEER_HELPER, with the directory in LOOKASIDE_PEER_DIR. They print a line when they are ready, and then
-// wait to be killed.
+// helpers are sidecars in processes of their own: named by LOOKASIDE_PEER_HELPER, with the
+// directory in LOOKASIDE_PEER_DIR. They print a line when they are ready, and then wait to be
+// killed.
 var helpers = map[string]func(t helperTB, dir string){
 	// lend holds the test's prefix.
 	"lend": func(t helperTB, dir string) {
@@ -143,7 +144,8 @@ func TestLenderIsKilled(t *testing.T) {
 	if err := s.verify(loans); err != nil && !errorsIsUnmapped(err) {
 		t.Error(err)
 	}
-	eventually(t, "the region is unmapped", func() bool { return errorsIsUnmapped(s.verify(loans[:1])) })
+	eventually(t, "the region is unmapped",
+		func() bool { return errorsIsUnmapped(s.verify(loans[:1])) })
 	if st := s.p.Status().Lenders; len(st) != 1 || !st[0].Gone || st[0].Loans != 4 {
 		t.Errorf("%+v", st)
 	}
@@ -187,7 +189,8 @@ func TestBorrowerIsKilled(t *testing.T) {
 	}
 }
 
-// A lender that does not answer costs whoever asks it a moment once, and then nothing, until it answers again.
+// A lender that does not answer costs whoever asks it a moment once, and then nothing, until it
+// answers again.
 func TestLenderIsStopped(t *testing.T) {
 	dir := peerDir(t)
 	them := start(t, "lend", dir)
@@ -232,7 +235,8 @@ func TestLenderIsStopped(t *testing.T) {
 	loans := s.borrows(theirSpace, theirPrefix, 16)
 	check(t, s.verify(loans))
 	s.giveBack(loans, false)
-	// What it granted too late has been returned: it is counted at the lender, which tells nobody, but a third borrower can have all of it.
+	// What it granted too late has been returned: it is counted at the lender, which tells nobody,
+	// but a third borrower can have all of it.
 	if st := s.p.Status(); st.Malformed != 0 {
 		t.Errorf("%+v", st)
 	}
@@ -247,7 +251,8 @@ func TestJoinAndLeave(t *testing.T) {
 		them := start(t, "lend", dir)
 		up := time.Now()
 		s.learns(theirSpace, theirPrefix, 16)
-		t.Logf("known %v after it was ready, %v after it was started", time.Since(up), time.Since(before))
+		t.Logf("known %v after it was ready, %v after it was started", time.Since(up),
+			time.Since(before))
 		them.kill()
 		dead := time.Now()
 		s.learns(theirSpace, theirPrefix, 0)

@@ -67,7 +67,8 @@ func pattern(buf []byte, s *tiers.Space, digest []byte) {
 	}
 }
 
-// side is a sidecar as far as peers see it: an engine, its memory, and what its workers would map of others.
+// side is a sidecar as far as peers see it: an engine, its memory, and what its workers would map
+// of others.
 type side struct {
 	t      testing.TB
 	name   string
@@ -80,9 +81,11 @@ type side struct {
 
 	mu     sync.Mutex
 	mapped map[regionID]*mapping
-	unmap  [][]byte       // at the end: the race detector takes what another goroutine maps at the same address for the same memory
-	gone   map[uint64]int // OnGone calls
-	dead   bool
+	// at the end: the race detector takes what another goroutine maps at the same address for the
+	// same memory
+	unmap [][]byte
+	gone  map[uint64]int // OnGone calls
+	dead  bool
 }
 
 type regionID struct {
@@ -102,7 +105,8 @@ type sideOptions struct {
 	share   float64
 	limit   int64 // of hints, bytes
 	log     *zap.Logger
-	// impatient is for lenders that do not answer. Others are waited for, however slow the machine is.
+	// impatient is for lenders that do not answer. Others are waited for, however slow the machine
+	// is.
 	impatient bool
 	config    func(*Config)
 }
@@ -127,7 +131,8 @@ func newSide(t testing.TB, dir, name string, o sideOptions) *side {
 	generations.Lock()
 	generations.n++
 	s := &side{
-		t: t, name: name, dir: dir, gen: generations.n, spaces: map[*tiers.Space]engine.Owner{}, memory: map[uint32]*dax.Region{}, mapped: map[regionID]*mapping{}, gone: map[uint64]int{},
+		t: t, name: name, dir: dir, gen: generations.n, spaces: map[*tiers.Space]engine.Owner{},
+		memory: map[uint32]*dax.Region{}, mapped: map[regionID]*mapping{}, gone: map[uint64]int{},
 	}
 	generations.Unlock()
 	if o.bytes == 0 {
@@ -143,7 +148,8 @@ func newSide(t testing.TB, dir, name string, o sideOptions) *side {
 	s.e, err = engine.New(engine.Config{OwnerShare: o.share, JournalBytes: 1 << 20, MaxSpaces: 8})
 	check(t, err)
 	cfg := Config{
-		Dir: dir, Generation: s.gen, Engine: s.e, Log: o.log, HintsLimitBytes: o.limit, OnRegion: s.onRegion, OnRegionGone: s.onRegionGone, OnGone: s.onGone,
+		Dir: dir, Generation: s.gen, Engine: s.e, Log: o.log, HintsLimitBytes: o.limit,
+		OnRegion: s.onRegion, OnRegionGone: s.onRegionGone, OnGone: s.onGone,
 	}
 	if o.config != nil {
 		o.config(&cfg)
@@ -187,7 +193,8 @@ func (s *side) addRegion(id uint32, size int64) {
 	r, err := dax.Create(dax.Options{Kind: dax.KindMemfd, SizeBytes: size})
 	check(s.t, err)
 	s.memory[id] = r
-	check(s.t, s.p.AddRegion(Region{ID: id, Kind: string(r.Kind()), FD: r.FD(), SizeBytes: r.Size(), PageSize: r.PageSize()}))
+	check(s.t, s.p.AddRegion(Region{ID: id, Kind: string(r.Kind()), FD: r.FD(), SizeBytes: r.Size(),
+		PageSize: r.PageSize()}))
 	check(s.t, s.e.AddRegion(id, r.Size()))
 }
 
@@ -275,7 +282,8 @@ func (s *side) open(sp *tiers.Space, fields ...wire.Field) engine.Owner {
 	return o
 }
 
-// store stores a prefix, with the bytes that its pages have, and answers how many of its pages found room or were held.
+// store stores a prefix, with the bytes that its pages have, and answers how many of its pages
+// found room or were held.
 func (s *side) store(sp *tiers.Space, hashes []byte) (pages int) {
 	s.t.Helper()
 	o := s.open(sp)
@@ -320,7 +328,8 @@ func (s *side) hinted(sp *tiers.Space, hashes []byte) (pages int) {
 
 func (s *side) learns(sp *tiers.Space, hashes []byte, pages int) {
 	s.t.Helper()
-	eventually(s.t, fmt.Sprintf("%s hears that %d pages are held", s.name, pages), func() bool { return s.hinted(sp, hashes) == pages })
+	eventually(s.t, fmt.Sprintf("%s hears that %d pages are held", s.name, pages),
+		func() bool { return s.hinted(sp, hashes) == pages })
 }
 
 type loan struct {
@@ -333,7 +342,8 @@ func (s *side) borrow(sp *tiers.Space, hashes []byte) ([]loan, int, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	var loans []loan
-	pages, err := s.p.Borrow(ctx, run(sp, hashes), func(chunk int, l Loan) { loans = append(loans, loan{l, chunk, run(sp, hashes)}) })
+	pages, err := s.p.Borrow(ctx, run(sp, hashes),
+		func(chunk int, l Loan) { loans = append(loans, loan{l, chunk, run(sp, hashes)}) })
 	sum := 0
 	for i, l := range loans {
 		if l.chunk != i {
@@ -454,7 +464,8 @@ func (s *side) verify(loans []loan) error {
 			pattern(want, c.Space, c.Hashes[i*32:(i+1)*32])
 			at := int(l.Offset) + i*pageSize
 			if !bytes.Equal(m.mem[at:at+pageSize], want) {
-				err = fmt.Errorf("FALSE HIT: page %d of chunk %d, lent by %x, has other bytes", i, l.chunk, l.Peer)
+				err = fmt.Errorf("FALSE HIT: page %d of chunk %d, lent by %x, has other bytes", i,
+					l.chunk, l.Peer)
 			}
 		}
 		s.mu.Lock()
@@ -479,7 +490,8 @@ func (s *side) lenders() int {
 	return n
 }
 
-// lends waits until one loan of so many slots is all that is lent of an engine: one that its borrower could not use yet is on its way back.
+// lends waits until one loan of so many slots is all that is lent of an engine: one that its
+// borrower could not use yet is on its way back.
 func (s *side) lends(slots int) {
 	s.t.Helper()
 	eventually(s.t, fmt.Sprintf("%s lends %d slots", s.name, slots), func() bool {
@@ -491,7 +503,8 @@ func (s *side) lends(slots int) {
 // noLoans waits until nothing of an engine is lent.
 func (s *side) noLoans() {
 	s.t.Helper()
-	eventually(s.t, s.name+" has back what it lent", func() bool { return s.e.Stats().OpenLoans == 0 })
+	eventually(s.t, s.name+" has back what it lent",
+		func() bool { return s.e.Stats().OpenLoans == 0 })
 }
 
 func socketOf(dir string, gen uint64) string {

@@ -24,12 +24,14 @@ type declared struct {
 // Difference is one field in which two spaces differ.
 type Difference = unshared.Difference
 
-// DeclareSpace tells peers, and Status, what the worker of a space has declared: so that users can see why two spaces are not one.
+// DeclareSpace tells peers, and Status, what the worker of a space has declared: so that users can
+// see why two spaces are not one.
 func (p *Peers) DeclareSpace(s *tiers.Space, fields []wire.Field) {
 	d := &declared{fp: s.Fingerprint, g: s.Geometry, fields: slices.Clone(fields)}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if was := p.spaces[d.fp]; p.ctx.Err() != nil || was != nil && was.g == d.g && slices.Equal(was.fields, d.fields) {
+	if was := p.spaces[d.fp]; p.ctx.Err() != nil || was != nil && was.g == d.g &&
+		slices.Equal(was.fields, d.fields) {
 		return
 	}
 	if len(p.spaces) == maxSpaces/2 { // some that was closed long ago, most likely
@@ -52,18 +54,22 @@ func differences(ours, theirs *declared) []Difference {
 
 func (d *declared) declaration() *unshared.Space {
 	return &unshared.Space{
-		PageTokens: int64(d.g.PageTokens), PageBytes: d.g.PageBytes, PagesPerChunk: int64(d.g.PagesPerChunk), DigestBytes: int64(d.g.DigestBytes), Fields: d.fields,
+		PageTokens: int64(d.g.PageTokens), PageBytes: d.g.PageBytes,
+		PagesPerChunk: int64(d.g.PagesPerChunk), DigestBytes: int64(d.g.DigestBytes),
+		Fields: d.fields,
 	}
 }
 
-// An Accident is a space of ours and one of a lender's that differ only as users make them differ by accident.
+// An Accident is a space of ours and one of a lender's that differ only as users make them differ
+// by accident.
 type Accident struct {
 	Ours, Theirs tiers.Fingerprint
 	PID          int32 // the lender's
 	Causes       []unshared.Cause
 }
 
-// Accidents returns the spaces of ours that share nothing with a lender's for a reason that users hardly mean.
+// Accidents returns the spaces of ours that share nothing with a lender's for a reason that users
+// hardly mean.
 func (p *Peers) Accidents() []Accident {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -86,7 +92,8 @@ func (p *Peers) Accidents() []Accident {
 	return out
 }
 
-// closest is the space of a lender that differs least from one of ours, nil if it has that very space, or none that is known well enough. p.mu is held.
+// closest is the space of a lender that differs least from one of ours, nil if it has that very
+// space, or none that is known well enough. p.mu is held.
 func (b *borrower) closest(ours *declared) (*declared, []Difference) {
 	if b.spaces[ours.fp] != nil {
 		return nil, nil
@@ -97,7 +104,8 @@ func (b *borrower) closest(ours *declared) (*declared, []Difference) {
 		if len(d.fields) == 0 {
 			continue
 		}
-		if diff := differences(ours, d); best == nil || len(diff) < len(least) || len(diff) == len(least) && d.fp.String() < best.fp.String() {
+		if diff := differences(ours, d); best == nil || len(diff) < len(least) ||
+			len(diff) == len(least) && d.fp.String() < best.fp.String() {
 			best, least = d, diff
 		}
 	}
@@ -109,21 +117,25 @@ func rankField(name string) bool {
 	return slices.Contains([]string{"rank", "tp_shard", "pp_rank", "layers"}, name)
 }
 
-// explain logs once why nothing of one of our spaces is shared with a lender that has one much like it. p.mu is held.
+// explain logs once why nothing of one of our spaces is shared with a lender that has one much like
+// it. p.mu is held.
 func (b *borrower) explain(ours *declared) {
 	if len(ours.fields) == 0 {
 		return
 	}
 	theirs, diff := b.closest(ours)
-	if theirs == nil || len(diff) == 0 || b.explained[ours.fp] == theirs.fp || slices.ContainsFunc(diff, func(d Difference) bool { return rankField(d.Field) }) {
+	if theirs == nil || len(diff) == 0 || b.explained[ours.fp] == theirs.fp ||
+		slices.ContainsFunc(diff, func(d Difference) bool { return rankField(d.Field) }) {
 		return
 	}
 	b.explained[ours.fp] = theirs.fp
 	fields := make([]string, 0, len(diff))
 	for _, d := range diff {
-		fields = append(fields, d.Field+": ours "+strconv.Quote(d.Ours)+", the peer's "+strconv.Quote(d.Theirs))
+		fields = append(fields, d.Field+": ours "+strconv.Quote(d.Ours)+", the peer's "+
+			strconv.Quote(d.Theirs))
 	}
-	b.log.Info("nothing is shared with a sidecar that has another space: these fields differ", zap.String("ours", ours.fp.Short()), zap.String("peers", theirs.fp.Short()),
+	b.log.Info("nothing is shared with a sidecar that has another space: these fields differ",
+		zap.String("ours", ours.fp.Short()), zap.String("peers", theirs.fp.Short()),
 		zap.Strings("fields", fields))
 }
 

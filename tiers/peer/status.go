@@ -37,19 +37,22 @@ type Status struct {
 
 // LenderStatus is a sidecar that we borrow from.
 type LenderStatus struct {
-	Peer     string          `json:"peer"` // its generation
-	PID      int32           `json:"pid"`
-	Pages    int             `json:"pages"`    // that it is said to hold
-	Complete bool            `json:"complete"` // it has told of all that it holds
-	Stalled  bool            `json:"stalled"`  // it does not answer, and is passed over until it does
-	Gone     bool            `json:"gone"`     // what is out of it is still to be returned
-	Regions  int             `json:"regions"`
-	Devices  []DeviceStatus  `json:"devices"`        // that its regions lie on, by path; none for memory
-	Loans    int             `json:"loans"`          // chunks that are out
-	Borrowed uint64          `json:"borrowed_pages"` // since it came
-	Resyncs  uint64          `json:"resyncs"`
-	Shared   int             `json:"shared_spaces"`
-	Unshared []UnsharedSpace `json:"unshared"` // spaces of ours that it has one much like, but not the same
+	Peer     string `json:"peer"` // its generation
+	PID      int32  `json:"pid"`
+	Pages    int    `json:"pages"`    // that it is said to hold
+	Complete bool   `json:"complete"` // it has told of all that it holds
+	// it does not answer, and is passed over until it does
+	Stalled bool `json:"stalled"`
+	Gone    bool `json:"gone"` // what is out of it is still to be returned
+	Regions int  `json:"regions"`
+	// that its regions lie on, by path; none for memory
+	Devices  []DeviceStatus `json:"devices"`
+	Loans    int            `json:"loans"`          // chunks that are out
+	Borrowed uint64         `json:"borrowed_pages"` // since it came
+	Resyncs  uint64         `json:"resyncs"`
+	Shared   int            `json:"shared_spaces"`
+	// spaces of ours that it has one much like, but not the same
+	Unshared []UnsharedSpace `json:"unshared"`
 }
 
 // DeviceStatus is what a lender has told of a device, or a file, to be read there.
@@ -95,10 +98,15 @@ type UnusableStatus struct {
 func (p *Peers) Status() Status {
 	h := p.hints.stats()
 	st := Status{
-		Dir: p.cfg.Dir, Lenders: []LenderStatus{}, Borrowers: []BorrowerStatus{}, Unusable: []UnusableStatus{},
-		HintPages: h.pages, HintBytes: h.bytes, HintsDropped: h.dropped, HintsWrong: p.wrongHints.Load(), HintsHeard: p.hintsHeard.Load(), HintsTold: p.hintsTold.Load(),
-		Borrows: p.borrows.Load(), FailedBorrows: p.failedBorrows.Load(), BorrowedPages: p.borrowedPages.Load(), Touches: p.touches.Load(),
-		Leases: p.leases.Load(), RefusedLeases: p.refusedLeases.Load(), LentPages: p.lentPages.Load(), Malformed: p.malformed.Load(), Resyncs: p.resyncs.Load(),
+		Dir: p.cfg.Dir, Lenders: []LenderStatus{}, Borrowers: []BorrowerStatus{},
+		Unusable:  []UnusableStatus{},
+		HintPages: h.pages, HintBytes: h.bytes, HintsDropped: h.dropped,
+		HintsWrong: p.wrongHints.Load(), HintsHeard: p.hintsHeard.Load(),
+		HintsTold: p.hintsTold.Load(),
+		Borrows:   p.borrows.Load(), FailedBorrows: p.failedBorrows.Load(),
+		BorrowedPages: p.borrowedPages.Load(), Touches: p.touches.Load(),
+		Leases: p.leases.Load(), RefusedLeases: p.refusedLeases.Load(),
+		LentPages: p.lentPages.Load(), Malformed: p.malformed.Load(), Resyncs: p.resyncs.Load(),
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -110,15 +118,22 @@ func (p *Peers) Status() Status {
 	for l := range p.lenders {
 		l.mu.Lock()
 		if l.welcomed {
-			st.Borrowers = append(st.Borrowers, BorrowerStatus{fmt.Sprintf("%016x", l.gen), l.conn.Peer().PID, len(l.regions), len(l.loans)})
+			st.Borrowers = append(st.Borrowers, BorrowerStatus{fmt.Sprintf("%016x", l.gen),
+				l.conn.Peer().PID, len(l.regions), len(l.loans)})
 		}
 		l.mu.Unlock()
 	}
 	for gen, t := range p.troubles {
 		st.Unusable = append(st.Unusable, UnusableStatus{fmt.Sprintf("%016x", gen), t.pid, t.why})
 	}
-	slices.SortFunc(st.Borrowers, func(a, b BorrowerStatus) int { return cmp.Compare(a.Peer, b.Peer) })
-	slices.SortFunc(st.Unusable, func(a, b UnusableStatus) int { return cmp.Compare(a.Peer, b.Peer) })
+	slices.SortFunc(st.Borrowers, func(a, b BorrowerStatus) int {
+		return cmp.Compare(a.Peer,
+			b.Peer)
+	})
+	slices.SortFunc(st.Unusable, func(a, b UnusableStatus) int {
+		return cmp.Compare(a.Peer,
+			b.Peer)
+	})
 	return st
 }
 
@@ -126,14 +141,17 @@ func (p *Peers) Status() Status {
 func (b *borrower) status() LenderStatus {
 	b.mu.Lock()
 	l := LenderStatus{
-		Peer: fmt.Sprintf("%016x", b.gen), PID: b.conn.Peer().PID, Complete: b.bit >= 0, Stalled: b.stalled, Gone: b.ended, Regions: len(b.regions), Loans: b.out, Borrowed: b.borrowed, Resyncs: b.resyncs,
+		Peer: fmt.Sprintf("%016x", b.gen), PID: b.conn.Peer().PID, Complete: b.bit >= 0,
+		Stalled: b.stalled, Gone: b.ended, Regions: len(b.regions), Loans: b.out,
+		Borrowed: b.borrowed, Resyncs: b.resyncs,
 		Devices: []DeviceStatus{}, Unshared: []UnsharedSpace{},
 	}
 	for _, r := range b.regions {
 		if r.path == "" {
 			continue
 		}
-		i, ok := slices.BinarySearchFunc(l.Devices, r.path, func(d DeviceStatus, path string) int { return cmp.Compare(d.Path, path) })
+		i, ok := slices.BinarySearchFunc(l.Devices, r.path,
+			func(d DeviceStatus, path string) int { return cmp.Compare(d.Path, path) })
 		if !ok {
 			l.Devices = slices.Insert(l.Devices, i, DeviceStatus{Path: r.path, Kind: r.Kind})
 		}

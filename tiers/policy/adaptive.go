@@ -5,41 +5,51 @@ import (
 	"math/bits"
 )
 
-// adaptive evicts the end of a prefix that is expected to earn least for the room it takes, by what chunks of its kind have done lately. It
-// follows LHD (Beckmann, Chen, Cidon: LHD: Improving Cache Hit Rate by Maximizing Hit Density, NSDI 2018) in what it learns, and differs in how.
+// adaptive evicts the end of a prefix that is expected to earn least for the room it takes, by what
+// chunks of its kind have done lately. It follows LHD (Beckmann, Chen, Cidon: LHD: Improving Cache
+// Hit Rate by Maximizing Hit Density, NSDI 2018) in what it learns, and differs in how.
 //
 // # What it learns
 //
-// A chunk's class is how often it was used (what left is remembered, so a chunk that comes back goes on counting) and whether anything ever
-// continued it: the last block of a prompt seldom is asked for again, those before it are. A chunk's age is the time since its last use, on the
-// clock of all uses and enterings. For each class and each half octave of age are kept
+// A chunk's class is how often it was used (what left is remembered, so a chunk that comes back
+// goes on counting) and whether anything ever continued it: the last block of a prompt seldom is
+// asked for again, those before it are. A chunk's age is the time since its last use, on the clock
+// of all uses and enterings. For each class and each half octave of age are kept
 //
 //   - reused: the uses that came at that age, of chunks resident or remembered;
-//   - held: the time that chunks, resident or remembered, have spent at that age, estimated by looking at a few of them at each Work. They are chosen by a
-//     Weyl sequence, as those that lie side by side came together.
+//   - held: the time that chunks, resident or remembered, have spent at that age, estimated by
+//     looking at a few of them at each Work. They are chosen by a Weyl sequence, as those that lie
+//     side by side came together.
 //
-// Their quotient is the hazard, the chance of a use per unit of time at that age. As what was evicted goes on being counted, the hazards do not
-// depend on what the policy does, and there is nothing to explore. Both are forgotten exponentially. Where a class has seen little of an age, its
-// hazard is taken to be that of all classes at that age times one factor for the class; where that is little too, a guess.
+// Their quotient is the hazard, the chance of a use per unit of time at that age. As what was
+// evicted goes on being counted, the hazards do not depend on what the policy does, and there is
+// nothing to explore. Both are forgotten exponentially. Where a class has seen little of an age,
+// its hazard is taken to be that of all classes at that age times one factor for the class; where
+// that is little too, a guess.
 //
-// From the hazards follows what a chunk of a class and age is worth: the most hits per unit of time that keeping it for any length of time from
-// now on can be expected to bring (its Gittins index). With falling hazards that is the hazard now, and within a class the least recently used
-// is worth least; where things come back after a fixed time, in a loop, it rises with the age, and the newest is worth least. So the victim is the
-// least worth of the oldest of each class and the newest of all. LRU, LFU, and admission at second sight are all special cases, and which of them, for
-// which class, and from which age on, is what it finds out.
+// From the hazards follows what a chunk of a class and age is worth: the most hits per unit of time
+// that keeping it for any length of time from now on can be expected to bring (its Gittins index).
+// With falling hazards that is the hazard now, and within a class the least recently used is worth
+// least; where things come back after a fixed time, in a loop, it rises with the age, and the
+// newest is worth least. So the victim is the least worth of the oldest of each class and the
+// newest of all. LRU, LFU, and admission at second sight are all special cases, and which of them,
+// for which class, and from which age on, is what it finds out.
 //
 // # What it costs
 //
-// A use changes one word of a note and puts by another. A victim takes one comparison for each class. Work looks at one note a step and renews one class's worths
-// now and then. Each slot takes some 40 bytes and each remembered chunk as many, of which there are as many as slots and 65,536 more.
+// A use changes one word of a note and puts by another. A victim takes one comparison for each
+// class. Work looks at one note a step and renews one class's worths now and then. Each slot takes
+// some 40 bytes and each remembered chunk as many, of which there are as many as slots and 65,536
+// more.
 type adaptive struct {
 	books
 	queues [classes]queue
 	gone   ghosts
 	recent stack // of offered slots, the newest last
 
-	// Ranks before the last uses, by the time of use: those since counted are not in reused yet. Work counts them. Counting at once would make a
-	// lookup of many chunks wait for each note, as it decides which counter is the next one's.
+	// Ranks before the last uses, by the time of use: those since counted are not in reused yet.
+	// Work counts them. Counting at once would make a lookup of many chunks wait for each note, as
+	// it decides which counter is the next one's.
 	used    [1024]uint64
 	counted uint64
 
@@ -59,11 +69,13 @@ const (
 	classes = 2 * levels // those never continued first
 	ages    = 64         // half octaves
 
-	// What it remembers of the past: chunks that left, and for how many times as many uses as there are slots their uses count.
+	// What it remembers of the past: chunks that left, and for how many times as many uses as there
+	// are slots their uses count.
 	minGhosts = 1 << 16 // beside one for each slot
 	memory    = 8
 	minMemory = 40000
-	// How many uses must be seen of a class and age, and of a class, to be trusted as much as what they are compared with.
+	// How many uses must be seen of a class and age, and of a class, to be trusted as much as what
+	// they are compared with.
 	ageTrust   = 20
 	classTrust = 100
 	// How many half octaves away what was seen tells something of an age.
@@ -91,16 +103,18 @@ func halfOctave(age uint64) int {
 	return min(2*o+int(age>>(o-1)&1), ages-1)
 }
 
-// A chunk's rank is the time of its last use, shifted by rankShift, and in the bits below whether it was continued (goneOn) and its uses up to
-// maxUses: all that a use reads and writes of a note is one word.
+// A chunk's rank is the time of its last use, shifted by rankShift, and in the bits below whether
+// it was continued (goneOn) and its uses up to maxUses: all that a use reads and writes of a note
+// is one word.
 const (
 	rankShift = 8
 	goneOn    = 1 << 7
 	maxUses   = goneOn - 1
 )
 
-// classOf is the class of a chunk by the last byte of its rank: the level of 1, 2, 3–4, 5–8, 9–16, 17–64 and more uses. It is a table, as
-// is the byte of one use more, because branches would keep a lookup waiting for each note.
+// classOf is the class of a chunk by the last byte of its rank: the level of 1, 2, 3–4, 5–8, 9–16,
+// 17–64 and more uses. It is a table, as is the byte of one use more, because branches would keep a
+// lookup waiting for each note.
 var classOf, oneMore = func() (class, next [256]uint8) {
 	for b := range class {
 		uses := b & maxUses
@@ -264,7 +278,8 @@ func (a *adaptive) Victim() (ref uint32, ok bool) {
 	}
 	for a.recent.n > 0 {
 		r := a.recent.top()
-		if notes := a.regions[r>>SlotBits]; int(r&SlotMask) < len(notes) && notes[r&SlotMask].pos != 0 {
+		if notes := a.regions[r>>SlotBits]; int(r&SlotMask) < len(notes) &&
+			notes[r&SlotMask].pos != 0 {
 			if n := &notes[r&SlotMask]; a.value(n.rank) < least {
 				ref = r
 			}
@@ -285,7 +300,8 @@ func (a *adaptive) value(rank uint64) float64 {
 	return worth[i] + part*(worth[i+1]-worth[i])
 }
 
-// Work looks at n chunks, and renews at most one class's worths. One step for each chunk that is looked up or stored is plenty.
+// Work looks at n chunks, and renews at most one class's worths. One step for each chunk that is
+// looked up or stored is plenty.
 func (a *adaptive) Work(n int) {
 	a.count()
 	past := float64(a.clock - a.sampled)
@@ -318,7 +334,8 @@ func weyl(at *uint32, n int) int {
 	return int(uint64(*at) * uint64(n) >> 32)
 }
 
-// renew begins to renew the worths: it forgets a little, for the time since it did so last, and takes all classes together.
+// renew begins to renew the worths: it forgets a little, for the time since it did so last, and
+// takes all classes together.
 func (a *adaptive) renew(since uint64) {
 	a.begun, a.renewed = a.clock, 0
 	keep := math.Exp(-float64(since) / float64(max(memory*a.capacity, minMemory)))
@@ -347,7 +364,8 @@ func (a *adaptive) assess() {
 	factor := (reused + classTrust*guess[c]) / (expected + classTrust)
 	var chance [ages]float64 // of a use while an age lasts
 	for i := range chance {
-		// What was seen at neighbouring ages counts as well: chunks come in requests, so that what is seen of one age is few lumps.
+		// What was seen at neighbouring ages counts as well: chunks come in requests, so that what
+		// is seen of one age is few lumps.
 		reused, expected = 0, 0
 		for j := max(i-reach, 0); j <= min(i+reach, ages-1); j++ {
 			near := 1 - math.Abs(float64(i-j))/(reach+1)
@@ -373,7 +391,8 @@ func (a *adaptive) assess() {
 	a.worth[c][ages] = a.worth[c][ages-1]
 }
 
-// stack is the last refs that were pushed, the newest on top. What falls out at the bottom is forgotten.
+// stack is the last refs that were pushed, the newest on top. What falls out at the bottom is
+// forgotten.
 type stack struct {
 	refs [256]uint32
 	end  uint8 // where the next goes

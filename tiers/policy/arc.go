@@ -1,10 +1,11 @@
 package policy
 
-// arc is ARC (Megiddo, Modha: ARC: A Self-Tuning, Low Overhead Replacement Cache, FAST 2003): what was used once and what was used again
-// stand in two orders of recency, and what left either is remembered for a while. Coming back too late to one of the two shifts the
-// balance to it.
+// arc is ARC (Megiddo, Modha: ARC: A Self-Tuning, Low Overhead Replacement Cache, FAST 2003): what
+// was used once and what was used again stand in two orders of recency, and what left either is
+// remembered for a while. Coming back too late to one of the two shifts the balance to it.
 //
-// The room for a chunk is made before the chunk is known, so a victim is chosen before the chunk that comes shifts the balance, not after.
+// The room for a chunk is made before the chunk is known, so a victim is chosen before the chunk
+// that comes shifts the balance, not after.
 type arc struct {
 	books
 	queues [2]queue // once, again
@@ -75,8 +76,8 @@ func (a *arc) Leave(ref uint32, evicted bool) {
 	a.leave(n)
 }
 
-// remember keeps what left within the bounds of the paper: what was used once, resident and remembered, is at most the capacity, and so is all that
-// is remembered.
+// remember keeps what left within the bounds of the paper: what was used once, resident and
+// remembered, is at most the capacity, and so is all that is remembered.
 func (a *arc) remember(list uint8, key uint64) {
 	if list == 0 {
 		for a.gone.lists[0].n > 0 && a.gone.lists[0].n+a.sizes[0] >= a.capacity {

@@ -5,8 +5,9 @@ import (
 	"testing"
 )
 
-// BenchmarkUse is a lookup's part: chunks of a prefix are used that are leased, so nothing moves. They are neighbours, as chunks of a prefix
-// mostly are, or lie in random places of a table larger than the caches.
+// BenchmarkUse is a lookup's part: chunks of a prefix are used that are leased, so nothing moves.
+// They are neighbours, as chunks of a prefix mostly are, or lie in random places of a table larger
+// than the caches.
 func BenchmarkUse(b *testing.B) {
 	const slots, run = 1 << 20, 256
 	for _, name := range Names() {
@@ -31,7 +32,8 @@ func BenchmarkUse(b *testing.B) {
 	}
 }
 
-// BenchmarkTurnover is what a new chunk costs in all: a victim leaves, a chunk enters and is offered.
+// BenchmarkTurnover is what a new chunk costs in all: a victim leaves, a chunk enters and is
+// offered.
 func BenchmarkTurnover(b *testing.B) {
 	const slots = 1 << 16
 	for _, name := range Names() {

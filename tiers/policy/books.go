@@ -6,7 +6,8 @@ import (
 	"lookaside/dax"
 )
 
-// note is what a policy keeps of a slot: under half a cache line, so that a lookup's walk along a prefix reads few of them.
+// note is what a policy keeps of a slot: under half a cache line, so that a lookup's walk along a
+// prefix reads few of them.
 type note struct {
 	key     uint64
 	rank    uint64 // where the slot stands in its queue: the victim is the smallest that is offered
@@ -17,8 +18,9 @@ type note struct {
 	_       uint8
 }
 
-// books are the notes of all slots and the clock that all policies share. Their memory is the garbage collector's: policies need no Close, and
-// are replaced by dropping them. What grows with the slots holds no pointers but those to a queue's pages, one for 128 slots.
+// books are the notes of all slots and the clock that all policies share. Their memory is the
+// garbage collector's: policies need no Close, and are replaced by dropping them. What grows with
+// the slots holds no pointers but those to a queue's pages, one for 128 slots.
 type books struct {
 	regions  [1 << (32 - SlotBits)][]note
 	grown    []uint32 // regions that have slots
@@ -60,7 +62,8 @@ func (b *books) shrink(region uint32, queues []queue) {
 	b.paginate(queues)
 }
 
-// paginate has as many pages as the queues can need together: each may have one that is partly and one that is not used.
+// paginate has as many pages as the queues can need together: each may have one that is partly and
+// one that is not used.
 func (b *books) paginate(queues []queue) {
 	whole := b.capacity>>pageBits + 1
 	want := whole + 2*len(queues)
@@ -124,10 +127,12 @@ func (b *books) leave(n *note) {
 	b.resident--
 }
 
-// queue is the offered slots of one of a policy's queues by their rank, in a 4-ary heap. It is a heap rather than a list because slots are
-// offered and held in any order: a prefix is offered only when its last continuation leaves, which puts it into the middle of the
-// order. Only ends of prefixes that nobody leases are in it, so a use mostly changes a note and moves nothing. The heap lies in pages, which the
-// queues of a policy hand to one another: together they never have more than there are slots.
+// queue is the offered slots of one of a policy's queues by their rank, in a 4-ary heap. It is a
+// heap rather than a list because slots are offered and held in any order: a prefix is offered only
+// when its last continuation leaves, which puts it into the middle of the order. Only ends of
+// prefixes that nobody leases are in it, so a use mostly changes a note and moves nothing. The heap
+// lies in pages, which the queues of a policy hand to one another: together they never have more
+// than there are slots.
 type queue struct {
 	pages []*page
 	n     int // places in use
@@ -178,7 +183,8 @@ func (q *queue) hold(b *books, n *note) {
 	if i != q.n {
 		q.fix(b, i, *q.at(q.n))
 	}
-	if q.n <= (len(q.pages)-2)<<pageBits { // two are empty: one stays, as the next offer may want it
+	if q.n <= (len(q.pages)-2)<<pageBits {
+		// two are empty: one stays, as the next offer may want it
 		last := len(q.pages) - 1
 		b.spare = append(b.spare, q.pages[last])
 		q.pages = q.pages[:last]

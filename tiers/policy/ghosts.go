@@ -2,8 +2,8 @@ package policy
 
 import "math/bits"
 
-// ghosts remembers chunks that are resident no more, by key, in lists by the order of their leaving. It is bounded: who adds to it when it is
-// full drops something first.
+// ghosts remembers chunks that are resident no more, by key, in lists by the order of their
+// leaving. It is bounded: who adds to it when it is full drops something first.
 type ghosts struct {
 	nodes []ghost  // nodes[0] is none
 	table []uint32 // open addressing, at most two thirds full: nodes by key
@@ -28,8 +28,8 @@ type ghost struct {
 	list       uint8
 }
 
-// resize makes room for limit ghosts. It forgets what there is if the tables must be made anew, which is seldom:
-// stores mostly grow before they are full, when there is nothing to remember.
+// resize makes room for limit ghosts. It forgets what there is if the tables must be made anew,
+// which is seldom: stores mostly grow before they are full, when there is nothing to remember.
 func (g *ghosts) resize(limit int) {
 	limit = max(limit, 1)
 	g.limit = limit
@@ -38,7 +38,8 @@ func (g *ghosts) resize(limit int) {
 			limit = max(limit, room+room/2)
 		}
 		size := 1 << bits.Len(uint(limit+limit/2))
-		*g = ghosts{seed: g.seed, limit: g.limit, nodes: make([]ghost, limit+1), table: make([]uint32, size), fresh: 1,
+		*g = ghosts{seed: g.seed, limit: g.limit, nodes: make([]ghost, limit+1),
+			table: make([]uint32, size), fresh: 1,
 			shift: uint(64 - bits.Len(uint(size-1)))}
 	}
 	for g.n() > g.limit {
@@ -61,7 +62,8 @@ func (g *ghosts) home(key uint64) uint32 {
 
 // find answers a key's node, 0 if it is not remembered.
 func (g *ghosts) find(key uint64) uint32 {
-	if key == 0 || g.n() == 0 { // as with all that is restored at the start: the table is not even touched
+	if key == 0 || g.n() == 0 {
+		// as with all that is restored at the start: the table is not even touched
 		return 0
 	}
 	mask := uint32(len(g.table) - 1)

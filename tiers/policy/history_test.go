@@ -39,7 +39,8 @@ func (o *owner) grow(region uint32, slots int) {
 	o.rnd.Shuffle(len(o.free), func(i, j int) { o.free[i], o.free[j] = o.free[j], o.free[i] })
 }
 
-// shrink clears a region and takes it away. What continued its chunks elsewhere goes on without a prefix.
+// shrink clears a region and takes it away. What continued its chunks elsewhere goes on without a
+// prefix.
 func (o *owner) shrink(region uint32) {
 	for i := len(o.refs) - 1; i >= 0; i-- {
 		if ref := o.refs[i]; ref>>SlotBits == region {
@@ -180,7 +181,8 @@ func (o *owner) check() error {
 		capacity += n
 	}
 	if b.capacity != capacity || b.resident != len(o.refs) || len(b.grown) != len(o.slots) {
-		return fmt.Errorf("capacity %d, resident %d, want %d, %d", b.capacity, b.resident, capacity, len(o.refs))
+		return fmt.Errorf("capacity %d, resident %d, want %d, %d", b.capacity, b.resident, capacity,
+			len(o.refs))
 	}
 	pages := len(b.spare)
 	for k := range queues {
@@ -189,7 +191,8 @@ func (o *owner) check() error {
 		pages += len(q.pages)
 		for i := range q.n {
 			at := q.at(i)
-			if n := b.note(at.ref); int(n.pos) != i+1 || n.rank != at.rank || i > 0 && q.at((i-1)/4).rank > at.rank {
+			if n := b.note(at.ref); int(n.pos) != i+1 || n.rank != at.rank ||
+				i > 0 && q.at((i-1)/4).rank > at.rank {
 				return fmt.Errorf("queue %d at %d: %+v, %+v", k, i, *at, *n)
 			}
 		}
@@ -213,7 +216,8 @@ func (o *owner) check() error {
 		}
 		listed := 0
 		for l := range ghosts.lists {
-			for n, before := ghosts.lists[l].oldest, uint32(0); n != 0; before, n = n, ghosts.nodes[n].next {
+			for n, before := ghosts.lists[l].oldest, uint32(0); n != 0; before, n = n,
+				ghosts.nodes[n].next {
 				x := ghosts.nodes[n]
 				if x.prev != before || int(x.list) != l || ghosts.find(x.key) != n {
 					return fmt.Errorf("ghost %d of list %d: %+v", n, l, x)
@@ -255,8 +259,8 @@ func innards(p Policy) (*books, []queue, []int, *ghosts) {
 	panic(p.Name())
 }
 
-// TestHistories: random histories of an owner of prefixes, with leases, clearing, and regions that come and go. The same seed gives the same
-// victims.
+// TestHistories: random histories of an owner of prefixes, with leases, clearing, and regions that
+// come and go. The same seed gives the same victims.
 func TestHistories(t *testing.T) {
 	t.Parallel()
 	for _, name := range Names() {
@@ -277,7 +281,8 @@ func history(t *testing.T, name string, seed uint64) (sum uint64) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	o := &owner{t: t, p: p, rnd: rand.New(rand.NewPCG(seed, 3)), chunks: map[uint32]*held{}, slots: map[uint32]int{}}
+	o := &owner{t: t, p: p, rnd: rand.New(rand.NewPCG(seed, 3)), chunks: map[uint32]*held{},
+		slots: map[uint32]int{}}
 	o.grow(1, 1+int(seed)*60)
 	for step := range 6000 {
 		switch op := o.rnd.IntN(100); {
@@ -359,7 +364,8 @@ func TestNothingIsAllocated(t *testing.T) {
 	}
 }
 
-// TestPagesAreHanded: all slots may go from one queue into another, as nothing is allocated for that.
+// TestPagesAreHanded: all slots may go from one queue into another, as nothing is allocated for
+// that.
 func TestPagesAreHanded(t *testing.T) {
 	t.Parallel()
 	const slots = 5000
@@ -383,8 +389,9 @@ func TestPagesAreHanded(t *testing.T) {
 	}
 }
 
-// TestAdaptiveLearns: of chunks of two kinds, those that come back and those that do not, it keeps the former, whichever of a class's marks tells them
-// apart; and in a loop that does not fit it comes to keep a part.
+// TestAdaptiveLearns: of chunks of two kinds, those that come back and those that do not, it keeps
+// the former, whichever of a class's marks tells them apart; and in a loop that does not fit it
+// comes to keep a part.
 func TestAdaptiveLearns(t *testing.T) {
 	t.Parallel()
 	const slots = 1000
@@ -418,7 +425,8 @@ func TestAdaptiveLearns(t *testing.T) {
 		next func(i int) uint64
 		more float64 // than LRU has
 	}{
-		{"scan", func(i int) uint64 { // 800 chunks that are used in turn, between twice as many that never come back
+		{"scan", func(i int) uint64 {
+			// 800 chunks that are used in turn, between twice as many that never come back
 			if i%3 == 0 {
 				return uint64(i/3*7919%800) + 1
 			}

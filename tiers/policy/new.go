@@ -5,12 +5,14 @@ import (
 	"strings"
 )
 
-// Default is the policy of a store that names none: no other keeps more of any trace that was tried, but for a hundredth here and there.
+// Default is the policy of a store that names none: no other keeps more of any trace that was
+// tried, but for a hundredth here and there.
 const Default = "adaptive"
 
 // Options are what all policies can be given.
 type Options struct {
-	// Seed makes the hash functions of sketches and samples hard to foresee. The same seed and calls make the same victims.
+	// Seed makes the hash functions of sketches and samples hard to foresee. The same seed and
+	// calls make the same victims.
 	Seed uint64
 }
 

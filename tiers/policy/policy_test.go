@@ -18,7 +18,8 @@ func TestNames(t *testing.T) {
 	}
 }
 
-// TestPrefixInherits: a prefix is offered when its continuation leaves, with the later of both times of use.
+// TestPrefixInherits: a prefix is offered when its continuation leaves, with the later of both
+// times of use.
 func TestPrefixInherits(t *testing.T) {
 	t.Parallel()
 	p, _ := New("lru", Options{})

@@ -6,7 +6,8 @@ import (
 	"testing"
 )
 
-// reference is a policy written down as plainly as can be: lists of keys, the oldest first, all of them always to be had.
+// reference is a policy written down as plainly as can be: lists of keys, the oldest first, all of
+// them always to be had.
 type reference interface {
 	enter(key uint64)
 	use(key uint64)
@@ -200,7 +201,8 @@ func (r *refTinyLFU) enter(key uint64) {
 	r.window = append(r.window, key)
 	r.sketch.add(key)
 	// The newest is leased still.
-	for i := 0; i < 2 && len(r.window) > r.room() && len(r.probation)+len(r.protected) < r.capacity-r.room() && len(r.window) > 1; i++ {
+	for i := 0; i < 2 && len(r.window) > r.room() &&
+		len(r.probation)+len(r.protected) < r.capacity-r.room() && len(r.window) > 1; i++ {
 		r.sorted(r.window[0])
 		r.window = r.window[1:]
 	}
@@ -306,7 +308,8 @@ func TestAgainstReference(t *testing.T) {
 						want := ref.victim()
 						got, ok := p.Victim()
 						if !ok || keys[got] != want {
-							t.Fatalf("seed %d, capacity %d, access %d: victim %#x, want %#x", seed, capacity, i, keys[got], want)
+							t.Fatalf("seed %d, capacity %d, access %d: victim %#x, want %#x", seed,
+								capacity, i, keys[got], want)
 						}
 						p.Leave(got, true)
 						ref.evict(want)

@@ -1,8 +1,9 @@
 package policy
 
-// s3fifo is S3-FIFO (Yang, Zhang, Qiu, Yue, Vigfusson: FIFO Queues are All You Need for Cache Eviction, SOSP 2023): a small queue, through
-// which a tenth of the cache passes, weeds out what is not used again before it gets into the main one, and what it weeds out
-// is remembered for a while and enters the main queue if it comes back.
+// s3fifo is S3-FIFO (Yang, Zhang, Qiu, Yue, Vigfusson: FIFO Queues are All You Need for Cache
+// Eviction, SOSP 2023): a small queue, through which a tenth of the cache passes, weeds out what is
+// not used again before it gets into the main one, and what it weeds out is remembered for a while
+// and enters the main queue if it comes back.
 type s3fifo struct {
 	books
 	queues [2]queue

@@ -1,11 +1,13 @@
 package policy
 
-// sieve is SIEVE (Zhang, Yang, Yue, Vigfusson, Rashmi: SIEVE is Simpler than LRU, NSDI 2024): a hand goes round the slots from the oldest to the
-// newest, passes over what was used since it was there last, and evicts what was not. What enters is the newest and waits for the
-// hand's whole round.
+// sieve is SIEVE (Zhang, Yang, Yue, Vigfusson, Rashmi: SIEVE is Simpler than LRU, NSDI 2024): a
+// hand goes round the slots from the oldest to the newest, passes over what was used since it was
+// there last, and evicts what was not. What enters is the newest and waits for the hand's whole
+// round.
 //
-// A slot's rank is the round in which the hand comes to it, then the order of entering. A slot that was held when the hand would have
-// come to it is looked at as soon as it is offered: most are prefixes whose last continuation just left.
+// A slot's rank is the round in which the hand comes to it, then the order of entering. A slot that
+// was held when the hand would have come to it is looked at as soon as it is offered: most are
+// prefixes whose last continuation just left.
 type sieve struct {
 	books
 	queues [1]queue

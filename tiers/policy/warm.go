@@ -3,8 +3,8 @@ package policy
 // warmGroup is how many notes UseAll reads ahead: they fit into the nearest cache.
 const warmGroup = 256
 
-// UseAll is Use for each of some resident slots, in their order. It first reads their notes in a loop of its own, so that the cache misses overlap: a
-// long prefix lies anywhere.
+// UseAll is Use for each of some resident slots, in their order. It first reads their notes in a
+// loop of its own, so that the cache misses overlap: a long prefix lies anywhere.
 func UseAll(p Policy, refs []uint32) {
 	for len(refs) > 0 {
 		some := refs[:min(warmGroup, len(refs))]

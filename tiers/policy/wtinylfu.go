@@ -2,11 +2,13 @@ package policy
 
 import "math/bits"
 
-// wtinylfu is W-TinyLFU (Einziger, Friedman, Manes: TinyLFU: A Highly Efficient Cache Admission Policy, ACM TOS 2017): what enters passes through a
-// window of a hundredth of the cache; at its end it replaces the victim of the main part only if a sketch of the recent past has seen it more
+// wtinylfu is W-TinyLFU (Einziger, Friedman, Manes: TinyLFU: A Highly Efficient Cache Admission
+// Policy, ACM TOS 2017): what enters passes through a window of a hundredth of the cache; at its
+// end it replaces the victim of the main part only if a sketch of the recent past has seen it more
 // often. The main part is segmented: four fifths are protected, for what was used there again.
 //
-// What is protected beyond that share steps down when a victim is wanted rather than at each use, which keeps a use cheap.
+// What is protected beyond that share steps down when a victim is wanted rather than at each use,
+// which keeps a use cheap.
 type wtinylfu struct {
 	books
 	queues [3]queue
@@ -39,8 +41,10 @@ func (w *wtinylfu) Enter(ref uint32, key uint64, _ uint32) {
 	n.rank, n.queue = w.tick(), tlWindow
 	w.sizes[tlWindow]++
 	w.sketch.add(key)
-	// While the main part has room, what the window has too many of goes there uncontested; two at a time catch up with what could not go while held.
-	for i := 0; i < 2 && w.sizes[tlWindow] > w.window() && w.sizes[tlProbation]+w.sizes[tlProtected] < w.capacity-w.window() && w.step(tlWindow); i++ {
+	// While the main part has room, what the window has too many of goes there uncontested; two at
+	// a time catch up with what could not go while held.
+	for i := 0; i < 2 && w.sizes[tlWindow] > w.window() &&
+		w.sizes[tlProbation]+w.sizes[tlProtected] < w.capacity-w.window() && w.step(tlWindow); i++ {
 	}
 }
 
@@ -124,8 +128,9 @@ func (w *wtinylfu) step(from uint8) bool {
 
 func (w *wtinylfu) Work(int) {}
 
-// sketch counts how often keys were seen in the recent past, in counters of 4 bits: a count-min sketch of four rows, all of a key's counters in one cache line,
-// that is halved whenever as many keys were counted as ten times the capacity.
+// sketch counts how often keys were seen in the recent past, in counters of 4 bits: a count-min
+// sketch of four rows, all of a key's counters in one cache line, that is halved whenever as many
+// keys were counted as ten times the capacity.
 type sketch struct {
 	words  []uint64 // blocks of 8
 	mask   uint64   // of blocks
@@ -134,12 +139,14 @@ type sketch struct {
 	period int
 }
 
-// resize makes room for the keys of a store. It forgets what it counted if it must be larger or smaller.
+// resize makes room for the keys of a store. It forgets what it counted if it must be larger or
+// smaller.
 func (s *sketch) resize(capacity int) {
 	blocks := 1 << bits.Len(uint(max(capacity, 8)/8-1))
 	s.period = 10 * max(capacity, 1)
 	if len(s.words) != 8*blocks {
-		*s = sketch{words: make([]uint64, 8*blocks), mask: uint64(blocks - 1), seed: s.seed, period: s.period}
+		*s = sketch{words: make([]uint64, 8*blocks), mask: uint64(blocks - 1), seed: s.seed,
+			period: s.period}
 	}
 }
 

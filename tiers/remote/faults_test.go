@@ -27,7 +27,8 @@ import (
 
 var geometry = tiers.Geometry{PageBytes: 8 << 10, PagesPerChunk: 4, PageTokens: 16, DigestBytes: 32}
 
-// chunkOf is the first chunk of a prefix that begins with its own tokens, and memory with its bytes.
+// chunkOf is the first chunk of a prefix that begins with its own tokens, and memory with its
+// bytes.
 func chunkOf(space *tiers.Space, tokens ...byte) tiers.Transfer {
 	run := tiertest.Prefix(tokens).Run(space, 0, len(tokens))
 	t := tiers.Transfer{Run: run, Bytes: make([]byte, len(tokens)*int(space.Geometry.PageBytes))}
@@ -82,7 +83,8 @@ func everyCall(ctx context.Context, tier *Tier, tr tiers.Transfer) map[string]er
 func TestRedisRestarts(t *testing.T) {
 	t.Parallel()
 	s := redisServer(t)
-	tier := openRedis(t, RedisOptions{Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}})
+	tier := openRedis(t, RedisOptions{Addrs: []string{s.addr},
+		Password: Secret{File: passwordFile(t)}})
 	space := tiertest.NewSpace("restarts", geometry)
 	var running sync.WaitGroup
 	ctx, cancel := context.WithCancel(t.Context())
@@ -105,7 +107,8 @@ func TestRedisRestarts(t *testing.T) {
 	}
 	wait := func(n *atomic.Int64) {
 		t.Helper()
-		for at, deadline := n.Load(), time.Now().Add(unhurried); n.Load() < at+20; time.Sleep(time.Millisecond) {
+		for at, deadline := n.Load(), time.Now().Add(unhurried); n.Load() < at+
+			20; time.Sleep(time.Millisecond) {
 			if time.Now().After(deadline) {
 				t.Errorf("nothing happens: %d hits, %d failures", hits.Load(), failures.Load())
 				return
@@ -130,7 +133,8 @@ func TestRedisRestarts(t *testing.T) {
 func TestDeadlines(t *testing.T) {
 	rs := redisServer(t)
 	ss, _ := s3Server(t)
-	s3, err := OpenS3(S3Options{DialTimeout: unhurried, Endpoint: "http://" + ss.addr, Bucket: "kv-cache", CredentialsFile: credentialsFile(t, accessKey, password)})
+	s3, err := OpenS3(S3Options{DialTimeout: unhurried, Endpoint: "http://" + ss.addr,
+		Bucket: "kv-cache", CredentialsFile: credentialsFile(t, accessKey, password)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -141,7 +145,8 @@ func TestDeadlines(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer mute.Close()
-	redis := openRedis(t, RedisOptions{Addrs: []string{rs.addr}, Password: Secret{File: passwordFile(t)}})
+	redis := openRedis(t, RedisOptions{Addrs: []string{rs.addr},
+		Password: Secret{File: passwordFile(t)}})
 	nobody := openRedis(t, RedisOptions{Addrs: []string{mute.Addr().String()}})
 	tr := chunkOf(tiertest.NewSpace("deadlines", geometry), 1, 2, 3, 4)
 	mustStore(t, redis, tr)
@@ -150,12 +155,19 @@ func TestDeadlines(t *testing.T) {
 	cause := errors.New("time is over")
 	for what, tier := range map[string]*Tier{"redis": redis, "s3": s3, "mute": nobody} {
 		for name, call := range map[string]func(ctx context.Context) error{
-			"Contains": func(ctx context.Context) error { return tier.Contains(ctx, tr.Run, make([]uint16, 1)) },
-			"Load":     func(ctx context.Context) error { return load(ctx, tier, tr) },
-			"Store":    func(ctx context.Context) error { return store(ctx, tier, tr) },
-			"Drop":     func(ctx context.Context) error { return tier.Drop(ctx, tr.Run) },
-			"Clear":    func(ctx context.Context) error { _, err := tier.Clear(ctx, tiers.Fingerprint{}); return err },
-			"Check":    tier.Check,
+			"Contains": func(ctx context.Context) error {
+				return tier.Contains(ctx, tr.Run,
+					make([]uint16, 1))
+			},
+			"Load":  func(ctx context.Context) error { return load(ctx, tier, tr) },
+			"Store": func(ctx context.Context) error { return store(ctx, tier, tr) },
+			"Drop":  func(ctx context.Context) error { return tier.Drop(ctx, tr.Run) },
+			"Clear": func(ctx context.Context) error {
+				_,
+					err := tier.Clear(ctx, tiers.Fingerprint{})
+				return err
+			},
+			"Check": tier.Check,
 		} {
 			ctx, cancel := context.WithTimeoutCause(t.Context(), 60*time.Millisecond, cause)
 			start := time.Now()
@@ -177,7 +189,8 @@ func TestDeadlines(t *testing.T) {
 		start := time.Now()
 		tier.Close()
 		if err := <-ended; !errors.Is(err, tiers.ErrClosed) || time.Since(start) > 30*time.Second {
-			t.Errorf("%s: a call under way when Close came: %v after %v", what, err, time.Since(start))
+			t.Errorf("%s: a call under way when Close came: %v after %v", what, err,
+				time.Since(start))
 		}
 	}
 }
@@ -309,7 +322,8 @@ func TestRedisGarbage(t *testing.T) {
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
 	for name, bad := range answers {
-		for _, at := range []string{"hello", "exists", "zrevrange", "getrange", "scan", "unlink", "zrem", "multi", "set", "exec"} {
+		for _, at := range []string{"hello", "exists", "zrevrange", "getrange", "scan", "unlink",
+			"zrem", "multi", "set", "exec"} {
 			var met atomic.Bool
 			addr := fakeRedis(t, func(command string, args []string) string {
 				if command == at {
@@ -347,7 +361,8 @@ type outcome struct {
 	err  error
 }
 
-func everyCallUnder(t *testing.T, d time.Duration, tier *Tier, tr tiers.Transfer) func(yield func(outcome) bool) {
+func everyCallUnder(t *testing.T, d time.Duration, tier *Tier, tr tiers.Transfer) func(
+	yield func(outcome) bool) {
 	return func(yield func(outcome) bool) {
 		ctx, cancel := context.WithTimeout(t.Context(), d)
 		defer cancel()
@@ -359,14 +374,16 @@ func everyCallUnder(t *testing.T, d time.Duration, tier *Tier, tr tiers.Transfer
 	}
 }
 
-// FuzzGuard: the guard neither panics nor lets a length through that is too large, however the stream is cut.
+// FuzzGuard: the guard neither panics nor lets a length through that is too large, however the
+// stream is cut.
 func FuzzGuard(f *testing.F) {
 	f.Add([]byte("*2\r\n$3\r\nfoo\r\n:1\r\n+OK\r\n$-1\r\n"), uint16(1))
 	f.Add([]byte("$70000\r\nxx"), uint16(3))
 	f.Add([]byte("*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n"), uint16(100))
 	f.Fuzz(func(t *testing.T, b []byte, cut uint16) {
 		var all atomic.Int64
-		whole, pieces := &guard{maxValue: 1000, all: new(atomic.Int64)}, &guard{maxValue: 1000, all: &all}
+		whole, pieces := &guard{maxValue: 1000, all: new(atomic.Int64)},
+			&guard{maxValue: 1000, all: &all}
 		werr := whole.scan(b)
 		var perr error
 		for rest := b; len(rest) > 0 && perr == nil; {
@@ -377,7 +394,9 @@ func FuzzGuard(f *testing.F) {
 		if (werr == nil) != (perr == nil) {
 			t.Fatalf("%v in one piece, %v in pieces", werr, perr)
 		}
-		if werr == nil && (whole.skip != pieces.skip || len(whole.open) != len(pieces.open) || whole.skip > 1002 || whole.elements > maxReplyElements || len(whole.open) > maxReplyDepth) {
+		if werr == nil && (whole.skip != pieces.skip || len(whole.open) != len(pieces.open) ||
+			whole.skip > 1002 || whole.elements > maxReplyElements ||
+			len(whole.open) > maxReplyDepth) {
 			t.Fatalf("%+v\n%+v", whole, pieces)
 		}
 		if all.Load() > maxReplies || werr == nil && len(pieces.open) == 0 && all.Load() != 0 {
@@ -391,8 +410,10 @@ func TestRedisRefuses(t *testing.T) {
 	t.Parallel()
 	files := certificates(t)
 	port := freePort(t)
-	secure := redisServerOn(t, port, "--port", "0", "--tls-port", strconv.Itoa(port), "--tls-ca-cert-file", files.CA, "--tls-cert-file", files.Cert, "--tls-key-file", files.Key)
-	plain := redisServer(t, "--user", "reader", "on", ">hunter2-and-more", "~*", "+@read", "+@connection")
+	secure := redisServerOn(t, port, "--port", "0", "--tls-port", strconv.Itoa(port),
+		"--tls-ca-cert-file", files.CA, "--tls-cert-file", files.Cert, "--tls-key-file", files.Key)
+	plain := redisServer(t, "--user", "reader", "on", ">hunter2-and-more", "~*", "+@read",
+		"+@connection")
 	wrong := filepath.Join(t.TempDir(), "wrong")
 	if err := os.WriteFile(wrong, []byte("hunter2-and-more"), 0o600); err != nil {
 		t.Fatal(err)
@@ -400,25 +421,38 @@ func TestRedisRefuses(t *testing.T) {
 	other := certificates(t)
 	// Old servers repeat what they do not understand.
 	parrot := fakeRedis(t, func(command string, args []string) string {
-		return fmt.Sprintf("-ERR unknown command '%s', with args beginning with: '%s'\r\n", command, strings.Join(args, "' '"))
+		return fmt.Sprintf("-ERR unknown command '%s', with args beginning with: '%s'\r\n", command,
+			strings.Join(args, "' '"))
 	})
 	file := Secret{File: passwordFile(t)}
 	for name, c := range map[string]struct {
 		o    RedisOptions
 		want string
 	}{
-		"wrong password":   {RedisOptions{Addrs: []string{plain.addr}, Password: Secret{File: wrong}}, "password_file"},
-		"no password":      {RedisOptions{Addrs: []string{plain.addr}}, "wants a password: set password_file or password_env"},
-		"unknown user":     {RedisOptions{Addrs: []string{plain.addr}, User: "nobody", Password: file}, "the user in url"},
-		"may not write":    {RedisOptions{Addrs: []string{plain.addr}, User: "reader", Password: Secret{File: wrong}}, "user in url"},
-		"no TLS":           {RedisOptions{Addrs: []string{secure.addr}, Password: file}, ""},
-		"other authority":  {RedisOptions{Addrs: []string{secure.addr}, Password: file, TLS: true, Files: other}, "ca_file"},
-		"no certificate":   {RedisOptions{Addrs: []string{secure.addr}, Password: file, TLS: true, Files: TLSFiles{CA: files.CA}}, "TLS"},
-		"TLS to plain":     {RedisOptions{DialTimeout: 500 * time.Millisecond, Addrs: []string{plain.addr}, Password: file, TLS: true, Files: files}, "whether url should say rediss"},
-		"parrot":           {RedisOptions{Addrs: []string{parrot}, User: "me", Password: Secret{File: wrong}}, "unknown command"},
-		"nobody there":     {RedisOptions{Addrs: []string{fmt.Sprintf("127.0.0.1:%d", freePort(t))}, Password: file}, "connection refused"},
-		"no such sentinel": {RedisOptions{Mode: RedisSentinel, Master: "m", Addrs: []string{fmt.Sprintf("127.0.0.1:%d", freePort(t))}, Password: file}, "sentinel"},
-		"no cluster":       {RedisOptions{Mode: RedisCluster, Addrs: []string{plain.addr}, Password: file}, "cluster"},
+		"wrong password": {RedisOptions{Addrs: []string{plain.addr},
+			Password: Secret{File: wrong}}, "password_file"},
+		"no password": {RedisOptions{Addrs: []string{plain.addr}},
+			"wants a password: set password_file or password_env"},
+		"unknown user": {RedisOptions{Addrs: []string{plain.addr}, User: "nobody",
+			Password: file}, "the user in url"},
+		"may not write": {RedisOptions{Addrs: []string{plain.addr}, User: "reader",
+			Password: Secret{File: wrong}}, "user in url"},
+		"no TLS": {RedisOptions{Addrs: []string{secure.addr}, Password: file}, ""},
+		"other authority": {RedisOptions{Addrs: []string{secure.addr}, Password: file, TLS: true,
+			Files: other}, "ca_file"},
+		"no certificate": {RedisOptions{Addrs: []string{secure.addr}, Password: file, TLS: true,
+			Files: TLSFiles{CA: files.CA}}, "TLS"},
+		"TLS to plain": {RedisOptions{DialTimeout: 500 * time.Millisecond,
+			Addrs: []string{plain.addr}, Password: file, TLS: true, Files: files},
+			"whether url should say rediss"},
+		"parrot": {RedisOptions{Addrs: []string{parrot}, User: "me",
+			Password: Secret{File: wrong}}, "unknown command"},
+		"nobody there": {RedisOptions{Addrs: []string{fmt.Sprintf("127.0.0.1:%d", freePort(t))},
+			Password: file}, "connection refused"},
+		"no such sentinel": {RedisOptions{Mode: RedisSentinel, Master: "m",
+			Addrs: []string{fmt.Sprintf("127.0.0.1:%d", freePort(t))}, Password: file}, "sentinel"},
+		"no cluster": {RedisOptions{Mode: RedisCluster, Addrs: []string{plain.addr},
+			Password: file}, "cluster"},
 	} {
 		tier := openRedis(t, c.o)
 		ctx, cancel := context.WithTimeout(t.Context(), unhurried)
@@ -428,24 +462,30 @@ func TestRedisRefuses(t *testing.T) {
 			if err == nil && name != "may not write" {
 				t.Errorf("%s: %s passes", name, call)
 			}
-			if err != nil && (strings.Contains(err.Error(), "hunter2") || strings.Contains(err.Error(), password)) {
+			if err != nil && (strings.Contains(err.Error(), "hunter2") ||
+				strings.Contains(err.Error(), password)) {
 				t.Errorf("%s: %s: the password is in the error: %v", name, call, err)
 			}
 		}
-		if err := all["Store"]; err == nil || !strings.Contains(err.Error(), c.want) || len(err.Error()) > 600 {
+		if err := all["Store"]; err == nil || !strings.Contains(err.Error(), c.want) ||
+			len(err.Error()) > 600 {
 			t.Errorf("%s: %v, want something of %q", name, err, c.want)
 		} else {
 			t.Logf("%s: %v", name, err)
 		}
-		if d := tier.Stats().Detail; strings.Contains(d, "hunter2") || strings.Contains(d, password) {
+		if d := tier.Stats().Detail; strings.Contains(d, "hunter2") ||
+			strings.Contains(d, password) {
 			t.Errorf("the password is in Stats: %s", d)
 		}
 		cancel()
 	}
 	for _, o := range []RedisOptions{
-		{Addrs: []string{"h:1"}, Password: Secret{File: "/none"}}, {Addrs: []string{"h:1"}, Password: Secret{Env: "REMOTE_TEST_NONE"}},
-		{Addrs: []string{"h:1"}, TLS: true, Files: TLSFiles{CA: "/none"}}, {Addrs: []string{"h:1"}, TLS: true, Files: TLSFiles{CA: wrong}},
-		{Addrs: []string{"h:1"}, TLS: true, Files: TLSFiles{Cert: files.Cert}}, {Addrs: []string{"h"}}, {},
+		{Addrs: []string{"h:1"}, Password: Secret{File: "/none"}}, {Addrs: []string{"h:1"},
+			Password: Secret{Env: "REMOTE_TEST_NONE"}},
+		{Addrs: []string{"h:1"}, TLS: true, Files: TLSFiles{CA: "/none"}}, {Addrs: []string{"h:1"},
+			TLS: true, Files: TLSFiles{CA: wrong}},
+		{Addrs: []string{"h:1"}, TLS: true, Files: TLSFiles{Cert: files.Cert}},
+		{Addrs: []string{"h"}}, {},
 	} {
 		if _, err := OpenRedis(o); err == nil || strings.Contains(err.Error(), "hunter2") {
 			t.Errorf("%+v: %v", o, err)
@@ -461,12 +501,19 @@ func TestS3Refuses(t *testing.T) {
 		o    S3Options
 		want string
 	}{
-		"wrong key":       {S3Options{Endpoint: http, Bucket: "kv-cache", CredentialsFile: credentialsFile(t, "nobody", password)}, "credentials_file"},
-		"wrong secret":    {S3Options{Endpoint: http, Bucket: "kv-cache", CredentialsFile: credentialsFile(t, accessKey, "hunter2")}, "credentials_file"},
-		"no bucket":       {S3Options{Endpoint: http, Bucket: "none", CredentialsFile: credentialsFile(t, accessKey, password)}, "bucket is not there"},
-		"no credentials":  {S3Options{Endpoint: http, Bucket: "kv-cache", AccessKeyEnv: "REMOTE_TEST_NONE", SecretKeyEnv: "REMOTE_TEST_NONE2"}, "credentials"},
-		"no TLS there":    {S3Options{Endpoint: "https://" + s.addr, Bucket: "kv-cache", CredentialsFile: credentialsFile(t, accessKey, password)}, "https"},
-		"nobody is there": {S3Options{Endpoint: fmt.Sprintf("http://127.0.0.1:%d", freePort(t)), Bucket: "kv-cache", CredentialsFile: credentialsFile(t, accessKey, password)}, "refused"},
+		"wrong key": {S3Options{Endpoint: http, Bucket: "kv-cache",
+			CredentialsFile: credentialsFile(t, "nobody", password)}, "credentials_file"},
+		"wrong secret": {S3Options{Endpoint: http, Bucket: "kv-cache",
+			CredentialsFile: credentialsFile(t, accessKey, "hunter2")}, "credentials_file"},
+		"no bucket": {S3Options{Endpoint: http, Bucket: "none",
+			CredentialsFile: credentialsFile(t, accessKey, password)}, "bucket is not there"},
+		"no credentials": {S3Options{Endpoint: http, Bucket: "kv-cache",
+			AccessKeyEnv: "REMOTE_TEST_NONE", SecretKeyEnv: "REMOTE_TEST_NONE2"}, "credentials"},
+		"no TLS there": {S3Options{Endpoint: "https://" + s.addr, Bucket: "kv-cache",
+			CredentialsFile: credentialsFile(t, accessKey, password)}, "https"},
+		"nobody is there": {S3Options{Endpoint: fmt.Sprintf("http://127.0.0.1:%d", freePort(t)),
+			Bucket: "kv-cache", CredentialsFile: credentialsFile(t, accessKey, password)},
+			"refused"},
 	} {
 		c.o.DialTimeout = unhurried
 		tier, err := OpenS3(c.o)
@@ -477,10 +524,12 @@ func TestS3Refuses(t *testing.T) {
 		all := everyCall(ctx, tier, chunkOf(tiertest.NewSpace("refuses", geometry), 1, 2, 3, 4))
 		for call, err := range all {
 			// Whether a bucket is there is said without a name.
-			if call != "Check" && (err == nil || errors.Is(err, tiers.ErrNotFound)) && !(name == "no bucket" && (call == "Contains" || call == "Load")) {
+			if call != "Check" && (err == nil || errors.Is(err, tiers.ErrNotFound)) &&
+				!(name == "no bucket" && (call == "Contains" || call == "Load")) {
 				t.Errorf("%s: %s: %v", name, call, err)
 			}
-			if err != nil && (strings.Contains(err.Error(), "hunter2") || strings.Contains(err.Error(), password)) {
+			if err != nil && (strings.Contains(err.Error(), "hunter2") ||
+				strings.Contains(err.Error(), password)) {
 				t.Errorf("%s: %s: the secret is in the error: %v", name, call, err)
 			}
 		}
@@ -492,19 +541,24 @@ func TestS3Refuses(t *testing.T) {
 		cancel()
 		tier.Close()
 	}
-	for _, o := range []S3Options{{Bucket: "kv-cache", CredentialsFile: "/none"}, {Bucket: "kv-cache", CredentialsFile: os.DevNull}, {Bucket: "x"}, {Bucket: "kv-cache", Files: TLSFiles{CA: "/none"}}} {
+	for _, o := range []S3Options{{Bucket: "kv-cache", CredentialsFile: "/none"},
+		{Bucket: "kv-cache", CredentialsFile: os.DevNull}, {Bucket: "x"},
+		{Bucket: "kv-cache", Files: TLSFiles{CA: "/none"}}} {
 		if _, err := OpenS3(o); err == nil {
 			t.Errorf("%+v passes", o)
 		}
 	}
 }
 
-// A server with little memory that evicts: what is loaded is right, the rest is a miss. One that does not evict has no room.
+// A server with little memory that evicts: what is loaded is right, the rest is a miss. One that
+// does not evict has no room.
 func TestRedisMaxmemory(t *testing.T) {
 	t.Parallel()
-	space := tiertest.NewSpace("maxmemory", tiers.Geometry{PageBytes: 64 << 10, PagesPerChunk: 4, PageTokens: 16, DigestBytes: 32})
+	space := tiertest.NewSpace("maxmemory", tiers.Geometry{PageBytes: 64 << 10, PagesPerChunk: 4,
+		PageTokens: 16, DigestBytes: 32})
 	s := redisServer(t, "--maxmemory", "24mb", "--maxmemory-policy", "allkeys-lru")
-	tier := openRedis(t, RedisOptions{Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}, SplitBytes: minSplit})
+	tier := openRedis(t, RedisOptions{Addrs: []string{s.addr},
+		Password: Secret{File: passwordFile(t)}, SplitBytes: minSplit})
 	const seed = 1
 	rnd := rand.New(rand.NewPCG(seed, 0))
 	hits, misses := 0, 0
@@ -530,7 +584,8 @@ func TestRedisMaxmemory(t *testing.T) {
 		t.Errorf("%d hits, %d misses, %+v", hits, misses, tier.Stats())
 	}
 	full := redisServer(t, "--maxmemory", "8mb", "--maxmemory-policy", "noeviction")
-	tier = openRedis(t, RedisOptions{Addrs: []string{full.addr}, Password: Secret{File: passwordFile(t)}})
+	tier = openRedis(t, RedisOptions{Addrs: []string{full.addr},
+		Password: Secret{File: passwordFile(t)}})
 	for i := range byte(100) {
 		tr := chunkOf(space, i, 1, 1, 1)
 		if err := store(t.Context(), tier, tr); err != nil {
@@ -551,23 +606,33 @@ func TestRedisVanishing(t *testing.T) {
 	t.Parallel()
 	s := redisServer(t)
 	c := client(t, s)
-	tier := openRedis(t, RedisOptions{Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}, SplitBytes: minSplit})
-	space := tiertest.NewSpace("vanishing", tiers.Geometry{PageBytes: 40 << 10, PagesPerChunk: 4, PageTokens: 16, DigestBytes: 32})
+	tier := openRedis(t, RedisOptions{Addrs: []string{s.addr},
+		Password: Secret{File: passwordFile(t)}, SplitBytes: minSplit})
+	space := tiertest.NewSpace("vanishing", tiers.Geometry{PageBytes: 40 << 10, PagesPerChunk: 4,
+		PageTokens: 16, DigestBytes: 32})
 	tr := chunkOf(space, 1, 2, 3, 4)
 	ctx := t.Context()
 	for name, do := range map[string]struct {
 		do   func(root string)
 		want error
 	}{
-		"header":        {func(root string) { c.Del(ctx, root) }, tiers.ErrNotFound},
-		"first part":    {func(root string) { c.Del(ctx, root+"/0") }, tiers.ErrNotFound},
-		"last part":     {func(root string) { c.Del(ctx, root+"/2") }, tiers.ErrNotFound},
-		"short part":    {func(root string) { c.Set(ctx, root+"/1", "x", 0) }, tiers.ErrCorrupt},
-		"short header":  {func(root string) { c.Set(ctx, root, "x", 0) }, tiers.ErrCorrupt},
-		"other header":  {func(root string) { c.SetRange(ctx, root, 30, "xx") }, tiers.ErrCorrupt},
-		"swapped parts": {func(root string) { a := c.Get(ctx, root+"/0").Val(); c.Set(ctx, root+"/1", a, 0) }, tiers.ErrCorrupt},
-		"longer part":   {func(root string) { c.Append(ctx, root+"/1", strings.Repeat("x", 1<<20)) }, nil},
-		"a list":        {func(root string) { c.Del(ctx, root+"/1"); c.LPush(ctx, root+"/1", "x") }, errors.ErrUnsupported},
+		"header":       {func(root string) { c.Del(ctx, root) }, tiers.ErrNotFound},
+		"first part":   {func(root string) { c.Del(ctx, root+"/0") }, tiers.ErrNotFound},
+		"last part":    {func(root string) { c.Del(ctx, root+"/2") }, tiers.ErrNotFound},
+		"short part":   {func(root string) { c.Set(ctx, root+"/1", "x", 0) }, tiers.ErrCorrupt},
+		"short header": {func(root string) { c.Set(ctx, root, "x", 0) }, tiers.ErrCorrupt},
+		"other header": {func(root string) { c.SetRange(ctx, root, 30, "xx") }, tiers.ErrCorrupt},
+		"swapped parts": {func(root string) {
+			a := c.Get(ctx, root+"/0").Val()
+			c.Set(ctx,
+				root+"/1", a, 0)
+		}, tiers.ErrCorrupt},
+		"longer part": {func(root string) {
+			c.Append(ctx, root+"/1",
+				strings.Repeat("x", 1<<20))
+		}, nil},
+		"a list": {func(root string) { c.Del(ctx, root+"/1"); c.LPush(ctx, root+"/1", "x") },
+			errors.ErrUnsupported},
 	} {
 		mustStore(t, tier, tr)
 		roots := c.Keys(ctx, "la1/*}-4").Val()
@@ -579,7 +644,8 @@ func TestRedisVanishing(t *testing.T) {
 		if !errors.Is(err, do.want) && !(do.want == errors.ErrUnsupported && err != nil) {
 			t.Errorf("%s: %v, want %v", name, err, do.want)
 		}
-		if left := c.Keys(ctx, "*").Val(); (do.want == tiers.ErrNotFound || do.want == tiers.ErrCorrupt) && name != "header" && len(left) > 0 {
+		if left := c.Keys(ctx, "*").Val(); (do.want == tiers.ErrNotFound ||
+			do.want == tiers.ErrCorrupt) && name != "header" && len(left) > 0 {
 			t.Errorf("%s: left behind: %q", name, left)
 		}
 		if err := tier.Drop(ctx, tr.Run); err != nil {
@@ -600,9 +666,13 @@ func TestRedisTTL(t *testing.T) {
 	c := client(t, s)
 	tr := chunkOf(tiertest.NewSpace("ttl", geometry), 1, 2, 3)
 	for _, ttl := range []time.Duration{time.Hour, time.Second} {
-		tier := openRedis(t, RedisOptions{Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}, TTL: ttl, Prefix: fmt.Sprint(ttl)})
+		tier := openRedis(t, RedisOptions{Addrs: []string{s.addr},
+			Password: Secret{File: passwordFile(t)}, TTL: ttl, Prefix: fmt.Sprint(ttl)})
 		mustStore(t, tier, tr)
-		keys := func() []string { return c.Keys(t.Context(), tier.objects.(*redisObjects).o.Prefix+"/*").Val() }
+		keys := func() []string {
+			return c.Keys(t.Context(), tier.objects.(*redisObjects).o.Prefix+
+				"/*").Val()
+		}
 		if ttl == time.Hour { // much longer than this takes
 			if err := load(t.Context(), tier, tr); err != nil {
 				t.Fatal(err)
@@ -632,13 +702,16 @@ func TestRedisTTL(t *testing.T) {
 	}
 }
 
-// Very many chunks that begin with the same page: each is found whole, also as the beginning of a longer request, and the index stays small.
+// Very many chunks that begin with the same page: each is found whole, also as the beginning of a
+// longer request, and the index stays small.
 func TestManyVariants(t *testing.T) {
 	t.Parallel()
 	s := redisServer(t)
 	c := client(t, s)
-	tier := openRedis(t, RedisOptions{Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}})
-	space := tiertest.NewSpace("variants", tiers.Geometry{PageBytes: 256, PagesPerChunk: 4, PageTokens: 16, DigestBytes: 16})
+	tier := openRedis(t, RedisOptions{Addrs: []string{s.addr},
+		Password: Secret{File: passwordFile(t)}})
+	space := tiertest.NewSpace("variants", tiers.Geometry{PageBytes: 256, PagesPerChunk: 4,
+		PageTokens: 16, DigestBytes: 16})
 	const n = 1000
 	var all []tiers.Transfer
 	for i := range n {
@@ -649,7 +722,8 @@ func TestManyVariants(t *testing.T) {
 		if err := load(t.Context(), tier, tr); err != nil {
 			t.Fatalf("variant %d of %d pages: %v", i, tr.Pages(), err)
 		}
-		if longer := chunkOf(space, 1, 2+byte(i%250), byte(i/250), 0); i%3 == 1 { // stored were its first 3 pages
+		if longer := chunkOf(space, 1, 2+byte(i%250), byte(i/250), 0); i%3 == 1 {
+			// stored were its first 3 pages
 			if got := held(t, tier, longer.Run)[0]; got < 3 {
 				t.Fatalf("of variant %d, %d pages are held", i, got)
 			}
@@ -678,12 +752,15 @@ func TestManyVariants(t *testing.T) {
 	}
 }
 
-// Several sidecars that store one chunk at once, with bytes that differ, as those of different GPUs may: a load gives those of one of them.
+// Several sidecars that store one chunk at once, with bytes that differ, as those of different GPUs
+// may: a load gives those of one of them.
 func TestWritersAtOnce(t *testing.T) {
 	t.Parallel()
 	s := redisServer(t)
-	space := tiertest.NewSpace("writers", tiers.Geometry{PageBytes: 48 << 10, PagesPerChunk: 8, PageTokens: 16, DigestBytes: 32})
-	o := RedisOptions{Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}, SplitBytes: minSplit}
+	space := tiertest.NewSpace("writers", tiers.Geometry{PageBytes: 48 << 10, PagesPerChunk: 8,
+		PageTokens: 16, DigestBytes: 32})
+	o := RedisOptions{Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)},
+		SplitBytes: minSplit}
 	a, b, reader := openRedis(t, o), openRedis(t, o), openRedis(t, o)
 	for round := range byte(40) {
 		run := chunkOf(space, round, 1, 2, 3, 4, 5, 6, 7).Run
@@ -691,7 +768,8 @@ func TestWritersAtOnce(t *testing.T) {
 		for i, tier := range []*Tier{a, b} {
 			running.Go(func() {
 				bytes := bytes.Repeat([]byte{byte(i + 1)}, 8*48<<10)
-				if err := store(t.Context(), tier, tiers.Transfer{Run: run, Bytes: bytes}); err != nil {
+				if err := store(t.Context(), tier, tiers.Transfer{Run: run,
+					Bytes: bytes}); err != nil {
 					t.Error(err)
 				}
 			})
@@ -700,11 +778,13 @@ func TestWritersAtOnce(t *testing.T) {
 			for range 5 {
 				got := make([]byte, 8*48<<10)
 				var err error
-				reader.Load(t.Context(), []tiers.Transfer{{Run: run, Bytes: got}}, func(_ int, e error) { err = e })
+				reader.Load(t.Context(), []tiers.Transfer{{Run: run, Bytes: got}},
+					func(_ int, e error) { err = e })
 				if err == nil && bytes.Count(got, got[:1]) != len(got) {
 					t.Error("a mixture")
 				}
-				if err != nil && !errors.Is(err, tiers.ErrNotFound) && !errors.Is(err, tiers.ErrCorrupt) {
+				if err != nil && !errors.Is(err, tiers.ErrNotFound) &&
+					!errors.Is(err, tiers.ErrCorrupt) {
 					t.Error(err)
 				}
 			}
@@ -720,17 +800,21 @@ func TestCodecsMeet(t *testing.T) {
 	bucket, _ := s3Server(t)
 	var ts []*Tier
 	for i, codec := range []string{"raw", "lossless", "raw", "int8"} {
-		ts = append(ts, openRedis(t, RedisOptions{Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}, Serde: codec, SplitBytes: minSplit << i}))
+		ts = append(ts, openRedis(t, RedisOptions{Addrs: []string{s.addr},
+			Password: Secret{File: passwordFile(t)}, Serde: codec, SplitBytes: minSplit << i}))
 	}
 	for _, codec := range []string{"raw", "lossless"} {
-		tier, err := OpenS3(S3Options{DialTimeout: unhurried, Endpoint: "http://" + bucket.addr, Bucket: "kv-cache", CredentialsFile: credentialsFile(t, accessKey, password), Serde: codec})
+		tier, err := OpenS3(S3Options{DialTimeout: unhurried, Endpoint: "http://" + bucket.addr,
+			Bucket: "kv-cache", CredentialsFile: credentialsFile(t, accessKey, password),
+			Serde: codec})
 		if err != nil {
 			t.Fatal(err)
 		}
 		t.Cleanup(func() { tier.Close() })
 		ts = append(ts, tier)
 	}
-	space := tiertest.NewSpace("codecs", tiers.Geometry{PageBytes: 100_000, PagesPerChunk: 4, PageTokens: 16, DigestBytes: 32})
+	space := tiertest.NewSpace("codecs", tiers.Geometry{PageBytes: 100_000, PagesPerChunk: 4,
+		PageTokens: 16, DigestBytes: 32})
 	for i, writer := range ts {
 		lossy := writer.Stats().Lossy
 		tr := chunkOf(space, byte(i), 2, 3, 4)
@@ -741,7 +825,8 @@ func TestCodecsMeet(t *testing.T) {
 				part.Hashes, part.Bytes = part.Hashes[:pages*32], part.Bytes[:pages*100_000]
 				got := make([]byte, len(part.Bytes))
 				var err error
-				reader.Load(t.Context(), []tiers.Transfer{{Run: part.Run, Bytes: got}}, func(_ int, e error) { err = e })
+				reader.Load(t.Context(), []tiers.Transfer{{Run: part.Run, Bytes: got}},
+					func(_ int, e error) { err = e })
 				same := reader.kind == writer.kind
 				switch {
 				case !same || lossy && i != j:
@@ -749,7 +834,8 @@ func TestCodecsMeet(t *testing.T) {
 						t.Errorf("%s wrote it, %s reads %v", writer.detail, reader.detail, err)
 					}
 				case err != nil || !lossy && !bytes.Equal(got, part.Bytes):
-					t.Errorf("%s wrote it, %s reads %d pages: %v", writer.detail, reader.detail, pages, err)
+					t.Errorf("%s wrote it, %s reads %d pages: %v", writer.detail, reader.detail,
+						pages, err)
 				}
 			}
 		}
@@ -765,10 +851,13 @@ func TestPrefixes(t *testing.T) {
 	tr := chunkOf(space, 1, 2, 3, 4)
 	for _, open := range []func(prefix string) (*Tier, error){
 		func(prefix string) (*Tier, error) {
-			return OpenRedis(RedisOptions{DialTimeout: unhurried, Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}, Prefix: prefix})
+			return OpenRedis(RedisOptions{DialTimeout: unhurried, Addrs: []string{s.addr},
+				Password: Secret{File: passwordFile(t)}, Prefix: prefix})
 		},
 		func(prefix string) (*Tier, error) {
-			return OpenS3(S3Options{DialTimeout: unhurried, Endpoint: "http://" + bucket.addr, Bucket: "kv-cache", CredentialsFile: credentialsFile(t, accessKey, password), Prefix: prefix})
+			return OpenS3(S3Options{DialTimeout: unhurried, Endpoint: "http://" + bucket.addr,
+				Bucket: "kv-cache", CredentialsFile: credentialsFile(t, accessKey, password),
+				Prefix: prefix})
 		},
 	} {
 		var ts []*Tier
@@ -789,7 +878,8 @@ func TestPrefixes(t *testing.T) {
 				t.Errorf("%s: Clear: %d, %v", tier.detail, n, err)
 			}
 			for j, other := range ts {
-				if err := load(t.Context(), other, tr); j <= i && !errors.Is(err, tiers.ErrNotFound) || j > i && err != nil {
+				if err := load(t.Context(), other, tr); j <= i &&
+					!errors.Is(err, tiers.ErrNotFound) || j > i && err != nil {
 					t.Errorf("%s: %v after %s was cleared", other.detail, err, tier.detail)
 				}
 			}
@@ -809,10 +899,20 @@ func TestS3Garbage(t *testing.T) {
 		}
 	}
 	for name, h := range map[string]http.HandlerFunc{
-		"empty":   func(http.ResponseWriter, *http.Request) {},
-		"html":    func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, "<html><body>Welcome</body></html>") },
-		"500":     func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(500); io.WriteString(w, "<Error><Code>") },
-		"endless": func(w http.ResponseWriter, _ *http.Request) { flood(w, strings.Repeat("x", 1<<16), 1<<12) },
+		"empty": func(http.ResponseWriter, *http.Request) {},
+		"html": func(w http.ResponseWriter, _ *http.Request) {
+			io.WriteString(w,
+				"<html><body>Welcome</body></html>")
+		},
+		"500": func(w http.ResponseWriter,
+			_ *http.Request) {
+			w.WriteHeader(500)
+			io.WriteString(w, "<Error><Code>")
+		},
+		"endless": func(w http.ResponseWriter, _ *http.Request) {
+			flood(w,
+				strings.Repeat("x", 1<<16), 1<<12)
+		},
 		"endless 500": func(w http.ResponseWriter, _ *http.Request) {
 			w.WriteHeader(500)
 			flood(w, strings.Repeat("x", 1<<16), 1<<12)
@@ -846,7 +946,8 @@ func TestS3Garbage(t *testing.T) {
 		},
 	} {
 		s := httptest.NewServer(h)
-		tier, err := OpenS3(S3Options{DialTimeout: unhurried, Endpoint: s.URL, Bucket: "kv-cache", Region: "us-east-1"})
+		tier, err := OpenS3(S3Options{DialTimeout: unhurried, Endpoint: s.URL, Bucket: "kv-cache",
+			Region: "us-east-1"})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -26,7 +26,8 @@ import (
 //	52  0, 4 bytes
 //	56  name of the codec, 16 bytes, filled with 0
 //	72  bytes of a part, where the pages are kept in parts, else 0; 8 bytes
-//	80  for each page: its digest; how many bytes it was encoded to, 8 bytes; XXH3-64 of the page as it is decoded, seeded by the digest, 8 bytes
+//	80  for each page: its digest; how many bytes it was encoded to, 8 bytes; XXH3-64 of the page
+//	    as it is decoded, seeded by the digest, 8 bytes
 //	…   XXH3-64 of all before it, 8 bytes
 const (
 	formVersion = 1
@@ -39,7 +40,10 @@ const (
 var formMagic = []byte("LAKV")
 
 // headerBytes is how long the header of a chunk is.
-func headerBytes(pages, digestBytes int) int { return fixedBytes + pages*(digestBytes+16) + sumBytes }
+func headerBytes(pages, digestBytes int) int {
+	return fixedBytes + pages*(digestBytes+16) +
+		sumBytes
+}
 
 // maxHeaderBytes is the longest that a header can be.
 var maxHeaderBytes = headerBytes(maxPages, 32)
@@ -65,7 +69,10 @@ func (h *header) digest(i int) []byte { return h.entry(i)[:h.digestBytes] }
 func (h *header) length(i int) int64 {
 	return int64(binary.LittleEndian.Uint64(h.entry(i)[h.digestBytes:]))
 }
-func (h *header) sum(i int) uint64 { return binary.LittleEndian.Uint64(h.entry(i)[h.digestBytes+8:]) }
+func (h *header) sum(i int) uint64 {
+	return binary.LittleEndian.Uint64(
+		h.entry(i)[h.digestBytes+8:])
+}
 
 // bytes is how many bytes the first pages were encoded to.
 func (h *header) bytes(pages int) (n int64) {
@@ -82,8 +89,10 @@ func sumOf(page, digest []byte) uint64 {
 
 func seedOf(digest []byte) uint64 { return binary.LittleEndian.Uint64(digest) }
 
-// appendHeader appends the header of a chunk whose pages were encoded to these lengths and, decoded, have these sums.
-func appendHeader(b []byte, run tiers.Run, codec string, partBytes int64, lengths []int64, sums []uint64) []byte {
+// appendHeader appends the header of a chunk whose pages were encoded to these lengths and,
+// decoded, have these sums.
+func appendHeader(b []byte, run tiers.Run, codec string, partBytes int64, lengths []int64,
+	sums []uint64) []byte {
 	at, g := len(b), run.Space.Geometry
 	b = append(b, formMagic...)
 	b = append(b, formVersion, byte(g.DigestBytes))
@@ -146,7 +155,8 @@ func parseHeader(b []byte) (*header, error) {
 	return h, nil
 }
 
-// name names an object: in which space, which pages. Digests are cumulative, so the last one alone says which prefix the chunk is the end of.
+// name names an object: in which space, which pages. Digests are cumulative, so the last one alone
+// says which prefix the chunk is the end of.
 type name struct {
 	space       *tiers.Space
 	first, last string // digests
@@ -156,16 +166,19 @@ type name struct {
 // nameOf is the name of the first pages of a run of one chunk.
 func nameOf(run tiers.Run, pages int) name {
 	d := run.Space.Geometry.DigestBytes
-	return name{space: run.Space, first: string(run.Hashes[:d]), last: string(run.Hashes[(pages-1)*d : pages*d]), pages: pages}
+	return name{space: run.Space, first: string(run.Hashes[:d]),
+		last: string(run.Hashes[(pages-1)*d : pages*d]), pages: pages}
 }
 
-// append appends the name's part behind that of its first page: the last page's digest and the number of pages.
+// append appends the name's part behind that of its first page: the last page's digest and the
+// number of pages.
 func (n name) append(b []byte) []byte {
 	b = append(hex.AppendEncode(b, []byte(n.last)), '-')
 	return strconv.AppendInt(b, int64(n.pages), 10)
 }
 
-// parseName is the inverse of append, for an object of the chunk that run begins. Strangers may have put anything there: ok says whether it is a name.
+// parseName is the inverse of append, for an object of the chunk that run begins. Strangers may
+// have put anything there: ok says whether it is a name.
 func parseName(run tiers.Run, s string) (n name, ok bool) {
 	d := run.Space.Geometry.DigestBytes
 	last, pages, _ := strings.Cut(s, "-")
@@ -175,31 +188,36 @@ func parseName(run tiers.Run, s string) (n name, ok bool) {
 		return n, false
 	}
 	n.pages, err = strconv.Atoi(pages)
-	return n, err == nil && n.pages >= 1 && n.pages <= run.Space.Geometry.PagesPerChunk && string(n.append(nil)) == s
+	return n, err == nil && n.pages >= 1 && n.pages <= run.Space.Geometry.PagesPerChunk &&
+		string(n.append(nil)) == s
 }
 
-// agrees says how many pages, from the first on, the chunk of this name has in common with a run of one chunk, as far as the name alone can say it. sure: it is
-// exactly that many.
+// agrees says how many pages, from the first on, the chunk of this name has in common with a run of
+// one chunk, as far as the name alone can say it. sure: it is exactly that many.
 func (n name) agrees(run tiers.Run) (pages int, sure bool) {
 	d := run.Space.Geometry.DigestBytes
 	if n.pages <= run.Pages() && string(run.Hashes[(n.pages-1)*d:n.pages*d]) == n.last {
 		return n.pages, true
 	}
-	// The pages up to one that is the same are the same. So its first page is, and if it is the only one, that is all.
+	// The pages up to one that is the same are the same. So its first page is, and if it is the
+	// only one, that is all.
 	return 1, n.pages == 1 || run.Pages() == 1
 }
 
 // verify says whether a header is that of the object of this name.
 func (n name) verify(h *header) error {
 	g := n.space.Geometry
-	if h.digestBytes != g.DigestBytes || h.pageBytes != g.PageBytes || h.pagesPerChunk != g.PagesPerChunk || h.pages != n.pages ||
-		!bytes.Equal(h.fingerprint, n.space.Fingerprint[:]) || string(h.digest(0)) != n.first || string(h.digest(h.pages-1)) != n.last {
+	if h.digestBytes != g.DigestBytes || h.pageBytes != g.PageBytes ||
+		h.pagesPerChunk != g.PagesPerChunk || h.pages != n.pages ||
+		!bytes.Equal(h.fingerprint, n.space.Fingerprint[:]) || string(h.digest(0)) != n.first ||
+		string(h.digest(h.pages-1)) != n.last {
 		return fmt.Errorf("%w: another chunk's header", tiers.ErrCorrupt)
 	}
 	return nil
 }
 
-// agree is how many pages, from the first on, a chunk with this header has in common with a run of one chunk in the same space.
+// agree is how many pages, from the first on, a chunk with this header has in common with a run of
+// one chunk in the same space.
 func (h *header) agree(run tiers.Run) (pages int) {
 	d := h.digestBytes
 	for most := min(h.pages, run.Pages()); pages < most; pages++ {

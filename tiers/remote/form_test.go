@@ -36,7 +36,8 @@ func TestHeader(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if h.codec != "a codec of 15 b" || h.partBytes != minSplit || h.agree(run) != n || nameOf(run, n).verify(h) != nil {
+		if h.codec != "a codec of 15 b" || h.partBytes != minSplit || h.agree(run) != n ||
+			nameOf(run, n).verify(h) != nil {
 			t.Errorf("%+v", h)
 		}
 		want := int64(0)
@@ -88,7 +89,8 @@ func TestNames(t *testing.T) {
 		if agree, sure := n.agrees(run); agree != pages || !sure {
 			t.Errorf("%s agrees for %d pages, %v", text, agree, sure)
 		}
-		for _, bad := range []string{"", text + "0", text + "/0", "0" + text, text[:len(text)-1], text[1:], text[:66] + "+" + text[66:], text[:66] + "0" + text[66:], "A" + text[1:]} {
+		for _, bad := range []string{"", text + "0", text + "/0", "0" + text, text[:len(text)-1],
+			text[1:], text[:66] + "+" + text[66:], text[:66] + "0" + text[66:], "A" + text[1:]} {
 			if bad == text || pages == 1 && bad == text+"0" { // 10 pages
 				continue
 			}
@@ -99,10 +101,12 @@ func TestNames(t *testing.T) {
 	}
 }
 
-// FuzzHeader: no bytes make the decoder panic or take memory, and what it accepts is what it would write.
+// FuzzHeader: no bytes make the decoder panic or take memory, and what it accepts is what it would
+// write.
 func FuzzHeader(f *testing.F) {
 	for _, g := range tiertest.Geometries() {
-		run := make(tiertest.Prefix, g.PagesPerChunk).Run(tiertest.NewSpace("fuzz", g), 0, g.PagesPerChunk)
+		run := make(tiertest.Prefix, g.PagesPerChunk).Run(tiertest.NewSpace("fuzz", g), 0,
+			g.PagesPerChunk)
 		f.Add(testHeader(run, 0), false)
 		f.Add(testHeader(run, 1<<20), true)
 	}
@@ -117,7 +121,8 @@ func FuzzHeader(f *testing.F) {
 			}
 			return
 		}
-		space := &tiers.Space{Geometry: tiers.Geometry{PageBytes: h.pageBytes, PagesPerChunk: h.pagesPerChunk, DigestBytes: h.digestBytes}}
+		space := &tiers.Space{Geometry: tiers.Geometry{PageBytes: h.pageBytes,
+			PagesPerChunk: h.pagesPerChunk, DigestBytes: h.digestBytes}}
 		copy(space.Fingerprint[:], h.fingerprint)
 		run := tiers.Run{Space: space}
 		var lengths []int64
@@ -129,7 +134,8 @@ func FuzzHeader(f *testing.F) {
 				t.Fatalf("a page of %d bytes takes %d", h.pageBytes, lengths[i])
 			}
 		}
-		if h.bytes(h.pages) < 1 || h.agree(run) != h.pages || nameOf(run, h.pages).verify(h) != nil {
+		if h.bytes(h.pages) < 1 || h.agree(run) != h.pages ||
+			nameOf(run, h.pages).verify(h) != nil {
 			t.Fatalf("%+v", h)
 		}
 		again := appendHeader(nil, run, h.codec, h.partBytes, lengths, sums)

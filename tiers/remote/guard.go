@@ -9,20 +9,24 @@ import (
 	"syscall"
 )
 
-// Limits of one reply of a Redis server, beside the largest value that we ask for. go-redis believes what lengths a server announces, and takes that much
-// memory before it reads on; so they are looked at before it sees them.
+// Limits of one reply of a Redis server, beside the largest value that we ask for. go-redis
+// believes what lengths a server announces, and takes that much memory before it reads on; so they
+// are looked at before it sees them.
 const (
-	maxReplyLine     = 64 << 10
-	maxReplyDepth    = 8
-	maxReplyElements = 1 << 18 // of all aggregates in it, those of CLUSTER SLOTS of the largest cluster among them
+	maxReplyLine  = 64 << 10
+	maxReplyDepth = 8
+	// of all aggregates in it, those of CLUSTER SLOTS of the largest cluster among them
+	maxReplyElements = 1 << 18
 	maxReplyRest     = 16 << 20
-	// maxReplies bounds what the aggregates take that a tier's connections are receiving, where an element counts elementBytes more than it has.
+	// maxReplies bounds what the aggregates take that a tier's connections are receiving, where an
+	// element counts elementBytes more than it has.
 	maxReplies   = 32 << 20
 	elementBytes = 48
 )
 
-// guard is a connection to a Redis server that ends when the server sends what is no RESP (attributes are not wanted), or more than it may. It is a connection's reading side, so used by one
-// goroutine at a time.
+// guard is a connection to a Redis server that ends when the server sends what is no RESP
+// (attributes are not wanted), or more than it may. It is a connection's reading side, so used by
+// one goroutine at a time.
 type guard struct {
 	net.Conn
 	maxValue int64         // largest bulk string
@@ -64,7 +68,8 @@ func (g *guard) Close() error {
 	return g.Conn.Close()
 }
 
-// take notes that the reply takes n bytes more, and reports whether the tier's connections have room for that.
+// take notes that the reply takes n bytes more, and reports whether the tier's connections have
+// room for that.
 func (g *guard) take(n int64) bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -83,7 +88,8 @@ func (g *guard) give() {
 	g.taken = 0
 }
 
-// SyscallConn implements syscall.Conn, by which go-redis sees whether an idle connection is still alive.
+// SyscallConn implements syscall.Conn, by which go-redis sees whether an idle connection is still
+// alive.
 func (g *guard) SyscallConn() (syscall.RawConn, error) {
 	if c, ok := g.Conn.(syscall.Conn); ok {
 		return c.SyscallConn()
@@ -155,7 +161,8 @@ func (g *guard) lineEnded() error {
 		g.ended()
 	case kind == '$', kind == '=', kind == '!':
 		if g.rest += n; n > g.maxValue || g.rest > maxReplyRest+g.maxValue {
-			return fmt.Errorf("the server announces %d bytes, and %d at most were asked for", n, g.maxValue)
+			return fmt.Errorf("the server announces %d bytes, and %d at most were asked for", n,
+				g.maxValue)
 		}
 		if len(g.open) > 0 && !g.take(n) { // any other is read to where it was wanted
 			return errTooMuch

@@ -17,7 +17,8 @@ import (
 	"lookaside/tiers/tiertest"
 )
 
-// memoryBound is what many calls at once may take when the server lies: their own buffers are a few MiB.
+// memoryBound is what many calls at once may take when the server lies: their own buffers are a few
+// MiB.
 const memoryBound = 96 << 20
 
 // mostHeap is the most that Go's heap grows by while do runs.
@@ -70,7 +71,8 @@ func allAtOnce(t *testing.T, tier *Tier) {
 	wg.Wait()
 }
 
-// TestS3TakesLittle: an S3 server whose answers are endless, or costly to parse, takes no more memory than was asked for.
+// TestS3TakesLittle: an S3 server whose answers are endless, or costly to parse, takes no more
+// memory than was asked for.
 func TestS3TakesLittle(t *testing.T) {
 	flood := func(begin, more, status string) http.HandlerFunc {
 		more = strings.Repeat(more, 1+4096/len(more))
@@ -100,7 +102,8 @@ func TestS3TakesLittle(t *testing.T) {
 			s := httptest.NewServer(h)
 			defer s.Close()
 			defer s.CloseClientConnections()
-			tier, err := OpenS3(S3Options{DialTimeout: unhurried, Endpoint: s.URL, Bucket: "kv-cache", Region: "us-east-1"})
+			tier, err := OpenS3(S3Options{DialTimeout: unhurried, Endpoint: s.URL,
+				Bucket: "kv-cache", Region: "us-east-1"})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -121,8 +124,9 @@ func TestRedisTakesLittle(t *testing.T) {
 		"long bulk":  "$" + strconv.Itoa(64<<20) + "\r\n" + strings.Repeat("x", 1<<20),
 		"long lines": "*200000\r\n" + strings.Repeat(line, 400),
 		"short ones": "*200000\r\n" + strings.Repeat("+\r\n", 200_000),
-		"bulks":      "*200000\r\n" + strings.Repeat("$100000\r\n"+strings.Repeat("x", 100_000)+"\r\n", 200),
-		"arrays":     "*200000\r\n" + strings.Repeat("*1\r\n:1\r\n", 200_000),
+		"bulks": "*200000\r\n" + strings.Repeat("$100000\r\n"+strings.Repeat("x", 100_000)+
+			"\r\n", 200),
+		"arrays": "*200000\r\n" + strings.Repeat("*1\r\n:1\r\n", 200_000),
 	} {
 		t.Run(name, func(t *testing.T) {
 			addr := fakeRedis(t, func(command string, args []string) string {

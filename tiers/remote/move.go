@@ -27,7 +27,8 @@ type fetch struct {
 	buffer *[]byte // nil where the codec is raw
 }
 
-// begin takes the object's header. It returns where the beginning of the encoded pages is to be read to.
+// begin takes the object's header. It returns where the beginning of the encoded pages is to be
+// read to.
 func (f *fetch) begin(b []byte) (stream []byte, err error) {
 	h, err := parseHeader(b)
 	if err == nil {
@@ -50,7 +51,8 @@ func (f *fetch) begin(b []byte) (stream []byte, err error) {
 	if _, raw := f.codec.(serde.Raw); raw {
 		for i := range n {
 			if h.length(i) != h.pageBytes {
-				return nil, fmt.Errorf("%w: page of %d bytes, encoded raw to %d", tiers.ErrCorrupt, h.pageBytes, h.length(i))
+				return nil, fmt.Errorf("%w: page of %d bytes, encoded raw to %d", tiers.ErrCorrupt,
+					h.pageBytes, h.length(i))
 			}
 		}
 		return f.dst, nil
@@ -140,7 +142,8 @@ func (p *put) begin() (stream []byte, err error) {
 		if stream, err = codec.Encode(stream, page, p.run.Space.Element); err != nil {
 			return nil, err
 		}
-		if p.lengths[i] = int64(len(stream) - at); p.lengths[i] < 1 || p.lengths[i] > serde.Bound(g.PageBytes) {
+		if p.lengths[i] = int64(len(stream) - at); p.lengths[i] < 1 ||
+			p.lengths[i] > serde.Bound(g.PageBytes) {
 			return nil, errors.New("remote: " + codec.Name() + " keeps no bounds")
 		}
 		if codec.Lossy() {
@@ -155,7 +158,8 @@ func (p *put) begin() (stream []byte, err error) {
 	return stream, nil
 }
 
-// sum goes on with the checksums of a raw chunk up to a byte. Done for each part just before it is sent, it leaves the bytes in the processor's cache for the kernel's copy.
+// sum goes on with the checksums of a raw chunk up to a byte. Done for each part just before it is
+// sent, it leaves the bytes in the processor's cache for the kernel's copy.
 func (p *put) sum(to int64) {
 	page := p.run.Space.Geometry.PageBytes
 	for p.summed < to {

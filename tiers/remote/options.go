@@ -15,7 +15,8 @@ import (
 	"lookaside/tiers/serde"
 )
 
-// Secret says where a secret is: in a file or in an environment variable; in none if both are empty. Only its place is ever shown.
+// Secret says where a secret is: in a file or in an environment variable; in none if both are
+// empty. Only its place is ever shown.
 type Secret struct {
 	File string // whose content it is, but for white space at its end
 	Env  string // name of the variable
@@ -46,7 +47,8 @@ func (s Secret) read() (string, error) {
 
 // TLSFiles are the files of a TLS connection. The server's certificate and name are always checked.
 type TLSFiles struct {
-	CA   string // PEM: the authorities that the server's certificate is checked by. Default: the system's
+	// PEM: the authorities that the server's certificate is checked by. Default: the system's
+	CA   string
 	Cert string // PEM: our own certificate, where the server asks for one. Needs Key. Default: none
 	Key  string // PEM: the key of Cert
 }
@@ -60,16 +62,20 @@ const (
 	RedisCluster                   // a cluster, any of whose nodes are asked for the others
 )
 
-// RedisOptions is where a Redis or Valkey service is and how it is used. Zero fields take the stated default.
+// RedisOptions is where a Redis or Valkey service is and how it is used. Zero fields take the
+// stated default.
 type RedisOptions struct {
 	Mode RedisMode
-	// Addrs are the server, the sentinels or some nodes of the cluster, as host:port. A single server may be the absolute path of a Unix socket. Required.
+	// Addrs are the server, the sentinels or some nodes of the cluster, as host:port. A single
+	// server may be the absolute path of a Unix socket. Required.
 	Addrs []string
-	// Master is the name that the sentinels know the master by. Required with RedisSentinel, and only there.
+	// Master is the name that the sentinels know the master by. Required with RedisSentinel, and
+	// only there.
 	Master string
 	// DB is the number of the database. Default 0, the only one that a cluster has.
 	DB int
-	// User is the name to log in with, where the server has users. Default: the server's default user.
+	// User is the name to log in with, where the server has users. Default: the server's default
+	// user.
 	User string
 	// Password to log in with. Default: none.
 	Password Secret
@@ -79,14 +85,16 @@ type RedisOptions struct {
 	// TLS: connections, those to sentinels too, are encrypted. Files needs it.
 	TLS   bool
 	Files TLSFiles
-	// Prefix is what all keys begin with, of letters, digits and _.:-/ . Services with the same prefix share their chunks. Default "la1".
+	// Prefix is what all keys begin with, of letters, digits and _.:-/ . Services with the same
+	// prefix share their chunks. Default "la1".
 	Prefix string
-	// TTL is after how long the server forgets a chunk, at least a second. Default 0: when it wants room (its maxmemory-policy), or never.
+	// TTL is after how long the server forgets a chunk, at least a second. Default 0: when it wants
+	// room (its maxmemory-policy), or never.
 	TTL time.Duration
 	// Serde names the codec, as package serde does. Default "raw".
 	Serde string
-	// SplitBytes is how large one value may be: larger chunks are kept in several, sent one behind the other. From 64 KiB to 512 MiB, the server's own limit.
-	// Default 8 MiB.
+	// SplitBytes is how large one value may be: larger chunks are kept in several, sent one behind
+	// the other. From 64 KiB to 512 MiB, the server's own limit. Default 8 MiB.
 	SplitBytes int64
 	// Pool is the most connections (to each server, in a cluster). Default 16.
 	Pool int
@@ -96,17 +104,20 @@ type RedisOptions struct {
 
 // S3Options is where a bucket is and how it is used. Zero fields take the stated default.
 type S3Options struct {
-	// Endpoint is the server, as http:// or https:// and host[:port]. Default https://s3.amazonaws.com.
+	// Endpoint is the server, as http:// or https:// and host[:port]. Default
+	// https://s3.amazonaws.com.
 	Endpoint string
 	// Bucket must be there. Required.
 	Bucket string
-	// Prefix is what the names of all objects begin with; a slash goes between it and the rest. Default "la1".
+	// Prefix is what the names of all objects begin with; a slash goes between it and the rest.
+	// Default "la1".
 	Prefix string
 	// Region of the bucket. Default: the server is asked.
 	Region string
-	// CredentialsFile is of the form of ~/.aws/credentials; Profile the section in it, by default "default". Without a file the variables AccessKeyEnv (default
-	// AWS_ACCESS_KEY_ID), SecretKeyEnv (AWS_SECRET_ACCESS_KEY) and SessionTokenEnv (AWS_SESSION_TOKEN) are read; if the first two are not set, requests are
-	// not signed.
+	// CredentialsFile is of the form of ~/.aws/credentials; Profile the section in it, by default
+	// "default". Without a file the variables AccessKeyEnv (default AWS_ACCESS_KEY_ID),
+	// SecretKeyEnv (AWS_SECRET_ACCESS_KEY) and SessionTokenEnv (AWS_SESSION_TOKEN) are read; if the
+	// first two are not set, requests are not signed.
 	CredentialsFile string
 	Profile         string
 	AccessKeyEnv    string
@@ -114,7 +125,8 @@ type S3Options struct {
 	SessionTokenEnv string
 	// Files are for an endpoint with https.
 	Files TLSFiles
-	// VirtualHost: the bucket is named in the host's name, as AWS wants it, and not in the path, as most others do. Default: for AWS's endpoints only.
+	// VirtualHost: the bucket is named in the host's name, as AWS wants it, and not in the path, as
+	// most others do. Default: for AWS's endpoints only.
 	VirtualHost bool
 	// Serde names the codec, as package serde does. Default "raw".
 	Serde string
@@ -208,7 +220,8 @@ func (o *S3Options) validate() error {
 	}
 	u, err := url.Parse(o.Endpoint)
 	switch {
-	case err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" || u.User != nil || strings.Trim(u.Path, "/") != "" || u.RawQuery != "":
+	case err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" || u.User != nil ||
+		strings.Trim(u.Path, "/") != "" || u.RawQuery != "":
 		return errors.New("endpoint: it is not of the form https://host:port")
 	case u.Scheme == "http" && o.Files != TLSFiles{}:
 		return errors.New("files for TLS, and the endpoint is http")
@@ -223,9 +236,12 @@ func (o *S3Options) validate() error {
 }
 
 var (
-	errNoURL         = errors.New("it is not a URL (what was given is not repeated here, for it may have a secret in it)")
-	errSecretInURL   = errors.New("the URL has a password in it, which commands and settings show to others: take it out and set password_file or password_env")
-	errSecretInS3URL = errors.New("the URL has credentials in it, which commands and settings show to others: set credentials_file or the environment variables")
+	errNoURL = errors.New(
+		"it is not a URL (what was given is not repeated here, for it may have a secret in it)")
+	errSecretInURL = errors.New(
+		"the URL has a password in it, which commands and settings show to others: take it out and set password_file or password_env")
+	errSecretInS3URL = errors.New(
+		"the URL has credentials in it, which commands and settings show to others: set credentials_file or the environment variables")
 )
 
 // query reads the keys of a URL's query; what is left over at the end is an error.
@@ -315,8 +331,8 @@ func (q *query) end() error {
 	return fmt.Errorf("unknown in the query: %s", strings.Join(left, ", "))
 }
 
-// parse is url.Parse without its errors, which repeat the URL, and so what secret may be in it. Unlike it, it takes several hosts with ports; they are in
-// the URL's Host as they were written.
+// parse is url.Parse without its errors, which repeat the URL, and so what secret may be in it.
+// Unlike it, it takes several hosts with ports; they are in the URL's Host as they were written.
 func parse(text string) (*url.URL, *query, error) {
 	scheme, rest, ok := strings.Cut(text, "://")
 	if !ok {
@@ -350,15 +366,18 @@ func parse(text string) (*url.URL, *query, error) {
 //	redis+cluster://[USER@]HOST[:PORT],…                     a cluster
 //	redis+unix://[USER@]/PATH?db=DB                          one server's Unix socket
 //
-// with rediss in place of redis for TLS. A query may have password_file, password_env, sentinel_user, sentinel_password_file, sentinel_password_env, ca_file,
-// cert_file, key_file, prefix, ttl, serde, split, pool and dial_timeout. A password in the URL is refused, and no error repeats what could be one.
+// with rediss in place of redis for TLS. A query may have password_file, password_env,
+// sentinel_user, sentinel_password_file, sentinel_password_env, ca_file, cert_file, key_file,
+// prefix, ttl, serde, split, pool and dial_timeout. A password in the URL is refused, and no error
+// repeats what could be one.
 func ParseRedisURL(text string) (RedisOptions, error) {
 	var o RedisOptions
 	u, q, err := parse(text)
 	if err != nil {
 		return o, err
 	}
-	if _, has := u.User.Password(); has || q.values.Has("password") || q.values.Has("sentinel_password") {
+	if _, has := u.User.Password(); has || q.values.Has("password") ||
+		q.values.Has("sentinel_password") {
 		return o, errSecretInURL
 	}
 	o.User = u.User.Username()
@@ -396,7 +415,8 @@ func ParseRedisURL(text string) (RedisOptions, error) {
 		for host := range strings.SplitSeq(u.Host, ",") {
 			h := url.URL{Host: host}
 			if strings.Contains(h.Hostname(), ":") && host[0] != '[' {
-				return o, errNoURL // what follows the colon is no port; it could be a password with a slash in it
+				// what follows the colon is no port; it could be a password with a slash in it
+				return o, errNoURL
 			}
 			if h.Hostname() == "" {
 				return o, fmt.Errorf("a host is missing: %s://host:%s", u.Scheme, port)
@@ -406,9 +426,12 @@ func ParseRedisURL(text string) (RedisOptions, error) {
 			o.Addrs = append(o.Addrs, net.JoinHostPort(h.Hostname(), at))
 		}
 	}
-	o.Password, o.SentinelUser, o.SentinelPassword = q.secret("password"), q.text("sentinel_user"), q.secret("sentinel_password")
-	o.Files, o.Prefix, o.TTL, o.Serde = q.files(), q.text("prefix"), q.duration("ttl"), q.text("serde")
-	o.SplitBytes, o.Pool, o.DialTimeout = q.size("split"), q.number("pool"), q.duration("dial_timeout")
+	o.Password, o.SentinelUser, o.SentinelPassword = q.secret("password"), q.text("sentinel_user"),
+		q.secret("sentinel_password")
+	o.Files, o.Prefix, o.TTL, o.Serde = q.files(), q.text("prefix"), q.duration("ttl"),
+		q.text("serde")
+	o.SplitBytes, o.Pool, o.DialTimeout = q.size("split"), q.number("pool"),
+		q.duration("dial_timeout")
 	if err := q.end(); err != nil {
 		return o, err
 	}
@@ -416,8 +439,9 @@ func ParseRedisURL(text string) (RedisOptions, error) {
 	return o, checked.validate()
 }
 
-// ParseS3URL reads the URL form of a bucket: s3://BUCKET[/PREFIX]. A query may have endpoint, region, credentials_file, profile, access_key_env, secret_key_env,
-// session_token_env, ca_file, cert_file, key_file, virtual_host (true or false), serde, pool and dial_timeout.
+// ParseS3URL reads the URL form of a bucket: s3://BUCKET[/PREFIX]. A query may have endpoint,
+// region, credentials_file, profile, access_key_env, secret_key_env, session_token_env, ca_file,
+// cert_file, key_file, virtual_host (true or false), serde, pool and dial_timeout.
 func ParseS3URL(text string) (S3Options, error) {
 	var o S3Options
 	u, q, err := parse(text)
@@ -433,7 +457,8 @@ func ParseS3URL(text string) (S3Options, error) {
 	o.Bucket, o.Prefix = u.Host, strings.Trim(u.Path, "/")
 	o.Endpoint, o.Region, o.Serde = q.text("endpoint"), q.text("region"), q.text("serde")
 	o.CredentialsFile, o.Profile = q.text("credentials_file"), q.text("profile")
-	o.AccessKeyEnv, o.SecretKeyEnv, o.SessionTokenEnv = q.text("access_key_env"), q.text("secret_key_env"), q.text("session_token_env")
+	o.AccessKeyEnv, o.SecretKeyEnv, o.SessionTokenEnv = q.text("access_key_env"),
+		q.text("secret_key_env"), q.text("session_token_env")
 	o.Files, o.Pool, o.DialTimeout = q.files(), q.number("pool"), q.duration("dial_timeout")
 	switch v := q.text("virtual_host"); v {
 	case "", "false":

@@ -17,11 +17,13 @@ func TestParseRedisURL(t *testing.T) {
 		"redis://[fe80::1]/1": {Addrs: []string{"[fe80::1]:6379"}, DB: 1},
 		"redis+sentinel://a:1,b,c:3/master/2?sentinel_user=s&sentinel_password_env=X": {Mode: RedisSentinel, Addrs: []string{"a:1", "b:26379", "c:3"}, Master: "master", DB: 2,
 			SentinelUser: "s", SentinelPassword: Secret{Env: "X"}},
-		"rediss+cluster://u@a:1,b:2?ca_file=/ca&cert_file=/c&key_file=/k": {Mode: RedisCluster, Addrs: []string{"a:1", "b:2"}, User: "u", TLS: true,
+		"rediss+cluster://u@a:1,b:2?ca_file=/ca&cert_file=/c&key_file=/k": {Mode: RedisCluster,
+			Addrs: []string{"a:1", "b:2"}, User: "u", TLS: true,
 			Files: TLSFiles{"/ca", "/c", "/k"}},
 		"redis+unix:///run/redis.sock?db=4": {Addrs: []string{"/run/redis.sock"}, DB: 4},
 		"redis://h?ttl=24h&serde=raw&split=4M&pool=3&prefix=a/b&password_file=/p&dial_timeout=1s": {Addrs: []string{"h:6379"}, TTL: 24 * time.Hour, Serde: "raw",
-			SplitBytes: 4 << 20, Pool: 3, Prefix: "a/b", Password: Secret{File: "/p"}, DialTimeout: time.Second},
+			SplitBytes: 4 << 20, Pool: 3, Prefix: "a/b", Password: Secret{File: "/p"},
+			DialTimeout: time.Second},
 	} {
 		if got, err := ParseRedisURL(text); err != nil || !reflect.DeepEqual(got, want) {
 			t.Errorf("%s:\n got %+v, %v\nwant %+v", text, got, err, want)
@@ -56,7 +58,8 @@ func TestParseRedisURL(t *testing.T) {
 		"redis://h#x":                    "fragment",
 	} {
 		_, err := ParseRedisURL(text)
-		if err == nil || !strings.Contains(err.Error(), want) || strings.Contains(err.Error(), "hunter2") {
+		if err == nil || !strings.Contains(err.Error(), want) ||
+			strings.Contains(err.Error(), "hunter2") {
 			t.Errorf("%s: %v, want something of %q, and no password", text, err, want)
 		}
 	}
@@ -68,7 +71,8 @@ func TestParseS3URL(t *testing.T) {
 		"s3://b.c/p/q/?endpoint=http://h:9000&region=eu&credentials_file=/c&profile=x&pool=4&serde=raw": {Bucket: "b.c", Prefix: "p/q", Endpoint: "http://h:9000", Region: "eu",
 			CredentialsFile: "/c", Profile: "x", Pool: 4, Serde: "raw"},
 		"s3://bbb?endpoint=https://h&ca_file=/ca&virtual_host=true&access_key_env=A&secret_key_env=S&session_token_env=T": {Bucket: "bbb", Endpoint: "https://h",
-			Files: TLSFiles{CA: "/ca"}, VirtualHost: true, AccessKeyEnv: "A", SecretKeyEnv: "S", SessionTokenEnv: "T"},
+			Files: TLSFiles{CA: "/ca"}, VirtualHost: true, AccessKeyEnv: "A", SecretKeyEnv: "S",
+			SessionTokenEnv: "T"},
 	} {
 		if got, err := ParseS3URL(text); err != nil || got != want {
 			t.Errorf("%s:\n got %+v, %v\nwant %+v", text, got, err, want)
@@ -86,7 +90,8 @@ func TestParseS3URL(t *testing.T) {
 		"s3://bbb?virtual_host=1":               "neither",
 		"s3://bbb/..%2f*":                       "prefix",
 	} {
-		if _, err := ParseS3URL(text); err == nil || !strings.Contains(err.Error(), want) || strings.Contains(err.Error(), "hunter2") {
+		if _, err := ParseS3URL(text); err == nil || !strings.Contains(err.Error(), want) ||
+			strings.Contains(err.Error(), "hunter2") {
 			t.Errorf("%s: %v, want something of %q, and no secret", text, err, want)
 		}
 	}
@@ -112,7 +117,9 @@ func TestSecret(t *testing.T) {
 		{Secret{File: file, Env: "REMOTE_TEST_SECRET"}, "", "name one"},
 	} {
 		got, err := c.s.read()
-		if got != c.want || (err != nil) != (c.fail != "") || err != nil && (!strings.Contains(err.Error(), c.fail) || strings.Contains(err.Error(), "hunter")) {
+		if got != c.want || (err != nil) != (c.fail != "") ||
+			err != nil && (!strings.Contains(err.Error(), c.fail) ||
+				strings.Contains(err.Error(), "hunter")) {
 			t.Errorf("%+v: %q, %v", c.s, got, err)
 		}
 	}

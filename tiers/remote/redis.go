@@ -22,17 +22,20 @@ import (
 	"lookaside/tiers"
 )
 
-// An object in Redis is several keys: PREFIX/SPACE/FIRST/{LAST}-PAGES has the header, and the same with /0, /1, … behind it the encoded pages in parts. The braces make
-// a cluster keep all of one object on one node, and spread the objects that begin alike. PREFIX/SPACE/FIRST is a sorted set of the names of the newest
-// objects that begin with the page FIRST, by the time of their storing.
+// An object in Redis is several keys: PREFIX/SPACE/FIRST/{LAST}-PAGES has the header, and the same
+// with /0, /1, … behind it the encoded pages in parts. The braces make a cluster keep all of one
+// object on one node, and spread the objects that begin alike. PREFIX/SPACE/FIRST is a sorted set
+// of the names of the newest objects that begin with the page FIRST, by the time of their storing.
 const (
 	maxIndex  = 256  // entries of an index
 	scanCount = 1000 // keys looked at by one SCAN
-	// A value is asked for in pieces, and so many of them at once: a server that has to make a reply of many MiB takes fresh memory for it each time, at
-	// twice the processor time (measured with Redis 7, on values from 256 KiB to 32 MiB).
+	// A value is asked for in pieces, and so many of them at once: a server that has to make a
+	// reply of many MiB takes fresh memory for it each time, at twice the processor time (measured
+	// with Redis 7, on values from 256 KiB to 32 MiB).
 	pieceBytes  = 256 << 10
 	windowBytes = 4 << 20
-	// streams is how many chunks of one call are under way at a time, each on a connection of its own: while one waits for the server another computes checksums.
+	// streams is how many chunks of one call are under way at a time, each on a connection of its
+	// own: while one waits for the server another computes checksums.
 	streams = 2
 )
 
@@ -44,7 +47,8 @@ type redisObjects struct {
 	replies atomic.Int64 // see guard.all
 }
 
-// OpenRedis makes a tier of a Redis service. It does not ask the server anything: Check does. An error is about the options and their files.
+// OpenRedis makes a tier of a Redis service. It does not ask the server anything: Check does. An
+// error is about the options and their files.
 func OpenRedis(o RedisOptions) (*Tier, error) {
 	if err := o.validate(); err != nil {
 		return nil, fmt.Errorf("redis: %w", err)
@@ -146,7 +150,8 @@ func (f TLSFiles) config() (*tls.Config, error) {
 	return conf, nil
 }
 
-func (r *redisObjects) dial(ctx context.Context, network, addr string, conf *tls.Config) (net.Conn, error) {
+func (r *redisObjects) dial(ctx context.Context, network, addr string,
+	conf *tls.Config) (net.Conn, error) {
 	if strings.HasPrefix(addr, "/") {
 		network = "unix"
 	}
@@ -158,14 +163,16 @@ func (r *redisObjects) dial(ctx context.Context, network, addr string, conf *tls
 	} else {
 		ctx, cancel := context.WithTimeout(ctx, r.o.DialTimeout)
 		defer cancel()
-		if conn, err = (&tls.Dialer{NetDialer: &d, Config: conf}).DialContext(ctx, network, addr); err != nil {
+		if conn, err = (&tls.Dialer{NetDialer: &d, Config: conf}).DialContext(ctx, network,
+			addr); err != nil {
 			err = fmt.Errorf("tls: %w", err)
 		}
 	}
 	if err != nil {
 		return nil, err
 	}
-	return &guard{Conn: conn, all: &r.replies, maxValue: max(pieceBytes, int64(maxHeaderBytes))}, nil
+	return &guard{Conn: conn, all: &r.replies, maxValue: max(pieceBytes, int64(maxHeaderBytes))},
+		nil
 }
 
 // index is the key of the index of what begins with a name's first page.
@@ -197,7 +204,8 @@ func parseRoot(run tiers.Run, s string) (name, bool) {
 	return parseName(run, last+pages)
 }
 
-// send sends a pipeline. Its error is that of the connection. Each command has its own: the server's answer, or that it got none.
+// send sends a pipeline. Its error is that of the connection. Each command has its own: the
+// server's answer, or that it got none.
 func send(ctx context.Context, p redis.Pipeliner) error {
 	cmds := p.Cmds()
 	if len(cmds) == 0 {
@@ -250,7 +258,8 @@ func (r *redisObjects) exists(ctx context.Context, p redis.Pipeliner, n name) *r
 	return cmd
 }
 
-func (r *redisObjects) variants(ctx context.Context, runs []tiers.Run, look look) ([][]variant, error) {
+func (r *redisObjects) variants(ctx context.Context, runs []tiers.Run,
+	look look) ([][]variant, error) {
 	out := make([][]variant, len(runs))
 	for from := 0; from < len(runs); {
 		p := r.client.Pipeline()
@@ -270,7 +279,8 @@ func (r *redisObjects) variants(ctx context.Context, runs []tiers.Run, look look
 			answers = append(answers, begins)
 			var index *redis.StringSliceCmd
 			if run.Space.Geometry.PagesPerChunk > 1 && look != lookForAll {
-				index = redis.NewStringSliceCmd(ctx, "zrevrange", r.index(run.Space, nameOf(run, 1).first), 0, maxVariants-1)
+				index = redis.NewStringSliceCmd(ctx, "zrevrange",
+					r.index(run.Space, nameOf(run, 1).first), 0, maxVariants-1)
 				_ = p.Process(ctx, index)
 			}
 			indexes = append(indexes, index)
@@ -286,7 +296,8 @@ func (r *redisObjects) variants(ctx context.Context, runs []tiers.Run, look look
 					return nil, err
 				}
 				if n == 2 {
-					out[from+i] = append(out[from+i], variant{nameOf(run, run.Pages()-len(begins)+k+1), true})
+					out[from+i] = append(out[from+i],
+						variant{nameOf(run, run.Pages()-len(begins)+k+1), true})
 				}
 			}
 			if indexes[i] == nil {
@@ -297,7 +308,8 @@ func (r *redisObjects) variants(ctx context.Context, runs []tiers.Run, look look
 				return nil, err
 			}
 			for _, m := range members {
-				if n, ok := parseName(run, m); ok && !slices.Contains(out[from+i], variant{n, true}) {
+				if n, ok := parseName(run, m); ok && !slices.Contains(out[from+i],
+					variant{n, true}) {
 					out[from+i] = append(out[from+i], variant{n, false})
 				}
 			}
@@ -314,7 +326,8 @@ func (r *redisObjects) variants(ctx context.Context, runs []tiers.Run, look look
 		prefix := string(append(r.index(run.Space, nameOf(run, 1).first), '/'))
 		err := r.scan(ctx, prefix+"*", func(keys []string) error {
 			for _, k := range keys {
-				if n, ok := parseRoot(run, strings.TrimPrefix(k, prefix)); ok && n.pages > run.Pages() {
+				if n, ok := parseRoot(run, strings.TrimPrefix(k, prefix)); ok &&
+					n.pages > run.Pages() {
 					if len(out[i]) == maxVariantNames {
 						return errTooLong
 					}
@@ -331,7 +344,8 @@ func (r *redisObjects) variants(ctx context.Context, runs []tiers.Run, look look
 }
 
 // scan goes through the keys of all nodes that match a pattern. It may give a key twice.
-func (r *redisObjects) scan(ctx context.Context, pattern string, do func(keys []string) error) error {
+func (r *redisObjects) scan(ctx context.Context, pattern string,
+	do func(keys []string) error) error {
 	one := func(ctx context.Context, c redis.UniversalClient) error {
 		for cursor := uint64(0); ; {
 			keys, next, err := c.Scan(ctx, cursor, pattern, scanCount).Result()
@@ -366,7 +380,8 @@ type rangeCmd struct {
 	want int
 }
 
-// getRange asks for bytes of a value, to be read into b and nowhere else. Where there is no value the answer is 0 bytes.
+// getRange asks for bytes of a value, to be read into b and nowhere else. Where there is no value
+// the answer is 0 bytes.
 func getRange(ctx context.Context, p redis.Pipeliner, key []byte, from int64, b []byte) rangeCmd {
 	cmd := redis.NewZeroCopyStringCmd(ctx, b, "getrange", key, from, from+int64(len(b))-1)
 	_ = p.Process(ctx, cmd)
@@ -385,7 +400,8 @@ func (c rangeCmd) err() error {
 	return nil
 }
 
-func (r *redisObjects) headers(ctx context.Context, names []name, each func(i int, b []byte, err error)) {
+func (r *redisObjects) headers(ctx context.Context, names []name, each func(i int, b []byte,
+	err error)) {
 	for from := 0; from < len(names); from += maxVariants {
 		group := names[from:min(from+maxVariants, len(names))]
 		p := r.client.Pipeline()
@@ -470,7 +486,8 @@ func (r *redisObjects) read(ctx context.Context, unit []reading) {
 		for at := int64(0); at < int64(len(g.stream)) && g.err == nil; {
 			part, from := at/g.f.h.partBytes, at%g.f.h.partBytes
 			n := min(int64(len(g.stream))-at, g.f.h.partBytes-from, pieceBytes)
-			asked, of = append(asked, getRange(ctx, p, partOf(root, part), from, g.stream[at:at+n])), append(of, g)
+			asked, of = append(asked, getRange(ctx, p, partOf(root, part), from,
+				g.stream[at:at+n])), append(of, g)
 			at += n
 			if size += n; size >= windowBytes {
 				flush()
@@ -563,14 +580,17 @@ func (r *redisObjects) remove(ctx context.Context, names []name) error {
 	r.headers(ctx, names, func(i int, b []byte, herr error) {
 		n := names[i]
 		size, partBytes := int64(n.pages)*n.space.Geometry.PageBytes, r.o.SplitBytes
-		if herr != nil && !errors.Is(herr, tiers.ErrNotFound) && !errors.Is(herr, tiers.ErrCorrupt) {
+		if herr != nil && !errors.Is(herr, tiers.ErrNotFound) &&
+			!errors.Is(herr, tiers.ErrCorrupt) {
 			var answer redis.Error
-			if !errors.As(herr, &answer) { // an answer is that of a key of another type: it goes all the same
+			if !errors.As(herr, &answer) {
+				// an answer is that of a key of another type: it goes all the same
 				err = herr
 				return
 			}
 		}
-		if h, perr := parseHeader(b); herr == nil && perr == nil && h.partBytes > 0 && n.verify(h) == nil {
+		if h, perr := parseHeader(b); herr == nil && perr == nil && h.partBytes > 0 &&
+			n.verify(h) == nil {
 			size, partBytes = h.bytes(h.pages), h.partBytes
 		}
 		root := r.root(n)
@@ -615,7 +635,8 @@ func (r *redisObjects) clear(ctx context.Context, fp tiers.Fingerprint) (int, er
 			cmd := redis.NewIntCmd(ctx, "unlink", k)
 			_ = p.Process(ctx, cmd)
 			_, last, ok := strings.Cut(rest, "/{")
-			removals, headers = append(removals, cmd), append(headers, ok && !strings.Contains(last, "/"))
+			removals, headers = append(removals, cmd), append(headers, ok &&
+				!strings.Contains(last, "/"))
 		}
 		if err := send(ctx, p); err != nil {
 			return err
@@ -638,7 +659,10 @@ func (r *redisObjects) check(ctx context.Context) error {
 	// Not PING, which some servers answer to everybody.
 	err := r.client.Exists(ctx, r.o.Prefix+"/check").Err()
 	if err == nil && r.cluster {
-		err = r.client.(*redis.ClusterClient).ForEachMaster(ctx, func(ctx context.Context, c *redis.Client) error { return c.Ping(ctx).Err() })
+		err = r.client.(*redis.ClusterClient).ForEachMaster(ctx, func(ctx context.Context,
+			c *redis.Client) error {
+			return c.Ping(ctx).Err()
+		})
 	}
 	return err
 }
@@ -663,7 +687,8 @@ func (r *redisObjects) explain(err error) error {
 	case has("WRONGPASS", "invalid password", "invalid username-password"):
 		return fmt.Errorf("redis at %s refuses the password: look at password_file or password_env, and at the user in url: %s", r.o.detail(), shown)
 	case has("NOAUTH"):
-		return fmt.Errorf("redis at %s wants a password: set password_file or password_env: %s", r.o.detail(), shown)
+		return fmt.Errorf("redis at %s wants a password: set password_file or password_env: %s",
+			r.o.detail(), shown)
 	case has("without any password configured"):
 		return fmt.Errorf("redis at %s has no password for this user: unset password_file and password_env, or look at the user in url: %s", r.o.detail(), shown)
 	case has("NOPERM"):

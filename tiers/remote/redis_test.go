@@ -33,7 +33,8 @@ func rotRedis(t testing.TB, clients ...*redis.Client) func(prefix string) {
 				}
 				at := int64(i*977) % n
 				b := []byte(c.GetRange(t.Context(), k, at, at).Val())
-				if err := c.SetRange(t.Context(), k, at, string([]byte{b[0] ^ 0x10})).Err(); err != nil {
+				if err := c.SetRange(t.Context(), k, at,
+					string([]byte{b[0] ^ 0x10})).Err(); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -56,7 +57,8 @@ func stalled(servers ...*server) func() func() {
 }
 
 func client(t testing.TB, s *server) *redis.Client {
-	c := redis.NewClient(&redis.Options{Addr: s.addr, Password: password, DialTimeout: unhurried, ReadTimeout: unhurried, WriteTimeout: unhurried})
+	c := redis.NewClient(&redis.Options{Addr: s.addr, Password: password, DialTimeout: unhurried,
+		ReadTimeout: unhurried, WriteTimeout: unhurried})
 	t.Cleanup(func() { c.Close() })
 	return c
 }
@@ -64,7 +66,8 @@ func client(t testing.TB, s *server) *redis.Client {
 func TestContractRedis(t *testing.T) {
 	t.Parallel()
 	s := redisServer(t)
-	o := RedisOptions{DialTimeout: unhurried, Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}, SplitBytes: minSplit}
+	o := RedisOptions{DialTimeout: unhurried, Addrs: []string{s.addr},
+		Password: Secret{File: passwordFile(t)}, SplitBytes: minSplit}
 	tiertest.Run(t, factory(func(prefix string) (*Tier, error) {
 		o := o
 		o.Prefix = prefix
@@ -76,14 +79,17 @@ func TestContractRedisTLS(t *testing.T) {
 	t.Parallel()
 	files := certificates(t)
 	port := freePort(t)
-	s := redisServerOn(t, port, "--port", "0", "--tls-port", fmt.Sprint(port), "--tls-ca-cert-file", files.CA, "--tls-cert-file", files.Cert, "--tls-key-file", files.Key)
+	s := redisServerOn(t, port, "--port", "0", "--tls-port", fmt.Sprint(port), "--tls-ca-cert-file",
+		files.CA, "--tls-cert-file", files.Cert, "--tls-key-file", files.Key)
 	conf, err := files.config()
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := redis.NewClient(&redis.Options{Addr: s.addr, Password: password, TLSConfig: conf, DialTimeout: unhurried, ReadTimeout: unhurried, WriteTimeout: unhurried})
+	c := redis.NewClient(&redis.Options{Addr: s.addr, Password: password, TLSConfig: conf,
+		DialTimeout: unhurried, ReadTimeout: unhurried, WriteTimeout: unhurried})
 	t.Cleanup(func() { c.Close() })
-	o := RedisOptions{DialTimeout: unhurried, Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}, TLS: true, Files: files, TTL: time.Hour}
+	o := RedisOptions{DialTimeout: unhurried, Addrs: []string{s.addr},
+		Password: Secret{File: passwordFile(t)}, TLS: true, Files: files, TTL: time.Hour}
 	f := factory(func(prefix string) (*Tier, error) {
 		o := o
 		o.Prefix = prefix
@@ -99,18 +105,22 @@ func redisCluster(t *testing.T) (nodes []*server, o RedisOptions) {
 	var addrs []string
 	for range 3 {
 		port := freePort(t)
-		s := redisServerOn(t, port, "--port", fmt.Sprint(port), "--cluster-enabled", "yes", "--cluster-node-timeout", "60000", "--cluster-port", fmt.Sprint(freePort(t)))
+		s := redisServerOn(t, port, "--port", fmt.Sprint(port), "--cluster-enabled", "yes",
+			"--cluster-node-timeout", "60000", "--cluster-port", fmt.Sprint(freePort(t)))
 		nodes, addrs = append(nodes, s), append(addrs, s.addr)
 	}
-	redisCLI(t, append(append([]string{"--cluster", "create"}, addrs...), "--cluster-replicas", "0", "--cluster-yes")...)
-	o = RedisOptions{DialTimeout: unhurried, Mode: RedisCluster, Addrs: addrs[:1], Password: Secret{File: passwordFile(t)}}
+	redisCLI(t, append(append([]string{"--cluster", "create"}, addrs...), "--cluster-replicas", "0",
+		"--cluster-yes")...)
+	o = RedisOptions{DialTimeout: unhurried, Mode: RedisCluster, Addrs: addrs[:1],
+		Password: Secret{File: passwordFile(t)}}
 	awaitReady(t, openRedis(t, o))
 	return nodes, o
 }
 
 func redisCLI(t *testing.T, args ...string) {
 	t.Helper()
-	if out, err := exec.Command("redis-cli", append([]string{"--no-auth-warning", "-a", password}, args...)...).CombinedOutput(); err != nil {
+	if out, err := exec.Command("redis-cli", append([]string{"--no-auth-warning", "-a", password},
+		args...)...).CombinedOutput(); err != nil {
 		t.Fatalf("redis-cli %q: %v\n%s", args, err, out)
 	}
 }
@@ -145,11 +155,14 @@ func TestClusterMoves(t *testing.T) {
 		all = append(all, chunkOf(space, i, 2, 3, 4))
 	}
 	mustStore(t, tier, all...)
-	id := func(s *server) string { return client(t, s).Do(t.Context(), "cluster", "myid").Val().(string) }
+	id := func(s *server) string {
+		return client(t, s).Do(t.Context(), "cluster", "myid").Val().(string)
+	}
 	moved := make(chan struct{})
 	go func() {
 		defer close(moved)
-		redisCLI(t, "--cluster", "reshard", nodes[0].addr, "--cluster-from", id(nodes[0]), "--cluster-to", id(nodes[1]), "--cluster-slots", "5461", "--cluster-yes")
+		redisCLI(t, "--cluster", "reshard", nodes[0].addr, "--cluster-from", id(nodes[0]),
+			"--cluster-to", id(nodes[1]), "--cluster-slots", "5461", "--cluster-yes")
 	}()
 	for again := true; again; {
 		select {
@@ -169,7 +182,8 @@ func TestClusterMoves(t *testing.T) {
 	}
 }
 
-// sentinel starts a sentinel that watches a master, and waits until it knows it and its replicas. One that does not answer for a minute is dead to it, unless fails says otherwise.
+// sentinel starts a sentinel that watches a master, and waits until it knows it and its replicas.
+// One that does not answer for a minute is dead to it, unless fails says otherwise.
 func sentinel(t *testing.T, master *server, replicas int) *server {
 	t.Helper()
 	host, port, _ := strings.Cut(master.addr, ":")
@@ -180,15 +194,18 @@ func sentinel(t *testing.T, master *server, replicas int) *server {
 	if err := os.WriteFile(file, []byte(conf), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	s := launch(t, &server{path: "redis-server", args: []string{file, "--sentinel"}, addr: fmt.Sprintf("127.0.0.1:%d", own)})
+	s := launch(t, &server{path: "redis-server", args: []string{file, "--sentinel"},
+		addr: fmt.Sprintf("127.0.0.1:%d", own)})
 	c := sentinelClient(s)
 	defer c.Close()
 	// When it has stood still for 2 s, it does nothing for 30 s, as it does not trust its clock.
-	if err := c.Process(t.Context(), redis.NewStatusCmd(t.Context(), "sentinel", "debug", "tilt-trigger", "600000")); err != nil {
+	if err := c.Process(t.Context(), redis.NewStatusCmd(t.Context(), "sentinel", "debug",
+		"tilt-trigger", "600000")); err != nil {
 		t.Fatal(err)
 	}
 	for deadline := time.Now().Add(unhurried); ; time.Sleep(50 * time.Millisecond) {
-		if found, err := c.Replicas(t.Context(), "kv").Result(); err == nil && len(found) == replicas && (replicas == 0 || found[0]["master-link-status"] == "ok") {
+		if found, err := c.Replicas(t.Context(), "kv").Result(); err == nil &&
+			len(found) == replicas && (replicas == 0 || found[0]["master-link-status"] == "ok") {
 			return s
 		}
 		if time.Now().After(deadline) {
@@ -198,7 +215,8 @@ func sentinel(t *testing.T, master *server, replicas int) *server {
 }
 
 func sentinelClient(s *server) *redis.SentinelClient {
-	return redis.NewSentinelClient(&redis.Options{Addr: s.addr, Password: "watch", DialTimeout: unhurried, ReadTimeout: unhurried, WriteTimeout: unhurried})
+	return redis.NewSentinelClient(&redis.Options{Addr: s.addr, Password: "watch",
+		DialTimeout: unhurried, ReadTimeout: unhurried, WriteTimeout: unhurried})
 }
 
 // fails says after how long without an answer a server is dead to a sentinel.
@@ -206,20 +224,24 @@ func fails(t *testing.T, s *server, after time.Duration) {
 	t.Helper()
 	c := sentinelClient(s)
 	defer c.Close()
-	if err := c.Set(t.Context(), "kv", "down-after-milliseconds", fmt.Sprint(after.Milliseconds())).Err(); err != nil {
+	if err := c.Set(t.Context(), "kv", "down-after-milliseconds",
+		fmt.Sprint(after.Milliseconds())).Err(); err != nil {
 		t.Fatal(err)
 	}
 }
 
 func sentinelOptions(t *testing.T, s *server) RedisOptions {
 	t.Setenv("REMOTE_TEST_SENTINEL", "watch")
-	return RedisOptions{DialTimeout: unhurried, Mode: RedisSentinel, Addrs: []string{s.addr}, Master: "kv", SentinelPassword: Secret{Env: "REMOTE_TEST_SENTINEL"}, Password: Secret{File: passwordFile(t)}}
+	return RedisOptions{DialTimeout: unhurried, Mode: RedisSentinel, Addrs: []string{s.addr},
+		Master: "kv", SentinelPassword: Secret{Env: "REMOTE_TEST_SENTINEL"},
+		Password: Secret{File: passwordFile(t)}}
 }
 
 func TestContractRedisSentinel(t *testing.T) {
 	master := redisServer(t)
 	o := sentinelOptions(t, sentinel(t, master, 0))
-	// The sentinel takes a stalled master for dead, and there is no other: stalling is left to TestFailover.
+	// The sentinel takes a stalled master for dead, and there is no other: stalling is left to
+	// TestFailover.
 	f := factory(func(prefix string) (*Tier, error) {
 		o := o
 		o.Prefix = prefix
@@ -268,8 +290,10 @@ func TestContractValkey(t *testing.T) {
 	}
 	port := freePort(t)
 	s := launch(t, &server{path: path, addr: fmt.Sprintf("127.0.0.1:%d", port),
-		args: []string{"--bind", "127.0.0.1", "--port", fmt.Sprint(port), "--save", "", "--dir", t.TempDir(), "--requirepass", password}})
-	o := RedisOptions{DialTimeout: unhurried, Addrs: []string{s.addr}, Password: Secret{File: passwordFile(t)}}
+		args: []string{"--bind", "127.0.0.1", "--port", fmt.Sprint(port), "--save", "", "--dir",
+			t.TempDir(), "--requirepass", password}})
+	o := RedisOptions{DialTimeout: unhurried, Addrs: []string{s.addr},
+		Password: Secret{File: passwordFile(t)}}
 	tiertest.Run(t, factory(func(prefix string) (*Tier, error) {
 		o := o
 		o.Prefix = prefix

@@ -24,15 +24,17 @@ import (
 	"lookaside/tiers/serde"
 )
 
-// An object in a bucket is PREFIX/SPACE/FIRST/LAST-PAGES: the header, and the encoded pages behind it.
+// An object in a bucket is PREFIX/SPACE/FIRST/LAST-PAGES: the header, and the encoded pages behind
+// it.
 const (
 	maxListing = 1000 // names of one listing, S3's own limit
 	// maxVariantNames bounds the names that are kept of all listings of one chunk.
 	maxVariantNames = 1 << 16
 )
 
-// Limits of an answer that is no object. The client parses those as a whole, and takes up to hundreds of bytes for each byte of
-// XML, so they are read and looked at before. One of a listing of 1,000 names has some 0.5 MiB, any other less than 2 KiB.
+// Limits of an answer that is no object. The client parses those as a whole, and takes up to
+// hundreds of bytes for each byte of XML, so they are read and looked at before. One of a listing
+// of 1,000 names has some 0.5 MiB, any other less than 2 KiB.
 const (
 	shortAnswer = 64 << 10
 	longAnswer  = 1 << 20
@@ -52,7 +54,8 @@ type s3Objects struct {
 	secrets  secrets
 }
 
-// OpenS3 makes a tier of a bucket. It does not ask the server anything: Check does. An error is about the options and their files.
+// OpenS3 makes a tier of a bucket. It does not ask the server anything: Check does. An error is
+// about the options and their files.
 func OpenS3(o S3Options) (*Tier, error) {
 	if err := o.validate(); err != nil {
 		return nil, fmt.Errorf("s3: %w", err)
@@ -69,8 +72,10 @@ func OpenS3(o S3Options) (*Tier, error) {
 	endpoint, _ := url.Parse(o.Endpoint) // it was validated
 	dialer := &net.Dialer{Timeout: o.DialTimeout, KeepAlive: time.Minute}
 	s.http = &http.Transport{
-		Proxy: http.ProxyFromEnvironment, DialContext: dialer.DialContext, TLSClientConfig: conf, TLSHandshakeTimeout: o.DialTimeout, ForceAttemptHTTP2: false,
-		MaxIdleConns: o.Pool, MaxIdleConnsPerHost: o.Pool, MaxConnsPerHost: o.Pool, IdleConnTimeout: 90 * time.Second, MaxResponseHeaderBytes: 64 << 10,
+		Proxy: http.ProxyFromEnvironment, DialContext: dialer.DialContext, TLSClientConfig: conf,
+		TLSHandshakeTimeout: o.DialTimeout, ForceAttemptHTTP2: false,
+		MaxIdleConns: o.Pool, MaxIdleConnsPerHost: o.Pool, MaxConnsPerHost: o.Pool,
+		IdleConnTimeout: 90 * time.Second, MaxResponseHeaderBytes: 64 << 10,
 		DisableCompression: true, ReadBufferSize: 64 << 10, WriteBufferSize: 64 << 10,
 	}
 	lookup := minio.BucketLookupPath
@@ -78,7 +83,8 @@ func OpenS3(o S3Options) (*Tier, error) {
 		lookup = minio.BucketLookupDNS
 	}
 	client, err := minio.New(endpoint.Host, &minio.Options{
-		Creds: creds, Secure: endpoint.Scheme == "https", Region: o.Region, BucketLookup: lookup, Transport: &bounded{s.http, make(chan struct{}, longAnswers)},
+		Creds: creds, Secure: endpoint.Scheme == "https", Region: o.Region, BucketLookup: lookup,
+		Transport:  &bounded{s.http, make(chan struct{}, longAnswers)},
 		MaxRetries: 1, // package stack decides
 	})
 	if err != nil {
@@ -92,7 +98,8 @@ func (o *S3Options) detail() string {
 	return fmt.Sprintf("%s, bucket %s, prefix %s, %s", o.Endpoint, o.Bucket, o.Prefix, o.Serde)
 }
 
-// credentials reads what requests are signed with. Secrets are remembered, so that they can be kept out of what is shown.
+// credentials reads what requests are signed with. Secrets are remembered, so that they can be kept
+// out of what is shown.
 func (s *s3Objects) credentials() (*credentials.Credentials, error) {
 	if s.o.CredentialsFile != "" {
 		c := credentials.NewFileAWSCredentials(s.o.CredentialsFile, s.o.Profile)
@@ -105,22 +112,26 @@ func (s *s3Objects) credentials() (*credentials.Credentials, error) {
 		s.secrets.add(v.SessionToken)
 		return c, nil
 	}
-	key, secret, token := os.Getenv(s.o.AccessKeyEnv), os.Getenv(s.o.SecretKeyEnv), os.Getenv(s.o.SessionTokenEnv)
+	key, secret, token := os.Getenv(s.o.AccessKeyEnv), os.Getenv(s.o.SecretKeyEnv),
+		os.Getenv(s.o.SessionTokenEnv)
 	if (key == "") != (secret == "") {
-		return nil, fmt.Errorf("of the environment variables %s and %s only one is set", s.o.AccessKeyEnv, s.o.SecretKeyEnv)
+		return nil, fmt.Errorf("of the environment variables %s and %s only one is set",
+			s.o.AccessKeyEnv, s.o.SecretKeyEnv)
 	}
 	s.secrets.add(secret)
 	s.secrets.add(token)
 	return credentials.NewStaticV4(key, secret, token), nil
 }
 
-// bounded is a RoundTripper that reads answers which are no objects, and refuses those that are too much for the client's parser.
+// bounded is a RoundTripper that reads answers which are no objects, and refuses those that are too
+// much for the client's parser.
 type bounded struct {
 	http.RoundTripper
 	long chan struct{} // room for longAnswers
 }
 
-// objectKey is the key of a context whose requests get objects: their bodies are read as far as they are wanted, and no further.
+// objectKey is the key of a context whose requests get objects: their bodies are read as far as
+// they are wanted, and no further.
 type objectKey struct{}
 
 var errTooLong = errors.New("the server's answer is too long")
@@ -128,7 +139,8 @@ var errTooLong = errors.New("the server's answer is too long")
 // RoundTrip implements http.RoundTripper.
 func (b *bounded) RoundTrip(r *http.Request) (*http.Response, error) {
 	a, err := b.RoundTripper.RoundTrip(r)
-	if err != nil || a.StatusCode/100 == 2 && r.Method == http.MethodGet && r.Context().Value(objectKey{}) != nil {
+	if err != nil || a.StatusCode/100 == 2 && r.Method == http.MethodGet &&
+		r.Context().Value(objectKey{}) != nil {
 		return a, err
 	}
 	whole := a.Body
@@ -151,7 +163,8 @@ func (b *bounded) RoundTrip(r *http.Request) (*http.Response, error) {
 }
 
 // read reads an answer. end is to be called when it was parsed, also after an error.
-func (b *bounded) read(ctx context.Context, body io.Reader, long bool) (text []byte, end func(), err error) {
+func (b *bounded) read(ctx context.Context, body io.Reader, long bool) (text []byte, end func(),
+	err error) {
 	end = func() {}
 	text, err = io.ReadAll(io.LimitReader(body, shortAnswer+1))
 	if err != nil || len(text) <= shortAnswer {
@@ -176,8 +189,10 @@ func (b *bounded) read(ctx context.Context, body io.Reader, long bool) (text []b
 // parsable reports whether an answer of up to that many names has no more elements than it needs.
 func parsable(text []byte, names int) bool {
 	count := func(what string) int { return bytes.Count(text, []byte(what)) }
-	return count("<") <= shortTags+names*tagsPerName && count("=") <= shortTags+names*marksPerName &&
-		count("Contents") <= shortTags+4*names // the largest elements, by their tags, and perhaps in their names
+	return count("<") <= shortTags+names*tagsPerName && count("=") <= shortTags+
+		names*marksPerName &&
+		// the largest elements, by their tags, and perhaps in their names
+		count("Contents") <= shortTags+4*names
 }
 
 // readAnswer is the body of an answer that was read.
@@ -226,7 +241,8 @@ func (s *s3Objects) has(ctx context.Context, names []name, there []bool) error {
 		if there[i], errs[i] = s.stat(ctx, names[i]); there[i] {
 			return
 		}
-		for at := first.Load(); int64(i) < at && !first.CompareAndSwap(at, int64(i)); at = first.Load() {
+		for at := first.Load(); int64(i) < at &&
+			!first.CompareAndSwap(at, int64(i)); at = first.Load() {
 		}
 	})
 	if at := first.Load(); at < int64(len(names)) {
@@ -248,7 +264,8 @@ func (s *s3Objects) stat(ctx context.Context, n name) (bool, error) {
 	return err == nil, err
 }
 
-func (s *s3Objects) variants(ctx context.Context, runs []tiers.Run, look look) ([][]variant, error) {
+func (s *s3Objects) variants(ctx context.Context, runs []tiers.Run,
+	look look) ([][]variant, error) {
 	out, errs := make([][]variant, len(runs)), make([]error, len(runs))
 	inParallel(len(runs), s.o.Pool, func(i int) { out[i], errs[i] = s.list(ctx, runs[i], look) })
 	return out, firstOf(errs)
@@ -273,7 +290,8 @@ func (s *s3Objects) list(ctx context.Context, run tiers.Run, look look) ([]varia
 	var out []variant
 	var times []time.Time
 	more := false
-	for o := range s.client.ListObjectsIter(ctx, s.o.Bucket, minio.ListObjectsOptions{Prefix: dir, Recursive: true, MaxKeys: maxListing}) {
+	for o := range s.client.ListObjectsIter(ctx, s.o.Bucket, minio.ListObjectsOptions{Prefix: dir,
+		Recursive: true, MaxKeys: maxListing}) {
 		if o.Err != nil {
 			end()
 			return nil, o.Err
@@ -306,7 +324,8 @@ func (s *s3Objects) list(ctx context.Context, run tiers.Run, look look) ([]varia
 		return sorted, nil
 	}
 	// There are more than one listing has: what is a beginning of the run is asked for by name.
-	names, there, errs := make([]name, run.Pages()), make([]bool, run.Pages()), make([]error, run.Pages())
+	names, there, errs := make([]name, run.Pages()), make([]bool, run.Pages()),
+		make([]error, run.Pages())
 	inParallel(len(names), s.o.Pool, func(i int) {
 		names[i] = nameOf(run, i+1)
 		if !slices.Contains(sorted, variant{names[i], true}) {
@@ -321,13 +340,16 @@ func (s *s3Objects) list(ctx context.Context, run tiers.Run, look look) ([]varia
 	return sorted, firstOf(errs)
 }
 
-// get begins to read an object's first bytes; size is how many of them the server will send. What is not wanted after all need not be read.
-func (s *s3Objects) get(ctx context.Context, n name, first int64) (body io.ReadCloser, size int64, err error) {
+// get begins to read an object's first bytes; size is how many of them the server will send. What
+// is not wanted after all need not be read.
+func (s *s3Objects) get(ctx context.Context, n name, first int64) (body io.ReadCloser, size int64,
+	err error) {
 	var o minio.GetObjectOptions
 	if err := o.SetRange(0, first-1); err != nil {
 		return nil, 0, err
 	}
-	body, info, _, err := s.client.GetObject(context.WithValue(ctx, objectKey{}, true), s.o.Bucket, s.key(n), o)
+	body, info, _, err := s.client.GetObject(context.WithValue(ctx, objectKey{}, true), s.o.Bucket,
+		s.key(n), o)
 	switch {
 	case missing(err):
 		err = tiers.ErrNotFound
@@ -337,7 +359,8 @@ func (s *s3Objects) get(ctx context.Context, n name, first int64) (body io.ReadC
 	return body, info.Size, err
 }
 
-// errTorn is that of an object which is shorter than it should be: some servers keep what they got when a connection is lost. As if it had never been written.
+// errTorn is that of an object which is shorter than it should be: some servers keep what they got
+// when a connection is lost. As if it had never been written.
 var errTorn = fmt.Errorf("%w whole", tiers.ErrNotFound)
 
 // readHeader reads an object's header.
@@ -350,7 +373,8 @@ func readHeader(n name, body io.Reader, size int64) ([]byte, error) {
 	return b, err
 }
 
-func (s *s3Objects) headers(ctx context.Context, names []name, each func(i int, b []byte, err error)) {
+func (s *s3Objects) headers(ctx context.Context, names []name, each func(i int, b []byte,
+	err error)) {
 	bufs, errs := make([][]byte, len(names)), make([]error, len(names))
 	inParallel(len(names), s.o.Pool, func(i int) {
 		bufs[i], errs[i] = func() ([]byte, error) {
@@ -360,7 +384,8 @@ func (s *s3Objects) headers(ctx context.Context, names []name, each func(i int, 
 			}
 			defer end()
 			n := names[i]
-			body, size, err := s.get(ctx, n, int64(headerBytes(n.pages, n.space.Geometry.DigestBytes)))
+			body, size, err := s.get(ctx, n,
+				int64(headerBytes(n.pages, n.space.Geometry.DigestBytes)))
 			if err != nil {
 				return nil, err
 			}
@@ -391,7 +416,8 @@ func (s *s3Objects) fetchOne(ctx context.Context, f *fetch) error {
 	}
 	defer end()
 	head := int64(headerBytes(f.name.pages, f.name.space.Geometry.DigestBytes))
-	// How many bytes the pages were encoded to is known when the header was read; no more than this.
+	// How many bytes the pages were encoded to is known when the header was read; no more than
+	// this.
 	most := int64(len(f.dst))
 	if _, raw := f.tier.codec.(serde.Raw); !raw {
 		most = int64(f.run.Pages()) * serde.Bound(f.run.Space.Geometry.PageBytes)
@@ -434,8 +460,11 @@ func (s *s3Objects) putOne(ctx context.Context, w *put) error {
 	}
 	head := w.header(0)
 	// Its own checksums would be a second pass over what has ours.
-	_, err = s.client.Client.PutObject(ctx, s.o.Bucket, s.key(w.name), io.MultiReader(bytes.NewReader(head), bytes.NewReader(stream)), int64(len(head)+len(stream)),
-		minio.PutObjectOptions{DisableMultipart: true, DisableContentSha256: true, ContentType: "application/octet-stream"})
+	_, err = s.client.Client.PutObject(ctx, s.o.Bucket, s.key(w.name),
+		io.MultiReader(bytes.NewReader(head), bytes.NewReader(stream)),
+		int64(len(head)+len(stream)),
+		minio.PutObjectOptions{DisableMultipart: true, DisableContentSha256: true,
+			ContentType: "application/octet-stream"})
 	return err
 }
 
@@ -444,7 +473,8 @@ func (s *s3Objects) remove(ctx context.Context, names []name) error {
 	inParallel(len(names), s.o.Pool, func(i int) {
 		end, err := s.turn(ctx)
 		if err == nil {
-			err = s.client.RemoveObject(ctx, s.o.Bucket, s.key(names[i]), minio.RemoveObjectOptions{})
+			err = s.client.RemoveObject(ctx, s.o.Bucket, s.key(names[i]),
+				minio.RemoveObjectOptions{})
 			end()
 		}
 		if !missing(err) {
@@ -465,13 +495,15 @@ func (s *s3Objects) clear(ctx context.Context, fp tiers.Fingerprint) (n int, err
 	}
 	defer end()
 	ours := func(yield func(minio.ObjectInfo) bool) {
-		for o := range s.client.ListObjectsIter(ctx, s.o.Bucket, minio.ListObjectsOptions{Prefix: prefix, Recursive: true}) {
+		for o := range s.client.ListObjectsIter(ctx, s.o.Bucket,
+			minio.ListObjectsOptions{Prefix: prefix, Recursive: true}) {
 			if o.Err != nil {
 				err = o.Err
 				return
 			}
 			// Only what is of our form: another's prefix may begin with ours.
-			if space, _, _ := strings.Cut(strings.TrimPrefix(o.Key, s.o.Prefix+"/"), "/"); len(space) != 2*len(fp) {
+			if space, _, _ := strings.Cut(strings.TrimPrefix(o.Key, s.o.Prefix+"/"),
+				"/"); len(space) != 2*len(fp) {
 				continue
 			}
 			if !yield(o) {
@@ -479,7 +511,8 @@ func (s *s3Objects) clear(ctx context.Context, fp tiers.Fingerprint) (n int, err
 			}
 		}
 	}
-	results, rerr := s.client.RemoveObjectsWithIter(ctx, s.o.Bucket, iter.Seq[minio.ObjectInfo](ours), minio.RemoveObjectsOptions{})
+	results, rerr := s.client.RemoveObjectsWithIter(ctx, s.o.Bucket,
+		iter.Seq[minio.ObjectInfo](ours), minio.RemoveObjectsOptions{})
 	if rerr != nil {
 		return 0, rerr
 	}
@@ -513,11 +546,13 @@ func (s *s3Objects) explain(err error) error {
 	switch code := answer.Code; {
 	case errors.Is(err, errNoBucket) || code == "NoSuchBucket":
 		return fmt.Errorf("%s: the bucket is not there: make it, or look at url", where)
-	case code != "AccessDenied" && answer.StatusCode == http.StatusForbidden || strings.Contains(code, "NoSuchUser") || strings.Contains(code, "UserNotFound"):
+	case code != "AccessDenied" && answer.StatusCode == http.StatusForbidden ||
+		strings.Contains(code, "NoSuchUser") || strings.Contains(code, "UserNotFound"):
 		return fmt.Errorf("%s refuses the credentials: look at credentials_file, or at %s and %s in the environment: %s", where, s.o.AccessKeyEnv, s.o.SecretKeyEnv, shown)
 	case code == "AccessDenied":
 		return fmt.Errorf("%s does not let these credentials do this: they need to list, get, put and delete under the prefix: %s", where, shown)
-	case slices.Contains([]string{"XMinioStorageFull", "InsufficientStorage", "QuotaExceeded", "XQuotaExceeded"}, code):
+	case slices.Contains([]string{"XMinioStorageFull", "InsufficientStorage", "QuotaExceeded",
+		"XQuotaExceeded"}, code):
 		return fmt.Errorf("%w: %s is full: %s", tiers.ErrBusy, where, shown)
 	case strings.Contains(shown, "x509:") || strings.Contains(shown, "tls:"):
 		return fmt.Errorf("%s: TLS: look at ca_file and at endpoint: %s", where, shown)

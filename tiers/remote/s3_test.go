@@ -53,26 +53,27 @@ func credentialsFile(t testing.TB, key, secret string) string {
 func rotFiles(t testing.TB, dir string) func(prefix string) {
 	return func(prefix string) {
 		t.Helper()
-		err := filepath.WalkDir(filepath.Join(dir, "kv-cache", prefix), func(path string, e fs.DirEntry, err error) error {
-			if err != nil || e.IsDir() {
+		err := filepath.WalkDir(filepath.Join(dir, "kv-cache", prefix),
+			func(path string, e fs.DirEntry, err error) error {
+				if err != nil || e.IsDir() {
+					return err
+				}
+				f, err := os.OpenFile(path, os.O_RDWR, 0)
+				if err != nil {
+					return err
+				}
+				defer f.Close()
+				info, err := f.Stat()
+				if err != nil {
+					return err
+				}
+				b := make([]byte, 1)
+				if _, err := f.ReadAt(b, info.Size()-1); err != nil {
+					return err
+				}
+				_, err = f.WriteAt([]byte{b[0] ^ 1}, info.Size()-1)
 				return err
-			}
-			f, err := os.OpenFile(path, os.O_RDWR, 0)
-			if err != nil {
-				return err
-			}
-			defer f.Close()
-			info, err := f.Stat()
-			if err != nil {
-				return err
-			}
-			b := make([]byte, 1)
-			if _, err := f.ReadAt(b, info.Size()-1); err != nil {
-				return err
-			}
-			_, err = f.WriteAt([]byte{b[0] ^ 1}, info.Size()-1)
-			return err
-		})
+			})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -82,7 +83,8 @@ func rotFiles(t testing.TB, dir string) func(prefix string) {
 func TestContractS3(t *testing.T) {
 	t.Parallel()
 	s, dir := s3Server(t)
-	o := S3Options{DialTimeout: unhurried, Endpoint: "http://" + s.addr, Bucket: "kv-cache", CredentialsFile: credentialsFile(t, accessKey, password)}
+	o := S3Options{DialTimeout: unhurried, Endpoint: "http://" + s.addr, Bucket: "kv-cache",
+		CredentialsFile: credentialsFile(t, accessKey, password)}
 	f := factory(func(prefix string) (*Tier, error) {
 		o := o
 		o.Prefix = prefix
@@ -104,7 +106,8 @@ func TestContractS3(t *testing.T) {
 	tiertest.Run(t, f)
 }
 
-// failingProxy is a server before another one. It lets the Nth request fail: without passing it on or, every other N, by losing the answer.
+// failingProxy is a server before another one. It lets the Nth request fail: without passing it on
+// or, every other N, by losing the answer.
 func failingProxy(t testing.TB, addr string, nth int64) (endpoint string, failed func() bool) {
 	t.Helper()
 	var n atomic.Int64
@@ -130,13 +133,15 @@ func failingProxy(t testing.TB, addr string, nth int64) (endpoint string, failed
 	return s.URL, func() bool { return n.Load() >= nth }
 }
 
-// Over TLS, with credentials of the environment and little room; and objects that were torn when they were written.
+// Over TLS, with credentials of the environment and little room; and objects that were torn when
+// they were written.
 func TestS3TLS(t *testing.T) {
 	files := certificates(t)
 	s, dir := s3Server(t, "--cert", files.Cert, "--key", files.Key)
 	t.Setenv("REMOTE_TEST_KEY", accessKey)
 	t.Setenv("REMOTE_TEST_SECRET", password)
-	tier, err := OpenS3(S3Options{DialTimeout: unhurried, Endpoint: "https://" + s.addr, Bucket: "kv-cache", Region: "us-east-1", Files: TLSFiles{CA: files.CA}, Pool: 2,
+	tier, err := OpenS3(S3Options{DialTimeout: unhurried, Endpoint: "https://" + s.addr,
+		Bucket: "kv-cache", Region: "us-east-1", Files: TLSFiles{CA: files.CA}, Pool: 2,
 		AccessKeyEnv: "REMOTE_TEST_KEY", SecretKeyEnv: "REMOTE_TEST_SECRET"})
 	if err != nil {
 		t.Fatal(err)
@@ -157,7 +162,8 @@ func TestS3TLS(t *testing.T) {
 		}
 	}
 	length := int64(0)
-	err = filepath.WalkDir(filepath.Join(dir, "kv-cache", "la1"), func(path string, e fs.DirEntry, err error) error {
+	err = filepath.WalkDir(filepath.Join(dir, "kv-cache", "la1"), func(path string, e fs.DirEntry,
+		err error) error {
 		if err != nil || e.IsDir() {
 			return err
 		}

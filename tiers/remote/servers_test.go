@@ -32,7 +32,8 @@ import (
 
 func TestMain(m *testing.M) { leak.Main(m) }
 
-// unhurried is for what the servers of this machine do at once, however slow it is. It is less than the time after which the tier suite gives a call up for hung.
+// unhurried is for what the servers of this machine do at once, however slow it is. It is less than
+// the time after which the tier suite gives a call up for hung.
 const unhurried = 30 * time.Second
 
 const password = "correct horse battery staple"
@@ -58,7 +59,8 @@ type server struct {
 	out  *bytes.Buffer
 }
 
-// start starts it, also again, and waits until it listens. What it needs is installed by scripts/setup.sh.
+// start starts it, also again, and waits until it listens. What it needs is installed by
+// scripts/setup.sh.
 func (s *server) start() {
 	s.t.Helper()
 	s.out = &bytes.Buffer{}
@@ -82,11 +84,13 @@ func (s *server) start() {
 	}
 }
 
-// signal sends a signal; after SIGSTOP, it waits until all threads have stopped: it could still answer until then.
+// signal sends a signal; after SIGSTOP, it waits until all threads have stopped: it could still
+// answer until then.
 func (s *server) signal(sig syscall.Signal) {
 	_ = s.cmd.Process.Signal(sig)
 	if sig == syscall.SIGSTOP {
-		for unix.Waitid(unix.P_PID, s.cmd.Process.Pid, nil, unix.WSTOPPED|unix.WEXITED|unix.WNOWAIT, nil) == unix.EINTR {
+		for unix.Waitid(unix.P_PID, s.cmd.Process.Pid, nil, unix.WSTOPPED|unix.WEXITED|unix.WNOWAIT,
+			nil) == unix.EINTR {
 		}
 	}
 }
@@ -115,7 +119,8 @@ func redisServer(t testing.TB, args ...string) *server {
 func redisServerOn(t testing.TB, port int, args ...string) *server {
 	t.Helper()
 	return launch(t, &server{path: "redis-server", addr: fmt.Sprintf("127.0.0.1:%d", port),
-		args: append([]string{"--bind", "127.0.0.1", "--save", "", "--dir", t.TempDir(), "--requirepass", password, "--masterauth", password}, args...)})
+		args: append([]string{"--bind", "127.0.0.1", "--save", "", "--dir", t.TempDir(),
+			"--requirepass", password, "--masterauth", password}, args...)})
 }
 
 // passwordFile is a file with the servers' password.
@@ -157,39 +162,43 @@ func awaitReady(t testing.TB, tier *Tier) {
 	}
 }
 
-// factory runs the suite on a tier of its own prefix for each medium. Of Redis, the Nth operation can be made to fail.
-func factory(open func(prefix string) (*Tier, error), rot func(prefix string), stall func() func()) tiertest.Factory {
+// factory runs the suite on a tier of its own prefix for each medium. Of Redis, the Nth operation
+// can be made to fail.
+func factory(open func(prefix string) (*Tier, error), rot func(prefix string),
+	stall func() func()) tiertest.Factory {
 	var n atomic.Int64
-	return tiertest.Factory{Persistent: true, New: func(t testing.TB, o tiertest.MediumOptions) *tiertest.Medium {
-		prefix := fmt.Sprintf("test%d", n.Add(1))
-		f := &failNth{nth: o.FailNth}
-		m := &tiertest.Medium{
-			Open: func() (tiers.Tier, error) {
-				tier, err := open(prefix)
-				if err != nil {
-					return nil, err
-				}
-				if r, ok := tier.objects.(*redisObjects); ok {
-					r.client.AddHook(f)
-				}
-				return tier, nil
-			},
-			Rot:   func() { rot(prefix) },
-			Stall: stall,
-		}
-		if tier, err := open(prefix); err == nil {
-			if _, ok := tier.objects.(*redisObjects); ok {
-				m.Failed = func() bool { return f.ops.Load() >= f.nth }
+	return tiertest.Factory{Persistent: true,
+		New: func(t testing.TB, o tiertest.MediumOptions) *tiertest.Medium {
+			prefix := fmt.Sprintf("test%d", n.Add(1))
+			f := &failNth{nth: o.FailNth}
+			m := &tiertest.Medium{
+				Open: func() (tiers.Tier, error) {
+					tier, err := open(prefix)
+					if err != nil {
+						return nil, err
+					}
+					if r, ok := tier.objects.(*redisObjects); ok {
+						r.client.AddHook(f)
+					}
+					return tier, nil
+				},
+				Rot:   func() { rot(prefix) },
+				Stall: stall,
 			}
-			tier.Close()
-		}
-		return m
-	}}
+			if tier, err := open(prefix); err == nil {
+				if _, ok := tier.objects.(*redisObjects); ok {
+					m.Failed = func() bool { return f.ops.Load() >= f.nth }
+				}
+				tier.Close()
+			}
+			return m
+		}}
 }
 
 var errInjected = errors.New("injected")
 
-// failNth is a hook in a Redis client that makes the Nth operation fail: before it is sent or, every other N, after the server has done it.
+// failNth is a hook in a Redis client that makes the Nth operation fail: before it is sent or,
+// every other N, after the server has done it.
 type failNth struct {
 	nth int64
 	ops atomic.Int64
@@ -222,13 +231,15 @@ func (f *failNth) do(cmds []redis.Cmder, do func() error) error {
 	return errInjected
 }
 
-// certificates writes an authority's certificate, and one for 127.0.0.1 with its key, good for servers and clients.
+// certificates writes an authority's certificate, and one for 127.0.0.1 with its key, good for
+// servers and clients.
 func certificates(t testing.TB) TLSFiles {
 	t.Helper()
 	dir := t.TempDir()
 	write := func(name, kind string, der []byte) string {
 		file := filepath.Join(dir, name)
-		if err := os.WriteFile(file, pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der}), 0o600); err != nil {
+		if err := os.WriteFile(file, pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der}),
+			0o600); err != nil {
 			t.Fatal(err)
 		}
 		return file
@@ -243,10 +254,14 @@ func certificates(t testing.TB) TLSFiles {
 	must(err)
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	must(err)
-	ca := &x509.Certificate{SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "test authority"}, NotBefore: time.Now().Add(-time.Hour),
-		NotAfter: time.Now().Add(time.Hour), IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign}
-	leaf := &x509.Certificate{SerialNumber: big.NewInt(2), Subject: pkix.Name{CommonName: "test"}, NotBefore: ca.NotBefore, NotAfter: ca.NotAfter,
-		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth},
+	ca := &x509.Certificate{SerialNumber: big.NewInt(1),
+		Subject: pkix.Name{CommonName: "test authority"}, NotBefore: time.Now().Add(-time.Hour),
+		NotAfter: time.Now().Add(time.Hour), IsCA: true, BasicConstraintsValid: true,
+		KeyUsage: x509.KeyUsageCertSign}
+	leaf := &x509.Certificate{SerialNumber: big.NewInt(2), Subject: pkix.Name{CommonName: "test"},
+		NotBefore: ca.NotBefore, NotAfter: ca.NotAfter,
+		KeyUsage:    x509.KeyUsageDigitalSignature,
+		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth},
 		IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)}}
 	caDER, err := x509.CreateCertificate(rand.Reader, ca, ca, &caKey.PublicKey, caKey)
 	must(err)
@@ -254,5 +269,7 @@ func certificates(t testing.TB) TLSFiles {
 	must(err)
 	keyDER, err := x509.MarshalPKCS8PrivateKey(key)
 	must(err)
-	return TLSFiles{CA: write("ca.pem", "CERTIFICATE", caDER), Cert: write("cert.pem", "CERTIFICATE", leafDER), Key: write("key.pem", "PRIVATE KEY", keyDER)}
+	return TLSFiles{CA: write("ca.pem", "CERTIFICATE", caDER),
+		Cert: write("cert.pem", "CERTIFICATE", leafDER), Key: write("key.pem", "PRIVATE KEY",
+			keyDER)}
 }

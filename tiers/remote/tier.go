@@ -16,7 +16,8 @@ import (
 )
 
 const (
-	// maxVariants is how many of the chunks that begin with one page are looked at for one that has more of it than the names say.
+	// maxVariants is how many of the chunks that begin with one page are looked at for one that has
+	// more of it than the names say.
 	maxVariants = 64
 	// window is how many names are asked for at once.
 	window = 512
@@ -34,12 +35,14 @@ type variant struct {
 type look uint8
 
 const (
-	lookForPages look = iota // all that are a beginning of the run, and of the others the newest maxVariants
-	lookForStore             // the run itself, and of the others the newest maxVariants
-	lookForAll               // all
+	// all that are a beginning of the run, and of the others the newest maxVariants
+	lookForPages look = iota
+	lookForStore      // the run itself, and of the others the newest maxVariants
+	lookForAll        // all
 )
 
-// objects is a service that keeps objects. Errors are tiers.ErrNotFound, ErrBusy or ErrCorrupt, or failures, on which explain has the last word.
+// objects is a service that keeps objects. Errors are tiers.ErrNotFound, ErrBusy or ErrCorrupt, or
+// failures, on which explain has the last word.
 type objects interface {
 	// has sets there for the objects that are there, in their order, up to the first that is not.
 	has(ctx context.Context, names []name, there []bool) error
@@ -47,7 +50,8 @@ type objects interface {
 	variants(ctx context.Context, runs []tiers.Run, look look) ([][]variant, error)
 	// headers reads headers and says for each what it read, which is valid during the call.
 	headers(ctx context.Context, names []name, each func(i int, b []byte, err error))
-	// fetch calls begin of each with its header and end when the bytes that begin returned were read, or with an error.
+	// fetch calls begin of each with its header and end when the bytes that begin returned were
+	// read, or with an error.
 	fetch(ctx context.Context, fetches []*fetch)
 	// put calls begin of each, writes what it returns, and calls end.
 	put(ctx context.Context, puts []*put)
@@ -85,7 +89,8 @@ func newTier(kind, detail, codec string, o objects) *Tier {
 	return t
 }
 
-// begin is the beginning of each call; end must be called if there is no error. The context it returns ends also when the tier is closed.
+// begin is the beginning of each call; end must be called if there is no error. The context it
+// returns ends also when the tier is closed.
 func (t *Tier) begin(ctx context.Context) (both context.Context, end func(), err error) {
 	t.mu.Lock()
 	if t.closing {
@@ -98,7 +103,8 @@ func (t *Tier) begin(ctx context.Context) (both context.Context, end func(), err
 	stop := context.AfterFunc(t.closed, func() { cancel(tiers.ErrClosed) })
 	release := context.CancelFunc(func() {})
 	if _, ok := ctx.Deadline(); !ok {
-		both, release = context.WithTimeoutCause(both, patience, fmt.Errorf("the server took longer than %v", patience))
+		both, release = context.WithTimeoutCause(both, patience,
+			fmt.Errorf("the server took longer than %v", patience))
 	}
 	end = func() {
 		stop()
@@ -115,11 +121,13 @@ func (t *Tier) begin(ctx context.Context) (both context.Context, end func(), err
 
 // failure is the error of a call that met err.
 func (t *Tier) failure(ctx context.Context, err error) error {
-	if err == nil || errors.Is(err, tiers.ErrNotFound) || errors.Is(err, tiers.ErrBusy) || errors.Is(err, tiers.ErrCorrupt) {
+	if err == nil || errors.Is(err, tiers.ErrNotFound) || errors.Is(err, tiers.ErrBusy) ||
+		errors.Is(err, tiers.ErrCorrupt) {
 		return err
 	}
 	var timeout net.Error
-	if errors.Is(err, os.ErrDeadlineExceeded) || errors.Is(err, context.DeadlineExceeded) || errors.As(err, &timeout) && timeout.Timeout() {
+	if errors.Is(err, os.ErrDeadlineExceeded) || errors.Is(err, context.DeadlineExceeded) ||
+		errors.As(err, &timeout) && timeout.Timeout() {
 		// Connections have the deadline of the context, and may be a moment ahead of it.
 		if d, ok := ctx.Deadline(); ok && time.Until(d) < 100*time.Millisecond {
 			<-ctx.Done()
@@ -138,8 +146,9 @@ func (t *Tier) failure(ctx context.Context, err error) error {
 type found struct {
 	name  name
 	pages int // 0: there is none
-	// shorter are the chunks that a chunk of all the run makes needless: beginnings of it, unless there are so many others that one that needs only the
-	// beginning might not be told that the longer one has it.
+	// shorter are the chunks that a chunk of all the run makes needless: beginnings of it, unless
+	// there are so many others that one that needs only the beginning might not be told that the
+	// longer one has it.
 	shorter []name
 }
 
@@ -173,7 +182,8 @@ func (t *Tier) find(ctx context.Context, runs []tiers.Run, look look) ([]found, 
 		looks := 0
 		for _, v := range list {
 			_, sure := v.name.agrees(run)
-			if most := min(v.name.pages, run.Pages()); (!v.there || !sure) && most > f.pages && looks < maxVariants {
+			if most := min(v.name.pages, run.Pages()); (!v.there || !sure) && most > f.pages &&
+				looks < maxVariants {
 				looks++
 				unsure, of = append(unsure, v.name), append(of, doubt{i, most})
 			}
@@ -190,7 +200,8 @@ func (t *Tier) find(ctx context.Context, runs []tiers.Run, look look) ([]found, 
 			h, err = parseHeader(b)
 		}
 		switch {
-		case errors.Is(err, tiers.ErrNotFound), errors.Is(err, tiers.ErrCorrupt): // who loads it will remove it
+		// who loads it will remove it
+		case errors.Is(err, tiers.ErrNotFound), errors.Is(err, tiers.ErrCorrupt):
 		case err != nil:
 			failed = err
 		case unsure[i].verify(h) == nil:
@@ -210,7 +221,8 @@ func (t *Tier) Contains(ctx context.Context, run tiers.Run, held []uint16) error
 	}
 	defer end()
 	if len(held) != run.Chunks() {
-		return fmt.Errorf("%w: %d chunks, room for the answers of %d", tiers.ErrInvalid, run.Chunks(), len(held))
+		return fmt.Errorf("%w: %d chunks, room for the answers of %d", tiers.ErrInvalid,
+			run.Chunks(), len(held))
 	}
 	clear(held)
 	for from := 0; from < len(held); from += window {
@@ -244,8 +256,10 @@ func (t *Tier) Contains(ctx context.Context, run tiers.Run, held []uint16) error
 // valid refuses transfers that no caller may send.
 func valid(t tiers.Transfer) error {
 	g := t.Space.Geometry
-	if n := t.Pages(); len(t.Hashes) != n*g.DigestBytes || n < 1 || n > g.PagesPerChunk || t.First%g.PagesPerChunk != 0 || int64(len(t.Bytes)) != int64(n)*g.PageBytes {
-		return fmt.Errorf("%w: transfer of %d bytes for %d pages from %d on", tiers.ErrInvalid, len(t.Bytes), n, t.First)
+	if n := t.Pages(); len(t.Hashes) != n*g.DigestBytes || n < 1 || n > g.PagesPerChunk ||
+		t.First%g.PagesPerChunk != 0 || int64(len(t.Bytes)) != int64(n)*g.PageBytes {
+		return fmt.Errorf("%w: transfer of %d bytes for %d pages from %d on", tiers.ErrInvalid,
+			len(t.Bytes), n, t.First)
 	}
 	return nil
 }
@@ -268,15 +282,17 @@ func (t *Tier) Load(ctx context.Context, transfers []tiers.Transfer, done func(i
 			done(i, err)
 			continue
 		}
-		fetches = append(fetches, &fetch{tier: t, name: nameOf(tr.Run, tr.Pages()), run: tr.Run, dst: tr.Bytes, done: func(err error) {
-			if errors.Is(err, tiers.ErrNotFound) && tr.Pages() < tr.Space.Geometry.PagesPerChunk {
-				mu.Lock()
-				again = append(again, i)
-				mu.Unlock()
-				return
-			}
-			done(i, t.loaded(ctx, nameOf(tr.Run, tr.Pages()), err))
-		}})
+		fetches = append(fetches, &fetch{tier: t, name: nameOf(tr.Run, tr.Pages()), run: tr.Run,
+			dst: tr.Bytes, done: func(err error) {
+				if errors.Is(err, tiers.ErrNotFound) &&
+					tr.Pages() < tr.Space.Geometry.PagesPerChunk {
+					mu.Lock()
+					again = append(again, i)
+					mu.Unlock()
+					return
+				}
+				done(i, t.loaded(ctx, nameOf(tr.Run, tr.Pages()), err))
+			}})
 	}
 	t.objects.fetch(ctx, fetches)
 	if len(again) == 0 {
@@ -297,9 +313,10 @@ func (t *Tier) Load(ctx context.Context, transfers []tiers.Transfer, done func(i
 		case f[i].pages < tr.Pages():
 			done(at, tiers.ErrNotFound)
 		default:
-			fetches = append(fetches, &fetch{tier: t, name: f[i].name, run: tr.Run, dst: tr.Bytes, done: func(err error) {
-				done(at, t.loaded(ctx, f[i].name, err))
-			}})
+			fetches = append(fetches, &fetch{tier: t, name: f[i].name, run: tr.Run, dst: tr.Bytes,
+				done: func(err error) {
+					done(at, t.loaded(ctx, f[i].name, err))
+				}})
 		}
 	}
 	t.objects.fetch(ctx, fetches)
@@ -316,7 +333,8 @@ func (t *Tier) loaded(ctx context.Context, n name, err error) error {
 	return t.failure(ctx, err)
 }
 
-// Store implements tiers.Tier. It is done when the server has said so; how durable that is, is the server's matter.
+// Store implements tiers.Tier. It is done when the server has said so; how durable that is, is the
+// server's matter.
 func (t *Tier) Store(ctx context.Context, transfers []tiers.Transfer, done func(i int, err error)) {
 	ctx, end, err := t.begin(ctx)
 	if err != nil {
@@ -327,7 +345,8 @@ func (t *Tier) Store(ctx context.Context, transfers []tiers.Transfer, done func(
 	}
 	defer end()
 	for from := 0; from < len(transfers); from += window {
-		t.store(ctx, transfers[from:min(from+window, len(transfers))], func(i int, err error) { done(from+i, err) })
+		t.store(ctx, transfers[from:min(from+window, len(transfers))],
+			func(i int, err error) { done(from+i, err) })
 	}
 }
 
@@ -350,18 +369,21 @@ func (t *Tier) store(ctx context.Context, transfers []tiers.Transfer, done func(
 		case f[i].pages == run.Pages():
 			done(at[i], nil)
 		default:
-			puts = append(puts, &put{tier: t, name: nameOf(run, run.Pages()), run: run, src: transfers[at[i]].Bytes, done: func(err error) {
-				if err == nil && len(f[i].shorter) > 0 {
-					_ = t.objects.remove(ctx, f[i].shorter) // they are of no use, and do no harm
-				}
-				done(at[i], t.failure(ctx, err))
-			}})
+			puts = append(puts, &put{tier: t, name: nameOf(run, run.Pages()), run: run,
+				src: transfers[at[i]].Bytes, done: func(err error) {
+					if err == nil && len(f[i].shorter) > 0 {
+						// they are of no use, and do no harm
+						_ = t.objects.remove(ctx, f[i].shorter)
+					}
+					done(at[i], t.failure(ctx, err))
+				}})
 		}
 	}
 	t.objects.put(ctx, puts)
 }
 
-// Drop implements tiers.Tier. Where the run's last chunk is partly filled it has to look through all that begins with the same page, in Redis through all keys.
+// Drop implements tiers.Tier. Where the run's last chunk is partly filled it has to look through
+// all that begins with the same page, in Redis through all keys.
 func (t *Tier) Drop(ctx context.Context, run tiers.Run) error {
 	ctx, end, err := t.begin(ctx)
 	if err != nil {
@@ -421,7 +443,8 @@ func (t *Tier) Clear(ctx context.Context, fp tiers.Fingerprint) (int, error) {
 	return n, t.failure(ctx, err)
 }
 
-// Check asks the server whether it lets us in. Its error says which setting to look at. A tier whose server is away works when it is back.
+// Check asks the server whether it lets us in. Its error says which setting to look at. A tier
+// whose server is away works when it is back.
 func (t *Tier) Check(ctx context.Context) error {
 	ctx, end, err := t.begin(ctx)
 	if err != nil {
@@ -431,9 +454,11 @@ func (t *Tier) Check(ctx context.Context) error {
 	return t.failure(ctx, t.objects.check(ctx))
 }
 
-// Stats implements tiers.Tier. What others keep on the server is not told from ours, so how much there is of it is not known.
+// Stats implements tiers.Tier. What others keep on the server is not told from ours, so how much
+// there is of it is not known.
 func (t *Tier) Stats() tiers.TierStats {
-	return tiers.TierStats{Kind: t.kind, Lossy: t.codec.Lossy(), CapacityBytes: -1, UsedBytes: -1, Chunks: -1, Pages: -1, Corrupt: t.corrupt.Load(), Detail: t.detail}
+	return tiers.TierStats{Kind: t.kind, Lossy: t.codec.Lossy(), CapacityBytes: -1, UsedBytes: -1,
+		Chunks: -1, Pages: -1, Corrupt: t.corrupt.Load(), Detail: t.detail}
 }
 
 // Close implements tiers.Tier. Calls under way end with ErrClosed.
@@ -470,7 +495,8 @@ func (s *secrets) add(secret string) {
 	}
 }
 
-// scrub is a text of a server's, or of a library's, as it may be shown: short, printable, and without secrets.
+// scrub is a text of a server's, or of a library's, as it may be shown: short, printable, and
+// without secrets.
 func (s *secrets) scrub(text string) string {
 	s.mu.Lock()
 	defer s.mu.Unlock()

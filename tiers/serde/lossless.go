@@ -9,12 +9,15 @@ import (
 	"github.com/klauspost/compress/huff0"
 )
 
-// Lossless is smaller and gives every byte back. It splits the elements into planes, all their first bytes, all their second ones, …, because those with the exponents
-// take few values and the others any, and then codes each plane by Huffman (huff0). Of normally distributed bfloat16 a third is saved. zstd
-// saves less of it at a quarter of the speed, as its searching for repetitions finds chance ones; of noise it saves nothing either.
+// Lossless is smaller and gives every byte back. It splits the elements into planes, all their
+// first bytes, all their second ones, …, because those with the exponents take few values and the
+// others any, and then codes each plane by Huffman (huff0). Of normally distributed bfloat16 a
+// third is saved. zstd saves less of it at a quarter of the speed, as its searching for repetitions
+// finds chance ones; of noise it saves nothing either.
 //
-// The form of a page: a byte that is 0, and the page as it is; or a byte that is 1, the bytes of an element (1, 2 or 4), and for each block of 64 Ki elements
-// for each plane: 3 bytes N, little-endian, and
+// The form of a page: a byte that is 0, and the page as it is; or a byte that is 1, the bytes of an
+// element (1, 2 or 4), and for each block of 64 Ki elements for each plane: 3 bytes N,
+// little-endian, and
 //
 //	N = 0: the plane as it is
 //	N = 1: the byte that all of it is
@@ -78,10 +81,12 @@ func (Lossless) Encode(dst, src []byte, element string) ([]byte, error) {
 			switch {
 			case errors.Is(err, huff0.ErrUseRLE):
 				dst = append(dst, blockSame, 0, 0, plane[0])
-			case err != nil || len(out) <= blockSame || len(out) >= n: // it says that nothing can be saved
+			// it says that nothing can be saved
+			case err != nil || len(out) <= blockSame || len(out) >= n:
 				dst = append(append(dst, blockPlain, 0, 0), plane...)
 			default:
-				dst = append(append(dst, byte(len(out)), byte(len(out)>>8), byte(len(out)>>16)), out...)
+				dst = append(append(dst, byte(len(out)), byte(len(out)>>8), byte(len(out)>>16)),
+					out...)
 			}
 		}
 		if len(dst)-at > len(src) {
@@ -96,7 +101,10 @@ func (Lossless) Encode(dst, src []byte, element string) ([]byte, error) {
 
 // Decode implements Codec. What was encoded says how wide its elements were.
 func (Lossless) Decode(dst, src []byte, _ string) error {
-	short := func() error { return fmt.Errorf("%w: too short for a page of %d", ErrMalformed, len(dst)) }
+	short := func() error {
+		return fmt.Errorf("%w: too short for a page of %d", ErrMalformed,
+			len(dst))
+	}
 	if len(src) < 1 {
 		return short()
 	}
@@ -144,7 +152,8 @@ func (Lossless) Decode(dst, src []byte, _ string) error {
 				}
 				out, err := table.Decoder().Decompress4X(plane[:0:n], streams)
 				if err != nil || len(out) != n {
-					return fmt.Errorf("%w: %d bytes of a plane of %d: %w", ErrMalformed, len(out), n, err)
+					return fmt.Errorf("%w: %d bytes of a plane of %d: %w", ErrMalformed, len(out),
+						n, err)
 				}
 			}
 		}
@@ -194,7 +203,9 @@ func join(dst []byte, planes *[4][blockElements]byte, width int) {
 		lo, hi := planes[0][:n], planes[1][:n]
 		i := 0
 		for ; i+4 <= n; i += 4 {
-			binary.LittleEndian.PutUint64(dst[2*i:], spread(binary.LittleEndian.Uint32(lo[i:]))|spread(binary.LittleEndian.Uint32(hi[i:]))<<8)
+			binary.LittleEndian.PutUint64(dst[2*i:],
+				spread(binary.LittleEndian.Uint32(lo[i:]))|spread(binary.LittleEndian.Uint32(
+					hi[i:]))<<8)
 		}
 		for ; i < n; i++ {
 			dst[2*i], dst[2*i+1] = lo[i], hi[i]
@@ -202,7 +213,8 @@ func join(dst []byte, planes *[4][blockElements]byte, width int) {
 	default:
 		a, b, c, d := planes[0][:n], planes[1][:n], planes[2][:n], planes[3][:n]
 		for i := range n {
-			binary.LittleEndian.PutUint32(dst[4*i:], uint32(a[i])|uint32(b[i])<<8|uint32(c[i])<<16|uint32(d[i])<<24)
+			binary.LittleEndian.PutUint32(dst[4*i:],
+				uint32(a[i])|uint32(b[i])<<8|uint32(c[i])<<16|uint32(d[i])<<24)
 		}
 	}
 }

@@ -10,7 +10,8 @@ import (
 	"testing"
 )
 
-// likeKV is n bytes of bfloat16 as keys and values have them: normal in each of 128 channels, whose scales differ.
+// likeKV is n bytes of bfloat16 as keys and values have them: normal in each of 128 channels, whose
+// scales differ.
 func likeKV(rnd *rand.Rand, n int) []byte {
 	b := make([]byte, n)
 	var scale [128]float64
@@ -18,7 +19,8 @@ func likeKV(rnd *rand.Rand, n int) []byte {
 		scale[i] = math.Exp(rnd.NormFloat64())
 	}
 	for i := range n / 2 {
-		binary.LittleEndian.PutUint16(b[2*i:], uint16((math.Float32bits(float32(rnd.NormFloat64()*scale[i%128]))+0x8000)>>16))
+		binary.LittleEndian.PutUint16(b[2*i:],
+			uint16((math.Float32bits(float32(rnd.NormFloat64()*scale[i%128]))+0x8000)>>16))
 	}
 	return b
 }
@@ -34,9 +36,11 @@ func noise(rnd *rand.Rand, n int) []byte {
 func TestLossless(t *testing.T) {
 	const seed = 1
 	rnd := rand.New(rand.NewPCG(seed, 0))
-	for _, n := range []int{0, 1, 2, 3, 4, 5, 7, 16, 255, 1000, 4096, 70001, 128<<10 - 1, 128 << 10, 128<<10 + 2, 1<<20 + 3} {
+	for _, n := range []int{0, 1, 2, 3, 4, 5, 7, 16, 255, 1000, 4096, 70001, 128<<10 - 1, 128 << 10,
+		128<<10 + 2, 1<<20 + 3} {
 		for kind, page := range map[string][]byte{
-			"kv": likeKV(rnd, n), "noise": noise(rnd, n), "zeros": make([]byte, n), "ones": bytes.Repeat([]byte{1}, n), "text": bytes.Repeat([]byte("abcab"), n/5+1)[:n],
+			"kv": likeKV(rnd, n), "noise": noise(rnd, n), "zeros": make([]byte, n),
+			"ones": bytes.Repeat([]byte{1}, n), "text": bytes.Repeat([]byte("abcab"), n/5+1)[:n],
 		} {
 			for _, element := range []string{"bfloat16", "float32", "float8", ""} {
 				what := fmt.Sprintf("%d bytes of %s as %q", n, kind, element)
@@ -45,22 +49,27 @@ func TestLossless(t *testing.T) {
 					t.Fatalf("%s: %v", what, err)
 				}
 				b = b[6:]
-				if int64(len(b)) > Bound(int64(n)) || len(b) > n+1 || kind == "kv" && element == "bfloat16" && n > 4096 && float64(len(b)) > 0.73*float64(n) {
+				if int64(len(b)) > Bound(int64(n)) || len(b) > n+1 ||
+					kind == "kv" && element == "bfloat16" && n > 4096 &&
+						float64(len(b)) > 0.73*float64(n) {
 					t.Errorf("%s: encoded to %d", what, len(b))
 				}
 				got := noise(rnd, n)
-				if err := (Lossless{}).Decode(got, b, "whatever"); err != nil || !bytes.Equal(got, page) {
+				if err := (Lossless{}).Decode(got, b, "whatever"); err != nil ||
+					!bytes.Equal(got, page) {
 					t.Fatalf("%s: another page, %v", what, err)
 				}
 				// Any other length of either, and no page.
 				for _, cut := range []int{0, 1, 2, len(b) / 2, len(b) - 1} {
 					if cut < len(b) {
-						if err := (Lossless{}).Decode(got, b[:cut], element); !errors.Is(err, ErrMalformed) {
+						if err := (Lossless{}).Decode(got, b[:cut], element); !errors.Is(err,
+							ErrMalformed) {
 							t.Fatalf("%s: %v with %d of %d bytes", what, err, cut, len(b))
 						}
 					}
 				}
-				if err := (Lossless{}).Decode(got, append(b, 0), element); !errors.Is(err, ErrMalformed) {
+				if err := (Lossless{}).Decode(got, append(b, 0), element); !errors.Is(err,
+					ErrMalformed) {
 					t.Fatalf("%s: %v with a byte more", what, err)
 				}
 			}
@@ -97,7 +106,8 @@ func FuzzLossless(f *testing.F) {
 
 func BenchmarkLossless(b *testing.B) {
 	rnd := rand.New(rand.NewPCG(1, 0))
-	for kind, page := range map[string][]byte{"kv": likeKV(rnd, 1<<20), "noise": noise(rnd, 1<<20)} {
+	for kind, page := range map[string][]byte{"kv": likeKV(rnd, 1<<20),
+		"noise": noise(rnd, 1<<20)} {
 		out, _ := Lossless{}.Encode(nil, page, "bfloat16")
 		b.Run("encode."+kind, func(b *testing.B) {
 			b.SetBytes(1 << 20)

@@ -6,15 +6,19 @@ import (
 	"math"
 )
 
-// The lossy codecs halve pages of two-byte elements and quarter those of four. The elements of a page are taken in channels of groupSize consecutive
-// ones: what a channel of the model is depends on how the engine's kernels pack a page, which is opaque here, and runs of this length never mix
-// tokens or heads of the usual sizes of head. Each channel has a scale of its own, so that an outlier spoils its own channel only.
+// The lossy codecs halve pages of two-byte elements and quarter those of four. The elements of a
+// page are taken in channels of groupSize consecutive ones: what a channel of the model is depends
+// on how the engine's kernels pack a page, which is opaque here, and runs of this length never mix
+// tokens or heads of the usual sizes of head. Each channel has a scale of its own, so that an
+// outlier spoils its own channel only.
 //
-// The encoded form: a byte that says how (0: the page as it is), then for each channel its float32 scale, little-endian, then a byte an element. Pages of
-// which no element is known to be a float, pages with infinities or NaNs, and pages of one-byte elements are kept as they are.
+// The encoded form: a byte that says how (0: the page as it is), then for each channel its float32
+// scale, little-endian, then a byte an element. Pages of which no element is known to be a float,
+// pages with infinities or NaNs, and pages of one-byte elements are kept as they are.
 //
-// int8 is symmetric: scale = largest magnitude / 127. fp8 is E4M3 without infinities ("FP8 Formats for Deep Learning", Micikevicius et al., 2022), scaled so that
-// the largest magnitude is 448, its largest number.
+// int8 is symmetric: scale = largest magnitude / 127. fp8 is E4M3 without infinities ("FP8 Formats
+// for Deep Learning", Micikevicius et al., 2022), scaled so that the largest magnitude is 448, its
+// largest number.
 const groupSize = 128
 
 const (
@@ -33,7 +37,8 @@ func (Int8) Lossy() bool { return true }
 
 // Encode implements Codec.
 func (Int8) Encode(dst, src []byte, element string) ([]byte, error) {
-	return quantise(dst, src, element, 127, func(out []byte, x *[groupSize]float32, inverse float32) {
+	return quantise(dst, src, element, 127, func(out []byte, x *[groupSize]float32,
+		inverse float32) {
 		for i := range out {
 			// Adding and taking away 1.5·2²³ rounds to the nearest even integer.
 			const round = 3 << 22
@@ -59,7 +64,8 @@ func (FP8) Lossy() bool { return true }
 
 // Encode implements Codec.
 func (FP8) Encode(dst, src []byte, element string) ([]byte, error) {
-	return quantise(dst, src, element, maxE4M3, func(out []byte, x *[groupSize]float32, inverse float32) {
+	return quantise(dst, src, element, maxE4M3, func(out []byte, x *[groupSize]float32,
+		inverse float32) {
 		for i := range out {
 			out[i] = toE4M3(x[i] * inverse)
 		}
@@ -93,14 +99,16 @@ var int8Values, e4m3Values = func() (i, f [256]float32) {
 	return i, f
 }()
 
-// toE4M3 rounds to the nearest number of the format, ties to even, what is too large to the largest. x is finite.
+// toE4M3 rounds to the nearest number of the format, ties to even, what is too large to the
+// largest. x is finite.
 func toE4M3(x float32) byte {
 	b := math.Float32bits(x)
 	sign := byte(b >> 24 & 0x80)
 	b &= 0x7FFFFFFF
 	const smallestNormal = (127 - 6) << 23
 	if b < smallestNormal {
-		// Subnormal: a multiple of 2⁻⁹. Adding 2¹⁴ leaves just these bits of the sum's mantissa, rounded.
+		// Subnormal: a multiple of 2⁻⁹. Adding 2¹⁴ leaves just these bits of the sum's mantissa,
+		// rounded.
 		const magic = 1 << 14
 		return sign | byte(math.Float32bits(math.Float32frombits(b)+magic)&0xF)
 	}
@@ -122,8 +130,10 @@ func elementBytes(element string) int {
 	return 0
 }
 
-// quantise appends the encoded form of a page. fill turns a channel into bytes, given the inverse of its scale; most is the magnitude that the largest element gets.
-func quantise(dst, src []byte, element string, most float32, fill func(out []byte, x *[groupSize]float32, inverse float32)) ([]byte, error) {
+// quantise appends the encoded form of a page. fill turns a channel into bytes, given the inverse
+// of its scale; most is the magnitude that the largest element gets.
+func quantise(dst, src []byte, element string, most float32,
+	fill func(out []byte, x *[groupSize]float32, inverse float32)) ([]byte, error) {
 	size := elementBytes(element)
 	start := len(dst)
 	whole := func() ([]byte, error) { return append(append(dst[:start], asIs), src...), nil }
@@ -172,7 +182,8 @@ func restore(dst, src []byte, element string, values *[256]float32) error {
 	}
 	size := elementBytes(element)
 	if how != quantised || size == 0 || len(dst)%size != 0 {
-		return fmt.Errorf("%w: form %d of elements %q in a page of %d bytes", ErrMalformed, how, element, len(dst))
+		return fmt.Errorf("%w: form %d of elements %q in a page of %d bytes", ErrMalformed, how,
+			element, len(dst))
 	}
 	n := len(dst) / size
 	groups := (n + groupSize - 1) / groupSize
@@ -189,7 +200,8 @@ func restore(dst, src []byte, element string, values *[256]float32) error {
 	return nil
 }
 
-// toFloats fills x from elements and returns the bits of the largest magnitude: magnitudes are ordered as their bits are, and NaN is above them all.
+// toFloats fills x from elements and returns the bits of the largest magnitude: magnitudes are
+// ordered as their bits are, and NaN is above them all.
 func toFloats(x *[groupSize]float32, src []byte, element string) (largest uint32) {
 	switch element {
 	case "bfloat16":
@@ -250,7 +262,8 @@ func toHalf(x float32) uint16 {
 	b := math.Float32bits(x)
 	sign := uint16(b >> 16 & 0x8000)
 	b &= 0x7FFFFFFF
-	if b < (127-14)<<23 { // subnormal: adding 2⁻¹ leaves multiples of 2⁻²⁴ in the sum's mantissa, rounded
+	if b < (127-14)<<23 {
+		// subnormal: adding 2⁻¹ leaves multiples of 2⁻²⁴ in the sum's mantissa, rounded
 		return sign | uint16(math.Float32bits(math.Float32frombits(b)+0.5)-math.Float32bits(0.5))
 	}
 	b += 1<<12 - 1 + b>>13&1

@@ -8,11 +8,13 @@ import (
 	"testing"
 )
 
-// nearest is the e4m3 code of the closest value, by looking at all of them; ties go to the even code.
+// nearest is the e4m3 code of the closest value, by looking at all of them; ties go to the even
+// code.
 func nearest(x float32) byte {
 	best, at := math.Inf(1), byte(0)
 	for c := range 127 {
-		if d := math.Abs(math.Abs(float64(x)) - float64(e4m3Values[c])); d < best || d == best && c%2 == 0 {
+		if d := math.Abs(math.Abs(float64(x)) - float64(e4m3Values[c])); d < best ||
+			d == best && c%2 == 0 {
 			best, at = d, byte(c)
 		}
 	}
@@ -33,13 +35,15 @@ func TestE4M3RoundsToTheNearest(t *testing.T) {
 		}
 	}
 	if e4m3Values[0x7E] != maxE4M3 || e4m3Values[1] != 1.0/512 || e4m3Values[8] != 1.0/64 {
-		t.Errorf("largest, smallest and smallest normal number are %v, %v, %v", e4m3Values[0x7E], e4m3Values[1], e4m3Values[8])
+		t.Errorf("largest, smallest and smallest normal number are %v, %v, %v", e4m3Values[0x7E],
+			e4m3Values[1], e4m3Values[8])
 	}
 	r := rand.New(rand.NewPCG(1, 2))
 	for range 20000 {
 		x := float32(r.NormFloat64() * math.Pow(2, float64(r.IntN(20)-11)))
 		if got, want := toE4M3(x), nearest(x); got != want {
-			t.Fatalf("%v is encoded as %#x (%v), nearest is %#x (%v)", x, got, e4m3Values[got], want, e4m3Values[want])
+			t.Fatalf("%v is encoded as %#x (%v), nearest is %#x (%v)", x, got, e4m3Values[got],
+				want, e4m3Values[want])
 		}
 	}
 	// Halfway between neighbours.
@@ -111,7 +115,8 @@ func TestQuantisedPagesAreNearAndSmall(t *testing.T) {
 	r := rand.New(rand.NewPCG(3, 4))
 	for _, c := range []struct {
 		codec Codec
-		// An element's error is at most relative of itself or absolute of its channel's largest magnitude.
+		// An element's error is at most relative of itself or absolute of its channel's largest
+		// magnitude.
 		relative, absolute float64
 	}{{Int8{}, 0.005, 0.5/127 + 0.004}, {FP8{}, 1.0/16 + 0.005, 1.0 / 448 / 512}} {
 		for _, element := range []string{"bfloat16", "float16", "float32"} {
@@ -123,7 +128,8 @@ func TestQuantisedPagesAreNearAndSmall(t *testing.T) {
 				}
 				enc = enc[6:]
 				if most := n + 4*(n/groupSize+1) + 1; len(enc) > most {
-					t.Errorf("%s of %d %s takes %d bytes, more than %d", c.codec.Name(), n, element, len(enc), most)
+					t.Errorf("%s of %d %s takes %d bytes, more than %d", c.codec.Name(), n, element,
+						len(enc), most)
 				}
 				dst := make([]byte, len(src))
 				if err := c.codec.Decode(dst, enc, element); err != nil {
@@ -136,7 +142,8 @@ func TestQuantisedPagesAreNearAndSmall(t *testing.T) {
 						largest = max(largest, math.Abs(float64(x)))
 					}
 					for i := from; i < min(n, from+groupSize); i++ {
-						if off := math.Abs(float64(want[i] - got[i])); off > max(c.relative*math.Abs(float64(want[i])), c.absolute*largest) {
+						if off := math.Abs(float64(want[i] - got[i])); off > max(
+							c.relative*math.Abs(float64(want[i])), c.absolute*largest) {
 							t.Fatalf("%s of %s: element %d is %v instead of %v, largest of its channel %v", c.codec.Name(), element, i, got[i], want[i], largest)
 						}
 					}
@@ -163,8 +170,11 @@ func TestPagesThatCannotBeQuantisedStayAsTheyAre(t *testing.T) {
 			src     []byte
 			element string
 		}{
-			"unknown element": {[]byte("any bytes at all"), ""}, "one-byte element": {make([]byte, 256), "float8"}, "odd": {make([]byte, 257), "bfloat16"},
-			"infinity": {inf, "float32"}, "not a number": {nan, "float32"}, "empty": {nil, "float32"}, "one": {[]byte{1, 2, 3, 4}, "float32"},
+			"unknown element":  {[]byte("any bytes at all"), ""},
+			"one-byte element": {make([]byte, 256), "float8"}, "odd": {make([]byte, 257),
+				"bfloat16"},
+			"infinity": {inf, "float32"}, "not a number": {nan, "float32"},
+			"empty": {nil, "float32"}, "one": {[]byte{1, 2, 3, 4}, "float32"},
 		} {
 			enc, err := codec.Encode(nil, c.src, c.element)
 			if err != nil || int64(len(enc)) > Bound(int64(len(c.src))) {

@@ -1,5 +1,5 @@
-// Package serde encodes pages on their way to tiers on other machines. A codec sees one page at a time, so that the first pages of a chunk can be
-// read alone.
+// Package serde encodes pages on their way to tiers on other machines. A codec sees one page at a
+// time, so that the first pages of a chunk can be read alone.
 package serde
 
 import (
@@ -18,10 +18,12 @@ type Codec interface {
 	Name() string
 	// Lossy says that Decode may give other bytes than Encode took.
 	Lossy() bool
-	// Encode appends the encoded page to dst: never more than Bound(len(src)) bytes. Which bytes it makes of the same page may change; all that any version
-	// of it ever made can be decoded. element is what the page is made of, as tiers.Space has it, or "" if it is not known.
+	// Encode appends the encoded page to dst: never more than Bound(len(src)) bytes. Which bytes it
+	// makes of the same page may change; all that any version of it ever made can be decoded.
+	// element is what the page is made of, as tiers.Space has it, or "" if it is not known.
 	Encode(dst, src []byte, element string) ([]byte, error)
-	// Decode fills dst, whose length is that of the page, from src, which nobody vouches for. It needs no more memory than a small multiple of the page.
+	// Decode fills dst, whose length is that of the page, from src, which nobody vouches for. It
+	// needs no more memory than a small multiple of the page.
 	Decode(dst, src []byte, element string) error
 }
 

@@ -57,15 +57,20 @@ type arenaRig struct {
 
 func openArena(t *testing.T, path string) *arenaRig {
 	t.Helper()
-	r := &arenaRig{t: t, fs: slowSums{mapped.New(nil), newGate(), new(atomic.Int32)}, bytes: map[uint32][]byte{}}
-	r.space = tiertest.NewSpace("arena", tiers.Geometry{PageBytes: 16 << 10, PagesPerChunk: 4, PageTokens: 16, DigestBytes: 32})
-	mustBe(t, r.fs.Mount("/dax", dax.DeviceOptions{Path: path, SizeBytes: 4 << 20, AllowFile: true}))
+	r := &arenaRig{t: t, fs: slowSums{mapped.New(nil), newGate(), new(atomic.Int32)},
+		bytes: map[uint32][]byte{}}
+	r.space = tiertest.NewSpace("arena", tiers.Geometry{PageBytes: 16 << 10, PagesPerChunk: 4,
+		PageTokens: 16, DigestBytes: 32})
+	mustBe(t, r.fs.Mount("/dax", dax.DeviceOptions{Path: path, SizeBytes: 4 << 20,
+		AllowFile: true}))
 	r.device = r.fs.Device("/dax")
 	t.Cleanup(func() { mustBe(t, r.fs.Close()) })
 	var err error
 	r.Arena, err = OpenArena(ArenaOptions{
-		Options: Options{FS: r.fs, Recycled: true, Dirs: []string{"/dax"}, CapacityBytes: 4<<20 - 8192, SlabBytes: 4<<20 - 8192, Workers: 2, Direct: DirectNever, RetryEvery: 10 * time.Millisecond},
-		Books:   engine.Config{OwnerShare: 1},
+		Options: Options{FS: r.fs, Recycled: true, Dirs: []string{"/dax"},
+			CapacityBytes: 4<<20 - 8192, SlabBytes: 4<<20 - 8192, Workers: 2, Direct: DirectNever,
+			RetryEvery: 10 * time.Millisecond},
+		Books: engine.Config{OwnerShare: 1},
 		Added: func(region uint32, file string, at, bytes int64) (int64, error) {
 			p, err := r.fs.Piece(file)
 			r.bytes[region] = r.device.Bytes()[p.At+at : p.At+at+bytes]
@@ -82,7 +87,10 @@ func openArena(t *testing.T, path string) *arenaRig {
 	return r
 }
 
-func (r *arenaRig) hashes(n int) []byte { return tiertest.Prefix{byte(n), 0, 0, 0}.Digests(0, 4, 32) }
+func (r *arenaRig) hashes(n int) []byte {
+	return tiertest.Prefix{byte(n), 0, 0, 0}.Digests(0, 4,
+		32)
+}
 
 // prepare fills a slot with a chunk that is not committed yet.
 func (r *arenaRig) prepare(n int) (store uint64, at uint64) {
@@ -93,7 +101,8 @@ func (r *arenaRig) prepare(n int) (store uint64, at uint64) {
 	if len(grants) != 1 {
 		r.t.Fatalf("%+v, %+v", res, grants)
 	}
-	tiertest.FillRun(r.bytes[grants[0].Region][grants[0].Offset:][:4*r.space.Geometry.PageBytes], tiertest.Prefix{byte(n), 0, 0, 0}.Run(r.space, 0, 4))
+	tiertest.FillRun(r.bytes[grants[0].Region][grants[0].Offset:][:4*r.space.Geometry.PageBytes],
+		tiertest.Prefix{byte(n), 0, 0, 0}.Run(r.space, 0, 4))
 	return res.Store, grants[0].Offset
 }
 
@@ -114,7 +123,8 @@ func (r *arenaRig) flush() {
 // entries is how many entries of a chunk there are on the device.
 func (r *arenaRig) entries(n int) (count int) {
 	r.t.Helper()
-	eachEntry(r.t, r.fs, []string{"/dax"}, func(_ vfs.File, _ *media.Header, _ int, e *media.Entry) {
+	eachEntry(r.t, r.fs, []string{"/dax"}, func(_ vfs.File, _ *media.Header, _ int,
+		e *media.Entry) {
 		if string(e.Digests) == string(r.hashes(n)) {
 			count++
 		}
@@ -122,7 +132,8 @@ func (r *arenaRig) entries(n int) (count int) {
 	return count
 }
 
-// TestArenaClearedWhileKept: a chunk that is dropped while its entry is about to be written, and leased as well, is not found again once Forget has returned.
+// TestArenaClearedWhileKept: a chunk that is dropped while its entry is about to be written, and
+// leased as well, is not found again once Forget has returned.
 func TestArenaClearedWhileKept(t *testing.T) {
 	t.Parallel()
 	r := openArena(t, filepath.Join(t.TempDir(), "dev"))
@@ -160,7 +171,8 @@ func TestArenaClearedWhileKept(t *testing.T) {
 	mustBe(t, r.Engine().Cancel(r.owner, 1))
 }
 
-// TestArenaOneEntry: when a chunk that was dropped is kept again, the entry of where it was is gone: that place may be another's by now.
+// TestArenaOneEntry: when a chunk that was dropped is kept again, the entry of where it was is
+// gone: that place may be another's by now.
 func TestArenaOneEntry(t *testing.T) {
 	t.Parallel()
 	r := openArena(t, filepath.Join(t.TempDir(), "dev"))

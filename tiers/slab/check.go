@@ -19,9 +19,11 @@ import (
 type CheckOptions struct {
 	FS   vfs.FS // default vfs.OS
 	Dirs []string
-	// Repair drops what is bad: damaged entries, chunks that do not check out or cannot be read, and slabs without an intact header.
+	// Repair drops what is bad: damaged entries, chunks that do not check out or cannot be read,
+	// and slabs without an intact header.
 	Repair bool
-	// Progress, if given, is told now and then how many bytes were looked at and how many there are to look at as far as is known by then. Calls do not overlap.
+	// Progress, if given, is told now and then how many bytes were looked at and how many there are
+	// to look at as far as is known by then. Calls do not overlap.
 	Progress func(done, total int64)
 }
 
@@ -41,12 +43,14 @@ type SlabReport struct {
 	Pages    int             `json:"pages"`  // of them
 	// DamagedEntries of the directory did not check out: torn, or written elsewhere.
 	DamagedEntries int `json:"damaged_entries"`
-	// CorruptChunks have a page that did not check out, UnreadableChunks one that could not be read.
+	// CorruptChunks have a page that did not check out, UnreadableChunks one that could not be
+	// read.
 	CorruptChunks    int `json:"corrupt_chunks"`
 	UnreadableChunks int `json:"unreadable_chunks"`
 	// Dropped is how many of the former were dropped.
 	Dropped int `json:"dropped"`
-	// Error is what is wrong with the slab as a whole; Removed: it was removed, to be made anew when the store is opened.
+	// Error is what is wrong with the slab as a whole; Removed: it was removed, to be made anew
+	// when the store is opened.
 	Error   string `json:"error,omitempty"`
 	Removed bool   `json:"removed,omitempty"`
 }
@@ -68,7 +72,8 @@ func (r *Report) Bad() (n int) {
 	return n
 }
 
-// Check reads and verifies all that a store that nobody has open holds. Its error says why it could not look, or was cut short; what it found is in the report.
+// Check reads and verifies all that a store that nobody has open holds. Its error says why it could
+// not look, or was cut short; what it found is in the report.
 func Check(ctx context.Context, o CheckOptions) (Report, error) {
 	if o.FS == nil {
 		o.FS = vfs.OS
@@ -169,7 +174,8 @@ func (c *checker) open(r *SlabReport) (err error) {
 	}
 	defer func() { err = errors.Join(err, f.Close()) }()
 	if r.Bytes, err = f.Size(); err != nil || r.Bytes == 0 {
-		return err // an empty one was about to be made when its process ended: there is nothing in it
+		// an empty one was about to be made when its process ended: there is nothing in it
+		return err
 	}
 	h, err := readHeader(f)
 	if err != nil {
@@ -188,7 +194,8 @@ func (c *checker) open(r *SlabReport) (err error) {
 	return c.entries(r, f, reader, &h)
 }
 
-// entries checks a slab's directory and what it tells of, reading by one of two descriptors of its file and writing by the other.
+// entries checks a slab's directory and what it tells of, reading by one of two descriptors of its
+// file and writing by the other.
 func (c *checker) entries(r *SlabReport, f, reader vfs.File, h *media.Header) error {
 	l, id := &h.Layout, h.Identity()
 	r.Geometry, r.Slots = &l.Geometry, l.Slots
@@ -211,7 +218,8 @@ func (c *checker) entries(r *SlabReport, f, reader vfs.File, h *media.Header) er
 		_, err := f.WriteAt(freeEntry, l.EntryOffset(slot))
 		return err
 	}
-	err = l.Scan(reader, id, 0, l.Slots, directory.Slice(), func(slot int, state media.State, e *media.Entry) error {
+	err = l.Scan(reader, id, 0, l.Slots, directory.Slice(), func(slot int, state media.State,
+		e *media.Entry) error {
 		if c.ctx.Err() != nil {
 			return context.Cause(c.ctx)
 		}

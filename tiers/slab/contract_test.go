@@ -19,12 +19,14 @@ func TestContract(t *testing.T) {
 		Evicts:     true,
 		New: func(t testing.TB, o tiertest.MediumOptions) *tiertest.Medium {
 			mem := vfstest.NewMem()
-			options := Options{Dirs: []string{"/a", "/b"}, CapacityBytes: 8 << 20, SlabBytes: 1 << 20, PieceBytes: 64 << 10, RetryEvery: 10 * time.Millisecond}
+			options := Options{Dirs: []string{"/a", "/b"}, CapacityBytes: 8 << 20,
+				SlabBytes: 1 << 20, PieceBytes: 64 << 10, RetryEvery: 10 * time.Millisecond}
 			if o.CapacityBytes > 0 {
 				options.CapacityBytes, options.SlabBytes = 2*o.CapacityBytes, o.CapacityBytes/4
 			}
 			gate := newGate()
-			counter := &vfstest.Counter{Kinds: vfstest.OpAny, N: o.FailNth, Fault: vfstest.Fault{Err: errInjected}}
+			counter := &vfstest.Counter{Kinds: vfstest.OpAny, N: o.FailNth,
+				Fault: vfstest.Fault{Err: errInjected}}
 			options.FS = vfstest.Faulty(mem, func(c vfstest.Call) vfstest.Fault {
 				gate.wait()
 				return counter.Inject(c)

@@ -80,7 +80,8 @@ func (u *universe) load(t testing.TB, d *Disk, i int) error {
 // covers says whether chunk i being held makes j be held.
 func (u *universe) covers(i, j int) bool {
 	a, b := u.runs[i], u.runs[j]
-	return a.Space == b.Space && a.First == b.First && len(a.Hashes) >= len(b.Hashes) && string(a.Hashes[:len(b.Hashes)]) == string(b.Hashes)
+	return a.Space == b.Space && a.First == b.First && len(a.Hashes) >= len(b.Hashes) &&
+		string(a.Hashes[:len(b.Hashes)]) == string(b.Hashes)
 }
 
 func cleanCheck(t testing.TB, fsys vfs.FS, dirs []string) {
@@ -94,8 +95,9 @@ func cleanCheck(t testing.TB, fsys vfs.FS, dirs []string) {
 	}
 }
 
-// TestPowerCut clones a history's files after every write as a power cut might leave them. Opened again, all that was acknowledged is there, whatever
-// is found has the right bytes, and Check is clean.
+// TestPowerCut clones a history's files after every write as a power cut might leave them. Opened
+// again, all that was acknowledged is there, whatever is found has the right bytes, and Check is
+// clean.
 func TestPowerCut(t *testing.T) {
 	t.Parallel()
 	seeds := uint64(6)
@@ -114,12 +116,16 @@ func TestPowerCut(t *testing.T) {
 
 func powerCut(t *testing.T, seed uint64, tight bool) {
 	rnd := rand.New(rand.NewPCG(seed, 77))
-	u := newUniverse(tiers.Geometry{PageBytes: 700, PagesPerChunk: 4, PageTokens: 16, DigestBytes: 16}, tiers.Geometry{PageBytes: 5000, PagesPerChunk: 3, PageTokens: 16, DigestBytes: 32})
+	u := newUniverse(tiers.Geometry{PageBytes: 700, PagesPerChunk: 4, PageTokens: 16,
+		DigestBytes: 16}, tiers.Geometry{PageBytes: 5000, PagesPerChunk: 3, PageTokens: 16,
+		DigestBytes: 32})
 	mem := vfstest.NewMem()
-	o := Options{FS: mem, Dirs: []string{"/a", "/b"}, CapacityBytes: 8 << 20, SlabBytes: 1 << 20, PieceBytes: 4096, Workers: 2, RetryEvery: time.Millisecond}
+	o := Options{FS: mem, Dirs: []string{"/a", "/b"}, CapacityBytes: 8 << 20, SlabBytes: 1 << 20,
+		PieceBytes: 4096, Workers: 2, RetryEvery: time.Millisecond}
 	steps := 40
 	if tight { // so that slots are used again and again
-		u = newUniverse(tiers.Geometry{PageBytes: 5000, PagesPerChunk: 3, PageTokens: 16, DigestBytes: 32})
+		u = newUniverse(tiers.Geometry{PageBytes: 5000, PagesPerChunk: 3, PageTokens: 16,
+			DigestBytes: 32})
 		o.CapacityBytes, o.SlabBytes = 128<<10, 64<<10
 		steps = 80
 	}
@@ -132,7 +138,8 @@ func powerCut(t *testing.T, seed uint64, tight bool) {
 	examine := func() {
 		mu.Lock()
 		defer mu.Unlock()
-		if clones++; cutErr != nil || clones%3 != int(seed%3) { // every third: all seeds together cut everywhere
+		if clones++; cutErr != nil || clones%3 != int(seed%3) {
+			// every third: all seeds together cut everywhere
 			return
 		}
 		oo := o
@@ -149,7 +156,8 @@ func powerCut(t *testing.T, seed uint64, tight bool) {
 			case !errors.Is(err, tiers.ErrNotFound):
 				cutErr = errors.Join(cutErr, fmt.Errorf("cut %d: chunk %d: %w", clones, i, err))
 			case acked[i] && !tight:
-				cutErr = errors.Join(cutErr, fmt.Errorf("cut %d: chunk %d was acknowledged and is gone", clones, i))
+				cutErr = errors.Join(cutErr,
+					fmt.Errorf("cut %d: chunk %d was acknowledged and is gone", clones, i))
 			}
 		}
 		if err := d.Close(); err != nil {
@@ -185,14 +193,16 @@ func powerCut(t *testing.T, seed uint64, tight bool) {
 			mu.Unlock()
 		case k < 16:
 			i := rnd.IntN(len(u.runs))
-			if err := u.load(t, d, i); err != nil && (!errors.Is(err, tiers.ErrNotFound) || acked[i] && !tight) {
+			if err := u.load(t, d, i); err != nil && (!errors.Is(err, tiers.ErrNotFound) ||
+				acked[i] && !tight) {
 				t.Fatalf("step %d: chunk %d: %v", step, i, err)
 			}
 		case k < 18:
 			i := rnd.IntN(len(u.runs))
 			mu.Lock()
 			for j := range u.runs {
-				if u.covers(i, j) || u.covers(j, i) || u.runs[i].First == u.runs[j].First { // what shares pages may go as well
+				if u.covers(i, j) || u.covers(j, i) || u.runs[i].First == u.runs[j].First {
+					// what shares pages may go as well
 					delete(acked, j)
 				}
 			}

@@ -18,16 +18,19 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// Directories come and go while the store is in use: AddDir, RemoveDir, ResizeDir, one of them at a time. What a directory is to lose is drained first: nothing new
-// goes there, and what is there can be found. Then it is moved elsewhere chunk by chunk, or dropped. A chunk that moves is read and checked where it
-// is, written, with its entry, where it will be, and synced; only then the engine switches, and only after that the old entry is freed. So it can be
-// loaded at each moment, and killed at any moment both entries are good: opening the store again keeps one of them. Calls that fail or are cancelled leave a directory in
-// use as before, with what has not left it.
+// Directories come and go while the store is in use: AddDir, RemoveDir, ResizeDir, one of them at a
+// time. What a directory is to lose is drained first: nothing new goes there, and what is there can
+// be found. Then it is moved elsewhere chunk by chunk, or dropped. A chunk that moves is read and
+// checked where it is, written, with its entry, where it will be, and synced; only then the engine
+// switches, and only after that the old entry is freed. So it can be loaded at each moment, and
+// killed at any moment both entries are good: opening the store again keeps one of them. Calls that
+// fail or are cancelled leave a directory in use as before, with what has not left it.
 
 // The reasons, beside those of package tiers, for which the directories stay as they are.
 var (
-	ErrExists  = errors.New("there already")
-	ErrLeased  = errors.New("in use")               // by loads or stores, or by a tier below that is being given it
+	ErrExists = errors.New("there already")
+	// by loads or stores, or by a tier below that is being given it
+	ErrLeased  = errors.New("in use")
 	ErrNoRoom  = errors.New("not enough room")      // for what would have to move, or for a slab
 	errEmptied = errors.New("it was being emptied") // why a place is off
 )
@@ -57,8 +60,9 @@ type DirStatus struct {
 	State         State
 	CapacityBytes int64 // of its slabs that work
 	UsedBytes     int64 // by slots that are not free
-	// Slots of slabs that are carved. Free ones may be granted; used ones hold a chunk or are being filled, leased ones of these are being read or written, and
-	// draining ones of these are in slabs that take nothing new.
+	// Slots of slabs that are carved. Free ones may be granted; used ones hold a chunk or are being
+	// filled, leased ones of these are being read or written, and draining ones of these are in
+	// slabs that take nothing new.
 	Slots struct{ Free, Used, Leased, Draining int }
 	// Moved of Total chunks is how far the last migration has come.
 	Moved, Total int64
@@ -72,9 +76,10 @@ type directory struct {
 
 	moved, total atomic.Int64
 
-	lockMu   sync.Mutex // guards lock and lockFile; innermost, but held across the I/O of hold
-	lock     io.Closer
-	lockFile vfs.FileID // zero: it cannot be known whether the lock's file is still there, or the lock was given up
+	lockMu sync.Mutex // guards lock and lockFile; innermost, but held across the I/O of hold
+	lock   io.Closer
+	// zero: it cannot be known whether the lock's file is still there, or the lock was given up
+	lockFile vfs.FileID
 }
 
 // table is what directories and places there are.
@@ -100,7 +105,8 @@ func (d *Disk) Dirs() []DirStatus {
 	out := make([]DirStatus, len(dirs))
 	at := map[*directory]*DirStatus{}
 	for i, dir := range dirs {
-		out[i] = DirStatus{Path: dir.path, State: dir.state, Moved: dir.moved.Load(), Total: dir.total.Load()}
+		out[i] = DirStatus{Path: dir.path, State: dir.state, Moved: dir.moved.Load(),
+			Total: dir.total.Load()}
 		if dir.state == "" {
 			out[i].State = Active
 		}
@@ -200,9 +206,12 @@ func (d *Disk) setState(h *directory, s State) (was State) {
 	return was
 }
 
-// AddDir adds a directory with slabs of so many bytes together, which are there at once for what is stored from now on. Slabs that are there already are dropped. A directory that
-// is drained is taken into use again, if bytes is 0 or what it has. Errors: ErrExists; ErrNoRoom where the file system is full; tiers.ErrBusy where the store has all the slabs
-// that it can have, or another change is under way; tiers.ErrInvalid; a *vfs.LockedError if another process has it; and whatever keeps it from working there.
+// AddDir adds a directory with slabs of so many bytes together, which are there at once for what is
+// stored from now on. Slabs that are there already are dropped. A directory that is drained is
+// taken into use again, if bytes is 0 or what it has. Errors: ErrExists; ErrNoRoom where the file
+// system is full; tiers.ErrBusy where the store has all the slabs that it can have, or another
+// change is under way; tiers.ErrInvalid; a *vfs.LockedError if another process has it; and whatever
+// keeps it from working there.
 func (d *Disk) AddDir(ctx context.Context, dir string, bytes int64) error {
 	if err := d.beginChange(ctx); err != nil {
 		return err
@@ -215,7 +224,8 @@ func (d *Disk) AddDir(ctx context.Context, dir string, bytes int64) error {
 	dirs, places := d.table()
 	switch {
 	case dir == "" || bytes < leastSlabBytes:
-		return fmt.Errorf("%w: a capacity of %d bytes in %q: want %d or more", tiers.ErrInvalid, bytes, dir, leastSlabBytes)
+		return fmt.Errorf("%w: a capacity of %d bytes in %q: want %d or more", tiers.ErrInvalid,
+			bytes, dir, leastSlabBytes)
 	case len(places) >= maxSlabs:
 		return fmt.Errorf("%w: there are %d slabs, the most that a store can have: open it with larger ones", tiers.ErrBusy, len(places))
 	}
@@ -227,7 +237,8 @@ func (d *Disk) AddDir(ctx context.Context, dir string, bytes int64) error {
 	h.setLock(d.o.FS, locks[0])
 	made, err := d.populate(h, places)
 	if err != nil {
-		return errors.Join(fmt.Errorf("disk tier: %w", roomError(err)), d.erase(h, made), h.unlock())
+		return errors.Join(fmt.Errorf("disk tier: %w", roomError(err)), d.erase(h, made),
+			h.unlock())
 	}
 	d.shape.Lock()
 	d.regionsMu.Lock()
@@ -235,7 +246,8 @@ func (d *Disk) AddDir(ctx context.Context, dir string, bytes int64) error {
 	d.regionsMu.Unlock()
 	d.countBlank()
 	d.shape.Unlock()
-	d.log.Info("added a directory", zap.String("directory", dir), zap.Int64("bytes", bytesOf(made)), zap.Int("slabs", len(made)))
+	d.log.Info("added a directory", zap.String("directory", dir), zap.Int64("bytes", bytesOf(made)),
+		zap.Int("slabs", len(made)))
 	return nil
 }
 
@@ -261,7 +273,8 @@ func (d *Disk) reactivate(h *directory, places []*place, bytes int64) error {
 	return nil
 }
 
-// populate makes the slabs of a directory which nobody knows yet, beside some others. Half of the slabs that there may be are left for those that come later.
+// populate makes the slabs of a directory which nobody knows yet, beside some others. Half of the
+// slabs that there may be are left for those that come later.
 func (d *Disk) populate(h *directory, others []*place) ([]*place, error) {
 	numbers, err := slabNumbers(d.o.FS, h.path)
 	if err != nil {
@@ -269,7 +282,8 @@ func (d *Disk) populate(h *directory, others []*place) ([]*place, error) {
 	}
 	for _, n := range numbers {
 		name := path.Join(h.path, SlabName(n))
-		d.log.Warn("dropping a slab: what is in a directory that is added is not kept", zap.String("slab", name))
+		d.log.Warn("dropping a slab: what is in a directory that is added is not kept",
+			zap.String("slab", name))
 		if err := d.o.FS.Remove(name); err != nil {
 			return nil, err
 		}
@@ -292,12 +306,15 @@ func (d *Disk) erase(h *directory, places []*place) error {
 	return errors.Join(errs...)
 }
 
-// RemoveDir takes a directory away; with Drain it only stops taking anything new, and stays. Without force nothing is removed that is in use: ErrLeased, if it still is after a
-// moment. With force the uses, which last as long as a load or a store does, are waited for. ErrNoRoom: with Migrate, there is not enough room for what is in it
-// elsewhere; nothing is evicted for that. tiers.ErrNotFound: there is no such directory; tiers.ErrBusy: another change is under way.
+// RemoveDir takes a directory away; with Drain it only stops taking anything new, and stays.
+// Without force nothing is removed that is in use: ErrLeased, if it still is after a moment. With
+// force the uses, which last as long as a load or a store does, are waited for. ErrNoRoom: with
+// Migrate, there is not enough room for what is in it elsewhere; nothing is evicted for that.
+// tiers.ErrNotFound: there is no such directory; tiers.ErrBusy: another change is under way.
 func (d *Disk) RemoveDir(ctx context.Context, dir string, how Mode, force bool) error {
 	if how != Migrate && how != Evict && how != Drain {
-		return fmt.Errorf("%w: mode %q: want %s, %s or %s", tiers.ErrInvalid, how, Migrate, Evict, Drain)
+		return fmt.Errorf("%w: mode %q: want %s, %s or %s", tiers.ErrInvalid, how, Migrate, Evict,
+			Drain)
 	}
 	if err := d.beginChange(ctx); err != nil {
 		return err
@@ -316,15 +333,19 @@ func (d *Disk) RemoveDir(ctx context.Context, dir string, how Mode, force bool) 
 	if err := d.vacate(ctx, h, places, how, force); err != nil {
 		return err
 	}
-	if err := errors.Join(d.detach(h, places, true), h.unlock()); err != nil { // as where it is gone already
-		d.log.Warn("a directory is removed, and its files may be there still", zap.String("directory", dir), zap.Error(err))
+	if err := errors.Join(d.detach(h, places, true), h.unlock()); err != nil {
+		// as where it is gone already
+		d.log.Warn("a directory is removed, and its files may be there still",
+			zap.String("directory", dir), zap.Error(err))
 	}
 	d.log.Info("removed a directory", zap.String("directory", dir), zap.String("mode", string(how)))
 	return nil
 }
 
-// ResizeDir changes what a directory's slabs come to. Growing adds slabs: it moves nothing. Shrinking empties slabs from the end, by Migrate or Evict, as RemoveDir does
-// with all of them; then what is left of the size asked for becomes a smaller slab. Errors are those of RemoveDir; for growing those of AddDir.
+// ResizeDir changes what a directory's slabs come to. Growing adds slabs: it moves nothing.
+// Shrinking empties slabs from the end, by Migrate or Evict, as RemoveDir does with all of them;
+// then what is left of the size asked for becomes a smaller slab. Errors are those of RemoveDir;
+// for growing those of AddDir.
 func (d *Disk) ResizeDir(ctx context.Context, dir string, bytes int64, how Mode, force bool) error {
 	if how != Migrate && how != Evict {
 		return fmt.Errorf("%w: mode %q: want %s or %s", tiers.ErrInvalid, how, Migrate, Evict)
@@ -339,7 +360,8 @@ func (d *Disk) ResizeDir(ctx context.Context, dir string, bytes int64, how Mode,
 	}
 	bytes = bytes / block * block
 	if bytes < leastSlabBytes {
-		return fmt.Errorf("%w: a capacity of %d bytes in %s: want %d or more", tiers.ErrInvalid, bytes, dir, leastSlabBytes)
+		return fmt.Errorf("%w: a capacity of %d bytes in %s: want %d or more", tiers.ErrInvalid,
+			bytes, dir, leastSlabBytes)
 	}
 	d.regionsMu.RLock()
 	state := h.state
@@ -374,7 +396,8 @@ func (d *Disk) ResizeDir(ctx context.Context, dir string, bytes int64, how Mode,
 		} else {
 			err = fmt.Errorf("%w: there are %d slabs, the most that a store can have: open it with larger ones", tiers.ErrBusy, len(all))
 		}
-		if err != nil && len(leaving) == 0 { // what is left of a slab that has gone is not worth failing for
+		if err != nil && len(leaving) == 0 {
+			// what is left of a slab that has gone is not worth failing for
 			err = errors.Join(fmt.Errorf("disk tier: %w", roomError(err)), d.erase(h, made))
 			if ok {
 				err = errors.Join(err, sized.ResizeDir(dir, h.bytes))
@@ -389,11 +412,13 @@ func (d *Disk) ResizeDir(ctx context.Context, dir string, bytes int64, how Mode,
 	d.countBlank()
 	d.shape.Unlock()
 	h.bytes = bytes
-	d.log.Info("resized a directory", zap.String("directory", dir), zap.Int64("bytes", bytesOf(keep)+bytesOf(made)))
+	d.log.Info("resized a directory", zap.String("directory", dir),
+		zap.Int64("bytes", bytesOf(keep)+bytesOf(made)))
 	return nil
 }
 
-// Sized is what Options.FS may be beside: a file system whose directories have sizes of their own, in which files lie in one piece.
+// Sized is what Options.FS may be beside: a file system whose directories have sizes of their own,
+// in which files lie in one piece.
 type Sized interface {
 	vfs.FS
 	// ResizeDir lets a directory hold files of so many bytes together, and no more.
@@ -404,7 +429,8 @@ type Sized interface {
 	Hole(dir string) (int64, error)
 }
 
-// fits parts the places of a directory into those that fit into so many bytes and those that do not, which are the last ones, and says how many bytes are left.
+// fits parts the places of a directory into those that fit into so many bytes and those that do
+// not, which are the last ones, and says how many bytes are left.
 func (d *Disk) fits(places []*place, bytes int64) (keep, leaving []*place, left int64) {
 	sized, ok := d.o.FS.(Sized)
 	left = bytes
@@ -425,7 +451,8 @@ func (d *Disk) fits(places []*place, bytes int64) (keep, leaving []*place, left 
 	return keep, leaving, left
 }
 
-// retire drains places and lets no more be carved there. It answers those with which it was not so before.
+// retire drains places and lets no more be carved there. It answers those with which it was not so
+// before.
 func (d *Disk) retire(places []*place) (newly []*place) {
 	d.shape.Lock()
 	defer d.shape.Unlock()
@@ -444,7 +471,8 @@ func (d *Disk) retire(places []*place) (newly []*place) {
 	return newly
 }
 
-// restoreUse undoes that. What has been emptied meanwhile is made anew. Entries of what has moved away are freed before their places are filled again.
+// restoreUse undoes that. What has been emptied meanwhile is made anew. Entries of what has moved
+// away are freed before their places are filled again.
 func (d *Disk) restoreUse(places []*place) {
 	_ = d.flushFrees() // a slab that fails is given up
 	d.shape.Lock()
@@ -457,7 +485,8 @@ func (d *Disk) restoreUse(places []*place) {
 		}
 		switch err := d.engine.Undrain(s.region); {
 		case err == nil:
-		case errors.Is(err, tiers.ErrNotFound) && s.failed.CompareAndSwap(false, true): // removed: nothing in it is to be found when the store is opened again
+		// removed: nothing in it is to be found when the store is opened again
+		case errors.Is(err, tiers.ErrNotFound) && s.failed.CompareAndSwap(false, true):
 			d.forget(s)
 			p.slab = nil
 			if err := d.remake(p); err != nil {
@@ -472,8 +501,10 @@ func (d *Disk) restoreUse(places []*place) {
 	d.countBlank()
 }
 
-// vacate empties places, which are then without a region. After an error they are as they were before, but for what has left them.
-func (d *Disk) vacate(ctx context.Context, h *directory, places []*place, how Mode, force bool) (err error) {
+// vacate empties places, which are then without a region. After an error they are as they were
+// before, but for what has left them.
+func (d *Disk) vacate(ctx context.Context, h *directory, places []*place, how Mode,
+	force bool) (err error) {
 	newly := d.retire(places)
 	state := Removing
 	if how == Migrate {
@@ -547,9 +578,12 @@ func (d *Disk) unused(ctx context.Context, places []*place) error {
 	}
 }
 
-// detach takes places without regions, and with whole their directory, out of the store, and removes their files.
+// detach takes places without regions, and with whole their directory, out of the store, and
+// removes their files.
 func (d *Disk) detach(h *directory, places []*place, whole bool) error {
-	d.moving.Lock() // while a file is on its way out, whatever is dropped elsewhere waits: the file may have an old entry of it
+	// while a file is on its way out, whatever is dropped elsewhere waits: the file may have an old
+	// entry of it
+	d.moving.Lock()
 	defer d.moving.Unlock()
 	d.shape.Lock()
 	defer d.shape.Unlock()

@@ -43,7 +43,8 @@ func many(g tiers.Geometry, n int) *universe {
 }
 
 func dirOptions(fsys vfs.FS, dirs ...string) Options {
-	return Options{FS: fsys, Dirs: dirs, CapacityBytes: int64(len(dirs)) << 20, SlabBytes: 256 << 10, PieceBytes: 8192, RetryEvery: time.Millisecond}
+	return Options{FS: fsys, Dirs: dirs, CapacityBytes: int64(len(dirs)) << 20,
+		SlabBytes: 256 << 10, PieceBytes: 8192, RetryEvery: time.Millisecond}
 }
 
 func mustBe(t testing.TB, err error) {
@@ -72,7 +73,8 @@ func statusOf(t testing.TB, d *Disk, dir string) DirStatus {
 	return DirStatus{}
 }
 
-// TestAddAndMigrate: a directory is added and takes stores; another one is migrated away and loses nothing; what is left is found when it is opened again.
+// TestAddAndMigrate: a directory is added and takes stores; another one is migrated away and loses
+// nothing; what is left is found when it is opened again.
 func TestAddAndMigrate(t *testing.T) {
 	t.Parallel()
 	mem := vfstest.NewMem()
@@ -93,7 +95,9 @@ func TestAddAndMigrate(t *testing.T) {
 	if numbers, err := slabNumbers(mem, "/a"); err != nil || len(numbers) > 0 {
 		t.Fatal(numbers, err)
 	}
-	if st := statusOf(t, d, "/c"); st.State != Active || st.CapacityBytes != 2<<20 || st.Slots.Used == 0 || st.Slots.Leased+st.Slots.Draining != 0 || st.UsedBytes != int64(st.Slots.Used)*15000 {
+	if st := statusOf(t, d, "/c"); st.State != Active || st.CapacityBytes != 2<<20 ||
+		st.Slots.Used == 0 || st.Slots.Leased+st.Slots.Draining != 0 ||
+		st.UsedBytes != int64(st.Slots.Used)*15000 {
 		t.Fatalf("%+v", st)
 	}
 	mustClose(t, d)
@@ -126,7 +130,8 @@ func TestModes(t *testing.T) {
 	}
 
 	mustBe(t, d.RemoveDir(t.Context(), "/a", Drain, false))
-	if st := statusOf(t, d, "/a"); st.State != Draining || st.Slots.Draining != was || st.Slots.Free != 0 || st.Slots.Used != was {
+	if st := statusOf(t, d, "/a"); st.State != Draining || st.Slots.Draining != was ||
+		st.Slots.Free != 0 || st.Slots.Used != was {
 		t.Fatalf("%+v", st)
 	}
 	mustHold(t, u, d)
@@ -136,14 +141,16 @@ func TestModes(t *testing.T) {
 	if n := in("/a"); n != was {
 		t.Fatalf("a drained directory had %d chunks, and has %d", was, n)
 	}
-	if err := d.ResizeDir(t.Context(), "/a", 2<<20, Migrate, false); !errors.Is(err, tiers.ErrBusy) {
+	if err := d.ResizeDir(t.Context(), "/a", 2<<20, Migrate, false); !errors.Is(err,
+		tiers.ErrBusy) {
 		t.Fatal(err)
 	}
 	if err := d.AddDir(t.Context(), "/a", 3<<20); !errors.Is(err, ErrExists) {
 		t.Fatal(err)
 	}
 	mustBe(t, d.AddDir(t.Context(), "/a", 0)) // takes it into use again
-	if st := statusOf(t, d, "/a"); st.State != Active || st.Slots.Draining != 0 || st.Slots.Free == 0 {
+	if st := statusOf(t, d, "/a"); st.State != Active || st.Slots.Draining != 0 ||
+		st.Slots.Free == 0 {
 		t.Fatalf("%+v", st)
 	}
 	if err := d.AddDir(t.Context(), "/a", 1<<20); !errors.Is(err, ErrExists) {
@@ -155,7 +162,8 @@ func TestModes(t *testing.T) {
 	n1, errs1 := found(t, u, d)
 	n2, errs2 := found(t, more, d)
 	if n1+n2 != len(u.runs)+len(more.runs)-was || len(errs1)+len(errs2) > 0 {
-		t.Fatalf("%d and %d of %d and %d chunks are left, %d were in /a; %v %v", n1, n2, len(u.runs), len(more.runs), was, errs1, errs2)
+		t.Fatalf("%d and %d of %d and %d chunks are left, %d were in /a; %v %v", n1, n2,
+			len(u.runs), len(more.runs), was, errs1, errs2)
 	}
 	if len(d.Dirs()) != 1 {
 		t.Fatalf("%+v", d.Dirs())
@@ -211,7 +219,8 @@ func TestResizeDir(t *testing.T) {
 			t.Fatalf("%+v", st)
 		}
 		n, errs := found(t, u, d)
-		if how == Migrate && n != len(u.runs) || how == Evict && (n == 0 || n == len(u.runs)) || len(errs) > 0 {
+		if how == Migrate && n != len(u.runs) || how == Evict && (n == 0 || n == len(u.runs)) ||
+			len(errs) > 0 {
 			t.Fatal(how, n, errs)
 		}
 		mustBe(t, d.engine.Check())
@@ -239,7 +248,8 @@ func TestNoRoom(t *testing.T) {
 		if !errors.Is(err, ErrNoRoom) || !strings.Contains(err.Error(), "bytes are missing") {
 			t.Fatal(err)
 		}
-		if err := d.ResizeDir(t.Context(), "/a", 64<<10, Migrate, true); !errors.Is(err, ErrNoRoom) {
+		if err := d.ResizeDir(t.Context(), "/a", 64<<10, Migrate, true); !errors.Is(err,
+			ErrNoRoom) {
 			t.Fatal(err)
 		}
 	}
@@ -249,8 +259,10 @@ func TestNoRoom(t *testing.T) {
 		t.Fatalf("%+v; %+v became %+v", st, before, after)
 	}
 	mustHold(t, u, d)
-	mustBe(t, d.RemoveDir(t.Context(), "/a", Drain, false)) // a failure leaves that as it is as well
-	if err := d.RemoveDir(t.Context(), "/a", Migrate, true); !errors.Is(err, ErrNoRoom) || statusOf(t, d, "/a").State != Draining {
+	// a failure leaves that as it is as well
+	mustBe(t, d.RemoveDir(t.Context(), "/a", Drain, false))
+	if err := d.RemoveDir(t.Context(), "/a", Migrate, true); !errors.Is(err, ErrNoRoom) ||
+		statusOf(t, d, "/a").State != Draining {
 		t.Fatalf("%v %+v", err, d.Dirs())
 	}
 	mustBe(t, d.AddDir(t.Context(), "/c", 1<<20))
@@ -260,7 +272,8 @@ func TestNoRoom(t *testing.T) {
 	small := vfstest.NewMem()
 	small.SpaceBytes = 3 << 20
 	d = mustOpen(t, dirOptions(small, "/a"))
-	if err := d.AddDir(t.Context(), "/b", 8<<20); !errors.Is(err, ErrNoRoom) || !vfs.IsNoSpace(err) {
+	if err := d.AddDir(t.Context(), "/b", 8<<20); !errors.Is(err, ErrNoRoom) ||
+		!vfs.IsNoSpace(err) {
 		t.Fatal(err)
 	}
 	if err := d.ResizeDir(t.Context(), "/a", 8<<20, Migrate, false); !errors.Is(err, ErrNoRoom) {
@@ -302,7 +315,8 @@ func TestRefused(t *testing.T) {
 		}
 	}
 	mustClose(t, other)
-	for what, err := range map[string]error{"add": other.AddDir(t.Context(), "/b", 1<<20), "remove": other.RemoveDir(t.Context(), "/taken", Evict, true),
+	for what, err := range map[string]error{"add": other.AddDir(t.Context(), "/b", 1<<20),
+		"remove": other.RemoveDir(t.Context(), "/taken", Evict, true),
 		"resize": other.ResizeDir(t.Context(), "/taken", 1<<20, Evict, true)} {
 		if !errors.Is(err, tiers.ErrClosed) {
 			t.Errorf("%s after Close: %v", what, err)
@@ -317,11 +331,13 @@ func TestRefused(t *testing.T) {
 func TestSizes(t *testing.T) {
 	t.Parallel()
 	mem := vfstest.NewMem()
-	o := Options{FS: mem, Dirs: []string{"/a", "/b", "/c"}, DirBytes: []int64{1 << 20, 8 << 20, 300 << 10}, SlabBytes: 256 << 10}
+	o := Options{FS: mem, Dirs: []string{"/a", "/b", "/c"}, DirBytes: []int64{1 << 20, 8 << 20,
+		300 << 10}, SlabBytes: 256 << 10}
 	for range 2 {
 		d := mustOpen(t, o)
 		for i, st := range d.Dirs() {
-			if st.Path != o.Dirs[i] || st.CapacityBytes > o.DirBytes[i] || st.CapacityBytes < o.DirBytes[i]-leastSlabBytes {
+			if st.Path != o.Dirs[i] || st.CapacityBytes > o.DirBytes[i] ||
+				st.CapacityBytes < o.DirBytes[i]-leastSlabBytes {
 				t.Errorf("%+v, want %d", st, o.DirBytes[i])
 			}
 		}
@@ -364,18 +380,21 @@ func TestLeasedDir(t *testing.T) {
 			go func() { loaded <- u.load(t, d, 0) }()
 			<-reading
 			err := d.RemoveDir(t.Context(), "/a", how, false)
-			if st := statusOf(t, d, "/a"); !errors.Is(err, ErrLeased) || st.State != Active || st.Slots.Leased != 1 || st.Slots.Draining != 0 {
+			if st := statusOf(t, d, "/a"); !errors.Is(err, ErrLeased) || st.State != Active ||
+				st.Slots.Leased != 1 || st.Slots.Draining != 0 {
 				t.Fatalf("%v, %+v", err, st)
 			}
 			removed := make(chan error)
 			go func() { removed <- d.RemoveDir(t.Context(), "/a", how, true) }()
-			eventually(t, "it is under way", func() bool { return statusOf(t, d, "/a").State != Active })
+			eventually(t, "it is under way",
+				func() bool { return statusOf(t, d, "/a").State != Active })
 			if err := d.AddDir(t.Context(), "/c", 1<<20); !errors.Is(err, tiers.ErrBusy) {
 				t.Errorf("two changes at once: %v", err)
 			}
 			if how == Migrate {
 				// Others find it meanwhile, and then elsewhere.
-				eventually(t, "it has moved", func() bool { mustHold(t, u, d); return d.engine.Stats().Moved == 2 })
+				eventually(t, "it has moved",
+					func() bool { mustHold(t, u, d); return d.engine.Stats().Moved == 2 })
 			}
 			select {
 			case err := <-removed:
@@ -387,14 +406,16 @@ func TestLeasedDir(t *testing.T) {
 				t.Error(err)
 			}
 			mustBe(t, <-removed)
-			if n, errs := found(t, u, d); how == Migrate && n != 2 || how == Evict && n != 0 || len(errs) > 0 {
+			if n, errs := found(t, u, d); how == Migrate && n != 2 || how == Evict && n != 0 ||
+				len(errs) > 0 {
 				t.Fatal(n, errs)
 			}
 		})
 	}
 }
 
-// TestCancelled: a change that is cancelled, or that Close overtakes, leaves a store that works and has lost nothing.
+// TestCancelled: a change that is cancelled, or that Close overtakes, leaves a store that works and
+// has lost nothing.
 func TestCancelled(t *testing.T) {
 	t.Parallel()
 	for n := int64(1); n < 100; n += 7 {
@@ -440,7 +461,8 @@ func TestCancelled(t *testing.T) {
 			switch {
 			case err == nil:
 				dirs = dirs[1:]
-			case byClose && !errors.Is(err, tiers.ErrClosed) || !byClose && !errors.Is(err, context.Canceled):
+			case byClose && !errors.Is(err, tiers.ErrClosed) ||
+				!byClose && !errors.Is(err, context.Canceled):
 				t.Fatal(err)
 			}
 			met := arm(false)
@@ -449,7 +471,8 @@ func TestCancelled(t *testing.T) {
 			} else {
 				mustBe(t, d.engine.Check())
 				mustHold(t, u, d)
-				if len(d.Dirs()) != len(dirs) || d.Dirs()[0].State != Active || d.Dirs()[0].Slots.Draining > 0 {
+				if len(d.Dirs()) != len(dirs) || d.Dirs()[0].State != Active ||
+					d.Dirs()[0].Slots.Draining > 0 {
 					t.Fatalf("%+v", d.Dirs())
 				}
 				mustStore(t, many(testGeometry, 25), d)
@@ -464,10 +487,12 @@ func TestCancelled(t *testing.T) {
 	}
 }
 
-// TestMigrationFaults: whichever operation fails while a directory is migrated, no byte is wrong, the store works, and an error or a lost slab is all there is.
+// TestMigrationFaults: whichever operation fails while a directory is migrated, no byte is wrong,
+// the store works, and an error or a lost slab is all there is.
 func TestMigrationFaults(t *testing.T) {
 	t.Parallel()
-	for _, kinds := range []vfstest.Op{vfstest.OpRead, vfstest.OpWrite, vfstest.OpSync, vfstest.OpRemove | vfstest.OpSyncDir | vfstest.OpAllocate} {
+	for _, kinds := range []vfstest.Op{vfstest.OpRead, vfstest.OpWrite, vfstest.OpSync,
+		vfstest.OpRemove | vfstest.OpSyncDir | vfstest.OpAllocate} {
 		for n := int64(1); ; n += 1 + n/8 {
 			mem := vfstest.NewMem()
 			u := many(testGeometry, 20)
@@ -509,14 +534,16 @@ func TestMigrationFindsRot(t *testing.T) {
 	rot(t, mem, []string{"/a"})
 	mustBe(t, d.AddDir(t.Context(), "/b", 1<<20))
 	mustBe(t, d.RemoveDir(t.Context(), "/a", Migrate, false))
-	if n, errs := found(t, u, d); n != 0 || len(errs) > 0 || d.Stats().Corrupt != uint64(len(u.runs)) {
+	if n, errs := found(t, u, d); n != 0 || len(errs) > 0 ||
+		d.Stats().Corrupt != uint64(len(u.runs)) {
 		t.Fatal(n, errs, d.Stats())
 	}
 	mustStore(t, u, d)
 	mustHold(t, u, d)
 }
 
-// TestChangesUnderTraffic: while directories are added, resized, drained and migrated, every chunk can be loaded at each moment, and stores work.
+// TestChangesUnderTraffic: while directories are added, resized, drained and migrated, every chunk
+// can be loaded at each moment, and stores work.
 func TestChangesUnderTraffic(t *testing.T) {
 	t.Parallel()
 	const seed = 5
@@ -540,10 +567,12 @@ func TestChangesUnderTraffic(t *testing.T) {
 		})
 	}
 	traffic.Go(func() { // others come and go
-		other := many(tiers.Geometry{PageBytes: 3000, PagesPerChunk: 2, PageTokens: 16, DigestBytes: 16}, 10)
+		other := many(tiers.Geometry{PageBytes: 3000, PagesPerChunk: 2, PageTokens: 16,
+			DigestBytes: 16}, 10)
 		for ctx.Err() == nil {
 			for i := range other.runs {
-				if err := other.store(ctx, d, i)[0]; err != nil && ctx.Err() == nil && !errors.Is(err, tiers.ErrBusy) {
+				if err := other.store(ctx, d, i)[0]; err != nil && ctx.Err() == nil &&
+					!errors.Is(err, tiers.ErrBusy) {
 					t.Error(err)
 				}
 			}
@@ -572,7 +601,8 @@ func TestChangesUnderTraffic(t *testing.T) {
 				t.Fatal(seed, err)
 			}
 		case 1:
-			if err := errors.Join(d.RemoveDir(ctx, dirs[k], Drain, false), d.AddDir(ctx, dirs[k], 0)); err != nil {
+			if err := errors.Join(d.RemoveDir(ctx, dirs[k], Drain, false),
+				d.AddDir(ctx, dirs[k], 0)); err != nil {
 				t.Fatal(seed, err)
 			}
 		}
@@ -591,8 +621,9 @@ func TestChangesUnderTraffic(t *testing.T) {
 	cleanCheck(t, mem, dirs)
 }
 
-// TestPowerCutWhileMoving clones the files after every change that migrations make, as a power cut might leave them. Opened again, nothing is lost, and nothing is there
-// twice. The second migration, back to where a first one was cancelled, goes to slots with old entries.
+// TestPowerCutWhileMoving clones the files after every change that migrations make, as a power cut
+// might leave them. Opened again, nothing is lost, and nothing is there twice. The second
+// migration, back to where a first one was cancelled, goes to slots with old entries.
 func TestPowerCutWhileMoving(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(6) {
@@ -617,7 +648,10 @@ func TestPowerCutWhileMoving(t *testing.T) {
 			cutErr = func() error {
 				o := dirOptions(mem.CrashClone(seed<<32|uint64(clones)), "/a", "/b")
 				entries := 0
-				eachEntry(t, o.FS, o.Dirs, func(vfs.File, *media.Header, int, *media.Entry) { entries++ })
+				eachEntry(t, o.FS, o.Dirs, func(vfs.File, *media.Header, int,
+					*media.Entry) {
+					entries++
+				})
 				if entries > len(u.runs) {
 					both++
 				}
@@ -627,7 +661,8 @@ func TestPowerCutWhileMoving(t *testing.T) {
 				}
 				n, errs := found(t, u, d)
 				if st := d.Stats(); n != len(u.runs) || len(errs) > 0 || st.Chunks != int64(n) {
-					err = fmt.Errorf("cut %d: %d of %d chunks are found; %+v %v", clones, n, len(u.runs), st, errs)
+					err = fmt.Errorf("cut %d: %d of %d chunks are found; %+v %v", clones, n,
+						len(u.runs), st, errs)
 				}
 				err = errors.Join(err, d.engine.Check(), d.Close())
 				cleanCheck(t, o.FS, o.Dirs)
@@ -653,7 +688,8 @@ func TestPowerCutWhileMoving(t *testing.T) {
 	}
 }
 
-// The model of a store whose directories come and go: which chunks must be there, and what the directories are.
+// The model of a store whose directories come and go: which chunks must be there, and what the
+// directories are.
 type dirWorld struct {
 	t     *testing.T
 	seed  uint64
@@ -665,7 +701,8 @@ type dirWorld struct {
 	names []string
 	sizes map[string]int64
 	must  map[int]bool // chunks that are there unless something was evicted
-	gone  map[int]bool // chunks that were dropped, and not stored since: they are not there, whatever happens
+	// chunks that were dropped, and not stored since: they are not there, whatever happens
+	gone  map[int]bool
 	next  int
 	stats struct{ moves, evictions uint64 }
 	told  map[string]int
@@ -677,7 +714,8 @@ func (w *dirWorld) fatal(format string, args ...any) {
 }
 
 func (w *dirWorld) options(fsys vfs.FS) Options {
-	o := Options{FS: fsys, Dirs: w.names, SlabBytes: 128 << 10, PieceBytes: 8192, RetryEvery: time.Millisecond, Seed: w.seed}
+	o := Options{FS: fsys, Dirs: w.names, SlabBytes: 128 << 10, PieceBytes: 8192,
+		RetryEvery: time.Millisecond, Seed: w.seed}
 	for _, n := range w.names {
 		o.DirBytes = append(o.DirBytes, w.sizes[n])
 	}
@@ -771,7 +809,8 @@ func (w *dirWorld) change() {
 		}
 	})
 	before := w.options(nil)
-	name, how, force := w.dir(), []Mode{Migrate, Migrate, Evict, Drain}[w.rnd.IntN(4)], w.rnd.IntN(2) == 0
+	name, how, force := w.dir(), []Mode{Migrate, Migrate, Evict, Drain}[w.rnd.IntN(4)],
+		w.rnd.IntN(2) == 0
 	had := slices.Contains(w.names, name)
 	var st DirStatus
 	if had {
@@ -787,7 +826,8 @@ func (w *dirWorld) change() {
 		if !had || st.State != Draining {
 			w.next++
 			name, had = fmt.Sprintf("/d%d", w.next), false
-			if old := 1 + w.rnd.IntN(w.next); !slices.Contains(w.names, fmt.Sprintf("/d%d", old)) { // or one that was there before
+			if old := 1 + w.rnd.IntN(w.next); !slices.Contains(w.names, fmt.Sprintf("/d%d", old)) {
+				// or one that was there before
 				name = fmt.Sprintf("/d%d", old)
 			}
 		} else {
@@ -800,7 +840,8 @@ func (w *dirWorld) change() {
 		what = "remove " + string(how)
 		keeps = how != Evict
 		if err = w.d.RemoveDir(ctx, name, how, force); err == nil && how != Drain {
-			w.names = slices.DeleteFunc(slices.Clone(w.names), func(n string) bool { return n == name })
+			w.names = slices.DeleteFunc(slices.Clone(w.names),
+				func(n string) bool { return n == name })
 		}
 	default:
 		if how == Drain {
@@ -824,7 +865,8 @@ func (w *dirWorld) change() {
 		w.told["no room"]++
 	case errors.Is(err, context.Canceled) && cancels:
 		w.told["cancelled"]++
-	case errors.Is(err, tiers.ErrNotFound) && !had || errors.Is(err, tiers.ErrBusy) && st.State == Draining:
+	case errors.Is(err, tiers.ErrNotFound) && !had || errors.Is(err, tiers.ErrBusy) &&
+		st.State == Draining:
 	default:
 		w.fatal("%s: %v", what, err)
 	}
@@ -882,7 +924,8 @@ func (w *dirWorld) run(steps int) {
 			w.forget()
 		case k < 9:
 			i := w.rnd.IntN(len(w.u.runs))
-			if err := w.u.load(w.t, w.d, i); err != nil && (w.must[i] || !errors.Is(err, tiers.ErrNotFound)) {
+			if err := w.u.load(w.t, w.d, i); err != nil && (w.must[i] ||
+				!errors.Is(err, tiers.ErrNotFound)) {
 				w.fatal("chunk %d: %v", i, err)
 			}
 		case k < 10:
@@ -933,15 +976,19 @@ func (w *dirWorld) run(steps int) {
 	}
 }
 
-// TestDirHistories: random histories of a store whose directories are added, removed in each mode, resized, cancelled and cut from power while chunks are stored, loaded and
-// dropped. A chunk that is there has its bytes; one that was stored is there, unless it was evicted for room, dropped, or went with its directory by Evict.
+// TestDirHistories: random histories of a store whose directories are added, removed in each mode,
+// resized, cancelled and cut from power while chunks are stored, loaded and dropped. A chunk that
+// is there has its bytes; one that was stored is there, unless it was evicted for room, dropped, or
+// went with its directory by Evict.
 func TestDirHistories(t *testing.T) {
 	t.Parallel()
 	told := map[string]int{}
 	run := func(seed uint64) {
 		rnd := rand.New(rand.NewPCG(seed, 9))
-		w := &dirWorld{t: t, seed: seed, rnd: rnd, mem: vfstest.NewMem(), sizes: map[string]int64{}, must: map[int]bool{}, gone: map[int]bool{}, told: told}
-		w.u = many([]tiers.Geometry{testGeometry, {PageBytes: 1000, PagesPerChunk: 4, PageTokens: 16, DigestBytes: 16}}[rnd.IntN(2)], 5+rnd.IntN(30))
+		w := &dirWorld{t: t, seed: seed, rnd: rnd, mem: vfstest.NewMem(), sizes: map[string]int64{},
+			must: map[int]bool{}, gone: map[int]bool{}, told: told}
+		w.u = many([]tiers.Geometry{testGeometry, {PageBytes: 1000, PagesPerChunk: 4,
+			PageTokens: 16, DigestBytes: 16}}[rnd.IntN(2)], 5+rnd.IntN(30))
 		for range rnd.IntN(4) {
 			w.next++
 			name := fmt.Sprintf("/d%d", w.next)

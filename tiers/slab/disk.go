@@ -1,35 +1,45 @@
-// Package disk keeps chunks in preallocated slab files on local disks: what was stored is found again after a restart.
+// Package disk keeps chunks in preallocated slab files on local disks: what was stored is found
+// again after a restart.
 //
-// Its books are a engine.Engine whose regions are the slabs; package media is the form that they have on the medium, package vfs the file operations.
-// The page checksums stay in memory, so that a load reads nothing but the pages.
+// Its books are a engine.Engine whose regions are the slabs; package media is the form that they
+// have on the medium, package vfs the file operations. The page checksums stay in memory, so that a
+// load reads nothing but the pages.
 //
 // # A store
 //
-// The engine grants a slot, evicting if it must. If the directory still has an entry of what the slot held, that is freed and synced first. Then the data is
-// written, straight from the caller's memory, then the entry; one fdatasync makes both durable; only then the engine makes the chunk visible. Syncs are shared by
-// all stores into a slab that wait for one, and by all transfers of a call.
+// The engine grants a slot, evicting if it must. If the directory still has an entry of what the
+// slot held, that is freed and synced first. Then the data is written, straight from the caller's
+// memory, then the entry; one fdatasync makes both durable; only then the engine makes the chunk
+// visible. Syncs are shared by all stores into a slab that wait for one, and by all transfers of a
+// call.
 //
-// A power cut may leave an entry without its data if both were written and not yet synced. Each entry says up to which commit the slab was durable when it was
-// written, so opening the slab knows the few for which that is open, and reads and checks their data.
+// A power cut may leave an entry without its data if both were written and not yet synced. Each
+// entry says up to which commit the slab was durable when it was written, so opening the slab knows
+// the few for which that is open, and reads and checks their data.
 //
 // # Failing disks
 //
-// What does not check out is dropped, and so is a chunk that cannot be read. A slab whose sync fails, or where I/O fails again and again, is given up: all that it held
-// is dropped, as nothing is known about it any more. Its file is made anew, after a second at first and up to a minute later, until that works; then the slab is
-// there again, empty. Other slabs go on meanwhile.
+// What does not check out is dropped, and so is a chunk that cannot be read. A slab whose sync
+// fails, or where I/O fails again and again, is given up: all that it held is dropped, as nothing
+// is known about it any more. Its file is made anew, after a second at first and up to a minute
+// later, until that works; then the slab is there again, empty. Other slabs go on meanwhile.
 //
 // # Arenas
 //
-// An Arena is the same store with another way in: its chunks are written and read in place, by those who have the slabs mapped, under leases of the same engine. See there.
+// An Arena is the same store with another way in: its chunks are written and read in place, by
+// those who have the slabs mapped, under leases of the same engine. See there.
 //
 // # Locks
 //
-// A Disk's calls hold calls for reading, Close for writing. moving is held for writing by whoever moves chunks or is to free
-// the entries of all that was dropped, for reading by whoever writes entries of chunks that can be found already. shape guards which slabs there are, and is held while one is carved. A slab's files are used under a
-// lease or grant of a slot in it, without which the engine does not let its region go, or under its life. Its order is held while an entry is written; its mu
-// and the Disk's regionsMu are the innermost, taken also under the engine's lock, and never held across I/O. They are taken in the order:
-// calls, moving, shape, life, order, the engine's, mu or regionsMu. admin is held by whoever changes the directories, and by Close, before all of them; calls is not
-// taken under it but by Close.
+// A Disk's calls hold calls for reading, Close for writing. moving is held for writing by whoever
+// moves chunks or is to free the entries of all that was dropped, for reading by whoever writes
+// entries of chunks that can be found already. shape guards which slabs there are, and is held
+// while one is carved. A slab's files are used under a lease or grant of a slot in it, without
+// which the engine does not let its region go, or under its life. Its order is held while an entry
+// is written; its mu and the Disk's regionsMu are the innermost, taken also under the engine's
+// lock, and never held across I/O. They are taken in the order: calls, moving, shape, life, order,
+// the engine's, mu or regionsMu. admin is held by whoever changes the directories, and by Close,
+// before all of them; calls is not taken under it but by Close.
 package slab
 
 import (
@@ -64,22 +74,27 @@ type Options struct {
 	FS vfs.FS
 	// Recycled: what FS allocates reads as what was there before, not as zeros.
 	Recycled bool
-	// Dirs are the directories, made if they are not there; one process at a time has them open. The slabs are spread over all of them. There may be none: AddDir
-	// adds some.
+	// Dirs are the directories, made if they are not there; one process at a time has them open.
+	// The slabs are spread over all of them. There may be none: AddDir adds some.
 	Dirs []string
-	// CapacityBytes is the size of all slabs together, directories and all. What is there already grows or shrinks to it by whole slabs.
+	// CapacityBytes is the size of all slabs together, directories and all. What is there already
+	// grows or shrinks to it by whole slabs.
 	CapacityBytes int64
-	// DirBytes is the part of each directory in it, in the order of Dirs; CapacityBytes is their sum then. Default: equal parts.
+	// DirBytes is the part of each directory in it, in the order of Dirs; CapacityBytes is their
+	// sum then. Default: equal parts.
 	DirBytes []int64
-	// SlabBytes is the size of a new slab. Default: a 32nd of the capacity, but 256 MiB to 64 GiB, and as much as makes 60 slabs at most.
+	// SlabBytes is the size of a new slab. Default: a 32nd of the capacity, but 256 MiB to 64 GiB,
+	// and as much as makes 60 slabs at most.
 	SlabBytes int64
 	// Policy of eviction by name. Default: the engine's.
 	Policy string
 	// Workers is how many requests are under way at one time, at most 256. Default 4.
 	Workers int
-	// Queue is how many requests may wait for a worker, each way. Default: as many as keep the workers busy; more spare whoever submits them being woken for each.
+	// Queue is how many requests may wait for a worker, each way. Default: as many as keep the
+	// workers busy; more spare whoever submits them being woken for each.
 	Queue int
-	// MaxLoads and MaxStores bound the requests of loads and of stores that are on their way at one time. Default: as many as keep the workers busy.
+	// MaxLoads and MaxStores bound the requests of loads and of stores that are on their way at one
+	// time. Default: as many as keep the workers busy.
 	MaxLoads, MaxStores int
 	// PieceBytes is the most that one request moves, a multiple of 4 KiB. Default 4 MiB.
 	PieceBytes int
@@ -89,7 +104,8 @@ type Options struct {
 	MaxSpaces int
 	// Seed keys the index's hash; see engine.Config.
 	Seed uint64
-	// RetryEvery is how long after it was given up a slab is tried again for the first time. Default 1 s.
+	// RetryEvery is how long after it was given up a slab is tried again for the first time.
+	// Default 1 s.
 	RetryEvery time.Duration
 	// WatchEvery is how often the store looks whether somebody has removed its files. Default 10 s.
 	WatchEvery time.Duration
@@ -133,33 +149,42 @@ func (o *Options) validate() error {
 	}
 	if o.DirBytes != nil {
 		if len(o.DirBytes) != len(o.Dirs) {
-			return fmt.Errorf("%w: sizes of %d directories, and %d directories", tiers.ErrInvalid, len(o.DirBytes), len(o.Dirs))
+			return fmt.Errorf("%w: sizes of %d directories, and %d directories", tiers.ErrInvalid,
+				len(o.DirBytes), len(o.Dirs))
 		}
 		o.CapacityBytes = 0
 		for i, n := range o.DirBytes {
 			if n < leastSlabBytes || n > math.MaxInt64-o.CapacityBytes {
-				return fmt.Errorf("%w: a capacity of %d bytes in %s", tiers.ErrInvalid, n, o.Dirs[i])
+				return fmt.Errorf("%w: a capacity of %d bytes in %s", tiers.ErrInvalid, n,
+					o.Dirs[i])
 			}
 			o.CapacityBytes += n
 		}
 	}
 	switch {
 	case len(o.Dirs) > maxSlabs || len(o.Dirs) == 0 && o.CapacityBytes != 0:
-		return fmt.Errorf("%w: %d directories for %d bytes: at most %d directories", tiers.ErrInvalid, len(o.Dirs), o.CapacityBytes, maxSlabs)
+		return fmt.Errorf("%w: %d directories for %d bytes: at most %d directories",
+			tiers.ErrInvalid, len(o.Dirs), o.CapacityBytes, maxSlabs)
 	case o.CapacityBytes < int64(len(o.Dirs))*leastSlabBytes:
-		return fmt.Errorf("%w: a capacity of %d bytes in %d directories", tiers.ErrInvalid, o.CapacityBytes, len(o.Dirs))
+		return fmt.Errorf("%w: a capacity of %d bytes in %d directories", tiers.ErrInvalid,
+			o.CapacityBytes, len(o.Dirs))
 	case o.SlabBytes != 0 && o.SlabBytes < leastSlabBytes:
-		return fmt.Errorf("%w: slabs of %d bytes: want %d or more", tiers.ErrInvalid, o.SlabBytes, leastSlabBytes)
+		return fmt.Errorf("%w: slabs of %d bytes: want %d or more", tiers.ErrInvalid, o.SlabBytes,
+			leastSlabBytes)
 	case o.MaxLoads < 0 || o.MaxStores < 0 || o.Queue < 0:
-		return fmt.Errorf("%w: %d loads and %d stores at most, %d in the queue", tiers.ErrInvalid, o.MaxLoads, o.MaxStores, o.Queue)
+		return fmt.Errorf("%w: %d loads and %d stores at most, %d in the queue", tiers.ErrInvalid,
+			o.MaxLoads, o.MaxStores, o.Queue)
 	case o.RetryEvery < 0 || o.WatchEvery < 0:
-		return fmt.Errorf("%w: RetryEvery is %v and WatchEvery %v", tiers.ErrInvalid, o.RetryEvery, o.WatchEvery)
+		return fmt.Errorf("%w: RetryEvery is %v and WatchEvery %v", tiers.ErrInvalid, o.RetryEvery,
+			o.WatchEvery)
 	case o.Workers < 1 || o.Workers > maxWorkers:
 		return fmt.Errorf("%w: %d workers: want 1 to %d", tiers.ErrInvalid, o.Workers, maxWorkers)
 	case o.PieceBytes < block || o.PieceBytes%block != 0:
-		return fmt.Errorf("%w: pieces of %d bytes: want a multiple of %d", tiers.ErrInvalid, o.PieceBytes, block)
+		return fmt.Errorf("%w: pieces of %d bytes: want a multiple of %d", tiers.ErrInvalid,
+			o.PieceBytes, block)
 	case o.Direct != DirectAuto && o.Direct != DirectAlways && o.Direct != DirectNever:
-		return fmt.Errorf("%w: direct %q: want %s, %s or %s", tiers.ErrInvalid, o.Direct, DirectAuto, DirectAlways, DirectNever)
+		return fmt.Errorf("%w: direct %q: want %s, %s or %s", tiers.ErrInvalid, o.Direct,
+			DirectAuto, DirectAlways, DirectNever)
 	}
 	for i, dir := range o.Dirs {
 		if dir == "" || slices.Contains(o.Dirs[:i], dir) {
@@ -198,7 +223,9 @@ type Disk struct {
 
 	regionsMu sync.RWMutex // innermost
 	byRegion  map[uint32]*slab
-	dirs      []*directory // this and places change under shape and regionsMu, and are read under either; what was read stays as it is
+	// this and places change under shape and regionsMu, and are read under either; what was read
+	// stays as it is
+	dirs      []*directory
 	places    []*place
 	regionIDs atomic.Uint32
 
@@ -231,7 +258,8 @@ func normal(g tiers.Geometry) tiers.Geometry {
 	return g
 }
 
-// space answers a space, and if wanted makes it. It stays until it is let go of. nil: there is none.
+// space answers a space, and if wanted makes it. It stays until it is let go of. nil: there is
+// none.
 func (d *Disk) space(fp tiers.Fingerprint, g tiers.Geometry, make bool) (*space, error) {
 	d.spacesMu.Lock()
 	defer d.spacesMu.Unlock()
@@ -254,7 +282,8 @@ func (d *Disk) space(fp tiers.Fingerprint, g tiers.Geometry, make bool) (*space,
 		d.spaces[fp] = s
 	}
 	if s.g != normal(g) {
-		return nil, fmt.Errorf("%w: space %s has geometry %+v, asked for %+v", tiers.ErrIncompatible, fp.Short(), s.g, g)
+		return nil, fmt.Errorf("%w: space %s has geometry %+v, asked for %+v",
+			tiers.ErrIncompatible, fp.Short(), s.g, g)
 	}
 	s.users++
 	return s, nil
@@ -277,7 +306,8 @@ func (d *Disk) closeEmptySpaces() {
 		if err := d.engine.CloseSpace(s.id); err == nil {
 			delete(d.spaces, st.Fingerprint)
 		} else if err := d.engine.AddOwner(s.owner(), s.id); err != nil {
-			d.log.Error("a space lost its owner", zap.Error(err)) // cannot be: it was there a moment ago
+			// cannot be: it was there a moment ago
+			d.log.Error("a space lost its owner", zap.Error(err))
 		}
 	}
 }
@@ -305,7 +335,8 @@ func (d *Disk) slabOf(region uint32) *slab {
 	return d.byRegion[region]
 }
 
-// found is a space that chunks are recovered of. It is the caller's to let go of. nil: there is no room for it.
+// found is a space that chunks are recovered of. It is the caller's to let go of. nil: there is no
+// room for it.
 func (d *Disk) found(fp tiers.Fingerprint, g tiers.Geometry) *space {
 	if d.arena == nil {
 		s, _ := d.space(fp, g, true)
@@ -354,14 +385,16 @@ func (d *Disk) Contains(ctx context.Context, run tiers.Run, held []uint16) error
 		n := min(step, len(held)-i)
 		from := i * s.g.PagesPerChunk
 		to := min((i+n)*s.g.PagesPerChunk, run.Pages())
-		if err := d.engine.Contains(s.id, run.First+from, run.Hashes[from*s.g.DigestBytes:to*s.g.DigestBytes], held[i:i+n]); err != nil {
+		if err := d.engine.Contains(s.id, run.First+from,
+			run.Hashes[from*s.g.DigestBytes:to*s.g.DigestBytes], held[i:i+n]); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// Drop implements tiers.Tier. What it dropped is gone for good when it returns, but for chunks that are being loaded: those go with the load.
+// Drop implements tiers.Tier. What it dropped is gone for good when it returns, but for chunks that
+// are being loaded: those go with the load.
 func (d *Disk) Drop(ctx context.Context, run tiers.Run) error {
 	if err := d.begin(ctx); err != nil {
 		return err
@@ -376,7 +409,8 @@ func (d *Disk) Drop(ctx context.Context, run tiers.Run) error {
 	dropped := 0
 	for from := 0; from < run.Pages(); from += step {
 		to := min(from+step, run.Pages())
-		n, err := d.engine.Drop(s.id, run.First+from, run.Hashes[from*s.g.DigestBytes:to*s.g.DigestBytes])
+		n, err := d.engine.Drop(s.id, run.First+from,
+			run.Hashes[from*s.g.DigestBytes:to*s.g.DigestBytes])
 		if err != nil {
 			return err
 		}
@@ -406,7 +440,8 @@ func (d *Disk) Clear(ctx context.Context, fp tiers.Fingerprint) (chunks int, err
 func (d *Disk) Stats() tiers.TierStats {
 	st := d.engine.Stats()
 	out := tiers.TierStats{
-		Kind: "disk", Local: true, UsedBytes: st.UsedBytes, Chunks: int64(st.ReadySlots), Pages: int64(st.Pages), Evictions: st.Evictions,
+		Kind: "disk", Local: true, UsedBytes: st.UsedBytes, Chunks: int64(st.ReadySlots),
+		Pages: int64(st.Pages), Evictions: st.Evictions,
 		Corrupt: d.corrupt.Load(),
 	}
 	off := 0

@@ -22,10 +22,12 @@ import (
 	"lookaside/tiers/vfs/vfstest"
 )
 
-var testGeometry = tiers.Geometry{PageBytes: 5000, PagesPerChunk: 3, PageTokens: 16, DigestBytes: 32}
+var testGeometry = tiers.Geometry{PageBytes: 5000, PagesPerChunk: 3, PageTokens: 16,
+	DigestBytes: 32}
 
 func testOptions(fsys vfs.FS) Options {
-	return Options{FS: fsys, Dirs: []string{"/a", "/b"}, CapacityBytes: 4 << 20, SlabBytes: 1 << 20, PieceBytes: 8192, RetryEvery: time.Millisecond}
+	return Options{FS: fsys, Dirs: []string{"/a", "/b"}, CapacityBytes: 4 << 20, SlabBytes: 1 << 20,
+		PieceBytes: 8192, RetryEvery: time.Millisecond}
 }
 
 func mustOpen(t testing.TB, o Options) *Disk {
@@ -113,7 +115,8 @@ func eventually(t testing.TB, what string, f func() bool) {
 	}
 }
 
-// TestSyncFails: what was not synced is not acknowledged, the slab is given up alone, and comes back empty when it works again.
+// TestSyncFails: what was not synced is not acknowledged, the slab is given up alone, and comes
+// back empty when it works again.
 func TestSyncFails(t *testing.T) {
 	t.Parallel()
 	var faults switchable
@@ -145,7 +148,10 @@ func TestSyncFails(t *testing.T) {
 		t.Fatalf("%+v", st)
 	}
 	faults.set(nil)
-	eventually(t, "it works again", func() bool { return !strings.Contains(d.Stats().Detail, "given up") })
+	eventually(t, "it works again", func() bool {
+		return !strings.Contains(d.Stats().Detail,
+			"given up")
+	})
 	mustStore(t, u, d)
 	if n, errs := found(t, u, d); n != len(u.runs) {
 		t.Fatal(n, errs)
@@ -154,7 +160,8 @@ func TestSyncFails(t *testing.T) {
 	cleanCheck(t, mem, []string{"/a", "/b"})
 }
 
-// TestAllGone: with every slab given up stores say why and loads are misses, and all of it comes back.
+// TestAllGone: with every slab given up stores say why and loads are misses, and all of it comes
+// back.
 func TestAllGone(t *testing.T) {
 	t.Parallel()
 	for _, what := range []error{syscall.EIO, syscall.ENOSPC} {
@@ -162,7 +169,8 @@ func TestAllGone(t *testing.T) {
 		u := newUniverse(testGeometry)
 		d := mustOpen(t, testOptions(vfstest.Faulty(vfstest.NewMem(), faults.ask)))
 		mustStore(t, u, d)
-		faults.set(inSlabs(vfstest.OpRead|vfstest.OpWrite|vfstest.OpSync|vfstest.OpAllocate, "", vfstest.Fault{Err: what}))
+		faults.set(inSlabs(vfstest.OpRead|vfstest.OpWrite|vfstest.OpSync|vfstest.OpAllocate, "",
+			vfstest.Fault{Err: what}))
 		faults.set(func(c vfstest.Call) vfstest.Fault {
 			if c.Op&(vfstest.OpRead|vfstest.OpWrite|vfstest.OpSync|vfstest.OpAllocate) != 0 {
 				return vfstest.Fault{Err: what}
@@ -178,9 +186,11 @@ func TestAllGone(t *testing.T) {
 			}
 			return true
 		})
-		eventually(t, "every load is a miss", func() bool { n, errs := found(t, u, d); return n == 0 && len(errs) == 0 })
+		eventually(t, "every load is a miss",
+			func() bool { n, errs := found(t, u, d); return n == 0 && len(errs) == 0 })
 		faults.set(nil)
-		eventually(t, "it works again", func() bool { return errors.Join(u.store(t.Context(), d, all(u)...)...) == nil })
+		eventually(t, "it works again",
+			func() bool { return errors.Join(u.store(t.Context(), d, all(u)...)...) == nil })
 		if n, errs := found(t, u, d); n != len(u.runs) {
 			t.Fatal(n, errs)
 		}
@@ -191,7 +201,8 @@ func TestAllGone(t *testing.T) {
 // TestDamage: whatever happens to a read or a write of data, no wrong byte comes up.
 func TestDamage(t *testing.T) {
 	t.Parallel()
-	for _, f := range []vfstest.Fault{{Flip: 12345}, {Torn: true}, {Shift: 8192}, {Shift: -8192}, {Shift: 16384}, {Err: syscall.EIO}} {
+	for _, f := range []vfstest.Fault{{Flip: 12345}, {Torn: true}, {Shift: 8192}, {Shift: -8192},
+		{Shift: 16384}, {Err: syscall.EIO}} {
 		for _, op := range []vfstest.Op{vfstest.OpRead, vfstest.OpWrite} {
 			if f.Torn && op == vfstest.OpRead {
 				continue
@@ -223,7 +234,8 @@ func TestDamage(t *testing.T) {
 					t.Fatal(err)
 				}
 				for i := range u.runs {
-					if err := u.load(t, d, i); err != nil && !errors.Is(err, tiers.ErrNotFound) && !errors.Is(err, tiers.ErrCorrupt) {
+					if err := u.load(t, d, i); err != nil && !errors.Is(err, tiers.ErrNotFound) &&
+						!errors.Is(err, tiers.ErrCorrupt) {
 						t.Fatal(err)
 					}
 				}
@@ -231,7 +243,8 @@ func TestDamage(t *testing.T) {
 					t.Fatal(errs)
 				}
 				mustClose(t, d)
-				if _, err := Check(t.Context(), CheckOptions{FS: mem, Dirs: o.Dirs, Repair: true}); err != nil {
+				if _, err := Check(t.Context(), CheckOptions{FS: mem, Dirs: o.Dirs,
+					Repair: true}); err != nil {
 					t.Fatal(err)
 				}
 				cleanCheck(t, mem, o.Dirs)
@@ -247,7 +260,8 @@ func TestCheckAndRepair(t *testing.T) {
 	u := newUniverse(testGeometry)
 	d := mustOpen(t, o)
 	mustStore(t, u, d)
-	if _, err := Check(t.Context(), CheckOptions{FS: mem, Dirs: o.Dirs}); !errors.As(err, new(*vfs.LockedError)) {
+	if _, err := Check(t.Context(), CheckOptions{FS: mem, Dirs: o.Dirs}); !errors.As(err,
+		new(*vfs.LockedError)) {
 		t.Fatal(err)
 	}
 	mustClose(t, d)
@@ -263,7 +277,8 @@ func TestCheckAndRepair(t *testing.T) {
 	eachEntry(t, mem, o.Dirs, func(file vfs.File, h *media.Header, slot int, e *media.Entry) {
 		switch n++; n {
 		case 1: // a page
-			if _, err := file.WriteAt([]byte("damage"), h.Layout.SlotOffset(slot)+7000); err != nil {
+			if _, err := file.WriteAt([]byte("damage"), h.Layout.SlotOffset(slot)+
+				7000); err != nil {
 				t.Fatal(err)
 			}
 		case 2: // an entry
@@ -285,12 +300,13 @@ func TestCheckAndRepair(t *testing.T) {
 	}
 	for _, repair := range []bool{false, true} {
 		told := int64(0)
-		r, err = Check(t.Context(), CheckOptions{FS: mem, Dirs: o.Dirs, Repair: repair, Progress: func(done, total int64) {
-			if done < told || done > total {
-				t.Errorf("progress %d of %d after %d", done, total, told)
-			}
-			told = done
-		}})
+		r, err = Check(t.Context(), CheckOptions{FS: mem, Dirs: o.Dirs, Repair: repair,
+			Progress: func(done, total int64) {
+				if done < told || done > total {
+					t.Errorf("progress %d of %d after %d", done, total, told)
+				}
+				told = done
+			}})
 		if err != nil || r.Bad() != 3 || told == 0 {
 			t.Fatalf("%+v %v", r, err)
 		}
@@ -303,7 +319,8 @@ func TestCheckAndRepair(t *testing.T) {
 	mustStore(t, u, d)
 	mustClose(t, d)
 	cleanCheck(t, mem, o.Dirs)
-	if _, err := Check(t.Context(), CheckOptions{FS: mem, Dirs: []string{"/"}}); !errors.Is(err, tiers.ErrNotFound) {
+	if _, err := Check(t.Context(), CheckOptions{FS: mem, Dirs: []string{"/"}}); !errors.Is(err,
+		tiers.ErrNotFound) {
 		t.Fatal(err)
 	}
 }
@@ -316,7 +333,8 @@ func TestOpenRefusals(t *testing.T) {
 	d := mustOpen(t, o)
 	_, err := Open(o)
 	var locked *vfs.LockedError
-	if !errors.As(err, &locked) || locked.PID != os.Getpid() || !strings.Contains(err.Error(), strconv.Itoa(os.Getpid())) {
+	if !errors.As(err, &locked) || locked.PID != os.Getpid() ||
+		!strings.Contains(err.Error(), strconv.Itoa(os.Getpid())) {
 		t.Fatal(err)
 	}
 	mustClose(t, d)
@@ -333,21 +351,24 @@ func TestOpenRefusals(t *testing.T) {
 	if err := f.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := Open(o); !errors.Is(err, media.ErrVersion) || !strings.Contains(err.Error(), "/a/"+SlabName(0)) {
+	if _, err := Open(o); !errors.Is(err, media.ErrVersion) ||
+		!strings.Contains(err.Error(), "/a/"+SlabName(0)) {
 		t.Fatal(err)
 	}
 
 	small := vfstest.NewMem()
 	small.SpaceBytes = 2 << 20
-	if _, err := Open(testOptions(small)); !vfs.IsNoSpace(err) || !strings.Contains(err.Error(), "are free") {
+	if _, err := Open(testOptions(small)); !vfs.IsNoSpace(err) ||
+		!strings.Contains(err.Error(), "are free") {
 		t.Fatal(err)
 	}
-	if _, err := Open(testOptions(vfstest.Faulty(vfstest.NewMem(), func(c vfstest.Call) vfstest.Fault {
-		if c.Op == vfstest.OpOpen {
-			return vfstest.Fault{Err: syscall.EMFILE}
-		}
-		return vfstest.Fault{}
-	}))); !errors.Is(err, syscall.EMFILE) {
+	if _, err := Open(testOptions(vfstest.Faulty(vfstest.NewMem(),
+		func(c vfstest.Call) vfstest.Fault {
+			if c.Op == vfstest.OpOpen {
+				return vfstest.Fault{Err: syscall.EMFILE}
+			}
+			return vfstest.Fault{}
+		}))); !errors.Is(err, syscall.EMFILE) {
 		t.Fatal(err)
 	}
 	undirect := vfstest.NewMem()
@@ -358,8 +379,10 @@ func TestOpenRefusals(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, change := range []func(*Options){
-		func(o *Options) { o.Dirs = nil }, func(o *Options) { o.Dirs = []string{"/a", "/a"} }, func(o *Options) { o.CapacityBytes = 1 },
-		func(o *Options) { o.SlabBytes = 1 }, func(o *Options) { o.Workers = -1 }, func(o *Options) { o.PieceBytes = 1000 }, func(o *Options) { o.Direct = "perhaps" },
+		func(o *Options) { o.Dirs = nil }, func(o *Options) { o.Dirs = []string{"/a", "/a"} },
+		func(o *Options) { o.CapacityBytes = 1 },
+		func(o *Options) { o.SlabBytes = 1 }, func(o *Options) { o.Workers = -1 },
+		func(o *Options) { o.PieceBytes = 1000 }, func(o *Options) { o.Direct = "perhaps" },
 		func(o *Options) { o.Policy = "none such" },
 	} {
 		o := testOptions(vfstest.NewMem())
@@ -386,7 +409,8 @@ func TestResize(t *testing.T) {
 		if st := d.Stats(); st.CapacityBytes != capacity {
 			t.Fatalf("%+v, want %d", st, capacity)
 		}
-		if n, errs := found(t, u, d); len(errs) > 0 || n != before { // it was all in the first slab of each directory
+		if n, errs := found(t, u, d); len(errs) > 0 || n != before {
+			// it was all in the first slab of each directory
 			t.Fatal(n, errs)
 		}
 		mustClose(t, d)
@@ -427,13 +451,15 @@ func TestManySpaces(t *testing.T) {
 	o.MaxSpaces = 3
 	d := mustOpen(t, o)
 	for i := range 10 {
-		space := &tiers.Space{Fingerprint: tiers.FingerprintOf([]byte{byte(i)}), Geometry: testGeometry}
+		space := &tiers.Space{Fingerprint: tiers.FingerprintOf([]byte{byte(i)}),
+			Geometry: testGeometry}
 		run := tiers.Run{Space: space, Hashes: make([]byte, 32)}
-		d.Store(t.Context(), []tiers.Transfer{{Run: run, Bytes: make([]byte, 5000)}}, func(_ int, err error) {
-			if err != nil {
-				t.Fatalf("space %d: %v", i, err)
-			}
-		})
+		d.Store(t.Context(), []tiers.Transfer{{Run: run, Bytes: make([]byte, 5000)}},
+			func(_ int, err error) {
+				if err != nil {
+					t.Fatalf("space %d: %v", i, err)
+				}
+			})
 		if i%2 == 0 {
 			if _, err := d.Clear(t.Context(), space.Fingerprint); err != nil {
 				t.Fatal(err)
@@ -444,13 +470,15 @@ func TestManySpaces(t *testing.T) {
 	}
 }
 
-// TestRealDisk moves chunks on a real file system, around the page cache where it can be, from memory at odd addresses too.
+// TestRealDisk moves chunks on a real file system, around the page cache where it can be, from
+// memory at odd addresses too.
 func TestRealDisk(t *testing.T) {
 	t.Parallel()
 	for _, direct := range []Direct{DirectAuto, DirectNever} {
 		dirs := []string{path.Join(t.TempDir(), "a"), path.Join(t.TempDir(), "b")}
 		o := Options{Dirs: dirs, CapacityBytes: 16 << 20, SlabBytes: 4 << 20, Direct: direct}
-		u := newUniverse(testGeometry, tiers.Geometry{PageBytes: 64 << 10, PagesPerChunk: 4, PageTokens: 16, DigestBytes: 16})
+		u := newUniverse(testGeometry, tiers.Geometry{PageBytes: 64 << 10, PagesPerChunk: 4,
+			PageTokens: 16, DigestBytes: 16})
 		d := mustOpen(t, o)
 		mustStore(t, u, d)
 		if n, errs := found(t, u, d); n != len(u.runs) {
@@ -482,11 +510,14 @@ func TestRealDisk(t *testing.T) {
 	}
 }
 
-// FuzzOpen: whatever is in a slab, opening it and looking for all that may be in it ends well, and no wrong byte comes up.
+// FuzzOpen: whatever is in a slab, opening it and looking for all that may be in it ends well, and
+// no wrong byte comes up.
 func FuzzOpen(f *testing.F) {
-	u := newUniverse(tiers.Geometry{PageBytes: 700, PagesPerChunk: 3, PageTokens: 16, DigestBytes: 32})
+	u := newUniverse(tiers.Geometry{PageBytes: 700, PagesPerChunk: 3, PageTokens: 16,
+		DigestBytes: 32})
 	base := vfstest.NewMem()
-	o := Options{FS: base, Dirs: []string{"/a"}, CapacityBytes: 128 << 10, SlabBytes: 128 << 10, RetryEvery: time.Hour}
+	o := Options{FS: base, Dirs: []string{"/a"}, CapacityBytes: 128 << 10, SlabBytes: 128 << 10,
+		RetryEvery: time.Hour}
 	d := mustOpen(f, o)
 	mustStore(f, u, d)
 	mustClose(f, d)
@@ -530,7 +561,8 @@ func FuzzOpen(f *testing.F) {
 	})
 }
 
-// TestNoEvictionBesideBlankSlabs: several that store at once, into slabs that are carved as they are needed, evict nothing before all of them are full.
+// TestNoEvictionBesideBlankSlabs: several that store at once, into slabs that are carved as they
+// are needed, evict nothing before all of them are full.
 func TestNoEvictionBesideBlankSlabs(t *testing.T) {
 	t.Parallel()
 	g := tiers.Geometry{PageBytes: 4096, PagesPerChunk: 1, PageTokens: 16, DigestBytes: 16}
@@ -541,14 +573,16 @@ func TestNoEvictionBesideBlankSlabs(t *testing.T) {
 		t.Fatal(err)
 	}
 	for range 50 {
-		d := mustOpen(t, Options{FS: vfstest.NewMem(), Dirs: []string{"/d"}, CapacityBytes: slabs * slabBytes, SlabBytes: slabBytes})
+		d := mustOpen(t, Options{FS: vfstest.NewMem(), Dirs: []string{"/d"},
+			CapacityBytes: slabs * slabBytes, SlabBytes: slabBytes})
 		var next atomic.Int64
 		var running sync.WaitGroup
 		for range workers {
 			running.Go(func() {
 				for n := next.Add(1); n <= int64(slabs*layout.Slots); n = next.Add(1) {
 					run := tiertest.Prefix{byte(n), byte(n >> 8)}.Run(space, 0, 2).Chunk(1)
-					d.Store(t.Context(), []tiers.Transfer{{Run: run, Bytes: make([]byte, g.PageBytes)}}, func(_ int, err error) {
+					d.Store(t.Context(), []tiers.Transfer{{Run: run,
+						Bytes: make([]byte, g.PageBytes)}}, func(_ int, err error) {
 						if err != nil {
 							t.Error(err)
 						}
@@ -558,7 +592,8 @@ func TestNoEvictionBesideBlankSlabs(t *testing.T) {
 		}
 		running.Wait()
 		if st := d.Stats(); st.Evictions > 0 || st.Chunks != int64(slabs*layout.Slots) {
-			t.Fatalf("%d evictions, %d chunks in %d slots", st.Evictions, st.Chunks, slabs*layout.Slots)
+			t.Fatalf("%d evictions, %d chunks in %d slots", st.Evictions, st.Chunks,
+				slabs*layout.Slots)
 		}
 		mustClose(t, d)
 	}

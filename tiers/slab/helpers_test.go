@@ -43,7 +43,8 @@ func (g *gate) close() (open func()) {
 }
 
 // eachEntry calls f for every entry in use, with the slab's file open.
-func eachEntry(t testing.TB, fsys vfs.FS, dirs []string, f func(file vfs.File, h *media.Header, slot int, e *media.Entry)) {
+func eachEntry(t testing.TB, fsys vfs.FS, dirs []string, f func(file vfs.File, h *media.Header,
+	slot int, e *media.Entry)) {
 	t.Helper()
 	for _, dir := range dirs {
 		numbers, err := slabNumbers(fsys, dir)
@@ -58,12 +59,13 @@ func eachEntry(t testing.TB, fsys vfs.FS, dirs []string, f func(file vfs.File, h
 			h, err := readHeader(file)
 			if err == nil && h.Carved() {
 				l := &h.Layout
-				err = l.Scan(file, h.Identity(), 0, l.Slots, make([]byte, l.ScanBytes(1)), func(slot int, st media.State, e *media.Entry) error {
-					if st == media.Used {
-						f(file, &h, slot, e)
-					}
-					return nil
-				}, nil)
+				err = l.Scan(file, h.Identity(), 0, l.Slots, make([]byte, l.ScanBytes(1)),
+					func(slot int, st media.State, e *media.Entry) error {
+						if st == media.Used {
+							f(file, &h, slot, e)
+						}
+						return nil
+					}, nil)
 			}
 			if err := errors.Join(err, file.Close()); err != nil {
 				t.Fatal(err)

@@ -23,7 +23,8 @@ type job struct {
 	sums  []uint64 // of the slot's pages: to be filled by a store, to be compared by a load
 	store bool
 	lease uint64 // the engine's handle
-	freed bool   // of a store: the slot's entry was freed, which is to be synced before its data is overwritten
+	// of a store: the slot's entry was freed, which is to be synced before its data is overwritten
+	freed bool
 
 	file   vfs.File
 	direct bool
@@ -37,7 +38,8 @@ type job struct {
 	done func(*job)
 }
 
-// piece is one request: bytes [from, to) of a job, or all of it and of the jobs after it: see neighbours.
+// piece is one request: bytes [from, to) of a job, or all of it and of the jobs after it: see
+// neighbours.
 type piece struct {
 	j        *job
 	from, to int64
@@ -58,8 +60,9 @@ func (j *job) failure() error {
 	return j.err
 }
 
-// line is the way of the pieces of loads, or of stores: they are moved and then checked, or the other way round. Every queue has room for all that are on
-// their way, so that nobody waits to hand one on.
+// line is the way of the pieces of loads, or of stores: they are moved and then checked, or the
+// other way round. Every queue has room for all that are on their way, so that nobody waits to hand
+// one on.
 type line struct {
 	room   chan struct{} // has an entry for each piece on its way
 	moves  chan piece
@@ -71,11 +74,13 @@ func newLine(pieces, most int) line {
 	if most > 0 {
 		pieces = min(pieces, most)
 	}
-	return line{room: make(chan struct{}, pieces), moves: make(chan piece, pieces), checks: make(chan piece, pieces)}
+	return line{room: make(chan struct{}, pieces), moves: make(chan piece, pieces),
+		checks: make(chan piece, pieces)}
 }
 
-// startWorkers has the workers go on until the tier is closed. Movers do nothing but requests, one after another, so that the medium always has as many as it may have;
-// checksums are the business of checkers, for which two are enough at several GB/s each.
+// startWorkers has the workers go on until the tier is closed. Movers do nothing but requests, one
+// after another, so that the medium always has as many as it may have; checksums are the business
+// of checkers, for which two are enough at several GB/s each.
 func (d *Disk) startWorkers() {
 	checkers := min(2, runtime.GOMAXPROCS(0))
 	pieces := max(2*(d.o.Workers+checkers), d.o.Queue)
@@ -117,7 +122,8 @@ func (d *Disk) line(j *job) *line {
 	return &d.loads
 }
 
-// work does pieces until the tier is closed. Loads come first, as somebody waits for them, but every so often a store does.
+// work does pieces until the tier is closed. Loads come first, as somebody waits for them, but
+// every so often a store does.
 func (d *Disk) work(loads, stores chan piece, do func(piece)) {
 	for n := 0; ; n++ {
 		first, second := loads, stores
@@ -212,7 +218,8 @@ func (d *Disk) finishOne(j *job) {
 	j.done(j)
 }
 
-// move reads or writes the piece. Where the page cache is bypassed, what is left of a block at its end goes through tail.
+// move reads or writes the piece. Where the page cache is bypassed, what is left of a block at its
+// end goes through tail.
 func (d *Disk) move(p *piece, tail []byte) error {
 	j := p.j
 	off := j.s.layout.SlotOffset(j.slot)
@@ -287,7 +294,8 @@ func (j *job) checkPages(from, end int) error {
 	wrong := -1
 	err := dax.Guard(func() {
 		for i := from; i < end; i++ {
-			sum := j.s.id.PageSum(j.t.Hashes[i*d:(i+1)*d], j.gen, j.t.Bytes[int64(i)*size:int64(i+1)*size])
+			sum := j.s.id.PageSum(j.t.Hashes[i*d:(i+1)*d], j.gen,
+				j.t.Bytes[int64(i)*size:int64(i+1)*size])
 			switch {
 			case j.store:
 				j.sums[i] = sum

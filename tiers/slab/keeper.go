@@ -13,7 +13,8 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// keepBatch is how many chunks a keeper takes at a time, fewer if they may be large: their entries are synced together, and Forget waits for no more than that.
+// keepBatch is how many chunks a keeper takes at a time, fewer if they may be large: their entries
+// are synced together, and Forget waits for no more than that.
 const keepBatch = 32
 
 // batch is how many a keeper takes next.
@@ -74,7 +75,8 @@ type keepings struct {
 // keepSome keeps the next chunks that wait, and says whether there may be more.
 func (a *Arena) keepSome(k *keepings) (full bool) {
 	d := a.d
-	d.moving.RLock() // so whoever has it for writing sees each chunk either still waiting or with its entry written
+	// so whoever has it for writing sees each chunk either still waiting or with its entry written
+	d.moving.RLock()
 	defer d.moving.RUnlock()
 	a.keeping.Add(1)
 	defer a.keeping.Add(-1)
@@ -83,7 +85,8 @@ func (a *Arena) keepSome(k *keepings) (full bool) {
 	k.all = k.all[:0]
 	for _, c := range k.items {
 		x := keeping{item: c, sp: d.spaceByID(c.Space), s: d.slabOf(c.Region)}
-		if x.s == nil || x.s.failed.Load() || x.sp == nil { // the slab is being given up: the chunk goes with it
+		if x.s == nil || x.s.failed.Load() || x.sp == nil {
+			// the slab is being given up: the chunk goes with it
 			d.engine.EndCascade(c.Handle, false)
 			continue
 		}
@@ -95,7 +98,8 @@ func (a *Arena) keepSome(k *keepings) (full bool) {
 		k.all = append(k.all, x)
 	}
 	if len(k.all) > 0 {
-		// Where one of these was before it was dropped and stored again, others may be by now: only one of the two entries may be found.
+		// Where one of these was before it was dropped and stored again, others may be by now: only
+		// one of the two entries may be found.
 		_ = d.eachSlab((*slab).hideStale) // a slab that fails is given up
 	}
 	slices.SortFunc(k.all, func(x, y keeping) int {
@@ -112,7 +116,8 @@ func (a *Arena) keepSome(k *keepings) (full bool) {
 	return len(k.items) == batch
 }
 
-// keepIn keeps chunks of one slab, in the order of their slots: first their bytes last, then their entries are written, then these last.
+// keepIn keeps chunks of one slab, in the order of their slots: first their bytes last, then their
+// entries are written, then these last.
 func (a *Arena) keepIn(s *slab, all []keeping, k *keepings) {
 	d, file := a.d, s.buffed.(vfs.Resident)
 	for i := range all {
@@ -125,7 +130,8 @@ func (a *Arena) keepIn(s *slab, all []keeping, k *keepings) {
 	inRuns(all, func(some []keeping) error {
 		last := &some[len(some)-1]
 		from := s.layout.SlotOffset(some[0].slot)
-		return file.Persist(from, s.layout.SlotOffset(last.slot)+int64(last.item.Pages)*s.layout.Geometry.PageBytes-from)
+		return file.Persist(from, s.layout.SlotOffset(last.slot)+
+			int64(last.item.Pages)*s.layout.Geometry.PageBytes-from)
 	}, func(x *keeping) {
 		x.lost = true
 		var bad *vfs.BadPlaceError
@@ -141,7 +147,9 @@ func (a *Arena) keepIn(s *slab, all []keeping, k *keepings) {
 			x := &some[i]
 			s.setSums(x.slot, x.gen, x.sums)
 			entries[i] = media.Entry{
-				Generation: x.gen, Space: x.sp.Fingerprint, First: x.item.First, Pages: x.item.Pages, Prev: x.item.Prev, Digests: x.item.Hashes, Sums: encodeSums(x.sums),
+				Generation: x.gen, Space: x.sp.Fingerprint, First: x.item.First,
+				Pages: x.item.Pages, Prev: x.item.Prev, Digests: x.item.Hashes,
+				Sums: encodeSums(x.sums),
 			}
 		}
 		return s.writeEntries(d, uint32(some[0].slot), entries)
@@ -162,8 +170,10 @@ func (a *Arena) keepIn(s *slab, all []keeping, k *keepings) {
 		case x.lost:
 			d.unread.Add(1)
 			d.log.Warn("a chunk cannot be read where it was stored; dropped", zap.Error(x.err))
-			digest := s.layout.Geometry.DigestBytes // the last page is in no other chunk, but in a longer version of this one
-			if _, err := d.engine.Drop(x.item.Space, x.item.First+x.item.Pages-1, x.item.Hashes[(x.item.Pages-1)*digest:]); err != nil {
+			// the last page is in no other chunk, but in a longer version of this one
+			digest := s.layout.Geometry.DigestBytes
+			if _, err := d.engine.Drop(x.item.Space, x.item.First+x.item.Pages-1,
+				x.item.Hashes[(x.item.Pages-1)*digest:]); err != nil {
 				d.log.Warn("dropping a chunk", zap.Error(err))
 			}
 		case x.err != nil:
@@ -176,8 +186,9 @@ func (a *Arena) keepIn(s *slab, all []keeping, k *keepings) {
 	}
 }
 
-// inRuns calls do for runs of neighbouring slots among the chunks with which nothing is wrong so far, and where that fails for several for each by itself. failed is told of those
-// for which it does.
+// inRuns calls do for runs of neighbouring slots among the chunks with which nothing is wrong so
+// far, and where that fails for several for each by itself. failed is told of those for which it
+// does.
 func inRuns(all []keeping, do func(some []keeping) error, failed func(x *keeping)) {
 	for from := 0; from < len(all); {
 		if all[from].err != nil {
@@ -185,7 +196,8 @@ func inRuns(all []keeping, do func(some []keeping) error, failed func(x *keeping
 			continue
 		}
 		to := from + 1
-		for to < len(all) && all[to].err == nil && all[to].slot == all[to-1].slot+1 && (to-from+1)*all[to].s.layout.EntryBytes <= maxRun {
+		for to < len(all) && all[to].err == nil && all[to].slot == all[to-1].slot+1 &&
+			(to-from+1)*all[to].s.layout.EntryBytes <= maxRun {
 			to++
 		}
 		if err := do(all[from:to]); err != nil {

@@ -12,13 +12,16 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// checkTransfer says whether a transfer is one chunk with the memory that it needs: what this tier does with it depends on that.
+// checkTransfer says whether a transfer is one chunk with the memory that it needs: what this tier
+// does with it depends on that.
 func checkTransfer(t *tiers.Transfer) error {
 	g := &t.Space.Geometry
 	n := t.Pages()
-	if n < 1 || n > g.PagesPerChunk || t.First < 0 || t.First%g.PagesPerChunk != 0 || len(t.Hashes) != n*g.DigestBytes || int64(len(t.Bytes)) != int64(n)*g.PageBytes ||
+	if n < 1 || n > g.PagesPerChunk || t.First < 0 || t.First%g.PagesPerChunk != 0 ||
+		len(t.Hashes) != n*g.DigestBytes || int64(len(t.Bytes)) != int64(n)*g.PageBytes ||
 		len(t.Prev) != 0 && len(t.Prev) != g.DigestBytes {
-		return fmt.Errorf("%w: a transfer of %d pages from page %d with %d bytes", tiers.ErrInvalid, n, t.First, len(t.Bytes))
+		return fmt.Errorf("%w: a transfer of %d pages from page %d with %d bytes", tiers.ErrInvalid,
+			n, t.First, len(t.Bytes))
 	}
 	return nil
 }
@@ -89,7 +92,8 @@ func (d *Disk) lease(ctx context.Context, sp *space, i int, t *tiers.Transfer) (
 	var room [1]engine.Extent
 	load, extents, err := d.engine.PrepareLoad(o, o, id, t.First, n, room[:0])
 	if err != nil {
-		if errors.Is(err, tiers.ErrStale) || errors.Is(err, tiers.ErrNotFound) { // dropped meanwhile
+		if errors.Is(err, tiers.ErrStale) || errors.Is(err, tiers.ErrNotFound) {
+			// dropped meanwhile
 			_ = d.engine.Cancel(o, id)
 			err = tiers.ErrNotFound
 		}
@@ -102,7 +106,8 @@ func (d *Disk) lease(ctx context.Context, sp *space, i int, t *tiers.Transfer) (
 	d.touch(s)
 	slot := s.slotAt(extents[0].Offset)
 	return &job{
-		ctx: ctx, i: i, t: t, s: s, sp: sp, slot: slot, gen: s.gens.Slice()[slot], sums: s.pageSums(slot), lease: load,
+		ctx: ctx, i: i, t: t, s: s, sp: sp, slot: slot, gen: s.gens.Slice()[slot],
+		sums: s.pageSums(slot), lease: load,
 	}, nil
 }
 
@@ -119,7 +124,8 @@ func (d *Disk) endLoad(j *job) error {
 		d.log.Warn("a chunk on disk is corrupt; dropped", zap.Error(err))
 	case j.ctx.Err() != nil && errors.Is(err, context.Cause(j.ctx)) || callersFault(err):
 	default:
-		// What cannot be read now may be readable later, but nobody would know: the next one is served by the next tier.
+		// What cannot be read now may be readable later, but nobody would know: the next one is
+		// served by the next tier.
 		bad = []uint32{0}
 		d.unread.Add(1)
 		d.faulty(j.s, err)

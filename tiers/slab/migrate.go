@@ -18,10 +18,12 @@ import (
 )
 
 const (
-	// moveBatch is how many chunks move between two syncs at most, and batchBytes how many bytes if they are large.
+	// moveBatch is how many chunks move between two syncs at most, and batchBytes how many bytes if
+	// they are large.
 	moveBatch  = 8
 	batchBytes = 32 << 20
-	// moveBytes is the most that a request of a migration moves: lookups wait for no more than that.
+	// moveBytes is the most that a request of a migration moves: lookups wait for no more than
+	// that.
 	moveBytes = 1 << 20
 )
 
@@ -65,7 +67,9 @@ func (d *Disk) migrate(ctx context.Context, h *directory, places []*place) error
 			}
 		}
 		if left == 0 {
-			d.log.Info("moved what was in a directory, or a part of it", zap.String("directory", h.path), zap.Int64("chunks", h.moved.Load()), zap.Duration("in", time.Since(start)))
+			d.log.Info("moved what was in a directory, or a part of it",
+				zap.String("directory", h.path), zap.Int64("chunks", h.moved.Load()),
+				zap.Duration("in", time.Since(start)))
 			return nil
 		}
 		if moved > 0 {
@@ -101,12 +105,14 @@ func (d *Disk) room(places []*place, h *directory) error {
 		}
 	}
 	if missing > 0 {
-		return fmt.Errorf("%w: for what is to be moved %d bytes are missing elsewhere", ErrNoRoom, missing)
+		return fmt.Errorf("%w: for what is to be moved %d bytes are missing elsewhere", ErrNoRoom,
+			missing)
 	}
 	return nil
 }
 
-// carveFor carves blank places for a geometry until it has so many free slots, and answers how many it has.
+// carveFor carves blank places for a geometry until it has so many free slots, and answers how many
+// it has.
 func (d *Disk) carveFor(g tiers.Geometry, want int) (free int) {
 	d.shape.Lock()
 	defer d.shape.Unlock()
@@ -123,8 +129,10 @@ func (d *Disk) carveFor(g tiers.Geometry, want int) (free int) {
 	return free
 }
 
-// empty moves what it can out of a drained slab, with leased also what is being read. It answers how many chunks have moved.
-func (v *mover) empty(ctx context.Context, s *slab, h *directory, leased bool) (moved int64, err error) {
+// empty moves what it can out of a drained slab, with leased also what is being read. It answers
+// how many chunks have moved.
+func (v *mover) empty(ctx context.Context, s *slab, h *directory,
+	leased bool) (moved int64, err error) {
 	var failed error
 	for from := 0; from >= 0; {
 		if err := v.d.going(ctx); err != nil {
@@ -139,7 +147,9 @@ func (v *mover) empty(ctx context.Context, s *slab, h *directory, leased bool) (
 		case errors.Is(err, tiers.ErrBusy):
 			st, _ := v.d.engine.Region(s.region)
 			if rest := st.Used(); v.d.carveFor(s.layout.Geometry, rest) == 0 && rest > 0 {
-				return moved, fmt.Errorf("%w: others have taken it: %d chunks, %d bytes, have not moved", ErrNoRoom, rest, int64(rest)*st.SlotBytes)
+				return moved, fmt.Errorf(
+					"%w: others have taken it: %d chunks, %d bytes, have not moved", ErrNoRoom,
+					rest, int64(rest)*st.SlotBytes)
 			}
 		case errors.Is(err, errMove):
 			failed = err
@@ -155,12 +165,14 @@ func (v *mover) empty(ctx context.Context, s *slab, h *directory, leased bool) (
 }
 
 // some moves the next chunks of a slab, from a slot on.
-func (v *mover) some(ctx context.Context, s *slab, from int, leased bool) (moved int64, next int, err error) {
+func (v *mover) some(ctx context.Context, s *slab, from int, leased bool) (moved int64, next int,
+	err error) {
 	d := v.d
 	d.moving.Lock()
 	defer d.moving.Unlock()
 	batch := int(min(moveBatch, max(1, batchBytes/s.layout.StrideBytes)))
-	v.moves, next, v.names, err = d.engine.NextMoves(s.region, from, batch, leased, v.names, v.moves[:0])
+	v.moves, next, v.names, err = d.engine.NextMoves(s.region, from, batch, leased, v.names,
+		v.moves[:0])
 	if err != nil || len(v.moves) == 0 {
 		return 0, next, err
 	}
@@ -220,7 +232,10 @@ func (v *mover) prepare(s *slab, m *engine.Move) *trip {
 	t.place = t.to.slotAt(m.To.Offset)
 	v.d.touch(t.to)
 	t.gen, t.kept = media.Generation(t.to.header.Epoch, t.to.fills.Add(1)), s.isKept(t.slot)
-	t.to.freeSlots([]uint32{uint32(t.place)}, func(_ uint32, err error) { t.wrote, t.err = true, err })
+	t.to.freeSlots([]uint32{uint32(t.place)}, func(_ uint32, err error) {
+		t.wrote, t.err = true,
+			err
+	})
 	if t.err != nil {
 		v.d.faulty(t.to, t.err)
 	}
@@ -268,7 +283,8 @@ func (v *mover) carry(ctx context.Context, t *trip) {
 		return
 	}
 	m := t.move
-	e := media.Entry{Generation: t.gen, First: int(m.From.Page), Pages: int(m.From.Pages), Prev: m.Prev, Digests: m.Hashes}
+	e := media.Entry{Generation: t.gen, First: int(m.From.Page), Pages: int(m.From.Pages),
+		Prev: m.Prev, Digests: m.Hashes}
 	sp := d.spaceByID(m.Space)
 	if sp == nil { // cannot be: it has a chunk
 		t.err = tiers.ErrNotFound
@@ -285,21 +301,23 @@ func (v *mover) carry(ctx context.Context, t *trip) {
 	}
 }
 
-// prevOf is what a slot's entry on the medium says of the page before, where the engine does not know it (any more). Empty: neither does the entry.
+// prevOf is what a slot's entry on the medium says of the page before, where the engine does not
+// know it (any more). Empty: neither does the entry.
 func (s *slab) prevOf(slot int) []byte {
 	b := make([]byte, s.layout.EntryBytes)
 	if _, err := s.buffed.ReadAt(b, s.layout.EntryOffset(slot)); err != nil {
 		return nil
 	}
 	var e media.Entry
-	if s.layout.DecodeEntry(b, s.id, slot, &e) != media.Used || e.Generation != s.gens.Slice()[slot] {
+	if s.layout.DecodeEntry(b, s.id, slot, &e) != media.Used ||
+		e.Generation != s.gens.Slice()[slot] {
 		return nil
 	}
 	return e.Prev
 }
 
-// copy reads the pages of a chunk, checks them if that can be, and writes them to where they go. It answers the checksums that they have there, and what is wrong with
-// reading, or writing.
+// copy reads the pages of a chunk, checks them if that can be, and writes them to where they go. It
+// answers the checksums that they have there, and what is wrong with reading, or writing.
 func (v *mover) copy(ctx context.Context, t *trip) (sums []uint64, read, write error) {
 	g := &t.from.layout.Geometry
 	pages := int(t.move.From.Pages)
@@ -337,7 +355,8 @@ func (v *mover) copy(ctx context.Context, t *trip) (sums []uint64, read, write e
 			}
 			sums = append(sums, is.Sum64())
 			if page++; page < pages {
-				was, is, room = t.from.id.PageHasher(digest(page), oldGen), t.to.id.PageHasher(digest(page), t.gen), g.PageBytes
+				was, is, room = t.from.id.PageHasher(digest(page), oldGen),
+					t.to.id.PageHasher(digest(page), t.gen), g.PageBytes
 			}
 		}
 		clear(b[n:])
@@ -352,8 +371,9 @@ func (v *mover) copy(ctx context.Context, t *trip) (sums []uint64, read, write e
 	return sums, nil, nil
 }
 
-// giveWay lets lookups have the processor: their goroutines, and their threads, which the kernel else may leave behind this one until its next tick (4 ms), though
-// another processor is idle. Beside busy threads that makes the caller slow: it is for what nobody waits for.
+// giveWay lets lookups have the processor: their goroutines, and their threads, which the kernel
+// else may leave behind this one until its next tick (4 ms), though another processor is idle.
+// Beside busy threads that makes the caller slow: it is for what nobody waits for.
 func giveWay() {
 	runtime.Gosched()
 	_, _, _ = unix.Syscall(unix.SYS_SCHED_YIELD, 0, 0, 0) // it never fails

@@ -29,9 +29,11 @@ const LockName = "lock"
 
 const slabPrefix = "slab-"
 
-// Open opens the store in some directories, making what is missing. A failed Open leaves nothing open; what it made on disk stays.
-// Errors: a directory that another process has open (a *vfs.LockedError, with its pid), no room for the slabs, a slab of another version of the format, and
-// whatever keeps it from working in the directories at all. A slab that does not work is given up and tried again later.
+// Open opens the store in some directories, making what is missing. A failed Open leaves nothing
+// open; what it made on disk stays. Errors: a directory that another process has open (a
+// *vfs.LockedError, with its pid), no room for the slabs, a slab of another version of the format,
+// and whatever keeps it from working in the directories at all. A slab that does not work is given
+// up and tried again later.
 func Open(o Options) (*Disk, error) { return open(o, nil) }
 
 // open opens a store as a tier, or as an arena, which gets to know of it.
@@ -40,15 +42,19 @@ func open(o Options, arena *Arena) (_ *Disk, err error) {
 		return nil, err
 	}
 	d := &Disk{
-		o: o, log: o.Log, arena: arena, start: time.Now(), stop: make(chan struct{}), stopping: make(chan struct{}),
-		byRegion: map[uint32]*slab{}, spaces: map[tiers.Fingerprint]*space{}, victims: make(chan struct{}, 1),
+		o: o, log: o.Log, arena: arena, start: time.Now(), stop: make(chan struct{}),
+		stopping: make(chan struct{}),
+		byRegion: map[uint32]*slab{}, spaces: map[tiers.Fingerprint]*space{},
+		victims: make(chan struct{}, 1),
 	}
 	binary.LittleEndian.PutUint64(d.store[:], rand.Uint64())
 	binary.LittleEndian.PutUint64(d.store[8:], rand.Uint64())
 	books := engine.Config{
-		Seed: o.Seed, MaxSpaces: o.MaxSpaces, MaxOwners: o.MaxSpaces, MaxPages: maxPages, OwnerShare: 1, ArenaLimitBytes: o.CapacityBytes,
+		Seed: o.Seed, MaxSpaces: o.MaxSpaces, MaxOwners: o.MaxSpaces, MaxPages: maxPages,
+		OwnerShare: 1, ArenaLimitBytes: o.CapacityBytes,
 		FixedRegions: true, NoExtend: true, OnGone: d.onGone, Policy: o.Policy,
-		Tiers: []engine.TierAdmission{{Admit: engine.AdmitEvicted}}, Wake: d.wakeVictims, // see NextVictims; nobody need call it
+		// see NextVictims; nobody need call it
+		Tiers: []engine.TierAdmission{{Admit: engine.AdmitEvicted}}, Wake: d.wakeVictims,
 	}
 	if arena != nil {
 		arena.d = d
@@ -69,7 +75,8 @@ func open(o Options, arena *Arena) (_ *Disk, err error) {
 		return nil, err
 	}
 	for i, lock := range locks {
-		dir := &directory{path: o.Dirs[i], bytes: o.CapacityBytes / int64(len(locks)) / block * block}
+		dir := &directory{path: o.Dirs[i],
+			bytes: o.CapacityBytes / int64(len(locks)) / block * block}
 		dir.setLock(o.FS, lock)
 		if o.DirBytes != nil {
 			dir.bytes = o.DirBytes[i] / block * block
@@ -92,7 +99,8 @@ func open(o Options, arena *Arena) (_ *Disk, err error) {
 	return d, nil
 }
 
-// Usable returns why a store could not be opened in a directory, as far as that shows before. It makes the directory and its lock if they are not there.
+// Usable returns why a store could not be opened in a directory, as far as that shows before. It
+// makes the directory and its lock if they are not there.
 func Usable(fsys vfs.FS, dir string) error {
 	locks, err := lockAll(fsys, []string{dir}, true)
 	for _, l := range locks {
@@ -144,7 +152,8 @@ func slabNumbers(fsys vfs.FS, dir string) ([]uint32, error) {
 // SlabName is the name of a slab in its directory.
 func SlabName(index uint32) string { return fmt.Sprintf("%s%03d", slabPrefix, index) }
 
-// readHeader reads what a file says of itself. An error that wraps media.ErrBlank or media.ErrCorrupt says that it has no intact header.
+// readHeader reads what a file says of itself. An error that wraps media.ErrBlank or
+// media.ErrCorrupt says that it has no intact header.
 func readHeader(f vfs.File) (media.Header, error) {
 	size, err := f.Size()
 	if err != nil {
@@ -172,7 +181,8 @@ func (d *Disk) slabBytes(capacity int64) int64 {
 	return min(max(capacity/32, minSlabBytes), maxSlabBytes)
 }
 
-// survey finds which slabs are there, makes the directories' sizes those wanted, and answers the slabs that are carved.
+// survey finds which slabs are there, makes the directories' sizes those wanted, and answers the
+// slabs that are carved.
 func (d *Disk) survey() (found []*slab, err error) {
 	want := d.slabBytes(d.o.CapacityBytes)
 	numbers := make([][]uint32, len(d.dirs))
@@ -197,7 +207,8 @@ func (d *Disk) survey() (found []*slab, err error) {
 				return nil, err
 			}
 			if p.bytes > left[i] || len(places[i]) == most {
-				d.log.Info("dropping a slab: the capacity is smaller than what is there", zap.String("slab", p.name()), zap.Int64("bytes", p.bytes))
+				d.log.Info("dropping a slab: the capacity is smaller than what is there",
+					zap.String("slab", p.name()), zap.Int64("bytes", p.bytes))
 				if err := d.o.FS.Remove(p.name()); err != nil {
 					return nil, fmt.Errorf("disk tier in %s: %w", dir.path, err)
 				}
@@ -219,7 +230,8 @@ func (d *Disk) survey() (found []*slab, err error) {
 				return nil, fmt.Errorf("disk tier: %w", err)
 			}
 			if len(places[i]) > 0 && len(made) > 0 {
-				d.log.Info("added slabs: the capacity is larger than what was there", zap.String("directory", dir.path), zap.Int("slabs", len(made)))
+				d.log.Info("added slabs: the capacity is larger than what was there",
+					zap.String("directory", dir.path), zap.Int("slabs", len(made)))
 			}
 			places[i] = append(places[i], made...)
 			free -= len(made)
@@ -252,9 +264,11 @@ func (d *Disk) survey() (found []*slab, err error) {
 	d.countBlank()
 	d.shape.Unlock()
 	if len(d.places) == 0 && len(d.dirs) > 0 {
-		return nil, fmt.Errorf("%w: no slab fits into %d bytes in %d directories", tiers.ErrInvalid, d.o.CapacityBytes, len(d.dirs))
+		return nil, fmt.Errorf("%w: no slab fits into %d bytes in %d directories", tiers.ErrInvalid,
+			d.o.CapacityBytes, len(d.dirs))
 	}
-	if d.o.Direct == DirectAlways && len(found) == 0 && len(d.places) > 0 { // or it would come out at the first store
+	if d.o.Direct == DirectAlways && len(found) == 0 && len(d.places) > 0 {
+		// or it would come out at the first store
 		buffed, direct, _, err := d.openFiles(d.places[0].name())
 		if err != nil {
 			return nil, fmt.Errorf("disk tier: %w", err)
@@ -266,15 +280,18 @@ func (d *Disk) survey() (found []*slab, err error) {
 	return found, nil
 }
 
-// fill makes slabs for what is left of a directory's capacity beside those that it has, at most so many. What was made before an error is answered with it.
-func (d *Disk) fill(dir *directory, has []*place, left, want int64, most int) (made []*place, err error) {
+// fill makes slabs for what is left of a directory's capacity beside those that it has, at most so
+// many. What was made before an error is answered with it.
+func (d *Disk) fill(dir *directory, has []*place, left, want int64,
+	most int) (made []*place, err error) {
 	next := uint32(0)
 	for ; left >= leastSlabBytes && len(made) < most; next++ {
 		if slices.ContainsFunc(has, func(p *place) bool { return p.index == next }) {
 			continue
 		}
 		size := max(min(want, left), left/int64(most-len(made))/block*block)
-		if rest := left - size; rest < max(size/4, leastSlabBytes) && rest > 0 && len(has)+len(made) > 0 {
+		if rest := left - size; rest < max(size/4, leastSlabBytes) && rest > 0 &&
+			len(has)+len(made) > 0 {
 			size = left // no odd little one at the end
 		}
 		if sized, ok := d.o.FS.(Sized); ok {
@@ -296,8 +313,8 @@ func (d *Disk) fill(dir *directory, has []*place, left, want int64, most int) (m
 	return made, nil
 }
 
-// look reads what a file that is there says of itself. One that is damaged is made anew, with so many bytes if its size is no help; one that
-// does not work is off.
+// look reads what a file that is there says of itself. One that is damaged is made anew, with so
+// many bytes if its size is no help; one that does not work is off.
 func (d *Disk) look(p *place, bytes int64) (media.Header, error) {
 	h, err := func() (media.Header, error) {
 		f, err := d.o.FS.OpenFile(p.name(), 0)
@@ -337,7 +354,8 @@ func (d *Disk) look(p *place, bytes int64) (media.Header, error) {
 	if p.bytes < leastSlabBytes {
 		p.bytes = bytes
 	}
-	d.log.Warn("a slab has no intact header: it is made anew", zap.String("slab", p.name()), zap.Error(err))
+	d.log.Warn("a slab has no intact header: it is made anew", zap.String("slab", p.name()),
+		zap.Error(err))
 	if err := d.remake(p); err != nil {
 		d.off(p, err)
 		return media.Header{}, nil
@@ -345,9 +363,11 @@ func (d *Disk) look(p *place, bytes int64) (media.Header, error) {
 	return media.Header{Epoch: p.epoch, Bytes: p.bytes}, nil
 }
 
-// ours says whether an error is no fault of the medium but of how we are set up: then nothing is given up, opening fails.
+// ours says whether an error is no fault of the medium but of how we are set up: then nothing is
+// given up, opening fails.
 func ours(err error) bool {
-	for _, e := range []error{vfs.ErrNoDirect, dax.ErrNoMemory, syscall.EMFILE, syscall.ENFILE, syscall.ENOMEM, syscall.EACCES, syscall.EPERM, syscall.EROFS} {
+	for _, e := range []error{vfs.ErrNoDirect, dax.ErrNoMemory, syscall.EMFILE, syscall.ENFILE,
+		syscall.ENOMEM, syscall.EACCES, syscall.EPERM, syscall.EROFS} {
 		if errors.Is(err, e) {
 			return true
 		}
@@ -397,8 +417,10 @@ func (d *Disk) recover(slabs []*slab) error {
 		}
 		bad, doubtful = bad+f.bad, doubtful+f.dropped
 	}
-	d.log.Info("opened", zap.Strings("directories", d.o.Dirs), zap.Int("slabs", len(d.places)), zap.Int("blank", int(d.blank.Load())),
-		zap.Int("chunks", chunks), zap.Int("damaged", bad), zap.Int("unfinished", doubtful), zap.Duration("in", time.Since(d.start)))
+	d.log.Info("opened", zap.Strings("directories", d.o.Dirs), zap.Int("slabs", len(d.places)),
+		zap.Int("blank", int(d.blank.Load())),
+		zap.Int("chunks", chunks), zap.Int("damaged", bad), zap.Int("unfinished", doubtful),
+		zap.Duration("in", time.Since(d.start)))
 	return nil
 }
 
@@ -440,7 +462,8 @@ func (d *Disk) restore(s *slab, out *findings) error {
 		sums   = s.sums.Slice()
 		gens   = s.gens.Slice()
 	)
-	out.last = stable // what has that number may have been dropped since, but none that comes may have it again
+	// what has that number may have been dropped since, but none that comes may have it again
+	out.last = stable
 	if s.direct != nil {
 		file = s.direct
 	}
@@ -456,44 +479,50 @@ func (d *Disk) restore(s *slab, out *findings) error {
 		s.mark(slot, written)
 		s.noteFree(uint32(slot))
 	}
-	err = s.layout.Scan(file, s.id, 0, s.layout.Slots, table.Slice(), func(slot int, state media.State, e *media.Entry) error {
-		switch state {
-		case media.Free:
-			return nil
-		case media.Bad:
-			out.bad++
-			drop(slot)
-			return nil
-		}
-		out.last, stable = max(out.last, e.Commit), max(stable, e.Stable)
-		if last == nil || last.print != e.Space {
-			sp, known := spaces[e.Space]
-			if !known {
-				sp = d.found(e.Space, s.layout.Geometry)
-				spaces[e.Space] = sp
-			}
-			if last = sp; sp == nil {
+	err = s.layout.Scan(file, s.id, 0, s.layout.Slots, table.Slice(),
+		func(slot int, state media.State, e *media.Entry) error {
+			switch state {
+			case media.Free:
+				return nil
+			case media.Bad:
+				out.bad++
 				drop(slot)
 				return nil
 			}
-		}
-		s.mark(slot, written)
-		gens[slot] = e.Generation
-		for i := range e.Pages {
-			sums[slot*ppc+i] = e.Sum(i)
-		}
-		if e.Commit > stable && d.arena == nil { // an arena checks all of them before they are used
-			if len(doubts) >= maxDoubts {
-				doubts = slices.DeleteFunc(doubts, func(x doubt) bool { return x.commit <= stable })
+			out.last, stable = max(out.last, e.Commit), max(stable, e.Stable)
+			if last == nil || last.print != e.Space {
+				sp, known := spaces[e.Space]
+				if !known {
+					sp = d.found(e.Space, s.layout.Geometry)
+					spaces[e.Space] = sp
+				}
+				if last = sp; sp == nil {
+					drop(slot)
+					return nil
+				}
 			}
-			doubts = append(doubts, doubt{e.Commit, slot})
-		}
-		batch = append(batch, engine.Restored{Slot: uint32(slot), Space: last.id, First: e.First, Pages: e.Pages, Prev: e.Prev, Hashes: e.Digests, Order: e.Commit, Unverified: d.arena != nil})
-		if len(batch) == restoreBatch {
-			return flush()
-		}
-		return nil
-	}, flush) // what the entries point to is read over after that
+			s.mark(slot, written)
+			gens[slot] = e.Generation
+			for i := range e.Pages {
+				sums[slot*ppc+i] = e.Sum(i)
+			}
+			if e.Commit > stable && d.arena == nil {
+				// an arena checks all of them before they are used
+				if len(doubts) >= maxDoubts {
+					doubts = slices.DeleteFunc(doubts,
+						func(x doubt) bool { return x.commit <= stable })
+				}
+				doubts = append(doubts, doubt{e.Commit, slot})
+			}
+			batch = append(batch, engine.Restored{Slot: uint32(slot), Space: last.id,
+				First: e.First,
+				Pages: e.Pages, Prev: e.Prev, Hashes: e.Digests, Order: e.Commit,
+				Unverified: d.arena != nil})
+			if len(batch) == restoreBatch {
+				return flush()
+			}
+			return nil
+		}, flush) // what the entries point to is read over after that
 	for _, sp := range spaces {
 		if sp != nil {
 			d.letGo(sp)
@@ -537,15 +566,18 @@ func (s *slab) intact(slot int) (bool, error) {
 // verifyBytes is how much verify reads at once.
 const verifyBytes = 1 << 20
 
-// verify reads the pages of an entry until one does not check out, in pieces of buf, which has a multiple of a block. It answers how many did.
-func verify(f vfs.File, l *media.Layout, id media.Identity, slot int, e *media.Entry, buf []byte) (pages int, err error) {
+// verify reads the pages of an entry until one does not check out, in pieces of buf, which has a
+// multiple of a block. It answers how many did.
+func verify(f vfs.File, l *media.Layout, id media.Identity, slot int, e *media.Entry,
+	buf []byte) (pages int, err error) {
 	g := &l.Geometry
 	total := int64(e.Pages) * g.PageBytes
 	hasher := id.PageHasher(e.Digests[:g.DigestBytes], e.Generation)
 	room := g.PageBytes // of the page being hashed
 	for at := int64(0); at < total; at += int64(len(buf)) {
 		n := min(total-at, int64(len(buf)))
-		if _, err := f.ReadAt(buf[:(n+block-1)/block*block], l.SlotOffset(slot)+at); err != nil { // strides are whole blocks
+		if _, err := f.ReadAt(buf[:(n+block-1)/block*block], l.SlotOffset(slot)+at); err != nil {
+			// strides are whole blocks
 			return pages, err
 		}
 		for rest := buf[:n]; len(rest) > 0; {
@@ -559,7 +591,8 @@ func verify(f vfs.File, l *media.Layout, id media.Identity, slot int, e *media.E
 				return pages, nil
 			}
 			if pages++; pages < e.Pages {
-				hasher = id.PageHasher(e.Digests[pages*g.DigestBytes:(pages+1)*g.DigestBytes], e.Generation)
+				hasher = id.PageHasher(e.Digests[pages*g.DigestBytes:(pages+1)*g.DigestBytes],
+					e.Generation)
 				room = g.PageBytes
 			}
 		}
@@ -567,7 +600,8 @@ func verify(f vfs.File, l *media.Layout, id media.Identity, slot int, e *media.E
 	return pages, nil
 }
 
-// ready makes a recovered slab fit for stores: what is in it is durable, and its generations are its own.
+// ready makes a recovered slab fit for stores: what is in it is durable, and its generations are
+// its own.
 func (s *slab) ready() error {
 	if err := s.buffed.Datasync(); err != nil {
 		return err

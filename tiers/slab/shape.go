@@ -16,7 +16,8 @@ import (
 )
 
 const (
-	// coldAfter is how long a slab must not have been used for a geometry that has slabs of its own to take it.
+	// coldAfter is how long a slab must not have been used for a geometry that has slabs of its own
+	// to take it.
 	coldAfter = 10 * time.Minute
 	// coolAfter is the same for a geometry that has none.
 	coolAfter = time.Second
@@ -24,7 +25,8 @@ const (
 
 func (d *Disk) touch(s *slab) { s.usedAt.Store(int64(time.Since(d.start))) }
 
-// makeRoom carves slabs for a geometry that has fewer free slots than wanted, while there are blank ones or such that another geometry left cold.
+// makeRoom carves slabs for a geometry that has fewer free slots than wanted, while there are blank
+// ones or such that another geometry left cold.
 func (d *Disk) makeRoom(g tiers.Geometry, want int) {
 	slots, free := d.engine.Room(g)
 	if free >= want || slots > 0 && d.blank.Load() == 0 && d.coldest(g, coldAfter) == nil {
@@ -47,7 +49,8 @@ func (d *Disk) makeRoom(g tiers.Geometry, want int) {
 			}
 		}
 		slots, free = d.engine.Room(g)
-		if d.arena == nil || free >= want || slots == had { // in an arena nothing is evicted for what a blank place has room for
+		if d.arena == nil || free >= want || slots == had {
+			// in an arena nothing is evicted for what a blank place has room for
 			break
 		}
 	}
@@ -87,7 +90,8 @@ func (d *Disk) coldest(g tiers.Geometry, idle time.Duration) *slab {
 	d.regionsMu.RLock()
 	defer d.regionsMu.RUnlock()
 	for _, s := range d.byRegion {
-		if at := s.usedAt.Load(); at <= before && s.layout.Geometry != normal(g) && !s.failed.Load() && !s.place.retired.Load() {
+		if at := s.usedAt.Load(); at <= before && s.layout.Geometry != normal(g) &&
+			!s.failed.Load() && !s.place.retired.Load() {
 			cold, before = s, at-1
 		}
 	}
@@ -100,7 +104,8 @@ func (d *Disk) reclaim(s *slab, g tiers.Geometry) {
 	if _, err := media.NewLayout(g, p.bytes); err != nil || !s.failed.CompareAndSwap(false, true) {
 		return
 	}
-	d.log.Info("a slab goes to another geometry", zap.String("slab", p.name()), zap.Any("from", s.layout.Geometry), zap.Any("to", g))
+	d.log.Info("a slab goes to another geometry", zap.String("slab", p.name()),
+		zap.Any("from", s.layout.Geometry), zap.Any("to", g))
 	if err := d.engine.RemoveRegion(s.region); err != nil {
 		// Somebody uses it after all. What is left of it is dropped, so let that end.
 		p.setFailure(errors.New("it is being emptied for another geometry"))
@@ -156,7 +161,8 @@ func (d *Disk) carve(p *place, g tiers.Geometry) error {
 			return err
 		}
 	}
-	h := media.Header{Store: d.store, Index: p.index, Bytes: p.bytes, Format: rand.Uint64(), Epoch: p.epoch + 1, Stable: d.commits.Load(), Layout: layout}
+	h := media.Header{Store: d.store, Index: p.index, Bytes: p.bytes, Format: rand.Uint64(),
+		Epoch: p.epoch + 1, Stable: d.commits.Load(), Layout: layout}
 	s, err := d.newSlab(p, h)
 	if err != nil {
 		return err
@@ -218,7 +224,8 @@ func zero(f vfs.File, from, to int64) error {
 // off marks a place as given up.
 func (d *Disk) off(p *place, err error) {
 	p.setFailure(err)
-	d.log.Error("a slab is given up, what it held is dropped; it is tried again from time to time", zap.String("slab", p.name()), zap.Error(err))
+	d.log.Error("a slab is given up, what it held is dropped; it is tried again from time to time",
+		zap.String("slab", p.name()), zap.Error(err))
 }
 
 // giveUp drops all that a slab holds, and has it made anew.
@@ -229,7 +236,8 @@ func (d *Disk) giveUp(s *slab, err error) {
 	}
 }
 
-// heal brings a place that is off back, in a goroutine of its own. s is the slab that is there still, if one is.
+// heal brings a place that is off back, in a goroutine of its own. s is the slab that is there
+// still, if one is.
 func (d *Disk) heal(p *place, s *slab) {
 	d.healers.Add(1)
 	go func() {
@@ -268,7 +276,8 @@ func (d *Disk) heal(p *place, s *slab) {
 	}()
 }
 
-// empty takes a slab that was given up from the engine and closes it, when nobody uses it any more. false: the tier is being closed, which does that.
+// empty takes a slab that was given up from the engine and closes it, when nobody uses it any more.
+// false: the tier is being closed, which does that.
 func (d *Disk) empty(s *slab) bool {
 	for {
 		err := d.engine.RemoveRegion(s.region)
@@ -288,17 +297,20 @@ func (d *Disk) empty(s *slab) bool {
 	return true
 }
 
-// discard removes the file of a place that was given up, so that what was dropped with it is not found when the store is opened again.
+// discard removes the file of a place that was given up, so that what was dropped with it is not
+// found when the store is opened again.
 func (d *Disk) discard(p *place) {
 	if err := d.hold(p.home); err != nil { // the file is another's
 		return
 	}
 	if err := d.o.FS.Remove(p.name()); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		d.log.Warn("removing a slab that was given up", zap.String("slab", p.name()), zap.Error(err))
+		d.log.Warn("removing a slab that was given up", zap.String("slab", p.name()),
+			zap.Error(err))
 	}
 }
 
-// remake makes a place's file anew, and blank. The caller holds shape, or nobody else knows the place yet.
+// remake makes a place's file anew, and blank. The caller holds shape, or nobody else knows the
+// place yet.
 func (d *Disk) remake(p *place) (err error) {
 	if err := errors.Join(d.o.FS.MkdirAll(p.home.path), d.hold(p.home)); err != nil {
 		return err
@@ -320,7 +332,8 @@ func (d *Disk) remake(p *place) (err error) {
 			// A part may have been allocated, which nobody has a use for.
 			_ = f.Truncate(0)
 			free, e := d.o.FS.FreeSpace(p.home.path)
-			return errors.Join(fmt.Errorf("%s: no room for a slab of %d bytes, %d are free: %w", p.home.path, p.bytes, free, err), e)
+			return errors.Join(fmt.Errorf("%s: no room for a slab of %d bytes, %d are free: %w",
+				p.home.path, p.bytes, free, err), e)
 		}
 		return err
 	}
@@ -329,7 +342,8 @@ func (d *Disk) remake(p *place) (err error) {
 			return err
 		}
 	}
-	h := media.Header{Store: d.store, Index: p.index, Bytes: p.bytes, Format: rand.Uint64(), Epoch: 1}
+	h := media.Header{Store: d.store, Index: p.index, Bytes: p.bytes, Format: rand.Uint64(),
+		Epoch: 1}
 	if err := writeHeader(f, &h); err != nil {
 		return err
 	}

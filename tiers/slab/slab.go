@@ -17,13 +17,15 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// place is where a slab's file is. There is nothing in it (blank), a carved slab, or what is there does not work (off).
+// place is where a slab's file is. There is nothing in it (blank), a carved slab, or what is there
+// does not work (off).
 type place struct {
 	home  *directory
 	index uint32
 	bytes int64
 	slab  *slab // nil: blank or off; guarded by Disk.shape
-	// retired: it is not carved any more, and if it is its region is drained; changed under Disk.shape. gone: it is the store's no more; guarded by Disk.shape.
+	// retired: it is not carved any more, and if it is its region is drained; changed under
+	// Disk.shape. gone: it is the store's no more; guarded by Disk.shape.
 	retired atomic.Bool
 	gone    bool
 	// fresh: nothing but a header was ever written to the file; guarded by Disk.shape.
@@ -60,12 +62,13 @@ const (
 
 // slab is a place's file as it was carved once. Carved or made anew it is another slab.
 type slab struct {
-	place   *place
-	region  uint32
-	header  media.Header
-	id      media.Identity
-	layout  *media.Layout
-	buffed  vfs.File // through the page cache: headers, the directory, and data that O_DIRECT does not take
+	place  *place
+	region uint32
+	header media.Header
+	id     media.Identity
+	layout *media.Layout
+	// through the page cache: headers, the directory, and data that O_DIRECT does not take
+	buffed  vfs.File
 	direct  vfs.File // nil: not to be had
 	align   int      // of addresses, offsets and lengths in direct
 	file    vfs.FileID
@@ -74,16 +77,20 @@ type slab struct {
 	faults  atomic.Int32 // failures of I/O since the last success
 	spoiled atomic.Int32 // slots that are not used any more
 
-	// life is held for reading by whoever uses the files or tables without a lease on a slot, for writing to close them.
+	// life is held for reading by whoever uses the files or tables without a lease on a slot, for
+	// writing to close them.
 	life   sync.RWMutex
 	closed bool
 	sums   *dax.Table[uint64] // of the pages, by slot
-	gens   *dax.Table[uint64] // generation of what a slot holds; a slot's are its writer's, and readers' who have a lease, in an arena under mu
+	// generation of what a slot holds; a slot's are its writer's, and readers' who have a lease, in
+	// an arena under mu
+	gens *dax.Table[uint64]
 
 	fills atomic.Uint64 // generations given out
 	base  int64         // of an arena: where what workers map begins in the file
 	told  sync.Once     // of an arena: that its region has gone
-	// lastUse is, of an arena, what the engine called the region's last use when that was looked at last.
+	// lastUse is, of an arena, what the engine called the region's last use when that was looked at
+	// last.
 	lastUse atomic.Uint64
 
 	order    sync.Mutex // held while an entry is written
@@ -158,12 +165,14 @@ func (s *slab) sync() error {
 // maxRun is how many bytes of the directory are written at once, but at least one entry.
 const maxRun = 256 << 10
 
-// runs calls do for each run of slots that are neighbours, of sorted ones. A file system makes each write through the page cache wait for all that are under way around it, and others
-// for that: the fewer the better.
+// runs calls do for each run of slots that are neighbours, of sorted ones. A file system makes each
+// write through the page cache wait for all that are under way around it, and others for that: the
+// fewer the better.
 func (s *slab) runs(slots []uint32, do func(from, to int)) {
 	for from := 0; from < len(slots); {
 		to := from + 1
-		for to < len(slots) && slots[to] == slots[to-1]+1 && (to-from+1)*s.layout.EntryBytes <= maxRun {
+		for to < len(slots) && slots[to] == slots[to-1]+1 &&
+			(to-from+1)*s.layout.EntryBytes <= maxRun {
 			to++
 		}
 		do(from, to)
@@ -248,13 +257,15 @@ var zeros = make([]byte, maxRun)
 
 // free writes that the entries of n neighbouring slots are free. order is held.
 func (s *slab) free(first uint32, n int) error {
-	_, err := s.buffed.WriteAt(zeros[:(n-1)*s.layout.EntryBytes+len(freeEntry)], s.layout.EntryOffset(int(first)))
+	_, err := s.buffed.WriteAt(zeros[:(n-1)*s.layout.EntryBytes+len(freeEntry)],
+		s.layout.EntryOffset(int(first)))
 	return err
 }
 
 var freeEntry = media.FreeEntry()
 
-// freeSlots frees the entries of slots, sorted, that the caller was granted. wrote is told of each where there was anything to write, and whether that failed.
+// freeSlots frees the entries of slots, sorted, that the caller was granted. wrote is told of each
+// where there was anything to write, and whether that failed.
 func (s *slab) freeSlots(slots []uint32, wrote func(slot uint32, err error)) {
 	s.order.Lock()
 	defer s.order.Unlock()
@@ -282,7 +293,8 @@ func (s *slab) freeSlots(slots []uint32, wrote func(slot uint32, err error)) {
 	})
 }
 
-// freeStale durably frees the entries of what the engine has freed since it did so last. A slot that is granted again meanwhile is its writer's.
+// freeStale durably frees the entries of what the engine has freed since it did so last. A slot
+// that is granted again meanwhile is its writer's.
 func (s *slab) freeStale() error {
 	s.flushing.Lock()
 	defer s.flushing.Unlock()
@@ -470,7 +482,8 @@ func (d *Disk) newSlab(p *place, h media.Header) (s *slab, err error) {
 	return s, nil
 }
 
-// openFiles opens a slab's file through the page cache and, where that is possible and wanted, around it.
+// openFiles opens a slab's file through the page cache and, where that is possible and wanted,
+// around it.
 func (d *Disk) openFiles(name string) (buffed, direct vfs.File, align int, err error) {
 	if buffed, err = d.o.FS.OpenFile(name, 0); err != nil {
 		return nil, nil, 0, err
@@ -496,7 +509,8 @@ func (d *Disk) openFiles(name string) (buffed, direct vfs.File, align int, err e
 // enough is after how many failures in a row a slab is given up.
 const enough = 4
 
-// faulty takes a slot that alone has failed out of use, or counts a failure of I/O, and gives the slab up when it is one too many. Who calls it has the slot still.
+// faulty takes a slot that alone has failed out of use, or counts a failure of I/O, and gives the
+// slab up when it is one too many. Who calls it has the slot still.
 func (d *Disk) faulty(s *slab, err error) {
 	if d.spoil(s, err) {
 		return
@@ -506,7 +520,8 @@ func (d *Disk) faulty(s *slab, err error) {
 	}
 }
 
-// callersFault says whether an error is not the medium's but that of the memory that was to be moved.
+// callersFault says whether an error is not the medium's but that of the memory that was to be
+// moved.
 func callersFault(err error) bool {
 	return errors.Is(err, syscall.EFAULT) || errors.Is(err, dax.ErrFault)
 }

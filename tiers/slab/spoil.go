@@ -8,11 +8,13 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// spoiledShare is which part of a slab's slots may be spoiled before the slab is given up: one in so many.
+// spoiledShare is which part of a slab's slots may be spoiled before the slab is given up: one in
+// so many.
 const spoiledShare = 4
 
-// spoil has a slot whose bytes or entry cannot be used, while the rest of the slab can, not be granted again. The chunk that it held is its user's to
-// drop. false: the failure is of another kind, or of too many slots.
+// spoil has a slot whose bytes or entry cannot be used, while the rest of the slab can, not be
+// granted again. The chunk that it held is its user's to drop. false: the failure is of another
+// kind, or of too many slots.
 func (d *Disk) spoil(s *slab, err error) bool {
 	var bad *vfs.BadPlaceError
 	if !errors.As(err, &bad) {
@@ -30,7 +32,8 @@ func (d *Disk) spoil(s *slab, err error) bool {
 	}
 	if d.engine.Spoil(s.region, uint32(slot)) {
 		s.spoiled.Add(1)
-		d.log.Warn("a slot is not used any more, as its memory is bad", zap.String("slab", s.place.name()), zap.Int("slot", slot), zap.Error(err))
+		d.log.Warn("a slot is not used any more, as its memory is bad",
+			zap.String("slab", s.place.name()), zap.Int("slot", slot), zap.Error(err))
 	}
 	return true
 }

@@ -15,7 +15,8 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// Store implements tiers.Tier. The transfers of a call share their syncs: all of them, or of media that are memory a few at a time.
+// Store implements tiers.Tier. The transfers of a call share their syncs: all of them, or of media
+// that are memory a few at a time.
 func (d *Disk) Store(ctx context.Context, transfers []tiers.Transfer, done func(i int, err error)) {
 	if err := d.begin(ctx); err != nil {
 		for i := range transfers {
@@ -48,7 +49,8 @@ func (d *Disk) Store(ctx context.Context, transfers []tiers.Transfer, done func(
 		}
 		groups = append(groups, g)
 	}
-	// Nothing becomes visible before all have their slots: what comes first must not make room for what comes last.
+	// Nothing becomes visible before all have their slots: what comes first must not make room for
+	// what comes last.
 	for _, g := range groups {
 		g.wait.Wait()
 		d.enter(g.sorted)
@@ -67,7 +69,8 @@ type storing struct {
 	wait   sync.WaitGroup // for those that were submitted
 }
 
-// memoryGroup is how many chunks go together at most to a medium that is memory, where syncs are cheap: while they are copied the next are prepared. Any other takes all of a call together.
+// memoryGroup is how many chunks go together at most to a medium that is memory, where syncs are
+// cheap: while they are copied the next are prepared. Any other takes all of a call together.
 const memoryGroup = 8
 
 func (g *storing) full() bool {
@@ -78,7 +81,8 @@ func (g *storing) full() bool {
 	return memory
 }
 
-// prepareStore has a slot granted for a chunk. It answers nil if there is nothing to do: the chunk is held (no error), or there is no room.
+// prepareStore has a slot granted for a chunk. It answers nil if there is nothing to do: the chunk
+// is held (no error), or there is no room.
 func (d *Disk) prepareStore(ctx context.Context, i int, t *tiers.Transfer, more int) (*job, error) {
 	if ctx.Err() != nil {
 		return nil, context.Cause(ctx)
@@ -97,8 +101,10 @@ func (d *Disk) prepareStore(ctx context.Context, i int, t *tiers.Transfer, more 
 	return j, err
 }
 
-func (d *Disk) grant(ctx context.Context, sp *space, i int, t *tiers.Transfer, more int) (*job, error) {
-	// Whoever else is here may take a slot between our looking for room and our being granted one: nothing is evicted while a blank place has room.
+func (d *Disk) grant(ctx context.Context, sp *space, i int, t *tiers.Transfer,
+	more int) (*job, error) {
+	// Whoever else is here may take a slot between our looking for room and our being granted one:
+	// nothing is evicted while a blank place has room.
 	d.makeRoom(sp.g, more+int(d.granting.Add(1))-1)
 	defer d.granting.Add(-1)
 	prev := t.Prev
@@ -120,7 +126,8 @@ func (d *Disk) grant(ctx context.Context, sp *space, i int, t *tiers.Transfer, m
 		return nil, d.noRoom()
 	}
 	s := d.slabOf(grants[0].Region)
-	if s == nil || len(grants) != 1 || int(grants[0].Pages) != t.Pages() { // cannot be: a region being filled stays, and nothing is extended
+	if s == nil || len(grants) != 1 || int(grants[0].Pages) != t.Pages() {
+		// cannot be: a region being filled stays, and nothing is extended
 		return nil, errors.Join(tiers.ErrBusy, d.engine.AbortStore(o, res.Store))
 	}
 	if s.failed.Load() {
@@ -130,13 +137,17 @@ func (d *Disk) grant(ctx context.Context, sp *space, i int, t *tiers.Transfer, m
 	slot := s.slotAt(grants[0].Offset)
 	gen := media.Generation(s.header.Epoch, s.fills.Add(1))
 	s.gens.Slice()[slot] = gen
-	return &job{ctx: ctx, i: i, t: t, s: s, sp: sp, slot: slot, gen: gen, sums: s.pageSums(slot), store: true, lease: res.Store}, nil
+	return &job{ctx: ctx, i: i, t: t, s: s, sp: sp, slot: slot, gen: gen, sums: s.pageSums(slot),
+		store: true, lease: res.Store}, nil
 }
 
 // bySlab is the jobs in the order of their slabs and slots.
 func bySlab(jobs []*job) []*job {
 	sorted := slices.Clone(jobs)
-	slices.SortFunc(sorted, func(a, b *job) int { return cmp.Or(cmp.Compare(a.s.region, b.s.region), a.slot-b.slot) })
+	slices.SortFunc(sorted, func(a, b *job) int {
+		return cmp.Or(cmp.Compare(a.s.region, b.s.region),
+			a.slot-b.slot)
+	})
 	return sorted
 }
 
@@ -166,7 +177,8 @@ func sound(jobs []*job) (left []*job, slots []uint32) {
 	return left, slots
 }
 
-// freeOld frees the entries of what the slots of jobs, which are in order, held before, durably: their data is about to be overwritten.
+// freeOld frees the entries of what the slots of jobs, which are in order, held before, durably:
+// their data is about to be overwritten.
 func (d *Disk) freeOld(sorted []*job) {
 	for s, jobs := range slabs(sorted) {
 		jobs, slots := sound(jobs)
@@ -183,7 +195,8 @@ func (d *Disk) freeOld(sorted []*job) {
 	d.syncAll(sorted, func(j *job) bool { return j.freed && j.failure() == nil })
 }
 
-// syncAll syncs the slabs of the jobs, which are in order, that want it. A slab that fails at it is given up, and all its jobs fail.
+// syncAll syncs the slabs of the jobs, which are in order, that want it. A slab that fails at it is
+// given up, and all its jobs fail.
 func (d *Disk) syncAll(sorted []*job, wants func(*job) bool) {
 	for s, jobs := range slabs(sorted) {
 		if !slices.ContainsFunc(jobs, wants) {
@@ -227,7 +240,8 @@ func encodeSums(sums []uint64) []byte {
 
 // entry is what the directory is to say of a job's chunk.
 func (j *job) entry() media.Entry {
-	e := media.Entry{Generation: j.gen, Space: j.sp.print, First: j.t.First, Pages: j.t.Pages(), Digests: j.t.Hashes}
+	e := media.Entry{Generation: j.gen, Space: j.sp.print, First: j.t.First, Pages: j.t.Pages(),
+		Digests: j.t.Hashes}
 	if j.t.First > 0 {
 		e.Prev = j.t.Prev
 	}
@@ -242,14 +256,16 @@ func (d *Disk) endStore(j *job) error {
 	if err == nil {
 		j.s.faults.Store(0)
 		if !j.direct {
-			_ = j.s.buffed.Advise(j.s.layout.SlotOffset(j.slot), int64(len(j.t.Bytes)), vfs.DontNeed)
+			_ = j.s.buffed.Advise(j.s.layout.SlotOffset(j.slot), int64(len(j.t.Bytes)),
+				vfs.DontNeed)
 		}
 		return d.engine.CommitStore(j.sp.owner(), j.lease, nil)
 	}
 	if !callersFault(err) && j.ctx.Err() == nil {
 		d.faulty(j.s, err)
 	}
-	// Its entry may have been written. The slot is still ours, so nobody else frees it, and it is stale from now on.
+	// Its entry may have been written. The slot is still ours, so nobody else frees it, and it is
+	// stale from now on.
 	j.s.noteFree(uint32(j.slot))
 	return errors.Join(err, d.engine.AbortStore(j.sp.owner(), j.lease))
 }

@@ -5,7 +5,8 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// summing has a job's pieces moved and checked in one go, if its file can do that: each is as many whole pages then as make about a piece, and as go together.
+// summing has a job's pieces moved and checked in one go, if its file can do that: each is as many
+// whole pages then as make about a piece, and as go together.
 func (d *Disk) summing(j *job) {
 	file, ok := j.file.(vfs.Summing)
 	if !ok {
@@ -16,7 +17,8 @@ func (d *Disk) summing(j *job) {
 	j.summed, j.step = file, groups*memcopy.SumsGroup*page
 }
 
-// neighbours submits loads, those of small chunks in slots that follow on one another together: handing each on would take longer than moving it.
+// neighbours submits loads, those of small chunks in slots that follow on one another together:
+// handing each on would take longer than moving it.
 type neighbours struct {
 	d    *Disk
 	jobs []*job

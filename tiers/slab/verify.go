@@ -13,8 +13,9 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// Verify checks chunks that were found when the arena was opened, in their order but several at a time, and tells the engine how that ended. What is not checked when ctx ends stays
-// unverified. Chunks that are being checked for somebody else are waited for.
+// Verify checks chunks that were found when the arena was opened, in their order but several at a
+// time, and tells the engine how that ended. What is not checked when ctx ends stays unverified.
+// Chunks that are being checked for somebody else are waited for.
 func (a *Arena) Verify(ctx context.Context, v []engine.Verification) {
 	if a.d.begin(ctx) != nil {
 		return
@@ -75,8 +76,10 @@ func (a *Arena) verifyOnce(ctx context.Context, v *engine.Verification) {
 	a.verify(v)
 }
 
-// Recheck compares a chunk that may be in use with the checksums that it was kept with: known says that it has some. Nobody need have a lease on it: if it is gone meanwhile, what is answered says
-// nothing. An error that wraps tiers.ErrCorrupt says that its bytes have changed; another, that they cannot be read.
+// Recheck compares a chunk that may be in use with the checksums that it was kept with: known says
+// that it has some. Nobody need have a lease on it: if it is gone meanwhile, what is answered says
+// nothing. An error that wraps tiers.ErrCorrupt says that its bytes have changed; another, that
+// they cannot be read.
 func (a *Arena) Recheck(v *engine.Verification) (known bool, err error) {
 	d := a.d
 	if err := d.begin(context.Background()); err != nil {
@@ -103,10 +106,13 @@ func (a *Arena) Recheck(v *engine.Verification) (known bool, err error) {
 	return true, nil
 }
 
-// compare computes the checksums of a chunk where it lies, and answers the first page whose checksum is another than wanted, or -1. The caller holds life.
-func (s *slab) compare(slot int, gen uint64, v *engine.Verification, want []uint64) (page int, err error) {
+// compare computes the checksums of a chunk where it lies, and answers the first page whose
+// checksum is another than wanted, or -1. The caller holds life.
+func (s *slab) compare(slot int, gen uint64, v *engine.Verification,
+	want []uint64) (page int, err error) {
 	sums := make([]uint64, v.Pages)
-	if err := s.buffed.(vfs.Resident).Sums(s.layout.SlotOffset(slot), s.layout.Geometry.PageBytes, s.seeds(nil, v.Hashes, gen), sums); err != nil {
+	if err := s.buffed.(vfs.Resident).Sums(s.layout.SlotOffset(slot), s.layout.Geometry.PageBytes,
+		s.seeds(nil, v.Hashes, gen), sums); err != nil {
 		return -1, err
 	}
 	for i := range sums {
@@ -117,7 +123,8 @@ func (s *slab) compare(slot int, gen uint64, v *engine.Verification, want []uint
 	return -1, nil
 }
 
-// verify checks a chunk. Nobody has a lease on it, so it may be gone at any moment, and its slot another's: then what is found says nothing, and its handle changes nothing.
+// verify checks a chunk. Nobody has a lease on it, so it may be gone at any moment, and its slot
+// another's: then what is found says nothing, and its handle changes nothing.
 func (a *Arena) verify(v *engine.Verification) {
 	d, s := a.d, a.d.slabOf(v.Region)
 	if s == nil {

@@ -4,7 +4,8 @@ import (
 	"lookaside/tiers"
 )
 
-// What a disk will drop next is what its engine would write to a tier below it: the books call that a cascade.
+// What a disk will drop next is what its engine would write to a tier below it: the books call that
+// a cascade.
 
 // NextVictims implements tiers.Victims.
 func (d *Disk) NextVictims(max int, out []tiers.Victim) []tiers.Victim {
@@ -20,7 +21,8 @@ func (d *Disk) NextVictims(max int, out []tiers.Victim) []tiers.Victim {
 			d.engine.EndCascade(c.Handle, false)
 			continue
 		}
-		out = append(out, tiers.Victim{Handle: c.Handle, Run: tiers.Run{Space: sp, First: c.First, Prev: c.Prev, Hashes: c.Hashes}})
+		out = append(out, tiers.Victim{Handle: c.Handle, Run: tiers.Run{Space: sp, First: c.First,
+			Prev: c.Prev, Hashes: c.Hashes}})
 	}
 	return out
 }

@@ -10,11 +10,13 @@ import (
 
 var _ tiers.Victims = (*Disk)(nil)
 
-// A disk that is nearly full names the chunks that it would drop next, keeps them while they are read, and names none again that are kept below.
+// A disk that is nearly full names the chunks that it would drop next, keeps them while they are
+// read, and names none again that are kept below.
 func TestVictims(t *testing.T) {
 	g := tiers.Geometry{PageBytes: 4096, PagesPerChunk: 4, PageTokens: 16, DigestBytes: 32}
 	sp := tiertest.NewSpace("victims", g)
-	d, err := Open(Options{FS: vfstest.NewMem(), Dirs: []string{"/d"}, CapacityBytes: 1 << 20, SlabBytes: 1 << 20})
+	d, err := Open(Options{FS: vfstest.NewMem(), Dirs: []string{"/d"}, CapacityBytes: 1 << 20,
+		SlabBytes: 1 << 20})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -51,7 +53,8 @@ func TestVictims(t *testing.T) {
 	}
 	b := make([]byte, 4*4096)
 	for i, v := range victims {
-		if string(v.Hashes) != string(runs[i].Hashes) || v.Space.Fingerprint != sp.Fingerprint || v.First != 0 {
+		if string(v.Hashes) != string(runs[i].Hashes) || v.Space.Fingerprint != sp.Fingerprint ||
+			v.First != 0 {
 			t.Fatalf("victim %d is not the %d-th oldest", i, i)
 		}
 		d.Load(t.Context(), []tiers.Transfer{{Run: v.Run, Bytes: b}}, func(_ int, err error) {

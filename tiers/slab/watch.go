@@ -12,12 +12,15 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// errRemoved is why a slab is given up whose file somebody else has removed or replaced. The store could go on with the open file, but nothing in it would be found again, and its room on the
-// disk would not be free.
+// errRemoved is why a slab is given up whose file somebody else has removed or replaced. The store
+// could go on with the open file, but nothing in it would be found again, and its room on the disk
+// would not be free.
 var errRemoved = errors.New("its file was removed or replaced by somebody else")
 
-// watch looks whether the files of the slabs and the locks of the directories are still those that the store has open. Slabs of a tier that are not are given up, and made anew by their healers. An
-// arena's are in use where they are mapped, and go on, but the operator is told that they will not be found again.
+// watch looks whether the files of the slabs and the locks of the directories are still those that
+// the store has open. Slabs of a tier that are not are given up, and made anew by their healers. An
+// arena's are in use where they are mapped, and go on, but the operator is told that they will not
+// be found again.
 func (d *Disk) watch() {
 	if d.arena != nil {
 		d.watchArena()
@@ -89,7 +92,8 @@ func (h *directory) unlock() error {
 	return h.lock.Close()
 }
 
-// hold takes the directory's lock again if somebody has removed its file. The error is a *vfs.LockedError if another process was faster: then the directory is no longer ours.
+// hold takes the directory's lock again if somebody has removed its file. The error is a
+// *vfs.LockedError if another process was faster: then the directory is no longer ours.
 func (d *Disk) hold(h *directory) error {
 	h.lockMu.Lock()
 	defer h.lockMu.Unlock()
@@ -113,6 +117,7 @@ func (d *Disk) hold(h *directory) error {
 	}
 	old := h.lock
 	h.setLock(d.o.FS, l)
-	d.log.Warn("the lock of a directory was removed by somebody else; it is taken again", zap.String("directory", h.path))
+	d.log.Warn("the lock of a directory was removed by somebody else; it is taken again",
+		zap.String("directory", h.path))
 	return old.Close()
 }

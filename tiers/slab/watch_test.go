@@ -11,8 +11,9 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// Slabs that somebody removes, or replaces, under the store are noticed: the store says so, and makes new ones. Its lock is taken again, unless another was faster: then nothing in the directory is
-// touched until that one has left.
+// Slabs that somebody removes, or replaces, under the store are noticed: the store says so, and
+// makes new ones. Its lock is taken again, unless another was faster: then nothing in the directory
+// is touched until that one has left.
 func TestRemovedUnderneath(t *testing.T) {
 	t.Parallel()
 	dir := filepath.Join(t.TempDir(), "kv")
@@ -56,7 +57,8 @@ func TestRemovedUnderneath(t *testing.T) {
 	}
 	d.o.RetryEvery = time.Hour // so that it stays given up
 	d.watch()
-	if st := d.Stats(); st.CapacityBytes == whole || !strings.Contains(st.Detail, errRemoved.Error()) {
+	if st := d.Stats(); st.CapacityBytes == whole ||
+		!strings.Contains(st.Detail, errRemoved.Error()) {
 		t.Errorf("nothing is given up: %+v", st)
 	}
 	mustClose(t, d)
@@ -74,7 +76,8 @@ func TestRemovedUnderneath(t *testing.T) {
 	}
 
 	for _, name := range slabs { // as when the directory is restored from somewhere
-		if err := errors.Join(os.Rename(name, name+".old"), os.WriteFile(name, []byte("other"), 0o600)); err != nil {
+		if err := errors.Join(os.Rename(name, name+".old"), os.WriteFile(name, []byte("other"),
+			0o600)); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -9,7 +9,8 @@ import (
 
 // A lookup that the arena answers costs with tiers what it costs without.
 func BenchmarkLookup(b *testing.B) {
-	for name, tiers := range map[string][]tiertest.MemoryOptions{"arena": nil, "tiers": {{Local: true}, {}}} {
+	for name, tiers := range map[string][]tiertest.MemoryOptions{"arena": nil,
+		"tiers": {{Local: true}, {}}} {
 		b.Run(name, func(b *testing.B) {
 			r := newRig(b, rigOptions{slots: 1024, tiers: tiers})
 			defer r.close()

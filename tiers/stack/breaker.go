@@ -5,7 +5,8 @@ import (
 	"time"
 )
 
-// The first and the longest pause of a tier that is off before it is tried again; it doubles each time.
+// The first and the longest pause of a tier that is off before it is tried again; it doubles each
+// time.
 const (
 	firstPause = time.Second
 	lastPause  = time.Minute
@@ -20,14 +21,16 @@ const (
 	neither                // it was not asked in the end
 )
 
-// breaker turns a tier off that fails, and tries it again after a pause, by one call at a time. Any goroutine.
+// breaker turns a tier off that fails, and tries it again after a pause, by one call at a time. Any
+// goroutine.
 //
-//	closed ── failures in a row ──▶ open ── pause is over, one call ──▶ probing ── works ──▶ closed
-//	                                 ▲                                    │
-//	                                 └──────── fails; a longer pause ─────┘
+//	closed ── failures in a row ──▶ open ── pause over, one call ──▶ probing ── works ──▶ closed
+//	                                 ▲                                 │
+//	                                 └────── fails; a longer pause ────┘
 type breaker struct {
-	limit  int                                  // failures in a row that open it
-	change func(open bool, pause time.Duration) // told of changes between closed and not; the lock is held
+	limit int // failures in a row that open it
+	// told of changes between closed and not; the lock is held
+	change func(open bool, pause time.Duration)
 
 	mu       sync.Mutex
 	failures int // in a row
@@ -46,7 +49,8 @@ func (b *breaker) usable() bool {
 	return !b.open || !b.probing && !time.Now().Before(b.until)
 }
 
-// enter lets a call through, or not. leave must follow if it does. probe says that the call is a try, and little should depend on it.
+// enter lets a call through, or not. leave must follow if it does. probe says that the call is a
+// try, and little should depend on it.
 func (b *breaker) enter() (ok, probe bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -66,7 +70,8 @@ func (b *breaker) enterAfter() bool {
 			return true
 		}
 		b.mu.Lock()
-		tried, probing, paused := b.tried, b.probing, b.open && !b.probing && time.Now().Before(b.until)
+		tried, probing, paused := b.tried, b.probing, b.open && !b.probing &&
+			time.Now().Before(b.until)
 		b.mu.Unlock()
 		switch {
 		case paused:

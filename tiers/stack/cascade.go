@@ -11,7 +11,8 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// beginStore waits until nobody wants the tier to be left alone, and says that something is being stored in it from now on. false: the Stack is closed.
+// beginStore waits until nobody wants the tier to be left alone, and says that something is being
+// stored in it from now on. false: the Stack is closed.
 func (s *Stack) beginStore(t *tier) bool {
 	s.mu.Lock()
 	defer s.unlock()
@@ -76,7 +77,8 @@ func (s *Stack) storeWorker(t *tier) {
 	}
 }
 
-// store writes a batch of the arena's chunks to a tier. What fails is tried once more, then left to its next use.
+// store writes a batch of the arena's chunks to a tier. What fails is tried once more, then left to
+// its next use.
 func (s *Stack) store(t *tier, items []engine.CascadeItem) (v verdict) {
 	if items = s.recheckItems(s.verifyItems(items)); len(items) == 0 {
 		return neither
@@ -131,7 +133,8 @@ func (s *Stack) store(t *tier, items []engine.CascadeItem) (v verdict) {
 }
 
 // callStore calls a tier's Store and counts.
-func (s *Stack) callStore(t *tier, transfers []tiers.Transfer, done func(i int, err error)) verdict {
+func (s *Stack) callStore(t *tier, transfers []tiers.Transfer,
+	done func(i int, err error)) verdict {
 	start := time.Now()
 	return s.call(t.Tier.Store, t.StoreTimeout, transfers, func(i int, err error) {
 		if err == nil {
@@ -177,13 +180,15 @@ func (s *Stack) demoteWorker(t *tier) {
 		}
 		for rest := list; len(rest) > 0; {
 			var n int
-			if bounce, n = s.bounce(bounce, len(rest), func(i int) tiers.Run { return rest[i].Run }); n == 0 {
+			if bounce, n = s.bounce(bounce, len(rest),
+				func(i int) tiers.Run { return rest[i].Run }); n == 0 {
 				t.count.noRoom.Add(1)
 				t.victims.EndVictim(rest[0].Handle, false)
 				rest = rest[1:]
 				continue
 			}
-			transfers, kept := carry(bounce, n, func(i int) tiers.Run { return rest[i].Run }), make([]bool, n)
+			transfers, kept := carry(bounce, n, func(i int) tiers.Run { return rest[i].Run }),
+				make([]bool, n)
 			s.copyUp(above, t, transfers, kept)
 			for i, v := range rest[:n] {
 				if kept[i] {
@@ -204,7 +209,8 @@ func (s *Stack) demoteWorker(t *tier) {
 	}
 }
 
-// spaceLike is the space as the Stack knows it, and else as a tier does, which keeps only what it needs.
+// spaceLike is the space as the Stack knows it, and else as a tier does, which keeps only what it
+// needs.
 func (s *Stack) spaceLike(sp *tiers.Space) *tiers.Space {
 	for _, known := range *s.spaces.Load() {
 		if known != nil && known.Fingerprint == sp.Fingerprint {
@@ -214,7 +220,8 @@ func (s *Stack) spaceLike(sp *tiers.Space) *tiers.Space {
 	return sp
 }
 
-// bounce makes the buffer between two tiers, if need be, and says how many of n runs fit it. 0: the first is larger than it may be.
+// bounce makes the buffer between two tiers, if need be, and says how many of n runs fit it. 0: the
+// first is larger than it may be.
 func (s *Stack) bounce(buf []byte, n int, run func(i int) tiers.Run) ([]byte, int) {
 	if buf == nil {
 		buf = make([]byte, s.cfg.BounceBytes)
@@ -243,7 +250,8 @@ func carry(buf []byte, n int, run func(i int) tiers.Run) []tiers.Transfer {
 	return out
 }
 
-// copyUp copies chunks from one tier to another through the transfers' bytes, but for those that it has already. kept[i] says that it has one in the end.
+// copyUp copies chunks from one tier to another through the transfers' bytes, but for those that it
+// has already. kept[i] says that it has one in the end.
 func (s *Stack) copyUp(from, to *tier, transfers []tiers.Transfer, kept []bool) {
 	if ok, _ := to.breaker.enter(); !ok {
 		return
@@ -304,8 +312,9 @@ func (s *Stack) copyUp(from, to *tier, transfers []tiers.Transfer, kept []bool) 
 	})
 }
 
-// Flush waits until what is queued for the tiers has been written to them, or ctx ends. Partly filled chunks no longer wait
-// for their delay. A tier that is off is not waited for. What was not written is the error.
+// Flush waits until what is queued for the tiers has been written to them, or ctx ends. Partly
+// filled chunks no longer wait for their delay. A tier that is off is not waited for. What was not
+// written is the error.
 func (s *Stack) Flush(ctx context.Context) error {
 	s.engine.HurryPartials()
 	for {

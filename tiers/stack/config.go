@@ -15,9 +15,10 @@ import (
 type Mode uint8
 
 const (
-	PromoteAuto   Mode = iota // those that arrive before they could be computed again, as far as that is known
-	PromoteAlways             // all
-	PromoteNever              // none: lookups ask the arena only
+	// those that arrive before they could be computed again, as far as that is known
+	PromoteAuto   Mode = iota
+	PromoteAlways      // all
+	PromoteNever       // none: lookups ask the arena only
 )
 
 var modeNames = [...]string{"auto", "always", "never"}
@@ -43,7 +44,8 @@ const (
 	OpStore
 )
 
-// Config is what a Stack works with. Engine, Arena and, if there are tiers or peers, Bell are required; other zero fields take the stated default.
+// Config is what a Stack works with. Engine, Arena and, if there are tiers or peers, Bell are
+// required; other zero fields take the stated default.
 type Config struct {
 	// Engine is told of the tiers by [Admissions] and of the Bell by [Bell.Ring], when it is made.
 	Engine *engine.Engine
@@ -56,36 +58,48 @@ type Config struct {
 	Promote Mode
 	// LookupDeadline bounds how long a lookup waits, whatever the asker allows. Default 3 s.
 	LookupDeadline time.Duration
-	// MaxPending bounds the lookups under way, and MaxPendingBytes the digests that they hold; one more is answered with what the arena has. Defaults 1,024
-	// and 64 MiB.
+	// MaxPending bounds the lookups under way, and MaxPendingBytes the digests that they hold; one
+	// more is answered with what the arena has. Defaults 1,024 and 64 MiB.
 	MaxPending      int
 	MaxPendingBytes int64
-	// LongChunks is how many chunks a lookup may have that its caller walks. Longer ones are walked behind its back, by turns. Default 512, which takes some 100 µs.
+	// LongChunks is how many chunks a lookup may have that its caller walks. Longer ones are walked
+	// behind its back, by turns. Default 512, which takes some 100 µs.
 	LongChunks int
-	// BounceBytes is the size of the buffer for chunks on their way from one tier to another, at least one chunk. Each such tier has one, and each
-	// Move. Default 64 MiB.
+	// BounceBytes is the size of the buffer for chunks on their way from one tier to another, at
+	// least one chunk. Each such tier has one, and each Move. Default 64 MiB.
 	BounceBytes int64
-	// Verify, if given, checks the bytes of restored chunks, of one call in their order, and says of each what it found (engine.Engine.EndVerify) before it returns. It may be called
-	// from several goroutines, never for one chunk at the same time, and calls nothing of the Stack. ctx ends with the Stack. Default: there are none that need it.
+	// Verify, if given, checks the bytes of restored chunks, of one call in their order, and says
+	// of each what it found (engine.Engine.EndVerify) before it returns. It may be called from
+	// several goroutines, never for one chunk at the same time, and calls nothing of the Stack. ctx
+	// ends with the Stack. Default: there are none that need it.
 	Verify func(ctx context.Context, chunks []engine.Verification)
-	// PatrolBytes is how many bytes of the arena are read at most in a second, to find those that have changed since they were committed. 0: nobody looks, also not before a chunk is written to a tier.
+	// PatrolBytes is how many bytes of the arena are read at most in a second, to find those that
+	// have changed since they were committed. 0: nobody looks, also not before a chunk is written
+	// to a tier.
 	PatrolBytes int64
 	// PatrolEvery is how long one walk over the arena takes at least. Default 10 min.
 	PatrolEvery time.Duration
-	// Recheck, if given, compares a chunk with the checksum that something else has of it: known says that there is one. An error that wraps tiers.ErrCorrupt says that it has changed, another that it
-	// cannot be read. Nobody has a lease on the chunk. Default: the engine has the checksums (engine.Config.Sums).
+	// Recheck, if given, compares a chunk with the checksum that something else has of it: known
+	// says that there is one. An error that wraps tiers.ErrCorrupt says that it has changed,
+	// another that it cannot be read. Nobody has a lease on the chunk. Default: the engine has the
+	// checksums (engine.Config.Sums).
 	Recheck func(v *engine.Verification) (known bool, err error)
-	// Peers, if given, has other sidecars' chunks leased, and is asked before all tiers. The engine must have ForeignSlots, and Bell.Ring for its Wake; its CopyAfter says what is copied into the arena. Default: there are none.
+	// Peers, if given, has other sidecars' chunks leased, and is asked before all tiers. The engine
+	// must have ForeignSlots, and Bell.Ring for its Wake; its CopyAfter says what is copied into
+	// the arena. Default: there are none.
 	Peers Peers
-	// Linger is how long a chunk that was leased from a peer is kept when nobody uses it. Default 2 s.
+	// Linger is how long a chunk that was leased from a peer is kept when nobody uses it. Default 2
+	// s.
 	Linger time.Duration
 	// BorrowTimeout bounds one call of Peers.Borrow. Default 1 s.
 	BorrowTimeout time.Duration
-	// Forget, if given, has what was dropped from the arena forgotten by whatever would restore it. It is called by Clear and Move before they say what they dropped; its
-	// error is the arena's. Default: nothing would.
+	// Forget, if given, has what was dropped from the arena forgotten by whatever would restore it.
+	// It is called by Clear and Move before they say what they dropped; its error is the arena's.
+	// Default: nothing would.
 	Forget func() error
-	// Observe, if given, is told of each chunk loaded or stored without error, with its bytes, and of each lookup of a tier; took is the time since the call of the tier
-	// began. Any goroutine; it must not block.
+	// Observe, if given, is told of each chunk loaded or stored without error, with its bytes, and
+	// of each lookup of a tier; took is the time since the call of the tier began. Any goroutine;
+	// it must not block.
 	Observe func(tier int, op Op, bytes int64, took time.Duration)
 	// Tiers are the tiers, nearest first. The Stack does not close them.
 	Tiers []TierConfig
@@ -96,7 +110,8 @@ type TierConfig struct {
 	Name  string // unique, not "arena"
 	Tier  tiers.Tier
 	Admit engine.Admission // what is written to it
-	Queue int              // chunks that may wait to be written to it; default as in engine.TierAdmission
+	// chunks that may wait to be written to it; default as in engine.TierAdmission
+	Queue int
 
 	LookupWorkers int           // lookups of it at one time, if it is not Local. Default 4
 	LoadWorkers   int           // calls of Load at one time. Default 2
@@ -133,17 +148,21 @@ func (c *Config) validate() error {
 	if c.Engine == nil || c.Arena == nil || c.Bell == nil && (len(c.Tiers) > 0 || c.Peers != nil) {
 		return fmt.Errorf("%w: a stack needs an engine, an arena and a bell", tiers.ErrInvalid)
 	}
-	if c.Promote > PromoteNever || c.LookupDeadline < 0 || c.MaxPending < 0 || c.MaxPendingBytes < 0 || c.BounceBytes < 0 || c.Linger < 0 || c.BorrowTimeout < 0 || c.PatrolBytes < 0 || c.PatrolEvery < 0 || c.LongChunks < 0 {
+	if c.Promote > PromoteNever || c.LookupDeadline < 0 || c.MaxPending < 0 ||
+		c.MaxPendingBytes < 0 || c.BounceBytes < 0 || c.Linger < 0 || c.BorrowTimeout < 0 ||
+		c.PatrolBytes < 0 || c.PatrolEvery < 0 || c.LongChunks < 0 {
 		return fmt.Errorf("%w: a limit of the stack is negative", tiers.ErrInvalid)
 	}
 	if len(c.Tiers) > engine.MaxTiers {
-		return fmt.Errorf("%w: %d tiers, at most %d", tiers.ErrInvalid, len(c.Tiers), engine.MaxTiers)
+		return fmt.Errorf("%w: %d tiers, at most %d", tiers.ErrInvalid, len(c.Tiers),
+			engine.MaxTiers)
 	}
 	names := map[string]bool{"": true, arenaName: true}
 	for i := range c.Tiers {
 		t := &c.Tiers[i]
 		if names[t.Name] || t.Tier == nil {
-			return fmt.Errorf("%w: tier %d has the name %q, which is another's, or no tier", tiers.ErrInvalid, i, t.Name)
+			return fmt.Errorf("%w: tier %d has the name %q, which is another's, or no tier",
+				tiers.ErrInvalid, i, t.Name)
 		}
 		names[t.Name] = true
 		orDefault(&t.LookupWorkers, 4)
@@ -154,15 +173,16 @@ func (c *Config) validate() error {
 		orDefault(&t.LoadTimeout, 2*time.Second)
 		orDefault(&t.StoreTimeout, 30*time.Second)
 		orDefault(&t.Failures, 3)
-		if min(t.LookupWorkers, t.LoadWorkers, t.StoreWorkers, t.Batch, t.Failures) < 1 || min(t.LookupTimeout, t.LoadTimeout, t.StoreTimeout) < 0 {
+		if min(t.LookupWorkers, t.LoadWorkers, t.StoreWorkers, t.Batch, t.Failures) < 1 ||
+			min(t.LookupTimeout, t.LoadTimeout, t.StoreTimeout) < 0 {
 			return fmt.Errorf("%w: tier %s has a limit below 1", tiers.ErrInvalid, t.Name)
 		}
 	}
 	return nil
 }
 
-// Admissions is what an engine is to be told of tiers. One that admits what is evicted from a tier above that names its victims gets that from
-// there, not from the arena.
+// Admissions is what an engine is to be told of tiers. One that admits what is evicted from a tier
+// above that names its victims gets that from there, not from the arena.
 func Admissions(list []TierConfig) []engine.TierAdmission {
 	out := make([]engine.TierAdmission, len(list))
 	for i, t := range list {
@@ -183,7 +203,8 @@ func victims(list []TierConfig, i int) tiers.Victims {
 	return v
 }
 
-// Bell is how the engine says that a tier has something to be written, or that something is to be returned to peers, or copied from them: give Ring to it as engine.Config.Wake.
+// Bell is how the engine says that a tier has something to be written, or that something is to be
+// returned to peers, or copied from them: give Ring to it as engine.Config.Wake.
 type Bell struct {
 	tiers   [engine.MaxTiers]chan struct{}
 	returns chan struct{}

@@ -11,7 +11,8 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// firstOwner is the first of the owners in whose names the Stack itself leases: one for each call, for its time.
+// firstOwner is the first of the owners in whose names the Stack itself leases: one for each call,
+// for its time.
 const firstOwner = math.MaxUint64 >> 1 &^ 0xFFFFFFFF
 
 // window is how many chunks Prefetch and Move lease at a time.
@@ -37,15 +38,19 @@ type answer chan int
 func (answer) LookupPending(engine.Owner, uint64, int, time.Duration) {}
 func (a answer) LookupAnswered(x Answer)                              { a <- x.Pages }
 
-// windows calls f with a prefix piece by piece, until it does less than it was given or fails. It answers the pages that f did.
-func windows(sp *tiers.Space, hashes []byte, f func(run tiers.Run) (int, error)) (pages int, err error) {
+// windows calls f with a prefix piece by piece, until it does less than it was given or fails. It
+// answers the pages that f did.
+func windows(sp *tiers.Space, hashes []byte, f func(run tiers.Run) (int, error)) (pages int,
+	err error) {
 	run := tiers.Run{Space: sp, Hashes: hashes}
 	if len(hashes)%sp.Geometry.DigestBytes != 0 {
-		return 0, fmt.Errorf("%w: %d bytes of hashes, want a multiple of %d", tiers.ErrInvalid, len(hashes), sp.Geometry.DigestBytes)
+		return 0, fmt.Errorf("%w: %d bytes of hashes, want a multiple of %d", tiers.ErrInvalid,
+			len(hashes), sp.Geometry.DigestBytes)
 	}
 	for i := 0; i < run.Chunks(); i += window {
 		part := tail(run, i)
-		part.Hashes = part.Hashes[:min(len(part.Hashes), window*sp.Geometry.PagesPerChunk*sp.Geometry.DigestBytes)]
+		part.Hashes = part.Hashes[:min(len(part.Hashes),
+			window*sp.Geometry.PagesPerChunk*sp.Geometry.DigestBytes)]
 		n, err := f(part)
 		pages += n
 		if err != nil || n < part.Pages() {
@@ -55,23 +60,29 @@ func windows(sp *tiers.Space, hashes []byte, f func(run tiers.Run) (int, error))
 	return pages, nil
 }
 
-// Prefetch brings a prefix into the arena, as far as some tier has it and there is room, and answers how many pages of it the arena had at the end or in
-// between. Nothing of it stays leased.
-func (s *Stack) Prefetch(ctx context.Context, id engine.SpaceID, hashes []byte) (pages int, err error) {
+// Prefetch brings a prefix into the arena, as far as some tier has it and there is room, and
+// answers how many pages of it the arena had at the end or in between. Nothing of it stays leased.
+func (s *Stack) Prefetch(ctx context.Context, id engine.SpaceID,
+	hashes []byte) (pages int, err error) {
 	err = s.asOwner(id, func(o engine.Owner, sp *tiers.Space) error {
-		pages, err = windows(sp, hashes, func(run tiers.Run) (int, error) { return s.fetch(ctx, o, id, run) })
+		pages, err = windows(sp, hashes, func(run tiers.Run) (int, error) {
+			return s.fetch(ctx, o,
+				id, run)
+		})
 		return err
 	})
 	return pages, err
 }
 
 // fetch brings a run into the arena.
-func (s *Stack) fetch(ctx context.Context, o engine.Owner, id engine.SpaceID, run tiers.Run) (pages int, err error) {
+func (s *Stack) fetch(ctx context.Context, o engine.Owner, id engine.SpaceID,
+	run tiers.Run) (pages int, err error) {
 	if ctx.Err() != nil {
 		return 0, context.Cause(ctx)
 	}
 	got := make(answer, 1)
-	q := Query{Owner: o, Lookup: uint64(run.First), Space: id, FirstPage: run.First, Prev: run.Prev, Hashes: run.Hashes, Deadline: time.Hour, always: true}
+	q := Query{Owner: o, Lookup: uint64(run.First), Space: id, FirstPage: run.First, Prev: run.Prev,
+		Hashes: run.Hashes, Deadline: time.Hour, always: true}
 	pages, done, err := s.Lookup(&q, got)
 	defer func() { _ = s.Cancel(o, q.Lookup) }()
 	if done || err != nil {
@@ -87,12 +98,14 @@ func (s *Stack) fetch(ctx context.Context, o engine.Owner, id engine.SpaceID, ru
 	}
 }
 
-// probeTier loads the first chunk of what was cut off a lookup, for nobody, if its tier has not been measured for a while: what made it look slow may be over.
+// probeTier loads the first chunk of what was cut off a lookup, for nobody, if its tier has not
+// been measured for a while: what made it look slow may be over.
 func (s *Stack) probeTier(r *request) {
 	if r.chunks > 0 || len(r.source) == 0 || r.source[0] < 0 {
 		return
 	}
-	if _, _, age := s.tiers[r.source[0]].estimate.read(); age < probeAge || !s.probe.CompareAndSwap(false, true) {
+	if _, _, age := s.tiers[r.source[0]].estimate.read(); age < probeAge ||
+		!s.probe.CompareAndSwap(false, true) {
 		return
 	}
 	run := r.run.Chunk(0)
@@ -128,9 +141,11 @@ func (s *Stack) tierNamed(name string) (*tier, error) {
 	return nil, fmt.Errorf("%w: tier %q", tiers.ErrNotFound, name)
 }
 
-// Move copies a prefix from one tier to another, either of which may be "arena", as far as the first has it without a gap and the second has room, and
-// unless keep drops it from the first. It answers how many pages arrived.
-func (s *Stack) Move(ctx context.Context, id engine.SpaceID, hashes []byte, from, to string, keep bool) (pages int, err error) {
+// Move copies a prefix from one tier to another, either of which may be "arena", as far as the
+// first has it without a gap and the second has room, and unless keep drops it from the first. It
+// answers how many pages arrived.
+func (s *Stack) Move(ctx context.Context, id engine.SpaceID, hashes []byte, from, to string,
+	keep bool) (pages int, err error) {
 	src, err := s.tierNamed(from)
 	if err != nil {
 		return 0, err
@@ -178,7 +193,8 @@ func (s *Stack) Move(ctx context.Context, id engine.SpaceID, hashes []byte, from
 }
 
 // putDown stores what the arena has of a run in a tier.
-func (s *Stack) putDown(ctx context.Context, o engine.Owner, run tiers.Run, to *tier) (pages int, err error) {
+func (s *Stack) putDown(ctx context.Context, o engine.Owner, run tiers.Run,
+	to *tier) (pages int, err error) {
 	if err := s.VerifyRun(ctx, o, run); err != nil {
 		return 0, err
 	}
@@ -199,7 +215,8 @@ func (s *Stack) putDown(ctx context.Context, o engine.Owner, run tiers.Run, to *
 		transfers := make([]tiers.Transfer, len(batch))
 		for i, x := range batch {
 			size := uint64(x.Pages) * uint64(g.PageBytes)
-			transfers[i] = tiers.Transfer{Run: run.Chunk(at + i), Bytes: s.cfg.Arena(x.Region)[x.Offset : x.Offset+size : x.Offset+size]}
+			transfers[i] = tiers.Transfer{Run: run.Chunk(at + i),
+				Bytes: s.cfg.Arena(x.Region)[x.Offset : x.Offset+size : x.Offset+size]}
 		}
 		if !s.beginStore(to) {
 			return 0, tiers.ErrClosed
@@ -209,14 +226,16 @@ func (s *Stack) putDown(ctx context.Context, o engine.Owner, run tiers.Run, to *
 			err = ErrOff
 			break
 		}
-		to.breaker.leave(s.callStore(to, transfers, func(i int, err error) { kept[at+i] = err == nil }))
+		to.breaker.leave(s.callStore(to, transfers,
+			func(i int, err error) { kept[at+i] = err == nil }))
 		s.endStore(to)
 	}
 	return prefixOf(run, kept), err
 }
 
 // carryOver copies what one tier has of a run to another.
-func (s *Stack) carryOver(ctx context.Context, run tiers.Run, from, to *tier, buf []byte) (pages int, bounce []byte, err error) {
+func (s *Stack) carryOver(ctx context.Context, run tiers.Run, from, to *tier,
+	buf []byte) (pages int, bounce []byte, err error) {
 	if !from.breaker.usable() || !to.breaker.usable() {
 		return 0, buf, ErrOff
 	}
@@ -244,7 +263,8 @@ func (s *Stack) carryOver(ctx context.Context, run tiers.Run, from, to *tier, bu
 		var n int
 		of := func(i int) tiers.Run { return parts[at+i] }
 		if buf, n = s.bounce(buf, min(to.Batch, len(parts)-at), of); n == 0 {
-			return prefixOf(run, kept), buf, fmt.Errorf("%w: a chunk is larger than the buffer between tiers", tiers.ErrBusy)
+			return prefixOf(run, kept), buf,
+				fmt.Errorf("%w: a chunk is larger than the buffer between tiers", tiers.ErrBusy)
 		}
 		if !s.beginStore(to) {
 			return 0, buf, tiers.ErrClosed
@@ -284,24 +304,31 @@ type Cleared struct {
 	Err    error  // why it may still have some
 }
 
-// Clear forgets a space, or with the zero Fingerprint everything, in the tier of that name ("arena" for the arena), or with no name in all of them. What is
-// on its way from one to another is forgotten as well. Tiers whose Clear fails are in the answer with their error; ErrNotFound: there is no such tier.
-func (s *Stack) Clear(ctx context.Context, fp tiers.Fingerprint, name string) (out []Cleared, err error) {
+// Clear forgets a space, or with the zero Fingerprint everything, in the tier of that name ("arena"
+// for the arena), or with no name in all of them. What is on its way from one to another is
+// forgotten as well. Tiers whose Clear fails are in the answer with their error; ErrNotFound: there
+// is no such tier.
+func (s *Stack) Clear(ctx context.Context, fp tiers.Fingerprint,
+	name string) (out []Cleared, err error) {
 	return s.everywhere(ctx, name,
 		func() (int, error) { return s.clearArena(fp) },
 		func(t *tier) (int, error) { return t.Tier.Clear(ctx, fp) })
 }
 
-// Drop forgets a prefix's pages from firstPage on, and those before it that are in one chunk with it, in the tier of that name ("arena" for the arena), or with no name in
-// all of them. A chunk that is leased or pinned is not found any more, and is freed when it is let go of. Tiers that fail are in the answer with their error.
-func (s *Stack) Drop(ctx context.Context, id engine.SpaceID, hashes []byte, firstPage int, name string) (out []Cleared, err error) {
+// Drop forgets a prefix's pages from firstPage on, and those before it that are in one chunk with
+// it, in the tier of that name ("arena" for the arena), or with no name in all of them. A chunk
+// that is leased or pinned is not found any more, and is freed when it is let go of. Tiers that
+// fail are in the answer with their error.
+func (s *Stack) Drop(ctx context.Context, id engine.SpaceID, hashes []byte, firstPage int,
+	name string) (out []Cleared, err error) {
 	sp := s.space(id)
 	if sp == nil {
 		return nil, fmt.Errorf("%w: space %d", tiers.ErrNotFound, id)
 	}
 	d := sp.Geometry.DigestBytes
 	if len(hashes)%d != 0 || firstPage < 0 || firstPage >= len(hashes)/d {
-		return nil, fmt.Errorf("%w: page %d of %d bytes of hashes", tiers.ErrInvalid, firstPage, len(hashes))
+		return nil, fmt.Errorf("%w: page %d of %d bytes of hashes", tiers.ErrInvalid, firstPage,
+			len(hashes))
 	}
 	first := firstPage / sp.Geometry.PagesPerChunk * sp.Geometry.PagesPerChunk
 	run := tiers.Run{Space: sp, First: first, Hashes: hashes[first*d:]}
@@ -312,11 +339,16 @@ func (s *Stack) Drop(ctx context.Context, id engine.SpaceID, hashes []byte, firs
 		chunks, err := s.engine.Drop(id, run.First, run.Hashes)
 		return chunks, errors.Join(err, s.forget())
 	}
-	return s.everywhere(ctx, name, drop, func(t *tier) (int, error) { return -1, t.Tier.Drop(ctx, run) })
+	return s.everywhere(ctx, name, drop, func(t *tier) (int, error) {
+		return -1,
+			t.Tier.Drop(ctx, run)
+	})
 }
 
-// everywhere has the tier of a name, or with no name all of them, forget something. What is on its way from one to another meanwhile is forgotten as well.
-func (s *Stack) everywhere(ctx context.Context, name string, fromArena func() (int, error), fromTier func(*tier) (int, error)) (out []Cleared, err error) {
+// everywhere has the tier of a name, or with no name all of them, forget something. What is on its
+// way from one to another meanwhile is forgotten as well.
+func (s *Stack) everywhere(ctx context.Context, name string, fromArena func() (int, error),
+	fromTier func(*tier) (int, error)) (out []Cleared, err error) {
 	which := s.tiers
 	arena := name == "" || name == arenaName
 	if name != "" {
@@ -333,7 +365,8 @@ func (s *Stack) everywhere(ctx context.Context, name string, fromArena func() (i
 		out = append(out, Cleared{Tier: arenaName, Chunks: chunks, Err: err})
 	}
 	for _, t := range which {
-		// None is given anything until all are clear, or what is promoted from one meanwhile would come to another again.
+		// None is given anything until all are clear, or what is promoted from one meanwhile would
+		// come to another again.
 		defer s.resume(t)
 		c := Cleared{Tier: t.Name}
 		if c.Err = s.pause(ctx, t); c.Err == nil {

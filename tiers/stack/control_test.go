@@ -41,7 +41,8 @@ func (r *rig) has(name string, p tiertest.Prefix, n, want int) {
 	}
 }
 
-// Lookups far beyond what the arena can promote at a time wait their turn; none starves, none dead-locks, and each holds nothing while it waits.
+// Lookups far beyond what the arena can promote at a time wait their turn; none starves, none
+// dead-locks, and each holds nothing while it waits.
 func TestTurns(t *testing.T) {
 	for _, slots := range []int{4, 16, 24} {
 		t.Run(fmt.Sprint(slots), func(t *testing.T) {
@@ -72,7 +73,8 @@ func TestTurns(t *testing.T) {
 				for i, p := range list {
 					n, ok := r.answer(uint64(i), time.Minute)
 					if !ok || n != most {
-						t.Fatalf("lookup %d: %d pages, %v; want %d: %+v", i, n, ok, most, r.engine.Stats())
+						t.Fatalf("lookup %d: %d pages, %v; want %d: %+v", i, n, ok, most,
+							r.engine.Stats())
 					}
 					r.load(uint64(i), p, 0, n)
 				}
@@ -83,40 +85,42 @@ func TestTurns(t *testing.T) {
 
 // When others hold all the room and release none, a lookup is not kept for its whole deadline.
 func TestNoRoom(t *testing.T) {
-	inBubble(t, rigOptions{slots: 8, tiers: []tiertest.MemoryOptions{{Local: true}}}, func(t *testing.T, r *rig) {
-		rnd := rand.New(rand.NewPCG(1, 1))
-		a, b := prefix(rnd, 16), prefix(rnd, 32)
-		r.store(a, 16)
-		r.flush()
-		r.clearArena()
-		r.store(b, 32)
-		r.flush()
-		pin, n, err := r.engine.Pin(r.id, b.Digests(0, 32, 32))
-		if err != nil || n != 32 {
-			t.Fatal(n, err)
-		}
-		start := time.Now()
-		if n := r.lookup(1, a, 0, 16); n != 0 {
-			t.Errorf("%d pages", n)
-		}
-		if took := time.Since(start); took > 2*roomPatience {
-			t.Errorf("answered after %v", took)
-		}
-		// Room that comes in time is used.
-		go func() {
-			time.Sleep(roomPatience / 2)
-			if err := r.engine.Unpin(pin); err != nil {
-				t.Error(err)
+	inBubble(t, rigOptions{slots: 8, tiers: []tiertest.MemoryOptions{{Local: true}}},
+		func(t *testing.T, r *rig) {
+			rnd := rand.New(rand.NewPCG(1, 1))
+			a, b := prefix(rnd, 16), prefix(rnd, 32)
+			r.store(a, 16)
+			r.flush()
+			r.clearArena()
+			r.store(b, 32)
+			r.flush()
+			pin, n, err := r.engine.Pin(r.id, b.Digests(0, 32, 32))
+			if err != nil || n != 32 {
+				t.Fatal(n, err)
 			}
-		}()
-		r.want(2, a, 0, 16, 16)
-	})
+			start := time.Now()
+			if n := r.lookup(1, a, 0, 16); n != 0 {
+				t.Errorf("%d pages", n)
+			}
+			if took := time.Since(start); took > 2*roomPatience {
+				t.Errorf("answered after %v", took)
+			}
+			// Room that comes in time is used.
+			go func() {
+				time.Sleep(roomPatience / 2)
+				if err := r.engine.Unpin(pin); err != nil {
+					t.Error(err)
+				}
+			}()
+			r.want(2, a, 0, 16, 16)
+		})
 }
 
 // An owner that has leased all of its share waits for itself, and lets others pass.
 func TestOthersPass(t *testing.T) {
 	inBubble(t, rigOptions{
-		slots: 32, tiers: []tiertest.MemoryOptions{{Local: true, BytesPerSec: 10000 * slotBytes}}, engine: func(c *engine.Config) { c.OwnerShare = 0.25 },
+		slots: 32, tiers: []tiertest.MemoryOptions{{Local: true, BytesPerSec: 10000 * slotBytes}},
+		engine: func(c *engine.Config) { c.OwnerShare = 0.25 },
 	}, func(t *testing.T, r *rig) {
 		rnd := rand.New(rand.NewPCG(1, 1))
 		var list []tiertest.Prefix
@@ -149,14 +153,16 @@ func TestOthersPass(t *testing.T) {
 		if n := <-got; n != 16 || time.Since(start) > 10*time.Millisecond {
 			t.Errorf("%d pages after %v", n, time.Since(start))
 		}
-		// What waits has room once the owner has loaded, as long as waiting is not longer than computing.
+		// What waits has room once the owner has loaded, as long as waiting is not longer than
+		// computing.
 		time.Sleep(40 * time.Millisecond)
 		r.load(0, list[0], 0, 16)
 		if n, ok := r.answer(2, 10*time.Millisecond); !ok || n != 16 {
 			t.Errorf("%d pages, %v", n, ok)
 		}
 		for i := uint64(3); i < 7; i++ {
-			if n, ok := r.answer(i, time.Second); !ok || n != 0 || time.Since(start) > 110*time.Millisecond {
+			if n, ok := r.answer(i, time.Second); !ok || n != 0 ||
+				time.Since(start) > 110*time.Millisecond {
 				t.Errorf("%d pages, %v, after %v", n, ok, time.Since(start))
 			}
 		}
@@ -188,7 +194,8 @@ func TestPendingIsBounded(t *testing.T) {
 		if later != 8 {
 			t.Errorf("%d go on", later)
 		}
-		// However many are asked and cancelled while a tier sleeps, what is kept of them is bounded.
+		// However many are asked and cancelled while a tier sleeps, what is kept of them is
+		// bounded.
 		for i := range uint64(5000) {
 			r.ask(1000+i, prefix(rnd, 4), 0, 4)
 			_ = r.Cancel(scheduler, 1000+i)
@@ -203,7 +210,8 @@ func TestPendingIsBounded(t *testing.T) {
 
 func TestPrefetch(t *testing.T) {
 	inBubble(t, rigOptions{
-		slots: 512, tiers: []tiertest.MemoryOptions{{Local: true, BytesPerSec: 10000 * slotBytes}, {Latency: time.Millisecond}},
+		slots: 512, tiers: []tiertest.MemoryOptions{{Local: true, BytesPerSec: 10000 * slotBytes},
+			{Latency: time.Millisecond}},
 		config: func(c *Config) { c.Promote = PromoteNever },
 	}, func(t *testing.T, r *rig) {
 		p := prefix(rand.New(rand.NewPCG(1, 1)), 1000)
@@ -221,13 +229,15 @@ func TestPrefetch(t *testing.T) {
 		r.clearArena()
 		ctx, cancel := context.WithTimeoutCause(t.Context(), 10*time.Millisecond, errBroken)
 		defer cancel()
-		if n, err := r.Prefetch(ctx, r.id, p.Digests(0, 1000, 32)); n >= 802 || !errors.Is(err, errBroken) {
+		if n, err := r.Prefetch(ctx, r.id, p.Digests(0, 1000, 32)); n >= 802 ||
+			!errors.Is(err, errBroken) {
 			t.Errorf("%d pages, %v", n, err)
 		}
 		if _, err := r.Prefetch(t.Context(), 77, nil); !errors.Is(err, tiers.ErrNotFound) {
 			t.Error(err)
 		}
-		if _, err := r.Prefetch(t.Context(), r.id, make([]byte, 33)); !errors.Is(err, tiers.ErrInvalid) {
+		if _, err := r.Prefetch(t.Context(), r.id, make([]byte, 33)); !errors.Is(err,
+			tiers.ErrInvalid) {
 			t.Error(err)
 		}
 	})
@@ -242,19 +252,24 @@ func TestMove(t *testing.T) {
 					continue
 				}
 				t.Run(fmt.Sprintf("%s to %s, keep %v", from, to, keep), func(t *testing.T) {
-					inBubble(t, rigOptions{slots: 256, tiers: []tiertest.MemoryOptions{{Local: true}, {Latency: time.Millisecond}}, config: func(c *Config) {
-						c.BounceBytes = 3 * slotBytes
-						c.Tiers[0].Admit, c.Tiers[1].Admit = engine.AdmitNever, engine.AdmitNever
-					}}, func(t *testing.T, r *rig) {
+					inBubble(t, rigOptions{slots: 256,
+						tiers: []tiertest.MemoryOptions{{Local: true}, {Latency: time.Millisecond}},
+						config: func(c *Config) {
+							c.BounceBytes = 3 * slotBytes
+							c.Tiers[0].Admit, c.Tiers[1].Admit = engine.AdmitNever,
+								engine.AdmitNever
+						}}, func(t *testing.T, r *rig) {
 						p := prefix(rand.New(rand.NewPCG(1, 1)), 400)
 						r.store(p, 350)
 						if from != arenaName {
-							if n, err := r.Move(t.Context(), r.id, p.Digests(0, 350, 32), arenaName, from, false); n != 350 || err != nil {
+							if n, err := r.Move(t.Context(), r.id, p.Digests(0, 350, 32), arenaName,
+								from, false); n != 350 || err != nil {
 								t.Fatalf("%d pages, %v", n, err)
 							}
 							r.has(arenaName, p, 400, 0)
 						}
-						if n, err := r.Move(t.Context(), r.id, p.Digests(0, 400, 32), from, to, keep); n != 350 || err != nil {
+						if n, err := r.Move(t.Context(), r.id, p.Digests(0, 400, 32), from, to,
+							keep); n != 350 || err != nil {
 							t.Fatalf("%d pages, %v", n, err)
 						}
 						left := 0
@@ -273,22 +288,29 @@ func TestMove(t *testing.T) {
 			}
 		}
 	}
-	inBubble(t, rigOptions{tiers: []tiertest.MemoryOptions{{Local: true}}}, func(t *testing.T, r *rig) {
-		for from, to := range map[string]string{"t0": "t0", "t9": "t0", "t0 ": "arena", "arena": ""} {
-			if _, err := r.Move(t.Context(), r.id, nil, from, to, true); !errors.Is(err, tiers.ErrInvalid) && !errors.Is(err, tiers.ErrNotFound) {
-				t.Errorf("%q to %q: %v", from, to, err)
+	inBubble(t, rigOptions{tiers: []tiertest.MemoryOptions{{Local: true}}},
+		func(t *testing.T, r *rig) {
+			for from, to := range map[string]string{"t0": "t0", "t9": "t0", "t0 ": "arena",
+				"arena": ""} {
+				if _, err := r.Move(t.Context(), r.id, nil, from, to, true); !errors.Is(err,
+					tiers.ErrInvalid) && !errors.Is(err, tiers.ErrNotFound) {
+					t.Errorf("%q to %q: %v", from, to, err)
+				}
 			}
-		}
-	})
+		})
 }
 
 func TestDropPrefix(t *testing.T) {
-	o := rigOptions{tiers: []tiertest.MemoryOptions{{Local: true}, {Latency: 5 * time.Millisecond, BytesPerSec: 1000 * slotBytes}}}
+	o := rigOptions{tiers: []tiertest.MemoryOptions{{Local: true}, {Latency: 5 * time.Millisecond,
+		BytesPerSec: 1000 * slotBytes}}}
 	inBubble(t, o, func(t *testing.T, r *rig) {
 		rng := rand.New(rand.NewPCG(1, 1))
 		p := prefix(rng, 64)
 		q := prefix(rng, 64, p[:32]...) // leaves p in the middle
-		digests := func(p tiertest.Prefix, pages int) []byte { return p.Digests(0, pages, r.space.Geometry.DigestBytes) }
+		digests := func(p tiertest.Prefix, pages int) []byte {
+			return p.Digests(0, pages,
+				r.space.Geometry.DigestBytes)
+		}
 		names := []string{arenaName, "t0", "t1"}
 		has := func(prefix tiertest.Prefix, pages int) {
 			t.Helper()
@@ -307,7 +329,8 @@ func TestDropPrefix(t *testing.T) {
 		}
 		r.has("t1", p, 64, 40)
 		r.has("t0", p, 64, 64)
-		if out, err = r.Drop(t.Context(), r.id, digests(p, 64), 42, ""); err != nil || len(out) != 3 || out[0] != (Cleared{arenaName, 6, nil}) {
+		if out, err = r.Drop(t.Context(), r.id, digests(p, 64), 42, ""); err != nil ||
+			len(out) != 3 || out[0] != (Cleared{arenaName, 6, nil}) {
 			t.Fatalf("%+v, %v", out, err)
 		}
 		has(p, 40)
@@ -319,11 +342,13 @@ func TestDropPrefix(t *testing.T) {
 		has(p, 0)
 		has(q, 0)
 		for _, first := range []int{-1, 64} {
-			if _, err := r.Drop(t.Context(), r.id, digests(p, 64), first, ""); !errors.Is(err, tiers.ErrInvalid) {
+			if _, err := r.Drop(t.Context(), r.id, digests(p, 64), first, ""); !errors.Is(err,
+				tiers.ErrInvalid) {
 				t.Error(first, err)
 			}
 		}
-		if _, err := r.Drop(t.Context(), r.id, digests(p, 64), 0, "t2"); !errors.Is(err, tiers.ErrNotFound) {
+		if _, err := r.Drop(t.Context(), r.id, digests(p, 64), 0, "t2"); !errors.Is(err,
+			tiers.ErrNotFound) {
 			t.Error(err)
 		}
 		// What is on its way down or up when it begins is gone when it has ended.
@@ -332,7 +357,8 @@ func TestDropPrefix(t *testing.T) {
 			r.store(q, 32)
 			time.Sleep(time.Duration(i) * time.Millisecond)
 			r.ask(uint64(i), q, 0, 64)
-			if out, err = r.Drop(t.Context(), r.id, digests(q, 64), 0, ""); err != nil || len(out) != 3 || out[0].Err != nil || out[2].Err != nil {
+			if out, err = r.Drop(t.Context(), r.id, digests(q, 64), 0, ""); err != nil ||
+				len(out) != 3 || out[0].Err != nil || out[2].Err != nil {
 				t.Fatalf("%+v, %v", out, err)
 			}
 			has(q, 0)
@@ -343,7 +369,8 @@ func TestDropPrefix(t *testing.T) {
 }
 
 func TestClear(t *testing.T) {
-	o := rigOptions{tiers: []tiertest.MemoryOptions{{Local: true}, {Latency: 5 * time.Millisecond, BytesPerSec: 1000 * slotBytes}}}
+	o := rigOptions{tiers: []tiertest.MemoryOptions{{Local: true}, {Latency: 5 * time.Millisecond,
+		BytesPerSec: 1000 * slotBytes}}}
 	inBubble(t, o, func(t *testing.T, r *rig) {
 		p := prefix(rand.New(rand.NewPCG(1, 1)), 64)
 		r.store(p, 64)
@@ -358,7 +385,8 @@ func TestClear(t *testing.T) {
 			t.Fatalf("%+v, %v", out, err)
 		}
 		r.has("t0", p, 64, 64)
-		if _, err = r.Clear(t.Context(), tiers.Fingerprint{}, "t2"); !errors.Is(err, tiers.ErrNotFound) {
+		if _, err = r.Clear(t.Context(), tiers.Fingerprint{}, "t2"); !errors.Is(err,
+			tiers.ErrNotFound) {
 			t.Error(err)
 		}
 		// What is on its way down or up when it begins is gone when it has ended.
@@ -367,7 +395,8 @@ func TestClear(t *testing.T) {
 			r.store(q, 32)
 			time.Sleep(time.Duration(i) * time.Millisecond)
 			r.ask(uint64(i), p, 0, 64)
-			if out, err = r.Clear(t.Context(), tiers.Fingerprint{}, ""); err != nil || len(out) != 3 || out[0].Tier != arenaName || out[2].Err != nil {
+			if out, err = r.Clear(t.Context(), tiers.Fingerprint{}, ""); err != nil ||
+				len(out) != 3 || out[0].Tier != arenaName || out[2].Err != nil {
 				t.Fatalf("%+v, %v", out, err)
 			}
 			for _, name := range []string{arenaName, "t0", "t1"} {
@@ -386,13 +415,17 @@ func TestClear(t *testing.T) {
 	// One that does not get an answer says so, and lets storing go on.
 	inBubble(t, o, func(t *testing.T, r *rig) {
 		p := prefix(rand.New(rand.NewPCG(1, 1)), 64)
-		r.mem[1].SetFault(func(ctx context.Context, op tiertest.Op, _ tiers.Run) error { return tiertest.Wait(ctx, time.Hour) })
+		r.mem[1].SetFault(func(ctx context.Context, op tiertest.Op,
+			_ tiers.Run) error {
+			return tiertest.Wait(ctx, time.Hour)
+		})
 		r.store(p, 64)
 		synctest.Wait()
 		ctx, cancel := context.WithTimeoutCause(t.Context(), time.Second, errBroken)
 		defer cancel()
 		out, err := r.Clear(ctx, r.space.Fingerprint, "")
-		if err != nil || out[0].Err != nil || out[1].Err != nil || !errors.Is(out[2].Err, errBroken) {
+		if err != nil || out[0].Err != nil || out[1].Err != nil ||
+			!errors.Is(out[2].Err, errBroken) {
 			t.Fatalf("%+v, %v", out, err)
 		}
 		r.mem[1].SetFault(nil)
@@ -404,30 +437,36 @@ func TestClear(t *testing.T) {
 }
 
 func TestFlush(t *testing.T) {
-	inBubble(t, rigOptions{slots: 256, tiers: []tiertest.MemoryOptions{{BytesPerSec: 100 * slotBytes}}}, func(t *testing.T, r *rig) {
-		p := prefix(rand.New(rand.NewPCG(1, 1)), 402)
-		r.store(p, 402)
-		ctx, cancel := context.WithTimeoutCause(t.Context(), 100*time.Millisecond, errBroken)
-		defer cancel()
-		if err := r.Flush(ctx); !errors.Is(err, errBroken) {
-			t.Error(err)
-		}
-		r.flush()
-		r.has("t0", p, 402, 402)
-		// A tier that is off is not waited for.
-		r.mem[0].SetFault(func(context.Context, tiertest.Op, tiers.Run) error { return errBroken })
-		for i := range 4 {
-			r.store(prefix(rand.New(rand.NewPCG(uint64(i), 5)), 200), 200)
-			time.Sleep(10 * time.Millisecond)
-		}
-		start := time.Now()
-		if err := r.Flush(t.Context()); err == nil || time.Since(start) > time.Second {
-			t.Errorf("%v after %v", err, time.Since(start))
-		}
-	})
+	inBubble(t, rigOptions{slots: 256,
+		tiers: []tiertest.MemoryOptions{{BytesPerSec: 100 * slotBytes}}},
+		func(t *testing.T, r *rig) {
+			p := prefix(rand.New(rand.NewPCG(1, 1)), 402)
+			r.store(p, 402)
+			ctx, cancel := context.WithTimeoutCause(t.Context(), 100*time.Millisecond, errBroken)
+			defer cancel()
+			if err := r.Flush(ctx); !errors.Is(err, errBroken) {
+				t.Error(err)
+			}
+			r.flush()
+			r.has("t0", p, 402, 402)
+			// A tier that is off is not waited for.
+			r.mem[0].SetFault(func(context.Context, tiertest.Op,
+				tiers.Run) error {
+				return errBroken
+			})
+			for i := range 4 {
+				r.store(prefix(rand.New(rand.NewPCG(uint64(i), 5)), 200), 200)
+				time.Sleep(10 * time.Millisecond)
+			}
+			start := time.Now()
+			if err := r.Flush(t.Context()); err == nil || time.Since(start) > time.Second {
+				t.Errorf("%v after %v", err, time.Since(start))
+			}
+		})
 }
 
-// upper is a tier that names its victims: all that it has beyond a number of chunks, the oldest first.
+// upper is a tier that names its victims: all that it has beyond a number of chunks, the oldest
+// first.
 type upper struct {
 	*tiertest.Memory
 	mu    sync.Mutex
@@ -443,7 +482,8 @@ func (u *upper) Store(ctx context.Context, list []tiers.Transfer, done func(int,
 	u.Memory.Store(ctx, list, func(i int, err error) {
 		if err == nil {
 			run := list[i].Run
-			run.Hashes, run.Prev = append([]byte(nil), run.Hashes...), append([]byte(nil), run.Prev...)
+			run.Hashes, run.Prev = append([]byte(nil), run.Hashes...),
+				append([]byte(nil), run.Prev...)
 			u.mu.Lock()
 			u.order = append(u.order, run)
 			u.mu.Unlock()
@@ -486,7 +526,8 @@ func (u *upper) count() (kept, lost, out int) {
 
 func (u *upper) VictimsReady() <-chan struct{} { return u.ready }
 
-// What a tier is about to drop goes to the one below that admits what is evicted, through a small buffer, and is found there.
+// What a tier is about to drop goes to the one below that admits what is evicted, through a small
+// buffer, and is found there.
 func TestVictims(t *testing.T) {
 	u := &upper{out: map[uint64]tiers.Run{}, keep: 4, ended: map[bool]int{}}
 	o := rigOptions{
@@ -512,7 +553,8 @@ func TestVictims(t *testing.T) {
 		r.has("t1", p, 200, 46*ppc)
 		r.has("t0", p, 200, 0)
 		st := r.Status()[1]
-		if kept, lost, out := u.count(); st.Demoted != 46 || st.Stores != 46 || kept != 46 || lost+out != 0 {
+		if kept, lost, out := u.count(); st.Demoted != 46 || st.Stores != 46 || kept != 46 ||
+			lost+out != 0 {
 			t.Errorf("%+v, %d kept, %d lost, %d out", st, kept, lost, out)
 		}
 		r.clearArena()

@@ -6,7 +6,8 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// copier copies into the arena what is read often from peers, a chunk at a time: see engine.Engine.NextCopy. Nobody waits for it.
+// copier copies into the arena what is read often from peers, a chunk at a time: see
+// engine.Engine.NextCopy. Nobody waits for it.
 func (s *Stack) copier() {
 	y := memcopy.NewYielder(1) // nobody waits for it
 	for {

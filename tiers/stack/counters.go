@@ -72,7 +72,8 @@ func (c *tierCounters) sought(took time.Duration) {
 
 func (c *tierCounters) lookupTime() time.Duration { return time.Duration(c.seekNanos.Load()) }
 
-// TierStatus is one tier at one moment: what it says of itself, and what was asked of it since the start.
+// TierStatus is one tier at one moment: what it says of itself, and what was asked of it since the
+// start.
 type TierStatus struct {
 	Name string `json:"name"`
 	tiers.TierStats
@@ -91,7 +92,8 @@ type TierStatus struct {
 	Stores       uint64  `json:"stores"`
 	StoreBytes   uint64  `json:"store_bytes"`
 	StoreSeconds float64 `json:"store_seconds"`
-	Demoted      uint64  `json:"demoted"` // of the stores, chunks that the tier above was about to drop
+	// of the stores, chunks that the tier above was about to drop
+	Demoted uint64 `json:"demoted"`
 
 	LookupFailures uint64 `json:"lookup_failures"` // calls
 	LoadFailures   uint64 `json:"load_failures"`   // chunks
@@ -101,14 +103,18 @@ type TierStatus struct {
 	CorruptLoads   uint64 `json:"corrupt_loads"`   // chunks
 	NoRoom         uint64 `json:"no_room"`         // chunks that it would not store
 
-	LoadQueue  int    `json:"load_queue"`  // chunks that wait to be loaded or are being
-	StoreQueue int    `json:"store_queue"` // chunks that wait to be stored
-	Shed       uint64 `json:"shed"`        // chunks that were not stored, for want of room in the queue or because they were evicted before
+	LoadQueue  int `json:"load_queue"`  // chunks that wait to be loaded or are being
+	StoreQueue int `json:"store_queue"` // chunks that wait to be stored
+	// chunks that were not stored, for want of room in the queue or because they were evicted
+	// before
+	Shed       uint64 `json:"shed"`
 	AheadBytes int64  `json:"ahead_bytes"` // that lookups wait for
 
-	LookupSeconds  float64 `json:"lookup_seconds"`   // estimate: of a lookup of it, if it is not local
-	LatencySeconds float64 `json:"latency_seconds"`  // estimate: of a load
-	BytesPerSecond float64 `json:"bytes_per_second"` // estimate: of all loads at one time; 0: not known
+	// estimate: of a lookup of it, if it is not local
+	LookupSeconds  float64 `json:"lookup_seconds"`
+	LatencySeconds float64 `json:"latency_seconds"` // estimate: of a load
+	// estimate: of all loads at one time; 0: not known
+	BytesPerSecond float64 `json:"bytes_per_second"`
 }
 
 // Status lists the tiers, nearest first.
@@ -126,12 +132,18 @@ func (s *Stack) Status() []TierStatus {
 		c := &t.count
 		st := TierStatus{
 			Name: t.Name, TierStats: t.Tier.Stats(), Admit: t.Admit.String(),
-			Lookups: c.lookups.Load(), LookupPages: c.lookupPages.Load(), HitPages: c.hitPages.Load(),
-			Loads: c.loads.Load(), LoadBytes: c.loadBytes.Load(), LoadSeconds: time.Duration(c.loadNanos.Load()).Seconds(),
-			Stores: c.stores.Load(), StoreBytes: c.storeBytes.Load(), StoreSeconds: time.Duration(c.storeNanos.Load()).Seconds(), Demoted: c.demoted.Load(),
-			LookupFailures: c.failures[OpLookup].Load(), LoadFailures: c.failures[OpLoad].Load(), StoreFailures: c.failures[OpStore].Load(),
-			Late: c.late.Load(), Missed: c.missed.Load(), CorruptLoads: c.corrupt.Load(), NoRoom: c.noRoom.Load(),
-			LoadQueue: queued[i], AheadBytes: t.ahead.Load(), LookupSeconds: c.lookupTime().Seconds(),
+			Lookups: c.lookups.Load(), LookupPages: c.lookupPages.Load(),
+			HitPages: c.hitPages.Load(),
+			Loads:    c.loads.Load(), LoadBytes: c.loadBytes.Load(),
+			LoadSeconds: time.Duration(c.loadNanos.Load()).Seconds(),
+			Stores:      c.stores.Load(), StoreBytes: c.storeBytes.Load(),
+			StoreSeconds: time.Duration(c.storeNanos.Load()).Seconds(), Demoted: c.demoted.Load(),
+			LookupFailures: c.failures[OpLookup].Load(), LoadFailures: c.failures[OpLoad].Load(),
+			StoreFailures: c.failures[OpStore].Load(),
+			Late:          c.late.Load(), Missed: c.missed.Load(), CorruptLoads: c.corrupt.Load(),
+			NoRoom:    c.noRoom.Load(),
+			LoadQueue: queued[i], AheadBytes: t.ahead.Load(),
+			LookupSeconds: c.lookupTime().Seconds(),
 		}
 		st.Breaker, st.Opened = t.breaker.state()
 		if err := c.lastError(); err != nil {
@@ -162,7 +174,9 @@ func (s *Stack) LookupStats() LookupStats {
 	s.mu.Lock()
 	defer s.unlock()
 	return LookupStats{
-		Pending: len(s.pending), Loading: len(s.loads) + s.asked, Refused: s.count.refused.Load(), Late: s.count.late.Load(), Cut: s.count.cut.Load(),
-		Verified: s.count.verified.Load(), Checked: s.patrol.checked.Load(), Walks: s.patrol.passes.Load(),
+		Pending: len(s.pending), Loading: len(s.loads) + s.asked, Refused: s.count.refused.Load(),
+		Late: s.count.late.Load(), Cut: s.count.cut.Load(),
+		Verified: s.count.verified.Load(), Checked: s.patrol.checked.Load(),
+		Walks: s.patrol.passes.Load(),
 	}
 }

@@ -14,22 +14,25 @@ import (
 	"lookaside/tiers/vfs/vfstest"
 )
 
-// Over the real disk tier: what was flushed is found by the next Stack on the same disk, whole and partly filled chunks alike, and its bytes are right.
+// Over the real disk tier: what was flushed is found by the next Stack on the same disk, whole and
+// partly filled chunks alike, and its bytes are right.
 func TestDiskOutlivesTheStack(t *testing.T) {
 	fs := vfstest.NewMem()
 	rnd := rand.New(rand.NewPCG(1, 1))
 	var list []tiertest.Prefix
 	for round := range 4 {
-		r := newRig(t, rigOptions{slots: 48, tiers: []tiertest.MemoryOptions{{}}, wrap: func(_ int, unused tiers.Tier) tiers.Tier {
-			if err := unused.Close(); err != nil {
-				t.Fatal(err)
-			}
-			d, err := slab.Open(slab.Options{FS: fs, Dirs: []string{"/a", "/b"}, CapacityBytes: 16 << 20, SlabBytes: 1 << 20})
-			if err != nil {
-				t.Fatal(err)
-			}
-			return d
-		}, config: func(c *Config) { c.beSlow(30 * time.Second) }})
+		r := newRig(t, rigOptions{slots: 48, tiers: []tiertest.MemoryOptions{{}},
+			wrap: func(_ int, unused tiers.Tier) tiers.Tier {
+				if err := unused.Close(); err != nil {
+					t.Fatal(err)
+				}
+				d, err := slab.Open(slab.Options{FS: fs, Dirs: []string{"/a", "/b"},
+					CapacityBytes: 16 << 20, SlabBytes: 1 << 20})
+				if err != nil {
+					t.Fatal(err)
+				}
+				return d
+			}, config: func(c *Config) { c.beSlow(30 * time.Second) }})
 		for i, p := range list {
 			r.want(uint64(100+i), p, 0, len(p), len(p))
 			if i%2 == 0 {
@@ -47,7 +50,8 @@ func TestDiskOutlivesTheStack(t *testing.T) {
 			r.flush()
 			list = append(list, p)
 		}
-		if st := r.Status()[0]; st.Kind != "disk" || !st.Local || st.StoreFailures+st.LoadFailures+st.Shed != 0 {
+		if st := r.Status()[0]; st.Kind != "disk" || !st.Local ||
+			st.StoreFailures+st.LoadFailures+st.Shed != 0 {
 			t.Errorf("%+v", st)
 		}
 		time.Sleep(time.Millisecond)
@@ -77,7 +81,8 @@ func (d *demoted) VictimsReady() <-chan struct{} {
 
 func (d *demoted) ahead() bool { return d.waits.Load() && len(d.Disk.VictimsReady()) == 0 }
 
-// What a full disk drops has gone to the tier below before, which admits what is evicted: a working set of several times arena and disk is found whole.
+// What a full disk drops has gone to the tier below before, which admits what is evicted: a working
+// set of several times arena and disk is found whole.
 func TestDiskHandsDown(t *testing.T) {
 	var above *demoted
 	r := newRig(t, rigOptions{slots: 32, tiers: []tiertest.MemoryOptions{{}, {}},
@@ -85,7 +90,8 @@ func TestDiskHandsDown(t *testing.T) {
 			if i > 0 {
 				return mem
 			}
-			d, err := slab.Open(slab.Options{FS: vfstest.NewMem(), Dirs: []string{"/a"}, CapacityBytes: 1 << 20, SlabBytes: 1 << 20})
+			d, err := slab.Open(slab.Options{FS: vfstest.NewMem(), Dirs: []string{"/a"},
+				CapacityBytes: 1 << 20, SlabBytes: 1 << 20})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -129,8 +135,9 @@ func TestDiskHandsDown(t *testing.T) {
 	}
 }
 
-// Fault 30: a disk that does nothing for as long as it likes. What the arena has is answered at once, what only the disk has when the lookup's time is up, what waits to be written is bounded, and what
-// does not fit is shed. When the disk goes on, so does all that waited.
+// Fault 30: a disk that does nothing for as long as it likes. What the arena has is answered at
+// once, what only the disk has when the lookup's time is up, what waits to be written is bounded,
+// and what does not fit is shed. When the disk goes on, so does all that waited.
 func TestSlowDisk(t *testing.T) {
 	const queue, workers, batch = 8, 2, 4
 	var mu sync.Mutex
@@ -148,21 +155,24 @@ func TestSlowDisk(t *testing.T) {
 		return vfstest.Fault{}
 	})
 	var d *slab.Disk
-	r := newRig(t, rigOptions{slots: 200, tiers: []tiertest.MemoryOptions{{}}, wrap: func(_ int, unused tiers.Tier) tiers.Tier {
-		err := unused.Close()
-		if err == nil {
-			d, err = slab.Open(slab.Options{FS: slow, Dirs: []string{"/a"}, CapacityBytes: 4 << 20, SlabBytes: 1 << 20})
-		}
-		if err != nil {
-			t.Fatal(err)
-		}
-		return d
-	}, config: func(c *Config) {
-		c.beSlow(time.Minute)
-		c.Promote = PromoteAlways
-		t := &c.Tiers[0]
-		t.Queue, t.StoreWorkers, t.LoadWorkers, t.Batch = queue, workers, workers, batch
-	}})
+	r := newRig(t, rigOptions{slots: 200, tiers: []tiertest.MemoryOptions{{}},
+		wrap: func(_ int, unused tiers.Tier) tiers.Tier {
+			err := unused.Close()
+			if err == nil {
+				d, err = slab.Open(slab.Options{FS: slow, Dirs: []string{"/a"},
+					CapacityBytes: 4 << 20,
+					SlabBytes:     1 << 20})
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			return d
+		}, config: func(c *Config) {
+			c.beSlow(time.Minute)
+			c.Promote = PromoteAlways
+			t := &c.Tiers[0]
+			t.Queue, t.StoreWorkers, t.LoadWorkers, t.Batch = queue, workers, workers, batch
+		}})
 	defer func() {
 		r.close()
 		if err := d.Close(); err != nil {
@@ -194,16 +204,19 @@ func TestSlowDisk(t *testing.T) {
 	}
 	st := r.Status()[0]
 	if st.StoreQueue > queue || st.Shed == 0 || st.Shed < uint64(len(list)*4-queue-workers*batch) {
-		t.Errorf("a queue for %d chunks has %d; %d were shed of %d", queue, st.StoreQueue, st.Shed, len(list)*4)
+		t.Errorf("a queue for %d chunks has %d; %d were shed of %d", queue, st.StoreQueue, st.Shed,
+			len(list)*4)
 	}
-	if n, done := r.ask(100, below, 0, 4*ppc, func(q *Query) { q.Deadline = 50 * time.Millisecond }); done {
+	if n, done := r.ask(100, below, 0, 4*ppc,
+		func(q *Query) { q.Deadline = 50 * time.Millisecond }); done {
 		t.Fatalf("answered at once with %d pages", n)
 	}
 	if n, ok := r.answer(100, time.Minute); !ok || n != 0 {
 		t.Errorf("%d pages, answered: %v", n, ok)
 	}
 	held := make([]uint16, 4)
-	if err := d.Contains(t.Context(), below.Run(r.space, 0, 4*ppc), held); err != nil || held[3] != ppc {
+	if err := d.Contains(t.Context(), below.Run(r.space, 0, 4*ppc), held); err != nil ||
+		held[3] != ppc {
 		t.Errorf("the disk's index says %v: %v", held, err)
 	}
 	if st := r.LookupStats(); st.Late == 0 || st.Pending > 0 {

@@ -12,8 +12,8 @@ const (
 	estimateWeight = 0.3
 )
 
-// estimate is a tier's latency and bandwidth as seen in loads: exponentially weighted averages. Bandwidth is that of all loads at one time, so what is ahead
-// in the queue counts. Any goroutine.
+// estimate is a tier's latency and bandwidth as seen in loads: exponentially weighted averages.
+// Bandwidth is that of all loads at one time, so what is ahead in the queue counts. Any goroutine.
 type estimate struct {
 	mu      sync.Mutex
 	latency float64   // s, of a call's first chunk beyond the time to move it
@@ -26,7 +26,8 @@ type estimate struct {
 	idle  bool  // nothing was under way when the window began
 }
 
-// begin says that a call begins. Alone says that no other is under way: then its first chunk tells the latency.
+// begin says that a call begins. Alone says that no other is under way: then its first chunk tells
+// the latency.
 func (e *estimate) begin() (alone bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -92,7 +93,8 @@ func (e *estimate) sample(now time.Time) {
 	}
 }
 
-// arrival is when the last of so many bytes arrives that are wanted from the tier, those before them included. 0 while nothing is known.
+// arrival is when the last of so many bytes arrives that are wanted from the tier, those before
+// them included. 0 while nothing is known.
 func (e *estimate) arrival(bytes int64) time.Duration {
 	e.mu.Lock()
 	defer e.mu.Unlock()

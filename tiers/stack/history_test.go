@@ -32,7 +32,8 @@ type configuration struct {
 }
 
 func configurations() []configuration {
-	local, remote := tiertest.MemoryOptions{Local: true}, tiertest.MemoryOptions{Latency: time.Millisecond, BytesPerSec: 5000 * slotBytes}
+	local, remote := tiertest.MemoryOptions{Local: true},
+		tiertest.MemoryOptions{Latency: time.Millisecond, BytesPerSec: 5000 * slotBytes}
 	slow := tiertest.MemoryOptions{Latency: 20 * time.Millisecond, BytesPerSec: 300 * slotBytes}
 	tiny := func(c *Config) {
 		c.MaxPending, c.MaxPendingBytes = 3, 4000
@@ -44,48 +45,93 @@ func configurations() []configuration {
 	long := func(c *Config) { c.LongChunks = 2 }
 	return []configuration{
 		{name: "no tier", o: rigOptions{slots: 256}, complete: true},
-		{name: "local", o: rigOptions{slots: 256, tiers: []tiertest.MemoryOptions{local}}, complete: true},
-		{name: "remote", o: rigOptions{slots: 256, tiers: []tiertest.MemoryOptions{remote}}, complete: true},
-		{name: "both, few slots", o: rigOptions{slots: 40, tiers: []tiertest.MemoryOptions{local, slow}}, complete: true},
-		{name: "one slot", o: rigOptions{slots: 1, tiers: []tiertest.MemoryOptions{local}}, complete: true},
-		{name: "two slots, remote", o: rigOptions{slots: 2, tiers: []tiertest.MemoryOptions{remote}}, complete: true},
-		{name: "tiny queues", o: rigOptions{slots: 16, tiers: []tiertest.MemoryOptions{local, slow}, config: tiny}},
-		{name: "small share", o: rigOptions{slots: 32, tiers: []tiertest.MemoryOptions{local, remote}, engine: func(c *engine.Config) { c.OwnerShare, c.PromotingShare = 0.25, 0.1 }}},
-		{name: "small local", o: rigOptions{slots: 16, tiers: []tiertest.MemoryOptions{{Local: true, CapacityBytes: 20 * slotBytes}, remote}}},
-		{name: "reused, evicted", o: rigOptions{slots: 24, tiers: []tiertest.MemoryOptions{local, remote}, config: func(c *Config) {
+		{name: "local", o: rigOptions{slots: 256, tiers: []tiertest.MemoryOptions{local}},
+			complete: true},
+		{name: "remote", o: rigOptions{slots: 256, tiers: []tiertest.MemoryOptions{remote}},
+			complete: true},
+		{name: "both, few slots", o: rigOptions{slots: 40, tiers: []tiertest.MemoryOptions{local,
+			slow}}, complete: true},
+		{name: "one slot", o: rigOptions{slots: 1, tiers: []tiertest.MemoryOptions{local}},
+			complete: true},
+		{name: "two slots, remote",
+			o: rigOptions{slots: 2, tiers: []tiertest.MemoryOptions{remote}}, complete: true},
+		{name: "tiny queues", o: rigOptions{slots: 16, tiers: []tiertest.MemoryOptions{local, slow},
+			config: tiny}},
+		{name: "small share", o: rigOptions{slots: 32, tiers: []tiertest.MemoryOptions{local,
+			remote}, engine: func(c *engine.Config) {
+			c.OwnerShare, c.PromotingShare = 0.25,
+				0.1
+		}}},
+		{name: "small local", o: rigOptions{slots: 16,
+			tiers: []tiertest.MemoryOptions{{Local: true, CapacityBytes: 20 * slotBytes}, remote}}},
+		{name: "reused, evicted", o: rigOptions{slots: 24, tiers: []tiertest.MemoryOptions{local,
+			remote}, config: func(c *Config) {
 			c.Tiers[0].Admit, c.Tiers[1].Admit = engine.AdmitReused, engine.AdmitEvicted
 		}}},
-		{name: "faults", o: rigOptions{slots: 24, tiers: []tiertest.MemoryOptions{local, remote}}, faults: true},
-		{name: "faults, tiny queues", o: rigOptions{slots: 6, tiers: []tiertest.MemoryOptions{local, slow}, config: tiny}, faults: true},
-		{name: "faults, three tiers", o: rigOptions{slots: 32, tiers: []tiertest.MemoryOptions{local, remote, slow}, config: func(c *Config) {
-			c.Promote = PromoteAlways
-			for i := range c.Tiers {
-				c.Tiers[i].LoadTimeout, c.Tiers[i].LookupTimeout, c.Tiers[i].StoreTimeout = 50*time.Millisecond, 30*time.Millisecond, 100*time.Millisecond
-			}
-		}}, faults: true},
+		{name: "faults", o: rigOptions{slots: 24, tiers: []tiertest.MemoryOptions{local, remote}},
+			faults: true},
+		{name: "faults, tiny queues", o: rigOptions{slots: 6, tiers: []tiertest.MemoryOptions{local,
+			slow}, config: tiny}, faults: true},
+		{name: "faults, three tiers", o: rigOptions{slots: 32,
+			tiers: []tiertest.MemoryOptions{local, remote, slow}, config: func(c *Config) {
+				c.Promote = PromoteAlways
+				for i := range c.Tiers {
+					c.Tiers[i].LoadTimeout, c.Tiers[i].LookupTimeout, c.Tiers[i].StoreTimeout =
+						50*time.Millisecond, 30*time.Millisecond, 100*time.Millisecond
+				}
+			}}, faults: true},
 		{name: "restored", o: rigOptions{slots: 256}, restored: 150},
-		{name: "restored, never promoted", o: rigOptions{slots: 40, tiers: []tiertest.MemoryOptions{local}, config: func(c *Config) { c.Promote = PromoteNever }}, restored: 40},
-		{name: "restored, both", o: rigOptions{slots: 64, tiers: []tiertest.MemoryOptions{local, slow}}, restored: 60},
-		{name: "restored, reused, evicted", o: rigOptions{slots: 80, tiers: []tiertest.MemoryOptions{local, remote}, config: func(c *Config) {
-			c.Tiers[0].Admit, c.Tiers[1].Admit = engine.AdmitReused, engine.AdmitEvicted
-		}}, restored: 80},
-		{name: "restored, tiny queues, faults", o: rigOptions{slots: 48, tiers: []tiertest.MemoryOptions{local, slow}, config: tiny}, restored: 40, faults: true},
+		{name: "restored, never promoted", o: rigOptions{slots: 40,
+			tiers:  []tiertest.MemoryOptions{local},
+			config: func(c *Config) { c.Promote = PromoteNever }}, restored: 40},
+		{name: "restored, both", o: rigOptions{slots: 64, tiers: []tiertest.MemoryOptions{local,
+			slow}}, restored: 60},
+		{name: "restored, reused, evicted", o: rigOptions{slots: 80,
+			tiers: []tiertest.MemoryOptions{local, remote}, config: func(c *Config) {
+				c.Tiers[0].Admit, c.Tiers[1].Admit = engine.AdmitReused, engine.AdmitEvicted
+			}}, restored: 80},
+		{name: "restored, tiny queues, faults", o: rigOptions{slots: 48,
+			tiers: []tiertest.MemoryOptions{local, slow}, config: tiny}, restored: 40,
+			faults: true},
 		{name: "peers", o: rigOptions{slots: 1024}, peers: true, complete: true},
-		{name: "peers, local", o: rigOptions{slots: 1024, tiers: []tiertest.MemoryOptions{local}}, peers: true, complete: true},
-		{name: "peers, never promoted", o: rigOptions{slots: 40, tiers: []tiertest.MemoryOptions{local}, config: func(c *Config) { c.Promote, c.Linger = PromoteNever, 5*time.Millisecond }}, peers: true},
-		{name: "peers, both, few slots, faults", o: rigOptions{slots: 24, tiers: []tiertest.MemoryOptions{local, slow}, config: func(c *Config) { c.Linger = 20 * time.Millisecond }}, peers: true, faults: true},
-		{name: "peers, few foreign slots, faults", o: rigOptions{slots: 16, tiers: []tiertest.MemoryOptions{local, remote}, engine: func(c *engine.Config) { c.ForeignSlots, c.OwnerShare = 6, 0.5 }}, peers: true, faults: true},
-		{name: "peers, tiny queues, faults", o: rigOptions{slots: 24, tiers: []tiertest.MemoryOptions{slow}, config: tiny}, peers: true, faults: true},
-		{name: "peers, copied", o: rigOptions{slots: 1024, engine: func(c *engine.Config) { c.CopyAfter = 2 }}, peers: true, complete: true, copies: true},
-		{name: "peers, copied, both, few slots, faults", o: rigOptions{slots: 48, tiers: []tiertest.MemoryOptions{local, slow}, config: func(c *Config) { c.Linger = 20 * time.Millisecond }, engine: func(c *engine.Config) {
-			c.CopyAfter = 1
-		}}, peers: true, faults: true, copies: true},
+		{name: "peers, local", o: rigOptions{slots: 1024, tiers: []tiertest.MemoryOptions{local}},
+			peers: true, complete: true},
+		{name: "peers, never promoted", o: rigOptions{slots: 40,
+			tiers: []tiertest.MemoryOptions{local}, config: func(c *Config) {
+				c.Promote,
+					c.Linger = PromoteNever, 5*time.Millisecond
+			}}, peers: true},
+		{name: "peers, both, few slots, faults", o: rigOptions{slots: 24,
+			tiers:  []tiertest.MemoryOptions{local, slow},
+			config: func(c *Config) { c.Linger = 20 * time.Millisecond }}, peers: true,
+			faults: true},
+		{name: "peers, few foreign slots, faults", o: rigOptions{slots: 16,
+			tiers:  []tiertest.MemoryOptions{local, remote},
+			engine: func(c *engine.Config) { c.ForeignSlots, c.OwnerShare = 6, 0.5 }}, peers: true,
+			faults: true},
+		{name: "peers, tiny queues, faults", o: rigOptions{slots: 24,
+			tiers: []tiertest.MemoryOptions{slow}, config: tiny}, peers: true, faults: true},
+		{name: "peers, copied", o: rigOptions{slots: 1024,
+			engine: func(c *engine.Config) { c.CopyAfter = 2 }}, peers: true, complete: true,
+			copies: true},
+		{name: "peers, copied, both, few slots, faults", o: rigOptions{slots: 48,
+			tiers:  []tiertest.MemoryOptions{local, slow},
+			config: func(c *Config) { c.Linger = 20 * time.Millisecond },
+			engine: func(c *engine.Config) {
+				c.CopyAfter = 1
+			}}, peers: true, faults: true, copies: true},
 		{name: "long, no tier", o: rigOptions{slots: 256, config: long}, complete: true},
-		{name: "long, both, few slots", o: rigOptions{slots: 40, tiers: []tiertest.MemoryOptions{local, slow}, config: long}, complete: true},
-		{name: "long, tiny queues, faults", o: rigOptions{slots: 16, tiers: []tiertest.MemoryOptions{local, slow}, config: func(c *Config) { tiny(c); long(c) }}, faults: true},
-		{name: "long, restored, both", o: rigOptions{slots: 64, tiers: []tiertest.MemoryOptions{local, slow}, config: long}, restored: 60},
-		{name: "long, peers, both, few slots, faults", o: rigOptions{slots: 24, tiers: []tiertest.MemoryOptions{local, slow}, config: long}, peers: true, faults: true},
-		{name: "peers, restored", o: rigOptions{slots: 64, tiers: []tiertest.MemoryOptions{local}}, peers: true, restored: 60},
+		{name: "long, both, few slots", o: rigOptions{slots: 40,
+			tiers: []tiertest.MemoryOptions{local, slow}, config: long}, complete: true},
+		{name: "long, tiny queues, faults", o: rigOptions{slots: 16,
+			tiers:  []tiertest.MemoryOptions{local, slow},
+			config: func(c *Config) { tiny(c); long(c) }}, faults: true},
+		{name: "long, restored, both", o: rigOptions{slots: 64,
+			tiers: []tiertest.MemoryOptions{local, slow}, config: long}, restored: 60},
+		{name: "long, peers, both, few slots, faults", o: rigOptions{slots: 24,
+			tiers: []tiertest.MemoryOptions{local, slow}, config: long}, peers: true, faults: true},
+		{name: "peers, restored", o: rigOptions{slots: 64, tiers: []tiertest.MemoryOptions{local}},
+			peers: true, restored: 60},
 	}
 }
 
@@ -159,14 +205,16 @@ func (h *history) settleOne(i int) {
 		h.t.Fatalf("lookup %d is not answered", l.id)
 	}
 	if most := max(0, known(h.ever, l.p[:l.n])-l.first); pages > most {
-		h.t.Fatalf("lookup %d of pages %d to %d hits %d, and %d were stored; trimmed %d", l.id, l.first, l.n-1, pages, most, l.trimmed)
+		h.t.Fatalf("lookup %d of pages %d to %d hits %d, and %d were stored; trimmed %d", l.id,
+			l.first, l.n-1, pages, most, l.trimmed)
 	}
 	from, to := max(l.first, l.trimmed), l.first+pages
 	if from >= to {
 		_ = h.Cancel(scheduler, l.id)
 		return
 	}
-	// What was cleared or found bad since cannot be loaded any more; all else can, and has the right bytes.
+	// What was cleared or found bad since cannot be loaded any more; all else can, and has the
+	// right bytes.
 	n := 1 + h.rnd.IntN(to-from)
 	load, extents, err := h.engine.PrepareLoad(worker, scheduler, l.id, from, n, nil)
 	if err != nil {
@@ -230,7 +278,8 @@ func (h *history) checkpoint(p tiertest.Prefix) {
 			least = min(want, slots/2*ppc) // what may be promoted at a time
 		}
 		if slots <= 2 {
-			least = min(want, 1) // the rest may be taken by a shorter version of the chunk, and by one that continues it
+			// the rest may be taken by a shorter version of the chunk, and by one that continues it
+			least = min(want, 1)
 		}
 		if pages < least {
 			h.t.Fatalf("%d pages hit, want %d or more: %d were stored", pages, least, want)
@@ -269,7 +318,8 @@ func (h *history) fault() {
 			if stall && seed>>60&1 == 0 {
 				return tiertest.Wait(ctx, time.Duration(seed>>40%300)*time.Millisecond)
 			}
-			return []error{errBroken, tiers.ErrBusy, tiers.ErrCorrupt, tiers.ErrNotFound}[seed>>50%4]
+			return []error{errBroken, tiers.ErrBusy, tiers.ErrCorrupt,
+				tiers.ErrNotFound}[seed>>50%4]
 		})
 	}
 }
@@ -379,7 +429,8 @@ func (h *history) step() {
 	}
 }
 
-// lent says that chunks were borrowed, and copied where they are to be, if there are lenders and enough steps to expect it. A few histories take longer to come to that.
+// lent says that chunks were borrowed, and copied where they are to be, if there are lenders and
+// enough steps to expect it. A few histories take longer to come to that.
 func (h *history) lent() bool {
 	if h.lenders == nil || *stepsFlag < 250 {
 		return true
@@ -388,8 +439,8 @@ func (h *history) lent() bool {
 	return st.Chunks > 0 && (st.Copied > 0 || !h.c.copies)
 }
 
-// Any history of requests, faults and ends, in any configuration: no wrong byte, no page that was not stored, nothing held at the end. Where nothing is lost,
-// all that was stored is found.
+// Any history of requests, faults and ends, in any configuration: no wrong byte, no page that was
+// not stored, nothing held at the end. Where nothing is lost, all that was stored is found.
 func TestHistories(t *testing.T) {
 	seeds := []uint64{*seedFlag}
 	if *seedFlag == 0 {

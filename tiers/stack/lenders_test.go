@@ -14,8 +14,9 @@ import (
 	"lookaside/tiers/tiertest"
 )
 
-// lenders are peers in memory, for histories that are to be repeatable in a bubble: they hold some prefixes, lie in their hints, are slow, fail, and go. What is returned to
-// them is overwritten at once.
+// lenders are peers in memory, for histories that are to be repeatable in a bubble: they hold some
+// prefixes, lie in their hints, are slow, fail, and go. What is returned to them is overwritten at
+// once.
 type lenders struct {
 	space *tiers.Space
 
@@ -45,7 +46,8 @@ const (
 )
 
 func newLenders(space *tiers.Space, rnd *rand.Rand) *lenders {
-	return &lenders{space: space, rnd: rnd, held: map[string]bool{}, peer: 1, out: map[uint64]lentRun{}}
+	return &lenders{space: space, rnd: rnd, held: map[string]bool{}, peer: 1,
+		out: map[uint64]lentRun{}}
 }
 
 // hold has some peer hold pages of a prefix.
@@ -98,7 +100,8 @@ func (l *lenders) Contains(run tiers.Run, held []uint16) (pages, by int) {
 
 var errNobody = errors.New("nobody lends it")
 
-func (l *lenders) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l engine.Loan)) (pages int, err error) {
+func (l *lenders) Borrow(ctx context.Context, run tiers.Run,
+	out func(chunk int, l engine.Loan)) (pages int, err error) {
 	l.mu.Lock()
 	l.calls++
 	peer := l.peer // may be gone when it is heard
@@ -128,7 +131,8 @@ func (l *lenders) Borrow(ctx context.Context, run tiers.Run, out func(chunk int,
 		tiertest.FillRun(l.mem[at:], c)
 		l.last++
 		l.out[l.last] = lentRun{at, len(l.mem), peer}
-		out(i, engine.Loan{Peer: peer, Region: lentRegion, Offset: uint64(at), Pages: n, Handle: l.last})
+		out(i, engine.Loan{Peer: peer, Region: lentRegion, Offset: uint64(at), Pages: n,
+			Handle: l.last})
 		if pages += n; n < ppc {
 			break
 		}
@@ -150,7 +154,8 @@ func (l *lenders) Ask(run tiers.Run, peer int, done func(loans []engine.Loan)) b
 		run.Hashes = slices.Clone(run.Hashes)
 		l.asks.Go(func() {
 			var loans []engine.Loan
-			_, _ = l.Borrow(context.Background(), run, func(_ int, x engine.Loan) { loans = append(loans, x) })
+			_, _ = l.Borrow(context.Background(), run,
+				func(_ int, x engine.Loan) { loans = append(loans, x) })
 			done(loans)
 		})
 	}

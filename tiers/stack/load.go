@@ -22,7 +22,8 @@ const (
 	loadOver
 )
 
-// load is a chunk on its way from a tier to the arena, or one that is being borrowed: one promotion of the engine's. Guarded by Stack.mu; what is constant from newLoad on is not.
+// load is a chunk on its way from a tier to the arena, or one that is being borrowed: one promotion
+// of the engine's. Guarded by Stack.mu; what is constant from newLoad on is not.
 type load struct {
 	promotion uint64
 	transfer  tiers.Transfer
@@ -35,9 +36,12 @@ type load struct {
 	one       [1]waiter
 	pages     int
 
-	foreign bool // it is to be borrowed; then transfer is of no bytes, and its run that of the request that began it,
-	chunk   int  // where this is its place
-	asked   bool // it is one of a borrowing's batch for which a peer has been asked, and not in Stack.loads
+	// it is to be borrowed; then transfer is of no bytes, and its run that of the request that
+	// began it,
+	foreign bool
+	chunk   int // where this is its place
+	// it is one of a borrowing's batch for which a peer has been asked, and not in Stack.loads
+	asked bool
 }
 
 func (l *load) over() bool { return l.state != loadQueued }
@@ -55,7 +59,8 @@ func (s *Stack) newLoad(r *request, c *engine.PromotedChunk) *load {
 	size := uint64(c.Pages) * uint64(g.PageBytes)
 	l := &load{
 		promotion: c.Promotion, known: r.known, pages: c.Pages,
-		transfer: tiers.Transfer{Run: run, Bytes: s.cfg.Arena(c.Region)[c.Offset : c.Offset+size : c.Offset+size]},
+		transfer: tiers.Transfer{Run: run, Bytes: s.cfg.Arena(c.Region)[c.Offset : c.Offset+
+			size : c.Offset+size]},
 	}
 	for i := range s.tiers {
 		if r.known&(1<<i) != 0 {
@@ -71,7 +76,8 @@ func (s *Stack) sendLoad(l *load) {
 	for i, t := range s.tiers {
 		bit := uint8(1) << i
 		// A tier that was not asked may have it.
-		if l.tried&bit == 0 && (l.known&bit == 0 || int(l.held[i]) >= l.transfer.Pages()) && t.breaker.usable() {
+		if l.tried&bit == 0 && (l.known&bit == 0 || int(l.held[i]) >= l.transfer.Pages()) &&
+			t.breaker.usable() {
 			l.tier, l.state = t, loadQueued
 			t.ahead.Add(int64(len(l.transfer.Bytes)))
 			t.loads.push(l)
@@ -82,7 +88,8 @@ func (s *Stack) sendLoad(l *load) {
 	s.endLoad(l, false, false)
 }
 
-// endLoad ends a load that is with no tier: the engine is told unless it knows, and so is everybody who waits. With short not all of it came. mu is held.
+// endLoad ends a load that is with no tier: the engine is told unless it knows, and so is everybody
+// who waits. With short not all of it came. mu is held.
 func (s *Stack) endLoad(l *load, ok, short bool) {
 	l.state = loadOver
 	if l.asked {
@@ -102,7 +109,8 @@ func (s *Stack) endLoad(l *load, ok, short bool) {
 	}
 }
 
-// leave ends a request's waiting for a load. One that nobody waits for is not begun; if it has begun it goes on. mu is held.
+// leave ends a request's waiting for a load. One that nobody waits for is not begun; if it has
+// begun it goes on. mu is held.
 func (s *Stack) leave(l *load, r *request) {
 	l.waiters = slices.DeleteFunc(l.waiters, func(w waiter) bool { return w.r == r })
 	if len(l.waiters) > 0 || l.state > loadQueued {
@@ -190,9 +198,10 @@ func (s *Stack) loaded(t *tier, l *load, err error) {
 	s.endLoad(l, err == nil, false)
 }
 
-// call calls a tier's Load or Store. done is called exactly once for each transfer, whatever the tier does; the verdict is the breaker's: a call worked if
-// anything in it did.
-func (s *Stack) call(op func(context.Context, []tiers.Transfer, func(int, error)), timeout time.Duration, transfers []tiers.Transfer, done func(i int, err error)) verdict {
+// call calls a tier's Load or Store. done is called exactly once for each transfer, whatever the
+// tier does; the verdict is the breaker's: a call worked if anything in it did.
+func (s *Stack) call(op func(context.Context, []tiers.Transfer, func(int, error)),
+	timeout time.Duration, transfers []tiers.Transfer, done func(i int, err error)) verdict {
 	ctx, cancel := context.WithTimeoutCause(s.ctx, timeout, errLate)
 	defer cancel()
 	told := make([]atomic.Bool, len(transfers))

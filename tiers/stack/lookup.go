@@ -12,10 +12,12 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// Asker is told how a lookup goes on that was not answered at once. Its methods are called from one goroutine, which tells nobody else meanwhile, so they must
-// not wait long; they may not close the Stack. They may still come when the lookup was cancelled at that moment.
+// Asker is told how a lookup goes on that was not answered at once. Its methods are called from one
+// goroutine, which tells nobody else meanwhile, so they must not wait long; they may not close the
+// Stack. They may still come when the lookup was cancelled at that moment.
 type Asker interface {
-	// LookupPending says that so many pages from the lookup's first on are expected so much later. A later one takes the place of an earlier one.
+	// LookupPending says that so many pages from the lookup's first on are expected so much later.
+	// A later one takes the place of an earlier one.
 	LookupPending(o engine.Owner, lookup uint64, pages int, eta time.Duration)
 	// LookupAnswered says what is leased in the end.
 	LookupAnswered(a Answer)
@@ -35,16 +37,21 @@ type Query struct {
 	Lookup    uint64 // the owner's name for it
 	Space     engine.SpaceID
 	FirstPage int
-	Prev      []byte        // digest of the page before FirstPage; empty if there is none or it is not known
-	Hashes    []byte        // digests of the pages, end to end; copied if the lookup is not answered at once
+	// digest of the page before FirstPage; empty if there is none or it is not known
+	Prev []byte
+	// digests of the pages, end to end; copied if the lookup is not answered at once
+	Hashes    []byte
 	Deadline  time.Duration // after which the answer is of no use; 0: not said
 	Recompute time.Duration // that computing a page takes; 0: not known
-	Ticks     bool          // if it is not answered at once the caller calls Tick within TickWithin, so that nobody is woken only to see to it: that would be in its way
+	// if it is not answered at once the caller calls Tick within TickWithin, so that nobody is
+	// woken only to see to it: that would be in its way
+	Ticks bool
 
 	always bool // whatever Config says of promotion and deadlines
 }
 
-// TickWithin is what Query.Ticks promises. It is well below what an asker waits who is told nothing.
+// TickWithin is what Query.Ticks promises. It is well below what an asker waits who is told
+// nothing.
 const TickWithin = 5 * time.Millisecond
 
 // Tick sees to lookups that were asked with Query.Ticks and have not been answered yet.
@@ -70,8 +77,10 @@ const (
 	ended
 )
 
-// request is a lookup. Whoever has it in the phases asking, walking (the walker), verifying (a verifyWorker), seeking (a worker of a tier, or the walker) and preparing (the dispatcher) may use what is not said to be
-// guarded without a lock, and sees only when it is done whether it has ended meanwhile.
+// request is a lookup. Whoever has it in the phases asking, walking (the walker), verifying (a
+// verifyWorker), seeking (a worker of a tier, or the walker) and preparing (the dispatcher) may use
+// what is not said to be guarded without a lock, and sees only when it is done whether it has ended
+// meanwhile.
 type request struct {
 	asker     Asker
 	owner     engine.Owner
@@ -86,25 +95,30 @@ type request struct {
 	recompute time.Duration
 	held      [engine.MaxTiers][]uint16 // by tier: what it says that it has of the run's chunks
 	known     uint8                     // the tiers that said so
-	lent      []uint16                  // what peers are said to hold of them; empty: they are not asked
-	have      []uint16                  // what can be had of each chunk
-	source    []int8                    // and from which tier; fromArena, fromPeers
-	borrow    []bool                    // or from peers
-	need      int                       // of the chunks that are worth having, those that are not from peers
-	chunks    int                       // of the run, how many are worth having
-	pages     int                       // that the lookup would hold then
-	eta       time.Duration
-	promote   bool                  // tiers may be asked
-	peers     bool                  // peers may be asked
-	all       tiers.Run             // all that was asked for. Of the rest of these only one that is to be verified has any:
-	checks    []engine.Verification // chunks that are to be verified,
-	names     []byte                // their digests,
-	done      int                   // how many are, or are about to be,
-	expect    int                   // and the pages that the lookup would hold then
-	check     bool                  // chunks may have to be verified
-	handle    uint64                // of one that is walked: the engine's
-	gap       bool                  // and its first part was not held whole, so that there is nothing to walk
-	ask       *borrowing            // by which its caller asks peers, being about to prepare it, with Stack.preparing held
+	// what peers are said to hold of them; empty: they are not asked
+	lent   []uint16
+	have   []uint16 // what can be had of each chunk
+	source []int8   // and from which tier; fromArena, fromPeers
+	borrow []bool   // or from peers
+	// of the chunks that are worth having, those that are not from peers
+	need    int
+	chunks  int // of the run, how many are worth having
+	pages   int // that the lookup would hold then
+	eta     time.Duration
+	promote bool // tiers may be asked
+	peers   bool // peers may be asked
+	// all that was asked for. Of the rest of these only one that is to be verified has any:
+	all    tiers.Run
+	checks []engine.Verification // chunks that are to be verified,
+	names  []byte                // their digests,
+	done   int                   // how many are, or are about to be,
+	expect int                   // and the pages that the lookup would hold then
+	check  bool                  // chunks may have to be verified
+	handle uint64                // of one that is walked: the engine's
+	// and its first part was not held whole, so that there is nothing to walk
+	gap bool
+	// by which its caller asks peers, being about to prepare it, with Stack.preparing held
+	ask *borrowing
 
 	// Guarded by Stack.mu.
 	phase      phase
@@ -161,9 +175,10 @@ func (d *deadlines) Pop() any {
 	return r
 }
 
-// Lookup answers how many pages from q.FirstPage on are leased, as engine.Engine.Lookup does, if that is known at once (done). Otherwise a is told
-// later, once, unless the lookup is cancelled or repeated, its owner removed or the Stack closed before; pages is then what the arena has now. ErrBusy: a
-// lookup of that name is just being ended.
+// Lookup answers how many pages from q.FirstPage on are leased, as engine.Engine.Lookup does, if
+// that is known at once (done). Otherwise a is told later, once, unless the lookup is cancelled or
+// repeated, its owner removed or the Stack closed before; pages is then what the arena has now.
+// ErrBusy: a lookup of that name is just being ended.
 func (s *Stack) Lookup(q *Query, a Asker) (pages int, done bool, err error) {
 	if s.open.Load() > 0 {
 		if err := s.replace(lookupKey{q.Owner, q.Lookup}); err != nil {
@@ -235,7 +250,8 @@ func (s *Stack) Lookup(q *Query, a Asker) (pages int, done bool, err error) {
 	return pages, false, nil
 }
 
-// aim makes the run of a request what comes behind the pages that hit. false: there is nothing, or no tier can know it: they know a chunk only by all its pages.
+// aim makes the run of a request what comes behind the pages that hit. false: there is nothing, or
+// no tier can know it: they know a chunk only by all its pages.
 func (r *request) aim(hit int) bool {
 	g := &r.all.Space.Geometry
 	start := (r.first + hit) / g.PagesPerChunk * g.PagesPerChunk
@@ -265,7 +281,8 @@ func (s *Stack) hear(r *request) (pages, by int) {
 	return s.cfg.Peers.Contains(r.run, r.lent)
 }
 
-// sound asks the tiers that answer from memory for a request's run, of which it is known what peers are said to hold. It answers the tier that is to be asked next, or plans.
+// sound asks the tiers that answer from memory for a request's run, of which it is known what peers
+// are said to hold. It answers the tier that is to be asked next, or plans.
 func (s *Stack) sound(r *request) (next *tier) {
 	r.known = 0
 	if !r.promote || r.ask != nil { // one peer has all of it
@@ -348,7 +365,8 @@ func (s *Stack) ask(r *request, t *tier, i int) {
 // judge says what an error of a tier is to its breaker.
 func (s *Stack) judge(err error) verdict {
 	switch {
-	case err == nil, errors.Is(err, tiers.ErrNotFound), errors.Is(err, tiers.ErrCorrupt), errors.Is(err, tiers.ErrBusy):
+	case err == nil, errors.Is(err, tiers.ErrNotFound), errors.Is(err, tiers.ErrCorrupt),
+		errors.Is(err, tiers.ErrBusy):
 		return worked
 	case s.ctx.Err() != nil, errors.Is(err, tiers.ErrClosed):
 		return neither
@@ -356,7 +374,8 @@ func (s *Stack) judge(err error) verdict {
 	return failed
 }
 
-// missing is the first chunk of a request's run of which neither peers nor any tier have said that they have all.
+// missing is the first chunk of a request's run of which neither peers nor any tier have said that
+// they have all.
 func (r *request) missing(list []*tier) int {
 	n, ppc := r.run.Pages(), r.run.Space.Geometry.PagesPerChunk
 	chunks := r.run.Chunks()
@@ -377,7 +396,8 @@ func (r *request) missing(list []*tier) int {
 	return chunks
 }
 
-// nextSeek is the next tier, from the given one on, that is to be asked by a worker of its own. nil: none.
+// nextSeek is the next tier, from the given one on, that is to be asked by a worker of its own.
+// nil: none.
 func (s *Stack) nextSeek(r *request, from int) *tier {
 	for _, t := range s.tiers[from:] {
 		if !t.local && t.breaker.usable() {
@@ -394,7 +414,8 @@ func (s *Stack) nextSeek(r *request, from int) *tier {
 func (s *Stack) plan(r *request) {
 	g := &r.run.Space.Geometry
 	n, chunks := r.run.Pages(), r.run.Chunks()
-	r.have, r.source, r.borrow = slices.Grow(r.have[:0], chunks), slices.Grow(r.source[:0], chunks), slices.Grow(r.borrow[:0], chunks)
+	r.have, r.source, r.borrow = slices.Grow(r.have[:0], chunks), slices.Grow(r.source[:0], chunks),
+		slices.Grow(r.borrow[:0], chunks)
 	r.chunks, r.pages, r.eta = 0, r.hit, 0
 	var arena []uint16
 	for i := range chunks {
@@ -424,7 +445,8 @@ func (s *Stack) plan(r *request) {
 			}
 		}
 		if best < want && i > 0 && r.peers {
-			// Behind what the arena holds peers may hold a part of a chunk, as in a conversation that moves; of such Contains tells for a run's first only.
+			// Behind what the arena holds peers may hold a part of a chunk, as in a conversation
+			// that moves; of such Contains tells for a run's first only.
 			var part [1]uint16
 			s.cfg.Peers.Contains(r.run.Chunk(i), part[:])
 			if have := min(int(part[0]), want); have > best {
@@ -469,7 +491,8 @@ func (s *Stack) plan(r *request) {
 	}
 }
 
-// begin lets a request go on without its caller: to be verified, to a tier that is to be asked, or to be promoted; but with r.ask its caller goes on with it. false: there is no room.
+// begin lets a request go on without its caller: to be verified, to a tier that is to be asked, or
+// to be promoted; but with r.ask its caller goes on with it. false: there is no room.
 func (s *Stack) begin(r *request, next *tier, q *Query) bool {
 	r.keep()
 	s.mu.Lock()
@@ -510,7 +533,8 @@ func (s *Stack) deadlineOf(q *Query) time.Duration {
 	return q.Deadline
 }
 
-// full says whether there is no room for one more request, whose digests have so many bytes. mu is held.
+// full says whether there is no room for one more request, whose digests have so many bytes. mu is
+// held.
 func (s *Stack) full(bytes int64) bool {
 	return s.closed || len(s.pending) >= s.cfg.MaxPending || s.bytes+bytes > s.cfg.MaxPendingBytes
 }
@@ -568,8 +592,8 @@ func (s *Stack) seek(r *request, t *tier) {
 	t.seekable.Signal()
 }
 
-// slowSeek is how long a tier takes to say what it has before an asker is told that its lookup is pending for that alone. It is well below what an
-// asker waits who is told nothing.
+// slowSeek is how long a tier takes to say what it has before an asker is told that its lookup is
+// pending for that alone. It is well below what an asker waits who is told nothing.
 const slowSeek = 5 * time.Millisecond
 
 // seekWorker asks one tier for what requests miss.
@@ -597,7 +621,8 @@ func (s *Stack) seekWorker(t *tier) {
 	}
 }
 
-// proceed has a request go on of which it has been asked what there is: to the tier that is to be asked next, or to be promoted as planned. mu is held.
+// proceed has a request go on of which it has been asked what there is: to the tier that is to be
+// asked next, or to be promoted as planned. mu is held.
 func (s *Stack) proceed(r *request, next *tier) {
 	switch {
 	case r.phase == ended || s.closed:
@@ -629,10 +654,12 @@ func (s *Stack) enqueue(r *request) {
 
 // tell says that a request is pending. mu is held.
 func (s *Stack) tell(r *request, pages int, eta time.Duration) {
-	s.outbox = append(s.outbox, message{asker: r.asker, pending: true, eta: eta, answer: Answer{Owner: r.owner, Lookup: r.lookup, Pages: pages}})
+	s.outbox = append(s.outbox, message{asker: r.asker, pending: true, eta: eta,
+		answer: Answer{Owner: r.owner, Lookup: r.lookup, Pages: pages}})
 }
 
-// settle ends a request: its lookup keeps what it has by now, and its asker is told, unless the Stack is closed. mu is held.
+// settle ends a request: its lookup keeps what it has by now, and its asker is told, unless the
+// Stack is closed. mu is held.
 func (s *Stack) settle(r *request) {
 	if r.phase == verifying && !s.closed {
 		s.lookAgain(r)
@@ -653,21 +680,26 @@ func (s *Stack) settle(r *request) {
 		r.settled = pages
 		return
 	}
-	s.outbox = append(s.outbox, message{asker: r.asker, answer: Answer{r.owner, r.lookup, pages, time.Since(r.since)}})
+	s.outbox = append(s.outbox, message{asker: r.asker, answer: Answer{r.owner, r.lookup, pages,
+		time.Since(r.since)}})
 }
 
-// base is the first page that the lookup still holds or waits for: the engine frees whole chunks below what is trimmed. Stack.mu is held.
+// base is the first page that the lookup still holds or waits for: the engine frees whole chunks
+// below what is trimmed. Stack.mu is held.
 func (r *request) base() int {
 	ppc := r.run.Space.Geometry.PagesPerChunk
 	return max(r.first, r.trim/ppc*ppc)
 }
 
 const (
-	// roomPoll is how often those that are queued look whether there is room for them: what workers release is not told.
+	// roomPoll is how often those that are queued look whether there is room for them: what workers
+	// release is not told.
 	roomPoll = 2 * time.Millisecond
-	// roomPatience is how long a request waits for room that others have leased, unless it is known that computing takes longer.
+	// roomPatience is how long a request waits for room that others have leased, unless it is known
+	// that computing takes longer.
 	roomPatience = 250 * time.Millisecond
-	// tellEvery is how often the asker of one that waits for room, or is being verified, is told that it does.
+	// tellEvery is how often the asker of one that waits for room, or is being verified, is told
+	// that it does.
 	tellEvery = 50 * time.Millisecond
 )
 
@@ -683,7 +715,8 @@ func (s *Stack) dispatch() {
 		}
 		now := time.Now()
 		for len(s.deadlines) > 0 && !s.deadlines[0].deadline.After(now) {
-			if r := s.deadlines[0]; r.phase == preparing { // by a peerWorker, who has it for a moment yet
+			if r := s.deadlines[0]; r.phase == preparing {
+				// by a peerWorker, who has it for a moment yet
 				r.deadline = now.Add(time.Millisecond)
 				heap.Fix(&s.deadlines, 0)
 				continue
@@ -721,9 +754,10 @@ func (s *Stack) dispatch() {
 	}
 }
 
-// next is the request whose turn it is: the first for all of which there is room, or as much as there ever will be. For room in the budget, which frees itself,
-// everybody waits in order; one that waits for leases to end, which may take long and may be its own owner's, lets others pass, and in the end takes what there
-// is. mu is held.
+// next is the request whose turn it is: the first for all of which there is room, or as much as
+// there ever will be. For room in the budget, which frees itself, everybody waits in order; one
+// that waits for leases to end, which may take long and may be its own owner's, lets others pass,
+// and in the end takes what there is. mu is held.
 func (s *Stack) next(now time.Time) *request {
 	s.queue.peek() // what is over goes
 	var room engine.Room
@@ -740,7 +774,8 @@ func (s *Stack) next(now time.Time) *request {
 		}
 		trimmed := max(0, r.base()-r.run.First) / r.run.Space.Geometry.PagesPerChunk
 		need := min(max(0, r.need-trimmed), room.Most)
-		if full = full || err == nil && room.Budget < need; !full && (err != nil || room.Share >= need || now.Sub(r.queued) >= s.patience(r)) {
+		if full = full || err == nil && room.Budget < need; !full && (err != nil ||
+			room.Share >= need || now.Sub(r.queued) >= s.patience(r)) {
 			return r
 		}
 		if now.Sub(r.told) >= tellEvery {
@@ -759,15 +794,18 @@ func (s *Stack) patience(r *request) time.Duration {
 	return roomPatience
 }
 
-// prepare reserves slots for a request's chunks, and queues the loads. It does so for one request at a time, so that of several requests for one chunk each but the first
-// finds the load that the first has begun. The dispatcher calls it, and peerWorkers (mine), each of whom goes on with the first of what is to be borrowed.
+// prepare reserves slots for a request's chunks, and queues the loads. It does so for one request
+// at a time, so that of several requests for one chunk each but the first finds the load that the
+// first has begun. The dispatcher calls it, and peerWorkers (mine), each of whom goes on with the
+// first of what is to be borrowed.
 func (s *Stack) prepare(r *request, mine bool) {
 	s.preparing.Lock()
 	defer s.preparing.Unlock()
 	s.prepareHeld(r, mine, nil)
 }
 
-// prepareHeld is prepare with s.preparing held. With b, chunks that are to be borrowed are put there: who lends them is its caller's matter.
+// prepareHeld is prepare with s.preparing held. With b, chunks that are to be borrowed are put
+// there: who lends them is its caller's matter.
 func (s *Stack) prepareHeld(r *request, mine bool, b *borrowing) {
 	out := s.granted[:0]
 	ppc := r.run.Space.Geometry.PagesPerChunk
@@ -780,7 +818,8 @@ func (s *Stack) prepareHeld(r *request, mine bool, b *borrowing) {
 		s.mu.Unlock()
 		skip = max(0, base-r.run.First) / ppc
 		ok = skip < r.chunks
-		// What it holds may have run out, or been dropped, while it waited. If none of it is wanted any more it has ended, and begins anew.
+		// What it holds may have run out, or been dropped, while it waited. If none of it is wanted
+		// any more it has ended, and begins anew.
 		if held := r.first + r.hit; ok && max(base, trim) < held {
 			n, err := s.engine.SettleLookup(r.owner, r.lookup, r.asked)
 			if ok = err == nil && base+n == held; !ok {
@@ -794,7 +833,9 @@ func (s *Stack) prepareHeld(r *request, mine bool, b *borrowing) {
 		run := tail(r.run, skip)
 		n := min(run.Pages(), (r.chunks-skip)*ppc)
 		// Whatever goes wrong, nothing is appended, and the lookup ends with what it has.
-		out, _ = s.engine.PreparePromotion(r.owner, r.lookup, run.First, run.Prev, run.Hashes[:n*run.Space.Geometry.DigestBytes], r.have[skip:r.chunks], r.borrowed(skip), out)
+		out, _ = s.engine.PreparePromotion(r.owner, r.lookup, run.First, run.Prev,
+			run.Hashes[:n*run.Space.Geometry.DigestBytes], r.have[skip:r.chunks], r.borrowed(skip),
+			out)
 	}
 
 	s.granted = out
@@ -836,7 +877,8 @@ func (s *Stack) prepareHeld(r *request, mine bool, b *borrowing) {
 		case c.State == engine.PromotionReady:
 		case c.Foreign:
 			l, loads = &loads[0], loads[1:]
-			*l = load{promotion: c.Promotion, transfer: tiers.Transfer{Run: r.run}, pages: c.Pages, foreign: true, chunk: c.Chunk}
+			*l = load{promotion: c.Promotion, transfer: tiers.Transfer{Run: r.run}, pages: c.Pages,
+				foreign: true, chunk: c.Chunk}
 			l.waiters = l.one[:0]
 			if l.asked = b != nil && b.asked; l.asked {
 				s.asked++
@@ -915,7 +957,8 @@ func (s *Stack) letGo(r *request, chunk int) {
 	}
 }
 
-// arrived says that a chunk that a request waits for is there, or will not be, or with short not all of it. mu is held.
+// arrived says that a chunk that a request waits for is there, or will not be, or with short not
+// all of it. mu is held.
 func (s *Stack) arrived(r *request, chunk int, ok, short bool) {
 	r.loads[chunk] = nil
 	r.left--
@@ -936,7 +979,8 @@ func (s *Stack) arrived(r *request, chunk int, ok, short bool) {
 	}
 }
 
-// Trim says that a lookup's pages before firstPage are not wanted any more: its leases on chunks wholly below are freed, and their promotion ends.
+// Trim says that a lookup's pages before firstPage are not wanted any more: its leases on chunks
+// wholly below are freed, and their promotion ends.
 func (s *Stack) Trim(o engine.Owner, lookup uint64, firstPage int) error {
 	defer s.Sweep()
 	if s.open.Load() == 0 {

@@ -20,7 +20,8 @@ const (
 	patrolPoll = 100 * time.Millisecond
 	// patrolYields is how long it waits at most, before each chunk, for loads to end.
 	patrolYields = time.Second
-	// rotLogEvery bounds the lines about chunks that have rotted: one may be a bad module's first, and a hostile client can make many.
+	// rotLogEvery bounds the lines about chunks that have rotted: one may be a bad module's first,
+	// and a hostile client can make many.
 	rotLogEvery = 10 * time.Second
 )
 
@@ -34,9 +35,11 @@ type patrol struct {
 }
 
 // errRotten is why a chunk is dropped: its bytes are not those that they were.
-var errRotten = fmt.Errorf("%w: its bytes in the arena have changed since they were committed", tiers.ErrCorrupt)
+var errRotten = fmt.Errorf("%w: its bytes in the arena have changed since they were committed",
+	tiers.ErrCorrupt)
 
-// patroller reads what is in the arena: first what has come of late, which gets its checksum, then all of it, over and over, by Config.PatrolBytes a second at most.
+// patroller reads what is in the arena: first what has come of late, which gets its checksum, then
+// all of it, over and over, by Config.PatrolBytes a second at most.
 func (s *Stack) patroller() {
 	var (
 		names []byte
@@ -51,7 +54,8 @@ func (s *Stack) patroller() {
 		if now := time.Now(); !ok && !now.Before(walk) {
 			if rate == 0 { // a new walk
 				began = now
-				rate = min(float64(s.cfg.PatrolBytes), float64(max(s.engine.Stats().UsedBytes, 1))/s.cfg.PatrolEvery.Seconds())
+				rate = min(float64(s.cfg.PatrolBytes),
+					float64(max(s.engine.Stats().UsedBytes, 1))/s.cfg.PatrolEvery.Seconds())
 			}
 			if v, names, ok = s.engine.NextPatrol(&place, names); ok {
 				walk = now.Add(time.Duration(float64(s.sizeOf(&v)) / rate * 1e9))
@@ -86,7 +90,8 @@ func (s *Stack) giveWay() {
 	}
 }
 
-// recheck compares a chunk with its checksum, and drops it if that is another. It answers false if it was.
+// recheck compares a chunk with its checksum, and drops it if that is another. It answers false if
+// it was.
 func (s *Stack) recheck(v *engine.Verification) bool {
 	check := s.cfg.Recheck
 	if check == nil {
@@ -102,12 +107,14 @@ func (s *Stack) recheck(v *engine.Verification) bool {
 	_ = s.forget() // an arena that is found again is not to find it
 	now := time.Since(s.start).Nanoseconds()
 	last := s.patrol.told.Load()
-	if (last != 0 && now-last < rotLogEvery.Nanoseconds()) || !s.patrol.told.CompareAndSwap(last, max(now, 1)) {
+	if (last != 0 && now-last < rotLogEvery.Nanoseconds()) ||
+		!s.patrol.told.CompareAndSwap(last, max(now, 1)) {
 		s.patrol.mute.Add(1)
 		return false
 	}
 	s.log.Error("a chunk in the arena is bad and was dropped; memory errors, or a client that writes where it must not, are the usual causes", zap.Error(err),
-		zap.Uint32("region", v.Region), zap.Uint64("offset", v.Offset), zap.Int("pages", v.Pages), zap.Uint64("not_logged_before", s.patrol.mute.Swap(0)))
+		zap.Uint32("region", v.Region), zap.Uint64("offset", v.Offset), zap.Int("pages", v.Pages),
+		zap.Uint64("not_logged_before", s.patrol.mute.Swap(0)))
 	return false
 }
 
@@ -120,7 +127,10 @@ func (s *Stack) compare(v *engine.Verification) (known bool, err error) {
 	mem := s.cfg.Arena(v.Region)[v.Offset : int64(v.Offset)+size]
 	y := memcopy.NewYielder(4)
 	var sums [1]uint64
-	if err := dax.Guard(func() { memcopy.Sums(mem, len(mem), []uint64{v.Handle}, sums[:], y.Yield) }, mem); err != nil {
+	if err := dax.Guard(func() {
+		memcopy.Sums(mem, len(mem), []uint64{v.Handle}, sums[:],
+			y.Yield)
+	}, mem); err != nil {
 		return false, err
 	}
 	known, same := s.engine.NoteSum(v.Handle, v.Pages, sums[0])
@@ -130,13 +140,15 @@ func (s *Stack) compare(v *engine.Verification) (known bool, err error) {
 	return known, nil
 }
 
-// recheckItems rechecks what is about to be written to a tier, and answers the items that may be. The others are ended: what has rotted goes nowhere.
+// recheckItems rechecks what is about to be written to a tier, and answers the items that may be.
+// The others are ended: what has rotted goes nowhere.
 func (s *Stack) recheckItems(items []engine.CascadeItem) []engine.CascadeItem {
 	if s.cfg.PatrolBytes == 0 {
 		return items
 	}
 	return slices.DeleteFunc(items, func(c engine.CascadeItem) bool {
-		v := engine.Verification{Handle: c.VerifyHandle, Space: c.Space, Region: c.Region, Offset: c.Offset, First: c.First, Pages: c.Pages, Hashes: c.Hashes}
+		v := engine.Verification{Handle: c.VerifyHandle, Space: c.Space, Region: c.Region,
+			Offset: c.Offset, First: c.First, Pages: c.Pages, Hashes: c.Hashes}
 		bad := !s.recheck(&v)
 		if bad {
 			s.engine.EndCascade(c.Handle, false)

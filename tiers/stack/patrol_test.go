@@ -52,7 +52,8 @@ func (r *rig) at(lookup uint64, p tiertest.Prefix, i int) []byte {
 	return r.arena[at : at+pageBytes]
 }
 
-// What is punched or spoilt in the arena is found within a walk over it, dropped and counted; all else stays.
+// What is punched or spoilt in the arena is found within a walk over it, dropped and counted; all
+// else stays.
 func TestPatrolFindsRot(t *testing.T) {
 	inBubble(t, patrolled(rigOptions{}), func(t *testing.T, r *rig) {
 		rnd := rand.New(rand.NewPCG(1, 2))
@@ -65,8 +66,10 @@ func TestPatrolFindsRot(t *testing.T) {
 		time.Sleep(2 * time.Second) // all have their checksums
 		r.store(all[7], 3*ppc)      // the last chunk is extended
 		time.Sleep(3 * time.Minute)
-		if st := r.engine.Stats(); st.Rotten != 0 || r.patrol.passes.Load() < 2 || r.patrol.checked.Load() < 2*3*n {
-			t.Fatalf("%d passes, %d checked; %+v", r.patrol.passes.Load(), r.patrol.checked.Load(), st)
+		if st := r.engine.Stats(); st.Rotten != 0 || r.patrol.passes.Load() < 2 ||
+			r.patrol.checked.Load() < 2*3*n {
+			t.Fatalf("%d passes, %d checked; %+v", r.patrol.passes.Load(), r.patrol.checked.Load(),
+				st)
 		}
 		clear(r.at(1, all[2], ppc+1)) // a hole reads as zeros
 		r.at(2, all[5], 0)[17] ^= 4
@@ -100,9 +103,11 @@ func TestPatrolFindsRot(t *testing.T) {
 	})
 }
 
-// What has rotted goes to no tier, also between two walks. What a tier brings up has been checked by the tier, and gets its checksum then.
+// What has rotted goes to no tier, also between two walks. What a tier brings up has been checked
+// by the tier, and gets its checksum then.
 func TestRotDoesNotCascade(t *testing.T) {
-	o := rigOptions{tiers: []tiertest.MemoryOptions{{}}, config: func(c *Config) { c.PatrolEvery = time.Hour }}
+	o := rigOptions{tiers: []tiertest.MemoryOptions{{}},
+		config: func(c *Config) { c.PatrolEvery = time.Hour }}
 	o.engine = func(c *engine.Config) { c.Tiers[0].Admit = engine.AdmitReused }
 	inBubble(t, patrolled(o), func(t *testing.T, r *rig) {
 		rnd := rand.New(rand.NewPCG(3, 4))
@@ -130,10 +135,12 @@ func TestRotDoesNotCascade(t *testing.T) {
 		r.flush()
 		synctest.Wait()
 		held := make([]uint16, 2)
-		if err := r.mem[0].Contains(t.Context(), good.Run(r.space, 0, 2*ppc), held); err != nil || held[0] != ppc || held[1] != ppc {
+		if err := r.mem[0].Contains(t.Context(), good.Run(r.space, 0, 2*ppc), held); err != nil ||
+			held[0] != ppc || held[1] != ppc {
 			t.Errorf("of what is whole the tier has %v, %v", held, err)
 		}
-		if err := r.mem[0].Contains(t.Context(), bad.Run(r.space, 0, 2*ppc), held); err != nil || held[0] != ppc || held[1] != 0 {
+		if err := r.mem[0].Contains(t.Context(), bad.Run(r.space, 0, 2*ppc), held); err != nil ||
+			held[0] != ppc || held[1] != 0 {
 			t.Errorf("of what has rotted the tier has %v, %v", held, err)
 		}
 		if st := r.engine.Stats(); st.Rotten != 1 || st.Leases != 0 {
@@ -152,9 +159,13 @@ func TestRotDoesNotCascade(t *testing.T) {
 	})
 }
 
-// No more is read than is allowed, and what rots before its chunk has a checksum is not found: that is what the documentation says.
+// No more is read than is allowed, and what rots before its chunk has a checksum is not found: that
+// is what the documentation says.
 func TestPatrolIsBounded(t *testing.T) {
-	o := rigOptions{config: func(c *Config) { c.PatrolBytes, c.PatrolEvery = 2*slotBytes, time.Nanosecond }}
+	o := rigOptions{config: func(c *Config) {
+		c.PatrolBytes, c.PatrolEvery = 2*slotBytes,
+			time.Nanosecond
+	}}
 	inBubble(t, patrolled(o), func(t *testing.T, r *rig) {
 		p := prefix(rand.New(rand.NewPCG(5, 6)), 20*ppc)
 		r.store(p, 20*ppc)
@@ -184,7 +195,8 @@ func TestPatrolMeetsBadMemory(t *testing.T) {
 	if err := f.Truncate(slots * slotBytes); err != nil {
 		t.Fatal(err)
 	}
-	mem, err := unix.Mmap(int(f.Fd()), 0, slots*slotBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	mem, err := unix.Mmap(int(f.Fd()), 0, slots*slotBytes, unix.PROT_READ|unix.PROT_WRITE,
+		unix.MAP_SHARED)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -193,23 +205,25 @@ func TestPatrolMeetsBadMemory(t *testing.T) {
 			t.Error(err)
 		}
 	}()
-	inBubble(t, patrolled(rigOptions{slots: slots, config: func(c *Config) { c.Arena = func(uint32) []byte { return mem } }}), func(t *testing.T, r *rig) {
-		r.arena = mem
-		rnd := rand.New(rand.NewPCG(7, 8))
-		for i := range 4 {
-			r.store(prefix(rnd, 2*ppc, byte(i)), 2*ppc)
-		}
-		time.Sleep(time.Second)
-		if err := f.Truncate((slots - 1) * slotBytes / 4096 * 4096); err != nil {
-			t.Fatal(err)
-		}
-		time.Sleep(2 * time.Minute)
-		st := r.engine.Stats()
-		if st.Rotten == 0 || st.FreeSlots != 0 || st.ReadySlots != slots-int(st.Rotten) {
-			t.Errorf("%+v", st)
-		}
-		if err := f.Truncate(slots * slotBytes); err != nil {
-			t.Fatal(err)
-		}
-	})
+	inBubble(t, patrolled(rigOptions{slots: slots,
+		config: func(c *Config) { c.Arena = func(uint32) []byte { return mem } }}),
+		func(t *testing.T, r *rig) {
+			r.arena = mem
+			rnd := rand.New(rand.NewPCG(7, 8))
+			for i := range 4 {
+				r.store(prefix(rnd, 2*ppc, byte(i)), 2*ppc)
+			}
+			time.Sleep(time.Second)
+			if err := f.Truncate((slots - 1) * slotBytes / 4096 * 4096); err != nil {
+				t.Fatal(err)
+			}
+			time.Sleep(2 * time.Minute)
+			st := r.engine.Stats()
+			if st.Rotten == 0 || st.FreeSlots != 0 || st.ReadySlots != slots-int(st.Rotten) {
+				t.Errorf("%+v", st)
+			}
+			if err := f.Truncate(slots * slotBytes); err != nil {
+				t.Fatal(err)
+			}
+		})
 }

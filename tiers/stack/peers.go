@@ -10,23 +10,33 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// Peers is how a Stack reaches other sidecars' arenas. Its methods may be called from any goroutine.
+// Peers is how a Stack reaches other sidecars' arenas. Its methods may be called from any
+// goroutine.
 type Peers interface {
-	// Contains sets held[i] to how many pages of the run's i-th chunk, from its first, some peer is said to hold; those behind the first that is not held whole count only if held whole.
-	// It takes microseconds, and never waits for anybody. len(held) == run.Chunks(). pages are said to be held from the first on without a gap; by is
-	// the number, for Ask, of a peer that is said to hold all of these, -1: there is none.
+	// Contains sets held[i] to how many pages of the run's i-th chunk, from its first, some peer is
+	// said to hold; those behind the first that is not held whole count only if held whole. It
+	// takes microseconds, and never waits for anybody. len(held) == run.Chunks(). pages are said to
+	// be held from the first on without a gap; by is the number, for Ask, of a peer that is said to
+	// hold all of these, -1: there is none.
 	Contains(run tiers.Run, held []uint16) (pages, by int)
-	// Borrow leases what peers hold of a run, from its first page on without a gap, and tells out of each chunk, in order, on the caller's goroutine, before it returns. Regions are those that were
-	// announced to our workers. A chunk with fewer pages than the run has of it is the last. It answers the pages leased, and an error only when that is none. It waits until ctx is done, and a bounded
-	// time, at most.
-	Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l engine.Loan)) (pages int, err error)
-	// Ask begins to lease a run, the pages that Contains has just answered, of the peer by whose number, and calls done once, on another goroutine, with what has been leased, as by Borrow: loans is valid until
-	// done returns, none is an answer, too, and it comes within a bounded time. done does not wait. The digests of run are read before it returns. Ask answers false, and never calls done, where it
-	// is for Borrow to see who has what. It does not wait.
+	// Borrow leases what peers hold of a run, from its first page on without a gap, and tells out
+	// of each chunk, in order, on the caller's goroutine, before it returns. Regions are those that
+	// were announced to our workers. A chunk with fewer pages than the run has of it is the last.
+	// It answers the pages leased, and an error only when that is none. It waits until ctx is done,
+	// and a bounded time, at most.
+	Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l engine.Loan)) (pages int,
+		err error)
+	// Ask begins to lease a run, the pages that Contains has just answered, of the peer by whose
+	// number, and calls done once, on another goroutine, with what has been leased, as by Borrow:
+	// loans is valid until done returns, none is an answer, too, and it comes within a bounded
+	// time. done does not wait. The digests of run are read before it returns. Ask answers false,
+	// and never calls done, where it is for Borrow to see who has what. It does not wait.
 	Ask(run tiers.Run, peer int, done func(loans []engine.Loan)) bool
-	// Return gives loans back: nobody reads them any more. With bad, their bytes did not check out. It does not wait, and keeps nothing of handles.
+	// Return gives loans back: nobody reads them any more. With bad, their bytes did not check out.
+	// It does not wait, and keeps nothing of handles.
 	Return(handles []uint64, bad bool)
-	// Memory is that of a region that loans are in, to read, for its whole length, as long as a loan in it is out. nil: it cannot be had. It may fault (dax.Guard).
+	// Memory is that of a region that loans are in, to read, for its whole length, as long as a
+	// loan in it is out. nil: it cannot be had. It may fault (dax.Guard).
 	Memory(region uint32) []byte
 }
 
@@ -37,7 +47,8 @@ const (
 	finishSlice = 64
 	// callTime is what a peer that does not answer at once may take to.
 	callTime = 100 * time.Millisecond
-	// maxAtOnce is how many chunks a request may have that is prepared by its asker, if there is nothing to wait for: that takes less than waking a peerWorker.
+	// maxAtOnce is how many chunks a request may have that is prepared by its asker, if there is
+	// nothing to wait for: that takes less than waking a peerWorker.
 	maxAtOnce = 512
 )
 
@@ -46,9 +57,10 @@ type borrowing struct {
 	gone []uint64 // peers that have gone since it began: what they lent it is void
 
 	// Of Ask. It is used again, if nobody else can know of what is in it.
-	r        *request      // nil: nobody wants what is lent any more
-	asked    bool          // what follows is of an Ask that has begun
-	prepared bool          // what is below is as it will be: whoever sees both this and came first goes on
+	r     *request // nil: nobody wants what is lent any more
+	asked bool     // what follows is of an Ask that has begun
+	// what is below is as it will be: whoever sees both this and came first goes on
+	prepared bool
 	came     bool          // done was called
 	loans    []engine.Loan // with these, if before prepared
 	done     func(loans []engine.Loan)
@@ -65,7 +77,8 @@ func (r *request) borrowed(from int) []bool {
 	return r.borrow[from:r.chunks]
 }
 
-// askPeers gives a request all of whose rest is at peers to a peerWorker. It waits for no room in the arena. mu is held.
+// askPeers gives a request all of whose rest is at peers to a peerWorker. It waits for no room in
+// the arena. mu is held.
 func (s *Stack) askPeers(r *request) {
 	r.queued = time.Now()
 	s.hush(r, true)
@@ -73,7 +86,8 @@ func (s *Stack) askPeers(r *request) {
 	s.borrowable.Signal()
 }
 
-// hush notes that a request's asker is not told that it is pending, or that this has an end. mu is held.
+// hush notes that a request's asker is not told that it is pending, or that this has an end. mu is
+// held.
 func (s *Stack) hush(r *request, quiet bool) {
 	if r.quiet == quiet {
 		return
@@ -87,7 +101,8 @@ func (s *Stack) hush(r *request, quiet bool) {
 	}
 }
 
-// speak tells the askers that were told nothing that their lookups are pending, where that has come to take long. It answers when to look again. mu is held.
+// speak tells the askers that were told nothing that their lookups are pending, where that has come
+// to take long. It answers when to look again. mu is held.
 func (s *Stack) speak(now time.Time) time.Duration {
 	next := slowSeek
 	for _, r := range s.pending {
@@ -104,7 +119,8 @@ func (s *Stack) speak(now time.Time) time.Duration {
 	return next
 }
 
-// sendBorrow queues a load for a peerWorker, and says whether one is to be woken for it: of consecutive chunks for the first. mu is held.
+// sendBorrow queues a load for a peerWorker, and says whether one is to be woken for it: of
+// consecutive chunks for the first. mu is held.
 func (s *Stack) sendBorrow(l *load) (wake bool) {
 	wake = true
 	if n := len(s.borrows.list); n > s.borrows.head {
@@ -139,7 +155,8 @@ func (s *Stack) peerWorker() {
 			return
 		case borrow:
 			batch = batch[:0]
-			for ; borrow && (len(batch) == 0 || batch[len(batch)-1].before(l)); l, borrow = s.borrows.peek() {
+			for ; borrow && (len(batch) == 0 ||
+				batch[len(batch)-1].before(l)); l, borrow = s.borrows.peek() {
 				l.state = loadRunning
 				batch = append(batch, l)
 				s.borrows.pop()
@@ -184,7 +201,10 @@ func runOf(batch []*load) tiers.Run {
 // borrow borrows consecutive chunks.
 func (s *Stack) borrow(b *borrowing, batch []*load, loans []engine.Loan) []engine.Loan {
 	ctx, cancel := context.WithTimeoutCause(s.ctx, s.cfg.BorrowTimeout, errLate)
-	_, _ = s.cfg.Peers.Borrow(ctx, runOf(batch), func(_ int, l engine.Loan) { loans = append(loans, l) })
+	_, _ = s.cfg.Peers.Borrow(ctx, runOf(batch), func(_ int, l engine.Loan) {
+		loans = append(loans,
+			l)
+	})
 	cancel()
 	s.lent(b, batch, loans, false)
 	return loans
@@ -201,8 +221,9 @@ func (s *Stack) newBorrowing() *borrowing {
 	return b
 }
 
-// askFirst asks a peer for the first pages of a request's run, all that can be had, before the rest is done about it, as the peer answers meanwhile; -1: there is none that has them. Then r.ask is not nil, and
-// s.preparing is held. Where others wait for the same chunks already nobody is asked.
+// askFirst asks a peer for the first pages of a request's run, all that can be had, before the rest
+// is done about it, as the peer answers meanwhile; -1: there is none that has them. Then r.ask is
+// not nil, and s.preparing is held. Where others wait for the same chunks already nobody is asked.
 func (s *Stack) askFirst(r *request, pages, peer int) {
 	run := r.run
 	d := run.Space.Geometry.DigestBytes
@@ -231,8 +252,10 @@ func (s *Stack) askFirst(r *request, pages, peer int) {
 	s.preparing.Unlock()
 }
 
-// prepareAtOnce prepares a request of its caller's, all of whose rest is at peers, or on its way, while one of them is asked for it already (b.asked), or a peerWorker is to see who has it. s.preparing is held, and
-// let go of. Without begun there is none. settled: the request has ended, with so many pages, and nobody else is told.
+// prepareAtOnce prepares a request of its caller's, all of whose rest is at peers, or on its way,
+// while one of them is asked for it already (b.asked), or a peerWorker is to see who has it.
+// s.preparing is held, and let go of. Without begun there is none. settled: the request has ended,
+// with so many pages, and nobody else is told.
 func (s *Stack) prepareAtOnce(r *request, b *borrowing, begun bool) (pages int, settled bool) {
 	if r.ask = nil; begun {
 		s.peers.lookups.Add(1)
@@ -277,10 +300,12 @@ type joins struct {
 	next  int
 }
 
-// joined is the load of a promotion; nil: it has ended by now. What a peer was asked for is in no table, as its entries took longer than all else about it; who joins one chunk of it mostly joins those behind
-// it, too. mu is held.
+// joined is the load of a promotion; nil: it has ended by now. What a peer was asked for is in no
+// table, as its entries took longer than all else about it; who joins one chunk of it mostly joins
+// those behind it, too. mu is held.
 func (s *Stack) joined(promotion uint64, last *joins) *load {
-	if i := last.next; i < len(last.batch) && last.batch[i].promotion == promotion && last.batch[i].asked {
+	if i := last.next; i < len(last.batch) && last.batch[i].promotion == promotion &&
+		last.batch[i].asked {
 		last.next++
 		return last.batch[i]
 	}
@@ -298,7 +323,8 @@ func (s *Stack) joined(promotion uint64, last *joins) *load {
 	return nil
 }
 
-// borrowAgain has a peerWorker borrow what could not be had as it was asked for, if somebody still wants it. mu is held.
+// borrowAgain has a peerWorker borrow what could not be had as it was asked for, if somebody still
+// wants it. mu is held.
 func (s *Stack) borrowAgain(l *load) (again bool) {
 	if len(l.waiters) == 0 || s.closed {
 		s.endLoad(l, false, false)
@@ -315,7 +341,8 @@ func (s *Stack) borrowAgain(l *load) (again bool) {
 	return true
 }
 
-// lent is told what was leased of consecutive chunks, in order. With again it is what Ask has brought, for all chunks of a request's run, and what was not leased is borrowed from others.
+// lent is told what was leased of consecutive chunks, in order. With again it is what Ask has
+// brought, for all chunks of a request's run, and what was not leased is borrowed from others.
 func (s *Stack) lent(b *borrowing, batch []*load, loans []engine.Loan, again bool) {
 	c := &s.peers
 	var void []uint64
@@ -386,7 +413,8 @@ func (s *Stack) lent(b *borrowing, batch []*load, loans []engine.Loan, again boo
 	s.giveBack(void, false)
 }
 
-// match leaves in loans, which are those of a run's chunks from the first on, the ones of the loads in a batch, in their order, and answers the handles of the others.
+// match leaves in loans, which are those of a run's chunks from the first on, the ones of the loads
+// in a batch, in their order, and answers the handles of the others.
 func match(batch []*load, loans []engine.Loan) (matched []engine.Loan, others []uint64) {
 	at := 0
 	for i, l := range batch {
@@ -426,7 +454,8 @@ func (s *Stack) retry(r *request) {
 	s.borrowable.Signal()
 }
 
-// PeerGone drops all that is leased from a peer: from now on nobody is given pages of it. It is returned when nobody uses it.
+// PeerGone drops all that is leased from a peer: from now on nobody is given pages of it. It is
+// returned when nobody uses it.
 func (s *Stack) PeerGone(peer uint64) {
 	s.mu.Lock()
 	for b := range s.borrowings {
@@ -482,7 +511,8 @@ func (s *Stack) giveBack(handles []uint64, bad bool) {
 
 // peerCounters count since the start; see PeerStats.
 type peerCounters struct {
-	lookups, borrows, failed, short, chunks, pages, joined, late, void, retried, returned, bad atomic.Uint64
+	lookups, borrows, failed, short, chunks, pages, joined, late, void, retried, returned,
+	bad atomic.Uint64
 }
 
 // PeerStats is what goes on with peers.
@@ -502,17 +532,25 @@ type PeerStats struct {
 
 	Copied      uint64 // chunks copied into the arena
 	CopiedPages uint64
-	NotCopied   uint64 // times that a chunk was to be, and there was no room, its bytes could not be read, or its peer had gone
+	// times that a chunk was to be, and there was no room, its bytes could not be read, or its peer
+	// had gone
+	NotCopied uint64
 
-	Slots, Used, Leased, Held int // slots for loans, those with one or on their way, those in use, and pages that can be found in them
+	// slots for loans, those with one or on their way, those in use, and pages that can be found in
+	// them
+	Slots, Used, Leased, Held int
 }
 
 // PeerStats may be called at any time.
 func (s *Stack) PeerStats() PeerStats {
 	c, e := &s.peers, s.engine.Stats()
 	return PeerStats{
-		Lookups: c.lookups.Load(), Borrows: c.borrows.Load(), Failed: c.failed.Load(), Short: c.short.Load(), Chunks: c.chunks.Load(), Pages: c.pages.Load(), Joined: c.joined.Load(),
-		Copied: e.CopiedChunks, CopiedPages: e.CopiedPages, NotCopied: e.CopiesFailed, Late: c.late.Load(), Void: c.void.Load(), Retried: c.retried.Load(), Returned: c.returned.Load(), Bad: c.bad.Load(),
+		Lookups: c.lookups.Load(), Borrows: c.borrows.Load(), Failed: c.failed.Load(),
+		Short: c.short.Load(), Chunks: c.chunks.Load(), Pages: c.pages.Load(),
+		Joined: c.joined.Load(),
+		Copied: e.CopiedChunks, CopiedPages: e.CopiedPages, NotCopied: e.CopiesFailed,
+		Late: c.late.Load(), Void: c.void.Load(), Retried: c.retried.Load(),
+		Returned: c.returned.Load(), Bad: c.bad.Load(),
 		Slots: e.ForeignSlots, Used: e.ForeignUsed, Leased: e.ForeignLeased, Held: e.ForeignPages,
 	}
 }

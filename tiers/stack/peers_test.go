@@ -21,7 +21,8 @@ import (
 	"lookaside/tiers/tiertest"
 )
 
-// Sidecars in one process that share by real peers: each has an engine, an arena of shared memory, a Stack, and what its workers would map of others.
+// Sidecars in one process that share by real peers: each has an engine, an arena of shared memory,
+// a Stack, and what its workers would map of others.
 
 const peerPatience = 2 * time.Minute
 
@@ -37,11 +38,13 @@ type side struct {
 	mem    []*tiertest.Memory
 	around aroundBorrow
 
-	mu      sync.Mutex
-	mapped  map[uint32]*foreignRegion // by the id that our workers know
-	ids     map[[2]uint64]uint32      // by peer and its id
-	next    uint32
-	unmap   [][]byte // at the end: the race detector takes what another goroutine maps at the same address for the same memory
+	mu     sync.Mutex
+	mapped map[uint32]*foreignRegion // by the id that our workers know
+	ids    map[[2]uint64]uint32      // by peer and its id
+	next   uint32
+	// at the end: the race detector takes what another goroutine maps at the same address for the
+	// same memory
+	unmap   [][]byte
 	answers map[uint64]int
 	pending map[uint64]bool // who was told so
 	closed  bool
@@ -51,9 +54,12 @@ type side struct {
 type aroundBorrow struct {
 	before, after, copy atomic.Pointer[func()]
 	askToo              atomic.Bool
-	heard               atomic.Pointer[func()]                                  // before what an Ask has brought is told
-	change              atomic.Pointer[func(loans []engine.Loan) []engine.Loan] // what it goes through then
-	early               atomic.Pointer[func(loans []engine.Loan) []engine.Loan] // what an Ask brings goes through it, and is heard of before Ask returns
+	// before what an Ask has brought is told
+	heard atomic.Pointer[func()]
+	// what it goes through then
+	change atomic.Pointer[func(loans []engine.Loan) []engine.Loan]
+	// what an Ask brings goes through it, and is heard of before Ask returns
+	early atomic.Pointer[func(loans []engine.Loan) []engine.Loan]
 }
 
 type foreignRegion struct{ mem []byte }
@@ -67,7 +73,8 @@ type sideOptions struct {
 	share   float64
 	copy    int // loads after which a chunk is copied
 	lookups int // under way at most. Default Config's
-	// impatient: peers, tiers and lookups have the time that they have by default. Others are waited for, however slow the machine is.
+	// impatient: peers, tiers and lookups have the time that they have by default. Others are
+	// waited for, however slow the machine is.
 	impatient bool
 }
 
@@ -98,9 +105,12 @@ func newSide(t testing.TB, dir string, o sideOptions) *side {
 	if o.share == 0 {
 		o.share = 1
 	}
-	s := &side{t: t, space: tiertest.NewSpace("peers", geometry), mapped: map[uint32]*foreignRegion{}, ids: map[[2]uint64]uint32{}, next: 1000, answers: map[uint64]int{}, pending: map[uint64]bool{}}
+	s := &side{t: t, space: tiertest.NewSpace("peers", geometry),
+		mapped: map[uint32]*foreignRegion{}, ids: map[[2]uint64]uint32{}, next: 1000,
+		answers: map[uint64]int{}, pending: map[uint64]bool{}}
 	bell := NewBell()
-	cfg := Config{Bell: bell, Arena: func(uint32) []byte { return s.region.Bytes() }, Peers: s, Linger: o.linger, Promote: o.mode, MaxPending: o.lookups}
+	cfg := Config{Bell: bell, Arena: func(uint32) []byte { return s.region.Bytes() }, Peers: s,
+		Linger: o.linger, Promote: o.mode, MaxPending: o.lookups}
 	for i, mo := range o.tiers {
 		m := tiertest.NewMemory(mo)
 		s.mem = append(s.mem, m)
@@ -112,10 +122,13 @@ func newSide(t testing.TB, dir string, o sideOptions) *side {
 		cfg.beSlow(peerPatience)
 	}
 	var err error
-	s.region, err = dax.Create(dax.Options{Kind: dax.KindMemfd, SizeBytes: int64(o.slots) * slotBytes})
+	s.region, err = dax.Create(dax.Options{Kind: dax.KindMemfd,
+		SizeBytes: int64(o.slots) * slotBytes})
 	must(t, err)
 	s.engine, err = engine.New(engine.Config{
-		Tiers: Admissions(cfg.Tiers), Wake: bell.Ring, OwnerShare: o.share, PartialDelay: 100 * time.Millisecond, JournalBytes: 1 << 20, ForeignSlots: o.limit, CopyAfter: o.copy, ArenaLimitBytes: s.region.Size(),
+		Tiers: Admissions(cfg.Tiers), Wake: bell.Ring, OwnerShare: o.share,
+		PartialDelay: 100 * time.Millisecond, JournalBytes: 1 << 20, ForeignSlots: o.limit,
+		CopyAfter: o.copy, ArenaLimitBytes: s.region.Size(),
 	})
 	must(t, err)
 	s.id, err = s.engine.OpenSpace(s.space.Fingerprint, geometry)
@@ -128,9 +141,12 @@ func newSide(t testing.TB, dir string, o sideOptions) *side {
 		must(t, s.engine.AddOwner(o, s.id))
 	}
 	gen := sideGeneration.Add(1) + 0x5000
-	s.peers, err = peer.Start(peer.Config{Dir: dir, Generation: gen, Engine: s.engine, CallPatience: call, OnRegion: s.onRegion, OnRegionGone: s.onRegionGone, OnGone: func(p uint64) { s.PeerGone(p) }})
+	s.peers, err = peer.Start(peer.Config{Dir: dir, Generation: gen, Engine: s.engine,
+		CallPatience: call, OnRegion: s.onRegion, OnRegionGone: s.onRegionGone,
+		OnGone: func(p uint64) { s.PeerGone(p) }})
 	must(t, err)
-	must(t, s.peers.AddRegion(peer.Region{ID: 7, Kind: string(s.region.Kind()), FD: s.region.FD(), SizeBytes: s.region.Size(), PageSize: s.region.PageSize()}))
+	must(t, s.peers.AddRegion(peer.Region{ID: 7, Kind: string(s.region.Kind()), FD: s.region.FD(),
+		SizeBytes: s.region.Size(), PageSize: s.region.PageSize()}))
 	must(t, s.engine.AddRegion(7, s.region.Size()))
 	t.Cleanup(s.close)
 	return s
@@ -152,7 +168,8 @@ func (s *side) close() {
 		s.t.Error(err)
 	}
 	if len(s.loads)+len(s.borrowings)+s.asked+s.quiet != 0 {
-		s.t.Errorf("left behind: %d loads, %d calls with %d, %d quiet lookups", len(s.loads), len(s.borrowings), s.asked, s.quiet)
+		s.t.Errorf("left behind: %d loads, %d calls with %d, %d quiet lookups", len(s.loads),
+			len(s.borrowings), s.asked, s.quiet)
 	}
 	if err := s.peers.Close(); err != nil {
 		s.t.Error(err)
@@ -178,7 +195,8 @@ func (s *side) Contains(run tiers.Run, held []uint16) (pages, by int) {
 	return s.peers.Contains(run, held)
 }
 
-func (s *side) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l engine.Loan)) (int, error) {
+func (s *side) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l engine.Loan)) (int,
+	error) {
 	if f := s.around.before.Load(); f != nil {
 		(*f)()
 	}
@@ -186,7 +204,8 @@ func (s *side) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l 
 		s.mu.Lock()
 		id := s.ids[[2]uint64{l.Peer, uint64(l.Region)}]
 		s.mu.Unlock()
-		out(chunk, engine.Loan{Peer: l.Peer, Region: id, Offset: l.Offset, Pages: l.Pages, Handle: l.Handle})
+		out(chunk, engine.Loan{Peer: l.Peer, Region: id, Offset: l.Offset, Pages: l.Pages,
+			Handle: l.Handle})
 	})
 	if f := s.around.after.Load(); f != nil {
 		(*f)()
@@ -195,7 +214,8 @@ func (s *side) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l 
 }
 
 func (s *side) Ask(run tiers.Run, peer int, done func(loans []engine.Loan)) bool {
-	if f := s.around.before.Load(); (f != nil || s.around.after.Load() != nil) && !s.around.askToo.Load() {
+	if f := s.around.before.Load(); (f != nil || s.around.after.Load() != nil) &&
+		!s.around.askToo.Load() {
 		return false // it is Borrow that tests stop
 	}
 	heard := make(chan struct{})
@@ -286,7 +306,8 @@ func (s *side) store(p tiertest.Prefix, first, to int) (shed int) {
 	res, grants, err := s.engine.PrepareStore(worker, first, run.Prev, run.Hashes, nil)
 	must(s.t, err)
 	for _, g := range grants {
-		tiertest.FillRun(s.region.Bytes()[g.Offset:g.Offset+uint64(g.Pages)*pageBytes], pages(p, s.space, int(g.Page), int(g.Page+g.Pages)))
+		tiertest.FillRun(s.region.Bytes()[g.Offset:g.Offset+uint64(g.Pages)*pageBytes],
+			pages(p, s.space, int(g.Page), int(g.Page+g.Pages)))
 	}
 	if res.Store != 0 {
 		must(s.t, s.engine.CommitStore(worker, res.Store, nil))
@@ -307,7 +328,8 @@ func eventually(t testing.TB, what string, ok func() bool) {
 	}
 }
 
-// hears waits until peers are said to hold pages [first, to) of a prefix, a whole number of chunks but for the end, and can lend them.
+// hears waits until peers are said to hold pages [first, to) of a prefix, a whole number of chunks
+// but for the end, and can lend them.
 func (s *side) hears(p tiertest.Prefix, first, to int) {
 	s.t.Helper()
 	run := p.Run(s.space, first, to)
@@ -323,7 +345,8 @@ func (s *side) hears(p tiertest.Prefix, first, to int) {
 	})
 	eventually(s.t, "they are lent", func() bool {
 		var handles []uint64
-		n, _ := s.peers.Borrow(s.t.Context(), run, func(_ int, l peer.Loan) { handles = append(handles, l.Handle) })
+		n, _ := s.peers.Borrow(s.t.Context(), run,
+			func(_ int, l peer.Loan) { handles = append(handles, l.Handle) })
 		s.peers.Return(handles, false)
 		return n == run.Pages()
 	})
@@ -340,9 +363,11 @@ func (s *side) forgets(p tiertest.Prefix, first int) {
 	})
 }
 
-func (s *side) ask(lookup uint64, p tiertest.Prefix, first, n int, deadline time.Duration) (pages int, done bool) {
+func (s *side) ask(lookup uint64, p tiertest.Prefix, first, n int,
+	deadline time.Duration) (pages int, done bool) {
 	s.t.Helper()
-	q := Query{Owner: scheduler, Lookup: lookup, Space: s.id, FirstPage: first, Hashes: p.Digests(first, n, 32), Deadline: deadline}
+	q := Query{Owner: scheduler, Lookup: lookup, Space: s.id, FirstPage: first,
+		Hashes: p.Digests(first, n, 32), Deadline: deadline}
 	if first > 0 {
 		q.Prev = p.Digests(first-1, first, 32)
 	}
@@ -400,18 +425,21 @@ func (s *side) check(l *sideLoad) error {
 			}
 			mem = m.mem
 		}
-		if bad := tiertest.WrongPage(mem[x.Offset:x.Offset+uint64(x.Pages)*pageBytes], pages(l.p, s.space, int(x.Page), int(x.Page+x.Pages))); bad >= 0 {
+		if bad := tiertest.WrongPage(mem[x.Offset:x.Offset+uint64(x.Pages)*pageBytes],
+			pages(l.p, s.space, int(x.Page), int(x.Page+x.Pages))); bad >= 0 {
 			return fmt.Errorf("FALSE HIT: page %d, in %+v, has other bytes", int(x.Page)+bad, x)
 		}
 	}
 	return nil
 }
 
-// want looks up, checks the answer, every byte, and where the chunks are: 'o' for the own arena, 'p' for a peer's.
+// want looks up, checks the answer, every byte, and where the chunks are: 'o' for the own arena,
+// 'p' for a peer's.
 func (s *side) want(lookup uint64, p tiertest.Prefix, first, n, want int, where string) {
 	s.t.Helper()
 	if got := s.lookup(lookup, p, first, n); got != want {
-		s.t.Fatalf("lookup %d of pages %d to %d: %d, want %d; %+v", lookup, first, n-1, got, want, s.PeerStats())
+		s.t.Fatalf("lookup %d of pages %d to %d: %d, want %d; %+v", lookup, first, n-1, got, want,
+			s.PeerStats())
 	}
 	if want == 0 {
 		return
@@ -433,12 +461,14 @@ func (s *side) want(lookup uint64, p tiertest.Prefix, first, n, want int, where 
 // lentNothing waits until a side has back what it lent.
 func (s *side) lentNothing() {
 	s.t.Helper()
-	eventually(s.t, "everything is returned", func() bool { return s.engine.Stats().OpenLoans == 0 })
+	eventually(s.t, "everything is returned",
+		func() bool { return s.engine.Stats().OpenLoans == 0 })
 }
 
 func some(seed uint64, n int) tiertest.Prefix { return prefix(rand.New(rand.NewPCG(seed, 9)), n) }
 
-// TestPeers: what each of several sidecars has stored of a conversation is found by all, read where it lies, and returned.
+// TestPeers: what each of several sidecars has stored of a conversation is found by all, read where
+// it lies, and returned.
 func TestPeers(t *testing.T) {
 	for _, mode := range []Mode{PromoteAuto, PromoteNever} {
 		t.Run(mode.String(), func(t *testing.T) {
@@ -460,7 +490,8 @@ func TestPeers(t *testing.T) {
 			c.want(2, p, 5, 26, 21, "pppppp")
 			longer := append(slices.Clone(p), 1, 2, 3, 4, 5)
 			c.want(3, longer, 0, 31, 26, "ppppppp")
-			if st := c.PeerStats(); st.Borrows == 0 || st.Chunks != 7 || st.Failed > 1 || st.Used != 7 {
+			if st := c.PeerStats(); st.Borrows == 0 || st.Chunks != 7 || st.Failed > 1 ||
+				st.Used != 7 {
 				t.Fatalf("%+v", st)
 			}
 			// What was borrowed once is found at once.
@@ -482,16 +513,20 @@ func TestPeers(t *testing.T) {
 	}
 }
 
-// TestPeersCopied: what is read often is copied, and goes on being found when who lent it has gone; others hear of it, too.
+// TestPeersCopied: what is read often is copied, and goes on being found when who lent it has gone;
+// others hear of it, too.
 func TestPeersCopied(t *testing.T) {
 	dir := peerDir(t)
-	a, b, c := newSide(t, dir, sideOptions{}), newSide(t, dir, sideOptions{copy: 2, tiers: []tiertest.MemoryOptions{{Local: true}}}), newSide(t, dir, sideOptions{})
+	a, b, c := newSide(t, dir, sideOptions{}),
+		newSide(t, dir, sideOptions{copy: 2, tiers: []tiertest.MemoryOptions{{Local: true}}}),
+		newSide(t, dir, sideOptions{})
 	p := some(11, 26)
 	a.store(p, 0, 26)
 	b.hears(p, 0, 26)
 	b.want(1, p, 0, 26, 26, "ppppppp")
 	b.want(2, p, 0, 12, 12, "ppp")
-	eventually(t, "the first three chunks are copied", func() bool { return b.PeerStats().Copied == 3 })
+	eventually(t, "the first three chunks are copied",
+		func() bool { return b.PeerStats().Copied == 3 })
 	b.want(3, p, 0, 26, 26, "ooopppp")
 	eventually(t, "all are copied", func() bool { return b.PeerStats().Copied == 7 })
 	b.want(4, p, 0, 26, 26, "ooooooo")
@@ -509,7 +544,8 @@ func TestPeersCopied(t *testing.T) {
 	c.want(1, p, 0, 26, 26, "ppppppp")
 }
 
-// TestPeersNotCopied: if the lender goes while a chunk is copied, or its memory does, nothing of that stays.
+// TestPeersNotCopied: if the lender goes while a chunk is copied, or its memory does, nothing of
+// that stays.
 func TestPeersNotCopied(t *testing.T) {
 	dir := peerDir(t)
 	a, b := newSide(t, dir, sideOptions{}), newSide(t, dir, sideOptions{copy: 1})
@@ -559,15 +595,20 @@ func TestPeersNotCopied(t *testing.T) {
 	}
 	b.around.copy.Store(&die)
 	b.want(2, p, 0, 8, 8, "pp")
-	eventually(t, "none is copied", func() bool { return b.PeerStats().NotCopied >= 3 && b.PeerStats().Used == 0 })
+	eventually(t, "none is copied", func() bool {
+		return b.PeerStats().NotCopied >= 3 &&
+			b.PeerStats().Used == 0
+	})
 	b.around.copy.Store(nil)
-	if st := b.engine.Stats(); st.CopiedChunks+uint64(st.Pages+st.FillingSlots) != 0 || st.FreeSlots != st.Slots {
+	if st := b.engine.Stats(); st.CopiedChunks+uint64(st.Pages+st.FillingSlots) != 0 ||
+		st.FreeSlots != st.Slots {
 		t.Fatalf("%+v", st)
 	}
 	b.want(3, p, 0, 8, 0, "")
 }
 
-// TestPeersPartBehindOwn: a conversation moves, and what ends it is a part of a chunk at a peer, behind what the arena holds.
+// TestPeersPartBehindOwn: a conversation moves, and what ends it is a part of a chunk at a peer,
+// behind what the arena holds.
 func TestPeersPartBehindOwn(t *testing.T) {
 	dir := peerDir(t)
 	a, b := newSide(t, dir, sideOptions{}), newSide(t, dir, sideOptions{})
@@ -580,7 +621,8 @@ func TestPeersPartBehindOwn(t *testing.T) {
 	a.want(1, p, 0, 20, 10, "pop")
 }
 
-// TestPeersTrimmed: that nothing is wanted any more of what the arena had does not end a lookup which goes on with what peers have.
+// TestPeersTrimmed: that nothing is wanted any more of what the arena had does not end a lookup
+// which goes on with what peers have.
 func TestPeersTrimmed(t *testing.T) {
 	dir := peerDir(t)
 	a, b := newSide(t, dir, sideOptions{}), newSide(t, dir, sideOptions{})
@@ -606,7 +648,8 @@ func TestPeersTrimmed(t *testing.T) {
 // TestPeersLinger: what nobody uses goes back by itself.
 func TestPeersLinger(t *testing.T) {
 	dir := peerDir(t)
-	a, b := newSide(t, dir, sideOptions{}), newSide(t, dir, sideOptions{linger: 40 * time.Millisecond})
+	a, b := newSide(t, dir, sideOptions{}),
+		newSide(t, dir, sideOptions{linger: 40 * time.Millisecond})
 	p := some(2, 16)
 	a.store(p, 0, 16)
 	b.hears(p, 0, 16)
@@ -633,11 +676,13 @@ func TestPeersLinger(t *testing.T) {
 	}
 }
 
-// TestPeersEviction: hints may be wrong; what the lender has dropped is a miss, and tiers are asked for it.
+// TestPeersEviction: hints may be wrong; what the lender has dropped is a miss, and tiers are asked
+// for it.
 func TestPeersEviction(t *testing.T) {
 	dir := peerDir(t)
 	a := newSide(t, dir, sideOptions{slots: 8})
-	b := newSide(t, dir, sideOptions{tiers: []tiertest.MemoryOptions{{Local: true}}, mode: PromoteAlways})
+	b := newSide(t, dir, sideOptions{tiers: []tiertest.MemoryOptions{{Local: true}},
+		mode: PromoteAlways})
 	p, q := some(3, 32), some(4, 32)
 	a.store(p, 0, 32)
 	b.hears(p, 0, 32)
@@ -672,11 +717,13 @@ func TestPeersEviction(t *testing.T) {
 	}
 }
 
-// TestPeerDies: a peer that goes while it lends ends as a miss, and what it lent is not given to anybody any more.
+// TestPeerDies: a peer that goes while it lends ends as a miss, and what it lent is not given to
+// anybody any more.
 func TestPeerDies(t *testing.T) {
 	dir := peerDir(t)
 	a := newSide(t, dir, sideOptions{})
-	b := newSide(t, dir, sideOptions{tiers: []tiertest.MemoryOptions{{Local: true}}, mode: PromoteAlways})
+	b := newSide(t, dir, sideOptions{tiers: []tiertest.MemoryOptions{{Local: true}},
+		mode: PromoteAlways})
 	p := some(5, 32)
 	a.store(p, 0, 32)
 	b.store(p, 0, 6)
@@ -694,7 +741,8 @@ func TestPeerDies(t *testing.T) {
 	die := func() {
 		a.close()
 		eventually(t, "it is noticed", func() bool {
-			return len(b.peers.Status().Lenders) == 0 || b.engine.Stats().ForeignPages == 0 && b.goneSeen()
+			return len(b.peers.Status().Lenders) == 0 || b.engine.Stats().ForeignPages == 0 &&
+				b.goneSeen()
 		})
 	}
 	b.around.after.Store(&die)
@@ -736,12 +784,17 @@ func hold(hook *atomic.Pointer[func()]) (open func()) {
 func (s *side) returns(lender *side) {
 	s.t.Helper()
 	s.engine.DropPeer(0)
-	eventually(s.t, "all is returned", func() bool { return s.engine.Stats().ForeignUsed == 0 && lender.engine.Stats().OpenLoans == 0 })
-	s.preparing.Lock() // whoever has prepared something is done with it, and the next to ask need not wait
+	eventually(s.t, "all is returned", func() bool {
+		return s.engine.Stats().ForeignUsed == 0 &&
+			lender.engine.Stats().OpenLoans == 0
+	})
+	// whoever has prepared something is done with it, and the next to ask need not wait
+	s.preparing.Lock()
 	defer s.preparing.Unlock()
 }
 
-// TestAskFirst: a peer that is said to have all is asked before the lookup is prepared, and may answer before it is.
+// TestAskFirst: a peer that is said to have all is asked before the lookup is prepared, and may
+// answer before it is.
 func TestAskFirst(t *testing.T) {
 	dir := peerDir(t)
 	a, b := newSide(t, dir, sideOptions{}), newSide(t, dir, sideOptions{lookups: 1})
@@ -774,7 +827,8 @@ func TestAskFirst(t *testing.T) {
 	}
 	reads(32)
 	b.returns(a)
-	// What it has lent of chunks that are here meanwhile goes back; b has chunks 3 and 4 from before.
+	// What it has lent of chunks that are here meanwhile goes back; b has chunks 3 and 4 from
+	// before.
 	if n, done := ask(p, 12, 20); !done || n != 8 {
 		t.Fatal(n, done)
 	}
@@ -783,23 +837,27 @@ func TestAskFirst(t *testing.T) {
 	if n, done := ask(p, 0, 32); !done || n != 32 {
 		t.Fatal(n, done)
 	}
-	if st := b.PeerStats(); st.Borrows != before.Borrows+1 || st.Chunks != before.Chunks+5 || st.Returned != before.Returned+2 || st.Joined != 0 {
+	if st := b.PeerStats(); st.Borrows != before.Borrows+1 || st.Chunks != before.Chunks+5 ||
+		st.Returned != before.Returned+2 || st.Joined != 0 {
 		t.Fatalf("%+v after %+v", st, before)
 	}
 	reads(32)
 	b.returns(a)
-	// So it is asked for the first pages of a lookup that nobody has all of, whole chunks and the part of one.
+	// So it is asked for the first pages of a lookup that nobody has all of, whole chunks and the
+	// part of one.
 	longer := append(slices.Clone(p[:29]), some(25, 20)...)
 	before = b.PeerStats()
 	if n, done := ask(longer, 0, 49); !done || n != 29 {
 		t.Fatal(n, done)
 	}
-	if st := b.PeerStats(); st.Borrows != before.Borrows+1 || st.Chunks != before.Chunks+7 || st.Returned != before.Returned {
+	if st := b.PeerStats(); st.Borrows != before.Borrows+1 || st.Chunks != before.Chunks+7 ||
+		st.Returned != before.Returned {
 		t.Fatalf("%+v after %+v", st, before)
 	}
 	reads(29)
 	b.returns(a)
-	// What it does not lend of what it is said to have is borrowed by others, and then the answer may come later.
+	// What it does not lend of what it is said to have is borrowed by others, and then the answer
+	// may come later.
 	early(func(loans []engine.Loan) []engine.Loan {
 		b.Return([]uint64{loans[4].Handle, loans[5].Handle, loans[6].Handle}, false)
 		return loans[:4]
@@ -813,7 +871,8 @@ func TestAskFirst(t *testing.T) {
 	}
 	reads(32)
 	b.returns(a)
-	// A lookup for which there comes to be no room keeps nothing of it; one for which there is none does not ask.
+	// A lookup for which there comes to be no room keeps nothing of it; one for which there is none
+	// does not ask.
 	early(func(loans []engine.Loan) []engine.Loan {
 		if n, done := b.ask(100, q, 0, 32, 0); done {
 			t.Error(n)
@@ -828,7 +887,11 @@ func TestAskFirst(t *testing.T) {
 	}
 	must(t, b.Cancel(scheduler, id))
 	early(asIs)
-	eventually(t, "another is being borrowed", func() bool { return a.engine.Stats().LentPages == lent+28+32 && a.engine.Stats().OpenLoans == 1 })
+	eventually(t, "another is being borrowed",
+		func() bool {
+			return a.engine.Stats().LentPages == lent+28+32 &&
+				a.engine.Stats().OpenLoans == 1
+		})
 	if n, done := ask(p, 0, 32); !done || n != 6 {
 		t.Fatal(n, done)
 	}
@@ -858,7 +921,8 @@ func TestAskFirst(t *testing.T) {
 	b.returns(a)
 }
 
-// TestAskedIsJoined: lookups that want what a peer is being asked for wait for the same, also when it does not come and others are asked.
+// TestAskedIsJoined: lookups that want what a peer is being asked for wait for the same, also when
+// it does not come and others are asked.
 func TestAskedIsJoined(t *testing.T) {
 	dir := peerDir(t)
 	a, b := newSide(t, dir, sideOptions{}), newSide(t, dir, sideOptions{})
@@ -888,7 +952,10 @@ func TestAskedIsJoined(t *testing.T) {
 		ask(0, 32)
 		ask(8, 24)  // chunks 2 to 5
 		ask(16, 20) // chunk 4
-		eventually(t, "they join", func() bool { return b.PeerStats().Joined == before.Joined+7+4+1 })
+		eventually(t, "they join", func() bool {
+			return b.PeerStats().Joined == before.Joined+7+4+
+				1
+		})
 		if n := b.LookupStats().Loading; n != 7 {
 			t.Errorf("%d loads under way", n)
 		}
@@ -911,7 +978,8 @@ func TestAskedIsJoined(t *testing.T) {
 	}
 }
 
-// TestTick: a lookup whose asker ticks is seen to by that: it is told that it waits, and its deadline ends it.
+// TestTick: a lookup whose asker ticks is seen to by that: it is told that it waits, and its
+// deadline ends it.
 func TestTick(t *testing.T) {
 	dir := peerDir(t)
 	a, b := newSide(t, dir, sideOptions{}), newSide(t, dir, sideOptions{})
@@ -921,7 +989,8 @@ func TestTick(t *testing.T) {
 	b.hears(p, 0, 32)
 	ask := func(lookup uint64, deadline time.Duration) {
 		t.Helper()
-		q := Query{Owner: scheduler, Lookup: lookup, Space: b.id, Hashes: p.Digests(0, 32, 32), Deadline: deadline, Ticks: true}
+		q := Query{Owner: scheduler, Lookup: lookup, Space: b.id, Hashes: p.Digests(0, 32, 32),
+			Deadline: deadline, Ticks: true}
 		if n, done, err := b.Lookup(&q, b); done || n != 6 || err != nil {
 			t.Fatal(n, done, err)
 		}
@@ -929,7 +998,8 @@ func TestTick(t *testing.T) {
 	}
 	open := hold(&b.around.heard)
 	ask(1, 0)
-	eventually(t, "it is told to be pending", func() bool { b.mu.Lock(); defer b.mu.Unlock(); return b.pending[1] })
+	eventually(t, "it is told to be pending",
+		func() bool { b.mu.Lock(); defer b.mu.Unlock(); return b.pending[1] })
 	open()
 	if n := b.answer(1); n != 32 {
 		t.Fatal(n)
@@ -951,7 +1021,8 @@ func TestTick(t *testing.T) {
 	}
 }
 
-// TestPeersLate: a lookup that ends before its loans come leaves them to be found; others that ask meanwhile wait for the same.
+// TestPeersLate: a lookup that ends before its loans come leaves them to be found; others that ask
+// meanwhile wait for the same.
 func TestPeersLate(t *testing.T) {
 	dir := peerDir(t)
 	a, b := newSide(t, dir, sideOptions{}), newSide(t, dir, sideOptions{})
@@ -960,7 +1031,8 @@ func TestPeersLate(t *testing.T) {
 	b.store(p, 0, 5)
 	b.hears(p, 0, 32)
 	open := hold(&b.around.before)
-	for deadline := 20 * time.Millisecond; b.LookupStats().Loading == 0; deadline *= 2 { // until it ends after its loans were asked for
+	for deadline := 20 * time.Millisecond; b.LookupStats().Loading == 0; deadline *= 2 {
+		// until it ends after its loans were asked for
 		b.mu.Lock()
 		delete(b.answers, 1)
 		b.mu.Unlock()
@@ -991,7 +1063,8 @@ func TestPeersLate(t *testing.T) {
 	b.want(4, p, 0, 32, 32, "opppppppp"[:8])
 }
 
-// TestPeerHistories: several sidecars with small arenas, each with a few that ask and load at the same time, while all store, clear, leave and come: whatever is read, as long as it is read, is
+// TestPeerHistories: several sidecars with small arenas, each with a few that ask and load at the
+// same time, while all store, clear, leave and come: whatever is read, as long as it is read, is
 // the bytes of its pages.
 func TestPeerHistories(t *testing.T) {
 	seed := *seedFlag
@@ -1013,15 +1086,20 @@ func TestPeerHistories(t *testing.T) {
 	var pages, copied, hits, void atomic.Uint64
 	options := []sideOptions{
 		{slots: 40, limit: 30, linger: 20 * time.Millisecond, share: 0.7, copy: 1, impatient: true},
-		{slots: 60, limit: 200, linger: 100 * time.Millisecond, tiers: []tiertest.MemoryOptions{{Local: true}}, mode: PromoteAlways, copy: 3, impatient: true},
-		{slots: 30, limit: 8, linger: 2 * time.Millisecond, tiers: []tiertest.MemoryOptions{{Latency: time.Millisecond}}, share: 0.8, impatient: true},
+		{slots: 60, limit: 200, linger: 100 * time.Millisecond,
+			tiers: []tiertest.MemoryOptions{{Local: true}}, mode: PromoteAlways, copy: 3,
+			impatient: true},
+		{slots: 30, limit: 8, linger: 2 * time.Millisecond,
+			tiers: []tiertest.MemoryOptions{{Latency: time.Millisecond}}, share: 0.8,
+			impatient: true},
 	}
 	var wg sync.WaitGroup
 	for i, o := range options {
 		rnd := rand.New(rand.NewPCG(seed, uint64(10+i)))
 		wg.Go(func() {
 			// A few seeds take longer to come to a copy.
-			for life := 0; life < 3 || life < 30 && (pages.Load() == 0 || copied.Load() == 0 || hits.Load() == 0); life++ {
+			for life := 0; life < 3 || life < 30 && (pages.Load() == 0 || copied.Load() == 0 ||
+				hits.Load() == 0); life++ {
 				s := newSide(t, dir, o)
 				n := s.live(rnd, all, 150+100*min(life, 2), &hits, &void)
 				pages.Add(n)
@@ -1031,14 +1109,16 @@ func TestPeerHistories(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	t.Logf("%d pages borrowed, %d chunks copied, %d loads, %d lookups void", pages.Load(), copied.Load(), hits.Load(), void.Load())
+	t.Logf("%d pages borrowed, %d chunks copied, %d loads, %d lookups void", pages.Load(),
+		copied.Load(), hits.Load(), void.Load())
 	if pages.Load() == 0 || copied.Load() == 0 || hits.Load() == 0 {
 		t.Error("nothing was borrowed, or copied: the history tests nothing")
 	}
 }
 
 // live is a life of a sidecar. It answers how many pages it borrowed.
-func (s *side) live(rnd *rand.Rand, all []tiertest.Prefix, steps int, hits, void *atomic.Uint64) (borrowed uint64) {
+func (s *side) live(rnd *rand.Rand, all []tiertest.Prefix, steps int, hits,
+	void *atomic.Uint64) (borrowed uint64) {
 	var loads []*sideLoad
 	pick := func() tiertest.Prefix { return all[rnd.IntN(len(all))] }
 	release := func(i int) {
@@ -1101,7 +1181,8 @@ func (s *side) live(rnd *rand.Rand, all []tiertest.Prefix, steps int, hits, void
 			p := pick()
 			first := rnd.IntN(len(p)) * rnd.IntN(2)
 			a := asked{uint64(i), p, first}
-			n, done := s.ask(a.id, p, first, len(p), time.Duration(1+rnd.IntN(300))*time.Millisecond)
+			n, done := s.ask(a.id, p, first, len(p),
+				time.Duration(1+rnd.IntN(300))*time.Millisecond)
 			if done {
 				s.mu.Lock()
 				s.answers[a.id] = n
@@ -1142,11 +1223,13 @@ func (s *side) live(rnd *rand.Rand, all []tiertest.Prefix, steps int, hits, void
 	return s.PeerStats().Pages
 }
 
-// What a lookup costs whose pages are all a peer's, beside one of the own arena: the medians, from the call to the answer. Between two of the former what was borrowed is returned.
+// What a lookup costs whose pages are all a peer's, beside one of the own arena: the medians, from
+// the call to the answer. Between two of the former what was borrowed is returned.
 func BenchmarkPeerLookup(b *testing.B) {
 	for _, n := range []int{4, 64, 1024} {
 		dir := peerDir(b)
-		lender, borrower := newSide(b, dir, sideOptions{slots: 512}), newSide(b, dir, sideOptions{slots: 512})
+		lender, borrower := newSide(b, dir, sideOptions{slots: 512}),
+			newSide(b, dir, sideOptions{slots: 512})
 		p := some(7, n)
 		lender.store(p, 0, n)
 		borrower.hears(p, 0, n)
@@ -1157,7 +1240,8 @@ func BenchmarkPeerLookup(b *testing.B) {
 				wait := make(answer, 1)
 				for i := 0; b.Loop(); i++ {
 					start := time.Now()
-					pages, done, err := s.Lookup(&Query{Owner: scheduler, Lookup: uint64(i), Space: s.id, Hashes: hashes}, wait)
+					pages, done, err := s.Lookup(&Query{Owner: scheduler, Lookup: uint64(i),
+						Space: s.id, Hashes: hashes}, wait)
 					if !done {
 						pages = <-wait
 					}

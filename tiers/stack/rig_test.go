@@ -27,9 +27,11 @@ const (
 	slotBytes = ppc * pageBytes
 )
 
-var geometry = tiers.Geometry{PageBytes: pageBytes, PagesPerChunk: ppc, PageTokens: 16, DigestBytes: 32}
+var geometry = tiers.Geometry{PageBytes: pageBytes, PagesPerChunk: ppc, PageTokens: 16,
+	DigestBytes: 32}
 
-// rig is a Stack over tiers in memory, with a worker (owner 1) that stores and loads and a scheduler (owner 2) that looks up. Time is that of a synctest bubble.
+// rig is a Stack over tiers in memory, with a worker (owner 1) that stores and loads and a
+// scheduler (owner 2) that looks up. Time is that of a synctest bubble.
 type rig struct {
 	*Stack
 	t      testing.TB
@@ -65,7 +67,8 @@ type rigOptions struct {
 	peers   *rand.Rand      // there are lenders
 }
 
-// beSlow has nothing given up within d that takes its time only as the machine does. Time is the real one.
+// beSlow has nothing given up within d that takes its time only as the machine does. Time is the
+// real one.
 func (c *Config) beSlow(d time.Duration) {
 	c.LookupDeadline, c.BorrowTimeout = d, d
 	for i := range c.Tiers {
@@ -118,7 +121,8 @@ func newRig(t testing.TB, o rigOptions) *rig {
 	if o.config != nil {
 		o.config(&cfg)
 	}
-	ec := engine.Config{Tiers: Admissions(cfg.Tiers), Wake: bell.Ring, OwnerShare: 1, PartialDelay: 100 * time.Millisecond}
+	ec := engine.Config{Tiers: Admissions(cfg.Tiers), Wake: bell.Ring, OwnerShare: 1,
+		PartialDelay: 100 * time.Millisecond}
 	if o.peers != nil {
 		ec.ForeignSlots = 512
 	}
@@ -172,17 +176,23 @@ func (r *rig) close() {
 	if err := r.engine.Check(); err != nil {
 		r.t.Error(err)
 	}
-	if l := r.lenders; l != nil && (len(l.out) > 0 || l.wrong != nil || len(r.borrowings)+r.quiet > 0 || r.engine.Stats().ForeignUsed > 0) {
-		r.t.Errorf("left behind: %d loans, %d calls, %d quiet lookups; %v; %+v", len(l.out), len(r.borrowings), r.quiet, l.wrong, r.engine.Stats())
+	if l := r.lenders; l != nil && (len(l.out) > 0 || l.wrong != nil ||
+		len(r.borrowings)+r.quiet > 0 || r.engine.Stats().ForeignUsed > 0) {
+		r.t.Errorf("left behind: %d loans, %d calls, %d quiet lookups; %v; %+v", len(l.out),
+			len(r.borrowings), r.quiet, l.wrong, r.engine.Stats())
 	}
-	if st := r.engine.Stats(); st.Leases != 0 || st.Promoting != 0 || st.FillingSlots != 0 || st.OpenLookups != 0 {
+	if st := r.engine.Stats(); st.Leases != 0 || st.Promoting != 0 || st.FillingSlots != 0 ||
+		st.OpenLookups != 0 {
 		r.t.Errorf("left behind: %+v", st)
 	}
-	if n := r.open.Load(); n != 0 || len(r.Stack.pending) != 0 || len(r.loads) != 0 || r.bytes != 0 || len(r.deadlines) != 0 {
-		r.t.Errorf("left behind: %d lookups, %d, %d loads, %d bytes, %d deadlines", n, len(r.Stack.pending), len(r.loads), r.bytes, len(r.deadlines))
+	if n := r.open.Load(); n != 0 || len(r.Stack.pending) != 0 || len(r.loads) != 0 ||
+		r.bytes != 0 || len(r.deadlines) != 0 {
+		r.t.Errorf("left behind: %d lookups, %d, %d loads, %d bytes, %d deadlines", n,
+			len(r.Stack.pending), len(r.loads), r.bytes, len(r.deadlines))
 	}
 	if r.unsure != 0 || r.unverified != 0 || len(r.checking) != 0 {
-		r.t.Errorf("left behind: %d lookups that are being verified, %d bytes, %d chunks", r.unsure, r.unverified, len(r.checking))
+		r.t.Errorf("left behind: %d lookups that are being verified, %d bytes, %d chunks", r.unsure,
+			r.unverified, len(r.checking))
 	}
 	for _, t := range r.Stack.tiers {
 		if n := t.ahead.Load(); n != 0 {
@@ -205,7 +215,8 @@ func (r *rig) LookupPending(o engine.Owner, lookup uint64, pages int, eta time.D
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if _, answered := r.answers[lookup]; answered || pages < 1 || eta < 0 {
-		r.wrong = fmt.Errorf("lookup %d: pending %d pages in %v; answered before: %v", lookup, pages, eta, answered)
+		r.wrong = fmt.Errorf("lookup %d: pending %d pages in %v; answered before: %v", lookup,
+			pages, eta, answered)
 	}
 	r.pending[lookup], r.etas[lookup] = pages, eta
 }
@@ -258,9 +269,11 @@ func (r *rig) flush() {
 }
 
 // ask looks up pages [first, n) of a prefix. done as Stack.Lookup says.
-func (r *rig) ask(lookup uint64, p tiertest.Prefix, first, n int, options ...func(*Query)) (pages int, done bool) {
+func (r *rig) ask(lookup uint64, p tiertest.Prefix, first, n int,
+	options ...func(*Query)) (pages int, done bool) {
 	r.t.Helper()
-	q := Query{Owner: scheduler, Lookup: lookup, Space: r.id, FirstPage: first, Hashes: p.Digests(first, n, 32)}
+	q := Query{Owner: scheduler, Lookup: lookup, Space: r.id, FirstPage: first,
+		Hashes: p.Digests(first, n, 32)}
 	if first > 0 {
 		q.Prev = p.Digests(first-1, first, 32)
 	}
@@ -268,7 +281,8 @@ func (r *rig) ask(lookup uint64, p tiertest.Prefix, first, n int, options ...fun
 		o(&q)
 	}
 	pages, done, err := r.Lookup(&q, r)
-	for end := time.Now().Add(10 * time.Second); errors.Is(err, tiers.ErrBusy) && time.Now().Before(end); pages, done, err = r.Lookup(&q, r) {
+	for end := time.Now().Add(10 * time.Second); errors.Is(err, tiers.ErrBusy) &&
+		time.Now().Before(end); pages, done, err = r.Lookup(&q, r) {
 		time.Sleep(time.Millisecond) // the one of that name is just being ended
 	}
 	if err != nil {

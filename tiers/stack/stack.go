@@ -13,13 +13,14 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// ErrOff is the answer of operations on a tier whose breaker is open: it has failed, and is tried again by itself.
+// ErrOff is the answer of operations on a tier whose breaker is open: it has failed, and is tried
+// again by itself.
 var ErrOff = errors.New("the tier is off after failures")
 
 var errLate = errors.New("not done in time")
 
-// Stack is the tiers below one engine. See the package comment. Methods may be called from any goroutine, but those for the lookups of one owner from one
-// at a time.
+// Stack is the tiers below one engine. See the package comment. Methods may be called from any
+// goroutine, but those for the lookups of one owner from one at a time.
 type Stack struct {
 	cfg       Config
 	engine    *engine.Engine
@@ -56,11 +57,13 @@ type Stack struct {
 	loads      map[uint64]*load
 	verifies   fifo[*request] // wait for their turn to be verified
 	verifiable sync.Cond
-	unsure     int                      // requests that are being verified
-	unverified int64                    // bytes of them that are still to be
-	checking   map[uint64]chan struct{} // what Verify is called for, by handle; closed when it has returned
-	outbox     []message
-	asks       fifo[*request]          // wait for a peerWorker: to be prepared (queued), or to go on with tiers (seeking)
+	unsure     int   // requests that are being verified
+	unverified int64 // bytes of them that are still to be
+	// what Verify is called for, by handle; closed when it has returned
+	checking map[uint64]chan struct{}
+	outbox   []message
+	// wait for a peerWorker: to be prepared (queued), or to go on with tiers (seeking)
+	asks       fifo[*request]
 	borrows    fifo[*load]             // wait for one to borrow them
 	borrowable sync.Cond               // for both
 	borrowings map[*borrowing]struct{} // calls under way
@@ -78,7 +81,8 @@ type lookupKey struct {
 
 // lookupCounters count since the start.
 type lookupCounters struct {
-	refused  atomic.Uint64 // lookups answered by the arena alone, for want of room for another under way
+	// lookups answered by the arena alone, for want of room for another under way
+	refused  atomic.Uint64
 	late     atomic.Uint64 // lookups answered by their deadline
 	cut      atomic.Uint64 // lookups of which some was left to be computed, being faster
 	verified atomic.Uint64 // lookups that waited for chunks to be verified
@@ -106,7 +110,8 @@ type tier struct {
 	paused   int       // who wants none to begin
 }
 
-// fifo is a queue. What has ended while it waited is let go of when the queue has doubled, and skipped when its turn comes.
+// fifo is a queue. What has ended while it waited is let go of when the queue has doubled, and
+// skipped when its turn comes.
 type fifo[T interface{ over() bool }] struct {
 	list []T
 	head int
@@ -153,19 +158,23 @@ func New(cfg Config) (*Stack, error) {
 		return nil, err
 	}
 	s := &Stack{
-		cfg: cfg, engine: cfg.Engine, log: cfg.Log, kick: make(chan struct{}, 1), mail: make(chan struct{}, 1), pending: map[lookupKey]*request{}, loads: map[uint64]*load{},
-		start: time.Now(), checking: map[uint64]chan struct{}{}, borrowings: map[*borrowing]struct{}{},
+		cfg: cfg, engine: cfg.Engine, log: cfg.Log, kick: make(chan struct{}, 1),
+		mail: make(chan struct{}, 1), pending: map[lookupKey]*request{}, loads: map[uint64]*load{},
+		start: time.Now(), checking: map[uint64]chan struct{}{},
+		borrowings: map[*borrowing]struct{}{},
 	}
 	s.verifiable.L, s.borrowable.L, s.walks.walkable.L = &s.mu, &s.mu, &s.mu
 	s.spaces.Store(&[]*tiers.Space{})
 	s.ctx, s.cancel = context.WithCancelCause(context.Background())
 	for i, c := range cfg.Tiers {
-		t := &tier{TierConfig: c, index: i, local: c.Tier.Stats().Local, bell: cfg.Bell.tiers[i], victims: victims(cfg.Tiers, i)}
+		t := &tier{TierConfig: c, index: i, local: c.Tier.Stats().Local, bell: cfg.Bell.tiers[i],
+			victims: victims(cfg.Tiers, i)}
 		t.seekable.L, t.loadable.L, t.calm.L = &s.mu, &s.mu, &s.mu
 		log := s.log.With(zap.String("tier", c.Name))
 		t.breaker = breaker{limit: c.Failures, change: func(open bool, pause time.Duration) {
 			if open {
-				log.Warn("tier off: it fails", zap.Duration("tried_again_in", pause), zap.NamedError("last", t.count.lastError()))
+				log.Warn("tier off: it fails", zap.Duration("tried_again_in", pause),
+					zap.NamedError("last", t.count.lastError()))
 			} else {
 				log.Info("tier on again")
 				ring(t.bell) // what waited to be written
@@ -210,8 +219,10 @@ func New(cfg Config) (*Stack, error) {
 	return s, nil
 }
 
-// Close ends everything under way, unanswered, and waits for the calls of tiers to return. What waits to be written is not: see Flush. Lookups go on to be
-// answered by the arena. It is idempotent. What peers lent is returned, but for what somebody still reads. The tiers, and then the engine, are closed after it.
+// Close ends everything under way, unanswered, and waits for the calls of tiers to return. What
+// waits to be written is not: see Flush. Lookups go on to be answered by the arena. It is
+// idempotent. What peers lent is returned, but for what somebody still reads. The tiers, and then
+// the engine, are closed after it.
 func (s *Stack) Close() {
 	s.mu.Lock()
 	first := !s.closed
@@ -260,7 +271,8 @@ func (s *Stack) Close() {
 	}
 }
 
-// OpenSpace says what a space of the engine is. A space under the id of one that was closed takes its place.
+// OpenSpace says what a space of the engine is. A space under the id of one that was closed takes
+// its place.
 func (s *Stack) OpenSpace(id engine.SpaceID, sp *tiers.Space) {
 	s.mu.Lock()
 	defer s.unlock()
@@ -287,7 +299,8 @@ type message struct {
 	answer  Answer
 }
 
-// unlock lets go of mu, wakes the dispatcher if it is to know of something, and has the mailer send what is in the outbox.
+// unlock lets go of mu, wakes the dispatcher if it is to know of something, and has the mailer send
+// what is in the outbox.
 func (s *Stack) unlock() {
 	if len(s.outbox) > 0 {
 		ring(s.mail)
@@ -299,7 +312,8 @@ func (s *Stack) unlock() {
 	s.mu.Unlock()
 }
 
-// mailer tells the askers. It is a goroutine of its own so that an Asker may lock what its own callers of the Stack have locked.
+// mailer tells the askers. It is a goroutine of its own so that an Asker may lock what its own
+// callers of the Stack have locked.
 func (s *Stack) mailer() {
 	for {
 		select {
@@ -339,7 +353,8 @@ func tail(r tiers.Run, i int) tiers.Run {
 	}
 	g := &r.Space.Geometry
 	at := i * g.PagesPerChunk * g.DigestBytes
-	return tiers.Run{Space: r.Space, First: r.First + i*g.PagesPerChunk, Prev: r.Hashes[at-g.DigestBytes : at], Hashes: r.Hashes[at:]}
+	return tiers.Run{Space: r.Space, First: r.First + i*g.PagesPerChunk,
+		Prev: r.Hashes[at-g.DigestBytes : at], Hashes: r.Hashes[at:]}
 }
 
 // pagesOf is how many pages the i-th chunk of a run of n pages has.

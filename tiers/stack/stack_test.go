@@ -18,7 +18,8 @@ import (
 
 var errBroken = errors.New("broken")
 
-// What was stored is found after the arena has forgotten it, in each kind of tier, whole and partly filled chunks alike.
+// What was stored is found after the arena has forgotten it, in each kind of tier, whole and partly
+// filled chunks alike.
 func TestPromotes(t *testing.T) {
 	for name, o := range map[string]tiertest.MemoryOptions{
 		"local":  {Local: true},
@@ -37,7 +38,8 @@ func TestPromotes(t *testing.T) {
 				}
 				r.mu.Unlock()
 				r.want(2, p, 0, 30, 22) // in the arena by now
-				if st := r.Status()[0]; st.Loads != 6 || st.LoadBytes != 22*pageBytes || st.Stores != 6 {
+				if st := r.Status()[0]; st.Loads != 6 || st.LoadBytes != 22*pageBytes ||
+					st.Stores != 6 {
 					t.Errorf("%+v", st)
 				}
 				r.want(3, p, 8, 30, 14)
@@ -48,40 +50,45 @@ func TestPromotes(t *testing.T) {
 
 // A promoted chunk is not written back to where it came from.
 func TestNothingIsStoredTwice(t *testing.T) {
-	inBubble(t, rigOptions{tiers: []tiertest.MemoryOptions{{Local: true}, {}}}, func(t *testing.T, r *rig) {
-		p := prefix(rand.New(rand.NewPCG(1, 1)), 16)
-		r.store(p, 16)
-		r.flush()
-		for i := range uint64(3) {
-			r.clearArena()
-			r.want(i, p, 0, 16, 16)
+	inBubble(t, rigOptions{tiers: []tiertest.MemoryOptions{{Local: true}, {}}},
+		func(t *testing.T, r *rig) {
+			p := prefix(rand.New(rand.NewPCG(1, 1)), 16)
+			r.store(p, 16)
 			r.flush()
-		}
-		for _, st := range r.Status() {
-			if st.Stores > 4+12 || st.Name == "t0" && st.Stores != 4 {
-				t.Errorf("%s: %d stores", st.Name, st.Stores)
+			for i := range uint64(3) {
+				r.clearArena()
+				r.want(i, p, 0, 16, 16)
+				r.flush()
 			}
-		}
-	})
+			for _, st := range r.Status() {
+				if st.Stores > 4+12 || st.Name == "t0" && st.Stores != 4 {
+					t.Errorf("%s: %d stores", st.Name, st.Stores)
+				}
+			}
+		})
 }
 
 func TestAnswersAtOnce(t *testing.T) {
-	inBubble(t, rigOptions{tiers: []tiertest.MemoryOptions{{Local: true}}}, func(t *testing.T, r *rig) {
-		p := prefix(rand.New(rand.NewPCG(1, 1)), 64)
-		r.store(p, 32)
-		r.flush()
-		for first, want := range map[int]int{0: 32, 5: 27, 31: 1} {
-			if pages, done := r.ask(1, p, first, 64); !done || pages != want {
-				t.Errorf("from page %d: %d, %v", first, pages, done)
+	inBubble(t, rigOptions{tiers: []tiertest.MemoryOptions{{Local: true}}},
+		func(t *testing.T, r *rig) {
+			p := prefix(rand.New(rand.NewPCG(1, 1)), 64)
+			r.store(p, 32)
+			r.flush()
+			for first, want := range map[int]int{0: 32, 5: 27, 31: 1} {
+				if pages, done := r.ask(1, p, first, 64); !done || pages != want {
+					t.Errorf("from page %d: %d, %v", first, pages, done)
+				}
 			}
-		}
-		if pages, done := r.ask(1, prefix(rand.New(rand.NewPCG(2, 2)), 64), 0, 64); !done || pages != 0 {
-			t.Errorf("a miss: %d, %v", pages, done)
-		}
-		// A remote tier that is off is not waited for.
-	})
-	inBubble(t, rigOptions{tiers: []tiertest.MemoryOptions{{}}, config: func(c *Config) { c.Promote = PromoteNever }}, func(t *testing.T, r *rig) {
-		if pages, done := r.ask(1, prefix(rand.New(rand.NewPCG(2, 2)), 64), 0, 64); !done || pages != 0 {
+			if pages, done := r.ask(1, prefix(rand.New(rand.NewPCG(2, 2)), 64), 0, 64); !done ||
+				pages != 0 {
+				t.Errorf("a miss: %d, %v", pages, done)
+			}
+			// A remote tier that is off is not waited for.
+		})
+	inBubble(t, rigOptions{tiers: []tiertest.MemoryOptions{{}},
+		config: func(c *Config) { c.Promote = PromoteNever }}, func(t *testing.T, r *rig) {
+		if pages, done := r.ask(1, prefix(rand.New(rand.NewPCG(2, 2)), 64), 0, 64); !done ||
+			pages != 0 {
 			t.Errorf("promote never: %d, %v", pages, done)
 		}
 	})
@@ -90,10 +97,11 @@ func TestAnswersAtOnce(t *testing.T) {
 // The path of a lookup that the arena answers, or that no local tier can better, allocates nothing.
 func TestLookupAllocatesNothing(t *testing.T) {
 	none := &nothing{}
-	r := newRig(t, rigOptions{tiers: []tiertest.MemoryOptions{{Local: true}}, wrap: func(_ int, t tiers.Tier) tiers.Tier {
-		none.Tier = t
-		return none
-	}})
+	r := newRig(t, rigOptions{tiers: []tiertest.MemoryOptions{{Local: true}},
+		wrap: func(_ int, t tiers.Tier) tiers.Tier {
+			none.Tier = t
+			return none
+		}})
 	defer r.close()
 	p := prefix(rand.New(rand.NewPCG(1, 1)), 64)
 	r.store(p, 64)
@@ -106,7 +114,8 @@ func TestLookupAllocatesNothing(t *testing.T) {
 	}); n != 0 {
 		t.Errorf("a hit: %v allocations", n)
 	}
-	miss := Query{Owner: scheduler, Lookup: 1, Space: r.id, Hashes: prefix(rand.New(rand.NewPCG(3, 1)), 64).Digests(0, 64, 32)}
+	miss := Query{Owner: scheduler, Lookup: 1, Space: r.id,
+		Hashes: prefix(rand.New(rand.NewPCG(3, 1)), 64).Digests(0, 64, 32)}
 	if n := testing.AllocsPerRun(200, func() {
 		if pages, done, err := r.Lookup(&miss, r); pages != 0 || !done || err != nil {
 			panic("no miss")
@@ -125,12 +134,17 @@ type nothing struct {
 	asked atomic.Int64
 }
 
-func (n *nothing) Contains(context.Context, tiers.Run, []uint16) error { n.asked.Add(1); return nil }
+func (n *nothing) Contains(context.Context, tiers.Run,
+	[]uint16) error {
+	n.asked.Add(1)
+	return nil
+}
 
 // Lookups that want the same chunks share their loads.
 func TestLoadsAreShared(t *testing.T) {
 	for name, o := range map[string]tiertest.MemoryOptions{
-		"local": {Local: true, Latency: 0, BytesPerSec: 1 << 20}, "remote": {Latency: 5 * time.Millisecond, BytesPerSec: 1 << 20},
+		"local":  {Local: true, Latency: 0, BytesPerSec: 1 << 20},
+		"remote": {Latency: 5 * time.Millisecond, BytesPerSec: 1 << 20},
 	} {
 		t.Run(name, func(t *testing.T) {
 			inBubble(t, rigOptions{tiers: []tiertest.MemoryOptions{o}}, func(t *testing.T, r *rig) {
@@ -165,31 +179,34 @@ func TestLoadsAreShared(t *testing.T) {
 
 // What one tier fails to give comes from the next, whether it had been asked or not.
 func TestNextTierIsTried(t *testing.T) {
-	for name, fault := range map[string]error{"fails": errBroken, "corrupt": tiers.ErrCorrupt, "forgot": tiers.ErrNotFound} {
+	for name, fault := range map[string]error{"fails": errBroken, "corrupt": tiers.ErrCorrupt,
+		"forgot": tiers.ErrNotFound} {
 		t.Run(name, func(t *testing.T) {
-			inBubble(t, rigOptions{tiers: []tiertest.MemoryOptions{{Local: true}, {}}}, func(t *testing.T, r *rig) {
-				p := prefix(rand.New(rand.NewPCG(1, 1)), 32)
-				r.store(p, 32)
-				r.flush()
-				r.clearArena()
-				r.mem[0].SetFault(func(_ context.Context, op tiertest.Op, run tiers.Run) error {
-					if op == tiertest.Load && run.First%8 == 0 {
-						return fault
+			inBubble(t, rigOptions{tiers: []tiertest.MemoryOptions{{Local: true}, {}}},
+				func(t *testing.T, r *rig) {
+					p := prefix(rand.New(rand.NewPCG(1, 1)), 32)
+					r.store(p, 32)
+					r.flush()
+					r.clearArena()
+					r.mem[0].SetFault(func(_ context.Context, op tiertest.Op, run tiers.Run) error {
+						if op == tiertest.Load && run.First%8 == 0 {
+							return fault
+						}
+						return nil
+					})
+					r.want(1, p, 0, 32, 32)
+					if a, b := r.Status()[0].Loads, r.Status()[1].Loads; a != 4 || b != 4 {
+						t.Errorf("%d and %d loads", a, b)
 					}
-					return nil
 				})
-				r.want(1, p, 0, 32, 32)
-				if a, b := r.Status()[0].Loads, r.Status()[1].Loads; a != 4 || b != 4 {
-					t.Errorf("%d and %d loads", a, b)
-				}
-			})
 		})
 	}
 }
 
 // A chunk that nobody can give ends the hit before it, and what comes after is let go.
 func TestHitEndsBeforeFailure(t *testing.T) {
-	inBubble(t, rigOptions{tiers: []tiertest.MemoryOptions{{Local: true, BytesPerSec: 1 << 20}}, config: func(c *Config) { c.Tiers[0].Batch = 2 }}, func(t *testing.T, r *rig) {
+	inBubble(t, rigOptions{tiers: []tiertest.MemoryOptions{{Local: true, BytesPerSec: 1 << 20}},
+		config: func(c *Config) { c.Tiers[0].Batch = 2 }}, func(t *testing.T, r *rig) {
 		p := prefix(rand.New(rand.NewPCG(1, 1)), 64)
 		r.store(p, 64)
 		r.flush()
@@ -209,7 +226,8 @@ func TestHitEndsBeforeFailure(t *testing.T) {
 }
 
 func TestHolesBetweenTiers(t *testing.T) {
-	inBubble(t, rigOptions{tiers: []tiertest.MemoryOptions{{Local: true}, {Latency: time.Millisecond}}}, func(t *testing.T, r *rig) {
+	inBubble(t, rigOptions{tiers: []tiertest.MemoryOptions{{Local: true},
+		{Latency: time.Millisecond}}}, func(t *testing.T, r *rig) {
 		p := prefix(rand.New(rand.NewPCG(1, 1)), 40)
 		r.store(p, 38)
 		r.flush()
@@ -237,13 +255,15 @@ func TestHolesBetweenTiers(t *testing.T) {
 
 // At the deadline the answer is what is ready, and it is a prefix.
 func TestDeadline(t *testing.T) {
-	inBubble(t, rigOptions{tiers: []tiertest.MemoryOptions{{Local: true, BytesPerSec: 100 * slotBytes}}}, func(t *testing.T, r *rig) {
+	inBubble(t, rigOptions{tiers: []tiertest.MemoryOptions{{Local: true,
+		BytesPerSec: 100 * slotBytes}}}, func(t *testing.T, r *rig) {
 		p := prefix(rand.New(rand.NewPCG(1, 1)), 128)
 		r.store(p, 128)
 		r.flush()
 		r.clearArena()
 		start := time.Now()
-		n := r.lookup(1, p, 0, 128, func(q *Query) { q.Deadline = 155 * time.Millisecond }) // 32 chunks take 160 ms by two workers
+		// 32 chunks take 160 ms by two workers
+		n := r.lookup(1, p, 0, 128, func(q *Query) { q.Deadline = 155 * time.Millisecond })
 		if took := time.Since(start); took < 155*time.Millisecond || took > 160*time.Millisecond {
 			t.Errorf("answered after %v", took)
 		}
@@ -256,28 +276,33 @@ func TestDeadline(t *testing.T) {
 		}
 	})
 	// A tier that says nothing in time has nothing.
-	inBubble(t, rigOptions{tiers: []tiertest.MemoryOptions{{Local: true}, {Latency: time.Hour}}}, func(t *testing.T, r *rig) {
-		p := prefix(rand.New(rand.NewPCG(1, 1)), 32)
-		r.store(p, 16)
-		synctest.Wait()
-		start := time.Now()
-		if n := r.lookup(1, p, 0, 32, func(q *Query) { q.Deadline = 50 * time.Millisecond }); n != 16 || time.Since(start) > 51*time.Millisecond {
-			t.Errorf("%d pages after %v", n, time.Since(start))
-		}
-		start = time.Now()
-		if n := r.lookup(2, p, 0, 32); n != 16 || time.Since(start) > 501*time.Millisecond {
-			t.Errorf("%d pages after %v", n, time.Since(start))
-		}
-	})
+	inBubble(t, rigOptions{tiers: []tiertest.MemoryOptions{{Local: true}, {Latency: time.Hour}}},
+		func(t *testing.T, r *rig) {
+			p := prefix(rand.New(rand.NewPCG(1, 1)), 32)
+			r.store(p, 16)
+			synctest.Wait()
+			start := time.Now()
+			if n := r.lookup(1, p, 0, 32,
+				func(q *Query) { q.Deadline = 50 * time.Millisecond }); n != 16 ||
+				time.Since(start) > 51*time.Millisecond {
+				t.Errorf("%d pages after %v", n, time.Since(start))
+			}
+			start = time.Now()
+			if n := r.lookup(2, p, 0, 32); n != 16 || time.Since(start) > 501*time.Millisecond {
+				t.Errorf("%d pages after %v", n, time.Since(start))
+			}
+		})
 }
 
 // A lookup may be cancelled, trimmed or lose its owner at any moment.
 func TestEndsInEveryPhase(t *testing.T) {
 	for _, end := range []string{"cancel", "trim", "repeat", "owner", "close"} {
 		t.Run(end, func(t *testing.T) {
-			for step := range 40 { // 0.5 ms each: seeking takes 3 ms, loading 8 chunks of 2 ms by two workers
+			for step := range 40 {
+				// 0.5 ms each: seeking takes 3 ms, loading 8 chunks of 2 ms by two workers
 				inBubble(t, rigOptions{
-					tiers:  []tiertest.MemoryOptions{{Latency: 3 * time.Millisecond, BytesPerSec: 500 * slotBytes}},
+					tiers: []tiertest.MemoryOptions{{Latency: 3 * time.Millisecond,
+						BytesPerSec: 500 * slotBytes}},
 					config: func(c *Config) { c.Tiers[0].Batch = 1 },
 				}, func(t *testing.T, r *rig) {
 					p := prefix(rand.New(rand.NewPCG(1, 1)), 40)
@@ -369,84 +394,96 @@ func TestTrimStopsLoads(t *testing.T) {
 
 // A tier that fails is off, says so, is not asked, is tried again, and comes back.
 func TestBreaker(t *testing.T) {
-	inBubble(t, rigOptions{tiers: []tiertest.MemoryOptions{{Latency: time.Millisecond}}}, func(t *testing.T, r *rig) {
-		rnd := rand.New(rand.NewPCG(1, 1))
-		p := prefix(rnd, 32)
-		r.store(p, 32)
-		r.flush()
-		r.clearArena()
-		var calls atomic.Int64
-		r.mem[0].SetFault(func(context.Context, tiertest.Op, tiers.Run) error { calls.Add(1); return errBroken })
-		for i := range uint64(20) {
-			r.want(i, p, 0, 32, 0)
-		}
-		st := r.Status()[0]
-		if calls.Load() != 3 || st.Breaker != "open" || st.Opened != 1 || st.LookupFailures != 3 || st.LastError != errBroken.Error() {
-			t.Fatalf("%d calls: %+v", calls.Load(), st)
-		}
-		if _, done := r.ask(100, p, 0, 32); !done {
-			t.Error("it is asked though it is off")
-		}
-		// What is stored meanwhile waits.
-		q := prefix(rnd, 32)
-		r.store(q, 32)
-		time.Sleep(900 * time.Millisecond)
-		if calls.Load() != 3 || r.Status()[0].StoreQueue != 8 {
-			t.Errorf("%d calls, %+v", calls.Load(), r.Status()[0])
-		}
-		// One call a pause, which doubles.
-		time.Sleep(10 * time.Second)
-		if n := calls.Load(); n < 3+2 || n > 3+100 {
-			t.Errorf("%d calls", n)
-		}
-		r.mem[0].SetFault(nil)
-		time.Sleep(time.Minute)
-		if st := r.Status()[0]; st.Breaker != "closed" || st.StoreQueue != 0 {
-			t.Fatalf("%+v", st)
-		}
-		r.clearArena()
-		r.want(200, p, 0, 32, 32)
-		r.want(201, q, 0, 32, r.lookup(202, q, 0, 32))
-	})
+	inBubble(t, rigOptions{tiers: []tiertest.MemoryOptions{{Latency: time.Millisecond}}},
+		func(t *testing.T, r *rig) {
+			rnd := rand.New(rand.NewPCG(1, 1))
+			p := prefix(rnd, 32)
+			r.store(p, 32)
+			r.flush()
+			r.clearArena()
+			var calls atomic.Int64
+			r.mem[0].SetFault(func(context.Context, tiertest.Op,
+				tiers.Run) error {
+				calls.Add(1)
+				return errBroken
+			})
+			for i := range uint64(20) {
+				r.want(i, p, 0, 32, 0)
+			}
+			st := r.Status()[0]
+			if calls.Load() != 3 || st.Breaker != "open" || st.Opened != 1 ||
+				st.LookupFailures != 3 ||
+				st.LastError != errBroken.Error() {
+				t.Fatalf("%d calls: %+v", calls.Load(), st)
+			}
+			if _, done := r.ask(100, p, 0, 32); !done {
+				t.Error("it is asked though it is off")
+			}
+			// What is stored meanwhile waits.
+			q := prefix(rnd, 32)
+			r.store(q, 32)
+			time.Sleep(900 * time.Millisecond)
+			if calls.Load() != 3 || r.Status()[0].StoreQueue != 8 {
+				t.Errorf("%d calls, %+v", calls.Load(), r.Status()[0])
+			}
+			// One call a pause, which doubles.
+			time.Sleep(10 * time.Second)
+			if n := calls.Load(); n < 3+2 || n > 3+100 {
+				t.Errorf("%d calls", n)
+			}
+			r.mem[0].SetFault(nil)
+			time.Sleep(time.Minute)
+			if st := r.Status()[0]; st.Breaker != "closed" || st.StoreQueue != 0 {
+				t.Fatalf("%+v", st)
+			}
+			r.clearArena()
+			r.want(200, p, 0, 32, 32)
+			r.want(201, q, 0, 32, r.lookup(202, q, 0, 32))
+		})
 }
 
-// Loads that come too late turn a tier off too; the lookups are answered by their deadline at the latest.
+// Loads that come too late turn a tier off too; the lookups are answered by their deadline at the
+// latest.
 func TestSlowTier(t *testing.T) {
-	inBubble(t, rigOptions{tiers: []tiertest.MemoryOptions{{Local: true}}, config: func(c *Config) { c.Tiers[0].LoadTimeout = 200 * time.Millisecond }}, func(t *testing.T, r *rig) {
-		p := prefix(rand.New(rand.NewPCG(1, 1)), 128)
-		r.store(p, 128)
-		r.flush()
-		r.clearArena()
-		r.mem[0].SetFault(func(ctx context.Context, op tiertest.Op, _ tiers.Run) error {
-			if op == tiertest.Load {
-				return tiertest.Wait(ctx, time.Hour)
+	inBubble(t, rigOptions{tiers: []tiertest.MemoryOptions{{Local: true}},
+		config: func(c *Config) { c.Tiers[0].LoadTimeout = 200 * time.Millisecond }},
+		func(t *testing.T, r *rig) {
+			p := prefix(rand.New(rand.NewPCG(1, 1)), 128)
+			r.store(p, 128)
+			r.flush()
+			r.clearArena()
+			r.mem[0].SetFault(func(ctx context.Context, op tiertest.Op, _ tiers.Run) error {
+				if op == tiertest.Load {
+					return tiertest.Wait(ctx, time.Hour)
+				}
+				return nil
+			})
+			for i := range uint64(20) {
+				start := time.Now()
+				r.want(i, p, 0, 128, 0)
+				if took := time.Since(start); took > 3*time.Second {
+					t.Errorf("answered after %v", took)
+				}
 			}
-			return nil
+			synctest.Wait() // the last call has ended
+			if st := r.Status()[0]; st.Breaker != "open" || st.Late == 0 {
+				t.Errorf("%+v", st)
+			}
+			r.mem[0].SetFault(nil)
+			time.Sleep(3 * time.Second)
+			r.want(100, p, 0, 128, 128)
+			synctest.Wait()
+			if st := r.Status()[0]; st.Breaker != "closed" {
+				t.Errorf("%+v", st)
+			}
 		})
-		for i := range uint64(20) {
-			start := time.Now()
-			r.want(i, p, 0, 128, 0)
-			if took := time.Since(start); took > 3*time.Second {
-				t.Errorf("answered after %v", took)
-			}
-		}
-		synctest.Wait() // the last call has ended
-		if st := r.Status()[0]; st.Breaker != "open" || st.Late == 0 {
-			t.Errorf("%+v", st)
-		}
-		r.mem[0].SetFault(nil)
-		time.Sleep(3 * time.Second)
-		r.want(100, p, 0, 128, 128)
-		synctest.Wait()
-		if st := r.Status()[0]; st.Breaker != "closed" {
-			t.Errorf("%+v", st)
-		}
-	})
 }
 
 // A hit is cut where computing it would be faster than waiting for it.
 func TestLoadOrRecompute(t *testing.T) {
-	o := rigOptions{slots: 256, tiers: []tiertest.MemoryOptions{{Local: true, BytesPerSec: 1000 * slotBytes / 2}}} // two workers: 1 ms a chunk
+	// two workers: 1 ms a chunk
+	o := rigOptions{slots: 256,
+		tiers: []tiertest.MemoryOptions{{Local: true, BytesPerSec: 1000 * slotBytes / 2}}}
 	recompute := func(perChunk time.Duration) func(*Query) {
 		return func(q *Query) { q.Recompute = perChunk / ppc }
 	}
@@ -532,65 +569,74 @@ func TestLoadOrRecompute(t *testing.T) {
 	})
 }
 
-// TestLongLookupsTakeTurns: owners with long lookups take turns, one that asks for many at once makes no other wait for all of them, and nobody with a short one waits at all.
+// TestLongLookupsTakeTurns: owners with long lookups take turns, one that asks for many at once
+// makes no other wait for all of them, and nobody with a short one waits at all.
 func TestLongLookupsTakeTurns(t *testing.T) {
 	const other = engine.Owner(3)
-	inBubble(t, rigOptions{slots: 64, config: func(c *Config) { c.LongChunks = 2 }}, func(t *testing.T, r *rig) {
-		if err := r.engine.AddOwner(other, r.id); err != nil {
-			t.Fatal(err)
-		}
-		defer r.RemoveOwner(other)
-		p := make(tiertest.Prefix, 40)
-		if r.store(p, len(p)) != len(p) {
-			t.Fatal("shed")
-		}
-		order := &order{}
-		ask := func(o engine.Owner, lookup uint64, n int) (pages int, done bool) {
-			pages, done, err := r.Lookup(&Query{Owner: o, Lookup: lookup, Space: r.id, Hashes: p.Digests(0, n, 32)}, order)
-			if err != nil {
+	inBubble(t, rigOptions{slots: 64, config: func(c *Config) { c.LongChunks = 2 }},
+		func(t *testing.T, r *rig) {
+			if err := r.engine.AddOwner(other, r.id); err != nil {
 				t.Fatal(err)
 			}
-			return pages, done
-		}
-		r.asking.Add(1) // the walker waits for whoever asks
-		for i := range uint64(4) {
-			if pages, done := ask(scheduler, 10+i, len(p)); done || pages != 2*ppc {
-				t.Fatalf("lookup %d: %d pages at once, done %v", i, pages, done)
+			defer r.RemoveOwner(other)
+			p := make(tiertest.Prefix, 40)
+			if r.store(p, len(p)) != len(p) {
+				t.Fatal("shed")
 			}
-		}
-		if _, done := ask(other, 20, len(p)); done {
-			t.Fatal("the other's is done")
-		}
-		for i := range uint64(3) {
-			if pages, done := ask(other, 30+i, 2*ppc); !done || pages != 2*ppc {
-				t.Fatalf("a short one has %d pages, done %v", pages, done)
+			order := &order{}
+			ask := func(o engine.Owner, lookup uint64, n int) (pages int, done bool) {
+				pages, done, err := r.Lookup(&Query{Owner: o, Lookup: lookup, Space: r.id,
+					Hashes: p.Digests(0, n, 32)}, order)
+				if err != nil {
+					t.Fatal(err)
+				}
+				return pages, done
 			}
-		}
-		r.asking.Add(-1)
-		synctest.Wait()
-		answers := order.take()
-		var got []uint64
-		for _, a := range answers {
-			if got = append(got, a.Lookup); a.Pages != len(p) {
-				t.Errorf("lookup %d has %d pages", a.Lookup, a.Pages)
+			r.asking.Add(1) // the walker waits for whoever asks
+			for i := range uint64(4) {
+				if pages, done := ask(scheduler, 10+i, len(p)); done || pages != 2*ppc {
+					t.Fatalf("lookup %d: %d pages at once, done %v", i, pages, done)
+				}
 			}
-		}
-		if at := slices.Index(got, 20); len(got) != 5 || at < 0 || at > 2 {
-			t.Errorf("the other's turn came late: %v", got)
-		}
-		if got = slices.DeleteFunc(got, func(l uint64) bool { return l == 20 }); !slices.IsSorted(got) {
-			t.Errorf("out of order: %v", got)
-		}
-		for _, l := range append(got, 30, 31, 32, 20) {
-			_ = r.Cancel(scheduler, l)
-			_ = r.Cancel(other, l)
-		}
-	})
+			if _, done := ask(other, 20, len(p)); done {
+				t.Fatal("the other's is done")
+			}
+			for i := range uint64(3) {
+				if pages, done := ask(other, 30+i, 2*ppc); !done || pages != 2*ppc {
+					t.Fatalf("a short one has %d pages, done %v", pages, done)
+				}
+			}
+			r.asking.Add(-1)
+			synctest.Wait()
+			answers := order.take()
+			var got []uint64
+			for _, a := range answers {
+				if got = append(got, a.Lookup); a.Pages != len(p) {
+					t.Errorf("lookup %d has %d pages", a.Lookup, a.Pages)
+				}
+			}
+			if at := slices.Index(got, 20); len(got) != 5 || at < 0 || at > 2 {
+				t.Errorf("the other's turn came late: %v", got)
+			}
+			if got = slices.DeleteFunc(got,
+				func(l uint64) bool { return l == 20 }); !slices.IsSorted(
+				got) {
+				t.Errorf("out of order: %v", got)
+			}
+			for _, l := range append(got, 30, 31, 32, 20) {
+				_ = r.Cancel(scheduler, l)
+				_ = r.Cancel(other, l)
+			}
+		})
 }
 
-// TestLongLookupsAreBounded: an owner's long lookups take a part of the memory that there is for lookups under way. One more is answered with its first part.
+// TestLongLookupsAreBounded: an owner's long lookups take a part of the memory that there is for
+// lookups under way. One more is answered with its first part.
 func TestLongLookupsAreBounded(t *testing.T) {
-	inBubble(t, rigOptions{slots: 64, config: func(c *Config) { c.LongChunks, c.MaxPendingBytes = 2, 8*3000 }}, func(t *testing.T, r *rig) {
+	inBubble(t, rigOptions{slots: 64, config: func(c *Config) {
+		c.LongChunks, c.MaxPendingBytes = 2,
+			8*3000
+	}}, func(t *testing.T, r *rig) {
 		p := make(tiertest.Prefix, 40) // 1,280 bytes of digests
 		r.store(p, len(p))
 		r.asking.Add(1)

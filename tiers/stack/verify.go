@@ -13,12 +13,13 @@ import (
 const (
 	// verifyWorkers is how many lookups have chunks verified at one time.
 	verifyWorkers = 4
-	// verifyBatch is how many chunks one call of Config.Verify is given: after each the lookup's turn goes to the next.
+	// verifyBatch is how many chunks one call of Config.Verify is given: after each the lookup's
+	// turn goes to the next.
 	verifyBatch = 16
 )
 
-// verify has chunks verified, and waits for those of them that somebody else has verified just now. What is not verified when it returns was dropped, or the Stack is
-// being closed.
+// verify has chunks verified, and waits for those of them that somebody else has verified just now.
+// What is not verified when it returns was dropped, or the Stack is being closed.
 func (s *Stack) verify(list []engine.Verification) {
 	over := make(chan struct{})
 	var mine []engine.Verification
@@ -72,7 +73,8 @@ func (s *Stack) sizeOf(v *engine.Verification) int64 {
 	return 0
 }
 
-// VerifyRun has all verified that the engine has of a run, for an owner of its space. The error is the context's, or the engine's.
+// VerifyRun has all verified that the engine has of a run, for an owner of its space. The error is
+// the context's, or the engine's.
 func (s *Stack) VerifyRun(ctx context.Context, o engine.Owner, run tiers.Run) error {
 	if s.cfg.Verify == nil {
 		return nil
@@ -94,13 +96,15 @@ func (s *Stack) VerifyRun(ctx context.Context, o engine.Owner, run tiers.Run) er
 	}
 }
 
-// verifyItems has verified what is to be, and answers the items that may be written. The others are ended.
+// verifyItems has verified what is to be, and answers the items that may be written. The others are
+// ended.
 func (s *Stack) verifyItems(items []engine.CascadeItem) []engine.CascadeItem {
 	var list []engine.Verification
 	for i := range items {
 		if c := &items[i]; c.Unverified {
 			list = append(list, engine.Verification{
-				Handle: c.VerifyHandle, Space: c.Space, Region: c.Region, Offset: c.Offset, First: c.First, Pages: c.Pages, Hashes: c.Hashes,
+				Handle: c.VerifyHandle, Space: c.Space, Region: c.Region, Offset: c.Offset,
+				First: c.First, Pages: c.Pages, Hashes: c.Hashes,
 			})
 		}
 	}
@@ -119,7 +123,8 @@ func (s *Stack) verifyItems(items []engine.CascadeItem) []engine.CascadeItem {
 	})
 }
 
-// Verify has all verified that the arena has of a prefix, as a lookup has: for what asks the engine itself. The error is the context's, or the engine's.
+// Verify has all verified that the arena has of a prefix, as a lookup has: for what asks the engine
+// itself. The error is the context's, or the engine's.
 func (s *Stack) Verify(ctx context.Context, id engine.SpaceID, hashes []byte) error {
 	if s.cfg.Verify == nil || s.engine.Unverified() == 0 {
 		return nil
@@ -129,7 +134,8 @@ func (s *Stack) Verify(ctx context.Context, id engine.SpaceID, hashes []byte) er
 	})
 }
 
-// list finds what is to be verified before all that the arena has of a request's pages can be read. Without tiers to go on with it is of no use behind a gap.
+// list finds what is to be verified before all that the arena has of a request's pages can be read.
+// Without tiers to go on with it is of no use behind a gap.
 func (s *Stack) list(r *request) {
 	last := uint64(0)
 	if len(r.checks) > 0 {
@@ -137,7 +143,8 @@ func (s *Stack) list(r *request) {
 	}
 	var err error
 	r.done = 0
-	r.checks, r.names, err = s.engine.NextVerify(r.owner, r.first, r.all.Hashes, r.names, r.checks[:0])
+	r.checks, r.names, err = s.engine.NextVerify(r.owner, r.first, r.all.Hashes, r.names,
+		r.checks[:0])
 	if err != nil || len(r.checks) == 0 || r.checks[0].Handle == last {
 		r.checks = nil // the last: it could not be verified
 		return
@@ -196,7 +203,8 @@ func (s *Stack) sure(r *request) {
 	r.unverified = 0
 }
 
-// remind tells the askers of those that are being verified, now and then, that they are. mu is held.
+// remind tells the askers of those that are being verified, now and then, that they are. mu is
+// held.
 func (s *Stack) remind(now time.Time) {
 	for _, r := range s.pending {
 		if r.phase == verifying && now.Sub(r.told) >= tellEvery {
@@ -244,18 +252,21 @@ func (s *Stack) verifyWorker() {
 	}
 }
 
-// lookAgain looks a request up anew, from the first page on that is still wanted. It answers the pages found, from the lookup's first on. mu is held.
+// lookAgain looks a request up anew, from the first page on that is still wanted. It answers the
+// pages found, from the lookup's first on. mu is held.
 func (s *Stack) lookAgain(r *request) (pages int) {
 	base := r.base()
 	if r.trim >= r.first+r.asked {
 		_ = s.engine.Cancel(r.owner, r.lookup)
 		return base - r.first
 	}
-	n, _ := s.engine.Lookup(r.owner, r.lookup, base, r.all.Hashes[(base-r.first)*r.all.Space.Geometry.DigestBytes:])
+	n, _ := s.engine.Lookup(r.owner, r.lookup, base,
+		r.all.Hashes[(base-r.first)*r.all.Space.Geometry.DigestBytes:])
 	return base - r.first + n
 }
 
-// goOn has a request go on whose chunks are verified, as if it came now. The verifyWorker that has it calls it, with mu held, of which it lets go meanwhile.
+// goOn has a request go on whose chunks are verified, as if it came now. The verifyWorker that has
+// it calls it, with mu held, of which it lets go meanwhile.
 func (s *Stack) goOn(r *request) {
 	hit := s.lookAgain(r)
 	s.sure(r)

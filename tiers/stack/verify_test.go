@@ -20,7 +20,8 @@ import (
 	"lookaside/tiers/tiertest"
 )
 
-// medium is what a rig's arena was restored from: it knows the pages' checksums, and verifies with them what is in the arena.
+// medium is what a rig's arena was restored from: it knows the pages' checksums, and verifies with
+// them what is in the arena.
 type medium struct {
 	*rig
 	next     int               // slot
@@ -37,10 +38,12 @@ type medium struct {
 }
 
 func newMedium(r *rig) *medium {
-	return &medium{rig: r, sums: map[string]uint64{}, calls: map[uint64]int{}, active: map[uint64]bool{}}
+	return &medium{rig: r, sums: map[string]uint64{}, calls: map[uint64]int{},
+		active: map[uint64]bool{}}
 }
 
-// add restores the chunks of pages [from, to) of a prefix for which keep says so, as far as there are slots. from is where a chunk begins.
+// add restores the chunks of pages [from, to) of a prefix for which keep says so, as far as there
+// are slots. from is where a chunk begins.
 func (m *medium) add(p tiertest.Prefix, from, to int, keep func(chunk int) bool) {
 	m.t.Helper()
 	var list []engine.Restored
@@ -55,7 +58,8 @@ func (m *medium) add(p tiertest.Prefix, from, to int, keep func(chunk int) bool)
 			m.sums[string(run.Hashes[32*i:32*i+32])] = xxh3.Hash(mem[i*pageBytes : (i+1)*pageBytes])
 		}
 		list = append(list, engine.Restored{
-			Slot: uint32(m.next), Space: m.id, First: first, Pages: run.Pages(), Prev: run.Prev, Hashes: run.Hashes, Order: uint64(m.next), Unverified: true,
+			Slot: uint32(m.next), Space: m.id, First: first, Pages: run.Pages(), Prev: run.Prev,
+			Hashes: run.Hashes, Order: uint64(m.next), Unverified: true,
 		})
 		m.next++
 	}
@@ -87,7 +91,8 @@ func (m *medium) verify(ctx context.Context, list []engine.Verification) {
 		good := true
 		for i := range v.Pages {
 			at := int(v.Offset) + i*pageBytes
-			good = good && xxh3.Hash(m.arena[at:at+pageBytes]) == m.sums[string(v.Hashes[32*i:32*i+32])]
+			good = good && xxh3.Hash(m.arena[at:at+pageBytes]) == m.sums[string(
+				v.Hashes[32*i:32*i+32])]
 		}
 		m.mu.Lock()
 		delete(m.active, v.Handle)
@@ -134,12 +139,14 @@ var verifyRigs = []struct {
 	o    rigOptions
 }{
 	{"no tier", rigOptions{}},
-	{"never", rigOptions{tiers: []tiertest.MemoryOptions{{Local: true}}, config: func(c *Config) { c.Promote = PromoteNever }}},
+	{"never", rigOptions{tiers: []tiertest.MemoryOptions{{Local: true}},
+		config: func(c *Config) { c.Promote = PromoteNever }}},
 	{"local", rigOptions{tiers: []tiertest.MemoryOptions{{Local: true}}}},
 	{"remote", rigOptions{tiers: []tiertest.MemoryOptions{{Latency: time.Millisecond}}}},
 }
 
-// A hit on restored chunks waits until they are verified, near ones first, and is answered at once from then on. One that is corrupt ends it.
+// A hit on restored chunks waits until they are verified, near ones first, and is answered at once
+// from then on. One that is corrupt ends it.
 func TestVerifies(t *testing.T) {
 	for _, c := range verifyRigs {
 		for _, rotten := range []int{-1, 0, 5, 11} {
@@ -171,10 +178,12 @@ func TestVerifies(t *testing.T) {
 						t.Errorf("%d pages were promised", promised)
 					}
 					r.load(1, p, 0, n)
-					if st := r.engine.Stats(); st.Verified != chunks || st.VerifyFailed != 12-chunks || st.Bad != 12-chunks || st.Unverified != 0 {
+					if st := r.engine.Stats(); st.Verified != chunks ||
+						st.VerifyFailed != 12-chunks || st.Bad != 12-chunks || st.Unverified != 0 {
 						t.Errorf("%+v", st)
 					}
-					if !slices.IsSorted(r.medium.order) || len(r.medium.order) != 12 || r.medium.most() != 1 {
+					if !slices.IsSorted(r.medium.order) || len(r.medium.order) != 12 ||
+						r.medium.most() != 1 {
 						t.Errorf("verified in the order %v", r.medium.order)
 					}
 					if n := r.LookupStats().Verified; n != 1 {
@@ -194,7 +203,8 @@ func TestVerifies(t *testing.T) {
 	}
 }
 
-// What a tier has goes on behind a restored chunk that was dropped, and behind it what was verified is not loaded again.
+// What a tier has goes on behind a restored chunk that was dropped, and behind it what was verified
+// is not loaded again.
 func TestTiersGoOnBehindCorruptChunk(t *testing.T) {
 	for _, mo := range []tiertest.MemoryOptions{{Local: true}, {Latency: time.Millisecond}} {
 		p := prefix(rand.New(rand.NewPCG(1, 2)), 38)
@@ -204,7 +214,8 @@ func TestTiersGoOnBehindCorruptChunk(t *testing.T) {
 		}}, func(t *testing.T, r *rig) {
 			r.keepIn(0, p, 38)
 			r.want(1, p, 0, 38, 38)
-			if st := r.Status()[0]; st.Loads != 5 { // chunks 2 and 4, 7, of which two pages were restored, and the two behind
+			if st := r.Status()[0]; st.Loads != 5 {
+				// chunks 2 and 4, 7, of which two pages were restored, and the two behind
 				t.Errorf("%d chunks were loaded", st.Loads)
 			}
 			r.want(2, p, 0, 38, 38)
@@ -224,8 +235,10 @@ func TestDeadlineWhileVerifying(t *testing.T) {
 			}
 			inBubble(t, o, func(t *testing.T, r *rig) {
 				start := time.Now()
-				n := r.lookup(1, p, 0, len(p), func(q *Query) { q.Deadline = 205 * time.Millisecond })
-				if took := time.Since(start); n != 20*ppc || took < 200*time.Millisecond || took > 220*time.Millisecond || r.LookupStats().Late != 1 {
+				n := r.lookup(1, p, 0, len(p),
+					func(q *Query) { q.Deadline = 205 * time.Millisecond })
+				if took := time.Since(start); n != 20*ppc || took < 200*time.Millisecond ||
+					took > 220*time.Millisecond || r.LookupStats().Late != 1 {
 					t.Fatalf("%d pages after %v: %+v", n, took, r.LookupStats())
 				}
 				r.load(1, p, 0, n)
@@ -294,7 +307,8 @@ func TestVerifiesOnce(t *testing.T) {
 	})
 }
 
-// A lookup whose chunks are being verified may be trimmed, cancelled, repeated or lose its owner, what it waits for may be cleared, and the Stack may be closed.
+// A lookup whose chunks are being verified may be trimmed, cancelled, repeated or lose its owner,
+// what it waits for may be cleared, and the Stack may be closed.
 func TestEndsWhileVerifying(t *testing.T) {
 	const chunks = 40
 	p := prefix(rand.New(rand.NewPCG(1, 5)), chunks*ppc)
@@ -317,7 +331,8 @@ func TestEndsWhileVerifying(t *testing.T) {
 				if n, ok := r.answer(1, time.Minute); !ok || n != chunks*ppc {
 					t.Errorf("%d pages, %v", n, ok)
 				}
-				if st := r.engine.Stats(); st.Leases != chunks-17 || st.Verified != 16+chunks-17 { // the first batch was under way
+				if st := r.engine.Stats(); st.Leases != chunks-17 || st.Verified != 16+chunks-17 {
+					// the first batch was under way
 					t.Errorf("%+v", st)
 				}
 				r.load(1, p, 17*ppc, (chunks-17)*ppc)
@@ -352,7 +367,8 @@ func TestEndsWhileVerifying(t *testing.T) {
 			},
 			"clear": func(t *testing.T, r *rig, release func()) {
 				out, err := r.Clear(t.Context(), tiers.Fingerprint{}, arenaName)
-				if err != nil || len(out) != 1 || out[0].Err != nil || out[0].Chunks != chunks || r.medium.forgot.Load() != 1 {
+				if err != nil || len(out) != 1 || out[0].Err != nil || out[0].Chunks != chunks ||
+					r.medium.forgot.Load() != 1 {
 					t.Errorf("%+v, %v, forgot %d times", out, err, r.medium.forgot.Load())
 				}
 				release()
@@ -400,10 +416,11 @@ func TestCascadesAreVerified(t *testing.T) {
 		t.Run(admit.String(), func(t *testing.T) {
 			rnd := rand.New(rand.NewPCG(1, 6))
 			p, other := prefix(rnd, 32), prefix(rnd, 32*ppc)
-			inBubble(t, rigOptions{slots: 32, tiers: []tiertest.MemoryOptions{{Local: true}}, config: func(c *Config) { c.Tiers[0].Admit = admit }, restore: func(m *medium) {
-				m.add(p, 0, 32, nil)
-				m.rot(5)
-			}}, func(t *testing.T, r *rig) {
+			inBubble(t, rigOptions{slots: 32, tiers: []tiertest.MemoryOptions{{Local: true}},
+				config: func(c *Config) { c.Tiers[0].Admit = admit }, restore: func(m *medium) {
+					m.add(p, 0, 32, nil)
+					m.rot(5)
+				}}, func(t *testing.T, r *rig) {
 				rotten := p.Run(r.space, 5*ppc, 6*ppc)
 				r.mem[0].SetFault(func(_ context.Context, op tiertest.Op, run tiers.Run) error {
 					if op == tiertest.Store && bytes.Equal(run.Hashes, rotten.Hashes) {
@@ -427,7 +444,8 @@ func TestCascadesAreVerified(t *testing.T) {
 				}
 				synctest.Wait()
 				r.has("t0", p, 32, 5*ppc)
-				if st := r.engine.Stats(); st.VerifyFailed != 1 || st.Verified != 7 || r.medium.most() != 1 {
+				if st := r.engine.Stats(); st.VerifyFailed != 1 || st.Verified != 7 ||
+					r.medium.most() != 1 {
 					t.Errorf("%+v", st)
 				}
 			})
@@ -438,11 +456,12 @@ func TestCascadesAreVerified(t *testing.T) {
 // Operators' calls see verified chunks only, and wait for them.
 func TestControlsVerify(t *testing.T) {
 	p := prefix(rand.New(rand.NewPCG(1, 7)), 80*ppc)
-	o := rigOptions{slots: 128, tiers: []tiertest.MemoryOptions{{Local: true}}, restore: func(m *medium) {
-		m.took = time.Millisecond
-		m.add(p, 0, len(p), nil)
-		m.rot(70)
-	}}
+	o := rigOptions{slots: 128, tiers: []tiertest.MemoryOptions{{Local: true}},
+		restore: func(m *medium) {
+			m.took = time.Millisecond
+			m.add(p, 0, len(p), nil)
+			m.rot(70)
+		}}
 	const good = 70 * ppc
 	t.Run("prefetch", func(t *testing.T) {
 		inBubble(t, o, func(t *testing.T, r *rig) {
@@ -456,7 +475,8 @@ func TestControlsVerify(t *testing.T) {
 		inBubble(t, o, func(t *testing.T, r *rig) {
 			ctx, cancel := context.WithTimeout(t.Context(), 40*time.Millisecond)
 			defer cancel()
-			if err := r.Verify(ctx, r.id, p.Digests(0, len(p), 32)); !errors.Is(err, context.DeadlineExceeded) {
+			if err := r.Verify(ctx, r.id, p.Digests(0, len(p), 32)); !errors.Is(err,
+				context.DeadlineExceeded) {
 				t.Fatal(err)
 			}
 			if n := r.engine.Unverified(); n != 80-48 { // three batches
@@ -481,7 +501,8 @@ func TestControlsVerify(t *testing.T) {
 		inBubble(t, o, func(t *testing.T, r *rig) {
 			r.medium.failWith = errBroken
 			n, err := r.Move(t.Context(), r.id, p.Digests(0, len(p), 32), arenaName, "t0", false)
-			if n != 64*ppc || !errors.Is(err, errBroken) || r.medium.forgot.Load() != 1 { // a window
+			if n != 64*ppc || !errors.Is(err, errBroken) || r.medium.forgot.Load() != 1 {
+				// a window
 				t.Fatal(n, err, r.medium.forgot.Load())
 			}
 			r.medium.failWith = nil
@@ -493,7 +514,8 @@ func TestControlsVerify(t *testing.T) {
 		inBubble(t, o, func(t *testing.T, r *rig) {
 			r.medium.failWith = errBroken
 			out, err := r.Clear(t.Context(), r.space.Fingerprint, "")
-			if err != nil || len(out) != 2 || !errors.Is(out[0].Err, errBroken) || out[0].Chunks != 80 || out[1].Err != nil || r.engine.Unverified() != 0 {
+			if err != nil || len(out) != 2 || !errors.Is(out[0].Err, errBroken) ||
+				out[0].Chunks != 80 || out[1].Err != nil || r.engine.Unverified() != 0 {
 				t.Fatalf("%+v, %v", out, err)
 			}
 		})
@@ -503,7 +525,11 @@ func TestControlsVerify(t *testing.T) {
 // A verifier that never says what it found costs the hit, no lookup its answer.
 func TestVerifierThatSaysNothing(t *testing.T) {
 	p := prefix(rand.New(rand.NewPCG(1, 8)), 40)
-	inBubble(t, rigOptions{config: func(c *Config) { c.Verify = func(context.Context, []engine.Verification) {} }, restore: func(m *medium) { m.add(p, 0, 40, nil) }},
+	inBubble(t, rigOptions{config: func(c *Config) {
+		c.Verify = func(context.Context,
+			[]engine.Verification) {
+		}
+	}, restore: func(m *medium) { m.add(p, 0, 40, nil) }},
 		func(t *testing.T, r *rig) {
 			start := time.Now()
 			if n := r.lookup(1, p, 0, 40); n != 0 || time.Since(start) > 100*time.Millisecond {

@@ -74,15 +74,19 @@ func (w *walks) of(o engine.Owner) *ownerWalks {
 func (s *Stack) isLong(q *Query, sp *tiers.Space) bool {
 	g := &sp.Geometry
 	pages := len(q.Hashes) / g.DigestBytes
-	return pages > 0 && (q.FirstPage+pages-1)/g.PagesPerChunk-q.FirstPage/g.PagesPerChunk >= s.cfg.LongChunks
+	return pages > 0 && (q.FirstPage+
+		pages-1)/g.PagesPerChunk-q.FirstPage/g.PagesPerChunk >= s.cfg.LongChunks
 }
 
-// lookupLong is Lookup for a long one: the first part at once, the rest by the walker. Where nothing better than the first part can be had, that is the answer.
-func (s *Stack) lookupLong(q *Query, sp *tiers.Space, a Asker, check, promote, peers bool) (pages int, done bool, err error) {
+// lookupLong is Lookup for a long one: the first part at once, the rest by the walker. Where
+// nothing better than the first part can be had, that is the answer.
+func (s *Stack) lookupLong(q *Query, sp *tiers.Space, a Asker, check, promote,
+	peers bool) (pages int, done bool, err error) {
 	g := &sp.Geometry
 	first := (q.FirstPage/g.PagesPerChunk+s.cfg.LongChunks)*g.PagesPerChunk - q.FirstPage
 	s.asking.Add(1)
-	pages, handle, err := s.engine.BeginLookup(q.Owner, q.Lookup, q.FirstPage, q.Hashes[:first*g.DigestBytes])
+	pages, handle, err := s.engine.BeginLookup(q.Owner, q.Lookup, q.FirstPage,
+		q.Hashes[:first*g.DigestBytes])
 	s.asking.Add(-1)
 	s.Sweep()
 	if err != nil || pages < first && !check && !promote && !peers {
@@ -97,8 +101,10 @@ func (s *Stack) lookupLong(q *Query, sp *tiers.Space, a Asker, check, promote, p
 		return pages, true, nil
 	}
 	r := &request{
-		asker: a, owner: q.Owner, lookup: q.Lookup, id: q.Space, first: q.FirstPage, asked: len(q.Hashes) / g.DigestBytes,
-		recompute: q.Recompute, check: check, promote: promote, peers: peers, phase: walking, handle: handle, walked: pages, gap: pages < first, size: size,
+		asker: a, owner: q.Owner, lookup: q.Lookup, id: q.Space, first: q.FirstPage,
+		asked:     len(q.Hashes) / g.DigestBytes,
+		recompute: q.Recompute, check: check, promote: promote, peers: peers, phase: walking,
+		handle: handle, walked: pages, gap: pages < first, size: size,
 	}
 	digests := append(append(s.walks.buffer(), q.Hashes...), q.Prev...)
 	n := len(q.Hashes)
@@ -133,7 +139,8 @@ func (w *walks) recycle(r *request) {
 	r.all, r.run = tiers.Run{}, tiers.Run{}
 }
 
-// Sweep wakes the walker if lookups that have ended have left it something to free. Whoever ends lookups by the engine itself calls it.
+// Sweep wakes the walker if lookups that have ended have left it something to free. Whoever ends
+// lookups by the engine itself calls it.
 func (s *Stack) Sweep() {
 	if s.engine.Ending() {
 		s.mu.Lock()
@@ -164,7 +171,8 @@ func (s *Stack) walker() {
 	}
 }
 
-// nextWalk returns the lookup whose turn it is, and puts its owner behind the others; nil: there is none. mu is held.
+// nextWalk returns the lookup whose turn it is, and puts its owner behind the others; nil: there is
+// none. mu is held.
 func (s *Stack) nextWalk() *request {
 	for w := &s.walks; len(w.turns) > 0; {
 		mine := w.turns[0]
@@ -191,7 +199,8 @@ func (s *Stack) walk(r *request) {
 	for start := time.Now(); !over; {
 		from := r.first + r.walked
 		to := min(r.first+r.asked, (from/g.PagesPerChunk+walkPart)*g.PagesPerChunk)
-		pages, err := s.engine.ContinueLookup(r.handle, r.all.Hashes[r.walked*g.DigestBytes:(to-r.first)*g.DigestBytes])
+		pages, err := s.engine.ContinueLookup(r.handle,
+			r.all.Hashes[r.walked*g.DigestBytes:(to-r.first)*g.DigestBytes])
 		s.yield()
 		s.mu.Lock()
 		if r.phase == ended || s.closed {

@@ -15,11 +15,12 @@ import (
 
 // NewSpace is a space of tests, different from all of another name or geometry.
 func NewSpace(name string, g tiers.Geometry) *tiers.Space {
-	return &tiers.Space{Fingerprint: tiers.FingerprintOf(fmt.Appendf(nil, "%s %+v", name, g)), Geometry: g, Element: "bfloat16"}
+	return &tiers.Space{Fingerprint: tiers.FingerprintOf(fmt.Appendf(nil, "%s %+v", name, g)),
+		Geometry: g, Element: "bfloat16"}
 }
 
-// A Prefix is a sequence of tokens, one a page. Its pages' digests chain over it as those of engines do, so prefixes that begin alike share their
-// first pages.
+// A Prefix is a sequence of tokens, one a page. Its pages' digests chain over it as those of
+// engines do, so prefixes that begin alike share their first pages.
 type Prefix []byte
 
 // Digests are those of its pages [from, to), of size bytes each, end to end.
@@ -55,10 +56,12 @@ var noise = func() []byte {
 	return p
 }()
 
-// Fill writes the bytes that a page has, which depend on the space and on all of its digest: noise, and in it, so that no 256 bytes occur
-// twice, marks that depend on where they are as well. It is quick, also under the race detector.
+// Fill writes the bytes that a page has, which depend on the space and on all of its digest: noise,
+// and in it, so that no 256 bytes occur twice, marks that depend on where they are as well. It is
+// quick, also under the race detector.
 func Fill(page []byte, space *tiers.Space, digest []byte) {
-	seed := xxhash.Sum64(append(space.Fingerprint[:len(space.Fingerprint):len(space.Fingerprint)], digest...))
+	seed := xxhash.Sum64(append(space.Fingerprint[:len(space.Fingerprint):len(space.Fingerprint)],
+		digest...))
 	for at := 0; at < len(page); {
 		at += copy(page[at:], noise[(seed+uint64(at))%(1<<17):])
 	}
@@ -71,7 +74,8 @@ func Fill(page []byte, space *tiers.Space, digest []byte) {
 func FillRun(p []byte, run tiers.Run) {
 	g := run.Space.Geometry
 	for i := range run.Pages() {
-		Fill(p[int64(i)*g.PageBytes:int64(i+1)*g.PageBytes], run.Space, run.Hashes[i*g.DigestBytes:(i+1)*g.DigestBytes])
+		Fill(p[int64(i)*g.PageBytes:int64(i+1)*g.PageBytes], run.Space,
+			run.Hashes[i*g.DigestBytes:(i+1)*g.DigestBytes])
 	}
 }
 
@@ -94,7 +98,8 @@ const (
 	poison   = 0xa5
 )
 
-// memory is like a piece of an arena for one transfer: at a page's beginning or, if shift is not 0, so many bytes behind it.
+// memory is like a piece of an arena for one transfer: at a page's beginning or, if shift is not 0,
+// so many bytes behind it.
 type memory struct {
 	all, bytes []byte
 }
@@ -108,7 +113,8 @@ func newMemory(n, shift int) memory {
 // overrun says whether somebody wrote beside the bytes.
 func (m memory) overrun() bool {
 	at := int(reflect.ValueOf(m.bytes).Pointer() - reflect.ValueOf(m.all).Pointer())
-	clean := bytes.Count(m.all[:at], []byte{poison}) + bytes.Count(m.all[at+len(m.bytes):], []byte{poison})
+	clean := bytes.Count(m.all[:at], []byte{poison}) + bytes.Count(m.all[at+len(m.bytes):],
+		[]byte{poison})
 	return clean != len(m.all)-len(m.bytes)
 }
 

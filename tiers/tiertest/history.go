@@ -17,7 +17,8 @@ type version struct {
 	sure bool // it must be there, if the tier neither evicts nor forgets
 }
 
-// world is a tier and what a model knows of it: for each space and first page of a chunk, the versions that may be there.
+// world is a tier and what a model knows of it: for each space and first page of a chunk, the
+// versions that may be there.
 type world struct {
 	t      *testing.T
 	f      Factory
@@ -28,8 +29,9 @@ type world struct {
 	step   int
 	spaces []*tiers.Space
 	model  map[memKey][]version
-	// faulty: the medium may fail at any call. An error is then no fault of the tier, but leaves the model in doubt. Where it has failed, what was dropped
-	// (or, where it lies, what was cleared) may be back when the medium is opened again.
+	// faulty: the medium may fail at any call. An error is then no fault of the tier, but leaves
+	// the model in doubt. Where it has failed, what was dropped (or, where it lies, what was
+	// cleared) may be back when the medium is opened again.
 	faulty  bool
 	dropped map[memKey][]version
 	hits    int
@@ -38,14 +40,16 @@ type world struct {
 
 func (w *world) fatalf(format string, args ...any) {
 	w.t.Helper()
-	w.t.Fatalf("seed %d step %d (replay: -run '%s' -tiertest.seed=%d): %s", w.seed, w.step, w.t.Name(), w.seed, fmt.Sprintf(format, args...))
+	w.t.Fatalf("seed %d step %d (replay: -run '%s' -tiertest.seed=%d): %s", w.seed, w.step,
+		w.t.Name(), w.seed, fmt.Sprintf(format, args...))
 }
 
 // agree is how many pages, from the first, two runs of one chunk have in common.
 func agree(a, b tiers.Run) int {
 	d := a.Space.Geometry.DigestBytes
 	n := 0
-	for n < min(a.Pages(), b.Pages()) && string(a.Hashes[n*d:(n+1)*d]) == string(b.Hashes[n*d:(n+1)*d]) {
+	for n < min(a.Pages(), b.Pages()) &&
+		string(a.Hashes[n*d:(n+1)*d]) == string(b.Hashes[n*d:(n+1)*d]) {
 		n++
 	}
 	return n
@@ -86,9 +90,11 @@ func (w *world) run() tiers.Run {
 	return p.Run(space, from, len(p))
 }
 
-// allowed says whether an error may be, for what it says must be: nothing but a failure of the medium.
+// allowed says whether an error may be, for what it says must be: nothing but a failure of the
+// medium.
 func (w *world) allowed(err error) bool {
-	return w.faulty && err != nil && !errors.Is(err, tiers.ErrClosed) && !errors.Is(err, context.Canceled) && !errors.Is(err, context.DeadlineExceeded)
+	return w.faulty && err != nil && !errors.Is(err, tiers.ErrClosed) &&
+		!errors.Is(err, context.Canceled) && !errors.Is(err, context.DeadlineExceeded)
 }
 
 func (w *world) store() {
@@ -98,7 +104,8 @@ func (w *world) store() {
 	}
 	for i, err := range transfers(w.t.Context(), w.t, w.tier, Store, w.shift(), runs...) {
 		// The least capacity there is may be too little for all chunks of a call at once.
-		if err != nil && !w.allowed(err) && !(errors.Is(err, tiers.ErrBusy) && (w.f.Evicts || twin(runs, i))) {
+		if err != nil && !w.allowed(err) && !(errors.Is(err, tiers.ErrBusy) && (w.f.Evicts ||
+			twin(runs, i))) {
 			w.fatalf("Store: %v", err)
 		}
 		key := keyOf(runs[i])
@@ -114,7 +121,8 @@ func (w *world) load() {
 		least, most := w.bounds(runs[i])
 		switch {
 		case err == nil && most < runs[i].Pages():
-			w.fatalf("Load of %d pages, of which no more than %d can be there, is a hit", runs[i].Pages(), most)
+			w.fatalf("Load of %d pages, of which no more than %d can be there, is a hit",
+				runs[i].Pages(), most)
 		case err == nil:
 			w.hits++
 			if least == runs[i].Pages() {
@@ -194,7 +202,10 @@ func (w *world) clear() {
 			}
 		}
 		maps.DeleteFunc(w.model, func(key memKey, _ []version) bool { return of(key) })
-		maps.DeleteFunc(w.dropped, func(key memKey, _ []version) bool { return of(key) && !w.f.Lies })
+		maps.DeleteFunc(w.dropped, func(key memKey, _ []version) bool {
+			return of(key) &&
+				!w.f.Lies
+		})
 	}
 }
 
@@ -304,7 +315,8 @@ func testHistories(t *testing.T, f Factory, gs []tiers.Geometry) {
 }
 
 func newWorld(t *testing.T, f Factory, m *Medium, seed uint64, gs []tiers.Geometry) *world {
-	w := &world{t: t, f: f, m: m, seed: seed, rnd: rand.New(rand.NewPCG(seed, 0x74696572)), model: map[memKey][]version{},
+	w := &world{t: t, f: f, m: m, seed: seed, rnd: rand.New(rand.NewPCG(seed, 0x74696572)),
+		model:   map[memKey][]version{},
 		dropped: map[memKey][]version{}}
 	for _, g := range gs {
 		w.spaces = append(w.spaces, NewSpace("one", g), NewSpace("other", g))
@@ -312,8 +324,9 @@ func newWorld(t *testing.T, f Factory, m *Medium, seed uint64, gs []tiers.Geomet
 	return w
 }
 
-// Faults runs one history again and again; in each run one operation of the medium fails, the first, the second, … until there are no more. It
-// may cost what it was about, and never gives a wrong byte. It is part of Run, and by itself for media that fail in other ways.
+// Faults runs one history again and again; in each run one operation of the medium fails, the
+// first, the second, … until there are no more. It may cost what it was about, and never gives a
+// wrong byte. It is part of Run, and by itself for media that fail in other ways.
 func Faults(t *testing.T, f Factory) {
 	seed := seedOr(1)
 	t.Logf("seed %d", seed)

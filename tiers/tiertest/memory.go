@@ -1,4 +1,5 @@
-// Package tiertest is the contract that every tiers.Tier passes, and an honest Tier in memory for tests of what uses tiers.
+// Package tiertest is the contract that every tiers.Tier passes, and an honest Tier in memory for
+// tests of what uses tiers.
 package tiertest
 
 import (
@@ -27,19 +28,23 @@ const (
 	Clear
 )
 
-// MemoryOptions is how a Memory behaves. The zero value is an endless tier that is never late and never fails.
+// MemoryOptions is how a Memory behaves. The zero value is an endless tier that is never late and
+// never fails.
 type MemoryOptions struct {
-	Kind          string // default "memory"
-	Local         bool
-	CapacityBytes int64         // what it may hold before it drops what was used longest ago. Default 0: no limit
+	Kind  string // default "memory"
+	Local bool
+	// what it may hold before it drops what was used longest ago. Default 0: no limit
+	CapacityBytes int64
 	Latency       time.Duration // that each call takes at least
 	BytesPerSec   int64         // that each call moves at most. Default 0: no limit
-	// Fault is asked before each chunk of a Load or Store, and once in each other call, without a lock held. It may wait, until ctx ends, and what it
-	// returns is the chunk's (or call's) error; ErrCorrupt drops the chunk. SetFault changes it.
+	// Fault is asked before each chunk of a Load or Store, and once in each other call, without a
+	// lock held. It may wait, until ctx ends, and what it returns is the chunk's (or call's) error;
+	// ErrCorrupt drops the chunk. SetFault changes it.
 	Fault func(ctx context.Context, op Op, run tiers.Run) error
 }
 
-// Memory is an honest Tier in memory, for tests of what uses tiers. Latency and faults are by real time, or that of a synctest bubble.
+// Memory is an honest Tier in memory, for tests of what uses tiers. Latency and faults are by real
+// time, or that of a synctest bubble.
 type Memory struct {
 	o      MemoryOptions
 	closed context.Context // ends when Close begins
@@ -127,7 +132,8 @@ func (m *Memory) each(do func(c *memChunk) bool) (n int) {
 	return n
 }
 
-// begin is the beginning of each call; end must be called if there is no error. The context it returns ends also when the tier is closed.
+// begin is the beginning of each call; end must be called if there is no error. The context it
+// returns ends also when the tier is closed.
 func (m *Memory) begin(ctx context.Context) (both context.Context, end func(), err error) {
 	m.mu.Lock()
 	if m.closing {
@@ -234,7 +240,8 @@ func (m *Memory) Contains(ctx context.Context, run tiers.Run, held []uint16) err
 	}
 	defer end()
 	if len(held) != run.Chunks() {
-		return fmt.Errorf("%w: %d chunks, room for the answers of %d", tiers.ErrInvalid, run.Chunks(), len(held))
+		return fmt.Errorf("%w: %d chunks, room for the answers of %d", tiers.ErrInvalid,
+			run.Chunks(), len(held))
 	}
 	if err := Wait(ctx, m.o.Latency); err != nil {
 		return err
@@ -254,14 +261,17 @@ func (m *Memory) Contains(ctx context.Context, run tiers.Run, held []uint16) err
 // check refuses transfers that no caller may send.
 func check(t tiers.Transfer) error {
 	g := t.Space.Geometry
-	if n := t.Pages(); len(t.Hashes) != n*g.DigestBytes || n < 1 || n > g.PagesPerChunk || t.First%g.PagesPerChunk != 0 || int64(len(t.Bytes)) != int64(n)*g.PageBytes {
-		return fmt.Errorf("%w: transfer of %d bytes for %d pages from %d on", tiers.ErrInvalid, len(t.Bytes), n, t.First)
+	if n := t.Pages(); len(t.Hashes) != n*g.DigestBytes || n < 1 || n > g.PagesPerChunk ||
+		t.First%g.PagesPerChunk != 0 || int64(len(t.Bytes)) != int64(n)*g.PageBytes {
+		return fmt.Errorf("%w: transfer of %d bytes for %d pages from %d on", tiers.ErrInvalid,
+			len(t.Bytes), n, t.First)
 	}
 	return nil
 }
 
 // transfer does the transfers of a call in turn.
-func (m *Memory) transfer(ctx context.Context, op Op, transfers []tiers.Transfer, done func(int, error), one func(tiers.Transfer) error) {
+func (m *Memory) transfer(ctx context.Context, op Op, transfers []tiers.Transfer,
+	done func(int, error), one func(tiers.Transfer) error) {
 	both, end, err := m.begin(ctx)
 	if err == nil {
 		defer end()
@@ -276,7 +286,8 @@ func (m *Memory) transfer(ctx context.Context, op Op, transfers []tiers.Transfer
 				return err
 			}
 			if m.o.BytesPerSec > 0 {
-				if err := Wait(both, time.Duration(float64(len(t.Bytes))/float64(m.o.BytesPerSec)*float64(time.Second))); err != nil {
+				if err := Wait(both, time.Duration(float64(len(t.Bytes))/float64(
+					m.o.BytesPerSec)*float64(time.Second))); err != nil {
 					return err
 				}
 			}
@@ -302,7 +313,8 @@ func (m *Memory) drop(run tiers.Run) {
 }
 
 // Load implements tiers.Tier.
-func (m *Memory) Load(ctx context.Context, transfers []tiers.Transfer, done func(i int, err error)) {
+func (m *Memory) Load(ctx context.Context, transfers []tiers.Transfer,
+	done func(i int, err error)) {
 	m.transfer(ctx, Load, transfers, done, func(t tiers.Transfer) error {
 		m.mu.Lock()
 		defer m.mu.Unlock()
@@ -325,7 +337,8 @@ func (m *Memory) Load(ctx context.Context, transfers []tiers.Transfer, done func
 }
 
 // Store implements tiers.Tier.
-func (m *Memory) Store(ctx context.Context, transfers []tiers.Transfer, done func(i int, err error)) {
+func (m *Memory) Store(ctx context.Context, transfers []tiers.Transfer,
+	done func(i int, err error)) {
 	m.transfer(ctx, Store, transfers, done, func(t tiers.Transfer) error {
 		m.mu.Lock()
 		defer m.mu.Unlock()
@@ -347,7 +360,8 @@ func (m *Memory) Store(ctx context.Context, transfers []tiers.Transfer, done fun
 			m.remove(m.used.Back().Value.(*memChunk))
 			m.evictions++
 		}
-		c := &memChunk{key: keyOf(t.Run), hashes: bytes.Clone(t.Hashes), pages: t.Pages(), bytes: bytes.Clone(t.Bytes)}
+		c := &memChunk{key: keyOf(t.Run), hashes: bytes.Clone(t.Hashes), pages: t.Pages(),
+			bytes: bytes.Clone(t.Bytes)}
 		page := t.Space.Geometry.PageBytes
 		for i := range c.pages {
 			c.sums = append(c.sums, xxhash.Sum64(c.bytes[int64(i)*page:int64(i+1)*page]))
@@ -414,7 +428,8 @@ func (m *Memory) Clear(ctx context.Context, fp tiers.Fingerprint) (int, error) {
 func (m *Memory) Stats() tiers.TierStats {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	s := tiers.TierStats{Kind: m.o.Kind, Local: m.o.Local, CapacityBytes: m.o.CapacityBytes, UsedBytes: m.bytes, Chunks: int64(m.used.Len()),
+	s := tiers.TierStats{Kind: m.o.Kind, Local: m.o.Local, CapacityBytes: m.o.CapacityBytes,
+		UsedBytes: m.bytes, Chunks: int64(m.used.Len()),
 		Pages: m.pages, Evictions: m.evictions, Corrupt: m.corrupt}
 	if s.CapacityBytes == 0 {
 		s.CapacityBytes = -1

@@ -24,27 +24,32 @@ var (
 
 // Factory makes a kind of tier, and says what it promises beyond the contract.
 type Factory struct {
-	// New prepares an empty medium: a directory, a database of a server. What it needs it ends by t.Cleanup.
+	// New prepares an empty medium: a directory, a database of a server. What it needs it ends by
+	// t.Cleanup.
 	New func(t testing.TB, o MediumOptions) *Medium
 
 	// Persistent: what was stored is still there when the medium is opened again after Close.
 	Persistent bool
-	// Evicts: the medium holds no more than its capacity, and drops chunks to make room. The suite stays below CapacityBytes where it wants to find all.
+	// Evicts: the medium holds no more than its capacity, and drops chunks to make room. The suite
+	// stays below CapacityBytes where it wants to find all.
 	Evicts bool
 	// MayForget: any chunk may be gone at any time.
 	MayForget bool
-	// Brief: another run goes through the whole contract, and this one differs in the way to the medium alone. One geometry is enough, and no faults.
+	// Brief: another run goes through the whole contract, and this one differs in the way to the
+	// medium alone. One geometry is enough, and no faults.
 	Brief bool
-	// Lies: the medium's failures (see MediumOptions.FailNth) go unreported, so that what was dropped or cleared may be back when it is opened again.
+	// Lies: the medium's failures (see MediumOptions.FailNth) go unreported, so that what was
+	// dropped or cleared may be back when it is opened again.
 	Lies bool
 }
 
 // MediumOptions is what a test wants of a medium.
 type MediumOptions struct {
-	// CapacityBytes of pages must find room without anything being dropped, in some 500 chunks of a handful of geometries; 0: as little as the
-	// tier can be made to have.
+	// CapacityBytes of pages must find room without anything being dropped, in some 500 chunks of a
+	// handful of geometries; 0: as little as the tier can be made to have.
 	CapacityBytes int64
-	// FailNth, if positive, makes the medium's Nth operation (of those that can fail, reads and writes alike) fail, counted over all openings.
+	// FailNth, if positive, makes the medium's Nth operation (of those that can fail, reads and
+	// writes alike) fail, counted over all openings.
 	FailNth int64
 }
 
@@ -52,15 +57,19 @@ type MediumOptions struct {
 type Medium struct {
 	// Open opens it, once at a time. The suite closes the tier.
 	Open func() (tiers.Tier, error)
-	// Failed says whether the operation that FailNth names has come. nil: the kind has no such hook.
+	// Failed says whether the operation that FailNth names has come. nil: the kind has no such
+	// hook.
 	Failed func() bool
-	// Rot, if not nil, changes bytes of the pages of every chunk on the medium, where the tier cannot notice it but by reading.
+	// Rot, if not nil, changes bytes of the pages of every chunk on the medium, where the tier
+	// cannot notice it but by reading.
 	Rot func()
-	// Stall, if not nil, makes all operations of the medium wait, also those under way where that is possible, until resume is called.
+	// Stall, if not nil, makes all operations of the medium wait, also those under way where that
+	// is possible, until resume is called.
 	Stall func() (resume func())
 }
 
-// Geometries are those that the suite uses: digests of 8, 16 and 32 bytes, chunks of one page and of more, pages that are whole sectors and that are not.
+// Geometries are those that the suite uses: digests of 8, 16 and 32 bytes, chunks of one page and
+// of more, pages that are whole sectors and that are not.
 func Geometries() []tiers.Geometry {
 	return []tiers.Geometry{
 		{PageBytes: 256, PagesPerChunk: 1, PageTokens: 256, DigestBytes: 8},
@@ -125,14 +134,17 @@ func (f Factory) open(t *testing.T) (tiers.Tier, *Medium) {
 // within fails the test where a call does not return.
 func within(t *testing.T, what string, do func()) {
 	t.Helper()
-	late := time.AfterFunc(patience, func() { panic(fmt.Sprintf("%s: %s has not returned for %v", t.Name(), what, patience)) })
+	late := time.AfterFunc(patience,
+		func() { panic(fmt.Sprintf("%s: %s has not returned for %v", t.Name(), what, patience)) })
 	defer late.Stop()
 	do()
 }
 
-// transfers does a Load or Store of runs of one chunk each, and checks what every one of them has to do: done comes once for each, before it returns,
-// nothing is written beside a transfer's bytes, and a load's bytes are right where its error is nil.
-func transfers(ctx context.Context, t *testing.T, tier tiers.Tier, op Op, shift int, runs ...tiers.Run) []error {
+// transfers does a Load or Store of runs of one chunk each, and checks what every one of them has
+// to do: done comes once for each, before it returns, nothing is written beside a transfer's bytes,
+// and a load's bytes are right where its error is nil.
+func transfers(ctx context.Context, t *testing.T, tier tiers.Tier, op Op, shift int,
+	runs ...tiers.Run) []error {
 	t.Helper()
 	mems := make([]memory, len(runs))
 	ts := make([]tiers.Transfer, len(runs))
@@ -170,7 +182,8 @@ func transfers(ctx context.Context, t *testing.T, tier tiers.Tier, op Op, shift 
 		}
 		if op == Store || errs[i] == nil {
 			if page := WrongPage(ts[i].Bytes, r); page >= 0 {
-				t.Fatalf("the bytes of page %d of transfer %d (pages %d to %d) are wrong", page, i, r.First, r.First+r.Pages())
+				t.Fatalf("the bytes of page %d of transfer %d (pages %d to %d) are wrong", page, i,
+					r.First, r.First+r.Pages())
 			}
 		}
 	}
@@ -181,7 +194,8 @@ func store(t *testing.T, tier tiers.Tier, runs ...tiers.Run) {
 	t.Helper()
 	for i, err := range transfers(t.Context(), t, tier, Store, 0, runs...) {
 		if err != nil {
-			t.Fatalf("Store of pages %d to %d: %v", runs[i].First, runs[i].First+runs[i].Pages(), err)
+			t.Fatalf("Store of pages %d to %d: %v", runs[i].First, runs[i].First+runs[i].Pages(),
+				err)
 		}
 	}
 }
@@ -199,7 +213,8 @@ func contains(t *testing.T, tier tiers.Tier, run tiers.Run) []uint16 {
 	}
 	for i, n := range held {
 		if int(n) > run.Chunk(i).Pages() {
-			t.Fatalf("Contains says that %d of the %d pages of chunk %d are held", n, run.Chunk(i).Pages(), i)
+			t.Fatalf("Contains says that %d of the %d pages of chunk %d are held", n,
+				run.Chunk(i).Pages(), i)
 		}
 	}
 	return held
@@ -257,9 +272,11 @@ func chunks(run tiers.Run) (all []tiers.Run) {
 	return all
 }
 
-// twin says whether an earlier run of the same call begins with the same page: a tier may be too busy with that one.
+// twin says whether an earlier run of the same call begins with the same page: a tier may be too
+// busy with that one.
 func twin(runs []tiers.Run, i int) bool {
-	return slices.ContainsFunc(runs[:i], func(r tiers.Run) bool { return keyOf(r) == keyOf(runs[i]) })
+	return slices.ContainsFunc(runs[:i],
+		func(r tiers.Run) bool { return keyOf(r) == keyOf(runs[i]) })
 }
 
 // tokens is a prefix of n pages that begins like no other with another first token.
@@ -285,7 +302,8 @@ func testBasics(t *testing.T, f Factory, g tiers.Geometry) {
 
 	store(t, tier, chunks(run)...)
 	f.want(t, tier, run, n)
-	for pages := 1; pages <= n; pages += max(1, ppc/3) { // every shorter prefix is found, with each last page
+	for pages := 1; pages <= n; pages += max(1, ppc/3) {
+		// every shorter prefix is found, with each last page
 		f.want(t, tier, cut(run, pages), pages)
 	}
 	// A run from a later chunk on, with the digest before it and without.
@@ -311,8 +329,10 @@ func testBasics(t *testing.T, f Factory, g tiers.Geometry) {
 		t.Error("Stats has no kind")
 	case s.Lossy:
 		t.Error("this suite is for what gives the bytes back that it took")
-	case s.Chunks != -1 && s.Chunks < int64(longer.Chunks()), s.Pages != -1 && s.Pages < int64(longer.Pages()),
-		s.UsedBytes != -1 && s.UsedBytes < int64(longer.Pages())*g.PageBytes, s.CapacityBytes != -1 && s.CapacityBytes < s.UsedBytes:
+	case s.Chunks != -1 && s.Chunks < int64(longer.Chunks()), s.Pages != -1 &&
+		s.Pages < int64(longer.Pages()),
+		s.UsedBytes != -1 && s.UsedBytes < int64(longer.Pages())*g.PageBytes,
+		s.CapacityBytes != -1 && s.CapacityBytes < s.UsedBytes:
 		if !f.MayForget {
 			t.Errorf("Stats with %d chunks of %d pages: %+v", longer.Chunks(), longer.Pages(), s)
 		}
@@ -337,7 +357,8 @@ func testDiverging(t *testing.T, f Factory, g tiers.Geometry) {
 		for j, q := range all {
 			want := 2 * ppc
 			if j > i {
-				// i > 0: prefix j leaves all before it at their own differences; the last of them is nearest.
+				// i > 0: prefix j leaves all before it at their own differences; the last of them
+				// is nearest.
 				want = ppc + i
 			}
 			f.want(t, tier, q.Run(space, 0, 2*ppc), want)
@@ -402,7 +423,8 @@ func testDrop(t *testing.T, f Factory, g tiers.Geometry) {
 	}
 }
 
-// Calls with many transfers, the same chunk in several of them, hits and misses mixed, in memory that is aligned to nothing.
+// Calls with many transfers, the same chunk in several of them, hits and misses mixed, in memory
+// that is aligned to nothing.
 func testBatches(t *testing.T, f Factory, g tiers.Geometry) {
 	tier, _ := f.open(t)
 	space := NewSpace("batches", g)
@@ -413,9 +435,11 @@ func testBatches(t *testing.T, f Factory, g tiers.Geometry) {
 		n := 4*ppc - int(i)%ppc
 		run := tokens(i, n).Run(space, 0, n)
 		stored = append(stored, chunks(run)...)
-		stored = append(stored, run.Chunk(3), cut(run.Chunk(2), max(1, ppc/2))) // again, and a shorter version
+		// again, and a shorter version
+		stored = append(stored, run.Chunk(3), cut(run.Chunk(2), max(1, ppc/2)))
 		for _, c := range chunks(run) {
-			mixed = append(mixed, c, tokens(i+prefixes, n).Run(space, c.First, c.First+c.Pages()), cut(c, 1), c)
+			mixed = append(mixed, c, tokens(i+prefixes, n).Run(space, c.First, c.First+c.Pages()),
+				cut(c, 1), c)
 		}
 	}
 	for _, shift := range []int{0, 1, 512, 8} {
@@ -451,7 +475,8 @@ func testExpired(t *testing.T, f Factory, g tiers.Geometry) {
 	defer cancelLate()
 	for _, ctx := range []context.Context{ended, late} {
 		cause := context.Cause(ctx)
-		for _, err := range append(transfers(ctx, t, tier, Load, 0, chunks(there)...), transfers(ctx, t, tier, Store, 0, chunks(new)...)...) {
+		for _, err := range append(transfers(ctx, t, tier, Load, 0, chunks(there)...),
+			transfers(ctx, t, tier, Store, 0, chunks(new)...)...) {
 			if !errors.Is(err, cause) {
 				t.Errorf("a transfer under an ended context: %v, want %v", err, cause)
 			}
@@ -474,7 +499,8 @@ func testExpired(t *testing.T, f Factory, g tiers.Geometry) {
 
 func testSpaces(t *testing.T, f Factory) {
 	tier, _ := f.open(t)
-	// Equal tokens, hence equal digests of equal size, in all of them; two have even equal geometries.
+	// Equal tokens, hence equal digests of equal size, in all of them; two have even equal
+	// geometries.
 	var spaces []*tiers.Space
 	for _, g := range Geometries() {
 		spaces = append(spaces, NewSpace("a", g), NewSpace("b", g))
@@ -530,7 +556,8 @@ func testSpaces(t *testing.T, f Factory) {
 	f.want(t, tier, pages(spaces[3]), pages(spaces[3]).Pages())
 }
 
-// Everything at once, each goroutine on prefixes of its own, which it knows all about, and on prefixes that all share.
+// Everything at once, each goroutine on prefixes of its own, which it knows all about, and on
+// prefixes that all share.
 func testConcurrent(t *testing.T, f Factory) {
 	tier, _ := f.open(t)
 	g := Geometries()[1]
@@ -574,7 +601,8 @@ func testConcurrent(t *testing.T, f Factory) {
 					if err := tier.Drop(t.Context(), run); err != nil {
 						t.Errorf("Drop: %v", err)
 					}
-					if err := transfers(t.Context(), t, tier, Load, 0, run.Chunk(0))[0]; !errors.Is(err, tiers.ErrNotFound) {
+					if err := transfers(t.Context(), t, tier, Load, 0, run.Chunk(0))[0]; !errors.Is(
+						err, tiers.ErrNotFound) {
 						t.Errorf("Load of what was dropped: %v", err)
 					}
 				}
@@ -601,7 +629,8 @@ func testCancelled(t *testing.T, f Factory) {
 	var cancelled int
 	for i := range 30 {
 		ctx, cancel := context.WithCancelCause(context.Background())
-		timer := time.AfterFunc(time.Duration(rnd.Int64N(int64(whole)+1)), func() { cancel(errTest) })
+		timer := time.AfterFunc(time.Duration(rnd.Int64N(int64(whole)+1)),
+			func() { cancel(errTest) })
 		var all []memory
 		var ts []tiers.Transfer
 		for _, r := range chunks(run) {
@@ -610,7 +639,8 @@ func testCancelled(t *testing.T, f Factory) {
 		}
 		within(t, "Load", func() {
 			tier.Load(ctx, ts, func(i int, err error) {
-				if err != nil && !errors.Is(err, errTest) && !(f.MayForget && errors.Is(err, tiers.ErrNotFound)) {
+				if err != nil && !errors.Is(err, errTest) &&
+					!(f.MayForget && errors.Is(err, tiers.ErrNotFound)) {
 					t.Errorf("a cancelled load: %v", err)
 				}
 			})
@@ -636,7 +666,8 @@ func testCancelled(t *testing.T, f Factory) {
 		errs := func() []error {
 			ctx, cancel := context.WithCancelCause(context.Background())
 			defer cancel(nil)
-			defer time.AfterFunc(time.Duration(rnd.Int64N(int64(whole)+1)), func() { cancel(errTest) }).Stop()
+			defer time.AfterFunc(time.Duration(rnd.Int64N(int64(whole)+1)),
+				func() { cancel(errTest) }).Stop()
 			return transfers(ctx, t, tier, Store, 0, cs...)
 		}()
 		for i, err := range errs {
@@ -644,7 +675,8 @@ func testCancelled(t *testing.T, f Factory) {
 				t.Fatalf("a cancelled store: %v", err)
 			}
 			again := transfers(t.Context(), t, tier, Load, 0, cs[i])[0]
-			if again != nil && !errors.Is(again, tiers.ErrNotFound) || again != nil && err == nil && !f.MayForget {
+			if again != nil && !errors.Is(again, tiers.ErrNotFound) || again != nil && err == nil &&
+				!f.MayForget {
 				t.Fatalf("Load after a store that said %v: %v", err, again)
 			}
 		}
@@ -674,18 +706,23 @@ func testClose(t *testing.T, f Factory) {
 			for i := byte(0); !ended.Load(); i++ {
 				before := closed.Load()
 				fine := func(what string, err error) {
-					if before && !errors.Is(err, tiers.ErrClosed) || err != nil && !errors.Is(err, tiers.ErrClosed) && !errors.Is(err, tiers.ErrNotFound) {
+					if before && !errors.Is(err, tiers.ErrClosed) ||
+						err != nil && !errors.Is(err, tiers.ErrClosed) &&
+							!errors.Is(err, tiers.ErrNotFound) {
 						t.Errorf("%s, closed before it: %v: %v", what, before, err)
 					}
 				}
-				for _, err := range transfers(context.Background(), t, tier, Load, 0, chunks(run)...) {
+				for _, err := range transfers(context.Background(), t, tier, Load, 0,
+					chunks(run)...) {
 					fine("Load", err)
 				}
 				p := tokens(w+1, space.Geometry.PagesPerChunk)
 				p[1] = i % 32
-				fine("Store", transfers(context.Background(), t, tier, Store, 0, p.Run(space, 0, len(p)))[0])
+				fine("Store", transfers(context.Background(), t, tier, Store, 0,
+					p.Run(space, 0, len(p)))[0])
 				fine("Drop", tier.Drop(context.Background(), p.Run(space, 0, len(p))))
-				fine("Contains", tier.Contains(context.Background(), run, make([]uint16, run.Chunks())))
+				fine("Contains", tier.Contains(context.Background(), run,
+					make([]uint16, run.Chunks())))
 				_, err := tier.Clear(context.Background(), tiers.FingerprintOf([]byte("other")))
 				fine("Clear", err)
 				tier.Stats()
@@ -696,14 +733,16 @@ func testClose(t *testing.T, f Factory) {
 	for loads.Load() < 8 && !t.Failed() {
 		time.Sleep(time.Millisecond)
 	}
-	// One load that is under way for sure when Close begins: all is said about it when Close returns.
+	// One load that is under way for sure when Close begins: all is said about it when Close
+	// returns.
 	begun, said := make(chan struct{}), atomic.Int64{}
 	running.Go(func() {
 		var once sync.Once
 		var ts []tiers.Transfer
 		for range 20 {
 			for _, c := range chunks(run) {
-				ts = append(ts, tiers.Transfer{Run: c, Bytes: make([]byte, int64(c.Pages())*space.Geometry.PageBytes)})
+				ts = append(ts, tiers.Transfer{Run: c,
+					Bytes: make([]byte, int64(c.Pages())*space.Geometry.PageBytes)})
 			}
 		}
 		defer once.Do(func() { close(begun) })
@@ -720,7 +759,8 @@ func testClose(t *testing.T, f Factory) {
 				t.Errorf("Close: %v", err)
 			}
 			if n := int(said.Load()); n != 20*run.Chunks() {
-				t.Errorf("Close returned when a load had said only %d of its %d transfers", n, 20*run.Chunks())
+				t.Errorf("Close returned when a load had said only %d of its %d transfers", n,
+					20*run.Chunks())
 			}
 			closed.Store(true)
 		})
@@ -767,7 +807,8 @@ func testEviction(t *testing.T, f Factory) {
 	limit := max(tier.Stats().CapacityBytes, 1<<20) * 3
 	for ; tier.Stats().Evictions < 50; stored++ {
 		if int64(stored)*8*g.PageBytes > limit {
-			t.Fatalf("%d prefixes of %d bytes went in without an eviction: %+v", stored, 8*g.PageBytes, tier.Stats())
+			t.Fatalf("%d prefixes of %d bytes went in without an eviction: %+v", stored,
+				8*g.PageBytes, tier.Stats())
 		}
 		store(t, tier, chunks(prefix(stored))...)
 		if s := tier.Stats(); s.UsedBytes > s.CapacityBytes {
@@ -793,7 +834,8 @@ func testEviction(t *testing.T, f Factory) {
 	if hits < 2 && !f.MayForget {
 		t.Errorf("of %d prefixes %d are left", stored, hits)
 	}
-	t.Logf("%d prefixes stored, %d left, %d continuations without their beginning: %+v", stored, hits, orphans, tier.Stats())
+	t.Logf("%d prefixes stored, %d left, %d continuations without their beginning: %+v", stored,
+		hits, orphans, tier.Stats())
 }
 
 func testRot(t *testing.T, f Factory) {
@@ -810,7 +852,8 @@ func testRot(t *testing.T, f Factory) {
 		for round := range 2 {
 			corrupt := 0
 			for i, c := range chunks(run) {
-				// transfers checks the bytes where a load says that all is well: in pages that were not hit.
+				// transfers checks the bytes where a load says that all is well: in pages that were
+				// not hit.
 				switch err := transfers(t.Context(), t, tier, Load, 0, c)[0]; {
 				case errors.Is(err, tiers.ErrCorrupt):
 					corrupt++
@@ -871,7 +914,8 @@ func testStalled(t *testing.T, f Factory) {
 			t.Error("Contains forgot while the medium was stalled")
 		}
 	}
-	resumed := time.AfterFunc(5*time.Second, resume) // a call that is in the kernel cannot be called back: it ends when the medium answers
+	// a call that is in the kernel cannot be called back: it ends when the medium answers
+	resumed := time.AfterFunc(5*time.Second, resume)
 	within(t, "a call on a stalled medium", calls.Wait)
 	if resumed.Stop() {
 		resume()

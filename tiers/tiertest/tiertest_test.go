@@ -47,7 +47,10 @@ func memoryMedium(o MediumOptions, mo MemoryOptions) *Medium {
 
 func TestMemory(t *testing.T) {
 	t.Run("endless", func(t *testing.T) {
-		Run(t, Factory{New: func(t testing.TB, o MediumOptions) *Medium { return memoryMedium(o, MemoryOptions{Local: true}) }})
+		Run(t, Factory{New: func(t testing.TB, o MediumOptions) *Medium {
+			return memoryMedium(o,
+				MemoryOptions{Local: true})
+		}})
 	})
 	t.Run("bounded", func(t *testing.T) {
 		Run(t, Factory{Evicts: true, New: func(t testing.TB, o MediumOptions) *Medium {

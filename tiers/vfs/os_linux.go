@@ -50,7 +50,8 @@ func (osFS) OpenFile(name string, flags Flag) (File, error) {
 	return of, nil
 }
 
-// openRegular opens a regular file. It neither follows a link, which may lead anywhere, nor waits for whoever may write into a pipe.
+// openRegular opens a regular file. It neither follows a link, which may lead anywhere, nor waits
+// for whoever may write into a pipe.
 func openRegular(name string, how int) (*os.File, error) {
 	f, err := os.OpenFile(name, how|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_NOCTTY, 0o600)
 	if errors.Is(err, unix.ELOOP) || errors.Is(err, unix.ENXIO) {
@@ -73,7 +74,8 @@ func openRegular(name string, how int) (*os.File, error) {
 	return f, nil
 }
 
-// onFD calls do with f's descriptor, again while it is interrupted by a signal. A failure is reported as that of op on f.
+// onFD calls do with f's descriptor, again while it is interrupted by a signal. A failure is
+// reported as that of op on f.
 func onFD(f *os.File, op string, do func(fd int) error) error {
 	conn, err := f.SyscallConn()
 	if err != nil {
@@ -92,8 +94,9 @@ func onFD(f *os.File, op string, do func(fd int) error) error {
 	return nil
 }
 
-// directAlign asks the kernel (statx, since 6.1) what direct I/O on f must be aligned to. Where it does not know, the block size that the file
-// system likes best will do: never less than 4 KiB, which is a multiple of the sectors of all devices that are in use, and never more than 64 KiB,
+// directAlign asks the kernel (statx, since 6.1) what direct I/O on f must be aligned to. Where it
+// does not know, the block size that the file system likes best will do: never less than 4 KiB,
+// which is a multiple of the sectors of all devices that are in use, and never more than 64 KiB,
 // for what network file systems name there is not an alignment.
 func directAlign(f *os.File) (mem, offset int, err error) {
 	err = onFD(f, "statx", func(fd int) error {
@@ -116,7 +119,8 @@ func directAlign(f *os.File) (mem, offset int, err error) {
 }
 
 func (osFS) MkdirAll(dir string) error {
-	// What is missing, from the innermost directory up; each is made durable in the one that holds it.
+	// What is missing, from the innermost directory up; each is made durable in the one that holds
+	// it.
 	var missing []string
 	for at := filepath.Clean(dir); ; at = filepath.Dir(at) {
 		info, err := os.Stat(at)
@@ -163,7 +167,8 @@ func (osFS) Stat(name string) (Info, error) {
 	if err := retry(func() error { return unix.Stat(name, &st) }); err != nil {
 		return Info{}, &fs.PathError{Op: "stat", Path: name, Err: err}
 	}
-	return Info{Dir: st.Mode&unix.S_IFMT == unix.S_IFDIR, Size: st.Size, Allocated: st.Blocks * 512, ID: FileID{st.Dev, st.Ino}}, nil
+	return Info{Dir: st.Mode&unix.S_IFMT == unix.S_IFDIR, Size: st.Size, Allocated: st.Blocks * 512,
+		ID: FileID{st.Dev, st.Ino}}, nil
 }
 
 func retry(do func() error) error {
@@ -189,7 +194,8 @@ func (osFS) Lock(name string) (io.Closer, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := onFD(f, "flock", func(fd int) error { return unix.Flock(fd, unix.LOCK_EX|unix.LOCK_NB) }); err != nil {
+	if err := onFD(f, "flock",
+		func(fd int) error { return unix.Flock(fd, unix.LOCK_EX|unix.LOCK_NB) }); err != nil {
 		if errors.Is(err, unix.EWOULDBLOCK) {
 			err = &LockedError{Name: name, PID: lockOwner(f)}
 		}
@@ -200,7 +206,8 @@ func (osFS) Lock(name string) (io.Closer, error) {
 	if err == nil {
 		_, err = f.WriteAt(fmt.Appendf(nil, "%d\n", os.Getpid()), 0)
 	}
-	if err != nil && !IsNoSpace(err) { // on a full disk the lock holds all the same, it only cannot say whose it is
+	if err != nil && !IsNoSpace(err) {
+		// on a full disk the lock holds all the same, it only cannot say whose it is
 		f.Close()
 		return nil, err
 	}
@@ -252,7 +259,8 @@ func (f *osFile) Size() (int64, error) {
 func (f *osFile) Datasync() error { return onFD(f.f, "fdatasync", unix.Fdatasync) }
 
 func (f *osFile) Advise(off, n int64, a Advice) error {
-	advice := [...]int{DontNeed: unix.FADV_DONTNEED, Random: unix.FADV_RANDOM, Sequential: unix.FADV_SEQUENTIAL}[a]
+	advice := [...]int{DontNeed: unix.FADV_DONTNEED, Random: unix.FADV_RANDOM,
+		Sequential: unix.FADV_SEQUENTIAL}[a]
 	return onFD(f.f, "fadvise", func(fd int) error { return unix.Fadvise(fd, off, n, advice) })
 }
 
@@ -264,8 +272,9 @@ func (f *osFile) Allocate(off, n int64) error {
 	return err
 }
 
-// allocateByWriting is Allocate where the file system has no fallocate, as posix_fallocate does it: what lies beyond the file's end is written as
-// zeros, and before it a byte of each block is written as it is. It goes through a descriptor of its own, which may write unaligned.
+// allocateByWriting is Allocate where the file system has no fallocate, as posix_fallocate does it:
+// what lies beyond the file's end is written as zeros, and before it a byte of each block is
+// written as it is. It goes through a descriptor of its own, which may write unaligned.
 func (f *osFile) allocateByWriting(off, n int64) error {
 	g, err := os.OpenFile(f.f.Name(), os.O_RDWR, 0)
 	if err != nil {
@@ -294,6 +303,7 @@ func (f *osFile) allocateByWriting(off, n int64) error {
 		}
 		at += int64(m)
 	}
-	// If writing fell short of off (off beyond the end), the hole before it reads as zero, as it should.
+	// If writing fell short of off (off beyond the end), the hole before it reads as zero, as it
+	// should.
 	return g.Sync()
 }

@@ -33,9 +33,11 @@ type MigrationFigures struct {
 // every is how often a lookup is due.
 const every = 500 * time.Microsecond
 
-// Measure has a device's chunks move to another while lookups come in, and lookups come in without that for as long.
+// Measure has a device's chunks move to another while lookups come in, and lookups come in without
+// that for as long.
 func (o Migration) Measure(ctx context.Context) (f MigrationFigures, err error) {
-	if o.SlotBytes < pagesPerSlot*256 || o.Chunks < 1 || o.Rounds < 1 || o.Run < 1 || o.Run > o.Chunks {
+	if o.SlotBytes < pagesPerSlot*256 || o.Chunks < 1 || o.Rounds < 1 || o.Run < 1 ||
+		o.Run > o.Chunks {
 		return f, fmt.Errorf("bench of %d chunks of %d bytes in runs of %d, %d rounds: want 1 or more", o.Chunks, o.SlotBytes, o.Run, o.Rounds)
 	}
 	dir, remove, err := makeDir(o.Dir)
@@ -47,13 +49,15 @@ func (o Migration) Measure(ctx context.Context) (f MigrationFigures, err error) 
 	if err := dax.CheckBudget(3*size, dax.KindMemfd, dax.BudgetReserve); err != nil {
 		return f, err
 	}
-	devices := []daxtier.DeviceSpec{{Path: filepath.Join(dir, "dax0.0"), SizeBytes: size}, {Path: filepath.Join(dir, "dax1.0"), SizeBytes: size}}
+	devices := []daxtier.DeviceSpec{{Path: filepath.Join(dir, "dax0.0"), SizeBytes: size},
+		{Path: filepath.Join(dir, "dax1.0"), SizeBytes: size}}
 	p, err := daxtier.Open(daxtier.Options{Devices: devices, AllowFiles: true, HotPlug: true})
 	if err != nil {
 		return f, err
 	}
 	defer func() { err = errors.Join(err, p.Close()) }()
-	g := tiers.Geometry{PageBytes: o.SlotBytes / pagesPerSlot, PagesPerChunk: pagesPerSlot, PageTokens: 16, DigestBytes: 32}
+	g := tiers.Geometry{PageBytes: o.SlotBytes / pagesPerSlot, PagesPerChunk: pagesPerSlot,
+		PageTokens: 16, DigestBytes: 32}
 	space := &tiers.Space{Fingerprint: tiers.FingerprintOf(fmt.Append(nil, g)), Geometry: g}
 	whole := tiers.Run{Space: space}
 	for i := range o.Chunks {
@@ -63,7 +67,8 @@ func (o Migration) Measure(ctx context.Context) (f MigrationFigures, err error) 
 	fill(bytes)
 	var stored error
 	for i := range o.Chunks {
-		p.Store(ctx, []tiers.Transfer{{Run: whole.Chunk(i), Bytes: bytes}}, func(_ int, err error) { stored = errors.Join(stored, err) })
+		p.Store(ctx, []tiers.Transfer{{Run: whole.Chunk(i), Bytes: bytes}},
+			func(_ int, err error) { stored = errors.Join(stored, err) })
 	}
 	if stored != nil {
 		return f, stored
@@ -105,17 +110,21 @@ func (o Migration) Measure(ctx context.Context) (f MigrationFigures, err error) 
 			return f, err
 		}
 		if after := p.Stats().UsedBytes; after != before {
-			return f, fmt.Errorf("bench: %d bytes were held, and %d are after a migration", before, after)
+			return f, fmt.Errorf("bench: %d bytes were held, and %d are after a migration", before,
+				after)
 		}
 		if round > 0 { // whose memory was not touched yet
-			f.With, f.Without, f.Speed = append(f.With, with), append(f.Without, without), append(f.Speed, float64(moved)/1e9/took.Seconds())
+			f.With, f.Without, f.Speed = append(f.With, with), append(f.Without, without),
+				append(f.Speed, float64(moved)/1e9/took.Seconds())
 		}
 	}
 	return f, nil
 }
 
-// lookups asks for a run again and again until over, and answers the 99th percentile of how long after it was due a lookup had its answer, in µs.
-func lookups(ctx context.Context, p *daxtier.Pool, run tiers.Run, over func() bool) (p99 float64, err error) {
+// lookups asks for a run again and again until over, and answers the 99th percentile of how long
+// after it was due a lookup had its answer, in µs.
+func lookups(ctx context.Context, p *daxtier.Pool, run tiers.Run, over func() bool) (p99 float64,
+	err error) {
 	held := make([]uint16, run.Chunks())
 	var all []float64
 	for due := time.Now().Add(every); len(all) == 0 || !over(); due = due.Add(every) {

@@ -1,4 +1,5 @@
-// Package poolbench measures the tier on DAX devices: restores and stores beside a bare copy loop, how fast a pool with many slots opens, and what lookups feel of a migration.
+// Package poolbench measures the tier on DAX devices: restores and stores beside a bare copy loop,
+// how fast a pool with many slots opens, and what lookups feel of a migration.
 package daxbench
 
 import (
@@ -20,7 +21,8 @@ import (
 
 // Transfers says what to move.
 type Transfers struct {
-	// Dir is where files are made that stand in for devices: in memory, or the disk is what is measured. Default /dev/shm.
+	// Dir is where files are made that stand in for devices: in memory, or the disk is what is
+	// measured. Default /dev/shm.
 	Dir       string
 	SlotBytes int64 // of a chunk of 16 pages
 	Chunks    int   // that are restored and stored a round
@@ -30,7 +32,8 @@ type Transfers struct {
 	Rounds    int
 }
 
-// Figures has values in GB/s, one or more for each round: those of small chunks, which are soon moved, are measured several times.
+// Figures has values in GB/s, one or more for each round: those of small chunks, which are soon
+// moved, are measured several times.
 type Figures struct {
 	Memory         string // what the arena is made of
 	Chunks         int    // fewer than wanted where memory is short
@@ -75,7 +78,8 @@ func makeDir(dir string) (path string, remove func(error) error, err error) {
 // Run stores and restores chunks, a bare loop copying as much with as many threads in between.
 func (o Transfers) Run(ctx context.Context) (f Figures, err error) {
 	if o.SlotBytes < pagesPerSlot*256 || o.Chunks < 1 || o.Rounds < 1 || o.Threads < 1 {
-		return f, fmt.Errorf("bench of %d slots of %d bytes, %d threads, %d rounds: want 1 or more", o.Chunks, o.SlotBytes, o.Threads, o.Rounds)
+		return f, fmt.Errorf("bench of %d slots of %d bytes, %d threads, %d rounds: want 1 or more",
+			o.Chunks, o.SlotBytes, o.Threads, o.Rounds)
 	}
 	n := o.Chunks
 	sizes := func() (device, arena int64) {
@@ -84,7 +88,8 @@ func (o Transfers) Run(ctx context.Context) (f Figures, err error) {
 	}
 	for n > 1 {
 		device, arena := sizes()
-		if dax.CheckBudget(2*(device+2*arena), dax.KindMemfd, dax.BudgetReserve) == nil { // half of what there is
+		if dax.CheckBudget(2*(device+2*arena), dax.KindMemfd, dax.BudgetReserve) == nil {
+			// half of what there is
 			break
 		}
 		n /= 2
@@ -96,14 +101,17 @@ func (o Transfers) Run(ctx context.Context) (f Figures, err error) {
 		return f, err
 	}
 	defer func() { err = remove(err) }()
-	arena, err := dax.Create(dax.Options{Kind: o.Kind, SizeBytes: arenaSize, NUMANode: dax.NoNUMANode, Populate: true})
+	arena, err := dax.Create(dax.Options{Kind: o.Kind, SizeBytes: arenaSize,
+		NUMANode: dax.NoNUMANode, Populate: true})
 	if err != nil {
 		return f, err
 	}
 	defer func() { err = errors.Join(err, arena.Close()) }()
 	f.Memory = string(arena.Kind())
 	p, err := daxtier.Open(daxtier.Options{
-		Devices: []daxtier.DeviceSpec{{Path: filepath.Join(dir, "dax0.0"), SizeBytes: device}}, AllowFiles: true, SlabBytes: device, Policy: "lru", // what is stored last stays
+		// what is stored last stays
+		Devices:    []daxtier.DeviceSpec{{Path: filepath.Join(dir, "dax0.0"), SizeBytes: device}},
+		AllowFiles: true, SlabBytes: device, Policy: "lru",
 		LoadWorkers: o.Threads, StoreWorkers: o.Threads, MaxRegions: o.Regions,
 	})
 	if err != nil {
@@ -111,13 +119,17 @@ func (o Transfers) Run(ctx context.Context) (f Figures, err error) {
 	}
 	defer func() { err = errors.Join(err, p.Close()) }()
 	// The limit is on memory of the same kind.
-	limit, err := dax.OpenDevice(dax.DeviceOptions{Path: filepath.Join(dir, "limit"), SizeBytes: (arenaSize + dax.HugePageSize - 1) / dax.HugePageSize * dax.HugePageSize, AllowFile: true})
+	limit, err := dax.OpenDevice(dax.DeviceOptions{Path: filepath.Join(dir, "limit"),
+		SizeBytes: (arenaSize + dax.HugePageSize - 1) / dax.HugePageSize * dax.HugePageSize,
+		AllowFile: true})
 	if err != nil {
 		return f, err
 	}
 	defer func() { err = errors.Join(err, limit.Close()) }()
-	g := tiers.Geometry{PageBytes: o.SlotBytes / pagesPerSlot, PagesPerChunk: pagesPerSlot, PageTokens: 16, DigestBytes: 32}
-	m := mover{o: o, p: p, n: n, arena: arena.Bytes(), limit: limit.Bytes(), space: &tiers.Space{Fingerprint: tiers.FingerprintOf(fmt.Append(nil, g)), Geometry: g}}
+	g := tiers.Geometry{PageBytes: o.SlotBytes / pagesPerSlot, PagesPerChunk: pagesPerSlot,
+		PageTokens: 16, DigestBytes: 32}
+	m := mover{o: o, p: p, n: n, arena: arena.Bytes(), limit: limit.Bytes(),
+		space: &tiers.Space{Fingerprint: tiers.FingerprintOf(fmt.Append(nil, g)), Geometry: g}}
 	fill(m.arena)
 	copy(m.limit, m.arena)
 	// The pages of the files are mapped by the first turn, which does not count.
@@ -133,8 +145,16 @@ func (o Transfers) Run(ctx context.Context) (f Figures, err error) {
 				d = &f.Store
 			}
 			ways := []func() error{
-				func() (err error) { d.Tier, err = m.move(ctx, batches, store, d.Tier); return err },
-				func() error { d.Plain = m.loop(store, func(dst, src []byte) { copy(dst, src) }, d.Plain); return nil },
+				func() (err error) {
+					d.Tier, err = m.move(ctx, batches, store,
+						d.Tier)
+					return err
+				},
+				func() error {
+					d.Plain = m.loop(store, func(dst, src []byte) { copy(dst, src) },
+						d.Plain)
+					return nil
+				},
 				func() error {
 					d.Side = m.loop(store, func(dst, src []byte) { memcopy.Copy(dst, src) }, d.Side)
 					return nil
@@ -174,14 +194,16 @@ type mover struct {
 	space        *tiers.Space
 }
 
-// batches is what to store and then to restore in a turn: new chunks, in calls of what the arena holds.
+// batches is what to store and then to restore in a turn: new chunks, in calls of what the arena
+// holds.
 func (m *mover) batches(turn int) (calls [][]tiers.Transfer) {
 	size := int(m.o.SlotBytes)
 	per := len(m.arena) / size
 	for from := 0; from < m.n; from += per {
 		ts := make([]tiers.Transfer, min(per, m.n-from))
 		for i := range ts {
-			ts[i] = tiers.Transfer{Run: tiers.Run{Space: m.space, Hashes: digests(nil, turn*m.n+from+i)}, Bytes: m.arena[i*size : (i+1)*size]}
+			ts[i] = tiers.Transfer{Run: tiers.Run{Space: m.space,
+				Hashes: digests(nil, turn*m.n+from+i)}, Bytes: m.arena[i*size : (i+1)*size]}
 		}
 		calls = append(calls, ts)
 	}
@@ -189,7 +211,8 @@ func (m *mover) batches(turn int) (calls [][]tiers.Transfer) {
 }
 
 // move stores chunks, or restores them, and appends how many GB/s that came to.
-func (m *mover) move(ctx context.Context, batches [][]tiers.Transfer, store bool, speeds []float64) ([]float64, error) {
+func (m *mover) move(ctx context.Context, batches [][]tiers.Transfer, store bool,
+	speeds []float64) ([]float64, error) {
 	var failed atomic.Pointer[error]
 	done := func(_ int, err error) {
 		if err != nil {
@@ -214,7 +237,8 @@ func (m *mover) move(ctx context.Context, batches [][]tiers.Transfer, store bool
 // gigabytes is what goes each way in a turn.
 func (m *mover) gigabytes() float64 { return float64(m.n) * float64(m.o.SlotBytes) / 1e9 }
 
-// loop copies as much between the arena and the memory that is the limit, with as many threads, and appends how many GB/s that came to.
+// loop copies as much between the arena and the memory that is the limit, with as many threads, and
+// appends how many GB/s that came to.
 func (m *mover) loop(store bool, do func(dst, src []byte), speeds []float64) []float64 {
 	size := int(m.o.SlotBytes)
 	per := len(m.arena) / size

@@ -13,7 +13,8 @@ func TestMain(m *testing.M) { leak.Main(m) }
 // What the benches measure works; how fast is not asked here.
 func TestBenches(t *testing.T) {
 	dir := t.TempDir()
-	f, err := Transfers{Dir: dir, SlotBytes: 256 << 10, Chunks: 10, Threads: 2, Kind: dax.KindMemfd, Rounds: 2}.Run(t.Context())
+	f, err := Transfers{Dir: dir, SlotBytes: 256 << 10, Chunks: 10, Threads: 2, Kind: dax.KindMemfd,
+		Rounds: 2}.Run(t.Context())
 	if err != nil || f.Chunks != 10 || f.Memory != "memfd" {
 		t.Errorf("%+v, %v", f, err)
 	}
@@ -32,18 +33,25 @@ func TestBenches(t *testing.T) {
 	if err != nil || len(seconds) != 2 {
 		t.Errorf("%v, %v", seconds, err)
 	}
-	m, err := Migration{Dir: dir, SlotBytes: 256 << 10, Chunks: 100, Run: 20, Rounds: 2}.Measure(t.Context())
+	m, err := Migration{Dir: dir, SlotBytes: 256 << 10, Chunks: 100, Run: 20, Rounds: 2}.Measure(
+		t.Context())
 	if err != nil || len(m.With) != 2 || len(m.Without) != 2 || len(m.Speed) != 2 {
 		t.Errorf("%+v, %v", m, err)
 	}
 	for _, err := range []error{
 		func() error {
-			_, err := Transfers{Dir: dir, SlotBytes: 1, Chunks: 1, Threads: 1, Rounds: 1}.Run(t.Context())
+			_, err := Transfers{Dir: dir, SlotBytes: 1, Chunks: 1, Threads: 1, Rounds: 1}.Run(
+				t.Context())
 			return err
 		}(),
-		func() error { _, err := Recovery{Dir: dir, Chunks: 1, Rounds: 1}.Run(t.Context()); return err }(),
 		func() error {
-			_, err := Migration{Dir: dir, SlotBytes: 1 << 20, Chunks: 1, Run: 2, Rounds: 1}.Measure(t.Context())
+			_, err := Recovery{Dir: dir, Chunks: 1, Rounds: 1}.Run(
+				t.Context())
+			return err
+		}(),
+		func() error {
+			_, err := Migration{Dir: dir, SlotBytes: 1 << 20, Chunks: 1, Run: 2, Rounds: 1}.Measure(
+				t.Context())
 			return err
 		}(),
 	} {

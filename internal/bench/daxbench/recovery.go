@@ -34,7 +34,8 @@ const (
 // digests writes those of the pages of the n-th chunk, whose prefix has 64 chunks.
 func digests(buf []byte, n int) []byte {
 	for i := range pagesPerSlot * 4 {
-		buf = binary.LittleEndian.AppendUint64(buf, xxh3.HashSeed(nil, uint64(n*pagesPerSlot*4+i)+1))
+		buf = binary.LittleEndian.AppendUint64(buf, xxh3.HashSeed(nil, uint64(n*pagesPerSlot*4+i)+
+			1))
 	}
 	return buf
 }
@@ -42,16 +43,22 @@ func digests(buf []byte, n int) []byte {
 // Run makes the pool and opens it a few times. It answers the seconds that each took.
 func (o Recovery) Run(ctx context.Context) (seconds []float64, err error) {
 	if o.Chunks < recoverySlabs || o.Rounds < 1 {
-		return nil, fmt.Errorf("bench of %d chunks, %d rounds: want %d or more, and 1", o.Chunks, o.Rounds, recoverySlabs)
+		return nil, fmt.Errorf("bench of %d chunks, %d rounds: want %d or more, and 1", o.Chunks,
+			o.Rounds, recoverySlabs)
 	}
 	dir, remove, err := makeDir(o.Dir)
 	if err != nil {
 		return nil, err
 	}
 	defer func() { err = remove(err) }()
-	space := tiers.Space{Fingerprint: tiers.FingerprintOf([]byte("recovery")), Geometry: tiers.Geometry{PageBytes: recoveryPage, PagesPerChunk: pagesPerSlot, PageTokens: 16, DigestBytes: 32}}
-	each := (int64(o.Chunks/recoverySlabs+2)*(recoveryPage*pagesPerSlot+1024) + 1<<20) / media.BlockBytes * media.BlockBytes
-	device := dax.DeviceOptions{Path: filepath.Join(dir, "dax0.0"), SizeBytes: (recoverySlabs*each + 2*dax.HugePageSize) / dax.HugePageSize * dax.HugePageSize, AllowFile: true}
+	space := tiers.Space{Fingerprint: tiers.FingerprintOf([]byte("recovery")),
+		Geometry: tiers.Geometry{PageBytes: recoveryPage, PagesPerChunk: pagesPerSlot,
+			PageTokens: 16, DigestBytes: 32}}
+	each := (int64(o.Chunks/recoverySlabs+2)*(recoveryPage*pagesPerSlot+1024) +
+		1<<20) / media.BlockBytes * media.BlockBytes
+	device := dax.DeviceOptions{Path: filepath.Join(dir, "dax0.0"),
+		SizeBytes: (recoverySlabs*each + 2*dax.HugePageSize) / dax.HugePageSize * dax.HugePageSize,
+		AllowFile: true}
 	if err := dax.CheckBudget(device.SizeBytes*5/4, dax.KindMemfd, dax.BudgetReserve); err != nil {
 		return nil, err
 	}
@@ -60,7 +67,8 @@ func (o Recovery) Run(ctx context.Context) (seconds []float64, err error) {
 		return nil, err
 	}
 	for i := range recoverySlabs {
-		if err := o.makeSlab(fsys, filepath.Join(device.Path, slab.SlabName(uint32(i))), i, each, &space); err != nil {
+		if err := o.makeSlab(fsys, filepath.Join(device.Path, slab.SlabName(uint32(i))), i, each,
+			&space); err != nil {
 			return nil, errors.Join(err, fsys.Close())
 		}
 	}
@@ -72,7 +80,8 @@ func (o Recovery) Run(ctx context.Context) (seconds []float64, err error) {
 			return nil, context.Cause(ctx)
 		}
 		start := time.Now()
-		p, err := daxtier.Open(daxtier.Options{Devices: []daxtier.DeviceSpec{{Path: device.Path}}, AllowFiles: true})
+		p, err := daxtier.Open(daxtier.Options{Devices: []daxtier.DeviceSpec{{Path: device.Path}},
+			AllowFiles: true})
 		if err != nil {
 			return nil, err
 		}
@@ -82,14 +91,16 @@ func (o Recovery) Run(ctx context.Context) (seconds []float64, err error) {
 			return nil, err
 		}
 		if st.Chunks != int64(o.Chunks) || st.Pages != int64(o.Chunks*pagesPerSlot) {
-			return nil, fmt.Errorf("bench: %d chunks of %d were found: %+v", st.Chunks, o.Chunks, st)
+			return nil, fmt.Errorf("bench: %d chunks of %d were found: %+v", st.Chunks, o.Chunks,
+				st)
 		}
 	}
 	return seconds, nil
 }
 
 // makeSlab makes a slab that holds every recoverySlabs-th chunk.
-func (o Recovery) makeSlab(fsys *mapped.FS, name string, index int, size int64, space *tiers.Space) (err error) {
+func (o Recovery) makeSlab(fsys *mapped.FS, name string, index int, size int64,
+	space *tiers.Space) (err error) {
 	n := (o.Chunks - index + recoverySlabs - 1) / recoverySlabs
 	l, err := media.NewLayout(space.Geometry, size)
 	if err != nil {
@@ -98,7 +109,8 @@ func (o Recovery) makeSlab(fsys *mapped.FS, name string, index int, size int64, 
 	if l.Slots < n {
 		return fmt.Errorf("bench: %d slots for %d chunks", l.Slots, n)
 	}
-	h := media.Header{Index: uint32(index), Bytes: size, Format: uint64(index) + 1, Epoch: 1, Stable: uint64(o.Chunks), Layout: l}
+	h := media.Header{Index: uint32(index), Bytes: size, Format: uint64(index) + 1, Epoch: 1,
+		Stable: uint64(o.Chunks), Layout: l}
 	file, err := fsys.OpenFile(name, vfs.Create|vfs.Exclusive)
 	if err != nil {
 		return err
@@ -121,7 +133,8 @@ func (o Recovery) makeSlab(fsys *mapped.FS, name string, index int, size int64, 
 		for i := range m {
 			c := (slot+i)*recoverySlabs + index
 			hashes = digests(hashes[:0], c)
-			e := media.Entry{Generation: media.Generation(1, uint64(slot+i)), Commit: uint64(c) + 1, Space: space.Fingerprint, Pages: pagesPerSlot, Digests: hashes, Sums: sums}
+			e := media.Entry{Generation: media.Generation(1, uint64(slot+i)), Commit: uint64(c) + 1,
+				Space: space.Fingerprint, Pages: pagesPerSlot, Digests: hashes, Sums: sums}
 			if e.First = c % 64 * pagesPerSlot; e.First > 0 {
 				before = digests(before[:0], c-1)
 				e.Prev = before[len(before)-space.Geometry.DigestBytes:]

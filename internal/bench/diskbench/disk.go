@@ -38,14 +38,16 @@ type Figures struct {
 	Memory      string    // what the bytes lie in, and fio's
 	Write, FioW []float64 // GB/s
 	Read, FioR  []float64 // GB/s
-	// BareW and BareR, in GB/s, are what a loop does that moves the same requests between a file and all of the tier's memory. fio has but the memory of the requests under way: where that
+	// BareW and BareR, in GB/s, are what a loop does that moves the same requests between a file
+	// and all of the tier's memory. fio has but the memory of the requests under way: where that
 	// fits into a cache of the processor, it is faster than any memory that bytes can stay in.
 	BareW, BareR   []float64
 	WriteC, ReadC  []float64 // cores that were busy with it in this process, in the kernel too
 	CachedFraction float64   // of the store's bytes, that are in the page cache at the end
 }
 
-// batch is how many chunks one call moves at most, and batchBytes how many bytes: a tier's queue hands it that much.
+// batch is how many chunks one call moves at most, and batchBytes how many bytes: a tier's queue
+// hands it that much.
 const (
 	batch      = 64
 	batchBytes = 256 << 20
@@ -55,7 +57,8 @@ const (
 func (o Transfers) Run(ctx context.Context) (f Figures, err error) {
 	n := int(o.Bytes / o.SlotBytes)
 	if n < 1 || o.Rounds < 1 {
-		return f, fmt.Errorf("bench of %d slots of %d bytes, %d rounds: want 1 or more", n, o.SlotBytes, o.Rounds)
+		return f, fmt.Errorf("bench of %d slots of %d bytes, %d rounds: want 1 or more", n,
+			o.SlotBytes, o.Rounds)
 	}
 	fio, err := exec.LookPath("fio")
 	if err != nil {
@@ -66,21 +69,25 @@ func (o Transfers) Run(ctx context.Context) (f Figures, err error) {
 		return f, err
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
-	arena, err := dax.Create(dax.Options{Kind: o.Kind, SizeBytes: min(batchBytes, int64(n)*o.SlotBytes), NUMANode: dax.NoNUMANode, Populate: true})
+	arena, err := dax.Create(dax.Options{Kind: o.Kind, SizeBytes: min(batchBytes,
+		int64(n)*o.SlotBytes), NUMANode: dax.NoNUMANode, Populate: true})
 	if err != nil {
 		return f, err
 	}
 	defer func() { err = errors.Join(err, arena.Close()) }()
 	fill(arena.Bytes())
 	d, err := slab.Open(slab.Options{
-		Dirs: []string{path.Join(dir, "store")}, CapacityBytes: (int64(n)*(o.SlotBytes+64<<10) + 64<<20) / 4096 * 4096, SlabBytes: int64(n)*(o.SlotBytes+64<<10) + 64<<20,
-		Workers: o.Workers, PieceBytes: int(min(o.Piece, o.SlotBytes)), Policy: "lru", // what is stored last stays
+		Dirs: []string{path.Join(dir, "store")}, CapacityBytes: (int64(n)*(o.SlotBytes+64<<10) +
+			64<<20) / 4096 * 4096, SlabBytes: int64(n)*(o.SlotBytes+64<<10) + 64<<20,
+		// what is stored last stays
+		Workers: o.Workers, PieceBytes: int(min(o.Piece, o.SlotBytes)), Policy: "lru",
 	})
 	if err != nil {
 		return f, err
 	}
 	defer func() { err = errors.Join(err, d.Close()) }()
-	limit := fioJob{fio: fio, file: path.Join(dir, "fio"), bytes: o.Bytes, request: min(o.Piece, o.SlotBytes), depth: o.Workers}
+	limit := fioJob{fio: fio, file: path.Join(dir, "fio"), bytes: o.Bytes,
+		request: min(o.Piece, o.SlotBytes), depth: o.Workers}
 	limit.memory(arena.Kind())
 	f.Memory = fmt.Sprintf("%s, fio %s", arena.Kind(), limit.mem)
 	// The files' blocks are allocated by the first round, which does not count.
@@ -104,9 +111,11 @@ func (o Transfers) Run(ctx context.Context) (f Figures, err error) {
 			switch {
 			case round == 0:
 			case write:
-				f.Write, f.WriteC, f.FioW, f.BareW = append(f.Write, speed), append(f.WriteC, cores), append(f.FioW, fast), append(f.BareW, loop)
+				f.Write, f.WriteC, f.FioW, f.BareW = append(f.Write, speed),
+					append(f.WriteC, cores), append(f.FioW, fast), append(f.BareW, loop)
 			default:
-				f.Read, f.ReadC, f.FioR, f.BareR = append(f.Read, speed), append(f.ReadC, cores), append(f.FioR, fast), append(f.BareR, loop)
+				f.Read, f.ReadC, f.FioR, f.BareR = append(f.Read, speed), append(f.ReadC, cores),
+					append(f.FioR, fast), append(f.BareR, loop)
 			}
 		}
 	}
@@ -131,10 +140,14 @@ func fill(p []byte) {
 const pagesPerSlot = 16
 
 // move stores n new chunks, or loads those of the round. It answers GB/s, and the cores used.
-func (o Transfers) move(ctx context.Context, d *slab.Disk, arena []byte, n, round int, write bool) (speed, cores float64, err error) {
-	g := tiers.Geometry{PageBytes: o.SlotBytes / pagesPerSlot, PagesPerChunk: pagesPerSlot, PageTokens: 16, DigestBytes: 32}
+func (o Transfers) move(ctx context.Context, d *slab.Disk, arena []byte, n, round int,
+	write bool) (speed, cores float64, err error) {
+	g := tiers.Geometry{PageBytes: o.SlotBytes / pagesPerSlot, PagesPerChunk: pagesPerSlot,
+		PageTokens: 16, DigestBytes: 32}
 	space := tiers.Space{Fingerprint: tiers.FingerprintOf(fmt.Append(nil, g)), Geometry: g}
-	const callers = 2 // so that one's requests are under way while the other syncs, as the workers of a tier's queue do it
+	// so that one's requests are under way while the other syncs, as the workers of a tier's queue
+	// do it
+	const callers = 2
 	per := max(1, min(batch, int(int64(len(arena))/o.SlotBytes))/callers)
 	var failed atomic.Pointer[error]
 	var next atomic.Int64
@@ -151,7 +164,8 @@ func (o Transfers) move(ctx context.Context, d *slab.Disk, arena []byte, n, roun
 				ts := make([]tiers.Transfer, min(per, n-from))
 				for i := range ts {
 					ts[i] = tiers.Transfer{
-						Run:   tiers.Run{Space: &space, Hashes: digests(nil, round*n+from+i, g.PagesPerChunk)},
+						Run: tiers.Run{Space: &space, Hashes: digests(nil, round*n+from+i,
+							g.PagesPerChunk)},
 						Bytes: at[int64(i)*o.SlotBytes : int64(i+1)*o.SlotBytes],
 					}
 				}
@@ -176,7 +190,8 @@ func (o Transfers) move(ctx context.Context, d *slab.Disk, arena []byte, n, roun
 	return float64(n) * float64(o.SlotBytes) / 1e9 / took, (cpuSeconds() - cpu) / took, nil
 }
 
-// bareLoop moves what fio's job moves, with the same requests, as many at a time, from and to all of the memory. It answers GB/s.
+// bareLoop moves what fio's job moves, with the same requests, as many at a time, from and to all
+// of the memory. It answers GB/s.
 func bareLoop(name string, memory []byte, j fioJob, write bool) (gbs float64, err error) {
 	file, err := vfs.OS.OpenFile(name, vfs.Direct)
 	if err != nil {
@@ -224,7 +239,8 @@ func cpuSeconds() float64 {
 	return float64(u.Utime.Nano()+u.Stime.Nano()) / 1e9
 }
 
-// cachedBytes is how much of a file is in the page cache; 0 where the kernel does not tell (before 6.5).
+// cachedBytes is how much of a file is in the page cache; 0 where the kernel does not tell (before
+// 6.5).
 func cachedBytes(name string) (int64, error) {
 	f, err := os.Open(name)
 	if err != nil {
@@ -268,9 +284,12 @@ func (j *fioJob) run(ctx context.Context, write bool) (gbs float64, err error) {
 	}
 	each := j.bytes / int64(j.depth) / j.request * j.request
 	args := []string{
-		"--name=limit", "--filename=" + j.file, "--rw=" + rw, "--bs=" + strconv.FormatInt(j.request, 10), "--direct=1", "--ioengine=psync", "--thread",
-		"--numjobs=" + strconv.Itoa(j.depth), "--size=" + strconv.FormatInt(each, 10), "--offset_increment=" + strconv.FormatInt(each, 10),
-		"--filesize=" + strconv.FormatInt(each*int64(j.depth), 10), "--mem=" + j.mem, "--group_reporting", "--output-format=json", "--fallocate=posix", "--end_fsync=1",
+		"--name=limit", "--filename=" + j.file, "--rw=" + rw, "--bs=" + strconv.FormatInt(j.request,
+			10), "--direct=1", "--ioengine=psync", "--thread",
+		"--numjobs=" + strconv.Itoa(j.depth), "--size=" + strconv.FormatInt(each, 10),
+		"--offset_increment=" + strconv.FormatInt(each, 10),
+		"--filesize=" + strconv.FormatInt(each*int64(j.depth), 10), "--mem=" + j.mem,
+		"--group_reporting", "--output-format=json", "--fallocate=posix", "--end_fsync=1",
 		"--refill_buffers=0", "--iomem_align=2M",
 	}
 	cmd := exec.CommandContext(ctx, j.fio, args...)

@@ -1,4 +1,5 @@
-// Package diskbench measures the disk tier: how fast it moves chunks beside fio, and how fast it opens a store with many of them.
+// Package diskbench measures the disk tier: how fast it moves chunks beside fio, and how fast it
+// opens a store with many of them.
 package diskbench
 
 import (
@@ -33,8 +34,9 @@ type Recovery struct {
 
 // RecoveryFigures has a value for each round.
 type RecoveryFigures struct {
-	Seconds   []float64 // to open the store, its directories not in the page cache
-	BareS     []float64 // to read and hash the same directories with as many goroutines, and do nothing else
+	Seconds []float64 // to open the store, its directories not in the page cache
+	// to read and hash the same directories with as many goroutines, and do nothing else
+	BareS     []float64
 	MemoryB   []float64 // resident after it, for each chunk
 	EntryB    int       // of the directory, for each chunk
 	SlabCount int
@@ -55,14 +57,16 @@ func digests(buf []byte, n, ppc int) []byte {
 // Run makes the store and opens it a few times.
 func (o Recovery) Run(ctx context.Context) (f RecoveryFigures, err error) {
 	if o.Chunks < recoverySlabs || o.Rounds < 1 || o.PagesPerChunk < 1 {
-		return f, fmt.Errorf("bench of %d chunks of %d pages, %d rounds: want %d or more, 1 and 1", o.Chunks, o.PagesPerChunk, o.Rounds, recoverySlabs)
+		return f, fmt.Errorf("bench of %d chunks of %d pages, %d rounds: want %d or more, 1 and 1",
+			o.Chunks, o.PagesPerChunk, o.Rounds, recoverySlabs)
 	}
 	dir, err := os.MkdirTemp(o.Dir, "lookaside-recovery-")
 	if err != nil {
 		return f, err
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
-	recoverySpace.Geometry = tiers.Geometry{PageBytes: o.PageBytes, PagesPerChunk: o.PagesPerChunk, PageTokens: 16, DigestBytes: 32}
+	recoverySpace.Geometry = tiers.Geometry{PageBytes: o.PageBytes, PagesPerChunk: o.PagesPerChunk,
+		PageTokens: 16, DigestBytes: 32}
 	var capacity int64
 	var layouts []media.Layout
 	for i := range recoverySlabs {
@@ -98,11 +102,13 @@ func (o Recovery) Run(ctx context.Context) (f RecoveryFigures, err error) {
 func (o Recovery) makeSlab(name string, index int) (l media.Layout, err error) {
 	n := (o.Chunks - index + recoverySlabs - 1) / recoverySlabs
 	g := recoverySpace.Geometry
-	size := (2*media.BlockBytes + int64(n+1)*(g.PageBytes*int64(g.PagesPerChunk)+int64(g.PagesPerChunk*48)+4*media.BlockBytes)) / media.BlockBytes * media.BlockBytes
+	size := (2*media.BlockBytes + int64(n+1)*(g.PageBytes*int64(g.PagesPerChunk)+
+		int64(g.PagesPerChunk*48)+4*media.BlockBytes)) / media.BlockBytes * media.BlockBytes
 	if l, err = media.NewLayout(g, size); err != nil {
 		return l, err
 	}
-	h := media.Header{Index: uint32(index), Bytes: size, Format: uint64(index) + 1, Epoch: 1, Stable: uint64(o.Chunks), Layout: l}
+	h := media.Header{Index: uint32(index), Bytes: size, Format: uint64(index) + 1, Epoch: 1,
+		Stable: uint64(o.Chunks), Layout: l}
 	file, err := vfs.OS.OpenFile(name, vfs.Create|vfs.Exclusive)
 	if err != nil {
 		return l, err
@@ -125,7 +131,9 @@ func (o Recovery) makeSlab(name string, index int) (l media.Layout, err error) {
 		for i := range m {
 			c := (slot+i)*recoverySlabs + index
 			hashes = digests(hashes[:0], c, g.PagesPerChunk)
-			e := media.Entry{Generation: media.Generation(1, uint64(slot+i)), Commit: uint64(c) + 1, Space: recoverySpace.Fingerprint, Pages: g.PagesPerChunk, Digests: hashes, Sums: sums}
+			e := media.Entry{Generation: media.Generation(1, uint64(slot+i)), Commit: uint64(c) + 1,
+				Space: recoverySpace.Fingerprint, Pages: g.PagesPerChunk, Digests: hashes,
+				Sums: sums}
 			if e.First = c % 64 * g.PagesPerChunk; e.First > 0 {
 				before = digests(before[:0], c-1, g.PagesPerChunk)
 				e.Prev = before[len(before)-g.DigestBytes:]
@@ -153,7 +161,8 @@ func readDirectories(dir string, layouts []media.Layout) (time.Duration, error) 
 			}
 			defer buf.Close()
 			for i := w; i < len(layouts); i += len(errs) {
-				f, err := vfs.OS.OpenFile(path.Join(dir, slab.SlabName(uint32(i))), vfs.ReadOnly|vfs.Direct)
+				f, err := vfs.OS.OpenFile(path.Join(dir, slab.SlabName(uint32(i))),
+					vfs.ReadOnly|vfs.Direct)
 				if errors.Is(err, vfs.ErrNoDirect) {
 					f, err = vfs.OS.OpenFile(path.Join(dir, slab.SlabName(uint32(i))), vfs.ReadOnly)
 				}
@@ -161,7 +170,8 @@ func readDirectories(dir string, layouts []media.Layout) (time.Duration, error) 
 					errs[w] = err
 					return
 				}
-				for at := layouts[i].EntryOffset(0); at < layouts[i].DataOffset; at += int64(len(buf.Slice())) {
+				for at := layouts[i].EntryOffset(0); at < layouts[i].DataOffset; at += int64(
+					len(buf.Slice())) {
 					p := buf.Slice()[:min(int64(len(buf.Slice())), layouts[i].DataOffset-at)]
 					if _, err := f.ReadAt(p, at); err != nil {
 						errs[w] = errors.Join(err, f.Close())
@@ -194,7 +204,8 @@ func (o Recovery) open(dir string, capacity int64, f *RecoveryFigures) (err erro
 		return err
 	}
 	f.MemoryB = append(f.MemoryB, float64(after-before)/float64(o.Chunks))
-	if st := d.Stats(); st.Chunks != int64(o.Chunks) || st.Pages != int64(o.Chunks*o.PagesPerChunk) {
+	if st := d.Stats(); st.Chunks != int64(o.Chunks) ||
+		st.Pages != int64(o.Chunks*o.PagesPerChunk) {
 		return fmt.Errorf("bench: %d chunks of %d were found: %+v", st.Chunks, o.Chunks, st)
 	}
 	return nil

@@ -1,5 +1,6 @@
-// Package enginebench measures the engine with many pages held: lookups and stores a second, the latency of a long hit, memory a page. Beside
-// each figure it measures its limit in the same run: a bare loop that touches as much random memory and does nothing else.
+// Package enginebench measures the engine with many pages held: lookups and stores a second, the
+// latency of a long hit, memory a page. Beside each figure it measures its limit in the same run: a
+// bare loop that touches as much random memory and does nothing else.
 package enginebench
 
 import (
@@ -31,26 +32,30 @@ type Figures struct {
 	PagesPerChunk int
 	BytesPerPage  float64 // resident, of the whole process, for each page held
 
-	// HitsUs is the microseconds of each round's lookup of 4,096 pages, all held, with a lease on each of its chunks. The prompt is another
-	// each time, and its chunks lie in random places.
+	// HitsUs is the microseconds of each round's lookup of 4,096 pages, all held, with a lease on
+	// each of its chunks. The prompt is another each time, and its chunks lie in random places.
 	HitsUs []float64
-	// BareUs is the limit of HitsUs in the same round: for each chunk, its last page's index entry and its slot's cache line, which has that
-	// page's digest, read at random places of memory of the same size.
+	// BareUs is the limit of HitsUs in the same round: for each chunk, its last page's index entry
+	// and its slot's cache line, which has that page's digest, read at random places of memory of
+	// the same size.
 	BareUs []float64
 
-	LookupsPerSecond    float64 // of 4,096 pages, the leases given back each time
-	ShortPerSecond      float64 // of 64 pages
-	StorePagesPerSecond float64 // by stores of 256 pages, prepared and committed, each evicting as many
-	FillPagesPerSecond  float64 // while filling an empty engine chunk by chunk, memory touched for the first time
+	LookupsPerSecond float64 // of 4,096 pages, the leases given back each time
+	ShortPerSecond   float64 // of 64 pages
+	// by stores of 256 pages, prepared and committed, each evicting as many
+	StorePagesPerSecond float64
+	// while filling an empty engine chunk by chunk, memory touched for the first time
+	FillPagesPerSecond float64
 }
 
-// Result has the figures of vLLM's usual chunks (16 pages) and of clients that name only whole chunks (1 page).
+// Result has the figures of vLLM's usual chunks (16 pages) and of clients that name only whole
+// chunks (1 page).
 type Result struct {
 	Chunked, Single Figures
 }
 
-// Run measures engines that hold the given number of pages, at least 8,192. It takes seconds for each million pages, and some 200 bytes of
-// memory a page.
+// Run measures engines that hold the given number of pages, at least 8,192. It takes seconds for
+// each million pages, and some 200 bytes of memory a page.
 func Run(pages int) (Result, error) {
 	if pages < 2*hitPages {
 		return Result{}, fmt.Errorf("bench of %d pages: want %d or more", pages, 2*hitPages)
@@ -76,7 +81,8 @@ func random(x uint64) uint64 {
 func digests(buf []byte, prompt, from, to int) []byte {
 	for page := from; page < to; page++ {
 		for i := range uint64(4) {
-			buf = binary.LittleEndian.AppendUint64(buf, random(uint64(prompt)<<32|uint64(page)<<2|i))
+			buf = binary.LittleEndian.AppendUint64(buf,
+				random(uint64(prompt)<<32|uint64(page)<<2|i))
 		}
 	}
 	return buf
@@ -91,7 +97,8 @@ func run(pages, ppc int) (f Figures, err error) {
 	if err != nil {
 		return f, err
 	}
-	e, err := engine.New(engine.Config{OwnerShare: 1, ArenaLimitBytes: int64(f.Pages) * pageBytes, Seed: 1, Sums: true})
+	e, err := engine.New(engine.Config{OwnerShare: 1, ArenaLimitBytes: int64(f.Pages) * pageBytes,
+		Seed: 1, Sums: true})
 	if err != nil {
 		return f, err
 	}
@@ -104,7 +111,8 @@ func run(pages, ppc int) (f Figures, err error) {
 			return f, err
 		}
 	}
-	space, err := e.OpenSpace(tiers.Fingerprint{}, tiers.Geometry{PageBytes: pageBytes, PagesPerChunk: ppc, PageTokens: 16, DigestBytes: 32})
+	space, err := e.OpenSpace(tiers.Fingerprint{}, tiers.Geometry{PageBytes: pageBytes,
+		PagesPerChunk: ppc, PageTokens: 16, DigestBytes: 32})
 	if err != nil {
 		return f, err
 	}
@@ -112,7 +120,8 @@ func run(pages, ppc int) (f Figures, err error) {
 		return f, err
 	}
 
-	// Fill: chunk after chunk of all prompts, these in another order each time, so that a prompt's chunks lie anywhere.
+	// Fill: chunk after chunk of all prompts, these in another order each time, so that a prompt's
+	// chunks lie anywhere.
 	buf := make([]byte, 0, hitPages*32)
 	var grants []engine.Grant
 	order := make([]int, prompts)
@@ -161,7 +170,8 @@ func run(pages, ppc int) (f Figures, err error) {
 	}
 	f.BytesPerPage = float64(after-before) / float64(f.Pages)
 	if st := e.Stats(); st.Pages != f.Pages || st.Evictions > 0 {
-		return f, fmt.Errorf("bench: %d pages stored, %d held after %d evictions", f.Pages, st.Pages, st.Evictions)
+		return f, fmt.Errorf("bench: %d pages stored, %d held after %d evictions", f.Pages,
+			st.Pages, st.Evictions)
 	}
 
 	bare, err := newBareLoop(chunks, ppc)
@@ -172,7 +182,8 @@ func run(pages, ppc int) (f Figures, err error) {
 	var looking time.Duration
 	lookup := func(n int) (time.Duration, error) {
 		prompt := pick(prompts)
-		buf = digests(buf[:0], prompt, 0, n) // what a message that has just arrived is: in the cache
+		// what a message that has just arrived is: in the cache
+		buf = digests(buf[:0], prompt, 0, n)
 		start := time.Now()
 		got, err := e.Lookup(session, 1, 0, buf)
 		took := time.Since(start)
@@ -217,7 +228,8 @@ func run(pages, ppc int) (f Figures, err error) {
 	}
 	f.StorePagesPerSecond = float64(stores*storePages) / storing.Seconds()
 	if st := e.Stats(); st.EvictedPages < uint64(stores*storePages) {
-		return f, fmt.Errorf("bench: %d pages stored into a full arena evicted %d", stores*storePages, st.EvictedPages)
+		return f, fmt.Errorf("bench: %d pages stored into a full arena evicted %d",
+			stores*storePages, st.EvictedPages)
 	}
 	return f, nil
 }
@@ -259,7 +271,8 @@ func (b *bareLoop) close() {
 	}
 }
 
-// run reads one entry and one slot's line n times, each from a random place that depends on nothing read before.
+// run reads one entry and one slot's line n times, each from a random place that depends on nothing
+// read before.
 func (b *bareLoop) run(n int, seed uint64) time.Duration {
 	index, slots := b.index.Slice(), b.slots.Slice()
 	start := time.Now()
@@ -267,7 +280,8 @@ func (b *bareLoop) run(n int, seed uint64) time.Duration {
 	for i := range uint64(n) {
 		x := random(seed + i)
 		s := &slots[(x&0xFFFFFFFF)*uint64(len(slots))>>32]
-		sum += index[(x>>32)*uint64(len(index))>>32] + s[0] + s[4] + s[5] + s[6] + s[7] // the last four: a digest
+		// the last four: a digest
+		sum += index[(x>>32)*uint64(len(index))>>32] + s[0] + s[4] + s[5] + s[6] + s[7]
 	}
 	took := time.Since(start)
 	b.sink += sum
@@ -283,7 +297,8 @@ func residentBytes() (int64, error) {
 	}
 	for line := range strings.Lines(string(status)) {
 		if rest, ok := strings.CutPrefix(line, "RssAnon:"); ok {
-			kb, err := strconv.ParseInt(strings.TrimSpace(strings.TrimSuffix(strings.TrimSpace(rest), "kB")), 10, 64)
+			kb, err := strconv.ParseInt(
+				strings.TrimSpace(strings.TrimSuffix(strings.TrimSpace(rest), "kB")), 10, 64)
 			return kb << 10, err
 		}
 	}

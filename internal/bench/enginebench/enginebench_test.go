@@ -18,10 +18,12 @@ func TestRun(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, f := range []Figures{r.Chunked, r.Single} {
-		if f.Pages != 3*hitPages || f.BytesPerPage <= 0 || f.LookupsPerSecond <= 0 || f.ShortPerSecond <= 0 || f.StorePagesPerSecond <= 0 || f.FillPagesPerSecond <= 0 {
+		if f.Pages != 3*hitPages || f.BytesPerPage <= 0 || f.LookupsPerSecond <= 0 ||
+			f.ShortPerSecond <= 0 || f.StorePagesPerSecond <= 0 || f.FillPagesPerSecond <= 0 {
 			t.Errorf("%+v", f)
 		}
-		if len(f.HitsUs) == 0 || len(f.HitsUs) != len(f.BareUs) || slices.Min(f.HitsUs) <= 0 || slices.Min(f.BareUs) < 0 {
+		if len(f.HitsUs) == 0 || len(f.HitsUs) != len(f.BareUs) || slices.Min(f.HitsUs) <= 0 ||
+			slices.Min(f.BareUs) < 0 {
 			t.Errorf("%d rounds of hits, %d of their limit", len(f.HitsUs), len(f.BareUs))
 		}
 	}

@@ -15,7 +15,8 @@ import (
 	"lookaside/tiers/stack"
 )
 
-// asker is a sidecar that others lend to, as far as lookups go: all of sidecar, connector and sockets but ZMQ.
+// asker is a sidecar that others lend to, as far as lookups go: all of sidecar, connector and
+// sockets but ZMQ.
 type asker struct {
 	engine *engine.Engine
 	peers  *peer.Peers
@@ -32,17 +33,20 @@ func newAsker(b *testing.B, dir string, space *tiers.Space) *asker {
 	a := &asker{answer: make(chan stack.Answer, 1), ids: map[[2]uint64]uint32{}}
 	bell := stack.NewBell()
 	var err error
-	a.engine, err = engine.New(engine.Config{OwnerShare: 1, JournalBytes: 1 << 20, ForeignSlots: 4096, Wake: bell.Ring, ArenaLimitBytes: 1 << 30})
+	a.engine, err = engine.New(engine.Config{OwnerShare: 1, JournalBytes: 1 << 20,
+		ForeignSlots: 4096, Wake: bell.Ring, ArenaLimitBytes: 1 << 30})
 	must(b, err)
 	a.id, err = a.engine.OpenSpace(space.Fingerprint, space.Geometry)
 	must(b, err)
 	must(b, a.engine.AddRegion(1, 8192*pageBytes))
 	must(b, a.engine.AddOwner(1, a.id))
 	must(b, a.engine.AddOwner(2, a.id))
-	a.stack, err = stack.New(stack.Config{Engine: a.engine, Bell: bell, Arena: func(uint32) []byte { panic("nothing is promoted") }, Peers: a, Linger: time.Hour})
+	a.stack, err = stack.New(stack.Config{Engine: a.engine, Bell: bell,
+		Arena: func(uint32) []byte { panic("nothing is promoted") }, Peers: a, Linger: time.Hour})
 	must(b, err)
 	a.stack.OpenSpace(a.id, space)
-	a.peers, err = peer.Start(peer.Config{Dir: dir, Generation: 1, Engine: a.engine, OnRegion: a.onRegion, OnGone: func(p uint64) { a.stack.PeerGone(p) }})
+	a.peers, err = peer.Start(peer.Config{Dir: dir, Generation: 1, Engine: a.engine,
+		OnRegion: a.onRegion, OnGone: func(p uint64) { a.stack.PeerGone(p) }})
 	must(b, err)
 	b.Cleanup(func() {
 		a.stack.Close()
@@ -70,11 +74,13 @@ func (a *asker) Contains(run tiers.Run, held []uint16) (pages, by int) {
 	return a.peers.Contains(run, held)
 }
 
-func (a *asker) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l engine.Loan)) (int, error) {
+func (a *asker) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l engine.Loan)) (int,
+	error) {
 	return a.peers.Borrow(ctx, run, func(chunk int, l peer.Loan) {
 		a.mu.RLock()
 		defer a.mu.RUnlock()
-		out(chunk, engine.Loan{Peer: l.Peer, Region: a.ids[[2]uint64{l.Peer, uint64(l.Region)}], Offset: l.Offset, Pages: l.Pages, Handle: l.Handle})
+		out(chunk, engine.Loan{Peer: l.Peer, Region: a.ids[[2]uint64{l.Peer, uint64(l.Region)}],
+			Offset: l.Offset, Pages: l.Pages, Handle: l.Handle})
 	})
 }
 
@@ -127,11 +133,13 @@ func storePrefix(e *engine.Engine, hashes []byte) error {
 	return err
 }
 
-// Lookups of prefixes in the own arena, and of such at a peer: borrowed anew each time, and lingering. The medians count: us/lookup, us to cancel it, and us to give back what was borrowed.
+// Lookups of prefixes in the own arena, and of such at a peer: borrowed anew each time, and
+// lingering. The medians count: us/lookup, us to cancel it, and us to give back what was borrowed.
 func BenchmarkLookup(b *testing.B) {
 	dir := b.TempDir()
 	must(b, os.Chmod(dir, 0o700))
-	g := tiers.Geometry{PageBytes: pageBytes, PagesPerChunk: pagesPerChunk, PageTokens: 16, DigestBytes: 32}
+	g := tiers.Geometry{PageBytes: pageBytes, PagesPerChunk: pagesPerChunk, PageTokens: 16,
+		DigestBytes: 32}
 	space := &tiers.Space{Fingerprint: tiers.FingerprintOf(fmt.Append(nil, g)), Geometry: g}
 	other, err := newSidecar(dir, space, 1, 1<<17)
 	must(b, err)
@@ -156,7 +164,8 @@ func BenchmarkLookup(b *testing.B) {
 				if kind == "own" {
 					hashes = own[:n*32]
 				}
-				took, ended, back := make([]float64, 0, b.N), make([]float64, 0, b.N), make([]float64, 0, b.N)
+				took, ended, back := make([]float64, 0, b.N), make([]float64, 0, b.N),
+					make([]float64, 0, b.N)
 				b.ReportAllocs()
 				for b.Loop() {
 					start := time.Now()
@@ -175,7 +184,8 @@ func BenchmarkLookup(b *testing.B) {
 					}
 				}
 				a.empty()
-				for name, v := range map[string][]float64{"us/lookup": took, "us/cancel": ended, "us/return": back} {
+				for name, v := range map[string][]float64{"us/lookup": took, "us/cancel": ended,
+					"us/return": back} {
 					if len(v) > 0 {
 						slices.Sort(v)
 						b.ReportMetric(v[len(v)/2], name)

@@ -1,5 +1,6 @@
-// Package peerbench measures what sidecars know of each other: how long one that joins takes to know all that the others hold, what it keeps for that, how
-// many changes a second it follows, and how long lookups and leases take meanwhile.
+// Package peerbench measures what sidecars know of each other: how long one that joins takes to
+// know all that the others hold, what it keeps for that, how many changes a second it follows, and
+// how long lookups and leases take meanwhile.
 package peerbench
 
 import (
@@ -30,10 +31,12 @@ type Options struct {
 
 // Figures have a value for each round, or for each lookup or lease.
 type Figures struct {
-	Held           int       // pages that the others hold together
-	JoinSeconds    []float64 // from its start until it has been told of all of them
-	BytesPerHint   []float64 // of memory, for each page that it knows of
-	EventsPerSec   []float64 // pages that come or go at the others, at the highest rate of those tried that was followed; 0: none was
+	Held         int       // pages that the others hold together
+	JoinSeconds  []float64 // from its start until it has been told of all of them
+	BytesPerHint []float64 // of memory, for each page that it knows of
+	// pages that come or go at the others, at the highest rate of those tried that was followed; 0:
+	// none was
+	EventsPerSec   []float64
 	ContainsUs     []float64 // a lookup of 4,096 pages in chunks of 16, by hints
 	LeaseUs        []float64 // a lease on leasePages pages, and back
 	ContainsBusyUs []float64 // a lookup while changes are followed
@@ -59,7 +62,8 @@ func (o *Options) ensureDefaults() error {
 	if o.Events == 0 {
 		o.Events = time.Second
 	}
-	if o.Sidecars < 2 || o.Sidecars > 64 || o.Pages < 2*hitPages || o.Pages%pagesPerChunk != 0 || o.Rounds < 1 || o.Lookups < 1 || o.Events < 0 {
+	if o.Sidecars < 2 || o.Sidecars > 64 || o.Pages < 2*hitPages || o.Pages%pagesPerChunk != 0 ||
+		o.Rounds < 1 || o.Lookups < 1 || o.Events < 0 {
 		return fmt.Errorf("bench of %d sidecars with %d pages each, %d rounds: want 2 to 64, a multiple of %d from %d on, and 1 or more", o.Sidecars, o.Pages, o.Rounds, pagesPerChunk, 2*hitPages)
 	}
 	return nil
@@ -84,7 +88,8 @@ func (o Options) Run(ctx context.Context) (f Figures, err error) {
 		return f, err
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
-	g := tiers.Geometry{PageBytes: pageBytes, PagesPerChunk: pagesPerChunk, PageTokens: 16, DigestBytes: 32}
+	g := tiers.Geometry{PageBytes: pageBytes, PagesPerChunk: pagesPerChunk, PageTokens: 16,
+		DigestBytes: 32}
 	space := &tiers.Space{Fingerprint: tiers.FingerprintOf(fmt.Append(nil, g)), Geometry: g}
 	var others []*sidecar
 	defer func() {
@@ -121,11 +126,13 @@ func newSidecar(dir string, space *tiers.Space, number uint64, pages int) (s *si
 			s.close()
 		}
 	}()
-	if s.engine, err = engine.New(engine.Config{OwnerShare: 1, JournalBytes: 16 << 20}); err != nil {
+	if s.engine, err = engine.New(engine.Config{OwnerShare: 1,
+		JournalBytes: 16 << 20}); err != nil {
 		return s, err
 	}
 	// The others know little of each other: it is the one that joins that is measured.
-	if s.peers, err = peer.Start(peer.Config{Dir: dir, Generation: number << 32, Engine: s.engine, HintsLimitBytes: 1}); err != nil {
+	if s.peers, err = peer.Start(peer.Config{Dir: dir, Generation: number << 32, Engine: s.engine,
+		HintsLimitBytes: 1}); err != nil {
 		return s, err
 	}
 	id, err := s.engine.OpenSpace(space.Fingerprint, space.Geometry)
@@ -143,7 +150,8 @@ func newSidecar(dir string, space *tiers.Space, number uint64, pages int) (s *si
 	if err := s.region.Truncate(size); err != nil {
 		return s, err
 	}
-	return s, s.peers.AddRegion(peer.Region{ID: 1, Kind: "file", FD: int(s.region.Fd()), SizeBytes: size, PageSize: int64(os.Getpagesize())})
+	return s, s.peers.AddRegion(peer.Region{ID: 1, Kind: "file", FD: int(s.region.Fd()),
+		SizeBytes: size, PageSize: int64(os.Getpagesize())})
 }
 
 func (s *sidecar) close() {
@@ -162,7 +170,8 @@ func (s *sidecar) close() {
 func digests(out []byte, sidecar, label uint64, pages int) []byte {
 	for i := range pages {
 		for w := range uint64(4) {
-			hi, lo := bits.Mul64(sidecar<<56^label<<20^uint64(i)<<2^w^0xD6E8FEB86659FD93, 0x9E3779B97F4A7C15)
+			hi, lo := bits.Mul64(sidecar<<56^label<<20^uint64(i)<<2^w^0xD6E8FEB86659FD93,
+				0x9E3779B97F4A7C15)
 			hi, lo = bits.Mul64(hi^lo, 0xA0761D6478BD642F)
 			out = binary.LittleEndian.AppendUint64(out, hi^lo)
 		}
@@ -201,14 +210,16 @@ func (s *sidecar) run(space *tiers.Space, pages int) tiers.Run {
 	return r
 }
 
-func (o *Options) round(ctx context.Context, dir string, space *tiers.Space, others []*sidecar, f *Figures) error {
+func (o *Options) round(ctx context.Context, dir string, space *tiers.Space, others []*sidecar,
+	f *Figures) error {
 	engine, err := engine.New(engine.Config{JournalBytes: 1 << 20})
 	if err != nil {
 		return err
 	}
 	defer engine.Close()
 	start := time.Now()
-	p, err := peer.Start(peer.Config{Dir: dir, Generation: 1, Engine: engine, HintsLimitBytes: 4 << 30})
+	p, err := peer.Start(peer.Config{Dir: dir, Generation: 1, Engine: engine,
+		HintsLimitBytes: 4 << 30})
 	if err != nil {
 		return err
 	}
@@ -221,9 +232,11 @@ func (o *Options) round(ctx context.Context, dir string, space *tiers.Space, oth
 	f.JoinSeconds = append(f.JoinSeconds, time.Since(start).Seconds())
 	st := p.Status()
 	if st.HintPages < f.Held*9/10 || st.HintsDropped > 0 {
-		return fmt.Errorf("bench: %d pages are known of %d, %d were dropped", st.HintPages, f.Held, st.HintsDropped)
+		return fmt.Errorf("bench: %d pages are known of %d, %d were dropped", st.HintPages, f.Held,
+			st.HintsDropped)
 	}
-	if err := errors.Join(o.lookups(ctx, p, space, others, f), o.events(ctx, p, space, others, f)); err != nil {
+	if err := errors.Join(o.lookups(ctx, p, space, others, f), o.events(ctx, p, space, others,
+		f)); err != nil {
 		return err
 	}
 	st = p.Status() // its table has done growing
@@ -251,7 +264,8 @@ func wait(ctx context.Context, d time.Duration) error {
 	}
 }
 
-func (o *Options) lookups(ctx context.Context, p *peer.Peers, space *tiers.Space, others []*sidecar, f *Figures) error {
+func (o *Options) lookups(ctx context.Context, p *peer.Peers, space *tiers.Space, others []*sidecar,
+	f *Figures) error {
 	held := make([]uint16, hitPages/pagesPerChunk)
 	for i := range o.Lookups {
 		r := others[i%len(others)].run(space, hitPages)
@@ -266,7 +280,10 @@ func (o *Options) lookups(ctx context.Context, p *peer.Peers, space *tiers.Space
 		r := others[i%len(others)].run(space, leasePages)
 		var handles []uint64
 		start := time.Now()
-		pages, err := p.Borrow(ctx, r, func(_ int, l peer.Loan) { handles = append(handles, l.Handle) })
+		pages, err := p.Borrow(ctx, r, func(_ int, l peer.Loan) {
+			handles = append(handles,
+				l.Handle)
+		})
 		took := us(start)
 		p.Return(handles, false)
 		if err != nil && ctx.Err() != nil {
@@ -282,8 +299,10 @@ func (o *Options) lookups(ctx context.Context, p *peer.Peers, space *tiers.Space
 	return nil
 }
 
-// events has the others change faster and faster, each rate for a while, until that is not followed any more.
-func (o *Options) events(ctx context.Context, p *peer.Peers, space *tiers.Space, others []*sidecar, f *Figures) error {
+// events has the others change faster and faster, each rate for a while, until that is not followed
+// any more.
+func (o *Options) events(ctx context.Context, p *peer.Peers, space *tiers.Space, others []*sidecar,
+	f *Figures) error {
 	if o.Events == 0 {
 		return nil
 	}
@@ -294,18 +313,22 @@ func (o *Options) events(ctx context.Context, p *peer.Peers, space *tiers.Space,
 		before, changed := p.Status(), changes(others)
 		start := time.Now()
 		end := start.Add(o.Events)
-		every := time.Duration(float64(time.Second) * 2 * prompt * float64(len(others)) / rate) // of each, a prompt that evicts another
+		// of each, a prompt that evicts another
+		every := time.Duration(float64(time.Second) * 2 * prompt * float64(len(others)) / rate)
 		errs := make([]error, len(others))
 		var wg sync.WaitGroup
 		for i, s := range others {
 			wg.Go(func() {
 				var buf []byte
-				for due := start.Add(every * time.Duration(i) / time.Duration(len(others))); errs[i] == nil && due.Before(end) && wait(ctx, time.Until(due)) == nil; due = due.Add(every) {
+				for due := start.Add(every * time.Duration(i) / time.Duration(
+					len(others))); errs[i] == nil && due.Before(end) &&
+					wait(ctx, time.Until(due)) == nil; due = due.Add(every) {
 					buf, errs[i] = s.store(1, buf)
 				}
 			})
 		}
-		for more := true; more; more = time.Now().Before(end) && wait(ctx, time.Millisecond) == nil {
+		for more := true; more; more = time.Now().Before(end) &&
+			wait(ctx, time.Millisecond) == nil {
 			at := time.Now()
 			p.Contains(asked, held)
 			f.ContainsBusyUs = append(f.ContainsBusyUs, us(at))
@@ -317,7 +340,8 @@ func (o *Options) events(ctx context.Context, p *peer.Peers, space *tiers.Space,
 			return err
 		}
 		after := p.Status()
-		if took > 3*o.Events/2 || after.Resyncs > before.Resyncs || after.HintsHeard-before.HintsHeard < made*99/100 {
+		if took > 3*o.Events/2 || after.Resyncs > before.Resyncs ||
+			after.HintsHeard-before.HintsHeard < made*99/100 {
 			break // not followed, or not even made in time
 		}
 		best = float64(made) / took.Seconds()

@@ -1,4 +1,5 @@
-// Package remotebench measures chunks on their way to a Redis server and back against a bare loop of the same client that moves the same values.
+// Package remotebench measures chunks on their way to a Redis server and back against a bare loop
+// of the same client that moves the same values.
 package redisbench
 
 import (
@@ -55,10 +56,12 @@ func Server(ctx context.Context) (addr string, stop func(), err error) {
 		return "", nil, err
 	}
 	var out bytes.Buffer
-	cmd := exec.Command("redis-server", "--bind", "127.0.0.1", "--port", port, "--save", "", "--appendonly", "no", "--dir", dir)
+	cmd := exec.Command("redis-server", "--bind", "127.0.0.1", "--port", port, "--save", "",
+		"--appendonly", "no", "--dir", dir)
 	cmd.Stdout, cmd.Stderr = &out, &out
 	if err := cmd.Start(); err != nil {
-		return "", nil, errors.Join(fmt.Errorf("%w: install redis-server, or name a server", err), os.RemoveAll(dir))
+		return "", nil, errors.Join(fmt.Errorf("%w: install redis-server, or name a server", err),
+			os.RemoveAll(dir))
 	}
 	stop = func() {
 		_ = cmd.Process.Kill()
@@ -84,7 +87,9 @@ func (o Options) Run(ctx context.Context) (f Figures, err error) {
 	if n < 1 || o.Rounds < 1 || o.Batch < 1 || o.ChunkBytes%pagesPerChunk != 0 {
 		return f, fmt.Errorf("bench of %d chunks of %d bytes, %d rounds: want 1 or more of %d pages", n, o.ChunkBytes, o.Rounds, pagesPerChunk)
 	}
-	tier, err := remote.OpenRedis(remote.RedisOptions{Addrs: []string{o.Server}, Prefix: "lookaside-bench", SplitBytes: o.Split, Serde: o.Serde, Pool: 2 * o.Concurrency, DialTimeout: time.Minute})
+	tier, err := remote.OpenRedis(remote.RedisOptions{Addrs: []string{o.Server},
+		Prefix: "lookaside-bench", SplitBytes: o.Split, Serde: o.Serde, Pool: 2 * o.Concurrency,
+		DialTimeout: time.Minute})
 	if err != nil {
 		return f, err
 	}
@@ -92,7 +97,8 @@ func (o Options) Run(ctx context.Context) (f Figures, err error) {
 	if err := tier.Check(ctx); err != nil {
 		return f, err
 	}
-	bare := redis.NewClient(&redis.Options{Addr: o.Server, PoolSize: 2 * o.Concurrency, DialTimeout: time.Minute, ReadTimeout: time.Minute, WriteTimeout: time.Minute})
+	bare := redis.NewClient(&redis.Options{Addr: o.Server, PoolSize: 2 * o.Concurrency,
+		DialTimeout: time.Minute, ReadTimeout: time.Minute, WriteTimeout: time.Minute})
 	defer func() { err = errors.Join(err, bare.Close()) }()
 	size := int64(o.Concurrency*o.Batch) * o.ChunkBytes
 	arena, err := dax.Create(dax.Options{SizeBytes: size, NUMANode: dax.NoNUMANode, Populate: true})
@@ -132,8 +138,10 @@ func (o Options) Run(ctx context.Context) (f Figures, err error) {
 }
 
 func spaceOf(chunkBytes int64) *tiers.Space {
-	g := tiers.Geometry{PageBytes: chunkBytes / pagesPerChunk, PagesPerChunk: pagesPerChunk, PageTokens: 16, DigestBytes: 32}
-	return &tiers.Space{Fingerprint: tiers.FingerprintOf(fmt.Append(nil, g)), Geometry: g, Element: "bfloat16"}
+	g := tiers.Geometry{PageBytes: chunkBytes / pagesPerChunk, PagesPerChunk: pagesPerChunk,
+		PageTokens: 16, DigestBytes: 32}
+	return &tiers.Space{Fingerprint: tiers.FingerprintOf(fmt.Append(nil, g)), Geometry: g,
+		Element: "bfloat16"}
 }
 
 type mover struct {
@@ -145,8 +153,10 @@ type mover struct {
 	space *tiers.Space
 }
 
-// time moves n chunks, of which each of Concurrency goroutines gets its share in batches, and answers GB/s.
-func (m *mover) time(ctx context.Context, move func(ctx context.Context, from int) error) (float64, error) {
+// time moves n chunks, of which each of Concurrency goroutines gets its share in batches, and
+// answers GB/s.
+func (m *mover) time(ctx context.Context, move func(ctx context.Context, from int) error) (float64,
+	error) {
 	var failed atomic.Pointer[error]
 	var next atomic.Int64
 	var wait sync.WaitGroup
@@ -228,7 +238,8 @@ func (m *mover) barePut(ctx context.Context, from int) error {
 
 func (m *mover) bareGet(ctx context.Context, from int) error {
 	for i := from; i < min(from+m.o.Batch, m.n); i++ {
-		if b, err := m.bare.Get(ctx, m.key(i)).Bytes(); err != nil || int64(len(b)) != m.o.ChunkBytes {
+		if b, err := m.bare.Get(ctx, m.key(i)).Bytes(); err != nil ||
+			int64(len(b)) != m.o.ChunkBytes {
 			return fmt.Errorf("bare get of %d bytes: %w", len(b), err)
 		}
 	}

@@ -15,7 +15,8 @@ func TestRun(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer stop()
-	f, err := Options{Server: addr, ChunkBytes: 1 << 20, Bytes: 8 << 20, Concurrency: 2, Batch: 3, Rounds: 2}.Run(t.Context())
+	f, err := Options{Server: addr, ChunkBytes: 1 << 20, Bytes: 8 << 20, Concurrency: 2, Batch: 3,
+		Rounds: 2}.Run(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}

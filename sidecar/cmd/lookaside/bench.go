@@ -24,13 +24,17 @@ func newBench() *cobra.Command {
 		Use:   "bench",
 		Short: "Measure parts of the sidecar on this machine",
 		Args:  cobra.NoArgs,
-		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() }, // or a wrong name would pass for success
+		// or a wrong name would pass for success
+		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	cmd.AddCommand(newBenchEngine(), newBenchMemcopy(), newBenchPromotion(), newBenchDisk(), newBenchDAX(), newBenchRedis(), newBenchRecovery(), newBenchPeers(), newBenchLookupServer(), newBenchEcho())
+	cmd.AddCommand(newBenchEngine(), newBenchMemcopy(), newBenchPromotion(), newBenchDisk(),
+		newBenchDAX(), newBenchRedis(), newBenchRecovery(), newBenchPeers(), newBenchLookupServer(),
+		newBenchEcho())
 	return cmd
 }
 
-// interruptible is a context that ends with the first Ctrl-C or SIGTERM; after it, the next one ends the process.
+// interruptible is a context that ends with the first Ctrl-C or SIGTERM; after it, the next one
+// ends the process.
 func interruptible(cmd *cobra.Command) (context.Context, context.CancelFunc) {
 	ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
 	context.AfterFunc(ctx, stop)
@@ -115,9 +119,11 @@ func newBenchLookupServer() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "lookup-server",
 		Short: "Run a sidecar with many pages indexed, for a client to measure lookups with",
-		Long: `Run a sidecar in a directory of its own with many pages indexed, for a client to measure lookups with.
+		Long: `Run a sidecar in a directory of its own with many pages indexed, for a client to measure lookups
+with.
 
-It prints one line of JSON when it serves: its endpoint, and which pages it holds. It ends when its standard input does.`,
+It prints one line of JSON when it serves: its endpoint, and which pages it holds. It ends when
+its standard input does.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ctx, stop := interruptible(cmd)
@@ -141,7 +147,8 @@ func newBenchEcho() *cobra.Command {
 		Short: "Answer ZMQ messages with as little work as can be, for a client to measure that as its limit",
 		Long: `Answer ZMQ messages with as little work as can be, for a client to measure that as its limit.
 
-It prints one line of JSON when it serves: the endpoints to push to and to pull from. It ends when its standard input does.`,
+It prints one line of JSON when it serves: the endpoints to push to and to pull from. It ends
+when its standard input does.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			dir, err := os.MkdirTemp("", "lookaside-echo-")
@@ -159,7 +166,8 @@ It prints one line of JSON when it serves: the endpoints to push to and to pull 
 			case <-ready:
 			}
 			// One line, unlike printJSON's: a client reads it while we go on.
-			if err := json.NewEncoder(cmd.OutOrStdout()).Encode(map[string]string{"push": push, "pull": pull}); err != nil {
+			if err := json.NewEncoder(cmd.OutOrStdout()).Encode(map[string]string{"push": push,
+				"pull": pull}); err != nil {
 				return err
 			}
 			ctx, stop := interruptible(cmd)
@@ -176,6 +184,7 @@ It prints one line of JSON when it serves: the endpoints to push to and to pull 
 			}
 		},
 	}
-	cmd.Flags().IntVar(&replyBytes, "reply-bytes", -1, "bytes of each answer; negative: the message itself")
+	cmd.Flags().IntVar(&replyBytes, "reply-bytes", -1,
+		"bytes of each answer; negative: the message itself")
 	return cmd
 }

@@ -27,8 +27,9 @@ func newBenchDAX() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "dax",
 		Short: "Restores and stores of a tier on DAX devices, against a bare copy loop; its recovery; and lookups beside a migration",
-		Long: `Restores and stores of a tier on DAX devices, against the faster of two bare copy loops with as many threads; opening a tier that holds many chunks;
-and lookups while a device's chunks move to another, against lookups without. Files in memory stand in for devices.`,
+		Long: `Restores and stores of a tier on DAX devices, against the faster of two bare copy loops with as
+many threads; opening a tier that holds many chunks; and lookups while a device's chunks move to
+another, against lookups without. Files in memory stand in for devices.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var err error
@@ -49,7 +50,8 @@ and lookups while a device's chunks move to another, against lookups without. Fi
 					return err
 				}
 				of := "." + dax.FormatSize(o.SlotBytes)
-				fmt.Fprintf(cmd.ErrOrStderr(), "%s: %d of %d chunks, arena of %s\n", of[1:], f.Chunks, o.Chunks, f.Memory)
+				fmt.Fprintf(cmd.ErrOrStderr(), "%s: %d of %d chunks, arena of %s\n", of[1:],
+					f.Chunks, o.Chunks, f.Memory)
 				for _, way := range []struct {
 					name string
 					daxbench.Direction
@@ -65,7 +67,8 @@ and lookups while a device's chunks move to another, against lookups without. Fi
 				if err != nil {
 					return err
 				}
-				report.rounds(fmt.Sprintf("open.%d_chunks", recovery.Chunks), "s", seconds, constant(len(seconds), recoverySeconds*float64(recovery.Chunks)/1e6))
+				report.rounds(fmt.Sprintf("open.%d_chunks", recovery.Chunks), "s", seconds,
+					constant(len(seconds), recoverySeconds*float64(recovery.Chunks)/1e6))
 			}
 			if migration.Chunks > 0 {
 				f, err := migration.Measure(ctx)
@@ -85,15 +88,19 @@ and lookups while a device's chunks move to another, against lookups without. Fi
 	}
 	addJSONFlag(cmd, &file)
 	fs := cmd.Flags()
-	fs.StringVar(&o.Dir, "dir", "", "directory for the files that stand in for devices (default: /dev/shm)")
+	fs.StringVar(&o.Dir, "dir", "",
+		"directory for the files that stand in for devices (default: /dev/shm)")
 	fs.StringSliceVar(&slots, "slots", []string{"2M", "8M", "32M"}, "bytes of a chunk")
-	fs.IntVar(&o.Chunks, "chunks", 128, "chunks restored and stored each round; fewer where memory is short")
+	fs.IntVar(&o.Chunks, "chunks", 128,
+		"chunks restored and stored each round; fewer where memory is short")
 	fs.IntVar(&o.Threads, "threads", 8, "threads that copy, in the limit as well")
 	fs.IntVar(&o.Regions, "regions", 8, "runs of neighbouring chunks under way at a time")
 	fs.StringVar(&kind, "kind", "auto", "kind of the arena's memory: auto, hugetlb, thp or memfd")
 	fs.IntVar(&o.Rounds, "rounds", 7, "how often each is measured; the median counts")
-	fs.IntVar(&recovery.Chunks, "recovery", 1_000_000, "chunks that are held when the tier is opened; 0: not measured")
-	fs.IntVar(&migration.Chunks, "migration", 512, "chunks of 2M on two devices, of which half move; 0: not measured")
+	fs.IntVar(&recovery.Chunks, "recovery", 1_000_000,
+		"chunks that are held when the tier is opened; 0: not measured")
+	fs.IntVar(&migration.Chunks, "migration", 512,
+		"chunks of 2M on two devices, of which half move; 0: not measured")
 	fs.IntVar(&migration.Run, "run", 128, "chunks that a lookup asks for meanwhile")
 	return cmd
 }

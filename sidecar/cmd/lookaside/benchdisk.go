@@ -48,7 +48,8 @@ func newBenchDisk() *cobra.Command {
 	}
 	addJSONFlag(cmd, &file)
 	fs := cmd.Flags()
-	fs.StringVar(&o.Dir, "dir", "", "directory on the disk to measure (default: that for temporary files); takes twice --bytes")
+	fs.StringVar(&o.Dir, "dir", "",
+		"directory on the disk to measure (default: that for temporary files); takes twice --bytes")
 	fs.StringSliceVar(&slots, "slots", []string{"1M", "8M", "64M"}, "bytes of a slot")
 	fs.StringVar(&bytes, "bytes", "1G", "bytes written and read each round")
 	fs.StringVar(&piece, "piece", "4M", "bytes of a request at most")
@@ -84,8 +85,9 @@ func newBenchRecovery() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "recovery",
 		Short: "Opening a disk tier that holds many chunks, against reading and hashing its directories",
-		Long: `Opening a disk tier that holds many chunks, against reading and hashing its directories and doing nothing else. The store is made for it,
-with directories that are there and slots that are holes.`,
+		Long: `Opening a disk tier that holds many chunks, against reading and hashing its directories and
+doing nothing else. The store is made for it, with directories that are there and slots that are
+holes.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var err error
@@ -113,7 +115,8 @@ with directories that are there and slots that are holes.`,
 	}
 	addJSONFlag(cmd, &file)
 	fs := cmd.Flags()
-	fs.StringVar(&o.Dir, "dir", "", "directory on the disk to measure (default: that for temporary files)")
+	fs.StringVar(&o.Dir, "dir", "",
+		"directory on the disk to measure (default: that for temporary files)")
 	fs.IntVar(&o.Chunks, "chunks", 1_000_000, "chunks held")
 	fs.IntVar(&o.PagesPerChunk, "pages-per-chunk", 16, "pages of a chunk")
 	fs.StringVar(&page, "page", "256K", "bytes of a page, which takes no room")

@@ -45,6 +45,7 @@ func newBenchPeers() *cobra.Command {
 	fs.IntVar(&o.Pages, "pages", 1_000_000, "pages that each of the others holds")
 	fs.IntVar(&o.Rounds, "rounds", 3, "how often one joins; the median counts")
 	fs.IntVar(&o.Lookups, "lookups", 200, "lookups and leases each round")
-	fs.DurationVar(&o.Events, "events", time.Second, "how long changes are followed for at each rate")
+	fs.DurationVar(&o.Events, "events", time.Second,
+		"how long changes are followed for at each rate")
 	return cmd
 }

@@ -20,15 +20,16 @@ func newBenchPromotion() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "promotion",
 		Short: "Lookup of a prefix that is on disk only, against the time that reading its bytes takes",
-		Long: `Lookup of a prefix that is on disk only, over the sidecar's real lookup socket, against the time that reading as many bytes takes with
-nothing around it: a loop of reads in pieces of the same size, as many at a time, around the page cache, into memory of the same kind,
-in the same run.`,
+		Long: `Lookup of a prefix that is on disk only, over the sidecar's real lookup socket, against the time
+that reading as many bytes takes with nothing around it: a loop of reads in pieces of the same
+size, as many at a time, around the page cache, into memory of the same kind, in the same run.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			for _, size := range []struct {
 				name, value string
 				to          *int64
-			}{{"prefix", prefix, &o.Bytes}, {"page", page, &o.PageBytes}, {"piece", piece, &o.PieceBytes}} {
+			}{{"prefix", prefix, &o.Bytes}, {"page", page, &o.PageBytes},
+				{"piece", piece, &o.PieceBytes}} {
 				var err error
 				if *size.to, err = dax.ParseSize(size.value); err != nil {
 					return fmt.Errorf("--%s: %w", size.name, err)
@@ -46,7 +47,8 @@ in the same run.`,
 	}
 	addJSONFlag(cmd, &file)
 	fs := cmd.Flags()
-	fs.StringVar(&o.Dir, "dir", "", "directory on the disk to measure (default: that for temporary files); takes three times the prefix")
+	fs.StringVar(&o.Dir, "dir", "",
+		"directory on the disk to measure (default: that for temporary files); takes three times the prefix")
 	fs.StringVar(&prefix, "prefix", "512M", "bytes of the prefix")
 	fs.StringVar(&page, "page", "256K", "bytes of a page")
 	fs.IntVar(&o.PagesPerChunk, "pages-per-chunk", 16, "pages of a chunk")

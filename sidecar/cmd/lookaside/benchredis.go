@@ -54,7 +54,8 @@ func newBenchRedis() *cobra.Command {
 	}
 	addJSONFlag(cmd, &file)
 	fs := cmd.Flags()
-	fs.StringVar(&o.Server, "server", "", "`host:port` of a server without a password (default: a redis-server is started)")
+	fs.StringVar(&o.Server, "server", "",
+		"`host:port` of a server without a password (default: a redis-server is started)")
 	fs.StringSliceVar(&chunks, "chunks", []string{"1M", "8M", "32M"}, "bytes of a chunk")
 	fs.StringVar(&bytes, "bytes", "512M", "bytes moved each way and round")
 	fs.IntVar(&o.Concurrency, "concurrency", 2, "calls at a time")

@@ -25,11 +25,13 @@ func newCheck() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "check PATH…",
 		Short: "Verify a tier on disks or DAX devices that no sidecar has open, and drop what is bad",
-		Long: `Verify a tier on disks or DAX devices that no sidecar has open: every entry of its directories, and the checksum of every page.
+		Long: `Verify a tier on disks or DAX devices that no sidecar has open: every entry of its directories,
+and the checksum of every page.
 
-PATH is a directory of the tier, or a DAX device or file of it; name all of them. Of a device all partitions are checked that lie one behind the
-other, as those of several ranks do. It exits with 1 if something is bad. With --repair what is bad is dropped: a slab whose
-header is damaged is removed, and made anew when the sidecar starts.`,
+PATH is a directory of the tier, or a DAX device or file of it; name all of them. Of a device
+all partitions are checked that lie one behind the other, as those of several ranks do. It exits
+with 1 if something is bad. With --repair what is bad is dropped: a slab whose header is damaged
+is removed, and made anew when the sidecar starts.`,
 		Args: cobra.MinimumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			ctx, stop := interruptible(cmd)
@@ -50,20 +52,23 @@ header is damaged is removed, and made anew when the sidecar starts.`,
 			if err == nil && r.Bad() > 0 {
 				err = fmt.Errorf("%d things are bad", r.Bad())
 				if o.Repair {
-					err = fmt.Errorf("%d things were bad; check again to see that the rest is good", r.Bad())
+					err = fmt.Errorf("%d things were bad; check again to see that the rest is good",
+						r.Bad())
 				}
 			}
 			return err
 		},
 	}
 	cmd.Flags().BoolVar(&o.Repair, "repair", false, "drop what is bad")
-	cmd.Flags().StringVar(&offset, "offset", "0", "where on DAX devices the first partition begins, in bytes")
+	cmd.Flags().StringVar(&offset, "offset", "0",
+		"where on DAX devices the first partition begins, in bytes")
 	cmd.Flags().BoolVar(&asJSON, "json", false, "print JSON")
 	return cmd
 }
 
 // checkPaths checks directories, or devices: a tier is on one or the other.
-func checkPaths(ctx context.Context, paths []string, offset string, o slab.CheckOptions) (slab.Report, error) {
+func checkPaths(ctx context.Context, paths []string, offset string,
+	o slab.CheckOptions) (slab.Report, error) {
 	at, err := dax.ParseSize(offset)
 	if err != nil {
 		return slab.Report{}, fmt.Errorf("--offset: %w", err)
@@ -79,14 +84,17 @@ func checkPaths(ctx context.Context, paths []string, offset string, o slab.Check
 		case info.Mode().IsRegular() || info.Mode()&os.ModeCharDevice != 0:
 			devices = append(devices, p)
 		default:
-			return slab.Report{}, fmt.Errorf("%s is neither a directory nor a DAX device or file: name a tier's directories, or its devices", p)
+			return slab.Report{}, fmt.Errorf(
+				"%s is neither a directory nor a DAX device or file: name a tier's directories, or its devices", p)
 		}
 	}
 	if len(dirs) > 0 && len(devices) > 0 {
-		return slab.Report{}, fmt.Errorf("%s is a directory and %s is not: check a tier at a time", dirs[0], devices[0])
+		return slab.Report{}, fmt.Errorf("%s is a directory and %s is not: check a tier at a time",
+			dirs[0], devices[0])
 	}
 	if len(devices) > 0 {
-		return daxtier.Check(ctx, daxtier.CheckOptions{Devices: devices, OffsetBytes: at, Repair: o.Repair, Progress: o.Progress})
+		return daxtier.Check(ctx, daxtier.CheckOptions{Devices: devices, OffsetBytes: at,
+			Repair: o.Repair, Progress: o.Progress})
 	}
 	o.Dirs = dirs
 	return slab.Check(ctx, o)
@@ -105,7 +113,8 @@ func checkProgress(w io.Writer) func(done, total int64) {
 	return func(done, total int64) {
 		if now := time.Now(); now.Sub(last) > 200*time.Millisecond && total > 0 {
 			last = now
-			fmt.Fprintf(w, "\r\033[K%3d %%  %s of %s", 100*done/total, dax.FormatSize(done), dax.FormatSize(total))
+			fmt.Fprintf(w, "\r\033[K%3d %%  %s of %s", 100*done/total, dax.FormatSize(done),
+				dax.FormatSize(total))
 		}
 	}
 }
@@ -122,7 +131,8 @@ func writeReport(w io.Writer, r *slab.Report) error {
 		if s.Error == "" && s.Geometry == nil {
 			what = "not in use"
 		}
-		fmt.Fprintf(t, "%s\t%s\t%d\t%d\t%d\t%d\t%d\t%d\t%s\n", s.File, dax.FormatSize(s.Bytes), s.Chunks, s.Pages, s.DamagedEntries, s.CorruptChunks,
+		fmt.Fprintf(t, "%s\t%s\t%d\t%d\t%d\t%d\t%d\t%d\t%s\n", s.File, dax.FormatSize(s.Bytes),
+			s.Chunks, s.Pages, s.DamagedEntries, s.CorruptChunks,
 			s.UnreadableChunks, s.Dropped, what)
 	}
 	return t.Flush()

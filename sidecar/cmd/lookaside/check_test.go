@@ -21,7 +21,8 @@ import (
 func TestCheckDevices(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "dax0.0")
-	p, err := daxtier.Open(daxtier.Options{Devices: []daxtier.DeviceSpec{{Path: path, SizeBytes: 8 << 20}}, AllowFiles: true, SlabBytes: 8<<20 - 8192})
+	p, err := daxtier.Open(daxtier.Options{Devices: []daxtier.DeviceSpec{{Path: path,
+		SizeBytes: 8 << 20}}, AllowFiles: true, SlabBytes: 8<<20 - 8192})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -56,7 +57,8 @@ func TestCheckDevices(t *testing.T) {
 	}
 	out, _ := run(0, "--json", path)
 	var r slab.Report
-	if err := json.Unmarshal([]byte(out), &r); err != nil || len(r.Slabs) != 1 || r.Slabs[0].Chunks != 1 || r.Slabs[0].File != path+"/slab-000" {
+	if err := json.Unmarshal([]byte(out), &r); err != nil || len(r.Slabs) != 1 ||
+		r.Slabs[0].Chunks != 1 || r.Slabs[0].File != path+"/slab-000" {
 		t.Errorf("%s: %v", out, err)
 	}
 	b, err := os.ReadFile(path)
@@ -87,7 +89,8 @@ func TestCheckDevices(t *testing.T) {
 	}
 }
 
-// Whatever has the name of a slab, a lock or a tier: check says what is wrong, and waits for nobody.
+// Whatever has the name of a slab, a lock or a tier: check says what is wrong, and waits for
+// nobody.
 func TestCheckPipesAndLinks(t *testing.T) {
 	check := func(args ...string) string {
 		t.Helper()
@@ -113,20 +116,24 @@ func TestCheckPipesAndLinks(t *testing.T) {
 	pipe, loop := filepath.Join(dir, "pipe"), filepath.Join(dir, "loop")
 	fails(syscall.Mkfifo(pipe, 0o600))
 	fails(os.Symlink(loop, loop))
-	for path, want := range map[string]string{pipe: "neither", loop: "too many levels", "/dev/null": "/dev/null", os.Args[0]: "no partition"} {
+	for path, want := range map[string]string{pipe: "neither", loop: "too many levels",
+		"/dev/null": "/dev/null", os.Args[0]: "no partition"} {
 		if said := check(path); !strings.Contains(said, want) {
 			t.Errorf("%s: %s", path, said)
 		}
 	}
-	d, err := slab.Open(slab.Options{Dirs: []string{filepath.Join(dir, "kv")}, CapacityBytes: 1 << 20, SlabBytes: 256 << 10})
+	d, err := slab.Open(slab.Options{Dirs: []string{filepath.Join(dir, "kv")},
+		CapacityBytes: 1 << 20, SlabBytes: 256 << 10})
 	fails(err)
 	fails(d.Close())
 	file := func(n uint32) string { return filepath.Join(dir, "kv", slab.SlabName(n)) }
 	fails(errors.Join(os.Remove(file(1)), syscall.Mkfifo(file(1), 0o600)))
-	fails(errors.Join(os.Rename(file(2), filepath.Join(dir, "elsewhere")), os.Symlink("../elsewhere", file(2))))
+	fails(errors.Join(os.Rename(file(2), filepath.Join(dir, "elsewhere")),
+		os.Symlink("../elsewhere", file(2))))
 	fails(errors.Join(os.Remove(file(3)), os.Symlink(pipe, file(3))))
 	said := check(filepath.Join(dir, "kv"))
-	if !strings.Contains(said, "3 things are bad") || strings.Count(said, "not a regular file") != 3 {
+	if !strings.Contains(said, "3 things are bad") ||
+		strings.Count(said, "not a regular file") != 3 {
 		t.Error(said)
 	}
 	lock := filepath.Join(dir, "kv", slab.LockName)
@@ -136,9 +143,11 @@ func TestCheckPipesAndLinks(t *testing.T) {
 	}
 	// A sidecar goes on without them: what is no file is made one.
 	fails(os.Remove(lock))
-	d, err = slab.Open(slab.Options{Dirs: []string{filepath.Join(dir, "kv")}, CapacityBytes: 1 << 20, SlabBytes: 256 << 10, RetryEvery: time.Millisecond})
+	d, err = slab.Open(slab.Options{Dirs: []string{filepath.Join(dir, "kv")},
+		CapacityBytes: 1 << 20, SlabBytes: 256 << 10, RetryEvery: time.Millisecond})
 	fails(err)
-	for end := time.Now().Add(time.Minute); d.Stats().CapacityBytes < 1<<20; time.Sleep(time.Millisecond) {
+	for end := time.Now().Add(time.Minute); d.Stats().CapacityBytes < 1<<20; time.Sleep(
+		time.Millisecond) {
 		if time.Now().After(end) {
 			t.Fatalf("%+v", d.Stats())
 		}

@@ -39,13 +39,15 @@ func newFromLMCache() *cobra.Command {
 		Short: "Turn LMCache's configuration into Lookaside's, and list what has no equivalent",
 		Long: `Turn LMCache's configuration into Lookaside's, and list what has no equivalent.
 
-Read are LMCache's YAML or JSON file (or standard input, "-"), its LMCACHE_* variables in this command's environment (--env; they override
-the file, and LMCACHE_CONFIG_FILE names it if no FILE is given), the L2 adapters of its server (--l2-adapter, as often as there are any), and
-the server's command line, after "--". In place of FILE there may be JSON itself: a configuration, an adapter or a list of them, or the value of
-vLLM's --kv-transfer-config.
+Read are LMCache's YAML or JSON file (or standard input, "-"), its LMCACHE_* variables in this
+command's environment (--env; they override the file, and LMCACHE_CONFIG_FILE names it if no
+FILE is given), the L2 adapters of its server (--l2-adapter, as often as there are any), and the
+server's command line, after "--". In place of FILE there may be JSON itself: a configuration,
+an adapter or a list of them, or the value of vLLM's --kv-transfer-config.
 
-The settings go to standard output, as YAML with comments; what has no equivalent, or is not quite the same, to standard error as a table.
-Secrets are not repeated: the table says where they belong.`,
+The settings go to standard output, as YAML with comments; what has no equivalent, or is not
+quite the same, to standard error as a table. Secrets are not repeated: the table says where
+they belong.`,
 		Example: `  lookaside config from-lmcache lmcache.yaml > lookaside.yaml
   LMCACHE_LOCAL_DISK=file:///mnt/kv/ lookaside config from-lmcache --env lmcache.yaml
   lookaside config from-lmcache '{"type": "dax", "device_path": "/dev/dax0.0", "max_dax_size_gb": 100, "slot_bytes": 268435456}'
@@ -59,7 +61,8 @@ Secrets are not repeated: the table says where they belong.`,
 				return fmt.Errorf("one FILE at a time: %q is one too many (the command line of LMCache's server goes after --)", args[1])
 			}
 			var err error
-			if src.DiskCapacityBytes, err = dax.ParseSize(capacity); err != nil || src.DiskCapacityBytes <= 0 {
+			if src.DiskCapacityBytes, err = dax.ParseSize(capacity); err != nil ||
+				src.DiskCapacityBytes <= 0 {
 				return fmt.Errorf("--disk-capacity: %q is not a size such as 200G", capacity)
 			}
 			file := os.Getenv("LMCACHE_CONFIG_FILE")
@@ -100,10 +103,13 @@ Secrets are not repeated: the table says where they belong.`,
 		},
 	}
 	f := cmd.Flags()
-	f.BoolVar(&asJSON, "json", false, "print JSON: the settings, what belongs into vLLM, and what became of each key")
+	f.BoolVar(&asJSON, "json", false,
+		"print JSON: the settings, what belongs into vLLM, and what became of each key")
 	f.BoolVar(&env, "env", false, "read the LMCACHE_* variables of the environment too")
-	f.StringArrayVar(&adapters, "l2-adapter", nil, "an L2 adapter of LMCache's server, as `JSON`; may be repeated")
-	f.StringVar(&capacity, "disk-capacity", "64G", "`size` of a disk tier in a directory that LMCache filled without a limit")
+	f.StringArrayVar(&adapters, "l2-adapter", nil,
+		"an L2 adapter of LMCache's server, as `JSON`; may be repeated")
+	f.StringVar(&capacity, "disk-capacity", "64G",
+		"`size` of a disk tier in a directory that LMCache filled without a limit")
 	return cmd
 }
 
@@ -125,6 +131,7 @@ func readSource(stdin io.Reader, file string, src *lmcache.Source) error {
 		r, src.Name = f, file
 	}
 	var err error
-	src.Text, err = io.ReadAll(io.LimitReader(r, maxConfigText+1)) // what is longer is refused where it is parsed
+	// what is longer is refused where it is parsed
+	src.Text, err = io.ReadAll(io.LimitReader(r, maxConfigText+1))
 	return err
 }

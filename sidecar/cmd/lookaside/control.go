@@ -58,14 +58,16 @@ type prefix struct {
 
 func (p *prefix) flags(cmd *cobra.Command) {
 	f := cmd.Flags()
-	f.StringVar(&p.space, "space", "", "`fingerprint` of the space, or its beginning; may be left out while only one is open")
+	f.StringVar(&p.space, "space", "",
+		"`fingerprint` of the space, or its beginning; may be left out while only one is open")
 	f.StringVar(&p.hashes, "hashes", "", "`file` with page hashes")
 	p.prompt.flags(cmd)
 	timeoutFlag(cmd, &p.timeout)
 }
 
 func timeoutFlag(cmd *cobra.Command, timeout *time.Duration) {
-	cmd.Flags().DurationVar(timeout, "timeout", time.Minute, "how long it may take; what was done until then stays")
+	cmd.Flags().DurationVar(timeout, "timeout", time.Minute,
+		"how long it may take; what was done until then stays")
 }
 
 // named reports whether the flags and arguments name a prefix.
@@ -74,7 +76,8 @@ func (p *prefix) named(args []string) bool {
 }
 
 // request is the prefix that the flags and arguments name.
-func (p *prefix) request(cmd *cobra.Command, c *control, args []string) (sidecar.PrefixRequest, error) {
+func (p *prefix) request(cmd *cobra.Command, c *control, args []string) (sidecar.PrefixRequest,
+	error) {
 	r := sidecar.PrefixRequest{Space: p.space, Hashes: args}
 	if p.prompt.given() {
 		if len(args) > 0 {
@@ -118,7 +121,8 @@ func patiently(cmd *cobra.Command, timeout time.Duration) (context.Context, cont
 }
 
 func showProgress(w io.Writer, what string, p sidecar.ProgressResult) error {
-	_, err := fmt.Fprintf(w, "%s: %d of %d pages, in %s%s\n", what, p.Pages, p.PagesAsked, took(p.Seconds), unless(p.Complete, "; the time ran out"))
+	_, err := fmt.Fprintf(w, "%s: %d of %d pages, in %s%s\n", what, p.Pages, p.PagesAsked,
+		took(p.Seconds), unless(p.Complete, "; the time ran out"))
 	return err
 }
 
@@ -171,7 +175,8 @@ func newPrefetch() *cobra.Command {
 		Example: "  lookaside prefetch --prompt 'You are …' --vllm http://localhost:8000\n  lookaside prefetch --space 3f9a --timeout 5m --hashes -",
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return c.post(cmd, &p, args, func(r sidecar.PrefixRequest) (string, any) {
-				return "/v1/prefetch", sidecar.PrefetchRequest{PrefixRequest: r, TimeoutRequest: seconds(p.timeout)}
+				return "/v1/prefetch", sidecar.PrefetchRequest{PrefixRequest: r,
+					TimeoutRequest: seconds(p.timeout)}
 			}, "in the arena")
 		},
 	}
@@ -181,7 +186,8 @@ func newPrefetch() *cobra.Command {
 }
 
 // post sends what request makes of the prefix, and shows how far the sidecar got.
-func (c *control) post(cmd *cobra.Command, p *prefix, args []string, request func(sidecar.PrefixRequest) (path string, in any), what string) error {
+func (c *control) post(cmd *cobra.Command, p *prefix, args []string,
+	request func(sidecar.PrefixRequest) (path string, in any), what string) error {
 	r, err := p.request(cmd, c, args)
 	if err != nil {
 		return err
@@ -210,13 +216,15 @@ func newMove() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "move --from TIER --to TIER [HASH …]",
 		Short: "Move or copy a prefix from one tier to another",
-		Long: `Move a prefix from one tier to another, or copy it (--keep). Tiers are named as lookaside tiers shows them.
+		Long: `Move a prefix from one tier to another, or copy it (--keep). Tiers are named as lookaside tiers
+shows them.
 
 ` + prefixHelp,
 		Example: "  lookaside move --from disk --to s3 --keep --prompt 'You are …' --vllm http://localhost:8000",
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return c.post(cmd, &p, args, func(r sidecar.PrefixRequest) (string, any) {
-				return "/v1/move", sidecar.MoveRequest{PrefixRequest: r, TimeoutRequest: seconds(p.timeout), From: from, To: to, Keep: keep}
+				return "/v1/move", sidecar.MoveRequest{PrefixRequest: r,
+					TimeoutRequest: seconds(p.timeout), From: from, To: to, Keep: keep}
 			}, "in "+to)
 		},
 	}
@@ -242,8 +250,9 @@ func newPin() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "pin [HASH …]",
 		Short: "Keep a prefix in the arena, or list what is kept",
-		Long: `Keep what the arena has of a prefix from being evicted, until it is unpinned or cleared, or the sidecar ends. All pins together may
-hold the share of one session (sessions.share). With --list: list the pins.
+		Long: `Keep what the arena has of a prefix from being evicted, until it is unpinned or cleared, or the
+sidecar ends. All pins together may hold the share of one session (sessions.share). With --list:
+list the pins.
 
 ` + prefixHelp,
 		Example: "  lookaside pin --label 'system prompt' --prefetch --prompt 'You are …' --vllm http://localhost:8000\n  lookaside pin --list",
@@ -262,11 +271,14 @@ hold the share of one session (sessions.share). With --list: list the pins.
 			ctx, cancel := patiently(cmd, p.timeout)
 			defer cancel()
 			var pin sidecar.PinStatus
-			if err := client.Post(ctx, "/v1/pin", sidecar.PinRequest{PrefixRequest: r, TimeoutRequest: seconds(p.timeout), Prefetch: prefetch, Label: label}, &pin); err != nil {
+			if err := client.Post(ctx, "/v1/pin", sidecar.PinRequest{PrefixRequest: r,
+				TimeoutRequest: seconds(p.timeout), Prefetch: prefetch, Label: label},
+				&pin); err != nil {
 				return err
 			}
 			return c.print(cmd, pin, func(w io.Writer) error {
-				_, err := fmt.Fprintf(w, "pinned: %d of %d pages; unpin with: lookaside unpin %s\n", pin.Pages, pin.PagesAsked, pin.Pin)
+				_, err := fmt.Fprintf(w, "pinned: %d of %d pages; unpin with: lookaside unpin %s\n",
+					pin.Pages, pin.PagesAsked, pin.Pin)
 				return err
 			})
 		},
@@ -296,7 +308,8 @@ func (c *control) listPins(cmd *cobra.Command) error {
 		tw := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
 		fmt.Fprintln(tw, "PIN\tPAGES\tSPACE\tSINCE\tLABEL")
 		for _, p := range answer.Pins {
-			fmt.Fprintf(tw, "%s\t%d\t%.12s\t%s\t%s\n", p.Pin, p.Pages, p.Space, p.Since.Format(time.DateTime), p.Label)
+			fmt.Fprintf(tw, "%s\t%d\t%.12s\t%s\t%s\n", p.Pin, p.Pages, p.Space,
+				p.Since.Format(time.DateTime), p.Label)
 		}
 		return tw.Flush()
 	})
@@ -358,12 +371,13 @@ func newClear() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "clear {--all | --space FINGERPRINT | a prefix} [--tier TIER] --yes",
 		Short: "Forget what is held: of a prompt, of a space or of all, in one tier or everywhere",
-		Long: `Forget what is held: of a prompt, of one space or of all; in the arena and every tier, or in one of them (--tier; the arena is called
-arena). In a tier that several sidecars share, such as Redis, it is gone for all of them. Pins of a space that is cleared from the
-arena end.
+		Long: `Forget what is held: of a prompt, of one space or of all; in the arena and every tier, or in one
+of them (--tier; the arena is called arena). In a tier that several sidecars share, such as
+Redis, it is gone for all of them. Pins of a space that is cleared from the arena end.
 
-Of a prompt, its pages are forgotten, and what continues them is not found any more. So prompts that begin alike lose their common
-beginning: --first-page leaves the pages before one. What is pinned of it stays in memory, where nothing finds it, until it is unpinned.
+Of a prompt, its pages are forgotten, and what continues them is not found any more. So prompts
+that begin alike lose their common beginning: --first-page leaves the pages before one. What is
+pinned of it stays in memory, where nothing finds it, until it is unpinned.
 
 Nothing is cleared without --yes.
 
@@ -385,13 +399,15 @@ Nothing is cleared without --yes.
 				if of != "" {
 					where = of
 				}
-				return fmt.Errorf("this would forget %s in %s: say --yes if that is meant", what, where)
+				return fmt.Errorf("this would forget %s in %s: say --yes if that is meant", what,
+					where)
 			}
 			client, err := c.client(cmd)
 			if err != nil {
 				return err
 			}
-			r := sidecar.ClearRequest{TimeoutRequest: seconds(p.timeout), Space: p.space, All: all, Tier: of, FirstPage: first}
+			r := sidecar.ClearRequest{TimeoutRequest: seconds(p.timeout), Space: p.space, All: all,
+				Tier: of, FirstPage: first}
 			if named {
 				of, err := p.request(cmd, &c, args)
 				if err != nil {
@@ -429,7 +445,8 @@ Nothing is cleared without --yes.
 	}
 	f := cmd.Flags()
 	f.BoolVar(&all, "all", false, "all spaces, also those that no worker uses now")
-	f.IntVar(&first, "first-page", 0, "of a prefix, the first `page` that is forgotten, counted from 0")
+	f.IntVar(&first, "first-page", 0,
+		"of a prefix, the first `page` that is forgotten, counted from 0")
 	f.StringVar(&of, "tier", "", "only this `tier`; arena is the arena")
 	f.BoolVar(&yes, "yes", false, "do it")
 	p.flags(cmd)

@@ -100,7 +100,10 @@ func (c commander) untilStored(pages int64) {
 
 func TestTiersFromTheCommandLine(t *testing.T) {
 	near, far := t.TempDir(), t.TempDir()
-	flags := []string{"--disk", near + ":8M:slab=1M:name=near:load_timeout=30s", "--disk=" + far + ":8M:slab=1M:name=far:admit=never:load_timeout=30s", "--lookup-deadline=30s", "--cascade-partial-delay=10ms", "--sessions-share=1", "--promotion-share=1"}
+	flags := []string{"--disk", near + ":8M:slab=1M:name=near:load_timeout=30s",
+		"--disk=" + far + ":8M:slab=1M:name=far:admit=never:load_timeout=30s",
+		"--lookup-deadline=30s", "--cascade-partial-delay=10ms", "--sessions-share=1",
+		"--promotion-share=1"}
 	s := serveProcess(t, flags...)
 	c := commander{t, s.dir}
 	words := storePages(t, s, 10)
@@ -112,7 +115,8 @@ func TestTiersFromTheCommandLine(t *testing.T) {
 
 	c.says([]string{"tiers"}, nil, "TIER", "near", "far", " on ", "never", near)
 	c.says([]string{"status"}, nil, "near", "promotions", "far")
-	c.says([]string{"move", "--from=near", "--to=far", "--keep", "--hashes", file}, nil, "in far: 10 of 10 pages")
+	c.says([]string{"move", "--from=near", "--to=far", "--keep", "--hashes", file}, nil,
+		"in far: 10 of 10 pages")
 	c.fails([]string{"clear", "--all", "--tier=near"}, "everything in near", "--yes")
 	c.fails([]string{"clear", "--yes"}, "--space", "--all")
 	c.says([]string{"clear", "--all", "--tier=near", "--yes"}, nil, "near: 3 chunks")
@@ -141,8 +145,10 @@ func TestTiersFromTheCommandLine(t *testing.T) {
 
 	// It lasts: what another process finds there after the first has drained.
 	c.untilStored(10)
-	_, stderr, code := run(t, nil, "serve", "--runtime-dir", filepath.Join(t.TempDir(), "x"), "--arena-limit=8M", "--disk="+near+":8M:slab=1M")
-	if code != 1 || !strings.Contains(stderr, fmt.Sprint(s.cmd.Process.Pid)) || !strings.Contains(stderr, near) {
+	_, stderr, code := run(t, nil, "serve", "--runtime-dir", filepath.Join(t.TempDir(), "x"),
+		"--arena-limit=8M", "--disk="+near+":8M:slab=1M")
+	if code != 1 || !strings.Contains(stderr, fmt.Sprint(s.cmd.Process.Pid)) ||
+		!strings.Contains(stderr, near) {
 		t.Errorf("a second sidecar on the directory: exit code %d: %s", code, stderr)
 	}
 	s.signal(syscall.SIGTERM)
@@ -154,24 +160,28 @@ func TestTiersFromTheCommandLine(t *testing.T) {
 	}
 	s = serveProcess(t, flags...)
 	s.worker()
-	commander{t, s.dir}.says(append([]string{"lookup", "--timeout=30s", "--engine-id=engine"}, words...), nil, "hit: 10 of 10 pages")
+	commander{t, s.dir}.says(append([]string{"lookup", "--timeout=30s", "--engine-id=engine"},
+		words...), nil, "hit: 10 of 10 pages")
 
 	// So does what was there when it was killed.
 	s.signal(syscall.SIGKILL)
 	s.exit(patience)
 	s = serveProcess(t, flags...)
 	s.worker()
-	commander{t, s.dir}.says(append([]string{"lookup", "--timeout=30s", "--engine-id=engine"}, words...), nil, "hit: 10 of 10 pages")
+	commander{t, s.dir}.says(append([]string{"lookup", "--timeout=30s", "--engine-id=engine"},
+		words...), nil, "hit: 10 of 10 pages")
 }
 
 func TestTiersFromTheEnvironment(t *testing.T) {
 	dir := t.TempDir()
 	_, stderr, code := run(t, []string{"LOOKASIDE_DISK=" + dir}, "serve")
-	if code != 78 || !strings.Contains(stderr, "LOOKASIDE_DISK") || !strings.Contains(stderr, "capacity") {
+	if code != 78 || !strings.Contains(stderr, "LOOKASIDE_DISK") ||
+		!strings.Contains(stderr, "capacity") {
 		t.Errorf("exit code %d: %s", code, stderr)
 	}
 	_, stderr, code = run(t, nil, "serve", "--redis=redis://:hunter2@h")
-	if code != 78 || !strings.Contains(stderr, "password_file") || strings.Contains(stderr, "hunter2") {
+	if code != 78 || !strings.Contains(stderr, "password_file") ||
+		strings.Contains(stderr, "hunter2") {
 		t.Errorf("exit code %d: %s", code, stderr)
 	}
 }
@@ -186,7 +196,8 @@ func TestHelpOfCommands(t *testing.T) {
 			}
 		}
 	}
-	if _, stderr, code := run(t, nil, "tiers", "--runtime-dir=/nowhere"); code != 1 || !strings.Contains(stderr, "no sidecar") {
+	if _, stderr, code := run(t, nil, "tiers", "--runtime-dir=/nowhere"); code != 1 ||
+		!strings.Contains(stderr, "no sidecar") {
 		t.Errorf("exit code %d: %s", code, stderr)
 	}
 }

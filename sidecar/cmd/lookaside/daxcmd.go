@@ -27,7 +27,8 @@ type daxControl struct {
 }
 
 func (c *daxControl) flags(cmd *cobra.Command) {
-	cmd.Flags().IntVar(&c.adapter, "adapter", -1, "`number` of the tier of DAX devices, if there are several; default: the one that has the device, or the first")
+	cmd.Flags().IntVar(&c.adapter, "adapter", -1,
+		"`number` of the tier of DAX devices, if there are several; default: the one that has the device, or the first")
 	arenaFlag(cmd, &c.arena)
 	cmd.MarkFlagsMutuallyExclusive("arena", "adapter")
 	cmd.Flags().BoolVar(&c.quiet, "quiet", false, "show no progress")
@@ -52,8 +53,9 @@ func newDAX() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "dax",
 		Short: "Show, add, remove and resize the DAX devices of a running sidecar",
-		Long: `Show, add, remove and resize the DAX devices of a running sidecar, while it serves: those of its tiers or, with --arena, those that its arena
-lies on. Changes are refused unless the tier has hotplug: true, or arena.hotplug is. They last as long as the sidecar: change its settings too.`,
+		Long: `Show, add, remove and resize the DAX devices of a running sidecar, while it serves: those of its
+tiers or, with --arena, those that its arena lies on. Changes are refused unless the tier has
+hotplug: true, or arena.hotplug is. They last as long as the sidecar: change its settings too.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
@@ -105,9 +107,11 @@ func newDAXAdd() *cobra.Command {
 		Args:    exactly("a device and how much of it to use", 2),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if c.arena {
-				return c.changeArena(cmd, "add", args[0], sidecar.DAXArenaAddRequest{DevicePath: args[0], Size: sidecar.DAXSize(args[1])})
+				return c.changeArena(cmd, "add", args[0],
+					sidecar.DAXArenaAddRequest{DevicePath: args[0], Size: sidecar.DAXSize(args[1])})
 			}
-			return c.change(cmd, "add", args[0], sidecar.DAXAddRequest{DAXTarget: c.target(args[0]), Size: sidecar.DAXSize(args[1])})
+			return c.change(cmd, "add", args[0], sidecar.DAXAddRequest{DAXTarget: c.target(args[0]),
+				Size: sidecar.DAXSize(args[1])})
 		},
 	}
 	c.flags(cmd)
@@ -131,19 +135,24 @@ func newDAXRemove() *cobra.Command {
                    where this is the default, it goes by itself: in the background its chunks are moved to the other devices, or dropped where there
                    is no room for them, as soon as nobody has a lease on them. Adding it again takes it into use again.
 
-Chunks that are being loaded are refused, unless --force: then these loads are waited for. In the arena lookups and pins have leases as well. Ctrl-C
-stops: what was moved is moved, and the device stays.`,
+Chunks that are being loaded are refused, unless --force: then these loads are waited for. In
+the arena lookups and pins have leases as well. Ctrl-C stops: what was moved is moved, and the
+device stays.`,
 		Example: "  lookaside dax remove /dev/dax1.0\n  lookaside dax remove /dev/dax1.0 --mode evict --force\n  lookaside dax remove --arena /dev/dax2.0",
 		Args:    exactly("one device", 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if c.arena {
-				return c.changeArena(cmd, "remove", args[0], sidecar.DAXArenaRemoveRequest{DevicePath: args[0], Mode: cmp.Or(mode, "drain"), Force: force})
+				return c.changeArena(cmd, "remove", args[0],
+					sidecar.DAXArenaRemoveRequest{DevicePath: args[0], Mode: cmp.Or(mode, "drain"),
+						Force: force})
 			}
 			mode = cmp.Or(mode, "migrate")
-			return c.change(cmd, "remove", args[0], sidecar.DAXRemoveRequest{DAXTarget: c.target(args[0]), Mode: mode, Force: force})
+			return c.change(cmd, "remove", args[0],
+				sidecar.DAXRemoveRequest{DAXTarget: c.target(args[0]), Mode: mode, Force: force})
 		},
 	}
-	cmd.Flags().StringVar(&mode, "mode", "", "what becomes of its chunks: `migrate`, evict or drain; default: migrate, and drain with --arena")
+	cmd.Flags().StringVar(&mode, "mode", "",
+		"what becomes of its chunks: `migrate`, evict or drain; default: migrate, and drain with --arena")
 	cmd.Flags().BoolVar(&force, "force", false, "wait for those who read its chunks")
 	c.flags(cmd)
 	return cmd
@@ -158,20 +167,27 @@ func newDAXResize() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "resize DEVICE SIZE",
 		Short: "Use more or less of a device",
-		Long: `Use more or less of a device while its tier, or the arena, serves. Growing moves nothing. When it shrinks, chunks that lie beyond the new size are moved
-(--mode migrate) or dropped (--mode evict).
+		Long: `Use more or less of a device while its tier, or the arena, serves. Growing moves nothing. When
+it shrinks, chunks that lie beyond the new size are moved (--mode migrate) or dropped (--mode
+evict).
 
-Chunks that are being loaded are refused, unless --force: then these loads are waited for. Ctrl-C stops: what was moved is moved, and the size stays.`,
+Chunks that are being loaded are refused, unless --force: then these loads are waited for.
+Ctrl-C stops: what was moved is moved, and the size stays.`,
 		Example: "  lookaside dax resize /dev/dax1.0 200G\n  lookaside dax resize --arena /dev/dax2.0 200G",
 		Args:    exactly("a device and its new size", 2),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if c.arena {
-				return c.changeArena(cmd, "resize", args[0], sidecar.DAXArenaResizeRequest{DevicePath: args[0], Size: sidecar.DAXSize(args[1]), Mode: mode, Force: force})
+				return c.changeArena(cmd, "resize", args[0],
+					sidecar.DAXArenaResizeRequest{DevicePath: args[0],
+						Size: sidecar.DAXSize(args[1]), Mode: mode, Force: force})
 			}
-			return c.change(cmd, "resize", args[0], sidecar.DAXResizeRequest{DAXTarget: c.target(args[0]), Size: sidecar.DAXSize(args[1]), Mode: mode, Force: force})
+			return c.change(cmd, "resize", args[0],
+				sidecar.DAXResizeRequest{DAXTarget: c.target(args[0]),
+					Size: sidecar.DAXSize(args[1]), Mode: mode, Force: force})
 		},
 	}
-	cmd.Flags().StringVar(&mode, "mode", "migrate", "what becomes of chunks beyond the new size: `migrate` or evict")
+	cmd.Flags().StringVar(&mode, "mode", "migrate",
+		"what becomes of chunks beyond the new size: `migrate` or evict")
 	cmd.Flags().BoolVar(&force, "force", false, "wait for those who read these chunks")
 	c.flags(cmd)
 	return cmd
@@ -226,7 +242,8 @@ func (c *daxControl) changeArena(cmd *cobra.Command, operation, device string, r
 		if err := c.ask(cmd, arenaChangePath+operation, device, request, &r); err != nil {
 			return err
 		}
-		return show(r, fmt.Sprintf("%s: %s: in %s", r.Resized.DevicePath, r.Resized.State, took(r.Seconds)))
+		return show(r, fmt.Sprintf("%s: %s: in %s", r.Resized.DevicePath, r.Resized.State,
+			took(r.Seconds)))
 	}
 	var r sidecar.DAXArenaRemoveResult
 	if err := c.ask(cmd, arenaChangePath+operation, device, request, &r); err != nil {
@@ -237,14 +254,19 @@ func (c *daxControl) changeArena(cmd *cobra.Command, operation, device string, r
 		state = a.State
 	}
 	if state != "removed" {
-		return show(r, fmt.Sprintf("%s: %s: it goes once it is empty (see lookaside dax status --arena)", r.Removed.DevicePath, state))
+		return show(r, fmt.Sprintf(
+			"%s: %s: it goes once it is empty (see lookaside dax status --arena)",
+			r.Removed.DevicePath, state))
 	}
 	return c.print(cmd, r, func(w io.Writer) error {
-		return showDAXResult(w, sidecar.DAXResult{DevicePath: r.Removed.DevicePath, State: state, MovedKeys: r.Removed.MovedKeys, DeletedKeys: r.Removed.DeletedKeys, Seconds: r.Removed.Seconds})
+		return showDAXResult(w, sidecar.DAXResult{DevicePath: r.Removed.DevicePath, State: state,
+			MovedKeys: r.Removed.MovedKeys, DeletedKeys: r.Removed.DeletedKeys,
+			Seconds: r.Removed.Seconds})
 	})
 }
 
-// ask posts a request, shows how far the sidecar is with it, and takes its answer. Interrupted, it stops.
+// ask posts a request, shows how far the sidecar is with it, and takes its answer. Interrupted, it
+// stops.
 func (c *daxControl) ask(cmd *cobra.Command, path, device string, request, answer any) error {
 	client, err := c.client(cmd)
 	if err != nil {
@@ -288,7 +310,8 @@ func (c *daxControl) progress(ctx context.Context, client *sidecar.Client, devic
 		if filepath.Clean(path) != filepath.Clean(device) || p.Total == 0 || state == "active" {
 			return ""
 		}
-		return fmt.Sprintf("%s: %s, %d of %d chunks (%d %%)", path, state, p.Moved, p.Total, 100*p.Moved/p.Total)
+		return fmt.Sprintf("%s: %s, %d of %d chunks (%d %%)", path, state, p.Moved, p.Total,
+			100*p.Moved/p.Total)
 	}
 	line := ""
 	if c.arena {

@@ -29,7 +29,10 @@ import (
 func TestDAXFromTheCommandLine(t *testing.T) {
 	dir := t.TempDir()
 	dev := func(n int) string { return filepath.Join(dir, fmt.Sprintf("dax%d.0", n)) }
-	s := serveProcess(t, "--dax="+dev(0)+","+dev(1)+":8M:slab=1M:allow_files=true:hotplug=true:load_timeout=30s", "--lookup-deadline=30s", "--cascade-partial-delay=10ms", "--sessions-share=1", "--sessions-joint-share=1", "--promotion-share=1", "--lookup-promote=always")
+	s := serveProcess(t, "--dax="+dev(0)+","+dev(1)+
+		":8M:slab=1M:allow_files=true:hotplug=true:load_timeout=30s", "--lookup-deadline=30s",
+		"--cascade-partial-delay=10ms", "--sessions-share=1", "--sessions-joint-share=1",
+		"--promotion-share=1", "--lookup-promote=always")
 	c := commander{t, s.dir}
 	words := storePages(t, s, 100)
 	c.untilStored(100)
@@ -47,11 +50,14 @@ func TestDAXFromTheCommandLine(t *testing.T) {
 	}
 	// Nothing is lost.
 	c.says([]string{"clear", "--all", "--tier=arena", "--yes"}, nil)
-	c.says(append([]string{"lookup", "--timeout=30s", "--engine-id=engine"}, words...), nil, "hit: 100 of 100 pages")
-	c.says([]string{"dax", "resize", dev(1), "4M", "--mode=evict", "--force"}, nil, dev(1)+": active")
+	c.says(append([]string{"lookup", "--timeout=30s", "--engine-id=engine"}, words...), nil,
+		"hit: 100 of 100 pages")
+	c.says([]string{"dax", "resize", dev(1), "4M", "--mode=evict", "--force"}, nil,
+		dev(1)+": active")
 	c.says([]string{"dax", "remove", dev(1), "--mode", "drain"}, nil, dev(1)+": draining")
 	c.says([]string{"dax", "status"}, nil, "draining")
-	c.says([]string{"dax", "remove", dev(1), "--mode=evict", "--force", "--quiet", "--adapter=0"}, nil, dev(1)+": removed")
+	c.says([]string{"dax", "remove", dev(1), "--mode=evict", "--force", "--quiet", "--adapter=0"},
+		nil, dev(1)+": removed")
 	c.says([]string{"dax", "status", "--json"}, &st)
 	if len(st.Devices) != 1 || st.Devices[0].DevicePath != dev(2) {
 		t.Errorf("%+v", st)
@@ -64,9 +70,11 @@ func TestDAXFromTheCommandLine(t *testing.T) {
 	c.fails([]string{"dax", "add", dir, "8M"}, dir, "400")
 	c.fails([]string{"dax", "add", dev(3), "8M", "--adapter=7"}, "adapter_index", "404")
 	c.fails([]string{"dax", "remove", dev(2), "--mode=copy"}, "mode", "422")
-	c.fails([]string{"dax", "add", dev(3)}, "a device and how much of it to use", "lookaside dax add DEVICE SIZE")
+	c.fails([]string{"dax", "add", dev(3)}, "a device and how much of it to use",
+		"lookaside dax add DEVICE SIZE")
 	c.fails([]string{"dax", "remove"}, "one device")
-	if out, _, code := run(t, nil, "dax", "--help"); code != 0 || !strings.Contains(out, "resize") || !strings.Contains(out, "hotplug") {
+	if out, _, code := run(t, nil, "dax", "--help"); code != 0 ||
+		!strings.Contains(out, "resize") || !strings.Contains(out, "hotplug") {
 		t.Errorf("exit code %d: %s", code, out)
 	}
 }
@@ -98,7 +106,8 @@ func storeMapped(t *testing.T, s *server, pages int) (words []string) {
 			if err := m.Decode(b, &wire.DefaultLimits); err != nil {
 				t.Fatal(err)
 			}
-			if regions[m.Region], err = dax.Attach(files[0], int64(m.Offset), int64(m.SizeBytes), int64(m.PageSize)); err != nil {
+			if regions[m.Region], err = dax.Attach(files[0], int64(m.Offset), int64(m.SizeBytes),
+				int64(m.PageSize)); err != nil {
 				t.Fatal(err)
 			}
 			files[0].Close()
@@ -121,7 +130,8 @@ func storeMapped(t *testing.T, s *server, pages int) (words []string) {
 				page[i] = stored
 			}
 		}
-		if err := errors.Join(w.Send(&wire.CommitStore{Store: g.Store}), w.Send(&wire.Ping{ID: 2})); err != nil {
+		if err := errors.Join(w.Send(&wire.CommitStore{Store: g.Store}),
+			w.Send(&wire.Ping{ID: 2})); err != nil {
 			t.Fatal(err)
 		}
 		if b, _, err = w.Recv(patience); err != nil {
@@ -138,17 +148,21 @@ func storeMapped(t *testing.T, s *server, pages int) (words []string) {
 func TestArenaOnDAXFromTheCommandLine(t *testing.T) {
 	dir := t.TempDir()
 	dev := func(n int) string { return filepath.Join(dir, fmt.Sprintf("dax%d.0", n)) }
-	s := serveOnly(t, "--arena-kind=dax", "--arena-devices="+dev(0)+":8M,"+dev(1)+":8M", "--arena-slab=1M", "--arena-allow-files=true", "--arena-hotplug=true", "--sessions-share=1", "--sessions-joint-share=1")
+	s := serveOnly(t, "--arena-kind=dax", "--arena-devices="+dev(0)+":8M,"+dev(1)+":8M",
+		"--arena-slab=1M", "--arena-allow-files=true", "--arena-hotplug=true", "--sessions-share=1",
+		"--sessions-joint-share=1")
 	c := commander{t, s.dir}
 	words := storeMapped(t, s, 100)
 	hits := func() {
 		t.Helper()
-		w, err := client.Dial(s.dir, hello(wire.RoleWorker), patience) // without a worker there is no space to ask in
+		// without a worker there is no space to ask in
+		w, err := client.Dial(s.dir, hello(wire.RoleWorker), patience)
 		if err != nil {
 			t.Fatal(err)
 		}
 		defer w.Close()
-		c.says(append([]string{"lookup", "--timeout=30s", "--engine-id=engine"}, words...), nil, "hit: 100 of 100 pages")
+		c.says(append([]string{"lookup", "--timeout=30s", "--engine-id=engine"}, words...), nil,
+			"hit: 100 of 100 pages")
 	}
 	var st sidecar.DAXArenasResult
 	c.says([]string{"dax", "status", "--arena", "--json"}, &st)
@@ -161,7 +175,8 @@ func TestArenaOnDAXFromTheCommandLine(t *testing.T) {
 	c.says([]string{"dax", "add", "--arena", dev(2), "8M"}, nil, dev(2)+": active")
 	var r sidecar.DAXArenaRemoveResult
 	c.says([]string{"dax", "remove", "--arena", dev(0), "--mode=migrate", "--force", "--json"}, &r)
-	if r.Removed.Arenas[0].State != "removed" || r.Removed.MovedKeys == nil || *r.Removed.MovedKeys == 0 {
+	if r.Removed.Arenas[0].State != "removed" || r.Removed.MovedKeys == nil ||
+		*r.Removed.MovedKeys == 0 {
 		t.Errorf("%+v", r)
 	}
 	hits()
@@ -186,7 +201,8 @@ func TestArenaOnDAXFromTheCommandLine(t *testing.T) {
 	if code := s.exit(patience); code != 0 {
 		t.Fatalf("exit code %d: %s", code, s.text())
 	}
-	if out, errs, code := run(t, nil, "check", dev(2)); code != 0 || !strings.Contains(out, dev(2)+"/slab-") {
+	if out, errs, code := run(t, nil, "check", dev(2)); code != 0 ||
+		!strings.Contains(out, dev(2)+"/slab-") {
 		t.Fatalf("exit code %d: %s%s", code, out, errs)
 	}
 	b, err := os.ReadFile(dev(2))
@@ -198,10 +214,12 @@ func TestArenaOnDAXFromTheCommandLine(t *testing.T) {
 	if err := os.WriteFile(dev(2), b, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if out, errs, code := run(t, nil, "check", dev(2)); code != 1 || !strings.Contains(errs, "1 things are bad") {
+	if out, errs, code := run(t, nil, "check", dev(2)); code != 1 ||
+		!strings.Contains(errs, "1 things are bad") {
 		t.Errorf("exit code %d: %s%s", code, out, errs)
 	}
-	if out, errs, code := run(t, nil, "check", "--repair", dev(2)); code != 1 || !strings.Contains(errs, "check again") {
+	if out, errs, code := run(t, nil, "check", "--repair", dev(2)); code != 1 ||
+		!strings.Contains(errs, "check again") {
 		t.Errorf("exit code %d: %s%s", code, out, errs)
 	}
 	if out, errs, code := run(t, nil, "check", dev(2)); code != 0 {
@@ -214,14 +232,17 @@ func TestDAXWithoutDevices(t *testing.T) {
 	c := commander{t, s.dir}
 	c.says([]string{"dax", "status"}, nil, "no tier of DAX devices", "--dax")
 	c.fails([]string{"dax", "add", "/dev/dax0.0", "1G"}, "no tier of DAX devices", "404")
-	c.fails([]string{"dax", "add", "--arena", "/dev/dax0.0", "1G"}, "not on DAX", "409", "arena.kind")
+	c.fails([]string{"dax", "add", "--arena", "/dev/dax0.0", "1G"}, "not on DAX", "409",
+		"arena.kind")
 	c.fails([]string{"dax", "status", "--arena"}, "not on DAX", "409")
-	if _, stderr, code := run(t, nil, "dax", "status", "--runtime-dir=/nowhere"); code != 1 || !strings.Contains(stderr, "no sidecar") {
+	if _, stderr, code := run(t, nil, "dax", "status", "--runtime-dir=/nowhere"); code != 1 ||
+		!strings.Contains(stderr, "no sidecar") {
 		t.Errorf("exit code %d: %s", code, stderr)
 	}
 }
 
-// A change that takes long shows how far it is; interrupted, it is given up, and so it is by the sidecar, whose connection ends.
+// A change that takes long shows how far it is; interrupted, it is given up, and so it is by the
+// sidecar, whose connection ends.
 func TestDAXProgress(t *testing.T) {
 	var asked atomic.Int64
 	var endless atomic.Bool
@@ -229,9 +250,11 @@ func TestDAXProgress(t *testing.T) {
 	left := make(chan struct{}, 1)
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /reconfigure/dax/status", func(w http.ResponseWriter, _ *http.Request) {
-		st := sidecar.DAXStatus{DAXTierStatus: sidecar.DAXTierStatus{Devices: []sidecar.DAXDeviceStatus{{
-			DevicePath: "/dev/dax0.0", State: "migrating", Progress: sidecar.DAXProgress{Moved: 10 * asked.Add(1), Total: 200},
-		}}}}
+		devices := []sidecar.DAXDeviceStatus{{
+			DevicePath: "/dev/dax0.0", State: "migrating",
+			Progress: sidecar.DAXProgress{Moved: 10 * asked.Add(1), Total: 200},
+		}}
+		st := sidecar.DAXStatus{DAXTierStatus: sidecar.DAXTierStatus{Devices: devices}}
 		if asked.Load() == 3 && !endless.Load() {
 			close(finish)
 		}
@@ -239,7 +262,8 @@ func TestDAXProgress(t *testing.T) {
 	})
 	mux.HandleFunc("POST /reconfigure/dax/remove", func(w http.ResponseWriter, r *http.Request) {
 		var in sidecar.DAXRemoveRequest
-		if err := json.NewDecoder(r.Body).Decode(&in); err != nil || in.DevicePath != "/dev/dax0.0" || in.Mode != "migrate" || in.Force {
+		if err := json.NewDecoder(r.Body).Decode(&in); err != nil ||
+			in.DevicePath != "/dev/dax0.0" || in.Mode != "migrate" || in.Force {
 			t.Errorf("%v: %+v", err, in)
 		}
 		done := finish
@@ -249,7 +273,8 @@ func TestDAXProgress(t *testing.T) {
 		select {
 		case <-done:
 			n := int64(200)
-			_ = json.NewEncoder(w).Encode(sidecar.DAXResult{Status: "ok", DevicePath: in.DevicePath, State: "removed", MovedKeys: &n, Seconds: 1.5})
+			_ = json.NewEncoder(w).Encode(sidecar.DAXResult{Status: "ok", DevicePath: in.DevicePath,
+				State: "removed", MovedKeys: &n, Seconds: 1.5})
 		case <-r.Context().Done():
 			left <- struct{}{}
 		}
@@ -268,7 +293,9 @@ func TestDAXProgress(t *testing.T) {
 	defer srv.Close()
 	c := commander{t, dir}
 	out, progress, code := c.run("dax", "remove", "/dev/dax0.0")
-	if code != 0 || out != "/dev/dax0.0: removed: 200 chunks moved, in 1.5s\n" || !strings.Contains(progress, "/dev/dax0.0: migrating, 10 of 200 chunks (5 %)\n") || !strings.Contains(progress, "20 of 200 chunks (10 %)") {
+	if code != 0 || out != "/dev/dax0.0: removed: 200 chunks moved, in 1.5s\n" ||
+		!strings.Contains(progress, "/dev/dax0.0: migrating, 10 of 200 chunks (5 %)\n") ||
+		!strings.Contains(progress, "20 of 200 chunks (10 %)") {
 		t.Errorf("exit code %d: %q, %q", code, out, progress)
 	}
 
@@ -299,15 +326,19 @@ func TestDAXProgress(t *testing.T) {
 	}
 }
 
-// LMCache's calls, as its operators make them, are answered as LMCache answers them: by status, and by the fields that a script reads.
+// LMCache's calls, as its operators make them, are answered as LMCache answers them: by status, and
+// by the fields that a script reads.
 func TestCallsOfLMCache(t *testing.T) {
 	dir := t.TempDir()
 	dev := func(name string) string { return filepath.Join(dir, name) }
-	s := serveOnly(t, "--arena-kind=dax", "--arena-devices="+dev("l1-0")+":8M,"+dev("l1-1")+":8M", "--arena-slab=1M", "--arena-allow-files", "--arena-hotplug",
-		"--dax", dev("l2-0")+":8M:slab=1M:allow_files=true:hotplug=true", "--cascade-partial-delay=10ms")
-	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-		return new(net.Dialer).DialContext(ctx, "unix", filepath.Join(s.dir, "admin.sock"))
-	}}}
+	s := serveOnly(t, "--arena-kind=dax", "--arena-devices="+dev("l1-0")+":8M,"+dev("l1-1")+":8M",
+		"--arena-slab=1M", "--arena-allow-files", "--arena-hotplug",
+		"--dax", dev("l2-0")+":8M:slab=1M:allow_files=true:hotplug=true",
+		"--cascade-partial-delay=10ms")
+	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true,
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return new(net.Dialer).DialContext(ctx, "unix", filepath.Join(s.dir, "admin.sock"))
+		}}}
 	ask := func(method, path, body string) (int, string) {
 		t.Helper()
 		req, err := http.NewRequest(method, "http://localhost"+path, strings.NewReader(body))
@@ -343,7 +374,8 @@ func TestCallsOfLMCache(t *testing.T) {
 				t.Errorf("%s %s: %s lacks %s", path, body, answer, w)
 			}
 		}
-		if status != 200 && !strings.Contains(strings.ReplaceAll(answer, `": "`, `":"`), `"error":"`) {
+		if status != 200 && !strings.Contains(strings.ReplaceAll(answer, `": "`, `":"`),
+			`"error":"`) {
 			t.Errorf("%s %s: %s has no error", path, body, answer)
 		}
 	}
@@ -351,17 +383,24 @@ func TestCallsOfLMCache(t *testing.T) {
 	const l1, l2, old = "/reconfigure/dax/l1/", "/reconfigure/dax/l2/", "/reconfigure/dax/"
 	for _, at := range []string{old, l2} {
 		other := map[string]string{old: "l2-1", l2: "l2-2"}[at]
-		call(200, at+"status", "", `"enabled": true`, `"backend": "dax"`, `"num_adapters": 1`, `"device_path": "DIR/l2-0"`)
+		call(200, at+"status", "", `"enabled": true`, `"backend": "dax"`, `"num_adapters": 1`,
+			`"device_path": "DIR/l2-0"`)
 		add := `{"device_path": "DIR/` + other + `", "size": "4MiB"}`
 		call(200, at+"add", add, `"status": "ok"`, `"operation": "add"`, `"state": "active"`)
-		call(200, at+"add", add, `"status": "ok"`, `"operation": "add"`, `"adapter_index": 0`, `"state": "active"`, other) // it is there
-		call(200, at+"add", `{"adapter_index": 0, "device_path": "DIR/`+other+`", "size": 4194304}`, `"size_bytes": 4194304`)
+		// it is there
+		call(200, at+"add", add, `"status": "ok"`, `"operation": "add"`, `"adapter_index": 0`,
+			`"state": "active"`, other)
+		call(200, at+"add", `{"adapter_index": 0, "device_path": "DIR/`+other+`", "size": 4194304}`,
+			`"size_bytes": 4194304`)
 		call(409, at+"add", `{"device_path": "DIR/`+other+`", "size": "5MiB"}`, other)
-		call(200, at+"resize", `{"device_path": "DIR/`+other+`", "size": "4MiB"}`, `"operation": "resize"`, `"old_size_bytes": 4194304`, `"new_size_bytes": 4194304`)
+		call(200, at+"resize", `{"device_path": "DIR/`+other+`", "size": "4MiB"}`,
+			`"operation": "resize"`, `"old_size_bytes": 4194304`, `"new_size_bytes": 4194304`)
 		for range 2 { // twice
-			call(200, at+"remove", `{"device_path": "DIR/`+other+`", "mode": "drain"}`, `"operation": "drain"`, `"state": "draining"`)
+			call(200, at+"remove", `{"device_path": "DIR/`+other+`", "mode": "drain"}`,
+				`"operation": "drain"`, `"state": "draining"`)
 		}
-		call(200, at+"remove", `{"device_path": "DIR/`+other+`", "mode": "evict", "force": true}`, `"operation": "remove"`, `"state": "removed"`, `"moved_keys": 0`, `"deleted_keys": `)
+		call(200, at+"remove", `{"device_path": "DIR/`+other+`", "mode": "evict", "force": true}`,
+			`"operation": "remove"`, `"state": "removed"`, `"moved_keys": 0`, `"deleted_keys": `)
 		call(404, at+"remove", `{"device_path": "DIR/`+other+`", "mode": "drain"}`, other)
 		call(404, at+"remove", `{"device_path": "DIR/`+other+`"}`, other)
 		call(404, at+"resize", `{"device_path": "DIR/`+other+`", "size": "4MiB"}`, other)
@@ -370,18 +409,23 @@ func TestCallsOfLMCache(t *testing.T) {
 		call(422, at+"remove", `{"device_path": "DIR/l2-0", "timeout_s": 1}`, "timeout_s")
 		call(422, at+"add", `{"device_path": "DIR/l2-3", "size_bytes": 1024}`, "size")
 	}
-	call(200, l1+"status", "", `"device_path": "DIR/l1-0"`, `"state": "active"`, `"is_primary": false`)
-	call(200, l1+"add", `{"device_path": "DIR/l1-2", "size": "4MiB"}`, `"added": {`, `"device_path": "DIR/l1-2"`, `"state": "active"`, `"size_in_bytes": 4194304`)
+	call(200, l1+"status", "", `"device_path": "DIR/l1-0"`, `"state": "active"`,
+		`"is_primary": false`)
+	call(200, l1+"add", `{"device_path": "DIR/l1-2", "size": "4MiB"}`, `"added": {`,
+		`"device_path": "DIR/l1-2"`, `"state": "active"`, `"size_in_bytes": 4194304`)
 	call(409, l1+"add", `{"device_path": "DIR/l1-2", "size": "4MiB"}`, "l1-2") // it is there
 	call(409, l1+"add", `{"device_path": "DIR//l1-2", "size": "8MiB"}`, "l1-2")
-	call(200, l1+"remove", `{"device_path": "DIR//l1-2"}`, `"removed": {`, `"device_path": "DIR/l1-2"`, `"arenas": [ {`)
+	call(200, l1+"remove", `{"device_path": "DIR//l1-2"}`, `"removed": {`,
+		`"device_path": "DIR/l1-2"`, `"arenas": [ {`)
 	for end := time.Now().Add(patience); ; time.Sleep(10 * time.Millisecond) {
 		// Again, while it is draining, and when it is gone.
-		code, answer := ask(http.MethodPost, l1+"remove", `{"device_path": "`+dev("l1-2")+`", "mode": "drain"}`)
+		code, answer := ask(http.MethodPost, l1+"remove", `{"device_path": "`+dev("l1-2")+
+			`", "mode": "drain"}`)
 		if code == http.StatusNotFound {
 			break
 		}
-		if code != http.StatusOK || !strings.Contains(answer, `"device_path": "`+dev("l1-2")+`"`) || time.Now().After(end) {
+		if code != http.StatusOK || !strings.Contains(answer, `"device_path": "`+dev("l1-2")+`"`) ||
+			time.Now().After(end) {
 			t.Fatalf("%d: %s", code, answer)
 		}
 	}
@@ -397,7 +441,8 @@ func TestCallsOfLMCache(t *testing.T) {
 		call(400, at+"add", `{"device_path": "DIR/new", "size": "4Zi"}`, "size")
 		call(400, at+"add", `{"device_path": "DIR/new", "size": "-1"}`, "size")
 		pathological := "9" + strings.Repeat(" ", 5000) + "x"
-		if code, answer := ask(http.MethodPost, at+"add", `{"device_path": "`+dev("new")+`", "size": "`+pathological+`"}`); code != 400 || len(answer) > 1000 {
+		if code, answer := ask(http.MethodPost, at+"add", `{"device_path": "`+dev("new")+
+			`", "size": "`+pathological+`"}`); code != 400 || len(answer) > 1000 {
 			t.Errorf("%d: %d bytes", code, len(answer))
 		}
 	}

@@ -21,11 +21,13 @@ import (
 	"lookaside/sidecar"
 )
 
-// A sidecar in the background is made by three processes. The first is the command that was called, with --detach. It starts the
-// second, which leads a session of its own and becomes the sidecar, and waits until that one serves or has failed. Then it ends, so
-// that the sidecar is a descendant of neither it nor of who called it: whoever kills all descendants of a process does not find it.
+// A sidecar in the background is made by three processes. The first is the command that was called,
+// with --detach. It starts the second, which leads a session of its own and becomes the sidecar,
+// and waits until that one serves or has failed. Then it ends, so that the sidecar is a descendant
+// of neither it nor of who called it: whoever kills all descendants of a process does not find it.
 
-// The flags of serve that this is done with. The second is the descriptor that the sidecar writes to once it serves.
+// The flags of serve that this is done with. The second is the descriptor that the sidecar writes
+// to once it serves.
 const (
 	detachFlag = "detach"
 	readyFlag  = "ready-fd"
@@ -34,7 +36,8 @@ const (
 // serves is what the sidecar writes when it serves. Anything else is why it does not.
 const serves = "serves"
 
-// detach starts a sidecar in the background with the arguments of this process, and returns when it serves.
+// detach starts a sidecar in the background with the arguments of this process, and returns when it
+// serves.
 func detach(cmd *cobra.Command, args []string) error {
 	cfg, err := sidecar.Load(cmd.Flags(), os.Environ())
 	if err != nil {
@@ -72,7 +75,8 @@ func detach(cmd *cobra.Command, args []string) error {
 		return err
 	}
 	if string(said) == serves {
-		fmt.Fprintf(cmd.OutOrStdout(), "lookaside: serving on %s, pid %d, log %s\n", cfg.Runtime.Dir, child.Process.Pid, log)
+		fmt.Fprintf(cmd.OutOrStdout(), "lookaside: serving on %s, pid %d, log %s\n",
+			cfg.Runtime.Dir, child.Process.Pid, log)
 		return nil
 	}
 	err = child.Wait()
@@ -86,7 +90,8 @@ func detach(cmd *cobra.Command, args []string) error {
 	if err == nil {
 		err = errors.New("exit status 0")
 	}
-	return coded{code, fmt.Errorf("the sidecar ended before it served: %w; its log is %s", err, log)}
+	return coded{code, fmt.Errorf("the sidecar ended before it served: %w; its log is %s", err,
+		log)}
 }
 
 // withoutDetach removes the flag from a command line.
@@ -96,7 +101,8 @@ func withoutDetach(args []string) []string {
 	})
 }
 
-// reportTo returns a function that writes to the descriptor that the sidecar serves, for nil, or why it does not. Only its first call does anything.
+// reportTo returns a function that writes to the descriptor that the sidecar serves, for nil, or
+// why it does not. Only its first call does anything.
 func reportTo(fd int) (func(error), error) {
 	if _, err := unix.FcntlInt(uintptr(fd), unix.F_SETFD, unix.FD_CLOEXEC); err != nil {
 		return nil, fmt.Errorf("--%s=%s: %w", readyFlag, strconv.Itoa(fd), err)

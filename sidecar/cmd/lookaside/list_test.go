@@ -14,14 +14,17 @@ import (
 	"lookaside/sidecar"
 )
 
-// Every sidecar of the host is found, wherever its directory is; one that is dead is none, and one that is stopped is named.
+// Every sidecar of the host is found, wherever its directory is; one that is dead is none, and one
+// that is stopped is named.
 func TestListOfTheHostsSidecars(t *testing.T) {
 	token := filepath.Join(t.TempDir(), "token")
 	if err := os.WriteFile(token, []byte("secret\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	// Directories that have nothing in common; one asks for a token. Names of other tests' sidecars differ.
-	serving, stopped, killed := serveProcess(t, "--admin-token-file", token), serveProcess(t), serveProcess(t)
+	// Directories that have nothing in common; one asks for a token. Names of other tests' sidecars
+	// differ.
+	serving, stopped, killed := serveProcess(t, "--admin-token-file", token), serveProcess(t),
+		serveProcess(t)
 	storePages(t, serving, 10)
 	killed.signal(syscall.SIGKILL)
 	killed.exit(patience)
@@ -32,7 +35,8 @@ func TestListOfTheHostsSidecars(t *testing.T) {
 		if err := json.Unmarshal([]byte(out), &all); err != nil || code != 0 {
 			t.Fatalf("exit code %d, %v: %s%s", code, err, out, stderr)
 		}
-		if !slices.IsSortedFunc(all, func(a, b sidecar.HostSidecar) int { return strings.Compare(a.Endpoint, b.Endpoint) }) {
+		if !slices.IsSortedFunc(all,
+			func(a, b sidecar.HostSidecar) int { return strings.Compare(a.Endpoint, b.Endpoint) }) {
 			t.Errorf("%+v", all)
 		}
 		by := make(map[string]sidecar.HostSidecar)
@@ -46,11 +50,13 @@ func TestListOfTheHostsSidecars(t *testing.T) {
 	}
 	for end := time.Now().Add(patience); ; {
 		s := list(nil)[serving.dir]
-		if s.PID == serving.cmd.Process.Pid && s.Version == sidecar.Version && s.Error == "" && s.Arena.UsedBytes > 0 && s.Arena.LimitBytes == 8<<20 &&
+		if s.PID == serving.cmd.Process.Pid && s.Version == sidecar.Version && s.Error == "" &&
+			s.Arena.UsedBytes > 0 && s.Arena.LimitBytes == 8<<20 &&
 			strings.HasPrefix(s.Verdict, "healthy: 1 engine connected") {
 			break
 		}
-		if time.Now().After(end) { // a machine that stands still for five seconds makes it not answer
+		if time.Now().After(end) {
+			// a machine that stands still for five seconds makes it not answer
 			t.Fatalf("%+v", s)
 		}
 	}
@@ -60,7 +66,8 @@ func TestListOfTheHostsSidecars(t *testing.T) {
 	if _, there := by[killed.dir]; there {
 		t.Error("a killed one is listed")
 	}
-	if s := by[stopped.dir]; s.PID != stopped.cmd.Process.Pid || !strings.Contains(s.Error, "no sidecar answers") {
+	if s := by[stopped.dir]; s.PID != stopped.cmd.Process.Pid ||
+		!strings.Contains(s.Error, "no sidecar answers") {
 		t.Errorf("%+v", s)
 	}
 	out, stderr, code := run(t, nil, "list")
@@ -79,7 +86,8 @@ func TestListWithoutSidecars(t *testing.T) {
 	}
 	s := serveProcess(t)
 	alone := func(dir string) string {
-		out, err := exec.Command(unshare, "--net", binary, "list", "--runtime-dir", dir).CombinedOutput()
+		out, err := exec.Command(unshare, "--net", binary, "list", "--runtime-dir",
+			dir).CombinedOutput()
 		if err != nil {
 			t.Fatalf("%v: %s", err, out)
 		}

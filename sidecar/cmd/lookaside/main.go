@@ -1,4 +1,5 @@
-// Lookaside keeps the KV cache of vLLM workers outside the engine. This binary is the sidecar and the tools to look at it.
+// Lookaside keeps the KV cache of vLLM workers outside the engine. This binary is the sidecar and
+// the tools to look at it.
 package main
 
 import (
@@ -52,8 +53,11 @@ func newRoot() *cobra.Command {
 	root.CompletionOptions.HiddenDefaultCmd = true
 	root.SetVersionTemplate("{{.Version}}\n")
 	root.SetFlagErrorFunc(flagError)
-	root.SetUsageTemplate(strings.ReplaceAll(root.UsageTemplate(), "FlagUsages", fmt.Sprint("FlagUsagesWrapped ", helpColumns)))
-	root.AddCommand(newServe(), newStatus(), newList(), newTiers(), newLookup(), newPrefetch(), newPin(), newUnpin(), newClear(), newMove(), newCheck(), newConfig(), newDAX(), newSimulate(), newBench(), newVersion())
+	root.SetUsageTemplate(strings.ReplaceAll(root.UsageTemplate(), "FlagUsages",
+		fmt.Sprint("FlagUsagesWrapped ", helpColumns)))
+	root.AddCommand(newServe(), newStatus(), newList(), newTiers(), newLookup(), newPrefetch(),
+		newPin(), newUnpin(), newClear(), newMove(), newCheck(), newConfig(), newDAX(),
+		newSimulate(), newBench(), newVersion())
 	return root
 }
 

@@ -93,7 +93,8 @@ type server struct {
 
 func serveProcess(t *testing.T, args ...string) *server {
 	t.Helper()
-	return serveOnly(t, append([]string{"--arena-limit", "8M", "--arena-kind", "memfd"}, args...)...)
+	return serveOnly(t, append([]string{"--arena-limit", "8M", "--arena-kind", "memfd"},
+		args...)...)
 }
 
 // serveOnly starts a sidecar with these settings alone.
@@ -111,7 +112,8 @@ func serveBy(t *testing.T, command []string, args ...string) *server {
 	}
 	dir = filepath.Join(dir, "rank-0")
 	s := &server{t: t, dir: dir, exited: make(chan struct{})}
-	s.cmd = exec.Command(command[0], slices.Concat(command[1:], []string{"serve", "--runtime-dir", dir}, args)...)
+	s.cmd = exec.Command(command[0], slices.Concat(command[1:], []string{"serve", "--runtime-dir",
+		dir}, args)...)
 	stderr, err := s.cmd.StderrPipe()
 	if err != nil {
 		t.Fatal(err)
@@ -179,7 +181,8 @@ func (s *server) exit(within time.Duration) int {
 }
 
 func hello(role string) *wire.Hello {
-	h := &wire.Hello{Role: role, EngineID: "engine", PageTokens: 16, PageBytes: 4096, PagesPerChunk: 4, DigestBytes: 32}
+	h := &wire.Hello{Role: role, EngineID: "engine", PageTokens: 16, PageBytes: 4096,
+		PagesPerChunk: 4, DigestBytes: 32}
 	if role == wire.RoleScheduler {
 		h.PageBytes = 0
 	}
@@ -280,7 +283,8 @@ func TestSecondInterruptLeavesAtOnce(t *testing.T) {
 		t.Fatal(err)
 	}
 	s.signal(os.Interrupt)
-	for end := time.Now().Add(patience); !strings.Contains(s.text(), "draining"); time.Sleep(5 * time.Millisecond) {
+	for end := time.Now().Add(patience); !strings.Contains(s.text(), "draining"); time.Sleep(
+		5 * time.Millisecond) {
 		if time.Now().After(end) {
 			t.Fatalf("not draining:\n%s", s.text())
 		}
@@ -296,16 +300,19 @@ func TestSecondInterruptLeavesAtOnce(t *testing.T) {
 		t.Errorf("exit code %d:\n%s", code, s.text())
 	}
 	// What it left is replaced by the next one.
-	next := exec.Command(binary, "serve", "--runtime-dir", s.dir, "--arena-limit", "8M", "--arena-kind", "memfd", "--lifecycle-idle-exit", "100ms")
+	next := exec.Command(binary, "serve", "--runtime-dir", s.dir, "--arena-limit", "8M",
+		"--arena-kind", "memfd", "--lifecycle-idle-exit", "100ms")
 	if out, err := next.CombinedOutput(); err != nil {
 		t.Errorf("%v\n%s", err, out)
 	}
 }
 
-// A signal that comes twice at once, as timeout(1) sends it to the process and to its group, drains and flushes like one.
+// A signal that comes twice at once, as timeout(1) sends it to the process and to its group, drains
+// and flushes like one.
 func TestSignalTwiceAtOnceFlushes(t *testing.T) {
 	for _, sig := range []syscall.Signal{syscall.SIGTERM, syscall.SIGHUP} {
-		flags := []string{"--disk", t.TempDir() + ":8M:slab=1M", "--cascade-partial-delay=1h", "--lookup-deadline=1m"}
+		flags := []string{"--disk", t.TempDir() + ":8M:slab=1M", "--cascade-partial-delay=1h",
+			"--lookup-deadline=1m"}
 		s := serveProcess(t, flags...)
 		words := storePages(t, s, 10)
 		s.signal(sig)
@@ -315,7 +322,8 @@ func TestSignalTwiceAtOnceFlushes(t *testing.T) {
 		}
 		s = serveProcess(t, flags...)
 		s.worker()
-		commander{t, s.dir}.says(append([]string{"lookup", "--timeout=1m", "--engine-id=engine"}, words...), nil, "hit: 10 of 10 pages")
+		commander{t, s.dir}.says(append([]string{"lookup", "--timeout=1m", "--engine-id=engine"},
+			words...), nil, "hit: 10 of 10 pages")
 	}
 }
 
@@ -332,7 +340,8 @@ func TestIgnoredHangupIsIgnored(t *testing.T) {
 
 // Who reads the log may be gone before the sidecar drains.
 func TestDrainWithoutAReaderOfTheLog(t *testing.T) {
-	flags := []string{"--disk", t.TempDir() + ":8M:slab=1M", "--cascade-partial-delay=1h", "--lookup-deadline=1m"}
+	flags := []string{"--disk", t.TempDir() + ":8M:slab=1M", "--cascade-partial-delay=1h",
+		"--lookup-deadline=1m"}
 	s := serveProcess(t, flags...)
 	words := storePages(t, s, 10)
 	s.stderr.Close()
@@ -342,13 +351,15 @@ func TestDrainWithoutAReaderOfTheLog(t *testing.T) {
 	}
 	s = serveProcess(t, flags...)
 	s.worker()
-	commander{t, s.dir}.says(append([]string{"lookup", "--timeout=1m", "--engine-id=engine"}, words...), nil, "hit: 10 of 10 pages")
+	commander{t, s.dir}.says(append([]string{"lookup", "--timeout=1m", "--engine-id=engine"},
+		words...), nil, "hit: 10 of 10 pages")
 }
 
 func TestSecondSidecarNamesTheOwner(t *testing.T) {
 	s := serveProcess(t)
 	_, stderr, code := run(t, nil, "serve", "--runtime-dir", s.dir, "--arena-limit", "8M")
-	if code == 0 || !strings.Contains(stderr, fmt.Sprintf("pid %d", s.cmd.Process.Pid)) || !strings.Contains(stderr, s.dir) {
+	if code == 0 || !strings.Contains(stderr, fmt.Sprintf("pid %d", s.cmd.Process.Pid)) ||
+		!strings.Contains(stderr, s.dir) {
 		t.Errorf("exit code %d: %s", code, stderr)
 	}
 	s.worker() // the first one goes on
@@ -358,10 +369,12 @@ func TestIdleExit(t *testing.T) {
 	t.Parallel()
 	var s *server
 	var w *client.Session
-	for tries := 1; w == nil; tries++ { // on a busy machine it may have left before the worker comes
+	for tries := 1; w == nil; tries++ {
+		// on a busy machine it may have left before the worker comes
 		s = serveProcess(t, "--lifecycle-idle-exit=2s")
 		var err error
-		if w, err = client.Dial(s.dir, hello(wire.RoleWorker), patience); err != nil && (tries == 5 || s.exit(patience) != 0) {
+		if w, err = client.Dial(s.dir, hello(wire.RoleWorker), patience); err != nil &&
+			(tries == 5 || s.exit(patience) != 0) {
 			t.Fatalf("%v:\n%s", err, s.text())
 		}
 	}
@@ -389,8 +402,10 @@ func TestLogLevels(t *testing.T) {
 			}
 			defer os.RemoveAll(dir)
 			// An address that others reach is warned about.
-			_, log, code := run(t, nil, "serve", "--runtime-dir", filepath.Join(dir, "rank-0"), "--arena-limit=8M", "--arena-kind=memfd",
-				"--lifecycle-idle-exit=50ms", "--admin-listen=0.0.0.0:0", "--log-format=json", "--log-level="+level)
+			_, log, code := run(t, nil, "serve", "--runtime-dir", filepath.Join(dir, "rank-0"),
+				"--arena-limit=8M", "--arena-kind=memfd",
+				"--lifecycle-idle-exit=50ms", "--admin-listen=0.0.0.0:0", "--log-format=json",
+				"--log-level="+level)
 			if code != 0 {
 				t.Errorf("exit code %d", code)
 			}
@@ -422,19 +437,24 @@ func TestBadSettings(t *testing.T) {
 		want    []string
 	}{
 		{nil, []string{"serve", "--config", file}, []string{"arena.limti", "arena.limit"}},
-		{[]string{"LOOKASIDE_ARENA_LIMITT=4G"}, []string{"serve"}, []string{"LOOKASIDE_ARENA_LIMITT", "LOOKASIDE_ARENA_LIMIT"}},
+		{[]string{"LOOKASIDE_ARENA_LIMITT=4G"}, []string{"serve"},
+			[]string{"LOOKASIDE_ARENA_LIMITT", "LOOKASIDE_ARENA_LIMIT"}},
 		{nil, []string{"serve", "--arena-limt=4G"}, []string{"--arena-limt", "--arena-limit"}},
-		{nil, []string{"serve", "--arena-limit=4000T"}, []string{"arena.limit", "4000", "available"}},
+		{nil, []string{"serve", "--arena-limit=4000T"}, []string{"arena.limit", "4000",
+			"available"}},
 		{nil, []string{"serve", "extra"}, []string{"extra"}},
 		{nil, []string{"sevre"}, []string{"sevre", "serve"}},
 		{nil, []string{"bench", "nothing"}, []string{"nothing"}},
 		{nil, []string{"status", "--runtime-dir=/nowhere"}, []string{"no sidecar", "/nowhere"}},
 		{nil, []string{"status", "--jsno"}, []string{"--jsno", "--json"}},
-		{nil, []string{"lookup", "--runtime-dir=/nowhere", "--engine-id=e", "00ff"}, []string{"no sidecar", "/nowhere"}},
+		{nil, []string{"lookup", "--runtime-dir=/nowhere", "--engine-id=e", "00ff"},
+			[]string{"no sidecar", "/nowhere"}},
 		{nil, []string{"lookup", "--engine-id=e", "xyz"}, []string{"xyz"}},
 		{nil, []string{"lookup", "--engine-id=e"}, []string{"no page hashes"}},
-		{nil, []string{"lookup", "--runtime-dir=/nowhere", "00"}, []string{"no sidecar", "/nowhere"}},
-		{nil, []string{"lookup", "--runtime-dir=/nowhere", "--tokens=-", "00"}, []string{"not two of them"}},
+		{nil, []string{"lookup", "--runtime-dir=/nowhere", "00"},
+			[]string{"no sidecar", "/nowhere"}},
+		{nil, []string{"lookup", "--runtime-dir=/nowhere", "--tokens=-", "00"},
+			[]string{"not two of them"}},
 		{nil, []string{"lookup", "--tokens=-", "--prompt=a"}, []string{"[prompt tokens]"}},
 		{nil, []string{"prefetch", "--prompt=a", "--hashes=-"}, []string{"[hashes prompt]"}},
 		{nil, []string{"clear", "--all", "--prompt=a", "--yes"}, []string{"clear what?"}},
@@ -473,10 +493,13 @@ func TestHelpAndVersion(t *testing.T) {
 	}
 	want := append(sidecar.MainFlags(), "help-all")
 	slices.Sort(want)
-	for _, args := range [][]string{{"serve", "--help"}, {"serve", "-h", "--arena-limit=1G"}, {"help", "serve"}} {
+	for _, args := range [][]string{{"serve", "--help"}, {"serve", "-h", "--arena-limit=1G"},
+		{"help", "serve"}} {
 		text, names := flags(args...)
 		slices.Sort(names)
-		if len(want) != 9 || !slices.Equal(names, want) || !strings.Contains(text, "--help-all lists the others") || !strings.Contains(text, "default: 4G") {
+		if len(want) != 9 || !slices.Equal(names, want) ||
+			!strings.Contains(text, "--help-all lists the others") ||
+			!strings.Contains(text, "default: 4G") {
 			t.Errorf("%v: %v: %s", args, names, text)
 		}
 	}
@@ -493,11 +516,14 @@ func TestHelpAndVersion(t *testing.T) {
 	}
 	var out string
 	var code int
-	if out, _, code = run(t, nil, "--help"); code != 0 || !strings.Contains(out, "serve") || !strings.Contains(out, "status") {
+	if out, _, code = run(t, nil, "--help"); code != 0 || !strings.Contains(out, "serve") ||
+		!strings.Contains(out, "status") {
 		t.Errorf("exit code %d: %s", code, out)
 	}
 	for _, args := range [][]string{{"version"}, {"--version"}} {
-		if out, _, code = run(t, nil, args...); code != 0 || !strings.HasPrefix(out, "lookaside "+sidecar.Version+" (commit ") || !strings.Contains(out, " libzmq 4.") || strings.Count(out, "\n") != 1 {
+		if out, _, code = run(t, nil, args...); code != 0 ||
+			!strings.HasPrefix(out, "lookaside "+sidecar.Version+" (commit ") ||
+			!strings.Contains(out, " libzmq 4.") || strings.Count(out, "\n") != 1 {
 			t.Errorf("%v: exit code %d: %s", args, code, out)
 		}
 	}
@@ -505,21 +531,26 @@ func TestHelpAndVersion(t *testing.T) {
 
 // A flag that is true or false needs no value, and what follows it is none.
 func TestFlagsThatAreTrueOrFalse(t *testing.T) {
-	s := serveProcess(t, "--admin-pprof", "--peers-enabled=false", "--peers-skip-stores", "--log-format", "console")
+	s := serveProcess(t, "--admin-pprof", "--peers-enabled=false", "--peers-skip-stores",
+		"--log-format", "console")
 	var st sidecar.Status
 	commander{t, s.dir}.says([]string{"status", "--json"}, &st)
 	if st.Peers.Enabled {
 		t.Error("--peers-enabled=false was not taken")
 	}
-	if err := sidecar.NewClient(s.dir).Get(t.Context(), "/debug/pprof/cmdline", new(struct{})); err == nil || strings.Contains(err.Error(), "404") {
+	if err := sidecar.NewClient(s.dir).Get(t.Context(), "/debug/pprof/cmdline",
+		new(struct{})); err == nil || strings.Contains(err.Error(), "404") {
 		t.Errorf("--admin-pprof was not taken: %v", err)
 	}
-	for _, args := range [][]string{{"--admin-pprof", "false"}, {"--peers-enabled", "0", "--admin-pprof"}} {
-		if _, stderr, code := run(t, nil, append([]string{"serve"}, args...)...); code != exitSettings || !strings.Contains(stderr, "--FLAG="+args[1]) {
+	for _, args := range [][]string{{"--admin-pprof", "false"}, {"--peers-enabled", "0",
+		"--admin-pprof"}} {
+		if _, stderr, code := run(t, nil, append([]string{"serve"},
+			args...)...); code != exitSettings || !strings.Contains(stderr, "--FLAG="+args[1]) {
 			t.Errorf("%v: exit code %d: %s", args, code, stderr)
 		}
 	}
-	if _, stderr, code := run(t, nil, "serve", "here"); code != exitSettings || !strings.Contains(stderr, `"here"`) {
+	if _, stderr, code := run(t, nil, "serve", "here"); code != exitSettings ||
+		!strings.Contains(stderr, `"here"`) {
 		t.Errorf("exit code %d: %s", code, stderr)
 	}
 }
@@ -547,34 +578,42 @@ func TestStatusAndLookup(t *testing.T) {
 	if err := os.WriteFile(file, []byte(strings.Join(words[1:], "\n")), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	out, stderr, code := run(t, nil, "lookup", "--timeout=30s", "--runtime-dir", s.dir, "--engine-id=engine", "--json", "--hashes", file, words[0])
+	out, stderr, code := run(t, nil, "lookup", "--timeout=30s", "--runtime-dir", s.dir,
+		"--engine-id=engine", "--json", "--hashes", file, words[0])
 	var answer sidecar.Answer
 	if err := json.Unmarshal([]byte(out), &answer); err != nil || code != 0 {
 		t.Fatalf("exit code %d, %v: %s%s", code, err, out, stderr)
 	}
-	if answer.Pages != 10 || answer.HitPages != 8 || answer.HitTokens != 128 || answer.PageTokens != 16 || answer.LatencyUs <= 0 {
+	if answer.Pages != 10 || answer.HitPages != 8 || answer.HitTokens != 128 ||
+		answer.PageTokens != 16 || answer.LatencyUs <= 0 {
 		t.Errorf("%+v", answer)
 	}
-	if out, _, _ = run(t, nil, "lookup", "--timeout=30s", "--runtime-dir", s.dir, "--engine-id=engine", words[0]); !strings.Contains(out, "hit: 1 of 1 pages, 16 tokens") {
+	if out, _, _ = run(t, nil, "lookup", "--timeout=30s", "--runtime-dir", s.dir,
+		"--engine-id=engine", words[0]); !strings.Contains(out, "hit: 1 of 1 pages, 16 tokens") {
 		t.Errorf("%s", out)
 	}
-	if _, stderr, code = run(t, nil, "lookup", "--timeout=30s", "--runtime-dir", s.dir, "--engine-id=nobody", words[0]); code != 1 || !strings.Contains(stderr, "no_worker") {
+	if _, stderr, code = run(t, nil, "lookup", "--timeout=30s", "--runtime-dir", s.dir,
+		"--engine-id=nobody", words[0]); code != 1 || !strings.Contains(stderr, "no_worker") {
 		t.Errorf("exit code %d: %s", code, stderr)
 	}
 
 	var st sidecar.Status
 	for end := time.Now().Add(patience); ; time.Sleep(10 * time.Millisecond) {
-		out, stderr, code = run(t, nil, "status", "--runtime-dir", s.dir, "--json") // the owner needs no token
+		// the owner needs no token
+		out, stderr, code = run(t, nil, "status", "--runtime-dir", s.dir, "--json")
 		st = sidecar.Status{}
 		if err := json.Unmarshal([]byte(out), &st); err != nil || code != 0 {
 			t.Fatalf("exit code %d, %v: %s%s", code, err, out, stderr)
 		}
-		if len(st.Sessions) == 1 && st.Leases == 0 || time.Now().After(end) { // those who asked have gone, and with them what they leased
+		if len(st.Sessions) == 1 && st.Leases == 0 || time.Now().After(end) {
+			// those who asked have gone, and with them what they leased
 			break
 		}
 	}
-	if st.PID != s.cmd.Process.Pid || st.State != "serving" || st.Pages != 8 || st.Slots.Ready != 2 || len(st.Sessions) != 1 || len(st.Spaces) != 1 ||
-		st.Spaces[0].Pages != 8 || st.Counters.StoredBytes != 8*4096 || st.Leases != 0 || st.Arena.UsedBytes != 2*4*4096 {
+	if st.PID != s.cmd.Process.Pid || st.State != "serving" || st.Pages != 8 ||
+		st.Slots.Ready != 2 || len(st.Sessions) != 1 || len(st.Spaces) != 1 ||
+		st.Spaces[0].Pages != 8 || st.Counters.StoredBytes != 8*4096 || st.Leases != 0 ||
+		st.Arena.UsedBytes != 2*4*4096 {
 		t.Errorf("%+v", st)
 	}
 	out, _, code = run(t, []string{"LOOKASIDE_RUNTIME_DIR=" + s.dir}, "status")
@@ -592,19 +631,22 @@ func TestStatusAndLookup(t *testing.T) {
 	if info, err := os.Stat(socket); err != nil || info.Mode() != os.ModeSocket|0o600 {
 		t.Errorf("%v, %v", info, err)
 	}
-	own := &http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-		return new(net.Dialer).DialContext(ctx, "unix", socket)
-	}}}
+	own := &http.Client{Transport: &http.Transport{DisableKeepAlives: true,
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return new(net.Dialer).DialContext(ctx, "unix", socket)
+		}}}
 	resp, err := own.Get("http://localhost/metrics")
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer resp.Body.Close()
-	if body, err := io.ReadAll(resp.Body); err != nil || resp.StatusCode != http.StatusOK || !strings.Contains(string(body), "lookaside_state 1") {
+	if body, err := io.ReadAll(resp.Body); err != nil || resp.StatusCode != http.StatusOK ||
+		!strings.Contains(string(body), "lookaside_state 1") {
 		t.Errorf("%s, %v: %s", resp.Status, err, body)
 	}
 	get := func(path, token string) (int, string) {
-		req, err := http.NewRequest(http.MethodGet, "http://"+strings.TrimSpace(string(addr))+path, nil)
+		req, err := http.NewRequest(http.MethodGet, "http://"+strings.TrimSpace(string(addr))+path,
+			nil)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -636,14 +678,16 @@ func TestStatusAndLookup(t *testing.T) {
 		{"/debug/pprof/", "secret", 200, "goroutine"},
 		{"/nothing", "secret", 404, ""},
 	} {
-		if code, body := get(tc.path, tc.token); code != tc.code || !strings.Contains(body, tc.has) {
+		if code, body := get(tc.path, tc.token); code != tc.code ||
+			!strings.Contains(body, tc.has) {
 			t.Errorf("%s with token %q: %d %.200s", tc.path, tc.token, code, body)
 		}
 	}
 }
 
 func TestLookupServer(t *testing.T) {
-	cmd := exec.Command(binary, "bench", "lookup-server", "--pages=20000", "--prefix-pages=1000", "--copy-threads=1")
+	cmd := exec.Command(binary, "bench", "lookup-server", "--pages=20000", "--prefix-pages=1000",
+		"--copy-threads=1")
 	stdin, err := cmd.StdinPipe()
 	if err != nil {
 		t.Fatal(err)
@@ -664,7 +708,8 @@ func TestLookupServer(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, words := hashes(1000)
-	out, stderr, code := run(t, nil, append([]string{"lookup", "--timeout=30s", "--runtime-dir", ready.Endpoint, "--engine-id", ready.EngineID}, words...)...)
+	out, stderr, code := run(t, nil, append([]string{"lookup", "--timeout=30s", "--runtime-dir",
+		ready.Endpoint, "--engine-id", ready.EngineID}, words...)...)
 	if code != 0 || !strings.Contains(out, "1000 of 1000 pages") {
 		t.Errorf("exit code %d: %s%s", code, out, stderr)
 	}
@@ -699,7 +744,8 @@ func TestAdminSocketIsTheOwners(t *testing.T) {
 	if out, err := as(nobody); err == nil || !strings.Contains(out, "another user's") {
 		t.Errorf("%v: %s", err, out)
 	}
-	for path, mode := range map[string]os.FileMode{filepath.Dir(s.dir): 0o755, s.dir: 0o755, filepath.Join(s.dir, "admin.sock"): 0o666} {
+	for path, mode := range map[string]os.FileMode{filepath.Dir(s.dir): 0o755, s.dir: 0o755,
+		filepath.Join(s.dir, "admin.sock"): 0o666} {
 		if err := os.Chmod(path, mode); err != nil {
 			t.Fatal(err)
 		}
@@ -715,7 +761,8 @@ func TestAdminSocketIsTheOwners(t *testing.T) {
 	}
 }
 
-// What lookups found is not what vLLM loaded: only the schedulers say that, and of that is the ratio.
+// What lookups found is not what vLLM loaded: only the schedulers say that, and of that is the
+// ratio.
 func TestStatusTellsFoundFromLoaded(t *testing.T) {
 	s := serveProcess(t)
 	c := commander{t, s.dir}
@@ -732,14 +779,17 @@ func TestStatusTellsFoundFromLoaded(t *testing.T) {
 	}
 	words := storePages(t, s, 10)
 	for range 3 {
-		c.says(append([]string{"lookup", "--timeout=1m", "--engine-id=engine"}, words...), nil, "hit: 10 of 10")
+		c.says(append([]string{"lookup", "--timeout=1m", "--engine-id=engine"}, words...), nil,
+			"hit: 10 of 10")
 	}
 	var st sidecar.Status
 	c.says([]string{"status", "--json"}, &st, `"loaded_ratio": 0`)
-	if n := st.Counters; n.HitPages != 30 || n.LookupPages != 30 || n.Tokens != (connector.TokenCount{}) || st.LastMinute.Lookups > 3 {
+	if n := st.Counters; n.HitPages != 30 || n.LookupPages != 30 ||
+		n.Tokens != (connector.TokenCount{}) || st.LastMinute.Lookups > 3 {
 		t.Errorf("%+v, %+v", n, st.LastMinute)
 	}
-	if got := first(); got != "healthy: 1 engine connected, no tokens were asked for in the last minute" {
+	if got := first(); got !=
+		"healthy: 1 engine connected, no tokens were asked for in the last minute" {
 		t.Errorf("%q", got)
 	}
 
@@ -748,7 +798,8 @@ func TestStatusTellsFoundFromLoaded(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer scheduler.Close()
-	for _, m := range []wire.Prefilled{{Tokens: 700}, {Tokens: 300, Found: 200}, {Tokens: 1000, Found: 1000, Loaded: 640}} {
+	for _, m := range []wire.Prefilled{{Tokens: 700}, {Tokens: 300, Found: 200},
+		{Tokens: 1000, Found: 1000, Loaded: 640}} {
 		if err := scheduler.Send(&m); err != nil {
 			t.Fatal(err)
 		}
@@ -763,10 +814,13 @@ func TestStatusTellsFoundFromLoaded(t *testing.T) {
 	}
 	verdict, recent := first(), st.LastMinute
 	c.says([]string{"status", "--json"}, &st)
-	if st.UptimeS < 60 && (recent.Tokens != want || recent.LoadedRatio != 0.32 || verdict != "healthy: 1 engine connected, 32 % of the tokens asked for were loaded in the last minute") {
+	if st.UptimeS < 60 && (recent.Tokens != want || recent.LoadedRatio != 0.32 ||
+		verdict != "healthy: 1 engine connected, 32 % of the tokens asked for were loaded in the last minute") {
 		t.Errorf("%+v, %q", recent, verdict)
 	}
-	c.says([]string{"status"}, nil, "2000 asked for in 3 requests: 1200 found (60 %), 640 loaded (32 %), 1360 computed", "last minute")
+	c.says([]string{"status"}, nil,
+		"2000 asked for in 3 requests: 1200 found (60 %), 640 loaded (32 %), 1360 computed",
+		"last minute")
 
 	// Only a scheduler may say so.
 	w := s.worker()

@@ -29,14 +29,16 @@ func memoryGroup(t *testing.T, limit int64) (dir string, command []string) {
 		t.Skipf("SKIPPED: no memory control group can be made here, which takes root: %v", err)
 	}
 	t.Cleanup(func() {
-		for end := time.Now().Add(patience); os.Remove(dir) != nil; time.Sleep(10 * time.Millisecond) {
+		for end := time.Now().Add(patience); os.Remove(dir) != nil; time.Sleep(
+			10 * time.Millisecond) {
 			if time.Now().After(end) {
 				t.Error("the control group is not empty")
 				return
 			}
 		}
 	})
-	if err := os.WriteFile(filepath.Join(dir, name), []byte(strconv.FormatInt(limit, 10)), 0); err != nil {
+	if err := os.WriteFile(filepath.Join(dir, name), []byte(strconv.FormatInt(limit, 10)),
+		0); err != nil {
 		t.Skipf("SKIPPED: no memory limit can be set here: %v", err)
 	}
 	return dir, []string{"/bin/sh", "-c", `echo $$ >"$0/cgroup.procs" && exec "$@"`, dir, binary}
@@ -52,16 +54,19 @@ func usage(dir string) (most int64) {
 	return most
 }
 
-// An arena that the control group has no room for is refused with the numbers: filling it would get the sidecar killed.
+// An arena that the control group has no room for is refused with the numbers: filling it would get
+// the sidecar killed.
 func TestArenaAboveTheGroupsLimit(t *testing.T) {
 	const limit = 180 << 20
 	dir, command := memoryGroup(t, limit)
 	for arena, want := range map[string][]string{
-		"170M": {"arena.limit 170MiB", "not enough memory", dir, "180MiB", "sessions.limit 64", "64MiB for the sidecar itself"},
+		"170M": {"arena.limit 170MiB", "not enough memory", dir, "180MiB", "sessions.limit 64",
+			"64MiB for the sidecar itself"},
 		"128M": {"arena.limit 128MiB", "not enough memory", "116"},
 		"16G":  {"not enough memory"},
 	} {
-		out, code := runBy(t, command, "serve", "--runtime-dir", filepath.Join(t.TempDir(), "r"), "--arena-kind", "memfd", "--arena-limit", arena)
+		out, code := runBy(t, command, "serve", "--runtime-dir", filepath.Join(t.TempDir(), "r"),
+			"--arena-kind", "memfd", "--arena-limit", arena)
 		if code < 1 || code == 137 {
 			t.Errorf("%s: exit code %d", arena, code)
 		}
@@ -79,11 +84,15 @@ func TestArenaAboveTheGroupsLimit(t *testing.T) {
 	}
 }
 
-// Clients that come and go quickly, and those that read nothing, do not take more than the group has room for.
+// Clients that come and go quickly, and those that read nothing, do not take more than the group
+// has room for.
 func TestReconnectsBelowAMemoryLimit(t *testing.T) {
 	dir, command := memoryGroup(t, 200<<20)
 	s := serveBy(t, command, "--arena-kind", "memfd", "--arena-limit", "128M")
-	connect := func() (*client.Session, error) { return client.Dial(s.dir, hello(wire.RoleWorker), patience) }
+	connect := func() (*client.Session, error) {
+		return client.Dial(s.dir, hello(wire.RoleWorker),
+			patience)
+	}
 	var wg sync.WaitGroup
 	for range 3 {
 		wg.Go(func() {

@@ -22,9 +22,10 @@ const prefixHelp = `The prefix is a prompt, its token ids, or page hashes:
   --messages FILE --vllm URL     the messages of a chat request, as a JSON list
   --tokens FILE                  token ids: a JSON list, or numbers separated by white space or commas
   --hashes FILE, HASH …          page hashes in hexadecimal, separated by white space, from the first page on
-A FILE of "-" is standard input. Prompts and tokens are named as the engine that declared the space names them; give --cache-salt
-where the request had one. Requests with an adapter, images or embeddings cannot be named here: their pages' names depend on data
-that only their vLLM has. The key of the server's API is read from VLLM_API_KEY.`
+A FILE of "-" is standard input. Prompts and tokens are named as the engine that declared the
+space names them; give --cache-salt where the request had one. Requests with an adapter, images
+or embeddings cannot be named here: their pages' names depend on data that only their vLLM has.
+The key of the server's API is read from VLLM_API_KEY.`
 
 // A prompt is the flags of a command that takes a prompt or its tokens in place of page hashes.
 type prompt struct {
@@ -34,12 +35,16 @@ type prompt struct {
 
 func (p *prompt) flags(cmd *cobra.Command) {
 	f := cmd.Flags()
-	f.StringVar(&p.text, "prompt", "", "`text` of a prompt, as a completion request has it; wants --vllm")
+	f.StringVar(&p.text, "prompt", "",
+		"`text` of a prompt, as a completion request has it; wants --vllm")
 	f.StringVar(&p.file, "prompt-file", "", "`file` with the text of a prompt; wants --vllm")
-	f.StringVar(&p.messages, "messages", "", "`file` with the messages of a chat, as a chat request has them; wants --vllm")
+	f.StringVar(&p.messages, "messages", "",
+		"`file` with the messages of a chat, as a chat request has them; wants --vllm")
 	f.StringVar(&p.tokens, "tokens", "", "`file` with a prompt's token ids")
-	f.StringVar(&p.url, "vllm", "", "`URL` of a vLLM server with that model, whose /tokenize is asked")
-	f.StringVar(&p.model, "model", "", "`name` of the model, as that server calls it; may be left out")
+	f.StringVar(&p.url, "vllm", "",
+		"`URL` of a vLLM server with that model, whose /tokenize is asked")
+	f.StringVar(&p.model, "model", "",
+		"`name` of the model, as that server calls it; may be left out")
 	f.StringVar(&p.salt, "cache-salt", "", "the request's cache_`salt`")
 	cmd.MarkFlagsMutuallyExclusive("prompt", "prompt-file", "messages", "tokens", "hashes")
 }
@@ -104,7 +109,8 @@ func chooseSpace(spaces []sidecar.SpaceStatus, name string) (*sidecar.SpaceStatu
 	var all []string
 	for i := range spaces {
 		s := &spaces[i]
-		all = append(all, fmt.Sprintf("%.12s (%s, %s, rank %s of %s)", s.Fingerprint, s.Fields["model"], s.Fields["dtype"], s.Fields["tp_shard"], s.Fields["tp"]))
+		all = append(all, fmt.Sprintf("%.12s (%s, %s, rank %s of %s)", s.Fingerprint,
+			s.Fields["model"], s.Fields["dtype"], s.Fields["tp_shard"], s.Fields["tp"]))
 		if strings.HasPrefix(s.Fingerprint, strings.ToLower(name)) {
 			found = append(found, s)
 		}
@@ -119,7 +125,8 @@ func chooseSpace(spaces []sidecar.SpaceStatus, name string) (*sidecar.SpaceStatu
 }
 
 // asked returns the names of a lookup's pages, and has it name an engine.
-func (p *prompt) asked(cmd *cobra.Command, c *control, q *sidecar.Query, args []string) ([]string, error) {
+func (p *prompt) asked(cmd *cobra.Command, c *control, q *sidecar.Query,
+	args []string) ([]string, error) {
 	if len(args) > 0 {
 		return nil, errTwoPrefixes
 	}
@@ -129,7 +136,8 @@ func (p *prompt) asked(cmd *cobra.Command, c *control, q *sidecar.Query, args []
 	}
 	names, err := p.names(cmd, space)
 	if err == nil && int(q.FirstPage) >= len(names) {
-		err = fmt.Errorf("--first-page is %d, and the prompt has %d whole pages", q.FirstPage, len(names))
+		err = fmt.Errorf("--first-page is %d, and the prompt has %d whole pages", q.FirstPage,
+			len(names))
 	}
 	if err != nil {
 		return nil, err
@@ -139,8 +147,8 @@ func (p *prompt) asked(cmd *cobra.Command, c *control, q *sidecar.Query, args []
 
 var errTwoPrefixes = errors.New("give a prompt, tokens, or page hashes, and not two of them")
 
-// chooseEngine has a lookup name an engine that has a worker of its rank connected, and returns its space. All engines of a space
-// find the same.
+// chooseEngine has a lookup name an engine that has a worker of its rank connected, and returns its
+// space. All engines of a space find the same.
 func chooseEngine(cmd *cobra.Command, c *control, q *sidecar.Query) (*sidecar.SpaceStatus, error) {
 	client, err := c.client(cmd)
 	if err != nil {
@@ -152,7 +160,8 @@ func chooseEngine(cmd *cobra.Command, c *control, q *sidecar.Query) (*sidecar.Sp
 	}
 	var engines, spaces []string
 	for _, s := range st.Sessions {
-		if s.Role == "worker" && s.Rank == q.Rank && (q.EngineID == "" || s.EngineID == q.EngineID) {
+		if s.Role == "worker" && s.Rank == q.Rank && (q.EngineID == "" ||
+			s.EngineID == q.EngineID) {
 			engines = append(engines, s.EngineID)
 			spaces = append(spaces, s.Space)
 		}

@@ -56,19 +56,24 @@ func fieldsOf(m map[string]string) []wire.Field {
 	return fields
 }
 
-// Commands take a prompt, a chat or tokens, and find what was stored under the names that vLLM has for its pages.
+// Commands take a prompt, a chat or tokens, and find what was stored under the names that vLLM has
+// for its pages.
 func TestPrompts(t *testing.T) {
 	near := t.TempDir()
-	s := serveProcess(t, "--disk", near+":8M:slab=1M:name=near:load_timeout=30s", "--lookup-deadline=30s", "--cascade-partial-delay=10ms", "--sessions-share=1", "--promotion-share=1")
+	s := serveProcess(t, "--disk", near+":8M:slab=1M:name=near:load_timeout=30s",
+		"--lookup-deadline=30s", "--cascade-partial-delay=10ms", "--sessions-share=1",
+		"--promotion-share=1")
 	c := commander{t, s.dir}
-	text := strings.Repeat("You are a helpful thing. ", 8) // 200 tokens: 12 pages of 16, and 8 tokens
+	// 200 tokens: 12 pages of 16, and 8 tokens
+	text := strings.Repeat("You are a helpful thing. ", 8)
 	url := tokenizer(t)
 	by := []string{"--prompt=" + text, "--vllm=" + url}
 
 	c.fails(append([]string{"lookup"}, by...), "no worker of rank 0 is connected")
 	c.fails(append([]string{"prefetch"}, by...), "no space is open")
 
-	fields := map[string]string{"hash": "sha256_cbor", "none_hash": strings.Repeat("5a", 32), "hash_keys": "unknown", "model": "m", "dtype": "float32", "tp_shard": "0/1", "tp": "1"}
+	fields := map[string]string{"hash": "sha256_cbor", "none_hash": strings.Repeat("5a", 32),
+		"hash_keys": "unknown", "model": "m", "dtype": "float32", "tp_shard": "0/1", "tp": "1"}
 	h := hello(wire.RoleWorker)
 	h.Fields = fieldsOf(fields)
 	w := s.workerOf(h)
@@ -92,10 +97,14 @@ func TestPrompts(t *testing.T) {
 	c.untilStored(12)
 
 	lookup := []string{"lookup", "--timeout=30s"}
-	with := func(command []string, more ...string) []string { return append(slices.Clone(command), more...) }
+	with := func(command []string, more ...string) []string {
+		return append(slices.Clone(command),
+			more...)
+	}
 	c.says(with(lookup, by...), nil, "hit: 12 of 12 pages, 192 tokens")
 	c.says(with(lookup, "--prompt="+text[:100], "--vllm="+url), nil, "hit: 6 of 6 pages, 96 tokens")
-	c.says(with(lookup, "--prompt="+text[:100]+strings.ToUpper(text), "--vllm="+url), nil, "hit: 6 of 18 pages")
+	c.says(with(lookup, "--prompt="+text[:100]+strings.ToUpper(text), "--vllm="+url), nil,
+		"hit: 6 of 18 pages")
 	c.says(with(lookup, append(by, "--first-page=4")...), nil, "hit: 8 of 8 pages")
 	c.fails(with(lookup, append(by, "--first-page=12")...), "12 whole pages")
 	c.fails(with(lookup, "--prompt=short", "--vllm="+url), "5 tokens")
@@ -109,12 +118,14 @@ func TestPrompts(t *testing.T) {
 		}
 		return path
 	}
-	chat, err := json.Marshal([]map[string]string{{"role": "system", "content": text[:90]}, {"role": "user", "content": text[90:]}})
+	chat, err := json.Marshal([]map[string]string{{"role": "system", "content": text[:90]},
+		{"role": "user", "content": text[90:]}})
 	if err != nil {
 		t.Fatal(err)
 	}
 	c.says(with(lookup, "--prompt-file="+file(text), "--vllm="+url), nil, "hit: 12 of 12 pages")
-	c.says(with(lookup, "--messages="+file(string(chat)), "--vllm="+url), nil, "hit: 12 of 12 pages")
+	c.says(with(lookup, "--messages="+file(string(chat)), "--vllm="+url), nil,
+		"hit: 12 of 12 pages")
 	words := strings.Trim(fmt.Sprint(tokensOf(text)[:40]), "[]")
 	c.says(with(lookup, "--tokens="+file(words)), nil, "hit: 2 of 2 pages")
 	list, err := json.Marshal(tokensOf(text))
@@ -125,11 +136,13 @@ func TestPrompts(t *testing.T) {
 
 	c.says(append([]string{"pin", "--label=system"}, by...), nil, "12 of 12")
 	c.says([]string{"unpin", "--all"}, nil, "unpinned: 1")
-	c.says(append([]string{"move", "--from=arena", "--to=near"}, by...), nil, "in near: 12 of 12 pages")
+	c.says(append([]string{"move", "--from=arena", "--to=near"}, by...), nil,
+		"in near: 12 of 12 pages")
 	c.says(append([]string{"prefetch"}, by...), nil, "in the arena: 12 of 12 pages")
 
 	// The beginning stays, then nothing does.
-	c.says(append([]string{"clear", "--yes", "--first-page=8"}, by...), nil, "arena: 1 chunks", "near: cleared")
+	c.says(append([]string{"clear", "--yes", "--first-page=8"}, by...), nil, "arena: 1 chunks",
+		"near: cleared")
 	c.says(with(lookup, by...), nil, "hit: 8 of 12 pages")
 	c.says(append([]string{"clear", "--yes", "--tier=arena"}, by...), nil, "arena: 2 chunks")
 	c.says(append([]string{"prefetch"}, by...), nil, "in the arena: 8 of 12 pages")

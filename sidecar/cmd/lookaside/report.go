@@ -37,18 +37,21 @@ func (r *benchReport) add(name string, value float64, unit string) {
 	r.Cases = append(r.Cases, benchCase{Name: name, Value: *short(value), Unit: unit})
 }
 
-// rounds adds the median of a figure's rounds beside that of their limits. There is one limit a round, and a round at least.
+// rounds adds the median of a figure's rounds beside that of their limits. There is one limit a
+// round, and a round at least.
 func (r *benchReport) rounds(name, unit string, values, limits []float64) {
 	ratios := make([]float64, len(values))
 	for i, v := range values {
 		ratios[i] = v / limits[i]
 	}
 	value, limit := quantile(values, 0.5), quantile(limits, 0.5)
-	r.Cases = append(r.Cases, benchCase{name, *short(value), unit, short(limit), short(value / limit),
+	r.Cases = append(r.Cases, benchCase{name, *short(value), unit, short(limit),
+		short(value / limit),
 		short(quantile(ratios, 0.75) - quantile(ratios, 0.25))})
 }
 
-// print prints a table to standard error and, last, the JSON to standard output; with a file named, that gets the JSON too.
+// print prints a table to standard error and, last, the JSON to standard output; with a file named,
+// that gets the JSON too.
 func (r *benchReport) print(cmd *cobra.Command, file string) error {
 	t := tabwriter.NewWriter(cmd.ErrOrStderr(), 0, 8, 2, ' ', tabwriter.AlignRight)
 	fmt.Fprintln(t, "\tvalue\t\tlimit\tratio\tspread\t")
@@ -61,7 +64,8 @@ func (r *benchReport) print(cmd *cobra.Command, file string) error {
 		}
 		fmt.Fprintln(t)
 	}
-	if err := errors.Join(t.Flush(), json.NewEncoder(cmd.OutOrStdout()).Encode(r)); err != nil || file == "" {
+	if err := errors.Join(t.Flush(), json.NewEncoder(cmd.OutOrStdout()).Encode(r)); err != nil ||
+		file == "" {
 		return err
 	}
 	f, err := os.Create(file)

@@ -14,8 +14,9 @@ import (
 	"lookaside/dax/memcopy"
 )
 
-// benchForm checks that a bench printed its table to standard error and one line of JSON in the common form to standard output, and wrote the
-// same to the file. It answers the values, of those cases that have no limit under false.
+// benchForm checks that a bench printed its table to standard error and one line of JSON in the
+// common form to standard output, and wrote the same to the file. It answers the values, of those
+// cases that have no limit under false.
 func benchForm(t *testing.T, benchmark, stdout, stderr, file string) map[bool][]string {
 	t.Helper()
 	if strings.Count(stdout, "\n") != 1 || !strings.HasSuffix(stdout, "\n") {
@@ -69,7 +70,8 @@ func TestBenchEngine(t *testing.T) {
 		t.Fatalf("exit code %d: %s", code, stderr)
 	}
 	names := benchForm(t, "engine", stdout, stderr, file)
-	if want := []string{"hits_4096.p50.8192_pages.16_a_chunk", "hits_4096.p50.8192_pages.1_a_chunk"}; !slices.Equal(names[true], want) {
+	if want := []string{"hits_4096.p50.8192_pages.16_a_chunk",
+		"hits_4096.p50.8192_pages.1_a_chunk"}; !slices.Equal(names[true], want) {
 		t.Errorf("%v have a limit, not %v", names[true], want)
 	}
 	if len(names[false]) != 12 {
@@ -79,7 +81,8 @@ func TestBenchEngine(t *testing.T) {
 
 func TestBenchMemcopy(t *testing.T) {
 	ms, err := memcopy.Measure(t.Context(), memcopy.MeasureOptions{
-		SizesBytes: []int{64 << 10}, Threads: []int{1, 2}, Rounds: 3, WorkingSetBytes: 2 << 20, Kind: dax.KindMemfd})
+		SizesBytes: []int{64 << 10}, Threads: []int{1, 2}, Rounds: 3, WorkingSetBytes: 2 << 20,
+		Kind: dax.KindMemfd})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -92,7 +95,8 @@ func TestBenchMemcopy(t *testing.T) {
 		t.Fatal(err)
 	}
 	names := benchForm(t, "memcopy", stdout.String(), stderr.String(), file)
-	want := []string{"copy.64KiB.1_threads", "pool.64KiB.1_threads", "copy.64KiB.2_threads", "pool.64KiB.2_threads"}
+	want := []string{"copy.64KiB.1_threads", "pool.64KiB.1_threads", "copy.64KiB.2_threads",
+		"pool.64KiB.2_threads"}
 	if !slices.Equal(names[true], want) || len(names[false]) > 0 {
 		t.Errorf("%v", names)
 	}
@@ -101,7 +105,8 @@ func TestBenchMemcopy(t *testing.T) {
 // TestBenchRounds has the numbers of test_bench.py.
 func TestBenchRounds(t *testing.T) {
 	r := newBenchReport("x")
-	r.rounds("five", "us", []float64{10, 30, 24, 8, 60}, []float64{10, 10, 20, 5, 40}) // 1, 3, 1.2, 1.6, 1.5
+	// 1, 3, 1.2, 1.6, 1.5
+	r.rounds("five", "us", []float64{10, 30, 24, 8, 60}, []float64{10, 10, 20, 5, 40})
 	r.rounds("one", "us", []float64{123456.7}, []float64{1000})
 	got, err := json.Marshal(r)
 	if err != nil {

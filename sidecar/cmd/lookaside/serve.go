@@ -33,11 +33,13 @@ func newServe() *cobra.Command {
 		Short: "Run a sidecar until it is interrupted",
 		Long: `Run a sidecar until it is interrupted.
 
-Settings come from a YAML file (--config), LOOKASIDE_* environment variables and flags, each overriding the one before. The
-flags below are those that most sidecars need; --help-all lists the others. docs/configuration.md has them all as well.
+Settings come from a YAML file (--config), LOOKASIDE_* environment variables and flags, each
+overriding the one before. The flags below are those that most sidecars need; --help-all lists
+the others. docs/configuration.md has them all as well.
 
-The first Ctrl-C, SIGTERM or SIGHUP drains: no new sessions, stores and loads under way may finish, what waits for the tiers
-is written. Another one leaves at once; within the first second it does not count.`,
+The first Ctrl-C, SIGTERM or SIGHUP drains: no new sessions, stores and loads under way may
+finish, what waits for the tiers is written. Another one leaves at once; within the first second
+it does not count.`,
 		Example: "  lookaside serve --arena-limit 64G\n  lookaside serve --arena-limit 64G --disk /mnt/nvme0/kv:800G --redis redis://cache.internal",
 		Args:    noValues,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -59,10 +61,15 @@ is written. Another one leaves at once; within the first second it does not coun
 			return err
 		},
 	}
-	cmd.Flags().BoolVar(&background, detachFlag, false, "start in the background, and return when it serves: the log is "+sidecar.LogName+" in the directory")
+	cmd.Flags().BoolVar(&background, detachFlag, false,
+		"start in the background, and return when it serves: the log is "+sidecar.LogName+
+			" in the directory")
 	cmd.Flags().IntVar(&readyFD, readyFlag, -1, "`descriptor` to report to")
 	_ = cmd.Flags().MarkHidden(readyFlag)
-	cmd.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error { return coded{exitSettings, flagError(cmd, err)} })
+	cmd.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error {
+		return coded{exitSettings,
+			flagError(cmd, err)}
+	})
 	sidecar.AddFlags(cmd.Flags())
 	cmd.Flags().BoolVar(&helpAll, "help-all", false, "help for all flags")
 	help := cmd.HelpFunc()
@@ -78,7 +85,8 @@ is written. Another one leaves at once; within the first second it does not coun
 // defaultIs stands before a setting's default in the text of its flag.
 const defaultIs = "; default: "
 
-// showOnly has the help show these flags alone, each with the first sentence of its text and its default.
+// showOnly has the help show these flags alone, each with the first sentence of its text and its
+// default.
 func showOnly(fs *pflag.FlagSet, names []string) {
 	fs.VisitAll(func(f *pflag.Flag) {
 		f.Hidden = !slices.Contains(names, f.Name)
@@ -96,17 +104,22 @@ func noValues(cmd *cobra.Command, args []string) error {
 		return nil
 	}
 	if _, err := strconv.ParseBool(args[0]); err == nil {
-		return coded{exitSettings, fmt.Errorf("%q belongs to no flag: write --FLAG=%s for a flag that is true or false", args[0], args[0])}
+		return coded{exitSettings,
+			fmt.Errorf("%q belongs to no flag: write --FLAG=%s for a flag that is true or false",
+				args[0], args[0])}
 	}
-	return coded{exitSettings, fmt.Errorf("%s takes no arguments, and %q is one", cmd.CommandPath(), args[0])}
+	return coded{exitSettings, fmt.Errorf("%s takes no arguments, and %q is one", cmd.CommandPath(),
+		args[0])}
 }
 
-// secondSignalAfter is how long after the first signal another one does not count. timeout(1), a terminal's Ctrl-C and
-// some supervisors send the same signal twice, to the process and to its group.
+// secondSignalAfter is how long after the first signal another one does not count. timeout(1), a
+// terminal's Ctrl-C and some supervisors send the same signal twice, to the process and to its
+// group.
 const secondSignalAfter = time.Second
 
-// runServe runs the sidecar that the flags and the environment describe. It logs to w, or, if that is nil, to its own file, as which
-// standard error is used from then on. It calls report when it serves; an error before is not reported.
+// runServe runs the sidecar that the flags and the environment describe. It logs to w, or, if that
+// is nil, to its own file, as which standard error is used from then on. It calls report when it
+// serves; an error before is not reported.
 func runServe(cmd *cobra.Command, w io.Writer, report func(error)) error {
 	cfg, err := sidecar.Load(cmd.Flags(), os.Environ())
 	if err != nil {
@@ -133,14 +146,16 @@ func serve(cfg sidecar.Config, log *zap.Logger, report func(error)) error {
 		signal.Notify(signals, syscall.SIGHUP)
 	}
 	defer signal.Stop(signals)
-	// Who reads the log may end first, as in "lookaside serve 2>&1 | tee log" after Ctrl-C. That must not end the drain.
+	// Who reads the log may end first, as in "lookaside serve 2>&1 | tee log" after Ctrl-C. That
+	// must not end the drain.
 	signal.Ignore(syscall.SIGPIPE)
 	ctx, stop := context.WithCancelCause(context.Background())
 	defer stop(nil)
 	go func() {
 		first := <-signals
 		stop(errInterrupted)
-		log.Info("draining; another signal leaves at once, from a second on", zap.Stringer("signal", first),
+		log.Info("draining; another signal leaves at once, from a second on",
+			zap.Stringer("signal", first),
 			zap.Duration("at_most", cfg.Lifecycle.Drain+cfg.Lifecycle.Flush))
 		second := awaitSecond(signals)
 		log.Warn("leaving at once", zap.Stringer("signal", second))
@@ -161,13 +176,14 @@ func serve(cfg sidecar.Config, log *zap.Logger, report func(error)) error {
 	case failure = <-d.Done():
 	}
 	// Closing what is drained takes a little longer than the drain itself.
-	drain, cancel := context.WithTimeout(context.Background(), cfg.Lifecycle.Drain+cfg.Lifecycle.Flush+time.Second)
+	drain, cancel := context.WithTimeout(context.Background(), cfg.Lifecycle.Drain+
+		cfg.Lifecycle.Flush+time.Second)
 	defer cancel()
 	return errors.Join(failure, d.Shutdown(drain))
 }
 
-// awaitSecond returns the first signal that comes after secondSignalAfter. Those that wait by then do not count: a
-// process that was stopped meanwhile drains rather than leaves.
+// awaitSecond returns the first signal that comes after secondSignalAfter. Those that wait by then
+// do not count: a process that was stopped meanwhile drains rather than leaves.
 func awaitSecond(signals <-chan os.Signal) os.Signal {
 	time.Sleep(secondSignalAfter)
 	for {

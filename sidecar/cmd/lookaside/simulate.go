@@ -32,14 +32,16 @@ func newSimulate() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "simulate TRACE …",
 		Short: "Replay request traces to see how many prefix blocks each eviction policy would hit",
-		Long: `Replay request traces to see how many prefix blocks each eviction policy would hit at which capacity.
+		Long: `Replay request traces to see how many prefix blocks each eviction policy would hit at which
+capacity.
 
-A trace is a file of JSON objects, one a line, each with hash_ids: a list of whole numbers, one for each block of the request's prompt, where
-equal beginnings of lists are equal prefixes. This is the form in which Mooncake publishes traces; other fields are ignored. "-" is standard
-input. Capacities are in those blocks, with k and m for thousands and millions.
+A trace is a file of JSON objects, one a line, each with hash_ids: a list of whole numbers, one
+for each block of the request's prompt, where equal beginnings of lists are equal prefixes. This
+is the form in which Mooncake publishes traces; other fields are ignored. "-" is standard input.
+Capacities are in those blocks, with k and m for thousands and millions.
 
-The ratio is that of blocks that hit to all blocks: a block hits if it and all before it in its request are held. What else a request has is
-stored after it.`,
+The ratio is that of blocks that hit to all blocks: a block hits if it and all before it in its
+request are held. What else a request has is stored after it.`,
 		Args: cobra.MinimumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if format != "table" && format != "json" {
@@ -55,7 +57,8 @@ stored after it.`,
 			}
 			for _, name := range plan.Policies {
 				if _, err := policy.New(name, policy.Options{}); err != nil || name == "" {
-					return fmt.Errorf("--policy: no eviction policy %q: there are %s", name, strings.Join(policy.Names(), ", "))
+					return fmt.Errorf("--policy: no eviction policy %q: there are %s", name,
+						strings.Join(policy.Names(), ", "))
 				}
 			}
 			for _, text := range capacities {
@@ -90,8 +93,10 @@ stored after it.`,
 		},
 	}
 	f := cmd.Flags()
-	f.StringSliceVar(&capacities, "capacity", []string{"500", "1k", "2k", "5k", "10k", "20k", "30k", "50k"}, "capacities in blocks")
-	f.StringSliceVar(&policies, "policy", []string{"all"}, "policies: "+strings.Join(policy.Names(), ", ")+", or all")
+	f.StringSliceVar(&capacities, "capacity", []string{"500", "1k", "2k", "5k", "10k", "20k", "30k",
+		"50k"}, "capacities in blocks")
+	f.StringSliceVar(&policies, "policy", []string{"all"}, "policies: "+strings.Join(policy.Names(),
+		", ")+", or all")
 	f.StringVar(&format, "format", "table", "what to print: table or json")
 	f.StringVar(&plotFile, "plot", "", "also draw the ratios into this `file`, .png or .svg")
 	f.Uint64Var(&seed, "seed", 1, "seed of the policies' hash functions and samples")
@@ -111,7 +116,8 @@ func parseBlocks(text string) (int, error) {
 	if n := v * unit; err == nil && n >= 1 && n <= policy.SlotMask && n == math.Trunc(n) {
 		return int(n), nil
 	}
-	return 0, fmt.Errorf("%q: want a whole number of blocks from 1 to %d, such as 500 or 10k", text, policy.SlotMask)
+	return 0, fmt.Errorf("%q: want a whole number of blocks from 1 to %d, such as 500 or 10k", text,
+		policy.SlotMask)
 }
 
 // readTraces reads all traces side by side, "-" from stdin. Each is named by its file.
@@ -189,7 +195,8 @@ func newSimulateReport(plan simulate.Plan, results []simulate.Result) simulateRe
 	report := simulateReport{}
 	for _, t := range plan.Traces {
 		blocks, distinct := t.Blocks()
-		report.Traces = append(report.Traces, simulateTrace{t.Name, t.Requests(), blocks, distinct, t.Ceiling()})
+		report.Traces = append(report.Traces, simulateTrace{t.Name, t.Requests(), blocks, distinct,
+			t.Ceiling()})
 	}
 	for _, r := range results {
 		report.Results = append(report.Results, simulateOutcome{r, r.Ratio()})
@@ -206,7 +213,8 @@ func simulateTable(w io.Writer, plan simulate.Plan, results []simulate.Result) e
 		}
 		fmt.Fprintf(w, "%s: %d requests, %d blocks, %d of them distinct; a cache that never evicts hits %.4f of them\n",
 			t.Name, t.Requests(), blocks, distinct, t.Ceiling())
-		of := results[i*len(plan.Policies)*len(plan.Capacities):][:len(plan.Policies)*len(plan.Capacities)]
+		of := results[i*len(plan.Policies)*len(plan.Capacities):][:len(plan.Policies)*len(
+			plan.Capacities)]
 		table := tabwriter.NewWriter(w, 0, 8, 2, ' ', tabwriter.AlignRight)
 		fmt.Fprint(table, "blocks\t")
 		for _, c := range plan.Capacities {

@@ -16,7 +16,8 @@ func sampleTrace(t *testing.T, name string) string {
 	t.Helper()
 	var b strings.Builder
 	for i := range 200 {
-		fmt.Fprintf(&b, "{\"timestamp\": %d, \"input_length\": 1536, \"hash_ids\": [0, %d, %d]}\n", i, 10*i+1, 10*i+2)
+		fmt.Fprintf(&b, "{\"timestamp\": %d, \"input_length\": 1536, \"hash_ids\": [0, %d, %d]}\n",
+			i, 10*i+1, 10*i+2)
 		if i%3 == 0 {
 			fmt.Fprintf(&b, "{\"hash_ids\": [0, %d, %d, %d]}\n", 10*i+1, 10*i+2, 10*i+3)
 		}
@@ -51,11 +52,13 @@ func TestSimulate(t *testing.T) {
 	if lines[0] != "sample: 267 requests, 868 blocks, 468 of them distinct; a cache that never evicts hits 0.4608 of them" {
 		t.Error(lines[0])
 	}
-	if got := strings.Join(strings.Fields(strings.Join(lines[1:4], " ")), " "); got != "blocks 10 100 lru 0.4608* 0.4608* arc 0.4608* 0.4608*" {
+	if got := strings.Join(strings.Fields(strings.Join(lines[1:4], " ")),
+		" "); got != "blocks 10 100 lru 0.4608* 0.4608* arc 0.4608* 0.4608*" {
 		t.Error(got)
 	}
 
-	out, err = simulated(t, "{\"hash_ids\": [1, 2]}\n{\"hash_ids\": [1, 2]}\n", "-", trace, "--format", "json", "--capacity", "5", "--plot", filepath.Join(t.TempDir(), "x.png"))
+	out, err = simulated(t, "{\"hash_ids\": [1, 2]}\n{\"hash_ids\": [1, 2]}\n", "-", trace,
+		"--format", "json", "--capacity", "5", "--plot", filepath.Join(t.TempDir(), "x.png"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -63,10 +66,12 @@ func TestSimulate(t *testing.T) {
 	if err := json.Unmarshal([]byte(out), &report); err != nil {
 		t.Fatal(err)
 	}
-	if len(report.Traces) != 2 || len(report.Results) != 12 || report.Traces[0].Name != "standard input" {
+	if len(report.Traces) != 2 || len(report.Results) != 12 ||
+		report.Traces[0].Name != "standard input" {
 		t.Fatalf("%+v", report)
 	}
-	if r := report.Results[0]; r.Policy != "lru" || r.Capacity != 5 || r.Hits != 2 || r.Ratio != 0.5 {
+	if r := report.Results[0]; r.Policy != "lru" || r.Capacity != 5 || r.Hits != 2 ||
+		r.Ratio != 0.5 {
 		t.Errorf("%+v", r)
 	}
 }
@@ -88,7 +93,8 @@ func TestSimulateRefuses(t *testing.T) {
 		"standard input: line 1: no hash_ids":       {"-"},
 		"unknown flag: --capcity":                   {trace, "--capcity", "1"},
 	} {
-		if _, err := simulated(t, "{}", args...); err == nil || !strings.Contains(err.Error(), want) {
+		if _, err := simulated(t, "{}", args...); err == nil ||
+			!strings.Contains(err.Error(), want) {
 			t.Errorf("%v: %v, want %s", args, err, want)
 		}
 	}
@@ -100,7 +106,8 @@ func TestProgress(t *testing.T) {
 	progress := progressTo(&out, 0)
 	progress(0.25)
 	progress(1)
-	if s := out.String(); !strings.HasPrefix(s, "simulated 25 %, some ") || strings.Count(s, "\n") != 1 {
+	if s := out.String(); !strings.HasPrefix(s, "simulated 25 %, some ") ||
+		strings.Count(s, "\n") != 1 {
 		t.Errorf("%q", s)
 	}
 	out.Reset()

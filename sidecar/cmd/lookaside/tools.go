@@ -39,7 +39,8 @@ Of the tokens of vLLM's requests that vLLM's own cache does not have, which are 
   loaded    were loaded; the part of what is asked for that is loaded is what the cache is worth
   computed  were not loaded: not held, or not in time, or the load failed
 
-Pages that lookups found count also where vLLM then had them itself or loaded nothing. Totals are since the sidecar's start.`,
+Pages that lookups found count also where vLLM then had them itself or loaded nothing. Totals
+are since the sidecar's start.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			cfg, err := sidecar.Load(cmd.Flags(), os.Environ())
@@ -70,8 +71,9 @@ func newList() *cobra.Command {
 		Short: "List all sidecars of this host, and say how each is",
 		Long: `List all sidecars of this host, and say how each is.
 
-Those are found whose sockets are in this network namespace, wherever their directories are, and those whose directories are
-beside runtime.dir. Sidecars of other users are named; only root can ask them how they are.`,
+Those are found whose sockets are in this network namespace, wherever their directories are, and
+those whose directories are beside runtime.dir. Sidecars of other users are named; only root can
+ask them how they are.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			cfg, err := sidecar.Load(cmd.Flags(), os.Environ())
@@ -105,7 +107,8 @@ func newLookup() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "lookup {a prefix}",
 		Short: "Ask a running sidecar how much of a prompt it holds, as a scheduler would",
-		Long: `Ask a running sidecar how much of a prompt it holds, over its real sockets, as a scheduler of the engine would.
+		Long: `Ask a running sidecar how much of a prompt it holds, over its real sockets, as a scheduler of
+the engine would.
 
 A worker of the engine must be connected: it is what says which space is meant.
 
@@ -142,19 +145,24 @@ A worker of the engine must be connected: it is what says which space is meant.
 				return err
 			}
 			return c.print(cmd, answer, func(w io.Writer) error {
-				_, err := fmt.Fprintf(w, "hit: %d of %d pages, %d tokens, in %s\n", answer.HitPages, answer.Pages, answer.HitTokens,
-					time.Duration(answer.LatencyUs*float64(time.Microsecond)).Round(time.Microsecond))
+				_, err := fmt.Fprintf(w, "hit: %d of %d pages, %d tokens, in %s\n", answer.HitPages,
+					answer.Pages, answer.HitTokens,
+					time.Duration(answer.LatencyUs*float64(time.Microsecond)).Round(
+						time.Microsecond))
 				return err
 			})
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&q.EngineID, "engine-id", "", "engine whose space is meant; may be left out while the workers of only one space are connected")
+	f.StringVar(&q.EngineID, "engine-id", "",
+		"engine whose space is meant; may be left out while the workers of only one space are connected")
 	f.Uint32Var(&q.Rank, "rank", 0, "rank of the worker that uses the sidecar")
-	f.Uint32Var(&q.FirstPage, "first-page", 0, "index in its prefix of the first page that is asked for; page hashes are given from it on")
+	f.Uint32Var(&q.FirstPage, "first-page", 0,
+		"index in its prefix of the first page that is asked for; page hashes are given from it on")
 	f.StringVar(&file, "hashes", "", "`file` with page hashes")
 	p.flags(cmd)
-	f.DurationVar(&q.Timeout, "timeout", 2*time.Second, "how long to wait for the handshake, and for the answer")
+	f.DurationVar(&q.Timeout, "timeout", 2*time.Second,
+		"how long to wait for the handshake, and for the answer")
 	c.flags(cmd)
 	return cmd
 }

@@ -12,12 +12,14 @@ import (
 
 // The form of a partition:
 //
-//	0       header, two copies of 4 KiB each; the one that is intact and of the higher epoch counts
+//	0       header, two copies of 4 KiB each; of the intact ones that of the higher epoch counts
 //	8 KiB   the files, each in one piece that begins and ends at a multiple of 4 KiB
 //
-// A header: magic 0, version 8, owner's process id 12, identity 16, offset of the partition in its device 32, its size 40, epoch 48, number of
-// files 56; from 64 on the files, 48 bytes each: name 0 (padded with zeros), where it begins 24, bytes that it has room for 32, its length 40; its checksum is the
-// last 8 bytes, XXH3-64 of all before. Numbers are little-endian, what is not described is zero.
+// A header: magic 0, version 8, owner's process id 12, identity 16, offset of the partition in its
+// device 32, its size 40, epoch 48, number of files 56; from 64 on the files, 48 bytes each: name 0
+// (padded with zeros), where it begins 24, bytes that it has room for 32, its length 40; its
+// checksum is the last 8 bytes, XXH3-64 of all before. Numbers are little-endian, what is not
+// described is zero.
 
 const (
 	magic   = "LookPool"
@@ -100,7 +102,8 @@ func (h *header) encode() []byte {
 	return b
 }
 
-// decodeHeader reads a partition's first headBytes, which is at offset in its device. Errors are errBlank, errCorrupt (ours, but damaged), ErrForeign and ErrVersion.
+// decodeHeader reads a partition's first headBytes, which is at offset in its device. Errors are
+// errBlank, errCorrupt (ours, but damaged), ErrForeign and ErrVersion.
 func decodeHeader(b []byte, offset int64) (*header, error) {
 	var best *header
 	var why error
@@ -151,7 +154,8 @@ func decodeCopy(b []byte) (*header, error) {
 		x := b[entriesAt+i*entryBytes:]
 		at, capacity, length := le.Uint64(x[24:]), le.Uint64(x[32:]), le.Uint64(x[40:])
 		name := string(bytes.TrimRight(x[:maxName], "\x00"))
-		if !validName(name) || at > most || capacity > most || length > capacity || h.find(name) >= 0 {
+		if !validName(name) || at > most || capacity > most || length > capacity ||
+			h.find(name) >= 0 {
 			return nil, errCorrupt
 		}
 		h.files = append(h.files, entry{name, int64(at), int64(capacity), int64(length)})

@@ -1,25 +1,31 @@
-// Package mapped is a vfs.FS on byte-addressable memory: each directory of it is a partition of a DAX device, in which each file is one
-// piece. What makes a store in files crash-safe makes it so on a device, through the same code.
+// Package mapped is a vfs.FS on byte-addressable memory: each directory of it is a partition of a
+// DAX device, in which each file is one piece. What makes a store in files crash-safe makes it so
+// on a device, through the same code.
 //
 // # What lasts
 //
-// What is done to files as a whole (made, grown, removed) lasts when the call returns: it is one header written beside the one before, with a checksum. On a device,
-// or a file on DAX, so does what WriteAt wrote: large parts are stored past the caches, the rest is written back, and Datasync has nothing left to do. On a regular file
-// Datasync syncs what was written since.
+// What is done to files as a whole (made, grown, removed) lasts when the call returns: it is one
+// header written beside the one before, with a checksum. On a device, or a file on DAX, so does
+// what WriteAt wrote: large parts are stored past the caches, the rest is written back, and
+// Datasync has nothing left to do. On a regular file Datasync syncs what was written since.
 //
 // # Where it departs from package vfs
 //
-// A file that is allocated reads as what was there before, not as zeros: clearing a terabyte takes minutes. There are no directories below a partition,
-// and no holes: a file that is made longer is allocated.
+// A file that is allocated reads as what was there before, not as zeros: clearing a terabyte takes
+// minutes. There are no directories below a partition, and no holes: a file that is made longer is
+// allocated.
 //
 // # Faults
 //
-// A device that is gone, a poisoned page or a file that was cut short raises SIGBUS at the load or store. Each copy is under dax.Guard: a fault in
-// the partition is an I/O error (EIO) of the call, and a *vfs.BadPlaceError if the beginning of the file can be read still; one in the caller's memory is its dax.ErrFault.
+// A device that is gone, a poisoned page or a file that was cut short raises SIGBUS at the load or
+// store. Each copy is under dax.Guard: a fault in the partition is an I/O error (EIO) of the call,
+// and a *vfs.BadPlaceError if the beginning of the file can be read still; one in the caller's
+// memory is its dax.ErrFault.
 //
 // # Locks
 //
-// A volume's life is held for reading while its memory is used, for writing to take memory away. Its meta guards the table of files and is taken inside it.
+// A volume's life is held for reading while its memory is used, for writing to take memory away.
+// Its meta guards the table of files and is taken inside it.
 package mapped
 
 import (
@@ -65,7 +71,8 @@ type volume struct {
 	dir     string
 	dev     *dax.Device
 	persist func(off, n int64) error // the device's Persist; tests have another
-	// failures counts the syncs of a regular file that failed. The kernel reports what it could not write once for the whole file: a sync of one range may get the error of another.
+	// failures counts the syncs of a regular file that failed. The kernel reports what it could not
+	// write once for the whole file: a sync of one range may get the error of another.
 	failures atomic.Int64
 
 	life   sync.RWMutex // see the package comment
@@ -75,7 +82,8 @@ type volume struct {
 	head   *header          // as it is on the device; replaced, never changed
 	open   map[string]*node // files that are open, or were
 	ghosts []*node          // that were removed while they were open
-	places map[string]entry // where files that are gone were: made anew they go there, or the rest would fall to pieces
+	// where files that are gone were: made anew they go there, or the rest would fall to pieces
+	places map[string]entry
 	locks  map[string]bool
 }
 
@@ -84,30 +92,39 @@ type node struct {
 	v     *volume
 	name  string
 	users int // guarded by v.meta
-	// at and capacity are the piece, guarded by v.life for those who use it; changed under both locks.
+	// at and capacity are the piece, guarded by v.life for those who use it; changed under both
+	// locks.
 	at, capacity int64
 	size         atomic.Int64
 
-	// Of a regular file, [from, to) is what was written and not synced, and failures what v.failures was before the first byte of it was written. dirty guards them.
+	// Of a regular file, [from, to) is what was written and not synced, and failures what
+	// v.failures was before the first byte of it was written. dirty guards them.
 	dirty    sync.Mutex
 	from, to int64
 	failures int64
-	// syncing is held during a sync, and taken before dirty. It guards syncErr, the error of the first sync that failed.
+	// syncing is held during a sync, and taken before dirty. It guards syncErr, the error of the
+	// first sync that failed.
 	syncing sync.Mutex
 	syncErr error
 }
 
-// Mount opens a partition as a directory. Errors are those of dax.OpenDevice, with the owner's process id where the partition is locked,
-// ErrVersion, and ErrForeign for a file that holds something which is not ours. A device that does so is taken: what is on one that is volatile is whatever was left.
+// Mount opens a partition as a directory. Errors are those of dax.OpenDevice, with the owner's
+// process id where the partition is locked, ErrVersion, and ErrForeign for a file that holds
+// something which is not ours. A device that does so is taken: what is on one that is volatile is
+// whatever was left.
 func (f *FS) Mount(dir string, o dax.DeviceOptions) error { return f.mount(dir, o, true) }
 
-// MountExisting opens the partition that begins at o.OffsetBytes, as large as it says that it is. fs.ErrNotExist: there is none of ours. It makes nothing.
+// MountExisting opens the partition that begins at o.OffsetBytes, as large as it says that it is.
+// fs.ErrNotExist: there is none of ours. It makes nothing.
 func (f *FS) MountExisting(dir string, o dax.DeviceOptions) error {
 	h, err := peek(o, o.OffsetBytes)
 	switch {
 	case err == nil:
-	case errors.Is(err, errBlank), errors.Is(err, errCorrupt), errors.Is(err, ErrForeign), errors.Is(err, dax.ErrFault):
-		return &fs.PathError{Op: "mount", Path: o.Path, Err: fmt.Errorf("%w: no partition of ours begins at byte %d: %w", fs.ErrNotExist, o.OffsetBytes, err)}
+	case errors.Is(err, errBlank), errors.Is(err, errCorrupt), errors.Is(err, ErrForeign),
+		errors.Is(err, dax.ErrFault):
+		return &fs.PathError{Op: "mount", Path: o.Path,
+			Err: fmt.Errorf("%w: no partition of ours begins at byte %d: %w", fs.ErrNotExist,
+				o.OffsetBytes, err)}
 	default:
 		return err
 	}
@@ -130,7 +147,8 @@ func (f *FS) mount(dir string, o dax.DeviceOptions, create bool) error {
 		}
 		return err
 	}
-	v := &volume{dir: dir, dev: dev, persist: dev.Persist, open: map[string]*node{}, places: map[string]entry{}, locks: map[string]bool{}}
+	v := &volume{dir: dir, dev: dev, persist: dev.Persist, open: map[string]*node{},
+		places: map[string]entry{}, locks: map[string]bool{}}
 	if err := v.load(f.log, create); err != nil {
 		return errors.Join(fmt.Errorf("%s: %w", o.Path, err), dev.Close())
 	}
@@ -138,7 +156,8 @@ func (f *FS) mount(dir string, o dax.DeviceOptions, create bool) error {
 	return nil
 }
 
-// ownerOf is the process that opened the partition that begins at offset, as it wrote it; 0 if it cannot be read.
+// ownerOf is the process that opened the partition that begins at offset, as it wrote it; 0 if it
+// cannot be read.
 func ownerOf(o dax.DeviceOptions, offset int64) int {
 	h, err := peek(o, offset)
 	if err != nil {
@@ -176,7 +195,8 @@ func (v *volume) load(log *zap.Logger, create bool) error {
 		return fmt.Errorf("%w, not chunks: name another file, or empty this one first", err)
 	default:
 		if !errors.Is(err, errBlank) {
-			log.Warn("a partition has no header of ours: it is made anew", zap.String("device", v.dir), zap.Error(err))
+			log.Warn("a partition has no header of ours: it is made anew",
+				zap.String("device", v.dir), zap.Error(err))
 		}
 		h = &header{offset: v.dev.Offset()}
 		for i := range h.identity {
@@ -196,14 +216,16 @@ func (v *volume) load(log *zap.Logger, create bool) error {
 	next.files = slices.DeleteFunc(next.files, func(e entry) bool {
 		gone := e.at+e.capacity > next.size
 		if gone {
-			log.Warn("a file is dropped: the partition is smaller than it was", zap.String("device", v.dir), zap.String("file", e.name))
+			log.Warn("a file is dropped: the partition is smaller than it was",
+				zap.String("device", v.dir), zap.String("file", e.name))
 		}
 		return gone
 	})
 	return v.commit(next)
 }
 
-// commit makes a table the partition's. The caller holds meta, or is load. After an error the one before holds.
+// commit makes a table the partition's. The caller holds meta, or is load. After an error the one
+// before holds.
 func (v *volume) commit(next *header) error {
 	next.epoch = v.head.epoch + 1
 	b := next.encode()
@@ -217,7 +239,8 @@ func (v *volume) commit(next *header) error {
 	return nil
 }
 
-// lookup splits a name into its volume and its name there, "" for the directory itself. It answers fs.ErrNotExist.
+// lookup splits a name into its volume and its name there, "" for the directory itself. It answers
+// fs.ErrNotExist.
 func (f *FS) lookup(op, name string) (*volume, string, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -247,7 +270,10 @@ func (f *FS) OpenFile(name string, flags vfs.Flag) (vfs.File, error) {
 	if err != nil {
 		return nil, err
 	}
-	fail := func(err error) (vfs.File, error) { return nil, &fs.PathError{Op: "open", Path: name, Err: err} }
+	fail := func(err error) (vfs.File, error) {
+		return nil, &fs.PathError{Op: "open", Path: name,
+			Err: err}
+	}
 	switch {
 	case base == "":
 		return fail(syscall.EISDIR)
@@ -309,7 +335,8 @@ func (v *volume) has(base string) bool {
 	return v.head.find(base) >= 0
 }
 
-// Remove implements vfs.FS. The piece of a file that somebody has open is taken when the last one closes it.
+// Remove implements vfs.FS. The piece of a file that somebody has open is taken when the last one
+// closes it.
 func (f *FS) Remove(name string) error {
 	return f.change("remove", name, func(v *volume, next *header, i int) error {
 		if e := next.files[i]; e.capacity > 0 {
@@ -320,7 +347,8 @@ func (f *FS) Remove(name string) error {
 	}, func(v *volume, base string) { v.bury(base) })
 }
 
-// bury keeps the piece of a file that is gone from the table from being given to another while it is open. The caller holds meta.
+// bury keeps the piece of a file that is gone from the table from being given to another while it
+// is open. The caller holds meta.
 func (v *volume) bury(base string) {
 	if n := v.open[base]; n != nil {
 		delete(v.open, base)
@@ -367,7 +395,8 @@ func (f *FS) Rename(from, to string) error {
 }
 
 // change commits a change of the table to a file that is there.
-func (f *FS) change(op, name string, edit func(v *volume, next *header, i int) error, done func(v *volume, base string)) error {
+func (f *FS) change(op, name string, edit func(v *volume, next *header, i int) error,
+	done func(v *volume, base string)) error {
 	v, base, err := f.lookup(op, name)
 	if err != nil {
 		return err
@@ -431,11 +460,13 @@ func (f *FS) Stat(name string) (vfs.Info, error) {
 	if i < 0 {
 		return vfs.Info{}, &fs.PathError{Op: "stat", Path: name, Err: fs.ErrNotExist}
 	}
-	// Nobody else can remove or replace a file in a partition, but the whole partition, if it lies in a file.
+	// Nobody else can remove or replace a file in a partition, but the whole partition, if it lies
+	// in a file.
 	if err := v.dev.Linked(); err != nil {
 		return vfs.Info{}, err
 	}
-	return vfs.Info{Size: v.head.files[i].size, Allocated: v.head.files[i].capacity, ID: vfs.FileID{Inode: 1}}, nil
+	return vfs.Info{Size: v.head.files[i].size, Allocated: v.head.files[i].capacity,
+		ID: vfs.FileID{Inode: 1}}, nil
 }
 
 // SyncDir implements vfs.FS: what is in a directory lasts already.
@@ -444,7 +475,8 @@ func (f *FS) SyncDir(dir string) error {
 	return err
 }
 
-// Lock implements vfs.FS. Other processes are kept out by the partition's own lock; this is for those of this process. Nothing is written.
+// Lock implements vfs.FS. Other processes are kept out by the partition's own lock; this is for
+// those of this process. Nothing is written.
 func (f *FS) Lock(name string) (io.Closer, error) {
 	v, base, err := f.lookup("lock", name)
 	if err != nil {
@@ -524,7 +556,8 @@ func (v *volume) holes(h *header, f func(at, n int64) bool) {
 	}
 }
 
-// Resize makes a partition larger or smaller: see dax.Device.Resize. Files do not move; EBUSY: one lies where it would end.
+// Resize makes a partition larger or smaller: see dax.Device.Resize. Files do not move; EBUSY: one
+// lies where it would end.
 func (f *FS) Resize(dir string, sizeBytes int64) error {
 	v, base, err := f.lookup("resize", dir)
 	if err != nil || base != "" {
@@ -545,7 +578,8 @@ func (f *FS) Resize(dir string, sizeBytes int64) error {
 		end = max(end, n.at+n.capacity)
 	}
 	if sizeBytes < end {
-		return &fs.PathError{Op: "resize", Path: dir, Err: fmt.Errorf("%w: %d bytes are in use", syscall.EBUSY, end)}
+		return &fs.PathError{Op: "resize", Path: dir, Err: fmt.Errorf("%w: %d bytes are in use",
+			syscall.EBUSY, end)}
 	}
 	next := v.head.clone()
 	next.size = sizeBytes
@@ -561,7 +595,8 @@ func (f *FS) Resize(dir string, sizeBytes int64) error {
 	return v.commit(next)
 }
 
-// Unmount lets go of a partition; what is on it stays. It waits for calls under way. Files that are open answer fs.ErrClosed from then on.
+// Unmount lets go of a partition; what is on it stays. It waits for calls under way. Files that are
+// open answer fs.ErrClosed from then on.
 func (f *FS) Unmount(dir string) error {
 	f.mu.Lock()
 	v := f.volumes[path.Clean(dir)]
@@ -657,8 +692,10 @@ func (f *file) WriteAt(p []byte, off int64) (int, error) {
 	return len(p), nil
 }
 
-// written notes bytes that Datasync has to sync. It is called after they are copied in: a Datasync that runs beside the copy would take a range that was noted earlier, sync what is
-// there of it so far, and leave nothing for the Datasync of whoever copies. failures is what v.failures was before the copy.
+// written notes bytes that Datasync has to sync. It is called after they are copied in: a Datasync
+// that runs beside the copy would take a range that was noted earlier, sync what is there of it so
+// far, and leave nothing for the Datasync of whoever copies. failures is what v.failures was before
+// the copy.
 func (n *node) written(from, to, failures int64) {
 	if n.v.dev.Direct() {
 		return
@@ -682,7 +719,8 @@ func (f *file) Datasync() error {
 	if v.dev.Direct() {
 		return nil // WriteAt did it
 	}
-	// One at a time: what this call has to sync may be in the range that another one has taken, and is to be on the medium when this call returns.
+	// One at a time: what this call has to sync may be in the range that another one has taken, and
+	// is to be on the medium when this call returns.
 	n.syncing.Lock()
 	defer n.syncing.Unlock()
 	if n.syncErr == nil {
@@ -706,7 +744,8 @@ func (n *node) sync() error {
 	return n.v.sync(n.at+from, to-from, failures)
 }
 
-// sync syncs n bytes of a regular file from off on. failures is what v.failures was before they were written: if another sync has failed since then, that may have been about these.
+// sync syncs n bytes of a regular file from off on. failures is what v.failures was before they
+// were written: if another sync has failed since then, that may have been about these.
 func (v *volume) sync(off, n, failures int64) error {
 	if err := v.persist(off, n); err != nil {
 		v.failures.Add(1)
@@ -854,7 +893,8 @@ func (v *volume) copyIn(at int64, p []byte) error {
 		if direct {
 			from, to := memcopy.Streamed(mem[:n])
 			for _, cached := range [][2]int{{0, from}, {to, n}} {
-				if err := v.dev.Persist(at+int64(cached[0]), int64(cached[1]-cached[0])); err != nil {
+				if err := v.dev.Persist(at+int64(cached[0]),
+					int64(cached[1]-cached[0])); err != nil {
 					return fmt.Errorf("%w: %w", syscall.EIO, err)
 				}
 			}
@@ -867,7 +907,8 @@ func (v *volume) copyIn(at int64, p []byte) error {
 	}
 }
 
-// guard calls f, which uses memory of the partition, from byte at on, and of the caller. A fault in the former is a *faultError.
+// guard calls f, which uses memory of the partition, from byte at on, and of the caller. A fault in
+// the former is a *faultError.
 func (v *volume) guard(f func(), at int64, mem, p []byte) error {
 	err := dax.Guard(f, mem, p)
 	var fault *dax.FaultError
@@ -884,15 +925,18 @@ type faultError struct {
 }
 
 func (e *faultError) Error() string {
-	return fmt.Sprintf("%v: the memory of %s faults at byte %d of the partition", syscall.EIO, e.device, e.at)
+	return fmt.Sprintf("%v: the memory of %s faults at byte %d of the partition", syscall.EIO,
+		e.device, e.at)
 }
 
 func (e *faultError) Unwrap() error { return syscall.EIO }
 
-// locate makes an error of a copy one about a place, if the file is not bad as a whole. The caller holds life.
+// locate makes an error of a copy one about a place, if the file is not bad as a whole. The caller
+// holds life.
 func (n *node) locate(err error) error {
 	var fault *faultError
-	if !errors.As(err, &fault) || fault.at < n.at+blockBytes || n.v.copyOut(make([]byte, 1), n.at) != nil {
+	if !errors.As(err, &fault) || fault.at < n.at+blockBytes ||
+		n.v.copyOut(make([]byte, 1), n.at) != nil {
 		return err
 	}
 	return &vfs.BadPlaceError{Off: fault.at - n.at, Err: err}

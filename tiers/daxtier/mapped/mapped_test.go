@@ -22,7 +22,8 @@ import (
 
 const (
 	mib = 1 << 20
-	// childEnv makes the test binary another process, which mounts what it names and waits to be killed.
+	// childEnv makes the test binary another process, which mounts what it names and waits to be
+	// killed.
 	childEnv = "MAPPED_TEST_CHILD"
 )
 
@@ -86,7 +87,8 @@ func read(t testing.TB, f vfs.File, off int64, n int) string {
 	return string(p[:m])
 }
 
-// TestFiles is package vfs's test of that name, less what this file system has not: directories and holes.
+// TestFiles is package vfs's test of that name, less what this file system has not: directories and
+// holes.
 func TestFiles(t *testing.T) {
 	t.Parallel()
 	dir := filepath.Join(t.TempDir(), "dev")
@@ -152,7 +154,8 @@ func TestFiles(t *testing.T) {
 	if _, err := ro.WriteAt([]byte("x"), 0); err == nil {
 		t.Error("wrote to what is open for reading only")
 	}
-	if ro.Allocate(0, 10000) == nil || ro.Truncate(0) == nil || f.Truncate(-1) == nil || f.Allocate(-1, 5) == nil {
+	if ro.Allocate(0, 10000) == nil || ro.Truncate(0) == nil || f.Truncate(-1) == nil ||
+		f.Allocate(-1, 5) == nil {
 		t.Error("took what makes no sense")
 	}
 	if _, err := f.ReadAt(nil, -1); err == nil {
@@ -197,10 +200,12 @@ func TestRoom(t *testing.T) {
 		return n
 	}
 	whole := free()
-	if c, err := v.Capacity(dir); err != nil || c != whole || c != CapacityOf(mib) || c != mib-8192 {
+	if c, err := v.Capacity(dir); err != nil || c != whole || c != CapacityOf(mib) ||
+		c != mib-8192 {
 		t.Errorf("capacity %d of %d free, %v", c, whole, err)
 	}
-	a, b, c := open(t, v, dir+"/a", vfs.Create), open(t, v, dir+"/b", vfs.Create), open(t, v, dir+"/c", vfs.Create)
+	a, b, c := open(t, v, dir+"/a", vfs.Create), open(t, v, dir+"/b", vfs.Create),
+		open(t, v, dir+"/c", vfs.Create)
 	ok(t, a.Allocate(0, 300<<10))
 	ok(t, b.Allocate(0, 300<<10))
 	ok(t, c.Allocate(0, 300<<10))
@@ -254,7 +259,8 @@ func TestMounts(t *testing.T) {
 	v := New(nil)
 	ok(t, v.Mount(path, o))
 	is(t, v.Mount(path, o), fs.ErrExist)
-	if err := New(nil).Mount(path, o); !errors.Is(err, dax.ErrBusy) || !strings.Contains(err.Error(), fmt.Sprintf("process %d ", os.Getpid())) {
+	if err := New(nil).Mount(path, o); !errors.Is(err, dax.ErrBusy) ||
+		!strings.Contains(err.Error(), fmt.Sprintf("process %d ", os.Getpid())) {
 		t.Errorf("mounted twice: %v", err)
 	}
 	f := open(t, v, path+"/f", vfs.Create)
@@ -285,7 +291,8 @@ func TestMounts(t *testing.T) {
 		t.Errorf("device %v", d)
 	}
 	is(t, New(nil).Mount(dir, dax.DeviceOptions{Path: dir, AllowFile: true}), dax.ErrDevice)
-	is(t, New(nil).Mount(path+"2", dax.DeviceOptions{Path: path + "2", AllowFile: true, SizeBytes: 8192}), dax.ErrDevice)
+	is(t, New(nil).Mount(path+"2", dax.DeviceOptions{Path: path + "2", AllowFile: true,
+		SizeBytes: 8192}), dax.ErrDevice)
 }
 
 func TestMountExisting(t *testing.T) {
@@ -303,14 +310,16 @@ func TestMountExisting(t *testing.T) {
 	is(t, New(nil).MountExisting(path, dax.DeviceOptions{Path: path, AllowFile: true}), dax.ErrBusy)
 	ok(t, v.Close())
 	for _, offset := range []int64{0, mib} {
-		ok(t, v.MountExisting("/any", dax.DeviceOptions{Path: path, AllowFile: true, OffsetBytes: offset}))
+		ok(t, v.MountExisting("/any", dax.DeviceOptions{Path: path, AllowFile: true,
+			OffsetBytes: offset}))
 		if d := v.Device("/any"); d.Size() != mib || d.Offset() != offset {
 			t.Errorf("%d bytes from %d on", d.Size(), d.Offset())
 		}
 		ok(t, v.Close())
 	}
 	for _, offset := range []int64{4096, 2 * mib, 100 * mib} {
-		is(t, v.MountExisting("/any", dax.DeviceOptions{Path: path, AllowFile: true, OffsetBytes: offset}), fs.ErrNotExist)
+		is(t, v.MountExisting("/any", dax.DeviceOptions{Path: path, AllowFile: true,
+			OffsetBytes: offset}), fs.ErrNotExist)
 	}
 	is(t, v.MountExisting("/any", dax.DeviceOptions{Path: path}), dax.ErrDevice)
 }
@@ -353,8 +362,10 @@ func TestOtherProcess(t *testing.T) {
 	if _, err := io.ReadFull(stdout, line); err != nil || string(line) != "<nil>\n" {
 		t.Fatalf("%q, %v", line, err)
 	}
-	err = New(nil).Mount(path, dax.DeviceOptions{Path: path, SizeBytes: 4096 * 3, OffsetBytes: 8192, AllowFile: true})
-	if !errors.Is(err, dax.ErrBusy) || !strings.Contains(err.Error(), fmt.Sprintf("process %d ", cmd.Process.Pid)) {
+	err = New(nil).Mount(path, dax.DeviceOptions{Path: path, SizeBytes: 4096 * 3, OffsetBytes: 8192,
+		AllowFile: true})
+	if !errors.Is(err, dax.ErrBusy) ||
+		!strings.Contains(err.Error(), fmt.Sprintf("process %d ", cmd.Process.Pid)) {
 		t.Errorf("mounted: %v", err)
 	}
 	ok(t, cmd.Process.Kill())
@@ -398,7 +409,8 @@ func TestResize(t *testing.T) {
 	is(t, w.Resize(path, mib), fs.ErrNotExist)
 }
 
-// What is in a file that is not ours stays; a damaged header of ours starts empty; another version is refused.
+// What is in a file that is not ours stays; a damaged header of ours starts empty; another version
+// is refused.
 func TestForeign(t *testing.T) {
 	t.Parallel()
 	path := filepath.Join(t.TempDir(), "dev")
@@ -438,7 +450,11 @@ func TestForeign(t *testing.T) {
 	if err != nil || len(names) != 0 {
 		t.Errorf("both copies are torn: %q, %v", names, err)
 	}
-	names, err = mount(func(b []byte) { copy(b, b[blockBytes:2*blockBytes]); clear(b[blockBytes : 2*blockBytes]) })
+	names, err = mount(func(b []byte) {
+		copy(b, b[blockBytes:2*blockBytes])
+		clear(
+			b[blockBytes : 2*blockBytes])
+	})
 	if err != nil || len(names) > 1 {
 		t.Errorf("a copy is in the wrong place: %q, %v", names, err)
 	}
@@ -480,7 +496,8 @@ func TestCutShort(t *testing.T) {
 		t.Errorf("what is left of it: %q", got)
 	}
 	// Nor is the partition blamed for the caller's memory.
-	gone, err := dax.Create(dax.Options{Kind: dax.KindFile, Path: path + "2", SizeBytes: mib, NUMANode: dax.NoNUMANode})
+	gone, err := dax.Create(dax.Options{Kind: dax.KindFile, Path: path + "2", SizeBytes: mib,
+		NUMANode: dax.NoNUMANode})
 	ok(t, err)
 	ok(t, os.Truncate(path+"2", 0))
 	_, err = f.ReadAt(gone.Bytes()[:1000], 0)
@@ -511,7 +528,10 @@ func TestAgainstBytes(t *testing.T) {
 		rnd := rand.New(rand.NewPCG(seed, 5))
 		dir := filepath.Join(t.TempDir(), "dev")
 		v := New(nil)
-		mount := func() { ok(t, v.Mount(dir, dax.DeviceOptions{Path: dir, SizeBytes: 2 * mib, AllowFile: true})) }
+		mount := func() {
+			ok(t, v.Mount(dir, dax.DeviceOptions{Path: dir, SizeBytes: 2 * mib,
+				AllowFile: true}))
+		}
 		mount()
 		model := map[string][]byte{}
 		for step := range 400 {
@@ -555,7 +575,8 @@ func TestAgainstBytes(t *testing.T) {
 					at := rnd.IntN(len(want) + 1)
 					switch _, err := f.WriteAt(p, int64(at)); {
 					case err == nil:
-						want = append(want[:at:at], append(p, want[min(at+len(p), len(want)):]...)...)
+						want = append(want[:at:at],
+							append(p, want[min(at+len(p), len(want)):]...)...)
 					case !vfs.IsNoSpace(err):
 						t.Fatalf("%s: %v", where, err)
 					}
@@ -590,7 +611,8 @@ func TestAgainstBytes(t *testing.T) {
 }
 
 func FuzzDecodeHeader(f *testing.F) {
-	h := &header{pid: 1, offset: 4096, size: mib, epoch: 3, files: []entry{{"slab-000", headBytes, 4096, 100}, {"lock", 0, 0, 0}}}
+	h := &header{pid: 1, offset: 4096, size: mib, epoch: 3,
+		files: []entry{{"slab-000", headBytes, 4096, 100}, {"lock", 0, 0, 0}}}
 	good := append(make([]byte, blockBytes), h.encode()...)
 	f.Add(good, int64(4096))
 	f.Add(make([]byte, headBytes), int64(0))

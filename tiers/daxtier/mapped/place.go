@@ -7,7 +7,8 @@ import (
 	"lookaside/dax"
 )
 
-// End is how many bytes a partition must have room for, in the sense of Capacity, so that a file in it can stay where it is.
+// End is how many bytes a partition must have room for, in the sense of Capacity, so that a file in
+// it can stay where it is.
 func (f *FS) End(name string) (int64, error) {
 	v, base, err := f.lookup("stat", name)
 	if err != nil {

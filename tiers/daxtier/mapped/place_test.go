@@ -17,7 +17,8 @@ func TestEndAndHole(t *testing.T) {
 	f := New(nil)
 	defer f.Close()
 	dir := filepath.Join(t.TempDir(), "dax0.0")
-	if err := f.Mount(dir, dax.DeviceOptions{Path: dir, SizeBytes: 1 << 20, AllowFile: true}); err != nil {
+	if err := f.Mount(dir, dax.DeviceOptions{Path: dir, SizeBytes: 1 << 20,
+		AllowFile: true}); err != nil {
 		t.Fatal(err)
 	}
 	const piece = 128 << 10

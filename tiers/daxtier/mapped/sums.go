@@ -34,7 +34,10 @@ func (f *file) ReadSums(p []byte, off int64, seeds, sums []uint64) error {
 	defer f.n.v.life.RUnlock()
 	y := yielders.Get().(*memcopy.Yielder)
 	defer yielders.Put(y)
-	if err := f.n.v.guard(func() { memcopy.CopySums(p, mem, len(p)/len(sums), seeds, sums, y.Yield) }, f.n.at+off, mem, p); err != nil {
+	if err := f.n.v.guard(func() {
+		memcopy.CopySums(p, mem, len(p)/len(sums), seeds, sums,
+			y.Yield)
+	}, f.n.at+off, mem, p); err != nil {
 		return f.fail("read", f.n.locate(err))
 	}
 	return nil
@@ -54,7 +57,8 @@ func (f *file) WriteSums(p []byte, off int64, seeds, sums []uint64) error {
 	page, failures := len(p)/len(sums), n.v.failures.Load()
 	y := yielders.Get().(*memcopy.Yielder)
 	defer yielders.Put(y)
-	err = n.v.guard(func() { memcopy.CopySums(mem, p, page, seeds, sums, y.Yield) }, n.at+off, mem, p)
+	err = n.v.guard(func() { memcopy.CopySums(mem, p, page, seeds, sums, y.Yield) }, n.at+off, mem,
+		p)
 	if err == nil && n.v.dev.Direct() {
 		err = n.v.persistSums(n.at+off, mem, page, len(sums))
 	}
@@ -65,7 +69,8 @@ func (f *file) WriteSums(p []byte, off int64, seeds, sums []uint64) error {
 	return nil
 }
 
-// span answers the memory of n bytes of pages, all of which must be in the file, with life held for reading.
+// span answers the memory of n bytes of pages, all of which must be in the file, with life held for
+// reading.
 func (f *file) span(op string, off, n int64, pages int) (mem []byte, err error) {
 	if pages == 0 || n <= 0 || n%int64(pages) != 0 || off < 0 || off > math.MaxInt64-n {
 		return nil, f.fail(op, syscall.EINVAL)
@@ -90,7 +95,8 @@ func (f *file) Sums(off, pageBytes int64, seeds, sums []uint64) error {
 	defer f.n.v.life.RUnlock()
 	y := yielders.Get().(*memcopy.Yielder)
 	defer yielders.Put(y)
-	if err := f.n.v.guard(func() { memcopy.Sums(mem, int(pageBytes), seeds, sums, y.Yield) }, f.n.at+off, mem, nil); err != nil {
+	if err := f.n.v.guard(func() { memcopy.Sums(mem, int(pageBytes), seeds, sums, y.Yield) },
+		f.n.at+off, mem, nil); err != nil {
 		return f.fail("read", f.n.locate(err))
 	}
 	return nil
@@ -124,7 +130,8 @@ func (f *file) Persist(off, n int64) error {
 	return nil
 }
 
-// persistSums makes what CopySums stored last: what it did not store past the caches is written back.
+// persistSums makes what CopySums stored last: what it did not store past the caches is written
+// back.
 func (v *volume) persistSums(at int64, mem []byte, page, pages int) error {
 	streamed := 0
 	if memcopy.SumsStreamed(mem, page) {

@@ -18,7 +18,8 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// fakeDevice is /dev/zero, with a made-up sysfs that says that it is a DAX device: mapped, it is memory that lasts as long as the mapping.
+// fakeDevice is /dev/zero, with a made-up sysfs that says that it is a DAX device: mapped, it is
+// memory that lasts as long as the mapping.
 func fakeDevice(t *testing.T) dax.DeviceOptions {
 	t.Helper()
 	if runtime.GOARCH != "amd64" {
@@ -26,9 +27,12 @@ func fakeDevice(t *testing.T) dax.DeviceOptions {
 	}
 	sysFS := t.TempDir()
 	device, bus := filepath.Join(sysFS, "devices", "dax0.0"), filepath.Join(sysFS, "bus", "dax")
-	ok(t, errors.Join(os.MkdirAll(device, 0o755), os.MkdirAll(bus, 0o755), os.MkdirAll(filepath.Join(sysFS, "dev", "char"), 0o755),
-		os.Symlink(device, filepath.Join(sysFS, "dev", "char", "1:5")), os.Symlink(bus, filepath.Join(device, "subsystem")),
-		os.WriteFile(filepath.Join(device, "size"), []byte("16777216\n"), 0o644), os.WriteFile(filepath.Join(device, "align"), []byte("2097152\n"), 0o644)))
+	ok(t, errors.Join(os.MkdirAll(device, 0o755), os.MkdirAll(bus, 0o755),
+		os.MkdirAll(filepath.Join(sysFS, "dev", "char"), 0o755),
+		os.Symlink(device, filepath.Join(sysFS, "dev", "char", "1:5")),
+		os.Symlink(bus, filepath.Join(device, "subsystem")),
+		os.WriteFile(filepath.Join(device, "size"), []byte("16777216\n"), 0o644),
+		os.WriteFile(filepath.Join(device, "align"), []byte("2097152\n"), 0o644)))
 	path := filepath.Join(t.TempDir(), "dax0.0")
 	if err := unix.Mknod(path, unix.S_IFCHR|0o600, int(unix.Mkdev(1, 5))); err != nil {
 		t.Skipf("SKIPPED: mknod: %v", err)
@@ -51,7 +55,8 @@ func TestDevices(t *testing.T) {
 			f := open(t, v, "/dax0.0/f", vfs.Create)
 			ok(t, f.Allocate(0, 12*mib))
 			rnd := rand.New(rand.NewPCG(1, 9))
-			arena, err := dax.Create(dax.Options{Kind: dax.KindMemfd, SizeBytes: 8 * mib, NUMANode: dax.NoNUMANode})
+			arena, err := dax.Create(dax.Options{Kind: dax.KindMemfd, SizeBytes: 8 * mib,
+				NUMANode: dax.NoNUMANode})
 			ok(t, err)
 			t.Cleanup(func() { ok(t, arena.Close()) })
 			for _, n := range []int{1, 63, 4096, 100_001, 3 * mib} { // in the common way
@@ -75,7 +80,8 @@ func TestDevices(t *testing.T) {
 						p[i] = byte(rnd.Uint32())
 					}
 					want := bytes.Clone(p)
-					seeds, wrote, back := make([]uint64, pages), make([]uint64, pages), make([]uint64, pages)
+					seeds, wrote, back := make([]uint64, pages), make([]uint64, pages),
+						make([]uint64, pages)
 					for i := range seeds {
 						seeds[i] = rnd.Uint64()
 					}
@@ -88,15 +94,20 @@ func TestDevices(t *testing.T) {
 						t.Errorf("%d pages of %d bytes read back otherwise", pages, page)
 					}
 					for i := range pages {
-						if sum := xxh3.HashSeed(want[i*page:(i+1)*page], seeds[i]); wrote[i] != sum || back[i] != sum {
-							t.Errorf("page %d of %d bytes: %x written, %x read, want %x", i, page, wrote[i], back[i], sum)
+						if sum := xxh3.HashSeed(want[i*page:(i+1)*page],
+							seeds[i]); wrote[i] != sum || back[i] != sum {
+							t.Errorf("page %d of %d bytes: %x written, %x read, want %x", i, page,
+								wrote[i], back[i], sum)
 						}
 					}
 				}
 			}
 			one := make([]uint64, 1)
-			if sums.ReadSums(arena.Bytes()[:4096], 12*mib-100, one, one) == nil || sums.WriteSums(arena.Bytes()[:4096], 12*mib, one, one) == nil ||
-				sums.ReadSums(arena.Bytes()[:4095], 0, make([]uint64, 2), make([]uint64, 2)) == nil || sums.ReadSums(nil, 0, nil, nil) == nil || sums.ReadSums(arena.Bytes()[:10], -1, one, one) == nil {
+			if sums.ReadSums(arena.Bytes()[:4096], 12*mib-100, one, one) == nil ||
+				sums.WriteSums(arena.Bytes()[:4096], 12*mib, one, one) == nil ||
+				sums.ReadSums(arena.Bytes()[:4095], 0, make([]uint64, 2),
+					make([]uint64, 2)) == nil || sums.ReadSums(nil, 0, nil, nil) == nil ||
+				sums.ReadSums(arena.Bytes()[:10], -1, one, one) == nil {
 				t.Error("moved what cannot be")
 			}
 			ro := open(t, v, "/dax0.0/f", vfs.ReadOnly)
@@ -121,7 +132,8 @@ func TestSumsCutShort(t *testing.T) {
 	p, n := make([]byte, 2*mib), make([]uint64, 8)
 	var bad *vfs.BadPlaceError
 	err := f.(vfs.Summing).ReadSums(p, 0, n, n)
-	if !errors.As(err, &bad) || !errors.Is(err, syscall.EIO) || bad.Off != mib-headBytes && bad.Off%(256<<10) != 0 {
+	if !errors.As(err, &bad) || !errors.Is(err, syscall.EIO) || bad.Off != mib-headBytes &&
+		bad.Off%(256<<10) != 0 {
 		t.Errorf("%v", err)
 	}
 	if err := f.(vfs.Summing).WriteSums(p, mib, n, n); !errors.Is(err, syscall.EIO) {

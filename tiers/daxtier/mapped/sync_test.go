@@ -15,7 +15,8 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// medium stands in for what is below a regular file: a sync copies what the mapping has at that moment, and it is on the medium when the sync returns.
+// medium stands in for what is below a regular file: a sync copies what the mapping has at that
+// moment, and it is on the medium when the sync returns.
 type medium struct {
 	mu    sync.Mutex
 	bytes []byte
@@ -45,7 +46,8 @@ func (m *medium) has(at int64, p []byte) bool {
 	return bytes.Equal(m.bytes[at:at+int64(len(p))], p)
 }
 
-// Several write to a file and sync it, all at once. Whatever a sync of another was doing, what somebody wrote is on the medium when his own sync returns.
+// Several write to a file and sync it, all at once. Whatever a sync of another was doing, what
+// somebody wrote is on the medium when his own sync returns.
 func TestSyncedIsOnTheMedium(t *testing.T) {
 	t.Parallel()
 	const (
@@ -91,11 +93,14 @@ func TestSyncedIsOnTheMedium(t *testing.T) {
 	}
 	running.Wait()
 	if n := missing.Load(); n > 0 {
-		t.Errorf("after %d of %d syncs the medium does not have what was written before", n, writers*rounds)
+		t.Errorf("after %d of %d syncs the medium does not have what was written before", n,
+			writers*rounds)
 	}
 }
 
-// A sync that fails leaves everything in doubt that was written before it: no later sync of the file succeeds, and none of another file that was written to before. A file that is made anew works.
+// A sync that fails leaves everything in doubt that was written before it: no later sync of the
+// file succeeds, and none of another file that was written to before. A file that is made anew
+// works.
 func TestFailedSync(t *testing.T) {
 	t.Parallel()
 	dir := filepath.Join(t.TempDir(), "dev")

@@ -1,23 +1,28 @@
-// Package media is the form in which slots lie on something that lasts: the slabs of the disk tier, and regions on DAX or in a file.
-// It encodes and decodes; what is written when, and synced, is its caller's business.
+// Package media is the form in which slots lie on something that lasts: the slabs of the disk tier,
+// and regions on DAX or in a file. It encodes and decodes; what is written when, and synced, is its
+// caller's business.
 //
 // # A slab
 //
-//	0       header, two copies of 4 KiB each; the one that is intact and of the higher epoch counts
+//	0       header, two copies of 4 KiB each; of the intact ones that of the higher epoch counts
 //	8 KiB   directory: one entry a slot, of the same size for all of them
 //	…       slots, each from a multiple of 4 KiB on; page p of a slot at p × PageBytes in it
 //
-// A slab is carved for one geometry, or not carved: then it has a header only. Numbers are little-endian. What is not described is zero.
+// A slab is carved for one geometry, or not carved: then it has a header only. Numbers are
+// little-endian. What is not described is zero.
 //
 // # Why nothing on a medium can be taken for what it is not
 //
-// Everything has an XXH3-64 checksum that is seeded with where it belongs. An entry's is seeded with the slab's identity (store, number, and the
-// random number of its formatting) and the slot's number, so an entry that was written to, or read from, a wrong place does not check out, nor does one
-// from before the slab was formatted anew. A page's is seeded with its digest, the slab's identity and the slot's generation, which no two
-// fillings of a slab share: bytes of another page, another place or an earlier filling never check out. A page has a
-// checksum of its own, so that the first pages of a chunk can be read and checked without the others.
+// Everything has an XXH3-64 checksum that is seeded with where it belongs. An entry's is seeded
+// with the slab's identity (store, number, and the random number of its formatting) and the slot's
+// number, so an entry that was written to, or read from, a wrong place does not check out, nor does
+// one from before the slab was formatted anew. A page's is seeded with its digest, the slab's
+// identity and the slot's generation, which no two fillings of a slab share: bytes of another page,
+// another place or an earlier filling never check out. A page has a checksum of its own, so that
+// the first pages of a chunk can be read and checked without the others.
 //
-// Nothing that is read decides how much is allocated, and any bytes whatever decode to something or to an error: see the fuzz tests.
+// Nothing that is read decides how much is allocated, and any bytes whatever decode to something or
+// to an error: see the fuzz tests.
 package media
 
 import (
@@ -41,7 +46,8 @@ const (
 	directoryAt = 2 * BlockBytes
 	// entryHead is the part of an entry before its digests.
 	entryHead = 128
-	// entryAlign divides the size of an entry: what says that it is free fits into it, so it lies in one sector.
+	// entryAlign divides the size of an entry: what says that it is free fits into it, so it lies
+	// in one sector.
 	entryAlign = 64
 
 	magic       = "LookSlab"
@@ -58,10 +64,12 @@ const (
 
 // The reasons for which a header or an entry is refused.
 var (
-	ErrBlank   = errors.New("blank")                         // nothing was ever written there
-	ErrCorrupt = errors.New("corrupt")                       // no intact header
-	ErrVersion = errors.New("another version of the format") // a header that this program cannot read
-	ErrLayout  = errors.New("no such layout")                // a geometry that does not fit into the slab
+	ErrBlank   = errors.New("blank")   // nothing was ever written there
+	ErrCorrupt = errors.New("corrupt") // no intact header
+	// a header that this program cannot read
+	ErrVersion = errors.New("another version of the format")
+	// a geometry that does not fit into the slab
+	ErrLayout = errors.New("no such layout")
 )
 
 // Layout is where things lie in a slab carved for a geometry.
@@ -73,11 +81,13 @@ type Layout struct {
 	StrideBytes int64 // from one slot to the next
 }
 
-// NewLayout lays out a slab of a size for a geometry. ErrLayout: it does not hold a single slot, or the geometry is none.
+// NewLayout lays out a slab of a size for a geometry. ErrLayout: it does not hold a single slot, or
+// the geometry is none.
 func NewLayout(g tiers.Geometry, slabBytes int64) (Layout, error) {
 	g.PageTokens = pageTokens
 	switch {
-	case g.PageBytes < minPage || g.PageBytes > maxSlabSize/maxPages || g.PagesPerChunk < 1 || g.PagesPerChunk > maxPages ||
+	case g.PageBytes < minPage || g.PageBytes > maxSlabSize/maxPages || g.PagesPerChunk < 1 ||
+		g.PagesPerChunk > maxPages ||
 		g.DigestBytes != 8 && g.DigestBytes != 16 && g.DigestBytes != 32:
 		return Layout{}, fmt.Errorf("%w: geometry %+v", ErrLayout, g)
 	case slabBytes < 0 || slabBytes > maxSlabSize:
@@ -88,7 +98,8 @@ func NewLayout(g tiers.Geometry, slabBytes int64) (Layout, error) {
 		EntryBytes:  int(roundUp(int64(entryHead+g.PagesPerChunk*(g.DigestBytes+8)), entryAlign)),
 		StrideBytes: roundUp(g.PageBytes*int64(g.PagesPerChunk), BlockBytes),
 	}
-	n := min((slabBytes-directoryAt)/(l.StrideBytes+int64(l.EntryBytes)), int64((maxSlots-1)/g.PagesPerChunk))
+	n := min((slabBytes-directoryAt)/(l.StrideBytes+int64(l.EntryBytes)),
+		int64((maxSlots-1)/g.PagesPerChunk))
 	for ; n > 0; n-- { // the directory's end is rounded up: at most one slot too many
 		l.DataOffset = roundUp(directoryAt+n*int64(l.EntryBytes), BlockBytes)
 		if l.DataOffset+n*l.StrideBytes <= slabBytes {
@@ -96,7 +107,8 @@ func NewLayout(g tiers.Geometry, slabBytes int64) (Layout, error) {
 		}
 	}
 	if n <= 0 {
-		return Layout{}, fmt.Errorf("%w: a slab of %d bytes holds no slot of %d", ErrLayout, slabBytes, l.StrideBytes)
+		return Layout{}, fmt.Errorf("%w: a slab of %d bytes holds no slot of %d", ErrLayout,
+			slabBytes, l.StrideBytes)
 	}
 	l.Slots = int(n)
 	return l, nil
@@ -104,8 +116,12 @@ func NewLayout(g tiers.Geometry, slabBytes int64) (Layout, error) {
 
 func roundUp(n, to int64) int64 { return (n + to - 1) / to * to }
 
-// EntryOffset is where a slot's entry lies in the slab. It is aligned to the size of the part that says whether the slot is free.
-func (l *Layout) EntryOffset(slot int) int64 { return directoryAt + int64(slot)*int64(l.EntryBytes) }
+// EntryOffset is where a slot's entry lies in the slab. It is aligned to the size of the part that
+// says whether the slot is free.
+func (l *Layout) EntryOffset(slot int) int64 {
+	return directoryAt + int64(slot)*int64(
+		l.EntryBytes)
+}
 
 // DirectoryBytes is the size of the directory.
 func (l *Layout) DirectoryBytes() int64 { return int64(l.Slots) * int64(l.EntryBytes) }
@@ -121,7 +137,8 @@ type Header struct {
 	Format uint64   // a random number, another one each time that it is formatted
 	// Epoch rises each time that a header is written, at most to EpochLimit.
 	Epoch uint64
-	// Stable: entries whose commit number is at most this one were durable, with their data, when the header was written.
+	// Stable: entries whose commit number is at most this one were durable, with their data, when
+	// the header was written.
 	Stable uint64
 	// Layout is zero if the slab is not carved.
 	Layout Layout
@@ -130,7 +147,8 @@ type Header struct {
 // EpochLimit is what epochs stay below. A slab that reaches it is to be formatted anew.
 const EpochLimit = maxEpoch
 
-// Generation is the n-th generation of slots in an epoch: a number that no other filling of any of the slab's slots has.
+// Generation is the n-th generation of slots in an epoch: a number that no other filling of any of
+// the slab's slots has.
 func Generation(epoch, n uint64) uint64 { return epoch<<40 | n&(1<<40-1) }
 
 // Carved says whether the slab has a directory and slots.
@@ -163,7 +181,8 @@ func (h *Header) Encode(block []byte) {
 	le.PutUint64(b[headerSum:], xxh3.HashSeed(b[:headerSum], headerSeed))
 }
 
-// DecodeHeader reads a slab's first 2 × BlockBytes; fewer count as not intact. ErrBlank, ErrCorrupt or ErrVersion.
+// DecodeHeader reads a slab's first 2 × BlockBytes; fewer count as not intact. ErrBlank, ErrCorrupt
+// or ErrVersion.
 func DecodeHeader(b []byte) (Header, error) {
 	var best Header
 	found, blank := false, true
@@ -210,7 +229,8 @@ func decodeHeader(b []byte) (Header, error) {
 		return Header{}, ErrCorrupt
 	}
 	h := Header{
-		Index: le.Uint32(b[12:]), Store: [16]byte(b[16:32]), Format: le.Uint64(b[40:]), Epoch: le.Uint64(b[48:]), Stable: le.Uint64(b[56:]),
+		Index: le.Uint32(b[12:]), Store: [16]byte(b[16:32]), Format: le.Uint64(b[40:]),
+		Epoch: le.Uint64(b[48:]), Stable: le.Uint64(b[56:]),
 	}
 	size := le.Uint64(b[32:])
 	if size > maxSlabSize || h.Epoch >= maxEpoch {
@@ -224,8 +244,10 @@ func decodeHeader(b []byte) (Header, error) {
 	if pageBytes > math.MaxInt64 || ppc > maxPages {
 		return Header{}, ErrCorrupt
 	}
-	l, err := NewLayout(tiers.Geometry{PageBytes: int64(pageBytes), PagesPerChunk: int(ppc), DigestBytes: int(digest)}, h.Bytes)
-	if err != nil || uint64(l.Slots) != le.Uint64(b[80:]) || uint64(l.EntryBytes) != le.Uint64(b[88:]) ||
+	l, err := NewLayout(tiers.Geometry{PageBytes: int64(pageBytes), PagesPerChunk: int(ppc),
+		DigestBytes: int(digest)}, h.Bytes)
+	if err != nil || uint64(l.Slots) != le.Uint64(b[80:]) ||
+		uint64(l.EntryBytes) != le.Uint64(b[88:]) ||
 		uint64(l.DataOffset) != le.Uint64(b[96:]) || uint64(l.StrideBytes) != le.Uint64(b[104:]) {
 		return Header{}, ErrCorrupt
 	}
@@ -255,7 +277,8 @@ func (id Identity) PageSum(digest []byte, generation uint64, page []byte) uint64
 	return xxh3.HashSeed(page, id.PageSeed(digest, generation))
 }
 
-// Entry is what the directory says of a slot in use. Decoded, its slices are those of the bytes that it was decoded from.
+// Entry is what the directory says of a slot in use. Decoded, its slices are those of the bytes
+// that it was decoded from.
 type Entry struct {
 	Generation uint64 // of this filling; seeds the checksums of its pages
 	Commit     uint64 // numbers the commits of a slab in their order, from 1
@@ -271,8 +294,9 @@ type Entry struct {
 // Sum is the checksum of page i of the slot.
 func (e *Entry) Sum(i int) uint64 { return binary.LittleEndian.Uint64(e.Sums[8*i:]) }
 
-// An entry: checksum of all that follows 0, generation 8, commit 16, stable 24, state 32, pages 36, first 40, length of prev 44, space 48,
-// prev 80, digests from 128, checksums right behind the room for PagesPerChunk digests. A free one begins with entryAlign zeros.
+// An entry: checksum of all that follows 0, generation 8, commit 16, stable 24, state 32, pages 36,
+// first 40, length of prev 44, space 48, prev 80, digests from 128, checksums right behind the room
+// for PagesPerChunk digests. A free one begins with entryAlign zeros.
 const stateUsed = 0x55534544
 
 // State is what an entry was found to be.
@@ -303,10 +327,12 @@ func (l *Layout) EncodeEntry(b []byte, id Identity, slot int, e *Entry) {
 	le.PutUint64(b, xxh3.HashSeed(b[8:], id.entrySeed(slot)))
 }
 
-// FreeEntry is what to write over the beginning of a slot's entry to free it: it lies in one sector.
+// FreeEntry is what to write over the beginning of a slot's entry to free it: it lies in one
+// sector.
 func FreeEntry() []byte { return make([]byte, entryAlign) }
 
-// DecodeEntry reads the entry of a slot. The entry is valid as long as b, and only if the state is Used.
+// DecodeEntry reads the entry of a slot. The entry is valid as long as b, and only if the state is
+// Used.
 func (l *Layout) DecodeEntry(b []byte, id Identity, slot int, e *Entry) State {
 	if len(b) < l.EntryBytes {
 		return Bad
@@ -322,13 +348,15 @@ func (l *Layout) DecodeEntry(b []byte, id Identity, slot int, e *Entry) State {
 	}
 	g := &l.Geometry
 	pages, first, prev := le.Uint32(b[36:]), le.Uint32(b[40:]), le.Uint32(b[44:])
-	if le.Uint32(b[32:]) != stateUsed || pages < 1 || pages > uint32(g.PagesPerChunk) || first > maxFirst-pages || first%uint32(g.PagesPerChunk) != 0 ||
+	if le.Uint32(b[32:]) != stateUsed || pages < 1 || pages > uint32(g.PagesPerChunk) ||
+		first > maxFirst-pages || first%uint32(g.PagesPerChunk) != 0 ||
 		prev != 0 && (prev != uint32(g.DigestBytes) || first == 0) {
 		return Bad
 	}
 	*e = Entry{
 		Generation: le.Uint64(b[8:]), Commit: le.Uint64(b[16:]), Stable: le.Uint64(b[24:]),
-		Space: tiers.Fingerprint(b[48:80]), First: int(first), Pages: int(pages), Prev: b[80 : 80+prev],
+		Space: tiers.Fingerprint(b[48:80]), First: int(first), Pages: int(pages),
+		Prev: b[80 : 80+prev],
 	}
 	n := int(pages)
 	e.Digests = b[entryHead : entryHead+n*g.DigestBytes]

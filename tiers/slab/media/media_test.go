@@ -12,11 +12,13 @@ import (
 
 func testHeader(t testing.TB, ppc, digest int, pageBytes, slab int64) Header {
 	t.Helper()
-	l, err := NewLayout(tiers.Geometry{PageBytes: pageBytes, PagesPerChunk: ppc, PageTokens: 16, DigestBytes: digest}, slab)
+	l, err := NewLayout(tiers.Geometry{PageBytes: pageBytes, PagesPerChunk: ppc, PageTokens: 16,
+		DigestBytes: digest}, slab)
 	if err != nil {
 		t.Fatal(err)
 	}
-	return Header{Store: [16]byte{1, 2, 3}, Index: 7, Bytes: slab, Format: 0xABCDEF, Epoch: 5, Stable: 99, Layout: l}
+	return Header{Store: [16]byte{1, 2, 3}, Index: 7, Bytes: slab, Format: 0xABCDEF, Epoch: 5,
+		Stable: 99, Layout: l}
 }
 
 func encode(h Header) []byte {
@@ -29,10 +31,12 @@ func TestLayoutFits(t *testing.T) {
 	t.Parallel()
 	rnd := rand.New(rand.NewPCG(1, 2))
 	for range 2000 {
-		g := tiers.Geometry{PageBytes: 256 + rnd.Int64N(1<<20), PagesPerChunk: 1 + rnd.IntN(300), PageTokens: 16, DigestBytes: 8 << rnd.IntN(3)}
+		g := tiers.Geometry{PageBytes: 256 + rnd.Int64N(1<<20), PagesPerChunk: 1 + rnd.IntN(300),
+			PageTokens: 16, DigestBytes: 8 << rnd.IntN(3)}
 		size := rnd.Int64N(1 << 34)
 		l, err := NewLayout(g, size)
-		one := int64(directoryAt) + roundUp(g.PageBytes*int64(g.PagesPerChunk), BlockBytes) + roundUp(int64(entryHead+g.PagesPerChunk*(g.DigestBytes+8)), BlockBytes)
+		one := int64(directoryAt) + roundUp(g.PageBytes*int64(g.PagesPerChunk), BlockBytes) +
+			roundUp(int64(entryHead+g.PagesPerChunk*(g.DigestBytes+8)), BlockBytes)
 		if err != nil {
 			if size >= one {
 				t.Fatalf("%+v in %d: %v", g, size, err)
@@ -40,11 +44,13 @@ func TestLayoutFits(t *testing.T) {
 			continue
 		}
 		end := l.SlotOffset(l.Slots-1) + l.StrideBytes
-		if end > size || l.EntryOffset(l.Slots-1)+int64(l.EntryBytes) > l.DataOffset || l.DataOffset%BlockBytes != 0 || l.StrideBytes%BlockBytes != 0 ||
+		if end > size || l.EntryOffset(l.Slots-1)+int64(l.EntryBytes) > l.DataOffset ||
+			l.DataOffset%BlockBytes != 0 || l.StrideBytes%BlockBytes != 0 ||
 			int64(g.PagesPerChunk)*g.PageBytes > l.StrideBytes {
 			t.Fatalf("%+v in %d: %+v", g, size, l)
 		}
-		if room := size - end; room > 3*(l.StrideBytes+int64(l.EntryBytes)) && l.Slots < (maxSlots-1)/g.PagesPerChunk {
+		if room := size - end; room > 3*(l.StrideBytes+int64(l.EntryBytes)) &&
+			l.Slots < (maxSlots-1)/g.PagesPerChunk {
 			t.Fatalf("%+v in %d wastes %d", g, size, room)
 		}
 	}
@@ -103,7 +109,8 @@ func TestHeaders(t *testing.T) {
 
 func testEntry(rnd *rand.Rand, l *Layout) Entry {
 	g := l.Geometry
-	e := Entry{Generation: rnd.Uint64(), Commit: rnd.Uint64(), Stable: rnd.Uint64(), First: rnd.IntN(100) * g.PagesPerChunk, Pages: 1 + rnd.IntN(g.PagesPerChunk)}
+	e := Entry{Generation: rnd.Uint64(), Commit: rnd.Uint64(), Stable: rnd.Uint64(),
+		First: rnd.IntN(100) * g.PagesPerChunk, Pages: 1 + rnd.IntN(g.PagesPerChunk)}
 	fill := func(n int) []byte {
 		b := make([]byte, n)
 		for i := range b {
@@ -121,8 +128,10 @@ func testEntry(rnd *rand.Rand, l *Layout) Entry {
 }
 
 func sameEntry(a, b *Entry) bool {
-	return a.Generation == b.Generation && a.Commit == b.Commit && a.Stable == b.Stable && a.Space == b.Space && a.First == b.First && a.Pages == b.Pages &&
-		bytes.Equal(a.Prev, b.Prev) && bytes.Equal(a.Digests, b.Digests) && bytes.Equal(a.Sums, b.Sums)
+	return a.Generation == b.Generation && a.Commit == b.Commit && a.Stable == b.Stable &&
+		a.Space == b.Space && a.First == b.First && a.Pages == b.Pages &&
+		bytes.Equal(a.Prev, b.Prev) && bytes.Equal(a.Digests, b.Digests) &&
+		bytes.Equal(a.Sums, b.Sums)
 }
 
 func TestEntries(t *testing.T) {
@@ -172,7 +181,8 @@ func TestPageSums(t *testing.T) {
 	digest, page := make([]byte, 32), make([]byte, 4096)
 	sum := id.PageSum(digest, 1, page)
 	seen := map[uint64]bool{sum: true}
-	for _, s := range []uint64{id.PageSum(digest, 2, page), other.Identity().PageSum(digest, 1, page), id.PageSum(append(digest[:31:31], 1), 1, page),
+	for _, s := range []uint64{id.PageSum(digest, 2, page), other.Identity().PageSum(digest, 1,
+		page), id.PageSum(append(digest[:31:31], 1), 1, page),
 		id.PageSum(digest, 1, append(page[:4095:4095], 1))} {
 		if seen[s] {
 			t.Fatal("two sums are equal")
@@ -202,7 +212,8 @@ func TestScan(t *testing.T) {
 	}
 	buf := make([]byte, l.ScanBytes(1))
 	next := 0
-	err := l.Scan(bytes.NewReader(file), id, 0, l.Slots, buf, func(slot int, st State, e *Entry) error {
+	err := l.Scan(bytes.NewReader(file), id, 0, l.Slots, buf, func(slot int, st State,
+		e *Entry) error {
 		if slot != next {
 			t.Fatalf("slot %d, want %d", slot, next)
 		}
@@ -216,7 +227,8 @@ func TestScan(t *testing.T) {
 	if err != nil || next != l.Slots {
 		t.Fatal(next, err)
 	}
-	if err := l.Scan(bytes.NewReader(file[:len(file)-BlockBytes]), id, 0, l.Slots, buf, func(int, State, *Entry) error { return nil }, nil); err == nil {
+	if err := l.Scan(bytes.NewReader(file[:len(file)-BlockBytes]), id, 0, l.Slots, buf,
+		func(int, State, *Entry) error { return nil }, nil); err == nil {
 		t.Fatal("a short directory was read whole")
 	}
 }
@@ -238,7 +250,9 @@ func FuzzHeader(f *testing.F) {
 			return
 		}
 		l := h.Layout
-		if h.Epoch >= EpochLimit || l.Slots < 0 || h.Carved() && (l.SlotOffset(l.Slots-1)+l.StrideBytes > h.Bytes || l.Slots*l.Geometry.PagesPerChunk >= maxSlots) {
+		if h.Epoch >= EpochLimit || l.Slots < 0 ||
+			h.Carved() && (l.SlotOffset(l.Slots-1)+l.StrideBytes > h.Bytes ||
+				l.Slots*l.Geometry.PagesPerChunk >= maxSlots) {
 			t.Fatalf("%+v", h)
 		}
 		again, err := DecodeHeader(encode(h))
@@ -267,7 +281,8 @@ func FuzzEntry(f *testing.F) {
 			return
 		}
 		g := l.Geometry
-		if e.Pages < 1 || e.Pages > g.PagesPerChunk || e.First%g.PagesPerChunk != 0 || len(e.Digests) != e.Pages*g.DigestBytes || len(e.Sums) != 8*e.Pages ||
+		if e.Pages < 1 || e.Pages > g.PagesPerChunk || e.First%g.PagesPerChunk != 0 ||
+			len(e.Digests) != e.Pages*g.DigestBytes || len(e.Sums) != 8*e.Pages ||
 			len(e.Prev) != 0 && len(e.Prev) != g.DigestBytes {
 			t.Fatalf("%+v", e)
 		}

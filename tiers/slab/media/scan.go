@@ -5,18 +5,23 @@ import (
 	"io"
 )
 
-// ScanUnit is how many slots a scan reads at least: their entries are whole blocks, whatever the size of one.
+// ScanUnit is how many slots a scan reads at least: their entries are whole blocks, whatever the
+// size of one.
 const ScanUnit = BlockBytes / entryAlign
 
-// ScanBytes is the size of a buffer that scans read into: about want bytes, as many as whole units of entries are, a multiple of BlockBytes.
+// ScanBytes is the size of a buffer that scans read into: about want bytes, as many as whole units
+// of entries are, a multiple of BlockBytes.
 func (l *Layout) ScanBytes(want int) int {
 	unit := ScanUnit * l.EntryBytes
 	return max(1, want/unit) * unit
 }
 
-// Scan decodes the entries of slots [from, to) in their order, where from is a multiple of ScanUnit. It reads pieces of buf, which has ScanBytes and, for
-// a file that bypasses the page cache, lies aligned. What entries point to is valid until after, which may be nil, is called: it is after each piece, the last one too. An error is r's, f's or after's.
-func (l *Layout) Scan(r io.ReaderAt, id Identity, from, to int, buf []byte, f func(slot int, state State, e *Entry) error, after func() error) error {
+// Scan decodes the entries of slots [from, to) in their order, where from is a multiple of
+// ScanUnit. It reads pieces of buf, which has ScanBytes and, for a file that bypasses the page
+// cache, lies aligned. What entries point to is valid until after, which may be nil, is called: it
+// is after each piece, the last one too. An error is r's, f's or after's.
+func (l *Layout) Scan(r io.ReaderAt, id Identity, from, to int, buf []byte,
+	f func(slot int, state State, e *Entry) error, after func() error) error {
 	if from%ScanUnit != 0 || from < 0 || to > l.Slots {
 		return fmt.Errorf("scan of slots %d to %d of %d", from, to, l.Slots)
 	}

@@ -31,7 +31,8 @@ const (
 
 	OpAny = OpSync<<1 - 1
 	// OpChange is all that changes what is on the medium.
-	OpChange = OpMkdir | OpRemove | OpRename | OpSyncDir | OpWrite | OpAllocate | OpTruncate | OpSync
+	OpChange = OpMkdir | OpRemove | OpRename | OpSyncDir | OpWrite | OpAllocate | OpTruncate |
+		OpSync
 )
 
 // Call is an operation about to be done.
@@ -44,9 +45,11 @@ type Call struct {
 
 // Fault is what goes wrong with one operation. The zero Fault is nothing.
 type Fault struct {
-	// Err fails the operation: it is not done. A Datasync that fails leaves some of what was unsynced unwritten for good, as the kernel does.
+	// Err fails the operation: it is not done. A Datasync that fails leaves some of what was
+	// unsynced unwritten for good, as the kernel does.
 	Err error
-	// Torn does only the first half of a write, in whole blocks. Without Err it is reported as done.
+	// Torn does only the first half of a write, in whole blocks. Without Err it is reported as
+	// done.
 	Torn bool
 	// Flip flips a bit of what a read or write moves: bit Flip modulo their number, but 0 is none.
 	Flip int
@@ -54,13 +57,15 @@ type Fault struct {
 	Shift int64
 }
 
-// Faulty puts what goes wrong before a file system. inject is asked before each operation, in the caller's goroutine: it may sleep, to make the
-// operation late, and must be safe for concurrent use.
+// Faulty puts what goes wrong before a file system. inject is asked before each operation, in the
+// caller's goroutine: it may sleep, to make the operation late, and must be safe for concurrent
+// use.
 func Faulty(under vfs.FS, inject func(Call) Fault) vfs.FS {
 	return &faultyFS{under: under, inject: inject}
 }
 
-// Counter injects a fault into the Nth operation of some kinds, counted from 1: a test tries N = 1, 2, 3… until Met says that there were fewer.
+// Counter injects a fault into the Nth operation of some kinds, counted from 1: a test tries N = 1,
+// 2, 3… until Met says that there were fewer.
 type Counter struct {
 	Kinds Op
 	N     int64
@@ -171,7 +176,8 @@ type faultyFile struct {
 	name     string
 }
 
-// misdirected is where an operation at off goes instead; what would lie before the file's beginning goes behind.
+// misdirected is where an operation at off goes instead; what would lie before the file's beginning
+// goes behind.
 func (f Fault) misdirected(off int64) int64 {
 	if off+f.Shift < 0 {
 		return off - f.Shift

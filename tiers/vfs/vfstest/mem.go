@@ -1,5 +1,5 @@
-// Package vfstest has file systems for tests of what is built on package vfs: Mem is in memory and can be cloned as a power cut would
-// leave it, and Faulty puts faults before any other file system.
+// Package vfstest has file systems for tests of what is built on package vfs: Mem is in memory and
+// can be cloned as a power cut would leave it, and Faulty puts faults before any other file system.
 package vfstest
 
 import (
@@ -21,12 +21,14 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// Mem is a file system in memory which keeps apart what was synced and what was not, so that CrashClone can say what a power cut may
-// leave. Set the exported fields before use.
+// Mem is a file system in memory which keeps apart what was synced and what was not, so that
+// CrashClone can say what a power cut may leave. Set the exported fields before use.
 type Mem struct {
-	// SpaceBytes is how much files may allocate before writes fail with ENOSPC, as on a disk of that size. Default 0: 1 TiB.
+	// SpaceBytes is how much files may allocate before writes fail with ENOSPC, as on a disk of
+	// that size. Default 0: 1 TiB.
 	SpaceBytes int64
-	// Align is what Direct wants of addresses, offsets and lengths, and enforces with EINVAL. 0: direct I/O is refused.
+	// Align is what Direct wants of addresses, offsets and lengths, and enforces with EINVAL. 0:
+	// direct I/O is refused.
 	Align   int
 	onWrite atomic.Pointer[func()]
 
@@ -36,7 +38,8 @@ type Mem struct {
 	locks map[string]bool // by clean name
 }
 
-// memBlock is what the images of files are kept in. A block is immutable once it is in an image, so images share blocks and cloning copies none.
+// memBlock is what the images of files are kept in. A block is immutable once it is in an image, so
+// images share blocks and cloning copies none.
 const memBlock = 4096
 
 // memSector is what a disk writes whole or not at all.
@@ -44,8 +47,8 @@ const memSector = 512
 
 type block = [memBlock]byte
 
-// leaf is the blocks of a piece of a file; nil: a hole. It is immutable once it is in an image, too: a change of an image copies the leaves that it
-// touches, 8 KiB for 4 MiB of file.
+// leaf is the blocks of a piece of a file; nil: a hole. It is immutable once it is in an image,
+// too: a change of an image copies the leaves that it touches, 8 KiB for 4 MiB of file.
 type leaf [1024]*block
 
 const leafBytes = int64(len(leaf{})) * memBlock
@@ -71,7 +74,8 @@ func newImage() image { return image{leaves: map[int64]*leaf{}} }
 
 func (im *image) clone() image { return image{im.size, maps.Clone(im.leaves), im.n} }
 
-// pieces calls do for each leaf that [off, end) touches, with the blocks of it that are in the range.
+// pieces calls do for each leaf that [off, end) touches, with the blocks of it that are in the
+// range.
 func pieces(off, end int64, do func(at int64, lo, hi int)) {
 	for at := off / leafBytes; at*leafBytes < end; at++ {
 		lo := max(off-at*leafBytes, 0) / memBlock
@@ -90,7 +94,8 @@ func (im *image) edit(at int64) *leaf {
 	return l
 }
 
-// memOp is one change of a file that is not durable yet: bytes at an offset, or, where data is nil, a size.
+// memOp is one change of a file that is not durable yet: bytes at an offset, or, where data is nil,
+// a size.
 type memOp struct {
 	off  int64
 	data []byte
@@ -121,7 +126,8 @@ type memNode struct {
 	open       int
 }
 
-// NewMem is an empty file system whose root directory is "/". Names that do not start with "/" are taken to do so.
+// NewMem is an empty file system whose root directory is "/". Names that do not start with "/" are
+// taken to do so.
 func NewMem() *Mem {
 	return &Mem{Align: memSector, root: newMemDir(), locks: map[string]bool{}}
 }
@@ -181,8 +187,9 @@ func pathError(op, name string, err error) error {
 	return &fs.PathError{Op: op, Path: name, Err: err}
 }
 
-// OnWrite has f called after each change from now on: a write, truncation, allocation, sync, or change of a directory; nil ends that. It runs in the goroutine that
-// made the change, with no lock held, so it may clone. It may be set while files are in use.
+// OnWrite has f called after each change from now on: a write, truncation, allocation, sync, or
+// change of a directory; nil ends that. It runs in the goroutine that made the change, with no lock
+// held, so it may clone. It may be set while files are in use.
 func (m *Mem) OnWrite(f func()) {
 	if f == nil {
 		m.onWrite.Store(nil)
@@ -310,7 +317,8 @@ func (m *Mem) Remove(name string) error {
 	return nil
 }
 
-// Rename implements FS. Both names must be in the same directory: nothing here moves files between directories.
+// Rename implements FS. Both names must be in the same directory: nothing here moves files between
+// directories.
 func (m *Mem) Rename(from, to string) error {
 	m.mu.Lock()
 	d, base, err := m.parent(from)
@@ -365,7 +373,8 @@ func (m *Mem) Stat(name string) (vfs.Info, error) {
 	if err != nil {
 		return vfs.Info{}, pathError("stat", name, err)
 	}
-	return vfs.Info{Dir: n.dir, Size: n.now.size, Allocated: n.now.n * memBlock, ID: vfs.FileID{Inode: n.id}}, nil
+	return vfs.Info{Dir: n.dir, Size: n.now.size, Allocated: n.now.n * memBlock,
+		ID: vfs.FileID{Inode: n.id}}, nil
 }
 
 // SyncDir implements FS.
@@ -401,7 +410,8 @@ func (m *Mem) Lock(name string) (io.Closer, error) {
 		f.Close()
 		return nil, &vfs.LockedError{Name: name, PID: os.Getpid()}
 	}
-	if _, err := f.WriteAt(fmt.Appendf(nil, "%d\n", os.Getpid()), 0); err != nil && !vfs.IsNoSpace(err) {
+	if _, err := f.WriteAt(fmt.Appendf(nil, "%d\n", os.Getpid()), 0); err != nil &&
+		!vfs.IsNoSpace(err) {
 		f.Close()
 		return nil, err
 	}
@@ -431,21 +441,24 @@ func (m *Mem) FreeSpace(dir string) (int64, error) {
 	return max(m.space()-m.used, 0), nil
 }
 
-// CrashClone is the file system as a machine might find it that lost its power now: what was synced, and of every change that was not, as the seed
-// decides, all, nothing, or some of its sectors. Changes of a directory last in the order in which they were made, up to some point, as journals keep
-// them. The clone is independent of m, and everything in it is durable.
+// CrashClone is the file system as a machine might find it that lost its power now: what was
+// synced, and of every change that was not, as the seed decides, all, nothing, or some of its
+// sectors. Changes of a directory last in the order in which they were made, up to some point, as
+// journals keep them. The clone is independent of m, and everything in it is durable.
 func (m *Mem) CrashClone(seed uint64) *Mem {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	c := NewMem()
 	c.SpaceBytes, c.Align = m.SpaceBytes, m.Align
 	rnd := rand.New(rand.NewPCG(seed, 0x6c6f6f6b))
-	// How likely a change is to last is itself drawn, so that clones in which nearly all or nearly nothing did are common.
+	// How likely a change is to last is itself drawn, so that clones in which nearly all or nearly
+	// nothing did are common.
 	c.root = c.crashed(m.root, rnd, rnd.Float64())
 	return c
 }
 
-// Clone is the file system as it is, all of it durable: what a machine finds that was shut down in order.
+// Clone is the file system as it is, all of it durable: what a machine finds that was shut down in
+// order.
 func (m *Mem) Clone() *Mem {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -490,7 +503,8 @@ func (c *Mem) crashed(n *memNode, rnd *rand.Rand, likely float64) *memNode {
 	}
 	d := newMemDir()
 	d.nlink = 1
-	for _, name := range slices.Sorted(maps.Keys(entries)) { // in order: the seed must give the same clone each time
+	for _, name := range slices.Sorted(maps.Keys(entries)) {
+		// in order: the seed must give the same clone each time
 		d.entries[name] = c.crashed(entries[name], rnd, likely)
 	}
 	d.durEntries = maps.Clone(d.entries)
@@ -684,7 +698,8 @@ func (f *memFile) aligned(p []byte, off int64) error {
 		return nil
 	}
 	mask := uint64(f.align - 1)
-	if bits.OnesCount(uint(f.align)) != 1 || (uint64(off)|uint64(len(p))|uint64(reflect.ValueOf(p).Pointer()))&mask != 0 {
+	if bits.OnesCount(uint(f.align)) != 1 ||
+		(uint64(off)|uint64(len(p))|uint64(reflect.ValueOf(p).Pointer()))&mask != 0 {
 		return syscall.EINVAL
 	}
 	return nil
@@ -785,7 +800,8 @@ func (f *memFile) Datasync() error {
 	return nil
 }
 
-// settle makes the pending changes durable: the blocks that they touched become those of the current image.
+// settle makes the pending changes durable: the blocks that they touched become those of the
+// current image.
 func (n *memNode) settle() {
 	for _, op := range n.pending {
 		if op.data == nil && !op.hold { // a truncation may touch them all
@@ -805,8 +821,8 @@ func (n *memNode) settle() {
 	n.pending = nil
 }
 
-// failSync is what a failed sync does to a file: some of it was written, and the kernel takes what it could not write for clean, so that it is
-// read as before but never tried again.
+// failSync is what a failed sync does to a file: some of it was written, and the kernel takes what
+// it could not write for clean, so that it is read as before but never tried again.
 func (f *memFile) failSync(seed uint64) {
 	f.m.mu.Lock()
 	defer f.m.mu.Unlock()

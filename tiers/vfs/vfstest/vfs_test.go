@@ -21,7 +21,8 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	if name := os.Getenv("VFS_TEST_LOCK"); name != "" { // the other process of TestLockOfAnotherProcess
+	if name := os.Getenv("VFS_TEST_LOCK"); name != "" {
+		// the other process of TestLockOfAnotherProcess
 		l, err := vfs.OS.Lock(name)
 		if err != nil {
 			fmt.Println(err)
@@ -203,7 +204,8 @@ func TestDirect(t *testing.T) {
 		if !bytes.Equal(q, want) {
 			t.Error("other bytes than were written")
 		}
-		if g := open(t, fsys, dir+"/f", vfs.ReadOnly); read(t, g, int64(off), len(want)) != string(want) {
+		if g := open(t, fsys, dir+"/f", vfs.ReadOnly); read(t, g, int64(off), len(want)) != string(
+			want) {
 			t.Error("other bytes without direct")
 		}
 	})
@@ -236,7 +238,8 @@ func TestLock(t *testing.T) {
 		ok(t, err)
 		_, err = fsys.Lock(name)
 		var locked *vfs.LockedError
-		if !errors.As(err, &locked) || locked.PID != os.Getpid() || !strings.Contains(err.Error(), name+": locked by process "+strconv.Itoa(os.Getpid())) {
+		if !errors.As(err, &locked) || locked.PID != os.Getpid() ||
+			!strings.Contains(err.Error(), name+": locked by process "+strconv.Itoa(os.Getpid())) {
 			t.Errorf("the second lock: %v", err)
 		}
 		ok(t, l.Close())
@@ -271,7 +274,8 @@ func TestLockOfAnotherProcess(t *testing.T) {
 	ok(t, l.Close())
 }
 
-// A model that keeps every version of every sector since it was last synced, against clones made at random moments.
+// A model that keeps every version of every sector since it was last synced, against clones made at
+// random moments.
 func TestCrashClone(t *testing.T) {
 	const seed, sectors, rounds = 1, 40, 400
 	t.Logf("seed %d", seed)
@@ -307,7 +311,8 @@ func TestCrashClone(t *testing.T) {
 		c := m.CrashClone(seed)
 		g := open(t, c, "/f", 0)
 		got := read(t, g, 0, sectors*memSector)
-		if again := open(t, m.CrashClone(seed), "/f", 0); read(t, again, 0, sectors*memSector) != got {
+		if again := open(t, m.CrashClone(seed), "/f", 0); read(t, again, 0,
+			sectors*memSector) != got {
 			t.Fatal("a seed gives two clones")
 		}
 		for i := range may {
@@ -322,7 +327,8 @@ func TestCrashClone(t *testing.T) {
 				seen[map[bool]string{true: "kept", false: "lost"}[s[0] == now[i]]]++
 			}
 		}
-		if whole := open(t, m.Clone(), "/f", 0); read(t, whole, 0, sectors*memSector) != read(t, f, 0, sectors*memSector) {
+		if whole := open(t, m.Clone(), "/f", 0); read(t, whole, 0, sectors*memSector) != read(t, f,
+			0, sectors*memSector) {
 			t.Fatal("a clone without a crash differs")
 		}
 		write(t, g, 0, "independent")
@@ -467,7 +473,8 @@ func TestFaults(t *testing.T) {
 		t.Error("the write is not where it was misdirected to")
 	}
 	ok(t, put(Fault{Flip: 8 * 3}, 0))
-	if got := read(t, under, 0, 2048); got[3] != 'a'^1 || strings.Count(got, "a") != 2047 || bytes.Count(p, []byte("a")) != 2048 {
+	if got := read(t, under, 0, 2048); got[3] != 'a'^1 || strings.Count(got, "a") != 2047 ||
+		bytes.Count(p, []byte("a")) != 2048 {
 		t.Errorf("a flipped bit on the way down: %q…", got[:8])
 	}
 	q := alignedCopy(f, make([]byte, 512))
@@ -556,7 +563,8 @@ func TestEveryOperationFails(t *testing.T) {
 		if !c.Met() {
 			break
 		}
-		failed := slices.DeleteFunc(errs, func(err error) bool { return !errors.Is(err, syscall.EIO) })
+		failed := slices.DeleteFunc(errs,
+			func(err error) bool { return !errors.Is(err, syscall.EIO) })
 		if len(failed) != 1 {
 			t.Errorf("operation %d: %d failed", n, len(failed))
 		} else if !strings.Contains(failed[0].Error(), "/d") {
@@ -567,13 +575,15 @@ func TestEveryOperationFails(t *testing.T) {
 		t.Errorf("%d operations could fail, want 15", n-1)
 	}
 	c := &Counter{Kinds: OpRead | OpSync, N: 1, Stays: true, Fault: Fault{Err: syscall.EIO}}
-	failed := slices.DeleteFunc(ops(Faulty(NewMem(), c.Inject)), func(err error) bool { return err == nil })
+	failed := slices.DeleteFunc(ops(Faulty(NewMem(), c.Inject)),
+		func(err error) bool { return err == nil })
 	if len(failed) != 2 {
 		t.Errorf("%d failed, want the read and the sync", len(failed))
 	}
 }
 
-// Files in memory against plain bytes, over several leaves, with syncs and crashes between that must cost nothing that was synced.
+// Files in memory against plain bytes, over several leaves, with syncs and crashes between that
+// must cost nothing that was synced.
 func TestMemAgainstBytes(t *testing.T) {
 	const seed = 1
 	t.Logf("seed %d", seed)
@@ -600,7 +610,8 @@ func TestMemAgainstBytes(t *testing.T) {
 			grow(off)
 		case 2:
 			ok(t, f.Datasync())
-			if got := read(t, open(t, m.CrashClone(uint64(i)), "/f", 0), 0, most*2); got != string(want) {
+			if got := read(t, open(t, m.CrashClone(uint64(i)), "/f", 0), 0, most*2); got != string(
+				want) {
 				t.Fatalf("step %d: what was synced is not what a crash leaves", i)
 			}
 		default:
@@ -610,12 +621,15 @@ func TestMemAgainstBytes(t *testing.T) {
 			grow(off + n)
 			copy(want[off:], p)
 		}
-		if got := read(t, f, int64(off), n); got != string(want[min(off, len(want)):min(off+n, len(want))]) {
+		if got := read(t, f, int64(off), n); got != string(want[min(off, len(want)):min(off+n,
+			len(want))]) {
 			t.Fatalf("step %d: read other bytes", i)
 		}
 		c := m.Clone()
-		if n := c.root.entries["f"].now.missing(0, int64(most*2)); c.used != (int64(most*2+memBlock-1)/memBlock-n)*memBlock || c.used != m.used {
-			t.Fatalf("step %d: %d bytes used, %d in the clone, %d blocks missing", i, m.used, c.used, n)
+		if n := c.root.entries["f"].now.missing(0, int64(most*2)); c.used !=
+			(int64(most*2+memBlock-1)/memBlock-n)*memBlock || c.used != m.used {
+			t.Fatalf("step %d: %d bytes used, %d in the clone, %d blocks missing", i, m.used,
+				c.used, n)
 		}
 		clear(want[len(want):cap(want)])
 	}
@@ -624,19 +638,22 @@ func TestMemAgainstBytes(t *testing.T) {
 	}
 }
 
-// What is no regular file is not opened, and nobody waits for it: a pipe without a writer, links, and links to pipes. Links to directories on the way there are followed.
+// What is no regular file is not opened, and nobody waits for it: a pipe without a writer, links,
+// and links to pipes. Links to directories on the way there are followed.
 func TestNotRegular(t *testing.T) {
 	dir := t.TempDir()
 	path := func(name string) string { return filepath.Join(dir, name) }
 	ok(t, os.WriteFile(path("file"), []byte("text"), 0o600))
 	ok(t, os.Mkdir(path("dir"), 0o700))
 	ok(t, syscall.Mkfifo(path("pipe"), 0o600))
-	for name, to := range map[string]string{"link": "file", "to-pipe": "pipe", "to-nothing": "nothing", "to-itself": "to-itself", "to-zero": "/dev/zero", "here": "."} {
+	for name, to := range map[string]string{"link": "file", "to-pipe": "pipe",
+		"to-nothing": "nothing", "to-itself": "to-itself", "to-zero": "/dev/zero", "here": "."} {
 		ok(t, os.Symlink(to, path(name)))
 	}
 	for _, name := range []string{"pipe", "link", "to-pipe", "to-nothing", "to-itself", "to-zero"} {
 		for _, flags := range []vfs.Flag{0, vfs.ReadOnly, vfs.Create, vfs.Direct} {
-			if _, err := vfs.OS.OpenFile(path(name), flags); !errors.Is(err, vfs.ErrNotRegular) && !errors.Is(err, vfs.ErrNoDirect) {
+			if _, err := vfs.OS.OpenFile(path(name), flags); !errors.Is(err, vfs.ErrNotRegular) &&
+				!errors.Is(err, vfs.ErrNoDirect) {
 				t.Errorf("opening %s with %d: %v", name, flags, err)
 			}
 		}
