@@ -34,7 +34,8 @@ var layers = [][]string{
 		"tiers/vfs",        // file operations
 		"sidecar/vllm",     // vLLM's hashes
 		"internal/lmcache", // the converter of configurations imports nothing of ours
-		"internal/freeport", "internal/leak", "internal/lint", "internal/bench/zmqecho",
+		"internal/freeport", "internal/invariants", "internal/leak", "internal/lint",
+		"internal/bench/zmqecho",
 	},
 	{
 		"dax/memcopy",
