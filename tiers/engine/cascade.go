@@ -251,7 +251,7 @@ func (e *Engine) queuedRoute(x queued) *route {
 func (e *Engine) wake(tier int) {
 	if q := &e.cascades.queues[tier]; !q.awake && e.cfg.Wake != nil {
 		q.awake = true
-		e.cfg.Wake(tier)
+		e.cfg.Wake(Work(tier))
 	}
 }
 

@@ -9,6 +9,15 @@ import (
 	"lookaside/tiers/policy"
 )
 
+// Work names what Config.Wake reports: that there is something to write to a tier, by the tier's
+// number (NextCascades), or one of the constants.
+type Work int
+
+const (
+	WorkReturns Work = -1 - iota // loans are to be returned to peers: TakeReturns
+	WorkCopies                   // chunks are to be copied from peers: NextCopy
+)
+
 // Config is everything that the engine is told from outside. Zero fields take the stated default.
 type Config struct {
 	// Now is a monotonic clock in nanoseconds. Default: time since the engine was made.
@@ -67,10 +76,9 @@ type Config struct {
 	// LowWater is the part of the slots of a geometry that should be free, or have been written to
 	// the tiers that admit what is evicted. Default 1/8.
 	LowWater float64
-	// Wake, if given, is called when NextCascades has something for a tier again, with -1 when
-	// TakeReturns has, and with -2 when NextCopy has. It is called under the engine's lock, so it
-	// must not block and call nothing of the engine. Default: none.
-	Wake func(tier int)
+	// Wake, if given, is called when there is work of a kind again. It is called under the engine's
+	// lock, so it must not block and call nothing of the engine. Default: none.
+	Wake func(Work)
 	// ArenaLimitBytes is what the regions may come to; the index is sized for it when the first
 	// region is carved. Default 0: the regions that there are then.
 	ArenaLimitBytes int64

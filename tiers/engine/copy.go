@@ -83,14 +83,14 @@ func (e *Engine) countReads(slots []uint32, from, to int) {
 			before.digestBytes(slots[i-1]&recordMask, before.ppc-1, &d.prev)
 		}
 		if e.lent.due = append(e.lent.due, d); len(e.lent.due) == 1 && e.cfg.Wake != nil {
-			e.cfg.Wake(-2)
+			e.cfg.Wake(WorkCopies)
 		}
 	}
 }
 
 // NextCopy answers the next chunk that is to be copied, to be ended by EndCopy; false: there is
-// none for now, and Config.Wake will be called with -2 when there is. It makes room as a promotion
-// does, and passes over what finds none. It may let go of the lock.
+// none for now, and Config.Wake will be called with WorkCopies when there is. It makes room as a
+// promotion does, and passes over what finds none. It may let go of the lock.
 func (e *Engine) NextCopy() (c Copy, ok bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()

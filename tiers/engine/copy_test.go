@@ -52,9 +52,9 @@ func own(ex []Extent) (own []bool) {
 // several loans, is copied, and is from then on as good as stored: it can be found without a loan,
 // followers are told of it and what comes before, and it goes to tiers.
 func TestCopyAfter(t *testing.T) {
-	rung := map[int]int{}
+	rung := map[Work]int{}
 	b := newBench(t, 10, 4, Config{ForeignSlots: 8, CopyAfter: 3, JournalBytes: minJournalBytes,
-		Tiers: []TierAdmission{{}, {Admit: AdmitReused}}, Wake: func(tier int) { rung[tier]++ }})
+		Tiers: []TierAdmission{{}, {Admit: AdmitReused}}, Wake: func(w Work) { rung[w]++ }})
 	p := numbered(1, 10) // two chunks and a half
 	f, err := b.e.Follow(b.sp)
 	b.ok(err)
@@ -68,14 +68,14 @@ func TestCopyAfter(t *testing.T) {
 		b.read(0, p)
 	}
 	b.e.DropPeer(5)
-	if len(b.e.TakeReturns(nil)) != 3 || rung[-2] != 0 {
+	if len(b.e.TakeReturns(nil)) != 3 || rung[WorkCopies] != 0 {
 		t.Fatal(rung)
 	}
 	b.noCopy()
 	b.lend(1, 0, p[:8*32], 6)
 	b.settle(1, 100, 8)
 	b.ok(b.e.Cancel(me, 1))
-	if ex := b.read(2, p[2*32:8*32]); rung[-2] != 1 || slices.Contains(own(ex), true) {
+	if ex := b.read(2, p[2*32:8*32]); rung[WorkCopies] != 1 || slices.Contains(own(ex), true) {
 		t.Fatal(rung, ex)
 	}
 	// While it is copied all goes on.

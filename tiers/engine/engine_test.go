@@ -967,8 +967,10 @@ func TestConcurrentSessions(t *testing.T) {
 			}
 			if from := n / s.g.PagesPerChunk * s.g.PagesPerChunk; n < len(p) && w.chance(2) {
 				// A tier that has everything.
-				out, err := e.PreparePromotion(me, 1, from, nil, p.digests(from, len(p), size),
-					slices.Repeat([]uint16{99}, len(p)), nil, nil)
+				out, err := e.PreparePromotion(me, 1, PromotionRun{
+					FirstPage: from, Hashes: p.digests(from, len(p), size),
+					Have: slices.Repeat([]uint16{99}, len(p)),
+				}, nil)
 				if err != nil && !errors.Is(err, tiers.ErrStale) { // it has expired
 					t.Error(err)
 					return

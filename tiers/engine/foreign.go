@@ -319,7 +319,7 @@ func (e *Engine) returnLoan(r *region, ref uint32) {
 	}
 	*p = place{}
 	if len(e.lent.returns) == 1 && e.cfg.Wake != nil {
-		e.cfg.Wake(-1)
+		e.cfg.Wake(WorkReturns)
 	}
 }
 
@@ -393,8 +393,8 @@ func (e *Engine) eachForeign(f func(r *region, ref uint32, s *slot)) {
 	}
 }
 
-// TakeReturns appends to out the loans that nobody uses any more; Config.Wake is called with tier
-// -1 when there are some.
+// TakeReturns appends to out the loans that nobody uses any more. Config.Wake is called with
+// WorkReturns when there are some.
 func (e *Engine) TakeReturns(out []Return) []Return {
 	e.mu.Lock()
 	defer e.mu.Unlock()

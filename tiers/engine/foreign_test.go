@@ -343,8 +343,10 @@ func (w *world) endLend() {
 func (b *bench) lend(lookup uint64, first int, hashes []byte, peer uint64) []PromotedChunk {
 	b.t.Helper()
 	have := slices.Repeat([]uint16{4096}, 1+len(hashes)/32)
-	out, err := b.e.PreparePromotion(me, lookup, first, nil, hashes, have,
-		slices.Repeat([]bool{true}, len(have)), nil)
+	out, err := b.e.PreparePromotion(me, lookup, PromotionRun{
+		FirstPage: first, Hashes: hashes, Have: have,
+		Lent: slices.Repeat([]bool{true}, len(have)),
+	}, nil)
 	b.ok(err)
 	for i, c := range out {
 		if c.State == PromotionGranted {
@@ -493,7 +495,9 @@ func TestForeignParts(t *testing.T) {
 		b.wantHits([]int{7, 4, 0}[i], p)
 	}
 	// One on its way does not appear.
-	out, err := b.e.PreparePromotion(me, 1, 0, nil, p[:4*32], []uint16{4}, []bool{true}, nil)
+	out, err := b.e.PreparePromotion(me, 1, PromotionRun{
+		Hashes: p[:4*32], Have: []uint16{4}, Lent: []bool{true},
+	}, nil)
 	b.ok(err)
 	_, err = b.e.Drop(b.sp, 1, p[32:2*32])
 	b.ok(err)
@@ -511,8 +515,9 @@ func TestForeignShortLoan(t *testing.T) {
 		if n, err := b.e.Lookup(me, 1, 0, p); n != 6 || err != nil {
 			t.Fatal(n, err)
 		}
-		out, err := b.e.PreparePromotion(me, 1, 4, nil, p[4*32:], []uint16{4, 4},
-			[]bool{true, true}, nil)
+		out, err := b.e.PreparePromotion(me, 1, PromotionRun{
+			FirstPage: 4, Hashes: p[4*32:], Have: []uint16{4, 4}, Lent: []bool{true, true},
+		}, nil)
 		b.ok(err)
 		for i, c := range out {
 			b.ok(b.e.FinishBorrow(c.Promotion, Loan{Peer: 5, Region: 77, Pages: []int{got, 4}[i],
@@ -592,8 +597,9 @@ func TestForeignGeometries(t *testing.T) {
 		b.ok(err)
 		o := Owner(100 + i)
 		b.ok(b.e.AddOwner(o, id))
-		out, err := b.e.PreparePromotion(o, 1, 0, nil, numbered(7, 1), []uint16{1}, []bool{true},
-			nil)
+		out, err := b.e.PreparePromotion(o, 1, PromotionRun{
+			Hashes: numbered(7, 1), Have: []uint16{1}, Lent: []bool{true},
+		}, nil)
 		b.ok(err)
 		if len(out) != 1 {
 			t.Fatalf("geometry %d: %+v", i, out)

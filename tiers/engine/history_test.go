@@ -66,14 +66,17 @@ func (w *world) promote(s *modelSession) {
 	}
 	lent := w.peers.offer(l.p, first, ppc, have)
 	if w.chance(20) {
-		if _, err := w.e.PreparePromotion(s.owner, id, first+ppc, nil, nil, nil, nil,
-			nil); len(l.waits) > 0 && !errors.Is(err, tiers.ErrStale) &&
+		if _, err := w.e.PreparePromotion(s.owner, id, PromotionRun{
+			FirstPage: first + ppc,
+		}, nil); len(l.waits) > 0 && !errors.Is(err, tiers.ErrStale) &&
 			!errors.Is(err, tiers.ErrBusy) {
 			w.fatal("a promotion that leaves a gap: %v", err)
 		}
 	}
-	out, err := w.e.PreparePromotion(s.owner, id, first, prev, l.p.digests(first, len(l.p), size),
-		have, lent, nil)
+	out, err := w.e.PreparePromotion(s.owner, id, PromotionRun{
+		FirstPage: first, Prev: prev, Hashes: l.p.digests(first, len(l.p), size), Have: have,
+		Lent: lent,
+	}, nil)
 	if errors.Is(err, tiers.ErrBusy) {
 		return
 	}

@@ -237,16 +237,16 @@ func newWorld(t *testing.T, seed uint64) *world {
 	cfg.PromotingShare = []float64{0.1, 0.5, 1}[w.rng.IntN(3)]
 	cfg.LowWater = []float64{0.1, 0.5, 1}[w.rng.IntN(3)]
 	cfg.PartialDelay = time.Duration(1 + w.rng.Int64N(growPatience/5))
-	cfg.Wake = func(tier int) {
-		switch tier {
-		case -1:
+	cfg.Wake = func(work Work) {
+		switch work {
+		case WorkReturns:
 			w.peers.rung = true
 			return
-		case -2:
+		case WorkCopies:
 			w.peers.due = true
 			return
 		}
-		w.awake[tier] = true
+		w.awake[work] = true
 	}
 	cfg.ForeignSlots, cfg.CopyAfter = w.startPeers()
 	cfg.Sums = w.chance(2)
@@ -1063,8 +1063,10 @@ func FuzzEngine(f *testing.F) {
 				have := []uint16{uint16(next()), uint16(odd()), uint16(next() % 5), 4, 4, 4, 4, 4,
 					4, 4, 4, 4}
 				h := take(next() % 12)
-				out, err := e.PreparePromotion(o, uint64(next()%4), odd(), take(next()%2), h,
-					have[:next()%13], lent, nil)
+				out, err := e.PreparePromotion(o, uint64(next()%4), PromotionRun{
+					FirstPage: odd(), Prev: take(next() % 2), Hashes: h, Have: have[:next()%13],
+					Lent: lent,
+				}, nil)
 				for _, c := range out {
 					handles = append(handles, c.Promotion)
 				}

@@ -61,129 +61,119 @@ func (e *Engine) Awaited(id SpaceID, digest []byte) bool {
 		e.flying(s.shadow, digest) != 0)
 }
 
-// PreparePromotion lets a lookup of owner o go on with chunks that can be had from a tier: a run
-// that begins with the first chunk that the lookup does not hold whole (firstPage is that chunk's
-// first page), hashes being the digests of its pages and prev that of the page before, if it is
-// known. have[i] is how many pages of the run's i-th chunk a tier has, from its first, or with
-// lent[i] a peer: then it is to be borrowed (FinishBorrow), as it is where peers lent something
-// already. lent may be nil. A lookup that hit nothing is made here.
+// PromotionRun is the run of chunks that a lookup is to go on with. It begins with the first chunk
+// that the lookup does not hold whole.
+type PromotionRun struct {
+	FirstPage int    // the first of that chunk
+	Prev      []byte // digest of the page before; empty if there is none, or it is not known
+	Hashes    []byte // digests of the run's pages, end to end
+	// Have is how many pages of each chunk of the run, from its first, a tier has.
+	Have []uint16
+	// Lent names the chunks that a peer has and not a tier. They are to be borrowed (FinishBorrow).
+	// Nil: none are.
+	Lent []bool
+}
+
+// validate checks a run of an owner's, whose chunks are those of w.
+func (run *PromotionRun) validate(ow *owner, w *walk) error {
+	ok := run.FirstPage%w.ppc == 0 && len(run.Have) >= w.chunks
+	if run.Lent != nil {
+		ok = ok && len(run.Lent) >= w.chunks && !ow.own
+	}
+	if len(run.Prev) != 0 {
+		ok = ok && len(run.Prev) == w.digest && run.FirstPage != 0
+	}
+	if !ok {
+		return invalid("promotion from page %d of %d chunks with %d counts and %d bytes of the "+
+			"page before: want a multiple of %d", run.FirstPage, w.chunks, len(run.Have),
+			len(run.Prev), w.ppc)
+	}
+	return nil
+}
+
+// lent reports whether chunk i of the run is to be borrowed from a peer.
+func (run *PromotionRun) lent(i int) bool { return run.Lent != nil && run.Lent[i] }
+
+// PreparePromotion lets a lookup of owner o go on with chunks that a tier or a peer has. A lookup
+// that hit nothing is made here.
 //
-// Slots are reserved for all of them at once, and nothing is waited for: what finds no room (in the
-// owner's share, in the part of the slots that may be promoted into, or because nothing can be
-// evicted) is cut off the end, as is what nobody has. The chunks that are left are appended to out,
-// and leased by the lookup. It then waits, without a deadline, until SettleLookup; Trim, Cancel and
-// RemoveOwner may free its leases before. ErrStale: the lookup ends somewhere else; ErrBusy: the
-// owner has too many lookups.
-func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, hashes []byte,
-	have []uint16, lent []bool, out []PromotedChunk) ([]PromotedChunk, error) {
+// All slots are reserved at once, and nothing is waited for. The end of the run is cut off from the
+// first chunk on that nobody has, or that finds no room: in the owner's share, in the part of the
+// slots that may be promoted into, or because nothing can be evicted. The chunks that are left are
+// appended to out and leased by the lookup. A chunk of which a peer lent something already is
+// borrowed, whatever run.Lent says.
+//
+// The lookup then waits, without a deadline, until SettleLookup. Trim, Cancel and RemoveOwner may
+// free its leases before that. ErrStale: the lookup ends somewhere else; ErrBusy: the owner has too
+// many lookups.
+func (e *Engine) PreparePromotion(o Owner, lookup uint64, run PromotionRun,
+	out []PromotedChunk) ([]PromotedChunk, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	ow, err := e.owner(o)
 	if err != nil {
 		return out, err
 	}
-	sp := ow.space
-	w, err := e.walk(sp.g, firstPage, hashes)
+	w, err := e.walk(ow.space.g, run.FirstPage, run.Hashes)
 	if err != nil {
 		return out, err
 	}
-	if firstPage%w.ppc != 0 || len(have) < w.chunks || lent != nil && (len(lent) < w.chunks ||
-		ow.own) || len(prev) != 0 && (len(prev) != w.digest || firstPage == 0) {
-		return out, invalid("promotion from page %d of %d chunks with %d counts and %d bytes of the page before: want a multiple of %d", firstPage, w.chunks, len(have), len(prev), w.ppc)
+	if err := run.validate(ow, &w); err != nil {
+		return out, err
 	}
 	e.idx.migrate(migrateStep)
 	refs := e.refs[:w.chunks]
-	if lent != nil {
+	if run.Lent != nil {
 		if err := e.needForeign(ow); err != nil {
 			return out, err
 		}
 	}
-	if err := e.probeWithRoom(ow, &w, refs, have, lent); err != nil {
+	if err := e.probeWithRoom(ow, &w, refs, run.Have, run.Lent); err != nil {
 		return out, err
 	}
-	shadow := ow.shadow()
-	x := ow.lookups[lookup]
-	switch {
-	case x == nil && len(ow.lookups) >= e.cfg.MaxLookupsPerOwner:
-		return out, fmt.Errorf("%w: owner %d has %d lookups", tiers.ErrBusy, o, len(ow.lookups))
-	case x != nil && (x.waiting && x.end != firstPage ||
-		!x.waiting && (x.first+x.n)/w.ppc != w.chunk):
-		return out, fmt.Errorf("%w: lookup %d holds pages %d to %d, and cannot go on at %d",
-			tiers.ErrStale, lookup, x.first, x.first+x.n-1, firstPage)
+	x, err := e.goingOn(ow, lookup, &w)
+	if err != nil {
+		return out, err
 	}
-	if sp.clears > 0 {
+	if ow.space.clears > 0 {
 		return out, nil // what a tier still has may be on its way out
 	}
-
 	e.tick++
-	// What is held is leased first, so that room for one chunk does not cost another.
-	pinned := 0 // slots that nobody else has leased
-	for i, rec := range refs {
-		if rec = e.served(rec); shadow != nil && shadow.pages > 0 && (rec == 0 ||
-			!e.at(rec, w.last(i))) {
-			rec = e.find(shadow, w.hash(w.last(i)))
-		}
-		if rec != 0 && e.at(rec, w.last(i)) {
-			refs[i], _ = e.slotOf(rec)
-			if _, s := e.slot(refs[i]); s.idle() {
-				pinned++
-			}
-			e.pin(refs[i])
-		} else {
-			refs[i] = 0
-		}
+	p := promoter{e: e, ow: ow, w: &w, run: &run, refs: refs, x: x}
+	out, slots, end := p.reserve(out)
+	if len(slots) > 0 {
+		e.await(ow, x, lookup, &w, slots, end)
 	}
-	slots := e.held[:0]
-	room, left := e.cfg.MaxLeasesPerOwner-ow.leases, e.left(ow)+pinned
-	parent := e.chunkBefore(sp, x, &w, prev)
-	join := e.flights.n > 0 // not only what is granted here
-	end, i := firstPage, 0
-	for ; i < w.chunks && end == w.start(i) && len(slots) < room; i++ {
-		c := PromotedChunk{Chunk: i, Pages: w.last(i) - w.start(i) + 1}
-		ref := refs[i]
-		if ref != 0 {
-			if i == 0 && x != nil && w.last(0) < x.first+x.n {
-				break // it has more
-			}
-			if len(slots) >= left || !e.claim(ow, ref) {
-				e.stats.Limited++
-				break
-			}
-		} else if ref = e.promote(ow, &w, i, int(have[i]), lent != nil && lent[i], join, parent, x,
-			&c); ref == 0 {
-			break
+	return out, nil
+}
+
+// goingOn returns the lookup that is to go on with a walk. It is nil if the lookup is yet to be
+// made.
+func (e *Engine) goingOn(ow *owner, lookup uint64, w *walk) (*lease, error) {
+	x := ow.lookups[lookup]
+	if x == nil {
+		if len(ow.lookups) >= e.cfg.MaxLookupsPerOwner {
+			return nil, fmt.Errorf("%w: owner %d has %d lookups", tiers.ErrBusy, ow.id,
+				len(ow.lookups))
 		}
-		r, s := e.slot(ref)
-		if parent != 0 && !r.foreign && e.orphan(ref) {
-			e.adopt(parent, ref)
-		}
-		c.Foreign = r.foreign
-		c.Region, c.Offset = r.where(ref, 0)
-		if c.State != PromotionReady {
-			c.Promotion = uint64(s.gen)<<32 | uint64(ref)
-		}
-		out = append(out, c)
-		slots = append(slots, ref)
-		if parent = ref; r.foreign {
-			parent = 0
-		}
-		end = w.start(i) + c.Pages
-		if c.Pages < w.ppc {
-			i++
-			break
-		}
+		return nil, nil
 	}
-	for j := w.chunks - 1; j >= i; j-- {
-		if refs[j] != 0 {
-			e.unpin(refs[j])
-		}
+	fits := (x.first+x.n)/w.ppc == w.chunk
+	if x.waiting {
+		fits = x.end == w.first
 	}
-	if len(slots) == 0 {
-		return out, nil
+	if !fits {
+		return nil, fmt.Errorf("%w: lookup %d holds pages %d to %d, and cannot go on at %d",
+			tiers.ErrStale, lookup, x.first, x.first+x.n-1, w.first)
 	}
+	return x, nil
+}
+
+// await has a lookup wait for slots, which end before page end. With a nil x it is made.
+func (e *Engine) await(ow *owner, x *lease, lookup uint64, w *walk, slots []uint32, end int) {
 	if x == nil {
 		x = e.newLease(lookupLease, ow, slots)
-		x.key, x.first = lookup, firstPage
+		x.key, x.first = lookup, w.first
 		ow.lookups[lookup] = x
 		x.waiting, x.after = true, w.chunk
 	} else {
@@ -194,31 +184,125 @@ func (e *Engine) PreparePromotion(o Owner, lookup uint64, firstPage int, prev, h
 		e.extendLease(x, slots)
 	}
 	x.end = end
-	return out, nil
 }
 
-// promote leases chunk i of a walk, of which a tier has have pages and the arena not all, for a
-// lookup x, which may be nil. 0: nobody has more of it than the lookup, or there is no room. lent
-// says that it is a peer that has them, join that it may be on its way already.
-func (e *Engine) promote(ow *owner, w *walk, i, have int, lent, join bool, parent uint32, x *lease,
-	c *PromotedChunk) uint32 {
-	sp := ow.space
+// promoter is one call of PreparePromotion.
+type promoter struct {
+	e    *Engine
+	ow   *owner
+	w    *walk
+	run  *PromotionRun
+	refs []uint32 // by chunk: the record of its last page; from pinHeld on its slot, 0 for none
+	x    *lease   // the lookup; nil: it is yet to be made
+
+	parent uint32 // the slot of the chunk before the next one, 0 for none
+	join   bool   // something was on its way before the call
+}
+
+// reserve leases the chunks of the run, as far as there is room, and appends them to out. It
+// returns their slots, which are valid until the next call, and the page after the last of them.
+func (p *promoter) reserve(out []PromotedChunk) (_ []PromotedChunk, slots []uint32, end int) {
+	e, w := p.e, p.w
+	pinned := p.pinHeld()
+	slots = e.held[:0]
+	room, left := e.cfg.MaxLeasesPerOwner-p.ow.leases, e.left(p.ow)+pinned
+	p.parent = e.chunkBefore(p.ow.space, p.x, w, p.run.Prev)
+	p.join = e.flights.n > 0
+	end = w.first
+	i := 0
+	for ; i < w.chunks && end == w.start(i) && len(slots) < room; i++ {
+		c := PromotedChunk{Chunk: i, Pages: w.last(i) - w.start(i) + 1}
+		ref := p.lease(i, len(slots) < left, &c)
+		if ref == 0 {
+			break
+		}
+		r, s := e.slot(ref)
+		if p.parent != 0 && !r.foreign && e.orphan(ref) {
+			e.adopt(p.parent, ref)
+		}
+		c.Foreign = r.foreign
+		c.Region, c.Offset = r.where(ref, 0)
+		if c.State != PromotionReady {
+			c.Promotion = uint64(s.gen)<<32 | uint64(ref)
+		}
+		out = append(out, c)
+		slots = append(slots, ref)
+		if p.parent = ref; r.foreign {
+			p.parent = 0
+		}
+		end = w.start(i) + c.Pages
+	}
+	for j := w.chunks - 1; j >= i; j-- {
+		if p.refs[j] != 0 {
+			e.unpin(p.refs[j])
+		}
+	}
+	return out, slots, end
+}
+
+// pinHeld leases the chunks of the run that are held whole, before any room is made: room for one
+// chunk must not cost another. It returns how many slots nobody else had leased.
+func (p *promoter) pinHeld() (pinned int) {
+	e, w := p.e, p.w
+	shadow := p.ow.shadow()
+	for i, rec := range p.refs {
+		if rec = e.served(rec); shadow != nil && shadow.pages > 0 && (rec == 0 ||
+			!e.at(rec, w.last(i))) {
+			rec = e.find(shadow, w.hash(w.last(i)))
+		}
+		if rec == 0 || !e.at(rec, w.last(i)) {
+			p.refs[i] = 0
+			continue
+		}
+		p.refs[i], _ = e.slotOf(rec)
+		if _, s := e.slot(p.refs[i]); s.idle() {
+			pinned++
+		}
+		e.pin(p.refs[i])
+	}
+	return pinned
+}
+
+// lease leases chunk i of the run for the lookup, and fills in c. It returns the slot. 0: the
+// lookup has as much of it, nobody has it, or there is no room; idle reports whether the owner may
+// lease one more slot that is held and that nobody else leases.
+func (p *promoter) lease(i int, idle bool, c *PromotedChunk) uint32 {
+	e, ref := p.e, p.refs[i]
+	if ref == 0 {
+		return p.promote(i, c)
+	}
+	if i == 0 && p.x != nil && p.w.last(0) < p.x.first+p.x.n {
+		return 0 // the lookup has more
+	}
+	if !idle || !e.claim(p.ow, ref) {
+		e.stats.Limited++
+		return 0
+	}
+	return ref
+}
+
+// promote is lease for a chunk that the arena has not whole. It leases, in this order, a shorter
+// version that is no shorter than what the tier has, a slot that is filled with the chunk already,
+// or a new one.
+func (p *promoter) promote(i int, c *PromotedChunk) uint32 {
+	e, w := p.e, p.w
 	start := w.start(i)
 	all := w.last(i) - start + 1
-	have = min(have, all)
+	have := min(int(p.run.Have[i]), all)
 	held, rec := 0, uint32(0)
 	if have < all { // else it is no less than what is held
 		var page int
-		if rec, page = e.longer(ow, w, i); rec != 0 {
+		if rec, page = e.longer(p.ow, w, i); rec != 0 {
 			held = page - start + 1
 		}
 	}
-	if got := start + max(held, have); got == start || i == 0 && x != nil && got <= x.first+x.n {
+	got := start + max(held, have)
+	if got == start || i == 0 && p.x != nil && got <= p.x.first+p.x.n {
 		return 0
 	}
 	if rec != 0 && held >= have {
 		ref, _ := e.slotOf(rec)
-		if !e.claim(ow, ref) {
+		if !e.claim(p.ow, ref) {
 			e.stats.Limited++
 			return 0
 		}
@@ -227,54 +311,88 @@ func (e *Engine) promote(ow *owner, w *walk, i, have int, lent, join bool, paren
 		return ref
 	}
 	c.Pages = have
-	last := w.hash(start + have - 1)
-	in, other := sp, ow.shadow() // one is as good as the other
-	if lent {
-		in, other = other, in
-	}
-	var ref uint32
-	if join {
-		if ref = e.flying(in, last); ref == 0 {
-			ref = e.flying(other, last)
-		}
-	}
+	ref := p.flying(i, w.hash(start+have-1))
 	if ref != 0 {
-		r, s := e.slot(ref)
-		if int(s.chunk)*r.ppc != start {
-			return 0 // no honest client's
-		}
-		if !e.claim(ow, ref) {
-			e.stats.Limited++
-			return 0
-		}
 		c.State = PromotionJoined
-		if !r.foreign {
-			e.stats.PromotionsJoined++
+		if !p.joins(ref, start) {
+			return 0
 		}
 	} else {
-		switch {
-		case lent:
-			ref = e.grantForeign(ow, w.chunk+i, have)
-		case sp.class.promoting < sp.class.promotable:
-			ref = e.grant(ow, parent, w.chunk+i, have)
-		}
-		if ref == 0 {
+		c.State = PromotionGranted
+		if ref = p.grant(i, have); ref == 0 {
 			e.stats.Limited++
 			return 0
-		}
-		e.write(ref, w, start, 0, have)
-		r, s := e.slot(ref)
-		s.flags |= promoting
-		r.class.promoting++
-		e.flights.set(in.hash(last), ref)
-		c.State = PromotionGranted
-		if !lent {
-			e.stats.Promotions++
 		}
 	}
 	_, s := e.slot(ref)
 	s.pins++
 	e.pins++
+	return ref
+}
+
+// in is the space in which chunk i of the run is to appear, and the one in which it may be as well.
+// The second is nil if there is none.
+func (p *promoter) in(i int) (in, other *space) {
+	in, other = p.ow.space, p.ow.shadow()
+	if p.run.lent(i) {
+		return other, in
+	}
+	return in, other
+}
+
+// flying returns the slot that is being filled with chunk i of the run, which ends with a page. It
+// may come from a tier or from a peer: both are as good. 0: there is none.
+func (p *promoter) flying(i int, last []byte) uint32 {
+	if !p.join {
+		return 0
+	}
+	in, other := p.in(i)
+	if ref := p.e.flying(in, last); ref != 0 {
+		return ref
+	}
+	return p.e.flying(other, last)
+}
+
+// joins counts the lookup among those that wait for a slot, whose chunk must begin at page start.
+func (p *promoter) joins(ref uint32, start int) bool {
+	e := p.e
+	r, s := e.slot(ref)
+	if int(s.chunk)*r.ppc != start {
+		return false // no honest client's
+	}
+	if !e.claim(p.ow, ref) {
+		e.stats.Limited++
+		return false
+	}
+	if !r.foreign {
+		e.stats.PromotionsJoined++
+	}
+	return true
+}
+
+// grant takes a slot for chunk i of the run, of which so many pages come, and lets others join in.
+// 0: there is no room.
+func (p *promoter) grant(i, pages int) (ref uint32) {
+	e, w := p.e, p.w
+	start := w.start(i)
+	switch c := p.ow.space.class; {
+	case p.run.lent(i):
+		ref = e.grantForeign(p.ow, w.chunk+i, pages)
+	case c.promoting < c.promotable:
+		ref = e.grant(p.ow, p.parent, w.chunk+i, pages)
+	}
+	if ref == 0 {
+		return 0
+	}
+	e.write(ref, w, start, 0, pages)
+	r, s := e.slot(ref)
+	s.flags |= promoting
+	r.class.promoting++
+	in, _ := p.in(i)
+	e.flights.set(in.hash(w.hash(start+pages-1)), ref)
+	if !r.foreign {
+		e.stats.Promotions++
+	}
 	return ref
 }
 
@@ -362,7 +480,7 @@ func (e *Engine) FinishPromotion(p uint64, ok bool, fromTier int) error {
 	return nil
 }
 
-// finish ends the loading of a chunk, or its being borrowed: then l says where it is.
+// finish ends the loading of a chunk, or its borrowing: then l is its loan.
 func (e *Engine) finish(ref uint32, ok bool, fromTier int, l *Loan) {
 	e.idx.migrate(migrateStep)
 	e.tick++
@@ -371,10 +489,11 @@ func (e *Engine) finish(ref uint32, ok bool, fromTier int, l *Loan) {
 	r.class.promoting--
 	s.flags &^= promoting
 	pages := int(s.granted)
-	if l != nil {
+	switch {
+	case l != nil:
 		pages = min(pages, l.Pages)
 		e.takeLoan(r, ref, l, pages)
-	} else if !ok && !r.foreign {
+	case !ok && !r.foreign:
 		e.stats.PromotionsFailed++
 	}
 	var buf [32]byte
@@ -392,19 +511,13 @@ func (e *Engine) finish(ref uint32, ok bool, fromTier int, l *Loan) {
 	if s.pins > 0 {
 		r.lease()
 	}
-	// A store may have been first with it. The lookups keep what they have, which is as good; it
-	// goes when they do.
-	if !ok || s.doomed() || !(r.foreign && e.enterLent(r, ref, pages, first) ||
-		!r.foreign && e.enter(ref, 0, pages)) {
+	if !ok || s.doomed() || !e.appear(r, ref, pages, first) {
 		e.disown(ref)
 		s.flags |= doomed
 		if s.idle() {
 			e.release(ref)
 		}
 		return
-	}
-	if there {
-		s.flags |= twin
 	}
 	e.register(ref)
 	if !r.foreign {
@@ -414,6 +527,23 @@ func (e *Engine) finish(ref uint32, ok bool, fromTier int, l *Loan) {
 	if s.idle() {
 		e.settle(ref)
 	}
+}
+
+// appear indexes what has come into a slot. first is the record that has its last page already, or
+// 0: a store may have been first with it. The lookups that waited keep what they have, which is as
+// good, and it goes when they do. It returns false if the slot cannot be indexed.
+func (e *Engine) appear(r *region, ref uint32, pages int, first uint32) bool {
+	if r.foreign {
+		if !e.enterLent(r, ref, pages, first) {
+			return false
+		}
+	} else if !e.enter(ref, 0, pages) {
+		return false
+	}
+	if first != 0 {
+		r.slots[ref&recordMask].flags |= twin
+	}
+	return true
 }
 
 // land takes a slot that is being promoted into, and was not landed before, out of the table of

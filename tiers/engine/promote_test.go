@@ -15,7 +15,9 @@ func (b *bench) promote(lookup uint64, first int, hashes []byte) []PromotedChunk
 	for i := range have {
 		have[i] = 4096
 	}
-	out, err := b.e.PreparePromotion(me, lookup, first, nil, hashes, have, nil, nil)
+	out, err := b.e.PreparePromotion(me, lookup, PromotionRun{
+		FirstPage: first, Hashes: hashes, Have: have,
+	}, nil)
 	b.ok(err)
 	return out
 }
@@ -222,7 +224,9 @@ func TestPromotedChunkReplacesShorter(t *testing.T) {
 	b.ok(b.e.FinishPromotion(got[0].Promotion, false, 0))
 	b.settle(3, 4, 2)
 	// Nothing is gained by what the lookup has.
-	if out, err := b.e.PreparePromotion(me, 3, 0, nil, q, []uint16{2}, nil, nil); len(out) != 0 ||
+	if out, err := b.e.PreparePromotion(me, 3, PromotionRun{
+		Hashes: q, Have: []uint16{2},
+	}, nil); len(out) != 0 ||
 		err != nil {
 		t.Fatal(out, err)
 	}
@@ -273,13 +277,15 @@ func TestPromotionsKeepToTheirShare(t *testing.T) {
 		h := p
 		if o == 3 {
 			h = numbered(2, 3)
-			out, err := b.e.PreparePromotion(3, 1, 0, nil, numbered(3, 12), have, nil, nil)
+			out, err := b.e.PreparePromotion(3, 1, PromotionRun{
+				Hashes: numbered(3, 12), Have: have,
+			}, nil)
 			if len(out) != 2 || err != nil { // 10 in all
 				t.Fatal(out, err)
 			}
 			all = append(all, out...)
 		}
-		out, err := b.e.PreparePromotion(Owner(o), 7, 0, nil, h, have, nil, nil)
+		out, err := b.e.PreparePromotion(Owner(o), 7, PromotionRun{Hashes: h, Have: have}, nil)
 		if len(out) != want || err != nil {
 			t.Fatalf("owner %d: %d chunks, want %d; %v", o, len(out), want, err)
 		}
@@ -325,8 +331,9 @@ func TestReservationsDoNotWait(t *testing.T) {
 	have := slices.Repeat([]uint16{1}, 6)
 	var under []uint64
 	for i := range 100 {
-		out, err := b.e.PreparePromotion(me, uint64(i), 0, nil, numbered(uint64(i), 6), have, nil,
-			nil)
+		out, err := b.e.PreparePromotion(me, uint64(i), PromotionRun{
+			Hashes: numbered(uint64(i), 6), Have: have,
+		}, nil)
 		b.ok(err)
 		if free := 8 - len(under); len(out) != min(6, free) {
 			t.Fatalf("lookup %d: %d chunks with %d slots free", i, len(out), free)
@@ -357,7 +364,7 @@ func TestReservationsDoNotWait(t *testing.T) {
 func TestFullQueueSheds(t *testing.T) {
 	woken := 0
 	b := newBench(t, 100, 1, Config{Tiers: []TierAdmission{{Admit: AdmitStored, Queue: 5}},
-		Policy: "lru", Wake: func(int) { woken++ }})
+		Policy: "lru", Wake: func(Work) { woken++ }})
 	p := numbered(1, 20)
 	b.store(p)
 	if n, shed := b.e.CascadeQueue(0); n != 5 || shed != 15 || woken != 1 {

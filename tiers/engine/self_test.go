@@ -62,7 +62,7 @@ func keep(e *Engine, tier int, ok bool) (pages []int) {
 func TestSelf(t *testing.T) {
 	t.Parallel()
 	woken := [2]int{}
-	e := keptEngine(t, Config{Wake: func(tier int) { woken[tier]++ }})
+	e := keptEngine(t, Config{Wake: func(tier Work) { woken[tier]++ }})
 	id := openOwned(t, e, 1)
 	o := Owner(id)
 	storeAll(t, e, o, 0, nil, line(6))
@@ -78,7 +78,9 @@ func TestSelf(t *testing.T) {
 	// What comes up waits too, whatever tier it is from.
 	for from := -1; from <= 0; from++ {
 		id := openOwned(t, e, byte(10+from))
-		p, err := e.PreparePromotion(Owner(id), 1, 0, nil, line(4), []uint16{4}, nil, nil)
+		p, err := e.PreparePromotion(Owner(id), 1, PromotionRun{
+			Hashes: line(4), Have: []uint16{4},
+		}, nil)
 		if err != nil || len(p) != 1 {
 			t.Fatal(p, err)
 		}

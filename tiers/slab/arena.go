@@ -82,11 +82,11 @@ func (a *Arena) books() engine.Config {
 	}
 	c.Tiers = append(c.Tiers[:len(c.Tiers):len(c.Tiers)],
 		engine.TierAdmission{Admit: engine.AdmitStored, Self: true, Queue: 1 << 24})
-	c.Wake = func(tier int) {
-		if tier == a.tier {
+	c.Wake = func(w engine.Work) {
+		if int(w) == a.tier {
 			a.ring()
 		} else if a.o.Books.Wake != nil {
-			a.o.Books.Wake(tier)
+			a.o.Books.Wake(w)
 		}
 	}
 	c.OnGone = func(region, slot uint32) {

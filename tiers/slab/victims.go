@@ -2,6 +2,7 @@ package slab
 
 import (
 	"lookaside/tiers"
+	"lookaside/tiers/engine"
 )
 
 // What a disk will drop next is what its engine would write to a tier below it: the books call that
@@ -34,7 +35,7 @@ func (d *Disk) EndVictim(handle uint64, ok bool) { d.engine.EndCascade(handle, o
 func (d *Disk) VictimsReady() <-chan struct{} { return d.victims }
 
 // wakeVictims is told by the engine, under its lock, that it will want room.
-func (d *Disk) wakeVictims(int) {
+func (d *Disk) wakeVictims(engine.Work) {
 	select {
 	case d.victims <- struct{}{}:
 	default:

@@ -220,15 +220,15 @@ func NewBell() *Bell {
 	return b
 }
 
-// Ring wakes a worker of a tier, with -1 who returns, or with -2 who copies. It never blocks.
-func (b *Bell) Ring(tier int) {
-	switch tier {
-	case -1:
+// Ring wakes who does a kind of work. It never blocks.
+func (b *Bell) Ring(w engine.Work) {
+	switch w {
+	case engine.WorkReturns:
 		ring(b.returns)
-	case -2:
+	case engine.WorkCopies:
 		ring(b.copies)
 	default:
-		ring(b.tiers[tier])
+		ring(b.tiers[w])
 	}
 }
 

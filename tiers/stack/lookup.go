@@ -833,9 +833,11 @@ func (s *Stack) prepareHeld(r *request, mine bool, b *borrowing) {
 		run := tail(r.run, skip)
 		n := min(run.Pages(), (r.chunks-skip)*ppc)
 		// Whatever goes wrong, nothing is appended, and the lookup ends with what it has.
-		out, _ = s.engine.PreparePromotion(r.owner, r.lookup, run.First, run.Prev,
-			run.Hashes[:n*run.Space.Geometry.DigestBytes], r.have[skip:r.chunks], r.borrowed(skip),
-			out)
+		out, _ = s.engine.PreparePromotion(r.owner, r.lookup, engine.PromotionRun{
+			FirstPage: run.First, Prev: run.Prev,
+			Hashes: run.Hashes[:n*run.Space.Geometry.DigestBytes], Have: r.have[skip:r.chunks],
+			Lent: r.borrowed(skip),
+		}, out)
 	}
 
 	s.granted = out
