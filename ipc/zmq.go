@@ -26,7 +26,14 @@ static int la_send(void *sock, void *buf, size_t n, int more) {
 }
 
 static int la_route(void *sock, void *to, size_t len, void *buf, size_t n) {
-	if (zmq_send(sock, to, len, ZMQ_DONTWAIT | ZMQ_SNDMORE) < 0) return -zmq_errno();
+	if (zmq_send(sock, to, len, ZMQ_DONTWAIT | ZMQ_SNDMORE) < 0) {
+		// A send takes note of new peers only now and then; asking for the events always does.
+		int events;
+		size_t size = sizeof events;
+		if (zmq_errno() != EHOSTUNREACH) return -zmq_errno();
+		if (zmq_getsockopt(sock, ZMQ_EVENTS, &events, &size) < 0) return -zmq_errno();
+		if (zmq_send(sock, to, len, ZMQ_DONTWAIT | ZMQ_SNDMORE) < 0) return -zmq_errno();
+	}
 	return zmq_send(sock, buf, n, ZMQ_DONTWAIT) < 0 ? -zmq_errno() : 0;
 }
 

@@ -44,7 +44,7 @@ var attacks = []*attack{
 	{name: "frozen", does: "stops clients that hold slots", run: attackFrozen,
 		patience: 2 * time.Second},
 	{name: "lookups-long", does: "asks for 65,536 pages at a time, dozens of questions at once",
-		run: attackLongLookups},
+		run: attackLongLookups, anonBytes: socketLimit},
 	{name: "lookups-raw", does: "speaks ZMTP badly to the lookup socket: stalls, endless messages, 300 connections", run: attackRawLookups, anonBytes: socketLimit, loses: true},
 	{name: "lookups-files", does: "the same where few files may be open", run: attackRawLookups,
 		files: 640, anonBytes: socketLimit, loses: true},
