@@ -15,7 +15,7 @@ import (
 // stored in it from now on. false: the Stack is closed.
 func (s *Stack) beginStore(t *tier) bool {
 	s.mu.Lock()
-	defer s.unlock()
+	defer s.unlockAndWake()
 	for t.paused > 0 && !s.closed {
 		t.calm.Wait()
 	}
@@ -28,7 +28,7 @@ func (s *Stack) beginStore(t *tier) bool {
 
 func (s *Stack) endStore(t *tier) {
 	s.mu.Lock()
-	defer s.unlock()
+	defer s.unlockAndWake()
 	if t.storing--; t.storing == 0 {
 		t.calm.Broadcast()
 	}
@@ -324,7 +324,7 @@ func (s *Stack) Flush(ctx context.Context) error {
 			n, _ := s.engine.CascadeQueue(i)
 			s.mu.Lock()
 			busy := t.storing > 0
-			s.unlock()
+			s.unlockAndWake()
 			if n == 0 && !busy {
 				continue
 			}

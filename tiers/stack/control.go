@@ -112,7 +112,7 @@ func (s *Stack) probeTier(r *request) {
 	run.Prev, run.Hashes = append([]byte(nil), run.Prev...), append([]byte(nil), run.Hashes...)
 	id := r.id
 	s.mu.Lock()
-	defer s.unlock()
+	defer s.unlockAndWake()
 	if s.closed {
 		return
 	}
@@ -394,12 +394,12 @@ func (s *Stack) clearArena(fp tiers.Fingerprint) (chunks int, err error) {
 func (s *Stack) pause(ctx context.Context, t *tier) error {
 	stop := context.AfterFunc(ctx, func() {
 		s.mu.Lock()
-		defer s.unlock()
+		defer s.unlockAndWake()
 		t.calm.Broadcast()
 	})
 	defer stop()
 	s.mu.Lock()
-	defer s.unlock()
+	defer s.unlockAndWake()
 	t.paused++
 	for t.storing > 0 {
 		switch {
@@ -415,7 +415,7 @@ func (s *Stack) pause(ctx context.Context, t *tier) error {
 
 func (s *Stack) resume(t *tier) {
 	s.mu.Lock()
-	defer s.unlock()
+	defer s.unlockAndWake()
 	if t.paused--; t.paused == 0 {
 		t.calm.Broadcast()
 	}

@@ -127,7 +127,7 @@ func (s *Stack) Status() []TierStatus {
 			queued[l.tier.index]++
 		}
 	}
-	s.unlock()
+	s.unlockAndWake()
 	for i, t := range s.tiers {
 		c := &t.count
 		st := TierStatus{
@@ -172,10 +172,11 @@ type LookupStats struct {
 // LookupStats may be called at any time.
 func (s *Stack) LookupStats() LookupStats {
 	s.mu.Lock()
-	defer s.unlock()
+	defer s.unlockAndWake()
 	return LookupStats{
-		Pending: len(s.pending), Loading: len(s.loads) + s.asked, Refused: s.count.refused.Load(),
-		Late: s.count.late.Load(), Cut: s.count.cut.Load(),
+		Pending: len(s.pending), Loading: len(s.loads) + s.unlisted,
+		Refused: s.count.refused.Load(),
+		Late:    s.count.late.Load(), Cut: s.count.cut.Load(),
 		Verified: s.count.verified.Load(), Checked: s.patrol.checked.Load(),
 		Walks: s.patrol.passes.Load(),
 	}

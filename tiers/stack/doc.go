@@ -53,6 +53,6 @@
 //
 // Stack.mu guards the lookups under way, the loads and the queues; it is held for microseconds and
 // across no call of a tier or of peers. The engine's lock may be taken under it, and it under
-// Stack.preparing. An [Asker] is called by one goroutine, without a lock. All goroutines belong to
+// Stack.prepareMu. An [Asker] is called by one goroutine, without a lock. All goroutines belong to
 // the Stack and end in Close.
 package stack

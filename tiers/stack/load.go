@@ -41,7 +41,7 @@ type load struct {
 	foreign bool
 	chunk   int // where this is its place
 	// it is one of a borrowing's batch for which a peer has been asked, and not in Stack.loads
-	asked bool
+	unlisted bool
 }
 
 func (l *load) over() bool { return l.state != loadQueued }
@@ -92,9 +92,9 @@ func (s *Stack) sendLoad(l *load) {
 // who waits. With short not all of it came. mu is held.
 func (s *Stack) endLoad(l *load, ok, short bool) {
 	l.state = loadOver
-	if l.asked {
-		l.asked = false
-		s.asked--
+	if l.unlisted {
+		l.unlisted = false
+		s.unlisted--
 	} else {
 		delete(s.loads, l.promotion)
 	}
@@ -132,7 +132,7 @@ func (s *Stack) loadWorker(t *tier) {
 			t.loadable.Wait()
 		}
 		if s.closed {
-			s.unlock()
+			s.unlockAndWake()
 			return
 		}
 		batch = batch[:0]
@@ -141,7 +141,7 @@ func (s *Stack) loadWorker(t *tier) {
 			batch = append(batch, l)
 			t.loads.pop()
 		}
-		s.unlock()
+		s.unlockAndWake()
 		s.load(t, batch)
 	}
 }
@@ -188,7 +188,7 @@ func (s *Stack) loaded(t *tier, l *load, err error) {
 		_ = s.engine.FinishPromotion(l.promotion, true, t.index)
 	}
 	s.mu.Lock()
-	defer s.unlock()
+	defer s.unlockAndWake()
 	t.ahead.Add(-int64(len(l.transfer.Bytes)))
 	l.tried |= 1 << t.index
 	if err != nil && len(l.waiters) > 0 && !s.closed {

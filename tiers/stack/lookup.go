@@ -60,7 +60,7 @@ func (s *Stack) Tick() {
 	s.mu.Lock()
 	s.due = s.due || s.ticks && len(s.pending) > 0
 	s.ticks = false
-	s.unlock()
+	s.unlockAndWake()
 }
 
 // phase is where a lookup is; see the package comment.
@@ -117,7 +117,7 @@ type request struct {
 	handle uint64                // of one that is walked: the engine's
 	// and its first part was not held whole, so that there is nothing to walk
 	gap bool
-	// by which its caller asks peers, being about to prepare it, with Stack.preparing held
+	// by which its caller asks peers, being about to prepare it, with Stack.prepareMu held
 	ask *borrowing
 
 	// Guarded by Stack.mu.
@@ -192,9 +192,9 @@ func (s *Stack) Lookup(q *Query, a Asker) (pages int, done bool, err error) {
 	if sp != nil && s.isLong(q, sp) {
 		return s.lookupLong(q, sp, a, check, promote, peers)
 	}
-	s.asking.Add(1)
+	s.callers.Add(1)
 	pages, err = s.engine.Lookup(q.Owner, q.Lookup, q.FirstPage, q.Hashes)
-	s.asking.Add(-1)
+	s.callers.Add(-1)
 	s.Sweep()
 	if err != nil || sp == nil || !check && !promote && !peers {
 		return pages, true, err
@@ -213,24 +213,24 @@ func (s *Stack) Lookup(q *Query, a Asker) (pages int, done bool, err error) {
 	r.all = tiers.Run{Space: sp, First: q.FirstPage, Prev: q.Prev, Hashes: q.Hashes}
 	r.checks = nil
 	if check {
-		s.list(r)
+		s.listChecks(r)
 	}
 	var next *tier
 	goesOn := len(r.checks) > 0
 	if r.ask = nil; goesOn {
 		r.run = r.all
 	} else if (promote || peers) && r.aim(pages) {
-		lent, by := s.hear(r)
+		lent, by := s.readHints(r)
 		if lent == r.run.Pages() { // that is all there is to know
 			s.askFirst(r, lent, by)
 		}
-		next = s.sound(r)
+		next = s.askLocal(r)
 		goesOn = next != nil || r.chunks > 0
 		if r.ask == nil && goesOn && next == nil && r.need == 0 && r.chunks <= maxAtOnce {
 			if lent < r.run.Pages() && r.pages-(r.hit-r.part) == lent { // what is planned
 				s.askFirst(r, lent, by)
 			}
-			if r.ask == nil && s.preparing.TryLock() {
+			if r.ask == nil && s.prepareMu.TryLock() {
 				r.ask = s.newBorrowing()
 			}
 		}
@@ -270,8 +270,9 @@ func (r *request) aim(hit int) bool {
 	return true
 }
 
-// hear notes what peers are said to hold of a request's run, and answers what Peers.Contains does.
-func (s *Stack) hear(r *request) (pages, by int) {
+// readHints notes what peers are said to hold of a request's run, and answers what Peers.Contains
+// does.
+func (s *Stack) readHints(r *request) (pages, by int) {
 	if !r.peers {
 		r.lent = r.lent[:0]
 		return 0, -1
@@ -281,9 +282,9 @@ func (s *Stack) hear(r *request) (pages, by int) {
 	return s.cfg.Peers.Contains(r.run, r.lent)
 }
 
-// sound asks the tiers that answer from memory for a request's run, of which it is known what peers
-// are said to hold. It answers the tier that is to be asked next, or plans.
-func (s *Stack) sound(r *request) (next *tier) {
+// askLocal asks the tiers that answer from memory for a request's run, of which it is known what
+// peers are said to hold. It answers the tier that is to be asked next, or plans.
+func (s *Stack) askLocal(r *request) (next *tier) {
 	r.known = 0
 	if !r.promote || r.ask != nil { // one peer has all of it
 		s.plan(r)
@@ -291,7 +292,7 @@ func (s *Stack) sound(r *request) (next *tier) {
 	}
 	for _, t := range s.tiers {
 		if t.local {
-			s.ask(r, t, 0)
+			s.askTier(r, t, 0)
 		}
 	}
 	if next = s.nextSeek(r, 0); next == nil {
@@ -303,7 +304,7 @@ func (s *Stack) sound(r *request) (next *tier) {
 // replace ends a lookup that is asked again.
 func (s *Stack) replace(key lookupKey) error {
 	s.mu.Lock()
-	defer s.unlock()
+	defer s.unlockAndWake()
 	r := s.pending[key]
 	if r == nil {
 		return nil
@@ -317,8 +318,8 @@ func (s *Stack) replace(key lookupKey) error {
 	return nil
 }
 
-// ask asks a tier for what it has of a request's run, from chunk i on.
-func (s *Stack) ask(r *request, t *tier, i int) {
+// askTier asks a tier for what it has of a request's run, from chunk i on.
+func (s *Stack) askTier(r *request, t *tier, i int) {
 	n := r.run.Chunks()
 	held := slices.Grow(r.held[t.index][:0], n)[:n]
 	clear(held)
@@ -498,7 +499,7 @@ func (s *Stack) begin(r *request, next *tier, q *Query) bool {
 	s.mu.Lock()
 	if s.full(r.size) {
 		s.count.refused.Add(1)
-		s.unlock()
+		s.unlockAndWake()
 		return false
 	}
 	deadline := s.deadlineOf(q)
@@ -506,14 +507,14 @@ func (s *Stack) begin(r *request, next *tier, q *Query) bool {
 	s.add(r, deadline)
 	if r.ask != nil {
 		r.phase, r.queued = preparing, r.since
-		s.hush(r, true)
+		s.setQuiet(r, true)
 		if q.Ticks && deadline >= 2*TickWithin {
 			s.due, s.ticks = due, s.ticks || s.due
 		}
 		s.mu.Unlock() // prepareAtOnce does what is due
 		return true
 	}
-	defer s.unlock()
+	defer s.unlockAndWake()
 	switch {
 	case len(r.checks) > 0:
 		s.sendVerify(r)
@@ -559,7 +560,7 @@ func (s *Stack) remove(r *request) {
 	s.unwant(r)
 	switch r.phase {
 	case verifying:
-		s.sure(r)
+		s.endVerifying(r)
 	case walking:
 		s.unwalk(r)
 	}
@@ -569,7 +570,7 @@ func (s *Stack) remove(r *request) {
 		}
 	}
 	r.loads = nil
-	s.hush(r, false)
+	s.setQuiet(r, false)
 	r.phase = ended
 }
 
@@ -585,7 +586,7 @@ func (s *Stack) unwant(r *request) {
 // seek gives a request to a worker that asks a tier. mu is held.
 func (s *Stack) seek(r *request, t *tier) {
 	if latency := t.count.lookupTime(); latency > slowSeek {
-		s.tell(r, r.asked, 2*latency)
+		s.promise(r, r.asked, 2*latency)
 	}
 	r.phase = seeking
 	t.seeks.push(r)
@@ -605,19 +606,19 @@ func (s *Stack) seekWorker(t *tier) {
 			t.seekable.Wait()
 		}
 		if s.closed {
-			s.unlock()
+			s.unlockAndWake()
 			return
 		}
 		t.seeks.pop()
-		s.unlock()
-		s.ask(r, t, r.missing(s.tiers))
+		s.unlockAndWake()
+		s.askTier(r, t, r.missing(s.tiers))
 		next := s.nextSeek(r, t.index+1)
 		if next == nil {
 			s.plan(r)
 		}
 		s.mu.Lock()
 		s.proceed(r, next)
-		s.unlock()
+		s.unlockAndWake()
 	}
 }
 
@@ -647,13 +648,13 @@ func (s *Stack) enqueue(r *request) {
 	}
 	r.queued = time.Now()
 	r.told = r.queued
-	s.tell(r, r.pages, r.eta)
+	s.promise(r, r.pages, r.eta)
 	s.queue.push(r)
 	ring(s.kick)
 }
 
-// tell says that a request is pending. mu is held.
-func (s *Stack) tell(r *request, pages int, eta time.Duration) {
+// promise says that a request is pending. mu is held.
+func (s *Stack) promise(r *request, pages int, eta time.Duration) {
 	s.outbox = append(s.outbox, message{asker: r.asker, pending: true, eta: eta,
 		answer: Answer{Owner: r.owner, Lookup: r.lookup, Pages: pages}})
 }
@@ -710,7 +711,7 @@ func (s *Stack) dispatch() {
 	for {
 		s.mu.Lock()
 		if s.due = false; s.closed {
-			s.unlock()
+			s.unlockAndWake()
 			return
 		}
 		now := time.Now()
@@ -729,22 +730,22 @@ func (s *Stack) dispatch() {
 			wait = s.deadlines[0].deadline.Sub(now)
 		}
 		if s.unsure > 0 {
-			s.remind(now)
+			s.promiseUnverified(now)
 			wait = min(wait, tellEvery)
 		}
 		if s.quiet > 0 {
-			wait = min(wait, s.speak(now))
+			wait = min(wait, s.promiseQuiet(now))
 		}
 		if r := s.next(now); r != nil {
 			r.phase = preparing
-			s.unlock()
+			s.unlockAndWake()
 			s.prepare(r, false)
 			continue
 		}
 		if _, ok := s.queue.peek(); ok {
 			wait = min(wait, roomPoll)
 		}
-		s.unlock()
+		s.unlockAndWake()
 		timer.Reset(wait)
 		select {
 		case <-s.kick:
@@ -780,7 +781,7 @@ func (s *Stack) next(now time.Time) *request {
 		}
 		if now.Sub(r.told) >= tellEvery {
 			r.told = now
-			s.tell(r, r.pages, max(r.eta, tellEvery))
+			s.promise(r, r.pages, max(r.eta, tellEvery))
 		}
 	}
 	return nil
@@ -799,12 +800,12 @@ func (s *Stack) patience(r *request) time.Duration {
 // first has begun. The dispatcher calls it, and peerWorkers (mine), each of whom goes on with the
 // first of what is to be borrowed.
 func (s *Stack) prepare(r *request, mine bool) {
-	s.preparing.Lock()
-	defer s.preparing.Unlock()
+	s.prepareMu.Lock()
+	defer s.prepareMu.Unlock()
 	s.prepareHeld(r, mine, nil)
 }
 
-// prepareHeld is prepare with s.preparing held. With b, chunks that are to be borrowed are put
+// prepareHeld is prepare with s.prepareMu held. With b, chunks that are to be borrowed are put
 // there: who lends them is its caller's matter.
 func (s *Stack) prepareHeld(r *request, mine bool, b *borrowing) {
 	out := s.granted[:0]
@@ -861,7 +862,7 @@ func (s *Stack) prepareHeld(r *request, mine bool, b *borrowing) {
 
 	s.mu.Lock()
 	if b == nil {
-		defer s.unlock()
+		defer s.unlockAndWake()
 	} else {
 		defer s.mu.Unlock()
 	}
@@ -882,8 +883,8 @@ func (s *Stack) prepareHeld(r *request, mine bool, b *borrowing) {
 			*l = load{promotion: c.Promotion, transfer: tiers.Transfer{Run: r.run}, pages: c.Pages,
 				foreign: true, chunk: c.Chunk}
 			l.waiters = l.one[:0]
-			if l.asked = b != nil && b.asked; l.asked {
-				s.asked++
+			if l.unlisted = b != nil && b.direct; l.unlisted {
+				s.unlisted++
 			} else {
 				s.loads[c.Promotion] = l
 			}
@@ -924,7 +925,7 @@ func (s *Stack) prepareHeld(r *request, mine bool, b *borrowing) {
 		return
 	}
 	if !r.quiet && time.Since(r.queued) > roomPoll && r.left > 0 {
-		s.tell(r, r.pages, r.eta) // it was promised from an earlier moment on
+		s.promise(r, r.pages, r.eta) // it was promised from an earlier moment on
 	}
 	if r.trim != trim {
 		_ = s.engine.Trim(r.owner, r.lookup, r.trim)
@@ -946,12 +947,12 @@ func btoi(b bool) int {
 func (s *Stack) trimLoads(r *request) {
 	ppc := r.run.Space.Geometry.PagesPerChunk
 	for to := min((r.base()-r.run.First)/ppc, r.want); r.from < to; r.from++ {
-		s.letGo(r, r.from)
+		s.abandon(r, r.from)
 	}
 }
 
-// letGo ends a request's waiting for one chunk. mu is held.
-func (s *Stack) letGo(r *request, chunk int) {
+// abandon ends a request's waiting for one chunk. mu is held.
+func (s *Stack) abandon(r *request, chunk int) {
 	if l := r.loads[chunk]; l != nil {
 		r.loads[chunk] = nil
 		r.left--
@@ -966,7 +967,7 @@ func (s *Stack) arrived(r *request, chunk int, ok, short bool) {
 	r.left--
 	if !ok || short {
 		for c := chunk + 1; c < r.want; c++ {
-			s.letGo(r, c)
+			s.abandon(r, c)
 		}
 		if r.want = chunk; ok {
 			r.want++
@@ -989,7 +990,7 @@ func (s *Stack) Trim(o engine.Owner, lookup uint64, firstPage int) error {
 		return s.engine.Trim(o, lookup, firstPage)
 	}
 	s.mu.Lock()
-	defer s.unlock()
+	defer s.unlockAndWake()
 	r := s.pending[lookupKey{o, lookup}]
 	if r != nil && r.phase == walking { // when it has been walked
 		r.trim = max(r.trim, firstPage)
@@ -1019,7 +1020,7 @@ func (s *Stack) Cancel(o engine.Owner, lookup uint64) error {
 		return s.engine.Cancel(o, lookup)
 	}
 	s.mu.Lock()
-	defer s.unlock()
+	defer s.unlockAndWake()
 	err := s.engine.Cancel(o, lookup)
 	r := s.pending[lookupKey{o, lookup}]
 	if r == nil {
@@ -1047,7 +1048,7 @@ func (s *Stack) RemoveOwner(o engine.Owner) {
 				s.end(r)
 			}
 		}
-		s.unlock()
+		s.unlockAndWake()
 	}
 	s.engine.RemoveOwner(o)
 }

@@ -83,7 +83,7 @@ func (s *Stack) giveWay() {
 	for waited := time.Duration(0); waited < patrolYields; waited += step {
 		s.mu.Lock()
 		busy := len(s.loads) > 0 || s.unsure > 0
-		s.unlock()
+		s.unlockAndWake()
 		if !busy || !sleep(s.ctx, step) {
 			return
 		}

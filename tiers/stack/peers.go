@@ -57,8 +57,8 @@ type borrowing struct {
 	gone []uint64 // peers that have gone since it began: what they lent it is void
 
 	// Of Ask. It is used again, if nobody else can know of what is in it.
-	r     *request // nil: nobody wants what is lent any more
-	asked bool     // what follows is of an Ask that has begun
+	r      *request // nil: nobody wants what is lent any more
+	direct bool     // of Peers.Ask, which has begun: what follows is its
 	// what is below is as it will be: whoever sees both this and came first goes on
 	prepared bool
 	came     bool          // done was called
@@ -81,14 +81,14 @@ func (r *request) borrowed(from int) []bool {
 // the arena. mu is held.
 func (s *Stack) askPeers(r *request) {
 	r.queued = time.Now()
-	s.hush(r, true)
-	s.asks.push(r)
+	s.setQuiet(r, true)
+	s.atPeers.push(r)
 	s.borrowable.Signal()
 }
 
-// hush notes that a request's asker is not told that it is pending, or that this has an end. mu is
-// held.
-func (s *Stack) hush(r *request, quiet bool) {
+// setQuiet notes that a request's asker is not told that it is pending, or that this has an end. mu
+// is held.
+func (s *Stack) setQuiet(r *request, quiet bool) {
 	if r.quiet == quiet {
 		return
 	}
@@ -101,9 +101,9 @@ func (s *Stack) hush(r *request, quiet bool) {
 	}
 }
 
-// speak tells the askers that were told nothing that their lookups are pending, where that has come
-// to take long. It answers when to look again. mu is held.
-func (s *Stack) speak(now time.Time) time.Duration {
+// promiseQuiet tells the askers that were told nothing that their lookups are pending, where that
+// has come to take long. It answers when to look again. mu is held.
+func (s *Stack) promiseQuiet(now time.Time) time.Duration {
 	next := slowSeek
 	for _, r := range s.pending {
 		if !r.quiet || r.inline {
@@ -113,8 +113,8 @@ func (s *Stack) speak(now time.Time) time.Duration {
 			next = min(next, left)
 			continue
 		}
-		s.hush(r, false)
-		s.tell(r, r.pages, callTime)
+		s.setQuiet(r, false)
+		s.promise(r, r.pages, callTime)
 	}
 	return next
 }
@@ -144,14 +144,14 @@ func (s *Stack) peerWorker() {
 	for {
 		s.mu.Lock()
 		l, borrow := s.borrows.peek()
-		r, ask := s.asks.peek()
-		for ; !borrow && !ask && !s.closed; r, ask = s.asks.peek() {
+		r, ask := s.atPeers.peek()
+		for ; !borrow && !ask && !s.closed; r, ask = s.atPeers.peek() {
 			s.borrowable.Wait()
 			l, borrow = s.borrows.peek()
 		}
 		switch {
 		case s.closed:
-			s.unlock()
+			s.unlockAndWake()
 			return
 		case borrow:
 			batch = batch[:0]
@@ -166,21 +166,21 @@ func (s *Stack) peerWorker() {
 			}
 			b := &borrowing{}
 			s.borrowings[b] = struct{}{}
-			s.unlock()
+			s.unlockAndWake()
 			loans = s.borrow(b, batch, loans[:0])
 			clear(batch)
 		case r.phase == seeking:
-			s.asks.pop()
-			s.unlock()
-			s.hear(r)
-			next := s.sound(r)
+			s.atPeers.pop()
+			s.unlockAndWake()
+			s.readHints(r)
+			next := s.askLocal(r)
 			s.mu.Lock()
 			s.proceed(r, next)
-			s.unlock()
+			s.unlockAndWake()
 		default:
-			s.asks.pop()
+			s.atPeers.pop()
 			r.phase = preparing
-			s.unlock()
+			s.unlockAndWake()
 			s.peers.lookups.Add(1)
 			s.prepare(r, true)
 		}
@@ -206,7 +206,7 @@ func (s *Stack) borrow(b *borrowing, batch []*load, loans []engine.Loan) []engin
 			l)
 	})
 	cancel()
-	s.lent(b, batch, loans, false)
+	s.finishBorrow(b, batch, loans, false)
 	return loans
 }
 
@@ -215,15 +215,15 @@ func (s *Stack) newBorrowing() *borrowing {
 	b := s.spareAsk.Swap(nil)
 	if b == nil {
 		b = &borrowing{}
-		b.done = func(loans []engine.Loan) { s.heard(b, loans) }
+		b.done = func(loans []engine.Loan) { s.directDone(b, loans) }
 	}
-	b.asked, b.prepared, b.came, b.batch, b.loads = false, false, false, b.batch[:0], b.loads[:0]
+	b.direct, b.prepared, b.came, b.batch, b.loads = false, false, false, b.batch[:0], b.loads[:0]
 	return b
 }
 
 // askFirst asks a peer for the first pages of a request's run, all that can be had, before the rest
 // is done about it, as the peer answers meanwhile; -1: there is none that has them. Then r.ask is
-// not nil, and s.preparing is held. Where others wait for the same chunks already nobody is asked.
+// not nil, and s.prepareMu is held. Where others wait for the same chunks already nobody is asked.
 func (s *Stack) askFirst(r *request, pages, peer int) {
 	run := r.run
 	d := run.Space.Geometry.DigestBytes
@@ -232,11 +232,11 @@ func (s *Stack) askFirst(r *request, pages, peer int) {
 		return
 	}
 	first := pagesOf(pages, run.Space.Geometry.PagesPerChunk, 0) * d
-	if s.engine.Awaited(r.id, run.Hashes[first-d:first]) || !s.preparing.TryLock() {
+	if s.engine.Awaited(r.id, run.Hashes[first-d:first]) || !s.prepareMu.TryLock() {
 		return
 	}
 	b := s.newBorrowing()
-	b.asked = true
+	b.direct = true
 	s.mu.Lock()
 	full := s.full(int64(len(r.run.Hashes) + len(r.run.Prev)))
 	s.borrowings[b] = struct{}{} // a peer may go as soon as it has lent
@@ -249,12 +249,12 @@ func (s *Stack) askFirst(r *request, pages, peer int) {
 	delete(s.borrowings, b)
 	s.mu.Unlock()
 	s.spareAsk.Store(b)
-	s.preparing.Unlock()
+	s.prepareMu.Unlock()
 }
 
 // prepareAtOnce prepares a request of its caller's, all of whose rest is at peers, or on its way,
-// while one of them is asked for it already (b.asked), or a peerWorker is to see who has it.
-// s.preparing is held, and let go of. Without begun there is none. settled: the request has ended,
+// while one of them is asked for it already (b.direct), or a peerWorker is to see who has it.
+// s.prepareMu is held, and let go of. Without begun there is none. settled: the request has ended,
 // with so many pages, and nobody else is told.
 func (s *Stack) prepareAtOnce(r *request, b *borrowing, begun bool) (pages int, settled bool) {
 	if r.ask = nil; begun {
@@ -262,27 +262,27 @@ func (s *Stack) prepareAtOnce(r *request, b *borrowing, begun bool) (pages int, 
 		s.prepareHeld(r, false, b)
 		b.r = r
 	}
-	s.preparing.Unlock()
+	s.prepareMu.Unlock()
 	s.mu.Lock()
 	b.prepared = true
-	if !b.asked {
+	if !b.direct {
 		for _, l := range b.batch {
 			s.borrowAgain(l)
 		}
 	}
 	if r.settled, r.inline = -1, begun && b.came && r.phase == loading && r.quiet; b.came {
 		s.mu.Unlock()
-		s.lent(b, b.batch, b.loans, true)
+		s.finishBorrow(b, b.batch, b.loans, true)
 		s.mu.Lock()
 		r.inline = false // it goes on with tiers, or others
 	}
 	pages = r.settled
-	s.unlock() // only now, so that the dispatcher is in nobody's way
+	s.unlockAndWake() // only now, so that the dispatcher is in nobody's way
 	return pages, pages >= 0
 }
 
-// heard is told what an Ask has brought.
-func (s *Stack) heard(b *borrowing, loans []engine.Loan) {
+// directDone is told what an Ask has brought.
+func (s *Stack) directDone(b *borrowing, loans []engine.Loan) {
 	s.mu.Lock()
 	if b.came = true; !b.prepared {
 		b.loans = append(b.loans[:0], loans...)
@@ -290,7 +290,7 @@ func (s *Stack) heard(b *borrowing, loans []engine.Loan) {
 		return
 	}
 	s.mu.Unlock()
-	s.lent(b, b.batch, loans, true)
+	s.finishBorrow(b, b.batch, loans, true)
 	s.deliver()
 }
 
@@ -305,16 +305,16 @@ type joins struct {
 // those behind it, too. mu is held.
 func (s *Stack) joined(promotion uint64, last *joins) *load {
 	if i := last.next; i < len(last.batch) && last.batch[i].promotion == promotion &&
-		last.batch[i].asked {
+		last.batch[i].unlisted {
 		last.next++
 		return last.batch[i]
 	}
-	if l := s.loads[promotion]; l != nil || s.asked == 0 {
+	if l := s.loads[promotion]; l != nil || s.unlisted == 0 {
 		return l
 	}
 	for b := range s.borrowings {
 		for i, l := range b.batch {
-			if l.promotion == promotion && l.asked {
+			if l.promotion == promotion && l.unlisted {
 				*last = joins{b.batch, i + 1}
 				return l
 			}
@@ -330,9 +330,9 @@ func (s *Stack) borrowAgain(l *load) (again bool) {
 		s.endLoad(l, false, false)
 		return false
 	}
-	if l.asked {
-		l.asked = false
-		s.asked--
+	if l.unlisted {
+		l.unlisted = false
+		s.unlisted--
 		s.loads[l.promotion] = l
 	}
 	if s.sendBorrow(l) {
@@ -341,9 +341,9 @@ func (s *Stack) borrowAgain(l *load) (again bool) {
 	return true
 }
 
-// lent is told what was leased of consecutive chunks, in order. With again it is what Ask has
-// brought, for all chunks of a request's run, and what was not leased is borrowed from others.
-func (s *Stack) lent(b *borrowing, batch []*load, loans []engine.Loan, again bool) {
+// finishBorrow is told what was leased of consecutive chunks, in order. With again it is what Ask
+// has brought, for all chunks of a request's run, and what was not leased is borrowed from others.
+func (s *Stack) finishBorrow(b *borrowing, batch []*load, loans []engine.Loan, again bool) {
 	c := &s.peers
 	var void []uint64
 	var promotions [finishSlice]uint64
@@ -396,7 +396,7 @@ func (s *Stack) lent(b *borrowing, batch []*load, loans []engine.Loan, again boo
 		if again {
 			s.mu.Unlock() // its caller delivers
 		} else {
-			s.unlock()
+			s.unlockAndWake()
 		}
 	}
 	for i := len(batch); i < len(loans); i++ { // more than was asked for
@@ -448,9 +448,9 @@ func (s *Stack) retry(r *request) {
 	r.run = tail(r.run, (start-r.run.First)/ppc)
 	r.hit, r.part = end-r.first, end-start
 	r.peers, r.loads, r.phase = false, nil, seeking
-	s.hush(r, false)
+	s.setQuiet(r, false)
 	s.peers.retried.Add(1)
-	s.asks.push(r)
+	s.atPeers.push(r)
 	s.borrowable.Signal()
 }
 
@@ -461,7 +461,7 @@ func (s *Stack) PeerGone(peer uint64) {
 	for b := range s.borrowings {
 		b.gone = append(b.gone, peer)
 	}
-	s.unlock()
+	s.unlockAndWake()
 	s.engine.DropPeer(peer)
 }
 

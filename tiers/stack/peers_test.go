@@ -167,9 +167,9 @@ func (s *side) close() {
 	if err := s.engine.Check(); err != nil {
 		s.t.Error(err)
 	}
-	if len(s.loads)+len(s.borrowings)+s.asked+s.quiet != 0 {
+	if len(s.loads)+len(s.borrowings)+s.unlisted+s.quiet != 0 {
 		s.t.Errorf("left behind: %d loads, %d calls with %d, %d quiet lookups", len(s.loads),
-			len(s.borrowings), s.asked, s.quiet)
+			len(s.borrowings), s.unlisted, s.quiet)
 	}
 	if err := s.peers.Close(); err != nil {
 		s.t.Error(err)
@@ -630,12 +630,12 @@ func TestPeersTrimmed(t *testing.T) {
 	a.store(p, 0, 6) // ends in the middle of a chunk
 	b.store(p, 4, 16)
 	a.hears(p, 4, 16)
-	a.preparing.Lock()
+	a.prepareMu.Lock()
 	if n, done := a.ask(1, p, 0, 16, 0); done {
 		t.Fatalf("answered %d at once", n)
 	}
 	must(t, a.Trim(scheduler, 1, 6))
-	a.preparing.Unlock()
+	a.prepareMu.Unlock()
 	if n := a.answer(1); n != 16 {
 		t.Fatalf("%d pages, want 16", n)
 	}
@@ -763,7 +763,7 @@ func TestPeerDies(t *testing.T) {
 // goneSeen says whether some call of Borrow under way has been told that its peer has gone.
 func (s *side) goneSeen() bool {
 	s.Stack.mu.Lock()
-	defer s.unlock()
+	defer s.unlockAndWake()
 	for b := range s.borrowings {
 		if len(b.gone) > 0 {
 			return true
@@ -789,8 +789,8 @@ func (s *side) returns(lender *side) {
 			lender.engine.Stats().OpenLoans == 0
 	})
 	// whoever has prepared something is done with it, and the next to ask need not wait
-	s.preparing.Lock()
-	defer s.preparing.Unlock()
+	s.prepareMu.Lock()
+	defer s.prepareMu.Unlock()
 }
 
 // TestAskFirst: a peer that is said to have all is asked before the lookup is prepared, and may

@@ -34,7 +34,7 @@ type Stack struct {
 	cancel    context.CancelCauseFunc
 	wg        sync.WaitGroup // all goroutines
 	open      atomic.Int64   // lookups under way
-	asking    atomic.Int32   // callers of Lookup that are at the engine
+	callers   atomic.Int32   // of Lookup, that are at the engine
 	kick      chan struct{}  // wakes the dispatcher
 	mail      chan struct{}  // wakes the mailer
 	count     lookupCounters
@@ -42,9 +42,9 @@ type Stack struct {
 	verifying estimate    // of Config.Verify
 	patrol    patrol
 	start     time.Time
-	preparing sync.Mutex             // held by prepare; taken before mu
+	prepareMu sync.Mutex             // held while a request is prepared; taken before mu
 	granted   []engine.PromotedChunk // of prepare
-	telling   sync.Mutex             // held by deliver; taken before mu
+	deliverMu sync.Mutex             // held by deliver; taken before mu
 	spareBox  []message              // its
 	peers     peerCounters
 
@@ -63,11 +63,11 @@ type Stack struct {
 	checking map[uint64]chan struct{}
 	outbox   []message
 	// wait for a peerWorker: to be prepared (queued), or to go on with tiers (seeking)
-	asks       fifo[*request]
+	atPeers    fifo[*request]
 	borrows    fifo[*load]             // wait for one to borrow them
 	borrowable sync.Cond               // for both
 	borrowings map[*borrowing]struct{} // calls under way
-	asked      int                     // loads of their batches that are not in loads
+	unlisted   int                     // loads of their batches that are not in loads
 	quiet      int                     // requests that are
 	walks      walks
 	due        bool // the dispatcher is to be woken
@@ -238,13 +238,13 @@ func (s *Stack) Close() {
 			t.calm.Broadcast()
 		}
 	}
-	s.unlock()
+	s.unlockAndWake()
 	s.wg.Wait()
 	if !first {
 		return
 	}
-	s.preparing.Lock() // an asker may be at it,
-	s.telling.Lock()   // and what a peer lent on its way to one
+	s.prepareMu.Lock() // an asker may be at it,
+	s.deliverMu.Lock() // and what a peer lent on its way to one
 	s.mu.Lock()
 	for _, r := range s.pending {
 		s.remove(r)
@@ -256,15 +256,15 @@ func (s *Stack) Close() {
 	clear(s.loads)
 	for b := range s.borrowings {
 		for _, l := range b.batch {
-			if l.asked {
+			if l.unlisted {
 				s.endLoad(l, false, false)
 			}
 		}
 	}
 	clear(s.borrowings) // what is lent yet finds nobody who waits for it, and is returned
-	s.unlock()
-	s.telling.Unlock()
-	s.preparing.Unlock()
+	s.unlockAndWake()
+	s.deliverMu.Unlock()
+	s.prepareMu.Unlock()
 	if s.cfg.Peers != nil {
 		s.engine.DropPeer(0)
 		s.returnAll(nil)
@@ -275,7 +275,7 @@ func (s *Stack) Close() {
 // its place.
 func (s *Stack) OpenSpace(id engine.SpaceID, sp *tiers.Space) {
 	s.mu.Lock()
-	defer s.unlock()
+	defer s.unlockAndWake()
 	old := *s.spaces.Load()
 	list := make([]*tiers.Space, max(len(old), int(id)+1))
 	copy(list, old)
@@ -299,9 +299,9 @@ type message struct {
 	answer  Answer
 }
 
-// unlock lets go of mu, wakes the dispatcher if it is to know of something, and has the mailer send
-// what is in the outbox.
-func (s *Stack) unlock() {
+// unlockAndWake releases mu, wakes the dispatcher if it is to know of something, and has the mailer
+// send what is in the outbox.
+func (s *Stack) unlockAndWake() {
 	if len(s.outbox) > 0 {
 		ring(s.mail)
 	}
@@ -327,14 +327,14 @@ func (s *Stack) mailer() {
 
 // deliver tells the askers, in order, for one goroutine at a time. Its caller has nothing locked.
 func (s *Stack) deliver() {
-	s.telling.Lock()
-	defer s.telling.Unlock()
+	s.deliverMu.Lock()
+	defer s.deliverMu.Unlock()
 	s.mu.Lock()
 	out := s.outbox
 	if s.outbox = s.spareBox; s.closed {
 		out = nil
 	}
-	s.unlock()
+	s.unlockAndWake()
 	for i := range out {
 		if m := &out[i]; m.pending {
 			m.asker.LookupPending(m.answer.Owner, m.answer.Lookup, m.answer.Pages, m.eta)

@@ -592,7 +592,7 @@ func TestLongLookupsTakeTurns(t *testing.T) {
 				}
 				return pages, done
 			}
-			r.asking.Add(1) // the walker waits for whoever asks
+			r.callers.Add(1) // the walker waits for whoever asks
 			for i := range uint64(4) {
 				if pages, done := ask(scheduler, 10+i, len(p)); done || pages != 2*ppc {
 					t.Fatalf("lookup %d: %d pages at once, done %v", i, pages, done)
@@ -606,7 +606,7 @@ func TestLongLookupsTakeTurns(t *testing.T) {
 					t.Fatalf("a short one has %d pages, done %v", pages, done)
 				}
 			}
-			r.asking.Add(-1)
+			r.callers.Add(-1)
 			synctest.Wait()
 			answers := order.take()
 			var got []uint64
@@ -639,13 +639,13 @@ func TestLongLookupsAreBounded(t *testing.T) {
 	}}, func(t *testing.T, r *rig) {
 		p := make(tiertest.Prefix, 40) // 1,280 bytes of digests
 		r.store(p, len(p))
-		r.asking.Add(1)
+		r.callers.Add(1)
 		for i, want := range []bool{false, false, true} {
 			if pages, done := r.ask(uint64(i), p, 0, len(p)); done != want || pages != 2*ppc {
 				t.Errorf("lookup %d: %d pages, done %v", i, pages, done)
 			}
 		}
-		r.asking.Add(-1)
+		r.callers.Add(-1)
 		for i := range uint64(2) {
 			if pages, ok := r.answer(i, time.Minute); !ok || pages != len(p) {
 				t.Errorf("lookup %d has %d pages", i, pages)

@@ -27,7 +27,7 @@ func (s *Stack) verify(list []engine.Verification) {
 	size := int64(0)
 	s.mu.Lock()
 	if s.closed {
-		s.unlock()
+		s.unlockAndWake()
 		return
 	}
 	s.wg.Add(1) // Close waits for callers as well
@@ -43,7 +43,7 @@ func (s *Stack) verify(list []engine.Verification) {
 		mine = append(mine, v)
 		size += s.sizeOf(&v)
 	}
-	s.unlock()
+	s.unlockAndWake()
 	defer s.wg.Done()
 	if len(mine) > 0 {
 		alone, start := s.verifying.begin(), time.Now()
@@ -58,7 +58,7 @@ func (s *Stack) verify(list []engine.Verification) {
 	for i := range mine {
 		delete(s.checking, mine[i].Handle)
 	}
-	s.unlock()
+	s.unlockAndWake()
 	close(over)
 	for _, c := range others {
 		<-c
@@ -134,9 +134,9 @@ func (s *Stack) Verify(ctx context.Context, id engine.SpaceID, hashes []byte) er
 	})
 }
 
-// list finds what is to be verified before all that the arena has of a request's pages can be read.
-// Without tiers to go on with it is of no use behind a gap.
-func (s *Stack) list(r *request) {
+// listChecks finds what is to be verified before all that the arena has of a request's pages can be
+// read. Without tiers to go on with it is of no use behind a gap.
+func (s *Stack) listChecks(r *request) {
 	last := uint64(0)
 	if len(r.checks) > 0 {
 		last = r.checks[0].Handle
@@ -190,26 +190,26 @@ func (s *Stack) sendVerify(r *request) {
 	r.eta = s.verifying.arrival(s.unverified)
 	if now := time.Now(); r.told.IsZero() || now.Sub(r.told) >= tellEvery {
 		r.told = now
-		s.tell(r, r.pages, r.eta)
+		s.promise(r, r.pages, r.eta)
 	}
 	s.verifies.push(r)
 	s.verifiable.Signal()
 }
 
-// sure ends a request's being verified. mu is held.
-func (s *Stack) sure(r *request) {
+// endVerifying ends a request's being verified. mu is held.
+func (s *Stack) endVerifying(r *request) {
 	s.unsure--
 	s.unverified -= r.unverified
 	r.unverified = 0
 }
 
-// remind tells the askers of those that are being verified, now and then, that they are. mu is
-// held.
-func (s *Stack) remind(now time.Time) {
+// promiseUnverified tells the askers of those that are being verified, now and then, that they are.
+// mu is held.
+func (s *Stack) promiseUnverified(now time.Time) {
 	for _, r := range s.pending {
 		if r.phase == verifying && now.Sub(r.told) >= tellEvery {
 			r.told = now
-			s.tell(r, r.pages, max(r.eta, tellEvery))
+			s.promise(r, r.pages, max(r.eta, tellEvery))
 		}
 	}
 }
@@ -224,7 +224,7 @@ func (s *Stack) verifyWorker() {
 			s.verifiable.Wait()
 		}
 		if s.closed {
-			s.unlock()
+			s.unlockAndWake()
 			return
 		}
 		s.verifies.pop()
@@ -235,10 +235,10 @@ func (s *Stack) verifyWorker() {
 			}
 		}
 		more := r.done < len(r.checks)
-		s.unlock()
+		s.unlockAndWake()
 		s.verify(batch)
 		if !more {
-			s.list(r)
+			s.listChecks(r)
 		}
 		s.mu.Lock()
 		switch {
@@ -246,9 +246,9 @@ func (s *Stack) verifyWorker() {
 		case len(r.checks) > 0:
 			s.sendVerify(r)
 		default:
-			s.goOn(r)
+			s.afterVerify(r)
 		}
-		s.unlock()
+		s.unlockAndWake()
 	}
 }
 
@@ -265,19 +265,19 @@ func (s *Stack) lookAgain(r *request) (pages int) {
 	return base - r.first + n
 }
 
-// goOn has a request go on whose chunks are verified, as if it came now. The verifyWorker that has
-// it calls it, with mu held, of which it lets go meanwhile.
-func (s *Stack) goOn(r *request) {
+// afterVerify has a request go on whose chunks are verified, as if it came now. The verifyWorker
+// that has it calls it, with mu held, of which it lets go meanwhile.
+func (s *Stack) afterVerify(r *request) {
 	hit := s.lookAgain(r)
-	s.sure(r)
+	s.endVerifying(r)
 	r.phase = seeking
 	if !r.promote && !r.peers || !r.aim(hit) {
 		s.settle(r)
 		return
 	}
-	s.unlock()
-	s.hear(r)
-	next := s.sound(r)
+	s.unlockAndWake()
+	s.readHints(r)
+	next := s.askLocal(r)
 	s.mu.Lock()
 	s.proceed(r, next)
 }

@@ -84,16 +84,16 @@ func (s *Stack) lookupLong(q *Query, sp *tiers.Space, a Asker, check, promote,
 	peers bool) (pages int, done bool, err error) {
 	g := &sp.Geometry
 	first := (q.FirstPage/g.PagesPerChunk+s.cfg.LongChunks)*g.PagesPerChunk - q.FirstPage
-	s.asking.Add(1)
+	s.callers.Add(1)
 	pages, handle, err := s.engine.BeginLookup(q.Owner, q.Lookup, q.FirstPage,
 		q.Hashes[:first*g.DigestBytes])
-	s.asking.Add(-1)
+	s.callers.Add(-1)
 	s.Sweep()
 	if err != nil || pages < first && !check && !promote && !peers {
 		return pages, true, err
 	}
 	s.mu.Lock()
-	defer s.unlock()
+	defer s.unlockAndWake()
 	size := int64(len(q.Hashes) + len(q.Prev))
 	mine := s.walks.of(q.Owner)
 	if s.full(size) || mine != nil && mine.bytes+size > s.cfg.MaxPendingBytes/walkShare {
@@ -152,14 +152,14 @@ func (s *Stack) Sweep() {
 // walker walks long lookups, by turns.
 func (s *Stack) walker() {
 	s.mu.Lock()
-	defer s.unlock()
+	defer s.unlockAndWake()
 	for !s.closed {
 		r := s.nextWalk()
 		if r == nil && !s.engine.Ending() {
 			s.walks.walkable.Wait()
 			continue
 		}
-		s.unlock()
+		s.unlockAndWake()
 		for start := time.Now(); s.engine.EndSome() && time.Since(start) < walkTurn; {
 			s.yield()
 		}
@@ -187,7 +187,7 @@ func (s *Stack) nextWalk() *request {
 
 // yield lets those who call Lookup at this moment have the engine first.
 func (s *Stack) yield() {
-	for start := time.Now(); s.asking.Load() > 0 && time.Since(start) < walkYield; {
+	for start := time.Now(); s.callers.Load() > 0 && time.Since(start) < walkYield; {
 		runtime.Gosched()
 	}
 }
@@ -205,29 +205,29 @@ func (s *Stack) walk(r *request) {
 		s.mu.Lock()
 		if r.phase == ended || s.closed {
 			s.walks.recycle(r)
-			s.unlock()
+			s.unlockAndWake()
 			return
 		}
 		if r.walked += pages; err != nil {
 			r.walked = 0 // its lease has ended
 		}
-		s.unlock()
+		s.unlockAndWake()
 		over = err != nil || from+pages < to || to == r.first+r.asked
 		if !over && time.Since(start) >= walkTurn {
 			return
 		}
 	}
 	s.mu.Lock()
-	defer s.unlock()
+	defer s.unlockAndWake()
 	if r.phase == ended || s.closed {
 		s.walks.recycle(r)
 	} else {
-		s.walked(r)
+		s.afterWalk(r)
 	}
 }
 
-// walked has a lookup go on of which the arena has no more. mu is held, and let go of meanwhile.
-func (s *Stack) walked(r *request) {
+// afterWalk has a lookup go on of which the arena has no more. mu is held, and let go of meanwhile.
+func (s *Stack) afterWalk(r *request) {
 	if r.trim > r.first {
 		_ = s.engine.Trim(r.owner, r.lookup, r.trim)
 	}
@@ -238,15 +238,15 @@ func (s *Stack) walked(r *request) {
 	}
 	s.unwalk(r)
 	r.phase = seeking
-	s.unlock()
+	s.unlockAndWake()
 	if r.check {
-		s.list(r)
+		s.listChecks(r)
 	}
 	var next *tier
 	aimed := len(r.checks) == 0 && (r.promote || r.peers) && r.aim(r.walked)
 	if aimed {
-		s.hear(r)
-		next = s.sound(r)
+		s.readHints(r)
+		next = s.askLocal(r)
 	}
 	s.mu.Lock()
 	switch {
