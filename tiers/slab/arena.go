@@ -13,52 +13,53 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// ArenaOptions says what to open as an arena. Of Options it uses neither Policy, MaxSpaces and
-// Seed, which Books has, nor what is about how bytes are moved; Workers is how many goroutines keep
-// what is committed.
+// ArenaOptions says what to open as an arena. Three fields of Options have no effect: Policy,
+// MaxSpaces and Seed, which Books sets. The fields about moving bytes have none either, except
+// Workers: the number of goroutines that keep what is committed.
 type ArenaOptions struct {
 	Options
-	// Books is the engine's. What an arena needs is set in it: FixedRegions, NoExtend,
-	// ArenaLimitBytes if it is 0, one more tier, and its hooks are called beside the arena's own.
+	// Books configures the arena's engine. OpenArena sets FixedRegions and NoExtend, sets
+	// ArenaLimitBytes if it is 0, adds one tier, and calls the hooks given here beside its own.
 	Books engine.Config
-	// Added is told of a slab before a slot of it is granted: the id of its region, its file, and
-	// that its slots are so many bytes from byte at on. It answers how far behind the beginning of
-	// the region that is: offsets in the region are by that.
+	// Added is called before the first slot of a slab is granted. It gets the id of the slab's
+	// region, its file, and the offset and size of the slots in that file. It returns skew, by
+	// which offsets in the region are shifted: the slots begin skew bytes behind the region's
+	// start.
 	Added func(region uint32, file string, at, bytes int64) (skew int64, err error)
-	// Removed is told that a region is gone: nobody has a lease in it, or will. When it returns,
-	// its bytes may go. It is not called for those that are there at Close.
+	// Removed is called when a region is gone: nobody has or will get a lease in it. Once Removed
+	// returns, the region's bytes may disappear. It is not called for regions that exist at Close.
 	Removed func(region uint32)
 }
 
-// Arena is a store whose chunks are used where they lie, under leases of its engine, by those who
-// have its slabs mapped. They also write them: when a chunk is committed, a keeper computes its
-// checksums, makes its bytes last, and writes its entry; from then on it is found again, whatever
-// happens to the process. What is found so is only believed once it was checked (Verify). All else,
-// from carving to the healing of slabs and to directories that come and go, is as in a Disk.
+// Arena is a store whose chunks are used in place. Processes that map its slabs read and write them
+// under leases of its engine. When a chunk is committed, a keeper computes its checksums, makes its
+// bytes durable and writes its entry. From then on the chunk survives the process. A chunk found at
+// opening is used only after Verify has checked it. Carving, the healing of slabs, and directories
+// that come and go work as in a Disk.
 //
-// The old entry of a slot is not freed before the slot is filled again: what is in it then does not
-// check out with the old entry's checksums, which are seeded with page and generation.
+// The old entry of a slot is not freed before the slot is filled again. New contents cannot pass
+// for the old chunk, because an entry's checksums are seeded with page and generation.
 type Arena struct {
 	o ArenaOptions
 	d *Disk
 
-	tier    int           // the arena's own, among those of its engine
+	tier    int           // the index of the arena's own tier in its engine
 	bell    chan struct{} // rung when chunks wait for a keeper
-	keeping atomic.Int64  // keepers that may have some
+	keeping atomic.Int64  // keepers that may hold chunks
 
-	checks   chan struct{} // has an entry for each chunk that is being checked
+	checks   chan struct{} // has one entry for each chunk being checked
 	checkMu  sync.Mutex
 	checking map[uint64]chan struct{} // by handle: closed when the check has ended
 
-	// why what is in some slab will not be found again; nil, or of nil: it will
+	// why chunks of some slab will not be found again; nil, or a pointer to nil: they will
 	lost     atomic.Pointer[error]
 	verified atomic.Uint64
 	failed   atomic.Uint64 // chunks whose entry could not be written
 }
 
-// OpenArena opens a store as an arena, with everything that was kept in it: that is told of by
-// Added. Both hooks must be given, and its files must be vfs.Resident. Errors are those of Open,
-// and of Added.
+// OpenArena opens a store as an arena, with all chunks that were kept in it; Added reports where
+// they lie. Both hooks must be set, and the files must implement vfs.Resident. It returns the
+// errors of Open and of Added.
 func OpenArena(o ArenaOptions) (*Arena, error) {
 	if o.Added == nil || o.Removed == nil {
 		return nil, fmt.Errorf("%w: an arena without hooks", tiers.ErrInvalid)
@@ -73,7 +74,7 @@ func OpenArena(o ArenaOptions) (*Arena, error) {
 	return a, nil
 }
 
-// books is what the arena's engine is told.
+// books returns the configuration of the arena's engine.
 func (a *Arena) books() engine.Config {
 	d, c := a.d, a.o.Books
 	c.FixedRegions, c.NoExtend = true, true
@@ -105,14 +106,14 @@ func (a *Arena) ring() {
 	}
 }
 
-// start has the keepers go on until the arena is closed.
+// start starts the keepers. They run until the arena is closed.
 func (a *Arena) start() {
 	for range a.d.o.Workers {
 		a.d.helpers.Go(a.keeper)
 	}
 }
 
-// announce tells of a slab's region.
+// announce calls Added for a slab.
 func (a *Arena) announce(s *slab) error {
 	if _, ok := s.buffed.(vfs.Resident); !ok {
 		return fmt.Errorf("%w: %s cannot be mapped", tiers.ErrInvalid, s.place.name())
@@ -123,7 +124,7 @@ func (a *Arena) announce(s *slab) error {
 	return err
 }
 
-// noteUse has slabs that were used since the last call count as used now.
+// noteUse updates the time of last use of each slab that was used since the last call.
 func (a *Arena) noteUse() {
 	d := a.d
 	d.regionsMu.RLock()
@@ -139,11 +140,11 @@ func (a *Arena) noteUse() {
 	}
 }
 
-// Engine is the arena's engine. It is closed with the arena.
+// Engine returns the arena's engine, which the arena closes.
 func (a *Arena) Engine() *engine.Engine { return a.d.engine }
 
-// MakeRoom carves slabs for a geometry that has fewer free slots than are wanted, while there are
-// blank ones or such that another geometry left cold. It is cheap if there is nothing to do; any
+// MakeRoom carves slabs for a geometry with fewer free slots than wanted. It takes blank slabs, and
+// slabs that another geometry has not used for long. It is cheap if nothing needs doing; any
 // goroutine may call it.
 func (a *Arena) MakeRoom(g tiers.Geometry, slots int) {
 	if a.d.begin(context.Background()) != nil {
@@ -153,12 +154,12 @@ func (a *Arena) MakeRoom(g tiers.Geometry, slots int) {
 	a.d.makeRoom(g, slots+spareSlots)
 }
 
-// spareSlots are carved beyond what is wanted: others, and moves, may take some before it is
-// granted, and then something would be evicted.
+// spareSlots is the number of slots carved beyond those wanted. Other stores and moves may take
+// some before they are granted, and then a chunk would be evicted.
 const spareSlots = 32
 
-// Forget durably frees the entries of what was dropped, also of what is on its way to where it is
-// kept, or moved to.
+// Forget durably frees the entries of dropped chunks, including chunks that are being kept or moved
+// at that moment.
 func (a *Arena) Forget() error {
 	if err := a.d.begin(context.Background()); err != nil {
 		return err
@@ -167,16 +168,17 @@ func (a *Arena) Forget() error {
 	return a.d.flushDropped()
 }
 
-// flushPoll is how often Flush looks.
+// flushPoll is the interval at which Flush polls.
 const flushPoll = 5 * time.Millisecond
 
-// Flush waits until what was committed before is kept, or ctx ends, which is the error then.
+// Flush waits until all chunks committed before the call are kept. If ctx ends first, it returns
+// ctx's error.
 func (a *Arena) Flush(ctx context.Context) error {
 	for {
 		if err := a.d.going(ctx); err != nil {
 			return err
 		}
-		// In this order: a keeper counts before it takes anything out of the queue.
+		// The order matters: a keeper counts itself before it takes chunks from the queue.
 		if queued, _ := a.d.engine.CascadeQueue(a.tier); queued == 0 && a.keeping.Load() == 0 {
 			return nil
 		}
@@ -187,49 +189,50 @@ func (a *Arena) Flush(ctx context.Context) error {
 	}
 }
 
-// Dirs, AddDir, RemoveDir and ResizeDir are those of a Disk. What is removed or made smaller
-// without force must not be leased for longer than a moment.
+// Dirs is as Disk.Dirs.
 func (a *Arena) Dirs() []DirStatus { return a.d.Dirs() }
 
-// AddDir is that of a Disk.
+// AddDir is as Disk.AddDir.
 func (a *Arena) AddDir(ctx context.Context, dir string, bytes int64) error {
 	return a.d.AddDir(ctx, dir, bytes)
 }
 
-// RemoveDir is that of a Disk.
+// RemoveDir is as Disk.RemoveDir. Without force, chunks in the directory may be leased for a moment
+// only.
 func (a *Arena) RemoveDir(ctx context.Context, dir string, how Mode, force bool) error {
 	return a.d.RemoveDir(ctx, dir, how, force)
 }
 
-// ResizeDir is that of a Disk.
+// ResizeDir is as Disk.ResizeDir. Without force, chunks in what is cut off may be leased for a
+// moment only.
 func (a *Arena) ResizeDir(ctx context.Context, dir string, bytes int64, how Mode,
 	force bool) error {
 	return a.d.ResizeDir(ctx, dir, bytes, how, force)
 }
 
-// Close ends the arena and its engine. What waits to be kept is lost: Flush first. Nobody may use
-// the arena's bytes any more. It is idempotent.
+// Close ends the arena and its engine. It drops what waits to be kept: call Flush first. Nobody may
+// use the arena's bytes after Close begins. Close is idempotent.
 func (a *Arena) Close() error { return a.d.Close() }
 
-// ArenaStats is an arena at one moment. Chunks are counted since it was opened where nothing else
-// is said.
+// ArenaStats is a snapshot of an arena. Counters start when the arena is opened.
 type ArenaStats struct {
 	CapacityBytes int64 // of the slabs that work
 	UsedBytes     int64 // in slots that are not free
 	Slabs         int
 	GivenUp       int // slabs that do not work
-	// the last of them does not; or a slab's file is gone, and it goes on without
+	// the last error of a slab that does not work, or of one whose file is gone while it stays in
+	// use
 	Why        error
-	Kept       int // chunks that would be found again now
+	Kept       int // chunks that would be found again if the process died now
 	Waiting    int // chunks that wait to be kept
-	Unverified int // chunks that were found and not checked yet
+	Unverified int // chunks found at opening and not checked yet
 	Verified   uint64
-	Corrupt    uint64 // chunks that did not check out
+	Corrupt    uint64 // chunks that did not match their checksums
 	Unreadable uint64 // chunks that could not be read
-	Failed     uint64 // chunks that can be used, but could not be kept
+	Failed     uint64 // chunks that can be used but could not be kept
 }
 
-// Stats is cheap.
+// Stats returns a snapshot. It is cheap.
 func (a *Arena) Stats() ArenaStats {
 	d := a.d
 	st := ArenaStats{

@@ -19,11 +19,11 @@ import (
 type CheckOptions struct {
 	FS   vfs.FS // default vfs.OS
 	Dirs []string
-	// Repair drops what is bad: damaged entries, chunks that do not check out or cannot be read,
-	// and slabs without an intact header.
+	// Repair drops damaged entries, chunks that do not match their checksums or cannot be read, and
+	// slabs without an intact header.
 	Repair bool
-	// Progress, if given, is told now and then how many bytes were looked at and how many there are
-	// to look at as far as is known by then. Calls do not overlap.
+	// Progress, if set, is called now and then with the bytes read and the bytes to read, as far as
+	// they are known. Calls do not overlap.
 	Progress func(done, total int64)
 }
 
@@ -41,21 +41,21 @@ type SlabReport struct {
 	Spaces   int             `json:"spaces"`
 	Chunks   int             `json:"chunks"` // that are whole
 	Pages    int             `json:"pages"`  // of them
-	// DamagedEntries of the directory did not check out: torn, or written elsewhere.
+	// DamagedEntries of the directory did not match their checksums: torn, or written elsewhere.
 	DamagedEntries int `json:"damaged_entries"`
-	// CorruptChunks have a page that did not check out, UnreadableChunks one that could not be
-	// read.
+	// CorruptChunks have a page that does not match its checksum. UnreadableChunks have a page that
+	// could not be read.
 	CorruptChunks    int `json:"corrupt_chunks"`
 	UnreadableChunks int `json:"unreadable_chunks"`
-	// Dropped is how many of the former were dropped.
+	// Dropped is the number of damaged entries and bad chunks that were dropped.
 	Dropped int `json:"dropped"`
-	// Error is what is wrong with the slab as a whole; Removed: it was removed, to be made anew
-	// when the store is opened.
+	// Error is the fault of the slab as a whole. Removed: the slab's file was removed; opening the
+	// store makes it anew.
 	Error   string `json:"error,omitempty"`
 	Removed bool   `json:"removed,omitempty"`
 }
 
-// Bad is how many things are wrong with the slab.
+// Bad returns the number of faults in the slab.
 func (s *SlabReport) Bad() int {
 	n := s.DamagedEntries + s.CorruptChunks + s.UnreadableChunks
 	if s.Error != "" {
@@ -64,7 +64,7 @@ func (s *SlabReport) Bad() int {
 	return n
 }
 
-// Bad is how many things are wrong.
+// Bad returns the number of faults in all slabs.
 func (r *Report) Bad() (n int) {
 	for i := range r.Slabs {
 		n += r.Slabs[i].Bad()
@@ -72,8 +72,8 @@ func (r *Report) Bad() (n int) {
 	return n
 }
 
-// Check reads and verifies all that a store that nobody has open holds. Its error says why it could
-// not look, or was cut short; what it found is in the report.
+// Check reads and verifies a whole store that no process has open. Its error says why it could not
+// read the store, or why it stopped early. The report has what it found until then.
 func Check(ctx context.Context, o CheckOptions) (Report, error) {
 	if o.FS == nil {
 		o.FS = vfs.OS
@@ -174,7 +174,7 @@ func (c *checker) open(r *SlabReport) (err error) {
 	}
 	defer func() { err = errors.Join(err, f.Close()) }()
 	if r.Bytes, err = f.Size(); err != nil || r.Bytes == 0 {
-		// an empty one was about to be made when its process ended: there is nothing in it
+		// an empty file was about to become a slab when its process ended: it holds nothing
 		return err
 	}
 	h, err := readHeader(f)
@@ -194,8 +194,8 @@ func (c *checker) open(r *SlabReport) (err error) {
 	return c.entries(r, f, reader, &h)
 }
 
-// entries checks a slab's directory and what it tells of, reading by one of two descriptors of its
-// file and writing by the other.
+// entries checks a slab's directory and the chunks that it names. It reads through one descriptor
+// of the file and writes through the other.
 func (c *checker) entries(r *SlabReport, f, reader vfs.File, h *media.Header) error {
 	l, id := &h.Layout, h.Identity()
 	r.Geometry, r.Slots = &l.Geometry, l.Slots

@@ -18,28 +18,33 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// Directories come and go while the store is in use: AddDir, RemoveDir, ResizeDir, one of them at a
-// time. What a directory is to lose is drained first: nothing new goes there, and what is there can
-// be found. Then it is moved elsewhere chunk by chunk, or dropped. A chunk that moves is read and
-// checked where it is, written, with its entry, where it will be, and synced; only then the engine
-// switches, and only after that the old entry is freed. So it can be loaded at each moment, and
-// killed at any moment both entries are good: opening the store again keeps one of them. Calls that
-// fail or are cancelled leave a directory in use as before, with what has not left it.
+// Directories can be added, removed and resized while the store is in use, by one call at a time of
+// AddDir, RemoveDir and ResizeDir. Slabs that a directory is to lose are drained first: they take
+// nothing new, and their chunks can still be found. Then the chunks are moved elsewhere one by one,
+// or dropped.
+//
+// A move reads and checks a chunk, writes it and its entry to the new place, and syncs. Only then
+// does the engine switch to the new place, and only after that is the old entry freed. So the chunk
+// can be loaded at any moment. After a kill both entries may be valid, and opening the store keeps
+// one of them.
+//
+// A call that fails or is cancelled leaves the directory in use as before, without the chunks that
+// have already left it.
 
-// The reasons, beside those of package tiers, for which the directories stay as they are.
+// Reasons for which a call leaves the directories as they are, beside the errors of package tiers.
 var (
 	ErrExists = errors.New("there already")
-	// by loads or stores, or by a tier below that is being given it
+	// in use by loads or stores, or by a tier below that is copying it
 	ErrLeased  = errors.New("in use")
-	ErrNoRoom  = errors.New("not enough room")      // for what would have to move, or for a slab
+	ErrNoRoom  = errors.New("not enough room")      // for the chunks to move, or for a slab
 	errEmptied = errors.New("it was being emptied") // why a place is off
 )
 
-// Mode says what becomes of the chunks in what is taken away.
+// Mode says what happens to the chunks in what is taken away.
 type Mode string
 
 const (
-	Migrate Mode = "migrate" // they go to the other directories, or what is left of this one
+	Migrate Mode = "migrate" // they move to other directories, or to what is left of this one
 	Evict   Mode = "evict"   // they are dropped
 	Drain   Mode = "drain"   // they stay, and so does the directory, but nothing new comes
 )
@@ -60,36 +65,36 @@ type DirStatus struct {
 	State         State
 	CapacityBytes int64 // of its slabs that work
 	UsedBytes     int64 // by slots that are not free
-	// Slots of slabs that are carved. Free ones may be granted; used ones hold a chunk or are being
-	// filled, leased ones of these are being read or written, and draining ones of these are in
-	// slabs that take nothing new.
+	// Slots of carved slabs. Free slots may be granted. Used slots hold a chunk or are being
+	// filled. Leased slots are those of the used ones that are being read or written. Draining
+	// slots are those of the used ones in slabs that take nothing new.
 	Slots struct{ Free, Used, Leased, Draining int }
-	// Moved of Total chunks is how far the last migration has come.
+	// Moved and Total are the chunks moved, and to move, of the last migration.
 	Moved, Total int64
 }
 
-// directory is one of the store's.
+// directory is one directory of the store.
 type directory struct {
 	path  string
-	bytes int64 // what its slabs may come to; guarded by Disk.admin once the store is open
+	bytes int64 // limit of its slabs; guarded by Disk.admin once the store is open
 	state State // "" is Active; guarded by Disk.regionsMu
 
 	moved, total atomic.Int64
 
 	lockMu sync.Mutex // guards lock and lockFile; innermost, but held across the I/O of hold
 	lock   io.Closer
-	// zero: it cannot be known whether the lock's file is still there, or the lock was given up
+	// zero: it is not known whether the lock's file still exists, or the lock was given up
 	lockFile vfs.FileID
 }
 
-// table is what directories and places there are.
+// table returns the current directories and places.
 func (d *Disk) table() ([]*directory, []*place) {
 	d.regionsMu.RLock()
 	defer d.regionsMu.RUnlock()
 	return d.dirs, d.places
 }
 
-// Dirs is the state of each directory.
+// Dirs returns a snapshot of each directory.
 func (d *Disk) Dirs() []DirStatus {
 	d.calls.RLock()
 	defer d.calls.RUnlock()
@@ -136,7 +141,8 @@ func (d *Disk) Dirs() []DirStatus {
 	return out
 }
 
-// beginChange lets a change of the directories in, if there is none; it ends with admin.Unlock.
+// beginChange starts a change of the directories, or returns tiers.ErrBusy if one is under way. The
+// caller ends it with admin.Unlock.
 func (d *Disk) beginChange(ctx context.Context) error {
 	if err := d.going(ctx); err != nil {
 		return err
@@ -151,7 +157,7 @@ func (d *Disk) beginChange(ctx context.Context) error {
 	return nil
 }
 
-// going says why a change must not go on.
+// going returns an error if a change must stop: ctx has ended, or the store is being closed.
 func (d *Disk) going(ctx context.Context) error {
 	select {
 	case <-d.stopping:
@@ -163,7 +169,7 @@ func (d *Disk) going(ctx context.Context) error {
 	}
 }
 
-// pause waits a little, and says why a change must not go on.
+// pause waits, and returns an error if a change must stop.
 func (d *Disk) pause(ctx context.Context, wait time.Duration) error {
 	t := time.NewTimer(wait)
 	defer t.Stop()
@@ -175,7 +181,7 @@ func (d *Disk) pause(ctx context.Context, wait time.Duration) error {
 	return d.going(ctx)
 }
 
-// find is a directory and its places, in their order. The caller holds admin.
+// find returns a directory and its places in order. The caller holds admin.
 func (d *Disk) find(dir string) (*directory, []*place, error) {
 	dirs, all := d.table()
 	i := slices.IndexFunc(dirs, func(x *directory) bool { return x.path == dir })
@@ -206,12 +212,13 @@ func (d *Disk) setState(h *directory, s State) (was State) {
 	return was
 }
 
-// AddDir adds a directory with slabs of so many bytes together, which are there at once for what is
-// stored from now on. Slabs that are there already are dropped. A directory that is drained is
-// taken into use again, if bytes is 0 or what it has. Errors: ErrExists; ErrNoRoom where the file
-// system is full; tiers.ErrBusy where the store has all the slabs that it can have, or another
-// change is under way; tiers.ErrInvalid; a *vfs.LockedError if another process has it; and whatever
-// keeps it from working there.
+// AddDir adds a directory whose slabs take the given bytes together. They are used for stores from
+// then on. Slabs that the directory holds already are dropped. A drained directory is taken into
+// use again if bytes is 0 or its size.
+//
+// It returns ErrExists; ErrNoRoom if the file system is full; tiers.ErrBusy if the store has its
+// maximum number of slabs or another change is under way; tiers.ErrInvalid; a *vfs.LockedError if
+// another process has the directory open; or the error that keeps it from working there.
 func (d *Disk) AddDir(ctx context.Context, dir string, bytes int64) error {
 	if err := d.beginChange(ctx); err != nil {
 		return err
@@ -251,7 +258,7 @@ func (d *Disk) AddDir(ctx context.Context, dir string, bytes int64) error {
 	return nil
 }
 
-// roomError marks the error of a file system that is full.
+// roomError wraps an error with ErrNoRoom if the file system is full.
 func roomError(err error) error {
 	if vfs.IsNoSpace(err) {
 		return fmt.Errorf("%w: %w", ErrNoRoom, err)
@@ -273,8 +280,8 @@ func (d *Disk) reactivate(h *directory, places []*place, bytes int64) error {
 	return nil
 }
 
-// populate makes the slabs of a directory which nobody knows yet, beside some others. Half of the
-// slabs that there may be are left for those that come later.
+// populate makes the slabs of a directory that no other goroutine knows yet, beside those of
+// others. It leaves half of the remaining slab numbers to later directories.
 func (d *Disk) populate(h *directory, others []*place) ([]*place, error) {
 	numbers, err := slabNumbers(d.o.FS, h.path)
 	if err != nil {
@@ -292,7 +299,7 @@ func (d *Disk) populate(h *directory, others []*place) ([]*place, error) {
 	return d.fill(h, nil, h.bytes, d.slabBytes(bytesOf(others)+h.bytes), most)
 }
 
-// erase removes the files of places that are no more, durably.
+// erase durably removes the files of places that are no longer in the store.
 func (d *Disk) erase(h *directory, places []*place) error {
 	var errs []error
 	for _, p := range places {
@@ -306,11 +313,12 @@ func (d *Disk) erase(h *directory, places []*place) error {
 	return errors.Join(errs...)
 }
 
-// RemoveDir takes a directory away; with Drain it only stops taking anything new, and stays.
-// Without force nothing is removed that is in use: ErrLeased, if it still is after a moment. With
-// force the uses, which last as long as a load or a store does, are waited for. ErrNoRoom: with
-// Migrate, there is not enough room for what is in it elsewhere; nothing is evicted for that.
-// tiers.ErrNotFound: there is no such directory; tiers.ErrBusy: another change is under way.
+// RemoveDir removes a directory. With Drain the directory stays and takes nothing new.
+//
+// Without force it returns ErrLeased if chunks are still in use after a moment. With force it waits
+// for their uses to end, which takes as long as a load or a store. It returns ErrNoRoom if Migrate
+// finds too little room elsewhere (it evicts nothing for that), tiers.ErrNotFound if there is no
+// such directory, and tiers.ErrBusy if another change is under way.
 func (d *Disk) RemoveDir(ctx context.Context, dir string, how Mode, force bool) error {
 	if how != Migrate && how != Evict && how != Drain {
 		return fmt.Errorf("%w: mode %q: want %s, %s or %s", tiers.ErrInvalid, how, Migrate, Evict,
@@ -334,7 +342,7 @@ func (d *Disk) RemoveDir(ctx context.Context, dir string, how Mode, force bool) 
 		return err
 	}
 	if err := errors.Join(d.detach(h, places, true), h.unlock()); err != nil {
-		// as where it is gone already
+		// logged, not returned: the store no longer uses the directory
 		d.log.Warn("a directory is removed, and its files may be there still",
 			zap.String("directory", dir), zap.Error(err))
 	}
@@ -342,10 +350,9 @@ func (d *Disk) RemoveDir(ctx context.Context, dir string, how Mode, force bool) 
 	return nil
 }
 
-// ResizeDir changes what a directory's slabs come to. Growing adds slabs: it moves nothing.
-// Shrinking empties slabs from the end, by Migrate or Evict, as RemoveDir does with all of them;
-// then what is left of the size asked for becomes a smaller slab. Errors are those of RemoveDir;
-// for growing those of AddDir.
+// ResizeDir changes the size of a directory. Growing adds slabs and moves nothing. Shrinking
+// empties slabs from the end, by Migrate or Evict as RemoveDir does; the rest of the size becomes a
+// smaller slab. It returns the errors of RemoveDir, or for growing those of AddDir.
 func (d *Disk) ResizeDir(ctx context.Context, dir string, bytes int64, how Mode, force bool) error {
 	if how != Migrate && how != Evict {
 		return fmt.Errorf("%w: mode %q: want %s or %s", tiers.ErrInvalid, how, Migrate, Evict)
@@ -397,7 +404,7 @@ func (d *Disk) ResizeDir(ctx context.Context, dir string, bytes int64, how Mode,
 			err = fmt.Errorf("%w: there are %d slabs, the most that a store can have: open it with larger ones", tiers.ErrBusy, len(all))
 		}
 		if err != nil && len(leaving) == 0 {
-			// what is left of a slab that has gone is not worth failing for
+			// too small a rest to fail for
 			err = errors.Join(fmt.Errorf("disk tier: %w", roomError(err)), d.erase(h, made))
 			if ok {
 				err = errors.Join(err, sized.ResizeDir(dir, h.bytes))
@@ -417,25 +424,25 @@ func (d *Disk) ResizeDir(ctx context.Context, dir string, bytes int64, how Mode,
 	return nil
 }
 
-// Sized is what Options.FS may be beside: a file system whose directories have sizes of their own,
-// in which files lie in one piece.
+// Sized is an optional interface of Options.FS: a file system whose directories have sizes of their
+// own, and whose files are contiguous.
 type Sized interface {
 	vfs.FS
-	// ResizeDir lets a directory hold files of so many bytes together, and no more.
+	// ResizeDir sets how many bytes the files of a directory may take together.
 	ResizeDir(dir string, bytes int64) error
-	// End is how many bytes a directory must hold for one of its files to stay where it is.
+	// End returns how many bytes a directory must hold for the named file to stay in place.
 	End(name string) (int64, error)
-	// Hole is the longest piece that a file which is made in a directory can get.
+	// Hole returns the size of the largest file that can be made in a directory.
 	Hole(dir string) (int64, error)
 }
 
-// fits parts the places of a directory into those that fit into so many bytes and those that do
-// not, which are the last ones, and says how many bytes are left.
+// fits splits the places of a directory into those that fit into the given bytes and those that do
+// not, which are the last ones. left is the bytes that the kept places leave free.
 func (d *Disk) fits(places []*place, bytes int64) (keep, leaving []*place, left int64) {
 	sized, ok := d.o.FS.(Sized)
 	left = bytes
 	for _, p := range places {
-		end := p.bytes - left // what it would need beyond them
+		end := p.bytes - left // bytes that it needs beyond the places before it
 		if ok {
 			if at, err := sized.End(p.name()); err == nil {
 				end = max(end, at-bytes)
@@ -451,8 +458,7 @@ func (d *Disk) fits(places []*place, bytes int64) (keep, leaving []*place, left 
 	return keep, leaving, left
 }
 
-// retire drains places and lets no more be carved there. It answers those with which it was not so
-// before.
+// retire drains places and stops the carving of more there. It returns those that it newly retired.
 func (d *Disk) retire(places []*place) (newly []*place) {
 	d.shape.Lock()
 	defer d.shape.Unlock()
@@ -471,8 +477,8 @@ func (d *Disk) retire(places []*place) (newly []*place) {
 	return newly
 }
 
-// restoreUse undoes that. What has been emptied meanwhile is made anew. Entries of what has moved
-// away are freed before their places are filled again.
+// restoreUse reverses retire. Places that were emptied meanwhile are made anew. It frees the
+// entries of chunks that moved away before their slots can be filled again.
 func (d *Disk) restoreUse(places []*place) {
 	_ = d.flushFrees() // a slab that fails is given up
 	d.shape.Lock()
@@ -485,7 +491,7 @@ func (d *Disk) restoreUse(places []*place) {
 		}
 		switch err := d.engine.Undrain(s.region); {
 		case err == nil:
-		// removed: nothing in it is to be found when the store is opened again
+		// the region is gone: no chunk of it may be found when the store is opened again
 		case errors.Is(err, tiers.ErrNotFound) && s.failed.CompareAndSwap(false, true):
 			d.forget(s)
 			p.slab = nil
@@ -501,8 +507,8 @@ func (d *Disk) restoreUse(places []*place) {
 	d.countBlank()
 }
 
-// vacate empties places, which are then without a region. After an error they are as they were
-// before, but for what has left them.
+// vacate empties places and removes their regions. If it fails, the places are as before, without
+// the chunks that have left them.
 func (d *Disk) vacate(ctx context.Context, h *directory, places []*place, how Mode,
 	force bool) (err error) {
 	newly := d.retire(places)
@@ -542,7 +548,7 @@ func (d *Disk) vacate(ctx context.Context, h *directory, places []*place, how Mo
 	return nil
 }
 
-// slabsOf is the slabs in some places.
+// slabsOf returns the slabs in places.
 func (d *Disk) slabsOf(places []*place) (slabs []*slab) {
 	d.shape.Lock()
 	defer d.shape.Unlock()
@@ -554,10 +560,10 @@ func (d *Disk) slabsOf(places []*place) (slabs []*slab) {
 	return slabs
 }
 
-// patience is how long a slab may be in use before it is said to be.
+// patience is how long a slab may be in use before a call without force gives up.
 const patience = time.Second
 
-// unused says whether what is drained is in use for longer than a moment.
+// unused returns ErrLeased if drained places are still in use after patience.
 func (d *Disk) unused(ctx context.Context, places []*place) error {
 	for end := time.Now().Add(patience); ; {
 		uses := 0
@@ -578,11 +584,11 @@ func (d *Disk) unused(ctx context.Context, places []*place) error {
 	}
 }
 
-// detach takes places without regions, and with whole their directory, out of the store, and
-// removes their files.
+// detach takes places without regions out of the store and removes their files; if whole is set,
+// their directory too.
 func (d *Disk) detach(h *directory, places []*place, whole bool) error {
-	// while a file is on its way out, whatever is dropped elsewhere waits: the file may have an old
-	// entry of it
+	// Until the file is gone, it may hold an old entry of a chunk that is dropped elsewhere. So
+	// drops wait.
 	d.moving.Lock()
 	defer d.moving.Unlock()
 	d.shape.Lock()

@@ -1,45 +1,46 @@
-// Package disk keeps chunks in preallocated slab files on local disks: what was stored is found
-// again after a restart.
+// Package slab keeps chunks in preallocated slab files. Chunks that were stored are found again
+// after a restart. A store is used in one of two ways: as a tier (Disk), or as an arena whose
+// chunks are used in place (Arena).
 //
-// Its books are a engine.Engine whose regions are the slabs; package media is the form that they
-// have on the medium, package vfs the file operations. The page checksums stay in memory, so that a
-// load reads nothing but the pages.
+// An engine.Engine keeps the store's books; its regions are the slabs. Package media has the form
+// of a slab on the medium, package vfs the file operations. The checksums of pages stay in memory,
+// so a load reads the pages and nothing else.
 //
 // # A store
 //
-// The engine grants a slot, evicting if it must. If the directory still has an entry of what the
-// slot held, that is freed and synced first. Then the data is written, straight from the caller's
-// memory, then the entry; one fdatasync makes both durable; only then the engine makes the chunk
-// visible. Syncs are shared by all stores into a slab that wait for one, and by all transfers of a
-// call.
+// The engine grants a slot, and evicts a chunk if it must. If the slab's directory still has an
+// entry of the slot's old chunk, that entry is freed and synced first. Then the data is written
+// straight from the caller's memory, then the entry. One fdatasync makes both durable, and only
+// then does the engine make the chunk visible. All transfers of a call share their syncs, and so do
+// stores that wait for a sync of the same slab.
 //
 // A power cut may leave an entry without its data if both were written and not yet synced. Each
-// entry says up to which commit the slab was durable when it was written, so opening the slab knows
-// the few for which that is open, and reads and checks their data.
+// entry says up to which commit the slab was durable when the entry was written. So opening the
+// slab knows the few entries that are in doubt, and reads and checks their data.
 //
 // # Failing disks
 //
-// What does not check out is dropped, and so is a chunk that cannot be read. A slab whose sync
-// fails, or where I/O fails again and again, is given up: all that it held is dropped, as nothing
-// is known about it any more. Its file is made anew, after a second at first and up to a minute
-// later, until that works; then the slab is there again, empty. Other slabs go on meanwhile.
-//
-// # Arenas
-//
-// An Arena is the same store with another way in: its chunks are written and read in place, by
-// those who have the slabs mapped, under leases of the same engine. See there.
+// A chunk that cannot be read or does not match its checksum is dropped. A slab is given up if a
+// sync of it fails, or if I/O fails several times in a row. All its chunks are dropped, because
+// nothing is known about them any more. Its file is made anew, after a second at first and up to a
+// minute later, until that works; then the slab is in use again, empty. Other slabs go on
+// meanwhile.
 //
 // # Locks
 //
-// A Disk's calls hold calls for reading, Close for writing. moving is held for writing by whoever
-// moves chunks or is to free the entries of all that was dropped, for reading by whoever writes
-// entries of chunks that can be found already. shape guards which slabs there are, and is held
-// while one is carved. A slab's files are used under a lease or grant of a slot in it, without
-// which the engine does not let its region go, or under its life. Its order is held while an entry
-// is written; its mu and the Disk's regionsMu are the innermost, taken also under the engine's
-// lock, and never held across I/O. They are taken in the order: calls, moving, shape, life, order,
-// the engine's, mu or regionsMu. admin is held by whoever changes the directories, and by Close,
-// before all of them; calls is not taken under it but by Close.
+// A Disk has these locks, in the order in which they are taken:
+//
+//   - admin: held by a change of the directories, and by Close.
+//   - calls: held for reading by each call, for writing by Close. No other holder of admin takes it.
+//   - moving: held for writing while chunks move, and while the entries of all dropped chunks are
+//     freed. Held for reading while the entry of a chunk is written that can already be found.
+//   - shape: guards which slabs exist. It is held while one is carved.
+//   - slab.life: held for reading by a user of the slab's files who has no lease or grant in it,
+//     for writing to close them. A lease or grant keeps the region, so its holder needs no lock.
+//   - slab.order: held while an entry is written.
+//   - the engine's lock.
+//   - slab.mu and Disk.regionsMu: innermost, and never held across I/O. They are also taken under
+//     the engine's lock.
 package slab
 
 import (
@@ -68,48 +69,47 @@ const (
 	DirectNever  Direct = "never"
 )
 
-// Options says what to open. Zero fields take the stated default.
+// Options says what to open. A zero field takes the stated default.
 type Options struct {
 	// FS has the directories. Default vfs.OS.
 	FS vfs.FS
-	// Recycled: what FS allocates reads as what was there before, not as zeros.
+	// Recycled says that space allocated by FS reads as its old contents, not as zeros.
 	Recycled bool
-	// Dirs are the directories, made if they are not there; one process at a time has them open.
-	// The slabs are spread over all of them. There may be none: AddDir adds some.
+	// Dirs are the directories over which the slabs are spread. Missing ones are made. One process
+	// at a time has them open. The list may be empty: AddDir adds directories.
 	Dirs []string
-	// CapacityBytes is the size of all slabs together, directories and all. What is there already
-	// grows or shrinks to it by whole slabs.
+	// CapacityBytes is the size of all slabs together, their directories included. An existing
+	// store grows or shrinks to it by whole slabs.
 	CapacityBytes int64
-	// DirBytes is the part of each directory in it, in the order of Dirs; CapacityBytes is their
-	// sum then. Default: equal parts.
+	// DirBytes is the size of each directory, in the order of Dirs. CapacityBytes is then their
+	// sum. Default: equal parts.
 	DirBytes []int64
-	// SlabBytes is the size of a new slab. Default: a 32nd of the capacity, but 256 MiB to 64 GiB,
-	// and as much as makes 60 slabs at most.
+	// SlabBytes is the size of a new slab. Default: a 32nd of the capacity, within 256 MiB and 64
+	// GiB, and large enough that there are at most 60 slabs.
 	SlabBytes int64
-	// Policy of eviction by name. Default: the engine's.
+	// Policy is the name of the eviction policy. Default: the engine's.
 	Policy string
-	// Workers is how many requests are under way at one time, at most 256. Default 4.
+	// Workers is the number of concurrent requests, at most 256. Default 4.
 	Workers int
-	// Queue is how many requests may wait for a worker, each way. Default: as many as keep the
-	// workers busy; more spare whoever submits them being woken for each.
+	// Queue is how many requests may wait for a worker, in each direction. Default: enough to keep
+	// the workers busy. A longer queue wakes submitters less often.
 	Queue int
-	// MaxLoads and MaxStores bound the requests of loads and of stores that are on their way at one
-	// time. Default: as many as keep the workers busy.
+	// MaxLoads and MaxStores bound the requests of loads and of stores that are submitted at one
+	// time. Default: enough to keep the workers busy.
 	MaxLoads, MaxStores int
-	// PieceBytes is the most that one request moves, a multiple of 4 KiB. Default 4 MiB.
+	// PieceBytes is the largest request, a multiple of 4 KiB. Default 4 MiB.
 	PieceBytes int
 	// Direct says whether the page cache is bypassed. Default DirectAuto.
 	Direct Direct
-	// MaxSpaces bounds the spaces that have chunks at one time. Default 1,024.
+	// MaxSpaces bounds the spaces that hold chunks at one time. Default 1,024.
 	MaxSpaces int
 	// Seed keys the index's hash; see engine.Config.
 	Seed uint64
-	// RetryEvery is how long after it was given up a slab is tried again for the first time.
-	// Default 1 s.
+	// RetryEvery is the delay before the first attempt to bring a given-up slab back. Default 1 s.
 	RetryEvery time.Duration
-	// WatchEvery is how often the store looks whether somebody has removed its files. Default 10 s.
+	// WatchEvery is how often the store checks that its files were not removed. Default 10 s.
 	WatchEvery time.Duration
-	// Log gets what an operator wants to know. Default: nothing.
+	// Log gets what an operator needs to know. Default: none.
 	Log *zap.Logger
 }
 
@@ -117,10 +117,10 @@ const (
 	maxSlabs     = 60
 	minSlabBytes = 256 << 20
 	maxSlabBytes = 64 << 30
-	// leastSlabBytes is the smallest slab that is made at all.
+	// leastSlabBytes is the smallest slab that is made.
 	leastSlabBytes = 64 << 10
 	maxWorkers     = 256
-	block          = 4096 // what pieces are cut at; a media.BlockBytes
+	block          = 4096 // pieces are cut at multiples of it; a media.BlockBytes
 )
 
 func (o *Options) validate() error {
@@ -223,8 +223,8 @@ type Disk struct {
 
 	regionsMu sync.RWMutex // innermost
 	byRegion  map[uint32]*slab
-	// this and places change under shape and regionsMu, and are read under either; what was read
-	// stays as it is
+	// dirs and places change under both shape and regionsMu, and are read under either. A slice
+	// that was read is never changed.
 	dirs      []*directory
 	places    []*place
 	regionIDs atomic.Uint32
@@ -242,7 +242,7 @@ type Disk struct {
 	unread  atomic.Uint64 // chunks that could not be read
 }
 
-// space is a space that chunks were stored in.
+// space is a space in which chunks were stored.
 type space struct {
 	id    engine.SpaceID
 	g     tiers.Geometry // PageTokens is 1
@@ -252,14 +252,14 @@ type space struct {
 
 func (s *space) owner() engine.Owner { return engine.Owner(s.id) }
 
-// normal is a geometry without what does not matter here.
+// normal returns a geometry without the fields that do not matter here.
 func normal(g tiers.Geometry) tiers.Geometry {
 	g.PageTokens = 1
 	return g
 }
 
-// space answers a space, and if wanted makes it. It stays until it is let go of. nil: there is
-// none.
+// space returns a space, made anew if make is set, or nil if there is none. The space stays until
+// the caller releases it.
 func (d *Disk) space(fp tiers.Fingerprint, g tiers.Geometry, make bool) (*space, error) {
 	d.spacesMu.Lock()
 	defer d.spacesMu.Unlock()
@@ -295,7 +295,7 @@ func (d *Disk) letGo(s *space) {
 	d.spacesMu.Unlock()
 }
 
-// closeEmptySpaces forgets the spaces that nobody uses and that have no chunks.
+// closeEmptySpaces closes the spaces that nobody uses and that have no chunks.
 func (d *Disk) closeEmptySpaces() {
 	for _, st := range d.engine.Spaces() {
 		s := d.spaces[st.Fingerprint]
@@ -306,13 +306,13 @@ func (d *Disk) closeEmptySpaces() {
 		if err := d.engine.CloseSpace(s.id); err == nil {
 			delete(d.spaces, st.Fingerprint)
 		} else if err := d.engine.AddOwner(s.owner(), s.id); err != nil {
-			// cannot be: it was there a moment ago
+			// not reached: the owner existed a moment ago
 			d.log.Error("a space lost its owner", zap.Error(err))
 		}
 	}
 }
 
-// begin lets a call in; end lets it out.
+// begin starts a call and end ends it. Close waits for calls that have begun.
 func (d *Disk) begin(ctx context.Context) error {
 	d.calls.RLock()
 	if d.closed {
@@ -328,14 +328,14 @@ func (d *Disk) begin(ctx context.Context) error {
 
 func (d *Disk) end() { d.calls.RUnlock() }
 
-// slabOf is the slab of a region; nil if it is no more.
+// slabOf returns the slab of a region, or nil if it is gone.
 func (d *Disk) slabOf(region uint32) *slab {
 	d.regionsMu.RLock()
 	defer d.regionsMu.RUnlock()
 	return d.byRegion[region]
 }
 
-// found is a space that chunks are recovered of. It is the caller's to let go of. nil: there is no
+// found returns the space of a recovered chunk, which the caller releases, or nil if there is no
 // room for it.
 func (d *Disk) found(fp tiers.Fingerprint, g tiers.Geometry) *space {
 	if d.arena == nil {
@@ -349,7 +349,7 @@ func (d *Disk) found(fp tiers.Fingerprint, g tiers.Geometry) *space {
 	return &space{id: id, g: normal(g), print: fp}
 }
 
-// spaceByID is what is known of a space that has chunks, nil if it is none.
+// spaceByID returns what is known of a space that has chunks, or nil.
 func (d *Disk) spaceByID(id engine.SpaceID) *tiers.Space {
 	s, ok := d.engine.Space(id)
 	if !ok {
@@ -358,14 +358,14 @@ func (d *Disk) spaceByID(id engine.SpaceID) *tiers.Space {
 	return &tiers.Space{Fingerprint: s.Fingerprint, Geometry: s.Geometry}
 }
 
-// onGone is told by the engine, under its lock, that what a slot held is gone.
+// onGone is called by the engine, under its lock, when a slot's chunk is gone.
 func (d *Disk) onGone(region, slot uint32) {
 	if s := d.slabOf(region); s != nil {
 		s.noteFree(slot)
 	}
 }
 
-// maxPages is how many pages the engine takes in one call.
+// maxPages is the most pages that the engine takes in one call.
 const maxPages = 65536
 
 // Contains implements tiers.Tier.
@@ -393,8 +393,8 @@ func (d *Disk) Contains(ctx context.Context, run tiers.Run, held []uint16) error
 	return nil
 }
 
-// Drop implements tiers.Tier. What it dropped is gone for good when it returns, but for chunks that
-// are being loaded: those go with the load.
+// Drop implements tiers.Tier. The drop is durable when it returns, except for chunks that are being
+// loaded: they go when the load ends.
 func (d *Disk) Drop(ctx context.Context, run tiers.Run) error {
 	if err := d.begin(ctx); err != nil {
 		return err
@@ -422,7 +422,7 @@ func (d *Disk) Drop(ctx context.Context, run tiers.Run) error {
 	return d.flushDropped()
 }
 
-// Clear implements tiers.Tier. It is as durable as Drop.
+// Clear implements tiers.Tier. It is durable in the same way as Drop.
 func (d *Disk) Clear(ctx context.Context, fp tiers.Fingerprint) (chunks int, err error) {
 	if err := d.begin(ctx); err != nil {
 		return 0, err
@@ -498,7 +498,7 @@ func (d *Disk) Close() error {
 	return d.closeE
 }
 
-// shut gives back all that the tier has, with the slabs marked as whole.
+// shut releases all that the tier has, and marks its slabs as whole.
 func (d *Disk) shut() error {
 	var errs []error
 	for _, p := range d.places {

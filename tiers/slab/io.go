@@ -14,32 +14,33 @@ import (
 // job is one chunk on its way between memory and a slot.
 type job struct {
 	ctx   context.Context
-	i     int // in the call's transfers
+	i     int // its index in the call's transfers
 	t     *tiers.Transfer
 	s     *slab
 	sp    *space
 	slot  int
 	gen   uint64
-	sums  []uint64 // of the slot's pages: to be filled by a store, to be compared by a load
+	sums  []uint64 // of the slot's pages: a store fills them, a load compares them
 	store bool
 	lease uint64 // the engine's handle
-	// of a store: the slot's entry was freed, which is to be synced before its data is overwritten
+	// of a store: the slot's old entry was freed; that must be synced before the data is
+	// overwritten
 	freed bool
 
 	file   vfs.File
 	direct bool
-	summed vfs.Summing  // nil: pieces are moved and checked one after the other
+	summed vfs.Summing  // nil: pieces are moved and checked in two steps
 	step   int64        // bytes of a piece
 	left   atomic.Int32 // pieces that are not done
 
 	mu  sync.Mutex
 	err error // the first; guarded by mu until left is 0
-	// done is called by whoever does the last piece.
+	// done is called by the goroutine that finishes the last piece.
 	done func(*job)
 }
 
-// piece is one request: bytes [from, to) of a job, or all of it and of the jobs after it: see
-// neighbours.
+// piece is one request: bytes [from, to) of a job, or one whole job and the jobs in rest, whose
+// slots follow its own.
 type piece struct {
 	j        *job
 	from, to int64
@@ -60,16 +61,16 @@ func (j *job) failure() error {
 	return j.err
 }
 
-// line is the way of the pieces of loads, or of stores: they are moved and then checked, or the
-// other way round. Every queue has room for all that are on their way, so that nobody waits to hand
-// one on.
+// line is the queues of one direction. Pieces of loads are moved and then checked; pieces of stores
+// are checked and then moved. Every queue has room for all submitted pieces, so passing one on
+// never blocks.
 type line struct {
-	room   chan struct{} // has an entry for each piece on its way
+	room   chan struct{} // has an entry for each submitted piece
 	moves  chan piece
 	checks chan piece
 }
 
-// newLine has room for as many pieces, or for most of them if that is not 0 and fewer.
+// newLine makes queues for the given number of pieces, or for most if that is fewer and not 0.
 func newLine(pieces, most int) line {
 	if most > 0 {
 		pieces = min(pieces, most)
@@ -78,9 +79,9 @@ func newLine(pieces, most int) line {
 		checks: make(chan piece, pieces)}
 }
 
-// startWorkers has the workers go on until the tier is closed. Movers do nothing but requests, one
-// after another, so that the medium always has as many as it may have; checksums are the business
-// of checkers, for which two are enough at several GB/s each.
+// startWorkers starts the workers, which run until the tier is closed. Movers only move pieces, one
+// after another, so that the medium always has as many requests as it may have. Checkers compute
+// checksums; two are enough at several GB/s each. Workers that did both were slower at writing.
 func (d *Disk) startWorkers() {
 	checkers := min(2, runtime.GOMAXPROCS(0))
 	pieces := max(2*(d.o.Workers+checkers), d.o.Queue)
@@ -93,7 +94,7 @@ func (d *Disk) startWorkers() {
 	}
 }
 
-// submit has the job's pieces done by the workers. It waits while there are too many.
+// submit queues a job's pieces for the workers. It waits while too many are submitted.
 func (d *Disk) submit(j *job) {
 	j.file, j.direct = j.s.buffed, false
 	if j.s.takes(j.t.Bytes) {
@@ -114,7 +115,7 @@ func (d *Disk) submit(j *job) {
 	}
 }
 
-// line is the way of a job's pieces.
+// line returns the queues for a job's pieces.
 func (d *Disk) line(j *job) *line {
 	if j.store {
 		return &d.stores
@@ -122,8 +123,8 @@ func (d *Disk) line(j *job) *line {
 	return &d.loads
 }
 
-// work does pieces until the tier is closed. Loads come first, as somebody waits for them, but
-// every so often a store does.
+// work handles pieces until the tier is closed. Loads go first, because a request waits for them;
+// every few loads one store goes first.
 func (d *Disk) work(loads, stores chan piece, do func(piece)) {
 	for n := 0; ; n++ {
 		first, second := loads, stores
@@ -143,8 +144,8 @@ func (d *Disk) work(loads, stores chan piece, do func(piece)) {
 		}
 		yields := p.j.summed != nil
 		do(p)
-		if !yields { // by itself, and not for nothing: see memcopy.Yielder
-			runtime.Gosched() // or lookups wait for copies
+		if !yields { // a Yielder yields by itself, and only if needed: see memcopy.Yielder
+			runtime.Gosched() // without it lookups wait for copies
 		}
 	}
 }
@@ -157,7 +158,7 @@ func (d *Disk) moveWorker() {
 		tail = bounce.Slice()
 		defer bounce.Close()
 	} else {
-		tail = make([]byte, block) // misaligned perhaps: then the file says so
+		tail = make([]byte, block) // may be misaligned; then the file returns an error
 	}
 	d.work(d.loads.moves, d.stores.moves, func(p piece) {
 		if p.j.summed != nil {
@@ -177,7 +178,7 @@ func (d *Disk) moveWorker() {
 	})
 }
 
-// check computes what checksums it can.
+// check computes the checksums that the piece allows.
 func (d *Disk) check(p piece) {
 	if p.wanted() {
 		if err := p.check(); err != nil {
@@ -191,7 +192,7 @@ func (d *Disk) check(p piece) {
 	}
 }
 
-// wanted says whether a piece's job can still succeed.
+// wanted reports whether a piece's job can still succeed.
 func (p *piece) wanted() bool {
 	if p.j.ctx.Err() != nil {
 		p.j.fail(context.Cause(p.j.ctx))
@@ -205,7 +206,7 @@ func (d *Disk) finish(p piece) {
 	d.finishOne(p.j)
 }
 
-// finishOne ends a piece of a job, and with the last one the job.
+// finishOne ends one piece of a job, and the job if it was the last piece.
 func (d *Disk) finishOne(j *job) {
 	if j.left.Add(-1) > 0 {
 		return
@@ -218,8 +219,8 @@ func (d *Disk) finishOne(j *job) {
 	j.done(j)
 }
 
-// move reads or writes the piece. Where the page cache is bypassed, what is left of a block at its
-// end goes through tail.
+// move reads or writes the piece. With O_DIRECT, the part of a block at the end of the data goes
+// through tail.
 func (d *Disk) move(p *piece, tail []byte) error {
 	j := p.j
 	off := j.s.layout.SlotOffset(j.slot)
@@ -252,7 +253,7 @@ func (d *Disk) move(p *piece, tail []byte) error {
 	return nil
 }
 
-// transfer does one request.
+// transfer makes one request.
 func (d *Disk) transfer(p *piece, buf []byte, at int64) error {
 	if p.j.store {
 		_, err := p.j.file.WriteAt(buf, at)
@@ -265,14 +266,14 @@ func (d *Disk) transfer(p *piece, buf []byte, at int64) error {
 	return err
 }
 
-// check computes, or compares, the checksums of the pages that lie wholly in the piece.
+// check computes or compares the checksums of the pages that lie wholly in the piece.
 func (p *piece) check() error {
 	size := p.j.s.layout.Geometry.PageBytes
 	first, end := int((p.from+size-1)/size), int(p.to/size)
 	return p.j.checkPages(first, end)
 }
 
-// checkSplit does so for those that lie in several pieces.
+// checkSplit computes or compares the checksums of the pages that lie in several pieces.
 func (j *job) checkSplit() error {
 	size, step := j.s.layout.Geometry.PageBytes, j.step
 	if step%size == 0 {
@@ -288,7 +289,7 @@ func (j *job) checkSplit() error {
 	return nil
 }
 
-// checkPages computes, or compares, the checksums of pages [from, end).
+// checkPages computes or compares the checksums of pages [from, end).
 func (j *job) checkPages(from, end int) error {
 	size, d := j.s.layout.Geometry.PageBytes, j.sp.g.DigestBytes
 	wrong := -1

@@ -13,11 +13,11 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// keepBatch is how many chunks a keeper takes at a time, fewer if they may be large: their entries
-// are synced together, and Forget waits for no more than that.
+// keepBatch is the most chunks that a keeper takes at a time; it takes fewer large ones. Their
+// entries are synced together, and Forget waits for at most one batch.
 const keepBatch = 32
 
-// batch is how many a keeper takes next.
+// batch returns how many chunks a keeper takes next.
 func (a *Arena) batch() int {
 	a.d.regionsMu.RLock()
 	defer a.d.regionsMu.RUnlock()
@@ -28,13 +28,13 @@ func (a *Arena) batch() int {
 	return int(most)
 }
 
-// keeper has what is committed be found again, until the arena is closed.
+// keeper keeps committed chunks until the arena is closed.
 func (a *Arena) keeper() {
 	var k keepings
 	for {
 		full := a.keepSome(&k)
 		if full {
-			a.ring() // there may be some for another keeper
+			a.ring() // another keeper may find more
 		}
 		select {
 		case <-a.d.stop:
@@ -60,22 +60,22 @@ type keeping struct {
 	slot int
 	gen  uint64
 	sums []uint64
-	err  error // why it is not
-	lost bool  // because its bytes cannot be read, or be made to last
+	err  error // why it is not kept
+	lost bool  // its bytes cannot be read or made durable
 }
 
-// keepings are what a keeper works on, and its memory for it.
+// keepings is one keeper's batch, with its memory.
 type keepings struct {
 	items []engine.CascadeItem
-	names []byte // what the items' digests are in
+	names []byte // backs the items' digests
 	all   []keeping
 	seeds []uint64
 }
 
-// keepSome keeps the next chunks that wait, and says whether there may be more.
+// keepSome keeps the next chunks that wait. full reports whether more may wait.
 func (a *Arena) keepSome(k *keepings) (full bool) {
 	d := a.d
-	// so whoever has it for writing sees each chunk either still waiting or with its entry written
+	// With it, a holder of the write lock sees each chunk either waiting or with its entry written.
 	d.moving.RLock()
 	defer d.moving.RUnlock()
 	a.keeping.Add(1)
@@ -98,8 +98,8 @@ func (a *Arena) keepSome(k *keepings) (full bool) {
 		k.all = append(k.all, x)
 	}
 	if len(k.all) > 0 {
-		// Where one of these was before it was dropped and stored again, others may be by now: only
-		// one of the two entries may be found.
+		// Some of these chunks may have been dropped and stored again, and their old slots may hold
+		// other chunks by now. Only one of two entries may be found.
 		_ = d.eachSlab((*slab).hideStale) // a slab that fails is given up
 	}
 	slices.SortFunc(k.all, func(x, y keeping) int {
@@ -116,8 +116,8 @@ func (a *Arena) keepSome(k *keepings) (full bool) {
 	return len(k.items) == batch
 }
 
-// keepIn keeps chunks of one slab, in the order of their slots: first their bytes last, then their
-// entries are written, then these last.
+// keepIn keeps chunks of one slab, in the order of their slots. It makes their bytes durable, then
+// writes their entries, then makes the entries durable.
 func (a *Arena) keepIn(s *slab, all []keeping, k *keepings) {
 	d, file := a.d, s.buffed.(vfs.Resident)
 	for i := range all {
@@ -154,7 +154,7 @@ func (a *Arena) keepIn(s *slab, all []keeping, k *keepings) {
 		}
 		return s.writeEntries(d, uint32(some[0].slot), entries)
 	}, func(x *keeping) {
-		s.noteFree(uint32(x.slot)) // a part of it may be there
+		s.noteFree(uint32(x.slot)) // a part of the entry may be on the medium
 		d.faulty(s, x.err)
 	})
 	err := s.sync()
@@ -170,7 +170,7 @@ func (a *Arena) keepIn(s *slab, all []keeping, k *keepings) {
 		case x.lost:
 			d.unread.Add(1)
 			d.log.Warn("a chunk cannot be read where it was stored; dropped", zap.Error(x.err))
-			// the last page is in no other chunk, but in a longer version of this one
+			// only this chunk, or a longer version of it, has this last page
 			digest := s.layout.Geometry.DigestBytes
 			if _, err := d.engine.Drop(x.item.Space, x.item.First+x.item.Pages-1,
 				x.item.Hashes[(x.item.Pages-1)*digest:]); err != nil {
@@ -186,9 +186,9 @@ func (a *Arena) keepIn(s *slab, all []keeping, k *keepings) {
 	}
 }
 
-// inRuns calls do for runs of neighbouring slots among the chunks with which nothing is wrong so
-// far, and where that fails for several for each by itself. failed is told of those for which it
-// does.
+// inRuns calls do for each run of neighbouring slots among the chunks without an error. If do fails
+// for a run of several, it calls do for each of them alone. It calls failed for each chunk that
+// fails alone.
 func inRuns(all []keeping, do func(some []keeping) error, failed func(x *keeping)) {
 	for from := 0; from < len(all); {
 		if all[from].err != nil {

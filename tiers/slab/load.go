@@ -12,8 +12,8 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// checkTransfer says whether a transfer is one chunk with the memory that it needs: what this tier
-// does with it depends on that.
+// checkTransfer returns an error unless a transfer is one chunk with the memory that it needs. All
+// that the tier does with a transfer relies on that.
 func checkTransfer(t *tiers.Transfer) error {
 	g := &t.Space.Geometry
 	n := t.Pages()
@@ -111,7 +111,7 @@ func (d *Disk) lease(ctx context.Context, sp *space, i int, t *tiers.Transfer) (
 	}, nil
 }
 
-// endLoad ends a load's lease, dropping the chunk if it is not what it should be.
+// endLoad ends a load's lease, and drops the chunk if its bytes are wrong.
 func (d *Disk) endLoad(j *job) error {
 	err := j.failure()
 	var bad []uint32
@@ -124,13 +124,13 @@ func (d *Disk) endLoad(j *job) error {
 		d.log.Warn("a chunk on disk is corrupt; dropped", zap.Error(err))
 	case j.ctx.Err() != nil && errors.Is(err, context.Cause(j.ctx)) || callersFault(err):
 	default:
-		// What cannot be read now may be readable later, but nobody would know: the next one is
-		// served by the next tier.
+		// The chunk may become readable later, but nothing would notice. Dropping it lets the next
+		// tier serve it.
 		bad = []uint32{0}
 		d.unread.Add(1)
 		d.faulty(j.s, err)
 	}
-	// Nothing of the slab is touched after this: without leases it may go.
+	// Touch nothing of the slab after this: without leases it may be closed.
 	if e := d.engine.Release(j.sp.owner(), j.lease, bad); e != nil && err == nil {
 		err = e
 	}

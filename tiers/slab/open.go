@@ -29,14 +29,14 @@ const LockName = "lock"
 
 const slabPrefix = "slab-"
 
-// Open opens the store in some directories, making what is missing. A failed Open leaves nothing
-// open; what it made on disk stays. Errors: a directory that another process has open (a
-// *vfs.LockedError, with its pid), no room for the slabs, a slab of another version of the format,
-// and whatever keeps it from working in the directories at all. A slab that does not work is given
-// up and tried again later.
+// Open opens the store in some directories, and makes what is missing. A failed Open leaves nothing
+// open; files that it made stay. It returns a *vfs.LockedError, with the pid, if another process
+// has a directory open. It fails if there is no room for the slabs, if a slab has another version
+// of the format, and if it cannot work in the directories at all. A slab that does not work is
+// given up and retried later.
 func Open(o Options) (*Disk, error) { return open(o, nil) }
 
-// open opens a store as a tier, or as an arena, which gets to know of it.
+// open opens a store as a tier, or for an arena, in which it sets the store.
 func open(o Options, arena *Arena) (_ *Disk, err error) {
 	if err := o.validate(); err != nil {
 		return nil, err
@@ -99,8 +99,8 @@ func open(o Options, arena *Arena) (_ *Disk, err error) {
 	return d, nil
 }
 
-// Usable returns why a store could not be opened in a directory, as far as that shows before. It
-// makes the directory and its lock if they are not there.
+// Usable returns the error that would keep Open from using a directory, as far as it shows in
+// advance. It makes the directory and its lock if they are missing.
 func Usable(fsys vfs.FS, dir string) error {
 	locks, err := lockAll(fsys, []string{dir}, true)
 	for _, l := range locks {
@@ -110,7 +110,7 @@ func Usable(fsys vfs.FS, dir string) error {
 	return err
 }
 
-// lockAll takes the directories' locks, making these first if wanted.
+// lockAll takes the directories' locks. If make is set, it makes missing directories first.
 func lockAll(fsys vfs.FS, dirs []string, make bool) (locks []io.Closer, err error) {
 	for _, dir := range dirs {
 		var l io.Closer
@@ -131,7 +131,7 @@ func lockAll(fsys vfs.FS, dirs []string, make bool) (locks []io.Closer, err erro
 	return locks, nil
 }
 
-// slabNumbers lists the slabs in a directory by number.
+// slabNumbers returns the numbers of the slabs in a directory.
 func slabNumbers(fsys vfs.FS, dir string) ([]uint32, error) {
 	names, err := fsys.ReadDir(dir)
 	if err != nil {
@@ -149,11 +149,11 @@ func slabNumbers(fsys vfs.FS, dir string) ([]uint32, error) {
 	return out, nil
 }
 
-// SlabName is the name of a slab in its directory.
+// SlabName returns the file name of a slab.
 func SlabName(index uint32) string { return fmt.Sprintf("%s%03d", slabPrefix, index) }
 
-// readHeader reads what a file says of itself. An error that wraps media.ErrBlank or
-// media.ErrCorrupt says that it has no intact header.
+// readHeader reads a slab's header. The error wraps media.ErrBlank or media.ErrCorrupt if no header
+// is intact.
 func readHeader(f vfs.File) (media.Header, error) {
 	size, err := f.Size()
 	if err != nil {
@@ -173,7 +173,7 @@ func readHeader(f vfs.File) (media.Header, error) {
 	return h, err
 }
 
-// slabBytes is the size of a new slab of a store of some capacity.
+// slabBytes returns the size of a new slab for a store's capacity.
 func (d *Disk) slabBytes(capacity int64) int64 {
 	if d.o.SlabBytes != 0 {
 		return d.o.SlabBytes
@@ -181,12 +181,12 @@ func (d *Disk) slabBytes(capacity int64) int64 {
 	return min(max(capacity/32, minSlabBytes), maxSlabBytes)
 }
 
-// survey finds which slabs are there, makes the directories' sizes those wanted, and answers the
-// slabs that are carved.
+// survey finds the existing slabs, brings the directories to their sizes, and returns the carved
+// slabs.
 func (d *Disk) survey() (found []*slab, err error) {
 	want := d.slabBytes(d.o.CapacityBytes)
 	numbers := make([][]uint32, len(d.dirs))
-	there := 0 // with one for each directory that has none
+	there := 0 // one for each directory that has none
 	for i, dir := range d.dirs {
 		if numbers[i], err = slabNumbers(d.o.FS, dir.path); err != nil {
 			return nil, fmt.Errorf("disk tier in %s: %w", dir.path, err)
@@ -196,7 +196,7 @@ func (d *Disk) survey() (found []*slab, err error) {
 	headers := map[*place]media.Header{}
 	places := make([][]*place, len(d.dirs))
 	left := make([]int64, len(d.dirs))
-	free, wanting := maxSlabs, 0 // slabs that may be made, and directories that want some
+	free, wanting := maxSlabs, 0 // slabs that may still be made, directories that need some
 	for i, dir := range d.dirs {
 		left[i] = dir.bytes
 		most := max(maxSlabs/len(d.dirs), maxSlabs-there+max(len(numbers[i]), 1))
@@ -268,7 +268,7 @@ func (d *Disk) survey() (found []*slab, err error) {
 			d.o.CapacityBytes, len(d.dirs))
 	}
 	if d.o.Direct == DirectAlways && len(found) == 0 && len(d.places) > 0 {
-		// or it would come out at the first store
+		// fails here, not at the first store
 		buffed, direct, _, err := d.openFiles(d.places[0].name())
 		if err != nil {
 			return nil, fmt.Errorf("disk tier: %w", err)
@@ -280,8 +280,8 @@ func (d *Disk) survey() (found []*slab, err error) {
 	return found, nil
 }
 
-// fill makes slabs for what is left of a directory's capacity beside those that it has, at most so
-// many. What was made before an error is answered with it.
+// fill makes slabs for the rest of a directory's capacity, beside those in has, and at most want.
+// With an error it returns the slabs made before it.
 func (d *Disk) fill(dir *directory, has []*place, left, want int64,
 	most int) (made []*place, err error) {
 	next := uint32(0)
@@ -292,7 +292,7 @@ func (d *Disk) fill(dir *directory, has []*place, left, want int64,
 		size := max(min(want, left), left/int64(most-len(made))/block*block)
 		if rest := left - size; rest < max(size/4, leastSlabBytes) && rest > 0 &&
 			len(has)+len(made) > 0 {
-			size = left // no odd little one at the end
+			size = left // avoids a small slab at the end
 		}
 		if sized, ok := d.o.FS.(Sized); ok {
 			hole, err := sized.Hole(dir.path)
@@ -313,8 +313,8 @@ func (d *Disk) fill(dir *directory, has []*place, left, want int64,
 	return made, nil
 }
 
-// look reads what a file that is there says of itself. One that is damaged is made anew, with so
-// many bytes if its size is no help; one that does not work is off.
+// look reads the header of an existing file. A damaged file is made anew, with the given size if
+// its own is of no use. A file that does not work is off.
 func (d *Disk) look(p *place, bytes int64) (media.Header, error) {
 	h, err := func() (media.Header, error) {
 		f, err := d.o.FS.OpenFile(p.name(), 0)
@@ -363,8 +363,8 @@ func (d *Disk) look(p *place, bytes int64) (media.Header, error) {
 	return media.Header{Epoch: p.epoch, Bytes: p.bytes}, nil
 }
 
-// ours says whether an error is no fault of the medium but of how we are set up: then nothing is
-// given up, opening fails.
+// ours reports whether an error is a fault of our setup, not of the medium. Then opening fails, and
+// nothing is given up.
 func ours(err error) bool {
 	for _, e := range []error{vfs.ErrNoDirect, dax.ErrNoMemory, syscall.EMFILE, syscall.ENFILE,
 		syscall.ENOMEM, syscall.EACCES, syscall.EPERM, syscall.EROFS} {
@@ -375,7 +375,7 @@ func ours(err error) bool {
 	return false
 }
 
-// recover finds what the slabs hold.
+// recover finds the chunks of the slabs.
 func (d *Disk) recover(slabs []*slab) error {
 	for _, s := range slabs {
 		if err := d.addSlab(s); err != nil {
@@ -424,27 +424,27 @@ func (d *Disk) recover(slabs []*slab) error {
 	return nil
 }
 
-// findings is what was found in a slab.
+// findings is what was found in one slab.
 type findings struct {
 	err     error
 	last    uint64 // the highest commit number
-	bad     int    // entries that did not check out
-	dropped int    // entries whose data had not been synced, and did not check out
+	bad     int    // entries that do not match their checksums
+	dropped int    // entries in doubt whose data is wrong
 }
 
-// doubt is an entry of which it is not known that it is durable.
+// doubt is an entry that may not have been durable.
 type doubt struct {
 	commit uint64
 	slot   int
 }
 
-// maxDoubts is how many are remembered before they are looked through.
+// maxDoubts is how many doubts are collected before they are checked.
 const maxDoubts = 1 << 14
 
-// restoreBatch is how many slots the engine is told of at a time.
+// restoreBatch is how many slots go to the engine in one call.
 const restoreBatch = 512
 
-// restore tells the engine of what a slab holds.
+// restore enters a slab's chunks into the engine.
 func (d *Disk) restore(s *slab, out *findings) error {
 	table, err := dax.NewTable[byte](s.layout.ScanBytes(1 << 20)) // aligned
 	if err != nil {
@@ -456,13 +456,13 @@ func (d *Disk) restore(s *slab, out *findings) error {
 		batch           = make([]engine.Restored, 0, restoreBatch)
 		doubts []doubt
 		stable = s.header.Stable
-		spaces = map[tiers.Fingerprint]*space{} // nil: it cannot be had
+		spaces = map[tiers.Fingerprint]*space{} // nil: there is no room for it
 		last   *space
 		ppc    = s.layout.Geometry.PagesPerChunk
 		sums   = s.sums.Slice()
 		gens   = s.gens.Slice()
 	)
-	// what has that number may have been dropped since, but none that comes may have it again
+	// Chunks with commit numbers up to stable may be gone, but those numbers must not be reused.
 	out.last = stable
 	if s.direct != nil {
 		file = s.direct
@@ -507,7 +507,7 @@ func (d *Disk) restore(s *slab, out *findings) error {
 				sums[slot*ppc+i] = e.Sum(i)
 			}
 			if e.Commit > stable && d.arena == nil {
-				// an arena checks all of them before they are used
+				// an arena checks every chunk before its first use
 				if len(doubts) >= maxDoubts {
 					doubts = slices.DeleteFunc(doubts,
 						func(x doubt) bool { return x.commit <= stable })
@@ -522,7 +522,7 @@ func (d *Disk) restore(s *slab, out *findings) error {
 				return flush()
 			}
 			return nil
-		}, flush) // what the entries point to is read over after that
+		}, flush) // flush reads the table's memory over, so it runs after the scan
 	for _, sp := range spaces {
 		if sp != nil {
 			d.letGo(sp)
@@ -549,7 +549,7 @@ func (d *Disk) restore(s *slab, out *findings) error {
 	return nil
 }
 
-// intact reads an entry again, and the data that it tells of.
+// intact reads an entry again and reports whether it and its data are intact.
 func (s *slab) intact(slot int) (bool, error) {
 	b := make([]byte, s.layout.EntryBytes)
 	if _, err := s.buffed.ReadAt(b, s.layout.EntryOffset(slot)); err != nil {
@@ -563,26 +563,26 @@ func (s *slab) intact(slot int) (bool, error) {
 	return n == e.Pages, err
 }
 
-// verifyBytes is how much verify reads at once.
+// verifyBytes is how much verify reads at a time.
 const verifyBytes = 1 << 20
 
-// verify reads the pages of an entry until one does not check out, in pieces of buf, which has a
-// multiple of a block. It answers how many did.
+// verify reads the pages of an entry up to the first wrong one, through buf, whose size is a
+// multiple of a block. It returns how many are right.
 func verify(f vfs.File, l *media.Layout, id media.Identity, slot int, e *media.Entry,
 	buf []byte) (pages int, err error) {
 	g := &l.Geometry
 	total := int64(e.Pages) * g.PageBytes
 	hasher := id.PageHasher(e.Digests[:g.DigestBytes], e.Generation)
-	room := g.PageBytes // of the page being hashed
+	room := g.PageBytes // bytes of the current page still to hash
 	for at := int64(0); at < total; at += int64(len(buf)) {
 		n := min(total-at, int64(len(buf)))
 		if _, err := f.ReadAt(buf[:(n+block-1)/block*block], l.SlotOffset(slot)+at); err != nil {
-			// strides are whole blocks
+			// not reached: strides are whole blocks
 			return pages, err
 		}
 		for rest := buf[:n]; len(rest) > 0; {
 			m := min(room, int64(len(rest)))
-			_, _ = hasher.Write(rest[:m]) // it never fails
+			_, _ = hasher.Write(rest[:m]) // never fails
 			rest, room = rest[m:], room-m
 			if room > 0 {
 				continue
@@ -600,8 +600,8 @@ func verify(f vfs.File, l *media.Layout, id media.Identity, slot int, e *media.E
 	return pages, nil
 }
 
-// ready makes a recovered slab fit for stores: what is in it is durable, and its generations are
-// its own.
+// ready prepares a recovered slab for stores: its contents become durable, and it gets an epoch of
+// its own for generations.
 func (s *slab) ready() error {
 	if err := s.buffed.Datasync(); err != nil {
 		return err

@@ -16,17 +16,17 @@ import (
 )
 
 const (
-	// coldAfter is how long a slab must not have been used for a geometry that has slabs of its own
-	// to take it.
+	// coldAfter is how long a slab must have been unused before a geometry that already has slabs
+	// takes it.
 	coldAfter = 10 * time.Minute
-	// coolAfter is the same for a geometry that has none.
+	// coolAfter is the same for a geometry without slabs.
 	coolAfter = time.Second
 )
 
 func (d *Disk) touch(s *slab) { s.usedAt.Store(int64(time.Since(d.start))) }
 
-// makeRoom carves slabs for a geometry that has fewer free slots than wanted, while there are blank
-// ones or such that another geometry left cold.
+// makeRoom carves slabs for a geometry with fewer free slots than wanted. It takes blank places,
+// and slabs that another geometry has not used for long.
 func (d *Disk) makeRoom(g tiers.Geometry, want int) {
 	slots, free := d.engine.Room(g)
 	if free >= want || slots > 0 && d.blank.Load() == 0 && d.coldest(g, coldAfter) == nil {
@@ -38,7 +38,7 @@ func (d *Disk) makeRoom(g tiers.Geometry, want int) {
 		return
 	}
 	for {
-		// One in each directory, so that all of them get their share of what comes.
+		// Carve one in each directory, so that stores are spread over all of them.
 		had := slots
 		for _, dir := range d.dirs {
 			for _, p := range d.places {
@@ -50,7 +50,7 @@ func (d *Disk) makeRoom(g tiers.Geometry, want int) {
 		}
 		slots, free = d.engine.Room(g)
 		if d.arena == nil || free >= want || slots == had {
-			// in an arena nothing is evicted for what a blank place has room for
+			// in an arena nothing is evicted while a blank place has room
 			break
 		}
 	}
@@ -69,7 +69,7 @@ func (d *Disk) makeRoom(g tiers.Geometry, want int) {
 	}
 }
 
-// blank says whether a place can be carved. The caller holds Disk.shape.
+// blank reports whether a place can be carved. The caller holds Disk.shape.
 func (p *place) blank() bool { return p.slab == nil && !p.retired.Load() && p.failure() == nil }
 
 // countBlank counts the places that can be carved. The caller holds shape.
@@ -83,7 +83,8 @@ func (d *Disk) countBlank() {
 	d.blank.Store(n)
 }
 
-// coldest is the slab of another geometry that was not used for longest, and at least for idle.
+// coldest returns the slab of another geometry that has been unused for longest, and for at least
+// idle, or nil.
 func (d *Disk) coldest(g tiers.Geometry, idle time.Duration) *slab {
 	before := int64(time.Since(d.start) - idle)
 	var cold *slab
@@ -107,7 +108,8 @@ func (d *Disk) reclaim(s *slab, g tiers.Geometry) {
 	d.log.Info("a slab goes to another geometry", zap.String("slab", p.name()),
 		zap.Any("from", s.layout.Geometry), zap.Any("to", g))
 	if err := d.engine.RemoveRegion(s.region); err != nil {
-		// Somebody uses it after all. What is left of it is dropped, so let that end.
+		// A lease came meanwhile. A part of the slab is dropped already, so wait for the lease to
+		// end and drop the rest.
 		p.setFailure(errors.New("it is being emptied for another geometry"))
 		d.heal(p, s)
 		return
@@ -117,14 +119,14 @@ func (d *Disk) reclaim(s *slab, g tiers.Geometry) {
 	d.carveOrGiveUp(p, g)
 }
 
-// retract says once that the region of a slab is removed.
+// retract calls Removed for a slab's region, once.
 func (d *Disk) retract(s *slab) {
 	if d.arena != nil {
 		s.told.Do(func() { d.arena.o.Removed(s.region) })
 	}
 }
 
-// forget lets go of a slab whose region is removed.
+// forget drops a slab whose region is removed.
 func (d *Disk) forget(s *slab) {
 	d.retract(s)
 	d.regionsMu.Lock()
@@ -135,7 +137,7 @@ func (d *Disk) forget(s *slab) {
 	}
 }
 
-// carveOrGiveUp carves a blank place. The caller holds shape.
+// carveOrGiveUp carves a blank place, and gives it up if that fails. The caller holds shape.
 func (d *Disk) carveOrGiveUp(p *place, g tiers.Geometry) {
 	err := d.carve(p, g)
 	defer d.countBlank()
@@ -168,7 +170,7 @@ func (d *Disk) carve(p *place, g tiers.Geometry) error {
 		return err
 	}
 	if !p.fresh {
-		// What is there would not check out, but it would look like damage.
+		// Old entries would not match their checksums, but they would count as damage.
 		if err = zero(s.buffed, layout.EntryOffset(0), layout.DataOffset); err == nil {
 			err = s.buffed.Datasync()
 		}
@@ -187,7 +189,7 @@ func (d *Disk) carve(p *place, g tiers.Geometry) error {
 	return nil
 }
 
-// addSlab gives a slab's slots to the engine.
+// addSlab adds a slab's slots to the engine.
 func (d *Disk) addSlab(s *slab) error {
 	s.region = d.regionIDs.Add(1)
 	d.touch(s)
@@ -228,7 +230,7 @@ func (d *Disk) off(p *place, err error) {
 		zap.String("slab", p.name()), zap.Error(err))
 }
 
-// giveUp drops all that a slab holds, and has it made anew.
+// giveUp drops all chunks of a slab and has it made anew.
 func (d *Disk) giveUp(s *slab, err error) {
 	if s.failed.CompareAndSwap(false, true) {
 		d.off(s.place, err)
@@ -236,8 +238,8 @@ func (d *Disk) giveUp(s *slab, err error) {
 	}
 }
 
-// heal brings a place that is off back, in a goroutine of its own. s is the slab that is there
-// still, if one is.
+// heal brings a place back into use, in a goroutine of its own. s is the slab that is still there,
+// or nil.
 func (d *Disk) heal(p *place, s *slab) {
 	d.healers.Add(1)
 	go func() {
@@ -276,8 +278,8 @@ func (d *Disk) heal(p *place, s *slab) {
 	}()
 }
 
-// empty takes a slab that was given up from the engine and closes it, when nobody uses it any more.
-// false: the tier is being closed, which does that.
+// empty takes a given-up slab from the engine and closes it once nobody uses it. It returns false
+// if the tier is being closed first; Close then closes the slab.
 func (d *Disk) empty(s *slab) bool {
 	for {
 		err := d.engine.RemoveRegion(s.region)
@@ -297,10 +299,10 @@ func (d *Disk) empty(s *slab) bool {
 	return true
 }
 
-// discard removes the file of a place that was given up, so that what was dropped with it is not
-// found when the store is opened again.
+// discard removes the file of a given-up place, so that its dropped chunks are not found when the
+// store is opened again.
 func (d *Disk) discard(p *place) {
-	if err := d.hold(p.home); err != nil { // the file is another's
+	if err := d.hold(p.home); err != nil { // the file belongs to another process
 		return
 	}
 	if err := d.o.FS.Remove(p.name()); err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -309,8 +311,8 @@ func (d *Disk) discard(p *place) {
 	}
 }
 
-// remake makes a place's file anew, and blank. The caller holds shape, or nobody else knows the
-// place yet.
+// remake makes a place's file anew, and blank. The caller holds shape, or is the only one who knows
+// the place.
 func (d *Disk) remake(p *place) (err error) {
 	if err := errors.Join(d.o.FS.MkdirAll(p.home.path), d.hold(p.home)); err != nil {
 		return err
@@ -329,7 +331,7 @@ func (d *Disk) remake(p *place) (err error) {
 	}()
 	if err := f.Allocate(0, p.bytes); err != nil {
 		if vfs.IsNoSpace(err) {
-			// A part may have been allocated, which nobody has a use for.
+			// Free the part that may have been allocated.
 			_ = f.Truncate(0)
 			free, e := d.o.FS.FreeSpace(p.home.path)
 			return errors.Join(fmt.Errorf("%s: no room for a slab of %d bytes, %d are free: %w",
@@ -337,7 +339,7 @@ func (d *Disk) remake(p *place) (err error) {
 		}
 		return err
 	}
-	if d.o.Recycled { // or the header of a slab that was there before would count
+	if d.o.Recycled { // else the header of an earlier slab would count
 		if err := errors.Join(zero(f, 0, 2*media.BlockBytes), f.Datasync()); err != nil {
 			return err
 		}
@@ -350,7 +352,7 @@ func (d *Disk) remake(p *place) (err error) {
 	if err := d.o.FS.SyncDir(p.home.path); err != nil {
 		return err
 	}
-	// It must work both ways.
+	// Test both writing and reading.
 	want, got := make([]byte, media.BlockBytes), make([]byte, media.BlockBytes)
 	h.Encode(want)
 	if _, err := f.ReadAt(got, media.HeaderOffset(h.Epoch)); err != nil {
@@ -363,7 +365,7 @@ func (d *Disk) remake(p *place) (err error) {
 	return nil
 }
 
-// noRoom is why a store got no slot.
+// noRoom returns why a store got no slot.
 func (d *Disk) noRoom() error {
 	var why error
 	_, places := d.table()
@@ -383,7 +385,7 @@ func (d *Disk) noRoom() error {
 	return fmt.Errorf("every slab is given up: %w", why)
 }
 
-// flushEvery is how often the entries of what was dropped are freed on the medium.
+// flushEvery is how often the entries of dropped chunks are freed on the medium.
 const flushEvery = time.Second
 
 func (d *Disk) flusher() {
@@ -401,23 +403,24 @@ func (d *Disk) flusher() {
 			if d.arena != nil {
 				d.arena.noteUse()
 			} else {
-				d.engine.Expire() // nothing expires, but it gives tables back
+				d.engine.Expire() // frees unused tables; no lease here has a deadline
 			}
 		}
 	}
 }
 
-// flushDropped durably frees the entries of what was dropped, wherever it is on its way to.
+// flushDropped durably frees the entries of dropped chunks, including chunks that are being moved
+// or kept.
 func (d *Disk) flushDropped() error {
 	d.moving.Lock()
 	defer d.moving.Unlock()
 	return d.flushFrees()
 }
 
-// flushFrees durably frees the entries of what was dropped.
+// flushFrees durably frees the entries of dropped chunks.
 func (d *Disk) flushFrees() error { return d.eachSlab((*slab).freeStale) }
 
-// eachSlab calls f for the slabs that work. Those for which it fails are given up.
+// eachSlab calls f for each slab that works. It gives up slabs for which f fails.
 func (d *Disk) eachSlab(f func(*slab) error) error {
 	d.regionsMu.RLock()
 	all := make([]*slab, 0, len(d.byRegion))

@@ -17,21 +17,21 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// place is where a slab's file is. There is nothing in it (blank), a carved slab, or what is there
-// does not work (off).
+// place is where a slab's file lies. It is blank (nothing in it), carved (a slab), or off (it does
+// not work).
 type place struct {
 	home  *directory
 	index uint32
 	bytes int64
 	slab  *slab // nil: blank or off; guarded by Disk.shape
-	// retired: it is not carved any more, and if it is its region is drained; changed under
-	// Disk.shape. gone: it is the store's no more; guarded by Disk.shape.
+	// retired: it is not carved any more, and its region, if any, is drained; changed under
+	// Disk.shape. gone: it has left the store; guarded by Disk.shape.
 	retired atomic.Bool
 	gone    bool
-	// fresh: nothing but a header was ever written to the file; guarded by Disk.shape.
+	// fresh: only a header was ever written to the file; guarded by Disk.shape.
 	fresh bool
 	epoch uint64 // of its header; guarded by Disk.shape
-	// unfit is the last geometry that it turned out to be too small for; guarded by Disk.shape.
+	// unfit is the last geometry for which the place was too small; guarded by Disk.shape.
 	unfit tiers.Geometry
 
 	mu  sync.Mutex
@@ -40,7 +40,7 @@ type place struct {
 
 func (p *place) name() string { return path.Join(p.home.path, SlabName(p.index)) }
 
-// failure is why the place was given up, nil if it was not.
+// failure returns why the place was given up, or nil.
 func (p *place) failure() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -53,48 +53,48 @@ func (p *place) setFailure(err error) {
 	p.mu.Unlock()
 }
 
-// What a slab knows of a slot's entry on the medium.
+// State of a slot's entry on the medium, as bits.
 const (
-	written = 1 << iota // it may be there
-	stale               // and it is of something that the engine has freed
-	blanked             // and it was freed as well, but that is not synced
+	written = 1 << iota // an entry may be on the medium
+	stale               // the entry is of a chunk that the engine has freed
+	blanked             // the entry was freed too, but that is not synced
 )
 
-// slab is a place's file as it was carved once. Carved or made anew it is another slab.
+// slab is a place's file, from one carving to the next. A place that is carved or made anew gets
+// another slab.
 type slab struct {
 	place  *place
 	region uint32
 	header media.Header
 	id     media.Identity
 	layout *media.Layout
-	// through the page cache: headers, the directory, and data that O_DIRECT does not take
+	// through the page cache: for headers, the directory, and data unfit for O_DIRECT
 	buffed  vfs.File
-	direct  vfs.File // nil: not to be had
+	direct  vfs.File // nil: O_DIRECT is not available
 	align   int      // of addresses, offsets and lengths in direct
 	file    vfs.FileID
 	failed  atomic.Bool
 	usedAt  atomic.Int64 // ns since the tier was opened
-	faults  atomic.Int32 // failures of I/O since the last success
-	spoiled atomic.Int32 // slots that are not used any more
+	faults  atomic.Int32 // consecutive failures of I/O
+	spoiled atomic.Int32 // slots that are out of use
 
-	// life is held for reading by whoever uses the files or tables without a lease on a slot, for
+	// life is held for reading by a user of the files or tables who has no lease on a slot, for
 	// writing to close them.
 	life   sync.RWMutex
 	closed bool
-	sums   *dax.Table[uint64] // of the pages, by slot
-	// generation of what a slot holds; a slot's are its writer's, and readers' who have a lease, in
-	// an arena under mu
+	sums   *dax.Table[uint64] // checksums of the pages, by slot
+	// Generation of each slot's contents. An entry belongs to the slot's writer and to readers with
+	// a lease; in an arena mu guards it.
 	gens *dax.Table[uint64]
 
 	fills atomic.Uint64 // generations given out
-	base  int64         // of an arena: where what workers map begins in the file
-	told  sync.Once     // of an arena: that its region has gone
-	// lastUse is, of an arena, what the engine called the region's last use when that was looked at
-	// last.
+	base  int64         // of an arena: where the workers' mapping begins in the file
+	told  sync.Once     // of an arena: for the call of Removed
+	// lastUse, of an arena, is the engine's last use of the region as last seen by noteUse.
 	lastUse atomic.Uint64
 
 	order    sync.Mutex // held while an entry is written
-	entries  []byte     // to encode into
+	entries  []byte     // buffer for encoding
 	lastDone uint64     // the commit number of the last entry that was written
 	stable   uint64     // commits up to this one are durable
 
@@ -104,21 +104,21 @@ type slab struct {
 	mu    sync.Mutex
 	slots []uint8  // by slot: written, stale
 	kept  int      // slots that are written and not stale
-	frees []uint32 // stale ones that are not blanked, perhaps outdated
-	blank []uint32 // that are blanked, likewise
+	frees []uint32 // candidates: stale slots that are not blanked
+	blank []uint32 // candidates: blanked slots
 }
 
-// group lets those who wait for a sync of the same file share one.
+// group lets goroutines that need a sync of the same file share one.
 type group struct {
 	mu      sync.Mutex
 	cond    *sync.Cond
 	running bool
 	started uint64
 	done    uint64
-	err     error // of the last one
+	err     error // of the last call
 }
 
-// do returns after a call of f that began after do was called.
+// do returns after a call of f that began after do was called, with its error.
 func (g *group) do(f func() error) error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -139,14 +139,14 @@ func (g *group) do(f func() error) error {
 		g.mu.Lock()
 		g.running, g.done = false, n
 		if g.err == nil {
-			g.err = err // one that failed leaves everything after it in doubt
+			g.err = err // after a failure everything later is in doubt
 		}
 		g.cond.Broadcast()
 	}
 	return g.err
 }
 
-// sync makes what was written before it durable. Once one has failed, all fail.
+// sync makes all writes before it durable. After one failure every sync fails.
 func (s *slab) sync() error {
 	return s.syncs.do(func() error {
 		s.order.Lock()
@@ -162,12 +162,11 @@ func (s *slab) sync() error {
 	})
 }
 
-// maxRun is how many bytes of the directory are written at once, but at least one entry.
+// maxRun is the most bytes of the directory that one write covers, but at least one entry.
 const maxRun = 256 << 10
 
-// runs calls do for each run of slots that are neighbours, of sorted ones. A file system makes each
-// write through the page cache wait for all that are under way around it, and others for that: the
-// fewer the better.
+// runs calls do for each run of neighbours in sorted slots. Fewer writes are faster: ext4 makes
+// each write through the page cache wait for all direct writes in progress to the file.
 func (s *slab) runs(slots []uint32, do func(from, to int)) {
 	for from := 0; from < len(slots); {
 		to := from + 1
@@ -180,7 +179,7 @@ func (s *slab) runs(slots []uint32, do func(from, to int)) {
 	}
 }
 
-// writeEntries writes the entries of slots that are neighbours. They get the next commit numbers.
+// writeEntries writes the entries of neighbouring slots. They get the next commit numbers.
 func (s *slab) writeEntries(d *Disk, first uint32, entries []media.Entry) error {
 	s.order.Lock()
 	defer s.order.Unlock()
@@ -203,7 +202,7 @@ func (s *slab) writeEntries(d *Disk, first uint32, entries []media.Entry) error 
 	return nil
 }
 
-// mark changes what is known of a slot's entry. The caller holds mu, or is alone.
+// mark sets the state of a slot's entry. The caller holds mu, or is the only user.
 func (s *slab) mark(slot int, now uint8) {
 	was := s.slots[slot]
 	s.slots[slot] = now
@@ -215,14 +214,14 @@ func (s *slab) mark(slot int, now uint8) {
 	}
 }
 
-// isKept says whether a slot's entry is on the medium and of what the slot holds.
+// isKept reports whether the medium has an entry of the slot's current chunk.
 func (s *slab) isKept(slot int) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.slots[slot]&(written|stale) == written
 }
 
-// setSums sets the generation of what a slot holds, and the checksums of its pages.
+// setSums sets the generation of a slot's contents and the checksums of its pages.
 func (s *slab) setSums(slot int, gen uint64, sums []uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -230,19 +229,20 @@ func (s *slab) setSums(slot int, gen uint64, sums []uint64) {
 	copy(s.pageSums(slot), sums)
 }
 
-// getSums appends the checksums of so many pages of a slot to out, and answers their generation.
+// getSums appends the checksums of a slot's first pages to out. It also returns their generation.
 func (s *slab) getSums(slot, pages int, out []uint64) (gen uint64, sums []uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.gens.Slice()[slot], append(out, s.pageSums(slot)[:pages]...)
 }
 
-// corrupt is the error of a page that does not check out.
+// corrupt returns the error for a page that does not match its checksum.
 func (s *slab) corrupt(page, slot int) error {
 	return fmt.Errorf("%w: page %d in slot %d of %s", tiers.ErrCorrupt, page, slot, s.place.name())
 }
 
-// noteFree remembers that a slot's entry, if there is one, is of something that is gone.
+// noteFree marks a slot's entry as stale. After this call, anything already written for the slot
+// describes content that no longer exists.
 func (s *slab) noteFree(slot uint32) {
 	s.mu.Lock()
 	if s.slots[slot]&(written|stale) == written {
@@ -252,10 +252,10 @@ func (s *slab) noteFree(slot uint32) {
 	s.mu.Unlock()
 }
 
-// zeros are as many as are written at once: entries that are free, at least where it counts.
+// zeros is the largest run of freed entries: an entry of zeros is free.
 var zeros = make([]byte, maxRun)
 
-// free writes that the entries of n neighbouring slots are free. order is held.
+// free writes free entries for n neighbouring slots. The caller holds order.
 func (s *slab) free(first uint32, n int) error {
 	_, err := s.buffed.WriteAt(zeros[:(n-1)*s.layout.EntryBytes+len(freeEntry)],
 		s.layout.EntryOffset(int(first)))
@@ -264,8 +264,8 @@ func (s *slab) free(first uint32, n int) error {
 
 var freeEntry = media.FreeEntry()
 
-// freeSlots frees the entries of slots, sorted, that the caller was granted. wrote is told of each
-// where there was anything to write, and whether that failed.
+// freeSlots frees the entries of sorted slots that the caller was granted. It calls wrote for each
+// slot whose entry it had to write, with the error of that.
 func (s *slab) freeSlots(slots []uint32, wrote func(slot uint32, err error)) {
 	s.order.Lock()
 	defer s.order.Unlock()
@@ -293,8 +293,8 @@ func (s *slab) freeSlots(slots []uint32, wrote func(slot uint32, err error)) {
 	})
 }
 
-// freeStale durably frees the entries of what the engine has freed since it did so last. A slot
-// that is granted again meanwhile is its writer's.
+// freeStale durably frees the entries of all chunks that the engine has freed. It skips slots that
+// are granted again meanwhile: they belong to their writers.
 func (s *slab) freeStale() error {
 	s.flushing.Lock()
 	defer s.flushing.Unlock()
@@ -321,14 +321,14 @@ func (s *slab) freeStale() error {
 	return nil
 }
 
-// hideStale does so for a process that ends in any way, but not for a machine that does.
+// hideStale blanks stale entries without syncing: enough for a process crash, not for a power cut.
 func (s *slab) hideStale() error {
 	s.flushing.Lock()
 	defer s.flushing.Unlock()
 	return s.blankStale()
 }
 
-// blankStale writes free entries over those that are stale. The caller holds flushing.
+// blankStale writes free entries over stale ones. The caller holds flushing.
 func (s *slab) blankStale() error {
 	s.mu.Lock()
 	frees := s.frees
@@ -345,9 +345,9 @@ func (s *slab) blankStale() error {
 	return err
 }
 
-// writeBlanks writes free entries over those of slots that are stale.
+// writeBlanks writes free entries over those of the given slots that are stale.
 func (s *slab) writeBlanks(slots []uint32) error {
-	const most = 64 // for which order is held
+	const most = 64 // written in one hold of order
 	slots = slices.Sorted(slices.Values(slots))
 	for some := range slices.Chunk(slots, most) {
 		if err := s.blankSome(some); err != nil {
@@ -379,29 +379,29 @@ func (s *slab) blankSome(slots []uint32) (err error) {
 	return err
 }
 
-// placement is where the slots lie in the region that the slab is.
+// placement returns where the slots lie in the slab's region.
 func (s *slab) placement() engine.Placement {
 	return engine.Placement{Offset: s.layout.DataOffset - s.base, Stride: s.layout.StrideBytes}
 }
 
-// slotAt is the slot that an offset in that region lies in.
+// slotAt returns the slot at an offset of the region.
 func (s *slab) slotAt(offset uint64) int {
 	at := s.placement()
 	return int((int64(offset) - at.Offset) / at.Stride)
 }
 
-// pageSums is where the checksums of a slot's pages are kept.
+// pageSums returns the checksums of a slot's pages, as a part of the table.
 func (s *slab) pageSums(slot int) []uint64 {
 	ppc := s.layout.Geometry.PagesPerChunk
 	return s.sums.Slice()[slot*ppc : (slot+1)*ppc]
 }
 
-// takes says whether memory can be moved to or from the slab without the page cache.
+// takes reports whether memory can be moved to or from the slab by O_DIRECT.
 func (s *slab) takes(p []byte) bool {
 	return s.direct != nil && reflect.ValueOf(p).Pointer()&uintptr(s.align-1) == 0
 }
 
-// writeHeader writes the header of the next epoch.
+// writeHeader writes a header with the next epoch.
 func (s *slab) writeHeader(stable uint64) error {
 	h := s.header
 	h.Epoch++
@@ -422,7 +422,8 @@ func writeHeader(f vfs.File, h *media.Header) error {
 	return f.Datasync()
 }
 
-// seal marks the slab as whole: opened again, nothing in it is in doubt. Nobody else uses it.
+// seal marks the slab as whole: when it is opened again, none of its entries is in doubt. The
+// caller is its only user.
 func (s *slab) seal() error {
 	if s.failed.Load() {
 		return nil
@@ -437,7 +438,7 @@ func (s *slab) seal() error {
 	return err
 }
 
-// close gives back what the slab has, when nobody uses it any more.
+// close closes the slab's files and tables. The caller is its only user.
 func (s *slab) close() error {
 	s.life.Lock()
 	defer s.life.Unlock()
@@ -458,7 +459,7 @@ func (s *slab) close() error {
 	return errors.Join(errs...)
 }
 
-// newSlab makes what a carved slab has in memory, and opens its files. It has no region yet.
+// newSlab opens a carved slab's files and makes its tables. It has no region yet.
 func (d *Disk) newSlab(p *place, h media.Header) (s *slab, err error) {
 	s = &slab{place: p, header: h, id: h.Identity()}
 	s.layout = &s.header.Layout
@@ -482,8 +483,7 @@ func (d *Disk) newSlab(p *place, h media.Header) (s *slab, err error) {
 	return s, nil
 }
 
-// openFiles opens a slab's file through the page cache and, where that is possible and wanted,
-// around it.
+// openFiles opens a slab's file through the page cache and, if wanted and possible, with O_DIRECT.
 func (d *Disk) openFiles(name string) (buffed, direct vfs.File, align int, err error) {
 	if buffed, err = d.o.FS.OpenFile(name, 0); err != nil {
 		return nil, nil, 0, err
@@ -506,11 +506,12 @@ func (d *Disk) openFiles(name string) (buffed, direct vfs.File, align int, err e
 	return nil, nil, 0, errors.Join(err, buffed.Close())
 }
 
-// enough is after how many failures in a row a slab is given up.
+// enough is the number of consecutive failures after which a slab is given up.
 const enough = 4
 
-// faulty takes a slot that alone has failed out of use, or counts a failure of I/O, and gives the
-// slab up when it is one too many. Who calls it has the slot still.
+// faulty handles a failure of I/O. If only the slot failed, it takes the slot out of use. Otherwise
+// it counts the failure and gives the slab up after enough of them. The caller still holds the
+// slot.
 func (d *Disk) faulty(s *slab, err error) {
 	if d.spoil(s, err) {
 		return
@@ -520,8 +521,7 @@ func (d *Disk) faulty(s *slab, err error) {
 	}
 }
 
-// callersFault says whether an error is not the medium's but that of the memory that was to be
-// moved.
+// callersFault reports whether an error is of the memory to be moved, not of the medium.
 func callersFault(err error) bool {
 	return errors.Is(err, syscall.EFAULT) || errors.Is(err, dax.ErrFault)
 }

@@ -8,13 +8,13 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// spoiledShare is which part of a slab's slots may be spoiled before the slab is given up: one in
-// so many.
+// spoiledShare limits the spoiled slots of a slab: once one in spoiledShare is spoiled, the slab is
+// given up.
 const spoiledShare = 4
 
-// spoil has a slot whose bytes or entry cannot be used, while the rest of the slab can, not be
-// granted again. The chunk that it held is its user's to drop. false: the failure is of another
-// kind, or of too many slots.
+// spoil takes a slot out of use whose bytes or entry cannot be used, while the rest of the slab
+// can. The caller drops the slot's chunk. It returns false if the failure is of another kind, or if
+// too many slots are spoiled.
 func (d *Disk) spoil(s *slab, err error) bool {
 	var bad *vfs.BadPlaceError
 	if !errors.As(err, &bad) {

@@ -15,8 +15,8 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// Store implements tiers.Tier. The transfers of a call share their syncs: all of them, or of media
-// that are memory a few at a time.
+// Store implements tiers.Tier. All transfers of a call share their syncs. On media that are memory,
+// groups of a few transfers do.
 func (d *Disk) Store(ctx context.Context, transfers []tiers.Transfer, done func(i int, err error)) {
 	if err := d.begin(ctx); err != nil {
 		for i := range transfers {
@@ -27,7 +27,8 @@ func (d *Disk) Store(ctx context.Context, transfers []tiers.Transfer, done func(
 	defer d.end()
 	var groups []*storing
 	for i := 0; i < len(transfers); {
-		// The first few begin soon, and what is to be done after the last copy is little.
+		// A small first group starts copying soon; a small last group leaves little to do after the
+		// last copy.
 		g := &storing{most: min(memoryGroup, len(groups)+1, (len(transfers)-i+1)/2)}
 		for ; i < len(transfers) && !g.full(); i++ {
 			j, err := d.prepareStore(ctx, i, &transfers[i], len(transfers)-i)
@@ -49,8 +50,8 @@ func (d *Disk) Store(ctx context.Context, transfers []tiers.Transfer, done func(
 		}
 		groups = append(groups, g)
 	}
-	// Nothing becomes visible before all have their slots: what comes first must not make room for
-	// what comes last.
+	// Nothing becomes visible before all have their slots. Otherwise the call's first chunks could
+	// be evicted for its last.
 	for _, g := range groups {
 		g.wait.Wait()
 		d.enter(g.sorted)
@@ -61,16 +62,17 @@ func (d *Disk) Store(ctx context.Context, transfers []tiers.Transfer, done func(
 	}
 }
 
-// storing is some of a call's stores, which share their syncs.
+// storing is a group of a call's stores that share their syncs.
 type storing struct {
-	most   int            // if the medium is memory
+	most   int            // limit of the group, if the medium is memory
 	jobs   []*job         // in the order of the call
-	sorted []*job         // in that of their slabs and slots
-	wait   sync.WaitGroup // for those that were submitted
+	sorted []*job         // by slab and slot
+	wait   sync.WaitGroup // for the submitted jobs
 }
 
-// memoryGroup is how many chunks go together at most to a medium that is memory, where syncs are
-// cheap: while they are copied the next are prepared. Any other takes all of a call together.
+// memoryGroup is the largest group on a medium that is memory, where syncs are cheap. While one
+// group is copied, the next is prepared. Preparing all transfers before the first copy made stores
+// 2 % slower. On other media a call is one group.
 const memoryGroup = 8
 
 func (g *storing) full() bool {
@@ -81,8 +83,8 @@ func (g *storing) full() bool {
 	return memory
 }
 
-// prepareStore has a slot granted for a chunk. It answers nil if there is nothing to do: the chunk
-// is held (no error), or there is no room.
+// prepareStore gets a slot for a chunk. It returns nil without an error if the chunk is held
+// already, nil with an error if there is no room.
 func (d *Disk) prepareStore(ctx context.Context, i int, t *tiers.Transfer, more int) (*job, error) {
 	if ctx.Err() != nil {
 		return nil, context.Cause(ctx)
@@ -103,15 +105,15 @@ func (d *Disk) prepareStore(ctx context.Context, i int, t *tiers.Transfer, more 
 
 func (d *Disk) grant(ctx context.Context, sp *space, i int, t *tiers.Transfer,
 	more int) (*job, error) {
-	// Whoever else is here may take a slot between our looking for room and our being granted one:
-	// nothing is evicted while a blank place has room.
+	// Other calls may take slots between makeRoom and the grant. Counting them keeps this one from
+	// evicting while a blank place has room.
 	d.makeRoom(sp.g, more+int(d.granting.Add(1))-1)
 	defer d.granting.Add(-1)
 	prev := t.Prev
 	if t.First == 0 {
 		prev = nil
 	} else if len(prev) == 0 {
-		prev = make([]byte, sp.g.DigestBytes) // of no page
+		prev = make([]byte, sp.g.DigestBytes) // the hash of no page
 	}
 	var room [1]engine.Grant
 	o := sp.owner()
@@ -127,7 +129,7 @@ func (d *Disk) grant(ctx context.Context, sp *space, i int, t *tiers.Transfer,
 	}
 	s := d.slabOf(grants[0].Region)
 	if s == nil || len(grants) != 1 || int(grants[0].Pages) != t.Pages() {
-		// cannot be: a region being filled stays, and nothing is extended
+		// not reached: a region being filled stays, and nothing is extended
 		return nil, errors.Join(tiers.ErrBusy, d.engine.AbortStore(o, res.Store))
 	}
 	if s.failed.Load() {
@@ -141,7 +143,7 @@ func (d *Disk) grant(ctx context.Context, sp *space, i int, t *tiers.Transfer,
 		store: true, lease: res.Store}, nil
 }
 
-// bySlab is the jobs in the order of their slabs and slots.
+// bySlab returns the jobs sorted by slab and slot.
 func bySlab(jobs []*job) []*job {
 	sorted := slices.Clone(jobs)
 	slices.SortFunc(sorted, func(a, b *job) int {
@@ -151,7 +153,7 @@ func bySlab(jobs []*job) []*job {
 	return sorted
 }
 
-// slabs is the jobs of each slab, of those that are in order.
+// slabs yields each slab of sorted jobs with its jobs.
 func slabs(sorted []*job) iter.Seq2[*slab, []*job] {
 	return func(yield func(*slab, []*job) bool) {
 		for len(sorted) > 0 {
@@ -167,7 +169,7 @@ func slabs(sorted []*job) iter.Seq2[*slab, []*job] {
 	}
 }
 
-// sound is those jobs that have not failed, and their slots.
+// sound returns the jobs that have not failed, and their slots.
 func sound(jobs []*job) (left []*job, slots []uint32) {
 	left = slices.DeleteFunc(slices.Clone(jobs), func(j *job) bool { return j.failure() != nil })
 	slots = make([]uint32, len(left))
@@ -177,8 +179,8 @@ func sound(jobs []*job) (left []*job, slots []uint32) {
 	return left, slots
 }
 
-// freeOld frees the entries of what the slots of jobs, which are in order, held before, durably:
-// their data is about to be overwritten.
+// freeOld durably frees the old entries of sorted jobs' slots, because their data is about to be
+// overwritten.
 func (d *Disk) freeOld(sorted []*job) {
 	for s, jobs := range slabs(sorted) {
 		jobs, slots := sound(jobs)
@@ -195,8 +197,8 @@ func (d *Disk) freeOld(sorted []*job) {
 	d.syncAll(sorted, func(j *job) bool { return j.freed && j.failure() == nil })
 }
 
-// syncAll syncs the slabs of the jobs, which are in order, that want it. A slab that fails at it is
-// given up, and all its jobs fail.
+// syncAll syncs the slabs of those sorted jobs for which wants returns true. A slab whose sync
+// fails is given up, and its jobs fail.
 func (d *Disk) syncAll(sorted []*job, wants func(*job) bool) {
 	for s, jobs := range slabs(sorted) {
 		if !slices.ContainsFunc(jobs, wants) {
@@ -211,7 +213,7 @@ func (d *Disk) syncAll(sorted []*job, wants func(*job) bool) {
 	}
 }
 
-// enter writes the entries of the jobs, which are in order, whose data is written.
+// enter writes the entries of those sorted jobs whose data is written.
 func (d *Disk) enter(sorted []*job) {
 	for s, jobs := range slabs(sorted) {
 		jobs, slots := sound(jobs)
@@ -229,7 +231,7 @@ func (d *Disk) enter(sorted []*job) {
 	}
 }
 
-// encodeSums is checksums as an entry has them.
+// encodeSums returns checksums in the form of an entry.
 func encodeSums(sums []uint64) []byte {
 	b := make([]byte, 0, 8*len(sums))
 	for _, sum := range sums {
@@ -238,7 +240,7 @@ func encodeSums(sums []uint64) []byte {
 	return b
 }
 
-// entry is what the directory is to say of a job's chunk.
+// entry returns the directory entry of a job's chunk.
 func (j *job) entry() media.Entry {
 	e := media.Entry{Generation: j.gen, Space: j.sp.print, First: j.t.First, Pages: j.t.Pages(),
 		Digests: j.t.Hashes}
@@ -249,7 +251,7 @@ func (j *job) entry() media.Entry {
 	return e
 }
 
-// endStore makes a job's chunk visible, or gives its slot back.
+// endStore makes a job's chunk visible, or frees its slot if the job failed.
 func (d *Disk) endStore(j *job) error {
 	err := j.failure()
 	defer d.letGo(j.sp)
@@ -264,8 +266,7 @@ func (d *Disk) endStore(j *job) error {
 	if !callersFault(err) && j.ctx.Err() == nil {
 		d.faulty(j.s, err)
 	}
-	// Its entry may have been written. The slot is still ours, so nobody else frees it, and it is
-	// stale from now on.
+	// The entry may have been written. Mark it as stale while the slot is still ours.
 	j.s.noteFree(uint32(j.slot))
 	return errors.Join(err, d.engine.AbortStore(j.sp.owner(), j.lease))
 }

@@ -5,8 +5,8 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// summing has a job's pieces moved and checked in one go, if its file can do that: each is as many
-// whole pages then as make about a piece, and as go together.
+// summing lets a job's pieces be moved and checked in one pass, if its file can. A piece is then a
+// whole number of pages, close to PieceBytes.
 func (d *Disk) summing(j *job) {
 	file, ok := j.file.(vfs.Summing)
 	if !ok {
@@ -17,15 +17,15 @@ func (d *Disk) summing(j *job) {
 	j.summed, j.step = file, groups*memcopy.SumsGroup*page
 }
 
-// neighbours submits loads, those of small chunks in slots that follow on one another together:
-// handing each on would take longer than moving it.
+// neighbours submits loads. It joins small chunks in neighbouring slots into one piece, because
+// queueing each takes longer than moving it.
 type neighbours struct {
 	d    *Disk
 	jobs []*job
 	size int64
 }
 
-// submit submits a job, or keeps it until flush at the latest.
+// submit queues a job, now or at the latest in flush.
 func (n *neighbours) submit(j *job) {
 	size := int64(len(j.t.Bytes))
 	if len(n.jobs) > 0 {
@@ -42,7 +42,7 @@ func (n *neighbours) submit(j *job) {
 	n.jobs, n.size = append(n.jobs, j), n.size+size
 }
 
-// flush submits what was kept.
+// flush queues what submit has held back.
 func (n *neighbours) flush() {
 	if len(n.jobs) == 0 {
 		return
@@ -57,7 +57,7 @@ func (n *neighbours) flush() {
 	n.jobs, n.size = nil, 0
 }
 
-// moveSummed moves a piece that is checked on the way, and those that came with it.
+// moveSummed moves and checks a piece and the jobs joined to it.
 func (d *Disk) moveSummed(p piece) {
 	one := func(p piece) {
 		if p.wanted() {
@@ -70,14 +70,14 @@ func (d *Disk) moveSummed(p piece) {
 	for _, j := range p.rest {
 		one(piece{j: j, to: int64(len(j.t.Bytes))})
 	}
-	// The jobs after the first one end before it: with the last, the call may return.
+	// End the first job last: with it the call may return.
 	for _, j := range p.rest {
 		d.finishOne(j)
 	}
 	d.finish(p)
 }
 
-// moveSums moves a piece of whole pages, and computes, or compares, their checksums on the way.
+// moveSums moves a piece of whole pages, and computes or compares their checksums on the way.
 func (p *piece) moveSums() error {
 	j, d := p.j, p.j.sp.g.DigestBytes
 	first, end := int(p.from/j.s.layout.Geometry.PageBytes), int(p.to/j.s.layout.Geometry.PageBytes)

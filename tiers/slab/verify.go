@@ -13,9 +13,9 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// Verify checks chunks that were found when the arena was opened, in their order but several at a
-// time, and tells the engine how that ended. What is not checked when ctx ends stays unverified.
-// Chunks that are being checked for somebody else are waited for.
+// Verify checks chunks that were found when the arena was opened, several at a time and roughly in
+// order. It reports each result to the engine. Chunks not checked when ctx ends stay unverified.
+// For a chunk that another caller is checking, Verify waits for that check.
 func (a *Arena) Verify(ctx context.Context, v []engine.Verification) {
 	if a.d.begin(ctx) != nil {
 		return
@@ -39,7 +39,7 @@ func (a *Arena) Verify(ctx context.Context, v []engine.Verification) {
 	wait.Wait()
 }
 
-// verifyOnce checks a chunk, or waits for whoever does.
+// verifyOnce checks a chunk, or waits for the caller that does.
 func (a *Arena) verifyOnce(ctx context.Context, v *engine.Verification) {
 	a.checkMu.Lock()
 	ended, there := a.checking[v.Handle]
@@ -62,7 +62,7 @@ func (a *Arena) verifyOnce(ctx context.Context, v *engine.Verification) {
 		a.checkMu.Unlock()
 		close(ended)
 	}()
-	if a.d.engine.Verified(v.Handle) { // by who was asked just before
+	if a.d.engine.Verified(v.Handle) { // another caller has checked it
 		return
 	}
 	select {
@@ -76,10 +76,10 @@ func (a *Arena) verifyOnce(ctx context.Context, v *engine.Verification) {
 	a.verify(v)
 }
 
-// Recheck compares a chunk that may be in use with the checksums that it was kept with: known says
-// that it has some. Nobody need have a lease on it: if it is gone meanwhile, what is answered says
-// nothing. An error that wraps tiers.ErrCorrupt says that its bytes have changed; another, that
-// they cannot be read.
+// Recheck compares a chunk, which may be in use, with the checksums that it was kept with. known
+// reports whether it has any. The caller needs no lease; if the chunk goes meanwhile, the result
+// means nothing. The error wraps tiers.ErrCorrupt if the bytes have changed. Any other error means
+// that they cannot be read.
 func (a *Arena) Recheck(v *engine.Verification) (known bool, err error) {
 	d := a.d
 	if err := d.begin(context.Background()); err != nil {
@@ -106,8 +106,8 @@ func (a *Arena) Recheck(v *engine.Verification) (known bool, err error) {
 	return true, nil
 }
 
-// compare computes the checksums of a chunk where it lies, and answers the first page whose
-// checksum is another than wanted, or -1. The caller holds life.
+// compare computes the checksums of a chunk in place. It returns the first page whose checksum
+// differs, or -1. The caller holds life.
 func (s *slab) compare(slot int, gen uint64, v *engine.Verification,
 	want []uint64) (page int, err error) {
 	sums := make([]uint64, v.Pages)
@@ -123,8 +123,8 @@ func (s *slab) compare(slot int, gen uint64, v *engine.Verification,
 	return -1, nil
 }
 
-// verify checks a chunk. Nobody has a lease on it, so it may be gone at any moment, and its slot
-// another's: then what is found says nothing, and its handle changes nothing.
+// verify checks a chunk without a lease. The chunk may be gone at any moment and its slot reused.
+// Then the result means nothing, and the old handle changes nothing in the engine.
 func (a *Arena) verify(v *engine.Verification) {
 	d, s := a.d, a.d.slabOf(v.Region)
 	if s == nil {

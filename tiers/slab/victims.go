@@ -5,8 +5,8 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// What a disk will drop next is what its engine would write to a tier below it: the books call that
-// a cascade.
+// The chunks that a disk drops next are those that its engine would write to a tier below it. The
+// engine calls that a cascade.
 
 // NextVictims implements tiers.Victims.
 func (d *Disk) NextVictims(max int, out []tiers.Victim) []tiers.Victim {
@@ -34,7 +34,7 @@ func (d *Disk) EndVictim(handle uint64, ok bool) { d.engine.EndCascade(handle, o
 // VictimsReady implements tiers.Victims.
 func (d *Disk) VictimsReady() <-chan struct{} { return d.victims }
 
-// wakeVictims is told by the engine, under its lock, that it will want room.
+// wakeVictims is called by the engine, under its lock, when it will need room.
 func (d *Disk) wakeVictims(engine.Work) {
 	select {
 	case d.victims <- struct{}{}:

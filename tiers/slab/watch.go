@@ -12,15 +12,14 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// errRemoved is why a slab is given up whose file somebody else has removed or replaced. The store
-// could go on with the open file, but nothing in it would be found again, and its room on the disk
-// would not be free.
+// errRemoved is why a slab is given up whose file was removed or replaced. The store could go on
+// with the open file. But a restart would not find its chunks, and its room on the disk would stay
+// taken.
 var errRemoved = errors.New("its file was removed or replaced by somebody else")
 
-// watch looks whether the files of the slabs and the locks of the directories are still those that
-// the store has open. Slabs of a tier that are not are given up, and made anew by their healers. An
-// arena's are in use where they are mapped, and go on, but the operator is told that they will not
-// be found again.
+// watch checks that the slabs' files and the directories' locks are still those that the store has
+// open. A tier gives up slabs whose files are gone, and makes them anew. An arena keeps them,
+// because they are in use where they are mapped. It logs that their chunks will not survive.
 func (d *Disk) watch() {
 	if d.arena != nil {
 		d.watchArena()
@@ -41,7 +40,7 @@ func (d *Disk) watch() {
 			continue
 		}
 		d.shape.Lock()
-		if p.blank() && !p.gone { // else eachSlab has seen to it, or a healer is at it
+		if p.blank() && !p.gone { // else eachSlab or a healer handles it
 			d.off(p, err)
 			d.heal(p, nil)
 			d.countBlank()
@@ -64,7 +63,7 @@ func (d *Disk) watchArena() {
 	}
 }
 
-// there returns errRemoved if the slab's name stands for another file than the slab's, or for none.
+// there returns errRemoved unless the slab's name still leads to its open file.
 func (s *slab) there(fsys vfs.FS) error {
 	if s.file == (vfs.FileID{}) {
 		return nil
@@ -73,10 +72,10 @@ func (s *slab) there(fsys vfs.FS) error {
 	if errors.Is(err, fs.ErrNotExist) || err == nil && info.ID != s.file {
 		return errRemoved
 	}
-	return nil // an error of the medium is for whoever reads or writes
+	return nil // an error of the medium is left to reads and writes
 }
 
-// setLock makes a lock the directory's.
+// setLock sets the directory's lock.
 func (h *directory) setLock(fsys vfs.FS, l io.Closer) {
 	h.lock, h.lockFile = l, vfs.FileID{}
 	if info, err := fsys.Stat(path.Join(h.path, LockName)); err == nil {
@@ -84,7 +83,7 @@ func (h *directory) setLock(fsys vfs.FS, l io.Closer) {
 	}
 }
 
-// unlock gives up the directory.
+// unlock releases the directory.
 func (h *directory) unlock() error {
 	h.lockMu.Lock()
 	defer h.lockMu.Unlock()
@@ -92,8 +91,8 @@ func (h *directory) unlock() error {
 	return h.lock.Close()
 }
 
-// hold takes the directory's lock again if somebody has removed its file. The error is a
-// *vfs.LockedError if another process was faster: then the directory is no longer ours.
+// hold retakes the directory's lock if its file was removed. It returns a *vfs.LockedError if
+// another process took it first: the directory is then no longer ours.
 func (d *Disk) hold(h *directory) error {
 	h.lockMu.Lock()
 	defer h.lockMu.Unlock()
