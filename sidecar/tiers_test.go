@@ -492,6 +492,7 @@ func otherVersion(t *testing.T, dir string) {
 		}
 		for _, at := range []int{0, media.BlockBytes} {
 			binary.LittleEndian.PutUint32(b[at+8:], media.Version+1)
+			copy(b[at+media.BlockBytes/2:], "another form") // and so another checksum
 		}
 		if err := os.WriteFile(name, b, 0o600); err != nil {
 			t.Fatal(err)

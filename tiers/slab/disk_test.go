@@ -344,7 +344,11 @@ func TestOpenRefusals(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, at := range []int64{8, media.BlockBytes + 8} {
+		// What another version writes has its own checksum: any other than ours.
 		if _, err := f.WriteAt([]byte{9}, at); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := f.WriteAt([]byte("another form"), at+media.BlockBytes/2); err != nil {
 			t.Fatal(err)
 		}
 	}

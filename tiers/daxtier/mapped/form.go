@@ -138,6 +138,12 @@ func decodeCopy(b []byte) (*header, error) {
 	}
 	le := binary.LittleEndian
 	if v := le.Uint32(b[8:]); v != version {
+		// With our version the checksum is right: a bit of the version has flipped.
+		ours := bytes.Clone(b[:sumAt])
+		le.PutUint32(ours[8:], version)
+		if xxh3.Hash(ours) == le.Uint64(b[sumAt:]) {
+			return nil, errCorrupt
+		}
 		return nil, fmt.Errorf("%w: version %d, this is for %d", ErrVersion, v, version)
 	}
 	if xxh3.Hash(b[:sumAt]) != le.Uint64(b[sumAt:]) {

@@ -458,7 +458,16 @@ func TestForeign(t *testing.T) {
 	if err != nil || len(names) > 1 {
 		t.Errorf("a copy is in the wrong place: %q, %v", names, err)
 	}
-	_, err = mount(func(b []byte) { b[8]++; b[blockBytes+8]++ })
+	names, err = mount(func(b []byte) { b[8]++; b[blockBytes+8]++ })
+	if err != nil || len(names) != 0 {
+		t.Errorf("a bit of both versions has flipped: %q, %v", names, err)
+	}
+	_, err = mount(func(b []byte) {
+		for _, at := range []int{0, blockBytes} { // what another version writes has its own sum
+			b[at+8]++
+			b[at+20]++
+		}
+	})
 	is(t, err, ErrVersion)
 	// That of a partition elsewhere in the device is none of this one.
 	ok(t, os.WriteFile(path, append(make([]byte, mib), good...), 0o600))

@@ -30,6 +30,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 
 	"github.com/zeebo/xxh3"
 
@@ -223,6 +224,12 @@ func decodeHeader(b []byte) (Header, error) {
 	}
 	le := binary.LittleEndian
 	if v := le.Uint32(b[8:]); v != Version {
+		// With our version the checksum is right: a bit of the version has flipped.
+		ours := slices.Clone(b[:headerSum])
+		le.PutUint32(ours[8:], Version)
+		if xxh3.HashSeed(ours, headerSeed) == le.Uint64(b[headerSum:]) {
+			return Header{}, ErrCorrupt
+		}
 		return Header{}, fmt.Errorf("%w: version %d, this is for %d", ErrVersion, v, Version)
 	}
 	if xxh3.HashSeed(b[:headerSum], headerSeed) != le.Uint64(b[headerSum:]) {

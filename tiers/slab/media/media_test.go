@@ -89,7 +89,11 @@ func TestHeaders(t *testing.T) {
 		}
 	}
 	b = encode(h)
-	b[HeaderOffset(h.Epoch)+8] = Version + 1
+	b[HeaderOffset(h.Epoch)+8] ^= 2 // a flipped bit is damage, not another version
+	if _, err := DecodeHeader(b); !errors.Is(err, ErrCorrupt) {
+		t.Fatal(err)
+	}
+	b[HeaderOffset(h.Epoch)+20]++ // what another version writes has its own sum
 	if _, err := DecodeHeader(b); !errors.Is(err, ErrVersion) {
 		t.Fatal(err)
 	}
