@@ -27,7 +27,7 @@ ARGS ?=
 # Whatever the environment says: every start of a vLLM server imports thousands of modules, three times, and compiling them takes longer than that.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup build demo test test-go test-py test-e2e versions lint lint-go lint-py bench fuzz soak attack faults clean
+.PHONY: help setup build build-bench demo test test-go test-py test-e2e versions lint lint-go lint-py bench fuzz soak attack faults clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | \
@@ -44,6 +44,9 @@ endef
 build: setup ## Build bin/lookaside and the Python package with its native part
 	$(compile)
 
+build-bench: build
+	@scripts/step 'build: bin/lookaside-bench' $(GO) build -trimpath -o bin/lookaside-bench ./internal/bench/cmd/lookaside-bench
+
 demo: ## Two vLLM servers on one sidecar; SIDECARS=2: on one each; TIERS=disk|dax|redis: prompts for ten times the arena; ARENA=SIZE|dax; PD=1: prefill and decode apart; TP=1: tensor-parallel ranks; JSON=FILE
 	@scripts/setup.sh demo $(filter redis,$(TIERS))
 	$(compile)
@@ -58,7 +61,7 @@ test: lint ## All tests
 test-go: setup ## Go tests, with the race detector
 	$(GO) test -race -timeout 20m $(GOTEST_FLAGS) ./...
 
-test-py: build ## Python tests without a running vLLM
+test-py: build-bench ## Python tests without a running vLLM
 	$(PY) -m pytest -q --timeout=300 --durations=5 $(PYTEST_FLAGS) pyclient/tests
 
 test-e2e: build ## Tests in real vLLM servers
@@ -80,7 +83,7 @@ lint-py:
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright
 
-bench: build ## A bench by name: NAME=lookup|copy|attach|ttft|engine|memcopy|disk|dax|recovery|promotion|peers|peer|redis, JSON=FILE, ARGS='...'
+bench: build-bench ## A bench by name: NAME=lookup|copy|attach|ttft|engine|memcopy|disk|dax|recovery|promotion|peers|peer|redis, JSON=FILE, ARGS='...'
 	@bench/run $(if $(NAME),'$(NAME)') $(if $(JSON),--json '$(JSON)') $(ARGS)
 
 fuzz: setup ## Fuzz every decoder, FUZZTIME (20s) each

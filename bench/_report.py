@@ -3,7 +3,7 @@ on.
 
 A bench prints a table to stderr and, last, one JSON object to stdout: {"benchmark", "cases":
 [{"name", "value", "unit", "limit", "ratio", "spread"}]}. `--json FILE` writes the same, with
-machine, commit and time, to a file. `lookaside bench` leaves these three out; run on such a file,
+machine, commit and time, to a file. `lookaside-bench` leaves these three out; run on such a file,
 this one adds them.
 """
 

@@ -38,7 +38,7 @@ from lookaside.session import Session, SessionOptions
 
 from bench._report import Report, arguments, spread
 
-BINARY = Path(__file__).resolve().parents[1] / "bin" / "lookaside"
+BINARY = Path(__file__).resolve().parents[1] / "bin" / "lookaside-bench"
 SIZES = (64, 1024, 4096)
 PATIENCE_S = 60.0
 TAIL_LIMIT_US = 2000.0
@@ -47,16 +47,16 @@ NEIGHBOUR_LIMIT_US = 5000.0
 
 @contextlib.contextmanager
 def serving(*command: str) -> Iterator[dict[str, Any]]:
-    """A process of the sidecar's binary; yields the line of JSON that it begins with."""
+    """A process of lookaside-bench; yields the line of JSON that it begins with."""
     process = subprocess.Popen(
-        [str(BINARY), "bench", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [str(BINARY), *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert process.stdin is not None and process.stdout is not None
     try:
         line = process.stdout.readline()
         if not line:
             raise SystemExit(
-                f"bench: lookaside bench {' '.join(command)} ended with {process.wait()}"
+                f"bench: lookaside-bench {' '.join(command)} ended with {process.wait()}"
             )
         yield json.loads(line)
     finally:

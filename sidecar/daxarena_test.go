@@ -17,6 +17,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"lookaside/internal/prefixes"
 	"lookaside/ipc/wire"
 )
 
@@ -59,7 +60,7 @@ func storedOnAll(t *testing.T, d *Daemon, pages int) *prefixRig {
 		return !slices.ContainsFunc(arenaState(d).Devices,
 			func(x DAXArena) bool { return x.Slots.Free+x.Slots.Used == 0 })
 	})
-	if err := b.store(); err != nil {
+	if err := b.Store(); err != nil {
 		t.Fatal(err)
 	}
 	return b
@@ -108,7 +109,7 @@ func TestAnArenaOnDAXOutlivesItsSidecar(t *testing.T) {
 	if !strings.Contains(log.String(), "device opened") {
 		t.Errorf("%s", log)
 	}
-	b.close()
+	b.Close()
 	for round, end := range []func(){
 		func() {
 			if err := d.Shutdown(context.Background()); err != nil {
@@ -139,7 +140,7 @@ func TestAnArenaOnDAXOutlivesItsSidecar(t *testing.T) {
 			!strings.Contains(table.String(), "dax1.0") {
 			t.Errorf("%v: %s", err, &table)
 		}
-		b.close()
+		b.Close()
 		if err := d.engine.Check(); err != nil {
 			t.Error(err)
 		}
@@ -151,7 +152,7 @@ func TestShutdownFlushesAnArenaOnDAX(t *testing.T) {
 	dir := t.TempDir()
 	const pages = 400
 	d, log := startDaemon(t, onDAX(t, dir))
-	storedOnAll(t, d, pages).close()
+	storedOnAll(t, d, pages).Close()
 	if err := d.Shutdown(context.Background()); err != nil {
 		t.Fatal(err)
 	}
@@ -169,12 +170,12 @@ func TestSpoiltArenaOnDAXIsAMiss(t *testing.T) {
 	d, _ := startDaemon(t, onDAX(t, dir))
 	b := storedOnAll(t, d, pages)
 	untilKept(t, d)
-	b.close()
+	b.Close()
 	if err := d.Shutdown(context.Background()); err != nil {
 		t.Fatal(err)
 	}
 	want := make([]byte, 4096)
-	content(pages-1, want)
+	prefixes.Content(pages-1, want)
 	spoilt := false
 	for n := range 2 {
 		path := filepath.Join(dir, fmt.Sprintf("dax%d.0", n))
@@ -195,7 +196,7 @@ func TestSpoiltArenaOnDAXIsAMiss(t *testing.T) {
 	}
 	d, _ = startDaemon(t, onDAX(t, dir))
 	b = newPrefix(t, d, pages)
-	if _, err := b.lookup(); err == nil || !strings.Contains(err.Error(), "hit 36 of 40") {
+	if _, err := b.Lookup(); err == nil || !strings.Contains(err.Error(), "hit 36 of 40") {
 		t.Errorf("got %v", err)
 	}
 	if st := d.Status(); st.Arena.DAX.CorruptChunks != 1 ||
@@ -218,7 +219,7 @@ func TestRanksShareTheDevicesOfTheirArenas(t *testing.T) {
 		}
 		for rank, d := range all {
 			if round == 0 && rank == 0 {
-				storedOnAll(t, d, pages).close()
+				storedOnAll(t, d, pages).Close()
 				untilKept(t, d)
 			}
 			want := 0
@@ -257,10 +258,10 @@ func TestTiersBelowAnArenaOnDAX(t *testing.T) {
 			// for all of it.
 			var err error
 			until(t, func() any { return fmt.Sprintf("round %d: %v", round, err) }, func() bool {
-				_, err = b.lookup()
+				_, err = b.Lookup()
 				return err == nil
 			})
-			if err := b.verify(); err != nil {
+			if err := b.Verify(); err != nil {
 				t.Fatal(err)
 			}
 			b.cancel(t)
@@ -273,7 +274,7 @@ func TestTiersBelowAnArenaOnDAX(t *testing.T) {
 		}
 		if round == 0 {
 			for _, b := range all {
-				b.close()
+				b.Close()
 			}
 			untilKept(t, d)
 			crash(t, d)
@@ -397,10 +398,10 @@ func TestHotPlugOfTheArena(t *testing.T) {
 	b := storedOnAll(t, d, pages)
 	hits := func(what string) {
 		t.Helper()
-		if _, err := b.lookup(); err != nil {
+		if _, err := b.Lookup(); err != nil {
 			t.Fatalf("%s: %v", what, err)
 		}
-		if err := b.verify(); err != nil {
+		if err := b.Verify(); err != nil {
 			t.Fatalf("%s: %v", what, err)
 		}
 		b.cancel(t)
@@ -529,12 +530,12 @@ func TestHotPlugOfTheArena(t *testing.T) {
 		t.Errorf("%+v: %d pages, and before %d", x, d.Status().Pages, before)
 	}
 	r.has("evicted", r.dev(4))
-	b.close()
-	more.close()
+	b.Close()
+	more.Close()
 
 	// It is there after a restart, with the devices that there are now.
 	small := otherPrefix(t, d, 7, 40)
-	small.close()
+	small.Close()
 	if err := d.Shutdown(context.Background()); err != nil {
 		t.Fatal(err)
 	}
@@ -550,7 +551,7 @@ func TestLeasesKeepADeviceOfTheArena(t *testing.T) {
 	b := storedOnAll(t, r.d, pages)
 	ask := func() { // and hold what was leased
 		t.Helper()
-		if _, err := b.lookup(); err != nil {
+		if _, err := b.Lookup(); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -568,7 +569,7 @@ func TestLeasesKeepADeviceOfTheArena(t *testing.T) {
 	b.cancel(t)
 
 	var pin PinStatus
-	r.post("/v1/pin", PinRequest{PrefixRequest: PrefixRequest{Hashes: b.words()}}, &pin)
+	r.post("/v1/pin", PinRequest{PrefixRequest: PrefixRequest{Hashes: b.Words()}}, &pin)
 	r.fails(arenaOwn+"remove", body{"device_path": r.dev(1), "mode": "evict"}, 409, "in use")
 
 	// It may be drained, and is there until the last lease ends.
@@ -630,7 +631,7 @@ func TestDrainedDeviceOfAFullArena(t *testing.T) {
 	until(t, func() any { return r.d.Status().Arena },
 		func() bool { return r.d.Status().Arena.CapacityBytes < 4<<20 })
 	for _, b := range all {
-		b.close()
+		b.Close()
 	}
 	b := otherPrefix(t, r.d, 9, 40)
 	b.hits(t)
@@ -658,12 +659,12 @@ func TestHotPlugOfTheArenaUnderTraffic(t *testing.T) {
 					return
 				default:
 				}
-				_, err := b.lookup()
+				_, err := b.Lookup()
 				if err == nil {
-					err = b.verify()
+					err = b.Verify()
 				}
 				if err == nil {
-					err = b.letGo()
+					err = b.Cancel()
 				}
 				if err != nil {
 					t.Error(err)
@@ -692,7 +693,7 @@ func TestHotPlugOfTheArenaUnderTraffic(t *testing.T) {
 	t.Logf("%d loads", loads.Load())
 	for _, b := range rigs {
 		b.hits(t)
-		b.close()
+		b.Close()
 	}
 	if err := r.d.engine.Check(); err != nil {
 		t.Error(err)
@@ -720,7 +721,7 @@ func TestArenaOnDAXGrantsWhatIsMapped(t *testing.T) {
 	store := func(n int) {
 		var hashes []byte
 		for page := range pages {
-			h := BenchDigest(n, page)
+			h := prefixes.Digest(n, page)
 			hashes = append(hashes, h[:]...)
 		}
 		if err := w.Send(&wire.PrepareStore{ID: uint32(n), Hashes: hashes}); err != nil {
@@ -801,7 +802,7 @@ func TestFirstDeviceOfTheArena(t *testing.T) {
 func TestMetricsOfAnArenaOnDAX(t *testing.T) {
 	dir := t.TempDir()
 	d, _ := startDaemon(t, onDAX(t, dir))
-	storedPrefix(t, d, 40).close()
+	storedPrefix(t, d, 40).Close()
 	untilKept(t, d)
 	resp, text := newAdminRig(t, d, "").send(http.MethodGet, "/metrics", "", nil)
 	if resp.StatusCode != http.StatusOK {

@@ -34,7 +34,7 @@ func TestAPrefixOutlivesASidecarOnDAX(t *testing.T) {
 		st.LoadedBytes != pages*4096 || st.CapacityBytes < 7<<20 {
 		t.Errorf("%+v", st)
 	}
-	b.close()
+	b.Close()
 	if err := d.Shutdown(context.Background()); err != nil {
 		t.Fatal(err)
 	}
@@ -65,7 +65,7 @@ func TestRanksShareDevices(t *testing.T) {
 		}
 		for rank, d := range all {
 			if round == 0 && rank == 0 {
-				storedPrefix(t, d, pages).close()
+				storedPrefix(t, d, pages).Close()
 				untilTierHas(t, d, 0, pages)
 			}
 			if got := d.Tiers()[0].Pages; got != int64(pages*(1-rank)) {

@@ -80,7 +80,7 @@ func TestADiskThatFailsAtTheStart(t *testing.T) {
 		if _, err := d.stack.Clear(t.Context(), tiers.Fingerprint{}, "arena"); err != nil {
 			t.Fatal(err)
 		}
-		if err := b.store(); err != nil {
+		if err := b.Store(); err != nil {
 			t.Fatal(err)
 		}
 		return d.Tiers()[0].StoredChunks > 0
@@ -108,7 +108,7 @@ func TestOneDiskOfTwoFailsAtTheStart(t *testing.T) {
 		!strings.Contains(st.Detail, bad) {
 		t.Errorf("%+v", st)
 	}
-	b.close()
+	b.Close()
 	mend()
 	until(t, func() any { return d.Tiers()[0] },
 		func() bool { return !strings.Contains(d.Tiers()[0].Detail, "missing") })
@@ -151,7 +151,7 @@ func TestClearedWhileADiskIsMissing(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "kv")
 	d, _ := startDaemon(t, withDisk(t, dir, ""))
 	const pages = 40
-	storedPrefix(t, d, pages).close()
+	storedPrefix(t, d, pages).Close()
 	untilTierHas(t, d, 0, pages)
 	if err := d.Shutdown(context.Background()); err != nil {
 		t.Fatal(err)

@@ -20,6 +20,7 @@ import (
 	"time"
 
 	"lookaside/dax"
+	"lookaside/internal/prefixes"
 	"lookaside/tiers"
 	"lookaside/tiers/daxtier"
 )
@@ -426,7 +427,7 @@ func TestChangesEnd(t *testing.T) {
 func otherPrefix(t *testing.T, d *Daemon, n, pages int) *prefixRig {
 	t.Helper()
 	b := namedPrefix(t, d, n, pages)
-	if err := b.store(); err != nil {
+	if err := b.Store(); err != nil {
 		t.Fatal(err)
 	}
 	return b
@@ -435,12 +436,13 @@ func otherPrefix(t *testing.T, d *Daemon, n, pages int) *prefixRig {
 // namedPrefix is that prefix without storing it.
 func namedPrefix(t *testing.T, d *Daemon, n, pages int) *prefixRig {
 	t.Helper()
-	b := newPrefix(t, d, pages)
-	for i := range pages {
-		h := BenchDigest(n, i)
-		copy(b.hashes[32*i:], h[:])
+	p, err := prefixes.Dial(d.cfg.Runtime.Dir, prefixes.Shape{PageBytes: 4096, PagesPerChunk: 4}, n,
+		pages)
+	if err != nil {
+		t.Fatal(err)
 	}
-	return b
+	t.Cleanup(func() { p.Close() })
+	return &prefixRig{p}
 }
 
 // Real pools on files that stand in for devices, with traffic. Nothing is lost but what is dropped.
@@ -591,7 +593,7 @@ func TestHotPlugOfDevices(t *testing.T) {
 	has("evicted", dev(2))
 	for _, b := range []*prefixRig{b, more, big} { // from the arena
 		b.hits(t)
-		b.close()
+		b.Close()
 	}
 
 	// It is there after a restart, with the devices that there are now.
@@ -644,15 +646,15 @@ func TestHotPlugUnderTraffic(t *testing.T) {
 				default:
 				}
 				b := rigs[n+readers*(i%2)]
-				if _, err := b.lookup(); err != nil {
+				if _, err := b.Lookup(); err != nil {
 					t.Error(err)
 					return
 				}
-				if err := b.verify(); err != nil {
+				if err := b.Verify(); err != nil {
 					t.Error(err)
 					return
 				}
-				if err := b.letGo(); err != nil {
+				if err := b.Cancel(); err != nil {
 					t.Error(err)
 					return
 				}
@@ -694,7 +696,7 @@ func TestHotPlugUnderTraffic(t *testing.T) {
 		t.Errorf("%d loads: %+v", loads.Load(), st)
 	}
 	for _, b := range rigs {
-		b.close()
+		b.Close()
 	}
 	if err := d.engine.Check(); err != nil {
 		t.Error(err)
@@ -714,7 +716,7 @@ func TestHotPlugOfTheFirstDevice(t *testing.T) {
 	})
 	r := newAdminRig(t, d, "")
 	b := newPrefix(t, d, 40)
-	if err := b.store(); err != nil { // to where there is nothing yet
+	if err := b.Store(); err != nil { // to where there is nothing yet
 		t.Fatal(err)
 	}
 	var st DAXStatus

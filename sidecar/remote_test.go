@@ -97,7 +97,7 @@ func TestAPrefixIsSharedOverRemoteTiers(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			const pages = 42
 			one, log := startDaemon(t, withTiers(t, tc.flag))
-			storedPrefix(t, one, pages).close()
+			storedPrefix(t, one, pages).Close()
 			if err := one.Shutdown(context.Background()); err != nil {
 				t.Fatal(err)
 			}
@@ -144,7 +144,7 @@ func TestARemoteTierThatIsAway(t *testing.T) {
 	b := newPrefix(t, d, 8)
 	start := time.Now()
 	for range 5 {
-		if _, err := b.lookup(); err == nil || !strings.Contains(err.Error(), "hit 0 of 8") {
+		if _, err := b.Lookup(); err == nil || !strings.Contains(err.Error(), "hit 0 of 8") {
 			t.Fatalf("got %v", err)
 		}
 	}
@@ -161,7 +161,7 @@ func TestARemoteTierThatIsAway(t *testing.T) {
 	// time.
 	before := list.Tiers[0].LookupFailures
 	for range 5 {
-		if _, err := b.lookup(); err == nil {
+		if _, err := b.Lookup(); err == nil {
 			t.Error("a hit")
 		}
 	}
@@ -178,7 +178,7 @@ func TestARemoteTierThatIsAway(t *testing.T) {
 	}
 
 	redis.start(t)
-	if err := b.store(); err != nil {
+	if err := b.Store(); err != nil {
 		t.Fatal(err)
 	}
 	until(t, func() any { return d.Tiers() }, func() bool {
@@ -188,10 +188,10 @@ func TestARemoteTierThatIsAway(t *testing.T) {
 	d.engine.ClearSpace(d.engine.Spaces()[0].ID)
 	var err error
 	until(t, func() any { return err }, func() bool { // an answer may still be late
-		_, err = b.lookup()
+		_, err = b.Lookup()
 		return err == nil
 	})
-	if err := b.verify(); err != nil {
+	if err := b.Verify(); err != nil {
 		t.Fatal(err)
 	}
 }

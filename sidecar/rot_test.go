@@ -9,6 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"lookaside/internal/prefixes"
 	"lookaside/tiers"
 )
 
@@ -50,7 +51,7 @@ func TestRotInTheArenaIsFound(t *testing.T) {
 			page := func(n int) []byte {
 				t.Helper()
 				want := make([]byte, 4096)
-				content(n, want)
+				prefixes.Content(n, want)
 				for _, r := range st.Arena.Regions {
 					mem := d.arena.bytes(r.Region)
 					if at := bytes.Index(mem, want); at >= 0 {
@@ -73,7 +74,7 @@ func TestRotInTheArenaIsFound(t *testing.T) {
 			page(21)[4095] ^= 1
 			until(t, func() any { return d.Status().Checks },
 				func() bool { return d.Status().Checks.Rotten == 2 })
-			if _, err := b.lookup(); err == nil || !strings.Contains(err.Error(), "hit 20 of 40") {
+			if _, err := b.Lookup(); err == nil || !strings.Contains(err.Error(), "hit 20 of 40") {
 				t.Errorf("got %v", err)
 			}
 			b.cancel(t)
@@ -89,7 +90,7 @@ func TestRotInTheArenaIsFound(t *testing.T) {
 			if _, err := d.stack.Clear(t.Context(), tiers.Fingerprint{}, ""); err != nil {
 				t.Fatal(err)
 			}
-			if err := b.store(); err != nil {
+			if err := b.Store(); err != nil {
 				t.Fatal(err)
 			}
 			walks(3)
@@ -101,7 +102,7 @@ func TestRotInTheArenaIsFound(t *testing.T) {
 			if err := d.engine.Check(); err != nil {
 				t.Error(err)
 			}
-			b.close()
+			b.Close()
 			if err := d.Shutdown(context.Background()); err != nil {
 				t.Error(err)
 			}

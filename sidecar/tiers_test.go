@@ -16,6 +16,7 @@ import (
 	"go.uber.org/zap"
 
 	"lookaside/dax"
+	"lookaside/internal/prefixes"
 	"lookaside/tiers/slab/media"
 )
 
@@ -45,43 +46,32 @@ func withTiers(t *testing.T, flags ...string) func(*Config) {
 	}
 }
 
+// A prefixRig is a prefix whose sessions end with the test.
+type prefixRig struct{ *prefixes.Prefix }
+
 // newPrefix is a prefix of pages, four a chunk, with a worker and a scheduler that are connected to
 // d.
 func newPrefix(t *testing.T, d *Daemon, pages int) *prefixRig {
 	t.Helper()
-	b := &prefixRig{o: PromotionBench{PageBytes: 4096, PagesPerChunk: 4}, d: d, pages: pages}
-	t.Cleanup(b.close)
-	b.name()
-	if err := b.connect(d.cfg.Runtime.Dir); err != nil {
-		t.Fatal(err)
-	}
-	return b
+	return namedPrefix(t, d, 0, pages)
 }
 
 func storedPrefix(t *testing.T, d *Daemon, pages int) *prefixRig {
 	t.Helper()
 	b := newPrefix(t, d, pages)
-	if err := b.store(); err != nil {
+	if err := b.Store(); err != nil {
 		t.Fatal(err)
 	}
 	return b
 }
 
-// words are the prefix's hashes in hexadecimal.
-func (b *prefixRig) words() (words []string) {
-	for i := range b.pages {
-		words = append(words, fmt.Sprintf("%x", b.hashes[32*i:32*i+32]))
-	}
-	return words
-}
-
 // hits asks for the prefix and wants all of it, and every byte right.
 func (b *prefixRig) hits(t *testing.T) {
 	t.Helper()
-	if _, err := b.lookup(); err != nil {
+	if _, err := b.Lookup(); err != nil {
 		t.Fatal(err)
 	}
-	if err := b.verify(); err != nil {
+	if err := b.Verify(); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -89,7 +79,7 @@ func (b *prefixRig) hits(t *testing.T) {
 // cancel frees what the last lookup leased.
 func (b *prefixRig) cancel(t *testing.T) {
 	t.Helper()
-	if err := b.letGo(); err != nil {
+	if err := b.Cancel(); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -134,7 +124,7 @@ func TestAPrefixOutlivesArenaAndSidecar(t *testing.T) {
 		st.Tiers[0].LoadedBytes != pages*4096 || st.Tiers[0].Lookups != 1 {
 		t.Errorf("%+v", st)
 	}
-	b.close()
+	b.Close()
 	if err := d.Shutdown(context.Background()); err != nil {
 		t.Fatal(err)
 	}
@@ -160,7 +150,7 @@ func TestShutdownFlushesToTheTiers(t *testing.T) {
 	const pages = 400
 	d, log := startDaemon(t, withDisk(t, dir, ""))
 	b := storedPrefix(t, d, pages)
-	b.close()
+	b.Close()
 	if err := d.Shutdown(context.Background()); err != nil {
 		t.Fatal(err)
 	}
@@ -175,7 +165,7 @@ func TestTierThatAdmitsNothingIsRead(t *testing.T) {
 	dir := t.TempDir()
 	const pages = 8
 	d, _ := startDaemon(t, withDisk(t, dir, ""))
-	storedPrefix(t, d, pages).close()
+	storedPrefix(t, d, pages).Close()
 	if err := d.Shutdown(context.Background()); err != nil {
 		t.Fatal(err)
 	}
@@ -195,7 +185,7 @@ func TestNoPromotionWhereItIsOff(t *testing.T) {
 	b := storedPrefix(t, d, 8)
 	untilTierHas(t, d, 0, 8)
 	d.engine.ClearSpace(d.engine.Spaces()[0].ID)
-	if _, err := b.lookup(); err == nil || !strings.Contains(err.Error(), "hit 0 of 8") {
+	if _, err := b.Lookup(); err == nil || !strings.Contains(err.Error(), "hit 0 of 8") {
 		t.Errorf("got %v", err)
 	}
 }
@@ -261,7 +251,7 @@ func TestControlOverHTTP(t *testing.T) {
 	b := storedPrefix(t, d, pages)
 	untilTierHas(t, d, 0, pages)
 	r := newAdminRig(t, d, "")
-	words := b.words()
+	words := b.Words()
 	prefix := PrefixRequest{Hashes: words}
 	minute := TimeoutRequest{60}
 
@@ -297,7 +287,7 @@ func TestControlOverHTTP(t *testing.T) {
 	b.hits(t)
 	b.cancel(t)
 	// Beyond what anybody has.
-	r.post("/v1/prefetch", PrefetchRequest{PrefixRequest{Hashes: append(b.words(),
+	r.post("/v1/prefetch", PrefetchRequest{PrefixRequest{Hashes: append(b.Words(),
 		strings.Repeat("0", 64))}, minute}, &p)
 	if p.Pages != pages || p.PagesAsked != pages+1 || !p.Complete {
 		t.Errorf("%+v", p)
@@ -356,7 +346,7 @@ func TestOperationsEndInTime(t *testing.T) {
 	d.engine.ClearSpace(d.engine.Spaces()[0].ID)
 	// Over HTTP a millisecond is the least, and a busy machine may see its end only when all is
 	// there.
-	p, err := d.Prefetch(context.Background(), PrefetchRequest{PrefixRequest{Hashes: b.words()},
+	p, err := d.Prefetch(context.Background(), PrefetchRequest{PrefixRequest{Hashes: b.Words()},
 		TimeoutRequest{1e-9}})
 	if err != nil {
 		t.Fatal(err)
@@ -364,7 +354,7 @@ func TestOperationsEndInTime(t *testing.T) {
 	if p.Complete || p.Pages >= 1200 {
 		t.Errorf("%+v", p)
 	}
-	r.post("/v1/prefetch", PrefetchRequest{PrefixRequest{Hashes: b.words()}, TimeoutRequest{60}},
+	r.post("/v1/prefetch", PrefetchRequest{PrefixRequest{Hashes: b.Words()}, TimeoutRequest{60}},
 		&p)
 	if !p.Complete || p.Pages != 1200 {
 		t.Errorf("%+v", p)
@@ -460,21 +450,6 @@ func TestEveryMetricIsExplained(t *testing.T) {
 			!there[name] {
 			t.Errorf("docs/operations.md explains %s, which is not there", name)
 		}
-	}
-}
-
-// The bench measures what it says, and its own check of every byte passes.
-func TestBenchPromotion(t *testing.T) {
-	f, err := BenchPromotion(context.Background(), PromotionBench{
-		Dir: t.TempDir(), Bytes: 4 << 20, PageBytes: 64 << 10, PagesPerChunk: 4, Workers: 2,
-		PieceBytes: 256 << 10, Rounds: 2,
-	}, zap.NewNop())
-	if err != nil {
-		t.Fatal(err)
-	}
-	if len(f.LookupSeconds) != 2 || len(f.BareSeconds) != 2 || len(f.ArenaSeconds) != 2 ||
-		f.Bytes != 4<<20 || f.LookupSeconds[1] <= 0 || f.BareSeconds[1] <= 0 {
-		t.Errorf("%+v", f)
 	}
 }
 

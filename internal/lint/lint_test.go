@@ -35,7 +35,7 @@ var layers = [][]string{
 		"sidecar/vllm",     // vLLM's hashes
 		"internal/lmcache", // the converter of configurations imports nothing of ours
 		"internal/freeport", "internal/invariants", "internal/leak", "internal/lint",
-		"internal/bench/zmqecho",
+		"internal/bench", "internal/bench/zmqecho",
 	},
 	{
 		"dax/memcopy",
@@ -43,7 +43,7 @@ var layers = [][]string{
 		"tiers/policy", "tiers/slab/media", "tiers/tiertest", "tiers/vfs/vfstest", "tiers/remote",
 		"tiers/faults",
 	},
-	{"tiers/engine", "tiers/daxtier/mapped", "internal/simulate"},
+	{"tiers/engine", "tiers/daxtier/mapped", "internal/prefixes", "internal/simulate"},
 	{"tiers/slab", "tiers/stack", "tiers/peer"},
 	{"tiers/daxtier", "connector"},
 	{
@@ -51,7 +51,11 @@ var layers = [][]string{
 		"internal/bench/daxbench", "internal/bench/diskbench", "internal/bench/enginebench",
 		"internal/bench/peerbench", "internal/bench/redisbench",
 	},
-	{"sidecar/cmd/lookaside", "internal/soak"},
+	{
+		"sidecar/cmd/lookaside", "internal/soak",
+		"internal/bench/lookupserver", "internal/bench/promotionbench",
+	},
+	{"internal/bench/cmd/lookaside-bench"},
 }
 
 type pkg struct {
@@ -125,6 +129,21 @@ func TestImportsPointDown(t *testing.T) {
 	for name := range row {
 		if !there[name] {
 			t.Errorf("%s has a layer, but does not exist", name)
+		}
+	}
+}
+
+// TestBenchesStayOut: what a user installs is built without the benches and without what draws
+// charts.
+func TestBenchesStayOut(t *testing.T) {
+	t.Parallel()
+	out, err := exec.Command("go", "list", "-deps", module+"/sidecar/cmd/lookaside").Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range strings.Fields(string(out)) {
+		if under(name, module+"/internal/bench") || under(name, module+"/internal/prefixes") {
+			t.Errorf("lookaside is built with %s", name)
 		}
 	}
 }

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"os/signal"
+	"syscall"
 	"text/tabwriter"
 	"time"
 
@@ -136,4 +138,12 @@ func writeReport(w io.Writer, r *slab.Report) error {
 			s.UnreadableChunks, s.Dropped, what)
 	}
 	return t.Flush()
+}
+
+// interruptible is a context that ends with the first Ctrl-C or SIGTERM; after it, the next one
+// ends the process.
+func interruptible(cmd *cobra.Command) (context.Context, context.CancelFunc) {
+	ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
+	context.AfterFunc(ctx, stop)
+	return ctx, stop
 }

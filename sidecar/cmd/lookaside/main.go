@@ -57,7 +57,7 @@ func newRoot() *cobra.Command {
 		fmt.Sprint("FlagUsagesWrapped ", helpColumns)))
 	root.AddCommand(newServe(), newStatus(), newList(), newTiers(), newLookup(), newPrefetch(),
 		newPin(), newUnpin(), newClear(), newMove(), newCheck(), newConfig(), newDAX(),
-		newSimulate(), newBench(), newVersion())
+		newSimulate(), newVersion())
 	return root
 }
 

@@ -21,6 +21,7 @@ import (
 
 	"lookaside/connector"
 	"lookaside/internal/leak"
+	"lookaside/internal/prefixes"
 	"lookaside/ipc/client"
 	"lookaside/ipc/wire"
 	"lookaside/sidecar"
@@ -213,7 +214,7 @@ func (s *server) workerOf(h *wire.Hello) *client.Session {
 
 func hashes(pages int) (packed []byte, words []string) {
 	for i := range pages {
-		d := sidecar.BenchDigest(1, i)
+		d := prefixes.Digest(1, i)
 		packed = append(packed, d[:]...)
 		words = append(words, fmt.Sprintf("%x", d))
 	}
@@ -444,7 +445,6 @@ func TestBadSettings(t *testing.T) {
 			"available"}},
 		{nil, []string{"serve", "extra"}, []string{"extra"}},
 		{nil, []string{"sevre"}, []string{"sevre", "serve"}},
-		{nil, []string{"bench", "nothing"}, []string{"nothing"}},
 		{nil, []string{"status", "--runtime-dir=/nowhere"}, []string{"no sidecar", "/nowhere"}},
 		{nil, []string{"status", "--jsno"}, []string{"--jsno", "--json"}},
 		{nil, []string{"lookup", "--runtime-dir=/nowhere", "--engine-id=e", "00ff"},
@@ -682,43 +682,6 @@ func TestStatusAndLookup(t *testing.T) {
 			!strings.Contains(body, tc.has) {
 			t.Errorf("%s with token %q: %d %.200s", tc.path, tc.token, code, body)
 		}
-	}
-}
-
-func TestLookupServer(t *testing.T) {
-	cmd := exec.Command(binary, "bench", "lookup-server", "--pages=20000", "--prefix-pages=1000",
-		"--copy-threads=1")
-	stdin, err := cmd.StdinPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	stdout, err := cmd.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	line, err := bufio.NewReader(stdout).ReadBytes('\n')
-	if err != nil {
-		t.Fatal(err)
-	}
-	var ready sidecar.LookupServerReady
-	if err := json.Unmarshal(line, &ready); err != nil {
-		t.Fatal(err)
-	}
-	_, words := hashes(1000)
-	out, stderr, code := run(t, nil, append([]string{"lookup", "--timeout=30s", "--runtime-dir",
-		ready.Endpoint, "--engine-id", ready.EngineID}, words...)...)
-	if code != 0 || !strings.Contains(out, "1000 of 1000 pages") {
-		t.Errorf("exit code %d: %s%s", code, out, stderr)
-	}
-	stdin.Close()
-	if err := cmd.Wait(); err != nil {
-		t.Error(err)
-	}
-	if _, err := os.Stat(ready.Endpoint); !os.IsNotExist(err) {
-		t.Errorf("%s is left: %v", ready.Endpoint, err)
 	}
 }
 

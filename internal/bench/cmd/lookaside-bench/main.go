@@ -1,3 +1,5 @@
+// Lookaside-bench measures the sidecar's parts on this machine, each against the limit of what the
+// machine can do. bench/run runs its benches by name, beside those in bench/.
 package main
 
 import (
@@ -14,23 +16,40 @@ import (
 
 	"lookaside/dax"
 	"lookaside/dax/memcopy"
+	"lookaside/internal/bench"
 	"lookaside/internal/bench/enginebench"
+	"lookaside/internal/bench/lookupserver"
 	"lookaside/internal/bench/zmqecho"
 	"lookaside/sidecar"
 )
 
-func newBench() *cobra.Command {
-	cmd := &cobra.Command{
-		Use:   "bench",
-		Short: "Measure parts of the sidecar on this machine",
-		Args:  cobra.NoArgs,
-		// or a wrong name would pass for success
-		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+func main() {
+	if err := newRoot().Execute(); err != nil {
+		fmt.Fprintln(os.Stderr, "lookaside-bench:", err)
+		os.Exit(1)
 	}
-	cmd.AddCommand(newBenchEngine(), newBenchMemcopy(), newBenchPromotion(), newBenchDisk(),
-		newBenchDAX(), newBenchRedis(), newBenchRecovery(), newBenchPeers(), newBenchLookupServer(),
-		newBenchEcho())
-	return cmd
+}
+
+func newRoot() *cobra.Command {
+	root := &cobra.Command{
+		Use:           "lookaside-bench",
+		Version:       sidecar.VersionLine(),
+		Short:         "Measure parts of the sidecar on this machine",
+		SilenceErrors: true, // main prints it
+		SilenceUsage:  true,
+	}
+	root.CompletionOptions.HiddenDefaultCmd = true
+	root.SetVersionTemplate("{{.Version}}\n")
+	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error {
+		return sidecar.FlagError(cmd.Flags(), err)
+	})
+	root.AddCommand(newEngine(), newMemcopy(), newPromotion(), newDisk(), newDAX(), newRedis(),
+		newRecovery(), newPeers(), newLookupServer(), newEcho())
+	return root
+}
+
+func addJSONFlag(cmd *cobra.Command, file *string) {
+	cmd.Flags().StringVar(file, "json", "", "also write the figures to this `file`")
 }
 
 // interruptible is a context that ends with the first Ctrl-C or SIGTERM; after it, the next one
@@ -41,7 +60,7 @@ func interruptible(cmd *cobra.Command) (context.Context, context.CancelFunc) {
 	return ctx, stop
 }
 
-func newBenchMemcopy() *cobra.Command {
+func newMemcopy() *cobra.Command {
 	var (
 		file string
 		o    memcopy.MeasureOptions
@@ -57,7 +76,7 @@ func newBenchMemcopy() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return memcopyReport(ms).print(cmd, file)
+			return memcopyReport(ms).Print(cmd.OutOrStdout(), cmd.ErrOrStderr(), file)
 		},
 	}
 	addJSONFlag(cmd, &file)
@@ -65,17 +84,17 @@ func newBenchMemcopy() *cobra.Command {
 	return cmd
 }
 
-func memcopyReport(ms []memcopy.Measurement) *benchReport {
-	r := newBenchReport("memcopy")
+func memcopyReport(ms []memcopy.Measurement) *bench.Report {
+	r := bench.NewReport("memcopy")
 	for _, m := range ms {
 		of := fmt.Sprintf("%s.%d_threads", dax.FormatSize(int64(m.SizeBytes)), m.Threads)
-		r.rounds("copy."+of, "GB/s", m.Copy, m.GoCopy)
-		r.rounds("pool."+of, "GB/s", m.Pool, m.GoCopy)
+		r.Rounds("copy."+of, "GB/s", m.Copy, m.GoCopy)
+		r.Rounds("pool."+of, "GB/s", m.Pool, m.GoCopy)
 	}
 	return r
 }
 
-func newBenchEngine() *cobra.Command {
+func newEngine() *cobra.Command {
 	var (
 		file  string
 		pages []int
@@ -85,7 +104,7 @@ func newBenchEngine() *cobra.Command {
 		Short: "Lookups and stores of the engine, with many pages held",
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			report := newBenchReport("engine")
+			report := bench.NewReport("engine")
 			for _, n := range pages {
 				r, err := enginebench.Run(n)
 				if err != nil {
@@ -94,7 +113,7 @@ func newBenchEngine() *cobra.Command {
 				addEngine(report, n, r.Chunked)
 				addEngine(report, n, r.Single)
 			}
-			return report.print(cmd, file)
+			return report.Print(cmd.OutOrStdout(), cmd.ErrOrStderr(), file)
 		},
 	}
 	addJSONFlag(cmd, &file)
@@ -103,19 +122,19 @@ func newBenchEngine() *cobra.Command {
 }
 
 // addEngine adds the figures of an engine that was to hold the given number of pages.
-func addEngine(r *benchReport, pages int, f enginebench.Figures) {
+func addEngine(r *bench.Report, pages int, f enginebench.Figures) {
 	of := fmt.Sprintf(".%d_pages.%d_a_chunk", pages, f.PagesPerChunk)
-	r.rounds("hits_4096.p50"+of, "us", f.HitsUs, f.BareUs)
-	r.add("hits_4096.p99.9"+of, quantile(f.HitsUs, 0.999), "us")
-	r.add("lookups_4096"+of, f.LookupsPerSecond, "1/s")
-	r.add("lookups_64"+of, f.ShortPerSecond, "1/s")
-	r.add("stored_pages"+of, f.StorePagesPerSecond, "1/s")
-	r.add("filled_pages"+of, f.FillPagesPerSecond, "1/s")
-	r.add("memory_a_page"+of, f.BytesPerPage, "B")
+	r.Rounds("hits_4096.p50"+of, "us", f.HitsUs, f.BareUs)
+	r.Add("hits_4096.p99.9"+of, bench.Quantile(f.HitsUs, 0.999), "us")
+	r.Add("lookups_4096"+of, f.LookupsPerSecond, "1/s")
+	r.Add("lookups_64"+of, f.ShortPerSecond, "1/s")
+	r.Add("stored_pages"+of, f.StorePagesPerSecond, "1/s")
+	r.Add("filled_pages"+of, f.FillPagesPerSecond, "1/s")
+	r.Add("memory_a_page"+of, f.BytesPerPage, "B")
 }
 
-func newBenchLookupServer() *cobra.Command {
-	var o sidecar.LookupServerOptions
+func newLookupServer() *cobra.Command {
+	var o lookupserver.Options
 	cmd := &cobra.Command{
 		Use:   "lookup-server",
 		Short: "Run a sidecar with many pages indexed, for a client to measure lookups with",
@@ -129,7 +148,7 @@ its standard input does.`,
 			ctx, stop := interruptible(cmd)
 			defer stop()
 			log := sidecar.NewLogger(sidecar.LogConfig{Level: "warn", Format: "console"}, os.Stderr)
-			return sidecar.ServeLookups(ctx, o, cmd.InOrStdin(), cmd.OutOrStdout(), log)
+			return lookupserver.Serve(ctx, o, cmd.InOrStdin(), cmd.OutOrStdout(), log)
 		},
 	}
 	f := cmd.Flags()
@@ -140,7 +159,7 @@ its standard input does.`,
 	return cmd
 }
 
-func newBenchEcho() *cobra.Command {
+func newEcho() *cobra.Command {
 	var replyBytes int
 	cmd := &cobra.Command{
 		Use:   "echo",
@@ -165,7 +184,7 @@ when its standard input does.`,
 				return err
 			case <-ready:
 			}
-			// One line, unlike printJSON's: a client reads it while we go on.
+			// A client reads this line while the command goes on.
 			if err := json.NewEncoder(cmd.OutOrStdout()).Encode(map[string]string{"push": push,
 				"pull": pull}); err != nil {
 				return err

@@ -6,6 +6,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"lookaside/dax"
+	"lookaside/internal/bench"
 	"lookaside/internal/bench/daxbench"
 )
 
@@ -16,7 +17,7 @@ const (
 	minMigratedBytes = 2 << 20
 )
 
-func newBenchDAX() *cobra.Command {
+func newDAX() *cobra.Command {
 	var (
 		file, kind string
 		slots      []string
@@ -40,7 +41,7 @@ another, against lookups without. Files in memory stand in for devices.`,
 			migration.Dir, migration.Rounds, migration.SlotBytes = o.Dir, o.Rounds, minMigratedBytes
 			ctx, stop := interruptible(cmd)
 			defer stop()
-			report := newBenchReport("dax")
+			report := bench.NewReport("dax")
 			for _, slot := range slots {
 				if o.SlotBytes, err = dax.ParseSize(slot); err != nil {
 					return fmt.Errorf("--slots: %w", err)
@@ -58,16 +59,16 @@ another, against lookups without. Files in memory stand in for devices.`,
 				}{{"restore" + of, f.Restore}, {"store" + of, f.Store}} {
 					limits, loop := way.Limit()
 					fmt.Fprintf(cmd.ErrOrStderr(), "%s: the limit is %s\n", way.name, loop)
-					report.rounds(way.name, "GB/s", way.Tier, limits)
+					report.Rounds(way.name, "GB/s", way.Tier, limits)
 				}
-				report.add("chunks"+of, float64(f.Chunks), "")
+				report.Add("chunks"+of, float64(f.Chunks), "")
 			}
 			if recovery.Chunks > 0 {
 				seconds, err := recovery.Run(ctx)
 				if err != nil {
 					return err
 				}
-				report.rounds(fmt.Sprintf("open.%d_chunks", recovery.Chunks), "s", seconds,
+				report.Rounds(fmt.Sprintf("open.%d_chunks", recovery.Chunks), "s", seconds,
 					constant(len(seconds), recoverySeconds*float64(recovery.Chunks)/1e6))
 			}
 			if migration.Chunks > 0 {
@@ -79,11 +80,11 @@ another, against lookups without. Files in memory stand in for devices.`,
 				for i, v := range f.Without {
 					limits[i] = migrationFactor * v
 				}
-				report.rounds("lookup_p99.migrating", "µs", f.With, limits)
-				report.add("lookup_p99.idle", quantile(f.Without, 0.5), "µs")
-				report.add("migration", quantile(f.Speed, 0.5), "GB/s")
+				report.Rounds("lookup_p99.migrating", "µs", f.With, limits)
+				report.Add("lookup_p99.idle", bench.Quantile(f.Without, 0.5), "µs")
+				report.Add("migration", bench.Quantile(f.Speed, 0.5), "GB/s")
 			}
-			return report.print(cmd, file)
+			return report.Print(cmd.OutOrStdout(), cmd.ErrOrStderr(), file)
 		},
 	}
 	addJSONFlag(cmd, &file)

@@ -6,10 +6,11 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"lookaside/internal/bench"
 	"lookaside/internal/bench/peerbench"
 )
 
-func newBenchPeers() *cobra.Command {
+func newPeers() *cobra.Command {
 	var (
 		file string
 		o    peerbench.Options
@@ -26,17 +27,17 @@ func newBenchPeers() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			report := newBenchReport("peers")
+			report := bench.NewReport("peers")
 			of := fmt.Sprintf(".%d_sidecars.%d_pages", o.Sidecars, o.Pages)
-			report.add("join"+of, quantile(f.JoinSeconds, 0.5), "s")
-			report.add("memory_a_hint"+of, quantile(f.BytesPerHint, 0.5), "B")
-			report.add("events_followed"+of, quantile(f.EventsPerSec, 0.5), "1/s")
-			report.add("contains_4096.p50"+of, quantile(f.ContainsUs, 0.5), "us")
-			report.add("contains_4096.p50.busy"+of, quantile(f.ContainsBusyUs, 0.5), "us")
-			report.add("contains_4096.p99.busy"+of, quantile(f.ContainsBusyUs, 0.99), "us")
-			report.add("lease_256.p50"+of, quantile(f.LeaseUs, 0.5), "us")
-			report.add("lease_256.p99"+of, quantile(f.LeaseUs, 0.99), "us")
-			return report.print(cmd, file)
+			report.Add("join"+of, bench.Quantile(f.JoinSeconds, 0.5), "s")
+			report.Add("memory_a_hint"+of, bench.Quantile(f.BytesPerHint, 0.5), "B")
+			report.Add("events_followed"+of, bench.Quantile(f.EventsPerSec, 0.5), "1/s")
+			report.Add("contains_4096.p50"+of, bench.Quantile(f.ContainsUs, 0.5), "us")
+			report.Add("contains_4096.p50.busy"+of, bench.Quantile(f.ContainsBusyUs, 0.5), "us")
+			report.Add("contains_4096.p99.busy"+of, bench.Quantile(f.ContainsBusyUs, 0.99), "us")
+			report.Add("lease_256.p50"+of, bench.Quantile(f.LeaseUs, 0.5), "us")
+			report.Add("lease_256.p99"+of, bench.Quantile(f.LeaseUs, 0.99), "us")
+			return report.Print(cmd.OutOrStdout(), cmd.ErrOrStderr(), file)
 		},
 	}
 	addJSONFlag(cmd, &file)

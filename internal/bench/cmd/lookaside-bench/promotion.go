@@ -7,13 +7,15 @@ import (
 	"github.com/spf13/cobra"
 
 	"lookaside/dax"
+	"lookaside/internal/bench"
+	"lookaside/internal/bench/promotionbench"
 	"lookaside/sidecar"
 )
 
-func newBenchPromotion() *cobra.Command {
+func newPromotion() *cobra.Command {
 	var (
 		file         string
-		o            sidecar.PromotionBench
+		o            promotionbench.Options
 		prefix, page string
 		piece        string
 	)
@@ -38,11 +40,11 @@ size, as many at a time, around the page cache, into memory of the same kind, in
 			ctx, stop := interruptible(cmd)
 			defer stop()
 			log := sidecar.NewLogger(sidecar.LogConfig{Level: "warn", Format: "console"}, os.Stderr)
-			f, err := sidecar.BenchPromotion(ctx, o, log)
+			f, err := promotionbench.Run(ctx, o, log)
 			if err != nil {
 				return err
 			}
-			return promotionReport(f).print(cmd, file)
+			return promotionReport(f).Print(cmd.OutOrStdout(), cmd.ErrOrStderr(), file)
 		},
 	}
 	addJSONFlag(cmd, &file)
@@ -58,22 +60,22 @@ size, as many at a time, around the page cache, into memory of the same kind, in
 	return cmd
 }
 
-func promotionReport(f sidecar.PromotionFigures) *benchReport {
-	r := newBenchReport("promotion")
+func promotionReport(f promotionbench.Figures) *bench.Report {
+	r := bench.NewReport("promotion")
 	of := "." + dax.FormatSize(f.Bytes)
 	how := "direct"
 	if !f.Direct {
 		how = "buffered"
 	}
-	r.rounds("lookup_from_disk"+of+"."+string(f.Kind)+"."+how, "s", f.LookupSeconds, f.BareSeconds)
+	r.Rounds("lookup_from_disk"+of+"."+string(f.Kind)+"."+how, "s", f.LookupSeconds, f.BareSeconds)
 	gb := float64(f.Bytes) / 1e9
-	r.add("from_disk"+of, gb/quantile(f.LookupSeconds, 0.5), "GB/s")
-	r.add("bare_reads"+of, gb/quantile(f.BareSeconds, 0.5), "GB/s")
-	r.add("lookup_from_arena"+of, quantile(f.ArenaSeconds, 0.5)*1e6, "us")
+	r.Add("from_disk"+of, gb/bench.Quantile(f.LookupSeconds, 0.5), "GB/s")
+	r.Add("bare_reads"+of, gb/bench.Quantile(f.BareSeconds, 0.5), "GB/s")
+	r.Add("lookup_from_arena"+of, bench.Quantile(f.ArenaSeconds, 0.5)*1e6, "us")
 	cores := make([]float64, len(f.CPUSeconds))
 	for i, s := range f.CPUSeconds {
 		cores[i] = s / f.LookupSeconds[i]
 	}
-	r.add("cores_while_promoting"+of, quantile(cores, 0.5), "")
+	r.Add("cores_while_promoting"+of, bench.Quantile(cores, 0.5), "")
 	return r
 }

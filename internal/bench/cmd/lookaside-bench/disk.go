@@ -6,10 +6,11 @@ import (
 	"github.com/spf13/cobra"
 
 	"lookaside/dax"
+	"lookaside/internal/bench"
 	"lookaside/internal/bench/diskbench"
 )
 
-func newBenchDisk() *cobra.Command {
+func newDisk() *cobra.Command {
 	var (
 		file, bytes, piece, kind string
 		slots                    []string
@@ -32,7 +33,7 @@ func newBenchDisk() *cobra.Command {
 			}
 			ctx, stop := interruptible(cmd)
 			defer stop()
-			report := newBenchReport("disk")
+			report := bench.NewReport("disk")
 			for _, slot := range slots {
 				if o.SlotBytes, err = dax.ParseSize(slot); err != nil {
 					return fmt.Errorf("--slots: %w", err)
@@ -43,7 +44,7 @@ func newBenchDisk() *cobra.Command {
 				}
 				addDisk(report, o.SlotBytes, f)
 			}
-			return report.print(cmd, file)
+			return report.Print(cmd.OutOrStdout(), cmd.ErrOrStderr(), file)
 		},
 	}
 	addJSONFlag(cmd, &file)
@@ -62,22 +63,22 @@ func newBenchDisk() *cobra.Command {
 // coresBudget is what moving bytes may take of the processor.
 const coresBudget = 0.5
 
-func addDisk(r *benchReport, slot int64, f diskbench.Figures) {
+func addDisk(r *bench.Report, slot int64, f diskbench.Figures) {
 	of := "." + dax.FormatSize(slot)
-	r.rounds("read"+of, "GB/s", f.Read, f.FioR)
-	r.rounds("write"+of, "GB/s", f.Write, f.FioW)
-	r.rounds("read.over_bare"+of, "GB/s", f.Read, f.BareR)
-	r.rounds("write.over_bare"+of, "GB/s", f.Write, f.BareW)
+	r.Rounds("read"+of, "GB/s", f.Read, f.FioR)
+	r.Rounds("write"+of, "GB/s", f.Write, f.FioW)
+	r.Rounds("read.over_bare"+of, "GB/s", f.Read, f.BareR)
+	r.Rounds("write.over_bare"+of, "GB/s", f.Write, f.BareW)
 	budget := make([]float64, len(f.ReadC))
 	for i := range budget {
 		budget[i] = coresBudget
 	}
-	r.rounds("read.cores"+of, "", f.ReadC, budget)
-	r.rounds("write.cores"+of, "", f.WriteC, budget)
-	r.add("page_cache"+of, f.CachedFraction, "of the bytes")
+	r.Rounds("read.cores"+of, "", f.ReadC, budget)
+	r.Rounds("write.cores"+of, "", f.WriteC, budget)
+	r.Add("page_cache"+of, f.CachedFraction, "of the bytes")
 }
 
-func newBenchRecovery() *cobra.Command {
+func newRecovery() *cobra.Command {
 	var (
 		file, page string
 		o          diskbench.Recovery
@@ -100,17 +101,17 @@ holes.`,
 			if err != nil {
 				return err
 			}
-			report := newBenchReport("recovery")
+			report := bench.NewReport("recovery")
 			of := fmt.Sprintf(".%d_chunks.%d_pages", o.Chunks, o.PagesPerChunk)
-			report.rounds("open"+of, "s", f.Seconds, f.BareS)
+			report.Rounds("open"+of, "s", f.Seconds, f.BareS)
 			budget, memory := make([]float64, len(f.Seconds)), make([]float64, len(f.Seconds))
 			for i := range budget {
 				budget[i], memory[i] = 3*float64(o.Chunks)/1e6, 2048
 			}
-			report.rounds("open_in_budget"+of, "s", f.Seconds, budget)
-			report.rounds("memory_a_chunk"+of, "B", f.MemoryB, memory)
-			report.add("directory_a_chunk"+of, float64(f.EntryB), "B")
-			return report.print(cmd, file)
+			report.Rounds("open_in_budget"+of, "s", f.Seconds, budget)
+			report.Rounds("memory_a_chunk"+of, "B", f.MemoryB, memory)
+			report.Add("directory_a_chunk"+of, float64(f.EntryB), "B")
+			return report.Print(cmd.OutOrStdout(), cmd.ErrOrStderr(), file)
 		},
 	}
 	addJSONFlag(cmd, &file)

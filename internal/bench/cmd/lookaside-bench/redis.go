@@ -6,10 +6,11 @@ import (
 	"github.com/spf13/cobra"
 
 	"lookaside/dax"
+	"lookaside/internal/bench"
 	"lookaside/internal/bench/redisbench"
 )
 
-func newBenchRedis() *cobra.Command {
+func newRedis() *cobra.Command {
 	var (
 		file, bytes, split string
 		chunks             []string
@@ -37,7 +38,7 @@ func newBenchRedis() *cobra.Command {
 				defer end()
 				o.Server = addr
 			}
-			report := newBenchReport("redis")
+			report := bench.NewReport("redis")
 			for _, c := range chunks {
 				if o.ChunkBytes, err = dax.ParseSize(c); err != nil {
 					return fmt.Errorf("--chunks: %w", err)
@@ -46,10 +47,10 @@ func newBenchRedis() *cobra.Command {
 				if err != nil {
 					return err
 				}
-				report.rounds("put."+dax.FormatSize(o.ChunkBytes), "GB/s", f.Put, f.BarePut)
-				report.rounds("get."+dax.FormatSize(o.ChunkBytes), "GB/s", f.Get, f.BareGet)
+				report.Rounds("put."+dax.FormatSize(o.ChunkBytes), "GB/s", f.Put, f.BarePut)
+				report.Rounds("get."+dax.FormatSize(o.ChunkBytes), "GB/s", f.Get, f.BareGet)
 			}
-			return report.print(cmd, file)
+			return report.Print(cmd.OutOrStdout(), cmd.ErrOrStderr(), file)
 		},
 	}
 	addJSONFlag(cmd, &file)

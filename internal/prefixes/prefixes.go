@@ -1,0 +1,172 @@
+// Package prefixes is one engine with one prefix: a worker that stores it and checks every byte of
+// it, and a scheduler that looks it up, over a sidecar's sockets as vLLM does. Benches use it, and
+// tests of the sidecar. It imports nothing of the sidecar but its messages and their client.
+package prefixes
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"time"
+
+	"lookaside/ipc/client"
+	"lookaside/ipc/wire"
+)
+
+// Patience is how long a sidecar has for an answer, however busy the machine is.
+const Patience = time.Minute
+
+// DigestBytes is the size of the hash of a page.
+const DigestBytes = sha256.Size
+
+// Digest returns the hash of a page of the prefix with this number: SHA-256 of both numbers, each
+// as 8 bytes, little-endian. bench/lookup.py computes the same.
+func Digest(prefix, page int) [DigestBytes]byte {
+	var b [16]byte
+	binary.LittleEndian.PutUint64(b[:8], uint64(prefix))
+	binary.LittleEndian.PutUint64(b[8:], uint64(page))
+	return sha256.Sum256(b[:])
+}
+
+// Digests returns the hashes of the first pages of a prefix, packed.
+func Digests(prefix, pages int) []byte {
+	hashes := make([]byte, 0, pages*DigestBytes)
+	for page := range pages {
+		d := Digest(prefix, page)
+		hashes = append(hashes, d[:]...)
+	}
+	return hashes
+}
+
+// Content writes what a page holds to p. It depends on the page's number and on nothing else.
+func Content(page int, p []byte) {
+	var seed [32]byte
+	binary.LittleEndian.PutUint64(seed[:], uint64(page))
+	_, _ = rand.NewChaCha8(seed).Read(p) // never fails
+}
+
+// A Prefix is a prefix and the two sessions that store it and ask for it. One goroutine at a time
+// may use it.
+type Prefix struct {
+	hashes []byte
+	worker *Worker
+
+	scheduler *client.Session
+	lookups   *client.Lookups
+	lookup    uint64 // the last lookup's id; 0 before the first
+}
+
+// Dial connects a worker and a scheduler to the sidecar that owns the endpoint dir. Their prefix is
+// the one with this number. Nothing is stored yet.
+func Dial(dir string, shape Shape, number, pages int) (_ *Prefix, err error) {
+	p := &Prefix{hashes: Digests(number, pages)}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, p.Close())
+		}
+	}()
+	if p.worker, err = DialWorker(dir, shape); err != nil {
+		return nil, err
+	}
+	hello := shape.hello()
+	hello.Role, hello.PageBytes = wire.RoleScheduler, 0
+	if p.scheduler, err = client.Dial(dir, &hello, Patience); err != nil {
+		return nil, err
+	}
+	p.lookups, err = p.scheduler.Lookups()
+	return p, err
+}
+
+// Close ends the sessions. It is idempotent.
+func (p *Prefix) Close() error {
+	var errs []error
+	if p.lookups != nil {
+		errs = append(errs, p.lookups.Close())
+	}
+	if p.scheduler != nil {
+		errs = append(errs, p.scheduler.Close())
+	}
+	if p.worker != nil {
+		errs = append(errs, p.worker.Close())
+	}
+	p.lookups, p.scheduler, p.worker = nil, nil, nil
+	return errors.Join(errs...)
+}
+
+// Pages returns the number of pages.
+func (p *Prefix) Pages() int { return len(p.hashes) / DigestBytes }
+
+// Words returns the hashes in hexadecimal, one a page.
+func (p *Prefix) Words() []string {
+	words := make([]string, p.Pages())
+	for i := range words {
+		words[i] = fmt.Sprintf("%x", p.hashes[DigestBytes*i:DigestBytes*(i+1)])
+	}
+	return words
+}
+
+// Store writes the prefix into the arena. It returns once all of it is committed.
+func (p *Prefix) Store() error { return p.worker.Store(p.hashes, Content) }
+
+// Lookup asks for the whole prefix and returns how long the answer took. It fails unless every page
+// hits. What the lookup before it leased is freed first.
+func (p *Prefix) Lookup() (time.Duration, error) {
+	if err := p.Cancel(); err != nil {
+		return 0, err
+	}
+	p.lookup++
+	m := wire.Lookup{Session: p.scheduler.Welcome.Session, Secret: p.scheduler.Welcome.Secret,
+		Lookup: p.lookup, Hashes: p.hashes, DeadlineMs: uint32(Patience.Milliseconds())}
+	start := time.Now()
+	r, err := p.lookups.Lookup(&m, Patience+10*time.Second)
+	took := time.Since(start)
+	if err == nil && int(r.HitPages) != p.Pages() {
+		err = fmt.Errorf("hit %d of %d pages", r.HitPages, p.Pages())
+	}
+	return took, err
+}
+
+// Cancel frees what the last lookup leased. It has no effect if nothing is leased.
+func (p *Prefix) Cancel() error {
+	if p.lookup == 0 {
+		return nil
+	}
+	return p.lookups.Send((&wire.Cancel{Session: p.scheduler.Welcome.Session,
+		Secret: p.scheduler.Welcome.Secret, Lookup: p.lookup}).Append(nil))
+}
+
+// Verify loads what the last lookup found, compares every byte and releases it.
+func (p *Prefix) Verify() error {
+	shape, session := p.worker.shape, p.worker.session
+	names := wire.NamesOf(p.hashes, DigestBytes, 0, shape.PagesPerChunk)
+	m := wire.PrepareLoad{
+		ID: session.NextID(), Session: p.scheduler.Welcome.Session, Lookup: p.lookup,
+		Ticket: p.scheduler.Ticket(p.lookup), Pages: uint32(p.Pages()), Names: names[:],
+	}
+	var g wire.LoadGrant
+	if err := p.worker.call(&m, &g); err != nil {
+		return err
+	}
+	want := make([]byte, shape.PageBytes)
+	loaded := 0
+	err := p.worker.each(g.Extents, func(page int, got []byte) error {
+		if Content(page, want); !bytes.Equal(want, got) {
+			return fmt.Errorf("page %d came back wrong", page)
+		}
+		loaded++
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	if loaded != p.Pages() {
+		return fmt.Errorf("%d pages of %d were loaded", loaded, p.Pages())
+	}
+	if err := session.Send(&wire.Release{Load: g.Load}); err != nil {
+		return err
+	}
+	return p.worker.sync()
+}
