@@ -8,15 +8,15 @@ import (
 	"unicode/utf8"
 )
 
-// ErrMalformed is wrapped by every error that a decoder returns for bytes that
-// are not the message asked for, except [*VersionError].
+// ErrMalformed is wrapped by every error of Decode for bytes that are not the message asked for,
+// except [*VersionError].
 var ErrMalformed = errors.New("malformed message")
 
 // ErrVersion is wrapped by [*VersionError].
 var ErrVersion = errors.New("protocol version differs")
 
-// VersionError reports a Hello, Welcome or Refuse of another protocol version.
-// Nothing after the version has been looked at.
+// VersionError reports a message of another protocol version. Nothing behind the version has been
+// looked at.
 type VersionError struct {
 	Got uint64 // the version that the peer speaks
 }
@@ -27,7 +27,7 @@ func (e *VersionError) Error() string {
 
 func (e *VersionError) Unwrap() error { return ErrVersion }
 
-// DecodeError says which field of which message was refused, and why.
+// DecodeError reports which field of which message was refused, and why.
 type DecodeError struct {
 	Message string // name of the message, such as "Lookup"
 	Field   string // name of the field, or "" for the message as a whole
@@ -43,22 +43,27 @@ func (e *DecodeError) Error() string {
 
 func (e *DecodeError) Unwrap() error { return ErrMalformed }
 
-// reader walks one msgpack message. The first failure sticks: every later call
-// returns a zero value, so that a decoder reads straight through and looks at
-// the error once. It never allocates but for that error, never recurses, and
-// takes no length on trust: a count of elements is checked against the bytes
-// left (an element takes one at least) and against the caller's cap before
-// anybody acts on it.
+// reader reads one msgpack message. The first failure sticks: every later call returns a zero
+// value, so the caller reads straight through and checks the error once.
+//
+// It trusts no length. A count of elements is checked against the bytes left (an element takes at
+// least one) and against the caller's limit before it is returned. It never recurses, and allocates
+// nothing but the error.
 type reader struct {
-	buf     []byte
-	pos     int
-	message string
-	err     error
+	buf  []byte
+	pos  int
+	of   Type   // the message, named by errors
+	name string // instead of of, for what has no type
+	err  error
 }
 
 func (r *reader) fail(field, reason string) {
 	if r.err == nil {
-		r.err = &DecodeError{Message: r.message, Field: field, Reason: reason}
+		name := r.name
+		if name == "" {
+			name = r.of.String()
+		}
+		r.err = &DecodeError{Message: name, Field: field, Reason: reason}
 		r.pos = len(r.buf)
 	}
 }
@@ -106,10 +111,10 @@ func (r *reader) word(field string, n uint64) uint64 {
 	return 0
 }
 
-// integer reads an integer of any msgpack width. Negative ones come back as
-// two's complement with negative set.
+// integer reads an integer of any msgpack width. It returns negative ones in two's complement and
+// sets negative.
 func (r *reader) integer(field string) (v uint64, negative bool) {
-	// What we send, and lists are long of. An error leaves nothing to read.
+	// The common case first, as lists are long. After an error nothing is left to read.
 	if p := r.buf[r.pos:]; len(p) > 8 {
 		switch c := p[0]; {
 		case c <= 0x7f:
@@ -164,18 +169,9 @@ func (r *reader) uint(field string, limit uint64) uint64 {
 	return v
 }
 
-func (r *reader) u32(field string) uint32 { return uint32(r.uint(field, math.MaxUint32)) }
-func (r *reader) u64(field string) uint64 { return r.uint(field, math.MaxUint64) }
+func (r *reader) n32(field string) uint32 { return uint32(r.uint(field, math.MaxUint32)) }
 
-// id reads a handle that must not be 0, the value that means "none".
-func (r *reader) id(field string) uint64 {
-	v := r.u64(field)
-	if r.err == nil && v == 0 {
-		r.fail(field, "zero")
-	}
-	return v
-}
-
+// length checks a declared length against the bytes left and a limit.
 func (r *reader) length(field string, n uint64, limit int) uint64 {
 	if r.err != nil {
 		return 0
@@ -191,8 +187,8 @@ func (r *reader) length(field string, n uint64, limit int) uint64 {
 	return n
 }
 
-// bin reads a byte string of at most limit bytes, aliasing the input.
-func (r *reader) bin(field string, limit int) []byte {
+// binBytes reads a byte string of at most limit bytes, aliasing the input.
+func (r *reader) binBytes(field string, limit int) []byte {
 	c := r.code(field)
 	if r.err != nil {
 		return nil
@@ -203,15 +199,6 @@ func (r *reader) bin(field string, limit int) []byte {
 	}
 	n := r.word(field, 1<<(c-0xc4))
 	return r.take(field, r.length(field, n, limit))
-}
-
-// exactly reads a byte string of n bytes, aliasing the input.
-func (r *reader) exactly(field string, n int) []byte {
-	b := r.bin(field, n)
-	if r.err == nil && len(b) != n {
-		r.fail(field, "wrong length")
-	}
-	return b
 }
 
 // strBytes reads a UTF-8 string of at most limit bytes, aliasing the input.
@@ -238,98 +225,60 @@ func (r *reader) strBytes(field string, limit int) []byte {
 	return p
 }
 
-func (r *reader) str(field string, limit int) string { return string(r.strBytes(field, limit)) }
-
-// array reads an array header and returns its number of elements.
+// array reads an array's header and returns its number of elements.
 func (r *reader) array(field string, limit int) int {
-	c := r.code(field)
-	if r.err != nil {
-		return 0
-	}
-	var n uint64
-	switch {
-	case c >= 0x90 && c <= 0x9f:
-		n = uint64(c & 0x0f)
-	case c == 0xdc:
-		n = r.word(field, 2)
-	case c == 0xdd:
-		n = r.word(field, 4)
-	default:
-		r.fail(field, "not an array")
-		return 0
-	}
-	return int(r.length(field, n, limit))
+	return r.elements(field, limit, 0x90, 0xdc, "not an array")
 }
 
-// mapping reads a map header and returns its number of entries.
+// mapping reads a map's header and returns its number of entries.
 func (r *reader) mapping(field string, limit int) int {
+	return r.elements(field, limit, 0x80, 0xde, "not a map")
+}
+
+// elements reads the header of an array or map. Short ones have the code fix with the length in its
+// low bits; the codes wide and wide+1 have a length of 2 and of 4 bytes behind them.
+func (r *reader) elements(field string, limit int, fix, wide byte, reason string) int {
 	c := r.code(field)
 	if r.err != nil {
 		return 0
 	}
 	var n uint64
 	switch {
-	case c >= 0x80 && c <= 0x8f:
+	case c&0xf0 == fix:
 		n = uint64(c & 0x0f)
-	case c == 0xde:
+	case c == wide:
 		n = r.word(field, 2)
-	case c == 0xdf:
+	case c == wide+1:
 		n = r.word(field, 4)
 	default:
-		r.fail(field, "not a map")
+		r.fail(field, reason)
 		return 0
 	}
 	return int(r.length(field, n, limit))
 }
 
-// header reads the outer array and the type, which must be as given.
-func (r *reader) header(t Type, arity int) {
-	n := r.array("", maxArity)
-	if got := r.uint("type", math.MaxUint8); r.err == nil && Type(got) != t {
-		r.fail("type", "another message")
-	}
-	if r.err == nil && n != arity {
-		r.fail("", "wrong number of fields")
-	}
-}
-
-// versioned reads the outer array, the type and the protocol version. Another
-// version is reported before anything behind it, the number of fields
-// included, is judged: it may mean something else there.
-func (r *reader) versioned(t Type, arity int) uint16 {
-	n := r.array("", maxArity)
-	if got := r.uint("type", math.MaxUint8); r.err == nil && Type(got) != t {
-		r.fail("type", "another message")
-	}
-	v := r.u64("version")
-	if r.err == nil && v != Version {
-		r.err = &VersionError{Got: v}
-		r.pos = len(r.buf)
-	}
-	if r.err == nil && n != arity {
-		r.fail("", "wrong number of fields")
-	}
-	return uint16(v)
-}
-
-// done refuses trailing bytes and returns the first error.
-func (r *reader) done() error {
+// end refuses trailing bytes and returns the first error.
+func (r *reader) end() error {
 	if r.err == nil && r.pos != len(r.buf) {
 		r.fail("", "trailing bytes")
 	}
 	return r.err
 }
 
+// maxFields is how many fields a message may have, the type included: as many as an array's header
+// of one byte can say.
+const maxFields = 15
+
 // Peek returns the type of a message without looking further.
 func Peek(msg []byte) (Type, error) {
-	r := reader{buf: msg, message: "message"}
-	r.array("", maxArity)
+	r := reader{buf: msg, name: "message"}
+	r.array("", maxFields)
 	t := r.uint("type", math.MaxUint8)
 	return Type(t), r.err
 }
 
-// The encoders write the shortest form of each value, as msgspec and
-// msgpack/v5's compact form do, so that equal messages are equal bytes.
+// The functions below write the shortest form of each value, as msgspec and the compact form of
+// msgpack/v5 do. So equal messages are equal bytes.
 
 func appendUint(dst []byte, v uint64) []byte {
 	switch {
@@ -388,12 +337,8 @@ func appendStr[S []byte | string](dst []byte, s S) []byte {
 	return append(dst, s...)
 }
 
-func appendHeader(dst []byte, t Type, arity int) []byte {
-	return appendUint(appendArray(dst, arity), uint64(t))
-}
-
-// clip shortens s to at most limit bytes without cutting a rune, and replaces
-// what is not UTF-8, so that whatever text an error carries can be decoded.
+// clip cuts s to at most limit bytes without cutting a rune, and replaces what is not UTF-8. So any
+// text, such as that of an error, can be decoded.
 func clip(s string, limit int) string {
 	if !utf8.ValidString(s) {
 		s = string([]rune(s))
@@ -405,17 +350,4 @@ func clip(s string, limit int) string {
 		limit--
 	}
 	return s[:limit]
-}
-
-// appendNumber encodes a message that has nothing but a number.
-func appendNumber(dst []byte, t Type, v uint32) []byte {
-	return appendUint(appendHeader(dst, t, 2), uint64(v))
-}
-
-// decodeNumber decodes one, whose number errors call field.
-func decodeNumber(b []byte, t Type, field string) (uint32, error) {
-	r := reader{buf: b, message: t.String()}
-	r.header(t, 2)
-	v := r.u32(field)
-	return v, r.done()
 }

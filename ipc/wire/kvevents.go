@@ -5,31 +5,33 @@ import (
 	"math"
 )
 
-// The events that vLLM's KV event publisher sends, as msgspec writes vllm.distributed.kv_events
-// (0.32): a batch is the array [seconds, events, data-parallel rank], an event a map with its
-// class's name as "type". Fields behind those written here have their defaults, and msgspec leaves
-// such fields out.
+// The events of vLLM's KV event publisher, encoded as msgspec encodes vllm.distributed.kv_events
+// (0.32). A batch is the array [seconds, events, data-parallel rank]. An event is a map with its
+// class's name as "type". Later fields of the classes have their defaults, and msgspec omits fields
+// that do.
 
-// KVHashes says how events name blocks.
+// KVHashes is how events name blocks.
 type KVHashes uint8
 
 const (
-	// by the last 8 bytes of the digest, a big-endian number: vLLM's default
-	KVHashInts  KVHashes = iota
-	KVHashBytes          // by the whole digest: with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0
+	// KVHashInts names a block by the last 8 bytes of its digest, a big-endian number. It is
+	// vLLM's default.
+	KVHashInts KVHashes = iota
+	// KVHashBytes names a block by its whole digest, as vLLM does with
+	// VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0.
+	KVHashBytes
 )
 
-// BlockStored says that blocks can be found.
+// BlockStored reports that blocks can be found.
 type BlockStored struct {
-	Hashes []byte // digests, end to end
-	// digest of the block before the first; empty if there is none, or it is not known
-	Parent      []byte
+	Hashes      []byte // packed digests
+	Parent      []byte // digest of the block before the first; empty if none or not known
 	DigestBytes int
 	BlockTokens int
 	Medium      string
 }
 
-// Append writes the event.
+// Append appends the encoded event to dst.
 func (e *BlockStored) Append(dst []byte, as KVHashes) []byte {
 	dst = appendStr(appendStr(appendMap(dst, 9), "type"), "BlockStored")
 	dst = appendHashes(dst, e.Hashes, e.DigestBytes, as)
@@ -47,14 +49,14 @@ func (e *BlockStored) Append(dst []byte, as KVHashes) []byte {
 	return appendStr(appendStr(dst, "locality"), "LOCAL")
 }
 
-// BlockRemoved says that blocks cannot be found any more.
+// BlockRemoved reports that blocks cannot be found any more.
 type BlockRemoved struct {
-	Hashes      []byte
+	Hashes      []byte // packed digests
 	DigestBytes int
 	Medium      string
 }
 
-// Append writes the event.
+// Append appends the encoded event to dst.
 func (e *BlockRemoved) Append(dst []byte, as KVHashes) []byte {
 	dst = appendStr(appendStr(appendMap(dst, 4), "type"), "BlockRemoved")
 	dst = appendHashes(dst, e.Hashes, e.DigestBytes, as)
@@ -62,12 +64,12 @@ func (e *BlockRemoved) Append(dst []byte, as KVHashes) []byte {
 	return appendStr(appendStr(dst, "locality"), "LOCAL")
 }
 
-// AppendAllBlocksCleared writes the event that nothing can be found.
+// AppendAllBlocksCleared appends the event that no block can be found any more.
 func AppendAllBlocksCleared(dst []byte) []byte {
 	return appendStr(appendStr(appendMap(dst, 1), "type"), "AllBlocksCleared")
 }
 
-// AppendKVEventBatch writes a batch of events that are written already, end to end.
+// AppendKVEventBatch appends a batch of events. encoded has them encoded, one after the other.
 func AppendKVEventBatch(dst []byte, seconds float64, events int, encoded []byte,
 	rank uint32) []byte {
 	dst = binary.BigEndian.AppendUint64(append(appendArray(dst, 3), 0xcb),

@@ -7,25 +7,24 @@ import (
 	"unicode/utf8"
 )
 
-// LMCacheRequest is a request of LMCache's asynchronous lookup client: a lookup,
-// or the cleanup that ends one. It comes in two forms. In one frame, a msgpack
-// map whose "type" is LookupRequestMsg or LookupCleanupMsg; or, from its earlier
-// versions and a lookup only, as the frames
+// LMCacheRequest is a request of LMCache's asynchronous lookup client: a lookup, or the cleanup
+// that ends one. It has two forms. One is a single frame: a msgpack map whose "type" is
+// LookupRequestMsg or LookupCleanupMsg. The multipart form is that of earlier LMCache versions, and
+// only for lookups. Its frames are
 //
 //	lookup_id (UTF-8), hashes (msgpack list), offsets (msgpack list), configs ("k%v@k%v")
 //
-// Hashes are 64-bit integers, which become 8 bytes big-endian (negative ones in
-// two's complement), or byte strings of one length.
+// Hashes are 64-bit integers, or byte strings of one length. An integer becomes 8 bytes big-endian,
+// in two's complement if negative.
 type LMCacheRequest struct {
-	Cleanup     bool     // a cleanup: only ID is set
-	Multipart   bool     // came in frames, so the answer goes so too
+	Cleanup     bool     // a cleanup, which has only an ID
+	Multipart   bool     // the form; the reply must have the same
 	ID          []byte   // lookup id, UTF-8, not empty; aliases the input
 	Hashes      []byte   // packed, DigestBytes each; the request's own buffer
 	DigestBytes int      // 0 when there are no hashes
 	Offsets     []uint32 // tokens of each chunk, as many as hashes; their sum fits 32 bits
-	// Tagged says that the configs hold an "lmcache.tag." entry. LMCache makes
-	// such tags part of every key, but not of the hashes; the chunks here have
-	// none, so a tagged lookup can hit nothing.
+	// Tagged is set if the configs have an "lmcache.tag." entry. LMCache makes such tags part of
+	// every key, but not of the hashes. Chunks here have no tags, so a tagged lookup hits nothing.
 	Tagged bool
 }
 
@@ -43,8 +42,8 @@ var (
 // MaxLMCacheFrames is the number of frames of the multipart form.
 const MaxLMCacheFrames = 4
 
-// Decode replaces the request by the one that the frames hold. It allocates
-// nothing once Hashes and Offsets have grown.
+// Decode replaces the request by the one in the frames. It allocates nothing once Hashes and
+// Offsets have grown.
 func (m *LMCacheRequest) Decode(frames [][]byte, lim *Limits) error {
 	*m = LMCacheRequest{Hashes: m.Hashes[:0], Offsets: m.Offsets[:0]}
 	switch len(frames) {
@@ -65,7 +64,7 @@ func (m *LMCacheRequest) decodeMap(b []byte, lim *Limits) error {
 		hasOffsets
 		hasConfigs
 	)
-	r := reader{buf: b, message: "LMCache message"}
+	r := reader{buf: b, name: "LMCache message"}
 	seen := 0
 	mark := func(bit int) {
 		if seen&bit != 0 {
@@ -110,11 +109,11 @@ func (m *LMCacheRequest) decodeMap(b []byte, lim *Limits) error {
 		}
 	}
 	m.check(&r)
-	return r.done()
+	return r.end()
 }
 
 func (m *LMCacheRequest) decodeFrames(frames [][]byte, lim *Limits) error {
-	r := reader{message: "LMCache message"}
+	r := reader{name: "LMCache message"}
 	if m.ID = frames[0]; len(m.ID) > lim.LMCacheIDBytes || !utf8.Valid(m.ID) {
 		r.fail("lookup_id", "too long or not UTF-8")
 		return r.err
@@ -127,13 +126,13 @@ func (m *LMCacheRequest) decodeFrames(frames [][]byte, lim *Limits) error {
 	m.Tagged = bytes.HasPrefix(configs, lmcacheTag) || bytes.Contains(configs, lmcacheAtTag)
 	r.buf = frames[1]
 	m.hashes(&r, lim)
-	if err := r.done(); err != nil {
+	if err := r.end(); err != nil {
 		return err
 	}
 	r.buf, r.pos = frames[2], 0
 	m.offsets(&r, lim)
 	m.check(&r)
-	return r.done()
+	return r.end()
 }
 
 // check compares the fields with each other.
@@ -158,7 +157,7 @@ func (m *LMCacheRequest) hashes(r *reader, lim *Limits) {
 	for n := r.array("hashes", lim.Pages); n > 0 && r.err == nil; n-- {
 		size := 8
 		if c := r.peek(); c >= 0xc4 && c <= 0xc6 {
-			p := r.bin("hashes", MaxDigestBytes)
+			p := r.binBytes("hashes", MaxDigestBytes)
 			if r.err == nil && len(p) == 0 {
 				r.fail("hashes", "an empty hash")
 			}
@@ -180,16 +179,15 @@ func (m *LMCacheRequest) hashes(r *reader, lim *Limits) {
 func (m *LMCacheRequest) offsets(r *reader, lim *Limits) {
 	sum := uint64(0)
 	for n := r.array("offsets", lim.Pages); n > 0 && r.err == nil; n-- {
-		v := r.u32("offsets")
-		if sum += uint64(v); sum > math.MaxUint32 {
+		v := r.uint("offsets", math.MaxUint32)
+		if sum += v; sum > math.MaxUint32 {
 			r.fail("offsets", "sum out of range")
 		}
-		m.Offsets = append(m.Offsets, v)
+		m.Offsets = append(m.Offsets, uint32(v))
 	}
 }
 
-// configs reads nil or a map from strings to scalars, and keeps only whether
-// there is a tag among them.
+// configs reads nil or a map from strings to scalars. It keeps only whether a tag is among them.
 func (m *LMCacheRequest) configs(r *reader, lim *Limits) {
 	if r.peek() == 0xc0 {
 		r.code("request_configs")
@@ -212,8 +210,8 @@ func (m *LMCacheRequest) configs(r *reader, lim *Limits) {
 	}
 }
 
-// peek returns the next byte without taking it, or 0xc1, which msgpack never
-// uses, at the end.
+// peek returns the next byte without taking it. At the end it returns 0xc1, which msgpack never
+// uses.
 func (r *reader) peek() byte {
 	if r.err != nil || r.pos >= len(r.buf) {
 		return 0xc1
@@ -221,8 +219,7 @@ func (r *reader) peek() byte {
 	return r.buf[r.pos]
 }
 
-// AppendLMCacheResponse appends a LookupResponseMsg, the answer to a lookup that
-// came in one frame.
+// AppendLMCacheResponse appends a LookupResponseMsg, the reply to a lookup of one frame.
 func AppendLMCacheResponse(dst, id []byte, hitTokens uint32) []byte {
 	dst = appendMap(dst, 3)
 	dst = appendStr(appendStr(dst, "type"), lmcacheResponse)
@@ -230,8 +227,8 @@ func AppendLMCacheResponse(dst, id []byte, hitTokens uint32) []byte {
 	return appendUint(appendStr(dst, "num_hit_tokens"), uint64(hitTokens))
 }
 
-// AppendLMCacheTokens appends the second frame of the answer to a lookup that
-// came in frames; the first is its id.
+// AppendLMCacheTokens appends the second frame of the reply to a multipart lookup. The first is the
+// lookup's id.
 func AppendLMCacheTokens(dst []byte, hitTokens uint32) []byte {
 	return binary.BigEndian.AppendUint32(dst, hitTokens)
 }

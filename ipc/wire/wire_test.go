@@ -34,8 +34,8 @@ func TestGolden(t *testing.T) {
 		vectors = append(vectors, some...)
 	}
 	types := map[string]Type{}
-	for typ, name := range typeNames {
-		types[name] = typ
+	for typ, k := range kinds {
+		types[k.name] = typ
 	}
 	seen := map[Type]bool{}
 	for _, v := range vectors {
@@ -80,7 +80,7 @@ func TestGolden(t *testing.T) {
 			}
 		})
 	}
-	for typ := range typeNames {
+	for typ := range kinds {
 		if !seen[typ] {
 			t.Errorf("no golden message of type %v", typ)
 		}
@@ -92,8 +92,8 @@ func TestRefusingAllocatesLittle(t *testing.T) {
 	for _, v := range badMessages() {
 		raw, _ := hex.DecodeString(v.Hex)
 		var m Message
-		for typ, name := range typeNames {
-			if name == v.Type {
+		for typ, k := range kinds {
+			if k.name == v.Type {
 				m = New(typ)
 			}
 		}
@@ -437,7 +437,7 @@ func oracle(t *testing.T, m Message) []byte {
 func TestAgainstOracle(t *testing.T) {
 	const seed = 1
 	r := rand.New(rand.NewPCG(seed, 0))
-	for typ := range typeNames {
+	for typ := range kinds {
 		reused := New(typ)
 		for range 50 {
 			m := random(r, typ)
@@ -503,7 +503,7 @@ func FuzzDecode(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, raw []byte) {
 		accepted := 0
-		for typ := range typeNames {
+		for typ := range kinds {
 			m := New(typ)
 			if m.Decode(raw, &DefaultLimits) != nil {
 				continue
