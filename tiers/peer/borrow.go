@@ -15,25 +15,26 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// Loan is what a lender lets us read of one chunk, from the chunk's first page on, until Return.
-// Peer is the generation of the lender, Region the lender's id for it.
+// Loan is what a lender lets us read of one chunk, from its first page on, until Return. Peer is
+// the lender's generation, Region the lender's id of the region.
 type Loan = engine.Loan
 
-// plan is which lenders are said to hold which chunks of a run.
+// plan says which lenders are said to hold which chunks of a run.
 type plan struct {
-	who []uint64 // by chunk: those that are said to hold all of it that the run has
-	// those that are said to hold partPages of the first chunk that nobody holds all of
+	who []uint64 // by chunk: bits of lenders said to hold all pages of it that the run has
+	// bits of lenders said to hold partPages of chunk partChunk
 	part uint64
-	// that chunk's index, len(who) if there is none, and the pages
+	// the first chunk that no lender holds whole (len(who): none), and how many of its pages some
+	// hold
 	partChunk, partPages int
 }
 
 var plans = sync.Pool{New: func() any { return new(plan) }}
 
-// hinted sets held[i], where held is not nil, to how many pages of the i-th chunk of a run some
-// peer is said to hold, and notes in s, where that is not nil, who does. total is how many pages
-// are said to be held from the first on without a gap, and all those that are said to hold all of
-// these.
+// hinted reads the hints for a run. total is the number of pages held without a gap from the first
+// on; all has the bits of the peers said to hold each of them. If held is not nil, held[i] is set
+// to the pages of the i-th chunk that some peer is said to hold. If s is not nil, it is filled with
+// who holds what.
 func (p *Peers) hinted(run *tiers.Run, s *plan, held []uint16) (total int, all uint64) {
 	g := &run.Space.Geometry
 	d, ppc := g.DigestBytes, g.PagesPerChunk
@@ -54,7 +55,7 @@ func (p *Peers) hinted(run *tiers.Run, s *plan, held []uint16) (total int, all u
 		clear(held)
 		return 0, 0
 	}
-	whole := true // so far
+	whole := true // up to here
 	all = mask
 	var keys, who [groupHints]uint64
 	for at := 0; at < chunks; at += groupHints {
@@ -93,8 +94,8 @@ func (p *Peers) hinted(run *tiers.Run, s *plan, held []uint16) (total int, all u
 	return total, all
 }
 
-// part finds by bisection how many of the pages from one on are held, the one numbered to not
-// being, and who holds them. t.mu is held.
+// part finds by bisection how many pages from index from on are held, and who holds them. Page to
+// is known not to be held. The caller holds t.mu.
 func (t *hintTable) part(run *tiers.Run, from, to int, mask uint64) (who uint64, pages int) {
 	d := run.Space.Geometry.DigestBytes
 	for lo, hi := from, to; lo < hi; {
@@ -112,11 +113,13 @@ func (t *hintTable) part(run *tiers.Run, from, to int, mask uint64) (who uint64,
 	return who, pages
 }
 
-// Contains sets held[i] to how many pages of the run's i-th chunk, from its first, some peer is
-// said to hold. Of chunks behind the first that is not held whole, only those that are held whole
-// count. Nobody is asked: it is a hint, and takes microseconds. len(held) == run.Chunks(). pages
-// are said to be held from the first on without a gap; by is the number, for Ask, of a peer that is
-// said to hold all of these, -1 if there is none.
+// Contains sets held[i] to the number of pages of the run's i-th chunk, from its first, that some
+// peer is said to hold. Behind the first chunk that is not held whole, only whole chunks count.
+// len(held) == run.Chunks().
+//
+// pages is the number of pages held without a gap from the first on. by is the number, for Ask, of
+// a peer said to hold all of these, or -1. Contains reads hints only: it sends nothing, takes
+// microseconds, and may be wrong.
 func (p *Peers) Contains(run tiers.Run, held []uint16) (pages, by int) {
 	pages, who := p.hinted(&run, nil, held)
 	if pages == 0 || who == 0 {
@@ -125,13 +128,14 @@ func (p *Peers) Contains(run tiers.Run, held []uint16) (pages, by int) {
 	return pages, bits.TrailingZeros64(who)
 }
 
-// Borrow leases what the hints say that peers hold of a run, from its first page on without a gap:
-// from the peer that has most of it, and what comes after from others. out is told of each chunk,
-// in order, on the caller's goroutine, before Borrow returns. It answers the pages that were
-// leased; an error only when that is none, and peers that were asked have failed. Each loan must be
-// returned, also after OnGone. It waits until ctx is done at most: Config.CallPatience for each
-// lender that does not answer, and for one that has restarted and is checking what is asked for
-// until that is done.
+// Borrow leases the pages of a run that the hints say peers hold, from its first page on without a
+// gap. It asks the peer that holds most, then others for what follows. It calls out for each leased
+// chunk, in order, on the caller's goroutine, before it returns. It returns the number of leased
+// pages; an error only if that is 0 and a peer has failed. Each loan must be returned, even after
+// OnGone.
+//
+// Borrow waits until ctx is done at most. It waits Config.CallPatience for each lender that sends
+// nothing, and longer only for a restarted lender that is checking the pages.
 func (p *Peers) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l Loan)) (pages int,
 	err error) {
 	p.borrows.Add(1)
@@ -143,11 +147,11 @@ func (p *Peers) Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l
 	return pages, err
 }
 
-// Ask begins to lease a run, the pages that Contains has just answered, of the peer by whose
-// number, and calls done once, on another goroutine, with what has been leased, as by Borrow: loans
-// is valid until done returns, and none is an answer, too. done must not wait. It keeps nothing of
-// the run's digests. It answers false, and never calls done, where that is no matter of one
-// message, or the peer cannot be asked now.
+// Ask requests a lease on run, as just returned by Contains, from the given peer and does not wait.
+// If it returns true, done is called exactly once, on another goroutine, with the loans granted,
+// possibly none. The loans are valid until done returns, and done must not block. If it returns
+// false, done is never called: one message is not enough for the run, or the peer cannot be asked
+// now. Ask keeps no reference to the run's digests.
 func (p *Peers) Ask(run tiers.Run, peer int, done func(loans []Loan)) bool {
 	p.mu.Lock()
 	b := p.byBit[peer]
@@ -174,15 +178,15 @@ func (p *Peers) Ask(run tiers.Run, peer int, done func(loans []Loan)) bool {
 	return true
 }
 
-// Touch answers how many pages of a run peers hold, from its first on without a gap, and has that
-// counted as a use of them. Peers that the hints name are asked; nothing is leased.
+// Touch returns how many pages of a run peers hold, from its first on without a gap, and marks them
+// as used there. It asks the peers that the hints name. It leases nothing.
 func (p *Peers) Touch(ctx context.Context, run tiers.Run) (pages int) {
 	p.touches.Add(1)
 	pages, _ = p.asking(ctx, &run, nil)
 	return pages
 }
 
-// asking is Borrow, or with a nil out Touch.
+// asking implements Borrow, and with a nil out Touch.
 func (p *Peers) asking(ctx context.Context, run *tiers.Run, out func(chunk int, l Loan)) (pages int,
 	err error) {
 	if run.Pages() == 0 {
@@ -192,7 +196,7 @@ func (p *Peers) asking(ctx context.Context, run *tiers.Run, out func(chunk int, 
 	defer plans.Put(s)
 	p.hinted(run, s, nil)
 	ppc := run.Space.Geometry.PagesPerChunk
-	var failed uint64 // peers that were asked and did not answer
+	var failed uint64 // bits of peers that failed
 	var failure error
 	var wait checkWait
 	defer wait.end(p)
@@ -230,15 +234,15 @@ func (p *Peers) asking(ctx context.Context, run *tiers.Run, out func(chunk int, 
 		if got >= ask || got%ppc != 0 {
 			at += (got + ppc - 1) / ppc
 			if got%ppc != 0 {
-				break // the rest of the chunk is nobody's
+				break // nobody holds the rest of the chunk
 			}
 			continue
 		}
-		// It does not have what it was said to have, or cannot lease it now: others are asked for
+		// The peer lacks a page that the hints promised, or cannot lease it now: ask others for
 		// that chunk.
 		at += got / ppc
 		if a.soon && !a.others(at) && wait.more(ctx, p) {
-			continue // it is asked again
+			continue // ask the same peer again
 		}
 		if !a.more {
 			p.wrongHints.Add(1)
@@ -260,17 +264,17 @@ func (p *Peers) asking(ctx context.Context, run *tiers.Run, out func(chunk int, 
 	return 0, failure
 }
 
-// maxWaiting is how many calls of Borrow may wait at a time for lenders to have something checked:
-// others are not to wait for them.
+// maxWaiting bounds the calls of Borrow that wait at a time for lenders to check pages. It keeps
+// other lookups from waiting behind them.
 const maxWaiting = 4
 
-// checkWait is the waiting of one of them: longer each time.
+// checkWait is one such wait. Its pauses grow.
 type checkWait struct {
 	timer *time.Timer
 	pause time.Duration
 }
 
-// more waits a moment, and says whether it makes sense to ask again.
+// more pauses and reports whether to ask again.
 func (w *checkWait) more(ctx context.Context, p *Peers) bool {
 	switch {
 	case w.timer != nil:
@@ -301,8 +305,9 @@ func (w *checkWait) end(p *Peers) {
 	}
 }
 
-// best is the peer that is said to hold most from chunk at on: so many chunks whole, and the part
-// of the next one that s.part is about. -1: none holds anything.
+// best returns the peer said to hold most from chunk at on: the number of whole chunks, and whether
+// it also holds the part of the next chunk that s.part is about. bit is -1 if nobody holds
+// anything.
 func (s *plan) best(at int, without uint64) (bit, chunks int, part bool) {
 	if at == s.partChunk {
 		if who := s.part &^ without; who != 0 {
@@ -326,17 +331,17 @@ func (s *plan) best(at int, without uint64) (bit, chunks int, part bool) {
 	return bits.TrailingZeros64(who), n, part
 }
 
-// asked is what a lender is asked for: pages of a run from its at-th chunk on.
+// asked is a request to a lender: pages of a run from chunk at on.
 type asked struct {
 	run       *tiers.Run
 	at, pages int
 	out       func(chunk int, l Loan) // nil: nothing is leased
-	others    func(chunk int) bool    // others are said to hold all of a chunk
-	more      bool                    // answered: it holds more, but cannot lease it now
-	soon      bool                    // answered: and has that checked just now
+	others    func(chunk int) bool    // reports whether others are said to hold all of a chunk
+	more      bool                    // result: it holds more, but cannot lease it now
+	soon      bool                    // result: it is checking that now
 }
 
-// ask asks the lender, and answers the pages that it leased.
+// ask sends a request to the lender and returns how many pages it leased.
 func (b *borrower) ask(ctx context.Context, a *asked) (pages int, err error) {
 	g := &a.run.Space.Geometry
 	a.pages = min(a.pages, b.pagesAtMost(g.DigestBytes)/g.PagesPerChunk*g.PagesPerChunk)
@@ -373,7 +378,7 @@ func (b *borrower) pagesAtMost(digestBytes int) int {
 	return min(b.maxPages, wire.MaxLeasePages(digestBytes))
 }
 
-// accept checks a grant and makes loans of it, as far as its regions can be read, appended to out.
+// accept checks a grant and appends loans to out for the part of it that can be read.
 func (b *borrower) accept(a *asked, m *wire.PeerGrant, out []Loan) (loans []Loan, pages int,
 	err error) {
 	if m.Load == 0 {
@@ -397,7 +402,7 @@ func (b *borrower) accept(a *asked, m *wire.PeerGrant, out []Loan) (loans []Loan
 		case int(e.Page) != first+i*g.PagesPerChunk || int(e.Pages) > g.PagesPerChunk ||
 			i*g.PagesPerChunk+int(e.Pages) > a.pages || !whole && i < len(m.Extents)-1:
 			err = malformed("extent %d of a grant has pages %d to %d", i, e.Page, e.Page+e.Pages-1)
-		// being told of, or going; or another has more of the chunk
+		// the region is being announced or removed, or another peer has more of the chunk
 		case r == nil || !r.ready || !whole && a.others != nil && a.others(a.at+i):
 			cut, a.more = true, true
 		case e.Offset > uint64(r.SizeBytes) ||
@@ -415,7 +420,7 @@ func (b *borrower) accept(a *asked, m *wire.PeerGrant, out []Loan) (loans []Loan
 	if err != nil {
 		b.broken = err
 		b.mu.Unlock()
-		// it is heard no more, but gets back what it lent
+		// wakes the receiver, which stops; loans can still be returned
 		_ = b.conn.SetRecvDeadline(time.Unix(1, 0))
 		return out, 0, err
 	}
@@ -444,7 +449,7 @@ var calls = sync.Pool{New: func() any {
 	return c
 }}
 
-// asks are calls whose end nobody waits for: done is told.
+// asks is the pool of calls whose caller does not wait: done is called.
 var asks = sync.Pool{New: func() any {
 	c := &call{}
 	c.timer = time.AfterFunc(time.Hour, func() { c.late() })
@@ -452,7 +457,7 @@ var asks = sync.Pool{New: func() any {
 	return c
 }}
 
-// late gives up an answer that nobody waits for: it is to be returned when it comes.
+// late abandons a call whose time is over. If its grant still comes, the receiver returns it.
 func (c *call) late() {
 	c.b.mu.Lock()
 	ours := c.b.calls[c.id] == c && !c.abandoned
@@ -461,13 +466,13 @@ func (c *call) late() {
 		c.b.noAnswer()
 	}
 	c.b.mu.Unlock()
-	if ours { // it is never used again
+	if ours { // the call is never used again
 		c.b.p.failedBorrows.Add(1)
 		c.done(nil)
 	}
 }
 
-// answeredTo tells whoever asked what was leased, or with an error that it is nothing.
+// answeredTo calls done with the loans of a grant, or with none if err is not nil.
 func (c *call) answeredTo(err error) {
 	b := c.b
 	pages := 0
@@ -483,7 +488,7 @@ func (c *call) answeredTo(err error) {
 	c.end()
 }
 
-// end gives a call of asks back, unless late may be looking at it just now.
+// end puts a call back into asks, unless late may be using it.
 func (c *call) end() {
 	if c.timer.Stop() {
 		c.b, c.done, c.run = nil, nil, tiers.Run{}
@@ -491,8 +496,8 @@ func (c *call) end() {
 	}
 }
 
-// call sends a request and waits for its answer; the call is the caller's, for the pool, if there
-// is no error.
+// call sends a request and waits for its grant. Without an error the caller owns the call and puts
+// it back into the pool.
 func (b *borrower) call(ctx context.Context, m *wire.PeerLease) (*call, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, context.Cause(ctx)
@@ -522,7 +527,7 @@ func (b *borrower) call(ctx context.Context, m *wire.PeerLease) (*call, error) {
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.calls[c.id] != c { // just now
+	if b.calls[c.id] != c { // the grant has just come
 		<-c.answered
 		if c.err != nil {
 			err := c.err
@@ -536,14 +541,15 @@ func (b *borrower) call(ctx context.Context, m *wire.PeerLease) (*call, error) {
 	return nil, err
 }
 
-// noAnswer has a lender passed over that has kept its answer for too long. b.mu is held.
+// noAnswer stops borrowing from a lender that has kept its answer for too long. The caller holds
+// b.mu.
 func (b *borrower) noAnswer() {
 	if time.Since(b.waitSince) > stalledAfter {
 		b.stall(true)
 	}
 }
 
-// send sends a request for a call. With an error it is no call of the borrower's any more.
+// send sends the request of a call. If it fails, the borrower does not hold the call.
 func (b *borrower) send(c *call, m *wire.PeerLease) error {
 	c.err, c.abandoned = nil, false
 	waits := c.done == nil
@@ -583,17 +589,17 @@ func (b *borrower) send(c *call, m *wire.PeerLease) error {
 	delete(b.calls, m.ID)
 	b.mu.Unlock()
 	if !mine && !waits {
-		return nil // it has been failed, and told so
+		return nil // fail has ended the call
 	}
 	if err == nil {
-		err = ErrNoAnswer // it has not read for long
+		err = ErrNoAnswer // the lender has not read for long
 	}
 	return err
 }
 
 var packets = sync.Pool{New: func() any { return new([]byte) }}
 
-// stall passes the lender over, or not any more. b.mu is held.
+// stall excludes the lender from lookups, or includes it again. The caller holds b.mu.
 func (b *borrower) stall(does bool) {
 	b.stalled = does
 	for _, bit := range []int{b.bit, b.filling} {
@@ -603,7 +609,7 @@ func (b *borrower) stall(does bool) {
 	}
 }
 
-// answer hands a grant to who asked for it.
+// answer passes a grant to its call.
 func (b *borrower) answer() error {
 	m := &b.grant
 	b.mu.Lock()
@@ -635,8 +641,8 @@ func (b *borrower) answer() error {
 	return nil
 }
 
-// Return gives loans back: nobody reads them any more. With bad their bytes did not check out, and
-// the lender drops the chunks. It does not wait. Handles that are not out are passed over.
+// Return ends loans: nobody reads them any more. If bad is set, their bytes were wrong, and the
+// lender drops the chunks. Return does not wait. It skips handles that are not out.
 func (p *Peers) Return(handles []uint64, bad bool) {
 	wake := false
 	for _, h := range handles {
@@ -658,8 +664,7 @@ func (p *Peers) Return(handles []uint64, bad bool) {
 	}
 }
 
-// flush sends what has been returned. It answers false if there is something left, as the lender
-// does not read.
+// flush sends the returns. It returns false if some are left because the lender does not read.
 func (b *borrower) flush() bool {
 	b.mu.Lock()
 	returns := b.returns
@@ -690,7 +695,7 @@ func (b *borrower) flush() bool {
 		*buf = m.Append((*buf)[:0])
 		sent, err := b.conn.TrySend(*buf)
 		if err != nil {
-			return true // it is dead, or has been given up: nothing is to be returned
+			return true // the lender is dead or has given us up: nothing to return
 		}
 		if !sent {
 			b.mu.Lock()
@@ -703,7 +708,7 @@ func (b *borrower) flush() bool {
 	return true
 }
 
-// bye returns everything, and tells the lender that it is the end.
+// bye tells the lender that all loans are returned and that this connection ends.
 func (b *borrower) bye() {
 	if !b.said.Load() {
 		return
@@ -711,7 +716,7 @@ func (b *borrower) bye() {
 	_, _ = b.conn.TrySend((&wire.PeerRelease{}).Append(nil))
 }
 
-// loanTable has the loans that are out.
+// loanTable holds the loans that are out.
 type loanTable struct {
 	mu      sync.Mutex // guards what follows
 	entries []loanEntry
@@ -725,7 +730,7 @@ type loanEntry struct {
 	gen   uint32
 }
 
-// add gives handles to the loans of a grant, from its first extent on.
+// add assigns handles to the loans of a grant, from its first extent on.
 func (t *loanTable) add(b *borrower, load uint64, loans []Loan) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -744,7 +749,7 @@ func (t *loanTable) add(b *borrower, load uint64, loans []Loan) {
 	}
 }
 
-// take takes a loan out of the table.
+// take removes a loan from the table.
 func (t *loanTable) take(handle uint64) (loanEntry, bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -19,22 +19,22 @@ import (
 	"lookaside/tiers"
 )
 
-// borrower is our side of a connection to a sidecar that lends to us. Its goroutine receives; one
-// more tells of regions.
+// borrower is our side of a connection to a sidecar that lends to us. One goroutine receives, and
+// another (tell) calls OnRegion and OnRegionGone.
 type borrower struct {
 	p    *Peers
 	gen  uint64 // of the lender
 	conn *ipc.Conn
 	log  *zap.Logger
-	done chan struct{} // closed when nothing is left of it
-	said atomic.Bool   // who we are: nothing else is sent before
+	done chan struct{} // closed when run has returned
+	said atomic.Bool   // our PeerHello is sent: nothing else is sent before it
 
 	// Guarded by p.mu.
 	spaces map[tiers.Fingerprint]*declared
-	// by a space of ours: the one of the lender's that was logged
+	// by our space: the lender's space that explain logged
 	explained map[tiers.Fingerprint]tiers.Fingerprint
 
-	// The receiver's.
+	// Used by the receiver only.
 	seq   uint64
 	pages wire.PeerPages
 	grant wire.PeerGrant
@@ -42,17 +42,17 @@ type borrower struct {
 	mu        sync.Mutex // guards all that follows
 	welcomed  bool
 	ended     bool
-	broken    error // what was wrong with a grant
+	broken    error // what was wrong with a grant; ends the connection
 	maxPages  int
-	bit       int // of the hints, -1 for none
-	filling   int // the one that is being filled anew, -1
+	bit       int // of the hint table, -1: none
+	filling   int // the bit being filled anew, -1: none
 	resyncs   uint64
 	regions   map[uint32]*peerRegion
 	news      []regionNews // for the teller
 	newsBell  chan struct{}
 	calls     map[uint32]*call
 	nextCall  uint32
-	waitSince time.Time // the answer that is to come next is being waited for
+	waitSince time.Time // since when the next answer is due
 	stalled   bool
 	out       int          // loans that are out
 	borrowed  uint64       // pages
@@ -62,8 +62,8 @@ type borrower struct {
 // peerRegion is a region of the lender.
 type peerRegion struct {
 	Region
-	path  string        // of the device or file; empty for memory without a name
-	lock  *dax.LentLock // nil for that, too
+	path  string        // of the device or file; empty for memory
+	lock  *dax.LentLock // nil for memory
 	ready bool          // OnRegion has returned
 }
 
@@ -81,7 +81,7 @@ type call struct {
 	timer     *time.Timer
 	loans     []Loan
 
-	// Of one that nobody waits for; see Ask.
+	// Of calls from asks only.
 	b    *borrower
 	run  tiers.Run
 	done func(loans []Loan)
@@ -104,7 +104,7 @@ func newBorrower(p *Peers, gen uint64, conn *ipc.Conn) *borrower {
 	}
 }
 
-// run borrows from a lender until its end, however that comes.
+// run borrows from a lender until the connection ends and nothing is out.
 func (b *borrower) run() {
 	told := make(chan struct{})
 	var teller sync.WaitGroup
@@ -113,7 +113,8 @@ func (b *borrower) run() {
 	b.fail(err)
 	close(told)
 	teller.Wait() // OnRegionGone has been called for all
-	// The lender keeps what we have while the connection lasts: if it lives, it has given us up.
+	// The lender keeps our loans while the connection is open. So it stays open until they are
+	// back, even if the lender has given us up.
 	for {
 		b.mu.Lock()
 		out := b.out
@@ -123,10 +124,10 @@ func (b *borrower) run() {
 		}
 		select {
 		case <-b.p.ctx.Done():
-		case <-b.newsBell: // the last return rings
+		case <-b.newsBell: // rung by the last return
 		}
 	}
-	b.flush() // what is bad
+	b.flush() // reports bad chunks
 	b.bye()
 	_ = b.conn.Close()
 	b.mu.Lock()
@@ -162,7 +163,7 @@ func (r *peerRegion) drop() {
 	}
 }
 
-// refused is a lender's refusal.
+// refused is a lender's refusal of our PeerHello.
 type refused struct{ wire.Refuse }
 
 func (r *refused) Error() string {
@@ -175,7 +176,7 @@ func (r *refused) Error() string {
 
 var errNotThePeer = errors.New("it is not the run that its socket is named after")
 
-// converse receives until the end.
+// converse receives messages until the connection ends.
 func (b *borrower) converse() error {
 	hello := wire.PeerHello{Generation: b.p.cfg.Generation}
 	if err := b.conn.Send(hello.Append(nil)); err != nil {
@@ -187,7 +188,7 @@ func (b *borrower) converse() error {
 		m, got, err := b.conn.RecvFDs(fds[:0])
 		if err == nil {
 			fds, err = b.handle(m, got)
-			for _, fd := range fds { // nobody wanted them
+			for _, fd := range fds { // descriptors that no message used
 				_ = unix.Close(fd)
 			}
 		} else {
@@ -211,14 +212,14 @@ func malformed(format string, args ...any) error {
 	return fmt.Errorf("%w: "+format, append([]any{wire.ErrMalformed}, args...)...)
 }
 
-// handle does what one message says. It answers the descriptors that are not used.
+// handle handles one message. It returns the descriptors that it did not use.
 func (b *borrower) handle(m []byte, fds []int) ([]int, error) {
 	t, err := wire.Peek(m)
 	if err != nil {
 		return fds, err
 	}
 	lim := &wire.DefaultLimits
-	if !b.welcomed { // only this goroutine writes it
+	if !b.welcomed { // written by this goroutine only
 		return fds, b.welcome(t, m)
 	}
 	switch t {
@@ -279,7 +280,7 @@ func (b *borrower) welcome(t wire.Type, m []byte) error {
 	return nil
 }
 
-// hear enters what the lender says it holds.
+// hear applies the hints of one PeerPages.
 func (b *borrower) hear() error {
 	m := &b.pages
 	if m.Seq != b.seq+1 || b.seq == 0 && !m.Begin {
@@ -316,8 +317,8 @@ func (b *borrower) hear() error {
 	return nil
 }
 
-// beginFilling takes a new bit for what is told anew. What was said before stays until all is told,
-// if there are bits enough.
+// beginFilling takes a new bit for a full retelling. If there are enough bits, the hints under the
+// old bit stay in use until the retelling is complete.
 func (b *borrower) beginFilling() error {
 	b.mu.Lock()
 	unfinished := b.filling
@@ -349,7 +350,7 @@ func (b *borrower) beginFilling() error {
 		b.bit = -1
 		b.mu.Unlock()
 		b.retire(was)
-		select { // the lender waits meanwhile
+		select { // the lender waits meanwhile, as we do not read
 		case <-freed:
 		case <-b.conn.Closed():
 			return ipc.ErrClosed
@@ -393,7 +394,7 @@ func (b *borrower) addSpace(m *wire.PeerSpace) error {
 	return nil
 }
 
-// addRegion takes over fd.
+// addRegion adds a region of the lender. It takes ownership of fd.
 func (b *borrower) addRegion(m *wire.RegionAdded, fd int) error {
 	r := &peerRegion{Region: Region{
 		Peer: b.gen, ID: m.Region, Kind: m.Kind, FD: fd, OffsetBytes: int64(m.Offset),
@@ -422,7 +423,7 @@ func (b *borrower) removeRegion(id uint32) error {
 	return nil
 }
 
-// tellLater has the teller go on. b.mu is held.
+// tellLater queues a call of OnRegion or OnRegionGone. The caller holds b.mu.
 func (b *borrower) tellLater(n regionNews) {
 	b.news = append(b.news, n)
 	b.ring()
@@ -435,8 +436,8 @@ func (b *borrower) ring() {
 	}
 }
 
-// tell calls OnRegion and OnRegionGone, one after the other. When ended is closed it calls
-// OnRegionGone for all that are left, and returns.
+// tell makes the queued calls of OnRegion and OnRegionGone, one at a time. When ended is closed, it
+// calls OnRegionGone for all remaining regions and returns.
 func (b *borrower) tell(ended <-chan struct{}) {
 	cfg := &b.p.cfg
 	announced := map[uint32]bool{}
@@ -458,7 +459,7 @@ func (b *borrower) tell(ended <-chan struct{}) {
 				}
 				delete(announced, n.id)
 				if over {
-					continue // run drops them when nothing is out
+					continue // run drops them once nothing is out
 				}
 				b.mu.Lock()
 				r.drop()
@@ -493,18 +494,18 @@ func (b *borrower) tell(ended <-chan struct{}) {
 	}
 }
 
-// announce tells of a region, and lets it be borrowed from.
+// announce calls OnRegion for a region, and then allows borrowing from it.
 func (b *borrower) announce(r *peerRegion, announced map[uint32]bool) {
 	var st unix.Stat_t
 	err := unix.Fstat(r.FD, &st)
 	if err == nil && st.Mode&unix.S_IFMT == unix.S_IFREG && st.Size < r.OffsetBytes+r.SizeBytes {
-		// an access beyond the end is a bus error
+		// beyond the end of the file an access would be a bus error
 		err = fmt.Errorf("%d bytes from %d on in a file of %d", r.SizeBytes, r.OffsetBytes, st.Size)
 	}
 	if err == nil && !dax.IsMemory(r.FD) {
 		var path string
 		r.lock, err = dax.LockLent(r.FD, r.OffsetBytes, r.SizeBytes)
-		path, _ = os.Readlink(fmt.Sprintf("/proc/self/fd/%d", r.FD)) // for people
+		path, _ = os.Readlink(fmt.Sprintf("/proc/self/fd/%d", r.FD)) // for people to read
 		b.mu.Lock()
 		r.path = path
 		b.mu.Unlock()
@@ -525,7 +526,7 @@ func (b *borrower) announce(r *peerRegion, announced map[uint32]bool) {
 	b.mu.Unlock()
 }
 
-// fail notes the end of the connection: nothing is borrowed any more, and what is out is void.
+// fail ends borrowing: it fails all calls and makes all loans void.
 func (b *borrower) fail(err error) {
 	b.mu.Lock()
 	b.ended = true
@@ -563,5 +564,5 @@ func (b *borrower) fail(err error) {
 	}
 }
 
-// close ends the connection. What is out is not waited for.
+// close closes the connection without waiting for loans.
 func (b *borrower) close() error { return b.conn.Close() }

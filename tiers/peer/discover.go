@@ -11,7 +11,7 @@ import (
 	"lookaside/ipc"
 )
 
-// discover reads the directory again and again.
+// discover polls the directory until Close.
 func (p *Peers) discover() {
 	tick := time.NewTicker(pollEvery)
 	defer tick.Stop()
@@ -25,8 +25,8 @@ func (p *Peers) discover() {
 	}
 }
 
-// poll looks whether the directory is there, whether our socket is in it, and who else is. One
-// goroutine at a time.
+// poll makes sure that the directory and our socket in it exist, and connects to new sidecars. Only
+// one goroutine calls it at a time.
 func (p *Peers) poll() {
 	var id uint64
 	err := p.beThere()
@@ -55,7 +55,7 @@ func (p *Peers) poll() {
 	p.mu.Unlock()
 	found, err := p.dir.Peers(nil, 4*maxPeers)
 	if err != nil {
-		return // it has just gone
+		return // the sidecar has just ended
 	}
 	now := time.Now()
 	p.mu.Lock()
@@ -93,7 +93,8 @@ func (p *Peers) poll() {
 	}
 }
 
-// note keeps why a peer was not talked to, and says it once. p.mu is held.
+// note records why a sidecar is not borrowed from, and logs each reason once. The caller holds
+// p.mu.
 func (p *Peers) note(gen uint64, t trouble) {
 	if p.troubles[gen].why != t.why {
 		p.log.Warn("a sidecar is not borrowed from", zap.Uint64("peer", gen),
@@ -103,11 +104,11 @@ func (p *Peers) note(gen uint64, t trouble) {
 	p.troubles[gen] = t
 }
 
-// beThere opens the directory and makes our socket in it, unless both are there still.
+// beThere opens the directory and makes our socket in it, unless both still exist.
 func (p *Peers) beThere() error {
 	if p.dir != nil {
 		p.mu.Lock()
-		l := p.listening // Close takes it away
+		l := p.listening // Close sets it to nil
 		p.mu.Unlock()
 		err := p.dir.Current()
 		if err == nil && l != nil && l.Present() {
@@ -141,8 +142,7 @@ func (p *Peers) beThere() error {
 	return nil
 }
 
-// leave gives our socket up, and the directory as well if that is not what it was. Connections
-// stay.
+// leave closes our socket; if dir is set, the directory too, as it was replaced. Connections stay.
 func (p *Peers) leave(dir bool) {
 	p.mu.Lock()
 	l, d := p.listening, p.dir
@@ -159,7 +159,7 @@ func (p *Peers) leave(dir bool) {
 	}
 }
 
-// accept lets borrowers in until the listener is closed.
+// accept serves borrowers until the listener is closed.
 func (p *Peers) accept(l *ipc.Listener) {
 	for {
 		conn, err := l.Accept(p.ctx)

@@ -11,8 +11,8 @@ import (
 	"lookaside/tiers"
 )
 
-// hintKey is what a page goes by in hints: the XXH64 of its space's fingerprint and its digest, the
-// lowest bit set.
+// hintKey returns a page's key in the hint table: the XXH64 of its space's fingerprint and its
+// digest, with the lowest bit set.
 func hintKey(fp *tiers.Fingerprint, digest []byte) uint64 {
 	var b [64]byte
 	copy(b[:32], fp[:])
@@ -20,31 +20,31 @@ func hintKey(fp *tiers.Fingerprint, digest []byte) uint64 {
 	return xxhash.Sum64(b[:32+n]) | 1
 }
 
-// hint is an entry of the table. Empty: key 0.
+// hint is an entry of the table. Key 0 marks an empty one.
 type hint struct{ key, who uint64 }
 
-// hintTable says which peers are said to hold a page: each peer has a bit. It is open addressing
-// over 16-byte entries off the Go heap, filled to three quarters at most. It grows by doubling:
-// both tables are searched until the smaller one is empty. What a peer has said is taken out in
-// slices when it leaves; its bit is free again after that.
+// hintTable says which peers are said to hold a page; each peer has a bit. It uses open addressing
+// over 16-byte entries off the Go heap, and is at most three quarters full. It grows by doubling:
+// lookups search both tables until the smaller one is empty. When a peer leaves, its bit is removed
+// from the entries in slices, and is free again after that.
 //
-// Every hold of the lock is short: a slice of work, and no mapping or unmapping of much memory.
+// Each hold of the lock is short: one slice of work, and no mapping or unmapping of much memory.
 type hintTable struct {
 	mu      sync.RWMutex // guards all that follows
 	cur     hintSlots
-	old     hintSlots // being emptied into cur
-	scan    int       // in old: entries before it have moved
-	most    int       // entries of cur, at most
+	old     hintSlots // being moved to cur
+	scan    int       // in old: all entries before it have moved
+	most    int       // limit of entries in cur
 	dropped uint64    // hints for which there was no room
 
-	free     uint64 // bits
-	dead     uint64 // bits that nobody has any more, and that may still stand in entries
-	sweeping uint64 // those of them that the pass under way takes out
-	sweepAt  int    // in cur: entries before it are clean of them
+	free     uint64 // bits without a peer
+	dead     uint64 // retired bits that entries may still have
+	sweeping uint64 // those of the dead bits that this pass removes
+	sweepAt  int    // in cur: entries before it are clean of sweeping
 	pages    [64]int
 	freed    chan struct{} // closed, and made anew, when bits become free
 
-	mask  uint64                       // bits of peers that answer
+	mask  uint64                       // bits of peers that send answers
 	asked map[tiers.Fingerprint]uint64 // bits of peers that have a space
 
 	garbage []*dax.Table[hint]
@@ -52,7 +52,7 @@ type hintTable struct {
 
 type hintSlots struct {
 	slots []hint
-	seed  uint64 // no peer can choose pages that collide
+	seed  uint64 // random, so that no peer can choose colliding pages
 	used  int
 	mem   *dax.Table[hint]
 }
@@ -60,10 +60,9 @@ type hintSlots struct {
 const (
 	minHintSlots = 4096
 	hintBytes    = 16
-	// sliceHints is how many hints are entered, or entries looked at, in one hold of the lock.
+	// sliceHints is how many hints are applied, or entries visited, in one hold of the lock.
 	sliceHints = 512
-	// moveAhead is how many entries of the table that is being emptied are looked at with each
-	// hint.
+	// moveAhead is how many entries of old are visited with each hint that is applied.
 	moveAhead = 8
 )
 
@@ -83,7 +82,7 @@ func makeHintSlots(n int) (hintSlots, error) {
 	return hintSlots{slots: mem.Slice(), seed: randomID(), mem: mem}, nil
 }
 
-// close gives the memory back. Nobody may use the table any more.
+// close frees the memory. Nobody may use the table afterwards.
 func (t *hintTable) close() {
 	t.mu.Lock()
 	for _, s := range []*hintSlots{&t.cur, &t.old} {
@@ -96,7 +95,7 @@ func (t *hintTable) close() {
 	t.collect()
 }
 
-// collect unmaps what is no longer used, without the lock.
+// collect unmaps tables that are no longer used, outside the lock.
 func (t *hintTable) collect() {
 	t.mu.Lock()
 	garbage := t.garbage
@@ -120,7 +119,7 @@ func (s *hintSlots) next(i int) int {
 	return i
 }
 
-// find is the entry of a key, nil if there is none.
+// find returns the entry of a key, or nil.
 func (s *hintSlots) find(key uint64) *hint {
 	if s.used == 0 {
 		return nil
@@ -144,8 +143,8 @@ func (s *hintSlots) insert(h hint) {
 	s.used++
 }
 
-// removeAt empties place i and closes the gap. It answers the first place that something from at or
-// behind `from` was moved to before it, or from.
+// removeAt empties place i and closes the gap. It returns the first place before from that received
+// an entry from place from or behind it, or from if there is none.
 func (s *hintSlots) removeAt(i, from int) int {
 	n := len(s.slots)
 	distance := func(a, b int) int {
@@ -177,7 +176,7 @@ func (s *hintSlots) place(h *hint) int {
 	}
 }
 
-// apply enters what a peer says: packed words as in wire.PeerPages.
+// apply applies a peer's hints: packed words as in wire.PeerPages.
 func (t *hintTable) apply(bit int, words []byte) {
 	for len(words) > 0 {
 		n := min(len(words), 8*sliceHints)
@@ -202,7 +201,7 @@ func (t *hintTable) apply(bit int, words []byte) {
 	}
 }
 
-// add notes that a peer holds a page. t.mu is held.
+// add records that a peer holds a page. The caller holds t.mu.
 func (t *hintTable) add(key uint64, bit int) {
 	b := uint64(1) << bit
 	h := t.cur.find(key)
@@ -224,7 +223,7 @@ func (t *hintTable) add(key uint64, bit int) {
 	t.pages[bit]++
 }
 
-// sub notes that a peer does not hold a page. t.mu is held.
+// sub records that a peer does not hold a page. The caller holds t.mu.
 func (t *hintTable) sub(key uint64, bit int) {
 	b := uint64(1) << bit
 	s := &t.cur
@@ -248,9 +247,9 @@ func (t *hintTable) sub(key uint64, bit int) {
 	t.moved()
 }
 
-// grow begins to move to a larger table; false if there may be none. t.mu is held.
+// grow starts to move to a larger table. It returns false at the limit. The caller holds t.mu.
 func (t *hintTable) grow() bool {
-	for t.old.used > 0 { // never, as entries move faster than they come
+	for t.old.used > 0 { // not reached: entries move faster than they come
 		t.move(len(t.old.slots))
 	}
 	n := min(2*len(t.cur.slots), t.most)
@@ -262,12 +261,12 @@ func (t *hintTable) grow() bool {
 		return false
 	}
 	t.old, t.cur, t.scan = t.cur, s, 0
-	t.sweepAt = len(s.slots) // what moves is clean
+	t.sweepAt = len(s.slots) // entries that move are clean
 	t.moved()
 	return true
 }
 
-// move looks at n entries of the old table and moves them to the new one. t.mu is held.
+// move visits n entries of the old table and moves them. The caller holds t.mu.
 func (t *hintTable) move(n int) {
 	for ; n > 0 && t.old.used > 0; n-- {
 		h := t.old.slots[t.scan]
@@ -283,7 +282,7 @@ func (t *hintTable) move(n int) {
 	t.moved()
 }
 
-// moved lets go of the old table if it is empty. t.mu is held.
+// moved frees the old table if it is empty. The caller holds t.mu.
 func (t *hintTable) moved() {
 	if t.old.used == 0 && t.old.mem != nil {
 		t.garbage = append(t.garbage, t.old.mem)
@@ -291,7 +290,7 @@ func (t *hintTable) moved() {
 	}
 }
 
-// take gets a bit for a peer, -1 if there is none; freed is closed when there may be one.
+// take returns a free bit, or -1; freed is closed when one may be free.
 func (t *hintTable) take() (bit int, freed <-chan struct{}) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -305,8 +304,7 @@ func (t *hintTable) take() (bit int, freed <-chan struct{}) {
 	return bit, nil
 }
 
-// retire gives a bit back. What was said under it does not count from now on, and is taken out by
-// sweep.
+// retire releases a bit. Hints under it stop counting at once; sweep removes them.
 func (t *hintTable) retire(bit int) {
 	b := uint64(1) << bit
 	t.mu.Lock()
@@ -322,8 +320,8 @@ func (t *hintTable) retire(bit int) {
 	}
 }
 
-// sweep takes out a slice of what the retired bits have left behind, and goes on with a move to a
-// larger table. It says whether there is more to do.
+// sweep removes retired bits from one slice of entries, and continues a move to a larger table.
+// more reports whether there is more to do.
 func (t *hintTable) sweep() (more bool) {
 	t.mu.Lock()
 	if t.sweeping == 0 {
@@ -338,7 +336,7 @@ func (t *hintTable) sweep() (more bool) {
 			h := &t.cur.slots[t.sweepAt]
 			if h.key != 0 {
 				if h.who &^= t.sweeping; h.who == 0 {
-					// what comes in its place is looked at next
+					// visit the entry that moved into its place next
 					t.cur.removeAt(t.sweepAt, len(t.cur.slots))
 					continue
 				}
@@ -362,14 +360,14 @@ func (t *hintTable) sweep() (more bool) {
 	return more
 }
 
-// ask lets the holder of a bit be asked for pages of a space.
+// ask includes a bit in lookups of a space.
 func (t *hintTable) ask(bit int, fp tiers.Fingerprint) {
 	t.mu.Lock()
 	t.asked[fp] |= 1 << bit
 	t.mu.Unlock()
 }
 
-// answers says whether the holder of a bit answers: else it is as if it held nothing.
+// answers includes a bit in lookups, or excludes it.
 func (t *hintTable) answers(bit int, does bool) {
 	t.mu.Lock()
 	if t.mask &^= 1 << bit; does {
@@ -378,19 +376,19 @@ func (t *hintTable) answers(bit int, does bool) {
 	t.mu.Unlock()
 }
 
-// forget takes back that a peer holds a page: it was asked, and does not.
+// forget removes a wrong hint.
 func (t *hintTable) forget(key uint64, bit int) {
 	t.mu.Lock()
 	t.sub(key, bit)
 	t.mu.Unlock()
 }
 
-// groupHints is how many pages are looked up together: the loads of each pass do not depend on each
-// other, so that their cache misses overlap.
+// groupHints is how many pages are looked up together. The loads of one pass do not depend on each
+// other, so their cache misses overlap.
 const groupHints = 64
 
-// lookUp sets who[i] to the peers that are said to hold page keys[i], of those in mask. t.mu is
-// held for reading.
+// lookUp sets who[i] to the bits, among mask, of the peers said to hold page keys[i]. The caller
+// holds t.mu for reading.
 func (t *hintTable) lookUp(keys []uint64, mask uint64, who []uint64) {
 	var homes [groupHints]int
 	var seen [groupHints]hint
@@ -407,7 +405,7 @@ func (t *hintTable) lookUp(keys []uint64, mask uint64, who []uint64) {
 			for at := homes[i]; h.key != key && h.key != 0; h = t.cur.slots[at] {
 				at = t.cur.next(at)
 			}
-			who[i] = h.who & mask // of an empty place: none
+			who[i] = h.who & mask // 0 at an empty place
 			if h.key == 0 && t.old.used > 0 {
 				if o := t.old.find(key); o != nil {
 					who[i] = o.who & mask
@@ -418,7 +416,7 @@ func (t *hintTable) lookUp(keys []uint64, mask uint64, who []uint64) {
 	}
 }
 
-// hintStats is the table at one moment.
+// hintStats is a snapshot of the table.
 type hintStats struct {
 	pages, slots int
 	bytes        int64
@@ -432,7 +430,7 @@ func (t *hintTable) stats() hintStats {
 		bytes: int64(len(t.cur.slots)+len(t.old.slots)) * hintBytes, dropped: t.dropped}
 }
 
-// held is how many pages a bit's holder is said to hold.
+// held returns how many pages the peer with a bit is said to hold.
 func (t *hintTable) held(bit int) int {
 	t.mu.RLock()
 	defer t.mu.RUnlock()

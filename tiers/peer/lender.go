@@ -20,28 +20,28 @@ import (
 )
 
 const (
-	// batchPages is how many pages are read from the journal at a time: the engine's lock is held
-	// meanwhile.
+	// batchPages is how many pages are read from the journal at a time. It bounds how long the
+	// engine's lock is held.
 	batchPages = 1024
-	// gather is how long changes are let come together before they are told.
+	// gather is how long changes are collected before they are sent.
 	gather = 2 * time.Millisecond
-	// ownerIdle is how long a space of which nothing is lent any more is kept from being closed.
+	// ownerIdle is how long a space stays in use after its last loan is returned.
 	ownerIdle = time.Second
 )
 
-// lender is our side of a connection to a sidecar that borrows from us. Its goroutine answers, one
-// more sends what comes up.
+// lender is our side of a connection to a sidecar that borrows from us. One goroutine receives and
+// replies, another sends regions, spaces and hints.
 type lender struct {
 	p    *Peers
 	conn *ipc.Conn
 	gen  uint64        // of the borrower
-	done chan struct{} // closed at its end
-	bell chan struct{} // cap 1: there are regions or spaces to tell of
+	done chan struct{} // closed when run has returned
+	bell chan struct{} // cap 1: there are regions or spaces to send
 
-	ctx     context.Context // from the welcome on; ends when it is served no more
+	ctx     context.Context // ends when the borrower is no longer served
 	helpers sync.WaitGroup
 
-	// visible are the regions that the borrower has been told of; it is replaced, never changed.
+	// visible is the set of regions sent to the borrower. The map is replaced, never changed.
 	visible atomic.Pointer[map[uint32]struct{}]
 
 	mu       sync.Mutex // guards what follows; the engine's lock may be taken under it
@@ -50,12 +50,12 @@ type lender struct {
 	change   chan struct{} // closed, and made anew, when regions change
 	owners   map[tiers.Fingerprint]*lentSpace
 	loans    map[uint64]*lentSpace
-	over     bool // nothing is lent any more
-	checking bool // of what it asked for something is being checked
-	// told are the spaces as they were last told of. The sender's alone.
+	over     bool // nothing more is lent
+	checking bool // pages that it asked for are being checked
+	// told has the spaces as last sent. Used by the sender only.
 	told map[tiers.Fingerprint]*declared
 
-	// The receiver's, kept so that it allocates nothing.
+	// Used by the receiver only, and kept so that it allocates nothing.
 	msg struct {
 		lease    wire.PeerLease
 		grant    wire.PeerGrant
@@ -68,7 +68,7 @@ type lender struct {
 
 type toldRegion struct{ sent, going bool }
 
-// lentSpace is a space of which something was asked for.
+// lentSpace is a space that the borrower has asked about.
 type lentSpace struct {
 	owner engine.Owner
 	sp    *tiers.Space
@@ -95,7 +95,7 @@ func (l *lender) ring() {
 	}
 }
 
-// run serves a borrower until its end, however that comes.
+// run serves a borrower until its connection ends and nothing is lent.
 func (l *lender) run() {
 	err := l.welcome()
 	log := l.p.log.With(zap.Uint64("peer", l.gen), zap.Int32("pid", l.conn.Peer().PID))
@@ -156,7 +156,7 @@ func (l *lender) welcome() error {
 	return nil
 }
 
-// serve answers until the borrower leaves or breaks the protocol.
+// serve handles messages until the borrower leaves or breaks the protocol.
 func (l *lender) serve() error {
 	for {
 		b, err := l.conn.Recv()
@@ -200,7 +200,7 @@ func (l *lender) handle(b []byte) error {
 	return fmt.Errorf("%w: %v from a borrower", wire.ErrMalformed, t)
 }
 
-// lease answers a PeerLease.
+// lease handles a PeerLease.
 func (l *lender) lease() error {
 	m := &l.msg.lease
 	g := &l.msg.grant
@@ -237,7 +237,7 @@ func (l *lender) lease() error {
 		}
 	}
 	l.out = g.Append(l.out[:0])
-	// One that hears no more may still have something to return: its end is met by receiving.
+	// A borrower that does not read may still return loans. serve notices its end when it receives.
 	_ = l.conn.SendWaiting(l.out)
 	return nil
 }
@@ -282,9 +282,9 @@ func (l *lender) lend(s *lentSpace, m *wire.PeerLease, g *wire.PeerGrant) error 
 	return nil
 }
 
-// check has checked what was restored of the pages from first on, which are asked for, and says
-// whether that will do: the first of them waits for it, and may be lent after it. One such run of a
-// borrower is checked at a time.
+// check starts a check of restored pages that the borrower asked for, from first on. It returns
+// true if the first page waits for a check and may be lent after it. Only one check for a borrower
+// runs at a time.
 func (l *lender) check(s *lentSpace, first int, hashes []byte) bool {
 	p := l.p
 	if p.cfg.Verify == nil || p.cfg.Engine.Unverified() == 0 {
@@ -302,7 +302,7 @@ func (l *lender) check(s *lentSpace, first int, hashes []byte) bool {
 	l.checking = true
 	hashes = bytes.Clone(hashes)
 	l.helpers.Go(func() {
-		// what it comes to is seen when they are asked for again
+		// the borrower sees the result when it asks again
 		_ = p.cfg.Verify(l.ctx, s.owner, tiers.Run{Space: s.sp, First: first, Hashes: hashes})
 		l.mu.Lock()
 		l.checking = false
@@ -311,8 +311,8 @@ func (l *lender) check(s *lentSpace, first int, hashes []byte) bool {
 	return true
 }
 
-// space is what a space is known by in the engine, nil if that has no such space, or no room for
-// one who uses it.
+// space returns the engine's view of a space, or nil if the engine does not have it or has no room
+// for another owner.
 func (l *lender) space(fp tiers.Fingerprint) *lentSpace {
 	now := time.Now()
 	l.mu.Lock()
@@ -336,7 +336,7 @@ func (l *lender) space(fp tiers.Fingerprint) *lentSpace {
 
 var errBye = errors.New("it has returned everything")
 
-// release ends leases.
+// release handles a PeerRelease.
 func (l *lender) release() error {
 	m := &l.msg.release
 	if m.Load == 0 {
@@ -370,7 +370,7 @@ func (l *lender) release() error {
 	return nil
 }
 
-// retireOwners lets go of spaces of which nothing is lent: others may want them closed.
+// retireOwners releases spaces without loans, so that the engine can close them.
 func (l *lender) retireOwners(now time.Time) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -382,10 +382,10 @@ func (l *lender) retireOwners(now time.Time) {
 	}
 }
 
-// linger waits, after the borrower's connection has ended, until what it has not returned may
-// become another's. One that ends its side has returned all that its workers read; one that is dead
-// has left nobody who could tell them, but a worker knows its sidecar's death by its own socket,
-// which is closed when the process is dead.
+// linger waits, after a connection has ended, until the loans that are out can be freed safely. A
+// borrower that ends its side has returned all that its workers read. A dead borrower can no longer
+// tell its workers. But each worker has a socket to its sidecar, which the kernel closes at the
+// sidecar's death, and a worker trusts no copy that ends after that.
 func (l *lender) linger(why error) {
 	l.mu.Lock()
 	left := len(l.loans)
@@ -395,13 +395,13 @@ func (l *lender) linger(why error) {
 	}
 	l.conn.EndSending()
 	died := l.conn.Died()
-	if died == nil { // an old kernel
+	if died == nil { // the kernel has no pidfds of peers
 		if errors.Is(why, wire.ErrMalformed) {
 			l.conn.Linger()
 			return
 		}
-		// It closes a dead process's sockets one after the other: its workers may see the end of
-		// theirs a moment after us.
+		// The kernel closes a dead process's sockets one after the other, so its workers may see
+		// the end of theirs a moment later than we do.
 		select {
 		case <-time.After(closingPatience):
 		case <-l.p.ctx.Done():
@@ -417,7 +417,7 @@ func (l *lender) linger(why error) {
 	}
 }
 
-// end frees all that the borrower has.
+// end frees all that the borrower holds.
 func (l *lender) end() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -436,21 +436,21 @@ func (l *lender) changedLocked() {
 	l.change = make(chan struct{})
 }
 
-// changed is closed when what without says may have changed.
+// changed returns a channel that is closed when the result of without may have changed.
 func (l *lender) changed() <-chan struct{} {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.change
 }
 
-// without says whether the borrower does not know a region, or has let go of it.
+// without reports whether the borrower does not have a region.
 func (l *lender) without(id uint32) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.regions[id] == nil
 }
 
-// giveUp wants no more of the borrower. What it holds stays its own until it has returned it or is
+// giveUp stops serving the borrower. The borrower keeps what it holds until it returns it or is
 // dead.
 func (l *lender) giveUp(why error) {
 	l.p.log.Warn("giving up a sidecar that borrows from us", zap.Uint64("peer", l.gen),
@@ -469,7 +469,7 @@ func (l *lender) unmapped(id uint32) error {
 	return nil
 }
 
-// send tells the borrower of regions, spaces and pages until it can take no more.
+// send sends regions, spaces and hints until the connection fails or ended is closed.
 func (l *lender) send(ended <-chan struct{}) {
 	feed, err := l.p.cfg.Engine.Follow(0)
 	for errors.Is(err, tiers.ErrBusy) {
@@ -488,17 +488,17 @@ func (l *lender) send(ended <-chan struct{}) {
 	defer feed.Close()
 	s := sender{l: l, feed: feed}
 	if err := s.run(ended); err != nil {
-		l.conn.EndSending() // also where it could not be told: it comes again
+		l.conn.EndSending() // if the reason could not be sent, the borrower connects again
 	}
 }
 
-// sender is what send keeps.
+// sender is the state of send.
 type sender struct {
 	l      *lender
 	feed   *engine.Feed
 	seq    uint64
-	begin  bool // to be said with the next pages
-	all    bool // what is held has been told once since then
+	begin  bool // to be set on the next pages
+	all    bool // all held pages were sent once since begin
 	hints  []byte
 	digest []byte
 	events []engine.Event
@@ -549,7 +549,7 @@ func (s *sender) run(ended <-chan struct{}) error {
 	}
 }
 
-// tellRegions sends regions that are new, and those that go.
+// tellRegions sends new regions, and regions that go.
 func (s *sender) tellRegions() error {
 	l, p := s.l, s.l.p
 	for {
@@ -605,7 +605,7 @@ func (s *sender) tellRegions() error {
 	return nil
 }
 
-// see has a region lent from, or not any more.
+// see allows or forbids lending from a region.
 func (l *lender) see(id uint32, does bool) {
 	now := maps.Clone(*l.visible.Load())
 	if does {
@@ -616,7 +616,7 @@ func (l *lender) see(id uint32, does bool) {
 	l.visible.Store(&now)
 }
 
-// tellSpaces sends spaces that were declared since.
+// tellSpaces sends spaces that were declared since the last call.
 func (s *sender) tellSpaces() error {
 	p := s.l.p
 	var news []*declared
@@ -639,7 +639,7 @@ var errManySpaces = errors.New("it has been told of too many spaces")
 
 func (s *sender) tellSpace(d *declared) error {
 	if len(s.l.told) == maxSpaces {
-		return errManySpaces // it comes again, and is told of those that there are then
+		return errManySpaces // the borrower connects again and gets the spaces of that time
 	}
 	s.l.told[d.fp] = d
 	m := wire.PeerSpace{
@@ -651,7 +651,7 @@ func (s *sender) tellSpace(d *declared) error {
 	return s.l.conn.SendWaiting(s.out)
 }
 
-// tellPages sends what comes next in the feed. more: there is more at once.
+// tellPages sends the next part of the feed. more reports whether there is more now.
 func (s *sender) tellPages() (more bool, err error) {
 	batch, buf, err := s.feed.Next(batchPages, s.digest, s.events[:0])
 	s.digest, s.events = buf, batch.Events

@@ -20,71 +20,70 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// Errors that are wrapped.
+// Errors that callers meet wrapped.
 var (
-	// ErrClosed is returned by operations on what was closed.
+	// ErrClosed is returned by operations on something closed.
 	ErrClosed = errors.New("closed")
-	// ErrNoAnswer means that a peer did not answer in time.
+	// ErrNoAnswer means that a peer did not reply in time.
 	ErrNoAnswer = errors.New("the peer does not answer")
 )
 
-// Limits on what peers may have us keep.
+// Limits on what peers may make us hold.
 const (
 	maxPeers   = 64 // bits of the hint table
 	maxRegions = 256
 	maxSpaces  = 512
 
 	pollEvery   = 200 * time.Millisecond // how often the directory is read
-	upkeepEvery = 20 * time.Millisecond  // how often returns that could not be sent are tried again
+	upkeepEvery = 20 * time.Millisecond  // how often unsent returns are retried
 	rateEvery   = time.Second
-	retryAfter  = 5 * time.Second // a peer that could not be talked to
-	// defaultCallPatience is Config's.
+	retryAfter  = 5 * time.Second // delay before a sidecar that failed is tried again
+	// defaultCallPatience is the default of Config.CallPatience.
 	defaultCallPatience = 250 * time.Millisecond
-	// stalledAfter is how long a lender may keep an answer before it is passed over.
+	// stalledAfter is how long a lender may keep an answer before it is skipped.
 	stalledAfter  = 50 * time.Millisecond
 	helloPatience = 5 * time.Second
-	// closingPatience is how long a process that ends takes to close all its descriptors, by far.
+	// closingPatience is far longer than a dying process takes to close its descriptors.
 	closingPatience = time.Second
 )
 
-// Config is what a Peers works with.
+// Config configures a Peers.
 type Config struct {
-	// Dir is the directory in which sidecars find each other. Unless it is this user's alone (mode
-	// 0700) no peers are looked for, until it is; Status says so.
+	// Dir is where sidecars find each other. It must belong to this user alone (mode 0700); until
+	// it does, no peers are looked for, and Status says so.
 	Dir string
-	// Generation of this run of the sidecar, random, not 0.
+	// Generation identifies this run of the sidecar: random, not 0.
 	Generation uint64
-	// Engine is the own one, that others borrow from. Its Config.JournalBytes must not be 0.
+	// Engine is our own engine, from which others borrow. Its Config.JournalBytes must not be 0.
 	Engine *engine.Engine
-	// Log. Default: nothing.
+	// Log gets what an operator needs to know. Default: none.
 	Log *zap.Logger
-	// HintsLimitBytes bounds the memory of the hints; while their table grows it may take half as
+	// HintsLimitBytes bounds the memory of the hints. While their table grows it may take half as
 	// much again. Default 512 MiB.
 	HintsLimitBytes int64
 	// MaxPages bounds the pages of one lease. Default 65,536.
 	MaxPages int
-	// CallPatience is how long a lender's answer is waited for. Default 250 ms.
+	// CallPatience is how long to wait for a lender's answer. Default 250 ms.
 	CallPatience time.Duration
-	// Verify has checked what the engine restored of a run and nobody has checked since, which
-	// others want lent. It returns when that is done, or ctx is. May be nil: nothing such is ever
-	// lent.
+	// Verify checks the chunks of a run that the engine restored and nobody has checked yet. It
+	// returns when they are checked or ctx is done. If it is nil, such chunks are never lent.
 	Verify func(ctx context.Context, o engine.Owner, run tiers.Run) error
 
-	// OnRegion is told of a lender's region. Nothing in it is lent to us until it has returned; an
-	// error means that nothing ever is. The descriptor is read-only where that can be had, and
-	// stays open until OnRegionGone has returned for it. May be nil, as the next two.
+	// OnRegion is called for each region of a lender. Nothing in the region is lent to us before it
+	// returns; if it fails, nothing ever is. The descriptor is read-only where possible, and stays
+	// open until OnRegionGone returns for it. OnRegion, OnRegionGone and OnGone may be nil.
 	OnRegion func(Region) error
-	// OnRegionGone is told that a region goes. It returns when no worker maps it any more. A lender
-	// that lives takes a region away when nobody has a loan in it. For each lender calls of
-	// OnRegion and OnRegionGone come one after the other; an identity may come again later.
+	// OnRegionGone is called when a region goes. It returns once no worker maps the region. A
+	// living lender takes a region away only when nobody has a loan in it. Calls of OnRegion and
+	// OnRegionGone for one lender never overlap. A region's identity may come back later.
 	OnRegionGone func(peer uint64, region uint32)
-	// OnGone is told at once that a lender has gone, also while a call of the above for it is under
-	// way. Its loans are void: nobody may be given pages of them any more, and each is still to be
-	// returned, when nobody reads it. OnRegionGone for its regions comes after it.
+	// OnGone is called at once when a lender has gone, even during a call of OnRegion or
+	// OnRegionGone for it. The lender's loans are void: nobody may be given their pages any more.
+	// Each loan must still be returned when nobody reads it. OnRegionGone follows for each region.
 	OnGone func(peer uint64)
 }
 
-// Region is a part of an arena. The offset, and the address that it is mapped at, are multiples of
+// Region is a part of an arena. Its offset, and the address of a mapping of it, are multiples of
 // PageSize.
 type Region struct {
 	Peer                             uint64 // the lender's generation; 0 for our own
@@ -94,7 +93,7 @@ type Region struct {
 	OffsetBytes, SizeBytes, PageSize int64
 }
 
-// Peers is a sidecar's part in the sharing. All methods may be called from any goroutine.
+// Peers connects a sidecar to the others. All methods are safe for concurrent use.
 type Peers struct {
 	cfg   Config
 	log   *zap.Logger
@@ -113,18 +112,18 @@ type Peers struct {
 	hintsTold, hintsHeard, malformed               atomic.Uint64
 	wrongHints, resyncs                            atomic.Uint64
 
-	group atomic.Uint64 // what Group answers
+	group atomic.Uint64 // returned by Group
 
-	waiting atomic.Int32 // calls that wait for a lender to have something checked
+	waiting atomic.Int32 // calls that wait for a lender's checks
 
-	held atomic.Pointer[sync.Mutex] // tests hold it to have this sidecar answer nobody
+	held atomic.Pointer[sync.Mutex] // tests hold it to keep this sidecar from replying
 
 	mu  sync.Mutex
 	off string // why no peers are looked for, "" if they are
-	// lenders that we are connected to, or have been and must return loans to, by generation
+	// lenders that we are connected to, or still owe loans, by generation
 	peers     map[uint64]*borrower
 	byBit     [maxPeers]*borrower   // by bit of the hint table
-	troubles  map[uint64]trouble    // lenders that could not be talked to
+	troubles  map[uint64]trouble    // lenders that cannot be used
 	lenders   map[*lender]struct{}  // borrowers that are connected to us
 	regions   map[uint32]*ownRegion // of the own arena
 	order     []uint32              // their ids, in the order they came
@@ -134,14 +133,14 @@ type Peers struct {
 	rates     rates
 }
 
-// trouble is why a lender was not talked to, and when it is tried again.
+// trouble is why a lender cannot be used, and when it is tried again.
 type trouble struct {
 	why   string
 	pid   int32
 	again time.Time
 }
 
-// ownRegion is a region of the own arena, that is lent.
+// ownRegion is a region of our own arena.
 type ownRegion struct {
 	Region
 	ro    int // descriptor to pass on, of its own
@@ -155,7 +154,8 @@ type rates struct {
 	heardPer    float64
 }
 
-// Start begins to look for peers and to lend. Regions of the arena are lent from AddRegion on.
+// Start starts looking for peers and lending. A region of the arena is lent once AddRegion is
+// called for it.
 func Start(cfg Config) (*Peers, error) {
 	if cfg.Log == nil {
 		cfg.Log = zap.NewNop()
@@ -185,19 +185,19 @@ func Start(cfg Config) (*Peers, error) {
 	}
 	p.rates.at = time.Now()
 	p.ctx, p.cancel = context.WithCancel(context.Background())
-	p.poll() // what can be found at once is found at once
+	p.poll() // finds the sidecars that exist already
 	p.wg.Go(p.discover)
 	p.wg.Go(p.keepUp)
 	return p, nil
 }
 
-// Group is a number that all sidecars have which look for each other in this directory, and others
-// do not; 0 while no peers are looked for.
+// Group returns the id of the group of sidecars that share this directory; 0 while none are looked
+// for.
 func (p *Peers) Group() uint64 { return p.group.Load() }
 
-// Close gives all loans back, and ends. Nobody may read what was borrowed any more, and the engine
-// must grant nothing any more of what is lent, for borrowers may go on reading it until they have
-// heard. OnRegionGone has been called for every region when it returns. It is idempotent.
+// Close returns all loans and ends sharing. Nobody may read borrowed pages any more. The engine
+// must already grant nothing that is lent, because borrowers may read it until they notice the end.
+// OnRegionGone has been called for every region when Close returns. Close is idempotent.
 func (p *Peers) Close() error {
 	p.once.Do(func() {
 		p.cancel()
@@ -237,7 +237,7 @@ func (p *Peers) Close() error {
 	return nil
 }
 
-// allPeers lists the lenders. p.mu is held.
+// allPeers returns the lenders. The caller holds p.mu.
 func (p *Peers) allPeers() []*borrower {
 	out := make([]*borrower, 0, len(p.peers))
 	for _, b := range p.peers {
@@ -247,11 +247,11 @@ func (p *Peers) allPeers() []*borrower {
 	return out
 }
 
-// AddRegion lends a region of the own arena from now on. Its descriptor stays the caller's, open
-// until RemoveRegion returns or Close. No two regions of a run have the same id.
+// AddRegion allows lending from a region of our own arena. The caller keeps its descriptor open
+// until RemoveRegion or Close returns. Ids are not reused within a run.
 func (p *Peers) AddRegion(r Region) error {
 	ro, err := dax.ReadOnly(r.FD)
-	if err != nil { // it can be had only as it is
+	if err != nil { // no read-only descriptor can be had
 		if ro, err = unix.FcntlInt(uintptr(r.FD), unix.F_DUPFD_CLOEXEC, 0); err != nil {
 			return os.NewSyscallError("dup", err)
 		}
@@ -269,9 +269,9 @@ func (p *Peers) AddRegion(r Region) error {
 	return nil
 }
 
-// RemoveRegion has borrowers let go of a region, and returns when they have. One that has not
-// within the patience is given up. The engine must have taken the region away before. A region that
-// is not there is not waited for.
+// RemoveRegion takes a region back from all borrowers, and returns when none maps it. A borrower
+// that does not give it back within patience is given up. The engine must have removed the region
+// before. It returns at once for an unknown region.
 func (p *Peers) RemoveRegion(id uint32, patience time.Duration) {
 	p.mu.Lock()
 	r := p.regions[id]
@@ -313,14 +313,14 @@ func (p *Peers) RemoveRegion(id uint32, patience time.Duration) {
 
 var errRegionKept = errors.New("it does not let go of a region that is removed")
 
-// wakeLenders has what is sent to borrowers looked at. p.mu is held.
+// wakeLenders wakes the senders of all lenders. The caller holds p.mu.
 func (p *Peers) wakeLenders() {
 	for l := range p.lenders {
 		l.ring()
 	}
 }
 
-// wake has the upkeep look at what there is to do.
+// wake wakes the upkeep.
 func (p *Peers) wake() {
 	select {
 	case p.upkeep <- struct{}{}:
@@ -328,7 +328,7 @@ func (p *Peers) wake() {
 	}
 }
 
-// pause waits while a test has this sidecar answer nobody.
+// pause blocks while a test holds held.
 func (p *Peers) pause() {
 	if m := p.held.Load(); m != nil {
 		m.Lock()
@@ -336,7 +336,7 @@ func (p *Peers) pause() {
 	}
 }
 
-// keepUp returns loans, sweeps hints and counts.
+// keepUp sends returns, sweeps hints and updates counters, until Close.
 func (p *Peers) keepUp() {
 	tick := time.NewTicker(rateEvery)
 	defer tick.Stop()

@@ -14,18 +14,18 @@ import (
 	"lookaside/tiers"
 )
 
-// declared is what is known of a space. It does not change.
+// declared is what is known of a space. It is immutable.
 type declared struct {
 	fp     tiers.Fingerprint
 	g      tiers.Geometry // PageTokens 0: not known
-	fields []wire.Field   // by rising key; none: not known
+	fields []wire.Field   // sorted by key; empty: not known
 }
 
 // Difference is one field in which two spaces differ.
 type Difference = unshared.Difference
 
-// DeclareSpace tells peers, and Status, what the worker of a space has declared: so that users can
-// see why two spaces are not one.
+// DeclareSpace records what the worker of a space declared, for peers and Status. Users can then
+// see why two spaces do not share.
 func (p *Peers) DeclareSpace(s *tiers.Space, fields []wire.Field) {
 	d := &declared{fp: s.Fingerprint, g: s.Geometry, fields: slices.Clone(fields)}
 	p.mu.Lock()
@@ -34,7 +34,7 @@ func (p *Peers) DeclareSpace(s *tiers.Space, fields []wire.Field) {
 		slices.Equal(was.fields, d.fields) {
 		return
 	}
-	if len(p.spaces) == maxSpaces/2 { // some that was closed long ago, most likely
+	if len(p.spaces) == maxSpaces/2 { // it was most likely closed long ago
 		for fp := range p.spaces {
 			delete(p.spaces, fp)
 			break
@@ -47,7 +47,7 @@ func (p *Peers) DeclareSpace(s *tiers.Space, fields []wire.Field) {
 	p.wakeLenders()
 }
 
-// differences lists in what two spaces differ.
+// differences returns the fields in which two spaces differ.
 func differences(ours, theirs *declared) []Difference {
 	return unshared.Differences(ours.declaration(), theirs.declaration())
 }
@@ -60,16 +60,16 @@ func (d *declared) declaration() *unshared.Space {
 	}
 }
 
-// An Accident is a space of ours and one of a lender's that differ only as users make them differ
-// by accident.
+// Accident is a pair of spaces, one of ours and one of a lender's, that differ only in settings
+// that users get wrong by accident.
 type Accident struct {
 	Ours, Theirs tiers.Fingerprint
 	PID          int32 // the lender's
 	Causes       []unshared.Cause
 }
 
-// Accidents returns the spaces of ours that share nothing with a lender's for a reason that users
-// hardly mean.
+// Accidents returns our spaces that share nothing with a lender for a reason that users hardly
+// intend.
 func (p *Peers) Accidents() []Accident {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -92,8 +92,8 @@ func (p *Peers) Accidents() []Accident {
 	return out
 }
 
-// closest is the space of a lender that differs least from one of ours, nil if it has that very
-// space, or none that is known well enough. p.mu is held.
+// closest returns the lender's space that differs least from ours. It returns nil if the lender has
+// the same space, or none that is known well enough. The caller holds p.mu.
 func (b *borrower) closest(ours *declared) (*declared, []Difference) {
 	if b.spaces[ours.fp] != nil {
 		return nil, nil
@@ -112,13 +112,13 @@ func (b *borrower) closest(ours *declared) (*declared, []Difference) {
 	return best, least
 }
 
-// rankFields are those in which spaces of one model differ as they should.
+// rankField reports whether spaces of one model differ in this field by design.
 func rankField(name string) bool {
 	return slices.Contains([]string{"rank", "tp_shard", "pp_rank", "layers"}, name)
 }
 
-// explain logs once why nothing of one of our spaces is shared with a lender that has one much like
-// it. p.mu is held.
+// explain logs once why a space of ours shares nothing with a lender that has a similar one. The
+// caller holds p.mu.
 func (b *borrower) explain(ours *declared) {
 	if len(ours.fields) == 0 {
 		return
@@ -139,7 +139,7 @@ func (b *borrower) explain(ours *declared) {
 		zap.Strings("fields", fields))
 }
 
-// randomID is a random number that is not 0.
+// randomID returns a random number other than 0.
 func randomID() uint64 {
 	for {
 		var b [8]byte

@@ -7,29 +7,29 @@ import (
 	"strings"
 )
 
-// Status is what is known of other sidecars, and what has gone between them.
+// Status is a snapshot of the other sidecars and of the traffic with them.
 type Status struct {
 	Dir       string           `json:"dir"`
-	Off       string           `json:"off,omitempty"` // why no others are looked for
+	Off       string           `json:"off,omitempty"` // why sharing is off
 	Lenders   []LenderStatus   `json:"lenders"`       // that we borrow from
 	Borrowers []BorrowerStatus `json:"borrowers"`     // that borrow from us
-	Unusable  []UnusableStatus `json:"unusable"`      // that cannot be talked to
+	Unusable  []UnusableStatus `json:"unusable"`      // sidecars that cannot be used
 
-	HintPages      int     `json:"hint_pages"` // that some other is said to hold
+	HintPages      int     `json:"hint_pages"` // pages that some other is said to hold
 	HintBytes      int64   `json:"hint_bytes"` // of memory
 	HintsDropped   uint64  `json:"hints_dropped"`
-	HintsWrong     uint64  `json:"hints_wrong"` // that were found out
+	HintsWrong     uint64  `json:"hints_wrong"` // hints found to be wrong
 	HintsHeard     uint64  `json:"hints_heard"`
 	HintsTold      uint64  `json:"hints_told"`
 	HeardPerSecond float64 `json:"heard_per_second"`
 	ToldPerSecond  float64 `json:"told_per_second"`
-	Resyncs        uint64  `json:"resyncs"` // times that a lender told us everything anew
+	Resyncs        uint64  `json:"resyncs"` // full retellings by lenders
 
 	Borrows       uint64 `json:"borrows"`
 	FailedBorrows uint64 `json:"failed_borrows"`
 	BorrowedPages uint64 `json:"borrowed_pages"`
 	Touches       uint64 `json:"touches"`
-	Leases        uint64 `json:"leases"` // that others asked for
+	Leases        uint64 `json:"leases"` // requested by others
 	RefusedLeases uint64 `json:"refused_leases"`
 	LentPages     uint64 `json:"lent_pages"`
 	Malformed     uint64 `json:"malformed"`
@@ -39,23 +39,23 @@ type Status struct {
 type LenderStatus struct {
 	Peer     string `json:"peer"` // its generation
 	PID      int32  `json:"pid"`
-	Pages    int    `json:"pages"`    // that it is said to hold
-	Complete bool   `json:"complete"` // it has told of all that it holds
-	// it does not answer, and is passed over until it does
+	Pages    int    `json:"pages"`    // said to be held
+	Complete bool   `json:"complete"` // all that it holds has been told
+	// it does not reply, and is skipped until it does
 	Stalled bool `json:"stalled"`
-	Gone    bool `json:"gone"` // what is out of it is still to be returned
+	Gone    bool `json:"gone"` // its connection has ended, but loans are still out
 	Regions int  `json:"regions"`
 	// that its regions lie on, by path; none for memory
 	Devices  []DeviceStatus `json:"devices"`
-	Loans    int            `json:"loans"`          // chunks that are out
-	Borrowed uint64         `json:"borrowed_pages"` // since it came
+	Loans    int            `json:"loans"`          // chunks on loan now
+	Borrowed uint64         `json:"borrowed_pages"` // since it connected
 	Resyncs  uint64         `json:"resyncs"`
 	Shared   int            `json:"shared_spaces"`
-	// spaces of ours that it has one much like, but not the same
+	// our spaces to which it has a similar, but not the same, space
 	Unshared []UnsharedSpace `json:"unshared"`
 }
 
-// DeviceStatus is what a lender has told of a device, or a file, to be read there.
+// DeviceStatus is a device or file that a lender's regions lie on.
 type DeviceStatus struct {
 	Path      string `json:"path"` // as this process sees it
 	Kind      string `json:"kind"` // a dax.DeviceKind, or file
@@ -70,7 +70,7 @@ type UnsharedSpace struct {
 	Differences []Difference `json:"differences"`
 }
 
-// Why says it in one line.
+// Why returns the reason in one line.
 func (u *UnsharedSpace) Why() string {
 	parts := make([]string, 0, len(u.Differences))
 	for _, d := range u.Differences {
@@ -84,10 +84,10 @@ type BorrowerStatus struct {
 	Peer    string `json:"peer"`
 	PID     int32  `json:"pid"`
 	Regions int    `json:"regions"` // that it knows
-	Loads   int    `json:"loads"`   // grants that are not wholly returned
+	Loads   int    `json:"loads"`   // grants not wholly returned
 }
 
-// UnusableStatus is a sidecar that cannot be talked to.
+// UnusableStatus is a sidecar that cannot be used.
 type UnusableStatus struct {
 	Peer string `json:"peer"`
 	PID  int32  `json:"pid,omitempty"`
@@ -137,7 +137,7 @@ func (p *Peers) Status() Status {
 	return st
 }
 
-// status describes a lender. p.mu is held.
+// status returns a lender's status. The caller holds p.mu.
 func (b *borrower) status() LenderStatus {
 	b.mu.Lock()
 	l := LenderStatus{

@@ -81,7 +81,8 @@ func newLine(pieces, most int) line {
 
 // startWorkers starts the workers, which run until the tier is closed. Movers only move pieces, one
 // after another, so that the medium always has as many requests as it may have. Checkers compute
-// checksums; two are enough at several GB/s each. Workers that did both were slower at writing.
+// checksums; two are enough at several GB/s each. Workers that did both were slower at writing. One
+// request for neighbouring slots, and longer queues, made no difference.
 func (d *Disk) startWorkers() {
 	checkers := min(2, runtime.GOMAXPROCS(0))
 	pieces := max(2*(d.o.Workers+checkers), d.o.Queue)
