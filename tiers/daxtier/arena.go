@@ -11,33 +11,34 @@ import (
 	"lookaside/tiers/slab"
 )
 
-// Region is what others map of a slab: all of its slots, and what of the device lies around them to
-// where it can be mapped.
+// Region is the part of a device that others map for one slab: all of its slots, extended to where
+// the device can be mapped.
 type Region struct {
 	ID          uint32
 	Path        string // of the device
 	Kind        string // dax.DeviceKind
-	FD          int    // of the device; it stays the device's
+	FD          int    // of the device, which keeps it
 	OffsetBytes int64  // in the device: a multiple of PageSize
 	SizeBytes   int64  // likewise
-	// the device's alignment: an address that it is mapped at must be a multiple of it too
+	// the device's alignment: a mapping's address must also be a multiple of it
 	PageSize int64
-	// this process's mapping of the same bytes; valid until Removed has returned, or Close
+	// this process's mapping of the same bytes; valid until Removed or Close returns
 	Bytes []byte
 }
 
-// ArenaOptions says what to open as an arena. Of Options it uses neither Policy, MaxSpaces and
-// Seed, which Books has, nor LoadWorkers, MaxRegions and LookupWorkers; StoreWorkers is how many
-// threads keep what is committed.
+// ArenaOptions says what to open as an arena. Six fields of Options have no effect: Policy,
+// MaxSpaces and Seed, which Books sets, and LoadWorkers, MaxRegions and LookupWorkers. StoreWorkers
+// is the number of threads that keep what is committed.
 type ArenaOptions struct {
 	Options
-	// Books is the engine's; what an arena needs is set in it: see slab.ArenaOptions.
+	// Books configures the arena's engine: see slab.ArenaOptions.
 	Books engine.Config
-	// Added is told of a region before a slot of it can be granted, during OpenArena of those that
-	// have something already. After an error the slab is tried again later, and OpenArena fails.
+	// Added is called before the first slot of a region can be granted; OpenArena calls it for
+	// regions that hold chunks already. If it fails, the slab is retried later, or OpenArena fails.
 	Added func(Region) error
-	// Removed is told that nobody has a lease in a region, or will. When it returns, its bytes may
-	// go. It is not called for those that are there at Close, or when OpenArena fails.
+	// Removed is called when nobody has or will get a lease in a region. Once it returns, the
+	// region's bytes may disappear. It is not called for regions that exist at Close or when
+	// OpenArena fails.
 	Removed func(id uint32)
 }
 
@@ -49,7 +50,7 @@ type Arena struct {
 }
 
 // OpenArena opens the devices as an arena. A failed OpenArena leaves nothing open; what it made on
-// them stays. Errors are those of Open, and of Added.
+// the devices stays. It returns the errors of Open and of Added.
 func OpenArena(o ArenaOptions) (_ *Arena, err error) {
 	if err := o.validate(); err != nil {
 		return nil, err
@@ -78,13 +79,13 @@ func OpenArena(o ArenaOptions) (_ *Arena, err error) {
 	return a, nil
 }
 
-// announce tells of a slab whose slots lie from byte at of a file on.
+// announce calls Added for a slab whose slots begin at byte at of a file.
 func (a *Arena) announce(id uint32, file string, at, bytes int64) (skew int64, err error) {
 	p, err := a.fs.Piece(file)
 	if err != nil {
 		return 0, err
 	}
-	// Partitions begin and end at multiples of the alignment, so this does not leave ours.
+	// Partitions begin and end at multiples of the alignment, so the region stays inside ours.
 	d, align := p.Device, p.Device.Align()
 	from := (p.At + at) / align * align
 	to := (p.At + at + bytes + align - 1) / align * align
@@ -94,5 +95,5 @@ func (a *Arena) announce(id uint32, file string, at, bytes int64) (skew int64, e
 	})
 }
 
-// Close ends the arena and its engine, and lets go of the devices: see slab.Arena.
+// Close ends the arena and its engine, and closes the devices: see slab.Arena.
 func (a *Arena) Close() error { return errors.Join(a.Arena.Close(), a.fs.Close()) }

@@ -14,19 +14,19 @@ import (
 
 // CheckOptions says what to check, and how.
 type CheckOptions struct {
-	// Devices, or files that stand in for them. Of each, all partitions are checked that lie one
-	// behind the other from OffsetBytes on, as those of ranks do.
+	// Devices, or files that stand in for them. On each device Check finds all partitions that
+	// follow one another from OffsetBytes on, as those of ranks do.
 	Devices     []string
 	OffsetBytes int64
-	// Repair and Progress are package disk's.
+	// Repair and Progress are as in slab.CheckOptions.
 	Repair   bool
 	Progress func(done, total int64)
-	// SysFS is where the kernel describes devices. Default /sys.
+	// SysFS is where the kernel shows devices. Default /sys.
 	SysFS string
 }
 
-// Check reads and verifies all that a pool that nobody has open holds: see slab.Check. Nothing is
-// made; fs.ErrNotExist: a device has no partition of ours.
+// Check reads and verifies a whole pool that no process has open: see slab.Check. It creates
+// nothing. It returns fs.ErrNotExist if a device has no partition of ours.
 func Check(ctx context.Context, o CheckOptions) (r slab.Report, err error) {
 	fsys := mapped.New(nil)
 	defer func() { err = errors.Join(err, fsys.Close()) }()

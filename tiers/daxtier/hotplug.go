@@ -16,46 +16,46 @@ import (
 
 var _ slab.Sized = (*mapped.FS)(nil)
 
-// The reasons, beside ErrDevice, tiers.ErrBusy and tiers.ErrClosed, for which the devices stay as
-// they are.
+// Reasons for which a call leaves the devices as they are, beside ErrDevice, tiers.ErrBusy and
+// tiers.ErrClosed.
 var (
-	ErrNotFound = tiers.ErrNotFound // there is no such device in the pool
-	ErrExists   = slab.ErrExists    // there is, or one of another size
-	// chunks on it are being read or written, or another process has the partition
+	ErrNotFound = tiers.ErrNotFound // no such device in the pool
+	ErrExists   = slab.ErrExists    // the device is in the pool, perhaps with another size
+	// chunks on it are in use, or another process has the partition
 	ErrLeased = slab.ErrLeased
-	// for what would have to move, or for the file that stands in for a device
+	// for the chunks to move, or for the file that stands in for a device
 	ErrNoRoom = slab.ErrNoRoom
 )
 
-// Mode says what becomes of the chunks on what is taken away.
+// Mode says what happens to the chunks on what is taken away.
 type Mode = slab.Mode
 
 const (
 	Migrate = slab.Migrate // they go to the other devices
 	Evict   = slab.Evict   // they are dropped
-	Drain   = slab.Drain   // they stay, and so does the device, but nothing new comes
+	Drain   = slab.Drain   // they stay on the device, which takes nothing new
 )
 
 // DeviceStatus is a device at one moment.
 type DeviceStatus struct {
 	slab.DirStatus
-	SizeBytes int64 // of the partition; CapacityBytes of it are slabs
+	SizeBytes int64 // of the partition; CapacityBytes of it hold slabs
 }
 
-// Status is a pool at one moment.
+// Status is a snapshot of a pool.
 type Status struct {
 	Devices                            []DeviceStatus
 	TotalCapacityBytes, TotalUsedBytes int64
 }
 
-// devices are what a pool is on, and how they come and go.
+// devices are the devices of a pool or an arena, and the operations that change them.
 type devices struct {
 	o     Options
 	fs    *mapped.FS
-	store directories // on them
+	store directories // the store on them
 }
 
-// directories is what is needed of that.
+// directories is the part of slab.Disk and slab.Arena that devices needs.
 type directories interface {
 	Dirs() []slab.DirStatus
 	AddDir(ctx context.Context, dir string, bytes int64) error
@@ -63,8 +63,7 @@ type directories interface {
 	ResizeDir(ctx context.Context, dir string, bytes int64, how slab.Mode, force bool) error
 }
 
-// mountAll opens this process's partitions of the devices, and answers what they are called and
-// hold.
+// mountAll opens this process's partitions of all devices. It returns their directories and sizes.
 func (p *devices) mountAll() (dirs []string, sizes []int64, err error) {
 	for _, d := range p.o.Devices {
 		dir, err := p.mount(d)
@@ -80,7 +79,7 @@ func (p *devices) mountAll() (dirs []string, sizes []int64, err error) {
 	return dirs, sizes, nil
 }
 
-// mount opens this process's partition of a device, and answers what it is called.
+// mount opens this process's partition of a device and returns its directory.
 func (p *devices) mount(d DeviceSpec) (dir string, err error) {
 	dir = filepath.Clean(d.Path)
 	return dir, p.fs.Mount(dir, dax.DeviceOptions{
@@ -89,7 +88,7 @@ func (p *devices) mount(d DeviceSpec) (dir string, err error) {
 	})
 }
 
-// Status is cheap, and never blocks on what is under way.
+// Status returns a snapshot. It is cheap and never waits for a change under way.
 func (p *devices) Status() Status {
 	var st Status
 	for _, d := range p.store.Dirs() {
@@ -113,10 +112,11 @@ func (p *devices) device(dir string) (DeviceStatus, error) {
 	return devices[i], nil
 }
 
-// Add takes a device into use, as DeviceSpec says it: what is stored from now on goes there too.
-// What was on it is dropped. A device that is drained is taken into use again, if sizeBytes is 0 or
-// what it has. Errors: ErrExists, ErrDevice, ErrLeased, ErrNoRoom; tiers.ErrBusy while another
-// device is being added, removed or resized, and where the pool has all the slabs that it can have.
+// Add takes a device into use, with the fields of DeviceSpec. New chunks are stored there too, and
+// old contents are dropped. A drained device is taken into use again if sizeBytes is 0 or its size.
+//
+// It returns ErrExists, ErrDevice, ErrLeased or ErrNoRoom. It returns tiers.ErrBusy if another
+// change is under way or the pool has its maximum number of slabs.
 func (p *devices) Add(ctx context.Context, path string, sizeBytes int64) error {
 	dir := filepath.Clean(path)
 	if d, err := p.device(dir); err == nil {
@@ -138,10 +138,10 @@ func (p *devices) Add(ctx context.Context, path string, sizeBytes int64) error {
 	return nil
 }
 
-// deviceError names the errors of devices as this package does.
+// deviceError maps errors of devices to those of this package.
 func deviceError(err error) error {
 	switch {
-	case errors.Is(err, fs.ErrExist): // somebody is just adding, or removing, it
+	case errors.Is(err, fs.ErrExist): // another call is adding or removing it
 		return fmt.Errorf("%w: %w", ErrExists, err)
 	case errors.Is(err, dax.ErrBusy):
 		return fmt.Errorf("%w: %w", ErrLeased, err)
@@ -154,10 +154,10 @@ func deviceError(err error) error {
 	return err
 }
 
-// Remove takes a device out of use, as slab.Disk.RemoveDir does with a directory, and lets go of
-// it; with Drain it only takes nothing new, and stays. It returns when that is done: Status tells
-// how far a migration is. Errors: ErrNotFound, ErrLeased, ErrNoRoom, tiers.ErrBusy; the device is
-// in use as before then.
+// Remove takes a device out of use, as slab.Disk.RemoveDir does with a directory, and closes it.
+// With Drain the device stays and takes nothing new. Remove returns when that is done; Status shows
+// the progress of a migration. After ErrNotFound, ErrLeased, ErrNoRoom or tiers.ErrBusy the device
+// is in use as before.
 func (p *devices) Remove(ctx context.Context, path string, mode Mode, force bool) error {
 	dir := filepath.Clean(path)
 	if err := p.store.RemoveDir(ctx, dir, mode, force); err != nil || mode == Drain {
@@ -166,9 +166,9 @@ func (p *devices) Remove(ctx context.Context, path string, mode Mode, force bool
 	return p.fs.Unmount(dir)
 }
 
-// Resize makes a device's partition larger or smaller, as slab.Disk.ResizeDir does with a
-// directory. Errors are those of Add and Remove. A device that several ranks share cannot be
-// resized: each would find its part elsewhere.
+// Resize changes the size of a device's partition, as slab.Disk.ResizeDir does with a directory. It
+// returns the errors of Add and Remove. A device that several ranks share cannot be resized,
+// because every rank's part would move.
 func (p *devices) Resize(ctx context.Context, path string, sizeBytes int64, mode Mode,
 	force bool) error {
 	dir := filepath.Clean(path)
@@ -177,7 +177,7 @@ func (p *devices) Resize(ctx context.Context, path string, sizeBytes int64, mode
 	}
 	dev := p.fs.Device(dir)
 	switch {
-	case dev == nil: // removed just now
+	case dev == nil: // removed by another call
 		return fmt.Errorf("%w: device %s", ErrNotFound, dir)
 	case p.o.Ranks > 1:
 		return fmt.Errorf("%s: %w: %d ranks share it, and all would have to be resized at once: remove it and add it in another size", dir, ErrDevice, p.o.Ranks)

@@ -1,14 +1,14 @@
-// Package pool is the tier on DAX devices: the store of package disk, over package mapped. Each
-// device is a directory of the store, which lies in this rank's partition of it; slabs, recovery,
-// checksums, healing and eviction are the disk's, and so are its promises.
+// Package daxtier keeps chunks on DAX devices: as a tier (Pool), or as an arena whose chunks are
+// used in place (Arena). It is the store of package slab over package mapped: each device is a
+// directory of the store, and lies in this rank's partition of the device. Slabs, recovery,
+// checksums, healing and eviction are those of package slab, and so are its promises.
 //
-// A load is one copy from the mapping into the arena's slot and a store one back, past the caches,
-// with the checksums of the pages. There is no page cache below, no system call in between, and
-// nothing to wait for but memory.
+// A load is one copy from the mapping into the arena's slot. A store is one copy in the other
+// direction, past the caches. Both compute the pages' checksums on the way. There is no page cache,
+// no system call and no wait but for memory.
 //
-// An Arena is on devices too, in the same form, but its chunks are used where they lie: workers map
-// the slabs and copy between them and their GPUs, and what was committed is found again when it is
-// opened. See slab.Arena.
+// Workers map the slabs of an Arena and copy between them and their GPUs. Committed chunks are
+// found again when the arena is opened. See slab.Arena.
 package daxtier
 
 import (
@@ -26,64 +26,64 @@ import (
 	"lookaside/tiers/slab"
 )
 
-// ErrDevice: a device cannot be used as it was asked to, whoever asks: it is not there, is
-// something else, or the partition does not fit.
+// ErrDevice means that a device cannot be used as asked: it is missing, it is something else, or
+// the partition does not fit.
 var ErrDevice = dax.ErrDevice
 
-// ErrForeign: a file holds something that is not ours.
+// ErrForeign means that a file holds something that is not ours.
 var ErrForeign = mapped.ErrForeign
 
 // DeviceSpec is a device of a pool.
 type DeviceSpec struct {
 	Path string
-	// SizeBytes of it to use, from the pool's offset on; 0 is all. With ranks it is what all of
-	// them together use.
+	// SizeBytes is how much of the device to use, from the pool's offset on; 0 is all of it. With
+	// several ranks it is the size of all their parts together.
 	SizeBytes int64
 }
 
-// Options says what to open. Zero fields take the stated default.
+// Options says what to open. A zero field takes the stated default.
 type Options struct {
 	Devices []DeviceSpec
-	// HotPlug: there may be no device yet. Add, Remove and Resize work in any case.
+	// HotPlug allows a pool without devices. Add, Remove and Resize work in any case.
 	HotPlug bool
-	// OffsetBytes is where what is used of each device begins.
+	// OffsetBytes is where the used part of each device begins.
 	OffsetBytes int64
-	// Rank of Ranks: that is cut into so many equal partitions, of which this process has one.
-	// Default: one.
+	// Ranks is the number of equal partitions that the used part is cut into, Rank the index of
+	// this process's. Default: one partition.
 	Rank, Ranks int
-	// AllowFiles lets regular files stand in for devices. One that is not there is made, of the
-	// size that was given.
+	// AllowFiles lets regular files stand in for devices. A missing file is made with the given
+	// size.
 	AllowFiles bool
-	// SlabBytes, Policy, MaxSpaces, Seed, RetryEvery and WatchEvery are package disk's.
+	// SlabBytes, Policy, MaxSpaces, Seed, RetryEvery and WatchEvery are as in slab.Options.
 	SlabBytes  int64
 	Policy     string
 	MaxSpaces  int
 	Seed       uint64
 	RetryEvery time.Duration
 	WatchEvery time.Duration
-	// LoadWorkers is how many threads copy to restore, MaxRegions how many regions (large chunks in
-	// pieces, small neighbours together) are on their way at a time. Default 8 of each; there are
-	// no more threads than processors.
+	// LoadWorkers is the number of threads that copy for restores. MaxRegions is the number of
+	// regions (pieces of large chunks, runs of small neighbours) submitted at a time. Default 8
+	// each; there are never more threads than processors.
 	LoadWorkers, MaxRegions int
-	// StoreWorkers is how many threads copy to store. Default 4.
+	// StoreWorkers is the number of threads that copy for stores. Default 4.
 	StoreWorkers int
-	// LookupWorkers bounds the lookups that walk the index at a time; 0: nothing does.
+	// LookupWorkers bounds the concurrent lookups in the index; 0 means no bound.
 	LookupWorkers int
-	// SysFS is where the kernel describes devices. Default /sys.
+	// SysFS is where the kernel shows devices. Default /sys.
 	SysFS string
-	// Log gets what an operator wants to know. Default: nothing.
+	// Log gets what an operator needs to know. Default: none.
 	Log *zap.Logger
 }
 
 const (
 	defaultLoadWorkers  = 8
 	defaultStoreWorkers = 4
-	// queue is how many pieces may wait: all of a large batch, so that the copying threads are not
-	// made to wake anybody between two pieces. Waking a thread takes longer than such a copy, and
-	// may cost the one that runs its processor for a tick.
+	// queue is how many pieces may wait. It holds a large batch whole, so that copying threads wake
+	// nobody between two pieces. Waking a thread takes longer than one such copy, and may cost the
+	// copying thread its processor for a tick.
 	queue = 1024
-	// pieceBytes is what is copied and checked in one go: while its checksums are computed it is in
-	// the core's cache.
+	// pieceBytes is copied and checked in one pass: it stays in the core's cache while its
+	// checksums are computed.
 	pieceBytes = 1 << 20
 )
 
@@ -116,13 +116,13 @@ func (o *Options) validate() error {
 type Pool struct {
 	*slab.Disk
 	devices
-	lookups chan struct{} // nil: not bounded
+	lookups chan struct{} // nil: no bound
 }
 
 var _ tiers.Tier = (*Pool)(nil)
 
-// Open opens the devices. A failed Open leaves nothing open; what it made on them stays. Errors are
-// those of dax.OpenDevice, of mapped.FS.Mount and of slab.Open.
+// Open opens the devices. A failed Open leaves nothing open; what it made on the devices stays. It
+// returns the errors of dax.OpenDevice, mapped.FS.Mount and slab.Open.
 func Open(o Options) (_ *Pool, err error) {
 	if err := o.validate(); err != nil {
 		return nil, err
@@ -140,10 +140,10 @@ func Open(o Options) (_ *Pool, err error) {
 	if err != nil {
 		return nil, err
 	}
-	// They wait for nothing but memory: more than one a core would only take turns, and each begins
-	// with cold streams.
+	// Copies wait for memory only. More threads than processors would take turns, and each turn
+	// begins with cold prefetch streams.
 	workers := min(max(o.LoadWorkers, o.StoreWorkers), runtime.GOMAXPROCS(0))
-	atMost := func(n int) int { // a bound where there are more workers than that
+	atMost := func(n int) int { // a bound, where there are more workers than n
 		if n >= workers {
 			n = 0
 		}

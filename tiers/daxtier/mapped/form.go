@@ -25,32 +25,32 @@ const (
 	magic   = "LookPool"
 	version = 1
 
-	// blockBytes is the size of a header, and what pieces are multiples of.
+	// blockBytes is the size of a header; pieces are multiples of it.
 	blockBytes = 4096
-	// headBytes are taken by the headers.
+	// headBytes is the room of both headers.
 	headBytes = 2 * blockBytes
 
 	entriesAt  = 64
 	entryBytes = 48
 	maxName    = 24
 	sumAt      = blockBytes - 8
-	// MaxFiles is how many files a partition has at most.
+	// MaxFiles is the most files in a partition.
 	MaxFiles = 64
 )
 
 var (
-	// ErrVersion: the partition was written by another version of this program.
+	// ErrVersion means that another version of this program wrote the partition.
 	ErrVersion = errors.New("another version of the form of a DAX partition")
-	// ErrForeign: it holds something that is not ours.
+	// ErrForeign means that the partition holds something that is not ours.
 	ErrForeign = errors.New("it holds something else")
 
 	errBlank   = errors.New("blank")
 	errCorrupt = errors.New("no intact header")
 )
 
-// header is what a partition says of itself.
+// header is a decoded header.
 type header struct {
-	pid      uint32 // of the process that has it open, 0 if it was closed
+	pid      uint32 // of the process that has it open; 0: it was closed
 	identity [16]byte
 	offset   int64
 	size     int64
@@ -61,7 +61,7 @@ type header struct {
 // entry is a file.
 type entry struct {
 	name     string
-	at       int64 // 0: it has no piece, and no byte
+	at       int64 // 0: the file has no piece and is empty
 	capacity int64
 	size     int64
 }
@@ -72,12 +72,12 @@ func (h *header) clone() *header {
 	return &c
 }
 
-// find is the index of a file, -1 if there is none of that name.
+// find returns the index of a file, or -1.
 func (h *header) find(name string) int {
 	return slices.IndexFunc(h.files, func(e entry) bool { return e.name == name })
 }
 
-// slot is where the header of an epoch belongs.
+// slot returns the offset of the header with this epoch.
 func (h *header) slot() int64 { return int64(h.epoch%2) * blockBytes }
 
 func (h *header) encode() []byte {
@@ -102,8 +102,8 @@ func (h *header) encode() []byte {
 	return b
 }
 
-// decodeHeader reads a partition's first headBytes, which is at offset in its device. Errors are
-// errBlank, errCorrupt (ours, but damaged), ErrForeign and ErrVersion.
+// decodeHeader decodes a partition's first headBytes. offset is the partition's place in its
+// device. It returns errBlank, errCorrupt (ours but damaged), ErrForeign or ErrVersion.
 func decodeHeader(b []byte, offset int64) (*header, error) {
 	var best *header
 	var why error
@@ -118,7 +118,7 @@ func decodeHeader(b []byte, offset int64) (*header, error) {
 		case err != nil:
 			worst(err)
 		case h.offset != offset || h.slot() != i*blockBytes:
-			worst(errCorrupt) // of another place
+			worst(errCorrupt) // written for another place
 		case best == nil || h.epoch > best.epoch:
 			best = h
 		}
@@ -193,7 +193,7 @@ func validName(name string) bool {
 	return true
 }
 
-// pieces are the files that have one, in the order in which they lie.
+// pieces returns the files that have a piece, by offset.
 func (h *header) pieces() []entry {
 	out := slices.DeleteFunc(slices.Clone(h.files), func(e entry) bool { return e.capacity == 0 })
 	slices.SortFunc(out, func(a, b entry) int {

@@ -1,31 +1,31 @@
-// Package mapped is a vfs.FS on byte-addressable memory: each directory of it is a partition of a
-// DAX device, in which each file is one piece. What makes a store in files crash-safe makes it so
-// on a device, through the same code.
+// Package mapped is a vfs.FS on byte-addressable memory. Each directory is a partition of a DAX
+// device, and each file in it is one contiguous piece. The same code that makes a store crash-safe
+// in files makes it crash-safe on a device.
 //
-// # What lasts
+// # Durability
 //
-// What is done to files as a whole (made, grown, removed) lasts when the call returns: it is one
-// header written beside the one before, with a checksum. On a device, or a file on DAX, so does
-// what WriteAt wrote: large parts are stored past the caches, the rest is written back, and
-// Datasync has nothing left to do. On a regular file Datasync syncs what was written since.
+// Making, growing and removing a file is durable when the call returns: a new header with a
+// checksum is written beside the old one. On a device, and on a file on DAX, WriteAt is durable
+// too: large parts are stored past the caches, and the rest is written back. Datasync then has
+// nothing to do. On a regular file Datasync syncs what was written since the last one.
 //
-// # Where it departs from package vfs
+// # Differences to package vfs
 //
-// A file that is allocated reads as what was there before, not as zeros: clearing a terabyte takes
-// minutes. There are no directories below a partition, and no holes: a file that is made longer is
-// allocated.
+// An allocated file reads as the old contents of its place, not as zeros, because clearing a
+// terabyte takes minutes. A partition has no directories below it. Files have no holes: a file that
+// is made longer is allocated.
 //
 // # Faults
 //
-// A device that is gone, a poisoned page or a file that was cut short raises SIGBUS at the load or
-// store. Each copy is under dax.Guard: a fault in the partition is an I/O error (EIO) of the call,
-// and a *vfs.BadPlaceError if the beginning of the file can be read still; one in the caller's
-// memory is its dax.ErrFault.
+// A removed device, a poisoned page and a truncated file raise SIGBUS at an access. Each copy runs
+// under dax.Guard. A fault in the partition becomes an I/O error (EIO) of the call, and a
+// *vfs.BadPlaceError if the beginning of the file can still be read. A fault in the caller's memory
+// becomes its dax.ErrFault.
 //
 // # Locks
 //
-// A volume's life is held for reading while its memory is used, for writing to take memory away.
-// Its meta guards the table of files and is taken inside it.
+// volume.life is held for reading while the volume's memory is used, and for writing to unmap it.
+// volume.meta guards the table of files and is taken after life.
 package mapped
 
 import (
@@ -50,7 +50,7 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// FS has the partitions that are mounted. Its methods may be called concurrently.
+// FS is a set of mounted partitions. Its methods are safe for concurrent use.
 type FS struct {
 	log *zap.Logger
 
@@ -58,7 +58,7 @@ type FS struct {
 	volumes map[string]*volume
 }
 
-// New makes a file system without partitions. Close unmounts those that come.
+// New returns a file system without partitions. Close unmounts those that are mounted later.
 func New(log *zap.Logger) *FS {
 	if log == nil {
 		log = zap.NewNop()
@@ -66,56 +66,56 @@ func New(log *zap.Logger) *FS {
 	return &FS{log: log, volumes: map[string]*volume{}}
 }
 
-// volume is a partition.
+// volume is a mounted partition.
 type volume struct {
 	dir     string
 	dev     *dax.Device
-	persist func(off, n int64) error // the device's Persist; tests have another
-	// failures counts the syncs of a regular file that failed. The kernel reports what it could not
-	// write once for the whole file: a sync of one range may get the error of another.
+	persist func(off, n int64) error // the device's Persist; replaced in tests
+	// failures counts failed syncs of a regular file. The kernel reports a failed write once for
+	// the whole file, so a sync of one range may get the error of another.
 	failures atomic.Int64
 
 	life   sync.RWMutex // see the package comment
 	closed bool
 
 	meta   sync.Mutex
-	head   *header          // as it is on the device; replaced, never changed
-	open   map[string]*node // files that are open, or were
-	ghosts []*node          // that were removed while they were open
-	// where files that are gone were: made anew they go there, or the rest would fall to pieces
+	head   *header          // as on the device; replaced, never changed
+	open   map[string]*node // files that are or were open
+	ghosts []*node          // files removed while they were open
+	// old places of removed files: made anew they go there, so that free room stays in one piece
 	places map[string]entry
 	locks  map[string]bool
 }
 
-// node is a file that somebody has open.
+// node is an open file.
 type node struct {
 	v     *volume
 	name  string
 	users int // guarded by v.meta
-	// at and capacity are the piece, guarded by v.life for those who use it; changed under both
-	// locks.
+	// at and capacity are the file's piece. They change under life and meta; users of the memory
+	// read them under life.
 	at, capacity int64
 	size         atomic.Int64
 
-	// Of a regular file, [from, to) is what was written and not synced, and failures what
-	// v.failures was before the first byte of it was written. dirty guards them.
+	// Of a regular file, [from, to) was written and not synced, and failures is the value of
+	// v.failures before its first byte was written. All three are guarded by dirty.
 	dirty    sync.Mutex
 	from, to int64
 	failures int64
 	// syncing is held during a sync, and taken before dirty. It guards syncErr, the error of the
-	// first sync that failed.
+	// first failed sync.
 	syncing sync.Mutex
 	syncErr error
 }
 
-// Mount opens a partition as a directory. Errors are those of dax.OpenDevice, with the owner's
-// process id where the partition is locked, ErrVersion, and ErrForeign for a file that holds
-// something which is not ours. A device that does so is taken: what is on one that is volatile is
-// whatever was left.
+// Mount opens a partition as a directory. It returns the errors of dax.OpenDevice (with the owner's
+// process id if the partition is locked), ErrVersion, and ErrForeign for a file with foreign
+// contents. A device with foreign contents is overwritten, because volatile devices hold whatever
+// was left there.
 func (f *FS) Mount(dir string, o dax.DeviceOptions) error { return f.mount(dir, o, true) }
 
-// MountExisting opens the partition that begins at o.OffsetBytes, as large as it says that it is.
-// fs.ErrNotExist: there is none of ours. It makes nothing.
+// MountExisting opens the partition at o.OffsetBytes, with the size that its header gives. It
+// creates nothing, and returns fs.ErrNotExist if there is no partition of ours.
 func (f *FS) MountExisting(dir string, o dax.DeviceOptions) error {
 	h, err := peek(o, o.OffsetBytes)
 	switch {
@@ -156,7 +156,7 @@ func (f *FS) mount(dir string, o dax.DeviceOptions, create bool) error {
 	return nil
 }
 
-// ownerOf is the process that opened the partition that begins at offset, as it wrote it; 0 if it
+// ownerOf returns the process that opened the partition at offset, from its header; 0 if that
 // cannot be read.
 func ownerOf(o dax.DeviceOptions, offset int64) int {
 	h, err := peek(o, offset)
@@ -166,7 +166,7 @@ func ownerOf(o dax.DeviceOptions, offset int64) int {
 	return int(h.pid)
 }
 
-// peek reads the header of a partition that may be another's.
+// peek reads the header of a partition that another process may own.
 func peek(o dax.DeviceOptions, offset int64) (*header, error) {
 	b := make([]byte, headBytes)
 	if err := dax.Peek(o.Path, o.SysFS, offset, b); err != nil {
@@ -175,7 +175,7 @@ func peek(o dax.DeviceOptions, offset int64) (*header, error) {
 	return decodeHeader(b, offset)
 }
 
-// load reads the partition's header, or makes one if it may.
+// load reads the partition's header, or makes one if create is set.
 func (v *volume) load(log *zap.Logger, create bool) error {
 	if v.dev.Size() < headBytes+blockBytes {
 		return fmt.Errorf("%w: a partition of %d bytes", dax.ErrDevice, v.dev.Size())
@@ -202,7 +202,7 @@ func (v *volume) load(log *zap.Logger, create bool) error {
 		for i := range h.identity {
 			h.identity[i] = byte(rand.Uint32())
 		}
-		// Both copies go first, so that what was there cannot come back.
+		// Clear both copies first, so that the old contents cannot come back.
 		if err := v.copyIn(0, make([]byte, headBytes)); err != nil {
 			return err
 		}
@@ -224,8 +224,8 @@ func (v *volume) load(log *zap.Logger, create bool) error {
 	return v.commit(next)
 }
 
-// commit makes a table the partition's. The caller holds meta, or is load. After an error the one
-// before holds.
+// commit replaces the partition's table. The caller holds meta, or is load. After an error the old
+// table holds.
 func (v *volume) commit(next *header) error {
 	next.epoch = v.head.epoch + 1
 	b := next.encode()
@@ -239,7 +239,7 @@ func (v *volume) commit(next *header) error {
 	return nil
 }
 
-// lookup splits a name into its volume and its name there, "" for the directory itself. It answers
+// lookup splits a name into its volume and the name there, "" for the directory itself. It returns
 // fs.ErrNotExist.
 func (f *FS) lookup(op, name string) (*volume, string, error) {
 	f.mu.Lock()
@@ -254,7 +254,7 @@ func (f *FS) lookup(op, name string) (*volume, string, error) {
 	return nil, "", &fs.PathError{Op: op, Path: name, Err: fs.ErrNotExist}
 }
 
-// enter keeps a volume from being unmounted until life is unlocked for reading.
+// enter locks life for reading, which keeps the volume mounted.
 func (v *volume) enter(op string) error {
 	v.life.RLock()
 	if v.closed {
@@ -315,14 +315,14 @@ func (f *FS) OpenFile(name string, flags vfs.Flag) (vfs.File, error) {
 	return &file{n: n, readOnly: flags&vfs.ReadOnly != 0}, nil
 }
 
-// MkdirAll implements vfs.FS: the directories are those that are mounted.
+// MkdirAll implements vfs.FS. Only mounted directories exist.
 func (f *FS) MkdirAll(dir string) error {
 	v, base, err := f.lookup("mkdir", dir)
 	switch {
 	case err != nil:
 		return err
 	case base == "":
-		return v.dev.Linked() // what is made in a file that was removed would not last
+		return v.dev.Linked() // files made in a removed file would be lost
 	case v.has(base):
 		return &fs.PathError{Op: "mkdir", Path: dir, Err: syscall.ENOTDIR}
 	}
@@ -335,8 +335,8 @@ func (v *volume) has(base string) bool {
 	return v.head.find(base) >= 0
 }
 
-// Remove implements vfs.FS. The piece of a file that somebody has open is taken when the last one
-// closes it.
+// Remove implements vfs.FS. The piece of an open file is freed when the file is closed for the last
+// time.
 func (f *FS) Remove(name string) error {
 	return f.change("remove", name, func(v *volume, next *header, i int) error {
 		if e := next.files[i]; e.capacity > 0 {
@@ -347,8 +347,7 @@ func (f *FS) Remove(name string) error {
 	}, func(v *volume, base string) { v.bury(base) })
 }
 
-// bury keeps the piece of a file that is gone from the table from being given to another while it
-// is open. The caller holds meta.
+// bury keeps the piece of a removed file from reuse while the file is open. The caller holds meta.
 func (v *volume) bury(base string) {
 	if n := v.open[base]; n != nil {
 		delete(v.open, base)
@@ -358,7 +357,7 @@ func (v *volume) bury(base string) {
 	}
 }
 
-// Rename implements vfs.FS, inside a partition.
+// Rename implements vfs.FS, within one partition.
 func (f *FS) Rename(from, to string) error {
 	v, _, err := f.lookup("rename", from)
 	if err != nil {
@@ -394,7 +393,7 @@ func (f *FS) Rename(from, to string) error {
 	})
 }
 
-// change commits a change of the table to a file that is there.
+// change commits a change of an existing file's entry.
 func (f *FS) change(op, name string, edit func(v *volume, next *header, i int) error,
 	done func(v *volume, base string)) error {
 	v, base, err := f.lookup(op, name)
@@ -460,8 +459,8 @@ func (f *FS) Stat(name string) (vfs.Info, error) {
 	if i < 0 {
 		return vfs.Info{}, &fs.PathError{Op: "stat", Path: name, Err: fs.ErrNotExist}
 	}
-	// Nobody else can remove or replace a file in a partition, but the whole partition, if it lies
-	// in a file.
+	// Other processes cannot remove or replace a file in a partition. They can remove the file that
+	// holds the whole partition.
 	if err := v.dev.Linked(); err != nil {
 		return vfs.Info{}, err
 	}
@@ -469,14 +468,14 @@ func (f *FS) Stat(name string) (vfs.Info, error) {
 		ID: vfs.FileID{Inode: 1}}, nil
 }
 
-// SyncDir implements vfs.FS: what is in a directory lasts already.
+// SyncDir implements vfs.FS. Directory entries are durable already.
 func (f *FS) SyncDir(dir string) error {
 	_, _, err := f.lookup("sync", dir)
 	return err
 }
 
-// Lock implements vfs.FS. Other processes are kept out by the partition's own lock; this is for
-// those of this process. Nothing is written.
+// Lock implements vfs.FS, within this process. The partition's own lock excludes other processes.
+// It writes nothing.
 func (f *FS) Lock(name string) (io.Closer, error) {
 	v, base, err := f.lookup("lock", name)
 	if err != nil {
@@ -506,10 +505,10 @@ func (l *lock) Close() error {
 	return nil
 }
 
-// FreeSpace implements vfs.FS: the largest hole, as a file gets but one.
+// FreeSpace implements vfs.FS. It returns the largest hole, because a file is one piece.
 func (f *FS) FreeSpace(dir string) (int64, error) { return f.Hole(dir) }
 
-// Capacity is how many bytes the files of a partition can have together.
+// Capacity returns how many bytes the files of a partition can have together.
 func (f *FS) Capacity(dir string) (int64, error) {
 	v, _, err := f.lookup("statfs", dir)
 	if err != nil {
@@ -520,10 +519,10 @@ func (f *FS) Capacity(dir string) (int64, error) {
 	return v.head.size/blockBytes*blockBytes - headBytes, nil
 }
 
-// CapacityOf is Capacity for a partition of a size.
+// CapacityOf returns the Capacity of a partition of the given size.
 func CapacityOf(sizeBytes int64) int64 { return sizeBytes/blockBytes*blockBytes - headBytes }
 
-// Device is the device of a directory, nil if there is none. It stays the file system's.
+// Device returns the device of a directory, or nil. The file system keeps owning it.
 func (f *FS) Device(dir string) *dax.Device {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -533,7 +532,7 @@ func (f *FS) Device(dir string) *dax.Device {
 	return nil
 }
 
-// holes calls f for each, in their order, until it returns false. The caller holds meta.
+// holes calls f for each hole in order, until f returns false. The caller holds meta.
 func (v *volume) holes(h *header, f func(at, n int64) bool) {
 	taken := h.pieces()
 	for _, n := range v.ghosts {
@@ -556,8 +555,8 @@ func (v *volume) holes(h *header, f func(at, n int64) bool) {
 	}
 }
 
-// Resize makes a partition larger or smaller: see dax.Device.Resize. Files do not move; EBUSY: one
-// lies where it would end.
+// Resize changes a partition's size: see dax.Device.Resize. Files do not move. It returns EBUSY if
+// one lies beyond the new end.
 func (f *FS) Resize(dir string, sizeBytes int64) error {
 	v, base, err := f.lookup("resize", dir)
 	if err != nil || base != "" {
@@ -583,7 +582,7 @@ func (f *FS) Resize(dir string, sizeBytes int64) error {
 	}
 	next := v.head.clone()
 	next.size = sizeBytes
-	if sizeBytes < v.head.size { // first what says so
+	if sizeBytes < v.head.size { // write the smaller size before memory goes
 		if err := v.commit(next); err != nil {
 			return err
 		}
@@ -595,8 +594,8 @@ func (f *FS) Resize(dir string, sizeBytes int64) error {
 	return v.commit(next)
 }
 
-// Unmount lets go of a partition; what is on it stays. It waits for calls under way. Files that are
-// open answer fs.ErrClosed from then on.
+// Unmount unmounts a partition and keeps its contents. It waits for calls under way. Calls on open
+// files then return fs.ErrClosed.
 func (f *FS) Unmount(dir string) error {
 	f.mu.Lock()
 	v := f.volumes[path.Clean(dir)]
@@ -622,7 +621,7 @@ func (f *FS) Close() error {
 	f.mu.Unlock()
 	var errs []error
 	for _, dir := range dirs {
-		if err := f.Unmount(dir); !errors.Is(err, fs.ErrNotExist) { // else somebody else just does
+		if err := f.Unmount(dir); !errors.Is(err, fs.ErrNotExist) { // else unmounted by another
 			errs = append(errs, err)
 		}
 	}
@@ -681,7 +680,7 @@ func (f *file) WriteAt(p []byte, off int64) (int, error) {
 		return 0, err
 	}
 	defer v.life.RUnlock()
-	if off+int64(len(p)) > n.size.Load() { // it was cut short meanwhile
+	if off+int64(len(p)) > n.size.Load() { // cut short meanwhile
 		return 0, f.fail("write", io.ErrUnexpectedEOF)
 	}
 	failures := v.failures.Load()
@@ -692,10 +691,9 @@ func (f *file) WriteAt(p []byte, off int64) (int, error) {
 	return len(p), nil
 }
 
-// written notes bytes that Datasync has to sync. It is called after they are copied in: a Datasync
-// that runs beside the copy would take a range that was noted earlier, sync what is there of it so
-// far, and leave nothing for the Datasync of whoever copies. failures is what v.failures was before
-// the copy.
+// written records bytes for Datasync. It must be called after the copy. If it were called before, a
+// concurrent Datasync could take the range, sync it half copied, and leave nothing for the copier's
+// own Datasync. failures is the value of v.failures before the copy.
 func (n *node) written(from, to, failures int64) {
 	if n.v.dev.Direct() {
 		return
@@ -717,22 +715,22 @@ func (f *file) Datasync() error {
 	}
 	defer v.life.RUnlock()
 	if v.dev.Direct() {
-		return nil // WriteAt did it
+		return nil // WriteAt was durable
 	}
-	// One at a time: what this call has to sync may be in the range that another one has taken, and
-	// is to be on the medium when this call returns.
+	// Only one sync runs at a time. This call's bytes may be in a range that another sync has
+	// taken, and they must be durable when this call returns.
 	n.syncing.Lock()
 	defer n.syncing.Unlock()
 	if n.syncErr == nil {
 		n.syncErr = n.sync()
 	}
-	if n.syncErr != nil { // also after a later success: the kernel forgets what it could not write
+	if n.syncErr != nil { // kept, as the kernel forgets failed writes
 		return f.fail("sync", n.syncErr)
 	}
 	return nil
 }
 
-// sync syncs what was written since the last call. The caller holds syncing.
+// sync syncs what was written since the last sync. The caller holds syncing.
 func (n *node) sync() error {
 	n.dirty.Lock()
 	from, to, failures := n.from, n.to, n.failures
@@ -744,8 +742,8 @@ func (n *node) sync() error {
 	return n.v.sync(n.at+from, to-from, failures)
 }
 
-// sync syncs n bytes of a regular file from off on. failures is what v.failures was before they
-// were written: if another sync has failed since then, that may have been about these.
+// sync syncs n bytes of a regular file from off on. failures is the value of v.failures before they
+// were written: a sync that has failed since may have failed for these bytes.
 func (v *volume) sync(off, n, failures int64) error {
 	if err := v.persist(off, n); err != nil {
 		v.failures.Add(1)
@@ -757,7 +755,7 @@ func (v *volume) sync(off, n, failures int64) error {
 	return nil
 }
 
-// Allocate implements vfs.File, but for the zeros: see the package comment.
+// Allocate implements vfs.File, without zeroing: see the package comment.
 func (f *file) Allocate(off, n int64) error {
 	if off < 0 || n <= 0 || f.readOnly {
 		return f.fail("allocate", syscall.EINVAL)
@@ -765,7 +763,7 @@ func (f *file) Allocate(off, n int64) error {
 	return f.grow("allocate", off+n)
 }
 
-// Truncate implements vfs.File, but that a file that it makes longer is allocated.
+// Truncate implements vfs.File. A file that it makes longer is allocated.
 func (f *file) Truncate(size int64) error {
 	switch {
 	case size < 0 || f.readOnly:
@@ -784,7 +782,7 @@ func (f *file) Truncate(size int64) error {
 	return f.reshape("truncate", size, n.at, (size+blockBytes-1)/blockBytes*blockBytes)
 }
 
-// grow makes the file have at least size bytes.
+// grow makes the file at least size bytes long.
 func (f *file) grow(op string, size int64) error {
 	v, n := f.n.v, f.n
 	v.life.Lock()
@@ -821,7 +819,7 @@ func (f *file) grow(op string, size int64) error {
 	return f.reshape(op, size, at, want)
 }
 
-// reshape makes a piece the file's. The caller holds life and meta.
+// reshape gives the file another piece. The caller holds life and meta.
 func (f *file) reshape(op string, size, at, capacity int64) error {
 	v, n := f.n.v, f.n
 	if capacity == 0 {
@@ -845,7 +843,7 @@ func (f *file) Size() (int64, error) { return f.n.size.Load(), nil }
 // DirectAlign implements vfs.File.
 func (f *file) DirectAlign() (mem, offset int) { return 1, 1 }
 
-// Advise implements vfs.File: there is no cache to advise.
+// Advise implements vfs.File. There is no cache.
 func (f *file) Advise(int64, int64, vfs.Advice) error { return nil }
 
 // Close implements vfs.File.
@@ -865,7 +863,7 @@ func (f *file) Close() error {
 	return nil
 }
 
-// copyOut copies bytes of the partition. The caller holds life, or is alone.
+// copyOut copies from the partition. The caller holds life, or is the only user.
 func (v *volume) copyOut(p []byte, at int64) error {
 	mem := v.dev.Bytes()[at : at+int64(len(p))]
 	for {
@@ -877,11 +875,11 @@ func (v *volume) copyOut(p []byte, at int64) error {
 			return nil
 		}
 		at += int64(n)
-		runtime.Gosched() // or lookups wait for copies
+		runtime.Gosched() // without it lookups wait for copies
 	}
 }
 
-// copyIn copies bytes into the partition, and on a device makes them last.
+// copyIn copies into the partition; on a device durably.
 func (v *volume) copyIn(at int64, p []byte) error {
 	mem := v.dev.Bytes()[at : at+int64(len(p))]
 	direct := v.dev.Direct()
@@ -907,8 +905,8 @@ func (v *volume) copyIn(at int64, p []byte) error {
 	}
 }
 
-// guard calls f, which uses memory of the partition, from byte at on, and of the caller. A fault in
-// the former is a *faultError.
+// guard calls f, which accesses memory of the partition, from byte at on, and memory of the caller.
+// It returns a *faultError for a fault in the partition.
 func (v *volume) guard(f func(), at int64, mem, p []byte) error {
 	err := dax.Guard(f, mem, p)
 	var fault *dax.FaultError
@@ -918,7 +916,8 @@ func (v *volume) guard(f func(), at int64, mem, p []byte) error {
 	return err
 }
 
-// faultError is an I/O error of a partition. It is not dax.ErrFault, which is the caller's.
+// faultError is an I/O error of a partition. It is not a dax.ErrFault, which means the caller's
+// memory.
 type faultError struct {
 	device string
 	at     int64
@@ -931,8 +930,8 @@ func (e *faultError) Error() string {
 
 func (e *faultError) Unwrap() error { return syscall.EIO }
 
-// locate makes an error of a copy one about a place, if the file is not bad as a whole. The caller
-// holds life.
+// locate turns an error of a copy into a *vfs.BadPlaceError, unless the whole file is bad. The
+// caller holds life.
 func (n *node) locate(err error) error {
 	var fault *faultError
 	if !errors.As(err, &fault) || fault.at < n.at+blockBytes ||

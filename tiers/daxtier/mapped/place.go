@@ -7,8 +7,7 @@ import (
 	"lookaside/dax"
 )
 
-// End is how many bytes a partition must have room for, in the sense of Capacity, so that a file in
-// it can stay where it is.
+// End returns the Capacity that a partition must have for a file to stay in place.
 func (f *FS) End(name string) (int64, error) {
 	v, base, err := f.lookup("stat", name)
 	if err != nil {
@@ -24,13 +23,13 @@ func (f *FS) End(name string) (int64, error) {
 	return max(e.at+e.capacity-headBytes, 0), nil
 }
 
-// Piece is where a file lies: in so many bytes of its device's from byte At on.
+// Piece is where a file lies on its device.
 type Piece struct {
 	Device    *dax.Device
 	At, Bytes int64
 }
 
-// Piece answers where a file lies. It stays there until it is removed, or made longer.
+// Piece returns where a file lies. It stays there until it is removed or made longer.
 func (f *FS) Piece(name string) (Piece, error) {
 	v, base, err := f.lookup("stat", name)
 	if err != nil {
@@ -45,7 +44,7 @@ func (f *FS) Piece(name string) (Piece, error) {
 	return Piece{Device: v.dev, At: v.head.files[i].at, Bytes: v.head.files[i].capacity}, nil
 }
 
-// Hole is the longest piece that a new file in a partition can get.
+// Hole returns the largest piece that a new file can get.
 func (f *FS) Hole(dir string) (longest int64, err error) {
 	v, _, err := f.lookup("statfs", dir)
 	if err != nil {
@@ -60,5 +59,5 @@ func (f *FS) Hole(dir string) (longest int64, err error) {
 	return longest, nil
 }
 
-// ResizeDir is Resize to a size in the sense of Capacity.
+// ResizeDir resizes a partition to a Capacity.
 func (f *FS) ResizeDir(dir string, bytes int64) error { return f.Resize(dir, bytes+headBytes) }

@@ -19,10 +19,10 @@ var (
 	_ vfs.Resident = (*file)(nil)
 )
 
-// yieldEvery is after how many pieces a copy asks whether somebody wants its processor: some 60 µs.
+// yieldEvery is after how many pieces of a copy the processor is offered to others: some 60 µs.
 const yieldEvery = 4
 
-// yielders are those of copies that have ended.
+// yielders is a pool for copies.
 var yielders = sync.Pool{New: func() any { return memcopy.NewYielder(yieldEvery) }}
 
 // ReadSums implements vfs.Summing.
@@ -69,8 +69,8 @@ func (f *file) WriteSums(p []byte, off int64, seeds, sums []uint64) error {
 	return nil
 }
 
-// span answers the memory of n bytes of pages, all of which must be in the file, with life held for
-// reading.
+// span returns the memory of n bytes of pages, all of which must lie in the file. It returns with
+// life held for reading.
 func (f *file) span(op string, off, n int64, pages int) (mem []byte, err error) {
 	if pages == 0 || n <= 0 || n%int64(pages) != 0 || off < 0 || off > math.MaxInt64-n {
 		return nil, f.fail(op, syscall.EINVAL)
@@ -109,7 +109,7 @@ func (f *file) Persist(off, n int64) error {
 	}
 	v, at := f.n.v, f.n.at+off
 	defer v.life.RUnlock()
-	if !v.dev.Direct() { // one system call for all of it
+	if !v.dev.Direct() { // one system call for the whole range
 		if err := v.sync(at, n, v.failures.Load()); err != nil {
 			return f.fail("sync", err)
 		}
@@ -130,8 +130,8 @@ func (f *file) Persist(off, n int64) error {
 	return nil
 }
 
-// persistSums makes what CopySums stored last: what it did not store past the caches is written
-// back.
+// persistSums makes durable what CopySums wrote: it writes back what was not stored past the
+// caches.
 func (v *volume) persistSums(at int64, mem []byte, page, pages int) error {
 	streamed := 0
 	if memcopy.SumsStreamed(mem, page) {
