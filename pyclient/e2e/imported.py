@@ -28,9 +28,10 @@ for name in MODULES:
 # may take the settings of servers say.
 PATIENCE_S = {
     "lookaside.lookups": {"_HANDSHAKE_PATIENCE_S": 10.0},
-    "lookaside.scheduler": {"_IDENTITY_PATIENCE_S": 60.0},
+    "lookaside.scheduler.identification": {"_IDENTITY_PATIENCE_S": 60.0},
     "lookaside.session": {"_CONNECT_PATIENCE_S": 60.0, "_PONG_PATIENCE_S": 60.0},
-    "lookaside.worker": {"_GRANT_PATIENCE_S": 60.0, "_START_PATIENCE_S": 60.0},
+    "lookaside.worker.loads": {"_GRANT_PATIENCE_S": 60.0},
+    "lookaside.worker.role": {"_START_PATIENCE_S": 60.0},
 }
 for name, constants in PATIENCE_S.items():
     module = importlib.import_module(name)

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from lookaside.session import RateLimitedLog
+from lookaside.ratelog import RateLimitedLog
 
 # Below "vllm", so that its handlers show it.
 logger = logging.getLogger("vllm.lookaside")

@@ -26,7 +26,8 @@ import time
 from collections.abc import Sequence
 
 from lookaside import wire
-from lookaside.session import Pending, RateLimitedLog, Session, SessionUnavailable
+from lookaside.ratelog import RateLimitedLog
+from lookaside.session import Pending, Session, SessionUnavailable
 
 # Below "vllm", so that its handlers show it.
 logger = logging.getLogger("vllm.lookaside")

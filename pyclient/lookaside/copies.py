@@ -340,25 +340,3 @@ def use_all_cores() -> None:
         os.sched_setaffinity(0, cores)
     except OSError:
         pass  # a thread that has just ended; the binding costs speed only
-
-
-def make_copies(
-    layout: PageLayout,
-    device: object,
-    *,
-    threads: int = POOL_THREADS,
-    compute_stream: Callable[[], int] | None = None,
-) -> Copies:
-    """The copies for a KV cache on this device ("cpu", "cuda:1", a torch.device).
-
-    threads: how many copy on a CPU. compute_stream: see CudaCopies. Raises ValueError for a device
-    that has none, RuntimeError or OSError when its driver cannot be used.
-    """
-    kind, _, index = str(device).partition(":")
-    if kind == "cpu":
-        return CpuCopies(layout, threads)
-    if kind == "cuda":
-        from lookaside.cuda import CudaCopies
-
-        return CudaCopies(layout, int(index or 0), compute_stream=compute_stream)
-    raise ValueError(f"KV cache on {device}: only cpu and cuda are supported")

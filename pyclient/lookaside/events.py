@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lookaside import wire
-from lookaside.session import Pending, RateLimitedLog, Session, SessionUnavailable
+from lookaside.ratelog import RateLimitedLog
+from lookaside.session import Pending, Session, SessionUnavailable
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

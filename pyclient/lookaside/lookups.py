@@ -50,7 +50,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from lookaside import wire
-from lookaside.session import RateLimitedLog, Session
+from lookaside.ratelog import RateLimitedLog
+from lookaside.session import Session
 
 # Below "vllm", so that its handlers show it.
 logger = logging.getLogger("vllm.lookaside")

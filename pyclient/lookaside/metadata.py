@@ -68,7 +68,6 @@ class SaveSpec:
     prev: bytes
     hashes: bytes
     block_ids: list[int]
-    new_from: int
     divided: bool = False
 
 

@@ -16,12 +16,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # deadline sets it by itself.
 PATIENCE_S = {
     "lookaside.lookups._HANDSHAKE_PATIENCE_S": 10.0,
-    "lookaside.scheduler._IDENTITY_PATIENCE_S": 60.0,
+    "lookaside.scheduler.identification._IDENTITY_PATIENCE_S": 60.0,
     "lookaside.session._CONNECT_PATIENCE_S": 60.0,
     "lookaside.session._PONG_PATIENCE_S": 60.0,
-    "lookaside.worker._DRAIN_PATIENCE_S": 60.0,
-    "lookaside.worker._GRANT_PATIENCE_S": 60.0,
-    "lookaside.worker._START_PATIENCE_S": 60.0,
+    "lookaside.worker.link._DRAIN_PATIENCE_S": 60.0,
+    "lookaside.worker.loads._GRANT_PATIENCE_S": 60.0,
+    "lookaside.worker.role._START_PATIENCE_S": 60.0,
 }
 
 

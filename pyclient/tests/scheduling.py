@@ -596,7 +596,7 @@ class Workers:
         rows = self.rows(save.block_ids)
         pages = len(rows)
         assert len(save.hashes) == 32 * pages
-        assert save.first_page <= save.new_from < save.first_page + pages
+        assert pages
         request = self.requests[save.request_id]
         expected = contents(request)
         identity = self.identities.get(save.request_id, PLAIN)
@@ -654,11 +654,7 @@ class Workers:
 
     def save_state(self, save: Any, number: int, row: list[int], digest: bytes, value: int) -> None:
         """The state of one group at the end of the page before the save's first."""
-        assert (
-            save.prev == digest
-            and len(save.hashes) == 32 * self.states
-            and save.new_from == save.first_page
-        )
+        assert save.prev == digest and len(save.hashes) == 32 * self.states
         name = layout.state_names(digest, self.states)[number]
         assert save.hashes[32 * number : 32 * number + 32] == name
         ((group, block_id),) = [
@@ -737,10 +733,10 @@ class Stand:
         self.workers.fail_requests = len(groups) > 1 or groups[0].window > 0
         self.clock = 0.0
         for each in self.roles() if not real else ():
-            self.workers.chunk = each._chunk
-            each._sidecars = self.sidecars
-            each._clock = lambda: self.clock
-            self._follow(each._identities)
+            self.workers.chunk = each.setup.chunk
+            each.setup.sidecars = self.sidecars
+            each.setup.clock = lambda: self.clock
+            self._follow(each.identities)
         self.depth = 2 if is_async else 1
         self.under_way: list[Batch] = []
         self.outputs: dict[str, list[int]] = {}
@@ -922,8 +918,13 @@ class Stand:
     def check_idle(self, *others: Stand) -> None:
         """Nothing is held: no pins, leases, requests or blocks. others are on the same sidecars."""
         for role in self.roles():
-            assert not role._pins and not role._requests and not role._loads and not role._prefills
-            assert not role._new_loads and not role._last_saves and role._holding == 0
+            assert (
+                not role.saves.pins
+                and not role.requests
+                and not role.loads.blocks
+                and not role.loads.prefills
+            )
+            assert not role.loads.ordered and not role.saves.of_ended and role.hits.holding == 0
             assert not role.has_pending_push_work()
         owned = {load.refs for stand in (self, *others) for load in stand.workers.loads}
         assert all(

@@ -8,7 +8,8 @@ import time
 import numpy as np
 import pytest
 from lookaside import _native, copies
-from lookaside.copies import AllOf, CpuCopies, Ticket, finished, make_copies
+from lookaside.copies import AllOf, CpuCopies, Ticket, finished
+from lookaside.devices import make_copies
 from lookaside.layout import PageLayout, Segment
 
 PAGE = 256 << 10

@@ -348,7 +348,7 @@ def test_on_a_real_gpu(batched: bool) -> None:
     torch = real_device()
     import mmap
 
-    from lookaside.copies import make_copies
+    from lookaside.devices import make_copies
 
     blocks, run = 256, 64 << 10
     cache = torch.randint(0, 256, (LAYERS, blocks, run), dtype=torch.uint8, device="cuda")

@@ -268,8 +268,8 @@ class Engine(Stand):
     def connect(self, patience_s: float = 60.0) -> None:
         """Wait until every session is up."""
         deadline = time.monotonic() + patience_s
-        while not self.role._sidecars.available or any(
-            s.suspect for s in self.role._sidecars.sessions
+        while not self.role.setup.sidecars.available or any(
+            s.suspect for s in self.role.setup.sidecars.sessions
         ):
             assert time.monotonic() < deadline, "the sidecars do not answer"
             time.sleep(0.01)
@@ -317,7 +317,7 @@ class Engine(Stand):
         """Wait until the sidecars have heard all commits: lookups go over other sockets, and may
         overtake them."""
         for role in self.workers.roles:
-            session = role._worker._session
+            session = role._worker.link.session
             with contextlib.suppress(SessionUnavailable):
                 session.submit(
                     lambda number: wire.PrepareLoad(number, 1, 1, bytes(16), 0, 1, bytes(32))
@@ -325,7 +325,7 @@ class Engine(Stand):
 
     def settle(self) -> None:
         """Nothing pinned, nobody loading."""
-        assert not self.role._pins and not self.role._requests and not self.role._loads
+        assert not self.role.saves.pins and not self.role.requests and not self.role.loads.blocks
         assert self.pool.get_num_free_blocks() == len(self.pool.blocks) - 1
 
     def shutdown(self) -> None:
@@ -429,13 +429,13 @@ def test_no_step_that_computes_waits_for_a_load(engines, monkeypatch, workers, i
     engine.ask(prompt)
     engine.forget_local()
     role = engine.workers.roles[0]._worker
-    slow = role._copies = SlowCopies(role._copies)
-    monkeypatch.setattr("lookaside.worker._IDLE_STEP_PATIENCE_S", 0.01)
+    slow = role.link.copies = SlowCopies(role.link.copies)
+    monkeypatch.setattr("lookaside.worker.loads._IDLE_STEP_PATIENCE_S", 0.01)
     waited: list[int] = []  # tokens computed in steps that waited
-    step, wait_for = engine.workers.step, role._load_ended.wait_for
+    step, wait_for = engine.workers.step, role.loads._ended.wait_for
 
     def noted(batch: Batch, rank: int) -> KVConnectorOutput:
-        role._load_ended.wait_for = lambda *arguments: (
+        role.loads._ended.wait_for = lambda *arguments: (
             waited.append(batch.scheduled.total_num_scheduled_tokens),
             wait_for(*arguments),
         )
@@ -448,13 +448,13 @@ def test_no_step_that_computes_waits_for_a_load(engines, monkeypatch, workers, i
     until(lambda: engine.step() and slow.tickets)
     before = len(engine.outputs[decoding])
     until(lambda: engine.step() and len(engine.outputs[decoding]) >= before + 10)
-    assert role._out and not waited, "a step that decodes waited for a load"
+    assert role.loads._out and not waited, "a step that decodes waited for a load"
     engine.abort(decoding)
     until(lambda: engine.step() and len(waited) >= 3)
     assert not any(waited)
     for ticket in slow.tickets:
         ticket._finish("the test has no bytes for it")
-    role._copies = slow.inner
+    role.link.copies = slow.inner
     engine.run()
     assert len(engine.outputs["loads"]) == 4 and engine.workers.invalid
     engine.settle()
@@ -510,14 +510,14 @@ def test_reset_without_the_sidecar_forgets_what_it_brings_back(
         until(lambda: hits_again(engine, prompt), 120)
     if how == "killed":
         sidecars[0].kill()
-        until(lambda: not engine.role._sidecars.available)
+        until(lambda: not engine.role.setup.sidecars.available)
     elif how == "stopped":
         sidecars[0].signal(signal.SIGSTOP)
     engine.reset()
     if how == "killed after it":
-        until(lambda: engine.role._sidecars.available)
+        until(lambda: engine.role.setup.sidecars.available)
         sidecars[0].kill()
-        until(lambda: not engine.role._sidecars.available)
+        until(lambda: not engine.role.setup.sidecars.available)
     engine.workers.weights = other.workers.weights = 1
     assert engine.ask_without(prompt) == 0, "and it is served"
     if how == "stopped":
@@ -563,8 +563,8 @@ def test_a_lease_that_ended_in_the_queue_fails_no_load(engines, sidecars):
     hog = engine.add(tokens(BLOCK, seed=4), max_tokens=2000)
     engine.step()
     engine.add(prompt, request_id="waits")
-    asked = engine.role._requests["waits"].asked
-    session = engine.workers.roles[0]._worker._session
+    asked = engine.role.requests["waits"].asked
+    session = engine.workers.roles[0]._worker.link.session
 
     def lease() -> str:
         """What the sidecar answers to a load of a page that the lookup has not: not_found once its
@@ -576,7 +576,7 @@ def test_a_lease_that_ended_in_the_queue_fails_no_load(engines, sidecars):
             .code
         )
 
-    (link,) = engine.role._sidecars._lookups._links
+    (link,) = engine.role.setup.sidecars._lookups._links
     until(
         lambda: link.pull.getsockopt(zmq.EVENTS) & zmq.POLLIN
     )  # it has answered, and nobody has looked
@@ -600,7 +600,7 @@ def test_a_prompt_longer_than_a_lookup_may_be_is_hit_as_far_as_one_reaches(engin
     request_id, pages = engine.ask(prompt)
     assert pages == 6
     # Who asks for more is answered, too.
-    lookups = engine.role._sidecars._lookups
+    lookups = engine.role.setup.sidecars._lookups
     lookup = lookups.start(0, b"", b"".join(engine.requests[request_id].block_hashes[:9]))
     until(lambda: lookup.poll() is not None)
     assert lookup.poll() == 6
@@ -708,15 +708,15 @@ def test_a_stall_shorter_than_a_tenth_of_the_prefill_is_no_miss(engines, sidecar
     engine = engines(extra=settings)
     prompt = tokens(9 * BLOCK + 1)
     engine.ask(prompt)
-    engine.role._prefill = PrefillRate()
+    engine.role.pace.rate = PrefillRate()
     for _ in range(3):
-        engine.role._prefill.add(BLOCK, 10.0 * BLOCK)
+        engine.role.pace.rate.add(BLOCK, 10.0 * BLOCK)
     engine.forget_local()
     sidecars[0].signal(signal.SIGSTOP)
     engine.add(prompt, request_id="patient")
     until(
         lambda: (
-            engine.step() and time.monotonic() - engine.role._requests["patient"].asked.since > 0.3
+            engine.step() and time.monotonic() - engine.role.requests["patient"].asked.since > 0.3
         )
     )
     sidecars[0].signal(signal.SIGCONT)

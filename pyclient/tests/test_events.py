@@ -170,7 +170,7 @@ def test_a_router_follows(
         )
         assert abs(router.batches[0].ts - time.time()) < 60
         # The partly filled chunk grows in place: only what is new is told of, with its parent.
-        engine.save_now(engine.save(4, [7, 8, 9, 10], [105, 106, 107, 108], prev=104, new_from=6))
+        engine.save_now(engine.save(4, [7, 8, 9, 10], [105, 106, 107, 108], prev=104))
         until(lambda: router.knows(*range(101, 109)))
         assert (
             router.held[107].block_hashes == [107, 108]
@@ -408,7 +408,7 @@ def test_announcements_say_what_the_engine_says_of_its_own(model: Path, tmp_path
     config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     stand = Stand(config)
     feed = ScriptedFeed(stand.sidecars.held)
-    stand.role._events._feeds = (feed,)
+    stand.role.announcements.book._feeds = (feed,)
     events: list[Any] = []
     stand.scheduler.kv_event_publisher.publish = lambda batch: events.extend(batch.events)
     prompt = list(range(5, 5 + 10 * BLOCK + 3))
@@ -469,7 +469,7 @@ def test_announcements_say_what_the_engine_says_of_its_own(model: Path, tmp_path
 
 def test_without_kv_events_nothing_is_followed(model: Path) -> None:
     stand = Stand(make_config(model))
-    assert stand.role._events is None
+    assert stand.role.announcements.book is None
     assert list(stand.connector.take_events()) == []
 
 
@@ -494,7 +494,7 @@ def test_a_scheduler_follows_its_sidecar(model: Path, tmp_path: Path) -> None:
         names = [block_name(name) for name in range(101, 109)]
         book.note(request, 0, names, names, None)
         until(lambda: knows(*range(101, 107)))
-        engine.save_now(engine.save(4, [7, 8, 9, 10], [105, 106, 107, 108], prev=104, new_from=6))
+        engine.save_now(engine.save(4, [7, 8, 9, 10], [105, 106, 107, 108], prev=104))
         until(lambda: knows(*range(101, 109)))
         engine.sidecars.void()
         assert engine.sidecars.clear(60.0)

@@ -34,7 +34,7 @@ def put(role: str, model, sidecars: ScriptedSidecars, blocks: int = 200, **confi
     extra = {"lookaside.handover_timeout_ms": 100}
     stand = Stand(make_config(model, extra, connector={"kv_role": role}, **config), blocks=blocks)
     stand.sidecars = stand.workers.sidecars = sidecars
-    stand.role._sidecars = sidecars
+    stand.role.setup.sidecars = sidecars
     return stand
 
 
@@ -123,7 +123,7 @@ def test_a_producer_never_asks_and_a_consumer_never_stores(model):
     pair.d.run()
     other = pair.d.add(tokens(5 * BLOCK, seed=2))
     pair.d.run()
-    assert not pair.d.workers.saves and not pair.d.role._pins
+    assert not pair.d.workers.saves and not pair.d.role.saves.pins
     assert len(pair.d.outputs[request_id]) == 3 * BLOCK and len(pair.d.outputs[other]) == 4
     pair.check_idle()
 
@@ -363,12 +363,12 @@ def test_names_of_incomplete_pages_differ_by_every_token(model):
     stand = put("kv_both", model, ScriptedSidecars())
     prompt = tokens(3 * BLOCK)
     request = stand.requests[stand.add(prompt)]
-    names = [stand.role._ends.digest(request, count) for count in range(1, len(prompt) + 1)]
+    names = [stand.role.names.ends.digest(request, count) for count in range(1, len(prompt) + 1)]
     assert len(set(names)) == len(names) and all(len(name) == 32 for name in names)
     assert [names[i * BLOCK - 1] for i in (1, 2, 3)] == stand.digests(prompt)
     assert (
-        stand.role._ends.digest(request, 0)
-        == stand.role._ends.digest(request, len(prompt) + 1)
+        stand.role.names.ends.digest(request, 0)
+        == stand.role.names.ends.digest(request, len(prompt) + 1)
         == b""
     )
     stand.run()

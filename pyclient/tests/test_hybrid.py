@@ -217,8 +217,8 @@ def test_tables_that_do_not_fit_a_hit_are_no_load(model):
     def tables():
         return [[*range(1, 5)], [0] * 14 + [5, 6], [0] * 5 + [7, 8, 9]]
 
-    assert role._is_loadable(tables(), 1, 4)
-    assert role._is_loadable(tables(), 3, 4)
+    assert role.rows.is_loadable(tables(), 1, 4)
+    assert role.rows.is_loadable(tables(), 3, 4)
     for group, index, block in (
         (0, 2, 0),
         (1, 14, 0),
@@ -229,16 +229,16 @@ def test_tables_that_do_not_fit_a_hit_are_no_load(model):
     ):
         wrong = tables()
         wrong[group][index] = block
-        assert not role._is_loadable(wrong, 1, 4), (group, index)
+        assert not role.rows.is_loadable(wrong, 1, 4), (group, index)
     before = tables()
     before[0][0] = 0  # below what is loaded: vLLM's own affair
-    assert role._is_loadable(before, 1, 4)
-    assert not role._is_loadable(tables(), 1, 5)
-    assert not role._is_loadable(tables()[:2], 1, 4)
+    assert role.rows.is_loadable(before, 1, 4)
+    assert not role.rows.is_loadable(tables(), 1, 5)
+    assert not role.rows.is_loadable(tables()[:2], 1, 4)
 
     prompt = tokens(8 * 64 + 1)
     warm(stand, prompt)
-    role._is_loadable = lambda *_: False
+    role.rows.is_loadable = lambda *_: False
     request_id = stand.add(prompt)
     stand.run()
     (load,) = stand.workers.loads

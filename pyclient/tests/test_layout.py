@@ -10,7 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from lookaside.copies import ABSENT, Plans, make_copies  # noqa: E402
+from lookaside.copies import ABSENT, Plans  # noqa: E402
+from lookaside.devices import make_copies  # noqa: E402
 from lookaside.layout import PageLayout, Segment, UnsupportedLayout, build_layout  # noqa: E402
 
 SEED = int(os.environ.get("LOOKASIDE_TEST_SEED", "77"))

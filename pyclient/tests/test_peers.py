@@ -277,8 +277,8 @@ def under_way(two: Host) -> Callable[[], Delayed]:
         engine.cache[:] = -1.0
         lookup = engine.lookup(0, *prefix(2, 8))
         assert lookup.poll() == 8
-        slow = Delayed(engine.worker._copies)
-        engine.worker._copies = slow  # type: ignore[assignment]
+        slow = Delayed(engine.worker.link.copies)
+        engine.worker.link.copies = slow  # type: ignore[assignment]
         engine.step(LookasideMetadata(loads=[engine.spec("r", lookup, list(range(1, 9)))]))
         until(lambda: slow.tickets)
         return slow
@@ -289,7 +289,7 @@ def under_way(two: Host) -> Callable[[], Delayed]:
 def end(engine: Engine, slow: Delayed) -> None:
     slow.finish()
     until(lambda: engine.step() or "r" in engine.received)
-    engine.worker._copies = slow.inner
+    engine.worker.link.copies = slow.inner
 
 
 def test_load_under_way_when_its_lender_dies_is_good(

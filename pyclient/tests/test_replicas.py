@@ -150,21 +150,21 @@ def test_one_sidecar_holds_every_page_once(engines, sidecars, tmp_path, heads, t
     specs = specs or [full_attention()]
     one, other = (engines(sidecar.endpoint, heads, tp, specs) for _ in range(2))
     assert one.workers.replicas == tp // heads
-    assert len(one.role._sidecars.sessions) == heads
+    assert len(one.role.setup.sidecars.sessions) == heads
     prompt = tokens(13 * BLOCK + 5)
     assert one.ask(prompt)[1] == 0
     names = ("pages", "lookups_total", "loads_total", "stored_pages_total")
     before = counted(sidecar, *names)
     assert before["pages"] == before["stored_pages_total"] == heads * 13
     # Each rank has stored: of a group of n, every nth chunk.
-    shares = [role._worker._share for role in one.workers.roles]
+    shares = [role._worker.saves.share for role in one.workers.roles]
     for rank, (role, share) in enumerate(zip(one.workers.roles, shares, strict=True)):
         pages = sum(
             min(CHUNK, 13 - chunk * CHUNK) for chunk in range(4) if chunk % share[0] == share[1]
         )
-        assert role._stats.take().data["save_bytes"] == pages * role._worker._page_bytes, (
-            f"rank {rank}"
-        )
+        assert (
+            role._stats.take().data["save_bytes"] == pages * role._worker.link.pages.page_bytes
+        ), f"rank {rank}"
 
     assert other.ask(prompt)[1] == 13
     # The loads end with what the workers send last, which nothing waits for.
@@ -184,8 +184,8 @@ def test_with_sidecars_of_their_own_all_ranks_store_everything(engines, sidecars
     one, other = (engines(tmp_path / "rank-{rank}", 1, 2) for _ in range(2))
     assert (
         one.workers.replicas == 2
-        and len(one.role._sidecars.sessions) == 2
-        and not one.role._sidecars.divided
+        and len(one.role.setup.sidecars.sessions) == 2
+        and not one.role.setup.sidecars.divided
     )
     prompt = tokens(9 * BLOCK + 1)
     one.ask(prompt)
@@ -207,7 +207,7 @@ def test_sidecars_that_lend_to_each_other_hold_every_page_once(engines, sidecars
     each = lending(sidecars, tmp_path, "a")
     one = engines(tmp_path / "a-{rank}", 1, 2, specs)
     other = engines(tmp_path / "a-{rank}", 1, 2, specs, connector={"kv_role": "kv_consumer"})
-    assert one.role._sidecars.divided and len(one.role._sidecars.sessions) == 2
+    assert one.role.setup.sidecars.divided and len(one.role.setup.sidecars.sessions) == 2
     prompt = tokens(13 * BLOCK + 5)
     assert one.ask(prompt)[1] == 0
     until(lambda: [pages_of(sidecar) for sidecar in each] == [2 * CHUNK, CHUNK + 1])
@@ -264,7 +264,7 @@ def test_two_instances_of_two_ranks_share_through_four_sidecars(engines, sidecar
     lend(four)
     one.connect()
     reconnected(one)
-    assert one.role._sidecars.divided
+    assert one.role.setup.sidecars.divided
     hits(one, prompt, 13)
     for engine in (one, other, loads, stores):
         assert engine.workers.invalid == engine.workers.failed == 0
@@ -275,16 +275,16 @@ def test_what_a_rank_loses_is_missed_alone(engines, sidecars, tmp_path):
     sidecar = started(sidecars, tmp_path / "all")
     engine = engines(sidecar.endpoint, 1, 2)
     worker = engine.workers.roles[1]._worker
-    gather = worker._copies.gather
+    gather = worker.link.copies.gather
 
     def fail(*arguments: Any) -> None:
         raise RuntimeError("the copy fails")
 
-    worker._copies.gather = fail
+    worker.link.copies.gather = fail
     prompt = tokens(13 * BLOCK + 5)
     engine.ask(prompt)
     engine.settle()  # nothing waits for what was lost
-    worker._copies.gather = gather
+    worker.link.copies.gather = gather
     # Chunks 0 and 2 are there, 1 and 3 were the other rank's.
     assert counted(sidecar, "pages")["pages"] == 2 * CHUNK
     for want in (CHUNK, 13):
@@ -314,14 +314,14 @@ def test_a_rank_without_its_session_stops_hits_and_no_store(engines, sidecars, t
 
 def cut(engine: Engine, rank: int) -> None:
     """End a rank's session as if its sidecar had."""
-    session = engine.workers.roles[rank]._worker._session
+    session = engine.workers.roles[rank]._worker.link.session
     with contextlib.suppress(OSError, AttributeError):
         session._socket.shutdown(socket.SHUT_RDWR)
 
 
 def reconnected(engine: Engine) -> None:
     """Wait until every rank's session is up."""
-    until(lambda: all(role._worker._session.connected for role in engine.workers.roles))
+    until(lambda: all(role._worker.link.session.connected for role in engine.workers.roles))
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def test_random_histories_with_deaths(engines, sidecars, tmp_path, seed, heads, 
     ]
     for engine in pair:
         for role in engine.workers.roles:
-            copies = role._worker._copies
+            copies = role._worker.link.copies
             copies.gather = Failing(rng, copies.gather)
     sidecar = sidecars[0]
     stopped = dead = False
@@ -399,7 +399,7 @@ def test_random_histories_with_deaths(engines, sidecars, tmp_path, seed, heads, 
             for r in engine.outputs
         )
         for role in engine.workers.roles:
-            role._worker._copies.gather.rate = 0.0
+            role._worker.link.copies.gather.rate = 0.0
     # What they share is as good as before.
     one, other = pair
     prompt = tokens(9 * BLOCK + 1, seed=99)

@@ -104,7 +104,7 @@ def test_a_part_of_a_prefix_is_hit_and_the_rest_saved(stand):
     assert stand.holds(prompt) == 12
     first = stand.workers.saves[0]
     # The chunk that the hit ends in is offered from its first page.
-    assert (first.first_page, first.new_from) == (4, 6)
+    assert (first.first_page, len(first.block_ids)) == (4, 8)
     assert first.prev == stand.digests(prompt)[3]
     stand.check_idle()
 
@@ -335,7 +335,7 @@ def lora(path: Path, name: str = "l", number: int = 1) -> LoRARequest:
 def pair(model):
     """Two instances on the same sidecars."""
     one, other = (Stand(make_config(model, adapters=True)) for _ in range(2))
-    other.sidecars = other.workers.sidecars = other.role._sidecars = one.sidecars
+    other.sidecars = other.workers.sidecars = other.role.setup.sidecars = one.sidecars
     for stand in (one, other):
         stand.scheduler.max_num_encoder_input_tokens = 4096
         stand.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=4096)
@@ -398,7 +398,7 @@ def test_an_adapter_whose_files_change_is_shared_no_more(pair, tmp_path, caplog)
         here.step()
     held = set(here.sidecars.held)
     (path / "adapter_model.safetensors").write_bytes(b"2!")
-    here.role._identities.check()
+    here.role.identities.check()
     with caplog.at_level(logging.WARNING, "vllm.lookaside"):
         assert loaded(here, prompt, lora_request=lora(path)) == 0
     assert len(here.outputs[running]) == 3 * BLOCK
@@ -474,7 +474,7 @@ def test_adapters_that_cannot_be_told_are_not_shared(pair, tmp_path, what):
             pytest.skip("this vLLM has no such adapters")
         request.tensorizer_config_dict = {"uri": "s3://there"}
     if what == "unfollowed":  # a vLLM without EngineCore.add_lora
-        here.role._identities._follows = False
+        here.role.identities._follows = False
     prompt = tokens(6 * BLOCK + 1)
     warm(here, prompt, lora_request=request, **more)
     assert loaded(here, prompt, lora_request=request) == 0
@@ -556,7 +556,7 @@ def test_what_takes_long_to_tell_apart_holds_up_no_step(pair, tmp_path, monkeypa
     known."""
     here, _ = pair
     path = write_adapter(tmp_path / "l", b"1")
-    here.role._identities._pool = None  # a thread of its own
+    here.role.identities._pool = None  # a thread of its own
     done = threading.Event()
     read = identity._read
     monkeypatch.setattr(identity, "_read", lambda *args: done.wait(60) and read(*args))
@@ -572,7 +572,7 @@ def test_what_takes_long_to_tell_apart_holds_up_no_step(pair, tmp_path, monkeypa
     assert here.outputs[slow] and here.holds(prompt, lora_request=lora(path)) == 0
     held = len(here.sidecars.held)
     done.set()
-    (adapter,) = here.role._identities._adapters.values()
+    (adapter,) = here.role.identities._adapters.values()
     adapter.read.result(60)
     here.run()
     assert len(here.outputs[slow]) == 40
@@ -821,7 +821,7 @@ def test_sidecars_are_told_what_computing_a_page_takes(model, is_async, forward_
     last = stand.sidecars.lookups[3]
     assert last.prefill_s == pytest.approx(0.001 * BLOCK * len(last.digests))
     assert stand.gauges["prefill_tokens_per_second"] == 1000
-    assert not stand.role._timed
+    assert not stand.role.pace.timed
     stand.check_idle()
 
 
@@ -847,10 +847,10 @@ def test_times_that_never_come_do_not_pile_up(model):
     for seed in range(10):
         stand.add(tokens(12 * BLOCK, seed=seed), max_tokens=1)
     stand.run()
-    assert len(stand.role._timed) == 64
-    assert stand.role._recompute_us() == 0
-    stand.role._note_forwards({5: 0.1, 10**9: 0.1})  # of steps that are not known any more
-    assert stand.role._recompute_us() == 0
+    assert len(stand.role.pace.timed) == 64
+    assert stand.role.pace.recompute_us() == 0
+    stand.role.pace.note_forwards({5: 0.1, 10**9: 0.1})  # of steps that are not known any more
+    assert stand.role.pace.recompute_us() == 0
 
 
 # ---- saves ----
@@ -866,7 +866,7 @@ def test_a_long_prefill_is_saved_as_its_chunks_fill(model):
         marks.append(max((s.first_page + len(s.block_ids) for s in stand.workers.saves), default=0))
     assert marks[:-1] == [m - m % CHUNK for m in marks[:-1]] and marks[-1] == 14
     assert sorted(set(marks)) == [0, 4, 8, 12, 14]
-    spans = [(s.new_from, s.first_page + len(s.block_ids)) for s in stand.workers.saves]
+    spans = [(s.first_page, s.first_page + len(s.block_ids)) for s in stand.workers.saves]
     assert [a for a, _ in spans] == [0, *[b for _, b in spans[:-1]]], "no page twice, none left out"
     stand.run()
     stand.check_idle()
@@ -927,7 +927,7 @@ def test_a_sidecar_that_comes_back_gets_the_whole_prefix(model):
     stand.step()
     stand.sidecars.available = True
     stand.run()
-    assert stand.workers.saves[0].new_from == 0 and stand.holds(prompt) == 10
+    assert stand.workers.saves[0].first_page == 0 and stand.holds(prompt) == 10
     stand.check_idle()
 
 
@@ -1051,7 +1051,9 @@ def test_failed_loads_are_computed_and_not_offered_again(stand, bad, fail_reques
     stand.run()
     assert len(stand.outputs[request_id]) == 4
     assert len(stand.workers.loads) == 1 and len(stand.sidecars.lookups) == 1
-    assert {s.new_from for s in stand.workers.saves} >= {0}, "it may have been dropped: saved anew"
+    assert {s.first_page for s in stand.workers.saves} >= {0}, (
+        "it may have been dropped: saved anew"
+    )
     stand.check_idle()
     stand.workers.fail_pages = lambda load: ()
     stand.forget_local()
@@ -1083,7 +1085,7 @@ def test_what_the_workers_cannot_have_loaded_is_computed(stand):
 
     def lose(request, blocks, ext):
         if ext:
-            role._drop_lookup(role._requests[request_id])
+            role.hits.drop(role.requests[request_id])
         return take(request, blocks, ext)
 
     role.update_state_after_alloc = lose
@@ -1195,7 +1197,7 @@ def test_reset_during_a_load(stand):
     stand.workers.load_steps = 3
     request_id = stand.add(prompt, max_tokens=5 * BLOCK)
     stand.step()
-    assert stand.role._loads
+    assert stand.role.loads.blocks
     assert not stand.scheduler.reset_prefix_cache(reset_connector=True), (
         "vLLM's own: its blocks are in use"
     )
@@ -1216,7 +1218,7 @@ def test_reset_during_a_save(stand):
     stand.workers.copy_steps = 5
     stand.add(prompt, max_tokens=1)
     stand.step()
-    assert stand.role._pins
+    assert stand.role.saves.pins
     assert stand.connector.reset_cache() is True
     assert stand.sidecars.is_void and not stand.sidecars.clears
     stand.run()
@@ -1240,13 +1242,13 @@ def test_what_was_computed_before_a_reset_is_not_saved_after_it(model):
 
 def test_two_ranks_must_both_acknowledge(model):
     stand = Stand(make_config(model, tp=2))
-    assert stand.role._ranks == 2
+    assert stand.role.setup.ranks == 2
     prompt = tokens(8 * BLOCK + 1)
     stand.workers.ack = False
     stand.add(prompt, max_tokens=1)
     for _ in range(3):
         stand.step()
-    pinned = list(stand.role._pins)
+    pinned = list(stand.role.saves.pins)
     assert pinned
     from lookaside.metadata import LookasideWorkerMetadata
     from vllm.v1.outputs import KVConnectorOutput
@@ -1255,9 +1257,9 @@ def test_two_ranks_must_both_acknowledge(model):
         kv_connector_worker_meta=LookasideWorkerMetadata(dict.fromkeys(pinned, 1))
     )
     stand.connector.update_connector_output(one)
-    assert list(stand.role._pins) == pinned
+    assert list(stand.role.saves.pins) == pinned
     stand.connector.update_connector_output(one)
-    assert not stand.role._pins
+    assert not stand.role.saves.pins
     stand.connector.update_connector_output(one)  # stale: ignored
     stand.workers.unacked.clear()
     stand.workers.ack = True
@@ -1422,7 +1424,7 @@ def test_hashes_that_change_under_saved_pages_are_saved_anew(model, grown):
     stand.workers.saves.clear()
     stand.step()
     first = stand.workers.saves[0]
-    assert (first.first_page, first.new_from) == (0, 0)
+    assert first.first_page == 0
     assert first.hashes == b"".join(request.block_hashes[: len(first.block_ids)])
     stand.run()
     stand.check_idle()

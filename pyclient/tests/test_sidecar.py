@@ -33,10 +33,10 @@ from lookaside.autostart import Autostart
 from lookaside.config import parse
 from lookaside.lookups import Lookup
 from lookaside.metadata import LoadSpec, LookasideMetadata, SaveSpec
+from lookaside.ratelog import RateLimitedLog
 from lookaside.session import (
     EndpointAbsent,
     EndpointError,
-    RateLimitedLog,
     Session,
     SessionUnavailable,
     open_endpoint,
@@ -150,7 +150,9 @@ class Engine(Stand):
         return self
 
     def wait_up(self) -> None:
-        until(lambda: self.worker._session.available and self.sidecars.sessions[0].available, 60)
+        until(
+            lambda: self.worker.link.session.available and self.sidecars.sessions[0].available, 60
+        )
 
     def lookup(self, first_page: int, *names: int) -> Lookup:
         lookup = self.ask(first_page, *names)
@@ -172,7 +174,7 @@ class Engine(Stand):
         """Save, and wait until the sidecar has heard it: lookups go over another socket and may
         overtake a commit."""
         super().save_now(*specs, forward=forward)
-        session = self.worker._session
+        session = self.worker.link.session
         with contextlib.suppress(SessionUnavailable):
             session.submit(
                 lambda number: wire.PrepareLoad(number, 1, 1, bytes(16), 0, 1, bytes(32))
@@ -290,7 +292,7 @@ def test_prefix_and_partial_chunks(engine: Engine) -> None:
     assert engine.held(0, 999, 101) == 0
     assert engine.held(0, *range(101, 108)) == 6
     # The partly filled chunk grows in place.
-    engine.save_now(engine.save(4, [7, 8, 9, 10], [105, 106, 107, 108], prev=104, new_from=6))
+    engine.save_now(engine.save(4, [7, 8, 9, 10], [105, 106, 107, 108], prev=104))
     until(lambda: engine.held(0, *range(101, 109)) == 8)
     assert engine.held(4, 105, 106, 107, 108) == 4
     want = [page(engine.cache, b) for b in (1, 2, 3, 4, 5, 6, 9, 10)]
@@ -344,7 +346,12 @@ def test_what_the_arena_has_no_room_for_comes_up_from_the_disk(model: Path, tmp_
         everything_is_there("once")
         assert engine.count("lookups_promoted") > 0
         sidecar.restart()
-        until(lambda: not engine.worker._session.connected or engine.worker._session.available, 60)
+        until(
+            lambda: (
+                not engine.worker.link.session.connected or engine.worker.link.session.available
+            ),
+            60,
+        )
         engine.wait_up()
         until(lambda: engine.held(0, 1, 2, 3) == 3, 60)
         everything_is_there("again")
@@ -417,8 +424,8 @@ def test_strangers_change_nothing_that_a_worker_loads(
             engine.vllm_config.kv_transfer_config.engine_id
         )
         impostor.register()
-        until(lambda: impostor.worker._session.available)
-        own = impostor.worker._session.welcome.secret
+        until(lambda: impostor.worker.link.session.available)
+        own = impostor.worker.link.session.welcome.secret
         forged = sidecar.errors("forged")
         for turn, secret in enumerate([bytes(16), scheduler["session"].encode(), own]):
             lookup = engine.lookup(0, 1, 2, 3, 4)
@@ -499,7 +506,7 @@ def test_arena_grows_under_the_workers(model: Path, tmp_path: Path) -> None:
                     <= 0.6 * arena["capacity_bytes"]
                 )
             )
-        live = engine.worker._live
+        live = engine.worker.link.live
         assert live is not None
         until(lambda: live.regions.bytes_mapped >= 4 << 20)
         held = 0
@@ -519,7 +526,7 @@ def test_killed_sidecar_costs_hits_only(engine: Engine, sidecar: Sidecar) -> Non
     until(lambda: engine.held(0, 1, 2) == 2)
     lookup = engine.lookup(0, 1, 2)
     sidecar.kill()
-    waits = waited_in_vain(engine.worker._session)
+    waits = waited_in_vain(engine.worker.link.session)
     engine.step(
         LookasideMetadata(
             loads=[engine.spec("r", lookup, [5, 6])], saves=[engine.save(4, [1], [5])]
@@ -543,9 +550,9 @@ def test_stopped_sidecar_costs_one_patience_and_keeps_everything(
 ) -> None:
     engine.save_now(engine.save(0, [1, 2], [1, 2]))
     until(lambda: engine.held(0, 1, 2) == 2)
-    generation = engine.worker._session.generation
+    generation = engine.worker.link.session.generation
     sidecar.signal(signal.SIGSTOP)
-    lookups, session = engine.sidecars._lookups, engine.worker._session
+    lookups, session = engine.sidecars._lookups, engine.worker.link.session
     patience_s, lookups._timeout_s = lookups._timeout_s, 0.2
     engine.hurry(store_timeout_ms=200)
     try:
@@ -570,7 +577,7 @@ def test_stopped_sidecar_costs_one_patience_and_keeps_everything(
         sidecar.signal(signal.SIGCONT)
     lookups._timeout_s = patience_s
     engine.wait_up()
-    assert engine.worker._session.generation == generation
+    assert engine.worker.link.session.generation == generation
     assert engine.fetch("r", [1, 2], [10, 11]) == 2
     assert page(engine.cache, 10) == page(engine.cache, 1)
     until(lambda: sidecar.status()["leases"] == 0)
@@ -579,7 +586,7 @@ def test_stopped_sidecar_costs_one_patience_and_keeps_everything(
 def test_sidecar_that_drains_is_survived(engine: Engine, sidecar: Sidecar) -> None:
     sidecar.signal(signal.SIGTERM)
     assert sidecar.process is not None and sidecar.process.wait(60) == 0
-    until(lambda: not engine.worker._session.connected)
+    until(lambda: not engine.worker.link.session.connected)
     engine.save_now(engine.save(0, [1], [1]))
     sidecar.start()
     engine.wait_up()
@@ -588,7 +595,7 @@ def test_sidecar_that_drains_is_survived(engine: Engine, sidecar: Sidecar) -> No
 def test_refusal_names_the_field_that_differs(
     model: Path, engine: Engine, sidecar: Sidecar
 ) -> None:
-    own = engine.worker._session.options
+    own = engine.worker.link.session.options
     wrong = Session(
         options(
             sidecar.directory,
@@ -623,7 +630,7 @@ def test_scheduler_before_its_worker_is_told_to_wait(model: Path, sidecar: Sidec
 def test_other_models_are_kept_apart(model: Path, engine: Engine, sidecar: Sidecar) -> None:
     engine.save_now(engine.save(0, [1, 2], [1, 2]))
     until(lambda: engine.held(0, 1, 2) == 2)
-    own = engine.worker._session.options
+    own = engine.worker.link.session.options
     fields = {**own.fields, "model": "another"}
     worker = Session(
         options(
@@ -671,7 +678,7 @@ def test_directory_that_changes_hands_is_not_used_again(engine: Engine, sidecar:
         assert not session.wait_settled(30)
         assert not session.connected
         session.close()
-        assert engine.worker._session.connected, "who is connected stays so"
+        assert engine.worker.link.session.connected, "who is connected stays so"
     finally:
         os.chown(sidecar.directory, os.geteuid(), os.getegid())
 
@@ -743,8 +750,8 @@ def test_autostart(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert (tmp_path / "disk-0").is_dir()
         # It is started anew when it dies, and finds its disk again.
         os.kill(owner(), signal.SIGKILL)
-        until(lambda: not engine.worker._session.connected)
-        until(lambda: engine.worker._session.connected, 60)
+        until(lambda: not engine.worker.link.session.connected)
+        until(lambda: engine.worker.link.session.connected, 60)
         pids.add(owner())
         assert len(pids) == 2
         engine.wait_up()
@@ -1003,22 +1010,22 @@ def test_busy_sidecar_says_so(tmp_path: Path) -> None:
 def test_sidecar_that_gives_us_up_waits_for_our_copies(
     sidecar: Sidecar, model: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lookaside.worker._DRAIN_PATIENCE_S", 0.2)
+    monkeypatch.setattr("lookaside.worker.link._DRAIN_PATIENCE_S", 0.2)
     engine = Engine(model, sidecar.directory).start()
     try:
         engine.save_now(engine.save(0, [1, 2, 3, 4], [1, 2, 3, 4]))
         lookup = engine.lookup(0, 1, 2, 3, 4)
         assert lookup.poll() == 4
-        inner = engine.worker._copies
+        inner = engine.worker.link.copies
         slow = SlowCopies(inner)
-        engine.worker._copies = slow  # type: ignore[assignment]
+        engine.worker.link.copies = slow  # type: ignore[assignment]
         if what == "load":
             engine.step(LookasideMetadata(loads=[engine.spec("r", lookup, [9, 10, 11, 12])]))
         else:
             lookup.cancel()
             engine.step(LookasideMetadata(saves=[engine.save(0, [5, 6, 7, 8], [5, 6, 7, 8])]))
         until(lambda: slow.tickets)
-        session = engine.worker._session
+        session = engine.worker.link.session
         assert session is not None and session._socket is not None
         first = session.session_id
         session._socket.send(b"\xc1")
@@ -1041,7 +1048,7 @@ def test_sidecar_that_gives_us_up_waits_for_our_copies(
             == 0
         )
         assert engine.held(0, 5, 6, 7, 8) == 0 and engine.held(0, 1, 2, 3, 4) == 4
-        engine.worker._copies = inner
+        engine.worker.link.copies = inner
         engine.save_now(engine.save(0, [5, 6, 7, 8], [5, 6, 7, 8]))
         assert engine.held(0, 5, 6, 7, 8) == 4
     finally:

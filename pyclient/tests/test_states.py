@@ -238,13 +238,13 @@ def test_failed_loads_are_computed_and_not_offered_again(model, shape, which):
 def test_tables_that_do_not_fit_a_hit_are_no_load(model):
     stand = make(model, "one")
     role = stand.role
-    assert role._is_loadable([[1, 2, 3], [0, 0, 4]], 0, 3)
-    assert role._is_loadable([[1, 2, 3], [5, 0, 4]], 1, 3)
-    assert not role._is_loadable([[1, 2, 3], [0, 4, 0]], 0, 3)
-    assert not role._is_loadable([[1, 2, 3], [0, 4]], 0, 3)
+    assert role.rows.is_loadable([[1, 2, 3], [0, 0, 4]], 0, 3)
+    assert role.rows.is_loadable([[1, 2, 3], [5, 0, 4]], 1, 3)
+    assert not role.rows.is_loadable([[1, 2, 3], [0, 4, 0]], 0, 3)
+    assert not role.rows.is_loadable([[1, 2, 3], [0, 4]], 0, 3)
     prompt = tokens(8 * BLOCK + 1)
     warm(stand, prompt)
-    role._is_loadable = lambda *_: False
+    role.rows.is_loadable = lambda *_: False
     request_id = stand.add(prompt)
     stand.run()
     (load,) = stand.workers.loads

@@ -104,7 +104,8 @@ class Stand:
 
     def hurry(self, **timeouts_ms: int) -> None:
         """Change timeouts, which are such that no stall of the machine is noticed."""
-        self.worker._config = replace(self.worker._config, **timeouts_ms)
+        config = replace(self.worker.saves.config, **timeouts_ms)
+        self.worker.saves.config = self.worker.loads.config = config
 
     def register(self) -> None:
         self.worker.register_kv_caches(dict.fromkeys(self.layers, self.cache))
@@ -144,8 +145,7 @@ class Stand:
 
     def save(self, first_page: int, blocks: list[int], names: list[int], **more: Any) -> SaveSpec:
         prev = hashes(more.pop("prev", first_page - 1)) if first_page else b""
-        new_from = more.pop("new_from", first_page)
-        return SaveSpec(next(self._ids), "r", first_page, prev, hashes(*names), blocks, new_from)
+        return SaveSpec(next(self._ids), "r", first_page, prev, hashes(*names), blocks)
 
     def save_now(self, *specs: SaveSpec, forward: Any = None) -> None:
         self.step(LookasideMetadata(saves=list(specs)), forward)
@@ -202,7 +202,7 @@ def peer(tmp_path: Path) -> Iterator[Peer]:
 def stand(model: Path, peer: Peer) -> Iterator[Stand]:
     each = Stand(model, str(peer.directory))
     each.register()
-    assert each.worker._session is not None and each.worker._session.connected
+    assert each.worker.link.session is not None and each.worker.link.session.connected
     yield each
     each.worker.shutdown()
 
@@ -246,7 +246,7 @@ def test_forwards_are_timed_where_asked(
         skew += 1000
 
     monkeypatch.setattr(
-        "lookaside.worker.time", SimpleNamespace(monotonic=lambda: time.monotonic() + skew)
+        "lookaside.worker.forwards.time", SimpleNamespace(monotonic=lambda: time.monotonic() + skew)
     )
     stand.step(LookasideMetadata(timed=7), forward)
     stand.step(forward=forward)
@@ -283,7 +283,7 @@ def test_forwards_on_a_device_are_timed_without_waiting(
     stand: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = Events()
-    monkeypatch.setattr("lookaside.worker._event", events.make)
+    monkeypatch.setattr("lookaside.worker.forwards._event", events.make)
     stand.worker._note_stream = lambda: 1
     for number in range(1, 30):
         stand.step(LookasideMetadata(timed=number))
@@ -335,9 +335,9 @@ def test_only_what_was_granted_is_copied(stand: Stand, peer: Peer) -> None:
 
 def test_long_save_is_asked_for_in_pieces(stand: Stand, peer: Peer) -> None:
     shelf = Shelf(peer)
-    live = stand.worker._live
+    live = stand.worker.link.live
     assert live is not None
-    stand.worker._live = type(live)(live.session_id, live.regions, 2 * PPC)
+    stand.worker.link.live = type(live)(live.session_id, live.regions, 2 * PPC)
     names = list(range(100, 120))
     stand.save_now(stand.save(8, list(range(1, 21)), names))
     asked = peer.of(wire.PrepareStore)
@@ -372,7 +372,7 @@ def test_grants_that_cannot_be_right_are_failed(
 def test_room_that_comes_late_is_given_back(stand: Stand, peer: Peer) -> None:
     asked: list[tuple[Conn, Any]] = []
     peer.script[wire.PrepareStore] = lambda conn, m: asked.append((conn, m))
-    waits = waited_in_vain(stand.worker._session)
+    waits = waited_in_vain(stand.worker.link.session)
     stand.hurry(store_timeout_ms=50)
     stand.step(LookasideMetadata(saves=[stand.save(0, [1], [1])]))
     assert len(waits) == 1
@@ -387,7 +387,7 @@ def test_room_that_comes_late_is_given_back(stand: Stand, peer: Peer) -> None:
 def test_silent_peer_costs_one_patience(stand: Stand, peer: Peer) -> None:
     for kind in (wire.PrepareStore, wire.PrepareLoad, wire.Ping):
         peer.script[kind] = lambda conn, m: None
-    waits = waited_in_vain(stand.worker._session)
+    waits = waited_in_vain(stand.worker.link.session)
     stand.hurry(store_timeout_ms=50)
     stand.step(LookasideMetadata(saves=[stand.save(0, [1], [1])]))
     for i in range(50):
@@ -553,7 +553,7 @@ class Moods:
     """
 
     def __init__(self, stand: Stand, rng: random.Random) -> None:
-        self.session: Any = stand.worker._session
+        self.session: Any = stand.worker.link.session
         self.rng = rng
         self.submit = self.session.submit
         self.session.submit = self
@@ -632,7 +632,11 @@ def test_each_request_is_received_once_whatever_happens(
         stand.step()
     check()
     assert sorted(stand.received) == sorted(ordered)
-    assert not stand.worker._out and not stand.worker._failed and not stand.worker._aborted
+    assert (
+        not stand.worker.loads._out
+        and not stand.worker.loads._failed
+        and not stand.worker.loads._aborted
+    )
 
 
 class SlowCopies:
@@ -660,8 +664,8 @@ class SlowCopies:
 
 @pytest.fixture
 def slow(stand: Stand) -> SlowCopies:
-    copies = SlowCopies(stand.worker._copies)
-    stand.worker._copies = copies  # type: ignore[assignment]
+    copies = SlowCopies(stand.worker.link.copies)
+    stand.worker.link.copies = copies  # type: ignore[assignment]
     return copies
 
 
@@ -674,7 +678,7 @@ def test_load_is_not_reported_while_its_bytes_move(
     until(lambda: slow.tickets)
     stand.step(LookasideMetadata(aborted=["r"]))
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000, sleep=time.sleep)
-    monkeypatch.setattr("lookaside.worker.time", later)  # long past its deadline
+    monkeypatch.setattr("lookaside.worker.loads.time", later)  # long past its deadline
     for _ in range(6):
         stand.step()
         assert not stand.received and not peer.of(wire.Release)
@@ -690,7 +694,7 @@ def test_step_without_a_forward_waits_for_a_load(
     stand: Stand, peer: Peer, slow: SlowCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Instead of being asked again at once; one with a forward has waited enough."""
-    monkeypatch.setattr("lookaside.worker._IDLE_STEP_PATIENCE_S", 30.0)
+    monkeypatch.setattr("lookaside.worker.loads._IDLE_STEP_PATIENCE_S", 30.0)
     grant_load(peer, (0, 1, 0, 0))
     stand.step(LookasideMetadata(loads=[load_spec("r", ((1, 1),), 0, [5])]))
     until(lambda: slow.tickets)
@@ -720,10 +724,10 @@ def test_session_lost_during_a_load_fails_it(stand: Stand, peer: Peer, slow: Slo
     grant_load(peer, (0, 2, 0, 0))
     stand.step(LookasideMetadata(loads=[load_spec("r", ((1, 1),), 0, [5, 6])]))
     until(lambda: slow.tickets)
-    live = stand.worker._live
+    live = stand.worker.link.live
     assert live is not None
     peer.close()
-    until(lambda: stand.worker._live is None)
+    until(lambda: stand.worker.link.live is None)
     assert not live.regions.wait_unmapped(0), "unmapped under a copy"
     stand.step()
     assert not stand.received
@@ -738,7 +742,7 @@ def test_given_up_session_stays_open_until_its_copies_have_ended(
     stand: Stand, peer: Peer, slow: SlowCopies, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long they take: its end would give our room to others while we write there."""
-    monkeypatch.setattr("lookaside.worker._DRAIN_PATIENCE_S", 0.2)
+    monkeypatch.setattr("lookaside.worker.link._DRAIN_PATIENCE_S", 0.2)
     Shelf(peer)
     grant_load(peer, (0, 2, 0, 0))
     if what == "load":
@@ -747,11 +751,11 @@ def test_given_up_session_stays_open_until_its_copies_have_ended(
         stand.step(LookasideMetadata(saves=[stand.save(0, [1], [1])]))
     until(lambda: slow.tickets)
     tickets = list(slow.tickets)
-    live = stand.worker._live
+    live = stand.worker.link.live
     assert live is not None
     peer.conns[0].sock.shutdown(socket.SHUT_WR)
-    until(lambda: stand.worker._live is not live and stand.worker._live is not None)
-    until(lambda: stand.worker._session.connected)
+    until(lambda: stand.worker.link.live is not live and stand.worker.link.live is not None)
+    until(lambda: stand.worker.link.session.connected)
     slow.tickets.clear()
     # Past its patience the worker has a session again, and the old one is not over.
     stand.save_now(stand.save(8, [], []))
@@ -829,7 +833,7 @@ def test_session_lost_between_room_and_copy(stand: Stand, peer: Peer) -> None:
     def die() -> None:
         peer.wait_for(wire.PrepareStore)
         peer.close()
-        until(lambda: stand.worker._live is None)
+        until(lambda: stand.worker.link.live is None)
 
     stand.save_now(spec, forward=die)
     assert stand.count("save_failures") == 1
@@ -867,12 +871,12 @@ def test_sidecar_comes_goes_and_comes_back(model: Path, tmp_path: Path) -> None:
         stand.save_now(stand.save(0, [1], [1]))
         peer = Peer(directory, region_bytes=BLOCKS * PAGE)
         shelf = Shelf(peer)
-        until(lambda: stand.worker._live is not None and stand.worker._session.connected)
+        until(lambda: stand.worker.link.live is not None and stand.worker.link.session.connected)
         stand.save_now(stand.save(0, [round_ + 1], [1]))
         peer.wait_for(wire.CommitStore)
         assert shelf.bytes_at(0) == page(stand.cache, round_ + 1)
         peer.close()
-        until(lambda: stand.worker._live is None)
+        until(lambda: stand.worker.link.live is None)
     stand.worker.shutdown()
 
 
@@ -949,7 +953,7 @@ def test_region_of_another_sidecar_is_read_and_never_written(stand: Stand, peer:
 def test_region_of_another_sidecar_that_cannot_be_mapped_fails_its_loads_alone(
     stand: Stand, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copies: Any = stand.worker._copies
+    copies: Any = stand.worker.link.copies
 
     def attach(region: int, address: int, size: int, read_only: bool = False) -> None:
         raise RuntimeError("cuMemHostRegister: not supported")
@@ -970,7 +974,7 @@ def test_the_sidecar_is_told_when_a_region_can_be_used(
 ) -> None:
     """Not before the device has pinned it; and of one that will never be, too, so that nobody waits
     for that."""
-    copies: Any = stand.worker._copies
+    copies: Any = stand.worker.link.copies
     attach, go_on = copies.attach, threading.Event()
 
     def slowly(region: int, address: int, size: int, read_only: bool = False) -> None:
@@ -980,7 +984,7 @@ def test_the_sidecar_is_told_when_a_region_can_be_used(
     monkeypatch.setattr(copies, "attach", slowly)
     index = peer.add_region()
     until(lambda: mapped(peer.regions[index]))
-    stand.worker._session.submit(lambda request: wire.ClearSpace(request))
+    stand.worker.link.session.submit(lambda request: wire.ClearSpace(request))
     peer.wait_for(wire.ClearSpace)
     assert not peer.of(wire.RegionMapped)
     go_on.set()
@@ -1033,8 +1037,8 @@ def test_removed_region_is_unmapped_and_told(stand: Stand, peer: Peer) -> None:
         wire.RegionUnmapped(index),
     ]
     assert (
-        stand.worker._session is not None
-        and stand.worker._session.connected
+        stand.worker.link.session is not None
+        and stand.worker.link.session.connected
         and len(peer.conns) == 1
     )
 
@@ -1069,12 +1073,12 @@ def test_session_that_ends_while_a_region_is_removed(
     grant_load(peer, (0, 2, 0, 0))
     stand.step(LookasideMetadata(loads=[load_spec("r", ((1, 1),), 0, [5, 6])]))
     until(lambda: slow.tickets)
-    live = stand.worker._live
+    live = stand.worker.link.live
     assert live is not None
     peer.remove_region(0)
     until(lambda: not live.regions.bytes_mapped)
     peer.conns[0].sock.shutdown(socket.SHUT_WR)
-    until(lambda: stand.worker._live is not live)
+    until(lambda: stand.worker.link.live is not live)
     assert (
         mapped(peer.regions[0]) == 1
         and not live.regions.wait_unmapped(0)
@@ -1084,7 +1088,7 @@ def test_session_that_ends_while_a_region_is_removed(
     assert live.regions.wait_unmapped(30) and peer.conns[0].closed.wait(30)
     until(lambda: stand.step() or stand.received)
     assert stand.invalid == {5, 6}
-    until(lambda: stand.worker._session.connected)
+    until(lambda: stand.worker.link.session.connected)
     assert mapped(peer.regions[0]) == 1, "that of the session after it"
     assert not peer.of(wire.RegionUnmapped), "the next session knows nothing of it"
 
@@ -1127,7 +1131,7 @@ TWO = [full_attention(), sliding_window(40)]
 def hybrid(model: Path, peer: Peer) -> Iterator[Stand]:
     each = Stand(model, str(peer.directory), specs=TWO)
     each.register()
-    assert each.worker._session is not None and each.worker._session.connected
+    assert each.worker.link.session is not None and each.worker.link.session.connected
     yield each
     each.worker.shutdown()
 
@@ -1187,8 +1191,10 @@ def test_a_failed_load_fails_its_request_and_no_block(
     assert not hybrid.invalid and hybrid.failed == {"a": 1}
     # A request that was aborted meanwhile is only received.
     hybrid.step(LookasideMetadata(loads=[load_spec("b", ((1, 1),), 0, [5, 0, 6, 2])], aborted=[]))
-    with hybrid.worker._lock:
-        hybrid.worker._aborted.update(each for each in ["b"] if each in hybrid.worker._out)
+    with hybrid.worker.loads._lock:
+        hybrid.worker.loads._aborted.update(
+            each for each in ["b"] if each in hybrid.worker.loads._out
+        )
     until(lambda: hybrid.step() or "b" in hybrid.received)
     assert not hybrid.invalid
 

@@ -1,0 +1,95 @@
+"""What the scheduler role needs of the sidecars of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from lookaside import wire
+from lookaside.events import Feed
+
+
+class Lookup(Protocol):
+    """One lookup on all ranks; see lookups.py. No method blocks."""
+
+    def poll(self) -> int | None:
+        """Return how many pages every rank holds, from the first asked for; None while unknown."""
+        ...
+
+    def trim(self, first_page: int) -> None:
+        """Give back what lies below first_page."""
+        ...
+
+    def cancel(self) -> None:
+        """Give everything back."""
+        ...
+
+    @property
+    def refs(self) -> tuple[wire.LeaseRef, ...]:
+        """What takes over the leases of each rank."""
+        ...
+
+
+class Sidecars(Protocol):
+    """The sidecars of all ranks, as the scheduler sees them; see sidecars.py."""
+
+    @property
+    def available(self) -> bool:
+        """Whether all of them are connected, and nothing that is void is left to clear."""
+        ...
+
+    @property
+    def divided(self) -> bool:
+        """Whether ranks that hold the same pages store a part of them each."""
+        ...
+
+    @property
+    def max_pages(self) -> int:
+        """How many pages one lookup may name."""
+        ...
+
+    @property
+    def lease_s(self) -> float:
+        """How long an answered lookup keeps its leases on every rank."""
+        ...
+
+    def start(
+        self, first_page: int, prev: bytes, hashes: bytes, recompute_us: int, prefill_s: float
+    ) -> Lookup:
+        """Look up a run of pages on all ranks. Never blocks and never fails: it misses.
+
+        prev is the digest of the page before the first, empty for page 0. recompute_us is what
+        computing a page takes, 0 if that is not known. prefill_s is what computing all that a hit
+        can save takes; it bounds the wait.
+        """
+        ...
+
+    def feeds(self) -> Sequence[Feed]:
+        """Return what reports the pages that each rank's sidecar holds."""
+        ...
+
+    def void(self) -> None:
+        """Make void what every rank holds in this space.
+
+        The sidecars are not available until that has been cleared.
+        """
+        ...
+
+    def tell_prefilled(self, tokens: int, found: int, loaded: int) -> None:
+        """Report to the sidecars what became of an admitted request. Never blocks.
+
+        tokens are those that vLLM's own cache did not have. found counts those of them that the
+        sidecars of all ranks had, loaded those that were loaded.
+        """
+        ...
+
+    def clear(self, timeout_s: float) -> bool:
+        """Have what is void cleared; return whether every rank has cleared it in time.
+
+        A rank that has not is asked again until it has.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the sessions. Safe to call again."""
+        ...

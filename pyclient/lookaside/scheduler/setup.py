@@ -1,0 +1,46 @@
+"""What all parts of the scheduler role know of their engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lookaside.config import Config
+from lookaside.scheduler.contract import Sidecars
+from lookaside.stats import Collector
+
+
+@dataclass(slots=True)
+class Setup:
+    """Made once by the role and shared by its parts, which change nothing in it."""
+
+    config: Config
+    sidecars: Sidecars
+    stats: Collector
+    clock: Callable[[], float]
+    ranks: int
+    """Workers that acknowledge each save."""
+    steps_ahead: int
+    """Steps that a worker may have to carry out before it sees what is ordered now."""
+    may_load: bool
+    may_save: bool
+    page: int
+    """Tokens of a page."""
+    chunk: int
+    """Pages of a chunk."""
+    hashes_per_page: int
+    """vLLM's block hashes for each page; the last of them names it."""
+    drafts: bool
+    """Whether draft layers are cached. Their KV of a page's last position depends on the token
+    after it. So a page counts only when the next one matches too, and the newest page of a request
+    that decodes is not final yet."""
+    hybrid: bool
+    """Whether some layers need less than the whole prefix, or are in groups of their own."""
+
+    @property
+    def whole_pages(self) -> bool:
+        """Whether only whole pages can be handed over.
+
+        A page that ends in its middle has other needs of a window, and of draft layers.
+        """
+        return self.drafts or self.hybrid

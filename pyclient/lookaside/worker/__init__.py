@@ -1,0 +1,52 @@
+"""The worker role: moves pages between this rank's KV cache and the mapped arena.
+
+============  ======================================================================
+role.py       the calls that vLLM makes; it only wires the parts below together
+link.py       the session with this rank's sidecar, and the memory that it gives
+pages.py      the blocks and bytes of pages: arithmetic alone
+saves.py      from the order to save pages to its acknowledgement
+loads.py      from the order to load pages to its report, on a thread of its own
+forwards.py   how long a step's forward takes
+============  ======================================================================
+
+One step, on the worker's main thread:
+
+1. bind_connector_metadata asks the sidecar for room (PrepareStore) for the step's saves and takes
+   over the leases of its loads (PrepareLoad). The answers travel while the model computes.
+2. start_load_kv hands the loads to the loader thread. No block is written before this: only now has
+   vLLM finished with what the blocks were before.
+3. wait_for_save collects the room, waiting a little for it at most, and copies. On a CPU the copy
+   is over when it returns. On CUDA the copy is queued behind the forward, and the scheduler keeps
+   the blocks until build_connector_worker_meta names the save.
+4. get_finished and the calls after it report what has ended. If the scheduler says that nothing is
+   computed, get_finished first waits a little for a load to end: until then vLLM does nothing but
+   ask again, on the very cores that copy. (The arguments of start_load_kv do not tell: the V2 model
+   runner calls it after the forward's context.)
+
+Between 1 and 3 lies the forward. If the scheduler asks for its time, build_connector_worker_meta
+reports it, of this step or, on CUDA, of a later one: events on the stream measure it, so that
+nothing waits for the device.
+
+What is promised to vLLM, whatever the sidecar does:
+
+- No wait is without a deadline. (An exception is a bug, which the facade contains.)
+- Every request that a load was ordered for is reported as received exactly once, and not before the
+  last byte has moved: vLLM may free its blocks then.
+- Every save is acknowledged exactly once, carried out or not, and not before the last byte of its
+  blocks has been read.
+- A load counts as good only if the session that leased its pages is still there after the copy, and
+  its sidecar alive. Otherwise the load's blocks are reported as invalid. vLLM then computes them;
+  the local prefix before them stays. Where a model has a sliding window or several KV-cache groups,
+  an invalid block would end the engine, or leave a window that begins too late. There the request
+  as a whole is reported as failed, and vLLM starts over with it.
+
+A session that is lost while copies run is not replaced before they have ended, for a few seconds at
+most. Its socket stays open until the last of them has ended, however long that takes: when it
+closes, the sidecar gives its room to others.
+
+No module here imports one of the scheduler role.
+"""
+
+from lookaside.worker.role import WorkerConnector
+
+__all__ = ["WorkerConnector"]

@@ -1,0 +1,113 @@
+"""The session with this rank's sidecar, and the memory that it gives."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from lookaside import wire
+from lookaside.copies import Copies
+from lookaside.ratelog import RateLimitedLog
+from lookaside.regions import RegionError, RegionSet
+from lookaside.session import Session
+from lookaside.stats import Collector
+from lookaside.worker.pages import Pages
+
+# Copies take milliseconds; this bounds what a stuck device can hold up.
+_DRAIN_PATIENCE_S = 5.0
+# Kinds of region that are mapped by pages of 2 MiB, where their pages and the kernel allow it.
+_HUGE_KINDS = ("hugetlb", "thp", "devdax", "fsdax")
+# The kind whose pages are the page cache's: writing to each of them would have all of the file
+# written back.
+_FILE_KIND = "file"
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """The present session, and the mappings that its grants point into."""
+
+    session_id: int
+    regions: RegionSet
+    max_pages: int
+    """Pages of one PrepareStore, a multiple of a chunk."""
+
+
+class Link:
+    """What saves and loads share. The role fills it as the KV cache is registered.
+
+    A session.Subscriber: the methods named on_ run on the session's thread.
+    """
+
+    def __init__(self, stats: Collector, log: RateLimitedLog) -> None:
+        self._stats = stats
+        self._log = log
+        self.pages = Pages()
+        self.copies: Copies | None = None
+        self.session: Session | None = None
+        self.live: Live | None = None
+        """Replaced, never changed, by the session's thread; None while there is no session."""
+        self.closed = False
+        """The role is shut down, and orders nothing more."""
+
+    def send(self, message: object, session_id: int) -> None:
+        """Send a message if the session that it is of is the present one. Any thread."""
+        if self.session is not None:
+            self.session.send(message, session_id)
+
+    def on_connected(self, session: Session, welcome: wire.Welcome) -> None:
+        """Begin with a new session: grants of the one before mean nothing any more."""
+        pages = min(welcome.max_pages, wire.max_store_pages(self.pages.digest_bytes))
+        chunks = max(1, pages // self.pages.per_chunk)
+        regions = RegionSet(self.copies, on_unmapped=session.hold())
+        self.live = Live(welcome.session, regions, chunks * self.pages.per_chunk)
+
+    def on_region(self, session: Session, region: wire.RegionAdded, fd: int) -> None:
+        """Map a region. One that cannot be mapped costs its grants, not the session.
+
+        Nothing waits for another sidecar's region: the session comes first. The sidecar grants
+        nothing in a region before it hears that the region is ready, except in those that it names
+        before the session is connected.
+        """
+        live = self.live
+        if live is None:
+            return
+        mapped = functools.partial(session.send, wire.RegionMapped(region.region), live.session_id)
+        try:
+            live.regions.add(
+                region.region,
+                fd,
+                region.size,
+                huge=region.kind in _HUGE_KINDS,
+                background=session.connected or bool(region.read_only),
+                offset=region.offset,
+                page_size=region.page_size,
+                write=region.kind != _FILE_KIND,
+                read_only=bool(region.read_only),
+                then=mapped,
+            )
+        except RegionError as error:
+            mapped()
+            self._stats.add("errors")
+            whose = "another sidecar's arena" if region.read_only else "the arena"
+            self._log.warning(
+                f"region {region.read_only}", "region %d of %s: %s", region.region, whose, error
+            )
+
+    def on_region_removed(self, session: Session, region: int) -> None:
+        """Unmap a region once no copy of ours can touch it, and report that it is unmapped."""
+        live = self.live
+        if live is not None:
+            live.regions.remove(
+                region,
+                functools.partial(session.send, wire.RegionUnmapped(region), live.session_id),
+            )
+
+    def on_lost(self, session: Session) -> None:
+        """End a session: wait for copies that use its memory, then unmap it."""
+        live, self.live = self.live, None
+        if live is not None:
+            live.regions.close()
+            if not live.regions.wait_unmapped(_DRAIN_PATIENCE_S):
+                self._log.warning(
+                    "drain", "copies still use the memory of a session that is over; it stays ours"
+                )
