@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from lookaside import wire
+from lookaside.endpoint import EndpointError, open_endpoint
+from lookaside.handshake import SessionOptions
 from lookaside.regions import RegionSet, map_region, populate, unmap
-from lookaside.session import EndpointError, Session, SessionOptions, open_endpoint
+from lookaside.session import Session
 
 from bench._report import Report, arguments
 

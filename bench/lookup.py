@@ -33,8 +33,9 @@ from typing import Any
 
 import zmq
 from lookaside import wire
+from lookaside.handshake import SessionOptions
 from lookaside.lookups import Lookup, LookupClient
-from lookaside.session import Session, SessionOptions
+from lookaside.session import Session
 
 from bench._report import Report, arguments, spread
 

@@ -26,8 +26,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lookaside import wire
+from lookaside.handshake import SessionOptions
 from lookaside.lookups import Lookup, LookupClient
-from lookaside.session import Session, SessionOptions
+from lookaside.session import Session
 
 from bench._report import Report, arguments
 from examples.stand import client, model

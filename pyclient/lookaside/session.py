@@ -28,101 +28,46 @@ it. This module imports neither torch nor vLLM, and importing it opens nothing.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import itertools
 import logging
 import os
 import select
 import socket
-import stat
-import struct
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from lookaside import wire
+from lookaside.endpoint import EndpointAbsent, EndpointError, open_endpoint
+from lookaside.handshake import RefusedError, SessionOptions, greet, welcomed
+from lookaside.heartbeat import Heartbeat
+from lookaside.line import HandshakeError, Line, close_all
 from lookaside.ratelog import RateLimitedLog
 from lookaside.regions import Control, RegionError
 
 # Below "vllm", so that its handlers show it.
 logger = logging.getLogger("vllm.lookaside")
 
-SOCKET_NAME = "session.sock"
-_SUN_PATH_BYTES = 107
-
 _BACKOFF_FIRST_S = 0.1
 _BACKOFF_LAST_S = 1.0
 _REFUSED_BACKOFF_S = 5.0
 _CONNECT_PATIENCE_S = 5.0
-_HEARTBEAT_S = 1.0
-_PONG_PATIENCE_S = 0.5
-_RETRY_S = 0.05
 # A wait shorter than this since the request was sent says nothing about the sidecar.
 _DOUBT_AFTER_S = 0.005
 _MAX_OUTBOX = 4096
-_MAX_REGIONS = 4096
 
 
 class SessionUnavailable(RuntimeError):
     """There is no session that would answer now: not connected, or suspect."""
 
 
-class EndpointError(RuntimeError):
-    """The endpoint's directory cannot be trusted or used; the message says why."""
-
-
-class EndpointAbsent(EndpointError):
-    """Nothing listens at the endpoint."""
-
-
-class HandshakeError(RuntimeError):
-    """The peer is not a sidecar that speaks this protocol."""
-
-
-class RefusedError(RuntimeError):
-    """The sidecar refused the handshake; ``refusal`` says why."""
-
-    def __init__(self, refusal: wire.Refuse) -> None:
-        self.refusal = refusal
-        super().__init__(
-            f"{refusal.code}: {refusal.message}"
-            + (
-                f" ({refusal.field}: sidecar has {refusal.want!r}, this engine {refusal.got!r})"
-                if refusal.field
-                else ""
-            )
-        )
-
-
 # What sidecars want users to know. All ranks' sidecars say the same: it is logged once an hour for
 # all of them.
 _notices = RateLimitedLog(logger, every_s=3600.0)
 _MAX_NOTICES = 256
-
-
-@dataclass(frozen=True, slots=True)
-class SessionOptions:
-    """Whom to connect to, and what to say. A scheduler may leave page_bytes 0."""
-
-    endpoint: str
-    """The sidecar's directory."""
-    role: str
-    """``"scheduler"`` or ``"worker"``."""
-    engine_id: str
-    rank: int
-    page_tokens: int
-    page_bytes: int
-    pages_per_chunk: int
-    digest_bytes: int
-    ranks: int = 1
-    """The ranks that a scheduler speaks for, from ``rank`` on: all of them hold the same pages."""
-    fields: Mapping[str, str] = field(default_factory=dict)
-    """What else must agree for bytes to be reusable; part of the fingerprint."""
 
 
 class Subscriber(Protocol):
@@ -181,26 +126,6 @@ class Pending:
         return self._session._give_up(self)
 
 
-class _Line:
-    """The socket of one session. It closes when nobody holds it; it is made held once."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.socket = sock
-        self._lock = threading.Lock()
-        self._holds = 1
-
-    def hold(self) -> None:
-        with self._lock:
-            self._holds += 1
-
-    def release(self) -> None:
-        with self._lock:
-            self._holds -= 1
-            last = not self._holds
-        if last:
-            self.socket.close()
-
-
 class Session:
     """See the module's comment. Made idle; start connects, close ends for good.
 
@@ -232,8 +157,8 @@ class Session:
         self._lock = threading.Lock()
         # All below: guarded by _lock.
         self._socket: socket.socket | None = None
-        self._line: _Line | None = None  # has _socket
-        self._lines: tuple[_Line, ...] = ()  # all that may be open; replaced, never changed
+        self._line: Line | None = None  # has _socket
+        self._lines: tuple[Line, ...] = ()  # all that may be open; replaced, never changed
         self._control: Control | None = None
         self._welcome: wire.Welcome | None = None
         self._connected = False
@@ -370,7 +295,7 @@ class Session:
             line.release()
             # Also keeps the session for as long, which a fork has to find.
             with self._lock:
-                self._lines = tuple(each for each in self._lines if each.socket.fileno() >= 0)
+                self._lines = tuple(each for each in self._lines if each.is_open)
 
         return release
 
@@ -538,41 +463,15 @@ class Session:
     def _connect(self) -> None:
         """The handshake, from the directory's check to all regions being mapped."""
         options = self.options
-        sock = open_endpoint(options.endpoint)
+        line = Line(open_endpoint(options.endpoint))
         with self._lock:
-            self._socket = sock
-            self._line = _Line(sock)
-            self._lines = (*(each for each in self._lines if each.socket.fileno() >= 0), self._line)
+            self._socket = line.socket
+            self._line = line
+            self._lines = (*(each for each in self._lines if each.is_open), line)
             self._broken = None
         deadline = time.monotonic() + _CONNECT_PATIENCE_S
-        hello = wire.Hello(
-            version=wire.VERSION,
-            role=options.role,
-            engine_id=options.engine_id,
-            rank=options.rank,
-            ranks=options.ranks,
-            page_tokens=options.page_tokens,
-            page_bytes=options.page_bytes,
-            pages_per_chunk=options.pages_per_chunk,
-            digest_bytes=options.digest_bytes,
-            fields=dict(sorted(options.fields.items())),
-        )
-        # A sidecar without room for us may have refused and closed already.
-        with contextlib.suppress(BrokenPipeError):
-            sock.send(wire.encode(hello), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        message, fds = self._receive_by(deadline)
-        try:
-            if isinstance(message, wire.Refuse):
-                raise RefusedError(message)
-            if not isinstance(message, wire.Welcome) or len(fds) != 1:
-                raise HandshakeError(f"{type(message).__name__} with {len(fds)} fds for a Welcome")
-            if message.version != wire.VERSION or not message.session:
-                raise HandshakeError(f"welcomed with version {message.version}")
-            if message.regions > _MAX_REGIONS:
-                raise HandshakeError(f"{message.regions} regions announced")
-            control = Control(fds[0])
-        finally:
-            _close_all(fds)
+        greet(line, options)
+        message, control = welcomed(*self._receive_by(deadline))
         with self._lock:
             self._control = control
             if control.generation != message.generation:
@@ -584,7 +483,7 @@ class Session:
         for _ in range(message.regions):
             added, fds = self._receive_by(deadline)
             if not isinstance(added, wire.RegionAdded):
-                _close_all(fds)
+                close_all(fds)
                 raise HandshakeError(f"{type(added).__name__} for a RegionAdded")
             self._hand_over(added, fds)
         with self._lock:
@@ -608,16 +507,16 @@ class Session:
             for subscriber in self._told:
                 subscriber.on_region(self, added, fds[0])
         finally:
-            _close_all(fds)
+            close_all(fds)
 
     def _receive_by(self, deadline: float) -> tuple[Any, list[int]]:
         """The next message of the handshake. Raises HandshakeError at the deadline."""
         poller = select.poll()
-        assert self._socket is not None
-        poller.register(self._socket, select.POLLIN)
+        assert self._line is not None
+        poller.register(self._line.socket, select.POLLIN)
         poller.register(self._wake_fd, select.POLLIN)
         while True:
-            received = self._receive()
+            received = self._line.receive(self._buffer)
             if received is not None:
                 return received
             left = deadline - time.monotonic()
@@ -627,93 +526,46 @@ class Session:
                 if fd == self._wake_fd:
                     self._drain_wake()
 
-    def _receive(self) -> tuple[Any, list[int]] | None:
-        """One message with its fds, or None if there is none now.
-
-        Raises ConnectionError at the end of the session, HandshakeError for
-        bytes that are no message.
-        """
-        assert self._socket is not None
-        try:
-            size, ancillary, flags, _ = self._receive_packet(self._socket)
-        except (BlockingIOError, InterruptedError):
-            return None
-        except ConnectionResetError:
-            # It closed with something of ours unread: said once, before what it had sent.
-            size, ancillary, flags, _ = self._receive_packet(self._socket)
-        fds: list[int] = []
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                count = len(data) // struct.calcsize("i")
-                fds.extend(struct.unpack(f"{count}i", data[: count * struct.calcsize("i")]))
-        try:
-            if size == 0:
-                raise ConnectionResetError("the sidecar has closed the session")
-            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-                raise HandshakeError("a message longer than the protocol allows")
-            return wire.decode(memoryview(self._buffer)[:size]), fds
-        except wire.WireError as error:
-            _close_all(fds)
-            raise HandshakeError(f"a message that cannot be read: {error}") from error
-        except BaseException:
-            _close_all(fds)
-            raise
-
-    def _receive_packet(self, sock: socket.socket) -> tuple[int, list[Any], int, Any]:
-        return sock.recvmsg_into(
-            [self._buffer],
-            socket.CMSG_SPACE(8 * struct.calcsize("i")),
-            socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC,
-        )
-
     def _serve(self) -> None:
         """Dispatch until the session ends; returns or raises when it has."""
-        assert self._socket is not None
+        assert self._line is not None
+        line, beat = self._line, Heartbeat(time.monotonic())
         poller = select.poll()
         poller.register(self._wake_fd, select.POLLIN)
-        heard = time.monotonic()
-        pinged: float | None = None  # when the Ping that is out was sent
         while True:
             with self._lock:
                 if self._broken is not None:
                     raise ConnectionResetError(self._broken)
                 self._flush()
-                greet, self._greet = self._greet, []
+                newcomers, self._greet = self._greet, []
                 suspect = self._suspect
                 events = select.POLLIN | (select.POLLOUT if self._outbox else 0)
             if self._closed:
                 return
-            for subscriber in greet:
+            for subscriber in newcomers:
                 assert self._welcome is not None
                 self._told.append(subscriber)
                 subscriber.on_connected(self, self._welcome)
 
             now = time.monotonic()
-            if pinged is None and (suspect or now - heard >= _HEARTBEAT_S):
+            if beat.wants_ping(now, suspect):
                 with self._lock:
                     if self._transmit(wire.encode(wire.Ping(next(self._ids) & 0xFFFFFFFF))):
-                        pinged = now
+                        beat.pinged = now
                     else:
                         # It reads nothing: as suspect as one that does not answer.
                         self._suspect = suspect = True
-            if pinged is not None and now - pinged >= _PONG_PATIENCE_S:
+            if beat.is_late(now):
                 with self._lock:
                     self._suspect = True
-            if pinged is not None:
-                late = pinged + _PONG_PATIENCE_S
-                due = late if late > now else now + _HEARTBEAT_S
-            elif suspect:
-                due = now + _RETRY_S
-            else:
-                due = heard + _HEARTBEAT_S
-            poller.register(self._socket, events)
-            poller.poll(max(0.0, due - now) * 1000)
+            poller.register(line.socket, events)
+            poller.poll(max(0.0, beat.due(now, suspect) - now) * 1000)
             self._drain_wake()
 
-            while (received := self._receive()) is not None:
-                heard, message = time.monotonic(), received[0]
+            while (received := line.receive(self._buffer)) is not None:
+                beat.heard, message = time.monotonic(), received[0]
                 if isinstance(message, wire.Pong):
-                    pinged = None
+                    beat.pinged = None
                 with self._lock:
                     self._suspect = False
                 self._dispatch(message, received[1])
@@ -732,7 +584,7 @@ class Session:
         if isinstance(message, wire.RegionAdded):
             self._hand_over(message, fds)
             return
-        _close_all(fds)
+        close_all(fds)
         if isinstance(message, wire.RegionRemoved):
             for subscriber in self._told:
                 subscriber.on_region_removed(self, message.region)
@@ -804,71 +656,6 @@ class Session:
         for line in self._lines:
             line.socket.close()  # closes the child's descriptor only
         self._wake_fd = -1
-
-
-def open_endpoint(directory: str) -> socket.socket:
-    """Connect to the session socket of a sidecar's directory, without blocking.
-
-    The directory and the process behind the socket must belong to this user,
-    and nobody else may be able to put a socket there. Raises EndpointAbsent if
-    nothing listens, EndpointError for a directory that cannot be trusted.
-    """
-    path = os.path.join(directory, SOCKET_NAME)
-    if len(os.fsencode(path)) > _SUN_PATH_BYTES:
-        raise EndpointError(
-            f"{path!r} has {len(os.fsencode(path))} bytes; a Unix socket's path has room for "
-            f"{_SUN_PATH_BYTES}"
-        )
-    check_directory(directory)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-    try:
-        sock.setblocking(False)
-        # A packet may be larger than the default send buffer.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wire.SOCKET_BUFFER_BYTES)
-        try:
-            sock.connect(path)
-        except (FileNotFoundError, ConnectionRefusedError) as error:
-            raise EndpointAbsent(f"{path}: {error.strerror}") from error
-        except BlockingIOError as error:
-            raise EndpointError(f"{path}: too many clients wait to be accepted") from error
-        except OSError as error:
-            raise EndpointError(f"{path}: {error.strerror}") from error
-        peer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        _, uid, _ = struct.unpack("3i", peer)
-        if uid not in (os.geteuid(), 0):
-            raise EndpointError(f"{path} is served by user {uid}, not by us ({os.geteuid()})")
-        return sock
-    except BaseException:
-        sock.close()
-        raise
-
-
-def check_directory(directory: str) -> None:
-    """Refuse a directory in which others could have put a socket.
-
-    Raises EndpointAbsent if it does not exist, EndpointError otherwise.
-    """
-    try:
-        status = os.lstat(directory)
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            raise EndpointAbsent(f"{directory}: {error.strerror}") from error
-        raise EndpointError(f"{directory}: {error.strerror}") from error
-    if stat.S_ISLNK(status.st_mode) or not stat.S_ISDIR(status.st_mode):
-        raise EndpointError(f"{directory} is not a directory (symbolic links are refused)")
-    if status.st_uid != os.geteuid():
-        raise EndpointError(
-            f"{directory} belongs to user {status.st_uid}, not to us ({os.geteuid()})"
-        )
-    if status.st_mode & 0o077:
-        raise EndpointError(
-            f"{directory} has mode {stat.S_IMODE(status.st_mode):04o}; others must have no access"
-        )
-
-
-def _close_all(fds: list[int]) -> None:
-    while fds:
-        os.close(fds.pop())
 
 
 _live_sessions: weakref.WeakSet[Session] = weakref.WeakSet()

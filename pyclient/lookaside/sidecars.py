@@ -18,8 +18,9 @@ from lookaside import space, wire
 from lookaside.clearing import Clearing
 from lookaside.config import Config
 from lookaside.events import SessionFeed
+from lookaside.handshake import SessionOptions
 from lookaside.lookups import Lookup, LookupClient
-from lookaside.session import Session, SessionOptions
+from lookaside.session import Session
 from lookaside.stats import Collector
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ PATIENCE_S = {
     "lookaside.lookups._HANDSHAKE_PATIENCE_S": 10.0,
     "lookaside.scheduler.identification._IDENTITY_PATIENCE_S": 60.0,
     "lookaside.session._CONNECT_PATIENCE_S": 60.0,
-    "lookaside.session._PONG_PATIENCE_S": 60.0,
+    "lookaside.heartbeat._PONG_PATIENCE_S": 60.0,
     "lookaside.worker.link._DRAIN_PATIENCE_S": 60.0,
     "lookaside.worker.loads._GRANT_PATIENCE_S": 60.0,
     "lookaside.worker.role._START_PATIENCE_S": 60.0,

@@ -14,15 +14,9 @@ from typing import Any
 
 import pytest
 from lookaside import wire
-from lookaside.session import (
-    EndpointAbsent,
-    EndpointError,
-    Session,
-    SessionOptions,
-    SessionUnavailable,
-    check_directory,
-    open_endpoint,
-)
+from lookaside.endpoint import EndpointAbsent, EndpointError, check_directory, open_endpoint
+from lookaside.handshake import SessionOptions
+from lookaside.session import Session, SessionUnavailable
 from peer import Conn, Peer, serving, until, waited_in_vain
 
 
@@ -297,8 +291,8 @@ def test_impatience_is_not_suspicion(
 def test_idle_session_notices_a_stop(
     directory: Path, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lookaside.session._HEARTBEAT_S", 0.2)
-    monkeypatch.setattr("lookaside.session._PONG_PATIENCE_S", 0.2)
+    monkeypatch.setattr("lookaside.heartbeat._HEARTBEAT_S", 0.2)
+    monkeypatch.setattr("lookaside.heartbeat._PONG_PATIENCE_S", 0.2)
     peer.script[wire.Ping] = lambda conn, m: None
     session = Session(options(directory))
     session.start()

@@ -31,16 +31,11 @@ import zmq
 from lookaside import wire
 from lookaside.autostart import Autostart
 from lookaside.config import parse
+from lookaside.endpoint import EndpointAbsent, EndpointError, open_endpoint
 from lookaside.lookups import Lookup
 from lookaside.metadata import LoadSpec, LookasideMetadata, SaveSpec
 from lookaside.ratelog import RateLimitedLog
-from lookaside.session import (
-    EndpointAbsent,
-    EndpointError,
-    Session,
-    SessionUnavailable,
-    open_endpoint,
-)
+from lookaside.session import Session, SessionUnavailable
 from lookaside.sidecars import RankSidecars
 from peer import until, waited_in_vain
 from scheduling import make_kv_config

@@ -14,10 +14,11 @@ from lookaside import space
 from lookaside.autostart import Autostart
 from lookaside.config import Config
 from lookaside.devices import make_copies
+from lookaside.handshake import SessionOptions
 from lookaside.layout import PageLayout, UnsupportedLayout, build_layout
 from lookaside.metadata import LookasideMetadata, LookasideWorkerMetadata
 from lookaside.ratelog import RateLimitedLog
-from lookaside.session import Session, SessionOptions
+from lookaside.session import Session
 from lookaside.stats import Collector
 from lookaside.worker.forwards import Forwards
 from lookaside.worker.link import Link

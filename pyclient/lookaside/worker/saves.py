@@ -59,7 +59,7 @@ class Saves:
         self._link = link
         self._stats = stats
         self._log = log
-        self.share = (1, 0)
+        self.share: tuple[int, int] = (1, 0)
         """(n, i): of n ranks that hold the same pages, this is number i."""
         self._orders: list[_Save] = []  # of this step
         self._copying: list[_Save] = []  # whose copy is under way

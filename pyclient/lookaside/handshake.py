@@ -1,0 +1,89 @@
+"""What the two sides of a session tell each other first."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lookaside import wire
+from lookaside.line import HandshakeError, Line, close_all
+from lookaside.regions import Control
+
+_MAX_REGIONS = 4096
+
+
+class RefusedError(RuntimeError):
+    """The sidecar refused the handshake; ``refusal`` says why."""
+
+    def __init__(self, refusal: wire.Refuse) -> None:
+        self.refusal = refusal
+        super().__init__(
+            f"{refusal.code}: {refusal.message}"
+            + (
+                f" ({refusal.field}: sidecar has {refusal.want!r}, this engine {refusal.got!r})"
+                if refusal.field
+                else ""
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """Whom to connect to, and what to say. A scheduler may leave page_bytes 0."""
+
+    endpoint: str
+    """The sidecar's directory."""
+    role: str
+    """``"scheduler"`` or ``"worker"``."""
+    engine_id: str
+    rank: int
+    page_tokens: int
+    page_bytes: int
+    pages_per_chunk: int
+    digest_bytes: int
+    ranks: int = 1
+    """The ranks that a scheduler speaks for, from ``rank`` on: all of them hold the same pages."""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """What else must agree for bytes to be reusable; part of the fingerprint."""
+
+
+def greet(line: Line, options: SessionOptions) -> None:
+    """Send the Hello that opens a session."""
+    hello = wire.Hello(
+        version=wire.VERSION,
+        role=options.role,
+        engine_id=options.engine_id,
+        rank=options.rank,
+        ranks=options.ranks,
+        page_tokens=options.page_tokens,
+        page_bytes=options.page_bytes,
+        pages_per_chunk=options.pages_per_chunk,
+        digest_bytes=options.digest_bytes,
+        fields=dict(sorted(options.fields.items())),
+    )
+    # A sidecar without room for us may have refused and closed already.
+    with contextlib.suppress(BrokenPipeError):
+        line.socket.send(wire.encode(hello), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+
+def welcomed(message: Any, fds: list[int]) -> tuple[wire.Welcome, Control]:
+    """Check the answer to the Hello, and map the control region that travels with it.
+
+    Closes fds. Raises RefusedError for a refusal, HandshakeError for anything that is no welcome,
+    and RegionError for a control region that cannot be used. The caller closes the control region.
+    """
+    try:
+        if isinstance(message, wire.Refuse):
+            raise RefusedError(message)
+        if not isinstance(message, wire.Welcome) or len(fds) != 1:
+            raise HandshakeError(f"{type(message).__name__} with {len(fds)} fds for a Welcome")
+        if message.version != wire.VERSION or not message.session:
+            raise HandshakeError(f"welcomed with version {message.version}")
+        if message.regions > _MAX_REGIONS:
+            raise HandshakeError(f"{message.regions} regions announced")
+        return message, Control(fds[0])
+    finally:
+        close_all(fds)
