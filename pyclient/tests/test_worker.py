@@ -849,8 +849,13 @@ def test_nothing_that_goes_wrong_inside_leaves_the_connector(
         stand.vllm_config, KVConnectorRole.WORKER, make_kv_config(BLOCKS)
     )
     worker, connector._worker, connector._stats = stand.worker, stand.worker, stand.stats
-    for name in ("_order_load", "_copy_out", "_finish_saves", "start_load_kv"):
-        monkeypatch.setattr(worker, name, broken)
+    for part, name in (
+        (worker.loads, "order"),
+        (worker.saves, "_start"),
+        (worker.saves, "finish"),
+        (worker, "start_load_kv"),
+    ):
+        monkeypatch.setattr(part, name, broken)
     stand.worker = connector  # type: ignore[assignment]
     meta = LookasideMetadata(
         loads=[load_spec("r", ((1, 1),), 0, [5])], saves=[stand.save(0, [1], [1])]
