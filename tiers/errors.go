@@ -2,15 +2,15 @@ package tiers
 
 import "errors"
 
-// The reasons for which the engine or a tier refuses a call. Callers compare with errors.Is; the
-// wrapped text carries the values.
+// Reasons for which the engine or a tier refuses a call. Callers compare with errors.Is; the
+// wrapped text has the values.
 var (
-	// ErrCorrupt: a chunk's bytes did not match their checksum. The tier has dropped it; it is a
-	// miss, not a failure.
+	// ErrCorrupt: a chunk's bytes did not match their checksum. The tier has dropped the chunk, so
+	// the caller treats it as a miss.
 	ErrCorrupt = errors.New("corrupt")
 
 	ErrNotFound = errors.New("not found") // never issued, or issued to somebody else
-	// was valid once: released, expired, trimmed away or dropped
+	// once valid, but released, expired, trimmed away or dropped since
 	ErrStale        = errors.New("stale")
 	ErrIncompatible = errors.New("incompatible") // another space or geometry
 	ErrBusy         = errors.New("busy")         // a limit is reached

@@ -9,15 +9,15 @@ import (
 type Geometry struct {
 	PageBytes     int64 // bytes of one page
 	PagesPerChunk int   // pages of one slot
-	PageTokens    int   // tokens of one page; the engine only keeps it
+	PageTokens    int   // tokens of one page; not used by the engine
 	DigestBytes   int   // length of a page hash: 8, 16 or 32
 }
 
 // MaxPagesPerChunk bounds the pages of a slot.
 const MaxPagesPerChunk = 4096
 
-// Validate reports why the engine refuses the geometry: ErrInvalid, with the field and what is
-// allowed. Pages have at least minPageBytes.
+// Validate returns ErrInvalid, with the field and what is allowed, if the engine would refuse the
+// geometry. minPageBytes is the smallest allowed PageBytes.
 func (g Geometry) Validate(minPageBytes int64) error {
 	switch {
 	case g.PageBytes < minPageBytes || g.PageBytes > math.MaxInt64/MaxPagesPerChunk:

@@ -2,12 +2,12 @@ package tiers
 
 import "context"
 
-// Space is what a tier has to know of a space. It is immutable.
+// Space is what a tier needs to know of a space. It is immutable.
 type Space struct {
 	Fingerprint Fingerprint
 	Geometry    Geometry
-	// Element is what the pages are made of ("bfloat16", "float16", "float32", "float8"), for
-	// codecs; "" if it is not known.
+	// Element is the type of the pages' elements ("bfloat16", "float16", "float32", "float8"), for
+	// codecs; "" if not known.
 	Element string
 }
 
@@ -15,20 +15,20 @@ type Space struct {
 type Run struct {
 	Space  *Space
 	First  int    // index of the first page; a multiple of PagesPerChunk
-	Prev   []byte // digest of the page before; empty for First == 0, and where it is not known
+	Prev   []byte // digest of the page before; empty if there is none or it is not known
 	Hashes []byte // digests of the pages, end to end
 }
 
-// Pages is how many pages the run has.
+// Pages returns the number of pages.
 func (r Run) Pages() int { return len(r.Hashes) / r.Space.Geometry.DigestBytes }
 
-// Chunks is how many chunks the run touches. The last may be partly filled.
+// Chunks returns the number of chunks that the run touches. The last may be partly filled.
 func (r Run) Chunks() int {
 	ppc := r.Space.Geometry.PagesPerChunk
 	return (r.Pages() + ppc - 1) / ppc
 }
 
-// Chunk is the run of the run's i-th chunk.
+// Chunk returns the part of the run in its i-th chunk.
 func (r Run) Chunk(i int) Run {
 	g := r.Space.Geometry
 	from := i * g.PagesPerChunk
@@ -41,66 +41,64 @@ func (r Run) Chunk(i int) Run {
 	return c
 }
 
-// Transfer is one chunk's bytes on the way between the arena and a tier.
+// Transfer is one chunk to be copied between the arena and a tier.
 type Transfer struct {
 	Run
 	// Bytes is memory of the arena, page after page: Pages() × PageBytes. Nobody else writes it
-	// during the call. What a worker could write it may have written wrongly, so nothing in it is
-	// trusted.
+	// during the call. A worker may have written it before, so nothing in it is trusted.
 	Bytes []byte
 }
 
-// A Tier is somewhere below the arena where chunks can live. It may fail and it may forget; it must
-// never lie: what it loads are the bytes that were stored for exactly these pages, checked, or an
+// Tier is a place below the arena where chunks can live. It may fail and it may forget, but it must
+// never lie: a load returns the bytes that were stored for exactly these pages, checked, or an
 // error.
 //
-// Calls may be made from any goroutine at any time until Close, which waits for those under way. A
-// tier has no queues, retries or breakers of its own: package stack, its only caller, has these for
-// all of them, and gives every call a deadline. A call that cannot be done by then returns
-// context.Cause of its context; bytes that it was to fill are not touched after it has returned.
+// Calls may come from any goroutine at any time until Close, which waits for those under way. A
+// tier needs no queues, retries or breakers: package stack, its only caller, has them for all
+// tiers, and gives every call a deadline. A call that cannot finish by then returns context.Cause
+// of its context. After it has returned, it does not touch the bytes that it was to fill.
 //
-// Errors: ErrNotFound is a miss, ErrCorrupt a chunk that was dropped for its checksum, ErrBusy that
-// there was no room (for a store), ErrClosed that Close has begun. Any other is a failure of the
-// medium or the server.
+// Errors: ErrNotFound is a miss. ErrCorrupt is a chunk that was dropped for its checksum. ErrBusy
+// means that there was no room (for a store). ErrClosed means that Close has begun. Any other error
+// is a failure of the medium or the server.
 type Tier interface {
-	// Contains sets held[i] to how many pages, from its first, the tier has of the run's i-th
-	// chunk, for all chunks or for those up to the first that is not held whole: the entries behind
-	// that may be 0. len(held) == run.Chunks(). It may answer from what it remembers, and be wrong.
+	// Contains sets held[i] to the number of pages, from its first, that the tier has of the run's
+	// i-th chunk. Entries behind the first chunk that is not held whole may be 0. len(held) ==
+	// run.Chunks(). Contains may use remembered state, and be wrong.
 	Contains(ctx context.Context, run Run, held []uint16) error
 
-	// Load fills the transfers' bytes and calls done once for each, from any goroutine, before it
-	// returns. Transfers are independent of each other, and wanted in their order. After an error a
-	// transfer's bytes are undefined.
+	// Load fills the transfers' bytes. It calls done once for each transfer, from any goroutine,
+	// before it returns. Transfers are independent, and the first are wanted first. After an error
+	// a transfer's bytes are undefined.
 	Load(ctx context.Context, transfers []Transfer, done func(i int, err error))
 
-	// Store keeps the transfers' bytes and calls done once for each, before it returns: with nil
-	// when the chunk is as durable as the tier ever makes it. Storing what is held already, or is a
-	// shorter version of it, is nil at once.
+	// Store keeps the transfers' bytes. It calls done once for each before it returns: with nil
+	// once the chunk is as durable as the tier ever makes it. For a chunk that is held already, or
+	// is a shorter version of one, it calls done with nil at once.
 	Store(ctx context.Context, transfers []Transfer, done func(i int, err error))
 
-	// Drop forgets the chunks that the run touches, in all their versions that have the run's
-	// pages. Nobody can find them when it returns.
+	// Drop forgets the chunks that the run touches, in all versions that have the run's pages. Once
+	// Drop returns, nobody can find them.
 	Drop(ctx context.Context, run Run) error
 
-	// Clear forgets everything of a space, or with the zero Fingerprint everything, and says how
-	// many chunks that was, -1 if it cannot know.
+	// Clear forgets all chunks of a space, or of all spaces for the zero Fingerprint. It returns
+	// how many there were, -1 if it cannot know.
 	Clear(ctx context.Context, fp Fingerprint) (chunks int, err error)
 
-	// Stats is cheap and never blocks on I/O.
+	// Stats returns a snapshot. It is cheap and never blocks on I/O.
 	Stats() TierStats
 
-	// Close ends the tier. What was stored stays where it is, if it is on something that lasts. It
-	// is idempotent.
+	// Close ends the tier. Chunks on durable media stay. Close is idempotent.
 	Close() error
 }
 
-// TierStats is a tier at one moment. What it cannot know is -1. The counters that all tiers have
-// alike are kept by package stack.
+// TierStats is a snapshot of a tier. A value that cannot be known is -1. Package stack keeps the
+// counters that all tiers share.
 type TierStats struct {
 	Kind string // "disk", "redis", "s3", …
-	// Contains answers from memory, within microseconds a chunk, and never blocks
+	// Contains works from memory, takes microseconds a chunk, and never blocks
 	Local bool
-	// loads may give other bytes than were stored (an opt-in that is part of the space)
+	// loads may return other bytes than were stored (an opt-in that is part of the space)
 	Lossy         bool
 	CapacityBytes int64
 	UsedBytes     int64
@@ -108,7 +106,7 @@ type TierStats struct {
 	Pages         int64
 	Evictions     uint64 // chunks dropped for room
 	Corrupt       uint64 // chunks dropped for their checksum
-	// why nothing of it can be used now; empty: something can, as far as it knows
+	// why the tier cannot be used now; empty: it can, as far as it knows
 	Down   string
-	Detail string // what an operator wants to see: directories, server, …; never a secret
+	Detail string // for operators: directories, server, …; never a secret
 }

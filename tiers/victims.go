@@ -1,23 +1,23 @@
 package tiers
 
-// Victim is a chunk that a tier will drop for want of room.
+// Victim is a chunk that a tier will drop when it needs room.
 type Victim struct {
 	Run
 	Handle uint64
 }
 
-// Victims is what a Tier may offer beside: to say ahead what it will drop next, so that a tier
-// below it that admits what is evicted can be given it first. Its methods may be called from any
+// Victims is an optional interface of a Tier that can tell in advance what it will drop. A tier
+// below it that admits evicted chunks is then given them first. Methods may be called from any
 // goroutine; package stack calls them from one.
 type Victims interface {
 	Tier
-	// NextVictims appends up to max chunks that the tier would drop next, coldest first, each to be
-	// ended by EndVictim. Until then it keeps them. With fewer than max there are no more for now.
-	// The runs are the caller's.
+	// NextVictims appends up to max chunks that the tier would drop next, coldest first. The tier
+	// keeps each until the caller ends it by EndVictim. Fewer than max means that there are no more
+	// for now. The caller owns the runs.
 	NextVictims(max int, out []Victim) []Victim
-	// EndVictim gives a victim back; ok says that it is kept below now, and need not be offered
-	// again.
+	// EndVictim releases a victim. ok reports that a tier below holds it now, so that it need not
+	// be offered again.
 	EndVictim(handle uint64, ok bool)
-	// VictimsReady is sent to when NextVictims may have something (again).
+	// VictimsReady receives when NextVictims may have more victims.
 	VictimsReady() <-chan struct{}
 }

@@ -9,43 +9,43 @@ import (
 	"syscall"
 )
 
-// Limits of one reply of a Redis server, beside the largest value that we ask for. go-redis
-// believes what lengths a server announces, and takes that much memory before it reads on; so they
-// are looked at before it sees them.
+// Limits of one reply of a Redis server, beside the largest value that we request. go-redis trusts
+// announced lengths and allocates that much before it reads on. So guard checks lengths before
+// go-redis sees them.
 const (
 	maxReplyLine  = 64 << 10
 	maxReplyDepth = 8
-	// of all aggregates in it, those of CLUSTER SLOTS of the largest cluster among them
+	// of all aggregates in a reply; CLUSTER SLOTS of the largest cluster fits
 	maxReplyElements = 1 << 18
 	maxReplyRest     = 16 << 20
-	// maxReplies bounds what the aggregates take that a tier's connections are receiving, where an
-	// element counts elementBytes more than it has.
+	// maxReplies bounds the aggregates that all connections of a tier are receiving. An element
+	// counts its bytes and elementBytes more.
 	maxReplies   = 32 << 20
 	elementBytes = 48
 )
 
-// guard is a connection to a Redis server that ends when the server sends what is no RESP
-// (attributes are not wanted), or more than it may. It is a connection's reading side, so used by
-// one goroutine at a time.
+// guard is a connection to a Redis server. It ends when the server sends something that is not
+// RESP, attributes, or more than allowed. It is the connection's reading side, so one goroutine at
+// a time uses it.
 type guard struct {
 	net.Conn
 	maxValue int64         // largest bulk string
-	all      *atomic.Int64 // what the aggregates take that are being received, of all connections
-	err      error         // what was wrong; then nothing more is read
+	all      *atomic.Int64 // shared by all connections: the size of aggregates being received
+	err      error         // what was wrong; nothing more is read after it
 
-	line     []byte  // what there is of the line being read, up to lineKept bytes
+	line     []byte  // the line being read, up to lineKept bytes
 	lineLen  int     // its length
-	skip     int64   // bytes of a bulk string and its end that are still to come
-	open     []int64 // elements still to come of the aggregates being read
+	skip     int64   // rest of a bulk string and its end
+	open     []int64 // elements to come of the open aggregates
 	elements int64   // of the reply so far
 	rest     int64   // bytes of the reply so far
 
 	mu     sync.Mutex // Close may be called while the connection is read
 	closed bool
-	taken  int64 // what the reply takes of all
+	taken  int64 // the reply's part of all
 }
 
-const lineKept = 32 // more than any length has
+const lineKept = 32 // longer than any length
 
 // Read implements net.Conn.
 func (g *guard) Read(p []byte) (int, error) {
@@ -68,8 +68,8 @@ func (g *guard) Close() error {
 	return g.Conn.Close()
 }
 
-// take notes that the reply takes n bytes more, and reports whether the tier's connections have
-// room for that.
+// take adds n bytes to the reply's size and reports whether the tier's connections have room for
+// them.
 func (g *guard) take(n int64) bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -80,7 +80,7 @@ func (g *guard) take(n int64) bool {
 	return g.all.Add(n) <= maxReplies
 }
 
-// give takes back what the reply took.
+// give returns the reply's part of the room.
 func (g *guard) give() {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -88,8 +88,7 @@ func (g *guard) give() {
 	g.taken = 0
 }
 
-// SyscallConn implements syscall.Conn, by which go-redis sees whether an idle connection is still
-// alive.
+// SyscallConn implements syscall.Conn. go-redis uses it to check that an idle connection is alive.
 func (g *guard) SyscallConn() (syscall.RawConn, error) {
 	if c, ok := g.Conn.(syscall.Conn); ok {
 		return c.SyscallConn()
@@ -157,14 +156,14 @@ func (g *guard) lineEnded() error {
 	switch {
 	case !ok || g.lineLen-1 > lineKept:
 		return errNoRESP
-	case n < 0: // nil
+	case n < 0: // a nil reply
 		g.ended()
 	case kind == '$', kind == '=', kind == '!':
 		if g.rest += n; n > g.maxValue || g.rest > maxReplyRest+g.maxValue {
 			return fmt.Errorf("the server announces %d bytes, and %d at most were asked for", n,
 				g.maxValue)
 		}
-		if len(g.open) > 0 && !g.take(n) { // any other is read to where it was wanted
+		if len(g.open) > 0 && !g.take(n) { // others are read straight to their place
 			return errTooMuch
 		}
 		g.skip = n + 2
@@ -186,7 +185,7 @@ var errTooMuch = errors.New("the server's answers are too long for so many at a 
 
 var errNoRESP = errors.New("the server does not speak the Redis protocol")
 
-// ended says that an element ended, and with it perhaps those around it.
+// ended ends an element, and the aggregates that it completes.
 func (g *guard) ended() {
 	for len(g.open) > 0 {
 		last := len(g.open) - 1
@@ -199,7 +198,7 @@ func (g *guard) ended() {
 	g.give()
 }
 
-// replyLength reads a decimal length, or -1.
+// replyLength parses a decimal length, or -1.
 func replyLength(b []byte) (int64, bool) {
 	if string(b) == "-1" {
 		return -1, true

@@ -11,10 +11,10 @@ import (
 	"lookaside/tiers/serde"
 )
 
-// buffers are for encoded pages on their way. There are as many as chunks that are moved at once.
+// buffers is a pool for encoded pages: one for each chunk that is being moved.
 var buffers = sync.Pool{New: func() any { return new([]byte) }}
 
-// fetch is a chunk's first pages on their way from a server. It is used by one goroutine at a time.
+// fetch loads a chunk's first pages. One goroutine at a time uses it.
 type fetch struct {
 	tier *Tier
 	name name      // of the object, which may have more pages
@@ -27,8 +27,7 @@ type fetch struct {
 	buffer *[]byte // nil where the codec is raw
 }
 
-// begin takes the object's header. It returns where the beginning of the encoded pages is to be
-// read to.
+// begin takes the object's header. It returns the memory to read the encoded pages into.
 func (f *fetch) begin(b []byte) (stream []byte, err error) {
 	h, err := parseHeader(b)
 	if err == nil {
@@ -42,7 +41,8 @@ func (f *fetch) begin(b []byte) (stream []byte, err error) {
 		return nil, tiers.ErrNotFound
 	}
 	if f.codec = f.tier.codec; h.codec != f.codec.Name() {
-		// Somebody else's. Anything that gives the bytes back will do; the rest is for others.
+		// Another sidecar wrote it. A codec that returns the same bytes can be used; the others
+		// cannot.
 		if f.codec, err = serde.New(h.codec); err != nil || f.codec.Lossy() {
 			return nil, tiers.ErrNotFound
 		}
@@ -64,7 +64,7 @@ func (f *fetch) begin(b []byte) (stream []byte, err error) {
 	return (*f.buffer)[:h.bytes(n)], nil
 }
 
-// end takes the outcome of reading what begin returned, or the error for which it was not read.
+// end takes the error of reading what begin returned, or of not reading it.
 func (f *fetch) end(err error) {
 	if err == nil {
 		err = f.decode()
@@ -95,7 +95,7 @@ func (f *fetch) decode() error {
 	return nil
 }
 
-// put is a chunk on its way to a server. It is used by one goroutine at a time.
+// put stores a chunk. One goroutine at a time uses it.
 type put struct {
 	tier *Tier
 	name name
@@ -103,7 +103,7 @@ type put struct {
 	src  []byte
 	done func(error)
 
-	buffer  *[]byte // what the pages were encoded to; nil where the codec is raw
+	buffer  *[]byte // the encoded pages; nil if the codec is raw
 	lengths []int64
 	sums    []uint64
 	summed  int64 // bytes of a raw chunk whose sums were begun
@@ -115,7 +115,7 @@ func (p *put) digest(i int) []byte {
 	return p.run.Hashes[i*d : (i+1)*d]
 }
 
-// begin encodes the chunk. What it returns is valid until end.
+// begin encodes the chunk. Its result is valid until end.
 func (p *put) begin() (stream []byte, err error) {
 	g, n := p.run.Space.Geometry, p.run.Pages()
 	codec := p.tier.codec
@@ -158,8 +158,8 @@ func (p *put) begin() (stream []byte, err error) {
 	return stream, nil
 }
 
-// sum goes on with the checksums of a raw chunk up to a byte. Done for each part just before it is
-// sent, it leaves the bytes in the processor's cache for the kernel's copy.
+// sum computes the checksums of a raw chunk up to a byte. It is called just before each part is
+// sent, so that the bytes are in the processor's cache for the kernel's copy.
 func (p *put) sum(to int64) {
 	page := p.run.Space.Geometry.PageBytes
 	for p.summed < to {
@@ -180,13 +180,13 @@ func (p *put) sum(to int64) {
 	}
 }
 
-// header is the header of the chunk, in parts of a size.
+// header returns the header of the chunk, in parts of a size.
 func (p *put) header(partBytes int64) []byte {
 	p.sum(int64(len(p.src)))
 	return appendHeader(nil, p.run, p.tier.codec.Name(), partBytes, p.lengths, p.sums)
 }
 
-// end takes the outcome.
+// end takes the result.
 func (p *put) end(err error) {
 	if p.buffer != nil {
 		buffers.Put(p.buffer)
@@ -195,7 +195,7 @@ func (p *put) end(err error) {
 	p.done(err)
 }
 
-// inParallel calls do for 0 … n-1 from up to workers goroutines and returns when all have.
+// inParallel calls do for 0 … n-1 from up to workers goroutines, and returns when all calls have.
 func inParallel(n, workers int, do func(i int)) {
 	if n <= 1 || workers <= 1 {
 		for i := range n {

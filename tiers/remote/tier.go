@@ -16,53 +16,53 @@ import (
 )
 
 const (
-	// maxVariants is how many of the chunks that begin with one page are looked at for one that has
-	// more of it than the names say.
+	// maxVariants bounds how many of the chunks that begin with one page are read to find one that
+	// has more pages than the names say.
 	maxVariants = 64
-	// window is how many names are asked for at once.
+	// window is how many names one request asks for.
 	window = 512
-	// patience bounds the calls whose context has no deadline.
+	// patience is the deadline of calls whose context has none.
 	patience = time.Minute
 )
 
-// variant is a chunk that begins with a certain page.
+// variant is a chunk that begins with a given page.
 type variant struct {
 	name  name
-	there bool // it was seen; else something only said so
+	there bool // it was seen; otherwise an index named it
 }
 
-// look says what of the chunks that begin with a page is wanted.
+// look says which of the chunks that begin with a page are wanted.
 type look uint8
 
 const (
-	// all that are a beginning of the run, and of the others the newest maxVariants
+	// all beginnings of the run, and the newest maxVariants of the others
 	lookForPages look = iota
-	lookForStore      // the run itself, and of the others the newest maxVariants
+	lookForStore      // the run itself, and the newest maxVariants of the others
 	lookForAll        // all
 )
 
-// objects is a service that keeps objects. Errors are tiers.ErrNotFound, ErrBusy or ErrCorrupt, or
-// failures, on which explain has the last word.
+// objects is a service that keeps objects. It returns tiers.ErrNotFound, ErrBusy, ErrCorrupt, or a
+// failure, which explain turns into text.
 type objects interface {
-	// has sets there for the objects that are there, in their order, up to the first that is not.
+	// has sets there for the objects that exist, in order, up to the first that does not.
 	has(ctx context.Context, names []name, there []bool) error
-	// variants lists for each run of one chunk objects that begin with its first page.
+	// variants returns, for each run of one chunk, objects that begin with its first page.
 	variants(ctx context.Context, runs []tiers.Run, look look) ([][]variant, error)
-	// headers reads headers and says for each what it read, which is valid during the call.
+	// headers reads headers and calls each with every one. b is valid during the call.
 	headers(ctx context.Context, names []name, each func(i int, b []byte, err error))
-	// fetch calls begin of each with its header and end when the bytes that begin returned were
-	// read, or with an error.
+	// fetch calls begin of each fetch with its header. It calls end when the bytes that begin
+	// returned are read, or with an error.
 	fetch(ctx context.Context, fetches []*fetch)
-	// put calls begin of each, writes what it returns, and calls end.
+	// put calls begin of each put, writes what begin returns, and calls end.
 	put(ctx context.Context, puts []*put)
-	// remove removes objects, there or not.
+	// remove removes objects; missing ones are no error.
 	remove(ctx context.Context, names []name) error
-	// clear removes all objects of a space, or with the zero Fingerprint all, and counts them.
+	// clear removes and counts all objects of a space, or of all spaces for the zero Fingerprint.
 	clear(ctx context.Context, fp tiers.Fingerprint) (int, error)
 	check(ctx context.Context) error
-	// explain makes of a failure what an operator can read: what to do about it, and no secrets.
+	// explain returns an error that an operator can act on, without secrets.
 	explain(err error) error
-	// close ends what is under way.
+	// close ends the calls under way.
 	close()
 }
 
@@ -89,8 +89,8 @@ func newTier(kind, detail, codec string, o objects) *Tier {
 	return t
 }
 
-// begin is the beginning of each call; end must be called if there is no error. The context it
-// returns ends also when the tier is closed.
+// begin starts a call. Without an error the caller must call end. The context ends also when the
+// tier is closed.
 func (t *Tier) begin(ctx context.Context) (both context.Context, end func(), err error) {
 	t.mu.Lock()
 	if t.closing {
@@ -119,7 +119,7 @@ func (t *Tier) begin(ctx context.Context) (both context.Context, end func(), err
 	return both, end, nil
 }
 
-// failure is the error of a call that met err.
+// failure returns the error of a call that failed with err.
 func (t *Tier) failure(ctx context.Context, err error) error {
 	if err == nil || errors.Is(err, tiers.ErrNotFound) || errors.Is(err, tiers.ErrBusy) ||
 		errors.Is(err, tiers.ErrCorrupt) {
@@ -128,7 +128,7 @@ func (t *Tier) failure(ctx context.Context, err error) error {
 	var timeout net.Error
 	if errors.Is(err, os.ErrDeadlineExceeded) || errors.Is(err, context.DeadlineExceeded) ||
 		errors.As(err, &timeout) && timeout.Timeout() {
-		// Connections have the deadline of the context, and may be a moment ahead of it.
+		// A connection's deadline is that of the context, and may fire a moment earlier.
 		if d, ok := ctx.Deadline(); ok && time.Until(d) < 100*time.Millisecond {
 			<-ctx.Done()
 		}
@@ -142,17 +142,16 @@ func (t *Tier) failure(ctx context.Context, err error) error {
 	return t.objects.explain(err)
 }
 
-// found is the chunk that has the most of a run of one chunk.
+// found is the chunk with the most pages of a run of one chunk.
 type found struct {
 	name  name
 	pages int // 0: there is none
-	// shorter are the chunks that a chunk of all the run makes needless: beginnings of it, unless
-	// there are so many others that one that needs only the beginning might not be told that the
-	// longer one has it.
+	// shorter are chunks that a chunk of the whole run makes needless: its beginnings. It is empty
+	// if there are so many variants that a reader of the beginning might not find the longer chunk.
 	shorter []name
 }
 
-// find finds chunks for runs of one chunk each.
+// find finds the best chunk for each run of one chunk.
 func (t *Tier) find(ctx context.Context, runs []tiers.Run, look look) ([]found, error) {
 	lists, err := t.objects.variants(ctx, runs, look)
 	if err != nil {
@@ -177,7 +176,7 @@ func (t *Tier) find(ctx context.Context, runs []tiers.Run, look look) ([]found, 
 			f.shorter = nil
 		}
 		if look == lookForStore && run.Pages() == run.Space.Geometry.PagesPerChunk {
-			continue // no other has it all
+			continue // no other has the whole run
 		}
 		looks := 0
 		for _, v := range list {
@@ -200,7 +199,7 @@ func (t *Tier) find(ctx context.Context, runs []tiers.Run, look look) ([]found, 
 			h, err = parseHeader(b)
 		}
 		switch {
-		// who loads it will remove it
+		// the caller's load will remove it
 		case errors.Is(err, tiers.ErrNotFound), errors.Is(err, tiers.ErrCorrupt):
 		case err != nil:
 			failed = err
@@ -213,7 +212,7 @@ func (t *Tier) find(ctx context.Context, runs []tiers.Run, look look) ([]found, 
 	return out, failed
 }
 
-// Contains implements tiers.Tier. It asks the server.
+// Contains implements tiers.Tier. It sends a request to the server.
 func (t *Tier) Contains(ctx context.Context, run tiers.Run, held []uint16) error {
 	ctx, end, err := t.begin(ctx)
 	if err != nil {
@@ -253,7 +252,7 @@ func (t *Tier) Contains(ctx context.Context, run tiers.Run, held []uint16) error
 	return nil
 }
 
-// valid refuses transfers that no caller may send.
+// valid returns an error for a transfer that no caller may send.
 func valid(t tiers.Transfer) error {
 	g := t.Space.Geometry
 	if n := t.Pages(); len(t.Hashes) != n*g.DigestBytes || n < 1 || n > g.PagesPerChunk ||
@@ -298,7 +297,7 @@ func (t *Tier) Load(ctx context.Context, transfers []tiers.Transfer, done func(i
 	if len(again) == 0 {
 		return
 	}
-	// Chunks that are not there as such, but perhaps as the beginning of others.
+	// These do not exist under their names, but perhaps as the beginning of others.
 	runs := make([]tiers.Run, len(again))
 	for i, at := range again {
 		runs[i] = transfers[at].Run
@@ -322,7 +321,7 @@ func (t *Tier) Load(ctx context.Context, transfers []tiers.Transfer, done func(i
 	t.objects.fetch(ctx, fetches)
 }
 
-// loaded is the error of a load, after what was bad is removed.
+// loaded returns the error of a load. It removes a bad object.
 func (t *Tier) loaded(ctx context.Context, n name, err error) error {
 	if errors.Is(err, tiers.ErrCorrupt) {
 		t.corrupt.Add(1)
@@ -333,8 +332,8 @@ func (t *Tier) loaded(ctx context.Context, n name, err error) error {
 	return t.failure(ctx, err)
 }
 
-// Store implements tiers.Tier. It is done when the server has said so; how durable that is, is the
-// server's matter.
+// Store implements tiers.Tier. A chunk is stored once the server says so; its durability is the
+// server's.
 func (t *Tier) Store(ctx context.Context, transfers []tiers.Transfer, done func(i int, err error)) {
 	ctx, end, err := t.begin(ctx)
 	if err != nil {
@@ -372,7 +371,7 @@ func (t *Tier) store(ctx context.Context, transfers []tiers.Transfer, done func(
 			puts = append(puts, &put{tier: t, name: nameOf(run, run.Pages()), run: run,
 				src: transfers[at[i]].Bytes, done: func(err error) {
 					if err == nil && len(f[i].shorter) > 0 {
-						// they are of no use, and do no harm
+						// they are needless but harmless
 						_ = t.objects.remove(ctx, f[i].shorter)
 					}
 					done(at[i], t.failure(ctx, err))
@@ -382,8 +381,8 @@ func (t *Tier) store(ctx context.Context, transfers []tiers.Transfer, done func(
 	t.objects.put(ctx, puts)
 }
 
-// Drop implements tiers.Tier. Where the run's last chunk is partly filled it has to look through
-// all that begins with the same page, in Redis through all keys.
+// Drop implements tiers.Tier. If the run's last chunk is partly filled, Drop searches all objects
+// that begin with the same page; in Redis it searches all keys.
 func (t *Tier) Drop(ctx context.Context, run tiers.Run) error {
 	ctx, end, err := t.begin(ctx)
 	if err != nil {
@@ -419,7 +418,7 @@ func (t *Tier) drop(ctx context.Context, run tiers.Run) error {
 		}
 		switch {
 		case errors.Is(herr, tiers.ErrNotFound):
-		case errors.Is(herr, tiers.ErrCorrupt): // nobody can load it
+		case errors.Is(herr, tiers.ErrCorrupt): // it cannot be loaded
 		case herr != nil:
 			err = herr
 		case longer[i].verify(h) == nil && h.agree(run) == run.Pages():
@@ -443,8 +442,8 @@ func (t *Tier) Clear(ctx context.Context, fp tiers.Fingerprint) (int, error) {
 	return n, t.failure(ctx, err)
 }
 
-// Check asks the server whether it lets us in. Its error says which setting to look at. A tier
-// whose server is away works when it is back.
+// Check verifies that the server accepts us. Its error names the setting to look at. A tier whose
+// server is down works when the server is back.
 func (t *Tier) Check(ctx context.Context) error {
 	ctx, end, err := t.begin(ctx)
 	if err != nil {
@@ -454,14 +453,13 @@ func (t *Tier) Check(ctx context.Context) error {
 	return t.failure(ctx, t.objects.check(ctx))
 }
 
-// Stats implements tiers.Tier. What others keep on the server is not told from ours, so how much
-// there is of it is not known.
+// Stats implements tiers.Tier. Sizes are unknown, because others keep objects on the server too.
 func (t *Tier) Stats() tiers.TierStats {
 	return tiers.TierStats{Kind: t.kind, Lossy: t.codec.Lossy(), CapacityBytes: -1, UsedBytes: -1,
 		Chunks: -1, Pages: -1, Corrupt: t.corrupt.Load(), Detail: t.detail}
 }
 
-// Close implements tiers.Tier. Calls under way end with ErrClosed.
+// Close implements tiers.Tier. Calls under way return ErrClosed.
 func (t *Tier) Close() error {
 	t.mu.Lock()
 	first := !t.closing
@@ -475,7 +473,7 @@ func (t *Tier) Close() error {
 	return nil
 }
 
-// secrets are what must not be shown.
+// secrets are strings that must not be shown.
 type secrets struct {
 	mu  sync.Mutex
 	all []string
@@ -495,7 +493,7 @@ func (s *secrets) add(secret string) {
 	}
 }
 
-// scrub is a text of a server's, or of a library's, as it may be shown: short, printable, and
+// scrub returns a server's or library's text in a form that may be shown: short, printable, and
 // without secrets.
 func (s *secrets) scrub(text string) string {
 	s.mu.Lock()

@@ -1,6 +1,5 @@
-// Package media is the form in which slots lie on something that lasts: the slabs of the disk tier,
-// and regions on DAX or in a file. It encodes and decodes; what is written when, and synced, is its
-// caller's business.
+// Package media is the form of slots on a durable medium: slab files, DAX devices, and files in
+// their place. It encodes and decodes. When to write and to sync is the caller's business.
 //
 // # A slab
 //
@@ -8,21 +7,23 @@
 //	8 KiB   directory: one entry a slot, of the same size for all of them
 //	…       slots, each from a multiple of 4 KiB on; page p of a slot at p × PageBytes in it
 //
-// A slab is carved for one geometry, or not carved: then it has a header only. Numbers are
-// little-endian. What is not described is zero.
+// A slab is carved for one geometry, or it is not carved and has only a header. Numbers are
+// little-endian. Bytes that are not described are zero.
 //
-// # Why nothing on a medium can be taken for what it is not
+// # Why nothing on a medium is taken for something else
 //
-// Everything has an XXH3-64 checksum that is seeded with where it belongs. An entry's is seeded
-// with the slab's identity (store, number, and the random number of its formatting) and the slot's
-// number, so an entry that was written to, or read from, a wrong place does not check out, nor does
-// one from before the slab was formatted anew. A page's is seeded with its digest, the slab's
-// identity and the slot's generation, which no two fillings of a slab share: bytes of another page,
-// another place or an earlier filling never check out. A page has a checksum of its own, so that
-// the first pages of a chunk can be read and checked without the others.
+// Everything has an XXH3-64 checksum that is seeded with the place where it belongs.
 //
-// Nothing that is read decides how much is allocated, and any bytes whatever decode to something or
-// to an error: see the fuzz tests.
+//   - An entry's checksum is seeded with the slab's identity (store, number, and the random number of
+//     its formatting) and the slot's number. An entry from a wrong place, or from before the slab was
+//     formatted anew, does not match.
+//   - A page's checksum is seeded with its digest, the slab's identity and the slot's generation,
+//     which no two fillings of a slab share. Bytes of another page, another place or an earlier
+//     filling do not match.
+//
+// Each page has a checksum of its own, so that the first pages of a chunk can be read and checked
+// without the others. Nothing that is read decides how much is allocated. Any bytes decode to
+// something or to an error; the fuzz tests check that.
 package media
 
 import (
@@ -37,43 +38,43 @@ import (
 	"lookaside/tiers"
 )
 
-// Version is that of the form described here.
+// Version is the version of the form described here.
 const Version = 1
 
 const (
-	// BlockBytes is what everything but entries is aligned to, and the size of a header.
+	// BlockBytes is the size of a header, and the alignment of everything but entries.
 	BlockBytes = 4096
 	// directoryAt is where the directory begins, behind both headers.
 	directoryAt = 2 * BlockBytes
 	// entryHead is the part of an entry before its digests.
 	entryHead = 128
-	// entryAlign divides the size of an entry: what says that it is free fits into it, so it lies
-	// in one sector.
+	// entryAlign divides the size of an entry. The part that marks an entry as free has this size,
+	// so it lies in one sector.
 	entryAlign = 64
 
 	magic       = "LookSlab"
 	headerSum   = BlockBytes - 8 // where a header's checksum is
 	headerSeed  = 0x4C6F6F6B61736964
 	maxPages    = 4096    // a slot
-	maxSlots    = 1 << 26 // pages of all slots of a slab stay below it
+	maxSlots    = 1 << 26 // limit of the pages of all slots of a slab
 	maxFirst    = 1 << 30
 	maxEpoch    = 1 << 24
-	pageTokens  = 1 // of the geometries of headers: it has no bearing on where bytes lie
+	pageTokens  = 1 // of the geometries in headers: it does not matter for where bytes lie
 	minPage     = 256
 	maxSlabSize = 1 << 50
 )
 
-// The reasons for which a header or an entry is refused.
+// Reasons for which a header or an entry is refused.
 var (
 	ErrBlank   = errors.New("blank")   // nothing was ever written there
 	ErrCorrupt = errors.New("corrupt") // no intact header
-	// a header that this program cannot read
+	// this program cannot read the header
 	ErrVersion = errors.New("another version of the format")
-	// a geometry that does not fit into the slab
+	// the geometry does not fit into the slab
 	ErrLayout = errors.New("no such layout")
 )
 
-// Layout is where things lie in a slab carved for a geometry.
+// Layout says where things lie in a slab carved for a geometry.
 type Layout struct {
 	Geometry    tiers.Geometry // PageTokens is 1
 	Slots       int
@@ -82,8 +83,8 @@ type Layout struct {
 	StrideBytes int64 // from one slot to the next
 }
 
-// NewLayout lays out a slab of a size for a geometry. ErrLayout: it does not hold a single slot, or
-// the geometry is none.
+// NewLayout lays out a slab of a size for a geometry. It returns ErrLayout if not a single slot
+// fits, or if the geometry is invalid.
 func NewLayout(g tiers.Geometry, slabBytes int64) (Layout, error) {
 	g.PageTokens = pageTokens
 	switch {
@@ -117,45 +118,44 @@ func NewLayout(g tiers.Geometry, slabBytes int64) (Layout, error) {
 
 func roundUp(n, to int64) int64 { return (n + to - 1) / to * to }
 
-// EntryOffset is where a slot's entry lies in the slab. It is aligned to the size of the part that
-// says whether the slot is free.
+// EntryOffset returns the offset of a slot's entry in the slab. It is a multiple of entryAlign.
 func (l *Layout) EntryOffset(slot int) int64 {
 	return directoryAt + int64(slot)*int64(
 		l.EntryBytes)
 }
 
-// DirectoryBytes is the size of the directory.
+// DirectoryBytes returns the size of the directory.
 func (l *Layout) DirectoryBytes() int64 { return int64(l.Slots) * int64(l.EntryBytes) }
 
-// SlotOffset is where a slot's first page lies in the slab.
+// SlotOffset returns the offset of a slot's first page in the slab.
 func (l *Layout) SlotOffset(slot int) int64 { return l.DataOffset + int64(slot)*l.StrideBytes }
 
-// Header is what a slab says of itself.
+// Header is a decoded header.
 type Header struct {
 	Store  [16]byte // the store that made it
 	Index  uint32   // its number among those of its directory
 	Bytes  int64    // its size
-	Format uint64   // a random number, another one each time that it is formatted
-	// Epoch rises each time that a header is written, at most to EpochLimit.
+	Format uint64   // random, new each time the slab is formatted
+	// Epoch rises with each header that is written, at most to EpochLimit.
 	Epoch uint64
-	// Stable: entries whose commit number is at most this one were durable, with their data, when
-	// the header was written.
+	// Stable is a commit number. Entries up to it were durable, with their data, when the header
+	// was written.
 	Stable uint64
 	// Layout is zero if the slab is not carved.
 	Layout Layout
 }
 
-// EpochLimit is what epochs stay below. A slab that reaches it is to be formatted anew.
+// EpochLimit bounds epochs. A slab that reaches it must be formatted anew.
 const EpochLimit = maxEpoch
 
-// Generation is the n-th generation of slots in an epoch: a number that no other filling of any of
-// the slab's slots has.
+// Generation returns the n-th generation of an epoch: a number that no other filling of any slot of
+// the slab has.
 func Generation(epoch, n uint64) uint64 { return epoch<<40 | n&(1<<40-1) }
 
-// Carved says whether the slab has a directory and slots.
+// Carved reports whether the slab has a directory and slots.
 func (h *Header) Carved() bool { return h.Layout.Slots > 0 }
 
-// HeaderOffset is where the header of an epoch belongs.
+// HeaderOffset returns the offset of the header of an epoch.
 func HeaderOffset(epoch uint64) int64 { return int64(epoch%2) * BlockBytes }
 
 // Encode writes the header into a block of BlockBytes, to be written at HeaderOffset(h.Epoch).
@@ -182,8 +182,8 @@ func (h *Header) Encode(block []byte) {
 	le.PutUint64(b[headerSum:], xxh3.HashSeed(b[:headerSum], headerSeed))
 }
 
-// DecodeHeader reads a slab's first 2 × BlockBytes; fewer count as not intact. ErrBlank, ErrCorrupt
-// or ErrVersion.
+// DecodeHeader decodes a slab's first 2 × BlockBytes. It returns ErrBlank, ErrCorrupt or
+// ErrVersion. A header that b does not have whole counts as not intact.
 func DecodeHeader(b []byte) (Header, error) {
 	var best Header
 	found, blank := false, true
@@ -200,7 +200,7 @@ func DecodeHeader(b []byte) (Header, error) {
 		h, err := decodeHeader(block)
 		switch {
 		case err == nil && HeaderOffset(h.Epoch) != int64(from):
-			// Written, or read, in the wrong place.
+			// Written to, or read from, the wrong place.
 		case err == nil && (!found || h.Epoch > best.Epoch):
 			best, found = h, true
 		case errors.Is(err, ErrVersion):
@@ -265,7 +265,7 @@ func decodeHeader(b []byte) (Header, error) {
 // Identity seeds the checksums of one slab. It is immutable.
 type Identity struct{ seed uint64 }
 
-// Identity is that of the slab as it is formatted now.
+// Identity returns the identity of the slab as formatted now.
 func (h *Header) Identity() Identity {
 	var b [28]byte
 	copy(b[:], h.Store[:])
@@ -274,31 +274,31 @@ func (h *Header) Identity() Identity {
 	return Identity{xxh3.Hash(b[:])}
 }
 
-// entrySeed seeds the checksum of a slot's entry.
+// entrySeed returns the seed of the checksum of a slot's entry.
 func (id Identity) entrySeed(slot int) uint64 {
 	return id.seed ^ (uint64(slot)+1)*0x9E3779B97F4A7C15
 }
 
-// PageSum is the checksum of a page's bytes in a slot of a generation.
+// PageSum returns the checksum of a page's bytes in a slot of a generation.
 func (id Identity) PageSum(digest []byte, generation uint64, page []byte) uint64 {
 	return xxh3.HashSeed(page, id.PageSeed(digest, generation))
 }
 
-// Entry is what the directory says of a slot in use. Decoded, its slices are those of the bytes
-// that it was decoded from.
+// Entry is the directory's entry of a slot in use. The slices of a decoded entry point into the
+// decoded bytes.
 type Entry struct {
 	Generation uint64 // of this filling; seeds the checksums of its pages
-	Commit     uint64 // numbers the commits of a slab in their order, from 1
+	Commit     uint64 // number of the commit in its slab, from 1
 	Stable     uint64 // commits up to this one were durable when the entry was written
 	Space      tiers.Fingerprint
 	First      int    // index of the chunk's first page in its prefix
 	Pages      int    // that the slot holds
-	Prev       []byte // digest of the page before; empty if there is none, or it is not known
+	Prev       []byte // digest of the page before; empty if there is none or it is not known
 	Digests    []byte // of the pages, end to end
 	Sums       []byte // checksums of the pages, 8 bytes each; see Sum
 }
 
-// Sum is the checksum of page i of the slot.
+// Sum returns the checksum of page i of the slot.
 func (e *Entry) Sum(i int) uint64 { return binary.LittleEndian.Uint64(e.Sums[8*i:]) }
 
 // An entry: checksum of all that follows 0, generation 8, commit 16, stable 24, state 32, pages 36,
@@ -306,13 +306,13 @@ func (e *Entry) Sum(i int) uint64 { return binary.LittleEndian.Uint64(e.Sums[8*i
 // for PagesPerChunk digests. A free one begins with entryAlign zeros.
 const stateUsed = 0x55534544
 
-// State is what an entry was found to be.
+// State is the result of decoding an entry.
 type State uint8
 
 const (
 	Free State = iota
 	Used
-	Bad // torn, damaged, or of another place
+	Bad // torn, damaged, or from another place
 )
 
 // EncodeEntry writes the entry of a slot into b, which has Layout.EntryBytes.
@@ -334,12 +334,12 @@ func (l *Layout) EncodeEntry(b []byte, id Identity, slot int, e *Entry) {
 	le.PutUint64(b, xxh3.HashSeed(b[8:], id.entrySeed(slot)))
 }
 
-// FreeEntry is what to write over the beginning of a slot's entry to free it: it lies in one
-// sector.
+// FreeEntry returns the bytes to write over the beginning of a slot's entry to free it. They lie in
+// one sector.
 func FreeEntry() []byte { return make([]byte, entryAlign) }
 
-// DecodeEntry reads the entry of a slot. The entry is valid as long as b, and only if the state is
-// Used.
+// DecodeEntry decodes the entry of a slot into e. The entry is valid only if the state is Used, and
+// only as long as b.
 func (l *Layout) DecodeEntry(b []byte, id Identity, slot int, e *Entry) State {
 	if len(b) < l.EntryBytes {
 		return Bad
@@ -372,12 +372,12 @@ func (l *Layout) DecodeEntry(b []byte, id Identity, slot int, e *Entry) State {
 	return Used
 }
 
-// PageHasher computes a PageSum piece by piece.
+// PageHasher returns a hasher that computes a PageSum piece by piece.
 func (id Identity) PageHasher(digest []byte, generation uint64) *xxh3.Hasher {
 	return xxh3.NewSeed(id.PageSeed(digest, generation))
 }
 
-// PageSeed is the seed of a page's checksum, which is its XXH3-64.
+// PageSeed returns the seed of a page's checksum, which is its XXH3-64.
 func (id Identity) PageSeed(digest []byte, generation uint64) uint64 {
 	return xxh3.HashSeed(digest, id.seed^generation*0xC2B2AE3D27D4EB4F)
 }

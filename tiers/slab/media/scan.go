@@ -5,21 +5,21 @@ import (
 	"io"
 )
 
-// ScanUnit is how many slots a scan reads at least: their entries are whole blocks, whatever the
-// size of one.
+// ScanUnit is the least number of slots that a scan reads: their entries are whole blocks, whatever
+// the size of one.
 const ScanUnit = BlockBytes / entryAlign
 
-// ScanBytes is the size of a buffer that scans read into: about want bytes, as many as whole units
-// of entries are, a multiple of BlockBytes.
+// ScanBytes returns the size of a buffer for scans, about want: whole units of entries, and a
+// multiple of BlockBytes.
 func (l *Layout) ScanBytes(want int) int {
 	unit := ScanUnit * l.EntryBytes
 	return max(1, want/unit) * unit
 }
 
-// Scan decodes the entries of slots [from, to) in their order, where from is a multiple of
-// ScanUnit. It reads pieces of buf, which has ScanBytes and, for a file that bypasses the page
-// cache, lies aligned. What entries point to is valid until after, which may be nil, is called: it
-// is after each piece, the last one too. An error is r's, f's or after's.
+// Scan decodes the entries of slots [from, to) in order and calls f for each; from is a multiple of
+// ScanUnit. It reads pieces into buf, which has ScanBytes, and is aligned for a file that bypasses
+// the page cache. Slices of entries are valid until after is called, which happens after each
+// piece. after may be nil. Scan returns the error of r, f or after.
 func (l *Layout) Scan(r io.ReaderAt, id Identity, from, to int, buf []byte,
 	f func(slot int, state State, e *Entry) error, after func() error) error {
 	if from%ScanUnit != 0 || from < 0 || to > l.Slots {
