@@ -133,6 +133,7 @@ func orDefault[T int | int64 | time.Duration](v *T, d T) {
 	}
 }
 
+// validate sets the defaults and checks the limits.
 func (c *Config) validate() error {
 	if c.Log == nil {
 		c.Log = zap.NewNop()
@@ -148,15 +149,20 @@ func (c *Config) validate() error {
 	if c.Engine == nil || c.Arena == nil || c.Bell == nil && (len(c.Tiers) > 0 || c.Peers != nil) {
 		return fmt.Errorf("%w: a stack needs an engine, an arena and a bell", tiers.ErrInvalid)
 	}
-	if c.Promote > PromoteNever || c.LookupDeadline < 0 || c.MaxPending < 0 ||
-		c.MaxPendingBytes < 0 || c.BounceBytes < 0 || c.Linger < 0 || c.BorrowTimeout < 0 ||
-		c.PatrolBytes < 0 || c.PatrolEvery < 0 || c.LongChunks < 0 {
+	if c.Promote > PromoteNever || min(c.MaxPending, c.LongChunks) < 0 ||
+		min(c.MaxPendingBytes, c.BounceBytes, c.PatrolBytes) < 0 ||
+		min(c.LookupDeadline, c.Linger, c.BorrowTimeout, c.PatrolEvery) < 0 {
 		return fmt.Errorf("%w: a limit of the stack is negative", tiers.ErrInvalid)
 	}
 	if len(c.Tiers) > engine.MaxTiers {
 		return fmt.Errorf("%w: %d tiers, at most %d", tiers.ErrInvalid, len(c.Tiers),
 			engine.MaxTiers)
 	}
+	return c.validateTiers()
+}
+
+// validateTiers sets the defaults of all tiers and checks their limits and names.
+func (c *Config) validateTiers() error {
 	names := map[string]bool{"": true, arenaName: true}
 	for i := range c.Tiers {
 		t := &c.Tiers[i]
@@ -165,18 +171,26 @@ func (c *Config) validate() error {
 				tiers.ErrInvalid, i, t.Name)
 		}
 		names[t.Name] = true
-		orDefault(&t.LookupWorkers, 4)
-		orDefault(&t.LoadWorkers, 2)
-		orDefault(&t.StoreWorkers, 2)
-		orDefault(&t.Batch, 16)
-		orDefault(&t.LookupTimeout, 500*time.Millisecond)
-		orDefault(&t.LoadTimeout, 2*time.Second)
-		orDefault(&t.StoreTimeout, 30*time.Second)
-		orDefault(&t.Failures, 3)
-		if min(t.LookupWorkers, t.LoadWorkers, t.StoreWorkers, t.Batch, t.Failures) < 1 ||
-			min(t.LookupTimeout, t.LoadTimeout, t.StoreTimeout) < 0 {
-			return fmt.Errorf("%w: tier %s has a limit below 1", tiers.ErrInvalid, t.Name)
+		if err := t.validate(); err != nil {
+			return err
 		}
+	}
+	return nil
+}
+
+// validate sets the defaults of one tier and checks its limits.
+func (t *TierConfig) validate() error {
+	orDefault(&t.LookupWorkers, 4)
+	orDefault(&t.LoadWorkers, 2)
+	orDefault(&t.StoreWorkers, 2)
+	orDefault(&t.Batch, 16)
+	orDefault(&t.LookupTimeout, 500*time.Millisecond)
+	orDefault(&t.LoadTimeout, 2*time.Second)
+	orDefault(&t.StoreTimeout, 30*time.Second)
+	orDefault(&t.Failures, 3)
+	if min(t.LookupWorkers, t.LoadWorkers, t.StoreWorkers, t.Batch, t.Failures) < 1 ||
+		min(t.LookupTimeout, t.LoadTimeout, t.StoreTimeout) < 0 {
+		return fmt.Errorf("%w: tier %s has a limit below 1", tiers.ErrInvalid, t.Name)
 	}
 	return nil
 }

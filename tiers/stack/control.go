@@ -101,16 +101,16 @@ func (s *Stack) fetch(ctx context.Context, o engine.Owner, id engine.SpaceID,
 // probeTier loads the first chunk of what was cut off a lookup, for nobody, if its tier has not
 // been measured for a while: what made it look slow may be over.
 func (s *Stack) probeTier(r *request) {
-	if r.chunks > 0 || len(r.source) == 0 || r.source[0] < 0 {
+	if r.plan.chunks > 0 || len(r.plan.source) == 0 || r.plan.source[0] < 0 {
 		return
 	}
-	if _, _, age := s.tiers[r.source[0]].estimate.read(); age < probeAge ||
+	if _, _, age := s.tiers[r.plan.source[0]].estimate.read(); age < probeAge ||
 		!s.probe.CompareAndSwap(false, true) {
 		return
 	}
-	run := r.run.Chunk(0)
+	run := r.seen.rest.Chunk(0)
 	run.Prev, run.Hashes = append([]byte(nil), run.Prev...), append([]byte(nil), run.Hashes...)
-	id := r.id
+	id := r.space
 	s.mu.Lock()
 	defer s.unlockAndWake()
 	if s.closed {

@@ -1,58 +1,94 @@
-// Package stack puts the tiers below the arena under one engine: it answers lookups from all of
-// them, brings up what they have before it is needed, and writes down what the arena has before
-// that is lost. A tier (see tiers.Tier) only moves chunks; queues, workers, deadlines, estimates
-// and the breaker are here, alike for all tiers, so that a tier that is slow, full or dead costs
-// nobody but those who wait for it, and these a bounded time.
+// Package stack puts the tiers below the arena under one engine. It answers lookups from all of
+// them, promotes what they hold before it is needed, and writes down what the arena holds before
+// that is lost. A tier (tiers.Tier) only moves chunks. Queues, workers, deadlines, estimates and
+// the breaker are here, the same for all tiers. So a tier that is slow, full or dead costs only
+// those who wait for it, and costs them a bounded time.
 //
 // # Lookups
 //
-// What the arena answers in full is answered at once, on the caller's goroutine, and so is what no
-// tier can better: when there is none, or all answer from memory (Local) and have no more.
-// Everything else goes on without the caller:
+// A lookup that the arena holds whole is done when Lookup returns. So is one that no tier can
+// better: there is none, or all of them answer from memory (Local) and hold no more. Every other
+// lookup becomes a request, which goes on behind its caller:
 //
-//	walking ──▶ verifying ──▶ seeking ──▶ queued ──▶ preparing ──▶ loading ──▶ answered
+//	asking ────▶ walking, verifying, seeking, queued or preparing
+//	walking ───▶ seeking
+//	verifying ─▶ seeking
+//	seeking ───▶ seeking (the next tier), verifying (after walking), queued
+//	queued ────▶ preparing
+//	preparing ─▶ loading
+//	loading ───▶ seeking (peers lent less than they hinted)
+//	each but asking and preparing ─▶ ended
 //
-// Walking is for long lookups only (Config.LongChunks): a goroutine, the walker, goes on with them
-// in the arena where their caller has stopped, in parts and by turns of their owners (walk.go).
-// Verifying is for what the arena has from its last run (see Config.Verify): its chunks are
-// verified, near ones first, by a few workers in turns, each chunk once whoever wants it. Then the
-// lookup is looked up again, as if it came then; a chunk that was corrupt ends its hit, unless a
-// tier has it. At the deadline it is answered with what is verified. Seeking asks the tiers in
-// their order how much they have of the rest; for each tier that is not Local a few workers do, so
-// that a slow one delays only what the faster ones have not. Then it is known what could come from
-// where, and the lookup is cut where waiting longer would take more time than computing: the sum of
-// what a tier still has to load, at the latency and bandwidth that it showed lately, against the
-// time for a page that the asker named. What is left is queued. One goroutine, the dispatcher, lets
-// promotions go in their order, each when the engine has room for all of it: one that waits holds
-// no slots, so promotions can neither dead-lock nor starve each other. Its chunks are then loaded
-// in the order of the prefix. The answer is sent when the last of them has arrived, the first has
-// failed in every tier that could have it, or the deadline has passed: it is what is in the arena
-// then, without a gap. Whoever else asks for a chunk that is on its way waits for the same load.
+// The table named phases has every legal transition. It also names the one owner that may use a
+// request's survey, plan and checklist in each phase. Debug builds (the tag invariants, or -race)
+// panic at any other transition. A request that is cancelled while it is being prepared ends as
+// soon as it has been.
 //
-// Peers (Config.Peers) are asked before all tiers, by what they are said to hold, and what they
-// have costs no time in the sum. A lookup all of whose rest is there goes by a shorter way: it
-// waits neither for room in the arena nor for its turn, and a peer that has all of it is asked
-// first of all, so that it answers while the lookup is prepared by whoever asked; else one of a few
-// workers leases it. In others each stretch of consecutive chunks is one call. What peers do not
-// lend after all is asked of the tiers. A chunk that was borrowed is found again by whoever asks,
-// until nobody has used it for Config.Linger; then it is returned. What was loaded often is copied
-// into the arena by a goroutine that nobody waits for.
+// A request has three parts. The question is what was asked for, and does not change. The plan is
+// what it waits for, from where, and until when: a pure function of the question, of the survey
+// (what hints and tiers say they hold) and of the terms (estimates, and the time that computing
+// takes). The progress changes all the time and is guarded by Stack.mu.
 //
-// A lookup may be trimmed, cancelled or lose its owner in every phase. A load that nobody waits for
-// any more is not begun; one that was begun ends in the arena, where the next may find it.
+// asking: Lookup reads the hints of peers and asks the tiers that answer from memory.
+//
+// walking: the walker goes on in the arena with a long lookup (Config.LongChunks), part by part.
+// Owners take turns.
+//
+// verifying: chunks that the arena restored from its last run are verified (Config.Verify), nearest
+// first, by a few workers in turns. Each chunk is verified once, whoever wants it. Then the lookup
+// is looked up again, as if it came then. A corrupt chunk ends its hit, unless a tier holds it. At
+// the deadline the answer is what is verified.
+//
+// seeking: the tiers are asked in their order for what is still missing. Each tier that is not
+// Local has a few workers for that, so that a slow tier delays only what the faster ones do not
+// hold. Then the plan is made. It ends where waiting longer would take more time than computing:
+// what a tier still has to load, at the latency and bandwidth it showed lately, against the time
+// for a page that the asker named.
+//
+// queued: one goroutine, the dispatcher, lets promotions go in their order, each when the engine
+// has room for all of it. A request that waits holds no slots, so promotions can neither dead-lock
+// nor starve each other.
+//
+// preparing: the engine reserves the slots, and the loads are queued in the order of the prefix. A
+// chunk that is already on its way for another request is waited for, not loaded twice.
+//
+// loading: the request ends when its last chunk has arrived, when its first has failed in every
+// tier that could hold it, or at its deadline. The answer is what the arena holds then without a
+// gap. A load that nobody waits for any more is not begun. A load that was begun ends in the arena,
+// where the next lookup may find it.
+//
+// # Peers
+//
+// Peers (Config.Peers) come before all tiers, and what they hold costs no time in the plan. A
+// request all of whose rest is at peers goes a shorter way: it waits neither for room in the arena
+// nor for its turn, and its caller prepares it (reserve.go). A peer that holds all of it is asked
+// before that, so that it answers meanwhile. Otherwise a peerWorker leases each stretch of
+// consecutive chunks by one call. What peers do not lend after all is asked of the tiers.
+//
+// A borrowed chunk is found by later lookups until nobody has used it for Config.Linger. Then it is
+// returned. A chunk that is loaded often is copied into the arena by a goroutine that nobody waits
+// for.
 //
 // # Cascades
 //
-// Workers of each tier take what the engine has queued for it (see engine.Engine.NextCascades),
-// have verified what is to be, write it, and tell the engine. While a tier's breaker is open its
-// queue fills and sheds in the engine; nothing else notices. A tier below another one that admits
-// what is evicted gets what the tier above names as its next victims (see tiers.Victims), through a
-// buffer of bounded size.
+// Workers of each tier take what the engine has queued for it (engine.Engine.NextCascades), have
+// verified what needs it, write it, and tell the engine. While a tier's breaker is open its queue
+// fills and sheds in the engine; nothing else notices. A tier below another one that admits what is
+// evicted gets what the tier above names as its next victims (tiers.Victims), through a buffer of
+// bounded size.
 //
 // # Concurrency
 //
-// Stack.mu guards the lookups under way, the loads and the queues; it is held for microseconds and
-// across no call of a tier or of peers. The engine's lock may be taken under it, and it under
-// Stack.prepareMu. An [Asker] is called by one goroutine, without a lock. All goroutines belong to
-// the Stack and end in Close.
+// There are three locks. A goroutine takes them in this order:
+//
+//	Stack.prepareMu   held while a request is prepared: one at a time
+//	Stack.deliverMu   held while askers are told, so that each is told in order
+//	Stack.mu          guards requests' progress, the books, the loads and the queues
+//
+// The engine's lock may be taken under any of them. Stack.mu is held for microseconds, and across
+// no call of a tier or of peers. Stack.unlockAndWake releases it and wakes the goroutines that then
+// have something to do.
+//
+// An [Asker] is called by one goroutine at a time, without a lock but deliverMu. All goroutines
+// belong to the Stack and end in Close.
 package stack

@@ -93,16 +93,11 @@ func (e *estimate) sample(now time.Time) {
 	}
 }
 
-// arrival is when the last of so many bytes arrives that are wanted from the tier, those before
-// them included. 0 while nothing is known.
-func (e *estimate) arrival(bytes int64) time.Duration {
+// pace returns the estimates as they are now, for a tier from which others wait for so many bytes.
+func (e *estimate) pace(ahead int64) pace {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	s := e.latency
-	if e.rate > 0 {
-		s += float64(bytes) / e.rate
-	}
-	return time.Duration(s * float64(time.Second))
+	return pace{latency: e.latency, rate: e.rate, ahead: ahead}
 }
 
 // read is the estimates, and how old they are.

@@ -53,18 +53,18 @@ type waiter struct {
 
 // newLoad makes the load of a chunk that was granted to a request. mu is held.
 func (s *Stack) newLoad(r *request, c *engine.PromotedChunk) *load {
-	g := &r.run.Space.Geometry
-	run := r.run.Chunk(c.Chunk)
+	g := &r.seen.rest.Space.Geometry
+	run := r.seen.rest.Chunk(c.Chunk)
 	run.Hashes = run.Hashes[:c.Pages*g.DigestBytes]
 	size := uint64(c.Pages) * uint64(g.PageBytes)
 	l := &load{
-		promotion: c.Promotion, known: r.known, pages: c.Pages,
+		promotion: c.Promotion, known: r.seen.known, pages: c.Pages,
 		transfer: tiers.Transfer{Run: run, Bytes: s.cfg.Arena(c.Region)[c.Offset : c.Offset+
 			size : c.Offset+size]},
 	}
 	for i := range s.tiers {
-		if r.known&(1<<i) != 0 {
-			l.held[i] = r.held[i][c.Chunk]
+		if r.seen.knows(i) {
+			l.held[i] = r.seen.held[i][c.Chunk]
 		}
 	}
 	s.loads[c.Promotion] = l
@@ -104,7 +104,7 @@ func (s *Stack) endLoad(l *load, ok, short bool) {
 	waiters := l.waiters
 	l.waiters = nil
 	for _, w := range waiters {
-		w.r.unlent = w.r.unlent || l.foreign && (!ok || short)
+		w.r.state.unlent = w.r.state.unlent || l.foreign && (!ok || short)
 		s.arrived(w.r, w.chunk, ok, short)
 	}
 }

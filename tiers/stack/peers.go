@@ -47,9 +47,6 @@ const (
 	finishSlice = 64
 	// callTime is what a peer that does not answer at once may take to.
 	callTime = 100 * time.Millisecond
-	// maxAtOnce is how many chunks a request may have that is prepared by its asker, if there is
-	// nothing to wait for: that takes less than waking a peerWorker.
-	maxAtOnce = 512
 )
 
 // borrowing is a call of Peers.Borrow or Peers.Ask. Guarded by Stack.mu.
@@ -67,56 +64,6 @@ type borrowing struct {
 	batch    []*load
 	loads    []load // granted to the request: those of batch, and maybe others
 	digests  []byte // of the request
-}
-
-// borrowed says which chunks that a request wants, from one on, are to be borrowed. nil: none.
-func (r *request) borrowed(from int) []bool {
-	if len(r.lent) == 0 {
-		return nil
-	}
-	return r.borrow[from:r.chunks]
-}
-
-// askPeers gives a request all of whose rest is at peers to a peerWorker. It waits for no room in
-// the arena. mu is held.
-func (s *Stack) askPeers(r *request) {
-	r.queued = time.Now()
-	s.setQuiet(r, true)
-	s.atPeers.push(r)
-	s.borrowable.Signal()
-}
-
-// setQuiet notes that a request's asker is not told that it is pending, or that this has an end. mu
-// is held.
-func (s *Stack) setQuiet(r *request, quiet bool) {
-	if r.quiet == quiet {
-		return
-	}
-	if r.quiet = quiet; quiet {
-		if s.quiet++; s.quiet == 1 {
-			s.due = true // the dispatcher tells it in the end
-		}
-	} else {
-		s.quiet--
-	}
-}
-
-// promiseQuiet tells the askers that were told nothing that their lookups are pending, where that
-// has come to take long. It answers when to look again. mu is held.
-func (s *Stack) promiseQuiet(now time.Time) time.Duration {
-	next := slowSeek
-	for _, r := range s.pending {
-		if !r.quiet || r.inline {
-			continue
-		}
-		if left := slowSeek - now.Sub(r.queued); left > 0 {
-			next = min(next, left)
-			continue
-		}
-		s.setQuiet(r, false)
-		s.promise(r, r.pages, callTime)
-	}
-	return next
 }
 
 // sendBorrow queues a load for a peerWorker, and says whether one is to be woken for it: of
@@ -169,17 +116,16 @@ func (s *Stack) peerWorker() {
 			s.unlockAndWake()
 			loans = s.borrow(b, batch, loans[:0])
 			clear(batch)
-		case r.phase == seeking:
+		case r.state.phase == seeking:
 			s.atPeers.pop()
 			s.unlockAndWake()
-			s.readHints(r)
-			next := s.askLocal(r)
+			next := s.surveyBelow(r)
 			s.mu.Lock()
 			s.proceed(r, next)
 			s.unlockAndWake()
 		default:
 			s.atPeers.pop()
-			r.phase = preparing
+			s.advance(r, preparing)
 			s.unlockAndWake()
 			s.peers.lookups.Add(1)
 			s.prepare(r, true)
@@ -206,92 +152,8 @@ func (s *Stack) borrow(b *borrowing, batch []*load, loans []engine.Loan) []engin
 			l)
 	})
 	cancel()
-	s.finishBorrow(b, batch, loans, false)
+	s.finishBorrow(b, batch, loans)
 	return loans
-}
-
-// newBorrowing is one for Ask.
-func (s *Stack) newBorrowing() *borrowing {
-	b := s.spareAsk.Swap(nil)
-	if b == nil {
-		b = &borrowing{}
-		b.done = func(loans []engine.Loan) { s.directDone(b, loans) }
-	}
-	b.direct, b.prepared, b.came, b.batch, b.loads = false, false, false, b.batch[:0], b.loads[:0]
-	return b
-}
-
-// askFirst asks a peer for the first pages of a request's run, all that can be had, before the rest
-// is done about it, as the peer answers meanwhile; -1: there is none that has them. Then r.ask is
-// not nil, and s.prepareMu is held. Where others wait for the same chunks already nobody is asked.
-func (s *Stack) askFirst(r *request, pages, peer int) {
-	run := r.run
-	d := run.Space.Geometry.DigestBytes
-	run.Hashes = run.Hashes[:pages*d]
-	if peer < 0 || run.Chunks() > maxAtOnce {
-		return
-	}
-	first := pagesOf(pages, run.Space.Geometry.PagesPerChunk, 0) * d
-	if s.engine.Awaited(r.id, run.Hashes[first-d:first]) || !s.prepareMu.TryLock() {
-		return
-	}
-	b := s.newBorrowing()
-	b.direct = true
-	s.mu.Lock()
-	full := s.full(int64(len(r.run.Hashes) + len(r.run.Prev)))
-	s.borrowings[b] = struct{}{} // a peer may go as soon as it has lent
-	s.mu.Unlock()
-	if !full && s.cfg.Peers.Ask(run, peer, b.done) {
-		r.ask = b
-		return
-	}
-	s.mu.Lock()
-	delete(s.borrowings, b)
-	s.mu.Unlock()
-	s.spareAsk.Store(b)
-	s.prepareMu.Unlock()
-}
-
-// prepareAtOnce prepares a request of its caller's, all of whose rest is at peers, or on its way,
-// while one of them is asked for it already (b.direct), or a peerWorker is to see who has it.
-// s.prepareMu is held, and let go of. Without begun there is none. settled: the request has ended,
-// with so many pages, and nobody else is told.
-func (s *Stack) prepareAtOnce(r *request, b *borrowing, begun bool) (pages int, settled bool) {
-	if r.ask = nil; begun {
-		s.peers.lookups.Add(1)
-		s.prepareHeld(r, false, b)
-		b.r = r
-	}
-	s.prepareMu.Unlock()
-	s.mu.Lock()
-	b.prepared = true
-	if !b.direct {
-		for _, l := range b.batch {
-			s.borrowAgain(l)
-		}
-	}
-	if r.settled, r.inline = -1, begun && b.came && r.phase == loading && r.quiet; b.came {
-		s.mu.Unlock()
-		s.finishBorrow(b, b.batch, b.loans, true)
-		s.mu.Lock()
-		r.inline = false // it goes on with tiers, or others
-	}
-	pages = r.settled
-	s.unlockAndWake() // only now, so that the dispatcher is in nobody's way
-	return pages, pages >= 0
-}
-
-// directDone is told what an Ask has brought.
-func (s *Stack) directDone(b *borrowing, loans []engine.Loan) {
-	s.mu.Lock()
-	if b.came = true; !b.prepared {
-		b.loans = append(b.loans[:0], loans...)
-		s.mu.Unlock()
-		return
-	}
-	s.mu.Unlock()
-	s.finishBorrow(b, b.batch, loans, true)
-	s.deliver()
 }
 
 // joins is where a request's last joined load was found.
@@ -341,76 +203,84 @@ func (s *Stack) borrowAgain(l *load) (again bool) {
 	return true
 }
 
-// finishBorrow is told what was leased of consecutive chunks, in order. With again it is what Ask
-// has brought, for all chunks of a request's run, and what was not leased is borrowed from others.
-func (s *Stack) finishBorrow(b *borrowing, batch []*load, loans []engine.Loan, again bool) {
-	c := &s.peers
-	var void []uint64
-	var promotions [finishSlice]uint64
-	var done [finishSlice]bool
-	pages, got, left := 0, 0, 0
-	if again { // some chunks may be held, or not wanted any more
-		loans, void = match(batch, loans)
+// finishBorrow gives the engine what was leased of consecutive chunks, in their order, and ends
+// their loads. The loans of a direct call are those of all chunks of a request's rest: chunks that
+// it did not bring are borrowed from others, and its caller delivers what this puts in the outbox.
+func (s *Stack) finishBorrow(b *borrowing, batch []*load, loans []engine.Loan) {
+	direct := b.direct
+	var t tally
+	if direct { // some chunks may be held, or not wanted any more
+		loans, t.void = match(batch, loans)
 	}
 	for at := 0; at < len(batch); at += finishSlice {
 		list := batch[at:min(at+finishSlice, len(batch))]
-		mine := loans[min(at, len(loans)):min(at+len(list), len(loans))]
 		s.mu.Lock()
-		for i, l := range list[:len(mine)] {
-			if promotions[i] = l.promotion; slices.Contains(b.gone, mine[i].Peer) {
-				promotions[i] = 0 // of none
-			}
-			if len(l.waiters) == 0 {
-				c.late.Add(1)
-			}
+		s.finishLoans(b, list, loans[min(at, len(loans)):min(at+len(list), len(loans))], &t)
+		if at+len(list) == len(batch) {
+			s.peers.count(&t) // before anybody has the answer
 		}
-		s.engine.FinishBorrows(promotions[:len(mine)], mine, done[:])
-		for i, l := range list {
-			pages += l.pages
-			switch {
-			case i >= len(mine) && again:
-				left += btoi(s.borrowAgain(l))
-			case i >= len(mine):
-				s.endLoad(l, false, false)
-			case done[i]:
-				n := min(mine[i].Pages, l.pages)
-				got += n
-				c.chunks.Add(1)
-				s.endLoad(l, true, n < l.pages)
-			default:
-				c.void.Add(1)
-				void = append(void, mine[i].Handle)
-				s.endLoad(l, false, false)
-			}
-		}
-		if at+len(list) == len(batch) { // before anybody is answered
-			c.borrows.Add(1)
-			c.pages.Add(uint64(got))
-			switch {
-			case got == 0:
-				c.failed.Add(1)
-			case got < pages:
-				c.short.Add(1)
-			}
-		}
-		if again {
-			s.mu.Unlock() // its caller delivers
+		if direct {
+			s.mu.Unlock()
 		} else {
 			s.unlockAndWake()
 		}
 	}
 	for i := len(batch); i < len(loans); i++ { // more than was asked for
-		void = append(void, loans[i].Handle)
+		t.void = append(t.void, loans[i].Handle)
 	}
-	n := len(batch)
 	s.mu.Lock()
 	delete(s.borrowings, b)
-	if again && left == 0 && n == len(b.loads) && (b.r == nil || b.r.phase == ended) && !s.closed {
+	if direct && t.again == 0 && len(batch) == len(b.loads) &&
+		(b.r == nil || b.r.state.phase == ended) && !s.closed {
 		b.gone, b.r = b.gone[:0], nil
-		s.spareAsk.Store(b)
+		s.spareBorrowing.Store(b) // nobody else can know of anything in it
 	}
 	s.mu.Unlock()
-	s.giveBack(void, false)
+	s.giveBack(t.void, false)
+}
+
+// tally is what became of a borrowing.
+type tally struct {
+	pages int      // asked for
+	got   int      // of them, leased
+	again int      // chunks that are borrowed from others
+	void  []uint64 // handles of loans that nobody uses
+}
+
+// finishLoans ends the loads in list, at most finishSlice, with the loans of the first of them.
+// s.mu is held.
+func (s *Stack) finishLoans(b *borrowing, list []*load, loans []engine.Loan, t *tally) {
+	var promotions [finishSlice]uint64
+	var done [finishSlice]bool
+	for i, l := range list[:len(loans)] {
+		if promotions[i] = l.promotion; slices.Contains(b.gone, loans[i].Peer) {
+			promotions[i] = 0 // of none
+		}
+		if len(l.waiters) == 0 {
+			s.peers.late.Add(1)
+		}
+	}
+	s.engine.FinishBorrows(promotions[:len(loans)], loans, done[:])
+	for i, l := range list {
+		t.pages += l.pages
+		switch {
+		case i >= len(loans) && b.direct:
+			if s.borrowAgain(l) {
+				t.again++
+			}
+		case i >= len(loans):
+			s.endLoad(l, false, false)
+		case done[i]:
+			n := min(loans[i].Pages, l.pages)
+			t.got += n
+			s.peers.chunks.Add(1)
+			s.endLoad(l, true, n < l.pages)
+		default:
+			s.peers.void.Add(1)
+			t.void = append(t.void, loans[i].Handle)
+			s.endLoad(l, false, false)
+		}
+	}
 }
 
 // match leaves in loans, which are those of a run's chunks from the first on, the ones of the loads
@@ -435,19 +305,21 @@ func match(batch []*load, loans []engine.Loan) (matched []engine.Loan, others []
 	return loans[:len(batch)], others
 }
 
-// retry has a request go on with tiers for what peers have not lent. mu is held.
+// retry has a request go on with tiers for what peers did not lend. s.mu is held.
 func (s *Stack) retry(r *request) {
-	ppc := r.run.Space.Geometry.PagesPerChunk
+	v := &r.seen
+	ppc := v.rest.Space.Geometry.PagesPerChunk
 	n, _ := s.engine.SettleLookup(r.owner, r.lookup, r.asked)
 	end := r.base() + n
 	start := end / ppc * ppc
-	if start < r.run.First || end >= r.first+r.asked {
+	if start < v.rest.First || end >= r.end() {
 		s.settle(r)
 		return
 	}
-	r.run = tail(r.run, (start-r.run.First)/ppc)
-	r.hit, r.part = end-r.first, end-start
-	r.peers, r.loads, r.phase = false, nil, seeking
+	v.rest = tail(v.rest, (start-v.rest.First)/ppc)
+	v.hit, v.part = end-r.first, end-start
+	v.peers, r.state.loads = false, nil
+	s.advance(r, seeking)
 	s.setQuiet(r, false)
 	s.peers.retried.Add(1)
 	s.atPeers.push(r)
@@ -513,6 +385,18 @@ func (s *Stack) giveBack(handles []uint64, bad bool) {
 type peerCounters struct {
 	lookups, borrows, failed, short, chunks, pages, joined, late, void, retried, returned,
 	bad atomic.Uint64
+}
+
+// count counts one borrowing.
+func (c *peerCounters) count(t *tally) {
+	c.borrows.Add(1)
+	c.pages.Add(uint64(t.got))
+	switch {
+	case t.got == 0:
+		c.failed.Add(1)
+	case t.got < t.pages:
+		c.short.Add(1)
+	}
 }
 
 // PeerStats is what goes on with peers.

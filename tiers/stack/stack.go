@@ -22,56 +22,71 @@ var errLate = errors.New("not done in time")
 // Stack is the tiers below one engine. See the package comment. Methods may be called from any
 // goroutine, but those for the lookups of one owner from one at a time.
 type Stack struct {
-	cfg       Config
-	engine    *engine.Engine
-	log       *zap.Logger
-	tiers     []*tier
-	spaces    atomic.Pointer[[]*tiers.Space] // by SpaceID; replaced under mu
-	spare     atomic.Pointer[request]        // for lookups that end at once
-	spareAsk  atomic.Pointer[borrowing]      // for those that peers answer at once
-	owners    atomic.Uint64                  // names the owners of what the Stack asks for itself
-	ctx       context.Context                // ends when Close begins
-	cancel    context.CancelCauseFunc
-	wg        sync.WaitGroup // all goroutines
-	open      atomic.Int64   // lookups under way
-	callers   atomic.Int32   // of Lookup, that are at the engine
-	kick      chan struct{}  // wakes the dispatcher
-	mail      chan struct{}  // wakes the mailer
-	count     lookupCounters
-	probe     atomic.Bool // a probe is under way
-	verifying estimate    // of Config.Verify
-	patrol    patrol
-	start     time.Time
-	prepareMu sync.Mutex             // held while a request is prepared; taken before mu
-	granted   []engine.PromotedChunk // of prepare
-	deliverMu sync.Mutex             // held by deliver; taken before mu
-	spareBox  []message              // its
-	peers     peerCounters
+	cfg    Config
+	engine *engine.Engine
+	log    *zap.Logger
+	tiers  []*tier
+	start  time.Time
 
-	mu         sync.Mutex // guards all that follows, and where it is said
-	closed     bool
-	pending    map[lookupKey]*request
-	bytes      int64 // of their digests
-	deadlines  deadlines
-	queue      fifo[*request] // wait for their turn to be promoted
-	loads      map[uint64]*load
-	verifies   fifo[*request] // wait for their turn to be verified
+	ctx    context.Context // ends when Close begins
+	cancel context.CancelCauseFunc
+	wg     sync.WaitGroup // all goroutines
+	kick   chan struct{}  // wakes the dispatcher
+	mail   chan struct{}  // wakes the mailer
+
+	spaces  atomic.Pointer[[]*tiers.Space] // by SpaceID; replaced under mu
+	owners  atomic.Uint64                  // names the owners of what the Stack asks for itself
+	open    atomic.Int64                   // lookups under way
+	callers atomic.Int32                   // of Lookup, that are at the engine
+	probe   atomic.Bool                    // a probe is under way
+
+	count     lookupCounters
+	peers     peerCounters
+	patrol    patrol
+	verifying estimate // of Config.Verify
+
+	// What was used before and may be used again.
+	spare          atomic.Pointer[request]   // of a lookup that ended at once
+	spareBorrowing atomic.Pointer[borrowing] // of one that a peer answered at once
+
+	prepareMu sync.Mutex // held while a request is prepared; taken before deliverMu and mu
+	granted   []engine.PromotedChunk
+
+	deliverMu sync.Mutex // held while askers are told; taken before mu
+	spareBox  []message
+
+	mu     sync.Mutex // guards all that follows, and what says so
+	closed bool
+	due    bool // the dispatcher is to be woken
+	ticks  bool // Tick is to wake it
+
+	// The books: requests that have begun and not ended.
+	pending   map[lookupKey]*request
+	bytes     int64 // of their digests
+	deadlines deadlines
+	quiet     int // how many have promised nothing to their askers yet
+	outbox    []message
+
+	// Requests that are walked or verified.
+	walks      walks
+	verifies   fifo[*request] // wait for their turn
 	verifiable sync.Cond
 	unsure     int   // requests that are being verified
-	unverified int64 // bytes of them that are still to be
-	// what Verify is called for, by handle; closed when it has returned
+	unverified int64 // bytes of their chunks that are not verified
+	// checking has the chunks that Config.Verify is called for, by handle. The channel is closed
+	// when it has returned.
 	checking map[uint64]chan struct{}
-	outbox   []message
-	// wait for a peerWorker: to be prepared (queued), or to go on with tiers (seeking)
-	atPeers    fifo[*request]
-	borrows    fifo[*load]             // wait for one to borrow them
-	borrowable sync.Cond               // for both
-	borrowings map[*borrowing]struct{} // calls under way
-	unlisted   int                     // loads of their batches that are not in loads
-	quiet      int                     // requests that are
-	walks      walks
-	due        bool // the dispatcher is to be woken
-	ticks      bool // it is to be woken by Tick
+
+	// Requests and chunks that are promoted.
+	queue fifo[*request]   // wait for the dispatcher
+	loads map[uint64]*load // by promotion
+
+	// Peers.
+	atPeers    fifo[*request] // wait for a peerWorker: to be prepared, or to go on with tiers
+	borrows    fifo[*load]    // wait for a peerWorker
+	borrowable sync.Cond      // of both
+	borrowings map[*borrowing]struct{}
+	unlisted   int // loads in the borrowings' batches that are not in loads
 }
 
 type lookupKey struct {

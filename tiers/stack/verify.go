@@ -1,7 +1,6 @@
 package stack
 
 import (
-	"bytes"
 	"context"
 	"slices"
 	"time"
@@ -17,6 +16,26 @@ const (
 	// turn goes to the next.
 	verifyBatch = 16
 )
+
+// checklist is what has to be verified before all that the arena holds of a request can be read. It
+// belongs to the owner of the request's phase.
+type checklist struct {
+	list   []engine.Verification
+	names  []byte // digests of the list
+	done   int    // how many of the list are verified, or are about to be
+	expect int    // pages that the lookup is expected to hold when all are
+}
+
+// take appends to batch the next chunks that reach beyond a page, up to verifyBatch, and counts
+// them as done.
+func (c *checklist) take(page int, batch []engine.Verification) []engine.Verification {
+	for ; c.done < len(c.list) && len(batch) < verifyBatch; c.done++ {
+		if v := c.list[c.done]; v.First+v.Pages > page {
+			batch = append(batch, v)
+		}
+	}
+	return batch
+}
 
 // verify has chunks verified, and waits for those of them that somebody else has verified just now.
 // What is not verified when it returns was dropped, or the Stack is being closed.
@@ -134,63 +153,72 @@ func (s *Stack) Verify(ctx context.Context, id engine.SpaceID, hashes []byte) er
 	})
 }
 
-// listChecks finds what is to be verified before all that the arena has of a request's pages can be
-// read. Without tiers to go on with it is of no use behind a gap.
+// listChecks finds what has to be verified before all that the arena holds of a request's pages can
+// be read. What lies behind a gap is left out if neither tiers nor peers can fill it. The request's
+// owner calls it.
 func (s *Stack) listChecks(r *request) {
+	c := &r.check
 	last := uint64(0)
-	if len(r.checks) > 0 {
-		last = r.checks[0].Handle
+	if len(c.list) > 0 {
+		last = c.list[0].Handle
 	}
 	var err error
-	r.done = 0
-	r.checks, r.names, err = s.engine.NextVerify(r.owner, r.first, r.all.Hashes, r.names,
-		r.checks[:0])
-	if err != nil || len(r.checks) == 0 || r.checks[0].Handle == last {
-		r.checks = nil // the last: it could not be verified
+	c.done = 0
+	c.list, c.names, err = s.engine.NextVerify(r.owner, r.first, r.all.Hashes, c.names, c.list[:0])
+	if err != nil || len(c.list) == 0 || c.list[0].Handle == last {
+		c.list = nil // the last: it could not be verified
 		return
 	}
+	n, page := s.reach(r)
+	if c.expect = page - r.first; !r.use.promote && !r.seen.peers {
+		c.list = c.list[:n]
+	} else if page < r.end() {
+		c.expect = r.asked // peers or tiers may have the rest
+	}
+}
+
+// reach returns the page up to which a request's pages are in the arena without a gap when its
+// checklist is verified, and how many of the list that takes.
+func (s *Stack) reach(r *request) (n, page int) {
 	ppc := r.all.Space.Geometry.PagesPerChunk
-	chunk, end := r.first/ppc, r.first+r.asked
+	chunk, end := r.first/ppc, r.end()
 	held := make([]uint16, (end-1)/ppc-chunk+1)
-	if s.engine.Contains(r.id, r.first, r.all.Hashes, held) != nil {
+	if s.engine.Contains(r.space, r.first, r.all.Hashes, held) != nil {
 		clear(held)
 	}
-	n, page := 0, r.first
+	page = r.first
 	for i := range held {
 		limit := min((chunk+i+1)*ppc, end)
 		got := page + int(held[i])
-		for ; n < len(r.checks) && r.checks[n].First < limit; n++ {
-			got = max(got, min(r.checks[n].First+r.checks[n].Pages, limit))
+		for list := r.check.list; n < len(list) && list[n].First < limit; n++ {
+			got = max(got, min(list[n].First+list[n].Pages, limit))
 		}
 		if page = got; page < limit {
 			break
 		}
 	}
-	if r.expect = page - r.first; !r.promote && !r.peers {
-		r.checks = r.checks[:n]
-	} else if page < end {
-		r.expect = r.asked // peers or tiers may have the rest
-	}
+	return n, page
 }
 
 // sendVerify queues a request whose chunks are to be verified. mu is held.
 func (s *Stack) sendVerify(r *request) {
-	if r.phase != verifying {
-		r.phase = verifying
+	if r.state.phase != verifying {
+		s.advance(r, verifying)
 		s.unsure++
 		s.count.verified.Add(1)
 	}
 	left := int64(0)
-	for i := r.done; i < len(r.checks); i++ {
-		left += s.sizeOf(&r.checks[i])
+	for i := r.check.done; i < len(r.check.list); i++ {
+		left += s.sizeOf(&r.check.list[i])
 	}
-	s.unverified += left - r.unverified
-	r.unverified = left
-	r.pages = r.expect
-	r.eta = s.verifying.arrival(s.unverified)
-	if now := time.Now(); r.told.IsZero() || now.Sub(r.told) >= tellEvery {
-		r.told = now
-		s.promise(r, r.pages, r.eta)
+	s.unverified += left - r.state.unverified
+	r.state.unverified = left
+	r.state.expected = r.check.expect
+	pace := s.verifying.pace(0)
+	r.state.eta = pace.arrival(s.unverified)
+	if now := time.Now(); r.state.promised.IsZero() || now.Sub(r.state.promised) >= promiseEvery {
+		r.state.promised = now
+		s.promise(r, r.state.expected, r.state.eta)
 	}
 	s.verifies.push(r)
 	s.verifiable.Signal()
@@ -199,17 +227,17 @@ func (s *Stack) sendVerify(r *request) {
 // endVerifying ends a request's being verified. mu is held.
 func (s *Stack) endVerifying(r *request) {
 	s.unsure--
-	s.unverified -= r.unverified
-	r.unverified = 0
+	s.unverified -= r.state.unverified
+	r.state.unverified = 0
 }
 
 // promiseUnverified tells the askers of those that are being verified, now and then, that they are.
 // mu is held.
 func (s *Stack) promiseUnverified(now time.Time) {
 	for _, r := range s.pending {
-		if r.phase == verifying && now.Sub(r.told) >= tellEvery {
-			r.told = now
-			s.promise(r, r.pages, max(r.eta, tellEvery))
+		if r.state.phase == verifying && now.Sub(r.state.promised) >= promiseEvery {
+			r.state.promised = now
+			s.promise(r, r.state.expected, max(r.state.eta, promiseEvery))
 		}
 	}
 }
@@ -228,13 +256,8 @@ func (s *Stack) verifyWorker() {
 			return
 		}
 		s.verifies.pop()
-		batch = batch[:0]
-		for base := r.base(); r.done < len(r.checks) && len(batch) < verifyBatch; r.done++ {
-			if v := r.checks[r.done]; v.First+v.Pages > base {
-				batch = append(batch, v)
-			}
-		}
-		more := r.done < len(r.checks)
+		batch = r.check.take(r.base(), batch[:0])
+		more := r.check.done < len(r.check.list)
 		s.unlockAndWake()
 		s.verify(batch)
 		if !more {
@@ -242,8 +265,8 @@ func (s *Stack) verifyWorker() {
 		}
 		s.mu.Lock()
 		switch {
-		case r.phase == ended || s.closed:
-		case len(r.checks) > 0:
+		case r.state.phase == ended || s.closed:
+		case len(r.check.list) > 0:
 			s.sendVerify(r)
 		default:
 			s.afterVerify(r)
@@ -256,7 +279,7 @@ func (s *Stack) verifyWorker() {
 // pages found, from the lookup's first on. mu is held.
 func (s *Stack) lookAgain(r *request) (pages int) {
 	base := r.base()
-	if r.trim >= r.first+r.asked {
+	if r.state.trim >= r.end() {
 		_ = s.engine.Cancel(r.owner, r.lookup)
 		return base - r.first
 	}
@@ -270,14 +293,13 @@ func (s *Stack) lookAgain(r *request) (pages int) {
 func (s *Stack) afterVerify(r *request) {
 	hit := s.lookAgain(r)
 	s.endVerifying(r)
-	r.phase = seeking
-	if !r.promote && !r.peers || !r.aim(hit) {
+	s.advance(r, seeking)
+	if !r.use.promote && !r.seen.peers || !r.seen.aim(&r.question, hit) {
 		s.settle(r)
 		return
 	}
 	s.unlockAndWake()
-	s.readHints(r)
-	next := s.askLocal(r)
+	next := s.surveyBelow(r)
 	s.mu.Lock()
 	s.proceed(r, next)
 }
@@ -288,17 +310,4 @@ func (s *Stack) forget() error {
 		return nil
 	}
 	return s.cfg.Forget()
-}
-
-// keep makes what a request names its own.
-func (r *request) keep() {
-	if b := r.ask; b != nil {
-		b.digests = append(append(b.digests[:0], r.run.Hashes...), r.run.Prev...)
-		n := len(r.run.Hashes)
-		r.run.Hashes, r.run.Prev = b.digests[:n:n], b.digests[n:]
-	} else {
-		r.run.Hashes, r.run.Prev = bytes.Clone(r.run.Hashes), bytes.Clone(r.run.Prev)
-	}
-	r.all = r.run
-	r.size = int64(len(r.run.Hashes) + len(r.run.Prev))
 }

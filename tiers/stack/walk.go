@@ -49,7 +49,7 @@ type ownerWalks struct {
 
 // next returns the one to walk, or nil.
 func (w *ownerWalks) next() *request {
-	if w.now != nil && w.now.phase == walking {
+	if w.now != nil && w.now.state.phase == walking {
 		return w.now
 	}
 	w.now = nil
@@ -78,10 +78,16 @@ func (s *Stack) isLong(q *Query, sp *tiers.Space) bool {
 		pages-1)/g.PagesPerChunk-q.FirstPage/g.PagesPerChunk >= s.cfg.LongChunks
 }
 
-// lookupLong is Lookup for a long one: the first part at once, the rest by the walker. Where
+// walk is what the walker needs of a long lookup. It does not change.
+type walk struct {
+	handle uint64 // the engine's
+	gap    bool   // its first part was not held whole, so that there is nothing to walk
+}
+
+// lookupLong is Lookup for a long lookup: the first part at once, the rest by the walker. Where
 // nothing better than the first part can be had, that is the answer.
-func (s *Stack) lookupLong(q *Query, sp *tiers.Space, a Asker, check, promote,
-	peers bool) (pages int, done bool, err error) {
+func (s *Stack) lookupLong(q *Query, sp *tiers.Space, a Asker, use sources) (pages int, done bool,
+	err error) {
 	g := &sp.Geometry
 	first := (q.FirstPage/g.PagesPerChunk+s.cfg.LongChunks)*g.PagesPerChunk - q.FirstPage
 	s.callers.Add(1)
@@ -89,7 +95,7 @@ func (s *Stack) lookupLong(q *Query, sp *tiers.Space, a Asker, check, promote,
 		q.Hashes[:first*g.DigestBytes])
 	s.callers.Add(-1)
 	s.Sweep()
-	if err != nil || pages < first && !check && !promote && !peers {
+	if err != nil || pages < first && use.none() {
 		return pages, true, err
 	}
 	s.mu.Lock()
@@ -100,17 +106,11 @@ func (s *Stack) lookupLong(q *Query, sp *tiers.Space, a Asker, check, promote,
 		s.count.refused.Add(1)
 		return pages, true, nil
 	}
-	r := &request{
-		asker: a, owner: q.Owner, lookup: q.Lookup, id: q.Space, first: q.FirstPage,
-		asked:     len(q.Hashes) / g.DigestBytes,
-		recompute: q.Recompute, check: check, promote: promote, peers: peers, phase: walking,
-		handle: handle, walked: pages, gap: pages < first, size: size,
-	}
-	digests := append(append(s.walks.buffer(), q.Hashes...), q.Prev...)
-	n := len(q.Hashes)
-	r.run = tiers.Run{Space: sp, First: q.FirstPage, Hashes: digests[:n:n], Prev: digests[n:]}
-	r.all = r.run
+	r := &request{question: newQuestion(q, sp, a, use), walk: walk{handle, pages < first}}
+	r.question.keep(r.all, s.walks.buffer())
+	r.seen.rest, r.seen.peers, r.state.walked = r.all, use.peers, pages
 	s.add(r, s.deadlineOf(q))
+	s.advance(r, walking)
 	if mine == nil {
 		mine = &ownerWalks{owner: q.Owner}
 		s.walks.turns = append(s.walks.turns, mine)
@@ -136,7 +136,7 @@ func (w *walks) recycle(r *request) {
 	if len(w.spare) < walkSpare {
 		w.spare = append(w.spare, r.all.Hashes)
 	}
-	r.all, r.run = tiers.Run{}, tiers.Run{}
+	r.all, r.seen.rest = tiers.Run{}, tiers.Run{}
 }
 
 // Sweep wakes the walker if lookups that have ended have left it something to free. Whoever ends
@@ -165,7 +165,7 @@ func (s *Stack) walker() {
 		}
 		s.yield()
 		if r != nil {
-			s.walk(r)
+			s.walkOn(r)
 		}
 		s.mu.Lock()
 	}
@@ -192,75 +192,93 @@ func (s *Stack) yield() {
 	}
 }
 
-// walk walks a lookup for a turn, and has it go on if that is all that the arena has of it.
-func (s *Stack) walk(r *request) {
-	g := &r.run.Space.Geometry
-	over := r.gap
+// walkOn walks a lookup for a turn, and has it go on if that is all that the arena holds of it.
+func (s *Stack) walkOn(r *request) {
+	over := r.walk.gap
 	for start := time.Now(); !over; {
-		from := r.first + r.walked
-		to := min(r.first+r.asked, (from/g.PagesPerChunk+walkPart)*g.PagesPerChunk)
-		pages, err := s.engine.ContinueLookup(r.handle,
-			r.all.Hashes[r.walked*g.DigestBytes:(to-r.first)*g.DigestBytes])
-		s.yield()
-		s.mu.Lock()
-		if r.phase == ended || s.closed {
-			s.walks.recycle(r)
-			s.unlockAndWake()
+		var ok bool
+		if over, ok = s.walkNext(r); !ok {
 			return
 		}
-		if r.walked += pages; err != nil {
-			r.walked = 0 // its lease has ended
-		}
-		s.unlockAndWake()
-		over = err != nil || from+pages < to || to == r.first+r.asked
 		if !over && time.Since(start) >= walkTurn {
 			return
 		}
 	}
 	s.mu.Lock()
 	defer s.unlockAndWake()
-	if r.phase == ended || s.closed {
+	if r.state.phase == ended || s.closed {
 		s.walks.recycle(r)
 	} else {
 		s.afterWalk(r)
 	}
 }
 
-// afterWalk has a lookup go on of which the arena has no more. mu is held, and let go of meanwhile.
-func (s *Stack) afterWalk(r *request) {
-	if r.trim > r.first {
-		_ = s.engine.Trim(r.owner, r.lookup, r.trim)
+// walkNext walks the next part of a lookup, and reports whether that is all that the arena holds of
+// it. ok is false if the lookup has ended.
+func (s *Stack) walkNext(r *request) (over, ok bool) {
+	g := &r.all.Space.Geometry
+	walked := r.state.walked // only the walker changes it
+	from := r.first + walked
+	to := min(r.end(), (from/g.PagesPerChunk+walkPart)*g.PagesPerChunk)
+	pages, err := s.engine.ContinueLookup(r.walk.handle,
+		r.all.Hashes[walked*g.DigestBytes:(to-r.first)*g.DigestBytes])
+	s.yield()
+	s.mu.Lock()
+	defer s.unlockAndWake()
+	if r.state.phase == ended || s.closed {
+		s.walks.recycle(r)
+		return true, false
 	}
-	if r.walked == r.asked || r.trim >= r.first+r.asked || !r.check && !r.promote && !r.peers {
+	if r.state.walked += pages; err != nil {
+		r.state.walked = 0 // its lease has ended
+	}
+	return err != nil || from+pages < to || to == r.end(), true
+}
+
+// afterWalk has a lookup go on of which the arena holds no more. s.mu is held; it is released
+// meanwhile.
+func (s *Stack) afterWalk(r *request) {
+	if r.state.trim > r.first {
+		_ = s.engine.Trim(r.owner, r.lookup, r.state.trim)
+	}
+	walked := r.state.walked
+	if walked == r.asked || r.state.trim >= r.end() || r.use.none() {
 		s.settle(r)
 		s.walks.recycle(r)
 		return
 	}
 	s.unwalk(r)
-	r.phase = seeking
+	s.advance(r, seeking)
 	s.unlockAndWake()
-	if r.check {
-		s.listChecks(r)
-	}
-	var next *tier
-	aimed := len(r.checks) == 0 && (r.promote || r.peers) && r.aim(r.walked)
-	if aimed {
-		s.readHints(r)
-		next = s.askLocal(r)
-	}
+	next, more := s.surveyWalked(r, walked)
 	s.mu.Lock()
 	switch {
-	case r.phase == ended || s.closed:
-	case len(r.checks) > 0:
+	case r.state.phase == ended || s.closed:
+	case len(r.check.list) > 0:
 		s.sendVerify(r)
-	case aimed:
+	case more:
 		s.proceed(r, next)
 	default:
 		s.settle(r)
 	}
 }
 
-// unwalk takes a lookup from those that wait to be walked. mu is held.
+// surveyWalked finds what a walked lookup has to be verified, or else what can be had of its rest.
+// more is false if there is neither.
+func (s *Stack) surveyWalked(r *request, walked int) (next *tier, more bool) {
+	if r.use.verify {
+		s.listChecks(r)
+	}
+	if len(r.check.list) > 0 {
+		return nil, true
+	}
+	if !r.use.promote && !r.use.peers || !r.seen.aim(&r.question, walked) {
+		return nil, false
+	}
+	return s.surveyBelow(r), true
+}
+
+// unwalk takes a lookup from those that wait to be walked. s.mu is held.
 func (s *Stack) unwalk(r *request) {
 	if w := s.walks.of(r.owner); w != nil {
 		w.bytes -= r.size

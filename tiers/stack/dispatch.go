@@ -1,0 +1,141 @@
+package stack
+
+import (
+	"container/heap"
+	"time"
+
+	"lookaside/tiers/engine"
+)
+
+const (
+	// roomPoll is how often the dispatcher looks whether there is room for queued requests: no one
+	// reports what workers release.
+	roomPoll = 2 * time.Millisecond
+	// prepareGrace is how much longer a request has that is being prepared at its deadline.
+	prepareGrace = time.Millisecond
+)
+
+// dispatch is the dispatcher: it settles what is late, renews promises, and prepares the request
+// whose turn it is.
+func (s *Stack) dispatch() {
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		s.mu.Lock()
+		if s.due = false; s.closed {
+			s.unlockAndWake()
+			return
+		}
+		now := time.Now()
+		wait := s.settleLate(now)
+		if s.unsure > 0 {
+			s.promiseUnverified(now)
+			wait = min(wait, promiseEvery)
+		}
+		if s.quiet > 0 {
+			wait = min(wait, s.promiseQuiet(now))
+		}
+		if r := s.next(now); r != nil {
+			s.advance(r, preparing)
+			s.unlockAndWake()
+			s.prepare(r, false)
+			continue
+		}
+		if _, ok := s.queue.peek(); ok {
+			wait = min(wait, roomPoll)
+		}
+		s.unlockAndWake()
+		timer.Reset(wait)
+		select {
+		case <-s.kick:
+		case <-timer.C:
+		case <-s.ctx.Done():
+		}
+	}
+}
+
+// settleLate settles the requests whose deadline has passed, and returns when the next one does.
+// s.mu is held.
+func (s *Stack) settleLate(now time.Time) time.Duration {
+	for len(s.deadlines) > 0 && !s.deadlines[0].state.deadline.After(now) {
+		if r := s.deadlines[0]; r.state.phase == preparing {
+			// A peerWorker or a caller of Lookup has it for a moment yet.
+			r.state.deadline = now.Add(prepareGrace)
+			heap.Fix(&s.deadlines, 0)
+			continue
+		}
+		s.count.late.Add(1)
+		s.settle(s.deadlines[0])
+	}
+	if len(s.deadlines) > 0 {
+		return s.deadlines[0].state.deadline.Sub(now)
+	}
+	return time.Hour
+}
+
+// next returns the queued request whose turn it is: the first for all of which there is room, or as
+// much as there ever will be. nil: there is none. s.mu is held.
+//
+// All wait in order for room in the budget, which frees itself. A request that waits for leases to
+// end lets others pass: that may take long, and the leases may be its own owner's. In the end it
+// takes what there is.
+func (s *Stack) next(now time.Time) *request {
+	s.queue.peek() // drops what is over
+	var room engine.Room
+	var err error
+	full := false
+	for i, last := s.queue.head, engine.Owner(0); i < len(s.queue.list); i++ {
+		r := s.queue.list[i]
+		if r.state.phase != queued { // over, or queued before peers failed it
+			continue
+		}
+		if i == s.queue.head || r.owner != last {
+			room, err = s.engine.PromotionRoom(r.owner)
+			last = r.owner
+		}
+		trimmed := chunksBelow(r.seen.rest, r.base())
+		need := min(max(0, r.plan.need-trimmed), room.Most)
+		full = full || err == nil && room.Budget < need
+		if !full && (err != nil || room.Share >= need ||
+			now.Sub(r.state.queued) >= r.plan.patience) {
+			return r
+		}
+		if now.Sub(r.state.promised) >= promiseEvery {
+			r.state.promised = now
+			s.promise(r, r.plan.pages, max(r.plan.eta, promiseEvery))
+		}
+	}
+	return nil
+}
+
+// setQuiet notes that a request's asker was promised nothing, or that this is over. s.mu is held.
+func (s *Stack) setQuiet(r *request, quiet bool) {
+	if r.state.quiet == quiet {
+		return
+	}
+	if r.state.quiet = quiet; quiet {
+		if s.quiet++; s.quiet == 1 {
+			s.due = true // the dispatcher makes the promise if it takes long
+		}
+	} else {
+		s.quiet--
+	}
+}
+
+// promiseQuiet promises something to the askers of quiet requests that have come to take long. It
+// returns when to look again. s.mu is held.
+func (s *Stack) promiseQuiet(now time.Time) time.Duration {
+	next := slowSeek
+	for _, r := range s.pending {
+		if !r.state.quiet || r.state.inline {
+			continue
+		}
+		if left := slowSeek - now.Sub(r.state.queued); left > 0 {
+			next = min(next, left)
+			continue
+		}
+		s.setQuiet(r, false)
+		s.promise(r, r.plan.pages, callTime)
+	}
+	return next
+}
