@@ -316,7 +316,7 @@ func (e *Engine) admitPromoted(ref uint32, from int) {
 func (e *Engine) NextCascades(tier, max int, buf []byte, out []CascadeItem) ([]CascadeItem,
 	[]byte) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	if e.closed || tier < 0 || tier >= len(e.cfg.Tiers) {
 		return out, buf
 	}
@@ -402,7 +402,7 @@ func (e *Engine) startCascade(ref uint32, bit uint8, buf []byte) (CascadeItem, [
 // nothing.
 func (e *Engine) EndCascade(handle uint64, ok bool) (dropped bool) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	if e.closed {
 		return false
 	}
@@ -436,7 +436,7 @@ const hurriedDelay = 10 * time.Millisecond
 // the end of the process.
 func (e *Engine) HurryPartials() {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	e.cfg.PartialDelay = min(e.cfg.PartialDelay, hurriedDelay)
 	now := e.cfg.Now()
 	for i := range e.cascades.queues {
@@ -452,7 +452,7 @@ func (e *Engine) HurryPartials() {
 // room in the queue or because they were evicted before.
 func (e *Engine) CascadeQueue(tier int) (queued int, shed uint64) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	if tier < 0 || tier >= len(e.cfg.Tiers) {
 		return 0, 0
 	}

@@ -16,6 +16,10 @@ func (e *Engine) Check() error {
 	if e.closed {
 		return tiers.ErrClosed
 	}
+	return e.check()
+}
+
+func (e *Engine) check() error {
 	c := checker{e: e, pins: map[uint32]uint32{}, copied: map[uint32]uint32{},
 		children: map[uint32]uint32{}, writers: map[uint32]int{}, chunks: map[*space]int{},
 		pages: map[*space]int{}, loans: map[uint32]int{},
@@ -451,7 +455,7 @@ func (c *checker) pageRecords(r *region, ref uint32, s *slot) error {
 					return broken("%d slots have the whole chunk of slot %#x", originals, ref)
 				}
 			}
-			if found := e.find(e.spaceOf(r, s), r.digestBytes(ref&recordMask, pos,
+			if found, _ := e.seek(e.spaceOf(r, s), r.digestBytes(ref&recordMask, pos,
 				&buf)); found != rec {
 				return broken("page %d of slot %#x is found as %#x", pos, ref, found)
 			}

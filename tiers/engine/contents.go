@@ -16,7 +16,7 @@ const probeSlice = 4 * probeGroup
 // short.
 func (e *Engine) Contains(id SpaceID, firstPage int, hashes []byte, held []uint16) error {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	s, err := e.space(id)
 	if err != nil {
 		return err
@@ -31,8 +31,7 @@ func (e *Engine) Contains(id SpaceID, firstPage int, hashes []byte, held []uint1
 	e.idx.migrate(migrateStep)
 	for i := 0; i < w.chunks; i += probeGroup {
 		if i > 0 && i%probeSlice == 0 {
-			e.mu.Unlock()
-			e.mu.Lock()
+			e.pause()
 			if now, err := e.space(id); err != nil || now != s {
 				return fmt.Errorf("%w: space %d was closed", tiers.ErrNotFound, id)
 			}
@@ -61,7 +60,7 @@ func (e *Engine) Contains(id SpaceID, firstPage int, hashes []byte, held []uint1
 // well, and is not counted.
 func (e *Engine) Drop(id SpaceID, firstPage int, hashes []byte) (chunks int, err error) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	s, err := e.space(id)
 	if err != nil {
 		return 0, err
@@ -88,8 +87,7 @@ func (e *Engine) Drop(id SpaceID, firstPage int, hashes []byte) (chunks int, err
 			chunks++
 			if left--; left == 0 {
 				left = clearSlice
-				e.mu.Unlock()
-				e.mu.Lock()
+				e.pause()
 				if now, err := e.space(id); err != nil || now != s {
 					return chunks, err
 				}

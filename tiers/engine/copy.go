@@ -93,7 +93,7 @@ func (e *Engine) countReads(slots []uint32, from, to int) {
 // promotion does, and passes over what finds none. It may let go of the lock.
 func (e *Engine) NextCopy() (c Copy, ok bool) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	var tried dueCopy
 	for !e.closed && len(e.lent.due) > 0 {
 		d := e.lent.due[0]
@@ -182,7 +182,7 @@ func (e *Engine) startCopy(d *dueCopy) (Copy, bool) {
 // meanwhile, or somebody has stored it. A handle that has ended changes nothing.
 func (e *Engine) EndCopy(handle uint64, ok bool) (copied bool) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	if e.closed {
 		return false
 	}

@@ -77,6 +77,8 @@ type Engine struct {
 	unsummed unsummed
 
 	staging staging // what EndRestore has yet to make ready
+
+	debug debugState // of a debug build
 }
 
 // SpaceID names an open space. 0 is none.
@@ -201,7 +203,7 @@ func emptyTrash(c []*carved, t []*dax.Table[uint64]) {
 // touches the memory itself. Stores carve it into slots piece by piece: see areas.go.
 func (e *Engine) AddRegion(id uint32, size int64) error {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	if err := e.mayAdd(id, size); err != nil {
 		return err
 	}
@@ -288,7 +290,7 @@ func (e *Engine) OpenSpace(fp tiers.Fingerprint, g tiers.Geometry) (SpaceID, err
 		return 0, err
 	}
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	for e.byPrint[fp] == nil && len(e.byPrint) == e.cfg.MaxSpaces && e.closeRecovered() {
 	}
 	s, err := e.openSpace(fp, g)
@@ -311,7 +313,7 @@ func (e *Engine) RecoverSpace(fp tiers.Fingerprint, g tiers.Geometry) (SpaceID, 
 		return 0, err
 	}
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	known := e.byPrint[fp]
 	if known != nil {
 		g.PageTokens = known.g.PageTokens
@@ -428,7 +430,7 @@ func (e *Engine) classOf(g tiers.Geometry) *class {
 // if its chunks are not wanted.
 func (e *Engine) CloseSpace(id SpaceID) error {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	s, err := e.space(id)
 	if err != nil {
 		return err
@@ -474,7 +476,7 @@ const clearSlice = 512
 // not appear. It lets go of the lock between slices of its work.
 func (e *Engine) ClearSpace(id SpaceID) (chunks int) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	s, err := e.space(id)
 	if err != nil {
 		return 0
@@ -490,9 +492,7 @@ func (e *Engine) clearSpace(s *space) (chunks int) {
 		for i := 0; ; i++ {
 			if left == 0 {
 				left = clearSlice
-				e.mu.Unlock()
-				e.mu.Lock()
-				if e.closed {
+				if !e.pause() {
 					return chunks
 				}
 			}
@@ -517,7 +517,7 @@ func (e *Engine) clearSpace(s *space) (chunks int) {
 // that hold the same pages.
 func (e *Engine) SetTakers(o Owner, n int) error {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	ow, err := e.owner(o)
 	if err != nil {
 		return err
@@ -529,7 +529,7 @@ func (e *Engine) SetTakers(o Owner, n int) error {
 // AddOwner lets a session use a space.
 func (e *Engine) AddOwner(o Owner, id SpaceID) error {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	s, err := e.space(id)
 	if err != nil {
 		return err
@@ -540,7 +540,7 @@ func (e *Engine) AddOwner(o Owner, id SpaceID) error {
 // AddArenaOwner is AddOwner for one who reads the arena itself: what peers lent is not for it.
 func (e *Engine) AddArenaOwner(o Owner, id SpaceID) error {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	s, err := e.space(id)
 	if err != nil {
 		return err
@@ -571,7 +571,7 @@ func (e *Engine) useSpace(s *space) {
 // RemoveOwner ends a session: its lookups and loads are freed, its unfinished stores aborted.
 func (e *Engine) RemoveOwner(o Owner) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	ow := e.owners[o]
 	if ow == nil {
 		return
@@ -584,9 +584,7 @@ func (e *Engine) RemoveOwner(o Owner) {
 			continue
 		}
 		e.endPart(x)
-		e.mu.Unlock() // others may have it between the parts
-		e.mu.Lock()
-		if e.closed {
+		if !e.pause() { // others may have it between the parts
 			return
 		}
 	}
@@ -627,7 +625,7 @@ func (e *Engine) Expire() (n int) {
 	e.duePartials(now)
 	e.idx.migrate(4 * migrateStep)
 	trash, tables := e.takeTrash()
-	e.mu.Unlock()
+	e.unlock()
 	emptyTrash(trash, tables)
 	return n
 }
@@ -643,8 +641,7 @@ func (e *Engine) carve(r *region, c *class, slots int, at Placement) error {
 		e.carving = true
 		for e.idx.migrating() && !e.closed {
 			e.idx.migrate(clearSlice)
-			e.mu.Unlock()
-			e.mu.Lock()
+			e.pause()
 		}
 		e.carving = false
 		if e.closed {
@@ -745,9 +742,7 @@ func (e *Engine) drain(r *region) bool {
 			e.expel(r.num<<recordBits | uint32(i))
 		}
 		if i%clearSlice == clearSlice-1 {
-			e.mu.Unlock()
-			e.mu.Lock()
-			if e.closed {
+			if !e.pause() {
 				return false
 			}
 		}

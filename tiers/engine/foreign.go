@@ -232,7 +232,7 @@ func (e *Engine) grantForeign(ow *owner, chunk, pages int) uint32 {
 // loan.
 func (e *Engine) FinishBorrow(p uint64, l Loan) error {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	err := e.finishBorrow(p, &l)
 	if err == nil {
 		e.countLoans(l.Region, 1)
@@ -243,7 +243,7 @@ func (e *Engine) FinishBorrow(p uint64, l Loan) error {
 // FinishBorrows is FinishBorrow for several chunks. It sets done[i] to whether there was no error.
 func (e *Engine) FinishBorrows(ps []uint64, loans []Loan, done []bool) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	for _, p := range ps { // so that the cache misses of all of them overlap
 		if ref, err := e.promotion(p); err == nil && e.isForeign(ref) && e.idx.cur.used > 0 {
 			r, s := e.slot(ref)
@@ -337,7 +337,7 @@ func (e *Engine) foundBad(r *region, ref uint32) {
 // to refuse. It lets go of the lock between slices of its work.
 func (e *Engine) DropPeer(peer uint64) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	e.eachForeign(func(r *region, ref uint32, s *slot) {
 		if p := &r.places[ref&recordMask]; s.state == ready && p.handle != 0 && (peer == 0 ||
 			p.peer == peer) {
@@ -350,7 +350,7 @@ func (e *Engine) DropPeer(peer uint64) {
 // lets go of the lock between slices of its work.
 func (e *Engine) SweepForeign() {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	if e.closed {
 		return
 	}
@@ -377,9 +377,7 @@ func (e *Engine) eachForeign(f func(r *region, ref uint32, s *slot)) {
 		for i := 0; ; i++ {
 			if left == 0 {
 				left = clearSlice
-				e.mu.Unlock()
-				e.mu.Lock()
-				if e.closed {
+				if !e.pause() {
 					return
 				}
 			}
@@ -397,7 +395,7 @@ func (e *Engine) eachForeign(f func(r *region, ref uint32, s *slot)) {
 // WorkReturns when there are some.
 func (e *Engine) TakeReturns(out []Return) []Return {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	out = append(out, e.lent.returns...)
 	e.lent.returns = e.lent.returns[:0]
 	return out
@@ -407,6 +405,6 @@ func (e *Engine) TakeReturns(out []Return) []Return {
 // still reads included. Those that wait for TakeReturns do not count.
 func (e *Engine) ForeignIn(region uint32) int {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	return e.lent.loans[region]
 }

@@ -15,7 +15,7 @@ type OwnerStats struct {
 // Owner returns what an owner holds; false: there is none.
 func (e *Engine) Owner(o Owner) (OwnerStats, bool) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	ow := e.owners[o]
 	if ow == nil {
 		return OwnerStats{}, false
@@ -28,7 +28,7 @@ func (e *Engine) Owner(o Owner) (OwnerStats, bool) {
 // there are not are passed over. Its cost depends on what they hold.
 func (e *Engine) SetFrozen(owners []Owner) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	for _, ow := range e.owners {
 		ow.frozen = false
 	}

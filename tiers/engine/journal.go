@@ -145,7 +145,7 @@ func recordWords(head uint64) uint64 {
 // the end. ErrInvalid: Config has no journal; ErrBusy: try again.
 func (e *Engine) Follow(space SpaceID) (*Feed, error) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	f := &Feed{e: e, bell: make(chan struct{}, 1)}
 	switch {
 	case e.closed:
@@ -223,7 +223,7 @@ func (f *Feed) ring() {
 func (f *Feed) Close() {
 	e := f.e
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	if f.closed || e.closed {
 		return
 	}
@@ -247,7 +247,7 @@ func (f *Feed) Close() {
 func (f *Feed) Next(maxPages int, buf []byte, out []Event) (b FeedBatch, _ []byte, err error) {
 	e := f.e
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	buf = buf[:0]
 	if e.closed || f.closed {
 		return b, buf, tiers.ErrClosed
@@ -527,7 +527,7 @@ type JournalStats struct {
 // Journal is what the journal is like now.
 func (e *Engine) Journal() JournalStats {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	j := &e.journal
 	return JournalStats{Feeds: len(j.feeds), Bytes: int64(len(j.ring)) * 8, StoredPages: j.stored,
 		RemovedPages: j.removed, RetainedWords: int(j.end - j.start)}

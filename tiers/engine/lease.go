@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math/bits"
 
+	"lookaside/internal/invariants"
 	"lookaside/tiers"
 	"lookaside/tiers/policy"
 )
@@ -150,6 +151,9 @@ const endSlice = 512
 // endLease frees all that a lease holds; a store is aborted. What a large lookup holds is left to
 // EndSome, unless it waits.
 func (e *Engine) endLease(x *lease) {
+	if invariants.Enabled {
+		e.checkLives(x)
+	}
 	if x.kind == lookupLease && len(x.slots) > e.endSlice && !x.waiting {
 		delete(x.owner.lookups, x.key)
 		e.expiry.remove(x)
@@ -189,7 +193,7 @@ func (e *Engine) Ending() bool { return e.ending.Load() }
 // more, and may do other things in between.
 func (e *Engine) EndSome() (more bool) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	return e.endSome()
 }
 
@@ -255,6 +259,9 @@ func (e *Engine) used(c *class, slots []uint32) {
 
 // forget takes a lease that holds nothing any more out of the books.
 func (e *Engine) forget(x *lease) {
+	if invariants.Enabled {
+		e.noteEnd(x)
+	}
 	ow := x.owner
 	switch x.kind {
 	case lookupLease:

@@ -14,7 +14,7 @@ import (
 // ErrNotFound: there is no such space.
 func (e *Engine) AddLender(o Owner, fp tiers.Fingerprint) (tiers.Geometry, error) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	if e.closed {
 		return tiers.Geometry{}, tiers.ErrClosed
 	}
@@ -32,7 +32,7 @@ func (e *Engine) AddLender(o Owner, fp tiers.Fingerprint) (tiers.Geometry, error
 func (e *Engine) Lend(o Owner, firstPage int, hashes []byte, visible func(region uint32) bool,
 	out []Extent) (loan uint64, pages int, more bool, extents []Extent, err error) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	ow, w, err := e.borrower(o, firstPage, hashes)
 	if err != nil {
 		return 0, 0, false, out, err
@@ -46,7 +46,7 @@ func (e *Engine) Lend(o Owner, firstPage int, hashes []byte, visible func(region
 func (e *Engine) LendEnds(o Owner, firstPage, n int, ends []byte, visible func(region uint32) bool,
 	out []Extent) (loan uint64, pages int, more bool, extents []Extent, err error) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	ow, err := e.owner(o)
 	if err != nil {
 		return 0, 0, false, out, err
@@ -109,7 +109,7 @@ func (e *Engine) goesOn(s *space, w *walk, page int) bool {
 // them, and counts as a use of them. Nothing is leased. more is as Lend's.
 func (e *Engine) Touch(o Owner, firstPage int, hashes []byte) (pages int, more bool, err error) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	ow, w, err := e.borrower(o, firstPage, hashes)
 	if err != nil {
 		return 0, false, err
@@ -148,7 +148,7 @@ func (e *Engine) unlease(ow *owner, slots []uint32) {
 // over.
 func (e *Engine) EndLoan(o Owner, loan uint64, some []uint32, bad bool) (ended bool, err error) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	ow, err := e.owner(o)
 	if err != nil {
 		return false, err

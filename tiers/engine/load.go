@@ -26,7 +26,7 @@ type Grant = Extent
 func (e *Engine) PrepareLoad(o, scheduler Owner, lookup uint64, firstPage, pages int,
 	out []Extent) (load uint64, extents []Extent, err error) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	ow, err := e.owner(o)
 	if err != nil {
 		return 0, out, err
@@ -97,7 +97,7 @@ func (e *Engine) PrepareLoad(o, scheduler Owner, lookup uint64, firstPage, pages
 // them, in rising order: those of the last pages of PrepareLoad's extents.
 func (e *Engine) LoadEnds(o Owner, load uint64, out []byte) ([]byte, error) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	ow, err := e.owner(o)
 	if err != nil {
 		return out, err
@@ -121,7 +121,7 @@ func (e *Engine) LoadEnds(o Owner, load uint64, out []byte) ([]byte, error) {
 // before; ErrInvalid, with nothing changed: bad names an extent that is not there.
 func (e *Engine) Release(o Owner, load uint64, bad []uint32) error {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	ow, err := e.owner(o)
 	if err != nil {
 		return err

@@ -13,7 +13,7 @@ import (
 func (e *Engine) Lookup(o Owner, lookup uint64, firstPage int,
 	hashes []byte) (pages int, err error) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	pages, _, err = e.lookUp(o, lookup, firstPage, hashes)
 	return pages, err
 }
@@ -23,7 +23,7 @@ func (e *Engine) Lookup(o Owner, lookup uint64, firstPage int,
 func (e *Engine) BeginLookup(o Owner, lookup uint64, firstPage int,
 	hashes []byte) (pages int, handle uint64, err error) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	pages, x, err := e.lookUp(o, lookup, firstPage, hashes)
 	if x == nil {
 		return pages, 0, err
@@ -36,7 +36,7 @@ func (e *Engine) BeginLookup(o Owner, lookup uint64, firstPage int,
 // does not end at the end of a chunk.
 func (e *Engine) ContinueLookup(handle uint64, hashes []byte) (pages int, err error) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	if e.closed {
 		return 0, tiers.ErrClosed
 	}
@@ -196,7 +196,7 @@ func (e *Engine) lastPage(s *space, w *walk, i int, readable bool) (record uint3
 // Trim frees a lookup's leases on the chunks wholly below firstPage, also those that it waits for.
 func (e *Engine) Trim(o Owner, lookup uint64, firstPage int) error {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	x, err := e.lookup(o, lookup)
 	if err != nil {
 		return err
@@ -241,7 +241,7 @@ func (e *Engine) Trim(o Owner, lookup uint64, firstPage int) error {
 // also because it hit nothing.
 func (e *Engine) Cancel(o Owner, lookup uint64) error {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	x, err := e.lookup(o, lookup)
 	if err != nil {
 		return err
@@ -266,7 +266,7 @@ func (e *Engine) lookup(o Owner, lookup uint64) (*lease, error) {
 // no pin.
 func (e *Engine) Pin(id SpaceID, hashes []byte) (pin uint64, pages int, err error) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	s, err := e.space(id)
 	if err != nil {
 		return 0, 0, err
@@ -288,7 +288,7 @@ func (e *Engine) Pin(id SpaceID, hashes []byte) (pin uint64, pages int, err erro
 // Unpin ends a pin.
 func (e *Engine) Unpin(pin uint64) error {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	if e.closed {
 		return tiers.ErrClosed
 	}

@@ -61,7 +61,7 @@ func (e *Engine) patrolled(handle uint64) (ref uint32, r *region, s *slot) {
 // first. Its digests are in buf, which is answered for its reuse. false: there is none.
 func (e *Engine) NextUnsummed(buf []byte) (Verification, []byte, bool) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	for u := &e.unsummed; u.n > 0; {
 		handle := u.ring[u.head]
 		u.head, u.n = (u.head+1)%len(u.ring), u.n-1
@@ -88,7 +88,7 @@ type PatrolPlace struct{ region, slot int }
 // answered for its reuse. false: the walk has come to its end, and begins anew.
 func (e *Engine) NextPatrol(at *PatrolPlace, buf []byte) (v Verification, _ []byte, ok bool) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	for left := clearSlice; !e.closed && at.region <= e.nregion; {
 		r := e.regions[at.region]
 		if r == nil || r.class == nil || r.foreign || at.slot >= r.fresh {
@@ -103,8 +103,7 @@ func (e *Engine) NextPatrol(at *PatrolPlace, buf []byte) (v Verification, _ []by
 		}
 		if left--; left == 0 {
 			left = clearSlice
-			e.mu.Unlock()
-			e.mu.Lock()
+			e.pause()
 		}
 	}
 	*at = PatrolPlace{}
@@ -115,7 +114,7 @@ func (e *Engine) NextPatrol(at *PatrolPlace, buf []byte) (v Verification, _ []by
 // it. known: there is one already, which it was compared with; same: it is that one.
 func (e *Engine) NoteSum(handle uint64, pages int, sum uint64) (known, same bool) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	ref, r, s := e.patrolled(handle)
 	if s == nil || r.sums == nil || pages < 1 || pages > int(s.pages) {
 		return false, true
@@ -135,7 +134,7 @@ func (e *Engine) NoteSum(handle uint64, pages int, sum uint64) (known, same bool
 // false: it is gone already.
 func (e *Engine) DropRotten(handle uint64, faulty bool) bool {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	ref, _, s := e.patrolled(handle)
 	if s == nil {
 		return false

@@ -55,7 +55,7 @@ func (e *Engine) flying(s *space, d []byte) uint32 {
 // Awaited says whether the chunk that ends with a page is on its way for some lookup.
 func (e *Engine) Awaited(id SpaceID, digest []byte) bool {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	s, err := e.space(id)
 	return err == nil && len(digest) == s.g.DigestBytes && (e.flying(s, digest) != 0 ||
 		e.flying(s.shadow, digest) != 0)
@@ -109,7 +109,7 @@ func (run *PromotionRun) lent(i int) bool { return run.Lent != nil && run.Lent[i
 func (e *Engine) PreparePromotion(o Owner, lookup uint64, run PromotionRun,
 	out []PromotedChunk) ([]PromotedChunk, error) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	ow, err := e.owner(o)
 	if err != nil {
 		return out, err
@@ -453,7 +453,7 @@ func (e *Engine) promotion(p uint64) (uint32, error) {
 // begins. FinishPromotion must follow in any case.
 func (e *Engine) PromotionWanted(p uint64) bool {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	ref, err := e.promotion(p)
 	if err != nil {
 		return false
@@ -468,7 +468,7 @@ func (e *Engine) PromotionWanted(p uint64) bool {
 // need not be given it back; -1 if that is unknown. ErrStale: it has ended before.
 func (e *Engine) FinishPromotion(p uint64, ok bool, fromTier int) error {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	ref, err := e.promotion(p)
 	if err != nil {
 		return err
@@ -559,7 +559,7 @@ func (e *Engine) land(ref uint32) {
 // more).
 func (e *Engine) SettleLookup(o Owner, lookup uint64, pages int) (ready int, err error) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	x, err := e.lookup(o, lookup)
 	if err != nil {
 		return 0, err

@@ -36,7 +36,7 @@ const (
 // carved. Both let go of the lock between slices of their work.
 func (e *Engine) Drain(region uint32) error {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	r, err := e.drainable(region)
 	if err != nil || r.retired {
 		return err
@@ -53,7 +53,7 @@ func (e *Engine) Drain(region uint32) error {
 // Undrain lets a drained region hand out slots again.
 func (e *Engine) Undrain(region uint32) error {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	r, err := e.drainable(region)
 	if err != nil || !r.retired {
 		return err
@@ -92,9 +92,7 @@ func (e *Engine) eachIdle(id uint32, r *region, retired bool, f func(ref uint32)
 			f(r.num<<recordBits | uint32(i))
 		}
 		if i%clearSlice == clearSlice-1 {
-			e.mu.Unlock()
-			e.mu.Lock()
-			if e.closed {
+			if !e.pause() {
 				return tiers.ErrClosed
 			}
 			if e.byID[id] != r || r.retired != retired {
@@ -124,7 +122,7 @@ func (s *RegionStats) Used() int { return s.Slots - s.Free - s.Spoiled }
 // Region is what a region that was added carved is like now; false: there is none.
 func (e *Engine) Region(id uint32) (RegionStats, bool) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	r := e.byID[id]
 	if e.closed || r == nil || r.class == nil { // it is being carved
 		return RegionStats{}, false
@@ -147,7 +145,7 @@ func (e *Engine) Region(id uint32) (RegionStats, bool) {
 func (e *Engine) NextMoves(region uint32, from, max int, leased bool, buf []byte,
 	out []Move) (moves []Move, next int, _ []byte, err error) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	buf = buf[:0]
 	r := e.byID[region]
 	switch {
@@ -249,7 +247,7 @@ func (e *Engine) digests(ref uint32, buf []byte) (prev, hashes, _ []byte) {
 // lock.
 func (e *Engine) EndMove(handle uint64, how MoveEnd) (found bool) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	if e.closed {
 		return false
 	}
@@ -290,9 +288,7 @@ func (e *Engine) EndMove(handle uint64, how MoveEnd) (found bool) {
 		e.unhang(child)
 		e.hang(to, child)
 		if n%clearSlice == 0 {
-			e.mu.Unlock()
-			e.mu.Lock()
-			if e.closed {
+			if !e.pause() {
 				return true
 			}
 		}

@@ -136,7 +136,7 @@ func (e *Engine) AddCarvedRegion(id uint32, g tiers.Geometry, slots int, at Plac
 			bytes, at.Offset, at.Stride)
 	}
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	if e.carving {
 		return fmt.Errorf("%w: a region is being carved", tiers.ErrBusy)
 	}
@@ -167,7 +167,7 @@ func (e *Engine) RemoveRegion(id uint32) error {
 	e.restores.Lock()
 	defer e.restores.Unlock()
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	if e.closed {
 		return tiers.ErrClosed
 	}
@@ -224,9 +224,7 @@ func (e *Engine) doomAll(id uint32, r *region) error {
 			e.doom(r.num<<recordBits | uint32(i))
 		}
 		if i%clearSlice == clearSlice-1 {
-			e.mu.Unlock()
-			e.mu.Lock()
-			if e.closed {
+			if !e.pause() {
 				return tiers.ErrClosed
 			}
 			if r.mem != mem || a == nil && e.byID[id] != r || a != nil && e.areaOf(id) != a {
@@ -242,7 +240,7 @@ func (e *Engine) doomAll(id uint32, r *region) error {
 // there is no such slot, or it is free.
 func (e *Engine) Spoil(region, slot uint32) bool {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	r := e.byID[region]
 	if e.closed || r == nil || int64(slot) >= int64(r.fresh) || r.slots[slot].state == free {
 		return false
@@ -355,7 +353,7 @@ func (of *stagedRegion) file() {
 func (e *Engine) stage(region uint32, entries []Restored) (*stagedRegion, []staged, []*space,
 	error) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	if e.closed {
 		return nil, nil, nil, tiers.ErrClosed
 	}
@@ -441,7 +439,7 @@ func (e *Engine) EndRestore() (chunks int) {
 	e.restores.Lock()
 	defer e.restores.Unlock()
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	st := e.staging
 	e.staging = staging{}
 	defer st.close()
@@ -1028,7 +1026,7 @@ func (e *Engine) parentOf(s *slot, prev []byte) uint32 {
 func (e *Engine) Room(g tiers.Geometry) (slots, free int) {
 	g.PageTokens = 0
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	if c := e.classes[g]; c != nil && !e.closed {
 		return c.slots, c.free
 	}
@@ -1039,7 +1037,7 @@ func (e *Engine) Room(g tiers.Geometry) (slots, free int) {
 // of it again.
 func (e *Engine) Unrestore(region, slot uint32) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	r := e.byID[region]
 	if r == nil || e.staging.regions[r.mem] == nil || int64(slot) >= int64(len(r.slots)) ||
 		r.slots[slot].granted == 0 {

@@ -14,7 +14,7 @@ type Room struct {
 // PromotionRoom is the room for the lookups of an owner.
 func (e *Engine) PromotionRoom(o Owner) (Room, error) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	ow, err := e.owner(o)
 	if err != nil {
 		return Room{}, err

@@ -2,9 +2,11 @@ package engine
 
 import (
 	"encoding/binary"
+	"fmt"
 	"sync/atomic"
 
 	"lookaside/dax"
+	"lookaside/internal/invariants"
 	"lookaside/tiers"
 	"lookaside/tiers/policy"
 )
@@ -339,6 +341,9 @@ func (c *class) work(chunks int) {
 // unpin ends a lease. A slot that is still filling stays: somebody may be writing it.
 func (e *Engine) unpin(ref uint32) {
 	r, s := e.slot(ref)
+	if invariants.Enabled && s.pins == 0 {
+		e.fail(fmt.Sprintf("slot %#x loses a lease that it has not: %+v", ref, *s))
+	}
 	s.pins--
 	e.pins--
 	if s.state == ready && s.idle() {
@@ -672,6 +677,9 @@ func (e *Engine) release(ref uint32) {
 	}
 	bad := s.flags & spoiled
 	*s = slot{gen: s.gen + 1, last: s.last, flags: bad}
+	if invariants.Enabled {
+		r.poison(ref & recordMask)
+	}
 	if bad != 0 {
 		r.spoiled++
 		return
@@ -774,6 +782,9 @@ func (e *Engine) take(r *region, s *space, chunk, pages int) uint32 {
 	i, gen := uint32(r.fresh), r.firstGen
 	if r.freeList != 0 {
 		i = r.freeList - 1
+		if invariants.Enabled {
+			e.checkPoison(r, i)
+		}
 		r.freeList = r.kin[i].next
 		gen = r.slots[i].gen
 	} else {

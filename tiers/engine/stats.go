@@ -88,7 +88,7 @@ type Stats struct {
 // Stats may be called at any time; its cost does not depend on what is held.
 func (e *Engine) Stats() Stats {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	st := Stats{
 		Counters: e.stats, Regions: len(e.byID) + len(e.areas), CapacityBytes: e.bytes,
 		Leases: e.pins, Unverified: e.Unverified(), Spaces: len(e.byPrint),
@@ -150,7 +150,7 @@ type SpaceStats struct {
 // Space is one open space; false: there is none of that id.
 func (e *Engine) Space(id SpaceID) (SpaceStats, bool) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	s, err := e.space(id)
 	if err != nil {
 		return SpaceStats{}, false
@@ -167,7 +167,7 @@ func (s *space) stats() SpaceStats {
 // Spaces lists the open spaces, by id.
 func (e *Engine) Spaces() []SpaceStats {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	var out []SpaceStats
 	for _, s := range e.spaces {
 		if s != nil {

@@ -37,7 +37,7 @@ func (p Share) has(chunk int) bool { return p.Of <= 1 || chunk%p.Of == p.Index }
 func (e *Engine) PrepareShare(o Owner, firstPage int, prev, hashes []byte, share Share,
 	out []Grant) (StoreResult, []Grant, error) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	ow, err := e.owner(o)
 	if err != nil {
 		return StoreResult{}, out, err
@@ -294,7 +294,7 @@ func (e *Engine) write(ref uint32, w *walk, start, from, to int) {
 // with nothing changed: failed names a grant that is not there.
 func (e *Engine) CommitStore(o Owner, store uint64, failed []uint32) error {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	ow, err := e.owner(o)
 	if err != nil {
 		return err
@@ -325,7 +325,7 @@ func (e *Engine) CommitStore(o Owner, store uint64, failed []uint32) error {
 // AbortStore gives back what a store was granted. ErrStale: it has ended before.
 func (e *Engine) AbortStore(o Owner, store uint64) error {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	ow, err := e.owner(o)
 	if err != nil {
 		return err

@@ -70,7 +70,7 @@ func (e *Engine) NextVerify(o Owner, firstPage int, hashes, buf []byte,
 		return out, buf, nil
 	}
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	ow, err := e.owner(o)
 	if err != nil {
 		return out, buf, err
@@ -120,7 +120,7 @@ func (e *Engine) verification(ref uint32, buf []byte) (Verification, []byte) {
 // else has found good: then it answers false.
 func (e *Engine) EndVerify(handle uint64, ok bool) (ended bool) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	ref, s := e.verifying(handle)
 	if s == nil || s.flags&unverified == 0 {
 		return false
@@ -141,7 +141,7 @@ func (e *Engine) EndVerify(handle uint64, ok bool) (ended bool) {
 // NeedsVerify says whether what a handle names is still held, and still to be checked.
 func (e *Engine) NeedsVerify(handle uint64) bool {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	_, s := e.verifying(handle)
 	return s != nil && s.flags&unverified != 0
 }
@@ -149,7 +149,7 @@ func (e *Engine) NeedsVerify(handle uint64) bool {
 // Verified says whether what a handle names is still held, and need not be checked any more.
 func (e *Engine) Verified(handle uint64) bool {
 	e.mu.Lock()
-	defer e.mu.Unlock()
+	defer e.unlock()
 	_, s := e.verifying(handle)
 	return s != nil && s.flags&unverified == 0
 }
