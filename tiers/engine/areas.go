@@ -327,24 +327,6 @@ func (t *taker) cost(r *region, pieces int64) (cost [4]uint64, ok bool) {
 	return [4]uint64{2, uint64(math.MaxInt64 - theirs), r.lastUse}, true
 }
 
-// parts are the regions that a caller's region consists of, and how many of them: an area has those
-// that are carved.
-func (e *Engine) parts(id uint32) (regions []*region, ok bool) {
-	if r := e.byID[id]; r != nil {
-		return []*region{r}, true
-	}
-	a := e.areaOf(id)
-	if a == nil {
-		return nil, false
-	}
-	for _, s := range a.spans {
-		if s.r != nil {
-			regions = append(regions, s.r)
-		}
-	}
-	return regions, true
-}
-
 // dropArea takes an area of which nothing is carved out of the books.
 func (e *Engine) dropArea(a *area) {
 	e.areas = slices.DeleteFunc(e.areas, func(b *area) bool { return a == b })

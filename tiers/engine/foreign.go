@@ -78,16 +78,6 @@ func (e *Engine) claim(ow *owner, ref uint32) bool {
 	return e.tally(ow, ref).add(ref, e.regions[ref>>recordBits].class.limit)
 }
 
-// allClasses calls f for each class, foreign ones as well.
-func (e *Engine) allClasses(f func(c *class)) {
-	for _, c := range e.classes {
-		f(c)
-		if c.foreign != nil {
-			f(c.foreign)
-		}
-	}
-}
-
 // foreignSlots is how many foreign slots a geometry has.
 func (e *Engine) foreignSlots(g tiers.Geometry) int {
 	return min(e.cfg.ForeignSlots, recordMask/g.PagesPerChunk)

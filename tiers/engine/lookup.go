@@ -158,41 +158,6 @@ func (e *Engine) leaseHits(ow *owner, w *walk) (pages int, slots []uint32) {
 	return pages, slots
 }
 
-// bisect finds the last page of chunk i of a walk that can be read, given that the chunk's last
-// page in the walk cannot. 0: none can.
-func (e *Engine) bisect(s *space, w *walk, i int) (record uint32, page int) {
-	if record, page = e.lastHeld(s, w, i); e.unverified.Load() == 0 {
-		return record, page
-	}
-	if rec := e.served(record); rec != 0 || record == 0 {
-		return rec, page
-	}
-	return e.lastPage(s, w, i, true)
-}
-
-// lastHeld is bisect for what is held, verified or not.
-func (e *Engine) lastHeld(s *space, w *walk, i int) (record uint32, page int) {
-	return e.lastPage(s, w, i, false)
-}
-
-func (e *Engine) lastPage(s *space, w *walk, i int, readable bool) (record uint32, page int) {
-	lo, hi := w.start(i), w.last(i) // the answer is below hi, and at or above lo if there is one
-	for lo < hi {
-		mid := int(uint(lo+hi) / 2)
-		rec := e.find(s, w.hash(mid))
-		if readable {
-			rec = e.served(rec)
-		}
-		if rec != 0 && e.at(rec, mid) {
-			record, page = rec, mid
-			lo = mid + 1
-		} else {
-			hi = mid
-		}
-	}
-	return record, page
-}
-
 // Trim frees a lookup's leases on the chunks wholly below firstPage, also those that it waits for.
 func (e *Engine) Trim(o Owner, lookup uint64, firstPage int) error {
 	e.mu.Lock()

@@ -1,9 +1,5 @@
 package engine
 
-import (
-	"lookaside/tiers"
-)
-
 // Counters only rise.
 type Counters struct {
 	Lookups      uint64 // answered
@@ -133,46 +129,4 @@ func (e *Engine) Stats() Stats {
 		st.OpenStores += ow.stores
 	}
 	return st
-}
-
-// SpaceStats is one space at one moment.
-type SpaceStats struct {
-	ID          SpaceID
-	Fingerprint tiers.Fingerprint
-	Geometry    tiers.Geometry
-	Owners      int
-	Chunks      int    // slots that it has, filling ones as well
-	Pages       int    // that can be found
-	Pinned      int    // slots that pins lease, one in two pins counting twice
-	LastUse     uint64 // rises from one coming or going of an owner to the next, of any space
-}
-
-// Space is one open space; false: there is none of that id.
-func (e *Engine) Space(id SpaceID) (SpaceStats, bool) {
-	e.mu.Lock()
-	defer e.unlock()
-	s, err := e.space(id)
-	if err != nil {
-		return SpaceStats{}, false
-	}
-	return s.stats(), true
-}
-
-func (s *space) stats() SpaceStats {
-	return SpaceStats{ID: SpaceID(s.id), Fingerprint: s.print, Geometry: s.g, Owners: s.owners,
-		Chunks: s.chunks, Pages: s.pages,
-		Pinned: s.pinner.leases, LastUse: s.lastUse}
-}
-
-// Spaces lists the open spaces, by id.
-func (e *Engine) Spaces() []SpaceStats {
-	e.mu.Lock()
-	defer e.unlock()
-	var out []SpaceStats
-	for _, s := range e.spaces {
-		if s != nil {
-			out = append(out, s.stats())
-		}
-	}
-	return out
 }

@@ -215,7 +215,8 @@ func (e *Engine) admit(ref uint32, tiers uint8) (shed uint8) {
 }
 
 func (t *route) isWhole(bit uint8) bool { return t.whole&bit != 0 }
-func (t *route) isPart(bit uint8) bool  { return t.part&bit != 0 }
+
+func (t *route) isPart(bit uint8) bool { return t.part&bit != 0 }
 
 // push appends to a queue of at most limit entries that are not void; of the others it keeps at
 // most as many.

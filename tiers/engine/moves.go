@@ -29,111 +29,6 @@ const (
 	MoveBad            // they are bad where they were: the chunk is dropped
 )
 
-// Drain tells a region that was added carved to hand out no more slots. What is in it, or being
-// filled, stays, and can be found and used, but is not evicted, until it is moved (NextMoves),
-// dropped, or goes with the region (RemoveRegion). Undrain ends that. Draining what drains already
-// is no error. ErrNotFound: there is no such region; ErrBusy: it is being emptied, or one is being
-// carved. Both let go of the lock between slices of their work.
-func (e *Engine) Drain(region uint32) error {
-	e.mu.Lock()
-	defer e.unlock()
-	r, err := e.drainable(region)
-	if err != nil || r.retired {
-		return err
-	}
-	r.draining, r.retired = true, true
-	if c := r.class; c != nil {
-		c.free -= r.free
-		c.slots -= len(r.slots)
-	}
-	e.relimit()
-	return e.eachIdle(region, r, true, e.hold)
-}
-
-// Undrain lets a drained region hand out slots again.
-func (e *Engine) Undrain(region uint32) error {
-	e.mu.Lock()
-	defer e.unlock()
-	r, err := e.drainable(region)
-	if err != nil || !r.retired {
-		return err
-	}
-	r.draining, r.retired = false, false
-	if c := r.class; c != nil {
-		c.free += r.free
-		c.slots += len(r.slots)
-	}
-	e.waiting = false
-	e.relimit()
-	return e.eachIdle(region, r, false, e.offer)
-}
-
-// drainable resolves a region that can be drained, or is.
-func (e *Engine) drainable(region uint32) (*region, error) {
-	if e.closed {
-		return nil, tiers.ErrClosed
-	}
-	r := e.byID[region]
-	switch {
-	case r == nil:
-		return nil, fmt.Errorf("%w: region %d", tiers.ErrNotFound, region)
-	case e.carving || r.draining && !r.retired:
-		return nil, fmt.Errorf("%w: region %d is being emptied, or one is being carved",
-			tiers.ErrBusy, region)
-	}
-	return r, nil
-}
-
-// eachIdle calls f for the slots of a region that may be chosen for eviction, as long as it is
-// retired, or is not. It lets go of the lock between slices.
-func (e *Engine) eachIdle(id uint32, r *region, retired bool, f func(ref uint32)) error {
-	for i := 0; i < r.fresh; i++ {
-		if s := &r.slots[i]; s.state == ready && !s.doomed() && s.idle() && s.children == 0 {
-			f(r.num<<recordBits | uint32(i))
-		}
-		if i%clearSlice == clearSlice-1 {
-			if !e.pause() {
-				return tiers.ErrClosed
-			}
-			if e.byID[id] != r || r.retired != retired {
-				return fmt.Errorf("%w: region %d has gone another way meanwhile", tiers.ErrBusy, id)
-			}
-		}
-	}
-	return nil
-}
-
-// RegionStats is a region at one moment.
-type RegionStats struct {
-	Geometry  tiers.Geometry // PageTokens is 0
-	Slots     int
-	Free      int
-	Spoiled   int // free ones that are never granted again
-	Filling   int
-	Leased    int // ready ones in use by lookups, loads, pins, extensions, cascades and moves
-	SlotBytes int64
-	Draining  bool   // it hands out no slots
-	LastUse   uint64 // rises with each use of it
-}
-
-// Used is how many slots hold something, or are being filled.
-func (s *RegionStats) Used() int { return s.Slots - s.Free - s.Spoiled }
-
-// Region is what a region that was added carved is like now; false: there is none.
-func (e *Engine) Region(id uint32) (RegionStats, bool) {
-	e.mu.Lock()
-	defer e.unlock()
-	r := e.byID[id]
-	if e.closed || r == nil || r.class == nil { // it is being carved
-		return RegionStats{}, false
-	}
-	return RegionStats{
-		Slots: len(r.slots), Free: r.free, Spoiled: r.spoiled, Filling: r.filling, Leased: r.leased,
-		Draining: r.draining, LastUse: r.lastUse,
-		Geometry: r.class.geometry, SlotBytes: r.class.slotBytes(),
-	}, true
-}
-
 // NextMoves appends to out up to max chunks of a drained region that are to be copied to slots of
 // other regions, each to be ended by EndMove. It looks at slots from number from on, at no more
 // than a few hundred, and answers where to go on; -1: it has come to the end. Slots in use are left
@@ -220,24 +115,6 @@ func (e *Engine) startMove(from uint32, buf []byte) (Move, []byte) {
 	}
 	m.Prev, m.Hashes, buf = e.digests(from, buf)
 	return m, buf
-}
-
-// digests appends to buf the digest of the page before a slot's first, if its parent is held, and
-// those of its pages.
-func (e *Engine) digests(ref uint32, buf []byte) (prev, hashes, _ []byte) {
-	r, s := e.slot(ref)
-	var d [32]byte
-	from := len(buf)
-	if !e.orphan(ref) {
-		k := e.kin(ref)
-		buf = append(buf, e.regions[k.parent>>recordBits].digestBytes(k.parent&recordMask, r.ppc-1,
-			&d)...)
-	}
-	mid := len(buf)
-	for pos := range int(s.pages) {
-		buf = append(buf, r.digestBytes(ref&recordMask, pos, &d)...)
-	}
-	return buf[from:mid:mid], buf[mid:len(buf):len(buf)], buf
 }
 
 // EndMove ends a move. It answers whether the chunk is found in its new slot from now on; its old

@@ -1,0 +1,169 @@
+package engine
+
+// Prefixes: which slot continues which. A held slot knows its parent, the slot of the chunk before,
+// if that was held when the slot came, and the first of its own continuations.
+
+// kin is what a slot hangs on, and what hangs on it.
+type kin struct {
+	parent    uint32 // the slot of the chunk before, if it was held when this one came
+	parentGen uint32 // generation of parent; another one there now means that the parent is gone
+	// of a held slot with a parent: the next one with that parent, by ref; of a free slot: the next
+	// free one plus one
+	next  uint32
+	prev  uint32 // of a held slot with a parent: the one before
+	child uint32 // the first slot whose parent this is
+}
+
+func (e *Engine) kin(ref uint32) *kin {
+	return &e.regions[ref>>recordBits].kin[ref&recordMask]
+}
+
+// adopt makes parent the parent of a held slot that has none.
+func (e *Engine) adopt(parent, child uint32) {
+	if _, p := e.slot(parent); p.children == 0 {
+		e.hold(parent)
+	}
+	e.hang(parent, child)
+}
+
+// hang puts a slot without a parent among those that continue parent.
+func (e *Engine) hang(parent, child uint32) {
+	_, p := e.slot(parent)
+	k, c := e.kin(parent), e.kin(child)
+	*c = kin{parent: parent, parentGen: p.gen, next: k.child, child: c.child}
+	if k.child != 0 {
+		e.kin(k.child).prev = child
+	}
+	k.child = child
+	p.children++
+}
+
+// unhang undoes that. What has been orphaned is in no list: its siblings may be other chunks by
+// now.
+func (e *Engine) unhang(child uint32) {
+	c := e.kin(child)
+	_, p := e.slot(c.parent)
+	p.children--
+	if c.prev != 0 {
+		e.kin(c.prev).next = c.next
+	} else {
+		e.kin(c.parent).child = c.next
+	}
+	if c.next != 0 {
+		e.kin(c.next).prev = c.prev
+	}
+	*c = kin{child: c.child}
+}
+
+// bequeath hands what continues a slot to another that holds the same chunk. Beyond clearSlice of
+// them they are left without a parent.
+func (e *Engine) bequeath(ref uint32) {
+	k := e.kin(ref)
+	if k.child == 0 {
+		return
+	}
+	heir := e.heir(ref)
+	if _, h := e.slot(heir); h.children == 0 {
+		e.hold(heir)
+	}
+	for n := 0; k.child != 0 && n < clearSlice; n++ {
+		child := k.child
+		e.unhang(child)
+		e.hang(heir, child)
+	}
+}
+
+// redundant says whether another slot holds all that this one holds, and is there to stay.
+func (e *Engine) redundant(ref uint32) bool { return e.heir(ref) != 0 }
+
+// heir is such a slot, 0 if there is none. It holds the last page, as a page's digest names the
+// whole prefix. It looks beyond the neighbours among those that share that page only where these
+// have been moved away.
+func (e *Engine) heir(ref uint32) uint32 {
+	r, s := e.slot(ref)
+	l := r.links[int(ref&recordMask)*r.ppc+int(s.pages)-1]
+	for rec := l.prev; rec != 0; rec = e.links(rec).prev {
+		if other, _ := e.slotOf(rec); e.stays(other) {
+			return other
+		}
+	}
+	for rec := l.next; rec != 0; rec = e.links(rec).next {
+		if other, _ := e.slotOf(rec); e.stays(other) {
+			return other
+		}
+	}
+	return 0
+}
+
+func (e *Engine) stays(ref uint32) bool {
+	_, s := e.slot(ref)
+	return s.flags&moved == 0
+}
+
+// orphan says whether a held slot has no parent, or none any more.
+func (e *Engine) orphan(ref uint32) bool {
+	k := e.kin(ref)
+	if k.parent == 0 {
+		return true
+	}
+	r, i := e.regions[k.parent>>recordBits], int(k.parent&recordMask)
+	return i >= r.fresh || r.slots[i].gen != k.parentGen // the region may have been carved anew
+}
+
+// heldParent is a slot's parent if that can be found, else 0.
+func (e *Engine) heldParent(ref uint32) uint32 {
+	if e.orphan(ref) {
+		return 0
+	}
+	parent := e.kin(ref).parent
+	if _, p := e.slot(parent); p.state != ready || p.doomed() {
+		return 0
+	}
+	return parent
+}
+
+// disown ends a slot's being the continuation of its parent.
+func (e *Engine) disown(ref uint32) {
+	if e.orphan(ref) {
+		e.kin(ref).parent = 0
+		return
+	}
+	parent := e.kin(ref).parent
+	_, s := e.slot(ref)
+	_, p := e.slot(parent)
+	e.unhang(ref)
+	p.stamp = max(p.stamp, s.stamp)
+	if p.children == 0 && p.state == ready && !p.doomed() && p.idle() {
+		e.offer(parent)
+	}
+}
+
+// parentOf is the slot that holds the page before a slot's first, whose digest prev begins with. 0:
+// none does.
+func (e *Engine) parentOf(s *slot, prev []byte) uint32 {
+	sp := e.spaces[s.space]
+	rec, _ := e.seek(sp, prev[:sp.g.DigestBytes])
+	if rec == 0 || !e.at(rec, int(s.chunk)*sp.g.PagesPerChunk-1) {
+		return 0
+	}
+	ref, _ := e.slotOf(rec)
+	return ref
+}
+
+// digests appends to buf the digest of the page before a slot's first, if its parent is held, and
+// those of its pages.
+func (e *Engine) digests(ref uint32, buf []byte) (prev, hashes, _ []byte) {
+	r, s := e.slot(ref)
+	var d [32]byte
+	from := len(buf)
+	if !e.orphan(ref) {
+		k := e.kin(ref)
+		buf = append(buf, e.regions[k.parent>>recordBits].digestBytes(k.parent&recordMask, r.ppc-1,
+			&d)...)
+	}
+	mid := len(buf)
+	for pos := range int(s.pages) {
+		buf = append(buf, r.digestBytes(ref&recordMask, pos, &d)...)
+	}
+	return buf[from:mid:mid], buf[mid:len(buf):len(buf)], buf
+}
