@@ -41,10 +41,10 @@ func newArea(id uint32, size int64) *area {
 }
 
 // areaOf returns the area of a caller's region, nil if there is none.
-func (e *Engine) areaOf(id uint32) *area {
-	for _, a := range e.areas {
-		if a.id == id {
-			return a
+func (a *arena) areaOf(id uint32) *area {
+	for _, of := range a.areas {
+		if of.id == id {
+			return of
 		}
 	}
 	return nil
@@ -328,9 +328,9 @@ func (t *taker) cost(r *region, pieces int64) (cost [4]uint64, ok bool) {
 }
 
 // dropArea takes an area of which nothing is carved out of the books.
-func (e *Engine) dropArea(a *area) {
-	e.areas = slices.DeleteFunc(e.areas, func(b *area) bool { return a == b })
-	e.bytes -= a.size
+func (a *arena) dropArea(of *area) {
+	a.areas = slices.DeleteFunc(a.areas, func(b *area) bool { return of == b })
+	a.bytes -= of.size
 }
 
 // checkAreas says whether areas and pieces agree with one another.

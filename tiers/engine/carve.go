@@ -87,9 +87,9 @@ func (e *Engine) carve(r *region, c *class, slots int, at Placement) error {
 }
 
 // dropBlock ends a class's hold on its block.
-func (e *Engine) dropBlock(c *class) {
+func (a *arena) dropBlock(c *class) {
 	if c.block != nil {
-		e.trash = append(e.trash, &carved{block: c.block})
+		a.trash = append(a.trash, &carved{block: c.block})
 		c.block = nil
 	}
 }

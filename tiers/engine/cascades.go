@@ -162,8 +162,8 @@ func (e *Engine) setUpCascades() {
 }
 
 // route is nil if there are no tiers.
-func (e *Engine) route(ref uint32) *route {
-	r := e.regions[ref>>recordBits]
+func (a *arena) route(ref uint32) *route {
+	r := a.regions[ref>>recordBits]
 	if r.routes == nil {
 		return nil
 	}
@@ -241,8 +241,8 @@ func (f *fifo) forget(ref uint32) {
 }
 
 // queuedRoute is the route of an entry's slot, nil if that is another chunk's by now.
-func (e *Engine) queuedRoute(x queued) *route {
-	r, i := e.regions[x.ref>>recordBits], int(x.ref&recordMask)
+func (a *arena) queuedRoute(x queued) *route {
+	r, i := a.regions[x.ref>>recordBits], int(x.ref&recordMask)
 	if i >= r.fresh || r.slots[i].gen != x.gen || r.slots[i].state != ready {
 		return nil
 	}
@@ -382,12 +382,12 @@ func (e *Engine) startCascade(ref uint32, bit uint8, buf []byte) (CascadeItem, [
 		}
 	}
 	s.pins++
-	e.pins++
+	e.leases.pins++
 	e.route(ref).busy |= bit
 	o := &e.cascades.owner
 	o.slots.add(ref, 1<<31)
-	x := e.newLease(cascadeLease, o, []uint32{ref})
-	x.key, x.n = uint64(bit), int(s.pages)
+	x := e.leases.add(cascadeLease, o, []uint32{ref})
+	x.errand.tier, x.n = bit, int(s.pages)
 
 	item := CascadeItem{
 		Handle: x.handle(), Space: SpaceID(s.space), Region: r.id, Offset: r.offset(ref, 0),
@@ -407,11 +407,11 @@ func (e *Engine) EndCascade(handle uint64, ok bool) (dropped bool) {
 	if e.closed {
 		return false
 	}
-	x, err := e.findLease(nil, cascadeLease, handle)
+	x, err := e.leases.find(nil, cascadeLease, handle)
 	if err != nil {
 		return false
 	}
-	ref, bit := x.slots[0], uint8(x.key)
+	ref, bit := x.slots[0], x.errand.tier
 	_, s := e.slot(ref)
 	t := e.route(ref)
 	t.busy &^= bit

@@ -72,7 +72,7 @@ func (c *checker) leases() error {
 	e := c.e
 	live, pins, waits := 0, 0, 0
 	byOwner := map[*owner]map[uint32]uint32{}
-	for i, x := range e.leases {
+	for i, x := range e.leases.all {
 		if x.index != uint32(i) {
 			return broken("lease %d thinks that it is %d", i, x.index)
 		}
@@ -104,20 +104,20 @@ func (c *checker) leases() error {
 			if x.kind == cascadeLease || x.kind == moveLease {
 				c.copied[ref]++
 			}
-			if s.state != ready && !(s.state == filling && s.flags&promoting != 0 && x.waiting &&
-				j >= x.held) {
+			if s.state != ready && !(s.state == filling && s.flags&promoting != 0 &&
+				x.lookup.waiting && j >= x.lookup.held) {
 				return broken("slot %#x of a %v is in state %d", ref, x.kind, s.state)
 			}
 			want := int(s.chunk)
 			switch {
-			case x.waiting && j >= x.held:
-				want = x.after + j - x.held
+			case x.lookup.waiting && j >= x.lookup.held:
+				want = x.lookup.after + j - x.lookup.held
 			case x.kind == lookupLease || x.kind == loadLease || x.kind == loanLease:
 				want = x.first/x.owner.space.g.PagesPerChunk + j
 			case x.kind == cascadeLease:
-				c.busy[ref] |= uint8(x.key)
+				c.busy[ref] |= x.errand.tier
 			case x.kind == moveLease && len(x.slots) == 1:
-				to := uint32(x.key)
+				to := x.errand.to
 				_, t := e.slot(to)
 				if c.moving[ref] || c.moving[to] || t.state != filling || t.chunk != s.chunk ||
 					int(t.granted) != x.n || !s.doomed() && int(s.pages) != x.n {
@@ -126,7 +126,7 @@ func (c *checker) leases() error {
 				c.writers[to]++
 				c.moving[ref], c.moving[to] = true, true
 			case x.kind == copyLease:
-				to := uint32(x.key)
+				to := x.errand.to
 				_, t := e.slot(to)
 				if !e.isForeign(ref) || e.isForeign(to) || c.moving[to] || t.state != filling ||
 					t.chunk != s.chunk || int(t.granted) != x.n ||
@@ -141,18 +141,18 @@ func (c *checker) leases() error {
 				return broken("slot %#x of a %v is chunk %d, want %d", ref, x.kind, s.chunk, want)
 			}
 		}
-		if returned != x.returned || returned > 0 && returned == len(x.slots) {
+		if returned != x.loan.returned || returned > 0 && returned == len(x.slots) {
 			return broken("%d of the %d slots of a %v have been given back, counted %d", returned,
-				len(x.slots), x.kind, x.returned)
+				len(x.slots), x.kind, x.loan.returned)
 		}
 		if x.kind == lookupLease {
 			held, end := len(x.slots), x.first+x.n
-			if x.waiting {
-				held, end = x.held, x.end
-				if x.n < 0 || x.held < 0 || x.held >= len(x.slots) ||
-					(x.end+x.owner.space.g.PagesPerChunk-1)/x.owner.space.g.PagesPerChunk !=
-						x.after+len(x.slots)-x.held {
-					return broken("a lookup waits for the chunks from %d on, up to page %d, with %d slots, %d of them held", x.after, x.end, len(x.slots), x.held)
+			if x.lookup.waiting {
+				held, end = x.lookup.held, x.lookup.end
+				if x.n < 0 || x.lookup.held < 0 || x.lookup.held >= len(x.slots) ||
+					(x.lookup.end+x.owner.space.g.PagesPerChunk-1)/x.owner.space.g.PagesPerChunk !=
+						x.lookup.after+len(x.slots)-x.lookup.held {
+					return broken("a lookup waits for the chunks from %d on, up to page %d, with %d slots, %d of them held", x.lookup.after, x.lookup.end, len(x.slots), x.lookup.held)
 				}
 			} else {
 				waits--
@@ -161,20 +161,20 @@ func (c *checker) leases() error {
 			if end <= x.first || x.n == 0 != (held == 0) ||
 				x.n > 0 && held != (x.first+x.n-1)/ppc-x.first/ppc+1 {
 				return broken("a lookup of %d pages from %d has %d slots, waiting %v to %d", x.n,
-					x.first, held, x.waiting, end)
+					x.first, held, x.lookup.waiting, end)
 			}
 			waits++
 		}
-		if x.kind == lookupLease && x.owner.lookups[x.key] != x {
-			return broken("lookup %d is not its owner's", x.key)
+		if x.kind == lookupLease && x.owner.lookups[x.lookup.id] != x {
+			return broken("lookup %d is not its owner's", x.lookup.id)
 		}
 	}
-	if live+len(e.spare) != len(e.leases) {
-		return broken("%d leases in use and %d spare make not %d", live, len(e.spare),
-			len(e.leases))
+	if live+len(e.leases.spare) != len(e.leases.all) {
+		return broken("%d leases in use and %d spare make not %d", live, len(e.leases.spare),
+			len(e.leases.all))
 	}
-	if pins != e.pins {
-		return broken("%d leases on slots, counted %d", pins, e.pins)
+	if pins != e.leases.pins {
+		return broken("%d leases on slots, counted %d", pins, e.leases.pins)
 	}
 	owners := []*owner{&e.cascades.owner, &e.mover}
 	for _, ow := range e.owners {
@@ -192,7 +192,7 @@ func (c *checker) leases() error {
 			}
 			live--
 			counts[x.kind]++
-			total += len(x.slots) - x.returned
+			total += len(x.slots) - x.loan.returned
 		}
 		if counts[lookupLease] != len(ow.lookups) || counts[loadLease] != ow.loads ||
 			counts[loanLease] != ow.loans || counts[storeLease] != ow.stores || total != ow.leases {
@@ -205,12 +205,12 @@ func (c *checker) leases() error {
 		}
 		for _, t := range []*tally{&ow.slots, &ow.foreign} {
 			used := 0
-			for _, w := range t.entries {
-				if w != 0 {
+			for _, x := range t.entries {
+				if x.value != 0 {
 					used++
-					if byOwner[ow][uint32(w>>32)] != uint32(w) || e.tally(ow, uint32(w>>32)) != t {
+					if byOwner[ow][x.key] != x.value || e.tally(ow, x.key) != t {
 						return broken("owner %d has %d leases on slot %#x, counted %d", ow.id,
-							byOwner[ow][uint32(w>>32)], w>>32, uint32(w))
+							byOwner[ow][x.key], x.key, x.value)
 					}
 				}
 			}
@@ -227,11 +227,11 @@ func (c *checker) leases() error {
 	}
 	lookups := 0
 	last := int64(math.MinInt64)
-	for x := e.expiry.first; x != nil; x = x.inExpiry.next {
-		if x.kind != lookupLease || x.waiting || x.deadline < last {
+	for x := e.leases.expiry.first; x != nil; x = x.lookup.queued.next {
+		if x.kind != lookupLease || x.lookup.waiting || x.lookup.deadline < last {
 			return broken("the deadlines' order")
 		}
-		last = x.deadline
+		last = x.lookup.deadline
 		lookups++
 	}
 	for _, ow := range e.owners {

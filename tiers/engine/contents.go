@@ -37,7 +37,7 @@ func (e *Engine) Contains(id SpaceID, firstPage int, hashes []byte, held []uint1
 			}
 		}
 		n := min(probeGroup, w.chunks-i)
-		refs := e.refs[:n]
+		refs := e.scratch.refs[:n]
 		e.probe(s, &w, i, n, refs)
 		for j, rec := range refs {
 			start, last := w.start(i+j), w.last(i+j)

@@ -163,10 +163,10 @@ func (e *Engine) startCopy(d *dueCopy) (Copy, bool) {
 		e.hold(from)
 	}
 	s.pins++
-	e.pins++
+	e.leases.pins++
 	e.mover.foreign.add(from, 1<<31)
-	x := e.newLease(copyLease, &e.mover, []uint32{from})
-	x.key, x.n, x.prev = uint64(to), int(s.pages), d.prev
+	x := e.leases.add(copyLease, &e.mover, []uint32{from})
+	x.n, x.errand.to, x.errand.prev = int(s.pages), to, d.prev
 
 	page := s.chunk * uint32(r.ppc)
 	return Copy{
@@ -186,13 +186,13 @@ func (e *Engine) EndCopy(handle uint64, ok bool) (copied bool) {
 	if e.closed {
 		return false
 	}
-	x, err := e.findLease(nil, copyLease, handle)
+	x, err := e.leases.find(nil, copyLease, handle)
 	if err != nil {
 		return false
 	}
 	e.idx.migrate(migrateStep)
 	e.tick++
-	from, to := x.slots[0], uint32(x.key)
+	from, to := x.slots[0], x.errand.to
 	r, s := e.slot(from)
 	rt, t := e.slot(to)
 	p := &r.places[from&recordMask]
@@ -206,7 +206,7 @@ func (e *Engine) EndCopy(handle uint64, ok bool) (copied bool) {
 		e.release(to)
 	case e.find(sp, rt.digestBytes(to&recordMask, x.n-1, &buf)) != 0: // somebody was faster
 		e.release(to)
-	case e.publish(to, x.prev[:sp.g.DigestBytes]):
+	case e.publish(to, x.errand.prev[:sp.g.DigestBytes]):
 		copied = true
 		p.reads = 0
 		s.flags |= moved // nobody reads it there who does not already

@@ -72,7 +72,7 @@ func (e *Engine) selfCheck() {
 	if e.closed || e.debug.failed || e.records > checkedRecords || words > checkedWords {
 		return
 	}
-	cost := e.records + words/8 + len(e.leases)
+	cost := e.records + words/8 + len(e.leases.all)
 	if e.debug.credit += checkCredit; e.debug.credit < cost {
 		return
 	}

@@ -27,10 +27,10 @@ func TestDebugBuild(t *testing.T) {
 	t.Run("a count is wrong", func(t *testing.T) {
 		b := newBench(t, 4, 2, Config{})
 		b.store(numbered(1, 4))
-		b.e.pins++
+		b.e.leases.pins++
 		got := panicOf(func() { b.e.Stats() })
 		b.e.debug.failed = false
-		if b.e.pins--; !strings.Contains(got, "broken invariant") {
+		if b.e.leases.pins--; !strings.Contains(got, "broken invariant") {
 			t.Errorf("a call ended with %q", got)
 		}
 	})

@@ -26,57 +26,45 @@ type Engine struct {
 	// region's tables away. It is taken before mu.
 	restores sync.RWMutex
 
-	mu       sync.Mutex // guards all that follows
-	closed   bool
-	tick     uint64 // counts operations: the time by which use is ordered
-	regions  [maxRegions + 1]*region
-	byID     map[uint32]*region // those of AddCarvedRegion
-	areas    []*area            // those of AddRegion
-	nregion  int
-	bytes    int64 // of all regions
-	records  int   // in carved regions
-	classes  map[tiers.Geometry]*class
-	spaces   []*space // by SpaceID; 0 is none
-	byPrint  map[tiers.Fingerprint]*space
-	owners   map[Owner]*owner
-	leases   []*lease
-	spare    []uint32 // indices of free leases
-	expiry   leaseList
-	endings  leaseList   // what EndSome has to do
-	endSlice int         // tests change it
-	ending   atomic.Bool // there is something in endings
-	idx      index
-	cascades cascades
-	mover    owner // of the leases on what is being moved
-	journal  journal
-	lent     lent
-	flights  flightTable // slots that are being promoted into and may be joined
-	carving  bool        // a region is being carved with the lock released
-	// wanted is when a geometry first had to wait for a region, 0 for none waiting.
-	wanted    int64
-	waiting   bool
-	aged      aged
-	frozen    int // owners that SetFrozen named and that hold something
-	pins      int // leases on slots
-	stats     Counters
-	linkSteps uint64 // links followed, for tests of the work done
-	touched   uint64 // keeps the loads of probe
+	mu     sync.Mutex // guards all that follows
+	closed bool
+	tick   uint64 // counts operations: the time by which use is ordered
+
+	arena // whose slots these are: regions.go
+
+	spaces  []*space // by SpaceID; 0 is none
+	byPrint map[tiers.Fingerprint]*space
+
+	owners map[Owner]*owner
+	frozen int // owners that SetFrozen named and that hold something
+	leases leaseBook
+
+	idx     index
+	flights flightTable // slots that are being promoted into and may be joined
+	lent    lent
 	// unverified counts the slots that are, and is read without the lock.
 	unverified atomic.Int64
-	newPolicy  func(foreign bool) policy.Policy
-	tagMask    uint32 // ^0; tests clear bits to make digests collide
+	unsummed   unsummed
 
-	refs  []uint32 // scratch: MaxPages+1 refs
-	held  []uint32 // scratch: likewise
-	marks []uint64 // scratch: a bit for each of MaxPages+1
-	bufs  bufferPool
-	trash []*carved
+	cascades cascades
+	mover    owner // of the leases on what is moved or copied
+	journal  journal
+	staging  staging // what EndRestore has yet to make ready
 
-	unsummed unsummed
+	stats   Counters
+	scratch scratch
 
-	staging staging // what EndRestore has yet to make ready
+	newPolicy func(foreign bool) policy.Policy
+	tagMask   uint32     // ^0; tests clear bits to make digests collide
+	debug     debugState // of a debug build
+}
 
-	debug debugState // of a debug build
+// scratch is memory that calls use while they hold the lock.
+type scratch struct {
+	refs    []uint32 // MaxPages+1 refs
+	held    []uint32 // likewise
+	marks   []uint64 // a bit for each of MaxPages+1
+	touched uint64   // keeps loops that only read
 }
 
 // New makes an engine without regions.
@@ -85,12 +73,16 @@ func New(cfg Config) (*Engine, error) {
 		return nil, err
 	}
 	e := &Engine{
-		cfg: cfg, byID: map[uint32]*region{}, classes: map[tiers.Geometry]*class{},
+		cfg:    cfg,
+		arena:  arena{byID: map[uint32]*region{}, classes: map[tiers.Geometry]*class{}},
 		spaces: []*space{nil}, byPrint: map[tiers.Fingerprint]*space{},
-		owners: map[Owner]*owner{}, tagMask: math.MaxUint32, endSlice: endSlice,
-		refs: make([]uint32, cfg.MaxPages+1), held: make([]uint32, cfg.MaxPages+1),
-		marks: make([]uint64, cfg.MaxPages/64+1),
+		owners: map[Owner]*owner{}, tagMask: math.MaxUint32,
+		scratch: scratch{
+			refs: make([]uint32, cfg.MaxPages+1), held: make([]uint32, cfg.MaxPages+1),
+			marks: make([]uint64, cfg.MaxPages/64+1),
+		},
 	}
+	e.leases.endSlice = endSlice
 	e.newPolicy = func(foreign bool) policy.Policy {
 		name := cfg.Policy
 		if foreign {
@@ -132,7 +124,8 @@ func (e *Engine) Close() {
 	e.staging.close()
 	trash, tables := e.takeTrash()
 	emptyTrash(trash, tables)
-	e.regions, e.nregion, e.areas, e.owners, e.leases = [maxRegions + 1]*region{}, 0, nil, nil, nil
+	e.regions, e.nregion, e.areas = [maxRegions + 1]*region{}, 0, nil
+	e.owners, e.leases.all = nil, nil
 }
 
 // clearSlice is how many slots ClearSpace and the emptying of a region look at before they let
@@ -149,8 +142,8 @@ func (e *Engine) Expire() (n int) {
 	}
 	now := e.cfg.Now()
 	e.aged.note(now, e.tick)
-	for e.expiry.first != nil && e.expiry.first.deadline <= now {
-		e.endLease(e.expiry.first)
+	for e.leases.expiry.first != nil && e.leases.expiry.first.lookup.deadline <= now {
+		e.endLease(e.leases.expiry.first)
 		n++
 	}
 	e.stats.Expired += uint64(n)

@@ -689,7 +689,7 @@ func TestFullDigestsAreCompared(t *testing.T) {
 }
 
 func (e *Engine) work() uint64 {
-	return e.linkSteps + e.idx.steps
+	return e.idx.linkSteps + e.idx.steps
 }
 
 // TestManyContinuations counts the steps of every call while ten thousand continuations of one
@@ -759,7 +759,7 @@ func TestLongLookupsEndInParts(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			b := newBench(t, chunks, ppc, Config{})
-			b.e.endSlice = part
+			b.e.leases.endSlice = part
 			p := numbered(1, chunks*ppc)
 			b.store(p)
 			if n, err := b.e.Lookup(me, 7, 0, p); n != chunks*ppc || err != nil {

@@ -235,13 +235,15 @@ func (e *Engine) FinishBorrows(ps []uint64, loans []Loan, done []bool) {
 	e.mu.Lock()
 	defer e.unlock()
 	for _, p := range ps { // so that the cache misses of all of them overlap
-		if ref, err := e.promotion(p); err == nil && e.isForeign(ref) && e.idx.cur.used > 0 {
-			r, s := e.slot(ref)
-			if pages := int(s.granted); pages > 0 {
-				t := &e.idx.cur
-				e.touched += t.words[t.home(e.spaceOf(r, s).tagOfRecord(r.digest(ref&recordMask,
-					pages-1)))] + uint64(r.places[ref&recordMask].region)
-			}
+		ref, err := e.promotion(p)
+		if err != nil || !e.isForeign(ref) || e.idx.cur.used == 0 {
+			continue
+		}
+		r, s := e.slot(ref)
+		if pages := int(s.granted); pages > 0 {
+			t, i := &e.idx.cur, ref&recordMask
+			tag := e.spaceOf(r, s).tagOfRecord(r.digest(i, pages-1))
+			e.scratch.touched += t.words[t.home(tag)] + uint64(r.places[i].region)
 		}
 	}
 	counted := 0 // loans before it are

@@ -52,8 +52,8 @@ func (e *Engine) countFrozen() {
 			continue
 		}
 		e.frozen++
-		for _, w := range ow.slots.entries {
-			if ref := uint32(w >> 32); w != 0 && !seen[ref] {
+		for _, x := range ow.slots.entries {
+			if ref := x.key; x.value != 0 && !seen[ref] {
 				seen[ref] = true
 				e.regions[ref>>recordBits].class.frozen++
 			}

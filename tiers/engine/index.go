@@ -14,7 +14,8 @@ type index struct {
 	cur, old table
 	scan     uint32 // in old: entries below it have moved
 	garbage  []*dax.Table[uint64]
-	steps    uint64 // entries looked at, for tests of the work done
+	// For tests of the work done: entries looked at, and links between records followed.
+	steps, linkSteps uint64
 }
 
 type table struct {

@@ -3,6 +3,7 @@ package engine
 import (
 	"fmt"
 	"math/bits"
+	"sync/atomic"
 
 	"lookaside/internal/invariants"
 	"lookaside/tiers"
@@ -29,39 +30,59 @@ func (k leaseKind) String() string {
 		"ending"}[k]
 }
 
-// lease is what one lookup, load, pin or unfinished store holds: a run of chunks of one prefix, or
-// for a store the slots that it was granted. Leases are reused; the generation in a handle says
-// which use it means.
+// lease is what one lookup, load, loan, pin or unfinished store holds, or one errand: a run of
+// chunks of one prefix, or for a store the slots that it was granted. What leases of all kinds have
+// comes first, then a body for each kind. Leases are reused: the generation in a handle says which
+// use of one it means.
 type lease struct {
-	kind  leaseKind
-	index uint32
-	gen   uint32
-	owner *owner
-
-	// of a lookup: the client's id; of a cascade: the tier's bit; of a move or a copy: the slot
-	// that it fills
-	key      uint64
+	kind     leaseKind
+	index    uint32 // in leaseBook.all
+	gen      uint32
+	owner    *owner
+	inOwner  leaseNode
 	first, n int // pages
 	buf      []uint32
 	slots    []uint32 // what is left of buf
-	deadline int64    // of a lookup; it runs while the lookup does not wait
-	// for promotions: slots[held:] are the chunks from chunk `after` on, of which it wants the
-	// pages before `end`
-	waiting bool
-	// before them come the n pages that it held when it began to wait; the last may be a shorter
-	// version of chunk `after`
-	held    int
-	after   int
-	end     int
-	prev    [32]byte // of a store or a copy: the digest of the page before
+
+	lookup lookupBody // of a lookupLease or endingLease
+	loan   loanBody
+	store  storeBody
+	errand errandBody // of a cascadeLease, moveLease or copyLease
+}
+
+// lookupBody is what a lookup has beside its slots. While it waits, slots[held:] are the chunks
+// from chunk after on, and may still be filled. Before them come the n pages that it held when it
+// began to wait; the last of these may be a shorter version of chunk after.
+type lookupBody struct {
+	id       uint64 // the client's
+	takers   int    // loads that are still to take it over
+	deadline int64  // runs while the lookup does not wait
+	waiting  bool
+	held     int
+	after    int
+	end      int       // of the pages that it waits for
+	queued   leaseNode // by deadline, or among those that are ending
+}
+
+// loanBody is what a loan has beside its slots.
+type loanBody struct {
+	returned int // slots that have been given back, and are 0
+}
+
+// storeBody is what a store has beside its slots.
+type storeBody struct {
+	prev    [32]byte // digest of the page before
 	hasPrev bool
-	takers  int // of a lookup: the loads that are still to take it over
 	// of a store of every nth chunk: for each grant the digests of the page before and of the page
 	// after, zeros where there is none
-	around   []byte
-	returned int // of a loan: slots that have been given back, and are 0
-	inOwner  leaseNode
-	inExpiry leaseNode
+	around []byte
+}
+
+// errandBody is what the writing, moving or copying of a chunk has beside its slot.
+type errandBody struct {
+	tier uint8    // of a cascade: the bit of the tier that it goes to
+	to   uint32   // of a move or a copy: the slot that is filled
+	prev [32]byte // of a copy: the digest of the page before
 }
 
 type leaseNode struct{ prev, next *lease }
@@ -77,7 +98,7 @@ func (l *leaseList) node(x *lease) *leaseNode {
 	if l.owned {
 		return &x.inOwner
 	}
-	return &x.inExpiry
+	return &x.lookup.queued
 }
 
 func (l *leaseList) push(x *lease) {
@@ -107,34 +128,67 @@ func (l *leaseList) remove(x *lease) {
 
 func (x *lease) handle() uint64 { return uint64(x.gen)<<32 | uint64(x.index) + 1 }
 
-// newLease makes a lease of an owner on slots, which it copies and which are counted on the owner
-// already.
-func (e *Engine) newLease(kind leaseKind, ow *owner, slots []uint32) *lease {
+// leaseBook is all leases.
+type leaseBook struct {
+	all   []*lease
+	spare []uint32 // indices of those that have ended
+	pins  int      // leases on slots
+	bufs  bufferPool
+
+	expiry leaseList // lookups, by deadline
+
+	endings  leaseList   // what EndSome has to do
+	endSlice int         // tests change it
+	ending   atomic.Bool // there is something in endings
+}
+
+// add makes a lease of an owner on slots. It copies them. They are counted on the owner already.
+func (b *leaseBook) add(kind leaseKind, ow *owner, slots []uint32) *lease {
 	var x *lease
-	if n := len(e.spare); n > 0 {
-		x = e.leases[e.spare[n-1]]
-		e.spare = e.spare[:n-1]
+	if n := len(b.spare); n > 0 {
+		x = b.all[b.spare[n-1]]
+		b.spare = b.spare[:n-1]
 	} else {
-		x = &lease{index: uint32(len(e.leases))}
-		e.leases = append(e.leases, x)
+		x = &lease{index: uint32(len(b.all))}
+		b.all = append(b.all, x)
 	}
 	x.gen++
-	x.kind, x.owner, x.takers = kind, ow, ow.takers
-	x.buf = append(e.bufs.get(len(slots)), slots...)
+	x.kind, x.owner = kind, ow
+	x.buf = append(b.bufs.get(len(slots)), slots...)
 	x.slots = x.buf
 	ow.leases += len(slots)
 	ow.all.push(x)
 	return x
 }
 
-// findLease resolves a handle of an owner's; of a pin, whose owner is nobody's, with a nil owner.
-func (e *Engine) findLease(ow *owner, kind leaseKind, handle uint64) (*lease, error) {
+// addLookup makes a lookup of an owner, under the client's id, from a page on.
+func (b *leaseBook) addLookup(ow *owner, id uint64, first int, slots []uint32) *lease {
+	x := b.add(lookupLease, ow, slots)
+	x.first, x.lookup.id, x.lookup.takers = first, id, ow.takers
+	ow.lookups[id] = x
+	return x
+}
+
+// extend adds slots, which are counted on its owner already, to a lease.
+func (b *leaseBook) extend(x *lease, slots []uint32) {
+	x.owner.leases += len(slots)
+	if cap(x.slots)-len(x.slots) >= len(slots) {
+		x.slots = append(x.slots, slots...) // still in buf
+		return
+	}
+	buf := append(b.bufs.get(len(x.slots)+len(slots)), x.slots...)
+	b.bufs.put(x.buf)
+	x.buf = append(buf, slots...)
+	x.slots = x.buf
+}
+
+// find resolves a handle of an owner's. With a nil owner it is that of a pin or of an errand.
+func (b *leaseBook) find(ow *owner, kind leaseKind, handle uint64) (*lease, error) {
 	i, gen := uint32(handle)-1, uint32(handle>>32)
-	if uint32(handle) == 0 || uint64(i) >= uint64(len(e.leases)) || gen == 0 ||
-		gen > e.leases[i].gen {
+	if uint32(handle) == 0 || uint64(i) >= uint64(len(b.all)) || gen == 0 || gen > b.all[i].gen {
 		return nil, fmt.Errorf("%w: %v %#x", tiers.ErrNotFound, kind, handle)
 	}
-	x := e.leases[i]
+	x := b.all[i]
 	if x.gen != gen || x.kind == noLease {
 		return nil, fmt.Errorf("%w: %v %#x has ended", tiers.ErrStale, kind, handle)
 	}
@@ -142,6 +196,30 @@ func (e *Engine) findLease(ow *owner, kind leaseKind, handle uint64) (*lease, er
 		return nil, fmt.Errorf("%w: %v %#x", tiers.ErrNotFound, kind, handle)
 	}
 	return x, nil
+}
+
+// remove takes out a lease that holds nothing any more.
+func (b *leaseBook) remove(x *lease) {
+	ow := x.owner
+	switch x.kind {
+	case lookupLease:
+		delete(ow.lookups, x.lookup.id)
+		if !x.lookup.waiting {
+			b.expiry.remove(x)
+		}
+	case endingLease:
+		b.endings.remove(x)
+	case loadLease:
+		ow.loads--
+	case loanLease:
+		ow.loans--
+	case storeLease:
+		ow.stores--
+	}
+	ow.all.remove(x)
+	b.bufs.put(x.buf)
+	*x = lease{index: x.index, gen: x.gen}
+	b.spare = append(b.spare, x.index)
 }
 
 // endSlice is how many slots of a lookup are freed while the lock is held. To free as many takes
@@ -154,9 +232,9 @@ func (e *Engine) endLease(x *lease) {
 	if invariants.Enabled {
 		e.checkLives(x)
 	}
-	if x.kind == lookupLease && len(x.slots) > e.endSlice && !x.waiting {
-		delete(x.owner.lookups, x.key)
-		e.expiry.remove(x)
+	if x.kind == lookupLease && len(x.slots) > e.leases.endSlice && !x.lookup.waiting {
+		delete(x.owner.lookups, x.lookup.id)
+		e.leases.expiry.remove(x)
 		x.kind = endingLease
 		e.pushEnding(x)
 		return
@@ -173,20 +251,20 @@ func (e *Engine) endLease(x *lease) {
 
 // pushEnding leaves a lease to EndSome.
 func (e *Engine) pushEnding(x *lease) {
-	e.endings.push(x)
-	e.ending.Store(true)
+	e.leases.endings.push(x)
+	e.leases.ending.Store(true)
 }
 
 // splitEnding leaves the first k slots of a lookup to EndSome. They stay counted on its owner.
 func (e *Engine) splitEnding(x *lease, k int) {
-	y := e.newLease(endingLease, x.owner, x.slots[:k])
-	x.owner.leases -= k // newLease counted them again
+	y := e.leases.add(endingLease, x.owner, x.slots[:k])
+	x.owner.leases -= k // add counted them again
 	e.pushEnding(y)
 	x.slots = x.slots[k:]
 }
 
 // Ending reports whether EndSome has something to do. It takes no lock.
-func (e *Engine) Ending() bool { return e.ending.Load() }
+func (e *Engine) Ending() bool { return e.leases.ending.Load() }
 
 // EndSome frees some of what large lookups that have ended still hold, and reports whether there is
 // more. Their names and deadlines are gone before. Whoever ends lookups calls it until there is no
@@ -198,20 +276,20 @@ func (e *Engine) EndSome() (more bool) {
 }
 
 func (e *Engine) endSome() (more bool) {
-	if e.closed || e.endings.first == nil {
+	if e.closed || e.leases.endings.first == nil {
 		return false
 	}
-	e.endPart(e.endings.first)
-	return e.endings.first != nil
+	e.endPart(e.leases.endings.first)
+	return e.leases.endings.first != nil
 }
 
 // endPart frees the last slots of a lease that is ending.
 func (e *Engine) endPart(x *lease) {
-	from := max(0, len(x.slots)-e.endSlice)
+	from := max(0, len(x.slots)-e.leases.endSlice)
 	e.freeSlots(x, x.slots[from:])
 	if x.slots = x.slots[:from]; from == 0 {
 		e.forget(x)
-		e.ending.Store(e.endings.first != nil)
+		e.leases.ending.Store(e.leases.endings.first != nil)
 	}
 }
 
@@ -262,26 +340,7 @@ func (e *Engine) forget(x *lease) {
 	if invariants.Enabled {
 		e.noteEnd(x)
 	}
-	ow := x.owner
-	switch x.kind {
-	case lookupLease:
-		delete(ow.lookups, x.key)
-		if !x.waiting {
-			e.expiry.remove(x)
-		}
-	case endingLease:
-		e.endings.remove(x)
-	case loadLease:
-		ow.loads--
-	case loanLease:
-		ow.loans--
-	case storeLease:
-		ow.stores--
-	}
-	ow.all.remove(x)
-	e.bufs.put(x.buf)
-	*x = lease{index: x.index, gen: x.gen}
-	e.spare = append(e.spare, x.index)
+	e.leases.remove(x)
 }
 
 // bufferPool keeps the buffers of ended leases by size, powers of two.
@@ -309,79 +368,5 @@ func (p *bufferPool) put(b []uint32) {
 		k := bits.Len(uint(c)) - 1
 		p.free[k] = append(p.free[k], b[:0])
 		p.kept += c
-	}
-}
-
-// tally counts an owner's leases by slot, so that its share is measured in slots however many of
-// its requests have one prefix in common. Open addressing, at most a quarter full, as each
-// collision is a mispredicted branch of a lookup; neighbouring slots lie together, as those of a
-// prefix often are neighbours.
-type tally struct {
-	entries []uint64 // slot<<32 | count; 0 is empty
-	n       int
-}
-
-func (t *tally) home(ref uint32) uint32 {
-	const line = 8
-	h := ref / line * 0x9E3779B1
-	return (h>>16^h)*line&uint32(len(t.entries)-1) | ref%line
-}
-
-// add counts a lease, unless it is on a slot too many.
-func (t *tally) add(ref uint32, limit int) bool {
-	if 4*(t.n+1) > len(t.entries) {
-		t.grow()
-	}
-	mask := uint32(len(t.entries) - 1)
-	for i := t.home(ref); ; i = (i + 1) & mask {
-		switch w := t.entries[i]; {
-		case w == 0:
-			if t.n >= limit {
-				return false
-			}
-			t.entries[i] = uint64(ref)<<32 | 1
-			t.n++
-			return true
-		case uint32(w>>32) == ref:
-			t.entries[i]++
-			return true
-		}
-	}
-}
-
-func (t *tally) sub(ref uint32) {
-	mask := uint32(len(t.entries) - 1)
-	i := t.home(ref)
-	for uint32(t.entries[i]>>32) != ref {
-		if t.entries[i] == 0 {
-			panic("tiers: an owner ends a lease that it was not counted for")
-		}
-		i = (i + 1) & mask
-	}
-	if t.entries[i]--; uint32(t.entries[i]) > 0 {
-		return
-	}
-	t.n--
-	for j := (i + 1) & mask; t.entries[j] != 0; j = (j + 1) & mask {
-		if (j-t.home(uint32(t.entries[j]>>32)))&mask >= (j-i)&mask {
-			t.entries[i] = t.entries[j]
-			i = j
-		}
-	}
-	t.entries[i] = 0
-}
-
-func (t *tally) grow() {
-	old := t.entries
-	t.entries = make([]uint64, max(64, 2*len(old)))
-	mask := uint32(len(t.entries) - 1)
-	for _, w := range old {
-		if w != 0 {
-			i := t.home(uint32(w >> 32))
-			for t.entries[i] != 0 {
-				i = (i + 1) & mask
-			}
-			t.entries[i] = w
-		}
 	}
 }

@@ -79,7 +79,7 @@ func (e *Engine) lend(ow *owner, w *walk, visible func(region uint32) bool,
 		return 0, 0, more, out, nil
 	}
 	e.used(ow.space.class, slots)
-	x := e.newLease(loanLease, ow, slots)
+	x := e.leases.add(loanLease, ow, slots)
 	ow.loans++
 	x.first, x.n = firstPage, pages
 	for i, ref := range slots {
@@ -153,7 +153,7 @@ func (e *Engine) EndLoan(o Owner, loan uint64, some []uint32, bad bool) (ended b
 	if err != nil {
 		return false, err
 	}
-	x, err := e.findLease(ow, loanLease, loan)
+	x, err := e.leases.find(ow, loanLease, loan)
 	if err != nil {
 		return false, err
 	}
@@ -170,7 +170,7 @@ func (e *Engine) EndLoan(o Owner, loan uint64, some []uint32, bad bool) (ended b
 	for k := len(some) - 1; k >= 0; k-- {
 		e.giveBack(x, int(some[k]), bad)
 	}
-	if x.returned == len(x.slots) {
+	if x.loan.returned == len(x.slots) {
 		e.forget(x)
 		return true, nil
 	}
@@ -188,5 +188,5 @@ func (e *Engine) giveBack(x *lease, i int, bad bool) {
 	}
 	e.freeSlots(x, x.slots[i:i+1])
 	x.slots[i] = 0
-	x.returned++
+	x.loan.returned++
 }

@@ -71,20 +71,20 @@ func (e *Engine) PrepareLoad(o, scheduler Owner, lookup uint64, firstPage, pages
 				e.tally(ow, ref).n)
 		}
 	}
-	y := e.newLease(loadLease, ow, slots)
+	y := e.leases.add(loadLease, ow, slots)
 	ow.loads++
 	y.first, y.n = firstPage, pages
 	for _, ref := range slots {
 		r, s := e.slot(ref)
 		s.pins++ // taken over, not taken: the lookup's are freed below, or by a later load
-		e.pins++
+		e.leases.pins++
 		page := max(firstPage, int(s.chunk)*ppc)
 		end := min(firstPage+pages, (int(s.chunk)+1)*ppc)
 		region, offset := r.where(ref, page%ppc)
 		out = append(out, Extent{Page: uint32(page), Pages: uint32(end - page), Region: region,
 			Offset: offset})
 	}
-	if x.takers--; x.takers <= 0 {
+	if x.lookup.takers--; x.lookup.takers <= 0 {
 		e.countReads(x.slots, from, to)
 		e.endLease(x)
 	}
@@ -102,7 +102,7 @@ func (e *Engine) LoadEnds(o Owner, load uint64, out []byte) ([]byte, error) {
 	if err != nil {
 		return out, err
 	}
-	x, err := e.findLease(ow, loadLease, load)
+	x, err := e.leases.find(ow, loadLease, load)
 	if err != nil {
 		return out, err
 	}
@@ -126,7 +126,7 @@ func (e *Engine) Release(o Owner, load uint64, bad []uint32) error {
 	if err != nil {
 		return err
 	}
-	x, err := e.findLease(ow, loadLease, load)
+	x, err := e.leases.find(ow, loadLease, load)
 	if err != nil {
 		return err
 	}

@@ -40,7 +40,7 @@ func (e *Engine) ContinueLookup(handle uint64, hashes []byte) (pages int, err er
 	if e.closed {
 		return 0, tiers.ErrClosed
 	}
-	x, err := e.findLease(nil, lookupLease, handle)
+	x, err := e.leases.find(nil, lookupLease, handle)
 	if err != nil {
 		return 0, err
 	}
@@ -49,14 +49,14 @@ func (e *Engine) ContinueLookup(handle uint64, hashes []byte) (pages int, err er
 	if err != nil {
 		return 0, err
 	}
-	if x.waiting || w.first%w.ppc != 0 {
+	if x.lookup.waiting || w.first%w.ppc != 0 {
 		return 0, invalid("lookup of pages %d to %d cannot go on", x.first, w.first-1)
 	}
 	pages, slots := e.leaseHits(ow, &w)
 	e.stats.LookupPages += uint64(w.n)
 	e.stats.HitPages += uint64(pages)
 	if pages > 0 {
-		e.extendLease(x, slots)
+		e.leases.extend(x, slots)
 		x.n += pages
 	}
 	return pages, nil
@@ -86,11 +86,10 @@ func (e *Engine) lookUp(o Owner, lookup uint64, firstPage int, hashes []byte) (p
 	if pages == 0 {
 		return 0, nil, nil
 	}
-	x = e.newLease(lookupLease, ow, slots)
-	x.key, x.first, x.n = lookup, firstPage, pages
-	x.deadline = e.cfg.Now() + int64(e.cfg.LeaseDeadline)
-	ow.lookups[lookup] = x
-	e.expiry.push(x)
+	x = e.leases.addLookup(ow, lookup, firstPage, slots)
+	x.n = pages
+	x.lookup.deadline = e.cfg.Now() + int64(e.cfg.LeaseDeadline)
+	e.leases.expiry.push(x)
 	return pages, x, nil
 }
 
@@ -103,14 +102,14 @@ func (e *Engine) lookUp(o Owner, lookup uint64, firstPage int, hashes []byte) (p
 func (e *Engine) leaseHits(ow *owner, w *walk) (pages int, slots []uint32) {
 	e.tick++
 	sp := ow.space
-	slots = e.held[:0]
+	slots = e.scratch.held[:0]
 	room, left := e.cfg.MaxLeasesPerOwner-ow.leases, e.left(ow)
 	anyUnverified := e.unverified.Load() > 0
 	shadow := ow.shadow()
 	lent := shadow != nil && shadow.pages > 0
 	for i := 0; i < w.chunks; i += probeGroup {
 		n := min(probeGroup, w.chunks-i)
-		refs := e.refs[:n]
+		refs := e.scratch.refs[:n]
 		e.probe(sp, w, i, n, refs)
 		probed := false // what peers lent
 		for j, rec := range refs {
@@ -168,8 +167,8 @@ func (e *Engine) Trim(o Owner, lookup uint64, firstPage int) error {
 	}
 	ppc := x.owner.space.g.PagesPerChunk
 	end := x.first + x.n // of what it holds or waits for
-	if x.waiting {
-		end = x.end
+	if x.lookup.waiting {
+		end = x.lookup.end
 	}
 	cut := min(firstPage, end) / ppc * ppc // the first page of the first chunk that stays
 	if firstPage >= end {
@@ -183,15 +182,15 @@ func (e *Engine) Trim(o Owner, lookup uint64, firstPage int) error {
 		return nil
 	}
 	k := cut/ppc - x.first/ppc
-	if x.waiting {
-		if cut/ppc > x.after {
-			k = x.held + cut/ppc - x.after
-			x.after = cut / ppc
+	if x.lookup.waiting {
+		if cut/ppc > x.lookup.after {
+			k = x.lookup.held + cut/ppc - x.lookup.after
+			x.lookup.after = cut / ppc
 		}
 		k = min(k, len(x.slots))
-		x.held = max(0, x.held-k)
+		x.lookup.held = max(0, x.lookup.held-k)
 	}
-	if k > e.endSlice && !x.waiting {
+	if k > e.leases.endSlice && !x.lookup.waiting {
 		e.splitEnding(x, k)
 	} else {
 		e.freeSlots(x, x.slots[:k])
@@ -244,7 +243,7 @@ func (e *Engine) Pin(id SpaceID, hashes []byte) (pin uint64, pages int, err erro
 	if pages == 0 {
 		return 0, 0, nil
 	}
-	x := e.newLease(pinLease, &s.pinner, slots)
+	x := e.leases.add(pinLease, &s.pinner, slots)
 	x.n = pages
 	e.relimit()
 	return x.handle(), pages, nil
@@ -257,7 +256,7 @@ func (e *Engine) Unpin(pin uint64) error {
 	if e.closed {
 		return tiers.ErrClosed
 	}
-	x, err := e.findLease(nil, pinLease, pin)
+	x, err := e.leases.find(nil, pinLease, pin)
 	if err != nil {
 		return err
 	}

@@ -273,7 +273,7 @@ func newWorld(t *testing.T, seed uint64) *world {
 	w.check(err)
 	w.e = e
 	if w.chance(2) {
-		e.endSlice = 1 + w.rng.IntN(3)
+		e.leases.endSlice = 1 + w.rng.IntN(3)
 	}
 	plain := e.newPolicy
 	e.newPolicy = func(foreign bool) policy.Policy {

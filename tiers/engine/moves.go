@@ -98,11 +98,11 @@ func (e *Engine) startMove(from uint32, buf []byte) (Move, []byte) {
 		r.lease()
 	}
 	s.pins++
-	e.pins++
+	e.leases.pins++
 	s.flags |= moving
 	e.mover.slots.add(from, 1<<31)
-	x := e.newLease(moveLease, &e.mover, []uint32{from})
-	x.key, x.n = uint64(to), int(s.pages)
+	x := e.leases.add(moveLease, &e.mover, []uint32{from})
+	x.errand.to, x.n = to, int(s.pages)
 
 	page := s.chunk * uint32(r.ppc)
 	m := Move{
@@ -128,13 +128,13 @@ func (e *Engine) EndMove(handle uint64, how MoveEnd) (found bool) {
 	if e.closed {
 		return false
 	}
-	x, err := e.findLease(nil, moveLease, handle)
+	x, err := e.leases.find(nil, moveLease, handle)
 	if err != nil {
 		return false
 	}
 	e.idx.migrate(migrateStep)
 	e.tick++
-	from, to := x.slots[0], uint32(x.key)
+	from, to := x.slots[0], x.errand.to
 	r, s := e.slot(from)
 	_, t := e.slot(to)
 	s.flags &^= moving
@@ -157,7 +157,7 @@ func (e *Engine) EndMove(handle uint64, how MoveEnd) (found bool) {
 	}
 	e.relocate(from, to)
 	e.mover.slots.add(to, 1<<31)
-	e.extendLease(x, []uint32{to})
+	e.leases.extend(x, []uint32{to})
 	// What continued the old slot continues the new one, a slice at a time: both stay meanwhile.
 	k := e.kin(from)
 	for n := 1; k.child != 0 && !t.doomed(); n++ {
@@ -190,7 +190,7 @@ func (e *Engine) relocate(from, to uint32) {
 	}
 	*t = slot{stamp: s.stamp, gen: t.gen, chunk: s.chunk, pages: s.pages, space: s.space,
 		state: ready, flags: s.flags&^(moved|spoiled) | t.flags&spoiled, pins: 1, last: t.last}
-	e.pins++
+	e.leases.pins++
 	rt.filled()
 	rt.lease()
 	rt.lastUse = max(rt.lastUse, s.stamp)

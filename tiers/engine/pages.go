@@ -22,8 +22,8 @@ const (
 // index.
 type link struct{ next, prev uint32 }
 
-func (e *Engine) links(record uint32) *link {
-	return &e.regions[record>>recordBits].links[record&recordMask]
+func (a *arena) links(record uint32) *link {
+	return &a.regions[record>>recordBits].links[record&recordMask]
 }
 
 // split is the slot of a record in its region, and the position in it. The division would be a good
@@ -37,14 +37,14 @@ func (r *region) split(rec uint32) (slot, pos uint32) {
 }
 
 // slotOf is the slot of a page's record, and the page's position in it.
-func (e *Engine) slotOf(page uint32) (ref uint32, pos int) {
-	i, p := e.regions[page>>recordBits].split(page & recordMask)
+func (a *arena) slotOf(page uint32) (ref uint32, pos int) {
+	i, p := a.regions[page>>recordBits].split(page & recordMask)
 	return page&^recordMask | i, int(p)
 }
 
 // at says whether a record is that of the given page of its prefix: an honest client's always is.
-func (e *Engine) at(record uint32, page int) bool {
-	r := e.regions[record>>recordBits]
+func (a *arena) at(record uint32, page int) bool {
+	r := a.regions[record>>recordBits]
 	i, pos := r.split(record & recordMask)
 	return int(r.slots[i].chunk)*r.ppc+int(pos) == page
 }
@@ -106,7 +106,7 @@ func (e *Engine) enter(ref uint32, from, to int) bool {
 }
 
 func (e *Engine) linkAfter(head, rec uint32) {
-	e.linkSteps++
+	e.idx.linkSteps++
 	h, l := e.links(head), e.links(rec)
 	l.prev, l.next = head, h.next
 	if h.next != 0 {
@@ -144,7 +144,7 @@ func (e *Engine) retract(ref uint32, from int) {
 // unlink takes one page of a slot, by its tag, out of the index, and says whether no other slot of
 // its space has it.
 func (e *Engine) unlink(tag uint32, r *region, ref uint32, pos int) (gone bool) {
-	e.linkSteps++
+	e.idx.linkSteps++
 	at := int(ref&recordMask)*r.ppc + pos
 	rec := ref&^recordMask | uint32(at)
 	l := &r.links[at]
@@ -195,13 +195,13 @@ func (e *Engine) sameAs(s *space, ref uint32, words []uint64) bool {
 }
 
 // alike says whether two records are of the same page.
-func (e *Engine) alike(a, b uint32) bool {
-	q, r := e.regions[a>>recordBits], e.regions[b>>recordBits]
+func (a *arena) alike(one, other uint32) bool {
+	q, r := a.regions[one>>recordBits], a.regions[other>>recordBits]
 	if q.class != r.class {
 		return false
 	}
-	i, posA := q.split(a & recordMask)
-	j, posB := r.split(b & recordMask)
+	i, posA := q.split(one & recordMask)
+	j, posB := r.split(other & recordMask)
 	return q.slots[i].space == r.slots[j].space && slices.Equal(q.digest(i, int(posA)),
 		r.digest(j, int(posB)))
 }
@@ -270,5 +270,5 @@ func (e *Engine) tagsOf(s *space, r *region, ref uint32, tags []uint32, from int
 	for _, tag := range tags {
 		seen |= t.words[t.home(tag)]
 	}
-	e.touched = seen // keeps the loop that only reads
+	e.scratch.touched = seen // keeps the loop that only reads
 }

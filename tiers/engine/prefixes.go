@@ -14,8 +14,8 @@ type kin struct {
 	child uint32 // the first slot whose parent this is
 }
 
-func (e *Engine) kin(ref uint32) *kin {
-	return &e.regions[ref>>recordBits].kin[ref&recordMask]
+func (a *arena) kin(ref uint32) *kin {
+	return &a.regions[ref>>recordBits].kin[ref&recordMask]
 }
 
 // adopt makes parent the parent of a held slot that has none.
@@ -27,12 +27,12 @@ func (e *Engine) adopt(parent, child uint32) {
 }
 
 // hang puts a slot without a parent among those that continue parent.
-func (e *Engine) hang(parent, child uint32) {
-	_, p := e.slot(parent)
-	k, c := e.kin(parent), e.kin(child)
+func (a *arena) hang(parent, child uint32) {
+	_, p := a.slot(parent)
+	k, c := a.kin(parent), a.kin(child)
 	*c = kin{parent: parent, parentGen: p.gen, next: k.child, child: c.child}
 	if k.child != 0 {
-		e.kin(k.child).prev = child
+		a.kin(k.child).prev = child
 	}
 	k.child = child
 	p.children++
@@ -40,17 +40,17 @@ func (e *Engine) hang(parent, child uint32) {
 
 // unhang undoes that. What has been orphaned is in no list: its siblings may be other chunks by
 // now.
-func (e *Engine) unhang(child uint32) {
-	c := e.kin(child)
-	_, p := e.slot(c.parent)
+func (a *arena) unhang(child uint32) {
+	c := a.kin(child)
+	_, p := a.slot(c.parent)
 	p.children--
 	if c.prev != 0 {
-		e.kin(c.prev).next = c.next
+		a.kin(c.prev).next = c.next
 	} else {
-		e.kin(c.parent).child = c.next
+		a.kin(c.parent).child = c.next
 	}
 	if c.next != 0 {
-		e.kin(c.next).prev = c.prev
+		a.kin(c.next).prev = c.prev
 	}
 	*c = kin{child: c.child}
 }
@@ -74,49 +74,49 @@ func (e *Engine) bequeath(ref uint32) {
 }
 
 // redundant says whether another slot holds all that this one holds, and is there to stay.
-func (e *Engine) redundant(ref uint32) bool { return e.heir(ref) != 0 }
+func (a *arena) redundant(ref uint32) bool { return a.heir(ref) != 0 }
 
 // heir is such a slot, 0 if there is none. It holds the last page, as a page's digest names the
 // whole prefix. It looks beyond the neighbours among those that share that page only where these
 // have been moved away.
-func (e *Engine) heir(ref uint32) uint32 {
-	r, s := e.slot(ref)
+func (a *arena) heir(ref uint32) uint32 {
+	r, s := a.slot(ref)
 	l := r.links[int(ref&recordMask)*r.ppc+int(s.pages)-1]
-	for rec := l.prev; rec != 0; rec = e.links(rec).prev {
-		if other, _ := e.slotOf(rec); e.stays(other) {
+	for rec := l.prev; rec != 0; rec = a.links(rec).prev {
+		if other, _ := a.slotOf(rec); a.stays(other) {
 			return other
 		}
 	}
-	for rec := l.next; rec != 0; rec = e.links(rec).next {
-		if other, _ := e.slotOf(rec); e.stays(other) {
+	for rec := l.next; rec != 0; rec = a.links(rec).next {
+		if other, _ := a.slotOf(rec); a.stays(other) {
 			return other
 		}
 	}
 	return 0
 }
 
-func (e *Engine) stays(ref uint32) bool {
-	_, s := e.slot(ref)
+func (a *arena) stays(ref uint32) bool {
+	_, s := a.slot(ref)
 	return s.flags&moved == 0
 }
 
 // orphan says whether a held slot has no parent, or none any more.
-func (e *Engine) orphan(ref uint32) bool {
-	k := e.kin(ref)
+func (a *arena) orphan(ref uint32) bool {
+	k := a.kin(ref)
 	if k.parent == 0 {
 		return true
 	}
-	r, i := e.regions[k.parent>>recordBits], int(k.parent&recordMask)
+	r, i := a.regions[k.parent>>recordBits], int(k.parent&recordMask)
 	return i >= r.fresh || r.slots[i].gen != k.parentGen // the region may have been carved anew
 }
 
 // heldParent is a slot's parent if that can be found, else 0.
-func (e *Engine) heldParent(ref uint32) uint32 {
-	if e.orphan(ref) {
+func (a *arena) heldParent(ref uint32) uint32 {
+	if a.orphan(ref) {
 		return 0
 	}
-	parent := e.kin(ref).parent
-	if _, p := e.slot(parent); p.state != ready || p.doomed() {
+	parent := a.kin(ref).parent
+	if _, p := a.slot(parent); p.state != ready || p.doomed() {
 		return 0
 	}
 	return parent
@@ -152,13 +152,13 @@ func (e *Engine) parentOf(s *slot, prev []byte) uint32 {
 
 // digests appends to buf the digest of the page before a slot's first, if its parent is held, and
 // those of its pages.
-func (e *Engine) digests(ref uint32, buf []byte) (prev, hashes, _ []byte) {
-	r, s := e.slot(ref)
+func (a *arena) digests(ref uint32, buf []byte) (prev, hashes, _ []byte) {
+	r, s := a.slot(ref)
 	var d [32]byte
 	from := len(buf)
-	if !e.orphan(ref) {
-		k := e.kin(ref)
-		buf = append(buf, e.regions[k.parent>>recordBits].digestBytes(k.parent&recordMask, r.ppc-1,
+	if !a.orphan(ref) {
+		k := a.kin(ref)
+		buf = append(buf, a.regions[k.parent>>recordBits].digestBytes(k.parent&recordMask, r.ppc-1,
 			&d)...)
 	}
 	mid := len(buf)

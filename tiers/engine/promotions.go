@@ -122,7 +122,7 @@ func (e *Engine) PreparePromotion(o Owner, lookup uint64, run PromotionRun,
 		return out, err
 	}
 	e.idx.migrate(migrateStep)
-	refs := e.refs[:w.chunks]
+	refs := e.scratch.refs[:w.chunks]
 	if run.Lent != nil {
 		if err := e.needForeign(ow); err != nil {
 			return out, err
@@ -159,8 +159,8 @@ func (e *Engine) goingOn(ow *owner, lookup uint64, w *walk) (*lease, error) {
 		return nil, nil
 	}
 	fits := (x.first+x.n)/w.ppc == w.chunk
-	if x.waiting {
-		fits = x.end == w.first
+	if x.lookup.waiting {
+		fits = x.lookup.end == w.first
 	}
 	if !fits {
 		return nil, fmt.Errorf("%w: lookup %d holds pages %d to %d, and cannot go on at %d",
@@ -172,18 +172,16 @@ func (e *Engine) goingOn(ow *owner, lookup uint64, w *walk) (*lease, error) {
 // await has a lookup wait for slots, which end before page end. With a nil x it is made.
 func (e *Engine) await(ow *owner, x *lease, lookup uint64, w *walk, slots []uint32, end int) {
 	if x == nil {
-		x = e.newLease(lookupLease, ow, slots)
-		x.key, x.first = lookup, w.first
-		ow.lookups[lookup] = x
-		x.waiting, x.after = true, w.chunk
+		x = e.leases.addLookup(ow, lookup, w.first, slots)
+		x.lookup.waiting, x.lookup.after = true, w.chunk
 	} else {
-		if !x.waiting {
-			e.expiry.remove(x)
-			x.waiting, x.held, x.after = true, len(x.slots), w.chunk
+		if !x.lookup.waiting {
+			e.leases.expiry.remove(x)
+			x.lookup.waiting, x.lookup.held, x.lookup.after = true, len(x.slots), w.chunk
 		}
-		e.extendLease(x, slots)
+		e.leases.extend(x, slots)
 	}
-	x.end = end
+	x.lookup.end = end
 }
 
 // promoter is one call of PreparePromotion.
@@ -204,7 +202,7 @@ type promoter struct {
 func (p *promoter) reserve(out []PromotedChunk) (_ []PromotedChunk, slots []uint32, end int) {
 	e, w := p.e, p.w
 	pinned := p.pinHeld()
-	slots = e.held[:0]
+	slots = e.scratch.held[:0]
 	room, left := e.cfg.MaxLeasesPerOwner-p.ow.leases, e.left(p.ow)+pinned
 	p.parent = e.chunkBefore(p.ow.space, p.x, w, p.run.Prev)
 	p.join = e.flights.n > 0
@@ -326,7 +324,7 @@ func (p *promoter) promote(i int, c *PromotedChunk) uint32 {
 	}
 	_, s := e.slot(ref)
 	s.pins++
-	e.pins++
+	e.leases.pins++
 	return ref
 }
 
@@ -401,7 +399,7 @@ func (p *promoter) grant(i, pages int) (ref uint32) {
 func (e *Engine) chunkBefore(sp *space, x *lease, w *walk, prev []byte) uint32 {
 	if x != nil {
 		i := len(x.slots) - 1
-		if _, s := e.slot(x.slots[i]); !x.waiting && int(s.chunk) == w.chunk {
+		if _, s := e.slot(x.slots[i]); !x.lookup.waiting && int(s.chunk) == w.chunk {
 			i--
 		}
 		if i >= 0 {
@@ -417,19 +415,6 @@ func (e *Engine) chunkBefore(sp *space, x *lease, w *walk, prev []byte) uint32 {
 		}
 	}
 	return 0
-}
-
-// extendLease adds slots, which are counted on its owner already, to a lease.
-func (e *Engine) extendLease(x *lease, slots []uint32) {
-	x.owner.leases += len(slots)
-	if cap(x.slots)-len(x.slots) >= len(slots) {
-		x.slots = append(x.slots, slots...) // still in buf
-		return
-	}
-	buf := append(e.bufs.get(len(x.slots)+len(slots)), x.slots...)
-	e.bufs.put(x.buf)
-	x.buf = append(buf, slots...)
-	x.slots = x.buf
 }
 
 // promotion resolves a handle.
@@ -565,13 +550,13 @@ func (e *Engine) SettleLookup(o Owner, lookup uint64, pages int) (ready int, err
 		return 0, err
 	}
 	ppc := x.owner.space.g.PagesPerChunk
-	if x.waiting {
+	if x.lookup.waiting {
 		e.endWait(x, ppc)
 	} else {
-		e.expiry.remove(x)
+		e.leases.expiry.remove(x)
 	}
-	x.deadline = e.cfg.Now() + int64(e.cfg.LeaseDeadline)
-	e.expiry.push(x)
+	x.lookup.deadline = e.cfg.Now() + int64(e.cfg.LeaseDeadline)
+	e.leases.expiry.push(x)
 
 	first := x.first / ppc
 	for i, ref := range x.slots {
@@ -598,14 +583,14 @@ func (e *Engine) SettleLookup(o Owner, lookup uint64, pages int) (ready int, err
 // endWait makes what has arrived of a waiting lookup's chunks pages that it holds, and frees what
 // has not.
 func (e *Engine) endWait(x *lease, ppc int) {
-	i, end := x.held, x.end
-	for ; i < len(x.slots) && end == x.end; i++ {
+	i, end := x.lookup.held, x.lookup.end
+	for ; i < len(x.slots) && end == x.lookup.end; i++ {
 		_, s := e.slot(x.slots[i])
 		if s.state != ready || s.doomed() {
 			break
 		}
 		// A peer may have lent less of it than it was said to have.
-		if got := int(s.chunk)*ppc + int(s.pages); got < min(x.end, (int(s.chunk)+1)*ppc) {
+		if got := int(s.chunk)*ppc + int(s.pages); got < min(x.lookup.end, (int(s.chunk)+1)*ppc) {
 			if got <= x.first+x.n {
 				break
 			}
@@ -614,16 +599,16 @@ func (e *Engine) endWait(x *lease, ppc int) {
 	}
 	e.freeSlots(x, x.slots[i:])
 	x.slots = x.slots[:i]
-	if n := i - x.held; n > 0 {
-		if x.held > 0 && (x.first+x.n-1)/ppc == x.after {
+	if n := i - x.lookup.held; n > 0 {
+		if x.lookup.held > 0 && (x.first+x.n-1)/ppc == x.lookup.after {
 			// The shorter version of the first of them.
-			e.freeSlots(x, x.slots[x.held-1:x.held])
-			copy(x.slots[x.held-1:], x.slots[x.held:])
+			e.freeSlots(x, x.slots[x.lookup.held-1:x.lookup.held])
+			copy(x.slots[x.lookup.held-1:], x.slots[x.lookup.held:])
 			x.slots = x.slots[:i-1]
 		}
-		x.n = min(end, (x.after+n)*ppc) - x.first
+		x.n = min(end, (x.lookup.after+n)*ppc) - x.first
 	}
-	x.waiting = false
+	x.lookup.waiting = false
 }
 
 // Room is what PreparePromotion could reserve or lease now, in chunks. It is an estimate: a slot

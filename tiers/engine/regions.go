@@ -12,6 +12,24 @@ import (
 // areas.go says how geometries share memory, carve.go how a region gets its slots, drain.go how it
 // is emptied, evict.go who hands out its slots.
 
+// arena is the regions, and who has them. It is embedded in the Engine, as nearly every method
+// looks at a slot.
+type arena struct {
+	regions [maxRegions + 1]*region // by number, from 1
+	nregion int                     // the highest number that was ever in use
+	byID    map[uint32]*region      // those of AddCarvedRegion
+	areas   []*area                 // those of AddRegion
+	bytes   int64                   // of all of them
+	records int                     // in carved regions
+	classes map[tiers.Geometry]*class
+
+	carving bool // a region is being carved with the lock released
+	waiting bool // a geometry waits for a region, since wanted
+	wanted  int64
+	aged    aged
+	trash   []*carved // tables to be unmapped without the lock
+}
+
 // region is an array of slots of one geometry with their records. It is all of a region that was
 // added carved, or a piece of one that stores carve.
 type region struct {
@@ -162,25 +180,25 @@ func (e *Engine) mayAdd(id uint32, size int64) error {
 }
 
 // added counts a region that was just added.
-func (e *Engine) added(size int64) {
-	e.bytes += size
-	e.waiting = false
+func (a *arena) added(size int64) {
+	a.bytes += size
+	a.waiting = false
 }
 
 // spareRegion returns the region of the lowest number that is not in use, nil if all are. Its
 // caller carves it before the lock is released, or has e.carving set.
-func (e *Engine) spareRegion() *region {
-	for _, q := range e.regions[1 : e.nregion+1] {
+func (a *arena) spareRegion() *region {
+	for _, q := range a.regions[1 : a.nregion+1] {
 		if q.spare() {
 			return q
 		}
 	}
-	if e.nregion == maxRegions {
+	if a.nregion == maxRegions {
 		return nil
 	}
-	e.nregion++
-	r := &region{num: uint32(e.nregion)}
-	e.regions[e.nregion] = r
+	a.nregion++
+	r := &region{num: uint32(a.nregion)}
+	a.regions[a.nregion] = r
 	return r
 }
 
@@ -188,15 +206,15 @@ func (r *region) spare() bool { return r.class == nil && !r.foreign }
 
 // parts are the regions that a caller's region consists of, and how many of them: an area has those
 // that are carved.
-func (e *Engine) parts(id uint32) (regions []*region, ok bool) {
-	if r := e.byID[id]; r != nil {
+func (a *arena) parts(id uint32) (regions []*region, ok bool) {
+	if r := a.byID[id]; r != nil {
 		return []*region{r}, true
 	}
-	a := e.areaOf(id)
-	if a == nil {
+	of := a.areaOf(id)
+	if of == nil {
 		return nil, false
 	}
-	for _, s := range a.spans {
+	for _, s := range of.spans {
 		if s.r != nil {
 			regions = append(regions, s.r)
 		}
@@ -282,9 +300,9 @@ func (e *Engine) doomAll(id uint32, r *region) error {
 
 // dropRegion takes a region that is not carved out of the books. Its number stays, for the next
 // region that is added.
-func (e *Engine) dropRegion(r *region) {
-	delete(e.byID, r.id)
-	e.bytes -= r.size
+func (a *arena) dropRegion(r *region) {
+	delete(a.byID, r.id)
+	a.bytes -= r.size
 	*r = region{num: r.num, firstGen: r.firstGen}
 }
 
@@ -314,8 +332,8 @@ func (e *Engine) classOf(g tiers.Geometry) *class {
 }
 
 // allClasses calls f for each class, foreign ones as well.
-func (e *Engine) allClasses(f func(c *class)) {
-	for _, c := range e.classes {
+func (a *arena) allClasses(f func(c *class)) {
+	for _, c := range a.classes {
 		f(c)
 		if c.foreign != nil {
 			f(c.foreign)

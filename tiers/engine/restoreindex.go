@@ -106,7 +106,7 @@ func (e *Engine) indexStaged(all []*stagedRegion) *slotSet {
 	}
 	for i := range tallies {
 		t.used += tallies[i].entered
-		e.touched |= tallies[i].seen // keeps the loops that only read
+		e.scratch.touched |= tallies[i].seen // keeps the loops that only read
 	}
 	for i := range tallies {
 		for _, w := range tallies[i].left {

@@ -67,7 +67,7 @@ func (e *Engine) placeStaged(all []*stagedRegion, odd *slotSet) (todo []restorin
 	})
 	for i := range groups {
 		e.findParents(&groups[i])
-		e.touched |= groups[i].seen
+		e.scratch.touched |= groups[i].seen
 		later = append(later, groups[i].later...)
 	}
 	slices.SortFunc(later, func(a, b *staged) int {
@@ -192,7 +192,7 @@ func (e *Engine) restoreAll(todo []restoring) (waiting []restoring) {
 			}
 		}
 	}
-	e.touched |= seen // keeps the loop that only reads
+	e.scratch.touched |= seen // keeps the loop that only reads
 	return waiting
 }
 

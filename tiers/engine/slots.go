@@ -84,8 +84,8 @@ func (r *region) digestBytes(slot uint32, pos int, buf *[32]byte) []byte {
 	return buf[:8*r.words]
 }
 
-func (e *Engine) slot(ref uint32) (*region, *slot) {
-	r := e.regions[ref>>recordBits]
+func (a *arena) slot(ref uint32) (*region, *slot) {
+	r := a.regions[ref>>recordBits]
 	return r, &r.slots[ref&recordMask]
 }
 
@@ -199,7 +199,7 @@ func (e *Engine) pin(ref uint32) {
 		e.thaw(ref)
 	}
 	s.pins++
-	e.pins++
+	e.leases.pins++
 	s.stamp, r.lastUse = e.tick, e.tick
 	if e.cascades.reused != 0 && s.flags&reused == 0 {
 		e.reuse(ref)
@@ -213,7 +213,7 @@ func (e *Engine) unpin(ref uint32) {
 		e.fail(fmt.Sprintf("slot %#x loses a lease that it has not: %+v", ref, *s))
 	}
 	s.pins--
-	e.pins--
+	e.leases.pins--
 	if s.state == ready && s.idle() {
 		r.unlease()
 		e.settle(ref)

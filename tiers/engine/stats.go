@@ -87,7 +87,7 @@ func (e *Engine) Stats() Stats {
 	defer e.unlock()
 	st := Stats{
 		Counters: e.stats, Regions: len(e.byID) + len(e.areas), CapacityBytes: e.bytes,
-		Leases: e.pins, Unverified: e.Unverified(), Spaces: len(e.byPrint),
+		Leases: e.leases.pins, Unverified: e.Unverified(), Spaces: len(e.byPrint),
 		Owners: len(e.owners), WantRegion: e.waiting,
 		MetadataBytes: int64(len(e.idx.cur.words)+len(e.idx.old.words)) * 8,
 	}

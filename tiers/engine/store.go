@@ -58,7 +58,7 @@ func (e *Engine) PrepareShare(o Owner, firstPage int, prev, hashes []byte, share
 			ow.stores)
 	}
 	e.idx.migrate(migrateStep)
-	refs := e.refs[:w.chunks]
+	refs := e.scratch.refs[:w.chunks]
 	if err := e.probeWithRoom(ow, &w, refs, nil, nil); err != nil {
 		return StoreResult{}, out, err
 	}
@@ -71,7 +71,7 @@ func (e *Engine) PrepareShare(o Owner, firstPage int, prev, hashes []byte, share
 		}
 	}
 	res := StoreResult{}
-	granted := e.held[:0]
+	granted := e.scratch.held[:0]
 	shed := func(from int) (pages int) {
 		for i := from; i < w.chunks; i++ {
 			if share.has(w.chunk + i) {
@@ -145,13 +145,13 @@ func (e *Engine) PrepareShare(o Owner, firstPage int, prev, hashes []byte, share
 	if len(granted) == 0 {
 		return res, out, nil
 	}
-	x := e.newLease(storeLease, ow, granted)
+	x := e.leases.add(storeLease, ow, granted)
 	ow.stores++
 	x.first, x.n = firstPage, w.n
-	x.hasPrev = firstPage > 0
-	copy(x.prev[:], prev)
+	x.store.hasPrev = firstPage > 0
+	copy(x.store.prev[:], prev)
 	if share.Of > 1 {
-		x.around = e.around(&w, prev, granted)
+		x.store.around = e.around(&w, prev, granted)
 	}
 	res.Store = x.handle()
 	return res, out, nil
@@ -299,7 +299,7 @@ func (e *Engine) CommitStore(o Owner, store uint64, failed []uint32) error {
 	if err != nil {
 		return err
 	}
-	x, err := e.findLease(ow, storeLease, store)
+	x, err := e.leases.find(ow, storeLease, store)
 	if err != nil {
 		return err
 	}
@@ -310,7 +310,7 @@ func (e *Engine) CommitStore(o Owner, store uint64, failed []uint32) error {
 	}
 	e.idx.migrate(migrateStep)
 	e.tick++
-	marks := e.marks[:len(x.slots)/64+1]
+	marks := e.scratch.marks[:len(x.slots)/64+1]
 	clear(marks)
 	for _, i := range failed {
 		marks[i/64] |= 1 << (i % 64)
@@ -330,7 +330,7 @@ func (e *Engine) AbortStore(o Owner, store uint64) error {
 	if err != nil {
 		return err
 	}
-	x, err := e.findLease(ow, storeLease, store)
+	x, err := e.leases.find(ow, storeLease, store)
 	if err != nil {
 		return err
 	}
@@ -407,8 +407,8 @@ func (e *Engine) publish(ref uint32, before []byte) bool {
 // page otherwise.
 func (e *Engine) before(x *lease, i int, buf *[32]byte) []byte {
 	d := x.owner.space.g.DigestBytes
-	if x.around != nil {
-		return x.around[2*i*d:][:d]
+	if x.store.around != nil {
+		return x.store.around[2*i*d:][:d]
 	}
 	_, s := e.slot(x.slots[i])
 	if i > 0 {
@@ -420,8 +420,8 @@ func (e *Engine) before(x *lease, i int, buf *[32]byte) []byte {
 			return r.digestBytes(ref&recordMask, r.ppc-1, buf)
 		}
 	}
-	if x.hasPrev && int(s.chunk)*x.owner.space.g.PagesPerChunk == x.first {
-		return x.prev[:d]
+	if x.store.hasPrev && int(s.chunk)*x.owner.space.g.PagesPerChunk == x.first {
+		return x.store.prev[:d]
 	}
 	clear(buf[:])
 	return buf[:d]
@@ -430,12 +430,12 @@ func (e *Engine) before(x *lease, i int, buf *[32]byte) []byte {
 // adoptNext makes the slot of grant i, which has just become ready, the parent of the chunk that
 // continues it, where another owner's store of that was faster.
 func (e *Engine) adoptNext(x *lease, i int, ref uint32) {
-	if x.around == nil {
+	if x.store.around == nil {
 		return
 	}
 	d := x.owner.space.g.DigestBytes
 	r, s := e.slot(ref)
-	rec := e.find(x.owner.space, x.around[(2*i+1)*d:][:d])
+	rec := e.find(x.owner.space, x.store.around[(2*i+1)*d:][:d])
 	if rec == 0 || int(s.pages) < r.ppc || !e.at(rec, (int(s.chunk)+1)*r.ppc) {
 		return
 	}

@@ -81,7 +81,7 @@ func (e *Engine) NextVerify(o Owner, firstPage int, hashes, buf []byte,
 	}
 	for i := 0; i < w.chunks; i += probeGroup {
 		n := min(probeGroup, w.chunks-i)
-		refs := e.refs[:n]
+		refs := e.scratch.refs[:n]
 		e.probe(ow.space, &w, i, n, refs)
 		for j, rec := range refs {
 			if rec == 0 || !e.at(rec, w.last(i+j)) {

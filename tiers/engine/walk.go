@@ -119,7 +119,7 @@ func (e *Engine) probe(s *space, w *walk, from, n int, out []uint32) {
 			seen |= uint64(r.slots[slot].pins)
 		}
 	}
-	e.touched = seen
+	e.scratch.touched = seen
 	for i, ref := range out {
 		if d := w.hash(w.last(from + i)); ref != 0 && !e.same(s, ref, d) {
 			out[i] = e.find(s, d)
