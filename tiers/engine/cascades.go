@@ -392,7 +392,7 @@ func (e *Engine) startCascade(ref uint32, bit uint8, buf []byte) (CascadeItem, [
 	item := CascadeItem{
 		Handle: x.handle(), Space: SpaceID(s.space), Region: r.id, Offset: r.offset(ref, 0),
 		First: int(s.chunk) * r.ppc, Pages: int(s.pages),
-		Unverified: s.flags&unverified != 0, VerifyHandle: verifyHandle(ref, s),
+		Unverified: s.unverified(), VerifyHandle: verifyHandle(ref, s),
 	}
 	item.Prev, item.Hashes, buf = e.digests(ref, buf)
 	return item, buf

@@ -5,6 +5,7 @@ import (
 	"maps"
 	"math"
 
+	"lookaside/internal/invariants"
 	"lookaside/tiers"
 )
 
@@ -19,12 +20,16 @@ func (e *Engine) Check() error {
 	return e.check()
 }
 
+// check is Check for a caller that holds the lock.
 func (e *Engine) check() error {
-	c := checker{e: e, pins: map[uint32]uint32{}, copied: map[uint32]uint32{},
-		children: map[uint32]uint32{}, writers: map[uint32]int{}, chunks: map[*space]int{},
-		pages: map[*space]int{}, loans: map[uint32]int{},
-		busy: map[uint32]uint8{}, promoting: map[*class]int{}, cold: map[*class]int{},
-		moving: map[uint32]bool{}, due: map[uint32]int{}}
+	c := e.debug.checker
+	if c == nil {
+		c = newChecker(e)
+		if invariants.Enabled {
+			e.debug.checker = c
+		}
+	}
+	c.reset()
 	for i := range e.lent.due {
 		if d := e.lent.due[i]; e.isForeign(d.ref) &&
 			int(d.ref&recordMask) < e.regions[d.ref>>recordBits].fresh {
@@ -33,17 +38,21 @@ func (e *Engine) check() error {
 			}
 		}
 	}
-	for _, step := range []func() error{c.leases, c.parents, c.slots, c.index, c.promotions,
-		c.cascades, c.totals} {
-		if err := step(); err != nil {
+	for _, step := range [...]func(*checker) error{(*checker).leases, (*checker).parents,
+		(*checker).slots, (*checker).index, (*checker).promotions, (*checker).cascades,
+		(*checker).totals} {
+		if err := step(c); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
+// checker counts anew what the engine counts as it goes.
 type checker struct {
-	e        *Engine
+	e *Engine
+	counts
+
 	pins     map[uint32]uint32 // by slot: leases of lookups, loads and pins
 	copied   map[uint32]uint32 // by slot: those of cascades and moves among them
 	children map[uint32]uint32 // by slot
@@ -51,17 +60,59 @@ type checker struct {
 	chunks   map[*space]int
 	pages    map[*space]int // indexed
 	loans    map[uint32]int // by announced region
-	heads    int
-	records  int
 
 	busy      map[uint32]uint8 // by slot: tiers that it is being written to
 	promoting map[*class]int
-	flying    int // slots that are being promoted into, and may be joined
 	cold      map[*class]int
 	moving    map[uint32]bool // slots that moves are from or to, and that copies are to
 	due       map[uint32]int  // by slot: copies of it, under way or queued
 
+	seen map[uint32]bool      // of one queue: scratch
+	by   map[ownerSlot]uint32 // leases
+	uses map[*owner]int       // slots that it has leases on
+}
+
+// ownerSlot is a slot that an owner has leases on.
+type ownerSlot struct {
+	ow  *owner
+	ref uint32
+}
+
+// counts are what a checker counts of the whole engine.
+type counts struct {
+	heads      int
+	records    int
+	flying     int // slots that are being promoted into, and may be joined
 	unverified int
+	waits      int // lookups that wait
+}
+
+func newChecker(e *Engine) *checker {
+	return &checker{e: e, pins: map[uint32]uint32{}, copied: map[uint32]uint32{},
+		children: map[uint32]uint32{}, writers: map[uint32]int{}, chunks: map[*space]int{},
+		pages: map[*space]int{}, loans: map[uint32]int{}, busy: map[uint32]uint8{},
+		promoting: map[*class]int{}, cold: map[*class]int{}, moving: map[uint32]bool{},
+		due: map[uint32]int{}, seen: map[uint32]bool{}, by: map[ownerSlot]uint32{},
+		uses: map[*owner]int{}}
+}
+
+// reset forgets what the last check counted. A debug build checks often, so the maps stay.
+func (c *checker) reset() {
+	c.counts = counts{}
+	clear(c.pins)
+	clear(c.copied)
+	clear(c.children)
+	clear(c.writers)
+	clear(c.chunks)
+	clear(c.pages)
+	clear(c.loans)
+	clear(c.busy)
+	clear(c.promoting)
+	clear(c.cold)
+	clear(c.moving)
+	clear(c.due)
+	clear(c.by)
+	clear(c.uses)
 }
 
 func broken(format string, args ...any) error {
@@ -70,8 +121,7 @@ func broken(format string, args ...any) error {
 
 func (c *checker) leases() error {
 	e := c.e
-	live, pins, waits := 0, 0, 0
-	byOwner := map[*owner]map[uint32]uint32{}
+	live, pins := 0, 0
 	for i, x := range e.leases.all {
 		if x.index != uint32(i) {
 			return broken("lease %d thinks that it is %d", i, x.index)
@@ -80,94 +130,11 @@ func (c *checker) leases() error {
 			continue
 		}
 		live++
-		if byOwner[x.owner] == nil {
-			byOwner[x.owner] = map[uint32]uint32{}
+		n, err := c.lease(x)
+		if err != nil {
+			return err
 		}
-		returned := 0
-		for j, ref := range x.slots {
-			if ref == 0 && x.kind == loanLease {
-				returned++
-				continue
-			}
-			byOwner[x.owner][ref]++
-			_, s := e.slot(ref)
-			if x.kind == storeLease {
-				c.writers[ref]++
-				if s.granted == 0 || s.state == free {
-					return broken("slot %#x of a store is in state %d with %d pages granted", ref,
-						s.state, s.granted)
-				}
-				continue
-			}
-			c.pins[ref]++
-			pins++
-			if x.kind == cascadeLease || x.kind == moveLease {
-				c.copied[ref]++
-			}
-			if s.state != ready && !(s.state == filling && s.flags&promoting != 0 &&
-				x.lookup.waiting && j >= x.lookup.held) {
-				return broken("slot %#x of a %v is in state %d", ref, x.kind, s.state)
-			}
-			want := int(s.chunk)
-			switch {
-			case x.lookup.waiting && j >= x.lookup.held:
-				want = x.lookup.after + j - x.lookup.held
-			case x.kind == lookupLease || x.kind == loadLease || x.kind == loanLease:
-				want = x.first/x.owner.space.g.PagesPerChunk + j
-			case x.kind == cascadeLease:
-				c.busy[ref] |= x.errand.tier
-			case x.kind == moveLease && len(x.slots) == 1:
-				to := x.errand.to
-				_, t := e.slot(to)
-				if c.moving[ref] || c.moving[to] || t.state != filling || t.chunk != s.chunk ||
-					int(t.granted) != x.n || !s.doomed() && int(s.pages) != x.n {
-					return broken("slot %#x with %d pages moves to slot %#x in state %d with %d granted", ref, s.pages, to, t.state, t.granted)
-				}
-				c.writers[to]++
-				c.moving[ref], c.moving[to] = true, true
-			case x.kind == copyLease:
-				to := x.errand.to
-				_, t := e.slot(to)
-				if !e.isForeign(ref) || e.isForeign(to) || c.moving[to] || t.state != filling ||
-					t.chunk != s.chunk || int(t.granted) != x.n ||
-					!s.doomed() && int(s.pages) != x.n {
-					return broken("slot %#x with %d pages is copied to slot %#x in state %d with %d granted", ref, s.pages, to, t.state, t.granted)
-				}
-				c.writers[to]++
-				c.moving[to] = true
-				c.due[ref]++
-			}
-			if int(s.chunk) != want {
-				return broken("slot %#x of a %v is chunk %d, want %d", ref, x.kind, s.chunk, want)
-			}
-		}
-		if returned != x.loan.returned || returned > 0 && returned == len(x.slots) {
-			return broken("%d of the %d slots of a %v have been given back, counted %d", returned,
-				len(x.slots), x.kind, x.loan.returned)
-		}
-		if x.kind == lookupLease {
-			held, end := len(x.slots), x.first+x.n
-			if x.lookup.waiting {
-				held, end = x.lookup.held, x.lookup.end
-				if x.n < 0 || x.lookup.held < 0 || x.lookup.held >= len(x.slots) ||
-					(x.lookup.end+x.owner.space.g.PagesPerChunk-1)/x.owner.space.g.PagesPerChunk !=
-						x.lookup.after+len(x.slots)-x.lookup.held {
-					return broken("a lookup waits for the chunks from %d on, up to page %d, with %d slots, %d of them held", x.lookup.after, x.lookup.end, len(x.slots), x.lookup.held)
-				}
-			} else {
-				waits--
-			}
-			ppc := x.owner.space.g.PagesPerChunk
-			if end <= x.first || x.n == 0 != (held == 0) ||
-				x.n > 0 && held != (x.first+x.n-1)/ppc-x.first/ppc+1 {
-				return broken("a lookup of %d pages from %d has %d slots, waiting %v to %d", x.n,
-					x.first, held, x.lookup.waiting, end)
-			}
-			waits++
-		}
-		if x.kind == lookupLease && x.owner.lookups[x.lookup.id] != x {
-			return broken("lookup %d is not its owner's", x.lookup.id)
-		}
+		pins += n
 	}
 	if live+len(e.leases.spare) != len(e.leases.all) {
 		return broken("%d leases in use and %d spare make not %d", live, len(e.leases.spare),
@@ -176,69 +143,201 @@ func (c *checker) leases() error {
 	if pins != e.leases.pins {
 		return broken("%d leases on slots, counted %d", pins, e.leases.pins)
 	}
-	owners := []*owner{&e.cascades.owner, &e.mover}
+	for _, ow := range []*owner{&e.cascades.owner, &e.mover} {
+		if err := c.owner(ow, &live); err != nil {
+			return err
+		}
+	}
 	for _, ow := range e.owners {
-		owners = append(owners, ow)
+		if err := c.owner(ow, &live); err != nil {
+			return err
+		}
 	}
 	for _, s := range e.byPrint {
-		owners = append(owners, &s.pinner)
-	}
-	for _, ow := range owners {
-		counts := map[leaseKind]int{}
-		total := 0
-		for x := ow.all.first; x != nil; x = x.inOwner.next {
-			if x.owner != ow {
-				return broken("a lease is in another owner's list")
-			}
-			live--
-			counts[x.kind]++
-			total += len(x.slots) - x.loan.returned
-		}
-		if counts[lookupLease] != len(ow.lookups) || counts[loadLease] != ow.loads ||
-			counts[loanLease] != ow.loans || counts[storeLease] != ow.stores || total != ow.leases {
-			return broken("owner %d has %v on %d slots, counted %d lookups, %d loads, %d stores, %d", ow.id, counts, total,
-				len(ow.lookups), ow.loads, ow.stores, ow.leases)
-		}
-		if len(byOwner[ow]) != ow.slots.n+ow.foreign.n {
-			return broken("owner %d uses %d slots, counted %d and %d", ow.id, len(byOwner[ow]),
-				ow.slots.n, ow.foreign.n)
-		}
-		for _, t := range []*tally{&ow.slots, &ow.foreign} {
-			used := 0
-			for _, x := range t.entries {
-				if x.value != 0 {
-					used++
-					if byOwner[ow][x.key] != x.value || e.tally(ow, x.key) != t {
-						return broken("owner %d has %d leases on slot %#x, counted %d", ow.id,
-							byOwner[ow][x.key], x.key, x.value)
-					}
-				}
-			}
-			if used != t.n {
-				return broken("owner %d counts %d slots in %d entries", ow.id, t.n, used)
-			}
-		}
-		if ow.own && ow.foreign.n > 0 {
-			return broken("owner %d has leases on %d foreign slots", ow.id, ow.foreign.n)
+		if err := c.owner(&s.pinner, &live); err != nil {
+			return err
 		}
 	}
 	if live != 0 {
 		return broken("%d leases have no living owner", live)
 	}
-	lookups := 0
+	return c.deadlines()
+}
+
+// lease verifies one lease, and returns how many slots it pins.
+func (c *checker) lease(x *lease) (pins int, err error) {
+	e := c.e
+	returned := 0
+	for j, ref := range x.slots {
+		if ref == 0 && x.kind == loanLease {
+			returned++
+			continue
+		}
+		if by := (ownerSlot{x.owner, ref}); c.by[by] == 0 {
+			c.uses[x.owner]++
+			c.by[by] = 1
+		} else {
+			c.by[by]++
+		}
+		_, s := e.slot(ref)
+		if x.kind == storeLease {
+			c.writers[ref]++
+			if s.granted == 0 || s.state == free {
+				return 0, broken("slot %#x of a store is in state %d with %d pages granted", ref,
+					s.state, s.granted)
+			}
+			continue
+		}
+		c.pins[ref]++
+		pins++
+		if x.kind == cascadeLease || x.kind == moveLease {
+			c.copied[ref]++
+		}
+		waits := x.lookup.waiting && j >= x.lookup.held
+		if s.state != ready && !(s.promoting() && waits) {
+			return 0, broken("slot %#x of a %v is in state %d", ref, x.kind, s.state)
+		}
+		if err := c.leased(x, j, ref, s); err != nil {
+			return 0, err
+		}
+	}
+	if returned != x.loan.returned || returned > 0 && returned == len(x.slots) {
+		return 0, broken("%d of the %d slots of a %v have been given back, counted %d", returned,
+			len(x.slots), x.kind, x.loan.returned)
+	}
+	if x.kind == lookupLease {
+		return pins, c.lookup(x)
+	}
+	return pins, nil
+}
+
+// leased verifies slot j of a lease: that it is the right chunk, and what an errand does with it.
+func (c *checker) leased(x *lease, j int, ref uint32, s *slot) error {
+	want := int(s.chunk)
+	switch {
+	case x.lookup.waiting && j >= x.lookup.held:
+		want = x.lookup.after + j - x.lookup.held
+	case x.kind == lookupLease || x.kind == loadLease || x.kind == loanLease:
+		want = x.first/x.owner.space.g.PagesPerChunk + j
+	case x.kind == cascadeLease:
+		c.busy[ref] |= x.errand.tier
+	case x.kind == moveLease && len(x.slots) == 1 || x.kind == copyLease:
+		if err := c.filled(x, ref, s); err != nil {
+			return err
+		}
+	}
+	if int(s.chunk) != want {
+		return broken("slot %#x of a %v is chunk %d, want %d", ref, x.kind, s.chunk, want)
+	}
+	return nil
+}
+
+// filled verifies the slot that a move or a copy of a slot fills.
+func (c *checker) filled(x *lease, ref uint32, s *slot) error {
+	e, to := c.e, x.errand.to
+	_, t := e.slot(to)
+	ok := !c.moving[to] && t.state == filling && t.chunk == s.chunk && int(t.granted) == x.n &&
+		(s.doomed() || int(s.pages) == x.n)
+	if x.kind == copyLease {
+		ok = ok && e.isForeign(ref) && !e.isForeign(to)
+		c.due[ref]++
+	} else {
+		ok = ok && !c.moving[ref]
+		c.moving[ref] = true
+	}
+	if !ok {
+		return broken("slot %#x with %d pages has a %v to slot %#x in state %d with %d granted",
+			ref, s.pages, x.kind, to, t.state, t.granted)
+	}
+	c.writers[to]++
+	c.moving[to] = true
+	return nil
+}
+
+// lookup verifies what a lookup holds and waits for.
+func (c *checker) lookup(x *lease) error {
+	l, ppc := &x.lookup, x.owner.space.g.PagesPerChunk
+	held, end := len(x.slots), x.first+x.n
+	if l.waiting {
+		held, end = l.held, l.end
+		if x.n < 0 || l.held < 0 || l.held >= len(x.slots) ||
+			(l.end+ppc-1)/ppc != l.after+len(x.slots)-l.held {
+			return broken("a lookup waits for the chunks from %d on, up to page %d, with %d "+
+				"slots, %d of them held", l.after, l.end, len(x.slots), l.held)
+		}
+		c.waits++
+	}
+	if end <= x.first || x.n == 0 != (held == 0) ||
+		x.n > 0 && held != (x.first+x.n-1)/ppc-x.first/ppc+1 {
+		return broken("a lookup of %d pages from %d has %d slots, waiting %v to %d", x.n, x.first,
+			held, l.waiting, end)
+	}
+	if x.owner.lookups[l.id] != x {
+		return broken("lookup %d is not its owner's", l.id)
+	}
+	return nil
+}
+
+// owner verifies what an owner counts, and takes its leases off those that are live.
+func (c *checker) owner(ow *owner, live *int) error {
+	e := c.e
+	var counts [endingLease + 1]int
+	total := 0
+	for x := ow.all.first; x != nil; x = x.inOwner.next {
+		if x.owner != ow {
+			return broken("a lease is in another owner's list")
+		}
+		*live--
+		counts[x.kind]++
+		total += len(x.slots) - x.loan.returned
+	}
+	if counts[lookupLease] != len(ow.lookups) || counts[loadLease] != ow.loads ||
+		counts[loanLease] != ow.loans || counts[storeLease] != ow.stores || total != ow.leases {
+		return broken("owner %d has %v by kind on %d slots, counted %d lookups, %d loads, "+
+			"%d stores, %d", ow.id, counts, total, len(ow.lookups), ow.loads, ow.stores, ow.leases)
+	}
+	if c.uses[ow] != ow.slots.n+ow.foreign.n {
+		return broken("owner %d uses %d slots, counted %d and %d", ow.id, c.uses[ow], ow.slots.n,
+			ow.foreign.n)
+	}
+	for _, t := range [...]*tally{&ow.slots, &ow.foreign} {
+		used := 0
+		for _, x := range t.entries {
+			if x.value == 0 {
+				continue
+			}
+			used++
+			if n := c.by[ownerSlot{ow, x.key}]; n != x.value || e.tally(ow, x.key) != t {
+				return broken("owner %d has %d leases on slot %#x, counted %d", ow.id, n, x.key,
+					x.value)
+			}
+		}
+		if used != t.n {
+			return broken("owner %d counts %d slots in %d entries", ow.id, t.n, used)
+		}
+	}
+	if ow.own && ow.foreign.n > 0 {
+		return broken("owner %d has leases on %d foreign slots", ow.id, ow.foreign.n)
+	}
+	return nil
+}
+
+// deadlines verifies that each lookup has a deadline or waits.
+func (c *checker) deadlines() error {
+	lookups := c.waits
 	last := int64(math.MinInt64)
-	for x := e.leases.expiry.first; x != nil; x = x.lookup.queued.next {
+	for x := c.e.leases.expiry.first; x != nil; x = x.lookup.queued.next {
 		if x.kind != lookupLease || x.lookup.waiting || x.lookup.deadline < last {
 			return broken("the deadlines' order")
 		}
 		last = x.lookup.deadline
 		lookups++
 	}
-	for _, ow := range e.owners {
+	for _, ow := range c.e.owners {
 		lookups -= len(ow.lookups)
 	}
-	if lookups+waits != 0 {
-		return broken("%d lookups too many have a deadline or wait", lookups+waits)
+	if lookups != 0 {
+		return broken("%d lookups too many have a deadline or wait", lookups)
 	}
 	return nil
 }
@@ -259,7 +358,7 @@ func (c *checker) parents() error {
 			k.next != 0 && c.e.kin(k.next).prev != ref {
 			return broken("slot %#x is not in the list of what continues slot %#x", ref, parent)
 		}
-		if _, p := c.e.slot(parent); p.state != ready && p.flags&promoting == 0 ||
+		if _, p := c.e.slot(parent); p.state != ready && !p.promoting() ||
 			p.chunk+1 != s.chunk || p.space != s.space || !p.doomed() && int(p.pages) != r.ppc &&
 			int(p.granted) != r.ppc {
 			return broken("slot %#x, chunk %d, has parent %#x, chunk %d with %d pages in state %d",
@@ -285,108 +384,142 @@ func (c *checker) each(f func(r *region, ref uint32, s *slot) error) error {
 }
 
 func (c *checker) slots() error {
-	e := c.e
-	for n := 1; n <= e.nregion; n++ {
-		r := e.regions[n]
+	for _, r := range c.e.regions[1 : c.e.nregion+1] {
 		if r.retired && !r.draining {
 			return broken("region %d is retired and hands out slots", r.id)
 		}
 		if r.class == nil {
 			continue
 		}
-		c.records += len(r.slots) * r.ppc
-		frees, spoilt, fillings, leased := len(r.slots)-r.fresh, 0, 0, 0
-		for i := range r.fresh {
-			ref, s := r.num<<recordBits|uint32(i), &r.slots[i]
-			if s.state != free {
-				if int(s.space) >= len(e.spaces) || e.spaces[s.space] == nil ||
-					e.spaceOf(r, s) == nil || e.spaceOf(r, s).class != r.class {
-					return broken("slot %#x is in space %d", ref, s.space)
-				}
-				c.chunks[e.spaceOf(r, s)]++
-			}
-			if s.pins != c.pins[ref] || s.children != c.children[ref] {
-				return broken("slot %#x has %d leases and %d continuations, counted %d and %d", ref,
-					c.pins[ref], c.children[ref], s.pins, s.children)
-			}
-			if want := b2i(s.state == filling && s.flags&promoting == 0 ||
-				s.state == ready && s.granted > 0); c.writers[ref] != want {
-				return broken("slot %#x in state %d with %d pages granted has %d writers", ref,
-					s.state, s.granted, c.writers[ref])
-			}
-			isUnverified, isPromoting := s.state == ready && s.flags&unverified != 0,
-				s.state == filling && s.flags&promoting != 0
-			if s.flags&promoting != 0 && !isUnverified && !isPromoting ||
-				isUnverified && (s.doomed() || s.granted > 0 || s.pins != c.copied[ref]) ||
-				s.flags&(twin|reused|cold|moved) != 0 && s.state != ready ||
-				s.flags&cold != 0 && (s.doomed() || s.children > 0) {
-				return broken("slot %#x in state %d with %d continuations has flags %b", ref,
-					s.state, s.children, s.flags)
-			}
-			if (s.flags&moving != 0) != c.moving[ref] {
-				return broken("slot %#x in state %d with flags %b moves: %v", ref, s.state, s.flags,
-					c.moving[ref])
-			}
-			if s.state != free && (s.children == 0) != (e.kin(ref).child == 0) {
-				return broken("slot %#x has %d continuations, the first of them %#x", ref,
-					s.children, e.kin(ref).child)
-			}
-			if r.foreign {
-				if err := c.loan(r, ref, s); err != nil {
-					return err
-				}
-			}
-			c.cold[r.class] += b2i(s.flags&cold != 0)
-			c.unverified += b2i(isUnverified)
-			if isPromoting {
-				c.promoting[r.class]++
-				if !s.doomed() {
-					c.flying++
-					if e.flights.get(e.flight(ref)) != ref {
-						return broken("slot %#x is being promoted into, and cannot be joined", ref)
-					}
-				}
-			}
-			switch s.state {
-			case free:
-				bad := b2i(s.flags&spoiled != 0)
-				frees, spoilt = frees+1-bad, spoilt+bad
-				if s.pages != 0 || s.granted != 0 || s.pins != 0 {
-					return broken("free slot %#x has %d pages, %d granted, %d leases", ref, s.pages,
-						s.granted, s.pins)
-				}
-			case filling:
-				fillings++
-				if s.pages != 0 || s.granted == 0 || int(s.granted) > r.ppc ||
-					s.flags&promoting == 0 && (s.pins != 0 || s.children != 0) {
-					return broken("filling slot %#x has %d pages, %d granted, %d leases, %d continuations", ref, s.pages, s.granted, s.pins, s.children)
-				}
-			case ready:
-				leased += b2i(!s.idle())
-				if s.doomed() && (s.idle() || s.pages != 0) || !s.doomed() && (s.pages == 0 ||
-					int(s.pages)+int(s.granted) > r.ppc) {
-					return broken("ready slot %#x has %d pages, %d granted, doomed %v, idle %v",
-						ref, s.pages, s.granted, s.doomed(), s.idle())
-				}
-				if !s.doomed() && s.idle() && (int(s.pages) < r.ppc || s.flags&(twin|moved) != 0) &&
-					e.redundant(ref) {
-					return broken("idle slot %#x adds nothing", ref)
-				}
-				if err := c.pageRecords(r, ref, s); err != nil {
-					return err
-				}
+		if err := c.region(r); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// region verifies the slots of a region and what it counts of them.
+func (c *checker) region(r *region) error {
+	c.records += len(r.slots) * r.ppc
+	found := regionCounts{free: len(r.slots) - r.fresh}
+	for i := range r.fresh {
+		ref, s := r.num<<recordBits|uint32(i), &r.slots[i]
+		if err := c.slot(r, ref, s); err != nil {
+			return err
+		}
+		if err := c.state(r, ref, s, &found); err != nil {
+			return err
+		}
+	}
+	listed := len(r.slots) - r.fresh
+	for i := r.freeList; i != 0; i = r.kin[i-1].next {
+		if listed++; r.slots[i-1].state != free || r.slots[i-1].flags != 0 || listed > r.free {
+			return broken("the list of free slots of region %d", r.id)
+		}
+	}
+	if counted := (regionCounts{r.free, r.spoiled, r.filling, r.leased}); found != counted ||
+		listed != r.free {
+		return broken("region %d has %+v slots, %d of them listed as free; counted %+v", r.id,
+			found, listed, counted)
+	}
+	return nil
+}
+
+// regionCounts are what a region counts of its slots.
+type regionCounts struct{ free, spoiled, filling, leased int }
+
+// slot verifies what slots of all states have.
+func (c *checker) slot(r *region, ref uint32, s *slot) error {
+	e := c.e
+	if s.state != free {
+		if int(s.space) >= len(e.spaces) || e.spaces[s.space] == nil || e.spaceOf(r, s) == nil ||
+			e.spaceOf(r, s).class != r.class {
+			return broken("slot %#x is in space %d", ref, s.space)
+		}
+		c.chunks[e.spaceOf(r, s)]++
+		if (s.children == 0) != (e.kin(ref).child == 0) {
+			return broken("slot %#x has %d continuations, the first of them %#x", ref, s.children,
+				e.kin(ref).child)
+		}
+	}
+	if s.pins != c.pins[ref] || s.children != c.children[ref] {
+		return broken("slot %#x has %d leases and %d continuations, counted %d and %d", ref,
+			c.pins[ref], c.children[ref], s.pins, s.children)
+	}
+	if want := b2i(s.state == filling && !s.promoting() ||
+		s.state == ready && s.granted > 0); c.writers[ref] != want {
+		return broken("slot %#x in state %d with %d pages granted has %d writers", ref, s.state,
+			s.granted, c.writers[ref])
+	}
+	if !c.flags(ref, s) {
+		return broken("slot %#x in state %d with %d continuations has flags %b", ref, s.state,
+			s.children, s.flags)
+	}
+	if (s.flags&moving != 0) != c.moving[ref] {
+		return broken("slot %#x in state %d with flags %b moves: %v", ref, s.state, s.flags,
+			c.moving[ref])
+	}
+	c.cold[r.class] += b2i(s.flags&cold != 0)
+	c.unverified += b2i(s.unverified())
+	if s.promoting() {
+		c.promoting[r.class]++
+		if !s.doomed() {
+			c.flying++
+			if e.flights.get(e.flight(ref)) != ref {
+				return broken("slot %#x is being promoted into, and cannot be joined", ref)
 			}
 		}
-		listed := 0
-		for i := r.freeList; i != 0; i = r.kin[i-1].next {
-			if listed++; r.slots[i-1].state != free || r.slots[i-1].flags != 0 || listed > r.free {
-				return broken("the list of free slots of region %d", r.id)
-			}
+	}
+	if r.foreign {
+		return c.loan(r, ref, s)
+	}
+	return nil
+}
+
+// flags reports whether the flags of a slot go together with its state.
+func (c *checker) flags(ref uint32, s *slot) bool {
+	switch {
+	case s.flags&pending != 0 && s.state == free,
+		s.flags&(twin|reused|cold|moved) != 0 && s.state != ready,
+		s.flags&cold != 0 && (s.doomed() || s.children > 0):
+		return false
+	}
+	return !s.unverified() || !s.doomed() && s.granted == 0 && s.pins == c.copied[ref]
+}
+
+// state verifies what slots of one state have, and counts them.
+func (c *checker) state(r *region, ref uint32, s *slot, found *regionCounts) error {
+	switch s.state {
+	case free:
+		bad := b2i(s.flags&spoiled != 0)
+		found.free += 1 - bad
+		found.spoiled += bad
+		if s.pages != 0 || s.granted != 0 || s.pins != 0 {
+			return broken("free slot %#x has %d pages, %d granted, %d leases", ref, s.pages,
+				s.granted, s.pins)
 		}
-		if frees != r.free || spoilt != r.spoiled || listed+len(r.slots)-r.fresh != r.free ||
-			fillings != r.filling || leased != r.leased {
-			return broken("region %d has %d free, %d listed, %d filling, %d leased; counted %d, %d, %d", r.id, frees, listed, fillings, leased, r.free, r.filling, r.leased)
+	case filling:
+		found.filling++
+		if s.pages != 0 || s.granted == 0 || int(s.granted) > r.ppc ||
+			!s.promoting() && (s.pins != 0 || s.children != 0) {
+			return broken("filling slot %#x has %d pages, %d granted, %d leases, %d continuations",
+				ref, s.pages, s.granted, s.pins, s.children)
 		}
+	case ready:
+		found.leased += b2i(!s.idle())
+		ok := s.pages > 0 && int(s.pages)+int(s.granted) <= r.ppc
+		if s.doomed() {
+			ok = s.pages == 0 && !s.idle()
+		}
+		if !ok {
+			return broken("ready slot %#x has %d pages, %d granted, doomed %v, idle %v", ref,
+				s.pages, s.granted, s.doomed(), s.idle())
+		}
+		if !s.doomed() && s.idle() && (int(s.pages) < r.ppc || s.flags&(twin|moved) != 0) &&
+			c.e.redundant(ref) {
+			return broken("idle slot %#x adds nothing", ref)
+		}
+		return c.pageRecords(r, ref, s)
 	}
 	return nil
 }
@@ -523,7 +656,8 @@ func (c *checker) cascades() error {
 			fifo
 			in func(*route, uint8) bool
 		}{{q.whole, (*route).isWhole}, {q.part, (*route).isPart}} {
-			seen := map[uint32]bool{}
+			seen := c.seen
+			clear(seen)
 			for _, x := range f.entries[f.head:] {
 				if t := e.queuedRoute(x); t != nil && f.in(t, bit) {
 					if seen[x.ref] {

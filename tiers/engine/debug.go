@@ -22,9 +22,10 @@ import (
 
 // debugState is what a debug build keeps.
 type debugState struct {
-	credit int     // see selfCheck
-	failed bool    // a check has failed
-	ends   []stack // by lease: the stack of its last end
+	credit  int      // see selfCheck
+	failed  bool     // a check has failed
+	checker *checker // of the last check: its maps are used again
+	ends    []stack  // by lease: the stack of its last end
 }
 
 const (
@@ -32,8 +33,10 @@ const (
 	// entries that its index has room for.
 	checkedRecords = 2048
 	checkedWords   = 1 << 15
-	// checkCredit is how much of a check each call pays for, in records and index entries.
-	checkCredit = 256
+	// checkCredit is how much of a check each call pays for. A check costs one for each record and
+	// lease, and baseCost.
+	checkCredit = 32
+	baseCost    = 64
 )
 
 // fail panics, and ends the engine's checks of itself: the call that is under way leaves its books
@@ -66,13 +69,13 @@ func (e *Engine) pause() bool {
 
 // selfCheck panics if an invariant does not hold. A check looks at everything, so each call only
 // pays for a part, and the call that has paid the rest checks: a tiny arena is checked after every
-// call, a larger one now and then, a large one never.
+// few calls, a larger one now and then, a large one never. So tests take little longer.
 func (e *Engine) selfCheck() {
 	words := len(e.idx.cur.words) + len(e.idx.old.words)
 	if e.closed || e.debug.failed || e.records > checkedRecords || words > checkedWords {
 		return
 	}
-	cost := e.records + words/8 + len(e.leases.all)
+	cost := baseCost + e.records + words/64 + len(e.leases.all)
 	if e.debug.credit += checkCredit; e.debug.credit < cost {
 		return
 	}

@@ -111,7 +111,7 @@ func (e *Engine) startMove(from uint32, buf []byte) (Move, []byte) {
 			Offset: r.offset(from, 0)},
 		To: Extent{Page: page, Pages: uint32(s.pages), Region: rt.id,
 			Offset: rt.offset(to, 0)},
-		Unverified: s.flags&unverified != 0,
+		Unverified: s.unverified(),
 	}
 	m.Prev, m.Hashes, buf = e.digests(from, buf)
 	return m, buf
@@ -147,7 +147,7 @@ func (e *Engine) EndMove(handle uint64, how MoveEnd) (found bool) {
 		e.release(to)
 		if how == MoveBad && !s.doomed() {
 			e.stats.Bad++
-			if s.flags&unverified != 0 {
+			if s.unverified() {
 				e.stats.VerifyFailed++
 			}
 			e.doom(from)
@@ -184,7 +184,7 @@ func (e *Engine) relocate(from, to uint32) {
 	if s.flags&cold != 0 {
 		e.thaw(from)
 	}
-	if s.flags&unverified != 0 {
+	if s.unverified() {
 		e.vouch(s)
 		e.stats.Verified++
 	}

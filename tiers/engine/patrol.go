@@ -51,7 +51,7 @@ func (e *Engine) unsum(ref uint32) {
 
 // patrolled resolves a handle of something that may be read: held, and verified if it was restored.
 func (e *Engine) patrolled(handle uint64) (ref uint32, r *region, s *slot) {
-	if ref, s = e.verifying(handle); s == nil || s.flags&unverified != 0 {
+	if ref, s = e.verifying(handle); s == nil || s.unverified() {
 		return 0, nil, nil
 	}
 	return ref, e.regions[ref>>recordBits], s
@@ -97,7 +97,7 @@ func (e *Engine) NextPatrol(at *PatrolPlace, buf []byte) (v Verification, _ []by
 		}
 		ref := r.num<<recordBits | uint32(at.slot)
 		at.slot++
-		if _, s := e.slot(ref); s.state == ready && !s.doomed() && s.flags&unverified == 0 {
+		if _, s := e.slot(ref); s.state == ready && !s.doomed() && !s.unverified() {
 			v, buf = e.verification(ref, buf[:0])
 			return v, buf, true
 		}

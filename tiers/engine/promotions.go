@@ -384,7 +384,7 @@ func (p *promoter) grant(i, pages int) (ref uint32) {
 	}
 	e.write(ref, w, start, 0, pages)
 	r, s := e.slot(ref)
-	s.flags |= promoting
+	s.flags |= pending
 	r.class.promoting++
 	in, _ := p.in(i)
 	e.flights.set(in.hash(w.hash(start+pages-1)), ref)
@@ -428,7 +428,7 @@ func (e *Engine) promotion(p uint64) (uint32, error) {
 		gen > e.regions[n].slots[i].gen {
 		return 0, fmt.Errorf("%w: promotion %#x", tiers.ErrNotFound, p)
 	}
-	if s := &e.regions[n].slots[i]; s.gen != gen || s.state != filling || s.flags&promoting == 0 {
+	if s := &e.regions[n].slots[i]; s.gen != gen || !s.promoting() {
 		return 0, fmt.Errorf("%w: promotion %#x has ended", tiers.ErrStale, p)
 	}
 	return ref, nil
@@ -472,7 +472,7 @@ func (e *Engine) finish(ref uint32, ok bool, fromTier int, l *Loan) {
 	e.land(ref)
 	r, s := e.slot(ref)
 	r.class.promoting--
-	s.flags &^= promoting
+	s.flags &^= pending
 	pages := int(s.granted)
 	switch {
 	case l != nil:

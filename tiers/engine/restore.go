@@ -372,7 +372,7 @@ func (e *Engine) takeStaged(all []*stagedRegion) (here []*stagedRegion, dropped 
 				}
 				s.state, s.gen = ready, r.firstGen
 				if x.unverified {
-					s.flags |= unverified
+					s.flags |= pending
 					e.unverified.Add(1)
 				}
 				taken++

@@ -22,9 +22,9 @@ type flags uint8
 const (
 	// ready or filling, out of the index for good; freed when nobody uses it
 	doomed flags = 1 << iota
-	// filling from a tier: lookups lease it meanwhile, and it stays until FinishPromotion whoever
-	// gives up
-	promoting
+	// the bytes of the slot are pending. Filling, it is promoting; ready, it is unverified: see the
+	// methods of these names
+	pending
 	// ready, promoted while a store was first with the same chunk: freed when nobody uses it, if
 	// that still is there
 	twin
@@ -38,10 +38,6 @@ const (
 	// there; or foreign, and it has been copied: freed then in any case
 	moved
 	spoiled // its memory is bad: never granted again once it is free
-
-	// unverified, of a ready slot: restored, and nobody reads it before its bytes were checked. A
-	// slot that is promoting is filling, so that both are one bit.
-	unverified = promoting
 )
 
 // slot is the engine's account of one slot: a cache line with all of it that a lookup of the whole
@@ -123,6 +119,14 @@ func (r *region) filled() {
 }
 
 func (s *slot) doomed() bool { return s.flags&doomed != 0 }
+
+// promoting reports whether the slot is filled from a tier or a peer. Lookups lease it meanwhile,
+// and it stays until FinishPromotion, whoever gives up.
+func (s *slot) promoting() bool { return s.state == filling && s.flags&pending != 0 }
+
+// unverified reports whether the slot was restored and nobody may read it before its bytes have
+// been checked.
+func (s *slot) unverified() bool { return s.state == ready && s.flags&pending != 0 }
 
 // idle says that nobody leases or extends the slot.
 func (s *slot) idle() bool { return s.pins == 0 && (s.state != ready || s.granted == 0) }
@@ -283,7 +287,7 @@ func (e *Engine) doom(ref uint32) {
 		return
 	}
 	if s.state == filling {
-		if s.flags&promoting != 0 {
+		if s.promoting() {
 			e.land(ref)
 		}
 		s.flags |= doomed

@@ -108,7 +108,7 @@ func (e *Engine) PrepareShare(o Owner, firstPage int, prev, hashes []byte, share
 			ref, _ := e.slotOf(rec)
 			r, s := e.slot(ref)
 			if have := page - start + 1; int(s.pages) == have && s.granted == 0 &&
-				s.flags&(moving|unverified) == 0 && !r.draining &&
+				s.flags&(moving|pending) == 0 && !r.draining &&
 				ow.slots.add(ref, sp.class.limit) {
 				e.hold(ref)
 				if s.idle() {

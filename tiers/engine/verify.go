@@ -26,7 +26,7 @@ func (e *Engine) served(rec uint32) uint32 {
 	}
 	for n := 0; rec != 0 && n < maxShared; n++ {
 		ref, _ := e.slotOf(rec)
-		if _, s := e.slot(ref); s.flags&unverified == 0 {
+		if _, s := e.slot(ref); !s.unverified() {
 			return rec
 		}
 		rec = e.links(rec).next
@@ -36,8 +36,8 @@ func (e *Engine) served(rec uint32) uint32 {
 
 // vouch ends a ready slot's being unverified, because it was checked or leaves.
 func (e *Engine) vouch(s *slot) {
-	if s.state == ready && s.flags&unverified != 0 {
-		s.flags &^= unverified
+	if s.unverified() {
+		s.flags &^= pending
 		e.unverified.Add(-1)
 	}
 }
@@ -122,7 +122,7 @@ func (e *Engine) EndVerify(handle uint64, ok bool) (ended bool) {
 	e.mu.Lock()
 	defer e.unlock()
 	ref, s := e.verifying(handle)
-	if s == nil || s.flags&unverified == 0 {
+	if s == nil || !s.unverified() {
 		return false
 	}
 	e.idx.migrate(migrateStep)
@@ -143,7 +143,7 @@ func (e *Engine) NeedsVerify(handle uint64) bool {
 	e.mu.Lock()
 	defer e.unlock()
 	_, s := e.verifying(handle)
-	return s != nil && s.flags&unverified != 0
+	return s != nil && s.unverified()
 }
 
 // Verified says whether what a handle names is still held, and need not be checked any more.
@@ -151,5 +151,5 @@ func (e *Engine) Verified(handle uint64) bool {
 	e.mu.Lock()
 	defer e.unlock()
 	_, s := e.verifying(handle)
-	return s != nil && s.flags&unverified == 0
+	return s != nil && !s.unverified()
 }

@@ -144,7 +144,7 @@ func (w *world) endCheck(i int) {
 	c := w.checks[i]
 	w.checks = slices.Delete(w.checks, i, i+1)
 	ref, slot := w.e.verifying(c.v.Handle)
-	if slot == nil || slot.flags&unverified == 0 {
+	if slot == nil || !slot.unverified() {
 		before := w.e.Stats()
 		w.e.EndVerify(c.v.Handle, w.chance(2))
 		if after := w.e.Stats(); before != after {
