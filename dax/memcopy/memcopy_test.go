@@ -11,7 +11,6 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
-	"slices"
 	"testing"
 	"time"
 
@@ -372,37 +371,6 @@ func waitForNice(t *testing.T, what string, enough func(tids []int) bool) {
 		if time.Now().After(deadline) {
 			t.Fatalf("threads %v of process %d are at nice %d, want %s", nice, os.Getpid(),
 				poolNice, what)
-		}
-	}
-}
-
-func TestMeasure(t *testing.T) {
-	ms, err := Measure(t.Context(), MeasureOptions{
-		SizesBytes: []int{4096, 64 << 10}, Threads: []int{1, 2}, Rounds: 2,
-		WorkingSetBytes: 4 << 20, Kind: dax.KindMemfd})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if len(ms) != 4 {
-		t.Fatalf("%d measurements, want 4", len(ms))
-	}
-	for _, m := range ms {
-		for _, speeds := range [][]float64{m.GoCopy, m.Copy, m.Pool} {
-			if len(speeds) != 2 || slices.Min(speeds) <= 0 {
-				t.Errorf("%+v", m)
-			}
-		}
-	}
-	ctx, cancel := context.WithCancel(t.Context())
-	cancel()
-	if _, err := Measure(ctx, MeasureOptions{WorkingSetBytes: 64 << 20,
-		Kind: dax.KindMemfd}); !errors.Is(err, context.Canceled) {
-		t.Errorf("cancelled: %v", err)
-	}
-	for _, bad := range []MeasureOptions{{SizesBytes: []int{0}}, {SizesBytes: []int{2 << 20},
-		WorkingSetBytes: 1 << 20}, {Threads: []int{-1}}} {
-		if _, err := Measure(t.Context(), bad); err == nil {
-			t.Errorf("%+v accepted", bad)
 		}
 	}
 }

@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"image/png"
 	"strings"
 	"sync"
 	"testing"
@@ -176,24 +175,6 @@ func TestPlan(t *testing.T) {
 			t.Errorf("result %d: %+v, want %+v, %v", i, r, want, err)
 		}
 	}
-	for _, format := range []string{"png", "svg"} {
-		var image bytes.Buffer
-		if err := Plot(&image, format, plan, results); err != nil {
-			t.Fatal(err)
-		}
-		if format == "svg" {
-			if s := image.String(); !strings.Contains(s, "capacity (blocks)") ||
-				!strings.Contains(s, "never evicts") {
-				t.Error("the plot names no axis, or has no legend")
-			}
-		} else if _, err := png.Decode(&image); err != nil {
-			t.Error(err)
-		}
-	}
-	if err := Plot(&bytes.Buffer{}, "bmp", plan, results); err == nil {
-		t.Error("a format that there is not")
-	}
-
 	plan.Capacities = []int{100, 0}
 	if _, err := plan.Run(context.Background()); err == nil ||
 		!strings.Contains(err.Error(), "capacity of 0 blocks") {

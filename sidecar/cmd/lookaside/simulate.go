@@ -26,7 +26,7 @@ import (
 func newSimulate() *cobra.Command {
 	var (
 		capacities, policies []string
-		format, plotFile     string
+		format               string
 		seed                 uint64
 	)
 	cmd := &cobra.Command{
@@ -46,10 +46,6 @@ request are held. What else a request has is stored after it.`,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if format != "table" && format != "json" {
 				return fmt.Errorf("--format %s: want table or json", format)
-			}
-			image := strings.TrimPrefix(strings.ToLower(filepath.Ext(plotFile)), ".")
-			if plotFile != "" && image != "png" && image != "svg" {
-				return fmt.Errorf("--plot %s: want a name that ends in .png or .svg", plotFile)
 			}
 			plan := simulate.Plan{Policies: policies, Seed: seed}
 			if slices.Contains(policies, "all") {
@@ -81,13 +77,8 @@ request are held. What else a request has is stored after it.`,
 			} else if err != nil {
 				return err
 			}
-			if plotFile != "" {
-				if err := writePlot(plotFile, image, plan, results); err != nil {
-					return err
-				}
-			}
 			if format == "json" {
-				return printJSON(cmd.OutOrStdout(), newSimulateReport(plan, results))
+				return printJSON(cmd.OutOrStdout(), simulate.NewReport(plan, results))
 			}
 			return simulateTable(cmd.OutOrStdout(), plan, results)
 		},
@@ -98,7 +89,6 @@ request are held. What else a request has is stored after it.`,
 	f.StringSliceVar(&policies, "policy", []string{"all"}, "policies: "+strings.Join(policy.Names(),
 		", ")+", or all")
 	f.StringVar(&format, "format", "table", "what to print: table or json")
-	f.StringVar(&plotFile, "plot", "", "also draw the ratios into this `file`, .png or .svg")
 	f.Uint64Var(&seed, "seed", 1, "seed of the policies' hash functions and samples")
 	return cmd
 }
@@ -161,47 +151,6 @@ func progressTo(w io.Writer, every time.Duration) func(done float64) {
 			fmt.Fprintf(w, "simulated %.0f %%, some %s left\n", 100*done, left.Round(time.Second))
 		}
 	}
-}
-
-func writePlot(file, format string, plan simulate.Plan, results []simulate.Result) (err error) {
-	f, err := os.Create(file)
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, f.Close()) }()
-	return simulate.Plot(f, format, plan, results)
-}
-
-// simulateReport is what --format json prints.
-type simulateReport struct {
-	Traces  []simulateTrace   `json:"traces"`
-	Results []simulateOutcome `json:"results"`
-}
-
-type simulateTrace struct {
-	Name     string  `json:"name"`
-	Requests int     `json:"requests"`
-	Blocks   int     `json:"blocks"`
-	Distinct int     `json:"distinct_blocks"`
-	Ceiling  float64 `json:"ceiling"` // hit ratio of a cache that never evicts
-}
-
-type simulateOutcome struct {
-	simulate.Result
-	Ratio float64 `json:"hit_ratio"`
-}
-
-func newSimulateReport(plan simulate.Plan, results []simulate.Result) simulateReport {
-	report := simulateReport{}
-	for _, t := range plan.Traces {
-		blocks, distinct := t.Blocks()
-		report.Traces = append(report.Traces, simulateTrace{t.Name, t.Requests(), blocks, distinct,
-			t.Ceiling()})
-	}
-	for _, r := range results {
-		report.Results = append(report.Results, simulateOutcome{r, r.Ratio()})
-	}
-	return report
 }
 
 // simulateTable prints a table for each trace, and marks the best ratio of each capacity.

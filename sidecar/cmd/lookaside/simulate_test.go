@@ -9,6 +9,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"lookaside/internal/simulate"
 )
 
 // sampleTrace writes conversations of two turns between prompts that come once.
@@ -58,11 +60,11 @@ func TestSimulate(t *testing.T) {
 	}
 
 	out, err = simulated(t, "{\"hash_ids\": [1, 2]}\n{\"hash_ids\": [1, 2]}\n", "-", trace,
-		"--format", "json", "--capacity", "5", "--plot", filepath.Join(t.TempDir(), "x.png"))
+		"--format", "json", "--capacity", "5")
 	if err != nil {
 		t.Fatal(err)
 	}
-	var report simulateReport
+	var report simulate.Report
 	if err := json.Unmarshal([]byte(out), &report); err != nil {
 		t.Fatal(err)
 	}
@@ -83,7 +85,6 @@ func TestSimulateRefuses(t *testing.T) {
 		"requires at least 1 arg":                   {},
 		"no such file":                              {"/nowhere/trace.jsonl"},
 		"--format xml: want table or json":          {trace, "--format", "xml"},
-		"want a name that ends in .png or .svg":     {trace, "--plot", "x.gif"},
 		`no eviction policy "fifo": there are lru`:  {trace, "--policy", "fifo"},
 		`"0": want a whole number of blocks from 1`: {trace, "--capacity", "0"},
 		`"1.5": want a whole number`:                {trace, "--capacity", "1.5"},

@@ -15,10 +15,10 @@ import (
 	"github.com/spf13/cobra"
 
 	"lookaside/dax"
-	"lookaside/dax/memcopy"
 	"lookaside/internal/bench"
 	"lookaside/internal/bench/enginebench"
 	"lookaside/internal/bench/lookupserver"
+	"lookaside/internal/bench/memcopybench"
 	"lookaside/internal/bench/zmqecho"
 	"lookaside/sidecar"
 )
@@ -44,7 +44,7 @@ func newRoot() *cobra.Command {
 		return sidecar.FlagError(cmd.Flags(), err)
 	})
 	root.AddCommand(newEngine(), newMemcopy(), newPromotion(), newDisk(), newDAX(), newRedis(),
-		newRecovery(), newPeers(), newLookupServer(), newEcho())
+		newRecovery(), newPeers(), newLookupServer(), newEcho(), newPlot())
 	return root
 }
 
@@ -63,7 +63,7 @@ func interruptible(cmd *cobra.Command) (context.Context, context.CancelFunc) {
 func newMemcopy() *cobra.Command {
 	var (
 		file string
-		o    memcopy.MeasureOptions
+		o    memcopybench.Options
 	)
 	cmd := &cobra.Command{
 		Use:   "memcopy",
@@ -72,7 +72,7 @@ func newMemcopy() *cobra.Command {
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ctx, stop := interruptible(cmd)
 			defer stop()
-			ms, err := memcopy.Measure(ctx, o)
+			ms, err := memcopybench.Run(ctx, o)
 			if err != nil {
 				return err
 			}
@@ -84,7 +84,7 @@ func newMemcopy() *cobra.Command {
 	return cmd
 }
 
-func memcopyReport(ms []memcopy.Measurement) *bench.Report {
+func memcopyReport(ms []memcopybench.Measurement) *bench.Report {
 	r := bench.NewReport("memcopy")
 	for _, m := range ms {
 		of := fmt.Sprintf("%s.%d_threads", dax.FormatSize(int64(m.SizeBytes)), m.Threads)

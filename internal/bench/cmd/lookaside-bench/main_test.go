@@ -18,8 +18,8 @@ import (
 	"github.com/spf13/cobra"
 
 	"lookaside/dax"
-	"lookaside/dax/memcopy"
 	"lookaside/internal/bench/lookupserver"
+	"lookaside/internal/bench/memcopybench"
 	"lookaside/internal/prefixes"
 	"lookaside/sidecar"
 )
@@ -97,7 +97,7 @@ func TestEngine(t *testing.T) {
 }
 
 func TestMemcopy(t *testing.T) {
-	ms, err := memcopy.Measure(t.Context(), memcopy.MeasureOptions{
+	ms, err := memcopybench.Run(t.Context(), memcopybench.Options{
 		SizesBytes: []int{64 << 10}, Threads: []int{1, 2}, Rounds: 3, WorkingSetBytes: 2 << 20,
 		Kind: dax.KindMemfd})
 	if err != nil {
@@ -184,6 +184,35 @@ func TestWrongNames(t *testing.T) {
 		root, _, _ := command(args...)
 		if err := root.Execute(); err == nil || !strings.Contains(err.Error(), name) {
 			t.Errorf("%q: %v, want one that names %s", args, err, name)
+		}
+	}
+}
+
+func TestPlot(t *testing.T) {
+	dir := t.TempDir()
+	report := filepath.Join(dir, "report.json")
+	if err := os.WriteFile(report, []byte(`{"traces": [{"name": "x", "ceiling": 0.5}], "results": [
+		{"trace": "x", "policy": "lru", "capacity": 10, "hit_ratio": 0.2}]}`), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	image := filepath.Join(dir, "hits.svg")
+	root, _, _ := command("plot", report, image)
+	if err := root.Execute(); err != nil {
+		t.Fatal(err)
+	}
+	if b, err := os.ReadFile(image); err != nil || !bytes.Contains(b, []byte("<svg")) {
+		t.Errorf("%v: %.100q", err, b)
+	}
+	for want, args := range map[string][]string{
+		"want a name that ends in .png or .svg": {"plot", report, "x.gif"},
+		"no such file":                          {"plot", "/nowhere/x.json", image},
+		"no report of lookaside simulate":       {"plot", "-", image},
+		"accepts 2 arg":                         {"plot", report},
+	} {
+		root, _, _ := command(args...)
+		root.SetIn(strings.NewReader("{}"))
+		if err := root.Execute(); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%v: %v, want %s", args, err, want)
 		}
 	}
 }

@@ -1,6 +1,5 @@
-//go:build linux
-
-package memcopy
+// Package memcopybench measures the copies of package memcopy against the built-in copy.
+package memcopybench
 
 import (
 	"context"
@@ -13,38 +12,38 @@ import (
 	"time"
 
 	"lookaside/dax"
+	"lookaside/dax/memcopy"
 )
 
-// MeasureOptions say what to measure. Zero values mean the defaults.
-type MeasureOptions struct {
-	// SizesBytes of single copies; default 16 KiB, 64 KiB, 256 KiB, 2 MiB
-	// and 32 MiB.
+// Options say what to measure. Zero values mean the defaults.
+type Options struct {
+	// SizesBytes of single copies; default 16 KiB, 64 KiB, 256 KiB, 2 MiB and 32 MiB.
 	SizesBytes []int
 	// Threads that copy side by side; default 1 and one a core.
 	Threads []int
 	// Rounds of each; default 9.
 	Rounds int
-	// WorkingSetBytes of source and of destination, each: far more than the
-	// caches hold; default 256 MiB.
+	// WorkingSetBytes of source and of destination, each: far more than the caches hold; default
+	// 256 MiB.
 	WorkingSetBytes int64
 	// Kind of the memory on both sides; default dax.KindAuto, as an arena's.
 	Kind dax.Kind
 }
 
-// Measurement is the speed of copies of one size in each round, in 10⁹ bytes
-// a second, all threads together.
+// Measurement is the speed of copies of one size in each round, in 10⁹ bytes a second, all threads
+// together.
 type Measurement struct {
 	SizeBytes int
 	Threads   int
 	GoCopy    []float64 // the built-in copy: the limit to beat
-	Copy      []float64 // Copy
-	Pool      []float64 // Pool.Do, which yields to all else
+	Copy      []float64 // memcopy.Copy
+	Pool      []float64 // memcopy.Pool.Do, which yields to all else
 }
 
-// Measure times the built-in copy, [Copy] and [Pool.Do] between two regions,
-// turn by turn so that a noisy machine wrongs all alike. Each round copies one
-// working set, at seeded random offsets. The context ends it early.
-func Measure(ctx context.Context, o MeasureOptions) (out []Measurement, err error) {
+// Run times the built-in copy, [memcopy.Copy] and [memcopy.Pool.Do] between two regions. The three
+// take turns, so that noise on the machine meets all of them. Each round copies one working set, at
+// seeded random offsets. The context ends it early.
+func Run(ctx context.Context, o Options) (out []Measurement, err error) {
 	if len(o.SizesBytes) == 0 {
 		o.SizesBytes = []int{16 << 10, 64 << 10, 256 << 10, 2 << 20, 32 << 20}
 	}
@@ -63,7 +62,7 @@ func Measure(ctx context.Context, o MeasureOptions) (out []Measurement, err erro
 	if largest := slices.Max(o.SizesBytes); slices.Min(o.SizesBytes) <= 0 ||
 		int64(largest) > o.WorkingSetBytes ||
 		slices.Min(o.Threads) <= 0 {
-		return nil, fmt.Errorf("memcopy: sizes must be from 1 to the working set of %d bytes, threads positive",
+		return nil, fmt.Errorf("sizes must be from 1 to the working set of %d bytes, threads positive",
 			o.WorkingSetBytes)
 	}
 	var memory [2][]byte
@@ -77,7 +76,7 @@ func Measure(ctx context.Context, o MeasureOptions) (out []Measurement, err erro
 		memory[i] = r.Bytes()
 	}
 	for _, threads := range o.Threads {
-		pool := NewPool(threads)
+		pool := memcopy.NewPool(threads)
 		defer pool.Close()
 		for _, size := range o.SizesBytes {
 			m, err := measure(ctx, o, pool, memory[0], memory[1], size, threads)
@@ -90,14 +89,14 @@ func Measure(ctx context.Context, o MeasureOptions) (out []Measurement, err erro
 	return out, nil
 }
 
-func measure(ctx context.Context, o MeasureOptions, pool *Pool, dst, src []byte, size,
+func measure(ctx context.Context, o Options, pool *memcopy.Pool, dst, src []byte, size,
 	threads int) (Measurement, error) {
 	random := rand.New(rand.NewPCG(1, uint64(size)))
 	pages := (len(dst) - size) / 4096
-	jobs := make([]Job, max(len(dst)/size, threads))
+	jobs := make([]memcopy.Job, max(len(dst)/size, threads))
 	for i := range jobs {
 		d, s := random.IntN(pages+1)*4096, random.IntN(pages+1)*4096
-		jobs[i] = Job{dst[d : d+size], src[s : s+size]}
+		jobs[i] = memcopy.Job{Dst: dst[d : d+size], Src: src[s : s+size]}
 	}
 	total := float64(len(jobs) * size)
 	each := func(copy func(dst, src []byte) int) func() error {
@@ -116,7 +115,7 @@ func measure(ctx context.Context, o MeasureOptions, pool *Pool, dst, src []byte,
 	}
 	ways := []func() error{
 		each(func(dst, src []byte) int { return copy(dst, src) }),
-		each(Copy),
+		each(memcopy.Copy),
 		func() error { return pool.Do(ctx, jobs...) },
 	}
 	speeds := make([][]float64, len(ways))

@@ -1,0 +1,54 @@
+package simulate
+
+import (
+	"fmt"
+	"strconv"
+)
+
+// A Report is the results of a plan as `lookaside simulate --format json` prints them.
+type Report struct {
+	Traces  []TraceReport `json:"traces"`
+	Results []Outcome     `json:"results"` // by trace, then policy, then capacity
+}
+
+// A TraceReport says what a trace is.
+type TraceReport struct {
+	Name     string  `json:"name"`
+	Requests int     `json:"requests"`
+	Blocks   int     `json:"blocks"`
+	Distinct int     `json:"distinct_blocks"`
+	Ceiling  float64 `json:"ceiling"` // hit ratio of a cache that never evicts
+}
+
+// An Outcome is a result with its ratio.
+type Outcome struct {
+	Result
+	Ratio float64 `json:"hit_ratio"`
+}
+
+// NewReport reports the results of a plan.
+func NewReport(plan Plan, results []Result) Report {
+	var report Report
+	for _, t := range plan.Traces {
+		blocks, distinct := t.Blocks()
+		report.Traces = append(report.Traces, TraceReport{t.Name, t.Requests(), blocks, distinct,
+			t.Ceiling()})
+	}
+	for _, r := range results {
+		report.Results = append(report.Results, Outcome{r, r.Ratio()})
+	}
+	return report
+}
+
+// FormatBlocks writes a number of blocks as capacities are written: 500, 10k, 2.5k, 1m.
+func FormatBlocks(n int) string {
+	for _, unit := range []struct {
+		size int
+		name string
+	}{{1_000_000, "m"}, {1_000, "k"}} {
+		if n >= unit.size && n%(unit.size/10) == 0 {
+			return strconv.FormatFloat(float64(n)/float64(unit.size), 'f', -1, 64) + unit.name
+		}
+	}
+	return fmt.Sprint(n)
+}
