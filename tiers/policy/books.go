@@ -6,21 +6,21 @@ import (
 	"lookaside/dax"
 )
 
-// note is what a policy keeps of a slot: under half a cache line, so that a lookup's walk along a
-// prefix reads few of them.
+// note is a policy's state of a slot. It is less than half a cache line, so that a walk along a
+// prefix reads few lines.
 type note struct {
 	key     uint64
-	rank    uint64 // where the slot stands in its queue: the victim is the smallest that is offered
-	pos     uint32 // its place in the queue's heap plus one; 0: it is not offered
+	rank    uint64 // its order in its queue: the victim is the smallest one offered
+	pos     uint32 // its place in the queue's heap plus one; 0: not offered
 	queue   uint8  // which of the policy's queues
 	uses    uint8  // as the policy counts them
 	present bool   // resident
 	_       uint8
 }
 
-// books are the notes of all slots and the clock that all policies share. Their memory is the
-// garbage collector's: policies need no Close, and are replaced by dropping them. What grows with
-// the slots holds no pointers but those to a queue's pages, one for 128 slots.
+// books has the notes of all slots and the clock that all policies share. Its memory belongs to the
+// garbage collector, so policies need no Close and can be replaced by dropping them. What grows
+// with the slots holds no pointers except those to a queue's pages, one for 128 slots.
 type books struct {
 	regions  [1 << (32 - SlotBits)][]note
 	grown    []uint32 // regions that have slots
@@ -62,8 +62,8 @@ func (b *books) shrink(region uint32, queues []queue) {
 	b.paginate(queues)
 }
 
-// paginate has as many pages as the queues can need together: each may have one that is partly and
-// one that is not used.
+// paginate makes as many pages as the queues can need together: each queue may have one partly
+// filled page and one spare page.
 func (b *books) paginate(queues []queue) {
 	whole := b.capacity>>pageBits + 1
 	want := whole + 2*len(queues)
@@ -86,7 +86,7 @@ func (b *books) paginate(queues []queue) {
 	}
 }
 
-// nth is the note of the i-th slot of all regions.
+// nth returns the note of the i-th slot of all regions.
 func (b *books) nth(i int) *note {
 	for _, r := range b.grown {
 		if n := len(b.regions[r]); i >= n {
@@ -98,7 +98,7 @@ func (b *books) nth(i int) *note {
 	panic("policy: a slot beyond the capacity")
 }
 
-// enter notes that a chunk is resident, under its key, not offered.
+// enter records a resident chunk with its key, not offered.
 func (b *books) enter(ref uint32, key uint64) *note {
 	n := b.note(ref)
 	if n.present {
@@ -109,7 +109,7 @@ func (b *books) enter(ref uint32, key uint64) *note {
 	return n
 }
 
-// copy notes that what is resident in one slot is resident in another as well, not offered.
+// copy records that the chunk of one slot is resident in another too, not offered.
 func (b *books) copy(from, to uint32) *note {
 	n := b.note(to)
 	if n.present {
@@ -121,18 +121,17 @@ func (b *books) copy(from, to uint32) *note {
 	return n
 }
 
-// leave forgets a chunk that is not offered any more.
+// leave forgets a chunk, which is not offered.
 func (b *books) leave(n *note) {
 	*n = note{}
 	b.resident--
 }
 
-// queue is the offered slots of one of a policy's queues by their rank, in a 4-ary heap. It is a
-// heap rather than a list because slots are offered and held in any order: a prefix is offered only
-// when its last continuation leaves, which puts it into the middle of the order. Only ends of
-// prefixes that nobody leases are in it, so a use mostly changes a note and moves nothing. The heap
-// lies in pages, which the queues of a policy hand to one another: together they never have more
-// than there are slots.
+// queue holds the offered slots of one of a policy's queues, by rank, in a 4-ary heap. A list would
+// not do, because slots are offered and held in any order: a prefix is offered when its last
+// continuation leaves, which puts it into the middle of the order. Only unleased ends of prefixes
+// are in the heap, so most uses change a note and move nothing. The heap lies in pages, which the
+// queues of a policy share: together they never have more entries than there are slots.
 type queue struct {
 	pages []*page
 	n     int // places in use
@@ -150,7 +149,7 @@ type place struct {
 
 func (q *queue) at(i int) *place { return &q.pages[i>>pageBits][i&(1<<pageBits-1)] }
 
-// first is the offered slot of the smallest rank.
+// first returns the offered slot with the smallest rank.
 func (q *queue) first() (ref uint32, ok bool) {
 	if q.n == 0 {
 		return 0, false
@@ -158,7 +157,7 @@ func (q *queue) first() (ref uint32, ok bool) {
 	return q.pages[0][0].ref, true
 }
 
-// offer puts a slot in by its note's rank, if it is not in.
+// offer adds a slot by its note's rank, if it is not in the queue.
 func (q *queue) offer(b *books, ref uint32, n *note) {
 	if n.pos != 0 {
 		return
@@ -172,7 +171,7 @@ func (q *queue) offer(b *books, ref uint32, n *note) {
 	q.up(b, q.n-1, place{rank: n.rank, ref: ref})
 }
 
-// hold takes a slot out if it is in.
+// hold removes a slot, if it is in the queue.
 func (q *queue) hold(b *books, n *note) {
 	if n.pos == 0 {
 		return
@@ -184,14 +183,14 @@ func (q *queue) hold(b *books, n *note) {
 		q.fix(b, i, *q.at(q.n))
 	}
 	if q.n <= (len(q.pages)-2)<<pageBits {
-		// two are empty: one stays, as the next offer may want it
+		// of two empty pages one stays, for the next offer
 		last := len(q.pages) - 1
 		b.spare = append(b.spare, q.pages[last])
 		q.pages = q.pages[:last]
 	}
 }
 
-// rank gives a slot another rank, whether it is offered or not.
+// rank changes the rank of a slot, offered or not.
 func (q *queue) rank(b *books, ref uint32, n *note, rank uint64) {
 	n.rank = rank
 	if n.pos != 0 {
@@ -199,7 +198,7 @@ func (q *queue) rank(b *books, ref uint32, n *note, rank uint64) {
 	}
 }
 
-// fix puts p at or around place i, whose content it replaces.
+// fix puts p at or near place i, whose content it replaces.
 func (q *queue) fix(b *books, i int, p place) {
 	if i > 0 && p.rank < q.at((i-1)/4).rank {
 		q.up(b, i, p)
@@ -245,7 +244,7 @@ func (q *queue) down(b *books, i int, p place) {
 	q.put(b, i, p)
 }
 
-// move puts a slot into another of a policy's queues, offered there if it was.
+// move moves a slot to another queue of the policy. It stays offered if it was.
 func (b *books) move(queues []queue, ref uint32, n *note, to uint8, rank uint64) {
 	if n.pos == 0 {
 		n.queue, n.rank = to, rank

@@ -2,16 +2,16 @@ package policy
 
 import "math/bits"
 
-// ghosts remembers chunks that are resident no more, by key, in lists by the order of their
-// leaving. It is bounded: who adds to it when it is full drops something first.
+// ghosts remembers chunks that are no longer resident, by key, in lists by the order of their
+// leaving. It is bounded: the caller drops one before it adds to a full one.
 type ghosts struct {
-	nodes []ghost  // nodes[0] is none
+	nodes []ghost  // nodes[0] is not used
 	table []uint32 // open addressing, at most two thirds full: nodes by key
 	shift uint
 	seed  uint64
 	limit int
 	fresh uint32 // nodes[fresh:] were never used
-	free  uint32 // others that are not used, chained by next
+	free  uint32 // other unused nodes, chained by next
 	lists [2]ghostList
 }
 
@@ -20,7 +20,7 @@ type ghostList struct {
 	n              int
 }
 
-// ghost is what is remembered of a chunk: its note, as it was.
+// ghost is what is remembered of a chunk: its last note.
 type ghost struct {
 	key        uint64
 	rank       uint64
@@ -28,8 +28,8 @@ type ghost struct {
 	list       uint8
 }
 
-// resize makes room for limit ghosts. It forgets what there is if the tables must be made anew,
-// which is seldom: stores mostly grow before they are full, when there is nothing to remember.
+// resize makes room for limit ghosts. It forgets all ghosts if it has to make new tables. That is
+// rare: a store mostly grows before it is full, when nothing is remembered.
 func (g *ghosts) resize(limit int) {
 	limit = max(limit, 1)
 	g.limit = limit
@@ -51,7 +51,7 @@ func (g *ghosts) resize(limit int) {
 	}
 }
 
-// n is how many are remembered.
+// n returns the number of ghosts.
 func (g *ghosts) n() int { return g.lists[0].n + g.lists[1].n }
 
 func (g *ghosts) full() bool { return g.n() >= g.limit }
@@ -60,10 +60,10 @@ func (g *ghosts) home(key uint64) uint32 {
 	return uint32((key ^ g.seed) * 0x9E3779B97F4A7C15 >> g.shift)
 }
 
-// find answers a key's node, 0 if it is not remembered.
+// find returns a key's node, or 0.
 func (g *ghosts) find(key uint64) uint32 {
 	if key == 0 || g.n() == 0 {
-		// as with all that is restored at the start: the table is not even touched
+		// always so for chunks restored at the start: the table is not even read
 		return 0
 	}
 	mask := uint32(len(g.table) - 1)
@@ -74,7 +74,7 @@ func (g *ghosts) find(key uint64) uint32 {
 	}
 }
 
-// add remembers a key, which is not 0, as the newest of a list. There must be room.
+// add remembers a key, which is not 0, as the newest of a list. The caller has made room.
 func (g *ghosts) add(list uint8, key uint64) *ghost {
 	if n := g.find(key); n != 0 { // two chunks of one key were resident: one of them is remembered
 		g.remove(n)

@@ -5,14 +5,14 @@ import (
 	"strings"
 )
 
-// Default is the policy of a store that names none: no other keeps more of any trace that was
-// tried, but for a hundredth here and there.
+// Default is the policy of a store that names none. On every trace that was tried it keeps at most
+// a hundredth less than the best policy for that trace.
 const Default = "adaptive"
 
-// Options are what all policies can be given.
+// Options are the options of all policies.
 type Options struct {
-	// Seed makes the hash functions of sketches and samples hard to foresee. The same seed and
-	// calls make the same victims.
+	// Seed makes the hash functions of sketches and samples hard to predict. The same seed and
+	// calls give the same victims.
 	Seed uint64
 }
 
@@ -28,7 +28,7 @@ var makers = []struct {
 	{"adaptive", newAdaptive},
 }
 
-// Names lists the policies that there are.
+// Names returns the names of all policies.
 func Names() []string {
 	names := make([]string, len(makers))
 	for i, m := range makers {
@@ -37,7 +37,7 @@ func Names() []string {
 	return names
 }
 
-// New makes a policy with no slots. "" is the default one.
+// New returns a policy without slots. The name "" means Default.
 func New(name string, o Options) (Policy, error) {
 	if name == "" {
 		name = Default

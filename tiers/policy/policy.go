@@ -1,22 +1,22 @@
-// Package policy orders the chunks of a store by which should leave first when room is wanted. A
-// policy only keeps books: it does no I/O, knows no clock, and nothing in it is safe for concurrent
-// use; its owner calls it under the owner's lock.
+// Package policy orders the chunks of a store by which should leave first when room is needed. A
+// policy keeps books only: it does no I/O and knows no clock. Nothing in it is safe for concurrent
+// use; the owner calls it under its own lock.
 //
 // # What a policy is told
 //
-// Slots are named by refs as the engine's are: the region's number in the upper 6 bits, the slot's
-// in the lower 26. A chunk enters a slot, is used, and leaves it. In between the owner says whether
-// the slot may be chosen: it is offered while it is unleased and no resident chunk continues it,
-// because a continuation without its prefix is worth nothing. So a victim always is the end of a
-// prefix, whatever the policy. When the last continuation of a chunk leaves, the chunk is offered,
-// and a policy that goes by time takes the later of both times of use.
+// Slots are named by refs, as in the engine: the region's number in the upper 6 bits, the slot's in
+// the lower 26. A chunk enters a slot, is used, and leaves it. In between the owner offers the slot
+// while it is unleased and no resident chunk continues it, because a continuation without its
+// prefix is useless. So a victim is always the end of a prefix, whatever the policy. When the last
+// continuation of a chunk leaves, the chunk is offered. A policy that goes by time then takes the
+// later of both times of use.
 //
-// A chunk's key is the same whenever the same content is resident, and nothing else's (but for
-// chance): it is what a policy that remembers what has left remembers it by. 0 is no key.
+// A chunk's key is the same whenever the same content is resident, and different from every other's
+// (but for collisions). A policy that remembers what has left remembers keys. 0 is no key.
 package policy
 
-// SlotBits and SlotMask say how a slot's ref is split: the region's number above, the slot's number
-// in it below.
+// SlotBits and SlotMask split a slot's ref: the region's number above, the slot's number in the
+// region below.
 const (
 	SlotBits = 26
 	SlotMask = 1<<SlotBits - 1
@@ -25,42 +25,41 @@ const (
 // Policy is one order of eviction. All methods but Grow, Shrink and Work take amortised constant or
 // logarithmic time and allocate nothing once the policy has grown.
 type Policy interface {
-	// Name is the name that New takes.
+	// Name returns the name that New takes.
 	Name() string
 	// Grow makes room for a region's slots, refs region<<SlotBits … region<<SlotBits + slots-1,
 	// none of them resident. The policy's capacity is the sum over all regions.
 	Grow(region uint32, slots int)
 	// Shrink forgets a region, none of whose slots is resident.
 	Shrink(region uint32)
-	// Enter says that a chunk became resident in a slot. It is held (not offered) until Offer.
-	// parent is the resident slot that it continues, 0 for none (so no slot may have the ref 0:
-	// regions are best numbered from 1).
+	// Enter records that a chunk became resident in a slot. It is held (not offered) until Offer.
+	// parent is the resident slot that it continues; 0 means none, so no slot may have the ref 0,
+	// and regions are best numbered from 1.
 	Enter(ref uint32, key uint64, parent uint32)
-	// Use says that a resident chunk was hit (or stored again).
+	// Use records that a resident chunk was hit or stored again.
 	Use(ref uint32)
-	// Read reads what the policy has of some slots of its regions, resident or not, in a loop of
-	// its own, so that the cache misses overlap: calls for each of them are about to be made. It
+	// Read prefetches the notes of slots of known regions, resident or not, for calls that are
+	// about to follow for each. It reads in a loop of its own, so that the cache misses overlap. It
 	// changes nothing.
 	Read(refs []uint32)
-	// Offer says that a resident slot may be chosen from now on. Offering what is offered changes
-	// nothing.
+	// Offer allows a resident slot to be chosen from now on. It has no effect on an offered slot.
 	Offer(ref uint32)
-	// Hold ends an Offer. Holding what is not offered changes nothing.
+	// Hold withdraws an offered slot (the reverse of Offer). It has no effect on a slot that is not
+	// offered.
 	Hold(ref uint32)
-	// Leave says that a chunk is resident no more; evicted says that it went for room, and might be
-	// wanted back. Its slot is not offered any more.
+	// Leave records that a chunk is no longer resident; its slot is no longer offered. evicted
+	// means that it left for room, and may be wanted back.
 	Leave(ref uint32, evicted bool)
-	// Copy says that what is resident in one slot is resident in another as well from now on, with
-	// the same past and not offered: it is moving there, and will leave the first slot, not
-	// evicted, before long.
+	// Copy records that the chunk of one slot is now resident in another too, with the same history
+	// and not offered. The chunk is moving: it will leave the first slot soon, not evicted.
 	Copy(from, to uint32)
-	// Inherit says that a continuation was used last when its prefix was: child is about to leave,
-	// parent stays.
+	// Inherit records that a prefix was last used when its continuation was. child is about to
+	// leave, parent stays.
 	Inherit(parent, child uint32)
-	// Victim is the offered slot that should leave first. It stays until Leave. It may change what
-	// the policy knows (a second chance was given).
+	// Victim returns the offered slot that should leave first. It stays until Leave. The call may
+	// change the policy's state, for example when a second chance is given.
 	Victim() (ref uint32, ok bool)
-	// Work does up to n small steps of what a policy puts off to stay out of its owner's way
-	// (adaptive's trials). The owner calls it now and then.
+	// Work does up to n small steps of deferred work (adaptive's trials), which keeps them out of
+	// the owner's critical path. The owner calls it now and then.
 	Work(n int)
 }

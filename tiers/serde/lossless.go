@@ -9,21 +9,21 @@ import (
 	"github.com/klauspost/compress/huff0"
 )
 
-// Lossless is smaller and gives every byte back. It splits the elements into planes, all their
-// first bytes, all their second ones, …, because those with the exponents take few values and the
-// others any, and then codes each plane by Huffman (huff0). Of normally distributed bfloat16 a
-// third is saved. zstd saves less of it at a quarter of the speed, as its searching for repetitions
-// finds chance ones; of noise it saves nothing either.
+// Lossless makes pages smaller and returns every byte. It splits the elements into planes: all
+// first bytes, all second bytes, and so on. The planes with the exponents have few distinct values,
+// the others any. It codes each plane by Huffman (huff0). That saves a third of normally
+// distributed bfloat16. zstd saves less at a quarter of the speed, because the repetitions that it
+// finds are chance; on noise it saves nothing either.
 //
-// The form of a page: a byte that is 0, and the page as it is; or a byte that is 1, the bytes of an
-// element (1, 2 or 4), and for each block of 64 Ki elements for each plane: 3 bytes N,
-// little-endian, and
+// A page is encoded as a byte 0 and the page unchanged; or as a byte 1, the bytes of an element (1,
+// 2 or 4), and, for each block of 64 Ki elements and each plane of it, 3 bytes N, little-endian,
+// and
 //
-//	N = 0: the plane as it is
-//	N = 1: the byte that all of it is
+//	N = 0: the plane unchanged
+//	N = 1: the one byte that fills the plane
 //	else:  N bytes of huff0's form, table first, in 4 streams
 //
-// and behind all blocks the bytes that make no whole element.
+// The bytes that make no whole element follow behind all blocks.
 type Lossless struct{}
 
 const (
@@ -34,7 +34,7 @@ const (
 	blockSame     = 1
 )
 
-// workspace is what coding a page needs.
+// workspace is the memory for coding a page.
 type workspace struct {
 	plane      [4][blockElements]byte
 	enc, table huff0.Scratch
@@ -42,7 +42,7 @@ type workspace struct {
 
 var workspaces = sync.Pool{New: func() any {
 	w := new(workspace)
-	w.enc.Reuse = huff0.ReusePolicyNone // each block stands for itself
+	w.enc.Reuse = huff0.ReusePolicyNone // each block is coded by itself
 	w.enc.MaxDecodedSize = blockElements
 	w.table.MaxDecodedSize = blockElements
 	return w
@@ -54,7 +54,7 @@ func (Lossless) Name() string { return "lossless" }
 // Lossy implements Codec.
 func (Lossless) Lossy() bool { return false }
 
-// widthOf is how many bytes an element has, as far as that is known.
+// widthOf returns the bytes of an element, as far as known.
 func widthOf(element string) int {
 	switch element {
 	case "float32":
@@ -81,7 +81,7 @@ func (Lossless) Encode(dst, src []byte, element string) ([]byte, error) {
 			switch {
 			case errors.Is(err, huff0.ErrUseRLE):
 				dst = append(dst, blockSame, 0, 0, plane[0])
-			// it says that nothing can be saved
+			// huff0 reports that nothing can be saved
 			case err != nil || len(out) <= blockSame || len(out) >= n:
 				dst = append(append(dst, blockPlain, 0, 0), plane...)
 			default:
@@ -99,7 +99,7 @@ func (Lossless) Encode(dst, src []byte, element string) ([]byte, error) {
 	return dst, nil
 }
 
-// Decode implements Codec. What was encoded says how wide its elements were.
+// Decode implements Codec. The encoded bytes say how wide the elements are.
 func (Lossless) Decode(dst, src []byte, _ string) error {
 	short := func() error {
 		return fmt.Errorf("%w: too short for a page of %d", ErrMalformed,
@@ -219,7 +219,7 @@ func join(dst []byte, planes *[4][blockElements]byte, width int) {
 	}
 }
 
-// squeeze is the bytes 0, 2, 4 and 6 of x.
+// squeeze returns bytes 0, 2, 4 and 6 of x.
 func squeeze(x uint64) uint32 {
 	x &= 0x00ff00ff00ff00ff
 	x = (x | x>>8) & 0x0000ffff0000ffff

@@ -6,19 +6,20 @@ import (
 	"math"
 )
 
-// The lossy codecs halve pages of two-byte elements and quarter those of four. The elements of a
-// page are taken in channels of groupSize consecutive ones: what a channel of the model is depends
-// on how the engine's kernels pack a page, which is opaque here, and runs of this length never mix
-// tokens or heads of the usual sizes of head. Each channel has a scale of its own, so that an
-// outlier spoils its own channel only.
+// The lossy codecs halve pages of two-byte elements and quarter those of four. They treat each run
+// of groupSize consecutive elements as a channel with a scale of its own, so that an outlier
+// affects its own channel only. How the engine's kernels pack a page is opaque here, so these
+// channels are not those of the model. But with the usual sizes of heads a run of this length never
+// mixes tokens or heads.
 //
-// The encoded form: a byte that says how (0: the page as it is), then for each channel its float32
-// scale, little-endian, then a byte an element. Pages of which no element is known to be a float,
-// pages with infinities or NaNs, and pages of one-byte elements are kept as they are.
+// A page is encoded as a byte that says how (0: the page unchanged), then a float32 scale for each
+// channel, little-endian, then a byte for each element. Three kinds of pages stay unchanged: pages
+// whose elements are not known to be floats, pages with infinities or NaNs, and pages of one-byte
+// elements.
 //
 // int8 is symmetric: scale = largest magnitude / 127. fp8 is E4M3 without infinities ("FP8 Formats
-// for Deep Learning", Micikevicius et al., 2022), scaled so that the largest magnitude is 448, its
-// largest number.
+// for Deep Learning", Micikevicius et al., 2022), scaled so that the largest magnitude becomes 448,
+// its largest number.
 const groupSize = 128
 
 const (
@@ -40,7 +41,7 @@ func (Int8) Encode(dst, src []byte, element string) ([]byte, error) {
 	return quantise(dst, src, element, 127, func(out []byte, x *[groupSize]float32,
 		inverse float32) {
 		for i := range out {
-			// Adding and taking away 1.5·2²³ rounds to the nearest even integer.
+			// Adding and subtracting 1.5·2²³ rounds to the nearest even integer.
 			const round = 3 << 22
 			v := x[i]*inverse + round
 			out[i] = byte(int8(v - round))
@@ -79,7 +80,7 @@ func (FP8) Decode(dst, src []byte, element string) error {
 
 const maxE4M3 = 448
 
-// int8Values and e4m3Values are what each byte stands for, before its channel's scale.
+// int8Values and e4m3Values have the value of each byte, before its channel's scale.
 var int8Values, e4m3Values = func() (i, f [256]float32) {
 	for b := range 256 {
 		i[b] = float32(int8(b))
@@ -89,7 +90,7 @@ var int8Values, e4m3Values = func() (i, f [256]float32) {
 			v = (1 + float64(mantissa)/8) * math.Pow(2, float64(exponent-7))
 		}
 		if b&0x7F == 0x7F {
-			v = 0 // NaN, which toE4M3 never gives
+			v = 0 // NaN, which toE4M3 never returns
 		}
 		if b >= 128 {
 			v = -v
@@ -99,8 +100,8 @@ var int8Values, e4m3Values = func() (i, f [256]float32) {
 	return i, f
 }()
 
-// toE4M3 rounds to the nearest number of the format, ties to even, what is too large to the
-// largest. x is finite.
+// toE4M3 rounds to the nearest number of the format, ties to even; magnitudes that are too large
+// become the largest. x is finite.
 func toE4M3(x float32) byte {
 	b := math.Float32bits(x)
 	sign := byte(b >> 24 & 0x80)
@@ -112,14 +113,14 @@ func toE4M3(x float32) byte {
 		const magic = 1 << 14
 		return sign | byte(math.Float32bits(math.Float32frombits(b)+magic)&0xF)
 	}
-	b += 1<<19 - 1 + b>>20&1 // of 23 bits of mantissa 3 stay
+	b += 1<<19 - 1 + b>>20&1 // 3 of 23 bits of mantissa stay
 	if b >= (127+9)<<23 {
 		return sign | 0x7E
 	}
 	return sign | min(0x7E, byte(b>>20-(127-7)<<3)) // 0x7F is NaN
 }
 
-// elementBytes is how long an element is that can be quantised, 0 for any other.
+// elementBytes returns the bytes of an element that can be quantised, 0 for any other.
 func elementBytes(element string) int {
 	switch element {
 	case "bfloat16", "float16":
@@ -130,8 +131,8 @@ func elementBytes(element string) int {
 	return 0
 }
 
-// quantise appends the encoded form of a page. fill turns a channel into bytes, given the inverse
-// of its scale; most is the magnitude that the largest element gets.
+// quantise appends the encoded form of a page. fill encodes a channel, given the inverse of its
+// scale. most is the code of the largest magnitude.
 func quantise(dst, src []byte, element string, most float32,
 	fill func(out []byte, x *[groupSize]float32, inverse float32)) ([]byte, error) {
 	size := elementBytes(element)
@@ -162,7 +163,7 @@ func quantise(dst, src []byte, element string, most float32,
 		if scale > 0 {
 			inverse = 1 / scale
 		}
-		if math.IsInf(float64(inverse), 0) { // next to nothing
+		if math.IsInf(float64(inverse), 0) { // the channel is next to 0
 			scale, inverse = 0, 0
 		}
 		binary.LittleEndian.PutUint32(dst[scales+4*g:], math.Float32bits(scale))
@@ -200,8 +201,8 @@ func restore(dst, src []byte, element string, values *[256]float32) error {
 	return nil
 }
 
-// toFloats fills x from elements and returns the bits of the largest magnitude: magnitudes are
-// ordered as their bits are, and NaN is above them all.
+// toFloats decodes elements into x and returns the bits of the largest magnitude. Magnitudes are
+// ordered as their bits are, and NaN is above all of them.
 func toFloats(x *[groupSize]float32, src []byte, element string) (largest uint32) {
 	switch element {
 	case "bfloat16":
@@ -225,7 +226,7 @@ func toFloats(x *[groupSize]float32, src []byte, element string) (largest uint32
 	return largest
 }
 
-// fromFloats writes the elements that the codes of one channel stand for.
+// fromFloats writes the elements of the codes of one channel.
 func fromFloats(dst, codes []byte, values *[256]float32, scale float32, element string) {
 	switch element {
 	case "bfloat16":
@@ -245,7 +246,7 @@ func fromFloats(dst, codes []byte, values *[256]float32, scale float32, element 
 	}
 }
 
-// fromHalf is the value of an IEEE 754 binary16.
+// fromHalf returns the value of an IEEE 754 binary16.
 func fromHalf(h uint16) float32 {
 	sign, b := uint32(h&0x8000)<<16, uint32(h&0x7FFF)
 	switch {
@@ -257,7 +258,8 @@ func fromHalf(h uint16) float32 {
 	return math.Float32frombits(sign | (b<<13 + (127-15)<<23))
 }
 
-// toHalf rounds to the nearest binary16, ties to even, what is too large to the largest finite one.
+// toHalf rounds to the nearest binary16, ties to even; magnitudes that are too large become the
+// largest finite one.
 func toHalf(x float32) uint16 {
 	b := math.Float32bits(x)
 	sign := uint16(b >> 16 & 0x8000)

@@ -1,5 +1,5 @@
-// Package serde encodes pages on their way to tiers on other machines. A codec sees one page at a
-// time, so that the first pages of a chunk can be read alone.
+// Package serde encodes pages for tiers on other machines. A codec works on one page at a time, so
+// that the first pages of a chunk can be read alone.
 package serde
 
 import (
@@ -9,31 +9,31 @@ import (
 	"strings"
 )
 
-// ErrMalformed is what a Decode of bytes returns that no Encode makes.
+// ErrMalformed is returned by Decode for bytes that no Encode makes.
 var ErrMalformed = errors.New("malformed")
 
 // Codec encodes pages. It is safe for concurrent use.
 type Codec interface {
-	// Name is what New takes, at most 15 bytes. It is kept with what was encoded.
+	// Name returns the name that New takes, at most 15 bytes. It is stored with what was encoded.
 	Name() string
-	// Lossy says that Decode may give other bytes than Encode took.
+	// Lossy reports whether Decode may return other bytes than Encode took.
 	Lossy() bool
-	// Encode appends the encoded page to dst: never more than Bound(len(src)) bytes. Which bytes it
-	// makes of the same page may change; all that any version of it ever made can be decoded.
-	// element is what the page is made of, as tiers.Space has it, or "" if it is not known.
+	// Encode appends the encoded page to dst, at most Bound(len(src)) bytes. The encoding of a page
+	// may change between versions, but Decode reads those of all versions. element is the type of
+	// the page's elements, as in tiers.Space, or "" if not known.
 	Encode(dst, src []byte, element string) ([]byte, error)
-	// Decode fills dst, whose length is that of the page, from src, which nobody vouches for. It
-	// needs no more memory than a small multiple of the page.
+	// Decode fills dst, which has the length of the page, from src, which is not trusted. It needs
+	// at most a small multiple of the page as memory.
 	Decode(dst, src []byte, element string) error
 }
 
-// Bound is the most bytes that a page of n bytes can be encoded to.
+// Bound returns the largest encoding of a page of n bytes.
 func Bound(n int64) int64 { return n + 64 }
 
-// codecs are all that there are, by their names.
+// codecs has all codecs.
 var codecs = []Codec{Raw{}, Lossless{}, FP8{}, Int8{}}
 
-// Names are the names of all codecs.
+// Names returns the names of all codecs.
 func Names() (names []string) {
 	for _, c := range codecs {
 		names = append(names, c.Name())
@@ -41,7 +41,7 @@ func Names() (names []string) {
 	return names
 }
 
-// New is the codec of a name.
+// New returns the codec of a name.
 func New(name string) (Codec, error) {
 	if i := slices.IndexFunc(codecs, func(c Codec) bool { return c.Name() == name }); i >= 0 {
 		return codecs[i], nil
@@ -49,7 +49,7 @@ func New(name string) (Codec, error) {
 	return nil, fmt.Errorf("%q is no codec: there are %s", name, strings.Join(Names(), ", "))
 }
 
-// Raw leaves pages as they are. Its users know it and copy nothing.
+// Raw leaves pages unchanged. Its users check for it and copy nothing.
 type Raw struct{}
 
 // Name implements Codec.

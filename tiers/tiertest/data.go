@@ -13,17 +13,17 @@ import (
 	"lookaside/tiers"
 )
 
-// NewSpace is a space of tests, different from all of another name or geometry.
+// NewSpace returns a space for tests. Spaces of another name or geometry differ from it.
 func NewSpace(name string, g tiers.Geometry) *tiers.Space {
 	return &tiers.Space{Fingerprint: tiers.FingerprintOf(fmt.Appendf(nil, "%s %+v", name, g)),
 		Geometry: g, Element: "bfloat16"}
 }
 
-// A Prefix is a sequence of tokens, one a page. Its pages' digests chain over it as those of
-// engines do, so prefixes that begin alike share their first pages.
+// Prefix is a sequence of tokens, one a page. The digests of its pages chain as those of engines
+// do, so prefixes that begin alike share their first pages.
 type Prefix []byte
 
-// Digests are those of its pages [from, to), of size bytes each, end to end.
+// Digests returns the digests of pages [from, to), of size bytes each, end to end.
 func (p Prefix) Digests(from, to, size int) []byte {
 	out := make([]byte, 0, (to-from)*size)
 	h := sha256.Sum256([]byte("root"))
@@ -36,7 +36,7 @@ func (p Prefix) Digests(from, to, size int) []byte {
 	return out
 }
 
-// Run is its pages [from, to) in a space; from is where a chunk begins.
+// Run returns pages [from, to) as a run of a space; from is the beginning of a chunk.
 func (p Prefix) Run(space *tiers.Space, from, to int) tiers.Run {
 	size := space.Geometry.DigestBytes
 	r := tiers.Run{Space: space, First: from, Hashes: p.Digests(from, to, size)}
@@ -46,7 +46,7 @@ func (p Prefix) Run(space *tiers.Space, from, to int) tiers.Run {
 	return r
 }
 
-// noise is what pages are cut from.
+// noise is the source of pages' bytes.
 var noise = func() []byte {
 	p := make([]byte, 1<<18)
 	rnd := rand.NewPCG(1, 2)
@@ -56,9 +56,9 @@ var noise = func() []byte {
 	return p
 }()
 
-// Fill writes the bytes that a page has, which depend on the space and on all of its digest: noise,
-// and in it, so that no 256 bytes occur twice, marks that depend on where they are as well. It is
-// quick, also under the race detector.
+// Fill writes the bytes of a page, which depend on the space and the whole digest. They are noise
+// with marks that depend on their place, so that no 256 bytes occur twice. Fill is fast, also under
+// the race detector.
 func Fill(page []byte, space *tiers.Space, digest []byte) {
 	seed := xxhash.Sum64(append(space.Fingerprint[:len(space.Fingerprint):len(space.Fingerprint)],
 		digest...))
@@ -79,7 +79,7 @@ func FillRun(p []byte, run tiers.Run) {
 	}
 }
 
-// WrongPage is the first page of a run whose bytes are not those that Fill writes; -1 if all are.
+// WrongPage returns the first page of a run whose bytes differ from those of Fill, or -1.
 func WrongPage(p []byte, run tiers.Run) int {
 	g := run.Space.Geometry
 	want := make([]byte, g.PageBytes)
@@ -98,8 +98,8 @@ const (
 	poison   = 0xa5
 )
 
-// memory is like a piece of an arena for one transfer: at a page's beginning or, if shift is not 0,
-// so many bytes behind it.
+// memory stands in for a piece of an arena for one transfer: it begins a page, or lies shift bytes
+// behind its beginning.
 type memory struct {
 	all, bytes []byte
 }
@@ -110,7 +110,7 @@ func newMemory(n, shift int) memory {
 	return memory{all: room, bytes: room[at : at+n : at+n]}
 }
 
-// overrun says whether somebody wrote beside the bytes.
+// overrun reports whether bytes beside the memory were written.
 func (m memory) overrun() bool {
 	at := int(reflect.ValueOf(m.bytes).Pointer() - reflect.ValueOf(m.all).Pointer())
 	clean := bytes.Count(m.all[:at], []byte{poison}) + bytes.Count(m.all[at+len(m.bytes):],
@@ -118,7 +118,7 @@ func (m memory) overrun() bool {
 	return clean != len(m.all)-len(m.bytes)
 }
 
-// untouched says whether all bytes are poison.
+// untouched reports whether all bytes are poison.
 func (m memory) untouched() bool {
 	return bytes.Count(m.all, []byte{poison}) == len(m.all)
 }

@@ -11,14 +11,14 @@ import (
 	"lookaside/tiers"
 )
 
-// version is a chunk that was given to the tier and not surely taken away since.
+// version is a chunk that was stored and may still be in the tier.
 type version struct {
 	run  tiers.Run
-	sure bool // it must be there, if the tier neither evicts nor forgets
+	sure bool // it must be there, unless the tier evicts or forgets
 }
 
-// world is a tier and what a model knows of it: for each space and first page of a chunk, the
-// versions that may be there.
+// world is a tier and its model: for each space and first page of a chunk, the versions that may be
+// there.
 type world struct {
 	t      *testing.T
 	f      Factory
@@ -29,13 +29,13 @@ type world struct {
 	step   int
 	spaces []*tiers.Space
 	model  map[memKey][]version
-	// faulty: the medium may fail at any call. An error is then no fault of the tier, but leaves
-	// the model in doubt. Where it has failed, what was dropped (or, where it lies, what was
-	// cleared) may be back when the medium is opened again.
+	// faulty: the medium may fail at any call. An error is then no fault of the tier, but the model
+	// no longer knows what is there. Chunks that were dropped after a failure (or cleared, if the
+	// medium lies) may be back when the medium is opened again.
 	faulty  bool
 	dropped map[memKey][]version
 	hits    int
-	exact   int // answers of which the model knew that they had to be a hit
+	exact   int // results that the model knew had to be hits
 }
 
 func (w *world) fatalf(format string, args ...any) {
@@ -44,7 +44,7 @@ func (w *world) fatalf(format string, args ...any) {
 		w.t.Name(), w.seed, fmt.Sprintf(format, args...))
 }
 
-// agree is how many pages, from the first, two runs of one chunk have in common.
+// agree returns how many pages, from the first, two runs of one chunk share.
 func agree(a, b tiers.Run) int {
 	d := a.Space.Geometry.DigestBytes
 	n := 0
@@ -55,7 +55,7 @@ func agree(a, b tiers.Run) int {
 	return n
 }
 
-// bounds is how many pages of a run of one chunk must be held, and how many may be.
+// bounds returns how many pages of a run of one chunk must be held, and how many may be.
 func (w *world) bounds(run tiers.Run) (least, most int) {
 	for _, v := range w.model[keyOf(run)] {
 		n := agree(v.run, run)
@@ -67,14 +67,14 @@ func (w *world) bounds(run tiers.Run) (least, most int) {
 	return least, most
 }
 
-// doubt says that a chunk may be gone, or be there after all.
+// doubt records that a chunk may or may not be there.
 func (w *world) doubt(key memKey) {
 	for i := range w.model[key] {
 		w.model[key][i].sure = false
 	}
 }
 
-// run is a random one: few tokens and short prefixes, so that most calls meet what others left.
+// run returns a random run of few tokens and short prefixes, so that most calls meet earlier ones.
 func (w *world) run() tiers.Run {
 	space := w.spaces[w.rnd.IntN(len(w.spaces))]
 	ppc := space.Geometry.PagesPerChunk
@@ -90,8 +90,7 @@ func (w *world) run() tiers.Run {
 	return p.Run(space, from, len(p))
 }
 
-// allowed says whether an error may be, for what it says must be: nothing but a failure of the
-// medium.
+// allowed reports whether an error is allowed. Only a failure of the medium is.
 func (w *world) allowed(err error) bool {
 	return w.faulty && err != nil && !errors.Is(err, tiers.ErrClosed) &&
 		!errors.Is(err, context.Canceled) && !errors.Is(err, context.DeadlineExceeded)
@@ -209,7 +208,7 @@ func (w *world) clear() {
 	}
 }
 
-// open opens the medium, again if it fails and may. It says whether it is open.
+// open opens the medium, and retries if it may fail. It reports whether the medium is open.
 func (w *world) open() bool {
 	if w.faulty && w.m.Failed() {
 		for key, vs := range w.dropped {
@@ -324,9 +323,9 @@ func newWorld(t *testing.T, f Factory, m *Medium, seed uint64, gs []tiers.Geomet
 	return w
 }
 
-// Faults runs one history again and again; in each run one operation of the medium fails, the
-// first, the second, … until there are no more. It may cost what it was about, and never gives a
-// wrong byte. It is part of Run, and by itself for media that fail in other ways.
+// Faults runs one history again and again. In each run one operation of the medium fails: the
+// first, the second, … until a run has fewer. A failure may lose the chunk concerned, and never
+// returns a wrong byte. Faults is a part of Run, and is exported for media that fail in other ways.
 func Faults(t *testing.T, f Factory) {
 	seed := seedOr(1)
 	t.Logf("seed %d", seed)

@@ -1,5 +1,5 @@
-// Package tiertest is the contract that every tiers.Tier passes, and an honest Tier in memory for
-// tests of what uses tiers.
+// Package tiertest has the contract suite that every tiers.Tier passes, and Memory, a correct Tier
+// in memory for tests of code that uses tiers.
 package tiertest
 
 import (
@@ -28,23 +28,23 @@ const (
 	Clear
 )
 
-// MemoryOptions is how a Memory behaves. The zero value is an endless tier that is never late and
-// never fails.
+// MemoryOptions configures a Memory. With the zero value it is unbounded, never late and never
+// fails.
 type MemoryOptions struct {
 	Kind  string // default "memory"
 	Local bool
-	// what it may hold before it drops what was used longest ago. Default 0: no limit
+	// capacity; above it the least recently used chunk is dropped. Default 0: no limit
 	CapacityBytes int64
-	Latency       time.Duration // that each call takes at least
-	BytesPerSec   int64         // that each call moves at most. Default 0: no limit
-	// Fault is asked before each chunk of a Load or Store, and once in each other call, without a
-	// lock held. It may wait, until ctx ends, and what it returns is the chunk's (or call's) error;
-	// ErrCorrupt drops the chunk. SetFault changes it.
+	Latency       time.Duration // the least duration of each call
+	BytesPerSec   int64         // limit of each call. Default 0: none
+	// Fault is called before each chunk of a Load or Store, and once in each other call, without a
+	// lock held. It may wait until ctx ends. Its error is that of the chunk or call; ErrCorrupt
+	// drops the chunk. SetFault replaces it.
 	Fault func(ctx context.Context, op Op, run tiers.Run) error
 }
 
-// Memory is an honest Tier in memory, for tests of what uses tiers. Latency and faults are by real
-// time, or that of a synctest bubble.
+// Memory is a correct Tier in memory, for tests. Latency and faults use real time, or that of a
+// synctest bubble.
 type Memory struct {
 	o      MemoryOptions
 	closed context.Context // ends when Close begins
@@ -76,7 +76,7 @@ type memChunk struct {
 	at     *list.Element
 }
 
-// NewMemory makes an empty Memory.
+// NewMemory returns an empty Memory.
 func NewMemory(o MemoryOptions) *Memory {
 	if o.Kind == "" {
 		o.Kind = "memory"
@@ -93,7 +93,8 @@ func (m *Memory) SetFault(fault func(ctx context.Context, op Op, run tiers.Run) 
 	m.fault = fault
 }
 
-// Forget drops each chunk with the likelihood share, as a tier may at any time. It says how many.
+// Forget drops each chunk with probability share, as a tier may at any time. It returns how many it
+// dropped.
 func (m *Memory) Forget(rnd *rand.Rand, share float64) int {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -106,7 +107,7 @@ func (m *Memory) Forget(rnd *rand.Rand, share float64) int {
 	})
 }
 
-// Rot flips a bit of each chunk with the likelihood share. It says of how many.
+// Rot flips a bit of each chunk with probability share. It returns how many chunks it changed.
 func (m *Memory) Rot(rnd *rand.Rand, share float64) int {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -120,7 +121,7 @@ func (m *Memory) Rot(rnd *rand.Rand, share float64) int {
 	})
 }
 
-// each calls do for all chunks, the least recently used first, and counts its trues.
+// each calls do for all chunks, least recently used first, and returns how often do returned true.
 func (m *Memory) each(do func(c *memChunk) bool) (n int) {
 	for at := m.used.Back(); at != nil; {
 		before := at.Prev()
@@ -132,8 +133,8 @@ func (m *Memory) each(do func(c *memChunk) bool) (n int) {
 	return n
 }
 
-// begin is the beginning of each call; end must be called if there is no error. The context it
-// returns ends also when the tier is closed.
+// begin starts a call. Without an error the caller must call end. The context ends also when the
+// tier is closed.
 func (m *Memory) begin(ctx context.Context) (both context.Context, end func(), err error) {
 	m.mu.Lock()
 	if m.closing {
@@ -156,7 +157,7 @@ func (m *Memory) begin(ctx context.Context) (both context.Context, end func(), e
 	return both, end, nil
 }
 
-// Wait waits, or returns the cause for which the context ended before.
+// Wait waits for d, or returns the cause for which ctx ended before.
 func Wait(ctx context.Context, d time.Duration) error {
 	if d <= 0 {
 		if ctx.Err() != nil {
@@ -193,7 +194,7 @@ func keyOf(run tiers.Run) memKey {
 	return memKey{run.Space.Fingerprint, string(run.Hashes[:run.Space.Geometry.DigestBytes])}
 }
 
-// agree is how many pages, from the first, a chunk has in common with a run of one chunk.
+// agree returns how many pages, from the first, the chunk shares with a run of one chunk.
 func (c *memChunk) agree(run tiers.Run) (pages int) {
 	d := run.Space.Geometry.DigestBytes
 	for most := min(c.pages, run.Pages()); pages < most; pages++ {
@@ -204,7 +205,7 @@ func (c *memChunk) agree(run tiers.Run) (pages int) {
 	return pages
 }
 
-// best is the chunk that has the most of a run of one chunk, and how many pages of it.
+// best returns the chunk with the most pages of a run of one chunk, and how many.
 func (m *Memory) best(run tiers.Run) (best *memChunk, pages int) {
 	for _, c := range m.byFirst[keyOf(run)] {
 		if n := c.agree(run); n > pages {
@@ -258,7 +259,7 @@ func (m *Memory) Contains(ctx context.Context, run tiers.Run, held []uint16) err
 	return nil
 }
 
-// check refuses transfers that no caller may send.
+// check returns an error for a transfer that no caller may send.
 func check(t tiers.Transfer) error {
 	g := t.Space.Geometry
 	if n := t.Pages(); len(t.Hashes) != n*g.DigestBytes || n < 1 || n > g.PagesPerChunk ||
@@ -269,7 +270,7 @@ func check(t tiers.Transfer) error {
 	return nil
 }
 
-// transfer does the transfers of a call in turn.
+// transfer handles the transfers of a call in order.
 func (m *Memory) transfer(ctx context.Context, op Op, transfers []tiers.Transfer,
 	done func(int, error), one func(tiers.Transfer) error) {
 	both, end, err := m.begin(ctx)
@@ -302,7 +303,7 @@ func (m *Memory) transfer(ctx context.Context, op Op, transfers []tiers.Transfer
 	}
 }
 
-// drop drops the chunk that a load found bad.
+// drop drops a chunk that a load found bad.
 func (m *Memory) drop(run tiers.Run) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -350,7 +351,7 @@ func (m *Memory) Store(ctx context.Context, transfers []tiers.Transfer,
 		if m.o.CapacityBytes > 0 && int64(len(t.Bytes)) > m.o.CapacityBytes {
 			return tiers.ErrBusy
 		}
-		// Shorter versions of it give way.
+		// Drop shorter versions of it.
 		for _, c := range append([]*memChunk(nil), m.byFirst[keyOf(t.Run)]...) {
 			if c.agree(t.Run) == c.pages {
 				m.remove(c)
@@ -437,7 +438,7 @@ func (m *Memory) Stats() tiers.TierStats {
 	return s
 }
 
-// Close implements tiers.Tier. Waits in calls under way end with ErrClosed.
+// Close implements tiers.Tier. Waits in calls under way return ErrClosed.
 func (m *Memory) Close() error {
 	m.mu.Lock()
 	m.closing = true

@@ -22,54 +22,54 @@ var (
 	stepsFlag = flag.Int("tiertest.steps", 120, "calls of each")
 )
 
-// Factory makes a kind of tier, and says what it promises beyond the contract.
+// Factory makes tiers of one kind, and says what they promise beyond the contract.
 type Factory struct {
-	// New prepares an empty medium: a directory, a database of a server. What it needs it ends by
+	// New prepares an empty medium, such as a directory or a server's database. It cleans up by
 	// t.Cleanup.
 	New func(t testing.TB, o MediumOptions) *Medium
 
-	// Persistent: what was stored is still there when the medium is opened again after Close.
+	// Persistent: stored chunks are found when the medium is opened again after Close.
 	Persistent bool
-	// Evicts: the medium holds no more than its capacity, and drops chunks to make room. The suite
-	// stays below CapacityBytes where it wants to find all.
+	// Evicts: the medium is bounded by its capacity, and drops chunks to make room. The suite stays
+	// below CapacityBytes when it needs to find all chunks.
 	Evicts bool
-	// MayForget: any chunk may be gone at any time.
+	// MayForget: any chunk may disappear at any time.
 	MayForget bool
-	// Brief: another run goes through the whole contract, and this one differs in the way to the
-	// medium alone. One geometry is enough, and no faults.
+	// Brief: another run tests the whole contract, and this one differs only in the way to the
+	// medium. The suite then uses one geometry and no faults.
 	Brief bool
-	// Lies: the medium's failures (see MediumOptions.FailNth) go unreported, so that what was
-	// dropped or cleared may be back when it is opened again.
+	// Lies: failures of the medium (see MediumOptions.FailNth) are not reported. So dropped or
+	// cleared chunks may be back when it is opened again.
 	Lies bool
 }
 
-// MediumOptions is what a test wants of a medium.
+// MediumOptions says what a test needs of a medium.
 type MediumOptions struct {
-	// CapacityBytes of pages must find room without anything being dropped, in some 500 chunks of a
-	// handful of geometries; 0: as little as the tier can be made to have.
+	// CapacityBytes of pages must fit without evictions, in some 500 chunks of a few geometries; 0:
+	// the smallest capacity possible.
 	CapacityBytes int64
-	// FailNth, if positive, makes the medium's Nth operation (of those that can fail, reads and
-	// writes alike) fail, counted over all openings.
+	// FailNth, if positive, makes the medium's Nth operation fail. It counts all operations that
+	// can fail, reads and writes alike, over all openings.
 	FailNth int64
 }
 
 // Medium is where a tier keeps its chunks.
 type Medium struct {
-	// Open opens it, once at a time. The suite closes the tier.
+	// Open opens the medium; only one tier is open at a time. The suite closes it.
 	Open func() (tiers.Tier, error)
-	// Failed says whether the operation that FailNth names has come. nil: the kind has no such
+	// Failed reports whether the operation of FailNth has come. nil: this kind of tier has no such
 	// hook.
 	Failed func() bool
-	// Rot, if not nil, changes bytes of the pages of every chunk on the medium, where the tier
-	// cannot notice it but by reading.
+	// Rot, if not nil, changes bytes of the pages of every chunk on the medium, so that the tier
+	// can notice it only by reading.
 	Rot func()
-	// Stall, if not nil, makes all operations of the medium wait, also those under way where that
-	// is possible, until resume is called.
+	// Stall, if not nil, makes all operations of the medium wait until resume is called; where
+	// possible also those under way.
 	Stall func() (resume func())
 }
 
-// Geometries are those that the suite uses: digests of 8, 16 and 32 bytes, chunks of one page and
-// of more, pages that are whole sectors and that are not.
+// Geometries returns the geometries of the suite: digests of 8, 16 and 32 bytes, chunks of one page
+// and of several, pages that are whole sectors and pages that are not.
 func Geometries() []tiers.Geometry {
 	return []tiers.Geometry{
 		{PageBytes: 256, PagesPerChunk: 1, PageTokens: 256, DigestBytes: 8},
@@ -110,10 +110,10 @@ func Run(t *testing.T, f Factory) {
 	}
 }
 
-// plenty is a capacity that no test but that of eviction reaches.
+// plenty is a capacity that only the test of eviction reaches.
 const plenty = 256 << 20
 
-// patience is when a test gives a call up for hung.
+// patience is how long a test waits before a call counts as hung.
 const patience = time.Minute
 
 func (f Factory) open(t *testing.T) (tiers.Tier, *Medium) {
@@ -131,7 +131,7 @@ func (f Factory) open(t *testing.T) (tiers.Tier, *Medium) {
 	return tier, m
 }
 
-// within fails the test where a call does not return.
+// within fails the test if a call does not return.
 func within(t *testing.T, what string, do func()) {
 	t.Helper()
 	late := time.AfterFunc(patience,
@@ -140,9 +140,9 @@ func within(t *testing.T, what string, do func()) {
 	do()
 }
 
-// transfers does a Load or Store of runs of one chunk each, and checks what every one of them has
-// to do: done comes once for each, before it returns, nothing is written beside a transfer's bytes,
-// and a load's bytes are right where its error is nil.
+// transfers makes a Load or Store of runs of one chunk each. It checks what holds for every such
+// call: done is called once for each, before the call returns; nothing is written beside a
+// transfer's bytes; and bytes loaded without an error are right.
 func transfers(ctx context.Context, t *testing.T, tier tiers.Tier, op Op, shift int,
 	runs ...tiers.Run) []error {
 	t.Helper()
@@ -200,7 +200,7 @@ func store(t *testing.T, tier tiers.Tier, runs ...tiers.Run) {
 	}
 }
 
-// dirty is room for Contains' answers that holds old ones.
+// dirty returns a slice for Contains' results that holds old values.
 func dirty(run tiers.Run) []uint16 { return slices.Repeat([]uint16{math.MaxUint16}, run.Chunks()) }
 
 func contains(t *testing.T, tier tiers.Tier, run tiers.Run) []uint16 {
@@ -220,7 +220,7 @@ func contains(t *testing.T, tier tiers.Tier, run tiers.Run) []uint16 {
 	return held
 }
 
-// found is how many pages of a run the tier finds and loads, from its first one on.
+// found returns how many pages of a run the tier finds and loads, from the first on.
 func (f Factory) found(t *testing.T, tier tiers.Tier, run tiers.Run) (pages int) {
 	t.Helper()
 	for i, n := range contains(t, tier, run) {
@@ -243,7 +243,7 @@ func (f Factory) found(t *testing.T, tier tiers.Tier, run tiers.Run) (pages int)
 	return pages
 }
 
-// want checks how many pages are found; fewer will do for a tier that may forget.
+// want checks how many pages are found. A tier that may forget may find fewer.
 func (f Factory) want(t *testing.T, tier tiers.Tier, run tiers.Run, pages int) {
 	t.Helper()
 	if got := f.found(t, tier, run); got > pages || got < pages && !f.MayForget {
@@ -259,7 +259,7 @@ func missing(t *testing.T, tier tiers.Tier, run tiers.Run) {
 	}
 }
 
-// cut is the first pages of a run.
+// cut returns the first pages of a run.
 func cut(run tiers.Run, pages int) tiers.Run {
 	run.Hashes = run.Hashes[:pages*run.Space.Geometry.DigestBytes]
 	return run
@@ -272,14 +272,14 @@ func chunks(run tiers.Run) (all []tiers.Run) {
 	return all
 }
 
-// twin says whether an earlier run of the same call begins with the same page: a tier may be too
-// busy with that one.
+// twin reports whether an earlier run of the call begins with the same page. A tier may be too busy
+// with that one.
 func twin(runs []tiers.Run, i int) bool {
 	return slices.ContainsFunc(runs[:i],
 		func(r tiers.Run) bool { return keyOf(r) == keyOf(runs[i]) })
 }
 
-// tokens is a prefix of n pages that begins like no other with another first token.
+// tokens returns a prefix of n pages. Prefixes with different first tokens share no page.
 func tokens(first byte, n int) Prefix {
 	p := make(Prefix, n)
 	p[0] = first

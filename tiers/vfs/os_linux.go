@@ -50,8 +50,8 @@ func (osFS) OpenFile(name string, flags Flag) (File, error) {
 	return of, nil
 }
 
-// openRegular opens a regular file. It neither follows a link, which may lead anywhere, nor waits
-// for whoever may write into a pipe.
+// openRegular opens a regular file. It does not follow a link, which may lead anywhere, and does
+// not wait for a pipe's writer.
 func openRegular(name string, how int) (*os.File, error) {
 	f, err := os.OpenFile(name, how|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_NOCTTY, 0o600)
 	if errors.Is(err, unix.ELOOP) || errors.Is(err, unix.ENXIO) {
@@ -74,8 +74,8 @@ func openRegular(name string, how int) (*os.File, error) {
 	return f, nil
 }
 
-// onFD calls do with f's descriptor, again while it is interrupted by a signal. A failure is
-// reported as that of op on f.
+// onFD calls do with f's descriptor, again after each EINTR. It reports a failure as that of op on
+// f.
 func onFD(f *os.File, op string, do func(fd int) error) error {
 	conn, err := f.SyscallConn()
 	if err != nil {
@@ -94,10 +94,10 @@ func onFD(f *os.File, op string, do func(fd int) error) error {
 	return nil
 }
 
-// directAlign asks the kernel (statx, since 6.1) what direct I/O on f must be aligned to. Where it
-// does not know, the block size that the file system likes best will do: never less than 4 KiB,
-// which is a multiple of the sectors of all devices that are in use, and never more than 64 KiB,
-// for what network file systems name there is not an alignment.
+// directAlign returns the alignment for direct I/O on f that the kernel reports (statx, since 6.1).
+// If the kernel reports none, it returns the file system's preferred block size, within 4 KiB and
+// 64 KiB. 4 KiB is a multiple of the sectors of all devices in use. A larger size of a network file
+// system is not an alignment.
 func directAlign(f *os.File) (mem, offset int, err error) {
 	err = onFD(f, "statx", func(fd int) error {
 		var st unix.Statx_t
@@ -119,8 +119,7 @@ func directAlign(f *os.File) (mem, offset int, err error) {
 }
 
 func (osFS) MkdirAll(dir string) error {
-	// What is missing, from the innermost directory up; each is made durable in the one that holds
-	// it.
+	// The missing directories, innermost first. Each is made durable in its parent.
 	var missing []string
 	for at := filepath.Clean(dir); ; at = filepath.Dir(at) {
 		info, err := os.Stat(at)
@@ -189,7 +188,7 @@ func (osFS) SyncDir(dir string) error {
 }
 
 func (osFS) Lock(name string) (io.Closer, error) {
-	// No O_TRUNC: until the lock is ours the text is its owner's.
+	// No O_TRUNC: until we hold the lock, the text belongs to its owner.
 	f, err := openRegular(name, os.O_RDWR|os.O_CREATE)
 	if err != nil {
 		return nil, err
@@ -207,14 +206,14 @@ func (osFS) Lock(name string) (io.Closer, error) {
 		_, err = f.WriteAt(fmt.Appendf(nil, "%d\n", os.Getpid()), 0)
 	}
 	if err != nil && !IsNoSpace(err) {
-		// on a full disk the lock holds all the same, it only cannot say whose it is
+		// on a full disk the lock holds too, but does not name its owner
 		f.Close()
 		return nil, err
 	}
 	return f, nil
 }
 
-// lockOwner reads the process id in a lock file; 0 if there is none.
+// lockOwner returns the process id in a lock file, or 0.
 func lockOwner(f *os.File) int {
 	text := make([]byte, 32)
 	n, _ := f.ReadAt(text, 0)
@@ -272,9 +271,9 @@ func (f *osFile) Allocate(off, n int64) error {
 	return err
 }
 
-// allocateByWriting is Allocate where the file system has no fallocate, as posix_fallocate does it:
-// what lies beyond the file's end is written as zeros, and before it a byte of each block is
-// written as it is. It goes through a descriptor of its own, which may write unaligned.
+// allocateByWriting is Allocate for a file system without fallocate, as posix_fallocate does it. It
+// writes zeros beyond the file's end, and before it rewrites a byte of each block. It uses a
+// descriptor of its own, which may write unaligned.
 func (f *osFile) allocateByWriting(off, n int64) error {
 	g, err := os.OpenFile(f.f.Name(), os.O_RDWR, 0)
 	if err != nil {
@@ -303,7 +302,6 @@ func (f *osFile) allocateByWriting(off, n int64) error {
 		}
 		at += int64(m)
 	}
-	// If writing fell short of off (off beyond the end), the hole before it reads as zero, as it
-	// should.
+	// If off is beyond the end, the hole before it reads as zero, as it should.
 	return g.Sync()
 }

@@ -30,42 +30,42 @@ const (
 	OpSync
 
 	OpAny = OpSync<<1 - 1
-	// OpChange is all that changes what is on the medium.
+	// OpChange is every operation that changes the medium.
 	OpChange = OpMkdir | OpRemove | OpRename | OpSyncDir | OpWrite | OpAllocate | OpTruncate |
 		OpSync
 )
 
-// Call is an operation about to be done.
+// Call is an operation that is about to run.
 type Call struct {
 	Op   Op
-	Name string // of the file as it was opened, or the first name given
+	Name string // of the file as opened, or the first name of the call
 	Off  int64  // of a read, write, allocation; the size of a truncation
 	Len  int64
 }
 
-// Fault is what goes wrong with one operation. The zero Fault is nothing.
+// Fault is what goes wrong with one operation. The zero Fault is no fault.
 type Fault struct {
-	// Err fails the operation: it is not done. A Datasync that fails leaves some of what was
-	// unsynced unwritten for good, as the kernel does.
+	// Err makes the operation fail without running it. A failed Datasync leaves some unsynced bytes
+	// unwritten for good, as the kernel does.
 	Err error
-	// Torn does only the first half of a write, in whole blocks. Without Err it is reported as
-	// done.
+	// Torn runs only the first half of a write, in whole blocks. Without Err the write reports
+	// success.
 	Torn bool
-	// Flip flips a bit of what a read or write moves: bit Flip modulo their number, but 0 is none.
+	// Flip flips a bit of what a read or write moves: bit Flip modulo their number. 0 flips none.
 	Flip int
-	// Shift misdirects a read or write by so many bytes.
+	// Shift moves the place of a read or write by so many bytes.
 	Shift int64
 }
 
-// Faulty puts what goes wrong before a file system. inject is asked before each operation, in the
-// caller's goroutine: it may sleep, to make the operation late, and must be safe for concurrent
-// use.
+// Faulty returns a file system that injects faults into another one. It calls inject before each
+// operation, on the caller's goroutine. inject must be safe for concurrent use; it may sleep to
+// delay the operation.
 func Faulty(under vfs.FS, inject func(Call) Fault) vfs.FS {
 	return &faultyFS{under: under, inject: inject}
 }
 
-// Counter injects a fault into the Nth operation of some kinds, counted from 1: a test tries N = 1,
-// 2, 3… until Met says that there were fewer.
+// Counter injects a fault into the Nth operation of some kinds, counted from 1. A test tries N = 1,
+// 2, 3… until Met returns false.
 type Counter struct {
 	Kinds Op
 	N     int64
@@ -86,16 +86,16 @@ func (c *Counter) Inject(call Call) Fault {
 	return Fault{}
 }
 
-// Met says whether the Nth operation has come.
+// Met reports whether the Nth operation has come.
 func (c *Counter) Met() bool { return c.seen.Load() >= c.N }
 
 type faultyFS struct {
 	under  vfs.FS
 	inject func(Call) Fault
-	failed atomic.Uint64 // syncs, to seed what each leaves
+	failed atomic.Uint64 // failed syncs; seeds what each leaves
 }
 
-// fails asks for the fault of an operation that can only fail or not.
+// fails returns the error of an operation that either runs or fails.
 func (f *faultyFS) fails(op Op, name, what string, off, n int64) error {
 	if fault := f.inject(Call{op, name, off, n}); fault.Err != nil {
 		return &fs.PathError{Op: what, Path: name, Err: fault.Err}
@@ -171,13 +171,13 @@ func (f *faultyFS) FreeSpace(dir string) (int64, error) {
 }
 
 type faultyFile struct {
-	vfs.File // Close, Advise and DirectAlign do not fail
+	vfs.File // Close, Advise and DirectAlign never fail
 	fs       *faultyFS
 	name     string
 }
 
-// misdirected is where an operation at off goes instead; what would lie before the file's beginning
-// goes behind.
+// misdirected returns where an operation at off goes instead. A place before the file's beginning
+// becomes one behind off.
 func (f Fault) misdirected(off int64) int64 {
 	if off+f.Shift < 0 {
 		return off - f.Shift
@@ -211,7 +211,7 @@ func (f *faultyFile) WriteAt(p []byte, off int64) (int, error) {
 		q = p[:len(p)/2/align*align]
 	}
 	if fault.Flip != 0 {
-		q = alignedCopy(f.File, q) // the caller's bytes are not ours to change
+		q = alignedCopy(f.File, q) // the caller's bytes must not change
 		fault.flip(q)
 	}
 	if fault.Err == nil || fault.Torn {
@@ -225,7 +225,7 @@ func (f *faultyFile) WriteAt(p []byte, off int64) (int, error) {
 	return len(p), nil
 }
 
-// alignedCopy copies p to where a file wants it.
+// alignedCopy copies p to memory with the alignment that a file requires.
 func alignedCopy(f vfs.File, p []byte) []byte {
 	mem, _ := f.DirectAlign()
 	room := make([]byte, len(p)+mem)

@@ -1,5 +1,5 @@
-// Package vfstest has file systems for tests of what is built on package vfs: Mem is in memory and
-// can be cloned as a power cut would leave it, and Faulty puts faults before any other file system.
+// Package vfstest has file systems for tests of code that uses package vfs. Mem is in memory, and
+// can be cloned as a power cut would leave it. Faulty injects faults into any other file system.
 package vfstest
 
 import (
@@ -21,14 +21,13 @@ import (
 	"lookaside/tiers/vfs"
 )
 
-// Mem is a file system in memory which keeps apart what was synced and what was not, so that
-// CrashClone can say what a power cut may leave. Set the exported fields before use.
+// Mem is a file system in memory. It keeps synced and unsynced changes apart, so that CrashClone
+// knows what a power cut may leave. Set the exported fields before use.
 type Mem struct {
-	// SpaceBytes is how much files may allocate before writes fail with ENOSPC, as on a disk of
-	// that size. Default 0: 1 TiB.
+	// SpaceBytes is how much files may allocate before writes fail with ENOSPC. Default 0: 1 TiB.
 	SpaceBytes int64
-	// Align is what Direct wants of addresses, offsets and lengths, and enforces with EINVAL. 0:
-	// direct I/O is refused.
+	// Align is the alignment of addresses, offsets and lengths that Direct requires; other calls
+	// fail with EINVAL. 0: direct I/O is refused.
 	Align   int
 	onWrite atomic.Pointer[func()]
 
@@ -38,17 +37,17 @@ type Mem struct {
 	locks map[string]bool // by clean name
 }
 
-// memBlock is what the images of files are kept in. A block is immutable once it is in an image, so
-// images share blocks and cloning copies none.
+// memBlock is the unit of files' images. A block in an image is immutable, so images share blocks,
+// and cloning copies none.
 const memBlock = 4096
 
-// memSector is what a disk writes whole or not at all.
+// memSector is the unit that a disk writes whole or not at all.
 const memSector = 512
 
 type block = [memBlock]byte
 
-// leaf is the blocks of a piece of a file; nil: a hole. It is immutable once it is in an image,
-// too: a change of an image copies the leaves that it touches, 8 KiB for 4 MiB of file.
+// leaf has the blocks of a piece of a file; nil is a hole. A leaf in an image is immutable too:
+// changing an image copies the leaves that it touches, 8 KiB for 4 MiB of file.
 type leaf [1024]*block
 
 const leafBytes = int64(len(leaf{})) * memBlock
@@ -74,8 +73,7 @@ func newImage() image { return image{leaves: map[int64]*leaf{}} }
 
 func (im *image) clone() image { return image{im.size, maps.Clone(im.leaves), im.n} }
 
-// pieces calls do for each leaf that [off, end) touches, with the blocks of it that are in the
-// range.
+// pieces calls do for each leaf that [off, end) touches, with the range of its blocks.
 func pieces(off, end int64, do func(at int64, lo, hi int)) {
 	for at := off / leafBytes; at*leafBytes < end; at++ {
 		lo := max(off-at*leafBytes, 0) / memBlock
@@ -84,7 +82,7 @@ func pieces(off, end int64, do func(at int64, lo, hi int)) {
 	}
 }
 
-// edit is a leaf of the image that may be changed until anybody else sees the image.
+// edit returns a leaf of the image that may be changed while nobody else sees the image.
 func (im *image) edit(at int64) *leaf {
 	l := new(leaf)
 	if old := im.leaves[at]; old != nil {
@@ -94,8 +92,8 @@ func (im *image) edit(at int64) *leaf {
 	return l
 }
 
-// memOp is one change of a file that is not durable yet: bytes at an offset, or, where data is nil,
-// a size.
+// memOp is a change of a file that is not durable yet: bytes at an offset, or a size if data is
+// nil.
 type memOp struct {
 	off  int64
 	data []byte
@@ -103,11 +101,11 @@ type memOp struct {
 	hold bool  // an allocation: [off, size) gets blocks
 }
 
-// dirOp is one change of a directory that is not durable yet.
+// dirOp is a change of a directory that is not durable yet.
 type dirOp struct {
 	name string
 	node *memNode // nil: removed
-	from string   // a rename: from loses its entry at the same time
+	from string   // a rename: the entry that goes at the same time
 }
 
 // memNode is a file or a directory.
@@ -126,8 +124,8 @@ type memNode struct {
 	open       int
 }
 
-// NewMem is an empty file system whose root directory is "/". Names that do not start with "/" are
-// taken to do so.
+// NewMem returns an empty file system with the root directory "/". A name without a leading "/"
+// gets one.
 func NewMem() *Mem {
 	return &Mem{Align: memSector, root: newMemDir(), locks: map[string]bool{}}
 }
@@ -140,12 +138,12 @@ func newMemFile() *memNode {
 	return &memNode{id: memFiles.Add(1), now: newImage(), durable: newImage()}
 }
 
-// memFiles counts the files that were made, of all Mems.
+// memFiles numbers the files of all Mems.
 var memFiles atomic.Uint64
 
 func clean(name string) string { return path.Clean("/" + name) }
 
-// find walks to a name; the error is a bare errno.
+// find returns the node of a name, or a bare errno.
 func (m *Mem) find(name string) (*memNode, error) {
 	at := m.root
 	for part := range strings.SplitSeq(clean(name)[1:], "/") {
@@ -164,7 +162,7 @@ func (m *Mem) find(name string) (*memNode, error) {
 	return at, nil
 }
 
-// parent is the directory of a name, and the name in it.
+// parent returns the directory of a name, and the name in it.
 func (m *Mem) parent(name string) (*memNode, string, error) {
 	dir, base := path.Split(clean(name))
 	if base == "" {
@@ -187,9 +185,9 @@ func pathError(op, name string, err error) error {
 	return &fs.PathError{Op: op, Path: name, Err: err}
 }
 
-// OnWrite has f called after each change from now on: a write, truncation, allocation, sync, or
-// change of a directory; nil ends that. It runs in the goroutine that made the change, with no lock
-// held, so it may clone. It may be set while files are in use.
+// OnWrite sets a function that is called after each change: a write, truncation, allocation, sync,
+// or change of a directory. It runs on the goroutine of the change, with no lock held, so it may
+// clone. nil ends the calls. OnWrite may be called while files are in use.
 func (m *Mem) OnWrite(f func()) {
 	if f == nil {
 		m.onWrite.Store(nil)
@@ -284,7 +282,7 @@ func (m *Mem) MkdirAll(dir string) error {
 	return nil
 }
 
-// unlinked gives back the space of a node that has no name and no descriptor.
+// unlinked frees the space of a node without names and descriptors.
 func (m *Mem) unlinked(n *memNode) {
 	if n.nlink == 0 && n.open == 0 {
 		m.used -= n.now.n * memBlock
@@ -317,8 +315,7 @@ func (m *Mem) Remove(name string) error {
 	return nil
 }
 
-// Rename implements FS. Both names must be in the same directory: nothing here moves files between
-// directories.
+// Rename implements FS. Both names must be in one directory.
 func (m *Mem) Rename(from, to string) error {
 	m.mu.Lock()
 	d, base, err := m.parent(from)
@@ -396,7 +393,7 @@ func (m *Mem) SyncDir(dir string) error {
 	return nil
 }
 
-// Lock implements FS. Its locks are this Mem's own; a clone has none.
+// Lock implements FS. Locks belong to this Mem; a clone has none.
 func (m *Mem) Lock(name string) (io.Closer, error) {
 	f, err := m.OpenFile(name, vfs.Create)
 	if err != nil {
@@ -441,24 +438,23 @@ func (m *Mem) FreeSpace(dir string) (int64, error) {
 	return max(m.space()-m.used, 0), nil
 }
 
-// CrashClone is the file system as a machine might find it that lost its power now: what was
-// synced, and of every change that was not, as the seed decides, all, nothing, or some of its
-// sectors. Changes of a directory last in the order in which they were made, up to some point, as
-// journals keep them. The clone is independent of m, and everything in it is durable.
+// CrashClone returns the file system as it may be after a power cut now. It has all that was
+// synced. Of each other change it has all, nothing, or some sectors, as the seed decides. Changes
+// of a directory survive in order up to some point, as with journals. The clone is independent of
+// m, and everything in it is durable.
 func (m *Mem) CrashClone(seed uint64) *Mem {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	c := NewMem()
 	c.SpaceBytes, c.Align = m.SpaceBytes, m.Align
 	rnd := rand.New(rand.NewPCG(seed, 0x6c6f6f6b))
-	// How likely a change is to last is itself drawn, so that clones in which nearly all or nearly
-	// nothing did are common.
+	// The likelihood that a change survives is drawn too, so that clones in which nearly all or
+	// nearly none did are common.
 	c.root = c.crashed(m.root, rnd, rnd.Float64())
 	return c
 }
 
-// Clone is the file system as it is, all of it durable: what a machine finds that was shut down in
-// order.
+// Clone returns the file system as it is, all of it durable: the state after an orderly shutdown.
 func (m *Mem) Clone() *Mem {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -468,7 +464,7 @@ func (m *Mem) Clone() *Mem {
 	return c
 }
 
-// crashed copies a node with what lasts of its changes; rnd nil: all of them.
+// crashed copies a node with the changes that survive; with a nil rnd all do.
 func (c *Mem) crashed(n *memNode, rnd *rand.Rand, likely float64) *memNode {
 	if !n.dir {
 		f := newMemFile()
@@ -504,14 +500,14 @@ func (c *Mem) crashed(n *memNode, rnd *rand.Rand, likely float64) *memNode {
 	d := newMemDir()
 	d.nlink = 1
 	for _, name := range slices.Sorted(maps.Keys(entries)) {
-		// in order: the seed must give the same clone each time
+		// in order: a seed must always give the same clone
 		d.entries[name] = c.crashed(entries[name], rnd, likely)
 	}
 	d.durEntries = maps.Clone(d.entries)
 	return d
 }
 
-// crashOp applies what lasts of one change.
+// crashOp applies the surviving part of a change.
 func crashOp(im *image, op memOp, rnd *rand.Rand, likely float64) {
 	if op.data == nil {
 		if rnd.Float64() < likely {
@@ -526,7 +522,7 @@ func crashOp(im *image, op memOp, rnd *rand.Rand, likely float64) {
 		}
 		return
 	}
-	// Sector by sector; a run of them shares its fate as often as not.
+	// Each sector shares the fate of the one before as often as not.
 	keep := rnd.Float64() < likely
 	for at := op.off; at < op.off+int64(len(op.data)); {
 		end := min(at-at%memSector+memSector, op.off+int64(len(op.data)))
@@ -540,7 +536,7 @@ func crashOp(im *image, op memOp, rnd *rand.Rand, likely float64) {
 	}
 }
 
-// apply does one change. It returns how many blocks it added.
+// apply applies a change. It returns how many blocks it added.
 func (im *image) apply(op memOp) int64 {
 	before := im.n
 	switch {
@@ -620,7 +616,7 @@ func (im *image) truncate(size int64) {
 	im.size = size
 }
 
-// at is the block of an offset; nil in a hole.
+// at returns the block at an offset; nil in a hole.
 func (im *image) at(off int64) *block {
 	if l := im.leaves[off/leafBytes]; l != nil {
 		return l[off%leafBytes/memBlock]
@@ -647,7 +643,7 @@ func (im *image) read(p []byte, off int64) int {
 	return total
 }
 
-// missing is how many blocks of [off, end) an image has not.
+// missing returns how many blocks of [off, end) the image lacks.
 func (im *image) missing(off, end int64) (n int64) {
 	pieces(off, end, func(at int64, lo, hi int) {
 		l := im.leaves[at]
@@ -664,7 +660,7 @@ func (im *image) missing(off, end int64) (n int64) {
 	return n
 }
 
-// take makes the blocks of [off, end) those of another image, which is not shorter there.
+// take replaces the blocks of [off, end) by those of another image, which is not shorter there.
 func (im *image) take(from *image, off, end int64) {
 	pieces(off, end, func(at int64, lo, hi int) {
 		src := from.leaves[at]
@@ -721,7 +717,7 @@ func (f *memFile) ReadAt(p []byte, off int64) (int, error) {
 	return n, nil
 }
 
-// change does one change of the file, if there is room for it.
+// change applies a change of the file, if there is room for it.
 func (f *memFile) change(what string, op memOp) error {
 	f.m.mu.Lock()
 	err := func() error {
@@ -800,7 +796,7 @@ func (f *memFile) Datasync() error {
 	return nil
 }
 
-// settle makes the pending changes durable: the blocks that they touched become those of the
+// settle makes the pending changes durable: the blocks that they touched are copied from the
 // current image.
 func (n *memNode) settle() {
 	for _, op := range n.pending {
@@ -821,8 +817,8 @@ func (n *memNode) settle() {
 	n.pending = nil
 }
 
-// failSync is what a failed sync does to a file: some of it was written, and the kernel takes what
-// it could not write for clean, so that it is read as before but never tried again.
+// failSync applies a failed sync. Some bytes were written. The kernel marks the others as clean, so
+// they read as before but are never written.
 func (f *memFile) failSync(seed uint64) {
 	f.m.mu.Lock()
 	defer f.m.mu.Unlock()
