@@ -15,79 +15,76 @@ import (
 	"lookaside/ipc/wire"
 )
 
-// soPeerPIDFD is SO_PEERPIDFD (Linux 6.5), which x/sys does not name yet for
-// every platform.
+// soPeerPIDFD is SO_PEERPIDFD (Linux 6.5), which x/sys does not define for every platform yet.
 const soPeerPIDFD = 77
 
-// sessionSendBuffer is the SO_SNDBUF of a client's connection: the kernel doubles it, and then a
-// packet of wire.MaxPacketBytes fits. What a client does not read stays in the kernel's memory, on
-// our account.
+// sessionSendBuffer is the SO_SNDBUF of a client's connection. The kernel doubles it, and then a
+// packet of wire.MaxPacketBytes fits. It is no larger because unread packets stay in the kernel's
+// memory, charged to the sidecar.
 const sessionSendBuffer = wire.MaxPacketBytes/2 + 4<<10
 
-// unreadPause is the first and unreadPauseMost the longest pause between two looks at whether a
+// unreadPause is the first and unreadPauseMost the longest pause between two checks whether a
 // client has read what it was sent.
 const (
 	unreadPause     = time.Millisecond
 	unreadPauseMost = 100 * time.Millisecond
 )
 
-// deathGrace is how long a dead peer's last packets may still be read. Its own
-// descriptors are closed before its pidfd tells of its death, so normally the
-// reader has met the end already; the grace is for when a child of the peer
-// keeps the socket open. Tests change it.
+// deathGrace is how long a dead peer's last packets may still be read. The kernel closes the
+// process's descriptors before it signals the pidfd, so the reader normally has reached the end
+// already. The grace matters when a child of the peer keeps the socket open. Tests change it.
 var deathGrace = 100 * time.Millisecond
 
-// Peer is the process at the other end, as the kernel vouches for it.
+// Peer is the process at the other end, as reported by the kernel.
 type Peer struct {
 	PID int32
 	UID uint32
 	GID uint32
 }
 
-// Conn is one connection on the session socket: packets, at most
-// wire.MaxPacketBytes long, each of them one message.
+// Conn is one connection on the session socket. It carries packets of at most wire.MaxPacketBytes,
+// each of them one message.
 //
-// One goroutine calls Recv and Linger; the other methods may be called from any.
-// The connection ends when its peer dies, even if other processes hold copies of
-// the peer's socket (where the kernel has SO_PEERPIDFD, Linux 6.5).
+// Only one goroutine may call Recv and Linger; the other methods may be called from any. The
+// connection ends when its peer dies, even if other processes hold copies of the peer's socket.
+// This needs a kernel with SO_PEERPIDFD (Linux 6.5).
 //
-// States: open; given up, when we want nothing more of a peer that may live: it
-// sees the end of what we send, nothing of it is received any more, and its
-// leaving can still be noticed (Linger); closed.
+// States: open, given up, closed. A connection is given up when the sidecar wants nothing more from
+// a peer that may still live. The peer then reads the end of what it was sent, nothing more is
+// received from it, and Linger can wait for it to leave.
 type Conn struct {
 	uc       *net.UnixConn
 	raw      syscall.RawConn
 	peer     Peer
 	patience time.Duration
-	release  func(*net.UnixConn) error // closes uc, now or when it may be
+	release  func(*net.UnixConn) error // closes uc, now or later
 
-	// Recv's, kept so that it allocates nothing.
+	// Used by Recv only, and kept so that it allocates nothing.
 	buf      []byte
 	recvN    int
 	recvErr  error
-	recvGone bool // at an empty read: the peer has ended its side
+	recvGone bool // the read was empty because the peer has ended its side
 	recvFunc func(uintptr) bool
 
-	// RecvFDs's, besides.
+	// Used by RecvFDs only.
 	recvOOB     []byte
 	recvFDs     []int
 	recvMsgFunc func(uintptr) bool
 
 	sendMu   sync.Mutex
-	sendMsg  []byte // guarded by sendMu, as the next three
-	sendOOB  []byte
-	sendErr  error
-	sendFunc func(uintptr) bool
+	sendMsg  []byte             // guarded by sendMu
+	sendOOB  []byte             // guarded by sendMu
+	sendErr  error              // guarded by sendMu
+	sendFunc func(uintptr) bool // guarded by sendMu
 
 	pidfd     *os.File // nil where the kernel has none
 	watchDone chan struct{}
 
 	closeMu sync.Mutex
-	// why it was given up or closed, nil while it is open; guarded by closeMu, as the next
-	cause  error
-	closed bool
+	cause   error // why it was given up or closed, nil while open; guarded by closeMu
+	closed  bool  // guarded by closeMu
 
-	closedCh chan struct{} // closed with it
+	closedCh chan struct{} // closed when the connection is
 }
 
 // PeerUID returns the user of the process that made the connection.
@@ -108,7 +105,7 @@ func PeerUID(uc *net.UnixConn) (uint32, error) {
 	return cred.Uid, nil
 }
 
-// credentials returns who is at the other end, and a pidfd or -1.
+// credentials returns the process at the other end and its pidfd, or -1 where the kernel has none.
 func credentials(uc *net.UnixConn) (peer Peer, pidfd int, err error) {
 	raw, err := uc.SyscallConn()
 	if err != nil {
@@ -137,7 +134,7 @@ func credentials(uc *net.UnixConn) (peer Peer, pidfd int, err error) {
 	return peer, pidfd, err
 }
 
-// unread returns how many bytes of the kernel's memory hold what the peer has not read.
+// unread returns how many bytes of the kernel's memory hold packets that the peer has not read.
 func unread(uc *net.UnixConn) (n int) {
 	raw, err := uc.SyscallConn()
 	if err != nil {
@@ -153,23 +150,23 @@ func closeFD(fd int) {
 	}
 }
 
-// recvBuffers are those of connections that have ended: without them, clients that come and go
-// would leave 256 KiB of garbage each.
+// recvBuffers holds the buffers of connections that have ended. Without it, each client that comes
+// and goes would leave 256 KiB of garbage.
 var recvBuffers = sync.Pool{New: func() any {
 	b := make([]byte, wire.MaxPacketBytes+1)
 	return &b
 }}
 
-// Recycle gives Recv's buffer to another connection. The goroutine that calls Recv may call it
-// once, after Close, when it needs nothing more of what it has received.
+// Recycle returns Recv's buffer to the pool. It may be called once, after Close, by the goroutine
+// that calls Recv. Packets received before are invalid from then on.
 func (c *Conn) Recycle() {
 	b := c.buf
 	c.buf = nil
 	recvBuffers.Put(&b)
 }
 
-// newConn takes over uc and pidfd, also when it fails. sendBuffer is the socket's SO_SNDBUF.
-// release is called once, to close uc.
+// newConn makes a Conn of uc and pidfd. It owns both, also when it fails. sendBuffer is the
+// socket's SO_SNDBUF. release is called once, to close uc.
 func newConn(uc *net.UnixConn, peer Peer, pidfd, sendBuffer int, patience time.Duration,
 	release func(*net.UnixConn) error) (*Conn, error) {
 	fail := func(err error) (*Conn, error) {
@@ -182,7 +179,7 @@ func newConn(uc *net.UnixConn, peer Peer, pidfd, sendBuffer int, patience time.D
 		return fail(err)
 	}
 	ctlErr := raw.Control(func(fd uintptr) {
-		// FORCE needs CAP_NET_ADMIN; without it the kernel's cap (wmem_max) holds.
+		// FORCE needs CAP_NET_ADMIN. Without it the kernel's cap (wmem_max) holds.
 		if unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, sendBuffer) != nil {
 			err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_SNDBUF, sendBuffer)
 		}
@@ -226,34 +223,38 @@ func (c *Conn) watch() {
 	}
 }
 
-// Peer returns who is at the other end.
+// Peer returns the process at the other end.
 func (c *Conn) Peer() Peer { return c.peer }
 
-// SetRecvDeadline makes a Recv that has nothing by then fail with
-// os.ErrDeadlineExceeded, as the first message of a session should; the
-// connection stays usable. The zero time means never. A Recv that waits heeds it,
-// too. Once the connection was given up or closed, it fails with the cause.
+// SetRecvDeadline makes Recv fail with os.ErrDeadlineExceeded if no packet has come by t. It also
+// affects a Recv that already waits. The connection stays usable. The zero time means no deadline.
+// Once the connection is given up or closed, SetRecvDeadline returns the cause.
 func (c *Conn) SetRecvDeadline(t time.Time) error {
 	c.closeMu.Lock()
 	defer c.closeMu.Unlock()
 	if c.cause != nil {
-		return c.cause // and the deadline is GiveUp's
+		return c.cause // the deadline that GiveUp has set must stay
 	}
 	return c.uc.SetReadDeadline(t)
 }
 
-// Recv waits for the next packet. The bytes are valid until the next Recv. It
-// returns io.EOF when the peer has closed or has shut down its sending side,
-// ErrPeerGone when it has died, ErrEmpty for a packet of no bytes, ErrOversize
-// for one above wire.MaxPacketBytes, the cause after GiveUp, ErrClosed after
-// Close. After an error other than os.ErrDeadlineExceeded the caller must Close,
-// at once or after GiveUp and Linger. File descriptors that a peer sends along
-// are dropped by the kernel.
+// Recv waits for the next packet and returns its bytes, which are valid until the next Recv. The
+// kernel drops file descriptors that come with the packet. The errors are
+//
+//   - io.EOF: the peer has closed its end or shut down its sending side,
+//   - ErrPeerGone: the peer has died,
+//   - ErrEmpty: the packet has no bytes,
+//   - ErrOversize: the packet is longer than wire.MaxPacketBytes,
+//   - the cause, after GiveUp,
+//   - ErrClosed, after Close,
+//   - os.ErrDeadlineExceeded: see SetRecvDeadline.
+//
+// After any error but the last the caller must Close, at once or after GiveUp and Linger.
 func (c *Conn) Recv() ([]byte, error) {
 	return c.received(c.raw.Read(c.recvFunc))
 }
 
-// received judges what recvOnce has brought.
+// received returns the packet or the error that recvOnce has stored.
 func (c *Conn) received(err error) ([]byte, error) {
 	if cause := c.endedBy(); cause != nil {
 		return nil, cause
@@ -281,8 +282,8 @@ func (c *Conn) recvOnce(fd uintptr) bool {
 		c.recvN, c.recvErr = unix.Read(int(fd), c.buf)
 		switch c.recvErr {
 		case unix.EINTR, unix.ECONNRESET:
-			// A peer that closed with packets of ours unread: said once, before what
-			// it had sent, which is still to be read.
+			// The peer closed with packets of ours unread. The kernel reports this once, before
+			// the packets that the peer had sent, which are still to be read.
 			continue
 		case unix.EAGAIN:
 			return false
@@ -294,18 +295,18 @@ func (c *Conn) recvOnce(fd uintptr) bool {
 	}
 }
 
-// ended says whether the peer of a socket has closed its end or shut down its
-// sending side. Reading nothing does not tell: an empty packet reads the same.
+// ended reports whether the peer of a socket has closed its end or shut down its sending side. A
+// read of no bytes cannot tell, because an empty packet reads the same.
 func ended(fd uintptr) bool {
 	p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLRDHUP}}
 	n, err := unix.Poll(p, 0)
 	return err == nil && n == 1
 }
 
-// Send sends one packet and with it file descriptors, which stay the caller's.
-// A peer that leaves no room for it within the patience is given up, and the
-// error wraps ErrPeerStuck; one that has gone gives ErrPeerGone. The order of
-// packets is the order of calls.
+// Send sends one packet, together with file descriptors, which the caller keeps. Packets are sent
+// in the order of calls. If the peer leaves no room for the packet within the patience, Send gives
+// the connection up and returns an error that wraps ErrPeerStuck. If the peer is gone, it returns
+// ErrPeerGone.
 func (c *Conn) Send(msg []byte, fds ...int) error {
 	return c.send(msg, time.Now().Add(c.patience), fds...)
 }
@@ -328,7 +329,8 @@ func (c *Conn) send(msg []byte, deadline time.Time, fds ...int) error {
 		err = c.raw.Write(c.sendFunc)
 	}
 	if errors.Is(err, os.ErrDeadlineExceeded) && c.endedBy() == nil {
-		// We may have stood still meanwhile, not the peer: it is stuck if there is no room now.
+		// This process may have been stopped, not the peer. The peer is stuck only if there is no
+		// room now.
 		if c.raw.Control(func(fd uintptr) { c.sendOnce(fd) }) == nil && c.sendErr != unix.EAGAIN {
 			err = nil
 		}
@@ -373,11 +375,10 @@ func (c *Conn) endedBy() error {
 	return c.cause
 }
 
-// GiveUp ends the exchange for a reason of ours: Recv and Send return cause from
-// now on, and the peer reads the end once it has read what it was sent before.
-// The connection still counts for [Options].MaxSessions, because the peer may
-// live: Linger waits for it to leave, Close does not. GiveUp says whether the
-// peer has its end open still; if it was given up before, only that.
+// GiveUp ends the exchange and reports whether the peer still has its end open. Recv and Send
+// return cause from then on, and the peer reads the end after what it was sent before. The
+// connection still counts for [Options].MaxSessions, because the peer may live. Linger waits for
+// the peer to leave, Close does not. The first cause stays: a second GiveUp only reports.
 func (c *Conn) GiveUp(cause error) (open bool) {
 	c.closeMu.Lock()
 	defer c.closeMu.Unlock()
@@ -386,7 +387,7 @@ func (c *Conn) GiveUp(cause error) (open bool) {
 	}
 	if c.cause == nil {
 		c.cause = cause
-		// Errors mean that there is nobody to tell. A Recv or Send that waits ends.
+		// An error means that the peer is gone. The deadline ends a Recv or Send that waits.
 		_ = c.uc.CloseWrite()
 		_ = c.uc.SetDeadline(time.Unix(1, 0))
 	}
@@ -394,17 +395,17 @@ func (c *Conn) GiveUp(cause error) (open bool) {
 	return open && ctlErr == nil
 }
 
-// Linger waits, after GiveUp, until the peer has closed its end or shut down its
-// sending side, until it has died, or until Close.
+// Linger waits until the peer has closed its end, shut down its sending side or died, or until
+// Close. It may be called after GiveUp.
 func (c *Conn) Linger() {
 	if c.uc.SetReadDeadline(time.Time{}) == nil {
-		// What the peer still sends stays in its own buffer.
+		// Packets that the peer still sends stay in its own buffer.
 		_ = c.raw.Read(ended)
 	}
 }
 
-// Close ends the connection; Recv and Send return ErrClosed from then on, unless
-// there was a cause before. Closing again does nothing.
+// Close ends the connection. Recv and Send return ErrClosed from then on, or the cause if the
+// connection was given up before. A second Close has no effect.
 func (c *Conn) Close() error {
 	err := c.close(ErrClosed)
 	if c.watchDone != nil {

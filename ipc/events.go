@@ -20,39 +20,37 @@ import (
 )
 
 const (
-	// maxSubscribers bounds the connections to the socket that publishes,
-	// maxReplayPeers those to the one that replays.
+	// maxSubscribers bounds the connections to the publishing socket. maxReplayPeers bounds those
+	// to the replaying socket.
 	maxSubscribers = 256
 	maxReplayPeers = 64
-	// maxSubscriptions and maxSubscriptionBytes bound what one peer subscribes to.
+	// maxSubscriptions and maxSubscriptionBytes bound the subscriptions of one peer.
 	maxSubscriptions     = 256
 	maxSubscriptionBytes = 16 << 10
-	// maxSubscribeFrame and maxRequestFrame bound one frame of a peer.
+	// maxSubscribeFrame and maxRequestFrame bound one frame from a peer.
 	maxSubscribeFrame = 4096
 	maxRequestFrame   = 64
-	// maxRequests bounds the replays that one peer has asked for and not received.
+	// maxRequests bounds the replays that one peer has requested and not received.
 	maxRequests = 16
-	// peerBurstBytes and peerBytesPerSecond bound what one peer sends: frames, and frameBytes for
-	// each. Subscriptions, heartbeats and replay requests come to far less.
+	// peerBurstBytes and peerBytesPerSecond bound what one peer sends. Each frame counts with its
+	// length and frameBytes more. Subscriptions, heartbeats and replay requests need far less.
 	peerBurstBytes     = 128 << 10
 	peerBytesPerSecond = 4 << 10
 	frameBytes         = 64
-	// acceptBurst and acceptsPerSecond bound the work that reconnecting makes.
+	// acceptBurst and acceptsPerSecond bound the work for peers that reconnect again and again.
 	acceptBurst      = 256
 	acceptsPerSecond = 1000
-	// maxReplayBytes bounds the batches that are kept: for replay, and for subscribers that are
-	// slow.
+	// maxReplayBytes bounds the batches that are kept for replay and for slow subscribers.
 	maxReplayBytes = 64 << 20
 	// peerReadBuffer and peerWriteBuffer bound the kernel's memory for one connection.
 	peerReadBuffer  = 16 << 10
 	peerWriteBuffer = 64 << 10
-	// resyncPause is the least time between two publications of all that is held
-	// because somebody asked for batches that are no longer kept.
+	// resyncPause is the least time between two resyncs (see EventPublisher).
 	resyncPause = 10 * time.Second
-	// eventLinger is how long what is published last has to leave.
+	// eventLinger is how long Close waits for the last batches to be sent.
 	eventLinger = 200 * time.Millisecond
-	// dialPatience bounds an attempt to connect. dialPause is the time between two of them, doubled
-	// up to dialPauseMost.
+	// dialPatience bounds an attempt to connect. dialPause is the first pause between two attempts;
+	// each further one is twice as long, up to dialPauseMost.
 	dialPatience  = 5 * time.Second
 	dialPause     = 100 * time.Millisecond
 	dialPauseMost = 5 * time.Second
@@ -61,19 +59,20 @@ const (
 // EventFDs is how many file descriptors an EventPublisher may take.
 const EventFDs = 2 + maxSubscribers + maxReplayPeers
 
-// EventBytes is how much memory an EventPublisher may take: the batches that it keeps, and what its
-// connections need.
+// EventBytes is how much memory an EventPublisher may take, for the batches that it keeps and for
+// its connections.
 const EventBytes = maxReplayBytes + (maxSubscribers+maxReplayPeers)*(32<<10)
 
-// EventSource is what an EventPublisher publishes. Its methods are called from
-// the publisher's goroutine alone and must not wait.
+// EventSource has the batches for an EventPublisher. Only the publisher's goroutine calls its
+// methods, which must not wait.
 type EventSource interface {
-	// NextBatch returns the next batch, valid until the next call; ok is false when
-	// there is none until Wake.
+	// NextBatch returns the next batch, which is valid until the next call. ok is false if there is
+	// none. The source must call Wake when there is one again.
 	NextBatch() (topic string, payload []byte, ok bool)
-	// Resync has all that is held told anew.
+	// Resync makes the source report everything held anew.
 	Resync()
-	// LastBatch returns, one by one, what is to be published before the end.
+	// LastBatch returns the batches to publish before the end, one a call. ok is false if there are
+	// no more.
 	LastBatch() (topic string, payload []byte, ok bool)
 }
 
@@ -81,19 +80,20 @@ type EventSource interface {
 type EventOptions struct {
 	// Endpoint is where batches are published: tcp://HOST:PORT or ipc://PATH.
 	Endpoint string
-	// Bind says whether to listen at Endpoint; otherwise the publisher connects to it.
+	// Bind makes the publisher listen at Endpoint. Otherwise it connects to Endpoint.
 	Bind bool
-	// ReplayEndpoint is where they can be asked for again; always bound. Empty: nowhere.
+	// ReplayEndpoint is where peers can request batches again. It is always bound. Empty: no
+	// replays.
 	ReplayEndpoint string
-	// Token is what peers of bound endpoints must send as the password of ZMTP's
-	// PLAIN. Empty: none, and the mechanism is NULL.
+	// Token is the password that peers of bound endpoints must send by ZMTP's mechanism PLAIN.
+	// Empty: no password, and the mechanism is NULL.
 	Token string
 	// BufferSteps is how many batches are kept for replay, within 64 MiB.
 	BufferSteps int
-	// HWM is how many batches wait for a subscriber that does not read, before it
-	// loses some; within the same 64 MiB.
+	// HWM is how many batches wait for a subscriber that does not read before it loses some. They
+	// count for the 64 MiB of BufferSteps.
 	HWM int
-	// Log is told of what fails. Default: nothing.
+	// Log receives failures. Default: no log.
 	Log *zap.Logger
 
 	// Only tests set these.
@@ -101,45 +101,44 @@ type EventOptions struct {
 	linger      time.Duration // default eventLinger
 }
 
-// EventStats are counts since the start, but for Subscribers.
+// EventStats are counts since the start, except Subscribers.
 type EventStats struct {
-	Subscribers int    // connections that have shaken hands
+	Subscribers int    // connections that have finished the handshake
 	Batches     uint64 // published
-	Bytes       uint64 // in them
-	// batches that a subscriber has lost because it did not read, one for each, and replays that a
-	// peer asked for too many of
+	Bytes       uint64 // in the published batches
+	// Dropped counts batches that a subscriber has lost because it did not read, and replay
+	// requests above the limit of one peer.
 	Dropped uint64
-	Replays uint64 // asked for
-	// of them, those for batches that are no longer kept, for which all was published anew
-	Resyncs uint64
-	// connections that were refused or cut off, or that left without shaking hands
+	Replays uint64 // requested
+	Resyncs uint64 // see EventPublisher
+	// Cut counts connections that were refused or cut off, or that left before the end of the
+	// handshake.
 	Cut uint64
 }
 
-// EventPublisher publishes batches of events, and replays them, as vLLM's
-// ZmqEventPublisher does: frames (topic, sequence number as 8 bytes big-endian,
-// payload) from a PUB socket; a ROUTER socket answers an 8-byte number with all
-// batches kept from that one on, each as (empty, topic, number, payload), and then
-// (empty, empty, -1, empty).
+// EventPublisher publishes batches of events and replays them, as vLLM's ZmqEventPublisher does.
+// Its PUB socket sends each batch as the frames (topic, sequence number as 8 bytes big-endian,
+// payload). Its ROUTER socket replies to an 8-byte number with all batches kept from that one on,
+// each as (empty, topic, number, payload), and then with (empty, empty, -1, empty).
 //
-// One goroutine asks the source and appends to a buffer that all connections read,
-// each at its own pace by a number of its own. So a peer that does not read costs no
-// memory: a subscriber that falls behind by more than [EventOptions.HWM] loses the
-// oldest batches, which it sees by their numbers, and a replay goes on with the oldest
-// that is kept. Each connection has two goroutines.
+// One goroutine takes batches from the source and appends them to a buffer. Each connection reads
+// the buffer at its own pace, by the number of its next batch, so a peer that does not read costs
+// no memory. A subscriber that falls behind by more than [EventOptions.HWM] loses the oldest
+// batches, and sees that by their numbers. A replay goes on with the oldest batch that is kept.
+// Each connection has two goroutines.
 //
-// Peers may be strangers. What one of them may send is bounded by length, number and
-// rate; whoever passes a bound is cut off, and nobody else notices. When there are too
-// many connections, the address with the most of them loses one.
+// Peers may be strangers. The length, the number and the rate of their messages are bounded. A peer
+// that passes a bound is cut off, without effect on the others. When there are too many
+// connections, the address with the most of them loses one.
 //
-// Beyond vLLM's: who asks for batches that are no longer kept gets those that are,
-// and has the source publish everything anew.
+// Unlike vLLM's publisher, a request for batches that are no longer kept also causes a resync: the
+// source publishes everything anew, at most once in resyncPause.
 type EventPublisher struct {
 	opt     EventOptions
 	src     EventSource
 	doors   []*eventDoor
-	wake    chan struct{} // has room for one; as the next
-	resync  chan struct{}
+	wake    chan struct{} // capacity 1
+	resync  chan struct{} // capacity 1
 	closing chan struct{}
 	once    sync.Once
 	wg      sync.WaitGroup
@@ -148,12 +147,13 @@ type EventPublisher struct {
 		batches, bytes, dropped, replays, resyncs, cut atomic.Uint64
 	}
 
-	mu       sync.Mutex
-	kept     []batch // batch i has number oldest+i; guarded by mu, as all below
+	mu sync.Mutex // guards the fields below, and those of doors and peers that say so
+
+	kept     []batch // batch i has number oldest+i
 	oldest   uint64
-	bytes    int
-	resynced time.Time
-	over     bool // nothing is published any more
+	bytes    int       // in kept
+	resynced time.Time // of the last resync
+	over     bool      // nothing is published any more
 }
 
 type batch struct {
@@ -161,7 +161,7 @@ type batch struct {
 	payload []byte
 }
 
-// NewEventPublisher opens the sockets and begins to publish.
+// NewEventPublisher opens the sockets and starts to publish.
 func NewEventPublisher(opt EventOptions, src EventSource) (*EventPublisher, error) {
 	if opt.Log == nil {
 		opt.Log = zap.NewNop()
@@ -193,7 +193,7 @@ func NewEventPublisher(opt EventOptions, src EventSource) (*EventPublisher, erro
 	}
 	for _, d := range p.doors {
 		if d == subscribers && !opt.Bind {
-			d.token = "" // it is for those who come to us
+			d.token = "" // the token is only for peers of bound endpoints
 			continue
 		}
 		if err := d.listen(); err != nil {
@@ -214,8 +214,7 @@ func NewEventPublisher(opt EventOptions, src EventSource) (*EventPublisher, erro
 	return p, nil
 }
 
-// Endpoints are those that peers connect to, with the ports that were found for
-// wildcards.
+// Endpoints returns the endpoints that peers connect to, with the actual ports for wildcards.
 func (p *EventPublisher) Endpoints() (publish, replay string) {
 	if len(p.doors) > 1 {
 		replay = p.doors[1].endpoint
@@ -233,10 +232,10 @@ func (p *EventPublisher) Stats() EventStats {
 	}
 }
 
-// Wake has the source asked for batches.
+// Wake makes the publisher ask the source for batches. It does not wait.
 func (p *EventPublisher) Wake() { ring(p.wake) }
 
-// ring sends to a channel that has room for one.
+// ring sends to a channel of capacity 1 and does not wait.
 func ring(c chan struct{}) {
 	select {
 	case c <- struct{}{}:
@@ -244,8 +243,8 @@ func ring(c chan struct{}) {
 	}
 }
 
-// Close publishes what the source has last, and closes the sockets. Closing again
-// does nothing.
+// Close publishes the source's last batches, closes the sockets and waits for the goroutines. A
+// second Close only waits.
 func (p *EventPublisher) Close() error {
 	p.once.Do(func() { close(p.closing) })
 	p.wg.Wait()
@@ -276,7 +275,7 @@ func (p *EventPublisher) run() {
 	}
 }
 
-// publish appends a batch, if there is one, and wakes the connections.
+// publish appends a batch if ok, wakes the connections, and returns ok.
 func (p *EventPublisher) publish(topic string, payload []byte, ok bool) bool {
 	if !ok {
 		return false
@@ -295,15 +294,16 @@ func (p *EventPublisher) publish(topic string, payload []byte, ok bool) bool {
 	return true
 }
 
-// next is the number of the next batch. p.mu is held.
+// next returns the number of the next batch. The caller holds p.mu.
 func (p *EventPublisher) next() uint64 { return p.oldest + uint64(len(p.kept)) }
 
-// last returns the number of the oldest of the last n batches. p.mu is held.
+// last returns the number of the oldest of the last n batches. The caller holds p.mu.
 func (p *EventPublisher) last(n int) uint64 {
 	return p.next() - min(uint64(n), p.next())
 }
 
-// forget drops the batches that nobody needs, or that there is no room for. p.mu is held.
+// forget drops batches that no door needs, and the oldest above maxReplayBytes. It keeps at least
+// one. The caller holds p.mu.
 func (p *EventPublisher) forget() {
 	need := p.next()
 	for _, d := range p.doors {
@@ -312,13 +312,14 @@ func (p *EventPublisher) forget() {
 	n := 0
 	for ; n < len(p.kept)-1 && (p.oldest < need || p.bytes > maxReplayBytes); n++ {
 		p.bytes -= len(p.kept[n].payload)
-		p.kept[n] = batch{} // append copies what is left only now and then
+		p.kept[n] = batch{} // frees the payload now; append moves the rest only now and then
 		p.oldest++
 	}
 	p.kept = p.kept[n:]
 }
 
-// askAnew has everything published anew, unless that was done a moment ago. p.mu is held.
+// askAnew requests a resync, unless the last one is more recent than resyncPause. The caller holds
+// p.mu.
 func (p *EventPublisher) askAnew() {
 	if now := time.Now(); p.resynced.IsZero() || now.Sub(p.resynced) >= p.opt.resyncPause {
 		p.resynced = now
@@ -329,22 +330,22 @@ func (p *EventPublisher) askAnew() {
 // eventDoor is one endpoint with its connections.
 type eventDoor struct {
 	p        *EventPublisher
-	setting  string // that names the endpoint
+	setting  string // that the endpoint comes from
 	endpoint string
 	limit    int           // of connections
-	ready    *atomic.Int64 // connections that have shaken hands
+	ready    *atomic.Int64 // connections that have finished the handshake
 	own      string        // our type of socket
-	types    []string      // those of peers
+	types    []string      // the types that peers may have
 	token    string
-	frame    int // the longest of a peer
+	frame    int // length of the longest frame from a peer, bytes
 	replay   bool
-	ln       net.Listener // nil: it is connected to
+	ln       net.Listener // nil: the publisher connects to the endpoint
 
-	closed bool         // guarded by p.mu, as the next
-	peers  []*eventPeer // in the order in which they came
+	closed bool         // guarded by p.mu
+	peers  []*eventPeer // in the order of their connecting; guarded by p.mu
 }
 
-// listen binds the endpoint, whose port may be *.
+// listen binds the endpoint, whose host and port may be *.
 func (d *eventDoor) listen() error {
 	path, isPath := strings.CutPrefix(d.endpoint, "ipc://")
 	if isPath {
@@ -358,7 +359,7 @@ func (d *eventDoor) listen() error {
 	}
 	network := "tcp"
 	if host == "*" {
-		network, host = "tcp4", "0.0.0.0" // as libzmq, unless IPv6 is asked for
+		network, host = "tcp4", "0.0.0.0" // as libzmq does unless IPv6 is enabled
 	}
 	if port == "*" {
 		port = "0"
@@ -378,7 +379,7 @@ func splitTCP(endpoint string) (host, port string, err error) {
 	return net.SplitHostPort(address)
 }
 
-// listenPath listens on a Unix socket, and replaces what an earlier process left there.
+// listenPath listens on a Unix socket. It replaces the socket of an earlier process.
 func listenPath(setting, path string) (net.Listener, error) {
 	if err := checkPath(setting, path); err != nil {
 		return nil, err
@@ -401,7 +402,7 @@ func listenPath(setting, path string) (net.Listener, error) {
 	return net.Listen("unix", path)
 }
 
-// shut refuses new connections, and ends those that are there once they have been sent everything.
+// shut refuses new connections, and ends the present ones when they have been sent everything.
 func (d *eventDoor) shut() {
 	d.p.mu.Lock()
 	d.closed = true
@@ -415,14 +416,14 @@ func (d *eventDoor) shut() {
 	}
 }
 
-// ring wakes all connections. p.mu is held.
+// ring wakes all connections. The caller holds p.mu.
 func (d *eventDoor) ring() {
 	for _, peer := range d.peers {
 		ring(peer.wake)
 	}
 }
 
-// need returns the number of the oldest batch that is kept for this door. p.mu is held.
+// need returns the number of the oldest batch that this door needs. The caller holds p.mu.
 func (d *eventDoor) need() uint64 {
 	if d.replay {
 		return d.p.last(d.p.opt.BufferSteps)
@@ -436,7 +437,7 @@ func (d *eventDoor) need() uint64 {
 	return max(need, d.p.last(d.p.opt.HWM))
 }
 
-// accept takes connections until the door is shut.
+// accept accepts connections until the door is shut.
 func (d *eventDoor) accept() {
 	may := allowance{most: acceptBurst, perSecond: acceptsPerSecond}
 	for {
@@ -445,7 +446,7 @@ func (d *eventDoor) accept() {
 			return
 		}
 		if err != nil {
-			// Out of descriptors or memory for a while: the peer stays in the backlog.
+			// Descriptors or memory have run out for a while. The peer stays in the backlog.
 			d.p.opt.Log.Warn("events: accept failed", zap.String("setting", d.setting),
 				zap.Error(err))
 			time.Sleep(50 * time.Millisecond)
@@ -493,9 +494,8 @@ func (d *eventDoor) connect() {
 	}
 }
 
-// admit makes a peer of a connection, or closes it and returns nil. If there are too many, the
-// newest connection of the address that has the most is cut off, or the oldest of that address that
-// has not shaken hands.
+// admit makes a peer of a connection, or closes the connection and returns nil. If there are too
+// many peers, it cuts one off; see surplus.
 func (d *eventDoor) admit(c net.Conn) *eventPeer {
 	if b, ok := c.(interface {
 		SetReadBuffer(int) error
@@ -530,11 +530,12 @@ func (d *eventDoor) admit(c net.Conn) *eventPeer {
 	return peer
 }
 
-// origin returns the address that a connection comes from, without its port; of IPv6 the network.
+// origin returns the address that a connection comes from, without the port. For IPv6 it returns
+// the /64 network, for a Unix socket "local".
 func origin(c net.Conn) string {
 	at, err := netip.ParseAddrPort(c.RemoteAddr().String())
 	if err != nil {
-		return "local" // a Unix socket
+		return "local"
 	}
 	ip := at.Addr().Unmap()
 	if ip.Is6() {
@@ -545,13 +546,15 @@ func origin(c net.Conn) string {
 	return ip.String()
 }
 
-// surplus returns the peer that is cut off when there are too many. p.mu is held.
+// surplus returns the peer to cut off when there are too many. It is of the address with the most
+// connections: the oldest that has not finished the handshake, or else the newest. The caller holds
+// p.mu.
 func (d *eventDoor) surplus() *eventPeer {
 	of := map[string]int{}
 	for _, peer := range d.peers {
 		of[peer.from]++
 	}
-	// The newcomer is last: among equals it is the one.
+	// Backward, so that among addresses with equally many the one of the newest peer is chosen.
 	var out *eventPeer
 	for _, peer := range slices.Backward(d.peers) {
 		if out == nil || of[peer.from] > of[out.from] {
@@ -566,7 +569,7 @@ func (d *eventDoor) surplus() *eventPeer {
 	return out
 }
 
-// remove removes a peer and says whether it was there. p.mu is held.
+// remove removes a peer and reports whether it was there. The caller holds p.mu.
 func (d *eventDoor) remove(peer *eventPeer) bool {
 	i := slices.Index(d.peers, peer)
 	if i < 0 {
@@ -579,29 +582,30 @@ func (d *eventDoor) remove(peer *eventPeer) bool {
 	return true
 }
 
-// eventPeer is one connection. serve runs on one goroutine and receives; send runs on another.
+// eventPeer is one connection. serve runs on one goroutine and receives. send runs on another.
 type eventPeer struct {
 	d    *eventDoor
 	c    net.Conn
 	from string
-	wake chan struct{} // has room for one
+	wake chan struct{} // capacity 1
 
-	ready         bool   // it has shaken hands; guarded by p.mu, as all below
-	gone          bool   // send ends at once
-	at            uint64 // the next batch: of a subscriber, or of the replay under way
+	// Guarded by p.mu.
+	ready         bool   // the handshake is finished
+	gone          bool   // send must end at once
+	at            uint64 // number of the next batch: of a subscriber, or of the present replay
 	subscriptions []subscription
-	bytes         int      // in them
+	bytes         int      // in the prefixes of subscriptions
 	replaying     bool     // a replay is under way
-	requests      []uint64 // replays that come then
-	pong          []byte   // to be sent; nil: none
+	requests      []uint64 // first numbers of the replays that follow it
+	pong          []byte   // to send next, or nil
 }
 
 type subscription struct {
 	prefix string
-	times  int
+	times  int // subscribed to, minus unsubscribed from
 }
 
-// errTalks means that a peer sends more than anyone needs to.
+// errTalks means that a peer has passed peerBytesPerSecond.
 var errTalks = fmt.Errorf("more than %d bytes a second", peerBytesPerSecond)
 
 // serve runs a connection until its end.
@@ -617,17 +621,17 @@ func (e *eventPeer) serve() {
 	ring(e.wake)
 	e.c.Close()
 	if !was || over {
-		return // it was ended by us, and that was told
+		return // we ended it, which is logged already
 	}
 	level := zap.WarnLevel
 	var failed *net.OpError
 	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.As(err, &failed) &&
 		!failed.Timeout() {
 		if shaken {
-			return // it left
+			return // the peer left
 		}
-		// A libzmq peer leaves without a word when the security mechanisms differ, but so does a
-		// probe of the port.
+		// A libzmq peer leaves without an error when the security mechanisms differ. A probe of the
+		// port looks the same, so this is not a warning.
 		level = zap.DebugLevel
 	}
 	p.count.cut.Add(1)
@@ -635,7 +639,7 @@ func (e *eventPeer) serve() {
 		zap.String("peer", e.from), zap.NamedError("why", err))
 }
 
-// receive shakes hands and then takes in what the peer sends, until it fails.
+// receive does the handshake and then handles what the peer sends, until there is an error.
 func (e *eventPeer) receive() error {
 	z := newZMTP(e.c, e.d.frame)
 	if err := z.SetDeadline(time.Now().Add(handshakeTimeout)); err != nil {
@@ -675,7 +679,7 @@ func (e *eventPeer) receive() error {
 	}
 }
 
-// begin has the peer sent to, unless it was cut off meanwhile.
+// begin starts sending to the peer. It returns false if the peer was cut off meanwhile.
 func (e *eventPeer) begin() bool {
 	p := e.d.p
 	p.mu.Lock()
@@ -689,7 +693,7 @@ func (e *eventPeer) begin() bool {
 	return true
 }
 
-// end has the connection end when it has been sent everything, or after a while.
+// end ends the connection when it has been sent everything, at the latest after linger.
 func (e *eventPeer) end(linger time.Duration) {
 	e.d.p.mu.Lock()
 	ready := e.ready
@@ -702,7 +706,7 @@ func (e *eventPeer) end(linger time.Duration) {
 	ring(e.wake)
 }
 
-// command handles a command: a heartbeat, or what ZMTP 3.1 has instead of messages that subscribe.
+// command handles a command: a heartbeat, or a subscription in the form of ZMTP 3.1.
 func (e *eventPeer) command(b []byte) error {
 	name, rest, ok := splitCommand(b)
 	if !ok {
@@ -722,7 +726,7 @@ func (e *eventPeer) command(b []byte) error {
 	return nil
 }
 
-// message handles a frame of a subscriber.
+// message handles a frame from a subscriber: a subscription in the form of ZMTP 3.0.
 func (e *eventPeer) message(f frame) error {
 	switch {
 	case f.more:
@@ -735,7 +739,8 @@ func (e *eventPeer) message(f frame) error {
 	return nil
 }
 
-// subscribe counts, as libzmq does: a prefix must be taken back as often as it was subscribed to.
+// subscribe adds a subscription. As in libzmq, a prefix that was subscribed to n times stays until
+// it is unsubscribed from n times.
 func (e *eventPeer) subscribe(prefix string) error {
 	e.d.p.mu.Lock()
 	defer e.d.p.mu.Unlock()
@@ -770,15 +775,15 @@ func (e *eventPeer) find(prefix string) int {
 		func(s subscription) bool { return s.prefix == prefix })
 }
 
-// request is what has been received of a message that asks for a replay: an empty frame, and a
-// number of up to 8 bytes.
+// request is the received part of a replay request. A whole one is an empty frame and a number of
+// up to 8 bytes.
 type request struct {
 	frames int // so far
 	bad    bool
 }
 
-// add takes in the next frame. ok means that it completes a request for the batches from that
-// number on.
+// add adds the next frame. If the frame completes a request, it returns the number that the request
+// begins with, and true.
 func (r *request) add(f frame) (from uint64, ok bool) {
 	switch r.frames {
 	case 0:
@@ -803,7 +808,8 @@ func (r *request) add(f frame) (from uint64, ok bool) {
 	return from, true
 }
 
-// ask begins a replay, after those that were asked for before.
+// ask queues a replay of the batches from a number on. It drops the request if the peer has too
+// many.
 func (e *eventPeer) ask(from uint64) {
 	p := e.d.p
 	p.count.replays.Add(1)
@@ -832,18 +838,19 @@ func (e *eventPeer) send() {
 			continue
 		}
 		if _, err := out.WriteTo(e.c); err != nil {
-			e.c.Close() // receive ends, and tells
+			e.c.Close() // so that receive ends, which logs
 			return
 		}
 	}
-	// The peer closes its end when it has read everything; receive waits for that, for as long as
-	// its deadline allows.
+	// The peer closes its end when it has read everything. receive waits for that until its
+	// deadline.
 	if c, ok := e.c.(interface{ CloseWrite() error }); ok {
 		_ = c.CloseWrite()
 	}
 }
 
-// take returns what is to be sent next, or nil. over means that there will be nothing any more.
+// take returns what to send next, or nil if there is nothing now. over means that nothing will
+// follow.
 func (e *eventPeer) take() (out net.Buffers, over bool) {
 	p := e.d.p
 	p.mu.Lock()
@@ -862,7 +869,8 @@ func (e *eventPeer) take() (out net.Buffers, over bool) {
 	return out, out == nil && p.over
 }
 
-// takeBatch returns the next batch that the subscriber has subscribed to. p.mu is held.
+// takeBatch returns the next batch that the subscriber has subscribed to, or nil. The caller holds
+// p.mu.
 func (e *eventPeer) takeBatch() net.Buffers {
 	p := e.d.p
 	if first := max(p.oldest, p.last(p.opt.HWM)); e.at < first {
@@ -887,7 +895,8 @@ var endOfReplay = func() []byte {
 	return appendFrame(b, 0, 0)
 }()
 
-// takeReplay returns the next batch of the replay under way, or its end. p.mu is held.
+// takeReplay returns the next batch of the present replay, its end, or nil if no replay is
+// requested. The caller holds p.mu.
 func (e *eventPeer) takeReplay() net.Buffers {
 	p := e.d.p
 	if !e.replaying {
@@ -907,7 +916,7 @@ func (e *eventPeer) takeReplay() net.Buffers {
 	return b.frames(appendFrame(nil, flagMore, 0), e.at-1)
 }
 
-// frames returns the batch's message after what is in head. Only its payload is shared.
+// frames returns the batch's message after the frames in head. The payload is not copied.
 func (b *batch) frames(head []byte, seq uint64) net.Buffers {
 	head = append(appendFrame(head, flagMore, len(b.topic)), b.topic...)
 	head = binary.BigEndian.AppendUint64(appendFrame(head, flagMore, 8), seq)

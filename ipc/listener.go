@@ -1,18 +1,19 @@
-// Package ipc reaches the sidecar's peers: the session socket with its
-// handshake credentials and file descriptors, and the ZMQ lookup sockets.
+// Package ipc connects the sidecar to other processes: clients on the session socket and the ZMQ
+// lookup sockets, other sidecars of the host on peer sockets, and subscribers to KV events.
 //
-// Everything lives in one directory of mode 0700 that belongs to the sidecar's
-// user. Whoever holds the lock on its file "lock" owns the sockets in it, and
-// only the owner may remove stale ones: ZMQ would steal a live path silently.
-// Peers are processes of the same user; still, nothing that one sends is
-// trusted for a length or a handle, and none can make the sidecar wait, block
-// others, or grow past its limits.
+// The sockets of clients are in one directory of mode 0700 that belongs to the sidecar's user. The
+// process that holds the lock on its file "lock" owns the sockets in it. Only the owner may remove
+// stale ones, because ZMQ silently takes over the path of a live socket. Clients and peers are
+// processes of the same user; subscribers may be anybody. Nothing that any of them sends is trusted
+// for a length or a handle. None can make the sidecar wait, block the others, or grow past its
+// limits.
 //
-// Goroutines: a [Listener] has a few, short-lived, for clients that it turns
-// away; a [Conn] has one that waits for
-// its peer's death; a [LookupSockets] has one, locked to its thread, which alone
-// touches ZMQ sockets. A Conn's sendMu may be held when its closeMu is taken; no
-// other lock of this package is held while another is taken.
+// Goroutines: a [Listener] has a few short-lived ones, for clients that it refuses. A [Conn] has
+// one that waits for its peer's death. A [LookupSockets] has one, locked to its thread; no other
+// uses its ZMQ sockets. An [EventPublisher] has one for itself and two for each connection.
+//
+// Locks: a Conn takes closeMu while it holds sendMu. No other lock of this package is taken while
+// one is held.
 package ipc
 
 import (
@@ -44,11 +45,11 @@ const (
 	longestName = sessionName
 )
 
-// maxSocketPath is how many bytes of path sockaddr_un holds, less the final 0.
+// maxSocketPath is the number of path bytes in a sockaddr_un, without the final 0.
 const maxSocketPath = 107
 
 var (
-	// ErrClosed is returned by operations on what was closed.
+	// ErrClosed is returned by operations after Close.
 	ErrClosed = errors.New("closed")
 	// ErrOversize means that a peer sent a packet above the limit.
 	ErrOversize = errors.New("message exceeds its limit")
@@ -56,18 +57,18 @@ var (
 	ErrEmpty = errors.New("empty message")
 	// ErrPeerGone means that a peer has died or closed its end.
 	ErrPeerGone = errors.New("peer is gone")
-	// ErrPeerStuck means that a peer did not read in time, and was given up.
+	// ErrPeerStuck means that a peer was given up because it did not read in time.
 	ErrPeerStuck = errors.New("peer does not read")
 )
 
 const (
-	// maxRefusing is how many refused clients are waited for at a time, and
-	// helloPatience how long for each.
+	// maxRefusing is how many refused clients the listener waits for at a time. helloPatience is
+	// how long it waits for each.
 	maxRefusing   = 16
 	helloPatience = 100 * time.Millisecond
 )
 
-// OwnedError says that another sidecar owns the directory.
+// OwnedError reports that another sidecar owns the directory.
 type OwnedError struct {
 	Dir string
 	PID int // of the owner, 0 if it could not be read
@@ -82,22 +83,21 @@ func (e *OwnedError) Error() string {
 
 // Options configure a Listener.
 type Options struct {
-	// MaxSessions is how many connections may be open at once, those included that
-	// were given up and not yet closed; further ones are refused as busy. Default
-	// 64. Their file descriptors are reserved: Listen fails if the process's limit
-	// does not allow for them.
+	// MaxSessions is how many connections may be open at once, those included that were given up
+	// and not yet closed. Further ones are refused as busy. Default 64. Listen fails if the
+	// process's limit of file descriptors is too low for them.
 	MaxSessions int
-	// OtherFDs is how many file descriptors the process needs besides those of sessions
-	// and a fixed reserve: they are reserved with them.
+	// OtherFDs is how many file descriptors the process needs besides those of sessions and a fixed
+	// reserve. Listen includes them in its check.
 	OtherFDs int
-	// SendBuffer is the SO_SNDBUF of a connection. Default: what the longest packet needs.
+	// SendBuffer is the SO_SNDBUF of a connection, bytes. Default: enough for the longest packet.
 	SendBuffer int
-	// Limit names the setting that MaxSessions is. Default "sessions.limit".
+	// Limit is the name of the setting that MaxSessions comes from. Default "sessions.limit".
 	Limit string
-	// SendPatience is how long Send waits for a peer that does not read before
-	// the connection is given up. Default 1 s.
+	// SendPatience is how long Send waits for a peer that does not read, before it gives the
+	// connection up. Default 1 s.
 	SendPatience time.Duration
-	// Log is told of refusals. Default: nothing.
+	// Log receives refusals. Default: no log.
 	Log *zap.Logger
 }
 
@@ -119,32 +119,31 @@ func (o *Options) ensureDefaults() {
 	}
 }
 
-// File descriptors that one session may take: connection and pidfd. The rest of the process
-// (regions, admin HTTP, log, runtime) has what is reserved, and the peers of the lookup and the
-// reply socket theirs.
+// File descriptors that checkFDs counts, besides those for connections to the lookup and the reply
+// socket.
 const (
-	fdsPerSession = 2
-	fdsReserved   = 256
+	fdsPerSession = 2   // the connection and the pidfd
+	fdsReserved   = 256 // for the rest of the process: regions, admin HTTP, log, runtime
 )
 
-// Listener accepts sessions in a directory that it owns until Close.
-// Its methods may be called from any goroutine.
+// Listener accepts connections: of clients, in a directory that it owns until Close, or of peers
+// (see [PeerDir.Listen]). Its methods may be called from any goroutine, Accept from one at a time.
 type Listener struct {
 	dir  string
 	opt  Options
 	lock *os.File // holds the flock; closed last; nil for peers
 	sock *net.UnixListener
 
-	there  func() bool // of peers: the socket is where it was made
-	remove func()      // of peers: removes it
+	there  func() bool // reports whether the socket is where it was made; nil but for peers
+	remove func()      // removes the socket; nil but for peers
 
 	sessions    atomic.Int64
 	accepted    atomic.Uint64
 	refusedUID  atomic.Uint64
 	refusedBusy atomic.Uint64
 
-	refusing chan struct{}  // a token for each refusal under way
-	refusals sync.WaitGroup // their goroutines, and those of release
+	refusing chan struct{}  // has a token for each refusal under way
+	refusals sync.WaitGroup // the goroutines of refuseBusy and release
 
 	releaseMu sync.Mutex
 	closing   chan struct{} // closed by Close, with releaseMu held
@@ -153,7 +152,7 @@ type Listener struct {
 	closeErr  error
 }
 
-// ListenerStats are counts since Listen, but for Sessions.
+// ListenerStats are counts since Listen, except Sessions.
 type ListenerStats struct {
 	Sessions    int    // connections open now
 	Accepted    uint64 // connections handed out
@@ -161,10 +160,10 @@ type ListenerStats struct {
 	RefusedBusy uint64 // above MaxSessions
 }
 
-// Listen takes the directory, making it if need be, and listens on its session
-// socket. It fails with an [*OwnedError] if another sidecar owns it; if it is
-// not a directory of mode 0700 of this user (a symlink is refused); if its
-// path is too long for sockets; and if the limit on file descriptors is too low.
+// Listen locks the directory, which it makes if missing, and listens on its session socket. It
+// returns an [*OwnedError] if another sidecar owns the directory. It also fails if the directory is
+// not of mode 0700 and this user's (a symlink is refused), if its path is too long for sockets, and
+// if the limit of file descriptors is too low.
 func Listen(dir string, opt Options) (*Listener, error) {
 	opt.ensureDefaults()
 	dir, err := filepath.Abs(dir)
@@ -190,7 +189,7 @@ func Listen(dir string, opt Options) (*Listener, error) {
 		maxRefusing), closing: make(chan struct{})}, nil
 }
 
-// checkPath refuses a socket path that the kernel would cut.
+// checkPath returns an error for a socket path that the kernel would cut.
 func checkPath(setting, path string) error {
 	if n := len(path); n > maxSocketPath {
 		return fmt.Errorf("%s: socket path %s has %d bytes, and a Unix socket's may have %d: choose a shorter %s",
@@ -215,8 +214,8 @@ func checkFDs(sessions, others int) error {
 	return nil
 }
 
-// MakeDir makes a sidecar's directory, and what is missing above it, with mode 0700. It fails if
-// the directory exists and is not this user's alone.
+// MakeDir makes a sidecar's directory and its missing parents, with mode 0700. It fails if the
+// directory exists and others than this user may enter it.
 func MakeDir(dir string) error {
 	fd, err := checkedDir(dir)
 	if err != nil {
@@ -255,7 +254,7 @@ func checkedDir(dir string) (_ int, err error) {
 	return fd, nil
 }
 
-// takeDir makes and checks the directory and takes its lock.
+// takeDir makes and checks the directory and returns its locked lock file.
 func takeDir(dir string) (*os.File, error) {
 	fd, err := checkedDir(dir)
 	if err != nil {
@@ -275,7 +274,7 @@ func takeDir(dir string) (*os.File, error) {
 		}
 		return nil, fmt.Errorf("runtime.dir %s: lock: %w", dir, err)
 	}
-	// One write of fixed length: a reader sees the old owner or the new one.
+	// One write of fixed length, so that a reader sees the old owner or the new one.
 	if _, err := lock.WriteAt(fmt.Appendf(nil, "%-10d\n", os.Getpid()), 0); err != nil {
 		lock.Close()
 		return nil, fmt.Errorf("runtime.dir %s: lock: %w", dir, err)
@@ -283,8 +282,8 @@ func takeDir(dir string) (*os.File, error) {
 	return lock, nil
 }
 
-// readOwner reads the pid in a lock file that another process holds. That one
-// may have locked and not yet written, so an empty file is read again.
+// readOwner returns the pid in a lock file that another process has locked, or 0. The owner may not
+// have written its pid yet, so an empty file is read again.
 func readOwner(lock *os.File) int {
 	var b [16]byte
 	for range 20 {
@@ -297,7 +296,7 @@ func readOwner(lock *os.File) int {
 	return 0
 }
 
-// listenSession removes what an earlier owner left and binds the session socket.
+// listenSession removes the sockets of an earlier owner and binds the session socket.
 func listenSession(dir string) (*net.UnixListener, error) {
 	stale, err := filepath.Glob(filepath.Join(globQuote(dir), "*.sock"))
 	if err != nil {
@@ -324,10 +323,10 @@ func globQuote(s string) string {
 	return strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`).Replace(s)
 }
 
-// Present says, of a listener for peers, whether its socket is still where it was made.
+// Present reports whether the socket of a listener for peers is still where it was made.
 func (l *Listener) Present() bool { return l.there() }
 
-// Dir returns the directory that the listener owns, as an absolute path.
+// Dir returns the absolute path of the listener's directory.
 func (l *Listener) Dir() string { return l.dir }
 
 // Stats returns the listener's counts.
@@ -340,10 +339,9 @@ func (l *Listener) Stats() ListenerStats {
 	}
 }
 
-// Accept waits for the next connection that may have a session: one of the same
-// user, with room for it. Others are refused without the caller's help. It
-// returns ErrClosed after Close and the context's error when that is done.
-// One goroutine at a time.
+// Accept waits for the next connection and returns it. It refuses connections of other users and
+// those above MaxSessions itself. It returns ErrClosed after Close, and the context's error when
+// the context is done. One goroutine at a time may call it.
 func (l *Listener) Accept(ctx context.Context) (*Conn, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
@@ -363,7 +361,7 @@ func (l *Listener) Accept(ctx context.Context) (*Conn, error) {
 		case errors.Is(err, net.ErrClosed):
 			return nil, ErrClosed
 		default:
-			// Out of descriptors or memory for a while: the peer stays in the backlog.
+			// Descriptors or memory have run out for a while. The peer stays in the backlog.
 			l.opt.Log.Warn("session socket: accept failed", zap.Error(err))
 			select {
 			case <-ctx.Done():
@@ -411,9 +409,9 @@ func (l *Listener) admit(uc *net.UnixConn) *Conn {
 	return c
 }
 
-// release closes a connection. What its client has not read stays in memory until the client reads
-// it, closes its end, or dies: until then the connection stays and counts, or clients could have
-// any amount of memory taken by coming again and again.
+// release closes a connection, now or when the kernel holds no unread packets for its client: when
+// the client has read them, closed its end, or died. Until then the connection counts for
+// MaxSessions. Otherwise clients could take any amount of memory by connecting again and again.
 func (l *Listener) release(uc *net.UnixConn) error {
 	end := func() error {
 		defer l.sessions.Add(-1)
@@ -443,10 +441,10 @@ func (l *Listener) release(uc *net.UnixConn) error {
 	return err
 }
 
-// refuseBusy tells a client that there is no room, and closes. It first takes in
-// the client's Hello: closing over it would reset the connection, and the client
-// would see that before the reason. Normally it is there already; a few clients
-// at a time are worth waiting for it; of more, each is closed at once.
+// refuseBusy sends a client the refusal and closes the connection. It first reads the client's
+// Hello, because closing with it unread would reset the connection, and the client would see the
+// reset before the reason. The Hello is normally there already. If not, refuseBusy waits for it, in
+// the background and for at most maxRefusing clients at a time; others are closed at once.
 func (l *Listener) refuseBusy(uc *net.UnixConn) {
 	refuse := wire.Refuse{
 		Code: wire.RefuseBusy, Field: l.opt.Limit, Want: strconv.Itoa(l.opt.MaxSessions),
@@ -471,7 +469,7 @@ func (l *Listener) refuseBusy(uc *net.UnixConn) {
 	})
 }
 
-// takePacket drops one packet if there is one.
+// takePacket drops a packet if there is one, and reports whether there was.
 func takePacket(uc *net.UnixConn) (took bool) {
 	raw, err := uc.SyscallConn()
 	if err != nil {
@@ -483,18 +481,17 @@ func takePacket(uc *net.UnixConn) (took bool) {
 	return ctlErr == nil && err == nil
 }
 
-// Close stops accepting, removes the session socket and gives up the directory.
-// Open connections stay open. Lookup sockets in the directory must have been
-// closed before.
+// Close stops accepting, removes the socket and unlocks the directory. Open connections stay open.
+// Lookup sockets in the directory must be closed before.
 func (l *Listener) Close() error {
 	l.closeOnce.Do(func() {
 		if l.remove != nil {
-			l.remove() // before it refuses
+			l.remove() // first, so that no peer finds a socket that refuses
 		}
 		l.releaseMu.Lock()
 		close(l.closing)
 		l.releaseMu.Unlock()
-		l.closeErr = l.sock.Close() // unlinks the socket, which is still ours, but for peers
+		l.closeErr = l.sock.Close() // also unlinks the session socket, which is still ours
 		l.refusals.Wait()
 		if l.lock == nil {
 			return

@@ -21,68 +21,62 @@ import (
 )
 
 const (
-	// maxLookupPeers bounds the connections to one bound socket: a scheduler needs
-	// one. libzmq has no such bound of its own and aborts the process when it runs
-	// out of descriptors.
+	// maxLookupPeers bounds the connections to one bound socket. A scheduler needs one. libzmq has
+	// no such bound, and aborts the process when it runs out of descriptors.
 	maxLookupPeers = 128
-	// recvHWM bounds the messages that wait on one connection; the loop empties it
-	// at once, so what is more waits in the sender.
+	// recvHWM bounds the messages that wait on one connection. The loop takes them at once; further
+	// ones wait in the sender.
 	recvHWM = 32
-	// sendHWM bounds the answers that wait for a peer that does not read. They are
-	// a few bytes each.
+	// sendHWM bounds the replies that wait for a peer that does not read. Each is a few bytes.
 	sendHWM = 1024
-	// burst is how many messages of one socket, or posted answers, are handled
-	// before the others have their turn, and burstTime how long messages are handled:
-	// libzmq lets a peer that was silent take part only after that.
+	// burst is how many messages of one socket, or posted replies, are handled before the other
+	// sockets have their turn. burstTime is how long messages of one socket are handled: libzmq
+	// reads from a peer that was silent only after that.
 	burst     = 64
 	burstTime = 200 * time.Microsecond
-	// maxPosts bounds the posted answers that wait for the loop. It sends them
-	// within microseconds, so that these many are a sign that it is stuck.
+	// maxPosts bounds the posted replies that wait for the loop. The loop sends them within
+	// microseconds, so it is stuck when so many wait.
 	maxPosts = 1 << 14
 	// handshakeTimeout closes a connection that does not speak ZMTP.
 	handshakeTimeout = 2 * time.Second
 	// breakPause is how long a socket stays shut after a flood.
 	breakPause = 100 * time.Millisecond
-	// closePatience bounds the wait for libzmq's thread to close a socket; it takes
+	// closePatience bounds the wait for libzmq's thread to close a socket, which takes
 	// microseconds.
 	closePatience = time.Second
 )
 
-// Handler answers lookup messages. Its methods are called from one goroutine,
-// which answers nobody else meanwhile, so they must not wait, nor call AddSession,
-// RemoveSession or Close. Messages are whatever a peer sent, valid until the
-// method returns.
+// Handler handles lookup messages. All its methods are called from one goroutine, which serves
+// nobody else meanwhile. So they must not wait, and must not call AddSession, RemoveSession or
+// Close. A message is what a peer sent, unchecked, and is valid until the method returns.
 type Handler interface {
-	// HandleLookup handles one native message. Unless answer is empty, it goes to
-	// the session's client. reply is an empty buffer that answer may use;
-	// answer must stay valid until the next call. What is answered later goes
-	// through Post.
+	// HandleLookup handles one native message. Unless answer is empty, it is sent to the session's
+	// client. reply is an empty buffer that answer may use; answer must stay valid until the next
+	// call. Post sends a later reply.
 	HandleLookup(msg, reply []byte) (session uint64, answer []byte)
-	// HandleLMCache handles one of LMCache's messages. The answer to a lookup is
-	// how many tokens hit, unless answer is false; a cleanup has none. What is
-	// answered later goes through PostLMCache.
+	// HandleLMCache handles one of LMCache's messages. If answer is true, hitTokens is sent as the
+	// reply to a lookup; a cleanup has no reply. PostLMCache sends a later reply.
 	HandleLMCache(req *wire.LMCacheRequest) (hitTokens uint32, answer bool)
-	// Tick is called every LookupOptions.Tick, and when LookupSockets.TickWithin wants it.
+	// Tick is called every LookupOptions.Tick, and earlier by request of LookupSockets.TickWithin.
 	Tick()
 }
 
 // LookupOptions configure LookupSockets.
 type LookupOptions struct {
-	// Limits are those that messages are decoded by; they also say how long a frame
-	// may be. A longer one is dropped by libzmq, together with its connection.
-	// Default: wire.DefaultLimits.
+	// Limits caps the messages of LMCache and, by Limits.MessageBytes, the length of a frame.
+	// libzmq drops a longer frame together with its connection. Default: wire.DefaultLimits.
 	Limits wire.Limits
-	// HeapBytes is how far the C heap may grow above its size at start, before
-	// every lookup connection is dropped: a peer can make libzmq hold any number of
-	// frames of one unfinished message, which no option of it bounds. Default 1 GiB.
+	// HeapBytes is how far the C heap may grow above its size at start before every lookup
+	// connection is dropped. It is needed because a peer can make libzmq hold any number of frames
+	// of an unfinished message, and no option of libzmq bounds that. Default 1 GiB.
 	HeapBytes int
 	// Tick is the period of Handler.Tick. Default 100 ms.
 	Tick time.Duration
-	// LMCacheWorker is the path (with or without "ipc://") that LMCache's lookup
-	// client sends to, where a PULL is bound; LMCacheScheduler the one that it
-	// listens on, where a PUSH connects. Both or neither.
+	// LMCacheWorker is the path that LMCache's lookup client sends to. A PULL is bound there.
+	// LMCacheScheduler is the path that the client listens on. A PUSH connects to it. Set both or
+	// neither, with or without "ipc://".
 	LMCacheWorker, LMCacheScheduler string
-	// Log is told of floods. Default: nothing.
+	// Log receives floods. Default: no log.
 	Log *zap.Logger
 }
 
@@ -101,17 +95,19 @@ func (o *LookupOptions) ensureDefaults() {
 	}
 }
 
-// LookupStats are counts since the start, but for Sessions and Peers.
+// LookupStats are counts since the start, except Sessions and Peers.
 type LookupStats struct {
-	Sessions int    // that may be answered now
+	Sessions int    // that replies can be sent to now
 	Peers    int    // connections to the bound sockets now
 	Messages uint64 // received, malformed ones included
-	// dropped for their frames, or of LMCache's for their content; the handler counts the others
+	// Malformed counts messages dropped for their frames, and LMCache's dropped for their content.
+	// The handler counts the other malformed ones.
 	Malformed uint64
-	Answers   uint64 // sent
-	Dropped   uint64 // answers dropped because the peer does not read, or is not there
-	NoSession uint64 // answers dropped because their session has ended
-	// times that a socket was shut because of too many connections or too much memory
+	Answers   uint64 // replies sent
+	Dropped   uint64 // replies dropped because the peer does not read or is not connected
+	NoSession uint64 // replies dropped because their session has ended
+	// FloodBreaks counts how often a socket was shut because of too many connections or too much
+	// memory.
 	FloodBreaks uint64
 }
 
@@ -121,19 +117,20 @@ type lookupCounters struct {
 	floodBreaks                                      atomic.Uint64
 }
 
-// LookupSockets has the ZMQ sockets of lookups and the goroutine that owns them. A request is
-// received into a fixed buffer, handled, and answered by that one goroutine, on its own thread:
-// handing over to another costs more than the lookup itself. In steady state a lookup allocates
-// nothing.
+// LookupSockets has the ZMQ sockets of lookups and the goroutine that owns them, its loop. The loop
+// receives a request into a fixed buffer, calls the Handler and sends the reply, all on its own
+// thread, because a hand-over to another costs more than the lookup itself. In steady state a
+// lookup allocates nothing.
 //
-// Answers go by a ROUTER to the connection that is named by the session's secret. A PUSH would
-// share them out among all who connect to it, and any process of the user can connect.
+// A ROUTER sends replies to the connection whose routing id is the session's secret. A PUSH is not
+// used: it would spread the replies over all its connections, and any process of the user can
+// connect.
 //
-// What libzmq does not bound is watched by the same goroutine: the number of connections of each
-// bound socket, by its monitor, and the memory of the C heap. When a bound is passed, the socket is
-// shut with all its connections and opened again a little later; honest peers reconnect by
-// themselves. What comes while this goroutine is busy cannot end the process: libzmq's own thread
-// goes on when there are no descriptors left (accept_linux.c).
+// The loop also watches what libzmq does not bound: the number of connections of each bound socket,
+// by the socket's monitor, and the memory of the C heap. When a bound is passed, the loop shuts the
+// socket with all its connections and opens it again a little later; honest peers reconnect by
+// themselves. Connections that come while the loop is busy cannot end the process, because
+// libzmq's thread goes on when no descriptors are left (accept_linux.c).
 //
 // Methods may be called from any goroutine.
 type LookupSockets struct {
@@ -144,33 +141,33 @@ type LookupSockets struct {
 	wake    int // eventfd
 
 	mu      sync.Mutex
-	queue   []func() // for the loop to run; guarded by mu
-	posts   []post   // for the loop to send; guarded by mu
-	closed  bool     // guarded by mu
-	done    chan struct{}
-	stopped bool // the loop's own
+	queue   []func()      // for the loop to run; guarded by mu
+	posts   []post        // for the loop to send; guarded by mu
+	closed  bool          // guarded by mu
+	done    chan struct{} // closed when the loop has ended
+	stopped bool          // used by the loop only
 
-	// All below belongs to the loop.
+	// The fields below are used by the loop only.
 	ctx        *zmq4.Context
 	native     *guarded
 	replies    *guarded
 	lmWorker   *guarded // nil without LMCache
 	lmSend     *zsock
-	sessions   map[uint64][]byte // the routing ids of those that may be answered
+	sessions   map[uint64][]byte // the routing id of each session that replies can be sent to
 	poll       *poller
 	watched    []*guarded // every bound socket, in the order of their poll items
 	buf        []byte
 	reply      []byte
-	sending    []post // posts that were taken from the queue
+	sending    []post // taken from posts
 	frames     [][]byte
 	lmRequest  wire.LMCacheRequest
 	monitorSeq int
 	heapStart  int
-	tickBy     time.Time // zero: at the next regular time
+	tickBy     time.Time // when TickWithin wants the next tick; zero: at the regular time
 }
 
-// NewLookupSockets opens the lookup sockets in a directory that the caller owns
-// by a Listener, and starts to serve them.
+// NewLookupSockets opens the lookup sockets and starts to serve them. The caller must own the
+// directory by a Listener.
 func NewLookupSockets(dir string, opt LookupOptions, h Handler) (*LookupSockets, error) {
 	opt.ensureDefaults()
 	if (opt.LMCacheWorker == "") != (opt.LMCacheScheduler == "") {
@@ -217,11 +214,11 @@ func (l *LookupSockets) Stats() LookupStats {
 	}
 }
 
-// ReplyEndpoint returns the ZMQ endpoint that clients hear answers from.
+// ReplyEndpoint returns the ZMQ endpoint that clients receive replies from.
 func (l *LookupSockets) ReplyEndpoint() string { return endpoint(filepath.Join(l.dir, replyName)) }
 
-// AddSession lets a session be answered: whoever connects to ReplyEndpoint with its secret as the
-// routing id gets the answers, and nobody else does.
+// AddSession makes replies to a session possible. They go only to the client that connects to
+// ReplyEndpoint with the session's secret as its routing id. It returns ErrClosed after Close.
 func (l *LookupSockets) AddSession(id uint64, secret []byte) error {
 	if !l.do(func() {
 		l.sessions[id] = bytes.Clone(secret)
@@ -233,35 +230,34 @@ func (l *LookupSockets) AddSession(id uint64, secret []byte) error {
 	return nil
 }
 
-// RemoveSession drops the answers to a session from now on.
+// RemoveSession ends replies to a session: later ones are dropped.
 func (l *LookupSockets) RemoveSession(id uint64) {
 	l.do(func() { delete(l.sessions, id); l.count.sessions.Store(int64(len(l.sessions))) })
 }
 
-// post is an answer from another goroutine than the loop's.
+// post is a reply from another goroutine than the loop's.
 type post struct {
-	session uint64 // whose answer it is; 0: LMCache's
-	lookup  []byte // LMCache's id in frames: the first frame; otherwise empty
+	session uint64 // that the reply is for; 0: LMCache
+	lookup  []byte // the first frame of a reply to LMCache's multipart form: the id; or empty
 	msg     []byte
 }
 
-// Post sends a message, which it copies, to a session's client. It does not
-// wait: what the socket loop has no room for, or whose session has none any more,
-// is dropped and counted.
+// Post sends a copy of msg to a session's client. It does not wait. It drops and counts the message
+// if too many wait for the loop or if the session has ended.
 func (l *LookupSockets) Post(session uint64, msg []byte) {
 	l.post(post{session: session, msg: bytes.Clone(msg)})
 }
 
-// TickWithin has Handler.Tick called within d, but for what is missing to a whole millisecond. Only
-// the Handler may call it, from its methods.
+// TickWithin makes the loop call Handler.Tick within d, rounded up to whole milliseconds. Only the
+// Handler's methods may call it.
 func (l *LookupSockets) TickWithin(d time.Duration) {
 	if by := time.Now().Add(d); l.tickBy.IsZero() || by.Before(l.tickBy) {
 		l.tickBy = by
 	}
 }
 
-// PostLMCache answers one of LMCache's lookups, by its id and in the form that it
-// came in, like Post.
+// PostLMCache replies to the LMCache lookup with the given id, in the form that the lookup had. It
+// does not wait; see Post.
 func (l *LookupSockets) PostLMCache(id []byte, multipart bool, hitTokens uint32) {
 	if multipart {
 		l.post(post{lookup: bytes.Clone(id), msg: wire.AppendLMCacheTokens(nil, hitTokens)})
@@ -283,7 +279,7 @@ func (l *LookupSockets) post(p post) {
 	}
 }
 
-// Close stops serving and removes the sockets. Closing again does nothing.
+// Close stops serving and removes the sockets. A second Close only waits for the first.
 func (l *LookupSockets) Close() error {
 	l.mu.Lock()
 	first := !l.closed
@@ -300,7 +296,7 @@ func (l *LookupSockets) Close() error {
 	return nil
 }
 
-// do runs f on the loop and waits for it; false means that the loop is closed.
+// do runs f on the loop and waits for it. It returns false if the loop is closed.
 func (l *LookupSockets) do(f func()) bool {
 	ran := make(chan struct{})
 	l.mu.Lock()
@@ -315,7 +311,7 @@ func (l *LookupSockets) do(f func()) bool {
 	return true
 }
 
-// kick wakes the loop. Called with mu held, so never after the eventfd is closed.
+// kick wakes the loop. The caller holds mu, so the eventfd is not closed yet.
 func (l *LookupSockets) kick() {
 	one := [8]byte{1} // any native-endian number above 0 will do
 	_, _ = unix.Write(l.wake, one[:])
@@ -328,7 +324,7 @@ func (l *LookupSockets) open() error {
 	if l.ctx, err = zmq4.NewContext(); err != nil {
 		return fmt.Errorf("zmq context: %w", err)
 	}
-	// Not blocky: nothing lingers at close.
+	// Without "blocky", Term does not wait for unsent messages.
 	if err := l.ctx.SetBlocky(false); err != nil {
 		return fmt.Errorf("zmq context: %w", err)
 	}
@@ -376,8 +372,8 @@ func (l *LookupSockets) openLMCache() error {
 	if worker == scheduler {
 		return errors.New("lmcache.worker_endpoint and lmcache.scheduler_endpoint are the same path")
 	}
-	// The path is LMCache's choice and not in our directory, so no lock guards it,
-	// and binding would take it from a living server without a word.
+	// LMCache chooses the path, which is not in our directory. So no lock guards it, and bind would
+	// silently take it from a live server.
 	if c, err := net.DialTimeout("unix", worker, time.Second); err == nil {
 		c.Close()
 		return fmt.Errorf("lmcache.worker_endpoint: another process listens on %s", worker)
@@ -398,7 +394,7 @@ func (l *LookupSockets) openLMCache() error {
 	return nil
 }
 
-// socket makes a socket with every bound that libzmq offers.
+// socket makes a socket and sets every bound that libzmq has.
 func (l *LookupSockets) socket(t zmq4.Type) (*zsock, error) {
 	s, err := newZsock(l.ctx, t)
 	if err != nil {
@@ -406,7 +402,7 @@ func (l *LookupSockets) socket(t zmq4.Type) (*zsock, error) {
 	}
 	maxBytes := int64(l.opt.Limits.MessageBytes())
 	if t != zmq4.PULL {
-		maxBytes = 128 // what answers has nothing to receive but a handshake
+		maxBytes = 128 // a socket for replies receives nothing but handshakes
 	}
 	err = errors.Join(
 		s.SetLinger(0),
@@ -418,8 +414,8 @@ func (l *LookupSockets) socket(t zmq4.Type) (*zsock, error) {
 		s.onlyUID(os.Geteuid()),
 	)
 	if err == nil && t == zmq4.ROUTER {
-		// Who is not there is told of, and a client that comes back takes its name over from the
-		// connection that it had.
+		// Mandatory makes a send to an unknown routing id fail. Handover lets a client that
+		// reconnects keep its routing id.
 		err = errors.Join(s.SetRouterMandatory(1), s.SetRouterHandover(true))
 	}
 	if err != nil {
@@ -429,7 +425,7 @@ func (l *LookupSockets) socket(t zmq4.Type) (*zsock, error) {
 	return s, nil
 }
 
-// guarded is a bound socket that is shut while it has too many connections.
+// guarded is a bound socket that can be shut for a while when it has too many connections.
 type guarded struct {
 	*zsock
 	monitor  *zsock // PAIR that receives the socket's connection events
@@ -438,12 +434,12 @@ type guarded struct {
 	peers    int
 	bound    bool
 	shutAt   time.Time // when it was unbound because of a flood
-	closed   bool      // libzmq has told that its listening end is closed
+	closed   bool      // libzmq has reported that the listening end is closed
 	total    *atomic.Int64
 	log      *zap.Logger
 }
 
-// bind makes a guarded socket on a path. A stale file there is replaced.
+// bind makes a guarded socket on a path. It replaces a stale file there.
 func (l *LookupSockets) bind(t zmq4.Type, path string, limit int) (*guarded, error) {
 	s, err := l.socket(t)
 	if err != nil {
@@ -460,7 +456,7 @@ func (l *LookupSockets) bind(t zmq4.Type, path string, limit int) (*guarded, err
 	return g, nil
 }
 
-// start begins to watch the socket, by a monitor of the given endpoint, and binds it.
+// start starts a monitor of the socket, at the endpoint monitor, and binds the socket.
 func (g *guarded) start(ctx *zmq4.Context, monitor string) (err error) {
 	if err = g.Monitor(monitor,
 		zmq4.EVENT_ACCEPTED|zmq4.EVENT_DISCONNECTED|zmq4.EVENT_CLOSED); err != nil {
@@ -486,9 +482,9 @@ func (g *guarded) open() error {
 
 func (g *guarded) path() string { return strings.TrimPrefix(g.endpoint, "ipc://") }
 
-// close closes the socket with its connections. libzmq's own thread tells of
-// them by a blocking send to the monitor, and would hang for ever if nobody were
-// left to take it in: so first the source dries up, and the taker goes last.
+// close closes the socket with its connections. libzmq's thread reports each of them by a blocking
+// send to the monitor, and would hang for ever if nobody received. So close first ends the reports,
+// and closes the monitor's receiving end last.
 func (g *guarded) close() {
 	if g.bound && g.Unbind(g.endpoint) == nil {
 		for end := time.Now().Add(closePatience); !g.closed && time.Now().Before(end); {
@@ -496,7 +492,7 @@ func (g *guarded) close() {
 			g.watch()
 		}
 	}
-	// Now only the connections that are left may be told of, and there is room for that.
+	// Only the connections that are left can still be reported, and there is room for that.
 	if err := g.Monitor("", 0); err != nil {
 		g.log.Error("zmq socket: monitor", zap.Error(err))
 	}
@@ -504,7 +500,8 @@ func (g *guarded) close() {
 	if g.monitor != nil {
 		g.monitor.Close()
 	}
-	if g.bound { // libzmq leaves the file; what is there while it is shut need not be ours
+	// libzmq leaves the file. While the socket is shut, a file there may not be ours.
+	if g.bound {
 		g.unlink()
 	}
 	g.total.Add(-int64(g.peers))
@@ -518,8 +515,8 @@ func (g *guarded) unlink() {
 	}
 }
 
-// watch takes in what has happened to the connections, and says whether there
-// are more than the limit.
+// watch counts the connections by the monitor's events, and reports whether there are more than the
+// limit.
 func (g *guarded) watch() (flooded bool) {
 	for {
 		event, ok := g.monitor.event()
@@ -534,7 +531,7 @@ func (g *guarded) watch() (flooded bool) {
 			if g.peers > 0 {
 				delta = -1
 			}
-		case zmq4.EVENT_CLOSED: // unbound: libzmq ends the connections without a word on each
+		case zmq4.EVENT_CLOSED: // unbound: libzmq ends the connections without an event for each
 			delta = -g.peers
 			g.closed = true
 		}
@@ -543,8 +540,7 @@ func (g *guarded) watch() (flooded bool) {
 	}
 }
 
-// shut unbinds the socket, which ends its connections, and says whether it was
-// bound.
+// shut unbinds the socket, which ends its connections, and reports whether it did.
 func (g *guarded) shut(why string) bool {
 	if !g.bound {
 		return false
@@ -567,7 +563,7 @@ func (g *guarded) reopen() {
 	}
 	g.watch()
 	if err := g.open(); err != nil {
-		g.log.Error("zmq socket: bind", zap.Error(err)) // again at the next tick
+		g.log.Error("zmq socket: bind", zap.Error(err)) // the next tick tries again
 	}
 }
 
@@ -580,7 +576,7 @@ func (l *LookupSockets) loop() {
 		}
 		if errno := l.poll.wait(time.Until(by)); errno != 0 && errno != syscall.EINTR {
 			l.opt.Log.Error("lookup sockets: poll", zap.Error(errno))
-			time.Sleep(10 * time.Millisecond) // never a busy loop
+			time.Sleep(10 * time.Millisecond) // so that the loop is never busy
 		}
 		if l.poll.ready(1) {
 			l.serveNative()
@@ -619,7 +615,7 @@ func (l *LookupSockets) tick() {
 	}
 }
 
-// check shuts a socket that has too many connections, or holds too much memory.
+// check shuts a socket if it has too many connections, or if the C heap is too large.
 func (l *LookupSockets) check(g *guarded, tooMuch bool) {
 	flooded := g.watch()
 	if flooded && g.shut("too many connections") || tooMuch && g.shut("too much memory") {
@@ -650,7 +646,7 @@ func (l *LookupSockets) runQueue() {
 	}
 }
 
-// send sends a posted answer.
+// send sends a posted reply.
 func (l *LookupSockets) send(p *post) {
 	if p.session != 0 {
 		l.answer(p.session, p.msg)
@@ -668,7 +664,7 @@ func (l *LookupSockets) answer(session uint64, msg []byte) {
 	l.countAnswer(l.replies.route(to, msg))
 }
 
-// dropReplies drops what clients send where they are to listen.
+// dropReplies drops messages that clients send to the socket for replies.
 func (l *LookupSockets) dropReplies() {
 	for range burst {
 		if _, ok := l.receive(l.replies.zsock, 0); !ok {
@@ -677,11 +673,10 @@ func (l *LookupSockets) dropReplies() {
 	}
 }
 
-// answerLMCache sends an answer in one frame, or in two with the lookup's id as
-// the first.
+// answerLMCache sends a reply to LMCache. If id is not empty, it is a frame before msg.
 func (l *LookupSockets) answerLMCache(id, msg []byte) {
 	if len(id) > 0 {
-		// libzmq takes a message whole: if it takes the first frame, it takes both.
+		// libzmq takes whole messages: if it takes the first frame, it takes the second.
 		if errno := l.lmSend.send(id, true); errno != 0 {
 			l.countAnswer(errno)
 			return
@@ -690,7 +685,7 @@ func (l *LookupSockets) answerLMCache(id, msg []byte) {
 	l.countAnswer(l.lmSend.send(msg, false))
 }
 
-// serveNative handles the native lookups that wait, up to a burst.
+// serveNative handles native lookups that wait, at most a burst.
 func (l *LookupSockets) serveNative() {
 	for n, start := 0, time.Now(); n < burst && (n == 0 || time.Since(start) < burstTime); n++ {
 		frames, ok := l.receive(l.native.zsock, 1)
@@ -708,7 +703,7 @@ func (l *LookupSockets) serveNative() {
 	}
 }
 
-// serveLMCache does the same for LMCache's.
+// serveLMCache handles LMCache's messages that wait, at most a burst.
 func (l *LookupSockets) serveLMCache() {
 	for n, start := 0, time.Now(); n < burst && (n == 0 || time.Since(start) < burstTime); n++ {
 		frames, ok := l.receive(l.lmWorker.zsock, wire.MaxLMCacheFrames)
@@ -743,8 +738,8 @@ func (l *LookupSockets) countAnswer(errno syscall.Errno) {
 	}
 }
 
-// receive takes one message. ok is false when there is none; the frames are nil
-// when it has more than limit of them or is, all in all, longer than the buffer.
+// receive receives one message. ok is false if there is none. frames is nil if the message has more
+// than limit frames, or if together they are longer than the buffer.
 func (l *LookupSockets) receive(s *zsock, limit int) (frames [][]byte, ok bool) {
 	l.frames = l.frames[:0]
 	good, rest := true, l.buf
@@ -775,7 +770,7 @@ func (l *LookupSockets) receive(s *zsock, limit int) (frames [][]byte, ok bool) 
 	return l.frames, true
 }
 
-// shut closes everything that open made, as far as it came.
+// shut closes everything that open has made, also if open failed halfway.
 func (l *LookupSockets) shut() {
 	for _, g := range []*guarded{l.native, l.replies, l.lmWorker} {
 		if g != nil {

@@ -17,19 +17,19 @@ import (
 	"lookaside/ipc/wire"
 )
 
-// Names in a directory of peers: a socket each, by the generation of the sidecar's run, and while
-// it is being made another.
+// Names in a directory of peers: prefix, generation of the sidecar's run, suffix.
 const (
 	peerPrefix = "peer-"
 	peerSuffix = ".sock"
-	peerMaking = ".new"
+	peerMaking = ".new" // the suffix while the socket is being made
 )
 
-// makingPatience is how old a socket must be that was being made for it to be somebody's who died
-// at that.
+// makingPatience is the age from which a socket with the suffix peerMaking counts as left by a
+// process that died while it made it.
 const makingPatience = 10 * time.Second
 
-// PeerDirError says why sidecars cannot find each other in a directory, and what to do about it.
+// PeerDirError reports why sidecars cannot find each other in a directory, and what the user can
+// do.
 type PeerDirError struct {
 	Dir, Why, Do string
 }
@@ -39,15 +39,15 @@ func (e *PeerDirError) Error() string {
 }
 
 // PeerDir is a directory in which the sidecars of one user find each other: each has a socket
-// there. It is open; what it was opened by may name another meanwhile, or nothing. Its methods may
-// be called from any goroutine, but Close only when nobody calls another.
+// there. The directory is kept open, because its path may come to name another one or none. The
+// methods may be called from any goroutine. Close must not run at the same time as another method.
 type PeerDir struct {
 	path string
 	fd   int
 }
 
-// OpenPeerDir opens a directory that only this user may enter; it is made if its parent is there.
-// The error is a *PeerDirError if it is not as it must be.
+// OpenPeerDir opens a directory, and makes it if only its parent exists. It returns a *PeerDirError
+// if the directory cannot be opened or if others than this user may enter it.
 func OpenPeerDir(path string) (*PeerDir, error) {
 	path, err := filepath.Abs(path)
 	if err != nil {
@@ -72,7 +72,7 @@ func OpenPeerDir(path string) (*PeerDir, error) {
 	return d, nil
 }
 
-// check says whether only this user may enter the directory.
+// check returns a *PeerDirError if others than this user may enter the directory.
 func (d *PeerDir) check() error {
 	var st unix.Stat_t
 	if err := unix.Fstat(d.fd, &st); err != nil {
@@ -89,11 +89,11 @@ func (d *PeerDir) check() error {
 	return nil
 }
 
-// Path is the directory's path when it was opened, absolute.
+// Path returns the absolute path that the directory was opened by.
 func (d *PeerDir) Path() string { return d.path }
 
-// ID names the directory, whatever path leads to it: never 0, and on one host another for each
-// directory.
+// ID returns a number of the directory, whatever path leads to it. It is never 0, and differs
+// between the directories of a host.
 func (d *PeerDir) ID() (uint64, error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(d.fd, &st); err != nil {
@@ -103,7 +103,8 @@ func (d *PeerDir) ID() (uint64, error) {
 	return max(1, xxhash.Sum64(binary.LittleEndian.AppendUint64(b, st.Ino))), nil
 }
 
-// Current returns nil while the directory is what its path names, and is as it must be.
+// Current returns an error if the path no longer names the open directory, or if others than this
+// user may enter it.
 func (d *PeerDir) Current() error {
 	var named, open unix.Stat_t
 	if err := unix.Lstat(d.path, &named); err != nil {
@@ -122,16 +123,16 @@ func (d *PeerDir) Current() error {
 // Close closes the directory.
 func (d *PeerDir) Close() error { return unix.Close(d.fd) }
 
-// at is a path of a name in the directory that is short, however long that of the directory is, and
-// that no rename leads elsewhere.
+// at returns a path for a name in the directory. It is short even if the directory's path is long,
+// and stays right if the directory is renamed.
 func (d *PeerDir) at(name string) string { return fmt.Sprintf("/proc/self/fd/%d/%s", d.fd, name) }
 
 func peerName(generation uint64) string {
 	return fmt.Sprintf("%s%016x%s", peerPrefix, generation, peerSuffix)
 }
 
-// Peers appends to out the generations of the sidecars that have a socket in the directory, which
-// may be dead ones'. At most limit names are looked at.
+// Peers appends to out the generations of the sidecars with a socket in the directory. Some may be
+// dead. It reads at most limit names, and removes sockets that were left half made.
 func (d *PeerDir) Peers(out []uint64, limit int) ([]uint64, error) {
 	f, err := os.Open(d.at("."))
 	if err != nil {
@@ -140,7 +141,7 @@ func (d *PeerDir) Peers(out []uint64, limit int) ([]uint64, error) {
 	defer f.Close()
 	names, err := f.Readdirnames(limit)
 	if err != nil && len(names) == 0 {
-		return out, nil // io.EOF: it is empty
+		return out, nil // io.EOF: the directory is empty
 	}
 	for _, name := range names {
 		hex, ok := strings.CutPrefix(name, peerPrefix)
@@ -162,11 +163,11 @@ func (d *PeerDir) Peers(out []uint64, limit int) ([]uint64, error) {
 	return out, nil
 }
 
-// Listen makes the socket of the sidecar whose run has that generation. The directory must stay
-// open until it is closed.
+// Listen makes the socket for a generation and listens on it. The directory must stay open until
+// the Listener is closed.
 func (d *PeerDir) Listen(generation uint64, opt Options) (*Listener, error) {
 	if opt.SendBuffer == 0 {
-		opt.SendBuffer = wire.SocketBufferBytes // peers tell each other much at a time
+		opt.SendBuffer = wire.SocketBufferBytes // peers send each other many packets at once
 	}
 	opt.ensureDefaults()
 	name := peerName(generation)
@@ -177,8 +178,8 @@ func (d *PeerDir) Listen(generation uint64, opt Options) (*Listener, error) {
 		return nil, fmt.Errorf("peer socket: %w", err)
 	}
 	sock.SetUnlinkOnClose(false)
-	// By its name it is found only once it listens: others take one that refuses them for a dead
-	// one's.
+	// The socket gets its name only when it listens, because others take a socket that refuses them
+	// for that of a dead sidecar.
 	var st unix.Stat_t
 	err = unix.Fchmodat(d.fd, making, 0o600, 0)
 	if err == nil {
@@ -207,9 +208,10 @@ func (d *PeerDir) Listen(generation uint64, opt Options) (*Listener, error) {
 	}, nil
 }
 
-// Dial connects to a sidecar. If nobody listens on its socket any more, that is removed and the
-// error is ErrPeerGone; os.ErrNotExist is one that is not there. It does not wait: for one that
-// does not accept, ErrPeerStuck.
+// Dial connects to the sidecar with the given generation. It does not wait. patience is that of the
+// connection's Send. It returns ErrPeerGone if nobody listens on the socket any more, and removes
+// the socket; os.ErrNotExist if there is no such socket; and ErrPeerStuck if the sidecar does not
+// accept. All are wrapped.
 func (d *PeerDir) Dial(generation uint64, patience time.Duration) (*Conn, error) {
 	name := peerName(generation)
 	uc, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: d.at(name), Net: "unixpacket"})
@@ -235,7 +237,7 @@ func (d *PeerDir) Dial(generation uint64, patience time.Duration) (*Conn, error)
 	return newConn(uc, peer, pidfd, wire.SocketBufferBytes, patience, (*net.UnixConn).Close)
 }
 
-// TrySend is Send without waiting: it says false if there is no room for the packet now.
+// TrySend sends one packet without waiting. It returns false if there is no room for it now.
 func (c *Conn) TrySend(msg []byte) (sent bool, err error) {
 	if len(msg) == 0 {
 		return false, fmt.Errorf("%w: %d bytes", ErrOversize, len(msg))
@@ -264,18 +266,18 @@ func (c *Conn) TrySend(msg []byte) (sent bool, err error) {
 	return false, fmt.Errorf("send: %w", err)
 }
 
-// SendWaiting is Send without patience: it waits for as long as the peer lives and the connection
-// is open.
+// SendWaiting sends like Send, but waits for room without a limit: as long as the peer lives and
+// the connection is open.
 func (c *Conn) SendWaiting(msg []byte, fds ...int) error { return c.send(msg, time.Time{}, fds...) }
 
-// Died is closed when the peer's process has died: then all its descriptors are closed, its sockets
-// to others included. It is closed, too, once the Conn is. It is nil where the kernel does not tell
-// (before Linux 6.5).
+// Died returns a channel that is closed when the peer's process has died, or after Close. All
+// descriptors of a dead process are closed, also those of its sockets to others. The channel is nil
+// where the kernel has no SO_PEERPIDFD (before Linux 6.5).
 func (c *Conn) Died() <-chan struct{} { return c.watchDone }
 
-// RecvFDs is Recv for a peer that may send descriptors: those that come with the packet are
-// appended to fds, close-on-exec, and are the caller's. Beside an error none are. A packet with
-// more than maxRecvFDs is ErrOversize.
+// RecvFDs receives like Recv, with file descriptors. It appends the descriptors that come with the
+// packet to fds; they are close-on-exec, and the caller owns them. With an error it appends none. A
+// packet with more than maxRecvFDs descriptors is ErrOversize.
 func (c *Conn) RecvFDs(fds []int) ([]byte, []int, error) {
 	if c.recvOOB == nil {
 		c.recvOOB = make([]byte, unix.CmsgSpace(maxRecvFDs*4))
@@ -304,7 +306,7 @@ func (c *Conn) recvMsgOnce(fd uintptr) bool {
 		c.recvN, oobn, flags, _, c.recvErr = unix.Recvmsg(int(fd), c.buf, c.recvOOB,
 			unix.MSG_CMSG_CLOEXEC)
 		switch c.recvErr {
-		case unix.EINTR, unix.ECONNRESET: // as in recvOnce
+		case unix.EINTR, unix.ECONNRESET: // see recvOnce
 			continue
 		case unix.EAGAIN:
 			return false
@@ -334,9 +336,10 @@ func (c *Conn) takeFDs(oob []byte) {
 	}
 }
 
-// EndSending ends our side: the peer reads the end once it has read what it was sent before. What
-// it sends is received as before.
+// EndSending ends our side of the connection. The peer reads the end after what it was sent before.
+// Packets from the peer are still received.
 func (c *Conn) EndSending() { _ = c.uc.CloseWrite() }
 
-// Closed is closed when the connection is closed by us, or because the peer has died.
+// Closed returns a channel that is closed when the connection is closed, by Close or because the
+// peer has died.
 func (c *Conn) Closed() <-chan struct{} { return c.closedCh }

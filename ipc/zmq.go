@@ -7,10 +7,10 @@ package ipc
 #include <stdlib.h>
 #include <zmq.h>
 
-// Each helper makes one crossing from Go and returns -errno for a failure. None
-// writes through a pointer to a Go variable, which would have to be allocated.
+// Each helper is one call from Go, and returns -errno for a failure. None writes through a pointer
+// to a Go variable, because the variable would have to be allocated.
 
-// The size of the frame times two, plus one if more frames follow.
+// Returns the size of the frame times two, plus one if more frames follow.
 static long long la_recv(void *sock, void *buf, size_t cap) {
 	int n = zmq_recv(sock, buf, cap, ZMQ_DONTWAIT);
 	if (n < 0) return -zmq_errno();
@@ -50,7 +50,7 @@ static int la_filter_uid(void *sock, uid_t uid) {
 #endif
 }
 
-// Bytes that the C heap has handed out, or 0 where it cannot tell.
+// Returns how many bytes of the C heap are in use, or 0 where that is not known.
 static size_t la_heap(void) {
 #if defined(__GLIBC__) && (__GLIBC__ > 2 || __GLIBC_MINOR__ >= 33)
 	struct mallinfo2 m = mallinfo2();
@@ -75,11 +75,11 @@ import (
 	"github.com/pebbe/zmq4"
 )
 
-// This file is the only one that calls libzmq other than through pebbe/zmq4,
-// whose receiving calls allocate for every message. A zsock is owned by one
-// thread, as any ZMQ socket is.
+// This file is the only one that calls libzmq directly. pebbe/zmq4 allocates for every message that
+// it receives.
 
-// zsock is a pebbe socket together with the libzmq socket inside.
+// zsock is a pebbe socket together with the libzmq socket inside. Only one thread may use it, as
+// any ZMQ socket.
 type zsock struct {
 	*zmq4.Socket
 	ptr unsafe.Pointer
@@ -99,9 +99,9 @@ func newZsock(ctx *zmq4.Context, t zmq4.Type) (*zsock, error) {
 	return &zsock{Socket: s, ptr: *(*unsafe.Pointer)(unsafe.Add(unsafe.Pointer(s), f.Offset))}, nil
 }
 
-// recv receives one frame into buf without waiting: its full size, which may
-// exceed len(buf) (the rest is lost), and whether more frames of the message
-// follow. syscall.EAGAIN means that there is none.
+// recv receives one frame into buf without waiting. It returns the frame's full size and whether
+// more frames of the message follow. Bytes beyond len(buf) are lost. It returns syscall.EAGAIN if
+// there is no frame.
 func (s *zsock) recv(buf []byte) (size int, more bool, errno syscall.Errno) {
 	n := int64(C.la_recv(s.ptr, unsafe.Pointer(unsafe.SliceData(buf)), C.size_t(len(buf))))
 	if n < 0 {
@@ -110,7 +110,7 @@ func (s *zsock) recv(buf []byte) (size int, more bool, errno syscall.Errno) {
 	return int(n / 2), n%2 != 0, 0
 }
 
-// send queues one frame without waiting; libzmq copies it.
+// send queues a copy of one frame without waiting.
 func (s *zsock) send(b []byte, more bool) syscall.Errno {
 	var m C.int
 	if more {
@@ -122,8 +122,8 @@ func (s *zsock) send(b []byte, more bool) syscall.Errno {
 	return 0
 }
 
-// route queues one frame for the peer of a ROUTER that has the routing id without waiting; libzmq
-// copies it. Without such a peer it fails with syscall.EHOSTUNREACH.
+// route queues a copy of one frame for the peer of a ROUTER that has the routing id to. It does not
+// wait. It returns syscall.EHOSTUNREACH if there is no such peer.
 func (s *zsock) route(to, b []byte) syscall.Errno {
 	n := C.la_route(s.ptr, unsafe.Pointer(unsafe.SliceData(to)), C.size_t(len(to)),
 		unsafe.Pointer(unsafe.SliceData(b)), C.size_t(len(b)))
@@ -132,8 +132,8 @@ func (s *zsock) route(to, b []byte) syscall.Errno {
 
 // event receives one event of a monitor without waiting.
 func (s *zsock) event() (event zmq4.Event, ok bool) {
-	// Two frames: the event's number (16 bits) and its value (32 bits) in the
-	// machine's order, and the endpoint, which we know.
+	// An event has two frames. The first has its number (16 bits) and its value (32 bits) in the
+	// machine's byte order. The second has the endpoint, which is known.
 	var head [6]byte
 	n, more, errno := s.recv(head[:])
 	for more && errno == 0 {
@@ -145,8 +145,8 @@ func (s *zsock) event() (event zmq4.Event, ok bool) {
 	return zmq4.Event(binary.NativeEndian.Uint16(head[:])), true
 }
 
-// onlyUID makes a socket that will be bound to an ipc path refuse peers of
-// other users, and says whether this libzmq can.
+// onlyUID makes the socket refuse peers of other users once it is bound to an ipc path. It returns
+// an error if this libzmq cannot.
 func (s *zsock) onlyUID(uid int) error {
 	if rc := C.la_filter_uid(s.ptr, C.uid_t(uid)); rc < 0 {
 		return fmt.Errorf("ZMQ_IPC_FILTER_UID: %w", syscall.Errno(-rc))
@@ -154,8 +154,8 @@ func (s *zsock) onlyUID(uid int) error {
 	return nil
 }
 
-// poller waits for several sockets and one file descriptor. Its items live in C
-// memory, so that waiting allocates nothing.
+// poller waits for one file descriptor and several sockets. Its items are in C memory, so that
+// waiting allocates nothing.
 type poller struct {
 	items *C.zmq_pollitem_t
 	n     int
@@ -185,23 +185,23 @@ func (p *poller) wait(d time.Duration) syscall.Errno {
 	return 0
 }
 
-// ready says whether item i (0 the file descriptor, then the sockets in order)
-// had something at the last wait.
+// ready reports whether item i was readable at the last wait. Item 0 is the file descriptor; the
+// sockets follow in their order.
 func (p *poller) ready(i int) bool { return p.slice()[i].revents != 0 }
 
 func (p *poller) close() { C.free(unsafe.Pointer(p.items)) }
 
-// heapBytes returns how much the C heap, where libzmq keeps its messages, has
-// handed out: 0 where that cannot be told.
+// heapBytes returns how many bytes of the C heap, where libzmq keeps its messages, are in use. It
+// returns 0 where that is not known.
 func heapBytes() int { return int(C.la_heap()) }
 
-// startLoop runs a loop that alone touches some ZMQ sockets on a thread of its own: open, then
-// loop, then in any case shut, after which done is closed. It returns when open has; after its
-// error all is over.
+// startLoop runs open, loop and shut, in this order, on a new goroutine with its own thread, so
+// that they may own ZMQ sockets. It returns when open has returned. If open fails, loop is left
+// out, and startLoop returns the error after shut. done is closed after shut.
 func startLoop(open func() error, loop, shut func(), done chan struct{}) error {
 	started := make(chan error)
 	go func() {
-		runtime.LockOSThread() // until the end of the goroutine, which ends the thread too
+		runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
 		err := open()
 		started <- err
 		if err == nil {
@@ -217,7 +217,7 @@ func startLoop(open func() error, loop, shut func(), done chan struct{}) error {
 	return err
 }
 
-// LibraryVersion is the version of the libzmq that the process runs with.
+// LibraryVersion returns the version of the libzmq that the process runs with.
 func LibraryVersion() string {
 	major, minor, patch := zmq4.Version()
 	return fmt.Sprintf("%d.%d.%d", major, minor, patch)

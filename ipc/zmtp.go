@@ -12,12 +12,12 @@ import (
 	"time"
 )
 
-// This file is the part of ZMTP 3.0 (https://rfc.zeromq.org/spec/23/) that a publisher needs: the
+// This file has the part of ZMTP 3.0 (https://rfc.zeromq.org/spec/23/) that a publisher needs: the
 // handshake without security (NULL) or with a password (PLAIN), and frames.
 //
-// libzmq is not used for events because it bounds neither what one peer subscribes to nor the parts
-// of an unfinished message, cannot tell which peer has sent them, and keeps them in the same heap
-// as the lookups'.
+// libzmq is not used for events. It bounds neither the subscriptions of one peer nor the parts of
+// an unfinished message, cannot tell which peer has sent them, and keeps them in the heap of the
+// lookups' messages.
 
 const (
 	flagMore    = 1
@@ -25,7 +25,7 @@ const (
 	flagCommand = 4
 
 	greetingBytes = 64
-	// maxCommandBytes bounds a command of the handshake. libzmq's have a few dozen bytes.
+	// maxCommandBytes bounds a command of the handshake. Those of libzmq have a few dozen bytes.
 	maxCommandBytes = 1024
 
 	mechanismNull  = "NULL"
@@ -40,12 +40,11 @@ var errZMTP = errors.New("not ZMTP 3")
 type zmtp struct {
 	net.Conn
 	in  *bufio.Reader
-	buf []byte // of the last frame
-	// may bounds what the peer sends after the handshake.
-	may allowance
+	buf []byte    // holds the last frame
+	may allowance // bounds what the peer sends after the handshake
 }
 
-// frame is one that was received. Its body is valid until the next.
+// frame is a received frame. Its body is valid until the next one is received.
 type frame struct {
 	body    []byte
 	more    bool
@@ -87,7 +86,7 @@ func (z *zmtp) next(limit int) (frame, error) {
 	return f, err
 }
 
-// appendFrame appends the head of a frame of size bytes.
+// appendFrame appends the header of a frame of size bytes.
 func appendFrame(b []byte, flags byte, size int) []byte {
 	if size < 256 {
 		return append(b, flags, byte(size))
@@ -101,7 +100,7 @@ func appendCommand(b []byte, name string, body []byte) []byte {
 	return append(b, body...)
 }
 
-// splitCommand returns a command's name and what follows.
+// splitCommand returns a command's name and its body.
 func splitCommand(b []byte) (name string, rest []byte, ok bool) {
 	if len(b) == 0 || int(b[0]) > len(b)-1 {
 		return "", nil, false
@@ -114,10 +113,10 @@ func appendProperty(b []byte, name, value string) []byte {
 	return append(binary.BigEndian.AppendUint32(b, uint32(len(value))), value...)
 }
 
-// property returns the value of a property of the metadata b.
+// property returns the value of the property named want in the metadata b.
 func property(b []byte, want string) (value string, err error) {
 	for len(b) > 0 {
-		name, rest, ok := splitCommand(b) // a property's name has the same form
+		name, rest, ok := splitCommand(b) // a property's name has the form of a command's
 		if !ok || len(rest) < 4 {
 			return "", fmt.Errorf("%w: metadata", errZMTP)
 		}
@@ -133,9 +132,9 @@ func property(b []byte, want string) (value string, err error) {
 	return "", fmt.Errorf("%w: no %s", errZMTP, want)
 }
 
-// shake shakes hands as a socket of the given type, with a peer whose type is one of peers. A
-// token, unless empty, must be the password of a peer that uses PLAIN; without one, the peer must
-// use NULL. The caller sets a deadline.
+// shake does the handshake as a socket of the type own. The peer's type must be one of peers. If
+// token is empty, the peer must use the mechanism NULL; otherwise PLAIN, with token as the
+// password. The caller sets a deadline.
 func (z *zmtp) shake(own string, peers []string, token string) error {
 	mechanism := mechanismNull
 	if token != "" {
@@ -145,7 +144,7 @@ func (z *zmtp) shake(own string, peers []string, token string) error {
 	greeting[0], greeting[9], greeting[10] = 0xff, 0x7f, 3
 	copy(greeting[12:32], mechanism)
 	if token != "" {
-		greeting[32] = 1 // the one that checks passwords
+		greeting[32] = 1 // as-server: we check passwords
 	}
 	if _, err := z.Write(greeting[:]); err != nil {
 		return err
@@ -188,7 +187,7 @@ func (z *zmtp) shake(own string, peers []string, token string) error {
 	return err
 }
 
-// command receives the command of the given name.
+// command receives a command, which must be named want, and returns its body.
 func (z *zmtp) command(want string) ([]byte, error) {
 	f, err := z.next(maxCommandBytes)
 	if err != nil {
@@ -208,7 +207,7 @@ func (z *zmtp) checkPassword(token string) error {
 	if err != nil {
 		return err
 	}
-	_, rest, ok := splitCommand(b) // the user's name, which may be any
+	_, rest, ok := splitCommand(b) // any user name will do
 	if !ok {
 		return fmt.Errorf("%w: HELLO", errZMTP)
 	}
@@ -217,7 +216,7 @@ func (z *zmtp) checkPassword(token string) error {
 		return fmt.Errorf("%w: HELLO", errZMTP)
 	}
 	if subtle.ConstantTimeCompare([]byte(password), []byte(token)) != 1 {
-		_, _ = z.Write(appendCommand(nil, "ERROR", []byte("\x03400"))) // libzmq's code for this
+		_, _ = z.Write(appendCommand(nil, "ERROR", []byte("\x03400"))) // the code that libzmq uses
 		return errToken
 	}
 	_, err = z.Write(appendCommand(nil, "WELCOME", nil))
@@ -232,15 +231,15 @@ func cString(b []byte) string {
 	return string(b)
 }
 
-// allowance is a token bucket: it gives most at once, and perSecond more each second. It begins
-// full.
+// allowance is a token bucket. It holds at most most tokens and gains perSecond each second. It
+// starts full.
 type allowance struct {
 	most, perSecond float64
 	used            float64
-	at              time.Time // when used was right
+	at              time.Time // of the last update of used
 }
 
-// take takes n, unless that is more than there is.
+// take takes n tokens and reports whether the bucket had them; if not, it takes none.
 func (a *allowance) take(n int, now time.Time) bool {
 	a.used = max(a.used-now.Sub(a.at).Seconds()*a.perSecond, 0)
 	a.at = now

@@ -1,5 +1,5 @@
-// Package client is the other end of the sidecar's sockets: for the tools of the lookaside command
-// and for tests. vLLM's end is the Python package.
+// Package client is a client of the sidecar's sockets, for the tools of the lookaside command and
+// for tests. vLLM's client is the Python package.
 package client
 
 import (
@@ -19,7 +19,7 @@ import (
 	"lookaside/ipc/wire"
 )
 
-// A Refused error is the sidecar's refusal of a session.
+// Refused is the error for a session that the sidecar has refused.
 type Refused struct{ wire.Refuse }
 
 func (r *Refused) Error() string {
@@ -30,19 +30,19 @@ func (r *Refused) Error() string {
 		r.Code, r.Field, r.Want, r.Got, r.Message)
 }
 
-// A Session is a client's session. One goroutine at a time may use it, but for Close.
+// Session is a client's session. One goroutine at a time may use it. Close may be called from any.
 type Session struct {
 	conn    *net.UnixConn
 	Welcome wire.Welcome
 	Control *os.File // the control region
-	Notices []string // what the sidecar wants the user to know, oldest first
+	Notices []string // the texts of the sidecar's notices, oldest first
 
 	buf []byte
 	oob []byte
 	id  uint32
 }
 
-// Connect opens the session socket of the endpoint dir without saying Hello.
+// Connect connects to the session socket in dir and sends nothing. Hello must follow.
 func Connect(dir string) (*Session, error) {
 	conn, err := net.DialUnix("unixpacket", nil,
 		&net.UnixAddr{Name: filepath.Join(dir, "session.sock"), Net: "unixpacket"})
@@ -57,7 +57,7 @@ func Connect(dir string) (*Session, error) {
 		oob: make([]byte, unix.CmsgSpace(4*8))}, nil
 }
 
-// Dial opens a session. The error is a *Refused when the sidecar does not want it.
+// Dial opens a session. It returns a *Refused if the sidecar refuses it.
 func Dial(dir string, hello *wire.Hello, timeout time.Duration) (*Session, error) {
 	s, err := Connect(dir)
 	if err != nil {
@@ -70,14 +70,13 @@ func Dial(dir string, hello *wire.Hello, timeout time.Duration) (*Session, error
 	return s, nil
 }
 
-// Hello does the handshake of a session that was opened by Connect. The regions that follow it are
-// left to Recv.
+// Hello does the handshake after Connect. The RegionAdded messages that follow it are not received.
 func (s *Session) Hello(hello *wire.Hello, timeout time.Duration) error {
 	sendErr := s.Send(hello)
 	if sendErr != nil && !errors.Is(sendErr, unix.EPIPE) {
 		return sendErr
 	}
-	// Also of a socket that was closed before: the refusal may be there to read.
+	// Receive even if the sidecar has closed: a refusal may be there to read.
 	b, fds, err := s.Recv(timeout)
 	if err != nil {
 		return fmt.Errorf("handshake: %w", errors.Join(sendErr, err))
@@ -103,7 +102,7 @@ func (s *Session) Hello(hello *wire.Hello, timeout time.Duration) error {
 	if err := s.Welcome.Decode(b, &wire.DefaultLimits); err != nil {
 		return err
 	}
-	s.Welcome.Fingerprint = bytes.Clone(s.Welcome.Fingerprint) // it aliased the buffer
+	s.Welcome.Fingerprint = bytes.Clone(s.Welcome.Fingerprint) // it aliases the buffer
 	s.Welcome.Secret = bytes.Clone(s.Welcome.Secret)
 	if s.Control == nil {
 		return errors.New("handshake: no control region came with the welcome")
@@ -111,7 +110,7 @@ func (s *Session) Hello(hello *wire.Hello, timeout time.Duration) error {
 	return nil
 }
 
-// Ticket returns what a worker needs to load what one of this session's lookups has leased.
+// Ticket returns the ticket that a worker needs to load what a lookup of this session has leased.
 func (s *Session) Ticket(lookup uint64) []byte {
 	t := wire.Ticket(s.Welcome.Secret, lookup)
 	return t[:]
@@ -123,14 +122,15 @@ func (s *Session) NextID() uint32 { s.id++; return s.id }
 // Send sends one message.
 func (s *Session) Send(m wire.Message) error { return s.SendRaw(m.Append(nil)) }
 
-// SendRaw sends one packet as it is.
+// SendRaw sends b as one packet.
 func (s *Session) SendRaw(b []byte) error {
 	_, err := s.conn.Write(b)
 	return err
 }
 
-// Recv receives one packet, valid until the next call, and the files that came with it, which are
-// the caller's. A Notice is added to Notices instead.
+// Recv waits for the next packet and returns it with the files that came with it. The bytes are
+// valid until the next call. The caller owns the files. A Notice is added to Notices and not
+// returned.
 func (s *Session) Recv(timeout time.Duration) ([]byte, []*os.File, error) {
 	if err := s.conn.SetReadDeadline(time.Now().Add(timeout)); err != nil {
 		return nil, nil, err
@@ -148,8 +148,8 @@ func (s *Session) Recv(timeout time.Duration) ([]byte, []*os.File, error) {
 func (s *Session) recv() ([]byte, []*os.File, error) {
 	n, oobn, flags, _, err := s.conn.ReadMsgUnix(s.buf, s.oob)
 	if errors.Is(err, unix.ECONNRESET) {
-		// The sidecar closed with something of ours unread. That is said once, before what it had
-		// sent.
+		// The sidecar closed with packets of ours unread. The kernel reports this once, before the
+		// packets that the sidecar had sent.
 		n, oobn, flags, _, err = s.conn.ReadMsgUnix(s.buf, s.oob)
 	}
 	if err != nil {
@@ -181,8 +181,8 @@ func (s *Session) recv() ([]byte, []*os.File, error) {
 	return s.buf[:n], files, nil
 }
 
-// Call sends a request and receives its answer into reply. An Error that answers it is returned as
-// a *CallError.
+// Call sends a request and waits for its reply, which it decodes into reply. It returns a
+// *CallError if the sidecar replies with an Error.
 func (s *Session) Call(request, reply wire.Message, timeout time.Duration) error {
 	if err := s.Send(request); err != nil {
 		return err
@@ -208,12 +208,12 @@ func (s *Session) Call(request, reply wire.Message, timeout time.Duration) error
 	return reply.Decode(b, &wire.DefaultLimits)
 }
 
-// A CallError is the sidecar's answer to a request that it cannot grant.
+// CallError is the sidecar's reply to a request that failed.
 type CallError wire.Error
 
 func (e *CallError) Error() string { return e.Code + ": " + e.Message }
 
-// Conn is the socket itself.
+// Conn returns the socket.
 func (s *Session) Conn() *net.UnixConn { return s.conn }
 
 // Close ends the session.
@@ -226,7 +226,7 @@ func (s *Session) Close() error {
 	return err
 }
 
-// Lookups is a client's pair of lookup sockets. It belongs to one goroutine.
+// Lookups is a client's pair of lookup sockets. Only one goroutine may use it.
 type Lookups struct {
 	ctx  *zmq4.Context
 	push *zmq4.Socket
@@ -236,14 +236,14 @@ type Lookups struct {
 // connectPatience is how long NewLookups waits for a connection.
 const connectPatience = 10 * time.Second
 
-// Lookups connects to the sidecar's two sockets as this session.
+// Lookups connects to the sidecar's lookup sockets as this session.
 func (s *Session) Lookups() (*Lookups, error) {
 	return NewLookups(s.Welcome.LookupEndpoint, s.Welcome.ReplyEndpoint, s.Welcome.Secret)
 }
 
-// NewLookups connects to the sidecar's two sockets, those of a Welcome, and is answered as the
-// session with the secret. Without a secret it binds the answers' socket, as LMCache does. It
-// returns when both are up: an answer to a socket that is not would be dropped.
+// NewLookups connects to the endpoints of a Welcome as the session with the secret. If secret is
+// nil, it binds replyEndpoint instead, as LMCache does. It returns when both sockets are connected,
+// because the sidecar drops replies to a socket that is not.
 func NewLookups(lookupEndpoint, replyEndpoint string, secret []byte) (*Lookups, error) {
 	ctx, err := zmq4.NewContext()
 	if err != nil {
@@ -291,7 +291,7 @@ func (l *Lookups) open(lookupEndpoint, replyEndpoint string, secret []byte) (err
 	return nil
 }
 
-// up starts a socket and waits until its peer is there.
+// up starts a socket and waits until a peer is connected.
 func (l *Lookups) up(s *zmq4.Socket, name string, start func() error) error {
 	endpoint := "inproc://" + name
 	if err := s.Monitor(endpoint, zmq4.EVENT_HANDSHAKE_SUCCEEDED); err != nil {
@@ -301,8 +301,8 @@ func (l *Lookups) up(s *zmq4.Socket, name string, start func() error) error {
 	if err != nil {
 		return err
 	}
-	// libzmq tells of events by a blocking send: it must have stopped before nobody is left to take
-	// them in.
+	// libzmq reports events by a blocking send. So it must stop reporting before the receiving end
+	// is closed.
 	defer func() {
 		_ = s.Monitor("", 0)
 		_ = monitor.Close()
@@ -336,11 +336,12 @@ func (l *Lookups) Send(frames ...[]byte) error {
 	return err
 }
 
-// Recv receives one message. It fails with os.ErrDeadlineExceeded when none has come in time.
+// Recv waits for the next message and returns its frames. It returns os.ErrDeadlineExceeded if none
+// has come within timeout.
 func (l *Lookups) Recv(timeout time.Duration) ([][]byte, error) {
 	deadline := time.Now().Add(timeout)
 	for {
-		// At least a millisecond: 0 would not wait, and less is rounded down to it.
+		// At least a millisecond, because less is rounded down to 0, and 0 does not wait.
 		if err := l.pull.SetRcvtimeo(max(time.Until(deadline), time.Millisecond)); err != nil {
 			return nil, err
 		}
@@ -355,8 +356,8 @@ func (l *Lookups) Recv(timeout time.Duration) ([][]byte, error) {
 	}
 }
 
-// Lookup asks and waits for the answer. Answers to earlier lookups are skipped, and so is what says
-// that the answer will take a while.
+// Lookup sends a lookup and waits for its result. It skips results of earlier lookups, and every
+// LookupPending.
 func (l *Lookups) Lookup(m *wire.Lookup, timeout time.Duration) (wire.LookupResult, error) {
 	var r wire.LookupResult
 	if err := l.Send(m.Append(nil)); err != nil {
@@ -383,7 +384,7 @@ func (l *Lookups) Lookup(m *wire.Lookup, timeout time.Duration) (wire.LookupResu
 	}
 }
 
-// Close closes the sockets; what is not yet sent is lost.
+// Close closes the sockets. Messages that are not sent yet are lost.
 func (l *Lookups) Close() error {
 	var errs []error
 	for _, s := range []*zmq4.Socket{l.push, l.pull} {
