@@ -8,7 +8,7 @@ import (
 	"lookaside/tiers"
 )
 
-// An ErrorKind classifies what went wrong, for the counters.
+// ErrorKind classifies errors for the counters.
 type ErrorKind int
 
 // The kinds. The first six are those of the engine's sentinels and of the wire's Error codes.
@@ -32,7 +32,7 @@ var kindNames = [errorKinds]string{"not_found", "stale", "incompatible", "busy",
 
 func (k ErrorKind) String() string { return kindNames[k] }
 
-// kindOf classifies an engine's error.
+// kindOf returns the kind of an error of the engine.
 func kindOf(err error) ErrorKind {
 	switch {
 	case errors.Is(err, tiers.ErrNotFound):
@@ -51,7 +51,7 @@ func kindOf(err error) ErrorKind {
 	return KindInternal
 }
 
-// counters count since the start. Any goroutine.
+// counters count since the start. Any goroutine may use them.
 type counters struct {
 	lookups        atomic.Uint64
 	lookupPages    atomic.Uint64
@@ -81,7 +81,7 @@ type counters struct {
 
 func (c *counters) fail(k ErrorKind) { c.errors[k].Add(1) }
 
-// prefilled counts one request.
+// prefilled counts one admitted request.
 func (c *counters) prefilled(m *wire.Prefilled) {
 	c.requests.Add(1)
 	c.askedTokens.Add(uint64(m.Tokens))
@@ -89,9 +89,8 @@ func (c *counters) prefilled(m *wire.Prefilled) {
 	c.loadedTokens.Add(uint64(m.Loaded))
 }
 
-// A TokenCount says where the tokens of vLLM's requests came from, as far as vLLM's own cache did
-// not have them. Its schedulers say so (wire.Prefilled), once for each time that a request was
-// admitted.
+// TokenCount counts the tokens of vLLM's requests that vLLM's own cache did not have, by where they
+// came from. Schedulers report them by wire.Prefilled, once each time that a request is admitted.
 type TokenCount struct {
 	Requests uint64 `json:"requests" doc:"Requests that vLLM admitted; one that was preempted is admitted again."`
 	Asked    uint64 `json:"asked" doc:"Their tokens that vLLM's own cache did not have."`
@@ -100,10 +99,11 @@ type TokenCount struct {
 	Computed uint64 `json:"computed" doc:"Of the tokens asked for: not loaded, so that vLLM computes them."`
 }
 
-// LoadedRatio is the part of the tokens asked for that were loaded; 0 if none were asked for.
+// LoadedRatio returns the part of the tokens asked for that were loaded; 0 if none were asked for.
 func (c TokenCount) LoadedRatio() float64 { return ratio(c.Loaded, c.Asked) }
 
-// FoundRatio is the part of the tokens asked for that were held here; 0 if none were asked for.
+// FoundRatio returns the part of the tokens asked for that were held here; 0 if none were asked
+// for.
 func (c TokenCount) FoundRatio() float64 { return ratio(c.Found, c.Asked) }
 
 func ratio(part, of uint64) float64 {
@@ -113,35 +113,35 @@ func ratio(part, of uint64) float64 {
 	return float64(part) / float64(of)
 }
 
-// Counters is what happened since the start.
+// Counters are counts since the start.
 type Counters struct {
 	Tokens  TokenCount `json:"tokens"`
 	Lookups uint64     `json:"lookups"`
-	// asked for, also what vLLM then has itself
+	// pages that lookups asked for, also those that vLLM has itself
 	LookupPages uint64 `json:"lookup_pages"`
-	// found by lookups, also what nobody then loads
+	// pages that lookups found, also those that nobody loads
 	HitPages  uint64 `json:"hit_pages"`
 	HitTokens uint64 `json:"hit_tokens"` // the same in tokens
-	// times that a scheduler was told that its pages are on their way
+	// LookupPending messages sent
 	Promised    uint64 `json:"promised"`
 	Stores      uint64 `json:"stores"` // committed
 	StoredPages uint64 `json:"stored_pages"`
 	StoredBytes uint64 `json:"stored_bytes"`
-	// offered for storing, but held already
+	// pages offered for storing that are held already
 	HeldPages uint64 `json:"held_pages"`
-	// of these, those that another sidecar holds
+	// the held pages that another sidecar holds
 	ElsewherePages uint64 `json:"elsewhere_pages"`
-	// offered for storing, but there was no room
+	// pages offered for storing that found no free slot
 	ShedPages   uint64 `json:"shed_pages"`
 	Loads       uint64 `json:"loads"` // released
 	LoadedPages uint64 `json:"loaded_pages"`
 	LoadedBytes uint64 `json:"loaded_bytes"`
-	// reported bad by a worker that loaded them
+	// extents that a worker reported bad after loading them
 	BadExtents     uint64 `json:"bad_extents"`
 	SessionsOpened uint64 `json:"sessions_opened"`
-	// sessions that were given up while their clients lived and held something
+	// sessions given up while their clients lived and held slots
 	Lingered uint64 `json:"lingered"`
-	// times that a session which held something froze
+	// times that a session with slots froze
 	Froze   uint64            `json:"froze"`
 	Refused map[string]uint64 `json:"refused"`
 	Errors  map[string]uint64 `json:"errors"`
@@ -172,7 +172,7 @@ func (c *counters) snapshot() Counters {
 		Refused:        make(map[string]uint64, refusals),
 		Errors:         make(map[string]uint64, errorKinds),
 	}
-	// Asked is read last and added to first, so that it is never the smaller.
+	// Asked is added to first and read last, so it is never less than Loaded.
 	s.Tokens.Computed = s.Tokens.Asked - s.Tokens.Loaded
 	for i := range c.refused {
 		s.Refused[refusalNames[i]] = c.refused[i].Load()

@@ -14,23 +14,22 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// A client of ours says something at least once a second: it sends a Ping when there is nothing
-// else. One that holds parts of the arena and has said nothing for Config.FrozenAfter has frozen,
-// whatever the reason: its process is stopped, or its threads are stuck. It lives, so it keeps what
-// it holds. The engine is told, so that the others get along with the rest
-// (engine.Engine.SetFrozen), and so is the operator. Sessions that linger count as well: their
-// clients live, and hold what they held.
+// A client sends something at least once a second: a Ping if there is nothing else. A client that
+// holds slots and has sent nothing for Config.FrozenAfter is frozen: its process is stopped, or its
+// threads are stuck. It lives, so it keeps what it holds. The engine is told by
+// engine.Engine.SetFrozen, so that the other clients share the rest, and the operator by the log.
+// Sessions that linger count as frozen, because their clients live and hold what they held.
 
-// defaultFrozenAfter is three of the heartbeats that a client sends.
+// defaultFrozenAfter is three heartbeats of a client.
 const defaultFrozenAfter = 3 * time.Second
 
-// handling is what session.heard is while a message is being handled: then the session waits for
-// us.
+// handling is the value of session.heard while a message is handled. The client then waits for the
+// sidecar, so it is not silent.
 const handling = math.MaxInt64
 
-// frozenInfo is what is known of a session that has frozen.
+// frozenInfo describes a frozen session.
 type frozenInfo struct {
-	since time.Time // when it was last heard of
+	since time.Time // when its client last sent something
 	held  engine.OwnerStats
 }
 
@@ -52,16 +51,16 @@ func (s *Server) watchFrozen(ctx context.Context) {
 // frozenWatch is owned by one goroutine.
 type frozenWatch struct {
 	server *Server
-	awake  time.Time // when we ourselves had not been standing still for long
-	last   time.Time
-	told   bool // the engine knows of some
+	awake  time.Time // silence before this time does not count: this process may have been stopped
+	last   time.Time // of the last look
+	told   bool      // the engine has been told of frozen owners
 }
 
-// look finds out who has frozen by now.
+// look finds the sessions that are frozen now, and tells the engine and the log of changes.
 func (w *frozenWatch) look(now time.Time) {
 	s := w.server
 	if now.Sub(w.last) > s.cfg.FrozenAfter/2 {
-		// we may have been stopped, and not heard what they said
+		// This process may have been stopped, with messages of clients unread.
 		w.awake = now
 	}
 	w.last = now
@@ -116,7 +115,7 @@ func (w *frozenWatch) look(now time.Time) {
 	}
 }
 
-// silentSince is when the client was last heard of, but not before a time.
+// silentSince returns when the client last sent something, but not a time before the given one.
 func (ses *session) silentSince(before time.Time) time.Time {
 	heard := ses.heard.Load()
 	if heard == handling {
@@ -128,14 +127,14 @@ func (ses *session) silentSince(before time.Time) time.Time {
 	return before
 }
 
-// hear notes that the client was heard of just now.
+// hear notes that the client has sent something now.
 func (ses *session) hear() { ses.heard.Store(int64(time.Since(ses.since))) }
 
-// processState says in words what the kernel says that a process does.
+// processState returns, in words for people, the state that the kernel reports of a process.
 func processState(pid int32) string {
 	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if i := bytes.LastIndexByte(b, ')'); err == nil && i >= 0 && i+2 < len(b) {
-		// its name comes before, in parentheses
+		// The state follows the name, which is in parentheses.
 		switch b[i+2] {
 		case 'T':
 			return "stopped"

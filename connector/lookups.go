@@ -18,11 +18,10 @@ import (
 	"lookaside/tiers/stack"
 )
 
-// HandleLookup does what one message of the native lookup socket asks: it returns the session to
-// answer and the answer, appended to reply, or 0 when there is nothing to say. It is called on the
-// goroutine that owns the sockets, one message at a time; it does not block, and it does not
-// allocate when all goes well. Nothing here is answered with an error: the client's deadline turns
-// silence into a miss.
+// HandleLookup implements ipc.Handler for one message of the native lookup socket. It returns the
+// session to reply to and the reply, appended to reply; or 0 if there is no reply. The goroutine
+// that owns the sockets calls it. It does not block, and allocates nothing unless there is an
+// error. No error is sent: the client's deadline turns silence into a miss.
 func (s *Server) HandleLookup(msg, reply []byte) (uint64, []byte) {
 	t, err := wire.Peek(msg)
 	if err != nil {
@@ -55,17 +54,17 @@ func (s *Server) HandleLookup(msg, reply []byte) (uint64, []byte) {
 	return 0, nil
 }
 
-// noteLookup counts the failure of a message that has no answer. That what it names has gone
-// already is its normal end: a lookup that a worker took over, or whose lease ran out.
+// noteLookup counts the error of a message without a reply. It does not count a lookup that is gone
+// already, because a worker may have taken it over or its lease may have expired.
 func (s *Server) noteLookup(err error) {
 	if err != nil && !errors.Is(err, tiers.ErrNotFound) && !errors.Is(err, tiers.ErrStale) {
 		s.count.fail(kindOf(err))
 	}
 }
 
-// asker returns the scheduler's session that a lookup message is of, or nil, which is counted. ZMQ
-// does not tell who sends a message, and a session's number is no secret: the message has to prove
-// that it is the session's by the secret that the handshake gave it.
+// asker returns the scheduler's session that has sent a lookup message. If the session is not
+// connected or the secret is wrong, it counts that and returns nil. The secret is needed because
+// ZMQ does not tell who sends a message, and a session's id is no secret.
 func (s *Server) asker(session uint64, secret []byte) *session {
 	ses := s.findSession(session)
 	switch {
@@ -86,7 +85,7 @@ func (s *Server) lookup(m *wire.Lookup, reply []byte) (uint64, []byte) {
 		return 0, nil
 	}
 	g := &ses.space.geometry
-	// what is beyond is not held, as far as the asker is told
+	// Pages beyond MaxPages count as not held.
 	asked := min(len(m.Hashes)/g.DigestBytes, s.cfg.MaxPages)
 	s.count.lookups.Add(1)
 	s.count.lookupPages.Add(uint64(asked))
@@ -95,7 +94,7 @@ func (s *Server) lookup(m *wire.Lookup, reply []byte) (uint64, []byte) {
 	case len(m.Hashes)%g.DigestBytes != 0 || len(m.Prev) != 0 && len(m.Prev) != g.DigestBytes:
 		s.count.fail(KindMalformed)
 	case s.draining.Load():
-		// A miss: nothing new starts here.
+		// A miss: nothing new may start.
 	default:
 		q := &s.native.query
 		*q = stack.Query{
@@ -129,7 +128,7 @@ func (s *Server) countAnswer(pages, tokens int, took time.Duration) {
 	}
 }
 
-// LookupPending implements stack.Asker: what is asked for is on its way from a tier.
+// LookupPending implements stack.Asker. It sends the scheduler a LookupPending.
 func (s *Server) LookupPending(o engine.Owner, lookup uint64, pages int, eta time.Duration) {
 	if o == lmcacheOwner {
 		return // its protocol has no such message
@@ -140,7 +139,7 @@ func (s *Server) LookupPending(o engine.Owner, lookup uint64, pages int, eta tim
 	s.lookups.Post(uint64(o), m.Append(nil))
 }
 
-// LookupAnswered implements stack.Asker: a lookup that waited for a tier has its answer.
+// LookupAnswered implements stack.Asker. It sends the result of a lookup that waited for a tier.
 func (s *Server) LookupAnswered(a stack.Answer) {
 	if a.Owner == lmcacheOwner {
 		s.lmcacheAnswered(a)
@@ -148,7 +147,7 @@ func (s *Server) LookupAnswered(a stack.Answer) {
 	}
 	ses := s.findSession(uint64(a.Owner))
 	if ses == nil {
-		return // it has left, and with it the lookup
+		return // the session has ended, and with it the lookup
 	}
 	tokens := a.Pages * ses.space.geometry.PageTokens
 	s.countAnswer(a.Pages, tokens, a.Took)
@@ -156,8 +155,8 @@ func (s *Server) LookupAnswered(a stack.Answer) {
 	s.lookups.Post(ses.id, m.Append(nil))
 }
 
-// Tick frees the leases of lookups whose deadline has passed, and sees to those that are waiting.
-// The goroutine of the lookup sockets calls it every little while.
+// Tick implements ipc.Handler. It frees the leases of lookups whose deadline has passed, and calls
+// the stack's Tick for those that wait.
 func (s *Server) Tick() {
 	s.stack.Tick()
 	if n := s.engine.Expire(); n > 0 {
@@ -170,25 +169,25 @@ func (s *Server) Tick() {
 // deadline; no worker loads them.
 const lmcacheOwner = engine.Owner(1<<64 - 1)
 
-// lmcacheState is what answers LMCache's messages.
+// lmcacheState is the state for LMCache's lookups.
 type lmcacheState struct {
-	space *space // the one that lmcacheOwner is in, or nil; guarded by Server.mu
+	space *space // that lmcacheOwner is in, or nil; guarded by Server.mu
 
-	// mu is held while a lookup is asked, so that an answer from another goroutine finds it among
-	// those that wait. Server.mu is not taken under it.
+	// mu is held during a call of the stack's Lookup, so that a result from another goroutine finds
+	// the lookup in waiting. Server.mu is not taken under it.
 	mu      sync.Mutex
-	waiting map[uint64]*lmcacheWait // by lookup; the stack bounds them
+	waiting map[uint64]*lmcacheWait // by lookup; bounded by the stack; guarded by mu
 }
 
-// lmcacheWait is a lookup of LMCache's that waits for a tier.
+// lmcacheWait is a lookup of LMCache that waits for a tier.
 type lmcacheWait struct {
 	id        []byte
 	multipart bool
 	offsets   []uint32
 }
 
-// lmcacheSpace returns the space that LMCache's hashes of that length are of, with lmcacheOwner in
-// it, or nil when there is none or more than one to choose from.
+// lmcacheSpace returns the space for LMCache's hashes of a length, with lmcacheOwner in it. It
+// returns nil if no space fits or if it cannot choose between several.
 func (s *Server) lmcacheSpace(digestBytes int) *space {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -236,7 +235,7 @@ func (s *Server) closeLMCache() {
 	s.dropLMCache()
 }
 
-// dropLMCache ends all that LMCache asked. s.mu is held.
+// dropLMCache ends all lookups of LMCache. The caller holds s.mu.
 func (s *Server) dropLMCache() {
 	if s.lmcache.space == nil {
 		return
@@ -248,11 +247,12 @@ func (s *Server) dropLMCache() {
 	clear(s.lmcache.waiting)
 }
 
-// HandleLMCache does what one of LMCache's messages asks, and answers with the tokens that hit; a
-// cleanup has no answer, and what waits for a tier has it later. Called like HandleLookup.
+// HandleLMCache implements ipc.Handler for one of LMCache's messages. It returns the tokens that
+// hit and true, or false if there is no reply now: to a cleanup, or to a lookup that waits for a
+// tier.
 //
-// LMCache names its lookups by strings; the engine's by numbers. The string's hash is the number:
-// two that collide replace each other, which costs the earlier its leases and nothing else.
+// LMCache names its lookups by strings, the engine by numbers. The number is the string's hash. If
+// two collide, the later replaces the earlier, which loses its leases and nothing else.
 func (s *Server) HandleLMCache(m *wire.LMCacheRequest) (hitTokens uint32, answer bool) {
 	start := time.Now()
 	lookup := xxhash.Sum64(m.ID)
@@ -265,8 +265,8 @@ func (s *Server) HandleLMCache(m *wire.LMCacheRequest) (hitTokens uint32, answer
 	m.Hashes, m.Offsets = m.Hashes[:asked*m.DigestBytes], m.Offsets[:asked]
 	s.count.lookups.Add(1)
 	s.count.lookupPages.Add(uint64(asked))
-	// A tag is part of LMCache's key, but of no hash here: a chunk that was stored under another
-	// must not hit.
+	// A tag is part of LMCache's keys, but not of the hashes. A chunk that was stored with another
+	// tag must not hit.
 	if asked > 0 && !m.Tagged && !s.draining.Load() {
 		if sp := s.lmcacheSpace(m.DigestBytes); sp != nil {
 			n, done := s.lookupLMCache(m, lookup, sp.id)
@@ -294,7 +294,7 @@ func (s *Server) lookupLMCache(m *wire.LMCacheRequest, lookup uint64,
 		s.count.fail(kindOf(err))
 		pages = 0
 	}
-	delete(l.waiting, lookup) // an earlier one of that name
+	delete(l.waiting, lookup) // an earlier lookup of the same name
 	if !done {
 		s.lookups.TickWithin(stack.TickWithin)
 		if l.waiting == nil {
@@ -306,7 +306,7 @@ func (s *Server) lookupLMCache(m *wire.LMCacheRequest, lookup uint64,
 	return pages, done
 }
 
-// forgetLMCache takes a lookup of LMCache's from those that wait, and returns it, or nil.
+// forgetLMCache removes a lookup of LMCache from those that wait, and returns it or nil.
 func (s *Server) forgetLMCache(lookup uint64) *lmcacheWait {
 	l := &s.lmcache
 	l.mu.Lock()
@@ -319,14 +319,14 @@ func (s *Server) forgetLMCache(lookup uint64) *lmcacheWait {
 func (s *Server) lmcacheAnswered(a stack.Answer) {
 	w := s.forgetLMCache(a.Lookup)
 	if w == nil {
-		return // it was cleaned up
+		return // the lookup was cleaned up
 	}
 	tokens := tokensOf(w.offsets[:min(a.Pages, len(w.offsets))])
 	s.countAnswer(a.Pages, tokens, a.Took)
 	s.lookups.PostLMCache(w.id, w.multipart, uint32(tokens))
 }
 
-// tokensOf is the tokens of chunks.
+// tokensOf returns the sum of the tokens of chunks.
 func tokensOf(offsets []uint32) (tokens int) {
 	for _, n := range offsets {
 		tokens += int(n)

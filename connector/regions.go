@@ -15,10 +15,10 @@ import (
 	"lookaside/ipc/wire"
 )
 
-// Region is a part of the arena, or with ReadOnly of another sidecar's, as workers are told of it:
-// SizeBytes at OffsetBytes of FD, which is its owner's and stays open until [Server.RetractRegion]
-// returns or the Server is closed. The offset and the address that it is mapped at are multiples of
-// PageSize. No two regions of a run have the same ID, also one after the other.
+// Region is a region of the arena, or with ReadOnly of another sidecar's arena, as workers map it:
+// SizeBytes at OffsetBytes of FD. The caller owns FD, and keeps it open until
+// [Server.RetractRegion] returns or the Server is closed. The offset and the address that the
+// region is mapped at are multiples of PageSize. An ID is used once in a run of the sidecar.
 type Region struct {
 	ID                               uint32
 	Kind                             string // a dax.Kind or dax.DeviceKind
@@ -27,7 +27,7 @@ type Region struct {
 	ReadOnly                         bool // loads may name it, stores do not
 }
 
-// errRegionKept is why a worker is given up that does not let go of a region.
+// errRegionKept is the cause for giving up a worker that does not unmap a region.
 var errRegionKept = errors.New("it does not unmap a region that is removed")
 
 func (r *Region) message(generation uint64) []byte {
@@ -39,8 +39,8 @@ func (r *Region) message(generation uint64) []byte {
 	return m.Append(nil)
 }
 
-// AddRegion makes r part of the arena as region id: it announces it, waits for workers to map it,
-// at most for the patience, and then adds it to the engine.
+// AddRegion makes r part of the arena as region id. It announces the region, waits until workers
+// have mapped it, at most for patience, and then adds it to the engine.
 func (s *Server) AddRegion(id uint32, r *dax.Region, patience time.Duration) error {
 	s.AnnounceRegion(Region{ID: id, Kind: string(r.Kind()), FD: r.FD(), SizeBytes: r.Size(),
 		PageSize: r.PageSize()})
@@ -48,10 +48,10 @@ func (s *Server) AddRegion(id uint32, r *dax.Region, patience time.Duration) err
 	return s.engine.AddRegion(id, r.Size())
 }
 
-// AnnounceRegion tells workers of a region, before the first grant can name it: those that are
-// connected have its fd when it returns, later ones get it with their handshake. A worker that does
-// not take it within the socket's patience is given up and cannot delay this further. It panics if
-// there is or was a region of that id.
+// AnnounceRegion sends a region to the workers. It must return before a grant names the region:
+// connected workers then have been sent its fd, and later ones get it with their handshake. A
+// worker that does not take it within the socket's patience is given up. It panics if there is or
+// was a region of that id.
 func (s *Server) AnnounceRegion(r Region) {
 	s.mu.Lock()
 	if _, was := s.retracted[r.ID]; was ||
@@ -59,7 +59,7 @@ func (s *Server) AnnounceRegion(r Region) {
 		s.mu.Unlock()
 		panic(fmt.Sprintf("connector: region %d announced again", r.ID))
 	}
-	// From here on a new worker finds it among its first regions.
+	// From here on a new worker gets it with its handshake.
 	s.regions = append(s.regions, r)
 	workers := s.workers()
 	for _, w := range workers {
@@ -75,11 +75,11 @@ func (s *Server) AnnounceRegion(r Region) {
 	})
 }
 
-// AwaitRegion returns when the workers that were connected when the region was announced have
-// mapped it, or have found that they cannot, or after the patience: until then a store that is
-// granted room in it may find it unmapped, and be lost. Mapping can take long, where a device's
-// driver pins every page. A worker that was late with a region before, and is still, is not waited
-// for, and nobody is once the server drains.
+// AwaitRegion waits until the workers that were connected when the region was announced have mapped
+// it or have found that they cannot, at most for patience. Before that a worker may lose a store
+// that is granted slots in the region. Mapping takes long where a device's driver pins every page.
+// It does not wait for a worker that was late with a region and has mapped none since, nor for any
+// once the server drains.
 func (s *Server) AwaitRegion(id uint32, patience time.Duration) {
 	s.mu.Lock()
 	mapped := make(map[*session]chan struct{})
@@ -100,7 +100,7 @@ func (s *Server) AwaitRegion(id uint32, patience time.Duration) {
 			return
 		case <-ctx.Done():
 			s.mu.Lock()
-			late := w.mapping[id] == c // it may have mapped it while another was waited for
+			late := w.mapping[id] == c // w may have mapped it while the loop waited for another
 			w.late = w.late || late
 			s.mu.Unlock()
 			if late {
@@ -110,7 +110,7 @@ func (s *Server) AwaitRegion(id uint32, patience time.Duration) {
 	}
 }
 
-// mapped notes that a worker has mapped a region, or cannot.
+// mapped handles a worker's report that it has mapped a region, or cannot.
 func (s *Server) mapped(ses *session, id uint32) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -118,8 +118,8 @@ func (s *Server) mapped(ses *session, id uint32) {
 	done(ses.mapping, id)
 }
 
-// done has nobody wait any longer for what is to become of a region, and says whether anybody
-// could. Server.mu is held.
+// done ends the waits for a worker's report about a region, and reports whether one was due. The
+// caller holds Server.mu.
 func done(waiting map[uint32]chan struct{}, id uint32) bool {
 	c := waiting[id]
 	if c == nil {
@@ -130,18 +130,18 @@ func done(waiting map[uint32]chan struct{}, id uint32) bool {
 	return true
 }
 
-// RetractRegion has workers unmap a region that was announced. It returns when all that are
-// connected have said so: one that does not within the patience, from now on, is given up. Workers
-// that connect from now on never hear of the region. Nobody may have a lease in it or be granted
-// one: then a worker that lives on, lingering or given up, has no copy under way there. A region
-// that is not announced, or is being retracted already, is not waited for.
+// RetractRegion makes workers unmap a region. It returns when all connected workers have reported
+// that they have. A worker that does not within patience is given up. Workers that connect later
+// are not sent the region. There must be no lease in the region, and none may be granted from now
+// on. Then no worker copies there, not even one that lingers or was given up. RetractRegion returns
+// at once if the region is not announced or is being retracted already.
 func (s *Server) RetractRegion(id uint32, patience time.Duration) {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	s.retractRegion(ctx, id)
 }
 
-// retractRegion is RetractRegion with patience until ctx is done.
+// retractRegion is RetractRegion with ctx in place of the patience.
 func (s *Server) retractRegion(ctx context.Context, id uint32) {
 	s.mu.Lock()
 	i := slices.IndexFunc(s.regions, func(r Region) bool { return r.ID == id })
@@ -151,8 +151,8 @@ func (s *Server) retractRegion(ctx context.Context, id uint32) {
 	}
 	s.regions = slices.Delete(s.regions, i, i+1)
 	s.retracted[id] = struct{}{}
-	// Each of these has heard of the region or will, by its handshake, before it hears of its end:
-	// push comes after both.
+	// Each of these workers is sent the region before its end, because push sends after the
+	// handshake and after the region's announcement.
 	workers := s.workers()
 	unmapped := make(map[*session]chan struct{}, len(workers))
 	for _, w := range workers {
@@ -173,7 +173,7 @@ func (s *Server) retractRegion(ctx context.Context, id uint32) {
 		case <-w.struck:
 		case <-ctx.Done():
 			select {
-			case <-unmapped[w]: // it may be we who are late
+			case <-unmapped[w]: // reported in time, and this goroutine is late
 			default:
 				s.giveUp(w, "giving up a worker that does not unmap a region", id, errRegionKept)
 			}
@@ -181,7 +181,8 @@ func (s *Server) retractRegion(ctx context.Context, id uint32) {
 	})
 }
 
-// unmapped notes that a worker has let go of a region. The error is for one that nobody asked for.
+// unmapped handles a worker's report that it has unmapped a region. It returns an error if the
+// worker was not told to.
 func (s *Server) unmapped(ses *session, id uint32) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -191,7 +192,7 @@ func (s *Server) unmapped(ses *session, id uint32) error {
 	return nil
 }
 
-// workers are the workers that are welcomed, or about to be. s.mu is held.
+// workers returns the sessions of workers. The caller holds s.mu.
 func (s *Server) workers() []*session {
 	var workers []*session
 	for _, ses := range s.sessions {
@@ -202,7 +203,7 @@ func (s *Server) workers() []*session {
 	return workers
 }
 
-// eachOf calls f for each of the workers at a time, and returns when all calls have.
+// eachOf calls f for all workers at the same time, and returns when all calls have returned.
 func eachOf(workers []*session, f func(w *session)) {
 	var wg sync.WaitGroup
 	for _, w := range workers {
@@ -211,8 +212,8 @@ func eachOf(workers []*session, f func(w *session)) {
 	wg.Wait()
 }
 
-// giveUp wants no more of a worker that does not keep up with the regions, or has gone. Its own
-// goroutine ends it.
+// giveUp gives up the connection of a worker that does not follow the regions or is gone. The
+// worker's goroutine then ends the session.
 func (s *Server) giveUp(w *session, why string, region uint32, err error) {
 	if errors.Is(err, ipc.ErrPeerStuck) || errors.Is(err, errRegionKept) {
 		s.count.fail(KindSend)

@@ -9,23 +9,23 @@ const (
 	// roomPatience is how long a session waits for Config.MakeRoom before it goes on with other
 	// messages.
 	roomPatience = time.Millisecond
-	// maxWaitingStores bounds the PrepareStores of a session that wait for room, each at most a
-	// packet.
+	// maxWaitingStores bounds the PrepareStores of a session that wait for room. Each is at most a
+	// packet long.
 	maxWaitingStores = 64
 )
 
-// A roomCall is one call of Config.MakeRoom that was made for a session.
+// roomCall is a call of Config.MakeRoom for a session.
 type roomCall struct {
-	store bool // it is for the first of the stores that wait
-	done  chan struct{}
+	store bool          // the call is for the first store in session.waiting
+	done  chan struct{} // closed when the call has returned
 
 	mu   sync.Mutex
-	over bool
-	left bool // the session did not wait any longer, and is to be interrupted
+	over bool // the call has returned; guarded by mu
+	left bool // the session no longer waits, and its Recv must be interrupted; guarded by mu
 }
 
-// mustWait has room made for a store of so many chunks, and says whether the store waits for that:
-// not if there is room for it already, and only what comes after it has to be made.
+// mustWait starts to make room for a store of so many chunks, and reports whether the store must
+// wait. It need not if there are enough free slots already.
 func (ses *session) mustWait(chunks int) bool {
 	if ses.server.draining.Load() {
 		return false
@@ -43,9 +43,10 @@ func (ses *session) mustWait(chunks int) bool {
 	return waits
 }
 
-// makeRoom calls Config.MakeRoom, and says whether it is over. If not, then ses.room is the call,
-// and the session's Recv ends when it is: room may not be made before workers have mapped a region,
-// or unmapped another, this session's among them, and nobody's loads are to wait for that.
+// makeRoom calls Config.MakeRoom, waits for roomPatience, and reports whether the call has
+// returned. If not, it sets ses.room, and the end of the call will interrupt the session's Recv. It
+// does not wait longer because the call may itself wait until workers, this session's among them,
+// have mapped or unmapped a region, and because loads must not wait for room.
 func (ses *session) makeRoom(slots int) bool {
 	s := ses.server
 	if s.cfg.MakeRoom == nil {
@@ -60,7 +61,7 @@ func (ses *session) makeRoom(slots int) bool {
 		c.mu.Unlock()
 		close(c.done)
 		if left {
-			_ = ses.conn.SetRecvDeadline(time.Unix(1, 0)) // an error: the session has ended
+			_ = ses.conn.SetRecvDeadline(time.Unix(1, 0)) // fails if the session has ended
 		}
 	})
 	late := time.NewTimer(roomPatience)
@@ -79,8 +80,8 @@ func (ses *session) makeRoom(slots int) bool {
 	return !c.left
 }
 
-// resumeStores answers the stores that waited for the call of MakeRoom that is over, up to one for
-// which more room is to be made.
+// resumeStores replies to the stores that wait, after the call of MakeRoom in ses.room has ended.
+// It stops at a store for which another call takes long.
 func (ses *session) resumeStores() error {
 	<-ses.room.done
 	if err := ses.conn.SetRecvDeadline(time.Time{}); err != nil {

@@ -25,8 +25,8 @@ import (
 // handshakePatience is how long a client may take from connecting to its Hello.
 const handshakePatience = 10 * time.Second
 
-// Config is what a Server works with. All fields are required but the LMCache one and those that
-// say so.
+// Config configures a Server. All fields are required except LMCacheEngine, ExtraFields and those
+// that may be zero or nil.
 type Config struct {
 	Log        *zap.Logger
 	Engine     *engine.Engine
@@ -38,46 +38,47 @@ type Config struct {
 	MaxPages   int           // pages that one lookup is answered for, and one store may name
 	Lease      time.Duration // told to clients; the engine enforces it
 	ArenaLimit int64         // bytes; a chunk must fit
-	// how long a client that holds something may say nothing before it counts as frozen; 0: 3 s
+	// FrozenAfter is how long a client that holds something may be silent before it counts as
+	// frozen. 0 means 3 s.
 	FrozenAfter time.Duration
-	// engine whose pages LMCache's lookups ask for; "" is whichever has 8-byte hashes
+	// LMCacheEngine is the engine whose pages LMCache's lookups ask for. "" means the only
+	// space that LMCache's hashes fit.
 	LMCacheEngine string
 
-	// ExtraFields become fields of every space, as if its worker had declared them: what the
-	// sidecar does to pages that makes them differ.
+	// ExtraFields are added to every space, as if its worker had declared them. They describe what
+	// the sidecar does to pages, so that differently treated pages are of different spaces.
 	ExtraFields []wire.Field
 
-	// ObserveLookup is told of each answered lookup, on the goroutine that answers, which may be
-	// another each time: it must not block or allocate. May be nil.
+	// ObserveLookup is called for each finished lookup, from the goroutine that replies. Calls may
+	// come from several goroutines. It must not block or allocate. May be nil.
 	ObserveLookup func(hitTokens int, took time.Duration)
 
-	// Elsewhere answers how many pages of a run, whole chunks from its first on, are held where
-	// they can be had without storing them here: they are not. It may take a few milliseconds. May
-	// be nil.
+	// Elsewhere returns how many pages of a run, as whole chunks from its first page on, can be
+	// loaded from elsewhere. They are not stored here. It may take a few milliseconds. May be nil.
 	Elsewhere func(run tiers.Run) (pages int)
 
-	// Peers answers what clients are told as they connect: a number of the sidecars that lend each
-	// other what they hold, the same for each of them; 0: this one is alone. What one of them
-	// stores may then be left out by the others' workers, who ask for every n-th chunk. May be nil.
+	// Peers returns the id of the group of sidecars that lend to each other; 0 if this one is
+	// alone. Clients are sent it when they connect. Workers of one group that hold the same pages
+	// may then share the stores, each asking for every n-th chunk. May be nil.
 	Peers func() uint64
 
-	// UnsharedPeers answers which spaces of ours differ by accident from one of another sidecar's.
-	// May be nil.
+	// UnsharedPeers returns the spaces that differ by accident from a space of another sidecar. May
+	// be nil.
 	UnsharedPeers func() []Unshared
 
-	// OnSpace is told of each space that a worker brings, with what it declared, before anything is
-	// stored in it or asked of it. The Server's lock is held. May be nil.
+	// OnSpace is called for each space that a worker declares first, with the declared fields,
+	// before the space is used. The caller holds Server.mu. May be nil.
 	OnSpace func(sp *tiers.Space, fields []wire.Field)
 
-	// MakeRoom is told how many slots of a geometry are going to be asked for: 1 for each worker
-	// that connects, then the chunks of each store. A store waits for it only if there is no room
-	// for it, and one for which there is room may not be told of at all while a call for the same
-	// worker goes on. Nothing else waits: MakeRoom may wait for any session, such as for a
-	// RetractRegion. Several goroutines call it. May be nil.
+	// MakeRoom is called with the number of slots that will be needed: 1 for each worker that
+	// connects, then the chunks of each store. A store waits for the call only if there is no room
+	// for it. While a call for a worker goes on, stores of that worker with room may be left out.
+	// Nothing else waits, so MakeRoom may wait for any session, such as in RetractRegion. Several
+	// goroutines call it. May be nil.
 	MakeRoom func(g tiers.Geometry, slots int)
 }
 
-// A Server owns the sessions of one sidecar. All methods may be called from any goroutine.
+// Server owns the sessions of one sidecar. Its methods may be called from any goroutine.
 type Server struct {
 	cfg          Config
 	log          *zap.Logger
@@ -89,10 +90,10 @@ type Server struct {
 	lookupLimits wire.Limits   // of lookups
 	wanted       chan struct{} // see Wanted
 	draining     atomic.Bool
-	drains       chan struct{}  // closed when it is draining
-	wg           sync.WaitGroup // the sessions
+	drains       chan struct{}  // closed when draining is set
+	wg           sync.WaitGroup // the goroutines of connections
 
-	native struct { // HandleLookup's, which one goroutine calls
+	native struct { // used by HandleLookup and HandleLMCache, on one goroutine
 		lookup wire.Lookup
 		trim   wire.Trim
 		cancel wire.Cancel
@@ -100,25 +101,25 @@ type Server struct {
 	}
 	lmcache lmcacheState
 
-	mu        sync.Mutex
+	mu        sync.Mutex // guards the fields below
 	closed    bool
 	conns     map[*ipc.Conn]struct{}   // every accepted connection, welcomed or not
 	sessions  map[uint64]*session      // welcomed, or about to be
-	lingering map[*session]*lingerInfo // given up while their clients live; in no other map
-	frozen    map[*session]frozenInfo  // that are known to have frozen; replaced, never changed
+	lingering map[*session]*lingerInfo // sessions that linger; they are not in sessions
+	frozen    map[*session]frozenInfo  // sessions found frozen; the map is replaced, never changed
 	instances map[instanceKey]*instance
 	spaces    []*space
 	regions   []Region
-	retracted map[uint32]struct{} // ids of regions that there were
+	retracted map[uint32]struct{} // ids of regions that are gone
 }
 
-// New returns a Server that accepts nobody yet: bind its lookup sockets with
-// [Server.SetLookupSockets], then call [Server.Serve].
+// New returns a Server that does not accept sessions yet. Call [Server.SetLookupSockets] and then
+// [Server.Serve].
 func New(cfg Config) *Server {
 	limits := wire.DefaultLimits
 	limits.Pages = cfg.MaxPages
-	// A lookup that names more than MaxPages is answered for as many, so it has to be read: the
-	// protocol's limit holds.
+	// A lookup that names more than MaxPages gets a reply for the first MaxPages. So it must be
+	// decoded, by the protocol's limit.
 	lookupLimits := wire.DefaultLimits
 	lookupLimits.Pages = max(lookupLimits.Pages, cfg.MaxPages)
 	if cfg.FrozenAfter == 0 {
@@ -141,15 +142,15 @@ func New(cfg Config) *Server {
 	}
 }
 
-// Limits are those by which lookups are decoded; the lookup sockets are sized by them.
+// Limits returns the limits that lookups are decoded by. The lookup sockets need the same.
 func (s *Server) Limits() wire.Limits { return s.lookupLimits }
 
-// SetLookupSockets gives the Server the sockets whose Handler it is. To be called once, before
+// SetLookupSockets sets the sockets whose Handler the Server is. It must be called once, before
 // Serve.
 func (s *Server) SetLookupSockets(l *ipc.LookupSockets) { s.lookups = l }
 
-// Wanted is signalled when a store did not find the room that it asked for or changed how full the
-// arena is.
+// Wanted returns a channel that receives when a store has found too little room, or when the arena
+// may have become fuller or emptier.
 func (s *Server) Wanted() <-chan struct{} { return s.wanted }
 
 // Serve accepts sessions until the listener is closed or ctx is done. It does not wait for the
@@ -190,9 +191,8 @@ func (s *Server) Serve(ctx context.Context, l *ipc.Listener) error {
 	}
 }
 
-// Drain refuses new sessions and stores, lets stores and loads that are under way finish, and
-// returns when none is left or ctx is done. Those of lingering sessions have nobody who could
-// finish them, and are not waited for.
+// Drain refuses new sessions and stores, and waits until the open stores and loads are finished or
+// ctx is done. It does not wait for those of lingering sessions, which nobody can finish.
 func (s *Server) Drain(ctx context.Context) error {
 	s.refuseStores()
 	tick := time.NewTicker(10 * time.Millisecond)
@@ -219,7 +219,7 @@ func (s *Server) refuseStores() {
 
 // underWay counts the stores and loads of the sessions that do not linger.
 func (s *Server) underWay() (stores, loads int) {
-	s.mu.Lock() // what lingers is freed under it, so that the two counts agree
+	s.mu.Lock() // leases of lingering sessions are freed under mu, so that the two counts agree
 	defer s.mu.Unlock()
 	st := s.engine.Stats()
 	stores, loads = st.OpenStores, st.OpenLoads
@@ -230,8 +230,8 @@ func (s *Server) underWay() (stores, loads int) {
 	return stores, loads
 }
 
-// Close ends every session, frees what they hold and waits for them. Serve must have returned; the
-// lookup sockets are closed after it. It is idempotent.
+// Close ends every session, frees what they hold and waits for their goroutines. Serve must have
+// returned. The lookup sockets must be closed after it. It is idempotent.
 func (s *Server) Close() {
 	s.refuseStores()
 	s.mu.Lock()
@@ -248,14 +248,14 @@ func (s *Server) Close() {
 	s.closeLMCache()
 }
 
-// Sessions returns how many sessions are welcomed; those that linger are none any more.
+// Sessions returns the number of sessions without those that linger.
 func (s *Server) Sessions() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return len(s.sessions)
 }
 
-// A refusal turns a client away. It is the error form of wire.Refuse.
+// refusal is a wire.Refuse as an error.
 type refusal struct{ wire.Refuse }
 
 func (r *refusal) Error() string {
@@ -274,7 +274,7 @@ func refuseMismatch(code string, m mismatch, message string) *refusal {
 		Message: message}}
 }
 
-// The codes of refusals, for the counters.
+// refusalNames are the codes of refusals, for the counters.
 var refusalNames = [...]string{
 	wire.RefuseVersion, wire.RefuseIncompatible, wire.RefuseNoWorker, wire.RefuseBusy,
 	wire.RefuseDraining, wire.RefuseLimit, wire.RefuseMalformed,
@@ -282,8 +282,9 @@ var refusalNames = [...]string{
 
 const refusals = len(refusalNames)
 
-// admit gives the client that said h a session, or refuses it. The session is in the maps and owned
-// in the engine; the caller must end it with s.leave.
+// admit makes a session for the client that sent h, or returns a refusal. It also returns the
+// regions that a worker must be sent. The session is in the maps and an owner in the engine. The
+// caller must end it with s.leave, and unlock its sendMu after the handshake.
 func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []Region, *refusal) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -362,21 +363,21 @@ func (s *Server) admit(h *wire.Hello, conn *ipc.Conn) (*session, []Region, *refu
 			zap.String("engine", h.EngineID),
 			zap.Uint32("rank", h.Rank), zap.Int("pid", int(conn.Peer().PID))),
 	}
-	// Held until the handshake has been sent, so that a region pushed meanwhile comes after it.
+	// Locked until the handshake is sent, so that a region pushed meanwhile comes after it.
 	ses.sendMu.Lock()
 	s.sessions[id] = ses
 	s.count.sessionsOpened.Add(1)
 	return ses, regions, nil
 }
 
-// spaceOf is the space that the workers of all the ranks that a scheduler asks for have declared.
-// s.mu is held.
+// spaceOf returns the space that the workers of all ranks of a scheduler have declared. The caller
+// holds s.mu.
 func (s *Server) spaceOf(h *wire.Hello) (*space, *refusal) {
 	var sp *space
 	for i := range h.Ranks {
 		inst := s.instances[instanceKey{h.EngineID, h.Rank + i}]
 		if inst == nil || inst.workers == 0 {
-			// as every rank has a session, this ends soon, whatever the number
+			// Ranks before this one have a session each, so a large number ends the loop soon.
 			return nil, refuse(wire.RefuseNoWorker,
 				fmt.Sprintf("no worker of engine %q, rank %d, is connected; it declares the space, so it comes first", h.EngineID, h.Rank+i))
 		}
@@ -391,7 +392,8 @@ func (s *Server) spaceOf(h *wire.Hello) (*space, *refusal) {
 	return sp, nil
 }
 
-// spaceFor finds or opens the space that a worker declares. s.mu is held.
+// spaceFor returns the space that a worker declares, and opens it if it is new. The caller holds
+// s.mu.
 func (s *Server) spaceFor(h *wire.Hello) (*space, *refusal) {
 	geometry, bad := geometryOf(h, s.cfg.ArenaLimit)
 	if bad != nil {
@@ -424,8 +426,8 @@ func (s *Server) spaceFor(h *wire.Hello) (*space, *refusal) {
 	return sp, nil
 }
 
-// refuseSpace explains by the closest of the spaces held why h cannot have one of its own. s.mu is
-// held.
+// refuseSpace returns the refusal of a worker when there are too many spaces. It names a field on
+// which the closest of them differs. The caller holds s.mu.
 func (s *Server) refuseSpace(h *wire.Hello) *refusal {
 	var best []mismatch
 	for _, sp := range s.spaces {
@@ -437,14 +439,14 @@ func (s *Server) refuseSpace(h *wire.Hello) *refusal {
 		"spaces.limit allows %d, and all of them have sessions, leases or pins; the closest one differs in %d fields", s.cfg.MaxSpaces, len(best)))
 }
 
-// spaceRoomPatience is how long a space that makes room may take to become empty: its last chunks
-// may be on their way to a tier.
+// spaceRoomPatience is how long emptySpace waits for chunks in use, such as those being copied to a
+// tier.
 const spaceRoomPatience = 2 * time.Second
 
-// makeSpaceRoom has the space that was used longest ago, of those without a session, a lease or a
-// pin, make room for the one that h declares, if there is none left for that. What it has in the
-// arena goes; what the tiers below have of it stays, and is found again when it comes back. s.mu is
-// held; it is released while chunks are dropped.
+// makeSpaceRoom makes room for the space that h declares if it is new and MaxSpaces are open. It
+// drops the space used longest ago of those without a session, a lease or a pin. Chunks of that
+// space in the arena are dropped. Those in the tiers stay, and are found again when the space is
+// opened again. The caller holds s.mu, which is released while chunks are dropped.
 func (s *Server) makeSpaceRoom(h *wire.Hello) {
 	if _, bad := geometryOf(h, s.cfg.ArenaLimit); bad != nil {
 		return
@@ -476,8 +478,8 @@ func (s *Server) makeSpaceRoom(h *wire.Hello) {
 	}
 }
 
-// coldestSpace returns the space that nobody uses and that was used longest ago, but for those that
-// were tried; nil: there is none. s.mu is held.
+// coldestSpace returns the space used longest ago of those without a session, a lease or a pin and
+// not in tried, or nil. The caller holds s.mu.
 func (s *Server) coldestSpace(tried map[*space]bool) *space {
 	var coldest *space
 	last := uint64(math.MaxUint64)
@@ -493,8 +495,8 @@ func (s *Server) coldestSpace(tried map[*space]bool) *space {
 	return coldest
 }
 
-// emptySpace drops what a space has in the arena, waits a little for what is in use, and returns
-// how many chunks it dropped.
+// emptySpace drops the chunks of a space in the arena and returns how many. It waits for chunks in
+// use, at most for spaceRoomPatience.
 func (s *Server) emptySpace(sp *space) (chunks int) {
 	chunks = s.engine.ClearSpace(sp.id)
 	for end := time.Now().Add(spaceRoomPatience); time.Now().Before(end); time.Sleep(
@@ -506,7 +508,7 @@ func (s *Server) emptySpace(sp *space) (chunks int) {
 	return chunks
 }
 
-// dropEmptySpaces closes spaces that hold nothing and that nobody uses. s.mu is held.
+// dropEmptySpaces closes the spaces without chunks and sessions. The caller holds s.mu.
 func (s *Server) dropEmptySpaces() {
 	s.spaces = slices.DeleteFunc(s.spaces, func(sp *space) bool {
 		if sp.sessions > 0 {
@@ -519,13 +521,13 @@ func (s *Server) dropEmptySpaces() {
 	})
 }
 
-// newSessionID returns a random id that is not in use and not 0. It is no secret: status and logs
-// name it. s.mu is held.
+// newSessionID returns a random id that is not in use and not 0. The id is no secret: status and
+// logs show it. The caller holds s.mu.
 func (s *Server) newSessionID() uint64 {
 	for {
 		id := RandomID()
 		if s.sessions[id] == nil && id != uint64(lmcacheOwner) {
-			// that of one that lingers the engine would refuse
+			// The engine refuses the id of a session that lingers.
 			return id
 		}
 	}
@@ -548,7 +550,8 @@ func RandomID() uint64 {
 	}
 }
 
-// leave frees everything that ses holds. It is called once for each admitted session.
+// leave ends a session and frees everything that it holds. It is called once for each admitted
+// session.
 func (s *Server) leave(ses *session) {
 	s.mu.Lock()
 	_, lingers := s.lingering[ses]
@@ -569,7 +572,8 @@ func (s *Server) leave(ses *session) {
 	s.signalWanted()
 }
 
-// strike takes ses out of the books of who is connected. s.mu is held.
+// strike removes ses from the sessions, and from the counts of its space and instance. The caller
+// holds s.mu.
 func (s *Server) strike(ses *session) {
 	delete(s.sessions, ses.id)
 	close(ses.struck)
@@ -583,17 +587,16 @@ func (s *Server) strike(ses *session) {
 	}
 }
 
-// lingerInfo is what is told of a session that lingers. It does not change.
+// lingerInfo describes a session that lingers. It does not change.
 type lingerInfo struct {
 	why           error
 	since         time.Time
-	stores, loads int // that it keeps
+	stores, loads int // that the session keeps
 }
 
-// linger ends a session of which we want to hear no more, and returns when what it holds in the
-// arena may become another's: when its client has closed its end or has died, at once if it holds
-// nothing there, and when the Server is closed. A scheduler's lookups are nothing there: only a
-// worker's loads and stores move bytes.
+// linger ends a session and returns when its slots may be given to others: when its client has
+// closed its end or has died, or when the Server is closed. It returns at once if the session has
+// no loads or stores. Lookups do not count, because only loads and stores move bytes.
 func (s *Server) linger(ses *session, why error) {
 	open := ses.conn.GiveUp(why)
 	info := &lingerInfo{why: why, since: time.Now(), stores: len(ses.stores), loads: len(ses.loads)}

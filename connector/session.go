@@ -20,54 +20,55 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// A session is one connected scheduler or worker. Its goroutine reads its messages one after the
-// other and answers each, but for stores that wait for room (room.go); the fields without a lock
-// are either constant or that goroutine's alone.
+// session is one connected scheduler or worker. Its goroutine handles its messages one after the
+// other, except that stores may wait for room (room.go). A field without a named lock is constant,
+// or used by that goroutine only.
 type session struct {
 	server  *Server
 	id      uint64
 	owner   engine.Owner
-	secret  []byte // see wire.Welcome; nothing but the handshake and the lookup sockets may tell it
+	secret  []byte // see wire.Welcome; only the handshake and the lookup sockets may send it
 	role    string
 	key     instanceKey
-	ranks   uint32 // of a scheduler: from key.rank on, all of which may load what it looks up
+	ranks   uint32 // of a scheduler: this many ranks, from key.rank on, may load what it looks up
 	space   *space
 	conn    *ipc.Conn
 	log     *zap.Logger
 	since   time.Time
-	heard   atomic.Int64 // when its client was last heard of, after since; see frozen.go
-	replies bool         // the lookup sockets answer it
+	heard   atomic.Int64 // when its client last sent something, ns after since; see frozen.go
+	replies bool         // the lookup sockets know it
 
-	// sendMu is held from admission to the end of the handshake and while the coming or going of a
-	// region is pushed.
+	// sendMu is held from admission to the end of the handshake, and while a message is pushed.
 	sendMu sync.Mutex
 
-	notices []string // what it was told, of what its user should know; guarded by Server.mu
+	notices []string // texts of the notices that it was sent; guarded by Server.mu
 
-	// Guarded by Server.mu: the regions that the worker was told to unmap, each with what is closed
-	// when it has.
+	// unmapping has the regions that the worker was told to unmap. The channel of each is closed
+	// when the worker has. Guarded by Server.mu.
 	unmapping map[uint32]chan struct{}
-	// the same for those that it was told to map while it was connected
+	// mapping has the regions that the worker was told to map after its handshake. The channel of
+	// each is closed when the worker has. Guarded by Server.mu.
 	mapping map[uint32]chan struct{}
-	// one of these took longer than was waited for, and it has mapped none since
+	// late is set if AwaitRegion has timed out for the worker and it has mapped no region since.
+	// Guarded by Server.mu.
 	late bool
-	// closed when the session is struck off the books of who is connected
+	// struck is closed by Server.strike.
 	struck chan struct{}
 
-	room    *roomCall // of Config.MakeRoom, that takes long; nil if none does
-	waiting [][]byte  // the PrepareStores that wait for it, oldest first: copies
+	room    *roomCall // the call of Config.MakeRoom that takes long, or nil
+	waiting [][]byte  // copies of the PrepareStores that wait for room, oldest first
 
-	out     []byte // the answer being encoded
+	out     []byte // the encoded reply
 	extents []engine.Extent
-	// Pages of each extent of the stores and loads under way, for the counters. The engine bounds
-	// how many there are.
+	// stores and loads have the pages of each extent of the open stores and loads, for the
+	// counters. The engine bounds how many there are.
 	stores, loads map[uint64][]uint32
-	spare         [][]uint32
+	spare         [][]uint32 // slices for reuse, see pagesOf
 
-	feed   *engine.Feed // nil until it asks for events
-	events []engine.Event
-	told   []byte // digests of these
-	ends   []byte // digests of a load's pages
+	feed   *engine.Feed   // nil until it asks for events
+	events []engine.Event // for reuse by tellEvents
+	told   []byte         // digests of events, for reuse
+	ends   []byte         // digests of a load's pages, for reuse
 
 	msg struct {
 		prepareStore wire.PrepareStore
@@ -103,8 +104,7 @@ func (s *Server) serveConn(conn *ipc.Conn) {
 					s.count.refused[i].Add(1)
 				}
 			}
-			// A scheduler that is earlier than its worker asks again every little while: that is no
-			// news.
+			// A scheduler that is earlier than its worker tries again and again, which is normal.
 			level := zap.WarnLevel
 			if r.Code == wire.RefuseNoWorker {
 				level = zap.DebugLevel
@@ -132,8 +132,8 @@ func (s *Server) serveConn(conn *ipc.Conn) {
 		zap.Duration("after", time.Since(ses.since).Round(time.Millisecond)))
 }
 
-// handshake reads the Hello and answers it. A session that is not nil must be ended with leave,
-// also beside an error. A *refusal is still to be sent.
+// handshake receives the Hello and replies to it. The caller must end the session with leave if it
+// is not nil, also if there is an error. It must send the error to the client if it is a *refusal.
 func (s *Server) handshake(conn *ipc.Conn) (*session, error) {
 	if err := conn.SetRecvDeadline(time.Now().Add(handshakePatience)); err != nil {
 		return nil, err
@@ -193,14 +193,15 @@ func (s *Server) handshake(conn *ipc.Conn) (*session, error) {
 	return ses, nil
 }
 
-// push sends what the session did not ask for, behind its handshake. Any goroutine.
+// push sends a message that is not a reply, after the handshake. Any goroutine may call it.
 func (ses *session) push(message []byte, fds ...int) error {
 	ses.sendMu.Lock()
 	defer ses.sendMu.Unlock()
 	return ses.conn.Send(message, fds...)
 }
 
-// run answers messages until the client leaves, breaks the protocol or stops reading.
+// run handles messages until the client leaves, breaks the protocol or stops reading. It returns
+// the reason.
 func (ses *session) run() error {
 	for {
 		b, err := ses.conn.Recv()
@@ -230,7 +231,7 @@ func (ses *session) run() error {
 	}
 }
 
-// reply sends an answer; an error ends the session.
+// reply sends a reply. An error must end the session.
 func (ses *session) reply(b []byte) error {
 	err := ses.conn.Send(b)
 	if errors.Is(err, ipc.ErrPeerStuck) {
@@ -239,8 +240,8 @@ func (ses *session) reply(b []byte) error {
 	return err
 }
 
-// handle does what one message asks. It returns the answer, if the message has one, valid until the
-// next call; and an error when the session must end.
+// handle handles one message. It returns the reply, which is valid until the next call, or nil. It
+// returns an error if the session must end.
 func (ses *session) handle(b []byte) ([]byte, error) {
 	t, err := wire.Peek(b)
 	if err != nil {
@@ -327,9 +328,9 @@ func (ses *session) answer(m wire.Message) []byte {
 // clearPatience bounds the clearing of a space in the tiers below the arena.
 const clearPatience = 30 * time.Second
 
-// clearSpace forgets the session's space wherever it is held. What a client clears its cache for,
-// such as new weights, makes every page that is left a wrong one: so where a tier fails the client
-// is told.
+// clearSpace drops all chunks of the session's space, in the arena and in the tiers, and returns
+// the reply. It replies with an error if any tier fails, because a page that is left may be wrong:
+// a client clears its cache for such reasons as new weights.
 func (ses *session) clearSpace() []byte {
 	id := ses.msg.clear.ID
 	ctx, cancel := context.WithTimeout(context.Background(), clearPatience)
@@ -350,11 +351,11 @@ func (ses *session) clearSpace() []byte {
 	return ses.answer(&wire.Cleared{ID: id, Chunks: uint32(min(chunks, math.MaxUint32))})
 }
 
-// tellPages is how many pages one answer to ReadEvents has, by at most a chunk's more: with these
-// it fits a packet.
+// tellPages is how many pages one reply to ReadEvents has, and at most one chunk more. So many fit
+// a packet.
 const tellPages = 2048
 
-// tellEvents answers what came and went in the session's space since it asked before.
+// tellEvents returns the reply to ReadEvents.
 func (ses *session) tellEvents() []byte {
 	id := ses.msg.readEvents.ID
 	if ses.feed == nil {
@@ -378,19 +379,19 @@ func (ses *session) tellEvents() []byte {
 	return ses.answer(m)
 }
 
-// fail answers request id with the engine's error.
+// fail counts an error of the engine and returns the reply to request id that reports it.
 func (ses *session) fail(id uint32, err error) []byte {
 	kind := kindOf(err)
 	ses.server.count.fail(kind)
 	if kind == KindInternal {
-		// Not one of the wire's codes: the client can only try again.
+		// The wire has no code for this, and the client can only try again.
 		ses.log.Error("engine", zap.Error(err))
 		kind = KindBusy
 	}
 	return ses.answer(&wire.Error{ID: id, Code: kind.String(), Message: err.Error()})
 }
 
-// note counts the error of a request that has no answer.
+// note counts the error of a request without a reply.
 func (ses *session) note(err error) {
 	if err != nil {
 		ses.server.count.fail(kindOf(err))
@@ -398,7 +399,8 @@ func (ses *session) note(err error) {
 	}
 }
 
-// prepareStore answers m.prepareStore, which b is, unless it has to wait for room.
+// prepareStore returns the reply to msg.prepareStore, whose encoding is b. If the store must wait
+// for room, it keeps a copy of b and returns nil.
 func (ses *session) prepareStore(b []byte) []byte {
 	m, s := &ses.msg.prepareStore, ses.server
 	digest := ses.space.geometry.DigestBytes
@@ -421,14 +423,14 @@ func (ses *session) prepareStore(b []byte) []byte {
 	return nil
 }
 
-// chunksOf is how many chunks the pages of a store lie in, of those that it is for.
+// chunksOf returns in how many chunks the pages of a store are, counting only one of Every.
 func (ses *session) chunksOf(m *wire.PrepareStore) int {
 	ppc := ses.space.geometry.PagesPerChunk
 	chunks := uint64(len(m.Hashes)/ses.space.geometry.DigestBytes+ppc-1) / uint64(ppc)
 	return int((chunks + uint64(m.Every) - 1) / uint64(m.Every))
 }
 
-// grantStore answers m.prepareStore, for which room was made.
+// grantStore returns the reply to msg.prepareStore after room was made.
 func (ses *session) grantStore() []byte {
 	m, s := &ses.msg.prepareStore, ses.server
 	if s.draining.Load() {
@@ -472,7 +474,8 @@ func (ses *session) grantStore() []byte {
 	return ses.answer(g)
 }
 
-// elsewhere is how many pages of a store, whole chunks from its first on, need not be stored here.
+// elsewhere returns how many pages of a store, as whole chunks from the first page on, need not be
+// stored here.
 func (ses *session) elsewhere(m *wire.PrepareStore) int {
 	s, g := ses.server, &ses.space.geometry
 	if s.cfg.Elsewhere == nil || int(m.FirstPage)%g.PagesPerChunk != 0 {
@@ -493,7 +496,7 @@ func (ses *session) convert(out []wire.Extent, extents []engine.Extent) []wire.E
 	return out
 }
 
-// pagesOf returns the number of pages of each extent, in a slice that done takes back.
+// pagesOf returns the number of pages of each extent. done takes the slice back for reuse.
 func (ses *session) pagesOf(extents []engine.Extent) []uint32 {
 	var pages []uint32
 	if n := len(ses.spare); n > 0 {
@@ -505,8 +508,8 @@ func (ses *session) pagesOf(extents []engine.Extent) []uint32 {
 	return pages
 }
 
-// done ends the account of a store or load and returns its pages, but for those of the extents in
-// except.
+// done removes a store or load from account and returns its number of pages, without those of the
+// extents in except.
 func (ses *session) done(account map[uint64][]uint32, id uint64, except []uint32) (pages uint64) {
 	of := account[id]
 	delete(account, id)
@@ -538,9 +541,9 @@ func (ses *session) commitStore() {
 
 func (ses *session) prepareLoad() []byte {
 	m, s := &ses.msg.prepareLoad, ses.server
-	// The lookup must be of a scheduler of the same engine and rank, or of ranks that this one is
-	// among: a worker reaches no other instance's leases. That it is of the engine anybody can say.
-	// Only who was told by the scheduler has the lookup's ticket.
+	// The lookup must be of a scheduler of the same engine whose ranks include this one, so that a
+	// worker cannot reach the leases of another instance. Any client can claim an engine and a rank
+	// in its Hello, so the load also needs the lookup's ticket, which only the scheduler can give.
 	scheduler := s.findSession(m.Session)
 	if scheduler == nil || scheduler.role != wire.RoleScheduler {
 		return ses.fail(m.ID, fmt.Errorf("%w: no scheduler has the session %016x",
@@ -563,7 +566,7 @@ func (ses *session) prepareLoad() []byte {
 	}
 	load, extents, err := s.engine.PrepareLoad(ses.owner, scheduler.owner, m.Lookup,
 		int(m.FirstPage), int(m.Pages), ses.extents[:0])
-	s.stack.Sweep() // what the lookup had besides
+	s.stack.Sweep() // frees the rest of what the lookup had
 	ses.extents = extents
 	if err != nil {
 		return ses.fail(m.ID, err)

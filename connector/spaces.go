@@ -16,36 +16,35 @@ import (
 // maxSlotBytes bounds pages_per_chunk * page_bytes, so that no arithmetic on slots can wrap.
 const maxSlotBytes = 1 << 40
 
-// minPageBytes keeps what the index needs for a page small beside the page. The engine has the same
-// bound.
+// minPageBytes keeps an index entry small compared with its page. The engine has the same bound.
 const minPageBytes = 256
 
-// A space is one kind of pages: a worker declared it, and schedulers and further workers join it.
-// Guarded by Server.mu.
+// space is one kind of pages. A worker declares it; schedulers and further workers join it.
+// Server.mu guards it.
 type space struct {
 	id          engine.SpaceID
 	fingerprint tiers.Fingerprint
 	geometry    tiers.Geometry
 	declared    *tiers.Space
-	hello       wire.Hello // what the first worker declared; its Fields are owned by the space
+	hello       wire.Hello // what the first worker declared; the space owns its Fields
 	sessions    int        // workers and schedulers that are connected
 }
 
-// An instanceKey names one rank of one vLLM instance.
+// instanceKey names one rank of one vLLM instance.
 type instanceKey struct {
 	id   string
 	rank uint32
 }
 
-// An instance is what connects a scheduler to the space of its worker. It lasts while any session
-// of it does. Guarded by Server.mu.
+// instance leads a scheduler to the space of its worker. It exists while it has sessions. Server.mu
+// guards it.
 type instance struct {
 	space    *space
 	workers  int
 	sessions int
 }
 
-// A mismatch is one field on which two declarations differ.
+// mismatch is one field on which two declarations differ.
 type mismatch struct {
 	field, want, got string
 }
@@ -54,9 +53,9 @@ func (m mismatch) String() string {
 	return fmt.Sprintf("%s: the sidecar has %q, the client %q", m.field, m.want, m.got)
 }
 
-// fingerprintOf names the space that h declares: the SHA-256 of the canonical msgpack of its
-// geometry and fields. Fields arrive sorted by key and unique, so equal declarations have equal
-// bytes.
+// fingerprintOf returns the fingerprint of the space that h declares: the SHA-256 of the canonical
+// msgpack of its geometry and fields. Fields are sorted by key and unique, so equal declarations
+// have equal bytes.
 func fingerprintOf(h *wire.Hello) (tiers.Fingerprint, error) {
 	fields := make([][2]string, 0, len(h.Fields))
 	for _, f := range h.Fields {
@@ -70,7 +69,7 @@ func fingerprintOf(h *wire.Hello) (tiers.Fingerprint, error) {
 	return tiers.FingerprintOf(b), nil
 }
 
-// fieldsOf is the fields of h by their keys.
+// fieldsOf returns the fields of h as a map.
 func fieldsOf(h *wire.Hello) map[string]string {
 	fields := make(map[string]string, len(h.Fields))
 	for _, f := range h.Fields {
@@ -79,7 +78,7 @@ func fieldsOf(h *wire.Hello) map[string]string {
 	return fields
 }
 
-// withFields is h with further fields, which replace its own of the same keys.
+// withFields returns h with further fields, which replace fields of the same keys.
 func withFields(h *wire.Hello, more []wire.Field) *wire.Hello {
 	if len(more) == 0 {
 		return h
@@ -93,8 +92,7 @@ func withFields(h *wire.Hello, more []wire.Field) *wire.Hello {
 	return &out
 }
 
-// geometryOf checks the geometry that a worker declares. A mismatch says what is wrong with which
-// field.
+// geometryOf returns the geometry that a worker declares, or the field that is out of bounds.
 func geometryOf(h *wire.Hello, arenaLimitBytes int64) (tiers.Geometry, *mismatch) {
 	bad := func(field, want string, got uint64) (tiers.Geometry, *mismatch) {
 		return tiers.Geometry{}, &mismatch{field, want, strconv.FormatUint(got, 10)}
@@ -121,8 +119,8 @@ func geometryOf(h *wire.Hello, arenaLimitBytes int64) (tiers.Geometry, *mismatch
 	}, nil
 }
 
-// elements are the names under which vLLM and PyTorch know what a page is made of, and ours for
-// codecs.
+// elements maps the names that vLLM and PyTorch have for the element type of a page to the names
+// that codecs use.
 var elements = map[string]string{
 	"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32",
 	"float": "float32",
@@ -130,9 +128,9 @@ var elements = map[string]string{
 	"float8_e4m3fn": "float8", "float8_e5m2": "float8",
 }
 
-// elementOf is what the pages of a space are made of, by the fields that its worker declared: the
-// type of its cache, or where that is "auto" the model's. "" if they do not say, or something that
-// is not known.
+// elementOf returns the element type of a space's pages by the fields that its worker declared: the
+// type of the KV cache, or the model's if that is "auto". It returns "" if the fields do not name
+// one that is known.
 func elementOf(fields []wire.Field) string {
 	named := map[string]string{}
 	for _, f := range fields {
@@ -144,8 +142,8 @@ func elementOf(fields []wire.Field) string {
 	return elements[named["dtype"]]
 }
 
-// compare returns the fields on which got differs from want. With partial, what got leaves out (a
-// number that is 0, a field that it lacks) agrees.
+// compare returns the fields on which got differs from want. With partial, a number that is 0 in
+// got and a field that got lacks count as equal.
 func compare(want, got *wire.Hello, partial bool) []mismatch {
 	var diff []mismatch
 	number := func(field string, w, g uint64) {
@@ -158,7 +156,7 @@ func compare(want, got *wire.Hello, partial bool) []mismatch {
 	number("page_bytes", want.PageBytes, got.PageBytes)
 	number("pages_per_chunk", uint64(want.PagesPerChunk), uint64(got.PagesPerChunk))
 	number("digest_bytes", uint64(want.DigestBytes), uint64(got.DigestBytes))
-	// Both lists are sorted by key: one pass over the two.
+	// Both lists are sorted by key, so one pass compares them.
 	w, g := want.Fields, got.Fields
 	for len(w) > 0 || len(g) > 0 {
 		switch {

@@ -20,8 +20,8 @@ type SessionStatus struct {
 	Since    time.Time `json:"since"`
 }
 
-// LingeringStatus describes a session that was given up while its client lives. What it holds stays
-// its own until then.
+// LingeringStatus describes a session that was given up while its client lives. It keeps what it
+// holds until the client leaves.
 type LingeringStatus struct {
 	SessionStatus
 	Why       string    `json:"why"`
@@ -30,8 +30,8 @@ type LingeringStatus struct {
 	Loads     int       `json:"loads"`
 }
 
-// FrozenStatus describes a session whose client lives and says nothing, and holds parts of the
-// arena. They stay its own.
+// FrozenStatus describes a session whose client holds slots and lives, but sends nothing. It keeps
+// the slots.
 type FrozenStatus struct {
 	SessionStatus
 	SilentSince time.Time `json:"silent_since"`
@@ -53,7 +53,7 @@ type SpaceStatus struct {
 	Fields        map[string]string `json:"fields"`
 }
 
-// Status is who is connected and what has happened.
+// Status has the connected sessions, the spaces and the counters.
 type Status struct {
 	Draining  bool              `json:"draining"`
 	Sessions  []SessionStatus   `json:"sessions"`  // oldest first
@@ -127,8 +127,8 @@ func (ses *session) status() SessionStatus {
 // Counters returns what has happened since the start.
 func (s *Server) Counters() Counters { return s.count.snapshot() }
 
-// SpaceFields are what the worker declared that brought a space here; false: nobody has declared
-// it, or it is gone. They are not to be changed.
+// SpaceFields returns the fields of the first worker that declared a space, or false if the space
+// is not open. The caller must not change them.
 func (s *Server) SpaceFields(fp tiers.Fingerprint) (map[string]string, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -14,25 +14,25 @@ import (
 )
 
 const (
-	// unsharedEvery is how often it is looked which schedulers have to be told that their instance
-	// shares nothing with another.
+	// unsharedEvery is the time between two checks for instances that share nothing.
 	unsharedEvery = time.Second
-	// maxNotices bounds what one session is told in its life, whatever others declare meanwhile.
+	// maxNotices bounds the notices that one session is sent in its life.
 	maxNotices = 16
 	// maxWarned bounds the warnings of this kind in a sidecar's life.
 	maxWarned = 256
 )
 
-// Unshared is a pair of spaces that differ only as users make them differ by accident.
+// Unshared is a pair of spaces with only such differences as users make by accident.
 type Unshared struct {
 	Ours, Theirs tiers.Fingerprint
-	Whose        string // who has the other, for people
-	// both have sessions now; not known of another sidecar's, which counts as one that has
+	Whose        string // the instance that has Theirs, for people
+	// Connected is set if both have sessions now. The space of another sidecar always counts as one
+	// that has.
 	Connected bool
 	Causes    []unshared.Cause
 }
 
-// declaration is what the space's first worker declared.
+// declaration returns what the space's first worker declared.
 func (sp *space) declaration() *unshared.Space {
 	h := &sp.hello
 	return &unshared.Space{
@@ -41,9 +41,9 @@ func (sp *space) declaration() *unshared.Space {
 	}
 }
 
-// Unshared returns the pairs of spaces that have sessions or pages and differ by accident, each in
-// both orders: of the first one, why it shares nothing with the second. The second may be another
-// sidecar's.
+// Unshared returns the pairs of spaces that differ by accident, of those with sessions or pages.
+// Each pair of this sidecar's spaces is returned in both orders. Theirs may be a space of another
+// sidecar.
 func (s *Server) Unshared() []Unshared {
 	var out []Unshared
 	if s.cfg.UnsharedPeers != nil {
@@ -71,8 +71,8 @@ func (s *Server) Unshared() []Unshared {
 	return out
 }
 
-// whose names an instance that has a space, for people: by its scheduler, which is the same for all
-// its ranks. s.mu is held.
+// whose returns a name, for people, of an instance that has a space. It names the instance by its
+// scheduler, which is the same for all ranks. The caller holds s.mu.
 func (s *Server) whose(sp *space) string {
 	var first *session
 	for _, ses := range s.sessions {
@@ -87,8 +87,8 @@ func (s *Server) whose(sp *space) string {
 	return fmt.Sprintf("the instance of pid %d", first.conn.Peer().PID)
 }
 
-// tellUnshared warns of instances that share nothing by accident, in the log and in those of the
-// instances, until ctx is done. It is a goroutine of Serve's.
+// tellUnshared warns of instances that share nothing by accident, in the log and by notices to the
+// instances, until ctx is done. Serve runs it on its own goroutine.
 func (s *Server) tellUnshared(ctx context.Context) {
 	warned := map[string]bool{}
 	tick := time.NewTicker(unsharedEvery)
@@ -113,7 +113,7 @@ func (s *Server) tellUnshared(ctx context.Context) {
 	}
 }
 
-// notify tells the schedulers of a space what their users should know, each of them once.
+// notify sends a notice to the schedulers of a space that have not been sent it before.
 func (s *Server) notify(fp tiers.Fingerprint, text string) {
 	var to []*session
 	s.mu.Lock()
