@@ -16,9 +16,9 @@ const (
 type verdict uint8
 
 const (
-	worked  verdict = iota // it answered, a miss included
-	failed                 // it did not, or too late
-	neither                // it was not asked in the end
+	worked  verdict = iota // it returned in time, a miss included
+	failed                 // it returned an error, or nothing in time
+	neither                // the call was not made, or says nothing about the tier
 )
 
 // breaker turns a tier off that fails, and tries it again after a pause, by one call at a time. Any
@@ -29,7 +29,7 @@ const (
 //	                                 └────── fails; a longer pause ────┘
 type breaker struct {
 	limit int // failures in a row that open it
-	// told of changes between closed and not; the lock is held
+	// change is called when the breaker closes or stops being closed. mu is held.
 	change func(open bool, pause time.Duration)
 
 	mu       sync.Mutex
@@ -42,15 +42,15 @@ type breaker struct {
 	tried    chan struct{} // closed when the call that is probing has ended
 }
 
-// usable says whether a call could be let through now.
+// usable reports whether enter would let a call through now.
 func (b *breaker) usable() bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return !b.open || !b.probing && !time.Now().Before(b.until)
 }
 
-// enter lets a call through, or not. leave must follow if it does. probe says that the call is a
-// try, and little should depend on it.
+// enter reports whether a call may be made now. If ok, leave must follow. probe reports that the
+// call tries a tier that is off: little should depend on it.
 func (b *breaker) enter() (ok, probe bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -63,7 +63,7 @@ func (b *breaker) enter() (ok, probe bool) {
 	return true, b.open
 }
 
-// enterAfter is enter, but waits for the outcome of a call that is trying the tier.
+// enterAfter is enter, but first waits for the outcome of a call that tries the tier.
 func (b *breaker) enterAfter() bool {
 	for {
 		if ok, _ := b.enter(); ok {
@@ -82,7 +82,7 @@ func (b *breaker) enterAfter() bool {
 	}
 }
 
-// leave says how a call went that was let through.
+// leave records how a call went that enter let through.
 func (b *breaker) leave(v verdict) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -117,7 +117,7 @@ func (b *breaker) leave(v verdict) {
 	}
 }
 
-// wait is how long it takes until a call may be let through, 0 if one may be now.
+// wait returns how long it takes until a call may be made, 0 if one may be made now.
 func (b *breaker) wait() time.Duration {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -130,7 +130,7 @@ func (b *breaker) wait() time.Duration {
 	return max(0, time.Until(b.until))
 }
 
-// state is closed, open or probing, and how often it opened.
+// state returns closed, open or probing, and how often the breaker opened.
 func (b *breaker) state() (string, uint64) {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -11,8 +11,8 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// beginStore waits until nobody wants the tier to be left alone, and says that something is being
-// stored in it from now on. false: the Stack is closed.
+// beginStore waits until the tier is not paused, and counts a call of its Store. endStore ends it.
+// It returns false if the Stack is closed.
 func (s *Stack) beginStore(t *tier) bool {
 	s.mu.Lock()
 	defer s.unlockAndWake()
@@ -77,8 +77,8 @@ func (s *Stack) storeWorker(t *tier) {
 	}
 }
 
-// store writes a batch of the arena's chunks to a tier. What fails is tried once more, then left to
-// its next use.
+// store writes a batch of the arena's chunks to a tier. A chunk that fails is tried once more. If
+// it fails again it is written when it is used next.
 func (s *Stack) store(t *tier, items []engine.CascadeItem) (v verdict) {
 	if items = s.recheckItems(s.verifyItems(items)); len(items) == 0 {
 		return neither
@@ -132,7 +132,7 @@ func (s *Stack) store(t *tier, items []engine.CascadeItem) (v verdict) {
 	return v
 }
 
-// callStore calls a tier's Store and counts.
+// callStore calls a tier's Store and counts the outcome.
 func (s *Stack) callStore(t *tier, transfers []tiers.Transfer,
 	done func(i int, err error)) verdict {
 	start := time.Now()
@@ -150,7 +150,7 @@ func (s *Stack) callStore(t *tier, transfers []tiers.Transfer,
 	})
 }
 
-// drop makes a tier forget what was cleared while it was given it.
+// drop makes a tier forget a run that was cleared while it was being stored.
 func (s *Stack) drop(t *tier, run tiers.Run) {
 	ctx, cancel := context.WithTimeoutCause(s.ctx, t.StoreTimeout, errLate)
 	defer cancel()
@@ -159,7 +159,8 @@ func (s *Stack) drop(t *tier, run tiers.Run) {
 	}
 }
 
-// demoteWorker gives a tier what the tier above it is about to drop, by a buffer that is its own.
+// demoteWorker copies to a tier what the tier above it is about to drop, through a buffer of its
+// own.
 func (s *Stack) demoteWorker(t *tier) {
 	above := s.tiers[t.index-1]
 	var bounce []byte
@@ -209,8 +210,8 @@ func (s *Stack) demoteWorker(t *tier) {
 	}
 }
 
-// spaceLike is the space as the Stack knows it, and else as a tier does, which keeps only what it
-// needs.
+// spaceLike returns the space as the Stack knows it. If it does not, it returns sp, which a tier
+// made of what it keeps.
 func (s *Stack) spaceLike(sp *tiers.Space) *tiers.Space {
 	for _, known := range *s.spaces.Load() {
 		if known != nil && known.Fingerprint == sp.Fingerprint {
@@ -220,8 +221,8 @@ func (s *Stack) spaceLike(sp *tiers.Space) *tiers.Space {
 	return sp
 }
 
-// bounce makes the buffer between two tiers, if need be, and says how many of n runs fit it. 0: the
-// first is larger than it may be.
+// bounce makes the buffer between two tiers, if there is none, and returns how many of n runs fit
+// it. 0: the first is larger than the buffer.
 func (s *Stack) bounce(buf []byte, n int, run func(i int) tiers.Run) ([]byte, int) {
 	if buf == nil {
 		buf = make([]byte, s.cfg.BounceBytes)
@@ -250,8 +251,8 @@ func carry(buf []byte, n int, run func(i int) tiers.Run) []tiers.Transfer {
 	return out
 }
 
-// copyUp copies chunks from one tier to another through the transfers' bytes, but for those that it
-// has already. kept[i] says that it has one in the end.
+// copyUp copies chunks from one tier to another through the transfers' bytes, except those that it
+// holds already. It sets kept[i] if the tier holds chunk i in the end.
 func (s *Stack) copyUp(from, to *tier, transfers []tiers.Transfer, kept []bool) {
 	if ok, _ := to.breaker.enter(); !ok {
 		return
@@ -312,9 +313,9 @@ func (s *Stack) copyUp(from, to *tier, transfers []tiers.Transfer, kept []bool) 
 	})
 }
 
-// Flush waits until what is queued for the tiers has been written to them, or ctx ends. Partly
-// filled chunks no longer wait for their delay. A tier that is off is not waited for. What was not
-// written is the error.
+// Flush waits until what is queued for the tiers has been written, or ctx ends. Partly filled
+// chunks do not wait for their delay. Flush does not wait for a tier that is off. The error names
+// what was not written.
 func (s *Stack) Flush(ctx context.Context) error {
 	s.engine.HurryPartials()
 	for {

@@ -11,21 +11,21 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// Mode says which hits in tiers are promoted.
+// Mode is which hits in tiers are promoted.
 type Mode uint8
 
 const (
-	// those that arrive before they could be computed again, as far as that is known
+	// PromoteAuto promotes what arrives before it could be computed again, as far as is known.
 	PromoteAuto   Mode = iota
-	PromoteAlways      // all
-	PromoteNever       // none: lookups ask the arena only
+	PromoteAlways      // promotes all
+	PromoteNever       // promotes nothing: lookups ask the arena only
 )
 
 var modeNames = [...]string{"auto", "always", "never"}
 
 func (m Mode) String() string { return modeNames[m] }
 
-// ParseMode understands a mode's name.
+// ParseMode returns the mode of a name.
 func ParseMode(name string) (Mode, error) {
 	for i, n := range modeNames {
 		if n == name {
@@ -52,18 +52,19 @@ type Config struct {
 	Bell   *Bell
 	// Arena is the memory of a region, for its whole length.
 	Arena func(region uint32) []byte
-	// Log is told of breakers and other news, once each. Default: nothing.
+	// Log gets a line when a breaker opens or closes, and when a chunk has rotted. Default:
+	// nothing.
 	Log *zap.Logger
-	// Promote says which hits in tiers are worth their time. Default PromoteAuto.
+	// Promote is which hits in tiers are worth their time. Default PromoteAuto.
 	Promote Mode
-	// LookupDeadline bounds how long a lookup waits, whatever the asker allows. Default 3 s.
+	// LookupDeadline bounds how long a lookup waits, even if the asker allows more. Default 3 s.
 	LookupDeadline time.Duration
-	// MaxPending bounds the lookups under way, and MaxPendingBytes the digests that they hold; one
-	// more is answered with what the arena has. Defaults 1,024 and 64 MiB.
+	// MaxPending bounds the lookups under way, and MaxPendingBytes the digests that they hold. The
+	// answer to one more is what the arena holds. Defaults 1,024 and 64 MiB.
 	MaxPending      int
 	MaxPendingBytes int64
-	// LongChunks is how many chunks a lookup may have that its caller walks. Longer ones are walked
-	// behind its back, by turns. Default 512, which takes some 100 µs.
+	// LongChunks is how many chunks of a lookup its caller walks. The walker walks the rest, in
+	// turns. Default 512, which takes some 100 µs.
 	LongChunks int
 	// BounceBytes is the size of the buffer for chunks on their way from one tier to another, at
 	// least one chunk. Each such tier has one, and each Move. Default 64 MiB.
@@ -253,7 +254,7 @@ func ring(c chan struct{}) {
 	}
 }
 
-// sleep waits for d, or less if ctx ends: then it answers false.
+// sleep waits for d. It returns false if ctx ends before.
 func sleep(ctx context.Context, d time.Duration) bool {
 	t := time.NewTimer(d)
 	defer t.Stop()

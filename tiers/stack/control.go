@@ -18,7 +18,7 @@ const firstOwner = math.MaxUint64 >> 1 &^ 0xFFFFFFFF
 // window is how many chunks Prefetch and Move lease at a time.
 const window = 64
 
-// asOwner calls f with an owner of a space that lives as long.
+// asOwner calls f with an owner of a space, which is removed when f returns.
 func (s *Stack) asOwner(id engine.SpaceID, f func(o engine.Owner, sp *tiers.Space) error) error {
 	sp := s.space(id)
 	if sp == nil {
@@ -38,8 +38,8 @@ type answer chan int
 func (answer) LookupPending(engine.Owner, uint64, int, time.Duration) {}
 func (a answer) LookupAnswered(x Answer)                              { a <- x.Pages }
 
-// windows calls f with a prefix piece by piece, until it does less than it was given or fails. It
-// answers the pages that f did.
+// windows calls f with a prefix piece by piece, until f returns less than its piece or fails. It
+// returns the sum of the pages.
 func windows(sp *tiers.Space, hashes []byte, f func(run tiers.Run) (int, error)) (pages int,
 	err error) {
 	run := tiers.Run{Space: sp, Hashes: hashes}
@@ -60,21 +60,20 @@ func windows(sp *tiers.Space, hashes []byte, f func(run tiers.Run) (int, error))
 	return pages, nil
 }
 
-// Prefetch brings a prefix into the arena, as far as some tier has it and there is room, and
-// answers how many pages of it the arena had at the end or in between. Nothing of it stays leased.
+// Prefetch promotes a prefix, as far as some tier holds it and there is room. It returns how many
+// pages of it the arena held at some moment of the call. Nothing of it stays leased.
 func (s *Stack) Prefetch(ctx context.Context, id engine.SpaceID,
 	hashes []byte) (pages int, err error) {
 	err = s.asOwner(id, func(o engine.Owner, sp *tiers.Space) error {
 		pages, err = windows(sp, hashes, func(run tiers.Run) (int, error) {
-			return s.fetch(ctx, o,
-				id, run)
+			return s.fetch(ctx, o, id, run)
 		})
 		return err
 	})
 	return pages, err
 }
 
-// fetch brings a run into the arena.
+// fetch promotes a run.
 func (s *Stack) fetch(ctx context.Context, o engine.Owner, id engine.SpaceID,
 	run tiers.Run) (pages int, err error) {
 	if ctx.Err() != nil {
@@ -98,8 +97,8 @@ func (s *Stack) fetch(ctx context.Context, o engine.Owner, id engine.SpaceID,
 	}
 }
 
-// probeTier loads the first chunk of what was cut off a lookup, for nobody, if its tier has not
-// been measured for a while: what made it look slow may be over.
+// probeTier loads the first chunk of a rest that was cut off whole, if its tier has not been
+// measured for a while: what made the tier look slow may be over. Nobody waits for the chunk.
 func (s *Stack) probeTier(r *request) {
 	if r.plan.chunks > 0 || len(r.plan.source) == 0 || r.plan.source[0] < 0 {
 		return
@@ -128,7 +127,7 @@ func (s *Stack) probeTier(r *request) {
 // probeAge is how old a tier's estimates must be for a probe.
 const probeAge = time.Second
 
-// tierNamed is a tier by its name, nil for the arena.
+// tierNamed returns a tier by its name, nil for the arena.
 func (s *Stack) tierNamed(name string) (*tier, error) {
 	if name == arenaName {
 		return nil, nil
@@ -143,7 +142,7 @@ func (s *Stack) tierNamed(name string) (*tier, error) {
 
 // Move copies a prefix from one tier to another, either of which may be "arena", as far as the
 // first has it without a gap and the second has room, and unless keep drops it from the first. It
-// answers how many pages arrived.
+// returns how many pages arrived.
 func (s *Stack) Move(ctx context.Context, id engine.SpaceID, hashes []byte, from, to string,
 	keep bool) (pages int, err error) {
 	src, err := s.tierNamed(from)
@@ -192,7 +191,7 @@ func (s *Stack) Move(ctx context.Context, id engine.SpaceID, hashes []byte, from
 	return pages, err
 }
 
-// putDown stores what the arena has of a run in a tier.
+// putDown stores in a tier what the arena holds of a run.
 func (s *Stack) putDown(ctx context.Context, o engine.Owner, run tiers.Run,
 	to *tier) (pages int, err error) {
 	if err := s.VerifyRun(ctx, o, run); err != nil {
@@ -233,7 +232,7 @@ func (s *Stack) putDown(ctx context.Context, o engine.Owner, run tiers.Run,
 	return prefixOf(run, kept), err
 }
 
-// carryOver copies what one tier has of a run to another.
+// carryOver copies what one tier holds of a run to another. It returns buf, to use again.
 func (s *Stack) carryOver(ctx context.Context, run tiers.Run, from, to *tier,
 	buf []byte) (pages int, bounce []byte, err error) {
 	if !from.breaker.usable() || !to.breaker.usable() {
@@ -286,7 +285,8 @@ func (s *Stack) carryOver(ctx context.Context, run tiers.Run, from, to *tier,
 	return pages, buf, err
 }
 
-// prefixOf is how many pages of a run its first chunks that were kept come to.
+// prefixOf returns how many pages the first chunks of a run have, up to the first that was not
+// kept.
 func prefixOf(run tiers.Run, kept []bool) (pages int) {
 	for i, ok := range kept {
 		if !ok {

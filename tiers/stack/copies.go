@@ -6,8 +6,8 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// copier copies into the arena what is read often from peers, a chunk at a time: see
-// engine.Engine.NextCopy. Nobody waits for it.
+// copier copies into the arena what is often read from peers, one chunk at a time (see
+// engine.Engine.NextCopy). Nobody waits for it.
 func (s *Stack) copier() {
 	y := memcopy.NewYielder(1) // nobody waits for it
 	for {
@@ -26,7 +26,8 @@ func (s *Stack) copier() {
 	}
 }
 
-// copyIn copies the bytes of a chunk. false: they cannot be had, or the Stack is being closed.
+// copyIn copies the bytes of a chunk. It returns false if they cannot be read or the Stack is being
+// closed.
 func (s *Stack) copyIn(c *engine.Copy, y *memcopy.Yielder) (ok bool) {
 	from, to := s.cfg.Peers.Memory(c.From.Region), s.cfg.Arena(c.To.Region)
 	if c.From.Offset > uint64(len(from)) || c.Bytes > uint64(len(from))-c.From.Offset {

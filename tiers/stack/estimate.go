@@ -26,8 +26,8 @@ type estimate struct {
 	idle  bool  // nothing was under way when the window began
 }
 
-// begin says that a call begins. Alone says that no other is under way: then its first chunk tells
-// the latency.
+// begin records that a call begins. alone reports that no other call is under way: then the caller
+// calls first, for the latency.
 func (e *estimate) begin() (alone bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -38,7 +38,7 @@ func (e *estimate) begin() (alone bool) {
 	return alone
 }
 
-// first says that the first chunk of a call that began alone came after a time.
+// first records how long the first chunk took of a call that began alone.
 func (e *estimate) first(took time.Duration, bytes int64) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -53,7 +53,7 @@ func (e *estimate) first(took time.Duration, bytes int64) {
 	}
 }
 
-// moved says that a chunk came.
+// moved records that a chunk came.
 func (e *estimate) moved(bytes int64) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -66,7 +66,7 @@ func (e *estimate) moved(bytes int64) {
 	}
 }
 
-// end says that a call has ended.
+// end records that a call has ended.
 func (e *estimate) end() {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -100,7 +100,7 @@ func (e *estimate) pace(ahead int64) pace {
 	return pace{latency: e.latency, rate: e.rate, ahead: ahead}
 }
 
-// read is the estimates, and how old they are.
+// read returns the estimates, and how old they are.
 func (e *estimate) read() (latency time.Duration, bytesPerSec float64, age time.Duration) {
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -12,46 +12,48 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// loadState is where a load is.
+// loadState is how far a load has come. A queued load may go back to queued from running, when its
+// tier failed and another one may have the chunk.
 type loadState uint8
 
 const (
-	loadNew loadState = iota
-	loadQueued
-	loadRunning
-	loadOver
+	loadNew     loadState = iota
+	loadQueued            // it waits for a worker
+	loadRunning           // a worker has it
+	loadOver              // nobody waits for it any more
 )
 
-// load is a chunk on its way from a tier to the arena, or one that is being borrowed: one promotion
-// of the engine's. Guarded by Stack.mu; what is constant from newLoad on is not.
+// load is a chunk on its way to the arena: one promotion of the engine.
 type load struct {
+	// These do not change.
 	promotion uint64
-	transfer  tiers.Transfer
-	known     uint8                   // tiers that said whether they have it
-	held      [engine.MaxTiers]uint16 // how much of it
-	tried     uint8                   // tiers that failed to give it
-	tier      *tier                   // that it waits for, or is read from
-	state     loadState
-	waiters   []waiter // the requests that wait for it
-	one       [1]waiter
+	transfer  tiers.Transfer // to borrow: no bytes, and the rest of the request that began it
 	pages     int
+	foreign   bool                    // it is borrowed from a peer
+	chunk     int                     // to borrow: its place in the transfer's run
+	known     uint8                   // tiers that said what they hold of it
+	held      [engine.MaxTiers]uint16 // pages, by tier
 
-	// it is to be borrowed; then transfer is of no bytes, and its run that of the request that
-	// began it,
-	foreign bool
-	chunk   int // where this is its place
-	// it is one of a borrowing's batch for which a peer has been asked, and not in Stack.loads
+	// These are guarded by Stack.mu.
+	state   loadState
+	tried   uint8    // tiers that failed to give it
+	tier    *tier    // that it waits for, or is read from
+	waiters []waiter // the requests that wait for it
+	one     [1]waiter
+	// unlisted reports that the load is in the batch of a direct borrowing and not in Stack.loads.
 	unlisted bool
 }
 
+// over reports whether a load has left the queue that it was in. Stack.mu is held.
 func (l *load) over() bool { return l.state != loadQueued }
 
+// waiter is a request that waits for a load.
 type waiter struct {
 	r     *request
-	chunk int // of its run
+	chunk int // of the request's rest
 }
 
-// newLoad makes the load of a chunk that was granted to a request. mu is held.
+// newLoad makes the load of a chunk that was granted to a request. s.mu is held.
 func (s *Stack) newLoad(r *request, c *engine.PromotedChunk) *load {
 	g := &r.seen.rest.Space.Geometry
 	run := r.seen.rest.Chunk(c.Chunk)
@@ -71,7 +73,7 @@ func (s *Stack) newLoad(r *request, c *engine.PromotedChunk) *load {
 	return l
 }
 
-// sendLoad queues a load for the next tier that may have the chunk, or gives it up. mu is held.
+// sendLoad queues a load for the next tier that may have the chunk, or ends it. s.mu is held.
 func (s *Stack) sendLoad(l *load) {
 	for i, t := range s.tiers {
 		bit := uint8(1) << i
@@ -88,8 +90,8 @@ func (s *Stack) sendLoad(l *load) {
 	s.endLoad(l, false, false)
 }
 
-// endLoad ends a load that is with no tier: the engine is told unless it knows, and so is everybody
-// who waits. With short not all of it came. mu is held.
+// endLoad ends a load that no worker has, and tells the requests that wait for it. ok reports that
+// the chunk came, and that the engine knows; short, that only its first pages did. s.mu is held.
 func (s *Stack) endLoad(l *load, ok, short bool) {
 	l.state = loadOver
 	if l.unlisted {
@@ -109,8 +111,8 @@ func (s *Stack) endLoad(l *load, ok, short bool) {
 	}
 }
 
-// leave ends a request's waiting for a load. One that nobody waits for is not begun; if it has
-// begun it goes on. mu is held.
+// leave ends a request's waiting for a load. A load that nobody waits for is ended, unless a worker
+// has it: then it goes on. s.mu is held.
 func (s *Stack) leave(l *load, r *request) {
 	l.waiters = slices.DeleteFunc(l.waiters, func(w waiter) bool { return w.r == r })
 	if len(l.waiters) > 0 || l.state > loadQueued {
@@ -182,7 +184,7 @@ func (s *Stack) load(t *tier, batch []*load) {
 	t.breaker.leave(v)
 }
 
-// loaded says that a tier has loaded a chunk, or not.
+// loaded ends a tier's call for one load. If it failed, another tier may be tried.
 func (s *Stack) loaded(t *tier, l *load, err error) {
 	if err == nil {
 		_ = s.engine.FinishPromotion(l.promotion, true, t.index)
@@ -199,7 +201,7 @@ func (s *Stack) loaded(t *tier, l *load, err error) {
 }
 
 // call calls a tier's Load or Store. done is called exactly once for each transfer, whatever the
-// tier does; the verdict is the breaker's: a call worked if anything in it did.
+// tier does. The verdict is for the breaker: a call worked if anything in it did.
 func (s *Stack) call(op func(context.Context, []tiers.Transfer, func(int, error)),
 	timeout time.Duration, transfers []tiers.Transfer, done func(i int, err error)) verdict {
 	ctx, cancel := context.WithTimeoutCause(s.ctx, timeout, errLate)

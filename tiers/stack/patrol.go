@@ -77,7 +77,7 @@ func (s *Stack) patroller() {
 	}
 }
 
-// giveWay waits, for a while, until nobody waits for chunks that are being loaded or verified.
+// giveWay waits until no request waits for chunks to be loaded or verified, at most patrolYields.
 func (s *Stack) giveWay() {
 	const step = 10 * time.Millisecond
 	for waited := time.Duration(0); waited < patrolYields; waited += step {
@@ -90,8 +90,8 @@ func (s *Stack) giveWay() {
 	}
 }
 
-// recheck compares a chunk with its checksum, and drops it if that is another. It answers false if
-// it was.
+// recheck compares a chunk with its checksum, and drops it if they differ. It returns false if it
+// was dropped or cannot be read.
 func (s *Stack) recheck(v *engine.Verification) bool {
 	check := s.cfg.Recheck
 	if check == nil {
@@ -104,7 +104,7 @@ func (s *Stack) recheck(v *engine.Verification) bool {
 	if err == nil || !s.engine.DropRotten(v.Handle, !errors.Is(err, tiers.ErrCorrupt)) {
 		return err == nil
 	}
-	_ = s.forget() // an arena that is found again is not to find it
+	_ = s.forget() // a restored arena must not find it
 	now := time.Since(s.start).Nanoseconds()
 	last := s.patrol.told.Load()
 	if (last != 0 && now-last < rotLogEvery.Nanoseconds()) ||
@@ -118,7 +118,8 @@ func (s *Stack) recheck(v *engine.Verification) bool {
 	return false
 }
 
-// compare is Config.Recheck by the engine's checksums: a chunk that has none gets it.
+// compare is the default of Config.Recheck. It uses the engine's checksums; a chunk that has none
+// gets one.
 func (s *Stack) compare(v *engine.Verification) (known bool, err error) {
 	size := s.sizeOf(v)
 	if size == 0 {
@@ -140,8 +141,8 @@ func (s *Stack) compare(v *engine.Verification) (known bool, err error) {
 	return known, nil
 }
 
-// recheckItems rechecks what is about to be written to a tier, and answers the items that may be.
-// The others are ended: what has rotted goes nowhere.
+// recheckItems rechecks what is about to be written to a tier. It returns the items that may be
+// written, and ends the others, which have rotted.
 func (s *Stack) recheckItems(items []engine.CascadeItem) []engine.CascadeItem {
 	if s.cfg.PatrolBytes == 0 {
 		return items

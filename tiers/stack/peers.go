@@ -14,29 +14,29 @@ import (
 // goroutine.
 type Peers interface {
 	// Contains sets held[i] to how many pages of the run's i-th chunk, from its first, some peer is
-	// said to hold; those behind the first that is not held whole count only if held whole. It
-	// takes microseconds, and never waits for anybody. len(held) == run.Chunks(). pages are said to
-	// be held from the first on without a gap; by is the number, for Ask, of a peer that is said to
-	// hold all of these, -1: there is none.
+	// said to hold. Chunks behind the first that is not held whole count only if held whole.
+	// len(held) is run.Chunks(). It returns how many pages are said to be held from the first on
+	// without a gap, and the number, for Ask, of a peer that is said to hold all of these. -1:
+	// there is no such peer. It takes microseconds and does not wait.
 	Contains(run tiers.Run, held []uint16) (pages, by int)
-	// Borrow leases what peers hold of a run, from its first page on without a gap, and tells out
-	// of each chunk, in order, on the caller's goroutine, before it returns. Regions are those that
-	// were announced to our workers. A chunk with fewer pages than the run has of it is the last.
-	// It answers the pages leased, and an error only when that is none. It waits until ctx is done,
-	// and a bounded time, at most.
+	// Borrow leases what peers hold of a run, from its first page on without a gap. It calls out
+	// for each chunk, in order, on the caller's goroutine. Regions are those that were announced to
+	// our workers. A chunk with fewer pages than the run has of it is the last. Borrow returns the
+	// pages leased, and an error only if there are none. It returns when ctx is done, and within a
+	// bounded time.
 	Borrow(ctx context.Context, run tiers.Run, out func(chunk int, l engine.Loan)) (pages int,
 		err error)
-	// Ask begins to lease a run, the pages that Contains has just answered, of the peer by whose
-	// number, and calls done once, on another goroutine, with what has been leased, as by Borrow:
-	// loans is valid until done returns, none is an answer, too, and it comes within a bounded
-	// time. done does not wait. The digests of run are read before it returns. Ask answers false,
-	// and never calls done, where it is for Borrow to see who has what. It does not wait.
+	// Ask requests a lease on run, the pages that Contains has just returned, from the given peer,
+	// and does not wait. If it returns true, done is called exactly once, within a bounded time, on
+	// another goroutine, with the loans granted as by Borrow, possibly none. The loans are valid
+	// until done returns; done does not wait. If Ask returns false, done is never called, and
+	// Borrow is to find out who holds what. The digests of run are read before Ask returns.
 	Ask(run tiers.Run, peer int, done func(loans []engine.Loan)) bool
-	// Return gives loans back: nobody reads them any more. With bad, their bytes did not check out.
-	// It does not wait, and keeps nothing of handles.
+	// Return gives loans back: nobody reads them any more. bad reports that their bytes did not
+	// match their checksum. It does not wait, and does not keep handles.
 	Return(handles []uint64, bad bool)
-	// Memory is that of a region that loans are in, to read, for its whole length, as long as a
-	// loan in it is out. nil: it cannot be had. It may fault (dax.Guard).
+	// Memory returns the memory of a region that loans are in, for its whole length, to read as
+	// long as a loan in it is out. nil: it cannot be had. Reading it may fault (dax.Guard).
 	Memory(region uint32) []byte
 }
 
@@ -45,29 +45,31 @@ const (
 	peerWorkers = 8
 	// finishSlice is how many loans are given to the engine before others may have mu.
 	finishSlice = 64
-	// callTime is what a peer that does not answer at once may take to.
+	// callTime is what askers are promised when a peer does not answer at once.
 	callTime = 100 * time.Millisecond
 )
 
-// borrowing is a call of Peers.Borrow or Peers.Ask. Guarded by Stack.mu.
+// borrowing is one call of Peers.Borrow (by a peerWorker) or Peers.Ask (by a reservation). Guarded
+// by Stack.mu.
 type borrowing struct {
-	gone []uint64 // peers that have gone since it began: what they lent it is void
+	gone   []uint64 // peers that have gone since it began: what they lent it is void
+	direct bool     // it is a call of Ask, which has begun
 
-	// Of Ask. It is used again, if nobody else can know of what is in it.
-	r      *request // nil: nobody wants what is lent any more
-	direct bool     // of Peers.Ask, which has begun: what follows is its
-	// what is below is as it will be: whoever sees both this and came first goes on
+	// What follows is a reservation's. It is used again if no one else can hold a pointer into it.
+	r       *request // nil: nobody wants what is lent
+	batch   []*load  // loads that wait for this call
+	loads   []load   // their memory, and that of other loads of the request
+	digests []byte   // of the request
+
+	// The reservation's close sets prepared, and done sets came. Whichever is later goes on.
 	prepared bool
-	came     bool          // done was called
-	loans    []engine.Loan // with these, if before prepared
+	came     bool
+	loans    []engine.Loan // from done, if it was called before prepared was set
 	done     func(loans []engine.Loan)
-	batch    []*load
-	loads    []load // granted to the request: those of batch, and maybe others
-	digests  []byte // of the request
 }
 
-// sendBorrow queues a load for a peerWorker, and says whether one is to be woken for it: of
-// consecutive chunks for the first. mu is held.
+// sendBorrow queues a load for a peerWorker. It reports whether one must be woken for it: of
+// consecutive chunks that is so for the first. s.mu is held.
 func (s *Stack) sendBorrow(l *load) (wake bool) {
 	wake = true
 	if n := len(s.borrows.list); n > s.borrows.head {
@@ -79,12 +81,12 @@ func (s *Stack) sendBorrow(l *load) (wake bool) {
 	return wake
 }
 
-// before says whether another load is of the next chunk for the same request.
+// before reports whether another load is of the next chunk for the same request.
 func (l *load) before(next *load) bool {
 	return next.chunk == l.chunk+1 && &next.transfer.Hashes[0] == &l.transfer.Hashes[0]
 }
 
-// peerWorker borrows, and prepares requests all of whose rest is at peers.
+// peerWorker borrows chunks, and prepares requests all of whose rest is at peers.
 func (s *Stack) peerWorker() {
 	var batch []*load
 	var loans []engine.Loan
@@ -133,7 +135,7 @@ func (s *Stack) peerWorker() {
 	}
 }
 
-// runOf is the run of consecutive chunks.
+// runOf returns the run of a batch of consecutive chunks.
 func runOf(batch []*load) tiers.Run {
 	run := tail(batch[0].transfer.Run, batch[0].chunk)
 	pages := 0
@@ -144,12 +146,11 @@ func runOf(batch []*load) tiers.Run {
 	return run
 }
 
-// borrow borrows consecutive chunks.
+// borrow borrows a batch of consecutive chunks. It returns loans, to use again.
 func (s *Stack) borrow(b *borrowing, batch []*load, loans []engine.Loan) []engine.Loan {
 	ctx, cancel := context.WithTimeoutCause(s.ctx, s.cfg.BorrowTimeout, errLate)
 	_, _ = s.cfg.Peers.Borrow(ctx, runOf(batch), func(_ int, l engine.Loan) {
-		loans = append(loans,
-			l)
+		loans = append(loans, l)
 	})
 	cancel()
 	s.finishBorrow(b, batch, loans)
@@ -162,9 +163,12 @@ type joins struct {
 	next  int
 }
 
-// joined is the load of a promotion; nil: it has ended by now. What a peer was asked for is in no
-// table, as its entries took longer than all else about it; who joins one chunk of it mostly joins
-// those behind it, too. mu is held.
+// joined returns the load of a promotion. nil: it has ended by now. last is the place of the
+// caller's last one: a request that joins one chunk of a batch mostly joins those behind it. s.mu
+// is held.
+//
+// Loads of a direct borrowing are in its batch, not in Stack.loads: entering them took longer than
+// all else about them.
 func (s *Stack) joined(promotion uint64, last *joins) *load {
 	if i := last.next; i < len(last.batch) && last.batch[i].promotion == promotion &&
 		last.batch[i].unlisted {
@@ -185,8 +189,8 @@ func (s *Stack) joined(promotion uint64, last *joins) *load {
 	return nil
 }
 
-// borrowAgain has a peerWorker borrow what could not be had as it was asked for, if somebody still
-// wants it. mu is held.
+// borrowAgain queues a chunk that a direct call did not bring for a peerWorker. If nobody waits for
+// it, it ends the load and returns false. s.mu is held.
 func (s *Stack) borrowAgain(l *load) (again bool) {
 	if len(l.waiters) == 0 || s.closed {
 		s.endLoad(l, false, false)
@@ -283,8 +287,8 @@ func (s *Stack) finishLoans(b *borrowing, list []*load, loans []engine.Loan, t *
 	}
 }
 
-// match leaves in loans, which are those of a run's chunks from the first on, the ones of the loads
-// in a batch, in their order, and answers the handles of the others.
+// match picks the loans of a batch's loads, in their order, from the loans of a run's chunks from
+// the first on. matched uses the memory of loans. others are the handles of the rest.
 func match(batch []*load, loans []engine.Loan) (matched []engine.Loan, others []uint64) {
 	at := 0
 	for i, l := range batch {
@@ -326,8 +330,8 @@ func (s *Stack) retry(r *request) {
 	s.borrowable.Signal()
 }
 
-// PeerGone drops all that is leased from a peer: from now on nobody is given pages of it. It is
-// returned when nobody uses it.
+// PeerGone drops all that is leased from a peer: nobody gets pages of it from now on. The loans are
+// returned when nobody uses them.
 func (s *Stack) PeerGone(peer uint64) {
 	s.mu.Lock()
 	for b := range s.borrowings {
@@ -337,7 +341,8 @@ func (s *Stack) PeerGone(peer uint64) {
 	s.engine.DropPeer(peer)
 }
 
-// returner returns what nobody uses any more, and drops what nobody has used for a while.
+// returner returns loans that nobody uses any more, and drops those that nobody has used for a
+// while.
 func (s *Stack) returner() {
 	tick := time.NewTicker(max(s.cfg.Linger/2, time.Millisecond))
 	defer tick.Stop()
@@ -354,7 +359,7 @@ func (s *Stack) returner() {
 	}
 }
 
-// returnAll returns what the engine has to return.
+// returnAll returns the loans that the engine wants returned. It returns list, to use again.
 func (s *Stack) returnAll(list []engine.Return) []engine.Return {
 	list = s.engine.TakeReturns(list[:0])
 	var good, bad []uint64
@@ -370,6 +375,7 @@ func (s *Stack) returnAll(list []engine.Return) []engine.Return {
 	return list
 }
 
+// giveBack counts loans and returns them to their peers.
 func (s *Stack) giveBack(handles []uint64, bad bool) {
 	if len(handles) == 0 {
 		return

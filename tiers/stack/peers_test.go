@@ -299,7 +299,7 @@ func (s *side) LookupAnswered(a Answer) {
 	s.answers[a.Lookup] = a.Pages
 }
 
-// store stores pages [first, to) of a prefix, and answers how many pages there was no room for.
+// store stores pages [first, to) of a prefix, and returns how many pages there was no room for.
 func (s *side) store(p tiertest.Prefix, first, to int) (shed int) {
 	s.t.Helper()
 	run := p.Run(s.space, first, to)
@@ -760,7 +760,7 @@ func TestPeerDies(t *testing.T) {
 	b.want(4, p, 0, 32, 6, "oo")
 }
 
-// goneSeen says whether some call of Borrow under way has been told that its peer has gone.
+// goneSeen reports whether some call of Borrow under way has been told that its peer has gone.
 func (s *side) goneSeen() bool {
 	s.Stack.mu.Lock()
 	defer s.unlockAndWake()
@@ -788,7 +788,7 @@ func (s *side) returns(lender *side) {
 		return s.engine.Stats().ForeignUsed == 0 &&
 			lender.engine.Stats().OpenLoans == 0
 	})
-	// whoever has prepared something is done with it, and the next to ask need not wait
+	// what is being prepared has been when this returns, and the next to ask need not wait
 	s.prepareMu.Lock()
 	defer s.prepareMu.Unlock()
 }
@@ -1116,7 +1116,7 @@ func TestPeerHistories(t *testing.T) {
 	}
 }
 
-// live is a life of a sidecar. It answers how many pages it borrowed.
+// live is a life of a sidecar. It returns how many pages it borrowed.
 func (s *side) live(rnd *rand.Rand, all []tiertest.Prefix, steps int, hits,
 	void *atomic.Uint64) (borrowed uint64) {
 	var loads []*sideLoad

@@ -240,7 +240,7 @@ func prefix(rnd *rand.Rand, n int, common ...byte) tiertest.Prefix {
 	return p
 }
 
-// store stores pages [0, n) of a prefix, as a worker does. It answers how many pages are held then.
+// store stores pages [0, n) of a prefix, as a worker does. It returns how many pages are held then.
 func (r *rig) store(p tiertest.Prefix, n int) int {
 	r.t.Helper()
 	run := p.Run(r.space, 0, n)
@@ -292,7 +292,7 @@ func (r *rig) ask(lookup uint64, p tiertest.Prefix, first, n int,
 	return pages, done
 }
 
-// answer waits for a lookup's answer, if there is one within a time.
+// answer waits for a lookup's answer. ok is false if there is none within a time.
 func (r *rig) answer(lookup uint64, within time.Duration) (pages int, ok bool) {
 	for end := time.Now().Add(within); ; time.Sleep(time.Millisecond) {
 		r.mu.Lock()
@@ -304,7 +304,7 @@ func (r *rig) answer(lookup uint64, within time.Duration) (pages int, ok bool) {
 	}
 }
 
-// lookup looks up, waits, and answers the pages.
+// lookup looks up, waits, and returns the pages.
 func (r *rig) lookup(lookup uint64, p tiertest.Prefix, first, n int, options ...func(*Query)) int {
 	r.t.Helper()
 	pages, done := r.ask(lookup, p, first, n, options...)

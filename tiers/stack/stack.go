@@ -13,14 +13,14 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// ErrOff is the answer of operations on a tier whose breaker is open: it has failed, and is tried
-// again by itself.
+// ErrOff is returned by operations on a tier whose breaker is open. The tier has failed; the Stack
+// tries it again by itself.
 var ErrOff = errors.New("the tier is off after failures")
 
 var errLate = errors.New("not done in time")
 
-// Stack is the tiers below one engine. See the package comment. Methods may be called from any
-// goroutine, but those for the lookups of one owner from one at a time.
+// Stack is the tiers below one engine. See the package comment. Its methods may be called from any
+// goroutine. Those for the lookups of one owner may be called by one goroutine at a time.
 type Stack struct {
 	cfg    Config
 	engine *engine.Engine
@@ -96,14 +96,13 @@ type lookupKey struct {
 
 // lookupCounters count since the start.
 type lookupCounters struct {
-	// lookups answered by the arena alone, for want of room for another under way
-	refused  atomic.Uint64
-	late     atomic.Uint64 // lookups answered by their deadline
-	cut      atomic.Uint64 // lookups of which some was left to be computed, being faster
-	verified atomic.Uint64 // lookups that waited for chunks to be verified
+	refused  atomic.Uint64 // answered by the arena alone, as too many were under way
+	late     atomic.Uint64 // answered by their deadline
+	cut      atomic.Uint64 // cut where computing is faster
+	verified atomic.Uint64 // that waited for chunks to be verified
 }
 
-// tier is one tier and what is asked of it.
+// tier is one tier, its queues and its counters.
 type tier struct {
 	TierConfig
 	index    int
@@ -122,17 +121,18 @@ type tier struct {
 	loadable sync.Cond
 	calm     sync.Cond // storing fell to 0
 	storing  int       // calls of Store under way, with what leads to them
-	paused   int       // who wants none to begin
+	paused   int       // callers of pause that have not called resume
 }
 
-// fifo is a queue. What has ended while it waited is let go of when the queue has doubled, and
-// skipped when its turn comes.
+// fifo is a queue. What is over while it waits is dropped when the queue has doubled, and skipped
+// when its turn comes.
 type fifo[T interface{ over() bool }] struct {
 	list []T
 	head int
 	mark int // length at which it is looked through
 }
 
+// push appends an element.
 func (f *fifo[T]) push(v T) {
 	if len(f.list) >= max(64, f.mark) {
 		n := 0
@@ -148,7 +148,7 @@ func (f *fifo[T]) push(v T) {
 	f.list = append(f.list, v)
 }
 
-// peek is the first that has not ended.
+// peek returns the first element that is not over.
 func (f *fifo[T]) peek() (v T, ok bool) {
 	for ; f.head < len(f.list); f.pop() {
 		if v = f.list[f.head]; !v.over() {
@@ -234,10 +234,10 @@ func New(cfg Config) (*Stack, error) {
 	return s, nil
 }
 
-// Close ends everything under way, unanswered, and waits for the calls of tiers to return. What
-// waits to be written is not: see Flush. Lookups go on to be answered by the arena. It is
-// idempotent. What peers lent is returned, but for what somebody still reads. The tiers, and then
-// the engine, are closed after it.
+// Close ends all requests without an answer, and waits for the calls of tiers to return. What waits
+// to be written is dropped: see Flush. What peers lent is returned, except for what somebody still
+// reads. After Close lookups are answered by the arena alone. Close is idempotent. The caller
+// closes the tiers, and then the engine, after it.
 func (s *Stack) Close() {
 	s.mu.Lock()
 	first := !s.closed
@@ -258,8 +258,8 @@ func (s *Stack) Close() {
 	if !first {
 		return
 	}
-	s.prepareMu.Lock() // an asker may be at it,
-	s.deliverMu.Lock() // and what a peer lent on its way to one
+	s.prepareMu.Lock() // a caller of Lookup may hold it,
+	s.deliverMu.Lock() // and an answer may be on its way to an asker
 	s.mu.Lock()
 	for _, r := range s.pending {
 		s.remove(r)
@@ -276,7 +276,7 @@ func (s *Stack) Close() {
 			}
 		}
 	}
-	clear(s.borrowings) // what is lent yet finds nobody who waits for it, and is returned
+	clear(s.borrowings) // nobody waits for what is still lent to them, so that it is returned
 	s.unlockAndWake()
 	s.deliverMu.Unlock()
 	s.prepareMu.Unlock()
@@ -286,8 +286,8 @@ func (s *Stack) Close() {
 	}
 }
 
-// OpenSpace says what a space of the engine is. A space under the id of one that was closed takes
-// its place.
+// OpenSpace makes a space of the engine known. It replaces a space of the same id, which was
+// closed.
 func (s *Stack) OpenSpace(id engine.SpaceID, sp *tiers.Space) {
 	s.mu.Lock()
 	defer s.unlockAndWake()
@@ -298,7 +298,7 @@ func (s *Stack) OpenSpace(id engine.SpaceID, sp *tiers.Space) {
 	s.spaces.Store(&list)
 }
 
-// space is a space by its id, or nil.
+// space returns a space by its id, or nil.
 func (s *Stack) space(id engine.SpaceID) *tiers.Space {
 	if list := *s.spaces.Load(); int(id) < len(list) {
 		return list[id]
@@ -306,7 +306,7 @@ func (s *Stack) space(id engine.SpaceID) *tiers.Space {
 	return nil
 }
 
-// message is what an Asker is to be told.
+// message is a call of an Asker that waits in the outbox.
 type message struct {
 	asker   Asker
 	pending bool
@@ -314,8 +314,8 @@ type message struct {
 	answer  Answer
 }
 
-// unlockAndWake releases mu, wakes the dispatcher if it is to know of something, and has the mailer
-// send what is in the outbox.
+// unlockAndWake releases s.mu, rings for the dispatcher if something is due, and for the mailer if
+// the outbox is not empty.
 func (s *Stack) unlockAndWake() {
 	if len(s.outbox) > 0 {
 		ring(s.mail)
@@ -327,8 +327,8 @@ func (s *Stack) unlockAndWake() {
 	s.mu.Unlock()
 }
 
-// mailer tells the askers. It is a goroutine of its own so that an Asker may lock what its own
-// callers of the Stack have locked.
+// mailer delivers the outbox. It is a goroutine of its own, so that an Asker may take locks that
+// its own callers of the Stack hold.
 func (s *Stack) mailer() {
 	for {
 		select {
@@ -340,7 +340,7 @@ func (s *Stack) mailer() {
 	}
 }
 
-// deliver tells the askers, in order, for one goroutine at a time. Its caller has nothing locked.
+// deliver calls the askers, in order. The caller holds no lock.
 func (s *Stack) deliver() {
 	s.deliverMu.Lock()
 	defer s.deliverMu.Unlock()
@@ -361,7 +361,7 @@ func (s *Stack) deliver() {
 	s.spareBox = out[:0]
 }
 
-// tail is a run from its i-th chunk on.
+// tail returns a run from its i-th chunk on.
 func tail(r tiers.Run, i int) tiers.Run {
 	if i == 0 {
 		return r
@@ -372,5 +372,5 @@ func tail(r tiers.Run, i int) tiers.Run {
 		Prev: r.Hashes[at-g.DigestBytes : at], Hashes: r.Hashes[at:]}
 }
 
-// pagesOf is how many pages the i-th chunk of a run of n pages has.
+// pagesOf returns how many pages the i-th chunk of a run of n pages has.
 func pagesOf(n, ppc, i int) int { return min(ppc, n-i*ppc) }

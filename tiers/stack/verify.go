@@ -12,8 +12,8 @@ import (
 const (
 	// verifyWorkers is how many lookups have chunks verified at one time.
 	verifyWorkers = 4
-	// verifyBatch is how many chunks one call of Config.Verify is given: after each the lookup's
-	// turn goes to the next.
+	// verifyBatch is how many chunks one call of Config.Verify gets. After each call it is another
+	// lookup's turn.
 	verifyBatch = 16
 )
 
@@ -37,8 +37,8 @@ func (c *checklist) take(page int, batch []engine.Verification) []engine.Verific
 	return batch
 }
 
-// verify has chunks verified, and waits for those of them that somebody else has verified just now.
-// What is not verified when it returns was dropped, or the Stack is being closed.
+// verify verifies chunks. It waits for those that another goroutine verifies at this moment. A
+// chunk that is not verified when it returns was dropped, or the Stack is being closed.
 func (s *Stack) verify(list []engine.Verification) {
 	over := make(chan struct{})
 	var mine []engine.Verification
@@ -84,7 +84,7 @@ func (s *Stack) verify(list []engine.Verification) {
 	}
 }
 
-// sizeOf is a chunk's bytes, 0 if its space is not known.
+// sizeOf returns a chunk's bytes, 0 if its space is not known.
 func (s *Stack) sizeOf(v *engine.Verification) int64 {
 	if sp := s.space(v.Space); sp != nil {
 		return int64(v.Pages) * sp.Geometry.PageBytes
@@ -92,8 +92,8 @@ func (s *Stack) sizeOf(v *engine.Verification) int64 {
 	return 0
 }
 
-// VerifyRun has all verified that the engine has of a run, for an owner of its space. The error is
-// the context's, or the engine's.
+// VerifyRun verifies all that the engine holds of a run, for an owner of its space. The error is
+// the context's or the engine's.
 func (s *Stack) VerifyRun(ctx context.Context, o engine.Owner, run tiers.Run) error {
 	if s.cfg.Verify == nil {
 		return nil
@@ -115,8 +115,8 @@ func (s *Stack) VerifyRun(ctx context.Context, o engine.Owner, run tiers.Run) er
 	}
 }
 
-// verifyItems has verified what is to be, and answers the items that may be written. The others are
-// ended.
+// verifyItems verifies the chunks of items that need it. It returns the items that may be written,
+// and ends the others.
 func (s *Stack) verifyItems(items []engine.CascadeItem) []engine.CascadeItem {
 	var list []engine.Verification
 	for i := range items {
@@ -142,8 +142,8 @@ func (s *Stack) verifyItems(items []engine.CascadeItem) []engine.CascadeItem {
 	})
 }
 
-// Verify has all verified that the arena has of a prefix, as a lookup has: for what asks the engine
-// itself. The error is the context's, or the engine's.
+// Verify verifies all that the arena holds of a prefix, as a lookup does. It is for callers that
+// use the engine directly. The error is the context's or the engine's.
 func (s *Stack) Verify(ctx context.Context, id engine.SpaceID, hashes []byte) error {
 	if s.cfg.Verify == nil || s.engine.Unverified() == 0 {
 		return nil
@@ -200,7 +200,7 @@ func (s *Stack) reach(r *request) (n, page int) {
 	return n, page
 }
 
-// sendVerify queues a request whose chunks are to be verified. mu is held.
+// sendVerify queues a request for the verifyWorkers. s.mu is held.
 func (s *Stack) sendVerify(r *request) {
 	if r.state.phase != verifying {
 		s.advance(r, verifying)
@@ -224,15 +224,15 @@ func (s *Stack) sendVerify(r *request) {
 	s.verifiable.Signal()
 }
 
-// endVerifying ends a request's being verified. mu is held.
+// endVerifying takes a request out of the counts of those that are verified. s.mu is held.
 func (s *Stack) endVerifying(r *request) {
 	s.unsure--
 	s.unverified -= r.state.unverified
 	r.state.unverified = 0
 }
 
-// promiseUnverified tells the askers of those that are being verified, now and then, that they are.
-// mu is held.
+// promiseUnverified renews the promises to the askers of requests that are being verified. s.mu is
+// held.
 func (s *Stack) promiseUnverified(now time.Time) {
 	for _, r := range s.pending {
 		if r.state.phase == verifying && now.Sub(r.state.promised) >= promiseEvery {
@@ -242,7 +242,7 @@ func (s *Stack) promiseUnverified(now time.Time) {
 	}
 }
 
-// verifyWorker has the chunks of lookups verified, by turns.
+// verifyWorker verifies the chunks of requests, which take turns.
 func (s *Stack) verifyWorker() {
 	var batch []engine.Verification
 	for {
@@ -275,8 +275,8 @@ func (s *Stack) verifyWorker() {
 	}
 }
 
-// lookAgain looks a request up anew, from the first page on that is still wanted. It answers the
-// pages found, from the lookup's first on. mu is held.
+// lookAgain looks a request up in the engine again, from the first page on that is still wanted. It
+// returns the pages found, from the lookup's first on. s.mu is held.
 func (s *Stack) lookAgain(r *request) (pages int) {
 	base := r.base()
 	if r.state.trim >= r.end() {
@@ -288,8 +288,8 @@ func (s *Stack) lookAgain(r *request) (pages int) {
 	return base - r.first + n
 }
 
-// afterVerify has a request go on whose chunks are verified, as if it came now. The verifyWorker
-// that has it calls it, with mu held, of which it lets go meanwhile.
+// afterVerify has a request go on when its chunks are verified, as if it came now. The verifyWorker
+// that owns it calls it and holds s.mu, which is released meanwhile.
 func (s *Stack) afterVerify(r *request) {
 	hit := s.lookAgain(r)
 	s.endVerifying(r)
@@ -304,7 +304,7 @@ func (s *Stack) afterVerify(r *request) {
 	s.proceed(r, next)
 }
 
-// forget is Config.Forget.
+// forget calls Config.Forget.
 func (s *Stack) forget() error {
 	if s.cfg.Forget == nil {
 		return nil

@@ -9,11 +9,11 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// A long lookup leaves its caller, which answers others, after its first part. The
-// walker goes on with it in the arena, part by part. The owners of such lookups take
-// turns, so that what one waits does not depend on how much the others ask for.
-// Between the parts whoever calls Lookup comes first. When the arena has no more of
-// it, the lookup goes on as any other.
+// This file walks long lookups. Lookup walks the first part of a long lookup on its caller's
+// goroutine, and leaves the rest to the walker. The walker goes on in the arena, part by part.
+// Owners take turns, so that none of them waits longer because another one asks for more. Between
+// two parts callers of Lookup go first. When the arena holds no more of it, the lookup goes on as
+// any other.
 //
 // The walker also frees, in parts, what long lookups held that have ended.
 //
@@ -39,15 +39,15 @@ type walks struct {
 	walkable sync.Cond
 }
 
-// ownerWalks are those of one owner.
+// ownerWalks are the long lookups of one owner.
 type ownerWalks struct {
 	owner engine.Owner
-	now   *request       // that is being walked, or nil
-	list  fifo[*request] // the others, oldest first
-	bytes int64          // of their digests
+	now   *request       // the one that is being walked, or nil
+	list  fifo[*request] // the rest, oldest first
+	bytes int64          // of the digests of all of them
 }
 
-// next returns the one to walk, or nil.
+// next returns the lookup to walk, or nil.
 func (w *ownerWalks) next() *request {
 	if w.now != nil && w.now.state.phase == walking {
 		return w.now
@@ -70,7 +70,7 @@ func (w *walks) of(o engine.Owner) *ownerWalks {
 	return nil
 }
 
-// isLong reports whether a lookup is walked behind its caller's back.
+// isLong reports whether the walker is to walk a lookup.
 func (s *Stack) isLong(q *Query, sp *tiers.Space) bool {
 	g := &sp.Geometry
 	pages := len(q.Hashes) / g.DigestBytes
@@ -139,8 +139,8 @@ func (w *walks) recycle(r *request) {
 	r.all, r.seen.rest = tiers.Run{}, tiers.Run{}
 }
 
-// Sweep wakes the walker if lookups that have ended have left it something to free. Whoever ends
-// lookups by the engine itself calls it.
+// Sweep wakes the walker if lookups that have ended left it something to free. Callers that end
+// lookups at the engine directly call it.
 func (s *Stack) Sweep() {
 	if s.engine.Ending() {
 		s.mu.Lock()
@@ -149,7 +149,7 @@ func (s *Stack) Sweep() {
 	}
 }
 
-// walker walks long lookups, by turns.
+// walker walks long lookups, whose owners take turns.
 func (s *Stack) walker() {
 	s.mu.Lock()
 	defer s.unlockAndWake()
@@ -171,8 +171,8 @@ func (s *Stack) walker() {
 	}
 }
 
-// nextWalk returns the lookup whose turn it is, and puts its owner behind the others; nil: there is
-// none. mu is held.
+// nextWalk returns the lookup whose turn it is, and puts its owner behind the others. nil: there is
+// none. s.mu is held.
 func (s *Stack) nextWalk() *request {
 	for w := &s.walks; len(w.turns) > 0; {
 		mine := w.turns[0]
