@@ -69,24 +69,24 @@ type Config struct {
 	// BounceBytes is the size of the buffer for chunks on their way from one tier to another, at
 	// least one chunk. Each such tier has one, and each Move. Default 64 MiB.
 	BounceBytes int64
-	// Verify, if given, checks the bytes of restored chunks, of one call in their order, and says
-	// of each what it found (engine.Engine.EndVerify) before it returns. It may be called from
-	// several goroutines, never for one chunk at the same time, and calls nothing of the Stack. ctx
-	// ends with the Stack. Default: there are none that need it.
+	// Verify, if given, checks the bytes of restored chunks, in their order, and reports each to
+	// the engine (engine.Engine.EndVerify) before it returns. It may be called by several
+	// goroutines, but not for the same chunk at the same time. It must not call the Stack. ctx ends
+	// with the Stack. Default: no chunk needs it.
 	Verify func(ctx context.Context, chunks []engine.Verification)
-	// PatrolBytes is how many bytes of the arena are read at most in a second, to find those that
-	// have changed since they were committed. 0: nobody looks, also not before a chunk is written
-	// to a tier.
+	// PatrolBytes bounds how many bytes of the arena are read in a second, to find chunks that have
+	// changed since they were committed. 0: none are read, and chunks are not checked before they
+	// are written to a tier.
 	PatrolBytes int64
 	// PatrolEvery is how long one walk over the arena takes at least. Default 10 min.
 	PatrolEvery time.Duration
-	// Recheck, if given, compares a chunk with the checksum that something else has of it: known
-	// says that there is one. An error that wraps tiers.ErrCorrupt says that it has changed,
-	// another that it cannot be read. Nobody has a lease on the chunk. Default: the engine has the
+	// Recheck, if given, compares a chunk with a checksum kept elsewhere. known reports whether
+	// there is one. An error that wraps tiers.ErrCorrupt means that the chunk has changed, any
+	// other that it cannot be read. Nobody has a lease on the chunk. Default: the engine has the
 	// checksums (engine.Config.Sums).
 	Recheck func(v *engine.Verification) (known bool, err error)
-	// Peers, if given, has other sidecars' chunks leased, and is asked before all tiers. The engine
-	// must have ForeignSlots, and Bell.Ring for its Wake; its CopyAfter says what is copied into
+	// Peers, if given, leases chunks of other sidecars, and is asked before all tiers. The engine
+	// must have ForeignSlots, and Bell.Ring for its Wake. Its CopyAfter sets what is copied into
 	// the arena. Default: there are none.
 	Peers Peers
 	// Linger is how long a chunk that was leased from a peer is kept when nobody uses it. Default 2
@@ -94,13 +94,13 @@ type Config struct {
 	Linger time.Duration
 	// BorrowTimeout bounds one call of Peers.Borrow. Default 1 s.
 	BorrowTimeout time.Duration
-	// Forget, if given, has what was dropped from the arena forgotten by whatever would restore it.
-	// It is called by Clear and Move before they say what they dropped; its error is the arena's.
-	// Default: nothing would.
+	// Forget, if given, makes sure that what was dropped from the arena is not restored. Clear,
+	// Drop and Move call it before they return. They return its error as the arena's. Default:
+	// nothing is restored.
 	Forget func() error
-	// Observe, if given, is told of each chunk loaded or stored without error, with its bytes, and
-	// of each lookup of a tier; took is the time since the call of the tier began. Any goroutine;
-	// it must not block.
+	// Observe, if given, is called for each chunk loaded or stored without error, with its bytes,
+	// and for each lookup of a tier. took is the time since the call of the tier began. It is
+	// called by any goroutine and must not block.
 	Observe func(tier int, op Op, bytes int64, took time.Duration)
 	// Tiers are the tiers, nearest first. The Stack does not close them.
 	Tiers []TierConfig
@@ -111,7 +111,7 @@ type TierConfig struct {
 	Name  string // unique, not "arena"
 	Tier  tiers.Tier
 	Admit engine.Admission // what is written to it
-	// chunks that may wait to be written to it; default as in engine.TierAdmission
+	// Queue is how many chunks may wait to be written to it. Default as in engine.TierAdmission.
 	Queue int
 
 	LookupWorkers int           // lookups of it at one time, if it is not Local. Default 4
@@ -209,7 +209,7 @@ func Admissions(list []TierConfig) []engine.TierAdmission {
 	return out
 }
 
-// victims is the tier above tier i if tier i is to be given its victims.
+// victims returns the tier above tier i if tier i gets its victims, or nil.
 func victims(list []TierConfig, i int) tiers.Victims {
 	if i == 0 || list[i].Admit != engine.AdmitEvicted {
 		return nil

@@ -304,9 +304,9 @@ type Cleared struct {
 	Err    error  // why it may still have some
 }
 
-// Clear forgets a space, or with the zero Fingerprint everything, in the tier of that name ("arena"
-// for the arena), or with no name in all of them. What is on its way from one to another is
-// forgotten as well. Tiers whose Clear fails are in the answer with their error; ErrNotFound: there
+// Clear drops a space from the tier of that name ("arena" for the arena), or with no name from all
+// of them. With the zero Fingerprint it drops everything. What is on its way from one tier to
+// another is dropped as well. A tier whose Clear fails is in out with its error. ErrNotFound: there
 // is no such tier.
 func (s *Stack) Clear(ctx context.Context, fp tiers.Fingerprint,
 	name string) (out []Cleared, err error) {
@@ -315,10 +315,10 @@ func (s *Stack) Clear(ctx context.Context, fp tiers.Fingerprint,
 		func(t *tier) (int, error) { return t.Tier.Clear(ctx, fp) })
 }
 
-// Drop forgets a prefix's pages from firstPage on, and those before it that are in one chunk with
-// it, in the tier of that name ("arena" for the arena), or with no name in all of them. A chunk
-// that is leased or pinned is not found any more, and is freed when it is let go of. Tiers that
-// fail are in the answer with their error.
+// Drop drops a prefix's pages from firstPage on, and those before it in the same chunk, from the
+// tier of that name ("arena" for the arena), or with no name from all of them. A chunk that is
+// leased or pinned is not found any more, and is freed when its last lease or pin ends. A tier that
+// fails is in out with its error.
 func (s *Stack) Drop(ctx context.Context, id engine.SpaceID, hashes []byte, firstPage int,
 	name string) (out []Cleared, err error) {
 	sp := s.space(id)
@@ -345,8 +345,8 @@ func (s *Stack) Drop(ctx context.Context, id engine.SpaceID, hashes []byte, firs
 	})
 }
 
-// everywhere has the tier of a name, or with no name all of them, forget something. What is on its
-// way from one to another meanwhile is forgotten as well.
+// everywhere calls fromTier for the tier of a name, or with no name for all of them, and fromArena
+// for the arena. What is on its way from one to another meanwhile is dropped as well.
 func (s *Stack) everywhere(ctx context.Context, name string, fromArena func() (int, error),
 	fromTier func(*tier) (int, error)) (out []Cleared, err error) {
 	which := s.tiers
@@ -390,7 +390,8 @@ func (s *Stack) clearArena(fp tiers.Fingerprint) (chunks int, err error) {
 	return chunks, s.forget()
 }
 
-// pause lets nothing new be stored in a tier until resume, and waits until nothing is.
+// pause waits until nothing is being stored in a tier. Nothing new is until resume, which the
+// caller must call even if pause fails.
 func (s *Stack) pause(ctx context.Context, t *tier) error {
 	stop := context.AfterFunc(ctx, func() {
 		s.mu.Lock()
@@ -413,6 +414,7 @@ func (s *Stack) pause(ctx context.Context, t *tier) error {
 	return nil
 }
 
+// resume ends one pause.
 func (s *Stack) resume(t *tier) {
 	s.mu.Lock()
 	defer s.unlockAndWake()
