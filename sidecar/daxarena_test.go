@@ -19,17 +19,22 @@ import (
 
 	"lookaside/internal/prefixes"
 	"lookaside/ipc/wire"
+	"lookaside/sidecar/admin"
+	"lookaside/sidecar/settings"
 )
+
+// drainEvery is how often an arena looks at devices that are drained.
+const drainEvery = 250 * time.Millisecond
 
 // onDAX puts a sidecar's arena on two files that stand in for devices, of 4 MiB each; more are
 // further settings, as on the command line.
-func onDAX(t *testing.T, dir string, more ...string) func(*Config) {
+func onDAX(t *testing.T, dir string, more ...string) func(*settings.Config) {
 	t.Helper()
 	return withArena(t, fmt.Sprintf("%s:4M,%s:4M", filepath.Join(dir, "dax0.0"),
 		filepath.Join(dir, "dax1.0")), more...)
 }
 
-func withArena(t *testing.T, devices string, more ...string) func(*Config) {
+func withArena(t *testing.T, devices string, more ...string) func(*settings.Config) {
 	t.Helper()
 	c, err := load(t, "", nil, append([]string{
 		"--arena-kind=dax", "--arena-devices=" + devices, "--arena-allow-files=true",
@@ -40,7 +45,7 @@ func withArena(t *testing.T, devices string, more ...string) func(*Config) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return func(to *Config) {
+	return func(to *settings.Config) {
 		c := c
 		c.Runtime.Dir, c.Peers.Dir, c.Lifecycle = to.Runtime.Dir, to.Peers.Dir, to.Lifecycle
 		c.Lifecycle.Flush = patience
@@ -49,7 +54,7 @@ func withArena(t *testing.T, devices string, more ...string) func(*Config) {
 }
 
 // arenaState is what an arena on DAX says of itself.
-func arenaState(d *Daemon) *DAXArenaState { return d.Status().Arena.DAX }
+func arenaState(d *Daemon) *admin.DAXArenaState { return d.Status().Arena.DAX }
 
 // storedOnAll is storedPrefix in an arena that has nothing yet, on all of its devices: they get
 // their first slabs one after the other.
@@ -58,7 +63,7 @@ func storedOnAll(t *testing.T, d *Daemon, pages int) *prefixRig {
 	b := newPrefix(t, d, pages)
 	until(t, func() any { return arenaState(d).Devices }, func() bool {
 		return !slices.ContainsFunc(arenaState(d).Devices,
-			func(x DAXArena) bool { return x.Slots.Free+x.Slots.Used == 0 })
+			func(x admin.DAXArena) bool { return x.Slots.Free+x.Slots.Used == 0 })
 	})
 	if err := b.Store(); err != nil {
 		t.Fatal(err)
@@ -121,7 +126,7 @@ func TestAnArenaOnDAXOutlivesItsSidecar(t *testing.T) {
 		end()
 		d, _ = startDaemon(t, onDAX(t, dir))
 		if st := d.Status(); st.Arena.DAX.RecoveredChunks != 11 ||
-			st.Verifications != (VerificationStatus{Unverified: 11}) {
+			st.Verifications != (admin.VerificationStatus{Unverified: 11}) {
 			t.Errorf("round %d: %+v", round, st)
 		}
 		b = newPrefix(t, d, pages)
@@ -129,7 +134,7 @@ func TestAnArenaOnDAXOutlivesItsSidecar(t *testing.T) {
 		b.cancel(t)
 		b.hits(t)
 		st := d.Status()
-		if a := st.Arena.DAX; st.Verifications != (VerificationStatus{Verified: 11}) ||
+		if a := st.Arena.DAX; st.Verifications != (admin.VerificationStatus{Verified: 11}) ||
 			a.CorruptChunks != 0 || a.KeptChunks != 11 {
 			t.Errorf("round %d: %+v, %+v", round, st, a)
 		}
@@ -200,7 +205,7 @@ func TestSpoiltArenaOnDAXIsAMiss(t *testing.T) {
 		t.Errorf("got %v", err)
 	}
 	if st := d.Status(); st.Arena.DAX.CorruptChunks != 1 ||
-		st.Verifications != (VerificationStatus{Verified: 9, Corrupt: 1}) {
+		st.Verifications != (admin.VerificationStatus{Verified: 9, Corrupt: 1}) {
 		t.Errorf("%+v", st)
 	}
 	b.cancel(t)
@@ -310,7 +315,7 @@ func TestStartSaysWhyADeviceOfTheArenaCannotBeUsed(t *testing.T) {
 			[]string{"slabs of 2048 bytes"}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			c := Defaults()
+			c := settings.Defaults()
 			c.Runtime.Dir = filepath.Join(testDir(t), "rank-0") // what is beside it are its peers
 			withArena(t, tc.devices, strings.Fields(tc.more)...)(&c)
 			c, err := c.Complete(nil)
@@ -335,6 +340,7 @@ func TestStartSaysWhyADeviceOfTheArenaCannotBeUsed(t *testing.T) {
 // them.
 type arenaRig struct {
 	*adminRig
+	d   *Daemon
 	dir string
 }
 
@@ -342,7 +348,7 @@ func newArenaRig(t *testing.T, more ...string) *arenaRig {
 	t.Helper()
 	dir := t.TempDir()
 	d, _ := startDaemon(t, onDAX(t, dir, append([]string{"--arena-hotplug=true"}, more...)...))
-	return &arenaRig{newAdminRig(t, d, ""), dir}
+	return &arenaRig{newAdminRig(t, d.AdminAddr(), ""), d, dir}
 }
 
 func (r *arenaRig) dev(n int) string { return filepath.Join(r.dir, fmt.Sprintf("dax%d.0", n)) }
@@ -352,9 +358,9 @@ const (
 	arenaOwn = "/v1/dax/arena/"       // what it has not
 )
 
-func (r *arenaRig) devices() []DAXArena {
+func (r *arenaRig) devices() []admin.DAXArena {
 	r.t.Helper()
-	var st DAXArenasResult
+	var st admin.DAXArenasResult
 	r.get(arenaAt+"status", &st)
 	return st.Arenas
 }
@@ -362,11 +368,11 @@ func (r *arenaRig) devices() []DAXArena {
 // has wants these devices, with nothing leased.
 func (r *arenaRig) has(what string, paths ...string) {
 	r.t.Helper()
-	var list []DAXArena
+	var list []admin.DAXArena
 	until(r.t, func() any { return list }, func() bool {
 		// those who keep what was committed have leases too, for a moment
 		list = r.devices()
-		return !slices.ContainsFunc(list, func(x DAXArena) bool { return x.Slots.Leased > 0 })
+		return !slices.ContainsFunc(list, func(x admin.DAXArena) bool { return x.Slots.Leased > 0 })
 	})
 	var got []string
 	for _, x := range list {
@@ -385,7 +391,7 @@ func (r *arenaRig) gone(path string) {
 	r.t.Helper()
 	until(r.t, func() any { return r.devices() }, func() bool {
 		return !slices.ContainsFunc(r.devices(),
-			func(a DAXArena) bool { return a.DevicePath == path })
+			func(a admin.DAXArena) bool { return a.DevicePath == path })
 	})
 }
 
@@ -418,7 +424,7 @@ func TestHotPlugOfTheArena(t *testing.T) {
 	}
 
 	// Adding makes room, and moves nothing.
-	var added DAXArenaAddResult
+	var added admin.DAXArenaAddResult
 	r.post(arenaAt+"add", body{"device_path": r.dev(2), "size": "4MiB"}, &added)
 	if a := added.Added; a.DevicePath != r.dev(2) || a.State != "active" || a.UsedBytes != 0 ||
 		a.SizeInBytes != 4<<20 {
@@ -427,7 +433,7 @@ func TestHotPlugOfTheArena(t *testing.T) {
 	hits("added")
 
 	// Migrating keeps everything.
-	var out DAXArenaRemoveResult
+	var out admin.DAXArenaRemoveResult
 	r.post(arenaOwn+"remove", body{"device_path": r.dev(0), "mode": "migrate", "force": true}, &out)
 	if x := out.Removed; x.DevicePath != r.dev(0) || len(x.Arenas) != 1 ||
 		x.Arenas[0].State != "removed" || x.MovedKeys == nil || *x.MovedKeys == 0 ||
@@ -438,7 +444,7 @@ func TestHotPlugOfTheArena(t *testing.T) {
 	hits("migrated")
 
 	// Draining, too, where there is room; by itself.
-	out = DAXArenaRemoveResult{}
+	out = admin.DAXArenaRemoveResult{}
 	r.post(arenaAt+"remove", body{"device_path": r.dev(1)}, &out)
 	if x := out.Removed; x.DevicePath != r.dev(1) || len(x.Arenas) != 1 ||
 		x.Arenas[0].State != "draining" && x.Arenas[0].State != "removed" || x.MovedKeys != nil {
@@ -448,7 +454,7 @@ func TestHotPlugOfTheArena(t *testing.T) {
 	hits("drained")
 
 	// Growing and shrinking.
-	var sized DAXArenaResizeResult
+	var sized admin.DAXArenaResizeResult
 	r.post(arenaOwn+"resize", body{"device_path": r.dev(2), "size": "8MiB"}, &sized)
 	if sized.OldSizeBytes != 4<<20 || sized.NewSizeBytes != 8<<20 ||
 		sized.Resized.SizeInBytes != 8<<20 {
@@ -510,7 +516,7 @@ func TestHotPlugOfTheArena(t *testing.T) {
 	other, _ := startDaemon(t, withArena(t, r.dev(5)+":4M"))
 	r.fails(arenaAt+"add", body{"device_path": r.dev(5), "size": "4MiB"}, 409, r.dev(5),
 		fmt.Sprint(os.Getpid()), "arena.offset")
-	fixed := newAdminRig(t, other, "")
+	fixed := newAdminRig(t, other.AdminAddr(), "")
 	fixed.fails(arenaAt+"add", body{"device_path": r.dev(6), "size": "4MiB"}, 403,
 		"arena.hotplug: true")
 	fixed.fails(arenaAt+"remove", body{"device_path": r.dev(5)}, 403, "arena.hotplug: true")
@@ -523,7 +529,7 @@ func TestHotPlugOfTheArena(t *testing.T) {
 		"evict")
 	hits("no room")
 	before := d.Status().Pages
-	out = DAXArenaRemoveResult{}
+	out = admin.DAXArenaRemoveResult{}
 	r.post(arenaOwn+"remove", body{"device_path": r.dev(2), "mode": "evict", "force": true}, &out)
 	if x := out.Removed; x.Arenas[0].State != "removed" || x.DeletedKeys == nil ||
 		*x.DeletedKeys == 0 || x.MovedKeys != nil || d.Status().Pages >= before {
@@ -568,12 +574,12 @@ func TestLeasesKeepADeviceOfTheArena(t *testing.T) {
 	}
 	b.cancel(t)
 
-	var pin PinStatus
-	r.post("/v1/pin", PinRequest{PrefixRequest: PrefixRequest{Hashes: b.Words()}}, &pin)
+	var pin admin.PinStatus
+	r.post("/v1/pin", admin.PinRequest{PrefixRequest: admin.PrefixRequest{Hashes: b.Words()}}, &pin)
 	r.fails(arenaOwn+"remove", body{"device_path": r.dev(1), "mode": "evict"}, 409, "in use")
 
 	// It may be drained, and is there until the last lease ends.
-	var out DAXArenaRemoveResult
+	var out admin.DAXArenaRemoveResult
 	r.post(arenaAt+"remove", body{"device_path": r.dev(1)}, &out)
 	time.Sleep(2 * drainEvery) // what comes later is what happens also if nothing was tried yet
 	b.hits(t)
@@ -583,14 +589,14 @@ func TestLeasesKeepADeviceOfTheArena(t *testing.T) {
 		t.Errorf("%+v", list)
 	}
 	// Meanwhile others may come, and it may be taken into use again.
-	r.post(arenaAt+"add", body{"device_path": r.dev(2), "size": "4M"}, new(DAXArenaAddResult))
-	var added DAXArenaAddResult
+	r.post(arenaAt+"add", body{"device_path": r.dev(2), "size": "4M"}, new(admin.DAXArenaAddResult))
+	var added admin.DAXArenaAddResult
 	r.post(arenaAt+"add", body{"device_path": r.dev(1), "size": "4M"}, &added)
 	if added.Added.State != "active" {
 		t.Errorf("%+v", added)
 	}
 	r.post(arenaAt+"remove", body{"device_path": r.dev(1)}, &out)
-	r.post("/v1/unpin", UnpinRequest{All: true}, new(UnpinResult))
+	r.post("/v1/unpin", admin.UnpinRequest{All: true}, new(admin.UnpinResult))
 	r.gone(r.dev(1))
 	r.has("drained", r.dev(0), r.dev(2))
 	b.hits(t)
@@ -626,7 +632,7 @@ func TestDrainedDeviceOfAFullArena(t *testing.T) {
 		all = append(all, otherPrefix(t, r.d, n, 400))
 		untilKept(t, r.d) // what is being kept is not evicted
 	}
-	r.post(arenaAt+"remove", body{"device_path": r.dev(0)}, new(DAXArenaRemoveResult))
+	r.post(arenaAt+"remove", body{"device_path": r.dev(0)}, new(admin.DAXArenaRemoveResult))
 	r.gone(r.dev(0))
 	until(t, func() any { return r.d.Status().Arena },
 		func() bool { return r.d.Status().Arena.CapacityBytes < 4<<20 })
@@ -676,16 +682,16 @@ func TestHotPlugOfTheArenaUnderTraffic(t *testing.T) {
 	}
 	for round := range 5 {
 		a, b, c := r.dev(2*round), r.dev(2*round+1), r.dev(2*round+2)
-		r.post(arenaAt+"add", body{"device_path": c, "size": "4MiB"}, new(DAXArenaAddResult))
+		r.post(arenaAt+"add", body{"device_path": c, "size": "4MiB"}, new(admin.DAXArenaAddResult))
 		r.post(arenaOwn+"resize", body{"device_path": b, "size": "3MiB", "force": true},
-			new(DAXArenaResizeResult))
+			new(admin.DAXArenaResizeResult))
 		r.post(arenaOwn+"remove", body{"device_path": a, "mode": "migrate", "force": true},
-			new(DAXArenaRemoveResult))
+			new(admin.DAXArenaRemoveResult))
 		r.post(arenaOwn+"resize", body{"device_path": b, "size": "4MiB", "force": true},
-			new(DAXArenaResizeResult))
+			new(admin.DAXArenaResizeResult))
 		r.post(arenaAt+"add", body{"device_path": r.dev(2*round + 3), "size": "4MiB"},
-			new(DAXArenaAddResult))
-		r.post(arenaAt+"remove", body{"device_path": b}, new(DAXArenaRemoveResult))
+			new(admin.DAXArenaAddResult))
+		r.post(arenaAt+"remove", body{"device_path": b}, new(admin.DAXArenaRemoveResult))
 		r.gone(b)
 	}
 	close(stop)
@@ -787,13 +793,13 @@ func TestArenaOnDAXGrantsWhatIsMapped(t *testing.T) {
 func TestFirstDeviceOfTheArena(t *testing.T) {
 	edit := withArena(t, "", "--arena-hotplug=true")
 	d, _ := startDaemon(t, edit)
-	r := newAdminRig(t, d, "")
-	var st DAXArenasResult
+	r := newAdminRig(t, d.AdminAddr(), "")
+	var st admin.DAXArenasResult
 	if r.get(arenaAt+"status", &st); len(st.Arenas) != 0 {
 		t.Errorf("%+v", st)
 	}
 	path := filepath.Join(t.TempDir(), "dax0.0")
-	r.post(arenaAt+"add", body{"device_path": path, "size": "4MiB"}, new(DAXArenaAddResult))
+	r.post(arenaAt+"add", body{"device_path": path, "size": "4MiB"}, new(admin.DAXArenaAddResult))
 	b := storedPrefix(t, d, 40)
 	b.hits(t)
 }
@@ -804,7 +810,7 @@ func TestMetricsOfAnArenaOnDAX(t *testing.T) {
 	d, _ := startDaemon(t, onDAX(t, dir))
 	storedPrefix(t, d, 40).Close()
 	untilKept(t, d)
-	resp, text := newAdminRig(t, d, "").send(http.MethodGet, "/metrics", "", nil)
+	resp, text := newAdminRig(t, d.AdminAddr(), "").send(http.MethodGet, "/metrics", "", nil)
 	if resp.StatusCode != http.StatusOK {
 		t.Fatal(resp.Status)
 	}

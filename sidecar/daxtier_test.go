@@ -5,17 +5,21 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"reflect"
 	"strings"
 	"testing"
 
 	"go.uber.org/zap"
 
 	"lookaside/dax"
+	"lookaside/sidecar/admin"
+	"lookaside/sidecar/settings"
+	"lookaside/tiers/daxtier"
 )
 
 // withDAX gives a sidecar a small tier on two files that stand in for devices; more are further
 // keys, as on the command line.
-func withDAX(t *testing.T, dir, more string) func(*Config) {
+func withDAX(t *testing.T, dir, more string) func(*settings.Config) {
 	t.Helper()
 	return withTiers(t, fmt.Sprintf("--dax=%s,%s:4M:slab=1M:allow_files=true%s",
 		filepath.Join(dir, "dax0.0"), filepath.Join(dir, "dax1.0"), more))
@@ -27,10 +31,11 @@ func TestAPrefixOutlivesASidecarOnDAX(t *testing.T) {
 	d, _ := startDaemon(t, withDAX(t, dir, ""))
 	b := storedPrefix(t, d, pages)
 	untilTierHas(t, d, 0, pages)
-	newAdminRig(t, d, "").post("/v1/clear", ClearRequest{All: true, Tier: "arena"},
-		new(ClearResult))
+	newAdminRig(t, d.AdminAddr(), "").post("/v1/clear", admin.ClearRequest{All: true,
+		Tier: "arena"},
+		new(admin.ClearResult))
 	b.hits(t)
-	if st := d.Tiers()[0]; st.Kind != "dax" || st.Name != "dax" || !st.Local ||
+	if st := d.operations.Tiers()[0]; st.Kind != "dax" || st.Name != "dax" || !st.Local ||
 		st.LoadedBytes != pages*4096 || st.CapacityBytes < 7<<20 {
 		t.Errorf("%+v", st)
 	}
@@ -40,7 +45,7 @@ func TestAPrefixOutlivesASidecarOnDAX(t *testing.T) {
 	}
 	d, _ = startDaemon(t, withDAX(t, dir,
 		":restore_workers=2:restore_max_regions=1:store_workers=1:lookup_workers=1"))
-	if st := d.Tiers()[0]; st.Pages != pages {
+	if st := d.operations.Tiers()[0]; st.Pages != pages {
 		t.Errorf("%+v", st)
 	}
 	b = newPrefix(t, d, pages)
@@ -68,7 +73,7 @@ func TestRanksShareDevices(t *testing.T) {
 				storedPrefix(t, d, pages).Close()
 				untilTierHas(t, d, 0, pages)
 			}
-			if got := d.Tiers()[0].Pages; got != int64(pages*(1-rank)) {
+			if got := d.operations.Tiers()[0].Pages; got != int64(pages*(1-rank)) {
 				t.Errorf("round %d: rank %d has %d pages", round, rank, got)
 			}
 		}
@@ -105,7 +110,7 @@ func TestStartSaysWhyADeviceCannotBeUsed(t *testing.T) {
 			[]string{"slabs of 2048 bytes"}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			c := Defaults()
+			c := settings.Defaults()
 			c.Runtime.Dir = filepath.Join(testDir(t), "rank-0") // what is beside it are its peers
 			c.Arena.Kind, c.Arena.Limit = dax.KindMemfd, 8<<20
 			withTiers(t, "--dax="+tc.flag)(&c)
@@ -124,5 +129,17 @@ func TestStartSaysWhyADeviceCannotBeUsed(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// A device without a size of its own has that of its tier.
+func TestSizeOfDAXDevices(t *testing.T) {
+	c, err := load(t, "", nil, "--dax=/dev/dax0.0:2M")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if o := daxOptions(&c.Tiers[0].DAX, nil); !reflect.DeepEqual(o.Devices,
+		[]daxtier.DeviceSpec{{Path: "/dev/dax0.0", SizeBytes: 2 << 20}}) {
+		t.Errorf("%+v", o)
 	}
 }

@@ -6,10 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"net"
 	"net/netip"
 	"os"
-	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -20,6 +18,7 @@ import (
 
 	"lookaside/ipc"
 	"lookaside/ipc/wire"
+	"lookaside/sidecar/settings"
 	"lookaside/tiers"
 	"lookaside/tiers/engine"
 )
@@ -46,7 +45,7 @@ type events struct {
 // eventSource turns what a feed tells into batches of vLLM's events, a topic each. But for unknown
 // its fields are the publisher's goroutine's.
 type eventSource struct {
-	cfg    EventsConfig
+	cfg    settings.EventsConfig
 	feed   *engine.Feed
 	fields func(tiers.Fingerprint) (map[string]string, bool)
 	now    func() time.Time
@@ -70,7 +69,7 @@ type topicBatch struct {
 }
 
 // newEvents follows the engine and opens the sockets.
-func newEvents(cfg EventsConfig, e *engine.Engine,
+func newEvents(cfg settings.EventsConfig, e *engine.Engine,
 	fields func(tiers.Fingerprint) (map[string]string, bool),
 	log *zap.Logger) (_ *events, err error) {
 	feed, err := e.Follow(0)
@@ -84,12 +83,12 @@ func newEvents(cfg EventsConfig, e *engine.Engine,
 	}()
 	src := &eventSource{cfg: cfg, feed: feed, fields: fields, now: time.Now, log: log,
 		topics: map[string]bool{}, of: map[tiers.Fingerprint]string{}}
-	token, err := readToken("events.token_file", cfg.TokenFile, log)
+	token, err := settings.ReadToken("events.token_file", cfg.TokenFile, log)
 	if err != nil {
 		return nil, err
 	}
 	pub, err := ipc.NewEventPublisher(ipc.EventOptions{
-		Endpoint: cfg.Endpoint, Bind: cfg.binds(), ReplayEndpoint: cfg.ReplayEndpoint, Token: token,
+		Endpoint: cfg.Endpoint, Bind: cfg.Binds(), ReplayEndpoint: cfg.ReplayEndpoint, Token: token,
 		BufferSteps: cfg.BufferSteps, HWM: cfg.HWM, Log: log,
 	}, src)
 	if err != nil {
@@ -97,22 +96,12 @@ func newEvents(cfg EventsConfig, e *engine.Engine,
 	}
 	at, replay := pub.Endpoints()
 	if token == "" {
-		warnOpen(log, "events.endpoint", at, cfg.binds())
+		warnOpen(log, "events.endpoint", at, cfg.Binds())
 		warnOpen(log, "events.replay_endpoint", replay, true)
 	}
 	log.Info("publishing KV events", zap.String("endpoint", at), zap.String("replay_endpoint",
 		replay), zap.String("topic", cfg.Topic))
 	return &events{pub: pub, feed: feed, src: src}, nil
-}
-
-// binds reports whether the sidecar listens at the endpoint.
-func (c *EventsConfig) binds() bool {
-	if c.Bind == "auto" {
-		// vLLM's rule.
-		return strings.Contains(c.Endpoint, "*") || strings.Contains(c.Endpoint, "::") ||
-			strings.HasPrefix(c.Endpoint, "ipc://")
-	}
-	return c.Bind == "true"
 }
 
 // warnOpen warns about an endpoint that strangers can reach.
@@ -151,6 +140,12 @@ func (ev *events) run(ctx context.Context) {
 		ev.pub.Wake()
 	}
 }
+
+// Stats implements admin.Events.
+func (ev *events) Stats() ipc.EventStats { return ev.pub.Stats() }
+
+// Gaps implements admin.Events.
+func (ev *events) Gaps() uint64 { return ev.feed.Gaps() }
 
 func (ev *events) close() error {
 	err := ev.pub.Close()
@@ -274,13 +269,11 @@ func (s *eventSource) topic(sp *engine.FollowedSpace) (string, bool) {
 	return topic, true
 }
 
-var topicField = regexp.MustCompile(`\{[^{}]*\}`)
-
 // topicOf fills in a template: host, rank, fingerprint, and the fields that the space's worker
 // declared.
-func topicOf(cfg EventsConfig, fp tiers.Fingerprint, fields map[string]string) string {
-	return topicField.ReplaceAllStringFunc(cfg.Topic, func(m string) string {
-		switch name := m[1 : len(m)-1]; name {
+func topicOf(cfg settings.EventsConfig, fp tiers.Fingerprint, fields map[string]string) string {
+	return cfg.FillTopic(func(name string) string {
+		switch name {
 		case "host":
 			host, _ := os.Hostname()
 			return host
@@ -288,29 +281,7 @@ func topicOf(cfg EventsConfig, fp tiers.Fingerprint, fields map[string]string) s
 			return strconv.Itoa(int(cfg.DPRank))
 		case "fingerprint":
 			return hex.EncodeToString(fp[:])
-		default:
-			return fields[name]
 		}
+		return fields[name]
 	})
-}
-
-func checkTopic(v string) error {
-	if strings.ContainsAny(topicField.ReplaceAllString(v, ""), "{}") {
-		return fmt.Errorf("%q has a brace without its other", v)
-	}
-	if len(v) > 512 {
-		return errors.New("longer than 512 bytes")
-	}
-	return nil
-}
-
-func checkEventsEndpoint(v string) error {
-	if path, ok := strings.CutPrefix(v, "ipc://"); ok && path != "" {
-		return nil
-	}
-	if at, ok := strings.CutPrefix(v, "tcp://"); ok {
-		_, _, err := net.SplitHostPort(at)
-		return err
-	}
-	return fmt.Errorf("%q is neither tcp://HOST:PORT nor ipc://PATH", v)
 }

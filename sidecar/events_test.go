@@ -6,6 +6,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"lookaside/sidecar/settings"
 )
 
 // TestOpenEventsAreWarnedAbout: an endpoint that other machines can reach is, unless there is a
@@ -16,26 +18,27 @@ func TestOpenEventsAreWarnedAbout(t *testing.T) {
 		t.Fatal(err)
 	}
 	for name, c := range map[string]struct {
-		events   EventsConfig
+		events   settings.EventsConfig
 		warnings []string
 	}{
-		"loopback": {EventsConfig{Endpoint: "tcp://127.0.0.1:*",
+		"loopback": {settings.EventsConfig{Endpoint: "tcp://127.0.0.1:*",
 			ReplayEndpoint: "tcp://localhost:*"}, nil},
-		"bound loopback": {EventsConfig{Endpoint: "tcp://127.0.0.1:0", Bind: "true"}, nil},
-		"path": {EventsConfig{Endpoint: "ipc://" + filepath.Join(t.TempDir(), "ev")},
+		"bound loopback": {settings.EventsConfig{Endpoint: "tcp://127.0.0.1:0", Bind: "true"}, nil},
+		"path": {settings.EventsConfig{Endpoint: "ipc://" + filepath.Join(t.TempDir(), "ev")},
 			nil},
-		"all addresses": {EventsConfig{Endpoint: "tcp://*:*"}, []string{"events.endpoint"}},
-		"open replay": {EventsConfig{Endpoint: "tcp://127.0.0.1:*",
+		"all addresses": {settings.EventsConfig{Endpoint: "tcp://*:*"},
+			[]string{"events.endpoint"}},
+		"open replay": {settings.EventsConfig{Endpoint: "tcp://127.0.0.1:*",
 			ReplayEndpoint: "tcp://0.0.0.0:0"}, []string{"events.replay_endpoint"}},
-		"IPv6": {EventsConfig{Endpoint: "tcp://[::]:*", ReplayEndpoint: "tcp://*:*"},
+		"IPv6": {settings.EventsConfig{Endpoint: "tcp://[::]:*", ReplayEndpoint: "tcp://*:*"},
 			[]string{"events.endpoint", "events.replay_endpoint"}},
-		"with a token": {EventsConfig{Endpoint: "tcp://*:*", ReplayEndpoint: "tcp://*:*",
+		"with a token": {settings.EventsConfig{Endpoint: "tcp://*:*", ReplayEndpoint: "tcp://*:*",
 			TokenFile: token}, nil},
 		// Nobody can reach an endpoint that is connected to.
-		"connected": {EventsConfig{Endpoint: "tcp://192.0.2.1:9"}, nil},
+		"connected": {settings.EventsConfig{Endpoint: "tcp://192.0.2.1:9"}, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
-			_, log := startDaemon(t, func(cfg *Config) {
+			_, log := startDaemon(t, func(cfg *settings.Config) {
 				cfg.Log.Format = "json"
 				cfg.Events.Endpoint, cfg.Events.ReplayEndpoint, cfg.Events.TokenFile =
 					c.events.Endpoint, c.events.ReplayEndpoint, c.events.TokenFile
@@ -63,7 +66,7 @@ func TestOpenEventsAreWarnedAbout(t *testing.T) {
 		"events: {bind: maybe}",
 		"events: {token_file: /x}", "events: {endpoint: 'tcp://router:5657', token_file: /x}",
 	} {
-		if _, err := Parse("test", []byte(bad), nil); err == nil ||
+		if _, err := settings.Parse("test", []byte(bad), nil); err == nil ||
 			!strings.Contains(err.Error(), "events.") {
 			t.Errorf("%s: %v", bad, err)
 		}

@@ -14,6 +14,7 @@ import (
 	"go.yaml.in/yaml/v3"
 
 	"lookaside/ipc"
+	"lookaside/sidecar/settings"
 )
 
 // Each example of how sidecars are deployed has settings and command lines that `lookaside serve`
@@ -28,7 +29,7 @@ func TestExamplesAreTaken(t *testing.T) {
 		return b
 	}
 	for _, name := range []string{"systemd", "redis"} {
-		if _, err := Parse(name, read(name, "sidecar.yaml"), nil); err != nil {
+		if _, err := settings.Parse(name, read(name, "sidecar.yaml"), nil); err != nil {
 			t.Errorf("%s/sidecar.yaml: %v", name, err)
 		}
 	}

@@ -15,6 +15,7 @@ import (
 	"go.uber.org/zap"
 
 	"lookaside/connector"
+	"lookaside/sidecar/settings"
 	"lookaside/tiers"
 	"lookaside/tiers/slab"
 	"lookaside/tiers/vfs"
@@ -29,7 +30,7 @@ const lateLast = time.Minute
 // openDisk opens a disk tier. What is wrong with the settings is an error. What is wrong with a
 // disk is not: the tier goes on with its other directories, or with none, and what is missing is
 // tried again, as a server is that cannot be reached.
-func openDisk(c *TierConfig, log *zap.Logger) (tiers.Tier, error) {
+func openDisk(c *settings.TierConfig, log *zap.Logger) (tiers.Tier, error) {
 	l := &lateDisk{c: c, log: log, down: map[string]error{}, clears: map[tiers.Fingerprint]bool{},
 		opened: make(chan struct{})}
 	if err := l.open(); err != nil {
@@ -51,7 +52,7 @@ func openDisk(c *TierConfig, log *zap.Logger) (tiers.Tier, error) {
 // A lateDisk is a disk tier of which a part, or all, could not be opened at the start. While there
 // is nothing of it each call fails, so that its breaker opens.
 type lateDisk struct {
-	c      *TierConfig
+	c      *settings.TierConfig
 	log    *zap.Logger
 	stop   context.CancelFunc
 	trying sync.WaitGroup
@@ -335,7 +336,7 @@ func (l *lateDisk) Clear(ctx context.Context, fp tiers.Fingerprint) (chunks int,
 func (l *lateDisk) Stats() tiers.TierStats {
 	d := l.tier()
 	if d == nil {
-		return tiers.TierStats{Kind: tierDisk, Local: true, Down: l.why().Error(),
+		return tiers.TierStats{Kind: settings.TierDisk, Local: true, Down: l.why().Error(),
 			Detail: strings.Join(l.c.Disk.Paths, ", ")}
 	}
 	st := d.Stats()

@@ -13,6 +13,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"lookaside/sidecar/settings"
 	"lookaside/tiers"
 )
 
@@ -52,10 +53,11 @@ func TestADiskThatFailsAtTheStart(t *testing.T) {
 	b := storedPrefix(t, d, pages)
 	b.hits(t) // from the arena
 	b.cancel(t)
-	until(t, func() any { return d.Tiers()[0] },
-		func() bool { return d.Tiers()[0].StoreFailures > 0 })
-	st := d.Tiers()[0]
-	if st.State != "down" || !strings.Contains(st.Error, "no such file") || st.Kind != tierDisk ||
+	until(t, func() any { return d.operations.Tiers()[0] },
+		func() bool { return d.operations.Tiers()[0].StoreFailures > 0 })
+	st := d.operations.Tiers()[0]
+	if st.State != "down" || !strings.Contains(st.Error, "no such file") ||
+		st.Kind != settings.TierDisk ||
 		!st.Local || st.CapacityBytes != 0 || !strings.Contains(st.Detail, dir) ||
 		st.StoreFailures == 0 {
 		t.Errorf("%+v", st)
@@ -66,8 +68,8 @@ func TestADiskThatFailsAtTheStart(t *testing.T) {
 		t.Errorf("%v: %s", err, &table)
 	}
 	mend()
-	until(t, func() any { return d.Tiers()[0] },
-		func() bool { return d.Tiers()[0].CapacityBytes == 8<<20 })
+	until(t, func() any { return d.operations.Tiers()[0] },
+		func() bool { return d.operations.Tiers()[0].CapacityBytes == 8<<20 })
 	until(t, func() any { return log.String() }, func() bool {
 		return strings.Contains(log.String(),
 			"a disk is there")
@@ -75,7 +77,7 @@ func TestADiskThatFailsAtTheStart(t *testing.T) {
 	if n := strings.Count(log.String(), "cannot be used now"); n != 1 {
 		t.Errorf("%d warnings:\n%s", n, log)
 	}
-	until(t, func() any { return d.Tiers()[0] }, func() bool {
+	until(t, func() any { return d.operations.Tiers()[0] }, func() bool {
 		// the breaker tries, and what is stored then goes down
 		if _, err := d.stack.Clear(t.Context(), tiers.Fingerprint{}, "arena"); err != nil {
 			t.Fatal(err)
@@ -83,10 +85,10 @@ func TestADiskThatFailsAtTheStart(t *testing.T) {
 		if err := b.Store(); err != nil {
 			t.Fatal(err)
 		}
-		return d.Tiers()[0].StoredChunks > 0
+		return d.operations.Tiers()[0].StoredChunks > 0
 	})
-	until(t, func() any { return d.Tiers()[0] },
-		func() bool { return !strings.Contains(d.Tiers()[0].Detail, "missing") })
+	until(t, func() any { return d.operations.Tiers()[0] },
+		func() bool { return !strings.Contains(d.operations.Tiers()[0].Detail, "missing") })
 }
 
 // One of two disks fails at the start: the tier is there with the other, and gets the rest of its
@@ -96,23 +98,23 @@ func TestOneDiskOfTwoFailsAtTheStart(t *testing.T) {
 	good, bad := filepath.Join(t.TempDir(), "a"), filepath.Join(t.TempDir(), "b")
 	mend := brokenDir(t, bad)
 	two := withDisk(t, good, "")
-	d, _ := startDaemon(t, func(c *Config) {
+	d, _ := startDaemon(t, func(c *settings.Config) {
 		two(c)
 		c.Tiers[0].Disk.Paths = []string{good, bad}
 	})
 	const pages = 42
 	b := storedPrefix(t, d, pages)
 	untilTierHas(t, d, 0, pages)
-	if st := d.Tiers()[0]; st.CapacityBytes != 4<<20 || st.State != breakerClosed ||
+	if st := d.operations.Tiers()[0]; st.CapacityBytes != 4<<20 || st.State != "closed" ||
 		!strings.Contains(st.Detail, "missing, and tried again") ||
 		!strings.Contains(st.Detail, bad) {
 		t.Errorf("%+v", st)
 	}
 	b.Close()
 	mend()
-	until(t, func() any { return d.Tiers()[0] },
-		func() bool { return !strings.Contains(d.Tiers()[0].Detail, "missing") })
-	if st := d.Tiers()[0]; st.Pages != pages || st.CapacityBytes != 8<<20 {
+	until(t, func() any { return d.operations.Tiers()[0] },
+		func() bool { return !strings.Contains(d.operations.Tiers()[0].Detail, "missing") })
+	if st := d.operations.Tiers()[0]; st.Pages != pages || st.CapacityBytes != 8<<20 {
 		t.Errorf("%+v", st)
 	}
 }
@@ -127,7 +129,7 @@ func TestWrongDiskSettingsAreErrors(t *testing.T) {
 	startDaemon(t, withDisk(t, locked, ""))
 	for dir, want := range map[string]string{file: "not a directory",
 		file + "/kv": "not a directory", locked: "locked by process"} {
-		c := Defaults()
+		c := settings.Defaults()
 		withDisk(t, dir, "")(&c)
 		open, err := openTiers(c, zap.NewNop())
 		if err == nil || !strings.Contains(err.Error(), want) {
@@ -137,7 +139,7 @@ func TestWrongDiskSettingsAreErrors(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	c := Defaults()
+	c := settings.Defaults()
 	withTiers(t, "--disk="+filepath.Join(t.TempDir(), "kv")+":1000T")(&c)
 	if _, err := openTiers(c, zap.NewNop()); err == nil ||
 		!strings.Contains(err.Error(), "capacity") {
@@ -167,7 +169,7 @@ func TestClearedWhileADiskIsMissing(t *testing.T) {
 	}
 	for _, clear := range []bool{false, true} {
 		brokenDir(t, dir)
-		c := Defaults()
+		c := settings.Defaults()
 		withDisk(t, dir, "")(&c)
 		open, err := openTiers(c, zap.NewNop())
 		if err != nil {

@@ -10,6 +10,7 @@ import (
 	"go.uber.org/zap/zapcore"
 
 	"lookaside/ipc"
+	"lookaside/sidecar/settings"
 )
 
 // Version is this release's.
@@ -45,7 +46,7 @@ func VersionLine() string {
 
 // NewLogger returns a logger that writes to w as cfg says. Of a message that is repeated quickly it
 // writes some lines, and then how many more there were.
-func NewLogger(cfg LogConfig, w io.Writer) *zap.Logger {
+func NewLogger(cfg settings.LogConfig, w io.Writer) *zap.Logger {
 	ec := zap.NewProductionEncoderConfig()
 	ec.EncodeTime = zapcore.ISO8601TimeEncoder
 	ec.EncodeDuration = zapcore.StringDurationEncoder
@@ -53,5 +54,5 @@ func NewLogger(cfg LogConfig, w io.Writer) *zap.Logger {
 	if cfg.Format == "json" {
 		enc = zapcore.NewJSONEncoder(ec)
 	}
-	return zap.New(newLimitedCore(enc, zapcore.Lock(zapcore.AddSync(w)), cfg.level()))
+	return zap.New(newLimitedCore(enc, zapcore.Lock(zapcore.AddSync(w)), cfg.ZapLevel()))
 }

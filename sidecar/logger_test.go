@@ -1,9 +1,7 @@
 package sidecar
 
 import (
-	"regexp"
 	"runtime/debug"
-	"strings"
 	"testing"
 )
 
@@ -22,17 +20,6 @@ func TestRevision(t *testing.T) {
 	} {
 		if got := revisionOf(c.info); got != c.want {
 			t.Errorf("%+v: %s, want %s", c.info, got, c.want)
-		}
-	}
-}
-
-// A metric's help is read alone: it does not point at that of another.
-func TestHelpOfMetricsStandsAlone(t *testing.T) {
-	pointing := regexp.MustCompile(
-		`(?i)^of (these|those|the)\b|\b(in them|of those|become such|likewise)\b|by time\.$`)
-	for _, m := range collected {
-		if m.help == "" || pointing.MatchString(m.help) || !strings.HasSuffix(m.help, ".") {
-			t.Errorf("%s: %q", m.name, m.help)
 		}
 	}
 }

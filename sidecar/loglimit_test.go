@@ -11,6 +11,7 @@ import (
 
 	"lookaside/ipc/client"
 	"lookaside/ipc/wire"
+	"lookaside/sidecar/settings"
 )
 
 // limitedLogger is a logger whose time the test makes pass.
@@ -26,7 +27,7 @@ type limitedLogger struct {
 
 func newLimitedLogger(t *testing.T, level string) *limitedLogger {
 	l := &limitedLogger{t: t, out: new(logBuffer), at: time.Now(), timers: map[time.Time][]func(){}}
-	l.Logger = NewLogger(LogConfig{Level: level, Format: "json"}, l.out)
+	l.Logger = NewLogger(settings.LogConfig{Level: level, Format: "json"}, l.out)
 	l.lines = l.Core().(*limitedCore).lines
 	l.lines.now = func() time.Time { return l.at }
 	l.lines.after = func(d time.Duration, f func()) {
@@ -145,7 +146,7 @@ func TestLogIsLimited(t *testing.T) {
 // TestClientsCannotFillTheLog: loops of what clients can do wrong leave a few lines, which tell how
 // many they stand for.
 func TestClientsCannotFillTheLog(t *testing.T) {
-	d, log := startDaemon(t, func(c *Config) {
+	d, log := startDaemon(t, func(c *settings.Config) {
 		c.Sessions.Limit = 2
 		c.Log.Format = "json"
 		c.Events.Endpoint, c.Events.Bind = "tcp://127.0.0.1:0", "true"

@@ -12,6 +12,7 @@ import (
 	"lookaside/dax"
 	"lookaside/ipc"
 	"lookaside/ipc/wire"
+	"lookaside/sidecar/settings"
 )
 
 // What the sidecar takes beside the arena. Its budget is checked at the start together with
@@ -45,7 +46,7 @@ const (
 )
 
 // ownMemory returns how much the sidecar may take beside the arena and its index.
-func (c *Config) ownMemory() int64 {
+func ownMemory(c *settings.Config) int64 {
 	own := int64(ownBytes) + int64(c.Sessions.Limit)*sessionBytes
 	if c.Events.Endpoint != "" {
 		own += ipc.EventBytes
@@ -54,19 +55,19 @@ func (c *Config) ownMemory() int64 {
 }
 
 // reserve returns how much of ownMemory the sidecar has not taken yet, and at least leastReserve.
-func (c *Config) reserve() int64 {
+func reserve(c *settings.Config) int64 {
 	var size, resident, shared int64
 	if b, err := os.ReadFile("/proc/self/statm"); err == nil {
 		_, _ = fmt.Sscan(string(b), &size, &resident, &shared)
 	}
-	return max(c.ownMemory()-(resident-shared)*int64(os.Getpagesize()), leastReserve)
+	return max(ownMemory(c)-(resident-shared)*int64(os.Getpagesize()), leastReserve)
 }
 
 // shareMemory keeps the sidecar within what control groups leave it, if any of them has a limit: it
 // limits Go's heap, unless GOMEMLIMIT does, and peers.hints_limit. arenaBytes are what the arena
 // has yet to take of that memory. It returns the limit of what the lookups' connections may hold,
 // in bytes.
-func (c *Config) shareMemory(arenaBytes int64, log *zap.Logger) (lookups int64, err error) {
+func shareMemory(c *settings.Config, arenaBytes int64, log *zap.Logger) (lookups int64, err error) {
 	free, limited, err := dax.GroupMemory()
 	if err != nil || !limited {
 		return lookupBytes, err
@@ -76,7 +77,7 @@ func (c *Config) shareMemory(arenaBytes int64, log *zap.Logger) (lookups int64, 
 	free -= lookups
 	if c.Peers.Enabled {
 		// While their table grows, hints take half as much again.
-		if most := max((free-c.ownMemory())/3, leastHints); c.Peers.HintsLimit > most {
+		if most := max((free-ownMemory(c))/3, leastHints); c.Peers.HintsLimit > most {
 			c.Peers.HintsLimit = most
 			log.Info("peers.hints_limit is lowered to what the control group has room for",
 				zap.String("to", dax.FormatSize(most)))
@@ -102,8 +103,8 @@ func goMemory() int64 {
 }
 
 // checkMemory refuses an arena that would not leave the sidecar its own memory.
-func (c *Config) checkMemory(kind dax.Kind) error {
-	own := c.ownMemory()
+func checkMemory(c *settings.Config, kind dax.Kind) error {
+	own := ownMemory(c)
 	err := dax.CheckBudget(c.Arena.Limit, kind, own)
 	if err == nil {
 		return nil

@@ -13,6 +13,7 @@ import (
 	"lookaside/dax"
 	"lookaside/ipc/client"
 	"lookaside/ipc/wire"
+	"lookaside/sidecar/settings"
 )
 
 // ourNames are all files and directories that a sidecar makes, in its endpoint (run), in an arena
@@ -57,7 +58,7 @@ func TestNamesOfClientsAreNoPaths(t *testing.T) {
 	bucket.start(t)
 	below := withTiers(t, "--disk="+filepath.Join(base, "disk")+":16M:slab=512K",
 		"--s3=s3://kv-cache/here?region=us-east-1&endpoint=http://"+addr)
-	d, _ := startDaemon(t, func(c *Config) {
+	d, _ := startDaemon(t, func(c *settings.Config) {
 		below(c)
 		c.Runtime.Dir = filepath.Join(base, "run", "rank-0")
 		c.Arena.Kind, c.Arena.Path, c.Arena.Limit = dax.KindFile, filepath.Join(base, "arena"),
@@ -115,8 +116,9 @@ func TestNamesOfClientsAreNoPaths(t *testing.T) {
 	if stored < len(names) {
 		t.Errorf("%d pages were stored for %d names", stored, len(names))
 	}
-	until(t, func() any { return d.Tiers() }, func() bool {
-		return int(d.Tiers()[0].StoredChunks) >= stored && int(d.Tiers()[1].StoredChunks) >= stored
+	until(t, func() any { return d.operations.Tiers() }, func() bool {
+		return int(d.operations.Tiers()[0].StoredChunks) >= stored &&
+			int(d.operations.Tiers()[1].StoredChunks) >= stored
 	})
 	objects := 0
 	if err := filepath.WalkDir(filepath.Dir(base), func(path string, e fs.DirEntry,

@@ -4,9 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
-	"path/filepath"
-	"strings"
 	"sync"
 	"time"
 
@@ -15,6 +12,9 @@ import (
 	"lookaside/connector"
 	"lookaside/dax"
 	"lookaside/ipc/wire"
+	"lookaside/sidecar/admin"
+	"lookaside/sidecar/arena"
+	"lookaside/sidecar/settings"
 	"lookaside/tiers"
 	"lookaside/tiers/engine"
 	"lookaside/tiers/peer"
@@ -43,7 +43,7 @@ var touchPatience = 5 * time.Millisecond
 // of the stack, the workers and the arena. A nil one shares nothing. Its methods may be called from
 // any goroutine, from start on.
 type peers struct {
-	cfg    PeersConfig
+	cfg    settings.PeersConfig
 	log    *zap.Logger
 	peer   *peer.Peers // from start on
 	engine *engine.Engine
@@ -72,10 +72,14 @@ type peerRegion struct {
 	region uint32
 }
 
-var _ stack.Peers = (*peers)(nil)
+var (
+	_ stack.Peers   = (*peers)(nil)
+	_ admin.Peers   = (*peers)(nil)
+	_ arena.Workers = (*announcer)(nil)
+)
 
 // newPeers returns what shares, or nil if the settings say that nothing does.
-func newPeers(cfg *Config, log *zap.Logger) *peers {
+func newPeers(cfg *settings.Config, log *zap.Logger) *peers {
 	if !cfg.Peers.Enabled {
 		return nil
 	}
@@ -88,7 +92,7 @@ func newPeers(cfg *Config, log *zap.Logger) *peers {
 }
 
 // start looks for other sidecars. Nothing is lent before the arena's regions are added.
-func (p *peers) start(cfg *Config, generation uint64, e *engine.Engine, s *stack.Stack,
+func (p *peers) start(cfg *settings.Config, generation uint64, e *engine.Engine, s *stack.Stack,
 	server *connector.Server) (err error) {
 	p.engine, p.stack, p.server = e, s, server
 	p.peer, err = peer.Start(peer.Config{
@@ -291,6 +295,18 @@ func (p *peers) accidents() []connector.Unshared {
 	return out
 }
 
+// mapPatience is how long workers may take to map a region that the arena has grown by, before it
+// is used all the same. Nobody waits meanwhile.
+const mapPatience = 30 * time.Second
+
+// unmapPatience is how long a worker may take to let go of memory that is being removed. It
+// finishes the copies that began before.
+const unmapPatience = 30 * time.Second
+
+// slabPatience is how long workers may take to map a slab before it is used all the same. Stores
+// for which there is no room anywhere else wait meanwhile. A test changes it.
+var slabPatience = 5 * time.Second
+
 // An announcer tells workers, and other sidecars, of the regions of the arena.
 type announcer struct {
 	*connector.Server
@@ -328,92 +344,28 @@ func (a *announcer) lend(r connector.Region) {
 	}
 }
 
-// RetractRegion has workers and other sidecars let go of a region in which nobody has a lease.
-func (a *announcer) RetractRegion(id uint32, patience time.Duration) {
+// RetractRegion has workers and other sidecars unmap a region in which nobody has a lease.
+func (a *announcer) RetractRegion(id uint32) {
 	var others sync.WaitGroup
 	if a.peers != nil {
-		others.Go(func() { a.peers.peer.RemoveRegion(id, patience) })
+		others.Go(func() { a.peers.peer.RemoveRegion(id, unmapPatience) })
 	}
-	a.Server.RetractRegion(id, patience)
+	a.Server.RetractRegion(id, unmapPatience)
 	others.Wait()
 }
 
-// PeersStatus is what is shared with other sidecars of the host.
-type PeersStatus struct {
-	Enabled bool `json:"enabled" doc:"Whether anything is shared: peers.enabled, and events.journal is not 0."`
-	peer.Status
-	Borrowing BorrowingStatus `json:"borrowing"`
-}
-
-// BorrowingStatus is what this sidecar has of others, and what came of it. Counters are since the
-// start.
-type BorrowingStatus struct {
-	Slots       int    `json:"slots" doc:"Chunks for which there are tables so far; peers.slots bounds those of a geometry."`
-	Used        int    `json:"used" doc:"Chunks that are borrowed."`
-	Leased      int    `json:"leased" doc:"Of these, those in use by lookups and loads."`
-	Pages       int    `json:"pages" doc:"Pages that can be found in what is borrowed."`
-	Lookups     uint64 `json:"lookups" doc:"Lookups that wanted chunks of others."`
-	Chunks      uint64 `json:"chunks" doc:"Chunks borrowed."`
-	Joined      uint64 `json:"joined" doc:"Chunks that were being borrowed for another lookup already."`
-	Failed      uint64 `json:"failed" doc:"Times that nothing could be borrowed."`
-	Short       uint64 `json:"short" doc:"Times that less could be borrowed than was asked for."`
-	Late        uint64 `json:"late" doc:"Chunks borrowed for lookups that had ended meanwhile."`
-	Void        uint64 `json:"void" doc:"Chunks whose sidecar went before they were used."`
-	Retried     uint64 `json:"retried" doc:"Lookups that went on with the tiers after others had failed."`
-	Copied      uint64 `json:"copied" doc:"Chunks copied into the own arena, being read often (peers.copy_after)."`
-	CopiedPages uint64 `json:"copied_pages" doc:"Pages in them."`
-	NotCopied   uint64 `json:"not_copied" doc:"Times that a chunk was to be copied, and was not: there was no room for it, its bytes could not be read, or its sidecar went."`
-	Returned    uint64 `json:"returned" doc:"Chunks given back."`
-	Bad         uint64 `json:"bad" doc:"Of these, those whose bytes did not check out."`
-}
-
-// status describes the sharing.
-func (p *peers) status() PeersStatus {
+// Status implements admin.Peers. A nil p shares nothing.
+func (p *peers) Status() admin.PeersStatus {
 	if p == nil {
-		return PeersStatus{Status: peer.Status{Lenders: []peer.LenderStatus{},
+		return admin.PeersStatus{Status: peer.Status{Lenders: []peer.LenderStatus{},
 			Borrowers: []peer.BorrowerStatus{}, Unusable: []peer.UnusableStatus{}}}
 	}
 	b := p.stack.PeerStats()
-	return PeersStatus{Enabled: true, Status: p.peer.Status(), Borrowing: BorrowingStatus{
-		Slots: b.Slots, Used: b.Used, Leased: b.Leased, Pages: b.Held, Lookups: b.Lookups,
-		Chunks: b.Chunks, Joined: b.Joined, Failed: b.Failed, Short: b.Short, Late: b.Late,
-		Void: b.Void, Retried: b.Retried, Copied: b.Copied, CopiedPages: b.CopiedPages,
-		NotCopied: b.NotCopied, Returned: b.Returned, Bad: b.Bad,
-	}}
+	return admin.PeersStatus{Enabled: true, Status: p.peer.Status(),
+		Borrowing: admin.BorrowingStatus{
+			Slots: b.Slots, Used: b.Used, Leased: b.Leased, Pages: b.Held, Lookups: b.Lookups,
+			Chunks: b.Chunks, Joined: b.Joined, Failed: b.Failed, Short: b.Short, Late: b.Late,
+			Void: b.Void, Retried: b.Retried, Copied: b.Copied, CopiedPages: b.CopiedPages,
+			NotCopied: b.NotCopied, Returned: b.Returned, Bad: b.Bad,
+		}}
 }
-
-// write writes it for people, if there is anything to say.
-func (st *PeersStatus) write(w io.Writer, skipped uint64) {
-	if !st.Enabled {
-		fmt.Fprintf(w, "peers\toff\n")
-		return
-	}
-	if st.Off != "" {
-		fmt.Fprintf(w, "peers\toff: %s\n", st.Off)
-		return
-	}
-	b := &st.Borrowing
-	fmt.Fprintf(w, "peers\t%d, which hold %d pages (%s of hints); %d pages borrowed, %d chunks of others here now; %d pages copied; %d pages lent; %d pages not stored, being there\n",
-		len(st.Lenders), st.HintPages, dax.FormatSize(st.HintBytes), st.BorrowedPages, b.Used,
-		b.CopiedPages, st.LentPages, skipped)
-	for _, l := range st.Lenders {
-		if len(l.Devices) > 0 {
-			var on []string
-			for _, d := range l.Devices {
-				on = append(on, fmt.Sprintf("%s (%s, %s)", d.Path, d.Kind,
-					dax.FormatSize(d.SizeBytes)))
-			}
-			fmt.Fprintf(w, "peer\tpid %d holds %d pages on %s; %d borrowed, %d of its chunks here now\n", l.PID, l.Pages, strings.Join(on, ", "), l.Borrowed, l.Loans)
-		}
-		for _, u := range l.Unshared {
-			fmt.Fprintf(w, "not shared\tspace %s with pid %d, whose %s is much like it: %s\n",
-				u.Ours, l.PID, u.Peers, u.Why())
-		}
-	}
-	for _, u := range st.Unusable {
-		fmt.Fprintf(w, "not shared\twith sidecar %s, pid %d: %s\n", u.Peer, u.PID, u.Why)
-	}
-}
-
-// defaultPeersDir is where sidecars find each other that are told nothing else.
-func defaultPeersDir(runtimeDir string) string { return filepath.Dir(runtimeDir) }

@@ -16,12 +16,13 @@ import (
 	"lookaside/dax"
 	"lookaside/ipc/client"
 	"lookaside/ipc/wire"
+	"lookaside/sidecar/settings"
 )
 
 // startPeer starts a sidecar that finds those which were started in the same directory.
-func startPeer(t *testing.T, dir, name string, edit func(*Config)) (*Daemon, *logBuffer) {
+func startPeer(t *testing.T, dir, name string, edit func(*settings.Config)) (*Daemon, *logBuffer) {
 	t.Helper()
-	return startDaemon(t, func(c *Config) {
+	return startDaemon(t, func(c *settings.Config) {
 		c.Runtime.Dir = filepath.Join(dir, name)
 		if edit != nil {
 			edit(c)
@@ -106,9 +107,9 @@ func TestSidecarsOfOneDirectoryShare(t *testing.T) {
 	dir := testDir(t)
 	a, _ := startPeer(t, dir, "a", nil)
 	b, _ := startPeer(t, dir, "b", nil)
-	off, _ := startPeer(t, dir, "off", func(c *Config) { c.Peers.Enabled = false })
-	keeps, _ := startPeer(t, dir, "keeps", func(c *Config) { c.Peers.SkipStores = false })
-	alone, _ := startPeer(t, dir, "alone", func(c *Config) { c.Events.Journal = 0 })
+	off, _ := startPeer(t, dir, "off", func(c *settings.Config) { c.Peers.Enabled = false })
+	keeps, _ := startPeer(t, dir, "keeps", func(c *settings.Config) { c.Peers.SkipStores = false })
+	alone, _ := startPeer(t, dir, "alone", func(c *settings.Config) { c.Events.Journal = 0 })
 	for _, d := range []*Daemon{a, b, keeps} {
 		await(t, "all others are found", func() bool {
 			return len(d.Status().Peers.Lenders) == 2 &&
@@ -233,7 +234,7 @@ func TestWorkersMapWhatOthersLendForReading(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer unix.Munmap(mem)
-	copy(b.arena.bytes(0), "theirs")
+	copy(b.arena.Bytes(0), "theirs")
 	if string(mem[:6]) != "theirs" {
 		t.Error("it is other memory")
 	}
@@ -414,7 +415,7 @@ func TestStatusSaysOnWhichDevicesOthersHoldWhat(t *testing.T) {
 	var all []*Daemon
 	for rank := range 2 {
 		edit := onDAX(t, devices, "--arena-ranks=2", fmt.Sprintf("--arena-rank=%d", rank))
-		d, _ := startPeer(t, dir, fmt.Sprint(rank), func(c *Config) {
+		d, _ := startPeer(t, dir, fmt.Sprint(rank), func(c *settings.Config) {
 			edit(c)
 			c.Peers.Dir = dir
 		})

@@ -21,6 +21,8 @@ import (
 
 	"lookaside/dax"
 	"lookaside/internal/prefixes"
+	"lookaside/sidecar/admin"
+	"lookaside/sidecar/settings"
 	"lookaside/tiers"
 	"lookaside/tiers/daxtier"
 )
@@ -34,7 +36,7 @@ type fakePool struct {
 	during func(ctx context.Context) error // runs in a call
 }
 
-var _ daxPool = (*fakePool)(nil)
+var _ admin.DevicePool = (*fakePool)(nil)
 
 func (p *fakePool) Status() daxtier.Status {
 	p.mu.Lock()
@@ -81,26 +83,23 @@ func fakeDevice(path string, used int) (d daxtier.DeviceStatus) {
 	return d
 }
 
-// daxRig serves the routes of a daemon whose devices are made up. edit may change it.
-func daxRig(t *testing.T, edit func(*Daemon), pools ...*fakePool) *adminRig {
+// daxRig serves the operations of a daemon whose devices are made up. edit may change its parts.
+func daxRig(t *testing.T, edit func(*admin.Parts), pools ...*fakePool) (*adminRig,
+	*admin.Operations) {
 	t.Helper()
-	real, _ := startDaemon(t, nil)
-	d := &Daemon{cfg: real.cfg, log: real.log, server: real.server, background: real.background,
-		engine: real.engine, stack: real.stack}
+	d, _ := startDaemon(t, nil)
+	parts := d.parts()
 	for i, p := range pools {
-		d.adapters = append(d.adapters, daxAdapter{tier: fmt.Sprintf("dax-%d", i), hotPlug: true,
-			daxPool: p})
+		parts.Adapters = append(parts.Adapters, admin.Adapter{Tier: fmt.Sprintf("dax-%d", i),
+			HotPlug: true, DevicePool: p})
 	}
 	if edit != nil {
-		edit(d)
+		edit(&parts)
 	}
-	mux := new(router)
-	doc := newAPI(mux, d, http.NotFoundHandler(), false, false)
-	mux.ServeMux.HandleFunc("/", noRoute(doc))
-	srv := httptest.NewServer(guard("", nil, make(chan struct{}, adminOperations), mux))
+	operations := admin.New(parts)
+	srv := httptest.NewServer(admin.Handler(operations))
 	t.Cleanup(srv.Close)
-	d.admin = &admin{addr: srv.Listener.Addr().String()}
-	return newAdminRig(t, d, "")
+	return newAdminRig(t, srv.Listener.Addr().String(), ""), operations
 }
 
 type body = map[string]any
@@ -114,7 +113,7 @@ func TestHotPlugRequests(t *testing.T) {
 		TotalCapacityBytes: 100 << 20, TotalUsedBytes: 10 << 20}
 	q.status = daxtier.Status{Devices: []daxtier.DeviceStatus{fakeDevice("/dev/dax1.0", 20),
 		fakeDevice("/dev/dax1.1", 30)}, TotalCapacityBytes: 200 << 20, TotalUsedBytes: 50 << 20}
-	r := daxRig(t, nil, p, q)
+	r, _ := daxRig(t, nil, p, q)
 	for _, root := range daxRoots {
 		for _, tc := range []struct {
 			operation string
@@ -145,7 +144,7 @@ func TestHotPlugRequests(t *testing.T) {
 				"resize /dev/dax0.0 209715200 migrate false", ""},
 			{"resize", `{"device_path": "/dev/../dev/dax1.0", "size": 1, "mode": "evict", "force": true}`, "", "resize /dev/../dev/dax1.0 1 evict true"},
 		} {
-			var out DAXResult
+			var out admin.DAXResult
 			r.post(root+tc.operation, []byte(tc.in), &out)
 			if got := strings.Join(p.took(), ";"); got != tc.p {
 				t.Errorf("%s%s %s: the first pool was asked for %q", root, tc.operation, tc.in, got)
@@ -159,7 +158,7 @@ func TestHotPlugRequests(t *testing.T) {
 				t.Errorf("%s%s %s: %+v", root, tc.operation, tc.in, out)
 			}
 		}
-		var st DAXStatus
+		var st admin.DAXStatus
 		r.get(root+"status", &st)
 		if !st.Enabled || st.Backend != "dax" || st.NumAdapters != 2 ||
 			st.TotalCapacityBytes != 300<<20 || st.TotalUsedBytes != 60<<20 ||
@@ -170,7 +169,8 @@ func TestHotPlugRequests(t *testing.T) {
 		if dev.DevicePath != "/dev/dax1.1" || dev.Index != 1 || dev.AdapterIndex != 1 ||
 			dev.State != "active" || dev.SizeBytes != 101<<20 || dev.MaxDAXSizeBytes != 101<<20 ||
 			dev.CapacityBytes != 100<<20 || dev.UsedBytes != 30<<20 ||
-			dev.Slots != (DAXSlots{70, 30, 3, 1}) || dev.LiveSlotCount != 30 ||
+			dev.Slots != (admin.DAXSlots{Free: 70, Used: 30, Leased: 3, Draining: 1}) ||
+			dev.LiveSlotCount != 30 ||
 			dev.MaxSlots != 100 || st.Devices[2] != dev {
 			t.Errorf("%+v", dev)
 		}
@@ -188,7 +188,7 @@ func TestHotPlugAnswers(t *testing.T) {
 	p := new(fakePool)
 	p.status = daxtier.Status{Devices: []daxtier.DeviceStatus{fakeDevice("/dev/dax0.0", 10),
 		fakeDevice("/dev/dax1.0", 20)}}
-	r := daxRig(t, nil, p)
+	r, _ := daxRig(t, nil, p)
 	answer := func(operation, in string) body {
 		t.Helper()
 		var out body
@@ -252,8 +252,8 @@ func TestHotPlugRefusals(t *testing.T) {
 	p, fixed := new(fakePool), new(fakePool)
 	p.status.Devices = []daxtier.DeviceStatus{fakeDevice("/dev/dax0.0", 10)}
 	fixed.status.Devices = []daxtier.DeviceStatus{fakeDevice("/dev/dax9.0", 1)}
-	r := daxRig(t, func(d *Daemon) { d.adapters[1].hotPlug = false }, p, fixed)
-	none := daxRig(t, nil)
+	r, _ := daxRig(t, func(p *admin.Parts) { p.Adapters[1].HotPlug = false }, p, fixed)
+	none, _ := daxRig(t, nil)
 	dev := body{"device_path": "/dev/dax0.0"}
 	with := func(more ...any) body {
 		out := body{"device_path": "/dev/dax0.0"}
@@ -330,7 +330,7 @@ func TestHotPlugRefusals(t *testing.T) {
 		p.err = nil
 		p.took()
 	}
-	var st DAXStatus
+	var st admin.DAXStatus
 	if none.get("/reconfigure/dax/status", &st); st.Enabled || st.NumAdapters != 0 ||
 		len(st.Devices) != 0 || st.HotPlugEnabled {
 		t.Errorf("%+v", st)
@@ -344,7 +344,7 @@ func TestHotPlugRefusals(t *testing.T) {
 
 // An arena that is not on DAX says so, whatever it is asked.
 func TestHotPlugOfAnArenaOfMemory(t *testing.T) {
-	r := daxRig(t, nil)
+	r, _ := daxRig(t, nil)
 	resp, b := r.send(http.MethodGet, "/reconfigure/dax/l1/status", "", nil)
 	r.conforms(http.MethodGet, "/reconfigure/dax/l1/status", resp, b)
 	if resp.StatusCode != 409 || !strings.Contains(string(b), "the arena is not on DAX") ||
@@ -371,14 +371,13 @@ func TestChangesEnd(t *testing.T) {
 		ended <- context.Cause(ctx)
 		return ctx.Err()
 	}
-	var d *Daemon
 	background, stop := context.WithCancel(context.Background())
-	r := daxRig(t, func(daemon *Daemon) { d = daemon; d.background = background }, p)
+	r, operations := daxRig(t, func(p *admin.Parts) { p.Background = background }, p)
 
 	ctx, leave := context.WithCancel(context.Background())
 	gone := make(chan error, 1)
 	go func() {
-		req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+d.AdminAddr()+
+		req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+r.addr+
 			"/reconfigure/dax/remove", strings.NewReader(`{"device_path": "/dev/dax0.0"}`))
 		if err == nil {
 			req.Header.Set("Content-Type", "application/json")
@@ -398,17 +397,20 @@ func TestChangesEnd(t *testing.T) {
 		t.Errorf("%v", err)
 	}
 
-	answer := make(chan APIError, 1)
+	type refusal struct {
+		admin.APIError
+		status int
+	}
+	answer := make(chan refusal, 1)
 	go func() {
 		code, b := r.try("/reconfigure/dax/remove", body{"device_path": "/dev/dax0.0"})
-		var e APIError
+		e := refusal{status: code}
 		_ = json.Unmarshal(b, &e)
-		e.status = code
 		answer <- e
 	}()
 	<-started
 	stop()
-	d.endChanges()
+	operations.Close()
 	select {
 	case err := <-ended:
 		if !errors.Is(err, tiers.ErrClosed) {
@@ -451,22 +453,22 @@ func TestHotPlugOfDevices(t *testing.T) {
 	dev := func(n int) string { return filepath.Join(dir, fmt.Sprintf("dax%d.0", n)) }
 	const pages = 400
 	d, _ := startDaemon(t, withDAX(t, dir, ":hotplug=true")) // dax0.0 and dax1.0, of 4 MiB each
-	r := newAdminRig(t, d, "")
+	r := newAdminRig(t, d.AdminAddr(), "")
 	b := storedPrefix(t, d, pages)
 	untilTierHas(t, d, 0, pages)
-	status := func() DAXStatus {
-		var st DAXStatus
+	status := func() admin.DAXStatus {
+		var st admin.DAXStatus
 		r.get("/reconfigure/dax/l2/status", &st)
 		return st
 	}
 	has := func(what string, paths ...string) {
 		t.Helper()
-		var st DAXStatus
+		var st admin.DAXStatus
 		until(t, func() any { return st }, func() bool {
 			// who stores or loads has leases, until a moment after
 			st = status()
 			return !slices.ContainsFunc(st.Devices,
-				func(x DAXDeviceStatus) bool { return x.Slots.Leased != 0 })
+				func(x admin.DAXDeviceStatus) bool { return x.Slots.Leased != 0 })
 		})
 		var got []string
 		used, capacity := int64(0), int64(0)
@@ -481,9 +483,9 @@ func TestHotPlugOfDevices(t *testing.T) {
 	}
 	clearArena := func() {
 		t.Helper()
-		r.post("/v1/clear", ClearRequest{All: true, Tier: "arena"}, new(ClearResult))
+		r.post("/v1/clear", admin.ClearRequest{All: true, Tier: "arena"}, new(admin.ClearResult))
 	}
-	var out DAXResult
+	var out admin.DAXResult
 	has("at first", dev(0), dev(1))
 	before := status()
 
@@ -500,7 +502,7 @@ func TestHotPlugOfDevices(t *testing.T) {
 	}
 
 	// Migrating keeps everything.
-	out = DAXResult{}
+	out = admin.DAXResult{}
 	r.post("/reconfigure/dax/l2/remove", body{"device_path": dev(0), "adapter_index": 0,
 		"force": true}, &out)
 	if out.State != "removed" || out.Device != nil || out.MovedKeys == nil ||
@@ -511,12 +513,12 @@ func TestHotPlugOfDevices(t *testing.T) {
 	clearArena()
 	b.hits(t)
 	b.cancel(t)
-	if got := d.Tiers()[0].Pages; got != pages {
+	if got := d.operations.Tiers()[0].Pages; got != pages {
 		t.Errorf("%d of %d pages are left", got, pages)
 	}
 
 	// Draining keeps what is there, and lets nothing new in.
-	out = DAXResult{}
+	out = admin.DAXResult{}
 	r.post("/reconfigure/dax/remove", body{"device_path": dev(1), "mode": "drain"}, &out)
 	drained := status().Devices[0]
 	if out.Operation != "drain" || out.State != "draining" || drained.State != "draining" ||
@@ -533,25 +535,25 @@ func TestHotPlugOfDevices(t *testing.T) {
 	b.cancel(t)
 
 	// A drained device that is added again is in use again.
-	out = DAXResult{}
+	out = admin.DAXResult{}
 	r.post("/reconfigure/dax/add", body{"device_path": dev(1), "size": "4MiB"}, &out)
 	if out.State != "active" {
 		t.Errorf("%+v", out)
 	}
 
 	// Growing and shrinking.
-	out = DAXResult{}
+	out = admin.DAXResult{}
 	r.post("/reconfigure/dax/resize", body{"device_path": dev(2), "size": "6MiB", "force": true},
 		&out)
 	if out.OldSizeBytes == nil || *out.OldSizeBytes != 4<<20 || *out.NewSizeBytes != 6<<20 ||
 		out.Device.SizeBytes != 6<<20 {
 		t.Errorf("%+v", out)
 	}
-	out = DAXResult{}
+	out = admin.DAXResult{}
 	r.post("/reconfigure/dax/l2/resize", body{"device_path": dev(2), "size": 4 << 20,
 		"mode": "migrate", "force": true}, &out)
-	if out.Device.SizeBytes != 4<<20 || d.Tiers()[0].Pages != pages+40 {
-		t.Errorf("%+v, %d pages", out, d.Tiers()[0].Pages)
+	if out.Device.SizeBytes != 4<<20 || d.operations.Tiers()[0].Pages != pages+40 {
+		t.Errorf("%+v, %d pages", out, d.operations.Tiers()[0].Pages)
 	}
 
 	// What cannot be.
@@ -571,24 +573,26 @@ func TestHotPlugOfDevices(t *testing.T) {
 	untilTierHas(t, d, 0, pages+40+700)
 	r.fails("/reconfigure/dax/remove", body{"device_path": dev(1), "force": true}, 507, "evict")
 	has("no room", dev(1), dev(2))
-	if st := status(); st.Devices[0].State != "active" || d.Tiers()[0].Pages != pages+40+700 {
-		t.Errorf("%+v, %d pages", st.Devices, d.Tiers()[0].Pages)
+	if st := status(); st.Devices[0].State != "active" ||
+		d.operations.Tiers()[0].Pages != pages+40+700 {
+		t.Errorf("%+v, %d pages", st.Devices, d.operations.Tiers()[0].Pages)
 	}
 
 	// Another sidecar has the partition.
 	other, _ := startDaemon(t, withTiers(t, "--dax="+dev(5)+":4M:slab=1M:allow_files=true"))
 	r.fails("/reconfigure/dax/add", body{"device_path": dev(5), "size": "4MiB"}, 409, dev(5))
-	newAdminRig(t, other, "").fails("/reconfigure/dax/remove", body{"device_path": dev(5)}, 403,
+	newAdminRig(t, other.AdminAddr(), "").fails("/reconfigure/dax/remove",
+		body{"device_path": dev(5)}, 403,
 		"hotplug: true")
 
 	// Evicting drops.
 	gone := status().Devices[0].Slots.Used
-	out = DAXResult{}
+	out = admin.DAXResult{}
 	r.post("/reconfigure/dax/remove", body{"device_path": dev(1), "mode": "evict", "force": true},
 		&out)
 	if out.State != "removed" || *out.DeletedKeys != gone || *out.MovedKeys != 0 ||
-		d.Tiers()[0].Pages >= pages+40+700 {
-		t.Errorf("%+v, %d pages", out, d.Tiers()[0].Pages)
+		d.operations.Tiers()[0].Pages >= pages+40+700 {
+		t.Errorf("%+v, %d pages", out, d.operations.Tiers()[0].Pages)
 	}
 	has("evicted", dev(2))
 	for _, b := range []*prefixRig{b, more, big} { // from the arena
@@ -597,12 +601,12 @@ func TestHotPlugOfDevices(t *testing.T) {
 	}
 
 	// It is there after a restart, with the devices that there are now.
-	left := d.Tiers()[0].Pages
+	left := d.operations.Tiers()[0].Pages
 	if err := d.Shutdown(context.Background()); err != nil {
 		t.Fatal(err)
 	}
 	d, _ = startDaemon(t, withTiers(t, "--dax="+dev(2)+":4M:slab=1M:allow_files=true:hotplug=true"))
-	if got := d.Tiers()[0].Pages; got != left {
+	if got := d.operations.Tiers()[0].Pages; got != left {
 		t.Errorf("%d pages, and there were %d", got, left)
 	}
 	if err := d.engine.Check(); err != nil {
@@ -622,12 +626,12 @@ func TestHotPlugUnderTraffic(t *testing.T) {
 	dir := t.TempDir()
 	const pages, readers, prefixes = 60, 3, 6
 	edit := withDAX(t, dir, ":hotplug=true")
-	d, _ := startDaemon(t, func(c *Config) {
+	d, _ := startDaemon(t, func(c *settings.Config) {
 		edit(c)
 		// for two thirds of it all, so that most of what is looked up has to come from the devices
 		c.Arena.Limit = 1 << 20
 	})
-	r := newAdminRig(t, d, "")
+	r := newAdminRig(t, d.AdminAddr(), "")
 	var rigs []*prefixRig
 	for n := range prefixes {
 		rigs = append(rigs, otherPrefix(t, d, n, pages))
@@ -667,7 +671,7 @@ func TestHotPlugUnderTraffic(t *testing.T) {
 	for range 30 {
 		paths := slices.Sorted(maps.Keys(in))
 		path := paths[rnd.IntN(len(paths))]
-		var out DAXResult
+		var out admin.DAXResult
 		switch k := rnd.IntN(4); {
 		case k == 0 && len(in) < 5 || len(in) == 1:
 			path = filepath.Join(dir, fmt.Sprintf("dax%d.0", next))
@@ -688,7 +692,7 @@ func TestHotPlugUnderTraffic(t *testing.T) {
 	}
 	close(stop)
 	wg.Wait()
-	st := d.Tiers()[0]
+	st := d.operations.Tiers()[0]
 	t.Logf("%d loads of %d pages; %d chunks came from the devices", loads.Load(), pages,
 		st.LoadedChunks)
 	if st.Pages != prefixes*pages || st.CorruptChunks != 0 || st.LoadFailures != 0 ||
@@ -710,26 +714,27 @@ func TestHotPlugOfTheFirstDevice(t *testing.T) {
 	dir := t.TempDir()
 	edit := withTiers(t, "--dax="+filepath.Join(dir, "x")+
 		":4M:slab=1M:allow_files=true:hotplug=true")
-	d, _ := startDaemon(t, func(c *Config) {
+	d, _ := startDaemon(t, func(c *settings.Config) {
 		edit(c)
 		c.Tiers[0].DAX.Devices = nil
 	})
-	r := newAdminRig(t, d, "")
+	r := newAdminRig(t, d.AdminAddr(), "")
 	b := newPrefix(t, d, 40)
 	if err := b.Store(); err != nil { // to where there is nothing yet
 		t.Fatal(err)
 	}
-	var st DAXStatus
+	var st admin.DAXStatus
 	if r.get("/reconfigure/dax/status", &st); len(st.Devices) != 0 || !st.Enabled ||
 		st.TotalCapacityBytes != 0 {
 		t.Errorf("%+v", st)
 	}
-	var out DAXResult
+	var out admin.DAXResult
 	r.post("/reconfigure/dax/add", body{"device_path": filepath.Join(dir, "dax0.0"),
 		"size": "4MiB"}, &out)
 	if out.State != "active" {
 		t.Errorf("%+v", out)
 	}
 	otherPrefix(t, d, 1, 40)
-	until(t, func() any { return d.Tiers()[0] }, func() bool { return d.Tiers()[0].Pages >= 40 })
+	until(t, func() any { return d.operations.Tiers()[0] },
+		func() bool { return d.operations.Tiers()[0].Pages >= 40 })
 }

@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"lookaside/internal/freeport"
+	"lookaside/sidecar/admin"
+	"lookaside/sidecar/settings"
 )
 
 const remotePassword = "correct horse battery staple"
@@ -103,8 +105,8 @@ func TestAPrefixIsSharedOverRemoteTiers(t *testing.T) {
 			}
 			two, _ := startDaemon(t, withTiers(t, tc.flag))
 			newPrefix(t, two, pages).hits(t)
-			r := newAdminRig(t, two, "")
-			var list TiersResult
+			r := newAdminRig(t, two.AdminAddr(), "")
+			var list admin.TiersResult
 			r.get("/v1/tiers", &list)
 			if st := list.Tiers[0]; st.HitPages != pages || st.LoadedChunks != 11 ||
 				st.CapacityBytes != -1 || st.State != "closed" ||
@@ -114,8 +116,8 @@ func TestAPrefixIsSharedOverRemoteTiers(t *testing.T) {
 			if strings.Contains(metricsOf(t, two), "lookaside_tier_capacity_bytes{") {
 				t.Error("a capacity that is not known is in the metrics")
 			}
-			var c ClearResult
-			r.post("/v1/clear", ClearRequest{All: true}, &c)
+			var c admin.ClearResult
+			r.post("/v1/clear", admin.ClearRequest{All: true}, &c)
 			if !c.Complete || len(c.Cleared) != 2 {
 				t.Errorf("%+v", c)
 			}
@@ -133,7 +135,7 @@ func TestAPrefixIsSharedOverRemoteTiers(t *testing.T) {
 func TestARemoteTierThatIsAway(t *testing.T) {
 	redis, flag := newRedis(t)
 	edit := withTiers(t, flag+"&name=far")
-	d, log := startDaemon(t, func(c *Config) {
+	d, log := startDaemon(t, func(c *settings.Config) {
 		edit(c)
 		c.Tiers[0].LookupTimeout = 200 * time.Millisecond
 	})
@@ -148,8 +150,8 @@ func TestARemoteTierThatIsAway(t *testing.T) {
 			t.Fatalf("got %v", err)
 		}
 	}
-	r := newAdminRig(t, d, "")
-	var list TiersResult
+	r := newAdminRig(t, d.AdminAddr(), "")
+	var list admin.TiersResult
 	if r.get("/v1/tiers", &list); list.Tiers[0].State == "closed" || list.Tiers[0].Error == "" ||
 		list.Tiers[0].Opened != 1 || list.Tiers[0].LookupFailures < 3 {
 		t.Errorf("%+v", list)
@@ -181,8 +183,8 @@ func TestARemoteTierThatIsAway(t *testing.T) {
 	if err := b.Store(); err != nil {
 		t.Fatal(err)
 	}
-	until(t, func() any { return d.Tiers() }, func() bool {
-		st := d.Tiers()[0]
+	until(t, func() any { return d.operations.Tiers() }, func() bool {
+		st := d.operations.Tiers()[0]
 		return st.State == "closed" && st.StoredChunks == 2
 	})
 	d.engine.ClearSpace(d.engine.Spaces()[0].ID)
@@ -208,7 +210,7 @@ func TestLossyCodecsHaveSpacesOfTheirOwn(t *testing.T) {
 		p.Fields["remote_serde"] != "" {
 		t.Errorf("%+v, %+v", p, l)
 	}
-	if st := lossy.Tiers(); !st[0].Lossy || !st[1].Lossy || st[2].Lossy {
+	if st := lossy.operations.Tiers(); !st[0].Lossy || !st[1].Lossy || st[2].Lossy {
 		t.Errorf("%+v", st)
 	}
 	// Further workers of the engine are of the same space.

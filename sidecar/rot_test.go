@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"lookaside/internal/prefixes"
+	"lookaside/sidecar/settings"
 	"lookaside/tiers"
 )
 
@@ -19,7 +20,7 @@ func TestRotInTheArenaIsFound(t *testing.T) {
 	const pages = 40
 	for name, start := range map[string]func(*testing.T) (*Daemon, *logBuffer, *prefixRig){
 		"memory": func(t *testing.T) (*Daemon, *logBuffer, *prefixRig) {
-			d, log := startDaemon(t, func(c *Config) {
+			d, log := startDaemon(t, func(c *settings.Config) {
 				c.Arena.CheckEvery,
 					c.Sessions.Share = time.Millisecond, 1
 			})
@@ -53,7 +54,7 @@ func TestRotInTheArenaIsFound(t *testing.T) {
 				want := make([]byte, 4096)
 				prefixes.Content(n, want)
 				for _, r := range st.Arena.Regions {
-					mem := d.arena.bytes(r.Region)
+					mem := d.arena.Bytes(r.Region)
 					if at := bytes.Index(mem, want); at >= 0 {
 						return mem[at : at+4096]
 					}

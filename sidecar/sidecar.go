@@ -16,6 +16,10 @@ import (
 	"lookaside/connector"
 	"lookaside/dax"
 	"lookaside/ipc"
+	"lookaside/sidecar/admin"
+	"lookaside/sidecar/arena"
+	"lookaside/sidecar/settings"
+	"lookaside/tiers/daxtier"
 	"lookaside/tiers/engine"
 	"lookaside/tiers/stack"
 )
@@ -27,7 +31,7 @@ const gcPercent = 800
 
 // A Daemon is one running sidecar. Its methods may be called from any goroutine.
 type Daemon struct {
-	cfg        Config
+	cfg        settings.Config
 	log        *zap.Logger
 	generation uint64
 	start      time.Time
@@ -40,17 +44,13 @@ type Daemon struct {
 	stack    *stack.Stack
 	server   *connector.Server
 	lookups  *ipc.LookupSockets
-	arena    arena
-	admin    *admin
-	events   *events // nil: not published
-	peers    *peers  // nil: nothing is shared
-	pins     pins
-	rates    rates
+	arena    arena.Arena
+	admin    *admin.Server
+	events   *events    // nil: not published
+	peers    *peers     // nil: nothing is shared
+	onDAX    *arena.DAX // nil: the arena is not on DAX
 
-	adapters  []daxAdapter // tiers whose devices may come and go
-	arenaPool daxPool      // nil: the arena is not on DAX
-	drainer   drainer      // of arenaPool's devices
-	changes   changes
+	operations *admin.Operations // what operators ask
 
 	background context.Context    // ends when the daemon does
 	stop       context.CancelFunc // ends the background goroutines
@@ -61,7 +61,7 @@ type Daemon struct {
 
 // Start starts a sidecar: when it returns, clients can connect. ctx bounds the start only; a start
 // that fails leaves nothing behind. The logger must outlive the Daemon.
-func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err error) {
+func Start(ctx context.Context, cfg settings.Config, log *zap.Logger) (_ *Daemon, err error) {
 	if os.Getenv("GOGC") == "" {
 		debug.SetGCPercent(gcPercent)
 	}
@@ -86,24 +86,26 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 	if d.control, err = dax.NewControl(d.generation); err != nil {
 		return nil, fmt.Errorf("control region: %w", err)
 	}
-	if d.arena, err = newArena(&d.cfg, d.control, log.Named("arena")); err != nil {
+	if d.arena, err = arena.New(arena.Options{ArenaConfig: cfg.Arena, Control: d.control,
+		CheckMemory:  func(kind dax.Kind) error { return checkMemory(&d.cfg, kind) },
+		ReserveBytes: func() int64 { return reserve(&d.cfg) }, Log: log.Named("arena"),
+	}); err != nil {
 		return nil, err
 	}
-	lookupHeap, err := d.cfg.shareMemory(d.arena.memoryBytes(), log)
+	lookupHeap, err := shareMemory(&d.cfg, d.arena.MemoryBytes(), log)
 	if err != nil {
 		return nil, err
 	}
 	if d.tiers, err = openTiers(cfg, log); err != nil {
 		return nil, err
 	}
-	d.adapters = d.findAdapters()
 	bell := stack.NewBell()
 	d.peers = newPeers(&d.cfg, log.Named("peers"))
 	borrowers, foreign := 0, 0
 	if d.peers != nil {
 		borrowers, foreign = maxBorrowers*cfg.Spaces.Limit, cfg.Peers.Slots
 	}
-	if d.engine, err = d.arena.begin(engine.Config{
+	if d.engine, err = d.arena.Begin(engine.Config{
 		Seed:          connector.RandomID(),
 		LeaseDeadline: cfg.Lookup.Lease,
 		MaxSpaces:     cfg.Spaces.Limit,
@@ -120,17 +122,14 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 		Wake:           bell.Ring,
 		JournalBytes:   cfg.Events.Journal,
 		// an arena on DAX has its own
-		Sums:         cfg.Arena.CheckRate > 0 && cfg.Arena.Kind != kindDAX,
+		Sums:         cfg.Arena.CheckRate > 0 && cfg.Arena.Kind != settings.KindDAX,
 		ForeignSlots: foreign,
 		CopyAfter:    cfg.Peers.CopyAfter,
 	}); err != nil {
 		return nil, err
 	}
-	onDAX, _ := d.arena.(*daxArena)
-	if onDAX != nil {
-		d.arenaPool = onDAX
-	}
-	m := newMetrics(cfg.Tiers)
+	d.onDAX, _ = d.arena.(*arena.DAX)
+	m := admin.NewMetrics(cfg.Tiers)
 	mode, err := stack.ParseMode(cfg.Lookup.Promote)
 	if err != nil {
 		return nil, err
@@ -138,11 +137,11 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 	sc := stack.Config{
 		Engine:         d.engine,
 		Bell:           bell,
-		Arena:          d.arena.bytes,
+		Arena:          d.arena.Bytes,
 		Log:            log.Named("tiers"),
 		Promote:        mode,
 		LookupDeadline: cfg.Lookup.Deadline,
-		Observe:        m.observeTier,
+		Observe:        m.ObserveTier,
 		Tiers:          d.tiers,
 		Linger:         cfg.Peers.Linger,
 		PatrolBytes:    cfg.Arena.CheckRate,
@@ -156,14 +155,15 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 		MaxSpaces:     cfg.Spaces.Limit,
 		MaxPages:      cfg.Lookup.MaxPages,
 		Lease:         cfg.Lookup.Lease,
-		ArenaLimit:    d.arena.limitBytes(),
+		ArenaLimit:    d.arena.LimitBytes(),
 		LMCacheEngine: cfg.LMCache.EngineID,
 		ExtraFields:   lossyFields(cfg.Tiers),
-		ObserveLookup: m.observeLookup,
+		ObserveLookup: m.ObserveLookup,
 	}
-	if onDAX != nil {
-		sc.Verify, sc.Recheck, sc.Forget, cc.MakeRoom = onDAX.pool.Verify, onDAX.pool.Recheck,
-			onDAX.pool.Forget, onDAX.pool.MakeRoom
+	if d.onDAX != nil {
+		pool := d.onDAX.Pool()
+		sc.Verify, sc.Recheck, sc.Forget, cc.MakeRoom = pool.Verify, pool.Recheck, pool.Forget,
+			pool.MakeRoom
 	}
 	if d.peers != nil {
 		sc.Peers, cc.OnSpace, cc.UnsharedPeers = d.peers, d.peers.declare, d.peers.accidents
@@ -187,7 +187,7 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 		}
 	}
 	announce := &announcer{Server: d.server, peers: d.peers, log: log.Named("peers")}
-	if err = d.arena.start(announce); err != nil {
+	if err = d.arena.Start(announce); err != nil {
 		return nil, err
 	}
 	if err = ctx.Err(); err != nil {
@@ -204,17 +204,15 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 		}
 		d.wg.Go(func() { d.events.run(background) })
 	}
-	if d.admin, err = startAdmin(d, m.registry(d), log.Named("admin")); err != nil {
+	d.operations = admin.New(d.parts())
+	d.wg.Go(func() { d.operations.Watch(background) })
+	if d.admin, err = admin.Start(d.operations, m, d.listener.Dir(), log.Named("admin")); err !=
+		nil {
 		return nil, err
 	}
 
-	d.rates.note(d.start, d.server.Counters())
-	d.wg.Go(func() { d.rates.watch(background, d.server.Counters) })
 	d.wg.Go(func() { checkTiers(background, d.tiers, log.Named("tiers")) })
-	d.wg.Go(func() { d.arena.run(background, announce) })
-	if onDAX != nil {
-		d.wg.Go(func() { d.drainArena(background) })
-	}
+	d.wg.Go(func() { d.arena.Run(background, announce) })
 	d.wg.Go(func() {
 		if err := d.server.Serve(background, d.listener); err != nil {
 			d.finish(err)
@@ -224,7 +222,7 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 		d.wg.Go(func() { d.watchIdle(background) })
 	}
 	log.Info("serving", zap.String("version", Version), zap.String("commit", Revision()),
-		zap.String("endpoint", d.listener.Dir()), zap.String("admin", "http://"+d.admin.addr),
+		zap.String("endpoint", d.listener.Dir()), zap.String("admin", "http://"+d.admin.Addr()),
 		zap.Int("pid", os.Getpid()), zap.String("generation", fmt.Sprintf("%016x", d.generation)))
 	return d, nil
 }
@@ -234,7 +232,7 @@ func Start(ctx context.Context, cfg Config, log *zap.Logger) (_ *Daemon, err err
 func (d *Daemon) Done() <-chan error { return d.done }
 
 // AdminAddr is the host:port of the admin server.
-func (d *Daemon) AdminAddr() string { return d.admin.addr }
+func (d *Daemon) AdminAddr() string { return d.admin.Addr() }
 
 func (d *Daemon) finish(err error) {
 	select {
@@ -261,7 +259,7 @@ func (d *Daemon) Shutdown(ctx context.Context) error {
 		if err := d.stack.Flush(flush); err != nil {
 			d.log.Warn("wrote to the tiers for as long as lifecycle.flush allows; the rest is forgotten", zap.Error(err))
 		}
-		if err := d.arena.flush(flush); err != nil {
+		if err := d.arena.Flush(flush); err != nil {
 			d.log.Warn("kept what is in the arena for as long as lifecycle.flush allows; what was committed last is forgotten", zap.Error(err))
 		}
 		d.stopErr = d.close()
@@ -282,9 +280,11 @@ func (d *Daemon) close() error {
 		d.server.Close()
 	}
 	if d.admin != nil {
-		errs = append(errs, d.admin.close())
+		errs = append(errs, d.admin.Close())
 	}
-	d.endChanges()
+	if d.operations != nil {
+		d.operations.Close()
+	}
 	// Before the sockets that its answers go to, and the memory that its tiers read and write.
 	if d.stack != nil {
 		d.stack.Close()
@@ -297,7 +297,7 @@ func (d *Daemon) close() error {
 		errs = append(errs, d.events.close())
 	}
 	if d.arena != nil {
-		errs = append(errs, d.arena.close())
+		errs = append(errs, d.arena.Close())
 	}
 	if d.control != nil {
 		errs = append(errs, d.control.Close())
@@ -308,12 +308,28 @@ func (d *Daemon) close() error {
 	return errors.Join(errs...)
 }
 
-// ready says why clients are not welcome, or nil.
-func (d *Daemon) ready() error {
-	if d.server.Draining() {
-		return errors.New("draining")
+// Status describes the sidecar.
+func (d *Daemon) Status() admin.Status { return d.operations.Status() }
+
+// parts returns what operators look at and control.
+func (d *Daemon) parts() admin.Parts {
+	p := admin.Parts{
+		Settings: &d.cfg, Version: Version, Commit: Revision(), Generation: d.generation,
+		Started: d.start, Background: d.background,
+		Engine: d.engine, Stack: d.stack, Server: d.server, Lookups: d.lookups,
+		Arena: d.arena, DAX: d.onDAX, Peers: d.peers, Log: d.log,
 	}
-	return nil
+	for i, t := range d.tiers {
+		if pool, ok := t.Tier.(*daxtier.Pool); ok {
+			c := &d.cfg.Tiers[i].DAX
+			p.Adapters = append(p.Adapters, admin.Adapter{Tier: t.Name, HotPlug: c.HotPlug,
+				Ranks: c.Ranks, DevicePool: pool})
+		}
+	}
+	if d.events != nil {
+		p.Events = d.events
+	}
+	return p
 }
 
 // watchIdle finishes the sidecar when it has had no session for lifecycle.idle_exit.
@@ -338,7 +354,7 @@ func (d *Daemon) watchIdle(ctx context.Context) {
 	}
 }
 
-func newLookupSockets(cfg Config, heapBytes int64, server *connector.Server,
+func newLookupSockets(cfg settings.Config, heapBytes int64, server *connector.Server,
 	log *zap.Logger) (*ipc.LookupSockets, error) {
 	return ipc.NewLookupSockets(cfg.Runtime.Dir, ipc.LookupOptions{
 		Limits:           server.Limits(),

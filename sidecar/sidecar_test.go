@@ -6,6 +6,7 @@ import (
 	"crypto/sha256"
 	"encoding/binary"
 	"errors"
+	"flag"
 	"io"
 	"net"
 	"net/http"
@@ -16,12 +17,16 @@ import (
 	"testing"
 	"time"
 
+	"github.com/spf13/pflag"
 	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
 
 	"lookaside/dax"
+	"lookaside/internal/leak"
 	"lookaside/ipc/client"
 	"lookaside/ipc/wire"
+	"lookaside/sidecar/admin"
+	"lookaside/sidecar/settings"
 )
 
 const patience = 2 * time.Minute
@@ -57,9 +62,9 @@ func (b *logBuffer) String() string {
 
 // startDaemon starts a sidecar with small memory of 4 KiB pages; edit may change its settings. The
 // log is what it wrote so far.
-func startDaemon(t *testing.T, edit func(*Config)) (*Daemon, *logBuffer) {
+func startDaemon(t *testing.T, edit func(*settings.Config)) (*Daemon, *logBuffer) {
 	t.Helper()
-	c := Defaults()
+	c := settings.Defaults()
 	c.Runtime.Dir = filepath.Join(testDir(t), "rank-0") // what is beside it are its peers
 	c.Arena.Kind = dax.KindMemfd
 	c.Arena.Limit = 8 << 20
@@ -127,7 +132,7 @@ func next(t *testing.T, w *client.Session) (wire.Type, []byte, *wire.RegionAdded
 
 func TestArenaGrowsToItsLimitInTheBackground(t *testing.T) {
 	const page = 64 << 10
-	d, _ := startDaemon(t, func(c *Config) {
+	d, _ := startDaemon(t, func(c *settings.Config) {
 		c.Arena.Limit, c.Arena.Initial, c.Arena.Step = 7<<20, 1<<20, 2<<20
 		c.Sessions.Share = 1
 	})
@@ -219,12 +224,12 @@ func TestArenaGrowsToItsLimitInTheBackground(t *testing.T) {
 
 // A worker that holds slots and says nothing is shown as frozen, with its process.
 func TestFrozenSession(t *testing.T) {
-	d, _ := startDaemon(t, func(c *Config) {})
+	d, _ := startDaemon(t, func(c *settings.Config) {})
 	w := dialWorker(t, d, 4096)
 	if err := w.Send(&wire.PrepareStore{ID: 1, Hashes: make([]byte, 32)}); err != nil {
 		t.Fatal(err)
 	}
-	var st Status
+	var st admin.Status
 	for end := time.Now().Add(patience); len(st.Frozen) == 0 ||
 		st.FrozenSlots == 0; st = d.Status() {
 		if time.Now().After(end) {
@@ -257,7 +262,10 @@ func TestFrozenSession(t *testing.T) {
 
 // A worker that was given up with a store open is shown, takes a place, and holds up no shutdown.
 func TestLingeringSession(t *testing.T) {
-	d, _ := startDaemon(t, func(c *Config) { c.Sessions.Limit, c.Lifecycle.Drain = 1, time.Hour })
+	d, _ := startDaemon(t, func(c *settings.Config) {
+		c.Sessions.Limit, c.Lifecycle.Drain = 1,
+			time.Hour
+	})
 	w := dialWorker(t, d, 4096)
 	if err := w.Send(&wire.PrepareStore{ID: 1, Hashes: make([]byte, 32)}); err != nil {
 		t.Fatal(err)
@@ -271,7 +279,7 @@ func TestLingeringSession(t *testing.T) {
 	if _, _, err := w.Recv(patience); !errors.Is(err, io.EOF) {
 		t.Fatalf("got %v, want the end", err)
 	}
-	var st Status
+	var st admin.Status
 	for end := time.Now().Add(patience); len(st.Lingering) == 0; st = d.Status() {
 		if time.Now().After(end) {
 			t.Fatalf("%+v", st)
@@ -315,7 +323,10 @@ func TestLingeringSession(t *testing.T) {
 
 // A session that asks for more than its share is told so, and so is the operator.
 func TestWhatAShareCutsShortIsCounted(t *testing.T) {
-	d, _ := startDaemon(t, func(c *Config) { c.Arena.Limit, c.Sessions.Share = 1<<20, 0.25 })
+	d, _ := startDaemon(t, func(c *settings.Config) {
+		c.Arena.Limit, c.Sessions.Share = 1<<20,
+			0.25
+	})
 	w := dialWorker(t, d, 64<<10) // 16 slots
 	if err := w.Send(&wire.PrepareStore{ID: 1, Hashes: distinct(8)}); err != nil {
 		t.Fatal(err)
@@ -346,7 +357,7 @@ func distinct(pages int) []byte {
 
 func TestFileArenaAndItsLock(t *testing.T) {
 	files := t.TempDir()
-	edit := func(c *Config) {
+	edit := func(c *settings.Config) {
 		c.Arena.Kind, c.Arena.Path, c.Arena.Limit = dax.KindFile, files, 1<<20
 	}
 	d, _ := startDaemon(t, edit)
@@ -365,18 +376,19 @@ func TestFileArenaAndItsLock(t *testing.T) {
 func TestStartRefusesWhatTheHostCannotGive(t *testing.T) {
 	for _, tc := range []struct {
 		name string
-		edit func(*Config)
+		edit func(*settings.Config)
 		want []string
 	}{
-		{"arena above the host's memory", func(c *Config) {
+		{"arena above the host's memory", func(c *settings.Config) {
 			c.Arena.Limit, c.Arena.Step = 1<<50,
 				1<<49
 		}, []string{"arena.limit", "1024TiB", "bytes"}},
-		{"NUMA node that is not there", func(c *Config) { c.Arena.NUMA = "99" },
+		{"NUMA node that is not there", func(c *settings.Config) { c.Arena.NUMA = "99" },
 			[]string{"arena.numa", "99"}},
-		{"token file that is not there", func(c *Config) { c.Admin.TokenFile = "/nowhere" },
+		{"token file that is not there",
+			func(c *settings.Config) { c.Admin.TokenFile = "/nowhere" },
 			[]string{"admin.token_file", "/nowhere"}},
-		{"address that is taken", func(c *Config) {
+		{"address that is taken", func(c *settings.Config) {
 			ln, err := net.Listen("tcp", "127.0.0.1:0")
 			if err != nil {
 				t.Fatal(err)
@@ -385,15 +397,15 @@ func TestStartRefusesWhatTheHostCannotGive(t *testing.T) {
 			c.Admin.Listen = ln.Addr().String()
 		}, []string{"admin.listen"}},
 		{"path too long for a socket",
-			func(c *Config) {
+			func(c *settings.Config) {
 				c.Runtime.Dir = filepath.Join(c.Runtime.Dir,
 					strings.Repeat("x", 100))
 			}, []string{"runtime.dir", "107"}},
-		{"more sessions than descriptors", func(c *Config) { c.Sessions.Limit = 1 << 40 },
+		{"more sessions than descriptors", func(c *settings.Config) { c.Sessions.Limit = 1 << 40 },
 			[]string{"sessions.limit"}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			c := Defaults()
+			c := settings.Defaults()
 			c.Runtime.Dir = filepath.Join(testDir(t), "rank-0") // what is beside it are its peers
 			c.Arena.Kind = dax.KindMemfd
 			c.Arena.Limit = 1 << 20
@@ -417,11 +429,35 @@ func TestStartRefusesWhatTheHostCannotGive(t *testing.T) {
 }
 
 func TestAnAddressThatOthersReachIsWarnedAbout(t *testing.T) {
-	_, log := startDaemon(t, func(c *Config) { c.Admin.Listen = "0.0.0.0:0" })
+	_, log := startDaemon(t, func(c *settings.Config) { c.Admin.Listen = "0.0.0.0:0" })
 	if !strings.Contains(log.String(), "other machines") {
 		t.Errorf("no warning:\n%s", log)
 	}
 	if !strings.Contains(log.String(), "because") {
 		t.Errorf("the log does not say why the arena is of its kind:\n%s", log)
 	}
+}
+
+func TestMain(m *testing.M) { leak.Main(m) }
+
+// update has tests rewrite the files that are generated.
+var update = flag.Bool("update", false, "rewrite docs/openapi.json")
+
+// load reads settings as lookaside serve does, from a YAML text, an environment and a command line.
+func load(t *testing.T, text string, environ []string, args ...string) (settings.Config, error) {
+	t.Helper()
+	fs := pflag.NewFlagSet("serve", pflag.ContinueOnError)
+	fs.SetOutput(io.Discard)
+	settings.AddFlags(fs)
+	if text != "" {
+		file := filepath.Join(t.TempDir(), "lookaside.yaml")
+		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		args = append(args, "--config", file)
+	}
+	if err := fs.Parse(args); err != nil {
+		return settings.Config{}, settings.FlagError(fs, err)
+	}
+	return settings.Load(fs, environ)
 }

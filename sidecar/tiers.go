@@ -16,6 +16,7 @@ import (
 	"lookaside/connector"
 	"lookaside/dax"
 	"lookaside/ipc/wire"
+	"lookaside/sidecar/settings"
 	"lookaside/tiers"
 	"lookaside/tiers/daxtier"
 	"lookaside/tiers/remote"
@@ -24,7 +25,7 @@ import (
 )
 
 // openTiers opens the tiers of the settings, nearest first. After an error none is open.
-func openTiers(cfg Config, log *zap.Logger) (open []stack.TierConfig, err error) {
+func openTiers(cfg settings.Config, log *zap.Logger) (open []stack.TierConfig, err error) {
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, closeTiers(open))
@@ -41,7 +42,7 @@ func openTiers(cfg Config, log *zap.Logger) (open []stack.TierConfig, err error)
 			Name: c.Name, Tier: t, Admit: c.Admit, Queue: c.Queue, LookupTimeout: c.LookupTimeout,
 			LoadTimeout: c.LoadTimeout, StoreTimeout: c.StoreTimeout,
 		}
-		if !slices.Contains(localKinds, c.Kind) { // which have workers of their own
+		if !c.Local() { // which have workers of their own
 			sc.LookupWorkers, sc.LoadWorkers, sc.StoreWorkers = c.Workers, c.Workers, c.Workers
 		}
 		open = append(open, sc)
@@ -49,13 +50,13 @@ func openTiers(cfg Config, log *zap.Logger) (open []stack.TierConfig, err error)
 	return open, nil
 }
 
-func openTier(c *TierConfig, log *zap.Logger) (tiers.Tier, error) {
+func openTier(c *settings.TierConfig, log *zap.Logger) (tiers.Tier, error) {
 	switch c.Kind {
-	case tierDAX:
+	case settings.TierDAX:
 		return daxTier(daxtier.Open(daxOptions(&c.DAX, log)))
-	case tierDisk:
+	case settings.TierDisk:
 		return openDisk(c, log)
-	case tierRedis:
+	case settings.TierRedis:
 		return remoteTier(remote.OpenRedis(c.Redis))
 	default:
 		return remoteTier(remote.OpenS3(c.S3))
@@ -63,7 +64,7 @@ func openTier(c *TierConfig, log *zap.Logger) (tiers.Tier, error) {
 }
 
 // daxOptions are those of a pool.
-func daxOptions(c *DAXConfig, log *zap.Logger) daxtier.Options {
+func daxOptions(c *settings.DAXConfig, log *zap.Logger) daxtier.Options {
 	o := daxtier.Options{
 		OffsetBytes: c.Offset, Rank: c.Rank, Ranks: c.Ranks, AllowFiles: c.AllowFiles,
 		SlabBytes: c.Slab, Policy: c.Eviction, LoadWorkers: c.RestoreWorkers,
@@ -126,10 +127,10 @@ func checkTiers(ctx context.Context, open []stack.TierConfig, log *zap.Logger) {
 
 // lossyFields are the fields that keep apart the spaces of sidecars whose tiers change what they
 // keep.
-func lossyFields(list []TierConfig) []wire.Field {
+func lossyFields(list []settings.TierConfig) []wire.Field {
 	var codecs []string
 	for i := range list {
-		if name := list[i].lossy(); name != "" {
+		if name := list[i].Lossy(); name != "" {
 			codecs = append(codecs, name)
 		}
 	}
@@ -153,7 +154,7 @@ func closeTiers(open []stack.TierConfig) error {
 
 // checkRoom refuses a capacity that the file systems cannot give, before any of it is taken:
 // finding out by taking it would leave them full.
-func checkRoom(c DiskConfig) error {
+func checkRoom(c settings.DiskConfig) error {
 	type fileSystem struct {
 		dirs       []string
 		want, free int64

@@ -17,16 +17,18 @@ import (
 
 	"lookaside/dax"
 	"lookaside/internal/prefixes"
+	"lookaside/sidecar/admin"
+	"lookaside/sidecar/settings"
 	"lookaside/tiers/slab/media"
 )
 
 // withDisk gives a sidecar a small disk tier in dir; more are further keys, as on the command line.
-func withDisk(t *testing.T, dir, more string) func(*Config) {
+func withDisk(t *testing.T, dir, more string) func(*settings.Config) {
 	t.Helper()
 	return withTiers(t, "--disk="+dir+":8M:slab=1M"+more)
 }
 
-func withTiers(t *testing.T, flags ...string) func(*Config) {
+func withTiers(t *testing.T, flags ...string) func(*settings.Config) {
 	t.Helper()
 	from, err := load(t, "", nil, flags...)
 	if err != nil {
@@ -36,7 +38,7 @@ func withTiers(t *testing.T, flags ...string) func(*Config) {
 		tier := &from.Tiers[i]
 		tier.LookupTimeout, tier.LoadTimeout, tier.StoreTimeout = patience, patience, patience
 	}
-	return func(c *Config) {
+	return func(c *settings.Config) {
 		c.Tiers = from.Tiers
 		c.Lookup.Deadline = patience
 		c.Sessions.Share, c.Sessions.JointShare, c.Promotion.Share = 1, 1, 1
@@ -98,8 +100,8 @@ func until(t *testing.T, what func() any, ok func() bool) {
 // cleared meanwhile is dropped from it, too.
 func untilTierHas(t *testing.T, d *Daemon, tier int, pages int64) {
 	t.Helper()
-	until(t, func() any { return d.Tiers()[tier] },
-		func() bool { return d.Tiers()[tier].Pages == pages })
+	until(t, func() any { return d.operations.Tiers()[tier] },
+		func() bool { return d.operations.Tiers()[tier].Pages == pages })
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	if err := d.stack.Flush(ctx); err != nil {
@@ -113,9 +115,9 @@ func TestAPrefixOutlivesArenaAndSidecar(t *testing.T) {
 	d, _ := startDaemon(t, withDisk(t, dir, ""))
 	b := storedPrefix(t, d, pages)
 	untilTierHas(t, d, 0, pages)
-	r := newAdminRig(t, d, "")
-	var cleared ClearResult
-	r.post("/v1/clear", ClearRequest{All: true, Tier: "arena"}, &cleared)
+	r := newAdminRig(t, d.AdminAddr(), "")
+	var cleared admin.ClearResult
+	r.post("/v1/clear", admin.ClearRequest{All: true, Tier: "arena"}, &cleared)
 	if d.Status().Pages != 0 || len(cleared.Cleared) != 1 || cleared.Cleared[0].Chunks != 11 {
 		t.Errorf("%d pages; %+v", d.Status().Pages, cleared)
 	}
@@ -130,7 +132,7 @@ func TestAPrefixOutlivesArenaAndSidecar(t *testing.T) {
 	}
 
 	d, _ = startDaemon(t, withDisk(t, dir, ""))
-	if st := d.Tiers()[0]; st.Pages != pages {
+	if st := d.operations.Tiers()[0]; st.Pages != pages {
 		t.Errorf("%+v", st)
 	}
 	b = newPrefix(t, d, pages)
@@ -172,13 +174,13 @@ func TestTierThatAdmitsNothingIsRead(t *testing.T) {
 	d, _ = startDaemon(t, withDisk(t, dir, ":admit=never"))
 	b := newPrefix(t, d, pages)
 	b.hits(t)
-	if st := d.Tiers()[0]; st.StoredChunks != 0 || st.Admit != "never" {
+	if st := d.operations.Tiers()[0]; st.StoredChunks != 0 || st.Admit != "never" {
 		t.Errorf("%+v", st)
 	}
 }
 
 func TestNoPromotionWhereItIsOff(t *testing.T) {
-	d, _ := startDaemon(t, func(c *Config) {
+	d, _ := startDaemon(t, func(c *settings.Config) {
 		withDisk(t, t.TempDir(), "")(c)
 		c.Lookup.Promote = "never"
 	})
@@ -221,7 +223,7 @@ func TestStartSaysWhyATierCannotBeOpened(t *testing.T) {
 			"version"}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			c := Defaults()
+			c := settings.Defaults()
 			c.Runtime.Dir = testDir(t)
 			c.Arena.Kind, c.Arena.Limit = dax.KindMemfd, 1<<20
 			withTiers(t, tc.flag)(&c)
@@ -250,12 +252,12 @@ func TestControlOverHTTP(t *testing.T) {
 		"--disk="+t.TempDir()+":8M:slab=1M:name=far:admit=never"))
 	b := storedPrefix(t, d, pages)
 	untilTierHas(t, d, 0, pages)
-	r := newAdminRig(t, d, "")
+	r := newAdminRig(t, d.AdminAddr(), "")
 	words := b.Words()
-	prefix := PrefixRequest{Hashes: words}
-	minute := TimeoutRequest{60}
+	prefix := admin.PrefixRequest{Hashes: words}
+	minute := admin.TimeoutRequest{TimeoutS: 60}
 
-	var list TiersResult
+	var list admin.TiersResult
 	r.get("/v1/tiers", &list)
 	if len(list.Tiers) != 2 || list.Tiers[0].Name != "near" || list.Tiers[0].State != "closed" ||
 		list.Tiers[0].Pages != pages || list.Tiers[0].CapacityBytes != 8<<20 ||
@@ -263,22 +265,24 @@ func TestControlOverHTTP(t *testing.T) {
 		t.Errorf("%+v", list)
 	}
 	// far is a copy, then the only one, then nowhere but in the arena.
-	var p ProgressResult
-	r.post("/v1/move", MoveRequest{prefix, minute, "near", "far", true}, &p)
-	if p.Pages != pages || p.PagesAsked != pages || !p.Complete || d.Tiers()[0].Pages != pages ||
-		d.Tiers()[1].Pages != pages {
-		t.Errorf("%+v; %+v", p, d.Tiers())
+	var p admin.ProgressResult
+	r.post("/v1/move", admin.MoveRequest{PrefixRequest: prefix, TimeoutRequest: minute,
+		From: "near", To: "far", Keep: true}, &p)
+	if p.Pages != pages || p.PagesAsked != pages || !p.Complete ||
+		d.operations.Tiers()[0].Pages != pages ||
+		d.operations.Tiers()[1].Pages != pages {
+		t.Errorf("%+v; %+v", p, d.operations.Tiers())
 	}
-	var c ClearResult
-	r.post("/v1/clear", ClearRequest{Space: p.Space, Tier: "near"}, &c)
-	if len(c.Cleared) != 1 || c.Cleared[0] != (ClearedTier{Tier: "near", Chunks: 10}) ||
+	var c admin.ClearResult
+	r.post("/v1/clear", admin.ClearRequest{Space: p.Space, Tier: "near"}, &c)
+	if len(c.Cleared) != 1 || c.Cleared[0] != (admin.ClearedTier{Tier: "near", Chunks: 10}) ||
 		!c.Complete {
 		t.Errorf("%+v", c)
 	}
-	r.post("/v1/clear", ClearRequest{All: true, Tier: "arena"}, &c)
-	r.post("/v1/prefetch", PrefetchRequest{prefix, minute}, &p)
+	r.post("/v1/clear", admin.ClearRequest{All: true, Tier: "arena"}, &c)
+	r.post("/v1/prefetch", admin.PrefetchRequest{PrefixRequest: prefix, TimeoutRequest: minute}, &p)
 	if p.Pages != pages || !p.Complete || d.Status().Pages != pages ||
-		d.Tiers()[1].LoadedChunks != 10 {
+		d.operations.Tiers()[1].LoadedChunks != 10 {
 		t.Errorf("%+v; %+v", p, d.Status())
 	}
 	untilTierHas(t, d, 0, pages) // which admits what comes up from below it
@@ -287,8 +291,9 @@ func TestControlOverHTTP(t *testing.T) {
 	b.hits(t)
 	b.cancel(t)
 	// Beyond what anybody has.
-	r.post("/v1/prefetch", PrefetchRequest{PrefixRequest{Hashes: append(b.Words(),
-		strings.Repeat("0", 64))}, minute}, &p)
+	r.post("/v1/prefetch", admin.PrefetchRequest{PrefixRequest: admin.PrefixRequest{Hashes: append(
+		b.Words(),
+		strings.Repeat("0", 64))}, TimeoutRequest: minute}, &p)
 	if p.Pages != pages || p.PagesAsked != pages+1 || !p.Complete {
 		t.Errorf("%+v", p)
 	}
@@ -296,32 +301,38 @@ func TestControlOverHTTP(t *testing.T) {
 		"near"); err != nil {
 		t.Error(err)
 	}
-	r.post("/v1/move", MoveRequest{prefix, minute, "far", "near", false}, &p)
-	if p.Pages != pages || d.Tiers()[0].Pages != pages || d.Tiers()[1].Pages != 0 {
-		t.Errorf("%+v; %+v", p, d.Tiers())
+	r.post("/v1/move", admin.MoveRequest{PrefixRequest: prefix, TimeoutRequest: minute, From: "far",
+		To: "near", Keep: false}, &p)
+	if p.Pages != pages || d.operations.Tiers()[0].Pages != pages ||
+		d.operations.Tiers()[1].Pages != 0 {
+		t.Errorf("%+v; %+v", p, d.operations.Tiers())
 	}
 
 	// A pin brings it up, and stays over the pressure of others.
-	r.post("/v1/clear", ClearRequest{All: true, Tier: "arena"}, &c)
-	r.fails("/v1/pin", PinRequest{PrefixRequest: prefix}, 404, "prefetch")
-	var pin PinStatus
-	r.post("/v1/pin", PinRequest{PrefixRequest: prefix, Prefetch: true, Label: "x"}, &pin)
+	r.post("/v1/clear", admin.ClearRequest{All: true, Tier: "arena"}, &c)
+	r.fails("/v1/pin", admin.PinRequest{PrefixRequest: prefix}, 404, "prefetch")
+	var pin admin.PinStatus
+	r.post("/v1/pin", admin.PinRequest{PrefixRequest: prefix, Prefetch: true, Label: "x"}, &pin)
 	if pin.Pages != pages || d.Status().Pins != 1 {
 		t.Errorf("%+v", pin)
 	}
-	var un UnpinResult
-	r.post("/v1/unpin", UnpinRequest{Pin: pin.Pin}, &un)
+	var un admin.UnpinResult
+	r.post("/v1/unpin", admin.UnpinRequest{Pin: pin.Pin}, &un)
 	until(t, func() any { return d.Status() }, free)
 
-	r.fails("/v1/move", MoveRequest{prefix, minute, "near", "fra", false}, 404,
+	r.fails("/v1/move", admin.MoveRequest{PrefixRequest: prefix, TimeoutRequest: minute,
+		From: "near", To: "fra", Keep: false}, 404,
 		`to: there is no tier "fra"`, `"far"`)
-	r.fails("/v1/move", MoveRequest{prefix, minute, "near", "near", false}, 400, "near")
-	r.fails("/v1/clear", ClearRequest{All: true, Tier: "naer"}, 404, `"naer"`, `"near"`)
-	r.fails("/v1/prefetch", PrefetchRequest{PrefixRequest{Space: "00", Hashes: words}, minute}, 404,
+	r.fails("/v1/move", admin.MoveRequest{PrefixRequest: prefix, TimeoutRequest: minute,
+		From: "near", To: "near", Keep: false}, 400, "near")
+	r.fails("/v1/clear", admin.ClearRequest{All: true, Tier: "naer"}, 404, `"naer"`, `"near"`)
+	r.fails("/v1/prefetch", admin.PrefetchRequest{PrefixRequest: admin.PrefixRequest{Space: "00",
+		Hashes: words},
+		TimeoutRequest: minute}, 404,
 		"open are")
 
 	// Everything, everywhere.
-	r.post("/v1/clear", ClearRequest{All: true}, &c)
+	r.post("/v1/clear", admin.ClearRequest{All: true}, &c)
 	if len(c.Cleared) != 3 || c.Cleared[0].Tier != "arena" || c.Cleared[1].Tier != "near" ||
 		c.Cleared[2].Tier != "far" || !c.Complete {
 		t.Errorf("%+v", c)
@@ -342,20 +353,23 @@ func TestOperationsEndInTime(t *testing.T) {
 	d, _ := startDaemon(t, withDisk(t, t.TempDir(), ""))
 	b := storedPrefix(t, d, 1200)
 	untilTierHas(t, d, 0, 1200)
-	r := newAdminRig(t, d, "")
+	r := newAdminRig(t, d.AdminAddr(), "")
 	d.engine.ClearSpace(d.engine.Spaces()[0].ID)
 	// Over HTTP a millisecond is the least, and a busy machine may see its end only when all is
 	// there.
-	p, err := d.Prefetch(context.Background(), PrefetchRequest{PrefixRequest{Hashes: b.Words()},
-		TimeoutRequest{1e-9}})
+	p, err := d.operations.Prefetch(context.Background(),
+		admin.PrefetchRequest{PrefixRequest: admin.PrefixRequest{Hashes: b.Words()},
+			TimeoutRequest: admin.TimeoutRequest{TimeoutS: 1e-9}})
 	if err != nil {
 		t.Fatal(err)
 	}
 	if p.Complete || p.Pages >= 1200 {
 		t.Errorf("%+v", p)
 	}
-	r.post("/v1/prefetch", PrefetchRequest{PrefixRequest{Hashes: b.Words()}, TimeoutRequest{60}},
-		&p)
+	r.post("/v1/prefetch", admin.PrefetchRequest{
+		PrefixRequest:  admin.PrefixRequest{Hashes: b.Words()},
+		TimeoutRequest: admin.TimeoutRequest{TimeoutS: 60},
+	}, &p)
 	if !p.Complete || p.Pages != 1200 {
 		t.Errorf("%+v", p)
 	}
@@ -417,38 +431,6 @@ func TestMetricsOfTiers(t *testing.T) {
 	for _, want := range []string{"nvme", "promotions", "16 pages came", "64KiB", " on "} {
 		if !strings.Contains(table.String(), want) {
 			t.Errorf("the table lacks %q:\n%s", want, &table)
-		}
-	}
-}
-
-// docs/operations.md explains every metric that there is, and none that there is not.
-func TestEveryMetricIsExplained(t *testing.T) {
-	doc, err := os.ReadFile("../docs/operations.md")
-	if err != nil {
-		t.Fatal(err)
-	}
-	d, _ := startDaemon(t, withDisk(t, t.TempDir(), ""))
-	there := map[string]bool{"lookaside_tier_seconds": true, "lookaside_tier_chunk_bytes": true}
-	for line := range strings.Lines(metricsOf(t, d)) {
-		if name, ok := strings.CutPrefix(line, "# TYPE "); ok &&
-			strings.HasPrefix(name, "lookaside_") {
-			name, _, _ = strings.Cut(name, " ")
-			there[name] = true
-		}
-	}
-	for _, m := range collected {
-		there[m.name] = true
-	}
-	for name := range there {
-		if !strings.Contains(string(doc), "`"+name) {
-			t.Errorf("docs/operations.md does not explain %s", name)
-		}
-	}
-	for _, part := range strings.Split(string(doc), "`")[1:] {
-		name, _, _ := strings.Cut(part, "{")
-		if strings.HasPrefix(name, "lookaside_") && !strings.ContainsAny(name, " \n*") &&
-			!there[name] {
-			t.Errorf("docs/operations.md explains %s, which is not there", name)
 		}
 	}
 }

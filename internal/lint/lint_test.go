@@ -44,8 +44,10 @@ var layers = [][]string{
 		"tiers/faults",
 	},
 	{"tiers/engine", "tiers/daxtier/mapped", "internal/prefixes", "internal/simulate"},
-	{"tiers/slab", "tiers/stack", "tiers/peer", "internal/bench/hitplot"},
+	{"tiers/slab", "tiers/stack", "tiers/peer", "sidecar/settings", "internal/bench/hitplot"},
 	{"tiers/daxtier", "connector"},
+	{"sidecar/arena"},
+	{"sidecar/admin"},
 	{
 		"sidecar",
 		"internal/bench/daxbench", "internal/bench/diskbench", "internal/bench/enginebench",

@@ -16,7 +16,7 @@ import (
 	"go.yaml.in/yaml/v3"
 
 	"lookaside/internal/lmcache"
-	"lookaside/sidecar"
+	"lookaside/sidecar/settings"
 	"lookaside/tiers/remote"
 )
 
@@ -28,13 +28,13 @@ func source(text string) lmcache.Source {
 }
 
 // converted converts, and loads what came out as a sidecar does.
-func converted(t *testing.T, src lmcache.Source) (*lmcache.Result, sidecar.Config) {
+func converted(t *testing.T, src lmcache.Source) (*lmcache.Result, settings.Config) {
 	t.Helper()
 	r, err := lmcache.Convert(src)
 	if err != nil {
 		t.Fatal(err)
 	}
-	c, err := sidecar.Parse("converted", []byte(r.YAML), nil)
+	c, err := settings.Parse("converted", []byte(r.YAML), nil)
 	if err != nil {
 		t.Fatalf("%v:\n%s", err, r.YAML)
 	}
@@ -101,48 +101,54 @@ func TestExamples(t *testing.T) {
 func TestArena(t *testing.T) {
 	for _, tc := range []struct {
 		text string
-		want func(sidecar.ArenaConfig) bool
+		want func(settings.ArenaConfig) bool
 	}{
-		{"chunk_size: 256", func(a sidecar.ArenaConfig) bool { return a.Limit == 5<<30 }},
+		{"chunk_size: 256", func(a settings.ArenaConfig) bool { return a.Limit == 5<<30 }},
 		{"max_local_cpu_size: 0.1",
-			func(a sidecar.ArenaConfig) bool { return a.Limit == 107374182 }},
-		{"max_local_cpu_size: 20", func(a sidecar.ArenaConfig) bool {
+			func(a settings.ArenaConfig) bool { return a.Limit == 107374182 }},
+		{"max_local_cpu_size: 20", func(a settings.ArenaConfig) bool {
 			return a.Limit == 20<<30 &&
 				a.Initial == 1<<30
 		}},
-		{"max_local_cpu_size: 0", func(a sidecar.ArenaConfig) bool { return a.Limit == 1<<30 }},
+		{"max_local_cpu_size: 0", func(a settings.ArenaConfig) bool { return a.Limit == 1<<30 }},
 		{"max_local_cpu_size: 20\nenable_lazy_memory_allocator: false",
-			func(a sidecar.ArenaConfig) bool { return a.Initial == 20<<30 }},
+			func(a settings.ArenaConfig) bool { return a.Initial == 20<<30 }},
 		{"max_local_cpu_size: 20\nenable_lazy_memory_allocator: true",
-			func(a sidecar.ArenaConfig) bool {
+			func(a settings.ArenaConfig) bool {
 				return a.Initial == 4<<30 && a.Step == 2<<30 && a.GrowAt == 0.5
 			}},
-		{"max_local_cpu_size: 20\nenable_lazy_memory_allocator: true\nlazy_memory_initial_ratio: 0.5\nlazy_memory_step_ratio: 0.25\nlazy_memory_expand_trigger_ratio: 0.9", func(a sidecar.ArenaConfig) bool {
+		{"max_local_cpu_size: 20\nenable_lazy_memory_allocator: true\nlazy_memory_initial_ratio: 0.5\nlazy_memory_step_ratio: 0.25\nlazy_memory_expand_trigger_ratio: 0.9", func(a settings.ArenaConfig) bool {
 			return a.Initial == 10<<30 && a.Step == 5<<30 && a.GrowAt == 0.9
 		}},
-		{"max_local_cpu_size: 20\nenable_lazy_memory_allocator: true\nlazy_memory_initial_ratio: 0\nlazy_memory_step_ratio: 0\nlazy_memory_expand_trigger_ratio: 0", func(a sidecar.ArenaConfig) bool {
+		{"max_local_cpu_size: 20\nenable_lazy_memory_allocator: true\nlazy_memory_initial_ratio: 0\nlazy_memory_step_ratio: 0\nlazy_memory_expand_trigger_ratio: 0", func(a settings.ArenaConfig) bool {
 			return a.Initial == 2<<20 && a.Step >= 20<<30/50
 		}},
 		{"max_local_cpu_size: 20\nenable_lazy_memory_allocator: true\nlazy_memory_safe_size: 30",
-			func(a sidecar.ArenaConfig) bool { return a.Initial == 1<<30 && a.GrowAt == 0.8 }},
+			func(a settings.ArenaConfig) bool { return a.Initial == 1<<30 && a.GrowAt == 0.8 }},
 		{"local_cpu_use_hugepages: true",
-			func(a sidecar.ArenaConfig) bool { return a.Kind == "hugetlb" }},
+			func(a settings.ArenaConfig) bool { return a.Kind == "hugetlb" }},
 		{"local_cpu_use_hugepages: false",
-			func(a sidecar.ArenaConfig) bool { return a.Kind == "auto" }},
+			func(a settings.ArenaConfig) bool { return a.Kind == "auto" }},
 		{"nixl_buffer_device: cpu\nextra_config: {nixl_use_hugepages: true}",
-			func(a sidecar.ArenaConfig) bool { return a.Kind == "hugetlb" }},
-		{"numa_mode: auto", func(a sidecar.ArenaConfig) bool { return a.NUMA == "auto" }},
+			func(a settings.ArenaConfig) bool { return a.Kind == "hugetlb" }},
+		{"numa_mode: auto", func(a settings.ArenaConfig) bool { return a.NUMA == "auto" }},
 		{"numa_mode: manual\nextra_config: {gpu_to_numa_mapping: {0: 1, 1: 1}}",
-			func(a sidecar.ArenaConfig) bool { return a.NUMA == "1" }},
+			func(a settings.ArenaConfig) bool { return a.NUMA == "1" }},
 		{"numa_mode: manual\nextra_config: {gpu_to_numa_mapping: {0: 0, 1: 1}}",
-			func(a sidecar.ArenaConfig) bool { return a.NUMA == "auto" }},
-		{"numa_mode: manual", func(a sidecar.ArenaConfig) bool { return a.NUMA == "none" }},
-		{"cache_policy: LRU", func(a sidecar.ArenaConfig) bool { return a.Eviction == "lru" }},
-		{"cache_policy: lfu", func(a sidecar.ArenaConfig) bool { return a.Eviction == "wtinylfu" }},
-		{"cache_policy: FIFO", func(a sidecar.ArenaConfig) bool { return a.Eviction == "s3fifo" }},
-		{"cache_policy: MRU", func(a sidecar.ArenaConfig) bool { return a.Eviction == "adaptive" }},
+			func(a settings.ArenaConfig) bool { return a.NUMA == "auto" }},
+		{"numa_mode: manual", func(a settings.ArenaConfig) bool { return a.NUMA == "none" }},
+		{"cache_policy: LRU", func(a settings.ArenaConfig) bool { return a.Eviction == "lru" }},
+		{"cache_policy: lfu", func(a settings.ArenaConfig) bool {
+			return a.Eviction ==
+				"wtinylfu"
+		}},
+		{"cache_policy: FIFO", func(a settings.ArenaConfig) bool { return a.Eviction == "s3fifo" }},
+		{"cache_policy: MRU", func(a settings.ArenaConfig) bool {
+			return a.Eviction ==
+				"adaptive"
+		}},
 		{"cache_policy: COST_AWARE",
-			func(a sidecar.ArenaConfig) bool { return a.Eviction == "adaptive" }},
+			func(a settings.ArenaConfig) bool { return a.Eviction == "adaptive" }},
 	} {
 		r, c := converted(t, source(tc.text))
 		if !tc.want(c.Arena) {
@@ -183,7 +189,7 @@ func TestDisks(t *testing.T) {
 		adapters   []string
 		paths      string
 		capacity   int64
-		more       func(sidecar.TierConfig) bool
+		more       func(settings.TierConfig) bool
 	}{
 		{"local disk", "local_disk: 'file:///mnt/kv/'\nmax_local_disk_size: 5.5", nil, "/mnt/kv",
 			11 << 29, nil},
@@ -196,20 +202,23 @@ func TestDisks(t *testing.T) {
 		{"several", "local_disk: 'file:///a/,file:///b/'\nmax_local_disk_size: 5", nil, "/a,/b",
 			5 << 30, nil},
 		{"a list", "local_disk: [/a, /b]\nmax_local_disk_size: 5", nil, "/a,/b", 5 << 30, nil},
-		{"page cache", "local_disk: /a\nmax_local_disk_size: 5\nextra_config: {use_odirect: false, disk_io_threads: 7}\ncache_policy: LRU", nil, "/a", 5 << 30, func(c sidecar.TierConfig) bool {
+		{"page cache", "local_disk: /a\nmax_local_disk_size: 5\nextra_config: {use_odirect: false, disk_io_threads: 7}\ncache_policy: LRU", nil, "/a", 5 << 30, func(c settings.TierConfig) bool {
 			return c.Disk.Direct == "never" && c.Workers == 7 && c.Disk.Eviction == "lru"
 		}},
 		{"O_DIRECT", "local_disk: /a\nmax_local_disk_size: 5\nextra_config: {'use_odirect': True}",
-			nil, "/a", 5 << 30, func(c sidecar.TierConfig) bool { return c.Disk.Direct == "auto" }},
+			nil, "/a", 5 << 30, func(c settings.TierConfig) bool {
+				return c.Disk.Direct ==
+					"auto"
+			}},
 		{"GDS", "gds_path: /mnt/gds\ncufile_buffer_size: 128", nil, "/mnt/gds", 64 << 30, nil},
 		{"fs URL", "remote_url: 'fs://localhost:0/mnt/kv'", nil, "/mnt/kv", 64 << 30, nil},
 		{"fs plugin", "remote_storage_plugins: [fs.a]\nextra_config: {remote_storage_plugin.fs.a.base_path: '/x,/y'}", nil, "/x,/y", 64 << 30, nil},
 		{"NIXL", "nixl_buffer_device: cpu\nextra_config: {enable_nixl_storage: true, nixl_backend: POSIX, nixl_path: /mnt/nixl/, nixl_pool_size: 64}", nil, "/mnt/nixl", 64 << 30, nil},
-		{"fs adapter", "", []string{`{"type": "fs", "base_path": "/a", "use_odirect": false, "checksum": "crc32", "eviction": {"eviction_policy": "LRU"}}`}, "/a", 64 << 30, func(c sidecar.TierConfig) bool {
+		{"fs adapter", "", []string{`{"type": "fs", "base_path": "/a", "use_odirect": false, "checksum": "crc32", "eviction": {"eviction_policy": "LRU"}}`}, "/a", 64 << 30, func(c settings.TierConfig) bool {
 			return c.Disk.Direct == "never" && c.Disk.Eviction == "lru"
 		}},
 		{"native fs adapter", "",
-			[]string{`{"type": "fs_native", "base_path": "/a", "num_workers": 32, "max_capacity_gb": 10, "use_odirect": true}`}, "/a", 10 << 30, func(c sidecar.TierConfig) bool {
+			[]string{`{"type": "fs_native", "base_path": "/a", "num_workers": 32, "max_capacity_gb": 10, "use_odirect": true}`}, "/a", 10 << 30, func(c settings.TierConfig) bool {
 				return c.Disk.Direct == "auto" && c.Workers == 32
 			}},
 		{"NIXL adapter", "", []string{`{"type": "nixl_store_dynamic", "backend": "GDS", "backend_params": {"file_path": "/a", "use_direct_io": "true", "max_capacity_gb": "50"}}`}, "/a", 50 << 30, nil},
@@ -750,7 +759,7 @@ func TestEveryKeyIsKnown(t *testing.T) {
 			" "); k.Outcome == lmcache.None && !strings.Contains(flat, k.Why) {
 			t.Errorf("the YAML lacks why %s has no equivalent:\n%s", name, r.YAML)
 		}
-		if _, err := sidecar.Parse(name, []byte(r.YAML), nil); err != nil {
+		if _, err := settings.Parse(name, []byte(r.YAML), nil); err != nil {
 			t.Errorf("%v:\n%s", err, r.YAML)
 		}
 		if part == "config" {

@@ -9,7 +9,7 @@ import (
 	"testing"
 
 	"lookaside/internal/lmcache"
-	"lookaside/sidecar"
+	"lookaside/sidecar/settings"
 )
 
 // A claim is what a reason says of the program, so that a reason cannot outlive what it was true
@@ -150,10 +150,10 @@ var claims = map[string]claim{
 func settingNames(t *testing.T) []string {
 	t.Helper()
 	var names []string
-	for _, s := range sidecar.Settings() {
+	for _, s := range settings.All() {
 		names = append(names, s.Key)
 	}
-	for _, s := range sidecar.TierSettings() {
+	for _, s := range settings.OfTiers() {
 		for _, kind := range s.Kinds {
 			names = append(names, kind+": "+s.Key)
 		}

@@ -16,6 +16,7 @@ import (
 	"lookaside/dax/memcopy"
 	"lookaside/internal/prefixes"
 	"lookaside/sidecar"
+	"lookaside/sidecar/settings"
 )
 
 // Options say what to serve.
@@ -123,8 +124,8 @@ func Serve(ctx context.Context, o Options, in io.Reader, out io.Writer,
 }
 
 // config is that of a sidecar whose arena holds so many prefixes and no more, from the start.
-func config(dir string, o Options, count int) (sidecar.Config, error) {
-	cfg := sidecar.Defaults()
+func config(dir string, o Options, count int) (settings.Config, error) {
+	cfg := settings.Defaults()
 	cfg.Runtime.Dir = dir
 	chunks := int64(count) * int64((o.PrefixPages+o.PagesPerChunk-1)/o.PagesPerChunk)
 	cfg.Arena.Limit = max(chunks*int64(o.PagesPerChunk)*pageBytes, 64<<20)

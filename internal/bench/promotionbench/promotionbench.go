@@ -16,6 +16,8 @@ import (
 	"lookaside/dax"
 	"lookaside/internal/prefixes"
 	"lookaside/sidecar"
+	"lookaside/sidecar/admin"
+	"lookaside/sidecar/settings"
 )
 
 // Options say what to measure.
@@ -74,7 +76,7 @@ func Run(ctx context.Context, o Options, log *zap.Logger) (f Figures, err error)
 		defer cancel()
 		err = errors.Join(err, d.Shutdown(ctx))
 	}()
-	st, err := sidecar.FetchStatus(ctx, dir)
+	st, err := admin.FetchStatus(ctx, dir)
 	if err != nil {
 		return f, err
 	}
@@ -113,11 +115,11 @@ func Run(ctx context.Context, o Options, log *zap.Logger) (f Figures, err error)
 }
 
 // config is that of a sidecar with one disk tier below an arena that holds the whole prefix.
-func config(dir, data string, o Options, chunks int64) (sidecar.Config, error) {
+func config(dir, data string, o Options, chunks int64) (settings.Config, error) {
 	chunkBytes := o.PageBytes * int64(o.PagesPerChunk)
 	bytes := chunks * chunkBytes
 	limit := bytes + 2*chunkBytes + 64<<20
-	return sidecar.Parse("bench", fmt.Appendf(nil, `
+	return settings.Parse("bench", fmt.Appendf(nil, `
 runtime: {dir: %q}
 arena: {limit: %d, initial: %d}
 lookup: {max_pages: %d, promote: always, deadline: 1m}
@@ -130,14 +132,14 @@ tiers:
     workers: %d
     load_timeout: 1m
     queue: %d
-`, dir, limit, limit, max(sidecar.Defaults().Lookup.MaxPages, int(chunks)*o.PagesPerChunk),
+`, dir, limit, limit, max(settings.Defaults().Lookup.MaxPages, int(chunks)*o.PagesPerChunk),
 		filepath.Join(data, "store"), 2*bytes+512<<20, o.Workers, max(chunks, 64)), nil)
 }
 
 // untilOnDisk waits until the disk tier holds all pages.
 func untilOnDisk(ctx context.Context, dir string, pages int) error {
 	for {
-		st, err := sidecar.FetchStatus(ctx, dir)
+		st, err := admin.FetchStatus(ctx, dir)
 		if err != nil {
 			return err
 		}
@@ -159,8 +161,8 @@ func untilOnDisk(ctx context.Context, dir string, pages int) error {
 // round measures a lookup from disk, one from the arena and the bare reads, and adds the figures.
 func (f *Figures) round(ctx context.Context, dir string, p *prefixes.Prefix,
 	bare *bareReader) error {
-	var cleared sidecar.ClearResult
-	if err := sidecar.NewClient(dir).Post(ctx, "/v1/clear",
+	var cleared admin.ClearResult
+	if err := admin.NewClient(dir).Post(ctx, "/v1/clear",
 		map[string]any{"all": true, "tier": "arena"}, &cleared); err != nil {
 		return err
 	}

@@ -6,7 +6,7 @@ import (
 	"syscall"
 	"testing"
 
-	"lookaside/sidecar"
+	"lookaside/sidecar/admin"
 )
 
 // Fault 47: a sidecar whose monotonic clock is far from its clients', as after a checkpoint that is
@@ -33,7 +33,7 @@ func TestClocksThatDiffer(t *testing.T) {
 		}
 		words := storePages(t, s, pages) // after the first time it is all held
 		c.says(append(lookup, words...), nil, "hit: 10 of 10 pages")
-		var st sidecar.Status
+		var st admin.Status
 		c.says([]string{"status", "--json"}, &st)
 		if st.UptimeS < 0 || st.UptimeS > patience.Seconds()*3 || st.Lookups.Expired != 0 ||
 			st.State != "serving" || st.Checks.Rotten != 0 {

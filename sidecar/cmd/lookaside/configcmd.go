@@ -11,7 +11,7 @@ import (
 
 	"lookaside/dax"
 	"lookaside/internal/lmcache"
-	"lookaside/sidecar"
+	"lookaside/sidecar/settings"
 )
 
 func newConfig() *cobra.Command {
@@ -96,7 +96,7 @@ they belong.`,
 			if err != nil {
 				return err
 			}
-			if _, err := sidecar.Parse("these settings", []byte(result.YAML), nil); err != nil {
+			if _, err := settings.Parse("these settings", []byte(result.YAML), nil); err != nil {
 				return fmt.Errorf("what was converted wants a change by hand before a sidecar takes it: %w", err)
 			}
 			return nil

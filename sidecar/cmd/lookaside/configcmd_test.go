@@ -9,7 +9,7 @@ import (
 	"testing"
 
 	"lookaside/internal/lmcache"
-	"lookaside/sidecar"
+	"lookaside/sidecar/settings"
 )
 
 func TestConfigFromLMCache(t *testing.T) {
@@ -25,7 +25,7 @@ func TestConfigFromLMCache(t *testing.T) {
 		t.Fatalf("exit code %d:\n%s\n%s", code, out, table)
 	}
 	// What is printed is what a sidecar takes. Relative paths are of this directory.
-	c, err := sidecar.Parse("stdout", []byte(out), nil)
+	c, err := settings.Parse("stdout", []byte(out), nil)
 	here, err2 := os.Getwd()
 	if err != nil || err2 != nil || c.Arena.Limit != 7<<30 || len(c.Tiers) != 2 ||
 		c.Tiers[0].Disk.Paths[0] != filepath.Join(here, "kv") || c.Tiers[0].Disk.Capacity != 9<<30 {
@@ -52,7 +52,7 @@ func TestConfigFromLMCache(t *testing.T) {
 	if err := json.Unmarshal([]byte(out), &r); err != nil || code != 0 || table != "" {
 		t.Fatalf("%v, exit code %d: %s%s", err, code, out, table)
 	}
-	if c, err := sidecar.Parse("json", []byte(r.YAML), nil); err != nil || len(c.Tiers) != 2 ||
+	if c, err := settings.Parse("json", []byte(r.YAML), nil); err != nil || len(c.Tiers) != 2 ||
 		c.Tiers[0].Disk.Capacity != 5<<30 || c.Arena.Limit != 3<<30 || len(r.Missing()) != 1 {
 		t.Errorf("%v: %+v, %+v", err, c, r.Keys)
 	}

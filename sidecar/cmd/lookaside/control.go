@@ -11,33 +11,34 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"lookaside/sidecar"
+	"lookaside/sidecar/admin"
+	"lookaside/sidecar/settings"
 )
 
 // A control is what the commands that talk to the admin socket share.
 type control struct {
 	asJSON bool
-	cfg    sidecar.Config
+	cfg    settings.Config
 }
 
 // flags adds the flags of all of them to cmd.
 func (c *control) flags(cmd *cobra.Command) {
 	cmd.Flags().BoolVar(&c.asJSON, "json", false, "print JSON")
-	sidecar.AddFlags(cmd.Flags(), "runtime.dir")
+	settings.AddFlags(cmd.Flags(), "runtime.dir")
 }
 
 // load reads which sidecar the flags and the environment name.
 func (c *control) load(cmd *cobra.Command) (err error) {
-	c.cfg, err = sidecar.Load(cmd.Flags(), os.Environ())
+	c.cfg, err = settings.Load(cmd.Flags(), os.Environ())
 	return err
 }
 
 // client finds the sidecar that the flags and the environment name.
-func (c *control) client(cmd *cobra.Command) (*sidecar.Client, error) {
+func (c *control) client(cmd *cobra.Command) (*admin.Client, error) {
 	if err := c.load(cmd); err != nil {
 		return nil, err
 	}
-	return sidecar.NewClient(c.cfg.Runtime.Dir), nil
+	return admin.NewClient(c.cfg.Runtime.Dir), nil
 }
 
 // print prints the answer as JSON, or calls table.
@@ -76,9 +77,9 @@ func (p *prefix) named(args []string) bool {
 }
 
 // request is the prefix that the flags and arguments name.
-func (p *prefix) request(cmd *cobra.Command, c *control, args []string) (sidecar.PrefixRequest,
+func (p *prefix) request(cmd *cobra.Command, c *control, args []string) (admin.PrefixRequest,
 	error) {
-	r := sidecar.PrefixRequest{Space: p.space, Hashes: args}
+	r := admin.PrefixRequest{Space: p.space, Hashes: args}
 	if p.prompt.given() {
 		if len(args) > 0 {
 			return r, errTwoPrefixes
@@ -106,13 +107,13 @@ func (p *prefix) request(cmd *cobra.Command, c *control, args []string) (sidecar
 		}
 		r.Hashes = append(r.Hashes, more...)
 	}
-	_, _, err := sidecar.ParseHashes(r.Hashes)
+	_, _, err := admin.ParseHashes(r.Hashes)
 	return r, err
 }
 
 // seconds is a timeout as requests have it.
-func seconds(timeout time.Duration) sidecar.TimeoutRequest {
-	return sidecar.TimeoutRequest{TimeoutS: timeout.Seconds()}
+func seconds(timeout time.Duration) admin.TimeoutRequest {
+	return admin.TimeoutRequest{TimeoutS: timeout.Seconds()}
 }
 
 // patiently bounds a request by what the sidecar is given, and a little for the way.
@@ -120,7 +121,7 @@ func patiently(cmd *cobra.Command, timeout time.Duration) (context.Context, cont
 	return context.WithTimeout(cmd.Context(), timeout+10*time.Second)
 }
 
-func showProgress(w io.Writer, what string, p sidecar.ProgressResult) error {
+func showProgress(w io.Writer, what string, p admin.ProgressResult) error {
 	_, err := fmt.Fprintf(w, "%s: %d of %d pages, in %s%s\n", what, p.Pages, p.PagesAsked,
 		took(p.Seconds), unless(p.Complete, "; the time ran out"))
 	return err
@@ -150,7 +151,7 @@ func newTiers() *cobra.Command {
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), 5*time.Second)
 			defer cancel()
-			var answer sidecar.TiersResult
+			var answer admin.TiersResult
 			if err := client.Get(ctx, "/v1/tiers", &answer); err != nil {
 				return err
 			}
@@ -174,8 +175,8 @@ func newPrefetch() *cobra.Command {
 ` + prefixHelp,
 		Example: "  lookaside prefetch --prompt 'You are …' --vllm http://localhost:8000\n  lookaside prefetch --space 3f9a --timeout 5m --hashes -",
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return c.post(cmd, &p, args, func(r sidecar.PrefixRequest) (string, any) {
-				return "/v1/prefetch", sidecar.PrefetchRequest{PrefixRequest: r,
+			return c.post(cmd, &p, args, func(r admin.PrefixRequest) (string, any) {
+				return "/v1/prefetch", admin.PrefetchRequest{PrefixRequest: r,
 					TimeoutRequest: seconds(p.timeout)}
 			}, "in the arena")
 		},
@@ -187,7 +188,7 @@ func newPrefetch() *cobra.Command {
 
 // post sends what request makes of the prefix, and shows how far the sidecar got.
 func (c *control) post(cmd *cobra.Command, p *prefix, args []string,
-	request func(sidecar.PrefixRequest) (path string, in any), what string) error {
+	request func(admin.PrefixRequest) (path string, in any), what string) error {
 	r, err := p.request(cmd, c, args)
 	if err != nil {
 		return err
@@ -199,7 +200,7 @@ func (c *control) post(cmd *cobra.Command, p *prefix, args []string,
 	ctx, cancel := patiently(cmd, p.timeout)
 	defer cancel()
 	path, in := request(r)
-	var answer sidecar.ProgressResult
+	var answer admin.ProgressResult
 	if err := client.Post(ctx, path, in, &answer); err != nil {
 		return err
 	}
@@ -222,8 +223,8 @@ shows them.
 ` + prefixHelp,
 		Example: "  lookaside move --from disk --to s3 --keep --prompt 'You are …' --vllm http://localhost:8000",
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return c.post(cmd, &p, args, func(r sidecar.PrefixRequest) (string, any) {
-				return "/v1/move", sidecar.MoveRequest{PrefixRequest: r,
+			return c.post(cmd, &p, args, func(r admin.PrefixRequest) (string, any) {
+				return "/v1/move", admin.MoveRequest{PrefixRequest: r,
 					TimeoutRequest: seconds(p.timeout), From: from, To: to, Keep: keep}
 			}, "in "+to)
 		},
@@ -270,8 +271,8 @@ list the pins.
 			}
 			ctx, cancel := patiently(cmd, p.timeout)
 			defer cancel()
-			var pin sidecar.PinStatus
-			if err := client.Post(ctx, "/v1/pin", sidecar.PinRequest{PrefixRequest: r,
+			var pin admin.PinStatus
+			if err := client.Post(ctx, "/v1/pin", admin.PinRequest{PrefixRequest: r,
 				TimeoutRequest: seconds(p.timeout), Prefetch: prefetch, Label: label},
 				&pin); err != nil {
 				return err
@@ -300,7 +301,7 @@ func (c *control) listPins(cmd *cobra.Command) error {
 	}
 	ctx, cancel := context.WithTimeout(cmd.Context(), 5*time.Second)
 	defer cancel()
-	var answer sidecar.PinsResult
+	var answer admin.PinsResult
 	if err := client.Get(ctx, "/v1/pins", &answer); err != nil {
 		return err
 	}
@@ -332,18 +333,18 @@ func newUnpin() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			requests := []sidecar.UnpinRequest{{All: true}}
+			requests := []admin.UnpinRequest{{All: true}}
 			if !all {
 				requests = nil
 				for _, id := range args {
-					requests = append(requests, sidecar.UnpinRequest{Pin: id})
+					requests = append(requests, admin.UnpinRequest{Pin: id})
 				}
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), 10*time.Second)
 			defer cancel()
-			var sum sidecar.UnpinResult
+			var sum admin.UnpinResult
 			for _, r := range requests {
-				var answer sidecar.UnpinResult
+				var answer admin.UnpinResult
 				if err := client.Post(ctx, "/v1/unpin", r, &answer); err != nil {
 					return err
 				}
@@ -406,7 +407,7 @@ Nothing is cleared without --yes.
 			if err != nil {
 				return err
 			}
-			r := sidecar.ClearRequest{TimeoutRequest: seconds(p.timeout), Space: p.space, All: all,
+			r := admin.ClearRequest{TimeoutRequest: seconds(p.timeout), Space: p.space, All: all,
 				Tier: of, FirstPage: first}
 			if named {
 				of, err := p.request(cmd, &c, args)
@@ -417,7 +418,7 @@ Nothing is cleared without --yes.
 			}
 			ctx, cancel := patiently(cmd, p.timeout)
 			defer cancel()
-			var answer sidecar.ClearResult
+			var answer admin.ClearResult
 			if err := client.Post(ctx, "/v1/clear", r, &answer); err != nil {
 				return err
 			}

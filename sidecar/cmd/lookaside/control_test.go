@@ -12,7 +12,7 @@ import (
 
 	"lookaside/ipc/client"
 	"lookaside/ipc/wire"
-	"lookaside/sidecar"
+	"lookaside/sidecar/admin"
 )
 
 // storePages stores that many pages, of four a chunk, and leaves the worker connected.
@@ -87,7 +87,7 @@ func (c commander) fails(args []string, want ...string) {
 func (c commander) untilStored(pages int64) {
 	c.t.Helper()
 	for end := time.Now().Add(patience); ; time.Sleep(10 * time.Millisecond) {
-		var r sidecar.TiersResult
+		var r admin.TiersResult
 		c.says([]string{"tiers", "--json"}, &r)
 		if r.Tiers[0].Pages == pages {
 			return
@@ -121,12 +121,12 @@ func TestTiersFromTheCommandLine(t *testing.T) {
 	c.fails([]string{"clear", "--yes"}, "--space", "--all")
 	c.says([]string{"clear", "--all", "--tier=near", "--yes"}, nil, "near: 3 chunks")
 	c.says([]string{"clear", "--all", "--tier=arena", "--yes"}, nil, "arena: 3 chunks")
-	var p sidecar.ProgressResult
+	var p admin.ProgressResult
 	c.says(append([]string{"prefetch", "--json"}, words...), &p)
 	if p.Pages != 10 || !p.Complete {
 		t.Errorf("%+v", p)
 	}
-	var pin sidecar.PinStatus
+	var pin admin.PinStatus
 	c.says([]string{"pin", "--prefetch", "--label=a label", "--hashes=" + file, "--json"}, &pin)
 	if pin.Pages != 10 || pin.Label != "a label" {
 		t.Errorf("%+v", pin)

@@ -15,7 +15,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"lookaside/sidecar"
+	"lookaside/sidecar/admin"
 )
 
 // A daxControl is what the commands for DAX devices share.
@@ -41,8 +41,8 @@ func arenaFlag(cmd *cobra.Command, arena *bool) {
 }
 
 // target names the device of a request.
-func (c *daxControl) target(device string) sidecar.DAXTarget {
-	t := sidecar.DAXTarget{DevicePath: device}
+func (c *daxControl) target(device string) admin.DAXTarget {
+	t := admin.DAXTarget{DevicePath: device}
 	if c.adapter >= 0 {
 		t.AdapterIndex = &c.adapter
 	}
@@ -80,13 +80,13 @@ func newDAXStatus() *cobra.Command {
 			ctx, cancel := context.WithTimeout(cmd.Context(), 5*time.Second)
 			defer cancel()
 			if arena {
-				var st sidecar.DAXArenasResult
+				var st admin.DAXArenasResult
 				if err := client.Get(ctx, arenaPath+"status", &st); err != nil {
 					return err
 				}
 				return c.print(cmd, st, st.WriteTable)
 			}
-			var st sidecar.DAXStatus
+			var st admin.DAXStatus
 			if err := client.Get(ctx, daxPath+"status", &st); err != nil {
 				return err
 			}
@@ -108,10 +108,10 @@ func newDAXAdd() *cobra.Command {
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if c.arena {
 				return c.changeArena(cmd, "add", args[0],
-					sidecar.DAXArenaAddRequest{DevicePath: args[0], Size: sidecar.DAXSize(args[1])})
+					admin.DAXArenaAddRequest{DevicePath: args[0], Size: admin.DAXSize(args[1])})
 			}
-			return c.change(cmd, "add", args[0], sidecar.DAXAddRequest{DAXTarget: c.target(args[0]),
-				Size: sidecar.DAXSize(args[1])})
+			return c.change(cmd, "add", args[0], admin.DAXAddRequest{DAXTarget: c.target(args[0]),
+				Size: admin.DAXSize(args[1])})
 		},
 	}
 	c.flags(cmd)
@@ -143,12 +143,12 @@ device stays.`,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if c.arena {
 				return c.changeArena(cmd, "remove", args[0],
-					sidecar.DAXArenaRemoveRequest{DevicePath: args[0], Mode: cmp.Or(mode, "drain"),
+					admin.DAXArenaRemoveRequest{DevicePath: args[0], Mode: cmp.Or(mode, "drain"),
 						Force: force})
 			}
 			mode = cmp.Or(mode, "migrate")
 			return c.change(cmd, "remove", args[0],
-				sidecar.DAXRemoveRequest{DAXTarget: c.target(args[0]), Mode: mode, Force: force})
+				admin.DAXRemoveRequest{DAXTarget: c.target(args[0]), Mode: mode, Force: force})
 		},
 	}
 	cmd.Flags().StringVar(&mode, "mode", "",
@@ -178,12 +178,12 @@ Ctrl-C stops: what was moved is moved, and the size stays.`,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if c.arena {
 				return c.changeArena(cmd, "resize", args[0],
-					sidecar.DAXArenaResizeRequest{DevicePath: args[0],
-						Size: sidecar.DAXSize(args[1]), Mode: mode, Force: force})
+					admin.DAXArenaResizeRequest{DevicePath: args[0],
+						Size: admin.DAXSize(args[1]), Mode: mode, Force: force})
 			}
 			return c.change(cmd, "resize", args[0],
-				sidecar.DAXResizeRequest{DAXTarget: c.target(args[0]),
-					Size: sidecar.DAXSize(args[1]), Mode: mode, Force: force})
+				admin.DAXResizeRequest{DAXTarget: c.target(args[0]),
+					Size: admin.DAXSize(args[1]), Mode: mode, Force: force})
 		},
 	}
 	cmd.Flags().StringVar(&mode, "mode", "migrate",
@@ -215,7 +215,7 @@ const progressEvery = 500 * time.Millisecond
 
 // change asks for a change of a tier's device, and shows what came of it.
 func (c *daxControl) change(cmd *cobra.Command, operation, device string, request any) error {
-	var result sidecar.DAXResult
+	var result admin.DAXResult
 	if err := c.ask(cmd, daxPath+operation, device, request, &result); err != nil {
 		return err
 	}
@@ -232,20 +232,20 @@ func (c *daxControl) changeArena(cmd *cobra.Command, operation, device string, r
 	}
 	switch operation {
 	case "add":
-		var r sidecar.DAXArenaAddResult
+		var r admin.DAXArenaAddResult
 		if err := c.ask(cmd, arenaPath+operation, device, request, &r); err != nil {
 			return err
 		}
 		return show(r, fmt.Sprintf("%s: %s", r.Added.DevicePath, r.Added.State))
 	case "resize":
-		var r sidecar.DAXArenaResizeResult
+		var r admin.DAXArenaResizeResult
 		if err := c.ask(cmd, arenaChangePath+operation, device, request, &r); err != nil {
 			return err
 		}
 		return show(r, fmt.Sprintf("%s: %s: in %s", r.Resized.DevicePath, r.Resized.State,
 			took(r.Seconds)))
 	}
-	var r sidecar.DAXArenaRemoveResult
+	var r admin.DAXArenaRemoveResult
 	if err := c.ask(cmd, arenaChangePath+operation, device, request, &r); err != nil {
 		return err
 	}
@@ -259,7 +259,7 @@ func (c *daxControl) changeArena(cmd *cobra.Command, operation, device string, r
 			r.Removed.DevicePath, state))
 	}
 	return c.print(cmd, r, func(w io.Writer) error {
-		return showDAXResult(w, sidecar.DAXResult{DevicePath: r.Removed.DevicePath, State: state,
+		return showDAXResult(w, admin.DAXResult{DevicePath: r.Removed.DevicePath, State: state,
 			MovedKeys: r.Removed.MovedKeys, DeletedKeys: r.Removed.DeletedKeys,
 			Seconds: r.Removed.Seconds})
 	})
@@ -303,10 +303,10 @@ func (c *daxControl) ask(cmd *cobra.Command, path, device string, request, answe
 var errUnderWay = errors.New("under way")
 
 // progress says how far the change of a device is, or nothing if that is not known.
-func (c *daxControl) progress(ctx context.Context, client *sidecar.Client, device string) string {
+func (c *daxControl) progress(ctx context.Context, client *admin.Client, device string) string {
 	ctx, cancel := context.WithTimeout(ctx, progressEvery)
 	defer cancel()
-	say := func(path, state string, p sidecar.DAXProgress) string {
+	say := func(path, state string, p admin.DAXProgress) string {
 		if filepath.Clean(path) != filepath.Clean(device) || p.Total == 0 || state == "active" {
 			return ""
 		}
@@ -315,7 +315,7 @@ func (c *daxControl) progress(ctx context.Context, client *sidecar.Client, devic
 	}
 	line := ""
 	if c.arena {
-		var st sidecar.DAXArenasResult
+		var st admin.DAXArenasResult
 		if client.Get(ctx, arenaPath+"status", &st) == nil {
 			for _, d := range st.Arenas {
 				line += say(d.DevicePath, d.State, d.Progress)
@@ -323,7 +323,7 @@ func (c *daxControl) progress(ctx context.Context, client *sidecar.Client, devic
 		}
 		return line
 	}
-	var st sidecar.DAXStatus
+	var st admin.DAXStatus
 	if client.Get(ctx, daxPath+"status", &st) != nil {
 		return ""
 	}
@@ -333,7 +333,7 @@ func (c *daxControl) progress(ctx context.Context, client *sidecar.Client, devic
 	return line
 }
 
-func showDAXResult(w io.Writer, r sidecar.DAXResult) error {
+func showDAXResult(w io.Writer, r admin.DAXResult) error {
 	var more []string
 	if r.MovedKeys != nil && *r.MovedKeys > 0 {
 		more = append(more, fmt.Sprintf("%d chunks moved", *r.MovedKeys))

@@ -22,7 +22,7 @@ import (
 	"lookaside/dax"
 	"lookaside/ipc/client"
 	"lookaside/ipc/wire"
-	"lookaside/sidecar"
+	"lookaside/sidecar/admin"
 )
 
 // Files stand in for devices.
@@ -36,14 +36,14 @@ func TestDAXFromTheCommandLine(t *testing.T) {
 	c := commander{t, s.dir}
 	words := storePages(t, s, 100)
 	c.untilStored(100)
-	var st sidecar.DAXStatus
+	var st admin.DAXStatus
 	c.says([]string{"dax", "status", "--json"}, &st)
 	if len(st.Devices) != 2 || !st.HotPlugEnabled || st.TotalUsedBytes == 0 {
 		t.Fatalf("%+v", st)
 	}
 	c.says([]string{"dax", "status"}, nil, "DEVICE", dev(0), dev(1), "active", "hot plug")
 	c.says([]string{"dax", "add", dev(2), "8M"}, nil, dev(2)+": active")
-	var r sidecar.DAXResult
+	var r admin.DAXResult
 	c.says([]string{"dax", "remove", dev(0), "--json"}, &r)
 	if r.State != "removed" || r.MovedKeys == nil || *r.MovedKeys == 0 || *r.DeletedKeys != 0 {
 		t.Errorf("%+v", r)
@@ -164,7 +164,7 @@ func TestArenaOnDAXFromTheCommandLine(t *testing.T) {
 		c.says(append([]string{"lookup", "--timeout=30s", "--engine-id=engine"}, words...), nil,
 			"hit: 100 of 100 pages")
 	}
-	var st sidecar.DAXArenasResult
+	var st admin.DAXArenasResult
 	c.says([]string{"dax", "status", "--arena", "--json"}, &st)
 	if len(st.Arenas) != 2 || st.Arenas[0].UsedBytes+st.Arenas[1].UsedBytes == 0 {
 		t.Fatalf("%+v", st)
@@ -173,7 +173,7 @@ func TestArenaOnDAXFromTheCommandLine(t *testing.T) {
 	c.says([]string{"status"}, nil, "on 2 DAX devices", "kept", dev(1))
 	c.says([]string{"dax", "status"}, nil, "no tier of DAX devices", "--arena")
 	c.says([]string{"dax", "add", "--arena", dev(2), "8M"}, nil, dev(2)+": active")
-	var r sidecar.DAXArenaRemoveResult
+	var r admin.DAXArenaRemoveResult
 	c.says([]string{"dax", "remove", "--arena", dev(0), "--mode=migrate", "--force", "--json"}, &r)
 	if r.Removed.Arenas[0].State != "removed" || r.Removed.MovedKeys == nil ||
 		*r.Removed.MovedKeys == 0 {
@@ -250,18 +250,18 @@ func TestDAXProgress(t *testing.T) {
 	left := make(chan struct{}, 1)
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /reconfigure/dax/status", func(w http.ResponseWriter, _ *http.Request) {
-		devices := []sidecar.DAXDeviceStatus{{
+		devices := []admin.DAXDeviceStatus{{
 			DevicePath: "/dev/dax0.0", State: "migrating",
-			Progress: sidecar.DAXProgress{Moved: 10 * asked.Add(1), Total: 200},
+			Progress: admin.DAXProgress{Moved: 10 * asked.Add(1), Total: 200},
 		}}
-		st := sidecar.DAXStatus{DAXTierStatus: sidecar.DAXTierStatus{Devices: devices}}
+		st := admin.DAXStatus{DAXTierStatus: admin.DAXTierStatus{Devices: devices}}
 		if asked.Load() == 3 && !endless.Load() {
 			close(finish)
 		}
 		_ = json.NewEncoder(w).Encode(st)
 	})
 	mux.HandleFunc("POST /reconfigure/dax/remove", func(w http.ResponseWriter, r *http.Request) {
-		var in sidecar.DAXRemoveRequest
+		var in admin.DAXRemoveRequest
 		if err := json.NewDecoder(r.Body).Decode(&in); err != nil ||
 			in.DevicePath != "/dev/dax0.0" || in.Mode != "migrate" || in.Force {
 			t.Errorf("%v: %+v", err, in)
@@ -273,7 +273,7 @@ func TestDAXProgress(t *testing.T) {
 		select {
 		case <-done:
 			n := int64(200)
-			_ = json.NewEncoder(w).Encode(sidecar.DAXResult{Status: "ok", DevicePath: in.DevicePath,
+			_ = json.NewEncoder(w).Encode(admin.DAXResult{Status: "ok", DevicePath: in.DevicePath,
 				State: "removed", MovedKeys: &n, Seconds: 1.5})
 		case <-r.Context().Done():
 			left <- struct{}{}

@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"lookaside/sidecar"
+	"lookaside/sidecar/settings"
 )
 
 // A sidecar in the background is made by three processes. The first is the command that was called,
@@ -39,7 +40,7 @@ const serves = "serves"
 // detach starts a sidecar in the background with the arguments of this process, and returns when it
 // serves.
 func detach(cmd *cobra.Command, args []string) error {
-	cfg, err := sidecar.Load(cmd.Flags(), os.Environ())
+	cfg, err := settings.Load(cmd.Flags(), os.Environ())
 	if err != nil {
 		return coded{exitSettings, err}
 	}

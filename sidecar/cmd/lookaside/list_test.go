@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"lookaside/sidecar"
+	"lookaside/sidecar/admin"
 )
 
 // Every sidecar of the host is found, wherever its directory is; one that is dead is none, and one
@@ -28,18 +29,18 @@ func TestListOfTheHostsSidecars(t *testing.T) {
 	storePages(t, serving, 10)
 	killed.signal(syscall.SIGKILL)
 	killed.exit(patience)
-	list := func(environ []string, args ...string) map[string]sidecar.HostSidecar {
+	list := func(environ []string, args ...string) map[string]admin.HostSidecar {
 		t.Helper()
 		out, stderr, code := run(t, environ, append([]string{"list", "--json"}, args...)...)
-		var all []sidecar.HostSidecar
+		var all []admin.HostSidecar
 		if err := json.Unmarshal([]byte(out), &all); err != nil || code != 0 {
 			t.Fatalf("exit code %d, %v: %s%s", code, err, out, stderr)
 		}
 		if !slices.IsSortedFunc(all,
-			func(a, b sidecar.HostSidecar) int { return strings.Compare(a.Endpoint, b.Endpoint) }) {
+			func(a, b admin.HostSidecar) int { return strings.Compare(a.Endpoint, b.Endpoint) }) {
 			t.Errorf("%+v", all)
 		}
-		by := make(map[string]sidecar.HostSidecar)
+		by := make(map[string]admin.HostSidecar)
 		for _, s := range all {
 			if _, twice := by[s.Endpoint]; twice {
 				t.Errorf("%s is there twice", s.Endpoint)

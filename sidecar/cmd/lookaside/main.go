@@ -11,6 +11,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"lookaside/sidecar"
+	"lookaside/sidecar/settings"
 )
 
 func main() {
@@ -62,4 +63,4 @@ func newRoot() *cobra.Command {
 }
 
 // flagError makes a command name the nearest right flag when it is given an unknown one.
-func flagError(cmd *cobra.Command, err error) error { return sidecar.FlagError(cmd.Flags(), err) }
+func flagError(cmd *cobra.Command, err error) error { return settings.FlagError(cmd.Flags(), err) }

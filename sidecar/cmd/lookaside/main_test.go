@@ -25,6 +25,8 @@ import (
 	"lookaside/ipc/client"
 	"lookaside/ipc/wire"
 	"lookaside/sidecar"
+	"lookaside/sidecar/admin"
+	"lookaside/sidecar/settings"
 )
 
 // binary is the command, built once for all tests.
@@ -491,7 +493,7 @@ func TestHelpAndVersion(t *testing.T) {
 		}
 		return strings.Join(strings.Fields(out), " "), names
 	}
-	want := append(sidecar.MainFlags(), "help-all")
+	want := append(settings.MainFlags(), "help-all")
 	slices.Sort(want)
 	for _, args := range [][]string{{"serve", "--help"}, {"serve", "-h", "--arena-limit=1G"},
 		{"help", "serve"}} {
@@ -504,7 +506,7 @@ func TestHelpAndVersion(t *testing.T) {
 		}
 	}
 	text, names := flags("serve", "--help-all")
-	for _, s := range sidecar.Settings() {
+	for _, s := range settings.All() {
 		if !slices.Contains(names, s.Flag()) {
 			t.Errorf("the help has no --%s", s.Flag())
 		}
@@ -533,12 +535,12 @@ func TestHelpAndVersion(t *testing.T) {
 func TestFlagsThatAreTrueOrFalse(t *testing.T) {
 	s := serveProcess(t, "--admin-pprof", "--peers-enabled=false", "--peers-skip-stores",
 		"--log-format", "console")
-	var st sidecar.Status
+	var st admin.Status
 	commander{t, s.dir}.says([]string{"status", "--json"}, &st)
 	if st.Peers.Enabled {
 		t.Error("--peers-enabled=false was not taken")
 	}
-	if err := sidecar.NewClient(s.dir).Get(t.Context(), "/debug/pprof/cmdline",
+	if err := admin.NewClient(s.dir).Get(t.Context(), "/debug/pprof/cmdline",
 		new(struct{})); err == nil || strings.Contains(err.Error(), "404") {
 		t.Errorf("--admin-pprof was not taken: %v", err)
 	}
@@ -580,7 +582,7 @@ func TestStatusAndLookup(t *testing.T) {
 	}
 	out, stderr, code := run(t, nil, "lookup", "--timeout=30s", "--runtime-dir", s.dir,
 		"--engine-id=engine", "--json", "--hashes", file, words[0])
-	var answer sidecar.Answer
+	var answer admin.Answer
 	if err := json.Unmarshal([]byte(out), &answer); err != nil || code != 0 {
 		t.Fatalf("exit code %d, %v: %s%s", code, err, out, stderr)
 	}
@@ -597,11 +599,11 @@ func TestStatusAndLookup(t *testing.T) {
 		t.Errorf("exit code %d: %s", code, stderr)
 	}
 
-	var st sidecar.Status
+	var st admin.Status
 	for end := time.Now().Add(patience); ; time.Sleep(10 * time.Millisecond) {
 		// the owner needs no token
 		out, stderr, code = run(t, nil, "status", "--runtime-dir", s.dir, "--json")
-		st = sidecar.Status{}
+		st = admin.Status{}
 		if err := json.Unmarshal([]byte(out), &st); err != nil || code != 0 {
 			t.Fatalf("exit code %d, %v: %s%s", code, err, out, stderr)
 		}
@@ -745,7 +747,7 @@ func TestStatusTellsFoundFromLoaded(t *testing.T) {
 		c.says(append([]string{"lookup", "--timeout=1m", "--engine-id=engine"}, words...), nil,
 			"hit: 10 of 10")
 	}
-	var st sidecar.Status
+	var st admin.Status
 	c.says([]string{"status", "--json"}, &st, `"loaded_ratio": 0`)
 	if n := st.Counters; n.HitPages != 30 || n.LookupPages != 30 ||
 		n.Tokens != (connector.TokenCount{}) || st.LastMinute.Lookups > 3 {

@@ -11,7 +11,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"lookaside/sidecar"
+	"lookaside/sidecar/admin"
 	"lookaside/sidecar/vllm"
 )
 
@@ -91,7 +91,7 @@ func (p *prompt) read(cmd *cobra.Command) ([]uint32, error) {
 }
 
 // names returns the hashes of the prompt's pages in a space.
-func (p *prompt) names(cmd *cobra.Command, space *sidecar.SpaceStatus) ([]string, error) {
+func (p *prompt) names(cmd *cobra.Command, space *admin.SpaceStatus) ([]string, error) {
 	scheme, err := vllm.SchemeOf(space.Fields, space.PageTokens)
 	if err != nil {
 		return nil, err
@@ -104,8 +104,8 @@ func (p *prompt) names(cmd *cobra.Command, space *sidecar.SpaceStatus) ([]string
 }
 
 // chooseSpace returns the space whose fingerprint begins so, of those that a sidecar has.
-func chooseSpace(spaces []sidecar.SpaceStatus, name string) (*sidecar.SpaceStatus, error) {
-	var found []*sidecar.SpaceStatus
+func chooseSpace(spaces []admin.SpaceStatus, name string) (*admin.SpaceStatus, error) {
+	var found []*admin.SpaceStatus
 	var all []string
 	for i := range spaces {
 		s := &spaces[i]
@@ -125,7 +125,7 @@ func chooseSpace(spaces []sidecar.SpaceStatus, name string) (*sidecar.SpaceStatu
 }
 
 // asked returns the names of a lookup's pages, and has it name an engine.
-func (p *prompt) asked(cmd *cobra.Command, c *control, q *sidecar.Query,
+func (p *prompt) asked(cmd *cobra.Command, c *control, q *admin.Query,
 	args []string) ([]string, error) {
 	if len(args) > 0 {
 		return nil, errTwoPrefixes
@@ -149,7 +149,7 @@ var errTwoPrefixes = errors.New("give a prompt, tokens, or page hashes, and not 
 
 // chooseEngine has a lookup name an engine that has a worker of its rank connected, and returns its
 // space. All engines of a space find the same.
-func chooseEngine(cmd *cobra.Command, c *control, q *sidecar.Query) (*sidecar.SpaceStatus, error) {
+func chooseEngine(cmd *cobra.Command, c *control, q *admin.Query) (*admin.SpaceStatus, error) {
 	client, err := c.client(cmd)
 	if err != nil {
 		return nil, err
@@ -184,8 +184,8 @@ func ofEngine(engine string) string {
 }
 
 // statusOf is the sidecar's status.
-func statusOf(ctx context.Context, client *sidecar.Client) (*sidecar.Status, error) {
-	var st sidecar.Status
+func statusOf(ctx context.Context, client *admin.Client) (*admin.Status, error) {
+	var st admin.Status
 	if err := client.Get(ctx, "/v1/status", &st); err != nil {
 		return nil, err
 	}

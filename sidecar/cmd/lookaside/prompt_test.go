@@ -14,7 +14,7 @@ import (
 	"testing"
 
 	"lookaside/ipc/wire"
-	"lookaside/sidecar"
+	"lookaside/sidecar/admin"
 	"lookaside/sidecar/vllm"
 )
 
@@ -89,7 +89,7 @@ func TestPrompts(t *testing.T) {
 	if err != nil || len(names) != 12 {
 		t.Fatal(names, err)
 	}
-	packed, _, err := sidecar.ParseHashes(names)
+	packed, _, err := admin.ParseHashes(names)
 	if err != nil {
 		t.Fatal(err)
 	}

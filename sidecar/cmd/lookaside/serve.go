@@ -21,6 +21,7 @@ import (
 	"lookaside/dax"
 	"lookaside/ipc"
 	"lookaside/sidecar"
+	"lookaside/sidecar/settings"
 )
 
 func newServe() *cobra.Command {
@@ -70,12 +71,12 @@ it does not count.`,
 		return coded{exitSettings,
 			flagError(cmd, err)}
 	})
-	sidecar.AddFlags(cmd.Flags())
+	settings.AddFlags(cmd.Flags())
 	cmd.Flags().BoolVar(&helpAll, "help-all", false, "help for all flags")
 	help := cmd.HelpFunc()
 	cmd.SetHelpFunc(func(cmd *cobra.Command, args []string) {
 		if !helpAll {
-			showOnly(cmd.Flags(), append(sidecar.MainFlags(), "help", "help-all"))
+			showOnly(cmd.Flags(), append(settings.MainFlags(), "help", "help-all"))
 		}
 		help(cmd, args)
 	})
@@ -121,7 +122,7 @@ const secondSignalAfter = time.Second
 // is nil, to its own file, as which standard error is used from then on. It calls report when it
 // serves; an error before is not reported.
 func runServe(cmd *cobra.Command, w io.Writer, report func(error)) error {
-	cfg, err := sidecar.Load(cmd.Flags(), os.Environ())
+	cfg, err := settings.Load(cmd.Flags(), os.Environ())
 	if err != nil {
 		return coded{exitSettings, err}
 	}
@@ -139,7 +140,7 @@ func runServe(cmd *cobra.Command, w io.Writer, report func(error)) error {
 }
 
 // serve runs one sidecar from start to drain.
-func serve(cfg sidecar.Config, log *zap.Logger, report func(error)) error {
+func serve(cfg settings.Config, log *zap.Logger, report func(error)) error {
 	signals := make(chan os.Signal, 2)
 	signal.Notify(signals, os.Interrupt, syscall.SIGTERM)
 	if !signal.Ignored(syscall.SIGHUP) { // under nohup it is

@@ -13,6 +13,8 @@ import (
 	"github.com/spf13/cobra"
 
 	"lookaside/sidecar"
+	"lookaside/sidecar/admin"
+	"lookaside/sidecar/settings"
 )
 
 func newVersion() *cobra.Command {
@@ -43,13 +45,13 @@ Pages that lookups found count also where vLLM then had them itself or loaded no
 are since the sidecar's start.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			cfg, err := sidecar.Load(cmd.Flags(), os.Environ())
+			cfg, err := settings.Load(cmd.Flags(), os.Environ())
 			if err != nil {
 				return err
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), 5*time.Second)
 			defer cancel()
-			st, err := sidecar.FetchStatus(ctx, cfg.Runtime.Dir)
+			st, err := admin.FetchStatus(ctx, cfg.Runtime.Dir)
 			if err != nil {
 				return err
 			}
@@ -60,7 +62,7 @@ are since the sidecar's start.`,
 		},
 	}
 	cmd.Flags().BoolVar(&asJSON, "json", false, "print JSON")
-	sidecar.AddFlags(cmd.Flags(), "runtime.dir")
+	settings.AddFlags(cmd.Flags(), "runtime.dir")
 	return cmd
 }
 
@@ -76,24 +78,24 @@ those whose directories are beside runtime.dir. Sidecars of other users are name
 ask them how they are.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			cfg, err := sidecar.Load(cmd.Flags(), os.Environ())
+			cfg, err := settings.Load(cmd.Flags(), os.Environ())
 			if err != nil {
 				return err
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), 5*time.Second)
 			defer cancel()
-			list, err := sidecar.HostSidecars(ctx, filepath.Dir(cfg.Runtime.Dir))
+			list, err := admin.HostSidecars(ctx, filepath.Dir(cfg.Runtime.Dir))
 			if err != nil {
 				return err
 			}
 			if asJSON {
 				return printJSON(cmd.OutOrStdout(), list)
 			}
-			return sidecar.WriteSidecars(cmd.OutOrStdout(), list)
+			return admin.WriteSidecars(cmd.OutOrStdout(), list)
 		},
 	}
 	cmd.Flags().BoolVar(&asJSON, "json", false, "print JSON")
-	sidecar.AddFlags(cmd.Flags(), "runtime.dir")
+	settings.AddFlags(cmd.Flags(), "runtime.dir")
 	return cmd
 }
 
@@ -101,7 +103,7 @@ func newLookup() *cobra.Command {
 	var (
 		c    control
 		p    prompt
-		q    sidecar.Query
+		q    admin.Query
 		file string
 	)
 	cmd := &cobra.Command{
@@ -132,7 +134,7 @@ A worker of the engine must be connected: it is what says which space is meant.
 					return err
 				}
 			}
-			if q.Hashes, q.DigestBytes, err = sidecar.ParseHashes(args); err != nil {
+			if q.Hashes, q.DigestBytes, err = admin.ParseHashes(args); err != nil {
 				return err
 			}
 			if q.EngineID == "" {
@@ -140,7 +142,7 @@ A worker of the engine must be connected: it is what says which space is meant.
 					return err
 				}
 			}
-			answer, err := sidecar.Ask(cmd.Context(), c.cfg.Runtime.Dir, q)
+			answer, err := admin.Ask(cmd.Context(), c.cfg.Runtime.Dir, q)
 			if err != nil {
 				return err
 			}

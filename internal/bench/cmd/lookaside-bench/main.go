@@ -21,6 +21,7 @@ import (
 	"lookaside/internal/bench/memcopybench"
 	"lookaside/internal/bench/zmqecho"
 	"lookaside/sidecar"
+	"lookaside/sidecar/settings"
 )
 
 func main() {
@@ -41,7 +42,7 @@ func newRoot() *cobra.Command {
 	root.CompletionOptions.HiddenDefaultCmd = true
 	root.SetVersionTemplate("{{.Version}}\n")
 	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error {
-		return sidecar.FlagError(cmd.Flags(), err)
+		return settings.FlagError(cmd.Flags(), err)
 	})
 	root.AddCommand(newEngine(), newMemcopy(), newPromotion(), newDisk(), newDAX(), newRedis(),
 		newRecovery(), newPeers(), newLookupServer(), newEcho(), newPlot())
@@ -147,7 +148,8 @@ its standard input does.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ctx, stop := interruptible(cmd)
 			defer stop()
-			log := sidecar.NewLogger(sidecar.LogConfig{Level: "warn", Format: "console"}, os.Stderr)
+			log := sidecar.NewLogger(settings.LogConfig{Level: "warn", Format: "console"},
+				os.Stderr)
 			return lookupserver.Serve(ctx, o, cmd.InOrStdin(), cmd.OutOrStdout(), log)
 		},
 	}

@@ -21,7 +21,7 @@ import (
 	"lookaside/internal/bench/lookupserver"
 	"lookaside/internal/bench/memcopybench"
 	"lookaside/internal/prefixes"
-	"lookaside/sidecar"
+	"lookaside/sidecar/admin"
 )
 
 // benchForm checks that a bench printed its table to standard error and one line of JSON in the
@@ -163,7 +163,7 @@ func TestLookupServer(t *testing.T) {
 	var ready lookupserver.Ready
 	end := serving(t, &ready, "lookup-server", "--pages=20000", "--prefix-pages=1000",
 		"--copy-threads=1")
-	answer, err := sidecar.Ask(t.Context(), ready.Endpoint, sidecar.Query{EngineID: ready.EngineID,
+	answer, err := admin.Ask(t.Context(), ready.Endpoint, admin.Query{EngineID: ready.EngineID,
 		Hashes: prefixes.Digests(1, 1000), DigestBytes: ready.DigestBytes, Timeout: time.Minute})
 	if err != nil || answer.HitPages != 1000 {
 		t.Errorf("%+v, %v", answer, err)

@@ -10,6 +10,7 @@ import (
 	"lookaside/internal/bench"
 	"lookaside/internal/bench/promotionbench"
 	"lookaside/sidecar"
+	"lookaside/sidecar/settings"
 )
 
 func newPromotion() *cobra.Command {
@@ -39,7 +40,8 @@ size, as many at a time, around the page cache, into memory of the same kind, in
 			}
 			ctx, stop := interruptible(cmd)
 			defer stop()
-			log := sidecar.NewLogger(sidecar.LogConfig{Level: "warn", Format: "console"}, os.Stderr)
+			log := sidecar.NewLogger(settings.LogConfig{Level: "warn", Format: "console"},
+				os.Stderr)
 			f, err := promotionbench.Run(ctx, o, log)
 			if err != nil {
 				return err

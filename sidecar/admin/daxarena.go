@@ -1,0 +1,302 @@
+package admin
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net/http"
+	"path/filepath"
+	"slices"
+	"text/tabwriter"
+	"time"
+
+	"github.com/danielgtaylor/huma/v2"
+	"go.uber.org/zap"
+
+	"lookaside/dax"
+	"lookaside/tiers/daxtier"
+)
+
+// DAXArenaAddRequest is the body of POST /reconfigure/dax/l1/add.
+type DAXArenaAddRequest struct {
+	DevicePath string  `json:"device_path" doc:"The device."`
+	Size       DAXSize `json:"size" doc:"How much of it to use: bytes, or a size such as \"100GiB\" (powers of 1024)."`
+}
+
+// DAXArenaDrainRequest is the body of POST /reconfigure/dax/l1/remove, which as in LMCache has no
+// other mode.
+type DAXArenaDrainRequest struct {
+	DevicePath string `json:"device_path" doc:"The device."`
+	Mode       string `json:"mode,omitempty" enum:"drain" default:"drain" doc:"What becomes of its chunks: nothing new is written to it, and in the background it is emptied and removed. POST /v1/dax/arena/remove has other modes."`
+}
+
+// DAXArenaRemoveRequest is the body of POST /v1/dax/arena/remove.
+type DAXArenaRemoveRequest struct {
+	DevicePath string `json:"device_path" doc:"The device."`
+	Mode       string `json:"mode,omitempty" enum:"drain,migrate,evict" default:"drain" doc:"What becomes of its chunks. drain: nothing new is written to it, and the answer is there at once; what is there can be read, and in the background it is moved to the other devices, or dropped where there is no room for it, as soon as nobody has a lease on it; then workers unmap the device, and it is gone. migrate: they are moved to the other devices before the answer; without room for all of them nothing is removed. evict: they are dropped before the answer."`
+	Force      bool   `json:"force,omitempty" doc:"With migrate and evict: wait for those who have leases on its chunks; otherwise they make the answer 409."`
+}
+
+// DAXArenaResizeRequest is the body of POST /v1/dax/arena/resize.
+type DAXArenaResizeRequest struct {
+	DevicePath string  `json:"device_path" doc:"The device."`
+	Size       DAXSize `json:"size" doc:"How much of it to use from now on: bytes, or a size such as \"100GiB\" (powers of 1024)."`
+	Mode       string  `json:"mode,omitempty" enum:"migrate,evict" default:"migrate" doc:"What becomes of chunks that lie beyond the new size."`
+	Force      bool    `json:"force,omitempty" doc:"Wait for those who have leases on these chunks; otherwise they make the answer 409."`
+}
+
+// DAXArena is one device of the arena. LMCache has all but the last three fields.
+type DAXArena struct {
+	DevicePath        string      `json:"device_path" doc:"The device."`
+	SizeInBytes       int64       `json:"size_in_bytes" doc:"What is used of it."`
+	UsedBytes         int64       `json:"used_bytes" doc:"Of this, what chunks take."`
+	FreeBytes         int64       `json:"free_bytes" doc:"Of this, what chunks may still take."`
+	ActiveAllocations int64       `json:"active_allocations" doc:"Slots that have a chunk, or are being filled."`
+	State             string      `json:"state" doc:"active, draining, migrating, removing or removed."`
+	IsPrimary         bool        `json:"is_primary" doc:"Whether it cannot be removed, being the only one that is written to."`
+	CapacityBytes     int64       `json:"capacity_bytes" doc:"Of size_in_bytes, what is for chunks."`
+	Slots             DAXSlots    `json:"slots" doc:"The slots for chunks, as far as they have been cut."`
+	Progress          DAXProgress `json:"progress" doc:"How far the last migration from it is."`
+}
+
+// DAXArenasResult is the answer of GET /reconfigure/dax/l1/status.
+type DAXArenasResult struct {
+	Arenas []DAXArena `json:"arenas" doc:"The arena's devices."`
+}
+
+// DAXArenaAddResult is the answer of POST /reconfigure/dax/l1/add.
+type DAXArenaAddResult struct {
+	Added DAXArena `json:"added" doc:"The device."`
+}
+
+// DAXArenaRemoved is a device that is gone from the arena, or is going.
+type DAXArenaRemoved struct {
+	DevicePath  string     `json:"device_path" doc:"The device."`
+	Arenas      []DAXArena `json:"arenas" doc:"What it is now; or was, if its state is removed."`
+	MovedKeys   *int64     `json:"moved_keys,omitempty" doc:"With migrate: chunks that it had when they began to be moved away."`
+	DeletedKeys *int64     `json:"deleted_keys,omitempty" doc:"With evict: chunks that it had when they began to be dropped."`
+	Seconds     float64    `json:"seconds" doc:"How long it took."`
+}
+
+// DAXArenaRemoveResult is the answer to both requests to remove a device.
+type DAXArenaRemoveResult struct {
+	Removed DAXArenaRemoved `json:"removed" doc:"What is gone, or is going."`
+}
+
+// DAXArenaResizeResult is the answer of POST /v1/dax/arena/resize.
+type DAXArenaResizeResult struct {
+	Resized      DAXArena `json:"resized" doc:"The device."`
+	OldSizeBytes int64    `json:"old_size_bytes" doc:"What was used of it before."`
+	NewSizeBytes int64    `json:"new_size_bytes" doc:"What was asked for."`
+	Seconds      float64  `json:"seconds" doc:"How long it took."`
+}
+
+// daxArenas describes devices as those of an arena.
+func daxArenas(st daxtier.Status) []DAXArena {
+	out := []DAXArena{}
+	for _, dev := range st.Devices {
+		slots := daxSlots(&dev)
+		out = append(out, DAXArena{
+			DevicePath: dev.Path, SizeInBytes: dev.SizeBytes, UsedBytes: dev.UsedBytes,
+			FreeBytes: dev.CapacityBytes - dev.UsedBytes, ActiveAllocations: slots.Used,
+			State: string(dev.State), IsPrimary: !othersActive(st, dev.Path),
+			CapacityBytes: dev.CapacityBytes, Slots: slots, Progress: DAXProgress{Moved: dev.Moved,
+				Total: dev.Total},
+		})
+	}
+	return out
+}
+
+// othersActive says whether there is a device beside this one that is written to.
+func othersActive(st daxtier.Status, path string) bool {
+	return slices.ContainsFunc(st.Devices,
+		func(d daxtier.DeviceStatus) bool { return d.Path != path && d.State == "active" })
+}
+
+func (o *Operations) arenaDevice(path string) *DAXArena {
+	path = filepath.Clean(path)
+	list := daxArenas(o.DAX.Devices())
+	if i := slices.IndexFunc(list, func(a DAXArena) bool { return a.DevicePath == path }); i >= 0 {
+		return &list[i]
+	}
+	return nil
+}
+
+// notOnDAX is the answer while the arena is made of something else.
+func (o *Operations) notOnDAX() error {
+	return apiError(http.StatusConflict,
+		"the devices of tiers are below /reconfigure/dax/l2; arena.kind: dax puts the arena on devices", "the arena is not on DAX, but of kind %s", o.Settings.Arena.Kind)
+}
+
+// DAXArenas lists the devices of the arena.
+func (o *Operations) DAXArenas() (DAXArenasResult, error) {
+	if o.DAX == nil {
+		return DAXArenasResult{}, o.notOnDAX()
+	}
+	return DAXArenasResult{daxArenas(o.DAX.Devices())}, nil
+}
+
+// changeArena lets a change of the arena's devices in; the caller calls done.
+func (o *Operations) changeArena(path string) (done func(), err error) {
+	switch err := checkDevicePath(path); {
+	case o.DAX == nil:
+		return nil, o.notOnDAX()
+	case err != nil:
+		return nil, err
+	case !o.Settings.Arena.DAX.HotPlug:
+		return nil, apiError(http.StatusForbidden,
+			"set arena.hotplug: true in the settings, and restart the sidecar: what is on the devices is found again", "the arena does not allow its devices to be changed while it serves")
+	}
+	return o.DAX.Change(), nil
+}
+
+// DAXArenaAdd adds a device to the arena, or takes one that is drained into use again.
+func (o *Operations) DAXArenaAdd(ctx context.Context, r DAXArenaAddRequest) (DAXArenaAddResult,
+	error) {
+	done, err := o.changeArena(r.DevicePath)
+	if err != nil {
+		return DAXArenaAddResult{}, err
+	}
+	defer done()
+	size, err := r.Size.bytes()
+	if err != nil {
+		return DAXArenaAddResult{}, err
+	}
+	if err := o.DAX.Add(ctx, r.DevicePath, size); err != nil {
+		return DAXArenaAddResult{}, daxError(ctx, ofArena, r.DevicePath, err)
+	}
+	o.Log.Info("DAX device added to the arena: put it into the settings if it is to be there after a restart", zap.String("device", r.DevicePath), zap.String("size", dax.FormatSize(size)))
+	if a := o.arenaDevice(r.DevicePath); a != nil {
+		return DAXArenaAddResult{*a}, nil
+	}
+	// it was removed just now
+	return DAXArenaAddResult{DAXArena{DevicePath: r.DevicePath, State: "removed"}}, nil
+}
+
+// DAXArenaRemove removes a device from the arena, or begins to.
+func (o *Operations) DAXArenaRemove(ctx context.Context,
+	r DAXArenaRemoveRequest) (out DAXArenaRemoveResult, err error) {
+	start := time.Now()
+	done, err := o.changeArena(r.DevicePath)
+	if err != nil {
+		return out, err
+	}
+	defer done()
+	before := o.arenaDevice(r.DevicePath)
+	if before != nil && before.IsPrimary {
+		return out, apiError(http.StatusConflict,
+			"add another one first (POST /reconfigure/dax/l1/add)",
+			"%s is the only device of the arena that is written to", before.DevicePath)
+	}
+	if err := o.DAX.Remove(ctx, r.DevicePath, daxtier.Mode(r.Mode), r.Force); err != nil {
+		return out, daxError(ctx, ofArena, r.DevicePath, err)
+	}
+	now := o.arenaDevice(r.DevicePath)
+	if now == nil && before != nil {
+		now = before
+		now.State = "removed"
+	}
+	if now == nil {
+		now = &DAXArena{DevicePath: r.DevicePath, State: "removed"}
+	}
+	out.Removed = DAXArenaRemoved{DevicePath: now.DevicePath, Arenas: []DAXArena{*now},
+		Seconds: time.Since(start).Seconds()}
+	if before != nil {
+		switch daxtier.Mode(r.Mode) {
+		case daxtier.Migrate:
+			out.Removed.MovedKeys = &before.Slots.Used
+		case daxtier.Evict:
+			out.Removed.DeletedKeys = &before.Slots.Used
+		}
+	}
+	what := "DAX device removed from the arena: take it out of the settings too"
+	if r.Mode == string(daxtier.Drain) {
+		what = "DAX device of the arena is drained: nothing new is written to it, and it is removed once it is empty"
+	}
+	o.Log.Info(what, zap.String("device", r.DevicePath), zap.String("mode", r.Mode),
+		zap.Duration("took", time.Since(start)))
+	return out, nil
+}
+
+// DAXArenaResize changes how much of a device of the arena is used.
+func (o *Operations) DAXArenaResize(ctx context.Context,
+	r DAXArenaResizeRequest) (out DAXArenaResizeResult, err error) {
+	start := time.Now()
+	done, err := o.changeArena(r.DevicePath)
+	if err != nil {
+		return out, err
+	}
+	defer done()
+	size, err := r.Size.bytes()
+	if err != nil {
+		return out, err
+	}
+	before := o.arenaDevice(r.DevicePath)
+	if err := o.DAX.Resize(ctx, r.DevicePath, size, daxtier.Mode(r.Mode),
+		r.Force); err != nil {
+		return out, daxError(ctx, ofArena, r.DevicePath, err)
+	}
+	out.NewSizeBytes, out.Resized = size, DAXArena{DevicePath: r.DevicePath, State: "removed"}
+	if before != nil {
+		out.OldSizeBytes = before.SizeInBytes
+	}
+	if now := o.arenaDevice(r.DevicePath); now != nil {
+		out.Resized = *now
+	}
+	out.Seconds = time.Since(start).Seconds()
+	o.Log.Info("DAX device of the arena resized: change it in the settings too",
+		zap.String("device", r.DevicePath), zap.String("size", dax.FormatSize(size)),
+		zap.Duration("took", time.Since(start)))
+	return out, nil
+}
+
+// registerDAXArena makes the routes for the arena's devices.
+func (o *Operations) registerDAXArena(api huma.API, get,
+	post func(at, id, summary string) huma.Operation) {
+	huma.Register(api, get("/reconfigure/dax/l1/status", "dax-l1-status",
+		"The DAX devices of the arena; 409 if it is not made of any"),
+		func(context.Context, *struct{}) (*output[DAXArenasResult], error) {
+			out, err := o.DAXArenas()
+			if err != nil {
+				return nil, err
+			}
+			return &output[DAXArenasResult]{out}, nil
+		})
+	registerChange(o, api, post("/reconfigure/dax/l1/add", "dax-l1-add",
+		"Add a DAX device to the arena, or take one that is drained into use again"), o.DAXArenaAdd)
+	registerChange(o, api, post("/reconfigure/dax/l1/remove", "dax-l1-remove",
+		"Remove a DAX device from the arena in the background, as soon as nobody reads it"),
+		func(ctx context.Context, r DAXArenaDrainRequest) (DAXArenaRemoveResult, error) {
+			return o.DAXArenaRemove(ctx, DAXArenaRemoveRequest{DevicePath: r.DevicePath,
+				Mode: r.Mode})
+		})
+	// LMCache has nothing like these.
+	registerChange(o, api, post("/v1/dax/arena/remove", "dax-arena-remove",
+		"Remove a DAX device from the arena: in the background, or at once"), o.DAXArenaRemove)
+	registerChange(o, api, post("/v1/dax/arena/resize", "dax-arena-resize",
+		"Use more or less of a DAX device of the arena"), o.DAXArenaResize)
+}
+
+// WriteTable writes the arena's devices for people.
+func (r DAXArenasResult) WriteTable(w io.Writer) error {
+	if len(r.Arenas) == 0 {
+		_, err := fmt.Fprintln(w, "the arena has no devices yet (see lookaside dax add --arena)")
+		return err
+	}
+	tw := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+	writeArenaDevices(tw, r.Arenas)
+	return tw.Flush()
+}
+
+func writeArenaDevices(tw io.Writer, list []DAXArena) {
+	fmt.Fprintln(tw, "ARENA DEVICE\tSTATE\tUSED\tSLOTS\tFREE\tLEASED\tDRAINING\tPROGRESS")
+	for _, a := range list {
+		progress := "-"
+		if a.Progress.Total > 0 {
+			progress = fmt.Sprintf("%d of %d", a.Progress.Moved, a.Progress.Total)
+		}
+		fmt.Fprintf(tw, "%s\t%s\t%s of %s\t%d\t%d\t%d\t%d\t%s\n", a.DevicePath, a.State,
+			dax.FormatSize(a.UsedBytes), dax.FormatSize(a.CapacityBytes),
+			a.Slots.Used, a.Slots.Free, a.Slots.Leased, a.Slots.Draining, progress)
+	}
+}

@@ -1,0 +1,159 @@
+package admin
+
+import (
+	"bufio"
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"text/tabwriter"
+	"time"
+
+	"lookaside/dax"
+)
+
+// A HostSidecar is a sidecar of this host, as `lookaside list` shows it.
+type HostSidecar struct {
+	Endpoint string  `json:"endpoint"`
+	PID      int     `json:"pid"` // 0 if it is not known
+	Version  string  `json:"version"`
+	UptimeS  float64 `json:"uptime_s"`
+	Arena    struct {
+		UsedBytes     int64 `json:"used_bytes"`
+		CapacityBytes int64 `json:"capacity_bytes"`
+		LimitBytes    int64 `json:"limit_bytes"`
+	} `json:"arena"`
+	Verdict string `json:"verdict"` // see Status
+	// why it could not be asked, and then only the endpoint and perhaps the pid are known
+	Error string `json:"error"`
+}
+
+// HostSidecars lists the sidecars of this host in the order of their endpoints: those whose sockets
+// are in this network namespace, wherever their directories are, and those with a directory below
+// dir. Each is given until ctx ends to answer.
+func HostSidecars(ctx context.Context, dir string) ([]HostSidecar, error) {
+	found, err := listening("/proc/net/unix")
+	if err != nil {
+		return nil, err
+	}
+	beside, _ := os.ReadDir(dir) // it need not be there
+	for _, e := range beside {
+		path := filepath.Join(dir, e.Name())
+		if _, err := os.Lstat(filepath.Join(path, socketFile)); err == nil {
+			found = append(found, path)
+		}
+	}
+	slices.Sort(found)
+	found = slices.Compact(found)
+	all := make([]*HostSidecar, len(found))
+	var wg sync.WaitGroup
+	for i, dir := range found {
+		wg.Go(func() { all[i] = askHostSidecar(ctx, dir) })
+	}
+	wg.Wait()
+	out := []HostSidecar{}
+	for _, s := range all {
+		if s != nil {
+			out = append(out, *s)
+		}
+	}
+	return out, nil
+}
+
+// listening returns the directories in which a socket for sessions and one for operators are
+// listened on.
+func listening(table string) ([]string, error) {
+	f, err := os.Open(table)
+	if err != nil {
+		return nil, fmt.Errorf("the sockets of this host: %w", err)
+	}
+	defer f.Close()
+	const (
+		accepting = "00010000" // flags: SO_ACCEPTCON
+		stream    = "0001"
+		seqpacket = "0005"
+	)
+	sessions, admins := make(map[string]bool), []string(nil)
+	lines := bufio.NewScanner(f)
+	for lines.Scan() {
+		// Num RefCount Protocol Flags Type St Inode Path: the inode is padded to a width, and the
+		// path may have spaces.
+		fields := strings.SplitN(lines.Text(), " ", 7)
+		if len(fields) < 7 || fields[3] != accepting {
+			continue
+		}
+		_, path, _ := strings.Cut(strings.TrimLeft(fields[6], " "), " ")
+		switch dir, name := filepath.Split(path); {
+		case fields[4] == seqpacket && name == sessionSocketFile:
+			sessions[dir] = true
+		case fields[4] == stream && name == socketFile:
+			admins = append(admins, dir)
+		}
+	}
+	if err := lines.Err(); err != nil {
+		return nil, fmt.Errorf("the sockets of this host: %w", err)
+	}
+	var out []string
+	for _, dir := range admins {
+		if sessions[dir] && filepath.IsAbs(dir) {
+			out = append(out, filepath.Clean(dir))
+		}
+	}
+	return out, nil
+}
+
+// askHostSidecar asks the sidecar at dir how it is. It returns nil if none runs there.
+func askHostSidecar(ctx context.Context, dir string) *HostSidecar {
+	out := &HostSidecar{Endpoint: dir}
+	st, err := FetchStatus(ctx, dir)
+	switch {
+	case errors.Is(err, syscall.ECONNREFUSED):
+		return nil // it was killed
+	case errors.Is(err, os.ErrNotExist):
+		// It listens, and has no directory that can be seen from here.
+		out.Error = "its directory is not visible here: it runs in another container, or its directory was removed"
+		return out
+	case err != nil:
+		out.Error = err.Error()
+		if b, err := os.ReadFile(filepath.Join(dir, lockFile)); err == nil {
+			out.PID, _ = strconv.Atoi(strings.TrimSpace(string(b)))
+		}
+		return out
+	}
+	out.PID, out.Version, out.UptimeS, out.Verdict = st.PID, st.Version, st.UptimeS, st.Verdict
+	out.Arena.UsedBytes, out.Arena.CapacityBytes, out.Arena.LimitBytes = st.Arena.UsedBytes,
+		st.Arena.CapacityBytes, st.Arena.LimitBytes
+	return out
+}
+
+// WriteSidecars writes sidecars for people.
+func WriteSidecars(w io.Writer, list []HostSidecar) error {
+	if len(list) == 0 {
+		_, err := fmt.Fprintln(w, "no sidecar runs on this host")
+		return err
+	}
+	tw := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+	fmt.Fprintln(tw, "ENDPOINT\tPID\tVERSION\tUP\tARENA\tHOW IT IS")
+	for _, s := range list {
+		pid, version, up, arena := "?", "?", "?", "?"
+		if s.PID > 0 {
+			pid = fmt.Sprint(s.PID)
+		}
+		if s.Error == "" {
+			version = s.Version
+			up = time.Duration(s.UptimeS * float64(time.Second)).Round(time.Second).String()
+			arena = dax.FormatSize(s.Arena.UsedBytes) + " of " + dax.FormatSize(s.Arena.LimitBytes)
+		}
+		fmt.Fprintf(tw, "%s\t%s\t%s\t%s\t%s\t%s\n", s.Endpoint, pid, version, up, arena,
+			cmp.Or(s.Error, s.Verdict))
+	}
+	return tw.Flush()
+}

@@ -1,0 +1,333 @@
+package admin
+
+import (
+	"fmt"
+	"io"
+	"os"
+	"slices"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"lookaside/connector"
+	"lookaside/dax"
+	"lookaside/internal/unshared"
+	"lookaside/tiers/engine"
+)
+
+const (
+	stateServing  = "serving"
+	stateDraining = "draining"
+)
+
+// Status is one sidecar at one moment: what /v1/status answers and `lookaside status` shows.
+type Status struct {
+	Verdict        string             `json:"verdict" doc:"A sentence: what is wrong, the worst first, or that it is healthy and of what use."`
+	Version        string             `json:"version"`
+	Commit         string             `json:"commit" doc:"That it was built from; unknown where it was built outside of a git repository."`
+	PID            int                `json:"pid"`
+	State          string             `json:"state"` // serving or draining
+	Generation     string             `json:"generation"`
+	Endpoint       string             `json:"endpoint"`
+	UptimeS        float64            `json:"uptime_s"`
+	Arena          ArenaStatus        `json:"arena"`
+	Slots          SlotStatus         `json:"slots"`
+	Leases         int                `json:"leases"`
+	Pages          int                `json:"pages"` // that can be found
+	MetadataBytes  int64              `json:"metadata_bytes"`
+	StoresInFlight int                `json:"stores_in_flight"`
+	LoadsInFlight  int                `json:"loads_in_flight"`
+	Lookups        LookupStatus       `json:"lookups"`
+	Promotions     PromotionStatus    `json:"promotions"`
+	Verifications  VerificationStatus `json:"verifications"`
+	Checks         CheckStatus        `json:"checks" doc:"Of what is in the arena, while it is in use: arena.check_rate."`
+	Pins           int                `json:"pins"`
+	Tiers          []TierStatus       `json:"tiers"` // nearest first
+	Peers          PeersStatus        `json:"peers"` // other sidecars of the host
+	LoadedRatio    float64            `json:"loaded_ratio" doc:"Tokens loaded of those asked for, since the start; 0 if there were none."`
+	LastMinute     LastMinute         `json:"last_minute"`
+	// lookups and stores cut short by their session's share or its leases
+	Limited   uint64            `json:"limited"`
+	Evictions map[string]uint64 `json:"evictions"` // chunks, by cause
+	Spaces    []SpaceStatus     `json:"spaces"`
+	// pairs of spaces that differ by accident
+	Unshared []UnsharedStatus          `json:"unshared"`
+	Sessions []connector.SessionStatus `json:"sessions"`
+	// Lingering sessions were given up while their clients live. They hold what they held, and
+	// count for sessions.limit.
+	Lingering []connector.LingeringStatus `json:"lingering"`
+	// Frozen sessions are those whose clients live, say nothing, and hold slots: FrozenSlots of the
+	// arena, with what lingering ones hold.
+	Frozen      []connector.FrozenStatus `json:"frozen"`
+	FrozenSlots int                      `json:"frozen_slots"`
+	Counters    connector.Counters       `json:"counters"`
+}
+
+// SlotStatus counts the slots of the pieces of the arena that models have so far. Leased ones are
+// ready ones as well.
+type SlotStatus struct {
+	Total   int `json:"total"`
+	Free    int `json:"free"`
+	Filling int `json:"filling"`
+	Ready   int `json:"ready"`
+	Leased  int `json:"leased"`
+}
+
+// LookupStatus describes the lookups.
+type LookupStatus struct {
+	InFlight       int    `json:"in_flight"` // answered, and holding leases
+	Expired        uint64 `json:"expired"`
+	AnswersDropped uint64 `json:"answers_dropped"`
+	Floods         uint64 `json:"floods"`
+	Waiting        int    `json:"waiting"`  // for tiers, or for restored chunks to be verified
+	Refused        uint64 `json:"refused"`  // answered by the arena alone, because too many waited
+	Late           uint64 `json:"late"`     // answered with what there was at their deadline
+	Cut            uint64 `json:"cut"`      // a part was left to be computed, being faster
+	Verified       uint64 `json:"verified"` // waited for restored chunks to be verified
+}
+
+// PromotionStatus describes what comes up from the tiers.
+type PromotionStatus struct {
+	InFlight int    `json:"in_flight"` // chunks
+	Chunks   uint64 `json:"chunks"`    // for which room was made
+	Joined   uint64 `json:"joined"`    // chunks that were on their way for another lookup
+	Failed   uint64 `json:"failed"`    // chunks that no tier could load
+	Late     uint64 `json:"late"`      // chunks that came when a store had been first
+	Pages    uint64 `json:"pages"`     // that came
+}
+
+// VerificationStatus describes the chunks that were restored with the arena, which are verified
+// before their first use.
+type VerificationStatus struct {
+	Unverified int    `json:"unverified"` // that are still to be
+	Verified   uint64 `json:"verified"`
+	Corrupt    uint64 `json:"corrupt"` // dropped, for they did not match their checksums
+}
+
+// CheckStatus describes the search for bytes of the arena that have changed since they were stored.
+type CheckStatus struct {
+	Checked uint64 `json:"checked" doc:"Chunks that were compared with the checksum that they had before."`
+	Walks   uint64 `json:"walks" doc:"Times that the whole arena was walked over."`
+	Rotten  uint64 `json:"rotten" doc:"Chunks that had changed, or could not be read, and were dropped."`
+}
+
+// SpaceStatus is one space and what it holds.
+type SpaceStatus struct {
+	connector.SpaceStatus
+	Chunks int `json:"chunks"`
+	Pages  int `json:"pages"`
+}
+
+// UnsharedStatus says why instances of one model share nothing, which their users hardly mean.
+type UnsharedStatus struct {
+	Space  string           `json:"space"` // short fingerprints
+	Other  string           `json:"other"`
+	Whose  string           `json:"whose"` // who has the other one
+	Causes []unshared.Cause `json:"causes"`
+	// Connected is set where instances of both are connected, or the other one is another
+	// sidecar's.
+	Connected bool `json:"connected"`
+}
+
+// Status returns a snapshot. Its parts are of slightly different moments.
+func (o *Operations) Status() Status {
+	e, c, l, w := o.Engine.Stats(), o.Server.Status(), o.Lookups.Stats(), o.Stack.LookupStats()
+	arena := o.Arena.Status(&e)
+	st := Status{
+		Version:    o.Version,
+		Commit:     o.Commit,
+		PID:        os.Getpid(),
+		State:      stateServing,
+		Generation: fmt.Sprintf("%016x", o.Generation),
+		Endpoint:   o.Settings.Runtime.Dir,
+		UptimeS:    time.Since(o.Started).Seconds(),
+		Arena:      arenaStatus(&arena),
+		Slots: SlotStatus{
+			Total: e.Slots, Free: e.FreeSlots, Filling: e.FillingSlots, Ready: e.ReadySlots,
+			Leased: e.LeasedSlots,
+		},
+		Leases:         e.Leases,
+		Pages:          e.Pages,
+		MetadataBytes:  e.MetadataBytes,
+		StoresInFlight: e.OpenStores,
+		LoadsInFlight:  e.OpenLoads,
+		Lookups: LookupStatus{
+			InFlight: e.OpenLookups, Expired: e.Expired, AnswersDropped: l.Dropped + l.NoSession,
+			Floods:  l.FloodBreaks,
+			Waiting: w.Pending, Refused: w.Refused, Late: w.Late, Cut: w.Cut, Verified: w.Verified,
+		},
+		Promotions: PromotionStatus{
+			InFlight: e.Promoting, Chunks: e.Promotions, Joined: e.PromotionsJoined,
+			Failed: e.PromotionsFailed, Late: e.PromotionsLate, Pages: e.PromotedPages,
+		},
+		Verifications: VerificationStatus{Unverified: e.Unverified, Verified: e.Verified,
+			Corrupt: e.VerifyFailed},
+		Checks: CheckStatus{Checked: w.Checked, Walks: w.Walks, Rotten: e.Rotten},
+		Pins:   len(o.Pins()),
+		Tiers:  o.Tiers(),
+		Peers:  o.Peers.Status(),
+		Evictions: map[string]uint64{
+			"room": e.Evictions, "cleared": e.Cleared, "bad": e.Bad, "duplicate": e.Duplicates,
+			"replaced": e.Replaced,
+		},
+		Spaces:    []SpaceStatus{},
+		Unshared:  []UnsharedStatus{},
+		Sessions:  c.Sessions,
+		Lingering: c.Lingering,
+		Frozen:    c.Frozen, FrozenSlots: e.FrozenSlots,
+		Limited:  e.Limited,
+		Counters: c.Counters,
+	}
+	if c.Draining {
+		st.State = stateDraining
+	}
+	st.LoadedRatio = c.Counters.Tokens.LoadedRatio()
+	st.LastMinute = o.rates.last(time.Now(), c.Counters)
+	for _, u := range o.Server.Unshared() {
+		st.Unshared = append(st.Unshared, UnsharedStatus{u.Ours.Short(), u.Theirs.Short(), u.Whose,
+			u.Causes, u.Connected})
+	}
+	held := o.Engine.Spaces()
+	for _, sp := range c.Spaces {
+		s := SpaceStatus{SpaceStatus: sp}
+		if i := slices.IndexFunc(held,
+			func(h engine.SpaceStats) bool {
+				return h.Fingerprint.String() ==
+					sp.Fingerprint
+			}); i >= 0 {
+			s.Chunks, s.Pages = held[i].Chunks, held[i].Pages
+		}
+		st.Spaces = append(st.Spaces, s)
+	}
+	st.Verdict = st.verdict()
+	return st
+}
+
+// WriteTable writes the status for people.
+func (st Status) WriteTable(w io.Writer) error {
+	if _, err := fmt.Fprintln(w, st.Verdict); err != nil {
+		return err
+	}
+	tw := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+	row := func(name, format string, args ...any) {
+		fmt.Fprintf(tw, name+"\t"+format+"\n",
+			args...)
+	}
+	a, n := st.Arena, st.Counters
+	row("sidecar", "%s, pid %d, %s for %s, version %s (%s)", st.Endpoint, st.PID, st.State,
+		time.Duration(st.UptimeS*float64(time.Second)).Round(time.Second), st.Version, st.Commit)
+	if x := a.DAX; x != nil {
+		row("arena", "%s used of %s on %d DAX devices, in %d regions", dax.FormatSize(a.UsedBytes),
+			dax.FormatSize(a.CapacityBytes), len(x.Devices), len(a.Regions))
+		row("kept", "%d chunks, %d wait; %d were found at the start; %d were corrupt, %d unreadable", x.KeptChunks, x.WaitingChunks, x.RecoveredChunks, x.CorruptChunks, x.UnreadableChunks)
+		if x.SlabsGivenUp > 0 {
+			row("failing", "%d of %d slabs are given up: %s", x.SlabsGivenUp, x.Slabs, x.Error)
+		}
+	} else {
+		row("arena", "%s used of %s in %d regions (%s), limit %s", dax.FormatSize(a.UsedBytes),
+			dax.FormatSize(a.CapacityBytes), len(a.Regions), a.Kind, dax.FormatSize(a.LimitBytes))
+	}
+	row("slots", "%d free, %d ready (%d leased), %d filling; %d leases", st.Slots.Free,
+		st.Slots.Ready, st.Slots.Leased, st.Slots.Filling, st.Leases)
+	row("pages", "%d held, %d stored (%s), %d loaded (%s), %d shed", st.Pages, n.StoredPages,
+		dax.FormatSize(int64(n.StoredBytes)), n.LoadedPages, dax.FormatSize(int64(n.LoadedBytes)),
+		n.ShedPages)
+	t, last := n.Tokens, st.LastMinute
+	row("tokens", "%d asked for in %d requests: %d found (%s), %d loaded (%s), %d computed",
+		t.Asked, t.Requests, t.Found, percent(t.FoundRatio()), t.Loaded, percent(t.LoadedRatio()),
+		t.Computed)
+	if s := max(last.Seconds, 1); last.Seconds > 0 {
+		each := func(n uint64) float64 { return float64(n) / s }
+		row("last minute", "%d requests, %.0f tokens/s asked for: %.0f found (%s), %.0f loaded (%s), %.0f computed; %s/s stored, %s/s loaded",
+			last.Tokens.Requests, each(last.Tokens.Asked), each(last.Tokens.Found),
+			percent(last.Tokens.FoundRatio()), each(last.Tokens.Loaded), percent(last.LoadedRatio),
+			each(last.Tokens.Computed),
+			dax.FormatSize(int64(each(last.StoredBytes))),
+			dax.FormatSize(int64(each(last.LoadedBytes))))
+	}
+	row("lookups", "%d for %d pages, of which they found %d; %d hold leases, %d wait for tiers",
+		n.Lookups, n.LookupPages, n.HitPages, st.Lookups.InFlight, st.Lookups.Waiting)
+	if p := st.Promotions; len(st.Tiers) > 0 {
+		row("promotions", "%d chunks, %d under way, %d failed; %d pages came; %d lookups late, %d cut for computing is faster", p.Chunks, p.InFlight, p.Failed, p.Pages, st.Lookups.Late, st.Lookups.Cut)
+	}
+	if v := st.Verifications; v != (VerificationStatus{}) {
+		row("restored", "%d chunks verified, %d corrupt, %d not used so far; %d lookups waited for it", v.Verified, v.Corrupt, v.Unverified, st.Lookups.Verified)
+	}
+	if c := st.Checks; c.Rotten > 0 {
+		row("rotten", "%d chunks had changed in the arena and were dropped: look at the log, and at the machine's memory", c.Rotten)
+	}
+	st.Peers.write(tw, n.ElsewherePages)
+	for _, u := range st.Unshared {
+		row("not shared", "space %s with %s (%s): %s", u.Space, u.Whose, u.Other,
+			unshared.Text(u.Causes))
+	}
+	if st.Pins > 0 {
+		row("pins", "%d", st.Pins)
+	}
+	row("under way", "%d stores, %d loads", st.StoresInFlight, st.LoadsInFlight)
+	row("evictions", "%s", counts(st.Evictions))
+	row("errors", "%s", counts(n.Errors))
+	if err := tw.Flush(); err != nil {
+		return err
+	}
+	if a.DAX != nil && len(a.DAX.Devices) > 0 {
+		fmt.Fprintln(tw)
+		writeArenaDevices(tw, a.DAX.Devices)
+		if err := tw.Flush(); err != nil {
+			return err
+		}
+	}
+	if len(st.Tiers) > 0 {
+		fmt.Fprintln(tw)
+		writeTiers(tw, st.Tiers)
+	}
+	if len(st.Spaces) > 0 {
+		fmt.Fprintln(tw, "\nSPACE\tPAGES\tCHUNKS\tSESSIONS\tPAGE\tTOKENS/PAGE\tPAGES/CHUNK\tMODEL")
+		for _, s := range st.Spaces {
+			fmt.Fprintf(tw, "%.12s\t%d\t%d\t%d\t%s\t%d\t%d\t%s\n", s.Fingerprint, s.Pages, s.Chunks,
+				s.SpaceStatus.Sessions, dax.FormatSize(s.PageBytes), s.PageTokens, s.PagesPerChunk,
+				s.Fields["model"])
+		}
+	}
+	if len(st.Sessions) > 0 {
+		fmt.Fprintln(tw, "\nSESSION\tROLE\tENGINE\tRANK\tPID\tSPACE\tSINCE")
+		for _, s := range st.Sessions {
+			fmt.Fprintf(tw, "%s\t%s\t%s\t%d\t%d\t%s\t%s\n", s.Session, s.Role, s.EngineID, s.Rank,
+				s.PID, s.Space, s.Since.Format(time.DateTime))
+		}
+	}
+	if len(st.Frozen) > 0 {
+		fmt.Fprintln(tw, "\nFROZEN\tENGINE\tRANK\tPID\tSLOTS\tSTORES\tLOADS\tSILENT SINCE\tPROCESS")
+		for _, s := range st.Frozen {
+			fmt.Fprintf(tw, "%s\t%s\t%d\t%d\t%d\t%d\t%d\t%s\t%s\n", s.Session, s.EngineID, s.Rank,
+				s.PID, s.Slots, s.Stores, s.Loads, s.SilentSince.Format(time.DateTime), s.Process)
+		}
+	}
+	if len(st.Lingering) > 0 {
+		fmt.Fprintln(tw, "\nLINGERING\tENGINE\tRANK\tPID\tSTORES\tLOADS\tSINCE\tWHY")
+		for _, s := range st.Lingering {
+			fmt.Fprintf(tw, "%s\t%s\t%d\t%d\t%d\t%d\t%s\t%s\n", s.Session, s.EngineID, s.Rank,
+				s.PID, s.Stores, s.Loads, s.GivenUpAt.Format(time.DateTime), s.Why)
+		}
+	}
+	return tw.Flush()
+}
+
+// counts writes the counts that are not 0, in the order of their names.
+func counts(m map[string]uint64) string {
+	var parts []string
+	for name, n := range m {
+		if n > 0 {
+			parts = append(parts, fmt.Sprintf("%d %s", n, name))
+		}
+	}
+	if len(parts) == 0 {
+		return "none"
+	}
+	slices.SortFunc(parts, func(a, b string) int {
+		_, a, _ = strings.Cut(a, " ")
+		_, b, _ = strings.Cut(b, " ")
+		return strings.Compare(a, b)
+	})
+	return strings.Join(parts, ", ")
+}

@@ -1,0 +1,277 @@
+package settings
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"reflect"
+	"slices"
+	"strconv"
+	"time"
+
+	"lookaside/dax"
+	"lookaside/tiers/policy"
+)
+
+// KindDAX is the kind of an arena on DAX devices. The other kinds are those of package dax.
+const KindDAX dax.Kind = "dax"
+
+// ArenaConfig sizes the shared memory. Sizes are in bytes.
+type ArenaConfig struct {
+	Limit           int64
+	Kind            dax.Kind
+	Initial         int64 // never above Limit
+	Step            int64
+	GrowAt          float64 // fraction of the arena's slots that are taken
+	Path            string  // only for dax.KindFile: the directory of the backing files
+	NUMA            string  // "none", "auto" or a node's number
+	PopulateThreads int     // 0: one a CPU
+	Eviction        string  // name of a policy
+	LowWater        float64 // fraction of the slots
+	CheckRate       int64   // bytes a second; 0: what is in the arena is not checked
+	CheckEvery      time.Duration
+	// only for KindDAX, which uses of the others Kind, Eviction, LowWater, CheckRate and CheckEvery
+	DAX DAXDevices
+}
+
+// Regions is how many regions an arena of memory has at its limit.
+func (a *ArenaConfig) Regions() int64 { return 1 + (a.Limit-a.Initial+a.Step-1)/a.Step }
+
+// maxRegions bounds the regions of an arena: the engine names a slot's region in a few bits.
+const maxRegions = 60
+
+var arenaSettings = []Setting{
+	{
+		Key: "arena.limit", Default: "4G", Unit: "bytes (K, M, G and T are powers of 1024)",
+		onDAX:   neverOnDAX,
+		Meaning: "The most shared memory that KV pages may take. Checked at the start against what the host and its cgroup can give.",
+		set:     size(func(c *Config) *int64 { return &c.Arena.Limit }),
+	},
+	{
+		Key: "arena.kind", Default: "auto", Unit: "auto, hugetlb, thp, memfd, file or dax",
+		Meaning: "What the arena is made of: 2 MiB huge pages (hugetlb), transparent huge pages (thp), 4 KiB pages (memfd), files in arena.path, or the DAX devices of arena.devices. auto takes the first of hugetlb, thp and memfd that this host gives, and logs which and why. " +
+			"What an arena on DAX holds is found again after a restart or a crash; it is as large as its devices, and arena.limit, initial, step, grow_at, path, numa and populate_threads are errors with it.",
+		set: func(c *Config, v string) error {
+			kinds := []dax.Kind{dax.KindAuto, dax.KindHugetlb, dax.KindTHP, dax.KindMemfd,
+				dax.KindFile, KindDAX}
+			if !slices.Contains(kinds, dax.Kind(v)) {
+				return fmt.Errorf("%q is none of %v", v, kinds)
+			}
+			c.Arena.Kind = dax.Kind(v)
+			return nil
+		},
+	},
+	{
+		Key: "arena.initial", Default: "min(arena.limit, 1G)", Unit: "bytes", derived: true,
+		onDAX:   neverOnDAX,
+		Meaning: "How much of the arena is made at the start.",
+		set:     size(func(c *Config) *int64 { return &c.Arena.Initial }),
+	},
+	{
+		Key: "arena.step", Default: "max(256M, arena.limit/4)", Unit: "bytes", derived: true,
+		onDAX:   neverOnDAX,
+		Meaning: "By how much the arena grows at a time, in the background, until arena.limit.",
+		set:     size(func(c *Config) *int64 { return &c.Arena.Step }),
+	},
+	{
+		Key: "arena.grow_at", Default: "0.8", Unit: "fraction of the arena, above 0 and at most 1",
+		onDAX:   neverOnDAX,
+		Meaning: "How full the arena is when it starts to grow.",
+		set:     fraction(func(c *Config) *float64 { return &c.Arena.GrowAt }),
+	},
+	{
+		Key: "arena.path", Default: "", Unit: "directory", onDAX: neverOnDAX,
+		Meaning: "Where the arena's files are made when arena.kind is file; it must not be set otherwise. Files of an earlier run are replaced.",
+		set:     text(func(c *Config) *string { return &c.Arena.Path }),
+	},
+	{
+		Key: "arena.numa", Default: "none", Unit: "none, auto or a node's number",
+		onDAX:   neverOnDAX,
+		Meaning: "Which NUMA node the arena's memory comes from. auto: the node of the CPUs that the sidecar may run on, when they are all of one node.",
+		set: func(c *Config, v string) error {
+			if n, err := strconv.Atoi(v); v != "none" && v != "auto" && (err != nil || n < 0) {
+				return fmt.Errorf("%q is neither none, auto nor the number of a node", v)
+			}
+			c.Arena.NUMA = v
+			return nil
+		},
+	},
+	{
+		Key: "arena.populate_threads", Default: "0", Unit: "threads (0: one for each CPU)",
+		onDAX:   neverOnDAX,
+		Meaning: "How many threads fault in new memory of the arena.",
+		set:     whole(0, 1024, func(c *Config) *int { return &c.Arena.PopulateThreads }),
+	},
+	{
+		Key: "arena.eviction", Default: policy.Default, Unit: choices(policy.Names()),
+		Meaning: "Which chunk leaves the arena first when there is no room. Never one whose continuation is held: a continuation without its prefix is worth nothing. lookaside simulate compares them on a trace.",
+		set:     choice(policy.Names(), func(c *Config) *string { return &c.Arena.Eviction }),
+	},
+	{
+		Key: "arena.low_water", Default: "0.125",
+		Unit:    "fraction of the arena's slots, above 0 and at most 1",
+		Meaning: "A tier with admit: evicted is written to while fewer slots than these are free, so that what is evicted then is there already.",
+		set:     fraction(func(c *Config) *float64 { return &c.Arena.LowWater }),
+	},
+	{
+		Key: "arena.check_rate", Default: "256M", Unit: "bytes a second (0: never)",
+		Meaning: "How much of the arena is read at most in a second to find bytes that have changed since they were stored: by bad memory, or by a client that writes where it must not. What is found is dropped, logged and counted. " +
+			"With 0 nothing is checked, also not before it is written to a tier.",
+		set: func(c *Config, v string) (err error) {
+			if c.Arena.CheckRate = 0; v != "0" {
+				c.Arena.CheckRate, err = parseSize(v)
+			}
+			return
+		},
+	},
+	{
+		Key: "arena.check_every", Default: "10m", Unit: "duration",
+		Meaning: "How long a walk over the whole arena takes at least: what has changed is found within it, and until then may be loaded. A large arena takes longer, by arena.check_rate.",
+		set: duration(time.Millisecond,
+			func(c *Config) *time.Duration { return &c.Arena.CheckEvery }),
+	},
+	{
+		Key: "arena.devices", Default: "",
+		Unit: "DEVICE[:SIZE],… (in the file also a list of devices, or of {path: DEVICE, size: BYTES})", list: true, onDAX: onlyOnDAX,
+		Meaning: "With arena.kind: dax, the DAX devices (/dev/daxX.Y) that the arena lies on, or files on a file system mounted with -o dax, and how much to use of each: a multiple of its alignment; all, if nothing is said. It may be empty if arena.hotplug is true. Workers map the devices, and copy straight to and from them.",
+		set:     func(c *Config, v string) error { return c.Arena.DAX.addAll(v) },
+	},
+	{
+		Key: "arena.offset", Default: "0", Unit: sizeUnit, onDAX: onlyOnDAX,
+		Meaning: "Where in each device of arena.devices begins what is used of it: a multiple of its alignment. What lies before and behind is left to others.",
+		set:     sizeOrZero(func(c *Config) *int64 { return &c.Arena.DAX.Offset }),
+	},
+	{
+		Key: "arena.ranks", Default: "1", Unit: "sidecars", onDAX: onlyOnDAX,
+		Meaning: "How many sidecars share arena.devices, one for each rank: each has an equal part of what is used of a device.",
+		set:     whole(1, maxRanks, func(c *Config) *int { return &c.Arena.DAX.Ranks }),
+	},
+	{
+		Key: "arena.rank", Default: "0", Unit: "number", onDAX: onlyOnDAX,
+		Meaning: "Which of these parts is this sidecar's, from 0.",
+		set:     whole(0, maxRanks-1, func(c *Config) *int { return &c.Arena.DAX.Rank }),
+	},
+	{
+		Key: "arena.allow_files", Default: "false", Unit: boolUnit, onDAX: onlyOnDAX,
+		Meaning: "Whether regular files may stand in for arena.devices. One that is not there is made, of the size that is set.",
+		set:     boolean(func(c *Config) *bool { return &c.Arena.DAX.AllowFiles }),
+	},
+	{
+		Key: "arena.hotplug", Default: "false", Unit: boolUnit, onDAX: onlyOnDAX,
+		Meaning: "Whether devices of the arena may be added, removed and resized while the sidecar serves, by lookaside dax --arena and over HTTP.",
+		set:     boolean(func(c *Config) *bool { return &c.Arena.DAX.HotPlug }),
+	},
+	{
+		Key: "arena.slab", Default: "a 32nd of all devices, from 256M to 64G", Unit: sizeUnit,
+		derived: true, onDAX: onlyOnDAX,
+		Meaning: "Size of the pieces that arena.devices are cut into. Each has room for chunks of one geometry, and is a region that workers map.",
+		set:     size(func(c *Config) *int64 { return &c.Arena.DAX.Slab }),
+	},
+}
+
+// A use says for which arenas a setting is.
+type use uint8
+
+const (
+	everywhere use = iota
+	onlyOnDAX      // and an error with arenas of another kind
+	neverOnDAX     // and an error there
+)
+
+// complete fills in what follows from the limit, and checks the kind's own settings.
+func (a *ArenaConfig) complete() error {
+	if a.Kind == KindDAX {
+		if err := a.DAX.check("arena."); err != nil {
+			return fmt.Errorf("arena.kind is dax: %w", err)
+		}
+		return nil
+	}
+	if a.Initial == 0 {
+		a.Initial = min(a.Limit, 1<<30)
+	}
+	if a.Initial > a.Limit {
+		return fmt.Errorf("arena.initial is %s, above arena.limit, %s", dax.FormatSize(a.Initial),
+			dax.FormatSize(a.Limit))
+	}
+	if a.Step == 0 {
+		a.Step = max(256<<20, a.Limit/4)
+	}
+	if n := a.Regions(); n > maxRegions {
+		return fmt.Errorf("arena.step %s takes %d regions to reach arena.limit %s, and there may be %d",
+			dax.FormatSize(a.Step), n, dax.FormatSize(a.Limit), maxRegions)
+	}
+	if a.Kind == dax.KindFile && a.Path == "" {
+		return errors.New("arena.kind is file: arena.path must name a directory")
+	}
+	if a.Kind != dax.KindFile && a.Path != "" {
+		return fmt.Errorf("arena.path is set, but arena.kind is %s, not file", a.Kind)
+	}
+	return nil
+}
+
+// fits refuses settings that were given and do not go with the arena's kind: who sets them expects
+// something that would not happen.
+func (c *ArenaConfig) fits(given []Setting) error {
+	for _, s := range given {
+		switch on := c.Kind == KindDAX; {
+		case on && s.onDAX == neverOnDAX:
+			return fmt.Errorf("%s is set, and arena.kind is dax: %s; take it out", s.Key,
+				whyNeverOnDAX[s.Key])
+		case !on && s.onDAX == onlyOnDAX && !s.isDefault(c):
+			return fmt.Errorf("%s is set, but arena.kind is %s: set arena.kind to dax, or take it out", s.Key, c.Kind)
+		}
+	}
+	return nil
+}
+
+// isDefault reports whether a setting of the arena on DAX, which was given, has no more than its
+// default.
+func (s Setting) isDefault(c *ArenaConfig) bool {
+	with := Config{Arena: *c}
+	return s.Default != "" && !s.derived && s.set(&with, s.Default) == nil &&
+		reflect.DeepEqual(with.Arena.DAX, c.DAX)
+}
+
+// whyNeverOnDAX says why a setting is of no use for an arena on DAX.
+var whyNeverOnDAX = map[string]string{
+	"arena.limit":            "such an arena is as large as its devices, whose sizes are set as DEVICE:SIZE in arena.devices",
+	"arena.initial":          "such an arena has all of its devices from the start",
+	"arena.step":             "such an arena does not grow by itself; with arena.hotplug devices are added by lookaside dax add --arena",
+	"arena.grow_at":          "such an arena does not grow by itself; with arena.hotplug devices are added by lookaside dax add --arena",
+	"arena.path":             "its devices, or the files that stand in for them, are set in arena.devices",
+	"arena.numa":             "its memory is of the node that the device is on: see lookaside status",
+	"arena.populate_threads": "the memory of a device is there, and need not be faulted in by the sidecar",
+}
+
+// checkDevices refuses devices that the arena and a tier both want: the one that is opened later
+// would find this very process in its way.
+func (c *Config) checkDevices() error {
+	if c.Arena.Kind != KindDAX {
+		return nil
+	}
+	for _, mine := range c.Arena.DAX.Devices {
+		for i := range c.Tiers {
+			t := &c.Tiers[i]
+			for _, other := range t.DAX.Devices {
+				size := other.Size
+				if size == 0 {
+					size = t.DAX.Size
+				}
+				if other.Path == mine.Path && overlap(c.Arena.DAX.Offset, mine.Size, t.DAX.Offset,
+					size) {
+					return fmt.Errorf("%s is in arena.devices and in tier %q: give each a part of its own, by arena.offset, the tier's offset, and sizes", mine.Path, t.Name)
+				}
+			}
+		}
+	}
+	return nil
+}
+
+// overlap reports whether two parts of a device have bytes in common. A size of 0 is all that
+// follows the offset.
+func overlap(at, size, otherAt, otherSize int64) bool {
+	before := func(at, size, next int64) bool {
+		return size > 0 && at <= math.MaxInt64-size && at+size <= next
+	}
+	return !before(at, size, otherAt) && !before(otherAt, otherSize, at)
+}

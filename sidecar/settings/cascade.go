@@ -1,0 +1,17 @@
+package settings
+
+import "time"
+
+// CascadeConfig says how chunks are written to the tiers.
+type CascadeConfig struct {
+	PartialDelay time.Duration
+}
+
+var cascadeSettings = []Setting{
+	{
+		Key: "cascade.partial_delay", Default: "1s", Unit: "duration",
+		Meaning: "How long a partly filled chunk must not have grown before it is written to the tiers. Whole ones are written at once.",
+		set: duration(time.Millisecond,
+			func(c *Config) *time.Duration { return &c.Cascade.PartialDelay }),
+	},
+}

@@ -1,0 +1,152 @@
+package settings
+
+import (
+	"errors"
+	"fmt"
+	"net/url"
+	"slices"
+	"strings"
+
+	"github.com/spf13/pflag"
+)
+
+// tierFlag is the value of --dax, --disk, --redis or --s3: all append to one list, so that their
+// order is kept.
+type tierFlag struct {
+	kind string
+	list *[]tierEntry
+}
+
+var _ pflag.Value = tierFlag{}
+
+// String implements pflag.Value.
+func (tierFlag) String() string { return "" }
+
+// Type implements pflag.Value: it is what the help calls the value. pflag counts bytes, so there is
+// no ellipsis in it.
+func (f tierFlag) Type() string { return strings.ReplaceAll(shortForms[f.kind], "…", "...") }
+
+// Set implements pflag.Value. It never fails, because pflag would repeat the value, and with it
+// what secret may be in it.
+func (f tierFlag) Set(v string) error {
+	*f.list = append(*f.list, shortTier("--"+f.kind, f.kind, v))
+	return nil
+}
+
+// shortForms says how a tier is written in one word, by its kind.
+var shortForms = map[string]string{
+	TierDAX:   "DEVICE[,DEVICE…][:SIZE][:KEY=VALUE…]",
+	TierDisk:  "DIR[,DIR…]:CAPACITY[:KEY=VALUE…]",
+	TierRedis: "URL[?KEY=VALUE&…]",
+	TierS3:    "URL[?KEY=VALUE&…]",
+}
+
+var shortExamples = map[string]string{
+	TierDAX:   "/dev/dax0.0,/dev/dax1.0:100G:hotplug=true",
+	TierDisk:  "/mnt/nvme0/kv,/mnt/nvme1/kv:200G:admit=reused",
+	TierRedis: "redis://cache.internal:6379/0?ttl=24h&password_file=/run/secrets/redis",
+	TierS3:    "s3://kv-cache/llama?endpoint=https://minio.internal:9000",
+}
+
+// addTierFlags defines a flag for each kind of tier.
+func addTierFlags(fs *pflag.FlagSet) {
+	list := new([]tierEntry)
+	for _, kind := range tierKinds {
+		fs.Var(tierFlag{kind, list}, kind,
+			fmt.Sprintf("Adds a tier of kind %s below those before it, such as %s. May be repeated; takes the place of the list tiers of the file, whose keys it has.",
+				kind, shortExamples[kind]))
+	}
+}
+
+// flagTiers returns the tiers of the command line, in their order.
+func flagTiers(fs *pflag.FlagSet) []tierEntry {
+	for _, kind := range tierKinds {
+		if f := fs.Lookup(kind); f != nil {
+			return *f.Value.(tierFlag).list
+		}
+	}
+	return nil
+}
+
+// TierEnv is the environment variable that adds tiers of a kind.
+func TierEnv(kind string) string { return EnvPrefix + strings.ToUpper(kind) }
+
+// envTiers returns the tiers of the environment: devices, then disks, then Redis servers, then
+// buckets, for variables have no order.
+func envTiers(environ []string) (out []tierEntry) {
+	for _, kind := range tierKinds {
+		for _, e := range environ {
+			if v, ok := strings.CutPrefix(e, TierEnv(kind)+"="); ok {
+				for _, word := range strings.Fields(v) {
+					out = append(out, shortTier(TierEnv(kind), kind, word))
+				}
+			}
+		}
+	}
+	return out
+}
+
+// shortTier takes the short form of a tier apart. Which keys and values are right is not decided
+// here.
+func shortTier(source, kind, v string) tierEntry {
+	e := tierEntry{source: source, keys: [][2]string{{"kind", kind}}}
+	add := func(key, value string) { e.keys = append(e.keys, [2]string{key, value}) }
+	form := fmt.Sprintf("want %s, such as %s", shortForms[kind], shortExamples[kind])
+	if slices.Contains(localKinds, kind) {
+		parts := strings.Split(v, ":")
+		rest := parts[1:]
+		switch has := len(rest) > 0 && !strings.Contains(rest[0], "="); {
+		case kind == TierDAX && parts[0] == "":
+			e.err = fmt.Errorf("%q has no device: %s", v, form)
+			return e
+		case kind == TierDAX:
+			add("devices", parts[0])
+			if has {
+				add("size", rest[0])
+				rest = rest[1:]
+			}
+		case parts[0] == "" || !has:
+			e.err = fmt.Errorf("%q has no capacity: %s", v, form)
+			return e
+		default:
+			add("paths", parts[0])
+			add("capacity", rest[0])
+			rest = rest[1:]
+		}
+		for _, p := range rest {
+			key, value, ok := strings.Cut(p, "=")
+			if !ok {
+				e.err = fmt.Errorf("%q: %q is not KEY=VALUE: %s", v, p, form)
+			}
+			add(key, value)
+		}
+		return e
+	}
+	add("url", v)
+	return e
+}
+
+// splitURL makes keys of the query of a URL, whichever source the tier is of.
+func splitURL(e *tierEntry) error {
+	var out [][2]string
+	for _, kv := range e.keys {
+		base, query, _ := strings.Cut(kv[1], "?")
+		if kv[0] != "url" || query == "" {
+			out = append(out, kv)
+			continue
+		}
+		out = append(out, [2]string{"url", base})
+		// Not url.ParseQuery: it keeps no order, and its errors repeat what they are about, which
+		// could be a secret.
+		for p := range strings.SplitSeq(query, "&") {
+			key, value, ok := strings.Cut(p, "=")
+			value, err := url.QueryUnescape(value)
+			if !ok || err != nil {
+				return errors.New("url: what follows the ? is not KEY=VALUE&…, with keys of the tier")
+			}
+			out = append(out, [2]string{key, value})
+		}
+	}
+	e.keys = out
+	return nil
+}
