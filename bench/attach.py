@@ -24,7 +24,8 @@ from typing import Any
 from lookaside import wire
 from lookaside.endpoint import EndpointError, open_endpoint
 from lookaside.handshake import SessionOptions
-from lookaside.regions import RegionSet, map_region, populate, unmap
+from lookaside.mapping import map_region, populate, unmap
+from lookaside.regions import RegionSet
 from lookaside.session import Session
 
 from bench._report import Report, arguments

@@ -1,13 +1,12 @@
 """Starts a sidecar on an endpoint where none answers.
 
-vLLM ends by killing all descendants of its processes, those that lead a session of
-their own among them. A sidecar shall outlive it, so that the next engine finds what
-this one stored. So ``lookaside serve --detach`` starts it: a process that waits until
-the sidecar serves, and then ends and leaves the sidecar to the init process. The
-sidecar ends by itself when nobody has been connected for a while.
+vLLM ends by killing all descendants of its processes, even those that lead a session of their own.
+A sidecar shall outlive vLLM, so that the next engine finds what this one stored. So ``lookaside
+serve --detach`` starts it: a process that waits until the sidecar serves, then ends and leaves the
+sidecar to the init process. The sidecar ends by itself when nobody has been connected for a while.
 
-Two workers that start one at the same moment do no harm: the sidecar locks its
-directory, and the second one ends.
+Two workers may start a sidecar at the same moment: the sidecar locks its directory, and the second
+one ends.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ IDLE_EXIT_S = 600
 _FIRST_PAUSE_S = 2.0
 _LAST_PAUSE_S = 60.0
 _TOLD_EVERY_S = 600.0
-# How `lookaside serve` ends; docs/operations.md has these.
+# Exit codes of `lookaside serve`; docs/operations.md lists them.
 _OWNED = 75
 _SETTINGS = 78
-# A sidecar that is ending holds its directory for as long as it writes to its tiers.
+# A sidecar that is ending keeps its directory locked while it writes to its tiers.
 _OWNED_PATIENCE_S = 60.0
 _MAX_WORDS = 2000  # bytes
-# What may keep a process from being started now, and not later.
+# Errors that keep a process from being started now, but perhaps not later.
 _PASSING = {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ETXTBSY}
 
 
@@ -44,15 +43,15 @@ class Autostart:
     """Keeps one endpoint served."""
 
     def __init__(self, binary: str, endpoint: str, arguments: Sequence[str] = ()) -> None:
-        """arguments come behind those that this module gives, and so override them."""
+        """arguments follow those that this module gives, and so override them."""
         self._binary = binary
         self._endpoint = endpoint
         self._arguments = tuple(arguments)
         self._log = RateLimitedLog(logger, _TOLD_EVERY_S)
-        # The caller's of ensure.
+        # Used by ensure, on its caller's thread.
         self._next = 0.0
         self._pause_s = _FIRST_PAUSE_S
-        # Written by the thread that starts a sidecar. There is one at a time.
+        # Written by the thread that starts a sidecar; there is one such thread at a time.
         self._starting: threading.Thread | None = None
         self._owned_since: float | None = None
         self._given_up = False
@@ -60,8 +59,8 @@ class Autostart:
     def ensure(self) -> None:
         """Begin to start a sidecar, unless one is being started, or was tried just now.
 
-        Does nothing after a start that failed for a reason that lasts. Does not wait,
-        and logs what fails. Call it from one thread.
+        After a start that failed for a lasting reason it does nothing. It does not wait, and logs
+        what fails. Call it from one thread.
         """
         now = time.monotonic()
         if (
@@ -80,8 +79,10 @@ class Autostart:
         self._starting.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the start that is under way to end; returns whether a sidecar may answer now or
-        later."""
+        """Wait for the start that is under way to end.
+
+        Returns whether a sidecar may answer now or later.
+        """
         if self._starting is not None:
             self._starting.join(timeout_s)
         return not self._given_up
@@ -112,7 +113,7 @@ class Autostart:
         if status == _SETTINGS:
             self._give_up(reason)
         elif status == _OWNED:
-            # The other worker's sidecar, or one that is ending.
+            # Another worker's sidecar, or one that is ending, has the directory.
             now = time.monotonic()
             self._owned_since = self._owned_since or now
             if now - self._owned_since > _OWNED_PATIENCE_S:
@@ -126,7 +127,7 @@ class Autostart:
             self._failed(reason)
 
     def _run(self) -> tuple[int, str]:
-        """How `lookaside serve --detach` ended, and what it said, as one line."""
+        """Return how `lookaside serve --detach` ended, and what it said, as one line."""
         program = shutil.which(self._binary)
         if program is None:
             raise FileNotFoundError(errno.ENOENT, "no such program")
@@ -174,10 +175,10 @@ class Autostart:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without what vLLM put there for its own compute threads.
+    """Return this process's environment without what vLLM put there for its own compute threads.
 
-    On a CPU it preloads an OpenMP runtime that binds whatever process loads it to
-    the worker's first core, and an allocator that the sidecar has no use for.
+    On a CPU vLLM preloads an OpenMP runtime that binds any process that loads it to the worker's
+    first core, and an allocator that the sidecar has no use for.
     """
     return {
         name: value

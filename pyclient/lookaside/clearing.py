@@ -1,14 +1,14 @@
 """Has the sidecars of all ranks clear an engine's space, however long that takes.
 
-A reset of vLLM's cache must neither wait for a sidecar that is dead or silent nor fail because
-of it: vLLM's ``/pause`` and ``/sleep`` would fail with it and leave the engine paused. So a reset
+A reset of vLLM's cache must neither wait for a sidecar that is dead or silent nor fail because of
+it: vLLM's ``/pause`` and ``/sleep`` would fail with it and leave the engine paused. So a reset
 first makes void what the sidecars hold, here and at once. Until a sidecar has confirmed that it
-cleared the space, nothing is asked of it, and what it holds is never hit by this engine. A thread,
-which exists for as long as something is void, asks for the clear as soon as the sidecar can be
+cleared the space, this engine looks nothing up there, and hits nothing that it holds. A thread
+exists for as long as something is void. It asks for the clear as soon as the sidecar can be
 reached: after a restart, which may have recovered old pages from a disk, or after a stop.
 
 A reset also leaves a note in the sidecar's directory, ``void-FINGERPRINT-NUMBER``, and removes it
-when the clear is confirmed. Where an engine ends before that, the next one of the same space that
+when the clear is confirmed. If the engine ends before that, the next engine of the same space that
 connects there finds the note and has the space cleared first.
 
 Locks: Clearing._lock guards everything here. Session's own lock may be taken under it.
@@ -34,8 +34,8 @@ logger = logging.getLogger("vllm.lookaside")
 
 # How often the thread looks whether a sidecar can be reached again.
 _POLL_S = 0.05
-# A sidecar that could not clear, as a tier of its is down, is asked again after this, then after
-# twice that, and so on.
+# A sidecar may fail to clear, because a tier of it is down. It is asked again after this, then
+# after twice as long, and so on.
 _RETRY_FIRST_S = 0.5
 _RETRY_LAST_S = 30.0
 
@@ -46,13 +46,13 @@ class _Rank:
     def __init__(self, clearing: Clearing, session: Session) -> None:
         self.session = session
         self.wanted = 0  # resets so far
-        self.cleared = 0  # of these, the ones whose clear is confirmed
+        self.cleared = 0  # resets whose clear is confirmed
         self._clearing = clearing
         self._out: tuple[int, Pending] | None = None  # a ClearSpace, and how many resets it serves
-        self._out_notes: set[str] = set()  # of these, so that it may remove them
+        self._out_notes: set[str] = set()  # found before it was sent, so that it may remove them
         self._fingerprint = ""
         self._notes: set[str] = set()  # of the resets here that are not cleared
-        self._found: set[str] = set()  # other engines', which may have ended
+        self._found: set[str] = set()  # notes of other engines, which may have ended
         self._retry_at = 0.0
         self._pause_s = _RETRY_FIRST_S
 
@@ -62,7 +62,7 @@ class _Rank:
 
     @property
     def pending(self) -> Pending | None:
-        """The ClearSpace that is out."""
+        """The ClearSpace that is under way."""
         return self._out[1] if self._out is not None else None
 
     def void(self) -> None:
@@ -71,7 +71,7 @@ class _Rank:
         self._leave_note()
 
     def advance(self) -> None:
-        """Take in the answer, if there is one, and ask if there is none to wait for."""
+        """Take in the answer if it is there, and ask anew if none is awaited."""
         if self._out is not None:
             resets, pending = self._out
             if not pending.done:
@@ -79,8 +79,8 @@ class _Rank:
             self._out = None
             self._take(resets, pending.wait(0))
         if self.cleared == self.wanted:
-            # Who left a note may be alive, and have had the space cleared by now: not again, it may
-            # hold new pages.
+            # Whoever left a note may be alive, and may have had the space cleared by now. It is not
+            # cleared again then: it may hold new pages.
             self._found = {note for note in self._found if os.path.exists(note)}
         if not self.is_void or time.monotonic() < self._retry_at:
             return
@@ -114,7 +114,7 @@ class _Rank:
     def _leave_note(self) -> None:
         """Have the next engine clear the space if this one cannot any more."""
         if not self._fingerprint:
-            return  # never connected: what is there is not known by name
+            return  # never connected: the space's fingerprint is not known
         path = os.path.join(
             self.session.options.endpoint, f"void-{self._fingerprint}-{secrets.token_hex(8)}"
         )
@@ -191,7 +191,7 @@ class Clearing:
     def clear(self, timeout_s: float) -> bool:
         """Have what is void cleared, and wait up to timeout_s for sidecars that can be reached.
 
-        False if some are not done; they are asked for as long as it takes.
+        Returns whether all are done. The others are asked for as long as it takes.
         """
         with self._lock:
             self._held_back = False
@@ -212,7 +212,7 @@ class Clearing:
             thread.join(1.0)
 
     def _note_change(self) -> None:
-        """Have the thread look, which is started if there is something to do. The lock is held."""
+        """Wake the thread, and start it if there is something to do. The lock is held."""
         self._clean = not any(rank.is_void for rank in self._ranks)
         if not self._clean and self._thread is None and not self._closed:
             self._thread = threading.Thread(

@@ -37,7 +37,7 @@ class ConfigError(ValueError):
 
 
 def default_endpoint() -> str:
-    """The endpoint template used when none is set: a directory of this user."""
+    """Return the endpoint template used when none is set: a directory of this user."""
     base = os.environ.get("XDG_RUNTIME_DIR") or "/tmp"
     return f"{base}/lookaside-{os.getuid()}/rank-{{rank}}"
 
@@ -104,7 +104,7 @@ class Config:
     """Threads that copy loaded pages into the KV cache, on a CPU."""
 
     def endpoint_for(self, rank: int, dp_rank: int) -> str:
-        """The directory of one rank's sidecar."""
+        """Return the directory of one rank's sidecar."""
         return self.endpoint.format(rank=rank, dp_rank=dp_rank)
 
     @property
@@ -113,8 +113,8 @@ class Config:
         return self.endpoint_for(0, 0) == self.endpoint_for(1, 0)
 
     def sidecar_arguments(self, rank: int, dp_rank: int) -> list[str]:
-        """What one rank's autostarted sidecar is given beside its directory; rank 0's where all
-        have the same."""
+        """Return what one rank's autostarted sidecar is given beside its directory; rank 0's where
+        all have the same."""
         rank = 0 if self.one_sidecar else rank
         arguments = [] if self.arena_limit is None else [f"--arena-limit={self.arena_limit}"]
         if self.sidecar_config is not None:
@@ -345,7 +345,7 @@ assert set(SETTINGS) == {field.name for field in fields(Config)}
 
 
 def _misspelt(key: str) -> str | None:
-    """The setting that a key without our prefix obviously means, if any."""
+    """Return the setting that a key without our prefix obviously means, if any."""
     folded = key.lower().replace("-", "_")
     bare = re.sub(r"^lookaside[._]?", "", folded)
     if folded.startswith("lookaside"):
@@ -388,7 +388,7 @@ def parse(extra: Mapping[str, object] | None) -> Config:
 
 
 def markdown_table() -> str:
-    """The settings as the Markdown table that ``docs/connector.md`` holds."""
+    """Return the settings as the Markdown table that ``docs/connector.md`` holds."""
     lines = ["| setting | unit | default | meaning |", "| --- | --- | --- | --- |"]
     lines += [
         f"| `{PREFIX}{name}` | {s.unit} | `{s.default}` | {s.meaning} |"

@@ -1,12 +1,10 @@
 """The class that vLLM loads: ``LookasideConnector``.
 
-A facade: it holds one scheduler or one worker object and hands every call on.
-What it adds is that no exception leaves it, because any exception in a
-connector kills the engine: a failing call is logged once per kind, counted, and
-answered with what costs least (no hit, not saved, load failed).
+A facade: it holds one scheduler or one worker object and delegates every call to it. It adds that
+no exception leaves it, because any exception in a connector kills the engine. A failing call is
+logged once per kind and counted, and returns what costs least (no hit, not saved, load failed).
 
-vLLM imports this module in its API process too, for statistics; importing it
-connects to nothing.
+vLLM imports this module in its API process too, for statistics. Importing it connects to nothing.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _contained(default: Callable[[], Any]) -> Callable[[_Method], _Method]:
-    """Let no exception out of a method; answer with default() instead."""
+    """Let no exception out of a method; return default() instead."""
 
     def decorate(method: _Method) -> _Method:
         @functools.wraps(method)
@@ -87,8 +85,10 @@ def _nothing() -> None:
 
 
 def _is_vllms_command() -> bool:
-    """Whether this process is vLLM's own command, so that an error's message says more than its
-    traceback."""
+    """Report whether this process is vLLM's own command.
+
+    An error's message then says more to its user than its traceback.
+    """
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
     return (spec is not None and spec.name.startswith("vllm.")) or os.path.basename(
@@ -107,8 +107,10 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        """Raises config.ConfigError for settings that cannot be used, nothing else
-        on account of the sidecar: that is connected to in the background."""
+        """Raise config.ConfigError for settings that cannot be used.
+
+        Nothing about the sidecar raises here: the role connects to it in the background.
+        """
         super().__init__(vllm_config, role, kv_cache_config)
         self._seen: set[tuple[str, str]] = set()
         self._seen_lock = threading.Lock()
@@ -141,7 +143,7 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
     def _warn(
         self, config: settings.Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     ) -> None:
-        """Say once what the user should change; only one role says it."""
+        """Log once what the user should change, in one of the roles."""
         policy = getattr(self._kv_transfer_config, "kv_load_failure_policy", "recompute")
         if policy != "recompute":
             logger.warning(
@@ -221,7 +223,7 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        # Never True: what is saved is pinned, and what loads vLLM holds by itself.
+        # Never True: blocks being saved are pinned, and vLLM itself holds those being loaded.
         return False, None if self._scheduler is None else self._scheduler.request_finished(
             request, block_ids
         )
@@ -242,7 +244,7 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[Any, int]:
-        """All hits come from host memory. Called by vLLM 0.32 and later."""
+        """Return that all hits come from host memory. Called by vLLM 0.32 and later."""
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
         return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
@@ -297,7 +299,7 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """get_finished, and which loads failed as a whole."""
+        """Return what get_finished does, and which loads failed as a whole."""
         results = KVConnectorTransferResults()
         if self._worker is not None:
             _, received = self._worker.get_finished(finished_req_ids)
@@ -331,7 +333,8 @@ class LookasideConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(tuple)
     def take_events(self) -> Iterable[Any]:
-        """Which blocks the sidecars of all ranks hold, and hold no more: of medium CPU."""
+        """Return events of blocks that the sidecars of all ranks hold, or hold no more (medium
+        CPU)."""
         return () if self._scheduler is None else self._scheduler.take_events()
 
     @classmethod
@@ -366,10 +369,10 @@ def _check_early() -> None:
     """Refuse bad settings while vLLM still validates its configuration, before it loads a model.
 
     vLLM shows a connector its settings at that time only where it captures whole CUDA graphs
-    (requires_piecewise_for_cudagraph). Everywhere it imports this module then, from its factory,
-    which has the settings in a local variable. Where it has none, the settings are checked when
-    the connector is made, as vLLM means it, and a bad one ends under "Engine core initialization
-    failed", minutes later.
+    (requires_piecewise_for_cudagraph). But it always imports this module then, from its factory,
+    which has the settings in a local variable. Where that variable is missing, the settings are
+    checked when the connector is made, as vLLM means it. A bad one then ends under "Engine core
+    initialization failed", minutes later.
     """
     frame = sys._getframe()
     while frame is not None:

@@ -2,9 +2,9 @@
 
 A copy names, for each page, a block of the KV cache and the arena address of the page. Both are
 checked in native code before the first byte moves, and the bytes move there too, without the GIL.
-Nothing here raises for a copy that cannot be made: it comes back as a ticket with an error, so that
-a bad grant costs one page and never the engine. So does one by the CPU that meets memory that is
-not there any more: a device has gone, or a page of it is bad.
+Nothing here raises for a copy that cannot be made: its ticket has an error, so that a bad grant
+costs one page and never the engine. A copy by the CPU has an error, too, if it meets memory that is
+not there any more, because a device has gone or a page of it is bad.
 
 On the CPU a gather is over when it returns (its blocks may be rewritten by the next step), a
 scatter runs on a small pool while the engine computes. On CUDA both are queued on streams of their
@@ -39,8 +39,7 @@ ABSENT = -1
 
 
 class Ticket:
-    """One copy under way. Any thread may ask; an error is final and only known once the copy is
-    done."""
+    """One copy under way. For any thread. An error is final, and known once the copy is done."""
 
     def __init__(self) -> None:
         self._over = threading.Event()
@@ -48,22 +47,24 @@ class Ticket:
         self._faults: tuple[int, ...] = ()
 
     def done(self) -> bool:
-        """Whether no byte of the copy will move any more. Never blocks."""
+        """Report whether no byte of the copy will move any more. Never blocks."""
         return self._over.is_set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits for the copy at most so long; whether it is done."""
+        """Wait for the copy at most so long; return whether it is done."""
         return self._over.wait(timeout_s)
 
     @property
     def error(self) -> str | None:
-        """Why the copy failed, and no byte of it may be used; None while it is out and when it went
-        well."""
+        """Why the copy failed; None while it is under way, and when it succeeded.
+
+        No byte of a copy that failed may be used.
+        """
         return self._error
 
     @property
     def faults(self) -> tuple[int, ...]:
-        """Addresses at which memory was not there, of a copy that is done: they will fail again."""
+        """Addresses at which a copy that is done found no memory: they will fail again."""
         return self._faults
 
     def _finish(self, error: str | None, faults: tuple[int, ...] = ()) -> None:
@@ -124,7 +125,7 @@ class Copies(Protocol):
     """What a worker needs of a device. Methods may be called from any thread."""
 
     def attach(self, region_id: int, address: int, size: int, read_only: bool = False) -> None:
-        """Lets copies reach a mapped region; pins it where the device needs that.
+        """Let copies reach a mapped region; pin it where the device needs that.
 
         Raises ValueError or RuntimeError when it cannot: the region is then not attached. The
         caller keeps the mapping until the ticket of detach is done. Pinning takes about 0.1 s a
@@ -133,29 +134,31 @@ class Copies(Protocol):
         ...
 
     def detach(self, region_id: int) -> Ticket:
-        """Refuses copies to the region from now on; once the ticket is done, it may be unmapped."""
+        """Refuse copies to the region from now on; once the ticket is done, it may be unmapped."""
         ...
 
     def gather(self, blocks: np.ndarray, addresses: np.ndarray) -> Ticket:
-        """Copies KV-cache blocks to arena pages (uint64 addresses).
+        """Copy KV-cache blocks to arena pages (uint64 addresses).
 
-        blocks: int64 ids [pages, columns]; or [pages], where a page has one block. ABSENT ones are
-        left out.
+        blocks are int64 ids, [pages, columns], or [pages] where a page has one block. ABSENT ones
+        are left out.
         """
         ...
 
     def scatter(self, blocks: np.ndarray, addresses: np.ndarray) -> Ticket:
-        """Copies arena pages to KV-cache blocks, which are given as to gather."""
+        """Copy arena pages to KV-cache blocks, which are given as to gather."""
         ...
 
     def close(self) -> None:
-        """Ends what is queued, unpins what is attached. Waits for copies under way; copies after it
-        fail."""
+        """Wait for copies under way, end what is queued, and unpin what is attached.
+
+        Copies that are asked for later fail.
+        """
         ...
 
 
 class Piece(NamedTuple):
-    """A part of a copy: blocks that all lie alike, and where the bytes of each are in the arena."""
+    """A part of a copy: blocks that all lie alike, and the arena address of each one's bytes."""
 
     plan: _native.Plan
     blocks: np.ndarray
@@ -167,7 +170,7 @@ class Plans:
     thread may use it."""
 
     def __init__(self, layout: PageLayout) -> None:
-        """Raises ValueError if the layout does not lie within its spans."""
+        """Raise ValueError if the layout does not lie within its spans."""
         self._columns = len(layout.column_bytes)
         alike: dict[
             tuple[Segment, ...], list[tuple[int, int]]
@@ -193,7 +196,7 @@ class Plans:
         ]
 
     def attach(self, region_id: int, address: int, size: int) -> None:
-        """Raises ValueError or RuntimeError; then no plan has got the region."""
+        """Let all plans copy to a region. Raises ValueError or RuntimeError; then none does."""
         for number, (plan, _) in enumerate(self._plans):
             try:
                 plan.attach(region_id, address, size)
@@ -207,7 +210,7 @@ class Plans:
             plan.detach(region_id)
 
     def pieces(self, blocks: np.ndarray, addresses: np.ndarray) -> list[Piece]:
-        """What is to be copied for rows of blocks (see Copies), checked. Raises TypeError or
+        """Return what is to be copied for rows of blocks (see Copies), checked. Raises TypeError or
         ValueError."""
         if blocks.ndim == 1:
             blocks = blocks[:, None]
@@ -230,8 +233,8 @@ class Plans:
 
 
 def best_kernel() -> int:
-    """The copy kernel to use here. Raises ValueError if the environment forces one that cannot
-    run."""
+    """Return the copy kernel to use here. Raises ValueError if the environment forces one that
+    cannot run."""
     forced = os.environ.get(KERNEL_ENV, "")
     if not forced:
         return _native.AVX512 if _native.usable(_native.AVX512) else _native.MEMCPY
@@ -259,8 +262,8 @@ class CpuCopies:
         self._plans.attach(region_id, address, size)
 
     def detach(self, region_id: int) -> Ticket:
-        # In this order: a copy that was checked before the region left is in the snapshot, a later
-        # one is refused.
+        # In this order: a copy that was checked before the region left is in the snapshot, and a
+        # later copy is refused.
         self._plans.detach(region_id)
         return AllOf(self._inflight.snapshot())
 
@@ -276,8 +279,10 @@ class CpuCopies:
     def _start(
         self, copy: Callable[..., Any], blocks: np.ndarray, addresses: np.ndarray, *, inline: bool
     ) -> Ticket:
-        """Splits a copy over the threads; inline, this thread does what no other has begun when it
-        gets there."""
+        """Split a copy over the threads.
+
+        With inline this thread takes a part, and then every part that no other thread has begun.
+        """
         try:
             pieces = self._plans.pieces(
                 blocks, addresses
@@ -328,7 +333,7 @@ class CpuCopies:
 
 
 def use_all_cores() -> None:
-    """Frees the calling thread, and those it starts, from the main thread's binding.
+    """Free the calling thread, and those that it starts, from the main thread's binding to a core.
 
     vLLM on a CPU binds each compute thread, the main one among them, to one core, and new threads
     inherit that. What all threads of the process together may use is what the process was given.

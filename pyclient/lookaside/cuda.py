@@ -1,16 +1,18 @@
 """Copies between a KV cache in GPU memory and the arena, by the GPU's own copy engines.
 
 Regions are page-locked as they are attached, so each page moves by DMA straight between the mapping
-and the KV cache. Another sidecar's is mapped for reading only, and the driver has to be told; one
-that cannot do with it refuses, and nothing is loaded from there. Gathers and scatters have one
-stream each, of the lowest priority; both wait for what the compute stream had been given when they
-were asked for. For a gather that is the forward pass that fills its blocks. For a scatter it is
-whoever had the blocks before: vLLM may hand out a block while a kernel that still writes to it is
-queued. Compute never waits for us: vLLM does not run a request before its load is reported.
+and the KV cache. Another sidecar's region is mapped for reading only, and the driver has to be
+told. A driver that does not support this refuses the region, and nothing is loaded from there.
 
-Handing tens of thousands of runs to the driver takes milliseconds, so one thread of ours does it,
-and the engine's step only records an event. The driver is called from native code (no torch there),
-torch is asked for the compute stream.
+Gathers and scatters have one stream each, of the lowest priority. Both wait for what the compute
+stream had been given when they were asked for. For a gather that is the forward pass that fills its
+blocks. For a scatter it is the previous user of the blocks: vLLM may hand out a block while a
+kernel that still writes to it is queued. Compute never waits for us: vLLM does not run a request
+before its load is reported.
+
+Handing tens of thousands of runs to the driver takes milliseconds. So one thread of ours does it,
+and the engine's step only records an event. The driver is called from native code, without torch;
+only the compute stream comes from torch.
 """
 
 from __future__ import annotations
@@ -41,9 +43,7 @@ class CudaTicket(Ticket):
         self._driver = driver
         self._lock = threading.Lock()  # guards _event and _failure
         self._event: int | None = None  # recorded behind the copy; owned, freed once seen
-        self._failure: str | None = (
-            None  # what went wrong while submitting, told when the stream is quiet
-        )
+        self._failure: str | None = None  # of submitting; reported when the stream is quiet
 
     def done(self) -> bool:
         if self._over.is_set():
@@ -72,8 +72,7 @@ class CudaTicket(Ticket):
         return True
 
     def _submitted(self, event: int | None, failure: str | None) -> None:
-        """Tells that nothing more will be queued: event is behind it all, or None when nothing was
-        queued."""
+        """Note that nothing more will be queued. event is behind all of it, None if nothing was."""
         with self._lock:
             self._event, self._failure = event, failure
             if event is None:
@@ -117,8 +116,8 @@ class _Unpin(Ticket):
 class CudaCopies:
     """Copies for a KV cache on one GPU. Methods may be called from any thread.
 
-    compute_stream answers with the handle of the stream that vLLM computes on; by default torch's
-    current one, so gather and scatter are to be called on the thread that runs the model.
+    compute_stream returns the handle of the stream that vLLM computes on. The default is torch's
+    current stream: gather and scatter are then to be called on the thread that runs the model.
     """
 
     def __init__(
@@ -223,8 +222,7 @@ class CudaCopies:
                 failure = f"{type(fault).__name__}: {fault}"
             _quietly(self._driver.event_free, job.after)
             if event is not None:
-                # Also behind a copy that failed: what was queued before the failure is still
-                # moving.
+                # A copy that failed gets its event too: what was queued before still moves.
                 try:
                     self._driver.record(event, job.stream)
                 except RuntimeError as fault:
@@ -241,7 +239,7 @@ def _torch_stream(ordinal: int) -> Callable[[], int]:
 
 
 def _quietly(release: Callable[[int], None], handle: int) -> None:
-    """Releases a handle of a device that may be broken: there is nobody left to tell."""
+    """Release a handle of a device that may be broken; an error is of no use to anybody."""
     try:
         release(handle)
     except RuntimeError:

@@ -17,7 +17,7 @@ _SUN_PATH_BYTES = 107
 
 
 class EndpointError(RuntimeError):
-    """The endpoint's directory cannot be trusted or used; the message says why."""
+    """The endpoint's directory cannot be trusted or used. The message gives the reason."""
 
 
 class EndpointAbsent(EndpointError):
@@ -27,9 +27,9 @@ class EndpointAbsent(EndpointError):
 def open_endpoint(directory: str) -> socket.socket:
     """Connect to the session socket of a sidecar's directory, without blocking.
 
-    The directory and the process behind the socket must belong to this user,
-    and nobody else may be able to put a socket there. Raises EndpointAbsent if
-    nothing listens, EndpointError for a directory that cannot be trusted.
+    The directory and the process behind the socket must belong to this user, and nobody else may be
+    able to put a socket there. Raises EndpointAbsent if nothing listens, EndpointError for a
+    directory that cannot be trusted.
     """
     path = os.path.join(directory, SOCKET_NAME)
     if len(os.fsencode(path)) > _SUN_PATH_BYTES:

@@ -1,15 +1,16 @@
 """KV events of the scheduler role: which blocks the sidecars of all ranks hold.
 
-vLLM publishes them together with those of its own cache, for routers. Only while
-kv_events_config has them enabled does any of this exist.
+vLLM publishes them together with those of its own cache, for routers. All of this exists only while
+kv_events_config enables them.
 
-Each step every rank's sidecar is asked, over its session, what came and went in
-this engine's space; the answer is taken in when it is there, at a later step.
-Nothing here waits. A block is announced when two things are true: this engine
-knows its tokens, because it saved it or found it held, and the sidecars of all
-ranks have said that they hold it. It is taken back when the first of them says
-that it is gone, and when a session is lost or has missed something. So a router
-may believe too little; too much only until this engine's next step.
+Each step every rank's sidecar is asked, over its session, what came and went in this engine's
+space. The answer is taken in when it is there, at a later step. Nothing here waits.
+
+A block is announced when two things are true: this engine knows its tokens, because it saved the
+block or found it held, and the sidecars of all ranks have reported that they hold it. It is taken
+back when the first of them reports that it is gone, and when a session is lost or has missed
+something. So a router may believe too little. It believes too much only until this engine's next
+step.
 
 For the scheduler's thread alone.
 """
@@ -30,21 +31,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.lookaside")
 
-# Blocks of which it is known which ranks hold them; what is more is never announced.
+# Blocks of which it is noted which ranks hold them. Further ones are never announced.
 MAX_HELD = 1 << 20
 # Blocks whose tokens are known and that are not held by all ranks yet.
 MAX_WANTED = 1 << 14
-# How long the engine is kept stepping after a save, to hear what became of it.
+# How long the engine is kept stepping after a save, to learn what became of it.
 _HURRY_S = 0.25
-# After an answer that is none.
+# How long a sidecar that reports no events is not asked again.
 _PAUSE_S = 10.0
 
 
 class Feed(Protocol):
-    """What one rank's sidecar tells. No method blocks."""
+    """What one rank's sidecar reports. No method blocks."""
 
     def poll(self) -> wire.Events | None:
-        """The next answer, if there is one; a reset without runs when all that was told is void."""
+        """Return the next answer, if there is one; a reset without runs when all that was told is
+        void."""
         ...
 
 
@@ -55,7 +57,7 @@ class SessionFeed:
         self._session = session
         self._clock = clock
         self._log = RateLimitedLog(logger)
-        self._of = 0  # the session that has told something
+        self._of = 0  # the session that reported last
         self._pending: Pending | None = None
         self._not_before = 0.0
 
@@ -84,15 +86,16 @@ class SessionFeed:
                 self._pending = session.submit(lambda request_id: wire.ReadEvents(request_id))
                 self._of = session.session_id or 0
             except SessionUnavailable:
-                pass  # lost, which is seen the next time, or slow
+                pass  # the sidecar is slow, or the session is lost: the next call sees that
         return answer
 
 
 class Block(NamedTuple):
-    """What an announcement says of a block."""
+    """What an announcement has of a block."""
 
     hash: bytes
-    """vLLM's, which routers know. The name that it is held by may be another (identity.py)."""
+    """vLLM's hash, which routers know. The sidecars may hold the block by another name
+    (identity.py)."""
     parent: bytes | None
     """vLLM's hash of the block before."""
     token_ids: Sequence[int]
@@ -113,7 +116,7 @@ class EventBook:
         max_held: int = MAX_HELD,
         max_wanted: int = MAX_WANTED,
     ) -> None:
-        """feeds are one a rank."""
+        """feeds has one for each rank."""
         self._feeds = tuple(feeds)
         self._all = (1 << len(self._feeds)) - 1
         self._page = page_tokens
@@ -134,8 +137,11 @@ class EventBook:
         hashes: Iterable[bytes],
         parent: bytes | None,
     ) -> None:
-        """These pages of a request are being saved, or were found held. parent is vLLM's hash of
-        the page before."""
+        """Have pages of a request, from first_page on, announced once all ranks hold them.
+
+        names are what the sidecars hold them by, hashes vLLM's. parent is vLLM's hash of the page
+        before. To be called when the pages are being saved, or were found held.
+        """
         lora = request.lora_request
         for page, (digest, block_hash) in enumerate(zip(names, hashes, strict=True), first_page):
             if digest not in self._announced:
@@ -158,21 +164,20 @@ class EventBook:
             parent = bytes(block_hash)
 
     def hurry(self) -> None:
-        """A save has ended: what became of it will be told soon."""
+        """A save has ended: the sidecars will report soon what became of it."""
         self._hurry_until = self._clock() + _HURRY_S
 
     def void(self) -> None:
-        """The cache is reset: what was announced is not hit any more, and what was noted will not
-        be stored."""
+        """Take back all that was announced, and forget what was noted: the cache is reset."""
         self._reset(self._all)
         self._wanted.clear()
 
     def has_pending(self) -> bool:
-        """Whether the engine had better step on to hear of what it saved."""
+        """Report whether the engine shall step on to learn what became of its saves."""
         return bool(self._out) or (bool(self._wanted) and self._clock() < self._hurry_until)
 
     def poll(self) -> None:
-        """Take in what the ranks have answered, and ask them again."""
+        """Take in what the ranks have reported, and ask them again."""
         for rank, feed in enumerate(self._feeds):
             answer = feed.poll()
             if answer is None:
@@ -189,7 +194,7 @@ class EventBook:
                         self._store(digest, 1 << rank)
 
     def take(self) -> list[Any]:
-        """The events since it was asked before, as vLLM's."""
+        """Return the events since the last call, in vLLM's form."""
         self.poll()
         if not self._out:
             return []
@@ -230,7 +235,7 @@ class EventBook:
 
 
 def _extra_keys(request: Request, start: int, end: int) -> tuple[Any, ...] | None:
-    """What else than tokens made a block's hash."""
+    """Return what made a block's hash besides its tokens; None if nothing did."""
     if not (
         request.lora_request
         or getattr(request, "mm_features", None)
@@ -243,7 +248,7 @@ def _extra_keys(request: Request, start: int, end: int) -> tuple[Any, ...] | Non
 
 
 def _events(changes: list[tuple[bytes, Block | None]], page_tokens: int) -> list[Any]:
-    """Events for changes, in their order: runs of one prefix together."""
+    """Return vLLM's events for changes, in their order; runs of one prefix are one event."""
     from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
     from vllm.v1.core import kv_cache_utils
 

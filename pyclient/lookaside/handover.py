@@ -1,22 +1,20 @@
 """Hands a prompt over from the instance that computed it to one that goes on with it.
 
-Prefill and decode on separate instances meet in the sidecar: the prefiller
-stores, the decoder looks up. Two things are left that a lookup of vLLM's block
-hashes alone does not settle, and this module has what both sides need for them.
+Prefill and decode on separate instances meet in the sidecar: the prefiller stores, the decoder
+looks up. A lookup of vLLM's block hashes alone leaves two things open. This module has what both
+sides need for them.
 
-**The last, incomplete page.** vLLM names full blocks only. The page with the end
-of a prompt is named here the way vLLM would name it: its own hash function over
-the digest of the page before, the tokens that are there and the same extra keys.
-The tokens' number goes into that hash, so that no full block, and no other
-prompt, has the name. Both sides compute it from their own request: a decoder
-finds the page only if its prompt is the very same.
+**The last, incomplete page.** vLLM names full blocks only. The page with the end of a prompt is
+named here the way vLLM would name it: by its own hash function over the digest of the page before,
+the tokens that are there and the same extra keys. The number of tokens goes into that hash, so that
+no full block, and no other prompt, has the name. Both sides compute it from their own request. So a
+decoder finds the page only if its prompt is the very same.
 
-**The promise.** A prefiller's answer may be out before its last pages are
-visible: copies and commits go on behind it. With ``kv_transfer_params`` the
-answer says how much of the prompt has been handed to the workers, and the name
-of its last page. A decoder that is given these compares the name with its own
-and waits a moment for what is not there yet. Nothing in a promise is believed
-beyond that: it cannot name pages.
+**The promise.** A prefiller's answer may be out before its last pages are visible: copies and
+commits go on behind it. Its ``kv_transfer_params`` tell how much of the prompt has been handed to
+the workers, and the name of its last page. A decoder that is given these compares the name with its
+own, and waits a moment for what is not there yet. Nothing else in a promise is believed: it cannot
+name pages.
 """
 
 from __future__ import annotations
@@ -32,27 +30,31 @@ _DIGEST_BYTES = 32
 
 
 class Promise(NamedTuple):
-    """The first ``tokens`` of a prompt are stored, or about to be; ``digest`` names the page they
-    end in."""
+    """The first ``tokens`` of a prompt are stored, or about to be.
+
+    ``digest`` names the page that they end in.
+    """
 
     tokens: int
     digest: bytes
 
 
 def is_asked(request: Request) -> bool:
-    """Whether the request's sender means to hand it over to a decoder."""
+    """Report whether the request's sender means to hand it over to a decoder."""
     params = request.kv_transfer_params
     return isinstance(params, dict) and params.get("do_remote_decode") is True
 
 
 def write(promise: Promise) -> dict[str, Any]:
-    """The promise as the ``kv_transfer_params`` of an answer."""
+    """Return the promise as the ``kv_transfer_params`` of an answer."""
     return {_KEY: {"tokens": promise.tokens, "digest": promise.digest.hex()}}
 
 
 def read(request: Request) -> Promise | None:
-    """The promise that came with a request. Anything malformed is none: the sender is not
-    trusted."""
+    """Return the promise that came with a request; None if it is malformed.
+
+    The sender is not trusted.
+    """
     params = request.kv_transfer_params
     ours = params.get(_KEY) if isinstance(params, dict) else None
     if not isinstance(ours, dict):
@@ -79,7 +81,8 @@ class PageNames:
         self._hashes_per_page = hashes_per_page
 
     def digest(self, request: Request, tokens: int) -> bytes:
-        """The name of the page that the first tokens of a request end in; empty if it has none."""
+        """Return the name of the page that the first tokens of a request end in; empty if it has
+        none."""
         pages, left = divmod(tokens, self._page)
         known = len(request.block_hashes) // self._hashes_per_page
         if tokens <= 0 or tokens > request.num_tokens or pages > known:

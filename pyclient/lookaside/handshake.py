@@ -1,4 +1,4 @@
-"""What the two sides of a session tell each other first."""
+"""How a session begins: the Hello, the Welcome or refusal, and the control region."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lookaside import wire
+from lookaside.control import Control
 from lookaside.line import HandshakeError, Line, close_all
-from lookaside.regions import Control
 
 _MAX_REGIONS = 4096
 
@@ -32,7 +32,7 @@ class RefusedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """Whom to connect to, and what to say. A scheduler may leave page_bytes 0."""
+    """Which sidecar to connect to, and what to say. A scheduler may leave page_bytes 0."""
 
     endpoint: str
     """The sidecar's directory."""
@@ -45,7 +45,7 @@ class SessionOptions:
     pages_per_chunk: int
     digest_bytes: int
     ranks: int = 1
-    """The ranks that a scheduler speaks for, from ``rank`` on: all of them hold the same pages."""
+    """How many ranks a scheduler speaks for, from ``rank`` on. All of them hold the same pages."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """What else must agree for bytes to be reusable; part of the fingerprint."""
 

@@ -86,7 +86,7 @@ class Identity(NamedTuple):
     """Multimodal inputs of the request when this was found. A streaming session may add more."""
 
     def name(self, block_hash: bytes, end_token: int) -> bytes:
-        """The name of the page that has this hash and ends before this token."""
+        """Return the name of the page that has this hash and ends before this token."""
         at = bisect_left(self.starts, end_token)
         if not at:
             return block_hash
@@ -116,7 +116,7 @@ class Adapter:
 
 
 def _find_adapter(path: str) -> str | None:
-    """The directory where vLLM finds an adapter, or None. Nothing is downloaded."""
+    """Return the directory where vLLM finds an adapter, or None. Nothing is downloaded."""
     if os.path.isabs(path):
         return path
     if path.startswith("~"):
@@ -133,7 +133,7 @@ def _find_adapter(path: str) -> str | None:
 
 
 def _files_of(path: str) -> _Files | None:
-    """The files of an adapter as they are now; None if it is not made of files."""
+    """Return the files of an adapter as they are now; None if it is not made of files."""
     directory = _find_adapter(path)
     if directory is None:
         return None
@@ -156,7 +156,7 @@ def _files_of(path: str) -> _Files | None:
 
 
 def _read(path: str, settings: bytes) -> tuple[_Files, bytes] | None:
-    """The files of an adapter and a digest of them; None if there are none, or they change
+    """Return the files of an adapter and a digest of them; None if there are none, or they change
     meanwhile."""
     files = _files_of(path)
     if files is None:
@@ -225,7 +225,7 @@ class Identities:
         self._closed = threading.Event()
 
     def of(self, request: Request) -> Identity | Unshared:
-        """What must be added to a request's block hashes. Ask again while it is PENDING."""
+        """Return what must be added to a request's block hashes. Ask again while it is PENDING."""
         features = len(request.mm_features or ())
         if not (request.lora_request or features or request.prompt_embeds is not None):
             return PLAIN
@@ -266,8 +266,8 @@ class Identities:
             reading.cancel()
 
     def hold(self, identity: Identity) -> bool:
-        """Whether what is computed now still has this identity: vLLM has the adapter's weights that
-        it was made of."""
+        """Report whether what is computed now still has this identity: vLLM has the adapter's
+        weights that it was made of."""
         return identity.adapter is None or bool(self._digest(identity.adapter))
 
     def forget(self) -> None:
@@ -293,7 +293,7 @@ class Identities:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _adapter(self, lora: LoRARequest) -> Adapter | None:
-        """The adapter of a request, or None where it is not made of files."""
+        """Return the adapter of a request, or None where it is not made of files."""
         if not self._follows:
             self._warn(
                 "",
@@ -320,8 +320,8 @@ class Identities:
         return adapter
 
     def _digest(self, adapter: Adapter) -> bytes:
-        """The digest of an adapter's files, from which vLLM has loaded it; empty if that is not
-        so."""
+        """Return the digest of an adapter's files, from which vLLM has loaded it; empty if that is
+        not so."""
         lora = adapter.lora
         read = None if adapter.read.exception() is not None else adapter.read.result()
         if read is None:
@@ -378,7 +378,7 @@ def _watch(of: weakref.ref[Identities], closed: threading.Event) -> None:
 
 
 def _path_in_hash() -> bool:
-    """Whether vLLM's block hashes depend on the path of an adapter."""
+    """Report whether vLLM's block hashes depend on the path of an adapter."""
     from vllm.lora.request import LoRARequest
     from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
 
@@ -393,8 +393,8 @@ def _path_in_hash() -> bool:
 def _identify(
     request: Request, features: int, key: bytes, adapter: Adapter | None
 ) -> Identity | Unshared:
-    """The identity of a request with multimodal inputs or embeddings; key is what its adapter
-    adds."""
+    """Return the identity of a request with multimodal inputs or embeddings; key is what its
+    adapter adds."""
     parts: list[tuple[int, bytes]] = []
     for feature in (request.mm_features or ())[:features]:
         seen = hashlib.sha256(feature.modality.encode())
@@ -416,7 +416,7 @@ def _identify(
 
 
 def _embedded(request: Request) -> list[tuple[int, int]]:
-    """The runs of a prompt that are given as embeddings, as [start, end)."""
+    """Return the runs of a prompt that are given as embeddings, as [start, end)."""
     mask: Sequence[bool] | None = getattr(request, "prompt_is_token_ids", None)
     if mask is None:
         return [(0, request.num_prompt_tokens)]

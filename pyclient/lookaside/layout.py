@@ -113,7 +113,7 @@ class PageLayout:
 
 
 def shares(kv_cache_groups: Sequence[Any], page_tokens: int) -> tuple[Share, ...]:
-    """What each group has of a page of so many tokens: a multiple of all block sizes."""
+    """Return what each group has of a page of so many tokens: a multiple of all block sizes."""
     found = []
     for group in kv_cache_groups:
         block, window = group.kv_cache_spec.block_size, window_tokens(group)
@@ -128,20 +128,20 @@ def shares(kv_cache_groups: Sequence[Any], page_tokens: int) -> tuple[Share, ...
 
 
 def window_tokens(group: Any) -> int:
-    """The tokens that a group's sliding window attends to, the newest among them; 0: it has
+    """Return the tokens that a group's sliding window attends to, the newest among them; 0: it has
     none."""
     (window,) = {spec.sliding_window for spec in specs_of(group) if _is_window(spec)} or {0}
     return window
 
 
 def keeps_state(group: Any) -> bool:
-    """Whether a group's layers keep a state, and no KV of single tokens."""
+    """Report whether a group's layers keep a state, and no KV of single tokens."""
     return any(_is_state(spec) for spec in specs_of(group))
 
 
 def state_names(digest: bytes, groups: int) -> list[bytes]:
-    """The names of the states at the end of the page with this digest, one for each group that
-    keeps them."""
+    """Return the names of the states at the end of the page with this digest, one for each group
+    that keeps them."""
     size = len(digest)
     return [
         hashlib.sha256(b"lookaside state %d:" % number + digest).digest()[:size]
@@ -160,7 +160,7 @@ def _is_state(spec: Any) -> bool:
 def build_layout(
     kv_cache_config: Any, kv_caches: Mapping[str, Any], vllm_config: Any | None = None
 ) -> PageLayout:
-    """The page layout of the tensors that vLLM registers. Raises UnsupportedLayout."""
+    """Return the page layout of the tensors that vLLM registers. Raises UnsupportedLayout."""
     reason = config_fault(kv_cache_config)
     if reason is not None:
         raise UnsupportedLayout("attention", reason)
@@ -237,7 +237,8 @@ def build_layout(
 
 
 def config_fault(kv_cache_config: Any) -> str | None:
-    """Why pages of this KV cache cannot be kept, judged by its config alone; None if they can."""
+    """Return why pages of this KV cache cannot be kept, judged by its config alone; None if they
+    can."""
     groups = list(kv_cache_config.kv_cache_groups)
     if not groups:
         return "the model has no KV cache"
@@ -282,20 +283,20 @@ def config_fault(kv_cache_config: Any) -> str | None:
 
 
 def _layer_specs(group: Any) -> Iterable[tuple[str, Any]]:
-    """Each layer of a group with its own spec."""
+    """Return each layer of a group with its own spec."""
     own = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     for name in group.layer_names:
         yield name, group.kv_cache_spec if own is None else own[name]
 
 
 def specs_of(group: Any) -> list[Any]:
-    """The specs of a group's layers, of which a rank of a pipeline may have none."""
+    """Return the specs of a group's layers, of which a rank of a pipeline may have none."""
     own = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     return list(own.values()) if own else [group.kv_cache_spec]
 
 
 def _layer_runs(name: str, tensor: Any, num_blocks: int) -> list[tuple[int, int, int]]:
-    """The runs (base, stride, length) of one layer's view, in no order."""
+    """Return the runs (base, stride, length) of one layer's view, in no order."""
     shape, size = tuple(tensor.shape), tensor.element_size()
     strides = tuple(stride * size for stride in tensor.stride())
     if len(shape) < 2 or shape[0] < num_blocks or shape[0] % num_blocks != 0 or 0 in shape:
@@ -333,7 +334,7 @@ def _join(runs: Sequence[tuple[int, int, int]]) -> tuple[Segment, ...]:
 
 
 def _shape(tensor: Any, spec: Any, num_blocks: int) -> str:
-    """What the bytes of one layer's block mean, as far as vLLM says."""
+    """Return what the bytes of one layer's block mean, as far as vLLM says."""
     ratio = tensor.shape[0] // num_blocks
     mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "")
     inner = "x".join(str(n) for n in tensor.shape[1:])
@@ -353,8 +354,8 @@ def _describe(
     segments: Sequence[Segment],
     specs: Iterable[str],
 ) -> dict[str, str]:
-    """The description of a layout: short, the same in every process that lays pages out in the same
-    way."""
+    """Return the description of a layout: short, the same in every process that lays pages out in
+    the same way."""
     cache = getattr(vllm_config, "cache_config", None)
     layout = (
         getattr(kv_cache_config, "kv_cache_layout", None)
@@ -390,8 +391,8 @@ def _describe(
 
 
 def _groups(groups: Sequence[Any], columns: int) -> str:
-    """The groups in their order, as far as that is short, and a digest of all that is to be known
-    of them."""
+    """Return the groups in their order, as far as that is short, and a digest of all that is to be
+    known of them."""
     kinds: list[str] = []
     exact = hashlib.sha256(f"{columns};".encode())
     for group in groups:
@@ -404,7 +405,7 @@ def _groups(groups: Sequence[Any], columns: int) -> str:
 
 
 def _cpu_flags() -> str:
-    """The kind of CPU: two that differ may keep states in different orders."""
+    """Return the kind of CPU: two that differ may keep states in different orders."""
     try:
         with open("/proc/cpuinfo") as info:
             line = next((line for line in info if line.startswith(("flags", "Features"))), "")
@@ -421,7 +422,7 @@ def _backend(layer: Any) -> str:
 
 
 def _few(values: Iterable[str]) -> str:
-    """The distinct values in one string of bounded length; many are told apart by the page
+    """Return the distinct values in one string of bounded length; many are told apart by the page
     digest."""
     distinct = sorted(set(values) - {""})
     text = ",".join(distinct)

@@ -1,11 +1,10 @@
-"""What the scheduler role tells every worker in a step, and what they answer.
+"""What the scheduler role tells every worker in a step, and what they report.
 
-One ``LookasideMetadata`` travels in each step's ``SchedulerOutput`` to all
-ranks; each rank returns at most one ``LookasideWorkerMetadata``, which vLLM
-folds with ``aggregate`` before the scheduler role sees it. Both go over vLLM's
-own channels, so these are plain dataclasses of plain values. The order of the
-lists is the order in which the scheduler decided; a worker may work through
-them in any order.
+One ``LookasideMetadata`` travels in each step's ``SchedulerOutput`` to all ranks. Each rank returns
+at most one ``LookasideWorkerMetadata``; vLLM folds them with ``aggregate`` before the scheduler
+role sees the result. Both go over vLLM's own channels, so these are plain dataclasses of plain
+values. The order of the lists is the order in which the scheduler decided. A worker may work
+through them in any order.
 """
 
 from __future__ import annotations
@@ -24,17 +23,19 @@ from lookaside.wire import LeaseRef
 class LoadSpec:
     """Load consecutive pages of a prefix.
 
-    Pages are counted from 0 at the start of the request's prefix. ``block_ids``
-    has a row of as many blocks as a page has (its columns, layout.py) for each
-    page from ``first_page`` on; most models' pages have one. The states of a model
-    that keeps them are pages of their own, whose rows have nothing else: they are
-    another spec of the same request, as if they followed the page that they end.
-    ``refs[rank]`` is what takes over the leases of the lookup that found the pages
-    on that rank's sidecar, and ``names`` (wire.names) what every rank must find there.
-    Without refs the scheduler has nothing to load from: the load fails.
-    A block id 0 is vLLM's null block and must not be written: the window of the
-    tokens to come does not reach so far back. The worker reports
-    the request as received exactly once, whatever happens.
+    The worker reports the request as received exactly once, whatever happens.
+
+    Pages are counted from 0 at the start of the request's prefix. ``block_ids`` has a row for each
+    page from ``first_page`` on, of as many blocks as a page has columns (layout.py); most models'
+    pages have one. Block 0 is vLLM's null block and must not be written: the window of the tokens
+    to come does not reach so far back.
+
+    ``refs[rank]`` takes over the leases of the lookup that found the pages on that rank's sidecar.
+    Without refs there is nothing to load from, and the load fails. ``names`` (wire.names) is what
+    every rank must find there.
+
+    The states of a model that keeps them are pages of their own, whose rows have nothing else. They
+    are a second spec of the same request, as if they followed the page that they end.
     """
 
     request_id: str
@@ -46,20 +47,20 @@ class LoadSpec:
 
 @dataclass(slots=True)
 class SaveSpec:
-    """Store pages [new_from, first_page + len(hashes)) of a prefix.
+    """Store consecutive pages of a prefix.
 
-    ``first_page`` is where the chunk of ``new_from`` starts (a multiple of
-    pages_per_chunk), because a chunk that is extended may have to be written
-    anew from its first page. ``hashes`` (digests back to back) has one entry a
-    page from ``first_page`` on, ``block_ids`` a row, as in LoadSpec; where a block
-    of a row is 0, vLLM does not have it any more, and the page is only named: it
-    may be held, but cannot be written. (A page of attention has no states, and a
-    state's page nothing else.) ``prev`` is the
-    digest of page ``first_page - 1``, empty when there is none. The blocks stay
-    pinned until every rank has named ``save_id`` in its worker metadata, which
-    each rank does exactly once, whether the pages could be stored or not. With
-    ``divided`` the ranks that hold the same pages (space.replicas) store every
-    n-th chunk each, by the chunk's number in the prefix; else each stores all.
+    Every rank names ``save_id`` in its worker metadata exactly once, whether the pages could be
+    stored or not. The blocks stay pinned until all ranks have.
+
+    ``first_page`` is a multiple of pages_per_chunk, because a chunk that is extended may have to be
+    written anew from its first page. ``hashes`` has the digest of each page from ``first_page`` on,
+    back to back; ``prev`` is that of the page before, empty for page 0. ``block_ids`` has a row for
+    each page, as in LoadSpec. Where a block of a row is 0, vLLM does not have it any more. Such a
+    page is only named: it may be held, but cannot be written. (A page of attention has no states,
+    and a state's page nothing else.)
+
+    With ``divided`` the ranks that hold the same pages (space.replicas) store every n-th chunk
+    each, by the chunk's number in the prefix. Otherwise each rank stores all.
     """
 
     save_id: int
@@ -75,13 +76,13 @@ class SaveSpec:
 class LookasideMetadata(KVConnectorMetadata):
     """The work of one step.
 
-    There is nothing to fence before the forward: the source blocks of a save
-    are pinned, so that preemption cannot hand them to anybody else.
-    ``aborted`` names requests that vLLM finished while their load was out: the
-    worker need not finish the copy but must still report them as received.
-    ``timed`` is not 0 if the workers shall tell how long the step's forward took,
-    under this number. ``idle`` says that vLLM computes nothing, in this step or in one
-    that is under way: then a worker may wait for a load to end.
+    There is nothing to fence before the forward: the source blocks of a save are pinned, so that
+    preemption cannot hand them to anybody else.
+
+    ``aborted`` names requests that vLLM finished while their load was out. The worker need not
+    finish the copy, but must still report them as received. If ``timed`` is not 0, the workers
+    report under this number how long the step's forward took. ``idle`` is true if vLLM computes
+    nothing, in this step or in one that is under way: then a worker may wait for a load to end.
     """
 
     loads: list[LoadSpec] = field(default_factory=list)
@@ -91,18 +92,17 @@ class LookasideMetadata(KVConnectorMetadata):
     idle: bool = False
 
     def is_empty(self) -> bool:
-        """Whether the step has nothing for the workers to do."""
+        """Report whether the step has nothing for the workers to do."""
         return not (self.loads or self.saves or self.aborted or self.timed)
 
 
 @dataclass
 class LookasideWorkerMetadata(KVConnectorWorkerMetadata):
-    """What the ranks finished since they last answered.
+    """What the ranks finished since their last report.
 
-    ``saves_done`` maps a save id to how many ranks are done with its blocks;
-    ``loads_failed`` maps a request id to how many ranks could not load it, so
-    that the scheduler does not offer the same hit again. ``forward_seconds`` maps
-    the number of a timed step to how long the slowest rank's forward took.
+    ``saves_done`` maps a save id to how many ranks are done with its blocks. ``loads_failed`` maps
+    a request id to how many ranks could not load it; the scheduler offers it no hit again.
+    ``forward_seconds`` maps the number of a timed step to how long the slowest rank's forward took.
     """
 
     saves_done: dict[int, int] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class LookasideWorkerMetadata(KVConnectorWorkerMetadata):
     forward_seconds: dict[int, float] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> LookasideWorkerMetadata:
-        """Put two ranks' answers together; neither operand changes."""
+        """Return the reports of both together; neither operand changes."""
         if not isinstance(other, LookasideWorkerMetadata):
             return self
         done = dict(self.saves_done)
@@ -125,5 +125,5 @@ class LookasideWorkerMetadata(KVConnectorWorkerMetadata):
         return LookasideWorkerMetadata(done, failed, seconds)
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell the scheduler."""
+        """Report whether there is nothing to tell the scheduler."""
         return not (self.saves_done or self.loads_failed or self.forward_seconds)

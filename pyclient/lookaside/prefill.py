@@ -1,48 +1,48 @@
 """How long vLLM takes to compute a prompt's tokens, learnt from its own steps.
 
-The scheduler knows what a step computes and a worker how long its forward took;
-``PrefillRate`` puts the two together. A sidecar that knows it can tell whether a
-page that lies on a disk, or on another machine, would come later than computing it.
+The scheduler knows what a step computes, and a worker how long its forward took. ``PrefillRate``
+puts the two together. From it a sidecar can tell whether a page on a disk, or on another machine,
+would arrive later than vLLM could compute it.
 
 This module imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
 
-# A step counts if prompts are most of it; generated tokens cost what they cost
-# however few prompt tokens there are beside them.
+# A step counts if prompts are most of it. Otherwise generated tokens would be most of its cost.
 _PROMPT_SHARE = 0.5
 _FEWEST_TOKENS = 16
-# The first steps may compile, allocate and fault in: the fastest of so many is the start.
+# The first steps may compile, allocate and fault in. So the rate begins with the fastest of these.
 _WARM_UP_STEPS = 3
 # After so many prompt tokens what was seen before counts half.
 _HALF_LIFE_TOKENS = 32768
-# How far one step may lie from what is known: it was held up, or hardly measured.
+# A step counts as this many times longer, or shorter, than expected at most: it may have been held
+# up, or not measured well.
 _OUTLIER = 3.0
 
 
 class PrefillRate:
     """Seconds of forward per prompt token. For one thread.
 
-    The slope of a line through the origin that fits ``seconds = slope * tokens``
-    best by least squares, older steps weighing exponentially less. Long steps so
-    weigh most, and what every step costs, however short, least.
+    The slope of the line through the origin that fits ``seconds = slope * tokens`` best by least
+    squares, with exponentially less weight for older steps. So long steps weigh most, and the cost
+    that every step has, however short, weighs least.
     """
 
     def __init__(self) -> None:
         self._slope = 0.0
         self._squares = 0.0  # decayed sum of tokens * tokens
-        self._products = 0.0  # and of tokens * seconds
+        self._products = 0.0  # decayed sum of tokens * seconds
         self._first: list[tuple[int, float]] = []
 
     @property
     def seconds_per_token(self) -> float:
-        """0 while it is not known."""
+        """The rate; 0 while it is not known."""
         return self._slope
 
     @staticmethod
     def tells(prompt_tokens: int, all_tokens: int) -> bool:
-        """Whether a step of so many tokens is worth timing."""
+        """Report whether a step of so many tokens is worth timing."""
         return prompt_tokens >= _FEWEST_TOKENS and prompt_tokens >= _PROMPT_SHARE * all_tokens
 
     def add(self, prompt_tokens: int, seconds: float) -> None:

@@ -1,178 +1,50 @@
-"""Maps the memory that the sidecar hands over: data regions and control region.
+"""The data regions of a session, and until when they stay mapped.
 
-Data regions are shared memory that this process reads and writes in place, so
-nothing found in them is ever trusted for an offset or a length: every extent
-that a message names is checked against the size of the mapping it lies in.
-The control region is mapped read-only; the sidecar alone writes it.
+Data regions are shared memory that this process reads and writes in place. Nothing found in them is
+trusted for an offset or a length: every extent that a message names is checked against the size of
+the mapping it lies in.
 
-The regions of one session form a RegionSet. When the session ends, the set is
-closed, but its mappings stay until the last copy that holds the set has ended:
-a thread that copies must never see its memory vanish (that would be SIGSEGV in
-the engine). Nor may the sidecar give that memory to others before: the set says
-when no byte of it moves any more. A region that the sidecar removes goes alone,
-when no hold is left that was told an address in it. Mappings are marked
-MADV_DONTFORK: a forked child can neither keep the arena alive nor write to it,
-and fork need not copy page tables.
+The regions of one session form a RegionSet. When the session ends, the set is closed. Its mappings
+stay until the last copy that holds the set has ended: memory that vanished under a copy would be a
+SIGSEGV in the engine. The sidecar may not give that memory to others before either, so the set
+reports when no byte of it moves any more. A region that the sidecar removes is unmapped alone, once
+no hold is left that has an address in it. Mappings are marked MADV_DONTFORK: a forked child can
+neither keep the arena alive nor write to it, and fork need not copy page tables.
 
-libc is called through ctypes because that releases the GIL: populating a
-region of 4 KiB pages takes 0.1 s per GiB, during which the engine must run.
 This module imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
-import os
-import stat
-import struct
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+from lookaside.mapping import RegionError, map_region, populate, unmap
 
-_MAP_FAILED = ctypes.c_void_p(-1).value
-_MAP_FIXED = 0x10
-_MAP_NORESERVE = 0x4000
-_MADV_DONTFORK = 10
-_MADV_HUGEPAGE = 14
-_MADV_POPULATE_READ = 22
-_MADV_POPULATE_WRITE = 23
-_HUGE = 2 << 20
-# The kernel holds the process's mapping lock while it populates a range; pieces
-# bound how long another thread's mmap can wait for it (some 6 ms of 4 KiB pages).
-_POPULATE_PIECE = 64 << 20
 _DETACH_PATIENCE_S = 5.0
-
-CONTROL_BYTES = 4096
-_CONTROL_MAGIC = b"LOOKASID"
-_CONTROL_LAYOUT = 1
-
-
-class RegionError(OSError):
-    """A region that could not be mapped, or does not hold what was asked of it."""
-
-
-def map_region(
-    fd: int,
-    size: int,
-    huge: bool,
-    offset: int = 0,
-    page_size: int = mmap.PAGESIZE,
-    read_only: bool = False,
-) -> int:
-    """Map size bytes at offset of fd, read-write unless read_only, and return the address; fd stays
-    open.
-
-    The address is a multiple of page_size, and with huge of 2 MiB, without which the kernel could
-    not map transparent huge pages, for which the mapping then asks. A file must have what is
-    mapped: a shorter one would make later copies fail of SIGBUS. Raises RegionError.
-    """
-    if size <= 0 or size % mmap.PAGESIZE:
-        raise RegionError(f"region size {size} is not a positive multiple of the page")
-    if page_size <= 0 or page_size & (page_size - 1) or offset < 0 or offset % page_size:
-        raise RegionError(f"region at {offset}: not at a page of {page_size} bytes")
-    status = os.fstat(fd)
-    # A device tells no size there, and refuses to map more than it has.
-    if not stat.S_ISCHR(status.st_mode) and status.st_size < offset + size:
-        raise RegionError(
-            f"region of {size} bytes at {offset} announced, but its fd holds {status.st_size}"
-        )
-    align = max(page_size, _HUGE if huge else 0)
-    protection = mmap.PROT_READ if read_only else mmap.PROT_READ | mmap.PROT_WRITE
-    if align <= mmap.PAGESIZE:
-        address = _mmap(None, size, protection, mmap.MAP_SHARED, fd, offset)
-    else:
-        room = size + align
-        reserved = _mmap(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
-        address = (reserved + align - 1) & ~(align - 1)
-        try:
-            _mmap(
-                address,
-                size,
-                protection,
-                mmap.MAP_SHARED | _MAP_FIXED,
-                fd,
-                offset,
-            )
-        except RegionError:
-            _libc.munmap(reserved, room)
-            raise
-        # Both ends of the reservation, up to the next page after the region.
-        if address > reserved:
-            _libc.munmap(reserved, address - reserved)
-        tail = address + size
-        if reserved + room > tail:
-            _libc.munmap(tail, reserved + room - tail)
-    if huge:
-        # Refused for hugetlb, which needs no asking.
-        _libc.madvise(address, size, _MADV_HUGEPAGE)
-    if _libc.madvise(address, size, _MADV_DONTFORK) != 0:
-        code = ctypes.get_errno()
-        _libc.munmap(address, size)
-        raise RegionError(code, f"madvise(MADV_DONTFORK): {os.strerror(code)}")
-    return address
-
-
-def populate(address: int, size: int, write: bool = True) -> bool:
-    """Fill the page tables of a mapping, without the GIL.
-
-    With write for writing too, which would make all of a file dirty. Returns
-    whether the kernel could: one before 5.14 cannot, nor can any for pages that
-    are bad, and then the first touch of each page pays for it instead.
-    """
-    advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
-    filled = True
-    for start in range(0, size, _POPULATE_PIECE):
-        piece = min(_POPULATE_PIECE, size - start)
-        filled = _libc.madvise(address + start, piece, advice) == 0 and filled
-    return filled
-
-
-def unmap(address: int, size: int) -> None:
-    """Unmap what map_region returned."""
-    _libc.munmap(address, size)
-
-
-def _mmap(
-    address: int | None, size: int, protection: int, flags: int, fd: int, offset: int = 0
-) -> int:
-    result = _libc.mmap(address, size, protection, flags, fd, offset)
-    if result is None or result == _MAP_FAILED:
-        code = ctypes.get_errno()
-        raise RegionError(code, f"mmap of {size} bytes: {os.strerror(code)}")
-    return result
 
 
 class Waitable(Protocol):
     """Something that ends (copies.Ticket)."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait at most so long; whether it has ended."""
+        """Wait at most so long; return whether it has ended."""
         ...
 
 
 class Attachable(Protocol):
-    """What wants to know each region before bytes move there (copies.Copies)."""
+    """What is told of each region before bytes move there (copies.Copies)."""
 
     def attach(self, region_id: int, address: int, size: int, read_only: bool = False) -> None:
-        """Make the region usable; may take long (it pins the memory on CUDA). None writes to a
-        read-only one."""
+        """Make the region usable. May take long: on CUDA it pins the memory.
+
+        Nobody writes to a read_only region.
+        """
         ...
 
     def detach(self, region_id: int) -> Waitable:
@@ -194,9 +66,9 @@ class Region:
     failed: str | None = None
     # Guarded by the set's lock.
     holds: int = 0
-    """Those that were told an address in it, and that of the thread that prepares it."""
+    """Holds that have an address in it, and that of the thread that prepares it."""
     on_removed: Callable[[], object] | None = None
-    """Set when the sidecar removes it: to be called when it is unmapped."""
+    """Set when the sidecar removes the region; called once it is unmapped."""
 
 
 class Hold:
@@ -206,16 +78,16 @@ class Hold:
 
     def __init__(self, of: RegionSet) -> None:
         self._set = of
-        self._regions: set[Region] = set()  # told of; guarded by the set's lock
+        self._regions: set[Region] = set()  # it has an address in; guarded by the set's lock
 
     def locate(
         self, region_id: int, offset: int, size: int, timeout_s: float, write: bool = False
     ) -> int:
-        """The address of size bytes at offset of a region, valid until release.
+        """Return the address of size bytes at offset of a region, valid until release.
 
-        Waits up to timeout_s for a region that is not ready yet. Raises
-        RegionError for an unknown or removed region, one that is not ready,
-        bytes outside it, and with write for one that is only for reading.
+        Waits up to timeout_s for a region that is not ready yet. Raises RegionError for a region
+        that is unknown, removed or not ready, for bytes outside it, and with write for a region
+        that is for reading only.
         """
         region = self._set._pin(self, region_id)
         if write and region.read_only:
@@ -231,18 +103,17 @@ class Hold:
         return region.address + offset
 
     def release(self) -> None:
-        """Let go: whatever was located may be unmapped from now on."""
+        """End the hold: whatever was located may be unmapped from now on."""
         self._set._release(self)
 
 
 class RegionSet:
     """The regions of one session, shared by the threads that copy.
 
-    One thread (the session's) adds, removes and closes. Others bracket their
-    work with acquire and Hold.release; between the two no mapping that the hold
-    was told of goes away, and no mapping at all because the session ends.
-    Whoever drops the last hold of a closed set unmaps it; a removed region is
-    unmapped on a thread of its own, as that may wait for a device.
+    The session's thread adds, removes and closes. Other threads bracket their work with acquire and
+    Hold.release. Between the two no mapping that the hold has an address in goes away, and the
+    session's end unmaps nothing. Whoever releases the last hold of a closed set unmaps it. A
+    removed region is unmapped on a thread of its own, because that may wait for a device.
     """
 
     _handles_lock = threading.Lock()
@@ -251,8 +122,8 @@ class RegionSet:
     def __init__(
         self, attachable: Attachable | None = None, on_unmapped: Callable[[], None] | None = None
     ) -> None:
-        """on_unmapped is called once, on whatever thread: the set is closed, and nothing touches
-        its memory."""
+        """on_unmapped is called once, on any thread, when the set is closed and nothing touches its
+        memory any more."""
         self._attachable = attachable
         self._on_unmapped = on_unmapped
         self._lock = threading.Lock()
@@ -286,13 +157,12 @@ class RegionSet:
     ) -> None:
         """Map a region; fd is the caller's and may be closed afterwards.
 
-        See map_region, and populate for write; a read_only one is populated for
-        reading. With background the page tables are filled and the region
-        attached on a thread of its own, and it is not ready before; without, on
-        return. Raises RegionError for what cannot be mapped
-        or attached; what fails in the background, Hold.locate tells. then is
-        called, on whatever thread, when the region is ready or has failed, but
-        not for a RegionError that is raised.
+        For the arguments see map_region, and populate for write. A read_only region is populated
+        for reading. With background a thread of its own fills the page tables and attaches the
+        region, which is not ready before; without, it is ready on return. Raises RegionError for a
+        region that cannot be mapped or attached; if it fails in the background, Hold.locate raises.
+        then is called, on any thread, when the region is ready or has failed, but not when this
+        call raises.
         """
         with self._lock:
             if self._closed:
@@ -326,7 +196,7 @@ class RegionSet:
         then()
 
     def _prepare(self, region: Region, hold: Hold, write: bool) -> None:
-        """Make a mapped region fast and attach it; releases the hold that add took."""
+        """Populate and attach a mapped region; release the hold that add took."""
         try:
             if region.on_removed is None:
                 populate(region.address, region.size, write)
@@ -344,11 +214,10 @@ class RegionSet:
             hold.release()
 
     def remove(self, region_id: int, then: Callable[[], object]) -> None:
-        """Forget a region, unmap it once no hold has been told of it, and then call then on
-        whatever thread.
+        """Forget a region, unmap it once no hold has an address in it, and then call then.
 
-        At once, on this one, if there is no such region. Not at all once the set is closed, or if a
-        device does not give the region back.
+        then runs on any thread; at once, on this one, if there is no such region. It does not run
+        if the set is closed, or if a device does not give the region back.
         """
         with self._lock:
             if self._closed:
@@ -364,7 +233,7 @@ class RegionSet:
             self._leave(region)
 
     def acquire(self) -> Hold | None:
-        """Hold the mappings; None if the set is closed already."""
+        """Return a hold of the mappings; None if the set is closed."""
         with self._lock:
             if self._closed:
                 return None
@@ -396,11 +265,11 @@ class RegionSet:
         self._unmap(gone)
 
     def wait_unmapped(self, timeout_s: float) -> bool:
-        """Wait until a closed set has no mapping left; False if copies still hold it."""
+        """Wait until a closed set has no mapping left; return whether it has none."""
         return self._unmapped.wait(timeout_s)
 
     def close(self) -> None:
-        """Refuse new holds, and unmap once the last one is dropped."""
+        """Refuse new holds, and unmap once the last one is released."""
         with self._lock:
             self._closed = True
             gone = self._take_if_idle()
@@ -415,7 +284,7 @@ class RegionSet:
         return gone
 
     def _leave(self, region: Region) -> None:
-        """Unmap a removed region that nobody holds, not on the thread that noticed."""
+        """Unmap a removed region that nobody holds, on a thread of its own."""
         try:
             threading.Thread(
                 target=self._unmap_removed, args=(region,), name="lookaside-unmap", daemon=True
@@ -430,7 +299,7 @@ class RegionSet:
                 while not detached.wait(_DETACH_PATIENCE_S):
                     pass
         except Exception:
-            return  # still registered with a device, as in _unmap: nobody is told that it is over
+            return  # still registered with a device: as in _unmap, nobody learns that it is over
         unmap(region.address, region.size)
         assert region.on_removed is not None
         try:
@@ -461,7 +330,7 @@ class RegionSet:
                     continue
             unmap(region.address, region.size)
         if not known:
-            return  # nor will anybody be told that it is over
+            return  # and on_unmapped is never called
         if not stuck:
             self._gone()
             return
@@ -471,7 +340,7 @@ class RegionSet:
             ).start()
 
     def _unmap_late(self, stuck: list[tuple[Region, Waitable]]) -> None:
-        """Unmaps what a device still uses, as it lets go of it."""
+        """Unmap what a device still uses, each region once the device is done with it."""
         for region, detached in stuck:
             while not detached.wait(_DETACH_PATIENCE_S):
                 pass
@@ -485,56 +354,6 @@ class RegionSet:
 
     @property
     def bytes_mapped(self) -> int:
-        """Sum of the sizes of the regions mapped now."""
+        """The sizes of all regions mapped now, together."""
         with self._lock:
             return sum(region.size for region in self._regions.values())
-
-
-class Control:
-    """The sidecar's control region, mapped read-only.
-
-    Every field is one aligned word that the sidecar stores at once, so a read
-    is never torn. Not safe for use while another thread closes it.
-    """
-
-    SERVING, DRAINING, CLOSED = 1, 2, 3
-
-    def __init__(self, fd: int) -> None:
-        """Map the region behind fd (which stays the caller's). Raises RegionError."""
-        try:
-            self._map = mmap.mmap(fd, CONTROL_BYTES, mmap.MAP_SHARED, mmap.PROT_READ)
-        except (OSError, ValueError) as error:
-            raise RegionError(f"control region: {error}") from error
-        self._words64: memoryview = memoryview(self._map).cast("Q")
-        self._words32: memoryview = memoryview(self._map).cast("I")
-        magic = struct.pack("=Q", self._words64[0])
-        layout = self._words32[2]
-        if magic != _CONTROL_MAGIC or layout != _CONTROL_LAYOUT:
-            self.close()
-            raise RegionError(f"not a control region of layout 1: {magic!r}, layout {layout}")
-
-    @property
-    def state(self) -> int:
-        """SERVING, DRAINING or CLOSED."""
-        return self._words32[3]
-
-    @property
-    def generation(self) -> int:
-        """The number of this run of the sidecar."""
-        return self._words64[2]
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Bytes of arena in all regions."""
-        return self._words64[4]
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of arena that hold committed chunks or are being filled."""
-        return self._words64[5]
-
-    def close(self) -> None:
-        """Unmap; may be called twice."""
-        self._words64.release()
-        self._words32.release()
-        self._map.close()

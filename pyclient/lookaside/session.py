@@ -1,29 +1,26 @@
-"""One session with one sidecar: the handshake, requests with deadlines, reconnecting.
+"""One session with one sidecar: requests with deadlines, and reconnecting.
 
-A Session owns one daemon thread, which alone connects, reads and reconnects.
-Everyone else only sends: submit and send write to the socket without blocking
-from the calling thread (a hand-over to another thread would cost more than the
-send), and a Pending is where the reply appears.
+A Session owns one daemon thread, which alone connects, reads and reconnects. All other threads only
+send: submit and send write to the socket from the calling thread, without blocking. (Handing a
+message to another thread would cost more than sending it.) The reply appears in a Pending.
 
-Nothing here waits for the sidecar without a deadline, and a sidecar that is
-stopped costs one deadline at most: after a missed one the session is *suspect*.
-A suspect session refuses every submit at once, until the sidecar says anything
-at all, which it is asked to do by a Ping. An idle session is pinged too, so that
-most stops are noticed before anybody waits.
+**Deadlines.** Nothing here waits for the sidecar without a deadline. A sidecar that is stopped
+costs one deadline at most: after a missed one the session is *suspect*. A suspect session refuses
+every submit at once, until the sidecar says anything at all; a Ping asks it to. An idle session is
+pinged too, so that most stops are noticed before anybody waits.
 
-Death is noticed by the socket closing. Then every Pending ends without a reply,
-the subscribers are told, and the thread connects anew, forever, with a growing
-pause. Grants, leases and addresses of the old session are void from then on;
-is_current tells.
+**The end.** The socket closes when the sidecar dies. Then every Pending ends without a reply, the
+subscribers are told, and the thread connects anew, forever, with a growing pause. Grants, leases
+and addresses of the old session are void from then on; is_current reports this.
 
-The end of our side of the socket tells the sidecar that what this process was
-granted may be given to others. So whoever lets bytes move in the arena holds the
-socket (Session.hold): it closes when the session has ended here, whoever ended
-it, and the last hold is gone.
+**Holds.** When our side of the socket closes, the sidecar may give what it granted to this process
+to others. So whoever lets bytes move in the arena holds the socket (Session.hold). It closes when
+the session has ended here, whoever ended it, and the last hold is released.
 
-Locks: Session._lock guards all fields marked so and is never held across
-anything that can block. Subscribers are called on the session's thread without
-it. This module imports neither torch nor vLLM, and importing it opens nothing.
+**Locks.** Session._lock guards all fields marked so, and is never held across anything that can
+block. Subscribers are called on the session's thread without it.
+
+This module imports neither torch nor vLLM, and importing it opens nothing.
 """
 
 from __future__ import annotations
@@ -41,12 +38,13 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from lookaside import wire
+from lookaside.control import Control
 from lookaside.endpoint import EndpointAbsent, EndpointError, open_endpoint
 from lookaside.handshake import RefusedError, SessionOptions, greet, welcomed
 from lookaside.heartbeat import Heartbeat
 from lookaside.line import HandshakeError, Line, close_all
+from lookaside.mapping import RegionError
 from lookaside.ratelog import RateLimitedLog
-from lookaside.regions import Control, RegionError
 
 # Below "vllm", so that its handlers show it.
 logger = logging.getLogger("vllm.lookaside")
@@ -61,31 +59,30 @@ _MAX_OUTBOX = 4096
 
 
 class SessionUnavailable(RuntimeError):
-    """There is no session that would answer now: not connected, or suspect."""
+    """No session would answer now: there is none, or it is suspect."""
 
 
-# What sidecars want users to know. All ranks' sidecars say the same: it is logged once an hour for
-# all of them.
+# What sidecars want users to know, logged once an hour for all ranks: their sidecars say the same.
 _notices = RateLimitedLog(logger, every_s=3600.0)
 _MAX_NOTICES = 256
 
 
 class Subscriber(Protocol):
-    """What hears of a session's life, always on the session's thread.
+    """What is told of a session's life, always on the session's thread.
 
-    Exceptions are logged and end the connection, never the thread.
+    An exception is logged and ends the connection, never the thread.
     """
 
     def on_connected(self, session: Session, welcome: wire.Welcome) -> None:
-        """The handshake is done; ``session.connected`` turns true after this."""
+        """The handshake is done; ``session.connected`` turns true after this call."""
         ...
 
     def on_region(self, session: Session, region: wire.RegionAdded, fd: int) -> None:
-        """A data region; fd is closed after the call."""
+        """The sidecar has added a data region; fd is closed after the call."""
         ...
 
     def on_region_removed(self, session: Session, region: int) -> None:
-        """A region to unmap, and to tell the sidecar of by a RegionUnmapped once it is."""
+        """The sidecar wants a region unmapped, and a RegionUnmapped once it is."""
         ...
 
     def on_lost(self, session: Session) -> None:
@@ -112,14 +109,17 @@ class Pending:
         return self._answered.is_set()
 
     def wait_done(self, timeout_s: float) -> bool:
-        """Wait for the reply or the session's end, without giving the request up."""
+        """Wait for the reply or the session's end, without giving the request up.
+
+        Returns whether one of them has come.
+        """
         return self._answered.wait(timeout_s)
 
     def wait(self, timeout_s: float) -> Any:
-        """The reply, or None if none came in time or the session was lost.
+        """Return the reply; None if none came in time or the session was lost.
 
-        After a None that was a missed deadline the request is given up: should
-        its reply come yet, it goes to on_late, and the session is suspect.
+        After a missed deadline the request is given up and the session is suspect. If the reply
+        comes later, on_late gets it.
         """
         if self._answered.is_set() or (timeout_s > 0 and self._answered.wait(timeout_s)):
             return self._reply
@@ -127,10 +127,10 @@ class Pending:
 
 
 class Session:
-    """See the module's comment. Made idle; start connects, close ends for good.
+    """See the module's comment. start connects, close ends the session for good.
 
-    After a fork the child's copy is dead: it refuses everything, and holds
-    nothing that would keep the parent's session alive.
+    After a fork the child's copy is dead: it refuses everything, and holds nothing that would keep
+    the parent's session alive.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class Session:
         options: SessionOptions,
         on_absent: Callable[[], None] | None = None,
     ) -> None:
-        """on_absent is called on the session's thread each time nothing listens, in place of a
-        warning."""
+        """on_absent is called on the session's thread, in place of a warning, each time nothing
+        listens."""
         self.options = options
         self._on_absent = on_absent
         self._log = RateLimitedLog(logger)
@@ -151,13 +151,13 @@ class Session:
         self._up = threading.Event()
         # The thread's own.
         self._backoff = _BACKOFF_FIRST_S
-        self._told: list[Subscriber] = []  # who has heard on_connected
+        self._told: list[Subscriber] = []  # of the present session by on_connected
         self._buffer = bytearray(wire.MAX_PACKET_BYTES + 1)
 
         self._lock = threading.Lock()
-        # All below: guarded by _lock.
+        # Guarded by _lock, all below.
         self._socket: socket.socket | None = None
-        self._line: Line | None = None  # has _socket
+        self._line: Line | None = None  # of _socket
         self._lines: tuple[Line, ...] = ()  # all that may be open; replaced, never changed
         self._control: Control | None = None
         self._welcome: wire.Welcome | None = None
@@ -175,9 +175,9 @@ class Session:
     # ---- life ----
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Tell subscriber of every later connection, and of this one if there is.
+        """Tell subscriber of every later connection, and of the present one if there is one.
 
-        A subscriber that joins a running session hears no earlier regions.
+        A subscriber of a running session is not told of the regions that it has.
         """
         with self._lock:
             self._subscribers.append(subscriber)
@@ -199,15 +199,12 @@ class Session:
         self._thread.start()
 
     def wait_settled(self, timeout_s: float) -> bool:
-        """Wait for the first attempt to connect to end in any way.
-
-        Returns whether the session is connected.
-        """
+        """Wait for the first attempt to connect to end in any way; return whether it succeeded."""
         self._settled.wait(timeout_s)
         return self.connected
 
     def wait_connected(self, timeout_s: float) -> bool:
-        """Wait until the session is connected; returns whether it is."""
+        """Wait until the session is connected; return whether it is."""
         self._up.wait(timeout_s)
         return self.connected
 
@@ -229,7 +226,7 @@ class Session:
 
     @property
     def available(self) -> bool:
-        """Whether a request would be sent: connected and not suspect."""
+        """Whether submit would send: the session is connected and not suspect."""
         return self._connected and not self._suspect
 
     @property
@@ -245,13 +242,13 @@ class Session:
 
     @property
     def generation(self) -> int:
-        """The sidecar run that the present session belongs to, 0 when there is none."""
+        """The run of the sidecar that the present session belongs to, 0 when there is none."""
         welcome = self._welcome
         return welcome.generation if welcome is not None and self._connected else 0
 
     @property
     def welcome(self) -> wire.Welcome | None:
-        """What the sidecar answered to the handshake of the present session."""
+        """The sidecar's answer to the handshake of the present session."""
         return self._welcome if self._connected else None
 
     @property
@@ -260,10 +257,10 @@ class Session:
         return self._refused
 
     def is_current(self, session_id: int) -> bool:
-        """Whether session_id is the present session and its sidecar lives.
+        """Report whether session_id is the present session and its sidecar lives.
 
-        Asks the kernel, so that a sidecar killed an instant ago is noticed
-        though the session's thread has not run since.
+        It asks the kernel. So it notices a sidecar killed an instant ago, even if the session's
+        thread has not run since.
         """
         with self._lock:
             welcome = self._welcome
@@ -282,8 +279,8 @@ class Session:
     def hold(self) -> Callable[[], None]:
         """Keep the present session's socket open until the result is called, once, on any thread.
 
-        The session may end meanwhile: its sidecar is not told before. To be
-        called by a subscriber in on_connected.
+        The session may end meanwhile; its sidecar learns that only when the socket closes. For a
+        subscriber in on_connected.
         """
         with self._lock:
             line = self._line
@@ -293,7 +290,7 @@ class Session:
 
         def release() -> None:
             line.release()
-            # Also keeps the session for as long, which a fork has to find.
+            # This also keeps the session for as long: a fork has to find it.
             with self._lock:
                 self._lines = tuple(each for each in self._lines if each.is_open)
 
@@ -308,8 +305,8 @@ class Session:
     ) -> Pending:
         """Send the request that make builds for a fresh id. Never blocks.
 
-        on_late gets the reply if it comes after Pending.wait gave up; it runs
-        on the session's thread. Raises SessionUnavailable.
+        on_late gets the reply if it comes after Pending.wait gave up; it runs on the session's
+        thread. Raises SessionUnavailable.
         """
         pending = Pending(self, on_late)
         with self._lock:
@@ -327,11 +324,11 @@ class Session:
         return pending
 
     def send(self, message: Any, session_id: int) -> bool:
-        """Send a message without reply if session_id is the present session.
+        """Send a message without reply if session_id is the present session. Never blocks.
 
-        Never blocks: what the socket does not take now waits its turn. Returns
-        whether the message went on its way; if not, the session it was meant
-        for is over, and the sidecar has undone what the message was about.
+        What the socket does not take now is sent later. Returns False if the message will not be
+        sent: the session that it was meant for is over, and the sidecar has undone what the message
+        was about.
         """
         with self._lock:
             welcome = self._welcome
@@ -345,8 +342,8 @@ class Session:
                     return False
                 self._outbox.append(data)
                 if len(self._outbox) > _MAX_OUTBOX:
-                    # Dropping one message would leak what it was to free;
-                    # ending the session frees everything.
+                    # Dropping one message would leak what it frees. Ending the session frees
+                    # everything.
                     self._broken = "the sidecar has not read for too long"
                 self._wake()
         return True
@@ -369,7 +366,7 @@ class Session:
         return None
 
     def _transmit(self, data: bytes) -> bool:
-        """Send now, or return False. The caller holds _lock."""
+        """Send now if the socket takes it; return whether it did. The caller holds _lock."""
         if self._socket is None or self._outbox:
             return False
         try:
@@ -400,7 +397,7 @@ class Session:
         self._settled.set()
 
     def _attempt(self) -> float:
-        """Connect and serve once; returns how long to pause before the next."""
+        """Connect and serve once; return how long to pause before the next attempt."""
         try:
             self._connect()
             self._backoff = _BACKOFF_FIRST_S
@@ -420,7 +417,7 @@ class Session:
             with self._lock:
                 self._refused = error.refusal
             if error.refusal.code == "no_worker":
-                # Its worker has not connected yet: an order of arrival, no fault.
+                # Its worker has not connected yet. That is an order of arrival, no fault.
                 logger.debug("sidecar at %s: %s", self.options.endpoint, error)
                 return self._backoff
             self._log.warning(
@@ -461,7 +458,7 @@ class Session:
             pass
 
     def _connect(self) -> None:
-        """The handshake, from the directory's check to all regions being mapped."""
+        """Connect, and perform the handshake until all regions are mapped."""
         options = self.options
         line = Line(open_endpoint(options.endpoint))
         with self._lock:
@@ -510,7 +507,10 @@ class Session:
             close_all(fds)
 
     def _receive_by(self, deadline: float) -> tuple[Any, list[int]]:
-        """The next message of the handshake. Raises HandshakeError at the deadline."""
+        """Return the next message of the handshake with its fds.
+
+        Raises HandshakeError at the deadline.
+        """
         poller = select.poll()
         assert self._line is not None
         poller.register(self._line.socket, select.POLLIN)
@@ -527,7 +527,7 @@ class Session:
                     self._drain_wake()
 
     def _serve(self) -> None:
-        """Dispatch until the session ends; returns or raises when it has."""
+        """Dispatch messages until the session ends; return or raise when it has."""
         assert self._line is not None
         line, beat = self._line, Heartbeat(time.monotonic())
         poller = select.poll()
@@ -553,7 +553,7 @@ class Session:
                     if self._transmit(wire.encode(wire.Ping(next(self._ids) & 0xFFFFFFFF))):
                         beat.pinged = now
                     else:
-                        # It reads nothing: as suspect as one that does not answer.
+                        # A sidecar that reads nothing is as suspect as one that does not answer.
                         self._suspect = suspect = True
             if beat.is_late(now):
                 with self._lock:
@@ -571,7 +571,7 @@ class Session:
                 self._dispatch(message, received[1])
 
     def _flush(self) -> None:
-        """Send what waits in the outbox, as far as the socket takes it. Under _lock."""
+        """Send what waits in the outbox, as far as the socket takes it. The caller holds _lock."""
         assert self._socket is not None
         while self._outbox:
             try:
@@ -618,7 +618,7 @@ class Session:
             late(message)
 
     def _drop(self) -> None:
-        """Forget the session that was; tells everybody who waits for it.
+        """Forget the session that was, and tell everybody who waits for it.
 
         Its socket closes here, unless somebody holds it.
         """
@@ -647,7 +647,7 @@ class Session:
                 self._log.warning("on_lost", "a subscriber failed", exc_info=True)
 
     def _forget_after_fork(self) -> None:
-        """In a forked child: nothing of this session is ours; touch no lock of it."""
+        """Give the session up in a forked child, where its locks must not be touched."""
         self._lock = threading.Lock()
         self._closed = True
         self._connected = False

@@ -1,16 +1,16 @@
 """The scheduler role's sessions with the sidecars of all ranks, as one thing.
 
-An engine with N ranks has N sidecars, on one host with its scheduler, or one for
-all of them. They are connected in the background; until all of them are, everything
-is a miss.
+An engine with N ranks has N sidecars on its scheduler's host, or one for all of them. They are
+connected in the background. Until all of them are connected, everything is a miss.
 
-A session is of one space of one sidecar. Ranks that hold the same pages
-(space.replicas) have the same space, so that where they also have the same sidecar
-one session speaks for all of them: a page is looked up, and leased, once.
+A session is of one space of one sidecar. Ranks that hold the same pages (space.replicas) have the
+same space. If they have the same sidecar too, one session speaks for all of them: a page is looked
+up, and leased, once.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-# What one message can name, while no sidecar has said what it answers for.
-_MAX_PAGES = 65536
+# While a rank is not connected, nothing is looked up there, and it limits no lookup.
+_NO_LIMIT = sys.maxsize
 
 
 class RankSidecars:
-    """For the scheduler's thread alone, but for what Session does by itself."""
+    """All ranks' sidecars. For the scheduler's thread alone; the sessions have their own."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class RankSidecars:
         kv_cache_config: KVCacheConfig,
         stats: Collector,
     ) -> None:
-        """Opens nothing; connect does."""
+        """Open nothing; connect does."""
         self._stats = stats
         where = space.world(vllm_config)
         geometry, _ = space.geometry(config, vllm_config, kv_cache_config)
@@ -69,7 +69,7 @@ class RankSidecars:
                         geometry=geometry,
                     ),
                 ),
-                # The worker, which starts it, says what there is to say.
+                # The worker starts the sidecar, and logs what there is to log.
                 on_absent=(lambda: None) if config.autostart else None,
             )
             for rank in range(0, where.ranks, together)
@@ -95,8 +95,10 @@ class RankSidecars:
 
     @property
     def lease_s(self) -> float:
-        """How long an answered lookup keeps its leases on every rank; 0 while one is not
-        connected."""
+        """How long an answered lookup keeps its leases on every rank.
+
+        0 while a rank is not connected.
+        """
         return (
             min(
                 (w.lease_ms if (w := session.welcome) is not None else 0)
@@ -109,7 +111,7 @@ class RankSidecars:
     def max_pages(self) -> int:
         """How many pages one lookup may name on every rank."""
         return min(
-            (w.max_pages if (w := session.welcome) is not None else _MAX_PAGES)
+            (w.max_pages if (w := session.welcome) is not None else _NO_LIMIT)
             for session in self.sessions
         )
 
@@ -117,8 +119,8 @@ class RankSidecars:
     def divided(self) -> bool:
         """Whether ranks that hold the same pages may store a part of them each.
 
-        That is so if each of them can load what any of them has stored: they have the same sidecar,
-        or such as lend each other what they hold.
+        They may if each can load what any of them has stored: they have the same sidecar, or
+        sidecars that lend to each other.
         """
         if self._replicas == 1:
             return False
@@ -136,7 +138,7 @@ class RankSidecars:
     def start(
         self, first_page: int, prev: bytes, hashes: bytes, recompute_us: int, prefill_s: float = 0.0
     ) -> Lookup:
-        """Ask all ranks; a miss if one of them cannot be asked."""
+        """Look up on all ranks; a miss if one of them cannot be asked."""
         lookup = self._lookups.start(first_page, prev, hashes, recompute_us, prefill_s)
         counts = {
             "lookup_timeouts": self._lookups.timeouts,
@@ -149,17 +151,21 @@ class RankSidecars:
         return lookup
 
     def feeds(self) -> list[SessionFeed]:
-        """What each rank's sidecar tells of what it holds."""
+        """Return what reports the pages that each rank's sidecar holds."""
         return [SessionFeed(session, time.monotonic) for session in self.sessions]
 
     def void(self) -> None:
-        """Make void what every rank holds in this engine's space: available is false until it has
-        been cleared."""
+        """Make void what every rank holds in this engine's space.
+
+        available is false until it has been cleared.
+        """
         self._clearing.void()
 
     def tell_prefilled(self, tokens: int, found: int, loaded: int) -> None:
-        """Tell each sidecar, once however many ranks it has, what became of a request. Never
-        blocks; it may be lost."""
+        """Report to each sidecar, once however many ranks it has, what became of a request.
+
+        Never blocks; the report may be lost.
+        """
         told: set[str] = set()
         for session in self.sessions:
             endpoint = session.options.endpoint
@@ -168,8 +174,10 @@ class RankSidecars:
                 session.send(wire.Prefilled(tokens, found, loaded), session.session_id)
 
     def clear(self, timeout_s: float) -> bool:
-        """Have what is void cleared; False if a rank has not in time, which is then done in the
-        background."""
+        """Have what is void cleared; return whether every rank has cleared it in time.
+
+        The other ranks clear it in the background.
+        """
         return self._clearing.clear(timeout_s)
 
     def close(self) -> None:

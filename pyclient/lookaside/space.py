@@ -90,7 +90,7 @@ class Geometry(NamedTuple):
 
 
 def world(vllm_config: Any) -> World:
-    """The sizes of one engine, and which of the data-parallel engines it is."""
+    """Return the sizes of one engine, and which of the data-parallel engines it is."""
     parallel = vllm_config.parallel_config
     dp_rank = getattr(parallel, "data_parallel_index", None)
     if dp_rank is None:
@@ -99,7 +99,7 @@ def world(vllm_config: Any) -> World:
 
 
 def idle_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """Why the connector must stay idle for this model, or None if it need not.
+    """Return why the connector must stay idle for this model, or None if it need not.
 
     Pages are stored of layers that keep the whole prefix, of those that keep a
     sliding window of it, and, beside these, of those that keep a state. A model with
@@ -119,18 +119,18 @@ def idle_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
 
 
 def is_hybrid(kv_cache_config: Any) -> bool:
-    """Whether a page is more than one block, or may be without some of its blocks."""
+    """Report whether a page is more than one block, or may be without some of its blocks."""
     groups = kv_cache_config.kv_cache_groups
     return len(groups) > 1 or any(window_tokens(group) for group in groups)
 
 
 def has_states(kv_cache_config: Any) -> bool:
-    """Whether some layers keep a state, which a hit needs at its end."""
+    """Report whether some layers keep a state, which a hit needs at its end."""
     return any(keeps_state(group) for group in kv_cache_config.kv_cache_groups)
 
 
 def uses_drafts(vllm_config: Any, kv_cache_config: Any) -> bool:
-    """Whether layers of a draft model lie in the same pages."""
+    """Report whether layers of a draft model lie in the same pages."""
     if any(getattr(group, "is_eagle_group", False) for group in kv_cache_config.kv_cache_groups):
         return True
     speculative = vllm_config.speculative_config
@@ -168,7 +168,7 @@ def geometry(config: Config, vllm_config: Any, kv_cache_config: Any) -> tuple[Ge
 
 
 def hash_warning(vllm_config: Any) -> str | None:
-    """A warning if no other process, not even this one restarted, can hash alike."""
+    """Return a warning if no other process, not even this one restarted, can hash alike."""
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if algorithm in _NON_CRYPTOGRAPHIC and os.environ.get("PYTHONHASHSEED") is None:
         return (
@@ -181,7 +181,7 @@ def hash_warning(vllm_config: Any) -> str | None:
 
 
 def replicas(vllm_config: Any, kv_cache_config: Any) -> int:
-    """How many consecutive TP ranks hold the very same pages; 1 where that is not certain.
+    """Return how many consecutive TP ranks hold the very same pages; 1 where that is not certain.
 
     Both roles of one engine compute the same. vLLM tells it of layers that are not split by heads
     (MLA), and then of all layers together. Of KV heads that are too few for the ranks it tells
@@ -201,7 +201,7 @@ def replicas(vllm_config: Any, kv_cache_config: Any) -> int:
 
 
 def _plain_heads(vllm_config: Any, kv_cache_config: Any) -> int:
-    """The KV heads that every layer has in all, of a rank each at most; 0 where that is not
+    """Return the KV heads that every layer has in all, of a rank each at most; 0 where that is not
     certain."""
     model = vllm_config.model_config
     if getattr(model, "use_mla", True) or vllm_config.speculative_config is not None:
@@ -239,7 +239,7 @@ def space_fields(
     engine_id: str,
     geometry: Geometry,
 ) -> dict[str, str]:
-    """The fields that either role of ``engine_id`` declares for one rank.
+    """Return the fields that either role of ``engine_id`` declares for one rank.
 
     Both roles of one engine compute equal fields, and so do ranks that hold the same pages
     (replicas). Keys and values are short strings (values at most 512 bytes; longer ones are
@@ -292,7 +292,7 @@ def space_fields(
 
 
 def _plain(value: object) -> str:
-    """An enum's value, else the value, as text without addresses."""
+    """Return an enum's value, else the value, as text without addresses."""
     return str(getattr(value, "value", value))
 
 
@@ -301,7 +301,7 @@ def _model_name(model: str) -> str:
 
 
 def _weights_identity(model: Any, load_format: str) -> str:
-    """What tells two sets of weights under one name apart, as far as is cheap.
+    """Return what tells two sets of weights under one name apart, as far as is cheap.
 
     A local directory: the names, sizes and times of its weight files and the
     bytes of its configurations. A hub model: the commit that was resolved.
@@ -326,7 +326,7 @@ def _weights_identity(model: Any, load_format: str) -> str:
 
 
 def _rope_length(model: Any) -> str:
-    """The context length where a rope that depends on it is used, else empty."""
+    """Return the context length where a rope that depends on it is used, else empty."""
     text = getattr(model, "hf_text_config", None)
     for name in ("rope_parameters", "rope_scaling"):
         rope = getattr(text, name, None)
@@ -336,7 +336,7 @@ def _rope_length(model: Any) -> str:
 
 
 def _inputs(model: Any) -> str:
-    """What changes how a multimodal model encodes its inputs; empty for other models."""
+    """Return what changes how a multimodal model encodes its inputs; empty for other models."""
     config = getattr(model, "multimodal_config", None)
     if config is None:
         return ""
@@ -350,7 +350,7 @@ def _inputs(model: Any) -> str:
 
 
 def _draft(vllm_config: Any) -> str:
-    """The draft model whose layers lie in the same pages, if there is one."""
+    """Return the draft model whose layers lie in the same pages, if there is one."""
     speculative = getattr(vllm_config, "speculative_config", None)
     if speculative is None:
         return ""
@@ -362,7 +362,7 @@ def _draft(vllm_config: Any) -> str:
 
 
 def _none_hash(algorithm: str, engine_id: str) -> str:
-    """A digest of the seed that all block hashes start from.
+    """Return a digest of the seed that all block hashes start from.
 
     vLLM sets its NONE_HASH in the scheduler's process only, after the connector
     is made, so that it is derived here the way vLLM derives it.
@@ -379,7 +379,7 @@ def _none_hash(algorithm: str, engine_id: str) -> str:
 
 
 def _key_format(algorithm: str) -> str:
-    """How vLLM feeds a block to the hash: the form of its extra keys, found by asking it.
+    """Return how vLLM feeds a block to the hash: the form of its extra keys, found by asking it.
 
     The form changed between versions without a name of its own. Algorithms
     that hash pickles depend on Python's version as well.
@@ -411,7 +411,7 @@ def _key_format(algorithm: str) -> str:
 
 
 def _digest_of(value: object) -> str:
-    """A digest of plain data; a function counts by its name. Empty for nothing."""
+    """Return a digest of plain data; a function counts by its name. Empty for nothing."""
     if not value:
         return ""
     text = json.dumps(

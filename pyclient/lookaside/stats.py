@@ -1,8 +1,8 @@
 """What the connector counts, and how vLLM logs and exports it.
 
-Both roles collect into a ``Collector``; vLLM drains it every step, folds the
-ranks' and the scheduler's shares and hands the sum to the front end, which logs
-``reduce`` and feeds ``LookasidePromMetrics``. Nothing here dials or waits.
+Both roles collect into a ``Collector``. vLLM drains it every step, adds up what the ranks and the
+scheduler counted and hands the sum to the front end. That logs ``reduce`` and feeds
+``LookasidePromMetrics``. Nothing here connects or waits.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class LookasideStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The counts, and each time's median and worst in milliseconds."""
+        """Return the counts, and each time's median and worst in milliseconds."""
         out: dict[str, int | float] = {}
         for name, value in self.data.items():
             if not isinstance(value, list):
@@ -104,7 +104,7 @@ class LookasideStats(KVConnectorStats):
         return out
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
+        """Report whether nothing was counted."""
         return not self.data
 
 
@@ -135,7 +135,7 @@ class Collector:
                 times.append(seconds)
 
     def take(self) -> LookasideStats | None:
-        """What was counted since the last call, or None."""
+        """Return what was counted since the last call, or None."""
         with self._lock:
             if not self._counts and not self._times:
                 return None

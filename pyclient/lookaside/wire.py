@@ -49,13 +49,13 @@ MAX_EXTENTS = (MAX_PACKET_BYTES - _OVERHEAD_BYTES) // _EXTENT_BYTES
 
 
 def max_store_pages(digest_bytes: int) -> int:
-    """How many pages one PrepareStore may name: their hashes and their grants must fit a packet
-    each."""
+    """Return how many pages one PrepareStore may name: their hashes and their grants must fit a
+    packet each."""
     return min(MAX_EXTENTS, (MAX_PACKET_BYTES - _OVERHEAD_BYTES) // digest_bytes - 1)
 
 
 def ticket(secret: bytes, lookup: int) -> bytes:
-    """What a load proves by that it was ordered by whoever made the lookup.
+    """Return what a load proves by that it was ordered by whoever made the lookup.
 
     The start of an HMAC-SHA256 of the lookup's number, keyed by its session's secret. The sidecar
     computes the same. Who knows one ticket can take over that lookup alone.
@@ -499,7 +499,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def decode(data: bytes | bytearray | memoryview) -> AnyMessage:
-    """The message, of those that the sidecar sends, in data.
+    """Return the message, of those that the sidecar sends, in data.
 
     Raises VersionError for one of another protocol version, else WireError.
     """

@@ -576,7 +576,7 @@ def test_a_lease_that_ended_in_the_queue_fails_no_load(engines, sidecars):
             .code
         )
 
-    (link,) = engine.role.setup.sidecars._lookups._links
+    (link,) = engine.role.setup.sidecars._lookups._links.present
     until(
         lambda: link.pull.getsockopt(zmq.EVENTS) & zmq.POLLIN
     )  # it has answered, and nobody has looked

@@ -220,7 +220,7 @@ def test_rank_whose_queue_is_full_is_a_miss_and_counted(
 ) -> None:
     ranks.answers(4, 4)
     assert answered(ranks.client.start(0, b"", bytes(32))) == 4
-    link = ranks.client._links[1]
+    link = ranks.client._links.present[1]
     assert link is not None
     monkeypatch.setattr(type(link), "send", lambda self, data: self is not link)
     assert ranks.client.start(0, b"", bytes(32)).poll() == 0
@@ -332,7 +332,7 @@ def answer(ranks: Ranks, rank: int, lookup: Lookup, pages: int) -> None:
     peer = ranks.peers[rank]
     done = len(peer.of(wire.Cancel))
     peer.script[wire.Cancel] = lambda conn, m: wire.LookupResult(lookup.id, pages, pages * 16)
-    link = ranks.client._links[rank]
+    link = ranks.client._links.present[rank]
     assert link is not None
     link.send(wire.encode(wire.Cancel(link.session_id, link.secret, 1)))
     peer.wait_for(wire.Cancel, done + 1)
@@ -406,7 +406,7 @@ def test_a_promise_read_late_counts_from_then(ranks: Ranks) -> None:
     lookup = ranks.client.start(0, b"", bytes(32 * 4))
     for peer in ranks.peers:
         peer.wait_for(wire.Lookup)
-    links = [link for link in ranks.client._links if link is not None]
+    links = [link for link in ranks.client._links.present if link is not None]
     until(lambda: all(int(link.pull.getsockopt(zmq.EVENTS)) & zmq.POLLIN for link in links))
     ranks.clock.now += 5
     assert lookup.poll() is None and ranks.client.timeouts == 0

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from lookaside.regions import Control, Hold, RegionError, RegionSet, map_region, populate, unmap
+from lookaside.control import Control
+from lookaside.mapping import RegionError, map_region, populate, unmap
+from lookaside.regions import Hold, RegionSet
 from peer import until
 
 SIZE = 4 << 20

@@ -20,8 +20,8 @@ from lookaside import wire
 from lookaside.config import parse
 from lookaside.connector import LookasideConnector
 from lookaside.copies import Ticket
+from lookaside.mapping import RegionError
 from lookaside.metadata import LoadSpec, LookasideMetadata, SaveSpec
-from lookaside.regions import RegionError
 from lookaside.stats import Collector
 from lookaside.worker import WorkerConnector
 from peer import Conn, Peer, until, waited_in_vain

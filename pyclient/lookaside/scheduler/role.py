@@ -160,7 +160,7 @@ class SchedulerConnector:
     def request_finished(
         self, request: Request, tables: Sequence[list[int]]
     ) -> dict[str, Any] | None:
-        """The request ends, for any reason: save what is left of it.
+        """A request ends, for any reason: save what is left of it.
 
         tables are its blocks, of each group. Returns the kv_transfer_params for whoever goes on
         with it, if anybody shall.

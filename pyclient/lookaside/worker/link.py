@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from lookaside import wire
 from lookaside.copies import Copies
+from lookaside.mapping import RegionError
 from lookaside.ratelog import RateLimitedLog
-from lookaside.regions import RegionError, RegionSet
+from lookaside.regions import RegionSet
 from lookaside.session import Session
 from lookaside.stats import Collector
 from lookaside.worker.pages import Pages

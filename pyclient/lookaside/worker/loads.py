@@ -17,9 +17,10 @@ import numpy as np
 from lookaside import wire
 from lookaside.config import Config
 from lookaside.copies import Ticket, use_all_cores
+from lookaside.mapping import RegionError
 from lookaside.metadata import LoadSpec
 from lookaside.ratelog import RateLimitedLog
-from lookaside.regions import Hold, RegionError
+from lookaside.regions import Hold
 from lookaside.session import Pending, Session, SessionUnavailable
 from lookaside.stats import Collector
 from lookaside.worker.link import Link, Live

@@ -11,7 +11,8 @@ import numpy as np
 
 from lookaside import wire
 from lookaside.copies import ABSENT
-from lookaside.regions import Hold, RegionError
+from lookaside.mapping import RegionError
+from lookaside.regions import Hold
 
 
 @dataclass(frozen=True, slots=True, eq=False)
