@@ -1,11 +1,10 @@
 """The connector's settings, as ``kv_connector_extra_config`` gives them.
 
-Every key begins with ``lookaside.``. An unknown or malformed key is an error
-when the engine starts, because a setting that is silently ignored is worse than
-one that is refused. Keys of other connectors may share the dictionary and pass
-unread, with one exception: a key that is one of ours written without its prefix
-or in another spelling (``endpoint``, ``lookaside_endpoint``) is refused too,
-since no connector of vLLM uses these names and its writer meant us.
+Every key begins with ``lookaside.``. An unknown or malformed key is an error when the engine
+starts: a setting that is silently ignored is worse than one that is refused. Keys of other
+connectors may share the dictionary, and are not read. One exception: a key of ours without its
+prefix, or in another spelling (``endpoint``, ``lookaside_endpoint``), is refused, because no
+connector of vLLM uses these names and its writer meant us.
 
 This module imports neither torch nor vLLM.
 """
@@ -23,9 +22,9 @@ from typing import Any
 
 PREFIX = "lookaside."
 
-# sun_path holds 108 bytes with its terminator; this is the longest name that the
-# sidecar puts into an endpoint.
+# sun_path holds 108 bytes with its terminator.
 _SUN_PATH_BYTES = 107
+# The longest name that the sidecar puts into an endpoint.
 _LONGEST_SOCKET_NAME = "session.sock"
 
 _SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -43,10 +42,9 @@ def default_endpoint() -> str:
 
 
 def parse_size(value: object) -> int:
-    """Bytes from ``"4G"``, ``"500MiB"``, ``"1048576"`` or a number.
+    """Return the bytes that ``"4G"``, ``"500MiB"``, ``"1048576"`` or a number mean.
 
-    K, M, G and T are binary whether written with "iB" or not. Raises
-    ConfigError.
+    K, M, G and T are binary, written with "iB" or not. Raises ConfigError.
     """
     if isinstance(value, bool):
         raise ConfigError(f"{value!r} is not a size")
@@ -67,21 +65,21 @@ class Config:
     """All settings with their defaults; ``parse`` makes one from a mapping."""
 
     endpoint: str
-    """Directory of the sidecar; ``{rank}`` (pp_rank * tp_size + tp_rank) and
-    ``{dp_rank}`` are filled in."""
+    """Directory of the sidecar. ``{rank}`` (pp_rank * tp_size + tp_rank) and ``{dp_rank}`` are
+    filled in."""
     chunk_tokens: int = 256
-    """Tokens stored and moved as one unit; adjusted down to a multiple of the
-    block, at least one block."""
+    """Tokens stored and moved as one unit; adjusted down to a multiple of the block, at least one
+    block."""
     save_decode: bool = True
     """Whether pages that generated tokens filled are stored too."""
     lookup_timeout_ms: int = 100
     """How long a lookup may be out before it counts as a miss."""
     lookup_timeout_max_ms: int = 2_000
-    """How long one may be out whose prefix takes long to compute: a tenth of that
-    time, and no more than this."""
+    """The longest that a lookup may be out whose prefix takes long to compute. It may be out for a
+    tenth of that time, up to this."""
     promotion_timeout_ms: int = 3_000
-    """How long one may be out whose pages a sidecar is bringing up from a tier
-    below its memory; 0: none are brought up."""
+    """How long a lookup may be out whose pages a sidecar is bringing up from a tier below its
+    memory; 0: none are brought up."""
     handover_timeout_ms: int = 500
     """How long a decoder waits for pages that a prefiller said it is storing."""
     store_timeout_ms: int = 15
@@ -113,8 +111,10 @@ class Config:
         return self.endpoint_for(0, 0) == self.endpoint_for(1, 0)
 
     def sidecar_arguments(self, rank: int, dp_rank: int) -> list[str]:
-        """Return what one rank's autostarted sidecar is given beside its directory; rank 0's where
-        all have the same."""
+        """Return the arguments of one rank's autostarted sidecar beside its directory.
+
+        They are rank 0's where all ranks have the same sidecar.
+        """
         rank = 0 if self.one_sidecar else rank
         arguments = [] if self.arena_limit is None else [f"--arena-limit={self.arena_limit}"]
         if self.sidecar_config is not None:
@@ -126,7 +126,7 @@ class Config:
         return arguments
 
     def pages_per_chunk(self, page_tokens: int) -> tuple[int, str | None]:
-        """Pages in a chunk, and a warning if ``chunk_tokens`` had to give way."""
+        """Return the pages in a chunk, and a warning if ``chunk_tokens`` had to give way."""
         pages = max(1, self.chunk_tokens // page_tokens)
         if pages * page_tokens == self.chunk_tokens:
             return pages, None
@@ -206,7 +206,7 @@ def _endpoint(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How one setting is read, and the words for its line in the docs."""
+    """How one setting is read, and the text of its line in the docs."""
 
     read: Callable[[object], Any]
     unit: str
@@ -361,10 +361,10 @@ def _nearest(name: str) -> str:
 
 
 def parse(extra: Mapping[str, object] | None) -> Config:
-    """Settings from ``kv_connector_extra_config``.
+    """Return the settings in ``kv_connector_extra_config``.
 
-    Raises ConfigError naming every bad key with the nearest right one, and
-    every bad value with what it should be.
+    Raises ConfigError, which names every bad key with the nearest right one, and every bad value
+    with what it should be.
     """
     values: dict[str, Any] = {"endpoint": default_endpoint()}
     errors: list[str] = []

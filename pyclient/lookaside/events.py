@@ -45,8 +45,10 @@ class Feed(Protocol):
     """What one rank's sidecar reports. No method blocks."""
 
     def poll(self) -> wire.Events | None:
-        """Return the next answer, if there is one; a reset without runs when all that was told is
-        void."""
+        """Return the next report, None if there is none yet.
+
+        A reset without runs: all that was reported before is void.
+        """
         ...
 
 

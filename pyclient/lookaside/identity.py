@@ -1,7 +1,7 @@
 """Tells apart requests whose block hashes agree although their KV does not.
 
 vLLM's block hash names an adapter by its name (by its path too, from 0.31 on), an image by whatever
-identifier the client gave it, and embeddings by their bytes. Inside one engine that is enough most
+identifier the client gave it, and embeddings by their bytes. Within one engine that is enough most
 of the time. Between engines it is not: two of them may serve different weights under one name.
 
 An ``Identity`` adds what the hash leaves out:
@@ -51,10 +51,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.lookaside")
 
 _PERSON = b"lookaside page"
-# What vLLM reads of an adapter. A checkpoint's directory has more, such as the optimizer's state.
+# Prefixes of the files that vLLM reads of an adapter. Its directory may have more, such as the
+# state of an optimizer.
 _ADAPTER_FILES = ("adapter_", "new_embeddings")
-# Settings of adapters that do not change what these compute. One that is not known here costs hits,
-# not tokens.
+# Settings of adapters that do not change what adapters compute. A harmless setting that is missing
+# here costs hits, not wrong tokens.
 _HARMLESS = frozenset({
     "max_lora_rank", "max_loras", "max_cpu_loras", "default_mm_loras", "specialize_active_lora",
     "max_lora_cls_labels",
@@ -67,23 +68,25 @@ class Unshared(Enum):
     """Why a request has no identity."""
 
     PENDING = "pending"
-    """It is being found: ask again."""
+    """The identity is being found: ask again."""
     UNKNOWN = "unknown"
-    """It cannot be told: share nothing of the request."""
+    """The identity cannot be known: share nothing of the request."""
 
 
 PENDING, UNKNOWN = Unshared.PENDING, Unshared.UNKNOWN
 
 
 class Identity(NamedTuple):
-    """What is added to the block hashes of a request: ``keys[i]`` from token ``starts[i]`` on, to
-    those that follow."""
+    """What is added to the block hashes of a request.
+
+    ``keys[i]`` is added to the hashes of blocks with tokens from ``starts[i]`` on.
+    """
 
     starts: tuple[int, ...] = ()
     keys: tuple[bytes, ...] = ()
     adapter: Adapter | None = None
     features: int = 0
-    """Multimodal inputs of the request when this was found. A streaming session may add more."""
+    """Multimodal inputs of the request when this was made. A streaming session may add more."""
 
     def name(self, block_hash: bytes, end_token: int) -> bytes:
         """Return the name of the page that has this hash and ends before this token."""
@@ -99,7 +102,7 @@ PLAIN = Identity()
 
 
 class _Files(NamedTuple):
-    """The files of an adapter, and what would differ if one of them were another."""
+    """The files of an adapter, and what tells when one of them is replaced."""
 
     paths: tuple[str, ...]
     status: tuple[tuple[int, ...], ...]
@@ -111,7 +114,7 @@ class Adapter:
 
     lora: LoRARequest
     read: Future[tuple[_Files, bytes] | None]
-    """Its files and the digest of them; None if they cannot be told."""
+    """Its files and their digest; None if they cannot be read."""
     changed: bool = False
 
 
@@ -156,8 +159,10 @@ def _files_of(path: str) -> _Files | None:
 
 
 def _read(path: str, settings: bytes) -> tuple[_Files, bytes] | None:
-    """Return the files of an adapter and a digest of them; None if there are none, or they change
-    meanwhile."""
+    """Return the files of an adapter and their digest.
+
+    None if there are none, or if they change meanwhile.
+    """
     files = _files_of(path)
     if files is None:
         return None
@@ -171,15 +176,17 @@ def _read(path: str, settings: bytes) -> tuple[_Files, bytes] | None:
     return (files, seen.digest()) if _files_of(path) == files else None
 
 
-# vLLM tells its engine that a client loads an adapter, and a connector nothing. So the engine's
-# method is wrapped, in the process of the scheduler role, for all that are here to know.
+# vLLM tells its engine that a client loads an adapter, but not its connector. So the engine's
+# method is wrapped, in the process of the scheduler role, and all followers here are told.
 _followers: weakref.WeakSet[Identities] = weakref.WeakSet()
 _wrapped = threading.Lock()
 
 
 def _follow_loads(follower: Identities) -> bool:
-    """Has the follower told of each adapter that is loaded from now on; False if this vLLM has no
-    such method."""
+    """Have the follower told of each adapter that is loaded from now on.
+
+    Returns False if this vLLM has no method to wrap.
+    """
     from vllm.v1.engine.core import EngineCore
 
     with _wrapped:
@@ -213,19 +220,18 @@ class Identities:
         self._settings = _settings_of(config)
         self._follows = config is not None and _follow_loads(self)
         self._path_in_hash = config is not None and _path_in_hash()
-        self._loaded: dict[
-            int, tuple[str, _Files | None]
-        ] = {}  # by the adapter's number: where it was loaded from
-        self._adapters: dict[tuple[str, ...], Adapter] = {}  # by what vLLM's hash has of them
-        self._inputs: dict[
-            str, Future[Identity | Unshared]
-        ] = {}  # by request: those that are being read
+        # By the adapter's number: the files that it was loaded from.
+        self._loaded: dict[int, tuple[str, _Files | None]] = {}
+        # By what vLLM's hash has of the adapter.
+        self._adapters: dict[tuple[str, ...], Adapter] = {}
+        # By request: identities that are being read.
+        self._inputs: dict[str, Future[Identity | Unshared]] = {}
         self._warned: set[str] = set()
         self._pool: ThreadPoolExecutor | None = None
         self._closed = threading.Event()
 
     def of(self, request: Request) -> Identity | Unshared:
-        """Return what must be added to a request's block hashes. Ask again while it is PENDING."""
+        """Return what is added to a request's block hashes. Call again while it is PENDING."""
         features = len(request.mm_features or ())
         if not (request.lora_request or features or request.prompt_embeds is not None):
             return PLAIN
@@ -260,19 +266,20 @@ class Identities:
         return found
 
     def drop(self, request_id: str) -> None:
-        """The request is over: nothing of it is read any more."""
+        """Stop reading for a request that is over."""
         reading = self._inputs.pop(request_id, None)
         if reading is not None:
             reading.cancel()
 
     def hold(self, identity: Identity) -> bool:
-        """Report whether what is computed now still has this identity: vLLM has the adapter's
-        weights that it was made of."""
+        """Report whether what is computed now still has this identity.
+
+        It has if vLLM has the very weights of the adapter that the identity was made of.
+        """
         return identity.adapter is None or bool(self._digest(identity.adapter))
 
     def forget(self) -> None:
-        """vLLM's cache was reset together with the sidecars': nothing is left of adapters as they
-        were."""
+        """Forget how adapters were: vLLM's cache was reset together with the sidecars'."""
         self._adapters.clear()
 
     def check(self) -> None:
@@ -283,7 +290,7 @@ class Identities:
                 adapter.changed = read is not None and _files_of(adapter.lora.lora_path) != read[0]
 
     def note_load(self, lora: LoRARequest, files: _Files | None) -> None:
-        """vLLM has loaded an adapter from these files; None: nobody knows."""
+        """vLLM has loaded an adapter from these files; None if they are not known."""
         self._loaded[lora.lora_int_id] = (lora.lora_path, files)
 
     def close(self) -> None:
@@ -293,7 +300,7 @@ class Identities:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _adapter(self, lora: LoRARequest) -> Adapter | None:
-        """Return the adapter of a request, or None where it is not made of files."""
+        """Return the adapter that a request names; None if it is not made of files."""
         if not self._follows:
             self._warn(
                 "",
@@ -320,8 +327,7 @@ class Identities:
         return adapter
 
     def _digest(self, adapter: Adapter) -> bytes:
-        """Return the digest of an adapter's files, from which vLLM has loaded it; empty if that is
-        not so."""
+        """Return the digest of an adapter's files; empty if vLLM has loaded it from others."""
         lora = adapter.lora
         read = None if adapter.read.exception() is not None else adapter.read.result()
         if read is None:
@@ -393,8 +399,10 @@ def _path_in_hash() -> bool:
 def _identify(
     request: Request, features: int, key: bytes, adapter: Adapter | None
 ) -> Identity | Unshared:
-    """Return the identity of a request with multimodal inputs or embeddings; key is what its
-    adapter adds."""
+    """Return the identity of a request with multimodal inputs or embeddings.
+
+    key is what its adapter adds.
+    """
     parts: list[tuple[int, bytes]] = []
     for feature in (request.mm_features or ())[:features]:
         seen = hashlib.sha256(feature.modality.encode())
@@ -430,7 +438,7 @@ def _embedded(request: Request) -> list[tuple[int, int]]:
 
 
 def _feed(seen: Any, value: Any) -> bool:
-    """Add what a processor made to a digest; False if it is not known how."""
+    """Add what a processor made to a digest; return False if it is of an unknown kind."""
     import numpy
     import torch
 
@@ -462,8 +470,10 @@ def _feed(seen: Any, value: Any) -> bool:
 
 
 def _settings_of(config: Any) -> bytes:
-    """vLLM's settings of adapters that change what these compute, the same text in every
-    process."""
+    """Return vLLM's settings of adapters that change what adapters compute.
+
+    The text is the same in every process.
+    """
     if config is None:
         return b""
     values = {

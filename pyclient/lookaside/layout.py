@@ -1,15 +1,15 @@
 """Where the bytes of a page lie in vLLM's KV cache.
 
-A page is one block of one rank, all layers. Where vLLM puts the layers of a model into several
-groups, each with a block table of its own (full attention and sliding windows, say), a page is the
-tokens of one *scheduler block*, the least multiple of all groups' blocks: one or more blocks of
-each group, side by side, each a *column* of the page.
+A page is one block of one rank, all layers. vLLM may put the layers of a model into several groups,
+each with a block table of its own (full attention and sliding windows, say). Then a page is the
+tokens of one *scheduler block*, the least common multiple of all groups' blocks. It has one or more
+blocks of each group, side by side; each is a *column* of the page.
 
 vLLM (0.29 and later) gives each layer a logical view [B', H, N, C] into one allocation; the
 physical order differs by backend, and kernels may split blocks (B' = num_blocks * ratio). From
-shape and strides we derive the runs of bytes that a block consists of, join neighbours, and check
-the result against what the KV cache config says about placement: two descriptions that disagree
-mean that we do not understand this vLLM, and a page that is not understood is not cached.
+shape and strides we derive the runs of bytes that a block consists of, and join neighbours. The
+result is checked against what the KV cache config has about placement. If the two disagree, we do
+not understand this vLLM, and a page that is not understood is not cached.
 
     LBHNC, LBNHC, MLA      one run a layer
     BLHNC, BLNHC, BHLNC    one run a block, all layers
@@ -18,16 +18,16 @@ mean that we do not understand this vLLM, and a page that is not understood is n
 Pages are opaque: nothing looks inside a run (on the CPU its bytes are in the order of the
 instruction set's tiles). Alignment padding at a page's end is not copied.
 
-Of a sliding window, a page has only those blocks that the window of some hit can reach: hits end
-where pages do, so that a block which ends more than the window before that is never read again.
-vLLM may have freed it by then.
+Of a sliding window, a page has only the blocks that the window of some hit can reach. Hits end
+where pages do. So a block that ends more than the window before a page's end is never read again,
+and vLLM may have freed it by then.
 
-Of layers that keep a *state* (Mamba and its kin, in vLLM's mode "align"), vLLM has a block for some
-pages' ends only: the state there stands for all tokens before. It is a page of its own, one for
-each group with states, named after the page that it ends (state_names): its column, one of the
-last, lies at the start of the page and alone there.
+For layers that keep a *state* (Mamba and its kin, in vLLM's mode "align"), vLLM has a block at some
+pages' ends only: the state there stands for all tokens before. A state is a page of its own, one
+for each group with states, named after the page that it ends (state_names). Its column, one of the
+last, lies at the start of that page and alone there.
 
-torch and vLLM are not imported: tensors, config and specs are used as they come.
+This module imports neither torch nor vLLM: it uses tensors, config and specs as they come.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ from typing import Any, NamedTuple
 MAX_SEGMENTS = 1 << 16
 
 # Specs whose blocks hold all tokens of the prefix, position by position, and nothing else. Their
-# subclasses are not included: each (sinks, reference windows, hidden states) came with rules of its
-# own.
+# subclasses are not included: each of them (sinks, reference windows, hidden states) has rules of
+# its own.
 FULL_ATTENTION_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
-# The same, but vLLM frees blocks that the window has left behind. Subclasses keep more than their
-# window, or less.
+# Specs whose blocks vLLM frees once the window has left them behind. Subclasses are not included:
+# they keep more than their window, or less.
 WINDOW_SPECS = frozenset({"SlidingWindowSpec"})
-# A block is what is left of all tokens before its end.
+# Specs whose block is a state of all tokens before its end.
 STATE_SPECS = frozenset({"MambaSpec"})
-# What kernels for the CPU choose by how they lay a state out.
+# Flags of a CPU by which kernels choose how to lay a state out.
 _CPU_FLAGS = ("asimd", "bf16", "avx2", "avx512f", "avx512_bf16", "amx_tile")
 
 
 class UnsupportedLayout(Exception):
     """This KV cache cannot be kept outside the engine.
 
-    kind: "attention" (a kind we do not cover) or "layout" (a placement we do not understand).
+    kind is "attention" (of a kind that is not covered) or "layout" (not understood).
     """
 
     def __init__(self, kind: str, reason: str) -> None:
@@ -89,23 +89,26 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class PageLayout:
-    """How one rank's pages lie in its KV cache. Valid as long as the tensors that it was built
-    from."""
+    """How one rank's pages lie in its KV cache.
+
+    Valid as long as the tensors that it was built from.
+    """
 
     segments: tuple[Segment, ...]  # by column, and by page_offset within it
     page_bytes: int
     num_blocks: int
     page_tokens: int
     spans: tuple[tuple[int, int], ...]  # (address, size) of the allocations that hold the KV cache
-    # Everything about the bytes of a page that another instance must share to reuse it; goes into
-    # the space.
+    # What another instance must have in common to reuse the bytes of a page; part of the space.
     description: dict[str, str] = field(default_factory=dict)
     states: int = 0  # so many of the columns, the last ones, are states: each is alone in its page
 
     @property
     def column_bytes(self) -> tuple[int, ...]:
-        """The bytes of each of a page's blocks, which follow one another in the page, but for
-        states."""
+        """The bytes of each of a page's blocks.
+
+        The blocks follow one another in the page, except those of states.
+        """
         sizes = [0] * (self.segments[-1].column + 1)
         for segment in self.segments:
             sizes[segment.column] += segment.length
@@ -113,7 +116,7 @@ class PageLayout:
 
 
 def shares(kv_cache_groups: Sequence[Any], page_tokens: int) -> tuple[Share, ...]:
-    """Return what each group has of a page of so many tokens: a multiple of all block sizes."""
+    """Return what each group has of a page. page_tokens is a multiple of all block sizes."""
     found = []
     for group in kv_cache_groups:
         block, window = group.kv_cache_spec.block_size, window_tokens(group)
@@ -121,15 +124,17 @@ def shares(kv_cache_groups: Sequence[Any], page_tokens: int) -> tuple[Share, ...
         if keeps_state(group):
             found.append(Share(blocks, 0, 1, state=True))
             continue
-        # As many as vLLM asks for at a hit, and does not replace by its null block.
+        # Blocks that vLLM needs at a hit; it has the null block in place of all before.
         reach = -(-(window - 1) // block) if window else 0
         found.append(Share(blocks, min(blocks, reach) if window else blocks, reach))
     return tuple(found)
 
 
 def window_tokens(group: Any) -> int:
-    """Return the tokens that a group's sliding window attends to, the newest among them; 0: it has
-    none."""
+    """Return how many tokens a group's sliding window attends to, the newest included.
+
+    0 if it has no window.
+    """
     (window,) = {spec.sliding_window for spec in specs_of(group) if _is_window(spec)} or {0}
     return window
 
@@ -140,8 +145,8 @@ def keeps_state(group: Any) -> bool:
 
 
 def state_names(digest: bytes, groups: int) -> list[bytes]:
-    """Return the names of the states at the end of the page with this digest, one for each group
-    that keeps them."""
+    """Return the names of the states at the end of the page with this digest, one for each
+    group."""
     size = len(digest)
     return [
         hashlib.sha256(b"lookaside state %d:" % number + digest).digest()[:size]
@@ -237,8 +242,7 @@ def build_layout(
 
 
 def config_fault(kv_cache_config: Any) -> str | None:
-    """Return why pages of this KV cache cannot be kept, judged by its config alone; None if they
-    can."""
+    """Return why pages of this KV cache cannot be kept, going by its config; None if they can."""
     groups = list(kv_cache_config.kv_cache_groups)
     if not groups:
         return "the model has no KV cache"
@@ -283,14 +287,14 @@ def config_fault(kv_cache_config: Any) -> str | None:
 
 
 def _layer_specs(group: Any) -> Iterable[tuple[str, Any]]:
-    """Return each layer of a group with its own spec."""
+    """Return the layers of a group by name, each with its own spec."""
     own = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     for name in group.layer_names:
         yield name, group.kv_cache_spec if own is None else own[name]
 
 
 def specs_of(group: Any) -> list[Any]:
-    """Return the specs of a group's layers, of which a rank of a pipeline may have none."""
+    """Return the specs of a group's layers. A rank of a pipeline may have none of them."""
     own = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     return list(own.values()) if own else [group.kv_cache_spec]
 
@@ -319,8 +323,7 @@ def _layer_runs(name: str, tensor: Any, num_blocks: int) -> list[tuple[int, int,
 
 
 def _join(runs: Sequence[tuple[int, int, int]]) -> tuple[Segment, ...]:
-    """Lays the runs out in a page, making one segment of runs that are neighbours in the cache as
-    well."""
+    """Lay the runs out in a page; runs that are neighbours in the cache become one segment."""
     segments: list[Segment] = []
     end = 0
     for base, stride, length in runs:
@@ -383,8 +386,8 @@ def _describe(
         "page": page.hexdigest(),
         "shapes": _few(shapes),
         "attention": _few(_backend(layer) for layer in layers),
-        # CPU backends order the bytes of a block by instruction set; vLLM leaves the name on the
-        # layer.
+        # CPU backends order the bytes of a block by instruction set. vLLM keeps that set's name on
+        # the layer.
         "isa": _few(str(getattr(layer, "isa", "")) for layer in layers),
         **described,
     }

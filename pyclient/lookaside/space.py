@@ -1,16 +1,15 @@
 """Names the space: everything that must agree for KV bytes to be reusable.
 
-vLLM's block hashes name token prefixes (with LoRA, cache salt, multimodal
-content and prompt embeddings), but neither the model nor how its KV is laid
-out. ``space_fields`` adds what both roles of an engine can tell from their
-configuration; the worker adds the page layout, which only it knows. The sidecar
-compares the fields one by one, so that a refusal can name the one that differs.
+vLLM's block hashes name token prefixes (with LoRA, cache salt, multimodal content and prompt
+embeddings), but neither the model nor how its KV is laid out. ``space_fields`` adds what both roles
+of an engine can tell from their configuration. The worker adds the page layout, which only it
+knows. The sidecar compares the fields one by one, so that a refusal can name the one that differs.
 
-Where a value cannot be told, or would differ from run to run without being
-visible here, the field is made unique to the engine: any doubt is a miss.
+Some values cannot be known, or differ from run to run without being visible here. Their field is
+made unique to the engine: any doubt is a miss.
 
-This module imports neither torch nor vLLM until a function needs them, and
-reads only attributes of the objects that it is given.
+This module imports neither torch nor vLLM until a function needs them, and reads only attributes of
+the objects that it is given.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ _DIGEST_BYTES = {"sha256": 32, "sha256_cbor": 32, "xxhash": 16, "xxhash_cbor": 1
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
-# Settings of multimodal inputs that change neither the model nor what a page's name does not tell
-# (identity.py).
+# Settings of multimodal inputs that do not matter here. They do not change the model, and page
+# names cover what they change (identity.py).
 _HARMLESS_INPUTS = frozenset({
     "allow_missing_mm_embeddings",
     "enable_mm_embeds",
@@ -67,7 +66,7 @@ _PLAIN_HEADS = frozenset({
 
 
 class World(NamedTuple):
-    """Where ranks are: ``rank = pp_rank * tp_size + tp_rank``."""
+    """The ranks of one engine: ``rank = pp_rank * tp_size + tp_rank``."""
 
     tp_size: int
     pp_size: int
@@ -101,9 +100,8 @@ def world(vllm_config: Any) -> World:
 def idle_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     """Return why the connector must stay idle for this model, or None if it need not.
 
-    Pages are stored of layers that keep the whole prefix, of those that keep a
-    sliding window of it, and, beside these, of those that keep a state. A model with
-    anything else starts and runs, without hits.
+    Pages are stored of layers that keep the whole prefix or a sliding window of it and, beside
+    these, of layers that keep a state. A model with other layers runs without hits.
     """
     if not vllm_config.cache_config.enable_prefix_caching:
         return "prefix caching is disabled; start vLLM with --enable-prefix-caching"
@@ -143,9 +141,9 @@ def uses_drafts(vllm_config: Any, kv_cache_config: Any) -> bool:
 def geometry(config: Config, vllm_config: Any, kv_cache_config: Any) -> tuple[Geometry, str | None]:
     """Page and chunk sizes, and a warning if chunk_tokens had to give way.
 
-    A chunk is no longer than the shortest sliding window: when its last page is
-    full, vLLM still has the blocks of its first, so that it can be stored whole.
-    With states it is one page: a state's page is a chunk of its own, at any place.
+    A chunk is no longer than the shortest sliding window: when its last page is full, vLLM still
+    has the blocks of its first, so that it can be stored whole. With states a chunk is one page: a
+    state's page is a chunk of its own, at any place.
     """
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
@@ -183,9 +181,9 @@ def hash_warning(vllm_config: Any) -> str | None:
 def replicas(vllm_config: Any, kv_cache_config: Any) -> int:
     """Return how many consecutive TP ranks hold the very same pages; 1 where that is not certain.
 
-    Both roles of one engine compute the same. vLLM tells it of layers that are not split by heads
-    (MLA), and then of all layers together. Of KV heads that are too few for the ranks it tells
-    nothing, so that there it is found here, for models whose layers are known to be all alike.
+    Both roles of one engine compute the same. For layers that are not split by heads (MLA) vLLM
+    itself knows, for all layers together. For KV heads that are too few for the ranks it does not.
+    That case is found here, for models whose layers are known to be all alike.
     """
     parallel = vllm_config.parallel_config
     tp = parallel.tensor_parallel_size
@@ -201,8 +199,7 @@ def replicas(vllm_config: Any, kv_cache_config: Any) -> int:
 
 
 def _plain_heads(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Return the KV heads that every layer has in all, of a rank each at most; 0 where that is not
-    certain."""
+    """Return how many KV heads every layer has in all; 0 where that is not certain."""
     model = vllm_config.model_config
     if getattr(model, "use_mla", True) or vllm_config.speculative_config is not None:
         return 0  # a draft model has heads of its own
@@ -301,10 +298,10 @@ def _model_name(model: str) -> str:
 
 
 def _weights_identity(model: Any, load_format: str) -> str:
-    """Return what tells two sets of weights under one name apart, as far as is cheap.
+    """Return what tells two sets of weights under one name apart, as far as that is cheap.
 
-    A local directory: the names, sizes and times of its weight files and the
-    bytes of its configurations. A hub model: the commit that was resolved.
+    Of a local directory, the names, sizes and times of its weight files and the bytes of its
+    configurations. Of a hub model, the commit that was resolved.
     """
     if load_format == "dummy":
         return f"dummy:{getattr(model, 'seed', None)}"
@@ -364,8 +361,8 @@ def _draft(vllm_config: Any) -> str:
 def _none_hash(algorithm: str, engine_id: str) -> str:
     """Return a digest of the seed that all block hashes start from.
 
-    vLLM sets its NONE_HASH in the scheduler's process only, after the connector
-    is made, so that it is derived here the way vLLM derives it.
+    vLLM sets its NONE_HASH in the scheduler's process only, after the connector is made. So it is
+    derived here the way vLLM derives it.
     """
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core import kv_cache_utils
@@ -379,10 +376,10 @@ def _none_hash(algorithm: str, engine_id: str) -> str:
 
 
 def _key_format(algorithm: str) -> str:
-    """Return how vLLM feeds a block to the hash: the form of its extra keys, found by asking it.
+    """Return how vLLM feeds a block to the hash: the form of its extra keys, found by a trial.
 
-    The form changed between versions without a name of its own. Algorithms
-    that hash pickles depend on Python's version as well.
+    The form changed between versions without a name of its own. Algorithms that hash pickles depend
+    on Python's version as well.
     """
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 

@@ -1,13 +1,12 @@
 """The messages between clients and the sidecar, as typed msgspec structs.
 
-Every message is one msgpack array whose first element is its type. Decoding is
-strict: exact number of fields, exact types (integers of any msgpack width), no
-trailing bytes; it never evaluates anything. Encoding writes the shortest form
-of each value, so equal messages are equal bytes in every language: the golden
-vectors in ``ipc/wire/testdata`` are read by the Go tests and by ours.
+Every message is one msgpack array whose first element is its type. Decoding is strict: exact number
+of fields, exact types (integers of any msgpack width), no trailing bytes. It never evaluates
+anything. Encoding writes the shortest form of each value, so equal messages are equal bytes in
+every language: the Go tests and ours read the same golden vectors in ``ipc/wire/testdata``.
 
-Structs are immutable and safe to share between threads. Encoding does not check
-ranges: what is sent is the caller's own.
+Structs are immutable and safe to share between threads. Encoding does not check ranges: what is
+sent is the caller's own.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MAX_PACKET_BYTES = 256 << 10
 """The longest message on the session socket."""
 
 SOCKET_BUFFER_BYTES = 1 << 20
-"""The SO_SNDBUF with which a packet of that length can be sent."""
+"""The SO_SNDBUF with which a packet of MAX_PACKET_BYTES can be sent."""
 
 MAX_DIGEST_BYTES = 32
 """The longest page hash."""
@@ -39,36 +38,37 @@ SECRET_BYTES = 16
 """The length of a session's secret, and of a ticket."""
 
 NAMES_BYTES = 32
-"""The length of what names a load's pages."""
+"""The length of the name of a load's pages."""
 
 _EXTENT_BYTES = 25
 _OVERHEAD_BYTES = 96
 
 MAX_EXTENTS = (MAX_PACKET_BYTES - _OVERHEAD_BYTES) // _EXTENT_BYTES
-"""How many extents fit one packet whatever they are."""
+"""How many extents fit one packet, whatever their values."""
 
 
 def max_store_pages(digest_bytes: int) -> int:
-    """Return how many pages one PrepareStore may name: their hashes and their grants must fit a
-    packet each."""
+    """Return how many pages one PrepareStore may name.
+
+    Their hashes must fit one packet, and so must their grants.
+    """
     return min(MAX_EXTENTS, (MAX_PACKET_BYTES - _OVERHEAD_BYTES) // digest_bytes - 1)
 
 
 def ticket(secret: bytes, lookup: int) -> bytes:
-    """Return what a load proves by that it was ordered by whoever made the lookup.
+    """Return a lookup's ticket, by which a load proves that the lookup's session ordered it.
 
-    The start of an HMAC-SHA256 of the lookup's number, keyed by its session's secret. The sidecar
-    computes the same. Who knows one ticket can take over that lookup alone.
+    It is the start of an HMAC-SHA256 of the lookup's number, keyed by its session's secret. The
+    sidecar computes the same. Whoever knows one ticket can take over that lookup alone.
     """
     return hmac.digest(secret, lookup.to_bytes(8, "little"), "sha256")[:SECRET_BYTES]
 
 
 def names(digests: Sequence[bytes], first_page: int, pages_per_chunk: int) -> bytes:
-    """One name for the pages of a load, from their digests, of which the first is that of
-    first_page.
+    """Return one name for the pages of a load, given their digests from page first_page on.
 
-    The SHA-256 of the digests at which the chunks end, one behind the other; the last chunk ends
-    where the load does. A digest names all of its prefix, so that no other is needed.
+    It is the SHA-256 of the digests at which the chunks end, one behind the other; the last chunk
+    ends where the load does. A digest names all of its prefix, so that no other is needed.
     """
     ends = digests[pages_per_chunk - 1 - first_page % pages_per_chunk :: pages_per_chunk]
     if (first_page + len(digests)) % pages_per_chunk:
@@ -80,10 +80,10 @@ class LeaseRef(NamedTuple):
     """What lets a rank's worker take over what a lookup has leased there."""
 
     session: int
-    """The scheduler's; 0: nothing is leased there."""
+    """The scheduler's session; 0: nothing is leased there."""
     lookup: int
     ticket: bytes
-    """Belongs into no log: who has it can take the leases."""
+    """Belongs into no log: whoever has it can take the leases."""
 
     def __repr__(self) -> str:
         return f"LeaseRef({self.session:x}, {self.lookup})"
@@ -94,7 +94,7 @@ class WireError(ValueError):
 
 
 class VersionError(WireError):
-    """A message of another protocol version, which alone was looked at."""
+    """A message of another protocol version. Nothing else of it was looked at."""
 
     def __init__(self, got: int) -> None:
         super().__init__(f"protocol version differs: want {VERSION}, got {got}")
@@ -122,8 +122,8 @@ class Message(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
 class Hello(Message, frozen=True, tag=1):
     """Opens a session. ``fields`` must be in rising order of keys.
 
-    A scheduler asks for ``ranks`` ranks from ``rank`` on at once, which share a space; a worker is
-    one.
+    A scheduler's session is for ``ranks`` ranks from ``rank`` on, which share a space. A worker's
+    is for one.
     """
 
     version: _U16
@@ -141,10 +141,11 @@ class Hello(Message, frozen=True, tag=1):
 class Welcome(Message, frozen=True, tag=2):
     """Accepts a session; the control region's fd travels with it.
 
-    ``secret`` is what lookup messages prove by that they are this session's, and what their answers
-    are routed by. The sidecar names ``session`` in its status, and tells ``secret`` to nobody else.
-    No log and no file may have it. ``peers`` names the sidecars of this host that lend each other
-    what they hold, this one among them: theirs is the same number. 0: it is alone.
+    By ``secret`` lookup messages prove that they are this session's, and their answers are routed
+    by it. The sidecar shows ``session`` in its status, but tells ``secret`` to nobody else. No log
+    and no file may have it. ``max_pages`` is how many pages one message may name, ``lease_ms`` how
+    long a lookup keeps its leases. ``peers`` is the number of this host's group of sidecars that
+    lend to each other; 0 if this one is alone.
     """
 
     version: _U16
@@ -161,7 +162,7 @@ class Welcome(Message, frozen=True, tag=2):
 
 
 class Refuse(Message, frozen=True, tag=3):
-    """Refuses a session; the sidecar closes the socket behind it."""
+    """Refuses a session; the sidecar then closes the socket."""
 
     version: _U16
     code: _Text
@@ -174,8 +175,7 @@ class Refuse(Message, frozen=True, tag=3):
 class PrepareStore(Message, frozen=True, tag=10):
     """Asks for room for the pages from ``first_page`` on that are not held.
 
-    Of their chunks, by number in the prefix, only for those that leave ``which`` when divided by
-    ``every``.
+    Only chunks whose number in the prefix leaves ``which`` when divided by ``every`` count.
     """
 
     id: _U32
@@ -187,8 +187,10 @@ class PrepareStore(Message, frozen=True, tag=10):
 
 
 class Extent(Message, frozen=True):
-    """A run of consecutive pages in a region; ``page`` is an index in the prefix, ``offset``
-    bytes."""
+    """A run of consecutive pages in a region.
+
+    ``page`` is the index of the first one in the prefix, ``offset`` is in bytes.
+    """
 
     page: _U32
     pages: _U32
@@ -204,8 +206,10 @@ _Extents = Annotated[tuple[Extent, ...], Meta(max_length=MAX_EXTENTS)]
 
 
 class StoreGrant(Message, frozen=True, tag=11):
-    """Answers PrepareStore: where to copy what is not held. ``store`` is 0 if there is nothing
-    to."""
+    """Answers PrepareStore: where to copy what is not held.
+
+    ``store`` is 0 if there is nothing to copy.
+    """
 
     id: _U32
     store: _U64
@@ -219,7 +223,7 @@ class StoreGrant(Message, frozen=True, tag=11):
 
 
 class CommitStore(Message, frozen=True, tag=12):
-    """Makes a store visible, but for the grants (by rising index) whose copy failed."""
+    """Makes a store visible, except the grants (by rising index) whose copy failed."""
 
     store: _Id
     failed: _Indices = ()
@@ -232,8 +236,10 @@ class AbortStore(Message, frozen=True, tag=13):
 
 
 class PrepareLoad(Message, frozen=True, tag=20):
-    """Takes over what a scheduler's lookup has leased; ``session``, ``lookup`` and ``ticket`` are
-    the scheduler's."""
+    """Takes over what a scheduler's lookup has leased.
+
+    ``session``, ``lookup`` and ``ticket`` are the scheduler's.
+    """
 
     id: _U32
     session: _Id
@@ -245,8 +251,10 @@ class PrepareLoad(Message, frozen=True, tag=20):
 
 
 class LoadGrant(Message, frozen=True, tag=21):
-    """Answers PrepareLoad: where the pages are, and what the sidecar's index names those that lie
-    there."""
+    """Answers PrepareLoad: where the pages are.
+
+    ``names`` is made of the names that the sidecar's index has for the pages that lie there.
+    """
 
     id: _U32
     load: _Id
@@ -288,7 +296,7 @@ class Cleared(Message, frozen=True, tag=33):
 
 
 class ReadEvents(Message, frozen=True, tag=34):
-    """Asks what has changed in the session's space since it was asked before."""
+    """Asks what has changed in the session's space since the last ReadEvents."""
 
     id: _U32
 
@@ -301,8 +309,10 @@ class Run(Message, frozen=True):
 
 
 class Events(Message, frozen=True, tag=35):
-    """Answers ReadEvents. ``reset``: what was told before is void; ``more``: there is more at
-    once."""
+    """Answers ReadEvents.
+
+    ``reset``: what was reported before is void. ``more``: there is more to read at once.
+    """
 
     id: _U32
     reset: _Flag
@@ -311,10 +321,9 @@ class Events(Message, frozen=True, tag=35):
 
 
 class Prefilled(Message, frozen=True, tag=36):
-    """Tells what became of a request: of the tokens that vLLM's own cache did not have, those found
-    and those loaded.
+    """Reports what became of a request, for the sidecar to count; there is no reply.
 
-    For the sidecar to count; there is no reply.
+    ``tokens`` are those that vLLM's own cache did not have. Of them, ``found`` and ``loaded``.
     """
 
     tokens: _U32
@@ -323,11 +332,10 @@ class Prefilled(Message, frozen=True, tag=36):
 
 
 class RegionAdded(Message, frozen=True, tag=40):
-    """Tells a worker of a region to map: ``size`` bytes at ``offset`` of the fd that travels with
-    it.
+    """Gives a worker a region to map: ``size`` bytes at ``offset`` of the fd that travels with it.
 
-    The offset is a multiple of ``page_size``, and so must the address be that it is mapped at. What
-    is ``read_only`` is another sidecar's, and is mapped for reading only.
+    The offset is a multiple of ``page_size``, and the address that the region is mapped at must be
+    one too. A ``read_only`` region is another sidecar's, and is mapped for reading only.
     """
 
     region: _U32
@@ -344,8 +352,10 @@ class RegionAdded(Message, frozen=True, tag=40):
 
 
 class RegionRemoved(Message, frozen=True, tag=41):
-    """Tells a worker to unmap a region once its copies that began before have ended, and to say
-    so."""
+    """Tells a worker to unmap a region once the copies that began before have ended.
+
+    The worker reports it by a RegionUnmapped.
+    """
 
     region: _U32
 
@@ -357,15 +367,16 @@ class RegionUnmapped(Message, frozen=True, tag=42):
 
 
 class RegionMapped(Message, frozen=True, tag=43):
-    """A worker can copy into a region that came after its handshake, or has found that it never
-    will."""
+    """Reports that a worker can copy into a region that came after its handshake, or never will."""
 
     region: _U32
 
 
 class Notice(Message, frozen=True, tag=44):
-    """Tells a client what its user should know. May come at any time after the handshake; is not
-    answered."""
+    """Tells a client what its user should know.
+
+    May come at any time after the handshake; there is no reply.
+    """
 
     text: _Text
 
@@ -381,9 +392,9 @@ class Error(Message, frozen=True, tag=50):
 class Lookup(Message, frozen=True, tag=60):
     """Asks how much of a prefix is held, and leases it.
 
-    ``prev`` is the digest of page ``first_page - 1``, empty for page 0. The answer
-    is awaited for ``deadline_ms`` at most. ``recompute_us`` is how long computing
-    one page takes instead; 0: not known.
+    ``prev`` is the digest of page ``first_page - 1``, empty for page 0. The client waits for the
+    answer for ``deadline_ms`` at most. ``recompute_us`` is how long computing one page takes
+    instead; 0: not known.
     """
 
     session: _Id
@@ -422,10 +433,10 @@ class Cancel(Message, frozen=True, tag=63):
 
 
 class LookupPending(Message, frozen=True, tag=64):
-    """Before the answer to a Lookup: pages are on their way from a tier below.
+    """Comes before the answer to a Lookup: pages are on their way from a tier below.
 
-    ``pages`` are expected from the lookup's first page on, after ``eta_ms`` from now.
-    A later one takes the place of an earlier one.
+    ``pages`` are expected from the lookup's first page on, in ``eta_ms`` from now. A later message
+    replaces an earlier one.
     """
 
     lookup: _U64
@@ -472,7 +483,7 @@ class _Head(msgspec.Struct, array_like=True):
     version: int
 
 
-# What a client may be sent: nothing else is decoded at all.
+# What a sidecar may send to a client. Nothing else is decoded at all.
 _Received = (
     Welcome
     | Refuse
@@ -499,9 +510,9 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def decode(data: bytes | bytearray | memoryview) -> AnyMessage:
-    """Return the message, of those that the sidecar sends, in data.
+    """Return the message in data, which must be one that a sidecar sends.
 
-    Raises VersionError for one of another protocol version, else WireError.
+    Raises VersionError for a message of another protocol version, WireError for any other bytes.
     """
     try:
         message = _decoder.decode(data)
