@@ -71,14 +71,9 @@ class Hits:
         if first >= limit:
             self.drop(state)
             return 0
-        asked = state.asked
-        if asked is None or not self._is_valid(state, asked, first):
-            asked = self._replace(state, first)
-            if asked is None:
-                return 0
-        if asked.lookup is not None and first > asked.trimmed:
-            asked.lookup.trim(first)
-            asked.trimmed = first
+        asked = self._current(state, first)
+        if asked is None:
+            return 0
         if asked.held is None and not self._take_answer(asked):
             return None
         if self._is_too_old(asked, first):
@@ -201,6 +196,17 @@ class Hits:
         self.holding += 1
         setup.stats.add("lookups")
         return state.asked
+
+    def _current(self, state: RequestState, first_page: int) -> Question | None:
+        """Return a lookup that fits the request, trimmed to first_page; None if there can be
+        none."""
+        asked = state.asked
+        if asked is None or not self._is_valid(state, asked, first_page):
+            asked = self._replace(state, first_page)
+        if asked is not None and asked.lookup is not None and first_page > asked.trimmed:
+            asked.lookup.trim(first_page)
+            asked.trimmed = first_page
+        return asked
 
     def _replace(self, state: RequestState, first_page: int) -> Question | None:
         """Drop the lookup of a request and start a new one.

@@ -86,13 +86,24 @@ class Saves:
 
         refresh takes note of preemptions.
         """
-        setup = self._setup
-        if not setup.may_save or self.pool is None:
+        if not self._setup.may_save or self.pool is None:
             return
-        block_state = output.kv_connector_block_state
-        if block_state is None or not setup.sidecars.available:
+        if output.kv_connector_block_state is None or not self._setup.sidecars.available:
             return
-        page = setup.page
+        self._collect_pages(output, requests, refresh, specs)
+        if self._states.groups:
+            self._collect_states(output, requests, refresh, specs)
+
+    def _collect_pages(
+        self,
+        output: SchedulerOutput,
+        requests: Mapping[str, RequestState],
+        refresh: Callable[[RequestState], None],
+        specs: list[SaveSpec],
+    ) -> None:
+        """Append specs of pages of tokens; see collect."""
+        block_state, page = output.kv_connector_block_state, self._setup.page
+        assert block_state is not None
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = requests.get(request_id)
             if state is None or state.stale:
@@ -111,14 +122,24 @@ class Saves:
             if pages > state.saved or tail:
                 tables = block_state.get_block_ids(request_id) or ()
                 specs += self._save(state, pages, tables, tail)
-        if self._states.groups:
-            for request_id, offers in block_state.boundary_state_offloads.items():
-                state = requests.get(request_id)
-                if state is None or request_id in (output.preempted_req_ids or ()):
-                    continue
-                refresh(state)
-                if not state.stale and self._identification.may_save(state):
-                    specs += self._save_states(state, offers)
+
+    def _collect_states(
+        self,
+        output: SchedulerOutput,
+        requests: Mapping[str, RequestState],
+        refresh: Callable[[RequestState], None],
+        specs: list[SaveSpec],
+    ) -> None:
+        """Append specs of the states that vLLM hands out; see collect."""
+        block_state = output.kv_connector_block_state
+        assert block_state is not None
+        for request_id, offers in block_state.boundary_state_offloads.items():
+            state = requests.get(request_id)
+            if state is None or request_id in (output.preempted_req_ids or ()):
+                continue
+            refresh(state)
+            if not state.stale and self._identification.may_save(state):
+                specs += self._save_states(state, offers)
 
     def finish(self, state: RequestState, tables: Sequence[list[int]]) -> bool:
         """Save what is left of a request that ends; return whether it can be saved at all.

@@ -250,25 +250,33 @@ class Loads:
                     asked[0].pending.wait_done(_POLL_S if moving else 0.05)
                 elif moving and moving[0].ticket is not None:
                     moving[0].ticket.wait(_POLL_S if len(moving) > 1 else 0.005)
-                still: list[_Load] = []
-                for load in asked:
-                    if not load.pending.done and time.monotonic() < load.grant_deadline:
-                        still.append(load)
-                    elif self._begin(load):
-                        moving.append(load)
-                asked = still
-                still = []
-                for load in moving:
-                    if load.ticket is not None and not load.ticket.done():
-                        still.append(load)
-                    else:
-                        self._end(load)
-                moving = still
+                asked = self._begin_granted(asked, moving)
+                moving = self._end_copied(moving)
             except Exception:
                 # _begin and _end catch their own; this is the thread's last line.
                 self._stats.add("errors")
                 self._log.warning("bug loader", "the loader failed", exc_info=True)
                 time.sleep(_POLL_S)
+
+    def _begin_granted(self, asked: list[_Load], moving: list[_Load]) -> list[_Load]:
+        """Add to moving what can be copied now; return the loads that still wait for a grant."""
+        still: list[_Load] = []
+        for load in asked:
+            if not load.pending.done and time.monotonic() < load.grant_deadline:
+                still.append(load)
+            elif self._begin(load):
+                moving.append(load)
+        return still
+
+    def _end_copied(self, moving: list[_Load]) -> list[_Load]:
+        """End the loads whose copy is over; return the others."""
+        still: list[_Load] = []
+        for load in moving:
+            if load.ticket is not None and not load.ticket.done():
+                still.append(load)
+            else:
+                self._end(load)
+        return still
 
     def _arrived(self, wait: bool) -> list[_Load | None]:
         arrived: list[_Load | None] = []
