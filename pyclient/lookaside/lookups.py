@@ -121,7 +121,7 @@ class Lookup:
 
         From here on the lookup waits no longer than the rest is worth.
         """
-        self._client._tell(
+        self._client._send_all(
             self, lambda session, secret, lookup: wire.Trim(session, secret, lookup, first_page)
         )
         deadline = self._since + self._client._patience_s(
@@ -349,7 +349,7 @@ class LookupClient:
             lookup._result = lookup._hits
             del self._pending[lookup.id]
 
-    def _tell(self, lookup: Lookup, make: Callable[[int, bytes, int], object]) -> None:
+    def _send_all(self, lookup: Lookup, make: Callable[[int, bytes, int], object]) -> None:
         """Send what make builds to every rank that may hold leases for the lookup."""
         for rank, (session_id, secret) in enumerate(lookup._asked):
             link = self._links.present[rank]
@@ -359,4 +359,4 @@ class LookupClient:
     def _give_up(self, lookup: Lookup, known: int | None) -> None:
         self._pending.pop(lookup.id, None)
         lookup._result = known or 0
-        self._tell(lookup, wire.Cancel)
+        self._send_all(lookup, wire.Cancel)

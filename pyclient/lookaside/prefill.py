@@ -41,7 +41,7 @@ class PrefillRate:
         return self._slope
 
     @staticmethod
-    def tells(prompt_tokens: int, all_tokens: int) -> bool:
+    def is_worth_timing(prompt_tokens: int, all_tokens: int) -> bool:
         """Report whether a step of so many tokens is worth timing."""
         return prompt_tokens >= _FEWEST_TOKENS and prompt_tokens >= _PROMPT_SHARE * all_tokens
 

@@ -151,7 +151,7 @@ class Session:
         self._up = threading.Event()
         # The thread's own.
         self._backoff = _BACKOFF_FIRST_S
-        self._told: list[Subscriber] = []  # of the present session by on_connected
+        self._greeted: list[Subscriber] = []  # were told of the present session
         self._buffer = bytearray(wire.MAX_PACKET_BYTES + 1)
 
         self._lock = threading.Lock()
@@ -169,7 +169,7 @@ class Session:
         self._ids = itertools.count(1)
         self._pending: dict[int, Pending] = {}
         self._outbox: deque[bytes] = deque()
-        self._greet: list[Subscriber] = []
+        self._newcomers: list[Subscriber] = []
         _live_sessions.add(self)
 
     # ---- life ----
@@ -182,7 +182,7 @@ class Session:
         with self._lock:
             self._subscribers.append(subscriber)
             if self._connected:
-                self._greet.append(subscriber)
+                self._newcomers.append(subscriber)
         self._wake()
 
     def start(self) -> None:
@@ -474,8 +474,8 @@ class Session:
             if control.generation != message.generation:
                 raise HandshakeError("control region and welcome are of different sidecar runs")
             self._welcome = message
-        self._told = list(self._subscribers)
-        for subscriber in self._told:
+        self._greeted = list(self._subscribers)
+        for subscriber in self._greeted:
             subscriber.on_connected(self, message)
         for _ in range(message.regions):
             added, fds = self._receive_by(deadline)
@@ -487,7 +487,7 @@ class Session:
             self._connected = True
             self._suspect = False
             self._refused = None
-            self._greet = [s for s in self._subscribers if s not in self._told]
+            self._newcomers = [s for s in self._subscribers if s not in self._greeted]
         self._up.set()
         logger.info(
             "session %x with the sidecar at %s: %d regions, generation %x",
@@ -501,7 +501,7 @@ class Session:
         try:
             if len(fds) != 1:
                 raise HandshakeError(f"RegionAdded with {len(fds)} fds")
-            for subscriber in self._told:
+            for subscriber in self._greeted:
                 subscriber.on_region(self, added, fds[0])
         finally:
             close_all(fds)
@@ -537,14 +537,14 @@ class Session:
                 if self._broken is not None:
                     raise ConnectionResetError(self._broken)
                 self._flush()
-                newcomers, self._greet = self._greet, []
+                newcomers, self._newcomers = self._newcomers, []
                 suspect = self._suspect
                 events = select.POLLIN | (select.POLLOUT if self._outbox else 0)
             if self._closed:
                 return
             for subscriber in newcomers:
                 assert self._welcome is not None
-                self._told.append(subscriber)
+                self._greeted.append(subscriber)
                 subscriber.on_connected(self, self._welcome)
 
             now = time.monotonic()
@@ -586,7 +586,7 @@ class Session:
             return
         close_all(fds)
         if isinstance(message, wire.RegionRemoved):
-            for subscriber in self._told:
+            for subscriber in self._greeted:
                 subscriber.on_region_removed(self, message.region)
             return
         if isinstance(message, wire.Pong):
@@ -623,14 +623,14 @@ class Session:
         Its socket closes here, unless somebody holds it.
         """
         with self._lock:
-            was = self._told
-            self._told = []
+            was = self._greeted
+            self._greeted = []
             self._connected = False
             self._suspect = False
             self._up.clear()
             pending, self._pending = list(self._pending.values()), {}
             self._outbox.clear()
-            self._greet.clear()
+            self._newcomers.clear()
             self._socket = None
             line, self._line = self._line, None
             control, self._control = self._control, None

@@ -81,7 +81,7 @@ class RankSidecars:
             config.promotion_timeout_ms / 1e3,
             longest_s=config.lookup_timeout_max_ms / 1e3,
         )
-        self._told = {"lookup_timeouts": 0, "lookups_promoted": 0, "lookups_unasked": 0}
+        self._reported = {"lookup_timeouts": 0, "lookups_promoted": 0, "lookups_unasked": 0}
 
     def connect(self) -> None:
         """Begin to connect, and keep connecting, in the background. Call once."""
@@ -146,8 +146,8 @@ class RankSidecars:
             "lookups_unasked": self._lookups.unasked,
         }
         for name, count in counts.items():
-            self._stats.add(name, count - self._told[name])
-        self._told = counts
+            self._stats.add(name, count - self._reported[name])
+        self._reported = counts
         return lookup
 
     def feeds(self) -> list[SessionFeed]:
@@ -161,7 +161,7 @@ class RankSidecars:
         """
         self._clearing.void()
 
-    def tell_prefilled(self, tokens: int, found: int, loaded: int) -> None:
+    def report_prefilled(self, tokens: int, found: int, loaded: int) -> None:
         """Report to each sidecar, once however many ranks it has, what became of a request.
 
         Never blocks; the report may be lost.

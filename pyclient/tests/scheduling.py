@@ -344,7 +344,7 @@ class ScriptedSidecars:
         self.is_void = True
         self.may_clear = False
 
-    def tell_prefilled(self, tokens: int, found: int, loaded: int) -> None:
+    def report_prefilled(self, tokens: int, found: int, loaded: int) -> None:
         assert 0 <= found <= tokens and 0 <= loaded <= tokens
         self.prefilled.append((tokens, found, loaded))
 

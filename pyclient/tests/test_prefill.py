@@ -67,4 +67,4 @@ def test_a_rate_that_changes_is_followed():
     [(15, 15, False), (16, 16, True), (100, 200, True), (100, 201, False), (0, 50, False)],
 )
 def test_steps_worth_timing(prompt: int, everything: int, tells: bool):
-    assert PrefillRate.tells(prompt, everything) is tells
+    assert PrefillRate.is_worth_timing(prompt, everything) is tells

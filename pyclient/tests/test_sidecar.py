@@ -225,13 +225,13 @@ def test_bytes_come_back(engine: Engine, sidecar: Sidecar) -> None:
 
 def test_the_sidecar_counts_what_it_is_told(engine: Engine, sidecar: Sidecar) -> None:
     for told in ((1000, 0, 0), (700, 600, 512)):
-        engine.sidecars.tell_prefilled(*told)
+        engine.sidecars.report_prefilled(*told)
     want = {"requests": 2, "asked": 1700, "found": 600, "loaded": 512, "computed": 1188}
     until(lambda: sidecar.status()["counters"]["tokens"] == want)
     # One that cannot be told costs nothing.
     sidecar.kill()
     until(lambda: not engine.sidecars.available)
-    engine.sidecars.tell_prefilled(1, 1, 1)
+    engine.sidecars.report_prefilled(1, 1, 1)
 
 
 @pytest.mark.parametrize(

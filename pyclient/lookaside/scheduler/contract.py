@@ -75,7 +75,7 @@ class Sidecars(Protocol):
         """
         ...
 
-    def tell_prefilled(self, tokens: int, found: int, loaded: int) -> None:
+    def report_prefilled(self, tokens: int, found: int, loaded: int) -> None:
         """Report to the sidecars what became of an admitted request. Never blocks.
 
         tokens are those that vLLM's own cache did not have. found counts those of them that the

@@ -70,7 +70,7 @@ class Loads:
         tokens = max(0, request.num_tokens - local)
         found = max(0, min(held * page - local, tokens))
         if to_load <= 0:
-            self._setup.sidecars.tell_prefilled(tokens, found, 0)
+            self._setup.sidecars.report_prefilled(tokens, found, 0)
         else:
             self.prefills[request.request_id] = _Prefill(tokens, found, min(to_load, tokens))
 
@@ -144,7 +144,7 @@ class Loads:
         if self._parked is not None and request_id in requests:  # it was not aborted
             self._parked.add(request_id)
         if (prefill := self.prefills.pop(request_id, None)) is not None:
-            self._setup.sidecars.tell_prefilled(prefill.tokens, prefill.found, prefill.loaded)
+            self._setup.sidecars.report_prefilled(prefill.tokens, prefill.found, prefill.loaded)
 
     def must_wait(self, request_id: str) -> bool:
         """Report whether a request must wait for others whose load has ended.

@@ -92,7 +92,7 @@ class Pace:
             left = request.num_tokens - request.num_computed_tokens
             if left > 1:  # a request that generates computes only its last token, and drafts
                 prompt_tokens += min(scheduled, left)
-        if PrefillRate.tells(prompt_tokens, output.total_num_scheduled_tokens):
+        if PrefillRate.is_worth_timing(prompt_tokens, output.total_num_scheduled_tokens):
             meta.timed = self._next_timed
             self._next_timed += 1
             self.timed[meta.timed] = prompt_tokens

@@ -66,7 +66,7 @@ class Link:
         """Map a region. One that cannot be mapped costs its grants, not the session.
 
         Nothing waits for another sidecar's region: the session comes first. The sidecar grants
-        nothing in a region before it hears that the region is ready, except in those that it names
+        nothing in a region before it learns that the region is ready, except in those that it names
         before the session is connected.
         """
         live = self.live
