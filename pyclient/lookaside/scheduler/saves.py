@@ -64,6 +64,7 @@ class Saves:
         self._promises = promises
         self._states = states
         self._announcements = announcements
+        self._hashes_per_page = setup.hashes_per_page
         self._save_pages = max(1, _MAX_SAVE_PAGES // setup.chunk) * setup.chunk
         self.pool: BlockPool | None = None
         """The pool to pin blocks with; without one nothing is saved."""
@@ -192,10 +193,11 @@ class Saves:
         request = state.request
         if not self._setup.config.save_decode:
             valid_tokens = min(valid_tokens, request.num_prompt_tokens)
-        known = self._names.known(request)
+        # Called for each request of most steps, so without names.known and names.before.
+        known, saved = len(request.block_hashes) // self._hashes_per_page, state.saved
         # A streaming session takes back hashes when its next turn begins.
-        if state.saved and (
-            state.saved > known or self._names.before(state, state.saved) != state.saved_digest
+        if saved and (
+            saved > known or self._names.of(state, saved - 1, saved)[0] != state.saved_digest
         ):
             state.saved = 0
         return min(valid_tokens // self._setup.page, known)
