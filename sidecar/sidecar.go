@@ -74,38 +74,71 @@ func Start(ctx context.Context, cfg settings.Config, log *zap.Logger) (_ *Daemon
 		}
 	}()
 
+	lookupHeap, err := d.openMemory()
+	if err != nil {
+		return nil, err
+	}
+	bell, metrics := stack.NewBell(), admin.NewMetrics(cfg.Tiers)
+	if err = d.openEngine(bell); err != nil {
+		return nil, err
+	}
+	if err = d.openServer(bell, metrics); err != nil {
+		return nil, err
+	}
+	announce := &announcer{Server: d.server, peers: d.peers, log: log.Named("peers")}
+	if err = d.arena.Start(announce); err != nil {
+		return nil, err
+	}
+	if err = ctx.Err(); err != nil {
+		return nil, err
+	}
+	if err = d.openSockets(lookupHeap, metrics); err != nil {
+		return nil, err
+	}
+	d.run(announce)
+	log.Info("serving", zap.String("version", Version), zap.String("commit", Revision()),
+		zap.String("endpoint", d.listener.Dir()), zap.String("admin", "http://"+d.admin.Addr()),
+		zap.Int("pid", os.Getpid()), zap.String("generation", fmt.Sprintf("%016x", d.generation)))
+	return d, nil
+}
+
+// openMemory takes the endpoint, and decides what the arena is made of. It returns the limit of
+// what the lookups' connections may hold, in bytes.
+func (d *Daemon) openMemory() (lookupHeap int64, err error) {
+	cfg := &d.cfg
 	// The lock comes first: whoever has it owns the sockets and the arena's files.
 	eventFDs := 0
 	if cfg.Events.Endpoint != "" {
 		eventFDs = ipc.EventFDs
 	}
 	if d.listener, err = ipc.Listen(cfg.Runtime.Dir, ipc.Options{MaxSessions: cfg.Sessions.Limit,
-		OtherFDs: eventFDs, Log: log.Named("ipc")}); err != nil {
-		return nil, err
+		OtherFDs: eventFDs, Log: d.log.Named("ipc")}); err != nil {
+		return 0, err
 	}
 	if d.control, err = dax.NewControl(d.generation); err != nil {
-		return nil, fmt.Errorf("control region: %w", err)
+		return 0, fmt.Errorf("control region: %w", err)
 	}
 	if d.arena, err = arena.New(arena.Options{ArenaConfig: cfg.Arena, Control: d.control,
-		CheckMemory:  func(kind dax.Kind) error { return checkMemory(&d.cfg, kind) },
-		ReserveBytes: func() int64 { return reserve(&d.cfg) }, Log: log.Named("arena"),
+		CheckMemory:  func(kind dax.Kind) error { return checkMemory(cfg, kind) },
+		ReserveBytes: func() int64 { return reserve(cfg) }, Log: d.log.Named("arena"),
 	}); err != nil {
-		return nil, err
+		return 0, err
 	}
-	lookupHeap, err := shareMemory(&d.cfg, d.arena.MemoryBytes(), log)
-	if err != nil {
-		return nil, err
+	return shareMemory(cfg, d.arena.MemoryBytes(), d.log)
+}
+
+// openEngine opens the tiers, and makes the engine of the arena's slots.
+func (d *Daemon) openEngine(bell *stack.Bell) (err error) {
+	cfg := &d.cfg
+	if d.tiers, err = openTiers(d.cfg, d.log); err != nil {
+		return err
 	}
-	if d.tiers, err = openTiers(cfg, log); err != nil {
-		return nil, err
-	}
-	bell := stack.NewBell()
-	d.peers = newPeers(&d.cfg, log.Named("peers"))
+	d.peers = newPeers(cfg, d.log.Named("peers"))
 	borrowers, foreign := 0, 0
 	if d.peers != nil {
 		borrowers, foreign = maxBorrowers*cfg.Spaces.Limit, cfg.Peers.Slots
 	}
-	if d.engine, err = d.arena.Begin(engine.Config{
+	d.engine, err = d.arena.Begin(engine.Config{
 		Seed:          connector.RandomID(),
 		LeaseDeadline: cfg.Lookup.Lease,
 		MaxSpaces:     cfg.Spaces.Limit,
@@ -125,30 +158,33 @@ func Start(ctx context.Context, cfg settings.Config, log *zap.Logger) (_ *Daemon
 		Sums:         cfg.Arena.CheckRate > 0 && cfg.Arena.Kind != settings.KindDAX,
 		ForeignSlots: foreign,
 		CopyAfter:    cfg.Peers.CopyAfter,
-	}); err != nil {
-		return nil, err
-	}
+	})
 	d.onDAX, _ = d.arena.(*arena.DAX)
-	m := admin.NewMetrics(cfg.Tiers)
+	return err
+}
+
+// openServer makes the stack and the server, and looks for other sidecars. Nobody can connect yet.
+func (d *Daemon) openServer(bell *stack.Bell, metrics *admin.Metrics) error {
+	cfg := &d.cfg
 	mode, err := stack.ParseMode(cfg.Lookup.Promote)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	sc := stack.Config{
 		Engine:         d.engine,
 		Bell:           bell,
 		Arena:          d.arena.Bytes,
-		Log:            log.Named("tiers"),
+		Log:            d.log.Named("tiers"),
 		Promote:        mode,
 		LookupDeadline: cfg.Lookup.Deadline,
-		Observe:        m.ObserveTier,
+		Observe:        metrics.ObserveTier,
 		Tiers:          d.tiers,
 		Linger:         cfg.Peers.Linger,
 		PatrolBytes:    cfg.Arena.CheckRate,
 		PatrolEvery:    cfg.Arena.CheckEvery,
 	}
 	cc := connector.Config{
-		Log:           log.Named("connector"),
+		Log:           d.log.Named("connector"),
 		Engine:        d.engine,
 		Generation:    d.generation,
 		Control:       d.control,
@@ -158,7 +194,7 @@ func Start(ctx context.Context, cfg settings.Config, log *zap.Logger) (_ *Daemon
 		ArenaLimit:    d.arena.LimitBytes(),
 		LMCacheEngine: cfg.LMCache.EngineID,
 		ExtraFields:   lossyFields(cfg.Tiers),
-		ObserveLookup: m.ObserveLookup,
+		ObserveLookup: metrics.ObserveLookup,
 	}
 	if d.onDAX != nil {
 		pool := d.onDAX.Pool()
@@ -177,54 +213,55 @@ func Start(ctx context.Context, cfg settings.Config, log *zap.Logger) (_ *Daemon
 		}
 	}
 	if d.stack, err = stack.New(sc); err != nil {
-		return nil, err
+		return err
 	}
 	cc.Stack = d.stack
 	d.server = connector.New(cc)
-	if d.peers != nil {
-		if err = d.peers.start(&d.cfg, d.generation, d.engine, d.stack, d.server); err != nil {
-			return nil, err
-		}
+	if d.peers == nil {
+		return nil
 	}
-	announce := &announcer{Server: d.server, peers: d.peers, log: log.Named("peers")}
-	if err = d.arena.Start(announce); err != nil {
-		return nil, err
-	}
-	if err = ctx.Err(); err != nil {
-		return nil, err
-	}
-	if d.lookups, err = newLookupSockets(cfg, lookupHeap, d.server, log.Named("ipc")); err != nil {
-		return nil, err
+	return d.peers.start(cfg, d.generation, d.engine, d.stack, d.server)
+}
+
+// openSockets opens what clients, subscribers and operators connect to, but for sessions.
+func (d *Daemon) openSockets(lookupHeap int64, metrics *admin.Metrics) (err error) {
+	cfg := &d.cfg
+	if d.lookups, err = ipc.NewLookupSockets(cfg.Runtime.Dir, ipc.LookupOptions{
+		Limits:           d.server.Limits(),
+		HeapBytes:        int(lookupHeap),
+		LMCacheWorker:    cfg.LMCache.WorkerEndpoint,
+		LMCacheScheduler: cfg.LMCache.SchedulerEndpoint,
+		Log:              d.log.Named("ipc"),
+	}, d.server); err != nil {
+		return err
 	}
 	d.server.SetLookupSockets(d.lookups)
 	if cfg.Events.Endpoint != "" {
 		if d.events, err = newEvents(cfg.Events, d.engine, d.server.SpaceFields,
-			log.Named("events")); err != nil {
-			return nil, err
+			d.log.Named("events")); err != nil {
+			return err
 		}
-		d.wg.Go(func() { d.events.run(background) })
+		d.wg.Go(func() { d.events.run(d.background) })
 	}
 	d.operations = admin.New(d.parts())
-	d.wg.Go(func() { d.operations.Watch(background) })
-	if d.admin, err = admin.Start(d.operations, m, d.listener.Dir(), log.Named("admin")); err !=
-		nil {
-		return nil, err
-	}
+	d.admin, err = admin.Start(d.operations, metrics, d.listener.Dir(), d.log.Named("admin"))
+	return err
+}
 
-	d.wg.Go(func() { checkTiers(background, d.tiers, log.Named("tiers")) })
-	d.wg.Go(func() { d.arena.Run(background, announce) })
+// run starts the background goroutines, which end with d.background.
+func (d *Daemon) run(announce *announcer) {
+	ctx := d.background
+	d.wg.Go(func() { d.operations.Watch(ctx) })
+	d.wg.Go(func() { checkTiers(ctx, d.tiers, d.log.Named("tiers")) })
+	d.wg.Go(func() { d.arena.Run(ctx, announce) })
 	d.wg.Go(func() {
-		if err := d.server.Serve(background, d.listener); err != nil {
+		if err := d.server.Serve(ctx, d.listener); err != nil {
 			d.finish(err)
 		}
 	})
-	if cfg.Lifecycle.IdleExit > 0 {
-		d.wg.Go(func() { d.watchIdle(background) })
+	if d.cfg.Lifecycle.IdleExit > 0 {
+		d.wg.Go(func() { d.watchIdle(ctx) })
 	}
-	log.Info("serving", zap.String("version", Version), zap.String("commit", Revision()),
-		zap.String("endpoint", d.listener.Dir()), zap.String("admin", "http://"+d.admin.Addr()),
-		zap.Int("pid", os.Getpid()), zap.String("generation", fmt.Sprintf("%016x", d.generation)))
-	return d, nil
 }
 
 // Done delivers once if the sidecar ends by itself: nil when nobody used it for
@@ -352,15 +389,4 @@ func (d *Daemon) watchIdle(ctx context.Context) {
 			return
 		}
 	}
-}
-
-func newLookupSockets(cfg settings.Config, heapBytes int64, server *connector.Server,
-	log *zap.Logger) (*ipc.LookupSockets, error) {
-	return ipc.NewLookupSockets(cfg.Runtime.Dir, ipc.LookupOptions{
-		Limits:           server.Limits(),
-		HeapBytes:        int(heapBytes),
-		LMCacheWorker:    cfg.LMCache.WorkerEndpoint,
-		LMCacheScheduler: cfg.LMCache.SchedulerEndpoint,
-		Log:              log,
-	}, server)
 }

@@ -477,37 +477,36 @@ func daxError(ctx context.Context, of daxOwner, path string, err error) error {
 
 // registerDAX makes the routes for hot plug, under the paths of LMCache's earlier and later
 // versions.
-func (o *Operations) registerDAX(api huma.API, get,
-	post func(at, id, summary string) huma.Operation) {
+func (a *api) registerDAX() {
 	for _, at := range []struct{ path, id string }{{"/reconfigure/dax/", "dax-"},
 		{"/reconfigure/dax/l2/", "dax-l2-"}} {
-		huma.Register(api, get(at.path+"status", at.id+"status",
+		huma.Register(a, a.get(at.path+"status", at.id+"status",
 			"The DAX devices of the tiers, and what is under way on them"),
 			func(context.Context, *struct{}) (*output[DAXStatus], error) {
-				return &output[DAXStatus]{o.DAXStatus()}, nil
+				return &output[DAXStatus]{a.o.DAXStatus()}, nil
 			})
-		registerChange(o, api, post(at.path+"add", at.id+"add",
-			"Add a DAX device to a tier that serves"), o.DAXAdd)
-		registerChange(o, api, post(at.path+"remove", at.id+"remove",
-			"Remove a DAX device from a tier that serves, or have it drained"), o.DAXRemove)
-		registerChange(o, api, post(at.path+"resize", at.id+"resize",
-			"Use more or less of a DAX device of a tier that serves"), o.DAXResize)
+		registerChange(a, a.post(at.path+"add", at.id+"add",
+			"Add a DAX device to a tier that serves"), a.o.DAXAdd)
+		registerChange(a, a.post(at.path+"remove", at.id+"remove",
+			"Remove a DAX device from a tier that serves, or have it drained"), a.o.DAXRemove)
+		registerChange(a, a.post(at.path+"resize", at.id+"resize",
+			"Use more or less of a DAX device of a tier that serves"), a.o.DAXResize)
 	}
-	o.registerDAXArena(api, get, post)
+	a.registerDAXArena()
 }
 
 // registerChange makes the route of a change of devices, which may take as long as it needs: it
 // ends early when who asked leaves, or the sidecar ends.
-func registerChange[In, Out any](o *Operations, api huma.API, op huma.Operation,
+func registerChange[In, Out any](a *api, op huma.Operation,
 	do func(context.Context, In) (Out, error)) {
-	huma.Register(api, op, func(ctx context.Context, in *input[In]) (*output[Out], error) {
+	huma.Register(a, op, func(ctx context.Context, in *input[In]) (*output[Out], error) {
 		if rc, ok := ctx.Value(controllerKey{}).(*http.ResponseController); ok {
 			if err := errors.Join(rc.SetReadDeadline(time.Time{}),
 				rc.SetWriteDeadline(time.Time{})); err != nil {
 				return nil, err
 			}
 		}
-		ctx, end, err := o.begin(ctx)
+		ctx, end, err := a.o.begin(ctx)
 		if err != nil {
 			return nil, operationError(err)
 		}

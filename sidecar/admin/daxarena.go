@@ -251,30 +251,29 @@ func (o *Operations) DAXArenaResize(ctx context.Context,
 }
 
 // registerDAXArena makes the routes for the arena's devices.
-func (o *Operations) registerDAXArena(api huma.API, get,
-	post func(at, id, summary string) huma.Operation) {
-	huma.Register(api, get("/reconfigure/dax/l1/status", "dax-l1-status",
+func (a *api) registerDAXArena() {
+	huma.Register(a, a.get("/reconfigure/dax/l1/status", "dax-l1-status",
 		"The DAX devices of the arena; 409 if it is not made of any"),
 		func(context.Context, *struct{}) (*output[DAXArenasResult], error) {
-			out, err := o.DAXArenas()
+			out, err := a.o.DAXArenas()
 			if err != nil {
 				return nil, err
 			}
 			return &output[DAXArenasResult]{out}, nil
 		})
-	registerChange(o, api, post("/reconfigure/dax/l1/add", "dax-l1-add",
-		"Add a DAX device to the arena, or take one that is drained into use again"), o.DAXArenaAdd)
-	registerChange(o, api, post("/reconfigure/dax/l1/remove", "dax-l1-remove",
+	registerChange(a, a.post("/reconfigure/dax/l1/add", "dax-l1-add",
+		"Add a DAX device to the arena, or take one that is drained into use again"), a.o.DAXArenaAdd)
+	registerChange(a, a.post("/reconfigure/dax/l1/remove", "dax-l1-remove",
 		"Remove a DAX device from the arena in the background, as soon as nobody reads it"),
 		func(ctx context.Context, r DAXArenaDrainRequest) (DAXArenaRemoveResult, error) {
-			return o.DAXArenaRemove(ctx, DAXArenaRemoveRequest{DevicePath: r.DevicePath,
+			return a.o.DAXArenaRemove(ctx, DAXArenaRemoveRequest{DevicePath: r.DevicePath,
 				Mode: r.Mode})
 		})
 	// LMCache has nothing like these.
-	registerChange(o, api, post("/v1/dax/arena/remove", "dax-arena-remove",
-		"Remove a DAX device from the arena: in the background, or at once"), o.DAXArenaRemove)
-	registerChange(o, api, post("/v1/dax/arena/resize", "dax-arena-resize",
-		"Use more or less of a DAX device of the arena"), o.DAXArenaResize)
+	registerChange(a, a.post("/v1/dax/arena/remove", "dax-arena-remove",
+		"Remove a DAX device from the arena: in the background, or at once"), a.o.DAXArenaRemove)
+	registerChange(a, a.post("/v1/dax/arena/resize", "dax-arena-resize",
+		"Use more or less of a DAX device of the arena"), a.o.DAXArenaResize)
 }
 
 // WriteTable writes the arena's devices for people.

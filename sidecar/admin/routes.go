@@ -47,7 +47,15 @@ func (m *router) HandleFunc(pattern string, h func(http.ResponseWriter, *http.Re
 	m.Handle(pattern, http.HandlerFunc(h))
 }
 
-// newAPI makes the routes of d's operations on mux, and /openapi.json, which describes them.
+// api registers routes. Those of operators ask for the token, if there is one.
+type api struct {
+	huma.API
+	o        *Operations
+	mux      *router
+	security []map[string][]string // nil: no token is asked for
+}
+
+// newAPI makes the routes of the operations on mux, and /openapi.json, which describes them.
 // metrics serves /metrics.
 func newAPI(mux *router, o *Operations, metrics http.Handler, token, profiles bool) *huma.OpenAPI {
 	cfg := huma.DefaultConfig("Lookaside sidecar", o.Version)
@@ -62,96 +70,80 @@ func newAPI(mux *router, o *Operations, metrics http.Handler, token, profiles bo
 		Unmarshal: json.Unmarshal,
 	}
 	cfg.Formats = map[string]huma.Format{"application/json": indented, "json": indented}
-	var security []map[string][]string
+	a := &api{o: o, mux: mux}
 	if token {
 		cfg.Components.SecuritySchemes = map[string]*huma.SecurityScheme{"token": {Type: "http",
 			Scheme: "bearer", Description: "The text of admin.token_file. Not needed on the Unix socket admin.sock in runtime.dir."}}
-		security = []map[string][]string{{"token": {}}}
+		a.security = []map[string][]string{{"token": {}}}
 	}
-	api := humago.New(mux, cfg)
-	registry := api.OpenAPI().Components.Schemas
-	op := func(method, at, id, summary string, security []map[string][]string) huma.Operation {
-		return huma.Operation{
-			OperationID: id, Method: method, Path: at, Summary: summary, Security: security,
-			DefaultStatus:   http.StatusOK,
-			MaxBodyBytes:    MaxBodyBytes(o.Settings.Lookup.MaxPages),
-			BodyReadTimeout: 10 * time.Second,
-			Metadata:        map[string]any{registryKey: registry},
-		}
-	}
-	get := func(at, id, summary string) huma.Operation {
-		return op(http.MethodGet, at, id, summary,
-			security)
-	}
-	post := func(at, id, summary string) huma.Operation {
-		return op(http.MethodPost, at, id,
-			summary, security)
-	}
+	a.API = humago.New(mux, cfg)
+	a.registerProbes()
+	a.registerTexts(metrics, profiles)
+	a.registerOperations()
+	a.registerDAX()
+	return a.OpenAPI()
+}
 
-	ok := func() (*textOutput, error) {
-		return &textOutput{"text/plain; charset=utf-8",
-			[]byte("ok\n")}, nil
+// operation describes a route.
+func (a *api) operation(method, at, id, summary string) huma.Operation {
+	return huma.Operation{
+		OperationID: id, Method: method, Path: at, Summary: summary, Security: a.security,
+		DefaultStatus:   http.StatusOK,
+		MaxBodyBytes:    MaxBodyBytes(a.o.Settings.Lookup.MaxPages),
+		BodyReadTimeout: 10 * time.Second,
+		Metadata:        map[string]any{registryKey: a.OpenAPI().Components.Schemas},
 	}
-	text := func(o huma.Operation, contentType string) huma.Operation {
-		o.Responses = map[string]*huma.Response{"200": {
-			Description: "OK",
-			Content: map[string]*huma.MediaType{
-				contentType: {Schema: &huma.Schema{Type: huma.TypeString}},
-			},
-		}}
+}
+
+func (a *api) get(at, id, summary string) huma.Operation {
+	return a.operation(http.MethodGet, at, id, summary)
+}
+
+func (a *api) post(at, id, summary string) huma.Operation {
+	return a.operation(http.MethodPost, at, id, summary)
+}
+
+// text describes a route whose answer is no JSON.
+func text(o huma.Operation, contentType string) huma.Operation {
+	o.Responses = map[string]*huma.Response{"200": {
+		Description: "OK",
+		Content: map[string]*huma.MediaType{
+			contentType: {Schema: &huma.Schema{Type: huma.TypeString}},
+		},
+	}}
+	return o
+}
+
+// registerProbes makes the routes that ask for no token.
+func (a *api) registerProbes() {
+	probe := func(at, id, summary string) huma.Operation {
+		o := text(a.get(at, id, summary), "text/plain")
+		o.Security = nil
 		return o
 	}
-	huma.Register(api, text(op(http.MethodGet, "/healthz", "health", "Whether the process lives",
-		nil), "text/plain"),
+	ok := func() (*textOutput, error) {
+		return &textOutput{"text/plain; charset=utf-8", []byte("ok\n")}, nil
+	}
+	huma.Register(a, probe("/healthz", "health", "Whether the process lives"),
 		func(context.Context, *struct{}) (*textOutput, error) { return ok() })
-	huma.Register(api, text(op(http.MethodGet, "/readyz", "ready",
-		"Whether clients are welcome; 503 while draining", nil), "text/plain"),
+	huma.Register(a, probe("/readyz", "ready", "Whether clients are welcome; 503 while draining"),
 		func(context.Context, *struct{}) (*textOutput, error) {
-			if err := o.ready(); err != nil {
+			if err := a.o.ready(); err != nil {
 				return nil, apiError(http.StatusServiceUnavailable,
 					"ask another sidecar, or this one's successor", "%v", err)
 			}
 			return ok()
 		})
-	// Not through the library, which would have to hold the whole text.
-	mux.Handle("GET /metrics", metrics)
-	document := func(o huma.Operation) {
-		api.OpenAPI().AddOperation(&o)
-	}
-	document(text(get("/metrics", "metrics", "Metrics for Prometheus"), "text/plain"))
-	document(text(get("/openapi.json", "openapi", "This document"), "application/json"))
-	if profiles {
-		for _, p := range profileRoutes {
-			mux.HandleFunc("GET "+p.path, p.serve)
-			document(text(get(p.path, strings.TrimSuffix("profiles-"+path.Base(p.path), "-pprof"),
-				p.what), "application/octet-stream"))
-		}
-	}
+}
 
-	huma.Register(api, get("/v1/status", "status", "What the sidecar holds and who uses it"),
-		func(context.Context, *struct{}) (*output[Status],
-			error) {
-			return &output[Status]{o.Status()}, nil
-		})
-	huma.Register(api, get("/v1/tiers", "tiers", "The tiers below the arena, nearest first"),
-		func(context.Context, *struct{}) (*output[TiersResult], error) {
-			return &output[TiersResult]{TiersResult{o.Tiers()}}, nil
-		})
-	huma.Register(api, get("/v1/pins", "pins", "Prefixes that are pinned"),
-		func(context.Context, *struct{}) (*output[PinsResult], error) {
-			return &output[PinsResult]{PinsResult{o.Pins()}}, nil
-		})
-	registerOperation(api, post("/v1/prefetch", "prefetch",
-		"Bring a prefix from the tiers into the arena"), o.Prefetch)
-	registerOperation(api, post("/v1/pin", "pin",
-		"Keep the part of a prefix that is in the arena from being evicted, until it is unpinned or cleared"), o.Pin)
-	registerOperation(api, post("/v1/unpin", "unpin", "End pins"), o.Unpin)
-	registerOperation(api, post("/v1/clear", "clear", "Forget what is held"), o.Clear)
-	registerOperation(api, post("/v1/move", "move",
-		"Move or copy a prefix from one tier to another"), o.Move)
-	o.registerDAX(api, get, post)
-	mux.HandleFunc("GET /openapi.json", func(w http.ResponseWriter, _ *http.Request) {
-		b, err := marshalDocument(api.OpenAPI())
+// registerTexts makes the routes that the library does not serve: it would have to hold the whole
+// text of metrics.
+func (a *api) registerTexts(metrics http.Handler, profiles bool) {
+	document := func(o huma.Operation) { a.OpenAPI().AddOperation(&o) }
+	a.mux.Handle("GET /metrics", metrics)
+	document(text(a.get("/metrics", "metrics", "Metrics for Prometheus"), "text/plain"))
+	a.mux.HandleFunc("GET /openapi.json", func(w http.ResponseWriter, _ *http.Request) {
+		b, err := marshalDocument(a.OpenAPI())
 		if err != nil {
 			apiError(http.StatusInternalServerError, "report it", "%v", err).write(w)
 			return
@@ -159,7 +151,38 @@ func newAPI(mux *router, o *Operations, metrics http.Handler, token, profiles bo
 		w.Header().Set("Content-Type", "application/json")
 		_, _ = w.Write(b) // who asked may have left
 	})
-	return api.OpenAPI()
+	document(text(a.get("/openapi.json", "openapi", "This document"), "application/json"))
+	if profiles {
+		for _, p := range profileRoutes {
+			a.mux.HandleFunc("GET "+p.path, p.serve)
+			id := strings.TrimSuffix("profiles-"+path.Base(p.path), "-pprof")
+			document(text(a.get(p.path, id, p.what), "application/octet-stream"))
+		}
+	}
+}
+
+// registerOperations makes the routes of the operations, but for those on devices.
+func (a *api) registerOperations() {
+	huma.Register(a, a.get("/v1/status", "status", "What the sidecar holds and who uses it"),
+		func(context.Context, *struct{}) (*output[Status], error) {
+			return &output[Status]{a.o.Status()}, nil
+		})
+	huma.Register(a, a.get("/v1/tiers", "tiers", "The tiers below the arena, nearest first"),
+		func(context.Context, *struct{}) (*output[TiersResult], error) {
+			return &output[TiersResult]{TiersResult{a.o.Tiers()}}, nil
+		})
+	huma.Register(a, a.get("/v1/pins", "pins", "Prefixes that are pinned"),
+		func(context.Context, *struct{}) (*output[PinsResult], error) {
+			return &output[PinsResult]{PinsResult{a.o.Pins()}}, nil
+		})
+	registerOperation(a, a.post("/v1/prefetch", "prefetch",
+		"Bring a prefix from the tiers into the arena"), a.o.Prefetch)
+	registerOperation(a, a.post("/v1/pin", "pin",
+		"Keep the part of a prefix that is in the arena from being evicted, until it is unpinned or cleared"), a.o.Pin)
+	registerOperation(a, a.post("/v1/unpin", "unpin", "End pins"), a.o.Unpin)
+	registerOperation(a, a.post("/v1/clear", "clear", "Forget what is held"), a.o.Clear)
+	registerOperation(a, a.post("/v1/move", "move",
+		"Move or copy a prefix from one tier to another"), a.o.Move)
 }
 
 // profileRoutes are those that admin.pprof adds.

@@ -203,7 +203,7 @@ func (o *Operations) Status() Status {
 	return st
 }
 
-// WriteTable writes the status for people.
+// WriteTable writes the status for people. It is one list, in the order of the table, and so long.
 func (st Status) WriteTable(w io.Writer) error {
 	if _, err := fmt.Fprintln(w, st.Verdict); err != nil {
 		return err

@@ -9,8 +9,8 @@ import (
 	"lookaside/internal/unshared"
 )
 
-// verdict says in a sentence how the sidecar is: what is wrong, the worst first, or that it is
-// healthy and of what use.
+// verdict returns a sentence on how the sidecar is: what is wrong, the worst first, or that it is
+// healthy and of what use. The order of its cases is what it decides, so they stay together.
 func (st *Status) verdict() string {
 	var down []string
 	why := ""
