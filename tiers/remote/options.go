@@ -15,14 +15,14 @@ import (
 	"lookaside/tiers/serde"
 )
 
-// Secret says where a secret is: in a file or in an environment variable; in none if both are
-// empty. Only its place is ever shown.
+// Secret says where a secret is: in a file or in an environment variable. If both are empty there
+// is none. Only its place is ever shown.
 type Secret struct {
-	File string // whose content it is, but for white space at its end
+	File string // its content without trailing white space is the secret
 	Env  string // name of the variable
 }
 
-// read reads the secret. It is read again for each connection, so that it can be changed.
+// read reads the secret. It is read again for each connection, so it can be changed.
 func (s Secret) read() (string, error) {
 	switch {
 	case s.File != "" && s.Env != "":
@@ -45,79 +45,77 @@ func (s Secret) read() (string, error) {
 	return "", nil
 }
 
-// TLSFiles are the files of a TLS connection. The server's certificate and name are always checked.
+// TLSFiles are the files of a TLS connection. The server's certificate and name are always
+// verified.
 type TLSFiles struct {
-	// PEM: the authorities that the server's certificate is checked by. Default: the system's
+	// PEM: the authorities that sign the server's certificate. Default: the system's
 	CA   string
-	Cert string // PEM: our own certificate, where the server asks for one. Needs Key. Default: none
+	Cert string // PEM: our certificate, if the server requires one. Needs Key. Default: none
 	Key  string // PEM: the key of Cert
 }
 
-// RedisMode says how a Redis service is reached.
+// RedisMode says how to reach a Redis service.
 type RedisMode uint8
 
 const (
 	RedisSingle   RedisMode = iota // one server
-	RedisSentinel                  // servers watched by sentinels, which are asked for the master
-	RedisCluster                   // a cluster, any of whose nodes are asked for the others
+	RedisSentinel                  // servers watched by sentinels, which name the master
+	RedisCluster                   // a cluster, any of whose nodes name the others
 )
 
-// RedisOptions is where a Redis or Valkey service is and how it is used. Zero fields take the
-// stated default.
+// RedisOptions configures the tier on a Redis or Valkey service. A zero field takes the stated
+// default.
 type RedisOptions struct {
 	Mode RedisMode
 	// Addrs are the server, the sentinels or some nodes of the cluster, as host:port. A single
 	// server may be the absolute path of a Unix socket. Required.
 	Addrs []string
-	// Master is the name that the sentinels know the master by. Required with RedisSentinel, and
-	// only there.
+	// Master is the master's name at the sentinels. Required with RedisSentinel, refused otherwise.
 	Master string
-	// DB is the number of the database. Default 0, the only one that a cluster has.
+	// DB is the number of the database. Default 0, a cluster's only one.
 	DB int
-	// User is the name to log in with, where the server has users. Default: the server's default
-	// user.
+	// User is the name to log in with. Default: the server's default user.
 	User string
 	// Password to log in with. Default: none.
 	Password Secret
 	// SentinelUser and SentinelPassword are for the sentinels. Default: none.
 	SentinelUser     string
 	SentinelPassword Secret
-	// TLS: connections, those to sentinels too, are encrypted. Files needs it.
+	// TLS encrypts connections, those to sentinels too. Files requires it.
 	TLS   bool
 	Files TLSFiles
-	// Prefix is what all keys begin with, of letters, digits and _.:-/ . Services with the same
-	// prefix share their chunks. Default "la1".
+	// Prefix begins all keys. It has letters, digits and _.:-/ . Services with the same prefix
+	// share their chunks. Default "la1".
 	Prefix string
-	// TTL is after how long the server forgets a chunk, at least a second. Default 0: when it wants
-	// room (its maxmemory-policy), or never.
+	// TTL is how long the server keeps a chunk, at least a second. Default 0: until it needs room
+	// (its maxmemory-policy), or forever.
 	TTL time.Duration
-	// Serde names the codec, as package serde does. Default "raw".
+	// Serde names a codec of package serde. Default "raw".
 	Serde string
-	// SplitBytes is how large one value may be: larger chunks are kept in several, sent one behind
-	// the other. From 64 KiB to 512 MiB, the server's own limit. Default 8 MiB.
+	// SplitBytes is the largest value. Larger chunks are split into several values, sent one after
+	// another. From 64 KiB to 512 MiB, the server's own limit. Default 8 MiB.
 	SplitBytes int64
-	// Pool is the most connections (to each server, in a cluster). Default 16.
+	// Pool is the most connections; in a cluster, to each server. Default 16.
 	Pool int
-	// DialTimeout is how long making a connection may take. Default 2 s.
+	// DialTimeout bounds the making of a connection. Default 2 s.
 	DialTimeout time.Duration
 }
 
-// S3Options is where a bucket is and how it is used. Zero fields take the stated default.
+// S3Options configures the tier on a bucket. A zero field takes the stated default.
 type S3Options struct {
 	// Endpoint is the server, as http:// or https:// and host[:port]. Default
 	// https://s3.amazonaws.com.
 	Endpoint string
-	// Bucket must be there. Required.
+	// Bucket must exist. Required.
 	Bucket string
-	// Prefix is what the names of all objects begin with; a slash goes between it and the rest.
-	// Default "la1".
+	// Prefix begins the names of all objects, with a slash behind it. Default "la1".
 	Prefix string
-	// Region of the bucket. Default: the server is asked.
+	// Region of the bucket. Default: as the server says.
 	Region string
-	// CredentialsFile is of the form of ~/.aws/credentials; Profile the section in it, by default
-	// "default". Without a file the variables AccessKeyEnv (default AWS_ACCESS_KEY_ID),
-	// SecretKeyEnv (AWS_SECRET_ACCESS_KEY) and SessionTokenEnv (AWS_SESSION_TOKEN) are read; if the
-	// first two are not set, requests are not signed.
+	// CredentialsFile has the form of ~/.aws/credentials; Profile is the section in it, by default
+	// "default". Without a file, the credentials are read from the variables AccessKeyEnv (default
+	// AWS_ACCESS_KEY_ID), SecretKeyEnv (AWS_SECRET_ACCESS_KEY) and SessionTokenEnv
+	// (AWS_SESSION_TOKEN). If the first two are unset, requests are not signed.
 	CredentialsFile string
 	Profile         string
 	AccessKeyEnv    string
@@ -125,14 +123,14 @@ type S3Options struct {
 	SessionTokenEnv string
 	// Files are for an endpoint with https.
 	Files TLSFiles
-	// VirtualHost: the bucket is named in the host's name, as AWS wants it, and not in the path, as
+	// VirtualHost puts the bucket into the host's name, as AWS requires, and not into the path, as
 	// most others do. Default: for AWS's endpoints only.
 	VirtualHost bool
-	// Serde names the codec, as package serde does. Default "raw".
+	// Serde names a codec of package serde. Default "raw".
 	Serde string
-	// Pool is the most requests that are under way at a time. Default 32.
+	// Pool is the most concurrent requests. Default 32.
 	Pool int
-	// DialTimeout is how long making a connection may take. Default 5 s.
+	// DialTimeout bounds the making of a connection. Default 5 s.
 	DialTimeout time.Duration
 }
 
@@ -161,7 +159,7 @@ func setDefault[T comparable](v *T, d T) {
 	}
 }
 
-// validate completes the options with their defaults.
+// validate checks the options and fills in the defaults.
 func (o *RedisOptions) validate() error {
 	setDefault(&o.Prefix, defaultPrefix)
 	setDefault(&o.Serde, "raw")
@@ -244,7 +242,7 @@ var (
 		"the URL has credentials in it, which commands and settings show to others: set credentials_file or the environment variables")
 )
 
-// query reads the keys of a URL's query; what is left over at the end is an error.
+// query reads the keys of a URL's query. Keys left over at the end are an error.
 type query struct {
 	values url.Values
 	err    error
@@ -318,7 +316,7 @@ func (q *query) files() TLSFiles {
 	return TLSFiles{CA: q.text("ca_file"), Cert: q.text("cert_file"), Key: q.text("key_file")}
 }
 
-// end returns the first thing that was wrong.
+// end returns the first error.
 func (q *query) end() error {
 	if q.err != nil || len(q.values) == 0 {
 		return q.err
@@ -331,8 +329,8 @@ func (q *query) end() error {
 	return fmt.Errorf("unknown in the query: %s", strings.Join(left, ", "))
 }
 
-// parse is url.Parse without its errors, which repeat the URL, and so what secret may be in it.
-// Unlike it, it takes several hosts with ports; they are in the URL's Host as they were written.
+// parse is url.Parse without its errors, which repeat the URL and so perhaps a secret. It also
+// accepts several hosts with ports, which stay as written in the URL's Host.
 func parse(text string) (*url.URL, *query, error) {
 	scheme, rest, ok := strings.Cut(text, "://")
 	if !ok {
@@ -415,7 +413,7 @@ func ParseRedisURL(text string) (RedisOptions, error) {
 		for host := range strings.SplitSeq(u.Host, ",") {
 			h := url.URL{Host: host}
 			if strings.Contains(h.Hostname(), ":") && host[0] != '[' {
-				// what follows the colon is no port; it could be a password with a slash in it
+				// the text behind the colon is not a port; it may be a password with a slash
 				return o, errNoURL
 			}
 			if h.Hostname() == "" {

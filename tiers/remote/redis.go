@@ -29,13 +29,13 @@ import (
 const (
 	maxIndex  = 256  // entries of an index
 	scanCount = 1000 // keys looked at by one SCAN
-	// A value is asked for in pieces, and so many of them at once: a server that has to make a
-	// reply of many MiB takes fresh memory for it each time, at twice the processor time (measured
-	// with Redis 7, on values from 256 KiB to 32 MiB).
+	// A value is read in pieces, several at once. For a reply of many MiB a server allocates fresh
+	// memory each time, at twice the processor time (measured with Redis 7, on values from 256 KiB
+	// to 32 MiB).
 	pieceBytes  = 256 << 10
 	windowBytes = 4 << 20
-	// streams is how many chunks of one call are under way at a time, each on a connection of its
-	// own: while one waits for the server another computes checksums.
+	// streams is how many chunks of one call are moved at a time, each on a connection of its own.
+	// While one waits for the server, another computes checksums.
 	streams = 2
 )
 
@@ -47,8 +47,8 @@ type redisObjects struct {
 	replies atomic.Int64 // see guard.all
 }
 
-// OpenRedis makes a tier of a Redis service. It does not ask the server anything: Check does. An
-// error is about the options and their files.
+// OpenRedis makes a tier of a Redis service. It sends the server nothing; Check does. It returns an
+// error for wrong options or unreadable files.
 func OpenRedis(o RedisOptions) (*Tier, error) {
 	if err := o.validate(); err != nil {
 		return nil, fmt.Errorf("redis: %w", err)
@@ -68,7 +68,7 @@ func OpenRedis(o RedisOptions) (*Tier, error) {
 			return nil, fmt.Errorf("redis: %w", err)
 		}
 	}
-	logging.Disable() // it would write to standard error, and into the middle of others' lines
+	logging.Disable() // it would write to standard error
 	r.client = redis.NewUniversalClient(&redis.UniversalOptions{
 		Addrs:            o.Addrs,
 		MasterName:       o.Master,
@@ -84,7 +84,7 @@ func OpenRedis(o RedisOptions) (*Tier, error) {
 		Dialer: func(ctx context.Context, network, addr string) (net.Conn, error) {
 			return r.dial(ctx, network, addr, conf)
 		},
-		Protocol:                 2, // nothing is pushed
+		Protocol:                 2, // no push messages
 		DisableIdentity:          true,
 		ClientName:               "lookaside",
 		MaintNotificationsConfig: &maintnotifications.Config{Mode: maintnotifications.ModeDisabled},
@@ -96,7 +96,7 @@ func OpenRedis(o RedisOptions) (*Tier, error) {
 		ContextTimeoutEnabled:    true,
 		PoolSize:                 o.Pool,
 		MaxActiveConns:           o.Pool,
-		PipelinePoolSize:         -1, // all is pipelined, so one pool does
+		PipelinePoolSize:         -1, // every command is pipelined, so one pool is enough
 		PoolTimeout:              patience,
 	})
 	return newTier("redis", o.detail(), o.Serde, r), nil
@@ -124,7 +124,7 @@ func (o *RedisOptions) detail() string {
 	return b.String()
 }
 
-// config is the TLS configuration with these files.
+// config returns the TLS configuration with these files.
 func (f TLSFiles) config() (*tls.Config, error) {
 	conf := &tls.Config{MinVersion: tls.VersionTLS12}
 	if f.CA != "" {
@@ -175,7 +175,7 @@ func (r *redisObjects) dial(ctx context.Context, network, addr string,
 		nil
 }
 
-// index is the key of the index of what begins with a name's first page.
+// index returns the key of the index of objects that begin with a name's first page.
 func (r *redisObjects) index(space *tiers.Space, first string) []byte {
 	b := make([]byte, 0, 384)
 	b = append(append(b, r.o.Prefix...), '/')
@@ -183,7 +183,7 @@ func (r *redisObjects) index(space *tiers.Space, first string) []byte {
 	return hex.AppendEncode(b, []byte(first))
 }
 
-// root is the key of an object's header.
+// root returns the key of an object's header.
 func (r *redisObjects) root(n name) []byte {
 	b := append(r.index(n.space, n.first), '/', '{')
 	b = append(hex.AppendEncode(b, []byte(n.last)), '}', '-')
@@ -194,7 +194,7 @@ func partOf(root []byte, i int64) []byte {
 	return strconv.AppendInt(append(root[:len(root):len(root)], '/'), i, 10)
 }
 
-// parseRoot reads the object's name from what is behind the index's key and a slash.
+// parseRoot parses the object's name from the part behind the index's key and a slash.
 func parseRoot(run tiers.Run, s string) (name, bool) {
 	last, ok := strings.CutPrefix(s, "{")
 	last, pages, ok2 := strings.Cut(last, "}")
@@ -204,8 +204,8 @@ func parseRoot(run tiers.Run, s string) (name, bool) {
 	return parseName(run, last+pages)
 }
 
-// send sends a pipeline. Its error is that of the connection. Each command has its own: the
-// server's answer, or that it got none.
+// send sends a pipeline. It returns the error of the connection. Each command has its own error:
+// the server's reply, or that there was none.
 func send(ctx context.Context, p redis.Pipeliner) error {
 	cmds := p.Cmds()
 	if len(cmds) == 0 {
@@ -250,7 +250,7 @@ func (r *redisObjects) has(ctx context.Context, names []name, there []bool) erro
 	return nil
 }
 
-// exists asks for an object's header and first part. Its answer is 2 if both are there.
+// exists requests whether an object's header and first part exist. The result is 2 if both do.
 func (r *redisObjects) exists(ctx context.Context, p redis.Pipeliner, n name) *redis.IntCmd {
 	root := r.root(n)
 	cmd := redis.NewIntCmd(ctx, "exists", root, partOf(root, 0))
@@ -343,7 +343,7 @@ func (r *redisObjects) variants(ctx context.Context, runs []tiers.Run,
 	return out, nil
 }
 
-// scan goes through the keys of all nodes that match a pattern. It may give a key twice.
+// scan calls do for the keys of all nodes that match a pattern. A key may come twice.
 func (r *redisObjects) scan(ctx context.Context, pattern string,
 	do func(keys []string) error) error {
 	one := func(ctx context.Context, c redis.UniversalClient) error {
@@ -365,7 +365,7 @@ func (r *redisObjects) scan(ctx context.Context, pattern string,
 	if !ok {
 		return one(ctx, r.client)
 	}
-	// One after the other, as do is not to be called by several at once.
+	// One call at a time: do is not safe for concurrent use.
 	turn := make(chan struct{}, 1)
 	return c.ForEachMaster(ctx, func(ctx context.Context, c *redis.Client) error {
 		turn <- struct{}{}
@@ -374,14 +374,14 @@ func (r *redisObjects) scan(ctx context.Context, pattern string,
 	})
 }
 
-// rangeCmd asks for bytes of a value.
+// rangeCmd is a request for bytes of a value.
 type rangeCmd struct {
 	cmd  *redis.ZeroCopyStringCmd
 	want int
 }
 
-// getRange asks for bytes of a value, to be read into b and nowhere else. Where there is no value
-// the answer is 0 bytes.
+// getRange requests bytes of a value, to be read into b and nowhere else. A missing value gives 0
+// bytes.
 func getRange(ctx context.Context, p redis.Pipeliner, key []byte, from int64, b []byte) rangeCmd {
 	cmd := redis.NewZeroCopyStringCmd(ctx, b, "getrange", key, from, from+int64(len(b))-1)
 	_ = p.Process(ctx, cmd)
@@ -423,12 +423,12 @@ func (r *redisObjects) headers(ctx context.Context, names []name, each func(i in
 	}
 }
 
-// unlist takes a name out of its index.
+// unlist removes a name from its index.
 func (r *redisObjects) unlist(ctx context.Context, p redis.Pipeliner, n name) {
 	_ = p.Process(ctx, redis.NewIntCmd(ctx, "zrem", r.index(n.space, n.first), n.append(nil)))
 }
 
-// reading is a chunk whose header was read.
+// reading is a chunk whose header has been read.
 type reading struct {
 	f      *fetch
 	stream []byte
@@ -507,10 +507,10 @@ func (r *redisObjects) put(ctx context.Context, puts []*put) {
 	inParallel(len(puts), streams, func(i int) { puts[i].end(r.putOne(ctx, puts[i])) })
 }
 
-// lazy is a value that is made when it is written to the connection, once or more.
+// lazy is a value that is made each time it is written to the connection.
 type lazy func() []byte
 
-// MarshalBinary implements encoding.BinaryMarshaler, which is how go-redis asks for it.
+// MarshalBinary implements encoding.BinaryMarshaler, which go-redis calls.
 func (l lazy) MarshalBinary() ([]byte, error) { return l(), nil }
 
 func (r *redisObjects) putOne(ctx context.Context, w *put) error {
@@ -544,7 +544,7 @@ func (r *redisObjects) putOne(ctx context.Context, w *put) error {
 	}
 	cmds := p.Cmds()
 	if _, err := p.Exec(ctx); err != nil {
-		for _, c := range cmds { // rather than that the transaction was not done, why
+		for _, c := range cmds { // their errors say more than the transaction's
 			if e := c.Err(); e != nil && !strings.Contains(e.Error(), "EXECABORT") {
 				return e
 			}
@@ -559,7 +559,7 @@ func (r *redisObjects) putOne(ctx context.Context, w *put) error {
 	return nil
 }
 
-// list puts a name into its index.
+// list adds a name to its index.
 func (r *redisObjects) list(ctx context.Context, p redis.Pipeliner, n name) {
 	if n.space.Geometry.PagesPerChunk == 1 {
 		return
@@ -576,7 +576,8 @@ func (r *redisObjects) remove(ctx context.Context, names []name) error {
 	var err error
 	p := r.client.Pipeline()
 	var removals []*redis.IntCmd
-	// How many parts there are is in the header; without one, by what we would have made of it.
+	// The header says how many parts there are. Without a header, remove those that we would have
+	// made.
 	r.headers(ctx, names, func(i int, b []byte, herr error) {
 		n := names[i]
 		size, partBytes := int64(n.pages)*n.space.Geometry.PageBytes, r.o.SplitBytes
@@ -584,7 +585,7 @@ func (r *redisObjects) remove(ctx context.Context, names []name) error {
 			!errors.Is(herr, tiers.ErrCorrupt) {
 			var answer redis.Error
 			if !errors.As(herr, &answer) {
-				// an answer is that of a key of another type: it goes all the same
+				// an error reply is for a key of another type, which is removed too
 				err = herr
 				return
 			}
@@ -627,7 +628,7 @@ func (r *redisObjects) clear(ctx context.Context, fp tiers.Fingerprint) (int, er
 		var removals []*redis.IntCmd
 		var headers []bool
 		for _, k := range keys {
-			// Only what is of our form: another's prefix may begin with ours.
+			// Remove only keys of our form: another service's prefix may begin with ours.
 			space, rest, _ := strings.Cut(strings.TrimPrefix(k, r.o.Prefix+"/"), "/")
 			if b, err := hex.DecodeString(space); err != nil || len(b) != len(fp) {
 				continue
@@ -656,7 +657,7 @@ func (r *redisObjects) clear(ctx context.Context, fp tiers.Fingerprint) (int, er
 }
 
 func (r *redisObjects) check(ctx context.Context) error {
-	// Not PING, which some servers answer to everybody.
+	// Not PING: some servers reply to it without a password.
 	err := r.client.Exists(ctx, r.o.Prefix+"/check").Err()
 	if err == nil && r.cluster {
 		err = r.client.(*redis.ClusterClient).ForEachMaster(ctx, func(ctx context.Context,

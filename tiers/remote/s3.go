@@ -28,21 +28,21 @@ import (
 // it.
 const (
 	maxListing = 1000 // names of one listing, S3's own limit
-	// maxVariantNames bounds the names that are kept of all listings of one chunk.
+	// maxVariantNames bounds the names kept of all listings of one chunk.
 	maxVariantNames = 1 << 16
 )
 
-// Limits of an answer that is no object. The client parses those as a whole, and takes up to
-// hundreds of bytes for each byte of XML, so they are read and looked at before. One of a listing
-// of 1,000 names has some 0.5 MiB, any other less than 2 KiB.
+// Limits of a reply that is not an object. The client parses such a reply as a whole, and uses up
+// to hundreds of bytes for each byte of XML. So replies are read and checked before. A listing of
+// 1,000 names has some 0.5 MiB, any other reply less than 2 KiB.
 const (
 	shortAnswer = 64 << 10
 	longAnswer  = 1 << 20
-	longAnswers = 4 // at a time that are longer than shortAnswer
-	// tagsPerName and marksPerName bound the angle brackets and the equals signs of a listing.
+	longAnswers = 4 // concurrent ones longer than shortAnswer
+	// tagsPerName and marksPerName bound a listing's angle brackets and equals signs.
 	tagsPerName  = 32
 	marksPerName = 8
-	// shortTags bounds those of other answers.
+	// shortTags bounds those of other replies.
 	shortTags = 200
 )
 
@@ -54,8 +54,8 @@ type s3Objects struct {
 	secrets  secrets
 }
 
-// OpenS3 makes a tier of a bucket. It does not ask the server anything: Check does. An error is
-// about the options and their files.
+// OpenS3 makes a tier of a bucket. It sends the server nothing; Check does. It returns an error for
+// wrong options or unreadable files.
 func OpenS3(o S3Options) (*Tier, error) {
 	if err := o.validate(); err != nil {
 		return nil, fmt.Errorf("s3: %w", err)
@@ -69,7 +69,7 @@ func OpenS3(o S3Options) (*Tier, error) {
 	if err != nil {
 		return nil, fmt.Errorf("s3: %w", err)
 	}
-	endpoint, _ := url.Parse(o.Endpoint) // it was validated
+	endpoint, _ := url.Parse(o.Endpoint) // validated before
 	dialer := &net.Dialer{Timeout: o.DialTimeout, KeepAlive: time.Minute}
 	s.http = &http.Transport{
 		Proxy: http.ProxyFromEnvironment, DialContext: dialer.DialContext, TLSClientConfig: conf,
@@ -98,14 +98,14 @@ func (o *S3Options) detail() string {
 	return fmt.Sprintf("%s, bucket %s, prefix %s, %s", o.Endpoint, o.Bucket, o.Prefix, o.Serde)
 }
 
-// credentials reads what requests are signed with. Secrets are remembered, so that they can be kept
-// out of what is shown.
+// credentials returns the credentials for signing. It remembers the secrets, so that they can be
+// removed from what is shown.
 func (s *s3Objects) credentials() (*credentials.Credentials, error) {
 	if s.o.CredentialsFile != "" {
 		c := credentials.NewFileAWSCredentials(s.o.CredentialsFile, s.o.Profile)
 		v, err := c.GetWithContext(nil)
 		if err != nil || v.AccessKeyID == "" || v.SecretAccessKey == "" {
-			// The error may have part of the file in it.
+			// The library's error may contain a part of the file.
 			return nil, fmt.Errorf("credentials_file: %s cannot be read, or has no aws_access_key_id and aws_secret_access_key in its section %s", s.o.CredentialsFile, s.o.Profile)
 		}
 		s.secrets.add(v.SecretAccessKey)
@@ -123,15 +123,14 @@ func (s *s3Objects) credentials() (*credentials.Credentials, error) {
 	return credentials.NewStaticV4(key, secret, token), nil
 }
 
-// bounded is a RoundTripper that reads answers which are no objects, and refuses those that are too
-// much for the client's parser.
+// bounded is a RoundTripper that reads replies which are not objects, and refuses those that are
+// too large for the client's parser.
 type bounded struct {
 	http.RoundTripper
 	long chan struct{} // room for longAnswers
 }
 
-// objectKey is the key of a context whose requests get objects: their bodies are read as far as
-// they are wanted, and no further.
+// objectKey marks the context of requests for objects. Their bodies are read only as far as needed.
 type objectKey struct{}
 
 var errTooLong = errors.New("the server's answer is too long")
@@ -145,7 +144,7 @@ func (b *bounded) RoundTrip(r *http.Request) (*http.Response, error) {
 	}
 	whole := a.Body
 	defer whole.Close()
-	// Lists of names are asked for by GET, and those of names to delete by POST.
+	// Listings are requested by GET, deletions of several names by POST.
 	names := 0
 	if a.StatusCode/100 == 2 && (r.Method == http.MethodGet || r.Method == http.MethodPost) {
 		names = maxListing
@@ -162,7 +161,7 @@ func (b *bounded) RoundTrip(r *http.Request) (*http.Response, error) {
 	return a, nil
 }
 
-// read reads an answer. end is to be called when it was parsed, also after an error.
+// read reads a reply. The caller calls end once it is parsed, also after an error.
 func (b *bounded) read(ctx context.Context, body io.Reader, long bool) (text []byte, end func(),
 	err error) {
 	end = func() {}
@@ -186,16 +185,16 @@ func (b *bounded) read(ctx context.Context, body io.Reader, long bool) (text []b
 	return text, end, err
 }
 
-// parsable reports whether an answer of up to that many names has no more elements than it needs.
+// parsable reports whether a reply with up to that many names has no more elements than it needs.
 func parsable(text []byte, names int) bool {
 	count := func(what string) int { return bytes.Count(text, []byte(what)) }
 	return count("<") <= shortTags+names*tagsPerName && count("=") <= shortTags+
 		names*marksPerName &&
-		// the largest elements, by their tags, and perhaps in their names
+		// counts the tags of the largest elements, and such text in names
 		count("Contents") <= shortTags+4*names
 }
 
-// readAnswer is the body of an answer that was read.
+// readAnswer is the body of a reply that was read.
 type readAnswer struct {
 	io.Reader
 	end func()
@@ -207,7 +206,7 @@ func (a *readAnswer) Close() error {
 	return nil
 }
 
-// dir is what the names of all objects begin with that begin with a name's first page.
+// dir returns the beginning of the names of all objects that begin with a name's first page.
 func (s *s3Objects) dir(space *tiers.Space, first string) string {
 	return fmt.Sprintf("%s/%s/%x/", s.o.Prefix, space.Fingerprint, first)
 }
@@ -224,7 +223,7 @@ func (s *s3Objects) turn(ctx context.Context) (end func(), err error) {
 	}
 }
 
-// missing says whether an error is that there is no such object.
+// missing reports whether an error means that an object does not exist.
 func missing(err error) bool {
 	code := minio.ToErrorResponse(err).Code
 	return code == minio.NoSuchKey || code == "NotFound"
@@ -271,7 +270,7 @@ func (s *s3Objects) variants(ctx context.Context, runs []tiers.Run,
 	return out, firstOf(errs)
 }
 
-// firstOf is the first error that is one.
+// firstOf returns the first non-nil error.
 func firstOf(errs []error) error {
 	for _, err := range errs {
 		if err != nil {
@@ -323,7 +322,7 @@ func (s *s3Objects) list(ctx context.Context, run tiers.Run, look look) ([]varia
 	if !more {
 		return sorted, nil
 	}
-	// There are more than one listing has: what is a beginning of the run is asked for by name.
+	// There are more names than one listing has, so ask for the beginnings of the run by name.
 	names, there, errs := make([]name, run.Pages()), make([]bool, run.Pages()),
 		make([]error, run.Pages())
 	inParallel(len(names), s.o.Pool, func(i int) {
@@ -340,8 +339,8 @@ func (s *s3Objects) list(ctx context.Context, run tiers.Run, look look) ([]varia
 	return sorted, firstOf(errs)
 }
 
-// get begins to read an object's first bytes; size is how many of them the server will send. What
-// is not wanted after all need not be read.
+// get starts to read an object's first bytes. size is how many of them the server will send. The
+// caller may leave bytes unread.
 func (s *s3Objects) get(ctx context.Context, n name, first int64) (body io.ReadCloser, size int64,
 	err error) {
 	var o minio.GetObjectOptions
@@ -359,8 +358,8 @@ func (s *s3Objects) get(ctx context.Context, n name, first int64) (body io.ReadC
 	return body, info.Size, err
 }
 
-// errTorn is that of an object which is shorter than it should be: some servers keep what they got
-// when a connection is lost. As if it had never been written.
+// errTorn means that an object is too short: some servers keep the part that they got before a
+// connection broke. It counts as missing.
 var errTorn = fmt.Errorf("%w whole", tiers.ErrNotFound)
 
 // readHeader reads an object's header.
@@ -416,8 +415,7 @@ func (s *s3Objects) fetchOne(ctx context.Context, f *fetch) error {
 	}
 	defer end()
 	head := int64(headerBytes(f.name.pages, f.name.space.Geometry.DigestBytes))
-	// How many bytes the pages were encoded to is known when the header was read; no more than
-	// this.
+	// The encoded length is known once the header is read. This is its bound.
 	most := int64(len(f.dst))
 	if _, raw := f.tier.codec.(serde.Raw); !raw {
 		most = int64(f.run.Pages()) * serde.Bound(f.run.Space.Geometry.PageBytes)
@@ -439,7 +437,7 @@ func (s *s3Objects) fetchOne(ctx context.Context, f *fetch) error {
 		return errTorn
 	}
 	if _, err = io.ReadFull(body, stream); err == nil && size-head-int64(len(stream)) < 64<<10 {
-		_, _ = io.Copy(io.Discard, body) // then the connection is of use again
+		_, _ = io.Copy(io.Discard, body) // the connection can then be reused
 	}
 	return err
 }
@@ -459,7 +457,7 @@ func (s *s3Objects) putOne(ctx context.Context, w *put) error {
 		return err
 	}
 	head := w.header(0)
-	// Its own checksums would be a second pass over what has ours.
+	// The client's checksums would be a second pass; the object has ours.
 	_, err = s.client.Client.PutObject(ctx, s.o.Bucket, s.key(w.name),
 		io.MultiReader(bytes.NewReader(head), bytes.NewReader(stream)),
 		int64(len(head)+len(stream)),
@@ -501,7 +499,7 @@ func (s *s3Objects) clear(ctx context.Context, fp tiers.Fingerprint) (n int, err
 				err = o.Err
 				return
 			}
-			// Only what is of our form: another's prefix may begin with ours.
+			// Remove only names of our form: another service's prefix may begin with ours.
 			if space, _, _ := strings.Cut(strings.TrimPrefix(o.Key, s.o.Prefix+"/"),
 				"/"); len(space) != 2*len(fp) {
 				continue
