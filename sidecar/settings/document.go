@@ -20,7 +20,7 @@ before the dot is a section:
 
 Sizes are bytes or have a suffix: ` + "`500M`, `500MiB`, `4G`" + ` (powers of 1024). Durations have a unit: ` + "`250ms`, `30s`, `5m`" + `.
 
-`)
+` + firstSettings)
 	section := ""
 	for _, s := range settings {
 		name, _, _ := strings.Cut(s.Key, ".")
@@ -35,6 +35,21 @@ Sizes are bytes or have a suffix: ` + "`500M`, `500MiB`, `4G`" + ` (powers of 10
 	}
 	return strings.TrimRight(b.String(), "\n") + "\n"
 }
+
+// firstSettings names the settings that everybody needs.
+const firstSettings = `## The five that everybody needs
+
+| setting | decides |
+|---|---|
+| [runtime.dir](#runtimedir) | where vLLM finds the sidecar: one directory for each rank |
+| [arena.limit](#arenalimit) | how much memory the cache may take |
+| [arena.kind](#arenakind) | what that memory is; the default takes huge pages where the host has some |
+| [tiers](#tiers) | what lies below the memory: disks, DAX devices, Redis, S3 |
+| [admin.listen](#adminlisten) | a fixed port for Prometheus; with [admin.token_file](#admintoken_file) where the host has other users |
+
+The others have defaults that serve most hosts.
+
+`
 
 func shownDefault(def string, derived bool) string {
 	switch {
