@@ -8,6 +8,8 @@ import (
 	"io/fs"
 	"math"
 	"path"
+
+	"lookaside/internal/bytesize"
 )
 
 // BudgetReserve is what usually stays free beside an arena: page tables, the process itself and
@@ -68,8 +70,8 @@ func refused(size, most, free int64, limit string) error {
 	if size > most {
 		cause = ErrTooLarge
 	}
-	return fmt.Errorf("%w: need %s (%d bytes), but %s", cause, FormatSize(size), size, limit+
-		fmt.Sprintf(", of which %s (%d bytes) can be taken", FormatSize(max(free, 0)),
+	return fmt.Errorf("%w: need %s (%d bytes), but %s", cause, bytesize.Format(size), size, limit+
+		fmt.Sprintf(", of which %s (%d bytes) can be taken", bytesize.Format(max(free, 0)),
 			max(free, 0)))
 }
 
@@ -91,7 +93,7 @@ func checkMemory(h host, size, reserve int64) error {
 		return err
 	}
 	rooms = append([]room{{info["MemTotal"] << 10, available,
-		fmt.Sprintf("the host has MemAvailable %s", FormatSize(available))}}, rooms...)
+		fmt.Sprintf("the host has MemAvailable %s", bytesize.Format(available))}}, rooms...)
 	for _, r := range rooms {
 		if free := r.free - reserve; size > free {
 			return refused(size, r.total-reserve, free, r.limit)
@@ -162,7 +164,7 @@ func roomsOf(h host, version int, dir string) (rooms []room, err error) {
 		used = max(used-stat[prefix+"inactive_file"]-stat[prefix+"active_file"], 0)
 		rooms = append(rooms, room{limit, limit - used,
 			fmt.Sprintf("the control group limit %s is %s with %s used",
-				path.Join(dir, name), FormatSize(limit), FormatSize(used))})
+				path.Join(dir, name), bytesize.Format(limit), bytesize.Format(used))})
 	}
 	return rooms, nil
 }
@@ -191,7 +193,7 @@ func checkHugetlb(h host, size int64) error {
 	}
 	if free < need {
 		return fmt.Errorf("%w: need %d huge pages of 2 MiB (%s), but the pool has %d free (%s); raise vm.nr_hugepages",
-			ErrNoMemory, need, FormatSize(size), free, FormatSize(free*HugePageSize))
+			ErrNoMemory, need, bytesize.Format(size), free, bytesize.Format(free*HugePageSize))
 	}
 	groups, err := h.cgroups("hugetlb")
 	if err != nil {
@@ -217,7 +219,7 @@ func checkHugetlb(h host, size int64) error {
 			if limit-used < size {
 				return refused(size, limit, limit-used,
 					fmt.Sprintf("the control group limit %s is %s with %s used",
-						path.Join(dir, limitName), FormatSize(limit), FormatSize(used)))
+						path.Join(dir, limitName), bytesize.Format(limit), bytesize.Format(used)))
 			}
 			return nil
 		})

@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"io/fs"
 	"strings"
+
+	"lookaside/internal/bytesize"
 )
 
 const (
@@ -31,7 +33,7 @@ func choose(h host, want Kind, size int64) (Kind, string, error) {
 	case "", KindAuto:
 		hugetlb := checkHugetlb(h, size)
 		if hugetlb == nil {
-			return KindHugetlb, fmt.Sprintf("the huge page pool has %s free", FormatSize(size)), nil
+			return KindHugetlb, fmt.Sprintf("the huge page pool has %s free", bytesize.Format(size)), nil
 		}
 		thp := choiceTHP(h)
 		if thp == nil {

@@ -14,6 +14,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"lookaside/internal/bytesize"
 )
 
 // DeviceKind says what byte-addressable memory a [Device] is on.
@@ -54,7 +56,7 @@ func (e *RangeLockedError) Error() string {
 		who = fmt.Sprintf("process %d", e.PID)
 	}
 	return fmt.Sprintf("%s: %v: %s has its bytes %d to %d (%s)", e.Path, ErrBusy, who,
-		e.OffsetBytes, e.OffsetBytes+e.SizeBytes-1, FormatSize(e.SizeBytes))
+		e.OffsetBytes, e.OffsetBytes+e.SizeBytes-1, bytesize.Format(e.SizeBytes))
 }
 
 func (e *RangeLockedError) Unwrap() error { return ErrBusy }
@@ -176,7 +178,7 @@ func OpenDevice(o DeviceOptions) (d *Device, err error) {
 		share := size / int64(o.Ranks) / d.align * d.align
 		if d.offset, size = d.offset+int64(o.Rank)*share, share; share == 0 {
 			return d, fmt.Errorf("%s: %w: %s in %d parts, each a multiple of %s", o.Path, ErrDevice,
-				FormatSize(o.SizeBytes), o.Ranks, FormatSize(d.align))
+				bytesize.Format(o.SizeBytes), o.Ranks, bytesize.Format(d.align))
 		}
 	}
 	if err = d.fits(size, total); err != nil {
@@ -213,12 +215,12 @@ func OpenDevice(o DeviceOptions) (d *Device, err error) {
 func (d *Device) fits(size, total int64) error {
 	switch {
 	case d.offset%d.align != 0 || size%d.align != 0:
-		return fmt.Errorf("%s: %w: a partition of %d bytes from byte %d on is not aligned to %s, as this device wants it", d.path, ErrDevice, size, d.offset, FormatSize(d.align))
+		return fmt.Errorf("%s: %w: a partition of %d bytes from byte %d on is not aligned to %s, as this device wants it", d.path, ErrDevice, size, d.offset, bytesize.Format(d.align))
 	case size <= 0:
 		return fmt.Errorf("%s: %w: a partition of %d bytes from byte %d on, of %s", d.path,
-			ErrDevice, size, d.offset, FormatSize(total))
+			ErrDevice, size, d.offset, bytesize.Format(total))
 	case size > total-d.offset:
-		return fmt.Errorf("%s: %w: a partition of %s from byte %d on does not fit: it has %s (%d bytes)", d.path, ErrDevice, FormatSize(size), d.offset, FormatSize(total), total)
+		return fmt.Errorf("%s: %w: a partition of %s from byte %d on does not fit: it has %s (%d bytes)", d.path, ErrDevice, bytesize.Format(size), d.offset, bytesize.Format(total), total)
 	}
 	return nil
 }
@@ -332,7 +334,7 @@ func allocateRange(path string, fd int, off, n int64) error {
 		}
 		if free := int64(fs.Bavail) * fs.Bsize; free < missing {
 			return fmt.Errorf("%s: %w: need %s more, free %s", path, ErrNoSpace,
-				FormatSize(missing), FormatSize(free))
+				bytesize.Format(missing), bytesize.Format(free))
 		}
 	}
 	// tmpfs looks at each page that is there already, 0.2 s of them for 5 GiB. It counts exactly
@@ -394,7 +396,7 @@ func (d *Device) mapTo(size int64) error {
 	if _, err := unix.MmapPtr(d.fd, d.offset+from, at, uintptr(size-from),
 		unix.PROT_READ|unix.PROT_WRITE, flags); err != nil {
 		return fmt.Errorf("%s: %w: mmap of %s from byte %d on: %w", d.path, ErrDevice,
-			FormatSize(size-from), d.offset+from, err)
+			bytesize.Format(size-from), d.offset+from, err)
 	}
 	mem := d.room[from:size]
 	_ = unix.Madvise(mem, unix.MADV_DONTDUMP) // as in create

@@ -9,6 +9,8 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"lookaside/internal/bytesize"
 )
 
 // createFile makes a fresh, fully allocated file of size bytes at path. It
@@ -72,8 +74,8 @@ func createFile(h host, path string, size int64) (fd, lock int, err error) {
 	// Room first: fallocate on a filesystem with too little takes all there
 	// is before it fails, to everyone's harm.
 	if free := int64(fs.Bavail) * fs.Bsize; free < size {
-		return fd, lock, fmt.Errorf("%s: %w: need %s, free %s", path, ErrNoSpace, FormatSize(size),
-			FormatSize(free))
+		return fd, lock, fmt.Errorf("%s: %w: need %s, free %s", path, ErrNoSpace, bytesize.Format(size),
+			bytesize.Format(free))
 	}
 	return fd, lock, allocate(path, fd, 0, size)
 }
@@ -89,13 +91,13 @@ func allocate(path string, fd int, off, size int64) error {
 		case errors.Is(err, unix.EINTR):
 			continue
 		case errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EDQUOT), errors.Is(err, unix.EFBIG):
-			return fmt.Errorf("%s: %w: fallocate of %s: %w", path, ErrNoSpace, FormatSize(size),
-				err)
+			return fmt.Errorf("%s: %w: fallocate of %s: %w", path, ErrNoSpace,
+				bytesize.Format(size), err)
 		case errors.Is(err, unix.EOPNOTSUPP), errors.Is(err, unix.ENOSYS):
 			return fmt.Errorf("%s: %w: this filesystem cannot preallocate: %w", path,
 				ErrUnsupported, err)
 		default:
-			return fmt.Errorf("%s: fallocate of %s: %w", path, FormatSize(size), err)
+			return fmt.Errorf("%s: fallocate of %s: %w", path, bytesize.Format(size), err)
 		}
 	}
 }

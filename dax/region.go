@@ -37,6 +37,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"lookaside/internal/bytesize"
 )
 
 // Kind says what backs a region.
@@ -175,7 +177,7 @@ func create(o Options) (r *Region, err error) {
 	r = &Region{kind: o.Kind, pageSize: pageSize, fd: -1, lock: -1}
 	defer func() {
 		if err != nil {
-			err = fmt.Errorf("%s region of %s: %w", o.Kind, FormatSize(size), err)
+			err = fmt.Errorf("%s region of %s: %w", o.Kind, bytesize.Format(size), err)
 			_ = r.Close()
 			r = nil
 		}

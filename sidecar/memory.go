@@ -10,6 +10,7 @@ import (
 	"go.uber.org/zap"
 
 	"lookaside/dax"
+	"lookaside/internal/bytesize"
 	"lookaside/ipc"
 	"lookaside/ipc/wire"
 	"lookaside/sidecar/settings"
@@ -80,7 +81,7 @@ func shareMemory(c *settings.Config, arenaBytes int64, log *zap.Logger) (lookups
 		if most := max((free-ownMemory(c))/3, leastHints); c.Peers.HintsLimit > most {
 			c.Peers.HintsLimit = most
 			log.Info("peers.hints_limit is lowered to what the control group has room for",
-				zap.String("to", dax.FormatSize(most)))
+				zap.String("to", bytesize.Format(most)))
 		}
 		free -= c.Peers.HintsLimit * 3 / 2
 	}
@@ -90,7 +91,7 @@ func shareMemory(c *settings.Config, arenaBytes int64, log *zap.Logger) (lookups
 	limit := max(goMemory()+free-outsideGo, leastGo)
 	debug.SetMemoryLimit(limit)
 	log.Info("Go's heap is limited to what the control group has room for",
-		zap.String("to", dax.FormatSize(limit)))
+		zap.String("to", bytesize.Format(limit)))
 	return lookups, nil
 }
 
@@ -111,7 +112,7 @@ func checkMemory(c *settings.Config, kind dax.Kind) error {
 	}
 	if errors.Is(err, dax.ErrNoMemory) && kind != dax.KindHugetlb {
 		return fmt.Errorf("arena.limit %s of kind %s, beside %s for the sidecar itself (sessions.limit %d): %w; lower arena.limit or sessions.limit, or raise the limit",
-			dax.FormatSize(c.Arena.Limit), kind, dax.FormatSize(own), c.Sessions.Limit, err)
+			bytesize.Format(c.Arena.Limit), kind, bytesize.Format(own), c.Sessions.Limit, err)
 	}
-	return fmt.Errorf("arena.limit %s of kind %s: %w", dax.FormatSize(c.Arena.Limit), kind, err)
+	return fmt.Errorf("arena.limit %s of kind %s: %w", bytesize.Format(c.Arena.Limit), kind, err)
 }

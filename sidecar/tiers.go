@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"lookaside/connector"
-	"lookaside/dax"
+	"lookaside/internal/bytesize"
 	"lookaside/ipc/wire"
 	"lookaside/sidecar/settings"
 	"lookaside/tiers"
@@ -200,7 +200,7 @@ func checkRoom(c settings.DiskConfig) error {
 	for _, dev := range order {
 		if fs := byDevice[dev]; fs.want > fs.free {
 			return fmt.Errorf("capacity: %s are wanted in %s, and %s are free there: set a smaller capacity, or other paths",
-				dax.FormatSize(fs.want), strings.Join(fs.dirs, ", "), dax.FormatSize(fs.free))
+				bytesize.Format(fs.want), strings.Join(fs.dirs, ", "), bytesize.Format(fs.free))
 		}
 	}
 	return nil

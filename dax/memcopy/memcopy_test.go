@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"lookaside/dax"
+	"lookaside/internal/bytesize"
 	"lookaside/internal/leak"
 )
 
@@ -382,7 +383,7 @@ func BenchmarkCopy(b *testing.B) {
 			name string
 			copy func(dst, src []byte) int
 		}{{"go", func(dst, src []byte) int { return copy(dst, src) }}, {"memcopy", Copy}} {
-			b.Run(fmt.Sprintf("%s/%s", dax.FormatSize(int64(size)), way.name), func(b *testing.B) {
+			b.Run(fmt.Sprintf("%s/%s", bytesize.Format(int64(size)), way.name), func(b *testing.B) {
 				b.SetBytes(int64(size))
 				b.ReportAllocs()
 				at := 0

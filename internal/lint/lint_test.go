@@ -26,6 +26,7 @@ const module = "lookaside"
 // the engine meet in connector and tiers/peer only, and nothing that runs in a sidecar imports a
 // bench.
 var layers = [][]string{
+	{"internal/bytesize"},
 	{
 		"dax",              // memory, and the only unsafe
 		"ipc/wire",         // messages; knows no engine types, nor sockets, nor memory

@@ -18,6 +18,7 @@ import (
 	"go.uber.org/zap"
 
 	"lookaside/dax"
+	"lookaside/internal/bytesize"
 	"lookaside/tiers"
 	"lookaside/tiers/daxtier"
 )
@@ -75,7 +76,7 @@ func (s DAXSize) bytes() (int64, error) {
 			text = number + unit[:1]
 		}
 	}
-	n, err := dax.ParseSize(text)
+	n, err := bytesize.Parse(text)
 	if err != nil || n <= 0 {
 		return 0, apiError(http.StatusBadRequest,
 			`give a number of bytes above 0, or a size such as "100GiB"`,
@@ -342,7 +343,7 @@ func (o *Operations) DAXAdd(ctx context.Context, r DAXAddRequest) (DAXResult, er
 	out := o.daxResult("add", i, r.DevicePath, nil, start)
 	o.Log.Info("DAX device added: put it into the settings if it is to be there after a restart",
 		zap.String("tier", a.Tier), zap.String("device", r.DevicePath),
-		zap.String("size", dax.FormatSize(size)))
+		zap.String("size", bytesize.Format(size)))
 	return out, nil
 }
 
@@ -399,7 +400,7 @@ func (o *Operations) DAXResize(ctx context.Context, r DAXResizeRequest) (DAXResu
 		out.OldSizeBytes = &before.SizeBytes
 	}
 	o.Log.Info("DAX device resized: change it in the settings too", zap.String("tier", a.Tier),
-		zap.String("device", r.DevicePath), zap.String("size", dax.FormatSize(size)),
+		zap.String("device", r.DevicePath), zap.String("size", bytesize.Format(size)),
 		zap.Duration("took", time.Since(start)))
 	return out, nil
 }
@@ -535,12 +536,12 @@ func (s DAXStatus) WriteTable(w io.Writer) error {
 				progress = fmt.Sprintf("%d of %d", dev.Progress.Moved, dev.Progress.Total)
 			}
 			fmt.Fprintf(tw, "%s\t%s\t%s\t%s of %s\t%d\t%d\t%d\t%d\t%s\n", a.Tier, dev.DevicePath,
-				dev.State, dax.FormatSize(dev.UsedBytes), dax.FormatSize(dev.CapacityBytes),
+				dev.State, bytesize.Format(dev.UsedBytes), bytesize.Format(dev.CapacityBytes),
 				dev.Slots.Used, dev.Slots.Free, dev.Slots.Leased, dev.Slots.Draining, progress)
 		}
 		fmt.Fprintf(tw, "%s\t\t%s\t%s of %s\n", a.Tier, map[bool]string{true: "hot plug",
 			false: "fixed"}[a.Status.HotPlugEnabled],
-			dax.FormatSize(a.Status.TotalUsedBytes), dax.FormatSize(a.Status.TotalCapacityBytes))
+			bytesize.Format(a.Status.TotalUsedBytes), bytesize.Format(a.Status.TotalCapacityBytes))
 	}
 	return tw.Flush()
 }

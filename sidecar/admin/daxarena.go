@@ -13,7 +13,7 @@ import (
 	"github.com/danielgtaylor/huma/v2"
 	"go.uber.org/zap"
 
-	"lookaside/dax"
+	"lookaside/internal/bytesize"
 	"lookaside/tiers/daxtier"
 )
 
@@ -165,7 +165,7 @@ func (o *Operations) DAXArenaAdd(ctx context.Context, r DAXArenaAddRequest) (DAX
 	if err := o.DAX.Add(ctx, r.DevicePath, size); err != nil {
 		return DAXArenaAddResult{}, daxError(ctx, ofArena, r.DevicePath, err)
 	}
-	o.Log.Info("DAX device added to the arena: put it into the settings if it is to be there after a restart", zap.String("device", r.DevicePath), zap.String("size", dax.FormatSize(size)))
+	o.Log.Info("DAX device added to the arena: put it into the settings if it is to be there after a restart", zap.String("device", r.DevicePath), zap.String("size", bytesize.Format(size)))
 	if a := o.arenaDevice(r.DevicePath); a != nil {
 		return DAXArenaAddResult{*a}, nil
 	}
@@ -245,7 +245,7 @@ func (o *Operations) DAXArenaResize(ctx context.Context,
 	}
 	out.Seconds = time.Since(start).Seconds()
 	o.Log.Info("DAX device of the arena resized: change it in the settings too",
-		zap.String("device", r.DevicePath), zap.String("size", dax.FormatSize(size)),
+		zap.String("device", r.DevicePath), zap.String("size", bytesize.Format(size)),
 		zap.Duration("took", time.Since(start)))
 	return out, nil
 }
@@ -295,7 +295,7 @@ func writeArenaDevices(tw io.Writer, list []DAXArena) {
 			progress = fmt.Sprintf("%d of %d", a.Progress.Moved, a.Progress.Total)
 		}
 		fmt.Fprintf(tw, "%s\t%s\t%s of %s\t%d\t%d\t%d\t%d\t%s\n", a.DevicePath, a.State,
-			dax.FormatSize(a.UsedBytes), dax.FormatSize(a.CapacityBytes),
+			bytesize.Format(a.UsedBytes), bytesize.Format(a.CapacityBytes),
 			a.Slots.Used, a.Slots.Free, a.Slots.Leased, a.Slots.Draining, progress)
 	}
 }

@@ -17,7 +17,7 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"lookaside/dax"
+	"lookaside/internal/bytesize"
 )
 
 // A HostSidecar is a sidecar of this host, as `lookaside list` shows it.
@@ -150,7 +150,7 @@ func WriteSidecars(w io.Writer, list []HostSidecar) error {
 		if s.Error == "" {
 			version = s.Version
 			up = time.Duration(s.UptimeS * float64(time.Second)).Round(time.Second).String()
-			arena = dax.FormatSize(s.Arena.UsedBytes) + " of " + dax.FormatSize(s.Arena.LimitBytes)
+			arena = bytesize.Format(s.Arena.UsedBytes) + " of " + bytesize.Format(s.Arena.LimitBytes)
 		}
 		fmt.Fprintf(tw, "%s\t%s\t%s\t%s\t%s\t%s\n", s.Endpoint, pid, version, up, arena,
 			cmp.Or(s.Error, s.Verdict))

@@ -5,7 +5,7 @@ import (
 	"io"
 	"strings"
 
-	"lookaside/dax"
+	"lookaside/internal/bytesize"
 	"lookaside/tiers/peer"
 )
 
@@ -50,14 +50,14 @@ func (st *PeersStatus) write(w io.Writer, skipped uint64) {
 	}
 	b := &st.Borrowing
 	fmt.Fprintf(w, "peers\t%d, which hold %d pages (%s of hints); %d pages borrowed, %d chunks of others here now; %d pages copied; %d pages lent; %d pages not stored, being there\n",
-		len(st.Lenders), st.HintPages, dax.FormatSize(st.HintBytes), st.BorrowedPages, b.Used,
+		len(st.Lenders), st.HintPages, bytesize.Format(st.HintBytes), st.BorrowedPages, b.Used,
 		b.CopiedPages, st.LentPages, skipped)
 	for _, l := range st.Lenders {
 		if len(l.Devices) > 0 {
 			var on []string
 			for _, d := range l.Devices {
 				on = append(on, fmt.Sprintf("%s (%s, %s)", d.Path, d.Kind,
-					dax.FormatSize(d.SizeBytes)))
+					bytesize.Format(d.SizeBytes)))
 			}
 			fmt.Fprintf(w, "peer\tpid %d holds %d pages on %s; %d borrowed, %d of its chunks here now\n", l.PID, l.Pages, strings.Join(on, ", "), l.Borrowed, l.Loans)
 		}

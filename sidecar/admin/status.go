@@ -10,7 +10,7 @@ import (
 	"time"
 
 	"lookaside/connector"
-	"lookaside/dax"
+	"lookaside/internal/bytesize"
 	"lookaside/internal/unshared"
 	"lookaside/tiers/engine"
 )
@@ -217,20 +217,20 @@ func (st Status) WriteTable(w io.Writer) error {
 	row("sidecar", "%s, pid %d, %s for %s, version %s (%s)", st.Endpoint, st.PID, st.State,
 		time.Duration(st.UptimeS*float64(time.Second)).Round(time.Second), st.Version, st.Commit)
 	if x := a.DAX; x != nil {
-		row("arena", "%s used of %s on %d DAX devices, in %d regions", dax.FormatSize(a.UsedBytes),
-			dax.FormatSize(a.CapacityBytes), len(x.Devices), len(a.Regions))
+		row("arena", "%s used of %s on %d DAX devices, in %d regions", bytesize.Format(a.UsedBytes),
+			bytesize.Format(a.CapacityBytes), len(x.Devices), len(a.Regions))
 		row("kept", "%d chunks, %d wait; %d were found at the start; %d were corrupt, %d unreadable", x.KeptChunks, x.WaitingChunks, x.RecoveredChunks, x.CorruptChunks, x.UnreadableChunks)
 		if x.SlabsGivenUp > 0 {
 			row("failing", "%d of %d slabs are given up: %s", x.SlabsGivenUp, x.Slabs, x.Error)
 		}
 	} else {
-		row("arena", "%s used of %s in %d regions (%s), limit %s", dax.FormatSize(a.UsedBytes),
-			dax.FormatSize(a.CapacityBytes), len(a.Regions), a.Kind, dax.FormatSize(a.LimitBytes))
+		row("arena", "%s used of %s in %d regions (%s), limit %s", bytesize.Format(a.UsedBytes),
+			bytesize.Format(a.CapacityBytes), len(a.Regions), a.Kind, bytesize.Format(a.LimitBytes))
 	}
 	row("slots", "%d free, %d ready (%d leased), %d filling; %d leases", st.Slots.Free,
 		st.Slots.Ready, st.Slots.Leased, st.Slots.Filling, st.Leases)
 	row("pages", "%d held, %d stored (%s), %d loaded (%s), %d shed", st.Pages, n.StoredPages,
-		dax.FormatSize(int64(n.StoredBytes)), n.LoadedPages, dax.FormatSize(int64(n.LoadedBytes)),
+		bytesize.Format(int64(n.StoredBytes)), n.LoadedPages, bytesize.Format(int64(n.LoadedBytes)),
 		n.ShedPages)
 	t, last := n.Tokens, st.LastMinute
 	row("tokens", "%d asked for in %d requests: %d found (%s), %d loaded (%s), %d computed",
@@ -242,8 +242,8 @@ func (st Status) WriteTable(w io.Writer) error {
 			last.Tokens.Requests, each(last.Tokens.Asked), each(last.Tokens.Found),
 			percent(last.Tokens.FoundRatio()), each(last.Tokens.Loaded), percent(last.LoadedRatio),
 			each(last.Tokens.Computed),
-			dax.FormatSize(int64(each(last.StoredBytes))),
-			dax.FormatSize(int64(each(last.LoadedBytes))))
+			bytesize.Format(int64(each(last.StoredBytes))),
+			bytesize.Format(int64(each(last.LoadedBytes))))
 	}
 	row("lookups", "%d for %d pages, of which they found %d; %d hold leases, %d wait for tiers",
 		n.Lookups, n.LookupPages, n.HitPages, st.Lookups.InFlight, st.Lookups.Waiting)
@@ -285,7 +285,7 @@ func (st Status) WriteTable(w io.Writer) error {
 		fmt.Fprintln(tw, "\nSPACE\tPAGES\tCHUNKS\tSESSIONS\tPAGE\tTOKENS/PAGE\tPAGES/CHUNK\tMODEL")
 		for _, s := range st.Spaces {
 			fmt.Fprintf(tw, "%.12s\t%d\t%d\t%d\t%s\t%d\t%d\t%s\n", s.Fingerprint, s.Pages, s.Chunks,
-				s.SpaceStatus.Sessions, dax.FormatSize(s.PageBytes), s.PageTokens, s.PagesPerChunk,
+				s.SpaceStatus.Sessions, bytesize.Format(s.PageBytes), s.PageTokens, s.PagesPerChunk,
 				s.Fields["model"])
 		}
 	}

@@ -6,7 +6,7 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"lookaside/dax"
+	"lookaside/internal/bytesize"
 	"lookaside/tiers/stack"
 )
 
@@ -104,9 +104,9 @@ func writeTiers(tw io.Writer, list []TierStatus) {
 	for _, t := range list {
 		used, chunks, latency, speed := "?", "?", "-", "-"
 		if t.UsedBytes >= 0 {
-			used = dax.FormatSize(t.UsedBytes)
+			used = bytesize.Format(t.UsedBytes)
 			if t.CapacityBytes > 0 {
-				used += " of " + dax.FormatSize(t.CapacityBytes)
+				used += " of " + bytesize.Format(t.CapacityBytes)
 			}
 		}
 		if t.Chunks >= 0 {
@@ -115,11 +115,11 @@ func writeTiers(tw io.Writer, list []TierStatus) {
 		if t.BytesPerSecond > 0 {
 			latency = time.Duration(t.LatencyS * float64(time.Second)).Round(
 				time.Microsecond).String()
-			speed = dax.FormatSize(int64(t.BytesPerSecond)) + "/s"
+			speed = bytesize.Format(int64(t.BytesPerSecond)) + "/s"
 		}
 		fmt.Fprintf(tw, "%s\t%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s\t%d\t%d\t%d\t%d\t%s\t%s\n", t.Name,
 			t.Kind, shownState(t.State), t.Admit, used, chunks, t.HitPages,
-			dax.FormatSize(int64(t.LoadedBytes)), dax.FormatSize(int64(t.StoredBytes)),
+			bytesize.Format(int64(t.LoadedBytes)), bytesize.Format(int64(t.StoredBytes)),
 			t.StoreQueue, t.Shed, t.LookupFailures+t.LoadFailures+t.StoreFailures, t.CorruptChunks,
 			latency, speed)
 	}

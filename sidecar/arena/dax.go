@@ -16,6 +16,7 @@ import (
 
 	"lookaside/connector"
 	"lookaside/dax"
+	"lookaside/internal/bytesize"
 	"lookaside/sidecar/settings"
 	"lookaside/tiers/daxtier"
 	"lookaside/tiers/engine"
@@ -70,12 +71,12 @@ func (a *DAX) Begin(books engine.Config) (*engine.Engine, error) {
 	a.found = found.ReadySlots
 	for _, d := range st.Devices {
 		a.Log.Info("device opened", zap.String("device", d.Path),
-			zap.String("size", dax.FormatSize(d.SizeBytes)), zap.Int("chunks", d.Slots.Used))
+			zap.String("size", bytesize.Format(d.SizeBytes)), zap.Int("chunks", d.Slots.Used))
 	}
 	a.Log.Info("devices recovered", zap.String("kind", string(settings.KindDAX)),
-		zap.String("capacity", dax.FormatSize(st.TotalCapacityBytes)),
+		zap.String("capacity", bytesize.Format(st.TotalCapacityBytes)),
 		zap.Int("chunks_found", found.ReadySlots),
-		zap.String("of", dax.FormatSize(found.UsedBytes)),
+		zap.String("of", bytesize.Format(found.UsedBytes)),
 		zap.Duration("in", time.Since(start).Round(time.Millisecond)))
 	return a.pool.Engine(), nil
 }

@@ -11,6 +11,7 @@ import (
 	"go.uber.org/zap"
 
 	"lookaside/dax"
+	"lookaside/internal/bytesize"
 	"lookaside/tiers/engine"
 )
 
@@ -56,8 +57,8 @@ func newMemory(o Options) (*memory, error) {
 	}
 	a.limit = (o.Limit + page - 1) / page * page
 	o.Log.Info("memory chosen", zap.String("kind", string(kind)), zap.String("because", reason),
-		zap.String("limit", dax.FormatSize(o.Limit)),
-		zap.String("initial", dax.FormatSize(o.Initial)), zap.Int("numa_node", node),
+		zap.String("limit", bytesize.Format(o.Limit)),
+		zap.String("initial", bytesize.Format(o.Initial)), zap.Int("numa_node", node),
 		zap.String("numa", nodeReason))
 	return a, nil
 }
@@ -134,8 +135,8 @@ func (a *memory) grow(workers Workers, size int64) error {
 	capacity := a.capacity
 	a.mu.Unlock()
 	a.Control.SetRegions(uint64(id) + 1)
-	a.Log.Info("grew", zap.Uint32("region", id), zap.String("by", dax.FormatSize(r.Size())),
-		zap.String("to", dax.FormatSize(capacity)),
+	a.Log.Info("grew", zap.Uint32("region", id), zap.String("by", bytesize.Format(r.Size())),
+		zap.String("to", bytesize.Format(capacity)),
 		zap.String("kind", string(r.Kind())),
 		zap.Duration("in", time.Since(start).Round(time.Millisecond)))
 	return nil

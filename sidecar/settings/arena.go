@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"lookaside/dax"
+	"lookaside/internal/bytesize"
 	"lookaside/tiers/policy"
 )
 
@@ -190,15 +191,15 @@ func (a *ArenaConfig) complete() error {
 		a.Initial = min(a.Limit, 1<<30)
 	}
 	if a.Initial > a.Limit {
-		return fmt.Errorf("arena.initial is %s, above arena.limit, %s", dax.FormatSize(a.Initial),
-			dax.FormatSize(a.Limit))
+		return fmt.Errorf("arena.initial is %s, above arena.limit, %s", bytesize.Format(a.Initial),
+			bytesize.Format(a.Limit))
 	}
 	if a.Step == 0 {
 		a.Step = max(256<<20, a.Limit/4)
 	}
 	if n := a.Regions(); n > maxRegions {
 		return fmt.Errorf("arena.step %s takes %d regions to reach arena.limit %s, and there may be %d",
-			dax.FormatSize(a.Step), n, dax.FormatSize(a.Limit), maxRegions)
+			bytesize.Format(a.Step), n, bytesize.Format(a.Limit), maxRegions)
 	}
 	if a.Kind == dax.KindFile && a.Path == "" {
 		return errors.New("arena.kind is file: arena.path must name a directory")

@@ -8,7 +8,7 @@ import (
 	"strings"
 	"time"
 
-	"lookaside/dax"
+	"lookaside/internal/bytesize"
 	"lookaside/ipc/wire"
 )
 
@@ -113,7 +113,7 @@ var eventsSettings = []Setting{
 				c.Events.Journal = 0
 				return nil
 			}
-			c.Events.Journal, err = dax.ParseSize(v)
+			c.Events.Journal, err = bytesize.Parse(v)
 			if err == nil && (c.Events.Journal < 512<<10 || c.Events.Journal > 1<<32) {
 				err = errors.New("want 0, or 512KiB to 4GiB")
 			}

@@ -12,7 +12,7 @@ import (
 
 	"github.com/spf13/pflag"
 
-	"lookaside/dax"
+	"lookaside/internal/bytesize"
 	"lookaside/internal/leak"
 )
 
@@ -85,8 +85,8 @@ func TestDerivedDefaults(t *testing.T) {
 			t.Fatal(err)
 		}
 		if c.Arena.Initial != tc.initial || c.Arena.Step != tc.step {
-			t.Errorf("%v: initial %s, step %s", tc.args, dax.FormatSize(c.Arena.Initial),
-				dax.FormatSize(c.Arena.Step))
+			t.Errorf("%v: initial %s, step %s", tc.args, bytesize.Format(c.Arena.Initial),
+				bytesize.Format(c.Arena.Step))
 		}
 		if !strings.HasPrefix(c.Runtime.Dir, "/run/user/7/lookaside-") ||
 			!strings.HasSuffix(c.Runtime.Dir, "/rank-0") {

@@ -6,7 +6,7 @@ import (
 	"slices"
 	"strings"
 
-	"lookaside/dax"
+	"lookaside/internal/bytesize"
 	"lookaside/tiers/policy"
 )
 
@@ -58,12 +58,12 @@ var diskSettings = []TierSetting{
 // check checks what concerns several keys.
 func (c *DiskConfig) check() error {
 	if c.Slab > c.Capacity {
-		return fmt.Errorf("slab is %s, above capacity, %s", dax.FormatSize(c.Slab),
-			dax.FormatSize(c.Capacity))
+		return fmt.Errorf("slab is %s, above capacity, %s", bytesize.Format(c.Slab),
+			bytesize.Format(c.Capacity))
 	}
 	if c.Capacity < int64(len(c.Paths))<<20 {
 		return fmt.Errorf("capacity is %s: a directory wants 1M at least, and a useful one many G",
-			dax.FormatSize(c.Capacity))
+			bytesize.Format(c.Capacity))
 	}
 	return nil
 }

@@ -7,7 +7,7 @@ import (
 	"strings"
 	"time"
 
-	"lookaside/dax"
+	"lookaside/internal/bytesize"
 )
 
 // choices writes a setting's unit.
@@ -19,7 +19,7 @@ func choices(of []string) string {
 }
 
 func parseSize(v string) (int64, error) {
-	n, err := dax.ParseSize(v)
+	n, err := bytesize.Parse(v)
 	if err == nil && n <= 0 {
 		err = fmt.Errorf("%q is not above 0", v)
 	}
@@ -108,7 +108,7 @@ func size[C any](field func(*C) *int64) func(*C, string) error { return parsed(p
 
 // sizeOrZero takes a number of bytes.
 func sizeOrZero[C any](field func(*C) *int64) func(*C, string) error {
-	return parsed(dax.ParseSize, field)
+	return parsed(bytesize.Parse, field)
 }
 
 // fraction takes a number above 0 and at most 1.

@@ -9,6 +9,7 @@ import (
 	"slices"
 
 	"lookaside/dax"
+	"lookaside/internal/bytesize"
 	"lookaside/tiers"
 	"lookaside/tiers/daxtier/mapped"
 	"lookaside/tiers/slab"
@@ -121,7 +122,7 @@ func (p *devices) Add(ctx context.Context, path string, sizeBytes int64) error {
 	dir := filepath.Clean(path)
 	if d, err := p.device(dir); err == nil {
 		if d.State != slab.Draining || sizeBytes != 0 && sizeBytes/int64(p.o.Ranks) != d.SizeBytes {
-			return fmt.Errorf("%w: device %s of %s", ErrExists, dir, dax.FormatSize(d.SizeBytes))
+			return fmt.Errorf("%w: device %s of %s", ErrExists, dir, bytesize.Format(d.SizeBytes))
 		}
 		return p.store.AddDir(ctx, dir, 0)
 	}
@@ -183,7 +184,7 @@ func (p *devices) Resize(ctx context.Context, path string, sizeBytes int64, mode
 		return fmt.Errorf("%s: %w: %d ranks share it, and all would have to be resized at once: remove it and add it in another size", dir, ErrDevice, p.o.Ranks)
 	case sizeBytes <= 0 || sizeBytes%dev.Align() != 0:
 		return fmt.Errorf("%s: %w: %d bytes, want a multiple of %s", dir, ErrDevice, sizeBytes,
-			dax.FormatSize(dev.Align()))
+			bytesize.Format(dev.Align()))
 	}
 	if mode != Migrate && mode != Evict {
 		return fmt.Errorf("%w: mode %q: want %s or %s", tiers.ErrInvalid, mode, Migrate, Evict)

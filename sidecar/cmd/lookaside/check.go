@@ -13,7 +13,7 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
-	"lookaside/dax"
+	"lookaside/internal/bytesize"
 	"lookaside/tiers/daxtier"
 	"lookaside/tiers/slab"
 )
@@ -71,7 +71,7 @@ is removed, and made anew when the sidecar starts.`,
 // checkPaths checks directories, or devices: a tier is on one or the other.
 func checkPaths(ctx context.Context, paths []string, offset string,
 	o slab.CheckOptions) (slab.Report, error) {
-	at, err := dax.ParseSize(offset)
+	at, err := bytesize.Parse(offset)
 	if err != nil {
 		return slab.Report{}, fmt.Errorf("--offset: %w", err)
 	}
@@ -115,8 +115,8 @@ func checkProgress(w io.Writer) func(done, total int64) {
 	return func(done, total int64) {
 		if now := time.Now(); now.Sub(last) > 200*time.Millisecond && total > 0 {
 			last = now
-			fmt.Fprintf(w, "\r\033[K%3d %%  %s of %s", 100*done/total, dax.FormatSize(done),
-				dax.FormatSize(total))
+			fmt.Fprintf(w, "\r\033[K%3d %%  %s of %s", 100*done/total, bytesize.Format(done),
+				bytesize.Format(total))
 		}
 	}
 }
@@ -133,7 +133,7 @@ func writeReport(w io.Writer, r *slab.Report) error {
 		if s.Error == "" && s.Geometry == nil {
 			what = "not in use"
 		}
-		fmt.Fprintf(t, "%s\t%s\t%d\t%d\t%d\t%d\t%d\t%d\t%s\n", s.File, dax.FormatSize(s.Bytes),
+		fmt.Fprintf(t, "%s\t%s\t%d\t%d\t%d\t%d\t%d\t%d\t%s\n", s.File, bytesize.Format(s.Bytes),
 			s.Chunks, s.Pages, s.DamagedEntries, s.CorruptChunks,
 			s.UnreadableChunks, s.Dropped, what)
 	}

@@ -9,7 +9,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"lookaside/dax"
+	"lookaside/internal/bytesize"
 	"lookaside/internal/lmcache"
 	"lookaside/sidecar/settings"
 )
@@ -61,7 +61,7 @@ they belong.`,
 				return fmt.Errorf("one FILE at a time: %q is one too many (the command line of LMCache's server goes after --)", args[1])
 			}
 			var err error
-			if src.DiskCapacityBytes, err = dax.ParseSize(capacity); err != nil ||
+			if src.DiskCapacityBytes, err = bytesize.Parse(capacity); err != nil ||
 				src.DiskCapacityBytes <= 0 {
 				return fmt.Errorf("--disk-capacity: %q is not a size such as 200G", capacity)
 			}

@@ -8,6 +8,7 @@ import (
 	"lookaside/dax"
 	"lookaside/internal/bench"
 	"lookaside/internal/bench/daxbench"
+	"lookaside/internal/bytesize"
 )
 
 // What opening a pool may take, and by how much a migration may slow lookups down.
@@ -43,14 +44,14 @@ another, against lookups without. Files in memory stand in for devices.`,
 			defer stop()
 			report := bench.NewReport("dax")
 			for _, slot := range slots {
-				if o.SlotBytes, err = dax.ParseSize(slot); err != nil {
+				if o.SlotBytes, err = bytesize.Parse(slot); err != nil {
 					return fmt.Errorf("--slots: %w", err)
 				}
 				f, err := o.Run(ctx)
 				if err != nil {
 					return err
 				}
-				of := "." + dax.FormatSize(o.SlotBytes)
+				of := "." + bytesize.Format(o.SlotBytes)
 				fmt.Fprintf(cmd.ErrOrStderr(), "%s: %d of %d chunks, arena of %s\n", of[1:],
 					f.Chunks, o.Chunks, f.Memory)
 				for _, way := range []struct {

@@ -8,6 +8,7 @@ import (
 	"lookaside/dax"
 	"lookaside/internal/bench"
 	"lookaside/internal/bench/diskbench"
+	"lookaside/internal/bytesize"
 )
 
 func newDisk() *cobra.Command {
@@ -22,10 +23,10 @@ func newDisk() *cobra.Command {
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var err error
-			if o.Bytes, err = dax.ParseSize(bytes); err != nil {
+			if o.Bytes, err = bytesize.Parse(bytes); err != nil {
 				return fmt.Errorf("--bytes: %w", err)
 			}
-			if o.Piece, err = dax.ParseSize(piece); err != nil {
+			if o.Piece, err = bytesize.Parse(piece); err != nil {
 				return fmt.Errorf("--piece: %w", err)
 			}
 			if o.Kind, err = dax.ParseKind(kind); err != nil {
@@ -35,7 +36,7 @@ func newDisk() *cobra.Command {
 			defer stop()
 			report := bench.NewReport("disk")
 			for _, slot := range slots {
-				if o.SlotBytes, err = dax.ParseSize(slot); err != nil {
+				if o.SlotBytes, err = bytesize.Parse(slot); err != nil {
 					return fmt.Errorf("--slots: %w", err)
 				}
 				f, err := o.Run(ctx)
@@ -64,7 +65,7 @@ func newDisk() *cobra.Command {
 const coresBudget = 0.5
 
 func addDisk(r *bench.Report, slot int64, f diskbench.Figures) {
-	of := "." + dax.FormatSize(slot)
+	of := "." + bytesize.Format(slot)
 	r.Rounds("read"+of, "GB/s", f.Read, f.FioR)
 	r.Rounds("write"+of, "GB/s", f.Write, f.FioW)
 	r.Rounds("read.over_bare"+of, "GB/s", f.Read, f.BareR)
@@ -92,7 +93,7 @@ holes.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var err error
-			if o.PageBytes, err = dax.ParseSize(page); err != nil {
+			if o.PageBytes, err = bytesize.Parse(page); err != nil {
 				return fmt.Errorf("--page: %w", err)
 			}
 			ctx, stop := interruptible(cmd)

@@ -14,12 +14,12 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"lookaside/dax"
 	"lookaside/internal/bench"
 	"lookaside/internal/bench/enginebench"
 	"lookaside/internal/bench/lookupserver"
 	"lookaside/internal/bench/memcopybench"
 	"lookaside/internal/bench/zmqecho"
+	"lookaside/internal/bytesize"
 	"lookaside/sidecar"
 	"lookaside/sidecar/settings"
 )
@@ -88,7 +88,7 @@ func newMemcopy() *cobra.Command {
 func memcopyReport(ms []memcopybench.Measurement) *bench.Report {
 	r := bench.NewReport("memcopy")
 	for _, m := range ms {
-		of := fmt.Sprintf("%s.%d_threads", dax.FormatSize(int64(m.SizeBytes)), m.Threads)
+		of := fmt.Sprintf("%s.%d_threads", bytesize.Format(int64(m.SizeBytes)), m.Threads)
 		r.Rounds("copy."+of, "GB/s", m.Copy, m.GoCopy)
 		r.Rounds("pool."+of, "GB/s", m.Pool, m.GoCopy)
 	}

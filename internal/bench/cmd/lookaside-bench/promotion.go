@@ -6,9 +6,9 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"lookaside/dax"
 	"lookaside/internal/bench"
 	"lookaside/internal/bench/promotionbench"
+	"lookaside/internal/bytesize"
 	"lookaside/sidecar"
 	"lookaside/sidecar/settings"
 )
@@ -34,7 +34,7 @@ size, as many at a time, around the page cache, into memory of the same kind, in
 			}{{"prefix", prefix, &o.Bytes}, {"page", page, &o.PageBytes},
 				{"piece", piece, &o.PieceBytes}} {
 				var err error
-				if *size.to, err = dax.ParseSize(size.value); err != nil {
+				if *size.to, err = bytesize.Parse(size.value); err != nil {
 					return fmt.Errorf("--%s: %w", size.name, err)
 				}
 			}
@@ -64,7 +64,7 @@ size, as many at a time, around the page cache, into memory of the same kind, in
 
 func promotionReport(f promotionbench.Figures) *bench.Report {
 	r := bench.NewReport("promotion")
-	of := "." + dax.FormatSize(f.Bytes)
+	of := "." + bytesize.Format(f.Bytes)
 	how := "direct"
 	if !f.Direct {
 		how = "buffered"

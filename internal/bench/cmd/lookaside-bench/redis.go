@@ -5,9 +5,9 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"lookaside/dax"
 	"lookaside/internal/bench"
 	"lookaside/internal/bench/redisbench"
+	"lookaside/internal/bytesize"
 )
 
 func newRedis() *cobra.Command {
@@ -22,10 +22,10 @@ func newRedis() *cobra.Command {
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var err error
-			if o.Bytes, err = dax.ParseSize(bytes); err != nil {
+			if o.Bytes, err = bytesize.Parse(bytes); err != nil {
 				return fmt.Errorf("--bytes: %w", err)
 			}
-			if o.Split, err = dax.ParseSize(split); err != nil {
+			if o.Split, err = bytesize.Parse(split); err != nil {
 				return fmt.Errorf("--split: %w", err)
 			}
 			ctx, stop := interruptible(cmd)
@@ -40,15 +40,15 @@ func newRedis() *cobra.Command {
 			}
 			report := bench.NewReport("redis")
 			for _, c := range chunks {
-				if o.ChunkBytes, err = dax.ParseSize(c); err != nil {
+				if o.ChunkBytes, err = bytesize.Parse(c); err != nil {
 					return fmt.Errorf("--chunks: %w", err)
 				}
 				f, err := o.Run(ctx)
 				if err != nil {
 					return err
 				}
-				report.Rounds("put."+dax.FormatSize(o.ChunkBytes), "GB/s", f.Put, f.BarePut)
-				report.Rounds("get."+dax.FormatSize(o.ChunkBytes), "GB/s", f.Get, f.BareGet)
+				report.Rounds("put."+bytesize.Format(o.ChunkBytes), "GB/s", f.Put, f.BarePut)
+				report.Rounds("get."+bytesize.Format(o.ChunkBytes), "GB/s", f.Get, f.BareGet)
 			}
 			return report.Print(cmd.OutOrStdout(), cmd.ErrOrStderr(), file)
 		},

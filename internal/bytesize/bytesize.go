@@ -1,6 +1,6 @@
-//go:build linux
-
-package dax
+// Package bytesize reads and writes sizes in bytes as people write them. Its name leaves "size" to
+// variables.
+package bytesize
 
 import (
 	"fmt"
@@ -20,11 +20,10 @@ var sizeUnits = map[string]uint{
 	"t": 40, "ti": 40, "tib": 40,
 }
 
-// ParseSize reads a size in bytes: "1048576", "4G", "500MiB", "1.5T". The
-// units are powers of 1024, in either case, with or without "i" and "iB". "GB"
-// is refused, since half its readers mean 10⁹. A size is not negative and is a
-// whole number of bytes.
-func ParseSize(s string) (int64, error) {
+// Parse reads a size in bytes: "1048576", "4G", "500MiB", "1.5T". The units are powers of 1024, in
+// either case, with or without "i" and "iB". "GB" is refused, since half its readers mean 10⁹. A
+// size is not negative and is a whole number of bytes.
+func Parse(s string) (int64, error) {
 	text := strings.TrimSpace(s)
 	if len(text) > maxSizeText {
 		return 0, fmt.Errorf("size %.*q…: too long", maxSizeText, text)
@@ -43,8 +42,8 @@ func ParseSize(s string) (int64, error) {
 		return 0, fmt.Errorf("size %q: unknown unit %q, one of K, M, G, T (powers of 1024)", s,
 			unit)
 	}
-	// A lone dot and an empty number are refused by Rat, "1." and ".5" not:
-	// accept digits with at most one dot between digits.
+	// Rat refuses a lone dot and an empty number, but takes "1." and ".5". A dot must stand between
+	// digits here.
 	if number == "" || number[0] == '.' || number[len(number)-1] == '.' {
 		return 0, fmt.Errorf("size %q: want a number and a unit, such as 500M or 4G", s)
 	}
@@ -62,12 +61,11 @@ func ParseSize(s string) (int64, error) {
 	return value.Num().Int64(), nil
 }
 
-// FormatSize writes a size for people, as ParseSize reads it: exact where it
-// is a multiple of the unit, else rounded to two decimals ("4GiB", "1.46GiB",
-// "512B").
-func FormatSize(n int64) string {
+// Format writes a size for people, as Parse reads it. It is exact for a multiple of the unit, and
+// else rounded to two decimals ("4GiB", "1.46GiB", "512B").
+func Format(n int64) string {
 	if n < 0 {
-		return "-" + FormatSize(-max(n, -math.MaxInt64))
+		return "-" + Format(-max(n, -math.MaxInt64))
 	}
 	for _, u := range []struct {
 		shift uint
