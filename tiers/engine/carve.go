@@ -105,16 +105,11 @@ func logarithm(n int) int8 {
 // drain empties a region and takes it from its class. It answers false, and leaves the region as it
 // is, if something in it is used meanwhile.
 func (e *Engine) drain(r *region) bool {
-	c := r.class
-	r.draining = true
-	c.free -= r.free
-	c.slots -= len(r.slots)
+	r.stopGranting()
 	for i := 0; i < r.fresh; i++ {
 		s := &r.slots[i]
 		if s.state == filling || s.state == ready && !s.idle() {
-			r.draining = false
-			c.free += r.free
-			c.slots += len(r.slots)
+			r.goOnGranting()
 			return false
 		}
 		if s.state == ready {

@@ -49,13 +49,8 @@ const (
 	defaultLowWater     = 1.0 / 8
 )
 
-func (c *Config) validateCascades() error {
-	if c.PartialDelay == 0 {
-		c.PartialDelay = defaultPartialDelay
-	}
-	if c.LowWater == 0 {
-		c.LowWater = defaultLowWater
-	}
+// validateTiers checks what the engine is told of the tiers, in a copy of its own.
+func (c *Config) validateTiers() error {
 	if len(c.Tiers) > MaxTiers {
 		return fmt.Errorf("%w: %d tiers, at most %d", tiers.ErrInvalid, len(c.Tiers), MaxTiers)
 	}
@@ -73,13 +68,6 @@ func (c *Config) validateCascades() error {
 			return fmt.Errorf("%w: tier %d is the arena itself and admits %v, with NoExtend %v",
 				tiers.ErrInvalid, i, t.Admit, c.NoExtend)
 		}
-	}
-	if c.PartialDelay < 0 {
-		return fmt.Errorf("%w: PartialDelay is %v", tiers.ErrInvalid, c.PartialDelay)
-	}
-	if !(c.LowWater > 0 && c.LowWater <= 1) {
-		return fmt.Errorf("%w: LowWater is %v, want more than 0, at most 1", tiers.ErrInvalid,
-			c.LowWater)
 	}
 	return nil
 }

@@ -40,7 +40,7 @@ func (e *Engine) check() error {
 	}
 	for _, step := range [...]func(*checker) error{(*checker).leases, (*checker).parents,
 		(*checker).slots, (*checker).index, (*checker).promotions, (*checker).cascades,
-		(*checker).totals} {
+		(*checker).totals, (*checker).lent, (*checker).classes, (*checker).areas} {
 		if err := step(c); err != nil {
 			return err
 		}
@@ -543,6 +543,27 @@ func (c *checker) loan(r *region, ref uint32, s *slot) error {
 	return nil
 }
 
+// originals is how many of the slots that share the last page of a chunk, from a record on, are
+// there to stay.
+func (c *checker) originals(rec uint32) (n int) {
+	for ; rec != 0; rec = c.e.links(rec).next {
+		ref, _ := c.e.slotOf(rec)
+		_, s := c.e.slot(ref)
+		n += b2i(s.flags&(twin|moved) == 0)
+	}
+	return n
+}
+
+// linked reports whether a record that is linked to page pos of a slot is one of the same page.
+func (c *checker) linked(r *region, s *slot, ref uint32, pos int, other uint32) bool {
+	var buf [32]byte
+	or, op := c.e.slotOf(other)
+	ro, o := c.e.slot(or)
+	return o.state == ready && !o.doomed() && op < int(o.pages) && op == pos &&
+		o.chunk == s.chunk && o.space == s.space && ro.class == r.class &&
+		equal(ro.digest(or&recordMask, op), r.digestBytes(ref&recordMask, pos, &buf))
+}
+
 // pageRecords verifies the page records of a ready slot.
 func (c *checker) pageRecords(r *region, ref uint32, s *slot) error {
 	e := c.e
@@ -556,15 +577,8 @@ func (c *checker) pageRecords(r *region, ref uint32, s *slot) error {
 			}
 			continue
 		}
-		for _, other := range []uint32{l.prev, l.next} {
-			if other == 0 {
-				continue
-			}
-			or, op := e.slotOf(other)
-			ro, o := e.slot(or)
-			if o.state != ready || o.doomed() || op >= int(o.pages) || op != pos ||
-				o.chunk != s.chunk || o.space != s.space || ro.class != r.class ||
-				!equal(ro.digest(or&recordMask, op), r.digestBytes(ref&recordMask, pos, &buf)) {
+		for _, other := range [...]uint32{l.prev, l.next} {
+			if other != 0 && !c.linked(r, s, ref, pos, other) {
 				return broken("page %d of slot %#x is linked to another page, %#x", pos, ref, other)
 			}
 		}
@@ -572,26 +586,19 @@ func (c *checker) pageRecords(r *region, ref uint32, s *slot) error {
 			l.prev != 0 && e.links(l.prev).next != rec {
 			return broken("the links of page %d of slot %#x", pos, ref)
 		}
-		if l.prev == 0 {
-			c.heads++
-			if c.pages[e.spaceOf(r, s)]++; r.foreign {
-				c.pages[e.spaceOf(r, s)] += pos
-			}
-			if pos == r.ppc-1 {
-				originals := b2i(s.flags&(twin|moved) == 0)
-				for next := l.next; next != 0; next = e.links(next).next {
-					or, _ := e.slotOf(next)
-					_, o := e.slot(or)
-					originals += b2i(o.flags&(twin|moved) == 0)
-				}
-				if originals > 1 {
-					return broken("%d slots have the whole chunk of slot %#x", originals, ref)
-				}
-			}
-			if found, _ := e.seek(e.spaceOf(r, s), r.digestBytes(ref&recordMask, pos,
-				&buf)); found != rec {
-				return broken("page %d of slot %#x is found as %#x", pos, ref, found)
-			}
+		if l.prev != 0 {
+			continue
+		}
+		c.heads++
+		if c.pages[e.spaceOf(r, s)]++; r.foreign {
+			c.pages[e.spaceOf(r, s)] += pos
+		}
+		if pos == r.ppc-1 && c.originals(rec) > 1 {
+			return broken("%d slots have the whole chunk of slot %#x", c.originals(rec), ref)
+		}
+		if found, _ := e.seek(e.spaceOf(r, s), r.digestBytes(ref&recordMask, pos,
+			&buf)); found != rec {
+			return broken("page %d of slot %#x is found as %#x", pos, ref, found)
 		}
 	}
 	return nil
@@ -627,10 +634,10 @@ func (c *checker) promotions() error {
 	return err
 }
 
-func (c *checker) cascades() error {
+// routes verifies how the slots stand to the tiers, and counts into queued those that wait.
+func (c *checker) routes(queued *[MaxTiers]int) error {
 	e := c.e
-	var queued [MaxTiers]int
-	if err := c.each(func(r *region, ref uint32, s *slot) error {
+	return c.each(func(r *region, ref uint32, s *slot) error {
 		t := e.route(ref)
 		if t == nil {
 			return nil
@@ -640,64 +647,85 @@ func (c *checker) cascades() error {
 			s.doomed() && all != t.busy || t.whole&t.part != 0 || (t.whole|t.part)&t.held != 0 ||
 			t.whole != 0 && int(s.pages) < r.ppc || t.part != 0 && int(s.pages) == r.ppc ||
 			t.busy != c.busy[ref] {
-			return broken("slot %#x in state %d with flags %b and %d pages, being written to %b, stands to the tiers as %+v", ref, s.state, s.flags, s.pages, c.busy[ref], *t)
+			return broken("slot %#x in state %d with flags %b and %d pages, being written to %b, "+
+				"stands to the tiers as %+v", ref, s.state, s.flags, s.pages, c.busy[ref], *t)
 		}
 		for i := range queued {
 			queued[i] += int((t.whole|t.part)>>i) & 1
 		}
 		return nil
-	}); err != nil {
+	})
+}
+
+func (c *checker) cascades() error {
+	var queued [MaxTiers]int
+	if err := c.routes(&queued); err != nil {
 		return err
 	}
-	for i := range e.cfg.Tiers {
-		q, bit := &e.cascades.queues[i], uint8(1)<<i
-		entries := 0
-		for _, f := range []struct {
-			fifo
-			in func(*route, uint8) bool
-		}{{q.whole, (*route).isWhole}, {q.part, (*route).isPart}} {
-			seen := c.seen
-			clear(seen)
-			for _, x := range f.entries[f.head:] {
-				if t := e.queuedRoute(x); t != nil && f.in(t, bit) {
-					if seen[x.ref] {
-						return broken("slot %#x is queued twice for tier %d", x.ref, i)
-					}
-					seen[x.ref] = true
-					entries++
-				}
-			}
-			if len(f.entries) > 2*q.limit {
-				return broken("a queue of at most %d has %d entries", q.limit, len(f.entries))
-			}
+	for i := range c.e.cfg.Tiers {
+		q := &c.e.cascades.queues[i]
+		whole, err := c.queue(i, &q.whole, (*route).isWhole)
+		if err != nil {
+			return err
 		}
-		if queued[i] != q.queued || entries != q.queued || q.queued > q.limit {
+		part, err := c.queue(i, &q.part, (*route).isPart)
+		if err != nil {
+			return err
+		}
+		if queued[i] != q.queued || whole+part != q.queued || q.queued > q.limit {
 			return broken("%d slots are queued for tier %d by %d entries, counted %d of at most %d",
-				queued[i], i, entries, q.queued, q.limit)
+				queued[i], i, whole+part, q.queued, q.limit)
 		}
 	}
-	for _, cl := range e.classes {
-		if cl.cold != c.cold[cl] {
-			return broken("a class has %d cold slots, counted %d", c.cold[cl], cl.cold)
+	for _, cl := range c.e.classes {
+		if err := c.coldest(cl); err != nil {
+			return err
 		}
-		idle, prev := 0, uint32(0)
-		for ref := cl.coldFirst; ref != 0; ref = e.route(ref).next {
-			r, s := e.slot(ref)
-			if r.class != cl || s.flags&cold == 0 || !s.idle() || e.route(ref).prev != prev {
-				return broken("slot %#x with flags %b is listed as cold", ref, s.flags)
+	}
+	return nil
+}
+
+// queue verifies one queue of a tier, and returns how many of its entries are not void.
+func (c *checker) queue(tier int, f *fifo, in func(*route, uint8) bool) (entries int, err error) {
+	clear(c.seen)
+	for _, x := range f.entries[f.head:] {
+		if t := c.e.queuedRoute(x); t != nil && in(t, 1<<tier) {
+			if c.seen[x.ref] {
+				return 0, broken("slot %#x is queued twice for tier %d", x.ref, tier)
 			}
-			idle++
-			prev = ref
+			c.seen[x.ref] = true
+			entries++
 		}
-		if prev != cl.coldLast {
-			return broken("the list of cold slots ends with %#x, not %#x", prev, cl.coldLast)
+	}
+	if limit := c.e.cascades.queues[tier].limit; len(f.entries) > 2*limit {
+		return 0, broken("a queue of at most %d has %d entries", limit, len(f.entries))
+	}
+	return entries, nil
+}
+
+// coldest verifies the list of a class's cold slots that nobody uses.
+func (c *checker) coldest(cl *class) error {
+	e := c.e
+	if cl.cold != c.cold[cl] {
+		return broken("a class has %d cold slots, counted %d", c.cold[cl], cl.cold)
+	}
+	idle, prev := 0, uint32(0)
+	for ref := cl.coldFirst; ref != 0; ref = e.route(ref).next {
+		r, s := e.slot(ref)
+		if r.class != cl || s.flags&cold == 0 || !s.idle() || e.route(ref).prev != prev {
+			return broken("slot %#x with flags %b is listed as cold", ref, s.flags)
 		}
-		if err := c.each(func(r *region, _ uint32, s *slot) error {
-			idle -= b2i(r.class == cl && s.flags&cold != 0 && s.idle())
-			return nil
-		}); err != nil || idle != 0 {
-			return broken("%d cold slots too many are listed", idle)
-		}
+		idle++
+		prev = ref
+	}
+	if prev != cl.coldLast {
+		return broken("the list of cold slots ends with %#x, not %#x", prev, cl.coldLast)
+	}
+	if err := c.each(func(r *region, _ uint32, s *slot) error {
+		idle -= b2i(r.class == cl && s.flags&cold != 0 && s.idle())
+		return nil
+	}); err != nil || idle != 0 {
+		return broken("%d cold slots too many are listed", idle)
 	}
 	return nil
 }
@@ -707,20 +735,23 @@ func (c *checker) totals() error {
 	if c.records != e.records {
 		return broken("%d records, counted %d", c.records, e.records)
 	}
-	if err := e.checkAreas(); err != nil {
-		return err
-	}
 	if n := e.Unverified(); n != c.unverified {
 		return broken("%d slots are unverified, counted %d", c.unverified, n)
 	}
 	for _, own := range e.byPrint {
-		for _, s := range []*space{own, own.shadow} {
+		for _, s := range [...]*space{own, own.shadow} {
 			if s != nil && (s.chunks != c.chunks[s] || s.pages != c.pages[s]) {
 				return broken("space %d has %d chunks, %d pages; counted %d, %d", s.id, c.chunks[s],
 					c.pages[s], s.chunks, s.pages)
 			}
 		}
 	}
+	return nil
+}
+
+// lent verifies what is counted of loans and foreign regions.
+func (c *checker) lent() error {
+	e := c.e
 	if !maps.Equal(c.loans, e.lent.loans) {
 		return broken("loans by region are %v, counted %v", c.loans, e.lent.loans)
 	}
@@ -734,32 +765,80 @@ func (c *checker) totals() error {
 	if foreign != e.lent.regions {
 		return broken("%d regions are foreign, counted %d", foreign, e.lent.regions)
 	}
-	var classes []*class
-	e.allClasses(func(cl *class) { classes = append(classes, cl) })
-	for _, cl := range classes {
-		slots, frees := 0, 0
+	return nil
+}
+
+// classes verifies what each class counts of its regions.
+func (c *checker) classes() (err error) {
+	c.e.allClasses(func(cl *class) {
+		slots, frees, busy := 0, 0, 0
 		for _, r := range cl.regions {
 			if r.class != cl {
-				return broken("region %d is in another class's list", r.id)
+				err = broken("region %d is in another class's list", r.id)
 			}
 			if !r.draining {
 				slots += len(r.slots)
 				frees += r.free
 			}
-		}
-		busy := 0
-		for _, r := range cl.regions {
 			busy += r.leased + r.filling
 		}
-		if busy != cl.busy {
-			return broken("a class has %d slots leased or filling, counted %d", busy, cl.busy)
+		if slots != cl.slots || frees != cl.free || busy != cl.busy {
+			err = broken("a class has %d slots, %d free, %d leased or filling; counted %d, %d, %d",
+				slots, frees, busy, cl.slots, cl.free, cl.busy)
 		}
-		if slots != cl.slots || frees != cl.free {
-			return broken("a class has %d slots, %d free; counted %d, %d", slots, frees, cl.slots,
-				cl.free)
+	})
+	return err
+}
+
+// areas verifies that areas and pieces agree with one another.
+func (c *checker) areas() error {
+	e := c.e
+	bytes, pieces := int64(0), 0
+	for _, a := range e.areas {
+		n, err := c.area(a)
+		if err != nil {
+			return err
+		}
+		pieces += n
+		bytes += a.size
+	}
+	for _, r := range e.byID {
+		bytes += r.size
+	}
+	for _, r := range e.regions {
+		if r != nil && r.area != nil {
+			pieces--
 		}
 	}
+	if bytes != e.bytes || pieces != 0 {
+		return broken("regions of %d bytes with %d pieces too many, counted %d bytes", bytes,
+			pieces, e.bytes)
+	}
 	return nil
+}
+
+// area verifies the parts of an area, and returns how many of them are pieces.
+func (c *checker) area(a *area) (pieces int, err error) {
+	at := int64(0)
+	for i, s := range a.spans {
+		if s.at != at || s.size <= 0 || s.r == nil && i > 0 && a.spans[i-1].r == nil {
+			return 0, broken("region %d has a part of %d bytes at %d, after the one that ends at "+
+				"%d", a.id, s.size, s.at, at)
+		}
+		if r := s.r; r != nil {
+			pieces++
+			if r.area != a || r.id != a.id || r.class != nil && (r.at.Offset != s.at ||
+				r.size != s.size || r.size != int64(len(r.slots))*r.class.slotBytes()) {
+				return 0, broken("region %d has a piece of %d bytes at %d that is one of region "+
+					"%d, of %d bytes at %d", a.id, s.size, s.at, r.id, r.size, r.at.Offset)
+			}
+		}
+		at += s.size
+	}
+	if at != a.size {
+		return 0, broken("region %d of %d bytes has parts of %d", a.id, a.size, at)
+	}
+	return pieces, nil
 }
 
 func b2i(b bool) int {

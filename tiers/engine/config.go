@@ -103,7 +103,8 @@ type Config struct {
 	NoExtend bool
 }
 
-func (c *Config) validate() error {
+// setDefaults gives the fields that are zero their defaults.
+func (c *Config) setDefaults() {
 	setInt := func(v *int, d int) {
 		if *v == 0 {
 			*v = d
@@ -114,77 +115,78 @@ func (c *Config) validate() error {
 	setInt(&c.MaxLookupsPerOwner, 4096)
 	setInt(&c.MaxLeasesPerOwner, 1<<20)
 	setInt(&c.MaxPages, 65536)
+	setShare := func(v *float64, d float64) {
+		if *v == 0 {
+			*v = d
+		}
+	}
+	setShare(&c.OwnerShare, 0.5)
+	setShare(&c.JointShare, 1)
+	setShare(&c.PromotingShare, 0.5)
+	setShare(&c.LowWater, defaultLowWater)
 	if c.MinPageBytes == 0 {
 		c.MinPageBytes = 256
 	}
 	if c.LeaseDeadline == 0 {
 		c.LeaseDeadline = 30 * time.Second
 	}
-	if c.OwnerShare == 0 {
-		c.OwnerShare = 0.5
-	}
-	if c.JointShare == 0 {
-		c.JointShare = 1
-	}
-	if c.PromotingShare == 0 {
-		c.PromotingShare = 0.5
+	if c.PartialDelay == 0 {
+		c.PartialDelay = defaultPartialDelay
 	}
 	if c.Now == nil {
 		start := time.Now()
 		c.Now = func() int64 { return int64(time.Since(start)) }
 	}
+}
+
+// validate sets the defaults and checks all fields.
+func (c *Config) validate() error {
+	c.setDefaults()
 	for _, f := range []struct {
-		name    string
-		v, most int
+		name           string
+		v, least, most int64
 	}{
-		{"MaxSpaces", c.MaxSpaces, math.MaxUint16}, {"MaxOwners", c.MaxOwners, math.MaxInt32},
-		{"MaxPages", c.MaxPages, 1 << 24},
-		{"MaxLookupsPerOwner", c.MaxLookupsPerOwner, math.MaxInt32},
-		{"MaxLeasesPerOwner", c.MaxLeasesPerOwner, math.MaxInt32},
+		{"MaxSpaces", int64(c.MaxSpaces), 1, math.MaxUint16},
+		{"MaxOwners", int64(c.MaxOwners), 1, math.MaxInt32},
+		{"MaxPages", int64(c.MaxPages), 1, 1 << 24},
+		{"MaxLookupsPerOwner", int64(c.MaxLookupsPerOwner), 1, math.MaxInt32},
+		{"MaxLeasesPerOwner", int64(c.MaxLeasesPerOwner), 1, math.MaxInt32},
+		{"MinPageBytes", c.MinPageBytes, 0, math.MaxInt64},
+		{"Regions", int64(c.Regions), 0, maxRegions},
+		{"ArenaLimitBytes", c.ArenaLimitBytes, 0, math.MaxInt64},
+		{"ForeignSlots", int64(c.ForeignSlots), 0, math.MaxInt64},
+		{"CopyAfter", int64(c.CopyAfter), 0, math.MaxUint16},
 	} {
-		if f.v < 1 || f.v > f.most {
-			return fmt.Errorf("%w: %s is %d, want 1 to %d", tiers.ErrInvalid, f.name, f.v, f.most)
+		if f.v < f.least || f.v > f.most {
+			return fmt.Errorf("%w: %s is %d, want %d to %d", tiers.ErrInvalid, f.name, f.v,
+				f.least, f.most)
+		}
+	}
+	for _, f := range []struct {
+		name string
+		v    float64
+	}{
+		{"OwnerShare", c.OwnerShare}, {"JointShare", c.JointShare},
+		{"PromotingShare", c.PromotingShare}, {"LowWater", c.LowWater},
+	} {
+		if !(f.v > 0 && f.v <= 1) {
+			return fmt.Errorf("%w: %s is %v, want more than 0, at most 1", tiers.ErrInvalid,
+				f.name, f.v)
 		}
 	}
 	if c.LeaseDeadline < 0 {
 		return fmt.Errorf("%w: LeaseDeadline is %v", tiers.ErrInvalid, c.LeaseDeadline)
 	}
-	if !(c.OwnerShare > 0 && c.OwnerShare <= 1) {
-		return fmt.Errorf("%w: OwnerShare is %v, want more than 0, at most 1", tiers.ErrInvalid,
-			c.OwnerShare)
-	}
-	if !(c.JointShare > 0 && c.JointShare <= 1) {
-		return fmt.Errorf("%w: JointShare is %v, want more than 0, at most 1", tiers.ErrInvalid,
-			c.JointShare)
-	}
-	if !(c.PromotingShare > 0 && c.PromotingShare <= 1) {
-		return fmt.Errorf("%w: PromotingShare is %v, want more than 0, at most 1", tiers.ErrInvalid,
-			c.PromotingShare)
+	if c.PartialDelay < 0 {
+		return fmt.Errorf("%w: PartialDelay is %v", tiers.ErrInvalid, c.PartialDelay)
 	}
 	if _, err := policy.New(c.Policy, policy.Options{}); err != nil {
 		return fmt.Errorf("%w: %w", tiers.ErrInvalid, err)
-	}
-	if c.MinPageBytes < 0 {
-		return fmt.Errorf("%w: MinPageBytes is %d", tiers.ErrInvalid, c.MinPageBytes)
-	}
-	if c.Regions < 0 || c.Regions > maxRegions {
-		return fmt.Errorf("%w: Regions is %d, want 0 to %d", tiers.ErrInvalid, c.Regions,
-			maxRegions)
-	}
-	if c.ArenaLimitBytes < 0 {
-		return fmt.Errorf("%w: ArenaLimitBytes is %d", tiers.ErrInvalid, c.ArenaLimitBytes)
 	}
 	if c.JournalBytes != 0 && (c.JournalBytes < minJournalBytes ||
 		c.JournalBytes > maxJournalBytes) {
 		return fmt.Errorf("%w: JournalBytes is %d, want 0 or %d to %d", tiers.ErrInvalid,
 			c.JournalBytes, minJournalBytes, int64(maxJournalBytes))
 	}
-	if c.ForeignSlots < 0 {
-		return fmt.Errorf("%w: ForeignSlots is %d", tiers.ErrInvalid, c.ForeignSlots)
-	}
-	if c.CopyAfter < 0 || c.CopyAfter > math.MaxUint16 {
-		return fmt.Errorf("%w: CopyAfter is %d, want 0 to %d", tiers.ErrInvalid, c.CopyAfter,
-			math.MaxUint16)
-	}
-	return c.validateCascades()
+	return c.validateTiers()
 }

@@ -95,17 +95,26 @@ func (e *Engine) Drop(id SpaceID, firstPage int, hashes []byte) (chunks int, err
 		}
 	}
 	if s.shadow != nil {
-		e.eachForeign(func(r *region, ref uint32, sl *slot) {
-			if i := int(sl.chunk) - w.chunk; e.spaces[s.id] == s && r.class == s.shadow.class &&
-				sl.space == s.id && sl.state != free && i >= 0 && i < w.chunks {
-				pos := w.start(i) % w.ppc
-				if n := int(max(sl.pages, sl.granted)); pos < n &&
-					equal(r.digest(ref&recordMask, pos), w.hash(w.start(i))) {
-					e.doom(ref)
-				}
-			}
-		})
+		e.dropLent(s, &w)
 	}
 	e.stats.Dropped += uint64(chunks)
 	return chunks, nil
+}
+
+// dropLent drops what peers lent of the pages of a walk. It lets go of the lock between slices of
+// its work.
+func (e *Engine) dropLent(s *space, w *walk) {
+	e.eachForeign(func(r *region, ref uint32, sl *slot) {
+		i := int(sl.chunk) - w.chunk
+		if e.spaces[s.id] != s || r.class != s.shadow.class || sl.space != s.id ||
+			sl.state == free || i < 0 || i >= w.chunks {
+			return
+		}
+		start := w.start(i)
+		pos := start % w.ppc
+		if pos < int(max(sl.pages, sl.granted)) &&
+			equal(r.digest(ref&recordMask, pos), w.hash(start)) {
+			e.doom(ref)
+		}
+	})
 }

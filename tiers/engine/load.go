@@ -35,16 +35,8 @@ func (e *Engine) PrepareLoad(o, scheduler Owner, lookup uint64, firstPage, pages
 	if err != nil {
 		return 0, out, err
 	}
-	if x.owner.space != ow.space {
-		return 0, out, fmt.Errorf("%w: owner %d is in space %d, owner %d in space %d",
-			tiers.ErrIncompatible, o, ow.space.id, scheduler, x.owner.space.id)
-	}
-	if pages < 1 || firstPage < 0 || pages > maxPage || firstPage > maxPage {
-		return 0, out, invalid("load of %d pages from page %d", pages, firstPage)
-	}
-	if firstPage < x.first || firstPage+pages > x.first+x.n {
-		return 0, out, fmt.Errorf("%w: lookup %d holds pages %d to %d, asked for %d to %d",
-			tiers.ErrStale, lookup, x.first, x.first+x.n-1, firstPage, firstPage+pages-1)
+	if err := x.loads(ow, firstPage, pages); err != nil {
+		return 0, out, err
 	}
 	if ow.loads >= e.cfg.MaxLookupsPerOwner {
 		return 0, out, fmt.Errorf("%w: owner %d has %d loads", tiers.ErrBusy, o, ow.loads)
@@ -59,17 +51,8 @@ func (e *Engine) PrepareLoad(o, scheduler Owner, lookup uint64, firstPage, pages
 				s.chunk, lookup)
 		}
 	}
-	if ow.leases+len(slots) > e.cfg.MaxLeasesPerOwner {
-		return 0, out, fmt.Errorf("%w: owner %d has %d leases", tiers.ErrBusy, o, ow.leases)
-	}
-	for i, ref := range slots {
-		if !e.claim(ow, ref) {
-			for _, taken := range slots[:i] {
-				e.tally(ow, taken).sub(taken)
-			}
-			return 0, out, fmt.Errorf("%w: owner %d has leases on %d slots", tiers.ErrBusy, o,
-				e.tally(ow, ref).n)
-		}
+	if err := e.claimAll(ow, slots); err != nil {
+		return 0, out, err
 	}
 	y := e.leases.add(loadLease, ow, slots)
 	ow.loads++
@@ -91,6 +74,38 @@ func (e *Engine) PrepareLoad(o, scheduler Owner, lookup uint64, firstPage, pages
 	e.stats.Loads++
 	e.stats.LoadPages += uint64(pages)
 	return y.handle(), out, nil
+}
+
+// loads checks that a load of an owner can take over some pages of a lookup.
+func (x *lease) loads(ow *owner, firstPage, pages int) error {
+	switch {
+	case x.owner.space != ow.space:
+		return fmt.Errorf("%w: owner %d is in space %d, owner %d in space %d",
+			tiers.ErrIncompatible, ow.id, ow.space.id, x.owner.id, x.owner.space.id)
+	case pages < 1 || firstPage < 0 || pages > maxPage || firstPage > maxPage:
+		return invalid("load of %d pages from page %d", pages, firstPage)
+	case firstPage < x.first || firstPage+pages > x.first+x.n:
+		return fmt.Errorf("%w: lookup %d holds pages %d to %d, asked for %d to %d", tiers.ErrStale,
+			x.lookup.id, x.first, x.first+x.n-1, firstPage, firstPage+pages-1)
+	}
+	return nil
+}
+
+// claimAll counts leases of an owner on slots: all of them, or with an error none.
+func (e *Engine) claimAll(ow *owner, slots []uint32) error {
+	if ow.leases+len(slots) > e.cfg.MaxLeasesPerOwner {
+		return fmt.Errorf("%w: owner %d has %d leases", tiers.ErrBusy, ow.id, ow.leases)
+	}
+	for i, ref := range slots {
+		if !e.claim(ow, ref) {
+			for _, taken := range slots[:i] {
+				e.tally(ow, taken).sub(taken)
+			}
+			return fmt.Errorf("%w: owner %d has leases on %d slots", tiers.ErrBusy, ow.id,
+				e.tally(ow, ref).n)
+		}
+	}
+	return nil
 }
 
 // LoadEnds appends the digests of the pages at which the chunks of a load end, as the index has

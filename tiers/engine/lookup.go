@@ -99,6 +99,8 @@ func (e *Engine) lookUp(o Owner, lookup uint64, firstPage int, hashes []byte) (p
 // It probes one page a chunk, the last: a page's digest names its whole prefix, so the slot that
 // holds it holds the chunk. In the first chunk that is not held whole it finds the last page that
 // is by bisection.
+//
+// It stays one function: a lookup of 256 chunks takes some 10 µs, and a call for each would show.
 func (e *Engine) leaseHits(ow *owner, w *walk) (pages int, slots []uint32) {
 	e.tick++
 	sp := ow.space

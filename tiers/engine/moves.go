@@ -60,9 +60,7 @@ func (e *Engine) NextMoves(region uint32, from, max int, leased bool, buf []byte
 		case looked == clearSlice || n >= max:
 			return out, i, buf, nil
 		}
-		s := &r.slots[i]
-		if s.state != ready || s.doomed() || s.flags&moving != 0 || s.granted != 0 ||
-			s.pins != 0 && !leased || e.spaces[s.space].clears > 0 {
+		if !e.movable(&r.slots[i], leased) {
 			continue
 		}
 		if r.class.free == 0 {
@@ -76,6 +74,12 @@ func (e *Engine) NextMoves(region uint32, from, max int, leased bool, buf []byte
 		out = append(out, m)
 		n++
 	}
+}
+
+// movable reports whether a slot may be moved now. One with leases is only moved if leased is set.
+func (e *Engine) movable(s *slot, leased bool) bool {
+	return s.state == ready && !s.doomed() && s.flags&moving == 0 && s.granted == 0 &&
+		(s.pins == 0 || leased) && e.spaces[s.space].clears == 0
 }
 
 // aim has a granted slot await what a ready one holds, and answers its region.
@@ -139,11 +143,10 @@ func (e *Engine) EndMove(handle uint64, how MoveEnd) (found bool) {
 	_, t := e.slot(to)
 	s.flags &^= moving
 	t.flags &^= moving
-	short := int(s.pages) < r.ppc || s.flags&(twin|moved) != 0
 	// While a space is cleared nothing moves in it: the chunk might come to where the clearing has
 	// been already.
 	clearing := e.spaces[s.space].clears > 0
-	if how != MoveDone || s.doomed() || t.doomed() || clearing || short && e.redundant(from) {
+	if how != MoveDone || s.doomed() || t.doomed() || clearing || e.superfluous(r, s, from) {
 		e.release(to)
 		if how == MoveBad && !s.doomed() {
 			e.stats.Bad++

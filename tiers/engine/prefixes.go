@@ -73,6 +73,12 @@ func (e *Engine) bequeath(ref uint32) {
 	}
 }
 
+// superfluous reports whether a ready slot adds nothing to what others hold: it is the shorter
+// version of another, or another has taken its place.
+func (a *arena) superfluous(r *region, s *slot, ref uint32) bool {
+	return (int(s.pages) < r.ppc || s.flags&(twin|moved) != 0) && a.redundant(ref)
+}
+
 // redundant says whether another slot holds all that this one holds, and is there to stay.
 func (a *arena) redundant(ref uint32) bool { return a.heir(ref) != 0 }
 

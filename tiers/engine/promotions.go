@@ -473,21 +473,8 @@ func (e *Engine) finish(ref uint32, ok bool, fromTier int, l *Loan) {
 	r, s := e.slot(ref)
 	r.class.promoting--
 	s.flags &^= pending
-	pages := int(s.granted)
-	switch {
-	case l != nil:
-		pages = min(pages, l.Pages)
-		e.takeLoan(r, ref, l, pages)
-	case !ok && !r.foreign:
-		e.stats.PromotionsFailed++
-	}
-	var buf [32]byte
-	first := e.find(e.spaceOf(r, s), r.digestBytes(ref&recordMask, pages-1, &buf))
-	there := first != 0
-	if there && !r.foreign {
-		e.stats.PromotionsLate++
-	}
-	if s.pins == 0 && (!ok || s.doomed() || there) {
+	pages, first := e.arrived(ref, ok, l)
+	if s.pins == 0 && (!ok || s.doomed() || first != 0) {
 		e.release(ref)
 		return
 	}
@@ -512,6 +499,24 @@ func (e *Engine) finish(ref uint32, ok bool, fromTier int, l *Loan) {
 	if s.idle() {
 		e.settle(ref)
 	}
+}
+
+// arrived counts what has come into a slot, and keeps its loan, if there is one. It returns how many
+// pages have come, and the record that has the last of them already, or 0.
+func (e *Engine) arrived(ref uint32, ok bool, l *Loan) (pages int, first uint32) {
+	r, s := e.slot(ref)
+	pages = int(s.granted)
+	if l != nil {
+		pages = min(pages, l.Pages)
+		e.takeLoan(r, ref, l, pages)
+	}
+	var buf [32]byte
+	first = e.find(e.spaceOf(r, s), r.digestBytes(ref&recordMask, pages-1, &buf))
+	if !r.foreign {
+		e.stats.PromotionsFailed += uint64(b2i(!ok))
+		e.stats.PromotionsLate += uint64(b2i(first != 0))
+	}
+	return pages, first
 }
 
 // appear indexes what has come into a slot. first is the record that has its last page already, or

@@ -247,11 +247,7 @@ func (e *Engine) RemoveRegion(id uint32) error {
 		a.going = true
 	}
 	for _, r := range regions {
-		if !r.draining {
-			r.draining = true
-			r.class.free -= r.free
-			r.class.slots -= len(r.slots)
-		}
+		r.stopGranting()
 		r.retired = false // what is not dropped yet may be evicted meanwhile
 	}
 	used := 0
@@ -276,6 +272,22 @@ func (e *Engine) RemoveRegion(id uint32) error {
 	}
 	e.relimit()
 	return nil
+}
+
+// stopGranting has a carved region hand out no more slots.
+func (r *region) stopGranting() {
+	if !r.draining {
+		r.draining = true
+		r.class.free -= r.free
+		r.class.slots -= len(r.slots)
+	}
+}
+
+// goOnGranting undoes stopGranting.
+func (r *region) goOnGranting() {
+	r.draining = false
+	r.class.free += r.free
+	r.class.slots += len(r.slots)
 }
 
 // doomAll drops all that a region holds, which is the caller's region of that id, or a piece of it.

@@ -27,6 +27,21 @@ type Restored struct {
 	Unverified bool // its bytes are to be checked before anybody reads them: see NextVerify
 }
 
+// fits reports whether an engine can have had x in a region and a space, and no call told of its
+// slot before.
+func (x *Restored) fits(r *region, s *space) bool {
+	if s.class != r.class || int64(x.Slot) >= int64(len(r.slots)) ||
+		r.slots[x.Slot].granted != 0 {
+		return false
+	}
+	if x.Pages < 1 || x.Pages > r.ppc || x.First < 0 || x.First > maxPage-x.Pages ||
+		x.First%r.ppc != 0 {
+		return false
+	}
+	d := s.g.DigestBytes
+	return len(x.Hashes) == x.Pages*d && (len(x.Prev) == 0 || len(x.Prev) == d && x.First != 0)
+}
+
 // staged is a slot that Restore was told of and EndRestore has yet to make ready. Its digests are
 // in the region already.
 type staged struct {
@@ -179,11 +194,7 @@ func (e *Engine) stage(region uint32, entries []Restored) (*stagedRegion, []stag
 		if err != nil {
 			return nil, nil, nil, err
 		}
-		d := s.g.DigestBytes
-		if s.class != r.class || int64(x.Slot) >= int64(len(r.slots)) || x.Pages < 1 ||
-			x.Pages > r.ppc || x.First < 0 || x.First > maxPage-x.Pages ||
-			x.First%r.ppc != 0 || r.slots[x.Slot].granted != 0 || len(x.Hashes) != x.Pages*d ||
-			len(x.Prev) != 0 && (len(x.Prev) != d || x.First == 0) {
+		if !x.fits(r, s) {
 			return nil, nil, nil, invalid(
 				"slot %d of region %d restored with pages %d to %d of space %d", x.Slot, region,
 				x.First, x.First+x.Pages-1, x.Space)
@@ -276,7 +287,14 @@ func (e *Engine) EndRestore() (chunks int) {
 			chunks++
 		}
 	}
-	// Prefixes that came before their continuations are their parents by now; the others follow.
+	e.adoptRestored(waiting, later)
+	e.noteRestored(here)
+	return chunks
+}
+
+// adoptRestored gives parents to those restored slots that came before them. The others have
+// theirs.
+func (e *Engine) adoptRestored(waiting []restoring, later []*staged) {
 	for _, x := range waiting {
 		// unless an odd one has replaced it; its parent is whole, so none has replaced that
 		if _, s := e.slot(x.ref); s.state == ready && e.orphan(x.ref) {
@@ -290,8 +308,6 @@ func (e *Engine) EndRestore() (chunks int) {
 			}
 		}
 	}
-	e.noteRestored(here)
-	return chunks
 }
 
 // inParallel calls f for 0 to n-1 on all processors, each time with the number of the worker that

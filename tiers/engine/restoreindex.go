@@ -63,43 +63,10 @@ func (e *Engine) indexStaged(all []*stagedRegion) *slotSet {
 		}
 	})
 	var batches []batch
-	entries := 0
 	for _, of := range all {
 		batches = append(batches, of.filed...)
 	}
-	for i := range batches {
-		entries += len(batches[i].entries)
-	}
-	dense := entries > len(t.words)/lineWords
-	type tally struct {
-		entered int
-		seen    uint64
-		left    []uint64
-	}
-	tallies := make([]tally, workers())
-	if len(batches) > 0 {
-		inParallel(parts, func(worker, part int) {
-			x := &tallies[worker]
-			from, end := part*len(t.words)/parts, (part+1)*len(t.words)/parts
-			for i := range batches {
-				for run := batches[i].part(part); len(run) > 0; run = run[min(len(run),
-					lineWords):] {
-					x.seen |= run[0]
-				}
-			}
-			for i := range batches {
-				n, left := e.enterAll(batches[i].part(part), uint32(end), x.left)
-				x.entered, x.left = x.entered+n, left
-				if i == 0 && dense {
-					// what will be written to is read first, but for what the first entries take
-					// the fault for
-					for i := from; i < end; i += lineWords {
-						x.seen |= t.words[i]
-					}
-				}
-			}
-		})
-	}
+	tallies := e.enterParts(batches)
 	for _, of := range all {
 		n, left := e.enterAll(of.open, uint32(len(t.words)), tallies[0].left)
 		tallies[0].entered, tallies[0].left = tallies[0].entered+n, left
@@ -118,6 +85,48 @@ func (e *Engine) indexStaged(all []*stagedRegion) *slotSet {
 		}
 	}
 	return odd
+}
+
+// entering is what one worker has entered into the index, and what it could not.
+type entering struct {
+	entered int
+	seen    uint64 // keeps the loops that only read
+	left    []uint64
+}
+
+// enterParts enters batches part by part, on all processors. It returns what each worker did, of
+// which there is at least one.
+func (e *Engine) enterParts(batches []batch) []entering {
+	workers := make([]entering, workers())
+	if len(batches) == 0 {
+		return workers
+	}
+	t, entries := &e.idx.cur, 0
+	for i := range batches {
+		entries += len(batches[i].entries)
+	}
+	dense := entries > len(t.words)/lineWords
+	inParallel(parts, func(worker, part int) {
+		x := &workers[worker]
+		from, end := part*len(t.words)/parts, (part+1)*len(t.words)/parts
+		for i := range batches {
+			for run := batches[i].part(part); len(run) > 0; run = run[min(len(run), lineWords):] {
+				x.seen |= run[0]
+			}
+		}
+		for i := range batches {
+			n, left := e.enterAll(batches[i].part(part), uint32(end), x.left)
+			x.entered, x.left = x.entered+n, left
+			if i == 0 && dense {
+				// what will be written to is read first, but for what the first entries take the
+				// fault for
+				for i := from; i < end; i += lineWords {
+					x.seen |= t.words[i]
+				}
+			}
+		}
+	})
+	return workers
 }
 
 // lineWords are in a cache line.

@@ -234,7 +234,7 @@ func (e *Engine) settle(ref uint32) {
 	case r.foreign && s.flags&moved != 0:
 		e.leave(ref, false)
 		e.release(ref)
-	case (int(s.pages) < r.ppc || s.flags&(twin|moved) != 0) && e.redundant(ref):
+	case e.superfluous(r, s, ref):
 		if !r.foreign {
 			e.stats.Duplicates++
 		}

@@ -86,18 +86,10 @@ func (e *Engine) RecoverSpace(fp tiers.Fingerprint, g tiers.Geometry) (SpaceID, 
 // closeRecovered closes a space that only RecoverSpace opened, as OpenSpace says. It answers false
 // if there is none that can be, and may let go of the lock.
 func (e *Engine) closeRecovered() bool {
-	var old *space
-	for _, s := range e.spaces {
-		if s == nil || !s.recovered || s.owners > 0 || s.clears > 0 || len(e.staging.regions) > 0 {
-			continue
-		}
-		if s.inUse() == 0 {
-			e.closeSpace(s)
-			return true
-		}
-		if old == nil || s.lastUse < old.lastUse {
-			old = s
-		}
+	old := e.oldestRecovered()
+	if old != nil && old.inUse() == 0 {
+		e.closeSpace(old)
+		return true
 	}
 	if e.closed || old == nil {
 		return false
@@ -113,6 +105,26 @@ func (e *Engine) closeRecovered() bool {
 	}
 	e.closeSpace(old)
 	return true
+}
+
+// oldestRecovered returns a space that only RecoverSpace opened and that nobody uses: an empty one,
+// or else the one that was used longest ago. It is nil if there is none.
+func (e *Engine) oldestRecovered() (old *space) {
+	if len(e.staging.regions) > 0 {
+		return nil
+	}
+	for _, s := range e.spaces {
+		if s == nil || !s.recovered || s.owners > 0 || s.clears > 0 {
+			continue
+		}
+		if s.inUse() == 0 {
+			return s
+		}
+		if old == nil || s.lastUse < old.lastUse {
+			old = s
+		}
+	}
+	return old
 }
 
 // openSpace finds or makes a space. One that only RecoverSpace opened is found whatever
@@ -142,19 +154,7 @@ func (e *Engine) openSpace(fp tiers.Fingerprint, g tiers.Geometry) (*space, erro
 	if id == len(e.spaces) {
 		e.spaces = append(e.spaces, nil)
 	}
-	if !e.carving {
-		used := map[*class]bool{}
-		for _, s := range e.byPrint {
-			used[s.class] = true
-		}
-		for key, c := range e.classes {
-			if len(c.regions) == 0 && !used[c] {
-				e.dropForeign(c)
-				e.dropBlock(c)
-				delete(e.classes, key)
-			}
-		}
-	}
+	e.dropClasses()
 	s := &space{id: uint16(id), print: fp, g: g, class: e.classOf(g), tagMask: e.tagMask,
 		salt: e.cfg.Seed ^ 0x6C6F6F6B61736964}
 	s.pinner.all.owned, s.pinner.space, s.pinner.own = true, s, true
@@ -170,6 +170,25 @@ func (e *Engine) openSpace(fp tiers.Fingerprint, g tiers.Geometry) (*space, erro
 	e.spaces[id], e.byPrint[fp] = s, s
 	e.relimit()
 	return s, nil
+}
+
+// dropClasses forgets the classes that have neither regions nor spaces, unless a region is being
+// carved for one of them.
+func (e *Engine) dropClasses() {
+	if e.carving {
+		return
+	}
+	used := map[*class]bool{}
+	for _, s := range e.byPrint {
+		used[s.class] = true
+	}
+	for key, c := range e.classes {
+		if len(c.regions) == 0 && !used[c] {
+			e.dropForeign(c)
+			e.dropBlock(c)
+			delete(e.classes, key)
+		}
+	}
 }
 
 // CloseSpace forgets a space that has neither owners nor chunks; ErrBusy if it has. Clear it first

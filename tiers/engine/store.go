@@ -42,16 +42,15 @@ func (e *Engine) PrepareShare(o Owner, firstPage int, prev, hashes []byte, share
 	if err != nil {
 		return StoreResult{}, out, err
 	}
-	sp := ow.space
-	w, err := e.walk(sp.g, firstPage, hashes)
+	w, err := e.walk(ow.space.g, firstPage, hashes)
 	if err != nil {
 		return StoreResult{}, out, err
 	}
 	if firstPage%w.ppc != 0 || len(prev) != w.digest && firstPage != 0 ||
 		len(prev) != 0 && firstPage == 0 {
-		return StoreResult{}, out,
-			invalid("store from page %d with %d bytes of the page before: want a multiple of %d with a digest of %d, or page 0 without",
-				firstPage, len(prev), w.ppc, w.digest)
+		return StoreResult{}, out, invalid("store from page %d with %d bytes of the page before: "+
+			"want a multiple of %d with a digest of %d, or page 0 without", firstPage, len(prev),
+			w.ppc, w.digest)
 	}
 	if ow.stores >= e.cfg.MaxLookupsPerOwner {
 		return StoreResult{}, out, fmt.Errorf("%w: owner %d has %d stores", tiers.ErrBusy, o,
@@ -62,99 +61,153 @@ func (e *Engine) PrepareShare(o Owner, firstPage int, prev, hashes []byte, share
 	if err := e.probeWithRoom(ow, &w, refs, nil, nil); err != nil {
 		return StoreResult{}, out, err
 	}
-
 	e.tick++
-	var parent uint32 // the slot of the chunk before, if it is ready
+	p := storer{e: e, ow: ow, w: &w, share: share, granted: e.scratch.held[:0], out: out}
 	if firstPage > 0 {
-		if rec := e.find(sp, prev); rec != 0 && e.at(rec, firstPage-1) {
-			parent, _ = e.slotOf(rec)
+		if rec := e.find(ow.space, prev); rec != 0 && e.at(rec, firstPage-1) {
+			p.parent, _ = e.slotOf(rec)
 		}
 	}
-	res := StoreResult{}
-	granted := e.scratch.held[:0]
-	shed := func(from int) (pages int) {
-		for i := from; i < w.chunks; i++ {
-			if share.has(w.chunk + i) {
-				pages += w.last(i) - w.start(i) + 1
-			}
-		}
-		return pages
-	}
+	p.reserve(refs)
+	p.end(prev)
+	return p.res, p.out, nil
+}
+
+// storer is one call of PrepareShare.
+type storer struct {
+	e     *Engine
+	ow    *owner
+	w     *walk
+	share Share
+
+	parent  uint32 // the slot of the chunk before the next one, if it is ready
+	granted []uint32
+	out     []Grant
+	res     StoreResult
+}
+
+// reserve finds a slot for each chunk, given the records of their last pages as probed before, and
+// counts from the first on that has no room as shed.
+func (p *storer) reserve(refs []uint32) {
 	for i, rec := range refs {
-		start, last := w.start(i), w.last(i)
-		pages := last - start + 1
-		// Room made for an earlier chunk may have cost this one.
-		if rec != 0 && e.holds(sp, rec, last, w.hash(last)) {
-			ref, _ := e.slotOf(rec)
-			if parent != 0 && e.orphan(ref) {
-				e.adopt(parent, ref)
-			}
-			e.touch(ref)
-			parent = ref
-			if share.has(w.chunk + i) {
-				res.Held += pages
-			}
+		if p.held(i, rec) {
 			continue
 		}
-		if !share.has(w.chunk + i) {
-			parent = 0
-			continue
+		mine := p.share.has(p.w.chunk + i)
+		if mine && !p.grant(i) {
+			p.shed(i)
+			return
 		}
-		if ow.leases+len(granted) >= e.cfg.MaxLeasesPerOwner {
-			res.Shed = shed(i)
-			break
-		}
-		if rec, page := e.extendable(sp, &w, i); rec != 0 {
-			ref, _ := e.slotOf(rec)
-			r, s := e.slot(ref)
-			if have := page - start + 1; int(s.pages) == have && s.granted == 0 &&
-				s.flags&(moving|pending) == 0 && !r.draining &&
-				ow.slots.add(ref, sp.class.limit) {
-				e.hold(ref)
-				if s.idle() {
-					r.lease()
-				}
-				s.granted = uint16(pages - have)
-				s.stamp, r.lastUse = e.tick, e.tick
-				e.write(ref, &w, start, have, pages)
-				granted = append(granted, ref)
-				out = append(out, Grant{Page: uint32(start + have), Pages: uint32(pages - have),
-					Region: r.id, Offset: r.offset(ref, have)})
-				res.Held += have
-				parent = 0
-				continue
-			}
-		}
-		ref := e.grant(ow, parent, w.chunk+i, pages)
-		if ref == 0 {
-			e.stats.Limited++
-			res.Shed = shed(i)
-			break
-		}
-		r, _ := e.slot(ref)
-		e.write(ref, &w, start, 0, pages)
-		granted = append(granted, ref)
-		out = append(out, Grant{Page: uint32(start), Pages: uint32(pages), Region: r.id,
-			Offset: r.offset(ref, 0)})
-		parent = 0
+		p.parent = 0
 	}
-	sp.class.work(len(granted))
+}
+
+// held uses chunk i if it is held, and reports whether it is.
+func (p *storer) held(i int, rec uint32) bool {
+	e, w := p.e, p.w
+	last := w.last(i)
+	// Room made for an earlier chunk may have cost this one.
+	if rec == 0 || !e.holds(p.ow.space, rec, last, w.hash(last)) {
+		return false
+	}
+	ref, _ := e.slotOf(rec)
+	if p.parent != 0 && e.orphan(ref) {
+		e.adopt(p.parent, ref)
+	}
+	e.touch(ref)
+	p.parent = ref
+	if p.share.has(w.chunk + i) {
+		p.res.Held += last - w.start(i) + 1
+	}
+	return true
+}
+
+// grant grants room for chunk i: what is missing of a slot that has its beginning, or a slot. It
+// reports whether there is any.
+func (p *storer) grant(i int) bool {
+	e, w := p.e, p.w
+	if p.ow.leases+len(p.granted) >= e.cfg.MaxLeasesPerOwner {
+		return false
+	}
+	if p.extend(i) {
+		return true
+	}
+	start := w.start(i)
+	pages := w.last(i) - start + 1
+	ref := e.grant(p.ow, p.parent, w.chunk+i, pages)
+	if ref == 0 {
+		e.stats.Limited++
+		return false
+	}
+	p.add(ref, start, 0, pages)
+	return true
+}
+
+// extend grants what is missing of chunk i, if a slot that has its beginning may be extended. It
+// reports whether one may be.
+func (p *storer) extend(i int) bool {
+	e, w := p.e, p.w
+	rec, page := e.extendable(p.ow.space, w, i)
+	if rec == 0 {
+		return false
+	}
+	start := w.start(i)
+	have := page - start + 1
+	ref, _ := e.slotOf(rec)
+	r, s := e.slot(ref)
+	if int(s.pages) != have || s.granted != 0 || s.flags&(moving|pending) != 0 || r.draining ||
+		!p.ow.slots.add(ref, p.ow.space.class.limit) {
+		return false
+	}
+	e.hold(ref)
+	if s.idle() {
+		r.lease()
+	}
+	pages := w.last(i) - start + 1
+	s.granted = uint16(pages - have)
+	s.stamp, r.lastUse = e.tick, e.tick
+	p.add(ref, start, have, pages)
+	p.res.Held += have
+	return true
+}
+
+// add notes that pages [from, to) of a slot, whose first page is start, are to be written.
+func (p *storer) add(ref uint32, start, from, to int) {
+	r, _ := p.e.slot(ref)
+	p.e.write(ref, p.w, start, from, to)
+	p.granted = append(p.granted, ref)
+	p.out = append(p.out, Grant{Page: uint32(start + from), Pages: uint32(to - from),
+		Region: r.id, Offset: r.offset(ref, from)})
+}
+
+// shed counts the pages of the share from chunk i on for which there is no room.
+func (p *storer) shed(i int) {
+	for ; i < p.w.chunks; i++ {
+		if p.share.has(p.w.chunk + i) {
+			p.res.Shed += p.w.last(i) - p.w.start(i) + 1
+		}
+	}
+}
+
+// end makes the store, if anything was granted.
+func (p *storer) end(prev []byte) {
+	e, w := p.e, p.w
+	p.ow.space.class.work(len(p.granted))
 	e.stats.Stores++
-	e.stats.HeldPages += uint64(res.Held)
-	e.stats.ShedPages += uint64(res.Shed)
-	if len(granted) == 0 {
-		return res, out, nil
+	e.stats.HeldPages += uint64(p.res.Held)
+	e.stats.ShedPages += uint64(p.res.Shed)
+	if len(p.granted) == 0 {
+		return
 	}
-	x := e.leases.add(storeLease, ow, granted)
-	ow.stores++
-	x.first, x.n = firstPage, w.n
-	x.store.hasPrev = firstPage > 0
+	x := e.leases.add(storeLease, p.ow, p.granted)
+	p.ow.stores++
+	x.first, x.n = w.first, w.n
+	x.store.hasPrev = w.first > 0
 	copy(x.store.prev[:], prev)
-	if share.Of > 1 {
-		x.store.around = e.around(&w, prev, granted)
+	if p.share.Of > 1 {
+		x.store.around = e.around(w, prev, p.granted)
 	}
-	res.Store = x.handle()
-	return res, out, nil
+	p.res.Store = x.handle()
 }
 
 // extendable is the last held page of a walk's chunk, if the slot that has it may be extended; the

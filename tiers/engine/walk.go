@@ -75,6 +75,9 @@ const probeGroup = 128
 
 // probe finds the last pages of chunks [from, from+n) of a walk, n at most probeGroup, and puts
 // their refs into out, 0 for a miss.
+//
+// It stays one function: what its loops have in common lies on the stack, and a loop is as short as
+// it can be.
 func (e *Engine) probe(s *space, w *walk, from, n int, out []uint32) {
 	if e.idx.migrating() || e.idx.cur.used == 0 {
 		for i := range n {
