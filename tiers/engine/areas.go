@@ -108,9 +108,9 @@ func (a *aged) note(now int64, tick uint64) {
 // takes some from another geometry.
 const growPatience = int64(1e9)
 
-// makeRoom carves one more piece for a class, of memory that is not carved or of what it may take
-// from another geometry. It releases the lock while it allocates and between slices of longer work;
-// ok says whether there are new slots, unlocked whether others may have changed anything.
+// makeRoom carves one more piece for a class, of memory that is not carved or of what the class may
+// take from another one. It releases the lock while it allocates and between slices of longer work.
+// ok reports whether there are new slots, unlocked whether others may have changed anything.
 func (e *Engine) makeRoom(c *class) (ok, unlocked bool) {
 	if e.carving || e.cfg.FixedRegions {
 		return false, false
@@ -216,7 +216,7 @@ type window struct {
 }
 
 // takeFor chooses what a class may take from others: the pieces to empty, and where the memory
-// lies. Without an area there is nothing, or the arena should grow first.
+// lies. Without an area there is nothing to take, or the arena should grow first.
 func (e *Engine) takeFor(c *class) (a *area, at int64, taken []*region) {
 	if len(e.classes) == 1 || len(e.staging.regions) > 0 { // what is being restored looks empty
 		return nil, 0, nil
@@ -251,7 +251,7 @@ func (e *Engine) oldest(c *class) uint64 {
 	return before
 }
 
-// waitsForGrowth says whether the arena should be given time to grow.
+// waitsForGrowth reports whether the arena should be given time to grow.
 func (e *Engine) waitsForGrowth() bool {
 	if e.bytes >= e.cfg.ArenaLimitBytes {
 		return false
@@ -272,8 +272,8 @@ type taker struct {
 	others map[*class]int64 // what they hold, as far as it was asked
 }
 
-// window is the fewest spans from span i of an area on that have room for a slot, if the class may
-// take all of them.
+// window returns the fewest spans from span i of an area on that have room for a slot, if the class
+// may take all of them.
 func (t *taker) window(a *area, i int) (w window, ok bool) {
 	w = window{a: a, at: a.spans[i].at}
 	var pieces int64
@@ -306,8 +306,8 @@ func (t *taker) window(a *area, i int) (w window, ok bool) {
 	return w, true
 }
 
-// cost is what it costs to take a region as one of pieces of so many bytes; false: it must not be
-// taken.
+// cost returns what it costs to take a region as one of pieces of so many bytes. It returns false
+// if the region must not be taken.
 func (t *taker) cost(r *region, pieces int64) (cost [4]uint64, ok bool) {
 	aged := t.e.aged.before
 	theirs, known := t.others[r.class]

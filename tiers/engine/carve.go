@@ -102,8 +102,8 @@ func logarithm(n int) int8 {
 	return int8(bits.TrailingZeros(uint(n)))
 }
 
-// drain empties a region and takes it from its class. It answers false, and leaves the region as it
-// is, if something in it is used meanwhile.
+// drain empties a region and takes it from its class. It returns false, and leaves the region with
+// its class, if something in it is used meanwhile. It releases the lock between slices of its work.
 func (e *Engine) drain(r *region) bool {
 	r.stopGranting()
 	for i := 0; i < r.fresh; i++ {
@@ -186,9 +186,9 @@ type carved struct {
 	index *dax.Table[uint64] // nil: not wanted
 }
 
-// tableBlock is memory that the tables of some pieces of one geometry lie in, one behind another:
-// each of its own would be too small for huge pages, without which each look at a slot takes
-// longer.
+// tableBlock is memory for the tables of several pieces of one geometry, one behind another. The
+// tables of one piece would be too small for huge pages, and without these each look at a slot
+// takes longer.
 type tableBlock struct {
 	table *dax.Table[byte]
 	rest  []byte       // that is in no piece's use and never was; carving's alone
@@ -232,8 +232,8 @@ func (t *tableSpec) bytes() int {
 
 func (t *tableSpec) digests() int { return t.slots * (t.ppc - 1) * t.words }
 
-// makeCarved makes tables in a block if that has room for them, else in a new one. The caller's
-// hold on the block, which may be nil, becomes the result's, or ends.
+// makeCarved makes the tables of a region in a block, or in a new block if that one has no room.
+// block may be nil. The caller's hold on block passes to the result, or ends.
 func makeCarved(block *tableBlock, spec tableSpec) (_ *carved, err error) {
 	bytes := spec.bytes()
 	if block != nil && len(block.rest) < bytes {
@@ -276,8 +276,7 @@ func makeCarved(block *tableBlock, spec tableSpec) (_ *carved, err error) {
 	return c, nil
 }
 
-// close gives the memory back, as far as it is no other's. A carved of a block alone ends a hold on
-// that.
+// close gives the memory back. A carved that has only a block ends one hold on that.
 func (c *carved) close() {
 	if len(c.part) > 0 {
 		dax.Discard(c.part)

@@ -158,8 +158,8 @@ func (a *arena) route(ref uint32) *route {
 	return &r.routes[ref&recordMask]
 }
 
-// admit queues a ready slot for those of the given tiers that have it not and are not getting it.
-// It answers those that had no room.
+// admit queues a ready slot for those of the given tiers that neither have it nor are getting it.
+// It returns the tiers whose queues were full.
 func (e *Engine) admit(ref uint32, tiers uint8) (shed uint8) {
 	t := e.route(ref)
 	if t == nil {
@@ -264,7 +264,7 @@ func (e *Engine) unqueue(ref uint32, evicted bool) {
 	t.held, t.whole, t.part = 0, 0, 0
 }
 
-// grown says that a slot has pages that no tier has.
+// grown notes that a slot has pages that no tier has.
 func (e *Engine) grown(ref uint32) {
 	if t := e.route(ref); t != nil {
 		_, s := e.slot(ref)
@@ -298,10 +298,10 @@ func (e *Engine) admitPromoted(ref uint32, from int) {
 	e.reuse(ref)
 }
 
-// NextCascades appends to out up to max chunks that are to be written to a tier next, each to be
-// ended by EndCascade. Their digests are copied into buf, which is answered for its reuse; the
-// items are valid as long as its bytes are left alone. With fewer than max there are no more for
-// now, and Config.Wake will be called when there are.
+// NextCascades appends to out up to max chunks that are to be written to a tier next. Each is ended
+// by EndCascade. Digests are copied into buf, which is returned for its reuse; the items are valid
+// until its bytes change. Fewer than max: there are no more for now, and Config.Wake is called when
+// there are.
 func (e *Engine) NextCascades(tier, max int, buf []byte, out []CascadeItem) ([]CascadeItem,
 	[]byte) {
 	e.mu.Lock()
@@ -386,9 +386,9 @@ func (e *Engine) startCascade(ref uint32, bit uint8, buf []byte) (CascadeItem, [
 	return item, buf
 }
 
-// EndCascade ends the writing of a chunk; ok says that the tier has it now. dropped says that it
-// was cleared, or found bad, meanwhile: the tier should forget it. A handle that has ended changes
-// nothing.
+// EndCascade ends the writing of a chunk; ok: the tier has it now. dropped reports that the chunk
+// was cleared, or found bad, meanwhile, and that the tier should forget it. A handle that has ended
+// changes nothing.
 func (e *Engine) EndCascade(handle uint64, ok bool) (dropped bool) {
 	e.mu.Lock()
 	defer e.unlock()
@@ -421,8 +421,8 @@ func (e *Engine) EndCascade(handle uint64, ok bool) (dropped bool) {
 // after it.
 const hurriedDelay = 10 * time.Millisecond
 
-// HurryPartials makes partly filled chunks due now instead of after PartialDelay, from now on. For
-// the end of the process.
+// HurryPartials makes partly filled chunks due now, and from now on, instead of after PartialDelay.
+// It is for the end of the process.
 func (e *Engine) HurryPartials() {
 	e.mu.Lock()
 	defer e.unlock()
@@ -437,8 +437,8 @@ func (e *Engine) HurryPartials() {
 	}
 }
 
-// CascadeQueue is how many chunks wait to be written to a tier, and how many were not, for want of
-// room in the queue or because they were evicted before.
+// CascadeQueue returns how many chunks wait to be written to a tier. shed is how many were not
+// written, because the queue was full or they were evicted first.
 func (e *Engine) CascadeQueue(tier int) (queued int, shed uint64) {
 	e.mu.Lock()
 	defer e.unlock()
@@ -532,7 +532,7 @@ func (e *Engine) cool(c *class, ref uint32) {
 	c.coldLast = ref
 }
 
-// uncool takes it out from among them.
+// uncool takes a slot out of the list of those that are evicted next.
 func (e *Engine) uncool(c *class, ref uint32) {
 	t := e.route(ref)
 	if t.prev != 0 {

@@ -9,7 +9,7 @@ import (
 	"lookaside/tiers"
 )
 
-// Check verifies every invariant of the engine and answers the first that does not hold. It looks
+// Check verifies every invariant of the engine and returns the first that does not hold. It looks
 // at everything under the lock, so it is for tests and for a tool that asks an idle engine.
 func (e *Engine) Check() error {
 	e.mu.Lock()

@@ -10,10 +10,9 @@ import (
 const probeSlice = 4 * probeGroup
 
 // Contains sets held[i] to how many pages of the i-th chunk that the given pages touch are held and
-// verified, from the first of them in the chunk on. Chunks behind one that is not held whole count
-// as well; what peers lent does not. Nothing is leased, and it is no use: what is held may be gone
-// when it returns. It lets go of the lock between slices of its work. ErrInvalid: held is too
-// short.
+// verified, from the first of them in the chunk on. Chunks behind a gap count as well; what peers
+// lent does not. Nothing is leased and nothing counts as a use, so what is held may be gone when
+// Contains returns. It releases the lock between slices of its work. ErrInvalid: held is too short.
 func (e *Engine) Contains(id SpaceID, firstPage int, hashes []byte, held []uint16) error {
 	e.mu.Lock()
 	defer e.unlock()
@@ -53,11 +52,11 @@ func (e *Engine) Contains(id SpaceID, firstPage int, hashes []byte, held []uint1
 	return nil
 }
 
-// Drop drops all chunks that hold any of the given pages, and answers how many. None of these pages
-// can be found when it returns, unless it was stored meanwhile: it lets go of the lock between
-// slices of its work. Leased ones are freed at their release; of those on their way from a tier,
-// the ones that end with one of the pages will not appear. What peers lent of the pages goes as
-// well, and is not counted.
+// Drop drops all chunks that hold any of the given pages, and returns how many. Leased chunks
+// become free at their release. Chunks on their way from a tier do not appear if they end with one
+// of the pages. What peers lent of the pages is dropped as well, and not counted. None of the pages
+// can be found when Drop returns, unless it was stored meanwhile: Drop releases the lock between
+// slices of its work.
 func (e *Engine) Drop(id SpaceID, firstPage int, hashes []byte) (chunks int, err error) {
 	e.mu.Lock()
 	defer e.unlock()

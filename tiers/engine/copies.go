@@ -88,9 +88,9 @@ func (e *Engine) countReads(slots []uint32, from, to int) {
 	}
 }
 
-// NextCopy answers the next chunk that is to be copied, to be ended by EndCopy; false: there is
-// none for now, and Config.Wake will be called with WorkCopies when there is. It makes room as a
-// promotion does, and passes over what finds none. It may let go of the lock.
+// NextCopy returns the next chunk that is to be copied; EndCopy ends it. ok is false if there is
+// none for now: Config.Wake is called with WorkCopies when there is. NextCopy makes room as a
+// promotion does, and passes over chunks that find none. It may release the lock.
 func (e *Engine) NextCopy() (c Copy, ok bool) {
 	e.mu.Lock()
 	defer e.unlock()
@@ -113,8 +113,8 @@ func (e *Engine) NextCopy() (c Copy, ok bool) {
 	return Copy{}, false
 }
 
-// isDue says whether a chunk that is due is still there; that it waits no more is noted if it has
-// been dropped.
+// isDue reports whether a chunk that is due is still there. If it has been dropped, isDue notes
+// that it waits no more.
 func (e *Engine) isDue(d *dueCopy) bool {
 	if !e.isForeign(d.ref) { // its region is another's by now
 		return false
@@ -130,9 +130,10 @@ func (e *Engine) isDue(d *dueCopy) bool {
 	return true
 }
 
-// startCopy grants a slot of the arena for what a foreign one holds, and leases that. It is not a
-// use. false: the arena has it, or no room for it, or for the chunk before that was loaded with it:
-// a prefix is copied from its beginning, so that its end never takes the place of that.
+// startCopy grants a slot of the arena for what a foreign slot holds, and leases the foreign one.
+// That is not a use. It returns false if the arena has the chunk, or has no room for it, or has not
+// the chunk before that was loaded with it: a prefix is copied from its beginning, so that its end
+// never takes the place of that.
 func (e *Engine) startCopy(d *dueCopy) (Copy, bool) {
 	from := d.ref
 	r, s := e.slot(from)
@@ -177,9 +178,9 @@ func (e *Engine) startCopy(d *dueCopy) (Copy, bool) {
 	}, true
 }
 
-// EndCopy ends the copying of a chunk; ok says that its bytes are in the arena. It answers whether
-// the arena holds it from now on. Otherwise its slot there is free again: also if the peer has gone
-// meanwhile, or somebody has stored it. A handle that has ended changes nothing.
+// EndCopy ends the copying of a chunk; ok: its bytes are in the arena. It reports whether the arena
+// holds the chunk from now on. If not, its slot there is free again, as it is if the peer has gone
+// meanwhile or somebody has stored the chunk. A handle that has ended changes nothing.
 func (e *Engine) EndCopy(handle uint64, ok bool) (copied bool) {
 	e.mu.Lock()
 	defer e.unlock()

@@ -8,11 +8,11 @@ import (
 
 // Draining: a region hands out no more slots, so that its chunks can be moved (moves.go).
 
-// Drain tells a region that was added carved to hand out no more slots. What is in it, or being
-// filled, stays, and can be found and used, but is not evicted, until it is moved (NextMoves),
-// dropped, or goes with the region (RemoveRegion). Undrain ends that. Draining what drains already
-// is no error. ErrNotFound: there is no such region; ErrBusy: it is being emptied, or one is being
-// carved. Both let go of the lock between slices of their work.
+// Drain has a region that was added carved hand out no more slots. What is in it, or being filled,
+// stays: it can be found and used, but is not evicted, until it is moved (NextMoves), dropped, or
+// goes with the region (RemoveRegion). Undrain ends that. Draining twice is no error. Both release
+// the lock between slices of their work. ErrNotFound: there is no such region; ErrBusy: it is being
+// emptied, or one is being carved.
 func (e *Engine) Drain(region uint32) error {
 	e.mu.Lock()
 	defer e.unlock()
@@ -47,7 +47,7 @@ func (e *Engine) Undrain(region uint32) error {
 	return e.eachIdle(region, r, false, e.offer)
 }
 
-// drainable resolves a region that can be drained, or is.
+// drainable resolves a region that is drained, or can be.
 func (e *Engine) drainable(region uint32) (*region, error) {
 	if e.closed {
 		return nil, tiers.ErrClosed
@@ -63,8 +63,8 @@ func (e *Engine) drainable(region uint32) (*region, error) {
 	return r, nil
 }
 
-// eachIdle calls f for the slots of a region that may be chosen for eviction, as long as it is
-// retired, or is not. It lets go of the lock between slices.
+// eachIdle calls f for the slots of a region that may be chosen for eviction, as long as r.retired
+// is as given. It releases the lock between slices.
 func (e *Engine) eachIdle(id uint32, r *region, retired bool, f func(ref uint32)) error {
 	for i := 0; i < r.fresh; i++ {
 		if s := &r.slots[i]; s.state == ready && !s.doomed() && s.idle() && s.children == 0 {

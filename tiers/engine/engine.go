@@ -101,8 +101,7 @@ func New(cfg Config) (*Engine, error) {
 	return e, nil
 }
 
-// Close gives back the engine's memory. It is idempotent. Calls after it answer ErrClosed, or
-// nothing.
+// Close gives back the engine's memory. It is idempotent. Later calls return ErrClosed, or nothing.
 func (e *Engine) Close() {
 	e.restores.Lock()
 	defer e.restores.Unlock()
@@ -132,8 +131,8 @@ func (e *Engine) Close() {
 // others have the lock.
 const clearSlice = 512
 
-// Expire frees the lookups whose deadline has passed and does what else is due; call it some times
-// a second. It answers how many expired.
+// Expire frees the lookups whose deadline has passed, and does other work that is due. Call it
+// several times a second. It returns how many lookups expired.
 func (e *Engine) Expire() (n int) {
 	e.mu.Lock()
 	if e.closed {

@@ -8,8 +8,8 @@ import "lookaside/internal/invariants"
 // one elsewhere.
 const maxStrays = 64
 
-// victim is the slot of a class that its policy would evict next. Slots of regions that are being
-// emptied may be dropped on the way.
+// victim returns the slot of a class that its policy would evict next. It may drop slots of regions
+// that are being emptied on the way.
 func (e *Engine) victim(c *class) (ref uint32, ok bool) {
 	for range maxStrays {
 		if ref, ok = c.policy.Victim(); !ok {
@@ -27,8 +27,8 @@ func (e *Engine) victim(c *class) (ref uint32, ok bool) {
 	return 0, false
 }
 
-// evict makes room by dropping the end of a prefix of a class: one that was written ahead, or the
-// policy's choice. It answers false if there is none.
+// evict drops the end of a prefix of a class for room: one that was written ahead, or the policy's
+// choice. It returns false if there is none.
 func (e *Engine) evict(c *class) bool {
 	for range maxStrays {
 		ref := c.coldFirst
@@ -61,7 +61,7 @@ func (e *Engine) expel(ref uint32) {
 	e.release(ref)
 }
 
-// alloc takes a free slot for a store, evicting if it must. 0: there is none.
+// alloc takes a free slot for a store, and evicts one if it must. 0: there is none.
 func (e *Engine) alloc(s *space, chunk, pages int) uint32 {
 	c := s.class
 	if c.free == 0 && !e.evict(c) {

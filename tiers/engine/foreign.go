@@ -84,7 +84,7 @@ func (e *Engine) foreignSlots(g tiers.Geometry) int {
 }
 
 // needForeign carves the foreign slots of an owner's geometry, if there are none. It may release
-// the lock, and answers ErrNotFound if the owner has left meanwhile.
+// the lock, and returns ErrNotFound if the owner has left meanwhile.
 func (e *Engine) needForeign(ow *owner) error {
 	c := ow.space.class
 	if c.foreign != nil || e.cfg.ForeignSlots == 0 || e.carving || e.lent.regions == maxForeign {
@@ -137,8 +137,8 @@ func (e *Engine) dropForeign(c *class) {
 	*r = region{num: r.num, firstGen: r.firstGen}
 }
 
-// shadow is where what peers lent an owner's space is found; nil: nothing, or it is not for this
-// owner.
+// shadow returns the space in which the owner finds what peers lent. It is nil if there is nothing,
+// or if it is not for this owner.
 func (ow *owner) shadow() *space {
 	if ow.own {
 		return nil
@@ -146,8 +146,9 @@ func (ow *owner) shadow() *space {
 	return ow.space.shadow
 }
 
-// longer finds the last page of chunk i of a walk that an owner can read, in the arena or where
-// peers lent just that, given that the chunk's last page in the walk cannot be. 0: none can.
+// longer returns the last page of chunk i of a walk that an owner can read, and its record: in the
+// arena, or where peers lent the chunk up to just that page. The chunk's last page in the walk is
+// known not to be readable. A record of 0: no page is.
 func (e *Engine) longer(ow *owner, w *walk, i int) (record uint32, page int) {
 	record, page = e.bisect(ow.space, w, i)
 	first := w.start(i)
@@ -165,8 +166,9 @@ func (e *Engine) longer(ow *owner, w *walk, i int) (record uint32, page int) {
 }
 
 // enterLent indexes so many pages of a foreign slot, whose digests are written, by the last of
-// them; first is the record that it is found by already, or 0. It answers false, with nothing
-// changed, if that is held as another page of its prefix, which no honest client can bring about.
+// them. first is the record that this page is found by already, or 0. It returns false, with
+// nothing changed, if that is held as another page of its prefix, which no honest client can bring
+// about.
 func (e *Engine) enterLent(r *region, ref uint32, pages int, first uint32) bool {
 	s := &r.slots[ref&recordMask]
 	sp := e.spaceOf(r, s)
@@ -190,7 +192,7 @@ func (e *Engine) enterLent(r *region, ref uint32, pages int, first uint32) bool 
 	return true
 }
 
-// retractLent undoes that.
+// retractLent takes a foreign slot's pages out of the index: the reverse of enterLent.
 func (e *Engine) retractLent(r *region, ref uint32) {
 	s := &r.slots[ref&recordMask]
 	if sp := e.spaceOf(r, s); e.unlink(sp.tagOfRecord(r.digest(ref&recordMask, int(s.pages)-1)), r,
@@ -214,12 +216,11 @@ func (e *Engine) grantForeign(ow *owner, chunk, pages int) uint32 {
 	return ref
 }
 
-// FinishBorrow ends the borrowing of a chunk that PreparePromotion granted as foreign: its pages
-// are to be read where l says from now on. With l.Pages fewer than were granted the rest is not
-// there. The loan is the engine's from then on, and comes back by TakeReturns, unless there is an
-// error. What is granted as foreign ends either by it or by FinishPromotion(p, false, -1).
-// ErrStale: it has ended before; ErrInvalid, with nothing changed: it is not foreign, or l is no
-// loan.
+// FinishBorrow ends the borrowing of a chunk that PreparePromotion granted as foreign: from now on
+// its pages are read where l says. With fewer l.Pages than were granted, the rest is not there. The
+// engine keeps the loan until TakeReturns gives it back, unless FinishBorrow fails. A foreign grant
+// is ended by FinishBorrow or by FinishPromotion(p, false, -1). ErrStale: it has ended before;
+// ErrInvalid, with nothing changed: it is not foreign, or l is no loan.
 func (e *Engine) FinishBorrow(p uint64, l Loan) error {
 	e.mu.Lock()
 	defer e.unlock()
@@ -230,7 +231,8 @@ func (e *Engine) FinishBorrow(p uint64, l Loan) error {
 	return err
 }
 
-// FinishBorrows is FinishBorrow for several chunks. It sets done[i] to whether there was no error.
+// FinishBorrows is FinishBorrow for several chunks. It sets done[i] to whether chunk i had no
+// error.
 func (e *Engine) FinishBorrows(ps []uint64, loans []Loan, done []bool) {
 	e.mu.Lock()
 	defer e.unlock()
@@ -261,7 +263,7 @@ func (e *Engine) FinishBorrows(ps []uint64, loans []Loan, done []bool) {
 	}
 }
 
-// finishBorrow is FinishBorrow but for countLoans, which is its caller's.
+// finishBorrow is FinishBorrow without countLoans, which the caller calls.
 func (e *Engine) finishBorrow(p uint64, l *Loan) error {
 	ref, err := e.promotion(p)
 	if err != nil {
@@ -298,7 +300,7 @@ func (e *Engine) takeLoan(r *region, ref uint32, l *Loan, pages int) {
 	e.stats.BorrowedPages += uint64(pages)
 }
 
-// returnLoan has the loan of a slot that becomes free given back.
+// returnLoan queues the loan of a slot that becomes free for its return.
 func (e *Engine) returnLoan(r *region, ref uint32) {
 	p := &r.places[ref&recordMask]
 	if p.handle == 0 {
@@ -324,9 +326,9 @@ func (e *Engine) foundBad(r *region, ref uint32) {
 	}
 }
 
-// DropPeer drops all that is leased from a peer, or with 0 from all: none of it can be found when
-// it returns, and it is returned when nobody uses it. What is still being borrowed is the caller's
-// to refuse. It lets go of the lock between slices of its work.
+// DropPeer drops all that is leased from a peer, or from all peers with 0. None of it can be found
+// when DropPeer returns, and each loan is returned when nobody uses it. Refusing what is still
+// being borrowed is up to the caller. It releases the lock between slices of its work.
 func (e *Engine) DropPeer(peer uint64) {
 	e.mu.Lock()
 	defer e.unlock()
@@ -339,7 +341,7 @@ func (e *Engine) DropPeer(peer uint64) {
 }
 
 // SweepForeign drops what is leased from peers and nobody has used since the last sweep but one. It
-// lets go of the lock between slices of its work.
+// releases the lock between slices of its work.
 func (e *Engine) SweepForeign() {
 	e.mu.Lock()
 	defer e.unlock()
@@ -360,7 +362,7 @@ func (e *Engine) SweepForeign() {
 	})
 }
 
-// eachForeign calls f for all foreign slots that were ever used. It lets go of the lock between
+// eachForeign calls f for all foreign slots that were ever used. It releases the lock between
 // slices.
 func (e *Engine) eachForeign(f func(r *region, ref uint32, s *slot)) {
 	left := clearSlice
@@ -393,8 +395,8 @@ func (e *Engine) TakeReturns(out []Return) []Return {
 	return out
 }
 
-// ForeignIn is how many loans the engine has in a region that was announced, those that somebody
-// still reads included. Those that wait for TakeReturns do not count.
+// ForeignIn returns how many loans the engine has in an announced region, those that somebody still
+// reads included. Loans that wait for TakeReturns do not count.
 func (e *Engine) ForeignIn(region uint32) int {
 	e.mu.Lock()
 	defer e.unlock()

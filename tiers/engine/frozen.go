@@ -12,7 +12,7 @@ type OwnerStats struct {
 	Lookups, Loads, Stores int
 }
 
-// Owner returns what an owner holds; false: there is none.
+// Owner returns what an owner holds; false: there is no such owner.
 func (e *Engine) Owner(o Owner) (OwnerStats, bool) {
 	e.mu.Lock()
 	defer e.unlock()
@@ -24,8 +24,8 @@ func (e *Engine) Owner(o Owner) (OwnerStats, bool) {
 		Stores: ow.stores}, true
 }
 
-// SetFrozen says which owners have frozen, in place of those that were said to have. Those that
-// there are not are passed over. Its cost depends on what they hold.
+// SetFrozen names the owners that have frozen, instead of those named before. Unknown owners are
+// passed over. Its cost depends on what the owners hold.
 func (e *Engine) SetFrozen(owners []Owner) {
 	e.mu.Lock()
 	defer e.unlock()
@@ -62,8 +62,8 @@ func (e *Engine) countFrozen() {
 	e.relimit()
 }
 
-// left is how many slots that nobody uses an owner may lease before owners together have their
-// share. Pins do not count.
+// left returns how many more idle slots an owner may lease before owners together have their share.
+// Pins do not count.
 func (e *Engine) left(ow *owner) int {
 	if ow == &ow.space.pinner {
 		return e.cfg.MaxLeasesPerOwner
@@ -71,7 +71,7 @@ func (e *Engine) left(ow *owner) int {
 	return ow.space.class.most - ow.space.class.busy
 }
 
-// inUse says whether a slot is leased or being filled already, or is none of the arena's.
+// inUse reports whether a slot is leased or being filled already, or is a foreign one.
 func (e *Engine) inUse(ref uint32) bool {
 	_, s := e.slot(ref)
 	return !s.idle() || s.state == filling || e.isForeign(ref)

@@ -38,7 +38,7 @@ type Event struct {
 	Hashes []byte // digests of the pages, end to end
 }
 
-// FeedBatch is what Feed.Next answers.
+// FeedBatch is what Feed.Next returns.
 type FeedBatch struct {
 	// Reset says that all that was told before is void: pages that are not told of (again) from
 	// here on are not held.
@@ -141,8 +141,8 @@ func recordWords(head uint64) uint64 {
 	return 2 + (pages+head>>1&1)*words
 }
 
-// Follow tells what can be found in a space, or in all with 0, from now on. Close must be called in
-// the end. ErrInvalid: Config has no journal; ErrBusy: try again.
+// Follow returns a feed of what can be found in a space, or in all with 0, from now on. The caller
+// must Close it. ErrInvalid: the engine keeps no journal; ErrBusy: try again.
 func (e *Engine) Follow(space SpaceID) (*Feed, error) {
 	e.mu.Lock()
 	defer e.unlock()
@@ -184,17 +184,17 @@ func (e *Engine) Follow(space SpaceID) (*Feed, error) {
 	return f, nil
 }
 
-// Ready is sent to when Next may have something again.
+// Ready returns the channel that is sent to when Next may have something again.
 func (f *Feed) Ready() <-chan struct{} { return f.bell }
 
-// Gaps is how often the follower has been too slow, so that it was told everything anew.
+// Gaps returns how often the follower was too slow, so that the feed began anew.
 func (f *Feed) Gaps() uint64 {
 	f.e.mu.Lock()
 	defer f.e.mu.Unlock()
 	return f.gaps
 }
 
-// Restart has the feed tell everything anew.
+// Restart makes the feed begin anew with all that is held.
 func (f *Feed) Restart() {
 	f.e.mu.Lock()
 	defer f.e.mu.Unlock()
@@ -242,8 +242,8 @@ func (f *Feed) Close() {
 }
 
 // Next appends to out the changes that come next, of about maxPages pages, by at most one chunk
-// more. Their digests are copied into buf, which is answered for its reuse; they are valid as long
-// as its bytes are left alone.
+// more. Their digests are copied into buf, which is returned for its reuse; they are valid until
+// its bytes change.
 func (f *Feed) Next(maxPages int, buf []byte, out []Event) (b FeedBatch, _ []byte, err error) {
 	e := f.e
 	e.mu.Lock()
@@ -407,7 +407,7 @@ func (j *journal) room(n uint64) {
 	}
 }
 
-// skip makes all that follow begin anew.
+// skip makes all feeds begin anew.
 func (j *journal) skip() {
 	j.end++
 	j.start, j.open = j.end, false
@@ -460,7 +460,7 @@ func (j *journal) forgetClosed() {
 	j.closed = j.closed[:copy(j.closed, j.closed[n:])]
 }
 
-// noteBefore gives the digest of the page before a slot that is about to be entered without a
+// noteBefore notes the digest of the page before a slot that is about to be entered without a
 // parent, if that page is held.
 func (e *Engine) noteBefore(ref uint32, d []byte) {
 	r, s := e.slot(ref)
@@ -473,7 +473,7 @@ func (e *Engine) noteBefore(ref uint32, d []byte) {
 	}
 }
 
-// noteRestored records what has been restored, or makes all begin anew, if that is too much.
+// noteRestored records what has been restored. If that is too much, all feeds begin anew.
 func (e *Engine) noteRestored(all []*stagedRegion) {
 	j := &e.journal
 	if !j.on {
@@ -524,7 +524,7 @@ type JournalStats struct {
 	RetainedWords int // of 8 bytes, that a follower may be behind by
 }
 
-// Journal is what the journal is like now.
+// Journal returns what the journal is like now.
 func (e *Engine) Journal() JournalStats {
 	e.mu.Lock()
 	defer e.unlock()

@@ -227,7 +227,7 @@ func (b *leaseBook) remove(x *lease) {
 const endSlice = 512
 
 // endLease frees all that a lease holds; a store is aborted. What a large lookup holds is left to
-// EndSome, unless it waits.
+// EndSome, unless the lookup waits.
 func (e *Engine) endLease(x *lease) {
 	if invariants.Enabled {
 		e.checkLives(x)
@@ -267,8 +267,8 @@ func (e *Engine) splitEnding(x *lease, k int) {
 func (e *Engine) Ending() bool { return e.leases.ending.Load() }
 
 // EndSome frees some of what large lookups that have ended still hold, and reports whether there is
-// more. Their names and deadlines are gone before. Whoever ends lookups calls it until there is no
-// more, and may do other things in between.
+// more. Their names and deadlines are gone already. A caller that ends lookups calls it until there
+// is no more, and may do other things in between.
 func (e *Engine) EndSome() (more bool) {
 	e.mu.Lock()
 	defer e.unlock()
@@ -293,8 +293,8 @@ func (e *Engine) endPart(x *lease) {
 	}
 }
 
-// freeSlots ends a lookup's, load's or pin's leases on some of its slots, the last first, so that a
-// prefix is settled after its continuation.
+// freeSlots ends a lease's hold on some of its slots. It takes the last one first, so that a prefix
+// is settled after its continuation.
 func (e *Engine) freeSlots(x *lease, slots []uint32) {
 	if x.kind == lookupLease || x.kind == pinLease || x.kind == endingLease {
 		// a load's were its lookup's
@@ -316,7 +316,7 @@ func (e *Engine) freeSlots(x *lease, slots []uint32) {
 	}
 }
 
-// used tells the policy of a class, or of its foreign one, of the use of leased slots, those that
+// used tells the policy of a class, or of its foreign one, of the use of those leased slots that
 // are still held.
 func (e *Engine) used(c *class, slots []uint32) {
 	gone := false

@@ -25,10 +25,11 @@ func (e *Engine) AddLender(o Owner, fp tiers.Fingerprint) (tiers.Geometry, error
 	return s.g, e.addOwner(o, s, true)
 }
 
-// Lend leases what is held without a gap of the pages from firstPage on, as far as it lies in
-// regions that visible says yes to, and appends one extent a chunk to out. It is a use. more says
-// that the page after it is held, too, but is out of sight, not verified, or beyond the owner's
-// share. No pages make no loan. visible is called under the engine's lock.
+// Lend leases what is held without a gap of the pages from firstPage on, up to the first chunk in a
+// region for which visible returns false. It appends one extent a chunk to out, and counts as a
+// use. more reports that the next page is held as well, but is out of sight, not verified, or
+// beyond the owner's share. With no pages there is no loan. visible is called under the engine's
+// lock.
 func (e *Engine) Lend(o Owner, firstPage int, hashes []byte, visible func(region uint32) bool,
 	out []Extent) (loan uint64, pages int, more bool, extents []Extent, err error) {
 	e.mu.Lock()
@@ -40,9 +41,9 @@ func (e *Engine) Lend(o Owner, firstPage int, hashes []byte, visible func(region
 	return e.lend(ow, &w, visible, out)
 }
 
-// LendEnds is Lend for n pages from the first of a chunk on of which only the digests of each
-// chunk's last page are given, as a digest names all pages before it. Of a chunk that is not held
-// as far as that nothing is leased.
+// LendEnds is Lend for n pages from the first of a chunk on. Only the digests of each chunk's last
+// page are given, as a digest names all pages before it. A chunk that is held in part only is not
+// leased.
 func (e *Engine) LendEnds(o Owner, firstPage, n int, ends []byte, visible func(region uint32) bool,
 	out []Extent) (loan uint64, pages int, more bool, extents []Extent, err error) {
 	e.mu.Lock()
@@ -93,7 +94,8 @@ func (e *Engine) lend(ow *owner, w *walk, visible func(region uint32) bool,
 	return x.handle(), pages, more, out, nil
 }
 
-// goesOn says whether a page of a walk is held, verified or not; one behind its end is not.
+// goesOn reports whether a page of a walk is held, verified or not. A page behind the walk's end is
+// not.
 func (e *Engine) goesOn(s *space, w *walk, page int) bool {
 	if page >= w.end() {
 		return false
@@ -105,7 +107,7 @@ func (e *Engine) goesOn(s *space, w *walk, page int) bool {
 	return rec != 0 && e.at(rec, page)
 }
 
-// Touch answers how many of the pages from firstPage on are held without a gap, as Lend would find
+// Touch returns how many of the pages from firstPage on are held without a gap, as Lend would find
 // them, and counts as a use of them. Nothing is leased. more is as Lend's.
 func (e *Engine) Touch(o Owner, firstPage int, hashes []byte) (pages int, more bool, err error) {
 	e.mu.Lock()
@@ -141,11 +143,12 @@ func (e *Engine) unlease(ow *owner, slots []uint32) {
 	}
 }
 
-// EndLoan gives back the slots of a loan that some names, by the place of their extents, rising;
-// nil: all that are left. With bad their chunks are dropped: their bytes did not check out. The
-// loan ends with the last of them; ended says so. ErrStale: it has ended before. A place that is
-// not there is ErrInvalid, with nothing changed; one that has been given back before is passed
-// over.
+// EndLoan gives back slots of a loan. some names them by the place of their extents, rising; nil
+// names all that are left. With bad their chunks are dropped: their bytes did not check out. The
+// loan ends with its last slot, and then ended is true.
+//
+// ErrStale: the loan has ended before; ErrInvalid, with nothing changed: some names an extent that
+// is not there. A slot that was given back before is passed over.
 func (e *Engine) EndLoan(o Owner, loan uint64, some []uint32, bad bool) (ended bool, err error) {
 	e.mu.Lock()
 	defer e.unlock()

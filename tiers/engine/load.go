@@ -18,11 +18,14 @@ type Extent struct {
 type Grant = Extent
 
 // PrepareLoad takes over, for owner o, the leases that a lookup of owner scheduler has on the given
-// pages; the rest of the lookup's are freed. Of a lookup that several loads take over (SetTakers)
-// all but the last take leases of their own, and leave the lookup and its deadline as they are. It
-// appends one extent a chunk to out. From then on the leases have no deadline: they end with
-// Release or with o. ErrNotFound: there is no such lookup (any more); ErrStale: it does not hold
-// all of these pages, or some were dropped since: then the lookup stays as it is.
+// pages. It appends one extent a chunk to out. The leases lose their deadline: they end with
+// Release or with o. The rest of the lookup is freed.
+//
+// If several loads take over a lookup (SetTakers), all but the last take leases of their own, and
+// leave the lookup and its deadline as they are.
+//
+// ErrNotFound: there is no such lookup; ErrStale: it does not hold all of these pages, or some were
+// dropped since. The lookup stays as it is then.
 func (e *Engine) PrepareLoad(o, scheduler Owner, lookup uint64, firstPage, pages int,
 	out []Extent) (load uint64, extents []Extent, err error) {
 	e.mu.Lock()
@@ -108,8 +111,8 @@ func (e *Engine) claimAll(ow *owner, slots []uint32) error {
 	return nil
 }
 
-// LoadEnds appends the digests of the pages at which the chunks of a load end, as the index has
-// them, in rising order: those of the last pages of PrepareLoad's extents.
+// LoadEnds appends the digests of the last pages of PrepareLoad's extents, in the same order, as
+// the index has them.
 func (e *Engine) LoadEnds(o Owner, load uint64, out []byte) ([]byte, error) {
 	e.mu.Lock()
 	defer e.unlock()
@@ -131,9 +134,9 @@ func (e *Engine) LoadEnds(o Owner, load uint64, out []byte) ([]byte, error) {
 	return out, nil
 }
 
-// Release ends a load. The chunks of the extents named in bad, by their place among those that
-// PrepareLoad appended, are dropped: their bytes did not check out. ErrStale: it was released
-// before; ErrInvalid, with nothing changed: bad names an extent that is not there.
+// Release ends a load. bad names extents, by their place among those that PrepareLoad appended,
+// whose bytes did not check out: their chunks are dropped. ErrStale: the load was released before;
+// ErrInvalid, with nothing changed: bad names an extent that is not there.
 func (e *Engine) Release(o Owner, load uint64, bad []uint32) error {
 	e.mu.Lock()
 	defer e.unlock()

@@ -6,10 +6,10 @@ import (
 	"lookaside/tiers"
 )
 
-// Lookup answers how many pages from firstPage on are held without a gap, and leases them for owner
-// o under an id of its own until Cancel, until PrepareLoad takes them over, or until the deadline.
-// hashes is their digests end to end, page after page. A lookup under an id that is in use ends the
-// older one first. Nothing is leased when the answer is 0. ErrBusy: the owner has too many lookups.
+// Lookup returns how many pages from firstPage on are held without a gap, and leases them for owner
+// o under a lookup id of its own. The leases last until Cancel, until PrepareLoad takes them over,
+// or until the deadline. hashes are the digests of the pages, end to end. A lookup in use under the
+// same id ends first. With 0 pages nothing is leased. ErrBusy: the owner has too many lookups.
 func (e *Engine) Lookup(o Owner, lookup uint64, firstPage int,
 	hashes []byte) (pages int, err error) {
 	e.mu.Lock()
@@ -18,8 +18,8 @@ func (e *Engine) Lookup(o Owner, lookup uint64, firstPage int,
 	return pages, err
 }
 
-// BeginLookup is Lookup for the first part of what is asked for. ContinueLookup asks for the next
-// part by the handle, which is 0 if nothing is held.
+// BeginLookup is Lookup for the first part of a request. ContinueLookup goes on with the next part
+// by the returned handle, which is 0 if nothing is held.
 func (e *Engine) BeginLookup(o Owner, lookup uint64, firstPage int,
 	hashes []byte) (pages int, handle uint64, err error) {
 	e.mu.Lock()
@@ -31,9 +31,9 @@ func (e *Engine) BeginLookup(o Owner, lookup uint64, firstPage int,
 	return pages, x.handle(), nil
 }
 
-// ContinueLookup leases what is held of the pages that follow those of a lookup, whole chunks but
-// for the last, and answers how many. ErrStale, ErrNotFound: the lookup has ended; ErrInvalid: it
-// does not end at the end of a chunk.
+// ContinueLookup leases what is held of the pages that follow those of a lookup, and returns how
+// many. ErrStale, ErrNotFound: the lookup has ended; ErrInvalid: its last page is not the last of a
+// chunk.
 func (e *Engine) ContinueLookup(handle uint64, hashes []byte) (pages int, err error) {
 	e.mu.Lock()
 	defer e.unlock()
@@ -159,7 +159,8 @@ func (e *Engine) leaseHits(ow *owner, w *walk) (pages int, slots []uint32) {
 	return pages, slots
 }
 
-// Trim frees a lookup's leases on the chunks wholly below firstPage, also those that it waits for.
+// Trim frees a lookup's leases on the chunks wholly below firstPage, also on those that it waits
+// for.
 func (e *Engine) Trim(o Owner, lookup uint64, firstPage int) error {
 	e.mu.Lock()
 	defer e.unlock()
@@ -203,8 +204,8 @@ func (e *Engine) Trim(o Owner, lookup uint64, firstPage int) error {
 	return nil
 }
 
-// Cancel ends a lookup and frees its leases. ErrNotFound: there is none (any more) under this id,
-// also because it hit nothing.
+// Cancel ends a lookup and frees its leases. ErrNotFound: there is no lookup of this id, because it
+// hit nothing or has ended.
 func (e *Engine) Cancel(o Owner, lookup uint64) error {
 	e.mu.Lock()
 	defer e.unlock()
@@ -227,9 +228,9 @@ func (e *Engine) lookup(o Owner, lookup uint64) (*lease, error) {
 	return nil, fmt.Errorf("%w: lookup %d of owner %d", tiers.ErrNotFound, lookup, o)
 }
 
-// Pin leases what is held of a prefix from its first page on, without a deadline and for no
-// session: it stays until Unpin, or until it is cleared. It answers the pages pinned; 0 pages make
-// no pin.
+// Pin leases what is held of a prefix from its first page on. A pin has no deadline and belongs to
+// no session: it lasts until Unpin, or until the space is cleared. Pin returns how many pages it
+// pinned; with 0 there is no pin.
 func (e *Engine) Pin(id SpaceID, hashes []byte) (pin uint64, pages int, err error) {
 	e.mu.Lock()
 	defer e.unlock()

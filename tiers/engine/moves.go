@@ -30,13 +30,14 @@ const (
 )
 
 // NextMoves appends to out up to max chunks of a drained region that are to be copied to slots of
-// other regions, each to be ended by EndMove. It looks at slots from number from on, at no more
-// than a few hundred, and answers where to go on; -1: it has come to the end. Slots in use are left
-// for another time, or with leased those that are being filled or extended only: leases stay with
-// the slot that they were taken on, which becomes free when the last of them ends. Nothing is
-// evicted for a move: ErrBusy, with nothing appended, says that no slot elsewhere is free. Digests
-// are copied into buf, which is answered for its reuse; the moves are valid as long as its bytes
-// are left alone. ErrNotFound: there is no such region, or it is not drained.
+// other regions. Each is ended by EndMove. It looks at a few hundred slots from number from on, and
+// returns where to go on; -1: at the end. Digests are copied into buf, which is returned for its
+// reuse; the moves are valid until its bytes change.
+//
+// Slots in use are left for another time. With leased only those are that are being filled or
+// extended: leases stay with the old slot, which becomes free when the last of them ends. Nothing
+// is evicted for a move. ErrBusy, with nothing appended: no slot elsewhere is free; ErrNotFound:
+// there is no such region, or it is not drained.
 func (e *Engine) NextMoves(region uint32, from, max int, leased bool, buf []byte,
 	out []Move) (moves []Move, next int, _ []byte, err error) {
 	e.mu.Lock()
@@ -82,7 +83,7 @@ func (e *Engine) movable(s *slot, leased bool) bool {
 		(s.pins == 0 || leased) && e.spaces[s.space].clears == 0
 }
 
-// aim has a granted slot await what a ready one holds, and answers its region.
+// aim makes a granted slot the target of what a ready one holds, and returns its region.
 func (e *Engine) aim(to, from uint32) *region {
 	r, s := e.slot(from)
 	rt, t := e.slot(to)
@@ -121,11 +122,11 @@ func (e *Engine) startMove(from uint32, buf []byte) (Move, []byte) {
 	return m, buf
 }
 
-// EndMove ends a move. It answers whether the chunk is found in its new slot from now on; its old
-// one becomes free when nobody leases it any more. Otherwise the new slot is free again: the move
-// failed, or the chunk was dropped, or replaced by a longer version, or is being cleared. A handle
-// that has ended changes nothing. A chunk with many continuations takes more than one slice of the
-// lock.
+// EndMove ends a move, and reports whether the chunk is found in its new slot from now on. If so,
+// the old slot becomes free when nobody leases it any more. If not, the new slot is free again: the
+// move failed, or the chunk was dropped, replaced by a longer version, or is being cleared. A
+// handle that has ended changes nothing. For a chunk with many continuations EndMove releases the
+// lock between slices.
 func (e *Engine) EndMove(handle uint64, how MoveEnd) (found bool) {
 	e.mu.Lock()
 	defer e.unlock()
@@ -178,7 +179,7 @@ func (e *Engine) EndMove(handle uint64, how MoveEnd) (found bool) {
 	return true
 }
 
-// relocate makes a slot that was filled with what a ready one holds ready in its stead, with a
+// relocate makes slot to, which was filled with what slot from holds, ready in its place, with one
 // lease.
 func (e *Engine) relocate(from, to uint32) {
 	r, s := e.slot(from)

@@ -39,7 +39,8 @@ func (e *Engine) AddOwner(o Owner, id SpaceID) error {
 	return e.addOwner(o, s, false)
 }
 
-// AddArenaOwner is AddOwner for one who reads the arena itself: what peers lent is not for it.
+// AddArenaOwner is AddOwner for an owner that reads the arena itself. It finds nothing that peers
+// lent.
 func (e *Engine) AddArenaOwner(o Owner, id SpaceID) error {
 	e.mu.Lock()
 	defer e.unlock()
@@ -64,8 +65,8 @@ func (e *Engine) addOwner(o Owner, s *space, own bool) error {
 	return nil
 }
 
-// SetTakers has each lookup of an owner that was just added be taken over by n loads, of the ranks
-// that hold the same pages.
+// SetTakers says that n loads, of the ranks that hold the same pages, take over each lookup of an
+// owner. The owner must have been added just now.
 func (e *Engine) SetTakers(o Owner, n int) error {
 	e.mu.Lock()
 	defer e.unlock()
@@ -77,7 +78,7 @@ func (e *Engine) SetTakers(o Owner, n int) error {
 	return nil
 }
 
-// RemoveOwner ends a session: its lookups and loads are freed, its unfinished stores aborted.
+// RemoveOwner ends a session: its lookups and loads are freed, and its unfinished stores aborted.
 func (e *Engine) RemoveOwner(o Owner) {
 	e.mu.Lock()
 	defer e.unlock()

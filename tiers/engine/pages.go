@@ -42,7 +42,8 @@ func (a *arena) slotOf(page uint32) (ref uint32, pos int) {
 	return page&^recordMask | i, int(p)
 }
 
-// at says whether a record is that of the given page of its prefix: an honest client's always is.
+// at reports whether a record is that of the given page of its prefix. For an honest client it
+// always is.
 func (a *arena) at(record uint32, page int) bool {
 	r := a.regions[record>>recordBits]
 	i, pos := r.split(record & recordMask)
@@ -54,9 +55,9 @@ func (r *region) record(ref uint32, pos int) uint32 {
 	return ref&^recordMask | uint32(int(ref&recordMask)*r.ppc+pos)
 }
 
-// enter indexes pages [from, to) of a slot, whose digests are written. It undoes itself and answers
-// false if one of them is held as another page of its prefix, which no honest client can bring
-// about.
+// enter indexes pages [from, to) of a slot, whose digests are written. If one of them is held as
+// another page of its prefix, which no honest client can bring about, it undoes its work and
+// returns false.
 func (e *Engine) enter(ref uint32, from, to int) bool {
 	r, s := e.slot(ref)
 	sp := e.spaces[s.space]
@@ -115,8 +116,8 @@ func (e *Engine) linkAfter(head, rec uint32) {
 	h.next = rec
 }
 
-// retract takes a slot's pages from page from on out of the index; where another slot has the page
-// too, that one takes its place.
+// retract takes a slot's pages from page from on out of the index. Where another slot has the page
+// too, that slot takes its place.
 func (e *Engine) retract(ref uint32, from int) {
 	r, s := e.slot(ref)
 	sp := e.spaces[s.space]
@@ -141,8 +142,8 @@ func (e *Engine) retract(ref uint32, from int) {
 	s.pages = uint16(from)
 }
 
-// unlink takes one page of a slot, by its tag, out of the index, and says whether no other slot of
-// its space has it.
+// unlink takes one page of a slot, by its tag, out of the index. It reports whether no other slot
+// of the space has the page.
 func (e *Engine) unlink(tag uint32, r *region, ref uint32, pos int) (gone bool) {
 	e.idx.linkSteps++
 	at := int(ref&recordMask)*r.ppc + pos
@@ -174,7 +175,7 @@ func equal(words []uint64, d []byte) bool {
 	return diff == 0
 }
 
-// same says whether ref is the record of digest d in space s.
+// same reports whether ref is the record of digest d in space s.
 func (e *Engine) same(s *space, ref uint32, d []byte) bool {
 	r := e.regions[ref>>recordBits]
 	if r.class != s.class {
@@ -194,7 +195,7 @@ func (e *Engine) sameAs(s *space, ref uint32, words []uint64) bool {
 	return r.slots[i].space == s.id && slices.Equal(r.digest(i, int(pos)), words)
 }
 
-// alike says whether two records are of the same page.
+// alike reports whether two records are of the same page.
 func (a *arena) alike(one, other uint32) bool {
 	q, r := a.regions[one>>recordBits], a.regions[other>>recordBits]
 	if q.class != r.class {
@@ -206,14 +207,15 @@ func (a *arena) alike(one, other uint32) bool {
 		r.digest(j, int(posB)))
 }
 
-// find is the indexed record of digest d in space s, 0 if the page is not held.
+// find returns the indexed record of digest d in space s, 0 if the page is not held.
 func (e *Engine) find(s *space, d []byte) uint32 {
 	rec, steps := e.seek(s, d)
 	e.idx.steps += steps
 	return rec
 }
 
-// seek is find, which changes nothing: the entries that it looked at are for its caller to count.
+// seek is find for a caller that may not change anything. It returns how many entries it looked at,
+// for the caller to count.
 func (e *Engine) seek(s *space, d []byte) (rec uint32, steps uint64) {
 	tag := s.tag(d)
 	for _, t := range [...]*table{&e.idx.cur, &e.idx.old} {

@@ -57,8 +57,8 @@ func (e *Engine) patrolled(handle uint64) (ref uint32, r *region, s *slot) {
 	return ref, e.regions[ref>>recordBits], s
 }
 
-// NextUnsummed is a chunk of those that have come or grown of late and have no checksum, oldest
-// first. Its digests are in buf, which is answered for its reuse. false: there is none.
+// NextUnsummed returns the oldest of the chunks that have come or grown of late and have no
+// checksum. Its digests are in buf, which is returned for its reuse. false: there is none.
 func (e *Engine) NextUnsummed(buf []byte) (Verification, []byte, bool) {
 	e.mu.Lock()
 	defer e.unlock()
@@ -84,8 +84,8 @@ func (c *chunkSum) of(s *slot) int {
 // PatrolPlace is where a walk over the arena is. The zero PatrolPlace is its beginning.
 type PatrolPlace struct{ region, slot int }
 
-// NextPatrol is the next chunk of a walk over all that is held. Its digests are in buf, which is
-// answered for its reuse. false: the walk has come to its end, and begins anew.
+// NextPatrol returns the next chunk of a walk over all that is held. Its digests are in buf, which
+// is returned for its reuse. false: the walk is at its end, and begins anew.
 func (e *Engine) NextPatrol(at *PatrolPlace, buf []byte) (v Verification, _ []byte, ok bool) {
 	e.mu.Lock()
 	defer e.unlock()
@@ -110,8 +110,8 @@ func (e *Engine) NextPatrol(at *PatrolPlace, buf []byte) (v Verification, _ []by
 	return v, buf, false
 }
 
-// NoteSum says what the checksum of a chunk is, as NextUnsummed, NextPatrol or a CascadeItem named
-// it. known: there is one already, which it was compared with; same: it is that one.
+// NoteSum notes the checksum of a chunk, as NextUnsummed, NextPatrol or a CascadeItem named it.
+// known reports that there was one already; same reports that it is the same.
 func (e *Engine) NoteSum(handle uint64, pages int, sum uint64) (known, same bool) {
 	e.mu.Lock()
 	defer e.unlock()
@@ -129,9 +129,9 @@ func (e *Engine) NoteSum(handle uint64, pages int, sum uint64) (known, same bool
 	return false, true
 }
 
-// DropRotten drops a chunk that a handle names, because its bytes have changed since they were
-// committed, or with faulty because they cannot be read: then its slot is never granted again.
-// false: it is gone already.
+// DropRotten drops the chunk that a handle names, because its bytes have changed since they were
+// committed. With faulty they cannot be read, and the slot is never granted again. It returns false
+// if the chunk is gone already.
 func (e *Engine) DropRotten(handle uint64, faulty bool) bool {
 	e.mu.Lock()
 	defer e.unlock()

@@ -26,7 +26,7 @@ func (e *Engine) adopt(parent, child uint32) {
 	e.hang(parent, child)
 }
 
-// hang puts a slot without a parent among those that continue parent.
+// hang puts a slot without a parent among the continuations of parent.
 func (a *arena) hang(parent, child uint32) {
 	_, p := a.slot(parent)
 	k, c := a.kin(parent), a.kin(child)
@@ -38,8 +38,8 @@ func (a *arena) hang(parent, child uint32) {
 	p.children++
 }
 
-// unhang undoes that. What has been orphaned is in no list: its siblings may be other chunks by
-// now.
+// unhang removes child from its parent's continuations. A slot that has been orphaned is in no such
+// list: the slots that were its siblings may hold other chunks by now.
 func (a *arena) unhang(child uint32) {
 	c := a.kin(child)
 	_, p := a.slot(c.parent)
@@ -55,8 +55,8 @@ func (a *arena) unhang(child uint32) {
 	*c = kin{child: c.child}
 }
 
-// bequeath hands what continues a slot to another that holds the same chunk. Beyond clearSlice of
-// them they are left without a parent.
+// bequeath hands the continuations of a slot to another slot that holds the same chunk. Beyond
+// clearSlice of them they are left without a parent.
 func (e *Engine) bequeath(ref uint32) {
 	k := e.kin(ref)
 	if k.child == 0 {
@@ -79,12 +79,12 @@ func (a *arena) superfluous(r *region, s *slot, ref uint32) bool {
 	return (int(s.pages) < r.ppc || s.flags&(twin|moved) != 0) && a.redundant(ref)
 }
 
-// redundant says whether another slot holds all that this one holds, and is there to stay.
+// redundant reports whether another slot holds all that this one holds, and stays.
 func (a *arena) redundant(ref uint32) bool { return a.heir(ref) != 0 }
 
-// heir is such a slot, 0 if there is none. It holds the last page, as a page's digest names the
-// whole prefix. It looks beyond the neighbours among those that share that page only where these
-// have been moved away.
+// heir returns a slot that holds all that this one holds, and stays; 0: there is none. It holds the
+// last page, as a page's digest names the whole prefix. Among the slots that share that page it
+// looks beyond the neighbours only where these have been moved away.
 func (a *arena) heir(ref uint32) uint32 {
 	r, s := a.slot(ref)
 	l := r.links[int(ref&recordMask)*r.ppc+int(s.pages)-1]
@@ -106,7 +106,7 @@ func (a *arena) stays(ref uint32) bool {
 	return s.flags&moved == 0
 }
 
-// orphan says whether a held slot has no parent, or none any more.
+// orphan reports whether a held slot has no parent, or none any more.
 func (a *arena) orphan(ref uint32) bool {
 	k := a.kin(ref)
 	if k.parent == 0 {
@@ -116,7 +116,7 @@ func (a *arena) orphan(ref uint32) bool {
 	return i >= r.fresh || r.slots[i].gen != k.parentGen // the region may have been carved anew
 }
 
-// heldParent is a slot's parent if that can be found, else 0.
+// heldParent returns a slot's parent if that can be found, else 0.
 func (a *arena) heldParent(ref uint32) uint32 {
 	if a.orphan(ref) {
 		return 0
@@ -128,7 +128,7 @@ func (a *arena) heldParent(ref uint32) uint32 {
 	return parent
 }
 
-// disown ends a slot's being the continuation of its parent.
+// disown removes a slot from its parent's continuations, if it has a parent.
 func (e *Engine) disown(ref uint32) {
 	if e.orphan(ref) {
 		e.kin(ref).parent = 0
@@ -144,8 +144,8 @@ func (e *Engine) disown(ref uint32) {
 	}
 }
 
-// parentOf is the slot that holds the page before a slot's first, whose digest prev begins with. 0:
-// none does.
+// parentOf returns the slot that holds the page before a slot's first. prev begins with that page's
+// digest. 0: none does.
 func (e *Engine) parentOf(s *slot, prev []byte) uint32 {
 	sp := e.spaces[s.space]
 	rec, _ := e.seek(sp, prev[:sp.g.DigestBytes])
@@ -156,8 +156,8 @@ func (e *Engine) parentOf(s *slot, prev []byte) uint32 {
 	return ref
 }
 
-// digests appends to buf the digest of the page before a slot's first, if its parent is held, and
-// those of its pages.
+// digests appends to buf the digest of the page before a slot's first, if the slot's parent is
+// held, and the digests of its pages.
 func (a *arena) digests(ref uint32, buf []byte) (prev, hashes, _ []byte) {
 	r, s := a.slot(ref)
 	var d [32]byte

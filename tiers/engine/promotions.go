@@ -28,15 +28,15 @@ type PromotedChunk struct {
 	Foreign bool
 }
 
-// flight is what a chunk that is on its way is known by: the hash of its last page, which names all
-// its pages. Whoever finds a slot by it compares the page.
+// flight returns what a chunk that is on its way is known by: the hash of its last page, which
+// names all its pages. A slot that is found by it must be compared with the page.
 func (e *Engine) flight(ref uint32) uint64 {
 	r, s := e.slot(ref)
 	return e.spaceOf(r, s).hashOfRecord(r.digest(ref&recordMask, int(s.granted)-1))
 }
 
-// flying is the slot of a space, which may be nil, that is being promoted into for the chunk that
-// ends with a page; 0: there is none.
+// flying returns the slot of a space that is being promoted into for the chunk that ends with a
+// page. 0: there is none. The space may be nil.
 func (e *Engine) flying(s *space, d []byte) uint32 {
 	if s == nil || e.flights.n == 0 {
 		return 0
@@ -52,7 +52,7 @@ func (e *Engine) flying(s *space, d []byte) uint32 {
 	return ref
 }
 
-// Awaited says whether the chunk that ends with a page is on its way for some lookup.
+// Awaited reports whether the chunk that ends with a page is on its way for some lookup.
 func (e *Engine) Awaited(id SpaceID, digest []byte) bool {
 	e.mu.Lock()
 	defer e.unlock()
@@ -394,8 +394,8 @@ func (p *promoter) grant(i, pages int) (ref uint32) {
 	return ref
 }
 
-// chunkBefore is the slot of the chunk before a run, if it is held: by the lookup that goes on, or
-// by anybody.
+// chunkBefore returns the slot of the chunk before a run, if the lookup that goes on or anybody
+// else holds it.
 func (e *Engine) chunkBefore(sp *space, x *lease, w *walk, prev []byte) uint32 {
 	if x != nil {
 		i := len(x.slots) - 1
@@ -434,7 +434,7 @@ func (e *Engine) promotion(p uint64) (uint32, error) {
 	return ref, nil
 }
 
-// PromotionWanted says whether some lookup still waits for a chunk: to be asked before its I/O
+// PromotionWanted reports whether a lookup still waits for a chunk. Ask it before the chunk's I/O
 // begins. FinishPromotion must follow in any case.
 func (e *Engine) PromotionWanted(p uint64) bool {
 	e.mu.Lock()
@@ -447,10 +447,10 @@ func (e *Engine) PromotionWanted(p uint64) bool {
 	return s.pins > 0 && !s.doomed()
 }
 
-// FinishPromotion ends the loading of a chunk: nothing writes its slot any more. ok says that the
-// bytes are there, and checked; then it can be found, and the lookups that wait for it hold it.
-// Otherwise, and if it was cleared meanwhile, it is dropped. fromTier is the tier that had it, and
-// need not be given it back; -1 if that is unknown. ErrStale: it has ended before.
+// FinishPromotion ends the loading of a chunk: nothing writes its slot any more. With ok its bytes
+// are there and checked: it can be found, and the lookups that wait for it hold it. Otherwise, or
+// if it was cleared meanwhile, it is dropped. fromTier is the tier that had it and need not be
+// given it back; -1: unknown. ErrStale: it has ended before.
 func (e *Engine) FinishPromotion(p uint64, ok bool, fromTier int) error {
 	e.mu.Lock()
 	defer e.unlock()
@@ -536,17 +536,16 @@ func (e *Engine) appear(r *region, ref uint32, pages int, first uint32) bool {
 	return true
 }
 
-// land takes a slot that is being promoted into, and was not landed before, out of the table of
-// what is on its way.
+// land takes a slot that is being promoted into out of the table of what is on its way. It must not
+// have been taken out before.
 func (e *Engine) land(ref uint32) {
 	e.flights.remove(e.flight(ref), ref)
 }
 
-// SettleLookup ends a lookup's waiting for promotions. It keeps what it holds by now without a gap,
-// but at most the given number of pages, from the first that it (still) holds or waits for; the
-// rest of its leases are freed, and its deadline starts. With no pages the lookup ends. A lookup
-// that does not wait is cut and given a new deadline likewise. ErrNotFound: there is none (any
-// more).
+// SettleLookup ends a lookup's waiting for promotions. The lookup keeps what it holds by now
+// without a gap, but at most the given number of pages from its first; the rest of its leases are
+// freed, and its deadline starts. With no pages the lookup ends. A lookup that does not wait is
+// cut, and given a new deadline, likewise. ErrNotFound: there is no such lookup.
 func (e *Engine) SettleLookup(o Owner, lookup uint64, pages int) (ready int, err error) {
 	e.mu.Lock()
 	defer e.unlock()
@@ -585,8 +584,8 @@ func (e *Engine) SettleLookup(o Owner, lookup uint64, pages int) (ready int, err
 	return x.n, nil
 }
 
-// endWait makes what has arrived of a waiting lookup's chunks pages that it holds, and frees what
-// has not.
+// endWait makes those chunks of a waiting lookup that have arrived pages that it holds, and frees
+// the others.
 func (e *Engine) endWait(x *lease, ppc int) {
 	i, end := x.lookup.held, x.lookup.end
 	for ; i < len(x.slots) && end == x.lookup.end; i++ {
@@ -617,7 +616,7 @@ func (e *Engine) endWait(x *lease, ppc int) {
 }
 
 // Room is what PreparePromotion could reserve or lease now, in chunks. It is an estimate: a slot
-// that nobody uses may still be no victim.
+// that nobody uses may still not be evictable.
 type Room struct {
 	// of the part of the slots that may be promoted into at a time: it frees itself as promotions
 	// end
@@ -627,7 +626,7 @@ type Room struct {
 	Most  int // with all of both: what wants more may as well not wait for it
 }
 
-// PromotionRoom is the room for the lookups of an owner.
+// PromotionRoom returns the room for the lookups of an owner.
 func (e *Engine) PromotionRoom(o Owner) (Room, error) {
 	e.mu.Lock()
 	defer e.unlock()

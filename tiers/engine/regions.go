@@ -109,7 +109,7 @@ func (c *class) slotsIn(size int64) int {
 type Placement struct{ Offset, Stride int64 }
 
 // AddRegion gives the engine a region of the arena, under an id of the caller's. The engine never
-// touches the memory itself. Stores carve it into slots piece by piece: see areas.go.
+// touches the memory. Stores carve it into slots piece by piece: see areas.go.
 func (e *Engine) AddRegion(id uint32, size int64) error {
 	e.mu.Lock()
 	defer e.unlock()
@@ -123,8 +123,8 @@ func (e *Engine) AddRegion(id uint32, size int64) error {
 }
 
 // AddCarvedRegion gives the engine a region that is carved for a geometry from the start. Its slots
-// lie where the caller says, and all offsets that the engine answers are by that. ErrBusy: there is
-// no room for another region, or one is being carved.
+// lie where the caller says, and offsets that the engine returns count from the region's beginning.
+// ErrBusy: there is no room for another region, or one is being carved.
 func (e *Engine) AddCarvedRegion(id uint32, g tiers.Geometry, slots int, at Placement) error {
 	if err := g.Validate(e.cfg.MinPageBytes); err != nil {
 		return err
@@ -222,10 +222,12 @@ func (a *arena) parts(id uint32) (regions []*region, ok bool) {
 	return regions, true
 }
 
-// RemoveRegion drops all that a region holds and takes it from the engine. ErrBusy: something in it
-// is leased or being filled, or a region is being carved. In the first case nothing in the region
-// can be found, nor is more granted; call again when these uses have ended. It lets go of the lock
-// between slices of its work.
+// RemoveRegion drops all that a region holds and takes the region from the engine. It releases the
+// lock between slices of its work.
+//
+// ErrBusy: something in the region is leased or being filled, or some region is being carved. In
+// the first case nothing in the region can be found from then on, and no more of it is granted.
+// Call again when these uses have ended.
 func (e *Engine) RemoveRegion(id uint32) error {
 	e.restores.Lock()
 	defer e.restores.Unlock()
@@ -290,8 +292,8 @@ func (r *region) goOnGranting() {
 	r.class.slots += len(r.slots)
 }
 
-// doomAll drops all that a region holds, which is the caller's region of that id, or a piece of it.
-// It lets go of the lock between slices of its work.
+// doomAll drops all that r holds, which is the caller's region id or a piece of it. It releases the
+// lock between slices of its work.
 func (e *Engine) doomAll(id uint32, r *region) error {
 	a, mem := r.area, r.mem
 	for i := 0; i < r.fresh; i++ {
@@ -310,17 +312,17 @@ func (e *Engine) doomAll(id uint32, r *region) error {
 	return nil
 }
 
-// dropRegion takes a region that is not carved out of the books. Its number stays, for the next
-// region that is added.
+// dropRegion takes a region that is not carved out of the books. Its number is used again for the
+// next region.
 func (a *arena) dropRegion(r *region) {
 	delete(a.byID, r.id)
 	a.bytes -= r.size
 	*r = region{num: r.num, firstGen: r.firstGen}
 }
 
-// Spoil has a slot that is in use never be granted again: its memory has turned out to be bad. What
-// it holds is the caller's to drop. It lasts until the region is removed or carved again. false:
-// there is no such slot, or it is free.
+// Spoil withdraws a slot in use for good: its memory is bad, so it is never granted again until its
+// region is removed or carved anew. Dropping what the slot holds is up to the caller. It returns
+// false if there is no such slot, or if it is free.
 func (e *Engine) Spoil(region, slot uint32) bool {
 	e.mu.Lock()
 	defer e.unlock()
@@ -381,7 +383,7 @@ func (e *Engine) relimit() {
 	}
 }
 
-// Room is how many slots the regions of a geometry have, and how many of them are free.
+// Room returns how many slots the regions of a geometry have, and how many of them are free.
 func (e *Engine) Room(g tiers.Geometry) (slots, free int) {
 	g.PageTokens = 0
 	e.mu.Lock()
@@ -408,7 +410,7 @@ type RegionStats struct {
 // Used is how many slots hold something, or are being filled.
 func (s *RegionStats) Used() int { return s.Slots - s.Free - s.Spoiled }
 
-// Region is what a region that was added carved is like now; false: there is none.
+// Region returns a region that was added carved; false: there is none.
 func (e *Engine) Region(id uint32) (RegionStats, bool) {
 	e.mu.Lock()
 	defer e.unlock()

@@ -107,11 +107,11 @@ func (p *pile[T]) close() {
 	*p = pile[T]{}
 }
 
-// Restore tells of slots that are to be ready again, in regions that are carved and in which
-// nothing was ever stored. It may be called any number of times, for any region, also concurrently
-// for different ones, and takes effect with EndRestore. ErrInvalid, with nothing of the call in
-// effect: an entry that no engine can have had, or a slot that a call before told of. What entries
-// point to is not kept.
+// Restore names slots that are to be ready again, in carved regions to which nothing was ever
+// stored. It takes effect with EndRestore. It may be called any number of times for any region,
+// also concurrently for different ones. It keeps nothing that entries point to. ErrInvalid, with
+// nothing of the call in effect: an entry that no engine can have had, or a slot that an earlier
+// call named.
 func (e *Engine) Restore(region uint32, entries []Restored) error {
 	e.restores.RLock()
 	defer e.restores.RUnlock()
@@ -171,8 +171,8 @@ func (s *space) keep(to []uint64, hashes []byte, entries []uint64, rec uint32) {
 	}
 }
 
-// stage notes all of some entries that others may see, in their order. What it leaves is to be
-// filled in without the lock. It also answers the spaces by their ids.
+// stage notes what others may see of some entries, in their order. The caller fills in the rest
+// without the lock. It also returns the spaces by their ids.
 func (e *Engine) stage(region uint32, entries []Restored) (*stagedRegion, []staged, []*space,
 	error) {
 	e.mu.Lock()
@@ -249,11 +249,11 @@ func (e *Engine) stagedIn(r *region, pages int) (*stagedRegion, error) {
 	return of, nil
 }
 
-// EndRestore makes the slots ready that Restore was told of, in their order, and answers how many.
-// One that another slot makes redundant, one of a region that was stored to meanwhile and one with
-// a page that is held as another page of its prefix are left free; OnGone is told of them. It holds
-// the lock throughout, for half a second a million chunks of 16 pages: it is for before the engine
-// is in use.
+// EndRestore makes the slots that Restore named ready, in their order, and returns how many. Some
+// are left free, and reported to OnGone: those that other slots make redundant, those of a region
+// that was stored to meanwhile, and those with a page that is held as another page of its prefix.
+// It holds the lock throughout, for half a second a million chunks of 16 pages: it is for the time
+// before the engine is in use.
 func (e *Engine) EndRestore() (chunks int) {
 	e.restores.Lock()
 	defer e.restores.Unlock()
@@ -356,8 +356,8 @@ type misfit struct {
 }
 
 // takeStaged takes the slots that can be restored from the free ones of their regions, as ready
-// ones without a page. It answers the regions that have some, and the slots in these that Unrestore
-// was told of.
+// slots without a page. It returns the regions that have some, and the slots in these that
+// Unrestore named.
 func (e *Engine) takeStaged(all []*stagedRegion) (here []*stagedRegion, dropped []misfit) {
 	for _, of := range all {
 		// The region may have been removed since, carved anew, or stored to.
@@ -448,8 +448,8 @@ func (of *stagedRegion) each(f func(x *staged)) {
 	}
 }
 
-// Unrestore takes back what Restore was told of a slot, before EndRestore. Restore cannot be told
-// of it again.
+// Unrestore takes back what Restore named of a slot, before EndRestore. Restore cannot name it
+// again.
 func (e *Engine) Unrestore(region, slot uint32) {
 	e.mu.Lock()
 	defer e.unlock()

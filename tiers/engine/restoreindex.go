@@ -45,9 +45,9 @@ func (of *stagedRegion) file() {
 	of.open = of.open[:0]
 }
 
-// indexStaged indexes the pages of staged slots, and answers which slots it left for restoreOdd:
-// those with a page that is indexed already, as another slot holds it too. Each processor has a
-// part of the index to itself at a time.
+// indexStaged indexes the pages of staged slots. It returns the slots that it left for restoreOdd:
+// those with a page that another slot has indexed already. Each processor has a part of the index
+// to itself at a time.
 func (e *Engine) indexStaged(all []*stagedRegion) *slotSet {
 	odd := &slotSet{}
 	t := &e.idx.cur

@@ -17,9 +17,9 @@ type restoring struct {
 	parent uint32 // 0: it has none, or none is found
 }
 
-// placeStaged has the slots that are not odd hold their pages, and finds their parents. It answers
-// them in their order, and apart, in their order too, those that are to be looked at again: the odd
-// ones, and those whose parent may be one of these.
+// placeStaged gives the slots that are not odd their pages, and finds their parents. It returns
+// them in their order. Apart, and in their order as well, it returns those that must be looked at
+// again: the odd ones, and those whose parent may be an odd one.
 func (e *Engine) placeStaged(all []*stagedRegion, odd *slotSet) (todo []restoring,
 	later []*staged) {
 	var blocks [][]staged
@@ -163,7 +163,7 @@ func byOrder(runs [][]restoring, room []restoring) []restoring {
 }
 
 // restoreAll puts slots into their prefixes, in their order, and makes them known to the policy.
-// They are still to be settled. It answers those that have a parent whose own turn came later.
+// Settling them is left to the caller. It returns those whose parent has its turn later.
 func (e *Engine) restoreAll(todo []restoring) (waiting []restoring) {
 	const group = 128 // that is read first, in a loop of its own, so that the cache misses overlap
 	var refs [group]uint32
@@ -196,8 +196,8 @@ func (e *Engine) restoreAll(todo []restoring) (waiting []restoring) {
 	return waiting
 }
 
-// idleOf is which of some slots that have just become ready are to be settled: what has a
-// continuation stays as it is.
+// idleOf returns which of some slots that have just become ready are to be settled: those without a
+// continuation, or not whole.
 func (e *Engine) idleOf(todo []restoring) []int {
 	const piece = 1 << 14
 	found := make([][]int, (len(todo)+piece-1)/piece)
@@ -211,8 +211,8 @@ func (e *Engine) idleOf(todo []restoring) []int {
 	return slices.Concat(found...)
 }
 
-// restore puts a slot whose pages are indexed into its prefix and makes it known to the policy. It
-// is still to be settled. false: it has a parent that is yet to be restored.
+// restore puts a slot whose pages are indexed into its prefix and makes it known to the policy.
+// Settling it is left to the caller. It returns false if its parent is yet to be restored.
 func (e *Engine) restore(ref, parent uint32) bool {
 	r, s := e.slot(ref)
 	e.tick++
@@ -233,8 +233,8 @@ func (e *Engine) restore(ref, parent uint32) bool {
 	return there
 }
 
-// restoreOdd does all that for a slot whose pages are not indexed yet; false: it is free again, as
-// it adds nothing or cannot be.
+// restoreOdd restores a slot whose pages are not indexed yet. It returns false, with the slot free
+// again, if the slot adds nothing or cannot be indexed.
 func (e *Engine) restoreOdd(x *staged) bool {
 	r, s := e.slot(x.ref)
 	pages := int(s.granted)

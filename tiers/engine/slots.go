@@ -147,8 +147,8 @@ func (e *Engine) touch(ref uint32) {
 	}
 }
 
-// offer lets a slot be evicted from now on: it is ready, nobody uses it, and it has no
-// continuation.
+// offer lets a slot be evicted from now on. It must be ready, without a continuation, and nobody
+// may use it.
 func (e *Engine) offer(ref uint32) {
 	r, s := e.slot(ref)
 	switch {
@@ -166,7 +166,8 @@ func (e *Engine) offer(ref uint32) {
 	e.wantVictims(r.class)
 }
 
-// hold ends that, if it was so: it is about to be used, or continued.
+// hold withdraws a slot from eviction (the reverse of offer), as it is about to be used or
+// continued. It has no effect if the slot was not offered.
 func (e *Engine) hold(ref uint32) {
 	switch r, s := e.slot(ref); {
 	case s.flags&cold != 0:
@@ -176,8 +177,8 @@ func (e *Engine) hold(ref uint32) {
 	}
 }
 
-// register tells the policy of a slot that has just become ready, and whose place in its prefix is
-// known.
+// register tells the policy of a slot that has just become ready. The slot's place in its prefix
+// must be known.
 func (e *Engine) register(ref uint32) {
 	r, s := e.slot(ref)
 	sp := e.spaceOf(r, s)
@@ -190,8 +191,8 @@ func (e *Engine) register(ref uint32) {
 	e.unsum(ref)
 }
 
-// pin takes a lease on a ready slot. The policy is told of the use when the lease ends: until then
-// it has no say, and an answer need not wait for it.
+// pin takes a lease on a ready slot. The policy learns of the use when the lease ends: the slot
+// cannot be evicted until then, and a lookup need not wait for the policy.
 func (e *Engine) pin(ref uint32) {
 	r, s := e.slot(ref)
 	if s.idle() {
@@ -224,8 +225,8 @@ func (e *Engine) unpin(ref uint32) {
 	}
 }
 
-// settle puts a ready slot that nobody uses any more where it belongs: back to the free ones if it
-// is out of the index or adds nothing to it, to the evictable ones if it has no continuation.
+// settle puts a ready slot that nobody uses any more where it belongs. If it is out of the index,
+// or adds nothing to it, it becomes free; if it has no continuation, it becomes evictable.
 func (e *Engine) settle(ref uint32) {
 	r, s := e.slot(ref)
 	switch {
@@ -250,7 +251,7 @@ func (e *Engine) settle(ref uint32) {
 }
 
 // leave takes a ready slot out of the index, out of its prefix and out of the order of eviction;
-// evicted says that it is for room.
+// evicted: to make room.
 func (e *Engine) leave(ref uint32, evicted bool) {
 	r, s := e.slot(ref)
 	e.unqueue(ref, evicted)
@@ -272,15 +273,15 @@ func (e *Engine) leave(ref uint32, evicted bool) {
 	e.gone(ref)
 }
 
-// gone tells whoever wants to know that what a slot holds has left the index for good.
+// gone reports to Config.OnGone that what a slot holds has left the index for good.
 func (e *Engine) gone(ref uint32) {
 	if e.cfg.OnGone != nil && !e.isForeign(ref) {
 		e.cfg.OnGone(e.regions[ref>>recordBits].id, ref&recordMask)
 	}
 }
 
-// doom drops what a slot holds: at once if nobody uses it, else it leaves the index now and is
-// freed after its last use.
+// doom drops what a slot holds. It leaves the index now, and becomes free now or after its last
+// use.
 func (e *Engine) doom(ref uint32) {
 	_, s := e.slot(ref)
 	if s.doomed() {
@@ -299,7 +300,7 @@ func (e *Engine) doom(ref uint32) {
 	}
 }
 
-// release makes a slot free: one that left the index, or one whose filling failed.
+// release makes a slot free that left the index, or whose filling failed.
 func (e *Engine) release(ref uint32) {
 	r, s := e.slot(ref)
 	if s.state == filling {

@@ -38,10 +38,11 @@ type space struct {
 	lastUse uint64
 }
 
-// OpenSpace answers the space of a fingerprint, and makes it if it is new. Another geometry under
-// the same fingerprint is ErrIncompatible, one space too many ErrBusy. Room for it is made by
-// closing spaces that only RecoverSpace opened: empty ones, or else the one that was used longest
-// ago, which is cleared. For that it may let go of the lock.
+// OpenSpace returns the space of a fingerprint, and makes it if it is new. ErrIncompatible: the
+// fingerprint has another geometry; ErrBusy: there are too many spaces.
+//
+// Room for a new space is made by closing one that only RecoverSpace opened: an empty one, or else
+// the one that was used longest ago, which is cleared. OpenSpace may release the lock for that.
 func (e *Engine) OpenSpace(fp tiers.Fingerprint, g tiers.Geometry) (SpaceID, error) {
 	if err := g.Validate(e.cfg.MinPageBytes); err != nil {
 		return 0, err
@@ -61,8 +62,8 @@ func (e *Engine) OpenSpace(fp tiers.Fingerprint, g tiers.Geometry) (SpaceID, err
 	return SpaceID(s.id), nil
 }
 
-// RecoverSpace answers the space of a fingerprint whose chunks are to be restored, and makes it if
-// it is new. PageTokens are those of whoever opens it by OpenSpace. Errors are those of OpenSpace,
+// RecoverSpace returns the space of a fingerprint whose chunks are to be restored, and makes it if
+// it is new. Its PageTokens are unknown until OpenSpace names them. Errors are those of OpenSpace,
 // but no room is made.
 func (e *Engine) RecoverSpace(fp tiers.Fingerprint, g tiers.Geometry) (SpaceID, error) {
 	g.PageTokens = 1
@@ -83,8 +84,8 @@ func (e *Engine) RecoverSpace(fp tiers.Fingerprint, g tiers.Geometry) (SpaceID, 
 	return SpaceID(s.id), nil
 }
 
-// closeRecovered closes a space that only RecoverSpace opened, as OpenSpace says. It answers false
-// if there is none that can be, and may let go of the lock.
+// closeRecovered makes room for a space, as OpenSpace describes. It returns false if no space can
+// be closed. It may release the lock.
 func (e *Engine) closeRecovered() bool {
 	old := e.oldestRecovered()
 	if old != nil && old.inUse() == 0 {
@@ -127,8 +128,8 @@ func (e *Engine) oldestRecovered() (old *space) {
 	return old
 }
 
-// openSpace finds or makes a space. One that only RecoverSpace opened is found whatever
-// g.PageTokens is.
+// openSpace finds or makes a space. g.PageTokens does not matter for a space that only RecoverSpace
+// opened.
 func (e *Engine) openSpace(fp tiers.Fingerprint, g tiers.Geometry) (*space, error) {
 	if e.closed {
 		return nil, tiers.ErrClosed
@@ -191,8 +192,8 @@ func (e *Engine) dropClasses() {
 	}
 }
 
-// CloseSpace forgets a space that has neither owners nor chunks; ErrBusy if it has. Clear it first
-// if its chunks are not wanted.
+// CloseSpace forgets a space. ErrBusy: it has owners or chunks. Clear it first if its chunks are
+// not wanted.
 func (e *Engine) CloseSpace(id SpaceID) error {
 	e.mu.Lock()
 	defer e.unlock()
@@ -208,7 +209,8 @@ func (e *Engine) CloseSpace(id SpaceID) error {
 	return nil
 }
 
-// inUse is how many slots hold something of a space, are being filled, or are to be restored.
+// inUse returns how many slots hold something of the space, are being filled for it, or are to be
+// restored.
 func (s *space) inUse() int {
 	if s.shadow != nil {
 		return s.chunks + s.staged + s.shadow.chunks
@@ -238,9 +240,9 @@ func (e *Engine) useSpace(s *space) {
 	s.lastUse = e.tick
 }
 
-// ClearSpace drops all chunks that a space has when it is called, and answers how many. Leased ones
-// can no longer be found when it returns, and are freed at their release; what is being stored will
-// not appear. It lets go of the lock between slices of its work.
+// ClearSpace drops all chunks that a space has now, and returns how many. Leased chunks cannot be
+// found when it returns, and become free at their release. What is being stored does not appear. It
+// releases the lock between slices of its work.
 func (e *Engine) ClearSpace(id SpaceID) (chunks int) {
 	e.mu.Lock()
 	defer e.unlock()
@@ -292,7 +294,7 @@ type SpaceStats struct {
 	LastUse     uint64 // rises from one coming or going of an owner to the next, of any space
 }
 
-// Space is one open space; false: there is none of that id.
+// Space returns one open space; false: there is none of that id.
 func (e *Engine) Space(id SpaceID) (SpaceStats, bool) {
 	e.mu.Lock()
 	defer e.unlock()
@@ -309,7 +311,7 @@ func (s *space) stats() SpaceStats {
 		Pinned: s.pinner.leases, LastUse: s.lastUse}
 }
 
-// Spaces lists the open spaces, by id.
+// Spaces returns the open spaces, by id.
 func (e *Engine) Spaces() []SpaceStats {
 	e.mu.Lock()
 	defer e.unlock()

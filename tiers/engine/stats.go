@@ -81,7 +81,8 @@ type Stats struct {
 	WantRegion    bool // a geometry without a region waits for the arena to grow
 }
 
-// Stats may be called at any time; its cost does not depend on what is held.
+// Stats returns the engine at one moment. It may be called at any time; its cost does not depend on
+// what is held.
 func (e *Engine) Stats() Stats {
 	e.mu.Lock()
 	defer e.unlock()

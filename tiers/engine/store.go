@@ -14,20 +14,22 @@ type StoreResult struct {
 	Shed  int    // pages for which there is no room
 }
 
-// PrepareStore finds which of the pages from firstPage on are not held and grants slots for them,
-// one grant a chunk, appended to out. firstPage is the first of a chunk, hashes the digests of the
-// pages, prev that of the page before (empty for the first page of all). What is granted stays
-// invisible until CommitStore. A partly filled last chunk is extended in place if nobody else is
-// extending it; otherwise, or with Config.NoExtend, the grant is the whole chunk, from its first
-// page on. ErrBusy: the owner has too many stores.
+// PrepareStore finds which of the pages from firstPage on are not held, and appends grants for them
+// to out, one a chunk. firstPage is the first of a chunk; hashes are the digests of the pages; prev
+// is the digest of the page before, empty if there is none. Granted pages stay invisible until
+// CommitStore.
+//
+// A partly filled last chunk is extended in place if nobody else extends it. Otherwise, or with
+// Config.NoExtend, the grant is the whole chunk from its first page on. ErrBusy: the owner has too
+// many stores.
 func (e *Engine) PrepareStore(o Owner, firstPage int, prev, hashes []byte,
 	out []Grant) (StoreResult, []Grant, error) {
 	return e.PrepareShare(o, firstPage, prev, hashes, Share{}, out)
 }
 
-// Share is one of the parts into which several owners that hold the same pages divide their stores:
-// the chunks whose number in the prefix leaves Index when divided by Of. With Of 0 or 1 it is all
-// of them.
+// Share is one of the parts into which owners that hold the same pages divide their stores: the
+// chunks whose number in the prefix leaves Index when divided by Of. With Of 0 or 1 it is all
+// chunks.
 type Share struct{ Of, Index int }
 
 func (p Share) has(chunk int) bool { return p.Of <= 1 || chunk%p.Of == p.Index }
@@ -238,8 +240,8 @@ func (e *Engine) around(w *walk, prev []byte, granted []uint32) []byte {
 }
 
 // probeWithRoom finds which chunks of a walk are held, as probe does, and carves regions while
-// fewer slots are free than chunks are missing. With have, what is missing counts up to the first
-// chunk of which have is 0, and what is lent does not count. It may release the lock, and answers
+// fewer slots are free than chunks are missing. have, if given, is what tiers have: chunks from the
+// first with 0 on do not count as missing. Nor do lent chunks. It may release the lock, and returns
 // ErrNotFound if the owner has left meanwhile.
 func (e *Engine) probeWithRoom(ow *owner, w *walk, refs []uint32, have []uint16,
 	lent []bool) error {
@@ -275,7 +277,7 @@ func (e *Engine) probeWithRoom(ow *owner, w *walk, refs []uint32, have []uint16,
 	}
 }
 
-// holds says whether a record that was probed before still is a committed page of its prefix.
+// holds reports whether a record that was probed before still is a committed page of its prefix.
 func (e *Engine) holds(s *space, rec uint32, page int, d []byte) bool {
 	ref, pos := e.slotOf(rec)
 	_, sl := e.slot(ref)
@@ -283,7 +285,7 @@ func (e *Engine) holds(s *space, rec uint32, page int, d []byte) bool {
 }
 
 // grant takes a slot for a chunk that is to be filled, as a continuation of parent if that is held.
-// 0: there is no room, or the owner has its share.
+// It returns 0 if there is no room, or if the owner has its share.
 func (e *Engine) grant(ow *owner, parent uint32, chunk, pages int) uint32 {
 	if c := ow.space.class; ow.slots.n >= c.limit || c.busy >= c.most {
 		return 0
@@ -342,9 +344,9 @@ func (e *Engine) write(ref uint32, w *walk, start, from, to int) {
 	}
 }
 
-// CommitStore makes what a store was granted visible, but for the grants named in failed by their
-// place among those that PrepareStore appended. ErrStale: the store has ended before; ErrInvalid,
-// with nothing changed: failed names a grant that is not there.
+// CommitStore makes what a store was granted visible. failed names grants, by their place among
+// those that PrepareStore appended, that were not written: these become free. ErrStale: the store
+// has ended before; ErrInvalid, with nothing changed: failed names a grant that is not there.
 func (e *Engine) CommitStore(o Owner, store uint64, failed []uint32) error {
 	e.mu.Lock()
 	defer e.unlock()
@@ -375,7 +377,7 @@ func (e *Engine) CommitStore(o Owner, store uint64, failed []uint32) error {
 	return nil
 }
 
-// AbortStore gives back what a store was granted. ErrStale: it has ended before.
+// AbortStore gives back what a store was granted. ErrStale: the store has ended before.
 func (e *Engine) AbortStore(o Owner, store uint64) error {
 	e.mu.Lock()
 	defer e.unlock()
@@ -391,8 +393,8 @@ func (e *Engine) AbortStore(o Owner, store uint64) error {
 	return nil
 }
 
-// finishGrant ends the filling of a store's slot i; ok says whether its bytes are there. Grants are
-// finished in their order.
+// finishGrant ends the filling of a store's slot i; ok reports whether its bytes are there. Grants
+// must be finished in their order.
 func (e *Engine) finishGrant(x *lease, i int, ok bool) {
 	ref := x.slots[i]
 	x.owner.slots.sub(ref)
@@ -428,8 +430,9 @@ func (e *Engine) finishGrant(x *lease, i int, ok bool) {
 }
 
 // publish makes a slot ready that was filled with pages of which nobody holds the last. before is
-// the digest of the page before, as far as it is known, and of no use if the slot has a parent.
-// false: one of its pages is held as another page of its prefix, and the slot is free again.
+// the digest of the page before, if it is known; it does not matter if the slot has a parent. It
+// returns false, with the slot free again, if one of the pages is held as another page of its
+// prefix.
 func (e *Engine) publish(ref uint32, before []byte) bool {
 	r, s := e.slot(ref)
 	pages := int(s.granted)
@@ -456,8 +459,8 @@ func (e *Engine) publish(ref uint32, before []byte) bool {
 	return true
 }
 
-// before is the digest of the page before grant i, as far as the store knows it; a digest of no
-// page otherwise.
+// before returns the digest of the page before grant i, if the store knows it, and otherwise a
+// digest of no page.
 func (e *Engine) before(x *lease, i int, buf *[32]byte) []byte {
 	d := x.owner.space.g.DigestBytes
 	if x.store.around != nil {

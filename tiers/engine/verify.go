@@ -15,11 +15,11 @@ type Verification struct {
 // behind them is not found until those before it are.
 const maxShared = 16
 
-// Unverified is how many slots hold what was restored and not checked since. It takes no lock.
+// Unverified returns how many slots hold what was restored and not checked since. It takes no lock.
 func (e *Engine) Unverified() int { return int(e.unverified.Load()) }
 
-// served is a record of the same page as an indexed one whose slot may be read; 0: there is none,
-// or it was not found.
+// served returns a record of the same page as an indexed one whose slot may be read. 0: there is
+// none, or it was not found among the first maxShared.
 func (e *Engine) served(rec uint32) uint32 {
 	if e.unverified.Load() == 0 {
 		return rec
@@ -34,7 +34,7 @@ func (e *Engine) served(rec uint32) uint32 {
 	return 0
 }
 
-// vouch ends a ready slot's being unverified, because it was checked or leaves.
+// vouch makes an unverified slot an ordinary one, because it was checked or leaves.
 func (e *Engine) vouch(s *slot) {
 	if s.unverified() {
 		s.flags &^= pending
@@ -58,11 +58,11 @@ func (e *Engine) verifying(handle uint64) (uint32, *slot) {
 	return 0, nil
 }
 
-// NextVerify appends to out the chunks that the run of pages from firstPage on, whose digests are
-// given, needs checked before all that is held of it can be read: those that hold the furthest of
-// its pages in their place of the prefix, also behind gaps. When they are checked there may be
-// others, which share pages with what was dropped. Nothing is leased. Digests are copied into buf,
-// which is answered for its reuse; what was appended is valid as long as its bytes are left alone.
+// NextVerify appends to out the chunks that must be checked before all that is held of a run of
+// pages can be read. For each chunk it is the slot that holds the furthest of its pages, also
+// behind gaps. When these are checked there may be others, which share pages with what was dropped.
+// Nothing is leased. Digests are copied into buf, which is returned for its reuse; what was
+// appended is valid until its bytes change.
 func (e *Engine) NextVerify(o Owner, firstPage int, hashes, buf []byte,
 	out []Verification) ([]Verification, []byte, error) {
 	buf = buf[:0]
@@ -115,9 +115,9 @@ func (e *Engine) verification(ref uint32, buf []byte) (Verification, []byte) {
 	return v, buf
 }
 
-// EndVerify says what the check of a chunk has found: ok, and from now on it can be read; otherwise
-// it is dropped. A handle of what has left meanwhile changes nothing, nor does one of what somebody
-// else has found good: then it answers false.
+// EndVerify ends the check of a chunk: with ok it can be read from now on, otherwise it is dropped.
+// It returns false, with nothing changed, if the chunk has left meanwhile or somebody else has
+// found it good.
 func (e *Engine) EndVerify(handle uint64, ok bool) (ended bool) {
 	e.mu.Lock()
 	defer e.unlock()
@@ -138,7 +138,7 @@ func (e *Engine) EndVerify(handle uint64, ok bool) (ended bool) {
 	return true
 }
 
-// NeedsVerify says whether what a handle names is still held, and still to be checked.
+// NeedsVerify reports whether what a handle names is still held, and still to be checked.
 func (e *Engine) NeedsVerify(handle uint64) bool {
 	e.mu.Lock()
 	defer e.unlock()
@@ -146,7 +146,7 @@ func (e *Engine) NeedsVerify(handle uint64) bool {
 	return s != nil && s.unverified()
 }
 
-// Verified says whether what a handle names is still held, and need not be checked any more.
+// Verified reports whether what a handle names is still held, and need not be checked any more.
 func (e *Engine) Verified(handle uint64) bool {
 	e.mu.Lock()
 	defer e.unlock()

@@ -53,10 +53,10 @@ func (e *Engine) walkEnds(g tiers.Geometry, firstPage, n int, ends []byte) (walk
 // start is the first page of the walk's chunk i.
 func (w *walk) start(i int) int { return max(w.first, (w.chunk+i)*w.ppc) }
 
-// last is its last page.
+// last is the last page of the walk's chunk i.
 func (w *walk) last(i int) int { return min(w.first+w.n, (w.chunk+i+1)*w.ppc) - 1 }
 
-// end is the page after its last.
+// end is the page after the walk's last.
 func (w *walk) end() int { return w.first + w.n }
 
 // hash is the digest of a page.
@@ -130,8 +130,8 @@ func (e *Engine) probe(s *space, w *walk, from, n int, out []uint32) {
 	}
 }
 
-// bisect finds the last page of chunk i of a walk that can be read, given that the chunk's last
-// page in the walk cannot. 0: none can.
+// bisect returns the last page of chunk i of a walk that can be read, and its record. The chunk's
+// last page in the walk is known not to be readable. A record of 0: no page is.
 func (e *Engine) bisect(s *space, w *walk, i int) (record uint32, page int) {
 	if record, page = e.lastHeld(s, w, i); e.unverified.Load() == 0 {
 		return record, page
@@ -142,11 +142,12 @@ func (e *Engine) bisect(s *space, w *walk, i int) (record uint32, page int) {
 	return e.lastPage(s, w, i, true)
 }
 
-// lastHeld is bisect for what is held, verified or not.
+// lastHeld is bisect for pages that are held, verified or not.
 func (e *Engine) lastHeld(s *space, w *walk, i int) (record uint32, page int) {
 	return e.lastPage(s, w, i, false)
 }
 
+// lastPage is bisect, for readable pages or for held ones.
 func (e *Engine) lastPage(s *space, w *walk, i int, readable bool) (record uint32, page int) {
 	lo, hi := w.start(i), w.last(i) // the answer is below hi, and at or above lo if there is one
 	for lo < hi {
