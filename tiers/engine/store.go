@@ -64,7 +64,7 @@ func (e *Engine) PrepareShare(o Owner, firstPage int, prev, hashes []byte, share
 		return StoreResult{}, out, err
 	}
 	e.tick++
-	p := storer{e: e, ow: ow, w: &w, share: share, granted: e.scratch.held[:0], out: out}
+	p := storer{e: e, ow: ow, w: &w, share: share, granted: e.scratch.held[:0], out: &out}
 	if firstPage > 0 {
 		if rec := e.find(ow.space, prev); rec != 0 && e.at(rec, firstPage-1) {
 			p.parent, _ = e.slotOf(rec)
@@ -72,7 +72,7 @@ func (e *Engine) PrepareShare(o Owner, firstPage int, prev, hashes []byte, share
 	}
 	p.reserve(refs)
 	p.end(prev)
-	return p.res, p.out, nil
+	return p.res, out, nil
 }
 
 // storer is one call of PrepareShare.
@@ -84,7 +84,7 @@ type storer struct {
 
 	parent  uint32 // the slot of the chunk before the next one, if it is ready
 	granted []uint32
-	out     []Grant
+	out     *[]Grant // not the slice itself: what it leads to is returned, and the walk is not
 	res     StoreResult
 }
 
@@ -178,7 +178,7 @@ func (p *storer) add(ref uint32, start, from, to int) {
 	r, _ := p.e.slot(ref)
 	p.e.write(ref, p.w, start, from, to)
 	p.granted = append(p.granted, ref)
-	p.out = append(p.out, Grant{Page: uint32(start + from), Pages: uint32(to - from),
+	*p.out = append(*p.out, Grant{Page: uint32(start + from), Pages: uint32(to - from),
 		Region: r.id, Offset: r.offset(ref, from)})
 }
 
