@@ -5,22 +5,23 @@ import (
 	"slices"
 )
 
-// How geometries share the arena. A region of AddRegion is an area: stores carve it piece by piece,
+// How geometries share the arena. A region of AddRegion is an area. Stores carve it piece by piece,
 // each piece (a region to the rest of the engine) for one geometry. A geometry that needs slots
-// takes what it can, in this order:
+// takes the first of these that there is:
 //
 //  1. Memory that is not carved.
 //  2. Pieces of other geometries that hold nothing.
 //  3. Pieces that nobody has used for a while (agedAfter), if it would itself have to evict
 //     something newer.
-//  4. The coldest piece of a geometry that has more of the arena than it, as long as it does not
-//     come to have more than that one. So each gets as much as any other, if it wants it, and two
-//     that want all of the arena do not take the same pieces from one another over and over. It
-//     evicts what it has itself, instead, if nobody has used that for a while.
+//  4. The coldest piece of a geometry that has more of the arena than it, and has no less
+//     afterwards. A geometry that has nothing takes any piece.
 //
-// A geometry that has nothing takes any piece. Nothing that is leased or being filled is ever
-// taken, and what a taken piece holds is dropped: moving its chunks elsewhere would cost a copy of
-// each, and whoever wants them stores them again.
+// So each gets as much as any other, if it wants it, and two that want all of the arena do not take
+// the same pieces from one another over and over. A geometry evicts its own chunks instead if
+// nobody has used them for a while.
+//
+// Nothing that is leased or being filled is ever taken. What a taken piece holds is dropped: moving
+// its chunks elsewhere would cost a copy of each, and a session that wants them stores them again.
 
 // area is a region of the arena that is carved piece by piece.
 type area struct {

@@ -12,7 +12,7 @@ import (
 // MaxTiers bounds the tiers below the arena.
 const MaxTiers = 8
 
-// Admission says when a chunk goes to a tier.
+// Admission is when a chunk goes to a tier.
 type Admission uint8
 
 const (
@@ -30,7 +30,7 @@ func (a Admission) String() string {
 	return [...]string{"stored", "reused", "evicted", "never"}[a]
 }
 
-// TierAdmission is what the engine is told of one tier.
+// TierAdmission is what the engine knows of one tier.
 type TierAdmission struct {
 	Admit Admission
 	// Queue bounds the chunks that wait to be written to the tier. What comes when it is full is
@@ -49,7 +49,7 @@ const (
 	defaultLowWater     = 1.0 / 8
 )
 
-// validateTiers checks what the engine is told of the tiers, in a copy of its own.
+// validateTiers checks the tiers, and replaces them by a copy with defaults.
 func (c *Config) validateTiers() error {
 	if len(c.Tiers) > MaxTiers {
 		return fmt.Errorf("%w: %d tiers, at most %d", tiers.ErrInvalid, len(c.Tiers), MaxTiers)
@@ -459,10 +459,10 @@ func (e *Engine) duePartials(now int64) {
 	}
 }
 
-// What is cold. A class that has to evict soon (fewer than LowWater of its slots are free) chooses
-// its victims ahead for the tiers that admit what is evicted. A victim is taken out of the policy's
-// order and written, then it waits, oldest first, to be evicted; a use brings it back into the
-// policy's order. A slot is tried once only: if a tier would not have it, it is lost when it is
+// Cold slots. A class that has to evict soon (fewer than LowWater of its slots are free) chooses
+// its victims ahead for the tiers that admit what is evicted. A victim leaves the policy's order
+// and is written. Then it waits, oldest first, to be evicted; a use brings it back into the
+// policy's order. A slot is tried once only: if a tier does not take it, it is lost when it is
 // evicted, and counted.
 
 // slack is how many slots more a class should have free or cold.

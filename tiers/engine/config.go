@@ -18,7 +18,7 @@ const (
 	WorkCopies                   // chunks are to be copied from peers: NextCopy
 )
 
-// Config is everything that the engine is told from outside. Zero fields take the stated default.
+// Config is what the engine is told at its start. Zero fields take the stated default.
 type Config struct {
 	// Now is a monotonic clock in nanoseconds. Default: time since the engine was made.
 	Now func() int64

@@ -100,8 +100,8 @@ func (e *Engine) Drop(id SpaceID, firstPage int, hashes []byte) (chunks int, err
 	return chunks, nil
 }
 
-// dropLent drops what peers lent of the pages of a walk. It lets go of the lock between slices of
-// its work.
+// dropLent drops what peers lent of the pages of a walk. It releases the lock between slices of its
+// work.
 func (e *Engine) dropLent(s *space, w *walk) {
 	e.eachForeign(func(r *region, ref uint32, sl *slot) {
 		i := int(sl.chunk) - w.chunk

@@ -2,10 +2,10 @@ package engine
 
 import "math"
 
-// Copying what is read often from peers. The engine counts the loads of each chunk from where a
-// peer lent it, also from one loan to the next. At Config.CopyAfter the chunk is due: it is to be
-// copied into a slot of the arena (NextCopy, EndCopy) while it is lent, and is held from then on as
-// if it had been stored. What could not be copied is due again when it is loaded once more.
+// Copies of what is read often from peers. The engine counts the loads of each chunk that a peer
+// lent, from one loan to the next. At Config.CopyAfter the chunk is due: while it is lent it is
+// copied into a slot of the arena (NextCopy, EndCopy), and is held from then on as if it had been
+// stored. A chunk that could not be copied is due again at its next load.
 
 // Copy is a chunk of a peer's that is to be copied into the arena. Until EndCopy its loan is not
 // returned.

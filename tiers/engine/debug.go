@@ -91,7 +91,7 @@ const (
 	poison64 = poison32<<32 | poison32
 )
 
-// poison overwrites the books of a slot that becomes free, but for what outlives that: its
+// poison overwrites the books of a slot that becomes free. What outlives that stays: its
 // generation, its flags and the digest of its last page.
 func (r *region) poison(i uint32) {
 	s, k := &r.slots[i], &r.kin[i]

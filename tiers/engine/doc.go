@@ -28,69 +28,74 @@
 // # Unverified slots
 //
 // A slot may be restored (Restore) as Ready and unverified: nobody has checked yet that its bytes
-// are those of its pages. Such a slot is held, so stores offer nothing for it and it is evicted
-// like any other, but nobody is led to its bytes: for lookups, pins and promotions it is the end of
-// what is held, unless a verified slot has the page as well. Whoever wants it has it checked
-// (NextVerify … EndVerify), which makes it an ordinary one, or drops it. Only cascades and moves
-// lease unverified slots, and are told so. A move checks what it copies.
+// are those of its pages. It is held, so stores offer nothing for it, and it is evicted like any
+// other. But its bytes are not read: for lookups, pins and promotions what is held ends there,
+// unless a verified slot has the page as well. A check (NextVerify … EndVerify) makes it an
+// ordinary slot, or drops it. Only cascades and moves lease unverified slots, and learn that they
+// are. A move checks what it copies.
 //
 // # Promotions
 //
-// A lookup that goes on with what a tier has (PreparePromotion) leases slots that are still
-// Filling, its own or those that another lookup is having filled with the same chunks, and waits.
-// They are reserved all at once or cut from its end: no lookup ever waits for a slot while it has
-// others, so promotions cannot deadlock. Whoever gives up meanwhile, a slot that somebody may be
-// writing stays until FinishPromotion. SettleLookup ends the waiting: the lookup holds what has
-// arrived without a gap, and its deadline starts.
+// A lookup that goes on with what a tier has (PreparePromotion) leases slots that are still Filling
+// and waits. They are its own, or those that another lookup has filled with the same chunks. All
+// are reserved at once, or the end of the run is cut off. So no lookup waits for a slot while it
+// holds others, and promotions cannot deadlock. A slot that somebody may be writing stays until
+// FinishPromotion, even if all lookups have left it. SettleLookup ends the waiting: the lookup
+// holds what has arrived without a gap, and its deadline starts.
 //
-// A chunk that is cleared while it comes up does not appear. If a store is first with it, both
-// slots stay, linked like any that share pages, until the lookups that wait for the promoted one
-// have let go of it. A partly filled chunk that a lookup holds is replaced by the longer one that
-// it waited for when it settles.
+// A chunk that is cleared on its way up does not appear. If a store is first with it, both slots
+// stay until the lookups that wait for the promoted one have left it. They are linked like any
+// slots that share pages. A partly filled chunk that a lookup holds is replaced, when the lookup
+// settles, by the longer version that it waited for.
 //
 // # Cascades
 //
-// Each tier below has a bounded queue of slots to be written to it, and each slot a bit for each
-// tier: held, queued, being written. A chunk is queued when it is committed, when it is used again,
-// or ahead of its eviction, as the tier admits; a partly filled one when it has not grown for a
-// while. What finds the queue full, or is evicted before its turn, is shed and counted. What is
-// evicted ahead goes through a list of cold slots: taken out of the policy's order, written,
-// evicted before all others, and put back by any use.
+// Each tier below has a bounded queue of slots to be written to it. Each slot has three bits for
+// each tier: held, queued, being written. A chunk is queued when it is committed, when it is used
+// again, or ahead of its eviction, as the tier admits. A partly filled chunk is queued when it has
+// not grown for a while. A chunk that finds the queue full, or is evicted before its turn, is shed
+// and counted. A chunk that is written ahead of its eviction is cold: it leaves the policy's order,
+// is written, and is evicted before all others. Any use puts it back.
 //
-// An arena that lies on something that lasts is the last of its own tiers (TierAdmission.Self):
-// what is to be written there is what makes a chunk be found again.
+// An arena on a medium that lasts is the last of its own tiers (TierAdmission.Self): a chunk that
+// was written there is found again by the next process.
 //
 // # Moves
 //
 // A region that is drained (Drain) hands out no slots, and nothing in it is evicted. Its chunks are
-// moved out of it one by one: NextMoves grants a slot elsewhere, without evicting anything for it,
-// and leases the chunk, which goes on being found and read where it is; EndMove makes the index,
-// the slots that continue it, its place in the order of eviction and what the tiers have of it
-// those of the new slot, at one moment. Leases stay with the old slot, which is free when they have
-// ended. What was dropped, or replaced by a longer version, during its move has not moved. An empty
-// region can be taken away (RemoveRegion).
+// moved out of it one by one. NextMoves grants a slot elsewhere, without evicting anything for it,
+// and leases the chunk, which is found and read where it is meanwhile. EndMove gives the new slot,
+// at one moment, the old one's place in the index, in its prefix and in the order of eviction, and
+// what the tiers have of it. Leases stay with the old slot, which becomes free when they have
+// ended. A chunk that was dropped, or replaced by a longer version, during its move has not moved.
+// An empty region can be taken away (RemoveRegion).
 //
 // # Foreign slots
 //
-// What a peer lends is a slot, too (Config.ForeignSlots): PreparePromotion grants it, FinishBorrow
-// says where its pages lie and how many they are, and from then on lookups, joins, loads and their
-// ends treat it as any other. But it is none of the arena's: it has limits and an order of eviction
-// of its own, is no chunk's parent, is seen neither by stores, pins, loans and Contains nor by
-// followers, and goes to no tier. Where the arena has a chunk as well, that is read. It becomes
-// Free as any slot does, and its loan is then returned (TakeReturns): because room is wanted,
-// nobody has used it for a while (SweepForeign), its bytes were found bad, or its peer has gone
-// (DropPeer).
+// A foreign slot (Config.ForeignSlots) stands for what a peer lends. PreparePromotion grants it,
+// and FinishBorrow says where its pages lie and how many they are. From then on lookups, joins and
+// loads treat it as any other. But it is not one of the arena's: it has limits and an order of
+// eviction of its own, is no chunk's parent, and goes to no tier. Stores, pins, loans, Contains and
+// followers do not see it. If the arena has the chunk as well, that is read. Its loan is returned
+// (TakeReturns) when it becomes Free: because room is wanted, because nobody has used it for a
+// while (SweepForeign), because its bytes were found bad, or because its peer has gone (DropPeer).
 //
-// What was loaded so often from there is copied (Config.CopyAfter): NextCopy grants a slot of the
-// arena, with room made as for a promotion, and leases the foreign one; EndCopy makes the former
-// Ready, as if it had been stored, or Free, if the latter was dropped meanwhile.
+// A chunk that is loaded often from a peer is copied (Config.CopyAfter). NextCopy makes room as for
+// a promotion, grants a slot of the arena, and leases the foreign slot. EndCopy makes the new slot
+// Ready, as if it had been stored. It becomes Free instead if the foreign slot was dropped
+// meanwhile.
 //
 // # Followers
 //
-// With Config.JournalBytes anybody may follow (Follow) what can be found: everything that is held,
-// walked over in slices of the lock, and each change from then on, out of a bounded ring that is
-// written only while somebody follows. Who falls behind by more than the ring is told so, and gets
-// everything anew.
+// With Config.JournalBytes anybody may follow what can be found (Follow): first everything that is
+// held, in slices of the lock, then each change. Changes come from a bounded ring that is written
+// only while somebody follows. A follower that falls behind by more than the ring is told to begin
+// anew.
+//
+// # Debug builds
+//
+// A debug build (package invariants) checks itself at the end of calls on small arenas, poisons
+// freed slots, and panics with both stacks when a lease ends twice: debug.go.
 //
 // # Promises
 //
@@ -107,7 +112,21 @@
 // # Concurrency
 //
 // One lock guards everything. It is held neither across I/O nor a copy nor a system call: tables
-// are mapped and unmapped without it, and work that depends on the size of the arena (clearing a
-// space, emptying a region, a larger index) lets go of it between small slices. The clock is
-// injected and nothing depends on chance, so a history of calls can be replayed exactly.
+// are mapped and unmapped without it. Work that depends on the size of the arena (clearing a space,
+// emptying a region, a larger index) releases it between small slices. The clock is injected and
+// nothing depends on chance, so a history of calls can be replayed exactly.
+//
+// # Files
+//
+//	engine.go, config.go, debug.go   the type, its settings, its checks of itself (check.go)
+//	regions.go, areas.go, carve.go   memory: who has it, who may take it, how it gets slots
+//	slots.go, pages.go, prefixes.go  one slot, its pages' records, what it continues
+//	index.go, walk.go, evict.go      how a page is found, many at a time; how room is made
+//	spaces.go, owners.go, leases.go  whose pages are alike, who holds slots, and how
+//	lookup.go, load.go, store.go     what a session asks
+//	lend.go, foreign.go, copies.go   what is lent to peers, lent by them, and kept of that
+//	promotions.go, cascades.go       up from the tiers, and down to them
+//	drain.go, moves.go               out of a region
+//	restore*.go, verify.go           what another run has left; patrol.go looks at it later
+//	journal.go, stats.go             what followers and operators learn
 package engine

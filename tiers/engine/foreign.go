@@ -7,14 +7,15 @@ import (
 	"lookaside/tiers"
 )
 
-// Foreign slots: what peers lend, to be read where it lies. They are those of a region without
-// memory, one for each geometry, which hands out slots only to PreparePromotion and is none of the
-// arena's: nobody but lookups and loads sees it. What is in them is indexed as if it were another
-// space's (space.shadow), so that no slot of the arena ever shares a page with a foreign one, is
-// replaced by one, or continues one; a lookup asks for that only what the arena has not whole. A
-// chunk is indexed by its last page alone, as that is what lookups probe for: to index what lies
-// between took longer than to borrow it. Who wants the first pages of a chunk that was borrowed
-// with more borrows them.
+// Foreign slots: what peers lend, read where it lies. They are those of a region without memory,
+// one for each geometry. It hands out slots only to PreparePromotion, and only lookups and loads
+// see them.
+//
+// What is in them is indexed in a space of its own (space.shadow). So no slot of the arena shares a
+// page with a foreign one, is replaced by one, or continues one. A lookup tries foreign slots only
+// for chunks that the arena does not hold whole. A chunk is indexed by its last page alone, as
+// lookups probe for that: to index the pages before it took longer than to borrow it. A lookup for
+// the first pages of a chunk that was borrowed with more borrows them again.
 
 // Loan is what a peer lets us read of one chunk, from its first page on, until it is returned.
 type Loan struct {

@@ -1,10 +1,10 @@
 package engine
 
-// Frozen owners. An owner whose client has stopped keeps what it holds for as long as that lives:
-// it may go on, and read or write where it was told to. So nothing is taken from it; others are
-// given less instead. All owners together have at most Config.JointShare of the slots, and each at
+// Frozen owners. An owner whose client has stopped keeps what it holds for as long as the client
+// lives: it may go on, and read or write where it was told to. So nothing is taken from it; others
+// get less instead. All owners together have at most Config.JointShare of the slots, and each at
 // most Config.OwnerShare. If all of them freeze, that much is gone. From SetFrozen on both are
-// shares of what is left, so whoever comes is served, and if it freezes too, again some is left.
+// shares of what is left, so new owners are served. If these freeze as well, again some is left.
 
 // OwnerStats is what an owner holds.
 type OwnerStats struct {

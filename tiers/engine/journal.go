@@ -9,7 +9,7 @@ import (
 	"lookaside/tiers"
 )
 
-// EventKind says what happened to pages.
+// EventKind is what happened to pages.
 type EventKind uint8
 
 const (

@@ -7,8 +7,8 @@ import (
 )
 
 // Lending: what another sidecar may ask of this arena. A loan is a lease without a deadline on what
-// is held and lies in regions that the other can see; its slots are given back one by one, as the
-// other has no more use for them. Nothing is promoted for it.
+// is held and lies in regions that the borrower can see. Its slots are given back one by one, as
+// the borrower needs them no more. Nothing is promoted for it.
 
 // AddLender lets another sidecar use the space of a fingerprint, as owner o, until RemoveOwner.
 // ErrNotFound: there is no such space.

@@ -7,7 +7,7 @@ import (
 )
 
 // Move is a chunk that is to be copied from one slot to another. Until EndMove its bytes do not
-// change, and whoever finds it reads it where it was.
+// change, and lookups find and loads read it where it was.
 type Move struct {
 	Handle uint64
 	Space  SpaceID
@@ -19,7 +19,7 @@ type Move struct {
 	Unverified bool // whoever moves it checks it as well
 }
 
-// MoveEnd says how a move ended.
+// MoveEnd is how a move ended.
 type MoveEnd uint8
 
 const (

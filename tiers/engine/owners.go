@@ -8,7 +8,7 @@ import (
 
 // Owners: the sessions that may hold leases. An owner uses one space and counts what it holds.
 
-// Owner names a session: whoever may hold leases. Its id is the caller's.
+// Owner names a session that may hold leases. The caller chooses the number.
 type Owner uint64
 
 type owner struct {

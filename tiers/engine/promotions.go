@@ -6,7 +6,7 @@ import (
 	"lookaside/tiers"
 )
 
-// PromotionState says what has to be done for a chunk that a lookup goes on with.
+// PromotionState is what remains to be done for a chunk that a lookup goes on with.
 type PromotionState uint8
 
 const (
@@ -139,7 +139,7 @@ func (e *Engine) PreparePromotion(o Owner, lookup uint64, run PromotionRun,
 		return out, nil // what a tier still has may be on its way out
 	}
 	e.tick++
-	p := promoter{e: e, ow: ow, w: &w, run: &run, refs: refs, x: x}
+	p := promoter{e: e, ow: ow, w: w, run: run, refs: refs, x: x}
 	out, slots, end := p.reserve(out)
 	if len(slots) > 0 {
 		e.await(ow, x, lookup, &w, slots, end)
@@ -184,12 +184,13 @@ func (e *Engine) await(ow *owner, x *lease, lookup uint64, w *walk, slots []uint
 	x.lookup.end = end
 }
 
-// promoter is one call of PreparePromotion.
+// promoter is one call of PreparePromotion. It has no pointer to the walk or the run, as that would
+// move them to the heap.
 type promoter struct {
 	e    *Engine
 	ow   *owner
-	w    *walk
-	run  *PromotionRun
+	w    walk
+	run  PromotionRun
 	refs []uint32 // by chunk: the record of its last page; from pinHeld on its slot, 0 for none
 	x    *lease   // the lookup; nil: it is yet to be made
 
@@ -200,7 +201,7 @@ type promoter struct {
 // reserve leases the chunks of the run, as far as there is room, and appends them to out. It
 // returns their slots, which are valid until the next call, and the page after the last of them.
 func (p *promoter) reserve(out []PromotedChunk) (_ []PromotedChunk, slots []uint32, end int) {
-	e, w := p.e, p.w
+	e, w := p.e, &p.w
 	pinned := p.pinHeld()
 	slots = e.scratch.held[:0]
 	room, left := e.cfg.MaxLeasesPerOwner-p.ow.leases, e.left(p.ow)+pinned
@@ -241,7 +242,7 @@ func (p *promoter) reserve(out []PromotedChunk) (_ []PromotedChunk, slots []uint
 // pinHeld leases the chunks of the run that are held whole, before any room is made: room for one
 // chunk must not cost another. It returns how many slots nobody else had leased.
 func (p *promoter) pinHeld() (pinned int) {
-	e, w := p.e, p.w
+	e, w := p.e, &p.w
 	shadow := p.ow.shadow()
 	for i, rec := range p.refs {
 		if rec = e.served(rec); shadow != nil && shadow.pages > 0 && (rec == 0 ||
@@ -283,7 +284,7 @@ func (p *promoter) lease(i int, idle bool, c *PromotedChunk) uint32 {
 // version that is no shorter than what the tier has, a slot that is filled with the chunk already,
 // or a new one.
 func (p *promoter) promote(i int, c *PromotedChunk) uint32 {
-	e, w := p.e, p.w
+	e, w := p.e, &p.w
 	start := w.start(i)
 	all := w.last(i) - start + 1
 	have := min(int(p.run.Have[i]), all)
@@ -371,7 +372,7 @@ func (p *promoter) joins(ref uint32, start int) bool {
 // grant takes a slot for chunk i of the run, of which so many pages come, and lets others join in.
 // 0: there is no room.
 func (p *promoter) grant(i, pages int) (ref uint32) {
-	e, w := p.e, p.w
+	e, w := p.e, &p.w
 	start := w.start(i)
 	switch c := p.ow.space.class; {
 	case p.run.lent(i):
@@ -501,8 +502,8 @@ func (e *Engine) finish(ref uint32, ok bool, fromTier int, l *Loan) {
 	}
 }
 
-// arrived counts what has come into a slot, and keeps its loan, if there is one. It returns how many
-// pages have come, and the record that has the last of them already, or 0.
+// arrived counts what has come into a slot, and keeps its loan, if there is one. It returns how
+// many pages have come, and the record that has the last of them already, or 0.
 func (e *Engine) arrived(ref uint32, ok bool, l *Loan) (pages int, first uint32) {
 	r, s := e.slot(ref)
 	pages = int(s.granted)

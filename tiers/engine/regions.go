@@ -285,7 +285,7 @@ func (r *region) stopGranting() {
 	}
 }
 
-// goOnGranting undoes stopGranting.
+// goOnGranting has a region hand out slots again: the reverse of stopGranting.
 func (r *region) goOnGranting() {
 	r.draining = false
 	r.class.free += r.free

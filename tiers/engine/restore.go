@@ -27,8 +27,8 @@ type Restored struct {
 	Unverified bool // its bytes are to be checked before anybody reads them: see NextVerify
 }
 
-// fits reports whether an engine can have had x in a region and a space, and no call told of its
-// slot before.
+// fits reports whether an engine can have had x in a region and a space. It is false if an earlier
+// call named its slot.
 func (x *Restored) fits(r *region, s *space) bool {
 	if s.class != r.class || int64(x.Slot) >= int64(len(r.slots)) ||
 		r.slots[x.Slot].granted != 0 {
@@ -42,8 +42,8 @@ func (x *Restored) fits(r *region, s *space) bool {
 	return len(x.Hashes) == x.Pages*d && (len(x.Prev) == 0 || len(x.Prev) == d && x.First != 0)
 }
 
-// staged is a slot that Restore was told of and EndRestore has yet to make ready. Its digests are
-// in the region already.
+// staged is a slot that Restore has named and EndRestore has yet to make ready. Its digests are in
+// the region already.
 type staged struct {
 	order      uint64
 	ref        uint32 // 0: it was told of twice, or cannot be restored
@@ -53,7 +53,7 @@ type staged struct {
 	prev       [32]byte
 }
 
-// stagedRegion is what Restore told of a region.
+// stagedRegion is what Restore has named in a region.
 type stagedRegion struct {
 	r      *region
 	mem    *carved         // the region's at that time

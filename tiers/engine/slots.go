@@ -128,7 +128,7 @@ func (s *slot) promoting() bool { return s.state == filling && s.flags&pending !
 // been checked.
 func (s *slot) unverified() bool { return s.state == ready && s.flags&pending != 0 }
 
-// idle says that nobody leases or extends the slot.
+// idle reports whether nobody leases or extends the slot.
 func (s *slot) idle() bool { return s.pins == 0 && (s.state != ready || s.granted == 0) }
 
 // touch records a use of a ready slot.

@@ -64,7 +64,7 @@ func (e *Engine) PrepareShare(o Owner, firstPage int, prev, hashes []byte, share
 		return StoreResult{}, out, err
 	}
 	e.tick++
-	p := storer{e: e, ow: ow, w: &w, share: share, granted: e.scratch.held[:0], out: &out}
+	p := storer{e: e, ow: ow, w: w, share: share, granted: e.scratch.held[:0], out: out}
 	if firstPage > 0 {
 		if rec := e.find(ow.space, prev); rec != 0 && e.at(rec, firstPage-1) {
 			p.parent, _ = e.slotOf(rec)
@@ -72,19 +72,20 @@ func (e *Engine) PrepareShare(o Owner, firstPage int, prev, hashes []byte, share
 	}
 	p.reserve(refs)
 	p.end(prev)
-	return p.res, out, nil
+	return p.res, p.out, nil
 }
 
-// storer is one call of PrepareShare.
+// storer is one call of PrepareShare. It has the walk and not a pointer to it, as that would move
+// the walk to the heap.
 type storer struct {
 	e     *Engine
 	ow    *owner
-	w     *walk
+	w     walk
 	share Share
 
 	parent  uint32 // the slot of the chunk before the next one, if it is ready
 	granted []uint32
-	out     *[]Grant // not the slice itself: what it leads to is returned, and the walk is not
+	out     []Grant
 	res     StoreResult
 }
 
@@ -106,7 +107,7 @@ func (p *storer) reserve(refs []uint32) {
 
 // held uses chunk i if it is held, and reports whether it is.
 func (p *storer) held(i int, rec uint32) bool {
-	e, w := p.e, p.w
+	e, w := p.e, &p.w
 	last := w.last(i)
 	// Room made for an earlier chunk may have cost this one.
 	if rec == 0 || !e.holds(p.ow.space, rec, last, w.hash(last)) {
@@ -127,7 +128,7 @@ func (p *storer) held(i int, rec uint32) bool {
 // grant grants room for chunk i: what is missing of a slot that has its beginning, or a slot. It
 // reports whether there is any.
 func (p *storer) grant(i int) bool {
-	e, w := p.e, p.w
+	e, w := p.e, &p.w
 	if p.ow.leases+len(p.granted) >= e.cfg.MaxLeasesPerOwner {
 		return false
 	}
@@ -148,7 +149,7 @@ func (p *storer) grant(i int) bool {
 // extend grants what is missing of chunk i, if a slot that has its beginning may be extended. It
 // reports whether one may be.
 func (p *storer) extend(i int) bool {
-	e, w := p.e, p.w
+	e, w := p.e, &p.w
 	rec, page := e.extendable(p.ow.space, w, i)
 	if rec == 0 {
 		return false
@@ -176,9 +177,9 @@ func (p *storer) extend(i int) bool {
 // add notes that pages [from, to) of a slot, whose first page is start, are to be written.
 func (p *storer) add(ref uint32, start, from, to int) {
 	r, _ := p.e.slot(ref)
-	p.e.write(ref, p.w, start, from, to)
+	p.e.write(ref, &p.w, start, from, to)
 	p.granted = append(p.granted, ref)
-	*p.out = append(*p.out, Grant{Page: uint32(start + from), Pages: uint32(to - from),
+	p.out = append(p.out, Grant{Page: uint32(start + from), Pages: uint32(to - from),
 		Region: r.id, Offset: r.offset(ref, from)})
 }
 
@@ -193,7 +194,7 @@ func (p *storer) shed(i int) {
 
 // end makes the store, if anything was granted.
 func (p *storer) end(prev []byte) {
-	e, w := p.e, p.w
+	e, w := p.e, &p.w
 	p.ow.space.class.work(len(p.granted))
 	e.stats.Stores++
 	e.stats.HeldPages += uint64(p.res.Held)
