@@ -49,10 +49,6 @@ type mismatch struct {
 	field, want, got string
 }
 
-func (m mismatch) String() string {
-	return fmt.Sprintf("%s: the sidecar has %q, the client %q", m.field, m.want, m.got)
-}
-
 // fingerprintOf returns the fingerprint of the space that h declares: the SHA-256 of the canonical
 // msgpack of its geometry and fields. Fields are sorted by key and unique, so equal declarations
 // have equal bytes.

@@ -2,7 +2,6 @@ package sidecar
 
 import (
 	"bufio"
-	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -54,19 +53,6 @@ func (h *heldConn) status(t *testing.T) int {
 	resp.Body.Close()
 	return resp.StatusCode
 }
-
-// isClosed reports whether the server closes the connection, which is surely under way or never
-// comes.
-func (h *heldConn) isClosed(t *testing.T) bool {
-	t.Helper()
-	if err := h.SetReadDeadline(time.Now().Add(patience)); err != nil {
-		t.Fatal(err)
-	}
-	_, err := h.in.ReadByte()
-	return err != nil && !errors.Is(err, os.ErrDeadlineExceeded)
-}
-
-func get(path string) string { return "GET " + path + " HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" }
 
 // TestForeignNames: a page of another site can do nothing, whether it is bound to our address or
 // not.
