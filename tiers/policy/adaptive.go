@@ -5,87 +5,90 @@ import (
 	"math/bits"
 )
 
-// adaptive evicts the end of a prefix that is expected to earn least for the room it takes, by what
-// chunks of its kind have done lately. It follows LHD (Beckmann, Chen, Cidon: LHD: Improving Cache
-// Hit Rate by Maximizing Hit Density, NSDI 2018) in what it learns, and differs in how.
+// adaptive evicts the chunk that is expected to bring the fewest hits for the room it takes. Only
+// the ends of prefixes are candidates. The expectation comes from what chunks of the same class
+// have done lately. It learns what LHD learns (Beckmann, Chen, Cidon: LHD: Improving Cache Hit Rate
+// by Maximizing Hit Density, NSDI 2018), in a different way.
 //
 // # What it learns
 //
-// A chunk's class is how often it was used (what left is remembered, so a chunk that comes back
-// goes on counting) and whether anything ever continued it: the last block of a prompt seldom is
-// asked for again, those before it are. A chunk's age is the time since its last use, on the clock
-// of all uses and enterings. For each class and each half octave of age are kept
+// A chunk's class has two parts. The first is how often the chunk was used; evicted chunks are
+// remembered, so a chunk that returns keeps its count. The second is whether another chunk ever
+// continued it: the last block of a prompt is seldom requested again, the blocks before it are. A
+// chunk's age is the time since its last use, on a clock that ticks at each use and each entry. For
+// each class and each half octave of age, the policy keeps
 //
-//   - reused: the uses that came at that age, of chunks resident or remembered;
-//   - held: the time that chunks, resident or remembered, have spent at that age, estimated by
-//     looking at a few of them at each Work. They are chosen by a Weyl sequence, as those that lie
-//     side by side came together.
+//   - reused: the uses at that age, of chunks resident or remembered;
+//   - held: the time that chunks, resident or remembered, have spent at that age. Each Work
+//     estimates it from a few chunks. A Weyl sequence selects them, because neighbours in memory
+//     arrived together.
 //
-// Their quotient is the hazard, the chance of a use per unit of time at that age. As what was
-// evicted goes on being counted, the hazards do not depend on what the policy does, and there is
-// nothing to explore. Both are forgotten exponentially. Where a class has seen little of an age,
-// its hazard is taken to be that of all classes at that age times one factor for the class; where
-// that is little too, a guess.
+// reused divided by held is the hazard: the chance of a use per unit of time at that age. Evicted
+// chunks are still counted, so the hazards do not depend on what the policy evicts, and it needs no
+// exploration. Both sums decay exponentially. Where a class has seen little of an age, its hazard
+// is that of all classes at that age times one factor for the class. Where the class has seen
+// little at all, the factor is a guess.
 //
-// From the hazards follows what a chunk of a class and age is worth: the most hits per unit of time
-// that keeping it for any length of time from now on can be expected to bring (its Gittins index).
-// With falling hazards that is the hazard now, and within a class the least recently used is worth
-// least; where things come back after a fixed time, in a loop, it rises with the age, and the
-// newest is worth least. So the victim is the least worth of the oldest of each class and the
-// newest of all. LRU, LFU, and admission at second sight are all special cases, and which of them,
-// for which class, and from which age on, is what it finds out.
+// The hazards give the worth of a chunk of a class and age: the most hits per unit of time that
+// keeping it, for the best length of time from now on, is expected to bring (its Gittins index).
+// Where hazards fall with age, the worth is the present hazard, and the least recently used chunk
+// of a class is worth least. Where chunks return after a fixed time, in a loop, the worth rises
+// with age, and the newest chunk is worth least. So the candidates are the oldest chunk of each
+// class and the newest of all, and the victim is the one worth least. LRU, LFU, and admission at
+// second sight are special cases; the hazards decide which of them applies to which class and from
+// which age on.
 //
 // # What it costs
 //
-// A use changes one word of a note and puts by another. A victim takes one comparison for each
+// A use changes one word of a note and queues another. A victim takes one comparison for each
 // class. Work looks at one note a step and renews one class's worths now and then. Each slot takes
-// some 40 bytes and each remembered chunk as many, of which there are as many as slots and 65,536
-// more.
+// some 40 bytes, and so does each remembered chunk. There are as many remembered chunks as slots,
+// plus 65,536.
 type adaptive struct {
 	books
 	queues [classes]queue
 	gone   ghosts
-	recent stack // of offered slots, the newest last
+	recent stack // offered slots, the newest last
 
-	// Ranks before the last uses, by the time of use: those since counted are not in reused yet.
-	// Work counts them. Counting at once would make a lookup of many chunks wait for each note, as
-	// it decides which counter is the next one's.
+	// used is a ring of the rank that each slot had before its use, by the time of the use. Uses
+	// after counted are not in reused yet; Work adds them. Adding each use at once would make a
+	// lookup of many chunks wait for each note, because the rank in the note selects the counter.
 	used    [1024]uint64
 	counted uint64
 
 	reused [classes][ages]float64
 	held   [classes][ages]float64
-	pooled [ages]float64 // hazards of all classes together
+	pooled [ages]float64 // the hazards of all classes together
 	worth  [classes][ages + 1]float64
 
-	at      [2]uint32 // where sampling is: of residents, of ghosts
-	sampled uint64    // the clock then
-	begun   uint64    // the clock when worths were last begun to be renewed
-	renewed int       // classes done since
+	at      [2]uint32 // where sampling continues: among residents, among ghosts
+	sampled uint64    // the clock at the last sample
+	begun   uint64    // the clock when the last renewal of worths began
+	renewed int       // classes renewed since begun
 }
 
 const (
-	levels  = 7          // of use
-	classes = 2 * levels // those never continued first
+	levels  = 7          // of use counts
+	classes = 2 * levels // first the classes of chunks never continued, then the others
 	ages    = 64         // half octaves
 
-	// What it remembers of the past: chunks that left, and for how many times as many uses as there
-	// are slots their uses count.
-	minGhosts = 1 << 16 // beside one for each slot
+	// minGhosts is the number of remembered chunks beyond one for each slot. The sums decay with a
+	// time constant of memory uses for each slot, and of at least minMemory uses.
+	minGhosts = 1 << 16
 	memory    = 8
 	minMemory = 40000
-	// How many uses must be seen of a class and age, and of a class, to be trusted as much as what
-	// they are compared with.
+	// What was seen of a class at an age weighs as much as the estimate for it after ageTrust uses.
+	// What was seen of a class weighs as much as its guess after classTrust uses.
 	ageTrust   = 20
 	classTrust = 100
-	// How many half octaves away what was seen tells something of an age.
+	// reach is how many half octaves away a use still counts for an age.
 	reach = 4
 )
 
-// guess is how much likelier to be used a class is than all are together, before anything is seen.
+// guess is each class's hazard relative to all classes together, before any use is seen.
 var guess = [classes]float64{0.5, 1, 1.5, 2, 3, 4, 5, 1, 2, 3, 4, 6, 8, 10}
 
-// starts is the age with which each half octave begins: 0, 1, 2, 3, 4, 6, 8, 12, …
+// starts holds the age at which each half octave begins: 0, 1, 2, 3, 4, 6, 8, 12, …
 var starts = func() (s [ages + 1]float64) {
 	for i := 1; i <= ages; i++ {
 		s[i] = math.Ldexp(1+0.5*float64(i&1), i/2)
@@ -94,7 +97,7 @@ var starts = func() (s [ages + 1]float64) {
 	return s
 }()
 
-// halfOctave is the one that an age lies in.
+// halfOctave returns the index of the half octave that contains age.
 func halfOctave(age uint64) int {
 	if age < 2 {
 		return int(age)
@@ -103,18 +106,18 @@ func halfOctave(age uint64) int {
 	return min(2*o+int(age>>(o-1)&1), ages-1)
 }
 
-// A chunk's rank is the time of its last use, shifted by rankShift, and in the bits below whether
-// it was continued (goneOn) and its uses up to maxUses: all that a use reads and writes of a note
-// is one word.
+// A chunk's rank holds the time of its last use, shifted by rankShift. The bits below hold goneOn,
+// which is set once the chunk was continued, and its uses, up to maxUses. It is one word, so a use
+// reads and writes one word of a note.
 const (
 	rankShift = 8
 	goneOn    = 1 << 7
 	maxUses   = goneOn - 1
 )
 
-// classOf is the class of a chunk by the last byte of its rank: the level of 1, 2, 3–4, 5–8, 9–16,
-// 17–64 and more uses. It is a table, as is the byte of one use more, because branches would keep a
-// lookup waiting for each note.
+// classOf returns a chunk's class by the last byte of its rank. The levels are 1, 2, 3–4, 5–8,
+// 9–16, 17–64 and more uses. oneMore returns that byte after one more use. Both are tables, because
+// branches would make a lookup wait for each note.
 var classOf, oneMore = func() (class, next [256]uint8) {
 	for b := range class {
 		uses := b & maxUses
@@ -169,7 +172,8 @@ func (a *adaptive) Enter(ref uint32, key uint64, parent uint32) {
 	}
 }
 
-// count counts the uses that are put by. Chunks of one request are often alike, hence the runs.
+// count adds the queued uses to reused. Chunks of one request often share a counter, so it adds up
+// runs of equal counters first.
 //
 //go:noinline
 func (a *adaptive) count() {
@@ -190,14 +194,14 @@ func (a *adaptive) count() {
 	*counter += run
 }
 
-// goesOn notes that a slot has a continuation.
+// goesOn records that a slot has a continuation.
 func (a *adaptive) goesOn(ref uint32) {
 	if n := a.note(ref); n.rank&goneOn == 0 {
 		a.shift(ref, n, n.rank|goneOn)
 	}
 }
 
-// shift gives a slot another rank, and by it perhaps another class.
+// shift changes a slot's rank, and moves the slot if that changes its class.
 func (a *adaptive) shift(ref uint32, n *note, rank uint64) {
 	if n.pos == 0 {
 		n.rank = rank
@@ -222,7 +226,7 @@ func (a *adaptive) Use(ref uint32) {
 	}
 }
 
-// again is the rank that a use makes of another one, or of 0 for a chunk that was not known.
+// again counts a use and returns the rank after it. rank is the one before, 0 for an unknown chunk.
 func (a *adaptive) again(rank uint64) uint64 {
 	if a.clock-a.counted == uint64(len(a.used)) {
 		a.count()
@@ -258,7 +262,7 @@ func (a *adaptive) Leave(ref uint32, evicted bool) {
 
 func (a *adaptive) Copy(from, to uint32) { a.copy(from, to) }
 
-// Inherit passes on the later use, from which the prefix's age counts, too.
+// Inherit gives parent the later of both last uses; the prefix's age counts from it.
 func (a *adaptive) Inherit(parent, child uint32) {
 	p, c := a.note(parent), a.note(child)
 	last := max(p.rank, c.rank) >> rankShift
@@ -290,7 +294,7 @@ func (a *adaptive) Victim() (ref uint32, ok bool) {
 	return ref, ok
 }
 
-// value is what a chunk of a rank is worth, interpolated between half octaves.
+// value returns the worth of a chunk by its rank, interpolated between half octaves.
 func (a *adaptive) value(rank uint64) float64 {
 	worth := &a.worth[classOf[uint8(rank)]]
 	age := a.clock - rank>>rankShift
@@ -300,8 +304,8 @@ func (a *adaptive) value(rank uint64) float64 {
 	return worth[i] + part*(worth[i+1]-worth[i])
 }
 
-// Work looks at n chunks, and renews at most one class's worths. One step for each chunk that is
-// looked up or stored is plenty.
+// Work samples about n chunks and renews at most one class's worths. One step for each chunk that
+// is looked up or stored is enough.
 func (a *adaptive) Work(n int) {
 	a.count()
 	past := float64(a.clock - a.sampled)
@@ -328,14 +332,15 @@ func (a *adaptive) Work(n int) {
 	}
 }
 
-// weyl is the next of a sequence that is spread evenly over 0 … n-1 wherever it is cut.
+// weyl returns the next number of a sequence in which any run of numbers is spread evenly over 0 …
+// n-1.
 func weyl(at *uint32, n int) int {
 	*at += 0x9E3779B9
 	return int(uint64(*at) * uint64(n) >> 32)
 }
 
-// renew begins to renew the worths: it forgets a little, for the time since it did so last, and
-// takes all classes together.
+// renew begins a renewal of the worths. It decays the sums by the time since the last renewal, and
+// computes the hazards of all classes together.
 func (a *adaptive) renew(since uint64) {
 	a.begun, a.renewed = a.clock, 0
 	keep := math.Exp(-float64(since) / float64(max(memory*a.capacity, minMemory)))
@@ -347,7 +352,7 @@ func (a *adaptive) renew(since uint64) {
 			reused += a.reused[c][i]
 			held += a.held[c][i]
 		}
-		// Most traces' hazards fall about as the inverse of the age.
+		// In most traces the hazard falls about as the inverse of the age.
 		a.pooled[i] = (reused + ageTrust) / (held + ageTrust*20*(starts[i]+1))
 	}
 }
@@ -362,10 +367,10 @@ func (a *adaptive) assess() {
 		expected += a.held[c][i] * a.pooled[i]
 	}
 	factor := (reused + classTrust*guess[c]) / (expected + classTrust)
-	var chance [ages]float64 // of a use while an age lasts
+	var chance [ages]float64 // of a use within each half octave
 	for i := range chance {
-		// What was seen at neighbouring ages counts as well: chunks come in requests, so that what
-		// is seen of one age is few lumps.
+		// Neighbouring ages count as well: chunks come in requests, so the uses at one age are a
+		// few large lumps.
 		reused, expected = 0, 0
 		for j := max(i-reach, 0); j <= min(i+reach, ages-1); j++ {
 			near := 1 - math.Abs(float64(i-j))/(reach+1)
@@ -391,11 +396,10 @@ func (a *adaptive) assess() {
 	a.worth[c][ages] = a.worth[c][ages-1]
 }
 
-// stack is the last refs that were pushed, the newest on top. What falls out at the bottom is
-// forgotten.
+// stack holds the last refs pushed, the newest on top. A push on a full stack drops the oldest.
 type stack struct {
 	refs [256]uint32
-	end  uint8 // where the next goes
+	end  uint8 // where the next push goes
 	n    int
 }
 

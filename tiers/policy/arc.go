@@ -1,17 +1,18 @@
 package policy
 
-// arc is ARC (Megiddo, Modha: ARC: A Self-Tuning, Low Overhead Replacement Cache, FAST 2003): what
-// was used once and what was used again stand in two orders of recency, and what left either is
-// remembered for a while. Coming back too late to one of the two shifts the balance to it.
+// arc is ARC (Megiddo, Modha: ARC: A Self-Tuning, Low Overhead Replacement Cache, FAST 2003).
+// Chunks used once and chunks used again are in two orders of recency. What is evicted from either
+// is remembered for a while. A chunk that returns after it was evicted from an order shifts the
+// balance to that order.
 //
-// The room for a chunk is made before the chunk is known, so a victim is chosen before the chunk
-// that comes shifts the balance, not after.
+// It differs from the paper in one point: the engine makes room before the chunk is known, so the
+// victim is chosen before a returning chunk shifts the balance, not after.
 type arc struct {
 	books
-	queues [2]queue // once, again
-	sizes  [2]int   // resident, offered or not: the paper's T1 and T2
-	gone   ghosts   // B1 and B2
-	p      int      // what sizes[0] aims at
+	queues [2]queue // used once, used again
+	sizes  [2]int   // resident, offered or not; T1 and T2 in the paper
+	gone   ghosts   // B1 and B2 in the paper
+	p      int      // the target of sizes[0]
 }
 
 func newARC(o Options) Policy { return &arc{gone: ghosts{seed: o.Seed}} }
@@ -76,8 +77,8 @@ func (a *arc) Leave(ref uint32, evicted bool) {
 	a.leave(n)
 }
 
-// remember keeps what left within the bounds of the paper: what was used once, resident and
-// remembered, is at most the capacity, and so is all that is remembered.
+// remember adds an evicted chunk to a list, within the bounds of the paper. Chunks used once,
+// resident and remembered, number at most the capacity; so do all remembered chunks.
 func (a *arc) remember(list uint8, key uint64) {
 	if list == 0 {
 		for a.gone.lists[0].n > 0 && a.gone.lists[0].n+a.sizes[0] >= a.capacity {
@@ -96,7 +97,7 @@ func (a *arc) remember(list uint8, key uint64) {
 
 func (a *arc) Copy(from, to uint32) { a.sizes[a.copy(from, to).queue]++ }
 
-// Inherit passes on the later use.
+// Inherit gives parent the later of both last uses.
 func (a *arc) Inherit(parent, child uint32) {
 	if p, c := a.note(parent), a.note(child); c.rank > p.rank {
 		a.queues[p.queue].rank(&a.books, parent, p, c.rank)

@@ -1,9 +1,9 @@
 package policy
 
 // s3fifo is S3-FIFO (Yang, Zhang, Qiu, Yue, Vigfusson: FIFO Queues are All You Need for Cache
-// Eviction, SOSP 2023): a small queue, through which a tenth of the cache passes, weeds out what is
-// not used again before it gets into the main one, and what it weeds out is remembered for a while
-// and enters the main queue if it comes back.
+// Eviction, SOSP 2023). New chunks pass through a small queue of a tenth of the cache. Those not
+// used again there are evicted before they reach the main queue. They are remembered for a while,
+// and enter the main queue if they return.
 type s3fifo struct {
 	books
 	queues [2]queue
@@ -71,7 +71,7 @@ func (s *s3fifo) Leave(ref uint32, evicted bool) {
 
 func (s *s3fifo) Copy(from, to uint32) { s.sizes[s.copy(from, to).queue]++ }
 
-// Inherit passes on the uses that the continuation did not spend yet.
+// Inherit passes on the uses that the continuation has not spent yet.
 func (s *s3fifo) Inherit(parent, child uint32) {
 	p, c := s.note(parent), s.note(child)
 	p.uses = max(p.uses, c.uses)

@@ -1,20 +1,20 @@
 package policy
 
-// sieve is SIEVE (Zhang, Yang, Yue, Vigfusson, Rashmi: SIEVE is Simpler than LRU, NSDI 2024): a
-// hand goes round the slots from the oldest to the newest, passes over what was used since it was
-// there last, and evicts what was not. What enters is the newest and waits for the hand's whole
-// round.
+// sieve is SIEVE (Zhang, Yang, Yue, Vigfusson, Rashmi: SIEVE is Simpler than LRU, NSDI 2024). A
+// hand goes round the slots from the oldest to the newest. It passes over slots used since its last
+// visit and evicts the first that was not. A slot that enters is the newest and waits for the
+// hand's whole round.
 //
-// A slot's rank is the round in which the hand comes to it, then the order of entering. A slot that
-// was held when the hand would have come to it is looked at as soon as it is offered: most are
-// prefixes whose last continuation just left.
+// A slot's rank is the round in which the hand reaches it, then its order of entry. A slot that was
+// held when its turn came is visited as soon as it is offered. Most such slots are prefixes whose
+// last continuation just left.
 type sieve struct {
 	books
 	queues [1]queue
 	round  uint64
 }
 
-// sieveRound is where the round stands in a rank, above the order of entering.
+// sieveRound is the lowest bit of the round in a rank. The bits below hold the order of entry.
 const sieveRound = 40
 
 func newSIEVE(Options) Policy { return &sieve{} }
@@ -26,7 +26,7 @@ func (s *sieve) Grow(region uint32, slots int) { s.grow(region, slots, s.queues[
 func (s *sieve) Shrink(region uint32) { s.shrink(region, s.queues[:]) }
 
 func (s *sieve) Enter(ref uint32, key uint64, _ uint32) {
-	if q := &s.queues[0]; q.n > 0 { // nothing may be left for the hand to look at in this round
+	if q := &s.queues[0]; q.n > 0 { // the hand may have finished its round
 		s.round = max(s.round, q.at(0).rank>>sieveRound)
 	}
 	s.enter(ref, key).rank = s.round<<sieveRound | s.tick()&(1<<sieveRound-1)

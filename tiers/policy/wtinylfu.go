@@ -3,12 +3,13 @@ package policy
 import "math/bits"
 
 // wtinylfu is W-TinyLFU (Einziger, Friedman, Manes: TinyLFU: A Highly Efficient Cache Admission
-// Policy, ACM TOS 2017): what enters passes through a window of a hundredth of the cache; at its
-// end it replaces the victim of the main part only if a sketch of the recent past has seen it more
-// often. The main part is segmented: four fifths are protected, for what was used there again.
+// Policy, ACM TOS 2017). A new chunk passes through a window of a hundredth of the cache. At the
+// window's end it replaces the victim of the main part only if a sketch of the recent past has seen
+// it more often than the victim. The main part is segmented: four fifths are protected, for chunks
+// used again there.
 //
-// What is protected beyond that share steps down when a victim is wanted rather than at each use,
-// which keeps a use cheap.
+// Protected chunks beyond that share step down when a victim is wanted, not at each use. This keeps
+// a use cheap.
 type wtinylfu struct {
 	books
 	queues [3]queue
@@ -41,8 +42,8 @@ func (w *wtinylfu) Enter(ref uint32, key uint64, _ uint32) {
 	n.rank, n.queue = w.tick(), tlWindow
 	w.sizes[tlWindow]++
 	w.sketch.add(key)
-	// While the main part has room, what the window has too many of goes there uncontested; two at
-	// a time catch up with what could not go while held.
+	// While the main part has room, the window's surplus moves there without a contest. Moving two
+	// at a time catches up with chunks that could not move while they were held.
 	for i := 0; i < 2 && w.sizes[tlWindow] > w.window() &&
 		w.sizes[tlProbation]+w.sizes[tlProtected] < w.capacity-w.window() && w.step(tlWindow); i++ {
 	}
@@ -113,10 +114,10 @@ func (w *wtinylfu) Victim() (ref uint32, ok bool) {
 	return victim, true
 }
 
-// window is the room of the window.
+// window returns the number of slots of the window.
 func (w *wtinylfu) window() int { return max(w.capacity/100, 1) }
 
-// step moves the end of a queue to probation, if it has one.
+// step moves the first slot of a queue to probation. It returns false if the queue is empty.
 func (w *wtinylfu) step(from uint8) bool {
 	ref, ok := w.queues[from].first()
 	if ok {
@@ -128,19 +129,18 @@ func (w *wtinylfu) step(from uint8) bool {
 
 func (w *wtinylfu) Work(int) {}
 
-// sketch counts how often keys were seen in the recent past, in counters of 4 bits: a count-min
-// sketch of four rows, all of a key's counters in one cache line, that is halved whenever as many
-// keys were counted as ten times the capacity.
+// sketch counts how often keys were seen in the recent past, in counters of 4 bits. It is a
+// count-min sketch of four rows, with all of a key's counters in one cache line. All counters are
+// halved after as many counted keys as ten times the capacity.
 type sketch struct {
-	words  []uint64 // blocks of 8
-	mask   uint64   // of blocks
+	words  []uint64 // in blocks of 8
+	mask   uint64   // selects a block
 	seed   uint64
 	added  int
 	period int
 }
 
-// resize makes room for the keys of a store. It forgets what it counted if it must be larger or
-// smaller.
+// resize sizes the sketch for a capacity. It forgets all counts if that changes its size.
 func (s *sketch) resize(capacity int) {
 	blocks := 1 << bits.Len(uint(max(capacity, 8)/8-1))
 	s.period = 10 * max(capacity, 1)
@@ -162,7 +162,7 @@ func (s *sketch) add(key uint64) {
 	block := s.words[h>>32&s.mask*8:][:8]
 	grew := false
 	for row := range uint64(4) {
-		b := h >> (8 * row) // 1 bit for the word, 4 for the counter
+		b := h >> (8 * row) // 1 bit selects the word, 4 the counter
 		w := &block[2*row+b&1]
 		shift := b >> 1 & 15 * 4
 		if *w>>shift&15 < 15 {
@@ -181,7 +181,7 @@ func (s *sketch) add(key uint64) {
 	}
 }
 
-// estimate is how often a key was counted, or more.
+// estimate returns a key's count, or more if other keys share all of its counters. 15 is the most.
 func (s *sketch) estimate(key uint64) (n uint64) {
 	h := mix(key ^ s.seed)
 	block := s.words[h>>32&s.mask*8:][:8]

@@ -14,7 +14,7 @@ import (
 	"lookaside/tiers/serde"
 )
 
-// The form of an object: a header, and the encoded pages end to end. All numbers are little-endian.
+// An object is a header and the encoded pages end to end. All numbers are little-endian.
 //
 //	 0  "LAKV"
 //	 4  version (1)
@@ -25,30 +25,30 @@ import (
 //	48  pages of a whole chunk, 4 bytes
 //	52  0, 4 bytes
 //	56  name of the codec, 16 bytes, filled with 0
-//	72  bytes of a part, where the pages are kept in parts, else 0; 8 bytes
-//	80  for each page: its digest; how many bytes it was encoded to, 8 bytes; XXH3-64 of the page
-//	    as it is decoded, seeded by the digest, 8 bytes
-//	…   XXH3-64 of all before it, 8 bytes
+//	72  bytes of a part if the pages are kept in parts, else 0; 8 bytes
+//	80  for each page: its digest; its encoded length in bytes, 8 bytes; XXH3-64 of the decoded
+//	    page, seeded by the digest, 8 bytes
+//	…   XXH3-64 of everything before it, 8 bytes
 const (
 	formVersion = 1
 	fixedBytes  = 80
 	sumBytes    = 8
 	codecBytes  = 16
-	maxPages    = 4096 // of a chunk, as the engine bounds it
+	maxPages    = 4096 // of a chunk; the engine has the same limit
 )
 
 var formMagic = []byte("LAKV")
 
-// headerBytes is how long the header of a chunk is.
+// headerBytes returns the length of the header of a chunk.
 func headerBytes(pages, digestBytes int) int {
 	return fixedBytes + pages*(digestBytes+16) +
 		sumBytes
 }
 
-// maxHeaderBytes is the longest that a header can be.
+// maxHeaderBytes is the length of the longest header.
 var maxHeaderBytes = headerBytes(maxPages, 32)
 
-// header is what a header says. Its slices point into the bytes that it was read from.
+// header is a parsed header. Its slices point into the bytes that it was parsed from.
 type header struct {
 	fingerprint   []byte
 	pageBytes     int64
@@ -57,7 +57,7 @@ type header struct {
 	partBytes     int64
 	digestBytes   int
 	pages         int
-	entries       []byte // of the pages: digest, length, sum
+	entries       []byte // for each page: digest, length, sum
 }
 
 func (h *header) entry(i int) []byte {
@@ -74,7 +74,7 @@ func (h *header) sum(i int) uint64 {
 		h.entry(i)[h.digestBytes+8:])
 }
 
-// bytes is how many bytes the first pages were encoded to.
+// bytes returns the encoded length of the first pages together.
 func (h *header) bytes(pages int) (n int64) {
 	for i := range pages {
 		n += h.length(i)
@@ -82,15 +82,16 @@ func (h *header) bytes(pages int) (n int64) {
 	return n
 }
 
-// sumOf is the checksum of a page: a page that lies in another's place does not have it.
+// sumOf returns the checksum of a page. It is seeded by the digest, so a page in another page's
+// place fails the check.
 func sumOf(page, digest []byte) uint64 {
 	return xxh3.HashSeed(page, seedOf(digest))
 }
 
 func seedOf(digest []byte) uint64 { return binary.LittleEndian.Uint64(digest) }
 
-// appendHeader appends the header of a chunk whose pages were encoded to these lengths and,
-// decoded, have these sums.
+// appendHeader appends the header of a chunk. lengths are those of the encoded pages, sums those of
+// the decoded ones.
 func appendHeader(b []byte, run tiers.Run, codec string, partBytes int64, lengths []int64,
 	sums []uint64) []byte {
 	at, g := len(b), run.Space.Geometry
@@ -112,7 +113,7 @@ func appendHeader(b []byte, run tiers.Run, codec string, partBytes int64, length
 	return binary.LittleEndian.AppendUint64(b, xxh3.Hash(b[at:]))
 }
 
-// parseHeader reads the header that b is. Nobody vouches for b. An error wraps tiers.ErrCorrupt.
+// parseHeader parses a header. b is not trusted. An error wraps tiers.ErrCorrupt.
 func parseHeader(b []byte) (*header, error) {
 	bad := func(format string, args ...any) (*header, error) {
 		return nil, fmt.Errorf("%w: "+format, append([]any{tiers.ErrCorrupt}, args...)...)
@@ -155,30 +156,30 @@ func parseHeader(b []byte) (*header, error) {
 	return h, nil
 }
 
-// name names an object: in which space, which pages. Digests are cumulative, so the last one alone
-// says which prefix the chunk is the end of.
+// name names an object by its space and pages. Digests are cumulative, so the last one alone
+// identifies the prefix that the chunk ends.
 type name struct {
 	space       *tiers.Space
 	first, last string // digests
 	pages       int
 }
 
-// nameOf is the name of the first pages of a run of one chunk.
+// nameOf returns the name of the first pages of a run of one chunk.
 func nameOf(run tiers.Run, pages int) name {
 	d := run.Space.Geometry.DigestBytes
 	return name{space: run.Space, first: string(run.Hashes[:d]),
 		last: string(run.Hashes[(pages-1)*d : pages*d]), pages: pages}
 }
 
-// append appends the name's part behind that of its first page: the last page's digest and the
-// number of pages.
+// append appends the part of the name that follows the first page's digest: the last page's digest
+// and the number of pages.
 func (n name) append(b []byte) []byte {
 	b = append(hex.AppendEncode(b, []byte(n.last)), '-')
 	return strconv.AppendInt(b, int64(n.pages), 10)
 }
 
-// parseName is the inverse of append, for an object of the chunk that run begins. Strangers may
-// have put anything there: ok says whether it is a name.
+// parseName is the inverse of append, for an object of the chunk that run begins. s is not trusted;
+// ok reports whether it is a name.
 func parseName(run tiers.Run, s string) (n name, ok bool) {
 	d := run.Space.Geometry.DigestBytes
 	last, pages, _ := strings.Cut(s, "-")
@@ -192,19 +193,19 @@ func parseName(run tiers.Run, s string) (n name, ok bool) {
 		string(n.append(nil)) == s
 }
 
-// agrees says how many pages, from the first on, the chunk of this name has in common with a run of
-// one chunk, as far as the name alone can say it. sure: it is exactly that many.
+// agrees returns how many pages, from the first on, the named chunk has in common with a run of one
+// chunk. The name alone gives a lower bound; sure reports whether the number is exact.
 func (n name) agrees(run tiers.Run) (pages int, sure bool) {
 	d := run.Space.Geometry.DigestBytes
 	if n.pages <= run.Pages() && string(run.Hashes[(n.pages-1)*d:n.pages*d]) == n.last {
 		return n.pages, true
 	}
-	// The pages up to one that is the same are the same. So its first page is, and if it is the
-	// only one, that is all.
+	// If one page is equal, all pages before it are. So the first page is equal. The result is
+	// exact if the chunk or the run has no other page.
 	return 1, n.pages == 1 || run.Pages() == 1
 }
 
-// verify says whether a header is that of the object of this name.
+// verify returns an error unless h is the header of the object with this name.
 func (n name) verify(h *header) error {
 	g := n.space.Geometry
 	if h.digestBytes != g.DigestBytes || h.pageBytes != g.PageBytes ||
@@ -216,8 +217,8 @@ func (n name) verify(h *header) error {
 	return nil
 }
 
-// agree is how many pages, from the first on, a chunk with this header has in common with a run of
-// one chunk in the same space.
+// agree returns how many pages, from the first on, a chunk with this header has in common with a
+// run of one chunk in the same space.
 func (h *header) agree(run tiers.Run) (pages int) {
 	d := h.digestBytes
 	for most := min(h.pages, run.Pages()); pages < most; pages++ {
