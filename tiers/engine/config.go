@@ -9,21 +9,21 @@ import (
 	"lookaside/tiers/policy"
 )
 
-// Work names what Config.Wake reports: that there is something to write to a tier, by the tier's
-// number (NextCascades), or one of the constants.
+// Work is the kind of work that Config.Wake reports: the number of a tier that has chunks to write
+// (NextCascades), or one of the constants.
 type Work int
 
 const (
-	WorkReturns Work = -1 - iota // loans are to be returned to peers: TakeReturns
-	WorkCopies                   // chunks are to be copied from peers: NextCopy
+	WorkReturns Work = -1 - iota // loans wait to be returned to peers; see TakeReturns
+	WorkCopies                   // chunks wait to be copied from peers; see NextCopy
 )
 
-// Config is what the engine is told at its start. Zero fields take the stated default.
+// Config configures an engine. Zero fields take the stated default.
 type Config struct {
 	// Now is a monotonic clock in nanoseconds. Default: time since the engine was made.
 	Now func() int64
 	// Seed keys the index's hash, so that no client can choose digests that collide in it. It
-	// changes no answer. Default 0: fit for tests only.
+	// affects no result. Default 0, which is for tests only.
 	Seed uint64
 	// LeaseDeadline is how long a lookup's leases last unless a load takes them over. Default 30 s.
 	LeaseDeadline time.Duration
@@ -31,79 +31,77 @@ type Config struct {
 	MaxSpaces int
 	// MaxOwners bounds the sessions. Default 256.
 	MaxOwners int
-	// MaxLookupsPerOwner bounds, each by itself, the lookups, loads, loans and unfinished stores of
-	// one owner. Default 4,096.
+	// MaxLookupsPerOwner bounds each of these for one owner: lookups, loads, loans, unfinished
+	// stores. Default 4,096.
 	MaxLookupsPerOwner int
-	// MaxLeasesPerOwner bounds the leases in all lookups, loads and stores of one owner, a slot
-	// leased twice counting twice: it bounds the engine's own memory (4 bytes a lease, and up to 64
-	// bytes a slot that the owner uses). Default 1 Mi.
+	// MaxLeasesPerOwner bounds the leases in all lookups, loads and stores of one owner. A slot
+	// leased twice counts twice. This bounds the engine's own memory: 4 bytes a lease, and up to 64
+	// bytes a slot that the owner uses. Default 1 Mi.
 	MaxLeasesPerOwner int
 	// MaxPages bounds the pages of one call. Default 65,536.
 	MaxPages int
-	// MinPageBytes is the smallest page of a space, so that the books of an arena (some 60 bytes a
-	// page) stay small beside it. Default 256.
+	// MinPageBytes is the smallest page of a space. It keeps the books of an arena, some 60 bytes a
+	// page, small beside the arena. Default 256.
 	MinPageBytes int64
-	// OwnerShare is the part of the slots of a geometry that one owner may have leased or filling,
-	// a slot leased twice counting once, so that a client which freezes cannot take everything.
-	// Slots that frozen owners have do not count. At least one slot is always allowed. Default 0.5,
-	// at most 1.
+	// OwnerShare is the part of the slots of a geometry that one owner may have leased or filling.
+	// A slot leased twice counts once. It keeps a client that freezes from taking everything. Slots
+	// of frozen owners do not count. At least one slot is always allowed. Default 0.5, at most 1.
 	OwnerShare float64
 	// JointShare is the part of the slots of a geometry that all owners together may have leased or
-	// filling, of those that no frozen owner (SetFrozen) has: so if all of them freeze at once,
-	// some are left for those that come. At least one slot is always allowed. Default 1.
+	// filling. Slots of frozen owners (SetFrozen) are left out of both numbers, so if all owners
+	// freeze at once, later ones still find some. At least one slot is always allowed. Default 1.
 	JointShare float64
-	// Policy names the order of eviction of each geometry, as package policy does. Default: its
-	// default.
+	// Policy names the order of eviction of each geometry; see package policy. Default: the default
+	// of that package.
 	Policy string
-	// PromotingShare is the part of the slots of a geometry that may be on their way up from a tier
-	// at one time. At least one slot always may. Default 0.5, at most 1.
+	// PromotingShare is the part of the slots of a geometry that may be loading from a tier at one
+	// time. At least one slot is always allowed. Default 0.5, at most 1.
 	PromotingShare float64
-	// OnGone, if given, is told the region and number of a slot whose content is gone: when that
-	// leaves the index, when a cascade of it ends after that, and when the slot becomes Free,
-	// whatever the reason. So what was written of it down to any of these moments is known to be of
-	// something that is gone. It is called under the engine's lock, so it must be quick and call
-	// nothing of the engine. Default: none.
+	// OnGone, if given, is called with the region and number of a slot whose content is gone: when
+	// the content leaves the index, when a cascade of it ends after that, and when the slot becomes
+	// Free, whatever the reason. After a call, anything already written for the slot describes
+	// content that no longer exists. It is called under the engine's lock, so it must be quick and
+	// must not call the engine. Default: none.
 	OnGone func(region, slot uint32)
-	// Sums: the engine keeps a checksum of each chunk, for whoever patrols the arena; see
+	// Sums makes the engine keep a checksum of each chunk, for a patrol of the arena; see
 	// NextUnsummed. It takes 16 bytes a slot.
 	Sums bool
-	// Tiers are those below the arena, nearest first, at most MaxTiers. Default: none, and then
-	// nothing is queued.
+	// Tiers are the tiers below the arena, nearest first, at most MaxTiers. Default: none; nothing
+	// is queued then.
 	Tiers []TierAdmission
-	// PartialDelay is how long a partly filled chunk must not have grown before it goes to a tier.
-	// Default 1 s.
+	// PartialDelay is how long a partly filled chunk must stay unchanged before it is written to a
+	// tier. Default 1 s.
 	PartialDelay time.Duration
-	// LowWater is the part of the slots of a geometry that should be free, or have been written to
-	// the tiers that admit what is evicted. Default 1/8.
+	// LowWater is a part of the slots of a geometry. That many should be free, or already written
+	// to the tiers that admit evicted chunks. Default 1/8.
 	LowWater float64
-	// Wake, if given, is called when there is work of a kind again. It is called under the engine's
-	// lock, so it must not block and call nothing of the engine. Default: none.
+	// Wake, if given, is called when there is new work of a kind. It is called under the engine's
+	// lock, so it must not block and must not call the engine. Default: none.
 	Wake func(Work)
-	// ArenaLimitBytes is what the regions may come to; the index is sized for it when the first
-	// region is carved. Default 0: the regions that there are then.
+	// ArenaLimitBytes is the most bytes that all regions together will have. The index is sized for
+	// it when the first region is carved. Default 0: the regions present at that time.
 	ArenaLimitBytes int64
-	// JournalBytes bounds the journal of changes that followers (Follow) read, rounded up to a
-	// power of two; memory is taken while somebody follows. Default 0: nobody can. Otherwise at
-	// least 512 KiB.
+	// JournalBytes bounds the journal of changes that followers (Follow) read. It is rounded up to
+	// a power of two. The memory is taken while a feed is open. Default 0: Follow fails. Otherwise
+	// at least 512 KiB.
 	JournalBytes int64
-	// Regions is how many regions AddRegion may bring in all. With more of them than some 15
-	// geometries share the arena in larger pieces. Default 0: those that there are.
+	// Regions is the number of regions that AddRegion may add in all. With more than about 15,
+	// geometries share the arena in larger pieces. Default 0: those present at the start.
 	Regions int
-	// FixedRegions: no store carves a region, or takes one from another geometry; only
-	// AddCarvedRegion carves. Stores go to the regions by turns.
+	// FixedRegions keeps stores from carving a region or taking one from another geometry. Only
+	// AddCarvedRegion carves. Stores use the regions by turns.
 	FixedRegions bool
-	// ForeignSlots is how many chunks of each geometry may be leased from peers at a time; tables
-	// for them are made when first one is, and paid for as they are used. Default 0: none.
+	// ForeignSlots is how many chunks of each geometry may be leased from peers at a time. Their
+	// tables are made at the first such lease, and take memory as they are used. Default 0: none.
 	ForeignSlots int
-	// CopyAfter is how many loads of a chunk from where peers lent it have it copied into the
-	// arena; see NextCopy. Default 0: it never is.
+	// CopyAfter is how many loads of a borrowed chunk cause its copy into the arena; see NextCopy.
+	// Default 0: chunks are never copied.
 	CopyAfter int
-	// NoExtend: a store never writes behind the committed pages of a slot, it always gets a slot of
-	// its own.
+	// NoExtend gives each store a slot of its own: it never writes behind a slot's committed pages.
 	NoExtend bool
 }
 
-// setDefaults gives the fields that are zero their defaults.
+// setDefaults sets fields that are zero to their defaults.
 func (c *Config) setDefaults() {
 	setInt := func(v *int, d int) {
 		if *v == 0 {

@@ -9,18 +9,18 @@ import (
 	"lookaside/tiers"
 )
 
-// EventKind is what happened to pages.
+// EventKind is a kind of change to pages.
 type EventKind uint8
 
 const (
-	PagesStored  EventKind = iota // they can be found
+	PagesStored  EventKind = iota // they can be found from now on
 	PagesRemoved                  // they cannot be found any more
 )
 
 func (k EventKind) String() string { return [...]string{"stored", "removed"}[k&1] }
 
-// FollowedSpace names the space of an event for as long as anybody follows, also when the space has
-// been closed and its id is another's. It does not change.
+// FollowedSpace identifies the space of an event while at least one feed is open, even after the
+// space was closed and its ID was reused. It is immutable.
 type FollowedSpace struct {
 	ID          SpaceID
 	Fingerprint tiers.Fingerprint
@@ -33,39 +33,40 @@ type Event struct {
 	Kind  EventKind
 	Space *FollowedSpace
 	First int // index of the first page in its prefix
-	// digest of the page before, of stored ones; empty if there is none, or it is not known
+	// Prev is the digest of the page before First, for stored pages. It is empty if there is no
+	// such page or the engine does not know it.
 	Prev   []byte
 	Hashes []byte // digests of the pages, end to end
 }
 
 // FeedBatch is what Feed.Next returns.
 type FeedBatch struct {
-	// Reset says that all that was told before is void: pages that are not told of (again) from
-	// here on are not held.
+	// Reset voids all earlier events: only pages in this and later batches are held.
 	Reset  bool
 	Events []Event
-	// More says that there is more at once. Without it what was told since the last Reset comes to
-	// exactly what can be found.
+	// More reports that Next has more to return now. Without it, the events since the last Reset
+	// add up to exactly what can be found.
 	More bool
-	// Seq is how far the journal has been read. It rises by what is told.
+	// Seq is the position in the journal. It rises with each event.
 	Seq uint64
 }
 
-// Feed tells one follower what can be found: first all that is held, then each change in its order,
-// and again from the start if the follower has been slower than the journal is long.
+// Feed sends one follower what can be found: first everything held, then each change in order. A
+// follower that falls behind by more than the journal holds gets everything again from the start.
 //
-// What is held is walked over in slices of the engine's lock, and each slice comes behind all
-// changes before it. While somebody walks, pages that go on being found in another slot are told of
-// as stored, too: nothing can slip from a slot that the walk has yet to come to into one that it
-// has passed. So a page may be told of as stored again, but never as removed while it is held.
+// The walk over what is held takes slices of the engine's lock. Each slice follows all changes
+// before it. During a walk, a page that moves to another slot and stays findable is reported as
+// stored again. Otherwise it could slip from a slot that the walk has not reached into one that it
+// has passed. So a page can be reported as stored twice, but is never reported as removed while it
+// is held.
 //
-// Pages of restored chunks count as held from EndRestore on, whether their bytes were checked
-// already or not.
+// Pages of restored chunks count as held from EndRestore on, even if their bytes were not checked
+// yet.
 //
-// Its methods may be called from any goroutine, Next from one at a time.
+// Any goroutine may call its methods, but only one at a time may call Next.
 type Feed struct {
 	e      *Engine
-	serial uint32        // of the only space to follow; 0: all
+	serial uint32        // of the only space to follow; 0: all spaces
 	bell   chan struct{} // cap 1
 
 	// Guarded by the engine's lock.
@@ -73,45 +74,45 @@ type Feed struct {
 	cursor       uint64
 	reset        bool
 	walking      bool
-	region, slot int // where the walk goes on
+	region, slot int // where the walk continues
 	gaps         uint64
 }
 
-// journal is a ring of words with the changes of late, off the Go heap, written only while somebody
-// follows. A record is a head (kind, whether there is a digest before, length of digests, pages,
-// serial of the space), the number of its first page, the digest before, and the pages' digests.
-// Positions only rise.
+// journal is a ring of words with the latest changes, off the Go heap. It is written only while a
+// feed is open. A record is a head (kind, whether there is a digest before, length of digests,
+// pages, serial of the space), the number of its first page, the digest before, and the pages'
+// digests. Positions only rise.
 type journal struct {
-	on         bool // somebody follows
-	words      int  // of the ring: a power of two
+	on         bool // a feed is open
+	words      int  // length of the ring; a power of two
 	mem        *dax.Table[uint64]
 	ring       []uint64
-	start, end uint64 // of the records that are whole
+	start, end uint64 // of the whole records
 	allocating bool
 
-	// The last record grows as long as nobody has read it.
+	// The last record grows until a feed has read it.
 	open bool
 	at   uint64
 	kind EventKind
 	ref  uint32
 	gen  uint32
-	pos  int // behind its last page
+	pos  int // position after its last page
 
-	before    [4]uint64 // of the page before a slot that is entered and has no parent yet
+	before    [4]uint64 // of the page before a slot that is being entered and has no parent yet
 	hasBefore bool
 
-	walks int // feeds that walk
+	walks int // feeds in a walk
 	feeds map[*Feed]struct{}
-	idle  bool // some feed has come to the end since the bells were rung
+	idle  bool // a feed has reached the end since the feeds were last woken
 
 	serials uint32
-	names   map[uint32]*FollowedSpace // of the open spaces, and of those in closed
+	names   map[uint32]*FollowedSpace // of the open spaces and of those in closed
 	closed  []closedSpace
-	stored  uint64 // pages told of
+	stored  uint64 // pages recorded
 	removed uint64
 }
 
-// closedSpace is a space that the journal may still tell of, before position at.
+// closedSpace is a closed space that records before position at may still name.
 type closedSpace struct {
 	serial uint32
 	at     uint64
@@ -135,14 +136,15 @@ func head(k EventKind, prev bool, words, pages int, serial uint32) uint64 {
 	return h
 }
 
-// recordWords is the length of a record.
+// recordWords returns the length of a record.
 func recordWords(head uint64) uint64 {
 	words, pages := head>>2&7, head>>8&0xFFFF
 	return 2 + (pages+head>>1&1)*words
 }
 
-// Follow returns a feed of what can be found in a space, or in all with 0, from now on. The caller
-// must Close it. ErrInvalid: the engine keeps no journal; ErrBusy: try again.
+// Follow returns a feed of what can be found from now on: in one space, or in all if space is 0.
+// The caller must Close it. It returns ErrInvalid if the engine keeps no journal, ErrBusy if the
+// caller should try again.
 func (e *Engine) Follow(space SpaceID) (*Feed, error) {
 	e.mu.Lock()
 	defer e.unlock()
@@ -184,17 +186,17 @@ func (e *Engine) Follow(space SpaceID) (*Feed, error) {
 	return f, nil
 }
 
-// Ready returns the channel that is sent to when Next may have something again.
+// Ready returns the channel that receives a value when Next may have more to return.
 func (f *Feed) Ready() <-chan struct{} { return f.bell }
 
-// Gaps returns how often the follower was too slow, so that the feed began anew.
+// Gaps returns how often the feed restarted because the follower was too slow.
 func (f *Feed) Gaps() uint64 {
 	f.e.mu.Lock()
 	defer f.e.mu.Unlock()
 	return f.gaps
 }
 
-// Restart makes the feed begin anew with all that is held.
+// Restart makes the feed begin again with everything held.
 func (f *Feed) Restart() {
 	f.e.mu.Lock()
 	defer f.e.mu.Unlock()
@@ -208,7 +210,7 @@ func (f *Feed) restart(j *journal) {
 	if !f.walking {
 		j.walks++
 	}
-	j.open = false // the record that begins at the cursor is a new one
+	j.open = false // so that the record at the cursor is a new one
 	f.cursor, f.walking, f.region, f.slot, f.reset = j.end, true, 1, 0, true
 }
 
@@ -241,9 +243,8 @@ func (f *Feed) Close() {
 	}
 }
 
-// Next appends to out the changes that come next, of about maxPages pages, by at most one chunk
-// more. Their digests are copied into buf, which is returned for its reuse; they are valid until
-// its bytes change.
+// Next appends the next changes to out: about maxPages pages, at most one chunk more. Their digests
+// are copied into buf, which Next returns for reuse. They are valid until buf's bytes change.
 func (f *Feed) Next(maxPages int, buf []byte, out []Event) (b FeedBatch, _ []byte, err error) {
 	e := f.e
 	e.mu.Lock()
@@ -328,7 +329,7 @@ func (j *journal) read(at uint64, buf []byte) (Event, []byte) {
 	return ev, buf
 }
 
-// note records that pages [from, to) of a slot can be found, or cannot any more.
+// note records that pages [from, to) of a slot can be found now, or cannot any more.
 func (e *Engine) note(k EventKind, ref uint32, from, to int) {
 	j := &e.journal
 	if from >= to {
@@ -361,7 +362,7 @@ func (e *Engine) note(k EventKind, ref uint32, from, to int) {
 	}
 }
 
-// noteRun begins a record of n pages, all but their digests.
+// noteRun begins a record of n pages. It writes all of the record except their digests.
 func (e *Engine) noteRun(k EventKind, r *region, s *slot, ref uint32, pos, n int) {
 	j := &e.journal
 	var prev []uint64
@@ -397,7 +398,7 @@ func (j *journal) put(words []uint64) {
 	j.end += uint64(len(words))
 }
 
-// room forgets the oldest records until n more words fit.
+// room drops the oldest records until n more words fit.
 func (j *journal) room(n uint64) {
 	for j.end+n-j.start > uint64(len(j.ring)) {
 		j.start += recordWords(j.ring[j.start&j.mask()])
@@ -407,7 +408,7 @@ func (j *journal) room(n uint64) {
 	}
 }
 
-// skip makes all feeds begin anew.
+// skip makes all feeds begin again with everything held.
 func (j *journal) skip() {
 	j.end++
 	j.start, j.open = j.end, false
@@ -417,7 +418,7 @@ func (j *journal) skip() {
 	}
 }
 
-// opened names a new space.
+// opened gives a new space its serial and name.
 func (j *journal) opened(s *space) {
 	if j.words == 0 {
 		return
@@ -431,7 +432,7 @@ func (j *journal) opened(s *space) {
 	j.name(s)
 }
 
-// name notes what a space is called from now on.
+// name records the present name of a space.
 func (j *journal) name(s *space) {
 	if j.words > 0 {
 		j.names[s.serial] = &FollowedSpace{ID: SpaceID(s.id), Fingerprint: s.print, Geometry: s.g,
@@ -439,7 +440,7 @@ func (j *journal) name(s *space) {
 	}
 }
 
-// forgotten notes that a space is closed. Its name stays while there are records of it.
+// forgotten records that a space is closed. Its name stays as long as records need it.
 func (j *journal) forgotten(s *space) {
 	if j.words == 0 {
 		return
@@ -460,8 +461,8 @@ func (j *journal) forgetClosed() {
 	j.closed = j.closed[:copy(j.closed, j.closed[n:])]
 }
 
-// noteBefore notes the digest of the page before a slot that is about to be entered without a
-// parent, if that page is held.
+// noteBefore keeps the digest of the page before a slot that will be entered without a parent, if
+// that page is held.
 func (e *Engine) noteBefore(ref uint32, d []byte) {
 	r, s := e.slot(ref)
 	rec, _ := e.seek(e.spaces[s.space], d)
@@ -473,7 +474,8 @@ func (e *Engine) noteBefore(ref uint32, d []byte) {
 	}
 }
 
-// noteRestored records what has been restored. If that is too much, all feeds begin anew.
+// noteRestored records what was restored. If that is more than a quarter of the ring, all feeds
+// begin again instead.
 func (e *Engine) noteRestored(all []*stagedRegion) {
 	j := &e.journal
 	if !j.on {
@@ -507,7 +509,7 @@ func (j *journal) close() {
 	}
 }
 
-// journalWords is the length of a ring of so many bytes.
+// journalWords returns the length in words of a ring of the given bytes.
 func journalWords(bytes int64) int {
 	if bytes == 0 {
 		return 0
@@ -515,16 +517,16 @@ func journalWords(bytes int64) int {
 	return 1 << bits.Len64(uint64(bytes-1)>>3)
 }
 
-// JournalStats is the journal at one moment.
+// JournalStats describes the journal at one moment.
 type JournalStats struct {
 	Feeds         int
 	Bytes         int64  // of memory
-	StoredPages   uint64 // told of since the start, while somebody followed
+	StoredPages   uint64 // recorded since the start
 	RemovedPages  uint64
-	RetainedWords int // of 8 bytes, that a follower may be behind by
+	RetainedWords int // in the ring, of 8 bytes; a follower may fall behind by that much
 }
 
-// Journal returns what the journal is like now.
+// Journal returns the journal's present state.
 func (e *Engine) Journal() JournalStats {
 	e.mu.Lock()
 	defer e.unlock()

@@ -1,18 +1,18 @@
 package engine
 
-// Counters only rise.
+// Counters holds totals since the start; they only rise.
 type Counters struct {
 	Lookups      uint64 // answered
-	LookupPages  uint64 // asked for in them
-	HitPages     uint64 // answered as held
+	LookupPages  uint64 // requested by them
+	HitPages     uint64 // found held by lookups
 	Stores       uint64 // prepared
 	StoredPages  uint64 // committed
-	HeldPages    uint64 // asked to be stored and held already
-	ShedPages    uint64 // asked to be stored without room
+	HeldPages    uint64 // requested to be stored, but held already
+	ShedPages    uint64 // requested to be stored, but without room
 	Loads        uint64
 	LoadPages    uint64
 	LentPages    uint64 // leased to other sidecars
-	Duplicates   uint64 // chunks freed because others hold all that they hold
+	Duplicates   uint64 // chunks freed because other slots hold all their pages
 	Replaced     uint64 // chunks freed because a longer version was stored
 	Extended     uint64 // chunks extended in place
 	Evictions    uint64 // chunks dropped for room
@@ -20,35 +20,33 @@ type Counters struct {
 	Expired      uint64 // lookups ended by their deadline
 	Cleared      uint64 // chunks dropped by ClearSpace
 	Dropped      uint64 // chunks dropped by Drop
-	Bad          uint64 // chunks dropped because their bytes were found bad
-	Verified     uint64 // restored chunks whose bytes were found good
-	VerifyFailed uint64 // of the bad ones: restored chunks, before anybody used them
-	// of the bad ones: chunks whose bytes had changed since they were committed, or could not be
-	// read any more
+	Bad          uint64 // chunks dropped because their bytes were bad
+	Verified     uint64 // restored chunks whose bytes were good
+	VerifyFailed uint64 // restored chunks among Bad that were never used
+	// Rotten counts chunks among Bad whose bytes changed, or became unreadable, after their commit.
 	Rotten        uint64
-	Limited       uint64 // answers cut short by an owner's share or limits
+	Limited       uint64 // results cut short by an owner's share or limits
 	Recarved      uint64 // regions emptied for another geometry
-	CarveFailures uint64 // regions that could not be carved for want of memory
+	CarveFailures uint64 // regions not carved for lack of memory
 	Moved         uint64 // chunks moved from one region to another
 
-	Promotions       uint64 // chunks for which slots were reserved, to be loaded from a tier
-	PromotionsJoined uint64 // chunks that were on their way already when another lookup wanted them
+	Promotions       uint64 // chunks that got slots for loading from a tier
+	PromotionsJoined uint64 // chunks already loading when another lookup wanted them
 	PromotionsFailed uint64
-	PromotionsLate   uint64 // chunks that a store was first with
-	PromotedPages    uint64 // that can be found since
+	PromotionsLate   uint64 // chunks that a store committed first
+	PromotedPages    uint64 // pages that promotions made findable
 
 	BorrowedChunks uint64 // leased from peers
 	BorrowedPages  uint64
-	ForeignEvicted uint64 // of those, dropped for room
-	ForeignBad     uint64 // of those, dropped because their bytes were found bad
+	ForeignEvicted uint64 // borrowed chunks dropped for room
+	ForeignBad     uint64 // borrowed chunks dropped because their bytes were bad
 	CopiedChunks   uint64 // copied from peers into the arena
 	CopiedPages    uint64
-	// times that a chunk was to be copied, and there was no room, its bytes could not be read, or
-	// its peer had gone
+	// CopiesFailed counts copies that failed: no room, unreadable bytes, or the peer was gone.
 	CopiesFailed uint64
 }
 
-// Stats is the engine at one moment.
+// Stats describes the engine at one moment.
 type Stats struct {
 	Counters
 
@@ -58,31 +56,31 @@ type Stats struct {
 	Slots         int   // in carved regions
 	FreeSlots     int
 	FillingSlots  int
-	Promoting     int // of those: from a tier
+	Promoting     int // filling slots that wait for a tier
 	ReadySlots    int
-	Unverified    int   // of those: restored, and not checked since
-	LeasedSlots   int   // ready ones in use by lookups, loads, loans, pins and extensions
-	Leases        int   // on them and on those being promoted into; one slot may have many
-	Pages         int   // that can be found in them
-	MetadataBytes int64 // address space of tables and index; they are paid for as they are used
+	Unverified    int   // restored ready slots that were not checked yet
+	LeasedSlots   int   // ready slots in use by lookups, loads, loans, pins and extensions
+	Leases        int   // on ready and promoting slots; a slot may have many
+	Pages         int   // that can be found in ready slots
+	MetadataBytes int64 // address space of tables and index; memory is taken as they are used
 	Spaces        int
 	Owners        int
-	OpenLookups   int // that hold leases
+	OpenLookups   int // those with leases
 	OpenLoads     int
 	OpenLoans     int // to other sidecars
 	OpenStores    int
-	Frozen        int // owners that are said to have frozen and hold something
-	FrozenSlots   int // that they hold
-	// slots for what is leased from peers. They count in none of the above but Leases
+	Frozen        int // owners that hold something and are marked frozen
+	FrozenSlots   int // held by frozen owners
+	// ForeignSlots are slots for chunks leased from peers. Of the fields above, only Leases counts
+	// them.
 	ForeignSlots  int
-	ForeignUsed   int  // of those, that are not free
-	ForeignLeased int  // of those, that are in use by lookups and loads
-	ForeignPages  int  // that can be found in them; those that the arena has as well count, too
+	ForeignUsed   int  // foreign slots that are not free
+	ForeignLeased int  // foreign slots in use by lookups and loads
+	ForeignPages  int  // that can be found in foreign slots, including those that the arena holds too
 	WantRegion    bool // a geometry without a region waits for the arena to grow
 }
 
-// Stats returns the engine at one moment. It may be called at any time; its cost does not depend on
-// what is held.
+// Stats returns the engine's present state. Its cost does not depend on how much the engine holds.
 func (e *Engine) Stats() Stats {
 	e.mu.Lock()
 	defer e.unlock()

@@ -11,14 +11,14 @@ import (
 	"lookaside/tiers/engine"
 )
 
-// Mode is which hits in tiers are promoted.
+// Mode selects which hits in tiers are promoted.
 type Mode uint8
 
 const (
-	// PromoteAuto promotes what arrives before it could be computed again, as far as is known.
+	// PromoteAuto promotes chunks that are estimated to arrive before they could be recomputed.
 	PromoteAuto   Mode = iota
-	PromoteAlways      // promotes all
-	PromoteNever       // promotes nothing: lookups ask the arena only
+	PromoteAlways      // promotes all hits
+	PromoteNever       // promotes none: lookups use the arena only
 )
 
 var modeNames = [...]string{"auto", "always", "never"}
@@ -35,7 +35,7 @@ func ParseMode(name string) (Mode, error) {
 	return 0, fmt.Errorf("%w: %q is not auto, always or never", tiers.ErrInvalid, name)
 }
 
-// Op is a kind of call of a tier.
+// Op is a kind of call to a tier.
 type Op uint8
 
 const (
@@ -44,80 +44,79 @@ const (
 	OpStore
 )
 
-// Config is what a Stack works with. Engine, Arena and, if there are tiers or peers, Bell are
-// required; other zero fields take the stated default.
+// Config configures a Stack. Engine and Arena are required, and so is Bell if there are tiers or
+// peers. Other zero fields take the stated default.
 type Config struct {
-	// Engine is told of the tiers by [Admissions] and of the Bell by [Bell.Ring], when it is made.
+	// Engine must be made with the tiers of [Admissions] and with [Bell.Ring] as its Wake.
 	Engine *engine.Engine
 	Bell   *Bell
-	// Arena is the memory of a region, for its whole length.
+	// Arena returns the memory of a region, in its whole length.
 	Arena func(region uint32) []byte
 	// Log gets a line when a breaker opens or closes, and when a chunk has rotted. Default:
 	// nothing.
 	Log *zap.Logger
-	// Promote is which hits in tiers are worth their time. Default PromoteAuto.
+	// Promote selects which hits in tiers are promoted. Default PromoteAuto.
 	Promote Mode
-	// LookupDeadline bounds how long a lookup waits, even if the asker allows more. Default 3 s.
+	// LookupDeadline bounds how long a lookup waits, even if its caller allows more. Default 3 s.
 	LookupDeadline time.Duration
-	// MaxPending bounds the lookups under way, and MaxPendingBytes the digests that they hold. The
-	// answer to one more is what the arena holds. Defaults 1,024 and 64 MiB.
+	// MaxPending bounds the lookups under way, and MaxPendingBytes the digests that they hold. A
+	// lookup beyond either limit returns only what the arena holds. Defaults 1,024 and 64 MiB.
 	MaxPending      int
 	MaxPendingBytes int64
-	// LongChunks is how many chunks of a lookup its caller walks. The walker walks the rest, in
-	// turns. Default 512, which takes some 100 µs.
+	// LongChunks is how many chunks of a lookup are walked on the caller's goroutine. The walker
+	// walks the rest, lookups by turns. Default 512, which takes some 100 µs.
 	LongChunks int
-	// BounceBytes is the size of the buffer for chunks on their way from one tier to another, at
-	// least one chunk. Each such tier has one, and each Move. Default 64 MiB.
+	// BounceBytes is the size of a buffer for chunks that go from one tier to another. It holds at
+	// least one chunk. Each such tier has one buffer, and so has each Move. Default 64 MiB.
 	BounceBytes int64
-	// Verify, if given, checks the bytes of restored chunks, in their order, and reports each to
-	// the engine (engine.Engine.EndVerify) before it returns. It may be called by several
-	// goroutines, but not for the same chunk at the same time. It must not call the Stack. ctx ends
-	// with the Stack. Default: no chunk needs it.
+	// Verify, if given, checks the bytes of restored chunks in their order. It reports each to the
+	// engine (engine.Engine.EndVerify) before it returns. Several goroutines may call it, but not
+	// for the same chunk at the same time. It must not call the Stack. ctx ends with the Stack.
+	// Default: no chunk needs it.
 	Verify func(ctx context.Context, chunks []engine.Verification)
-	// PatrolBytes bounds how many bytes of the arena are read in a second, to find chunks that have
-	// changed since they were committed. 0: none are read, and chunks are not checked before they
-	// are written to a tier.
+	// PatrolBytes bounds the bytes of the arena that are read in a second to find chunks that have
+	// changed since their commit. 0: none are read, and chunks are not checked before they are
+	// written to a tier.
 	PatrolBytes int64
-	// PatrolEvery is how long one walk over the arena takes at least. Default 10 min.
+	// PatrolEvery is the least time that one walk over the arena takes. Default 10 min.
 	PatrolEvery time.Duration
 	// Recheck, if given, compares a chunk with a checksum kept elsewhere. known reports whether
-	// there is one. An error that wraps tiers.ErrCorrupt means that the chunk has changed, any
-	// other that it cannot be read. Nobody has a lease on the chunk. Default: the engine has the
+	// there is one. An error that wraps tiers.ErrCorrupt means that the chunk has changed; any
+	// other error means that it cannot be read. The chunk has no lease. Default: the engine has the
 	// checksums (engine.Config.Sums).
 	Recheck func(v *engine.Verification) (known bool, err error)
-	// Peers, if given, leases chunks of other sidecars, and is asked before all tiers. The engine
-	// must have ForeignSlots, and Bell.Ring for its Wake. Its CopyAfter sets what is copied into
-	// the arena. Default: there are none.
+	// Peers, if given, leases chunks of other sidecars. Lookups try it before all tiers. The engine
+	// must have ForeignSlots, and Bell.Ring as its Wake. Its CopyAfter sets which chunks are copied
+	// into the arena. Default: there are no peers.
 	Peers Peers
-	// Linger is how long a chunk that was leased from a peer is kept when nobody uses it. Default 2
-	// s.
+	// Linger is how long an unused chunk leased from a peer is kept. Default 2 s.
 	Linger time.Duration
 	// BorrowTimeout bounds one call of Peers.Borrow. Default 1 s.
 	BorrowTimeout time.Duration
-	// Forget, if given, makes sure that what was dropped from the arena is not restored. Clear,
-	// Drop and Move call it before they return. They return its error as the arena's. Default:
-	// nothing is restored.
+	// Forget, if given, makes sure that chunks dropped from the arena are not restored. Clear, Drop
+	// and Move call it before they return, and return its error as the arena's. Default: nothing is
+	// restored.
 	Forget func() error
 	// Observe, if given, is called for each chunk loaded or stored without error, with its bytes,
-	// and for each lookup of a tier. took is the time since the call of the tier began. It is
-	// called by any goroutine and must not block.
+	// and for each lookup of a tier. took is the time since the call of the tier began. Any
+	// goroutine may call it, and it must not block.
 	Observe func(tier int, op Op, bytes int64, took time.Duration)
 	// Tiers are the tiers, nearest first. The Stack does not close them.
 	Tiers []TierConfig
 }
 
-// TierConfig is one tier, and how it is used.
+// TierConfig configures one tier.
 type TierConfig struct {
 	Name  string // unique, not "arena"
 	Tier  tiers.Tier
-	Admit engine.Admission // what is written to it
+	Admit engine.Admission // which chunks are written to it
 	// Queue is how many chunks may wait to be written to it. Default as in engine.TierAdmission.
 	Queue int
 
-	LookupWorkers int           // lookups of it at one time, if it is not Local. Default 4
-	LoadWorkers   int           // calls of Load at one time. Default 2
-	StoreWorkers  int           // calls of Store at one time. Default 2
-	Batch         int           // chunks of one call, at most. Default 16
+	LookupWorkers int           // concurrent lookups, unless it is Local. Default 4
+	LoadWorkers   int           // concurrent calls of Load. Default 2
+	StoreWorkers  int           // concurrent calls of Store. Default 2
+	Batch         int           // the most chunks of one call. Default 16
 	LookupTimeout time.Duration // Default 500 ms
 	LoadTimeout   time.Duration // of one call. Default 2 s
 	StoreTimeout  time.Duration // of one call. Default 30 s
@@ -125,7 +124,7 @@ type TierConfig struct {
 	Failures int
 }
 
-// arenaName is the arena's name where tiers are named.
+// arenaName is the arena's name in lists of tiers.
 const arenaName = "arena"
 
 func orDefault[T int | int64 | time.Duration](v *T, d T) {
@@ -196,8 +195,8 @@ func (t *TierConfig) validate() error {
 	return nil
 }
 
-// Admissions is what an engine is to be told of tiers. One that admits what is evicted from a tier
-// above that names its victims gets that from there, not from the arena.
+// Admissions returns the tiers' configuration for an engine. A tier that admits evicted chunks
+// takes them from the tier above if that reports its victims; the engine then writes nothing to it.
 func Admissions(list []TierConfig) []engine.TierAdmission {
 	out := make([]engine.TierAdmission, len(list))
 	for i, t := range list {
@@ -209,7 +208,7 @@ func Admissions(list []TierConfig) []engine.TierAdmission {
 	return out
 }
 
-// victims returns the tier above tier i if tier i gets its victims, or nil.
+// victims returns the tier above tier i if tier i takes its victims, or nil.
 func victims(list []TierConfig, i int) tiers.Victims {
 	if i == 0 || list[i].Admit != engine.AdmitEvicted {
 		return nil
@@ -218,8 +217,8 @@ func victims(list []TierConfig, i int) tiers.Victims {
 	return v
 }
 
-// Bell is how the engine says that a tier has something to be written, or that something is to be
-// returned to peers, or copied from them: give Ring to it as engine.Config.Wake.
+// Bell wakes the Stack's workers when the engine has chunks to write to a tier, loans to return to
+// peers, or chunks to copy from peers. Its Ring is the engine's engine.Config.Wake.
 type Bell struct {
 	tiers   [engine.MaxTiers]chan struct{}
 	returns chan struct{}
@@ -235,7 +234,7 @@ func NewBell() *Bell {
 	return b
 }
 
-// Ring wakes who does a kind of work. It never blocks.
+// Ring wakes the worker of a kind of work. It never blocks.
 func (b *Bell) Ring(w engine.Work) {
 	switch w {
 	case engine.WorkReturns:

@@ -9,7 +9,7 @@ import (
 	"lookaside/tiers"
 )
 
-// tierCounters count what was asked of one tier since the start. Any goroutine.
+// tierCounters counts the calls of one tier since the start. Any goroutine may use it.
 type tierCounters struct {
 	lookups, lookupPages, hitPages atomic.Uint64
 	loads, loadBytes, loadNanos    atomic.Uint64
@@ -17,13 +17,13 @@ type tierCounters struct {
 	noRoom, demoted                atomic.Uint64
 	missed, corrupt, late          atomic.Uint64
 	failures                       [3]atomic.Uint64 // by Op
-	seekNanos                      atomic.Int64     // what its lookups take, averaged
+	seekNanos                      atomic.Int64     // time of one lookup, averaged
 
 	mu   sync.Mutex
 	last error
 }
 
-// failed counts an error of a call, or of one chunk in it.
+// failed counts an error of a call, or of one chunk in a call.
 func (c *tierCounters) failed(op Op, err error) {
 	switch {
 	case errors.Is(err, tiers.ErrNotFound):
@@ -64,7 +64,7 @@ func (c *tierCounters) stored(bytes int64, took time.Duration) {
 	c.storeNanos.Add(uint64(took))
 }
 
-// sought averages what a lookup took. That two at one time may lose one does not matter.
+// sought averages the time of lookups. Of two concurrent calls one may be lost, which is harmless.
 func (c *tierCounters) sought(took time.Duration) {
 	was := c.seekNanos.Load()
 	c.seekNanos.Store(was + int64(estimateWeight*float64(int64(took)-was)))
@@ -72,8 +72,7 @@ func (c *tierCounters) sought(took time.Duration) {
 
 func (c *tierCounters) lookupTime() time.Duration { return time.Duration(c.seekNanos.Load()) }
 
-// TierStatus is one tier at one moment: what it says of itself, and what was asked of it since the
-// start.
+// TierStatus describes one tier at one moment: its own report, and the calls since the start.
 type TierStatus struct {
 	Name string `json:"name"`
 	tiers.TierStats
@@ -84,36 +83,35 @@ type TierStatus struct {
 	LastError string `json:"last_error,omitempty"`
 
 	Lookups      uint64  `json:"lookups"`
-	LookupPages  uint64  `json:"lookup_pages"` // asked for
-	HitPages     uint64  `json:"hit_pages"`    // that it had
+	LookupPages  uint64  `json:"lookup_pages"` // requested
+	HitPages     uint64  `json:"hit_pages"`    // found
 	Loads        uint64  `json:"loads"`        // chunks
 	LoadBytes    uint64  `json:"load_bytes"`
-	LoadSeconds  float64 `json:"load_seconds"` // from the call's beginning to each chunk, summed up
+	LoadSeconds  float64 `json:"load_seconds"` // from the beginning of the call to each chunk, summed up
 	Stores       uint64  `json:"stores"`
 	StoreBytes   uint64  `json:"store_bytes"`
 	StoreSeconds float64 `json:"store_seconds"`
-	// of the stores, chunks that the tier above was about to drop
+	// Demoted counts stored chunks that the tier above was about to drop.
 	Demoted uint64 `json:"demoted"`
 
 	LookupFailures uint64 `json:"lookup_failures"` // calls
 	LoadFailures   uint64 `json:"load_failures"`   // chunks
 	StoreFailures  uint64 `json:"store_failures"`  // chunks
-	Late           uint64 `json:"late"`            // of the failures, those by time
-	Missed         uint64 `json:"missed"`          // chunks that it had said it has
+	Late           uint64 `json:"late"`            // failures by timeout
+	Missed         uint64 `json:"missed"`          // chunks that its lookup had found
 	CorruptLoads   uint64 `json:"corrupt_loads"`   // chunks
-	NoRoom         uint64 `json:"no_room"`         // chunks that it would not store
+	NoRoom         uint64 `json:"no_room"`         // chunks that it refused to store
 
-	LoadQueue  int `json:"load_queue"`  // chunks that wait to be loaded or are being
-	StoreQueue int `json:"store_queue"` // chunks that wait to be stored
-	// chunks that were not stored, for want of room in the queue or because they were evicted
-	// before
+	LoadQueue  int `json:"load_queue"`  // chunks waiting or loading
+	StoreQueue int `json:"store_queue"` // chunks waiting to be stored
+	// Shed counts chunks that were not stored: the queue was full, or they were evicted first.
 	Shed       uint64 `json:"shed"`
 	AheadBytes int64  `json:"ahead_bytes"` // that lookups wait for
 
-	// estimate: of a lookup of it, if it is not local
+	// LookupSeconds is the estimate for one lookup, unless the tier is local.
 	LookupSeconds  float64 `json:"lookup_seconds"`
-	LatencySeconds float64 `json:"latency_seconds"` // estimate: of a load
-	// estimate: of all loads at one time; 0: not known
+	LatencySeconds float64 `json:"latency_seconds"` // estimate for one load
+	// BytesPerSecond is the estimate for all concurrent loads together; 0: not known.
 	BytesPerSecond float64 `json:"bytes_per_second"`
 }
 
@@ -157,19 +155,20 @@ func (s *Stack) Status() []TierStatus {
 	return out
 }
 
-// LookupStats is what goes on in the Stack beside the tiers.
+// LookupStats describes lookups and the patrol of the arena. The counters are totals since the
+// start.
 type LookupStats struct {
 	Pending  int    // lookups under way
-	Loading  int    // chunks on their way to the arena
-	Refused  uint64 // lookups answered by the arena alone, because too many were under way
-	Late     uint64 // lookups answered by their deadline
-	Cut      uint64 // lookups of which some was left to be computed, being faster
+	Loading  int    // chunks being loaded into the arena
+	Refused  uint64 // lookups limited to the arena because too many were under way
+	Late     uint64 // lookups that ended at their deadline
+	Cut      uint64 // lookups that left pages to be computed because that is faster
 	Verified uint64 // lookups that waited for restored chunks to be verified
-	Checked  uint64 // chunks of the arena that were compared with the checksum that they had before
-	Walks    uint64 // times that all of the arena was
+	Checked  uint64 // chunks of the arena compared with their checksum
+	Walks    uint64 // complete walks over the arena
 }
 
-// LookupStats may be called at any time.
+// LookupStats returns the present figures. It may be called at any time.
 func (s *Stack) LookupStats() LookupStats {
 	s.mu.Lock()
 	defer s.unlockAndWake()
